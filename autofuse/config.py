@@ -1,0 +1,28 @@
+"""Settings of autofuse: `autofuse.config.policy = "always"`, `with autofuse.config.patch(order="ring")`,
+`AUTOFUSE_TIMEOUT_S=30 python train.py`, or `torch.compile(..., options={"policy": "always"})`."""
+
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+from torch.utils._config_module import Config, install_config_module
+
+policy: str = Config(default="auto", env_name_default="AUTOFUSE_POLICY")
+"""`auto`: fuse where the cost model predicts a gain; `always`: wherever it is legal; `never`: report only."""
+
+patterns: str = Config(default="all", env_name_default="AUTOFUSE_PATTERNS")
+"""Names of fused ops to look for, separated by commas; `all` for every one. `options` also takes a list."""
+
+order: str = Config(default="direct", env_name_default="AUTOFUSE_ORDER")
+"""Order of the tiles of a plan: `direct`, `ring`, or `oblivious` (the control of every measurement)."""
+
+timeout_s: float = float(os.environ.get("AUTOFUSE_TIMEOUT_S", "300"))
+"""Seconds that a fused op waits for a peer before it raises. `AUTOFUSE_TIMEOUT_S`."""
+
+if TYPE_CHECKING:
+    from torch.utils._config_typing import *  # noqa: F403
+
+    def patch(*args: Any, **changes: Any) -> Any: ...
+
+
+install_config_module(sys.modules[__name__])
