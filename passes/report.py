@@ -1,0 +1,231 @@
+"""What became of every collective: reason codes, one record a site, one a graph, and their collector."""
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from enum import Enum
+
+
+class Reason(str, Enum):
+    """Why a site was kept. `value` is the code in reports, `advice` what the user can do about it."""
+
+    advice: str
+
+    def __new__(cls, code: str, advice: str) -> "Reason":
+        self = str.__new__(cls, code)
+        self._value_ = code
+        self.advice = advice
+        return self
+
+    NO_NATIVE_KERNELS = (
+        "no_native_kernels",
+        "reinstall autofuse where a C++17 compiler is found (`pip install --force-reinstall --no-deps autofuse`)",
+    )
+    NO_KERNEL_FOR_DEVICE = (
+        "no_kernel_for_device",
+        "there is no kernel for this op on this device yet; the collective runs as before",
+    )
+    GROUP_SPANS_HOSTS = (
+        "group_spans_hosts",
+        "fused ops need shared memory between all ranks: make the group of ranks of one host",
+    )
+    GROUP_UNKNOWN = (
+        "group_unknown",
+        "initialise torch.distributed and create the group before compiling, and keep it alive",
+    )
+    SINGLE_RANK = ("single_rank", "a group of one rank has nothing to exchange; drop the collective")
+    REDUCE_OP = ("reduce_op", "only sum and avg can be fused with the compute before them")
+    DTYPE = ("dtype", "use float32, bfloat16 or float16 (int32 or int64 for indices), equal on both sides")
+    MIXED_DEVICES = ("mixed_devices", "put all tensors of the compute and the collective on one device")
+    NO_COMPUTE = (
+        "no_compute",
+        "no matmul, embedding bag or expert matmul feeds or consumes this collective within the graph",
+    )
+    LAYOUT = (
+        "layout",
+        "the views between compute and collective are no scatter or gather along one dim; move or simplify them",
+    )
+    EXTRA_USERS = (
+        "extra_users",
+        "something else reads a value between compute and collective; read it before or after both",
+    )
+    UNEVEN = ("uneven", "make the scattered (gathered) dim a multiple of the size of the group")
+    UNSUPPORTED_VARIANT = (
+        "unsupported_variant",
+        "the compute uses an option that no fused op has, such as sparse gradients or max pooling in training",
+    )
+    POLICY_NEVER = ("policy_never", "policy is `never`: set it to `auto` or `always` to fuse")
+    PATTERN_DISABLED = ("pattern_disabled", "add the pattern to `patterns` to fuse")
+    NOT_PROFITABLE = (
+        "not_profitable",
+        "no gain is predicted for these sizes; policy `always` fuses nevertheless",
+    )
+
+
+@dataclass(frozen=True)
+class Site:
+    """One collective of a compiled graph, fused or kept."""
+
+    pattern: str | None
+    """Name of the fused op that it was, or would have been, rewritten to."""
+    op: str | None
+    """Qualified name of the op that replaces it, `autofuse::matmul_all_reduce`; None if kept."""
+    fused: bool
+    reason: Reason | None
+    """Why it was kept; None if fused."""
+    detail: str
+    """The particulars of the reason, or of the fusion."""
+    graph: str
+    """Kind and number of the graph: `forward 0`."""
+    collective: str
+    """Name of the collective: `all_reduce`."""
+    source: str | None
+    """`file:line` of the user's code, if known."""
+    nbytes: int | None
+    """Bytes of the collective's input on one rank; None if not known at compile time."""
+    world: int | None
+    """Size of the group."""
+    order: str | None
+    """Order of the plan; None if kept."""
+    predicted_us: float | None
+    """Predicted time of the fused op in microseconds."""
+    unfused_us: float | None
+    """Predicted time of compute and collective apart, in microseconds."""
+
+
+@dataclass(frozen=True)
+class GraphReport:
+    """One compiled graph: its code before and after the rewrite, and its collectives."""
+
+    name: str
+    kind: str
+    """`forward`, `backward` or `inference`."""
+    before: str
+    after: str
+    sites: tuple[Site, ...]
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> "GraphReport":
+        return cls._from_dict(json.loads(text))
+
+    @classmethod
+    def _from_dict(cls, data: dict) -> "GraphReport":
+        sites = (Site(**{**site, "reason": _reason(site["reason"])}) for site in data["sites"])
+        return cls(**{**data, "sites": tuple(sites)})
+
+
+@dataclass
+class Report:
+    """Collects the graphs of one or more compilations. `str()` is a table, `to_json()` keeps everything."""
+
+    graphs: list[GraphReport] = field(default_factory=list)
+    graph_breaks: list[str] = field(default_factory=list)
+    """Why dynamo cut the model into several graphs; a site cannot span two of them."""
+
+    def add(self, graph: GraphReport) -> None:
+        self.graphs.append(graph)
+
+    @property
+    def sites(self) -> tuple[Site, ...]:
+        return tuple(site for graph in self.graphs for site in graph.sites)
+
+    @property
+    def fused(self) -> tuple[Site, ...]:
+        return tuple(site for site in self.sites if site.fused)
+
+    @property
+    def kept(self) -> tuple[Site, ...]:
+        return tuple(site for site in self.sites if not site.fused)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> "Report":
+        data = json.loads(text)
+        return cls([GraphReport._from_dict(graph) for graph in data["graphs"]], data["graph_breaks"])
+
+    def __str__(self) -> str:
+        count = len(self.graphs)
+        lines = [
+            f"autofuse: {len(self.fused)} fused, {len(self.kept)} kept in {count} graph{'s' * (count != 1)}"
+        ]
+        if self.sites:
+            lines += ["", *_table([_HEADER, *map(_row, self.sites)])]
+        reasons = dict.fromkeys(site.reason for site in self.kept if site.reason)
+        if reasons:
+            lines += ["", "kept:", *(f"  {reason.value}: {reason.advice}" for reason in reasons)]
+        if self.graph_breaks:
+            lines += ["", "graph breaks (no site can span one):"]
+            lines += [f"  {text.strip().splitlines()[0]}" for text in self.graph_breaks]
+        return "\n".join(lines)
+
+
+_HEADER = (
+    "graph",
+    "collective",
+    "fused into",
+    "order",
+    "world",
+    "bytes",
+    "us",
+    "unfused us",
+    "source",
+    "why",
+)
+
+
+def _row(site: Site) -> tuple[str, ...]:
+    why = ": ".join(filter(None, (site.reason.value if site.reason else "", site.detail)))
+    fused_into = site.op.removeprefix("autofuse::") if site.op else "-"
+    numbers = (_number(x) for x in (site.world, site.nbytes, site.predicted_us, site.unfused_us))
+    return (site.graph, site.collective, fused_into, site.order or "-", *numbers, site.source or "-", why)
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return str(value) if isinstance(value, int) else f"{value:.1f}"
+
+
+def _table(rows: list[tuple[str, ...]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    rows.insert(1, tuple("-" * width for width in widths))
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]
+
+
+def _reason(code: str | None) -> Reason | None:
+    return None if code is None else next(reason for reason in Reason if reason.value == code)
+
+
+# A plain list: backward graphs are compiled on autograd's threads, which inherit no context variable.
+_collectors: list[Report] = []
+_lock = threading.Lock()
+
+
+@contextmanager
+def collecting(report: Report | None = None) -> Iterator[Report]:
+    """Every graph compiled inside, on any thread, is added to the report that is yielded."""
+    report = Report() if report is None else report
+    with _lock:
+        _collectors.append(report)
+    try:
+        yield report
+    finally:
+        with _lock:
+            # By identity: two reports may compare equal.
+            del _collectors[next(i for i, other in enumerate(_collectors) if other is report)]
+
+
+def publish(graph: GraphReport) -> None:
+    """Adds `graph` to every active collector."""
+    with _lock:
+        for collector in _collectors:
+            collector.add(graph)
