@@ -21,7 +21,7 @@ class Reason(str, Enum):
 
     NO_NATIVE_KERNELS = (
         "no_native_kernels",
-        "reinstall autofuse where a C++17 compiler is found (`pip install --force-reinstall --no-deps autofuse`)",
+        "reinstall where a C++17 compiler is found: `pip install --force-reinstall --no-deps autofuse`",
     )
     NO_KERNEL_FOR_DEVICE = (
         "no_kernel_for_device",
@@ -45,7 +45,7 @@ class Reason(str, Enum):
     )
     LAYOUT = (
         "layout",
-        "the views between compute and collective are no scatter or gather along one dim; move or simplify them",
+        "the views between compute and collective are no scatter or gather along one dim; simplify them",
     )
     EXTRA_USERS = (
         "extra_users",
@@ -54,7 +54,7 @@ class Reason(str, Enum):
     UNEVEN = ("uneven", "make the scattered (gathered) dim a multiple of the size of the group")
     UNSUPPORTED_VARIANT = (
         "unsupported_variant",
-        "the compute uses an option that no fused op has, such as sparse gradients or max pooling in training",
+        "the compute uses an option that no fused op has, such as sparse gradients or trained max pooling",
     )
     POLICY_NEVER = ("policy_never", "policy is `never`: set it to `auto` or `always` to fuse")
     PATTERN_DISABLED = ("pattern_disabled", "add the pattern to `patterns` to fuse")
