@@ -1,0 +1,239 @@
+"""Makes plans: which tile when, where to, under which signal.
+
+Every generator below yields the actions of one rank for one family and order. What they share: a chunk is
+cut into tiles, its tiles into slices, and a slice is covered by one signal. An empty chunk is one empty
+slice, so its signal is sent and awaited like any other; buffers are safe to reuse because of those signals.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from itertools import pairwise
+
+from autofuse.lowering.plan import (
+    FAMILIES,
+    SIGNAL_SLOTS,
+    Action,
+    Compute,
+    Copy,
+    Family,
+    Order,
+    Plan,
+    Reduce,
+    Send,
+    Signal,
+    Span,
+    Store,
+    Tile,
+    Wait,
+    cut,
+)
+
+Slices = Sequence[Sequence[Tile]]
+
+
+@lru_cache(maxsize=1024)
+def make_plan(
+    op: str,
+    order: str,
+    world: int,
+    rank: int,
+    chunks: tuple[tuple[int, int], ...],
+    block: tuple[int, int],
+    one_shot: bool = False,
+) -> Plan:
+    """The plan of `rank` for one call of `op`.
+
+    `chunks[c] = (rows, cols)` is the extent of chunk `c` (what that is: `plan.Family`); for the reduce and
+    gather families all ranks must give the same chunks, an exchange may differ from rank to rank. Chunks may
+    be ragged and empty. `one_shot` asks for the all_reduce in which every rank reduces everything.
+
+    Raises ValueError for an unknown op or order, a rank, chunk or block out of range, a `one_shot` that the
+    op or order does not have, and a ring that is too long for the signal pad.
+    """
+    _check(op, order, world, rank, chunks, block, one_shot)
+    order = Order(order)
+    family, twice = FAMILIES[op], op == "matmul_all_reduce" and not one_shot
+    tiles = [cut(c, extent, block) for c, extent in enumerate(chunks)]
+    phases = (2 if twice else 1) * (max(1, world - 1) if order is Order.RING else 1)
+    if family in (Family.REDUCE, Family.GATHER) and phases > SIGNAL_SLOTS:
+        raise ValueError(
+            f"{op}: a ring of {world} ranks needs {phases} signal slots, there are {SIGNAL_SLOTS}; "
+            "use order='direct'"
+        )
+    runs = [_slices(t, max(1, SIGNAL_SLOTS // phases)) for t in tiles]
+    actions: Iterator[Action]
+    if one_shot:
+        actions = _one_shot(world, rank, _slices([tile for t in tiles for tile in t], SIGNAL_SLOTS))
+    elif family is Family.REDUCE and order is Order.RING:
+        actions = _reduce_ring(world, rank, runs, twice)
+    elif family is Family.REDUCE:
+        actions = _reduce(order, world, rank, runs, twice)
+    elif family is Family.GATHER and order is Order.RING:
+        actions = _circulate(world, rank, runs, computes=True)
+    elif family is Family.GATHER:
+        actions = _gather(order, world, rank, runs)
+    elif family is Family.PRODUCE:
+        actions = _produce(order, world, rank, tiles)
+    else:
+        actions = _consume(order, world, rank, tiles)
+    return Plan(op, order, world, rank, chunks, block, tuple(actions), one_shot)
+
+
+def _check(
+    op: str,
+    order: str,
+    world: int,
+    rank: int,
+    chunks: tuple[tuple[int, int], ...],
+    block: tuple[int, int],
+    one_shot: bool,
+) -> None:
+    if op not in FAMILIES:
+        raise ValueError(f"no plan for op {op!r}; expected one of {', '.join(FAMILIES)}")
+    if order not in {o.value for o in Order}:
+        raise ValueError(f"unknown order {order!r}; expected one of {', '.join(o.value for o in Order)}")
+    if not 0 <= rank < world:
+        raise ValueError(f"{op}: rank {rank} is outside of a world of {world}")
+    if len(chunks) != world or any(rows < 0 or cols < 0 for rows, cols in chunks):
+        raise ValueError(f"{op}: expected {world} chunks (rows, cols) of non-negative extent, got {chunks}")
+    if min(block) < 1:
+        raise ValueError(f"{op}: the block must be at least 1x1, got {block}")
+    if one_shot and (op != "matmul_all_reduce" or order == Order.RING):
+        raise ValueError(f"{op}: only matmul_all_reduce has a one-shot plan, and not in ring order")
+
+
+def _slices(tiles: Sequence[Tile], limit: int) -> Slices:
+    """Cut `tiles` into at most `limit` runs of almost equal length; always at least one."""
+    count = max(1, min(len(tiles), limit))
+    ends = [len(tiles) * i // count for i in range(count + 1)]
+    return [tiles[start:stop] for start, stop in pairwise(ends)]
+
+
+def _sequence(order: Order, world: int, rank: int, own_last: bool) -> list[int]:
+    """All ranks in the sequence in which `rank` turns to them."""
+    if order is Order.OBLIVIOUS:
+        return list(range(world))
+    return [(rank + own_last + i) % world for i in range(world)]
+
+
+def _peers(world: int, rank: int) -> list[int]:
+    return [(rank + i) % world for i in range(1, world)]
+
+
+def _placed(rank: int, dest: int) -> Store:
+    return Store.LOCAL if dest == rank else Store.REMOTE
+
+
+def _reduce(
+    order: Order, world: int, rank: int, runs: Sequence[Slices], everywhere: bool
+) -> Iterator[Action]:
+    """Partial tiles go to their owners, who reduce them; `everywhere`: then all copy them from the owners."""
+    sequence, peers = _sequence(order, world, rank, own_last=True), _peers(world, rank)
+    for step, owner in enumerate(sequence):
+        for slot, run in enumerate(runs[owner]):
+            yield from (Compute(step, tile, owner, _placed(rank, owner)) for tile in run)
+            if owner != rank:
+                yield Signal(step, owner, slot)
+    reduced = max(map(len, runs))  # the slots above are for the slices that are reduced
+    for slot, run in enumerate(runs[rank]):
+        yield from (Wait(world, peer, slot) for peer in peers)
+        yield from (Reduce(world, tile) for tile in run)
+        if everywhere:
+            yield from (Signal(world, peer, reduced + slot) for peer in peers)
+    for step, owner in enumerate(sequence, start=world + 1):
+        if everywhere and owner != rank:
+            for slot, run in enumerate(runs[owner], start=reduced):
+                yield Wait(step, owner, slot)
+                yield from (Copy(step, tile, owner) for tile in run)
+
+
+def _one_shot(world: int, rank: int, runs: Slices) -> Iterator[Action]:
+    """Every rank computes everything in its own memory and reduces everything from all memories."""
+    peers = _peers(world, rank)
+    for slot, run in enumerate(runs):
+        yield from (Compute(0, tile, rank, Store.LOCAL) for tile in run)
+        yield from (Signal(0, peer, slot) for peer in peers)
+    for slot, run in enumerate(runs):
+        yield from (Wait(1, peer, slot) for peer in peers)
+        yield from (Reduce(1, tile) for tile in run)
+
+
+def _reduce_ring(world: int, rank: int, runs: Sequence[Slices], everywhere: bool) -> Iterator[Action]:
+    """Partial sums travel right and end at their owner; `everywhere`: then finished chunks travel on."""
+    left, right, stride = (rank - 1) % world, (rank + 1) % world, max(map(len, runs))
+    for step in range(world):
+        last = step == world - 1
+        for i, run in enumerate(runs[(rank - 1 - step) % world]):
+            if step:
+                yield Wait(step, left, (step - 1) * stride + i)
+            yield from (Compute(step, tile, rank if last else right, Store.UPDATE) for tile in run)
+            if not last:
+                yield Signal(step, right, step * stride + i)
+    if everywhere:
+        yield from _circulate(world, rank, runs, computes=False, first=world)
+
+
+def _circulate(
+    world: int, rank: int, runs: Sequence[Slices], computes: bool, first: int = 0
+) -> Iterator[Action]:
+    """Chunk `rank - s` passes at stage `s`: it is handed to the right, then computed on or copied out.
+
+    `first` is the step of stage 0; the slots of the steps before it, one fewer than steps, are taken.
+    """
+    left, right, stride = (rank - 1) % world, (rank + 1) % world, max(map(len, runs))
+    taken = max(0, first - 1) * stride
+    for stage in range(world):
+        step = first + stage
+        for i, run in enumerate(runs[(rank - stage) % world]):
+            if stage:
+                yield Wait(step, left, taken + (stage - 1) * stride + i)
+            if stage < world - 1:
+                yield from (Send(step, tile, right, Store.REMOTE) for tile in run)
+                yield Signal(step, right, taken + stage * stride + i)
+            if computes:
+                yield from (Compute(step, tile, rank, Store.LOCAL) for tile in run)
+            elif stage:
+                yield from (Copy(step, tile, rank) for tile in run)
+
+
+def _gather(order: Order, world: int, rank: int, runs: Sequence[Slices]) -> Iterator[Action]:
+    """Every rank publishes its part in its own memory, and computes on the parts of all where they lie."""
+    for slot, run in enumerate(runs[rank]):
+        yield from (Send(0, tile, rank, Store.LOCAL) for tile in run)
+        yield from (Signal(0, peer, slot) for peer in _peers(world, rank))
+    for step, source in enumerate(_sequence(order, world, rank, own_last=False)):
+        for slot, run in enumerate(runs[source]):
+            if source != rank:
+                yield Wait(step, source, slot)
+            yield from (Compute(step, tile, rank, Store.LOCAL) for tile in run)
+
+
+def _produce(order: Order, world: int, rank: int, tiles: Sequence[Sequence[Tile]]) -> Iterator[Action]:
+    """Tiles are computed straight into the rank they are for.
+
+    A source is one slice: how its chunk for us is cut is known to the source alone.
+    """
+    for step, dest in enumerate(_sequence(order, world, rank, own_last=order is Order.DIRECT)):
+        yield from (Compute(step, tile, dest, _placed(rank, dest)) for tile in tiles[dest])
+        if dest != rank:
+            yield Signal(step, dest, 0)
+    yield from (Wait(world, peer, 0) for peer in _peers(world, rank))
+
+
+def _consume(order: Order, world: int, rank: int, tiles: Sequence[Sequence[Tile]]) -> Iterator[Action]:
+    """Parts are sent to the ranks they are for; each rank computes on what a source sent, source by source.
+
+    Only the source knows how much it sent, so the tile of such a Compute is empty and stands for all of it.
+    """
+    for step, dest in enumerate(_sequence(order, world, rank, own_last=order is Order.DIRECT)):
+        yield from (Send(step, tile, dest, _placed(rank, dest)) for tile in tiles[dest])
+        if dest != rank:
+            yield Signal(step, dest, 0)
+    # Own first, then in the sequence of arrival: what was sent `i` ranks to the right comes from the left.
+    arrivals = range(world) if order is Order.OBLIVIOUS else [(rank - i) % world for i in range(world)]
+    for step, source in enumerate(arrivals, start=world):
+        if source != rank:
+            yield Wait(step, source, 0)
+        yield Compute(step, Tile(source, 0, Span(0, 0), Span(0, 0)), rank, Store.LOCAL)
