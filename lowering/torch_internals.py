@@ -1,0 +1,112 @@
+"""Every private name of torch that autofuse uses, so that a new torch release is one file's work.
+
+A leaf: every room may import it, and it imports no room. What is slow to import is imported in the function.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+from torch._inductor.custom_graph_pass import CustomGraphPass, CustomInferenceAwareGraphPass
+
+__all__ = ["CustomGraphPass", "CustomInferenceAwareGraphPass"]
+
+# --- Inductor and dynamo: the front end ---------------------------------------------------------------
+
+
+def compile_fx(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    inner_compile: Callable[..., Any],
+    config_patches: dict[str, Any],
+) -> Callable[..., Any]:
+    """AOTAutograd and Inductor on a dynamo graph; `inner_compile` sees each forward and backward graph.
+
+    AOTAutograd's own cache is off: a hit there returns compiled code without calling `inner_compile`, so
+    that nobody could say what was fused. Inductor's cache of graphs, where the time goes, stays on.
+    """
+    from torch._functorch import config as functorch_config
+    from torch._inductor.compile_fx import compile_fx as inductor_compile_fx
+
+    with functorch_config.patch(enable_autograd_cache=False, enable_remote_autograd_cache=False):
+        return inductor_compile_fx(
+            gm, example_inputs, inner_compile=inner_compile, config_patches=config_patches
+        )
+
+
+def compile_fx_inner(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
+    """Inductor's passes and code generation for one graph; may be answered from its cache."""
+    from torch._inductor.compile_fx import compile_fx_inner as inductor_compile_fx_inner
+
+    return inductor_compile_fx_inner(gm, example_inputs, **kwargs)
+
+
+def run_post_grad_passes(gm: fx.GraphModule, example_inputs: Sequence[Any], is_inference: bool) -> None:
+    """Inductor's post-grad passes, custom ones included, in place and as `compile_fx_inner` runs them."""
+    from torch._inductor.compile_fx import _recursive_post_grad_passes, fake_tensor_prop, view_to_reshape
+    from torch._inductor.virtualized import V
+
+    view_to_reshape(gm)
+    with torch.no_grad():
+        fake_mode = fake_tensor_prop(gm, example_inputs)
+    with V.set_fake_mode(fake_mode):
+        _recursive_post_grad_passes(gm, is_inference=is_inference)
+
+
+def inductor_options() -> dict[str, Any]:
+    """Names and present values of Inductor's settings."""
+    from torch._inductor import config
+
+    return config.get_config_copy()
+
+
+def inductor_option(name: str) -> Any:
+    """The present value of one of Inductor's settings."""
+    from torch._inductor import config
+
+    return getattr(config, name)
+
+
+def inductor_mode_options() -> dict[str, dict[str, Any]]:
+    """The settings that each `mode` of torch.compile stands for."""
+    from torch._inductor import list_mode_options
+
+    return list_mode_options()
+
+
+def graph_break_counts() -> Counter[str]:
+    """How often dynamo broke a graph so far, by reason."""
+    from torch._dynamo.utils import counters
+
+    return Counter(counters["graph_break"])
+
+
+def size_hint(size: int | torch.SymInt, unbacked: int) -> int:
+    """The number that stood for `size` while it was traced, with `unbacked` for symbols that had none."""
+    if isinstance(size, int):
+        return size
+    shape_env, expr = size.node.shape_env, size.node.expr
+    # torch 2.11 calls it var_to_val, later releases backed_var_to_val.
+    known = getattr(shape_env, "backed_var_to_val", None) or shape_env.var_to_val
+    expr = shape_env.replace(expr).xreplace(known)
+    return int(expr.xreplace(dict.fromkeys(expr.free_symbols, sympy.Integer(unbacked))))
+
+
+# --- Dense ops ----------------------------------------------------------------------------------------
+
+
+def group_size(group_name: str) -> int:
+    """Number of ranks of the process group called `group_name`."""
+    from torch.distributed.distributed_c10d import _resolve_process_group
+
+    return _resolve_process_group(group_name).size()
+
+
+def scaled_mm(
+    x: torch.Tensor, w: torch.Tensor, scale_x: torch.Tensor, scale_w: torch.Tensor, dtype: torch.dtype | None
+) -> torch.Tensor:
+    """`(x * scale_x) @ (w * scale_w)` of low-precision floats."""
+    return torch._scaled_mm(x, w, scale_x, scale_w, out_dtype=dtype)
