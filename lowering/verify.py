@@ -1,0 +1,268 @@
+"""Proves plans: runs all ranks on an abstract machine and checks every access with vector clocks.
+
+A cell is the place of one tile in one rank's memory; it exists twice, for the two parities of the epoch. Its
+content is the set of ranks whose contribution it holds. `clock[r][q] > t` says that rank `r` has learned, by
+a chain of signals, of something rank `q` did after its access at time `t` (times count the signals sent), so
+that access is over. Which wait meets which signal does not depend on timing, hence neither do the clocks: one
+run stands for all interleavings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+from autofuse.lowering.plan import (
+    SIGNAL_SLOTS,
+    Action,
+    Compute,
+    Copy,
+    Family,
+    Order,
+    Plan,
+    Reduce,
+    Send,
+    Signal,
+    Store,
+    Tile,
+    Wait,
+    contention,
+)
+
+EPOCHS = 3
+"""Calls that are run: the third is the first to use the buffers of an earlier one again."""
+
+
+def verify(plans: Sequence[Plan]) -> None:
+    """Prove the plans of all ranks, `plans[r].rank == r`, for one call of an op.
+
+    - Every element is computed once, and delivered to every rank that needs it.
+    - No rank waits for ever.
+    - No tile is read before its store is ordered by signals; no cell is stored twice in a call, or stored
+      anew while a peer may still read it.
+    - A rank that ends a call knows that all peers have begun it. This is what makes two alternating buffers
+      enough for any mixture of ops.
+    - At no step do more peers meet at one rank than the order promises.
+
+    Raises AssertionError that names rank, action and tile.
+    """
+    _check_consistent(plans)
+    _Machine(plans).run()
+    _check_contention(plans)
+
+
+def _check_consistent(plans: Sequence[Plan]) -> None:
+    first = plans[0]
+    for rank, plan in enumerate(plans):
+        same = ["op", "order", "world", "block", "one_shot"]
+        if first.family in (Family.REDUCE, Family.GATHER):
+            same.append("chunks")
+        for name in same:
+            ours, theirs = getattr(first, name), getattr(plan, name)
+            assert ours == theirs, f"rank {rank}: {name} is {theirs}, on rank 0 it is {ours}"
+        assert plan.rank == rank, f"plan {rank} is for rank {plan.rank}"
+        assert plan.slots_per_source <= SIGNAL_SLOTS, f"rank {rank} signals slot {plan.slots_per_source - 1}"
+    assert len(plans) == first.world, f"{len(plans)} plans for a world of {first.world}"
+
+
+def _check_contention(plans: Sequence[Plan]) -> None:
+    plan, busiest = plans[0], max(contention(plans), default=0)
+    if plan.one_shot:
+        return
+    if plan.order is not Order.OBLIVIOUS:
+        assert busiest <= 1, f"{plan.op}: {busiest} peers meet at one rank in {plan.order.value} order"
+    elif all(plan.tiles(chunk) for plan in plans for chunk in range(plan.world)):
+        assert busiest == plan.world - 1, f"{plan.op}: the oblivious order has a contention of only {busiest}"
+
+
+@dataclass
+class _Cell:
+    """The last store into a cell, and the latest read by each rank since."""
+
+    epoch: int
+    content: frozenset[int]
+    writer: int
+    time: int
+    reads: dict[int, int] = field(default_factory=dict)
+
+
+@dataclass
+class _Rank:
+    """Where one rank is in its plan, of so many signals, and what it knows."""
+
+    plan: Plan
+    signals: int
+    clock: list[int]
+    epoch: int = 0
+    position: int = 0
+    delivered: dict[Hashable, frozenset[int]] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        """The rank and its present action, to open an error message."""
+        where = f"{self.plan.op}, {self.plan.order.value}: rank {self.plan.rank} in call {self.epoch}"
+        if self.position == len(self.plan.actions):
+            return f"{where} at the end"
+        action = self.plan.actions[self.position]
+        tile = f" of tile {action.tile}" if hasattr(action, "tile") else ""
+        return f"{where} at action {self.position}{tile}, {action}"
+
+
+class _Machine:
+    def __init__(self, plans: Sequence[Plan]) -> None:
+        self.world = len(plans)
+        self.everyone = frozenset(range(self.world))
+        self.ranks = [
+            _Rank(plan, sum(isinstance(action, Signal) for action in plan.actions), [0] * self.world)
+            for plan in plans
+        ]
+        self.cells: dict[Hashable, _Cell] = {}
+        self.signals: dict[tuple[int, int, int, int], list[int]] = {}
+
+    def run(self) -> None:
+        """Let every rank go as far as it can, in turn, until all are done or all wait."""
+        while any(self._advance(rank) for rank in self.ranks):
+            pass
+        for rank in self.ranks:
+            if rank.epoch < EPOCHS:
+                self._fail(rank, "this wait never ends")
+
+    def _advance(self, rank: _Rank) -> bool:
+        moved = False
+        while rank.epoch < EPOCHS:
+            if rank.position == len(rank.plan.actions):
+                self._finish(rank)
+            elif self._step(rank, rank.plan.actions[rank.position]):
+                rank.position += 1
+            else:
+                return moved
+            moved = True
+        return moved
+
+    def _step(self, rank: _Rank, action: Action) -> bool:
+        """Do one action; False if it has to wait."""
+        me = rank.plan.rank
+        match action:
+            case Wait(_, source, slot):
+                known = self.signals.get((source, me, slot, rank.epoch))
+                if known is None:
+                    return False
+                rank.clock[:] = map(max, rank.clock, known)
+            case Signal(_, dest, slot):
+                rank.clock[me] += 1
+                if (me, dest, slot, rank.epoch) in self.signals:
+                    self._fail(rank, "the slot has been signalled in this call")
+                self.signals[me, dest, slot, rank.epoch] = list(rank.clock)
+            case Compute():
+                self._compute(rank, action)
+            case Send(_, tile, dest):
+                self._store(rank, dest, *self._source_of(rank, tile))
+            case Reduce(_, tile):
+                self._reduce(rank, tile)
+            case Copy(_, tile, source):
+                self._deliver(rank, tile, self._read(rank, source, "final", tile))
+        return True
+
+    def _compute(self, rank: _Rank, action: Compute) -> None:
+        me, tile, dest = rank.plan.rank, action.tile, action.dest
+        mine = frozenset([me])
+        match rank.plan.family:
+            case Family.REDUCE if action.store is Store.UPDATE:
+                total = mine
+                if action.step > 0:
+                    arrived = self._read(rank, me, "sum", tile)
+                    if me in arrived:
+                        self._fail(rank, "this rank has been added before")
+                    total |= arrived
+                if dest == me:
+                    self._deliver(rank, tile, total)
+                else:
+                    self._store(rank, dest, "sum", tile, total)
+            case Family.REDUCE | Family.PRODUCE:
+                self._store(rank, dest, me, tile, mine)
+            case Family.GATHER:
+                if tile.chunk != me:
+                    self._read(rank, tile.chunk if rank.plan.pulls else me, tile.chunk, tile)
+                self._deliver(rank, tile, self.everyone)
+            case Family.CONSUME:
+                for sent in self.ranks[tile.chunk].plan.tiles(me):
+                    self._read(rank, me, tile.chunk, sent)
+                self._deliver(rank, tile.chunk, self.everyone)
+
+    def _source_of(self, rank: _Rank, tile: Tile) -> tuple[Hashable, Tile, frozenset[int]]:
+        """The cell name, tile and content that a Send stores at its destination."""
+        me, family = rank.plan.rank, rank.plan.family
+        if family is Family.REDUCE:
+            if tile.chunk != me:
+                return "final", tile, self._read(rank, me, "final", tile)
+            if tile not in rank.delivered:
+                self._fail(rank, "the tile is sent before it is finished")
+            return "final", tile, rank.delivered[tile]
+        if family is Family.GATHER and tile.chunk != me:
+            return tile.chunk, tile, self._read(rank, me, tile.chunk, tile)
+        return me, tile, frozenset([me])
+
+    def _reduce(self, rank: _Rank, tile: Tile) -> None:
+        me, plan = rank.plan.rank, rank.plan
+        total: frozenset[int] = frozenset()
+        for source in range(self.world):
+            total |= self._read(rank, source if plan.one_shot else me, source, tile)
+        self._deliver(rank, tile, total)
+        if plan.op == "matmul_all_reduce" and not plan.one_shot:
+            self._store(rank, me, "final", tile, total)
+
+    def _store(self, rank: _Rank, memory: int, name: Hashable, tile: Tile, content: frozenset[int]) -> None:
+        me, key = rank.plan.rank, (memory, rank.epoch % 2, name, tile)
+        old = self.cells.get(key)
+        if old is not None:
+            if old.epoch >= rank.epoch:
+                self._fail(rank, "the tile has been stored before in this call")
+            for peer, time in [(old.writer, old.time), *old.reads.items()]:
+                if not self._over(rank, peer, time):
+                    self._fail(rank, f"rank {peer} may still use the buffer of call {old.epoch}")
+        self.cells[key] = _Cell(rank.epoch, content, me, rank.clock[me])
+
+    def _read(self, rank: _Rank, memory: int, name: Hashable, tile: Tile) -> frozenset[int]:
+        me, cell = rank.plan.rank, self.cells.get((memory, rank.epoch % 2, name, tile))
+        if cell is None or cell.epoch != rank.epoch:
+            self._fail(rank, f"reads tile {tile} ({name}) in the memory of rank {memory} before it is stored")
+        if not self._over(rank, cell.writer, cell.time):
+            self._fail(
+                rank, f"no signal orders the store of tile {tile} by rank {cell.writer} before this read"
+            )
+        cell.reads[me] = rank.clock[me]
+        return cell.content
+
+    def _over(self, rank: _Rank, peer: int, time: int) -> bool:
+        return peer == rank.plan.rank or rank.clock[peer] > time
+
+    def _deliver(self, rank: _Rank, what: Hashable, content: frozenset[int]) -> None:
+        if what in rank.delivered:
+            self._fail(rank, f"{what} is delivered a second time")
+        if content != self.everyone:
+            self._fail(rank, f"the contributions of ranks {sorted(self.everyone - content)} are missing")
+        rank.delivered[what] = content
+
+    def _finish(self, rank: _Rank) -> None:
+        """Check what the call has delivered and what the rank knows, and begin the next call."""
+        me, plan = rank.plan.rank, rank.plan
+        needed: set[Hashable] = set(plan.tiles())
+        if plan.op == "matmul_reduce_scatter":
+            needed = set(plan.tiles(me))
+        elif plan.family is Family.CONSUME:
+            needed = set(range(self.world))
+        elif plan.family is Family.PRODUCE:
+            needed = set()
+            for source in self.ranks:  # the kernel hands on all that has arrived when the call ends
+                for tile in source.plan.tiles(me):
+                    self._read(rank, me, source.plan.rank, tile)
+        if needed != rank.delivered.keys():
+            wrong = ", ".join(sorted(map(str, needed ^ rank.delivered.keys())))
+            self._fail(rank, f"missing or not wanted: {wrong}")
+        for peer in self.ranks:
+            if peer is not rank and rank.clock[peer.plan.rank] <= rank.epoch * peer.signals:
+                self._fail(rank, f"nothing tells that rank {peer.plan.rank} has begun the call")
+        rank.epoch, rank.position, rank.delivered = rank.epoch + 1, 0, {}
+
+    def _fail(self, rank: _Rank, why: str) -> NoReturn:
+        raise AssertionError(f"{rank}: {why}")
