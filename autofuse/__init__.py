@@ -1,8 +1,38 @@
-"""autofuse: a torch.compile backend that fuses compute with the collective it feeds or consumes."""
+"""autofuse: a torch.compile backend that fuses compute with the collective it feeds or consumes.
 
-from pathlib import Path
+Names are imported on first use: importing the package must be cheap, and must work while torch is being
+imported, which is when `TORCH_LOGS="+autofuse"` asks for it.
+"""
 
-# In a checkout the rooms are top-level folders; in a wheel they lie inside the package.
-_checkout = Path(__file__).resolve().parent.parent
-if (_checkout / "passes").is_dir() and (_checkout / "lowering").is_dir():
-    __path__.append(str(_checkout))
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from autofuse import config
+    from autofuse.inspection import debug, explain, rewrite
+    from autofuse.passes.report import Reason, Report, Site
+
+__all__ = ["Reason", "Report", "Site", "__version__", "config", "debug", "explain", "rewrite"]
+
+_HOME = {
+    "Reason": "autofuse.passes.report",
+    "Report": "autofuse.passes.report",
+    "Site": "autofuse.passes.report",
+    "debug": "autofuse.inspection",
+    "explain": "autofuse.inspection",
+    "rewrite": "autofuse.inspection",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        try:
+            return version("autofuse")
+        except PackageNotFoundError:  # a checkout that is not installed
+            return "0+checkout"
+    if name in _HOME:
+        return getattr(import_module(_HOME[name]), name)
+    if name == "config":
+        return import_module("autofuse.config")
+    raise AttributeError(f"module 'autofuse' has no attribute {name!r}")

@@ -229,3 +229,8 @@ def publish(graph: GraphReport) -> None:
     with _lock:
         for collector in _collectors:
             collector.add(graph)
+
+
+def listening() -> bool:
+    """Whether any collector is active."""
+    return bool(_collectors)

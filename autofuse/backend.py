@@ -1,0 +1,131 @@
+"""`torch.compile(model, backend="autofuse")`: Inductor, with a pass of ours before its post-grad passes."""
+
+import copy
+import functools
+import hashlib
+import itertools
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+
+from autofuse import lowering, passes
+from autofuse.lowering import torch_internals
+from autofuse.lowering.torch_internals import CustomGraphPass, CustomInferenceAwareGraphPass
+from autofuse.options import resolve
+from autofuse.passes.report import GraphReport, Reason, listening, publish
+
+log = logging.getLogger(__name__)
+
+_numbers = itertools.count()
+
+
+def autofuse(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Callable[..., Any]:
+    """The backend. `options` takes the names in `autofuse.config` and every option of Inductor.
+
+    Raises ValueError for an unknown mode or option, and for a bad value.
+    """
+    fusion, patches = fusion_pass(next(_numbers), mode, options)
+
+    def compile_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
+        with fusion.compiling(graph_kind(kwargs)):
+            compiled = torch_internals.compile_fx_inner(gm, example_inputs, **kwargs)
+            if not fusion.ran and (listening() or log.isEnabledFor(logging.INFO)):
+                # Inductor's cache had the compiled graph, and no pass ran. The cache key covers all that
+                # the pass depends on, so that running it on a copy reports what the compiled graph does.
+                torch_internals.run_post_grad_passes(
+                    copy.deepcopy(gm), example_inputs, kwargs.get("is_inference", False)
+                )
+        return compiled
+
+    return torch_internals.compile_fx(gm, example_inputs, compile_graph, patches)
+
+
+def fusion_pass(
+    number: int, mode: str | None = None, options: Mapping[str, Any] | None = None
+) -> tuple["FusionPass", dict[str, Any]]:
+    """The pass for graph `number`, and the changes to Inductor's configuration that put it in place."""
+    settings, patches = resolve(mode, options)
+    configured = patches.get("post_grad_custom_pre_pass", None) or torch_internals.inductor_option(
+        "post_grad_custom_pre_pass"
+    )
+    others = configured if isinstance(configured, (list, tuple)) else (configured,) if configured else ()
+    fusion = FusionPass(settings, tuple(others), number)
+    return fusion, {**patches, "post_grad_custom_pre_pass": fusion}
+
+
+def graph_kind(kwargs: Mapping[str, Any]) -> str:
+    """The kind of a graph from the keywords that Inductor compiles it with."""
+    if kwargs.get("is_backward"):
+        return "backward"
+    return "inference" if kwargs.get("is_inference") else "forward"
+
+
+class FusionPass(CustomGraphPass):
+    """Runs the passes that the user configured, then ours, and publishes the report."""
+
+    def __init__(
+        self, settings: passes.Settings, others: tuple[Callable[..., None], ...], number: int
+    ) -> None:
+        self.settings = settings
+        self.others = others
+        self.number = number
+        self.kind = "inference"
+        self.ran = False
+
+    @contextmanager
+    def compiling(self, kind: str) -> Iterator[None]:
+        """Graphs that pass inside are of this kind; `ran` tells whether there were any."""
+        self.kind, self.ran = kind, False
+        yield
+
+    def __call__(self, graph: fx.Graph) -> None:
+        self.ran = True
+        for other in self.others:
+            if isinstance(other, CustomInferenceAwareGraphPass):
+                other(graph, is_inference=self.kind == "inference")
+            else:
+                other(graph)
+        record(passes.fuse(graph, self.settings, self.kind, f"{self.kind} {self.number}"))
+
+    def uuid(self) -> str | None:
+        """Covers what a rewrite depends on, equal on all ranks; None (no caching) if a user's pass has none."""
+        uuids = [other.uuid() if isinstance(other, CustomGraphPass) else None for other in self.others]
+        if None in uuids:
+            return None
+        text = repr((_sources_digest(), _settings_text(self.settings), uuids, torch.__version__))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+def record(graph: GraphReport) -> None:
+    """Sends a report to all who listen, logs a line, and warns if the CPU kernels are missing."""
+    publish(graph)
+    fused = sum(site.fused for site in graph.sites)
+    log.info("%s: %d fused, %d kept", graph.name, fused, len(graph.sites) - fused)
+    if any(site.reason is Reason.NO_NATIVE_KERNELS for site in graph.sites):
+        log.warning("The native kernels are missing: %s", Reason.NO_NATIVE_KERNELS.advice)
+
+
+def _settings_text(settings: passes.Settings) -> str:
+    # A set prints in an order that depends on the process.
+    patterns = None if settings.patterns is None else sorted(settings.patterns)
+    return repr((settings.policy, patterns, settings.order))
+
+
+@functools.cache
+def _sources_digest() -> str:
+    digest = hashlib.sha256()
+    for room in (passes, lowering):
+        for path in sorted(Path(next(iter(room.__path__))).rglob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()

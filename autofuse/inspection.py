@@ -1,0 +1,120 @@
+"""What autofuse does to a model, without running it: `explain`, `debug` and `rewrite`."""
+
+import itertools
+import types
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from autofuse import passes
+from autofuse.backend import fusion_pass, graph_kind, record
+from autofuse.lowering import torch_internals
+from autofuse.options import settings
+from autofuse.passes.report import Report, collecting
+
+_UNBACKED_SIZE = 4
+"""Stands for sizes that depend on data. Nothing is computed, so that any number does."""
+
+
+def explain(model: Callable[..., Any], backward: bool = False) -> Callable[..., Report]:
+    """Returns `f(*args, **kwargs) -> Report`: what `backend="autofuse"` does when `model` is called so.
+
+    Compiles everything up to code generation and runs none of the compiled graphs: they return zeros. It
+    works under a fake process group. With `backward`, the gradients of all outputs are asked for as well, so
+    that backward graphs that are compiled late are in the report; no `.grad` is changed.
+    """
+
+    def report(*args: Any, **kwargs: Any) -> Report:
+        numbers = itertools.count()
+
+        def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+            return _compile_without_code(gm, example_inputs, next(numbers))
+
+        # A frame of its own for each call: dynamo keeps what it compiled with the code of the outermost frame.
+        call = types.FunctionType(_call.__code__.replace(), _call.__globals__)
+        with debug() as result:
+            outputs = torch.compile(call, backend=backend)(model, args, kwargs)
+            if backward:
+                _backward(model, outputs, (args, kwargs))
+        return result
+
+    return report
+
+
+@contextmanager
+def debug() -> Iterator[Report]:
+    """Collects what is compiled inside, answers from compile caches included."""
+    before = torch_internals.graph_break_counts()
+    with collecting() as report:
+        try:
+            yield report
+        finally:
+            report.graph_breaks.extend((torch_internals.graph_break_counts() - before).elements())
+
+
+def rewrite(graph_module: fx.GraphModule) -> Report:
+    """Fuses in place in a graph of post-grad form: functional ATen ops and collectives, `meta["val"]` set.
+
+    Uses the settings of `autofuse.config`.
+    """
+    with collecting() as report:
+        record(passes.fuse(graph_module.graph, settings(), "inference", "graph 0"))
+    graph_module.recompile()
+    return report
+
+
+def _call(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return model(*args, **kwargs)
+
+
+def _compile_without_code(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], number: int
+) -> Callable[..., Any]:
+    fusion, patches = fusion_pass(number)
+
+    def compile_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
+        # Before the passes, which may leave a fused op's outputs without metadata.
+        values = pytree.tree_map(_value, gm.graph.output_node().args[0])
+        with fusion.compiling(graph_kind(kwargs)):
+            torch_internals.run_post_grad_passes(gm, example_inputs, kwargs.get("is_inference", False))
+        return _returns_zeros(values)
+
+    return torch_internals.compile_fx(gm, example_inputs, compile_graph, patches)
+
+
+def _value(node: Any) -> Any:
+    return node.meta["val"] if isinstance(node, fx.Node) else node
+
+
+def _returns_zeros(values: Sequence[Any]) -> Callable[..., Any]:
+    def zeros(inputs: list[Any]) -> list[Any]:
+        inputs.clear()
+        return [_zero(value) for value in values]
+
+    zeros._boxed_call = True  # type: ignore[attr-defined]
+    return zeros
+
+
+def _zero(value: Any) -> Any:
+    if isinstance(value, torch.SymInt):
+        return torch_internals.size_hint(value, _UNBACKED_SIZE)
+    if not isinstance(value, torch.Tensor):
+        return value
+    size, stride = (
+        [torch_internals.size_hint(n, _UNBACKED_SIZE) for n in numbers]
+        for numbers in (value.shape, value.stride())
+    )
+    return torch.empty_strided(size, stride, dtype=value.dtype, device=value.device).zero_()
+
+
+def _backward(model: Callable[..., Any], outputs: Any, inputs: Any) -> None:
+    roots = [t for t in pytree.tree_leaves(outputs) if isinstance(t, torch.Tensor) and t.requires_grad]
+    leaves = [t for t in pytree.tree_leaves(inputs) if isinstance(t, torch.Tensor) and t.requires_grad]
+    if isinstance(model, torch.nn.Module):
+        leaves += [p for p in model.parameters() if p.requires_grad]
+    if roots and leaves:
+        torch.autograd.grad(roots, leaves, [torch.zeros_like(t) for t in roots], allow_unused=True)

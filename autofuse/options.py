@@ -1,0 +1,88 @@
+"""From `torch.compile(..., mode=, options=)` and `autofuse.config` to settings of ours and of Inductor's."""
+
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from autofuse import config
+from autofuse.lowering import torch_internals
+from autofuse.passes import Settings
+
+POLICIES = ("auto", "always", "never")
+ORDERS = ("direct", "ring", "oblivious")
+PATTERNS = (
+    "matmul_all_reduce",
+    "matmul_reduce_scatter",
+    "all_gather_matmul",
+    "embedding_bag_all_to_all",
+    "all_to_all_embedding_bag_backward",
+    "expert_matmul_all_to_all",
+    "all_to_all_expert_matmul",
+)
+OWN_OPTIONS = ("policy", "patterns", "order", "timeout_s")
+
+
+def settings(**changes: Any) -> Settings:
+    """The settings of `autofuse.config`, changed by `policy`, `patterns` and `order`.
+
+    Raises ValueError for a value that is none of the allowed ones.
+    """
+    policy = changes.get("policy", config.policy)
+    order = changes.get("order", config.order)
+    _check("policy", policy, POLICIES)
+    _check("order", order, ORDERS)
+    return Settings(policy=policy, patterns=_patterns(changes.get("patterns", config.patterns)), order=order)
+
+
+def resolve(mode: str | None, options: Mapping[str, Any] | None) -> tuple[Settings, dict[str, Any]]:
+    """Settings of ours, and the changes to Inductor's configuration: those of `mode`, then `options`.
+
+    Raises ValueError for an unknown mode or option, naming near misses, and for a bad value.
+    """
+    own: dict[str, Any] = {}
+    inductor: dict[str, Any] = {}
+    if mode is not None:
+        modes = torch_internals.inductor_mode_options()
+        _check("mode", mode, modes)
+        inductor.update(modes[mode])
+    known = torch_internals.inductor_options()
+    for key, value in (options or {}).items():
+        name = key.replace("-", "_")
+        if name in OWN_OPTIONS:
+            own[name] = value
+        elif name in known:
+            inductor[name] = value
+        else:
+            raise ValueError(f"unknown option {key!r}{_near(name, [*OWN_OPTIONS, *known])}")
+    if "timeout_s" in own:
+        # Bounds every wait of this process: it belongs to no graph, and backward threads read it too.
+        config.timeout_s = _seconds(own.pop("timeout_s"))
+    return settings(**own), inductor
+
+
+def _patterns(value: str | Iterable[str]) -> frozenset[str] | None:
+    """None stands for all of them."""
+    names = [name.strip() for name in value.split(",")] if isinstance(value, str) else list(value)
+    if names == ["all"]:
+        return None
+    for name in names:
+        _check("patterns", name, (*PATTERNS, "all") if isinstance(value, str) else PATTERNS)
+    return frozenset(names)
+
+
+def _seconds(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+        raise ValueError(f"timeout_s={value!r}: expected a positive number of seconds")
+    return float(value)
+
+
+def _check(name: str, value: Any, allowed: Iterable[str]) -> None:
+    names = list(allowed)
+    if value not in names:
+        raise ValueError(f"{name}={value!r}: expected one of {', '.join(map(repr, names))}")
+
+
+def _near(name: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=3)
+    own = f"autofuse knows {', '.join(OWN_OPTIONS)} and every name in torch._inductor.config"
+    return f"; did you mean {' or '.join(map(repr, near))}? ({own})" if near else f"; {own}"
