@@ -1,0 +1,23 @@
+"""Fixtures that all tests share."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.ranks import RankPool
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Callable[[int], RankPool]]:
+    """`ranks(world)`: the pool of that size; started when first asked for, replaced after a failure."""
+    pools: dict[int, RankPool] = {}
+
+    def pool(world: int) -> RankPool:
+        if world not in pools or not pools[world].alive:
+            pools[world] = RankPool(world)
+        return pools[world]
+
+    yield pool
+    for each in pools.values():
+        if each.alive:
+            each.close()

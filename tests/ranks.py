@@ -1,0 +1,153 @@
+"""Real processes for tests: a pool of ranks that is started once and then runs function after function."""
+
+import faulthandler
+import os
+import pickle
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+START_S = 120.0  # importing torch in every rank, on a loaded machine
+GRACE_S = 10.0  # how long the other ranks may go on once one has failed
+WAIT_S = 20.0  # how long a fused op waits for a peer, in the ranks
+
+
+class RanksFailed(RuntimeError):
+    """A function failed on some ranks; the text names them and holds their tracebacks."""
+
+
+class RankPool:
+    """`world` processes joined by gloo. A function that raises, dies or runs too long discards the pool
+    (`alive` turns false), since nobody knows what its ranks are waiting for."""
+
+    def __init__(self, world: int) -> None:
+        self.world = world
+        self.alive = True
+        self._directory = tempfile.TemporaryDirectory(prefix="ranks-")
+        context = get_context("spawn")
+        self._connections: list[Connection] = []
+        self._processes = []
+        for rank in range(world):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve,
+                args=(rank, world, self._directory.name, theirs),
+                name=f"rank {rank}",
+                daemon=True,
+            )
+            process.start()
+            theirs.close()
+            self._connections.append(ours)
+            self._processes.append(process)
+        self._collect(START_S, "start")
+
+    def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
+        """`[fn(rank, world, *args) for rank in range(world)]`, every rank in its own process. `fn` is a
+        function at the top of an importable module; `args` and results are pickled (tensors are copied)."""
+        assert self.alive, "this pool was discarded after a failure; ask the `ranks` fixture for a new one"
+        message = pickle.dumps((fn, args))
+        for connection in self._connections:
+            with suppress(OSError):  # a rank that died since is reported by _collect
+                connection.send_bytes(message)
+        return self._collect(timeout, f"{fn.__module__}.{fn.__qualname__}")
+
+    def close(self) -> None:
+        """End the processes."""
+        self.alive = False
+        for connection in self._connections:
+            connection.close()
+        for process in self._processes:
+            process.join(5)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        self._directory.cleanup()
+
+    def _collect(self, timeout: float, what: str) -> list[Any]:
+        results: dict[int, Any] = {}
+        errors: dict[int, str] = {}
+        deadline = time.monotonic() + timeout
+        pending = set(range(self.world))
+        while pending and (left := deadline - time.monotonic()) > 0:
+            for connection in wait([self._connections[r] for r in pending], left):
+                assert isinstance(connection, Connection)
+                rank = self._connections.index(connection)
+                pending.discard(rank)
+                try:
+                    ok, value = pickle.loads(connection.recv_bytes())
+                except (EOFError, OSError):
+                    self._processes[rank].join(1)
+                    ok, value = False, f"died with exit code {self._processes[rank].exitcode}"
+                if ok:
+                    results[rank] = value
+                else:
+                    errors[rank] = value
+                    deadline = min(deadline, time.monotonic() + GRACE_S)
+        if not errors and not pending:
+            return [results[r] for r in range(self.world)]
+        for rank in sorted(pending):
+            errors[rank] = f"was still running after {timeout:g} s\n{self._stacks(rank)}"
+        self.close()
+        raise RanksFailed(f"{what}\n" + "\n".join(f"--- rank {r}: {errors[r]}" for r in sorted(errors)))
+
+    def _stacks(self, rank: int) -> str:
+        pid = self._processes[rank].pid
+        assert pid is not None
+        with suppress(OSError):
+            os.kill(pid, signal.SIGUSR1)
+        time.sleep(0.2)
+        self._processes[rank].kill()
+        stacks = Path(self._directory.name, f"stacks-{rank}")
+        return stacks.read_text() if stacks.exists() else ""
+
+
+def fresh_group() -> str:
+    """Name of a new group of all ranks: a test that spoils its workspace does not spoil the next one's."""
+    import torch.distributed as dist
+
+    group = dist.new_group(list(range(dist.get_world_size())))
+    name: str = group.group_name
+    return name
+
+
+def _serve(rank: int, world: int, directory: str, connection: Connection) -> None:
+    os.environ.update(
+        AUTOFUSE_TIMEOUT_S=str(WAIT_S),
+        TORCHINDUCTOR_COMPILE_THREADS="1",
+        RANK=str(rank),
+        WORLD_SIZE=str(world),
+    )
+    with open(os.path.join(directory, f"stacks-{rank}"), "w") as stacks:
+        faulthandler.register(signal.SIGUSR1, stacks)
+        connection.send_bytes(_attempt(_join, rank, world, directory))
+        while True:
+            try:
+                fn, args = pickle.loads(connection.recv_bytes())
+            except EOFError:
+                os._exit(0)  # the test process is done with us, or gone; peers may be gone as well
+            except Exception:
+                connection.send_bytes(pickle.dumps((False, traceback.format_exc())))
+                continue
+            connection.send_bytes(_attempt(fn, rank, world, *args))
+
+
+def _join(rank: int, world: int, directory: str) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=world)
+
+
+def _attempt(fn: Callable[..., Any], *args: Any) -> bytes:
+    try:
+        return pickle.dumps((True, fn(*args)))
+    except Exception:
+        return pickle.dumps((False, traceback.format_exc()))
