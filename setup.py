@@ -6,6 +6,8 @@ from glob import glob
 from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 
+WARNINGS = ["-Wall", "-Wextra"]
+
 
 class PlainWheel(bdist_wheel):
     """The library is loaded with ctypes: the wheel depends on the platform and on no Python version."""
@@ -20,7 +22,7 @@ setup(
             "autofuse.native_kernels.cpu._cpu",
             sources=sorted(glob("native_kernels/cpu/*.cpp")),
             depends=sorted(glob("native_kernels/cpu/*.h")),
-            extra_compile_args=["-std=c++17", "-O3", "-fvisibility=hidden", "-fno-math-errno", "-Wall", "-Wextra"],
+            extra_compile_args=["-std=c++17", "-O3", "-fvisibility=hidden", "-fno-math-errno", *WARNINGS],
             extra_link_args=["-pthread", "-lrt"],
             language="c++",
             py_limited_api=True,

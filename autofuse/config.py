@@ -3,7 +3,7 @@
 
 import os
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch.utils._config_module import Config, install_config_module
 
@@ -21,8 +21,6 @@ timeout_s: float = float(os.environ.get("AUTOFUSE_TIMEOUT_S", "300"))
 
 if TYPE_CHECKING:
     from torch.utils._config_typing import *  # noqa: F403
-
-    def patch(*args: Any, **changes: Any) -> Any: ...
 
 
 install_config_module(sys.modules[__name__])

@@ -53,7 +53,7 @@ def debug() -> Iterator[Report]:
         try:
             yield report
         finally:
-            report.graph_breaks.extend((torch_internals.graph_break_counts() - before).elements())
+            report.graph_breaks.extend(torch_internals.graph_break_counts() - before)
 
 
 def rewrite(graph_module: fx.GraphModule) -> Report:

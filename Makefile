@@ -1,0 +1,56 @@
+# `make demo` sets everything up and runs the main job on 2 CPU ranks; `make test` sets up and tests.
+
+PYTHON ?= $(or $(shell command -v python3.11),python3)
+TORCH ?= 2.13.0
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.ready-$(TORCH)
+XDIST ?= -n 2 --dist loadfile
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test wheel-test lint format types bench wheel clean
+
+help:
+	@echo "make demo | test | wheel-test | lint | format | types | bench | wheel | clean"
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml setup.py $(wildcard native_kernels/cpu/*.cpp native_kernels/cpu/*.h)
+	@test -x $(BIN)/python || { echo "creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@echo "installing torch $(TORCH) and autofuse into $(VENV) (some minutes the first time)"
+	@$(BIN)/python -m pip install -q --disable-pip-version-check "torch==$(TORCH)" "setuptools>=77" wheel
+	@$(BIN)/python -m pip install -q --disable-pip-version-check --no-build-isolation \
+		-e ".[dev,examples,cli,bench]" "torch==$(TORCH)"
+	@touch $@
+
+demo: $(STAMP)
+	$(BIN)/python examples/llama_tp.py
+	$(BIN)/python examples/dlrm.py
+	$(BIN)/python examples/moe.py
+
+# Cheapest first: what fails fast in one process, then what spawns ranks.
+test: $(STAMP)
+	$(BIN)/python -m pytest $(XDIST) -m "not wheel and not gpu"
+
+wheel-test: $(STAMP)
+	$(BIN)/python -m pytest -m wheel tests/packaging
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: $(STAMP)
+	$(BIN)/python -m mypy
+
+bench: $(STAMP)
+	$(BIN)/python -m autofuse.bench --device cpu
+
+wheel: $(STAMP)
+	$(BIN)/python -m build -q --wheel --no-isolation
+
+clean:
+	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
