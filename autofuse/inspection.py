@@ -1,5 +1,6 @@
 """What autofuse does to a model, without running it: `explain`, `debug` and `rewrite`."""
 
+import functools
 import itertools
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from autofuse import passes
 from autofuse.backend import fusion_pass, graph_kind, record
@@ -23,9 +25,10 @@ _UNBACKED_SIZE = 4
 def explain(model: Callable[..., Any], backward: bool = False) -> Callable[..., Report]:
     """Returns `f(*args, **kwargs) -> Report`: what `backend="autofuse"` does when `model` is called so.
 
-    Compiles everything up to code generation and runs none of the compiled graphs: they return zeros. It
-    works under a fake process group. With `backward`, the gradients of all outputs are asked for as well, so
-    that backward graphs that are compiled late are in the report; no `.grad` is changed.
+    Everything is compiled up to code generation; compiled graphs do not run, they return zeros. Python that
+    runs between two graphs, after a graph break, gets those zeros, and collectives in it return at once: one
+    rank can ask alone, and a fake process group will do. With `backward`, the gradients of all outputs are
+    asked for too, so that backward graphs that are compiled late are in the report; no `.grad` changes.
     """
 
     def report(*args: Any, **kwargs: Any) -> Report:
@@ -34,9 +37,9 @@ def explain(model: Callable[..., Any], backward: bool = False) -> Callable[..., 
         def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
             return _compile_without_code(gm, example_inputs, next(numbers))
 
-        # A frame of its own for each call: dynamo keeps what it compiled with the code of the outermost frame.
+        # Dynamo keeps what it compiled with the code of the outermost frame: a copy leaves the user's alone.
         call = types.FunctionType(_call.__code__.replace(), _call.__globals__)
-        with debug() as result:
+        with debug() as result, _NoCollectives():
             outputs = torch.compile(call, backend=backend)(model, args, kwargs)
             if backward:
                 _backward(model, outputs, (args, kwargs))
@@ -109,6 +112,28 @@ def _zero(value: Any) -> Any:
         for numbers in (value.shape, value.stride())
     )
     return torch.empty_strided(size, stride, dtype=value.dtype, device=value.device).zero_()
+
+
+class _NoCollectives(TorchDispatchMode):
+    """Collectives that run outside compiled graphs return at once: in place nothing changes, else zeros."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace == "c10d":
+            # Results are what the op writes to, its first argument, and a handle.
+            done = torch_internals.finished_work()
+            results = [done if "Work" in str(r.type) else args[0] for r in func._schema.returns]
+            return results[0] if len(results) == 1 else tuple(results)
+        if func.namespace.startswith("_c10d_functional"):
+            device = next(t.device for t in pytree.tree_leaves(args) if isinstance(t, torch.Tensor))
+            args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: t.to("meta"), (args, kwargs))
+            zeros = functools.partial(torch.zeros_like, device=device)
+            return pytree.tree_map_only(torch.Tensor, zeros, func(*args, **kwargs))
+        return func(*args, **kwargs)
 
 
 def _backward(model: Callable[..., Any], outputs: Any, inputs: Any) -> None:

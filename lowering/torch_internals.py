@@ -11,6 +11,7 @@ import sympy
 import torch
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomInferenceAwareGraphPass
+from torch.distributed import ProcessGroup, Store
 
 __all__ = ["CustomGraphPass", "CustomInferenceAwareGraphPass"]
 
@@ -110,3 +111,27 @@ def scaled_mm(
 ) -> torch.Tensor:
     """`(x * scale_x) @ (w * scale_w)` of low-precision floats."""
     return torch._scaled_mm(x, w, scale_x, scale_w, out_dtype=dtype)
+
+
+# --- Process groups -----------------------------------------------------------------------------------
+
+
+def resolve_group(group_name: str) -> ProcessGroup:
+    """The process group called `group_name`; RuntimeError when there is none (any more)."""
+    from torch.distributed.distributed_c10d import _resolve_process_group
+
+    return _resolve_process_group(group_name)
+
+
+def group_store(group: ProcessGroup) -> Store:
+    """The key-value store that all ranks of `group` share, with a prefix of its own."""
+    from torch.distributed.distributed_c10d import _get_process_group_store
+
+    return _get_process_group_store(group)
+
+
+def finished_work() -> Any:
+    """A `c10d::Work` that is done, as operators return it."""
+    from torch._C._distributed_c10d import FakeWork
+
+    return FakeWork().boxed()

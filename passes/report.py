@@ -162,7 +162,7 @@ class Report:
             lines += ["", "kept:", *(f"  {reason.value}: {reason.advice}" for reason in reasons)]
         if self.graph_breaks:
             lines += ["", "graph breaks (no site can span one):"]
-            lines += [f"  {text.strip().splitlines()[0]}" for text in self.graph_breaks]
+            lines += dict.fromkeys(f"  {text.strip().splitlines()[0]}" for text in self.graph_breaks)
         return "\n".join(lines)
 
 
