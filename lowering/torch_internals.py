@@ -120,7 +120,7 @@ def resolve_group(group_name: str) -> ProcessGroup:
     """The process group called `group_name`; RuntimeError when there is none (any more)."""
     from torch.distributed.distributed_c10d import _resolve_process_group
 
-    return _resolve_process_group(group_name)
+    return _resolve_process_group(group_name)  # type: ignore[arg-type]
 
 
 def group_store(group: ProcessGroup) -> Store:
