@@ -38,7 +38,7 @@ def verify(plans: Sequence[Plan]) -> None:
     """Prove the plans of all ranks, `plans[r].rank == r`, for one call of an op.
 
     - Every element is computed once, and delivered to every rank that needs it.
-    - No rank waits for ever.
+    - No rank waits for ever; store modes and destinations agree.
     - No tile is read before its store is ordered by signals; no cell is stored twice in a call, or stored
       anew while a peer may still read it.
     - A rank that ends a call knows that all peers have begun it. This is what makes two alternating buffers
@@ -120,28 +120,34 @@ class _Machine:
         self.signals: dict[tuple[int, int, int, int], list[int]] = {}
 
     def run(self) -> None:
-        """Let every rank go as far as it can, in turn, until all are done or all wait."""
-        while any(self._advance(rank) for rank in self.ranks):
-            pass
+        """Let the ranks act in turn until all are done or all wait."""
+        moving = True
+        while moving:
+            moving = False
+            for rank in self.ranks:
+                moving |= self._advance(rank)
         for rank in self.ranks:
             if rank.epoch < EPOCHS:
                 self._fail(rank, "this wait never ends")
 
     def _advance(self, rank: _Rank) -> bool:
-        moved = False
-        while rank.epoch < EPOCHS:
-            if rank.position == len(rank.plan.actions):
-                self._finish(rank)
-            elif self._step(rank, rank.plan.actions[rank.position]):
-                rank.position += 1
-            else:
-                return moved
-            moved = True
-        return moved
+        """Do the next action, or end the call; False if the rank is done or has to wait."""
+        if rank.epoch == EPOCHS:
+            return False
+        if rank.position == len(rank.plan.actions):
+            self._finish(rank)
+            return True
+        done = self._step(rank, rank.plan.actions[rank.position])
+        rank.position += done
+        return done
 
     def _step(self, rank: _Rank, action: Action) -> bool:
         """Do one action; False if it has to wait."""
         me = rank.plan.rank
+        if isinstance(action, Compute | Send):
+            store, dest = action.store, action.dest
+            if store is not Store.UPDATE and (store is Store.LOCAL) != (dest == me):
+                self._fail(rank, f"the store is {store.value} but the destination is rank {dest}")
         match action:
             case Wait(_, source, slot):
                 known = self.signals.get((source, me, slot, rank.epoch))
@@ -225,7 +231,7 @@ class _Machine:
     def _read(self, rank: _Rank, memory: int, name: Hashable, tile: Tile) -> frozenset[int]:
         me, cell = rank.plan.rank, self.cells.get((memory, rank.epoch % 2, name, tile))
         if cell is None or cell.epoch != rank.epoch:
-            self._fail(rank, f"reads tile {tile} ({name}) in the memory of rank {memory} before it is stored")
+            self._fail(rank, f"tile {tile} of this call is not, or no longer, in the memory of rank {memory}")
         if not self._over(rank, cell.writer, cell.time):
             self._fail(
                 rank, f"no signal orders the store of tile {tile} by rank {cell.writer} before this read"
@@ -260,7 +266,8 @@ class _Machine:
             wrong = ", ".join(sorted(map(str, needed ^ rank.delivered.keys())))
             self._fail(rank, f"missing or not wanted: {wrong}")
         for peer in self.ranks:
-            if peer is not rank and rank.clock[peer.plan.rank] <= rank.epoch * peer.signals:
+            known = rank.clock[peer.plan.rank] > rank.epoch * peer.signals
+            if rank.epoch == EPOCHS - 1 and peer is not rank and not known:
                 self._fail(rank, f"nothing tells that rank {peer.plan.rank} has begun the call")
         rank.epoch, rank.position, rank.delivered = rank.epoch + 1, 0, {}
 
