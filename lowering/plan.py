@@ -7,6 +7,7 @@ when, where the result goes, and which signals order it. Plans are made by `orde
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -261,6 +262,6 @@ def contention(plans: Sequence[Plan]) -> list[int]:
     """
     busiest = []
     for over in links(plans):
-        ends = [("in", dest) for _, dest in over] + [("out", source) for source, _ in over]
-        busiest.append(max((ends.count(end) for end in set(ends)), default=0))
+        peers = Counter(("into", dest) for _, dest in over) + Counter(("from", source) for source, _ in over)
+        busiest.append(max(peers.values(), default=0))
     return busiest

@@ -74,7 +74,7 @@ def test_no_work_can_be_done_twice(op: str, order: str, one_shot: bool) -> None:
     for position, action in enumerate(actions):
         if not isinstance(action, Wait):
             with pytest.raises(AssertionError):
-                verify(acting(plans, 1, actions[:position] + [action] + actions[position:]))
+                verify(acting(plans, 1, [*actions[:position], action, *actions[position:]]))
 
 
 def test_dropped_signal() -> None:
