@@ -1,0 +1,5 @@
+"""The fused ops, `torch.ops.autofuse.*`. Importing this package defines them."""
+
+from autofuse.lowering.ops import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
+
+__all__ = ["all_gather_matmul", "matmul_all_reduce", "matmul_reduce_scatter"]

@@ -1,0 +1,210 @@
+"""The fused ops for eager use, differentiable: `autofuse.ops.matmul_all_reduce(x, w, group=tp_group)`.
+
+Every rank of `group` must make the same call: shapes, dtypes and options may differ only where a docstring
+says so. `group` is a ProcessGroup, a one-dimensional DeviceMesh, the name of a group, or None for all ranks.
+On CPU ranks of one host the ops run fused over shared memory; everywhere else as plain collectives.
+"""
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+import autofuse.lowering.ops  # noqa: F401  (defines torch.ops.autofuse)
+from autofuse import config
+from autofuse.lowering.ops.layout import check_divisible
+from autofuse.lowering.ops.product import check_product
+from autofuse.lowering.torch_internals import group_size
+
+Group: TypeAlias = dist.ProcessGroup | DeviceMesh | str | None
+
+__all__ = ["all_gather_matmul", "matmul_all_reduce", "matmul_reduce_scatter"]
+
+
+def matmul_all_reduce(
+    x: Tensor, w: Tensor, bias: Tensor | None = None, *, reduce_op: str = "sum", group: Group = None
+) -> Tensor:
+    """`sum over ranks of (x @ w + bias)`, the same bits on every rank.
+
+    Args:
+        x: `[..., K]`; K may differ from rank to rank.
+        w: `[K, N]`.
+        bias: `[N]`, added on every rank that gives one, so W times if all do.
+        reduce_op: "sum" or "avg".
+
+    Returns: `[..., N]`. The gradient of x and w is that of the functional all_reduce: gradients of the result
+    are summed over the ranks. Raises ValueError for shapes, dtypes or devices that do not fit.
+    """
+    op = "matmul_all_reduce"
+    name = _group_name(group, op)
+    rows, operands, product = _term(x, w, bias, op)
+    _check_reduce_op(reduce_op, op)
+    (y,) = torch.ops.autofuse.matmul_all_reduce(
+        [rows], [w], operands, product, reduce_op, False, name, config.order, "eager"
+    )
+    return y.unflatten(0, x.shape[:-1]) if x.dim() != 2 else y
+
+
+def matmul_reduce_scatter(
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None = None,
+    *,
+    dim: int = 0,
+    reduce_op: str = "sum",
+    group: Group = None,
+) -> Tensor:
+    """This rank's part of `sum over ranks of (x @ w + bias)`, scattered on dim `dim` of the result.
+
+    Args:
+        x: `[..., K]`; K may differ from rank to rank.
+        w: `[K, N]`.
+        bias: `[N]`, added on every rank that gives one.
+        dim: the dim of the `[..., N]` result that is cut into one equal part per rank.
+        reduce_op: "sum" or "avg".
+
+    Returns: the part, `[..., N]` with dim `dim` divided by the number of ranks. Raises ValueError for shapes,
+    dtypes or devices that do not fit, and for a dim that cannot be cut evenly.
+    """
+    op = "matmul_reduce_scatter"
+    name = _group_name(group, op)
+    world = group_size(name)
+    rows, operands, product = _term(x, w, bias, op)
+    _check_reduce_op(reduce_op, op)
+    shape = [*x.shape[:-1], w.shape[1]]
+    axis = _axis(dim, len(shape), op)
+    check_divisible(shape[axis], 1, world, op, f"entries of dim {dim} of {shape}")
+    cut, outer = _cut(shape, axis)
+    (part,) = torch.ops.autofuse.matmul_reduce_scatter(
+        [rows], [w], operands, product, reduce_op, cut, outer, False, name, config.order, "eager"
+    )
+    shape[axis] //= world
+    return _like(part, shape)
+
+
+def all_gather_matmul(
+    x: Tensor,
+    w: Tensor | Sequence[Tensor],
+    bias: Tensor | Sequence[Tensor | None] | None = None,
+    *,
+    dim: int = 0,
+    group: Group = None,
+    return_gathered: bool = False,
+) -> Tensor | list[Tensor] | tuple[Tensor | list[Tensor], Tensor]:
+    """`X @ w (+ bias)` for X, the parts `x` of all ranks concatenated on dim `dim`.
+
+    Args:
+        x: `[..., K]`, of the same shape on every rank.
+        w: `[K, N]` (`[W * K, N]` if `dim` is the last), or a list of such; N may differ from rank to rank.
+        bias: `[N]`, or a list with a bias or None per weight.
+        dim: the dim of x along which the parts are concatenated.
+        return_gathered: also return X.
+
+    Returns: the product, or a list of products if `w` is a list; with `return_gathered` the pair of it and X.
+    Raises ValueError for shapes, dtypes or devices that do not fit.
+    """
+    op = "all_gather_matmul"
+    name = _group_name(group, op)
+    world = group_size(name)
+    weights, biases = _consumers(w, bias, op)
+    if x.dim() == 0:
+        raise ValueError(f"{op}: expected x of at least one dim, got a scalar")
+    axis = _axis(dim, x.dim(), op)
+    shape = list(x.shape)
+    shape[axis] *= world
+    for wi, b in zip(weights, biases, strict=True):
+        whole = x.new_empty(0).expand(0, shape[-1])
+        check_product([whole], [wi], [] if b is None else [b], "mm" if b is None else "addmm %0", op)
+    part = x.reshape(-1, x.shape[-1])
+    cut, outer = _cut(list(x.shape), axis)
+    trains = torch.is_grad_enabled() and any(wi.requires_grad for wi in weights)
+    empty = x.new_empty(0)
+    given = [empty if b is None else b for b in biases] if any(b is not None for b in biases) else []
+    results = torch.ops.autofuse.all_gather_matmul(
+        part, weights, given, cut, outer, return_gathered or trains, name, config.order, "eager"
+    )
+    outputs = [
+        _like(y, [*shape[:-1], wi.shape[1]]) for y, wi in zip(results[: len(weights)], weights, strict=True)
+    ]
+    product = outputs[0] if isinstance(w, Tensor) else outputs
+    return (product, _like(results[-1], shape)) if return_gathered else product
+
+
+def _group_name(group: Group, op: str) -> str:
+    """The name of `group`; raises for a group that this rank is not in."""
+    if not dist.is_initialized():
+        raise RuntimeError(
+            f"{op}: there is no process group; call torch.distributed.init_process_group first"
+        )
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise ValueError(f"{op}: expected a DeviceMesh of one dim, got {group.ndim}; pass mesh['name']")
+        group = group.get_group()
+    if group is None:
+        group = dist.group.WORLD
+    if isinstance(group, dist.ProcessGroup):
+        name: str = group.group_name
+        return name
+    if isinstance(group, str):
+        try:
+            group_size(group)
+        except (RuntimeError, LookupError) as error:
+            raise ValueError(f"{op}: there is no process group called {group!r} on this rank") from error
+        return group
+    raise ValueError(
+        f"{op}: this rank is not in the group, or {group!r} is none; "
+        "pass a ProcessGroup, a DeviceMesh, a group name or None, and call the op on ranks of the group only"
+    )
+
+
+def _term(x: Tensor, w: Tensor, bias: Tensor | None, op: str) -> tuple[Tensor, list[Tensor], str]:
+    """`x` with its leading dims flattened, the operands and the product of `x @ w (+ bias)`."""
+    if x.dim() == 0:
+        raise ValueError(f"{op}: expected x of at least one dim, got a scalar")
+    rows = x.reshape(-1, x.shape[-1]) if x.dim() != 2 else x
+    operands, product = ([], "mm") if bias is None else ([bias], "addmm %0")
+    check_product([rows], [w], operands, product, op)
+    return rows, operands, product
+
+
+def _consumers(
+    w: Tensor | Sequence[Tensor], bias: Tensor | Sequence[Tensor | None] | None, op: str
+) -> tuple[list[Tensor], list[Tensor | None]]:
+    weights = [w] if isinstance(w, Tensor) else list(w)
+    if bias is None:
+        biases: list[Tensor | None] = [None] * len(weights)
+    else:
+        biases = [bias] if isinstance(bias, Tensor) else list(bias)
+    if not weights or len(biases) != len(weights):
+        raise ValueError(
+            f"{op}: got {len(weights)} weights and {len(biases)} biases; pass a bias or None for each"
+        )
+    return weights, biases
+
+
+def _check_reduce_op(reduce_op: str, op: str) -> None:
+    if reduce_op not in ("sum", "avg"):
+        raise ValueError(f"{op}: reduce_op {reduce_op!r} is not supported; use 'sum' or 'avg'")
+
+
+def _axis(dim: int, dims: int, op: str) -> int:
+    if not -dims <= dim < dims:
+        raise ValueError(f"{op}: dim {dim} is out of range for {dims} dims")
+    return dim % dims
+
+
+def _cut(shape: list[int], axis: int) -> tuple[int, int]:
+    """`(dim, outer)` of the matrix that stands for a scatter or gather on dim `axis` of `shape`."""
+    if axis == len(shape) - 1:
+        return 1, 1
+    outer = 1
+    for size in shape[:axis]:
+        outer *= size
+    return 0, outer
+
+
+def _like(matrix: Tensor, shape: list[int]) -> Tensor:
+    return matrix if len(shape) == 2 else matrix.view(shape)

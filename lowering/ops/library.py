@@ -1,0 +1,66 @@
+"""The operator library `autofuse::` and the one record that declares a fused op."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from autofuse.lowering.workspace import GroupSpansHosts
+from autofuse.native_kernels import cpu
+
+log = logging.getLogger(__name__)
+
+LIBRARY = torch.library.Library("autofuse", "DEF")
+
+_warned: set[str] = set()
+
+
+@dataclass(frozen=True)
+class FusedOp:
+    """Everything that `register` needs to know of an op; `fake`, `reference` and `cpu` take its arguments.
+
+    Attributes:
+        schema: name, arguments and returns.
+        fake: shapes and dtypes of the result; safe for symbolic sizes.
+        reference: the op with plain functional collectives; any backend, any device.
+        cpu: runs the plan over shared memory; returns NotImplemented for what it leaves to the reference; all
+            ranks must decide that alike.
+        setup_context, backward: as `torch.library.register_autograd` takes them.
+    """
+
+    schema: str
+    fake: Callable[..., Any]
+    reference: Callable[..., Any]
+    cpu: Callable[..., Any]
+    setup_context: Callable[..., None]
+    backward: Callable[..., Any]
+
+    @property
+    def name(self) -> str:
+        return self.schema.partition("(")[0]
+
+
+def register(op: FusedOp) -> None:
+    """Defines `torch.ops.autofuse.<name>`: the plan on CPU ranks of one host, elsewhere the reference."""
+
+    def on_cpu(*args: Any) -> Any:
+        if cpu.available():
+            try:
+                result = op.cpu(*args)
+                if result is not NotImplemented:
+                    return result
+            except GroupSpansHosts as error:
+                if str(error) not in _warned:
+                    _warned.add(str(error))
+                    log.warning("autofuse::%s runs unfused: %s", op.name, error)
+        return op.reference(*args)
+
+    LIBRARY.define(op.schema)
+    LIBRARY.impl(op.name, on_cpu, "CPU")
+    for device in ("CUDA", "XPU", "PrivateUse1"):
+        LIBRARY.impl(op.name, op.reference, device)
+    qualified = f"autofuse::{op.name}"
+    torch.library.register_fake(qualified, op.fake, lib=LIBRARY)
+    torch.library.register_autograd(qualified, op.backward, setup_context=op.setup_context, lib=LIBRARY)

@@ -1,0 +1,248 @@
+"""Products: a sum of matmuls and the pointwise epilogue behind it, written as one string.
+
+    mm                        P = sum_i x[i] @ w[i]             every term rounded to the dtype of x
+    addmm %0                  P = operands[0] + x[0] @ w[0]     torch.addmm; further terms are added as in mm
+    scaled_mm %0 %1 bfloat16  P = scaled_mm(x[0], w[0], operands[0], operands[1], out_dtype=bfloat16)
+    add sub mul div           with `%i` (an operand) or a number: P = P op it
+    neg; to bfloat16
+
+`mm; mul %0; to bfloat16` is `(x @ w * operands[0]).to(bfloat16)`. `x[i]: [M, K_i]`, `w[i]: [K_i, N]`;
+operands broadcast against `[M, N]`. Every stage is the torch op that the unfused graph had, on rows and
+columns of the same tensors, so that a tile has the roundings of the graph it stands for.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from autofuse.lowering.torch_internals import scaled_mm
+
+_POINTWISE: dict[str, Callable[..., Tensor]] = {
+    "add": torch.add,
+    "sub": torch.sub,
+    "mul": torch.mul,
+    "div": torch.div,
+}
+_CONTRACTIONS = {"mm": 0, "addmm": 1, "scaled_mm": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One pointwise step: `operand` or `number` for add, sub, mul, div; `dtype` for to; none for neg."""
+
+    name: str
+    operand: int | None = None
+    number: float | int | None = None
+    dtype: torch.dtype | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """A parsed product. `inputs` are the operands of the contraction, `out_dtype` is that of scaled_mm."""
+
+    contraction: str
+    inputs: tuple[int, ...]
+    out_dtype: torch.dtype | None
+    stages: tuple[Stage, ...]
+
+
+@cache
+def parse(product: str) -> Product:
+    """The parsed form of a product string. Raises ValueError for a string that is not one."""
+    first, *rest = [stage.split() for stage in product.split(";")]
+    if not first or first[0] not in _CONTRACTIONS:
+        raise _malformed(product, f"it starts with none of {', '.join(_CONTRACTIONS)}")
+    name, count = first[0], _CONTRACTIONS[first[0]]
+    typed = name == "scaled_mm"
+    if len(first) != 1 + count + typed:
+        raise _malformed(product, f"{name} takes {count} operands{' and a dtype' if typed else ''}")
+    inputs = tuple(_operand(word, product) for word in first[1 : 1 + count])
+    out_dtype = _dtype(first[-1], product) if typed else None
+    return Product(name, inputs, out_dtype, tuple(_stage(words, product) for words in rest))
+
+
+def _stage(words: list[str], product: str) -> Stage:
+    match words:
+        case ["neg"]:
+            return Stage("neg")
+        case ["to", dtype]:
+            return Stage("to", dtype=_dtype(dtype, product))
+        case [("add" | "sub" | "mul" | "div") as name, value] if value.startswith("%"):
+            return Stage(name, operand=_operand(value, product))
+        case [("add" | "sub" | "mul" | "div") as name, value]:
+            return Stage(name, number=_number(value, product))
+    raise _malformed(product, f"unknown stage '{' '.join(words)}'")
+
+
+def _operand(word: str, product: str) -> int:
+    if word.startswith("%") and word[1:].isdigit():
+        return int(word[1:])
+    raise _malformed(product, f"'{word}' is not an operand such as %0")
+
+
+def _number(word: str, product: str) -> float | int:
+    for kind in (int, float):
+        try:
+            return kind(word)
+        except ValueError:
+            continue
+    raise _malformed(product, f"'{word}' is neither a number nor an operand such as %0")
+
+
+def _dtype(word: str, product: str) -> torch.dtype:
+    dtype = getattr(torch, word, None)
+    if not isinstance(dtype, torch.dtype):
+        raise _malformed(product, f"'{word}' is not a dtype")
+    return dtype
+
+
+def _malformed(product: str, why: str) -> ValueError:
+    return ValueError(f"malformed product {product!r}: {why}; expected e.g. 'mm; mul %0; to bfloat16'")
+
+
+def product_reference(
+    x: Sequence[Tensor], w: Sequence[Tensor], operands: Sequence[Tensor], product: str
+) -> Tensor:
+    """`P: [M, N]` with plain torch ops, on any device; works on fake tensors and is differentiable."""
+    parsed = parse(product)
+    result = _contract(parsed, x, w, operands)
+    for stage in parsed.stages:
+        result = _apply(stage, result, operands)
+    return result
+
+
+def _contract(p: Product, x: Sequence[Tensor], w: Sequence[Tensor], operands: Sequence[Tensor]) -> Tensor:
+    if p.contraction == "mm":
+        total = torch.mm(x[0], w[0])
+    elif p.contraction == "addmm":
+        total = torch.addmm(operands[p.inputs[0]], x[0], w[0])
+    else:
+        a, b = (operands[i] for i in p.inputs)
+        total = scaled_mm(x[0], w[0], a, b, p.out_dtype)
+    for xi, wi in zip(x[1:], w[1:], strict=True):
+        total = total + torch.mm(xi, wi)
+    return total
+
+
+def _apply(stage: Stage, value: Tensor, operands: Sequence[Tensor]) -> Tensor:
+    if stage.name == "neg":
+        return torch.neg(value)
+    if stage.dtype is not None:
+        return value.to(stage.dtype)
+    other = operands[stage.operand] if stage.operand is not None else stage.number
+    return _POINTWISE[stage.name](value, other)
+
+
+def evaluate(
+    out: Tensor, x: Sequence[Tensor], w: Sequence[Tensor], operands: Sequence[Tensor], product: str
+) -> None:
+    """Stores `P` in `out: [M, N]`, whose dtype is P's; straight from the matmul where no dtype changes."""
+    p = parse(product)
+    uniform = x[0].dtype == out.dtype and all(stage.dtype is None for stage in p.stages)
+    if not uniform or p.contraction == "scaled_mm":
+        out.copy_(product_reference(x, w, operands, product))
+        return
+    # Promotion only widens: when both ends have one dtype, so has everything between, and all fits in `out`.
+    if p.contraction == "addmm":
+        torch.addmm(operands[p.inputs[0]], x[0], w[0], out=out)
+    else:
+        torch.mm(x[0], w[0], out=out)
+    for xi, wi in zip(x[1:], w[1:], strict=True):
+        torch.add(out, torch.mm(xi, wi), out=out)
+    for stage in p.stages:
+        if stage.name == "neg":
+            torch.neg(out, out=out)
+        else:
+            other = operands[stage.operand] if stage.operand is not None else stage.number
+            _POINTWISE[stage.name](out, other, out=out)
+
+
+def check_product(
+    x: Sequence[Tensor], w: Sequence[Tensor], operands: Sequence[Tensor], product: str, op: str
+) -> None:
+    """Raises ValueError unless `x[i]: [M, K_i]`, `w[i]: [K_i, N]` and operands make a product."""
+    used = parse(product)
+    if not x or len(x) != len(w):
+        raise ValueError(
+            f"{op}: got {len(x)} activations and {len(w)} weights; pass one weight per activation"
+        )
+    m, n = x[0].shape[0], w[0].shape[-1]
+    for xi, wi in zip(x, w, strict=True):
+        if (
+            xi.dim() != 2
+            or wi.dim() != 2
+            or xi.shape[1] != wi.shape[0]
+            or xi.shape[0] != m
+            or wi.shape[1] != n
+        ):
+            raise ValueError(
+                f"{op}: cannot multiply x {tuple(xi.shape)} by w {tuple(wi.shape)}; "
+                f"expected x [{m}, K] and w [K, {n}] with the same K"
+            )
+    check_same((*x, *w), op)
+    count = (
+        max((i for i in (*used.inputs, *(s.operand for s in used.stages)) if i is not None), default=-1) + 1
+    )
+    if len(operands) < count:
+        raise ValueError(f"{op}: product {product!r} uses {count} operands, got {len(operands)}")
+    for operand in operands:
+        shape = (1, 1, *operand.shape)[-2:]
+        if operand.dim() > 2 or shape[0] not in (1, m) or shape[1] not in (1, n):
+            raise ValueError(f"{op}: an operand {tuple(operand.shape)} does not broadcast against [{m}, {n}]")
+        if operand.device != x[0].device:
+            raise ValueError(
+                f"{op}: an operand is on {operand.device}, x on {x[0].device}; move all to one device"
+            )
+
+
+def check_same(tensors: Sequence[Tensor], op: str) -> None:
+    """Raises ValueError unless all tensors are on one device and have one dtype."""
+    first = tensors[0]
+    for other in tensors[1:]:
+        if other.device != first.device:
+            raise ValueError(f"{op}: tensors on {first.device} and {other.device}; move all to one device")
+        if other.dtype != first.dtype:
+            raise ValueError(f"{op}: tensors of {first.dtype} and {other.dtype}; cast all to one dtype")
+
+
+def product_backward(
+    grad: Tensor,
+    x: Sequence[Tensor],
+    w: Sequence[Tensor],
+    operands: Sequence[Tensor],
+    product: str,
+    needs: Sequence[Sequence[bool]],
+) -> tuple[list[Tensor | None], list[Tensor | None], list[Tensor | None]]:
+    """Gradients of x, w and operands (those that `needs` asks for, else None) from that of `P: [M, N]`.
+
+    `dx[i] = g @ w[i]^T`, `dw[i] = x[i]^T @ g`, where `g` is `grad` taken back through the stages. Of the
+    operands only those that are added or subtracted have one; RuntimeError where another one needs it.
+    """
+    p = parse(product)
+    if p.contraction == "scaled_mm":
+        raise RuntimeError("scaled_mm has no gradient; multiply in a wider dtype to train")
+    found: list[Tensor | None] = [None] * len(operands)
+
+    def add_to(operand: int, term: Tensor) -> None:
+        term = term.sum_to_size(operands[operand].shape).to(operands[operand].dtype)
+        before = found[operand]
+        found[operand] = term if before is None else before + term
+
+    for stage in reversed(p.stages):
+        if stage.operand is not None and needs[2][stage.operand]:
+            if stage.name not in ("add", "sub"):
+                raise RuntimeError(f"product {product!r} has no gradient for its operand %{stage.operand}")
+            add_to(stage.operand, grad if stage.name == "add" else -grad)
+        if stage.name in ("mul", "div"):
+            grad = _apply(stage, grad, operands)
+        elif stage.name == "neg":
+            grad = -grad
+    grad = grad.to(x[0].dtype)
+    if p.contraction == "addmm" and needs[2][p.inputs[0]]:
+        add_to(p.inputs[0], grad)
+    dx = [grad @ wi.t() if need else None for wi, need in zip(w, needs[0], strict=True)]
+    dw = [xi.t() @ grad if need else None for xi, need in zip(x, needs[1], strict=True)]
+    return dx, dw, found
