@@ -55,7 +55,7 @@ def problems(draw: st.DrawFn, op: str) -> tuple[list[Chunks], tuple[int, int]]:
 
 @pytest.mark.parametrize(("op", "order", "one_shot"), VARIANTS)
 @given(data=st.data())
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 def test_every_plan_is_proved(op: str, order: str, one_shot: bool, data: st.DataObject) -> None:
     chunks, block = data.draw(problems(op))
     plans = plans_of(op, order, chunks, block, one_shot)
