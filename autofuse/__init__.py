@@ -9,11 +9,11 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from autofuse import config
+    from autofuse import config, ops
     from autofuse.inspection import debug, explain, rewrite
     from autofuse.passes.report import Reason, Report, Site
 
-__all__ = ["Reason", "Report", "Site", "__version__", "config", "debug", "explain", "rewrite"]
+__all__ = ["Reason", "Report", "Site", "__version__", "config", "debug", "explain", "ops", "rewrite"]
 
 _HOME = {
     "Reason": "autofuse.passes.report",
@@ -33,6 +33,6 @@ def __getattr__(name: str) -> Any:
             return "0+checkout"
     if name in _HOME:
         return getattr(import_module(_HOME[name]), name)
-    if name == "config":
-        return import_module("autofuse.config")
+    if name in ("config", "ops"):
+        return import_module(f"autofuse.{name}")
     raise AttributeError(f"module 'autofuse' has no attribute {name!r}")

@@ -99,7 +99,7 @@ class FusionPass(CustomGraphPass):
         record(passes.fuse(graph, self.settings, self.kind, f"{self.kind} {self.number}"))
 
     def uuid(self) -> str | None:
-        """Covers what a rewrite depends on, equal on all ranks; None, no caching, if a user's pass has none."""
+        """Covers what a rewrite depends on, equal on all ranks; None (never cached) if another has none."""
         uuids = [other.uuid() if isinstance(other, CustomGraphPass) else None for other in self.others]
         if None in uuids:
             return None
