@@ -60,13 +60,15 @@ def resolve(mode: str | None, options: Mapping[str, Any] | None) -> tuple[Settin
     return settings(**own), inductor
 
 
-def _patterns(value: str | Iterable[str]) -> frozenset[str] | None:
-    """None stands for all of them."""
-    names = [name.strip() for name in value.split(",")] if isinstance(value, str) else list(value)
-    if names == ["all"]:
+def _patterns(value: Any) -> frozenset[str] | None:
+    """From a list of names, or names separated by commas; None stands for all of them."""
+    names = [name.strip() for name in value.split(",")] if isinstance(value, str) else value
+    if not isinstance(names, (list, tuple, set, frozenset)):
+        raise ValueError(f"patterns={value!r}: expected 'all' or a list of {', '.join(map(repr, PATTERNS))}")
+    if list(names) == ["all"]:
         return None
     for name in names:
-        _check("patterns", name, (*PATTERNS, "all") if isinstance(value, str) else PATTERNS)
+        _check("patterns", name, ("all", *PATTERNS))
     return frozenset(names)
 
 

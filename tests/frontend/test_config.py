@@ -1,0 +1,74 @@
+import os
+import subprocess
+import sys
+
+import pytest
+
+import autofuse
+from autofuse.options import resolve, settings
+
+
+def test_patch_is_undone() -> None:
+    before = autofuse.config.policy
+    with autofuse.config.patch(policy="never", order="ring"):
+        assert settings().policy == "never"
+        assert settings().order == "ring"
+    assert settings().policy == before
+
+
+def test_environment() -> None:
+    code = "from autofuse import config as c; print(c.policy, c.patterns, c.order, c.timeout_s)"
+    changes = {"POLICY": "always", "PATTERNS": "matmul_all_reduce", "ORDER": "ring", "TIMEOUT_S": "7.5"}
+    environment = os.environ | {f"AUTOFUSE_{name}": value for name, value in changes.items()}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True, timeout=120
+    )
+    assert done.stdout.split() == ["always", "matmul_all_reduce", "ring", "7.5"]
+
+
+def test_patterns() -> None:
+    assert settings().patterns is None
+    assert settings(patterns=["matmul_all_reduce"]).patterns == {"matmul_all_reduce"}
+    assert settings(patterns=[]).patterns == frozenset()
+    with autofuse.config.patch(patterns="matmul_all_reduce, all_gather_matmul"):
+        assert settings().patterns == {"matmul_all_reduce", "all_gather_matmul"}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"policy": "sometimes"}, "policy='sometimes'.*'auto', 'always', 'never'"),
+        ({"order": "fast"}, "order='fast'.*'direct', 'ring', 'oblivious'"),
+        ({"patterns": ["matmul_allreduce"]}, "'matmul_allreduce'.*'matmul_all_reduce'"),
+        ({"patterns": 3}, "patterns=3"),
+        ({"timeout_s": -1}, "timeout_s=-1.*positive"),
+        ({"polcy": "auto"}, "'polcy'.*did you mean 'policy'"),
+        ({"epilogue_fuson": True}, "'epilogue_fuson'.*'epilogue_fusion'"),
+        ({"qqqq": 1}, "unknown option 'qqqq'; autofuse knows policy"),
+    ],
+)
+def test_bad_options_raise(options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        resolve(None, options)
+
+
+def test_an_unknown_mode_raises() -> None:
+    with pytest.raises(ValueError, match=r"mode='fastest'.*'max-autotune'"):
+        resolve("fastest", None)
+
+
+def test_inductor_options_pass_and_win_over_the_mode() -> None:
+    own, patches = resolve("max-autotune", {"policy": "always", "triton.cudagraphs": False})
+    assert own.policy == "always"
+    assert patches["max_autotune"] is True
+    assert patches["triton.cudagraphs"] is False
+    assert "policy" not in patches
+
+
+def test_a_time_limit_holds_for_the_process() -> None:
+    before = autofuse.config.timeout_s
+    try:
+        resolve(None, {"timeout_s": 12})
+        assert autofuse.config.timeout_s == 12.0
+    finally:
+        autofuse.config.timeout_s = before
