@@ -1,5 +1,17 @@
 """The fused ops, `torch.ops.autofuse.*`. Importing this package defines them."""
 
-from autofuse.lowering.ops import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
+from autofuse.lowering.ops import (
+    all_gather_matmul,
+    all_to_all_embedding_bag_backward,
+    embedding_bag_all_to_all,
+    matmul_all_reduce,
+    matmul_reduce_scatter,
+)
 
-__all__ = ["all_gather_matmul", "matmul_all_reduce", "matmul_reduce_scatter"]
+__all__ = [
+    "all_gather_matmul",
+    "all_to_all_embedding_bag_backward",
+    "embedding_bag_all_to_all",
+    "matmul_all_reduce",
+    "matmul_reduce_scatter",
+]

@@ -1,0 +1,188 @@
+"""all_to_all_embedding_bag_backward: the gradient of embedding_bag_all_to_all with respect to its tables.
+
+    grad: gradient of y, in its `layout`          G = all_to_all(grad): [B, columns[r]], the bags' gradients
+
+    forward   dweights[t][i] = sum over the bags j with index i of G[j, columns of t] * scale: [V_t, D_t], dense
+              scale: the sample's weight; 1 / (indices of the bag that are not padding) for mean; 1
+    backward  it is linear in grad: embedding_bag_all_to_all of the gradients of dweights as tables,
+              plus the exchange of the gradient of G
+
+Rows are added in fp32, in the order in which a plan works on the sources and then in that of the indices, the
+same in every run, and rounded to `dtype`, that of the tables, once. With `keep_exchanged` G is the last output.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autofuse.lowering.ops import embedding_layout as layouts
+from autofuse.lowering.ops.exchange import Size, run_exchange
+from autofuse.lowering.ops.library import FusedOp, register
+from autofuse.lowering.orders import make_plan
+from autofuse.lowering.workspace import workspace_for
+from autofuse.native_kernels.cpu import DTYPES
+from autofuse.native_kernels.cpu.embedding import Bags, scatter_bags
+
+_SCHEMA = (
+    "all_to_all_embedding_bag_backward(Tensor grad, Tensor[] indices, Tensor[] offsets, "
+    "Tensor[] per_sample_weights, SymInt[] num_embeddings, SymInt[] dims, int mode, bool include_last_offset, "
+    "int padding_idx, ScalarType dtype, SymInt[] columns, str layout, bool keep_exchanged, str group_name, "
+    "str order, str site) -> Tensor[]"
+)
+
+
+def _fake(
+    grad: Tensor,
+    indices: list[Tensor],
+    offsets: list[Tensor],
+    per_sample_weights: list[Tensor],
+    num_embeddings: list[Size],
+    dims: list[Size],
+    mode: int,
+    include_last_offset: bool,
+    padding_idx: int,
+    dtype: torch.dtype,
+    columns: list[Size],
+    layout: str,
+    keep_exchanged: bool,
+    group_name: str,
+    order: str,
+    site: str,
+) -> list[Tensor]:
+    tables = [grad.new_empty((v, d), dtype=dtype) for v, d in zip(num_embeddings, dims, strict=True)]
+    bags = offsets[0].shape[0] - include_last_offset
+    return [*tables, grad.new_empty((bags, sum(dims)))] if keep_exchanged else tables
+
+
+def _reference(
+    grad: Tensor,
+    indices: list[Tensor],
+    offsets: list[Tensor],
+    per_sample_weights: list[Tensor],
+    num_embeddings: list[Size],
+    dims: list[Size],
+    mode: int,
+    include_last_offset: bool,
+    padding_idx: int,
+    dtype: torch.dtype,
+    columns: list[Size],
+    layout: str,
+    keep_exchanged: bool,
+    group_name: str,
+    order: str,
+    site: str,
+) -> list[Tensor]:
+    bags = Bags(indices, offsets, per_sample_weights, mode, include_last_offset, padding_idx)
+    exchanged = layouts.exchange_backward(grad, layout, columns, sum(dims), bags.count, group_name)
+    tables = _scatter(exchanged, bags, num_embeddings, dims, dtype)
+    return [*tables, exchanged] if keep_exchanged else tables
+
+
+def _cpu(
+    grad: Tensor,
+    indices: list[Tensor],
+    offsets: list[Tensor],
+    per_sample_weights: list[Tensor],
+    num_embeddings: list[int],
+    dims: list[int],
+    mode: int,
+    include_last_offset: bool,
+    padding_idx: int,
+    dtype: torch.dtype,
+    columns: list[int],
+    layout: str,
+    keep_exchanged: bool,
+    group_name: str,
+    order: str,
+    site: str,
+) -> Any:
+    if grad.dtype not in DTYPES:
+        return NotImplemented
+    op, workspace = "all_to_all_embedding_bag_backward", workspace_for(group_name)
+    world, rank = workspace.world, workspace.rank
+    bags = Bags(indices, offsets, per_sample_weights, mode, include_last_offset, padding_idx).normalized()
+    layouts.check(op, layout, bags.count, columns, dims, rank)
+    b, wire, mine = bags.count // world, grad.dtype, columns[rank]
+    grad = grad.contiguous()
+    starts = [sum(dims[:t]) for t in range(len(dims))]
+    native = dtype in DTYPES and all(t.dtype in DTYPES for t in per_sample_weights)
+    sums = [grad.new_zeros((v, d), dtype=torch.float32) for v, d in zip(num_embeddings, dims, strict=True)]
+    chunks = tuple((b, c) for c in columns)
+    plan = make_plan(op, order, world, rank, chunks, (max(1, b), max(1, *columns)))
+    key = f"{bags.count} bags of {list(columns)} columns {wire} {layout} {order}"
+    with workspace.call(op, site, key, bags.count * max(columns) * wire.itemsize) as call:
+        received = call.tensor(rank, 0, (bags.count, mine), wire)
+
+        def store(dest: int) -> None:
+            sent = layouts.part(grad, layout, dest, b, columns)
+            there = call.tensor(dest, 0, (bags.count, columns[dest]), wire)
+            there[rank * b : (rank + 1) * b].view(sent.shape).copy_(sent)
+
+        def arrived(source: int) -> None:
+            if native:
+                rows = received[source * b : (source + 1) * b]
+                scatter_bags(sums, rows, bags, starts, mine, source * b, b)
+
+        run_exchange(plan, call, store, arrived)
+        exchanged = received.clone() if keep_exchanged or not native else received
+    tables = [t.to(dtype) for t in sums] if native else _scatter(exchanged, bags, num_embeddings, dims, dtype)
+    return [*tables, exchanged] if keep_exchanged else tables
+
+
+def _scatter(
+    exchanged: Tensor, bags: Bags, num_embeddings: list[Size], dims: list[Size], dtype: torch.dtype
+) -> list[Tensor]:
+    """Dense gradients of all tables with torch, from `exchanged: [B, sum(dims)]`."""
+    count = bags.count
+    tables = []
+    for t, piece in enumerate(exchanged.to(dtype).split(dims, 1)):
+        indices, starts = bags.indices[t], bags.offsets[t][:count].contiguous()
+        position = torch.arange(indices.shape[0], device=indices.device, dtype=starts.dtype)
+        bag = torch.searchsorted(starts, position, right=True) - 1
+        used = indices != bags.padding_idx
+        if bags.include_last_offset:
+            used &= position < bags.offsets[t][count]
+        rows = piece[bag]
+        if bags.per_sample_weights:
+            rows = rows * bags.per_sample_weights[t].unsqueeze(1)
+        if bags.mode == 1:
+            sizes = torch.zeros(count, dtype=dtype, device=indices.device).index_add_(0, bag, used.to(dtype))
+            rows = rows / sizes[bag].clamp(min=1).unsqueeze(1)
+        rows = rows.masked_fill(~used.unsqueeze(1), 0)
+        table = exchanged.new_zeros((num_embeddings[t], dims[t]), dtype=dtype)
+        tables.append(table.index_add_(0, indices, rows))
+    return tables
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    grad, indices, offsets, samples = inputs[:4]
+    ctx.options, ctx.wire = inputs[4:], grad.dtype
+    ctx.tables, ctx.weighted = len(indices), bool(samples)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*indices, *offsets, *samples)
+
+
+def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
+    if any(ctx.needs_input_grad[3]):
+        raise RuntimeError(
+            "all_to_all_embedding_bag_backward: no second gradient with respect to per_sample_weights; detach them"
+        )
+    rows, dims, mode, last, padding, dtype, columns, layout, keep, group_name, order, site = ctx.options
+    n, saved = ctx.tables, list(ctx.saved_tensors)
+    like = next(g for g in grads if g is not None)
+    tables = [
+        like.new_zeros((v, d), dtype=dtype) if g is None else g
+        for g, v, d in zip(grads[:n], rows, dims, strict=True)
+    ]
+    of_grad = torch.ops.autofuse.embedding_bag_all_to_all(
+        tables, saved[:n], saved[n : 2 * n], saved[2 * n :], mode, last, padding, ctx.wire, columns, layout,
+        group_name, order, site + "'",
+    )  # fmt: skip
+    of_exchanged = grads[n] if keep else None
+    if of_exchanged is not None:
+        of_grad = of_grad + layouts.exchange_forward(of_exchanged, layout, columns, dims, group_name)
+    return of_grad, [None] * n, [None] * n, [None] * len(saved[2 * n :]), *[None] * 12
+
+
+register(FusedOp(_SCHEMA, _fake, _reference, _cpu, _setup_context, _backward))

@@ -1,0 +1,137 @@
+"""Pooling of embedding bags straight to its place, and the scatter-add of its gradient; both on one thread."""
+
+from collections.abc import Sequence
+from ctypes import Array, c_int, c_int64, c_void_p
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from autofuse.native_kernels.cpu import DTYPES, function
+
+INDEX_DTYPES = (torch.int32, torch.int64)
+_BAD_INDEX = 1
+
+# pool(tables, number, bags, wide indices, dtype of the tables, dtype of the wire, out, failure) -> error
+_pool = function(
+    "af_pool_bags", c_int, [c_void_p, c_int64, c_void_p, c_int, c_int, c_int, c_void_p, c_void_p]
+)
+# scatter(tables, number, bags, wide indices, dtype of the weights, dtype of grad, grad, failure) -> error
+_scatter = function(
+    "af_scatter_bags", c_int, [c_void_p, c_int64, c_void_p, c_int, c_int, c_int, c_void_p, c_void_p]
+)
+_scatter_rows = function("af_scatter_rows", None, [c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int64])
+
+
+@dataclass(frozen=True, slots=True)
+class Bags:
+    """How `indices` are cut into bags, and what becomes of a bag. Lists have one entry per table.
+
+    `indices[t]: [n_t]`, `offsets[t]: [B]`, or `[B + 1]` with `include_last_offset`; `per_sample_weights` is empty
+    or `[n_t]` per table in the dtype of the table. mode: 0 sum, 1 mean, 2 max. `padding_idx` < 0: none.
+    """
+
+    indices: Sequence[Tensor]
+    offsets: Sequence[Tensor]
+    per_sample_weights: Sequence[Tensor]
+    mode: int
+    include_last_offset: bool
+    padding_idx: int
+
+    @property
+    def count(self) -> int:
+        """B."""
+        return self.offsets[0].shape[0] - self.include_last_offset
+
+    def normalized(self) -> "Bags":
+        """The same bags, contiguous, with offsets in the dtype of the indices, as the kernels take them."""
+        dtype = torch.int64 if any(t.dtype == torch.int64 for t in (*self.indices, *self.offsets)) else None
+        dtype = dtype or torch.int32
+        return Bags(
+            [t.to(dtype).contiguous() for t in self.indices],
+            [t.to(dtype).contiguous() for t in self.offsets],
+            [t.contiguous() for t in self.per_sample_weights],
+            self.mode,
+            self.include_last_offset,
+            self.padding_idx,
+        )
+
+
+def pool_bags(
+    out: Tensor,
+    tables: Sequence[Tensor],
+    bags: Bags,
+    columns: Sequence[int],
+    stride: int,
+    first: int,
+    count: int,
+) -> None:
+    """Pools bags `[first, first + count)` of every table, accumulating in float32 in the order of the indices.
+
+    Bag b of table t is rounded to the table's dtype, then to out's, and stored at element
+    `(b - first) * stride + columns[t]` of `out`, which is contiguous. `tables[t]: [V_t, D_t]`, contiguous, all of
+    one dtype. Raises RuntimeError for an index or offset that is out of range.
+    """
+    rows = _rows(tables, bags, columns)
+    span = _span(bags, stride, first, count)
+    failure = (c_int64 * 2)()
+    wide = bags.indices[0].dtype == torch.int64
+    error = _pool(
+        rows, len(tables), span, wide, DTYPES[tables[0].dtype], DTYPES[out.dtype], out.data_ptr(), failure
+    )
+    if error:
+        raise _error(error, failure[0], failure[1], tables[failure[0]].shape[0])
+
+
+def scatter_bags(
+    gradients: Sequence[Tensor],
+    grad: Tensor,
+    bags: Bags,
+    columns: Sequence[int],
+    stride: int,
+    first: int,
+    count: int,
+) -> None:
+    """The inverse for sum and mean: adds to `gradients[t]: float32 [V_t, D_t]` the rows of `grad` that the bags
+    `[first, first + count)` gave rise to. `grad` is contiguous and laid out as `out` above."""
+    rows = _rows(gradients, bags, columns)
+    span = _span(bags, stride, first, count)
+    failure = (c_int64 * 2)()
+    wide = bags.indices[0].dtype == torch.int64
+    weights = DTYPES[bags.per_sample_weights[0].dtype] if bags.per_sample_weights else 0
+    error = _scatter(rows, len(gradients), span, wide, weights, DTYPES[grad.dtype], grad.data_ptr(), failure)
+    if error:
+        raise _error(error, failure[0], failure[1], gradients[failure[0]].shape[0])
+
+
+def scatter_rows(to: Tensor, positions: Tensor, source: Tensor, rows: Tensor) -> None:
+    """`to[positions[i]] = source[rows[i]]`; int64 indices, contiguous matrices of one dtype and width."""
+    nbytes = source.shape[1] * source.dtype.itemsize
+    _scatter_rows(
+        to.data_ptr(), positions.data_ptr(), source.data_ptr(), rows.data_ptr(), rows.shape[0], nbytes
+    )
+
+
+def _rows(tables: Sequence[Tensor], bags: Bags, columns: Sequence[int]) -> "Array[c_int64]":
+    values: list[int] = []
+    weights = bags.per_sample_weights
+    for t, (table, indices, offsets) in enumerate(zip(tables, bags.indices, bags.offsets, strict=True)):
+        values += (table.data_ptr(), *table.shape, indices.data_ptr(), indices.shape[0], offsets.data_ptr())
+        values += (weights[t].data_ptr() if weights else 0, columns[t])
+    return (c_int64 * len(values))(*values)
+
+
+def _span(bags: Bags, stride: int, first: int, count: int) -> "Array[c_int64]":
+    last, mode, padding = int(bags.include_last_offset), bags.mode, bags.padding_idx
+    return (c_int64 * 7)(first, count, bags.count, stride, last, mode, padding)
+
+
+def _error(error: int, table: int, value: int, num_rows: int) -> RuntimeError:
+    if error == _BAD_INDEX:
+        return RuntimeError(
+            f"embedding_bag: index {value} of table {table} is outside of its {num_rows} rows"
+        )
+    return RuntimeError(
+        f"embedding_bag: bag {value} of table {table} ends before it starts or outside of the indices; "
+        "offsets must ascend from 0 to at most the number of indices"
+    )
