@@ -3,6 +3,7 @@
 A leaf: every room may import it, and it imports no room. What is slow to import is imported in the function.
 """
 
+import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -89,10 +90,7 @@ def size_hint(size: int | torch.SymInt, unbacked: int) -> int:
     """The number that stood for `size` while it was traced, with `unbacked` for symbols that had none."""
     if isinstance(size, int):
         return size
-    shape_env, expr = size.node.shape_env, size.node.expr
-    # torch 2.11 calls it var_to_val, later releases backed_var_to_val.
-    known = getattr(shape_env, "backed_var_to_val", None) or shape_env.var_to_val
-    expr = shape_env.replace(expr).xreplace(known)
+    expr = size.node.shape_env.replace(size.node.expr).xreplace(symbol_hints(size))
     return int(expr.xreplace(dict.fromkeys(expr.free_symbols, sympy.Integer(unbacked))))
 
 
@@ -135,3 +133,34 @@ def finished_work() -> Any:
     from torch._C._distributed_c10d import FakeWork
 
     return FakeWork().boxed()
+
+
+# --- Passes -------------------------------------------------------------------------------------------
+
+
+def group_world(group_name: str) -> int | None:
+    """Number of ranks of the group called `group_name`; None if there is no such group."""
+    try:
+        return group_size(group_name)
+    except (RuntimeError, ValueError, KeyError):
+        return None
+
+
+def group_spans_hosts(group_name: str) -> bool:
+    """Whether the group has ranks on several hosts, as far as the launcher's environment tells.
+
+    All ranks must agree at compile time and without communication. A launcher that does not set `LOCAL_WORLD_SIZE`
+    leaves the question to the first call, which then takes the plain collectives.
+    """
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
+    if local <= 0:
+        return False
+    ranks = torch.distributed.get_process_group_ranks(resolve_group(group_name))
+    return len({rank // local for rank in ranks}) > 1
+
+
+def symbol_hints(size: torch.SymInt) -> dict[sympy.Symbol, Any]:
+    """The values that the symbols of a graph had while it was traced."""
+    shape_env = size.node.shape_env
+    # torch 2.11 calls it var_to_val, later releases backed_var_to_val.
+    return dict(getattr(shape_env, "backed_var_to_val", None) or shape_env.var_to_val)

@@ -1,0 +1,5 @@
+"""FX graph -> FX graph: finds the sites of a post-grad graph and rewrites them to fused ops."""
+
+from .fuse import Settings, fuse
+
+__all__ = ["Settings", "fuse"]

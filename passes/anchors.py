@@ -1,0 +1,115 @@
+"""The collectives of a graph, each described once and for all spellings of its arguments."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import fx
+
+from .layout import Size, same_size
+from .trace import WAIT, argument, expression, tensor
+
+c10d = torch.ops._c10d_functional
+
+_KINDS = {
+    c10d.all_reduce.default: "all_reduce",
+    c10d.all_reduce_.default: "all_reduce",
+    c10d.reduce_scatter_tensor.default: "reduce_scatter",
+    c10d.all_gather_into_tensor.default: "all_gather",
+    c10d.all_to_all_single.default: "all_to_all",
+    c10d.broadcast.default: "broadcast",
+    c10d.all_reduce_coalesced.default: "all_reduce_coalesced",
+    c10d.reduce_scatter_tensor_coalesced.default: "reduce_scatter_coalesced",
+    c10d.all_gather_into_tensor_coalesced.default: "all_gather_coalesced",
+}
+
+
+@dataclass(frozen=True)
+class Anchor:
+    """A functional collective: `kind` of `input` over `group`; `world` as far as the node itself tells."""
+
+    node: fx.Node
+    kind: str
+
+    @property
+    def input(self) -> fx.Node | None:
+        source = self.node.args[0]
+        return source if isinstance(source, fx.Node) else None
+
+    @cached_property
+    def group(self) -> object:
+        """Name of the group, or a node where the graph takes the group as an input."""
+        position = {"all_to_all": 3, "reduce_scatter": 3}.get(self.kind, 2)
+        return argument(self.node, position, "group_name")
+
+    @cached_property
+    def reduce_op(self) -> str | None:
+        op = argument(self.node, 1, "reduce_op") if self.kind in ("all_reduce", "reduce_scatter") else None
+        return op.lower() if isinstance(op, str) else None
+
+    @cached_property
+    def output_splits(self) -> list[object]:
+        splits = argument(self.node, 1, "output_split_sizes")
+        return list(splits) if isinstance(splits, Sequence) else []
+
+    @cached_property
+    def input_splits(self) -> list[object]:
+        splits = argument(self.node, 2, "input_split_sizes")
+        return list(splits) if isinstance(splits, Sequence) else []
+
+    @cached_property
+    def even(self) -> bool:
+        """Does an all_to_all send and receive equal parts?"""
+        sizes = [expression(s) for s in (*self.input_splits, *self.output_splits)]
+        return bool(sizes) and all(same_size(sizes[0], s) for s in sizes)
+
+    @property
+    def part(self) -> Size:
+        """Rows of one part of an even all_to_all."""
+        return expression(self.input_splits[0])
+
+    @cached_property
+    def waits(self) -> tuple[fx.Node, ...]:
+        """The waits, also waits of waits."""
+        found: list[fx.Node] = []
+        work = [self.node]
+        while work:
+            for user in work.pop().users:
+                if user.target is WAIT and user not in found:
+                    found.append(user)
+                    work.append(user)
+        return tuple(found)
+
+    @property
+    def results(self) -> tuple[fx.Node, ...]:
+        """All nodes that hold the result: the waits and the collective itself."""
+        return (*self.waits, self.node)
+
+    @property
+    def nbytes(self) -> int | None:
+        """Bytes of the input on this rank, by the sizes seen while tracing; None without such."""
+        val = None if self.input is None else tensor(self.input)
+        sizes = [] if val is None else [hint(s) for s in val.shape]
+        if val is None or any(s is None for s in sizes):
+            return None
+        return math.prod(s for s in sizes if s is not None) * val.element_size()
+
+
+def hint(size: object) -> int | None:
+    """The size seen while tracing, if there was one."""
+    if isinstance(size, fx.Node):
+        size = size.meta.get("val")
+    if isinstance(size, torch.SymInt):
+        known = size.node.hint
+        return None if known is None else int(known)
+    return int(size) if isinstance(size, int) else None
+
+
+def find_anchors(graph: fx.Graph) -> list[Anchor]:
+    return [
+        Anchor(n, _KINDS[n.target]) for n in graph.nodes if n.op == "call_function" and n.target in _KINDS
+    ]

@@ -1,0 +1,257 @@
+"""all_to_all -> expert matmul (dispatch), with fixed capacity or dropless: the mirror of combine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import fx
+
+from .anchors import Anchor
+from .emit import Emitter
+from .layout import Cut, Digit, Layout, cut_out, product
+from .match import Context, Found, Match, Reader, Work, depends_on, find_readers, replace_result, reread
+from .product import Reject, grouped_offsets
+from .report import Reason
+from .trace import argument, aten, dtype_of, tensor
+
+PATTERN = "all_to_all_expert_matmul"
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A matmul of one expert (`expert` >= 0) or of all (-1); `layout` is that of `X: [E, R, K]`."""
+
+    reader: Reader
+    w: fx.Node
+    bias: fx.Node | None
+    layout: Layout
+    expert: int
+
+
+def match_dispatch(anchor: Anchor, context: Context) -> Found:
+    if not anchor.even:
+        return _match_dropless(anchor, context)
+    return _match_even(anchor, context, single=False)
+
+
+def match_single_dispatch(anchor: Anchor, context: Context) -> Found:
+    """One matmul, as one expert."""
+    if not anchor.even:
+        return Reject(Reason.NO_COMPUTE, "no grouped matmul reads it")
+    return _match_even(anchor, context, single=True)
+
+
+def _match_even(anchor: Anchor, context: Context, single: bool) -> Found:
+    shapes = context.shapes
+    received = shapes.of(anchor.node)
+    assert received is not None
+    readers = find_readers(anchor, shapes)
+    entries = [e for r in readers if (e := _entry(r, single)) is not None]
+    if not entries:
+        return Reject(Reason.NO_COMPUTE, "no expert matmul reads what is exchanged")
+    if dtype_of(anchor.node) not in _DTYPES:
+        return Reject(Reason.DTYPE, f"{dtype_of(anchor.node)} is exchanged")
+    layout = entries[0].layout
+    entries = [e for e in entries if e.layout == layout and (e.expert < 0) == (entries[0].expert < 0)]
+    experts = 0
+    if entries[0].expert >= 0:
+        experts = int(layout.shape[0])  # type: ignore[arg-type]
+        ordered = _by_consumer(entries, experts)
+        if ordered is None:
+            return Reject(Reason.UNEVEN, f"not each of the {experts} experts has the same number of matmuls")
+        entries = ordered
+    if product(layout.shape) != product(received):
+        return Reject(Reason.LAYOUT, "the experts read only part of what is exchanged")
+    cut = cut_out(layout, Digit(0, shapes.size(anchor.input_splits[0]), context.world))
+    if cut is None or cut.dim != 1:
+        return Reject(Reason.LAYOUT, "the source is no digit of the rows of the experts")
+    inputs = [n for e in entries for n in (e.w, e.bias) if n is not None]
+    late = depends_on(anchor, inputs)
+    if late is not None:
+        return Reject(Reason.EXTRA_USERS, f"the weight {late.name} depends on what is exchanged")
+    fused = {e.reader for e in entries}
+    others = [r for r in readers if r not in fused]
+    count, rows, inner = layout.shape
+    if experts:
+        count = 1
+    assert anchor.input is not None
+    return Match(
+        PATTERN,
+        Work(tuple((count * rows, inner, shapes.of(e.w)[-1]) for e in entries)),  # type: ignore[index]
+        context.shapes,
+        partial(_rewrite_even, anchor, context, entries, others, layout, cut, experts),
+        (anchor.input, *inputs),
+    )
+
+
+def _entry(reader: Reader, single: bool) -> Entry | None:
+    user, layout = reader.user, reader.layout
+    bias: object = None
+    if user.target is aten.bmm.default:
+        x, w = user.args[:2]
+        if layout.fixed or (tensor(user).shape[0] == 1) is not single:  # type: ignore[union-attr]
+            return None
+        expert = -1
+    elif user.target in (aten.mm.default, aten.addmm.default):
+        x, w = user.args[-2:]
+        if user.target is aten.addmm.default:
+            bias = user.args[0]
+            if argument(user, 3, "beta", 1) != 1 or argument(user, 4, "alpha", 1) != 1:
+                return None
+            if not isinstance(bias, fx.Node) or tensor(bias).dim() != 1:  # type: ignore[union-attr]
+                return None
+        if single:
+            layout, expert = layout.unsqueeze(0), -1
+        elif len(layout.fixed) == 1:
+            (digit, expert), *_ = layout.fixed
+            layout = Layout(((digit,), *layout.dims))
+        else:
+            return None
+    else:
+        return None
+    if x is not reader.view or w is reader.view or bias is reader.view or not isinstance(w, fx.Node):
+        return None
+    if layout.fixed or (bias is not None and expert < 0):
+        return None
+    return Entry(reader, w, bias if isinstance(bias, fx.Node) else None, layout, expert)
+
+
+def _by_consumer(entries: list[Entry], experts: int) -> list[Entry] | None:
+    """Consumer-major: the first matmul of every expert, then the second of every expert, ..."""
+    per_expert = [[e for e in entries if e.expert == i] for i in range(experts)]
+    counts = {len(p) for p in per_expert}
+    if len(counts) != 1:
+        return None
+    rows = [[p[k] for p in per_expert] for k in range(counts.pop())]
+    alike = all(len({tuple(tensor(e.w).shape) for e in row}) == 1 for row in rows)  # type: ignore[union-attr]
+    return [e for row in rows for e in row] if alike else None
+
+
+def _rewrite_even(
+    anchor: Anchor,
+    context: Context,
+    entries: list[Entry],
+    others: list[Reader],
+    layout: Layout,
+    cut: Cut,
+    experts: int,
+    emitter: Emitter,
+) -> None:
+    shape = context.shapes.of(anchor.input)
+    assert shape is not None and anchor.input is not None
+    send = Layout(((cut.digit,), *cut.rest.dims))
+    x = emitter.rebuild(anchor.input, Layout.of(shape), send)
+    w = [
+        e.w if experts or tensor(e.w).dim() == 3 else emitter.call(aten.unsqueeze.default, e.w, 0)
+        for e in entries
+    ]  # type: ignore[union-attr]
+    bias: list[fx.Node] = []
+    if any(e.bias is not None for e in entries):
+        bias = [
+            e.bias if e.bias is not None else emitter.call(aten.new_empty.default, x, [0]) for e in entries
+        ]
+    args = (x, w, bias, experts, None, None, [], [], emitter.size(cut.outer), bool(others))
+    _finish(emitter, context, args, [e.reader.user for e in entries], others, layout)
+
+
+def _finish(
+    emitter: Emitter,
+    context: Context,
+    args: Sequence[object],
+    results: list[fx.Node],
+    others: list[Reader],
+    layout: Layout,
+) -> None:
+    op = torch.ops.autofuse.all_to_all_expert_matmul.default
+    fused = emitter.call(op, *args, context.group, context.order, context.site)
+    if others:
+        reread(emitter, emitter.item(fused, len(results)), layout, others)
+    for i, node in enumerate(results):
+        shape = context.shapes.of(node)
+        assert shape is not None
+        emitter.replace(node, emitter.reshape(emitter.item(fused, i), shape))
+
+
+# --- dropless -----------------------------------------------------------------------------------------
+
+
+def _match_dropless(anchor: Anchor, context: Context) -> Found:
+    shapes = context.shapes
+    natural = Layout.of(shapes.of(anchor.node) or ())
+    readers = find_readers(anchor, shapes)
+    if not readers or len(natural.dims) != 2 or any(r.layout != natural for r in readers):
+        return Reject(Reason.NO_COMPUTE, "no grouped matmul reads what is exchanged")
+    positions: fx.Node | None = None
+    rows = readers[0].view
+    if readers[0].user.target is aten.index.Tensor:
+        index = readers[0].user
+        chosen = index.args[1]
+        if len(readers) != 1 or not isinstance(chosen, (list, tuple)) or len(chosen) != 1:
+            return Reject(Reason.EXTRA_USERS, f"what is exchanged is read besides {index.name}")
+        positions, rows = chosen[0], index
+        val = tensor(positions)
+        if val is None or val.dim() != 1 or val.dtype != torch.int64:
+            return Reject(Reason.LAYOUT, f"{index.name} does not choose rows by a vector of int64")
+        users = list(index.users)
+    else:
+        users = [r.user for r in readers]
+    grouped = [
+        u
+        for u in users
+        if u.target is aten._grouped_mm.default and u.args[0] is rows and u.args[1] is not rows
+    ]
+    grouped = [u for u in grouped if grouped_offsets(u) is not None]
+    if not grouped:
+        return Reject(Reason.NO_COMPUTE, "no grouped matmul reads what is exchanged")
+    if dtype_of(anchor.node) not in _DTYPES:
+        return Reject(Reason.DTYPE, f"{dtype_of(anchor.node)} is exchanged")
+    offsets = grouped_offsets(grouped[0])
+    grouped = [u for u in grouped if grouped_offsets(u) is offsets]
+    others = [u for u in users if u not in grouped]
+    weights = [u.args[1] for u in grouped]
+    inputs = [n for n in (*weights, offsets, positions) if isinstance(n, fx.Node)]
+    late = depends_on(anchor, inputs)
+    if late is not None:
+        return Reject(Reason.EXTRA_USERS, f"{late.name} depends on what is exchanged")
+    shape = shapes.of(rows)
+    assert shape is not None and anchor.input is not None
+    sizes = tuple((*shape, shapes.of(w)[-1]) for w in weights)  # type: ignore[index]
+    return Match(
+        PATTERN,
+        Work(sizes),  # type: ignore[arg-type]
+        context.shapes,
+        partial(_rewrite_dropless, anchor, context, grouped, offsets, positions, rows, bool(others)),
+        (anchor.input, *inputs),
+    )
+
+
+def _rewrite_dropless(
+    anchor: Anchor,
+    context: Context,
+    grouped: list[fx.Node],
+    offsets: fx.Node | None,
+    positions: fx.Node | None,
+    rows: fx.Node,
+    keep: bool,
+    emitter: Emitter,
+) -> None:
+    weights = [u.args[1] for u in grouped]
+    splits = (anchor.output_splits, anchor.input_splits)
+    args = (anchor.input, weights, [], 0, offsets, positions, *splits, 1, keep)
+    op = torch.ops.autofuse.all_to_all_expert_matmul.default
+    fused = emitter.call(op, *args, context.group, context.order, context.site)
+    for i, node in enumerate(grouped):
+        result = emitter.item(fused, i)
+        result.meta["val"] = node.meta["val"]
+        emitter.replace(node, result)
+    if keep:
+        exchanged = emitter.item(fused, len(grouped))
+        exchanged.meta["val"] = rows.meta["val"]
+        if positions is None:
+            replace_result(emitter, anchor, exchanged)
+        else:
+            emitter.replace(rows, exchanged)

@@ -1,0 +1,283 @@
+"""embedding_bag -> all_to_all: pooled tables, stored straight into the layout that the next op reads.
+
+The pooled tables are read as digits `b` (bags of one destination), `t` (table) and `d` (column); the exchange turns
+the destination's digit of the batch into the source `s`. The fused op stores in the order of these digits that is
+read behind the collective, so that the rearrangement there is a view.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import fx
+
+from .anchors import Anchor
+from .emit import CannotEmit, Emitter
+from .layout import (
+    Cut,
+    Digit,
+    Layout,
+    Size,
+    common_digits,
+    compose,
+    cut_out,
+    exact_quotient,
+    merge,
+    regroup,
+    same_size,
+)
+from .match import Context, Found, Match, Work, find_readers, outside_reader, replace_result, reread
+from .product import Reject
+from .report import Reason
+from .trace import Shapes, argument, aten, dtype_of, expression, is_cast, tensor, trace
+
+PATTERN = "embedding_bag_all_to_all"
+_BAGS = (aten._embedding_bag.default, aten._embedding_bag_forward_only.default)
+_MAX = 2
+
+
+@dataclass(frozen=True)
+class Bag:
+    """The arguments of one `_embedding_bag`."""
+
+    node: fx.Node
+    pooled: fx.Node
+    weight: fx.Node
+    indices: fx.Node
+    offsets: fx.Node
+    mode: int
+    per_sample_weights: fx.Node | None
+    include_last_offset: bool
+    padding_idx: int
+
+    @property
+    def shared(self) -> tuple[object, ...]:
+        """What must be the same for all tables of one op."""
+        return (
+            self.mode,
+            self.include_last_offset,
+            self.padding_idx,
+            self.per_sample_weights is None,
+            *(dtype_of(n) for n in (self.weight, self.indices, self.offsets)),
+        )
+
+
+def read_bag(pooled: fx.Node) -> Bag | None:
+    """The bag that `pooled` is the first result of."""
+    if pooled.target is not operator.getitem or pooled.args[1] != 0:
+        return None
+    n = pooled.args[0]
+    if not isinstance(n, fx.Node) or n.target not in _BAGS:
+        return None
+    psw = argument(n, 6, "per_sample_weights")
+    return Bag(
+        n,
+        pooled,
+        *n.args[:3],  # type: ignore[arg-type]
+        mode=argument(n, 4, "mode", 0),  # type: ignore[arg-type]
+        per_sample_weights=psw if isinstance(psw, fx.Node) else None,
+        include_last_offset=bool(argument(n, 7, "include_last_offset", False)),
+        padding_idx=argument(n, 8, "padding_idx", -1),  # type: ignore[arg-type]
+    )
+
+
+def match_embedding(anchor: Anchor, context: Context) -> Found:
+    shapes = context.shapes
+    assert anchor.input is not None
+    if any(not same_size(expression(s), expression(anchor.input_splits[0])) for s in anchor.input_splits):
+        return Reject(Reason.NO_COMPUTE, "what is sent has uneven parts")
+    traced = _trace_bags(anchor.input, shapes)
+    if isinstance(traced, Reject):
+        return traced
+    bags, layout, wire = traced
+    first = bags[0]
+    reject = _check(bags, wire)
+    if reject is not None:
+        return reject
+    outside = outside_reader(anchor, [b.pooled for b in bags])
+    if outside is not None:
+        return Reject(Reason.EXTRA_USERS, f"{outside.name} reads pooled rows before the exchange")
+    batch = exact_quotient(layout.shape[0], context.world)
+    leading = None if batch is None else regroup(layout.dims[0], (context.world, batch))
+    if leading is None or len(leading[0]) != 1:
+        return Reject(Reason.LAYOUT, "the batch is not cut into one run of bags a rank")
+    pooled_shape = (shapes.of(first.pooled) or (0,))[0]
+    cut = cut_out(Layout((merge([Digit(0, 1, pooled_shape)]),)), leading[0][0])
+    if cut is None or cut.outer != 1:
+        return Reject(Reason.LAYOUT, "the destination is not the leading digit of the batch")
+    columns = [d[-1] for b in bags if (d := shapes.of(b.pooled)) is not None]
+    itemsize = first.weight.meta["val"].element_size()
+    lookups = shapes.of(first.indices)
+    read = sum(c for c in columns) * (lookups[0] if lookups else 0) * itemsize
+    inputs = [
+        n for b in bags for n in (b.weight, b.indices, b.offsets, b.per_sample_weights) if n is not None
+    ]
+    return Match(
+        PATTERN,
+        Work(bytes_read=read),
+        context.shapes,
+        partial(_rewrite, anchor, context, bags, layout, cut, wire),
+        tuple(inputs),
+    )
+
+
+def _trace_bags(root: fx.Node, shapes: Shapes) -> tuple[list[Bag], Layout, torch.dtype] | Reject:
+    """The bags that `root` is made of, its layout on them as `[B, columns]`, and the dtype that is sent.
+
+    Digits: 0 the batch, 1 the column within a table, -1 the table. With tables of several widths, 1 is the
+    column over all tables.
+    """
+    wire = dtype_of(root)
+    assert wire is not None
+
+    def ragged(n: fx.Node) -> bool:
+        """`cat` along the columns of tables of several widths."""
+        if n.target is not aten.cat.default or argument(n, 1, "dim", 0) not in (1, -1):
+            return False
+        return (
+            all(isinstance(p, fx.Node) and read_bag(p) is not None for p in n.args[0])
+            and len(
+                {tensor(p).shape[1] for p in n.args[0]}  # type: ignore[union-attr]
+            )
+            > 1
+        )
+
+    traced = trace(root, lambda n: read_bag(n) is not None or ragged(n), shapes, through_casts=True)
+    if traced is None or traced.layout.fixed:
+        return Reject(Reason.NO_COMPUTE, "no embedding bags feed it")
+    leaves: Sequence[fx.Node] = traced.leaves
+    if len(leaves) == 1 and ragged(leaves[0]):
+        leaves = leaves[0].args[0]  # type: ignore[assignment]
+    bags = [b for n in leaves if (b := read_bag(n)) is not None]
+    assert len(bags) == len(leaves)
+    return bags, traced.layout, wire
+
+
+def _check(bags: list[Bag], wire: torch.dtype) -> Reject | None:
+    floats = (torch.float32, torch.bfloat16, torch.float16)
+    first = bags[0]
+    if any(b.shared != first.shared for b in bags):
+        return Reject(Reason.UNSUPPORTED_VARIANT, "the tables differ in mode, options or dtypes")
+    if wire not in floats or dtype_of(first.weight) not in floats:
+        return Reject(Reason.DTYPE, f"{dtype_of(first.weight)} tables, {wire} on the wire")
+    for bag in bags:
+        for user in bag.node.users:
+            index = user.args[1]
+            if index == 0:
+                continue
+            val = tensor(user)
+            if user.users and ((bag.mode == _MAX) or (index == 1 and (val is None or val.numel() != 0))):
+                return Reject(
+                    Reason.UNSUPPORTED_VARIANT, f"{user.name} of {bag.node.name} is kept for backward"
+                )
+    return None
+
+
+def _rewrite(
+    anchor: Anchor,
+    context: Context,
+    bags: list[Bag],
+    layout: Layout,
+    cut: Cut,
+    wire: torch.dtype,
+    emitter: Emitter,
+) -> None:
+    shapes = context.shapes
+    first = bags[0]
+    widths = [shapes.of(b.pooled)[-1] for b in bags]  # type: ignore[index]
+    equal = all(same_size(w, widths[0]) for w in widths)
+    tables: Size = len(bags)
+    part = cut.rest.shape[0]
+    columns: list[Size] = [sum(widths)] * context.world
+    if not anchor.even:
+        per_part = [exact_quotient(expression(s), part) for s in anchor.output_splits]
+        if len(layout.dims) != 1 or any(p is None for p in per_part):
+            raise CannotEmit("uneven parts that are no flat runs of bags")
+        columns = [p for p in per_part if p is not None]
+    source, batch = (cut.digit,), cut.rest.dims[0]
+    table, column = merge([Digit(-1, 1, tables)]), merge([Digit(1, 1, widths[0])])
+    if not equal:
+        table, column = (), merge([Digit(1, 1, sum(widths))])
+    names = {"bst": (batch, source, table), "sbt": (source, batch, table), "stb": (source, table, batch)}
+    order = "sbt" if not anchor.even else _order_read(anchor, shapes, layout, names, column)
+    letters, dims = {
+        "bst": ("bsc", (batch, merge((*source, *table, *column)))),
+        "sbt": ("sbc", (merge((*source, *batch, *table, *column)),)),
+        "stb": ("stbd", (source, table, batch, column)),
+    }[order]
+    fused = emitter.call(
+        torch.ops.autofuse.embedding_bag_all_to_all.default,
+        [b.weight for b in bags],
+        [b.indices for b in bags],
+        [b.offsets for b in bags],
+        [b.per_sample_weights for b in bags if b.per_sample_weights is not None],
+        *(first.mode, first.include_last_offset, first.padding_idx, wire),
+        [emitter.size(c) for c in columns],
+        *(letters, context.group, context.order, context.site),
+    )
+    if not anchor.even:
+        shape = shapes.of(anchor.node)
+        assert shape is not None
+        replace_result(emitter, anchor, emitter.reshape(fused, shape))
+    else:
+        # Layouts relative to the bags, with the source in place of the destination.
+        have = Layout(dims)
+        for reader in find_readers(anchor, shapes):
+            want = compose(reader.layout, layout)
+            if want is None:
+                raise CannotEmit(f"{reader.view.name} is no view of pooled tables")
+            reread(emitter, fused, have, [replace(reader, layout=want)])
+        replace_result(emitter, anchor, emitter.rebuild(fused, have, layout, shapes.of(anchor.node)))
+    for bag in bags:
+        _replace_extras(emitter, bag)
+
+
+def _order_read(
+    anchor: Anchor, shapes: Shapes, layout: Layout, names: dict[str, tuple], column: tuple[Digit, ...]
+) -> str:
+    """The order of source, table and batch in which most of what is behind the collective reads."""
+    readers = find_readers(anchor, shapes, through_casts=True)
+    views = [c for r in readers if not is_cast(r.view) and (c := compose(r.layout, layout)) is not None]
+    views += [c for r in readers if is_cast(r.view) and (c := compose(r.layout, layout)) is not None]
+    for view in views:
+        for name, digits in names.items():
+            flat = tuple(d for group in (*digits, column) for d in group)
+            refined = common_digits(flat, view.digits) if not view.fixed else None
+            if refined is not None and refined[0] == refined[1]:
+                return name
+    return "sbt"
+
+
+def _replace_extras(emitter: Emitter, bag: Bag) -> None:
+    """What backward wants of the bag besides the pooled rows: an empty offset2bag, bag sizes, zeros."""
+    for user in list(bag.node.users):
+        index = user.args[1]
+        if index == 0 or not user.users:
+            continue
+        if index == 2:
+            emitter.replace(user, _bag_sizes(emitter, bag))
+        elif tensor(user).numel() == 0:  # type: ignore[union-attr]
+            emitter.replace(user, emitter.call(aten.slice.Tensor, bag.offsets, 0, 0, 0))
+        else:
+            emitter.replace(user, emitter.call(aten.zeros_like.default, _starts(emitter, bag)))
+
+
+def _starts(emitter: Emitter, bag: Bag) -> fx.Node:
+    if not bag.include_last_offset:
+        return bag.offsets
+    return emitter.call(aten.slice.Tensor, bag.offsets, 0, 0, -1)
+
+
+def _bag_sizes(emitter: Emitter, bag: Bag) -> fx.Node:
+    """Lookups of every bag, from the offsets."""
+    ends = emitter.call(aten.slice.Tensor, bag.offsets, 0, 1, 2**63 - 1)
+    if not bag.include_last_offset:
+        count = emitter.call(
+            aten.new_full.default, bag.offsets, [1], emitter.size(expression(tensor(bag.indices).shape[0]))
+        )  # type: ignore[union-attr]
+        ends = emitter.call(aten.cat.default, [ends, count])
+    return emitter.call(aten.sub.Tensor, ends, _starts(emitter, bag))

@@ -1,0 +1,199 @@
+"""Insert nodes with their `meta["val"]`, sizes and views included."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+
+import sympy
+import torch
+from torch import fx
+
+from .layout import Digit, Layout, Size, common_digits, exact_quotient, same_size
+from .trace import Shapes, expression, value
+
+aten = torch.ops.aten
+
+
+class CannotEmit(Exception):
+    """A size or a view that cannot be written as nodes. Raised before the graph has been changed."""
+
+
+class Emitter:
+    """Inserts nodes before `anchor`. What they need may stand later: `order_nodes` sorts the graph at the end."""
+
+    def __init__(self, anchor: fx.Node, shapes: Shapes) -> None:
+        self.graph = anchor.graph
+        self.anchor = anchor
+        self.shapes = shapes
+        self._new: list[fx.Node] = []
+        self._pending: list[Callable[[], object]] = []
+        self.replaced: list[fx.Node] = []
+        """Nodes that may have lost their readers."""
+
+    def call(self, target: torch._ops.OpOverload, *args: object) -> fx.Node:
+        with self.graph.inserting_before(self.anchor):
+            node = self.graph.call_function(target, args)
+        self._new.append(node)
+        for key in ("stack_trace", "nn_module_stack", "source_fn_stack"):
+            if key in self.anchor.meta:
+                node.meta[key] = self.anchor.meta[key]
+        values = fx.node.map_arg(args, value)
+        mode = next((v.fake_mode for v in _tensors(values) if hasattr(v, "fake_mode")), None)
+        if mode is None:
+            node.meta["val"] = target(*values)
+        else:
+            with mode:
+                node.meta["val"] = target(*values)
+        return node
+
+    def item(self, node: fx.Node, index: int) -> fx.Node:
+        with self.graph.inserting_before(self.anchor):
+            item = self.graph.call_function(operator.getitem, (node, index))
+        item.meta["val"] = value(node)[index]  # type: ignore[index]
+        self._new.append(item)
+        return item
+
+    def replace(self, old: fx.Node, new: fx.Node) -> None:
+        """On commit, let everyone who reads `old` read `new`."""
+        self.replaced.append(old)
+        self._pending.append(lambda: old.replace_all_uses_with(new))
+
+    def replace_input(self, user: fx.Node, old: fx.Node, new: fx.Node) -> None:
+        """On commit, let `user` read `new` instead of `old`."""
+        self.replaced.append(old)
+        self._pending.append(lambda: user.replace_input_with(old, new))
+
+    def commit(self) -> None:
+        for change in self._pending:
+            change()
+
+    def undo(self) -> None:
+        """Take back every node inserted so far. Nothing may have been committed."""
+        for node in reversed(self._new):
+            self.graph.erase_node(node)
+        self._new.clear()
+
+    def size(self, size: Size) -> int | fx.Node:
+        """An int, or a node that holds the size."""
+        size = self.shapes.meaning(size)
+        if isinstance(size, int):
+            return size
+        if size.is_Integer:
+            return int(size)
+        for node in self.graph.nodes:
+            val = node.meta.get("val")
+            if isinstance(val, torch.SymInt) and same_size(expression(val), size):
+                return node
+        for node in self.graph.nodes:
+            val = node.meta.get("val")
+            if isinstance(val, torch.Tensor) and node is not self.anchor and node not in self._new:
+                for dim, s in enumerate(val.shape):
+                    if same_size(expression(s), size) and not self._after(node):
+                        return self.call(aten.sym_size.int, node, dim)
+        if isinstance(size, sympy.Mul):
+            factors = [self.size(int(f) if f.is_Integer else f) for f in size.args]
+            result = factors[0]
+            for factor in factors[1:]:
+                result = self._symbolic(operator.mul, result, factor)
+            return result
+        raise CannotEmit(f"no value in the graph has the size {size}")
+
+    def _symbolic(self, op: object, a: int | fx.Node, b: int | fx.Node) -> fx.Node:
+        with self.graph.inserting_before(self.anchor):
+            node = self.graph.call_function(op, (a, b))  # type: ignore[arg-type]
+        node.meta["val"] = op(value(a), value(b))  # type: ignore[operator]
+        self._new.append(node)
+        return node
+
+    def _after(self, node: fx.Node) -> bool:
+        return node.op == "call_function" and node > self.anchor
+
+    def reshape(self, node: fx.Node, shape: Sequence[Size]) -> fx.Node:
+        current = self.shapes.of(node)
+        assert current is not None
+        if len(current) == len(shape) and all(same_size(a, b) for a, b in zip(current, shape, strict=True)):
+            return node
+        dynamic = [i for i, s in enumerate(shape) if not isinstance(self.shapes.meaning(s), int)]
+        sizes: list[int | fx.Node] = [-1 if [i] == dynamic else self.size(s) for i, s in enumerate(shape)]
+        return self.call(aten.reshape.default, node, sizes)
+
+    def rebuild(
+        self, node: fx.Node, have: Layout, want: Layout, shape: Sequence[Size] | None = None
+    ) -> fx.Node:
+        """From a tensor with layout `have` (nothing fixed) the tensor with layout `want`, as views and permutes.
+
+        `have` and `want` are relative to one source; `shape` (default: that of `want`) may regroup the result.
+        """
+        fixed = tuple(d for d, _ in want.fixed)
+        refined = common_digits(have.digits, fixed + want.digits)
+        if refined is None:
+            raise CannotEmit(f"{want} is no view of {have}")
+        source, target = refined
+        shape = want.shape if shape is None else shape
+        if source == target and not fixed:
+            return self.reshape(node, shape)
+        node = self.reshape(node, [d.size for d in source])
+        order = [source.index(d) for d in target]
+        if order != sorted(order):
+            node = self.call(aten.permute.default, node, order)
+        for index in _fixed_indices(want.fixed, target):
+            node = self.call(aten.select.int, node, 0, index)
+        return self.reshape(node, shape)
+
+
+def _fixed_indices(fixed: tuple[tuple[Digit, int], ...], target: tuple[Digit, ...]) -> list[int]:
+    """The index of each leading digit of `target` that belongs to a fixed digit."""
+    indices: list[int] = []
+    position = 0
+    for digit, index in fixed:
+        remaining: Size = digit.size
+        while remaining != 1:
+            part = target[position]
+            position += 1
+            left = exact_quotient(remaining, part.size)
+            if not isinstance(left, int) or not isinstance(part.size, int):
+                raise CannotEmit("a piece of symbolic size")
+            indices.append((index // left) % part.size)
+            remaining = left
+    return indices
+
+
+def _tensors(values: object) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    fx.node.map_aggregate(values, lambda v: found.append(v) if isinstance(v, torch.Tensor) else None)  # type: ignore
+    return found
+
+
+def order_nodes(graph: fx.Graph) -> None:
+    """Sort so that every node stands after what it needs, moving nodes up only where that asks for it."""
+    done: set[fx.Node] = set()
+    ordered: list[fx.Node] = []
+    for root in list(graph.nodes):
+        stack = [root]
+        while stack:
+            node = stack[-1]
+            missing = [n for n in node.all_input_nodes if n not in done]
+            if node in done or not missing:
+                stack.pop()
+                if node not in done:
+                    done.add(node)
+                    ordered.append(node)
+            else:
+                stack.extend(reversed(missing))
+    last = None
+    for node in ordered:
+        if last is not None and node.op != "placeholder":
+            last.append(node)
+        last = node
+
+
+def erase_unused(nodes: Sequence[fx.Node]) -> None:
+    """Erase those of `nodes` that nobody reads, and then what only they had read. All are free of side effects."""
+    work = list(nodes)
+    while work:
+        node = work.pop()
+        if node._erased or node.users or node.op != "call_function":
+            continue
+        work.extend(node.all_input_nodes)
+        node.graph.erase_node(node)

@@ -1,0 +1,259 @@
+"""The pass: for every collective find a match, check, choose, rewrite; report all."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import sympy
+import torch
+from torch import fx
+
+from autofuse.lowering import ops as _ops  # noqa: F401  (registers torch.ops.autofuse)
+from autofuse.lowering import torch_internals
+from autofuse.native_kernels import cpu
+
+from .anchors import Anchor, find_anchors
+from .choose import Estimate, estimate
+from .combine import match_combine, match_single_combine
+from .dispatch import match_dispatch, match_single_dispatch
+from .embedding import match_embedding
+from .embedding_backward import match_embedding_backward
+from .emit import CannotEmit, Emitter, erase_unused, order_nodes
+from .gather_matmul import match_all_gather
+from .layout import same_size
+from .match import Context, Found, Match
+from .matmul_reduce import match_all_reduce, match_reduce_scatter
+from .product import Reject
+from .report import GraphReport, Reason, Site
+from .trace import Shapes, expression, tensor
+
+log = logging.getLogger(__name__)
+
+Matcher = Callable[[Anchor, Context], Found]
+
+# The patterns, in the order in which they are tried for each kind of collective.
+MATCHERS: dict[str, tuple[tuple[str, Matcher], ...]] = {
+    "all_reduce": (("matmul_all_reduce", match_all_reduce),),
+    "reduce_scatter": (("matmul_reduce_scatter", match_reduce_scatter),),
+    "all_gather": (("all_gather_matmul", match_all_gather),),
+    "all_to_all": (
+        ("expert_matmul_all_to_all", match_combine),
+        ("all_to_all_expert_matmul", match_dispatch),
+        ("embedding_bag_all_to_all", match_embedding),
+        ("all_to_all_embedding_bag_backward", match_embedding_backward),
+        ("expert_matmul_all_to_all", match_single_combine),
+        ("all_to_all_expert_matmul", match_single_dispatch),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What steers the pass; equal on all ranks."""
+
+    policy: str = "auto"
+    patterns: frozenset[str] | None = None
+    order: str = "direct"
+
+
+def fuse(graph: fx.Graph, settings: Settings, kind: str, name: str) -> GraphReport:
+    """Rewrite in place every site that is legal and wanted. ValueError if the graph has no `meta["val"]`."""
+    anchors = find_anchors(graph)
+    for anchor in anchors:
+        if tensor(anchor.node) is None and anchor.kind in MATCHERS:
+            raise ValueError(
+                f'{anchor.node.name} has no meta["val"]: run FakeTensorProp on the graph before fusing it'
+            )
+    before = _code(graph)
+    hints = _hints(graph)
+    sites = [_visit(anchor, settings, name, hints) for anchor in anchors]
+    if any(site.fused for site in sites):
+        order_nodes(graph)
+        graph.lint()
+    return GraphReport(name, kind, before, _code(graph), tuple(sites))
+
+
+def _visit(anchor: Anchor, settings: Settings, name: str, hints: dict[sympy.Symbol, int]) -> Site:
+    source = _source(anchor.node)
+    pattern, found, world = _find(anchor, settings, source)
+    guess = Estimate()
+    if isinstance(found, Match):
+        guess = estimate(anchor, found, world or 1, hints)
+        found = _choose(found, settings, guess)
+    if isinstance(found, Match):
+        assert world is not None
+        reject = _rewrite(anchor, found)
+        found = reject if reject is not None else found
+    fused = isinstance(found, Match)
+    return Site(
+        pattern=pattern,
+        op=f"autofuse::{pattern}" if fused else None,
+        fused=fused,
+        reason=None if isinstance(found, Match) else found.reason,
+        detail="" if isinstance(found, Match) else found.detail,
+        graph=name,
+        collective=anchor.kind,
+        source=source,
+        nbytes=anchor.nbytes,
+        world=world,
+        order=settings.order if fused else None,
+        predicted_us=guess.fused_us,
+        unfused_us=guess.unfused_us,
+    )
+
+
+def _find(anchor: Anchor, settings: Settings, source: str | None) -> tuple[str | None, Found, int | None]:
+    """(pattern, match or the most telling rejection, size of the group)."""
+    matchers = MATCHERS.get(anchor.kind, ())
+    if not matchers:
+        return None, Reject(Reason.NO_COMPUTE, f"no fused op has a {anchor.kind}"), None
+    pattern = matchers[0][0] if len(matchers) == 1 else None
+    if not isinstance(anchor.group, str):
+        return pattern, Reject(Reason.GROUP_UNKNOWN, "the group is an input of the graph"), None
+    world = torch_internals.group_world(anchor.group)
+    if world is None:
+        return pattern, Reject(Reason.GROUP_UNKNOWN, f"there is no group {anchor.group!r}"), None
+    reject = _check_place(anchor, world)
+    if reject is not None:
+        return pattern, reject, world
+    best: tuple[str | None, Reject] = (pattern, Reject(Reason.NO_COMPUTE, "nothing was tried"))
+    for pattern, matcher in matchers:
+        site = source or anchor.node.name
+        found = matcher(anchor, Context(anchor.group, world, settings.order, site, _shapes(anchor, world)))
+        if isinstance(found, Match):
+            found = _check_match(anchor, found, settings)
+        if isinstance(found, Match):
+            return pattern, found, world
+        if best[1].detail == "nothing was tried" or (
+            best[1].reason is Reason.NO_COMPUTE and found.reason is not Reason.NO_COMPUTE
+        ):
+            only = len(matchers) == 1 or found.reason is not Reason.NO_COMPUTE
+            best = (pattern if only else None, found)
+    return *best, world
+
+
+def _shapes(anchor: Anchor, world: int) -> Shapes:
+    """Shapes under what the splits of an all_to_all imply."""
+    shapes = Shapes()
+    for splits, node in ((anchor.input_splits, anchor.input), (anchor.output_splits, anchor.node)):
+        sizes = [expression(s) for s in splits]
+        val = tensor(node)
+        if sizes and val is not None and all(same_size(s, sizes[0]) for s in sizes):
+            shapes.assume_cut(expression(val.shape[0]), world, sizes[0])
+    return shapes
+
+
+def _check_place(anchor: Anchor, world: int) -> Reject | None:
+    """Reasons that lie in the group and the device."""
+    val = tensor(anchor.node)
+    assert val is not None and isinstance(anchor.group, str)
+    if world == 1:
+        return Reject(Reason.SINGLE_RANK, "the group has one rank")
+    if val.device.type != "cpu":
+        return Reject(Reason.NO_KERNEL_FOR_DEVICE, f"tensors are on {val.device.type}")
+    if not cpu.available():
+        return Reject(Reason.NO_NATIVE_KERNELS, cpu.why_not())
+    if torch_internals.group_spans_hosts(anchor.group):
+        return Reject(Reason.GROUP_SPANS_HOSTS, "its ranks do not share memory")
+    return None
+
+
+def _check_match(anchor: Anchor, match: Match, settings: Settings) -> Found:
+    """Reasons that every match is subject to."""
+    if settings.patterns is not None and match.pattern not in settings.patterns:
+        return Reject(
+            Reason.PATTERN_DISABLED, f"{match.pattern} is not among {', '.join(sorted(settings.patterns))}"
+        )
+    device = tensor(anchor.node).device  # type: ignore[union-attr]
+    for node in match.inputs:
+        val = tensor(node)
+        if val is not None and val.device != device and val.dim():
+            return Reject(Reason.MIXED_DEVICES, f"{node.name} is on {val.device}, the collective on {device}")
+    return _check_order(anchor, match) or match
+
+
+def _check_order(anchor: Anchor, match: Match) -> Reject | None:
+    """The fused op must not overtake, nor be overtaken by, another collective."""
+    for user in match.early:
+        if user < anchor.node:
+            between = _collective_between(anchor, lambda n, u=user: u < n < anchor.node)
+            if between is not None:
+                return Reject(Reason.EXTRA_USERS, f"{user.name} reads the product before {between.node.name}")
+    for node in match.inputs:
+        if anchor.node < node:
+            between = _collective_between(anchor, lambda n, o=node: anchor.node < n < o and _feeds(n, o))
+            if between is not None:
+                return Reject(
+                    Reason.EXTRA_USERS, f"{node.name} depends on the later collective {between.node.name}"
+                )
+    return None
+
+
+def _collective_between(anchor: Anchor, inside: Callable[[fx.Node], bool]) -> Anchor | None:
+    others = (a for a in find_anchors(anchor.node.graph) if a.node is not anchor.node)
+    return next((a for a in others if inside(a.node)), None)
+
+
+def _feeds(node: fx.Node, target: fx.Node) -> bool:
+    seen: set[fx.Node] = set()
+    work = [target]
+    while work:
+        n = work.pop()
+        if n is node:
+            return True
+        if n not in seen and node < n:
+            seen.add(n)
+            work.extend(n.all_input_nodes)
+    return False
+
+
+def _choose(match: Match, settings: Settings, guess: Estimate) -> Found:
+    if settings.policy == "never":
+        return Reject(Reason.POLICY_NEVER, "")
+    if settings.policy == "auto" and not guess.gains:
+        return Reject(Reason.NOT_PROFITABLE, f"{guess.fused_us} us fused, {guess.unfused_us} us apart")
+    return match
+
+
+def _rewrite(anchor: Anchor, match: Match) -> Reject | None:
+    emitter = Emitter(anchor.node, match.shapes)
+    try:
+        match.apply(emitter)
+    except CannotEmit as error:
+        emitter.undo()
+        return Reject(Reason.LAYOUT, str(error))
+    emitter.commit()
+    erase_unused([*emitter.replaced, *anchor.results])
+    log.debug("%s -> autofuse::%s", anchor.node.name, match.pattern)
+    return None
+
+
+_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+_INSIDE = ("/torch/", "<")
+
+
+def _source(node: fx.Node) -> str | None:
+    """`file:line` of the user's code, the innermost frame outside torch."""
+    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
+    outside = [f for f in frames if not any(part in f[0] for part in _INSIDE)]
+    return ":".join((outside or frames)[-1]) if frames else None
+
+
+def _code(graph: fx.Graph) -> str:
+    module = graph.owning_module
+    if module is None:
+        return graph.python_code("self").src
+    return module.print_readable(print_output=False, include_stride=False)
+
+
+def _hints(graph: fx.Graph) -> dict[sympy.Symbol, int]:
+    """Values of the graph's symbols while it was traced."""
+    for node in graph.nodes:
+        val = node.meta.get("val")
+        for size in val.shape if isinstance(val, torch.Tensor) else (val,):
+            if isinstance(size, torch.SymInt):
+                return torch_internals.symbol_hints(size)
+    return {}

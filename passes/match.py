@@ -1,0 +1,173 @@
+"""What a matcher returns: a `Match` that can rewrite the graph, or a `Reject` with the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import fx
+
+from .anchors import Anchor
+from .emit import Emitter
+from .layout import Layout, Size
+from .product import Operand, Product, Reject
+from .report import Reason
+from .trace import SPLITS, Shapes, aten, dtype_of, is_cast, is_view, trace
+
+
+@dataclass(frozen=True)
+class Context:
+    """What the rewrite of one anchor needs besides the anchor."""
+
+    group: str
+    world: int
+    order: str
+    site: str
+    shapes: Shapes
+
+
+@dataclass(frozen=True)
+class Work:
+    """What the cost model needs: matmul sizes, and bytes read by compute that is no matmul."""
+
+    matmuls: tuple[tuple[Size, Size, Size], ...] = ()
+    """(M, K, N) of each matmul on one rank."""
+    bytes_read: Size = 0
+    bytes_kept: Size = 0
+    """Bytes that the fused op must copy besides, such as a gathered tensor that others read."""
+
+
+@dataclass(frozen=True)
+class Match:
+    """A legal site. `apply` inserts the fused op and lets the users of the collective read it."""
+
+    pattern: str
+    work: Work
+    shapes: Shapes
+    apply: Callable[[Emitter], None]
+    inputs: tuple[fx.Node, ...]
+    """What the fused op reads: it can stand only after all of them."""
+    early: tuple[fx.Node, ...] = ()
+    """Users that may stand before the collective and will read an output of the fused op."""
+
+
+Found: TypeAlias = "Match | Reject"
+
+
+def materialise(emitter: Emitter, operand: Operand) -> fx.Node:
+    """The operand of a stage as the fused op takes it."""
+    node = operand.node
+    if operand.expand is not None:
+        have = emitter.shapes.of(node)
+        assert have is not None
+        full = (*((1,) * (len(operand.expand) - len(have))), *have)
+        node = emitter.reshape(node, full)
+        sizes = [-1 if a == b else emitter.size(b) for a, b in zip(full, operand.expand, strict=True)]
+        if any(s != -1 for s in sizes):
+            node = emitter.call(aten.expand.default, node, sizes)
+    return node if operand.shape is None else emitter.reshape(node, operand.shape)
+
+
+def dtype_reject(
+    product: Product, names: Iterable[str] = ("float32", "bfloat16", "float16")
+) -> Reject | None:
+    name = str(product.dtype).removeprefix("torch.")
+    return None if name in names else Reject(Reason.DTYPE, f"{name} is exchanged")
+
+
+@dataclass(frozen=True)
+class Reader:
+    """`user` reads `view`, of layout `layout` relative to the result of a collective."""
+
+    user: fx.Node
+    view: fx.Node
+    layout: Layout
+
+
+def find_readers(anchor: Anchor, shapes: Shapes, through_casts: bool = False) -> list[Reader]:
+    """Everything that computes with the result of the collective, and the view of it that it reads."""
+    results = set(anchor.results)
+    layouts: dict[fx.Node, Layout | None] = {}
+    found: list[Reader] = []
+
+    def layout_of(node: fx.Node) -> Layout | None:
+        if node not in layouts:
+            traced = trace(node, results.__contains__, shapes, through_casts)
+            layouts[node] = None if traced is None else traced.layout
+        return layouts[node]
+
+    def moves(user: fx.Node) -> bool:
+        """Is `user` a view that can be followed (a split is, if its pieces are)?"""
+        if user.target in SPLITS:
+            return all(layout_of(piece) is not None for piece in user.users)
+        return (is_view(user) or (through_casts and is_cast(user))) and layout_of(user) is not None
+
+    seen: set[fx.Node] = set()
+
+    def visit(node: fx.Node, view: fx.Node) -> None:
+        for user in node.users:
+            if user in results:
+                continue
+            if not moves(user):
+                layout = layout_of(view)
+                assert layout is not None
+                found.append(Reader(user, view, layout))
+            elif user not in seen:
+                seen.add(user)
+                visit(user, view if user.target in SPLITS else user)
+
+    for result in anchor.results:
+        visit(result, result)
+    return found
+
+
+def only_cast(readers: list[Reader]) -> torch.dtype | None:
+    """The dtype that everyone who reads the result casts it to."""
+    dtypes = {dtype_of(r.user) if is_cast(r.user) else None for r in readers}
+    return dtypes.pop() if len(dtypes) == 1 else None
+
+
+def reread(emitter: Emitter, whole: fx.Node, layout: Layout, readers: Iterable[Reader]) -> None:
+    """Let the readers read views of `whole`, which has `layout` on the result of the collective."""
+    rebuilt: dict[fx.Node, fx.Node] = {}
+    for reader in readers:
+        view = reader.view
+        if view not in rebuilt:
+            rebuilt[view] = emitter.rebuild(whole, layout, reader.layout, emitter.shapes.of(view))
+        emitter.replace_input(reader.user, view, rebuilt[view])
+
+
+def depends_on(anchor: Anchor, nodes: Iterable[fx.Node]) -> fx.Node | None:
+    """The first of `nodes` that is computed from the collective's result."""
+    seen: set[fx.Node] = set()
+
+    def reaches(node: fx.Node) -> bool:
+        if node is anchor.node:
+            return True
+        if node in seen or node < anchor.node:
+            return False
+        seen.add(node)
+        return any(reaches(i) for i in node.all_input_nodes)
+
+    return next((n for n in nodes if reaches(n)), None)
+
+
+def outside_reader(anchor: Anchor, leaves: Sequence[fx.Node]) -> fx.Node | None:
+    """Somebody besides the collective who reads one of `leaves`, or what lies between them and the collective."""
+    inside: set[fx.Node] = set()
+    work = [anchor.input]
+    while work:
+        node = work.pop()
+        if node is not None and node not in inside:
+            inside.add(node)
+            if node not in leaves:
+                work.extend(node.all_input_nodes)
+    return next((u for n in inside for u in n.users if u not in inside and u is not anchor.node), None)
+
+
+def replace_result(emitter: Emitter, anchor: Anchor, result: fx.Node) -> None:
+    """Let everything that reads the result of the collective read `result`."""
+    for node in anchor.results:
+        emitter.replace(node, result)

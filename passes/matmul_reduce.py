@@ -1,0 +1,136 @@
+"""matmul -> all_reduce and matmul -> reduce_scatter: walk up from the collective to the product that feeds it.
+
+All_reduce acts on every element alike, so it commutes with whatever moves elements: `AR(L(P)) = L(AR(P))` for the
+layout `L` between them. Reduce_scatter cuts its input along the leading digit of dim 0; the layout tells which
+digit of the rows or columns of `P` that is.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import fx
+
+from .anchors import Anchor
+from .emit import Emitter
+from .layout import Cut, Layout, cut_out, exact_quotient, product, regroup
+from .match import Context, Found, Match, Work, dtype_reject, materialise, replace_result
+from .product import Product, Reject, match_product
+from .report import Reason
+from .trace import aten, tensor
+
+
+def match_all_reduce(anchor: Anchor, context: Context) -> Found:
+    assert anchor.input is not None
+    found = match_product(anchor.input, context.shapes)
+    reject = found if isinstance(found, Reject) else check(anchor, found)
+    if isinstance(found, Reject) or reject is not None:
+        return reject if reject is not None else found
+    return _match(anchor, context, found, "matmul_all_reduce", None)
+
+
+def match_reduce_scatter(anchor: Anchor, context: Context) -> Found:
+    assert anchor.input is not None
+    found = match_product(anchor.input, context.shapes)
+    reject = found if isinstance(found, Reject) else check(anchor, found)
+    if isinstance(found, Reject) or reject is not None:
+        return reject if reject is not None else found
+    cut = leading_cut(found, context.world)
+    if isinstance(cut, Reject):
+        return cut
+    return _match(anchor, context, found, "matmul_reduce_scatter", cut)
+
+
+def check(anchor: Anchor, found: Product) -> Reject | None:
+    """Reasons that a product cannot be reduced, whatever its layout."""
+    if anchor.reduce_op not in ("sum", "avg"):
+        return Reject(Reason.REDUCE_OP, f"the reduction is {anchor.reduce_op!r}")
+    if (total := product(found.layout.shape)) != product(found.shape):
+        return Reject(Reason.LAYOUT, f"{total} of {product(found.shape)} elements of the matmul are reduced")
+    return dtype_reject(found)
+
+
+def leading_cut(found: Product, world: int) -> Cut | Reject:
+    """Where the leading digit of dim 0 of the collective's input lies in the product."""
+    length = exact_quotient(found.layout.shape[0], world)
+    if length is None:
+        return Reject(Reason.UNEVEN, f"dim 0 of size {found.layout.shape[0]} has no {world} equal parts")
+    leading = regroup(found.layout.dims[0], (world, length))
+    if leading is None or len(leading[0]) != 1:
+        return Reject(Reason.LAYOUT, "the scattered parts are no digit of the rows or columns of the matmul")
+    cut = cut_out(Layout.of(found.shape), leading[0][0])
+    assert cut is not None
+    return cut
+
+
+def _match(anchor: Anchor, context: Context, found: Product, pattern: str, cut: Cut | None) -> Match:
+    early = extra_users(anchor, found)
+    rows, columns = found.shape
+    matmuls = tuple((rows, context.shapes.of(x)[-1], columns) for x in found.x)  # type: ignore[index]
+    return Match(
+        pattern,
+        Work(matmuls, bytes_kept=product(found.shape) * found.dtype.itemsize if early else 0),
+        context.shapes,
+        partial(_rewrite, anchor, context, found, pattern, cut, bool(early)),
+        (*found.x, *found.w, *(o.node for o in found.operands)),
+        early,
+    )
+
+
+def extra_users(anchor: Anchor, found: Product) -> tuple[fx.Node, ...]:
+    """Who else reads the finished product, itself or a view of it on its way to the collective."""
+    path = {found.last}
+    above = {anchor.input}
+    work = [anchor.input]
+    while work:
+        for node in work.pop().all_input_nodes if work else ():  # type: ignore[union-attr]
+            if node not in above and not node < found.last:
+                above.add(node)
+                work.append(node)
+    for node in sorted(n for n in above if n is not None):
+        if any(i in path for i in node.all_input_nodes):
+            path.add(node)
+    users = {u: None for n in sorted(path) for u in n.users}
+    return tuple(u for u in users if u not in path and u is not anchor.node)
+
+
+def _rewrite(
+    anchor: Anchor,
+    context: Context,
+    found: Product,
+    pattern: str,
+    cut: Cut | None,
+    keep: bool,
+    emitter: Emitter,
+) -> None:
+    operands = [materialise(emitter, o) for o in found.operands]
+    x = [two_dimensional(emitter, n) for n in found.x]
+    w = [two_dimensional(emitter, n) for n in found.w]
+    place = [] if cut is None else [cut.dim, emitter.size(cut.outer)]
+    args = [x, w, operands, found.text, anchor.reduce_op, *place, keep]
+    op = getattr(torch.ops.autofuse, pattern).default
+    fused = emitter.call(op, *args, context.group, context.order, context.site)
+    part = Layout.of(found.shape) if cut is None else cut.rest
+    target = found.layout if cut is None else without(found.layout, cut)
+    result = emitter.rebuild(emitter.item(fused, 0), part, target, context.shapes.of(anchor.node))
+    if keep:
+        kept = emitter.rebuild(
+            emitter.item(fused, 1), Layout.of(found.shape), found.last_layout, context.shapes.of(found.last)
+        )
+        emitter.replace(found.last, kept)
+    replace_result(emitter, anchor, result)
+
+
+def without(layout: Layout, cut: Cut) -> Layout:
+    """The layout of the collective's input with the scattered digit taken out of dim 0."""
+    rest = cut_out(layout, cut.digit)
+    assert rest is not None
+    return rest.rest
+
+
+def two_dimensional(emitter: Emitter, node: fx.Node) -> fx.Node:
+    """Drop the batch of one that bmm has."""
+    val = tensor(node)
+    assert val is not None
+    return node if val.dim() == 2 else emitter.call(aten.squeeze.dim, node, 0)

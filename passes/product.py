@@ -1,0 +1,312 @@
+"""Recognise a product: a sum of matmuls followed by a pointwise epilogue, whatever moves its elements about.
+
+The result names the fused op's arguments `x`, `w`, `operands`, `product` (see docs/architecture.md) and the
+layout of the matched node relative to the product `P: [M, N]` (`[E, R, N]` for batches of experts).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import fx
+
+from .layout import Layout, Size, compose, merge, same_size
+from .report import Reason
+from .trace import Shapes, argument, dtype_of, is_cast, tensor, trace
+
+aten = torch.ops.aten
+
+_BINARY = {
+    aten.add.Tensor: "add",
+    aten.add.Scalar: "add",
+    aten.sub.Tensor: "sub",
+    aten.sub.Scalar: "sub",
+    aten.mul.Tensor: "mul",
+    aten.mul.Scalar: "mul",
+    aten.div.Tensor: "div",
+    aten.div.Scalar: "div",
+}
+_CONTRACTIONS = {
+    aten.mm.default,
+    aten.addmm.default,
+    aten.bmm.default,
+    aten._scaled_mm.default,
+    aten._grouped_mm.default,
+}
+
+
+@dataclass(frozen=True)
+class Reject:
+    """Why something is no site."""
+
+    reason: Reason
+    detail: str
+
+
+@dataclass(frozen=True)
+class Operand:
+    """An operand of a stage; `shape` is what it is to be reshaped to, after expanding to `expand`."""
+
+    node: fx.Node
+    expand: tuple[Size, ...] | None = None
+    shape: tuple[Size, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Product:
+    """`stages` (the first is the contraction) applied to `x[i] @ w[i]`."""
+
+    x: tuple[fx.Node, ...]
+    w: tuple[fx.Node, ...]
+    stages: tuple[str, ...]
+    operands: tuple[Operand, ...]
+    shape: tuple[Size, ...]
+    dtype: torch.dtype
+    layout: Layout
+    """Of the matched node, relative to P."""
+    last: fx.Node
+    """The node that ends the epilogue: P in some layout."""
+    last_layout: Layout
+    offsets: fx.Node | None = None
+    """Ends of the row ranges of the experts, for a grouped matmul."""
+    inner: frozenset[fx.Node] = field(default=frozenset())
+    """Nodes before `last` that nobody else may read."""
+
+    @property
+    def text(self) -> str:
+        return "; ".join(self.stages)
+
+
+def match_product(node: fx.Node, shapes: Shapes, batched: bool = False) -> Product | Reject:
+    """The product that `node` is a layout of. `batched` allows bmm with a batch of experts."""
+    found = _match(node, shapes, batched)
+    if isinstance(found, Reject):
+        return found
+    taken = found.inner | {found.last}
+    for inner in found.inner:
+        outside = [u for u in inner.users if u not in taken]
+        if outside:
+            return Reject(Reason.EXTRA_USERS, f"{inner.name} is also read by {outside[0].name}")
+    return found
+
+
+def _match(node: fx.Node, shapes: Shapes, batched: bool) -> Product | Reject:
+    traced = trace(node, lambda n: n.target in _CONTRACTIONS or _is_stage(n), shapes)
+    if traced is None or len(traced.leaves) != 1:
+        return Reject(Reason.NO_COMPUTE, f"no matmul was found above {node.name}")
+    leaf = traced.leaves[0]
+    if leaf.target in _CONTRACTIONS:
+        found = _contraction(leaf, shapes, batched)
+    elif is_cast(leaf):
+        found = _cast(leaf, shapes, batched)
+    else:
+        found = _binary(leaf, shapes, batched)
+    if isinstance(found, Reject):
+        return found
+    layout = compose(traced.layout, found.layout)
+    if layout is None or layout.fixed:
+        return Reject(Reason.LAYOUT, f"{node.name} is a part or an inexpressible view of {leaf.name}")
+    return replace(found, layout=layout)
+
+
+def _is_stage(n: fx.Node) -> bool:
+    return n.target in _BINARY or n.target is aten.neg.default or is_cast(n)
+
+
+def _contraction(n: fx.Node, shapes: Shapes, batched: bool) -> Product | Reject:
+    shape = shapes.of(n)
+    dtype = dtype_of(n)
+    assert shape is not None and dtype is not None
+    args = n.args
+    operands: tuple[Operand, ...] = ()
+    stage = "mm"
+    if n.target is aten.addmm.default:
+        if argument(n, 3, "beta", 1) != 1 or argument(n, 4, "alpha", 1) != 1:
+            return Reject(Reason.UNSUPPORTED_VARIANT, f"{n.name} scales its terms (alpha, beta)")
+        bias, x, w = args[:3]
+        operands, stage = (Operand(bias),), "addmm %0"
+    elif n.target is aten._scaled_mm.default:
+        x, w, scale_a, scale_b = args[:4]
+        out_dtype = argument(n, 6, "out_dtype")
+        extras = [argument(n, 4, "bias"), argument(n, 5, "scale_result")]
+        scalar = all((t := tensor(s)) is not None and t.numel() == 1 for s in (scale_a, scale_b))
+        if any(e is not None for e in extras) or out_dtype is None or not scalar:
+            return Reject(
+                Reason.UNSUPPORTED_VARIANT, f"{n.name}: only scalar scales, no bias, explicit dtype"
+            )
+        operands = (Operand(scale_a), Operand(scale_b))
+        stage = f"scaled_mm %0 %1 {str(out_dtype).removeprefix('torch.')}"
+    else:
+        x, w = args[:2]
+    layout = Layout.of(shape)
+    if n.target is aten._grouped_mm.default:
+        offsets = grouped_offsets(n)
+        if offsets is None or not batched:
+            return Reject(Reason.NO_COMPUTE, f"{n.name} is no grouped matmul of rows")
+        return Product((x,), (w,), (stage,), operands, shape, dtype, layout, n, layout, offsets)
+    if n.target is aten.bmm.default and not batched:
+        if shape[0] != 1:
+            return Reject(Reason.NO_COMPUTE, f"{n.name} is a batch of matmuls")
+        shape = shape[1:]
+        layout = Layout.of(shape).unsqueeze(0)
+    if len(shape) == 2 and batched:  # one expert
+        shape = (1, *shape)
+        layout = Layout(Layout.of(shape).dims[1:])
+    return Product((x,), (w,), (stage,), operands, shape, dtype, layout, n, layout)
+
+
+def grouped_offsets(n: fx.Node) -> fx.Node | None:
+    """The offsets of `_grouped_mm` of rows `[rows, K]` with weights `[E, K, N]`, without bias."""
+    x, w = tensor(n.args[0]), tensor(n.args[1])
+    offsets = argument(n, 2, "offs")
+    plain = argument(n, 3, "bias") is None and argument(n, 4, "out_dtype") is None
+    if (
+        x is None
+        or w is None
+        or x.dim() != 2
+        or w.dim() != 3
+        or not plain
+        or not isinstance(offsets, fx.Node)
+    ):
+        return None
+    return offsets
+
+
+def _cast(n: fx.Node, shapes: Shapes, batched: bool) -> Product | Reject:
+    found = _match(n.args[0], shapes, batched)  # type: ignore[arg-type]
+    if isinstance(found, Reject):
+        return found
+    dtype = dtype_of(n)
+    assert dtype is not None
+    return _extend(found, n.args[0], n, f"to {str(dtype).removeprefix('torch.')}", dtype)
+
+
+def _extend(
+    found: Product, side: fx.Node, n: fx.Node, stage: str, dtype: torch.dtype, *operands: Operand
+) -> Product:
+    """`found`, read through `side`, one stage on."""
+    between = _between(side, found.last)
+    return replace(
+        found,
+        stages=(*found.stages, stage),
+        operands=(*found.operands, *operands),
+        dtype=dtype,
+        last=n,
+        last_layout=found.layout,
+        inner=found.inner | between | {found.last},
+    )
+
+
+def _between(n: fx.Node, below: fx.Node) -> frozenset[fx.Node]:
+    """Nodes on the paths from `below` (excluded) to `n`, a layout of it."""
+    leads: dict[fx.Node, bool] = {below: True}
+
+    def visit(node: fx.Node) -> bool:
+        if node not in leads:
+            leads[node] = below < node and any([visit(i) for i in node.all_input_nodes])
+        return leads[node]
+
+    visit(n)
+    return frozenset(node for node, hit in leads.items() if hit) - {below}
+
+
+def _binary(n: fx.Node, shapes: Shapes, batched: bool) -> Product | Reject:
+    dtype = dtype_of(n)
+    assert dtype is not None
+    if n.target is aten.neg.default:
+        found = _match(n.args[0], shapes, batched)  # type: ignore[arg-type]
+        return found if isinstance(found, Reject) else _extend(found, n.args[0], n, "neg", dtype)
+    name = _BINARY[n.target]
+    if argument(n, 2, "alpha", 1) != 1 or n.kwargs.get("rounding_mode") is not None:
+        return Reject(Reason.UNSUPPORTED_VARIANT, f"{n.name} has an alpha or a rounding mode")
+    left, right = n.args[:2]
+    first = _side(left, n, shapes, batched)
+    second = _side(right, n, shapes, batched) if name in ("add", "mul") else None
+    if isinstance(first, Product) and isinstance(second, Product) and name == "add":
+        summed = _sum(first, second, n, dtype)
+        if summed is not None:
+            return summed
+    reject = first if isinstance(first, Reject) else Reject(Reason.NO_COMPUTE, f"no matmul above {n.name}")
+    for found, side, other in ((first, left, right), (second, right, left)):
+        if not isinstance(found, Product) or not isinstance(side, fx.Node):
+            continue
+        if not isinstance(other, fx.Node):
+            return _extend(found, side, n, f"{name} {other}", dtype)
+        operand = broadcast(other, found, n, shapes)
+        if operand is None:
+            reject = Reject(
+                Reason.LAYOUT, f"{other.name} does not broadcast along rows or columns of the matmul"
+            )
+            continue
+        return _extend(found, side, n, f"{name} %{len(found.operands)}", dtype, operand)
+    return reject
+
+
+def _side(arg: object, n: fx.Node, shapes: Shapes, batched: bool) -> Product | Reject | None:
+    """The product on one side of a binary op, unless the op broadcasts it."""
+    if not isinstance(arg, fx.Node) or shapes.of(arg) is None:
+        return None
+    found = _match(arg, shapes, batched)
+    if isinstance(found, Product) and not _same_shape(shapes.of(arg), shapes.of(n)):
+        return Reject(Reason.LAYOUT, f"{n.name} broadcasts the matmul")
+    return found
+
+
+def _same_shape(a: tuple[Size, ...] | None, b: tuple[Size, ...] | None) -> bool:
+    return a is not None and b is not None and len(a) == len(b) and all(map(same_size, a, b))
+
+
+def _sum(a: Product, b: Product, n: fx.Node, dtype: torch.dtype) -> Product | None:
+    """`a + b` as one product of several terms; only the first may be an addmm."""
+    if len(b.stages) == 1 and b.stages[0].startswith("addmm"):
+        a, b = b, a
+    if len(a.stages) != 1 or b.stages != ("mm",) or a.stages[0].startswith("scaled") or a.dtype != b.dtype:
+        return None
+    if (
+        a.layout != b.layout
+        or a.offsets is not b.offsets
+        or not _same_shape(a.shape, b.shape)
+        or a.dtype != dtype
+    ):
+        return None
+    paths = (_between(i, p.last) for i in n.all_input_nodes for p in (a, b) if i is p.last or p.last < i)
+    inner = frozenset({a.last, b.last}).union(a.inner, b.inner, *paths)
+    return replace(a, x=a.x + b.x, w=a.w + b.w, last=n, last_layout=a.layout, inner=inner)
+
+
+def broadcast(operand: fx.Node, found: Product, n: fx.Node, shapes: Shapes) -> Operand | None:
+    """Bring an operand of `n`, a value in `found.layout`, to `[]`, `[N]`, `[M, 1]` or `[M, N]` (`M` may be `E, R`)."""
+    have, full = shapes.of(operand), shapes.of(n)
+    val = tensor(operand)
+    if have is None or full is None or val is None:
+        return None
+    if val.dim() == 0:
+        return Operand(operand)
+    if all(s == 1 for s in have):
+        return Operand(operand, shape=(1,))
+    rank = len(full)
+    have = (1,) * (rank - len(have)) + have
+    natural = merge(found.layout.digits) == merge(Layout.of(found.shape).digits)
+    columns = len(found.shape) - 1
+    rows = found.shape[:-1]
+    per_dim = [frozenset(d.dim for d in digits) for digits in found.layout.dims]
+    varies = [not same_size(have[i], 1) for i in range(rank)]
+    used = frozenset().union(*(per_dim[i] for i in range(rank) if varies[i])) if any(varies) else frozenset()
+    complete = all(same_size(have[i], full[i]) for i in range(rank) if varies[i])
+    if not complete:
+        return None
+    if used <= {columns}:
+        exact = [full[i] for i in range(rank) if columns in per_dim[i]]
+        if len(exact) == 1 and same_size(exact[0], found.shape[-1]):
+            return Operand(operand, shape=(found.shape[-1],))
+        return None
+    if not natural:
+        return None
+    if columns not in used:
+        # Row values: the dims of the columns are 1; other dims are expanded.
+        cut = next((i for i in range(rank) if columns in per_dim[i]), rank)
+        if any(per_dim[i] & set(range(columns)) for i in range(cut, rank)):
+            return None
+        return Operand(operand, expand=(*full[:cut], *([1] * (rank - cut))), shape=(*rows, 1))
+    return Operand(operand, expand=full, shape=found.shape)

@@ -1,0 +1,329 @@
+"""From nodes to layouts: follows views, permutations, splits and concatenations upwards to their source.
+
+This is also the normalisation: the spellings of one movement of data (`view`, `reshape`, `_unsafe_view`, `t`,
+`split` + `cat`, `copy(dst, src)`, clones) all end in one `Layout`.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import sympy
+import torch
+from torch import fx
+
+from .layout import Digit, Layout, Size, exact_quotient, merge, same_size
+
+aten = torch.ops.aten
+prims = torch.ops.prims
+
+# Views whose layout follows from the two shapes alone.
+_RESHAPES = {
+    aten.view.default,
+    aten.reshape.default,
+    aten._unsafe_view.default,
+    aten._reshape_alias.default,
+    aten.squeeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+    aten.unsqueeze.default,
+    aten.flatten.using_ints,
+}
+# Ops that return their argument's values in their argument's shape.
+_ALIASES = {
+    aten.clone.default,
+    aten.detach.default,
+    aten.alias.default,
+    aten.contiguous.default,
+    aten.lift_fresh_copy.default,
+    aten.expand.default,
+}
+_CASTS = {prims.convert_element_type.default, aten._to_copy.default, aten.to.dtype}
+SPLITS = {aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default, aten.unbind.int}
+WAIT = torch.ops._c10d_functional.wait_tensor.default
+
+
+def value(node: object) -> object:
+    return node.meta.get("val") if isinstance(node, fx.Node) else node
+
+
+def tensor(node: object) -> torch.Tensor | None:
+    val = value(node)
+    return val if isinstance(val, torch.Tensor) else None
+
+
+def expression(size: object) -> Size:
+    """An int, or the sympy expression of a SymInt (of a node that holds one)."""
+    size = value(size)
+    if isinstance(size, torch.SymInt):
+        expr = size.node.expr
+        return int(expr) if expr.is_Integer else expr
+    assert isinstance(size, int), size
+    return size
+
+
+def argument(node: fx.Node, index: int, name: str, default: object = None) -> object:
+    """A positional or keyword argument."""
+    return node.args[index] if index < len(node.args) else node.kwargs.get(name, default)
+
+
+def dtype_of(node: fx.Node) -> torch.dtype | None:
+    val = tensor(node)
+    return None if val is None else val.dtype
+
+
+def is_cast(node: fx.Node) -> bool:
+    """A change of dtype and of nothing else."""
+    if node.target not in _CASTS or not isinstance(node.args[0], fx.Node):
+        return False
+    out, source = tensor(node), tensor(node.args[0])
+    return (
+        out is not None and source is not None and out.dtype != source.dtype and out.device == source.device
+    )
+
+
+class Shapes:
+    """Shapes of nodes under what a collective implies: a dim that it cuts into `world` parts is `world * part`."""
+
+    def __init__(self) -> None:
+        self._assumed: dict[sympy.Expr, sympy.Expr] = {}
+        self._meaning: dict[sympy.Symbol, sympy.Expr] = {}
+
+    def assume_cut(self, length: Size, world: int, part: Size) -> None:
+        """Record `length == world * part` where it cannot be proved but holds, or the collective raises."""
+        whole = exact_quotient(length, world)
+        if isinstance(length, sympy.Symbol) and whole is None:
+            symbol = sympy.Dummy("part", integer=True, positive=True)
+            self._assumed[length] = world * symbol
+            self._meaning[symbol] = sympy.sympify(part)
+        elif isinstance(whole, sympy.Symbol) and not same_size(whole, part):
+            self._assumed[whole] = sympy.sympify(part)
+
+    def size(self, size: object) -> Size:
+        expr = expression(size)
+        if self._assumed and isinstance(expr, sympy.Expr):
+            expr = expr.subs(self._assumed)
+            return int(expr) if expr.is_Integer else expr
+        return expr
+
+    def meaning(self, size: Size) -> Size:
+        """The size in the graph's own symbols."""
+        if self._meaning and isinstance(size, sympy.Expr):
+            return size.xreplace(self._meaning)
+        return size
+
+    def of(self, node: object) -> tuple[Size, ...] | None:
+        val = tensor(node)
+        return None if val is None else tuple(self.size(s) for s in val.shape)
+
+
+@dataclass(frozen=True)
+class Trace:
+    """`layout` is relative to the leaf; with several leaves, digit `(-1, 1, n)` says which."""
+
+    layout: Layout
+    leaves: tuple[fx.Node, ...]
+
+    def map(self, layout: Layout | None) -> Trace | None:
+        return None if layout is None else Trace(layout, self.leaves)
+
+
+def trace(
+    node: fx.Node, is_leaf: Callable[[fx.Node], bool], shapes: Shapes, through_casts: bool = False
+) -> Trace | None:
+    """The layout of `node` relative to the nearest leaves above it; None if something else lies between."""
+    memo: dict[fx.Node, Trace | None] = {}
+
+    def visit(n: fx.Node) -> Trace | None:
+        if n not in memo:
+            memo[n] = step(n)
+        return memo[n]
+
+    def step(n: fx.Node) -> Trace | None:
+        shape = shapes.of(n)
+        if shape is not None and is_leaf(n):
+            return Trace(Layout.of(shape), (n,))
+        if n.op != "call_function" or shape is None:
+            return None
+        if n.target in (aten.cat.default, aten.stack.default):
+            return join(n)
+        source, view = (n.args[0], _keep) if through_casts and is_cast(n) else source_and_view(n, shapes)
+        below = visit(source) if isinstance(source, fx.Node) else None
+        if below is None:
+            return None
+        return below.map(view(below.layout, shape))
+
+    def join(n: fx.Node) -> Trace | None:
+        parts = n.args[0]
+        assert isinstance(parts, Sequence)
+        traces = [visit(p) if isinstance(p, fx.Node) else None for p in parts]
+        if not traces or any(t is None for t in traces):
+            return None
+        first = traces[0]
+        assert first is not None
+        rank = len(first.layout.dims)
+        dim = argument(n, 1, "dim", 0)
+        assert isinstance(dim, int)
+        if n.target is aten.stack.default:
+            dim %= rank + 1
+            traces = [t.map(t.layout.unsqueeze(dim)) for t in traces if t is not None]
+        else:
+            dim %= rank
+        found = [t for t in traces if t is not None]
+        if all(t.leaves == first.leaves for t in found):
+            return (
+                Trace(joined, first.leaves)
+                if (joined := Layout.join([t.layout for t in found], dim))
+                else None
+            )
+        # Parts with leaves of their own, all moved in the same way.
+        layout = found[0].layout
+        if any(t.layout != layout or len(t.leaves) != 1 for t in found):
+            return None
+        which = Digit(-1, 1, len(found))
+        dims = (*layout.dims[:dim], merge((which, *layout.dims[dim])), *layout.dims[dim + 1 :])
+        return Trace(Layout(dims, layout.fixed), tuple(t.leaves[0] for t in found))
+
+    return visit(node)
+
+
+def source_and_view(n: fx.Node, shapes: Shapes) -> tuple[fx.Node | None, Callable]:
+    """The node that `n` is a view of and the function `(its layout, shape of n) -> layout of n`."""
+    nothing = (None, lambda layout, shape: None)
+    target = n.target
+    if target is operator.getitem:
+        return _split_piece(n, shapes) or nothing
+    if not n.args or not isinstance(n.args[0], fx.Node):
+        return nothing
+    source = n.args[0]
+    if target is aten.copy.default:  # copy(dst, src) has the values of src
+        src = n.args[1]
+        same = isinstance(src, fx.Node) and dtype_of(src) == dtype_of(n) and shapes.of(src) == shapes.of(n)
+        return (src, _keep) if same else nothing
+    before = shapes.of(source)
+    if before is None:
+        return nothing
+    if target in _RESHAPES:
+        return source, lambda layout, shape: layout.reshape(shape)
+    if target in _ALIASES or (target in _CASTS and not is_cast(n) and dtype_of(n) == dtype_of(source)):
+        return (source, _keep) if before == shapes.of(n) else nothing
+    rank = len(before)
+    if target is aten.permute.default:
+        order = [d % rank for d in n.args[1]]
+        return source, lambda layout, shape: layout.permute(order)
+    if target is aten.t.default:
+        return source, lambda layout, shape: layout.permute(range(rank)[::-1])
+    if target is aten.transpose.int:
+        order = list(range(rank))
+        a, b = n.args[1] % rank, n.args[2] % rank
+        order[a], order[b] = b, a
+        return source, lambda layout, shape: layout.permute(order)
+    if target is aten.select.int:
+        dim, index = n.args[1] % rank, n.args[2]
+        count = before[dim]
+        if isinstance(index, int) and isinstance(count, int):
+            return source, lambda layout, shape: _select(layout, dim, index % count, count)
+    if target is aten.slice.Tensor:
+        return _slice_piece(n, source, before) or nothing
+    return nothing
+
+
+def _keep(layout: Layout, shape: Sequence[Size]) -> Layout:
+    return layout
+
+
+def _select(layout: Layout, dim: int, index: int, count: int) -> Layout | None:
+    piece = layout.piece(dim, index, count)
+    return None if piece is None else piece.squeeze([dim])
+
+
+def slice_bounds(n: fx.Node, length: Size) -> tuple[int, Size, Size] | None:
+    """(dim, start, length) of a slice of step 1."""
+    val = tensor(n)
+    if val is None or argument(n, 4, "step", 1) != 1:
+        return None
+    dim = argument(n, 1, "dim", 0)
+    start = argument(n, 2, "start", 0) or 0
+    if not isinstance(dim, int) or isinstance(start, fx.Node):
+        return None
+    assert isinstance(start, int)
+    dim %= val.dim()
+    if start < 0:
+        if not isinstance(length, int):
+            return None
+        start += length
+    return dim, start, expression(val.shape[dim])
+
+
+def _slice_piece(n: fx.Node, source: fx.Node, before: tuple[Size, ...]) -> tuple[fx.Node, Callable] | None:
+    rank = len(before)
+    dim = argument(n, 1, "dim", 0)
+    if not isinstance(dim, int):
+        return None
+    bounds = slice_bounds(n, before[dim % rank])
+    if bounds is None:
+        return None
+    dim, start, length = bounds
+    if start == 0 and same_size(length, before[dim]):
+        return source, _keep
+    count, index = exact_quotient(before[dim], length), exact_quotient(start, length)
+    if not isinstance(count, int) or not isinstance(index, int):
+        return None
+    return source, lambda layout, shape: layout.piece(dim, index, count)
+
+
+def _split_piece(n: fx.Node, shapes: Shapes) -> tuple[fx.Node, Callable] | None:
+    split, index = n.args
+    if not isinstance(split, fx.Node) or split.target not in SPLITS or not isinstance(split.args[0], fx.Node):
+        return None
+    source = split.args[0]
+    before, after = shapes.of(source), shapes.of(n)
+    if before is None or after is None or not isinstance(index, int):
+        return None
+    axis = 1 if split.target is aten.unbind.int else 2
+    dim = argument(split, axis, "dim", 0)
+    assert isinstance(dim, int)
+    dim %= len(before)
+    if split.target is aten.unbind.int:
+        count = before[dim]
+        return (
+            (source, lambda layout, shape: _select(layout, dim, index, count))
+            if isinstance(count, int)
+            else None
+        )
+    pieces = value(split)
+    lengths = [shapes.of(p) for p in pieces] if isinstance(pieces, (list, tuple)) else None
+    if lengths is None and split.target is aten.split_with_sizes.default:
+        lengths = [(*after[:dim], shapes.size(s), *after[dim + 1 :]) for s in split.args[1]]
+    if lengths is not None and any(s is None or not same_size(s[dim], after[dim]) for s in lengths):
+        return None
+    count = exact_quotient(before[dim], after[dim])
+    if not isinstance(count, int):
+        return None
+    return source, lambda layout, shape: layout.piece(dim, index, count)
+
+
+def is_view(n: fx.Node) -> bool:
+    """Does `n` only move data of one source (a split counts, its pieces are views)?"""
+    if n.op != "call_function":
+        return False
+    known = (
+        _RESHAPES
+        | _ALIASES
+        | SPLITS
+        | {
+            aten.permute.default,
+            aten.t.default,
+            aten.transpose.int,
+            aten.select.int,
+            aten.slice.Tensor,
+            aten.cat.default,
+            aten.stack.default,
+            operator.getitem,
+        }
+    )
+    if n.target in known:
+        return True
+    return n.target in _CASTS and not is_cast(n)
