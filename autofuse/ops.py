@@ -5,6 +5,7 @@ says so. `group` is a ProcessGroup, a one-dimensional DeviceMesh, the name of a 
 On CPU ranks of one host the ops run fused over shared memory; everywhere else as plain collectives.
 """
 
+import math
 from collections.abc import Sequence
 from typing import TypeAlias
 
@@ -116,7 +117,7 @@ def all_gather_matmul(
     shape = list(x.shape)
     shape[axis] *= world
     for wi, b in zip(weights, biases, strict=True):
-        whole = x.new_empty(0).expand(0, shape[-1])
+        whole = x.new_empty(()).expand(math.prod(shape[:-1]), shape[-1])
         check_product([whole], [wi], [] if b is None else [b], "mm" if b is None else "addmm %0", op)
     part = x.reshape(-1, x.shape[-1])
     cut, outer = _cut(list(x.shape), axis)
@@ -200,10 +201,7 @@ def _cut(shape: list[int], axis: int) -> tuple[int, int]:
     """`(dim, outer)` of the matrix that stands for a scatter or gather on dim `axis` of `shape`."""
     if axis == len(shape) - 1:
         return 1, 1
-    outer = 1
-    for size in shape[:axis]:
-        outer *= size
-    return 0, outer
+    return 0, math.prod(shape[:axis])
 
 
 def _like(matrix: Tensor, shape: list[int]) -> Tensor:

@@ -87,13 +87,13 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     gathered, *rest = ctx.saved_tensors
     w, bias = rest[: ctx.consumers], rest[ctx.consumers :]
     of_x = grads[-1] if ctx.kept else None
-    used = [i for i in range(ctx.consumers) if grads[i] is not None]
+    used = {i: g for i, g in enumerate(grads[: ctx.consumers]) if g is not None}
     need_x, need_w, need_bias = ctx.needs_input_grad[:3]
 
     dx = None
     if need_x and used:
         dx = torch.ops.autofuse.matmul_reduce_scatter(
-            [grads[i].contiguous() for i in used], [w[i].t() for i in used], [] if of_x is None else [of_x],
+            [g.contiguous() for g in used.values()], [w[i].t() for i in used], [] if of_x is None else [of_x],
             "mm" if of_x is None else "mm; add %0", "sum", ctx.dim, ctx.outer, False,
             ctx.group_name, ctx.order, ctx.site + "'",
         )[0]  # fmt: skip
@@ -104,11 +104,11 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     db: list[Tensor | None] = [None] * len(bias)
     if any(need_w[i] for i in used) and not ctx.kept:
         gathered = all_gather(gathered, ctx.dim, ctx.outer, group_size(ctx.group_name), ctx.group_name)
-    for i in used:
+    for i, g in used.items():
         if need_w[i]:
-            dw[i] = gathered.t() @ grads[i]
+            dw[i] = gathered.t() @ g
         if bias and need_bias[i] and bias_of(bias, i) is not None:
-            db[i] = grads[i].sum_to_size(bias[i].shape)
+            db[i] = g.sum_to_size(bias[i].shape)
     return dx, dw, db, *[None] * 6
 
 

@@ -1,0 +1,213 @@
+"""matmul_all_reduce over real ranks, against float64."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import autofuse.ops
+from autofuse.lowering.ops.product import product_reference
+from tests.ops.dense import DTYPES, ORDERS, assert_close, poison, same_on_all_ranks, seeded, world_group
+from tests.ranks import RankPool
+
+Ranks = Callable[[int], RankPool]
+
+# M = 1 (columns are cut), fewer rows than ranks, odd sizes, rows cut, two phases at more than two ranks
+SHAPES = [(1, 64, 96), (1, 7, 1), (3, 17, 5), (37, 19, 23), (130, 33, 70), (300, 24, 40)]
+
+
+def _call(
+    x: list[Tensor],
+    w: list[Tensor],
+    operands: list[Tensor],
+    product: str = "mm",
+    reduce_op: str = "sum",
+    keep: bool = False,
+    order: str = "direct",
+) -> list[Tensor]:
+    result: list[Tensor] = torch.ops.autofuse.matmul_all_reduce(
+        x, w, operands, product, reduce_op, keep, world_group(), order, "test"
+    )
+    return result
+
+
+def _plain(rank: int, world: int, dtype: torch.dtype, order: str) -> None:
+    for i, (m, k, n) in enumerate(SHAPES):
+        for transposed in (False, True):
+            inputs = [
+                (seeded(100 * i + r, m, k, dtype=dtype), seeded(100 * i + r + 50, n, k, dtype=dtype).t())
+                for r in range(world)
+            ]
+            x, w = inputs[rank]
+            w = w if transposed else w.contiguous()
+            poison(world_group())
+            (y,) = _call([x], [w], [], order=order)
+            (again,) = _call([x], [w], [], order=order)
+            assert torch.equal(y, again)
+            same_on_all_ranks(y)
+            exact = sum(a.double() @ b.double() for a, b in inputs)
+            size = sum(a.double().abs() @ b.double().abs() for a, b in inputs)
+            assert isinstance(exact, Tensor)
+            assert isinstance(size, Tensor)
+            assert_close(y, exact, size, k + world, 2)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("world", [2, 4])
+def test_plain(ranks: Ranks, world: int, dtype: torch.dtype, order: str) -> None:
+    ranks(world).run(_plain, dtype, order)
+
+
+def _two_phases(rank: int, world: int) -> None:
+    """Large enough that each rank reduces its own chunk, of several tiles, by rows and by columns."""
+    for m, n in [(2100, 700), (515, 2050)]:
+        inputs = [(seeded(r, m, 16), seeded(r + 50, 16, n)) for r in range(world)]
+        poison(world_group())
+        (y,) = _call([inputs[rank][0]], [inputs[rank][1]], [], reduce_op="avg")
+        same_on_all_ranks(y)
+        exact = torch.stack([a.double() @ b.double() for a, b in inputs]).mean(0)
+        size = torch.stack([a.double().abs() @ b.double().abs() for a, b in inputs]).mean(0)
+        assert_close(y, exact, size, 16 + world, 2)
+
+
+def test_two_phases(ranks: Ranks) -> None:
+    ranks(4).run(_two_phases)
+
+
+PRODUCTS: list[tuple[str, list[tuple[int, ...]]]] = [
+    ("mm; add %0", [(1, -1)]),
+    ("mm; mul %0; add %1", [(-2, 1), (-1,)]),
+    ("mm; mul 0.5; neg; sub %0", [(-2, -1)]),
+    ("mm; div %0; to float32", [()]),
+    ("addmm %0; add 1", [(-1,)]),
+    ("addmm %0; to bfloat16", [(-2, -1)]),
+]
+
+
+def _epilogues(rank: int, world: int, order: str) -> None:
+    for m, n in [(1, 12), (140, 50)]:
+        for product, shapes in PRODUCTS:
+            for terms in (1, 2):
+                x = [seeded(10 * rank + i, m, 9 + i, dtype=torch.bfloat16) for i in range(terms)]
+                w = [seeded(10 * rank + i + 5, 9 + i, n, dtype=torch.bfloat16) for i in range(terms)]
+                sizes = [tuple({-2: m, -1: n, 1: 1}[d] for d in shape) for shape in shapes]
+                operands = [seeded(rank + 7, *size, dtype=torch.bfloat16).abs() + 1 for size in sizes]
+                poison(world_group())
+                y, p = _call(x, w, operands, product, "avg", True, order)
+                expected = product_reference(x, w, operands, product)
+                # A tile is computed by another matmul than the whole: one rounding apart per stage.
+                torch.testing.assert_close(p, expected, rtol=0.03, atol=0.03)
+                assert p.dtype == expected.dtype
+                parts = [torch.empty_like(p) for _ in range(world)]
+                dist.all_gather(parts, p)
+                exact = torch.stack([part.double() for part in parts])
+                assert_close(y, exact.mean(0), exact.abs().mean(0), world, 1)
+                same_on_all_ranks(y)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("world", [2, 4])
+def test_epilogues(ranks: Ranks, world: int, order: str) -> None:
+    """The reduction is exact up to one rounding of the products that the ranks kept."""
+    ranks(world).run(_epilogues, order)
+
+
+def _gradients(rank: int, world: int, reduce_op: str) -> None:
+    xs = [seeded(r, 2, 5, 8) for r in range(world)]
+    ws = [seeded(r + 10, 8, 6) for r in range(world)]
+    cs = [seeded(r + 20, 2, 5, 6) for r in range(world)]
+    exact = [[t.double().requires_grad_() for t in (x, w)] for x, w in zip(xs, ws, strict=True)]
+    bias = seeded(40, 6).double().requires_grad_()
+    total = torch.stack([x @ w + bias for x, w in exact]).sum(0) / (world if reduce_op == "avg" else 1)
+    sum((total * c).sum() for c in cs).backward()  # type: ignore[union-attr]
+
+    x, w = xs[rank].requires_grad_(), ws[rank].requires_grad_()
+    b = seeded(40, 6).requires_grad_()
+    y = autofuse.ops.matmul_all_reduce(x, w, b, reduce_op=reduce_op)
+    torch.testing.assert_close(y.double(), total, rtol=1e-5, atol=1e-5)
+    (y * cs[rank]).sum().backward()
+    assert x.grad is not None
+    assert w.grad is not None
+    assert b.grad is not None
+    assert bias.grad is not None
+    torch.testing.assert_close(x.grad.double(), exact[rank][0].grad, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(w.grad.double(), exact[rank][1].grad, rtol=1e-5, atol=1e-5)
+    dist.all_reduce(b.grad)  # a replicated bias collects the gradients of all ranks
+    torch.testing.assert_close(b.grad.double(), bias.grad, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("reduce_op", ["sum", "avg"])
+def test_gradients(ranks: Ranks, reduce_op: str) -> None:
+    ranks(2).run(_gradients, reduce_op)
+
+
+def _many(rank: int, world: int) -> None:
+    for i in range(300):
+        m, n, order = 1 + i * 7 % 40, 1 + i * 11 % 60, ORDERS[i % 3]
+        xs = [seeded(i + r, m, 4) for r in range(world)]
+        ws = [seeded(i + r + 5, 4, n) for r in range(world)]
+        (y,) = _call([xs[rank]], [ws[rank]], [], order=order)
+        exact = torch.stack([x.double() @ w.double() for x, w in zip(xs, ws, strict=True)]).sum(0)
+        torch.testing.assert_close(y.double(), exact, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_300_calls_of_changing_shapes(ranks: Ranks, world: int) -> None:
+    ranks(world).run(_many)
+
+
+def _opcheck(rank: int, world: int) -> None:
+    for keep in (False, True):
+        x, w = seeded(rank, 6, 4).requires_grad_(), seeded(rank + 5, 4, 8).requires_grad_()
+        bias = seeded(rank + 9, 8).requires_grad_()
+        args = ([x], [w], [bias], "addmm %0", "sum", keep, world_group(), "direct", "opcheck")
+        torch.library.opcheck(torch.ops.autofuse.matmul_all_reduce.default, args)
+
+
+def test_opcheck(ranks: Ranks) -> None:
+    ranks(2).run(_opcheck)
+
+
+def _other_dtypes(rank: int, world: int) -> None:
+    """float64 has no kernel: the reference, with the same result."""
+    x, w = seeded(rank, 5, 4, dtype=torch.float64), seeded(rank + 5, 4, 3, dtype=torch.float64)
+    y = autofuse.ops.matmul_all_reduce(x, w, reduce_op="avg")
+    exact = torch.stack(
+        [seeded(r, 5, 4, dtype=x.dtype) @ seeded(r + 5, 4, 3, dtype=x.dtype) for r in range(world)]
+    )
+    torch.testing.assert_close(y, exact.mean(0))
+
+
+def test_dtypes_without_a_kernel(ranks: Ranks) -> None:
+    ranks(2).run(_other_dtypes)
+
+
+def _bad_input(rank: int, world: int) -> None:
+    x, w = torch.ones(4, 3), torch.ones(3, 5)
+    op = autofuse.ops.matmul_all_reduce
+    with pytest.raises(ValueError, match=r"cannot multiply x \(4, 3\) by w \(5, 3\)"):
+        op(x, w.t())
+    with pytest.raises(ValueError, match=r"tensors of torch.float32 and torch.bfloat16; cast"):
+        op(x, w.bfloat16())
+    with pytest.raises(ValueError, match=r"tensors on cpu and meta; move"):
+        op(x, w.to("meta"))
+    with pytest.raises(ValueError, match=r"reduce_op 'max' is not supported; use 'sum' or 'avg'"):
+        op(x, w, reduce_op="max")
+    with pytest.raises(ValueError, match=r"no process group called 'nobody'"):
+        op(x, w, group="nobody")
+    with pytest.raises(ValueError, match=r"an operand \(4,\) does not broadcast"):
+        op(x, w, torch.ones(4))
+    with pytest.raises(ValueError, match=r"this rank is not in the group"):
+        op(x, w, group=dist.GroupMember.NON_GROUP_MEMBER)
+
+
+def test_bad_input_raises_before_any_communication(ranks: Ranks) -> None:
+    ranks(2).run(_bad_input)
+
+
+def test_needs_a_process_group() -> None:
+    with pytest.raises(RuntimeError, match="init_process_group"):
+        autofuse.ops.matmul_all_reduce(torch.ones(2, 2), torch.ones(2, 2))
