@@ -19,7 +19,6 @@ import os
 import threading
 import time
 from collections.abc import Sequence
-from functools import cache
 from types import TracebackType
 from typing import NoReturn
 from weakref import WeakKeyDictionary
@@ -44,11 +43,12 @@ _FAILURE = 2 * _HEADER
 _FAILURE_TEXT = _FAILURE + _LINE
 _VALUES = 4096
 _ROW = VALUES + 8  # int64 of one parity, in whole cache lines
+_Row = ctypes.c_int64 * _ROW
 _MEETINGS = _VALUES + 2 * _ROW * 8
 
 _SMALLEST_BUFFER = 1 << 16
 _COARSE_BUFFER = 1 << 26  # from here on buffers grow by multiples of this, not by doubling
-_SPIN_US = 30
+_SPIN_US = 15  # with more ranks than processors, spinning keeps the awaited rank from running
 _SLICE_MS = 200  # how often a waiting rank looks whether its peer still lives
 _MOST_KEYS = 4096
 
@@ -73,15 +73,13 @@ class Workspace:
         self._keys: dict[tuple[str, str, str, int], tuple[int, bytes]] = {}
         self._data: list[Tensor] = []
         self._typed: dict[torch.dtype, list[Tensor]] = {}
-        # With more ranks than processors a rank that spins keeps the one it waits for from running.
-        self._spin_us = _SPIN_US if world <= _processors() else 0
 
         nbytes = _MEETINGS + world * (1 + SLOTS) * _LINE
         self._peers, self._control, unlink = rendezvous.meet(
             store, group_name, rank, world, nbytes, config.timeout_s
         )
         self._base = base = [cpu.address(t) for t in self._control]
-        self._values = [t[_VALUES:_MEETINGS].view(torch.int64).view(2, _ROW) for t in self._control]
+        self._values = [[_Row.from_address(b + _VALUES + p * _ROW * 8) for b in base] for p in (0, 1)]
         self._headers = [[b + parity * _HEADER for b in base] for parity in (0, 1)]
         self._failures = [b + _FAILURE for b in base]
         mine, signals = base[rank], _MEETINGS + world * _LINE
@@ -190,14 +188,14 @@ class Call:
         ws = self._ws
         ws._meeting += 1
         parity = ws._meeting & 1
-        ws._values[ws.rank][parity, : 1 + len(values)] = torch.tensor([len(values), *values])
+        ws._values[parity][ws.rank][: 1 + len(values)] = [len(values), *values]
         for dest in range(ws.world):
             cpu.signal(ws._meetings_out[dest], ws._meeting)
         result = []
         for source in range(ws.world):
             self._await(ws._meetings_in[source], ws._meeting, source, -1)
-            row = ws._values[source][parity]
-            result.append(row[1 : 1 + int(row[0])].tolist())
+            row = ws._values[parity][source]
+            result.append(row[1 : 1 + row[0]])
         return result
 
     def reserve(self, nbytes: int) -> None:
@@ -268,9 +266,7 @@ class Call:
 
     def _await(self, slot: int, value: int, source: int, tile: int) -> None:
         ws = self._ws
-        status = cpu.wait(
-            slot, value, self._header[source], self.epoch, self._hash, ws._spin_us, self._slice_ms
-        )
+        status = cpu.wait(slot, value, self._header[source], self.epoch, self._hash, _SPIN_US, self._slice_ms)
         if status == cpu.OK:
             return
         deadline = time.monotonic() + self._timeout_s - self._slice_ms / 1000
@@ -303,7 +299,7 @@ def workspace_for(group_name: str) -> Workspace:
     """The workspace of the process group called `group_name`; made on first use, by all its ranks together.
 
     Raises GroupSpansHosts when the ranks do not share memory, RuntimeError when the group does not exist,
-    when the CPU kernels are missing, or when a rank does not come or fails; the same error at every later try.
+    when the CPU kernels are missing, or when a rank does not come or fails; the same at every later try.
     """
     try:
         group = resolve_group(group_name)
@@ -361,8 +357,3 @@ def _typed(workspace: Workspace, dtype: torch.dtype) -> list[Tensor]:
 def _text(header: int) -> str:
     length = ctypes.c_uint64.from_address(header + 16).value
     return ctypes.string_at(header + 24, length).decode(errors="replace")
-
-
-@cache
-def _processors() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

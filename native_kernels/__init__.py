@@ -1,0 +1,1 @@
+"""Kernels that execute plans, by device. They know nothing of graphs or plans."""

@@ -140,28 +140,18 @@ def reduce_rows(out: Tensor, parts: Sequence[Tensor], scale: float = 1.0) -> Non
     anything else.
     """
     shape = out.shape
-    if not parts:
-        raise ValueError("reduce_rows needs at least one part")
-    for t in (out, *parts):
-        if (
-            t.shape != shape
-            or not 1 <= t.dim() <= 2
-            or t.dtype not in DTYPES
-            or (t.stride(-1) != 1 and shape[-1] > 1)
-        ):
-            raise ValueError(
-                f"expected tensors [rows, cols] of one shape with adjacent columns in {list(DTYPES)}; "
-                f"got {tuple(t.shape)} with strides {t.stride()} in {t.dtype} for an output {tuple(shape)}"
-            )
-    rows, cols = shape if len(shape) == 2 else (1, shape[0])
     n = len(parts)
+    if n == 0:
+        raise ValueError("reduce_rows needs at least one part")
+    rows, cols = shape if len(shape) == 2 else (1, out.numel())
+    out_stride = _row_stride(out, shape)
     pointers, strides, dtypes = _arrays(n)
     _reduce_rows(
         out.data_ptr(),
         DTYPES[out.dtype],
-        _row_stride(out, cols),
+        out_stride,
         pointers(*[p.data_ptr() for p in parts]),
-        strides(*[_row_stride(p, cols) for p in parts]),
+        strides(*[_row_stride(p, shape) for p in parts]),
         dtypes(*[DTYPES[p.dtype] for p in parts]),
         n,
         rows,
@@ -179,5 +169,13 @@ def accumulate_rows(out: Tensor, received: Tensor, part: Tensor) -> None:
     reduce_rows(out, (received, part))
 
 
-def _row_stride(tensor: Tensor, cols: int) -> int:
-    return tensor.stride(0) if tensor.dim() == 2 and tensor.shape[0] > 1 else cols
+def _row_stride(tensor: Tensor, shape: torch.Size) -> int:
+    strides = tensor.stride()
+    if tensor.shape == shape and tensor.dtype in DTYPES and 1 <= len(strides) <= 2:
+        cols = shape[-1]
+        if strides[-1] == 1 or cols == 1:
+            return strides[0] if len(strides) == 2 and shape[0] > 1 else cols
+    raise ValueError(
+        f"expected tensors [rows, cols] of one shape with adjacent columns in {list(DTYPES)}; got "
+        f"{tuple(tensor.shape)} with strides {strides} in {tensor.dtype} where the output is {tuple(shape)}"
+    )

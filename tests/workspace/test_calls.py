@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -55,3 +56,120 @@ def test_a_thousand_calls_of_changing_size(ranks: Ranks, world: int) -> None:
 @pytest.mark.parametrize("straggler", range(4))
 def test_a_straggler_on_each_rank_in_turn(ranks: Ranks, straggler: int) -> None:
     ranks(4).run(_many_calls, 60, straggler)
+
+
+def _late_signals(rank: int, world: int) -> list[int]:
+    """Rank 0 writes a value and signals, one slot after the other; the others must see each in order."""
+    ws = workspace_for(fresh_group())
+    seen = []
+    with ws.call("ordered", "here", "", 64 * 64) as call:
+        if rank == 0:
+            for slot in range(64):
+                for dest in range(1, world):
+                    call.tensor(dest, slot * 64, (1,), torch.int64).fill_(slot * slot)
+                    call.signal(dest, slot)
+        else:
+            for slot in reversed(range(64)):
+                call.wait(0, slot)
+                seen.append(int(call.tensor(rank, slot * 64, (1,), torch.int64)))
+        call.exchange([])
+    return seen[::-1]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_signal_comes_after_what_was_stored(ranks: Ranks, world: int) -> None:
+    for seen in ranks(world).run(_late_signals)[1:]:
+        assert seen == [slot * slot for slot in range(64)]
+
+
+def _growth(rank: int, world: int) -> list[int]:
+    ws = workspace_for(fresh_group())
+    capacities = []
+    for n in (1, 100_000, 10, 3_000_000, 20_000_000):
+        with ws.call("push", "here", str(n), _bytes(n, world)) as call:
+            for source, got in enumerate(push_to_all(call, rank, world, 5.0, n)):
+                assert bool((got == 5.0 + source).all())
+        capacities.append(ws.capacity)
+    with ws.call("reserve", "here", "", 64) as call:
+        [needed] = {max(row) for row in zip(*call.exchange([100 * rank]), strict=True)}
+        call.reserve(ws.capacity + needed)
+        for source, got in enumerate(push_to_all(call, rank, world, 1.0, 30_000_000)):
+            assert bool((got == 1.0 + source).all())
+    capacities.append(ws.capacity)
+    return capacities
+
+
+def test_buffers_grow_together(ranks: Ranks) -> None:
+    sizes = ranks(2).run(_growth)
+    assert sizes[0] == sizes[1] == [1 << 16, 1 << 20, 1 << 20, 1 << 25, 3 << 26, 4 << 26]
+
+
+def _exchange(rank: int, world: int) -> list[list[list[int]]]:
+    ws = workspace_for(fresh_group())
+    with ws.call("exchange", "here", "", 0) as call:
+        return [call.exchange([rank, -i] * rank if i else list(range(512))) for i in range(20)]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_exchange(ranks: Ranks, world: int) -> None:
+    for got in ranks(world).run(_exchange):
+        assert got[0] == [list(range(512))] * world
+        for i in range(1, 20):
+            assert got[i] == [[rank, -i] * rank for rank in range(world)]
+
+
+def _subgroups(rank: int, world: int) -> None:
+    halves = [dist.new_group([0, 2]), dist.new_group([3, 1])]
+    half = halves[rank % 2]
+    own = workspace_for(half.group_name)
+    all_ranks = workspace_for(fresh_group())
+    assert workspace_for(half.group_name) is own
+    assert (own.rank, own.world) == (half.rank(), 2)
+    for i in range(50):
+        with own.call("half", "here", str(i % 3), 1024) as call:
+            got = push_to_all(call, own.rank, 2, 100.0 * (rank % 2) + i, 5)
+            assert [int(x[0]) for x in got] == [100 * (rank % 2) + i + r for r in range(2)]
+        with all_ranks.call("whole", "here", str(i % 2), 1024) as call:
+            got = push_to_all(call, rank, world, i, 5)
+            assert [int(x[0]) for x in got] == [i + r for r in range(world)]
+
+
+def test_subgroups_and_the_whole_group_interleave(ranks: Ranks) -> None:
+    ranks(4).run(_subgroups)
+
+
+def _again_and_again(rank: int, world: int, directory: str) -> None:
+    dist.destroy_process_group()
+    names = set()
+    spaces = set()
+    for i in range(4):
+        dist.init_process_group("gloo", init_method=f"file://{directory}/{i}", rank=rank, world_size=world)
+        group = dist.group.WORLD
+        assert group is not None
+        ws = workspace_for(group.group_name)
+        names.add(ws.group_name)
+        spaces.add(id(ws))
+        with ws.call("push", "here", str(i), 1024) as call:
+            assert [int(x[0]) for x in push_to_all(call, rank, world, i, 3)] == [i, i + 1]
+        del ws
+        dist.destroy_process_group()
+    assert len(names) == 1
+    dist.init_process_group("gloo", init_method=f"file://{directory}/last", rank=rank, world_size=world)
+
+
+def test_groups_of_one_name_that_follow_each_other(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2).run(_again_and_again, str(tmp_path))
+
+
+def _inference(rank: int, world: int) -> None:
+    with torch.inference_mode():
+        ws = workspace_for(fresh_group())
+        with ws.call("push", "here", "first", 1024) as call:
+            push_to_all(call, rank, world, 1.0, 4)
+    with ws.call("push", "here", "second", 1024) as call:
+        push_to_all(call, rank, world, 1.0, 4)  # in-place stores outside of inference mode
+        assert call.tensor(rank, 0, (0, 3), torch.bfloat16).shape == (0, 3)
+
+
+def test_inference_mode_makes_no_difference(ranks: Ranks) -> None:
+    ranks(2).run(_inference)
