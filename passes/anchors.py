@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -53,13 +52,17 @@ class Anchor:
 
     @cached_property
     def output_splits(self) -> list[object]:
-        splits = argument(self.node, 1, "output_split_sizes")
-        return list(splits) if isinstance(splits, Sequence) else []
+        """Rows that come from each rank, of an all_to_all."""
+        return self._splits(1, "output_split_sizes")
 
     @cached_property
     def input_splits(self) -> list[object]:
-        splits = argument(self.node, 2, "input_split_sizes")
-        return list(splits) if isinstance(splits, Sequence) else []
+        """Rows that go to each rank, of an all_to_all."""
+        return self._splits(2, "input_split_sizes")
+
+    def _splits(self, position: int, name: str) -> list[object]:
+        splits = argument(self.node, position, name) if self.kind == "all_to_all" else None
+        return list(splits) if isinstance(splits, (list, tuple)) else []
 
     @cached_property
     def even(self) -> bool:

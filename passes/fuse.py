@@ -77,7 +77,7 @@ def fuse(graph: fx.Graph, settings: Settings, kind: str, name: str) -> GraphRepo
 
 
 def _visit(anchor: Anchor, settings: Settings, name: str, hints: dict[sympy.Symbol, int]) -> Site:
-    source = _source(anchor.node)
+    source, nbytes = _source(anchor.node), anchor.nbytes
     pattern, found, world = _find(anchor, settings, source)
     guess = Estimate()
     if isinstance(found, Match):
@@ -97,7 +97,7 @@ def _visit(anchor: Anchor, settings: Settings, name: str, hints: dict[sympy.Symb
         graph=name,
         collective=anchor.kind,
         source=source,
-        nbytes=anchor.nbytes,
+        nbytes=nbytes,
         world=world,
         order=settings.order if fused else None,
         predicted_us=guess.fused_us,
