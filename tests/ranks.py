@@ -46,6 +46,7 @@ class RankPool:
             theirs.close()
             self._connections.append(ours)
             self._processes.append(process)
+        self.pids = [process.pid for process in self._processes]
         self._collect(START_S, "start")
 
     def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:

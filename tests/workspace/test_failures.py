@@ -39,9 +39,8 @@ def _error_of(function: Callable[[], object]) -> tuple[str, float]:
     return "", time.monotonic() - start
 
 
-def _left_over() -> list[str]:
-    shm = Path("/dev/shm")
-    return [p.name for p in shm.glob("af-*")] if shm.is_dir() else []
+def _left_over(pool: RankPool) -> list[str]:
+    return [p.name for pid in pool.pids for p in Path("/dev/shm").glob(f"af-{pid}-*")]
 
 
 def _skips(rank: int, world: int, lazy: int) -> tuple[str, float, str]:
@@ -99,7 +98,6 @@ def _dies(rank: int, world: int, victim: int, moment: str) -> None:
 
 @pytest.mark.parametrize(("world", "moment"), [(3, "between calls"), (4, "in a call")])
 def test_a_killed_rank_is_named_by_all_others(world: int, moment: str) -> None:
-    before = set(_left_over())
     pool = RankPool(world)
     with pytest.raises(RanksFailed) as failure:
         pool.run(_dies, 2, moment)
@@ -108,7 +106,7 @@ def test_a_killed_rank_is_named_by_all_others(world: int, moment: str) -> None:
     assert text.count("has died") == world - 1
     assert text.count("[in time]") == world - 1
     assert "rank 2 (pid" in text
-    assert set(_left_over()) <= before
+    assert _left_over(pool) == []
 
 
 def _dies_while_growing(rank: int, world: int) -> None:
@@ -120,11 +118,10 @@ def _dies_while_growing(rank: int, world: int) -> None:
 
 
 def test_a_rank_killed_while_buffers_grow_leaves_nothing() -> None:
-    before = set(_left_over())
     pool = RankPool(2)
     with pytest.raises(RanksFailed, match=r"rank 1 \(pid \d+\) has died"):
         pool.run(_dies_while_growing)
-    assert set(_left_over()) <= before
+    assert _left_over(pool) == []
 
 
 def _disagrees(rank: int, world: int, odd: int, known: bool) -> str:
@@ -189,11 +186,11 @@ def _too_much(rank: int, world: int) -> list[str]:
 
 
 def test_no_room_in_shared_memory_is_an_error(ranks: Ranks) -> None:
-    before = set(_left_over())
-    for first, later in ranks(2).run(_too_much):
+    pool = ranks(2)
+    for first, later in pool.run(_too_much):
         assert "bytes of shared memory" in first
         assert first in later
-    assert set(_left_over()) <= before
+    assert _left_over(pool) == []
 
 
 def _destroyed(rank: int, world: int) -> tuple[str, str, bool]:
