@@ -46,7 +46,7 @@ def matmul_all_reduce(
     (y,) = torch.ops.autofuse.matmul_all_reduce(
         [rows], [w], operands, product, reduce_op, False, name, config.order, "eager"
     )
-    return y.unflatten(0, x.shape[:-1]) if x.dim() != 2 else y
+    return _like(y, [*x.shape[:-1], w.shape[1]])
 
 
 def matmul_reduce_scatter(

@@ -12,7 +12,6 @@ With `avg` both sums are means. With `keep_product` P is returned too and its ow
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from autofuse.lowering.ops.layout import all_reduce
@@ -39,7 +38,7 @@ def _fake(
     site: str,
 ) -> list[Tensor]:
     p = product_reference(x, w, operands, product)
-    return [torch.empty_like(p), p] if keep_product else [p]
+    return [p.new_empty(p.shape) for _ in range(1 + keep_product)]
 
 
 def _reference(

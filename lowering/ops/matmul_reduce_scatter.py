@@ -45,7 +45,7 @@ def _fake(
     shape = list(p.shape)
     shape[dim] = shape[dim] // group_size(group_name)
     part = p.new_empty(shape)
-    return [part, p] if keep_product else [part]
+    return [part, p.new_empty(p.shape)] if keep_product else [part]
 
 
 def _reference(

@@ -8,7 +8,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 import autofuse.ops
+from autofuse.lowering.ops import library, reduce_executor
 from autofuse.lowering.ops.product import product_reference
+from autofuse.lowering.workspace import GroupSpansHosts
 from tests.ops.dense import DTYPES, ORDERS, assert_close, poison, same_on_all_ranks, seeded, world_group
 from tests.ranks import RankPool
 
@@ -183,6 +185,46 @@ def _other_dtypes(rank: int, world: int) -> None:
 
 def test_dtypes_without_a_kernel(ranks: Ranks) -> None:
     ranks(2).run(_other_dtypes)
+
+
+def _edges(rank: int, world: int) -> None:
+    """No rows; no columns; nothing to sum over; inference mode; a group of one rank."""
+    for m, k, n in [(0, 4, 5), (3, 4, 0), (3, 0, 5)]:
+        for order in ORDERS:
+            poison(world_group())
+            (y,) = _call([torch.ones(m, k)], [torch.ones(k, n)], [], order=order)
+            assert torch.equal(y, torch.full((m, n), float(world * k)))
+    with torch.inference_mode():
+        y = autofuse.ops.matmul_all_reduce(torch.ones(3, 4), torch.ones(4, 5))
+    assert torch.equal(y, torch.full((3, 5), world * 4.0))
+    alone = [dist.new_group([r]) for r in range(world)][rank]
+    y = autofuse.ops.matmul_all_reduce(torch.ones(2, 3), torch.ones(3, 2), reduce_op="avg", group=alone)
+    assert torch.equal(y, torch.full((2, 2), 3.0))
+    rows = torch.ones(3)
+    assert torch.equal(autofuse.ops.matmul_all_reduce(rows, torch.ones(3, 2)), torch.full((2,), world * 3.0))
+
+
+def test_edges(ranks: Ranks) -> None:
+    ranks(2).run(_edges)
+
+
+def _spans_hosts(rank: int, world: int) -> None:
+    def elsewhere(group_name: str) -> None:
+        raise GroupSpansHosts(f"group {group_name} spans two hosts")
+
+    messages: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reduce_executor, "workspace_for", elsewhere)
+        patch.setattr(library.log, "warning", lambda *args: messages.append(args[0] % args[1:]))
+        for _ in range(2):
+            y = autofuse.ops.matmul_all_reduce(torch.ones(3, 4), torch.ones(4, 5))
+            assert torch.equal(y, torch.full((3, 5), world * 4.0))
+    assert len(messages) == 1
+    assert "runs unfused: group" in messages[0]
+
+
+def test_a_group_that_spans_hosts_runs_unfused(ranks: Ranks) -> None:
+    ranks(2).run(_spans_hosts)
 
 
 def _bad_input(rank: int, world: int) -> None:
