@@ -39,7 +39,7 @@ def explain(model: Callable[..., Any], backward: bool = False) -> Callable[..., 
 
         # Dynamo keeps what it compiled with the code of the outermost frame: a copy leaves the user's alone.
         call = types.FunctionType(_call.__code__.replace(), _call.__globals__)
-        with debug() as result, _NoCollectives():
+        with debug() as result, _NoCollectives(), torch_internals.first_shapes_are_static():
             outputs = torch.compile(call, backend=backend)(model, args, kwargs)
             if backward:
                 _backward(model, outputs, (args, kwargs))

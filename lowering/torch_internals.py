@@ -6,6 +6,7 @@ A leaf: every room may import it, and it imports no room. What is slow to import
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import sympy
@@ -149,8 +150,8 @@ def group_world(group_name: str) -> int | None:
 def group_spans_hosts(group_name: str) -> bool:
     """Whether the group has ranks on several hosts, as far as the launcher's environment tells.
 
-    All ranks must agree at compile time and without communication. A launcher that does not set `LOCAL_WORLD_SIZE`
-    leaves the question to the first call, which then takes the plain collectives.
+    All ranks must agree at compile time and without communication. A launcher that does not set
+    `LOCAL_WORLD_SIZE` leaves the question to the first call, which then takes the plain collectives.
     """
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
     if local <= 0:
@@ -163,4 +164,12 @@ def symbol_hints(size: torch.SymInt) -> dict[sympy.Symbol, Any]:
     """The values that the symbols of a graph had while it was traced."""
     shape_env = size.node.shape_env
     # torch 2.11 calls it var_to_val, later releases backed_var_to_val.
-    return dict(getattr(shape_env, "backed_var_to_val", None) or shape_env.var_to_val)
+    name = "backed_var_to_val" if hasattr(shape_env, "backed_var_to_val") else "var_to_val"
+    return dict(getattr(shape_env, name))
+
+
+def first_shapes_are_static() -> AbstractContextManager[None]:
+    """Inside, dynamo neither learns from earlier calls which sizes vary, nor remembers those it sees."""
+    from torch._dynamo import config
+
+    return config.patch(automatic_dynamic_shapes=False)

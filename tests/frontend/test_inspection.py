@@ -72,6 +72,20 @@ def test_explain_leaves_dynamo_caches_alone(group: str) -> None:
     assert len(compiles) == 1
 
 
+def test_explain_shows_a_first_compilation_whatever_it_saw_before(group: str) -> None:
+    x, w = operands()
+    for rows in (2, 3, 4):
+        (graph,) = autofuse.explain(one_way)(x[:rows], w, group).graphs
+        assert placeholders(graph.before) == 2
+    with autofuse.debug() as report:
+        torch.compile(one_way, backend="autofuse")(x[:5], w, group)
+    assert placeholders(report.graphs[0].before) == 2
+
+
+def placeholders(code: str) -> int:
+    return code.count("= placeholder[")
+
+
 def test_sizes_that_depend_on_data(group: str) -> None:
     def f(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         rows = x[x[:, 0] > 0]
