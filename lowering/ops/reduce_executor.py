@@ -119,7 +119,8 @@ def _recipe(
     rank: int,
     order: str,
 ) -> Recipe | None:
-    p = product_reference(_meta(x), _meta(w), _meta(operands), product)
+    weights = [t.mT.contiguous().mT for t in _meta(w)]  # column-major, as scaled_mm wants them
+    p = product_reference(_meta(x), weights, _meta(operands), product)
     if p.dtype not in DTYPES:
         return None
     m, n = p.shape
