@@ -1,0 +1,254 @@
+"""expert_matmul_all_to_all (combine): matmuls of the experts on this rank, whose rows go back to their ranks.
+
+    x[i], w[i], bias[i]: see `experts`; P = epilogue(sum_i x[i] @ w[i] (+ bias[i])), operands broadcast against P
+
+    fixed     P: [E, R, N], R = (outer, W, c); P[:, (:, d, :), :] goes to rank d
+              y: [W, E, outer * c, N], by source
+    dropless  P: [rows, N]; S = 0, S[positions] += P: [sum(input_splits), N], whose parts go to the ranks
+              y: [sum(output_splits), N], by source
+    backward  G = the exchange back of dy, a dispatch: P's gradient; with w^T as experts it computes dgrad too
+    dgrad     dx[i] = G @ w[i]^T         one all_to_all_expert_matmul, which keeps G
+    wgrad     dw[i] = x[i]^T @ G         dbias[i] = sum of G, per expert
+
+With `keep_product` P is returned too and its own gradient is added to G.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autofuse.lowering.ops import experts as ex
+from autofuse.lowering.ops.exchange import Size, Splits, run_exchange
+from autofuse.lowering.ops.library import FusedOp, register
+from autofuse.lowering.ops.product import parse
+from autofuse.lowering.orders import make_plan
+from autofuse.lowering.torch_internals import group_size
+from autofuse.lowering.workspace import workspace_for
+from autofuse.native_kernels.cpu import DTYPES
+from autofuse.native_kernels.cpu.embedding import scatter_rows
+
+_SCHEMA = (
+    "expert_matmul_all_to_all(Tensor[] x, Tensor[] w, Tensor[] bias, Tensor[] operands, str product, "
+    "int experts, Tensor? offsets, Tensor? positions, SymInt[] output_splits, SymInt[] input_splits, "
+    "SymInt outer, bool keep_product, str group_name, str order, str site) -> Tensor[]"
+)
+
+
+def _fake(
+    x: list[Tensor],
+    w: list[Tensor],
+    bias: list[Tensor],
+    operands: list[Tensor],
+    product: str,
+    experts: int,
+    offsets: Tensor | None,
+    positions: Tensor | None,
+    output_splits: list[Size],
+    input_splits: list[Size],
+    outer: Size,
+    keep_product: bool,
+    group_name: str,
+    order: str,
+    site: str,
+) -> list[Tensor]:
+    n = w[0].shape[-1]
+    rows = (x[0].shape[0],) if offsets is not None else (experts or w[0].shape[0], x[0].shape[-2])
+    p = ex.epilogue(x[0].new_empty((*rows, n)), operands, product)
+    if offsets is not None:
+        y = p.new_empty((sum(output_splits), n))
+    else:
+        world = group_size(group_name)
+        y = p.new_empty((world, rows[0], rows[1] // world, n))
+    return [y, p] if keep_product else [y]
+
+
+def _reference(
+    x: list[Tensor],
+    w: list[Tensor],
+    bias: list[Tensor],
+    operands: list[Tensor],
+    product: str,
+    experts: int,
+    offsets: Tensor | None,
+    positions: Tensor | None,
+    output_splits: list[int],
+    input_splits: list[int],
+    outer: int,
+    keep_product: bool,
+    group_name: str,
+    order: str,
+    site: str,
+) -> list[Tensor]:
+    op = "expert_matmul_all_to_all"
+    ex.check_contraction(product, op)
+    form = ex.Experts.of(w, experts, offsets, x[0].shape[-2], op)
+    p = ex.epilogue(ex.expert_product(x, w, bias, form), operands, product)
+    y = ex.combine_rows(p, positions, output_splits, input_splits, outer, group_name)
+    return [y, p] if keep_product else [y]
+
+
+def _cpu(
+    x: list[Tensor],
+    w: list[Tensor],
+    bias: list[Tensor],
+    operands: list[Tensor],
+    product: str,
+    experts: int,
+    offsets: Tensor | None,
+    positions: Tensor | None,
+    output_splits: list[int],
+    input_splits: list[int],
+    outer: int,
+    keep_product: bool,
+    group_name: str,
+    order: str,
+    site: str,
+) -> Any:
+    op = "expert_matmul_all_to_all"
+    dtype = _result_dtype(x[0], operands, product)
+    if x[0].dtype not in DTYPES or dtype not in DTYPES:
+        return NotImplemented
+    ex.check_contraction(product, op)
+    form = ex.Experts.of(w, experts, offsets, x[0].shape[-2], op)
+    workspace = workspace_for(group_name)
+    world, rank = workspace.world, workspace.rank
+    n, rows = w[0].shape[-1], x[0].shape[-2]
+    inner = 0
+    runs: list[list[ex.Run]] | None
+    if form.ranges is None:
+        inner = ex.check_capacity(rows, outer, world, op)
+        runs = ex.even_runs(form.count, outer, world, inner) if inner >= ex.FEW_ROWS else None
+        key = f"{dtype} {form.count} experts of {rows} rows, {n} columns, outer {outer}, {order}"
+        full = True
+    else:
+        positions = ex.check_positions(positions, rows, sum(input_splits), op)
+        distinct = positions is None or ex.distinct(positions, sum(input_splits))
+        runs = ex.find_runs(positions, form.ranges, input_splits) if distinct else None
+        key = f"{dtype} dropless, {n} columns, {order}"
+        full = distinct and rows == sum(input_splits)
+    whole = keep_product or runs is None or bool(parse(product).stages)
+    # One tile a chunk, whatever its size: dropless splits are known at run time only.
+    plan = make_plan(op, order, world, rank, ((1, 1),) * world, (1, 1))
+    even = Splits.even(world, form.count * outer * inner)
+    width = n * dtype.itemsize
+    with workspace.call(op, site, key, even.most * width) as call:
+        splits = even
+        if form.ranges is not None:
+            splits = Splits.agree(call, input_splits, output_splits)
+            call.reserve(splits.most * width)
+        p = (
+            ex.epilogue(ex.expert_product(x, w, bias, form), operands, product)
+            if whole
+            else x[0].new_empty(0)
+        )
+        route = None if form.ranges is None or not whole else _Route(p, positions, input_splits, full)
+        out = x[0].new_empty((splits.rows(rank), n), dtype=dtype)
+        mine = call.tensor(rank, 0, out.shape, dtype)
+
+        def store(dest: int) -> None:
+            start, length = splits.start(rank, dest), splits.sends[rank][dest]
+            buffer = out if dest == rank else call.tensor(dest, 0, (splits.rows(dest), n), dtype)
+            there = buffer[start : start + length]
+            if route is not None:
+                route.store(there, dest)
+            elif whole:
+                parts = p.view(form.count, outer, world, inner, n)
+                there.view(form.count, outer, inner, n).copy_(parts[:, :, dest])
+            else:
+                assert runs is not None
+                if not full:
+                    there.zero_()
+                for run in runs[dest]:
+                    place = there[run.at : run.at + run.length]
+                    form.add_up(x, w, bias, run.expert, place, slice(run.row, run.row + run.length))
+
+        def arrived(source: int) -> None:
+            start = splits.start(source, rank)
+            part = slice(start, start + splits.sends[source][rank])
+            out[part].copy_(mine[part])
+
+        run_exchange(plan, call, store, arrived)
+    y = out if form.ranges is not None else out.view(world, form.count, outer * inner, n)
+    return [y, p] if keep_product else [y]
+
+
+class _Route:
+    """Scatters finished rows of `p: [rows, N]` to `positions` in the parts of a send buffer."""
+
+    def __init__(self, p: Tensor, positions: Tensor | None, splits: list[int], full: bool) -> None:
+        self.full = full
+        ends = torch.tensor(splits).cumsum(0)
+        self.starts = [0, *ends.tolist()]
+        self.sent = p.contiguous()
+        self.order: Tensor | None = None
+        if positions is None:
+            return
+        if not full and not ex.distinct(positions, self.starts[-1]):
+            self.sent = p.new_zeros((self.starts[-1], p.shape[1])).index_add_(0, positions, p)
+            return
+        parts = torch.bucketize(positions, ends, right=True)
+        self.positions = positions
+        self.order = parts.argsort(stable=True)
+        self.bounds = [0, *parts.bincount(minlength=len(splits)).cumsum(0).tolist()]
+
+    def store(self, there: Tensor, dest: int) -> None:
+        start = self.starts[dest]
+        if self.order is None:
+            there.copy_(self.sent[start : start + there.shape[0]])
+            return
+        if not self.full:
+            there.zero_()
+        rows = self.order[self.bounds[dest] : self.bounds[dest + 1]]
+        scatter_rows(there, self.positions[rows] - start, self.sent, rows)
+
+
+def _result_dtype(x: Tensor, operands: list[Tensor], product: str) -> torch.dtype:
+    if not parse(product).stages:
+        return x.dtype
+    p = torch.empty((1,) * 3, dtype=x.dtype, device="meta")
+    return ex.epilogue(p, [o.to("meta") for o in operands], product).dtype
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    x, w, bias, operands, product, experts, offsets, positions = inputs[:8]
+    ctx.counts, ctx.product, ctx.experts = (len(x), len(w), len(bias), len(operands)), product, experts
+    ctx.output_splits, ctx.input_splits, ctx.outer, _, ctx.group_name, ctx.order, ctx.site = inputs[8:]
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*x, *w, *bias, *operands, offsets, positions)
+
+
+def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
+    *saved, offsets, positions = ctx.saved_tensors
+    x, w, bias, operands = ex.cut(saved, ctx.counts)
+    of_y, of_p = (*grads, None)[:2]
+    needs = ctx.needs_input_grad
+    dx: list[Tensor | None] = [None] * len(x)
+    of_operands: list[Tensor | None] = [None] * len(operands)
+    if of_y is not None and of_p is None and not parse(ctx.product).stages:
+        *dx, g = torch.ops.autofuse.all_to_all_expert_matmul(
+            of_y.contiguous(), ex.transposed(w), [], ctx.experts, offsets, positions, ctx.input_splits,
+            ctx.output_splits, ctx.outer, True, ctx.group_name, ctx.order, ctx.site + "'",
+        )  # fmt: skip
+        form = ex.Experts.of(w, ctx.experts, offsets, g.shape[-2], "expert_matmul_all_to_all")
+    else:
+        g = of_p
+        if of_y is not None:
+            back = ex.dispatch_rows(
+                of_y, positions, ctx.input_splits, ctx.output_splits, ctx.outer, ctx.group_name
+            )
+            g = back if g is None else g + back
+        assert g is not None
+        form = ex.Experts.of(w, ctx.experts, offsets, g.shape[-2], "expert_matmul_all_to_all")
+        g, of_operands = ex.epilogue_backward(g, operands, ctx.product, x[0].dtype, needs[3])
+        if any(needs[0]):
+            dx = [*ex.input_gradients(g, w, form)]
+    terms = len(x) // form.count if form.listed and form.ranges is None else len(x)
+    every = form.split(g) * terms
+    dw = ex.weight_gradients(x, every, form) if any(needs[1]) else [None] * len(w)
+    # autograd takes an empty list of numbers for a list of tensors
+    of_bias, none = ex.bias_gradients(every, bias, form), None if ctx.input_splits else []
+    return dx, dw, of_bias, of_operands, *[None] * 4, none, none, *[None] * 5
+
+
+register(FusedOp(_SCHEMA, _fake, _reference, _cpu, _setup_context, _backward))

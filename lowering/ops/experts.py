@@ -1,0 +1,335 @@
+"""What dispatch and combine share: the three ways to write experts, their matmuls, and runs of rows.
+
+    batched   `experts == 0`, no offsets   x[i]: [E, R, K]   w[i]: [E, K, N]   bias[i]: [E, N] or [E, 1, N]
+    listed    `experts == E`, no offsets   x[i * E + e]: [R, K]   w[i * E + e]: [K, N]   bias[i * E + e]: [N]
+    dropless  offsets: [E]                 x[i]: [rows, K]; expert e has the rows from offsets[e - 1] to offsets[e]
+              w and bias batched, or listed if `experts == E`
+
+`i` counts the terms of a sum (combine) or the consumers (dispatch). A bias that is empty stands for none.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from autofuse.lowering.ops.exchange import Size, all_to_all
+from autofuse.lowering.ops.product import parse
+from autofuse.lowering.torch_internals import group_size
+
+FEW_ROWS = 16
+"""Matmuls of fewer rows read their weights too often: the rows of an expert are then multiplied together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """`count` experts; `listed`: w and bias have an entry per expert; `ranges`: rows of each, if dropless."""
+
+    count: int
+    listed: bool
+    ranges: tuple[tuple[int, int], ...] | None
+
+    @classmethod
+    def of(cls, w: Sequence[Tensor], experts: int, offsets: Tensor | None, rows: int, op: str) -> "Experts":
+        """Reads the offsets. Raises ValueError if they do not fit `rows` rows and the weights."""
+        count = experts or w[0].shape[0]
+        if offsets is None:
+            return cls(count, bool(experts), None)
+        ends = offsets.tolist()
+        starts = [0, *ends[:-1]]
+        if len(ends) != count or any(a > b for a, b in zip(starts, ends, strict=True)) or max(ends) > rows:
+            raise ValueError(
+                f"{op}: expected ascending offsets of {count} experts, at most the {rows} rows there are; got {ends}"
+            )
+        return cls(count, bool(experts), tuple(zip(starts, ends, strict=True)))
+
+    @property
+    def used(self) -> int:
+        """Dropless: the rows that belong to an expert."""
+        return self.ranges[-1][1] if self.ranges else 0
+
+    def split(self, t: Tensor) -> list[Tensor]:
+        """`P` or `X` in the form of activations: one tensor, or one per expert."""
+        return list(t.unbind(0)) if self.listed and self.ranges is None else [t]
+
+    def entries(self, tensors: Sequence[Tensor], e: int) -> list[Tensor]:
+        """The weights (biases) of expert e, one per term or consumer."""
+        if self.listed:
+            return list(tensors[e :: self.count])
+        return [t[e] if t.numel() else t for t in tensors]
+
+    def rows(self, tensors: Sequence[Tensor], e: int) -> list[Tensor]:
+        """The rows of expert e in activations, one per term or consumer; views."""
+        if self.ranges is not None:
+            start, stop = self.ranges[e]
+            return [t[start:stop] for t in tensors]
+        return list(tensors[e :: self.count]) if self.listed else [t[e] for t in tensors]
+
+    def add_up(
+        self,
+        x: Sequence[Tensor],
+        w: Sequence[Tensor],
+        bias: Sequence[Tensor],
+        e: int,
+        out: Tensor,
+        rows: slice = slice(None),
+    ) -> None:
+        """`out = sum_i x[i] @ w[i] (+ bias[i])` on `rows` of expert e; every term is rounded, as in a graph."""
+        weights = self.entries(w, e)
+        biases = self.entries(bias, e) or [None] * len(weights)
+        first = True
+        for xi, wi, b in zip(self.rows(x, e), weights, biases, strict=True):
+            if first:
+                matmul(xi[rows], wi, b, out)
+            else:
+                torch.add(out, matmul(xi[rows], wi, b), out=out)
+            first = False
+
+    def apply(
+        self,
+        part: Tensor,
+        w: Sequence[Tensor],
+        bias: Sequence[Tensor],
+        e: int,
+        outs: Sequence[Tensor],
+        rows: slice = slice(None),
+    ) -> None:
+        """`outs[i][rows] = part @ w[i] (+ bias[i])` of expert e for every consumer i; `outs` are all its rows."""
+        weights = self.entries(w, e)
+        biases = self.entries(bias, e) or [None] * len(weights)
+        for wi, b, out in zip(weights, biases, self.rows(outs, e), strict=True):
+            matmul(part, wi, b, out[rows])
+
+
+def matmul(x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
+    """`x @ w (+ bias)`; an empty bias is none."""
+    if bias is None or not bias.numel():
+        return torch.mm(x, w, out=out)
+    return torch.addmm(bias, x, w, out=out)
+
+
+def expert_product(
+    x: Sequence[Tensor], w: Sequence[Tensor], bias: Sequence[Tensor], experts: Experts
+) -> Tensor:
+    """`P: [E, R, N]`, dropless `[rows, N]` with zeros behind the last expert."""
+    n = w[0].shape[-1]
+    if experts.ranges is None:
+        p = x[0].new_empty((experts.count, x[0].shape[-2], n))
+    else:
+        p = x[0].new_empty((x[0].shape[0], n))
+        p[experts.used :] = 0
+    for e in range(experts.count):
+        experts.add_up(x, w, bias, e, p[e] if experts.ranges is None else experts.rows([p], e)[0])
+    return p
+
+
+def input_gradients(grad: Tensor, w: Sequence[Tensor], experts: Experts) -> list[Tensor]:
+    """`grad @ w[i]^T` in the form of the activations; `grad` is that of P."""
+    found = []
+    stride = experts.count if experts.listed else 1
+    for i in range(0, len(w), stride):
+        p = expert_product(experts.split(grad), transposed(w[i : i + stride]), [], experts)
+        found += experts.split(p)
+    return found
+
+
+def weight_gradients(x: Sequence[Tensor], grads: Sequence[Tensor], experts: Experts) -> list[Tensor]:
+    """`dw[i] = x[i]^T @ grads[i]` in the form of the weights; `x` and `grads` in that of the activations."""
+    per_expert = []
+    for e in range(experts.count):
+        pairs = zip(experts.rows(x, e), experts.rows(grads, e), strict=True)
+        per_expert.append([xi.t() @ g for xi, g in pairs])
+    return gather_entries(per_expert, experts)
+
+
+def bias_gradients(grads: Sequence[Tensor], bias: Sequence[Tensor], experts: Experts) -> list[Tensor | None]:
+    """Gradients of `bias`, None where there is none."""
+    sums = [[g.sum(0) for g in experts.rows(grads, e)] for e in range(experts.count)]
+    if not bias:
+        return []
+    found = gather_entries(sums, experts)
+    return [g.view(b.shape) if b.numel() else None for g, b in zip(found, bias, strict=True)]
+
+
+def gather_entries(per_expert: Sequence[Sequence[Tensor]], experts: Experts) -> list[Tensor]:
+    """`per_expert[e][i]` as one tensor per i, or, listed, one per i and e."""
+    terms = range(len(per_expert[0]))
+    if experts.listed:
+        return [of_expert[i] for i in terms for of_expert in per_expert]
+    return [torch.stack([of_expert[i] for of_expert in per_expert]) for i in terms]
+
+
+def transposed(w: Sequence[Tensor]) -> list[Tensor]:
+    """The weights that take gradients back."""
+    return [t.transpose(-2, -1) for t in w]
+
+
+# --- Epilogues ----------------------------------------------------------------------------------------
+
+
+def check_contraction(product: str, op: str) -> None:
+    """Raises ValueError unless the product starts with `mm`: experts take a bias, and have no scaled form."""
+    if parse(product).contraction != "mm":
+        raise ValueError(f"{op}: product {product!r} does not start with 'mm'; pass a bias for an addmm")
+
+
+def epilogue(p: Tensor, operands: Sequence[Tensor], product: str) -> Tensor:
+    """The stages of `product` behind the contraction; operands broadcast against `p`."""
+    for stage in parse(product).stages:
+        if stage.dtype is not None:
+            p = p.to(stage.dtype)
+        elif stage.name == "neg":
+            p = -p
+        else:
+            other = stage.number if stage.operand is None else operands[stage.operand]
+            p = getattr(torch, stage.name)(p, other)
+    return p
+
+
+def epilogue_backward(
+    grad: Tensor, operands: Sequence[Tensor], product: str, dtype: torch.dtype, needs: Sequence[bool]
+) -> tuple[Tensor, list[Tensor | None]]:
+    """The gradients of the contraction's result, in `dtype`, and of the operands that are added or subtracted.
+    RuntimeError where another operand needs one."""
+    found: list[Tensor | None] = [None] * len(operands)
+    for stage in reversed(parse(product).stages):
+        other = None if stage.operand is None else operands[stage.operand]
+        if stage.operand is not None and other is not None and needs[stage.operand]:
+            if stage.name not in ("add", "sub"):
+                raise RuntimeError(f"product {product!r} has no gradient for its operand %{stage.operand}")
+            term = (grad if stage.name == "add" else -grad).sum_to_size(other.shape).to(other.dtype)
+            before = found[stage.operand]
+            found[stage.operand] = term if before is None else before + term
+        if stage.name in ("mul", "div"):
+            grad = getattr(torch, stage.name)(grad, stage.number if other is None else other)
+        elif stage.name == "neg":
+            grad = -grad
+    return grad.to(dtype), found
+
+
+# --- Rows and where they go ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Rows `[row, row + length)` of an expert that lie at `at` and on in the part of one rank."""
+
+    expert: int
+    row: int
+    length: int
+    at: int
+
+
+def even_runs(count: int, outer: int, world: int, c: int) -> list[list[Run]]:
+    """Per rank the runs of `[count, (outer, world, c)]`, whose parts are `[count, outer, c]`."""
+    return [
+        [Run(e, (o * world + part) * c, c, (e * outer + o) * c) for e in range(count) for o in range(outer)]
+        for part in range(world)
+    ]
+
+
+def find_runs(
+    positions: Tensor | None, ranges: Sequence[tuple[int, int]], splits: Sequence[int]
+) -> list[list[Run]] | None:
+    """Per rank the runs of dropless rows, row i at `positions[i]` (absent: i) of parts of `splits` rows that
+    follow each other. None if a run has fewer than FEW_ROWS rows on average."""
+    total = ranges[-1][1] if ranges else 0
+    starts = [sum(splits[:rank]) for rank in range(len(splits))]
+    runs: list[list[Run]] = [[] for _ in splits]
+    if total == 0:
+        return runs
+    where = torch.arange(total) if positions is None else positions[:total]
+    part = torch.bucketize(
+        where, torch.tensor([a + n for a, n in zip(starts, splits, strict=True)]), right=True
+    )
+    new = torch.ones(total, dtype=torch.bool)
+    new[1:] = (where.diff() != 1) | (part.diff() != 0)
+    new[[start for start, stop in ranges if start < stop]] = True
+    heads = new.nonzero().flatten()
+    if heads.shape[0] * FEW_ROWS > total:
+        return None
+    rows = [*heads.tolist(), total]
+    expert = 0
+    for row, stop, at, rank in zip(
+        rows[:-1], rows[1:], where[heads].tolist(), part[heads].tolist(), strict=True
+    ):
+        while row >= ranges[expert][1]:
+            expert += 1
+        runs[rank].append(Run(expert, row - ranges[expert][0], stop - row, at - starts[rank]))
+    return runs
+
+
+def check_positions(positions: Tensor | None, rows: Size, total: int, op: str) -> Tensor | None:
+    """The positions in int64, contiguous. Raises ValueError unless there is one below `total` for each row."""
+    if positions is None:
+        if rows != total:
+            raise ValueError(f"{op}: {rows} rows without positions cannot be {total} rows of a buffer")
+        return None
+    if positions.dim() != 1 or positions.shape[0] != rows:
+        raise ValueError(f"{op}: expected a position for each of {rows} rows, got {tuple(positions.shape)}")
+    if rows and not (0 <= int(positions.min()) and int(positions.max()) < total):
+        raise ValueError(f"{op}: positions must lie in [0, {total}), the rows of the exchanged buffer")
+    return positions.to(torch.int64).contiguous()
+
+
+def check_capacity(rows: int, outer: int, world: int, op: str) -> int:
+    """c of `rows = outer * world * c`. Raises ValueError if there is none."""
+    if rows % (outer * world):
+        raise ValueError(
+            f"{op}: {rows} rows an expert cannot be cut into {world} equal parts (outer={outer}); "
+            f"pad the capacity to a multiple of {outer * world}"
+        )
+    return rows // (outer * world)
+
+
+def distinct(positions: Tensor, total: int) -> bool:
+    """Whether no position below `total` occurs twice."""
+    seen = torch.zeros(total, dtype=torch.bool)
+    seen[positions] = True
+    return int(seen.sum()) == positions.shape[0]
+
+
+def cut(tensors: Sequence[Tensor], counts: Sequence[int]) -> list[list[Tensor]]:
+    """`tensors` as consecutive lists of `counts` entries."""
+    rest = iter(tensors)
+    return [[next(rest) for _ in range(count)] for count in counts]
+
+
+# --- The exchanges with the functional collective -----------------------------------------------------
+
+
+def combine_rows(
+    p: Tensor,
+    positions: Tensor | None,
+    output_splits: Sequence[Size],
+    input_splits: Sequence[Size],
+    outer: Size,
+    group_name: str,
+) -> Tensor:
+    """The exchange of `P` with the functional collective."""
+    if p.dim() == 3:
+        world, (count, rows, n) = group_size(group_name), p.shape
+        parts = p.reshape(count, outer, world, -1, n).permute(2, 0, 1, 3, 4).reshape(-1, n)
+        even = [parts.shape[0] // world] * world
+        return all_to_all(parts, even, even, group_name).view(world, count, rows // world, n)
+    sent = p if positions is None else p.new_zeros((sum(input_splits), p.shape[1])).index_add(0, positions, p)
+    return all_to_all(sent, output_splits, input_splits, group_name)
+
+
+def dispatch_rows(
+    x: Tensor,
+    positions: Tensor | None,
+    output_splits: Sequence[Size],
+    input_splits: Sequence[Size],
+    outer: Size,
+    group_name: str,
+) -> Tensor:
+    """The exchange of `x` into `X`, the mirror of `combine_rows`."""
+    if x.dim() == 4:
+        world, count, rows, k = x.shape
+        even = [count * rows] * world
+        parts = all_to_all(x.reshape(-1, k), even, even, group_name).view(world, count, outer, -1, k)
+        return parts.permute(1, 2, 0, 3, 4).reshape(count, world * rows, k)
+    received = all_to_all(x, output_splits, input_splits, group_name)
+    return received if positions is None else received[positions]
