@@ -2,15 +2,17 @@
 
     grad: gradient of y, in its `layout`          G = all_to_all(grad): [B, columns[r]], the bags' gradients
 
-    forward   dweights[t][i] = sum over the bags j with index i of G[j, columns of t] * scale: [V_t, D_t], dense
+    forward   dweights[t][i] = sum over the bags j with index i of G[j, columns of t] * scale: [V_t, D_t]
               scale: the sample's weight; 1 / (indices of the bag that are not padding) for mean; 1
     backward  it is linear in grad: embedding_bag_all_to_all of the gradients of dweights as tables,
               plus the exchange of the gradient of G
 
 Rows are added in fp32, in the order in which a plan works on the sources and then in that of the indices, the
-same in every run, and rounded to `dtype`, that of the tables, once. With `keep_exchanged` G is the last output.
+same in every run, and rounded to `dtype`, that of the tables, once. With `keep_exchanged` G is the last
+output.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,9 +28,9 @@ from autofuse.native_kernels.cpu.embedding import Bags, scatter_bags
 
 _SCHEMA = (
     "all_to_all_embedding_bag_backward(Tensor grad, Tensor[] indices, Tensor[] offsets, "
-    "Tensor[] per_sample_weights, SymInt[] num_embeddings, SymInt[] dims, int mode, bool include_last_offset, "
-    "int padding_idx, ScalarType dtype, SymInt[] columns, str layout, bool keep_exchanged, str group_name, "
-    "str order, str site) -> Tensor[]"
+    "Tensor[] per_sample_weights, SymInt[] num_embeddings, SymInt[] dims, int mode, "
+    "bool include_last_offset, int padding_idx, ScalarType dtype, SymInt[] columns, str layout, "
+    "bool keep_exchanged, str group_name, str order, str site) -> Tensor[]"
 )
 
 
@@ -131,12 +133,12 @@ def _cpu(
 
 
 def _scatter(
-    exchanged: Tensor, bags: Bags, num_embeddings: list[Size], dims: list[Size], dtype: torch.dtype
+    exchanged: Tensor, bags: Bags, num_embeddings: Sequence[Size], dims: Sequence[Size], dtype: torch.dtype
 ) -> list[Tensor]:
     """Dense gradients of all tables with torch, from `exchanged: [B, sum(dims)]`."""
     count = bags.count
     tables = []
-    for t, piece in enumerate(exchanged.to(dtype).split(dims, 1)):
+    for t, piece in enumerate(exchanged.to(dtype).split(list(dims), 1)):
         indices, starts = bags.indices[t], bags.offsets[t][:count].contiguous()
         position = torch.arange(indices.shape[0], device=indices.device, dtype=starts.dtype)
         bag = torch.searchsorted(starts, position, right=True) - 1
@@ -166,7 +168,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> N
 def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     if any(ctx.needs_input_grad[3]):
         raise RuntimeError(
-            "all_to_all_embedding_bag_backward: no second gradient with respect to per_sample_weights; detach them"
+            "all_to_all_embedding_bag_backward: per_sample_weights have no second gradient; detach them"
         )
     rows, dims, mode, last, padding, dtype, columns, layout, keep, group_name, order, site = ctx.options
     n, saved = ctx.tables, list(ctx.saved_tensors)

@@ -7,7 +7,7 @@
     dropless  x: [sum(input_splits), K], exchanged to S: [sum(output_splits), K]
               X = S[positions]: [rows, K]; Y[i]: [rows, N_i], zero behind the last expert
     dgrad     dx = the exchange back of sum_i dY[i] @ w[i]^T + dX       one expert_matmul_all_to_all
-    wgrad     dw[i] = X^T @ dY[i], dbias[i] = sum of dY[i], per expert; X is exchanged again unless it was kept
+    wgrad     dw[i] = X^T @ dY[i], dbias[i] = sum of dY[i], per expert; X is exchanged again unless kept
 
 With `keep_exchanged` X is the last output, and dX its gradient.
 """
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autofuse.lowering.ops import expert_rows as rows_of
 from autofuse.lowering.ops import experts as ex
 from autofuse.lowering.ops.exchange import Size, Splits, run_exchange
 from autofuse.lowering.ops.library import FusedOp, register
@@ -75,7 +76,7 @@ def _reference(
     order: str,
     site: str,
 ) -> list[Tensor]:
-    exchanged = ex.dispatch_rows(x, positions, output_splits, input_splits, outer, group_name)
+    exchanged = rows_of.dispatch_rows(x, positions, output_splits, input_splits, outer, group_name)
     form = ex.Experts.of(w, experts, offsets, exchanged.shape[-2], _OP)
     outputs = _empty_outputs(exchanged, w, form)
     _multiply(exchanged, w, bias, form, outputs)
@@ -102,28 +103,28 @@ def _cpu(
     workspace = workspace_for(group_name)
     world, rank = workspace.world, workspace.rank
     x, k, inner = x.contiguous(), x.shape[-1], 0
-    runs: list[list[ex.Run]] | None
+    runs: list[list[rows_of.Run]] | None
     if offsets is None:
         count, rows = x.shape[1], x.shape[0] * x.shape[2]
         form = ex.Experts.of(w, experts, None, rows, _OP)
         if (x.shape[0], count) != (world, form.count):
             raise ValueError(f"{_OP}: expected x [{world}, {form.count}, rows, K], got {tuple(x.shape)}")
-        inner = ex.check_capacity(rows, outer, world, _OP)
-        runs = ex.even_runs(count, outer, world, inner) if inner >= ex.FEW_ROWS else None
+        inner = rows_of.check_capacity(rows, outer, world, _OP)
+        runs = rows_of.even_runs(count, outer, world, inner) if inner >= rows_of.FEW_ROWS else None
         key = f"{x.dtype} {count} experts of {rows} rows, {k} columns, outer {outer}, {order}"
         exchanged = x.new_empty((count, rows, k) if keep_exchanged or runs is None else 0)
         like = x.new_empty(0).expand(count, rows, 0)
     else:
         received_rows = sum(output_splits)
         rows = received_rows if positions is None else positions.shape[0]
-        positions = ex.check_positions(positions, rows, received_rows, _OP)
+        positions = rows_of.check_positions(positions, rows, received_rows, _OP)
         form = ex.Experts.of(w, experts, offsets, rows, _OP)
         assert form.ranges is not None
         if x.shape[0] != sum(input_splits):
             raise ValueError(
                 f"{_OP}: x has {x.shape[0]} rows, input_splits {input_splits} add up to another number"
             )
-        runs = ex.find_runs(positions, form.ranges, output_splits)
+        runs = rows_of.find_runs(positions, form.ranges, output_splits)
         key = f"{x.dtype} dropless, {k} columns, {order}"
         exchanged = x.new_empty((rows, k) if keep_exchanged or runs is None else 0)
         like = x.new_empty(0).expand(rows, 0)
@@ -218,11 +219,13 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     form = ex.Experts.of(w, ctx.experts, offsets, rows, _OP)
     if any(needs[1]):
         if not ctx.keep:
-            x = ex.dispatch_rows(x, positions, ctx.output_splits, ctx.input_splits, ctx.outer, ctx.group_name)
+            x = rows_of.dispatch_rows(
+                x, positions, ctx.output_splits, ctx.input_splits, ctx.outer, ctx.group_name
+            )
         copies = consumers // form.count if form.listed and form.ranges is None else consumers
         dw = [*ex.weight_gradients(form.split(x) * copies, of_outputs, form)]
     # autograd takes an empty list of numbers for a list of tensors
-    none = None if ctx.input_splits else []
+    none: list[None] | None = None if ctx.input_splits else []
     return dx, dw, ex.bias_gradients(of_outputs, bias, form), *[None] * 3, none, none, *[None] * 5
 
 

@@ -1,16 +1,19 @@
 """embedding_bag_all_to_all: each rank pools its tables over the whole batch and gets its bags of all tables.
 
-    weights[t]: [V_t, D_t]   indices[t]: [n_t]   offsets[t]: [B]   B = W * b   columns[s] = sum of D_t on rank s
+    weights[t]: [V_t, D_t]   indices[t]: [n_t]   offsets[t]: [B], B = W * b
+    columns[s] = sum of D_t on rank s
 
-    forward   p[t][j] = sum (mean, max) of weights[t][i] * per_sample_weights[t][i] over the indices i of bag j
+    forward   p[t][j] = sum (mean, max) over the indices of bag j of rows of weights[t], times their
+              per_sample_weights[t] if given
               y = what all ranks have for the bags [r * b, (r + 1) * b), in `layout` (see embedding_layout)
     backward  all_to_all_embedding_bag_backward of dy;
-              dper_sample_weights[t][k] = <G[bag of k], weights[t][indices[t][k]]> with the exchanged gradient G
+              dper_sample_weights[t][k] = <G[bag of k], weights[t][indices[t][k]]>, G the exchanged gradient
 
-A pooled row is accumulated in fp32, rounded to the dtype of the table, then to `dtype`, that of the wire and of
-y: the roundings of the graph that pools, casts and exchanges. `max` has no gradient.
+A pooled row is accumulated in fp32, rounded to the dtype of the table, then to `dtype`, that of the wire and
+of y: the roundings of the graph that pools, casts and exchanges. `max` has no gradient.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -28,9 +31,9 @@ from autofuse.native_kernels.cpu.embedding import Bags, pool_bags
 MODES = ("sum", "mean", "max")
 
 _SCHEMA = (
-    "embedding_bag_all_to_all(Tensor[] weights, Tensor[] indices, Tensor[] offsets, Tensor[] per_sample_weights, "
-    "int mode, bool include_last_offset, int padding_idx, ScalarType dtype, SymInt[] columns, str layout, "
-    "str group_name, str order, str site) -> Tensor"
+    "embedding_bag_all_to_all(Tensor[] weights, Tensor[] indices, Tensor[] offsets, "
+    "Tensor[] per_sample_weights, int mode, bool include_last_offset, int padding_idx, ScalarType dtype, "
+    "SymInt[] columns, str layout, str group_name, str order, str site) -> Tensor"
 )
 
 
@@ -96,19 +99,18 @@ def _cpu(
     dims = _dims(weights)
     layouts.check(op, layout, bags.count, columns, dims, rank)
     b = bags.count // world
-    shape = layouts.shape(layout, b, columns, dims)
+    out = weights[0].new_empty(layouts.shape(layout, b, columns, dims), dtype=dtype)
     starts, stride = layouts.place(layout, rank, b, columns, dims)
     native = all(t.dtype in DTYPES and t.dtype == weights[0].dtype for t in (*weights, *per_sample_weights))
     tables = [w.contiguous() for w in weights]
-    out = weights[0].new_empty(shape, dtype=dtype)
     chunk = (b, columns[rank])
     plan = make_plan(op, order, world, rank, (chunk,) * world, (max(1, b), max(1, columns[rank])))
     key = f"{bags.count} bags of {list(columns)} columns {dtype} {layout} {order}"
     with workspace.call(op, site, key, out.numel() * dtype.itemsize) as call:
-        mine = call.tensor(rank, 0, shape, dtype)
+        mine = call.tensor(rank, 0, out.shape, dtype)
 
         def store(dest: int) -> None:
-            target = out if dest == rank else call.tensor(dest, 0, shape, dtype)
+            target = out if dest == rank else call.tensor(dest, 0, out.shape, dtype)
             if native:
                 pool_bags(target, tables, bags, starts, stride, dest * b, b)
             else:
@@ -126,7 +128,7 @@ def _cpu(
 
 def _pool(weights: list[Tensor], bags: Bags) -> list[Tensor]:
     """The pooled bags `[B, D_t]` of every table, with torch."""
-    samples = bags.per_sample_weights or [None] * len(weights)
+    samples: Sequence[Tensor | None] = bags.per_sample_weights or [None] * len(weights)
     return [
         F.embedding_bag(
             indices,
@@ -141,7 +143,7 @@ def _pool(weights: list[Tensor], bags: Bags) -> list[Tensor]:
     ]
 
 
-def _dims(weights: list[Tensor]) -> list[Size]:
+def _dims(weights: list[Tensor]) -> list[int]:
     return [w.shape[1] for w in weights]
 
 

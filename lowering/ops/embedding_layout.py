@@ -1,6 +1,6 @@
 """Where pooled rows lie in the five layouts of embedding_bag_all_to_all, and the plain exchange on them.
 
-With `b` bags a rank, `C[s]` columns of source rank s and, in the last three, T tables of D columns everywhere:
+With `b` bags a rank, `C[s]` columns of source rank s and, in the last three, T tables of D columns on each:
 
     bsc   [b, sum(C)]      bag, source, column
     sbc   [b * sum(C)]     source, bag, column
@@ -43,7 +43,7 @@ def check(op: str, layout: str, bags: int, columns: Sequence[int], dims: Sequenc
         raise ValueError(f"{op}: a batch of {bags} bags cannot be cut into {world} equal parts; pad it")
     if columns[rank] != sum(dims):
         raise ValueError(
-            f"{op}: columns[{rank}] is {columns[rank]}, but the tables of this rank have {sum(dims)} columns; "
+            f"{op}: columns[{rank}] is {columns[rank]}, but this rank has tables of {sum(dims)} columns; "
             "pass the sum of the table dims of every rank"
         )
     if "t" in layout and (len(set(dims)) != 1 or len(set(columns)) != 1):

@@ -17,8 +17,8 @@ _collectives = torch.ops._c10d_functional
 def run_exchange(
     plan: Plan, call: Call, store: Callable[[int], None], arrived: Callable[[int], None]
 ) -> None:
-    """Does the actions of an exchange plan: `store(dest)` stores what goes to `dest`, `arrived(source)` works on
-    what `source` has stored here. For a producer what it computes for itself needs no arrival."""
+    """Does the actions of an exchange plan: `store(dest)` stores what goes to `dest`, `arrived(source)` works
+    on what `source` has stored here. For a producer what it computes for itself needs no arrival."""
     produces = plan.family is Family.PRODUCE
     for action in plan.actions:
         match action:
@@ -48,7 +48,7 @@ def all_to_all(
 
 @dataclass(frozen=True, slots=True)
 class Splits:
-    """`sends[a][b]`: rows that rank a sends to rank b. A rank receives the parts in the order of their sources."""
+    """`sends[a][b]`: rows that rank a sends to rank b. Parts arrive in the order of their sources."""
 
     sends: Sequence[Sequence[int]]
 
@@ -58,7 +58,7 @@ class Splits:
 
     @classmethod
     def agree(cls, call: Call, input_splits: Sequence[int], output_splits: Sequence[int]) -> "Splits":
-        """All ranks tell each other what they send and expect. Raises RuntimeError on all of them if one sends
+        """All ranks tell each other what they send and expect. Raises RuntimeError on all if one sends
         what another does not expect."""
         world = len(input_splits)
         told = call.exchange([*input_splits, *output_splits])

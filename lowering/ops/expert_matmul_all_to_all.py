@@ -1,6 +1,7 @@
 """expert_matmul_all_to_all (combine): matmuls of the experts on this rank, whose rows go back to their ranks.
 
-    x[i], w[i], bias[i]: see `experts`; P = epilogue(sum_i x[i] @ w[i] (+ bias[i])), operands broadcast against P
+    x[i], w[i], bias[i]: see `experts`
+    P = epilogue(sum_i x[i] @ w[i] (+ bias[i])), operands broadcast against P
 
     fixed     P: [E, R, N], R = (outer, W, c); P[:, (:, d, :), :] goes to rank d
               y: [W, E, outer * c, N], by source
@@ -18,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autofuse.lowering.ops import expert_rows as rows_of
 from autofuse.lowering.ops import experts as ex
 from autofuse.lowering.ops.exchange import Size, Splits, run_exchange
 from autofuse.lowering.ops.library import FusedOp, register
-from autofuse.lowering.ops.product import parse
 from autofuse.lowering.orders import make_plan
 from autofuse.lowering.torch_internals import group_size
 from autofuse.lowering.workspace import workspace_for
@@ -53,8 +54,11 @@ def _fake(
     site: str,
 ) -> list[Tensor]:
     n = w[0].shape[-1]
-    rows = (x[0].shape[0],) if offsets is not None else (experts or w[0].shape[0], x[0].shape[-2])
-    p = ex.epilogue(x[0].new_empty((*rows, n)), operands, product)
+    rows: list[Size] = [x[0].shape[-2]]
+    if offsets is None:
+        rows.insert(0, experts or w[0].shape[0])
+    p = x[0].new_empty((*rows, n), dtype=ex.contraction_dtype(x[0], product))
+    p = ex.epilogue(p, operands, product)
     if offsets is not None:
         y = p.new_empty((sum(output_splits), n))
     else:
@@ -81,10 +85,9 @@ def _reference(
     site: str,
 ) -> list[Tensor]:
     op = "expert_matmul_all_to_all"
-    ex.check_contraction(product, op)
     form = ex.Experts.of(w, experts, offsets, x[0].shape[-2], op)
-    p = ex.epilogue(ex.expert_product(x, w, bias, form), operands, product)
-    y = ex.combine_rows(p, positions, output_splits, input_splits, outer, group_name)
+    p = ex.product_of(x, w, bias, operands, product, form)
+    y = rows_of.combine_rows(p, positions, output_splits, input_splits, outer, group_name)
     return [y, p] if keep_product else [y]
 
 
@@ -109,25 +112,24 @@ def _cpu(
     dtype = _result_dtype(x[0], operands, product)
     if x[0].dtype not in DTYPES or dtype not in DTYPES:
         return NotImplemented
-    ex.check_contraction(product, op)
     form = ex.Experts.of(w, experts, offsets, x[0].shape[-2], op)
     workspace = workspace_for(group_name)
     world, rank = workspace.world, workspace.rank
     n, rows = w[0].shape[-1], x[0].shape[-2]
     inner = 0
-    runs: list[list[ex.Run]] | None
+    runs: list[list[rows_of.Run]] | None
     if form.ranges is None:
-        inner = ex.check_capacity(rows, outer, world, op)
-        runs = ex.even_runs(form.count, outer, world, inner) if inner >= ex.FEW_ROWS else None
+        inner = rows_of.check_capacity(rows, outer, world, op)
+        runs = rows_of.even_runs(form.count, outer, world, inner) if inner >= rows_of.FEW_ROWS else None
         key = f"{dtype} {form.count} experts of {rows} rows, {n} columns, outer {outer}, {order}"
         full = True
     else:
-        positions = ex.check_positions(positions, rows, sum(input_splits), op)
-        distinct = positions is None or ex.distinct(positions, sum(input_splits))
-        runs = ex.find_runs(positions, form.ranges, input_splits) if distinct else None
+        positions = rows_of.check_positions(positions, rows, sum(input_splits), op)
+        distinct = positions is None or rows_of.distinct(positions, sum(input_splits))
+        runs = rows_of.find_runs(positions, form.ranges, input_splits) if distinct else None
         key = f"{dtype} dropless, {n} columns, {order}"
-        full = distinct and rows == sum(input_splits)
-    whole = keep_product or runs is None or bool(parse(product).stages)
+        full = distinct and form.used == sum(input_splits)
+    whole = keep_product or runs is None or product != "mm"
     # One tile a chunk, whatever its size: dropless splits are known at run time only.
     plan = make_plan(op, order, world, rank, ((1, 1),) * world, (1, 1))
     even = Splits.even(world, form.count * outer * inner)
@@ -137,11 +139,7 @@ def _cpu(
         if form.ranges is not None:
             splits = Splits.agree(call, input_splits, output_splits)
             call.reserve(splits.most * width)
-        p = (
-            ex.epilogue(ex.expert_product(x, w, bias, form), operands, product)
-            if whole
-            else x[0].new_empty(0)
-        )
+        p = ex.product_of(x, w, bias, operands, product, form) if whole else x[0].new_empty(0)
         route = None if form.ranges is None or not whole else _Route(p, positions, input_splits, full)
         out = x[0].new_empty((splits.rows(rank), n), dtype=dtype)
         mine = call.tensor(rank, 0, out.shape, dtype)
@@ -153,7 +151,7 @@ def _cpu(
             if route is not None:
                 route.store(there, dest)
             elif whole:
-                parts = p.view(form.count, outer, world, inner, n)
+                parts = p.reshape(form.count, outer, world, inner, n)
                 there.view(form.count, outer, inner, n).copy_(parts[:, :, dest])
             else:
                 assert runs is not None
@@ -184,7 +182,7 @@ class _Route:
         self.order: Tensor | None = None
         if positions is None:
             return
-        if not full and not ex.distinct(positions, self.starts[-1]):
+        if not full and not rows_of.distinct(positions, self.starts[-1]):
             self.sent = p.new_zeros((self.starts[-1], p.shape[1])).index_add_(0, positions, p)
             return
         parts = torch.bucketize(positions, ends, right=True)
@@ -204,9 +202,10 @@ class _Route:
 
 
 def _result_dtype(x: Tensor, operands: list[Tensor], product: str) -> torch.dtype:
-    if not parse(product).stages:
-        return x.dtype
-    p = torch.empty((1,) * 3, dtype=x.dtype, device="meta")
+    dtype = ex.contraction_dtype(x, product)
+    if product == "mm":
+        return dtype
+    p = torch.empty((1,) * 3, dtype=dtype, device="meta")
     return ex.epilogue(p, [o.to("meta") for o in operands], product).dtype
 
 
@@ -225,7 +224,7 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     needs = ctx.needs_input_grad
     dx: list[Tensor | None] = [None] * len(x)
     of_operands: list[Tensor | None] = [None] * len(operands)
-    if of_y is not None and of_p is None and not parse(ctx.product).stages:
+    if of_y is not None and of_p is None and ctx.product == "mm":
         *dx, g = torch.ops.autofuse.all_to_all_expert_matmul(
             of_y.contiguous(), ex.transposed(w), [], ctx.experts, offsets, positions, ctx.input_splits,
             ctx.output_splits, ctx.outer, True, ctx.group_name, ctx.order, ctx.site + "'",
@@ -234,7 +233,7 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     else:
         g = of_p
         if of_y is not None:
-            back = ex.dispatch_rows(
+            back = rows_of.dispatch_rows(
                 of_y, positions, ctx.input_splits, ctx.output_splits, ctx.outer, ctx.group_name
             )
             g = back if g is None else g + back
@@ -247,7 +246,8 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     every = form.split(g) * terms
     dw = ex.weight_gradients(x, every, form) if any(needs[1]) else [None] * len(w)
     # autograd takes an empty list of numbers for a list of tensors
-    of_bias, none = ex.bias_gradients(every, bias, form), None if ctx.input_splits else []
+    of_bias = ex.bias_gradients(every, bias, form)
+    none: list[None] | None = None if ctx.input_splits else []
     return dx, dw, of_bias, of_operands, *[None] * 4, none, none, *[None] * 5
 
 

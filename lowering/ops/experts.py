@@ -2,7 +2,7 @@
 
     batched   `experts == 0`, no offsets   x[i]: [E, R, K]   w[i]: [E, K, N]   bias[i]: [E, N] or [E, 1, N]
     listed    `experts == E`, no offsets   x[i * E + e]: [R, K]   w[i * E + e]: [K, N]   bias[i * E + e]: [N]
-    dropless  offsets: [E]                 x[i]: [rows, K]; expert e has the rows from offsets[e - 1] to offsets[e]
+    dropless  offsets: [E]                 x[i]: [rows, K]; expert e has rows offsets[e - 1] to offsets[e]
               w and bias batched, or listed if `experts == E`
 
 `i` counts the terms of a sum (combine) or the consumers (dispatch). A bias that is empty stands for none.
@@ -14,12 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from autofuse.lowering.ops.exchange import Size, all_to_all
-from autofuse.lowering.ops.product import parse
-from autofuse.lowering.torch_internals import group_size
-
-FEW_ROWS = 16
-"""Matmuls of fewer rows read their weights too often: the rows of an expert are then multiplied together."""
+from autofuse.lowering.ops.product import parse, product_reference
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +35,8 @@ class Experts:
         starts = [0, *ends[:-1]]
         if len(ends) != count or any(a > b for a, b in zip(starts, ends, strict=True)) or max(ends) > rows:
             raise ValueError(
-                f"{op}: expected ascending offsets of {count} experts, at most the {rows} rows there are; got {ends}"
+                f"{op}: expected ascending offsets of {count} experts, at most the number of rows, {rows}; "
+                f"got {ends}"
             )
         return cls(count, bool(experts), tuple(zip(starts, ends, strict=True)))
 
@@ -75,9 +71,9 @@ class Experts:
         out: Tensor,
         rows: slice = slice(None),
     ) -> None:
-        """`out = sum_i x[i] @ w[i] (+ bias[i])` on `rows` of expert e; every term is rounded, as in a graph."""
+        """`out = sum_i x[i] @ w[i] (+ bias[i])` on `rows` of expert e; every term is rounded."""
         weights = self.entries(w, e)
-        biases = self.entries(bias, e) or [None] * len(weights)
+        biases: Sequence[Tensor | None] = self.entries(bias, e) or [None] * len(weights)
         first = True
         for xi, wi, b in zip(self.rows(x, e), weights, biases, strict=True):
             if first:
@@ -95,9 +91,9 @@ class Experts:
         outs: Sequence[Tensor],
         rows: slice = slice(None),
     ) -> None:
-        """`outs[i][rows] = part @ w[i] (+ bias[i])` of expert e for every consumer i; `outs` are all its rows."""
+        """`outs[i][rows] = part @ w[i] (+ bias[i])` of expert e for every consumer i."""
         weights = self.entries(w, e)
-        biases = self.entries(bias, e) or [None] * len(weights)
+        biases: Sequence[Tensor | None] = self.entries(bias, e) or [None] * len(weights)
         for wi, b, out in zip(weights, biases, self.rows(outs, e), strict=True):
             matmul(part, wi, b, out[rows])
 
@@ -168,10 +164,27 @@ def transposed(w: Sequence[Tensor]) -> list[Tensor]:
 # --- Epilogues ----------------------------------------------------------------------------------------
 
 
-def check_contraction(product: str, op: str) -> None:
-    """Raises ValueError unless the product starts with `mm`: experts take a bias, and have no scaled form."""
-    if parse(product).contraction != "mm":
-        raise ValueError(f"{op}: product {product!r} does not start with 'mm'; pass a bias for an addmm")
+def product_of(
+    x: Sequence[Tensor],
+    w: Sequence[Tensor],
+    bias: Sequence[Tensor],
+    operands: Sequence[Tensor],
+    product: str,
+    experts: Experts,
+) -> Tensor:
+    """`P` with its epilogue. Contractions other than mm are for a single batched expert; else ValueError."""
+    if parse(product).contraction == "mm":
+        return epilogue(expert_product(x, w, bias, experts), operands, product)
+    if experts.count != 1 or experts.listed or experts.ranges is not None or bias:
+        raise ValueError(f"product {product!r}: several experts start with 'mm'; pass a bias for an addmm")
+    contraction = product.partition(";")[0]
+    p = product_reference([t[0] for t in x], [t[0] for t in w], operands, contraction)
+    return epilogue(p.unsqueeze(0), operands, product)
+
+
+def contraction_dtype(x: Tensor, product: str) -> torch.dtype:
+    """The dtype of the product before its epilogue."""
+    return parse(product).out_dtype or x.dtype
 
 
 def epilogue(p: Tensor, operands: Sequence[Tensor], product: str) -> Tensor:
@@ -190,7 +203,7 @@ def epilogue(p: Tensor, operands: Sequence[Tensor], product: str) -> Tensor:
 def epilogue_backward(
     grad: Tensor, operands: Sequence[Tensor], product: str, dtype: torch.dtype, needs: Sequence[bool]
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """The gradients of the contraction's result, in `dtype`, and of the operands that are added or subtracted.
+    """Gradients of the contraction's result, in `dtype`, and of the operands that are added or subtracted.
     RuntimeError where another operand needs one."""
     found: list[Tensor | None] = [None] * len(operands)
     for stage in reversed(parse(product).stages):
@@ -205,131 +218,19 @@ def epilogue_backward(
             grad = getattr(torch, stage.name)(grad, stage.number if other is None else other)
         elif stage.name == "neg":
             grad = -grad
-    return grad.to(dtype), found
-
-
-# --- Rows and where they go ---------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """Rows `[row, row + length)` of an expert that lie at `at` and on in the part of one rank."""
-
-    expert: int
-    row: int
-    length: int
-    at: int
-
-
-def even_runs(count: int, outer: int, world: int, c: int) -> list[list[Run]]:
-    """Per rank the runs of `[count, (outer, world, c)]`, whose parts are `[count, outer, c]`."""
-    return [
-        [Run(e, (o * world + part) * c, c, (e * outer + o) * c) for e in range(count) for o in range(outer)]
-        for part in range(world)
-    ]
-
-
-def find_runs(
-    positions: Tensor | None, ranges: Sequence[tuple[int, int]], splits: Sequence[int]
-) -> list[list[Run]] | None:
-    """Per rank the runs of dropless rows, row i at `positions[i]` (absent: i) of parts of `splits` rows that
-    follow each other. None if a run has fewer than FEW_ROWS rows on average."""
-    total = ranges[-1][1] if ranges else 0
-    starts = [sum(splits[:rank]) for rank in range(len(splits))]
-    runs: list[list[Run]] = [[] for _ in splits]
-    if total == 0:
-        return runs
-    where = torch.arange(total) if positions is None else positions[:total]
-    part = torch.bucketize(
-        where, torch.tensor([a + n for a, n in zip(starts, splits, strict=True)]), right=True
-    )
-    new = torch.ones(total, dtype=torch.bool)
-    new[1:] = (where.diff() != 1) | (part.diff() != 0)
-    new[[start for start, stop in ranges if start < stop]] = True
-    heads = new.nonzero().flatten()
-    if heads.shape[0] * FEW_ROWS > total:
-        return None
-    rows = [*heads.tolist(), total]
-    expert = 0
-    for row, stop, at, rank in zip(
-        rows[:-1], rows[1:], where[heads].tolist(), part[heads].tolist(), strict=True
-    ):
-        while row >= ranges[expert][1]:
-            expert += 1
-        runs[rank].append(Run(expert, row - ranges[expert][0], stop - row, at - starts[rank]))
-    return runs
-
-
-def check_positions(positions: Tensor | None, rows: Size, total: int, op: str) -> Tensor | None:
-    """The positions in int64, contiguous. Raises ValueError unless there is one below `total` for each row."""
-    if positions is None:
-        if rows != total:
-            raise ValueError(f"{op}: {rows} rows without positions cannot be {total} rows of a buffer")
-        return None
-    if positions.dim() != 1 or positions.shape[0] != rows:
-        raise ValueError(f"{op}: expected a position for each of {rows} rows, got {tuple(positions.shape)}")
-    if rows and not (0 <= int(positions.min()) and int(positions.max()) < total):
-        raise ValueError(f"{op}: positions must lie in [0, {total}), the rows of the exchanged buffer")
-    return positions.to(torch.int64).contiguous()
-
-
-def check_capacity(rows: int, outer: int, world: int, op: str) -> int:
-    """c of `rows = outer * world * c`. Raises ValueError if there is none."""
-    if rows % (outer * world):
-        raise ValueError(
-            f"{op}: {rows} rows an expert cannot be cut into {world} equal parts (outer={outer}); "
-            f"pad the capacity to a multiple of {outer * world}"
-        )
-    return rows // (outer * world)
-
-
-def distinct(positions: Tensor, total: int) -> bool:
-    """Whether no position below `total` occurs twice."""
-    seen = torch.zeros(total, dtype=torch.bool)
-    seen[positions] = True
-    return int(seen.sum()) == positions.shape[0]
+    grad = grad.to(dtype)
+    parsed = parse(product)
+    if parsed.contraction == "scaled_mm":
+        raise RuntimeError("scaled_mm has no gradient; multiply in a wider dtype to train")
+    for i in parsed.inputs:
+        if needs[i]:
+            term = grad.sum_to_size(operands[i].shape).to(operands[i].dtype)
+            before = found[i]
+            found[i] = term if before is None else before + term
+    return grad, found
 
 
 def cut(tensors: Sequence[Tensor], counts: Sequence[int]) -> list[list[Tensor]]:
     """`tensors` as consecutive lists of `counts` entries."""
     rest = iter(tensors)
     return [[next(rest) for _ in range(count)] for count in counts]
-
-
-# --- The exchanges with the functional collective -----------------------------------------------------
-
-
-def combine_rows(
-    p: Tensor,
-    positions: Tensor | None,
-    output_splits: Sequence[Size],
-    input_splits: Sequence[Size],
-    outer: Size,
-    group_name: str,
-) -> Tensor:
-    """The exchange of `P` with the functional collective."""
-    if p.dim() == 3:
-        world, (count, rows, n) = group_size(group_name), p.shape
-        parts = p.reshape(count, outer, world, -1, n).permute(2, 0, 1, 3, 4).reshape(-1, n)
-        even = [parts.shape[0] // world] * world
-        return all_to_all(parts, even, even, group_name).view(world, count, rows // world, n)
-    sent = p if positions is None else p.new_zeros((sum(input_splits), p.shape[1])).index_add(0, positions, p)
-    return all_to_all(sent, output_splits, input_splits, group_name)
-
-
-def dispatch_rows(
-    x: Tensor,
-    positions: Tensor | None,
-    output_splits: Sequence[Size],
-    input_splits: Sequence[Size],
-    outer: Size,
-    group_name: str,
-) -> Tensor:
-    """The exchange of `x` into `X`, the mirror of `combine_rows`."""
-    if x.dim() == 4:
-        world, count, rows, k = x.shape
-        even = [count * rows] * world
-        parts = all_to_all(x.reshape(-1, k), even, even, group_name).view(world, count, outer, -1, k)
-        return parts.permute(1, 2, 0, 3, 4).reshape(count, world * rows, k)
-    received = all_to_all(x, output_splits, input_splits, group_name)
-    return received if positions is None else received[positions]

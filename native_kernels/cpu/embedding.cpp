@@ -1,6 +1,6 @@
 // Embedding bags. Pooling stores every pooled row where its reader wants it, whoever's memory that is; the
-// gradient scatter-adds rows. Both go table by table, since one table may fit into a cache where all do not, and
-// prefetch rows beyond the end of the bag.
+// gradient scatter-adds rows. Both go table by table, since one table may fit into a cache where all do not,
+// and prefetch rows beyond the end of the bag.
 #include <algorithm>
 
 #include "vec.h"
@@ -76,8 +76,8 @@ AF_INLINE void store_as(DType dtype, char* to, int64_t at, const Floats& values,
   }
 }
 
-// Pools `kVectors` vectors of columns from `column` on, the last of `tail` elements, into out + at. kFast: a sum
-// without weights whose wire has the table's dtype. A bad index ends it and is returned; else the result is null.
+// Pools `kVectors` vectors of columns from `column` on, the last of `tail` elements, into out + at. kFast: a
+// sum without weights whose wire has the table's dtype. A bad index ends it and is returned, otherwise null.
 template <class T, class I, int kVectors, bool kFast>
 AF_INLINE const I* pool_columns(const Job& job, const Bag<I>& bag, int64_t column, int64_t tail, int64_t at) {
   const Table& t = job.table;
@@ -90,7 +90,7 @@ AF_INLINE const I* pool_columns(const Job& job, const Bag<I>& bag, int64_t colum
   for (int v = 0; v < kVectors; ++v) sum[v] = Floats{} - (!kFast && mode == kMax ? __builtin_inff() : 0.0f);
   for (const I* i = bag.begin; i < bag.end; ++i) {
     const char* ahead = reinterpret_cast<const char*>(rows + int64_t(*std::min(i + kAhead, last)) * dim);
-    for (int64_t line = 0; line < int64_t(kVectors * kLanes * sizeof(T)); line += 64) __builtin_prefetch(ahead + line);
+    for (size_t line = 0; line < kVectors * kLanes * sizeof(T); line += 64) __builtin_prefetch(ahead + line);
     if (__builtin_expect(uint64_t(*i) >= uint64_t(num_rows), 0)) return i;
     if (*i == padding) continue;
     ++used;
@@ -135,7 +135,8 @@ template <class T, class I, bool kFast> AF_INLINE void pool_table(Job& job) {
     int64_t c = 0;
     for (; !bad && c + kWide * kLanes <= dim; c += kWide * kLanes)
       bad = pool_columns<T, I, kWide, kFast>(job, bag, c, kLanes, at);
-    for (; !bad && c + kLanes <= dim; c += kLanes) bad = pool_columns<T, I, 1, kFast>(job, bag, c, kLanes, at);
+    for (; !bad && c + kLanes <= dim; c += kLanes)
+      bad = pool_columns<T, I, 1, kFast>(job, bag, c, kLanes, at);
     if (!bad && c < dim) bad = pool_columns<T, I, 1, kFast>(job, bag, c, dim - c, at);
     if (bad) {
       job.error = kBadIndex, job.bad = *bad;
@@ -154,7 +155,8 @@ template <> constexpr DType kDType<Bf16> = kBFloat16;
 template <> constexpr DType kDType<Fp16> = kFloat16;
 
 template <class T, class I>
-Error pool(const Table* tables, int64_t num_tables, const Bags& bags, DType wire, char* out, Failure& failure) {
+Error pool(const Table* tables, int64_t num_tables, const Bags& bags, DType wire, char* out,
+           Failure& failure) {
   const auto fast = PoolTable<T, I>::fast(), general = PoolTable<T, I>::general();
   for (int64_t n = 0; n < num_tables; ++n) {
     const bool plain = !tables[n].weights && bags.mode == kSum && wire == kDType<T>;
@@ -213,11 +215,13 @@ Error scatter(const Table* tables, int64_t num_tables, const Bags& bags, const c
       const int64_t used = bag.end - bag.begin - std::count(bag.begin, bag.end, I(bags.padding));
       const float mean = bags.mode == kMean && used > 1 ? 1.0f / float(used) : 1.0f;
       for (const I* i = bag.begin; i < bag.end; ++i) {
-        const char* ahead = reinterpret_cast<const char*>(rows + int64_t(*std::min(i + kAhead, last)) * t.dim);
+        const float* next = rows + int64_t(*std::min(i + kAhead, last)) * t.dim;
+        const char* ahead = reinterpret_cast<const char*>(next);
         for (int64_t line = 0; line < t.dim * 4; line += 64) __builtin_prefetch(ahead + line, 1);
         if (uint64_t(*i) >= uint64_t(t.num_rows)) return failure = {n, int64_t(*i)}, kBadIndex;
         if (*i == bags.padding) continue;
-        Addition addition{rows + int64_t(*i) * t.dim, grad + (b * bags.stride + t.column) * int64_t(sizeof(G)),
+        const char* from = grad + (b * bags.stride + t.column) * int64_t(sizeof(G));
+        Addition addition{rows + int64_t(*i) * t.dim, from,
                           t.weights ? mean * weight_as(weights, t.weights, i - first) : mean, t.dim};
         leaf(addition);
       }
@@ -235,9 +239,9 @@ template <class F> Error with_types(int dtype, bool wide, F f) {
 
 }  // namespace
 
-// Pools bags [first, first + count) of every table, rounds to the table's dtype, then to `wire`, and stores bag b
-// of table t at out + (b - first) * stride + t.column. Returns 0, or an Error whose table and value it leaves in
-// `failure`.
+// Pools bags [first, first + count) of every table, rounds to the table's dtype, then to `wire`, and stores
+// bag b of table t at out + (b - first) * stride + t.column. Returns 0, or an Error whose table and value it
+// leaves in `failure`.
 AF_EXPORT int af_pool_bags(const Table* tables, int64_t num_tables, const Bags* bags, int wide, int dtype,
                            int wire, char* out, Failure* failure) {
   return with_types(dtype, wide, [&](auto element, auto index) {
@@ -246,10 +250,10 @@ AF_EXPORT int af_pool_bags(const Table* tables, int64_t num_tables, const Bags* 
   });
 }
 
-// rows[index] += weight * grad[bag] (divided by the size of the bag for mean), in the order of the indices, in
-// fp32. `dtype` is grad's, `weights` that of the weights per sample.
-AF_EXPORT int af_scatter_bags(const Table* tables, int64_t num_tables, const Bags* bags, int wide, int weights,
-                              int dtype, const char* grad, Failure* failure) {
+// rows[index] += weight * grad[bag] (divided by the size of the bag for mean), in the order of the indices,
+// in fp32. `dtype` is grad's, `weights` that of the weights per sample.
+AF_EXPORT int af_scatter_bags(const Table* tables, int64_t num_tables, const Bags* bags, int wide,
+                              int weights, int dtype, const char* grad, Failure* failure) {
   return with_types(dtype, wide, [&](auto element, auto index) {
     return scatter<decltype(element), decltype(index)>(tables, num_tables, *bags, grad,
                                                        static_cast<DType>(weights), *failure);

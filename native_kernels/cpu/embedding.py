@@ -1,4 +1,4 @@
-"""Pooling of embedding bags straight to its place, and the scatter-add of its gradient; both on one thread."""
+"""Pooling of embedding bags straight to its place, and scatter-add of its gradient; both on one thread."""
 
 from collections.abc import Sequence
 from ctypes import Array, c_int, c_int64, c_void_p
@@ -27,8 +27,8 @@ _scatter_rows = function("af_scatter_rows", None, [c_void_p, c_void_p, c_void_p,
 class Bags:
     """How `indices` are cut into bags, and what becomes of a bag. Lists have one entry per table.
 
-    `indices[t]: [n_t]`, `offsets[t]: [B]`, or `[B + 1]` with `include_last_offset`; `per_sample_weights` is empty
-    or `[n_t]` per table in the dtype of the table. mode: 0 sum, 1 mean, 2 max. `padding_idx` < 0: none.
+    `indices[t]: [n_t]`, `offsets[t]: [B]`, or `[B + 1]` with `include_last_offset`; `per_sample_weights` is
+    empty or `[n_t]` per table in the dtype of the table. mode: 0 sum, 1 mean, 2 max. `padding_idx` < 0: none.
     """
 
     indices: Sequence[Tensor]
@@ -66,11 +66,11 @@ def pool_bags(
     first: int,
     count: int,
 ) -> None:
-    """Pools bags `[first, first + count)` of every table, accumulating in float32 in the order of the indices.
+    """Pools bags `[first, first + count)` of every table, adding in float32, in the order of the indices.
 
     Bag b of table t is rounded to the table's dtype, then to out's, and stored at element
-    `(b - first) * stride + columns[t]` of `out`, which is contiguous. `tables[t]: [V_t, D_t]`, contiguous, all of
-    one dtype. Raises RuntimeError for an index or offset that is out of range.
+    `(b - first) * stride + columns[t]` of `out`, which is contiguous. `tables[t]: [V_t, D_t]`, contiguous,
+    all of one dtype. Raises RuntimeError for an index or offset that is out of range.
     """
     rows = _rows(tables, bags, columns)
     span = _span(bags, stride, first, count)
@@ -92,7 +92,7 @@ def scatter_bags(
     first: int,
     count: int,
 ) -> None:
-    """The inverse for sum and mean: adds to `gradients[t]: float32 [V_t, D_t]` the rows of `grad` that the bags
+    """Back from sum and mean: adds to `gradients[t]: float32 [V_t, D_t]` the rows of `grad` that bags
     `[first, first + count)` gave rise to. `grad` is contiguous and laid out as `out` above."""
     rows = _rows(gradients, bags, columns)
     span = _span(bags, stride, first, count)

@@ -70,7 +70,7 @@ template <class T> AF_INLINE void round_to(Floats& values) {
   widen(packed, values, T{});
 }
 
-// AF_DISPATCH(name, Args, body) defines name(), which returns the compilation of body(Args&) for this machine.
+// AF_DISPATCH(name, Args, body) defines name(), which returns body(Args&) as compiled for this machine.
 // Leaves stay out of line: inlined into the loops around them they would lose their registers to those.
 #if defined(__x86_64__)
 AF_INLINE int isa_level() {

@@ -1,4 +1,4 @@
-"""Tables and bags for the tests of the embedding ops, the same on every rank, and what they pool to in fp64."""
+"""Tables and bags for the tests of the embedding ops, the same on every rank, and their fp64 references."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""all_to_all_embedding_bag_backward called directly: the exchanged gradient, its own gradient, repeatability."""
+"""all_to_all_embedding_bag_backward by itself: the exchanged gradient, its own gradient, repeatability."""
 
 from collections.abc import Callable
 

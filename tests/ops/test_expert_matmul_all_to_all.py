@@ -140,15 +140,16 @@ def _shared_rows(rank: int, world: int, duplicates: bool) -> None:
     """Rows that share a position are added; positions that no row has are zero."""
     group = dist.group.WORLD.group_name
     spoil(group)
-    x, w = torch.randn(40, 8), torch.randn(1, 8, 8)
-    positions = torch.arange(40) + 3
+    x, w = torch.randn(44, 8), torch.randn(1, 8, 8)
+    positions = torch.arange(44) + 3  # the last four rows belong to no expert
     if duplicates:
         positions[1] = positions[0]
     splits, offsets = [30, 30], torch.tensor([40], dtype=torch.int32)
     (y,) = torch.ops.autofuse.expert_matmul_all_to_all(
         [x], [w], [], [], "mm", 0, offsets, positions, splits, splits, 1, False, group, "direct", "test"
     )
-    sent = torch.zeros(60, 8, dtype=torch.float64).index_add(0, positions, x.double() @ w[0].double())
+    sent = torch.zeros(60, 8, dtype=torch.float64)
+    sent = sent.index_add(0, positions[:40], x[:40].double() @ w[0].double())
     parts = [torch.empty_like(sent) for _ in range(world)]
     dist.all_gather(parts, sent)
     close(y, torch.cat([p.split(30)[rank] for p in parts]), 16, torch.float32)
@@ -157,6 +158,25 @@ def _shared_rows(rank: int, world: int, duplicates: bool) -> None:
 @pytest.mark.parametrize("duplicates", [False, True])
 def test_positions_that_are_shared_or_missing(ranks: Ranks, duplicates: bool) -> None:
     ranks(2).run(_shared_rows, duplicates)
+
+
+def _addmm(rank: int, world: int) -> None:
+    """A single batched expert may start with any contraction."""
+    group = dist.group.WORLD.group_name
+    spoil(group)
+    case = Case(world, count=1, c=20)
+    x, w, _ = _inputs(case, rank)
+    bias = case.randn(rank, 50, case.n).requires_grad_()
+    (y,) = _call(case, rank, x, w, [], group, "addmm %0; mul 2", (bias,))
+    exact = [2 * (_exact(case, r) + case.randn(r, 50, case.n).double()) for r in range(world)]
+    close(y, spread(case, rank, exact), 2 * case.k, case.dtype)
+    y.sum().backward()
+    assert bias.grad is not None
+    assert torch.equal(bias.grad, torch.full_like(bias, 2.0 * world * case.c))
+
+
+def test_addmm_of_one_expert(ranks: Ranks) -> None:
+    ranks(2).run(_addmm)
 
 
 def _disagree(rank: int, world: int) -> str:

@@ -1,4 +1,4 @@
-"""Tokens, experts and splits for the tests of the two expert ops, the same on every rank, with fp64 references."""
+"""Tokens, experts and splits for the tests of the expert ops, the same on every rank; fp64 references."""
 
 from dataclasses import dataclass
 
@@ -8,8 +8,8 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Case:
-    """`count` experts a rank. Fixed: `outer * c` rows an expert from each rank. Dropless: `sends[a][b]` rows from
-    rank a to rank b, in random positions if `shuffled`."""
+    """`count` experts a rank. Fixed: `outer * c` rows an expert from each rank. Dropless: `sends[a][b]` rows
+    from rank a to rank b, in random positions if `shuffled`."""
 
     world: int
     count: int = 2
@@ -124,8 +124,8 @@ def spread(case: Case, rank: int, p: list[Tensor]) -> Tensor:
 
 
 def close(got: Tensor, want: Tensor, terms: int, dtype: torch.dtype) -> None:
-    """`|error| <= eps(dtype) (3 |want| + 3 sqrt(terms)) + 8 terms eps(fp32)` for sums of `terms` products of normals,
-    of which every term of a sum is rounded to the dtype."""
+    """`|error| <= eps(dtype) (3 |want| + 3 sqrt(terms)) + 8 terms eps(fp32)` for sums of `terms` products of
+    normals, of which every term of a sum is rounded to the dtype."""
     assert got.shape == want.shape, (got.shape, want.shape)
     eps, small = torch.finfo(dtype).eps, torch.finfo(torch.float32).eps
     bound = eps * (3 * want.abs() + 3 * terms**0.5) + 8 * terms * small
