@@ -169,8 +169,7 @@ def _check(bags: list[Bag], wire: torch.dtype) -> Reject | None:
             index = user.args[1]
             if index == 0:
                 continue
-            val = tensor(user)
-            if user.users and ((bag.mode == _MAX) or (index == 1 and (val is None or val.numel() != 0))):
+            if user.users and bag.mode == _MAX:
                 return Reject(
                     Reason.UNSUPPORTED_VARIANT, f"{user.name} of {bag.node.name} is kept for backward"
                 )
@@ -253,15 +252,17 @@ def _order_read(
 
 
 def _replace_extras(emitter: Emitter, bag: Bag) -> None:
-    """What backward wants of the bag besides the pooled rows: an empty offset2bag, bag sizes, zeros."""
+    """What backward wants of the bag besides the pooled rows: offset2bag, bag sizes, zeros."""
     for user in list(bag.node.users):
         index = user.args[1]
         if index == 0 or not user.users:
             continue
         if index == 2:
             emitter.replace(user, _bag_sizes(emitter, bag))
-        elif tensor(user).numel() == 0:  # type: ignore[union-attr]
+        elif same_size(expression(tensor(user).shape[0]), 0):  # type: ignore[union-attr]
             emitter.replace(user, emitter.call(aten.slice.Tensor, bag.offsets, 0, 0, 0))
+        elif index == 1:
+            emitter.replace(user, _bag_of_lookups(emitter, bag))
         else:
             emitter.replace(user, emitter.call(aten.zeros_like.default, _starts(emitter, bag)))
 
@@ -281,3 +282,14 @@ def _bag_sizes(emitter: Emitter, bag: Bag) -> fx.Node:
         )  # type: ignore[union-attr]
         ends = emitter.call(aten.cat.default, [ends, count])
     return emitter.call(aten.sub.Tensor, ends, _starts(emitter, bag))
+
+
+def _bag_of_lookups(emitter: Emitter, bag: Bag) -> fx.Node:
+    """The bag of every lookup: how many bags start at or before it, less one."""
+    val = tensor(bag.indices)
+    assert val is not None
+    lookups = emitter.call(aten.arange.default, emitter.size(expression(val.shape[0])), device=val.device)
+    started = emitter.call(aten.searchsorted.Tensor, _starts(emitter, bag), lookups, right=True)
+    which = emitter.call(aten.sub.Tensor, started, 1)
+    dtype = dtype_of(bag.offsets)
+    return which if dtype == torch.int64 else emitter.call(torch.ops.prims.convert_element_type.default, which, dtype)

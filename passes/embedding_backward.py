@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import fx
 
-from .anchors import Anchor
+from .anchors import Anchor, hint
 from .emit import CannotEmit, Emitter
 from .layout import Cut, Digit, Digits, Layout, Size, cut_out, exact_quotient, merge, product, same_size
 from .match import Context, Found, Match, Reader, Work, find_readers, only_cast, reread
@@ -157,8 +157,8 @@ def _rewrite(
         letters, columns = "sbc", _columns(anchor, shapes, batch, width, context.world)
         grad = emitter.reshape(anchor.input, (product(have),))
     first = grads[0].node
-    rows = layout.shape[0]
-    last = not same_size((shapes.of(first.args[2]) or (0,))[0], rows)
+    bags, starts = (hint(tensor(n).shape[0]) for n in (first.args[0], first.args[2]))  # type: ignore[union-attr]
+    last = bags is not None and starts == bags + 1
     weights = [w for g in grads if isinstance(w := argument(g.node, 10, "per_sample_weights"), fx.Node)]
     fused = emitter.call(
         torch.ops.autofuse.all_to_all_embedding_bag_backward.default,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Sequence
 
@@ -31,9 +32,9 @@ class Emitter:
         self.replaced: list[fx.Node] = []
         """Nodes that may have lost their readers."""
 
-    def call(self, target: torch._ops.OpOverload, *args: object) -> fx.Node:
+    def call(self, target: torch._ops.OpOverload, *args: object, **kwargs: object) -> fx.Node:
         with self.graph.inserting_before(self.anchor):
-            node = self.graph.call_function(target, args)
+            node = self.graph.call_function(target, args, kwargs)
         self._new.append(node)
         for key in ("stack_trace", "nn_module_stack", "source_fn_stack"):
             if key in self.anchor.meta:
@@ -41,10 +42,10 @@ class Emitter:
         values = fx.node.map_arg(args, value)
         mode = next((v.fake_mode for v in _tensors(values) if hasattr(v, "fake_mode")), None)
         if mode is None:
-            node.meta["val"] = target(*values)
+            node.meta["val"] = target(*values, **kwargs)
         else:
             with mode:
-                node.meta["val"] = target(*values)
+                node.meta["val"] = target(*values, **kwargs)
         return node
 
     def item(self, node: fx.Node, index: int) -> fx.Node:
@@ -83,7 +84,7 @@ class Emitter:
             return int(size)
         for node in self.graph.nodes:
             val = node.meta.get("val")
-            if isinstance(val, torch.SymInt) and same_size(expression(val), size):
+            if isinstance(val, torch.SymInt) and same_size(expression(val), size) and not self._is_own_size(node):
                 return node
         for node in self.graph.nodes:
             val = node.meta.get("val")
@@ -91,12 +92,10 @@ class Emitter:
                 for dim, s in enumerate(val.shape):
                     if same_size(expression(s), size) and not self._after(node):
                         return self.call(aten.sym_size.int, node, dim)
-        if isinstance(size, sympy.Mul):
-            factors = [self.size(int(f) if f.is_Integer else f) for f in size.args]
-            result = factors[0]
-            for factor in factors[1:]:
-                result = self._symbolic(operator.mul, result, factor)
-            return result
+        if isinstance(size, (sympy.Mul, sympy.Add)):
+            op = operator.mul if isinstance(size, sympy.Mul) else operator.add
+            parts = [self.size(int(f) if f.is_Integer else f) for f in size.args]
+            return functools.reduce(lambda a, b: self._symbolic(op, a, b), parts)
         raise CannotEmit(f"no value in the graph has the size {size}")
 
     def _symbolic(self, op: object, a: int | fx.Node, b: int | fx.Node) -> fx.Node:
@@ -105,6 +104,20 @@ class Emitter:
         node.meta["val"] = op(value(a), value(b))  # type: ignore[operator]
         self._new.append(node)
         return node
+
+    def _is_own_size(self, node: fx.Node) -> bool:
+        """Is `node` a size of the result that is to be replaced?"""
+        results = (self.anchor, *self.anchor.users)
+        return node.target is aten.sym_size.int and node.args[0] in results
+
+    def replace_sizes(self, results: Sequence[fx.Node]) -> None:
+        """Let sizes that are taken of the replaced results be taken elsewhere."""
+        for result in results:
+            for user in list(result.users):
+                if user.target is aten.sym_size.int:
+                    size = self.size(self.shapes.size(user))
+                    if isinstance(size, fx.Node):
+                        self.replace(user, size)
 
     def _after(self, node: fx.Node) -> bool:
         return node.op == "call_function" and node > self.anchor

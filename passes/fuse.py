@@ -221,6 +221,7 @@ def _choose(match: Match, settings: Settings, guess: Estimate) -> Found:
 def _rewrite(anchor: Anchor, match: Match) -> Reject | None:
     emitter = Emitter(anchor.node, match.shapes)
     try:
+        emitter.replace_sizes(anchor.results)
         match.apply(emitter)
     except CannotEmit as error:
         emitter.undo()

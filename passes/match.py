@@ -108,7 +108,7 @@ def find_readers(anchor: Anchor, shapes: Shapes, through_casts: bool = False) ->
 
     def visit(node: fx.Node, view: fx.Node) -> None:
         for user in node.users:
-            if user in results:
+            if user in results or user.target is aten.sym_size.int:
                 continue
             if not moves(user):
                 layout = layout_of(view)

@@ -92,7 +92,8 @@ def run(program: Program, backend: Callable[..., Any] | None, world: int, rank: 
 
 
 def _local(t: torch.Tensor) -> torch.Tensor:
-    return t.to_local() if hasattr(t, "to_local") else t
+    t = t.to_local() if hasattr(t, "to_local") else t
+    return t.to_dense() if t.is_sparse else t
 
 
 def compare(rank: int, world: int, module: str, name: str) -> dict[str, Any]:

@@ -9,10 +9,10 @@ import torch
 
 from tests.ranks import RankPool
 
-from . import dense
+from . import dense, experts, recommendation
 from .harness import Program, compare, explain
 
-MODULES = (dense,)
+MODULES = (dense, recommendation, experts)
 CASES = [(m, name) for m in MODULES for name in m.PROGRAMS]
 
 

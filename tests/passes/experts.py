@@ -1,0 +1,145 @@
+"""Programs of mixtures of experts: fixed capacity and dropless."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .harness import Program
+
+COMBINE, DISPATCH = "expert_matmul_all_to_all", "all_to_all_expert_matmul"
+LOCAL, D, H, TOKENS, CAPACITY, TOP = 2, 16, 24, 24, 6, 2
+
+
+def exchange(x: Tensor, output: list[int] | None = None, inputs: list[int] | None = None) -> Tensor:
+    assert dist.group.WORLD is not None
+    if x.requires_grad:
+        world = dist.get_world_size()
+        equal = [x.shape[0] // world] * world
+        return funcol.all_to_all_single_autograd(x, output or equal, inputs or equal, dist.group.WORLD)
+    return funcol.wait_tensor(funcol.all_to_all_single(x, output, inputs, dist.group.WORLD))
+
+
+class FixedCapacity(nn.Module):
+    """Every expert takes `CAPACITY` tokens of every rank: [experts, capacity, D] is exchanged both ways."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.world = how, dist.get_world_size()
+        self.gate = nn.Linear(D, LOCAL * self.world, bias=False)
+        if how == "loop":
+            self.up = nn.ModuleList(nn.Linear(D, H) for _ in range(LOCAL))
+            self.down = nn.ModuleList(nn.Linear(H, D) for _ in range(LOCAL))
+        else:
+            self.w1 = nn.Parameter(torch.randn(LOCAL, D, H) * 0.1)
+            self.w2 = nn.Parameter(torch.randn(LOCAL, H, D) * 0.1)
+            self.w3 = nn.Parameter(torch.randn(LOCAL, D, H) * 0.1)
+
+    def experts(self, x: Tensor) -> Tensor:
+        """[world, local, capacity, D], source-major, to the same of results."""
+        if self.how == "loop":
+            parts = [self.down[i](F.gelu(self.up[i](c))) for i, c in enumerate(x.chunk(LOCAL, dim=1))]
+            return torch.cat(parts, 1)
+        h = x.transpose(0, 1).reshape(LOCAL, -1, D)
+        if self.how == "gated":
+            h = F.silu(torch.bmm(h, self.w1)) * torch.bmm(h, self.w3)
+        else:
+            h = F.gelu(torch.bmm(h, self.w1))
+        return torch.bmm(h, self.w2).view(LOCAL, self.world, -1, D).transpose(0, 1).contiguous()
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.gate(x).softmax(-1)
+        chosen = scores.argmax(-1)
+        hot = F.one_hot(chosen, LOCAL * self.world).to(x.dtype)
+        place = ((hot.cumsum(0) - 1) * hot).sum(-1).long()
+        kept = (place < CAPACITY).to(x.dtype)[:, None]
+        slot = F.one_hot(place.clamp(max=CAPACITY - 1), CAPACITY).to(x.dtype) * kept
+        dispatch = hot.unsqueeze(-1) * slot.unsqueeze(1)
+        weights = dispatch * scores.gather(1, chosen[:, None])[..., None]
+        sent = torch.einsum("tec,td->ecd", dispatch, x)
+        received = exchange(sent).view(self.world, LOCAL, CAPACITY, D)
+        back = exchange(self.experts(received).view(LOCAL * self.world, CAPACITY, D).contiguous())
+        return torch.einsum("tec,ecd->td", weights, back)
+
+
+def expert_major(x: Tensor, counts: Tensor, world: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows that came rank by rank, sorted by expert; their old places; rows of each expert."""
+    table = counts.view(world, LOCAL)
+    starts = (counts.cumsum(0) - counts).view(world, LOCAL)
+    sizes, starts = table.t().reshape(-1), starts.t().reshape(-1)
+    segment = torch.arange(sizes.shape[0]).repeat_interleave(sizes, output_size=x.shape[0])
+    places = starts[segment] + torch.arange(x.shape[0]) - (sizes.cumsum(0) - sizes)[segment]
+    return x[places], places, table.sum(0)
+
+
+class Dropless(nn.Module):
+    """Top-2 routing; splits depend on the data; experts as grouped matmuls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.world = dist.get_world_size()
+        self.gate = nn.Linear(D, LOCAL * self.world, bias=False)
+        self.w1 = nn.Parameter(torch.randn(LOCAL, D, H) * 0.1)
+        self.w3 = nn.Parameter(torch.randn(LOCAL, D, H) * 0.1)
+        self.w2 = nn.Parameter(torch.randn(LOCAL, H, D) * 0.1)
+        self.to(torch.bfloat16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        count = LOCAL * self.world
+        top, chosen = self.gate(x).float().softmax(-1).topk(TOP, -1)
+        counts = torch.histc(chosen.float().view(-1), bins=count, min=0, max=count).long()
+        order = chosen.view(-1).argsort(stable=True)
+        token, score = order // TOP, top.view(-1)[order]
+        with torch.no_grad():
+            received = exchange(counts.view(self.world, -1)).reshape(-1)
+            inputs = counts.view(self.world, -1).sum(1).tolist()
+            outputs = received.view(self.world, -1).sum(1).tolist()
+        rows = exchange(x[token], outputs, inputs)
+        shape = rows.shape
+        rows, places, sizes = expert_major(rows, received, self.world)
+        ends = sizes.cumsum(0).to(torch.int32)
+        h = F.silu(torch._grouped_mm(rows, self.w1, offs=ends)) * torch._grouped_mm(rows, self.w3, offs=ends)
+        y = torch._grouped_mm(h, self.w2, offs=ends)
+        back = y.new_empty(shape)
+        back[places] = y
+        back = exchange(back, inputs, outputs)
+        back = (back.float() * score[:, None]).to(x.dtype)
+        return torch.zeros_like(x).scatter_add(0, token[:, None].expand(-1, D), back)
+
+
+def model(
+    make: Callable[[], nn.Module], dtype: torch.dtype = torch.float32, grad: bool = False
+) -> Callable[[int, int], tuple[Callable[..., Any], tuple[Any, ...]]]:
+    def build(world: int, rank: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        torch.manual_seed(rank)
+        return make(), (torch.randn(TOKENS, D, dtype=dtype, requires_grad=grad),)
+
+    return build
+
+
+BOTH = {"inference": [DISPATCH, COMBINE]}
+TRAINED = {"forward": [DISPATCH, COMBINE], "backward": [DISPATCH, COMBINE]}
+COUNTS = {"inference": ["no_compute"]}
+
+PROGRAMS: dict[str, Program] = {
+    "fixed capacity": Program(model(lambda: FixedCapacity("bmm")), BOTH, worlds=(2, 4)),
+    "fixed capacity, training": Program(model(lambda: FixedCapacity("bmm"), grad=True), TRAINED, grad=True),
+    "fixed capacity, gated, training": Program(model(lambda: FixedCapacity("gated"), grad=True), TRAINED, grad=True),
+    "loop": Program(model(lambda: FixedCapacity("loop")), BOTH, worlds=(2, 4)),
+    "loop, training": Program(model(lambda: FixedCapacity("loop"), grad=True), TRAINED, grad=True),
+    "dropless": Program(model(Dropless, torch.bfloat16), BOTH, COUNTS, tolerance=0.02, worlds=(2, 4)),
+    "dropless, training": Program(
+        model(Dropless, torch.bfloat16, grad=True),
+        TRAINED,
+        {"forward": ["no_compute"]},
+        grad=True,
+        tolerance=0.03,
+        worlds=(2, 4),
+    ),
+}
