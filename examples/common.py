@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 Step = Callable[[Any], Tensor]
+Splits = list[int] | None
 
 
 def launch(parser: ArgumentParser, run: Callable[[Namespace, torch.device], None]) -> None:
@@ -46,6 +47,31 @@ def launch(parser: ArgumentParser, run: Callable[[Namespace, torch.device], None
     dist.destroy_process_group()
 
 
+class AllToAll(torch.autograd.Function):
+    """`AllToAll.apply(x, output_splits, input_splits)`: rows of `x` to their ranks; gradients travel back.
+
+    Rank `r` gets the next `input_splits[r]` rows and sends `output_splits[r]` rows; None is for equal parts.
+    `x: [sum(input_splits), ...]` gives `[sum(output_splits), ...]`.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, output_splits: Splits, input_splits: Splits) -> Tensor:
+        ctx.splits = output_splits, input_splits
+        return _all_to_all(x, output_splits, input_splits)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        output_splits, input_splits = ctx.splits
+        return _all_to_all(grads[0], input_splits, output_splits), None, None
+
+
+def _all_to_all(x: Tensor, output_splits: Splits, input_splits: Splits) -> Tensor:
+    rows = x.shape[0] if output_splits is None else sum(output_splits)
+    y = x.new_empty(rows, *x.shape[1:])
+    dist.all_to_all_single(y, x.contiguous(), output_splits, input_splits)
+    return y
+
+
 def show(text: object) -> None:
     """Prints on rank 0."""
     if dist.get_rank() == 0:
@@ -59,7 +85,7 @@ def train_beside(
     tolerance: float,
     steps: int,
 ) -> None:
-    """Takes `steps` training steps with two models of equal weights, each given with its `step(batch) -> loss`.
+    """Takes `steps` training steps with two models of equal weights, each with its `step(batch) -> loss`.
 
     Prints both losses. Raises RuntimeError if gradients of the first step, or any loss, do not agree.
     """

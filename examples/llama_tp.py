@@ -2,9 +2,9 @@
 
 Nothing in the model knows of autofuse. Transformers shards the weights and puts an all_reduce behind `o_proj`
 and `down_proj` (forward), and behind the input gradients of `q_proj`, `k_proj`, `v_proj`, `gate_proj` and
-`up_proj` (backward). autofuse fuses each of them with the matmul before it, in training and in greedy decoding
-with a static cache, where the matmul has one row. Two collectives of the forward stay: no matmul precedes
-the all_reduce of the vocabulary-parallel embedding, and none follows the all_gather of the logits.
+`up_proj` (backward). autofuse fuses each of them with the matmul before it, in training and in greedy
+decoding with a static cache, where the matmul has one row. Two collectives of the forward stay: no matmul
+precedes the all_reduce of the vocabulary-parallel embedding, and none follows the all_gather of the logits.
 
     python examples/llama_tp.py
     torchrun --nproc-per-node 2 examples/llama_tp.py --layers 4
@@ -33,7 +33,7 @@ TOLERANCE = 1e-4
 
 
 def make_model(args: Namespace, device: torch.device) -> nn.Module:
-    """A Llama with the same random weights in every call, sharded by the plan that transformers has for it."""
+    """A Llama with the same random weights in every call, sharded by the plan that transformers has."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=256,
@@ -81,7 +81,7 @@ def make_step(model: nn.Module, call: Callable[..., Any]) -> Step:
 
 
 def make_decoder(model: Any, call: Callable[..., Any], prompt: Tensor, length: int) -> Callable[[], Tensor]:
-    """`decode() -> logits [1, 1, vocab]` of one greedy token a call. The prompt runs eagerly, before the first."""
+    """`decode() -> logits [1, 1, vocab]`, one greedy token a call. The prompt runs eagerly, before them."""
     cache = StaticCache(config=model.config, max_cache_len=length)
     with torch.no_grad():
         logits = model(prompt, past_key_values=cache).logits[:, -1:]
