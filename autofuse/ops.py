@@ -7,22 +7,32 @@ On CPU ranks of one host the ops run fused over shared memory; everywhere else a
 
 import math
 from collections.abc import Sequence
-from typing import TypeAlias
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 import autofuse.lowering.ops  # noqa: F401  (defines torch.ops.autofuse)
 from autofuse import config
+from autofuse.exchange_ops import (
+    all_to_all_embedding_bag_backward,
+    all_to_all_expert_matmul,
+    embedding_bag_all_to_all,
+    expert_matmul_all_to_all,
+)
+from autofuse.groups import Group, group_name
 from autofuse.lowering.ops.layout import check_divisible
 from autofuse.lowering.ops.product import check_product
 from autofuse.lowering.torch_internals import group_size
 
-Group: TypeAlias = dist.ProcessGroup | DeviceMesh | str | None
-
-__all__ = ["all_gather_matmul", "matmul_all_reduce", "matmul_reduce_scatter"]
+__all__ = [
+    "all_gather_matmul",
+    "all_to_all_embedding_bag_backward",
+    "all_to_all_expert_matmul",
+    "embedding_bag_all_to_all",
+    "expert_matmul_all_to_all",
+    "matmul_all_reduce",
+    "matmul_reduce_scatter",
+]
 
 
 def matmul_all_reduce(
@@ -40,7 +50,7 @@ def matmul_all_reduce(
     are summed over the ranks. Raises ValueError for shapes, dtypes or devices that do not fit.
     """
     op = "matmul_all_reduce"
-    name = _group_name(group, op)
+    name = group_name(group, op)
     rows, operands, product = _term(x, w, bias, op)
     _check_reduce_op(reduce_op, op)
     (y,) = torch.ops.autofuse.matmul_all_reduce(
@@ -71,7 +81,7 @@ def matmul_reduce_scatter(
     dtypes or devices that do not fit, and for a dim that cannot be cut evenly.
     """
     op = "matmul_reduce_scatter"
-    name = _group_name(group, op)
+    name = group_name(group, op)
     world = group_size(name)
     rows, operands, product = _term(x, w, bias, op)
     _check_reduce_op(reduce_op, op)
@@ -108,7 +118,7 @@ def all_gather_matmul(
     Raises ValueError for shapes, dtypes or devices that do not fit.
     """
     op = "all_gather_matmul"
-    name = _group_name(group, op)
+    name = group_name(group, op)
     world = group_size(name)
     weights, biases = _consumers(w, bias, op)
     if x.dim() == 0:
@@ -132,33 +142,6 @@ def all_gather_matmul(
     ]
     product = outputs[0] if isinstance(w, Tensor) else outputs
     return (product, _like(results[-1], shape)) if return_gathered else product
-
-
-def _group_name(group: Group, op: str) -> str:
-    """The name of `group`; raises for a group that this rank is not in."""
-    if not dist.is_initialized():
-        raise RuntimeError(
-            f"{op}: there is no process group; call torch.distributed.init_process_group first"
-        )
-    if isinstance(group, DeviceMesh):
-        if group.ndim != 1:
-            raise ValueError(f"{op}: expected a DeviceMesh of one dim, got {group.ndim}; pass mesh['name']")
-        group = group.get_group()
-    if group is None:
-        group = dist.group.WORLD
-    if isinstance(group, dist.ProcessGroup):
-        name: str = group.group_name
-        return name
-    if isinstance(group, str):
-        try:
-            group_size(group)
-        except (RuntimeError, LookupError) as error:
-            raise ValueError(f"{op}: there is no process group called {group!r} on this rank") from error
-        return group
-    raise ValueError(
-        f"{op}: this rank is not in the group, or {group!r} is none; "
-        "pass a ProcessGroup, a DeviceMesh, a group name or None, and call the op on ranks of the group only"
-    )
 
 
 def _term(x: Tensor, w: Tensor, bias: Tensor | None, op: str) -> tuple[Tensor, list[Tensor], str]:
