@@ -15,6 +15,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from autofuse.lowering.ops.matmul import multiply
 from autofuse.lowering.ops.tiles import Buffer, Cut, Run
 from autofuse.lowering.orders import make_plan
 from autofuse.lowering.plan import Action, Compute, Plan, Send, Signal, Tile, Wait
@@ -82,14 +83,6 @@ def run_gather(
         for out, wi, b in zip(outputs, w, biases, strict=True):
             multiply(out, gathered, wi, b)
     return [*outputs, gathered] if keep_gathered else outputs
-
-
-def multiply(out: Tensor, x: Tensor, w: Tensor, bias: Tensor | None) -> None:
-    """`out = x @ w (+ bias)`."""
-    if bias is None:
-        torch.mm(x, w, out=out)
-    else:
-        torch.addmm(bias, x, w, out=out)
 
 
 @lru_cache(maxsize=1024)

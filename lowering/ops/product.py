@@ -8,7 +8,8 @@
 
 `mm; mul %0; to bfloat16` is `(x @ w * operands[0]).to(bfloat16)`. `x[i]: [M, K_i]`, `w[i]: [K_i, N]`;
 operands broadcast against `[M, N]`. Every stage is the torch op that the unfused graph had, on rows and
-columns of the same tensors, so that a tile has the roundings of the graph it stands for.
+columns of the same tensors, so that a tile has the roundings of the graph it stands for; only sums within a
+matmul of few float32 rows may be added in another order (`matmul.multiply`).
 """
 
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from autofuse.lowering.ops.matmul import multiply
 from autofuse.lowering.torch_internals import scaled_mm
 
 _POINTWISE: dict[str, Callable[..., Tensor]] = {
@@ -146,10 +148,7 @@ def evaluate(
         out.copy_(product_reference(x, w, operands, product))
         return
     # Promotion only widens: when both ends have one dtype, so has everything between, and all fits in `out`.
-    if p.contraction == "addmm":
-        torch.addmm(operands[p.inputs[0]], x[0], w[0], out=out)
-    else:
-        torch.mm(x[0], w[0], out=out)
+    multiply(out, x[0], w[0], operands[p.inputs[0]] if p.contraction == "addmm" else None)
     for xi, wi in zip(x[1:], w[1:], strict=True):
         torch.add(out, torch.mm(xi, wi), out=out)
     for stage in p.stages:
