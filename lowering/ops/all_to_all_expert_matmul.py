@@ -12,6 +12,7 @@
 With `keep_exchanged` X is the last output, and dX its gradient.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -182,6 +183,11 @@ def _empty_outputs(exchanged: Tensor, w: list[Tensor], form: ex.Experts) -> list
 def _multiply(
     exchanged: Tensor, w: list[Tensor], bias: list[Tensor], form: ex.Experts, outputs: list[Tensor]
 ) -> None:
+    if form.batched:
+        biases: Sequence[Tensor | None] = bias or [None] * len(w)
+        for wi, b, out in zip(w, biases, outputs, strict=True):
+            ex.batched_matmul(exchanged, wi, b, out)
+        return
     for e in range(form.count):
         part = exchanged[e] if form.ranges is None else form.rows([exchanged], e)[0]
         form.apply(part, w, bias, e, outputs)

@@ -41,6 +41,10 @@ class Experts:
         return cls(count, bool(experts), tuple(zip(starts, ends, strict=True)))
 
     @property
+    def batched(self) -> bool:
+        return not self.listed and self.ranges is None
+
+    @property
     def used(self) -> int:
         """Dropless: the rows that belong to an expert."""
         return self.ranges[-1][1] if self.ranges else 0
@@ -105,11 +109,22 @@ def matmul(x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor | None = None)
     return torch.addmm(bias, x, w, out=out)
 
 
+def batched_matmul(x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
+    """`x @ w (+ bias)` for `[E, R, K]` and `[E, K, N]`; an empty bias is none."""
+    if bias is None or not bias.numel():
+        return torch.bmm(x, w, out=out)
+    return torch.baddbmm(bias.reshape(w.shape[0], 1, -1), x, w, out=out)
+
+
 def expert_product(
     x: Sequence[Tensor], w: Sequence[Tensor], bias: Sequence[Tensor], experts: Experts
 ) -> Tensor:
     """`P: [E, R, N]`, dropless `[rows, N]` with zeros behind the last expert."""
     n = w[0].shape[-1]
+    if experts.batched:
+        biases: Sequence[Tensor | None] = bias or [None] * len(w)
+        terms = [batched_matmul(xi, wi, b) for xi, wi, b in zip(x, w, biases, strict=True)]
+        return sum(terms[1:], terms[0])
     if experts.ranges is None:
         p = x[0].new_empty((experts.count, x[0].shape[-2], n))
     else:
@@ -132,6 +147,8 @@ def input_gradients(grad: Tensor, w: Sequence[Tensor], experts: Experts) -> list
 
 def weight_gradients(x: Sequence[Tensor], grads: Sequence[Tensor], experts: Experts) -> list[Tensor]:
     """`dw[i] = x[i]^T @ grads[i]` in the form of the weights; `x` and `grads` in that of the activations."""
+    if experts.batched:
+        return [torch.bmm(xi.transpose(1, 2), g) for xi, g in zip(x, grads, strict=True)]
     per_expert = []
     for e in range(experts.count):
         pairs = zip(experts.rows(x, e), experts.rows(grads, e), strict=True)

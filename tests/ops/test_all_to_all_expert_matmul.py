@@ -15,6 +15,7 @@ from tests.ranks import RankPool, RanksFailed, fresh_group
 Ranks = Callable[[int], RankPool]
 
 UNEVEN = ((40, 3), (0, 61))
+MANY = ((900, 0), (1300, 1110))
 EMPTY = ((0, 0, 0, 0), (9, 0, 70, 1), (0, 33, 2, 0), (0, 0, 40, 0))
 
 
@@ -100,15 +101,19 @@ def _grads(case: Case, rank: int, shape: torch.Size) -> list[Tensor]:
 FORMS = [
     Case(2),
     Case(2, c=1, order="ring"),
-    Case(2, c=20, bias=True),
-    Case(2, c=20, outer=2, listed=True, terms=2, bias=True),
+    Case(2, c=256, bias=True),
+    Case(2, c=260, outer=2, listed=True, terms=2, bias=True),
     Case(2, c=3, outer=2, dtype=torch.bfloat16, order="oblivious"),
     Case(2, c=0),
+    Case(2, c=7, outer=3, listed=True, terms=2),
+    Case(2, c=4, terms=2, bias=True),
+    Case(2, sends=MANY, bias=True),
+    Case(2, sends=MANY, listed=True, terms=2, dtype=torch.bfloat16),
     Case(2, sends=UNEVEN, terms=2, bias=True),
     Case(2, sends=UNEVEN, shuffled=True, dtype=torch.bfloat16),
     Case(2, sends=UNEVEN, listed=True, dtype=torch.float16, order="ring"),
     Case(2, sends=((0, 0), (0, 0))),
-    Case(4, c=17, terms=3),
+    Case(4, c=257, terms=3, k=5),
     Case(4, sends=EMPTY, count=1),
     Case(4, sends=EMPTY, count=3, shuffled=True, bias=True),
 ]

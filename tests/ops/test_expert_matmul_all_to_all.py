@@ -140,19 +140,19 @@ def _shared_rows(rank: int, world: int, duplicates: bool) -> None:
     """Rows that share a position are added; positions that no row has are zero."""
     group = dist.group.WORLD.group_name
     spoil(group)
-    x, w = torch.randn(44, 8), torch.randn(1, 8, 8)
-    positions = torch.arange(44) + 3  # the last four rows belong to no expert
+    x, w = torch.randn(1404, 8), torch.randn(1, 8, 8)
+    positions = torch.arange(1404) + 3  # the last four rows belong to no expert
     if duplicates:
         positions[1] = positions[0]
-    splits, offsets = [30, 30], torch.tensor([40], dtype=torch.int32)
+    splits, offsets = [750, 750], torch.tensor([1400], dtype=torch.int32)
     (y,) = torch.ops.autofuse.expert_matmul_all_to_all(
         [x], [w], [], [], "mm", 0, offsets, positions, splits, splits, 1, False, group, "direct", "test"
     )
-    sent = torch.zeros(60, 8, dtype=torch.float64)
-    sent = sent.index_add(0, positions[:40], x[:40].double() @ w[0].double())
+    sent = torch.zeros(1500, 8, dtype=torch.float64)
+    sent = sent.index_add(0, positions[:1400], x[:1400].double() @ w[0].double())
     parts = [torch.empty_like(sent) for _ in range(world)]
     dist.all_gather(parts, sent)
-    close(y, torch.cat([p.split(30)[rank] for p in parts]), 16, torch.float32)
+    close(y, torch.cat([p.split(750)[rank] for p in parts]), 16, torch.float32)
 
 
 @pytest.mark.parametrize("duplicates", [False, True])
@@ -210,7 +210,7 @@ def test_splits_that_disagree_raise_everywhere(ranks: Ranks) -> None:
 
 
 def _many(rank: int, world: int) -> None:
-    for c in (1, 30, 7, 64, 2) * 6:
+    for c in (1, 300, 7, 64, 256) * 6:
         _forward(rank, world, replace(FORMS[0], c=c, world=world))
 
 
