@@ -81,7 +81,8 @@ def _compile_without_code(
 
     def compile_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
         # Before the passes, which may leave a fused op's outputs without metadata.
-        values = pytree.tree_map(_value, gm.graph.output_node().args[0])
+        torch_internals.propagate_fakes(gm, example_inputs)
+        values = pytree.tree_map(functools.partial(_value, gm), gm.graph.output_node().args[0])
         with fusion.compiling(graph_kind(kwargs)):
             torch_internals.run_post_grad_passes(gm, example_inputs, kwargs.get("is_inference", False))
         return _returns_zeros(values)
@@ -89,8 +90,11 @@ def _compile_without_code(
     return torch_internals.compile_fx(gm, example_inputs, compile_graph, patches)
 
 
-def _value(node: Any) -> Any:
-    return node.meta["val"] if isinstance(node, fx.Node) else node
+def _value(gm: fx.GraphModule, node: Any) -> Any:
+    if not isinstance(node, fx.Node):
+        return node
+    # What is no tensor, such as a device mesh, may be an attribute of the graph module.
+    return getattr(gm, node.target) if node.op == "get_attr" else node.meta["val"]
 
 
 def _returns_zeros(values: Sequence[Any]) -> Callable[..., Any]:

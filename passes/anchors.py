@@ -16,7 +16,7 @@ c10d = torch.ops._c10d_functional
 
 _KINDS = {
     c10d.all_reduce.default: "all_reduce",
-    c10d.all_reduce_.default: "all_reduce",
+    c10d.all_reduce_.default: "all_reduce_",
     c10d.reduce_scatter_tensor.default: "reduce_scatter",
     c10d.all_gather_into_tensor.default: "all_gather",
     c10d.all_to_all_single.default: "all_to_all",
@@ -116,3 +116,10 @@ def find_anchors(graph: fx.Graph) -> list[Anchor]:
     return [
         Anchor(n, _KINDS[n.target]) for n in graph.nodes if n.op == "call_function" and n.target in _KINDS
     ]
+
+
+def is_collective(node: fx.Node) -> bool:
+    """Does the node communicate: a functional collective or a fused op?"""
+    return node.op == "call_function" and (
+        node.target in _KINDS or getattr(node.target, "namespace", "") == "autofuse"
+    )

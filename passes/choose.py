@@ -1,8 +1,8 @@
 """Whether a legal site is worth fusing: compute alone and collective alone against both at once.
 
 A roofline for the compute, `max(flops / rate, bytes / bandwidth)`; alpha-beta for the collective,
-`alpha + bytes / bandwidth`. Sizes that depend on data are unknown here: such sites are fused, as every rank must
-decide alike and the fused ops gain most where latency counts.
+`alpha + bytes / bandwidth`. Sizes that depend on data are unknown here: such sites are fused, as every
+rank must decide alike and the fused ops gain most where latency counts.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """expert matmul -> all_to_all (combine), with fixed capacity or dropless.
 
-Fixed capacity: `P: [E, R, N]`, and the leading digit of the collective's input, the destination, must be a digit of
-`R`, wherever views and permutes took it. Dropless: `P: [rows, N]` of a grouped matmul, whose rows a permutation may
-put into a send buffer with data-dependent splits.
+Fixed capacity: `P: [E, R, N]`, and the leading digit of the collective's input, the destination, must be a
+digit of `R`, wherever views and permutes took it. Dropless: `P: [rows, N]` of a grouped matmul, whose rows a
+permutation may put into a send buffer with data-dependent splits.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ def _rewrite_even(
     anchor: Anchor, context: Context, found: Product, cut: Cut, keep: bool, emitter: Emitter
 ) -> None:
     operands = [materialise(emitter, o) for o in found.operands]
-    x = [_batched(emitter, n) for n in found.x]
-    w = [_batched(emitter, n) for n in found.w]
+    x = [batched(emitter, n) for n in found.x]
+    w = [batched(emitter, n) for n in found.w]
     fused = _call(emitter, anchor, context, x, w, [], operands, found.text, 0, None, None, cut, keep)
     _deliver(emitter, anchor, context, fused, found.layout, cut)
     if keep:
@@ -123,7 +123,8 @@ def _deliver(
     replace_result(emitter, anchor, emitter.rebuild(emitter.item(fused, 0), have, layout, shape))
 
 
-def _batched(emitter: Emitter, node: fx.Node) -> fx.Node:
+def batched(emitter: Emitter, node: fx.Node) -> fx.Node:
+    """Give a single matmul's operand the batch of one expert."""
     val = tensor(node)
     assert val is not None
     return node if val.dim() == 3 else emitter.call(aten.unsqueeze.default, node, 0)
@@ -181,17 +182,17 @@ def _match_loop(anchor: Anchor, context: Context) -> Found | None:
 
 def _loop_fields(n: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None] | None:
     if n.target is aten.mm.default:
-        return n.args[0], n.args[1], None  # type: ignore[return-value]
+        return n.args[0], n.args[1], None
     bias, x, w = n.args[:3]
     vector = (t := tensor(bias)) is not None and t.dim() == 1
     scaled = argument(n, 3, "beta", 1) != 1 or argument(n, 4, "alpha", 1) != 1
-    return None if scaled or not vector else (x, w, bias)  # type: ignore[return-value]
+    return None if scaled or not vector else (x, w, bias)
 
 
 def _rewrite_loop(
     anchor: Anchor, context: Context, found: Product, bias: list[fx.Node], cut: Cut, emitter: Emitter
 ) -> None:
-    args = (list(found.x), list(found.w), bias, [], found.text, len(found.x), None, None, cut, False)
+    args: tuple = (list(found.x), list(found.w), bias, [], found.text, len(found.x), None, None, cut, False)
     fused = _call(emitter, anchor, context, *args)
     _deliver(emitter, anchor, context, fused, found.layout, cut)
 
@@ -220,7 +221,7 @@ def _match_dropless(anchor: Anchor, context: Context) -> Found:
     reject = dtype_reject(found)
     if reject is not None:
         return reject
-    carrier = Anchor(anchor.input, "index_put") if positions is not None else anchor  # type: ignore[arg-type]
+    carrier = Anchor(anchor.input, "index_put") if positions is not None else anchor
     early = tuple(u for u in found.last.users if u is not carrier.node)
     rows, columns = found.shape
     inner = context.shapes.of(found.x[0])[-1]  # type: ignore[index]
@@ -263,7 +264,18 @@ def _rewrite_dropless(
     anchor: Anchor, context: Context, found: Product, positions: fx.Node | None, keep: bool, emitter: Emitter
 ) -> None:
     operands = [materialise(emitter, o) for o in found.operands]
-    args = (list(found.x), list(found.w), [], operands, found.text, 0, found.offsets, positions, None, keep)
+    args: tuple = (
+        list(found.x),
+        list(found.w),
+        [],
+        operands,
+        found.text,
+        0,
+        found.offsets,
+        positions,
+        None,
+        keep,
+    )
     fused = _call(emitter, anchor, context, *args)
     if keep:
         emitter.replace(found.last, emitter.item(fused, 1))

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from .anchors import Anchor
+from .combine import batched
 from .emit import Emitter
 from .layout import Cut, Digit, Layout, cut_out, product
 from .match import Context, Found, Match, Reader, Work, depends_on, find_readers, replace_result, reread
@@ -59,7 +60,7 @@ def _match_even(anchor: Anchor, context: Context, single: bool) -> Found:
     entries = [e for e in entries if e.layout == layout and (e.expert < 0) == (entries[0].expert < 0)]
     experts = 0
     if entries[0].expert >= 0:
-        experts = int(layout.shape[0])  # type: ignore[arg-type]
+        experts = int(layout.shape[0])
         ordered = _by_consumer(entries, experts)
         if ordered is None:
             return Reject(Reason.UNEVEN, f"not each of the {experts} experts has the same number of matmuls")
@@ -142,19 +143,28 @@ def _rewrite_even(
     emitter: Emitter,
 ) -> None:
     shape = context.shapes.of(anchor.input)
-    assert shape is not None and anchor.input is not None
+    assert shape is not None
+    assert anchor.input is not None
     send = Layout(((cut.digit,), *cut.rest.dims))
     x = emitter.rebuild(anchor.input, Layout.of(shape), send)
-    w = [
-        e.w if experts or tensor(e.w).dim() == 3 else emitter.call(aten.unsqueeze.default, e.w, 0)
-        for e in entries
-    ]  # type: ignore[union-attr]
+    w = [e.w if experts else batched(emitter, e.w) for e in entries]
     bias: list[fx.Node] = []
     if any(e.bias is not None for e in entries):
         bias = [
             e.bias if e.bias is not None else emitter.call(aten.new_empty.default, x, [0]) for e in entries
         ]
-    args = (x, w, bias, experts, None, None, [], [], emitter.size(cut.outer), bool(others))
+    args: tuple[object, ...] = (
+        x,
+        w,
+        bias,
+        experts,
+        None,
+        None,
+        [],
+        [],
+        emitter.size(cut.outer),
+        bool(others),
+    )
     _finish(emitter, context, args, [e.reader.user for e in entries], others, layout)
 
 
@@ -218,7 +228,8 @@ def _match_dropless(anchor: Anchor, context: Context) -> Found:
     if late is not None:
         return Reject(Reason.EXTRA_USERS, f"{late.name} depends on what is exchanged")
     shape = shapes.of(rows)
-    assert shape is not None and anchor.input is not None
+    assert shape is not None
+    assert anchor.input is not None
     sizes = tuple((*shape, shapes.of(w)[-1]) for w in weights)  # type: ignore[index]
     return Match(
         PATTERN,
@@ -241,7 +252,7 @@ def _rewrite_dropless(
 ) -> None:
     weights = [u.args[1] for u in grouped]
     splits = (anchor.output_splits, anchor.input_splits)
-    args = (anchor.input, weights, [], 0, offsets, positions, *splits, 1, keep)
+    args: tuple[object, ...] = (anchor.input, weights, [], 0, offsets, positions, *splits, 1, keep)
     op = torch.ops.autofuse.all_to_all_expert_matmul.default
     fused = emitter.call(op, *args, context.group, context.order, context.site)
     for i, node in enumerate(grouped):

@@ -1,8 +1,8 @@
 """embedding_bag -> all_to_all: pooled tables, stored straight into the layout that the next op reads.
 
-The pooled tables are read as digits `b` (bags of one destination), `t` (table) and `d` (column); the exchange turns
-the destination's digit of the batch into the source `s`. The fused op stores in the order of these digits that is
-read behind the collective, so that the rearrangement there is a view.
+The pooled tables are read as digits `b` (bags of one destination), `t` (table) and `d` (column); the exchange
+turns the destination's digit of the batch into the source `s`. The fused op stores in the order of these
+digits that is read behind the collective, so that the rearrangement there is a view.
 """
 
 from __future__ import annotations
@@ -30,10 +30,20 @@ from .layout import (
     regroup,
     same_size,
 )
-from .match import Context, Found, Match, Work, find_readers, outside_reader, replace_result, reread
+from .match import (
+    Context,
+    Found,
+    Match,
+    Work,
+    find_readers,
+    only_cast,
+    outside_reader,
+    replace_result,
+    reread,
+)
 from .product import Reject
 from .report import Reason
-from .trace import Shapes, argument, aten, dtype_of, expression, is_cast, tensor, trace
+from .trace import Shapes, argument, aten, dtype_of, expression, tensor, trace
 
 PATTERN = "embedding_bag_all_to_all"
 _BAGS = (aten._embedding_bag.default, aten._embedding_bag_forward_only.default)
@@ -73,15 +83,17 @@ def read_bag(pooled: fx.Node) -> Bag | None:
     n = pooled.args[0]
     if not isinstance(n, fx.Node) or n.target not in _BAGS:
         return None
-    psw = argument(n, 6, "per_sample_weights")
+    weight, indices, offsets = n.args[:3]
     return Bag(
         n,
         pooled,
-        *n.args[:3],  # type: ignore[arg-type]
-        mode=argument(n, 4, "mode", 0),  # type: ignore[arg-type]
-        per_sample_weights=psw if isinstance(psw, fx.Node) else None,
+        weight,
+        indices,
+        offsets,
+        mode=argument(n, 4, "mode", 0),
+        per_sample_weights=argument(n, 6, "per_sample_weights"),
         include_last_offset=bool(argument(n, 7, "include_last_offset", False)),
-        padding_idx=argument(n, 8, "padding_idx", -1),  # type: ignore[arg-type]
+        padding_idx=argument(n, 8, "padding_idx", -1),
     )
 
 
@@ -138,20 +150,16 @@ def _trace_bags(root: fx.Node, shapes: Shapes) -> tuple[list[Bag], Layout, torch
         """`cat` along the columns of tables of several widths."""
         if n.target is not aten.cat.default or argument(n, 1, "dim", 0) not in (1, -1):
             return False
-        return (
-            all(isinstance(p, fx.Node) and read_bag(p) is not None for p in n.args[0])
-            and len(
-                {tensor(p).shape[1] for p in n.args[0]}  # type: ignore[union-attr]
-            )
-            > 1
-        )
+        parts = [p for p in n.args[0] if isinstance(p, fx.Node) and read_bag(p) is not None]
+        widths = {s[1] for p in parts if (s := shapes.of(p)) is not None}
+        return len(parts) == len(n.args[0]) and len(widths) > 1
 
-    traced = trace(root, lambda n: read_bag(n) is not None or ragged(n), shapes, through_casts=True)
+    traced = trace(root, lambda n: read_bag(n) is not None or ragged(n), shapes, through=wire)
     if traced is None or traced.layout.fixed:
         return Reject(Reason.NO_COMPUTE, "no embedding bags feed it")
     leaves: Sequence[fx.Node] = traced.leaves
     if len(leaves) == 1 and ragged(leaves[0]):
-        leaves = leaves[0].args[0]  # type: ignore[assignment]
+        leaves = leaves[0].args[0]
     bags = [b for n in leaves if (b := read_bag(n)) is not None]
     assert len(bags) == len(leaves)
     return bags, traced.layout, wire
@@ -164,15 +172,9 @@ def _check(bags: list[Bag], wire: torch.dtype) -> Reject | None:
         return Reject(Reason.UNSUPPORTED_VARIANT, "the tables differ in mode, options or dtypes")
     if wire not in floats or dtype_of(first.weight) not in floats:
         return Reject(Reason.DTYPE, f"{dtype_of(first.weight)} tables, {wire} on the wire")
-    for bag in bags:
-        for user in bag.node.users:
-            index = user.args[1]
-            if index == 0:
-                continue
-            if user.users and bag.mode == _MAX:
-                return Reject(
-                    Reason.UNSUPPORTED_VARIANT, f"{user.name} of {bag.node.name} is kept for backward"
-                )
+    trained = [u for b in bags for u in b.node.users if u.args[1] != 0 and u.users]
+    if first.mode == _MAX and trained:
+        return Reject(Reason.UNSUPPORTED_VARIANT, f"max pooling keeps {trained[0].name} for backward")
     return None
 
 
@@ -239,10 +241,11 @@ def _order_read(
     anchor: Anchor, shapes: Shapes, layout: Layout, names: dict[str, tuple], column: tuple[Digit, ...]
 ) -> str:
     """The order of source, table and batch in which most of what is behind the collective reads."""
-    readers = find_readers(anchor, shapes, through_casts=True)
-    views = [c for r in readers if not is_cast(r.view) and (c := compose(r.layout, layout)) is not None]
-    views += [c for r in readers if is_cast(r.view) and (c := compose(r.layout, layout)) is not None]
-    for view in views:
+    readers = find_readers(anchor, shapes)
+    cast = only_cast(readers)
+    if cast is not None:
+        readers = find_readers(anchor, shapes, through=cast)
+    for view in (c for r in readers if (c := compose(r.layout, layout)) is not None):
         for name, digits in names.items():
             flat = tuple(d for group in (*digits, column) for d in group)
             refined = common_digits(flat, view.digits) if not view.fixed else None
@@ -264,7 +267,7 @@ def _replace_extras(emitter: Emitter, bag: Bag) -> None:
         elif index == 1:
             emitter.replace(user, _bag_of_lookups(emitter, bag))
         else:
-            emitter.replace(user, emitter.call(aten.zeros_like.default, _starts(emitter, bag)))
+            emitter.replace(user, _full(emitter, bag.offsets, _bag_count(emitter, bag), 0))
 
 
 def _starts(emitter: Emitter, bag: Bag) -> fx.Node:
@@ -273,13 +276,24 @@ def _starts(emitter: Emitter, bag: Bag) -> fx.Node:
     return emitter.call(aten.slice.Tensor, bag.offsets, 0, 0, -1)
 
 
+def _bag_count(emitter: Emitter, bag: Bag) -> int | fx.Node:
+    return emitter.size(expression(tensor(_starts(emitter, bag)).shape[0]))  # type: ignore[union-attr]
+
+
+def _full(emitter: Emitter, like: fx.Node, size: int | fx.Node, fill: int | fx.Node) -> fx.Node:
+    """Vector of `size` times `fill`; not new_full or zeros_like, which are decomposed before this stage."""
+    val = tensor(like)
+    assert val is not None
+    options = {"dtype": val.dtype, "device": val.device, "pin_memory": False}
+    return emitter.call(aten.full.default, [size], fill, **options)
+
+
 def _bag_sizes(emitter: Emitter, bag: Bag) -> fx.Node:
     """Lookups of every bag, from the offsets."""
     ends = emitter.call(aten.slice.Tensor, bag.offsets, 0, 1, 2**63 - 1)
     if not bag.include_last_offset:
-        count = emitter.call(
-            aten.new_full.default, bag.offsets, [1], emitter.size(expression(tensor(bag.indices).shape[0]))
-        )  # type: ignore[union-attr]
+        lookups = emitter.size(expression(tensor(bag.indices).shape[0]))  # type: ignore[union-attr]
+        count = _full(emitter, bag.offsets, 1, lookups)
         ends = emitter.call(aten.cat.default, [ends, count])
     return emitter.call(aten.sub.Tensor, ends, _starts(emitter, bag))
 
@@ -288,8 +302,12 @@ def _bag_of_lookups(emitter: Emitter, bag: Bag) -> fx.Node:
     """The bag of every lookup: how many bags start at or before it, less one."""
     val = tensor(bag.indices)
     assert val is not None
-    lookups = emitter.call(aten.arange.default, emitter.size(expression(val.shape[0])), device=val.device)
+    end = emitter.size(expression(val.shape[0]))
+    options = {"dtype": torch.int64, "device": val.device, "pin_memory": False}
+    lookups = emitter.call(aten.arange.start_step, 0, end, 1, **options)
     started = emitter.call(aten.searchsorted.Tensor, _starts(emitter, bag), lookups, right=True)
     which = emitter.call(aten.sub.Tensor, started, 1)
     dtype = dtype_of(bag.offsets)
-    return which if dtype == torch.int64 else emitter.call(torch.ops.prims.convert_element_type.default, which, dtype)
+    if dtype == torch.int64:
+        return which
+    return emitter.call(torch.ops.prims.convert_element_type.default, which, dtype)

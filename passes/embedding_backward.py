@@ -22,7 +22,7 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class TableGrad:
-    """One `_embedding_bag_backward` whose gradient is columns `[start, start + width)` of the exchanged `[B, C]`."""
+    """One `_embedding_bag_backward`: it reads columns `[start, start + width)` of the exchanged `[B, C]`."""
 
     node: fx.Node
     start: Size
@@ -38,7 +38,7 @@ class TableGrad:
             argument(n, 8, "mode"),
             argument(n, 11, "padding_idx", -1),
             weights is None,
-            *(dtype_of(n.args[i]) for i in (1, 2)),  # type: ignore[arg-type]
+            *(dtype_of(n.args[i]) for i in (1, 2)),
         )
 
 
@@ -49,9 +49,9 @@ def match_embedding_backward(anchor: Anchor, context: Context) -> Found:
     if any(not same_size(expression(s), expression(anchor.output_splits[0])) for s in anchor.output_splits):
         return Reject(Reason.NO_COMPUTE, "what is received has uneven parts")
     readers = find_readers(anchor, shapes)
-    through_casts = only_cast(readers) is not None
-    if through_casts:
-        readers = find_readers(anchor, shapes, through_casts=True)
+    cast = only_cast(readers)
+    if cast is not None:
+        readers = find_readers(anchor, shapes, through=cast)
     found = [(r, g) for r in readers for g in _table_grads(r)]
     if not found:
         return Reject(Reason.NO_COMPUTE, "no embedding bag's backward reads what is exchanged")
@@ -69,11 +69,12 @@ def match_embedding_backward(anchor: Anchor, context: Context) -> Found:
     consumed = {r.user for r, _ in found}
     others = [r for r in readers if r.user not in consumed]
     others += [r for r in readers if r.user in consumed and _read_besides(r, {g.node for g in grads})]
-    if others and through_casts:
+    if others and cast is not None:
         return Reject(Reason.EXTRA_USERS, f"{others[0].user.name} reads the gradient after its cast")
     inputs = [n for g in grads for n in (*g.node.args[1:3], argument(g.node, 10, "per_sample_weights"))]
     assert anchor.input is not None
     dtype = dtype_of(grads[0].node)
+    assert dtype is not None
     read = product(layout.shape) * received.element_size()
     return Match(
         PATTERN,

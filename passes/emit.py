@@ -21,7 +21,7 @@ class CannotEmit(Exception):
 
 
 class Emitter:
-    """Inserts nodes before `anchor`. What they need may stand later: `order_nodes` sorts the graph at the end."""
+    """Inserts nodes before `anchor`. What they need may stand later: `order_nodes` sorts the graph then."""
 
     def __init__(self, anchor: fx.Node, shapes: Shapes) -> None:
         self.graph = anchor.graph
@@ -40,7 +40,8 @@ class Emitter:
             if key in self.anchor.meta:
                 node.meta[key] = self.anchor.meta[key]
         values = fx.node.map_arg(args, value)
-        mode = next((v.fake_mode for v in _tensors(values) if hasattr(v, "fake_mode")), None)
+        tensors = [*_tensors(values), *_tensors(value(self.anchor))]
+        mode = next((v.fake_mode for v in tensors if hasattr(v, "fake_mode")), None)
         if mode is None:
             node.meta["val"] = target(*values, **kwargs)
         else:
@@ -84,7 +85,8 @@ class Emitter:
             return int(size)
         for node in self.graph.nodes:
             val = node.meta.get("val")
-            if isinstance(val, torch.SymInt) and same_size(expression(val), size) and not self._is_own_size(node):
+            known = isinstance(val, torch.SymInt) and not self._is_own_size(node)
+            if known and same_size(expression(val), size):
                 return node
         for node in self.graph.nodes:
             val = node.meta.get("val")
@@ -100,7 +102,7 @@ class Emitter:
 
     def _symbolic(self, op: object, a: int | fx.Node, b: int | fx.Node) -> fx.Node:
         with self.graph.inserting_before(self.anchor):
-            node = self.graph.call_function(op, (a, b))  # type: ignore[arg-type]
+            node = self.graph.call_function(op, (a, b))
         node.meta["val"] = op(value(a), value(b))  # type: ignore[operator]
         self._new.append(node)
         return node
@@ -134,9 +136,9 @@ class Emitter:
     def rebuild(
         self, node: fx.Node, have: Layout, want: Layout, shape: Sequence[Size] | None = None
     ) -> fx.Node:
-        """From a tensor with layout `have` (nothing fixed) the tensor with layout `want`, as views and permutes.
+        """From a tensor with layout `have` (nothing fixed) the one with layout `want`, as views and permutes.
 
-        `have` and `want` are relative to one source; `shape` (default: that of `want`) may regroup the result.
+        Both are relative to one source; `shape` (default: that of `want`) may regroup the result.
         """
         fixed = tuple(d for d, _ in want.fixed)
         refined = common_digits(have.digits, fixed + want.digits)
@@ -174,7 +176,7 @@ def _fixed_indices(fixed: tuple[tuple[Digit, int], ...], target: tuple[Digit, ..
 
 def _tensors(values: object) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
-    fx.node.map_aggregate(values, lambda v: found.append(v) if isinstance(v, torch.Tensor) else None)  # type: ignore
+    fx.node.map_aggregate(values, lambda v: found.append(v) if isinstance(v, torch.Tensor) else None)
     return found
 
 
@@ -202,7 +204,7 @@ def order_nodes(graph: fx.Graph) -> None:
 
 
 def erase_unused(nodes: Sequence[fx.Node]) -> None:
-    """Erase those of `nodes` that nobody reads, and then what only they had read. All are free of side effects."""
+    """Erase those of `nodes` that nobody reads, then what only they had read. None has side effects."""
     work = list(nodes)
     while work:
         node = work.pop()

@@ -15,7 +15,7 @@ from autofuse.lowering import ops as _ops  # noqa: F401  (registers torch.ops.au
 from autofuse.lowering import torch_internals
 from autofuse.native_kernels import cpu
 
-from .anchors import Anchor, find_anchors
+from .anchors import Anchor, find_anchors, is_collective
 from .choose import Estimate, estimate
 from .combine import match_combine, match_single_combine
 from .dispatch import match_dispatch, match_single_dispatch
@@ -69,14 +69,15 @@ def fuse(graph: fx.Graph, settings: Settings, kind: str, name: str) -> GraphRepo
             )
     before = _code(graph)
     hints = _hints(graph)
-    sites = [_visit(anchor, settings, name, hints) for anchor in anchors]
+    sites = [_visit(graph, anchor, settings, name, hints) for anchor in anchors]
     if any(site.fused for site in sites):
-        order_nodes(graph)
         graph.lint()
     return GraphReport(name, kind, before, _code(graph), tuple(sites))
 
 
-def _visit(anchor: Anchor, settings: Settings, name: str, hints: dict[sympy.Symbol, int]) -> Site:
+def _visit(
+    graph: fx.Graph, anchor: Anchor, settings: Settings, name: str, hints: dict[sympy.Symbol, int]
+) -> Site:
     source, nbytes = _source(anchor.node), anchor.nbytes
     pattern, found, world = _find(anchor, settings, source)
     guess = Estimate()
@@ -85,7 +86,7 @@ def _visit(anchor: Anchor, settings: Settings, name: str, hints: dict[sympy.Symb
         found = _choose(found, settings, guess)
     if isinstance(found, Match):
         assert world is not None
-        reject = _rewrite(anchor, found)
+        reject = _rewrite(graph, anchor, found)
         found = reject if reject is not None else found
     fused = isinstance(found, Match)
     return Site(
@@ -149,7 +150,8 @@ def _shapes(anchor: Anchor, world: int) -> Shapes:
 def _check_place(anchor: Anchor, world: int) -> Reject | None:
     """Reasons that lie in the group and the device."""
     val = tensor(anchor.node)
-    assert val is not None and isinstance(anchor.group, str)
+    assert val is not None
+    assert isinstance(anchor.group, str)
     if world == 1:
         return Reject(Reason.SINGLE_RANK, "the group has one rank")
     if val.device.type != "cpu":
@@ -178,36 +180,39 @@ def _check_match(anchor: Anchor, match: Match, settings: Settings) -> Found:
 def _check_order(anchor: Anchor, match: Match) -> Reject | None:
     """The fused op must not overtake, nor be overtaken by, another collective."""
     for user in match.early:
-        if user < anchor.node:
-            between = _collective_between(anchor, lambda n, u=user: u < n < anchor.node)
-            if between is not None:
-                return Reject(Reason.EXTRA_USERS, f"{user.name} reads the product before {between.node.name}")
+        between = _collective_between(user, anchor.node) if user < anchor.node else None
+        if between is not None:
+            return Reject(Reason.EXTRA_USERS, f"{user.name} reads the product before {between.name}")
     for node in match.inputs:
-        if anchor.node < node:
-            between = _collective_between(anchor, lambda n, o=node: anchor.node < n < o and _feeds(n, o))
-            if between is not None:
-                return Reject(
-                    Reason.EXTRA_USERS, f"{node.name} depends on the later collective {between.node.name}"
-                )
+        between = _collective_above(node, anchor.node) if anchor.node < node else None
+        if between is not None:
+            return Reject(Reason.EXTRA_USERS, f"{node.name} depends on the later collective {between.name}")
     return None
 
 
-def _collective_between(anchor: Anchor, inside: Callable[[fx.Node], bool]) -> Anchor | None:
-    others = (a for a in find_anchors(anchor.node.graph) if a.node is not anchor.node)
-    return next((a for a in others if inside(a.node)), None)
+def _collective_between(first: fx.Node, last: fx.Node) -> fx.Node | None:
+    """A collective, fused or not, that stands between two nodes."""
+    node = first.next
+    while node is not last:
+        if is_collective(node):
+            return node
+        node = node.next
+    return None
 
 
-def _feeds(node: fx.Node, target: fx.Node) -> bool:
+def _collective_above(node: fx.Node, first: fx.Node) -> fx.Node | None:
+    """A collective behind `first` that `node` is computed from."""
     seen: set[fx.Node] = set()
-    work = [target]
+    work = [node]
     while work:
         n = work.pop()
-        if n is node:
-            return True
-        if n not in seen and node < n:
-            seen.add(n)
-            work.extend(n.all_input_nodes)
-    return False
+        if n in seen or not first < n:
+            continue
+        if is_collective(n):
+            return n
+        seen.add(n)
+        work.extend(n.all_input_nodes)
+    return None
 
 
 def _choose(match: Match, settings: Settings, guess: Estimate) -> Found:
@@ -218,8 +223,9 @@ def _choose(match: Match, settings: Settings, guess: Estimate) -> Found:
     return match
 
 
-def _rewrite(anchor: Anchor, match: Match) -> Reject | None:
+def _rewrite(graph: fx.Graph, anchor: Anchor, match: Match) -> Reject | None:
     emitter = Emitter(anchor.node, match.shapes)
+    unordered = bool(match.early) or any(anchor.node < n for n in match.inputs)
     try:
         emitter.replace_sizes(anchor.results)
         match.apply(emitter)
@@ -228,6 +234,8 @@ def _rewrite(anchor: Anchor, match: Match) -> Reject | None:
         return Reject(Reason.LAYOUT, str(error))
     emitter.commit()
     erase_unused([*emitter.replaced, *anchor.results])
+    if unordered:
+        order_nodes(graph)
     log.debug("%s -> autofuse::%s", anchor.node.name, match.pattern)
     return None
 

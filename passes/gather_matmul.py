@@ -1,8 +1,8 @@
 """all_gather -> matmul: from every matmul that reads the gathered tensor, walk up to the collective.
 
-Gathering adds one digit, the rank, to the index of the part. The layout of a matmul's operand tells where in its
-rows or columns that digit has gone; the rest of the layout is applied to the part before the op. A cast of the
-gathered tensor commutes with the gather: `cast(AG(x)) = AG(cast(x))`, element by element.
+Gathering adds one digit, the rank, to the index of the part. The layout of a matmul's operand tells where in
+its rows or columns that digit has gone; the rest of the layout is applied to the part before the op. A cast
+of the gathered tensor commutes with the gather: `cast(AG(x)) = AG(cast(x))`, element by element.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def match_all_gather(anchor: Anchor, context: Context) -> Found:
     readers = find_readers(anchor, shapes)
     cast = only_cast(readers)
     if cast is not None:
-        readers = find_readers(anchor, shapes, through_casts=True)
+        readers = find_readers(anchor, shapes, through=cast)
     consumers = [c for r in readers if (c := _consumer(r)) is not None]
     if not consumers:
         return Reject(Reason.NO_COMPUTE, "no matmul reads the gathered tensor as its left operand")

@@ -1,9 +1,9 @@
 """Layouts: what views, permutations, splits and concatenations do to the index of a tensor.
 
 A source tensor has dims of sizes `L_0, L_1, ...`. A *digit* `(dim, div, size)` is the mixed-radix digit
-`(i_dim // div) % size` of its index. A *layout* gives, for every dim of a derived tensor, the digits that make
-up its index, most significant first. `view -> transpose -> clone -> view` is then a regrouping of a list, and a
-collective that cuts a tensor into `world` parts cuts out one digit, wherever views have taken it.
+`(i_dim // div) % size` of its index. A *layout* gives, for every dim of a derived tensor, the digits that
+make up its index, most significant first. `view -> transpose -> clone -> view` is then a regrouping of a
+list, and a collective that cuts a tensor into `world` parts cuts out one digit, wherever views have taken it.
 
 A layout may also have digits that are `fixed`: the tensor is one piece of a split. Joining all pieces
 gives the digit back, so that `split -> view -> cat` is a layout too.
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TypeAlias
 
 import sympy
@@ -182,7 +183,7 @@ def common_digits(*lists: Digits) -> list[Digits] | None:
             inner.sort(key=lambda c: sympy.sympify(c).subs(dict.fromkeys(sympy.sympify(c).free_symbols, 64)))
             edges = [d.div, *inner, d.div * d.size]
             steps: list[Digit] = []
-            for low, high in zip(edges, edges[1:], strict=False):
+            for low, high in pairwise(edges):
                 size = exact_quotient(high, low)
                 if size is None:
                     return None
@@ -205,7 +206,7 @@ def _inside(cut: Size, digit: Digit) -> bool:
 
 @dataclass(frozen=True)
 class Cut:
-    """Where one digit lies in a layout: dim `dim` is `(outer, digit, inner)`; `rest` is the layout without it."""
+    """Where a digit lies in a layout: dim `dim` is `(outer, digit, inner)`; `rest` is what is left."""
 
     dim: int
     outer: Size
@@ -231,7 +232,7 @@ def cut_out(layout: Layout, digit: Digit) -> Cut | None:
 
 
 def compose(outer: Layout, inner: Layout) -> Layout | None:
-    """The layout relative to the source of `inner`, of a tensor with layout `outer` on a tensor with layout `inner`."""
+    """The layout of a tensor on the source of `inner`, if it has `outer` on a tensor that has `inner`."""
 
     def translate(d: Digit) -> Digits | None:
         if d.dim < 0:

@@ -86,15 +86,18 @@ class Reader:
     layout: Layout
 
 
-def find_readers(anchor: Anchor, shapes: Shapes, through_casts: bool = False) -> list[Reader]:
-    """Everything that computes with the result of the collective, and the view of it that it reads."""
+def find_readers(anchor: Anchor, shapes: Shapes, through: torch.dtype | None = None) -> list[Reader]:
+    """Everything that computes with the result of the collective, and the view of it that it reads.
+
+    A cast of the result to the dtype `through` counts as a view.
+    """
     results = set(anchor.results)
     layouts: dict[fx.Node, Layout | None] = {}
     found: list[Reader] = []
 
     def layout_of(node: fx.Node) -> Layout | None:
         if node not in layouts:
-            traced = trace(node, results.__contains__, shapes, through_casts)
+            traced = trace(node, results.__contains__, shapes, through)
             layouts[node] = None if traced is None else traced.layout
         return layouts[node]
 
@@ -102,7 +105,7 @@ def find_readers(anchor: Anchor, shapes: Shapes, through_casts: bool = False) ->
         """Is `user` a view that can be followed (a split is, if its pieces are)?"""
         if user.target in SPLITS:
             return all(layout_of(piece) is not None for piece in user.users)
-        return (is_view(user) or (through_casts and is_cast(user))) and layout_of(user) is not None
+        return (is_view(user) or is_cast(user)) and layout_of(user) is not None
 
     seen: set[fx.Node] = set()
 
@@ -155,7 +158,7 @@ def depends_on(anchor: Anchor, nodes: Iterable[fx.Node]) -> fx.Node | None:
 
 
 def outside_reader(anchor: Anchor, leaves: Sequence[fx.Node]) -> fx.Node | None:
-    """Somebody besides the collective who reads one of `leaves`, or what lies between them and the collective."""
+    """Who besides the collective reads one of `leaves` or what lies between them and the collective."""
     inside: set[fx.Node] = set()
     work = [anchor.input]
     while work:

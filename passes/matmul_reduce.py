@@ -1,8 +1,8 @@
-"""matmul -> all_reduce and matmul -> reduce_scatter: walk up from the collective to the product that feeds it.
+"""matmul -> all_reduce and matmul -> reduce_scatter: walk up from the collective to the product before it.
 
-All_reduce acts on every element alike, so it commutes with whatever moves elements: `AR(L(P)) = L(AR(P))` for the
-layout `L` between them. Reduce_scatter cuts its input along the leading digit of dim 0; the layout tells which
-digit of the rows or columns of `P` that is.
+All_reduce acts on every element alike, so it commutes with whatever moves elements: `AR(L(P)) = L(AR(P))` for
+the layout `L` between them. Reduce_scatter cuts its input along the leading digit of dim 0; the layout tells
+which digit of the rows or columns of `P` that is.
 """
 
 from __future__ import annotations
@@ -22,33 +22,33 @@ from .trace import aten, tensor
 
 
 def match_all_reduce(anchor: Anchor, context: Context) -> Found:
-    assert anchor.input is not None
-    found = match_product(anchor.input, context.shapes)
-    reject = found if isinstance(found, Reject) else check(anchor, found)
-    if isinstance(found, Reject) or reject is not None:
-        return reject if reject is not None else found
+    found = _find(anchor, context)
+    if isinstance(found, Reject):
+        return found
     return _match(anchor, context, found, "matmul_all_reduce", None)
 
 
 def match_reduce_scatter(anchor: Anchor, context: Context) -> Found:
-    assert anchor.input is not None
-    found = match_product(anchor.input, context.shapes)
-    reject = found if isinstance(found, Reject) else check(anchor, found)
-    if isinstance(found, Reject) or reject is not None:
-        return reject if reject is not None else found
+    found = _find(anchor, context)
+    if isinstance(found, Reject):
+        return found
     cut = leading_cut(found, context.world)
     if isinstance(cut, Reject):
         return cut
     return _match(anchor, context, found, "matmul_reduce_scatter", cut)
 
 
-def check(anchor: Anchor, found: Product) -> Reject | None:
-    """Reasons that a product cannot be reduced, whatever its layout."""
+def _find(anchor: Anchor, context: Context) -> Product | Reject:
+    """The product that is reduced, whatever its layout."""
+    assert anchor.input is not None
+    found = match_product(anchor.input, context.shapes)
+    if isinstance(found, Reject):
+        return found
     if anchor.reduce_op not in ("sum", "avg"):
         return Reject(Reason.REDUCE_OP, f"the reduction is {anchor.reduce_op!r}")
     if (total := product(found.layout.shape)) != product(found.shape):
         return Reject(Reason.LAYOUT, f"{total} of {product(found.shape)} elements of the matmul are reduced")
-    return dtype_reject(found)
+    return dtype_reject(found) or found
 
 
 def leading_cut(found: Product, world: int) -> Cut | Reject:

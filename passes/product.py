@@ -117,7 +117,8 @@ def _is_stage(n: fx.Node) -> bool:
 def _contraction(n: fx.Node, shapes: Shapes, batched: bool) -> Product | Reject:
     shape = shapes.of(n)
     dtype = dtype_of(n)
-    assert shape is not None and dtype is not None
+    assert shape is not None
+    assert dtype is not None
     args = n.args
     operands: tuple[Operand, ...] = ()
     stage = "mm"
@@ -174,7 +175,7 @@ def grouped_offsets(n: fx.Node) -> fx.Node | None:
 
 
 def _cast(n: fx.Node, shapes: Shapes, batched: bool) -> Product | Reject:
-    found = _match(n.args[0], shapes, batched)  # type: ignore[arg-type]
+    found = _match(n.args[0], shapes, batched)
     if isinstance(found, Reject):
         return found
     dtype = dtype_of(n)
@@ -204,7 +205,7 @@ def _between(n: fx.Node, below: fx.Node) -> frozenset[fx.Node]:
 
     def visit(node: fx.Node) -> bool:
         if node not in leads:
-            leads[node] = below < node and any([visit(i) for i in node.all_input_nodes])
+            leads[node] = below < node and any(list(map(visit, node.all_input_nodes)))
         return leads[node]
 
     visit(n)
@@ -215,7 +216,7 @@ def _binary(n: fx.Node, shapes: Shapes, batched: bool) -> Product | Reject:
     dtype = dtype_of(n)
     assert dtype is not None
     if n.target is aten.neg.default:
-        found = _match(n.args[0], shapes, batched)  # type: ignore[arg-type]
+        found = _match(n.args[0], shapes, batched)
         return found if isinstance(found, Reject) else _extend(found, n.args[0], n, "neg", dtype)
     name = _BINARY[n.target]
     if argument(n, 2, "alpha", 1) != 1 or n.kwargs.get("rounding_mode") is not None:
@@ -228,8 +229,9 @@ def _binary(n: fx.Node, shapes: Shapes, batched: bool) -> Product | Reject:
         if summed is not None:
             return summed
     reject = first if isinstance(first, Reject) else Reject(Reason.NO_COMPUTE, f"no matmul above {n.name}")
-    for found, side, other in ((first, left, right), (second, right, left)):
-        if not isinstance(found, Product) or not isinstance(side, fx.Node):
+    sides: tuple = ((first, left, right), (second, right, left))
+    for found, side, other in sides:
+        if not isinstance(found, Product):
             continue
         if not isinstance(other, fx.Node):
             return _extend(found, side, n, f"{name} {other}", dtype)
@@ -276,7 +278,7 @@ def _sum(a: Product, b: Product, n: fx.Node, dtype: torch.dtype) -> Product | No
 
 
 def broadcast(operand: fx.Node, found: Product, n: fx.Node, shapes: Shapes) -> Operand | None:
-    """Bring an operand of `n`, a value in `found.layout`, to `[]`, `[N]`, `[M, 1]` or `[M, N]` (`M` may be `E, R`)."""
+    """Bring an operand of `n`, laid out as `found.layout`, to `[]`, `[N]`, `[M, 1]` or `[M, N]`."""
     have, full = shapes.of(operand), shapes.of(n)
     val = tensor(operand)
     if have is None or full is None or val is None:

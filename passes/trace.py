@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import sympy
 import torch
@@ -64,7 +65,7 @@ def expression(size: object) -> Size:
     return size
 
 
-def argument(node: fx.Node, index: int, name: str, default: object = None) -> object:
+def argument(node: fx.Node, index: int, name: str, default: object = None) -> Any:
     """A positional or keyword argument."""
     return node.args[index] if index < len(node.args) else node.kwargs.get(name, default)
 
@@ -85,7 +86,7 @@ def is_cast(node: fx.Node) -> bool:
 
 
 class Shapes:
-    """Shapes of nodes under what a collective implies: a dim that it cuts into `world` parts is `world * part`."""
+    """Shapes under what a collective implies: a dim that it cuts into `world` parts is `world * part`."""
 
     def __init__(self) -> None:
         self._assumed: dict[sympy.Expr, sympy.Expr] = {}
@@ -131,9 +132,12 @@ class Trace:
 
 
 def trace(
-    node: fx.Node, is_leaf: Callable[[fx.Node], bool], shapes: Shapes, through_casts: bool = False
+    node: fx.Node, is_leaf: Callable[[fx.Node], bool], shapes: Shapes, through: torch.dtype | None = None
 ) -> Trace | None:
-    """The layout of `node` relative to the nearest leaves above it; None if something else lies between."""
+    """The layout of `node` relative to the nearest leaves above it; None if something else lies between.
+
+    A cast to the dtype `through` counts as a view.
+    """
     memo: dict[fx.Node, Trace | None] = {}
 
     def visit(n: fx.Node) -> Trace | None:
@@ -149,7 +153,8 @@ def trace(
             return None
         if n.target in (aten.cat.default, aten.stack.default):
             return join(n)
-        source, view = (n.args[0], _keep) if through_casts and is_cast(n) else source_and_view(n, shapes)
+        cast = through is not None and is_cast(n) and dtype_of(n) == through
+        source, view = (n.args[0], _keep) if cast else source_and_view(n, shapes)
         below = visit(source) if isinstance(source, fx.Node) else None
         if below is None:
             return None
