@@ -49,14 +49,20 @@ def compile_fx_inner(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs
 
 def run_post_grad_passes(gm: fx.GraphModule, example_inputs: Sequence[Any], is_inference: bool) -> None:
     """Inductor's post-grad passes, custom ones included, in place and as `compile_fx_inner` runs them."""
-    from torch._inductor.compile_fx import _recursive_post_grad_passes, fake_tensor_prop, view_to_reshape
+    from torch._inductor.compile_fx import _recursive_post_grad_passes, view_to_reshape
     from torch._inductor.virtualized import V
 
     view_to_reshape(gm)
-    with torch.no_grad():
-        fake_mode = fake_tensor_prop(gm, example_inputs)
-    with V.set_fake_mode(fake_mode):
+    with V.set_fake_mode(propagate_fakes(gm, example_inputs)):
         _recursive_post_grad_passes(gm, is_inference=is_inference)
+
+
+def propagate_fakes(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
+    """Give every node its `meta["val"]`, which nodes that Inductor inserts may lack; returns the fake mode."""
+    from torch._inductor.compile_fx import fake_tensor_prop
+
+    with torch.no_grad():
+        return fake_tensor_prop(gm, example_inputs)
 
 
 def inductor_options() -> dict[str, Any]:
