@@ -49,6 +49,7 @@ _MEETINGS = _VALUES + 2 * _ROW * 8
 _SMALLEST_BUFFER = 1 << 16
 _COARSE_BUFFER = 1 << 26  # from here on buffers grow by multiples of this, not by doubling
 _SPIN_US = 15  # with more ranks than processors, spinning keeps the awaited rank from running
+_LONG_SPIN_US = 100  # with one for each rank: about what falling asleep and being woken takes
 _SLICE_MS = 200  # how often a waiting rank looks whether its peer still lives
 _MOST_KEYS = 4096
 
@@ -70,6 +71,7 @@ class Workspace:
         self._meeting = 0
         self._generation = 0
         self._failure = ""
+        self._spin_us = _LONG_SPIN_US if world <= (os.cpu_count() or 1) else _SPIN_US
         self._keys: dict[tuple[str, str, str, int], tuple[int, bytes]] = {}
         self._data: list[Tensor] = []
         self._typed: dict[torch.dtype, list[Tensor]] = {}
@@ -266,7 +268,9 @@ class Call:
 
     def _await(self, slot: int, value: int, source: int, tile: int) -> None:
         ws = self._ws
-        status = cpu.wait(slot, value, self._header[source], self.epoch, self._hash, _SPIN_US, self._slice_ms)
+        status = cpu.wait(
+            slot, value, self._header[source], self.epoch, self._hash, ws._spin_us, self._slice_ms
+        )
         if status == cpu.OK:
             return
         deadline = time.monotonic() + self._timeout_s - self._slice_ms / 1000

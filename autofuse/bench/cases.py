@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed import _functional_collectives as funcol
 
 Inputs: TypeAlias = tuple[Tensor | list[Tensor], ...]
@@ -38,25 +39,24 @@ def cases(rank: int, world: int, dtype: torch.dtype) -> Iterator[Case]:
     """All rows of a group of `world` ranks, for this rank. The default group must exist."""
     group = dist.group.WORLD
     assert group is not None
-    name = group.group_name
     for size in (2048, 4096):
         for tokens in (1, 16, 128, 1024):
-            yield _matmul_all_reduce(tokens, size, world, dtype, name)
+            yield _matmul_all_reduce(tokens, size, world, dtype, group)
     for size in (2048, 4096):
         for tokens in (1, 16, 128, 1024):
-            yield _matmul_reduce_scatter(tokens, size, world, dtype, name)
+            yield _matmul_reduce_scatter(tokens, size, world, dtype, group)
     for size in (2048, 4096):
         for tokens in (1, 16, 128, 1024):
-            yield _all_gather_matmul(tokens, size, world, dtype, name)
+            yield _all_gather_matmul(tokens, size, world, dtype, group)
     for batch in (512, 2048):
         for pooling in (1, 10, 40):
-            yield _embedding(batch, pooling, rank, world, dtype, name)
+            yield _embedding(batch, pooling, rank, world, dtype, group)
     for hidden in (512, 1024):
         for tokens in (128, 2048):
-            yield _experts(tokens, hidden, world, dtype, name)
+            yield _experts(tokens, hidden, world, dtype, group)
 
 
-def _matmul_all_reduce(tokens: int, size: int, world: int, dtype: torch.dtype, group: str) -> Case:
+def _matmul_all_reduce(tokens: int, size: int, world: int, dtype: torch.dtype, group: ProcessGroup) -> Case:
     """Row-parallel linear: `AR(x @ weight^T)`, x: [tokens, K / W], weight: [N, K / W]."""
 
     def function(x: Tensor, weight: Tensor) -> Tensor:
@@ -66,7 +66,9 @@ def _matmul_all_reduce(tokens: int, size: int, world: int, dtype: torch.dtype, g
     return Case(f"matmul_all_reduce tokens={tokens} k=n={size}", function, inputs)
 
 
-def _matmul_reduce_scatter(tokens: int, size: int, world: int, dtype: torch.dtype, group: str) -> Case:
+def _matmul_reduce_scatter(
+    tokens: int, size: int, world: int, dtype: torch.dtype, group: ProcessGroup
+) -> Case:
     """`RS(x @ weight^T)` by rows; by columns where there are fewer tokens than ranks."""
     dim = 0 if tokens % world == 0 else 1
 
@@ -77,7 +79,7 @@ def _matmul_reduce_scatter(tokens: int, size: int, world: int, dtype: torch.dtyp
     return Case(f"matmul_reduce_scatter tokens={tokens} k=n={size} dim={dim}", function, inputs)
 
 
-def _all_gather_matmul(tokens: int, size: int, world: int, dtype: torch.dtype, group: str) -> Case:
+def _all_gather_matmul(tokens: int, size: int, world: int, dtype: torch.dtype, group: ProcessGroup) -> Case:
     """Column-parallel linear: `AG(x) @ weight^T`, weight: [N / W, K]; gathers rows, or columns as above."""
     dim = 0 if tokens % world == 0 else 1
     part = (tokens // world, size) if dim == 0 else (tokens, size // world)
@@ -98,7 +100,9 @@ def _dense(
     return inputs
 
 
-def _embedding(batch: int, pooling: int, rank: int, world: int, dtype: torch.dtype, group: str) -> Case:
+def _embedding(
+    batch: int, pooling: int, rank: int, world: int, dtype: torch.dtype, group: ProcessGroup
+) -> Case:
     """Tables by model parallelism: pools T local tables over the global batch, `[batch / W, 16, dim]`."""
     local, part = TABLES // world, batch // world
     generator = torch.Generator().manual_seed(rank)
@@ -121,7 +125,7 @@ def _embedding(batch: int, pooling: int, rank: int, world: int, dtype: torch.dty
     return Case(f"embedding batch={batch} pooling={pooling}", function, inputs)
 
 
-def _experts(tokens: int, hidden: int, world: int, dtype: torch.dtype, group: str) -> Case:
+def _experts(tokens: int, hidden: int, world: int, dtype: torch.dtype, group: ProcessGroup) -> Case:
     """Fixed capacity, 8 experts in all: dispatch, two expert matmuls of hidden x hidden, combine."""
     local, capacity = EXPERTS // world, tokens // EXPERTS
 
