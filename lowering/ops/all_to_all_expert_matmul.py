@@ -143,13 +143,18 @@ def _cpu(
         sent = x.view(-1, k)
 
         def store(dest: int) -> None:
+            if dest == rank and form.ranges is None:
+                return  # read where it is
             start, length = splits.start(rank, dest), splits.sends[rank][dest]
             there = call.tensor(dest, 0, (splits.rows(dest), k), x.dtype)
             there[start : start + length].copy_(sent[starts[dest] : starts[dest] + length])
 
         def arrived(source: int) -> None:
-            start = splits.start(source, rank)
-            part = received[start : start + splits.sends[source][rank]]
+            if source == rank and form.ranges is None:
+                part = sent[starts[rank] : starts[rank] + splits.sends[rank][rank]]
+            else:
+                start = splits.start(source, rank)
+                part = received[start : start + splits.sends[source][rank]]
             if runs is not None:
                 for run in runs[source]:
                     rows = slice(run.row, run.row + run.length)
