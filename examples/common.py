@@ -78,25 +78,35 @@ def show(text: object) -> None:
         print(text, flush=True)
 
 
+def compile_each(models: Mapping[str, nn.Module], policy: str) -> dict[str, Callable[..., Any]]:
+    """What to call for each of the models `eager`, `inductor` and `autofuse`: named by the backend."""
+    return {
+        "eager": models["eager"],
+        "inductor": torch.compile(models["inductor"], backend="inductor"),
+        "autofuse": torch.compile(models["autofuse"], backend="autofuse", options={"policy": policy}),
+    }
+
+
 def train_beside(
-    eager: tuple[nn.Module, Step],
-    fused: tuple[nn.Module, Step],
+    models: Mapping[str, nn.Module],
+    steps: Mapping[str, Step],
     batches: Iterable[Any],
     tolerance: float,
-    steps: int,
+    count: int,
 ) -> None:
-    """Takes `steps` training steps with two models of equal weights, each with its `step(batch) -> loss`.
+    """Takes `count` steps, `step(batch) -> loss`, with the models `eager` and `autofuse`, of equal weights.
 
     Prints both losses. Raises RuntimeError if gradients of the first step, or any loss, do not agree.
     """
-    losses = []
+    losses: dict[str, list[Tensor]] = {"eager": [], "autofuse": []}
     show("step      eager   autofuse")
-    for number, batch in zip(range(steps), batches, strict=False):
-        losses.append((fused[1](batch), eager[1](batch)))
-        show(f"{number:4d}  {losses[-1][1]:9.5f}  {losses[-1][0]:9.5f}")
+    for number, batch in zip(range(count), batches, strict=False):
+        for name in losses:
+            losses[name].append(steps[name](batch))
+        show(f"{number:4d}  {losses['eager'][-1]:9.5f}  {losses['autofuse'][-1]:9.5f}")
         if number == 0:
-            agree("gradients", gradients(fused[0]), gradients(eager[0]), tolerance)
-    agree("losses", *zip(*losses, strict=True), tolerance)
+            agree("gradients", gradients(models["autofuse"]), gradients(models["eager"]), tolerance)
+    agree("losses", losses["autofuse"], losses["eager"], tolerance)
 
 
 def gradients(model: nn.Module) -> list[Tensor]:

@@ -15,12 +15,13 @@ the same weights and batches. Gradients and losses must agree with eager, or the
 import math
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from common import AllToAll, Step, launch, race, show, train_beside
+from common import AllToAll, Step, compile_each, launch, race, show, train_beside
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
@@ -44,6 +45,8 @@ class Batch(NamedTuple):
 
 class DLRM(nn.Module):
     """`tables` tables on every rank, all of `dim` columns, and the two MLPs, replicated."""
+
+    pairs: Tensor
 
     def __init__(self, world: int, tables: int, rows: int, dim: int) -> None:
         super().__init__()
@@ -72,8 +75,8 @@ def make_model(args: Namespace, device: torch.device) -> DLRM:
     torch.manual_seed(0)
     model = DLRM(dist.get_world_size(), args.tables, args.rows, args.dim)
     generator = torch.Generator().manual_seed(1 + dist.get_rank())
-    for table in model.tables:
-        nn.init.normal_(table.weight, std=0.05, generator=generator)
+    for weight in model.tables.parameters():
+        nn.init.normal_(weight, std=0.05, generator=generator)
     return model.to(device)
 
 
@@ -118,18 +121,13 @@ def make_step(model: DLRM, call: Callable[..., Any]) -> Step:
 
 def run(args: Namespace, device: torch.device) -> None:
     models = {name: make_model(args, device) for name in ("eager", "inductor", "autofuse")}
-    calls = {
-        "eager": models["eager"],
-        "inductor": torch.compile(models["inductor"], backend="inductor"),
-        "autofuse": torch.compile(models["autofuse"], backend="autofuse", options={"policy": args.policy}),
-    }
+    calls = compile_each(models, args.policy)
     steps = {name: make_step(models[name], calls[name]) for name in models}
     batches = make_batches(args, device)
     with autofuse.debug() as report:
-        eager, fused = ((models[name], steps[name]) for name in ("eager", "autofuse"))
-        train_beside(eager, fused, batches, TOLERANCE, args.steps)
+        train_beside(models, steps, batches, TOLERANCE, args.steps)
         batch = next(batches)
-        race("training step", {name: lambda s=s: s(batch) for name, s in steps.items()}, args.rounds)
+        race("training step", {name: partial(step, batch) for name, step in steps.items()}, args.rounds)
     show(f"\n{report}")
 
 

@@ -16,12 +16,13 @@ from the same weights and batches. Gradients, losses and decoded tokens must agr
 import os
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import Step, agree, launch, race, show, train_beside
+from common import Step, agree, compile_each, launch, race, show, train_beside
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 from transformers.distributed import DistributedConfig
@@ -48,7 +49,8 @@ def make_model(args: Namespace, device: torch.device) -> nn.Module:
     parallel, _, mesh = LlamaForCausalLM.prepare_distribute_model(
         DistributedConfig(tp_size=dist.get_world_size())
     )
-    return LlamaForCausalLM.maybe_distribute_model(LlamaForCausalLM(config).to(device), parallel, mesh)
+    model: nn.Module = LlamaForCausalLM(config)
+    return LlamaForCausalLM.maybe_distribute_model(model.to(device), parallel, mesh)
 
 
 def read_text() -> Tensor:
@@ -97,28 +99,17 @@ def make_decoder(model: Any, call: Callable[..., Any], prompt: Tensor, length: i
 
 def run(args: Namespace, device: torch.device) -> None:
     models = {name: make_model(args, device) for name in ("eager", "inductor", "autofuse")}
-    calls: dict[str, Callable[..., Any]] = {
-        "eager": models["eager"],
-        "inductor": torch.compile(models["inductor"], backend="inductor"),
-        "autofuse": torch.compile(models["autofuse"], backend="autofuse", options={"policy": args.policy}),
-    }
+    calls = compile_each(models, args.policy)
     steps = {name: make_step(models[name], calls[name]) for name in models}
     batches = make_batches(args, device)
     with autofuse.debug() as report:
-        train_beside(
-            *((models[name], steps[name]) for name in ("eager", "autofuse")), batches, TOLERANCE, args.steps
-        )
+        train_beside(models, steps, batches, TOLERANCE, args.steps)
         batch = next(batches)
-        race(
-            "training step",
-            {name: lambda step=step: step(batch) for name, step in steps.items()},
-            args.rounds,
-        )
+        race("training step", {name: partial(step, batch) for name, step in steps.items()}, args.rounds)
 
         # One model from here on: the one that autofuse trained, run in three ways.
         model = models["autofuse"].eval()
-        calls["eager"] = model
-        calls["inductor"] = torch.compile(model, backend="inductor")
+        calls = compile_each(dict.fromkeys(models, model), args.policy)
         prompt = batch[:1, : args.prompt]
         decoders = {
             name: make_decoder(model, call, prompt, args.prompt + args.tokens + args.rounds + 1)

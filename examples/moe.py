@@ -15,12 +15,13 @@ with eager, or the script fails. The experts are bfloat16, which is what grouped
 
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from common import AllToAll, Step, launch, race, show, train_beside
+from common import AllToAll, Step, compile_each, launch, race, show, train_beside
 from torch import Tensor, nn
 
 import autofuse
@@ -111,18 +112,13 @@ def make_step(model: MixtureOfExperts, call: Callable[..., Any]) -> Step:
 def run(args: Namespace, device: torch.device) -> None:
     torch._dynamo.config.capture_scalar_outputs = True  # the splits stay in the graph
     models = {name: make_model(args, device) for name in ("eager", "inductor", "autofuse")}
-    calls = {
-        "eager": models["eager"],
-        "inductor": torch.compile(models["inductor"], backend="inductor"),
-        "autofuse": torch.compile(models["autofuse"], backend="autofuse", options={"policy": args.policy}),
-    }
+    calls = compile_each(models, args.policy)
     steps = {name: make_step(models[name], calls[name]) for name in models}
     batches = make_batches(args, device)
     with autofuse.debug() as report:
-        eager, fused = ((models[name], steps[name]) for name in ("eager", "autofuse"))
-        train_beside(eager, fused, batches, TOLERANCE, args.steps)
+        train_beside(models, steps, batches, TOLERANCE, args.steps)
         batch = next(batches)
-        race("training step", {name: lambda s=s: s(batch) for name, s in steps.items()}, args.rounds)
+        race("training step", {name: partial(step, batch) for name, step in steps.items()}, args.rounds)
     show(f"\n{report}")
 
 

@@ -1,0 +1,121 @@
+"""The examples as users start them, on 2 ranks: they agree with eager, and report what was fused."""
+
+import os
+import signal
+import subprocess
+import sys
+import uuid
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+PLAIN = (sys.executable,)
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+SMALL = ("--steps=2", "--rounds=0", "--policy=always")
+TIME_LIMIT_S = 200
+
+
+def run(command: Sequence[str | Path]) -> subprocess.CompletedProcess[str]:
+    """Runs to the end, ranks included: none may be left behind, whatever the outcome."""
+    mark = f"AUTOFUSE_TEST_RUN={uuid.uuid4()}"
+    name, value = mark.split("=")
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("AUTOFUSE_") and k != "RANK"}
+    environment |= {name: value, "PYTHONPATH": str(EXAMPLES)}
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIME_LIMIT_S)
+        assert not processes_with(mark), "processes are left behind"
+    finally:
+        for pid in processes_with(mark):
+            os.kill(pid, signal.SIGKILL)
+    return done
+
+
+def processes_with(mark: str) -> list[int]:
+    """Processes with `mark` in their environment, but for Inductor's compile workers: they end by themselves."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            environment = (path / "environ").read_bytes()
+            command = (path / "cmdline").read_bytes()
+        except OSError:  # it has ended, or is somebody else's
+            continue
+        if mark.encode() in environment.split(b"\0") and b"compile_worker" not in command:
+            found.append(int(path.name))
+    return found
+
+
+def fused(done: subprocess.CompletedProcess[str]) -> Counter[tuple[str, str]]:
+    """How often the printed report has each (kind of graph, fused op); "-" is for what was kept."""
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [line.split() for line in done.stdout.splitlines()]
+    kinds = ("forward", "backward", "inference")
+    return Counter((row[0], row[3]) for row in rows if len(row) > 3 and row[0] in kinds)
+
+
+def test_llama() -> None:
+    layers = 1
+    sizes = ("--hidden=128", f"--layers={layers}", "--batch=2", "--length=16", "--prompt=4", "--tokens=4")
+    done = run([*PLAIN, EXAMPLES / "llama_tp.py", *SMALL, *sizes])
+    assert fused(done) == {
+        ("forward", "matmul_all_reduce"): 2 * layers,  # o_proj, down_proj
+        ("forward", "-"): 2,  # the embedding and the logits
+        ("backward", "matmul_all_reduce"): 5 * layers + 1,  # q, k, v, gate, up; lm_head
+        ("inference", "matmul_all_reduce"): 2 * layers,
+        ("inference", "-"): 2,
+    }
+    assert "losses: 2 compared" in done.stdout
+    assert "tokens: 1 compared, relative error 0.0e+00" in done.stdout
+
+
+@pytest.mark.parametrize("start", [PLAIN, TORCHRUN], ids=["plain", "torchrun"])
+def test_dlrm(start: Sequence[str]) -> None:
+    sizes = ("--batch=64", "--tables=3", "--rows=100", "--dim=16", "--pooling=4")
+    done = run([*start, EXAMPLES / "dlrm.py", *SMALL, *sizes, f"--rounds={int(start is PLAIN)}"])
+    assert fused(done) == {
+        ("forward", "embedding_bag_all_to_all"): 1,
+        ("backward", "all_to_all_embedding_bag_backward"): 1,
+    }
+    assert "gradients: 11 compared" in done.stdout  # 3 tables, 4 linear layers with bias
+    _, raced, table = done.stdout.partition("training step, median of 1")
+    assert bool(raced) is (start is PLAIN)
+    if raced:
+        assert [line.split()[0] for line in table.splitlines()[1:4]] == ["eager", "inductor", "autofuse"]
+
+
+def test_moe() -> None:
+    sizes = ("--tokens=32", "--experts=4", "--dim=32", "--hidden=64")
+    done = run([*PLAIN, EXAMPLES / "moe.py", *SMALL, *sizes])
+    assert fused(done) == {
+        ("forward", "-"): 1,  # the counts
+        ("forward", "all_to_all_expert_matmul"): 1,
+        ("forward", "expert_matmul_all_to_all"): 1,
+        ("backward", "all_to_all_expert_matmul"): 1,
+        ("backward", "expert_matmul_all_to_all"): 1,
+    }
+
+
+def test_disagreement_on_any_rank_fails(tmp_path: Path) -> None:
+    script = tmp_path / "disagree.py"
+    script.write_text(
+        "from argparse import ArgumentParser\n"
+        "import torch, torch.distributed as dist\n"
+        "from common import agree, launch\n"
+        "def run(args, device):\n"
+        "    one = [torch.ones(2)]\n"
+        "    agree('equal', one, one, 0.0)\n"
+        "    try:\n"
+        "        agree('NaN', [torch.tensor([1.0, float('nan')])], one, 1e-4)\n"
+        "        raise SystemExit('NaN passes for 1')\n"
+        "    except RuntimeError:\n"
+        "        pass\n"
+        "    agree('numbers', [one[0] + 0.001 * dist.get_rank()], one, 1e-4)\n"
+        "    dist.barrier()\n"
+        "launch(ArgumentParser(), run)\n"
+    )
+    done = run([*PLAIN, script])
+    assert done.returncode != 0
+    assert "numbers of rank 1: relative errors" in done.stderr
+    assert "equal: 1 compared" in done.stdout
