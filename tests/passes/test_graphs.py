@@ -1,0 +1,162 @@
+"""Graphs after the rewrite, node by node. `EXPECTTEST_ACCEPT=1 pytest` writes them anew."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed._functional_collectives as funcol
+import torch.nn.functional as F
+from expecttest import assert_expected_inline
+from torch import Tensor, fx
+
+from autofuse.backend import fusion_pass
+from autofuse.lowering import torch_internals
+
+from .dense import group
+from .harness import fake_group
+
+
+def rewritten(fn: Callable[..., Any], *args: Any, policy: str = "always") -> str:
+    """One line a node of the inference graph of `fn` under a fake group of 4."""
+    lines: list[str] = []
+
+    def backend(gm: fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
+        fusion, patches = fusion_pass(0, None, {"policy": policy})
+
+        def compile_graph(gm: fx.GraphModule, example_inputs: Any, **kwargs: Any) -> Any:
+            torch_internals.run_post_grad_passes(gm, example_inputs, kwargs.get("is_inference", False))
+            lines.extend(_line(node) for node in gm.graph.nodes if node.op != "placeholder")
+            return lambda inputs: [torch.zeros(1)]
+
+        torch_internals.compile_fx(gm, example_inputs, compile_graph, patches)
+        return gm.forward
+
+    with fake_group(4), torch.no_grad():
+        torch.compile(fn, backend=backend)(*args)
+    return "\n".join(lines)
+
+
+def _line(node: fx.Node) -> str:
+    if node.op == "output":
+        return f"return {node.args[0]}"
+    val = node.meta.get("val")
+    shape = list(val.shape) if isinstance(val, torch.Tensor) else ""
+    target = node.target if isinstance(node.target, torch._ops.OpOverload) else node.target.__name__
+    text = ", ".join(map(repr, node.args))
+    text = re.sub(r"'[^']*\.py:\d+'", "SITE", text)
+    return f"{node.name}: {shape} = {target}({text})"
+
+
+def test_matmul_all_reduce() -> None:
+    def fn(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        return funcol.all_reduce(F.linear(x, w, b).bfloat16(), "sum", group()).float() + x.sum()
+
+    assert_expected_inline(
+        rewritten(fn, torch.zeros(2, 8, 12), torch.zeros(16, 12), torch.zeros(16)),
+        """\
+view: [16, 12] = aten.reshape.default(arg0_1, [16, 12])
+permute: [12, 16] = aten.permute.default(arg1_1, [1, 0])
+matmul_all_reduce_default:  = autofuse.matmul_all_reduce.default([view], [permute], [arg2_1], 'addmm %0; to bfloat16', 'sum', False, '0', 'direct', SITE)
+getitem: [16, 16] = getitem(matmul_all_reduce_default, 0)
+reshape_default: [2, 8, 16] = aten.reshape.default(getitem, [2, 8, 16])
+convert_element_type_1: [2, 8, 16] = prims.convert_element_type.default(reshape_default, torch.float32)
+sum_1: [] = aten.sum.default(arg0_1)
+add: [2, 8, 16] = aten.add.Tensor(convert_element_type_1, sum_1)
+return (add,)""",
+    )
+
+
+def test_matmul_reduce_scatter_on_dim_1() -> None:
+    def fn(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        y = F.linear(x, w)
+        return funcol.reduce_scatter_tensor(y, "avg", 1, group()), y
+
+    assert_expected_inline(
+        rewritten(fn, torch.zeros(2, 8, 12), torch.zeros(16, 12)),
+        """\
+view: [16, 12] = aten.reshape.default(arg0_1, [16, 12])
+permute: [12, 16] = aten.permute.default(arg1_1, [1, 0])
+matmul_reduce_scatter_default:  = autofuse.matmul_reduce_scatter.default([view], [permute], [], 'mm', 'avg', 0, 2, True, '0', 'direct', SITE)
+getitem_5: [16, 16] = getitem(matmul_reduce_scatter_default, 1)
+view_1: [2, 8, 16] = aten.reshape.default(getitem_5, [2, 8, 16])
+getitem_4: [4, 16] = getitem(matmul_reduce_scatter_default, 0)
+reshape_default: [2, 2, 16] = aten.reshape.default(getitem_4, [2, 2, 16])
+return (reshape_default, view_1)""",
+    )
+
+
+def test_all_gather_matmul_of_three() -> None:
+    def fn(x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        whole = funcol.all_gather_tensor(x, 1, group())
+        return F.linear(whole, q), F.linear(whole, k), F.linear(whole, v) + whole.sum()
+
+    assert_expected_inline(
+        rewritten(fn, torch.zeros(2, 3, 12), torch.zeros(16, 12), torch.zeros(8, 12), torch.zeros(8, 12)),
+        """\
+reshape_default: [6, 12] = aten.reshape.default(arg0_1, [6, 12])
+permute: [12, 16] = aten.permute.default(arg1_1, [1, 0])
+permute_1: [12, 8] = aten.permute.default(arg2_1, [1, 0])
+permute_2: [12, 8] = aten.permute.default(arg3_1, [1, 0])
+all_gather_matmul_default:  = autofuse.all_gather_matmul.default(reshape_default, [permute, permute_1, permute_2], [], 0, 2, True, '0', 'direct', SITE)
+getitem_4: [24, 12] = getitem(all_gather_matmul_default, 3)
+reshape_default_1: [2, 12, 12] = aten.reshape.default(getitem_4, [2, 12, 12])
+getitem_5: [24, 16] = getitem(all_gather_matmul_default, 0)
+getitem_6: [24, 8] = getitem(all_gather_matmul_default, 1)
+getitem_7: [24, 8] = getitem(all_gather_matmul_default, 2)
+view_1: [2, 12, 16] = aten.reshape.default(getitem_5, [2, 12, 16])
+view_3: [2, 12, 8] = aten.reshape.default(getitem_6, [2, 12, 8])
+view_5: [2, 12, 8] = aten.reshape.default(getitem_7, [2, 12, 8])
+sum_1: [] = aten.sum.default(reshape_default_1)
+add: [2, 12, 8] = aten.add.Tensor(view_5, sum_1)
+return (view_1, view_3, add)""",
+    )
+
+
+def test_embedding_bag_all_to_all() -> None:
+    def fn(a: Tensor, b: Tensor, indices: Tensor, offsets: Tensor) -> Tensor:
+        pooled = [F.embedding_bag(indices, w, offsets, mode="sum") for w in (a, b)]
+        out = funcol.all_to_all_single(torch.stack(pooled, 1), None, None, group())
+        return out.view(4, 2, 2, 6).transpose(0, 1).reshape(2, 8, 6).relu()
+
+    assert_expected_inline(
+        rewritten(fn, torch.zeros(9, 6), torch.zeros(9, 6), torch.zeros(24).long(), torch.arange(0, 24, 3)),
+        """\
+embedding_bag_all_to_all_default: [2, 48] = autofuse.embedding_bag_all_to_all.default([arg2_1, arg3_1], [arg0_1, arg0_1], [arg1_1, arg1_1], [], 0, False, -1, torch.float32, [12, 12, 12, 12], 'bsc', '0', 'direct', SITE)
+reshape_default: [2, 8, 6] = aten.reshape.default(embedding_bag_all_to_all_default, [2, 8, 6])
+relu: [2, 8, 6] = aten.relu.default(reshape_default)
+return (relu,)""",
+    )
+
+
+def test_expert_matmul_all_to_all() -> None:
+    def fn(h: Tensor, w: Tensor) -> Tensor:
+        y = torch.bmm(h, w).view(3, 4, 5, 6).transpose(0, 1).reshape(12, 5, 6)
+        return funcol.all_to_all_single(y, None, None, group()).relu()
+
+    assert_expected_inline(
+        rewritten(fn, torch.zeros(3, 20, 7), torch.zeros(3, 7, 6)),
+        """\
+expert_matmul_all_to_all_default:  = autofuse.expert_matmul_all_to_all.default([arg0_1], [arg1_1], [], [], 'mm', 0, None, None, [], [], 1, False, '0', 'direct', SITE)
+getitem: [4, 3, 5, 6] = getitem(expert_matmul_all_to_all_default, 0)
+reshape_default: [12, 5, 6] = aten.reshape.default(getitem, [12, 5, 6])
+relu: [12, 5, 6] = aten.relu.default(reshape_default)
+return (relu,)""",
+    )
+
+
+def test_policy_never_leaves_the_graph() -> None:
+    def fn(x: Tensor, w: Tensor) -> Tensor:
+        return funcol.all_reduce(F.linear(x, w), "sum", group())
+
+    assert_expected_inline(
+        rewritten(fn, torch.zeros(8, 12), torch.zeros(16, 12), policy="never"),
+        """\
+permute: [12, 16] = aten.permute.default(arg1_1, [1, 0])
+mm: [8, 16] = aten.mm.default(arg0_1, permute)
+all_reduce: [8, 16] = _c10d_functional.all_reduce_.default(mm, 'sum', '0')
+wait_tensor: [8, 16] = _c10d_functional.wait_tensor.default(all_reduce)
+return (wait_tensor,)""",
+    )
