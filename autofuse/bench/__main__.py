@@ -20,6 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measures, prints the table, and writes it where asked."""
     args = _parser().parse_args(arguments)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    load = os.getloadavg()[0]
     rows: list[Row] = []
     for world in args.ranks:
         threads = max(1, cores // world)
@@ -27,12 +28,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         rows += _run(world, options)
     if not rows:
         raise SystemExit(f"no row has one of {args.rows} in its name; without --rows all are measured")
-    text = table(rows)
+    # Whoever reads the numbers must see that something else was running.
+    text = f"{table(rows)}\n{cores} cores, torch {torch.__version__}, load average before the run {load:.1f}"
     print(text)
     if args.table:
         args.table.write_text(text + "\n")
     if args.json:
-        about = {"torch": torch.__version__, "machine": platform.machine(), "cores": cores}
+        about = {"torch": torch.__version__, "machine": platform.machine(), "cores": cores, "load": load}
         settings = {"dtype": args.dtype, "policy": args.policy, "device": args.device}
         measured = [{**asdict(row), "speedup": row.speedup} for row in rows]
         args.json.write_text(json.dumps({**about, **settings, "rows": measured}, indent=1) + "\n")
