@@ -1,0 +1,269 @@
+"""Every reason for keeping a site can be provoked from user code, and explain says what is wrong.
+
+reason                provoked by (here unless a file is named)
+no_native_kernels     test_without_native_kernels; numbers: test_bad_input.py
+no_kernel_for_device  test_every_reason "meta tensors"
+group_spans_hosts     test_a_group_that_spans_hosts
+group_unknown         test_every_reason "no such group", test_a_group_that_is_an_input_of_the_graph
+single_rank           test_a_group_of_one_rank
+reduce_op             test_every_reason "max", "min", "product"
+dtype                 test_every_reason "float64" and others, of every op
+mixed_devices         test_mixed_devices
+no_compute            test_every_reason "broadcast", "no matmul"
+layout                test_every_reason "matmul that is broadcast"
+extra_users           test_every_reason "read inside"
+uneven                test_every_reason "uneven rows", "uneven parts"
+unsupported_variant   test_every_reason "alpha", "max pooling"
+policy_never          test_policy
+pattern_disabled      test_patterns
+not_profitable        test_policy
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, fx
+from torch.distributed import _functional_collectives as funcol
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import autofuse
+from autofuse.native_kernels import cpu
+from autofuse.options import PATTERNS
+from autofuse.passes import choose
+from tests.passes.harness import fake_group
+
+WORLD = 4
+c10d = torch.ops._c10d_functional
+
+
+def group() -> dist.ProcessGroup:
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
+
+
+def exchange(x: Tensor) -> Tensor:
+    if x.requires_grad:
+        equal = [x.shape[0] // WORLD] * WORLD
+        return funcol.all_to_all_single_autograd(x, equal, equal, group())
+    return funcol.wait_tensor(funcol.all_to_all_single(x, None, None, group()))
+
+
+def reduced(x: Tensor, w: Tensor, op: str = "sum") -> Tensor:
+    return funcol.all_reduce(x @ w, op, group())
+
+
+def scattered(x: Tensor, w: Tensor) -> Tensor:
+    return funcol.reduce_scatter_tensor(x @ w, "sum", 0, group())
+
+
+def gathered(x: Tensor, w: Tensor) -> Tensor:
+    return funcol.all_gather_tensor(x, 0, group()) @ w
+
+
+def pooled(table: Tensor, indices: Tensor, mode: str = "sum") -> Tensor:
+    return exchange(F.embedding_bag(indices, table, mode=mode))
+
+
+def combined(x: Tensor, w: Tensor) -> Tensor:
+    return exchange((x @ w).view(2, WORLD, 3, -1).transpose(0, 1).contiguous())
+
+
+def dispatched(x: Tensor, w: Tensor) -> Tensor:
+    return exchange(x).transpose(0, 1).reshape(2, 3 * WORLD, -1) @ w
+
+
+def scattered_unchecked(x: Tensor, w: Tensor) -> Tensor:
+    """Without the check of the Python wrapper."""
+    return c10d.wait_tensor(c10d.reduce_scatter_tensor(x @ w, "sum", WORLD, group().group_name))
+
+
+def combined_unevenly(x: Tensor, w: Tensor) -> Tensor:
+    splits = [2, 3, 4, 3]
+    return funcol.wait_tensor(funcol.all_to_all_single(x @ w, splits, splits, group()))
+
+
+def ones(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Tensor:
+    return torch.ones(shape, dtype=dtype, device=device)
+
+
+def matmul(dtype: torch.dtype = torch.float32, device: str = "cpu") -> tuple[Tensor, ...]:
+    return ones(8, 16, dtype=dtype, device=device), ones(16, 8, dtype=dtype, device=device)
+
+
+def bags(dtype: torch.dtype = torch.float32, grad: bool = False) -> tuple[Tensor, ...]:
+    return ones(50, 8, dtype=dtype).requires_grad_(grad), torch.arange(16 * 3).view(16, 3)
+
+
+def experts(rows: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, ...]:
+    return ones(*rows, 16, dtype=dtype), ones(2, 16, 8, dtype=dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    fn: Callable[..., Any]
+    args: Callable[[], tuple[Any, ...]]
+    reason: str
+    detail: str
+    backward: bool = False
+
+
+F64 = torch.float64
+CASES = {
+    "meta tensors": Case(reduced, lambda: matmul(device="meta"), "no_kernel_for_device", "meta"),
+    "no such group": Case(
+        lambda x, w: funcol.all_reduce(x @ w, "sum", "tp"), matmul, "group_unknown", "no group 'tp'"
+    ),
+    "max": Case(lambda x, w: reduced(x, w, "max"), matmul, "reduce_op", "'max'"),
+    "min": Case(lambda x, w: reduced(x, w, "min"), matmul, "reduce_op", "'min'"),
+    "product": Case(lambda x, w: reduced(x, w, "product"), matmul, "reduce_op", "'product'"),
+    "float64": Case(reduced, lambda: matmul(F64), "dtype", "float64"),
+    "int64": Case(reduced, lambda: matmul(torch.int64), "dtype", "int64"),
+    "complex64": Case(reduced, lambda: matmul(torch.complex64), "dtype", "complex64"),
+    "float64, scattered": Case(scattered, lambda: matmul(F64), "dtype", "float64"),
+    "float64, gathered": Case(gathered, lambda: matmul(F64), "dtype", "float64"),
+    "int64, gathered": Case(gathered, lambda: matmul(torch.int64), "dtype", "int64"),
+    "float64, bags": Case(pooled, lambda: bags(F64), "dtype", "float64"),
+    "float64, bags, backward": Case(pooled, lambda: bags(F64, grad=True), "dtype", "float64", True),
+    "float64, combine": Case(combined, lambda: experts((2, 12), F64), "dtype", "float64"),
+    "float64, dispatch": Case(dispatched, lambda: experts((4, 2, 3), F64), "dtype", "float64"),
+    "broadcast": Case(lambda x, w: funcol.broadcast(x @ w, 0, group()), matmul, "no_compute", "broadcast"),
+    "no matmul": Case(
+        lambda x, w: funcol.all_reduce(x + w.t(), "sum", group()), matmul, "no_compute", "no matmul"
+    ),
+    "matmul that is broadcast": Case(
+        lambda x, w: funcol.all_reduce((x @ w) + w[:2].view(2, 1, 8), "sum", group()),
+        matmul,
+        "layout",
+        "broadcasts the matmul",
+    ),
+    "read inside": Case(
+        lambda x, w: ((y := x @ w).sin(), funcol.all_reduce(y * 2, "sum", group())),
+        matmul,
+        "extra_users",
+        "also read by sin",
+    ),
+    "uneven rows": Case(
+        scattered_unchecked,
+        lambda: (ones(7, 16), ones(16, 8)),
+        "uneven",
+        "dim 0 of size 7 has no 4 equal parts",
+    ),
+    "uneven parts": Case(combined_unevenly, lambda: (ones(12, 16), ones(16, 8)), "uneven", "uneven"),
+    "alpha": Case(
+        lambda x, w: funcol.all_reduce(torch.addmm(w[0], x, w, alpha=2), "sum", group()),
+        matmul,
+        "unsupported_variant",
+        "alpha",
+    ),
+    "max pooling": Case(
+        lambda t, i: pooled(t, i, "max"), lambda: bags(grad=True), "unsupported_variant", "max pooling"
+    ),
+}
+
+
+def explain(case: Case, world: int = WORLD, **changes: Any) -> autofuse.Report:
+    with fake_group(world), autofuse.config.patch(**{"policy": "always", **changes}):
+        return autofuse.explain(case.fn, backward=case.backward)(*case.args())
+
+
+def only(report: autofuse.Report) -> autofuse.Site:
+    (site,) = report.sites
+    return site
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_reason(name: str) -> None:
+    case = CASES[name]
+    report = explain(case)
+    assert report.sites
+    for site in report.sites:
+        assert not site.fused
+        assert site.op is None
+        assert site.reason is not None
+        assert site.reason.value == case.reason, report
+        assert case.detail in site.detail
+        assert site.reason.advice in str(report)
+
+
+PLAIN = Case(reduced, matmul, "", "")
+
+
+def test_without_the_reason_it_is_fused() -> None:
+    assert only(explain(PLAIN)).fused
+
+
+def test_a_group_of_one_rank() -> None:
+    assert only(explain(PLAIN, world=1)).reason is autofuse.Reason.SINGLE_RANK
+
+
+def test_without_native_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "_library", None)
+    monkeypatch.setattr(cpu, "_why_not", "install a compiler")
+    site = only(explain(PLAIN))
+    assert (site.reason, site.detail) == (autofuse.Reason.NO_NATIVE_KERNELS, "install a compiler")
+
+
+def test_a_group_that_spans_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    assert only(explain(PLAIN)).reason is autofuse.Reason.GROUP_SPANS_HOSTS
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(WORLD))
+    assert only(explain(PLAIN)).fused
+
+
+def test_patterns() -> None:
+    site = only(explain(PLAIN, patterns="all_gather_matmul"))
+    assert site.reason is autofuse.Reason.PATTERN_DISABLED
+    assert only(explain(PLAIN, patterns="all_gather_matmul,matmul_all_reduce")).fused
+    assert set(PATTERNS) >= {site.pattern}
+
+
+def test_policy(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert only(explain(PLAIN, policy="never")).reason is autofuse.Reason.POLICY_NEVER
+    slow = dataclasses.replace(choose.CPU, exchange=1e-3)
+    monkeypatch.setattr(choose, "CPU", slow)
+    site = only(explain(PLAIN, policy="auto"))
+    assert site.reason is autofuse.Reason.NOT_PROFITABLE
+    assert site.predicted_us is not None
+    assert site.unfused_us is not None
+    assert site.predicted_us > site.unfused_us
+    assert only(explain(PLAIN, policy="always")).fused
+
+
+def traced() -> fx.GraphModule:
+    gm = make_fx(lambda x, w: reduced(x, w), tracing_mode="fake")(*matmul())
+    assert isinstance(gm, fx.GraphModule)
+    return gm
+
+
+def test_mixed_devices() -> None:
+    """In a graph of one's own: torch itself raises when a matmul mixes devices."""
+    with fake_group(WORLD), autofuse.config.patch(policy="always"):
+        gm = traced()
+        w = [n for n in gm.graph.nodes if n.op == "placeholder"][1]
+        w.meta["val"] = w.meta["val"].to("meta")
+        site = only(autofuse.rewrite(gm))
+    assert site.reason is autofuse.Reason.MIXED_DEVICES
+    assert "meta" in site.detail
+
+
+def test_a_group_that_is_an_input_of_the_graph() -> None:
+    with fake_group(WORLD), autofuse.config.patch(policy="always"):
+        gm = traced()
+        reduce = next(n for n in gm.graph.nodes if n.target is c10d.all_reduce.default)
+        with gm.graph.inserting_before(reduce):
+            reduce.update_arg(2, gm.graph.placeholder("group"))
+        site = only(autofuse.rewrite(gm))
+    assert site.reason is autofuse.Reason.GROUP_UNKNOWN
+    assert "input of the graph" in site.detail
+
+
+def test_no_reason_is_left_out() -> None:
+    assert __doc__ is not None
+    assert {line.split()[0] for line in __doc__.splitlines()[3:] if line.strip()} == {
+        reason.value for reason in autofuse.Reason
+    }
