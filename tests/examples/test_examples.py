@@ -34,7 +34,7 @@ def run(command: Sequence[str | Path]) -> subprocess.CompletedProcess[str]:
 
 
 def processes_with(mark: str) -> list[int]:
-    """Processes with `mark` in their environment, but for Inductor's compile workers: they end by themselves."""
+    """Processes with `mark` in their environment, but for Inductor's compile workers, which end alone."""
     found = []
     for path in Path("/proc").glob("[0-9]*"):
         try:
