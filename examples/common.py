@@ -91,8 +91,9 @@ def train_beside(
     models: Mapping[str, nn.Module],
     steps: Mapping[str, Step],
     batches: Iterable[Any],
-    tolerance: float,
     count: int,
+    gradient_tolerance: float,
+    loss_tolerance: float,
 ) -> None:
     """Takes `count` steps, `step(batch) -> loss`, with the models `eager` and `autofuse`, of equal weights.
 
@@ -105,8 +106,8 @@ def train_beside(
             losses[name].append(steps[name](batch))
         show(f"{number:4d}  {losses['eager'][-1]:9.5f}  {losses['autofuse'][-1]:9.5f}")
         if number == 0:
-            agree("gradients", gradients(models["autofuse"]), gradients(models["eager"]), tolerance)
-    agree("losses", losses["autofuse"], losses["eager"], tolerance)
+            agree("gradients", gradients(models["autofuse"]), gradients(models["eager"]), gradient_tolerance)
+    agree("losses", losses["autofuse"], losses["eager"], loss_tolerance)
 
 
 def gradients(model: nn.Module) -> list[Tensor]:

@@ -26,8 +26,11 @@ from torch import Tensor, nn
 
 import autofuse
 
-TOLERANCE = 2 * torch.finfo(torch.bfloat16).eps
-"""The experts' three matmuls round to bfloat16, and so does what stands between them."""
+EPS = torch.finfo(torch.bfloat16).eps
+GRADIENT_TOLERANCE = 4 * EPS
+"""What the experts compute is rounded to bfloat16 some eight times on the way to a gradient, by EPS / 2."""
+LOSS_TOLERANCE = EPS / 8
+"""The mean over many elements, whose roundings are independent."""
 
 TOP = 2
 
@@ -116,7 +119,7 @@ def run(args: Namespace, device: torch.device) -> None:
     steps = {name: make_step(models[name], calls[name]) for name in models}
     batches = make_batches(args, device)
     with autofuse.debug() as report:
-        train_beside(models, steps, batches, TOLERANCE, args.steps)
+        train_beside(models, steps, batches, args.steps, GRADIENT_TOLERANCE, LOSS_TOLERANCE)
         batch = next(batches)
         race("training step", {name: partial(step, batch) for name, step in steps.items()}, args.rounds)
     show(f"\n{report}")
