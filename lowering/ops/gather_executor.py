@@ -22,10 +22,10 @@ from autofuse.lowering.plan import Action, Compute, Plan, Send, Signal, Tile, Wa
 from autofuse.lowering.workspace import Call, workspace_for
 from autofuse.native_kernels.cpu import DTYPES
 
-FEW_ROWS = 64
-"""Parts with shorter stretches of rows are gathered before they are multiplied."""
+FEW_ROWS = 256
+"""Parts with shorter stretches of rows are gathered before they are multiplied: a matmul packs its weight."""
 
-TILE_BYTES, TILE_EDGE = 1 << 20, 256
+TILE_BYTES, TILE_EDGE = 1 << 20, 512
 """A part is cut into tiles, at most 4, of at least this size."""
 
 
