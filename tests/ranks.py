@@ -24,14 +24,14 @@ class RanksFailed(RuntimeError):
 
 
 class RankPool:
-    """`world` processes joined by gloo. A function that raises, dies or runs too long discards the pool
-    (`alive` turns false), since nobody knows what its ranks are waiting for."""
+    """`world` processes joined by gloo, started by `method` of multiprocessing. A function that raises, dies
+    or runs too long discards the pool (`alive` turns false): nobody knows what its ranks are waiting for."""
 
-    def __init__(self, world: int) -> None:
+    def __init__(self, world: int, method: str = "spawn") -> None:
         self.world = world
         self.alive = True
         self._directory = tempfile.TemporaryDirectory(prefix="ranks-")
-        context = get_context("spawn")
+        context = get_context(method)
         self._connections: list[Connection] = []
         self._processes = []
         for rank in range(world):
