@@ -15,7 +15,7 @@ from torch import fx
 
 from autofuse import lowering, passes
 from autofuse.lowering import torch_internals
-from autofuse.lowering.torch_internals import CustomGraphPass, CustomInferenceAwareGraphPass
+from autofuse.lowering.torch_internals import CustomGraphPass, takes_is_inference
 from autofuse.options import resolve
 from autofuse.passes.report import GraphReport, Reason, listening, publish
 
@@ -92,7 +92,7 @@ class FusionPass(CustomGraphPass):
     def __call__(self, graph: fx.Graph) -> None:
         self.ran = True
         for other in self.others:
-            if isinstance(other, CustomInferenceAwareGraphPass):
+            if takes_is_inference(other):
                 other(graph, is_inference=self.kind == "inference")
             else:
                 other(graph)

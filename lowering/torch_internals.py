@@ -12,10 +12,11 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
-from torch._inductor.custom_graph_pass import CustomGraphPass, CustomInferenceAwareGraphPass
+from torch._inductor import custom_graph_pass
+from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.distributed import ProcessGroup, Store
 
-__all__ = ["CustomGraphPass", "CustomInferenceAwareGraphPass"]
+__all__ = ["CustomGraphPass"]
 
 # --- Inductor and dynamo: the front end ---------------------------------------------------------------
 
@@ -38,6 +39,12 @@ def compile_fx(
         return inductor_compile_fx(
             gm, example_inputs, inner_compile=inner_compile, config_patches=config_patches
         )
+
+
+def takes_is_inference(graph_pass: Callable[..., None]) -> bool:
+    """Whether Inductor calls this custom pass with `is_inference=`. There is no such kind in torch 2.11."""
+    aware = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", None)
+    return aware is not None and isinstance(graph_pass, aware)
 
 
 def compile_fx_inner(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
