@@ -26,8 +26,10 @@ PATTERN = "expert_matmul_all_to_all"
 
 def match_combine(anchor: Anchor, context: Context) -> Found:
     """Batched, grouped or looped experts."""
-    if not anchor.even:
-        return _match_dropless(anchor, context)
+    # What feeds it decides, before the splits: those of one rank may be equal by chance.
+    dropless = _match_dropless(anchor, context)
+    if isinstance(dropless, Match) or not anchor.even:
+        return dropless
     looped = _match_loop(anchor, context)
     if looped is not None:
         return looped

@@ -34,8 +34,10 @@ class Entry:
 
 
 def match_dispatch(anchor: Anchor, context: Context) -> Found:
-    if not anchor.even:
-        return _match_dropless(anchor, context)
+    # What reads it decides, before the splits: those of one rank may be equal by chance.
+    dropless = _match_dropless(anchor, context)
+    if isinstance(dropless, Match) or not anchor.even:
+        return dropless
     return _match_even(anchor, context, single=False)
 
 
