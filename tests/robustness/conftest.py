@@ -5,13 +5,20 @@ from multiprocessing import get_context
 
 import pytest
 
-from tests.ranks import RankPool
+from autofuse import config
+from tests.ranks import WAIT_S, RankPool
 
 
 def forked(world: int) -> RankPool:
     context = get_context("forkserver")
     context.set_forkserver_preload(["tests.robustness.preload"])
-    return RankPool(world, "forkserver")
+    pool = RankPool(world, "forkserver")
+    pool.run(_limit_waits)
+    return pool
+
+
+def _limit_waits(rank: int, world: int) -> None:
+    config.timeout_s = WAIT_S  # the fork server had read the environment before
 
 
 @pytest.fixture(scope="session")
