@@ -130,34 +130,49 @@ def _reduce(
     order: Order, world: int, rank: int, runs: Sequence[Slices], everywhere: bool
 ) -> Iterator[Action]:
     """Partial tiles go to their owners, who reduce them; `everywhere`: then all copy them from the owners."""
-    sequence, peers = _sequence(order, world, rank, own_last=True), _peers(world, rank)
-    for step, owner in enumerate(sequence):
+    peers = _peers(world, rank)
+    reduced = max(map(len, runs))  # the slots below it are for the slices that are reduced
+    own_last = order is Order.DIRECT
+    sequence = _sequence(order, world, rank, own_last=own_last)
+    for step, owner in enumerate(sequence[: world - own_last]):
         for slot, run in enumerate(runs[owner]):
             yield from (Compute(step, tile, owner, _placed(rank, owner)) for tile in run)
             if owner != rank:
                 yield Signal(step, owner, slot)
-    reduced = max(map(len, runs))  # the slots above are for the slices that are reduced
-    for slot, run in enumerate(runs[rank]):
-        yield from (Wait(world, peer, slot) for peer in peers)
-        yield from (Reduce(world, tile) for tile in run)
-        if everywhere:
-            yield from (Signal(world, peer, reduced + slot) for peer in peers)
-    for step, owner in enumerate(sequence, start=world + 1):
-        if everywhere and owner != rank:
-            for slot, run in enumerate(runs[owner], start=reduced):
-                yield Wait(step, owner, slot)
-                yield from (Copy(step, tile, owner) for tile in run)
+    # Round by round: the next own slice is computed, the one before it reduced, the one before that copied
+    # from its owner, while it is in the caches. In direct order the own slices are still to be computed.
+    # Every owner is read by one peer at a time: from round 2 on, a round has as many steps as owners.
+    owners = (peers if own_last else sequence) if everywhere else []
+    for round_ in range(reduced + 2):
+        step = world - 1 + min(round_, 2) + max(0, round_ - 2) * max(1, len(owners))
+        if own_last and round_ < len(runs[rank]):
+            yield from (Compute(step, tile, rank, Store.LOCAL) for tile in runs[rank][round_])
+        slot = round_ - 1
+        if 0 <= slot < len(runs[rank]):
+            yield from (Wait(step, peer, slot) for peer in peers)
+            yield from (Reduce(step, tile) for tile in runs[rank][slot])
+            if everywhere:
+                yield from (Signal(step, peer, reduced + slot) for peer in peers)
+        slot = round_ - 2
+        for i, owner in enumerate(owners):
+            if owner != rank and 0 <= slot < len(runs[owner]):
+                yield Wait(step + i, owner, reduced + slot)
+                yield from (Copy(step + i, tile, owner) for tile in runs[owner][slot])
 
 
 def _one_shot(world: int, rank: int, runs: Slices) -> Iterator[Action]:
-    """Every rank computes everything in its own memory and reduces everything from all memories."""
+    """Every rank computes everything in its own memory and reduces everything from all memories.
+
+    A slice is reduced after the next one has been computed, while it is in the caches.
+    """
     peers = _peers(world, rank)
-    for slot, run in enumerate(runs):
-        yield from (Compute(0, tile, rank, Store.LOCAL) for tile in run)
-        yield from (Signal(0, peer, slot) for peer in peers)
-    for slot, run in enumerate(runs):
-        yield from (Wait(1, peer, slot) for peer in peers)
-        yield from (Reduce(1, tile) for tile in run)
+    for step in range(len(runs) + 1):
+        if step < len(runs):
+            yield from (Compute(step, tile, rank, Store.LOCAL) for tile in runs[step])
+            yield from (Signal(step, peer, step) for peer in peers)
+        if step:
+            yield from (Wait(step, peer, step - 1) for peer in peers)
+            yield from (Reduce(step, tile) for tile in runs[step - 1])
 
 
 def _reduce_ring(world: int, rank: int, runs: Sequence[Slices], everywhere: bool) -> Iterator[Action]:

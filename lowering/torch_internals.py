@@ -65,7 +65,7 @@ def run_post_grad_passes(gm: fx.GraphModule, example_inputs: Sequence[Any], is_i
 
 
 def propagate_fakes(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
-    """Give every node its `meta["val"]`, which nodes that Inductor inserts may lack; returns the fake mode."""
+    """Give every node its `meta["val"]`, which nodes of Inductor's may lack; returns the fake mode."""
     from torch._inductor.compile_fx import fake_tensor_prop
 
     with torch.no_grad():
@@ -113,9 +113,7 @@ def size_hint(size: int | torch.SymInt, unbacked: int) -> int:
 
 def group_size(group_name: str) -> int:
     """Number of ranks of the process group called `group_name`."""
-    from torch.distributed.distributed_c10d import _resolve_process_group
-
-    return _resolve_process_group(group_name).size()
+    return resolve_group(group_name).size()
 
 
 def scaled_mm(

@@ -32,7 +32,7 @@ def run_exchange(
             case Signal(dest=dest, slot=slot):
                 call.signal(dest, slot)
             case Wait(source=source, slot=slot):
-                call.wait(source, slot)
+                call.wait(source, slot, tile=source)  # a chunk is one tile, or as good as one
                 if produces:
                     arrived(source)
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from autofuse.lowering.ops.matmul import multiply
-from autofuse.lowering.ops.tiles import Buffer, Cut, Run
+from autofuse.lowering.ops.tiles import Buffer, Cut, Run, with_tiles
 from autofuse.lowering.orders import make_plan
 from autofuse.lowering.plan import Action, Compute, Plan, Send, Signal, Tile, Wait
 from autofuse.lowering.workspace import Call, workspace_for
@@ -109,7 +109,7 @@ def _recipe(
     plan = make_plan("all_gather_matmul", order, world, rank, ((part[0], part[1]),) * world, block)
     builder = _Builder(plan, cut, dim, dtype, late, keep_gathered or late)
     key = f"{dtype} [{m}, {k}] dim {dim} outer {outer} {order} of {world}"
-    steps = tuple(builder.step(action) for action in plan.actions)
+    steps = tuple(builder.step(*pair) for pair in with_tiles(plan.actions))
     return Recipe((m, k), key, builder.buffer.end, late, steps)
 
 
@@ -121,7 +121,7 @@ class _Builder:
         tiles = [plan.tiles(c) for c in range(plan.world)]
         self.buffer = Buffer(0, 1 if plan.pulls else plan.world, tiles, dtype)
 
-    def step(self, action: Action) -> Step:
+    def step(self, action: Action, awaited: int) -> Step:
         match action:
             case Send(tile=tile, dest=dest):
                 return self._send(tile, dest)
@@ -130,7 +130,7 @@ class _Builder:
             case Signal(dest=dest, slot=slot):
                 return lambda s: s.call.signal(dest, slot)
             case Wait(source=source, slot=slot):
-                return lambda s: s.call.wait(source, slot)
+                return lambda s: s.call.wait(source, slot, awaited)
         raise AssertionError(f"a gather plan has no {action}")
 
     def _tile(self, tile: Tile, rank: int) -> Callable[[State], Tensor]:

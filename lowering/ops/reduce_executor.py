@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from autofuse.lowering.ops.product import evaluate, product_reference
-from autofuse.lowering.ops.tiles import Buffer, Cut, Run
+from autofuse.lowering.ops.tiles import Buffer, Cut, Run, with_tiles
 from autofuse.lowering.orders import make_plan
 from autofuse.lowering.plan import Action, Compute, Copy, Plan, Reduce, Send, Signal, Store, Tile, Wait
 from autofuse.lowering.workspace import Call, workspace_for
@@ -30,8 +30,9 @@ FEW_ROWS = 256
 """Every matmul packs the weight anew: of fewer rows a chunk the product is computed once, then cut up. Halves
 of 128 rows were measured to take 1.09 times the whole, quarters 1.35 times; copying costs a few percent."""
 
-TILE_BYTES, TILE_EDGE = 1 << 20, 512
-"""A chunk is cut into tiles, at most 4, of at least this size: a matmul per tile reads one operand anew."""
+MOST_TILES, TILE_BYTES, TILE_EDGES = 4, 1 << 20, (512, 256)
+"""A chunk is cut into tiles, so that one is reduced while the next is still to come, but into few and large
+ones (bytes; rows or columns): a matmul per tile packs one operand anew, of rows the weight, of columns x."""
 
 Spec: TypeAlias = tuple[tuple[torch.Size, torch.dtype], ...]
 
@@ -127,7 +128,7 @@ def _recipe(
     m, n = p.shape
     everywhere = op == "matmul_all_reduce"
     if everywhere:
-        dim, outer = (0 if m >= max(n, world) else 1), 1
+        dim, outer = (0 if m >= max(4 * n, world) else 1), 1
     elif (m, n)[dim] % (outer * world):
         raise ValueError(
             f"{op}: dim {dim} of [{m}, {n}] cannot be cut into {world} equal parts (outer={outer}); "
@@ -140,18 +141,19 @@ def _recipe(
     one_shot = everywhere and order == "direct" and nbytes * (world - 2) <= ONE_SHOT_BYTES
     # Columns in stretches would need a copy of the weights: cut up the product instead.
     whole = not one_shot and (cut.inner < FEW_ROWS if dim == 0 else outer > 1)
-    longest = -(-(m if one_shot else max(map(cut.length, range(world)))) // TILE_EDGE)
-    tiles = max(1, min(4, nbytes // world // TILE_BYTES, longest))
+    if one_shot:  # one chunk of everything, for all ranks
+        cut = Cut(1, world, (0, *[(m, n)[dim]] * world))
     extents = [(cut.length(c), n) if dim == 0 else (m, cut.length(c)) for c in range(world)]
-    if one_shot:
-        extents, dim, cut = [(m, n)] + [(0, n)] * (world - 1), 0, Cut(1, world, (0, *[m] * world))
+    longest = max(map(cut.length, range(world)))
+    chunk_bytes = longest * (m, n)[1 - dim] * p.dtype.itemsize
+    tiles = max(1, min(MOST_TILES, chunk_bytes // TILE_BYTES, -(-longest // TILE_EDGES[dim])))
     block = (cut.block(tiles), max(1, n)) if dim == 0 else (max(1, m), cut.block(tiles))
     plan = make_plan(op, order, world, rank, tuple(extents), block, one_shot)
     out_shape = (m, n) if everywhere else extents[rank]
     scale = 1 / world if reduce_op == "avg" else 1.0
     builder = _Builder(plan, cut, dim, p.dtype, product, scale, keep_product, whole)
     key = f"{product} {reduce_op} {p.dtype} [{m}, {n}] dim {dim} outer {outer} {order} of {world}"
-    steps = tuple(builder.step(action) for action in plan.actions)
+    steps = tuple(builder.step(*pair) for pair in with_tiles(plan.actions))
     return Recipe((m, n), out_shape, p.dtype, key, builder.nbytes, whole, steps)
 
 
@@ -179,7 +181,7 @@ class _Builder:
         self.finished = Buffer(self.partial.end, finished, tiles, dtype)
         self.nbytes = self.finished.end
 
-    def step(self, action: Action) -> Step:
+    def step(self, action: Action, awaited: int) -> Step:
         match action:
             case Compute(tile=tile, dest=dest, store=Store.UPDATE, step=stage):
                 return self._update(tile, dest, stage)
@@ -188,7 +190,7 @@ class _Builder:
             case Signal(dest=dest, slot=slot):
                 return lambda s: s.call.signal(dest, slot)
             case Wait(source=source, slot=slot):
-                return lambda s: s.call.wait(source, slot)
+                return lambda s: s.call.wait(source, slot, awaited)
             case Reduce(tile=tile):
                 return self._reduce(tile)
             case Send(tile=tile, dest=dest):

@@ -1,11 +1,12 @@
 """Where the chunks and tiles of a dense plan lie: in matrices, and in the buffers of the workspace."""
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from autofuse.lowering.plan import Span, Tile
+from autofuse.lowering.plan import Action, Signal, Span, Tile, Wait
 
 _ALIGN = 64  # a cache line
 
@@ -78,6 +79,17 @@ class Cut:
         if self.outer == 1:
             return max(1, -(-longest // tiles))
         return max(1, self.inner * -(-self.outer // tiles))
+
+
+def with_tiles(actions: Sequence[Action]) -> Iterator[tuple[Action, int]]:
+    """Every action with the index of its tile; for a wait, of the first tile that it waits for."""
+    index = -1
+    pairs: list[tuple[Action, int]] = []
+    for action in reversed(actions):
+        if not isinstance(action, (Signal, Wait)):
+            index = action.tile.index
+        pairs.append((action, index))
+    return reversed(pairs)
 
 
 class Buffer:
