@@ -51,7 +51,9 @@ class Block(nn.Module):
         return x + self.ff(self.norm(x))
 
 
-def tensor_parallel(bias: bool = False, shape: tuple[int, ...] = (2, 8, D), dtype: torch.dtype = torch.float32) -> Build:
+def tensor_parallel(
+    bias: bool = False, shape: tuple[int, ...] = (2, 8, D), dtype: torch.dtype = torch.float32
+) -> Build:
     def build(world: int, rank: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         torch.manual_seed(0)  # replicated
         plan = {"ff.up": ColwiseParallel(), "ff.gate": ColwiseParallel(), "ff.down": RowwiseParallel()}
@@ -96,7 +98,9 @@ def group() -> dist.ProcessGroup:
     return dist.group.WORLD
 
 
-def plain(fn: Callable[..., Any], *shapes: Any, grad: bool = False, dtype: torch.dtype = torch.float32) -> Build:
+def plain(
+    fn: Callable[..., Any], *shapes: Any, grad: bool = False, dtype: torch.dtype = torch.float32
+) -> Build:
     """A program of random arguments; a shape may be a function of the world size."""
 
     def build(world: int, rank: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -270,15 +274,19 @@ def gather_only(x: Tensor) -> Tensor:
     return funcol.all_gather_tensor(x, 0, group()).relu()
 
 
-
-
 X3, W2 = (2, 8, H), (D, H)
 BF16 = torch.bfloat16
 
 PROGRAMS: dict[str, Program] = {
-    "tensor parallel": Program(tensor_parallel(), {"forward": [AR], "backward": [AR, AR]}, grad=True, worlds=(2, 4)),
-    "tensor parallel, bias": Program(tensor_parallel(True), {"forward": [AR], "backward": [AR, AR]}, grad=True),
-    "tensor parallel, 2-D": Program(tensor_parallel(shape=(8, D)), {"forward": [AR], "backward": [AR, AR]}, grad=True),
+    "tensor parallel": Program(
+        tensor_parallel(), {"forward": [AR], "backward": [AR, AR]}, grad=True, worlds=(2, 4)
+    ),
+    "tensor parallel, bias": Program(
+        tensor_parallel(True), {"forward": [AR], "backward": [AR, AR]}, grad=True
+    ),
+    "tensor parallel, 2-D": Program(
+        tensor_parallel(shape=(8, D)), {"forward": [AR], "backward": [AR, AR]}, grad=True
+    ),
     "tensor parallel, bf16": Program(
         tensor_parallel(dtype=BF16), {"forward": [AR], "backward": [AR, AR]}, grad=True, tolerance=0.05
     ),
@@ -288,7 +296,9 @@ PROGRAMS: dict[str, Program] = {
     "sequence parallel": Program(
         sequence_parallel(), {"forward": [AG, RS], "backward": [AG, RS]}, grad=True, worlds=(2, 4)
     ),
-    "sequence parallel, bias": Program(sequence_parallel(True), {"forward": [AG, RS], "backward": [AG, RS]}, grad=True),
+    "sequence parallel, bias": Program(
+        sequence_parallel(True), {"forward": [AG, RS], "backward": [AG, RS]}, grad=True
+    ),
     "in place": Program(plain(in_place, X3, W2), {"inference": [AR]}),
     "in place, avg": Program(plain(in_place_avg, X3, W2), {"inference": [AR]}, worlds=(2, 4)),
     "in place, max": Program(plain(in_place_max, X3, W2), kept={"inference": ["reduce_op"]}),
@@ -301,10 +311,14 @@ PROGRAMS: dict[str, Program] = {
     ),
     "ranks as list": Program(plain(ranks_as_list, X3, W2), {"inference": [AR]}),
     "Megatron's function": Program(plain(megatron, X3, W2, grad=True), {"forward": [AR]}, grad=True),
-    "reduce_scatter in place": Program(plain(scatter_in_place, (8, 3, H), W2), {"inference": [RS]}, worlds=(2, 4)),
+    "reduce_scatter in place": Program(
+        plain(scatter_in_place, (8, 3, H), W2), {"inference": [RS]}, worlds=(2, 4)
+    ),
     "all_gather in place": Program(plain(gather_in_place, (4, 3, H), W2), {"inference": [AG]}, worlds=(2, 4)),
     "all_gather into a list": Program(plain(gather_list, (4, 3, H), W2), {"inference": [AG]}),
-    "int8 weight": Program(plain(int8_weight, (1, 1, H), (D,), dtype=BF16), {"inference": [AR]}, tolerance=0.02),
+    "int8 weight": Program(
+        plain(int8_weight, (1, 1, H), (D,), dtype=BF16), {"inference": [AR]}, tolerance=0.02
+    ),
     "float8": Program(plain(float8, (16, 32), (16, 32), dtype=BF16), {"inference": [AR]}, tolerance=0.02),
     "attention output": Program(plain(attention_out, (2, 4, 8, 6), W2, (2, 8, D)), {"inference": [AR]}),
     "einsum": Program(plain(einsum, (2, 4, 8, 6), (4, 6, D)), {"inference": [AR]}),

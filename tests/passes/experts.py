@@ -130,7 +130,9 @@ COUNTS = {"inference": ["no_compute"]}
 PROGRAMS: dict[str, Program] = {
     "fixed capacity": Program(model(lambda: FixedCapacity("bmm")), BOTH, worlds=(2, 4)),
     "fixed capacity, training": Program(model(lambda: FixedCapacity("bmm"), grad=True), TRAINED, grad=True),
-    "fixed capacity, gated, training": Program(model(lambda: FixedCapacity("gated"), grad=True), TRAINED, grad=True),
+    "fixed capacity, gated, training": Program(
+        model(lambda: FixedCapacity("gated"), grad=True), TRAINED, grad=True
+    ),
     "loop": Program(model(lambda: FixedCapacity("loop")), BOTH, worlds=(2, 4)),
     "loop, training": Program(model(lambda: FixedCapacity("loop"), grad=True), TRAINED, grad=True),
     "dropless": Program(model(Dropless, torch.bfloat16), BOTH, COUNTS, tolerance=0.02, worlds=(2, 4)),

@@ -1,4 +1,4 @@
-"""Compile a program through Inductor's passes and ours, but run the rewritten graph without code generation."""
+"""Compile a program through Inductor's passes and ours, and run the graph without code generation."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from autofuse.passes.report import Report
 
 @dataclass(frozen=True)
 class Program:
-    """`build(world, rank)` returns a callable and its arguments; `fused` and `kept` are what must become of it.
+    """`build(world, rank)` returns a callable and its arguments; `fused` and `kept` say what must become.
 
     `fused` lists the patterns by kind of graph; `kept` the reason codes. `grad`: also run backward.
     """
@@ -81,12 +81,14 @@ def run(program: Program, backend: Callable[..., Any] | None, world: int, rank: 
     call = fn if backend is None else torch.compile(fn, backend=backend, dynamic=program.dynamic)
     with torch.set_grad_enabled(program.grad):
         out = call(*args)
-        outputs = [o for o in (out if isinstance(out, (tuple, list)) else (out,))]
+        outputs = list(out if isinstance(out, (tuple, list)) else (out,))
         found = [_local(o.detach()) for o in outputs]
         if program.grad:
             leaves = [a for a in args if isinstance(a, torch.Tensor) and a.requires_grad]
             leaves += list(fn.parameters()) if isinstance(fn, torch.nn.Module) else []
-            sum((_local(o).float() * (1 + i)).sum() for i, o in enumerate(outputs) if o.requires_grad).backward()
+            sum(
+                (_local(o).float() * (1 + i)).sum() for i, o in enumerate(outputs) if o.requires_grad
+            ).backward()
             found += [_local(leaf.grad) for leaf in leaves if leaf.grad is not None]
     return found
 
@@ -115,4 +117,8 @@ def compare(rank: int, world: int, module: str, name: str) -> dict[str, Any]:
         if b.numel():
             worst = max(worst, (a.double() - b.double()).abs().max().item() / scale)
             assert not a.double().isnan().any()
-    return {"error": worst, "fused": [s.pattern for s in report.fused], "kept": [str(s.reason.value) for s in report.kept]}
+    return {
+        "error": worst,
+        "fused": [s.pattern for s in report.fused],
+        "kept": [str(s.reason.value) for s in report.kept],
+    }

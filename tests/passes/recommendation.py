@@ -110,7 +110,12 @@ class Tables(nn.Module):
 
 
 def tables(
-    how: str, dims: list[int] | None = None, offsets: bool = True, weighted: bool = False, mode: str = "sum", **bag: Any
+    how: str,
+    dims: list[int] | None = None,
+    offsets: bool = True,
+    weighted: bool = False,
+    mode: str = "sum",
+    **bag: Any,
 ) -> Callable[[int, int], tuple[Callable[..., Any], tuple[Any, ...]]]:
     def build(world: int, rank: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         torch.manual_seed(rank)
@@ -150,7 +155,9 @@ PROGRAMS: dict[str, Program] = {
     "stacked, tables first": Program(tables("stacked_tables_first"), *INFER, worlds=(2, 4)),
     "stacked, tables first, training": Program(tables("stacked_tables_first"), *TRAIN, grad=True),
     "stacked, batch first": Program(tables("stacked_batch_first", offsets=False), *INFER),
-    "stacked, batch first, training": Program(tables("stacked_batch_first", offsets=False), *TRAIN, grad=True),
+    "stacked, batch first, training": Program(
+        tables("stacked_batch_first", offsets=False), *TRAIN, grad=True
+    ),
     "weighted, training": Program(tables("flat", weighted=True), *TRAIN, grad=True),
     "uneven": Program(tables("uneven"), *INFER),
     "uneven, training": Program(tables("uneven"), *TRAIN, grad=True),

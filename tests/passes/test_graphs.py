@@ -24,7 +24,7 @@ def rewritten(fn: Callable[..., Any], *args: Any, policy: str = "always") -> str
     lines: list[str] = []
 
     def backend(gm: fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
-        fusion, patches = fusion_pass(0, None, {"policy": policy})
+        _fusion, patches = fusion_pass(0, None, {"policy": policy})
 
         def compile_graph(gm: fx.GraphModule, example_inputs: Any, **kwargs: Any) -> Any:
             torch_internals.run_post_grad_passes(gm, example_inputs, kwargs.get("is_inference", False))

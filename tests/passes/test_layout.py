@@ -39,7 +39,9 @@ def chains(draw: st.DrawFn) -> tuple[tuple[int, ...], list[tuple]]:
     moves: list[tuple] = []
     current = list(shape)
     for _ in range(draw(st.integers(1, 6))):
-        name = draw(st.sampled_from(["split dim", "merge dims", "permute", "split and cat", "unsqueeze", "clone"]))
+        name = draw(
+            st.sampled_from(["split dim", "merge dims", "permute", "split and cat", "unsqueeze", "clone"])
+        )
         rank = len(current)
         if name == "split dim":
             dim = draw(st.integers(0, rank - 1))
