@@ -137,11 +137,13 @@ def _find(anchor: Anchor, settings: Settings, source: str | None) -> tuple[str |
 
 
 def _shapes(anchor: Anchor, world: int) -> Shapes:
-    """Shapes under what the splits of an all_to_all imply."""
+    """Shapes under what a reduce_scatter, or the splits of an all_to_all, imply."""
     shapes = Shapes()
-    for splits, node in ((anchor.input_splits, anchor.input), (anchor.output_splits, anchor.node)):
+    source, result = tensor(anchor.input), tensor(anchor.node)
+    if anchor.kind == "reduce_scatter" and source is not None and result is not None:
+        shapes.assume_cut(expression(source.shape[0]), world, expression(result.shape[0]))
+    for splits, val in ((anchor.input_splits, source), (anchor.output_splits, result)):
         sizes = [expression(s) for s in splits]
-        val = tensor(node)
         if sizes and val is not None and all(same_size(s, sizes[0]) for s in sizes):
             shapes.assume_cut(expression(val.shape[0]), world, sizes[0])
     return shapes
