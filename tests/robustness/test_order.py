@@ -1,0 +1,125 @@
+"""Collectives of one group keep their order, fused ones counted where they stand."""
+
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+from torch import Tensor
+
+import autofuse
+from tests.passes.harness import fake_group, passes_only
+from tests.ranks import RankPool
+from tests.robustness.seven import integers
+
+Ranks = Callable[[int], RankPool]
+Program = Callable[..., Tensor | tuple[Tensor, ...]]
+_KIND = {"all_gather_into_tensor": "all_gather", "reduce_scatter_tensor": "reduce_scatter"}
+
+
+def reduce(x: Tensor) -> Tensor:
+    return funcol.all_reduce(x, "sum", dist.group.WORLD)
+
+
+def gather(x: Tensor) -> Tensor:
+    return funcol.all_gather_tensor(x, 0, dist.group.WORLD)
+
+
+def scatter(x: Tensor) -> Tensor:
+    return funcol.reduce_scatter_tensor(x, "sum", 0, dist.group.WORLD)
+
+
+def exchange(x: Tensor) -> Tensor:
+    return funcol.wait_tensor(funcol.all_to_all_single(x, None, None, dist.group.WORLD))
+
+
+def mixed(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    """Fused and kept collectives by turns."""
+    a = reduce(x @ w)
+    b = reduce(a.sin())
+    c = gather(b) @ w
+    d = scatter(c.cos())
+    e = scatter(c @ w)
+    return a, exchange(d), e
+
+
+def independent(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    """Nothing but their order relates them."""
+    return reduce(x.sin()), reduce(x @ w), gather(x.cos()), scatter(w @ x), gather(w) @ x, reduce(x @ x)
+
+
+def matmul_first(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    """The matmuls come long before their collectives."""
+    p, q = x @ w, w @ x
+    a = reduce(x.sin())
+    b = scatter(q)
+    c = reduce(p)
+    return a, b, c
+
+
+def read_early(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    """A product is read by an earlier collective: the fused op cannot move before that."""
+    p = x @ w
+    early = reduce(p.sin())
+    return early, reduce(p), p.cos(), reduce(w @ x)
+
+
+def weight_late(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    """The gather starts before a collective that makes the weight."""
+    gathered = gather(x)
+    late = reduce(w.sin())
+    return gathered @ late, reduce(x @ w)
+
+
+def in_place(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    y = x @ w
+    before = y + 1
+    dist.all_reduce(y)
+    z = y @ w
+    dist.all_reduce(z)
+    return before, y, z
+
+
+PROGRAMS = [mixed, independent, matmul_first, read_early, weight_late, in_place]
+
+
+def collectives(code: str) -> list[str]:
+    """The collectives of a graph in the order of its code, a fused op as the collective that it holds."""
+    found = []
+    code = "\n".join(line for line in code.splitlines() if not line.lstrip().startswith("#"))
+    for namespace, name in re.findall(r"torch\.ops\.(_c10d_functional|autofuse)\.(\w+)", code):
+        if namespace == "autofuse":
+            name = next(
+                kind for kind in ("all_reduce", "reduce_scatter", "all_gather", "all_to_all") if kind in name
+            )
+        name = _KIND.get(name, name).removesuffix("_single").removesuffix("_")
+        if name != "wait_tensor":
+            found.append(name)
+    return found
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("order", ["direct", "ring"])
+def test_the_sequence_is_kept(program: Program, order: str) -> None:
+    with fake_group(2), autofuse.config.patch(policy="always", order=order):
+        report = autofuse.explain(program)(torch.ones(8, 8), torch.ones(8, 8))
+    assert report.fused, report
+    for graph in report.graphs:
+        assert collectives(graph.before) == collectives(graph.after)
+        assert len(collectives(graph.before)) == len(graph.sites)
+
+
+def _numbers(rank: int, world: int, program: Program) -> None:
+    torch._dynamo.reset()
+    x, w = integers(rank, 8, 8) / 8, integers(9 + rank, 8, 8) / 8
+    with torch.no_grad():
+        expected, actual = program(x, w), torch.compile(program, backend=passes_only())(x, w)
+    for a, b in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_numbers(ranks: Ranks, program: Program) -> None:
+    ranks(2).run(_numbers, program)
