@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_to_all_single_autograd
 
 Step = Callable[[Any], Tensor]
 Splits = list[int] | None
@@ -32,14 +33,12 @@ def launch(parser: ArgumentParser, run: Callable[[Namespace, torch.device], None
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
         os.execv(sys.executable, [sys.executable, *torchrun, f"--nproc-per-node={args.ranks}", *sys.argv])
     ranks = int(os.environ["LOCAL_WORLD_SIZE"])
-    if torch.cuda.is_available() and torch.cuda.device_count() >= ranks:
+    if torch.cuda.device_count() >= ranks:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
         dist.init_process_group("nccl", device_id=device)
     else:
-        os.environ["CUDA_VISIBLE_DEVICES"] = (
-            ""  # libraries that choose a device themselves choose the CPU too
-        )
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # for libraries that choose a device themselves
         device = torch.device("cpu")
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
         dist.init_process_group("gloo")
@@ -47,29 +46,15 @@ def launch(parser: ArgumentParser, run: Callable[[Namespace, torch.device], None
     dist.destroy_process_group()
 
 
-class AllToAll(torch.autograd.Function):
-    """`AllToAll.apply(x, output_splits, input_splits)`: rows of `x` to their ranks; gradients travel back.
+def all_to_all(x: Tensor, output_splits: Splits = None, input_splits: Splits = None) -> Tensor:
+    """Sends `input_splits[r]` rows of `x` to rank `r` and gets `output_splits[r]` from it; None: equal parts.
 
-    Rank `r` gets the next `input_splits[r]` rows and sends `output_splits[r]` rows; None is for equal parts.
-    `x: [sum(input_splits), ...]` gives `[sum(output_splits), ...]`.
+    `x: [sum(input_splits), ...]` gives `[sum(output_splits), ...]`. Gradients travel back. The functional
+    collective, since torch 2.11 compiles `dist.all_to_all_single` in an autograd.Function to a zero gradient.
     """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, output_splits: Splits, input_splits: Splits) -> Tensor:
-        ctx.splits = output_splits, input_splits
-        return _all_to_all(x, output_splits, input_splits)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        output_splits, input_splits = ctx.splits
-        return _all_to_all(grads[0], input_splits, output_splits), None, None
-
-
-def _all_to_all(x: Tensor, output_splits: Splits, input_splits: Splits) -> Tensor:
-    rows = x.shape[0] if output_splits is None else sum(output_splits)
-    y = x.new_empty(rows, *x.shape[1:])
-    dist.all_to_all_single(y, x.contiguous(), output_splits, input_splits)
-    return y
+    world = dist.group.WORLD
+    assert world is not None
+    return all_to_all_single_autograd(x.contiguous(), output_splits, input_splits, world)
 
 
 def show(text: object) -> None:
@@ -152,6 +137,6 @@ def race(title: str, steps: Mapping[str, Callable[[], object]], rounds: int) -> 
 
 
 def _meet() -> None:
-    if torch.cuda.is_available():
+    if dist.get_backend() == "nccl":
         torch.cuda.synchronize()
     dist.barrier()

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from common import AllToAll, Step, compile_each, launch, race, show, train_beside
+from common import Step, all_to_all, compile_each, launch, race, show, train_beside
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
@@ -65,7 +65,7 @@ class DLRM(nn.Module):
             table(index, offset) for table, index, offset in zip(self.tables, indices, offsets, strict=True)
         ]
         # [B, tables * dim], rows by sample -> [world, b, tables, dim], parts by the rank they come from
-        exchanged = AllToAll.apply(torch.cat(pooled, 1), None, None).view(self.shape)
+        exchanged = all_to_all(torch.cat(pooled, 1)).view(self.shape)
         x = self.bottom(dense)
         features = torch.cat([x[:, None], exchanged.transpose(0, 1).flatten(1, 2)], 1)
         products = features @ features.mT

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from common import AllToAll, Step, compile_each, launch, race, show, train_beside
+from common import Step, all_to_all, compile_each, launch, race, show, train_beside
 from torch import Tensor, nn
 
 import autofuse
@@ -56,11 +56,11 @@ class MixtureOfExperts(nn.Module):
         tokens = order // TOP
         counts = experts.new_zeros(self.experts).scatter_add(0, experts, torch.ones_like(experts))
         # [source, local expert]: the rows that come from every rank for every expert here.
-        arriving = AllToAll.apply(counts, None, None).view(self.world, self.local)
+        arriving = all_to_all(counts).view(self.world, self.local)
         inputs = counts.view(self.world, self.local).sum(1).tolist()
         outputs = arriving.sum(1).tolist()
 
-        rows = AllToAll.apply(x.bfloat16()[tokens], outputs, inputs)
+        rows = all_to_all(x.bfloat16()[tokens], outputs, inputs)
         # Rows arrive by source, then expert; the grouped matmul wants them by expert.
         expert = torch.arange(self.local, device=x.device).repeat(self.world)
         expert = expert.repeat_interleave(arriving.flatten(), output_size=rows.shape[0])
@@ -71,7 +71,7 @@ class MixtureOfExperts(nn.Module):
         gated = gated * F.grouped_mm(sorted_rows, self.w3, offs=ends)
         results = F.grouped_mm(gated, self.w2, offs=ends)
         results = torch.empty_like(rows).index_put((by_expert,), results)
-        returned = AllToAll.apply(results, inputs, outputs)
+        returned = all_to_all(results, inputs, outputs)
 
         weighted = returned.float() * scores.flatten()[order][:, None]
         return torch.zeros_like(x).index_add(0, tokens, weighted)
