@@ -15,6 +15,7 @@ from torch import Tensor
 import autofuse
 from autofuse import ops
 from autofuse.native_kernels import cpu
+from tests.passes.dense import group as everybody
 from tests.passes.harness import passes_only
 from tests.ranks import RankPool, fresh_group
 from tests.robustness.seven import MAKERS, integers
@@ -34,7 +35,7 @@ def _reduce(x: Tensor, w: Tensor, group: Any) -> Tensor:
     return funcol.all_reduce(x @ w, "sum", group).relu()
 
 
-def _all_calls(x: Tensor, group: Any) -> dict[str, Callable[[], object]]:
+def _all_calls(x: Tensor, group: Any) -> dict[str, Callable[[], Any]]:
     """Every op on matrices of the dtype of x, [2W, 2W]."""
     world = dist.get_world_size()
     experts, rows = x.expand(2, -1, -1), x.view(world, 1, 2, -1)
@@ -128,13 +129,12 @@ def _dtypes(rank: int, world: int, dtype: torch.dtype) -> dict[str, str]:
     found = {}
     n = 2 * world
     x = (integers(3, n, n) * (1 + 1j) if dtype.is_complex else integers(3, n, n)).to(dtype)
-    half = x.float() if not dtype.is_complex else x
     for (name, call), exact in zip(
-        _all_calls(x, None).items(), _all_calls(half.to(torch.complex128), None).values(), strict=True
+        _all_calls(x, None).items(), _all_calls(x.to(torch.complex128), None).values(), strict=True
     ):
         found[name] = _error(call)
         if not found[name] and name.startswith(("matmul", "all_gather")):
-            assert torch.equal(call().to(torch.complex128), exact()), name  # type: ignore[attr-defined]
+            assert torch.equal(call().to(torch.complex128), exact()), name
     return found
 
 
@@ -150,8 +150,8 @@ def _kept(rank: int, world: int, dtype: torch.dtype) -> list[str]:
     torch._dynamo.reset()
     x, w = integers(rank, 4, 6).to(dtype), integers(7, 6, 4).to(dtype)
     with autofuse.debug() as report:
-        y = torch.compile(_reduce, backend=passes_only())(x, w, dist.group.WORLD)
-    assert torch.equal(y, _reduce(x, w, dist.group.WORLD))
+        y = torch.compile(_reduce, backend=passes_only())(x, w, everybody())
+    assert torch.equal(y, _reduce(x, w, everybody()))
     return [site.reason.value for site in report.kept if site.reason]
 
 
@@ -209,7 +209,7 @@ def test_uneven_and_unfitting_shapes(ranks: Ranks) -> None:
 
 
 def _afterwards(rank: int, world: int) -> bool:
-    case = MAKERS["matmul_all_reduce"](rank, world, 5, dist.group.WORLD.group_name)
+    case = MAKERS["matmul_all_reduce"](rank, world, 5, everybody().group_name)
     return torch.equal(case.run(1), case.exact.float())
 
 
@@ -225,14 +225,14 @@ def test_the_group_still_works_after_all_that(ranks: Ranks) -> None:
 
 
 def _combine(
-    x: Tensor, w: Tensor, ends: Tensor, outputs: Sequence[int], inputs: Sequence[int], group: str
+    x: Tensor, w: Tensor, ends: Tensor, outputs: Sequence[int], inputs: Sequence[int], group: Any
 ) -> Tensor:
     y = torch._grouped_mm(x, w, offs=ends)
     return funcol.wait_tensor(funcol.all_to_all_single(y, list(outputs), list(inputs), group))
 
 
 def _dispatch(
-    x: Tensor, w: Tensor, ends: Tensor, outputs: Sequence[int], inputs: Sequence[int], group: str
+    x: Tensor, w: Tensor, ends: Tensor, outputs: Sequence[int], inputs: Sequence[int], group: Any
 ) -> Tensor:
     rows = funcol.wait_tensor(funcol.all_to_all_single(x, list(outputs), list(inputs), group))
     return torch._grouped_mm(rows, w, offs=ends)
@@ -286,7 +286,7 @@ def _other_order(rank: int, world: int) -> str:
 
 
 def _other_op(rank: int, world: int) -> str:
-    def scatter(x: Tensor, w: Tensor, group: str) -> Tensor:
+    def scatter(x: Tensor, w: Tensor, group: Any) -> Tensor:
         return funcol.reduce_scatter_tensor(x @ w, "sum", 0, group)
 
     group = fresh_group()
@@ -313,7 +313,7 @@ def _async(x: Tensor, v: Tensor, w: Tensor) -> Tensor:
     handle = dist.all_reduce(y, async_op=True)
     z = x.sin()
     handle.wait()
-    return funcol.all_reduce((y + z) @ w, "sum", dist.group.WORLD)
+    return funcol.all_reduce((y + z) @ w, "sum", everybody())
 
 
 def _graph_breaks(rank: int, world: int) -> tuple[list[str], list[str]]:
@@ -338,7 +338,7 @@ def _without_library(rank: int, world: int) -> tuple[list[str], bool]:
     cpu._library, cpu._why_not = None, "install a C++ compiler"
     x, w = integers(rank, 4, 6), integers(9, 6, 4)
     with autofuse.debug() as report:
-        y = torch.compile(_reduce, backend=passes_only())(x, w, dist.group.WORLD)
+        y = torch.compile(_reduce, backend=passes_only())(x, w, everybody())
     eager = ops.matmul_all_reduce(x, w).relu()
     return [s.reason.value for s in report.kept if s.reason], torch.equal(y, eager)
 
@@ -353,10 +353,10 @@ def _across_hosts(rank: int, world: int) -> tuple[list[str], bool]:
     x, w = integers(rank, 4, 6), integers(9, 6, 4)
     try:
         with autofuse.debug() as report:
-            y = torch.compile(_reduce, backend=passes_only())(x, w, dist.group.WORLD)
+            y = torch.compile(_reduce, backend=passes_only())(x, w, everybody())
     finally:
         del os.environ["LOCAL_WORLD_SIZE"]
-    return [s.reason.value for s in report.kept if s.reason], torch.equal(y, _reduce(x, w, dist.group.WORLD))
+    return [s.reason.value for s in report.kept if s.reason], torch.equal(y, _reduce(x, w, everybody()))
 
 
 def test_a_launcher_with_one_rank_per_host(ranks: Ranks) -> None:

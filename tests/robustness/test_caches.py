@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import Tensor
 
 import autofuse
+from tests.passes.dense import group as everybody
 from tests.ranks import RankPool
 from tests.robustness.seven import integers
 
@@ -20,8 +20,8 @@ Result = tuple[list[dict[str, Any]], int, int]
 
 def model(x: Tensor, v: Tensor, w: Tensor) -> Tensor:
     """What a rank computes depends on its number: its rows of the sum."""
-    hidden = funcol.all_gather_tensor_autograd(x, 0, dist.group.WORLD) @ v
-    return funcol.reduce_scatter_tensor_autograd(hidden.relu() @ w, "sum", 0, dist.group.WORLD)
+    hidden = funcol.all_gather_tensor_autograd(x, 0, everybody()) @ v
+    return funcol.reduce_scatter_tensor_autograd(hidden.relu() @ w, "sum", 0, everybody())
 
 
 def _trains(rank: int, world: int, directory: str) -> Result:
@@ -36,7 +36,7 @@ def _trains(rank: int, world: int, directory: str) -> Result:
             y = fn(*leaves)
             (y * integers(50 + rank, 8, 8)).sum().backward()
             results.append([y, *(leaf.grad for leaf in leaves)])
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))  # type: ignore[arg-type]
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
     counts = torch._dynamo.utils.counters["inductor"]
     sites = [
         {"graph": g.kind, "pattern": s.pattern, "fused": s.fused, "world": s.world, "nbytes": s.nbytes}

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import autofuse
+from tests.passes.dense import group as everybody
 from tests.passes.harness import passes_only
 from tests.ranks import RankPool
 from tests.robustness.seven import integers
@@ -20,21 +21,21 @@ TOKENS = range(1, 34)
 
 
 def matmul_all_reduce(x: Tensor, w: Tensor) -> Tensor:
-    return funcol.all_reduce(x @ w, "sum", dist.group.WORLD) * 2
+    return funcol.all_reduce(x @ w, "sum", everybody()) * 2
 
 
 def matmul_reduce_scatter(x: Tensor, w: Tensor) -> Tensor:
-    return funcol.reduce_scatter_tensor(x @ w, "sum", 0, dist.group.WORLD) * 2
+    return funcol.reduce_scatter_tensor(x @ w, "sum", 0, everybody()) * 2
 
 
 def all_gather_matmul(x: Tensor, w: Tensor) -> Tensor:
-    return funcol.all_gather_tensor(x, 0, dist.group.WORLD) @ w
+    return funcol.all_gather_tensor(x, 0, everybody()) @ w
 
 
 def embedding_bag_all_to_all(offsets: Tensor, indices: Tensor, table: Tensor) -> Tensor:
     world = dist.get_world_size()
     pooled = F.embedding_bag(indices, table, offsets, mode="sum")
-    out = funcol.wait_tensor(funcol.all_to_all_single(pooled, None, None, dist.group.WORLD))
+    out = funcol.wait_tensor(funcol.all_to_all_single(pooled, None, None, everybody()))
     return out.view(world, -1, table.shape[1]).transpose(0, 1).reshape(-1, world * table.shape[1])
 
 

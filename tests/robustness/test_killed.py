@@ -10,12 +10,12 @@ from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _functional_collectives as funcol
 
 import autofuse
 from autofuse.lowering.workspace import Call
+from tests.passes.dense import group as everybody
 from tests.passes.harness import passes_only
 from tests.ranks import RankPool, RanksFailed, fresh_group
 from tests.robustness.seven import MAKERS
@@ -49,8 +49,8 @@ def _raises(call: Callable[[], object]) -> None:
 
 def _compiled(rank: int, world: int, generated: bool, number: int) -> None:
     def model(x: Tensor, v: Tensor, w: Tensor) -> Tensor:
-        hidden = funcol.all_reduce(x @ v, "sum", dist.group.WORLD).relu()
-        return funcol.reduce_scatter_tensor(hidden @ w, "sum", 0, dist.group.WORLD)
+        hidden = funcol.all_reduce(x @ v, "sum", everybody()).relu()
+        return funcol.reduce_scatter_tensor(hidden @ w, "sum", 0, everybody())
 
     args = tuple(torch.randn(16, 16) for _ in range(3))
     backend = "autofuse" if generated else passes_only()

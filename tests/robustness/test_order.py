@@ -10,6 +10,7 @@ import torch.distributed._functional_collectives as funcol
 from torch import Tensor
 
 import autofuse
+from tests.passes.dense import group as everybody
 from tests.passes.harness import fake_group, passes_only
 from tests.ranks import RankPool
 from tests.robustness.seven import integers
@@ -20,19 +21,19 @@ _KIND = {"all_gather_into_tensor": "all_gather", "reduce_scatter_tensor": "reduc
 
 
 def reduce(x: Tensor) -> Tensor:
-    return funcol.all_reduce(x, "sum", dist.group.WORLD)
+    return funcol.all_reduce(x, "sum", everybody())
 
 
 def gather(x: Tensor) -> Tensor:
-    return funcol.all_gather_tensor(x, 0, dist.group.WORLD)
+    return funcol.all_gather_tensor(x, 0, everybody())
 
 
 def scatter(x: Tensor) -> Tensor:
-    return funcol.reduce_scatter_tensor(x, "sum", 0, dist.group.WORLD)
+    return funcol.reduce_scatter_tensor(x, "sum", 0, everybody())
 
 
 def exchange(x: Tensor) -> Tensor:
-    return funcol.wait_tensor(funcol.all_to_all_single(x, None, None, dist.group.WORLD))
+    return funcol.wait_tensor(funcol.all_to_all_single(x, None, None, everybody()))
 
 
 def mixed(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:

@@ -25,7 +25,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, fx
 from torch.distributed import _functional_collectives as funcol
@@ -35,15 +34,11 @@ import autofuse
 from autofuse.native_kernels import cpu
 from autofuse.options import PATTERNS
 from autofuse.passes import choose
+from tests.passes.dense import group
 from tests.passes.harness import fake_group
 
 WORLD = 4
 c10d = torch.ops._c10d_functional
-
-
-def group() -> dist.ProcessGroup:
-    assert dist.group.WORLD is not None
-    return dist.group.WORLD
 
 
 def exchange(x: Tensor) -> Tensor:
@@ -116,7 +111,10 @@ F64 = torch.float64
 CASES = {
     "meta tensors": Case(reduced, lambda: matmul(device="meta"), "no_kernel_for_device", "meta"),
     "no such group": Case(
-        lambda x, w: funcol.all_reduce(x @ w, "sum", "tp"), matmul, "group_unknown", "no group 'tp'"
+        lambda x, w: c10d.wait_tensor(c10d.all_reduce(x @ w, "sum", "tp")),
+        matmul,
+        "group_unknown",
+        "no group 'tp'",
     ),
     "max": Case(lambda x, w: reduced(x, w, "max"), matmul, "reduce_op", "'max'"),
     "min": Case(lambda x, w: reduced(x, w, "min"), matmul, "reduce_op", "'min'"),
