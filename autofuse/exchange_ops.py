@@ -107,7 +107,7 @@ def all_to_all_embedding_bag_backward(
             "indices; pass one each for every table"
         )
     name, sizes = _sizes(bags, dims, columns, include_last_offset, layout, group, op)
-    b = (bags[1][0].shape[0] - include_last_offset) // len(sizes)
+    b = (bags[1][0].shape[0] - int(include_last_offset)) // len(sizes)
     expected = embedding_layout.shape(layout, b, sizes, dims)
     if list(grad.shape) != expected:
         raise ValueError(f"{op}: expected grad {expected} in layout {layout!r}, got {list(grad.shape)}")
@@ -266,7 +266,7 @@ def _sizes(
     sizes = [sum(dims)] * ranks.size() if columns is None else list(columns)
     if len(sizes) != ranks.size():
         raise ValueError(f"{op}: columns has {len(sizes)} entries for {ranks.size()} ranks; pass one each")
-    count = bags[1][0].shape[0] - include_last_offset
+    count = bags[1][0].shape[0] - int(include_last_offset)
     embedding_layout.check(op, layout, count, sizes, dims, ranks.rank())
     return name, sizes
 

@@ -53,7 +53,7 @@ def _fake(
     site: str,
 ) -> list[Tensor]:
     tables = [grad.new_empty((v, d), dtype=dtype) for v, d in zip(num_embeddings, dims, strict=True)]
-    bags = offsets[0].shape[0] - include_last_offset
+    bags = offsets[0].shape[0] - int(include_last_offset)
     return [*tables, grad.new_empty((bags, sum(dims)))] if keep_exchanged else tables
 
 

@@ -52,7 +52,7 @@ def _fake(
     order: str,
     site: str,
 ) -> Tensor:
-    b = (offsets[0].shape[0] - include_last_offset) // len(columns)
+    b = (offsets[0].shape[0] - int(include_last_offset)) // len(columns)
     return weights[0].new_empty(layouts.shape(layout, b, columns, _dims(weights)), dtype=dtype)
 
 
