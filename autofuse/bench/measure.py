@@ -19,9 +19,10 @@ import autofuse
 from autofuse.bench.cases import MOST_SETS, ROTATION_BYTES, Case, Inputs, cases
 
 WARM_UP = 3
-BLOCK_S = 0.004
-"""Short calls are timed in blocks of about this length: leaving a barrier together is not exact."""
-MOST_CALLS = 64
+BLOCK_S = 0.05
+"""Calls are timed in blocks of about this length, as in a model that runs on: ranks leave a barrier up to
+milliseconds apart, which a block of one or two calls would measure instead."""
+MOST_CALLS = 256
 
 
 @dataclass(frozen=True)
