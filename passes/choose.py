@@ -7,7 +7,7 @@ rank must decide alike and the fused ops gain most where latency counts.
 
 from __future__ import annotations
 
-import math
+import os
 from dataclasses import dataclass
 
 import sympy
@@ -19,30 +19,35 @@ from .match import Match
 
 @dataclass(frozen=True)
 class Machine:
-    """Rates of one device. Times in microseconds, rates a microsecond, of one rank among `world`."""
+    """One device. Times in microseconds, rates a microsecond, of a rank that has a core for itself."""
 
     flops: dict[int, float]
     """Matmul rate by bytes an element."""
     memory: float
     """Bytes that a matmul or a pooling reads from memory."""
-    call: float
-    """Overhead of a fused call: signals and waits."""
+    call: tuple[float, float]
+    """Overhead of a fused call: signals and waits; with a core for every rank, and with fewer."""
     exchange: float
     """Bytes that move through shared memory, every one written once and read once."""
-    collective_call: float
-    """Latency of an unfused collective, grows with the number of ranks."""
+    collective_call: dict[str, tuple[float, float]]
+    """Latency of an unfused collective, likewise."""
     collective: float
     """Bytes that an unfused collective moves."""
 
 
-# Measured on two cores of an x86-64 server with AVX-512 against gloo over loopback; see `autofuse.bench`.
+# From `docs/benchmarks`: two cores of an x86-64 server with AVX-512, gloo over loopback, 2 and 4 ranks.
 CPU = Machine(
     flops={4: 95e3, 2: 200e3},
-    memory=15e3,
-    call=30.0,
+    memory=11e3,
+    call=(80.0, 1200.0),
     exchange=5e3,
-    collective_call=150.0,
-    collective=1e3,
+    collective_call={
+        "all_reduce": (1300.0, 6000.0),
+        "reduce_scatter": (1300.0, 6000.0),
+        "all_gather": (850.0, 3800.0),
+        "all_to_all": (700.0, 1700.0),
+    },
+    collective=1.2e3,
 )
 
 
@@ -66,18 +71,19 @@ def estimate(anchor: Anchor, match: Match, world: int, hints: dict[sympy.Symbol,
     kept = _number(match.work.bytes_kept, hints)
     if sent is None or read is None or kept is None or any(s is None for m in sizes for s in m):
         return Estimate()
-    val = anchor.node.meta["val"]
-    itemsize = val.element_size()
+    # The number of cores, not the affinity of this process: all ranks must decide alike.
+    cores = os.cpu_count() or 1
+    crowded, share = int(world > cores), max(1.0, world / cores)
+    itemsize = anchor.node.meta["val"].element_size()
     rate = CPU.flops.get(itemsize, CPU.flops[4])
     compute = read / CPU.memory
     for m, k, n in sizes:
         weight = k * n * itemsize  # type: ignore[operator]
         compute += max(2 * m * k * n / rate, weight / CPU.memory)  # type: ignore[operator]
     moved = sent * (world if anchor.kind == "all_gather" else 1)
-    rounds = 2 if anchor.kind == "all_reduce" else 1
-    collective = CPU.collective_call * math.log2(max(world, 2)) * rounds + rounds * moved / CPU.collective
-    exchange = CPU.call * rounds + (rounds * moved + kept) / CPU.exchange
-    return Estimate(round(compute + exchange, 1), round(compute + collective, 1))
+    collective = CPU.collective_call[anchor.kind][crowded] + moved / CPU.collective
+    exchange = CPU.call[crowded] + (moved + kept) / CPU.exchange
+    return Estimate(round(share * compute + exchange, 1), round(share * compute + collective, 1))
 
 
 def _number(size: Size, hints: dict[sympy.Symbol, int]) -> float | None:
