@@ -54,6 +54,10 @@ _SLICE_MS = 200  # how often a waiting rank looks whether its peer still lives
 _MOST_KEYS = 4096
 
 
+class SharedMemoryFull(RuntimeError):
+    """A call needs more shared memory than one of the ranks can get; the workspace stays usable."""
+
+
 class Workspace:
     """The shared memory of one process group, seen from this rank.
 
@@ -150,7 +154,7 @@ class Call:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None:
+        if error is not None and kind is not SharedMemoryFull:  # all ranks have left that call alike
             self._ws._fail(str(error) or type(error).__name__)
         self._ws._lock.release()
 
@@ -202,7 +206,8 @@ class Call:
 
     def reserve(self, nbytes: int) -> None:
         """Make every rank's buffer hold at least `nbytes`, the same number on all ranks. What the buffers
-        held is lost, and so are earlier results of `tensor`."""
+        held is lost, and so are earlier results of `tensor`. Raises SharedMemoryFull on all ranks if one has
+        no room."""
         if nbytes > self._ws.capacity:
             self.exchange([])
             self._grow(nbytes)
@@ -231,7 +236,10 @@ class Call:
                 self._grow(self.nbytes)
 
     def _grow(self, nbytes: int) -> None:
-        """Replace the data segments. All ranks are in this call, so nobody reads the old ones any more."""
+        """Replace the data segments. All ranks are in this call, so nobody reads the old ones any more.
+
+        Raises SharedMemoryFull on all ranks, which can go on without, if one has no room.
+        """
         ws = self._ws
         step = (
             _COARSE_BUFFER
@@ -245,11 +253,18 @@ class Call:
         self.exchange([])  # the old memory is free before anybody asks for new
         ws._generation += 1
         generation, total = ws._generation, 2 * capacity
+        name, problem = ws._peers[ws.rank].segment(generation), ""
+        mine = torch.empty(0)
         try:
-            mine = rendezvous.map_segment(
-                cpu.create_segment(ws._peers[ws.rank].segment(generation), total), total
-            )
-            self.exchange([])
+            try:
+                mine = rendezvous.map_segment(cpu.create_segment(name, total), total)
+            except cpu.NoRoom as error:
+                problem = str(error)
+            without = [rank for rank, (full,) in enumerate(self.exchange([bool(problem)])) if full]
+            if without:
+                cpu.unlink_segment(name)
+                other = f"rank {without[0]} cannot get {total} bytes of shared memory"
+                raise SharedMemoryFull(f"{self.op}: {problem or other}")
             ws._data = [
                 mine
                 if r == ws.rank
@@ -257,7 +272,9 @@ class Call:
                 for r, p in enumerate(ws._peers)
             ]
             self.exchange([])
-            cpu.unlink_segment(ws._peers[ws.rank].segment(generation))
+            cpu.unlink_segment(name)
+        except SharedMemoryFull:
+            raise
         except BaseException as error:
             # First the reason: a peer must not find its segment gone before it can read why.
             ws._fail(str(error) or type(error).__name__)

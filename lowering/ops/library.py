@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from autofuse.lowering.workspace import GroupSpansHosts
+from autofuse.lowering.workspace import GroupSpansHosts, SharedMemoryFull
 from autofuse.native_kernels import cpu
 
 log = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ def register(op: FusedOp) -> None:
                 result = op.cpu(*args)
                 if result is not NotImplemented:
                     return result
-            except GroupSpansHosts as error:
+            except (GroupSpansHosts, SharedMemoryFull) as error:
                 if str(error) not in _warned:
                     _warned.add(str(error))
                     log.warning("autofuse::%s runs unfused: %s", op.name, error)

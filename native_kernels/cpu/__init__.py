@@ -84,15 +84,20 @@ _open = function("af_segment_open", c_int, [c_char_p])
 _unlink = function("af_segment_unlink", c_int, [c_char_p])
 
 
+class NoRoom(RuntimeError):
+    """The machine has no room for a segment of shared memory."""
+
+
 def create_segment(name: str, nbytes: int) -> int:
-    """Make the shared memory `name`, zero-filled, and return its descriptor. Raises RuntimeError when the
-    machine has no room for it."""
+    """Make the shared memory `name`, zero-filled, and return its descriptor. Raises NoRoom when the machine
+    has no room for it, RuntimeError when it cannot be made otherwise."""
     fd: int = _create(name.encode(), nbytes)
     if fd >= 0:
         return fd
     text = f"cannot get {nbytes} bytes of shared memory: {os.strerror(-fd)}"
     if -fd in (errno.ENOSPC, errno.ENOMEM):
         text += "; make /dev/shm larger (docker run --shm-size=..., mount -o remount,size=... /dev/shm)"
+        raise NoRoom(text)
     raise RuntimeError(text)
 
 

@@ -11,8 +11,9 @@ import autofuse.ops
 from autofuse.lowering.ops import library, reduce_executor
 from autofuse.lowering.ops.product import product_reference
 from autofuse.lowering.workspace import GroupSpansHosts
+from autofuse.native_kernels import cpu
 from tests.ops.dense import DTYPES, ORDERS, assert_close, poison, same_on_all_ranks, seeded, world_group
-from tests.ranks import RankPool
+from tests.ranks import RankPool, fresh_group
 
 Ranks = Callable[[int], RankPool]
 
@@ -225,6 +226,34 @@ def _spans_hosts(rank: int, world: int) -> None:
 
 def test_a_group_that_spans_hosts_runs_unfused(ranks: Ranks) -> None:
     ranks(2).run(_spans_hosts)
+
+
+def _no_room(rank: int, world: int) -> None:
+    create, messages = cpu.create_segment, list[str]()
+
+    def full(name: str, nbytes: int) -> int:
+        if rank == 1 and nbytes > 1 << 18:
+            raise cpu.NoRoom(f"cannot get {nbytes} bytes")
+        return create(name, nbytes)
+
+    x, w = torch.ones(300, 4), torch.ones(4, 500)
+    group = fresh_group()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu, "create_segment", full)
+        patch.setattr(library.log, "warning", lambda *args: messages.append(args[0] % args[1:]))
+        for _ in range(2):
+            y = autofuse.ops.matmul_all_reduce(x, w, group=group)
+            assert torch.equal(y, torch.full((300, 500), world * 4.0))
+            y = autofuse.ops.matmul_all_reduce(x[:2], w, group=group)  # there is room for this one
+            assert torch.equal(y, torch.full((2, 500), world * 4.0))
+    assert len(messages) == 1
+    assert "room" in messages[0] or "cannot get" in messages[0]
+    y = autofuse.ops.matmul_all_reduce(x, w, group=group)
+    assert torch.equal(y, torch.full((300, 500), world * 4.0))
+
+
+def test_without_room_for_shared_memory_it_runs_unfused(ranks: Ranks) -> None:
+    ranks(2).run(_no_room)
 
 
 def _bad_input(rank: int, world: int) -> None:
