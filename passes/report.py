@@ -184,7 +184,9 @@ def _row(site: Site) -> tuple[str, ...]:
     why = ": ".join(filter(None, (site.reason.value if site.reason else "", site.detail)))
     fused_into = site.op.removeprefix("autofuse::") if site.op else "-"
     numbers = (_number(x) for x in (site.world, site.nbytes, site.predicted_us, site.unfused_us))
-    return (site.graph, site.collective, fused_into, site.order or "-", *numbers, site.source or "-", why)
+    # The file and its folder will do in a table; `Site.source` has the whole path.
+    source = "/".join((site.source or "-").split("/")[-2:])
+    return (site.graph, site.collective, fused_into, site.order or "-", *numbers, source, why)
 
 
 def _number(value: float | None) -> str:
