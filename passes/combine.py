@@ -84,7 +84,8 @@ def _rewrite_even(
     operands = [materialise(emitter, o) for o in found.operands]
     x = [batched(emitter, n) for n in found.x]
     w = [batched(emitter, n) for n in found.w]
-    fused = _call(emitter, anchor, context, x, w, [], operands, found.text, 0, None, None, cut, keep)
+    outer = emitter.size(cut.outer)
+    fused = _call(emitter, context, x, w, [], operands, found.text, 0, None, None, [], [], outer, keep)
     _deliver(emitter, anchor, context, fused, found.layout, cut)
     if keep:
         shape = context.shapes.of(found.last)
@@ -92,28 +93,10 @@ def _rewrite_even(
         emitter.replace(found.last, kept)
 
 
-def _call(
-    emitter: Emitter,
-    anchor: Anchor,
-    context: Context,
-    x: list[fx.Node],
-    w: list[fx.Node],
-    bias: list[fx.Node],
-    operands: list[fx.Node],
-    text: str,
-    experts: int,
-    offsets: fx.Node | None,
-    positions: fx.Node | None,
-    cut: Cut | None,
-    keep: bool,
-) -> fx.Node:
-    outer = 1 if cut is None else emitter.size(cut.outer)
-    splits = ([], []) if cut is not None else (anchor.output_splits, anchor.input_splits)
-    return emitter.call(
-        torch.ops.autofuse.expert_matmul_all_to_all.default,
-        *(x, w, bias, operands, text, experts, offsets, positions, *splits, outer, keep),
-        *(context.group, context.order, context.site),
-    )
+def _call(emitter: Emitter, context: Context, *args: object) -> fx.Node:
+    """The fused op with `args` up to `keep_product`, as its schema has them."""
+    op = torch.ops.autofuse.expert_matmul_all_to_all.default
+    return emitter.call(op, *args, context.group, context.order, context.site)
 
 
 def _deliver(
@@ -194,8 +177,8 @@ def _loop_fields(n: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None] | None:
 def _rewrite_loop(
     anchor: Anchor, context: Context, found: Product, bias: list[fx.Node], cut: Cut, emitter: Emitter
 ) -> None:
-    args: tuple = (list(found.x), list(found.w), bias, [], found.text, len(found.x), None, None, cut, False)
-    fused = _call(emitter, anchor, context, *args)
+    x, w, outer = list(found.x), list(found.w), emitter.size(cut.outer)
+    fused = _call(emitter, context, x, w, bias, [], found.text, len(x), None, None, [], [], outer, False)
     _deliver(emitter, anchor, context, fused, found.layout, cut)
 
 
@@ -266,19 +249,10 @@ def _rewrite_dropless(
     anchor: Anchor, context: Context, found: Product, positions: fx.Node | None, keep: bool, emitter: Emitter
 ) -> None:
     operands = [materialise(emitter, o) for o in found.operands]
-    args: tuple = (
-        list(found.x),
-        list(found.w),
-        [],
-        operands,
-        found.text,
-        0,
-        found.offsets,
-        positions,
-        None,
-        keep,
+    experts = (found.offsets, positions, anchor.output_splits, anchor.input_splits)
+    fused = _call(
+        emitter, context, list(found.x), list(found.w), [], operands, found.text, 0, *experts, 1, keep
     )
-    fused = _call(emitter, anchor, context, *args)
     if keep:
         emitter.replace(found.last, emitter.item(fused, 1))
     result = emitter.item(fused, 0)

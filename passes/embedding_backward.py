@@ -55,10 +55,7 @@ def match_embedding_backward(anchor: Anchor, context: Context) -> Found:
     found = [(r, g) for r in readers for g in _table_grads(r)]
     if not found:
         return Reject(Reason.NO_COMPUTE, "no embedding bag's backward reads what is exchanged")
-    grads = sorted(
-        (g for _, g in found),
-        key=lambda g: str(g.start) if not isinstance(g.start, int) else f"{g.start:012d}",
-    )
+    grads = sorted((g for _, g in found), key=lambda g: g.start if isinstance(g.start, int) else 0)
     layout = grads[0].layout
     reject = _check(grads, layout, received)
     if reject is not None:
