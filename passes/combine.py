@@ -15,9 +15,9 @@ from torch import fx
 from .anchors import Anchor
 from .emit import Emitter
 from .layout import Cut, Digit, Layout, product
-from .match import Context, Found, Match, Work, dtype_reject, materialise, outside_reader, replace_result
-from .matmul_reduce import extra_users, leading_cut
-from .product import Product, Reject, match_product
+from .match import Context, Found, Match, Work, check_dtype, materialise, outside_reader, replace_result
+from .matmul_reduce import extra_users, hand_out_product, leading_cut
+from .product import Product, Reject, linear_operands, match_product
 from .report import Reason
 from .trace import argument, aten, dtype_of, tensor, trace
 
@@ -56,7 +56,7 @@ def _find_even(anchor: Anchor, context: Context) -> Product | Reject:
         return Reject(Reason.LAYOUT, "a grouped matmul is exchanged in equal parts")
     if product(found.layout.shape) != product(found.shape):
         return Reject(Reason.LAYOUT, "only part of the matmul is exchanged")
-    return dtype_reject(found) or found
+    return check_dtype(found.dtype) or found
 
 
 def _even(anchor: Anchor, context: Context, found: Product) -> Found:
@@ -88,9 +88,7 @@ def _rewrite_even(
     fused = _call(emitter, context, x, w, [], operands, found.text, 0, None, None, [], [], outer, keep)
     _deliver(emitter, anchor, context, fused, found.layout, cut)
     if keep:
-        shape = context.shapes.of(found.last)
-        kept = emitter.rebuild(emitter.item(fused, 1), Layout.of(found.shape), found.last_layout, shape)
-        emitter.replace(found.last, kept)
+        hand_out_product(emitter, fused, found)
 
 
 def _call(emitter: Emitter, context: Context, *args: object) -> fx.Node:
@@ -137,14 +135,14 @@ def _match_loop(anchor: Anchor, context: Context) -> Found | None:
     first = leaves[0]
     dtype = dtype_of(first)
     assert dtype is not None
-    fields = [_loop_fields(n) for n in leaves]
+    fields = [linear_operands(n) for n in leaves]
     if any(f is None for f in fields):
         return Reject(
             Reason.UNSUPPORTED_VARIANT, "an expert's matmul scales its terms or has a bias that is no vector"
         )
     x, w, bias = zip(*[f for f in fields if f is not None], strict=True)
     found = Product(x, w, ("mm",), (), (len(leaves), rows, columns), dtype, layout, first, layout)
-    reject = dtype_reject(found)
+    reject = check_dtype(found.dtype)
     if reject is not None:
         return reject
     cut = leading_cut(found, context.world)
@@ -163,15 +161,6 @@ def _match_loop(anchor: Anchor, context: Context) -> Found | None:
         partial(_rewrite_loop, anchor, context, found, [b for b in bias if b is not None], cut),
         (*x, *w, *(b for b in bias if b is not None)),
     )
-
-
-def _loop_fields(n: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None] | None:
-    if n.target is aten.mm.default:
-        return n.args[0], n.args[1], None
-    bias, x, w = n.args[:3]
-    vector = (t := tensor(bias)) is not None and t.dim() == 1
-    scaled = argument(n, 3, "beta", 1) != 1 or argument(n, 4, "alpha", 1) != 1
-    return None if scaled or not vector else (x, w, bias)
 
 
 def _rewrite_loop(
@@ -203,7 +192,7 @@ def _match_dropless(anchor: Anchor, context: Context) -> Found:
         return Reject(Reason.UNEVEN, "the parts are uneven, but no grouped matmul feeds them")
     if len(found.layout.dims) != 2 or found.layout != Layout.of(found.shape):
         return Reject(Reason.LAYOUT, "the rows of the grouped matmul are rearranged by views")
-    reject = dtype_reject(found)
+    reject = check_dtype(found.dtype)
     if reject is not None:
         return reject
     carrier = Anchor(anchor.input, "index_put") if positions is not None else anchor

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -13,13 +12,25 @@ from .anchors import Anchor
 from .combine import batched
 from .emit import Emitter
 from .layout import Cut, Digit, Layout, cut_out, product
-from .match import Context, Found, Match, Reader, Work, depends_on, find_readers, replace_result, reread
-from .product import Reject, grouped_offsets
+from .match import (
+    Context,
+    Found,
+    Match,
+    Reader,
+    Work,
+    check_dtype,
+    depends_on,
+    fill_biases,
+    find_readers,
+    hand_out,
+    replace_result,
+    reread,
+)
+from .product import Reject, grouped_offsets, linear_operands
 from .report import Reason
-from .trace import argument, aten, dtype_of, tensor
+from .trace import aten, dtype_of, tensor
 
 PATTERN = "all_to_all_expert_matmul"
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -56,8 +67,9 @@ def _match_even(anchor: Anchor, context: Context, single: bool) -> Found:
     entries = [e for r in readers if (e := _entry(r, single)) is not None]
     if not entries:
         return Reject(Reason.NO_COMPUTE, "no expert matmul reads what is exchanged")
-    if dtype_of(anchor.node) not in _DTYPES:
-        return Reject(Reason.DTYPE, f"{dtype_of(anchor.node)} is exchanged")
+    reject = check_dtype(dtype_of(anchor.node))
+    if reject is not None:
+        return reject
     layout = entries[0].layout
     entries = [e for e in entries if e.layout == layout and (e.expert < 0) == (entries[0].expert < 0)]
     experts = 0
@@ -93,34 +105,26 @@ def _match_even(anchor: Anchor, context: Context, single: bool) -> Found:
 
 def _entry(reader: Reader, single: bool) -> Entry | None:
     user, layout = reader.user, reader.layout
-    bias: object = None
-    if user.target is aten.bmm.default:
-        x, w = user.args[:2]
-        if layout.fixed or (tensor(user).shape[0] == 1) is not single:  # type: ignore[union-attr]
-            return None
-        expert = -1
-    elif user.target in (aten.mm.default, aten.addmm.default):
-        x, w = user.args[-2:]
-        if user.target is aten.addmm.default:
-            bias = user.args[0]
-            if argument(user, 3, "beta", 1) != 1 or argument(user, 4, "alpha", 1) != 1:
-                return None
-            if not isinstance(bias, fx.Node) or tensor(bias).dim() != 1:  # type: ignore[union-attr]
-                return None
-        if single:
-            layout, expert = layout.unsqueeze(0), -1
-        elif len(layout.fixed) == 1:
-            (digit, expert), *_ = layout.fixed
-            layout = Layout(((digit,), *layout.dims))
-        else:
-            return None
-    else:
+    found = linear_operands(user)
+    if found is None:
         return None
-    if x is not reader.view or w is reader.view or bias is reader.view or not isinstance(w, fx.Node):
+    x, w, bias = found
+    if x is not reader.view or w is reader.view or bias is reader.view:
+        return None
+    expert = -1
+    if user.target is aten.bmm.default:
+        if (tensor(user).shape[0] == 1) is not single:  # type: ignore[union-attr]
+            return None
+    elif single:
+        layout = layout.unsqueeze(0)
+    elif len(layout.fixed) == 1:
+        (digit, expert), *_ = layout.fixed
+        layout = Layout(((digit,), *layout.dims))
+    else:
         return None
     if layout.fixed or (bias is not None and expert < 0):
         return None
-    return Entry(reader, w, bias if isinstance(bias, fx.Node) else None, layout, expert)
+    return Entry(reader, w, bias, layout, expert)
 
 
 def _by_consumer(entries: list[Entry], experts: int) -> list[Entry] | None:
@@ -150,42 +154,15 @@ def _rewrite_even(
     send = Layout(((cut.digit,), *cut.rest.dims))
     x = emitter.rebuild(anchor.input, Layout.of(shape), send)
     w = [e.w if experts else batched(emitter, e.w) for e in entries]
-    bias: list[fx.Node] = []
-    if any(e.bias is not None for e in entries):
-        bias = [
-            e.bias if e.bias is not None else emitter.call(aten.new_empty.default, x, [0]) for e in entries
-        ]
-    args: tuple[object, ...] = (
-        x,
-        w,
-        bias,
-        experts,
-        None,
-        None,
-        [],
-        [],
-        emitter.size(cut.outer),
-        bool(others),
+    bias = fill_biases(emitter, x, [e.bias for e in entries])
+    fused = emitter.call(
+        torch.ops.autofuse.all_to_all_expert_matmul.default,
+        *(x, w, bias, experts, None, None, [], [], emitter.size(cut.outer), bool(others)),
+        *(context.group, context.order, context.site),
     )
-    _finish(emitter, context, args, [e.reader.user for e in entries], others, layout)
-
-
-def _finish(
-    emitter: Emitter,
-    context: Context,
-    args: Sequence[object],
-    results: list[fx.Node],
-    others: list[Reader],
-    layout: Layout,
-) -> None:
-    op = torch.ops.autofuse.all_to_all_expert_matmul.default
-    fused = emitter.call(op, *args, context.group, context.order, context.site)
     if others:
-        reread(emitter, emitter.item(fused, len(results)), layout, others)
-    for i, node in enumerate(results):
-        shape = context.shapes.of(node)
-        assert shape is not None
-        emitter.replace(node, emitter.reshape(emitter.item(fused, i), shape))
+        reread(emitter, emitter.item(fused, len(entries)), layout, others)
+    hand_out(emitter, fused, [e.reader.user for e in entries])
 
 
 # --- dropless -----------------------------------------------------------------------------------------
@@ -219,8 +196,9 @@ def _match_dropless(anchor: Anchor, context: Context) -> Found:
     grouped = [u for u in grouped if grouped_offsets(u) is not None]
     if not grouped:
         return Reject(Reason.NO_COMPUTE, "no grouped matmul reads what is exchanged")
-    if dtype_of(anchor.node) not in _DTYPES:
-        return Reject(Reason.DTYPE, f"{dtype_of(anchor.node)} is exchanged")
+    reject = check_dtype(dtype_of(anchor.node))
+    if reject is not None:
+        return reject
     offsets = grouped_offsets(grouped[0])
     grouped = [u for u in grouped if grouped_offsets(u) is offsets]
     others = [u for u in users if u not in grouped]

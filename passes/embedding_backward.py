@@ -11,13 +11,12 @@ from torch import fx
 from .anchors import Anchor, hint
 from .emit import CannotEmit, Emitter
 from .layout import Cut, Digit, Digits, Layout, Size, cut_out, exact_quotient, merge, product, same_size
-from .match import Context, Found, Match, Reader, Work, find_readers, only_cast, reread
+from .match import Context, Found, Match, Reader, Work, check_dtype, find_readers, only_cast, reread
 from .product import Reject
 from .report import Reason
 from .trace import Shapes, argument, aten, dtype_of, expression, slice_bounds, tensor
 
 PATTERN = "all_to_all_embedding_bag_backward"
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -121,9 +120,7 @@ def _check(grads: list[TableGrad], layout: Layout, received: torch.Tensor) -> Re
         end = g.start + g.width
     if not same_size(end, layout.shape[1]):
         return Reject(Reason.LAYOUT, "some columns of the exchanged gradient belong to no table")
-    if received.dtype not in _FLOATS:
-        return Reject(Reason.DTYPE, f"{received.dtype} is exchanged")
-    return None
+    return check_dtype(received.dtype)
 
 
 def _read_besides(reader: Reader, mine: set[fx.Node]) -> bool:

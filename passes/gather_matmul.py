@@ -16,11 +16,24 @@ from torch import fx
 from .anchors import Anchor
 from .emit import Emitter
 from .layout import Cut, Digit, Layout, cut_out, exact_quotient, product
-from .match import Context, Found, Match, Reader, Work, depends_on, find_readers, only_cast, reread
+from .match import (
+    Context,
+    Found,
+    Match,
+    Reader,
+    Work,
+    check_dtype,
+    depends_on,
+    fill_biases,
+    find_readers,
+    hand_out,
+    only_cast,
+    reread,
+)
 from .matmul_reduce import two_dimensional
-from .product import Reject
+from .product import Reject, linear_operands
 from .report import Reason
-from .trace import argument, aten, dtype_of, tensor
+from .trace import aten, dtype_of, tensor
 
 PATTERN = "all_gather_matmul"
 
@@ -55,8 +68,9 @@ def match_all_gather(anchor: Anchor, context: Context) -> Found:
     if cut is None or first.layout.fixed or product(first.layout.shape) != product(gathered):
         return Reject(Reason.LAYOUT, f"{first.reader.view.name} is no whole view of the gathered tensor")
     dtype = dtype_of(first.reader.view)
-    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        return Reject(Reason.DTYPE, f"{dtype} is gathered")
+    reject = check_dtype(dtype)
+    if dtype is None or reject is not None:
+        return reject or Reject(Reason.DTYPE, "the dtype is not known")
     inputs = [n for c in consumers for n in (c.w, c.bias) if n is not None]
     late = depends_on(anchor, inputs)
     if late is not None:
@@ -77,27 +91,18 @@ def match_all_gather(anchor: Anchor, context: Context) -> Found:
 
 def _consumer(reader: Reader) -> Consumer | None:
     """The matmul that reads the view as its left operand, if all_gather_matmul can compute it."""
-    user = reader.user
-    bias: object = None
-    if user.target in (aten.mm.default, aten.bmm.default):
-        x, w = user.args[:2]
-    elif (
-        user.target is aten.addmm.default
-        and argument(user, 3, "beta", 1) == argument(user, 4, "alpha", 1) == 1
-    ):
-        bias, x, w = user.args[:3]
-    else:
+    found = linear_operands(reader.user)
+    if found is None:
         return None
-    if x is not reader.view or w is reader.view or bias is reader.view or not isinstance(w, fx.Node):
+    x, w, bias = found
+    if x is not reader.view or w is reader.view or bias is reader.view:
         return None
     layout = reader.layout
-    if user.target is aten.bmm.default:
-        if tensor(user).shape[0] != 1:  # type: ignore[union-attr]
+    if reader.user.target is aten.bmm.default:
+        if tensor(reader.user).shape[0] != 1:  # type: ignore[union-attr]
             return None
         layout = layout.squeeze([0])
-    if bias is not None and (not isinstance(bias, fx.Node) or tensor(bias).dim() != 1):  # type: ignore[union-attr]
-        return None
-    return Consumer(reader, w, bias if isinstance(bias, fx.Node) else None, layout)
+    return Consumer(reader, w, bias, layout)
 
 
 def _rewrite(
@@ -117,11 +122,7 @@ def _rewrite(
         part = emitter.call(torch.ops.prims.convert_element_type.default, part, cast)
     x = emitter.rebuild(part, Layout.of(shape), cut.rest)
     w = [two_dimensional(emitter, c.w) for c in consumers]
-    bias: list[fx.Node] = []
-    if any(c.bias is not None for c in consumers):
-        bias = [
-            c.bias if c.bias is not None else emitter.call(aten.new_empty.default, x, [0]) for c in consumers
-        ]
+    bias = fill_biases(emitter, x, [c.bias for c in consumers])
     fused = emitter.call(
         torch.ops.autofuse.all_gather_matmul.default,
         *(x, w, bias, cut.dim, emitter.size(cut.outer), bool(others)),
@@ -129,8 +130,4 @@ def _rewrite(
     )
     if others:
         reread(emitter, emitter.item(fused, len(consumers)), consumers[0].layout, others)
-    for i, consumer in enumerate(consumers):
-        node = consumer.reader.user
-        shape = context.shapes.of(node)
-        assert shape is not None
-        emitter.replace(node, emitter.reshape(emitter.item(fused, i), shape))
+    hand_out(emitter, fused, [c.reader.user for c in consumers])

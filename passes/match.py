@@ -9,10 +9,12 @@ from typing import TypeAlias
 import torch
 from torch import fx
 
+from autofuse.native_kernels import cpu
+
 from .anchors import Anchor
 from .emit import Emitter
 from .layout import Layout, Size
-from .product import Operand, Product, Reject
+from .product import Operand, Reject
 from .report import Reason
 from .trace import SPLITS, Shapes, aten, dtype_of, is_cast, is_view, trace
 
@@ -70,11 +72,25 @@ def materialise(emitter: Emitter, operand: Operand) -> fx.Node:
     return node if operand.shape is None else emitter.reshape(node, operand.shape)
 
 
-def dtype_reject(
-    product: Product, names: Iterable[str] = ("float32", "bfloat16", "float16")
-) -> Reject | None:
-    name = str(product.dtype).removeprefix("torch.")
-    return None if name in names else Reject(Reason.DTYPE, f"{name} is exchanged")
+def check_dtype(dtype: torch.dtype | None) -> Reject | None:
+    """The reason if the kernels cannot exchange the dtype."""
+    name = str(dtype).removeprefix("torch.")
+    return None if dtype in cpu.DTYPES else Reject(Reason.DTYPE, f"{name} is exchanged")
+
+
+def fill_biases(emitter: Emitter, x: fx.Node, biases: Sequence[fx.Node | None]) -> list[fx.Node]:
+    """The biases as the fused ops take them: none at all, or one a matmul, empty where it has none."""
+    if all(b is None for b in biases):
+        return []
+    return [b if b is not None else emitter.call(aten.new_empty.default, x, [0]) for b in biases]
+
+
+def hand_out(emitter: Emitter, fused: fx.Node, nodes: Sequence[fx.Node]) -> None:
+    """Let those who read `nodes[i]` read output `i` of the fused op."""
+    for i, node in enumerate(nodes):
+        shape = emitter.shapes.of(node)
+        assert shape is not None
+        emitter.replace(node, emitter.reshape(emitter.item(fused, i), shape))
 
 
 @dataclass(frozen=True)

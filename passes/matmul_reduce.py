@@ -15,8 +15,8 @@ from torch import fx
 from .anchors import Anchor
 from .emit import Emitter
 from .layout import Cut, Layout, cut_out, exact_quotient, product, regroup
-from .match import Context, Found, Match, Work, dtype_reject, materialise, replace_result
-from .product import Product, Reject, match_product
+from .match import Context, Found, Match, Work, check_dtype, materialise, replace_result
+from .product import Product, Reject, between, match_product
 from .report import Reason
 from .trace import aten, tensor
 
@@ -48,7 +48,7 @@ def _find(anchor: Anchor, context: Context) -> Product | Reject:
         return Reject(Reason.REDUCE_OP, f"the reduction is {anchor.reduce_op!r}")
     if (total := product(found.layout.shape)) != product(found.shape):
         return Reject(Reason.LAYOUT, f"{total} of {product(found.shape)} elements of the matmul are reduced")
-    return dtype_reject(found) or found
+    return check_dtype(found.dtype) or found
 
 
 def leading_cut(found: Product, world: int) -> Cut | Reject:
@@ -80,17 +80,8 @@ def _match(anchor: Anchor, context: Context, found: Product, pattern: str, cut: 
 
 def extra_users(anchor: Anchor, found: Product) -> tuple[fx.Node, ...]:
     """Who else reads the finished product, itself or a view of it on its way to the collective."""
-    path = {found.last}
-    above = {anchor.input}
-    work = [anchor.input]
-    while work:
-        for node in work.pop().all_input_nodes if work else ():  # type: ignore[union-attr]
-            if node not in above and not node < found.last:
-                above.add(node)
-                work.append(node)
-    for node in sorted(n for n in above if n is not None):
-        if any(i in path for i in node.all_input_nodes):
-            path.add(node)
+    assert anchor.input is not None
+    path = between(anchor.input, found.last) | {found.last}
     users = {u: None for n in sorted(path) for u in n.users}
     return tuple(u for u in users if u not in path and u is not anchor.node)
 
@@ -115,11 +106,15 @@ def _rewrite(
     target = found.layout if cut is None else without(found.layout, cut)
     result = emitter.rebuild(emitter.item(fused, 0), part, target, context.shapes.of(anchor.node))
     if keep:
-        kept = emitter.rebuild(
-            emitter.item(fused, 1), Layout.of(found.shape), found.last_layout, context.shapes.of(found.last)
-        )
-        emitter.replace(found.last, kept)
+        hand_out_product(emitter, fused, found)
     replace_result(emitter, anchor, result)
+
+
+def hand_out_product(emitter: Emitter, fused: fx.Node, found: Product) -> None:
+    """Let those who read the finished product read the second output of the fused op."""
+    shape = emitter.shapes.of(found.last)
+    whole = Layout.of(found.shape)
+    emitter.replace(found.last, emitter.rebuild(emitter.item(fused, 1), whole, found.last_layout, shape))
 
 
 def without(layout: Layout, cut: Cut) -> Layout:

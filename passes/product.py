@@ -157,6 +157,21 @@ def _contraction(n: fx.Node, shapes: Shapes, batched: bool) -> Product | Reject:
     return Product((x,), (w,), (stage,), operands, shape, dtype, layout, n, layout)
 
 
+def linear_operands(n: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None] | None:
+    """`(x, w, bias)` of `mm`, of `bmm`, or of an unscaled `addmm` whose bias is a vector; else None."""
+    bias: fx.Node | None = None
+    if n.target in (aten.mm.default, aten.bmm.default):
+        x, w = n.args[:2]
+    elif n.target is aten.addmm.default and argument(n, 3, "beta", 1) == argument(n, 4, "alpha", 1) == 1:
+        bias, x, w = n.args[:3]
+        val = tensor(bias)
+        if val is None or val.dim() != 1:
+            return None
+    else:
+        return None
+    return x, w, bias
+
+
 def grouped_offsets(n: fx.Node) -> fx.Node | None:
     """The offsets of `_grouped_mm` of rows `[rows, K]` with weights `[E, K, N]`, without bias."""
     x, w = tensor(n.args[0]), tensor(n.args[1])
@@ -187,7 +202,7 @@ def _extend(
     found: Product, side: fx.Node, n: fx.Node, stage: str, dtype: torch.dtype, *operands: Operand
 ) -> Product:
     """`found`, read through `side`, one stage on."""
-    between = _between(side, found.last)
+    path = between(side, found.last)
     return replace(
         found,
         stages=(*found.stages, stage),
@@ -195,11 +210,11 @@ def _extend(
         dtype=dtype,
         last=n,
         last_layout=found.layout,
-        inner=found.inner | between | {found.last},
+        inner=found.inner | path | {found.last},
     )
 
 
-def _between(n: fx.Node, below: fx.Node) -> frozenset[fx.Node]:
+def between(n: fx.Node, below: fx.Node) -> frozenset[fx.Node]:
     """Nodes on the paths from `below` (excluded) to `n`, a layout of it."""
     leads: dict[fx.Node, bool] = {below: True}
 
@@ -272,7 +287,7 @@ def _sum(a: Product, b: Product, n: fx.Node, dtype: torch.dtype) -> Product | No
         or a.dtype != dtype
     ):
         return None
-    paths = (_between(i, p.last) for i in n.all_input_nodes for p in (a, b) if i is p.last or p.last < i)
+    paths = (between(i, p.last) for i in n.all_input_nodes for p in (a, b) if i is p.last or p.last < i)
     inner = frozenset({a.last, b.last}).union(a.inner, b.inner, *paths)
     return replace(a, x=a.x + b.x, w=a.w + b.w, last=n, last_layout=a.layout, inner=inner)
 

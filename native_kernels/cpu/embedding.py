@@ -9,7 +9,6 @@ from torch import Tensor
 
 from autofuse.native_kernels.cpu import DTYPES, function
 
-INDEX_DTYPES = (torch.int32, torch.int64)
 _BAD_INDEX = 1
 
 # pool(tables, number, bags, wide indices, dtype of the tables, dtype of the wire, out, failure) -> error
