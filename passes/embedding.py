@@ -35,6 +35,7 @@ from .match import (
     Found,
     Match,
     Work,
+    check_dtype,
     find_readers,
     only_cast,
     outside_reader,
@@ -166,11 +167,10 @@ def _trace_bags(root: fx.Node, shapes: Shapes) -> tuple[list[Bag], Layout, torch
 
 
 def _check(bags: list[Bag], wire: torch.dtype) -> Reject | None:
-    floats = (torch.float32, torch.bfloat16, torch.float16)
     first = bags[0]
     if any(b.shared != first.shared for b in bags):
         return Reject(Reason.UNSUPPORTED_VARIANT, "the tables differ in mode, options or dtypes")
-    if wire not in floats or dtype_of(first.weight) not in floats:
+    if check_dtype(wire) is not None or check_dtype(dtype_of(first.weight)) is not None:
         return Reject(Reason.DTYPE, f"{dtype_of(first.weight)} tables, {wire} on the wire")
     trained = [u for b in bags for u in b.node.users if u.args[1] != 0 and u.users]
     if first.mode == _MAX and trained:
