@@ -27,7 +27,7 @@ from .layout import same_size
 from .match import Context, Found, Match
 from .matmul_reduce import match_all_reduce, match_reduce_scatter
 from .product import Reject
-from .report import GraphReport, Reason, Site
+from .report import GraphReport, Reason, Site, listening
 from .trace import Shapes, expression, tensor
 
 log = logging.getLogger(__name__)
@@ -60,19 +60,23 @@ class Settings:
 
 
 def fuse(graph: fx.Graph, settings: Settings, kind: str, name: str) -> GraphReport:
-    """Rewrite in place every site that is legal and wanted. ValueError if the graph has no `meta["val"]`."""
+    """Rewrite in place every site that is legal and wanted. ValueError if the graph has no `meta["val"]`.
+
+    The report has the graph's code only if a collector will receive it: printing a large graph takes long.
+    """
     anchors = find_anchors(graph)
     for anchor in anchors:
         if tensor(anchor.node) is None and anchor.kind in MATCHERS:
             raise ValueError(
                 f'{anchor.node.name} has no meta["val"]: run FakeTensorProp on the graph before fusing it'
             )
-    before = _code(graph)
+    show = _code if listening() else lambda graph: ""
+    before = show(graph)
     hints = _hints(graph)
     sites = [_visit(graph, anchor, settings, name, hints) for anchor in anchors]
     if any(site.fused for site in sites):
         graph.lint()
-    return GraphReport(name, kind, before, _code(graph), tuple(sites))
+    return GraphReport(name, kind, before, show(graph), tuple(sites))
 
 
 def _visit(
