@@ -65,6 +65,26 @@ class Reason(str, Enum):
 
 
 @dataclass(frozen=True)
+class Prediction:
+    """What the cost model says of a site. Times in microseconds; None where sizes depend on data."""
+
+    fused_us: float | None
+    """Of the fused op, at the sizes seen while tracing."""
+    unfused_us: float | None
+    """Of compute and collective apart, likewise."""
+    fused: str
+    """The fused time as an expression in the graph's symbols."""
+    unfused: str
+    wins: str
+    """When fusing gains, in the graph's symbols: `s0 >= 384`; `always`, `never`, or `not known`."""
+    table: str
+    """The table of constants that the numbers come from."""
+    measured_us: float | None = None
+    """Measured time of the fused op at these sizes, where there is one."""
+    measured_unfused_us: float | None = None
+
+
+@dataclass(frozen=True)
 class Site:
     """One collective of a compiled graph, fused or kept."""
 
