@@ -15,6 +15,7 @@ import sympy
 from .anchors import Anchor
 from .layout import Size
 from .match import Match
+from .report import Prediction
 
 
 @dataclass(frozen=True)
@@ -51,26 +52,14 @@ CPU = Machine(
 )
 
 
-@dataclass(frozen=True)
-class Estimate:
-    """Microseconds; None where sizes depend on data."""
-
-    fused_us: float | None = None
-    unfused_us: float | None = None
-
-    @property
-    def gains(self) -> bool:
-        return self.fused_us is None or self.unfused_us is None or self.fused_us < self.unfused_us
-
-
-def estimate(anchor: Anchor, match: Match, world: int, hints: dict[sympy.Symbol, int]) -> Estimate:
+def estimate(anchor: Anchor, match: Match, world: int, hints: dict[sympy.Symbol, int]) -> Prediction:
     """Predicted times of the site on the CPU."""
     sent = anchor.nbytes
     sizes = [[_number(s, hints) for s in m] for m in match.work.matmuls]
     read = _number(match.work.bytes_read, hints)
     kept = _number(match.work.bytes_kept, hints)
     if sent is None or read is None or kept is None or any(s is None for m in sizes for s in m):
-        return Estimate()
+        return Prediction(None, None, "", "", "not known", "cpu")
     # The number of cores, not the affinity of this process: all ranks must decide alike.
     cores = os.cpu_count() or 1
     crowded, share = int(world > cores), max(1.0, world / cores)
@@ -83,7 +72,9 @@ def estimate(anchor: Anchor, match: Match, world: int, hints: dict[sympy.Symbol,
     moved = sent * (world if anchor.kind == "all_gather" else 1)
     collective = CPU.collective_call[anchor.kind][crowded] + moved / CPU.collective
     exchange = CPU.call[crowded] + (moved + kept) / CPU.exchange
-    return Estimate(round(share * compute + exchange, 1), round(share * compute + collective, 1))
+    fused, unfused = round(share * compute + exchange, 1), round(share * compute + collective, 1)
+    wins = "always" if fused < unfused else "never"
+    return Prediction(fused, unfused, str(fused), str(unfused), wins, "cpu")
 
 
 def _number(size: Size, hints: dict[sympy.Symbol, int]) -> float | None:

@@ -16,7 +16,7 @@ from autofuse.lowering import torch_internals
 from autofuse.native_kernels import cpu
 
 from .anchors import Anchor, find_anchors, is_collective
-from .choose import Estimate, estimate
+from .choose import estimate
 from .combine import match_combine, match_single_combine
 from .dispatch import match_dispatch, match_single_dispatch
 from .embedding import match_embedding
@@ -27,7 +27,7 @@ from .layout import same_size
 from .match import Context, Found, Match
 from .matmul_reduce import match_all_reduce, match_reduce_scatter
 from .product import Reject
-from .report import GraphReport, Reason, Site, listening
+from .report import GraphReport, Prediction, Reason, Site, listening
 from .trace import Shapes, expression, tensor
 
 log = logging.getLogger(__name__)
@@ -84,10 +84,10 @@ def _visit(
 ) -> Site:
     source, nbytes = _source(anchor.node), anchor.nbytes
     pattern, found, world = _find(anchor, settings, source)
-    guess = Estimate()
+    prediction: Prediction | None = None
     if isinstance(found, Match):
-        guess = estimate(anchor, found, world or 1, hints)
-        found = _choose(found, settings, guess)
+        prediction = estimate(anchor, found, world or 1, hints)
+        found = _choose(found, settings, prediction)
     if isinstance(found, Match):
         assert world is not None
         reject = _rewrite(graph, anchor, found)
@@ -105,8 +105,7 @@ def _visit(
         nbytes=nbytes,
         world=world,
         order=settings.order if fused else None,
-        predicted_us=guess.fused_us,
-        unfused_us=guess.unfused_us,
+        prediction=prediction,
     )
 
 
@@ -221,11 +220,12 @@ def _collective_above(node: fx.Node, first: fx.Node) -> fx.Node | None:
     return None
 
 
-def _choose(match: Match, settings: Settings, guess: Estimate) -> Found:
+def _choose(match: Match, settings: Settings, prediction: Prediction) -> Found:
     if settings.policy == "never":
         return Reject(Reason.POLICY_NEVER, "")
-    if settings.policy == "auto" and not guess.gains:
-        return Reject(Reason.NOT_PROFITABLE, f"{guess.fused_us} us fused, {guess.unfused_us} us apart")
+    if settings.policy == "auto" and prediction.wins == "never":
+        times = f"{prediction.fused_us} us fused, {prediction.unfused_us} us apart"
+        return Reject(Reason.NOT_PROFITABLE, times)
     return match
 
 

@@ -109,10 +109,13 @@ class Site:
     """Size of the group."""
     order: str | None
     """Order of the plan; None if kept."""
-    predicted_us: float | None
-    """Predicted time of the fused op in microseconds."""
-    unfused_us: float | None
-    """Predicted time of compute and collective apart, in microseconds."""
+    prediction: Prediction | None
+    """What the cost model says; None where nothing was found that could be fused."""
+
+    @classmethod
+    def _from_dict(cls, data: dict) -> "Site":
+        prediction = None if data["prediction"] is None else Prediction(**data["prediction"])
+        return cls(**{**data, "reason": _reason(data["reason"]), "prediction": prediction})
 
 
 @dataclass(frozen=True)
@@ -135,7 +138,7 @@ class GraphReport:
 
     @classmethod
     def _from_dict(cls, data: dict) -> "GraphReport":
-        sites = (Site(**{**site, "reason": _reason(site["reason"])}) for site in data["sites"])
+        sites = (Site._from_dict(site) for site in data["sites"])
         return cls(**{**data, "sites": tuple(sites)})
 
 
@@ -203,10 +206,15 @@ _HEADER = (
 def _row(site: Site) -> tuple[str, ...]:
     why = ": ".join(filter(None, (site.reason.value if site.reason else "", site.detail)))
     fused_into = site.op.removeprefix("autofuse::") if site.op else "-"
-    numbers = (_number(x) for x in (site.world, site.nbytes, site.predicted_us, site.unfused_us))
+    numbers = (_number(x) for x in (site.world, site.nbytes, *_times(site)))
     # The file and its folder will do in a table; `Site.source` has the whole path.
     source = "/".join((site.source or "-").split("/")[-2:])
     return (site.graph, site.collective, fused_into, site.order or "-", *numbers, source, why)
+
+
+def _times(site: Site) -> tuple[float | None, float | None]:
+    known = site.prediction
+    return (None, None) if known is None else (known.fused_us, known.unfused_us)
 
 
 def _number(value: float | None) -> str:

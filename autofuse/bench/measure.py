@@ -120,9 +120,10 @@ def _measure(case: Case, rank: int, world: int, options: Options) -> Row:
 def _predicted(report: autofuse.Report) -> float | None:
     fused, unfused = 0.0, 0.0
     for site in report.sites:
-        if site.predicted_us is None or site.unfused_us is None:
+        guess = site.prediction
+        if guess is None or guess.fused_us is None or guess.unfused_us is None:
             return None
-        fused, unfused = fused + site.predicted_us, unfused + site.unfused_us
+        fused, unfused = fused + guess.fused_us, unfused + guess.unfused_us
     return unfused / fused if fused else None
 
 

@@ -27,8 +27,7 @@ def report_collectives(graph: fx.Graph, settings: passes.Settings, kind: str, na
             nbytes=None,
             world=None,
             order=None,
-            predicted_us=None,
-            unfused_us=None,
+            prediction=None,
         )
         for node in graph.nodes
         if getattr(node.target, "namespace", "") == "_c10d_functional" and "wait" not in str(node.target)

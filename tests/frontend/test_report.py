@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from autofuse import Reason, Report, Site
-from autofuse.passes.report import GraphReport, collecting, publish
+from autofuse.passes.report import GraphReport, Prediction, collecting, publish
 
 SITE = Site(
     pattern="matmul_all_reduce",
@@ -20,11 +20,10 @@ SITE = Site(
     nbytes=4096,
     world=4,
     order="direct",
-    predicted_us=12.5,
-    unfused_us=20.0,
+    prediction=Prediction(12.5, 20.0, "12.5", "20", "always", "cpu"),
 )
 KEPT = dataclasses.replace(
-    SITE, op=None, fused=False, reason=Reason.REDUCE_OP, detail="max", order=None, predicted_us=None
+    SITE, op=None, fused=False, reason=Reason.REDUCE_OP, detail="max", order=None, prediction=None
 )
 GRAPH = GraphReport("forward 0", "forward", "before", "after", (SITE, KEPT))
 

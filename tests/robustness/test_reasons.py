@@ -226,9 +226,10 @@ def test_policy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choose, "CPU", slow)
     site = only(explain(PLAIN, policy="auto"))
     assert site.reason is autofuse.Reason.NOT_PROFITABLE
-    assert site.predicted_us is not None
-    assert site.unfused_us is not None
-    assert site.predicted_us > site.unfused_us
+    assert site.prediction is not None
+    assert site.prediction.fused_us is not None
+    assert site.prediction.unfused_us is not None
+    assert site.prediction.fused_us > site.prediction.unfused_us
     assert only(explain(PLAIN, policy="always")).fused
 
 
