@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -73,10 +74,12 @@ def fuse(graph: fx.Graph, settings: Settings, kind: str, name: str) -> GraphRepo
     show = _code if listening() else lambda graph: ""
     before = show(graph)
     hints = _hints(graph)
+    start = time.perf_counter()
     sites = [_visit(graph, anchor, settings, name, hints) for anchor in anchors]
     if any(site.fused for site in sites):
         graph.lint()
-    return GraphReport(name, kind, before, show(graph), tuple(sites))
+    seconds = time.perf_counter() - start
+    return GraphReport(name, kind, before, show(graph), tuple(sites), seconds)
 
 
 def _visit(

@@ -128,6 +128,8 @@ class GraphReport:
     before: str
     after: str
     sites: tuple[Site, ...]
+    seconds: float = 0.0
+    """What the passes took, without printing the graphs."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
