@@ -6,6 +6,7 @@ layout of the matched node relative to the product `P: [M, N]` (`[E, R, N]` for 
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -27,10 +28,12 @@ _BINARY = {
     aten.div.Tensor: "div",
     aten.div.Scalar: "div",
 }
+_UNARY = {aten.neg.default: "neg", aten.relu.default: "relu"}
 _CONTRACTIONS = {
     aten.mm.default,
     aten.addmm.default,
     aten.bmm.default,
+    aten.baddbmm.default,
     aten._scaled_mm.default,
     aten._grouped_mm.default,
 }
@@ -92,16 +95,21 @@ def match_product(node: fx.Node, shapes: Shapes, batched: bool = False) -> Produ
 
 
 def _match(node: fx.Node, shapes: Shapes, batched: bool) -> Product | Reject:
-    traced = trace(node, lambda n: n.target in _CONTRACTIONS or _is_stage(n), shapes)
+    traced = trace(node, lambda n: n.target in _CONTRACTIONS or _is_stage(n) or is_fused(n), shapes)
     if traced is None or len(traced.leaves) != 1:
         return Reject(Reason.NO_COMPUTE, f"no matmul was found above {node.name}")
     leaf = traced.leaves[0]
+    if is_fused(leaf):
+        op = leaf.args[0].target
+        return Reject(Reason.NO_COMPUTE, f"the matmul above {node.name} is part of {op} already")
     if leaf.target in _CONTRACTIONS:
         found = _contraction(leaf, shapes, batched)
-    elif is_cast(leaf):
-        found = _cast(leaf, shapes, batched)
-    else:
+    elif leaf.target in _BINARY:
         found = _binary(leaf, shapes, batched)
+    elif leaf.target is aten.where.self:
+        found = _where(leaf, shapes, batched)
+    else:
+        found = _unary(leaf, shapes, batched)
     if isinstance(found, Reject):
         return found
     layout = compose(traced.layout, found.layout)
@@ -111,7 +119,13 @@ def _match(node: fx.Node, shapes: Shapes, batched: bool) -> Product | Reject:
 
 
 def _is_stage(n: fx.Node) -> bool:
-    return n.target in _BINARY or n.target is aten.neg.default or is_cast(n)
+    return n.target in _BINARY or n.target in _UNARY or n.target is aten.where.self or is_cast(n)
+
+
+def is_fused(n: fx.Node) -> bool:
+    """Is `n` an output of a fused op?"""
+    source = n.args[0] if n.target is operator.getitem else None
+    return isinstance(source, fx.Node) and getattr(source.target, "namespace", "") == "autofuse"
 
 
 def _contraction(n: fx.Node, shapes: Shapes, batched: bool) -> Product | Reject:
@@ -122,11 +136,17 @@ def _contraction(n: fx.Node, shapes: Shapes, batched: bool) -> Product | Reject:
     args = n.args
     operands: tuple[Operand, ...] = ()
     stage = "mm"
-    if n.target is aten.addmm.default:
-        if argument(n, 3, "beta", 1) != 1 or argument(n, 4, "alpha", 1) != 1:
-            return Reject(Reason.UNSUPPORTED_VARIANT, f"{n.name} scales its terms (alpha, beta)")
+    if n.target in (aten.addmm.default, aten.baddbmm.default):
         bias, x, w = args[:3]
-        operands, stage = (Operand(bias),), "addmm %0"
+        beta, alpha = argument(n, 3, "beta", 1), argument(n, 4, "alpha", 1)
+        if not isinstance(beta, (int, float)) or not isinstance(alpha, (int, float)):
+            return Reject(Reason.UNSUPPORTED_VARIANT, f"{n.name} scales its terms by numbers not known yet")
+        if shape[0] != 1 and len(shape) == 3:
+            return Reject(Reason.UNSUPPORTED_VARIANT, f"{n.name} adds a bias to a batch of matmuls")
+        bias_shape = shapes.of(bias)
+        assert bias_shape is not None
+        operands = (Operand(bias, shape=bias_shape[-2:] if len(bias_shape) > 2 else None),)
+        stage = "addmm %0" if beta == alpha == 1 else f"addmm %0 {beta} {alpha}"
     elif n.target is aten._scaled_mm.default:
         x, w, scale_a, scale_b = args[:4]
         out_dtype = argument(n, 6, "out_dtype")
@@ -146,7 +166,7 @@ def _contraction(n: fx.Node, shapes: Shapes, batched: bool) -> Product | Reject:
         if offsets is None or not batched:
             return Reject(Reason.NO_COMPUTE, f"{n.name} is no grouped matmul of rows")
         return Product((x,), (w,), (stage,), operands, shape, dtype, layout, n, layout, offsets)
-    if n.target is aten.bmm.default and not batched:
+    if n.target in (aten.bmm.default, aten.baddbmm.default) and not batched:
         if shape[0] != 1:
             return Reject(Reason.NO_COMPUTE, f"{n.name} is a batch of matmuls")
         shape = shape[1:]
@@ -189,20 +209,20 @@ def grouped_offsets(n: fx.Node) -> fx.Node | None:
     return offsets
 
 
-def _cast(n: fx.Node, shapes: Shapes, batched: bool) -> Product | Reject:
-    found = _match(n.args[0], shapes, batched)
-    if isinstance(found, Reject):
-        return found
-    dtype = dtype_of(n)
-    assert dtype is not None
-    return _extend(found, n.args[0], n, f"to {str(dtype).removeprefix('torch.')}", dtype)
+def _unary(n: fx.Node, shapes: Shapes, batched: bool) -> Product | Reject:
+    """A function of one argument, or a cast."""
+    source = n.args[0]
+    assert isinstance(source, fx.Node)
+    found = _match(source, shapes, batched)
+    stage = _UNARY.get(n.target) or f"to {str(dtype_of(n)).removeprefix('torch.')}"
+    return found if isinstance(found, Reject) else _extend(found, source, n, stage)
 
 
-def _extend(
-    found: Product, side: fx.Node, n: fx.Node, stage: str, dtype: torch.dtype, *operands: Operand
-) -> Product:
+def _extend(found: Product, side: fx.Node, n: fx.Node, stage: str, *operands: Operand) -> Product:
     """`found`, read through `side`, one stage on."""
     path = between(side, found.last)
+    dtype = dtype_of(n)
+    assert dtype is not None
     return replace(
         found,
         stages=(*found.stages, stage),
@@ -228,35 +248,62 @@ def between(n: fx.Node, below: fx.Node) -> frozenset[fx.Node]:
 
 
 def _binary(n: fx.Node, shapes: Shapes, batched: bool) -> Product | Reject:
-    dtype = dtype_of(n)
-    assert dtype is not None
-    if n.target is aten.neg.default:
-        found = _match(n.args[0], shapes, batched)
-        return found if isinstance(found, Reject) else _extend(found, n.args[0], n, "neg", dtype)
     name = _BINARY[n.target]
     if argument(n, 2, "alpha", 1) != 1 or n.kwargs.get("rounding_mode") is not None:
         return Reject(Reason.UNSUPPORTED_VARIANT, f"{n.name} has an alpha or a rounding mode")
     left, right = n.args[:2]
     first = _side(left, n, shapes, batched)
-    second = _side(right, n, shapes, batched) if name in ("add", "mul") else None
-    if isinstance(first, Product) and isinstance(second, Product) and name == "add":
-        summed = _sum(first, second, n, dtype)
-        if summed is not None:
-            return summed
+    second = _side(right, n, shapes, batched) if name != "div" else None
+    sides = [(first, left, right, name)]
+    if isinstance(second, Product):
+        # r - P = -P + r, to the bit.
+        sides.append((second, right, left, "neg; add" if name == "sub" else name))
+        if isinstance(first, Product):
+            summed = _sum(first, second, n) if name == "add" else None
+            if summed is not None:
+                return summed
+            # One becomes an operand of the other: better the lesser one.
+            sides.sort(key=lambda side: -_inner_length(side[0], shapes))
     reject = first if isinstance(first, Reject) else Reject(Reason.NO_COMPUTE, f"no matmul above {n.name}")
-    sides: tuple = ((first, left, right), (second, right, left))
-    for found, side, other in sides:
+    for found, side, other, stage in sides:
         if not isinstance(found, Product):
             continue
+        assert isinstance(side, fx.Node)
         if not isinstance(other, fx.Node):
-            return _extend(found, side, n, f"{name} {other}", dtype)
+            return _extend(found, side, n, f"{stage} {other}")
         operand = broadcast(other, found, n, shapes)
-        if operand is None:
-            reject = Reject(
-                Reason.LAYOUT, f"{other.name} does not broadcast along rows or columns of the matmul"
-            )
+        if operand is not None:
+            return _extend(found, side, n, f"{stage} %{len(found.operands)}", operand)
+        reject = Reject(Reason.LAYOUT, f"{other.name} does not broadcast along rows or columns of the matmul")
+    return reject
+
+
+def _inner_length(found: Product | Reject | None, shapes: Shapes) -> int:
+    """The contracted length of all terms, as far as it is known."""
+    assert isinstance(found, Product)
+    lengths = [shapes.of(x)[-1] for x in found.x]  # type: ignore[index]
+    return sum(length for length in lengths if isinstance(length, int))
+
+
+def _where(n: fx.Node, shapes: Shapes, batched: bool) -> Product | Reject:
+    """`where(mask, P, value)` or `where(mask, value, P)`."""
+    mask, left, right = n.args
+    first = _side(left, n, shapes, batched)
+    second = _side(right, n, shapes, batched)
+    reject = first if isinstance(first, Reject) else Reject(Reason.NO_COMPUTE, f"no matmul above {n.name}")
+    for found, side, other, stage in (
+        (first, left, right, "where"),
+        (second, right, left, "masked_fill"),
+    ):
+        if not isinstance(found, Product):
             continue
-        return _extend(found, side, n, f"{name} %{len(found.operands)}", dtype, operand)
+        assert isinstance(side, fx.Node)
+        operands = [broadcast(o, found, n, shapes) if isinstance(o, fx.Node) else None for o in (mask, other)]
+        given = [o for o in operands if o is not None]
+        if len(given) == 2:
+            count = len(found.operands)
+            return _extend(found, side, n, f"{stage} %{count} %{count + 1}", *given)
+        reject = Reject(Reason.LAYOUT, f"{n.name} has a mask or value that is not along the matmul")
     return reject
 
 
@@ -274,7 +321,7 @@ def _same_shape(a: tuple[Size, ...] | None, b: tuple[Size, ...] | None) -> bool:
     return a is not None and b is not None and len(a) == len(b) and all(map(same_size, a, b))
 
 
-def _sum(a: Product, b: Product, n: fx.Node, dtype: torch.dtype) -> Product | None:
+def _sum(a: Product, b: Product, n: fx.Node) -> Product | None:
     """`a + b` as one product of several terms; only the first may be an addmm."""
     if len(b.stages) == 1 and b.stages[0].startswith("addmm"):
         a, b = b, a
@@ -284,7 +331,7 @@ def _sum(a: Product, b: Product, n: fx.Node, dtype: torch.dtype) -> Product | No
         a.layout != b.layout
         or a.offsets is not b.offsets
         or not _same_shape(a.shape, b.shape)
-        or a.dtype != dtype
+        or a.dtype != dtype_of(n)
     ):
         return None
     paths = (between(i, p.last) for i in n.all_input_nodes for p in (a, b) if i is p.last or p.last < i)

@@ -23,6 +23,7 @@ from autofuse.lowering.ops import expert_rows as rows_of
 from autofuse.lowering.ops import experts as ex
 from autofuse.lowering.ops.exchange import Size, Splits, run_exchange
 from autofuse.lowering.ops.library import FusedOp, register
+from autofuse.lowering.ops.product import epilogue, epilogue_backward
 from autofuse.lowering.orders import make_plan
 from autofuse.lowering.torch_internals import group_size
 from autofuse.lowering.workspace import workspace_for
@@ -58,7 +59,7 @@ def _fake(
     if offsets is None:
         rows.insert(0, experts or w[0].shape[0])
     p = x[0].new_empty((*rows, n), dtype=ex.contraction_dtype(x[0], product))
-    p = ex.epilogue(p, operands, product)
+    p = epilogue(p, operands, product)
     if offsets is not None:
         y = p.new_empty((sum(output_splits), n))
     else:
@@ -206,7 +207,7 @@ def _result_dtype(x: Tensor, operands: list[Tensor], product: str) -> torch.dtyp
     if product == "mm":
         return dtype
     p = torch.empty((1,) * 3, dtype=dtype, device="meta")
-    return ex.epilogue(p, [o.to("meta") for o in operands], product).dtype
+    return epilogue(p, [o.to("meta") for o in operands], product).dtype
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
@@ -239,7 +240,7 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
             g = back if g is None else g + back
         assert g is not None
         form = ex.Experts.of(w, ctx.experts, offsets, g.shape[-2], "expert_matmul_all_to_all")
-        g, of_operands = ex.epilogue_backward(g, operands, ctx.product, x[0].dtype, needs[3])
+        g, of_operands = epilogue_backward(g, operands, ctx.product, x[0].dtype, needs[3])
         if any(needs[0]):
             dx = [*ex.input_gradients(g, w, form)]
     terms = len(x) // form.count if form.listed and form.ranges is None else len(x)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from autofuse.lowering.ops.product import parse, product_reference
+from autofuse.lowering.ops.product import epilogue, parse, product_reference
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,49 +202,6 @@ def product_of(
 def contraction_dtype(x: Tensor, product: str) -> torch.dtype:
     """The dtype of the product before its epilogue."""
     return parse(product).out_dtype or x.dtype
-
-
-def epilogue(p: Tensor, operands: Sequence[Tensor], product: str) -> Tensor:
-    """The stages of `product` behind the contraction; operands broadcast against `p`."""
-    for stage in parse(product).stages:
-        if stage.dtype is not None:
-            p = p.to(stage.dtype)
-        elif stage.name == "neg":
-            p = -p
-        else:
-            other = stage.number if stage.operand is None else operands[stage.operand]
-            p = getattr(torch, stage.name)(p, other)
-    return p
-
-
-def epilogue_backward(
-    grad: Tensor, operands: Sequence[Tensor], product: str, dtype: torch.dtype, needs: Sequence[bool]
-) -> tuple[Tensor, list[Tensor | None]]:
-    """Gradients of the contraction's result, in `dtype`, and of the operands that are added or subtracted.
-    RuntimeError where another operand needs one."""
-    found: list[Tensor | None] = [None] * len(operands)
-    for stage in reversed(parse(product).stages):
-        other = None if stage.operand is None else operands[stage.operand]
-        if stage.operand is not None and other is not None and needs[stage.operand]:
-            if stage.name not in ("add", "sub"):
-                raise RuntimeError(f"product {product!r} has no gradient for its operand %{stage.operand}")
-            term = (grad if stage.name == "add" else -grad).sum_to_size(other.shape).to(other.dtype)
-            before = found[stage.operand]
-            found[stage.operand] = term if before is None else before + term
-        if stage.name in ("mul", "div"):
-            grad = getattr(torch, stage.name)(grad, stage.number if other is None else other)
-        elif stage.name == "neg":
-            grad = -grad
-    grad = grad.to(dtype)
-    parsed = parse(product)
-    if parsed.contraction == "scaled_mm":
-        raise RuntimeError("scaled_mm has no gradient; multiply in a wider dtype to train")
-    for i in parsed.inputs:
-        if needs[i]:
-            term = grad.sum_to_size(operands[i].shape).to(operands[i].dtype)
-            before = found[i]
-            found[i] = term if before is None else before + term
-    return grad, found
 
 
 def cut(tensors: Sequence[Tensor], counts: Sequence[int]) -> list[list[Tensor]]:

@@ -2,9 +2,12 @@
 
     mm                        P = sum_i x[i] @ w[i]             every term rounded to the dtype of x
     addmm %0                  P = operands[0] + x[0] @ w[0]     torch.addmm; further terms are added as in mm
+    addmm %0 0.5 2            P = 0.5 * operands[0] + 2 * x[0] @ w[0]     beta and alpha of torch.addmm
     scaled_mm %0 %1 bfloat16  P = scaled_mm(x[0], w[0], operands[0], operands[1], out_dtype=bfloat16)
     add sub mul div           with `%i` (an operand) or a number: P = P op it
-    neg; to bfloat16
+    neg; relu; to bfloat16
+    where %0 %1               P = P where operands[0], else operands[1]
+    masked_fill %0 %1         P = operands[1] where operands[0], else P
 
 `mm; mul %0; to bfloat16` is `(x @ w * operands[0]).to(bfloat16)`. `x[i]: [M, K_i]`, `w[i]: [K_i, N]`;
 operands broadcast against `[M, N]`. Every stage is the torch op that the unfused graph had, on rows and
@@ -22,7 +25,7 @@ from torch import Tensor
 from autofuse.lowering.ops.matmul import multiply
 from autofuse.lowering.torch_internals import scaled_mm
 
-_POINTWISE: dict[str, Callable[..., Tensor]] = {
+_BINARY: dict[str, Callable[..., Tensor]] = {
     "add": torch.add,
     "sub": torch.sub,
     "mul": torch.mul,
@@ -33,22 +36,27 @@ _CONTRACTIONS = {"mm": 0, "addmm": 1, "scaled_mm": 2}
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One pointwise step: `operand` or `number` for add, sub, mul, div; `dtype` for to; none for neg."""
+    """One pointwise step: `operand` or `number` for add, sub, mul, div; `mask` and `operand` for where and
+    masked_fill; `dtype` for to; none for neg and relu."""
 
     name: str
     operand: int | None = None
     number: float | int | None = None
     dtype: torch.dtype | None = None
+    mask: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """A parsed product. `inputs` are the operands of the contraction, `out_dtype` is that of scaled_mm."""
+    """A parsed product. `inputs` are the operands of the contraction, `out_dtype` is that of scaled_mm,
+    `beta` and `alpha` are those of addmm."""
 
     contraction: str
     inputs: tuple[int, ...]
     out_dtype: torch.dtype | None
     stages: tuple[Stage, ...]
+    beta: float | int = 1
+    alpha: float | int = 1
 
 
 @cache
@@ -58,18 +66,26 @@ def parse(product: str) -> Product:
     if not first or first[0] not in _CONTRACTIONS:
         raise _malformed(product, f"it starts with none of {', '.join(_CONTRACTIONS)}")
     name, count = first[0], _CONTRACTIONS[first[0]]
-    typed = name == "scaled_mm"
-    if len(first) != 1 + count + typed:
-        raise _malformed(product, f"{name} takes {count} operands{' and a dtype' if typed else ''}")
     inputs = tuple(_operand(word, product) for word in first[1 : 1 + count])
-    out_dtype = _dtype(first[-1], product) if typed else None
-    return Product(name, inputs, out_dtype, tuple(_stage(words, product) for words in rest))
+    stages = tuple(_stage(words, product) for words in rest)
+    if len(inputs) == count:
+        match name, first[1 + count :]:
+            case "scaled_mm", [dtype]:
+                return Product(name, inputs, _dtype(dtype, product), stages)
+            case "addmm", [beta, alpha]:
+                return Product(name, inputs, None, stages, _number(beta, product), _number(alpha, product))
+            case "mm" | "addmm", []:
+                return Product(name, inputs, None, stages)
+    takes = {"scaled_mm": " and a dtype", "addmm": ", then beta and alpha or neither"}
+    raise _malformed(product, f"{name} takes {count} operands{takes.get(name, '')}")
 
 
 def _stage(words: list[str], product: str) -> Stage:
     match words:
-        case ["neg"]:
-            return Stage("neg")
+        case [("neg" | "relu") as name]:
+            return Stage(name)
+        case [("where" | "masked_fill") as name, mask, value]:
+            return Stage(name, operand=_operand(value, product), mask=_operand(mask, product))
         case ["to", dtype]:
             return Stage("to", dtype=_dtype(dtype, product))
         case [("add" | "sub" | "mul" | "div") as name, value] if value.startswith("%"):
@@ -109,18 +125,14 @@ def product_reference(
     x: Sequence[Tensor], w: Sequence[Tensor], operands: Sequence[Tensor], product: str
 ) -> Tensor:
     """`P: [M, N]` with plain torch ops, on any device; works on fake tensors and is differentiable."""
-    parsed = parse(product)
-    result = _contract(parsed, x, w, operands)
-    for stage in parsed.stages:
-        result = _apply(stage, result, operands)
-    return result
+    return epilogue(_contract(parse(product), x, w, operands), operands, product)
 
 
 def _contract(p: Product, x: Sequence[Tensor], w: Sequence[Tensor], operands: Sequence[Tensor]) -> Tensor:
     if p.contraction == "mm":
         total = torch.mm(x[0], w[0])
     elif p.contraction == "addmm":
-        total = torch.addmm(operands[p.inputs[0]], x[0], w[0])
+        total = torch.addmm(operands[p.inputs[0]], x[0], w[0], beta=p.beta, alpha=p.alpha)
     else:
         a, b = (operands[i] for i in p.inputs)
         total = scaled_mm(x[0], w[0], a, b, p.out_dtype)
@@ -129,13 +141,25 @@ def _contract(p: Product, x: Sequence[Tensor], w: Sequence[Tensor], operands: Se
     return total
 
 
-def _apply(stage: Stage, value: Tensor, operands: Sequence[Tensor]) -> Tensor:
+def epilogue(value: Tensor, operands: Sequence[Tensor], product: str) -> Tensor:
+    """The stages of `product` behind the contraction; operands broadcast against `value`."""
+    for stage in parse(product).stages:
+        value = value.to(stage.dtype) if stage.dtype is not None else _apply(stage, value, operands)
+    return value
+
+
+def _apply(stage: Stage, value: Tensor, operands: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
+    """One stage that keeps the dtype or widens it; `out` may be `value` itself."""
     if stage.name == "neg":
-        return torch.neg(value)
-    if stage.dtype is not None:
-        return value.to(stage.dtype)
+        return torch.neg(value, out=out)
+    if stage.name == "relu":
+        return torch.clamp_min(value, 0, out=out)
     other = operands[stage.operand] if stage.operand is not None else stage.number
-    return _POINTWISE[stage.name](value, other)
+    if stage.mask is None:
+        return _BINARY[stage.name](value, other, out=out)
+    assert isinstance(other, Tensor)
+    chosen = (value, other) if stage.name == "where" else (other, value)
+    return torch.where(operands[stage.mask], *chosen, out=out)
 
 
 def evaluate(
@@ -148,15 +172,14 @@ def evaluate(
         out.copy_(product_reference(x, w, operands, product))
         return
     # Promotion only widens: when both ends have one dtype, so has everything between, and all fits in `out`.
-    multiply(out, x[0], w[0], operands[p.inputs[0]] if p.contraction == "addmm" else None)
+    if p.contraction == "addmm":
+        torch.addmm(operands[p.inputs[0]], x[0], w[0], beta=p.beta, alpha=p.alpha, out=out)
+    else:
+        multiply(out, x[0], w[0])
     for xi, wi in zip(x[1:], w[1:], strict=True):
         torch.add(out, torch.mm(xi, wi), out=out)
     for stage in p.stages:
-        if stage.name == "neg":
-            torch.neg(out, out=out)
-        else:
-            other = operands[stage.operand] if stage.operand is not None else stage.number
-            _POINTWISE[stage.name](out, other, out=out)
+        _apply(stage, out, operands, out=out)
 
 
 def check_product(
@@ -182,9 +205,8 @@ def check_product(
                 f"expected x [{m}, K] and w [K, {n}] with the same K"
             )
     check_same((*x, *w), op)
-    count = (
-        max((i for i in (*used.inputs, *(s.operand for s in used.stages)) if i is not None), default=-1) + 1
-    )
+    named = (*used.inputs, *(i for s in used.stages for i in (s.operand, s.mask)))
+    count = max((i for i in named if i is not None), default=-1) + 1
     if len(operands) < count:
         raise ValueError(f"{op}: product {product!r} uses {count} operands, got {len(operands)}")
     for operand in operands:
@@ -220,9 +242,24 @@ def product_backward(
     `dx[i] = g @ w[i]^T`, `dw[i] = x[i]^T @ g`, where `g` is `grad` taken back through the stages. Of the
     operands only those that are added or subtracted have one; RuntimeError where another one needs it.
     """
+    grad, found = epilogue_backward(grad, operands, product, x[0].dtype, needs[2])
+    dx = [grad @ wi.t() if need else None for wi, need in zip(w, needs[0], strict=True)]
+    dw = [xi.t() @ grad if need else None for xi, need in zip(x, needs[1], strict=True)]
+    return dx, dw, found
+
+
+def epilogue_backward(
+    grad: Tensor, operands: Sequence[Tensor], product: str, dtype: torch.dtype, needs: Sequence[bool]
+) -> tuple[Tensor, list[Tensor | None]]:
+    """Gradients of the contraction's result, in `dtype`, and of the operands that are added or subtracted.
+
+    RuntimeError where another operand needs one, or a stage has none (relu: its input is not kept).
+    """
     p = parse(product)
     if p.contraction == "scaled_mm":
         raise RuntimeError("scaled_mm has no gradient; multiply in a wider dtype to train")
+    if p.alpha != 1:
+        raise RuntimeError(f"product {product!r} has no gradient: it scales the matmul; scale its weight")
     found: list[Tensor | None] = [None] * len(operands)
 
     def add_to(operand: int, term: Tensor) -> None:
@@ -231,17 +268,19 @@ def product_backward(
         found[operand] = term if before is None else before + term
 
     for stage in reversed(p.stages):
-        if stage.operand is not None and needs[2][stage.operand]:
+        if stage.name == "relu":
+            raise RuntimeError(f"product {product!r} has no gradient: relu does not keep its input")
+        if stage.operand is not None and needs[stage.operand]:
             if stage.name not in ("add", "sub"):
                 raise RuntimeError(f"product {product!r} has no gradient for its operand %{stage.operand}")
             add_to(stage.operand, grad if stage.name == "add" else -grad)
-        if stage.name in ("mul", "div"):
+        if stage.mask is not None:
+            mask = operands[stage.mask]
+            grad = grad.masked_fill(~mask if stage.name == "where" else mask, 0)
+        elif stage.name in ("mul", "div", "neg"):
             grad = _apply(stage, grad, operands)
-        elif stage.name == "neg":
-            grad = -grad
-    grad = grad.to(x[0].dtype)
-    if p.contraction == "addmm" and needs[2][p.inputs[0]]:
-        add_to(p.inputs[0], grad)
-    dx = [grad @ wi.t() if need else None for wi, need in zip(w, needs[0], strict=True)]
-    dw = [xi.t() @ grad if need else None for xi, need in zip(x, needs[1], strict=True)]
-    return dx, dw, found
+    grad = grad.to(dtype)
+    for i in p.inputs:
+        if needs[i]:
+            add_to(i, grad if p.beta == 1 else grad * p.beta)
+    return grad, found

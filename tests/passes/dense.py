@@ -106,7 +106,7 @@ def plain(
     def build(world: int, rank: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         torch.manual_seed(rank)
         resolved = [s(world) if callable(s) else s for s in shapes]
-        return fn, tuple(torch.randn(*s, dtype=dtype, requires_grad=grad) for s in resolved)
+        return fn, tuple(torch.randn(s, dtype=dtype, requires_grad=grad) for s in resolved)
 
     return build
 

@@ -153,7 +153,7 @@ CASES = {
     ),
     "uneven parts": Case(combined_unevenly, lambda: (ones(12, 16), ones(16, 8)), "uneven", "uneven"),
     "alpha": Case(
-        lambda x, w: funcol.all_reduce(torch.addmm(w[0], x, w, alpha=2), "sum", group()),
+        lambda x, w: funcol.all_reduce(torch.add(x @ w, w[0], alpha=2), "sum", group()),
         matmul,
         "unsupported_variant",
         "alpha",
