@@ -25,7 +25,7 @@ from .embedding_backward import match_embedding_backward
 from .emit import CannotEmit, Emitter, erase_unused, order_nodes
 from .gather_matmul import match_all_gather
 from .layout import same_size
-from .match import Context, Found, Match
+from .match import Context, Found, Match, collective_above
 from .matmul_reduce import match_all_reduce, match_reduce_scatter
 from .product import Reject
 from .report import GraphReport, Prediction, Reason, Site, listening
@@ -192,7 +192,7 @@ def _check_order(anchor: Anchor, match: Match) -> Reject | None:
         if between is not None:
             return Reject(Reason.EXTRA_USERS, f"{user.name} reads the product before {between.name}")
     for node in match.inputs:
-        between = _collective_above(node, anchor.node) if anchor.node < node else None
+        between = collective_above(node, anchor.node) if anchor.node < node else None
         if between is not None:
             return Reject(Reason.EXTRA_USERS, f"{node.name} depends on the later collective {between.name}")
     return None
@@ -205,21 +205,6 @@ def _collective_between(first: fx.Node, last: fx.Node) -> fx.Node | None:
         if is_collective(node):
             return node
         node = node.next
-    return None
-
-
-def _collective_above(node: fx.Node, first: fx.Node) -> fx.Node | None:
-    """A collective behind `first` that `node` is computed from."""
-    seen: set[fx.Node] = set()
-    work = [node]
-    while work:
-        n = work.pop()
-        if n in seen or not first < n:
-            continue
-        if is_collective(n):
-            return n
-        seen.add(n)
-        work.extend(n.all_input_nodes)
     return None
 
 

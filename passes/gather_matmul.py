@@ -15,7 +15,7 @@ from torch import fx
 
 from .anchors import Anchor
 from .emit import Emitter
-from .layout import Cut, Digit, Layout, cut_out, exact_quotient, product
+from .layout import Cut, Digit, Layout, Size, cut_out, exact_quotient, product
 from .match import (
     Context,
     Found,
@@ -23,29 +23,37 @@ from .match import (
     Reader,
     Work,
     check_dtype,
+    collective_above,
     depends_on,
     fill_biases,
     find_readers,
-    hand_out,
     only_cast,
     reread,
 )
 from .matmul_reduce import two_dimensional
 from .product import Reject, linear_operands
 from .report import Reason
-from .trace import aten, dtype_of, tensor
+from .trace import aten, dtype_of, is_cast, is_view, tensor
 
 PATTERN = "all_gather_matmul"
 
 
 @dataclass(frozen=True)
 class Consumer:
-    """`reader.user = X @ w (+ bias)`, where `layout` is that of X: [M, K] on the gathered tensor."""
+    """`reader.user = X @ w (+ bias)`, where `layout` is that of X: [M, K] on the gathered tensor.
+
+    `swapped`: it is `w @ X^T`, the transpose of `X @ w^T`.
+    """
 
     reader: Reader
     w: fx.Node
     bias: fx.Node | None
     layout: Layout
+    swapped: bool
+
+    @property
+    def inputs(self) -> list[fx.Node]:
+        return [n for n in (self.w, self.bias) if n is not None]
 
 
 def match_all_gather(anchor: Anchor, context: Context) -> Found:
@@ -56,53 +64,105 @@ def match_all_gather(anchor: Anchor, context: Context) -> Found:
         readers = find_readers(anchor, shapes, through=cast)
     consumers = [c for r in readers if (c := _consumer(r)) is not None]
     if not consumers:
-        return Reject(Reason.NO_COMPUTE, "no matmul reads the gathered tensor as its left operand")
-    first = consumers[0]
-    consumers = [c for c in consumers if c.layout == first.layout]
+        return _no_consumer(readers)
     gathered = shapes.of(anchor.node)
     assert gathered is not None
     length = exact_quotient(gathered[0], context.world)
     if length is None:
         return Reject(Reason.UNEVEN, f"dim 0 of size {gathered[0]} has no {context.world} equal parts")
-    cut = cut_out(first.layout, Digit(0, length, context.world))
-    if cut is None or first.layout.fixed or product(first.layout.shape) != product(gathered):
-        return Reject(Reason.LAYOUT, f"{first.reader.view.name} is no whole view of the gathered tensor")
+    chosen = _choose(anchor, consumers, product(gathered), Digit(0, length, context.world))
+    if isinstance(chosen, Reject):
+        return chosen
+    consumers, cut = chosen
+    first = consumers[0]
     dtype = dtype_of(first.reader.view)
     reject = check_dtype(dtype)
     if dtype is None or reject is not None:
         return reject or Reject(Reason.DTYPE, "the dtype is not known")
-    inputs = [n for c in consumers for n in (c.w, c.bias) if n is not None]
-    late = depends_on(anchor, inputs)
-    if late is not None:
-        return Reject(Reason.EXTRA_USERS, f"the weight {late.name} depends on the gathered tensor")
     fused = {c.reader for c in consumers}
     others = [r for r in readers if r not in fused]
     rows, inner = first.layout.shape
-    sizes = tuple((rows, inner, shapes.of(c.w)[-1]) for c in consumers)  # type: ignore[index]
+    sizes = tuple((rows, inner, shapes.of(c.w)[-2 if c.swapped else -1]) for c in consumers)  # type: ignore[index]
     assert anchor.input is not None
     return Match(
         PATTERN,
         Work(sizes, bytes_kept=product((rows, inner, dtype.itemsize)) if others else 0),
         context.shapes,
         partial(_rewrite, anchor, context, consumers, others, cut, cast),
-        (anchor.input, *inputs),
+        (anchor.input, *(n for c in consumers for n in c.inputs)),
     )
 
 
 def _consumer(reader: Reader) -> Consumer | None:
-    """The matmul that reads the view as its left operand, if all_gather_matmul can compute it."""
+    """The matmul that reads the view, if all_gather_matmul can compute it."""
     found = linear_operands(reader.user)
     if found is None:
         return None
     x, w, bias = found
-    if x is not reader.view or w is reader.view or bias is reader.view:
+    swapped = w is reader.view
+    if (x is reader.view) == swapped or bias is reader.view or (swapped and bias is not None):
         return None
     layout = reader.layout
     if reader.user.target is aten.bmm.default:
         if tensor(reader.user).shape[0] != 1:  # type: ignore[union-attr]
             return None
         layout = layout.squeeze([0])
-    return Consumer(reader, w, bias, layout)
+    if swapped:
+        return Consumer(reader, x, None, layout.permute([1, 0]), swapped)
+    return Consumer(reader, w, bias, layout, swapped)
+
+
+def _choose(
+    anchor: Anchor, consumers: list[Consumer], total: Size, rank: Digit
+) -> tuple[list[Consumer], Cut] | Reject:
+    """The consumers that one op can serve: of one layout, best with the rank among the rows of X."""
+    reject: Reject | None = None
+    found: dict[Layout, tuple[list[Consumer], Cut]] = {}
+    for c in consumers:
+        cut = cut_out(c.layout, rank)
+        late = depends_on(anchor, c.inputs)
+        later = next((hit for n in c.inputs if (hit := collective_above(n, anchor.node)) is not None), None)
+        if cut is None or c.layout.fixed or product(c.layout.shape) != total:
+            why = Reject(Reason.LAYOUT, f"{c.reader.view.name} is no whole view of the gathered tensor")
+        elif late is not None:
+            why = Reject(Reason.EXTRA_USERS, f"the weight {late.name} depends on the gathered tensor")
+        elif later is not None:
+            why = Reject(Reason.EXTRA_USERS, f"a weight depends on the later collective {later.name}")
+        else:
+            found.setdefault(c.layout, ([], cut))[0].append(c)
+            continue
+        reject = reject or why
+    if not found:
+        assert reject is not None
+        return reject
+    return max(found.values(), key=lambda group: (group[1].dim == 0, len(group[0])))
+
+
+def _no_consumer(readers: list[Reader]) -> Reject:
+    """The most telling reason why no matmul that reads the gathered tensor can be fused."""
+    for reader in readers:
+        if reader.user.target in (aten.addmm.default, aten.baddbmm.default):
+            return Reject(
+                Reason.UNSUPPORTED_VARIANT, f"{reader.user.name} scales its terms or adds more than a vector"
+            )
+    for reader in readers:
+        if is_view(reader.user) and (matmul := _matmul_behind(reader.user)) is not None:
+            return Reject(
+                Reason.LAYOUT, f"{matmul.name} reads a part or an inexpressible view, {reader.user.name}"
+            )
+    return Reject(Reason.NO_COMPUTE, "no matmul reads the gathered tensor")
+
+
+def _matmul_behind(view: fx.Node) -> fx.Node | None:
+    """A matmul that reads `view` or views of it."""
+    work = [view]
+    while work:
+        for user in work.pop().users:
+            if user.target in (aten.mm.default, aten.bmm.default, aten.addmm.default):
+                return user
+            if is_view(user) or is_cast(user):
+                work.append(user)
+    return None
 
 
 def _rewrite(
@@ -121,7 +181,7 @@ def _rewrite(
     if cast is not None:
         part = emitter.call(torch.ops.prims.convert_element_type.default, part, cast)
     x = emitter.rebuild(part, Layout.of(shape), cut.rest)
-    w = [two_dimensional(emitter, c.w) for c in consumers]
+    w = [_weight(emitter, c) for c in consumers]
     bias = fill_biases(emitter, x, [c.bias for c in consumers])
     fused = emitter.call(
         torch.ops.autofuse.all_gather_matmul.default,
@@ -130,4 +190,14 @@ def _rewrite(
     )
     if others:
         reread(emitter, emitter.item(fused, len(consumers)), consumers[0].layout, others)
-    hand_out(emitter, fused, [c.reader.user for c in consumers])
+    for i, c in enumerate(consumers):
+        out = emitter.item(fused, i)
+        out = emitter.call(aten.permute.default, out, [1, 0]) if c.swapped else out
+        whole = context.shapes.of(c.reader.user)
+        assert whole is not None
+        emitter.replace(c.reader.user, emitter.reshape(out, whole))
+
+
+def _weight(emitter: Emitter, c: Consumer) -> fx.Node:
+    w = two_dimensional(emitter, c.w)
+    return emitter.call(aten.permute.default, w, [1, 0]) if c.swapped else w

@@ -11,7 +11,7 @@ from torch import fx
 
 from autofuse.native_kernels import cpu
 
-from .anchors import Anchor
+from .anchors import Anchor, is_collective
 from .emit import Emitter
 from .layout import Layout, Size
 from .product import Operand, Reject
@@ -171,6 +171,21 @@ def depends_on(anchor: Anchor, nodes: Iterable[fx.Node]) -> fx.Node | None:
         return any(reaches(i) for i in node.all_input_nodes)
 
     return next((n for n in nodes if reaches(n)), None)
+
+
+def collective_above(node: fx.Node, first: fx.Node) -> fx.Node | None:
+    """A collective behind `first` that `node` is computed from."""
+    seen: set[fx.Node] = set()
+    work = [node]
+    while work:
+        n = work.pop()
+        if n in seen or not first < n:
+            continue
+        if is_collective(n):
+            return n
+        seen.add(n)
+        work.extend(n.all_input_nodes)
+    return None
 
 
 def outside_reader(anchor: Anchor, leaves: Sequence[fx.Node]) -> fx.Node | None:
