@@ -27,6 +27,7 @@ from .gather_matmul import match_all_gather
 from .layout import same_size
 from .match import Context, Found, Match, collective_above
 from .matmul_reduce import match_all_reduce, match_reduce_scatter
+from .merge import merge_fused
 from .product import Reject
 from .report import GraphReport, Prediction, Reason, Site, listening
 from .trace import Shapes, expression, tensor
@@ -77,6 +78,7 @@ def fuse(graph: fx.Graph, settings: Settings, kind: str, name: str) -> GraphRepo
     start = time.perf_counter()
     sites = [_visit(graph, anchor, settings, name, hints) for anchor in anchors]
     if any(site.fused for site in sites):
+        merge_fused(graph)
         graph.lint()
     seconds = time.perf_counter() - start
     return GraphReport(name, kind, before, show(graph), tuple(sites), seconds)
