@@ -179,6 +179,20 @@ def symbol_hints(size: torch.SymInt) -> dict[sympy.Symbol, Any]:
     return dict(getattr(shape_env, name))
 
 
+def floor_divide(a: sympy.Expr, b: int) -> sympy.Expr:
+    """`a // b` as the sizes of a graph write it."""
+    from torch.utils._sympy.functions import FloorDiv
+
+    return FloorDiv(a, sympy.Integer(b))
+
+
+def floor_division(size: sympy.Expr) -> tuple[sympy.Expr, sympy.Expr] | None:
+    """`(a, b)` of a size `a // b`."""
+    from torch.utils._sympy.functions import FloorDiv
+
+    return (size.args[0], size.args[1]) if isinstance(size, FloorDiv) else None
+
+
 def first_shapes_are_static() -> AbstractContextManager[None]:
     """Inside, dynamo neither learns from earlier calls which sizes vary, nor remembers those it sees."""
     from torch._dynamo import config

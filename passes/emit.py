@@ -5,10 +5,13 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import sympy
 import torch
 from torch import fx
+
+from autofuse.lowering import torch_internals
 
 from .layout import Digit, Layout, Size, common_digits, exact_quotient, same_size
 from .trace import Shapes, expression, value
@@ -94,10 +97,9 @@ class Emitter:
                 for dim, s in enumerate(val.shape):
                     if same_size(expression(s), size) and not self._after(node):
                         return self.call(aten.sym_size.int, node, dim)
-        if isinstance(size, (sympy.Mul, sympy.Add)):
-            op = operator.mul if isinstance(size, sympy.Mul) else operator.add
-            parts = [self.size(int(f) if f.is_Integer else f) for f in size.args]
-            return functools.reduce(lambda a, b: self._symbolic(op, a, b), parts)
+        op, parts = _operation(size)
+        if op is not None:
+            return functools.reduce(lambda a, b: self._symbolic(op, a, b), [self.size(p) for p in parts])
         raise CannotEmit(f"no value in the graph has the size {size}")
 
     def _symbolic(self, op: object, a: int | fx.Node, b: int | fx.Node) -> fx.Node:
@@ -172,6 +174,18 @@ def _fixed_indices(fixed: tuple[tuple[Digit, int], ...], target: tuple[Digit, ..
             indices.append((index // left) % part.size)
             remaining = left
     return indices
+
+
+def _operation(size: sympy.Expr) -> tuple[Callable[[Any, Any], Any] | None, Sequence[Size]]:
+    """The outermost operation of a size and what it is applied to."""
+    division = torch_internals.floor_division(size)
+    if division is not None:
+        return operator.floordiv, division
+    if isinstance(size, (sympy.Mul, sympy.Add)):
+        return operator.mul if isinstance(size, sympy.Mul) else operator.add, size.args
+    if isinstance(size, sympy.Pow) and size.exp.is_Integer and size.exp > 0:
+        return operator.mul, [size.base] * int(size.exp)
+    return None, ()
 
 
 def _tensors(values: object) -> list[torch.Tensor]:

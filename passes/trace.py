@@ -6,6 +6,7 @@ This is also the normalisation: the spellings of one movement of data (`view`, `
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
+
+from autofuse.lowering import torch_internals
 
 from .layout import Digit, Layout, Size, exact_quotient, merge, same_size
 
@@ -90,17 +93,43 @@ class Shapes:
 
     def __init__(self) -> None:
         self._assumed: dict[sympy.Expr, sympy.Expr] = {}
-        self._meaning: dict[sympy.Symbol, sympy.Expr] = {}
+        self._meaning: dict[sympy.Symbol, Size] = {}
 
     def assume_cut(self, length: Size, world: int, part: Size) -> None:
         """Record `length == world * part` where it cannot be proved but holds, or the collective raises."""
         whole = exact_quotient(length, world)
-        if isinstance(length, sympy.Symbol) and whole is None:
+        if isinstance(length, sympy.Expr) and whole is None:
+            # `coefficient * rest` is a multiple of `world`, so that `rest` is one of `divisor`.
+            coefficient, rest = length.as_coeff_Mul()
+            divisor = world // math.gcd(int(coefficient), world)
             symbol = sympy.Dummy("part", integer=True, positive=True)
-            self._assumed[length] = world * symbol
-            self._meaning[symbol] = sympy.sympify(part)
+            self._assumed[rest] = divisor * symbol
+            self._meaning[symbol] = part if coefficient == 1 else torch_internals.floor_divide(rest, divisor)
         elif isinstance(whole, sympy.Symbol) and not same_size(whole, part):
             self._assumed[whole] = sympy.sympify(part)
+
+    def assume_alike(self, node: fx.Node) -> None:
+        """Record that `cat` along another dim asks for equal pieces of the `split` above `node`."""
+        while is_view(node) and node.target not in (aten.cat.default, operator.getitem):
+            source = node.args[0]
+            if not isinstance(source, fx.Node):
+                return
+            node = source
+        pieces = node.args[0] if node.target is aten.cat.default else None
+        if not isinstance(pieces, (list, tuple)) or not all(isinstance(p, fx.Node) for p in pieces):
+            return
+        split = pieces[0].args[0]
+        source = split.args[0] if isinstance(split, fx.Node) and split.target is aten.split.Tensor else None
+        val, length = tensor(source), tensor(pieces[0])
+        if (
+            val is None
+            or length is None
+            or [p.args for p in pieces] != [(split, i) for i in range(len(pieces))]
+        ):
+            return
+        dim = argument(split, 2, "dim", 0) % val.dim()
+        if dim != argument(node, 1, "dim", 0) % val.dim() and len(value(split)) == len(pieces):  # type: ignore[arg-type]
+            self.assume_cut(expression(val.shape[dim]), len(pieces), expression(length.shape[dim]))
 
     def size(self, size: object) -> Size:
         expr = expression(size)
