@@ -31,9 +31,9 @@ from .match import (
     reread,
 )
 from .matmul_reduce import two_dimensional
-from .product import Reject, linear_operands
+from .product import Reject, linear_operands, one_weight
 from .report import Reason
-from .trace import aten, dtype_of, is_cast, is_view, tensor
+from .trace import aten, dtype_of, is_cast, is_view
 
 PATTERN = "all_gather_matmul"
 
@@ -104,9 +104,11 @@ def _consumer(reader: Reader) -> Consumer | None:
         return None
     layout = reader.layout
     if reader.user.target is aten.bmm.default:
-        if tensor(reader.user).shape[0] != 1:  # type: ignore[union-attr]
+        weight = one_weight(w) if not swapped or layout.shape[0] == 1 else None
+        flat = layout.reshape((product(layout.shape[:-1]), layout.shape[-1]))
+        if weight is None or flat is None:
             return None
-        layout = layout.squeeze([0])
+        w, layout = weight, flat
     if swapped:
         return Consumer(reader, x, None, layout.permute([1, 0]), swapped)
     return Consumer(reader, w, bias, layout, swapped)

@@ -18,7 +18,6 @@ from .layout import Cut, Layout, cut_out, exact_quotient, product, regroup
 from .match import Context, Found, Match, Work, check_dtype, materialise, replace_result
 from .product import Product, Reject, between, match_product
 from .report import Reason
-from .trace import aten, tensor
 
 
 def match_all_reduce(anchor: Anchor, context: Context) -> Found:
@@ -125,7 +124,6 @@ def without(layout: Layout, cut: Cut) -> Layout:
 
 
 def two_dimensional(emitter: Emitter, node: fx.Node) -> fx.Node:
-    """Drop the batch of one that bmm has."""
-    val = tensor(node)
-    assert val is not None
-    return node if val.dim() == 2 else emitter.call(aten.squeeze.dim, node, 0)
+    """Flatten the batch that the operands of bmm have."""
+    *rows, columns = emitter.shapes.of(node) or ()
+    return emitter.reshape(node, (product(rows), columns))

@@ -14,7 +14,7 @@ from torch import fx
 
 from .layout import Layout, Size, compose, merge, same_size
 from .report import Reason
-from .trace import Shapes, argument, dtype_of, is_cast, tensor, trace
+from .trace import Shapes, argument, dtype_of, expression, is_cast, tensor, trace
 
 aten = torch.ops.aten
 
@@ -167,14 +167,27 @@ def _contraction(n: fx.Node, shapes: Shapes, batched: bool) -> Product | Reject:
             return Reject(Reason.NO_COMPUTE, f"{n.name} is no grouped matmul of rows")
         return Product((x,), (w,), (stage,), operands, shape, dtype, layout, n, layout, offsets)
     if n.target in (aten.bmm.default, aten.baddbmm.default) and not batched:
-        if shape[0] != 1:
+        weight = one_weight(w)
+        if weight is None:
             return Reject(Reason.NO_COMPUTE, f"{n.name} is a batch of matmuls")
-        shape = shape[1:]
-        layout = Layout.of(shape).unsqueeze(0)
+        w = weight
+        batch, shape = shape, (shape[0] * shape[1], shape[2])
+        flat = Layout.of(shape).reshape(batch)
+        assert flat is not None
+        layout = flat
     if len(shape) == 2 and batched:  # one expert
         shape = (1, *shape)
         layout = Layout(Layout.of(shape).dims[1:])
     return Product((x,), (w,), (stage,), operands, shape, dtype, layout, n, layout)
+
+
+def one_weight(w: fx.Node) -> fx.Node | None:
+    """The matrix `[K, N]` or `[1, K, N]` that all of a batch `[E, K, N]` are, as `matmul` of a non-contiguous
+    `[E, M, K]` expands it; None if they differ."""
+    source = w.args[0] if w.target is aten.expand.default else w
+    val = tensor(source)
+    single = val is not None and (val.dim() == 2 or expression(val.shape[0]) == 1)
+    return source if single and isinstance(source, fx.Node) else None
 
 
 def linear_operands(n: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None] | None:
