@@ -154,7 +154,7 @@ def expert_matmul_all_to_all(
     if not dropless and x.shape[1] % world:
         raise ValueError(f"{op}: {x.shape[1]} rows an expert are no multiple of {world} ranks; pad them")
     (y,) = torch.ops.autofuse.expert_matmul_all_to_all(
-        [x], [w], [] if bias is None else [bias], [], "mm", 0, offsets, positions, *splits, 1, False, name,
+        [x], [w], [] if bias is None else [bias], [], "mm", 0, offsets, positions, *splits, 1, 1, False, name,
         config.order, "eager",
     )  # fmt: skip
     result: Tensor = y
@@ -202,7 +202,7 @@ def all_to_all_expert_matmul(
         raise ValueError(f"{op}: expected x [{sum(splits[1])}, K] for its input_splits, got {tuple(x.shape)}")
     trains = torch.is_grad_enabled() and any(wi.requires_grad for wi in weights)
     results = torch.ops.autofuse.all_to_all_expert_matmul(
-        x, weights, [] if bias is None else [bias], 0, offsets, positions, *splits, 1,
+        x, weights, [] if bias is None else [bias], 0, offsets, positions, *splits, 1, 1,
         return_exchanged or trains, name, config.order, "eager",
     )  # fmt: skip
     outputs = results[: len(weights)]

@@ -85,7 +85,7 @@ def _rewrite_even(
     x = [batched(emitter, n) for n in found.x]
     w = [batched(emitter, n) for n in found.w]
     outer = emitter.size(cut.outer)
-    fused = _call(emitter, context, x, w, [], operands, found.text, 0, None, None, [], [], outer, keep)
+    fused = _call(emitter, context, x, w, [], operands, found.text, 0, None, None, [], [], 1, outer, keep)
     _deliver(emitter, anchor, context, fused, found.layout, cut)
     if keep:
         hand_out_product(emitter, fused, found)
@@ -167,7 +167,7 @@ def _rewrite_loop(
     anchor: Anchor, context: Context, found: Product, bias: list[fx.Node], cut: Cut, emitter: Emitter
 ) -> None:
     x, w, outer = list(found.x), list(found.w), emitter.size(cut.outer)
-    fused = _call(emitter, context, x, w, bias, [], found.text, len(x), None, None, [], [], outer, False)
+    fused = _call(emitter, context, x, w, bias, [], found.text, len(x), None, None, [], [], 1, outer, False)
     _deliver(emitter, anchor, context, fused, found.layout, cut)
 
 
@@ -240,7 +240,7 @@ def _rewrite_dropless(
     operands = [materialise(emitter, o) for o in found.operands]
     experts = (found.offsets, positions, anchor.output_splits, anchor.input_splits)
     fused = _call(
-        emitter, context, list(found.x), list(found.w), [], operands, found.text, 0, *experts, 1, keep
+        emitter, context, list(found.x), list(found.w), [], operands, found.text, 0, *experts, 1, 1, keep
     )
     if keep:
         emitter.replace(found.last, emitter.item(fused, 1))

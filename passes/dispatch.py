@@ -157,7 +157,7 @@ def _rewrite_even(
     bias = fill_biases(emitter, x, [e.bias for e in entries])
     fused = emitter.call(
         torch.ops.autofuse.all_to_all_expert_matmul.default,
-        *(x, w, bias, experts, None, None, [], [], emitter.size(cut.outer), bool(others)),
+        *(x, w, bias, experts, None, None, [], [], 1, emitter.size(cut.outer), bool(others)),
         *(context.group, context.order, context.site),
     )
     if others:
@@ -232,7 +232,7 @@ def _rewrite_dropless(
 ) -> None:
     weights = [u.args[1] for u in grouped]
     splits = (anchor.output_splits, anchor.input_splits)
-    args: tuple[object, ...] = (anchor.input, weights, [], 0, offsets, positions, *splits, 1, keep)
+    args: tuple[object, ...] = (anchor.input, weights, [], 0, offsets, positions, *splits, 1, 1, keep)
     op = torch.ops.autofuse.all_to_all_expert_matmul.default
     fused = emitter.call(op, *args, context.group, context.order, context.site)
     for i, node in enumerate(grouped):

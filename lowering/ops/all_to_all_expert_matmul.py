@@ -2,8 +2,8 @@
 
     w[i], bias[i]: consumer i, see `experts`; Y[i] = X @ w[i] (+ bias[i]) per expert
 
-    fixed     x: [W, E, outer * c, K], by destination
-              X: [E, R, K], R = (outer, W, c) by source; Y[i]: [E, R, N_i], listed [R, N_i] per expert
+    fixed     X: [E, R, K], whose dim `dim` is (outer, W, c), W by source; Y[i]: [E, R, N_i], listed [R, N_i]
+              x: [W, ...], by destination, each part of the shape of X but for outer * c
     dropless  x: [sum(input_splits), K], exchanged to S: [sum(output_splits), K]
               X = S[positions]: [rows, K]; Y[i]: [rows, N_i], zero behind the last expert
     dgrad     dx = the exchange back of sum_i dY[i] @ w[i]^T + dX       one expert_matmul_all_to_all
@@ -29,8 +29,8 @@ from autofuse.native_kernels.cpu import DTYPES
 _OP = "all_to_all_expert_matmul"
 _SCHEMA = (
     "all_to_all_expert_matmul(Tensor x, Tensor[] w, Tensor[] bias, int experts, Tensor? offsets, "
-    "Tensor? positions, SymInt[] output_splits, SymInt[] input_splits, SymInt outer, bool keep_exchanged, "
-    "str group_name, str order, str site) -> Tensor[]"
+    "Tensor? positions, SymInt[] output_splits, SymInt[] input_splits, int dim, SymInt outer, "
+    "bool keep_exchanged, str group_name, str order, str site) -> Tensor[]"
 )
 
 
@@ -43,6 +43,7 @@ def _fake(
     positions: Tensor | None,
     output_splits: list[Size],
     input_splits: list[Size],
+    dim: int,
     outer: Size,
     keep_exchanged: bool,
     group_name: str,
@@ -50,12 +51,12 @@ def _fake(
     site: str,
 ) -> list[Tensor]:
     k = x.shape[-1]
-    if offsets is not None:
+    if input_splits:
         rows = sum(output_splits) if positions is None else positions.shape[0]
         exchanged = x.new_empty((rows, k))
         outputs = [x.new_empty((rows, wi.shape[-1])) for wi in (w[::experts] if experts else w)]
     else:
-        count, rows = x.shape[1], x.shape[0] * x.shape[2]
+        count, rows, k = _whole(x, dim)
         exchanged = x.new_empty((count, rows, k))
         lead = (rows,) if experts else (count, rows)
         outputs = [x.new_empty((*lead, wi.shape[-1])) for wi in w]
@@ -71,14 +72,15 @@ def _reference(
     positions: Tensor | None,
     output_splits: list[int],
     input_splits: list[int],
+    dim: int,
     outer: int,
     keep_exchanged: bool,
     group_name: str,
     order: str,
     site: str,
 ) -> list[Tensor]:
-    exchanged = rows_of.dispatch_rows(x, positions, output_splits, input_splits, outer, group_name)
-    form = ex.Experts.of(w, experts, offsets, exchanged.shape[-2], _OP)
+    exchanged = rows_of.dispatch_rows(x, positions, output_splits, input_splits, dim, outer, group_name)
+    form = ex.Experts.of(w, experts, offsets, bool(input_splits), exchanged.shape[-2], _OP)
     outputs = _empty_outputs(exchanged, w, form)
     _multiply(exchanged, w, bias, form, outputs)
     return [*outputs, exchanged] if keep_exchanged else outputs
@@ -93,6 +95,7 @@ def _cpu(
     positions: Tensor | None,
     output_splits: list[int],
     input_splits: list[int],
+    dim: int,
     outer: int,
     keep_exchanged: bool,
     group_name: str,
@@ -103,23 +106,25 @@ def _cpu(
         return NotImplemented
     workspace = workspace_for(group_name)
     world, rank = workspace.world, workspace.rank
-    x, k, inner = x.contiguous(), x.shape[-1], 0
-    runs: list[list[rows_of.Run]] | None
-    if offsets is None:
-        count, rows = x.shape[1], x.shape[0] * x.shape[2]
-        form = ex.Experts.of(w, experts, None, rows, _OP)
+    x, k, part_rows = x.contiguous(), x.shape[-1], 0
+    runs: list[list[rows_of.Run]] | None = None
+    if not input_splits:
+        shape = count, rows, _ = _whole(x, dim)
+        form = ex.Experts.of(w, experts, None, False, rows, _OP)
         if (x.shape[0], count) != (world, form.count):
             raise ValueError(f"{_OP}: expected x [{world}, {form.count}, rows, K], got {tuple(x.shape)}")
-        inner = rows_of.check_capacity(rows, outer, world, _OP)
-        runs = rows_of.even_runs(count, outer, world, inner) if inner >= rows_of.FEW_ROWS else None
-        key = f"{x.dtype} {count} experts of {rows} rows, {k} columns, outer {outer}, {order}"
-        exchanged = x.new_empty((count, rows, k) if keep_exchanged or runs is None else 0)
+        inner = rows_of.check_capacity(shape, dim, outer, world, _OP)
+        if dim == 1 and inner >= rows_of.FEW_ROWS:
+            runs = rows_of.even_runs(count, outer, world, inner)
+        part_rows = x.shape[1] * x.shape[2]
+        key = f"{x.dtype} {count} experts of {rows} rows, {k} columns, dim {dim}, outer {outer}, {order}"
+        exchanged = x.new_empty(shape if keep_exchanged or runs is None else 0)
         like = x.new_empty(0).expand(count, rows, 0)
     else:
         received_rows = sum(output_splits)
         rows = received_rows if positions is None else positions.shape[0]
         positions = rows_of.check_positions(positions, rows, received_rows, _OP)
-        form = ex.Experts.of(w, experts, offsets, rows, _OP)
+        form = ex.Experts.of(w, experts, offsets, True, rows, _OP)
         assert form.ranges is not None
         if x.shape[0] != sum(input_splits):
             raise ValueError(
@@ -131,7 +136,7 @@ def _cpu(
         like = x.new_empty(0).expand(rows, 0)
     outputs = _empty_outputs(like, w, form)
     plan = make_plan(_OP, order, world, rank, ((1, 1),) * world, (1, 1))  # one tile a chunk of any size
-    even = Splits.even(world, form.count * outer * inner)
+    even = Splits.even(world, part_rows)
     width = k * x.dtype.itemsize
     with workspace.call(_OP, site, key, even.most * width) as call:
         splits = even
@@ -160,8 +165,8 @@ def _cpu(
                     rows = slice(run.row, run.row + run.length)
                     form.apply(part[run.at : run.at + run.length], w, bias, run.expert, outputs, rows)
             if form.ranges is None and exchanged.numel():
-                places = exchanged.view(form.count, outer, world, inner, k)
-                places[:, :, source].copy_(part.view(form.count, outer, inner, k))
+                place = rows_of.parts(exchanged, dim, outer, world)[source]
+                place.copy_(part.view(place.shape))
 
         run_exchange(plan, call, store, arrived)
         if form.ranges is not None and exchanged.numel():
@@ -172,6 +177,11 @@ def _cpu(
     if runs is None:
         _multiply(exchanged, w, bias, form, outputs)
     return [*outputs, exchanged] if keep_exchanged else outputs
+
+
+def _whole(x: Tensor, dim: int) -> tuple[Any, ...]:
+    """The shape of X, whose parts are `x: [W, ...]`."""
+    return tuple(size * x.shape[0] if i == dim else size for i, size in enumerate(x.shape[1:]))
 
 
 def _empty_outputs(exchanged: Tensor, w: list[Tensor], form: ex.Experts) -> list[Tensor]:
@@ -200,9 +210,11 @@ def _multiply(
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     x, w, bias, experts, offsets, positions = inputs[:6]
-    keep = inputs[9]
+    keep = inputs[10]
     ctx.counts, ctx.experts, ctx.keep = (len(w), len(bias)), experts, keep
-    ctx.output_splits, ctx.input_splits, ctx.outer, _, ctx.group_name, ctx.order, ctx.site = inputs[6:]
+    ctx.output_splits, ctx.input_splits, ctx.dim, ctx.outer, _, ctx.group_name, ctx.order, ctx.site = inputs[
+        6:
+    ]
     ctx.shapes = [(t.shape, t.dtype, t.device) for t in output]
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*w, *bias, output[-1] if keep else x, offsets, positions)
@@ -223,21 +235,21 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
         (dx,) = torch.ops.autofuse.expert_matmul_all_to_all(
             of_outputs, ex.transposed(w), [], [] if of_exchanged is None else [of_exchanged],
             "mm" if of_exchanged is None else "mm; add %0", ctx.experts, offsets, positions, ctx.input_splits,
-            ctx.output_splits, ctx.outer, False, ctx.group_name, ctx.order, ctx.site + "'",
+            ctx.output_splits, ctx.dim, ctx.outer, False, ctx.group_name, ctx.order, ctx.site + "'",
         )  # fmt: skip
     dw: list[Tensor | None] = [None] * len(w)
     rows = ctx.shapes[0][0][-2]
-    form = ex.Experts.of(w, ctx.experts, offsets, rows, _OP)
+    form = ex.Experts.of(w, ctx.experts, offsets, bool(ctx.input_splits), rows, _OP)
     if any(needs[1]):
         if not ctx.keep:
             x = rows_of.dispatch_rows(
-                x, positions, ctx.output_splits, ctx.input_splits, ctx.outer, ctx.group_name
+                x, positions, ctx.output_splits, ctx.input_splits, ctx.dim, ctx.outer, ctx.group_name
             )
         copies = consumers // form.count if form.listed and form.ranges is None else consumers
         dw = [*ex.weight_gradients(form.split(x) * copies, of_outputs, form)]
     # autograd takes an empty list of numbers for a list of tensors
     none: list[None] | None = None if ctx.input_splits else []
-    return dx, dw, ex.bias_gradients(of_outputs, bias, form), *[None] * 3, none, none, *[None] * 5
+    return dx, dw, ex.bias_gradients(of_outputs, bias, form), *[None] * 3, none, none, *[None] * 6
 
 
 register(FusedOp(_SCHEMA, _fake, _reference, _cpu, _setup_context, _backward))

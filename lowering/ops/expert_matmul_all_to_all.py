@@ -3,8 +3,8 @@
     x[i], w[i], bias[i]: see `experts`
     P = epilogue(sum_i x[i] @ w[i] (+ bias[i])), operands broadcast against P
 
-    fixed     P: [E, R, N], R = (outer, W, c); P[:, (:, d, :), :] goes to rank d
-              y: [W, E, outer * c, N], by source
+    fixed     P: [E, R, N], whose dim `dim` is (outer, W, c); the part [:, d, :] of it goes to rank d
+              y: [W, ...], by source; for dim 1 [W, E, outer * c, N]
     dropless  P: [rows, N]; S = 0, S[positions] += P: [sum(input_splits), N], whose parts go to the ranks
               y: [sum(output_splits), N], by source
     backward  G = the exchange back of dy, a dispatch: P's gradient; with w^T as experts it computes dgrad too
@@ -33,7 +33,7 @@ from autofuse.native_kernels.cpu.embedding import scatter_rows
 _SCHEMA = (
     "expert_matmul_all_to_all(Tensor[] x, Tensor[] w, Tensor[] bias, Tensor[] operands, str product, "
     "int experts, Tensor? offsets, Tensor? positions, SymInt[] output_splits, SymInt[] input_splits, "
-    "SymInt outer, bool keep_product, str group_name, str order, str site) -> Tensor[]"
+    "int dim, SymInt outer, bool keep_product, str group_name, str order, str site) -> Tensor[]"
 )
 
 
@@ -48,6 +48,7 @@ def _fake(
     positions: Tensor | None,
     output_splits: list[Size],
     input_splits: list[Size],
+    dim: int,
     outer: Size,
     keep_product: bool,
     group_name: str,
@@ -56,15 +57,15 @@ def _fake(
 ) -> list[Tensor]:
     n = w[0].shape[-1]
     rows: list[Size] = [x[0].shape[-2]]
-    if offsets is None:
+    if not input_splits:
         rows.insert(0, experts or w[0].shape[0])
     p = x[0].new_empty((*rows, n), dtype=ex.contraction_dtype(x[0], product))
     p = epilogue(p, operands, product)
-    if offsets is not None:
+    if input_splits:
         y = p.new_empty((sum(output_splits), n))
     else:
         world = group_size(group_name)
-        y = p.new_empty((world, rows[0], rows[1] // world, n))
+        y = p.new_empty((world, *rows_of.part_shape(p.shape, dim, world)))
     return [y, p] if keep_product else [y]
 
 
@@ -79,6 +80,7 @@ def _reference(
     positions: Tensor | None,
     output_splits: list[int],
     input_splits: list[int],
+    dim: int,
     outer: int,
     keep_product: bool,
     group_name: str,
@@ -86,9 +88,9 @@ def _reference(
     site: str,
 ) -> list[Tensor]:
     op = "expert_matmul_all_to_all"
-    form = ex.Experts.of(w, experts, offsets, x[0].shape[-2], op)
+    form = ex.Experts.of(w, experts, offsets, bool(input_splits), x[0].shape[-2], op)
     p = ex.product_of(x, w, bias, operands, product, form)
-    y = rows_of.combine_rows(p, positions, output_splits, input_splits, outer, group_name)
+    y = rows_of.combine_rows(p, positions, output_splits, input_splits, dim, outer, group_name)
     return [y, p] if keep_product else [y]
 
 
@@ -103,6 +105,7 @@ def _cpu(
     positions: Tensor | None,
     output_splits: list[int],
     input_splits: list[int],
+    dim: int,
     outer: int,
     keep_product: bool,
     group_name: str,
@@ -113,16 +116,17 @@ def _cpu(
     dtype = _result_dtype(x[0], operands, product)
     if x[0].dtype not in DTYPES or dtype not in DTYPES:
         return NotImplemented
-    form = ex.Experts.of(w, experts, offsets, x[0].shape[-2], op)
+    form = ex.Experts.of(w, experts, offsets, bool(input_splits), x[0].shape[-2], op)
     workspace = workspace_for(group_name)
     world, rank = workspace.world, workspace.rank
     n, rows = w[0].shape[-1], x[0].shape[-2]
-    inner = 0
-    runs: list[list[rows_of.Run]] | None
+    runs: list[list[rows_of.Run]] | None = None
+    part = rows_of.part_shape((form.count, rows, n), dim, world)
     if form.ranges is None:
-        inner = rows_of.check_capacity(rows, outer, world, op)
-        runs = rows_of.even_runs(form.count, outer, world, inner) if inner >= rows_of.FEW_ROWS else None
-        key = f"{dtype} {form.count} experts of {rows} rows, {n} columns, outer {outer}, {order}"
+        inner = rows_of.check_capacity((form.count, rows, n), dim, outer, world, op)
+        if dim == 1 and inner >= rows_of.FEW_ROWS:
+            runs = rows_of.even_runs(form.count, outer, world, inner)
+        key = f"{dtype} {form.count} experts of {rows} rows, {n} columns, dim {dim}, outer {outer}, {order}"
         full = True
     else:
         positions = rows_of.check_positions(positions, rows, sum(input_splits), op)
@@ -133,8 +137,8 @@ def _cpu(
     whole = keep_product or runs is None or product != "mm"
     # One tile a chunk, whatever its size: dropless splits are known at run time only.
     plan = make_plan(op, order, world, rank, ((1, 1),) * world, (1, 1))
-    even = Splits.even(world, form.count * outer * inner)
-    width = n * dtype.itemsize
+    even = Splits.even(world, part[0] * part[1] if form.ranges is None else 0)
+    width = (n := part[2]) * dtype.itemsize
     with workspace.call(op, site, key, even.most * width) as call:
         splits = even
         if form.ranges is not None:
@@ -152,8 +156,8 @@ def _cpu(
             if route is not None:
                 route.store(there, dest)
             elif whole:
-                parts = p.reshape(form.count, outer, world, inner, n)
-                there.view(form.count, outer, inner, n).copy_(parts[:, :, dest])
+                mine_of = rows_of.parts(p, dim, outer, world)[dest]
+                there.view(mine_of.shape).copy_(mine_of)
             else:
                 assert runs is not None
                 if not full:
@@ -164,11 +168,11 @@ def _cpu(
 
         def arrived(source: int) -> None:
             start = splits.start(source, rank)
-            part = slice(start, start + splits.sends[source][rank])
-            out[part].copy_(mine[part])
+            where = slice(start, start + splits.sends[source][rank])
+            out[where].copy_(mine[where])
 
         run_exchange(plan, call, store, arrived)
-    y = out if form.ranges is not None else out.view(world, form.count, outer * inner, n)
+    y = out if form.ranges is not None else out.view(world, *part)
     return [y, p] if keep_product else [y]
 
 
@@ -213,7 +217,9 @@ def _result_dtype(x: Tensor, operands: list[Tensor], product: str) -> torch.dtyp
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     x, w, bias, operands, product, experts, offsets, positions = inputs[:8]
     ctx.counts, ctx.product, ctx.experts = (len(x), len(w), len(bias), len(operands)), product, experts
-    ctx.output_splits, ctx.input_splits, ctx.outer, _, ctx.group_name, ctx.order, ctx.site = inputs[8:]
+    ctx.output_splits, ctx.input_splits, ctx.dim, ctx.outer, _, ctx.group_name, ctx.order, ctx.site = inputs[
+        8:
+    ]
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*x, *w, *bias, *operands, offsets, positions)
 
@@ -228,18 +234,22 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     if of_y is not None and of_p is None and ctx.product == "mm":
         *dx, g = torch.ops.autofuse.all_to_all_expert_matmul(
             of_y.contiguous(), ex.transposed(w), [], ctx.experts, offsets, positions, ctx.input_splits,
-            ctx.output_splits, ctx.outer, True, ctx.group_name, ctx.order, ctx.site + "'",
+            ctx.output_splits, ctx.dim, ctx.outer, True, ctx.group_name, ctx.order, ctx.site + "'",
         )  # fmt: skip
-        form = ex.Experts.of(w, ctx.experts, offsets, g.shape[-2], "expert_matmul_all_to_all")
+        form = ex.Experts.of(
+            w, ctx.experts, offsets, bool(ctx.input_splits), g.shape[-2], "expert_matmul_all_to_all"
+        )
     else:
         g = of_p
         if of_y is not None:
             back = rows_of.dispatch_rows(
-                of_y, positions, ctx.input_splits, ctx.output_splits, ctx.outer, ctx.group_name
+                of_y, positions, ctx.input_splits, ctx.output_splits, ctx.dim, ctx.outer, ctx.group_name
             )
             g = back if g is None else g + back
         assert g is not None
-        form = ex.Experts.of(w, ctx.experts, offsets, g.shape[-2], "expert_matmul_all_to_all")
+        form = ex.Experts.of(
+            w, ctx.experts, offsets, bool(ctx.input_splits), g.shape[-2], "expert_matmul_all_to_all"
+        )
         g, of_operands = epilogue_backward(g, operands, ctx.product, x[0].dtype, needs[3])
         if any(needs[0]):
             dx = [*ex.input_gradients(g, w, form)]
@@ -249,7 +259,7 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     # autograd takes an empty list of numbers for a list of tensors
     of_bias = ex.bias_gradients(every, bias, form)
     none: list[None] | None = None if ctx.input_splits else []
-    return dx, dw, of_bias, of_operands, *[None] * 4, none, none, *[None] * 5
+    return dx, dw, of_bias, of_operands, *[None] * 4, none, none, *[None] * 6
 
 
 register(FusedOp(_SCHEMA, _fake, _reference, _cpu, _setup_context, _backward))

@@ -76,14 +76,27 @@ def check_positions(positions: Tensor | None, rows: Size, total: int, op: str) -
     return positions.to(torch.int64).contiguous()
 
 
-def check_capacity(rows: int, outer: int, world: int, op: str) -> int:
-    """c of `rows = outer * world * c`. Raises ValueError if there is none."""
-    if rows % (outer * world):
+_CUT = ("experts", "rows an expert", "columns")
+
+
+def check_capacity(shape: Sequence[int], dim: int, outer: int, world: int, op: str) -> int:
+    """c of `shape[dim] = outer * world * c`. Raises ValueError if there is none."""
+    if shape[dim] % (outer * world):
         raise ValueError(
-            f"{op}: {rows} rows an expert cannot be cut into {world} equal parts (outer={outer}); "
-            f"pad the capacity to a multiple of {outer * world}"
+            f"{op}: {shape[dim]} {_CUT[dim]} cannot be cut into {world} equal parts (outer={outer}); "
+            f"pad the {'capacity' if dim == 1 else 'dim'} to a multiple of {outer * world}"
         )
-    return rows // (outer * world)
+    return shape[dim] // (outer * world)
+
+
+def parts(t: Tensor, dim: int, outer: Size, world: int) -> Tensor:
+    """View `[W, ...]` of the parts of `t: [E, R, N]`, whose dim `dim` is `(outer, W, c)`."""
+    return t.unflatten(dim, (outer, world, t.shape[dim] // (outer * world))).movedim(dim + 1, 0)
+
+
+def part_shape(shape: Sequence[Size], dim: int, world: int) -> list[Size]:
+    """The shape of one part of a tensor of `shape`."""
+    return [size // world if i == dim else size for i, size in enumerate(shape)]
 
 
 def distinct(positions: Tensor, total: int) -> bool:
@@ -98,15 +111,16 @@ def combine_rows(
     positions: Tensor | None,
     output_splits: Sequence[Size],
     input_splits: Sequence[Size],
+    dim: int,
     outer: Size,
     group_name: str,
 ) -> Tensor:
     """The exchange of `P` with the functional collective."""
-    if p.dim() == 3:
-        world, (count, rows, n) = group_size(group_name), p.shape
-        parts = p.reshape(count, outer, world, -1, n).permute(2, 0, 1, 3, 4).reshape(-1, n)
-        even = [parts.shape[0] // world] * world
-        return all_to_all(parts, even, even, group_name).view(world, count, rows // world, n)
+    if not input_splits:
+        world = group_size(group_name)
+        sent = parts(p, dim, outer, world).reshape(world, -1)
+        received = all_to_all(sent, [1] * world, [1] * world, group_name)
+        return received.view(world, *part_shape(p.shape, dim, world))
     sent = p if positions is None else p.new_zeros((sum(input_splits), p.shape[1])).index_add(0, positions, p)
     return all_to_all(sent, output_splits, input_splits, group_name)
 
@@ -116,14 +130,16 @@ def dispatch_rows(
     positions: Tensor | None,
     output_splits: Sequence[Size],
     input_splits: Sequence[Size],
+    dim: int,
     outer: Size,
     group_name: str,
 ) -> Tensor:
     """The exchange of `x` into `X`, the mirror of `combine_rows`."""
-    if x.dim() == 4:
-        world, count, rows, k = x.shape
-        even = [count * rows] * world
-        parts = all_to_all(x.reshape(-1, k), even, even, group_name).view(world, count, outer, -1, k)
-        return parts.permute(1, 2, 0, 3, 4).reshape(count, world * rows, k)
+    if not input_splits:
+        world, shape = x.shape[0], x.shape[1:]
+        sent = x.reshape(world, -1)
+        received = all_to_all(sent, [1] * world, [1] * world, group_name).view(world, *shape)
+        inner = received.unflatten(dim + 1, (outer, shape[dim] // outer))
+        return inner.movedim(0, dim + 1).flatten(dim, dim + 2)
     received = all_to_all(x, output_splits, input_splits, group_name)
     return received if positions is None else received[positions]

@@ -1,9 +1,9 @@
 """What dispatch and combine share: the three ways to write experts, their matmuls, and runs of rows.
 
-    batched   `experts == 0`, no offsets   x[i]: [E, R, K]   w[i]: [E, K, N]   bias[i]: [E, N] or [E, 1, N]
-    listed    `experts == E`, no offsets   x[i * E + e]: [R, K]   w[i * E + e]: [K, N]   bias[i * E + e]: [N]
-    dropless  offsets: [E]                 x[i]: [rows, K]; expert e has rows offsets[e - 1] to offsets[e]
-              w and bias batched, or listed if `experts == E`
+    batched   `experts == 0`, no splits    x[i]: [E, R, K]   w[i]: [E, K, N]   bias[i]: [E, N] or [E, 1, N]
+    listed    `experts == E`, no splits    x[i * E + e]: [R, K]   w[i * E + e]: [K, N]   bias[i * E + e]: [N]
+    dropless  splits given                 x[i]: [rows, K]; expert e has rows offsets[e - 1] to offsets[e],
+              w and bias batched, or listed if `experts == E`; without offsets all have as many rows
 
 `i` counts the terms of a sum (combine) or the consumers (dispatch). A bias that is empty stands for none.
 """
@@ -26,12 +26,22 @@ class Experts:
     ranges: tuple[tuple[int, int], ...] | None
 
     @classmethod
-    def of(cls, w: Sequence[Tensor], experts: int, offsets: Tensor | None, rows: int, op: str) -> "Experts":
+    def of(
+        cls,
+        w: Sequence[Tensor],
+        experts: int,
+        offsets: Tensor | None,
+        dropless: bool,
+        rows: int,
+        op: str,
+    ) -> "Experts":
         """Reads the offsets. Raises ValueError if they do not fit `rows` rows and the weights."""
         count = experts or w[0].shape[0]
-        if offsets is None:
+        if not dropless:
             return cls(count, bool(experts), None)
-        ends = offsets.tolist()
+        if offsets is None and rows % count:
+            raise ValueError(f"{op}: {rows} rows are no multiple of {count} experts; pass offsets")
+        ends = [rows // count * (e + 1) for e in range(count)] if offsets is None else offsets.tolist()
         starts = [0, *ends[:-1]]
         if len(ends) != count or any(a > b for a, b in zip(starts, ends, strict=True)) or max(ends) > rows:
             raise ValueError(
@@ -192,11 +202,12 @@ def product_of(
     """`P` with its epilogue. Contractions other than mm are for a single batched expert; else ValueError."""
     if parse(product).contraction == "mm":
         return epilogue(expert_product(x, w, bias, experts), operands, product)
-    if experts.count != 1 or experts.listed or experts.ranges is not None or bias:
+    if experts.count != 1 or experts.listed or bias:
         raise ValueError(f"product {product!r}: several experts start with 'mm'; pass a bias for an addmm")
     contraction = product.partition(";")[0]
-    p = product_reference([t[0] for t in x], [t[0] for t in w], operands, contraction)
-    return epilogue(p.unsqueeze(0), operands, product)
+    rows = x if experts.ranges is not None else [t[0] for t in x]
+    p = product_reference(rows, [t[0] for t in w], operands, contraction)
+    return epilogue(p if experts.ranges is not None else p.unsqueeze(0), operands, product)
 
 
 def contraction_dtype(x: Tensor, product: str) -> torch.dtype:

@@ -37,6 +37,7 @@ def _call(case: Case, rank: int, x: Tensor, w: list[Tensor], bias: list[Tensor],
         case.positions(rank) if dropless else None,
         receives,
         sends,
+        1,
         case.outer,
         True,
         group,
@@ -149,7 +150,7 @@ def _disagree(rank: int, world: int) -> str:
     offsets = torch.tensor([sum(receives)], dtype=torch.int32)
     with pytest.raises(RuntimeError) as caught:
         torch.ops.autofuse.all_to_all_expert_matmul(
-            x, [w], [], 0, offsets, None, receives, sends, 1, False, fresh_group(), "direct", "test"
+            x, [w], [], 0, offsets, None, receives, sends, 1, 1, False, fresh_group(), "direct", "test"
         )
     return str(caught.value)
 
@@ -162,7 +163,7 @@ def test_splits_that_disagree_raise_everywhere(ranks: Ranks) -> None:
 def _bad_offsets(rank: int, world: int) -> None:
     offsets = torch.tensor([3, 1], dtype=torch.int32)
     torch.ops.autofuse.all_to_all_expert_matmul(
-        torch.randn(4, 4), [torch.randn(2, 4, 4)], [], 0, offsets, None, [2, 2], [2, 2], 1, False,
+        torch.randn(4, 4), [torch.randn(2, 4, 4)], [], 0, offsets, None, [2, 2], [2, 2], 1, 1, False,
         fresh_group(), "direct", "test",
     )  # fmt: skip
 

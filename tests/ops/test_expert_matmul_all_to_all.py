@@ -49,6 +49,7 @@ def _call(
         case.positions(rank) if dropless else None,
         sends,
         receives,
+        1,
         case.outer,
         keep,
         group,
@@ -146,7 +147,7 @@ def _shared_rows(rank: int, world: int, duplicates: bool) -> None:
         positions[1] = positions[0]
     splits, offsets = [750, 750], torch.tensor([1400], dtype=torch.int32)
     (y,) = torch.ops.autofuse.expert_matmul_all_to_all(
-        [x], [w], [], [], "mm", 0, offsets, positions, splits, splits, 1, False, group, "direct", "test"
+        [x], [w], [], [], "mm", 0, offsets, positions, splits, splits, 1, 1, False, group, "direct", "test"
     )
     sent = torch.zeros(1500, 8, dtype=torch.float64)
     sent = sent.index_add(0, positions[:1400], x[:1400].double() @ w[0].double())
@@ -195,6 +196,7 @@ def _disagree(rank: int, world: int) -> str:
             None,
             [5, 5],
             splits,
+            1,
             1,
             False,
             fresh_group(),
