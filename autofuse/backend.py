@@ -119,7 +119,8 @@ def record(graph: GraphReport) -> None:
 def _settings_text(settings: passes.Settings) -> str:
     # A set prints in an order that depends on the process.
     patterns = None if settings.patterns is None else sorted(settings.patterns)
-    return repr((settings.policy, patterns, settings.order))
+    tables = [table.digest for table in settings.tables]
+    return repr((settings.policy, patterns, settings.order, tables))
 
 
 @functools.cache

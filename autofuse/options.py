@@ -1,12 +1,14 @@
 """From `torch.compile(..., mode=, options=)` and `autofuse.config` to settings of ours and of Inductor's."""
 
 import difflib
+import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from autofuse import config
 from autofuse.lowering import torch_internals
 from autofuse.passes import Settings
+from autofuse.passes.table import tables
 
 POLICIES = ("auto", "always", "never")
 ORDERS = ("direct", "ring", "oblivious")
@@ -19,19 +21,23 @@ PATTERNS = (
     "expert_matmul_all_to_all",
     "all_to_all_expert_matmul",
 )
-OWN_OPTIONS = ("policy", "patterns", "order", "timeout_s")
+OWN_OPTIONS = ("policy", "patterns", "order", "table", "timeout_s")
 
 
 def settings(**changes: Any) -> Settings:
-    """The settings of `autofuse.config`, changed by `policy`, `patterns` and `order`.
+    """The settings of `autofuse.config`, changed by `policy`, `patterns`, `order` and `table`.
 
-    Raises ValueError for a value that is none of the allowed ones.
+    Raises ValueError for a value that is none of the allowed ones, and for a bad table.
     """
     policy = changes.get("policy", config.policy)
     order = changes.get("order", config.order)
     _check("policy", policy, POLICIES)
     _check("order", order, ORDERS)
-    return Settings(policy=policy, patterns=_patterns(changes.get("patterns", config.patterns)), order=order)
+    patterns = _patterns(changes.get("patterns", config.patterns))
+    table = changes.get("table", config.table)
+    if not isinstance(table, (str, os.PathLike)):
+        raise ValueError(f"table={table!r}: expected the path of a file")
+    return Settings(policy=policy, patterns=patterns, order=order, tables=tables(os.fspath(table)))
 
 
 def resolve(mode: str | None, options: Mapping[str, Any] | None) -> tuple[Settings, dict[str, Any]]:

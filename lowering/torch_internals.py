@@ -4,6 +4,7 @@ A leaf: every room may import it, and it imports no room. What is slow to import
 """
 
 import os
+import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -191,6 +192,17 @@ def floor_division(size: sympy.Expr) -> tuple[sympy.Expr, sympy.Expr] | None:
     from torch.utils._sympy.functions import FloorDiv
 
     return (size.args[0], size.args[1]) if isinstance(size, FloorDiv) else None
+
+
+def symbol_ranges(size: torch.SymInt) -> dict[sympy.Symbol, tuple[int, int]]:
+    """The least and the largest value of every symbol of a graph that stands for an integer. An end that is
+    not known is a number that no size reaches."""
+    ranges = {}
+    for symbol, known in size.node.shape_env.var_to_range.items():
+        if not known.is_bool and symbol.is_integer:
+            ends = (max(known.lower, 0), min(known.upper, sys.maxsize))
+            ranges[symbol] = int(ends[0]), int(ends[1])
+    return ranges
 
 
 def first_shapes_are_static() -> AbstractContextManager[None]:

@@ -1,84 +1,160 @@
-"""Whether a legal site is worth fusing: compute alone and collective alone against both at once.
+"""Whether a legal site is worth fusing: what the cost model predicts for it, and what follows under `auto`.
 
-A roofline for the compute, `max(flops / rate, bytes / bandwidth)`; alpha-beta for the collective,
-`alpha + bytes / bandwidth`. Sizes that depend on data are unknown here: such sites are fused, as every
-rank must decide alike and the fused ops gain most where latency counts.
+All ranks must decide alike, without asking each other. They may differ in the values that dynamic sizes had
+while tracing, and agree on static sizes, on the ranges of the graph's symbols, and on the table. Hence
+
+- static sizes: fused if predicted to be faster;
+- dynamic sizes: one compilation serves all of them, and none may get slower than it was. Fused if predicted
+  to be faster somewhere in the range of the symbols, and nowhere slower by more than `MARGIN`, which is less
+  than the model can tell: far ends of a range that nobody runs decide nothing. Else the condition under which
+  fusing gains is reported; `torch._dynamo.mark_dynamic(x, dim, min=, max=)` narrows the range;
+- sizes that depend on data, and parts of an all_to_all that differ from rank to rank: fused. Nothing is known
+  that all ranks share, and the fused ops gain most where latency counts.
+
+Values while tracing go only into what is reported.
 """
 
 from __future__ import annotations
 
+import functools
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
+from typing import TypeAlias
 
 import sympy
 
 from .anchors import Anchor
-from .layout import Size
+from .cost_model import Expressions, Model, Numbers, Task
+from .crossover import Known, Sample, wins
+from .layout import Size, product
 from .match import Match
 from .report import Prediction
+from .table import Table
+from .trace import expression, tensor
+
+Symbols: TypeAlias = Mapping[sympy.Symbol, Known]
+
+MARGIN = 0.05
+"""A predicted loss up to this part, at some of the sizes that a compilation serves, is no reason to keep."""
 
 
 @dataclass(frozen=True)
-class Machine:
-    """One device. Times in microseconds, rates a microsecond, of a rank that has a core for itself."""
+class Choice:
+    """What the model says of a site, and whether policy `auto` fuses it: the same on all ranks."""
 
-    flops: dict[int, float]
-    """Matmul rate by bytes an element."""
-    memory: float
-    """Bytes that a matmul or a pooling reads from memory."""
-    call: tuple[float, float]
-    """Overhead of a fused call: signals and waits; with a core for every rank, and with fewer."""
-    exchange: float
-    """Bytes that move through shared memory, every one written once and read once."""
-    collective_call: dict[str, tuple[float, float]]
-    """Latency of an unfused collective, likewise."""
-    collective: float
-    """Bytes that an unfused collective moves."""
+    prediction: Prediction
+    fuse: bool
 
 
-# From `docs/benchmarks`: two cores of an x86-64 server with AVX-512, gloo over loopback, 2 and 4 ranks.
-CPU = Machine(
-    flops={4: 95e3, 2: 200e3},
-    memory=11e3,
-    call=(80.0, 1200.0),
-    exchange=5e3,
-    collective_call={
-        "all_reduce": (1300.0, 6000.0),
-        "reduce_scatter": (1300.0, 6000.0),
-        "all_gather": (850.0, 3800.0),
-        "all_to_all": (700.0, 1700.0),
-    },
-    collective=1.2e3,
-)
-
-
-def estimate(anchor: Anchor, match: Match, world: int, hints: dict[sympy.Symbol, int]) -> Prediction:
-    """Predicted times of the site on the CPU."""
-    sent = anchor.nbytes
-    sizes = [[_number(s, hints) for s in m] for m in match.work.matmuls]
-    read = _number(match.work.bytes_read, hints)
-    kept = _number(match.work.bytes_kept, hints)
-    if sent is None or read is None or kept is None or any(s is None for m in sizes for s in m):
-        return Prediction(None, None, "", "", "not known", "cpu")
+def predict(anchor: Anchor, match: Match, world: int, order: str, table: Table, symbols: Symbols) -> Choice:
+    """What the cost model says of a site that could be fused."""
+    task = _task(anchor, match, world, order)
+    free = frozenset(chain.from_iterable(s.free_symbols for s in task.sizes if isinstance(s, sympy.Expr)))
+    known = tuple((s, symbols[s]) for s in sorted(free, key=str) if s in symbols)
+    uneven = anchor.kind == "all_to_all" and not anchor.even
     # The number of cores, not the affinity of this process: all ranks must decide alike.
-    cores = os.cpu_count() or 1
-    crowded, share = int(world > cores), max(1.0, world / cores)
-    itemsize = anchor.node.meta["val"].element_size()
-    rate = CPU.flops.get(itemsize, CPU.flops[4])
-    compute = read / CPU.memory
-    for m, k, n in sizes:
-        weight = k * n * itemsize  # type: ignore[operator]
-        compute += max(2 * m * k * n / rate, weight / CPU.memory)  # type: ignore[operator]
-    moved = sent * (world if anchor.kind == "all_gather" else 1)
-    collective = CPU.collective_call[anchor.kind][crowded] + moved / CPU.collective
-    exchange = CPU.call[crowded] + (moved + kept) / CPU.exchange
-    fused, unfused = round(share * compute + exchange, 1), round(share * compute + collective, 1)
-    wins = "always" if fused < unfused else "never"
-    return Prediction(fused, unfused, str(fused), str(unfused), wins, "cpu")
+    return _predict(task, table, os.cpu_count() or 1, known, len(known) == len(free), uneven)
 
 
-def _number(size: Size, hints: dict[sympy.Symbol, int]) -> float | None:
-    if not isinstance(size, sympy.Expr):
-        return float(size)
-    known = size.xreplace(hints)
-    return float(known) if known.is_number else None
+def _task(anchor: Anchor, match: Match, world: int, order: str) -> Task:
+    source = tensor(anchor.input)
+    assert source is not None
+    work = match.work
+    sent = product(expression(size) for size in source.shape) * source.element_size()
+    dtype = str(source.dtype).removeprefix("torch.")
+    task = Task(
+        match.pattern, world, dtype, order, sent, work.matmuls, work.count, work.bytes_read, work.bytes_kept
+    )
+    return task.map(match.shapes.meaning)
+
+
+@functools.lru_cache(maxsize=1024)
+def _predict(
+    task: Task,
+    table: Table,
+    cores: int,
+    known: tuple[tuple[sympy.Symbol, Known], ...],
+    complete: bool,
+    uneven: bool,
+) -> Choice:
+    model, symbols = Model(table, cores), dict(known)
+
+    def times(values: Mapping[sympy.Symbol, int], arithmetic: Numbers) -> tuple[float, float]:
+        numbers = task.map(lambda size: evaluate(size, values))
+        return model.fused(numbers, arithmetic), model.apart(numbers, arithmetic)
+
+    def gain(values: Mapping[sympy.Symbol, int], margin: float = 0.0) -> Sample:
+        arithmetic = Numbers()
+        fused, apart = times(values, arithmetic)
+        return apart * (1 + margin) - fused, tuple(arithmetic.taken)
+
+    if complete and not uneven:
+        condition = wins(gain, symbols)
+        fuse = condition == "always"
+        if symbols and condition != "never":
+            fuse = fuse or wins(functools.partial(gain, margin=MARGIN), symbols) == "always"
+    else:
+        condition, fuse = "not known", True
+    expressions = Expressions(functools.partial(_decide, symbols))
+    fused, unfused = (_text(f(task, expressions)) for f in (model.fused, model.apart))
+    hints = {s: k.hint for s, k in known if k.hint is not None}
+    if not complete or len(hints) < len(known):
+        return Choice(Prediction(None, None, fused, unfused, condition, table.name), fuse)
+    key = task.map(lambda size: evaluate(size, hints)).key
+    point = table.measured.get(key)
+    fused_us, unfused_us = (round(time, 1) for time in times(hints, Numbers()))
+    prediction = Prediction(
+        fused_us,
+        unfused_us,
+        fused,
+        unfused,
+        condition,
+        table.name,
+        None if point is None else point.fused_us,
+        None if point is None else point.unfused_us,
+        key,
+    )
+    return Choice(prediction, fuse)
+
+
+def _decide(symbols: Symbols, difference: sympy.Expr) -> bool | None:
+    """Whether the difference, linear in one symbol, is positive; None if that depends on its value."""
+    free = difference.free_symbols
+    if len(free) != 1 or not free <= symbols.keys():
+        return None
+    (symbol,) = free
+    slope = difference.coeff(symbol)
+    if not slope.is_number or (rest := difference - slope * symbol).has(symbol):
+        return None
+    ends = {bool(rest + slope * end > 0) for end in (symbols[symbol].least, symbols[symbol].most)}
+    return ends.pop() if len(ends) == 1 else None
+
+
+def evaluate(size: Size, values: Mapping[sympy.Symbol, int]) -> int:
+    """The size at the given values of its symbols. Products and sums, which most are, without sympy."""
+    if isinstance(size, int):
+        return size
+    if isinstance(size, sympy.Symbol):
+        return values[size]
+    if isinstance(size, sympy.Integer):
+        return int(size)
+    if isinstance(size, sympy.Mul):
+        total = 1
+        for part in size.args:
+            if not (part.is_Integer or part.is_Symbol or part.is_Add):
+                break  # a fraction or a power
+            total *= evaluate(part, values)
+        else:
+            return total
+    if isinstance(size, sympy.Add):
+        return sum(evaluate(part, values) for part in size.args)
+    return int(size.xreplace({symbol: sympy.Integer(values[symbol]) for symbol in size.free_symbols}))
+
+
+def _text(time: object) -> str:
+    """The expression with coefficients of three digits."""
+    if not isinstance(time, sympy.Expr):
+        return f"{time:.1f}"
+    return str(time.xreplace({number: sympy.Float(number, 3) for number in time.atoms(sympy.Float)}))

@@ -70,7 +70,7 @@ def _even(anchor: Anchor, context: Context, found: Product) -> Found:
     inner = context.shapes.of(found.x[0])[-1]  # type: ignore[index]
     return Match(
         PATTERN,
-        Work(((experts * rows, inner, columns),) * len(found.x)),
+        Work(((experts * rows, inner, columns),) * len(found.x), experts),
         context.shapes,
         partial(_rewrite_even, anchor, context, found, cut, bool(early)),
         (*found.x, *found.w, *(o.node for o in found.operands)),
@@ -156,7 +156,7 @@ def _match_loop(anchor: Anchor, context: Context) -> Found | None:
     inner = context.shapes.of(x[0])[-1]  # type: ignore[index]
     return Match(
         PATTERN,
-        Work(((rows * len(leaves), inner, columns),)),
+        Work(((rows * len(leaves), inner, columns),), len(leaves)),
         context.shapes,
         partial(_rewrite_loop, anchor, context, found, [b for b in bias if b is not None], cut),
         (*x, *w, *(b for b in bias if b is not None)),
@@ -199,10 +199,11 @@ def _match_dropless(anchor: Anchor, context: Context) -> Found:
     early = tuple(u for u in found.last.users if u is not carrier.node)
     rows, columns = found.shape
     inner = context.shapes.of(found.x[0])[-1]  # type: ignore[index]
+    experts = context.shapes.of(found.w[0])[0]  # type: ignore[index]
     optional = [n for n in (positions, found.offsets) if n is not None]
     return Match(
         PATTERN,
-        Work(((rows, inner, columns),) * len(found.x)),
+        Work(((rows, inner, columns),) * len(found.x), experts),
         context.shapes,
         partial(_rewrite_dropless, anchor, context, found, positions, bool(early)),
         (*found.x, *found.w, *(o.node for o in found.operands), *optional),

@@ -96,7 +96,7 @@ def _match_even(anchor: Anchor, context: Context, single: bool) -> Found:
     assert anchor.input is not None
     return Match(
         PATTERN,
-        Work(tuple((count * rows, inner, shapes.of(e.w)[-1]) for e in entries)),  # type: ignore[index]
+        Work(tuple((count * rows, inner, shapes.of(e.w)[-1]) for e in entries), count),  # type: ignore[index]
         context.shapes,
         partial(_rewrite_even, anchor, context, entries, others, layout, cut, experts),
         (anchor.input, *inputs),
@@ -213,7 +213,7 @@ def _match_dropless(anchor: Anchor, context: Context) -> Found:
     sizes = tuple((*shape, shapes.of(w)[-1]) for w in weights)  # type: ignore[index]
     return Match(
         PATTERN,
-        Work(sizes),  # type: ignore[arg-type]
+        Work(sizes, shapes.of(weights[0])[0]),  # type: ignore[arg-type, index]
         context.shapes,
         partial(_rewrite_dropless, anchor, context, grouped, offsets, positions, rows, bool(others)),
         (anchor.input, *inputs),

@@ -131,7 +131,7 @@ def match_embedding(anchor: Anchor, context: Context) -> Found:
     ]
     return Match(
         PATTERN,
-        Work(bytes_read=read),
+        Work(count=len(bags), bytes_read=read),
         context.shapes,
         partial(_rewrite, anchor, context, bags, layout, cut, wire),
         tuple(inputs),

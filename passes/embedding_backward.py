@@ -74,7 +74,7 @@ def match_embedding_backward(anchor: Anchor, context: Context) -> Found:
     read = product(layout.shape) * received.element_size()
     return Match(
         PATTERN,
-        Work(bytes_read=read),
+        Work(count=len(grads), bytes_read=read),
         context.shapes,
         partial(_rewrite, anchor, context, grads, others, layout, cut, dtype),
         (anchor.input, *(n for n in inputs if isinstance(n, fx.Node))),

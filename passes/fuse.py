@@ -6,9 +6,8 @@ import logging
 import re
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-import sympy
 import torch
 from torch import fx
 
@@ -17,8 +16,9 @@ from autofuse.lowering import torch_internals
 from autofuse.native_kernels import cpu
 
 from .anchors import Anchor, find_anchors, is_collective
-from .choose import estimate
+from .choose import Choice, Symbols, predict
 from .combine import match_combine, match_single_combine
+from .crossover import Known
 from .dispatch import match_dispatch, match_single_dispatch
 from .embedding import match_embedding
 from .embedding_backward import match_embedding_backward
@@ -30,6 +30,7 @@ from .matmul_reduce import match_all_reduce, match_reduce_scatter
 from .merge import merge_fused
 from .product import Reject
 from .report import GraphReport, Prediction, Reason, Site, listening
+from .table import Table, shipped, table_for
 from .trace import Shapes, expression, tensor
 
 log = logging.getLogger(__name__)
@@ -59,6 +60,7 @@ class Settings:
     policy: str = "auto"
     patterns: frozenset[str] | None = None
     order: str = "direct"
+    tables: tuple[Table, ...] = field(default_factory=shipped, repr=False)
 
 
 def fuse(graph: fx.Graph, settings: Settings, kind: str, name: str) -> GraphReport:
@@ -74,9 +76,9 @@ def fuse(graph: fx.Graph, settings: Settings, kind: str, name: str) -> GraphRepo
             )
     show = _code if listening() else lambda graph: ""
     before = show(graph)
-    hints = _hints(graph)
+    symbols = _symbols(graph)
     start = time.perf_counter()
-    sites = [_visit(graph, anchor, settings, name, hints) for anchor in anchors]
+    sites = [_visit(graph, anchor, settings, name, symbols) for anchor in anchors]
     if any(site.fused for site in sites):
         merge_fused(graph)
         graph.lint()
@@ -84,17 +86,16 @@ def fuse(graph: fx.Graph, settings: Settings, kind: str, name: str) -> GraphRepo
     return GraphReport(name, kind, before, show(graph), tuple(sites), seconds)
 
 
-def _visit(
-    graph: fx.Graph, anchor: Anchor, settings: Settings, name: str, hints: dict[sympy.Symbol, int]
-) -> Site:
+def _visit(graph: fx.Graph, anchor: Anchor, settings: Settings, name: str, symbols: Symbols) -> Site:
     source, nbytes = _source(anchor.node), anchor.nbytes
     pattern, found, world = _find(anchor, settings, source)
     prediction: Prediction | None = None
     if isinstance(found, Match):
-        prediction = estimate(anchor, found, world or 1, hints)
-        found = _choose(found, settings, prediction)
-    if isinstance(found, Match):
         assert world is not None
+        table = table_for(settings.tables, anchor.node.meta["val"].device)
+        choice = predict(anchor, found, world, settings.order, table, symbols)
+        prediction, found = choice.prediction, _choose(found, settings, choice)
+    if isinstance(found, Match):
         reject = _rewrite(graph, anchor, found)
         found = reject if reject is not None else found
     fused = isinstance(found, Match)
@@ -216,12 +217,16 @@ def _collective_between(first: fx.Node, last: fx.Node) -> fx.Node | None:
     return None
 
 
-def _choose(match: Match, settings: Settings, prediction: Prediction) -> Found:
+def _choose(match: Match, settings: Settings, choice: Choice) -> Found:
     if settings.policy == "never":
         return Reject(Reason.POLICY_NEVER, "")
-    if settings.policy == "auto" and prediction.wins == "never":
-        times = f"{prediction.fused_us} us fused, {prediction.unfused_us} us apart"
-        return Reject(Reason.NOT_PROFITABLE, times)
+    if settings.policy == "auto" and not choice.fuse:
+        prediction = choice.prediction
+        if prediction.wins == "never":
+            return Reject(
+                Reason.NOT_PROFITABLE, f"{prediction.fused} us fused, {prediction.unfused} us apart"
+            )
+        return Reject(Reason.NOT_PROFITABLE, f"gains only for {prediction.wins}")
     return match
 
 
@@ -260,11 +265,12 @@ def _code(graph: fx.Graph) -> str:
     return module.print_readable(print_output=False, include_stride=False)
 
 
-def _hints(graph: fx.Graph) -> dict[sympy.Symbol, int]:
-    """Values of the graph's symbols while it was traced."""
+def _symbols(graph: fx.Graph) -> Symbols:
+    """The graph's symbols that stand for sizes known when the graph is called."""
     for node in graph.nodes:
         val = node.meta.get("val")
         for size in val.shape if isinstance(val, torch.Tensor) else (val,):
             if isinstance(size, torch.SymInt):
-                return torch_internals.symbol_hints(size)
+                hints, ranges = torch_internals.symbol_hints(size), torch_internals.symbol_ranges(size)
+                return {s: Known(*ranges[s], int(hint)) for s, hint in hints.items() if s in ranges}
     return {}

@@ -36,6 +36,8 @@ class Work:
 
     matmuls: tuple[tuple[Size, Size, Size], ...] = ()
     """(M, K, N) of each matmul on one rank."""
+    count: Size = 1
+    """Weights that the rows of a matmul are spread over (experts), or tables that are pooled."""
     bytes_read: Size = 0
     bytes_kept: Size = 0
     """Bytes that the fused op must copy besides, such as a gathered tensor that others read."""

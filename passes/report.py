@@ -82,6 +82,8 @@ class Prediction:
     measured_us: float | None = None
     """Measured time of the fused op at these sizes, where there is one."""
     measured_unfused_us: float | None = None
+    task: str = ""
+    """What was predicted, at the sizes seen while tracing: the name of a measured point in a table."""
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ not_profitable        test_policy
 
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,7 +34,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import autofuse
 from autofuse.native_kernels import cpu
 from autofuse.options import PATTERNS
-from autofuse.passes import choose
+from autofuse.passes.table import shipped
 from tests.passes.dense import group
 from tests.passes.harness import fake_group
 
@@ -220,11 +221,12 @@ def test_patterns() -> None:
     assert set(PATTERNS) >= {site.pattern}
 
 
-def test_policy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_policy(tmp_path: Path) -> None:
     assert only(explain(PLAIN, policy="never")).reason is autofuse.Reason.POLICY_NEVER
-    slow = dataclasses.replace(choose.CPU, exchange=1e-3)
-    monkeypatch.setattr(choose, "CPU", slow)
-    site = only(explain(PLAIN, policy="auto"))
+    (cpu,) = (table for table in shipped() if table.device == "cpu")
+    slow = dataclasses.replace(cpu, constants={**cpu.constants, "link.2.remote": 1e-3, "link.4.remote": 1e-3})
+    (tmp_path / "slow.json").write_text(slow.to_json())
+    site = only(explain(PLAIN, policy="auto", table=str(tmp_path / "slow.json")))
     assert site.reason is autofuse.Reason.NOT_PROFITABLE
     assert site.prediction is not None
     assert site.prediction.fused_us is not None

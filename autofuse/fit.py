@@ -1,0 +1,98 @@
+"""Fits the constants of a table to measured times, by the formulas of the cost model themselves."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias
+
+import torch
+
+from autofuse.passes.cost_model import Model, Numbers, Task
+from autofuse.passes.table import Table
+
+Part: TypeAlias = Literal["fused", "apart", "compute", "collective"]
+
+PRIOR = 0.05
+"""Weight of staying at the constant that the fit starts from, in units of one measurement that is off by as
+much: what no measurement depends on stays, what two constants explain together is shared."""
+FAR_OFF = 0.3
+"""Errors of the logarithm beyond this count linearly: one disturbed measurement does not bend the rest."""
+MOST_STEPS = 60
+_SMALL = 1e-4
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A measured time: `us` for this part of all of `tasks` together."""
+
+    part: Part
+    tasks: tuple[Task, ...]
+    us: float
+
+
+def predict(model: Model, sample: Sample) -> float:
+    """What the model says of a sample, in microseconds."""
+    parts: Mapping[Part, Callable[[Task], float]] = {
+        "fused": lambda task: model.fused(task, Numbers()),
+        "apart": lambda task: model.apart(task, Numbers()),
+        "compute": lambda task: model.compute(task, Numbers(), fused=False),
+        "collective": model.collective,
+    }
+    return sum(parts[sample.part](task) for task in sample.tasks)
+
+
+def errors(table: Table, samples: Sequence[Sample], cores: int = 1) -> list[float]:
+    """Predicted over measured time of each sample."""
+    model = Model(table, cores)
+    return [predict(model, sample) / sample.us for sample in samples]
+
+
+def fit(table: Table, samples: Sequence[Sample], cores: int = 1) -> Table:
+    """The table whose predictions are nearest to `samples`, in the mean of squared logarithms of the ratio.
+
+    Damped Gauss-Newton on the logarithms of the constants, so that all stay positive; starts from, and is
+    held by, those of `table`. `cores` of the machine where the samples were taken.
+    """
+    keys = list(table.constants)
+    start = torch.tensor([math.log(table.constants[key]) for key in keys], dtype=torch.float64)
+
+    def at(logs: torch.Tensor) -> Table:
+        return replace(table, constants=dict(zip(keys, logs.exp().tolist(), strict=True)))
+
+    def residuals(logs: torch.Tensor) -> torch.Tensor:
+        return torch.tensor(errors(at(logs), samples, cores), dtype=torch.float64).log()
+
+    def cost(r: torch.Tensor, logs: torch.Tensor) -> float:
+        huber = torch.nn.functional.huber_loss(r, torch.zeros_like(r), reduction="sum", delta=FAR_OFF)
+        return float(huber + PRIOR**2 / 2 * (logs - start).square().sum())
+
+    logs, damping = start, 1e-2
+    r = residuals(logs)
+    best = cost(r, logs)
+    for _ in range(MOST_STEPS):
+        slopes = torch.stack([(residuals(logs + step) - r) / _SMALL for step in _steps(len(keys))], 1)
+        weights = (FAR_OFF / r.abs().clamp(min=FAR_OFF)).sqrt()
+        rows = [weights[:, None] * slopes, PRIOR * torch.eye(len(keys), dtype=torch.float64)]
+        right = [-weights * r, PRIOR * (start - logs)]
+        improved = False
+        while not improved and damping < 1e6:
+            a = torch.cat([*rows, damping * torch.eye(len(keys), dtype=torch.float64)])
+            b = torch.cat([*right, torch.zeros(len(keys), dtype=torch.float64)])
+            step = torch.linalg.lstsq(a, b[:, None]).solution[:, 0].clamp(-1, 1)
+            new = residuals(logs + step)
+            value = cost(new, logs + step)
+            improved = value < best
+            damping = damping / 5 if improved else damping * 5
+        if not improved:
+            break
+        gained = best - value
+        logs, r, best = logs + step, new, value
+        if gained < 1e-6 * best:
+            break
+    # Three digits more than the measurements have would only hide what they are worth.
+    return replace(table, constants={key: float(f"{value:.4g}") for key, value in at(logs).constants.items()})
+
+
+def _steps(count: int) -> torch.Tensor:
+    """A small step along each constant."""
+    return _SMALL * torch.eye(count, dtype=torch.float64)
