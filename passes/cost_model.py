@@ -105,8 +105,8 @@ class Task:
     def map(self, f: Callable[[Size], Size]) -> Task:
         """The task with `f` applied to all sizes."""
         matmuls = tuple((f(m), f(k), f(n)) for m, k, n in self.matmuls)
-        sizes = {name: f(getattr(self, name)) for name in ("sent", "count", "pooled", "kept")}
-        return replace(self, matmuls=matmuls, **sizes)
+        sent, count, pooled, kept = map(f, (self.sent, self.count, self.pooled, self.kept))
+        return replace(self, sent=sent, matmuls=matmuls, count=count, pooled=pooled, kept=kept)
 
     @property
     def sizes(self) -> tuple[Size, ...]:

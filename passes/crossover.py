@@ -33,8 +33,9 @@ Gain: TypeAlias = Callable[[Mapping[sympy.Symbol, int]], Sample]
 def wins(gain: Gain, symbols: Mapping[sympy.Symbol, Known]) -> str:
     """Where `gain` is positive: `always`, `never`, or a condition in the symbols.
 
-    One symbol: exact if the formula is linear in it between two values with the same branches. Several: `always` and `never` are what samples over all their ranges say; a condition is
-    for the first symbol, with the others at their hints, and says so.
+    One symbol: exact if the formula is linear in it between two values with the same branches. Several:
+    `always` and `never` are what samples over all their ranges say; a condition is for the first symbol, with
+    the others at their hints, and says so.
     """
     if not symbols:
         return "always" if gain({})[0] > 0 else "never"

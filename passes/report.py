@@ -202,6 +202,7 @@ _HEADER = (
     "bytes",
     "us",
     "unfused us",
+    "wins",
     "source",
     "why",
 )
@@ -210,15 +211,26 @@ _HEADER = (
 def _row(site: Site) -> tuple[str, ...]:
     why = ": ".join(filter(None, (site.reason.value if site.reason else "", site.detail)))
     fused_into = site.op.removeprefix("autofuse::") if site.op else "-"
-    numbers = (_number(x) for x in (site.world, site.nbytes, *_times(site)))
+    numbers = (_number(x) for x in (site.world, site.nbytes))
     # The file and its folder will do in a table; `Site.source` has the whole path.
     source = "/".join((site.source or "-").split("/")[-2:])
-    return (site.graph, site.collective, fused_into, site.order or "-", *numbers, source, why)
+    says = _says(site.prediction)
+    return (site.graph, site.collective, fused_into, site.order or "-", *numbers, *says, source, why)
 
 
-def _times(site: Site) -> tuple[float | None, float | None]:
-    known = site.prediction
-    return (None, None) if known is None else (known.fused_us, known.unfused_us)
+def _says(prediction: Prediction | None) -> tuple[str, str, str]:
+    """Times of both ways, and when the fused one wins."""
+    if prediction is None:
+        return "-", "-", "-"
+    fused = _time(prediction.fused_us, prediction.measured_us)
+    return fused, _time(prediction.unfused_us, prediction.measured_unfused_us), prediction.wins
+
+
+def _time(predicted: float | None, measured: float | None) -> str:
+    """The predicted time; where it was measured, that too and the error of the prediction."""
+    if predicted is None or measured is None:
+        return _number(predicted)
+    return f"{predicted:.1f} (measured {measured:.1f}, {predicted / measured - 1:+.0%})"
 
 
 def _number(value: float | None) -> str:

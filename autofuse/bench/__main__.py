@@ -4,15 +4,15 @@ import argparse
 import json
 import os
 import platform
-import tempfile
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from torch import multiprocessing
 
-from autofuse.bench.measure import Options, Row, run_rank
+from autofuse.bench.launch import measure
+from autofuse.bench.measure import Options, Row
 from autofuse.bench.table import table
 
 
@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for world in args.ranks:
         threads = max(1, cores // world)
         options = Options(tuple(args.rows), args.policy, args.dtype, args.repeats, args.seconds, threads)
-        rows += _run(world, options)
+        rows += measure(world, options, _show if sys.stderr.isatty() else None)
     if not rows:
         raise SystemExit(f"no row has one of {args.rows} in its name; without --rows all are measured")
     # Whoever reads the numbers must see that something else was running.
@@ -40,10 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         args.json.write_text(json.dumps({**about, **settings, "rows": measured}, indent=1) + "\n")
 
 
-def _run(world: int, options: Options) -> list[Row]:
-    with tempfile.TemporaryDirectory(prefix="autofuse-bench-") as directory:
-        multiprocessing.spawn(run_rank, (world, directory, options), nprocs=world)
-        return [Row(**row) for row in json.loads(Path(directory, "rows.json").read_text())]
+def _show(name: str, done: int, total: int) -> None:
+    print(f"{done + 1} of {total}: {name}", file=sys.stderr)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -7,6 +7,7 @@ nothing is compiled anew for another set.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import TypeAlias
 
 import torch
@@ -105,9 +106,6 @@ def _embedding(
 ) -> Case:
     """Tables by model parallelism: pools T local tables over the global batch, `[batch / W, 16, dim]`."""
     local, part = TABLES // world, batch // world
-    generator = torch.Generator().manual_seed(rank)
-    # The tables are far larger than a cache: one set for all inputs.
-    tables = [_normal((TABLE_ROWS, TABLE_DIM), 1.0, generator, dtype) for _ in range(local)]
     offsets = torch.arange(0, batch * pooling, pooling)
 
     def function(tables: list[Tensor], indices: list[Tensor], offsets: Tensor) -> Tensor:
@@ -116,11 +114,17 @@ def _embedding(
         received = funcol.all_to_all_single(sent, None, None, group)
         return received.transpose(0, 1).reshape(part, TABLES, TABLE_DIM)
 
+    @cache
+    def tables() -> list[Tensor]:
+        """Far larger than a cache: one set for all inputs."""
+        generator = torch.Generator().manual_seed(rank)
+        return [_normal((TABLE_ROWS, TABLE_DIM), 1.0, generator, dtype) for _ in range(local)]
+
     def inputs(generator: torch.Generator) -> Inputs:
         indices = [
             torch.randint(0, TABLE_ROWS, (batch * pooling,), generator=generator) for _ in range(local)
         ]
-        return tables, indices, offsets
+        return tables(), indices, offsets
 
     return Case(f"embedding batch={batch} pooling={pooling}", function, inputs)
 

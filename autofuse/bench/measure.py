@@ -4,10 +4,9 @@ import json
 import math
 import os
 import statistics
-import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -56,6 +55,8 @@ class Row:
     predicted: float | None
     """Speed-up of all sites together by the cost model; None if unknown."""
     repeats: int
+    tasks: tuple[str, ...] = ()
+    """What the cost model was asked, a site each: `passes.cost_model.Task.key`."""
 
     @property
     def speedup(self) -> float:
@@ -71,16 +72,22 @@ def run_rank(rank: int, world: int, directory: str, options: Options) -> None:
     dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=world)
     rows = []
     with torch.no_grad():
-        for case in cases(rank, world, getattr(torch, options.dtype)):
-            if options.rows and not any(part in case.name for part in options.rows):
-                continue
-            if rank == 0 and sys.stderr.isatty():
-                print(f"{world} ranks: {case.name}", file=sys.stderr)
+        total = sum(1 for _ in _chosen(rank, world, options))
+        for case in _chosen(rank, world, options):
+            if rank == 0:
+                with Path(directory, "progress").open("a") as log:
+                    log.write(f"{total} {case.name}, {world} ranks\n")
             rows.append(_measure(case, rank, world, options))
     if rank == 0:
         Path(directory, "rows.json").write_text(json.dumps([asdict(row) for row in rows]))
     dist.barrier()
     dist.destroy_process_group()
+
+
+def _chosen(rank: int, world: int, options: Options) -> Iterator[Case]:
+    for case in cases(rank, world, getattr(torch, options.dtype)):
+        if not options.rows or any(part in case.name for part in options.rows):
+            yield case
 
 
 def _measure(case: Case, rank: int, world: int, options: Options) -> Row:
@@ -114,6 +121,7 @@ def _measure(case: Case, rank: int, world: int, options: Options) -> Row:
         autofuse_error=errors[1],
         predicted=_predicted(report),
         repeats=repeats,
+        tasks=tuple(site.prediction.task for site in report.sites if site.prediction is not None),
     )
 
 

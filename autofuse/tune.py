@@ -1,0 +1,167 @@
+"""`python -m autofuse.tune`: measures this machine and writes the table that the cost model uses on it.
+
+The rows are those of the benchmark, fused wherever that is legal. The constants of the shipped table are
+fitted to all of them at once (`fit`); those that no row depends on stay as they are.
+"""
+
+import argparse
+import os
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from autofuse.bench.launch import Progress, measure
+from autofuse.bench.measure import Options, Row
+from autofuse.fit import Sample, fit
+from autofuse.passes.cost_model import Model, Numbers, Task
+from autofuse.passes.table import Point, Table, cache_folder, shipped, table_for
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+QUICK_ROWS = (
+    "tokens=1 k=n=2048",
+    "tokens=128 k=n=2048",
+    "embedding batch=512 pooling=10",
+    "experts tokens=128 hidden=512",
+)
+_QUICK, _FULL = (3, 0.1), (15, 1.0)  # least repetitions and seconds of a row
+
+
+def tune(
+    ranks: Sequence[int] = (2, 4),
+    dtypes: Sequence[str | torch.dtype] = ("float32",),
+    output: Path | None = None,
+    quick: bool = False,
+    progress: Progress | None = None,
+) -> Table:
+    """Measures groups of so many `ranks` on this machine's CPU, fits a table and writes it.
+
+    `output` is the file; None: `default_output()`. `quick` measures a few rows a few times: under a minute on
+    an idle machine, and less to be trusted. `progress(name, done, total)` is called before each row and counts
+    the rows of one group and dtype. Nothing else should run meanwhile.
+
+    Raises ValueError for a number of ranks below 2 and a dtype that no kernel has.
+    """
+    names = [str(dtype).removeprefix("torch.") for dtype in dtypes]
+    _check(ranks, names)
+    rows = measure_rows(ranks, names, quick, progress)
+    table = table_of(rows)
+    path = output or default_output()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Ranks that compile meanwhile must not find half a table.
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft.write_text(table.to_json())
+    draft.replace(path)
+    return table
+
+
+def default_output() -> Path:
+    """The file in the cache folder, which is found without being named."""
+    return cache_folder() / "cpu.json"
+
+
+def measure_rows(
+    ranks: Sequence[int], dtypes: Sequence[str], quick: bool, progress: Progress | None
+) -> list[Row]:
+    """The rows of the benchmark for all groups and dtypes."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    repeats, seconds = _QUICK if quick else _FULL
+    rows: list[Row] = []
+    for world in ranks:
+        for dtype in dtypes:
+            chosen = QUICK_ROWS if quick else ()
+            options = Options(chosen, "always", dtype, repeats, seconds, max(1, cores // world))
+            rows += measure(world, options, progress)
+    return rows
+
+
+def table_of(rows: Sequence[Row]) -> Table:
+    """The table for this machine's CPU that fits the rows best; those of one site become its points."""
+    cores = os.cpu_count() or 1
+    start = _start(table_for(shipped(), torch.device("cpu")), rows, cores)
+    points = tuple(
+        Point(row.tasks[0], round(row.autofuse_us, 1), round(row.inductor_us, 1))
+        for row in rows
+        if len(row.tasks) == 1
+    )
+    return replace(fit(start, samples(rows), cores), points=points)
+
+
+def samples(rows: Sequence[Row]) -> list[Sample]:
+    """Both measured times of every row."""
+    found = []
+    for row in rows:
+        tasks = tuple(map(Task.parse, row.tasks))
+        found += [Sample("fused", tasks, row.autofuse_us), Sample("apart", tasks, row.inductor_us)]
+    return found
+
+
+def comparison(table: Table) -> str:
+    """Predicted beside measured times of the table's points, in microseconds, with their errors."""
+    model = Model(table, os.cpu_count() or 1)
+    lines = [f"{'fused us':>9} {'predicted':>9} {'error':>6}  {'apart us':>9} {'predicted':>9} {'error':>6}"]
+    errors = []
+    for point in table.points:
+        task, cells = Task.parse(point.task), []
+        for time, predicted in ((point.fused_us, model.fused), (point.unfused_us, model.apart)):
+            if time is None:
+                cells.append(" " * 26)
+                continue
+            guess = predicted(task, Numbers())
+            errors.append(abs(guess / time - 1))
+            cells.append(f"{time:>9.0f} {guess:>9.0f} {guess / time - 1:>+6.0%}")
+        lines.append(f"{'  '.join(cells)}  {point.task}")
+    if errors:
+        lines.append(f"error: median {statistics.median(errors):.0%}, largest {max(errors):.0%}")
+    return "\n".join(lines)
+
+
+def _start(table: Table, rows: Sequence[Row], cores: int) -> Table:
+    """The shipped table with constants for the numbers of ranks that were measured, and no others: those of
+    another machine say nothing about how ranks share this one's cores."""
+    constants = {}
+    for key, value in table.constants.items():
+        *prefix, ranks, name = key.split(".")
+        if not ranks.isdecimal():
+            constants[key] = value
+            continue
+        for world in sorted({row.world for row in rows}):
+            common = ".".join(prefix)
+            constants[f"{common}.{world}.{name}"] = table.ranked(common, name, world, cores)
+    return replace(table, name="cpu, tuned", cores=cores, constants=constants)
+
+
+def _check(ranks: Sequence[int], dtypes: Sequence[str]) -> None:
+    if not ranks or any(world < 2 for world in ranks):
+        raise ValueError(f"ranks={list(ranks)}: expected sizes of groups, each at least 2")
+    for dtype in dtypes:
+        if dtype not in DTYPES:
+            raise ValueError(f"dtypes: {dtype!r} has no kernel; expected some of {', '.join(DTYPES)}")
+    if not dtypes:
+        raise ValueError(f"dtypes: expected at least one of {', '.join(DTYPES)}")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Command line: measures, writes the table, prints predicted beside measured times."""
+    parser = argparse.ArgumentParser(
+        prog="python -m autofuse.tune", description="Fits the cost model to this machine, which must be idle."
+    )
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="sizes of the groups")
+    parser.add_argument("--dtypes", choices=DTYPES, nargs="+", default=["float32"])
+    parser.add_argument("--output", type=Path, default=default_output(), help="the table (%(default)s)")
+    parser.add_argument("--quick", action="store_true", help="few rows, few times")
+    args = parser.parse_args(arguments)
+    table = tune(args.ranks, args.dtypes, args.output, args.quick, _show if sys.stderr.isatty() else None)
+    print(f"{comparison(table)}\nwritten to {args.output}")
+
+
+def _show(name: str, done: int, total: int) -> None:
+    print(f"{done + 1} of {total}: {name}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()
