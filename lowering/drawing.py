@@ -206,6 +206,23 @@ def draw_svg(plans: Sequence[Plan], style: bool = True) -> str:
         height += 18
     width = max(at, 160)
     label = escape(title(plans))
+    return _svg(label, width, height, parts, style)
+
+
+def draw_legend() -> str:
+    """The kinds of boxes and their names, as an `<svg>` without STYLE."""
+    parts, at = [], 1
+    for i, (kind, name) in enumerate(KINDS.items()):
+        mark = Mark(kind, i % 4, None, False, 2 if kind == "compute" else 1)
+        words = {"compute": "compute 2 tiles of chunk 0", "copy": "copy from a peer"}.get(kind, name)
+        parts.append(_box(mark, at, 12, words))
+        at += _width(mark) + 6
+        parts.append(f'<text x="{at}" y="16">{words}</text>')
+        at += 6 * len(words) + 18
+    return _svg("legend", at, 24, parts, False)
+
+
+def _svg(label: str, width: float, height: int, parts: Sequence[str], style: bool) -> str:
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" class="plan" role="img" aria-label="{label}" '
         f'width="{width:g}" height="{height}" viewBox="0 0 {width:g} {height}">'
@@ -229,7 +246,7 @@ def _draw_step(plans: Sequence[Plan], step: int, left: float) -> tuple[list[str]
                     over = pushed if source == plan.rank else pulled
                     over.setdefault((source, dest), _key(plan, action)[1])
     at = left + _PAD
-    parts = []
+    parts: list[str] = []
     if pulled:
         parts += _arrows(pulled, len(plans), at)
         at += _LANE
@@ -237,7 +254,7 @@ def _draw_step(plans: Sequence[Plan], step: int, left: float) -> tuple[list[str]
     for plan in plans:
         x = at
         for mark in marks(plan, step):
-            boxes.append(_box(plan, mark, x))
+            boxes.append(_box(mark, x, _middle(plan.rank), _describe(plan, mark)))
             x += _width(mark) + _GAP
         end = max(end, x)
     if pushed:
@@ -250,8 +267,8 @@ def _width(mark: Mark) -> int:
     return 5 if mark.kind == "wait" else _UNIT + 6 * (min(mark.count, 8) - 1)
 
 
-def _box(plan: Plan, mark: Mark, x: float) -> str:
-    width, y = _width(mark), _middle(plan.rank) - _BOX // 2
+def _box(mark: Mark, x: float, middle: int, words: str) -> str:
+    width, y = _width(mark), middle - _BOX // 2
     rect = f'<rect x="{x:g}" y="{y}" width="{width}" height="{_BOX}" rx="{2 if mark.kind == "wait" else 3}"/>'
     inside = rect
     if mark.kind != "wait":
@@ -261,7 +278,7 @@ def _box(plan: Plan, mark: Mark, x: float) -> str:
             inside += f'<path class="cut" d="M{x + _UNIT + 6 * (i - 1):g} {y + 3}v{_BOX - 6}"/>'
         inside += f'<text x="{x + _UNIT / 2:g}" y="{y + 13}">{symbol}</text>'
     colour = "" if mark.kind == "wait" else f" k{mark.chunk % 8}"
-    return f'<g class="b {mark.kind}{colour}"><title>{_describe(plan, mark)}</title>{inside}</g>'
+    return f'<g class="b {mark.kind}{colour}"><title>{words}</title>{inside}</g>'
 
 
 def _describe(plan: Plan, mark: Mark) -> str:

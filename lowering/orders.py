@@ -8,6 +8,7 @@ slice, so its signal is sent and awaited like any other; buffers are safe to reu
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 
@@ -31,6 +32,42 @@ from autofuse.lowering.plan import (
 )
 
 Slices = Sequence[Sequence[Tile]]
+Extents = tuple[tuple[int, int], ...]
+"""(rows, cols) of every chunk."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanShape:
+    """What the plans of all ranks for one call are made from: the arguments of `make_plan` but for the rank.
+
+    `chunks` has an entry for every rank, or one that all ranks share.
+    """
+
+    op: str
+    order: str
+    world: int
+    chunks: tuple[Extents, ...]
+    block: tuple[int, int]
+    one_shot: bool = False
+
+    @classmethod
+    def of_any_size(cls, op: str, order: str, world: int) -> PlanShape:
+        """One tile a chunk, whatever its size: for rows that are counted at run time only."""
+        return cls(op, order, world, (((1, 1),) * world,), (1, 1))
+
+    @property
+    def sized(self) -> bool:
+        """Whether the extents are elements; else a tile stands for a chunk of any size."""
+        return self.block != (1, 1)
+
+    def plan(self, rank: int) -> Plan:
+        """The plan of `rank`; ValueError as `make_plan`."""
+        chunks = self.chunks[rank if len(self.chunks) > 1 else 0]
+        return make_plan(self.op, self.order, self.world, rank, chunks, self.block, self.one_shot)
+
+    def plans(self) -> list[Plan]:
+        """The plans of all ranks."""
+        return [self.plan(rank) for rank in range(self.world)]
 
 
 @lru_cache(maxsize=1024)

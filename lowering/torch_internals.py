@@ -172,6 +172,13 @@ def group_spans_hosts(group_name: str) -> bool:
     return len({rank // local for rank in ranks}) > 1
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """The short name of a dtype, `bf16`."""
+    from torch.fx.graph import dtype_abbrs
+
+    return dtype_abbrs.get(dtype, str(dtype).removeprefix("torch."))
+
+
 def symbol_hints(size: torch.SymInt) -> dict[sympy.Symbol, Any]:
     """The values that the symbols of a graph had while it was traced."""
     shape_env = size.node.shape_env

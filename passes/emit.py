@@ -30,15 +30,17 @@ class Emitter:
         self.graph = anchor.graph
         self.anchor = anchor
         self.shapes = shapes
-        self._new: list[fx.Node] = []
+        self.new: list[fx.Node] = []
         self._pending: list[Callable[[], object]] = []
         self.replaced: list[fx.Node] = []
         """Nodes that may have lost their readers."""
+        self.touched: list[str] = []
+        """Once committed: names of the nodes that are new, gone, or read something else."""
 
     def call(self, target: torch._ops.OpOverload, *args: object, **kwargs: object) -> fx.Node:
         with self.graph.inserting_before(self.anchor):
             node = self.graph.call_function(target, args, kwargs)
-        self._new.append(node)
+        self.new.append(node)
         for key in ("stack_trace", "nn_module_stack", "source_fn_stack"):
             if key in self.anchor.meta:
                 node.meta[key] = self.anchor.meta[key]
@@ -56,7 +58,7 @@ class Emitter:
         with self.graph.inserting_before(self.anchor):
             item = self.graph.call_function(operator.getitem, (node, index))
         item.meta["val"] = value(node)[index]  # type: ignore[index]
-        self._new.append(item)
+        self.new.append(item)
         return item
 
     def replace(self, old: fx.Node, new: fx.Node) -> None:
@@ -70,14 +72,16 @@ class Emitter:
         self._pending.append(lambda: user.replace_input_with(old, new))
 
     def commit(self) -> None:
+        self.touched += [user.name for old in self.replaced for user in old.users if user.op != "output"]
+        self.touched += [node.name for node in self.new]
         for change in self._pending:
             change()
 
     def undo(self) -> None:
         """Take back every node inserted so far. Nothing may have been committed."""
-        for node in reversed(self._new):
+        for node in reversed(self.new):
             self.graph.erase_node(node)
-        self._new.clear()
+        self.new.clear()
 
     def size(self, size: Size) -> int | fx.Node:
         """An int, or a node that holds the size."""
@@ -93,7 +97,7 @@ class Emitter:
                 return node
         for node in self.graph.nodes:
             val = node.meta.get("val")
-            if isinstance(val, torch.Tensor) and node is not self.anchor and node not in self._new:
+            if isinstance(val, torch.Tensor) and node is not self.anchor and node not in self.new:
                 for dim, s in enumerate(val.shape):
                     if same_size(expression(s), size) and not self._after(node):
                         return self.call(aten.sym_size.int, node, dim)
@@ -106,7 +110,7 @@ class Emitter:
         with self.graph.inserting_before(self.anchor):
             node = self.graph.call_function(op, (a, b))
         node.meta["val"] = op(value(a), value(b))  # type: ignore[operator]
-        self._new.append(node)
+        self.new.append(node)
         return node
 
     def _is_own_size(self, node: fx.Node) -> bool:
@@ -217,12 +221,18 @@ def order_nodes(graph: fx.Graph) -> None:
         last = node
 
 
-def erase_unused(nodes: Sequence[fx.Node]) -> None:
-    """Erase those of `nodes` that nobody reads, then what only they had read. None has side effects."""
+def erase_unused(nodes: Sequence[fx.Node]) -> list[str]:
+    """Erase those of `nodes` that nobody reads, then what only they had read. None has side effects.
+
+    Returns the names of the nodes that are gone.
+    """
     work = list(nodes)
+    gone: list[str] = []
     while work:
         node = work.pop()
         if node._erased or node.users or node.op != "call_function":
             continue
         work.extend(node.all_input_nodes)
+        gone.append(node.name)
         node.graph.erase_node(node)
+    return gone

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ from torch import fx
 
 from autofuse.lowering import ops as _ops  # noqa: F401  (registers torch.ops.autofuse)
 from autofuse.lowering import torch_internals
+from autofuse.lowering.orders import PlanShape
 from autofuse.native_kernels import cpu
 
 from .anchors import Anchor, find_anchors, is_collective
@@ -25,11 +25,13 @@ from .embedding_backward import match_embedding_backward
 from .emit import CannotEmit, Emitter, erase_unused, order_nodes
 from .gather_matmul import match_all_gather
 from .layout import same_size
+from .listing import listing, source, tie
 from .match import Context, Found, Match, collective_above
 from .matmul_reduce import match_all_reduce, match_reduce_scatter
 from .merge import merge_fused
+from .plan_shape import plan_shape
 from .product import Reject
-from .report import GraphReport, Prediction, Reason, Site, listening
+from .report import GraphReport, Listing, Prediction, Reason, Site, listening
 from .table import Table, shipped, table_for
 from .trace import Shapes, expression, tensor
 
@@ -66,7 +68,7 @@ class Settings:
 def fuse(graph: fx.Graph, settings: Settings, kind: str, name: str) -> GraphReport:
     """Rewrite in place every site that is legal and wanted. ValueError if the graph has no `meta["val"]`.
 
-    The report has the graph's code only if a collector will receive it: printing a large graph takes long.
+    The report has the graph's nodes only if a collector will receive it: printing a large graph takes long.
     """
     anchors = find_anchors(graph)
     for anchor in anchors:
@@ -74,32 +76,49 @@ def fuse(graph: fx.Graph, settings: Settings, kind: str, name: str) -> GraphRepo
             raise ValueError(
                 f'{anchor.node.name} has no meta["val"]: run FakeTensorProp on the graph before fusing it'
             )
-    show = _code if listening() else lambda graph: ""
+    show = listing if listening() else lambda graph: Listing()
     before = show(graph)
     symbols = _symbols(graph)
     start = time.perf_counter()
-    sites = [_visit(graph, anchor, settings, name, symbols) for anchor in anchors]
+    sites: list[Site] = []
+    kept = {node.name: i for i, anchor in enumerate(anchors) for node in anchor.results}
+    changed: dict[str, int] = {}
+    for i, anchor in enumerate(anchors):
+        site, names = _visit(graph, anchor, settings, name, symbols)
+        sites.append(site)
+        changed.update((node, i) for node in names)
     if any(site.fused for site in sites):
         merge_fused(graph)
         graph.lint()
     seconds = time.perf_counter() - start
-    return GraphReport(name, kind, before, show(graph), tuple(sites), seconds)
+    before, after = tie(before, show(graph), changed, kept)
+    return GraphReport(name, kind, before, after, tuple(sites), seconds)
 
 
-def _visit(graph: fx.Graph, anchor: Anchor, settings: Settings, name: str, symbols: Symbols) -> Site:
-    source, nbytes = _source(anchor.node), anchor.nbytes
-    pattern, found, world = _find(anchor, settings, source)
+def _visit(
+    graph: fx.Graph, anchor: Anchor, settings: Settings, name: str, symbols: Symbols
+) -> tuple[Site, list[str]]:
+    """The site, and the names of the nodes that were removed, inserted or given other inputs."""
+    where, nbytes = source(anchor.node), anchor.nbytes
+    pattern, found, world = _find(anchor, settings, where)
     prediction: Prediction | None = None
     if isinstance(found, Match):
         assert world is not None
         table = table_for(settings.tables, anchor.node.meta["val"].device)
         choice = predict(anchor, found, world, settings.order, table, symbols)
         prediction, found = choice.prediction, _choose(found, settings, choice)
+    plan: PlanShape | None = None
+    names: list[str] = []
     if isinstance(found, Match):
-        reject = _rewrite(graph, anchor, found)
-        found = reject if reject is not None else found
+        emitter = _rewrite(graph, anchor, found)
+        if isinstance(emitter, Reject):
+            found = emitter
+        else:
+            hints = {symbol: known.hint for symbol, known in symbols.items() if known.hint is not None}
+            plan = next(filter(None, (plan_shape(node, hints) for node in emitter.new)), None)
+            names = emitter.touched
     fused = isinstance(found, Match)
-    return Site(
+    site = Site(
         pattern=pattern,
         op=f"autofuse::{pattern}" if fused else None,
         fused=fused,
@@ -107,15 +126,17 @@ def _visit(graph: fx.Graph, anchor: Anchor, settings: Settings, name: str, symbo
         detail="" if isinstance(found, Match) else found.detail,
         graph=name,
         collective=anchor.kind,
-        source=source,
+        source=where,
         nbytes=nbytes,
         world=world,
         order=settings.order if fused else None,
         prediction=prediction,
+        plan=plan,
     )
+    return site, names
 
 
-def _find(anchor: Anchor, settings: Settings, source: str | None) -> tuple[str | None, Found, int | None]:
+def _find(anchor: Anchor, settings: Settings, where: str | None) -> tuple[str | None, Found, int | None]:
     """(pattern, match or the most telling rejection, size of the group)."""
     matchers = MATCHERS.get(anchor.kind, ())
     if not matchers:
@@ -131,7 +152,7 @@ def _find(anchor: Anchor, settings: Settings, source: str | None) -> tuple[str |
         return pattern, reject, world
     best: tuple[str | None, Reject] = (pattern, Reject(Reason.NO_COMPUTE, "nothing was tried"))
     for pattern, matcher in matchers:
-        site = source or anchor.node.name
+        site = where or anchor.node.name
         found = matcher(anchor, Context(anchor.group, world, settings.order, site, _shapes(anchor, world)))
         if isinstance(found, Match):
             found = _check_match(anchor, found, settings)
@@ -230,7 +251,7 @@ def _choose(match: Match, settings: Settings, choice: Choice) -> Found:
     return match
 
 
-def _rewrite(graph: fx.Graph, anchor: Anchor, match: Match) -> Reject | None:
+def _rewrite(graph: fx.Graph, anchor: Anchor, match: Match) -> Emitter | Reject:
     emitter = Emitter(anchor.node, match.shapes)
     unordered = bool(match.early) or any(anchor.node < n for n in match.inputs)
     try:
@@ -240,29 +261,11 @@ def _rewrite(graph: fx.Graph, anchor: Anchor, match: Match) -> Reject | None:
         emitter.undo()
         return Reject(Reason.LAYOUT, str(error))
     emitter.commit()
-    erase_unused([*emitter.replaced, *anchor.results])
+    emitter.touched += erase_unused([*emitter.replaced, *anchor.results])
     if unordered:
         order_nodes(graph)
     log.debug("%s -> autofuse::%s", anchor.node.name, match.pattern)
-    return None
-
-
-_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
-_INSIDE = ("/torch/", "<")
-
-
-def _source(node: fx.Node) -> str | None:
-    """`file:line` of the user's code, the innermost frame outside torch."""
-    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
-    outside = [f for f in frames if not any(part in f[0] for part in _INSIDE)]
-    return ":".join((outside or frames)[-1]) if frames else None
-
-
-def _code(graph: fx.Graph) -> str:
-    module = graph.owning_module
-    if module is None:
-        return graph.python_code("self").src
-    return module.print_readable(print_output=False, include_stride=False)
+    return emitter
 
 
 def _symbols(graph: fx.Graph) -> Symbols:

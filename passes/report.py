@@ -1,11 +1,15 @@
 """What became of every collective: reason codes, one record a site, one a graph, and their collector."""
 
 import json
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from enum import Enum
+from typing import Any
+
+from autofuse.lowering.orders import PlanShape
 
 
 class Reason(str, Enum):
@@ -113,22 +117,66 @@ class Site:
     """Order of the plan; None if kept."""
     prediction: Prediction | None
     """What the cost model says; None where nothing was found that could be fused."""
+    plan: PlanShape | None = None
+    """What the executor's plans are made from at the sizes seen while tracing; None if kept, or if the sizes
+    depend on data."""
 
     @classmethod
     def _from_dict(cls, data: dict) -> "Site":
         prediction = None if data["prediction"] is None else Prediction(**data["prediction"])
-        return cls(**{**data, "reason": _reason(data["reason"]), "prediction": prediction})
+        plan = None if data["plan"] is None else PlanShape(**{k: _tuples(v) for k, v in data["plan"].items()})
+        return cls(**{**data, "reason": _reason(data["reason"]), "prediction": prediction, "plan": plan})
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One node of a graph."""
+
+    name: str
+    text: str
+    """`mm: f32[16, 16] = aten.mm(view, permute)`."""
+    source: str | None
+    """`file:line` of the user's code, if known."""
+    site: int | None
+    """Index of the site of this graph that removed, inserted or changed the node, or that it is kept as."""
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """A graph, one line a node. `str()` is its code, with a comment where the source line changes.
+
+    Empty if nobody collected reports while the graph was compiled.
+    """
+
+    lines: tuple[Line, ...] = ()
+
+    def __iter__(self) -> Iterator[Line]:
+        return iter(self.lines)
+
+    def __str__(self) -> str:
+        code: list[str] = []
+        last = None
+        for line in self.lines:
+            if line.source is not None and line.source != last:
+                code.append(f"# {line.source}")
+                last = line.source
+            code.append(line.text)
+        return "\n".join(code)
+
+    @classmethod
+    def _from_dict(cls, data: dict) -> "Listing":
+        return cls(tuple(Line(**line) for line in data["lines"]))
 
 
 @dataclass(frozen=True)
 class GraphReport:
-    """One compiled graph: its code before and after the rewrite, and its collectives."""
+    """One compiled graph: its nodes before and after the rewrite, and its collectives."""
 
     name: str
     kind: str
     """`forward`, `backward` or `inference`."""
-    before: str
-    after: str
+    before: Listing
+    after: Listing
     sites: tuple[Site, ...]
     seconds: float = 0.0
     """What the passes took, without printing the graphs."""
@@ -142,8 +190,9 @@ class GraphReport:
 
     @classmethod
     def _from_dict(cls, data: dict) -> "GraphReport":
-        sites = (Site._from_dict(site) for site in data["sites"])
-        return cls(**{**data, "sites": tuple(sites)})
+        sites = tuple(Site._from_dict(site) for site in data["sites"])
+        before, after = (Listing._from_dict(data[name]) for name in ("before", "after"))
+        return cls(**{**data, "before": before, "after": after, "sites": sites})
 
 
 @dataclass
@@ -176,6 +225,13 @@ class Report:
     def from_json(cls, text: str) -> "Report":
         data = json.loads(text)
         return cls([GraphReport._from_dict(graph) for graph in data["graphs"]], data["graph_breaks"])
+
+    def save_html(self, path: str | os.PathLike[str]) -> None:
+        """Writes one self-contained page: every site, why it was kept, graphs side by side, plans drawn."""
+        from .page import render  # slow to import
+
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(render(self))
 
     def __str__(self) -> str:
         count = len(self.graphs)
@@ -245,6 +301,11 @@ def _table(rows: list[tuple[str, ...]]) -> list[str]:
     return [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
     ]
+
+
+def _tuples(value: Any) -> Any:
+    """JSON has lists only."""
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 def _reason(code: str | None) -> Reason | None:

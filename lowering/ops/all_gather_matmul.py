@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import SymInt, Tensor
 
-from autofuse.lowering.ops.gather_executor import run_gather
+from autofuse.lowering.ops.gather_executor import partition, run_gather
 from autofuse.lowering.ops.layout import all_gather, reduce_scatter
 from autofuse.lowering.ops.library import FusedOp, register
+from autofuse.lowering.orders import PlanShape
 from autofuse.lowering.torch_internals import group_size
 
 _SCHEMA = (
@@ -74,6 +75,20 @@ def _reference(
     return [*outputs, gathered] if keep_gathered else outputs
 
 
+def _plan_shape(
+    x: Tensor,
+    w: list[Tensor],
+    bias: list[Tensor],
+    dim: int,
+    outer: int,
+    keep_gathered: bool,
+    group_name: str,
+    order: str,
+    site: str,
+) -> PlanShape:
+    return partition(x.shape, x.dtype.itemsize, dim, outer, group_size(group_name), order).shape
+
+
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     x, w, bias, dim, outer, keep_gathered, group_name, order, site = inputs
     ctx.kept, ctx.dim, ctx.outer = keep_gathered, dim, outer
@@ -119,4 +134,4 @@ def _scatter_of(ctx: Any, grad: Tensor | None) -> Tensor | None:
     return reduce_scatter(grad, "sum", ctx.dim, ctx.outer, group_size(ctx.group_name), ctx.group_name)
 
 
-register(FusedOp(_SCHEMA, _fake, _reference, run_gather, _setup_context, _backward))
+register(FusedOp(_SCHEMA, _fake, _reference, run_gather, _plan_shape, _setup_context, _backward))

@@ -21,7 +21,7 @@ from torch import Tensor
 from autofuse.lowering.ops import embedding_layout as layouts
 from autofuse.lowering.ops.exchange import Size, run_exchange
 from autofuse.lowering.ops.library import FusedOp, register
-from autofuse.lowering.orders import make_plan
+from autofuse.lowering.orders import PlanShape
 from autofuse.lowering.workspace import workspace_for
 from autofuse.native_kernels.cpu import DTYPES
 from autofuse.native_kernels.cpu.embedding import Bags, scatter_bags
@@ -110,8 +110,7 @@ def _cpu(
     starts = [sum(dims[:t]) for t in range(len(dims))]
     native = dtype in DTYPES and all(t.dtype in DTYPES for t in per_sample_weights)
     sums = [grad.new_zeros((v, d), dtype=torch.float32) for v, d in zip(num_embeddings, dims, strict=True)]
-    chunks = tuple((b, c) for c in columns)
-    plan = make_plan(op, order, world, rank, chunks, (max(1, b), max(1, *columns)))
+    plan = _partition(b, columns, order).plan(rank)
     key = f"{bags.count} bags of {list(columns)} columns {wire} {layout} {order}"
     with workspace.call(op, site, key, bags.count * max(columns) * wire.itemsize) as call:
         received = call.tensor(rank, 0, (bags.count, mine), wire)
@@ -130,6 +129,34 @@ def _cpu(
         exchanged = received.clone() if keep_exchanged or not native else received
     tables = [t.to(dtype) for t in sums] if native else _scatter(exchanged, bags, num_embeddings, dims, dtype)
     return [*tables, exchanged] if keep_exchanged else tables
+
+
+def _partition(b: int, columns: Sequence[int], order: str) -> PlanShape:
+    """A tile is all that goes to a rank: its columns of the gradients of `b` bags."""
+    chunks = tuple((b, c) for c in columns)
+    block = (max(1, b), max(1, *columns))
+    return PlanShape("all_to_all_embedding_bag_backward", order, len(columns), (chunks,), block)
+
+
+def _plan_shape(
+    grad: Tensor,
+    indices: list[Tensor],
+    offsets: list[Tensor],
+    per_sample_weights: list[Tensor],
+    num_embeddings: list[int],
+    dims: list[int],
+    mode: int,
+    include_last_offset: bool,
+    padding_idx: int,
+    dtype: torch.dtype,
+    columns: list[int],
+    layout: str,
+    keep_exchanged: bool,
+    group_name: str,
+    order: str,
+    site: str,
+) -> PlanShape:
+    return _partition((offsets[0].shape[0] - include_last_offset) // len(columns), columns, order)
 
 
 def _scatter(
@@ -187,4 +214,4 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     return of_grad, [None] * n, [None] * n, [None] * len(saved[2 * n :]), *[None] * 12
 
 
-register(FusedOp(_SCHEMA, _fake, _reference, _cpu, _setup_context, _backward))
+register(FusedOp(_SCHEMA, _fake, _reference, _cpu, _plan_shape, _setup_context, _backward))

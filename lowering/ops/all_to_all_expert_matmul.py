@@ -22,7 +22,7 @@ from autofuse.lowering.ops import expert_rows as rows_of
 from autofuse.lowering.ops import experts as ex
 from autofuse.lowering.ops.exchange import Size, Splits, run_exchange
 from autofuse.lowering.ops.library import FusedOp, register
-from autofuse.lowering.orders import make_plan
+from autofuse.lowering.orders import PlanShape
 from autofuse.lowering.workspace import workspace_for
 from autofuse.native_kernels.cpu import DTYPES
 
@@ -135,7 +135,7 @@ def _cpu(
         exchanged = x.new_empty((rows, k) if keep_exchanged or runs is None else 0)
         like = x.new_empty(0).expand(rows, 0)
     outputs = _empty_outputs(like, w, form)
-    plan = make_plan(_OP, order, world, rank, ((1, 1),) * world, (1, 1))  # one tile a chunk of any size
+    plan = PlanShape.of_any_size(_OP, order, world).plan(rank)
     even = Splits.even(world, part_rows)
     width = k * x.dtype.itemsize
     with workspace.call(_OP, site, key, even.most * width) as call:
@@ -252,4 +252,4 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     return dx, dw, ex.bias_gradients(of_outputs, bias, form), *[None] * 3, none, none, *[None] * 6
 
 
-register(FusedOp(_SCHEMA, _fake, _reference, _cpu, _setup_context, _backward))
+register(FusedOp(_SCHEMA, _fake, _reference, _cpu, None, _setup_context, _backward))

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from autofuse.lowering.ops import embedding_layout as layouts
 from autofuse.lowering.ops.exchange import Size, run_exchange
 from autofuse.lowering.ops.library import FusedOp, register
-from autofuse.lowering.orders import make_plan
+from autofuse.lowering.orders import PlanShape
 from autofuse.lowering.workspace import workspace_for
 from autofuse.native_kernels.cpu import DTYPES
 from autofuse.native_kernels.cpu.embedding import Bags, pool_bags
@@ -103,8 +103,7 @@ def _cpu(
     starts, stride = layouts.place(layout, rank, b, columns, dims)
     native = all(t.dtype in DTYPES and t.dtype == weights[0].dtype for t in (*weights, *per_sample_weights))
     tables = [w.contiguous() for w in weights]
-    chunk = (b, columns[rank])
-    plan = make_plan(op, order, world, rank, (chunk,) * world, (max(1, b), max(1, columns[rank])))
+    plan = _partition(b, columns, order).plan(rank)
     key = f"{bags.count} bags of {list(columns)} columns {dtype} {layout} {order}"
     with workspace.call(op, site, key, out.numel() * dtype.itemsize) as call:
         mine = call.tensor(rank, 0, out.shape, dtype)
@@ -124,6 +123,31 @@ def _cpu(
 
         run_exchange(plan, call, store, arrived)
     return out
+
+
+def _partition(b: int, columns: Sequence[int], order: str) -> PlanShape:
+    """A tile is all that goes from a source to a rank: its columns of `b` bags."""
+    chunks = tuple(((b, c),) * len(columns) for c in columns)
+    block = (max(1, b), max(1, *columns))
+    return PlanShape("embedding_bag_all_to_all", order, len(columns), chunks, block)
+
+
+def _plan_shape(
+    weights: list[Tensor],
+    indices: list[Tensor],
+    offsets: list[Tensor],
+    per_sample_weights: list[Tensor],
+    mode: int,
+    include_last_offset: bool,
+    padding_idx: int,
+    dtype: torch.dtype,
+    columns: list[int],
+    layout: str,
+    group_name: str,
+    order: str,
+    site: str,
+) -> PlanShape:
+    return _partition((offsets[0].shape[0] - include_last_offset) // len(columns), columns, order)
 
 
 def _pool(weights: list[Tensor], bags: Bags) -> list[Tensor]:
@@ -189,4 +213,4 @@ def _sample_gradient(grad: Tensor, weight: Tensor, indices: Tensor, offsets: Ten
     return ((grad[bag] * weight[indices]).sum(1)).masked_fill(indices == padding, 0)
 
 
-register(FusedOp(_SCHEMA, _fake, _reference, _cpu, _setup_context, _backward))
+register(FusedOp(_SCHEMA, _fake, _reference, _cpu, _plan_shape, _setup_context, _backward))

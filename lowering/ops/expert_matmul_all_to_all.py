@@ -24,7 +24,7 @@ from autofuse.lowering.ops import experts as ex
 from autofuse.lowering.ops.exchange import Size, Splits, run_exchange
 from autofuse.lowering.ops.library import FusedOp, register
 from autofuse.lowering.ops.product import epilogue, epilogue_backward
-from autofuse.lowering.orders import make_plan
+from autofuse.lowering.orders import PlanShape
 from autofuse.lowering.torch_internals import group_size
 from autofuse.lowering.workspace import workspace_for
 from autofuse.native_kernels.cpu import DTYPES
@@ -135,8 +135,7 @@ def _cpu(
         key = f"{dtype} dropless, {n} columns, {order}"
         full = distinct and form.used == sum(input_splits)
     whole = keep_product or runs is None or product != "mm"
-    # One tile a chunk, whatever its size: dropless splits are known at run time only.
-    plan = make_plan(op, order, world, rank, ((1, 1),) * world, (1, 1))
+    plan = PlanShape.of_any_size(op, order, world).plan(rank)
     even = Splits.even(world, part[0] * part[1] if form.ranges is None else 0)
     width = (n := part[2]) * dtype.itemsize
     with workspace.call(op, site, key, even.most * width) as call:
@@ -262,4 +261,4 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     return dx, dw, of_bias, of_operands, *[None] * 4, none, none, *[None] * 6
 
 
-register(FusedOp(_SCHEMA, _fake, _reference, _cpu, _setup_context, _backward))
+register(FusedOp(_SCHEMA, _fake, _reference, _cpu, None, _setup_context, _backward))

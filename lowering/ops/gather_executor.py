@@ -17,7 +17,7 @@ from torch import Tensor
 
 from autofuse.lowering.ops.matmul import multiply
 from autofuse.lowering.ops.tiles import Buffer, Cut, Run, with_tiles
-from autofuse.lowering.orders import make_plan
+from autofuse.lowering.orders import PlanShape
 from autofuse.lowering.plan import Action, Compute, Plan, Send, Signal, Tile, Wait
 from autofuse.lowering.workspace import Call, workspace_for
 from autofuse.native_kernels.cpu import DTYPES
@@ -42,6 +42,33 @@ class State:
 
 
 Step: TypeAlias = Callable[[State], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """How X is cut up: at `cut`, into the tiles of `shape`. `late`: the product follows after the plan."""
+
+    shape: PlanShape
+    cut: Cut
+    late: bool
+
+
+def partition(part: Sequence[int], itemsize: int, dim: int, outer: int, world: int, order: str) -> Partition:
+    """How X is cut whose parts have shape `part` and `itemsize` bytes an element.
+
+    Raises ValueError if `outer` does not divide the gathered dim of a part.
+    """
+    if part[dim] % outer:
+        raise ValueError(
+            f"all_gather_matmul: dim {dim} of a part {tuple(part)} is not a multiple of outer={outer}"
+        )
+    rows, columns = part
+    cut = Cut.even(part[dim] * world, world, outer)
+    late = dim == 1 or cut.inner < FEW_ROWS
+    tiles = max(1, min(4, rows * columns * itemsize // TILE_BYTES, part[dim] // TILE_EDGE))
+    block = (cut.block(tiles), max(1, columns)) if dim == 0 else (max(1, rows), cut.block(tiles))
+    chunks = ((rows, columns),) * world
+    return Partition(PlanShape("all_gather_matmul", order, world, (chunks,), block), cut, late)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,21 +123,13 @@ def _recipe(
     rank: int,
     order: str,
 ) -> Recipe:
-    if part[dim] % outer:
-        raise ValueError(
-            f"all_gather_matmul: dim {dim} of a part {tuple(part)} is not a multiple of outer={outer}"
-        )
+    found = partition(part, dtype.itemsize, dim, outer, world, order)
     m, k = (part[0] * world, part[1]) if dim == 0 else (part[0], part[1] * world)
-    cut = Cut.even((m, k)[dim], world, outer)
-    late = dim == 1 or cut.inner < FEW_ROWS
-    nbytes = part[0] * part[1] * dtype.itemsize
-    tiles = max(1, min(4, nbytes // TILE_BYTES, part[dim] // TILE_EDGE))
-    block = (cut.block(tiles), max(1, k)) if dim == 0 else (max(1, m), cut.block(tiles))
-    plan = make_plan("all_gather_matmul", order, world, rank, ((part[0], part[1]),) * world, block)
-    builder = _Builder(plan, cut, dim, dtype, late, keep_gathered or late)
+    plan = found.shape.plan(rank)
+    builder = _Builder(plan, found.cut, dim, dtype, found.late, keep_gathered or found.late)
     key = f"{dtype} [{m}, {k}] dim {dim} outer {outer} {order} of {world}"
     steps = tuple(builder.step(*pair) for pair in with_tiles(plan.actions))
-    return Recipe((m, k), key, builder.buffer.end, late, steps)
+    return Recipe((m, k), key, builder.buffer.end, found.late, steps)
 
 
 class _Builder:

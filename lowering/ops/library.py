@@ -7,12 +7,16 @@ from typing import Any
 
 import torch
 
+from autofuse.lowering.orders import PlanShape
 from autofuse.lowering.workspace import GroupSpansHosts, SharedMemoryFull
 from autofuse.native_kernels import cpu
 
 log = logging.getLogger(__name__)
 
 LIBRARY = torch.library.Library("autofuse", "DEF")
+
+FUSED_OPS: dict[str, "FusedOp"] = {}
+"""The registered ops by name."""
 
 _warned: set[str] = set()
 
@@ -27,6 +31,8 @@ class FusedOp:
         reference: the op with plain functional collectives; any backend, any device.
         cpu: runs the plan over shared memory; returns NotImplemented for what it leaves to the reference; all
             ranks must decide that alike.
+        plan_shape: what the plans that `cpu` runs are made from, of tensors shapes and dtypes alone; None
+            where that is `PlanShape.of_any_size`.
         setup_context, backward: as `torch.library.register_autograd` takes them.
     """
 
@@ -34,6 +40,7 @@ class FusedOp:
     fake: Callable[..., Any]
     reference: Callable[..., Any]
     cpu: Callable[..., Any]
+    plan_shape: Callable[..., PlanShape] | None
     setup_context: Callable[..., None]
     backward: Callable[..., Any]
 
@@ -57,6 +64,7 @@ def register(op: FusedOp) -> None:
                     log.warning("autofuse::%s runs unfused: %s", op.name, error)
         return op.reference(*args)
 
+    FUSED_OPS[op.name] = op
     LIBRARY.define(op.schema)
     LIBRARY.impl(op.name, on_cpu, "CPU")
     for device in ("CUDA", "XPU", "PrivateUse1"):

@@ -17,7 +17,8 @@ from torch import Tensor
 from autofuse.lowering.ops.layout import all_reduce
 from autofuse.lowering.ops.library import FusedOp, register
 from autofuse.lowering.ops.product import product_backward, product_reference
-from autofuse.lowering.ops.reduce_executor import run_reduce
+from autofuse.lowering.ops.reduce_executor import reduce_plan_shape, run_reduce
+from autofuse.lowering.orders import PlanShape
 from autofuse.lowering.torch_internals import group_size
 
 _SCHEMA = (
@@ -73,6 +74,20 @@ def _cpu(
     )
 
 
+def _plan_shape(
+    x: list[Tensor],
+    w: list[Tensor],
+    operands: list[Tensor],
+    product: str,
+    reduce_op: str,
+    keep_product: bool,
+    group_name: str,
+    order: str,
+    site: str,
+) -> PlanShape:
+    return reduce_plan_shape("matmul_all_reduce", x, w, operands, product, 0, 1, group_name, order)
+
+
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     x, w, operands, product, reduce_op, _, group_name, _, _ = inputs
     ctx.counts = len(x), len(operands)
@@ -93,4 +108,4 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     return *product_backward(g, x, w, operands, ctx.product, ctx.needs_input_grad[:3]), *[None] * 6
 
 
-register(FusedOp(_SCHEMA, _fake, _reference, _cpu, _setup_context, _backward))
+register(FusedOp(_SCHEMA, _fake, _reference, _cpu, _plan_shape, _setup_context, _backward))

@@ -19,7 +19,8 @@ from torch import SymInt, Tensor
 from autofuse.lowering.ops.layout import all_gather, reduce_scatter
 from autofuse.lowering.ops.library import FusedOp, register
 from autofuse.lowering.ops.product import parse, product_backward, product_reference
-from autofuse.lowering.ops.reduce_executor import run_reduce
+from autofuse.lowering.ops.reduce_executor import reduce_plan_shape, run_reduce
+from autofuse.lowering.orders import PlanShape
 from autofuse.lowering.torch_internals import group_size
 
 _SCHEMA = (
@@ -85,6 +86,22 @@ def _cpu(
     )  # fmt: skip
 
 
+def _plan_shape(
+    x: list[Tensor],
+    w: list[Tensor],
+    operands: list[Tensor],
+    product: str,
+    reduce_op: str,
+    dim: int,
+    outer: int,
+    keep_product: bool,
+    group_name: str,
+    order: str,
+    site: str,
+) -> PlanShape:
+    return reduce_plan_shape("matmul_reduce_scatter", x, w, operands, product, dim, outer, group_name, order)
+
+
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     x, w, operands, product, reduce_op, dim, outer, _, group_name, order, site = inputs
     ctx.terms = len(x)
@@ -124,4 +141,4 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     return *product_backward(g, x, w, operands, ctx.product, needs), *[None] * 8
 
 
-register(FusedOp(_SCHEMA, _fake, _reference, _cpu, _setup_context, _backward))
+register(FusedOp(_SCHEMA, _fake, _reference, _cpu, _plan_shape, _setup_context, _backward))

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from autofuse.lowering.ops.product import evaluate, product_reference
 from autofuse.lowering.ops.tiles import Buffer, Cut, Run, with_tiles
-from autofuse.lowering.orders import make_plan
+from autofuse.lowering.orders import PlanShape
 from autofuse.lowering.plan import Action, Compute, Copy, Plan, Reduce, Send, Signal, Store, Tile, Wait
+from autofuse.lowering.torch_internals import group_size
 from autofuse.lowering.workspace import Call, workspace_for
 from autofuse.native_kernels.cpu import DTYPES, accumulate_rows, reduce_rows
 
@@ -35,6 +36,65 @@ MOST_TILES, TILE_BYTES, TILE_EDGES = 4, 1 << 20, (512, 256)
 ones (bytes; rows or columns): a matmul per tile packs one operand anew, of rows the weight, of columns x."""
 
 Spec: TypeAlias = tuple[tuple[torch.Size, torch.dtype], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """How a product is cut up: along `dim`, at `cut`, into the tiles of `shape`.
+
+    `whole`: it is computed in one piece before the plan starts.
+    """
+
+    shape: PlanShape
+    dim: int
+    cut: Cut
+    whole: bool
+
+
+def partition(
+    op: str, m: int, n: int, itemsize: int, dim: int, outer: int, world: int, order: str
+) -> Partition:
+    """How `P: [m, n]` of `itemsize` bytes an element is cut. Raises ValueError if it cannot be cut evenly.
+
+    `dim` and `outer` say where a reduce_scatter cuts; an all_reduce chooses for itself.
+    """
+    everywhere = op == "matmul_all_reduce"
+    if everywhere:
+        dim, outer = (0 if m >= max(4 * n, world) else 1), 1
+    elif (m, n)[dim] % (outer * world):
+        raise ValueError(
+            f"{op}: dim {dim} of [{m}, {n}] cannot be cut into {world} equal parts (outer={outer}); "
+            f"pad it to a multiple of {outer * world}"
+        )
+    cut = Cut.even((m, n)[dim], world, outer)
+    one_shot = everywhere and order == "direct" and m * n * itemsize * (world - 2) <= ONE_SHOT_BYTES
+    # Columns in stretches would need a copy of the weights: cut up the product instead.
+    whole = not one_shot and (cut.inner < FEW_ROWS if dim == 0 else outer > 1)
+    if one_shot:  # one chunk of everything, for all ranks
+        cut = Cut(1, world, (0, *[(m, n)[dim]] * world))
+    extents = tuple((cut.length(c), n) if dim == 0 else (m, cut.length(c)) for c in range(world))
+    longest = max(map(cut.length, range(world)))
+    chunk_bytes = longest * (m, n)[1 - dim] * itemsize
+    tiles = max(1, min(MOST_TILES, chunk_bytes // TILE_BYTES, -(-longest // TILE_EDGES[dim])))
+    block = (cut.block(tiles), max(1, n)) if dim == 0 else (max(1, m), cut.block(tiles))
+    return Partition(PlanShape(op, order, world, (extents,), block, one_shot), dim, cut, whole)
+
+
+def reduce_plan_shape(
+    op: str,
+    x: Sequence[Tensor],
+    w: Sequence[Tensor],
+    operands: Sequence[Tensor],
+    product: str,
+    dim: int,
+    outer: int,
+    group_name: str,
+    order: str,
+) -> PlanShape:
+    """What the plans of a call are made from; of the tensors only shapes and dtypes count."""
+    p = _product(_spec(x), _spec(w), _spec(operands), product)
+    m, n = p.shape
+    return partition(op, m, n, p.dtype.itemsize, dim, outer, group_size(group_name), order).shape
 
 
 @dataclass(slots=True)
@@ -106,6 +166,12 @@ def _meta(spec: Spec) -> list[Tensor]:
     return [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in spec]
 
 
+def _product(x: Spec, w: Spec, operands: Spec, product: str) -> Tensor:
+    """P without its values."""
+    weights = [t.mT.contiguous().mT for t in _meta(w)]  # column-major, as scaled_mm wants them
+    return product_reference(_meta(x), weights, _meta(operands), product)
+
+
 @lru_cache(maxsize=1024)
 def _recipe(
     op: str,
@@ -121,40 +187,21 @@ def _recipe(
     rank: int,
     order: str,
 ) -> Recipe | None:
-    weights = [t.mT.contiguous().mT for t in _meta(w)]  # column-major, as scaled_mm wants them
-    p = product_reference(_meta(x), weights, _meta(operands), product)
+    p = _product(x, w, operands, product)
     if p.dtype not in DTYPES:
         return None
     m, n = p.shape
-    everywhere = op == "matmul_all_reduce"
-    if everywhere:
-        dim, outer = (0 if m >= max(4 * n, world) else 1), 1
-    elif (m, n)[dim] % (outer * world):
-        raise ValueError(
-            f"{op}: dim {dim} of [{m}, {n}] cannot be cut into {world} equal parts (outer={outer}); "
-            f"pad it to a multiple of {outer * world}"
-        )
+    found = partition(op, m, n, p.dtype.itemsize, dim, outer, world, order)
     if reduce_op not in ("sum", "avg"):
         raise ValueError(f"{op}: reduce_op {reduce_op!r} is not supported; use 'sum' or 'avg'")
-    cut = Cut.even((m, n)[dim], world, outer)
-    nbytes = m * n * p.dtype.itemsize
-    one_shot = everywhere and order == "direct" and nbytes * (world - 2) <= ONE_SHOT_BYTES
-    # Columns in stretches would need a copy of the weights: cut up the product instead.
-    whole = not one_shot and (cut.inner < FEW_ROWS if dim == 0 else outer > 1)
-    if one_shot:  # one chunk of everything, for all ranks
-        cut = Cut(1, world, (0, *[(m, n)[dim]] * world))
-    extents = [(cut.length(c), n) if dim == 0 else (m, cut.length(c)) for c in range(world)]
-    longest = max(map(cut.length, range(world)))
-    chunk_bytes = longest * (m, n)[1 - dim] * p.dtype.itemsize
-    tiles = max(1, min(MOST_TILES, chunk_bytes // TILE_BYTES, -(-longest // TILE_EDGES[dim])))
-    block = (cut.block(tiles), max(1, n)) if dim == 0 else (max(1, m), cut.block(tiles))
-    plan = make_plan(op, order, world, rank, tuple(extents), block, one_shot)
-    out_shape = (m, n) if everywhere else extents[rank]
+    plan = found.shape.plan(rank)
+    out_shape = (m, n) if op == "matmul_all_reduce" else plan.chunks[rank]
     scale = 1 / world if reduce_op == "avg" else 1.0
-    builder = _Builder(plan, cut, dim, p.dtype, product, scale, keep_product, whole)
-    key = f"{product} {reduce_op} {p.dtype} [{m}, {n}] dim {dim} outer {outer} {order} of {world}"
+    builder = _Builder(plan, found.cut, found.dim, p.dtype, product, scale, keep_product, found.whole)
+    where = f"dim {found.dim} outer {found.cut.outer}"
+    key = f"{product} {reduce_op} {p.dtype} [{m}, {n}] {where} {order} of {world}"
     steps = tuple(builder.step(*pair) for pair in with_tiles(plan.actions))
-    return Recipe((m, n), out_shape, p.dtype, key, builder.nbytes, whole, steps)
+    return Recipe((m, n), out_shape, p.dtype, key, builder.nbytes, found.whole, steps)
 
 
 class _Builder:

@@ -9,6 +9,7 @@ from torch import fx
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from autofuse import passes
+from autofuse.passes.listing import listing
 from autofuse.passes.report import GraphReport, Reason, Site
 
 
@@ -32,7 +33,7 @@ def report_collectives(graph: fx.Graph, settings: passes.Settings, kind: str, na
         for node in graph.nodes
         if getattr(node.target, "namespace", "") == "_c10d_functional" and "wait" not in str(node.target)
     )
-    return GraphReport(name, kind, str(graph), str(graph), sites)
+    return GraphReport(name, kind, listing(graph), listing(graph), sites)
 
 
 @pytest.fixture

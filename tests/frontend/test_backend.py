@@ -80,9 +80,8 @@ def test_an_answer_from_the_compile_cache_is_reported(group: str) -> None:
     cold, warm = reports
     assert kinds(warm) == kinds(cold) == ["forward", "backward"]
     assert [s.collective for s in warm.sites] == [s.collective for s in cold.sites] == ["all_reduce"] * 2
-    assert [g.before.count("all_reduce") for g in warm.graphs] == [
-        g.before.count("all_reduce") for g in cold.graphs
-    ]
+    assert [g.before for g in warm.graphs] == [g.before for g in cold.graphs]
+    assert all("all_reduce" in str(g.before) for g in cold.graphs)
 
 
 @pytest.mark.parametrize("where", ["options", "global", "list"])

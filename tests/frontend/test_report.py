@@ -6,7 +6,8 @@ import threading
 import pytest
 
 from autofuse import Reason, Report, Site
-from autofuse.passes.report import GraphReport, Prediction, collecting, publish
+from autofuse.lowering.orders import PlanShape
+from autofuse.passes.report import GraphReport, Line, Listing, Prediction, collecting, publish
 
 SITE = Site(
     pattern="matmul_all_reduce",
@@ -21,11 +22,18 @@ SITE = Site(
     world=4,
     order="direct",
     prediction=Prediction(12.5, 20.0, "12.5", "20", "always", "cpu"),
+    plan=PlanShape("matmul_all_reduce", "direct", 4, (((8, 8),) * 4,), (8, 8)),
 )
 KEPT = dataclasses.replace(
-    SITE, op=None, fused=False, reason=Reason.REDUCE_OP, detail="max", order=None, prediction=None
+    SITE, op=None, fused=False, reason=Reason.REDUCE_OP, detail="max", order=None, prediction=None, plan=None
 )
-GRAPH = GraphReport("forward 0", "forward", "before", "after", (SITE, KEPT))
+GRAPH = GraphReport(
+    "forward 0",
+    "forward",
+    Listing((Line("mm", "mm = aten.mm(x, w)", "model.py:12", 0), Line("y", "y = wait(mm)", None, None))),
+    Listing(),
+    (SITE, KEPT),
+)
 
 
 def test_a_report_sorts_sites() -> None:

@@ -1,0 +1,54 @@
+"""Two listings of a graph as one text: what both have once, what differs side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from itertools import groupby
+
+from autofuse.passes.report import Line, Listing
+
+CONTEXT = 2
+"""Unchanged nodes that stay visible beside a change or a kept collective."""
+
+SHORTEST_FOLD = 4
+"""Fewer nodes than these are not worth folding."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """Nodes that follow each other. Unchanged ones are in `before` alone; long runs of them are `folded`."""
+
+    before: tuple[Line, ...]
+    after: tuple[Line, ...]
+    changed: bool
+    folded: bool
+
+
+def blocks(before: Listing, after: Listing) -> list[Block]:
+    """The graph from top to bottom."""
+    old, new = before.lines, after.lines
+    matcher = SequenceMatcher(None, _keys(old), _keys(new), autojunk=False)
+    found: list[Block] = []
+    for tag, i, stop, j, end in matcher.get_opcodes():
+        if tag != "equal":
+            found.append(Block(old[i:stop], new[j:end], True, False))
+        else:
+            found += _fold(new[j:end], first=i == 0, last=stop == len(old))
+    return found
+
+
+def _keys(lines: Sequence[Line]) -> list[tuple[str, str]]:
+    return [(line.name, line.text) for line in lines]
+
+
+def _fold(lines: Sequence[Line], first: bool, last: bool) -> Iterator[Block]:
+    """Unchanged lines, in runs; `first` and `last`: no change stands before or behind them."""
+    near = [i for i, line in enumerate(lines) if line.site is not None]
+    near += [] if first else [-1]
+    near += [] if last else [len(lines)]
+    visible = {i + d for i in near for d in range(-CONTEXT, CONTEXT + 1)}
+    for shown, group in groupby(range(len(lines)), key=visible.__contains__):
+        run = tuple(lines[i] for i in group)
+        yield Block(run, (), False, not shown and len(run) >= SHORTEST_FOLD)

@@ -1,0 +1,53 @@
+"""From a fused op in a graph to what its executor's plans are made from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import sympy
+import torch
+from torch import fx
+
+from autofuse.lowering.ops.library import FUSED_OPS
+from autofuse.lowering.orders import PlanShape
+from autofuse.lowering.torch_internals import group_size
+
+from .trace import expression, value
+
+
+class _DependsOnData(Exception):
+    """A size that had no value while the graph was traced."""
+
+
+def plan_shape(node: fx.Node, hints: Mapping[sympy.Symbol, int]) -> PlanShape | None:
+    """The shape of the plans at the sizes seen while tracing.
+
+    None if `node` is no fused op, or if the sizes that its plans depend on depend on data.
+    """
+    if getattr(node.target, "namespace", None) != "autofuse":
+        return None
+    op = FUSED_OPS[node.target.name().removeprefix("autofuse::")]
+    if op.plan_shape is None:
+        group, order, _ = node.args[-3:]
+        return PlanShape.of_any_size(op.name, order, group_size(group))
+    try:
+        arguments = fx.node.map_aggregate(fx.node.map_arg(node.args, value), lambda v: _concrete(v, hints))
+        return op.plan_shape(*arguments)
+    except _DependsOnData:
+        return None
+
+
+def _concrete(value: object, hints: Mapping[sympy.Symbol, int]) -> object:
+    """Tensors on meta and sizes as numbers; everything else as it is."""
+    if isinstance(value, torch.Tensor):
+        shape = [_number(size, hints) for size in value.shape]
+        return torch.empty(shape, dtype=value.dtype, device="meta")
+    return _number(value, hints) if isinstance(value, torch.SymInt) else value
+
+
+def _number(size: int | torch.SymInt, hints: Mapping[sympy.Symbol, int]) -> int:
+    known = expression(size)
+    known = known.xreplace(hints) if isinstance(known, sympy.Expr) else sympy.Integer(known)
+    if not known.is_number:
+        raise _DependsOnData
+    return int(known)
