@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import fx
 
 from autofuse import lowering, passes
@@ -38,7 +37,7 @@ def autofuse(
     fusion, patches = fusion_pass(next(_numbers), mode, options)
 
     def compile_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
-        with fusion.compiling(graph_kind(kwargs)):
+        with fusion.compiling(graph_kind(kwargs), passes.circumstances(gm.graph)):
             compiled = torch_internals.compile_fx_inner(gm, example_inputs, **kwargs)
             if not fusion.ran and (listening() or log.isEnabledFor(logging.INFO)):
                 # Inductor's cache had the compiled graph, and no pass ran. The cache key covers all that
@@ -81,12 +80,14 @@ class FusionPass(CustomGraphPass):
         self.others = others
         self.number = number
         self.kind = "inference"
+        self.circumstances = ""
         self.ran = False
 
     @contextmanager
-    def compiling(self, kind: str) -> Iterator[None]:
-        """Graphs that pass inside are of this kind; `ran` tells whether there were any."""
-        self.kind, self.ran = kind, False
+    def compiling(self, kind: str, circumstances: str = "") -> Iterator[None]:
+        """Graphs that pass inside are of this kind; `ran` tells whether there were any. `circumstances`
+        become part of the identity, for a compile that may be cached."""
+        self.kind, self.circumstances, self.ran = kind, circumstances, False
         yield
 
     def __call__(self, graph: fx.Graph) -> None:
@@ -103,7 +104,7 @@ class FusionPass(CustomGraphPass):
         uuids = [other.uuid() if isinstance(other, CustomGraphPass) else None for other in self.others]
         if None in uuids:
             return None
-        text = repr((_sources_digest(), _settings_text(self.settings), uuids, torch.__version__))
+        text = repr((_sources_digest(), _settings_text(self.settings), self.circumstances, uuids))
         return hashlib.sha256(text.encode()).hexdigest()
 
 

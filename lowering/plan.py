@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import lru_cache
+from itertools import groupby
 from typing import TypeAlias
 
 SIGNAL_SLOTS = 64
@@ -197,6 +198,16 @@ class Plan:
     def slots_per_source(self) -> int:
         """Number of slots that this rank uses as a source in the pad of one destination."""
         return 1 + max((action.slot for action in self.actions if isinstance(action, Signal)), default=-1)
+
+    @property
+    def agreement(self) -> str:
+        """What the plans of all ranks have in common; ranks compare it before their first call."""
+        parts = [f"{self.order.value}{' in one shot' if self.one_shot else ''} of {self.world}"]
+        if self.family in (Family.REDUCE, Family.GATHER):  # an exchange may differ from rank to rank
+            runs = [(extent, len(list(run))) for extent, run in groupby(self.chunks)]
+            parts += ["chunks " + " ".join(f"{n}*{rows}x{cols}" for (rows, cols), n in runs)]
+            parts += [f"tiles {self.block[0]}x{self.block[1]}"]
+        return ", ".join(parts)
 
     def tiles(self, chunk: int | None = None) -> tuple[Tile, ...]:
         """The tiles of one chunk, or of all in the order of the chunks."""

@@ -4,6 +4,7 @@ Ranks meet through the key-value store that the group already has, so no collect
 everything goes through shared memory.
 """
 
+import hashlib
 import json
 import mmap
 import os
@@ -14,17 +15,27 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.distributed import Store
 
+from autofuse.lowering import notes
 from autofuse.native_kernels import cpu
 
 
-class GroupSpansHosts(RuntimeError):
+class NotShared(RuntimeError):
+    """The ranks of a group share no memory, and all of them know: all take the reference."""
+
+
+class GroupSpansHosts(NotShared):
     """The ranks of a group do not all see the same shared memory."""
+
+
+class Declined(NotShared):
+    """A rank has said that it will never share memory with the group."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +82,8 @@ def all_gather(
 ) -> list[str]:
     """One string of every rank, through `store`. `peers`, or their number while nobody knows them yet.
 
-    Raises RuntimeError naming the ranks that died or did not come within `timeout_s`.
+    Raises Declined when a rank will never come, RuntimeError naming the ranks that died or did not come
+    within `timeout_s`.
     """
     store.set(f"{prefix}/{rank}", value)
     world = peers if isinstance(peers, int) else len(peers)
@@ -82,6 +94,9 @@ def all_gather(
         missing = [r for r in missing if not store.check([f"{prefix}/{r}"])]
         if not missing:
             return [store.get(f"{prefix}/{r}").decode() for r in range(world)]
+        for r in missing:
+            if why := notes.declined(store, r):
+                raise Declined(f"rank {r} leaves its collectives as they are: {why}")
         if not isinstance(peers, int):
             for r in missing:
                 if peers[r].is_dead():
@@ -89,7 +104,8 @@ def all_gather(
         if time.monotonic() > deadline:
             raise RuntimeError(
                 f"rank {rank} waited {timeout_s:g} s for ranks {missing} to set up shared memory: did they "
-                f"skip the call, or are they still compiling? AUTOFUSE_TIMEOUT_S sets the limit"
+                f"skip the call, or are they still compiling? AUTOFUSE_TIMEOUT_S sets the limit; "
+                f"{'; '.join(notes.kept_by(store, r) for r in missing)}"
             )
         time.sleep(pause)
         pause = min(2 * pause, 0.05)
@@ -101,11 +117,19 @@ def meet(
     """Make a segment of `nbytes` and map those of all peers.
 
     Returns the peers, their segments, and a function to call once all ranks have returned from here: it
-    removes the names. Raises GroupSpansHosts, or RuntimeError when a rank fails.
+    removes the names. Raises NotShared, or RuntimeError when a rank fails or has other sources of autofuse.
     """
     me = Peer.myself()
     # Counting visits tells apart groups that come one after another to the same store under the same name.
     prefix = f"autofuse/{store.add(f'autofuse/{rank}', 1)}"
+    # Plans are never compared action by action: equal arguments and equal sources make equal plans.
+    versions = all_gather(store, f"{prefix}/version", rank, world, sources_digest(), timeout_s)
+    for r, version in enumerate(versions):
+        if version != versions[0]:
+            raise RuntimeError(
+                f"group {group_name}: the ranks run different versions of autofuse: the sources of its plans "
+                f"have the digest {versions[0]} on rank 0, {version} on rank {r}; install the same on all"
+            )
     found = all_gather(store, f"{prefix}/peer", rank, world, json.dumps(asdict(me)), timeout_s)
     peers = [Peer(**json.loads(text)) for text in found]
     for r, peer in enumerate(peers):
@@ -135,6 +159,15 @@ def meet(
         discard(peers, 0)
         raise
     return peers, segments, unlink
+
+
+@cache
+def sources_digest() -> str:
+    """Digest of the Python sources that make and run plans."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def discard(peers: list[Peer], generation: int) -> None:

@@ -28,8 +28,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, Store
 
 from autofuse import config
-from autofuse.lowering import rendezvous
+from autofuse.lowering import notes, rendezvous
+from autofuse.lowering.rendezvous import Declined as Declined
 from autofuse.lowering.rendezvous import GroupSpansHosts as GroupSpansHosts
+from autofuse.lowering.rendezvous import NotShared as NotShared
 from autofuse.lowering.torch_internals import group_store, resolve_group
 from autofuse.native_kernels import cpu
 
@@ -70,6 +72,7 @@ class Workspace:
         self.rank = rank
         self.world = world
         self.capacity = 0
+        self._store = store
         self._lock = threading.Lock()
         self._epoch = 0
         self._meeting = 0
@@ -102,8 +105,9 @@ class Workspace:
 
     def call(self, op: str, site: str, key: str, nbytes: int) -> "Call":
         """One collective call, to be entered with `with`. `op`, `site`, `key` (shapes, order, ...) and
-        `nbytes`, the bytes needed of every rank's buffer, must be the same on all ranks; otherwise entering
-        it or the first wait raises RuntimeError on all of them. Calls of one process run one by one."""
+        `nbytes`, the bytes needed of every rank's buffer, must be the same on all ranks (of `site` what is
+        behind the last slash); otherwise entering it or the first wait raises RuntimeError on all of them.
+        Calls of one process run one by one."""
         return Call(self, op, site, key, nbytes)
 
     def _fail(self, reason: str, tell: bool = True) -> None:
@@ -126,8 +130,10 @@ class Workspace:
         return ""
 
     def _identify(self, op: str, site: str, key: str, nbytes: int) -> tuple[int, bytes]:
-        text = f"{op} at {site} ({key}; {nbytes} bytes; {self.world} ranks)".encode()
-        return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little"), text
+        shape = f"{key}; {nbytes} bytes; {self.world} ranks"
+        text = f"{op} at {site} ({shape})".encode()
+        alike = f"{op} at {notes.place(site)} ({shape})".encode()
+        return int.from_bytes(hashlib.blake2b(alike, digest_size=8).digest(), "little"), text
 
 
 class Call:
@@ -296,7 +302,7 @@ class Call:
             if not problem and time.monotonic() >= deadline:
                 problem = (
                     f"waited {self._timeout_s:g} s for rank {source}; it is late or has skipped this call "
-                    f"(AUTOFUSE_TIMEOUT_S sets the limit)"
+                    f"(AUTOFUSE_TIMEOUT_S sets the limit). {self._whereabouts(source)}"
                 )
             # What the peer did before it failed or left counts.
             limit = 0 if problem else self._slice_ms
@@ -306,6 +312,13 @@ class Call:
         if status == cpu.MISMATCH:
             ours, theirs = _text(self._header[ws.rank]), _text(self._header[source])
             self._raise(f"the ranks disagree: rank {ws.rank} runs {ours}, rank {source} runs {theirs}", tile)
+
+    def _whereabouts(self, source: int) -> str:
+        """What is known of a rank that does not come: its latest call, and what it has kept."""
+        ws = self._ws
+        epoch, header = max((ctypes.c_uint64.from_address(h[source]).value, h[source]) for h in ws._headers)
+        kept = notes.kept_by(ws._store, source, self.site)
+        return f"Its latest call on this group is epoch {epoch}, {_text(header)}; {kept}"
 
     def _raise(self, problem: str, tile: int) -> NoReturn:
         ws = self._ws
@@ -319,8 +332,9 @@ class Call:
 def workspace_for(group_name: str) -> Workspace:
     """The workspace of the process group called `group_name`; made on first use, by all its ranks together.
 
-    Raises GroupSpansHosts when the ranks do not share memory, RuntimeError when the group does not exist,
-    when the CPU kernels are missing, or when a rank does not come or fails; the same at every later try.
+    Raises NotShared on all ranks when they share no memory or one of them declines (see `decline`),
+    RuntimeError when the group does not exist, or when a rank does not come or fails; the same at every later
+    try.
     """
     try:
         group = resolve_group(group_name)
@@ -338,9 +352,20 @@ def workspace_for(group_name: str) -> Workspace:
     return found
 
 
+def decline(group_name: str, why: str) -> None:
+    """Never share memory with this group, and tell so: its other ranks then leave their fused ops unfused,
+    instead of waiting for this one. Without effect once the ranks have met."""
+    group = resolve_group(group_name)
+    with _making:
+        if group not in _workspaces:
+            notes.decline(group, why)
+            _workspaces[group] = Declined(why)
+
+
 def _make(group: ProcessGroup, group_name: str) -> Workspace | Exception:
     if not cpu.available():
-        raise RuntimeError(cpu.why_not())
+        decline(group_name, cpu.why_not())
+        return _workspaces[group]
     made: Workspace | Exception
     try:
         made = Workspace(group_name, group.rank(), group.size(), group_store(group))

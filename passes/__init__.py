@@ -1,5 +1,6 @@
 """FX graph -> FX graph: finds the sites of a post-grad graph and rewrites them to fused ops."""
 
+from .circumstances import circumstances
 from .fuse import Settings, fuse
 
-__all__ = ["Settings", "fuse"]
+__all__ = ["Settings", "circumstances", "fuse"]

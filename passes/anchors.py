@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import re
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -25,6 +27,8 @@ _KINDS = {
     c10d.reduce_scatter_tensor_coalesced.default: "reduce_scatter_coalesced",
     c10d.all_gather_into_tensor_coalesced.default: "all_gather_coalesced",
 }
+_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+_TORCH = os.path.dirname(torch.__file__) + os.sep
 
 
 @dataclass(frozen=True)
@@ -92,6 +96,10 @@ class Anchor:
         """All nodes that hold the result: the waits and the collective itself."""
         return (*self.waits, self.node)
 
+    @cached_property
+    def source(self) -> str | None:
+        return source_of(self.node)
+
     @property
     def nbytes(self) -> int | None:
         """Bytes of the input on this rank, by the sizes seen while tracing; None without such."""
@@ -100,6 +108,13 @@ class Anchor:
         if val is None or any(s is None for s in sizes):
             return None
         return math.prod(s for s in sizes if s is not None) * val.element_size()
+
+
+def source_of(node: fx.Node) -> str | None:
+    """`file:line` of the user's code, the innermost frame outside torch."""
+    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
+    outside = [f for f in frames if not f[0].startswith((_TORCH, "<"))]
+    return ":".join((outside or frames)[-1]) if frames else None
 
 
 def hint(size: object) -> int | None:

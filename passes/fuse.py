@@ -12,7 +12,9 @@ from torch import fx
 
 from autofuse.lowering import ops as _ops  # noqa: F401  (registers torch.ops.autofuse)
 from autofuse.lowering import torch_internals
+from autofuse.lowering.notes import place, tell_kept
 from autofuse.lowering.orders import PlanShape
+from autofuse.lowering.workspace import decline
 from autofuse.native_kernels import cpu
 
 from .anchors import Anchor, find_anchors, is_collective
@@ -25,7 +27,7 @@ from .embedding_backward import match_embedding_backward
 from .emit import CannotEmit, Emitter, erase_unused, order_nodes
 from .gather_matmul import match_all_gather
 from .layout import same_size
-from .listing import listing, source, tie
+from .listing import listing, tie
 from .match import Context, Found, Match, collective_above
 from .matmul_reduce import match_all_reduce, match_reduce_scatter
 from .merge import merge_fused
@@ -87,6 +89,7 @@ def fuse(graph: fx.Graph, settings: Settings, kind: str, name: str) -> GraphRepo
         site, names = _visit(graph, anchor, settings, name, symbols)
         sites.append(site)
         changed.update((node, i) for node in names)
+    _tell_kept(anchors, sites)
     if any(site.fused for site in sites):
         merge_fused(graph)
         graph.lint()
@@ -99,8 +102,8 @@ def _visit(
     graph: fx.Graph, anchor: Anchor, settings: Settings, name: str, symbols: Symbols
 ) -> tuple[Site, list[str]]:
     """The site, and the names of the nodes that were removed, inserted or given other inputs."""
-    where, nbytes = source(anchor.node), anchor.nbytes
-    pattern, found, world = _find(anchor, settings, where)
+    nbytes = anchor.nbytes
+    pattern, found, world = _find(anchor, settings)
     prediction: Prediction | None = None
     if isinstance(found, Match):
         assert world is not None
@@ -126,7 +129,7 @@ def _visit(
         detail="" if isinstance(found, Match) else found.detail,
         graph=name,
         collective=anchor.kind,
-        source=where,
+        source=anchor.source,
         nbytes=nbytes,
         world=world,
         order=settings.order if fused else None,
@@ -136,7 +139,7 @@ def _visit(
     return site, names
 
 
-def _find(anchor: Anchor, settings: Settings, where: str | None) -> tuple[str | None, Found, int | None]:
+def _find(anchor: Anchor, settings: Settings) -> tuple[str | None, Found, int | None]:
     """(pattern, match or the most telling rejection, size of the group)."""
     matchers = MATCHERS.get(anchor.kind, ())
     if not matchers:
@@ -152,7 +155,8 @@ def _find(anchor: Anchor, settings: Settings, where: str | None) -> tuple[str | 
         return pattern, reject, world
     best: tuple[str | None, Reject] = (pattern, Reject(Reason.NO_COMPUTE, "nothing was tried"))
     for pattern, matcher in matchers:
-        site = where or anchor.node.name
+        # Never the node's name: it counts the collectives of the graph, and ranks may break it differently.
+        site = anchor.source or anchor.kind
         found = matcher(anchor, Context(anchor.group, world, settings.order, site, _shapes(anchor, world)))
         if isinstance(found, Match):
             found = _check_match(anchor, found, settings)
@@ -195,8 +199,10 @@ def _check_place(anchor: Anchor, world: int) -> Reject | None:
     if val.device.type != "cpu":
         return Reject(Reason.NO_KERNEL_FOR_DEVICE, f"tensors are on {val.device.type}")
     if not cpu.available():
+        decline(anchor.group, cpu.why_not())
         return Reject(Reason.NO_NATIVE_KERNELS, cpu.why_not())
     if torch_internals.group_spans_hosts(anchor.group):
+        decline(anchor.group, "the group spans hosts")
         return Reject(Reason.GROUP_SPANS_HOSTS, "its ranks do not share memory")
     return None
 
@@ -236,6 +242,18 @@ def _collective_between(first: fx.Node, last: fx.Node) -> fx.Node | None:
             return node
         node = node.next
     return None
+
+
+def _tell_kept(anchors: list[Anchor], sites: list[Site]) -> None:
+    """For a rank that fused what this one kept, and waits in vain: its error says so."""
+    notes: dict[str, list[str]] = {}
+    for anchor, site in zip(anchors, sites, strict=True):
+        if site.reason is not None and (site.world or 1) > 1 and isinstance(anchor.group, str):
+            why = ": ".join(filter(None, (site.reason.value, site.detail)))
+            at = place(site.source or anchor.kind)
+            notes.setdefault(anchor.group, []).append(f"{anchor.kind} at {at} ({why})")
+    for group, lines in notes.items():
+        tell_kept(group, lines)
 
 
 def _choose(match: Match, settings: Settings, choice: Choice) -> Found:

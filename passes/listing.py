@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -12,22 +11,13 @@ from torch import fx
 
 from autofuse.lowering.torch_internals import dtype_name
 
+from .anchors import source_of
 from .report import Line, Listing
-
-_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
-_INSIDE = ("/torch/", "<")
-
-
-def source(node: fx.Node) -> str | None:
-    """`file:line` of the user's code, the innermost frame outside torch."""
-    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
-    outside = [f for f in frames if not any(part in f[0] for part in _INSIDE)]
-    return ":".join((outside or frames)[-1]) if frames else None
 
 
 def listing(graph: fx.Graph) -> Listing:
     """One line a node, in the order of the graph. Slow for large graphs."""
-    return Listing(tuple(Line(node.name, _text(node), source(node), None) for node in graph.nodes))
+    return Listing(tuple(Line(node.name, _text(node), source_of(node), None) for node in graph.nodes))
 
 
 def tie(

@@ -111,7 +111,7 @@ def _cpu(
     native = dtype in DTYPES and all(t.dtype in DTYPES for t in per_sample_weights)
     sums = [grad.new_zeros((v, d), dtype=torch.float32) for v, d in zip(num_embeddings, dims, strict=True)]
     plan = _partition(b, columns, order).plan(rank)
-    key = f"{bags.count} bags of {list(columns)} columns {wire} {layout} {order}"
+    key = f"{bags.count} bags of {list(columns)} columns {wire} {layout}, {plan.agreement}"
     with workspace.call(op, site, key, bags.count * max(columns) * wire.itemsize) as call:
         received = call.tensor(rank, 0, (bags.count, mine), wire)
 

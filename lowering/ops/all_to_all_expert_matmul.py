@@ -117,7 +117,7 @@ def _cpu(
         if dim == 1 and inner >= rows_of.FEW_ROWS:
             runs = rows_of.even_runs(count, outer, world, inner)
         part_rows = x.shape[1] * x.shape[2]
-        key = f"{x.dtype} {count} experts of {rows} rows, {k} columns, dim {dim}, outer {outer}, {order}"
+        key = f"{x.dtype} {count} experts of {rows} rows, {k} columns, dim {dim}, outer {outer}"
         exchanged = x.new_empty(shape if keep_exchanged or runs is None else 0)
         like = x.new_empty(0).expand(count, rows, 0)
     else:
@@ -131,14 +131,14 @@ def _cpu(
                 f"{_OP}: x has {x.shape[0]} rows, input_splits {input_splits} add up to another number"
             )
         runs = rows_of.find_runs(positions, form.ranges, output_splits)
-        key = f"{x.dtype} dropless, {k} columns, {order}"
+        key = f"{x.dtype} dropless, {k} columns"
         exchanged = x.new_empty((rows, k) if keep_exchanged or runs is None else 0)
         like = x.new_empty(0).expand(rows, 0)
     outputs = _empty_outputs(like, w, form)
     plan = PlanShape.of_any_size(_OP, order, world).plan(rank)
     even = Splits.even(world, part_rows)
     width = k * x.dtype.itemsize
-    with workspace.call(_OP, site, key, even.most * width) as call:
+    with workspace.call(_OP, site, f"{key}, {plan.agreement}", even.most * width) as call:
         splits = even
         if form.ranges is not None:
             splits = Splits.agree(call, input_splits, output_splits)

@@ -104,7 +104,7 @@ def _cpu(
     native = all(t.dtype in DTYPES and t.dtype == weights[0].dtype for t in (*weights, *per_sample_weights))
     tables = [w.contiguous() for w in weights]
     plan = _partition(b, columns, order).plan(rank)
-    key = f"{bags.count} bags of {list(columns)} columns {dtype} {layout} {order}"
+    key = f"{bags.count} bags of {list(columns)} columns {dtype} {layout}, {plan.agreement}"
     with workspace.call(op, site, key, out.numel() * dtype.itemsize) as call:
         mine = call.tensor(rank, 0, out.shape, dtype)
 

@@ -126,19 +126,19 @@ def _cpu(
         inner = rows_of.check_capacity((form.count, rows, n), dim, outer, world, op)
         if dim == 1 and inner >= rows_of.FEW_ROWS:
             runs = rows_of.even_runs(form.count, outer, world, inner)
-        key = f"{dtype} {form.count} experts of {rows} rows, {n} columns, dim {dim}, outer {outer}, {order}"
+        key = f"{dtype} {form.count} experts of {rows} rows, {n} columns, dim {dim}, outer {outer}"
         full = True
     else:
         positions = rows_of.check_positions(positions, rows, sum(input_splits), op)
         distinct = positions is None or rows_of.distinct(positions, sum(input_splits))
         runs = rows_of.find_runs(positions, form.ranges, input_splits) if distinct else None
-        key = f"{dtype} dropless, {n} columns, {order}"
+        key = f"{dtype} dropless, {n} columns"
         full = distinct and form.used == sum(input_splits)
     whole = keep_product or runs is None or product != "mm"
     plan = PlanShape.of_any_size(op, order, world).plan(rank)
     even = Splits.even(world, part[0] * part[1] if form.ranges is None else 0)
     width = (n := part[2]) * dtype.itemsize
-    with workspace.call(op, site, key, even.most * width) as call:
+    with workspace.call(op, site, f"{key}, {plan.agreement}", even.most * width) as call:
         splits = even
         if form.ranges is not None:
             splits = Splits.agree(call, input_splits, output_splits)

@@ -127,7 +127,7 @@ def _recipe(
     m, k = (part[0] * world, part[1]) if dim == 0 else (part[0], part[1] * world)
     plan = found.shape.plan(rank)
     builder = _Builder(plan, found.cut, dim, dtype, found.late, keep_gathered or found.late)
-    key = f"{dtype} [{m}, {k}] dim {dim} outer {outer} {order} of {world}"
+    key = f"{dtype} [{m}, {k}] dim {dim} outer {outer}, {plan.agreement}"
     steps = tuple(builder.step(*pair) for pair in with_tiles(plan.actions))
     return Recipe((m, k), key, builder.buffer.end, found.late, steps)
 

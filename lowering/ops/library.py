@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from autofuse.lowering.orders import PlanShape
-from autofuse.lowering.workspace import GroupSpansHosts, SharedMemoryFull
-from autofuse.native_kernels import cpu
+from autofuse.lowering.workspace import NotShared, SharedMemoryFull
 
 log = logging.getLogger(__name__)
 
@@ -53,15 +52,14 @@ def register(op: FusedOp) -> None:
     """Defines `torch.ops.autofuse.<name>`: the plan on CPU ranks of one host, elsewhere the reference."""
 
     def on_cpu(*args: Any) -> Any:
-        if cpu.available():
-            try:
-                result = op.cpu(*args)
-                if result is not NotImplemented:
-                    return result
-            except (GroupSpansHosts, SharedMemoryFull) as error:
-                if str(error) not in _warned:
-                    _warned.add(str(error))
-                    log.warning("autofuse::%s runs unfused: %s", op.name, error)
+        try:
+            result = op.cpu(*args)
+            if result is not NotImplemented:
+                return result
+        except (NotShared, SharedMemoryFull) as error:
+            if str(error) not in _warned:
+                _warned.add(str(error))
+                log.warning("autofuse::%s runs unfused: %s", op.name, error)
         return op.reference(*args)
 
     FUSED_OPS[op.name] = op

@@ -198,8 +198,8 @@ def _recipe(
     out_shape = (m, n) if op == "matmul_all_reduce" else plan.chunks[rank]
     scale = 1 / world if reduce_op == "avg" else 1.0
     builder = _Builder(plan, found.cut, found.dim, p.dtype, product, scale, keep_product, found.whole)
-    where = f"dim {found.dim} outer {found.cut.outer}"
-    key = f"{product} {reduce_op} {p.dtype} [{m}, {n}] {where} {order} of {world}"
+    # Not the product: what is summed may differ, as with a bias that one rank alone adds.
+    key = f"{reduce_op} {p.dtype} [{m}, {n}] dim {found.dim} outer {found.cut.outer}, {plan.agreement}"
     steps = tuple(builder.step(*pair) for pair in with_tiles(plan.actions))
     return Recipe((m, n), out_shape, p.dtype, key, builder.nbytes, found.whole, steps)
 

@@ -1,0 +1,254 @@
+"""Ranks decide alike: what may differ between them changes nothing, and what may not is said by name.
+
+The list of what decisions depend on is in docs/architecture.md.
+"""
+
+import importlib.util
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+import torch.nn.functional as F
+from torch import Tensor
+
+import autofuse
+from autofuse import config, ops
+from autofuse.lowering import rendezvous
+from autofuse.lowering.ops import reduce_executor
+from autofuse.native_kernels import cpu
+from tests.passes import experts
+from tests.passes.harness import passes_only
+from tests.ranks import RankPool, fresh_group
+from tests.robustness.seven import integers
+
+Ranks = Callable[[int], RankPool]
+
+
+def _error(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def _compare(fn: Callable[..., Tensor], *args: Any, policy: str = "always") -> list[str]:
+    """Patterns that were fused, after a comparison with eager."""
+    torch._dynamo.reset()
+    with autofuse.debug() as report, torch.no_grad():
+        actual = torch.compile(fn, backend=passes_only(policy))(*args)
+    assert torch.equal(actual, fn(*args))
+    return [str(site.pattern) for site in report.fused]
+
+
+def _reduce(x: Tensor, w: Tensor, group: Any) -> Tensor:
+    return funcol.all_reduce(x @ w, "sum", group).relu()
+
+
+def _operands(rank: int) -> tuple[Tensor, Tensor]:
+    return integers(rank, 4, 6), integers(7 + rank, 6, 8)
+
+
+# --- What may differ ----------------------------------------------------------------------------------
+
+
+def _bias_on_one_rank(rank: int, world: int) -> list[str]:
+    """The usual way to add a bias once."""
+    group, (x, w), bias = fresh_group(), _operands(rank), integers(9, 8)
+    return _compare(lambda: funcol.all_reduce(F.linear(x, w.t(), bias if rank == 0 else None), "sum", group))
+
+
+def _uneven_shards(rank: int, world: int) -> list[str]:
+    """The contracted dim and the columns of a weight are a rank's own affair."""
+    group, k = fresh_group(), 5 + 3 * rank
+    x, v, w = integers(rank, 4, k), integers(7 + rank, k, 8), integers(9 + rank, 8, 2 + rank)
+
+    def fn() -> Tensor:
+        return funcol.all_gather_tensor(funcol.all_reduce(x @ v, "sum", group), 0, group) @ w
+
+    return _compare(fn)
+
+
+def _broken_on_one_rank(rank: int, world: int) -> list[str]:
+    """One rank prints, which cuts its graph in two: its collectives are numbered from 0 again."""
+    group, (x, w) = fresh_group(), _operands(rank)
+
+    def fn() -> Tensor:
+        y = funcol.all_reduce(x @ w, "sum", group)
+        if rank == 0:
+            torch._dynamo.graph_break()
+        return funcol.all_reduce(y.t() @ x, "sum", group)
+
+    return _compare(fn)
+
+
+def _broken_without_stack_traces(rank: int, world: int) -> list[str]:
+    with patch("torch.fx.proxy.TracerBase.record_stack_traces", False):
+        return _broken_on_one_rank(rank, world)
+
+
+def _from_another_folder(rank: int, world: int, directory: str) -> list[str]:
+    """Every rank has a checkout of its own, and runs from there."""
+    folder = Path(directory, f"checkout{rank}")
+    folder.mkdir()
+    source = Path(__file__).read_text()
+    start = source.index("def _reduce")
+    head = "from torch.distributed import _functional_collectives as funcol\nfrom typing import Any\n"
+    text = head + "from torch import Tensor\n" + source[start : source.index("\n\n", start)]
+    (folder / "model.py").write_text(text)
+    spec = importlib.util.spec_from_file_location("model", folder / "model.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    before = os.getcwd()
+    os.chdir(folder)
+    try:
+        return _compare(module._reduce, *_operands(rank), fresh_group())
+    finally:
+        os.chdir(before)
+
+
+@pytest.mark.parametrize(
+    ("fn", "fused"),
+    [
+        (_bias_on_one_rank, ["matmul_all_reduce"]),
+        (_uneven_shards, ["matmul_all_reduce", "all_gather_matmul"]),
+        (_broken_on_one_rank, ["matmul_all_reduce"] * 2),
+        (_broken_without_stack_traces, ["matmul_all_reduce"] * 2),
+    ],
+)
+def test_programs_that_differ_by_rank(ranks: Ranks, fn: Callable[..., Any], fused: list[str]) -> None:
+    assert ranks(2).run(fn) == [fused] * 2
+
+
+def test_sources_in_another_folder(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks(2).run(_from_another_folder, str(tmp_path)) == [["matmul_all_reduce"]] * 2
+
+
+def _own_token_counts(rank: int, world: int, policy: str) -> list[list[str]]:
+    """Tokens differ by rank, so that ranks trace other sizes: of a single token, static ones."""
+    torch._dynamo.reset()
+    torch.manual_seed(rank)
+    model = experts.Dropless()
+    compiled = torch.compile(model, backend=passes_only(policy), dynamic=True)
+    with autofuse.debug() as report, torch._dynamo.config.patch(capture_scalar_outputs=True):
+        for tokens in ((1, 24), (24, 1), (7, 30)):
+            x = torch.randn(tokens[rank], experts.D, dtype=torch.bfloat16)
+            with torch.no_grad():
+                torch.testing.assert_close(compiled(x), model(x), atol=0.02, rtol=0.02)
+    return [[str(s.pattern) for s in graph.sites if s.fused] for graph in report.graphs]
+
+
+@pytest.mark.parametrize("policy", ["always", "auto"])
+def test_ranks_with_their_own_token_counts(ranks: Ranks, policy: str) -> None:
+    for graphs in ranks(2).run(_own_token_counts, policy, timeout=120):
+        assert graphs
+        assert all(fused == [experts.DISPATCH, experts.COMBINE] for fused in graphs)
+
+
+# --- One rank that never shares memory: all run unfused -----------------------------------------------
+
+
+def _without_kernels(rank: int, world: int, compiled: bool) -> list[str]:
+    group, (x, w) = fresh_group(), _operands(rank)
+    lame = world - 1
+    library = (None, "install a C++ compiler") if rank == lame else (cpu._library, "")
+    with patch.multiple(cpu, _library=library[0], _why_not=library[1]):
+        if compiled:
+            return _compare(_reduce, x, w, group)
+        y = ops.matmul_all_reduce(x, w, group=group).relu()
+        assert torch.equal(y, _reduce(x, w, group))
+    return []
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_a_rank_without_kernels(ranks: Ranks, compiled: bool) -> None:
+    *others, lame = ranks(3).run(_without_kernels, compiled, timeout=30)
+    assert lame == []
+    assert others == [["matmul_all_reduce"] * compiled] * 2  # fused where compiled, unfused where called
+
+
+def _other_environment(rank: int, world: int) -> list[str]:
+    changed = {"LOCAL_WORLD_SIZE": "1"} if rank == 0 else {}
+    with patch.dict(os.environ, changed):
+        return _compare(_reduce, *_operands(rank), fresh_group())
+
+
+def test_a_launcher_that_tells_one_rank_alone(ranks: Ranks) -> None:
+    assert ranks(2).run(_other_environment, timeout=30) == [[], ["matmul_all_reduce"]]
+
+
+# --- What may not differ ------------------------------------------------------------------------------
+
+
+def _keeps(rank: int, world: int, met: bool) -> str:
+    """The last rank decides to keep the site (only asks: it would wait in the plain collective)."""
+    group, (x, w) = fresh_group(), _operands(rank)
+    if met:
+        ops.matmul_all_reduce(x, w, group=group)
+    if rank == world - 1:
+        with config.patch(policy="never"):
+            assert autofuse.explain(_reduce)(x, w, group).kept
+    dist.barrier()
+    if rank == world - 1:
+        return ""
+    torch._dynamo.reset()
+    with config.patch(timeout_s=1.0):
+        return _error(lambda: torch.compile(_reduce, backend=passes_only())(x, w, group))
+
+
+@pytest.mark.parametrize("met", [False, True], ids=["first call", "later call"])
+def test_a_rank_that_kept_what_others_fused(ranks: Ranks, met: bool) -> None:
+    *others, _ = ranks(3).run(_keeps, met)
+    for text in others:
+        assert "waited 1 s for rank" in text, text
+        assert re.search(r"rank 2 kept all_reduce at test_alike.py:\d+ \(policy_never\)", text), text
+        if met:
+            assert "latest call on this group is epoch 2, matmul_all_reduce at eager (sum" in text, text
+
+
+def _other_version(rank: int, world: int) -> str:
+    digest = f"{rank:016}"
+    with patch.object(rendezvous, "sources_digest", lambda: digest):
+        return _error(lambda: ops.matmul_all_reduce(*_operands(rank), group=fresh_group()))
+
+
+def test_other_versions_of_autofuse(ranks: Ranks) -> None:
+    for text in ranks(3).run(_other_version):
+        assert "different versions of autofuse" in text
+        assert f"{0:016} on rank 0, {1:016} on rank 1" in text
+
+
+def _other_plan(rank: int, world: int, what: str) -> str:
+    """The last rank has another order, or other constants, by which its plan is made."""
+    group, odd = fresh_group(), rank == world - 1
+    order = "ring" if odd and what == "order" else "direct"
+    most = 0 if odd and what == "constants" else reduce_executor.ONE_SHOT_BYTES
+    reduce_executor._recipe.cache_clear()
+    with patch.object(reduce_executor, "ONE_SHOT_BYTES", most), config.patch(order=order):
+        text = _error(lambda: ops.matmul_all_reduce(integers(rank, 4, 6), integers(7, 6, 8), group=group))
+    reduce_executor._recipe.cache_clear()
+    return text
+
+
+@pytest.mark.parametrize(
+    ("what", "common", "odd"),
+    [
+        ("order", "direct in one shot of 3, chunks 1*4x8", "ring of 3, chunks 1*4x2 2*4x3"),
+        ("constants", "direct in one shot of 3, chunks 1*4x8", "direct of 3, chunks 1*4x2 2*4x3"),
+    ],
+)
+def test_other_plans(ranks: Ranks, what: str, common: str, odd: str) -> None:
+    for text in ranks(3).run(_other_plan, what):
+        assert "the ranks disagree" in text, text
+        assert common in text, text
+        assert odd in text, text
+        assert "rank 2 runs matmul_all_reduce" in text, text
