@@ -24,6 +24,7 @@ from typing import NoReturn
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, Store
 
@@ -366,6 +367,8 @@ def _make(group: ProcessGroup, group_name: str) -> Workspace | Exception:
     if not cpu.available():
         decline(group_name, cpu.why_not())
         return _workspaces[group]
+    if dist.get_backend(group) == "fake":
+        return Declined("the group is fake")
     made: Workspace | Exception
     try:
         made = Workspace(group_name, group.rank(), group.size(), group_store(group))

@@ -198,6 +198,9 @@ def _check_place(anchor: Anchor, world: int) -> Reject | None:
         return Reject(Reason.SINGLE_RANK, "the group has one rank")
     if val.device.type != "cpu":
         return Reject(Reason.NO_KERNEL_FOR_DEVICE, f"tensors are on {val.device.type}")
+    if torch_internals.inductor_option("cpp_wrapper"):
+        # It takes an op that returns a list of one tensor for one that returns the tensor, and crashes.
+        return Reject(Reason.UNSUPPORTED_VARIANT, "Inductor's cpp_wrapper cannot call fused ops")
     if not cpu.available():
         decline(anchor.group, cpu.why_not())
         return Reject(Reason.NO_NATIVE_KERNELS, cpu.why_not())

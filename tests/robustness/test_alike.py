@@ -23,6 +23,7 @@ from autofuse import config, ops
 from autofuse.lowering import rendezvous
 from autofuse.lowering.ops import reduce_executor
 from autofuse.native_kernels import cpu
+from autofuse.passes.anchors import Anchor
 from tests.passes import experts
 from tests.passes.harness import passes_only
 from tests.ranks import RankPool, fresh_group
@@ -90,7 +91,7 @@ def _broken_on_one_rank(rank: int, world: int) -> list[str]:
 
 
 def _broken_without_stack_traces(rank: int, world: int) -> list[str]:
-    with patch("torch.fx.proxy.TracerBase.record_stack_traces", False):
+    with patch.object(Anchor, "source", None):
         return _broken_on_one_rank(rank, world)
 
 

@@ -1,16 +1,26 @@
-"""Inductor's cache of compiled graphs: the report is complete, and ranks share what is in it."""
+"""Inductor's cache of compiled graphs: the report is complete, ranks share what is in it, and it answers only
+where all that a decision depends on is the same. And Inductor's modes."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed._functional_collectives as funcol
-from torch import Tensor
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import autofuse
+from autofuse import backend, config
+from autofuse.native_kernels import cpu
+from autofuse.passes import circumstances
+from autofuse.passes.anchors import Anchor
 from tests.passes.dense import group as everybody
+from tests.passes.harness import fake_group
 from tests.ranks import RankPool
 from tests.robustness.seven import integers
 
@@ -60,3 +70,114 @@ def test_a_second_process_and_another_rank_find_what_rank_0_compiled(fresh: Rank
     for sites, hits, misses in warm:
         assert sites == expected
         assert (hits, misses) == (2, 0)
+
+
+def reduced(x: Tensor, w: Tensor) -> Tensor:
+    return funcol.all_reduce(x @ w, "sum", everybody()).relu()
+
+
+def _compile(world: int = 2) -> tuple[bool, list[tuple[bool, str | None]]]:
+    """Whether the cache had the graph, and its sites."""
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    with fake_group(world), autofuse.debug() as report:
+        torch.compile(reduced, backend="autofuse")(torch.ones(4, 6), torch.ones(6, 8))
+    hit = counters["inductor"]["fxgraph_cache_hit"] == 1
+    assert counters["inductor"]["fxgraph_cache_miss"] == 1 - hit
+    return hit, [(site.fused, site.source) for site in report.sites]
+
+
+CHANGES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "policy": lambda: config.patch(policy="never"),
+    "order": lambda: config.patch(order="ring"),
+    "patterns": lambda: config.patch(patterns="all_gather_matmul"),
+    "sources": lambda: patch.object(backend, "_sources_digest", lambda: "other"),
+    "kernels": lambda: patch.multiple(cpu, _library=None, _why_not="install a compiler"),
+    "processors": lambda: patch.object(os, "cpu_count", lambda: 1000),
+    "hosts": lambda: patch.dict(os.environ, LOCAL_WORLD_SIZE="1"),
+    "line": lambda: patch.object(Anchor, "source", "model.py:4"),
+}
+
+
+@pytest.fixture
+def cold(tmp_path: Path) -> Iterator[None]:
+    with patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=str(tmp_path)):
+        yield
+
+
+@pytest.mark.usefixtures("cold")
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_a_decision_depends_on_misses_the_cache(name: str) -> None:
+    first = _compile()
+    with CHANGES[name]():
+        changed = _compile()
+    assert (first[0], changed[0]) == (False, False)
+    assert changed[1] != first[1] or name in ("order", "sources", "processors")
+    assert _compile() == (True, first[1])
+
+
+@pytest.mark.usefixtures("cold")
+def test_another_number_of_ranks_misses_the_cache() -> None:
+    """The graph of an all_reduce does not tell how many ranks there are."""
+    ((_, alone), (_, two), (hit, four)) = (_compile(world) for world in (1, 2, 4))
+    assert (hit, [fused for fused, _ in (*alone, *two, *four)]) == (False, [False, True, True])
+
+
+def test_circumstances_tell_neither_rank_nor_folder() -> None:
+    found = set()
+    for rank in range(3):
+        with fake_group(3, rank), patch.object(Anchor, "source", f"/checkouts/{rank}/model.py:4"):
+            gm = make_fx(reduced, tracing_mode="fake")(torch.ones(4, 6), torch.ones(6, 8))
+            assert isinstance(gm, fx.GraphModule)
+            found.add(circumstances(gm.graph))
+    (text,) = found
+    assert "model.py:4" in text
+    assert "checkouts" not in text
+
+
+def _caches_all(rank: int, world: int, directory: str) -> tuple[list[int], int]:
+    """Graphs reported per round, with AOTAutograd's cache asked for, and its hits."""
+    torch._dynamo.utils.counters.clear()
+    counts = []
+    with (
+        patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=directory),
+        torch._functorch.config.patch(enable_autograd_cache=True),
+    ):
+        for _ in range(2):
+            torch._dynamo.reset()
+            with autofuse.debug() as report:
+                leaves = [integers(rank + 10 * i, 8, 8).requires_grad_() for i in range(3)]
+                torch.compile(model, backend="autofuse")(*leaves).sum().backward()
+            counts.append(sum(len(graph.sites) for graph in report.graphs))
+    return counts, torch._dynamo.utils.counters["aot_autograd"]["autograd_cache_hit"]
+
+
+def test_a_cache_that_would_skip_the_pass_is_not_asked(ranks: Ranks, tmp_path: Path) -> None:
+    for (first, second), hits in ranks(2).run(_caches_all, str(tmp_path), timeout=120):
+        assert (first, hits) == (second, 0)
+        assert first >= 4
+
+
+def _in_mode(rank: int, world: int, mode: str | None, options: dict[str, Any]) -> list[str]:
+    torch._dynamo.reset()
+    x, w = integers(rank, 4, 6), integers(7, 6, 8)
+    compiled = torch.compile(reduced, backend="autofuse", mode=mode, options=options or None)
+    with autofuse.debug() as report, torch.no_grad():
+        for _ in range(3):  # a graph that is captured runs twice before it is replayed
+            assert torch.equal(compiled(x, w), reduced(x, w))
+    assert len(report.sites) == 1
+    return [site.reason.value for site in report.kept if site.reason]
+
+
+@pytest.mark.parametrize(
+    ("mode", "options", "kept"),
+    [
+        ("reduce-overhead", {}, []),
+        ("max-autotune", {}, []),
+        (None, {"freezing": True}, []),
+        (None, {"cpp_wrapper": True}, ["unsupported_variant"]),
+    ],
+    ids=["reduce-overhead", "max-autotune", "freezing", "cpp_wrapper"],
+)
+def test_modes(ranks: Ranks, mode: str | None, options: dict[str, Any], kept: list[str]) -> None:
+    assert ranks(2).run(_in_mode, mode, options, timeout=120) == [kept] * 2
