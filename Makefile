@@ -47,7 +47,7 @@ types: $(STAMP)
 	$(BIN)/python -m mypy
 
 bench: $(STAMP)
-	$(BIN)/python -m autofuse.bench --device cpu
+	$(BIN)/autofuse bench
 
 wheel: $(STAMP)
 	$(BIN)/python -m build -q --wheel --no-isolation

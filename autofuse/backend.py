@@ -16,7 +16,7 @@ from autofuse import lowering, passes
 from autofuse.lowering import torch_internals
 from autofuse.lowering.torch_internals import CustomGraphPass, takes_is_inference
 from autofuse.options import resolve
-from autofuse.passes.report import GraphReport, Reason, listening, publish
+from autofuse.passes.report import GraphReport, Reason, Report, listening, publish
 
 log = logging.getLogger(__name__)
 
@@ -111,6 +111,10 @@ class FusionPass(CustomGraphPass):
 def record(graph: GraphReport) -> None:
     """Sends a report to all who listen, logs a line, and warns if the CPU kernels are missing."""
     publish(graph)
+    if torch_internals.tracing():
+        torch_internals.trace_artifact("autofuse_before", "string", str(graph.before))
+        torch_internals.trace_artifact("autofuse_after", "string", str(graph.after))
+        torch_internals.trace_artifact("autofuse_decisions", "string", str(Report([graph])))
     fused = sum(site.fused for site in graph.sites)
     log.info("%s: %d fused, %d kept", graph.name, fused, len(graph.sites) - fused)
     if any(site.reason is Reason.NO_NATIVE_KERNELS for site in graph.sites):

@@ -17,7 +17,7 @@ order: str = Config(default="direct", env_name_default="AUTOFUSE_ORDER")
 """Order of the tiles of a plan: `direct`, `ring`, or `oblivious` (the control of every measurement)."""
 
 table: str = Config(default="", env_name_default="AUTOFUSE_TABLE")
-"""File with constants for the cost model, as `python -m autofuse.tune` writes it; equal on all ranks. Before
+"""File with constants for the cost model, as `autofuse tune` writes it; equal on all ranks. Before
 the tables in the cache folder (`~/.cache/autofuse`) and those that come with autofuse."""
 
 timeout_s: float = float(os.environ.get("AUTOFUSE_TIMEOUT_S", "300"))

@@ -3,7 +3,7 @@
 import functools
 import itertools
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +17,7 @@ from autofuse.backend import fusion_pass, graph_kind, record
 from autofuse.lowering import torch_internals
 from autofuse.options import settings
 from autofuse.passes.report import Report, collecting
+from autofuse.progress import Progress, silent
 
 _UNBACKED_SIZE = 4
 """Stands for sizes that depend on data. Nothing is computed, so that any number does."""
@@ -49,6 +50,43 @@ def explain(model: Callable[..., Any], backward: bool = False) -> Callable[..., 
 
 
 @contextmanager
+def explaining(
+    options: Mapping[str, Any] | None = None, all_backends: bool = False, progress: Progress = silent
+) -> Iterator[Report]:
+    """Inside, what `torch.compile` gets for `backend="autofuse"` is treated as by `explain`, in any code.
+
+    `options` are those of the backend and win over those of each `torch.compile`. With `all_backends`, what
+    is compiled for another backend is treated as if it were for this one. `progress` counts the graphs.
+    """
+    numbers = itertools.count()
+    torch_compile, overrides = torch.compile, options or {}
+
+    def backend(
+        gm: fx.GraphModule, example_inputs: Sequence[Any], *, mode: str | None = None, options: Any = None
+    ) -> Callable[..., Any]:
+        progress("graphs compiled", len(report.graphs), None)
+        return _compile_without_code(
+            gm, example_inputs, next(numbers), mode, {**(options or {}), **overrides}
+        )
+
+    @functools.wraps(torch_compile)
+    def compile_to_explain(model: Any = None, **kwargs: Any) -> Any:
+        chosen = kwargs.get("backend", "inductor")
+        if chosen == "autofuse" or all_backends:
+            kwargs["backend"] = backend
+            if chosen not in ("autofuse", "inductor"):
+                kwargs.update(mode=None, options=None)  # they are that backend's own
+        return torch_compile(model, **kwargs)
+
+    with debug() as report, _NoCollectives():
+        torch.compile = compile_to_explain
+        try:
+            yield report
+        finally:
+            torch.compile = torch_compile
+
+
+@contextmanager
 def debug() -> Iterator[Report]:
     """Collects what is compiled inside, answers from compile caches included."""
     before = torch_internals.graph_break_counts()
@@ -75,9 +113,13 @@ def _call(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def _compile_without_code(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], number: int
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    number: int,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
 ) -> Callable[..., Any]:
-    fusion, patches = fusion_pass(number)
+    fusion, patches = fusion_pass(number, mode, options)
 
     def compile_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
         # Before the passes, which may leave a fused op's outputs without metadata.
@@ -119,7 +161,11 @@ def _zero(value: Any) -> Any:
 
 
 class _NoCollectives(TorchDispatchMode):
-    """Collectives that run outside compiled graphs return at once: in place nothing changes, else zeros."""
+    """Collectives and fused ops that run outside compiled graphs return at once.
+
+    What is exchanged in place stays as it is; every rank is taken to gather what this one has; all other
+    results are zero.
+    """
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -128,16 +174,29 @@ class _NoCollectives(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func.namespace == "c10d":
+            _fill_output(func, args)
             # Results are what the op writes to, its first argument, and a handle.
-            done = torch_internals.finished_work()
+            done = torch_internals.finished_work(args[0])
             results = [done if "Work" in str(r.type) else args[0] for r in func._schema.returns]
             return results[0] if len(results) == 1 else tuple(results)
-        if func.namespace.startswith("_c10d_functional"):
+        if func.namespace in ("_c10d_functional", "_c10d_functional_autograd", "autofuse"):
             device = next(t.device for t in pytree.tree_leaves(args) if isinstance(t, torch.Tensor))
             args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: t.to("meta"), (args, kwargs))
             zeros = functools.partial(torch.zeros_like, device=device)
             return pytree.tree_map_only(torch.Tensor, zeros, func(*args, **kwargs))
         return func(*args, **kwargs)
+
+
+def _fill_output(func: Any, args: Any) -> None:
+    """Fills what a collective writes to: with this rank's part where parts are gathered, else with zeros."""
+    name, arguments = func._schema.name, func._schema.arguments
+    if name in ("c10d::allgather_", "c10d::gather_"):
+        for parts, mine in zip(args[0], args[1], strict=False):  # gather_ has outputs on one rank
+            for part in parts:
+                part.copy_(mine)
+    elif arguments and arguments[0].name.startswith("output"):
+        for tensor in pytree.tree_leaves(args[0]):
+            tensor.zero_()
 
 
 def _backward(model: Callable[..., Any], outputs: Any, inputs: Any) -> None:

@@ -1,24 +1,23 @@
-"""`python -m autofuse.tune`: measures this machine and writes the table that the cost model uses on it.
+"""`autofuse tune`: measures this machine and writes the table that the cost model uses on it.
 
 The rows are those of the benchmark, fused wherever that is legal. The constants of the shipped table are
 fitted to all of them at once (`fit`); those that no row depends on stay as they are.
 """
 
-import argparse
 import os
 import statistics
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from autofuse.bench.launch import Progress, measure
 from autofuse.bench.measure import Options, Row
+from autofuse.bench.run import run
 from autofuse.fit import Sample, fit
 from autofuse.passes.cost_model import Model, Numbers, Task
 from autofuse.passes.table import Point, Table, cache_folder, shipped, table_for
+from autofuse.progress import Progress, silent
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -36,7 +35,7 @@ def tune(
     dtypes: Sequence[str | torch.dtype] = ("float32",),
     output: Path | None = None,
     quick: bool = False,
-    progress: Progress | None = None,
+    progress: Progress = silent,
 ) -> Table:
     """Measures groups of so many `ranks` on this machine's CPU, fits a table and writes it.
 
@@ -65,17 +64,14 @@ def default_output() -> Path:
 
 
 def measure_rows(
-    ranks: Sequence[int], dtypes: Sequence[str], quick: bool, progress: Progress | None
+    ranks: Sequence[int], dtypes: Sequence[str], quick: bool, progress: Progress = silent
 ) -> list[Row]:
     """The rows of the benchmark for all groups and dtypes."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     repeats, seconds = _QUICK if quick else _FULL
     rows: list[Row] = []
-    for world in ranks:
-        for dtype in dtypes:
-            chosen = QUICK_ROWS if quick else ()
-            options = Options(chosen, "always", dtype, repeats, seconds, max(1, cores // world))
-            rows += measure(world, options, progress)
+    for dtype in dtypes:
+        chosen = QUICK_ROWS if quick else ()
+        rows += run(ranks, Options(chosen, "always", dtype, repeats, seconds), progress)
     return rows
 
 
@@ -143,25 +139,3 @@ def _check(ranks: Sequence[int], dtypes: Sequence[str]) -> None:
             raise ValueError(f"dtypes: {dtype!r} has no kernel; expected some of {', '.join(DTYPES)}")
     if not dtypes:
         raise ValueError(f"dtypes: expected at least one of {', '.join(DTYPES)}")
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Command line: measures, writes the table, prints predicted beside measured times."""
-    parser = argparse.ArgumentParser(
-        prog="python -m autofuse.tune", description="Fits the cost model to this machine, which must be idle."
-    )
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="sizes of the groups")
-    parser.add_argument("--dtypes", choices=DTYPES, nargs="+", default=["float32"])
-    parser.add_argument("--output", type=Path, default=default_output(), help="the table (%(default)s)")
-    parser.add_argument("--quick", action="store_true", help="few rows, few times")
-    args = parser.parse_args(arguments)
-    table = tune(args.ranks, args.dtypes, args.output, args.quick, _show if sys.stderr.isatty() else None)
-    print(f"{comparison(table)}\nwritten to {args.output}")
-
-
-def _show(name: str, done: int, total: int) -> None:
-    print(f"{done + 1} of {total}: {name}", file=sys.stderr)
-
-
-if __name__ == "__main__":
-    main()

@@ -101,6 +101,21 @@ def graph_break_counts() -> Counter[str]:
     return Counter(counters["graph_break"])
 
 
+def tracing() -> bool:
+    """Whether torch writes a structured trace (`TORCH_TRACE=folder`), which tlparse shows."""
+    from torch._logging._internal import trace_log
+
+    # Torch's own handler is there from the start, and leaves at the first record if it has no folder.
+    return any(getattr(handler, "root_dir", "") is not None for handler in trace_log.handlers)
+
+
+def trace_artifact(name: str, encoding: str, payload: str) -> None:
+    """Adds a file `name` to the structured trace, with what is being compiled. `encoding`: string or json."""
+    from torch._logging import trace_structured
+
+    trace_structured("artifact", lambda: {"name": name, "encoding": encoding}, payload_fn=lambda: payload)
+
+
 def size_hint(size: int | torch.SymInt, unbacked: int) -> int:
     """The number that stood for `size` while it was traced, with `unbacked` for symbols that had none."""
     if isinstance(size, int):
@@ -141,11 +156,30 @@ def group_store(group: ProcessGroup) -> Store:
     return _get_process_group_store(group)
 
 
-def finished_work() -> Any:
-    """A `c10d::Work` that is done, as operators return it."""
-    from torch._C._distributed_c10d import FakeWork
+def fake_store() -> Store:
+    """A store that holds nothing, for groups of the backend `fake`, which exchange nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers that backend, too
 
-    return FakeWork().boxed()
+    return FakeStore()
+
+
+def symmetric_memory(device_type: str) -> str | None:
+    """Name of what allocates torch's symmetric memory on devices of this type; None where there is none."""
+    try:
+        from torch.distributed import _symmetric_memory
+
+        return _symmetric_memory.get_backend(torch.device(device_type)) or None
+    except (ImportError, RuntimeError, AttributeError):
+        return None
+
+
+def finished_work(result: Any) -> Any:
+    """A `c10d::Work` that is done, as operators return it; its future holds `result`, which DDP reads."""
+    from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
+
+    future: torch.futures.Future[Any] = torch.futures.Future()
+    future.set_result(result)
+    return _create_work_from_future(future).boxed()
 
 
 # --- Passes -------------------------------------------------------------------------------------------

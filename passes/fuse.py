@@ -70,7 +70,7 @@ class Settings:
 def fuse(graph: fx.Graph, settings: Settings, kind: str, name: str) -> GraphReport:
     """Rewrite in place every site that is legal and wanted. ValueError if the graph has no `meta["val"]`.
 
-    The report has the graph's nodes only if a collector will receive it: printing a large graph takes long.
+    The report has the graph's nodes only if somebody will read it: printing a large graph takes long.
     """
     anchors = find_anchors(graph)
     for anchor in anchors:

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import Any
 
+from autofuse.lowering import torch_internals
 from autofuse.lowering.orders import PlanShape
 
 
@@ -339,5 +340,5 @@ def publish(graph: GraphReport) -> None:
 
 
 def listening() -> bool:
-    """Whether any collector is active."""
-    return bool(_collectors)
+    """Whether graphs are to be printed: a collector is active, or torch writes a structured trace."""
+    return bool(_collectors) or torch_internals.tracing()

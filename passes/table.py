@@ -128,7 +128,7 @@ class Table:
         try:
             data = json.loads(text)
         except ValueError as error:
-            raise ValueError(f"{where}: no JSON ({error}); write it with `python -m autofuse.tune`") from None
+            raise ValueError(f"{where}: no JSON ({error}); write it with `autofuse tune`") from None
         fields = _Fields(data, where)
         cores = fields.take("cores", (int, type(None)), "a number of cores or null")
         if cores is not None and cores < 1:
@@ -219,7 +219,7 @@ def shipped() -> tuple[Table, ...]:
 
 
 def cache_folder() -> Path:
-    """Where `python -m autofuse.tune` writes the tables of this machine."""
+    """Where `autofuse tune` writes the tables of this machine."""
     home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(home).expanduser() / "autofuse"
 
@@ -244,7 +244,7 @@ def table_for(tables: Sequence[Table], device: torch.device) -> Table:
     for table in tables:
         if table.device.partition(":")[0] == device.type:
             return table
-    raise ValueError(f"no table of constants for {device.type}; write one with `python -m autofuse.tune`")
+    raise ValueError(f"no table of constants for {device.type}; write one with `autofuse tune`")
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""`python -m autofuse.bench --device cpu`: backend="autofuse" beside stock Inductor with gloo, in one run.
+"""`autofuse bench`: backend="autofuse" beside stock Inductor with gloo, in one run.
 
-`cases` holds the models, `launch` starts the ranks, `measure` is what each does, `table` what is printed.
+`cases` holds the models, `measure` what every rank does, `run` starts the ranks, `table` is what is printed.
 """

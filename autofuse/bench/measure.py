@@ -8,7 +8,9 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from multiprocessing.queues import SimpleQueue
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -24,6 +26,10 @@ milliseconds apart, which a block of one or two calls would measure instead."""
 MOST_CALLS = 256
 
 
+Event: TypeAlias = tuple[str, int, int]
+"""The row that is measured next, how many are done, and how many there are."""
+
+
 @dataclass(frozen=True)
 class Options:
     """What to measure; equal on all ranks."""
@@ -36,7 +42,8 @@ class Options:
     """The least number of repetitions of a row."""
     seconds: float
     """The least time that is spent on a row."""
-    threads: int
+    threads: int = 1
+    """Of every rank."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +70,8 @@ class Row:
         return self.inductor_us / self.autofuse_us
 
 
-def run_rank(rank: int, world: int, directory: str, options: Options) -> None:
-    """The whole life of a rank; rank 0 leaves the rows as JSON in `directory`."""
+def run_rank(rank: int, world: int, directory: str, options: Options, events: "SimpleQueue[Event]") -> None:
+    """The whole life of a rank; rank 0 tells `events` of each row and leaves all as JSON in `directory`."""
     # The collectives are being renamed, and the oldest torch that is supported has only the old names.
     warnings.filterwarnings("ignore", category=FutureWarning)
     torch.set_num_threads(options.threads)
@@ -72,11 +79,10 @@ def run_rank(rank: int, world: int, directory: str, options: Options) -> None:
     dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=world)
     rows = []
     with torch.no_grad():
-        total = sum(1 for _ in _chosen(rank, world, options))
-        for case in _chosen(rank, world, options):
+        chosen = list(_chosen(rank, world, options))
+        for done, case in enumerate(chosen):
             if rank == 0:
-                with Path(directory, "progress").open("a") as log:
-                    log.write(f"{total} {case.name}, {world} ranks\n")
+                events.put((f"{case.name}, {world} ranks", done, len(chosen)))
             rows.append(_measure(case, rank, world, options))
     if rank == 0:
         Path(directory, "rows.json").write_text(json.dumps([asdict(row) for row in rows]))

@@ -1,0 +1,18 @@
+"""The `autofuse` command: one file a subcommand, `app` puts them together.
+
+typer and rich come with `pip install "autofuse[cli]"`; nothing but the command imports them.
+"""
+
+import sys
+
+
+def main() -> None:
+    """Runs the command. Without typer or rich it says how to get them, and exits with 2."""
+    try:
+        from autofuse.cli.app import app
+    except ModuleNotFoundError as error:
+        if error.name not in ("typer", "rich"):
+            raise
+        print(f'autofuse: the command needs {error.name}: pip install "autofuse[cli]"', file=sys.stderr)
+        raise SystemExit(2) from None
+    app(prog_name="autofuse")

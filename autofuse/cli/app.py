@@ -1,0 +1,18 @@
+"""The subcommands under one name. Torch is imported by those that need it, when they run."""
+
+import typer
+
+from autofuse.cli import bench, doctor, explain, plan, tune
+
+app = typer.Typer(
+    help="What autofuse does to a script, whether this machine is ready for it, and how fast it is.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,  # errors and help are a few plain lines
+    pretty_exceptions_enable=False,
+)
+app.command()(doctor.doctor)
+app.command(context_settings={"allow_interspersed_args": False})(explain.explain)
+app.command()(plan.plan)
+app.command()(bench.bench)
+app.command()(tune.tune)

@@ -1,0 +1,61 @@
+"""`autofuse bench`: the rows of the benchmark, as a table and as JSON."""
+
+import json as json_module
+import os
+import platform
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from autofuse.cli.terminal import one_of, progress_bar, user_errors, write
+
+
+def bench(
+    ranks: Annotated[list[int], typer.Option(help="Size of a group; repeat for several.")] = [2, 4],  # noqa: B006
+    rows: Annotated[
+        list[str] | None, typer.Option(help="Only rows whose name contains this; repeat for several.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu.")] = "cpu",
+    policy: Annotated[str, typer.Option(help="auto or always.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    repeats: Annotated[int, typer.Option(help="Least repetitions of a row.")] = 15,
+    seconds: Annotated[float, typer.Option(help="Least time for a row.")] = 1.0,
+    json: Annotated[Path | None, typer.Option(help="Write all that was measured to this file.")] = None,
+    table: Annotated[Path | None, typer.Option(help="Write the table to this file.")] = None,
+) -> None:
+    """The same functions under torch.compile with stock Inductor and with autofuse, in one run."""
+    with user_errors():
+        one_of(device, ("cpu",), "--device")
+        one_of(policy, ("auto", "always"), "--policy")
+        one_of(dtype, ("float32", "bfloat16", "float16"), "--dtype")
+        if min(ranks) < 2:
+            raise ValueError(f"--ranks {min(ranks)}: expected 2 ranks or more")
+        # Torch takes seconds to import: not before the command line is known to be right.
+        import torch
+
+        from autofuse.bench.measure import Options
+        from autofuse.bench.run import cores, run
+        from autofuse.bench.table import table as table_of
+
+        load = os.getloadavg()[0]
+        options = Options(tuple(rows or ()), policy, dtype, repeats, seconds)
+        with progress_bar() as progress:
+            measured = run(ranks, options, progress)
+        # Whoever reads the numbers must see that something else was running.
+        about = f"{cores()} cores, torch {torch.__version__}, load average before the run {load:.1f}"
+        text = f"{table_of(measured)}\n{about}"
+        typer.echo(text)
+        if table is not None:
+            write(table, text + "\n")
+        if json is not None:
+            machine = {
+                "torch": torch.__version__,
+                "machine": platform.machine(),
+                "cores": cores(),
+                "load": load,
+            }
+            settings = {"dtype": dtype, "policy": policy, "device": device}
+            all_rows = [{**asdict(row), "speedup": row.speedup} for row in measured]
+            write(json, json_module.dumps({**machine, **settings, "rows": all_rows}, indent=1) + "\n")
