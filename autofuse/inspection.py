@@ -64,10 +64,11 @@ def explaining(
     def backend(
         gm: fx.GraphModule, example_inputs: Sequence[Any], *, mode: str | None = None, options: Any = None
     ) -> Callable[..., Any]:
-        progress("graphs compiled", len(report.graphs), None)
-        return _compile_without_code(
+        compiled = _compile_without_code(
             gm, example_inputs, next(numbers), mode, {**(options or {}), **overrides}
         )
+        progress("graphs compiled", len(report.graphs), None)
+        return compiled
 
     @functools.wraps(torch_compile)
     def compile_to_explain(model: Any = None, **kwargs: Any) -> Any:

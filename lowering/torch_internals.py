@@ -103,10 +103,10 @@ def graph_break_counts() -> Counter[str]:
 
 def tracing() -> bool:
     """Whether torch writes a structured trace (`TORCH_TRACE=folder`), which tlparse shows."""
-    from torch._logging._internal import trace_log
+    from torch._logging import _internal
 
-    # Torch's own handler is there from the start, and leaves at the first record if it has no folder.
-    return any(getattr(handler, "root_dir", "") is not None for handler in trace_log.handlers)
+    # It is always there, but without a folder it writes nothing.
+    return getattr(_internal.LOG_TRACE_HANDLER, "root_dir", None) is not None
 
 
 def trace_artifact(name: str, encoding: str, payload: str) -> None:

@@ -11,8 +11,9 @@ def main() -> None:
     try:
         from autofuse.cli.app import app
     except ModuleNotFoundError as error:
-        if error.name not in ("typer", "rich"):
+        missing = (error.name or "").partition(".")[0]
+        if missing not in ("typer", "rich"):
             raise
-        print(f'autofuse: the command needs {error.name}: pip install "autofuse[cli]"', file=sys.stderr)
+        print(f'autofuse: the command needs {missing}: pip install "autofuse[cli]"', file=sys.stderr)
         raise SystemExit(2) from None
     app(prog_name="autofuse")

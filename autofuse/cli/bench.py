@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from autofuse.cli.terminal import one_of, progress_bar, user_errors, write
+from autofuse.cli.terminal import check_folders, one_of, progress_bar, user_errors, write
 
 
 def bench(
@@ -32,6 +32,7 @@ def bench(
         one_of(dtype, ("float32", "bfloat16", "float16"), "--dtype")
         if min(ranks) < 2:
             raise ValueError(f"--ranks {min(ranks)}: expected 2 ranks or more")
+        check_folders(json, table)
         # Torch takes seconds to import: not before the command line is known to be right.
         import torch
 

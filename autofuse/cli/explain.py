@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from autofuse.cli.terminal import progress_bar, stdout, user_errors, write
+from autofuse.cli.terminal import check_folders, progress_bar, stdout, user_errors, write
 
 if TYPE_CHECKING:
     from autofuse import Report, Site
@@ -51,6 +51,7 @@ def explain(
     with user_errors():
         if not module and not Path(script).is_file():
             raise ValueError(f"there is no file {script!r}; use -m for the name of a module")
+        check_folders(json, html)
         # Torch takes seconds to import: not before the command line is known to be right.
         from autofuse.cli.fake_ranks import fake_ranks
         from autofuse.inspection import explaining
@@ -126,10 +127,11 @@ def _run(script: str, arguments: Sequence[str], module: bool, show_traceback: bo
 
 
 def _brief(error: Exception) -> str:
-    frame = traceback.extract_tb(error.__traceback__)[-1]
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if "site-packages" not in f.filename and not f.filename.startswith("<")]
     text = (str(error).strip().splitlines() or [""])[0]
+    place = f"{own[-1].filename}:{own[-1].lineno}"
     return (
-        f"the script ended with {type(error).__name__}: {text} ({frame.filename}:{frame.lineno})\n"
-        "compiled graphs return zeros here, at which a script that checks its numbers stumbles; "
-        "--traceback shows more"
+        f"the script ended with {type(error).__name__}: {text} ({place})\n"
+        "(--traceback shows more; a script that checks its numbers stumbles: compiled graphs return zeros)"
     )

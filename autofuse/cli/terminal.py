@@ -36,6 +36,13 @@ def one_of(value: str, allowed: Sequence[str], name: str) -> None:
         raise ValueError(f"{name} {value!r}: expected one of {', '.join(allowed)}")
 
 
+def check_folders(*paths: Path | None) -> None:
+    """Raises ValueError if a file cannot be written for want of a folder: before long work, not after it."""
+    for path in paths:
+        if path is not None and not path.parent.is_dir():
+            raise ValueError(f"cannot write {path}: there is no folder {path.parent}")
+
+
 def write(path: Path, text: str) -> None:
     """Writes a file that the user asked for. Raises ValueError where that is not possible."""
     try:
