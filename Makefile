@@ -2,6 +2,7 @@
 
 PYTHON ?= $(or $(shell command -v python3.11),python3)
 TORCH ?= 2.13.0
+# For another release: `make test TORCH=2.11.0 VENV=.venv-2.11.0`; without a VENV of its own it is reinstalled.
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready-$(TORCH)
@@ -21,6 +22,7 @@ $(STAMP): pyproject.toml setup.py $(wildcard native_kernels/cpu/*.cpp native_ker
 	@$(BIN)/python -m pip install -q --disable-pip-version-check "torch==$(TORCH)" "setuptools>=77" wheel
 	@$(BIN)/python -m pip install -q --disable-pip-version-check --no-build-isolation \
 		-e ".[dev,examples,cli,bench]" "torch==$(TORCH)"
+	@rm -f $(VENV)/.ready-*
 	@touch $@
 
 demo: $(STAMP)

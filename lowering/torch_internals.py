@@ -95,10 +95,10 @@ def inductor_mode_options() -> dict[str, dict[str, Any]]:
 
 
 def graph_break_counts() -> Counter[str]:
-    """How often dynamo broke a graph so far, by reason."""
+    """How often dynamo broke a graph so far, or left a whole function uncompiled, by reason."""
     from torch._dynamo.utils import counters
 
-    return Counter(counters["graph_break"])
+    return Counter(counters["graph_break"]) + Counter(counters["unimplemented"])
 
 
 def tracing() -> bool:

@@ -246,7 +246,7 @@ class Report:
             lines += ["", "kept:", *(f"  {reason.value}: {reason.advice}" for reason in reasons)]
         if self.graph_breaks:
             lines += ["", "graph breaks (no site can span one):"]
-            lines += dict.fromkeys(f"  {text.strip().splitlines()[0]}" for text in self.graph_breaks)
+            lines += dict.fromkeys(f"  {_break_line(text)}" for text in self.graph_breaks)
         return "\n".join(lines)
 
 
@@ -288,6 +288,29 @@ def _time(predicted: float | None, measured: float | None) -> str:
     if predicted is None or measured is None:
         return _number(predicted)
     return f"{predicted:.1f} (measured {measured:.1f}, {predicted / measured - 1:+.0%})"
+
+
+# What to do about breaks that collectives cause, by what the reason says of them.
+_BREAK_ADVICE = {
+    "async_op=True": (
+        "leave async_op=True out, or call torch.distributed._functional_collectives, which wait only where "
+        "the result is read"
+    ),
+    "torch.distributed.nn": (
+        "call torch.distributed._functional_collectives instead of torch.distributed.nn; those that end in "
+        "_autograd have a gradient"
+    ),
+    "_maybe_view_chunk_cat": (
+        "torch 2.11 cannot trace all_gather_tensor on a dim other than 0: update torch, or gather on dim 0 "
+        "and move the dim"
+    ),
+}
+
+
+def _break_line(text: str) -> str:
+    first = text.strip().splitlines()[0]
+    advice = next((advice for sign, advice in _BREAK_ADVICE.items() if sign in text), None)
+    return f"{first}: {advice}" if advice else first
 
 
 def _number(value: float | None) -> str:

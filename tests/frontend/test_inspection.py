@@ -1,9 +1,11 @@
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional
 from torch import nn
 from torch.distributed import _functional_collectives as funcol
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.torch_version import TorchVersion
 
 import autofuse
 from autofuse import passes
@@ -108,6 +110,31 @@ def test_graph_breaks_name_their_reason(group: str) -> None:
     with autofuse.debug() as report:
         torch.compile(f, backend="autofuse")(*operands())
     assert any("async_op=True" in text for text in report.graph_breaks)
+
+
+def test_graph_breaks_of_collectives_come_with_advice(group: str) -> None:
+    def f(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        y = x @ w
+        dist.all_reduce(y, async_op=True).wait()
+        return y
+
+    assert "leave async_op=True out" in str(autofuse.explain(f)(*operands()))
+
+
+def test_torch_distributed_nn(group: str) -> None:
+    """From torch 2.13 on dynamo leaves a function that calls it uncompiled."""
+
+    def f(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return torch.distributed.nn.functional.all_reduce(x @ w).relu()
+
+    report = autofuse.explain(f)(*operands())
+    if TorchVersion(torch.__version__) < "2.13":
+        assert [site.collective for site in report.sites] == ["all_reduce"]
+        assert not report.graph_breaks
+    else:
+        assert not report.sites
+        assert "torch.distributed.nn" in report.graph_breaks[0]
+        assert "instead of torch.distributed.nn" in str(report)
 
 
 def _explain_on_one_rank(rank: int, world: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from functorch.compile import make_boxed_func
 from torch import fx
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.torch_version import TorchVersion
 
 import autofuse
 from autofuse.backend import fusion_pass, graph_kind
@@ -36,6 +37,13 @@ class Program:
     worlds: tuple[int, ...] = (2,)
     unfused: bool = False
     """Compare with the unfused graph, since torch.compile itself differs from eager."""
+    breaks: str = ""
+    """What the report says of the graph break that dynamo makes; empty if there must be none."""
+
+
+def since(release: str, program: Program, **before: Any) -> Program:
+    """The program as torch compiles it from `release` on; in earlier ones `before` is different."""
+    return program if TorchVersion(torch.__version__) >= release else replace(program, **before)
 
 
 @contextmanager

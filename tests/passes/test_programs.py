@@ -38,6 +38,8 @@ def test_sites(case: tuple) -> None:
     if program.dynamic:  # explain traces static shapes
         expected = (fused, expected[1])
     assert (fused, kept) == expected, str(report)
+    assert bool(report.graph_breaks) == bool(program.breaks), str(report)
+    assert program.breaks in str(report)
 
 
 @pytest.mark.parametrize("case", CASES, ids=_id)
