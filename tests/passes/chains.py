@@ -1,0 +1,262 @@
+"""Chains of views, permutes, splits, casts, scales and readers round a dense collective, as data.
+
+A chain is drawn by hypothesis, is run by `program`, and is judged by `oracle.verdict`. Steps are tuples:
+moves of elements (`("reshape", shape)`, `("permute", order)`, `("split and cat", dim, length, to)`,
+`("narrow", dim, length)`, `("clone",)`), `("scale", number)`, `("columns",)` (times a vector), `("cast",)`
+(to bfloat16), `("read",)` (returned as well) and `("matmul",)` (of what was gathered).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed._functional_collectives as funcol
+import torch.nn.functional as F
+from hypothesis import strategies as st
+from torch import Tensor
+
+from .dense import group
+
+Step = tuple
+MOVES = ("reshape", "permute", "split and cat", "narrow", "clone")
+COLUMNS = 5
+"""Of the matmul that reads what was gathered."""
+INNER = 7
+"""Inner dim of the matmul that is reduced."""
+
+
+@dataclass(frozen=True)
+class Chain:
+    """What lies round one collective.
+
+    all_reduce, reduce_scatter: `before` starts at the product, of `shape` `[M, N]`; `after` at the result.
+    all_gather: `before` starts at an input of `shape`; `after` at the gathered tensor; what it ends with is
+    multiplied, its last dim being the inner one.
+    """
+
+    collective: str
+    world: int
+    shape: tuple[int, int]
+    before: tuple[Step, ...] = ()
+    after: tuple[Step, ...] = ()
+    dim: int = 0
+    reduce_op: str = "sum"
+
+
+def move(x: Tensor, step: Step) -> Tensor:
+    name, *args = step
+    if name == "reshape":
+        return x.reshape(args[0])
+    if name == "permute":
+        return x.permute(args[0])
+    if name == "split and cat":
+        dim, length, to = args
+        return torch.cat(x.split(length, dim), to)
+    if name == "narrow":
+        dim, length = args
+        return x.narrow(dim, 0, length)
+    assert name == "clone"
+    return x.clone()
+
+
+def apply(x: Tensor, moves: tuple[Step, ...] | list[Step]) -> Tensor:
+    for step in moves:
+        x = move(x, step)
+    return x
+
+
+def walk(x: Tensor, steps: tuple[Step, ...], other: Callable[[Tensor, str], Tensor]) -> Tensor:
+    """Apply the steps; `other(x, name)` does what moves no elements and returns the next x."""
+    for step in steps:
+        name = step[0]
+        if name in MOVES:
+            x = move(x, step)
+        elif name == "scale":
+            x = x * step[1]
+        elif name == "cast":
+            x = x.bfloat16()
+        else:
+            x = other(x, name)
+    return x
+
+
+def program(chain: Chain) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]]:
+    """`fn(x, w, c)` of the arguments that `arguments` makes."""
+    return gather_program(chain) if chain.collective == "all_gather" else reduce_program(chain)
+
+
+def reduce_program(chain: Chain) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]]:
+    def fn(x: Tensor, w: Tensor, c: Tensor) -> tuple[Tensor, ...]:
+        read: list[Tensor] = []
+
+        def other(y: Tensor, name: str) -> Tensor:
+            if name == "columns":
+                return y * c.to(y.dtype)
+            read.append(y)
+            return y
+
+        y = walk(F.linear(x, w), chain.before, other).contiguous()
+        if chain.collective == "all_reduce":
+            y = funcol.all_reduce(y, chain.reduce_op, group())
+        else:
+            y = funcol.reduce_scatter_tensor(y, chain.reduce_op, chain.dim, group())
+        return walk(y, chain.after, other).relu(), *read
+
+    return fn
+
+
+def gather_program(chain: Chain) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]]:
+    def fn(x: Tensor, w: Tensor, c: Tensor) -> tuple[Tensor, ...]:
+        outputs: list[Tensor] = []
+
+        def other(y: Tensor, name: str) -> Tensor:
+            outputs.append(multiply(y, w) if name == "matmul" else y)
+            return y
+
+        part = walk(x, chain.before, other).contiguous()
+        gathered = funcol.all_gather_tensor(part, chain.dim, group())
+        return multiply(walk(gathered, chain.after, other), w), *outputs
+
+    return fn
+
+
+def multiply(x: Tensor, w: Tensor) -> Tensor:
+    """`x: [.., K]` times the first K rows of `w`."""
+    inner = x.shape[-1]
+    return torch.mm(x.reshape(-1, inner), w[:inner].to(x.dtype))
+
+
+def arguments(chain: Chain, rank: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Random arguments of `program`, other ones on every rank."""
+    generator = torch.Generator().manual_seed(rank)
+    rows, columns = chain.shape
+    if chain.collective == "all_gather":
+        shapes: tuple = ((rows, columns), (chain.world * rows * columns, COLUMNS), (1,))
+    else:
+        shapes = ((rows, INNER), (columns, INNER), (columns,))
+    x, w, c = (torch.randn(s, generator=generator) for s in shapes)
+    return x, w, c
+
+
+# --- drawing ------------------------------------------------------------------------------------------
+
+
+def divisors(n: int) -> list[int]:
+    return [f for f in range(1, n + 1) if n % f == 0]
+
+
+@st.composite
+def moves(draw: st.DrawFn, shape: tuple[int, ...], most: int = 4) -> list[Step]:
+    """Moves that keep all elements: views that split or merge dims or cut them anew, permutes, splits."""
+    steps: list[Step] = []
+    current = list(shape)
+    for _ in range(draw(st.integers(0, most))):
+        kinds = ["split dim", "merge dims", "permute", "permute", "split and cat", "recut", "unsqueeze", "clone"]
+        kind, rank = draw(st.sampled_from(kinds)), len(current)
+        step: Step = ("clone",)
+        if kind == "split dim" and rank < 6:
+            dim = draw(st.integers(0, rank - 1))
+            minor = draw(st.sampled_from(divisors(current[dim])))
+            current[dim : dim + 1] = [current[dim] // minor, minor]
+            step = ("reshape", tuple(current))
+        elif kind == "merge dims" and rank > 1:
+            dim = draw(st.integers(0, rank - 2))
+            current[dim : dim + 2] = [current[dim] * current[dim + 1]]
+            step = ("reshape", tuple(current))
+        elif kind == "recut" and rank > 1:  # need not respect the digits
+            dim = draw(st.integers(0, rank - 2))
+            both = current[dim] * current[dim + 1]
+            minor = draw(st.sampled_from(divisors(both)))
+            current[dim : dim + 2] = [both // minor, minor]
+            step = ("reshape", tuple(current))
+        elif kind == "permute":
+            order = draw(st.permutations(range(rank)))
+            current = [current[i] for i in order]
+            step = ("permute", tuple(order))
+        elif kind == "split and cat":
+            dim, to = draw(st.integers(0, rank - 1)), draw(st.integers(0, rank - 1))
+            length = draw(st.sampled_from(divisors(current[dim])))
+            count, current[dim] = current[dim] // length, length
+            current[to] *= count
+            step = ("split and cat", dim, length, to)
+        elif kind == "unsqueeze" and rank < 6:
+            current.insert(draw(st.integers(0, rank)), 1)
+            step = ("reshape", tuple(current))
+        steps.append(step)
+    return steps
+
+
+@st.composite
+def steps(
+    draw: st.DrawFn, shape: tuple[int, ...], extras: tuple[Step, ...], most: int = 4, narrow: bool = False
+) -> tuple[tuple[Step, ...], tuple[int, ...]]:
+    """Moves with up to two of `extras` among them, rarely cut short by a narrow; and the shape behind them."""
+    found = draw(moves(shape, most))
+    if narrow and draw(st.integers(0, 19)) == 0:
+        before = apply(torch.empty(shape), found).shape
+        dim = draw(st.integers(0, len(before) - 1))
+        if before[dim] % 4 == 0:
+            found.append(("narrow", dim, before[dim] // 2))
+    for extra in draw(st.lists(st.sampled_from(extras), max_size=2)) if extras else []:
+        found.insert(draw(st.integers(0, len(found))), extra)
+    return tuple(found), _shape_behind(shape, tuple(found))
+
+
+def _shape_behind(shape: tuple[int, ...], found: tuple[Step, ...]) -> tuple[int, ...]:
+    return tuple(apply(torch.empty(shape), [s for s in found if s[0] in MOVES]).shape)
+
+
+SCALE, CAST, READ, MATMUL = ("scale", 0.5), ("cast",), ("read",), ("matmul",)
+
+
+@st.composite
+def all_reduces(draw: st.DrawFn, world: int) -> Chain:
+    shape = (draw(st.sampled_from([4, 6, 12])), draw(st.sampled_from([4, 6, 8])))
+    before, middle = draw(steps(shape, (SCALE, CAST, READ), narrow=True))
+    after, _ = draw(steps(middle, (SCALE, READ), most=2))
+    return Chain(
+        "all_reduce", world, shape, _columns(draw) + before, after, 0, draw(st.sampled_from(["sum", "avg"]))
+    )
+
+
+@st.composite
+def reduce_scatters(draw: st.DrawFn, world: int) -> Chain:
+    shape = (world * draw(st.sampled_from([1, 2, 6])), draw(st.sampled_from([world, 4, 6, 8])))
+    before, middle = draw(steps(shape, (SCALE, CAST, READ), narrow=True))
+    even = [i for i, s in enumerate(middle) if s % world == 0]
+    if not even:
+        before, middle, even = (*before, ("reshape", (torch.Size(middle).numel(),))), (-1,), [0]
+        if _shape_behind(shape, before)[0] % world:
+            before, middle = (), shape
+    dim = draw(st.sampled_from(even))
+    behind = list(_shape_behind(shape, before))
+    behind[dim] //= world
+    after, _ = draw(steps(tuple(behind), (SCALE, READ), most=2))
+    return Chain(
+        "reduce_scatter", world, shape, _columns(draw) + before, after, dim, draw(st.sampled_from(["sum", "avg"]))
+    )
+
+
+@st.composite
+def all_gathers(draw: st.DrawFn, world: int) -> Chain:
+    shape = (draw(st.sampled_from([2, 4, 6])), draw(st.sampled_from([1, 4, 6])))
+    before, part = draw(steps(shape, (), most=2))
+    dim = draw(st.integers(0, len(part) - 1))
+    whole = (*part[:dim], world * part[dim], *part[dim + 1 :])
+    extras = (SCALE, CAST, READ, READ, READ, MATMUL, MATMUL, MATMUL)
+    after, _ = draw(steps(whole, extras, narrow=True))
+    return Chain("all_gather", world, shape, before, after, dim)
+
+
+def _columns(draw: st.DrawFn) -> tuple[Step, ...]:
+    return (("columns",),) if draw(st.integers(0, 4)) == 0 else ()
+
+
+CHAINS: dict[str, Callable[[int], st.SearchStrategy[Any]]] = {
+    "all_reduce": all_reduces,
+    "reduce_scatter": reduce_scatters,
+    "all_gather": all_gathers,
+}
