@@ -111,7 +111,7 @@ def find_readers(anchor: Anchor, shapes: Shapes, through: torch.dtype | None = N
     """
     results = set(anchor.results)
     layouts: dict[fx.Node, Layout | None] = {}
-    found: list[Reader] = []
+    found: dict[tuple[fx.Node, fx.Node], Reader] = {}
 
     def layout_of(node: fx.Node) -> Layout | None:
         if node not in layouts:
@@ -125,23 +125,27 @@ def find_readers(anchor: Anchor, shapes: Shapes, through: torch.dtype | None = N
             return all(layout_of(piece) is not None for piece in user.users)
         return (is_view(user) or is_cast(user)) and layout_of(user) is not None
 
-    seen: set[fx.Node] = set()
+    seen: set[tuple[fx.Node, fx.Node | None]] = set()
 
-    def visit(node: fx.Node, view: fx.Node) -> None:
+    def visit(node: fx.Node, view: fx.Node, unknown: fx.Node | None = None) -> None:
+        """`unknown`: a view without a layout between `view` and `node`; views of it may have one again."""
         for user in node.users:
             if user in results or user.target is aten.sym_size.int:
                 continue
-            if not moves(user):
+            known, reader = moves(user), unknown or user
+            if known or is_view(user):
+                entry = (user, None if known else reader)
+                if entry not in seen:
+                    seen.add(entry)
+                    visit(user, user if known and user.target not in SPLITS else view, entry[1])
+            else:
                 layout = layout_of(view)
                 assert layout is not None
-                found.append(Reader(user, view, layout))
-            elif user not in seen:
-                seen.add(user)
-                visit(user, view if user.target in SPLITS else user)
+                found[reader, view] = Reader(reader, view, layout)
 
     for result in anchor.results:
         visit(result, result)
-    return found
+    return list(found.values())
 
 
 def only_cast(readers: list[Reader]) -> torch.dtype | None:

@@ -14,21 +14,24 @@ from torch import fx
 
 from .anchors import Anchor
 from .emit import Emitter
-from .layout import Cut, Layout, cut_out, exact_quotient, product, regroup
+from .layout import Cut, Layout, Size, cut_out, exact_quotient, product, regroup
 from .match import Context, Found, Match, Work, check_dtype, materialise, replace_result
 from .product import Product, Reject, between, match_product
 from .report import Reason
 
 
 def match_all_reduce(anchor: Anchor, context: Context) -> Found:
-    found = _find(anchor, context)
+    size = product(context.shapes.of(anchor.input))  # type: ignore[arg-type]
+    found = _find(anchor, context, (size,))
     if isinstance(found, Reject):
         return found
     return _match(anchor, context, found, "matmul_all_reduce", None)
 
 
 def match_reduce_scatter(anchor: Anchor, context: Context) -> Found:
-    found = _find(anchor, context)
+    length, *others = context.shapes.of(anchor.input)  # type: ignore[misc]
+    part = exact_quotient(length, context.world)
+    found = _find(anchor, context, None if part is None else (context.world, product((part, *others))))
     if isinstance(found, Reject):
         return found
     cut = leading_cut(found, context.world)
@@ -37,10 +40,10 @@ def match_reduce_scatter(anchor: Anchor, context: Context) -> Found:
     return _match(anchor, context, found, "matmul_reduce_scatter", cut)
 
 
-def _find(anchor: Anchor, context: Context) -> Product | Reject:
-    """The product that is reduced, whatever its layout."""
+def _find(anchor: Anchor, context: Context, shape: tuple[Size, ...] | None) -> Product | Reject:
+    """The product that is reduced, viewed as `shape`."""
     assert anchor.input is not None
-    found = match_product(anchor.input, context.shapes)
+    found = match_product(anchor.input, context.shapes, shape=shape)
     if isinstance(found, Reject):
         return found
     if anchor.reduce_op not in ("sum", "avg"):

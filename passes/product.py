@@ -81,9 +81,14 @@ class Product:
         return "; ".join(self.stages)
 
 
-def match_product(node: fx.Node, shapes: Shapes, batched: bool = False) -> Product | Reject:
-    """The product that `node` is a layout of. `batched` allows bmm with a batch of experts."""
-    found = _match(node, shapes, batched)
+def match_product(
+    node: fx.Node, shapes: Shapes, batched: bool = False, shape: tuple[Size, ...] | None = None
+) -> Product | Reject:
+    """The product that `node`, viewed as `shape`, is a layout of.
+
+    `batched` allows bmm with a batch of experts.
+    """
+    found = _match(node, shapes, batched, shape)
     if isinstance(found, Reject):
         return found
     taken = found.inner | {found.last}
@@ -94,8 +99,13 @@ def match_product(node: fx.Node, shapes: Shapes, batched: bool = False) -> Produ
     return found
 
 
-def _match(node: fx.Node, shapes: Shapes, batched: bool) -> Product | Reject:
-    traced = trace(node, lambda n: n.target in _CONTRACTIONS or _is_stage(n) or is_fused(n), shapes)
+def _match(
+    node: fx.Node, shapes: Shapes, batched: bool, shape: tuple[Size, ...] | None = None
+) -> Product | Reject:
+    def is_leaf(n: fx.Node) -> bool:
+        return n.target in _CONTRACTIONS or _is_stage(n) or is_fused(n)
+
+    traced = trace(node, is_leaf, shapes, shape=shape)
     if traced is None or len(traced.leaves) != 1:
         return Reject(Reason.NO_COMPUTE, f"no matmul was found above {node.name}")
     leaf = traced.leaves[0]

@@ -161,11 +161,15 @@ class Trace:
 
 
 def trace(
-    node: fx.Node, is_leaf: Callable[[fx.Node], bool], shapes: Shapes, through: torch.dtype | None = None
+    node: fx.Node,
+    is_leaf: Callable[[fx.Node], bool],
+    shapes: Shapes,
+    through: torch.dtype | None = None,
+    shape: tuple[Size, ...] | None = None,
 ) -> Trace | None:
     """The layout of `node` relative to the nearest leaves above it; None if something else lies between.
 
-    A cast to the dtype `through` counts as a view.
+    `node` counts as viewed as `shape` (default: its own), and a cast to the dtype `through` counts as a view.
     """
     memo: dict[fx.Node, Trace | None] = {}
 
@@ -182,12 +186,28 @@ def trace(
             return None
         if n.target in (aten.cat.default, aten.stack.default):
             return join(n)
-        cast = through is not None and is_cast(n) and dtype_of(n) == through
-        source, view = (n.args[0], _keep) if cast else source_and_view(n, shapes)
+        if is_reshape(n):
+            return viewed(n, shape)
+        source, view = above(n)
         below = visit(source) if isinstance(source, fx.Node) else None
         if below is None:
             return None
         return below.map(view(below.layout, shape))
+
+    def above(n: fx.Node) -> tuple[fx.Node | None, Callable]:
+        if through is not None and is_cast(n) and dtype_of(n) == through:
+            return n.args[0], _keep
+        return source_and_view(n, shapes)
+
+    def viewed(n: fx.Node, shape: tuple[Size, ...]) -> Trace | None:
+        """`n` viewed as `shape`. Of views of views only the last one has to be expressible."""
+        while n.op == "call_function" and not is_leaf(n):
+            source, view = above(n)
+            if source is None or not (view is _keep or is_reshape(n)):
+                break
+            n = source
+        below = visit(n)
+        return None if below is None else below.map(below.layout.reshape(shape))
 
     def join(n: fx.Node) -> Trace | None:
         parts = n.args[0]
@@ -220,7 +240,12 @@ def trace(
         dims = (*layout.dims[:dim], merge((which, *layout.dims[dim])), *layout.dims[dim + 1 :])
         return Trace(Layout(dims, layout.fixed), tuple(t.leaves[0] for t in found))
 
-    return visit(node)
+    return visit(node) if shape is None else viewed(node, shape)
+
+
+def is_reshape(n: fx.Node) -> bool:
+    """Is `n` a view whose layout follows from the two shapes alone?"""
+    return n.target in _RESHAPES and isinstance(n.args[0], fx.Node)
 
 
 def source_and_view(n: fx.Node, shapes: Shapes) -> tuple[fx.Node | None, Callable]:
