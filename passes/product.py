@@ -14,7 +14,7 @@ from torch import fx
 
 from .layout import Layout, Size, compose, merge, same_size
 from .report import Reason
-from .trace import Shapes, argument, dtype_of, expression, is_cast, tensor, trace
+from .trace import Shapes, argument, dtype_of, expression, is_cast, is_view, tensor, trace
 
 aten = torch.ops.aten
 
@@ -107,6 +107,8 @@ def _match(
 
     traced = trace(node, is_leaf, shapes, shape=shape)
     if traced is None or len(traced.leaves) != 1:
+        if _moves_a_matmul(node):
+            return Reject(Reason.LAYOUT, f"{node.name} is no list of digits of a matmul")
         return Reject(Reason.NO_COMPUTE, f"no matmul was found above {node.name}")
     leaf = traced.leaves[0]
     if is_fused(leaf):
@@ -126,6 +128,20 @@ def _match(
     if layout is None or layout.fixed:
         return Reject(Reason.LAYOUT, f"{node.name} is a part or an inexpressible view of {leaf.name}")
     return replace(found, layout=layout)
+
+
+def _moves_a_matmul(n: fx.Node) -> bool:
+    """Does `n`, by views, casts and pointwise ops alone, come from a matmul?"""
+    seen: set[fx.Node] = set()
+    work = [n]
+    while work:
+        node = work.pop()
+        if node.target in _CONTRACTIONS:
+            return True
+        if node not in seen and (is_view(node) or _is_stage(node)):
+            seen.add(node)
+            work.extend(node.all_input_nodes)
+    return False
 
 
 def _is_stage(n: fx.Node) -> bool:
