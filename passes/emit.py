@@ -13,7 +13,7 @@ from torch import fx
 
 from autofuse.lowering import torch_internals
 
-from .layout import Digit, Layout, Size, common_digits, exact_quotient, same_size
+from .layout import Digit, Layout, Size, common_digits, exact_quotient, product, same_size
 from .trace import Shapes, expression, value
 
 aten = torch.ops.aten
@@ -149,7 +149,10 @@ class Emitter:
         fixed = tuple(d for d, _ in want.fixed)
         refined = common_digits(have.digits, fixed + want.digits)
         if refined is None:
-            raise CannotEmit(f"{want} is no view of {have}")
+            source_layout = _source(have)
+            if source_layout in (None, have):
+                raise CannotEmit(f"{want} is no view of {have}")
+            return self.rebuild(self.rebuild(node, have, source_layout), source_layout, want, shape)
         source, target = refined
         shape = want.shape if shape is None else shape
         if source == target and not fixed:
@@ -161,6 +164,15 @@ class Emitter:
         for index in _fixed_indices(want.fixed, target):
             node = self.call(aten.select.int, node, 0, index)
         return self.reshape(node, shape)
+
+
+def _source(layout: Layout) -> Layout | None:
+    """The layout of the source itself, of which `layout` has all elements."""
+    dims = {d.dim for d in layout.digits}
+    if not dims or min(dims) < 0:
+        return None
+    sizes = [product(d.size for d in layout.digits if d.dim == i) for i in range(max(dims) + 1)]
+    return Layout.of(sizes)
 
 
 def _fixed_indices(fixed: tuple[tuple[Digit, int], ...], target: tuple[Digit, ...]) -> list[int]:
