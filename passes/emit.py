@@ -233,6 +233,12 @@ def order_nodes(graph: fx.Graph) -> None:
         last = node
 
 
+def relax_views(graph: fx.Graph) -> None:
+    """Let every `view` be a `reshape`: what a fused op leaves behind may have other strides than before."""
+    for node in graph.find_nodes(op="call_function", target=aten.view.default):
+        node.target = aten.reshape.default
+
+
 def erase_unused(nodes: Sequence[fx.Node]) -> list[str]:
     """Erase those of `nodes` that nobody reads, then what only they had read. None has side effects.
 

@@ -24,7 +24,7 @@ from .crossover import Known
 from .dispatch import match_dispatch, match_single_dispatch
 from .embedding import match_embedding
 from .embedding_backward import match_embedding_backward
-from .emit import CannotEmit, Emitter, erase_unused, order_nodes
+from .emit import CannotEmit, Emitter, erase_unused, order_nodes, relax_views
 from .gather_matmul import match_all_gather
 from .layout import same_size
 from .listing import listing, tie
@@ -92,6 +92,7 @@ def fuse(graph: fx.Graph, settings: Settings, kind: str, name: str) -> GraphRepo
     _tell_kept(anchors, sites)
     if any(site.fused for site in sites):
         merge_fused(graph)
+        relax_views(graph)
         graph.lint()
     seconds = time.perf_counter() - start
     before, after = tie(before, show(graph), changed, kept)
