@@ -148,14 +148,16 @@ def divisors(n: int) -> list[int]:
     return [f for f in range(1, n + 1) if n % f == 0]
 
 
+KINDS = ("split dim", "merge dims", "recut", "unsqueeze", "permute", "permute", "split and cat", "clone")
+
+
 @st.composite
 def moves(draw: st.DrawFn, shape: tuple[int, ...], most: int = 4) -> list[Step]:
     """Moves that keep all elements: views that split or merge dims or cut them anew, permutes, splits."""
     steps: list[Step] = []
     current = list(shape)
     for _ in range(draw(st.integers(0, most))):
-        kinds = ["split dim", "merge dims", "permute", "permute", "split and cat", "recut", "unsqueeze", "clone"]
-        kind, rank = draw(st.sampled_from(kinds)), len(current)
+        kind, rank = draw(st.sampled_from(KINDS)), len(current)
         step: Step = ("clone",)
         if kind == "split dim" and rank < 6:
             dim = draw(st.integers(0, rank - 1))
@@ -178,8 +180,9 @@ def moves(draw: st.DrawFn, shape: tuple[int, ...], most: int = 4) -> list[Step]:
             step = ("permute", tuple(order))
         elif kind == "split and cat":
             dim, to = draw(st.integers(0, rank - 1)), draw(st.integers(0, rank - 1))
-            length = draw(st.sampled_from(divisors(current[dim])))
-            count, current[dim] = current[dim] // length, length
+            count = draw(st.sampled_from([f for f in divisors(current[dim]) if f <= 6]))
+            length = current[dim] // count
+            current[dim] = length
             current[to] *= count
             step = ("split and cat", dim, length, to)
         elif kind == "unsqueeze" and rank < 6:
@@ -193,9 +196,9 @@ def moves(draw: st.DrawFn, shape: tuple[int, ...], most: int = 4) -> list[Step]:
 def steps(
     draw: st.DrawFn, shape: tuple[int, ...], extras: tuple[Step, ...], most: int = 4, narrow: bool = False
 ) -> tuple[tuple[Step, ...], tuple[int, ...]]:
-    """Moves with up to two of `extras` among them, rarely cut short by a narrow; and the shape behind them."""
+    """Moves with up to two of `extras` among them, rarely a narrow behind them; and the last shape."""
     found = draw(moves(shape, most))
-    if narrow and draw(st.integers(0, 19)) == 0:
+    if narrow and draw(st.integers(0, 29)) == 17:
         before = apply(torch.empty(shape), found).shape
         dim = draw(st.integers(0, len(before) - 1))
         if before[dim] % 4 == 0:
@@ -217,9 +220,8 @@ def all_reduces(draw: st.DrawFn, world: int) -> Chain:
     shape = (draw(st.sampled_from([4, 6, 12])), draw(st.sampled_from([4, 6, 8])))
     before, middle = draw(steps(shape, (SCALE, CAST, READ), narrow=True))
     after, _ = draw(steps(middle, (SCALE, READ), most=2))
-    return Chain(
-        "all_reduce", world, shape, _columns(draw) + before, after, 0, draw(st.sampled_from(["sum", "avg"]))
-    )
+    op = draw(st.sampled_from(["sum", "avg"]))
+    return Chain("all_reduce", world, shape, _columns(draw) + before, after, 0, op)
 
 
 @st.composite
@@ -235,9 +237,8 @@ def reduce_scatters(draw: st.DrawFn, world: int) -> Chain:
     behind = list(_shape_behind(shape, before))
     behind[dim] //= world
     after, _ = draw(steps(tuple(behind), (SCALE, READ), most=2))
-    return Chain(
-        "reduce_scatter", world, shape, _columns(draw) + before, after, dim, draw(st.sampled_from(["sum", "avg"]))
-    )
+    op = draw(st.sampled_from(["sum", "avg"]))
+    return Chain("reduce_scatter", world, shape, _columns(draw) + before, after, dim, op)
 
 
 @st.composite

@@ -1,19 +1,19 @@
 """What of a chain must be fused, decided from index arrays alone: the chain is run on an arange.
 
-An element of the arange says where in the product `[M, N]` (in the gathered tensor) it comes from. The scattered
-(gathered) parts can be expressed if for some `dim` and `outer` the part of every rank `r` is
-`t.view(.., outer, world, inner, ..)[.., :, r, :, ..]` of the rows or columns of the matrix, and lies in it
-alike on every rank.
+An element of the arange says where in the product `[M, N]` (in the gathered tensor) it comes from. The
+scattered (gathered) parts can be expressed if for some `dim` and `outer` the part of every rank `r` is
+`t.view(.., outer, world, inner, ..)[.., :, r, :, ..]` of the rows or columns of the matrix, with its elements
+in an order that is the same for all ranks.
 
 Where the passes may ask for more, it is a rule:
 
-D  Every tensor that a permute, a split, a scale or a cast reads is a list of digits: its index is a sum of one
-   term a dim, each term made of mixed-radix digits of single dims of the source. Views are free: only what
-   is done to the tensor afterwards counts. (The passes describe a movement of data as a list of digits, with
-   symbolic sizes, step by step; what lies between two scales or casts is described by itself.)
+D  Every tensor that a permute, a split, a scale or a cast reads is a list of digits: its index is a sum of
+   one term a dim, each term made of mixed-radix digits of single dims of the source. Views are free: only
+   what is done to the tensor afterwards counts. (The passes describe a movement of data as a list of digits,
+   with symbolic sizes, step by step; what lies between two scales or casts is described by itself.)
 S  What a split or narrow takes apart is one digit, not several that views have put side by side.
 W  The whole product (gathered tensor) is reduced (multiplied), not a narrow of it.
-E  Nobody reads the product before its last scale or cast: that value exists in no output of the fused op.
+E  Nobody reads the product before its last scale or cast: no output of the fused op has that value.
 X  A gathered tensor is multiplied as it is, not scaled, and in one dtype: all that read it cast it, or none.
 """
 
@@ -125,7 +125,8 @@ def places(parts: Tensor, shape: tuple[int, int]) -> tuple[tuple[int, int], ...]
         for outer in divisors(length // world) if length % world == 0 else []:
             expected = index_of(shape).unflatten(dim, (outer, world, -1)).movedim(dim + 1, 0)
             ordered, order = parts.sort(1)
-            if torch.equal(ordered, expected.reshape(world, -1)) and torch.equal(order, order[:1].expand_as(order)):
+            alike = torch.equal(order, order[:1].expand_as(order))
+            if alike and torch.equal(ordered, expected.reshape(world, -1)):
                 found.append((dim, outer))
     return tuple(found)
 
@@ -164,17 +165,18 @@ def _reduced(chain: Chain) -> Verdict:
     scatter = chain.collective == "reduce_scatter"
     steps = [*chain.before, *_to_front(chain)]
     product, stage = Follower.of(chain.shape), Follower.of(chain.shape)
-    described, read, too_early = True, False, False
+    described, cast, read, too_early = True, False, False, False
     for step in steps:
         product.index = move(product.index, step) if step[0] in MOVES else product.index
         stage.step(step)
         read |= step[0] == "read"
-        if step[0] in STAGES:
+        if step[0] in STAGES and not (cast and step[0] == "cast"):  # the second cast changes nothing
             stage.need_digits()
             product.need_digits()
             described &= stage.described
             stage = Follower.of(product.index.shape)
             too_early |= read
+            cast |= step[0] == "cast"
     whole = product.index.numel() == index_of(chain.shape).numel()  # rule W
     world = chain.world if scatter else 1
     for follower in (product, stage):
