@@ -140,7 +140,7 @@ def test_expert_matmul_all_to_all() -> None:
     assert_expected_inline(
         rewritten(fn, torch.zeros(3, 20, 7), torch.zeros(3, 7, 6)),
         """\
-expert_matmul_all_to_all_default:  = autofuse.expert_matmul_all_to_all.default([arg0_1], [arg1_1], [], [], 'mm', 0, None, None, [], [], 1, False, '0', 'direct', SITE)
+expert_matmul_all_to_all_default:  = autofuse.expert_matmul_all_to_all.default([arg0_1], [arg1_1], [], [], 'mm', 0, None, None, [], [], 1, 1, False, '0', 'direct', SITE)
 getitem: [4, 3, 5, 6] = getitem(expert_matmul_all_to_all_default, 0)
 reshape_default: [12, 5, 6] = aten.reshape.default(getitem, [12, 5, 6])
 relu: [12, 5, 6] = aten.relu.default(reshape_default)
