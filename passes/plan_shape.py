@@ -46,8 +46,7 @@ def _concrete(value: object, hints: Mapping[sympy.Symbol, int]) -> object:
 
 
 def _number(size: int | torch.SymInt, hints: Mapping[sympy.Symbol, int]) -> int:
-    known = expression(size)
-    known = known.xreplace(hints) if isinstance(known, sympy.Expr) else sympy.Integer(known)
+    known = sympy.sympify(expression(size)).subs(hints)
     if not known.is_number:
         raise _DependsOnData
     return int(known)

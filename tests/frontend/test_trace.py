@@ -49,9 +49,9 @@ def test_every_graph_has_three_artifacts(tmp_path: Path) -> None:
     names = ["autofuse_before", "autofuse_after", "autofuse_decisions"]
     assert [(name, frame) for name, frame, _ in found] == [(name, 0) for name in names * 2]
     before, after, decisions = (content for _, _, content in found[:3])
-    assert "_c10d_functional.all_reduce.default" in before
+    assert "_c10d_functional.all_reduce(" in before
     assert "autofuse.matmul_all_reduce" in after
-    assert "_c10d_functional.all_reduce.default" not in after
+    assert "_c10d_functional.all_reduce(" not in after
     assert decisions.startswith("autofuse: 1 fused, 0 kept in 1 graph")
     assert "forward 0" in decisions
     assert "backward 0" in found[-1][2]
