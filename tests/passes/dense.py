@@ -111,6 +111,28 @@ def plain(
     return build
 
 
+def fuses(pattern: str, fn: Callable[..., Any], *shapes: Any, times: int = 1, **options: Any) -> Program:
+    """An inference program whose collectives are all fused."""
+    return Program(plain(fn, *shapes), {"inference": [pattern] * times}, **options)
+
+
+def stays(reason: str, fn: Callable[..., Any], *shapes: Any, times: int = 1) -> Program:
+    """An inference program whose collectives are all kept."""
+    return Program(plain(fn, *shapes), kept={"inference": [reason] * times})
+
+
+def reduced(y: Tensor, op: str = "sum") -> Tensor:
+    return funcol.all_reduce(y, op, group())
+
+
+def scattered(y: Tensor, dim: int = 0) -> Tensor:
+    return funcol.reduce_scatter_tensor(y, "sum", dim, group())
+
+
+def gathered(x: Tensor, dim: int = 0) -> Tensor:
+    return funcol.all_gather_tensor(x, dim, group())
+
+
 def in_place(x: Tensor, w: Tensor) -> Tensor:
     y = F.linear(x, w)
     dist.all_reduce(y)

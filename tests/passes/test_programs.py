@@ -9,10 +9,10 @@ import torch
 
 from tests.ranks import RankPool
 
-from . import dense, experts, recommendation
+from . import contractions, dense, epilogues, experts, recommendation, training, views
 from .harness import Program, compare, explain
 
-MODULES = (dense, recommendation, experts)
+MODULES = (dense, contractions, epilogues, views, training, recommendation, experts)
 CASES = [(m, name) for m in MODULES for name in m.PROGRAMS]
 
 
