@@ -40,8 +40,8 @@ def tune(
     """Measures groups of so many `ranks` on this machine's CPU, fits a table and writes it.
 
     `output` is the file; None: `default_output()`. `quick` measures a few rows a few times: under a minute on
-    an idle machine, and less to be trusted. `progress(name, done, total)` is called before each row and counts
-    the rows of one group and dtype. Nothing else should run meanwhile.
+    an idle machine, less to be trusted. `progress(name, done, total)` is called before each row; it counts
+    those of one group and dtype. Nothing else should run meanwhile.
 
     Raises ValueError for a number of ranks below 2 and a dtype that no kernel has.
     """

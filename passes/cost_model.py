@@ -138,19 +138,23 @@ class Expressions:
         self.decide = decide
 
     def largest(self, a: Value, b: Value) -> Value:
-        if isinstance(a, sympy.Expr) or isinstance(b, sympy.Expr):
+        if _depends(a) or _depends(b):
             positive = self.decide(a - b)
             return sympy.Max(a, b, evaluate=False) if positive is None else a if positive else b
         return max(a, b)
 
     def where(self, small: Value, large: Value, then: Value, otherwise: Value) -> Value:
-        if isinstance(small, sympy.Expr) or isinstance(large, sympy.Expr):
+        if _depends(small) or _depends(large):
             exceeds = self.decide(small - large)
             if exceeds is not None:
                 return otherwise if exceeds else then
             fits = _at_most(sympy.sympify(small), sympy.sympify(large))
             return sympy.Piecewise((then, fits), (otherwise, True), evaluate=False)
         return then if small <= large else otherwise
+
+
+def _depends(value: Value) -> bool:
+    return isinstance(value, sympy.Expr) and not value.is_number
 
 
 def _at_most(small: sympy.Expr, large: sympy.Expr) -> sympy.Expr:
@@ -243,7 +247,7 @@ class Model:
 
     def _share(self, world: int) -> float:
         """How many ranks work on one core."""
-        return 1.0 if self.table.overlaps else max(1.0, world / self.cores)
+        return 1 if self.table.overlaps else max(1, world / self.cores)
 
     def _ranked(self, prefix: str, name: str, world: int) -> float:
         return self.table.ranked(prefix, name, world, self.cores)
