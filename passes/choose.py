@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain
@@ -36,6 +37,8 @@ from .trace import expression, tensor
 
 Symbols: TypeAlias = Mapping[sympy.Symbol, Known]
 
+_COEFFICIENT = re.compile(r"\d+\.\d+(e[+-]?\d+)?")
+
 MARGIN = 0.05
 """A predicted loss up to this part, at some of the sizes that a compilation serves, is no reason to keep."""
 
@@ -48,14 +51,18 @@ class Choice:
     fuse: bool
 
 
-def predict(anchor: Anchor, match: Match, world: int, order: str, table: Table, symbols: Symbols) -> Choice:
-    """What the cost model says of a site that could be fused."""
+def predict(
+    anchor: Anchor, match: Match, world: int, order: str, table: Table, symbols: Symbols, text: bool
+) -> Choice:
+    """What the cost model says of a site that could be fused. Without `text` expressions are left out: those in
+    symbols take longer than all the rest.
+    """
     task = _task(anchor, match, world, order)
     free = frozenset(chain.from_iterable(s.free_symbols for s in task.sizes if isinstance(s, sympy.Expr)))
     known = tuple((s, symbols[s]) for s in sorted(free, key=str) if s in symbols)
     uneven = anchor.kind == "all_to_all" and not anchor.even
     # The number of cores, not the affinity of this process: all ranks must decide alike.
-    return _predict(task, table, os.cpu_count() or 1, known, len(known) == len(free), uneven)
+    return _predict(task, table, os.cpu_count() or 1, known, len(known) == len(free), uneven, text)
 
 
 def _task(anchor: Anchor, match: Match, world: int, order: str) -> Task:
@@ -78,6 +85,7 @@ def _predict(
     known: tuple[tuple[sympy.Symbol, Known], ...],
     complete: bool,
     uneven: bool,
+    text: bool,
 ) -> Choice:
     model, symbols = Model(table, cores), dict(known)
 
@@ -97,8 +105,10 @@ def _predict(
             fuse = fuse or wins(functools.partial(gain, margin=MARGIN), symbols) == "always"
     else:
         condition, fuse = "not known", True
-    expressions = Expressions(functools.partial(_decide, symbols))
-    fused, unfused = (_text(f(task, expressions)) for f in (model.fused, model.apart))
+    fused = unfused = ""
+    if text or (complete and not symbols):
+        expressions = Expressions(functools.partial(_decide, symbols))
+        fused, unfused = (_text(f(task, expressions)) for f in (model.fused, model.apart))
     hints = {s: k.hint for s, k in known if k.hint is not None}
     if not complete or len(hints) < len(known):
         return Choice(Prediction(None, None, fused, unfused, condition, table.name), fuse)
@@ -157,4 +167,5 @@ def _text(time: object) -> str:
     """The expression with coefficients of three digits."""
     if not isinstance(time, sympy.Expr):
         return f"{time:.1f}"
-    return str(time.xreplace({number: sympy.Float(number, 3) for number in time.atoms(sympy.Float)}))
+    # In the text: to replace numbers in an expression is to build it anew, which takes milliseconds.
+    return _COEFFICIENT.sub(lambda number: f"{float(number[0]):.3g}", str(time))

@@ -208,15 +208,15 @@ class Model:
 
     def fused(self, task: Task, arithmetic: Arithmetic) -> Value:
         """Microseconds of the fused op."""
-        time = self._fused(task, _traffic(task, arithmetic), arithmetic)
+        compute = self.compute(task, arithmetic, fused=True)
+        time = self._fused(task, compute, _traffic(task, arithmetic), arithmetic)
         if task.op != "matmul_all_reduce" or task.order != "direct":
             return time
-        one_shot = self._fused(task, _one_shot(task), arithmetic)
+        one_shot = self._fused(task, compute, _one_shot(task), arithmetic)
         return arithmetic.where(task.sent * (task.world - 2), ONE_SHOT_BYTES, one_shot, time)
 
-    def _fused(self, task: Task, traffic: _Traffic, arithmetic: Arithmetic) -> Value:
+    def _fused(self, task: Task, compute: Value, traffic: _Traffic, arithmetic: Arithmetic) -> Value:
         world, constants = task.world, self.table.constants
-        compute = self.compute(task, arithmetic, fused=True)
         link = self._ranked("link", self.store, world)
         start = self._ranked(f"fused.{COLLECTIVES[task.op]}", "start_us", world)
         start = start + traffic.waits * constants["fused.signal_us"]

@@ -109,7 +109,7 @@ def _visit(
     if isinstance(found, Match):
         assert world is not None
         table = table_for(settings.tables, anchor.node.meta["val"].device)
-        choice = predict(anchor, found, world, settings.order, table, symbols)
+        choice = predict(anchor, found, world, settings.order, table, symbols, listening())
         prediction, found = choice.prediction, _choose(found, settings, choice)
     plan: PlanShape | None = None
     names: list[str] = []
@@ -264,12 +264,9 @@ def _choose(match: Match, settings: Settings, choice: Choice) -> Found:
     if settings.policy == "never":
         return Reject(Reason.POLICY_NEVER, "")
     if settings.policy == "auto" and not choice.fuse:
-        prediction = choice.prediction
-        if prediction.wins == "never":
-            return Reject(
-                Reason.NOT_PROFITABLE, f"{prediction.fused} us fused, {prediction.unfused} us apart"
-            )
-        return Reject(Reason.NOT_PROFITABLE, f"gains only for {prediction.wins}")
+        wins, known = choice.prediction.wins, choice.prediction
+        times = f"{known.fused_us} us fused, {known.unfused_us} us apart"
+        return Reject(Reason.NOT_PROFITABLE, times if wins == "never" else f"gains only for {wins}")
     return match
 
 

@@ -78,7 +78,7 @@ class Prediction:
     unfused_us: float | None
     """Of compute and collective apart, likewise."""
     fused: str
-    """The fused time as an expression in the graph's symbols."""
+    """The fused time as an expression in the graph's symbols; empty where nobody collects the report."""
     unfused: str
     wins: str
     """When fusing gains, in the graph's symbols: `s0 >= 384`; `always`, `never`, or `not known`."""
