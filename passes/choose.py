@@ -54,8 +54,8 @@ class Choice:
 def predict(
     anchor: Anchor, match: Match, world: int, order: str, table: Table, symbols: Symbols, text: bool
 ) -> Choice:
-    """What the cost model says of a site that could be fused. Without `text` expressions are left out: those in
-    symbols take longer than all the rest.
+    """What the cost model says of a site that could be fused. Without `text` there are no expressions in
+    symbols, which take longer than all the rest.
     """
     task = _task(anchor, match, world, order)
     free = frozenset(chain.from_iterable(s.free_symbols for s in task.sizes if isinstance(s, sympy.Expr)))

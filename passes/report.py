@@ -65,7 +65,8 @@ class Reason(str, Enum):
     PATTERN_DISABLED = ("pattern_disabled", "add the pattern to `patterns` to fuse")
     NOT_PROFITABLE = (
         "not_profitable",
-        "no gain is predicted for these sizes; policy `always` fuses nevertheless",
+        "no gain is predicted for all of these sizes; narrow the range of a dynamic dim with "
+        "`torch._dynamo.mark_dynamic(x, dim, min=, max=)`, or fuse nevertheless with policy `always`",
     )
 
 
