@@ -116,6 +116,114 @@ return (view_1, view_3, add)""",
     )
 
 
+def test_masked_sum_of_matmuls() -> None:
+    def fn(x: Tensor, w: Tensor, a: Tensor, b: Tensor, keep: Tensor) -> Tensor:
+        y = F.linear(x, w) + F.linear(F.linear(x, a), b) * 0.5
+        return funcol.all_reduce(y.masked_fill(~keep, 0), "sum", group())
+
+    args = (torch.zeros(16, 12), torch.zeros(2, 12), torch.zeros(16, 2), torch.ones(2, 8, 1).bool())
+    assert_expected_inline(
+        rewritten(fn, torch.zeros(2, 8, 12), *args),
+        """\
+bitwise_not: [2, 8, 1] = aten.bitwise_not.default(arg4_1)
+full_default: [] = aten.full.default([], 0.0)
+view: [16, 12] = aten.reshape.default(arg0_1, [16, 12])
+permute: [12, 16] = aten.permute.default(arg1_1, [1, 0])
+view_2: [16, 12] = aten.reshape.default(arg0_1, [16, 12])
+permute_1: [12, 2] = aten.permute.default(arg2_1, [1, 0])
+mm_1: [16, 2] = aten.mm.default(view_2, permute_1)
+permute_2: [2, 16] = aten.permute.default(arg3_1, [1, 0])
+mm_2: [16, 16] = aten.mm.default(mm_1, permute_2)
+view_5: [2, 8, 16] = aten.reshape.default(mm_2, [2, 8, 16])
+mul: [2, 8, 16] = aten.mul.Tensor(view_5, 0.5)
+reshape_default: [16, 16] = aten.reshape.default(mul, [16, 16])
+reshape_default_1: [16, 1] = aten.reshape.default(bitwise_not, [16, 1])
+matmul_all_reduce_default:  = autofuse.matmul_all_reduce.default([view], [permute], [reshape_default, reshape_default_1, full_default], 'mm; add %0; masked_fill %1 %2', 'sum', False, '0', 'direct', SITE)
+getitem: [16, 16] = getitem(matmul_all_reduce_default, 0)
+reshape_default_2: [2, 8, 16] = aten.reshape.default(getitem, [2, 8, 16])
+return (reshape_default_2,)""",
+    )
+
+
+def test_reductions_that_are_added() -> None:
+    def fn(x: Tensor, w: Tensor, v: Tensor, residual: Tensor) -> Tensor:
+        first = funcol.reduce_scatter_tensor(F.linear(x, w), "sum", 1, group())
+        return residual + first + funcol.reduce_scatter_tensor(F.linear(x.relu(), v), "sum", 1, group())
+
+    args = (torch.zeros(16, 12), torch.zeros(16, 12), torch.zeros(2, 2, 16))
+    assert_expected_inline(
+        rewritten(fn, torch.zeros(2, 8, 12), *args),
+        """\
+view: [16, 12] = aten.reshape.default(arg0_1, [16, 12])
+permute: [12, 16] = aten.permute.default(arg1_1, [1, 0])
+relu: [2, 8, 12] = aten.relu.default(arg0_1)
+view_2: [16, 12] = aten.reshape.default(relu, [16, 12])
+permute_1: [12, 16] = aten.permute.default(arg3_1, [1, 0])
+matmul_reduce_scatter_default_2:  = autofuse.matmul_reduce_scatter.default([view, view_2], [permute, permute_1], [], 'mm', 'sum', 0, 2, False, '0', 'direct', SITE)
+getitem_10: [4, 16] = getitem(matmul_reduce_scatter_default_2, 0)
+reshape_default_1: [2, 2, 16] = aten.reshape.default(getitem_10, [2, 2, 16])
+add_1: [2, 2, 16] = aten.add.Tensor(arg2_1, reshape_default_1)
+return (add_1,)""",
+    )
+
+
+def test_gathers_of_one_input() -> None:
+    def fn(x: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return (
+            F.linear(funcol.all_gather_tensor(x, 0, group()), q),
+            F.linear(funcol.all_gather_tensor(x, 0, group()), k.relu()),
+        )
+
+    args = (torch.zeros(3, 12), torch.zeros(16, 12), torch.zeros(8, 12))
+    assert_expected_inline(
+        rewritten(fn, *args),
+        """\
+permute: [12, 16] = aten.permute.default(arg1_1, [1, 0])
+relu: [8, 12] = aten.relu.default(arg2_1)
+permute_1: [12, 8] = aten.permute.default(relu, [1, 0])
+all_gather_matmul_default_2:  = autofuse.all_gather_matmul.default(arg0_1, [permute, permute_1], [], 0, 1, False, '0', 'direct', SITE)
+getitem_2: [12, 16] = getitem(all_gather_matmul_default_2, 0)
+getitem_3: [12, 8] = getitem(all_gather_matmul_default_2, 1)
+return (getitem_2, getitem_3)""",
+    )
+
+
+def test_gathered_weight() -> None:
+    def fn(x: Tensor, w: Tensor) -> Tensor:
+        return F.linear(x, funcol.all_gather_tensor(w, 0, group()))
+
+    assert_expected_inline(
+        rewritten(fn, torch.zeros(2, 8, 12), torch.zeros(4, 12)),
+        """\
+view: [16, 12] = aten.reshape.default(arg1_1, [16, 12])
+permute_default: [12, 16] = aten.permute.default(view, [1, 0])
+all_gather_matmul_default:  = autofuse.all_gather_matmul.default(arg0_1, [permute_default], [], 0, 1, False, '0', 'direct', SITE)
+getitem: [16, 16] = getitem(all_gather_matmul_default, 0)
+permute_default_1: [16, 16] = aten.permute.default(getitem, [1, 0])
+view_1: [2, 8, 16] = aten.reshape.default(permute_default_1, [2, 8, 16])
+return (view_1,)""",
+    )
+
+
+def test_scatter_of_varying_rows() -> None:
+    def fn(x: Tensor, w: Tensor) -> Tensor:
+        return funcol.reduce_scatter_tensor(F.linear(x, w), "sum", 1, group())
+
+    x = torch.zeros(2, 8, 12)
+    torch._dynamo.mark_dynamic(x, 1)
+    assert_expected_inline(
+        rewritten(fn, x, torch.zeros(16, 12)),
+        """\
+mul_3:  = mul(2, arg0_1)
+view: [2*s27, 12] = aten.reshape.default(arg1_1, [mul_3, 12])
+permute: [12, 16] = aten.permute.default(arg2_1, [1, 0])
+matmul_reduce_scatter_default:  = autofuse.matmul_reduce_scatter.default([view], [permute], [], 'mm', 'sum', 0, 2, False, '0', 'direct', SITE)
+getitem_4: [(s27//2), 16] = getitem(matmul_reduce_scatter_default, 0)
+reshape_default: [2, (s27//4), 16] = aten.reshape.default(getitem_4, [2, -1, 16])
+return (reshape_default,)""",
+    )
+
+
 def test_embedding_bag_all_to_all() -> None:
     def fn(a: Tensor, b: Tensor, indices: Tensor, offsets: Tensor) -> Tensor:
         pooled = [F.embedding_bag(indices, w, offsets, mode="sum") for w in (a, b)]

@@ -28,6 +28,10 @@ def matmul_reduce_scatter(x: Tensor, w: Tensor) -> Tensor:
     return funcol.reduce_scatter_tensor(x @ w, "sum", 0, everybody()) * 2
 
 
+def matmul_reduce_scatter_on_dim_1(x: Tensor, w: Tensor) -> Tensor:
+    return funcol.reduce_scatter_tensor(torch.stack([x, x + 1]) @ w, "sum", 1, everybody()) * 2
+
+
 def all_gather_matmul(x: Tensor, w: Tensor) -> Tensor:
     return funcol.all_gather_tensor(x, 0, everybody()) @ w
 
@@ -46,7 +50,7 @@ def _args(program: Program, rank: int, tokens: int) -> tuple[list[Tensor], Tenso
         generator = torch.Generator().manual_seed(tokens + 100 * rank)
         indices = torch.randint(0, 50, (3 * tokens * world,), generator=generator)
         return [torch.arange(tokens * world) * 3, indices], integers(rank, 50, 7)
-    rows = tokens * world if program is matmul_reduce_scatter else tokens
+    rows = tokens * world if "reduce_scatter" in program.__name__ else tokens
     return [integers(rows + 100 * rank, rows, 12)], integers(rank, 12, 8)
 
 
@@ -55,17 +59,24 @@ def _serves(rank: int, world: int, program: Program, generated: bool, marked: bo
     torch._dynamo.reset()
     backend = "autofuse" if generated else passes_only()
     compiled = torch.compile(program, backend=backend, dynamic=None if marked else True)
+    static = world if program is matmul_reduce_scatter_on_dim_1 else 1
     with autofuse.debug() as report, torch.no_grad():
-        for tokens in (5, *TOKENS):  # torch compiles anew for a first dim of 1
+        for tokens in (5, *TOKENS):  # torch compiles anew for a dim (here a part of it) of 1
             varying, weight = _args(program, rank, tokens)
             for t in varying:
-                if marked and t.shape[0] > 1:
+                if marked and t.shape[0] > static:
                     torch._dynamo.mark_dynamic(t, 0)
             assert torch.equal(compiled(*varying, weight), program(*varying, weight)), tokens
     return len(report.graphs), len(report.fused)
 
 
-PROGRAMS = [matmul_all_reduce, matmul_reduce_scatter, all_gather_matmul, embedding_bag_all_to_all]
+PROGRAMS = [
+    matmul_all_reduce,
+    matmul_reduce_scatter,
+    matmul_reduce_scatter_on_dim_1,
+    all_gather_matmul,
+    embedding_bag_all_to_all,
+]
 
 
 @pytest.mark.parametrize("marked", [False, True], ids=["dynamic", "mark_dynamic"])
