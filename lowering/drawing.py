@@ -161,7 +161,7 @@ def _code(mark: Mark) -> str:
 STYLE = """\
 .plan{font:11px ui-sans-serif,system-ui,sans-serif;color-scheme:inherit}
 .plan text{fill:light-dark(#4a5260,#a9b2c0)}.plan text.hot{fill:light-dark(#b3261e,#ff9d94);font-weight:700}
-.plan .b text{fill:#fff;text-anchor:middle;font-weight:600}
+.plan .b text{fill:light-dark(#fff,#10141a);text-anchor:middle;font-weight:600}
 .plan .b.send text,.plan .b.copy text{fill:var(--c)}
 .plan .b rect{fill:var(--c)}
 .plan .b.send rect,.plan .b.copy rect{fill:light-dark(#fff,#14181f);stroke:var(--c);stroke-width:1.5}
@@ -169,10 +169,10 @@ STYLE = """\
 .plan .b.wait rect{fill:light-dark(#c3c9d3,#4d5766)}
 .plan .cut{stroke:light-dark(#fff,#14181f)}.plan .step{stroke:light-dark(#e3e6eb,#2b323d)}
 .plan .a{fill:none;stroke:var(--c);stroke-width:1.4}.plan .a.all{stroke:light-dark(#6b7483,#8e98a8)}
-.plan .k0{--c:light-dark(#2f62c9,#4f83ea)}.plan .k1{--c:light-dark(#b24a12,#c8632b)}
-.plan .k2{--c:light-dark(#23784a,#2f9460)}.plan .k3{--c:light-dark(#7a48b8,#9467d4)}
-.plan .k4{--c:light-dark(#a92f66,#cc5288)}.plan .k5{--c:light-dark(#0d7583,#1a8f9e)}
-.plan .k6{--c:light-dark(#7d6608,#957b14)}.plan .k7{--c:light-dark(#56616f,#748091)}
+.plan .k0{--c:light-dark(#2f62c9,#7fa8f8)}.plan .k1{--c:light-dark(#b24a12,#e8986a)}
+.plan .k2{--c:light-dark(#23784a,#6fc795)}.plan .k3{--c:light-dark(#7a48b8,#bd9bea)}
+.plan .k4{--c:light-dark(#a92f66,#e88bb2)}.plan .k5{--c:light-dark(#0d7583,#5fc3cf)}
+.plan .k6{--c:light-dark(#7d6608,#cdb55a)}.plan .k7{--c:light-dark(#56616f,#a3afbe)}
 """
 """What the classes of a drawing look like, for light and dark surroundings. A chunk has the colour of its
 owner; every mark also carries its number."""

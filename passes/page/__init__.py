@@ -178,7 +178,7 @@ def _total(report: Report) -> tuple[float, float] | None:
 def _micro(value: float | None) -> str:
     """A time in microseconds, for people."""
     if value is None:
-        return "–"
+        return "\N{EN DASH}"
     if value >= 1e6:
         return f"{value / 1e6:.2f} s"
     return f"{value / 1e3:.1f} ms" if value >= 1e3 else f"{value:.0f} µs"
@@ -186,7 +186,7 @@ def _micro(value: float | None) -> str:
 
 def _bytes(value: int | None) -> str:
     if value is None:
-        return "–"
+        return "\N{EN DASH}"
     size = float(value)
     for unit in ("B", "KiB", "MiB"):
         if size < 1024:
@@ -212,6 +212,17 @@ def _parts(line: Line) -> tuple[str, str, str]:
     if rest == line.text or not equals:
         return "", "", line.text
     return line.name, kind, equals + call
+
+
+def _runs(views: Iterable[SiteView]) -> list[list[SiteView]]:
+    """Sites whose numbers follow each other, together."""
+    found: list[list[SiteView]] = []
+    for view in views:
+        if found and found[-1][-1].number + 1 == view.number:
+            found[-1].append(view)
+        else:
+            found.append([view])
+    return found
 
 
 def _sourced(lines: Iterable[Line]) -> Iterator[tuple[Line, str | None]]:
@@ -253,6 +264,7 @@ def _template() -> Any:
         short=_short,
         href=_href,
         parts=_parts,
+        runs=_runs,
         sourced=_sourced,
         advice=_advice,
     )

@@ -24,16 +24,19 @@ class Block:
     after: tuple[Line, ...]
     changed: bool
     folded: bool
+    moved: frozenset[str] = frozenset()
+    """Names of nodes that are the same in the other graph, at another place."""
 
 
 def blocks(before: Listing, after: Listing) -> list[Block]:
     """The graph from top to bottom."""
     old, new = before.lines, after.lines
     matcher = SequenceMatcher(None, _keys(old), _keys(new), autojunk=False)
+    moved = frozenset(name for name, _ in {*_keys(old)} & {*_keys(new)})
     found: list[Block] = []
     for tag, i, stop, j, end in matcher.get_opcodes():
         if tag != "equal":
-            found.append(Block(old[i:stop], new[j:end], True, False))
+            found.append(Block(old[i:stop], new[j:end], True, False, moved))
         else:
             found += _fold(new[j:end], first=i == 0, last=stop == len(old))
     return found
@@ -49,6 +52,15 @@ def _fold(lines: Sequence[Line], first: bool, last: bool) -> Iterator[Block]:
     near += [] if first else [-1]
     near += [] if last else [len(lines)]
     visible = {i + d for i in near for d in range(-CONTEXT, CONTEXT + 1)}
-    for shown, group in groupby(range(len(lines)), key=visible.__contains__):
+    shown: tuple[Line, ...] = ()
+    for is_near, group in groupby(range(len(lines)), key=visible.__contains__):
         run = tuple(lines[i] for i in group)
-        yield Block(run, (), False, not shown and len(run) >= SHORTEST_FOLD)
+        if is_near or len(run) < SHORTEST_FOLD:
+            shown += run
+            continue
+        if shown:
+            yield Block(shown, (), False, False)
+        yield Block(run, (), False, True)
+        shown = ()
+    if shown:
+        yield Block(shown, (), False, False)
