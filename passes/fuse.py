@@ -83,7 +83,7 @@ def fuse(graph: fx.Graph, settings: Settings, kind: str, name: str) -> GraphRepo
     symbols = _symbols(graph)
     start = time.perf_counter()
     sites: list[Site] = []
-    kept = {node.name: i for i, anchor in enumerate(anchors) for node in anchor.results}
+    collectives = {node.name: i for i, anchor in enumerate(anchors) for node in anchor.results}
     changed: dict[str, int] = {}
     for i, anchor in enumerate(anchors):
         site, names = _visit(graph, anchor, settings, name, symbols)
@@ -95,7 +95,7 @@ def fuse(graph: fx.Graph, settings: Settings, kind: str, name: str) -> GraphRepo
         relax_views(graph)
         graph.lint()
     seconds = time.perf_counter() - start
-    before, after = tie(before, show(graph), changed, kept)
+    before, after = tie(before, show(graph), changed, collectives)
     return GraphReport(name, kind, before, after, tuple(sites), seconds)
 
 

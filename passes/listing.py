@@ -21,17 +21,18 @@ def listing(graph: fx.Graph) -> Listing:
 
 
 def tie(
-    before: Listing, after: Listing, changed: Mapping[str, int], kept: Mapping[str, int]
+    before: Listing, after: Listing, changed: Mapping[str, int], collectives: Mapping[str, int]
 ) -> tuple[Listing, Listing]:
     """Both listings with the sites of their lines, given sites by name of node.
 
-    A line belongs to a site that it was `changed` by, if it differs between the listings, or that is `kept`.
+    A line belongs to the site whose collective or wait it is, else, if it differs between the listings, to
+    the one that changed it.
     """
     texts = [{line.name: line.text for line in lines} for lines in (before, after)]
 
     def site(line: Line) -> int | None:
         differs = texts[0].get(line.name) != texts[1].get(line.name)
-        return kept.get(line.name, changed.get(line.name) if differs else None)
+        return collectives.get(line.name, changed.get(line.name) if differs else None)
 
     def tied(lines: Listing) -> Listing:
         return Listing(tuple(replace(line, site=site(line)) for line in lines))

@@ -75,8 +75,8 @@ function excerpt(site) {
     box.append(copy);
   }
   const link = site.querySelector("[data-plan]");
-  const figure = link && document.querySelector(`#p${link.dataset.plan} figure`);
-  if (figure) box.append(figure.cloneNode(true));
+  const drawings = link && document.querySelector(`#p${link.dataset.plan} .pair`);
+  if (drawings) box.append(drawings.cloneNode(true));
 }
 
 function open(site, wanted) {

@@ -1,7 +1,6 @@
-"""The page of a report, in a real browser: what it shows, its script, printing, and text that looks like markup."""
+"""The page of a report in a real browser: its script, its print, and text that is no markup."""
 
 import dataclasses
-import os
 import re
 import shutil
 import tempfile
@@ -85,7 +84,9 @@ def test_a_hundred_sites_stay_small(tmp_path: Path) -> None:
 def browser() -> Iterator[Any]:
     chromium, driver = shutil.which("chromium"), shutil.which("chromedriver")
     if chromium is None or driver is None:
-        pytest.skip("no browser: apt-get install -y --no-install-recommends chromium chromium-driver")
+        pytest.skip(
+            "no browser: apt-get install -y --no-install-recommends chromium chromium-driver fonts-liberation"
+        )
     from selenium import webdriver
 
     options = webdriver.ChromeOptions()
@@ -171,8 +172,8 @@ def test_links_lead_back_and_forth(show: Callable[..., Any], traced: Report) -> 
     click(page, ".plain .chip[href='#s1']")
     assert count(page, "#s1.on") == 1
     click(page, "#d1 a[href='#n1']")
-    inside = "const r = document.getElementById('n1').getBoundingClientRect(); return 0 < r.top && r.bottom < innerHeight"
-    assert page.execute_script(inside)
+    place = page.execute_script("return document.getElementById('n1').getBoundingClientRect()")
+    assert 0 < place["top"] < place["bottom"] < page.execute_script("return innerHeight")
 
 
 @pytest.mark.browser
@@ -207,7 +208,8 @@ def test_nothing_is_wider_than_the_page(show: Callable[..., Any], width: int) ->
       const box = svg.getBoundingClientRect();
       return [...svg.querySelectorAll('rect, text, path')].filter(e => {
         const r = e.getBoundingClientRect();
-        return r.left < box.left - 1 || r.right > box.right + 1 || r.top < box.top - 1 || r.bottom > box.bottom + 1;
+        const inside = r.left >= box.left - 1 && r.right <= box.right + 1;
+        return !inside || r.top < box.top - 1 || r.bottom > box.bottom + 1;
       }).map(e => e.outerHTML);
     })"""
     assert page.execute_script(outside) == []

@@ -116,7 +116,7 @@ def test_every_source_file_is_in_the_wheel(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     for room in ROOMS:
         folder = ROOT / room.replace(".", "/")
-        files = [*folder.glob("*.py"), *folder.glob("*/*.py"), *folder.glob("tables/*.json")]
+        files = [path for end in ("py", "html", "css", "js", "json") for path in folder.rglob(f"*.{end}")]
         assert {str(path.relative_to(ROOT)) for path in files} <= names
 
 

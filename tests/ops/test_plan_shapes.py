@@ -1,0 +1,77 @@
+"""What the executors' plans are made from, as reports ask for it: from arguments without data."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from autofuse.lowering.ops.library import FUSED_OPS
+from autofuse.lowering.orders import PlanShape
+from autofuse.lowering.plan import FAMILIES
+from autofuse.lowering.verify import verify
+from tests.passes.harness import fake_group
+
+WORLD = 4
+
+
+@pytest.fixture(autouse=True)
+def _group() -> Iterator[None]:
+    with fake_group(WORLD):
+        yield
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def shape_of(op: str, *args: object, order: str = "direct") -> PlanShape:
+    plan_shape = FUSED_OPS[op].plan_shape
+    assert plan_shape is not None
+    shape = plan_shape(*args, "0", order, "site")
+    assert (shape.op, shape.order, shape.world) == (op, order, WORLD)
+    verify(shape.plans())
+    return shape
+
+
+def test_every_op_has_one() -> None:
+    assert FUSED_OPS.keys() == FAMILIES.keys()
+    assert {op for op in FUSED_OPS if FUSED_OPS[op].plan_shape is None} == {
+        "expert_matmul_all_to_all",
+        "all_to_all_expert_matmul",
+    }
+
+
+@pytest.mark.parametrize("order", ["direct", "ring", "oblivious"])
+def test_reductions(order: str) -> None:
+    arguments = [meta(8, 16)], [meta(16, 12)], [], "mm", "sum"
+    assert shape_of("matmul_all_reduce", *arguments, False, order=order).one_shot == (order == "direct")
+    large = [meta(4096, 16)], [meta(16, 1024)], [], "mm; to bfloat16", "sum"
+    assert not shape_of("matmul_all_reduce", *large, False, order=order).one_shot
+    shape = shape_of("matmul_reduce_scatter", *large, 0, 2, False, order=order)
+    assert shape.chunks == (((1024, 1024),) * WORLD,)
+    assert len(shape.plan(0).tiles(0)) == 2  # of a MiB
+
+
+def test_gathered() -> None:
+    shape = shape_of("all_gather_matmul", meta(2048, 64), [meta(64, 8)], [], 0, 1, False)
+    assert shape.chunks == (((2048, 64),) * WORLD,)
+
+
+def test_embeddings() -> None:
+    weights, indices = [meta(9, 8)], [meta(40, dtype=torch.int64)]
+    offsets = [meta(41, dtype=torch.int64)]
+    columns, rest = [8, 8, 16, 0], (0, True, -1, torch.float32)
+    forward = shape_of("embedding_bag_all_to_all", weights, indices, offsets, [], *rest, columns, "bsc")
+    assert [chunks[0] for chunks in forward.chunks] == [(10, 8), (10, 8), (10, 16), (10, 0)]
+    backward = shape_of(
+        "all_to_all_embedding_bag_backward",
+        meta(10, 32), indices, offsets, [], [9], [8], *rest, columns, "bsc", False,
+    )  # fmt: skip
+    assert backward.chunks == (((10, 8), (10, 8), (10, 16), (10, 0)),)
+
+
+def test_any_size() -> None:
+    shape = PlanShape.of_any_size("expert_matmul_all_to_all", "direct", WORLD)
+    assert not shape.sized
+    verify(shape.plans())
