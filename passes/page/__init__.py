@@ -42,7 +42,7 @@ def render(report: Report) -> str:
         graphs=graphs,
         reasons=_by_reason(views),
         plans=_plan_views(views),
-        breaks=list(dict.fromkeys(report.graph_breaks)),
+        breaks=[text.strip() for text in dict.fromkeys(report.graph_breaks) if text.strip()],
         predicted=_total(report),
         measured=any(s.prediction and s.prediction.measured_us is not None for s in report.sites),
         legend=Markup(draw_legend()),
@@ -234,14 +234,18 @@ def _sourced(lines: Iterable[Line]) -> Iterator[tuple[Line, str | None]]:
         yield line, new
 
 
-def _advice(text: str) -> str:
-    """What to do about a graph break."""
-    if "async_op" in text:
-        return (
-            "Call the collective without async_op=True, or use torch.distributed._functional_collectives; "
-            "compiled code overlaps it by itself."
-        )
-    return "Move what breaks the graph before or behind the compute and its collective, or out of the model."
+def _advice(text: str) -> list[str]:
+    """What to do about a graph break: our own advice, else dynamo's."""
+    if "async_op" in text.splitlines()[0]:
+        return [
+            "Call the collective without async_op=True, or a functional collective, "
+            "whose result is waited for where it is read."
+        ]
+    lines = (line.strip() for line in text.splitlines())
+    hints = [line.removeprefix("Hint: ") for line in lines if line.startswith("Hint: ")]
+    return [hint for hint in hints if "report an issue" not in hint] or [
+        "Move what breaks the graph away from between the compute and its collective."
+    ]
 
 
 def _digest(text: str) -> str:
