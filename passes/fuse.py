@@ -13,7 +13,7 @@ from torch import fx
 from autofuse.lowering import ops as _ops  # noqa: F401  (registers torch.ops.autofuse)
 from autofuse.lowering import torch_internals
 from autofuse.lowering.notes import place, tell_kept
-from autofuse.lowering.orders import PlanShape
+from autofuse.lowering.orders import PlanShape, make_plan
 from autofuse.lowering.workspace import decline
 from autofuse.native_kernels import cpu
 
@@ -160,7 +160,7 @@ def _find(anchor: Anchor, settings: Settings) -> tuple[str | None, Found, int | 
         site = anchor.source or anchor.kind
         found = matcher(anchor, Context(anchor.group, world, settings.order, site, _shapes(anchor, world)))
         if isinstance(found, Match):
-            found = _check_match(anchor, found, settings)
+            found = _check_match(anchor, found, settings, world)
         if isinstance(found, Match):
             return pattern, found, world
         if best[1].detail == "nothing was tried" or (
@@ -211,7 +211,7 @@ def _check_place(anchor: Anchor, world: int) -> Reject | None:
     return None
 
 
-def _check_match(anchor: Anchor, match: Match, settings: Settings) -> Found:
+def _check_match(anchor: Anchor, match: Match, settings: Settings, world: int) -> Found:
     """Reasons that every match is subject to."""
     if settings.patterns is not None and match.pattern not in settings.patterns:
         return Reject(
@@ -222,6 +222,10 @@ def _check_match(anchor: Anchor, match: Match, settings: Settings) -> Found:
         val = tensor(node)
         if val is not None and val.device != device and val.dim():
             return Reject(Reason.MIXED_DEVICES, f"{node.name} is on {val.device}, the collective on {device}")
+    try:
+        make_plan(match.pattern, settings.order, world, 0, ((1, 1),) * world, (1, 1))
+    except ValueError as error:  # a ring that is too long
+        return Reject(Reason.UNSUPPORTED_VARIANT, str(error))
     return _check_order(anchor, match) or match
 
 

@@ -13,7 +13,7 @@ no_compute            test_every_reason "broadcast", "no matmul"
 layout                test_every_reason "matmul that is broadcast"
 extra_users           test_every_reason "read inside"
 uneven                test_every_reason "uneven rows", "uneven parts"
-unsupported_variant   test_every_reason "alpha", "max pooling"
+unsupported_variant   test_every_reason "alpha", "max pooling"; test_a_ring_that_is_too_long
 policy_never          test_policy
 pattern_disabled      test_patterns
 not_profitable        test_policy
@@ -194,6 +194,15 @@ PLAIN = Case(reduced, matmul, "", "")
 
 def test_without_the_reason_it_is_fused() -> None:
     assert only(explain(PLAIN)).fused
+
+
+def test_a_ring_that_is_too_long() -> None:
+    for world, fused in ((33, True), (34, False)):
+        site = only(explain(PLAIN, world, order="ring"))
+        assert site.fused == fused
+    assert site.reason is autofuse.Reason.UNSUPPORTED_VARIANT
+    assert "a ring of 34 ranks" in site.detail
+    assert only(explain(PLAIN, world)).fused
 
 
 def test_a_group_of_one_rank() -> None:

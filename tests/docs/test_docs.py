@@ -1,0 +1,63 @@
+"""The documents say what the code does: examples run, and every reason code and option is explained."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import autofuse
+from autofuse.options import OWN_OPTIONS, PATTERNS
+from tests.ranks import RankPool
+
+ROOT = Path(__file__).parents[2]
+DOCS = sorted((ROOT / "docs").rglob("*.md"))
+
+
+def blocks(document: str) -> Iterator[tuple[int, str]]:
+    """(first line, text) of the Python blocks of a document."""
+    text = (ROOT / document).read_text()
+    for found in re.finditer(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+        yield text[: found.start(1)].count("\n"), found[1]
+
+
+def program(document: str) -> ModuleType:
+    """All blocks of a document, run as one module; errors name lines of the document."""
+    module = ModuleType(Path(document).stem)
+    for line, text in blocks(document):
+        exec(compile("\n" * line + text, str(ROOT / document), "exec"), module.__dict__)
+    return module
+
+
+def _checks(rank: int, world: int, document: str) -> None:
+    program(document).check(rank, world)
+
+
+def test_the_example_of_adding_an_op() -> None:
+    pool = RankPool(2)  # of its own: the op stays registered
+    try:
+        pool.run(_checks, "docs/adding-an-op.md", timeout=200)
+    finally:
+        pool.close()
+
+
+def test_the_guide_explains_every_reason() -> None:
+    guide = (ROOT / "docs/guide.md").read_text()
+    told = re.findall(r"^### `(\w+)`$", guide, re.MULTILINE)
+    assert told == [reason.value for reason in autofuse.Reason]
+
+
+def test_the_guide_has_every_option_and_op() -> None:
+    guide = (ROOT / "docs/guide.md").read_text()
+    for name in (*OWN_OPTIONS, *PATTERNS):
+        assert f"`{name}`" in guide, name
+    for name in OWN_OPTIONS:
+        assert f"`AUTOFUSE_{name.upper()}`" in guide, name
+
+
+@pytest.mark.parametrize("path", [ROOT / "README.md", *DOCS], ids=lambda p: p.name)
+def test_links_lead_somewhere(path: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", path.read_text()):
+        if "://" not in target:
+            assert (path.parent / target).exists(), target
