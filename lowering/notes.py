@@ -19,9 +19,9 @@ _MOST_NOTES = 64
 _kept: "WeakKeyDictionary[ProcessGroup, deque[str]]" = WeakKeyDictionary()
 
 
-def tell_kept(group_name: str, notes: Iterable[str]) -> None:
+def tell_kept(group: str | ProcessGroup, notes: Iterable[str]) -> None:
     """Note which sites of a group this rank has kept, `collective at file:line (reason)` each."""
-    group = resolve_group(group_name)
+    group = resolve_group(group)
     known = _kept.setdefault(group, deque(maxlen=_MOST_NOTES))
     new = [note for note in notes if note not in known]
     if new:

@@ -127,9 +127,9 @@ def size_hint(size: int | torch.SymInt, unbacked: int) -> int:
 # --- Dense ops ----------------------------------------------------------------------------------------
 
 
-def group_size(group_name: str) -> int:
-    """Number of ranks of the process group called `group_name`."""
-    return resolve_group(group_name).size()
+def group_size(group: str | ProcessGroup) -> int:
+    """Number of ranks of a process group, or of the one of that name."""
+    return resolve_group(group).size()
 
 
 def scaled_mm(
@@ -142,11 +142,11 @@ def scaled_mm(
 # --- Process groups -----------------------------------------------------------------------------------
 
 
-def resolve_group(group_name: str) -> ProcessGroup:
-    """The process group called `group_name`; RuntimeError when there is none (any more)."""
+def resolve_group(group: str | ProcessGroup) -> ProcessGroup:
+    """The group itself, or the one of that name; RuntimeError when there is none (any more)."""
     from torch.distributed.distributed_c10d import _resolve_process_group
 
-    return _resolve_process_group(group_name)  # type: ignore[arg-type]
+    return group if isinstance(group, ProcessGroup) else _resolve_process_group(group)  # type: ignore[arg-type]
 
 
 def group_store(group: ProcessGroup) -> Store:
@@ -185,15 +185,21 @@ def finished_work(result: Any) -> Any:
 # --- Passes -------------------------------------------------------------------------------------------
 
 
-def group_world(group_name: str) -> int | None:
-    """Number of ranks of the group called `group_name`; None if there is no such group."""
+def group_world(group: str | ProcessGroup) -> int | None:
+    """Number of ranks of the group; None if there is no group of that name."""
     try:
-        return group_size(group_name)
+        return group_size(group)
     except (RuntimeError, ValueError, KeyError):
         return None
 
 
-def group_spans_hosts(group_name: str) -> bool:
+def traced_group(value: object) -> ProcessGroup | None:
+    """The process group that a value in a graph's metadata is or, as a fake object, stands for."""
+    value = getattr(value, "real_obj", value)
+    return value if isinstance(value, ProcessGroup) else None
+
+
+def group_spans_hosts(group: str | ProcessGroup) -> bool:
     """Whether the group has ranks on several hosts, as far as the launcher's environment tells.
 
     All ranks must agree at compile time and without communication. A launcher that does not set
@@ -202,7 +208,7 @@ def group_spans_hosts(group_name: str) -> bool:
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
     if local <= 0:
         return False
-    ranks = torch.distributed.get_process_group_ranks(resolve_group(group_name))
+    ranks = torch.distributed.get_process_group_ranks(resolve_group(group))
     return len({rank // local for rank in ranks}) > 1
 
 

@@ -353,10 +353,10 @@ def workspace_for(group_name: str) -> Workspace:
     return found
 
 
-def decline(group_name: str, why: str) -> None:
+def decline(group: str | ProcessGroup, why: str) -> None:
     """Never share memory with this group, and tell so: its other ranks then leave their fused ops unfused,
     instead of waiting for this one. Without effect once the ranks have met."""
-    group = resolve_group(group_name)
+    group = resolve_group(group)
     with _making:
         if group not in _workspaces:
             notes.decline(group, why)

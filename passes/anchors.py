@@ -10,9 +10,12 @@ from functools import cached_property
 
 import torch
 from torch import fx
+from torch.distributed import ProcessGroup
+
+from autofuse.lowering.torch_internals import traced_group
 
 from .layout import Size, same_size
-from .trace import WAIT, argument, expression, tensor
+from .trace import WAIT, argument, expression, tensor, value
 
 c10d = torch.ops._c10d_functional
 
@@ -44,10 +47,16 @@ class Anchor:
         return source if isinstance(source, fx.Node) else None
 
     @cached_property
-    def group(self) -> object:
-        """Name of the group, or a node where the graph takes the group as an input."""
+    def group(self) -> str | fx.Node:
+        """Name of the group, or the node that yields it: then every rank that runs the graph has its own."""
         position = {"all_to_all": 3, "reduce_scatter": 3}.get(self.kind, 2)
-        return argument(self.node, position, "group_name")
+        group: str | fx.Node = argument(self.node, position, "group_name")
+        return group
+
+    @cached_property
+    def known_group(self) -> str | ProcessGroup | None:
+        """The name, or the group that the node yielded while the graph was traced; None if none."""
+        return self.group if isinstance(self.group, str) else traced_group(value(self.group))
 
     @cached_property
     def reduce_op(self) -> str | None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import fx
+from torch.distributed import ProcessGroup
 
 from autofuse.lowering import ops as _ops  # noqa: F401  (registers torch.ops.autofuse)
 from autofuse.lowering import torch_internals
@@ -146,9 +147,10 @@ def _find(anchor: Anchor, settings: Settings) -> tuple[str | None, Found, int | 
     if not matchers:
         return None, Reject(Reason.NO_COMPUTE, f"no fused op has a {anchor.kind}"), None
     pattern = matchers[0][0] if len(matchers) == 1 else None
-    if not isinstance(anchor.group, str):
-        return pattern, Reject(Reason.GROUP_UNKNOWN, "the group is an input of the graph"), None
-    world = torch_internals.group_world(anchor.group)
+    if anchor.known_group is None:
+        unknown = f"the group is an input of the graph, {anchor.group}, that was none while it was traced"
+        return pattern, Reject(Reason.GROUP_UNKNOWN, unknown), None
+    world = torch_internals.group_world(anchor.known_group)
     if world is None:
         return pattern, Reject(Reason.GROUP_UNKNOWN, f"there is no group {anchor.group!r}"), None
     reject = _check_place(anchor, world)
@@ -194,7 +196,7 @@ def _check_place(anchor: Anchor, world: int) -> Reject | None:
     """Reasons that lie in the group and the device."""
     val = tensor(anchor.node)
     assert val is not None
-    assert isinstance(anchor.group, str)
+    assert anchor.known_group is not None
     if world == 1:
         return Reject(Reason.SINGLE_RANK, "the group has one rank")
     if val.device.type != "cpu":
@@ -203,10 +205,10 @@ def _check_place(anchor: Anchor, world: int) -> Reject | None:
         # It takes an op that returns a list of one tensor for one that returns the tensor, and crashes.
         return Reject(Reason.UNSUPPORTED_VARIANT, "Inductor's cpp_wrapper cannot call fused ops")
     if not cpu.available():
-        decline(anchor.group, cpu.why_not())
+        decline(anchor.known_group, cpu.why_not())
         return Reject(Reason.NO_NATIVE_KERNELS, cpu.why_not())
-    if torch_internals.group_spans_hosts(anchor.group):
-        decline(anchor.group, "the group spans hosts")
+    if torch_internals.group_spans_hosts(anchor.known_group):
+        decline(anchor.known_group, "the group spans hosts")
         return Reject(Reason.GROUP_SPANS_HOSTS, "its ranks do not share memory")
     return None
 
@@ -254,12 +256,12 @@ def _collective_between(first: fx.Node, last: fx.Node) -> fx.Node | None:
 
 def _tell_kept(anchors: list[Anchor], sites: list[Site]) -> None:
     """For a rank that fused what this one kept, and waits in vain: its error says so."""
-    notes: dict[str, list[str]] = {}
+    notes: dict[str | ProcessGroup, list[str]] = {}
     for anchor, site in zip(anchors, sites, strict=True):
-        if site.reason is not None and (site.world or 1) > 1 and isinstance(anchor.group, str):
+        if site.reason is not None and (site.world or 1) > 1 and anchor.known_group is not None:
             why = ": ".join(filter(None, (site.reason.value, site.detail)))
             at = place(site.source or anchor.kind)
-            notes.setdefault(anchor.group, []).append(f"{anchor.kind} at {at} ({why})")
+            notes.setdefault(anchor.known_group, []).append(f"{anchor.kind} at {at} ({why})")
     for group, lines in notes.items():
         tell_kept(group, lines)
 

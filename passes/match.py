@@ -23,7 +23,7 @@ from .trace import SPLITS, Shapes, aten, dtype_of, is_cast, is_view, trace
 class Context:
     """What the rewrite of one anchor needs besides the anchor."""
 
-    group: str
+    group: str | fx.Node
     world: int
     order: str
     site: str

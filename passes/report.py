@@ -302,8 +302,8 @@ _BREAK_ADVICE = {
         "_autograd have a gradient"
     ),
     "_maybe_view_chunk_cat": (
-        "torch 2.11 cannot trace all_gather_tensor on a dim other than 0: update torch, or gather on dim 0 "
-        "and move the dim"
+        "torch before 2.13 cannot trace all_gather_tensor on a dim other than 0: update torch, or gather on "
+        "dim 0 and move the dim"
     ),
 }
 

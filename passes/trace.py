@@ -10,6 +10,7 @@ import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import sympy
@@ -50,6 +51,10 @@ WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 
 def value(node: object) -> object:
+    if isinstance(node, fx.Node) and node.op == "get_attr" and "val" not in node.meta:
+        # An attribute that is no tensor, such as a process group, has no metadata.
+        known = attrgetter(str(node.target))(node.graph.owning_module)
+        return None if isinstance(known, torch.Tensor) else known
     return node.meta.get("val") if isinstance(node, fx.Node) else node
 
 

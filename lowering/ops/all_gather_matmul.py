@@ -24,7 +24,7 @@ from autofuse.lowering.torch_internals import group_size
 
 _SCHEMA = (
     "all_gather_matmul(Tensor x, Tensor[] w, Tensor[] bias, int dim, SymInt outer, bool keep_gathered, "
-    "str group_name, str order, str site) -> Tensor[]"
+    "Any group_name, str order, str site) -> Tensor[]"
 )
 
 

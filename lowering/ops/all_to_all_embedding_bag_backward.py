@@ -30,7 +30,7 @@ _SCHEMA = (
     "all_to_all_embedding_bag_backward(Tensor grad, Tensor[] indices, Tensor[] offsets, "
     "Tensor[] per_sample_weights, SymInt[] num_embeddings, SymInt[] dims, int mode, "
     "bool include_last_offset, int padding_idx, ScalarType dtype, SymInt[] columns, str layout, "
-    "bool keep_exchanged, str group_name, str order, str site) -> Tensor[]"
+    "bool keep_exchanged, Any group_name, str order, str site) -> Tensor[]"
 )
 
 

@@ -30,7 +30,7 @@ _OP = "all_to_all_expert_matmul"
 _SCHEMA = (
     "all_to_all_expert_matmul(Tensor x, Tensor[] w, Tensor[] bias, int experts, Tensor? offsets, "
     "Tensor? positions, SymInt[] output_splits, SymInt[] input_splits, int dim, SymInt outer, "
-    "bool keep_exchanged, str group_name, str order, str site) -> Tensor[]"
+    "bool keep_exchanged, Any group_name, str order, str site) -> Tensor[]"
 )
 
 

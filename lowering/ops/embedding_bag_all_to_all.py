@@ -33,7 +33,7 @@ MODES = ("sum", "mean", "max")
 _SCHEMA = (
     "embedding_bag_all_to_all(Tensor[] weights, Tensor[] indices, Tensor[] offsets, "
     "Tensor[] per_sample_weights, int mode, bool include_last_offset, int padding_idx, ScalarType dtype, "
-    "SymInt[] columns, str layout, str group_name, str order, str site) -> Tensor"
+    "SymInt[] columns, str layout, Any group_name, str order, str site) -> Tensor"
 )
 
 

@@ -33,7 +33,7 @@ from autofuse.native_kernels.cpu.embedding import scatter_rows
 _SCHEMA = (
     "expert_matmul_all_to_all(Tensor[] x, Tensor[] w, Tensor[] bias, Tensor[] operands, str product, "
     "int experts, Tensor? offsets, Tensor? positions, SymInt[] output_splits, SymInt[] input_splits, "
-    "int dim, SymInt outer, bool keep_product, str group_name, str order, str site) -> Tensor[]"
+    "int dim, SymInt outer, bool keep_product, Any group_name, str order, str site) -> Tensor[]"
 )
 
 

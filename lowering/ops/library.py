@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from autofuse.lowering.orders import PlanShape
+from autofuse.lowering.torch_internals import resolve_group
 from autofuse.lowering.workspace import NotShared, SharedMemoryFull
 
 log = logging.getLogger(__name__)
@@ -22,10 +23,11 @@ _warned: set[str] = set()
 
 @dataclass(frozen=True)
 class FusedOp:
-    """Everything that `register` needs to know of an op; `fake`, `reference` and `cpu` take its arguments.
+    """Everything that `register` needs to know of an op; its functions take its arguments, the group by name.
 
     Attributes:
-        schema: name, arguments and returns.
+        schema: name, arguments and returns; the last arguments are `Any group_name, str order, str site`. The
+            group is a name or, from a graph that is compiled on one rank for all, a ProcessGroup.
         fake: shapes and dtypes of the result; safe for symbolic sizes.
         reference: the op with plain functional collectives; any backend, any device.
         cpu: runs the plan over shared memory; returns NotImplemented for what it leaves to the reference; all
@@ -51,7 +53,11 @@ class FusedOp:
 def register(op: FusedOp) -> None:
     """Defines `torch.ops.autofuse.<name>`: the plan on CPU ranks of one host, elsewhere the reference."""
 
+    def reference(*args: Any) -> Any:
+        return op.reference(*_group_by_name(args))
+
     def on_cpu(*args: Any) -> Any:
+        args = _group_by_name(args)
         try:
             result = op.cpu(*args)
             if result is not NotImplemented:
@@ -66,7 +72,17 @@ def register(op: FusedOp) -> None:
     LIBRARY.define(op.schema)
     LIBRARY.impl(op.name, on_cpu, "CPU")
     for device in ("CUDA", "XPU", "PrivateUse1"):
-        LIBRARY.impl(op.name, op.reference, device)
+        LIBRARY.impl(op.name, reference, device)
     qualified = f"autofuse::{op.name}"
-    torch.library.register_fake(qualified, op.fake, lib=LIBRARY)
-    torch.library.register_autograd(qualified, op.backward, setup_context=op.setup_context, lib=LIBRARY)
+    torch.library.register_fake(qualified, lambda *args: op.fake(*_group_by_name(args)), lib=LIBRARY)
+    torch.library.register_autograd(
+        qualified,
+        op.backward,
+        setup_context=lambda ctx, inputs, output: op.setup_context(ctx, _group_by_name(inputs), output),
+        lib=LIBRARY,
+    )
+
+
+def _group_by_name(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    group = args[-3]
+    return args if isinstance(group, str) else (*args[:-3], resolve_group(group).group_name, *args[-2:])

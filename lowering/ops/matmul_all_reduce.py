@@ -23,7 +23,7 @@ from autofuse.lowering.torch_internals import group_size
 
 _SCHEMA = (
     "matmul_all_reduce(Tensor[] x, Tensor[] w, Tensor[] operands, str product, str reduce_op, "
-    "bool keep_product, str group_name, str order, str site) -> Tensor[]"
+    "bool keep_product, Any group_name, str order, str site) -> Tensor[]"
 )
 
 

@@ -25,7 +25,7 @@ from autofuse.lowering.torch_internals import group_size
 
 _SCHEMA = (
     "matmul_reduce_scatter(Tensor[] x, Tensor[] w, Tensor[] operands, str product, str reduce_op, int dim, "
-    "SymInt outer, bool keep_product, str group_name, str order, str site) -> Tensor[]"
+    "SymInt outer, bool keep_product, Any group_name, str order, str site) -> Tensor[]"
 )
 
 

@@ -297,8 +297,8 @@ def gather_only(x: Tensor) -> Tensor:
 
 
 def gathers_elsewhere(program: Program) -> Program:
-    """A program with all_gather_tensor on a dim other than 0, which torch 2.11 does not trace."""
-    return since("2.12", program, fused={}, breaks="torch 2.11 cannot trace all_gather_tensor on a dim")
+    """A program with all_gather_tensor on a dim other than 0, which torch traces from 2.13 on."""
+    return since("2.13", program, fused={}, breaks="torch before 2.13 cannot trace all_gather_tensor")
 
 
 X3, W2 = (2, 8, H), (D, H)

@@ -163,7 +163,7 @@ PROGRAMS: dict[str, Program] = {
     "uneven, training": Program(tables("uneven"), *TRAIN, grad=True),
     "in place": Program(tables("in_place"), *INFER),
     "autograd function, training": since(
-        "2.12",
+        "2.13",
         Program(tables("function"), *TRAIN, grad=True),
         # Torch 2.11 loses the gradient of an in-place collective there: what it exchanges are zeros.
         fused={"forward": [FORWARD]},

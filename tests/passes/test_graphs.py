@@ -90,7 +90,7 @@ return (reshape_default, view_1)""",
 
 def test_all_gather_matmul_of_three() -> None:
     def fn(x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        # As all_gather_tensor does it on dim 1, where torch 2.11 breaks the graph.
+        # As all_gather_tensor does it on dim 1, where torch before 2.13 breaks the graph.
         whole = torch.cat(funcol.all_gather_tensor(x, 0, group()).chunk(4), 1)
         return F.linear(whole, q), F.linear(whole, k), F.linear(whole, v) + whole.sum()
 
