@@ -9,7 +9,7 @@ moves of elements (`("reshape", shape)`, `("permute", order)`, `("split and cat"
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -83,12 +83,75 @@ def walk(x: Tensor, steps: tuple[Step, ...], other: Callable[[Tensor, str], Tens
     return x
 
 
-def program(chain: Chain) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]]:
+class Collectives:
+    """The collectives of inference."""
+
+    @staticmethod
+    def all_reduce(x: Tensor, op: str) -> Tensor:
+        return funcol.all_reduce(x, op, group())
+
+    @staticmethod
+    def reduce_scatter(x: Tensor, op: str, dim: int) -> Tensor:
+        return funcol.reduce_scatter_tensor(x, op, dim, group())
+
+    @staticmethod
+    def all_gather(x: Tensor, dim: int) -> Tensor:
+        return funcol.all_gather_tensor(x, dim, group())
+
+
+class Trained(Collectives):
+    """Those that eager autograd knows."""
+
+    @staticmethod
+    def all_reduce(x: Tensor, op: str) -> Tensor:
+        return ReduceForward.apply(x, op)
+
+    @staticmethod
+    def reduce_scatter(x: Tensor, op: str, dim: int) -> Tensor:
+        return funcol.reduce_scatter_tensor_autograd(x, op, dim, group())
+
+    @staticmethod
+    def all_gather(x: Tensor, dim: int) -> Tensor:
+        return funcol.all_gather_tensor_autograd(x, dim, group())
+
+
+class Replicated(Collectives):
+    """Nothing is gathered: the gradient of a replicated tensor is reduced."""
+
+    @staticmethod
+    def all_gather(x: Tensor, dim: int) -> Tensor:
+        return ReduceBackward.apply(torch.cat([x] * group().size(), dim))
+
+
+class ReduceForward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, op: str) -> Tensor:
+        return funcol.wait_tensor(funcol.all_reduce(x, op, group()))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class ReduceBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return funcol.wait_tensor(funcol.all_reduce(grad.contiguous(), "sum", group()))
+
+
+Fn = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]]
+
+
+def program(chain: Chain, use: type[Collectives] = Collectives) -> Fn:
     """`fn(x, w, c)` of the arguments that `arguments` makes."""
-    return gather_program(chain) if chain.collective == "all_gather" else reduce_program(chain)
+    return (gather_program if chain.collective == "all_gather" else reduce_program)(chain, use)
 
 
-def reduce_program(chain: Chain) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]]:
+def reduce_program(chain: Chain, use: type[Collectives]) -> Fn:
     def fn(x: Tensor, w: Tensor, c: Tensor) -> tuple[Tensor, ...]:
         read: list[Tensor] = []
 
@@ -100,15 +163,15 @@ def reduce_program(chain: Chain) -> Callable[[Tensor, Tensor, Tensor], tuple[Ten
 
         y = walk(F.linear(x, w), chain.before, other).contiguous()
         if chain.collective == "all_reduce":
-            y = funcol.all_reduce(y, chain.reduce_op, group())
+            y = use.all_reduce(y, chain.reduce_op)
         else:
-            y = funcol.reduce_scatter_tensor(y, chain.reduce_op, chain.dim, group())
+            y = use.reduce_scatter(y, chain.reduce_op, chain.dim)
         return walk(y, chain.after, other).relu(), *read
 
     return fn
 
 
-def gather_program(chain: Chain) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]]:
+def gather_program(chain: Chain, use: type[Collectives]) -> Fn:
     def fn(x: Tensor, w: Tensor, c: Tensor) -> tuple[Tensor, ...]:
         outputs: list[Tensor] = []
 
@@ -117,16 +180,20 @@ def gather_program(chain: Chain) -> Callable[[Tensor, Tensor, Tensor], tuple[Ten
             return y
 
         part = walk(x, chain.before, other).contiguous()
-        gathered = funcol.all_gather_tensor(part, chain.dim, group())
+        gathered = use.all_gather(part, chain.dim)
         return multiply(walk(gathered, chain.after, other), w), *outputs
 
     return fn
 
 
+def matrix(x: Tensor) -> Tensor:
+    """What is multiplied: `x: [.., K, 1, ..]` as `[M, K]`. Inductor makes no matmul of inner dims of one."""
+    return x.reshape(-1, next((s for s in reversed(x.shape) if s > 1), 1))
+
+
 def multiply(x: Tensor, w: Tensor) -> Tensor:
-    """`x: [.., K]` times the first K rows of `w`."""
-    inner = x.shape[-1]
-    return torch.mm(x.reshape(-1, inner), w[:inner].to(x.dtype))
+    x = matrix(x)
+    return torch.mm(x, w[: x.shape[1]].to(x.dtype))
 
 
 def arguments(chain: Chain, rank: int = 0) -> tuple[Tensor, Tensor, Tensor]:
@@ -139,6 +206,46 @@ def arguments(chain: Chain, rank: int = 0) -> tuple[Tensor, Tensor, Tensor]:
         shapes = ((rows, INNER), (columns, INNER), (columns,))
     x, w, c = (torch.randn(s, generator=generator) for s in shapes)
     return x, w, c
+
+
+def trained(chain: Chain) -> tuple[Chain, Chain]:
+    """The chain without what is no move, and the chain that its backward has."""
+    before, after = _plain(chain.before), _plain(chain.after)
+    if chain.collective == "all_gather":
+        chain = replace(chain, before=before, after=after)
+        part = apply(torch.empty(chain.shape), before).shape
+        whole = (*part[: chain.dim], chain.world * part[chain.dim], *part[chain.dim + 1 :])
+        last = apply(torch.empty(whole), after)
+        rows, inner = matrix(last).shape
+        undone = (("reshape", tuple(last.shape)), *undo(whole, after))
+        return chain, Chain("reduce_scatter", chain.world, (rows, inner), undone, (), chain.dim)
+    chain = replace(chain, before=before, after=())
+    part = list(apply(torch.empty(chain.shape), before).shape)
+    part[chain.dim] //= chain.world
+    flat = (torch.Size(part).numel(), 1)
+    undone = undo(chain.shape, before)
+    return chain, Chain("all_gather", chain.world, flat, (("reshape", tuple(part)),), undone, chain.dim)
+
+
+def _plain(found: tuple[Step, ...]) -> tuple[Step, ...]:
+    return tuple(s for s in found if s[0] in MOVES and s[0] != "narrow")
+
+
+def undo(shape: tuple[int, ...], found: tuple[Step, ...]) -> tuple[Step, ...]:
+    """The moves that take back the moves `found` of a tensor of `shape`."""
+    undone: list[Step] = []
+    x = torch.empty(shape)
+    for step in found:
+        name, *args = step
+        if name == "permute":
+            undone.append(("permute", tuple(args[0].index(i) for i in range(x.dim()))))
+        elif name == "split and cat":
+            dim, length, to = args
+            undone.append(("split and cat", to, length if to == dim else x.shape[to], dim))
+        else:
+            undone.append(("reshape", tuple(x.shape)))
+        x = move(x, step)
+    return tuple(reversed(undone))
 
 
 # --- drawing ------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from .chains import MOVES, Chain, Step, divisors, move
+from .chains import MOVES, Chain, Step, divisors, matrix, move
 
 STAGES = ("scale", "cast", "columns")
 
@@ -224,7 +224,7 @@ def _gathered(chain: Chain) -> Verdict:
 
 
 def _multiplied(follower: Follower, world: int, elements: int) -> Verdict:
-    index = follower.index.reshape(-1, follower.index.shape[-1])
+    index = matrix(follower.index)
     if not follower.described or index.numel() != world * elements or not is_digits(index, follower.source):
         return Verdict("layout")
     where = index.flatten().argsort().view(world, elements)  # of every gathered element, in the matrix

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
-from torch import fx
+from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import autofuse
+from tests.ranks import RankPool
 
 from . import lockstep
-from .chains import CHAINS, MATMUL, READ, Chain, arguments, program
-from .harness import fake_group
+from .chains import CHAINS, MATMUL, READ, Chain, Collectives, Replicated, Trained, arguments, program, trained
+from .harness import fake_group, passes_only
 from .oracle import verdict
 
 FUSED = {
@@ -113,6 +116,83 @@ def test_found(name: str) -> None:
     chain, reason = FOUND[name]
     with fake_group(chain.world), autofuse.config.patch(policy="always"):
         assert check(chain) == reason
+
+
+def some_chains(collective: str, count: int) -> list[Chain]:
+    found: list[Chain] = []
+
+    @drawn(count)
+    @given(CHAINS[collective](2))
+    def collect(chain: Chain) -> None:
+        found.append(chain)
+
+    collect()
+    return found
+
+
+def compare(rank: int, world: int, chains: list[Chain], use: type[Collectives]) -> list[tuple]:
+    """By chain the errors of outputs (and gradients, in training) and the reason by kind of graph."""
+    training, found = use is not Collectives, []
+    for chain in chains:
+        fn, args = program(chain, use), arguments(chain, rank)
+        for arg in args[:2]:
+            arg.requires_grad_(training)
+        with torch.set_grad_enabled(training):
+            expected = outputs_and_gradients(fn, args)
+            torch._dynamo.reset()
+            with autofuse.debug() as report:
+                actual = outputs_and_gradients(torch.compile(fn, backend=passes_only()), args)
+        kinds = {g.name: g.kind for g in report.graphs}
+        reasons = {kinds[s.graph]: s.reason and s.reason.value for s in report.sites}
+        found.append((list(map(error, actual, expected)), reasons))
+    return found
+
+
+def outputs_and_gradients(fn: Callable[..., tuple[Tensor, ...]], args: tuple[Tensor, ...]) -> list[Tensor]:
+    outputs = fn(*args)
+    leaves = [a for a in args if a.requires_grad]
+    loss = sum(((o.flatten() * torch.arange(o.numel()).cos()).sum() for o in outputs), torch.zeros(()))
+    return [*outputs, *(torch.autograd.grad(loss, leaves) if leaves else ())]
+
+
+def error(actual: Tensor, expected: Tensor) -> float:
+    """Relative to the largest value, in units of what the dtype allows."""
+    assert (actual.shape, actual.dtype) == (expected.shape, expected.dtype)
+    scale = expected.abs().max().clamp(min=1e-30)
+    allowed = 1e-5 if actual.dtype == torch.float32 else 1e-2
+    return float((actual - expected).abs().max() / scale / allowed)
+
+
+@pytest.mark.parametrize("collective", CHAINS)
+def test_numbers(collective: str, ranks: Callable[[int], RankPool]) -> None:
+    chains = some_chains(collective, 12)
+    for found in ranks(2).run(compare, chains, Collectives, timeout=180):
+        for chain, (errors, reasons) in zip(chains, found, strict=True):
+            assert max(errors) < 1, (chain, errors)
+            assert reasons == {"inference": verdict(chain).reason}, chain
+
+
+@pytest.mark.parametrize("collective", ["reduce_scatter", "all_gather"])
+def test_training(collective: str, ranks: Callable[[int], RankPool]) -> None:
+    pairs = [trained(chain) for chain in some_chains(collective, 6)]
+    for found in ranks(2).run(compare, [chain for chain, _ in pairs], Trained, timeout=180):
+        for (chain, backward), (errors, reasons) in zip(pairs, found, strict=True):
+            assert max(errors) < 1, (chain, errors)
+            assert reasons == {"forward": verdict(chain).reason, "backward": verdict(backward).reason}, chain
+
+
+def test_training_of_all_reduce(ranks: Callable[[int], RankPool]) -> None:
+    forward = [trained(chain)[0] for chain in some_chains("all_reduce", 5)]
+    for found in ranks(2).run(compare, forward, Trained, timeout=180):
+        for chain, (errors, reasons) in zip(forward, found, strict=True):
+            assert max(errors) < 1, (chain, errors)
+            assert reasons == {"forward": verdict(chain).reason}, chain
+    pairs = [trained(chain) for chain in some_chains("all_gather", 6)]
+    for found in ranks(2).run(compare, [chain for chain, _ in pairs], Replicated, timeout=180):
+        for (chain, backward), (errors, reasons) in zip(pairs, found, strict=True):
+            assert max(errors) < 1, (chain, errors)
+            reduced = replace(backward, collective="all_reduce", dim=0)
+            assert reasons == {"backward": verdict(reduced).reason}, chain
 
 
 @pytest.mark.parametrize("world", [2, 4])
