@@ -13,6 +13,7 @@ LARGEST = 1 << 20
 """Stands for the end of a range that has none."""
 
 MOST_SAMPLES = 512
+"""Bounds the time: piecewise linear formulas take less than a hundred, sizes with remainders may take more."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ def _positive(first: int, last: int, sample: Callable[[int], Sample]) -> list[tu
     while work:
         a, b = work.pop()
         up, down = at[a][0] > 0, at[b][0] > 0
-        if b - a > 1 and (up != down or at[a][1] != at[b][1]):
+        if b - a > 1 and (up != down or at[a][1] != at[b][1]) and len(at) < MOST_SAMPLES:
             middle = (a + b) // 2
             at[middle] = sample(middle)
             work += [(middle, b), (a, middle)]

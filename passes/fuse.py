@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import sympy
 import torch
 from torch import fx
 from torch.distributed import ProcessGroup
@@ -300,5 +301,8 @@ def _symbols(graph: fx.Graph) -> Symbols:
         for size in val.shape if isinstance(val, torch.Tensor) else (val,):
             if isinstance(size, torch.SymInt):
                 hints, ranges = torch_internals.symbol_hints(size), torch_internals.symbol_ranges(size)
-                return {s: Known(*ranges[s], int(hint)) for s, hint in hints.items() if s in ranges}
+                integers = {
+                    s: int(hint) for s, hint in hints.items() if isinstance(hint, (int, sympy.Integer))
+                }
+                return {s: Known(*ranges[s], hint) for s, hint in integers.items() if s in ranges}
     return {}

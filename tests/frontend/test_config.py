@@ -17,13 +17,14 @@ def test_patch_is_undone() -> None:
 
 
 def test_environment() -> None:
-    code = "from autofuse import config as c; print(c.policy, c.patterns, c.order, c.timeout_s)"
+    code = "from autofuse import config as c; print(c.policy, c.patterns, c.order, c.timeout_s, c.table)"
     changes = {"POLICY": "always", "PATTERNS": "matmul_all_reduce", "ORDER": "ring", "TIMEOUT_S": "7.5"}
+    changes["TABLE"] = "my.json"
     environment = os.environ | {f"AUTOFUSE_{name}": value for name, value in changes.items()}
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True, timeout=120
     )
-    assert done.stdout.split() == ["always", "matmul_all_reduce", "ring", "7.5"]
+    assert done.stdout.split() == ["always", "matmul_all_reduce", "ring", "7.5", "my.json"]
 
 
 def test_patterns() -> None:
