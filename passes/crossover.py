@@ -13,7 +13,7 @@ LARGEST = 1 << 20
 """Stands for the end of a range that has none."""
 
 MOST_SAMPLES = 512
-"""Bounds the time: piecewise linear formulas take less than a hundred, sizes with remainders may take more."""
+"""Bounds the time: piecewise linear formulas take less than a hundred, others may take more."""
 
 
 @dataclass(frozen=True)
