@@ -167,6 +167,15 @@ return (add_1,)""",
     )
 
 
+def test_added_reductions_that_are_rounded_stay_two() -> None:
+    def fn(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+        first = funcol.all_reduce(F.linear(x, w), "sum", group())
+        return first + funcol.all_reduce(F.linear(x, v), "sum", group())
+
+    args = [torch.zeros(16, 12).bfloat16() for _ in range(3)]
+    assert rewritten(fn, *args).count("autofuse.matmul_all_reduce") == 2
+
+
 def test_gathers_of_one_input() -> None:
     def fn(x: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         return (
