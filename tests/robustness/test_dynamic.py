@@ -43,6 +43,19 @@ def embedding_bag_all_to_all(offsets: Tensor, indices: Tensor, table: Tensor) ->
     return out.view(world, -1, table.shape[1]).transpose(0, 1).reshape(-1, world * table.shape[1])
 
 
+def expert_matmul_all_to_all(x: Tensor, w: Tensor) -> Tensor:
+    """Two experts, `tokens` rows of each for every rank."""
+    rows = x.permute(2, 1, 0, 3).reshape(2, -1, x.shape[3])
+    y = (rows @ w).view(2, dist.get_world_size(), -1, w.shape[2]).transpose(0, 1).contiguous()
+    return funcol.wait_tensor(funcol.all_to_all_single(y, None, None, everybody())) * 2
+
+
+def all_to_all_expert_matmul(x: Tensor, w: Tensor) -> Tensor:
+    sent = x.permute(1, 2, 0, 3).contiguous()
+    rows = funcol.wait_tensor(funcol.all_to_all_single(sent, None, None, everybody()))
+    return rows.transpose(0, 1).reshape(2, -1, w.shape[1]) @ w
+
+
 def _args(program: Program, rank: int, tokens: int) -> tuple[list[Tensor], Tensor]:
     """What depends on the number of tokens, in dim 0, and the weight."""
     world = dist.get_world_size()
@@ -50,6 +63,8 @@ def _args(program: Program, rank: int, tokens: int) -> tuple[list[Tensor], Tenso
         generator = torch.Generator().manual_seed(tokens + 100 * rank)
         indices = torch.randint(0, 50, (3 * tokens * world,), generator=generator)
         return [torch.arange(tokens * world) * 3, indices], integers(rank, 50, 7)
+    if program in (expert_matmul_all_to_all, all_to_all_expert_matmul):
+        return [integers(tokens + 100 * rank, tokens, world, 2, 12)], integers(rank, 2, 12, 8)
     rows = tokens * world if "reduce_scatter" in program.__name__ else tokens
     return [integers(rows + 100 * rank, rows, 12)], integers(rank, 12, 8)
 
@@ -76,6 +91,8 @@ PROGRAMS = [
     matmul_reduce_scatter_on_dim_1,
     all_gather_matmul,
     embedding_bag_all_to_all,
+    expert_matmul_all_to_all,
+    all_to_all_expert_matmul,
 ]
 
 
