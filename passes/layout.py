@@ -126,7 +126,7 @@ class Layout:
         return tuple(product(d.size for d in dim) for dim in self.dims)
 
     def reshape(self, shape: Sequence[Size]) -> Layout | None:
-        groups = regroup(self.digits, shape)
+        groups = regroup(self.digits, shape) or regroup(merge(self.digits), shape)
         return None if groups is None else Layout(groups, self.fixed)
 
     def permute(self, order: Sequence[int]) -> Layout:
