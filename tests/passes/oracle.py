@@ -106,7 +106,7 @@ def leads_with_a_digit(index: Tensor, dim: int, count: int, source: Sequence[int
     """Is `dim`, cut in `count` equal pieces, cut along one digit of one dim of `source`?"""
     pieces = index.unflatten(dim, (count, -1))
     found = dim_digits(pieces, dim)
-    if found is None or len(found) > 1:
+    if found is None or len(found) > 1 or not is_digits(pieces, source):
         return False
     edges = [1]
     for length in reversed(source):

@@ -13,6 +13,9 @@ from autofuse.passes.emit import Emitter
 from autofuse.passes.layout import Digit, Layout, common_digits, compose, cut_out, exact_quotient, regroup
 from autofuse.passes.trace import Shapes, trace
 
+from .chains import Step, apply, move, moves
+from .oracle import index_of, is_digits, leads_with_a_digit, places
+
 
 def source_index(layout: Layout, shape: tuple[int, ...]) -> Tensor:
     """The flat index into the source of every element of a tensor with this layout."""
@@ -28,74 +31,75 @@ def source_index(layout: Layout, shape: tuple[int, ...]) -> Tensor:
     return total + sum(i * int(d.div) * strides[d.dim] for d, i in layout.fixed)
 
 
-def factors(n: int) -> list[int]:
-    return [f for f in range(1, n + 1) if n % f == 0]
-
-
 @st.composite
-def chains(draw: st.DrawFn) -> tuple[tuple[int, ...], list[tuple]]:
-    """A shape and a chain of moves, each (name, arguments), that keeps all elements."""
+def chains(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Step]]:
+    """A shape and moves that keep all elements."""
     shape = tuple(draw(st.lists(st.sampled_from([1, 2, 3, 4, 6, 8]), min_size=1, max_size=3)))
-    moves: list[tuple] = []
-    current = list(shape)
-    for _ in range(draw(st.integers(1, 6))):
-        name = draw(
-            st.sampled_from(["split dim", "merge dims", "permute", "split and cat", "unsqueeze", "clone"])
-        )
-        rank = len(current)
-        if name == "split dim":
-            dim = draw(st.integers(0, rank - 1))
-            minor = draw(st.sampled_from(factors(current[dim])))
-            current[dim : dim + 1] = [current[dim] // minor, minor]
-            moves.append(("reshape", tuple(current)))
-        elif name == "merge dims" and rank > 1:
-            dim = draw(st.integers(0, rank - 2))
-            current[dim : dim + 2] = [current[dim] * current[dim + 1]]
-            moves.append(("reshape", tuple(current)))
-        elif name == "permute":
-            order = draw(st.permutations(range(rank)))
-            current = [current[i] for i in order]
-            moves.append(("permute", tuple(order)))
-        elif name == "split and cat":
-            dim, to = draw(st.integers(0, rank - 1)), draw(st.integers(0, rank - 1))
-            length = draw(st.sampled_from(factors(current[dim])))
-            moves.append(("split and cat", dim, length, to))
-            count = current[dim] // length
-            current[dim] = length
-            current[to] *= count
-        elif name == "unsqueeze" and rank < 6:
-            dim = draw(st.integers(0, rank))
-            current.insert(dim, 1)
-            moves.append(("reshape", tuple(current)))
-        else:
-            moves.append(("clone",))
-    return shape, moves
+    return shape, draw(moves(shape, most=6))
 
 
-def apply(x: Tensor, moves: list[tuple]) -> Tensor:
-    for name, *args in moves:
-        if name == "reshape":
-            x = x.reshape(args[0])
-        elif name == "permute":
-            x = x.permute(args[0])
-        elif name == "split and cat":
-            dim, length, to = args
-            x = torch.cat(x.split(length, dim), to)
-        else:
-            x = x.clone()
-    return x
-
-
-def traced_graph(shape: tuple[int, ...], moves: list[tuple]) -> fx.GraphModule:
+def traced_graph(shape: tuple[int, ...], moves: list[Step]) -> fx.GraphModule:
     """ATen graph of the chain with `meta["val"]`."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
     return make_fx(lambda x: apply(x, moves) + 0, tracing_mode="fake")(torch.zeros(shape))
 
 
+def moved(layout: Layout, step: Step) -> Layout | None:
+    """The layout after one move."""
+    name, *args = step
+    if name == "reshape":
+        return layout.reshape(args[0])
+    if name == "permute":
+        return layout.permute(args[0])
+    if name == "split and cat":
+        dim, length, to = args
+        count = int(layout.shape[dim]) // length
+        pieces = [p for i in range(count) if (p := layout.piece(dim, i, count)) is not None]
+        return Layout.join(pieces, to) if len(pieces) == count else None
+    return layout
+
+
+@settings(max_examples=1500, deadline=None, derandomize=True, database=None)
+@given(chains())
+def test_layouts_are_all_lists_of_digits(case: tuple[tuple[int, ...], list[Step]]) -> None:
+    """A layout has the index of eager, and there is one wherever the index is made of digits."""
+    shape, steps = case
+    layout, index = Layout.of(shape), index_of(shape)
+    for step in steps:
+        after, found = move(index, step), moved(layout, step)
+        expected = is_digits(after, shape)
+        if step[0] == "split and cat" and (count := index.shape[step[1]] // step[2]) > 1:
+            expected &= leads_with_a_digit(index, step[1], count, shape)
+        assert (found is not None) == expected, (shape, steps, step)
+        if found is None:
+            return
+        assert found.shape == tuple(after.shape)
+        assert torch.equal(source_index(found, shape).expand(after.shape), after)
+        layout, index = found, after
+
+
+@settings(max_examples=1000, deadline=None, derandomize=True, database=None)
+@given(st.sampled_from([2, 3, 4]), st.data())
+def test_cuts_are_all_parts_of_rows_or_columns(world: int, data: st.DataObject) -> None:
+    """The leading digit can be cut out of a matrix exactly if the parts are those of some (dim, outer)."""
+    shape = (world * data.draw(st.sampled_from([1, 2, 3])), data.draw(st.sampled_from([1, 4, 6, world])))
+    steps = data.draw(moves(shape))
+    index, layout = apply(index_of(shape), steps).reshape(world, -1), Layout.of(shape)
+    for step in (*steps, ("reshape", tuple(index.shape))):
+        found = moved(layout, step)
+        if found is None:
+            return
+        layout = found
+    cut = cut_out(Layout.of(shape), layout.dims[0][0]) if len(layout.dims[0]) == 1 else None
+    expected = places(index, shape)
+    assert (cut is not None) == bool(expected), (shape, steps)
+    assert cut is None or (cut.dim, cut.outer) in expected
+
+
 @settings(max_examples=150, deadline=None)
 @given(chains())
-def test_trace_is_eager(case: tuple[tuple[int, ...], list[tuple]]) -> None:
+def test_trace_is_eager(case: tuple[tuple[int, ...], list[Step]]) -> None:
     shape, moves = case
     numel = torch.Size(shape).numel()
     graph = traced_graph(shape, moves).graph
@@ -112,7 +116,7 @@ def test_trace_is_eager(case: tuple[tuple[int, ...], list[tuple]]) -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(chains())
-def test_rebuild_is_eager(case: tuple[tuple[int, ...], list[tuple]]) -> None:
+def test_rebuild_is_eager(case: tuple[tuple[int, ...], list[Step]]) -> None:
     shape, moves = case
     gm = traced_graph(shape, moves)
     end = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.add.Tensor)[0].args[0]
@@ -131,7 +135,7 @@ def test_rebuild_is_eager(case: tuple[tuple[int, ...], list[tuple]]) -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(chains(), st.data())
-def test_compose_is_eager(case: tuple[tuple[int, ...], list[tuple]], data: st.DataObject) -> None:
+def test_compose_is_eager(case: tuple[tuple[int, ...], list[Step]], data: st.DataObject) -> None:
     shape, moves = case
     half = data.draw(st.integers(0, len(moves)))
     middle = apply(torch.zeros(shape), moves[:half])
@@ -145,7 +149,7 @@ def test_compose_is_eager(case: tuple[tuple[int, ...], list[tuple]], data: st.Da
         assert torch.equal(source_index(composed, shape).expand(expected.shape), expected)
 
 
-def trace_moves(shape: tuple[int, ...], moves: list[tuple]) -> Layout | None:
+def trace_moves(shape: tuple[int, ...], moves: list[Step]) -> Layout | None:
     graph = traced_graph(shape, moves).graph
     end = graph.find_nodes(op="call_function", target=torch.ops.aten.add.Tensor)[0].args[0]
     found = trace(end, lambda n: n.op == "placeholder", Shapes())
