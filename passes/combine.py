@@ -1,12 +1,14 @@
 """expert matmul -> all_to_all (combine), with fixed capacity or dropless.
 
-Fixed capacity: `P: [E, R, N]`, and the leading digit of the collective's input, the destination, must be a
-digit of `R`, wherever views and permutes took it. Dropless: `P: [rows, N]` of a grouped matmul, whose rows a
-permutation may put into a send buffer with data-dependent splits.
+`P: [E, R, N]` of batched, listed or grouped matmuls and a pointwise epilogue. Fixed capacity: the
+destination, the leading digit of the collective's input, was cut out of a dim of P by the program, wherever
+views and permutes took it. Dropless: whole rows of P go in parts of any size, in their order or put
+into a send buffer by positions.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -14,96 +16,224 @@ from torch import fx
 
 from .anchors import Anchor
 from .emit import Emitter
-from .layout import Cut, Digit, Layout, product
-from .match import Context, Found, Match, Work, check_dtype, materialise, outside_reader, replace_result
-from .matmul_reduce import extra_users, hand_out_product, leading_cut
-from .product import Product, Reject, linear_operands, match_product
+from .layout import Cut, Layout, Size, product, same_size
+from .match import (
+    Context,
+    Found,
+    Match,
+    Work,
+    check_dtype,
+    fill_biases,
+    materialise,
+    replace_result,
+)
+from .placement import Placement, find_placement
+from .product import Operand, Product, Reject, between, match_product
 from .report import Reason
-from .trace import argument, aten, dtype_of, tensor, trace
+from .rows import cut_into_parts, is_natural, positions, row_splits, whole_rows
+from .trace import aten, tensor
 
 PATTERN = "expert_matmul_all_to_all"
 
 
+@dataclass(frozen=True)
+class Rows:
+    """Whole rows of P go to the ranks: in the order `order` (None: their own), or to `placement`."""
+
+    output_splits: list[Size]
+    input_splits: list[Size]
+    order: Layout | None = None
+    placement: Placement | None = None
+
+
 def match_combine(anchor: Anchor, context: Context) -> Found:
-    """Batched, grouped or looped experts."""
-    # What feeds it decides, before the splits: those of one rank may be equal by chance.
-    dropless = _match_dropless(anchor, context)
-    if isinstance(dropless, Match) or not anchor.even:
-        return dropless
-    looped = _match_loop(anchor, context)
-    if looped is not None:
-        return looped
-    found = _find_even(anchor, context)
-    if isinstance(found, Product) and found.shape[0] == 1:
-        return Reject(Reason.NO_COMPUTE, "a single matmul feeds it, no batch of experts")
-    return found if isinstance(found, Reject) else _even(anchor, context, found)
+    """Batched, listed or grouped experts."""
+    return _match(anchor, context, single=False)
 
 
 def match_single_combine(anchor: Anchor, context: Context) -> Found:
     """One matmul, as one expert."""
-    if not anchor.even:
-        return Reject(Reason.NO_COMPUTE, "no grouped matmul feeds it")
-    found = _find_even(anchor, context)
-    return found if isinstance(found, Reject) else _even(anchor, context, found)
+    return _match(anchor, context, single=True)
 
 
-def _find_even(anchor: Anchor, context: Context) -> Product | Reject:
+def _match(anchor: Anchor, context: Context, single: bool) -> Found:
     assert anchor.input is not None
-    found = match_product(anchor.input, context.shapes, batched=True)
+    source = anchor.input
+    placement = find_placement(source, context.shapes)
+    if isinstance(placement, Reject):
+        return placement
+    found = match_product(source if placement is None else placement.rows, context.shapes, batched=True)
     if isinstance(found, Reject):
         return found
-    if found.offsets is not None:
-        return Reject(Reason.LAYOUT, "a grouped matmul is exchanged in equal parts")
+    if (found.offsets is None and found.shape[0] == 1) is not single:
+        return Reject(Reason.NO_COMPUTE, "a single matmul feeds it, no batch of experts")
     if product(found.layout.shape) != product(found.shape):
         return Reject(Reason.LAYOUT, "only part of the matmul is exchanged")
-    return check_dtype(found.dtype) or found
-
-
-def _even(anchor: Anchor, context: Context, found: Product) -> Found:
-    cut = leading_cut(found, context.world)
-    if isinstance(cut, Reject):
-        return cut
-    if cut.dim != 1:
-        return Reject(Reason.LAYOUT, "the destination is no digit of the rows of the experts")
-    early = extra_users(anchor, found)
-    experts, rows, columns = found.shape
+    reject = check_dtype(found.dtype)
+    if reject is not None:
+        return reject
+    place = _place(anchor, context, found, placement)
+    if isinstance(place, Reject):
+        return place
+    early = _extra_users(
+        placement.node if placement else anchor.node, source if placement is None else placement.rows, found
+    )
+    *batch, rows, columns = found.shape
+    count = product(batch)
     inner = context.shapes.of(found.x[0])[-1]  # type: ignore[index]
+    inputs = (*found.x, *found.w, *found.bias, *(n for o in found.operands for n in o.nodes), found.offsets)
+    more = placement.inputs if placement else ()
+    terms = len(found.x) // max(1, found.listed)
     return Match(
         PATTERN,
-        Work(((experts * rows, inner, columns),) * len(found.x), experts),
+        Work(((count * rows, inner, columns),) * terms, count),
         context.shapes,
-        partial(_rewrite_even, anchor, context, found, cut, bool(early)),
-        (*found.x, *found.w, *(o.node for o in found.operands)),
+        partial(_rewrite, anchor, context, found, place, bool(early)),
+        tuple(n for n in (*inputs, *more) if n is not None),
         early,
     )
 
 
-def _rewrite_even(
-    anchor: Anchor, context: Context, found: Product, cut: Cut, keep: bool, emitter: Emitter
+def _place(
+    anchor: Anchor, context: Context, found: Product, placement: Placement | None
+) -> Cut | Rows | Reject:
+    shapes = context.shapes
+    shape = found.shape if len(found.shape) == 3 else (1, *found.shape)
+    layout = found.layout
+    natural = is_natural(layout, found.shape)
+    if (found.offsets is not None or placement is not None) and not natural:
+        return Reject(Reason.LAYOUT, "the rows of the matmul are rearranged by views")
+    order: Layout | None = None
+    if not natural:
+        cut = cut_into_parts(layout, shape, context.world)
+        if cut is not None:
+            even = Reject(Reason.UNEVEN, "the parts are uneven, though the matmul is cut into equal ones")
+            return cut if anchor.even else even
+        order = whole_rows(layout, shape)
+        if order is None:
+            return Reject(
+                Reason.LAYOUT, "the destination is no digit of rows or columns, nor are rows sent whole"
+            )
+    splits = [row_splits(s, anchor, shape[2], shapes) for s in (anchor.output_splits, anchor.input_splits)]
+    outputs, inputs = splits
+    if isinstance(outputs, Reject):
+        return outputs
+    return inputs if isinstance(inputs, Reject) else Rows(outputs, inputs, order, placement)
+
+
+def _extra_users(end: fx.Node, source: fx.Node, found: Product) -> tuple[fx.Node, ...]:
+    """Who else reads finished products, themselves or views of them on their way to `end`."""
+    path = {found.last} | between(source, found.last)
+    for head, _ in found.heads:
+        path |= {head} | between(source, head)
+    users = {u: None for n in sorted(path) for u in n.users}
+    return tuple(u for u in users if u not in path and u is not end)
+
+
+def _rewrite(
+    anchor: Anchor, context: Context, found: Product, place: Cut | Rows, keep: bool, emitter: Emitter
 ) -> None:
-    operands = [materialise(emitter, o) for o in found.operands]
-    x = [batched(emitter, n) for n in found.x]
-    w = [batched(emitter, n) for n in found.w]
-    outer = emitter.size(cut.outer)
-    fused = _call(emitter, context, x, w, [], operands, found.text, 0, None, None, [], [], 1, outer, keep)
-    _deliver(emitter, anchor, context, fused, found.layout, cut)
+    flat = isinstance(place, Rows)
+    operands = [_operand(emitter, o, found, flat) for o in found.operands]
+    x = _activations(emitter, found, flat)
+    w = [n if found.listed else batched(emitter, n) for n in found.w]
+    w = [_two_dimensional(emitter, n) for n in w] if found.listed else w
+    bias = fill_biases(emitter, x[0], [_bias(emitter, b, found) for b in found.bias])
+    experts = (found.text, found.listed, found.offsets)
+    if isinstance(place, Cut):
+        how: tuple[object, ...] = (None, [], [], place.dim, emitter.size(place.outer))
+    else:
+        splits = ([emitter.size(s) for s in sizes] for sizes in (place.output_splits, place.input_splits))
+        how = (_positions(emitter, found, place), *splits, 1, 1)
+    fused = emitter.call(
+        torch.ops.autofuse.expert_matmul_all_to_all.default,
+        *(x, w, bias, operands, *experts, *how, keep, context.group, context.order, context.site),
+    )
+    result = emitter.item(fused, 0)
+    if isinstance(place, Cut):
+        # What arrives has the source in the place of the destination's digit.
+        have = Layout(((place.digit,), *place.rest.dims))
+        result = emitter.rebuild(result, have, found.layout, context.shapes.of(anchor.node))
+    else:
+        result = like(emitter, result, anchor.node)
+    replace_result(emitter, anchor, result)
     if keep:
-        hand_out_product(emitter, fused, found)
+        _hand_out(emitter, fused, found)
 
 
-def _call(emitter: Emitter, context: Context, *args: object) -> fx.Node:
-    """The fused op with `args` up to `keep_product`, as its schema has them."""
-    op = torch.ops.autofuse.expert_matmul_all_to_all.default
-    return emitter.call(op, *args, context.group, context.order, context.site)
+def _activations(emitter: Emitter, found: Product, flat: bool) -> list[fx.Node]:
+    x = list(found.x)
+    if not flat:
+        return [_two_dimensional(emitter, n) for n in x] if found.listed else [batched(emitter, n) for n in x]
+    x = [emitter.reshape(n, (product(s[:-1]), s[-1])) for n in x if (s := emitter.shapes.of(n)) is not None]
+    if not found.listed:
+        return x
+    terms = [x[i : i + found.listed] for i in range(0, len(x), found.listed)]
+    return [emitter.call(aten.cat.default, term) for term in terms]
 
 
-def _deliver(
-    emitter: Emitter, anchor: Anchor, context: Context, fused: fx.Node, layout: Layout, cut: Cut
-) -> None:
-    """What arrives is `[source, E, R / W, N]`; the source has taken the place of the destination's digit."""
-    have = Layout(((cut.digit,), *cut.rest.dims))
-    shape = context.shapes.of(anchor.node)
-    replace_result(emitter, anchor, emitter.rebuild(emitter.item(fused, 0), have, layout, shape))
+def _operand(emitter: Emitter, operand: Operand, found: Product, flat: bool) -> fx.Node:
+    """As the fused op takes it: against `[E, R, N]`, or `[rows, N]`."""
+    if operand.others:
+        each = []
+        for one in (replace(operand, others=()), *operand.others):
+            node = materialise(emitter, one)
+            have = emitter.shapes.of(node)
+            assert have is not None
+            each.append(emitter.reshape(node, (*(1,) * (3 - len(have)), *have)))
+        node = emitter.call(aten.cat.default, each)
+    else:
+        node = materialise(emitter, operand)
+    have = emitter.shapes.of(node)
+    assert have is not None
+    if not flat or len(have) < 3:
+        return node
+    experts, rows, _ = found.shape
+    if not same_size(have[1], rows):
+        node = emitter.call(aten.expand.default, node, [-1, emitter.size(rows), -1])
+    return emitter.reshape(node, (experts * rows, have[2]))
+
+
+def _bias(emitter: Emitter, bias: fx.Node | None, found: Product) -> fx.Node | None:
+    """`[E, N]`, or `[N]` of a listed expert."""
+    return bias if bias is None or found.listed else emitter.reshape(bias, (found.shape[0], found.shape[-1]))
+
+
+def _positions(emitter: Emitter, found: Product, place: Rows) -> fx.Node | None:
+    if place.order is not None:
+        return positions(emitter, place.order, found.shape, found.x[0])
+    return None if place.placement is None else place.placement.positions(emitter)
+
+
+def _hand_out(emitter: Emitter, fused: fx.Node, found: Product) -> None:
+    """Let those who read finished products read the second output of the fused op."""
+    whole = emitter.item(fused, 1)
+    if found.offsets is not None:
+        emitter.replace(found.last, like(emitter, whole, found.last))
+        return
+    whole = emitter.reshape(whole, found.shape)
+    if not found.heads:
+        shape = emitter.shapes.of(found.last)
+        emitter.replace(found.last, emitter.rebuild(whole, Layout.of(found.shape), found.last_layout, shape))
+    for i, (head, layout) in enumerate(found.heads):
+        one = emitter.call(aten.select.int, whole, 0, i)
+        have = Layout(Layout.of((1, *found.shape[1:])).dims[1:])
+        emitter.replace(head, emitter.rebuild(one, have, layout, emitter.shapes.of(head)))
+
+
+def like(emitter: Emitter, result: fx.Node, node: fx.Node) -> fx.Node:
+    """`result` in the shape of `node`, which may depend on data."""
+    val, have = tensor(node), tensor(result)
+    assert val is not None
+    assert have is not None
+    if val.dim() == have.dim() and same_size(
+        emitter.shapes.size(val.shape[-1]), emitter.shapes.size(have.shape[-1])
+    ):
+        result.meta["val"] = node.meta["val"]
+        return result
+    shape = emitter.shapes.of(node)
+    assert shape is not None
+    return emitter.reshape(result, shape)
 
 
 def batched(emitter: Emitter, node: fx.Node) -> fx.Node:
@@ -113,138 +243,8 @@ def batched(emitter: Emitter, node: fx.Node) -> fx.Node:
     return node if val.dim() == 3 else emitter.call(aten.unsqueeze.default, node, 0)
 
 
-# --- a loop over experts ------------------------------------------------------------------------------
-
-
-def _match_loop(anchor: Anchor, context: Context) -> Found | None:
-    """`cat` of one linear an expert; None if that is not what feeds the collective."""
-    assert anchor.input is not None
-    matmuls = (aten.mm.default, aten.addmm.default)
-    traced = trace(anchor.input, lambda n: n.target in matmuls, context.shapes)
-    if traced is None or len(traced.leaves) < 2:
-        return None
-    leaves = traced.leaves
-    shapes = {context.shapes.of(n) for n in leaves}
-    if len(shapes) != 1 or len({n.target for n in leaves}) != 1 or len({dtype_of(n) for n in leaves}) != 1:
-        return Reject(Reason.UNEVEN, "the experts' matmuls differ in shape, dtype or form")
-    rows, columns = shapes.pop() or (0, 0)
-    layout = Layout(
-        tuple(tuple(Digit(d.dim + 1, d.div, d.size) for d in dim) for dim in traced.layout.dims),
-        traced.layout.fixed,
-    )
-    first = leaves[0]
-    dtype = dtype_of(first)
-    assert dtype is not None
-    fields = [linear_operands(n) for n in leaves]
-    if any(f is None for f in fields):
-        return Reject(
-            Reason.UNSUPPORTED_VARIANT, "an expert's matmul scales its terms or has a bias that is no vector"
-        )
-    x, w, bias = zip(*[f for f in fields if f is not None], strict=True)
-    found = Product(x, w, ("mm",), (), (len(leaves), rows, columns), dtype, layout, first, layout)
-    reject = check_dtype(found.dtype)
-    if reject is not None:
-        return reject
-    cut = leading_cut(found, context.world)
-    if isinstance(cut, Reject):
-        return cut
-    if cut.dim != 1 or layout.fixed:
-        return Reject(Reason.LAYOUT, "the destination is no digit of the rows of the experts")
-    outside = outside_reader(anchor, leaves)
-    if outside is not None:
-        return Reject(Reason.EXTRA_USERS, f"{outside.name} reads an expert's result before the exchange")
-    inner = context.shapes.of(x[0])[-1]  # type: ignore[index]
-    return Match(
-        PATTERN,
-        Work(((rows * len(leaves), inner, columns),), len(leaves)),
-        context.shapes,
-        partial(_rewrite_loop, anchor, context, found, [b for b in bias if b is not None], cut),
-        (*x, *w, *(b for b in bias if b is not None)),
-    )
-
-
-def _rewrite_loop(
-    anchor: Anchor, context: Context, found: Product, bias: list[fx.Node], cut: Cut, emitter: Emitter
-) -> None:
-    x, w, outer = list(found.x), list(found.w), emitter.size(cut.outer)
-    fused = _call(emitter, context, x, w, bias, [], found.text, len(x), None, None, [], [], 1, outer, False)
-    _deliver(emitter, anchor, context, fused, found.layout, cut)
-
-
-# --- dropless -----------------------------------------------------------------------------------------
-
-
-def _match_dropless(anchor: Anchor, context: Context) -> Found:
-    source = anchor.input
-    assert source is not None
-    positions: fx.Node | None = None
-    if source.target is aten.index_put.default:
-        if len(source.users) > 1:
-            return Reject(Reason.EXTRA_USERS, f"{source.name} is read besides the exchange")
-        placed = _placement(source)
-        if placed is None:
-            return Reject(Reason.LAYOUT, f"{source.name} puts rows into something that is not empty or zero")
-        source, positions = placed
-    found = match_product(source, context.shapes, batched=True)
-    if isinstance(found, Reject):
-        return found
-    if found.offsets is None:
-        return Reject(Reason.UNEVEN, "the parts are uneven, but no grouped matmul feeds them")
-    if len(found.layout.dims) != 2 or found.layout != Layout.of(found.shape):
-        return Reject(Reason.LAYOUT, "the rows of the grouped matmul are rearranged by views")
-    reject = check_dtype(found.dtype)
-    if reject is not None:
-        return reject
-    carrier = Anchor(anchor.input, "index_put") if positions is not None else anchor
-    early = tuple(u for u in found.last.users if u is not carrier.node)
-    rows, columns = found.shape
-    inner = context.shapes.of(found.x[0])[-1]  # type: ignore[index]
-    experts = context.shapes.of(found.w[0])[0]  # type: ignore[index]
-    optional = [n for n in (positions, found.offsets) if n is not None]
-    return Match(
-        PATTERN,
-        Work(((rows, inner, columns),) * len(found.x), experts),
-        context.shapes,
-        partial(_rewrite_dropless, anchor, context, found, positions, bool(early)),
-        (*found.x, *found.w, *(o.node for o in found.operands), *optional),
-        early,
-    )
-
-
-def _placement(put: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """(rows, positions) of `empty.index_put([positions], rows)`, or of zeros with or without accumulation."""
-    base, indices, rows = put.args[:3]
-    blank = (aten.empty.memory_format, aten.new_empty.default, aten.empty_like.default)
-    zeros = (aten.zeros.default, aten.new_zeros.default, aten.zeros_like.default)
-    filled = isinstance(base, fx.Node) and base.target in (
-        aten.full.default,
-        aten.full_like.default,
-        aten.new_full.default,
-    )
-    zero = isinstance(base, fx.Node) and (base.target in zeros or (filled and base.args[-1] == 0))
-    empty = isinstance(base, fx.Node) and base.target in blank and not argument(put, 3, "accumulate", False)
-    if not (zero or empty) or not isinstance(indices, (list, tuple)) or len(indices) != 1:
-        return None
-    positions = indices[0]
-    if (
-        not isinstance(positions, fx.Node)
-        or not isinstance(rows, fx.Node)
-        or dtype_of(positions) != torch.int64
-    ):
-        return None
-    return (rows, positions) if tensor(positions).dim() == 1 else None  # type: ignore[union-attr]
-
-
-def _rewrite_dropless(
-    anchor: Anchor, context: Context, found: Product, positions: fx.Node | None, keep: bool, emitter: Emitter
-) -> None:
-    operands = [materialise(emitter, o) for o in found.operands]
-    experts = (found.offsets, positions, anchor.output_splits, anchor.input_splits)
-    fused = _call(
-        emitter, context, list(found.x), list(found.w), [], operands, found.text, 0, *experts, 1, 1, keep
-    )
-    if keep:
-        emitter.replace(found.last, emitter.item(fused, 1))
-    result = emitter.item(fused, 0)
-    result.meta["val"] = anchor.node.meta["val"]
-    replace_result(emitter, anchor, result)
+def _two_dimensional(emitter: Emitter, node: fx.Node) -> fx.Node:
+    """Drop the batch of one that bmm has."""
+    val = tensor(node)
+    assert val is not None
+    return node if val.dim() == 2 else emitter.call(aten.squeeze.dim, node, 0)

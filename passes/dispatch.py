@@ -9,9 +9,9 @@ import torch
 from torch import fx
 
 from .anchors import Anchor
-from .combine import batched
-from .emit import Emitter
-from .layout import Cut, Digit, Layout, cut_out, product
+from .combine import Rows, batched, like
+from .emit import CannotEmit, Emitter
+from .layout import Cut, Digit, Digits, Layout, Size, cut_out, exact_quotient, merge, product, same_size
 from .match import (
     Context,
     Found,
@@ -26,8 +26,10 @@ from .match import (
     replace_result,
     reread,
 )
-from .product import Reject, grouped_offsets, linear_operands
+from .matmuls import grouped_offsets, linear_operands
+from .product import Reject
 from .report import Reason
+from .rows import row_splits
 from .trace import aten, dtype_of, tensor
 
 PATTERN = "all_to_all_expert_matmul"
@@ -45,21 +47,18 @@ class Entry:
 
 
 def match_dispatch(anchor: Anchor, context: Context) -> Found:
-    # What reads it decides, before the splits: those of one rank may be equal by chance.
     dropless = _match_dropless(anchor, context)
-    if isinstance(dropless, Match) or not anchor.even:
+    if isinstance(dropless, Match) or dropless.reason is not Reason.NO_COMPUTE:
         return dropless
-    return _match_even(anchor, context, single=False)
+    return _match(anchor, context, single=False)
 
 
 def match_single_dispatch(anchor: Anchor, context: Context) -> Found:
     """One matmul, as one expert."""
-    if not anchor.even:
-        return Reject(Reason.NO_COMPUTE, "no grouped matmul reads it")
-    return _match_even(anchor, context, single=True)
+    return _match(anchor, context, single=True)
 
 
-def _match_even(anchor: Anchor, context: Context, single: bool) -> Found:
+def _match(anchor: Anchor, context: Context, single: bool) -> Found:
     shapes = context.shapes
     received = shapes.of(anchor.node)
     assert received is not None
@@ -81,9 +80,9 @@ def _match_even(anchor: Anchor, context: Context, single: bool) -> Found:
         entries = ordered
     if product(layout.shape) != product(received):
         return Reject(Reason.LAYOUT, "the experts read only part of what is exchanged")
-    cut = cut_out(layout, Digit(0, shapes.size(anchor.input_splits[0]), context.world))
-    if cut is None or cut.dim != 1:
-        return Reject(Reason.LAYOUT, "the source is no digit of the rows of the experts")
+    place = _place(anchor, context, layout, received)
+    if isinstance(place, Reject):
+        return place
     inputs = [n for e in entries for n in (e.w, e.bias) if n is not None]
     late = depends_on(anchor, inputs)
     if late is not None:
@@ -94,13 +93,42 @@ def _match_even(anchor: Anchor, context: Context, single: bool) -> Found:
     if experts:
         count = 1
     assert anchor.input is not None
+    site = (anchor, context, entries, others, layout)
+    if isinstance(place, Cut):
+        rewrite = partial(_rewrite_even, *site, place, experts)
+    else:
+        rewrite = partial(_rewrite_rows, *site, place, experts)
     return Match(
         PATTERN,
         Work(tuple((count * rows, inner, shapes.of(e.w)[-1]) for e in entries), count),  # type: ignore[index]
         context.shapes,
-        partial(_rewrite_even, anchor, context, entries, others, layout, cut, experts),
+        rewrite,
         (anchor.input, *inputs),
     )
+
+
+def _place(
+    anchor: Anchor, context: Context, layout: Layout, received: tuple[Size, ...]
+) -> Cut | Rows | Reject:
+    """Where the source lies in X, or that X is made of whole rows of what arrives."""
+    shapes, shape = context.shapes, layout.shape
+    order: Layout | None = None
+    if merge(layout.digits) != merge(Layout.of(received).digits):
+        part = exact_quotient(received[0], context.world)
+        source = None if part is None else Digit(0, part, context.world)
+        cut = None if source is None else cut_out(layout, source)
+        own = cut is not None and source in layout.dims[cut.dim] and len(layout.dims[cut.dim]) > 1
+        if cut is not None and (own or cut.dim == 2):
+            uneven = Reject(Reason.UNEVEN, "the parts are uneven, though they are read as equal ones")
+            return cut if anchor.even else uneven
+        if _rows_received(layout, received) is None:
+            return Reject(Reason.LAYOUT, "the source is no digit of rows or columns, nor are rows read whole")
+        order = Layout((layout.dims[0] + layout.dims[1],))
+    outputs = row_splits(anchor.output_splits, anchor, shape[2], shapes)
+    inputs = row_splits(anchor.input_splits, anchor, shape[2], shapes)
+    if isinstance(outputs, Reject):
+        return outputs
+    return inputs if isinstance(inputs, Reject) else Rows(outputs, inputs, order)
 
 
 def _entry(reader: Reader, single: bool) -> Entry | None:
@@ -112,7 +140,7 @@ def _entry(reader: Reader, single: bool) -> Entry | None:
     if x is not reader.view or w is reader.view or bias is reader.view:
         return None
     expert = -1
-    if user.target is aten.bmm.default:
+    if user.target in (aten.bmm.default, aten.baddbmm.default):
         if (tensor(user).shape[0] == 1) is not single:  # type: ignore[union-attr]
             return None
     elif single:
@@ -122,7 +150,7 @@ def _entry(reader: Reader, single: bool) -> Entry | None:
         layout = Layout(((digit,), *layout.dims))
     else:
         return None
-    if layout.fixed or (bias is not None and expert < 0):
+    if layout.fixed:
         return None
     return Entry(reader, w, bias, layout, expert)
 
@@ -153,16 +181,104 @@ def _rewrite_even(
     assert anchor.input is not None
     send = Layout(((cut.digit,), *cut.rest.dims))
     x = emitter.rebuild(anchor.input, Layout.of(shape), send)
-    w = [e.w if experts else batched(emitter, e.w) for e in entries]
-    bias = fill_biases(emitter, x, [e.bias for e in entries])
+    w, bias = _weights(emitter, x, entries, experts)
     fused = emitter.call(
         torch.ops.autofuse.all_to_all_expert_matmul.default,
-        *(x, w, bias, experts, None, None, [], [], 1, emitter.size(cut.outer), bool(others)),
+        *(x, w, bias, experts, None, None, [], [], cut.dim, emitter.size(cut.outer), bool(others)),
         *(context.group, context.order, context.site),
     )
     if others:
         reread(emitter, emitter.item(fused, len(entries)), layout, others)
     hand_out(emitter, fused, [e.reader.user for e in entries])
+
+
+def _weights(
+    emitter: Emitter, x: fx.Node, entries: list[Entry], experts: int
+) -> tuple[list[fx.Node], list[fx.Node]]:
+    """Weights and biases as the fused op takes them."""
+    w = [e.w if experts else batched(emitter, e.w) for e in entries]
+    biases: list[fx.Node | None] = []
+    for e, wi in zip(entries, w, strict=True):
+        shape = emitter.shapes.of(wi)
+        assert shape is not None
+        whole = e.bias is not None and not experts
+        biases.append(
+            emitter.reshape(e.bias, (shape[0], shape[2])) if whole and e.bias is not None else e.bias
+        )
+    return w, fill_biases(emitter, x, biases)
+
+
+def _rewrite_rows(
+    anchor: Anchor,
+    context: Context,
+    entries: list[Entry],
+    others: list[Reader],
+    layout: Layout,
+    place: Rows,
+    experts: int,
+    emitter: Emitter,
+) -> None:
+    shape, received = layout.shape, context.shapes.of(anchor.node)
+    assert anchor.input is not None
+    assert received is not None
+    sent = context.shapes.of(anchor.input)
+    assert sent is not None
+    columns = shape[2]
+    x = like_rows(emitter, anchor.input, columns)
+    w, bias = _weights(emitter, x, entries, experts)
+    where = None if place.order is None else _chosen(emitter, place.order, received, layout, x)
+    splits = ([emitter.size(s) for s in sizes] for sizes in (place.output_splits, place.input_splits))
+    fused = emitter.call(
+        torch.ops.autofuse.all_to_all_expert_matmul.default,
+        *(x, w, bias, experts, None, where, *splits, 1, 1, bool(others)),
+        *(context.group, context.order, context.site),
+    )
+    consumers = len(entries) // max(1, experts)
+    for i, e in enumerate(entries):
+        user = e.reader.user
+        result = emitter.item(fused, i // max(1, experts))
+        if experts:
+            width = emitter.shapes.of(result)[-1]  # type: ignore[index]
+            each = emitter.reshape(result, (*shape[:2], width))
+            result = emitter.call(aten.select.int, each, 0, i % experts)
+        emitter.replace(user, like(emitter, result, user))
+    if others and place.order is None:
+        replace_result(emitter, anchor, like(emitter, emitter.item(fused, consumers), anchor.node))
+    elif others:
+        reread(emitter, emitter.item(fused, consumers), layout, others)
+
+
+def like_rows(emitter: Emitter, node: fx.Node, columns: Size) -> fx.Node:
+    """`node` as rows of `columns`."""
+    shape = emitter.shapes.of(node)
+    assert shape is not None
+    if len(shape) == 2 and same_size(shape[1], columns):
+        return node
+    rows = exact_quotient(product(shape), columns)
+    if rows is None:
+        raise CannotEmit(f"{node.name} has no whole rows of {columns}")
+    return emitter.reshape(node, (rows, columns))
+
+
+def _rows_received(layout: Layout, received: tuple[Size, ...]) -> Digits | None:
+    """The digits of the rows of what arrives, if a row of X is a row of it."""
+    digits, columns = Layout.of(received).digits, layout.dims[2]
+    rows = digits[: len(digits) - len(columns)]
+    return rows if digits == rows + columns else None
+
+
+def _chosen(
+    emitter: Emitter, order: Layout, received: tuple[Size, ...], layout: Layout, x: fx.Node
+) -> fx.Node:
+    """The row of what arrives that is row `i` of X."""
+    val = tensor(x)
+    assert val is not None
+    rows = _rows_received(layout, received)
+    assert rows is not None
+    count = product(d.size for d in rows)
+    options = {"dtype": torch.int64, "device": val.device, "pin_memory": False}
+    numbers = emitter.call(aten.arange.start_step, 0, emitter.size(count), 1, **options)
+    return emitter.rebuild(numbers, Layout((rows,)), order, (count,))
 
 
 # --- dropless -----------------------------------------------------------------------------------------

@@ -31,7 +31,8 @@ from .match import (
     reread,
 )
 from .matmul_reduce import two_dimensional
-from .product import Reject, linear_operands, one_weight
+from .matmuls import linear_operands, one_weight
+from .product import Reject
 from .report import Reason
 from .trace import aten, dtype_of, is_cast, is_view
 
@@ -96,7 +97,7 @@ def match_all_gather(anchor: Anchor, context: Context) -> Found:
 def _consumer(reader: Reader) -> Consumer | None:
     """The matmul that reads the view, if all_gather_matmul can compute it."""
     found = linear_operands(reader.user)
-    if found is None:
+    if found is None or reader.user.target is aten.baddbmm.default:
         return None
     x, w, bias = found
     swapped = w is reader.view

@@ -17,7 +17,8 @@ from torch import fx
 from .emit import Emitter, erase_unused, order_nodes
 from .layout import Layout
 from .match import collective_above, fill_biases
-from .product import between, is_fused
+from .matmuls import is_fused
+from .product import between
 from .trace import Shapes, argument, aten, dtype_of, is_view, trace
 
 _REDUCTIONS = (

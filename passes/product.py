@@ -6,15 +6,15 @@ layout of the matched node relative to the product `P: [M, N]` (`[E, R, N]` for 
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import fx
 
-from .layout import Layout, Size, compose, merge, same_size
+from .layout import Digit, Layout, Size, compose, merge, same_size
+from .matmuls import grouped_offsets, is_fused, one_weight
 from .report import Reason
-from .trace import Shapes, argument, dtype_of, expression, is_cast, is_view, tensor, trace
+from .trace import Shapes, argument, dtype_of, is_cast, is_view, tensor, trace
 
 aten = torch.ops.aten
 
@@ -49,11 +49,19 @@ class Reject:
 
 @dataclass(frozen=True)
 class Operand:
-    """An operand of a stage; `shape` is what it is to be reshaped to, after expanding to `expand`."""
+    """An operand of a stage; `shape` is what it is to be reshaped to, after expanding to `expand`.
+
+    `others`: those of the further experts, if each has its own.
+    """
 
     node: fx.Node
     expand: tuple[Size, ...] | None = None
     shape: tuple[Size, ...] | None = None
+    others: tuple[Operand, ...] = ()
+
+    @property
+    def nodes(self) -> tuple[fx.Node, ...]:
+        return (self.node, *(o.node for o in self.others))
 
 
 @dataclass(frozen=True)
@@ -75,6 +83,12 @@ class Product:
     """Ends of the row ranges of the experts, for a grouped matmul."""
     inner: frozenset[fx.Node] = field(default=frozenset())
     """Nodes before `last` that nobody else may read."""
+    bias: tuple[fx.Node | None, ...] = ()
+    """Of experts: one per matmul."""
+    listed: int = 0
+    """Experts that are matmuls of their own: `x`, `w` and `bias` then have an entry an expert, by terms."""
+    heads: tuple[tuple[fx.Node, Layout], ...] = ()
+    """The end of every listed expert's epilogue with its layout on `[1, R, N]`, if the product ends there."""
 
     @property
     def text(self) -> str:
@@ -91,7 +105,7 @@ def match_product(
     found = _match(node, shapes, batched, shape)
     if isinstance(found, Reject):
         return found
-    taken = found.inner | {found.last}
+    taken = found.inner | {found.last, *(head for head, _ in found.heads)}
     for inner in found.inner:
         outside = [u for u in inner.users if u not in taken]
         if outside:
@@ -106,27 +120,29 @@ def _match(
         return n.target in _CONTRACTIONS or _is_stage(n) or is_fused(n)
 
     traced = trace(node, is_leaf, shapes, shape=shape)
-    if traced is None or len(traced.leaves) != 1:
+    if traced is None or (len(traced.leaves) != 1 and not batched):
         if _moves_a_matmul(node):
             return Reject(Reason.LAYOUT, f"{node.name} is no list of digits of a matmul")
         return Reject(Reason.NO_COMPUTE, f"no matmul was found above {node.name}")
-    leaf = traced.leaves[0]
-    if is_fused(leaf):
-        op = leaf.args[0].target
-        return Reject(Reason.NO_COMPUTE, f"the matmul above {node.name} is part of {op} already")
-    if leaf.target in _CONTRACTIONS:
-        found = _contraction(leaf, shapes, batched)
-    elif leaf.target in _BINARY:
-        found = _binary(leaf, shapes, batched)
-    elif leaf.target is aten.where.self:
-        found = _where(leaf, shapes, batched)
-    else:
-        found = _unary(leaf, shapes, batched)
+    parts: list[Product] = []
+    for leaf in traced.leaves:
+        part = _leaf(leaf, shapes, batched)
+        if isinstance(part, Reject):
+            return part
+        parts.append(part)
+    layout = compose(traced.layout, parts[0].layout)
+    if layout is None or layout.fixed:
+        return Reject(
+            Reason.LAYOUT, f"{node.name} is a part or an inexpressible view of {traced.leaves[0].name}"
+        )
+    found = parts[0] if len(parts) == 1 else list_experts(parts, node)
     if isinstance(found, Reject):
         return found
-    layout = compose(traced.layout, found.layout)
-    if layout is None or layout.fixed:
-        return Reject(Reason.LAYOUT, f"{node.name} is a part or an inexpressible view of {leaf.name}")
+    if found.listed and len(parts) > 1:
+        layout = Layout(
+            tuple(tuple(Digit(0, 1, d.size) if d.dim < 0 else d for d in dim) for dim in layout.dims)
+        )
+        found = replace(found, last_layout=layout)
     return replace(found, layout=layout)
 
 
@@ -148,10 +164,52 @@ def _is_stage(n: fx.Node) -> bool:
     return n.target in _BINARY or n.target in _UNARY or n.target is aten.where.self or is_cast(n)
 
 
-def is_fused(n: fx.Node) -> bool:
-    """Is `n` an output of a fused op?"""
-    source = n.args[0] if n.target is operator.getitem else None
-    return isinstance(source, fx.Node) and getattr(source.target, "namespace", "") == "autofuse"
+def _leaf(n: fx.Node, shapes: Shapes, batched: bool) -> Product | Reject:
+    if is_fused(n):
+        return Reject(Reason.NO_COMPUTE, f"the matmul above {n.name} is part of {n.args[0].target} already")
+    if n.target in _CONTRACTIONS:
+        return _contraction(n, shapes, batched)
+    if n.target in _BINARY:
+        return _binary(n, shapes, batched)
+    if n.target is aten.where.self:
+        return _where(n, shapes, batched)
+    return _unary(n, shapes, batched)
+
+
+def list_experts(parts: list[Product], node: fx.Node) -> Product | Reject:
+    """The products of all experts as one of shape `[E, R, N]`; `node` joins them."""
+    first = parts[0]
+    for p in parts:
+        alike = (p.stages, len(p.x), p.dtype, p.layout) == (
+            first.stages,
+            len(first.x),
+            first.dtype,
+            first.layout,
+        )
+        if not alike or not _same_shape(p.shape, first.shape):
+            return Reject(Reason.UNEVEN, "the experts' matmuls differ in shape, dtype or form")
+        if p.listed or p.offsets is not None or p.shape[0] != 1:
+            return Reject(Reason.UNSUPPORTED_VARIANT, "a loop over experts that are batches of matmuls")
+    if first.stages[0] != "mm":
+        return Reject(
+            Reason.UNSUPPORTED_VARIANT, "an expert's matmul scales its terms or has a bias that is no vector"
+        )
+    terms = range(len(first.x))
+    return replace(
+        first,
+        x=tuple(p.x[i] for i in terms for p in parts),
+        w=tuple(p.w[i] for i in terms for p in parts),
+        bias=tuple(p.bias[i] for i in terms for p in parts),
+        operands=tuple(
+            replace(first.operands[i], others=tuple(p.operands[i] for p in parts[1:]))
+            for i in range(len(first.operands))
+        ),
+        shape=(len(parts), *first.shape[1:]),
+        last=node,
+        inner=frozenset().union(*(p.inner for p in parts)),
+        listed=len(parts),
+        heads=tuple((p.last, p.last_layout) for p in parts),
+    )
 
 
 def _contraction(n: fx.Node, shapes: Shapes, batched: bool) -> Product | Reject:
@@ -162,17 +220,22 @@ def _contraction(n: fx.Node, shapes: Shapes, batched: bool) -> Product | Reject:
     args = n.args
     operands: tuple[Operand, ...] = ()
     stage = "mm"
+    bias: fx.Node | None = None
     if n.target in (aten.addmm.default, aten.baddbmm.default):
         bias, x, w = args[:3]
         beta, alpha = argument(n, 3, "beta", 1), argument(n, 4, "alpha", 1)
         if not isinstance(beta, (int, float)) or not isinstance(alpha, (int, float)):
             return Reject(Reason.UNSUPPORTED_VARIANT, f"{n.name} scales its terms by numbers not known yet")
-        if shape[0] != 1 and len(shape) == 3:
-            return Reject(Reason.UNSUPPORTED_VARIANT, f"{n.name} adds a bias to a batch of matmuls")
-        bias_shape = shapes.of(bias)
-        assert bias_shape is not None
-        operands = (Operand(bias, shape=bias_shape[-2:] if len(bias_shape) > 2 else None),)
-        stage = "addmm %0" if beta == alpha == 1 else f"addmm %0 {beta} {alpha}"
+        added = shapes.of(bias)
+        assert added is not None
+        # Of experts, a vector each.
+        vectors = (shape[0], 1, shape[2]) if len(shape) == 3 else shape[1:]
+        if not (batched and beta == alpha == 1 and _same_shape(added, vectors)):
+            if len(shape) == 3 and shape[0] != 1:
+                return Reject(Reason.UNSUPPORTED_VARIANT, f"{n.name} has a bias that is no vector an expert")
+            operands = (Operand(bias, shape=added[-2:] if len(added) > 2 else None),)
+            stage = "addmm %0" if beta == alpha == 1 else f"addmm %0 {beta} {alpha}"
+            bias = None
     elif n.target is aten._scaled_mm.default:
         x, w, scale_a, scale_b = args[:4]
         out_dtype = argument(n, 6, "out_dtype")
@@ -191,7 +254,7 @@ def _contraction(n: fx.Node, shapes: Shapes, batched: bool) -> Product | Reject:
         offsets = grouped_offsets(n)
         if offsets is None or not batched:
             return Reject(Reason.NO_COMPUTE, f"{n.name} is no grouped matmul of rows")
-        return Product((x,), (w,), (stage,), operands, shape, dtype, layout, n, layout, offsets)
+        return Product((x,), (w,), (stage,), operands, shape, dtype, layout, n, layout, offsets, bias=(None,))
     if n.target in (aten.bmm.default, aten.baddbmm.default) and not batched:
         weight = one_weight(w)
         if weight is None:
@@ -204,48 +267,8 @@ def _contraction(n: fx.Node, shapes: Shapes, batched: bool) -> Product | Reject:
     if len(shape) == 2 and batched:  # one expert
         shape = (1, *shape)
         layout = Layout(Layout.of(shape).dims[1:])
-    return Product((x,), (w,), (stage,), operands, shape, dtype, layout, n, layout)
-
-
-def one_weight(w: fx.Node) -> fx.Node | None:
-    """The matrix `[K, N]` or `[1, K, N]` that all of a batch `[E, K, N]` are, as `matmul` of a non-contiguous
-    `[E, M, K]` expands it; None if they differ."""
-    source = w.args[0] if w.target is aten.expand.default else w
-    val = tensor(source)
-    single = val is not None and (val.dim() == 2 or expression(val.shape[0]) == 1)
-    return source if single and isinstance(source, fx.Node) else None
-
-
-def linear_operands(n: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None] | None:
-    """`(x, w, bias)` of `mm`, of `bmm`, or of an unscaled `addmm` whose bias is a vector; else None."""
-    bias: fx.Node | None = None
-    if n.target in (aten.mm.default, aten.bmm.default):
-        x, w = n.args[:2]
-    elif n.target is aten.addmm.default and argument(n, 3, "beta", 1) == argument(n, 4, "alpha", 1) == 1:
-        bias, x, w = n.args[:3]
-        val = tensor(bias)
-        if val is None or val.dim() != 1:
-            return None
-    else:
-        return None
-    return x, w, bias
-
-
-def grouped_offsets(n: fx.Node) -> fx.Node | None:
-    """The offsets of `_grouped_mm` of rows `[rows, K]` with weights `[E, K, N]`, without bias."""
-    x, w = tensor(n.args[0]), tensor(n.args[1])
-    offsets = argument(n, 2, "offs")
-    plain = argument(n, 3, "bias") is None and argument(n, 4, "out_dtype") is None
-    if (
-        x is None
-        or w is None
-        or x.dim() != 2
-        or w.dim() != 3
-        or not plain
-        or not isinstance(offsets, fx.Node)
-    ):
-        return None
-    return offsets
+    biases = (bias,) if batched else ()
+    return Product((x,), (w,), (stage,), operands, shape, dtype, layout, n, layout, bias=biases)
 
 
 def _unary(n: fx.Node, shapes: Shapes, batched: bool) -> Product | Reject:
@@ -260,6 +283,8 @@ def _unary(n: fx.Node, shapes: Shapes, batched: bool) -> Product | Reject:
 def _extend(found: Product, side: fx.Node, n: fx.Node, stage: str, *operands: Operand) -> Product:
     """`found`, read through `side`, one stage on."""
     path = between(side, found.last)
+    for head, _ in found.heads:
+        path |= between(side, head) | {head}
     dtype = dtype_of(n)
     assert dtype is not None
     return replace(
@@ -270,6 +295,7 @@ def _extend(found: Product, side: fx.Node, n: fx.Node, stage: str, *operands: Op
         last=n,
         last_layout=found.layout,
         inner=found.inner | path | {found.last},
+        heads=(),
     )
 
 
@@ -369,13 +395,16 @@ def _sum(a: Product, b: Product, n: fx.Node) -> Product | None:
     if (
         a.layout != b.layout
         or a.offsets is not b.offsets
+        or a.listed
+        or b.listed
         or not _same_shape(a.shape, b.shape)
         or a.dtype != dtype_of(n)
     ):
         return None
     paths = (between(i, p.last) for i in n.all_input_nodes for p in (a, b) if i is p.last or p.last < i)
     inner = frozenset({a.last, b.last}).union(a.inner, b.inner, *paths)
-    return replace(a, x=a.x + b.x, w=a.w + b.w, last=n, last_layout=a.layout, inner=inner)
+    sums = replace(a, x=a.x + b.x, w=a.w + b.w, bias=a.bias + b.bias)
+    return replace(sums, last=n, last_layout=a.layout, inner=inner)
 
 
 def broadcast(operand: fx.Node, found: Product, n: fx.Node, shapes: Shapes) -> Operand | None:

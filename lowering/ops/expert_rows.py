@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -94,8 +95,8 @@ def parts(t: Tensor, dim: int, outer: Size, world: int) -> Tensor:
     return t.unflatten(dim, (outer, world, t.shape[dim] // (outer * world))).movedim(dim + 1, 0)
 
 
-def part_shape(shape: Sequence[Size], dim: int, world: int) -> list[Size]:
-    """The shape of one part of a tensor of `shape`."""
+def part_shape(shape: Sequence[Any], dim: int, world: int) -> list[Any]:
+    """The shape of one part of a tensor of `shape`, sizes being what they are there."""
     return [size // world if i == dim else size for i, size in enumerate(shape)]
 
 

@@ -92,6 +92,8 @@ def _stage(words: list[str], product: str) -> Stage:
             return Stage(name, operand=_operand(value, product))
         case [("add" | "sub" | "mul" | "div") as name, value]:
             return Stage(name, number=_number(value, product))
+        case [("masked_fill" | "where") as name, mask, value]:
+            return Stage(name, operand=_operand(mask, product), number=_number(value, product))
     raise _malformed(product, f"unknown stage '{' '.join(words)}'")
 
 
@@ -160,6 +162,13 @@ def _apply(stage: Stage, value: Tensor, operands: Sequence[Tensor], out: Tensor 
     assert isinstance(other, Tensor)
     chosen = (value, other) if stage.name == "where" else (other, value)
     return torch.where(operands[stage.mask], *chosen, out=out)
+
+
+def fill(stage: Stage, value: Tensor, operands: Sequence[Tensor], number: float | int) -> Tensor:
+    """`value` with `number` where the mask of a masked_fill is true, that of a where false."""
+    assert stage.operand is not None
+    mask = operands[stage.operand]
+    return value.masked_fill(mask if stage.name == "masked_fill" else ~mask, number)
 
 
 def evaluate(

@@ -147,8 +147,8 @@ def _opcheck(rank: int, world: int) -> None:
     w, ends = torch.randn(2, 4, 6), torch.tensor([2, 6], dtype=torch.int32)
     opcheck(
         torch.ops.autofuse.expert_matmul_all_to_all.default,
-        ([torch.randn(6, 4)], [w], [], [], "mm; mul 2", 0, ends, torch.randperm(6), [3, 3], [3, 3], 1, 1, True,
-         name, *common),
+        ([torch.randn(6, 4)], [w], [], [], "mm; mul 2", 0, ends, torch.randperm(6), [3, 3], [3, 3], 1, 1,
+         True, name, *common),
         test_utils=checks,
     )  # fmt: skip
     opcheck(

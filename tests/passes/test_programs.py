@@ -9,10 +9,25 @@ import torch
 
 from tests.ranks import RankPool
 
-from . import contractions, dense, epilogues, experts, recommendation, training, views
+from . import (
+    contractions,
+    dense,
+    epilogues,
+    expert_loops,
+    experts,
+    pooled_exchange,
+    recommendation,
+    training,
+    ulysses,
+    uneven,
+    views,
+)
 from .harness import Program, compare, explain
 
-MODULES = (dense, contractions, epilogues, views, training, recommendation, experts)
+MODULES = (
+    *(dense, contractions, epilogues, views, training),
+    *(recommendation, pooled_exchange, experts, expert_loops, ulysses, uneven),
+)
 CASES = [(m, name) for m in MODULES for name in m.PROGRAMS]
 
 

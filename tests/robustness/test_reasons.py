@@ -79,8 +79,10 @@ def scattered_unchecked(x: Tensor, w: Tensor) -> Tensor:
 
 
 def combined_unevenly(x: Tensor, w: Tensor) -> Tensor:
-    splits = [2, 3, 4, 3]
-    return funcol.wait_tensor(funcol.all_to_all_single(x @ w, splits, splits, group()))
+    """The program cuts the rows of its experts into equal parts, but sends others."""
+    splits = [5, 6, 7, 6]
+    parts = (x @ w).view(2, WORLD, 3, -1).transpose(0, 1).reshape(24, -1)
+    return funcol.wait_tensor(funcol.all_to_all_single(parts, splits, splits, group()))
 
 
 def ones(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Tensor:
@@ -152,7 +154,7 @@ CASES = {
         "uneven",
         "dim 0 of size 7 has no 4 equal parts",
     ),
-    "uneven parts": Case(combined_unevenly, lambda: (ones(12, 16), ones(16, 8)), "uneven", "uneven"),
+    "uneven parts": Case(combined_unevenly, lambda: experts((2, 12), torch.float32), "uneven", "uneven"),
     "alpha": Case(
         lambda x, w: funcol.all_reduce(torch.add(x @ w, w[0], alpha=2), "sum", group()),
         matmul,
