@@ -137,10 +137,8 @@ def _shared_memory() -> Iterator[Check]:
         return
     disk = shutil.disk_usage(SHARED_MEMORY)
     found = f"{disk.free / 2**20:,.0f} of {disk.total / 2**20:,.0f} MiB are free in {SHARED_MEMORY}"
-    advice = (
-        "a rank takes about twice what its largest collective moves; make it larger: "
-        "docker run --shm-size=..., mount -o remount,size=... /dev/shm"
-    )
+    found += ", a rank takes about twice what its largest collective moves"
+    advice = "make it larger: docker run --shm-size=..., mount -o remount,size=... /dev/shm"
     if disk.free < LITTLE_BYTES:
         yield Check("shared memory", "broken", found, advice)
     elif disk.free < FEW_BYTES:
@@ -189,7 +187,7 @@ def _fusion() -> Iterator[Check]:
         assert site.reason is not None
         yield Check("fusion", "broken", f"kept: {site.reason.value}: {site.detail}", site.reason.advice)
     if site.prediction is not None:
-        yield Check("cost table", "ok", site.prediction.table)
+        yield Check("cost table", "ok", f"{site.prediction.table} (autofuse tune fits one to this machine)")
 
 
 def _site(x: Tensor, w: Tensor) -> Tensor:

@@ -58,17 +58,15 @@ def stdout() -> Console:
 
 @contextmanager
 def progress_bar() -> Iterator[Progress]:
-    """A `progress` that draws one bar a label on standard error; silent where that is no terminal."""
+    """A `progress` that draws a bar on standard error; silent where that is no terminal."""
     if not sys.stderr.isatty():
         yield silent
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     with Bars(*columns, console=Console(stderr=True), transient=True) as bars:
-        tasks = {}
+        task = bars.add_task("", total=None)
 
         def progress(label: str, done: int, total: int | None) -> None:
-            if label not in tasks:
-                tasks[label] = bars.add_task(label, total=total)
-            bars.update(tasks[label], completed=done, total=total)
+            bars.update(task, description=label, completed=done, total=total)
 
         yield progress

@@ -9,10 +9,10 @@ from autofuse.cli.terminal import progress_bar, user_errors
 
 
 def tune(
-    ranks: Annotated[list[int], typer.Option(help="Sizes of the groups; repeat for several.")] = [2],  # noqa: B006
-    dtype: Annotated[list[str], typer.Option(help="Dtypes; repeat for several.")] = ["float32"],  # noqa: B006
+    ranks: Annotated[list[int], typer.Option(help="Size of a group; repeat for several.")] = [2, 4],  # noqa: B006
+    dtype: Annotated[list[str], typer.Option(help="A dtype; repeat for several.")] = ["float32"],  # noqa: B006
     output: Annotated[Path | None, typer.Option(help="The table; the user's own if absent.")] = None,
-    quick: Annotated[bool, typer.Option(help="Fewer sizes, in about a minute.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Few rows, few times: in about a minute.")] = False,
 ) -> None:
     """Measures compute and collectives of this machine and writes the table that `auto` decides by."""
     with user_errors():
