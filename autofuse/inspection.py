@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autofuse import passes
+from autofuse.backend import autofuse as own_backend
 from autofuse.backend import fusion_pass, graph_kind, record
 from autofuse.lowering import torch_internals
 from autofuse.options import settings
@@ -73,9 +74,10 @@ def explaining(
     @functools.wraps(torch_compile)
     def compile_to_explain(model: Any = None, **kwargs: Any) -> Any:
         chosen = kwargs.get("backend", "inductor")
-        if chosen == "autofuse" or all_backends:
+        ours = chosen in ("autofuse", own_backend)
+        if ours or all_backends:
             kwargs["backend"] = backend
-            if chosen not in ("autofuse", "inductor"):
+            if not ours and chosen != "inductor":
                 kwargs.update(mode=None, options=None)  # they are that backend's own
         return torch_compile(model, **kwargs)
 

@@ -16,6 +16,7 @@ from torch.distributed import _functional_collectives as funcol
 
 import autofuse
 from autofuse import config
+from autofuse.backend import autofuse as backend
 from autofuse.cli.fake_ranks import fake_ranks
 from autofuse.lowering import torch_internals
 from autofuse.native_kernels import cpu
@@ -48,6 +49,7 @@ def all_checks() -> list[Check]:
         _compiler,
         _shared_memory,
         _launcher,
+        _backend,
         _inductor,
         _fusion,
     )
@@ -164,9 +166,17 @@ def _launcher() -> Iterator[Check]:
     yield Check("settings", "ok", f"{settings} timeout_s={config.timeout_s:g}{set_by}")
 
 
+def _backend() -> Iterator[Check]:
+    if "autofuse" in torch.compiler.list_backends():
+        yield Check("backend", "ok", 'torch.compile finds "autofuse"')
+    else:
+        advice = "install the checkout (pip install -e .), or pass autofuse.backend.autofuse itself"
+        yield Check("backend", "limited", 'torch.compile does not find "autofuse"', advice)
+
+
 def _inductor() -> Iterator[Check]:
     x = torch.arange(64.0)
-    torch.testing.assert_close(torch.compile(_tiny, backend="autofuse", dynamic=False)(x), _tiny(x))
+    torch.testing.assert_close(torch.compile(_tiny, backend=backend, dynamic=False)(x), _tiny(x))
     yield Check("inductor", "ok", "compiles for the CPU")
 
 

@@ -96,6 +96,13 @@ def test_links_between_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert checks._link_kinds(2) == "not all NVLink (SYS)"
 
 
+def test_a_checkout_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert only(checks._backend)["backend"].state == "ok"
+    monkeypatch.setattr(torch.compiler, "list_backends", lambda: ["inductor"])
+    check = only(checks._backend)["backend"]
+    assert (check.state, "pip install" in check.advice) == ("limited", True)
+
+
 def test_a_check_that_fails_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
     def _compiler() -> Iterator[Check]:
         raise RuntimeError("first\nlast line")

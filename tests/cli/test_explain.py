@@ -52,6 +52,13 @@ def test_without_all_other_backends_are_left_alone(tmp_path: Path, command: Comm
     assert command("explain", "--all", script).exit_code == 0
 
 
+def test_the_backend_may_be_the_function(tmp_path: Path, command: Command) -> None:
+    script = tmp_path / "function.py"
+    named = "import autofuse.backend\n" + scripts.FAILS
+    script.write_text(named.replace('backend="autofuse"', "backend=autofuse.backend.autofuse"))
+    assert "autofuse: 0 fused, 1 kept in 1 graph" in command("explain", script).stdout
+
+
 def test_a_script_that_fails_is_reported_up_to_there(tmp_path: Path, command: Command) -> None:
     script, page = tmp_path / "fails.py", tmp_path / "report.json"
     script.write_text(scripts.FAILS)
