@@ -87,6 +87,9 @@ PRODUCTS: list[tuple[str, list[tuple[int, ...]]]] = [
     ("mm; div %0; to float32", [()]),
     ("addmm %0; add 1", [(-1,)]),
     ("addmm %0; to bfloat16", [(-2, -1)]),
+    ("addmm %0 0.5 2; relu", [(-1,)]),
+    ("mm; masked_fill %0 %1", [(-2, 1), ()]),
+    ("mm; where %0 %1", [(-1,), (-2, -1)]),
 ]
 
 
@@ -98,6 +101,8 @@ def _epilogues(rank: int, world: int, order: str) -> None:
                 w = [seeded(10 * rank + i + 5, 9 + i, n, dtype=torch.bfloat16) for i in range(terms)]
                 sizes = [tuple({-2: m, -1: n, 1: 1}[d] for d in shape) for shape in shapes]
                 operands = [seeded(rank + 7, *size, dtype=torch.bfloat16).abs() + 1 for size in sizes]
+                if "%0 %1" in product:
+                    operands[0] = operands[0] > 1.5  # a mask
                 poison(world_group())
                 y, p = _call(x, w, operands, product, "avg", True, order)
                 expected = product_reference(x, w, operands, product)

@@ -101,6 +101,8 @@ PRODUCTS: list[tuple[str, list[tuple[int, ...]]]] = [
     ("mm; neg; sub %0", [(-2, -1)]),
     ("mm; mul 0.5; to float32", []),
     ("addmm %0; to bfloat16", [(-1,)]),
+    ("mm; masked_fill %0 %1; relu", [(-2, 1), ()]),
+    ("mm; where %0 %1", [(-1,), (-2, -1)]),
 ]
 
 
@@ -113,6 +115,8 @@ def _epilogues(rank: int, world: int, order: str) -> None:
             w = [seeded(10 * rank + i + 5, k + i, n, dtype=torch.float16) for i in range(2)]
             sizes = [tuple({-2: m, -1: n, 1: 1}[d] for d in shape) for shape in shapes]
             operands = [seeded(rank + 7, *size, dtype=torch.float16) for size in sizes]
+            if "%0 %1" in product:
+                operands[0] = operands[0] > 0  # a mask
             poison(world_group())
             y, p = _call(x, w, operands, dim, outer, product, "avg", True, order)
             expected = product_reference(x, w, operands, product)
