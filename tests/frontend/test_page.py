@@ -231,8 +231,9 @@ def test_the_keyboard_reaches_everything(show: Callable[..., Any], traced: Repor
 
 @pytest.mark.browser
 def test_a_print_has_every_site(show: Callable[..., Any]) -> None:
-    page = show(large())
+    page = show(large(), 800)
     page.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
+    assert count(page, "th") == 11
     assert count(page, ".site .row") == count(page, ".site .detail") == 100
     assert count(page, ".site .detail .path") == 100
     assert count(page, "nav, .tools, .excerpt") == 0
