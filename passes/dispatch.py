@@ -271,13 +271,10 @@ def _chosen(
     emitter: Emitter, order: Layout, received: tuple[Size, ...], layout: Layout, x: fx.Node
 ) -> fx.Node:
     """The row of what arrives that is row `i` of X."""
-    val = tensor(x)
-    assert val is not None
     rows = _rows_received(layout, received)
     assert rows is not None
     count = product(d.size for d in rows)
-    options = {"dtype": torch.int64, "device": val.device, "pin_memory": False}
-    numbers = emitter.call(aten.arange.start_step, 0, emitter.size(count), 1, **options)
+    numbers = emitter.numbers(emitter.size(count), x)
     return emitter.rebuild(numbers, Layout((rows,)), order, (count,))
 
 

@@ -302,9 +302,7 @@ def _bag_of_lookups(emitter: Emitter, bag: Bag) -> fx.Node:
     """The bag of every lookup: how many bags start at or before it, less one."""
     val = tensor(bag.indices)
     assert val is not None
-    end = emitter.size(expression(val.shape[0]))
-    options = {"dtype": torch.int64, "device": val.device, "pin_memory": False}
-    lookups = emitter.call(aten.arange.start_step, 0, end, 1, **options)
+    lookups = emitter.numbers(emitter.size(expression(val.shape[0])), bag.indices)
     started = emitter.call(aten.searchsorted.Tensor, _starts(emitter, bag), lookups, right=True)
     which = emitter.call(aten.sub.Tensor, started, 1)
     dtype = dtype_of(bag.offsets)

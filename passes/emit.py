@@ -54,6 +54,12 @@ class Emitter:
                 node.meta["val"] = target(*values, **kwargs)
         return node
 
+    def numbers(self, count: int | fx.Node, like: fx.Node) -> fx.Node:
+        """`0, 1, ..., count - 1` as int64 on the device of `like`, in the form that Inductor can lower."""
+        device = value(like).device  # type: ignore[attr-defined]
+        options = {"dtype": torch.int64, "device": device, "requires_grad": False}
+        return self.call(torch.ops.prims.iota.default, count, start=0, step=1, **options)
+
     def item(self, node: fx.Node, index: int) -> fx.Node:
         with self.graph.inserting_before(self.anchor):
             item = self.graph.call_function(operator.getitem, (node, index))

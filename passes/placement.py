@@ -91,8 +91,8 @@ def _choice(node: fx.Node, shapes: Shapes) -> Placement | None:
         val = tensor(index)
         assert val is not None
         size = emitter.size(count[0])
+        numbers = emitter.numbers(size, index)
         options = {"dtype": torch.int64, "device": val.device, "pin_memory": False}
-        numbers = emitter.call(aten.arange.start_step, 0, size, 1, **options)
         base = emitter.call(aten.full.default, [size], 0, **options)
         return emitter.call(aten.index_put.default, base, [index], numbers)
 

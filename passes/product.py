@@ -120,10 +120,12 @@ def _match(
         return n.target in _CONTRACTIONS or _is_stage(n) or is_fused(n)
 
     traced = trace(node, is_leaf, shapes, shape=shape)
-    if traced is None or (len(traced.leaves) != 1 and not batched):
+    if traced is None:
         if _moves_a_matmul(node):
             return Reject(Reason.LAYOUT, f"{node.name} is no list of digits of a matmul")
         return Reject(Reason.NO_COMPUTE, f"no matmul was found above {node.name}")
+    if len(traced.leaves) != 1 and not batched:
+        return Reject(Reason.NO_COMPUTE, f"{node.name} joins several tensors")
     parts: list[Product] = []
     for leaf in traced.leaves:
         part = _leaf(leaf, shapes, batched)

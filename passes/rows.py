@@ -9,7 +9,6 @@ size: the fused op then takes the splits, on which ranks agree in every call.
 
 from __future__ import annotations
 
-import torch
 from torch import fx
 
 from .anchors import Anchor
@@ -17,7 +16,7 @@ from .emit import Emitter
 from .layout import Cut, Layout, Size, cut_out, exact_quotient, merge, product, regroup, same_size
 from .product import Reject
 from .report import Reason
-from .trace import Shapes, aten, tensor
+from .trace import Shapes
 
 
 def is_natural(layout: Layout, shape: tuple[Size, ...]) -> bool:
@@ -61,9 +60,6 @@ def row_splits(sizes: list[object], anchor: Anchor, columns: Size, shapes: Shape
 
 def positions(emitter: Emitter, rows: Layout, shape: tuple[Size, ...], like: fx.Node) -> fx.Node:
     """`[E * R]` int64: where row `i` of `[E, R]` lies among rows in the order of `rows`."""
-    val = tensor(like)
-    assert val is not None
     count = product(shape[:2])
-    options = {"dtype": torch.int64, "device": val.device, "pin_memory": False}
-    numbers = emitter.call(aten.arange.start_step, 0, emitter.size(count), 1, **options)
+    numbers = emitter.numbers(emitter.size(count), like)
     return emitter.rebuild(numbers, rows, Layout.of(shape[:2]), (count,))

@@ -22,7 +22,7 @@ def test_two_rows_are_measured_and_written(tmp_path: Path) -> None:
     env = {**os.environ, "AUTOFUSE_TIMEOUT_S": "30", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=env)
     assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
+    assert "rows" not in done.stderr  # no progress: it is no terminal
     measured = json.loads((tmp_path / "rows.json").read_text())
     assert [row["name"] for row in measured["rows"]] == list(rows)
     for row in measured["rows"]:

@@ -50,13 +50,13 @@ def test_bad_arguments(ranks: list[int], dtypes: list, message: str) -> None:
 
 
 def test_real_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    monkeypatch.setattr(tuning, "QUICK_ROWS", ("all_gather_matmul tokens=1 k=n=2048",))
+    monkeypatch.setattr(tuning, "QUICK_ROWS", ("all_gather_matmul tokens=16 k=n=2048",))
     monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
     seen = []
     path = tmp_path / "folder" / "cpu.json"
     table = tuning.tune([2], [torch.float32], path, True, lambda *args: seen.append(args))
-    assert seen == [("all_gather_matmul tokens=1 k=n=2048 dim=1, 2 ranks", 0, 1)]
+    assert seen == [("all_gather_matmul tokens=16 k=n=2048 dim=0, 2 ranks", 0, 1)]
     assert read(path).digest == table.digest
     (point,) = table.points
-    assert Task.parse(point.task).matmuls == ((1, 2048, 1024),)
+    assert Task.parse(point.task).matmuls == ((16, 2048, 1024),)
     assert [p.name for p in path.parent.iterdir()] == ["cpu.json"]

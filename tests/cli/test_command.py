@@ -13,7 +13,7 @@ SUBCOMMANDS = ("doctor", "explain", "plan", "bench", "tune")
 MISTAKES = {
     "unknown command": (["explian"], "explian"),
     "unknown option": (["plan", "matmul_all_reduce", "--wrld", "4"], "--wrld"),
-    "no number": (["plan", "matmul_all_reduce", "--world", "four"], "valid integer"),
+    "no number": (["plan", "matmul_all_reduce", "--world", "four"], "--world"),
     "missing file": (["explain", "no_such_file.py"], "there is no file 'no_such_file.py'"),
     "bad world": (["explain", "--world", "0", __file__], "expected at least one rank, got a world of 0"),
     "bad rank": (["explain", "--world", "2", "--rank", "2", __file__], "expected 0 to 1"),

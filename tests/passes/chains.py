@@ -96,7 +96,12 @@ class Collectives:
 
     @staticmethod
     def all_gather(x: Tensor, dim: int) -> Tensor:
-        return funcol.all_gather_tensor(x, dim, group())
+        return _moved(funcol.all_gather_tensor(x, 0, group()), dim)
+
+
+def _moved(gathered: Tensor, dim: int) -> Tensor:
+    """What all_gather_tensor does on a dim other than 0, where torch before 2.13 breaks the graph."""
+    return torch.cat(gathered.chunk(group().size()), dim) if dim else gathered
 
 
 class Trained(Collectives):
@@ -112,7 +117,7 @@ class Trained(Collectives):
 
     @staticmethod
     def all_gather(x: Tensor, dim: int) -> Tensor:
-        return funcol.all_gather_tensor_autograd(x, dim, group())
+        return _moved(funcol.all_gather_tensor_autograd(x, 0, group()), dim)
 
 
 class Replicated(Collectives):

@@ -130,7 +130,9 @@ def scattered(y: Tensor, dim: int = 0) -> Tensor:
 
 
 def gathered(x: Tensor, dim: int = 0) -> Tensor:
-    return funcol.all_gather_tensor(x, dim, group())
+    """all_gather_tensor, spelled so that torch traces other dims before 2.13, too."""
+    whole = funcol.all_gather_tensor(x, 0, group())
+    return torch.cat(whole.chunk(dist.get_world_size()), dim) if dim else whole
 
 
 def in_place(x: Tensor, w: Tensor) -> Tensor:

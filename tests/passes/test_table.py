@@ -65,7 +65,7 @@ def changed(**constants: object) -> str:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", r"no JSON.*autofuse\.tune"),
+        ("{", r"no JSON.*autofuse tune"),
         ("[]", "expected a JSON object, got list"),
         ("{}", "cores is missing, expected a number of cores or null"),
         (CPU.to_json().replace('"cores": 2', '"cores": 0'), "cores is 0, expected at least 1"),

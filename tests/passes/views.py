@@ -100,7 +100,7 @@ PROGRAMS: dict[str, Program] = {
     "keyword arguments": fuses(AR, keyword_arguments, X3, W2),
     "slices": fuses(RS, slices, (3, 8, H), W2, worlds=(2, 4)),
     "stacked": fuses(RS, stacked, (3, 8, H), W2),
-    "parts in another order": stays("no_compute", reversed_parts, (3, 8, H), W2),
+    "parts in another order": stays("layout", reversed_parts, (3, 8, H), W2),
     "gathered by hand": fuses(AG, gathered_by_hand, (3, 5, 6), lambda world: (D, 6 * world)),
     "dynamic, scatter dim 0": varying(scatter(0), (8, 5, H), W2, patterns=[RS]),
     "dynamic, scatter dim 1": varying(scatter(1), (3, 8, H), W2, patterns=[RS]),

@@ -21,7 +21,7 @@ from torch import Tensor
 import autofuse
 from autofuse import Reason
 from autofuse.native_kernels import cpu
-from autofuse.passes.report import Prediction
+from autofuse.passes.choose import Choice
 from tests.ranks import RankPool, fresh_group
 from tests.robustness.seven import integers
 
@@ -46,12 +46,13 @@ def _uneven(x: Tensor, w: Tensor, group: Any) -> Tensor:
 def _no_gain() -> Iterator[None]:
     """The cost model says no. It is no part of a graph's identity that this test changes it."""
     module = importlib.import_module("autofuse.passes.fuse")
-    real = module.estimate
+    real = module.predict
 
-    def estimate(*args: Any) -> Prediction:
-        return dataclasses.replace(real(*args), wins="never")
+    def predict(*args: Any) -> Choice:
+        prediction = dataclasses.replace(real(*args).prediction, wins="never")
+        return Choice(prediction, fuse=False)
 
-    with patch.object(module, "estimate", estimate):
+    with patch.object(module, "predict", predict):
         yield
 
 
