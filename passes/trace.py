@@ -109,6 +109,8 @@ class Shapes:
             divisor = world // math.gcd(int(coefficient), world)
             symbol = sympy.Dummy("part", integer=True, positive=True)
             self._assumed[rest] = divisor * symbol
+            if coefficient == 1 and isinstance(part, sympy.Function):
+                self._assumed[part] = symbol  # s // 12 of s // 3 in 4 parts does not follow from the above
             self._meaning[symbol] = part if coefficient == 1 else torch_internals.floor_divide(rest, divisor)
         elif isinstance(whole, sympy.Symbol) and not same_size(whole, part):
             self._assumed[whole] = sympy.sympify(part)

@@ -38,6 +38,7 @@ def test_parse() -> None:
         "mm; add",
         "mm; add x",
         "mm; mul %x",
+        "mm; masked_fill %0",
         "mm; to float33",
         "mm;",
     ],
@@ -59,6 +60,7 @@ def test_malformed(product: str) -> None:
         "addmm %0 0.5 -2; relu",
         "mm; where %2 %0; masked_fill %2 %3; neg",
         "mm; masked_fill %2 %0; to float32; relu",
+        "mm; masked_fill %2 0.5; where %2 -1; add %0",
     ],
 )
 @pytest.mark.parametrize("terms", [1, 3])
