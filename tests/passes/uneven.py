@@ -101,6 +101,13 @@ def there_and_back(x: Tensor, w: Tensor) -> Tensor:
     return swap(F.gelu(swap(x) @ w[0]) @ w[1].t(), back=True)
 
 
+def splits_from_data(x: Tensor, w: Tensor) -> Tensor:
+    counts = (x[:, 0] > 0).long().bincount(minlength=dist.get_world_size())
+    inputs, outputs = counts.tolist(), exchange(counts).tolist()
+    rows = x[(x[:, 0] > 0).long().argsort(stable=True)]
+    return exchange(F.gelu(exchange(rows, outputs, inputs) @ w[0]) @ w[1].t(), inputs, outputs)
+
+
 def build(fn: Callable[..., Any], grad: bool = False) -> Callable[[int, int], tuple]:
     def build(world: int, rank: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         torch.manual_seed(rank)
@@ -138,5 +145,8 @@ def name(fn: Callable[..., Any]) -> str:
 PROGRAMS: dict[str, Program] = {
     **{name(fn): Program(build(fn), {"inference": [COMBINE]}) for fn in COMBINES},
     **{name(fn): Program(build(fn), {"inference": [DISPATCH]}) for fn in DISPATCHES},
+    "splits from data": Program(
+        build(splits_from_data), {"inference": [DISPATCH, COMBINE]}, {"inference": ["no_compute"]}
+    ),
     "there and back": Program(build(there_and_back), {"inference": [DISPATCH, COMBINE]}),
 }
