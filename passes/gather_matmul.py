@@ -43,7 +43,7 @@ PATTERN = "all_gather_matmul"
 class Consumer:
     """`reader.user = X @ w (+ bias)`, where `layout` is that of X: [M, K] on the gathered tensor.
 
-    `swapped`: it is `w @ X^T`, the transpose of `X @ w^T`.
+    `swapped`: it is `w @ X^T (+ bias)`, the transpose of `X @ w^T (+ bias^T)`.
     """
 
     reader: Reader
@@ -96,12 +96,12 @@ def match_all_gather(anchor: Anchor, context: Context) -> Found:
 
 def _consumer(reader: Reader) -> Consumer | None:
     """The matmul that reads the view, if all_gather_matmul can compute it."""
-    found = linear_operands(reader.user)
+    found = linear_operands(reader.user, vector_bias=False)
     if found is None or reader.user.target is aten.baddbmm.default:
         return None
     x, w, bias = found
     swapped = w is reader.view
-    if (x is reader.view) == swapped or bias is reader.view or (swapped and bias is not None):
+    if (x is reader.view) == swapped or bias is reader.view:
         return None
     layout = reader.layout
     if reader.user.target is aten.bmm.default:
@@ -111,7 +111,7 @@ def _consumer(reader: Reader) -> Consumer | None:
             return None
         w, layout = weight, flat
     if swapped:
-        return Consumer(reader, x, None, layout.permute([1, 0]), swapped)
+        return Consumer(reader, x, bias, layout.permute([1, 0]), swapped)
     return Consumer(reader, w, bias, layout, swapped)
 
 
@@ -145,9 +145,7 @@ def _no_consumer(readers: list[Reader]) -> Reject:
     """The most telling reason why no matmul that reads the gathered tensor can be fused."""
     for reader in readers:
         if reader.user.target in (aten.addmm.default, aten.baddbmm.default):
-            return Reject(
-                Reason.UNSUPPORTED_VARIANT, f"{reader.user.name} scales its terms or adds more than a vector"
-            )
+            return Reject(Reason.UNSUPPORTED_VARIANT, f"{reader.user.name} scales its terms (alpha, beta)")
     for reader in readers:
         if is_view(reader.user) and (matmul := _matmul_behind(reader.user)) is not None:
             return Reject(
@@ -185,7 +183,7 @@ def _rewrite(
         part = emitter.call(torch.ops.prims.convert_element_type.default, part, cast)
     x = emitter.rebuild(part, Layout.of(shape), cut.rest)
     w = [_weight(emitter, c) for c in consumers]
-    bias = fill_biases(emitter, x, [c.bias for c in consumers])
+    bias = fill_biases(emitter, x, [_bias(emitter, c) for c in consumers])
     fused = emitter.call(
         torch.ops.autofuse.all_gather_matmul.default,
         *(x, w, bias, cut.dim, emitter.size(cut.outer), bool(others)),
@@ -204,3 +202,10 @@ def _rewrite(
 def _weight(emitter: Emitter, c: Consumer) -> fx.Node:
     w = two_dimensional(emitter, c.w)
     return emitter.call(aten.permute.default, w, [1, 0]) if c.swapped else w
+
+
+def _bias(emitter: Emitter, c: Consumer) -> fx.Node | None:
+    if c.bias is None or not c.swapped:
+        return c.bias
+    *rows, columns = emitter.shapes.of(c.bias) or ()
+    return emitter.call(aten.permute.default, emitter.reshape(c.bias, (product(rows), columns)), [1, 0])

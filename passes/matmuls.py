@@ -9,8 +9,11 @@ from torch import fx
 from .trace import argument, aten, expression, tensor
 
 
-def linear_operands(n: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None] | None:
-    """`(x, w, bias)` of `mm`, `bmm`, or unscaled `addmm` (`baddbmm`) with a vector (an expert) as bias."""
+def linear_operands(n: fx.Node, vector_bias: bool = True) -> tuple[fx.Node, fx.Node, fx.Node | None] | None:
+    """`(x, w, bias)` of `mm`, `bmm`, or unscaled `addmm` (`baddbmm`) with a vector (an expert) as bias.
+
+    Without `vector_bias`, the bias of an addmm may have any shape.
+    """
     bias: fx.Node | None = None
     if n.target in (aten.mm.default, aten.bmm.default):
         x, w = n.args[:2]
@@ -20,7 +23,9 @@ def linear_operands(n: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None] | Non
         scaled = not argument(n, 3, "beta", 1) == argument(n, 4, "alpha", 1) == 1
         if scaled or val is None or out is None:
             return None
-        if val.dim() != out.dim() - 1 if out.dim() == 2 else tuple(val.shape[:2]) != (out.shape[0], 1):
+        if out.dim() == 3 and tuple(val.shape[:2]) != (out.shape[0], 1):
+            return None
+        if out.dim() == 2 and vector_bias and val.dim() != 1:
             return None
     else:
         return None

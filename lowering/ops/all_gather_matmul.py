@@ -2,6 +2,7 @@
 
     x: this rank's part of X: [M, K]     part(X) = X.view(outer, W, inner, K)[:, r] (dim 0; dim 1 alike)
     w[i]: [K, N_i]     bias: none, or one b[i] per weight (an empty tensor for none)
+    b[i] broadcasts against [M, N_i]: [N_i] as a rule
 
     forward   X = all_gather(x)                          Y[i] = X @ w[i] + b[i]: [M, N_i]
     dgrad     dx = part(sum over ranks of sum_i dY[i] @ w[i]^T + dX)      one matmul_reduce_scatter

@@ -180,7 +180,8 @@ class _Builder:
                 run.write(s.gathered, dim, part)
             if late:
                 return
-            for out, w, bias in zip(s.outputs, s.w, s.bias, strict=True):
+            for out, w, whole_bias in zip(s.outputs, s.w, s.bias, strict=True):
+                bias = None if whole_bias is None else run.read_operand(whole_bias, 0)
                 if run.count == 1:
                     multiply(run.read(out, 0), part, w, bias)
                 else:

@@ -271,7 +271,7 @@ class _Builder:
         def compute(s: State, target: Tensor) -> None:
             x = [run.read(t, 0) for t in s.x] if dim == 0 else s.x
             w = [run.read(t, 1) for t in s.w] if dim == 1 else s.w
-            operands = [_read_operand(run, t, dim) for t in s.operands]
+            operands = [run.read_operand(t, dim) for t in s.operands]
             evaluate(target, x, w, operands, product)
             if keep:
                 run.write(s.whole_product, dim, target)
@@ -331,9 +331,3 @@ class _Builder:
         output = self._in_output(tile)
         finished = self._tile(self.finished, tile, source, tile.chunk if self.ring else 0)
         return lambda s: output(s).copy_(finished(s))
-
-
-def _read_operand(run: Run, operand: Tensor, dim: int) -> Tensor:
-    """What a tile needs of an operand that broadcasts against the product."""
-    at = operand.dim() - 2 + dim
-    return operand if at < 0 or operand.shape[at] == 1 else run.read(operand, at)

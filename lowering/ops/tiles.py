@@ -31,6 +31,11 @@ class Run:
             return self._view(t, dim).flatten(dim, dim + 1)
         return t if self.length == t.shape[dim] else t.narrow(dim, self.start, self.length)
 
+    def read_operand(self, t: Tensor, dim: int) -> Tensor:
+        """What the positions along `dim` of a matrix need of an operand that broadcasts against it."""
+        at = t.dim() - 2 + dim
+        return t if at < 0 or t.shape[at] == 1 else self.read(t, at)
+
     def write(self, t: Tensor, dim: int, value: Tensor) -> None:
         """Stores `value` at the positions along `dim` of `t`."""
         if self.count > 1:

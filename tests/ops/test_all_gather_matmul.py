@@ -69,7 +69,7 @@ def test_plain(ranks: Ranks, world: int, dtype: torch.dtype, order: str) -> None
 
 
 def _large(rank: int, world: int, order: str) -> None:
-    """Parts of several tiles, with rows in one stretch and in many."""
+    """Parts of several tiles, with rows in one stretch and in many; a bias for every element."""
     for dim, outer, rows, cols in [
         (0, 1, 1100, 600),
         (0, 4, 1040, 600),
@@ -80,10 +80,12 @@ def _large(rank: int, world: int, order: str) -> None:
         gathered = whole(torch.stack(xs), dim, outer)
         w = seeded(7, gathered.shape[1], 8)
         poison(world_group())
-        y, kept = _call(xs[rank], [w], [], dim, outer, True, order)
+        b = seeded(8, gathered.shape[0], 8)
+        y, biased, kept = _call(xs[rank], [w, w], [torch.empty(0), b], dim, outer, True, order)
         assert torch.equal(kept, gathered)
-        size = gathered.double().abs() @ w.double().abs()
-        assert_close(y, gathered.double() @ w.double(), size, gathered.shape[1], 1)
+        size, exact = gathered.double().abs() @ w.double().abs(), gathered.double() @ w.double()
+        assert_close(y, exact, size, gathered.shape[1], 1)
+        assert_close(biased, exact + b.double(), size + b.double().abs(), gathered.shape[1] + 1, 2)
 
 
 @pytest.mark.parametrize("order", ORDERS)

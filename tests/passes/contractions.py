@@ -203,15 +203,14 @@ PROGRAMS: dict[str, Program] = {
     "gathered einsum, heads": fuses(AG, gathered_einsum("bshd,hdo->bso", 1), (3, 5, 4, 6), (4, 6, D)),
     "gathered einsum, weight first": fuses(AG, gathered_einsum_right, W2, G3),
     "gathered addmm, beta and alpha": stays("unsupported_variant", gathered_addmm, (D,), G2, WT),
-    "gathered plus matrix": stays("unsupported_variant", gathered_plus_matrix, lambda w: (4 * w, D), G2, WT),
+    "gathered plus matrix": fuses(AG, gathered_plus_matrix, lambda w: (4 * w, D), G2, WT),
+    "gathered plus column": fuses(AG, gathered_plus_matrix, lambda w: (4 * w, 1), G2, WT),
     "gathered, transposed": fuses(AG, gathered_transposed, G3, W2),
     "gathered, contracted": fuses(AG, gathered_contracted, G2, lambda w: (4 * w, D)),
     "gathered on the right": fuses(AG, gathered_right, G2, lambda w: (4 * w, D)),
     "gathered weight": fuses(AG, gathered_weight, (5, H), W2, worlds=(2, 4)),
     "gathered weight, columns": fuses(AG, gathered_weight_columns, (5, H), WT),
-    "gathered weight, bias": stays(
-        "unsupported_variant", gathered_weight_bias, (5, H), W2, lambda w: (D * w,)
-    ),
+    "gathered weight, bias": fuses(AG, gathered_weight_bias, (5, H), W2, lambda w: (D * w,), worlds=(2, 4)),
     "gathered on both sides": stays("extra_users", gathered_both_sides, G2),
     "weight of the gathered": stays("extra_users", only_weight_of_gathered, G2, WT),
     "one weight of the gathered": fuses(AG, weight_of_gathered, G2, WT, WT),
