@@ -365,11 +365,13 @@ def _where(n: fx.Node, shapes: Shapes, batched: bool) -> Product | Reject:
         if not isinstance(found, Product):
             continue
         assert isinstance(side, fx.Node)
-        operands = [broadcast(o, found, n, shapes) if isinstance(o, fx.Node) else None for o in (mask, other)]
+        count, fill = len(found.operands), constant(other, found.dtype)
+        rest = [mask] if fill is not None else [mask, other]
+        operands = [broadcast(o, found, n, shapes) for o in rest if isinstance(o, fx.Node)]
         given = [o for o in operands if o is not None]
-        if len(given) == 2:
-            count = len(found.operands)
-            return _extend(found, side, n, f"{stage} %{count} %{count + 1}", *given)
+        if len(given) == len(rest):
+            text = f"{stage} %{count} {f'%{count + 1}' if fill is None else fill}"
+            return _extend(found, side, n, text, *given)
         reject = Reject(Reason.LAYOUT, f"{n.name} has a mask or value that is not along the matmul")
     return reject
 
@@ -407,6 +409,14 @@ def _sum(a: Product, b: Product, n: fx.Node) -> Product | None:
     inner = frozenset({a.last, b.last}).union(a.inner, b.inner, *paths)
     sums = replace(a, x=a.x + b.x, w=a.w + b.w, bias=a.bias + b.bias)
     return replace(sums, last=n, last_layout=a.layout, inner=inner)
+
+
+def constant(node: object, dtype: torch.dtype) -> int | float | None:
+    """The number that a scalar tensor of this dtype is filled with."""
+    if not isinstance(node, fx.Node) or node.target is not aten.full.default or node.args[0] != []:
+        return None
+    number = node.args[1]
+    return number if isinstance(number, (int, float)) and dtype_of(node) == dtype else None
 
 
 def broadcast(operand: fx.Node, found: Product, n: fx.Node, shapes: Shapes) -> Operand | None:

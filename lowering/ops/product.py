@@ -6,8 +6,8 @@
     scaled_mm %0 %1 bfloat16  P = scaled_mm(x[0], w[0], operands[0], operands[1], out_dtype=bfloat16)
     add sub mul div           with `%i` (an operand) or a number: P = P op it
     neg; relu; to bfloat16
-    where %0 %1               P = P where operands[0], else operands[1]
-    masked_fill %0 %1         P = operands[1] where operands[0], else P
+    where %0 %1               P = P where operands[0], else operands[1] (or a number)
+    masked_fill %0 0.0        P = a number (or an operand) where operands[0], else P
 
 `mm; mul %0; to bfloat16` is `(x @ w * operands[0]).to(bfloat16)`. `x[i]: [M, K_i]`, `w[i]: [K_i, N]`;
 operands broadcast against `[M, N]`. Every stage is the torch op that the unfused graph had, on rows and
@@ -36,7 +36,7 @@ _CONTRACTIONS = {"mm": 0, "addmm": 1, "scaled_mm": 2}
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One pointwise step: `operand` or `number` for add, sub, mul, div; `mask` and `operand` for where and
+    """One pointwise step: `operand` or `number` for add, sub, mul, div; with a `mask` for where and
     masked_fill; `dtype` for to; none for neg and relu."""
 
     name: str
@@ -84,8 +84,10 @@ def _stage(words: list[str], product: str) -> Stage:
     match words:
         case [("neg" | "relu") as name]:
             return Stage(name)
-        case [("where" | "masked_fill") as name, mask, value]:
+        case [("where" | "masked_fill") as name, mask, value] if value.startswith("%"):
             return Stage(name, operand=_operand(value, product), mask=_operand(mask, product))
+        case [("where" | "masked_fill") as name, mask, value]:
+            return Stage(name, number=_number(value, product), mask=_operand(mask, product))
         case ["to", dtype]:
             return Stage("to", dtype=_dtype(dtype, product))
         case [("add" | "sub" | "mul" | "div") as name, value] if value.startswith("%"):
@@ -159,7 +161,9 @@ def _apply(stage: Stage, value: Tensor, operands: Sequence[Tensor], out: Tensor 
     other = operands[stage.operand] if stage.operand is not None else stage.number
     if stage.mask is None:
         return _BINARY[stage.name](value, other, out=out)
-    assert isinstance(other, Tensor)
+    if not isinstance(other, Tensor):
+        assert other is not None
+        other = value.new_full((), other)
     chosen = (value, other) if stage.name == "where" else (other, value)
     return torch.where(operands[stage.mask], *chosen, out=out)
 

@@ -32,7 +32,7 @@ def test_parse() -> None:
         "addmm %0 1",
         "addmm %0 1 x",
         "mm; where %0",
-        "mm; where %0 1",
+        "mm; where 0 %1",
         "mm; relu %0",
         "mm; pow 2",
         "mm; add",
@@ -61,6 +61,7 @@ def test_malformed(product: str) -> None:
         "mm; where %2 %0; masked_fill %2 %3; neg",
         "mm; masked_fill %2 %0; to float32; relu",
         "mm; masked_fill %2 0.5; where %2 -1; add %0",
+        "mm; masked_fill %2 -1e-05; where %2 3",
     ],
 )
 @pytest.mark.parametrize("terms", [1, 3])

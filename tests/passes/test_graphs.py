@@ -126,7 +126,6 @@ def test_masked_sum_of_matmuls() -> None:
         rewritten(fn, torch.zeros(2, 8, 12), *args),
         """\
 bitwise_not: [2, 8, 1] = aten.bitwise_not.default(arg4_1)
-full_default: [] = aten.full.default([], 0.0)
 view: [16, 12] = aten.reshape.default(arg0_1, [16, 12])
 permute: [12, 16] = aten.permute.default(arg1_1, [1, 0])
 view_2: [16, 12] = aten.reshape.default(arg0_1, [16, 12])
@@ -138,7 +137,7 @@ view_5: [2, 8, 16] = aten.reshape.default(mm_2, [2, 8, 16])
 mul: [2, 8, 16] = aten.mul.Tensor(view_5, 0.5)
 reshape_default: [16, 16] = aten.reshape.default(mul, [16, 16])
 reshape_default_1: [16, 1] = aten.reshape.default(bitwise_not, [16, 1])
-matmul_all_reduce_default:  = autofuse.matmul_all_reduce.default([view], [permute], [reshape_default, reshape_default_1, full_default], 'mm; add %0; masked_fill %1 %2', 'sum', False, '0', 'direct', SITE)
+matmul_all_reduce_default:  = autofuse.matmul_all_reduce.default([view], [permute], [reshape_default, reshape_default_1], 'mm; add %0; masked_fill %1 0.0', 'sum', False, '0', 'direct', SITE)
 getitem: [16, 16] = getitem(matmul_all_reduce_default, 0)
 reshape_default_2: [2, 8, 16] = aten.reshape.default(getitem, [2, 8, 16])
 return (reshape_default_2,)""",
