@@ -31,7 +31,7 @@ _GATHER = torch.ops.autofuse.all_gather_matmul.default
 def merge_fused(graph: fx.Graph) -> None:
     """Merge in place whatever fused ops of `graph` can be one."""
     for node in list(graph.nodes):
-        if not node._erased and _is_plain_sum(node) and not any(map(_is_plain_sum, node.users)):
+        if not node._erased and _is_plain_sum(node) and not _is_inner(node):
             _merge_sum(node)
     gathers = list(graph.find_nodes(op="call_function", target=_GATHER))
     while gathers:
@@ -77,6 +77,11 @@ def _is_plain_sum(node: fx.Node) -> bool:
     )
 
 
+def _is_inner(node: fx.Node) -> bool:
+    """Is a sum read by nothing but another sum?"""
+    return len(node.users) == 1 and all(map(_is_plain_sum, node.users))
+
+
 def _merge_sum(total: fx.Node) -> None:
     groups: dict[tuple[Any, ...], list[Term]] = {}
     for node in _summands(total):
@@ -92,8 +97,7 @@ def _summands(total: fx.Node) -> list[fx.Node]:
     """What a tree of sums adds up; only the root of the tree may have several readers."""
     found: list[fx.Node] = []
     for side in total.all_input_nodes:
-        inner = _is_plain_sum(side) and len(side.users) == 1
-        found += _summands(side) if inner else [side]
+        found += _summands(side) if _is_plain_sum(side) and _is_inner(side) else [side]
     return found
 
 
@@ -105,8 +109,8 @@ def _term(node: fx.Node) -> Term | None:
     item = traced.leaves[0]
     op = item.args[0]
     assert isinstance(op, fx.Node)
-    if op.target not in _REDUCTIONS or len(op.users) != 1:  # the product is an output besides
-        return None
+    if op.target not in _REDUCTIONS or list(op.users) != [item] or item.args[1] != 0:
+        return None  # the product is read besides
     contraction, *stages = str(op.args[3]).split("; ")
     path = between(node, item) | {item}
     if stages or contraction not in ("mm", "addmm %0") or any(len(n.users) != 1 for n in path):

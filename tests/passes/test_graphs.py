@@ -166,6 +166,16 @@ return (add_1,)""",
     )
 
 
+def test_a_sum_that_is_read_twice_is_merged() -> None:
+    def fn(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+        first = funcol.all_reduce(F.linear(x, w), "sum", group())
+        total = first + funcol.all_reduce(F.linear(x, v), "sum", group())
+        return total.relu() + total
+
+    text = rewritten(fn, *(torch.zeros(16, 12) for _ in range(3)))
+    assert text.count("autofuse.matmul_all_reduce") == 1, text
+
+
 def test_added_reductions_that_are_rounded_stay_two() -> None:
     def fn(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
         first = funcol.all_reduce(F.linear(x, w), "sum", group())
