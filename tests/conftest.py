@@ -1,10 +1,15 @@
 """Fixtures that all tests share."""
 
+import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.ranks import RankPool
+
+# A table that was tuned on this machine must not decide what tests see.
+os.environ["AUTOFUSE_TABLE"] = str(Path(__file__).parents[1] / "passes/tables/cpu.json")
 
 
 @pytest.fixture(scope="session")
