@@ -30,9 +30,8 @@ from torch.distributed import ProcessGroup, Store
 
 from autofuse import config
 from autofuse.lowering import notes, rendezvous
-from autofuse.lowering.rendezvous import Declined as Declined
+from autofuse.lowering.rendezvous import Declined
 from autofuse.lowering.rendezvous import GroupSpansHosts as GroupSpansHosts
-from autofuse.lowering.rendezvous import NotShared as NotShared
 from autofuse.lowering.torch_internals import group_store, resolve_group
 from autofuse.native_kernels import cpu
 
@@ -105,10 +104,9 @@ class Workspace:
             raise
 
     def call(self, op: str, site: str, key: str, nbytes: int) -> "Call":
-        """One collective call, to be entered with `with`. `op`, `site`, `key` (shapes, order, ...) and
-        `nbytes`, the bytes needed of every rank's buffer, must be the same on all ranks (of `site` what is
-        behind the last slash); otherwise entering it or the first wait raises RuntimeError on all of them.
-        Calls of one process run one by one."""
+        """A collective call, to be entered with `with`. `op`, `site` (but for folders), `key` (shapes, plan)
+        and `nbytes`, the bytes needed of every rank's buffer, must be the same on all ranks; otherwise
+        entering it or the first wait raises RuntimeError on all. Calls of one process run one by one."""
         return Call(self, op, site, key, nbytes)
 
     def _fail(self, reason: str, tell: bool = True) -> None:
@@ -248,11 +246,7 @@ class Call:
         Raises SharedMemoryFull on all ranks, which can go on without, if one has no room.
         """
         ws = self._ws
-        step = (
-            _COARSE_BUFFER
-            if nbytes > _COARSE_BUFFER
-            else max(_SMALLEST_BUFFER, 1 << (nbytes - 1).bit_length())
-        )
+        step = max(_SMALLEST_BUFFER, 1 << (min(nbytes, _COARSE_BUFFER) - 1).bit_length())
         capacity = -(-nbytes // step) * step
         ws._typed.clear()
         ws._data = []
@@ -333,9 +327,8 @@ class Call:
 def workspace_for(group_name: str) -> Workspace:
     """The workspace of the process group called `group_name`; made on first use, by all its ranks together.
 
-    Raises NotShared on all ranks when they share no memory or one of them declines (see `decline`),
-    RuntimeError when the group does not exist, or when a rank does not come or fails; the same at every later
-    try.
+    Raises NotShared on all ranks when they share no memory or one of them declines, RuntimeError when the
+    group does not exist, or when a rank does not come or fails; the same at every later try.
     """
     try:
         group = resolve_group(group_name)
@@ -356,11 +349,9 @@ def workspace_for(group_name: str) -> Workspace:
 def decline(group: str | ProcessGroup, why: str) -> None:
     """Never share memory with this group, and tell so: its other ranks then leave their fused ops unfused,
     instead of waiting for this one. Without effect once the ranks have met."""
-    group = resolve_group(group)
-    with _making:
-        if group not in _workspaces:
-            notes.decline(group, why)
-            _workspaces[group] = Declined(why)
+    group, mine = resolve_group(group), Declined(why)
+    if _workspaces.setdefault(group, mine) is mine:
+        notes.decline(group, why)
 
 
 def _make(group: ProcessGroup, group_name: str) -> Workspace | Exception:

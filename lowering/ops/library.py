@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from autofuse.lowering.orders import PlanShape
+from autofuse.lowering.rendezvous import NotShared
 from autofuse.lowering.torch_internals import resolve_group
-from autofuse.lowering.workspace import NotShared, SharedMemoryFull
+from autofuse.lowering.workspace import SharedMemoryFull
 
 log = logging.getLogger(__name__)
 
