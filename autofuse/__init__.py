@@ -10,10 +10,22 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from autofuse import config, ops
+    from autofuse.collectives import register_collective
     from autofuse.inspection import debug, explain, rewrite
     from autofuse.passes.report import Reason, Report, Site
 
-__all__ = ["Reason", "Report", "Site", "__version__", "config", "debug", "explain", "ops", "rewrite"]
+__all__ = [
+    "Reason",
+    "Report",
+    "Site",
+    "__version__",
+    "config",
+    "debug",
+    "explain",
+    "ops",
+    "register_collective",
+    "rewrite",
+]
 
 _HOME = {
     "Reason": "autofuse.passes.report",
@@ -21,6 +33,7 @@ _HOME = {
     "Site": "autofuse.passes.report",
     "debug": "autofuse.inspection",
     "explain": "autofuse.inspection",
+    "register_collective": "autofuse.collectives",
     "rewrite": "autofuse.inspection",
 }
 

@@ -19,7 +19,7 @@ from .trace import WAIT, argument, expression, tensor, value
 
 c10d = torch.ops._c10d_functional
 
-_KINDS = {
+_KINDS: dict[object, str] = {
     c10d.all_reduce.default: "all_reduce",
     c10d.all_reduce_.default: "all_reduce_",
     c10d.reduce_scatter_tensor.default: "reduce_scatter",
@@ -34,6 +34,13 @@ _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 
 
+# Ops of the user's that are collectives, see `opaque.py`, with their names.
+OPAQUE: dict[object, str] = {}
+
+# Metadata of a functional collective that stands in for an op of the user's: an `opaque.Meaning`.
+STANDS_FOR = "autofuse_stands_for"
+
+
 @dataclass(frozen=True)
 class Anchor:
     """A functional collective: `kind` of `input` over `group`; `world` as far as the node itself tells."""
@@ -42,8 +49,20 @@ class Anchor:
     kind: str
 
     @property
+    def name(self) -> str:
+        """What the report calls it: an op of the user's by its own name."""
+        meaning = self.node.meta.get(STANDS_FOR)
+        return self.kind if meaning is None else meaning.op
+
+    @property
+    def problem(self) -> str:
+        """What is wrong with the group of an op of the user's."""
+        meaning = self.node.meta.get(STANDS_FOR)
+        return "" if meaning is None else meaning.problem
+
+    @property
     def input(self) -> fx.Node | None:
-        source = self.node.args[0]
+        source = self.node.args[0] if self.node.args else None
         return source if isinstance(source, fx.Node) else None
 
     @cached_property
@@ -137,13 +156,12 @@ def hint(size: object) -> int | None:
 
 
 def find_anchors(graph: fx.Graph) -> list[Anchor]:
-    return [
-        Anchor(n, _KINDS[n.target]) for n in graph.nodes if n.op == "call_function" and n.target in _KINDS
-    ]
+    kinds = {**_KINDS, **OPAQUE}
+    return [Anchor(n, kinds[n.target]) for n in graph.nodes if n.op == "call_function" and n.target in kinds]
 
 
 def is_collective(node: fx.Node) -> bool:
-    """Does the node communicate: a functional collective or a fused op?"""
+    """Does the node communicate: a functional collective, an op of the user's or a fused op?"""
     return node.op == "call_function" and (
-        node.target in _KINDS or getattr(node.target, "namespace", "") == "autofuse"
+        node.target in _KINDS or node.target in OPAQUE or getattr(node.target, "namespace", "") == "autofuse"
     )

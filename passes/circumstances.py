@@ -16,14 +16,16 @@ from autofuse.lowering.notes import place
 from autofuse.native_kernels import cpu
 
 from .anchors import find_anchors
+from .opaque import registrations
 
 
 def circumstances(graph: fx.Graph) -> str:
-    """Machine, kernels, groups of the graph's collectives, and where these are called; no rank, no folder."""
+    """Machine, kernels, groups of the graph's collectives, where these are called, custom ops
+    that are declared to be collectives; no rank, no folder."""
     anchors = find_anchors(graph)
     groups = {a.group for a in anchors if isinstance(a.group, str)}
     known = {g: w for g in sorted(groups) if (w := torch_internals.group_world(g)) is not None}
     spans = [torch_internals.group_spans_hosts(group) for group in known]
     # A fused op carries its site, by which ranks know each other's calls.
     sites = [place(a.source or a.kind) for a in anchors]
-    return repr((torch.__version__, os.cpu_count(), cpu.available(), known, spans, sites))
+    return repr((torch.__version__, os.cpu_count(), cpu.available(), known, spans, sites, registrations(graph)))

@@ -19,7 +19,8 @@ from autofuse.lowering.orders import PlanShape, make_plan
 from autofuse.lowering.workspace import decline
 from autofuse.native_kernels import cpu
 
-from .anchors import Anchor, find_anchors, is_collective
+from . import opaque
+from .anchors import OPAQUE, Anchor, find_anchors, is_collective
 from .choose import Choice, Symbols, predict
 from .combine import match_combine, match_single_combine
 from .crossover import Known
@@ -74,16 +75,17 @@ def fuse(graph: fx.Graph, settings: Settings, kind: str, name: str) -> GraphRepo
 
     The report has the graph's nodes only if somebody will read it: printing a large graph takes long.
     """
+    show = listing if listening() else lambda graph: Listing()
+    before = show(graph)
+    start = time.perf_counter()
+    stand_ins = opaque.stand_in(graph)
     anchors = find_anchors(graph)
     for anchor in anchors:
         if tensor(anchor.node) is None and anchor.kind in MATCHERS:
             raise ValueError(
                 f'{anchor.node.name} has no meta["val"]: run FakeTensorProp on the graph before fusing it'
             )
-    show = listing if listening() else lambda graph: Listing()
-    before = show(graph)
     symbols = _symbols(graph)
-    start = time.perf_counter()
     sites: list[Site] = []
     collectives = {node.name: i for i, anchor in enumerate(anchors) for node in anchor.results}
     changed: dict[str, int] = {}
@@ -92,6 +94,7 @@ def fuse(graph: fx.Graph, settings: Settings, kind: str, name: str) -> GraphRepo
         sites.append(site)
         changed.update((node, i) for node in names)
     _tell_kept(anchors, sites)
+    opaque.put_back(stand_ins)
     if any(site.fused for site in sites):
         merge_fused(graph)
         relax_views(graph)
@@ -105,7 +108,7 @@ def _visit(
     graph: fx.Graph, anchor: Anchor, settings: Settings, name: str, symbols: Symbols
 ) -> tuple[Site, list[str]]:
     """The site, and the names of the nodes that were removed, inserted or given other inputs."""
-    nbytes = anchor.nbytes
+    collective, nbytes = anchor.name, anchor.nbytes
     pattern, found, world = _find(anchor, settings)
     prediction: Prediction | None = None
     if isinstance(found, Match):
@@ -131,7 +134,7 @@ def _visit(
         reason=None if isinstance(found, Match) else found.reason,
         detail="" if isinstance(found, Match) else found.detail,
         graph=name,
-        collective=anchor.kind,
+        collective=collective,
         source=anchor.source,
         nbytes=nbytes,
         world=world,
@@ -145,9 +148,14 @@ def _visit(
 def _find(anchor: Anchor, settings: Settings) -> tuple[str | None, Found, int | None]:
     """(pattern, match or the most telling rejection, size of the group)."""
     matchers = MATCHERS.get(anchor.kind, ())
+    if anchor.node.target in OPAQUE:
+        unread = f"an argument of {anchor.kind} is no constant, or has no role and not its default"
+        return None, Reject(Reason.UNSUPPORTED_VARIANT, unread), None
     if not matchers:
         return None, Reject(Reason.NO_COMPUTE, f"no fused op has a {anchor.kind}"), None
     pattern = matchers[0][0] if len(matchers) == 1 else None
+    if anchor.problem:
+        return pattern, Reject(Reason.GROUP_UNKNOWN, anchor.problem), None
     if anchor.known_group is None:
         unknown = f"the group is an input of the graph, {anchor.group}, that was none while it was traced"
         return pattern, Reject(Reason.GROUP_UNKNOWN, unknown), None

@@ -108,7 +108,7 @@ class Site:
     graph: str
     """Kind and number of the graph: `forward 0`."""
     collective: str
-    """Name of the collective: `all_reduce`."""
+    """Name of the collective: `all_reduce`; of an op of the user's `namespace::name`."""
     source: str | None
     """`file:line` of the user's code, if known."""
     nbytes: int | None

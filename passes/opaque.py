@@ -1,0 +1,249 @@
+"""Collectives that are ops of the user's own, which no matcher knows.
+
+While sites are matched, the functional collective of the same meaning stands in for each of them, between
+permutes if it cuts another dim than 0; where the site is kept, the user's op is put back.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx
+
+from autofuse.lowering.torch_internals import group_world
+
+from .anchors import OPAQUE, STANDS_FOR, c10d
+from .emit import erase_unused
+from .trace import WAIT, aten, tensor
+
+# What the arguments of each kind may mean.
+ROLES = {
+    "all_reduce": ("input", "group", "world", "reduce_op"),
+    "reduce_scatter": ("input", "group", "world", "reduce_op", "dim"),
+    "all_gather": ("input", "group", "world", "dim"),
+    "all_to_all": ("input", "group", "world", "output_splits", "input_splits"),
+}
+_SPLITS = ("output_splits", "input_splits")
+
+
+@dataclass(frozen=True)
+class Opaque:
+    """What an op means: a collective of `kind` whose argument `roles[role]` has that role."""
+
+    name: str
+    kind: str
+    roles: Mapping[str, str]
+    reduce_op: str
+    """Where no argument says it."""
+    group: Callable[[str], str]
+    """From the op's group argument to the name of the process group; raises if there is none."""
+
+    def __str__(self) -> str:
+        """The same in every process."""
+        return repr((self.name, self.kind, sorted(self.roles.items()), self.reduce_op))
+
+
+@dataclass(frozen=True)
+class Meaning:
+    """What the report says of a functional collective that stands in for an op of the user's."""
+
+    op: str
+    problem: str = ""
+    """Why its group is not known."""
+
+
+@dataclass(frozen=True)
+class StandIn:
+    """What stands in for the call `target(*args, **kwargs)`, whose tensor was `source`."""
+
+    target: torch._ops.OpOverload
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    meta: dict[str, Any]
+    source: fx.Node
+    splits: list[list[object]]
+    """The sizes that an all_to_all took from the arguments."""
+    node: fx.Node
+    """The functional collective."""
+    wait: fx.Node
+    order: list[int]
+    """What the source was permuted to."""
+    length: fx.Node | None
+    """The length of one part, where no other value of the graph may be that."""
+
+
+_registered: dict[object, Opaque] = {}
+
+
+def register(op: torch._ops.OpOverload, opaque: Opaque) -> None:
+    """From now on calls of `op` are collectives; what it was registered as before is forgotten."""
+    _registered[op] = opaque
+    OPAQUE[op] = opaque.name
+
+
+def registrations(graph: fx.Graph) -> list[str]:
+    """What a rewrite of `graph` takes from here, for cache keys: names of groups are not in the graph."""
+    used = sorted(str(opaque) for opaque in _registered.values())
+    for node in graph.nodes:
+        opaque = _registered.get(node.target)
+        if opaque is not None:
+            used.append(repr(_group(opaque, _arguments(node))))
+    return used
+
+
+def stand_in(graph: fx.Graph) -> list[StandIn]:
+    """Let a functional collective stand in for every registered op whose arguments can be read."""
+    found = []
+    for node in list(graph.nodes):
+        opaque = _registered.get(node.target)
+        if opaque is not None and _can_be_read(node, opaque):
+            found.append(_stand_in(node, opaque))
+    return found
+
+
+def put_back(stand_ins: list[StandIn]) -> None:
+    """Put the user's op back wherever the collective that stands in for it was kept."""
+    for it in stand_ins:
+        if not it.node._erased:
+            _put_back(it)
+        if it.length is not None:
+            erase_unused([it.length])
+
+
+# --- there --------------------------------------------------------------------------------------------
+
+
+def _stand_in(node: fx.Node, opaque: Opaque) -> StandIn:
+    graph, arguments = node.graph, _arguments(node)
+    by_role = {role: arguments[name] for role, name in opaque.roles.items()}
+    source, val, out = by_role["input"], tensor(by_role["input"]), tensor(node)
+    assert val is not None
+    assert out is not None
+    group, problem = _group(opaque, arguments)
+    world = group_world(group) or 1
+    if not problem and by_role.get("world", world) != world:
+        problem = f"{opaque.name} says {by_role['world']} ranks, but its group has {world}"
+    reduce_op = by_role.get("reduce_op", opaque.reduce_op)
+    dim = by_role.get("dim", 0) % val.dim()
+    order = [dim, *(d for d in range(val.dim()) if d != dim)]
+    inverse = sorted(order, key=order.__getitem__)
+    call = partial(_call, graph, node.meta)
+    splits: list[list[object]] = []
+    length: fx.Node | None = None
+    with graph.inserting_before(node):
+        first = call(val.permute(order), aten.permute.default, source, order) if dim else source
+        moved = out.permute(order) if dim else out
+        if opaque.kind == "all_reduce":
+            collective = call(moved, c10d.all_reduce.default, first, reduce_op, group)
+        elif opaque.kind == "reduce_scatter":
+            collective = call(moved, c10d.reduce_scatter_tensor.default, first, reduce_op, world, group)
+            if not isinstance(out.shape[dim], int):
+                whole = call(val.shape[dim], aten.sym_size.int, source, dim)
+                length = call(out.shape[dim], operator.floordiv, whole, world)
+        elif opaque.kind == "all_gather":
+            collective = call(moved, c10d.all_gather_into_tensor.default, first, world, group)
+        else:
+            even = [out.shape[0] // world] * world
+            splits = [list(by_role.get(role) or even) for role in _SPLITS]
+            collective = call(moved, c10d.all_to_all_single.default, first, *splits, group)
+        wait = result = call(moved, WAIT, collective)
+        if dim:
+            result = call(out, aten.permute.default, wait, inverse)
+    for user in list(node.users):
+        if user.target is aten.sym_size.int:
+            user.args = (wait, inverse[user.args[1]])
+    collective.meta[STANDS_FOR] = Meaning(opaque.name, problem)
+    node.replace_all_uses_with(result)
+    call_of = (node.target, node.args, dict(node.kwargs), dict(node.meta))
+    graph.erase_node(node)
+    return StandIn(*call_of, source, splits, collective, wait, order, length)
+
+
+def _can_be_read(node: fx.Node, opaque: Opaque) -> bool:
+    """Are all arguments constants but for the input and the sizes, and those without a role as by default?"""
+    arguments = _arguments(node)
+    val, out = tensor(arguments[opaque.roles["input"]]), tensor(node)
+    if val is None or out is None or val.dim() == 0:
+        return False
+    splits = [opaque.roles.get(role) for role in _SPLITS]
+    for argument in node.target._schema.arguments:
+        name, given = argument.name, arguments[argument.name]
+        if name not in opaque.roles.values():
+            if not argument.has_default_value() or given != argument.default_value:
+                return False
+        elif name != opaque.roles["input"] and name not in splits and not isinstance(given, (int, str)):
+            return False
+    if opaque.kind != "all_to_all" or all(name and arguments[name] for name in splits):
+        return True
+    # Equal parts, whose size must then be known.
+    return isinstance(val.shape[0], int) and val.shape == out.shape
+
+
+# --- and back -----------------------------------------------------------------------------------------
+
+
+def _put_back(it: StandIn) -> None:
+    graph, permuted = it.node.graph, it.order != sorted(it.order)
+    source = it.node.args[0]
+    if permuted:
+        assert isinstance(source, fx.Node)
+        source = source.args[0]
+    # The source and the sizes may have been replaced since.
+    now: dict[fx.Node, Any] = {it.source: source}
+    sizes: Sequence[Any] = it.node.args[1 : 1 + len(it.splits)]
+    for taken, current in zip(it.splits, sizes, strict=True):
+        now.update((a, b) for a, b in zip(taken, current, strict=True) if isinstance(a, fx.Node))
+    args, kwargs = fx.node.map_arg((it.args, it.kwargs), lambda n: now.get(n, n))
+    with graph.inserting_before(it.node):
+        restored = moved = graph.call_function(it.target, args, kwargs)
+        restored.meta = dict(it.meta)
+        if permuted:
+            moved = _call(graph, it.meta, tensor(it.wait), aten.permute.default, restored, it.order)
+    for user in list(it.wait.users):
+        if user.target is aten.sym_size.int:
+            user.args = (restored, it.order[user.args[1]])
+        elif permuted and user.target is aten.permute.default and _undoes(user, it.order):
+            user.replace_all_uses_with(restored)
+            graph.erase_node(user)
+    # Another site may read what came before the permute back.
+    it.wait.replace_all_uses_with(moved)
+    erase_unused([it.wait, *([moved] if permuted else [])])
+
+
+def _undoes(permute: fx.Node, order: list[int]) -> bool:
+    inverse = permute.args[1]
+    return isinstance(inverse, (list, tuple)) and [order[i] for i in inverse] == sorted(order)
+
+
+# --- arguments ----------------------------------------------------------------------------------------
+
+
+def _group(opaque: Opaque, arguments: dict[str, Any]) -> tuple[str, str]:
+    """(name of the process group, why it is not known)."""
+    own = arguments[opaque.roles["group"]]
+    try:
+        return opaque.group(own), ""
+    except Exception as error:  # the user's function: whatever it raises, the op runs as it did
+        return str(own), f"{opaque.name} has no process group for {own!r}: {error!r}"
+
+
+def _arguments(node: fx.Node) -> dict[str, Any]:
+    """Every argument by name, defaults included."""
+    schema = node.target._schema.arguments
+    given = dict(zip((a.name for a in schema), node.args, strict=False)) | dict(node.kwargs)
+    return {a.name: given.get(a.name, a.default_value) for a in schema}
+
+
+def _call(graph: fx.Graph, like: Mapping[str, Any], val: object, target: Any, *args: object) -> fx.Node:
+    """A call whose value is `val`, with the origin of another."""
+    node = graph.call_function(target, args)
+    for key in ("stack_trace", "nn_module_stack", "source_fn_stack"):
+        if key in like:
+            node.meta[key] = like[key]
+    node.meta["val"] = val
+    return node
