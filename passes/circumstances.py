@@ -28,4 +28,5 @@ def circumstances(graph: fx.Graph) -> str:
     spans = [torch_internals.group_spans_hosts(group) for group in known]
     # A fused op carries its site, by which ranks know each other's calls.
     sites = [place(a.source or a.kind) for a in anchors]
-    return repr((torch.__version__, os.cpu_count(), cpu.available(), known, spans, sites, registrations(graph)))
+    machine = (torch.__version__, os.cpu_count(), cpu.available())
+    return repr((*machine, known, spans, sites, registrations(graph)))

@@ -88,11 +88,11 @@ def register(op: torch._ops.OpOverload, opaque: Opaque) -> None:
 
 def registrations(graph: fx.Graph) -> list[str]:
     """What a rewrite of `graph` takes from here, for cache keys: names of groups are not in the graph."""
-    used = sorted(str(opaque) for opaque in _registered.values())
+    used = []
     for node in graph.nodes:
         opaque = _registered.get(node.target)
         if opaque is not None:
-            used.append(repr(_group(opaque, _arguments(node))))
+            used.append(f"{opaque} {_group(opaque, _arguments(node))}")
     return used
 
 

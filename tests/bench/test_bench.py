@@ -22,7 +22,8 @@ def test_two_rows_are_measured_and_written(tmp_path: Path) -> None:
     env = {**os.environ, "AUTOFUSE_TIMEOUT_S": "30", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=env)
     assert done.returncode == 0, done.stderr
-    assert "rows" not in done.stderr  # no progress: it is no terminal
+    # Torch for CUDA mentions that this machine has none.
+    assert [line for line in done.stderr.splitlines() if "No CUDA runtime is found" not in line] == []
     measured = json.loads((tmp_path / "rows.json").read_text())
     assert [row["name"] for row in measured["rows"]] == list(rows)
     for row in measured["rows"]:

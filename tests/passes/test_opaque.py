@@ -132,7 +132,7 @@ def _generated(rank: int, world: int) -> None:
 
 
 def test_generated_code(ranks: Ranks) -> None:
-    ranks(2).run(_generated)
+    ranks(2).run(_generated, timeout=150)
 
 
 def explain(fn: Callable[..., Any], *args: Any) -> autofuse.Report:
