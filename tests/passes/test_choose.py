@@ -1,6 +1,7 @@
 """What policy `auto` does with what the cost model says, and what the report says of it."""
 
 import dataclasses
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,12 @@ from tests.ranks import RankPool
 
 CPU = next(table for table in shipped() if table.device == "cpu")
 Ranks = Callable[[int], RankPool]
+
+
+@pytest.fixture(autouse=True)
+def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four ranks share them: the tables of this file reckon with it."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
 
 
 def linear(x: Tensor, w: Tensor) -> Tensor:

@@ -24,8 +24,8 @@ def test_dispatch_of_a_gated_network() -> None:
     assert_expected_inline(
         rewritten(fn, torch.zeros(12, 5, 7), torch.zeros(3, 7, 6), torch.zeros(3, 7, 6)),
         """\
-reshape_default: [4, 3, 5, 7] = aten.reshape.default(arg0_1, [4, 3, 5, 7])
-all_to_all_expert_matmul_default:  = autofuse.all_to_all_expert_matmul.default(reshape_default, [arg1_1, arg2_1], [], 0, None, None, [], [], 1, 1, False, '0', 'direct', SITE)
+reshape_default: [4, 3, 5, 7] = aten.reshape.default(arg0, [4, 3, 5, 7])
+all_to_all_expert_matmul_default:  = autofuse.all_to_all_expert_matmul.default(reshape_default, [arg1, arg2], [], 0, None, None, [], [], 1, 1, False, '0', 'direct', SITE)
 getitem: [3, 20, 6] = getitem(all_to_all_expert_matmul_default, 0)
 getitem_1: [3, 20, 6] = getitem(all_to_all_expert_matmul_default, 1)
 neg: [3, 20, 6] = aten.neg.default(getitem)
@@ -47,9 +47,9 @@ def test_combine_of_a_loop_whose_first_result_is_read() -> None:
     assert_expected_inline(
         rewritten(fn, *args),
         """\
-permute: [7, 6] = aten.permute.default(arg1_1, [1, 0])
-permute_1: [7, 6] = aten.permute.default(arg3_1, [1, 0])
-expert_matmul_all_to_all_default:  = autofuse.expert_matmul_all_to_all.default([arg0_1, arg0_1], [permute, permute_1], [arg2_1, arg4_1], [], 'mm; mul 0.5', 2, None, None, [], [], 1, 1, True, '0', 'direct', SITE)
+permute: [7, 6] = aten.permute.default(arg0, [1, 0])
+permute_1: [7, 6] = aten.permute.default(arg1, [1, 0])
+expert_matmul_all_to_all_default:  = autofuse.expert_matmul_all_to_all.default([arg2, arg2], [permute, permute_1], [arg3, arg4], [], 'mm; mul 0.5', 2, None, None, [], [], 1, 1, True, '0', 'direct', SITE)
 getitem: [4, 2, 5, 6] = getitem(expert_matmul_all_to_all_default, 0)
 reshape_default: [40, 6] = aten.reshape.default(getitem, [40, 6])
 getitem_1: [2, 20, 6] = getitem(expert_matmul_all_to_all_default, 1)
@@ -67,13 +67,13 @@ def test_combine_of_rows_in_parts_of_any_size() -> None:
     assert_expected_inline(
         rewritten(fn, torch.zeros(20, 7), torch.zeros(7, 6), torch.zeros(20, 1)),
         """\
-lt: [20, 1] = aten.lt.Scalar(arg2_1, 0.1)
-reshape_default: [1, 20, 1] = aten.reshape.default(arg2_1, [1, 20, 1])
+lt: [20, 1] = aten.lt.Scalar(arg0, 0.1)
+reshape_default: [1, 20, 1] = aten.reshape.default(arg0, [1, 20, 1])
 reshape_default_1: [20, 1] = aten.reshape.default(reshape_default, [20, 1])
 reshape_default_2: [1, 20, 1] = aten.reshape.default(lt, [1, 20, 1])
 reshape_default_3: [20, 1] = aten.reshape.default(reshape_default_2, [20, 1])
-unsqueeze_default: [1, 7, 6] = aten.unsqueeze.default(arg1_1, 0)
-expert_matmul_all_to_all_default:  = autofuse.expert_matmul_all_to_all.default([arg0_1], [unsqueeze_default], [], [reshape_default_1, reshape_default_3], 'mm; mul %0; masked_fill %1 0.0', 0, None, None, [1, 2, 3, 4], [2, 4, 6, 8], 1, 1, False, '0', 'direct', SITE)
+unsqueeze_default: [1, 7, 6] = aten.unsqueeze.default(arg1, 0)
+expert_matmul_all_to_all_default:  = autofuse.expert_matmul_all_to_all.default([arg2], [unsqueeze_default], [], [reshape_default_1, reshape_default_3], 'mm; mul %0; masked_fill %1 0.0', 0, None, None, [1, 2, 3, 4], [2, 4, 6, 8], 1, 1, False, '0', 'direct', SITE)
 getitem: [10, 6] = getitem(expert_matmul_all_to_all_default, 0)
 relu: [10, 6] = aten.relu.default(getitem)
 return (relu,)""",
@@ -88,11 +88,11 @@ def test_heads_are_scattered() -> None:
     assert_expected_inline(
         rewritten(fn, torch.zeros(2, 3, 7), torch.zeros(40, 7), torch.zeros(40)),
         """\
-view: [6, 7] = aten.reshape.default(arg0_1, [6, 7])
-permute: [7, 40] = aten.permute.default(arg1_1, [1, 0])
+view: [6, 7] = aten.reshape.default(arg0, [6, 7])
+permute: [7, 40] = aten.permute.default(arg1, [1, 0])
 unsqueeze_default: [1, 6, 7] = aten.unsqueeze.default(view, 0)
 unsqueeze_default_1: [1, 7, 40] = aten.unsqueeze.default(permute, 0)
-reshape_default: [1, 40] = aten.reshape.default(arg2_1, [1, 40])
+reshape_default: [1, 40] = aten.reshape.default(arg2, [1, 40])
 expert_matmul_all_to_all_default:  = autofuse.expert_matmul_all_to_all.default([unsqueeze_default], [unsqueeze_default_1], [reshape_default], [], 'mm', 0, None, None, [], [], 2, 1, False, '0', 'direct', SITE)
 getitem: [4, 1, 6, 10] = getitem(expert_matmul_all_to_all_default, 0)
 reshape_default_1: [4, 2, 3, 2, 5] = aten.reshape.default(getitem, [4, 2, 3, 2, 5])
@@ -112,10 +112,10 @@ def test_heads_are_gathered() -> None:
     assert_expected_inline(
         rewritten(fn, torch.zeros(8, 3, 2, 5), torch.zeros(40, 7)),
         """\
-reshape_default: [4, 2, 3, 2, 5] = aten.reshape.default(arg0_1, [4, 2, 3, 2, 5])
+reshape_default: [4, 2, 3, 2, 5] = aten.reshape.default(arg0, [4, 2, 3, 2, 5])
 permute_default: [4, 2, 3, 2, 5] = aten.permute.default(reshape_default, [0, 3, 2, 1, 4])
 reshape_default_1: [4, 1, 6, 10] = aten.reshape.default(permute_default, [4, 1, 6, 10])
-unsqueeze_default: [1, 40, 7] = aten.unsqueeze.default(arg1_1, 0)
+unsqueeze_default: [1, 40, 7] = aten.unsqueeze.default(arg1, 0)
 all_to_all_expert_matmul_default:  = autofuse.all_to_all_expert_matmul.default(reshape_default_1, [unsqueeze_default], [], 0, None, None, [], [], 2, 1, False, '0', 'direct', SITE)
 getitem: [1, 6, 7] = getitem(all_to_all_expert_matmul_default, 0)
 reshape_default_2: [6, 7] = aten.reshape.default(getitem, [6, 7])
@@ -134,7 +134,7 @@ def test_tables_of_several_widths_with_bfloat16_on_the_wire() -> None:
     assert_expected_inline(
         rewritten(fn, *args),
         """\
-embedding_bag_all_to_all_default: [2, 40] = autofuse.embedding_bag_all_to_all.default([arg2_1, arg3_1], [arg0_1, arg0_1], [arg1_1, arg1_1], [], 1, False, -1, torch.bfloat16, [10, 10, 10, 10], 'bsc', '0', 'direct', SITE)
+embedding_bag_all_to_all_default: [2, 40] = autofuse.embedding_bag_all_to_all.default([arg2, arg3], [arg0, arg0], [arg1, arg1], [], 1, False, -1, torch.bfloat16, [10, 10, 10, 10], 'bsc', '0', 'direct', SITE)
 reshape_default: [2, 4, 10] = aten.reshape.default(embedding_bag_all_to_all_default, [2, 4, 10])
 permute_default: [4, 2, 10] = aten.permute.default(reshape_default, [1, 0, 2])
 reshape_default_1: [8, 10] = aten.reshape.default(permute_default, [8, 10])

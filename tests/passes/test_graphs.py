@@ -28,6 +28,7 @@ def rewritten(fn: Callable[..., Any], *args: Any, policy: str = "always") -> str
 
         def compile_graph(gm: fx.GraphModule, example_inputs: Any, **kwargs: Any) -> Any:
             torch_internals.run_post_grad_passes(gm, example_inputs, kwargs.get("is_inference", False))
+            _number_placeholders(gm.graph)
             lines.extend(_line(node) for node in gm.graph.nodes if node.op != "placeholder")
             return lambda inputs: [torch.zeros(1)]
 
@@ -37,6 +38,14 @@ def rewritten(fn: Callable[..., Any], *args: Any, policy: str = "always") -> str
     with fake_group(4), torch.no_grad():
         torch.compile(fn, backend=backend)(*args)
     return "\n".join(lines)
+
+
+def _number_placeholders(graph: fx.Graph) -> None:
+    """By who reads them first: releases of torch have them in different orders."""
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    placeholders = [n for n in graph.find_nodes(op="placeholder") if n.users]
+    for i, node in enumerate(sorted(placeholders, key=lambda n: min(order[u] for u in n.users))):
+        node.name = f"arg{i}"
 
 
 def _line(node: fx.Node) -> str:
@@ -57,13 +66,13 @@ def test_matmul_all_reduce() -> None:
     assert_expected_inline(
         rewritten(fn, torch.zeros(2, 8, 12), torch.zeros(16, 12), torch.zeros(16)),
         """\
-view: [16, 12] = aten.reshape.default(arg0_1, [16, 12])
-permute: [12, 16] = aten.permute.default(arg1_1, [1, 0])
-matmul_all_reduce_default:  = autofuse.matmul_all_reduce.default([view], [permute], [arg2_1], 'addmm %0; to bfloat16', 'sum', False, '0', 'direct', SITE)
+view: [16, 12] = aten.reshape.default(arg0, [16, 12])
+permute: [12, 16] = aten.permute.default(arg1, [1, 0])
+matmul_all_reduce_default:  = autofuse.matmul_all_reduce.default([view], [permute], [arg2], 'addmm %0; to bfloat16', 'sum', False, '0', 'direct', SITE)
 getitem: [16, 16] = getitem(matmul_all_reduce_default, 0)
 reshape_default: [2, 8, 16] = aten.reshape.default(getitem, [2, 8, 16])
 convert_element_type_1: [2, 8, 16] = prims.convert_element_type.default(reshape_default, torch.float32)
-sum_1: [] = aten.sum.default(arg0_1)
+sum_1: [] = aten.sum.default(arg0)
 add: [2, 8, 16] = aten.add.Tensor(convert_element_type_1, sum_1)
 return (add,)""",
     )
@@ -77,8 +86,8 @@ def test_matmul_reduce_scatter_on_dim_1() -> None:
     assert_expected_inline(
         rewritten(fn, torch.zeros(2, 8, 12), torch.zeros(16, 12)),
         """\
-view: [16, 12] = aten.reshape.default(arg0_1, [16, 12])
-permute: [12, 16] = aten.permute.default(arg1_1, [1, 0])
+view: [16, 12] = aten.reshape.default(arg0, [16, 12])
+permute: [12, 16] = aten.permute.default(arg1, [1, 0])
 matmul_reduce_scatter_default:  = autofuse.matmul_reduce_scatter.default([view], [permute], [], 'mm', 'avg', 0, 2, True, '0', 'direct', SITE)
 getitem_5: [16, 16] = getitem(matmul_reduce_scatter_default, 1)
 view_1: [2, 8, 16] = aten.reshape.default(getitem_5, [2, 8, 16])
@@ -97,10 +106,10 @@ def test_all_gather_matmul_of_three() -> None:
     assert_expected_inline(
         rewritten(fn, torch.zeros(2, 3, 12), torch.zeros(16, 12), torch.zeros(8, 12), torch.zeros(8, 12)),
         """\
-reshape_default: [6, 12] = aten.reshape.default(arg0_1, [6, 12])
-permute: [12, 16] = aten.permute.default(arg1_1, [1, 0])
-permute_1: [12, 8] = aten.permute.default(arg2_1, [1, 0])
-permute_2: [12, 8] = aten.permute.default(arg3_1, [1, 0])
+reshape_default: [6, 12] = aten.reshape.default(arg0, [6, 12])
+permute: [12, 16] = aten.permute.default(arg1, [1, 0])
+permute_1: [12, 8] = aten.permute.default(arg2, [1, 0])
+permute_2: [12, 8] = aten.permute.default(arg3, [1, 0])
 all_gather_matmul_default:  = autofuse.all_gather_matmul.default(reshape_default, [permute, permute_1, permute_2], [], 0, 2, True, '0', 'direct', SITE)
 getitem_4: [24, 12] = getitem(all_gather_matmul_default, 3)
 reshape_default_1: [2, 12, 12] = aten.reshape.default(getitem_4, [2, 12, 12])
@@ -125,13 +134,13 @@ def test_masked_sum_of_matmuls() -> None:
     assert_expected_inline(
         rewritten(fn, torch.zeros(2, 8, 12), *args),
         """\
-bitwise_not: [2, 8, 1] = aten.bitwise_not.default(arg4_1)
-view: [16, 12] = aten.reshape.default(arg0_1, [16, 12])
-permute: [12, 16] = aten.permute.default(arg1_1, [1, 0])
-view_2: [16, 12] = aten.reshape.default(arg0_1, [16, 12])
-permute_1: [12, 2] = aten.permute.default(arg2_1, [1, 0])
+bitwise_not: [2, 8, 1] = aten.bitwise_not.default(arg0)
+view: [16, 12] = aten.reshape.default(arg1, [16, 12])
+permute: [12, 16] = aten.permute.default(arg2, [1, 0])
+view_2: [16, 12] = aten.reshape.default(arg1, [16, 12])
+permute_1: [12, 2] = aten.permute.default(arg3, [1, 0])
 mm_1: [16, 2] = aten.mm.default(view_2, permute_1)
-permute_2: [2, 16] = aten.permute.default(arg3_1, [1, 0])
+permute_2: [2, 16] = aten.permute.default(arg4, [1, 0])
 mm_2: [16, 16] = aten.mm.default(mm_1, permute_2)
 view_5: [2, 8, 16] = aten.reshape.default(mm_2, [2, 8, 16])
 mul: [2, 8, 16] = aten.mul.Tensor(view_5, 0.5)
@@ -153,15 +162,15 @@ def test_reductions_that_are_added() -> None:
     assert_expected_inline(
         rewritten(fn, torch.zeros(2, 8, 12), *args),
         """\
-view: [16, 12] = aten.reshape.default(arg0_1, [16, 12])
-permute: [12, 16] = aten.permute.default(arg1_1, [1, 0])
-relu: [2, 8, 12] = aten.relu.default(arg0_1)
+view: [16, 12] = aten.reshape.default(arg0, [16, 12])
+permute: [12, 16] = aten.permute.default(arg1, [1, 0])
+relu: [2, 8, 12] = aten.relu.default(arg0)
 view_2: [16, 12] = aten.reshape.default(relu, [16, 12])
-permute_1: [12, 16] = aten.permute.default(arg3_1, [1, 0])
+permute_1: [12, 16] = aten.permute.default(arg2, [1, 0])
 matmul_reduce_scatter_default_2:  = autofuse.matmul_reduce_scatter.default([view, view_2], [permute, permute_1], [], 'mm', 'sum', 0, 2, False, '0', 'direct', SITE)
 getitem_10: [4, 16] = getitem(matmul_reduce_scatter_default_2, 0)
 reshape_default_1: [2, 2, 16] = aten.reshape.default(getitem_10, [2, 2, 16])
-add_1: [2, 2, 16] = aten.add.Tensor(arg2_1, reshape_default_1)
+add_1: [2, 2, 16] = aten.add.Tensor(arg3, reshape_default_1)
 return (add_1,)""",
     )
 
@@ -196,10 +205,10 @@ def test_gathers_of_one_input() -> None:
     assert_expected_inline(
         rewritten(fn, *args),
         """\
-permute: [12, 16] = aten.permute.default(arg1_1, [1, 0])
-relu: [8, 12] = aten.relu.default(arg2_1)
+permute: [12, 16] = aten.permute.default(arg0, [1, 0])
+relu: [8, 12] = aten.relu.default(arg1)
 permute_1: [12, 8] = aten.permute.default(relu, [1, 0])
-all_gather_matmul_default_2:  = autofuse.all_gather_matmul.default(arg0_1, [permute, permute_1], [], 0, 1, False, '0', 'direct', SITE)
+all_gather_matmul_default_2:  = autofuse.all_gather_matmul.default(arg2, [permute, permute_1], [], 0, 1, False, '0', 'direct', SITE)
 getitem_2: [12, 16] = getitem(all_gather_matmul_default_2, 0)
 getitem_3: [12, 8] = getitem(all_gather_matmul_default_2, 1)
 return (getitem_2, getitem_3)""",
@@ -213,9 +222,9 @@ def test_gathered_weight() -> None:
     assert_expected_inline(
         rewritten(fn, torch.zeros(2, 8, 12), torch.zeros(4, 12)),
         """\
-view: [16, 12] = aten.reshape.default(arg1_1, [16, 12])
+view: [16, 12] = aten.reshape.default(arg0, [16, 12])
 permute_default: [12, 16] = aten.permute.default(view, [1, 0])
-all_gather_matmul_default:  = autofuse.all_gather_matmul.default(arg0_1, [permute_default], [], 0, 1, False, '0', 'direct', SITE)
+all_gather_matmul_default:  = autofuse.all_gather_matmul.default(arg1, [permute_default], [], 0, 1, False, '0', 'direct', SITE)
 getitem: [16, 16] = getitem(all_gather_matmul_default, 0)
 permute_default_1: [16, 16] = aten.permute.default(getitem, [1, 0])
 view_1: [2, 8, 16] = aten.reshape.default(permute_default_1, [2, 8, 16])
@@ -232,9 +241,9 @@ def test_scatter_of_varying_rows() -> None:
     assert_expected_inline(
         rewritten(fn, x, torch.zeros(16, 12)),
         """\
-mul_3:  = mul(2, arg0_1)
-view: [2*s27, 12] = aten.reshape.default(arg1_1, [mul_3, 12])
-permute: [12, 16] = aten.permute.default(arg2_1, [1, 0])
+mul_3:  = mul(2, arg0)
+view: [2*s27, 12] = aten.reshape.default(arg1, [mul_3, 12])
+permute: [12, 16] = aten.permute.default(arg2, [1, 0])
 matmul_reduce_scatter_default:  = autofuse.matmul_reduce_scatter.default([view], [permute], [], 'mm', 'sum', 0, 2, False, '0', 'direct', SITE)
 getitem_4: [(s27//2), 16] = getitem(matmul_reduce_scatter_default, 0)
 reshape_default: [2, (s27//4), 16] = aten.reshape.default(getitem_4, [2, -1, 16])
@@ -251,7 +260,7 @@ def test_embedding_bag_all_to_all() -> None:
     assert_expected_inline(
         rewritten(fn, torch.zeros(9, 6), torch.zeros(9, 6), torch.zeros(24).long(), torch.arange(0, 24, 3)),
         """\
-embedding_bag_all_to_all_default: [2, 48] = autofuse.embedding_bag_all_to_all.default([arg2_1, arg3_1], [arg0_1, arg0_1], [arg1_1, arg1_1], [], 0, False, -1, torch.float32, [12, 12, 12, 12], 'bsc', '0', 'direct', SITE)
+embedding_bag_all_to_all_default: [2, 48] = autofuse.embedding_bag_all_to_all.default([arg2, arg3], [arg0, arg0], [arg1, arg1], [], 0, False, -1, torch.float32, [12, 12, 12, 12], 'bsc', '0', 'direct', SITE)
 reshape_default: [2, 8, 6] = aten.reshape.default(embedding_bag_all_to_all_default, [2, 8, 6])
 relu: [2, 8, 6] = aten.relu.default(reshape_default)
 return (relu,)""",
@@ -266,7 +275,7 @@ def test_expert_matmul_all_to_all() -> None:
     assert_expected_inline(
         rewritten(fn, torch.zeros(3, 20, 7), torch.zeros(3, 7, 6)),
         """\
-expert_matmul_all_to_all_default:  = autofuse.expert_matmul_all_to_all.default([arg0_1], [arg1_1], [], [], 'mm', 0, None, None, [], [], 1, 1, False, '0', 'direct', SITE)
+expert_matmul_all_to_all_default:  = autofuse.expert_matmul_all_to_all.default([arg0], [arg1], [], [], 'mm', 0, None, None, [], [], 1, 1, False, '0', 'direct', SITE)
 getitem: [4, 3, 5, 6] = getitem(expert_matmul_all_to_all_default, 0)
 reshape_default: [12, 5, 6] = aten.reshape.default(getitem, [12, 5, 6])
 relu: [12, 5, 6] = aten.relu.default(reshape_default)
@@ -281,8 +290,8 @@ def test_policy_never_leaves_the_graph() -> None:
     assert_expected_inline(
         rewritten(fn, torch.zeros(8, 12), torch.zeros(16, 12), policy="never"),
         """\
-permute: [12, 16] = aten.permute.default(arg1_1, [1, 0])
-mm: [8, 16] = aten.mm.default(arg0_1, permute)
+permute: [12, 16] = aten.permute.default(arg0, [1, 0])
+mm: [8, 16] = aten.mm.default(arg1, permute)
 all_reduce: [8, 16] = _c10d_functional.all_reduce_.default(mm, 'sum', '0')
 wait_tensor: [8, 16] = _c10d_functional.wait_tensor.default(all_reduce)
 return (wait_tensor,)""",

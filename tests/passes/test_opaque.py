@@ -177,10 +177,10 @@ def test_graph_of_one_fused_and_one_kept() -> None:
     assert_expected_inline(
         rewritten(fn, torch.zeros(2, 3, 8), torch.zeros(4, 8)),
         """\
-permute_default: [3, 2, 8] = aten.permute.default(arg0_1, [1, 0, 2])
+permute_default: [3, 2, 8] = aten.permute.default(arg0, [1, 0, 2])
 permute_default_2: [2, 3, 8] = aten.permute.default(permute_default, [1, 0, 2])
 reshape_default: [6, 8] = aten.reshape.default(permute_default_2, [6, 8])
-permute: [8, 4] = aten.permute.default(arg1_1, [1, 0])
+permute: [8, 4] = aten.permute.default(arg1, [1, 0])
 all_gather_matmul_default:  = autofuse.all_gather_matmul.default(reshape_default, [permute], [], 0, 2, False, '0', 'direct', SITE)
 getitem: [24, 4] = getitem(all_gather_matmul_default, 0)
 view_1: [2, 12, 4] = aten.reshape.default(getitem, [2, 12, 4])
@@ -197,8 +197,8 @@ def test_policy_never_leaves_the_graph() -> None:
     assert_expected_inline(
         rewritten(fn, torch.zeros(8, 8), torch.zeros(4, 8), policy="never"),
         """\
-permute: [8, 4] = aten.permute.default(arg1_1, [1, 0])
-mm: [8, 4] = aten.mm.default(arg0_1, permute)
+permute: [8, 4] = aten.permute.default(arg0, [1, 0])
+mm: [8, 4] = aten.mm.default(arg1, permute)
 reduce_scatter_default: [8, 1] = engine.reduce_scatter.default(mm, 1, 4, 'tp:0')
 return (reduce_scatter_default,)""",
     )

@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.checkpoint import checkpoint
 
 from .dense import AG, AR, BF16, RS, D, H, gathered, plain, reduced, scattered
-from .harness import Program
+from .harness import Program, since
 
 
 class Copy(torch.autograd.Function):
@@ -226,7 +226,12 @@ PROGRAMS: dict[str, Program] = {
     "split columns": trained(
         split_columns, X3, lambda world: (H * world, H), UP, forward=[AR], backward=[AG]
     ),
-    "checkpointed": trained(checkpointed, X3, UP, DOWN, forward=[AG, RS], backward=[AG, AG, RS]),
+    "checkpointed": since(
+        "2.13",
+        trained(checkpointed, X3, UP, DOWN, forward=[AG, RS], backward=[AG, AG, RS]),
+        # Torch 2.11 gathers once in the backward.
+        fused=SEQUENCE,
+    ),
     "checkpointed inside": trained(checkpointed_inside, X3, UP, DOWN, **SEQUENCE),
     "checkpointed reduce": trained(checkpointed_reduce, X3, SQUARE, SQUARE, **TENSOR),
     "autocast, sequence": trained(autocast_sequence, X3, UP, DOWN, **SEQUENCE, tolerance=0.03),

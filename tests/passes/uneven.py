@@ -102,7 +102,7 @@ def there_and_back(x: Tensor, w: Tensor) -> Tensor:
 
 
 def splits_from_data(x: Tensor, w: Tensor) -> Tensor:
-    counts = (x[:, 0] > 0).long().bincount(minlength=dist.get_world_size())
+    counts = ((x[:, 0] > 0).long()[:, None] == torch.arange(dist.get_world_size())).sum(0)
     inputs, outputs = counts.tolist(), exchange(counts).tolist()
     rows = x[(x[:, 0] > 0).long().argsort(stable=True)]
     return exchange(F.gelu(exchange(rows, outputs, inputs) @ w[0]) @ w[1].t(), inputs, outputs)

@@ -37,9 +37,10 @@ def _exchange(x: Tensor, sent: list[int], received: list[int], group: Any) -> Te
 
 
 def _uneven(x: Tensor, w: Tensor, group: Any) -> Tensor:
-    """Every rank sends one row to rank 0 and three to rank 1."""
+    """The program cuts its rows into equal parts, but rank 0 gets one and rank 1 three."""
     mine = [1, 3][dist.get_rank()]
-    return _exchange(x @ w, [1, 3], [mine, mine], group)
+    parts = (x @ w).view(2, 2, -1).transpose(0, 1).reshape(4, -1)
+    return _exchange(parts, [1, 3], [mine, mine], group)
 
 
 @contextmanager
@@ -79,7 +80,7 @@ CASES: dict[Reason, Case] = {
     ),
     Reason.UNEVEN: Case(_uneven),
     Reason.UNSUPPORTED_VARIANT: Case(
-        lambda x, w, group: funcol.all_reduce(torch.addmm(w[0], x, w, alpha=2), "sum", group)
+        lambda x, w, group: funcol.all_reduce(torch.add(x @ w, w[0], alpha=2), "sum", group)
     ),
     Reason.POLICY_NEVER: Case(options={"policy": "never"}),
     Reason.PATTERN_DISABLED: Case(options={"patterns": ["all_gather_matmul"]}),
