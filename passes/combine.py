@@ -24,11 +24,11 @@ from .match import (
     Work,
     check_dtype,
     fill_biases,
-    materialise,
     replace_result,
 )
+from .operands import Operand, materialise
 from .placement import Placement, find_placement
-from .product import Operand, Product, Reject, between, match_product
+from .product import Product, Reject, between, match_product
 from .report import Reason
 from .rows import cut_into_parts, is_natural, positions, row_splits, whole_rows
 from .trace import aten, tensor

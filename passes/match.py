@@ -14,7 +14,7 @@ from autofuse.native_kernels import cpu
 from .anchors import Anchor, is_collective
 from .emit import Emitter
 from .layout import Layout, Size
-from .product import Operand, Reject
+from .product import Reject
 from .report import Reason
 from .trace import SPLITS, Shapes, aten, dtype_of, is_cast, is_view, trace
 
@@ -58,20 +58,6 @@ class Match:
 
 
 Found: TypeAlias = "Match | Reject"
-
-
-def materialise(emitter: Emitter, operand: Operand) -> fx.Node:
-    """The operand of a stage as the fused op takes it."""
-    node = operand.node
-    if operand.expand is not None:
-        have = emitter.shapes.of(node)
-        assert have is not None
-        full = (*((1,) * (len(operand.expand) - len(have))), *have)
-        node = emitter.reshape(node, full)
-        sizes = [-1 if a == b else emitter.size(b) for a, b in zip(full, operand.expand, strict=True)]
-        if any(s != -1 for s in sizes):
-            node = emitter.call(aten.expand.default, node, sizes)
-    return node if operand.shape is None else emitter.reshape(node, operand.shape)
 
 
 def check_dtype(dtype: torch.dtype | None) -> Reject | None:

@@ -15,7 +15,8 @@ from torch import fx
 from .anchors import Anchor
 from .emit import Emitter
 from .layout import Cut, Layout, Size, cut_out, exact_quotient, product, regroup
-from .match import Context, Found, Match, Work, check_dtype, materialise, replace_result
+from .match import Context, Found, Match, Work, check_dtype, replace_result
+from .operands import materialise
 from .product import Product, Reject, between, match_product
 from .report import Reason
 

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import fx
 
-from .layout import Digit, Layout, Size, compose, merge, same_size
+from .layout import Digit, Layout, Size, compose, same_size
 from .matmuls import grouped_offsets, is_fused, one_weight
+from .operands import Operand, broadcast
 from .report import Reason
 from .trace import Shapes, argument, dtype_of, is_cast, is_view, tensor, trace
 
@@ -45,23 +46,6 @@ class Reject:
 
     reason: Reason
     detail: str
-
-
-@dataclass(frozen=True)
-class Operand:
-    """An operand of a stage; `shape` is what it is to be reshaped to, after expanding to `expand`.
-
-    `others`: those of the further experts, if each has its own.
-    """
-
-    node: fx.Node
-    expand: tuple[Size, ...] | None = None
-    shape: tuple[Size, ...] | None = None
-    others: tuple[Operand, ...] = ()
-
-    @property
-    def nodes(self) -> tuple[fx.Node, ...]:
-        return (self.node, *(o.node for o in self.others))
 
 
 @dataclass(frozen=True)
@@ -338,7 +322,7 @@ def _binary(n: fx.Node, shapes: Shapes, batched: bool) -> Product | Reject:
         assert isinstance(side, fx.Node)
         if not isinstance(other, fx.Node):
             return _extend(found, side, n, f"{stage} {other}")
-        operand = broadcast(other, found, n, shapes)
+        operand = broadcast(other, n, found.layout, found.shape, shapes)
         if operand is not None:
             return _extend(found, side, n, f"{stage} %{len(found.operands)}", operand)
         reject = Reject(Reason.LAYOUT, f"{other.name} does not broadcast along rows or columns of the matmul")
@@ -367,7 +351,9 @@ def _where(n: fx.Node, shapes: Shapes, batched: bool) -> Product | Reject:
         assert isinstance(side, fx.Node)
         count, fill = len(found.operands), constant(other, found.dtype)
         rest = [mask] if fill is not None else [mask, other]
-        operands = [broadcast(o, found, n, shapes) for o in rest if isinstance(o, fx.Node)]
+        operands = [
+            broadcast(o, n, found.layout, found.shape, shapes) for o in rest if isinstance(o, fx.Node)
+        ]
         given = [o for o in operands if o is not None]
         if len(given) == len(rest):
             text = f"{stage} %{count} {f'%{count + 1}' if fill is None else fill}"
@@ -417,40 +403,3 @@ def constant(node: object, dtype: torch.dtype) -> int | float | None:
         return None
     number = node.args[1]
     return number if isinstance(number, (int, float)) and dtype_of(node) == dtype else None
-
-
-def broadcast(operand: fx.Node, found: Product, n: fx.Node, shapes: Shapes) -> Operand | None:
-    """Bring an operand of `n`, laid out as `found.layout`, to `[]`, `[N]`, `[M, 1]` or `[M, N]`."""
-    have, full = shapes.of(operand), shapes.of(n)
-    val = tensor(operand)
-    if have is None or full is None or val is None:
-        return None
-    if val.dim() == 0:
-        return Operand(operand)
-    if all(s == 1 for s in have):
-        return Operand(operand, shape=(1,))
-    rank = len(full)
-    have = (1,) * (rank - len(have)) + have
-    natural = merge(found.layout.digits) == merge(Layout.of(found.shape).digits)
-    columns = len(found.shape) - 1
-    rows = found.shape[:-1]
-    per_dim = [frozenset(d.dim for d in digits) for digits in found.layout.dims]
-    varies = [not same_size(have[i], 1) for i in range(rank)]
-    used = frozenset().union(*(per_dim[i] for i in range(rank) if varies[i])) if any(varies) else frozenset()
-    complete = all(same_size(have[i], full[i]) for i in range(rank) if varies[i])
-    if not complete:
-        return None
-    if used <= {columns}:
-        exact = [full[i] for i in range(rank) if columns in per_dim[i]]
-        if len(exact) == 1 and same_size(exact[0], found.shape[-1]):
-            return Operand(operand, shape=(found.shape[-1],))
-        return None
-    if not natural:
-        return None
-    if columns not in used:
-        # Row values: the dims of the columns are 1; other dims are expanded.
-        cut = next((i for i in range(rank) if columns in per_dim[i]), rank)
-        if any(per_dim[i] & set(range(columns)) for i in range(cut, rank)):
-            return None
-        return Operand(operand, expand=(*full[:cut], *([1] * (rank - cut))), shape=(*rows, 1))
-    return Operand(operand, expand=full, shape=found.shape)

@@ -79,9 +79,7 @@ CASES: dict[Reason, Case] = {
         lambda x, w, group: (funcol.all_reduce((y := x @ w) * 2, "sum", group), torch.mm(y, w.t()))
     ),
     Reason.UNEVEN: Case(_uneven),
-    Reason.UNSUPPORTED_VARIANT: Case(
-        lambda x, w, group: funcol.all_reduce(torch.add(x @ w, w[0], alpha=2), "sum", group)
-    ),
+    Reason.UNSUPPORTED_VARIANT: Case(options={"cpp_wrapper": True}),
     Reason.POLICY_NEVER: Case(options={"policy": "never"}),
     Reason.PATTERN_DISABLED: Case(options={"patterns": ["all_gather_matmul"]}),
     Reason.NOT_PROFITABLE: Case(options={"policy": "auto"}, around=_no_gain),
