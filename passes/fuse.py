@@ -30,7 +30,7 @@ from .embedding_backward import match_embedding_backward
 from .emit import CannotEmit, Emitter, erase_unused, order_nodes, relax_views
 from .gather_matmul import match_all_gather
 from .layout import same_size
-from .listing import listing, tie
+from .listing import listing, owners_of, tie, tie_merged
 from .match import Context, Found, Match, collective_above
 from .matmul_reduce import match_all_reduce, match_reduce_scatter
 from .merge import merge_fused
@@ -96,7 +96,9 @@ def fuse(graph: fx.Graph, settings: Settings, kind: str, name: str) -> GraphRepo
     _tell_kept(anchors, sites)
     opaque.put_back(stand_ins)
     if any(site.fused for site in sites):
+        owners = owners_of(graph, changed)
         merge_fused(graph)
+        tie_merged(graph, owners, changed)
         relax_views(graph)
         graph.lint()
     seconds = time.perf_counter() - start

@@ -20,6 +20,29 @@ def listing(graph: fx.Graph) -> Listing:
     return Listing(tuple(Line(node.name, _text(node), source_of(node), None) for node in graph.nodes))
 
 
+def owners_of(graph: fx.Graph, changed: Mapping[str, int]) -> dict[str, int]:
+    """The site of every fused op, by the names of what it reads: a merged op reads what its parts did."""
+    ops = [n for n in graph.nodes if _is_fused(n) and n.name in changed]
+    return {i.name: changed[op.name] for op in reversed(ops) for i in op.all_input_nodes}
+
+
+def tie_merged(graph: fx.Graph, owners: Mapping[str, int], changed: dict[str, int]) -> None:
+    """Add to `changed` the fused ops that came since `owners_of`, and what is computed from them.
+
+    An op that was merged from those of several sites belongs to the first.
+    """
+    for node in graph.nodes:
+        if node.op != "output" and node.name not in changed:
+            sites = owners if _is_fused(node) else changed
+            known = [sites[i.name] for i in node.all_input_nodes if i.name in sites]
+            if known:
+                changed[node.name] = min(known)
+
+
+def _is_fused(node: fx.Node) -> bool:
+    return getattr(node.target, "namespace", None) == "autofuse"
+
+
 def tie(
     before: Listing, after: Listing, changed: Mapping[str, int], collectives: Mapping[str, int]
 ) -> tuple[Listing, Listing]:

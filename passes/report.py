@@ -308,9 +308,13 @@ _BREAK_ADVICE = {
 }
 
 
+def break_advice(text: str) -> str | None:
+    """What to do about a graph break that a collective causes; None for other breaks."""
+    return next((advice for sign, advice in _BREAK_ADVICE.items() if sign in text), None)
+
+
 def _break_line(text: str) -> str:
-    first = text.strip().splitlines()[0]
-    advice = next((advice for sign, advice in _BREAK_ADVICE.items() if sign in text), None)
+    first, advice = text.strip().splitlines()[0], break_advice(text)
     return f"{first}: {advice}" if advice else first
 
 

@@ -21,7 +21,7 @@ from markupsafe import Markup
 from autofuse.lowering.drawing import STYLE, draw_legend, draw_svg, left_out
 from autofuse.lowering.orders import PlanShape
 from autofuse.lowering.plan import Order, contention
-from autofuse.passes.report import GraphReport, Line, Report, Site
+from autofuse.passes.report import GraphReport, Line, Report, Site, break_advice
 
 from .diff import blocks
 
@@ -236,11 +236,9 @@ def _sourced(lines: Iterable[Line]) -> Iterator[tuple[Line, str | None]]:
 
 def _advice(text: str) -> list[str]:
     """What to do about a graph break: our own advice, else dynamo's."""
-    if "async_op" in text.splitlines()[0]:
-        return [
-            "Call the collective without async_op=True, or a functional collective, "
-            "whose result is waited for where it is read."
-        ]
+    known = break_advice(text)
+    if known is not None:
+        return [f"{known[0].upper()}{known[1:]}."]
     lines = (line.strip() for line in text.splitlines())
     hints = [line.removeprefix("Hint: ") for line in lines if line.startswith("Hint: ")]
     return [hint for hint in hints if "report an issue" not in hint] or [

@@ -134,7 +134,7 @@ def test_tables_of_several_widths_with_bfloat16_on_the_wire() -> None:
     assert_expected_inline(
         rewritten(fn, *args),
         """\
-embedding_bag_all_to_all_default: [2, 40] = autofuse.embedding_bag_all_to_all.default([arg2, arg3], [arg0, arg0], [arg1, arg1], [], 1, False, -1, torch.bfloat16, [10, 10, 10, 10], 'bsc', '0', 'direct', SITE)
+embedding_bag_all_to_all_default: [2, 40] = autofuse.embedding_bag_all_to_all.default([arg0, arg1], [arg2, arg2], [arg3, arg3], [], 1, False, -1, torch.bfloat16, [10, 10, 10, 10], 'bsc', '0', 'direct', SITE)
 reshape_default: [2, 4, 10] = aten.reshape.default(embedding_bag_all_to_all_default, [2, 4, 10])
 permute_default: [4, 2, 10] = aten.permute.default(reshape_default, [1, 0, 2])
 reshape_default_1: [8, 10] = aten.reshape.default(permute_default, [8, 10])

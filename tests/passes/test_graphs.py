@@ -42,10 +42,9 @@ def rewritten(fn: Callable[..., Any], *args: Any, policy: str = "always") -> str
 
 def _number_placeholders(graph: fx.Graph) -> None:
     """By who reads them first: releases of torch have them in different orders."""
-    order = {node: i for i, node in enumerate(graph.nodes)}
-    placeholders = [n for n in graph.find_nodes(op="placeholder") if n.users]
-    for i, node in enumerate(sorted(placeholders, key=lambda n: min(order[u] for u in n.users))):
-        node.name = f"arg{i}"
+    read = dict.fromkeys(i for n in graph.nodes for i in n.all_input_nodes if i.op == "placeholder")
+    for number, node in enumerate(read):
+        node.name = f"arg{number}"
 
 
 def _line(node: fx.Node) -> str:
@@ -260,7 +259,7 @@ def test_embedding_bag_all_to_all() -> None:
     assert_expected_inline(
         rewritten(fn, torch.zeros(9, 6), torch.zeros(9, 6), torch.zeros(24).long(), torch.arange(0, 24, 3)),
         """\
-embedding_bag_all_to_all_default: [2, 48] = autofuse.embedding_bag_all_to_all.default([arg2, arg3], [arg0, arg0], [arg1, arg1], [], 0, False, -1, torch.float32, [12, 12, 12, 12], 'bsc', '0', 'direct', SITE)
+embedding_bag_all_to_all_default: [2, 48] = autofuse.embedding_bag_all_to_all.default([arg0, arg1], [arg2, arg2], [arg3, arg3], [], 0, False, -1, torch.float32, [12, 12, 12, 12], 'bsc', '0', 'direct', SITE)
 reshape_default: [2, 8, 6] = aten.reshape.default(embedding_bag_all_to_all_default, [2, 8, 6])
 relu: [2, 8, 6] = aten.relu.default(reshape_default)
 return (relu,)""",
