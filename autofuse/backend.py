@@ -42,9 +42,9 @@ def autofuse(
             if not fusion.ran and (listening() or log.isEnabledFor(logging.INFO)):
                 # Inductor's cache had the compiled graph, and no pass ran. The cache key covers all that
                 # the pass depends on, so that running it on a copy reports what the compiled graph does.
-                torch_internals.run_post_grad_passes(
-                    copy.deepcopy(gm), example_inputs, kwargs.get("is_inference", False)
-                )
+                # The copy shares its attributes: what is not fake cannot be copied here.
+                same = fx.GraphModule(gm, copy.deepcopy(gm.graph))
+                torch_internals.run_post_grad_passes(same, example_inputs, kwargs.get("is_inference", False))
         return compiled
 
     return torch_internals.compile_fx(gm, example_inputs, compile_graph, patches)

@@ -84,6 +84,20 @@ def test_an_answer_from_the_compile_cache_is_reported(group: str) -> None:
     assert all("all_reduce" in str(g.before) for g in cold.graphs)
 
 
+def test_an_answer_from_the_compile_cache_for_a_graph_with_a_constant(group: str) -> None:
+    def fn(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return one_way(x, w, group) * torch.tensor([0.5, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0])
+
+    with fresh_cache():
+        for _ in range(2):
+            torch._dynamo.reset()
+            torch._dynamo.utils.counters.clear()
+            with autofuse.debug() as report:
+                torch.compile(fn, backend="autofuse")(*operands())
+            assert [site.collective for site in report.sites] == ["all_reduce"]
+    assert torch._dynamo.utils.counters["inductor"]["fxgraph_cache_hit"] == 1
+
+
 @pytest.mark.parametrize("where", ["options", "global", "list"])
 def test_a_pass_of_the_user_keeps_running(group: str, where: str) -> None:
     mine = CountingPass()
