@@ -197,6 +197,9 @@ def _fill_output(func: Any, args: Any) -> None:
         for parts, mine in zip(args[0], args[1], strict=False):  # gather_ has outputs on one rank
             for part in parts:
                 part.copy_(mine)
+    elif name == "c10d::_allgather_base_" and args[1].numel():
+        whole, mine = args[:2]
+        whole.view(-1, mine.numel()).copy_(mine.view(1, -1))
     elif arguments and arguments[0].name.startswith("output"):
         for tensor in pytree.tree_leaves(args[0]):
             tensor.zero_()
