@@ -3,7 +3,7 @@
 import dataclasses
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,6 @@ from tests.passes.harness import fake_group
 from tests.ranks import RankPool
 
 CPU = next(table for table in shipped() if table.device == "cpu")
-Ranks = Callable[[int], RankPool]
 
 
 @pytest.fixture(autouse=True)
@@ -131,16 +130,25 @@ def _differ(rank: int, world: int, path: str) -> tuple[bool, str, str]:
     with autofuse.config.patch(policy="auto", table=path):
         (site,) = autofuse.explain(linear)(x, w).sites
         uuid = fusion_pass(0)[0].uuid()
-    assert site.prediction is not None
+    assert site.prediction is not None, site
     assert uuid is not None
     return site.fused, site.detail, uuid
 
 
+@pytest.fixture(scope="module")
+def own_ranks() -> Iterator[RankPool]:
+    """Ranks that have compiled nothing before."""
+    pool = RankPool(2)
+    yield pool
+    if pool.alive:
+        pool.close()
+
+
 @pytest.mark.parametrize("rows", [500, 1 << 30])
-def test_ranks_with_other_hints_decide_alike(ranks: Ranks, tmp_path: Path, rows: int) -> None:
+def test_ranks_with_other_hints_decide_alike(own_ranks: RankPool, tmp_path: Path, rows: int) -> None:
     path = tmp_path / "t.json"
     path.write_text(losing_from(rows, 2).to_json())
-    choices = ranks(2).run(_differ, str(path))
+    choices = own_ranks.run(_differ, str(path))
     assert choices[0] == choices[1]
     assert choices[0][0] is (rows > 500)
 
