@@ -163,5 +163,9 @@ def find_anchors(graph: fx.Graph) -> list[Anchor]:
 def is_collective(node: fx.Node) -> bool:
     """Does the node communicate: a functional collective, an op of the user's or a fused op?"""
     return node.op == "call_function" and (
-        node.target in _KINDS or node.target in OPAQUE or getattr(node.target, "namespace", "") == "autofuse"
+        node.target in _KINDS or node.target in OPAQUE or is_fused_op(node)
     )
+
+
+def is_fused_op(node: fx.Node) -> bool:
+    return getattr(node.target, "namespace", "") == "autofuse"

@@ -23,12 +23,13 @@ from .match import (
     Match,
     Work,
     check_dtype,
+    extra_users,
     fill_biases,
     replace_result,
 )
-from .operands import Operand, materialise
+from .operands import Operand, materialise, two_dimensional
 from .placement import Placement, find_placement
-from .product import Product, Reject, between, match_product
+from .product import Product, Reject, match_product
 from .report import Reason
 from .rows import cut_into_parts, is_natural, positions, row_splits, whole_rows
 from .trace import aten, tensor
@@ -75,7 +76,7 @@ def _match(anchor: Anchor, context: Context, single: bool) -> Found:
     place = _place(anchor, context, found, placement)
     if isinstance(place, Reject):
         return place
-    early = _extra_users(
+    early = extra_users(
         placement.node if placement else anchor.node, source if placement is None else placement.rows, found
     )
     *batch, rows, columns = found.shape
@@ -121,23 +122,14 @@ def _place(
     return inputs if isinstance(inputs, Reject) else Rows(outputs, inputs, order, placement)
 
 
-def _extra_users(end: fx.Node, source: fx.Node, found: Product) -> tuple[fx.Node, ...]:
-    """Who else reads finished products, themselves or views of them on their way to `end`."""
-    path = {found.last} | between(source, found.last)
-    for head, _ in found.heads:
-        path |= {head} | between(source, head)
-    users = {u: None for n in sorted(path) for u in n.users}
-    return tuple(u for u in users if u not in path and u is not end)
-
-
 def _rewrite(
     anchor: Anchor, context: Context, found: Product, place: Cut | Rows, keep: bool, emitter: Emitter
 ) -> None:
     flat = isinstance(place, Rows)
     operands = [_operand(emitter, o, found, flat) for o in found.operands]
     x = _activations(emitter, found, flat)
-    w = [n if found.listed else batched(emitter, n) for n in found.w]
-    w = [_two_dimensional(emitter, n) for n in w] if found.listed else w
+    shaped = two_dimensional if found.listed else batched
+    w = [shaped(emitter, n) for n in found.w]
     bias = fill_biases(emitter, x[0], [_bias(emitter, b, found) for b in found.bias])
     experts = (found.text, found.listed, found.offsets)
     if isinstance(place, Cut):
@@ -164,7 +156,8 @@ def _rewrite(
 def _activations(emitter: Emitter, found: Product, flat: bool) -> list[fx.Node]:
     x = list(found.x)
     if not flat:
-        return [_two_dimensional(emitter, n) for n in x] if found.listed else [batched(emitter, n) for n in x]
+        shaped = two_dimensional if found.listed else batched
+        return [shaped(emitter, n) for n in x]
     x = [emitter.reshape(n, (product(s[:-1]), s[-1])) for n in x if (s := emitter.shapes.of(n)) is not None]
     if not found.listed:
         return x
@@ -241,10 +234,3 @@ def batched(emitter: Emitter, node: fx.Node) -> fx.Node:
     val = tensor(node)
     assert val is not None
     return node if val.dim() == 3 else emitter.call(aten.unsqueeze.default, node, 0)
-
-
-def _two_dimensional(emitter: Emitter, node: fx.Node) -> fx.Node:
-    """Drop the batch of one that bmm has."""
-    val = tensor(node)
-    assert val is not None
-    return node if val.dim() == 2 else emitter.call(aten.squeeze.dim, node, 0)

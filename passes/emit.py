@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import sympy
@@ -21,6 +21,11 @@ aten = torch.ops.aten
 
 class CannotEmit(Exception):
     """A size or a view that cannot be written as nodes. Raised before the graph has been changed."""
+
+
+def origin(meta: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a node's metadata that tells where in the user's code it comes from."""
+    return {key: meta[key] for key in ("stack_trace", "nn_module_stack", "source_fn_stack") if key in meta}
 
 
 class Emitter:
@@ -41,9 +46,7 @@ class Emitter:
         with self.graph.inserting_before(self.anchor):
             node = self.graph.call_function(target, args, kwargs)
         self.new.append(node)
-        for key in ("stack_trace", "nn_module_stack", "source_fn_stack"):
-            if key in self.anchor.meta:
-                node.meta[key] = self.anchor.meta[key]
+        node.meta.update(origin(self.anchor.meta))
         values = fx.node.map_arg(args, value)
         tensors = [*_tensors(values), *_tensors(value(self.anchor))]
         mode = next((v.fake_mode for v in tensors if hasattr(v, "fake_mode")), None)

@@ -124,7 +124,7 @@ def _visit(
         emitter = _rewrite(graph, anchor, found)
         if isinstance(emitter, Reject):
             found = emitter
-        else:
+        elif listening():
             hints = {symbol: known.hint for symbol, known in symbols.items() if known.hint is not None}
             plan = next(filter(None, (plan_shape(node, hints) for node in emitter.new)), None)
             names = emitter.touched

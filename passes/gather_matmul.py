@@ -30,8 +30,8 @@ from .match import (
     only_cast,
     reread,
 )
-from .matmul_reduce import two_dimensional
 from .matmuls import linear_operands, one_weight
+from .operands import two_dimensional
 from .product import Reject
 from .report import Reason
 from .trace import aten, dtype_of, is_cast, is_view

@@ -11,7 +11,7 @@ from torch import fx
 
 from autofuse.lowering.torch_internals import dtype_name
 
-from .anchors import source_of
+from .anchors import is_fused_op, source_of
 from .report import Line, Listing
 
 
@@ -22,7 +22,7 @@ def listing(graph: fx.Graph) -> Listing:
 
 def owners_of(graph: fx.Graph, changed: Mapping[str, int]) -> dict[str, int]:
     """The site of every fused op, by the names of what it reads: a merged op reads what its parts did."""
-    ops = [n for n in graph.nodes if _is_fused(n) and n.name in changed]
+    ops = [n for n in graph.nodes if is_fused_op(n) and n.name in changed]
     return {i.name: changed[op.name] for op in reversed(ops) for i in op.all_input_nodes}
 
 
@@ -33,14 +33,10 @@ def tie_merged(graph: fx.Graph, owners: Mapping[str, int], changed: dict[str, in
     """
     for node in graph.nodes:
         if node.op != "output" and node.name not in changed:
-            sites = owners if _is_fused(node) else changed
+            sites = owners if is_fused_op(node) else changed
             known = [sites[i.name] for i in node.all_input_nodes if i.name in sites]
             if known:
                 changed[node.name] = min(known)
-
-
-def _is_fused(node: fx.Node) -> bool:
-    return getattr(node.target, "namespace", None) == "autofuse"
 
 
 def tie(

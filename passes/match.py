@@ -14,7 +14,7 @@ from autofuse.native_kernels import cpu
 from .anchors import Anchor, is_collective
 from .emit import Emitter
 from .layout import Layout, Size
-from .product import Reject
+from .product import Product, Reject, between
 from .report import Reason
 from .trace import SPLITS, Shapes, aten, dtype_of, is_cast, is_view, trace
 
@@ -191,6 +191,15 @@ def outside_reader(anchor: Anchor, leaves: Sequence[fx.Node]) -> fx.Node | None:
             if node not in leaves:
                 work.extend(node.all_input_nodes)
     return next((u for n in inside for u in n.users if u not in inside and u is not anchor.node), None)
+
+
+def extra_users(end: fx.Node, source: fx.Node, found: Product) -> tuple[fx.Node, ...]:
+    """Who else reads finished products, themselves or views of them on their way to `end`."""
+    path = {found.last} | between(source, found.last)
+    for head, _ in found.heads:
+        path |= {head} | between(source, head)
+    users = {u: None for n in sorted(path) for u in n.users}
+    return tuple(u for u in users if u not in path and u is not end)
 
 
 def replace_result(emitter: Emitter, anchor: Anchor, result: fx.Node) -> None:

@@ -15,9 +15,9 @@ from torch import fx
 from .anchors import Anchor
 from .emit import Emitter
 from .layout import Cut, Layout, Size, cut_out, exact_quotient, product, regroup
-from .match import Context, Found, Match, Work, check_dtype, replace_result
-from .operands import materialise
-from .product import Product, Reject, between, match_product
+from .match import Context, Found, Match, Work, check_dtype, extra_users, replace_result
+from .operands import materialise, two_dimensional
+from .product import Product, Reject, match_product
 from .report import Reason
 
 
@@ -68,7 +68,7 @@ def leading_cut(found: Product, world: int) -> Cut | Reject:
 
 
 def _match(anchor: Anchor, context: Context, found: Product, pattern: str, cut: Cut | None) -> Match:
-    early = extra_users(anchor, found)
+    early = extra_users(anchor.node, anchor.input, found)
     rows, columns = found.shape
     matmuls = tuple((rows, context.shapes.of(x)[-1], columns) for x in found.x)  # type: ignore[index]
     return Match(
@@ -79,14 +79,6 @@ def _match(anchor: Anchor, context: Context, found: Product, pattern: str, cut: 
         (*found.x, *found.w, *(o.node for o in found.operands)),
         early,
     )
-
-
-def extra_users(anchor: Anchor, found: Product) -> tuple[fx.Node, ...]:
-    """Who else reads the finished product, itself or a view of it on its way to the collective."""
-    assert anchor.input is not None
-    path = between(anchor.input, found.last) | {found.last}
-    users = {u: None for n in sorted(path) for u in n.users}
-    return tuple(u for u in users if u not in path and u is not anchor.node)
 
 
 def _rewrite(
@@ -125,9 +117,3 @@ def without(layout: Layout, cut: Cut) -> Layout:
     rest = cut_out(layout, cut.digit)
     assert rest is not None
     return rest.rest
-
-
-def two_dimensional(emitter: Emitter, node: fx.Node) -> fx.Node:
-    """Flatten the batch that the operands of bmm have."""
-    *rows, columns = emitter.shapes.of(node) or ()
-    return emitter.reshape(node, (product(rows), columns))

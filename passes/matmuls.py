@@ -6,6 +6,7 @@ import operator
 
 from torch import fx
 
+from .anchors import is_fused_op
 from .trace import argument, aten, expression, tensor
 
 
@@ -61,4 +62,4 @@ def one_weight(w: fx.Node) -> fx.Node | None:
 def is_fused(n: fx.Node) -> bool:
     """Is `n` an output of a fused op?"""
     source = n.args[0] if n.target is operator.getitem else None
-    return isinstance(source, fx.Node) and getattr(source.target, "namespace", "") == "autofuse"
+    return isinstance(source, fx.Node) and is_fused_op(source)

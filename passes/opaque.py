@@ -18,7 +18,7 @@ from torch import fx
 from autofuse.lowering.torch_internals import group_world
 
 from .anchors import OPAQUE, STANDS_FOR, c10d
-from .emit import erase_unused
+from .emit import erase_unused, origin
 from .trace import WAIT, aten, tensor
 
 # What the arguments of each kind may mean.
@@ -242,8 +242,6 @@ def _arguments(node: fx.Node) -> dict[str, Any]:
 def _call(graph: fx.Graph, like: Mapping[str, Any], val: object, target: Any, *args: object) -> fx.Node:
     """A call whose value is `val`, with the origin of another."""
     node = graph.call_function(target, args)
-    for key in ("stack_trace", "nn_module_stack", "source_fn_stack"):
-        if key in like:
-            node.meta[key] = like[key]
+    node.meta.update(origin(like))
     node.meta["val"] = val
     return node

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from .emit import Emitter
-from .layout import Layout, Size, merge, same_size
+from .layout import Layout, Size, merge, product, same_size
 from .trace import Shapes, aten, tensor
 
 
@@ -79,3 +79,9 @@ def materialise(emitter: Emitter, operand: Operand) -> fx.Node:
         if any(s != -1 for s in sizes):
             node = emitter.call(aten.expand.default, node, sizes)
     return node if operand.shape is None else emitter.reshape(node, operand.shape)
+
+
+def two_dimensional(emitter: Emitter, node: fx.Node) -> fx.Node:
+    """Flatten the batch that the operands of bmm have."""
+    *rows, columns = emitter.shapes.of(node) or ()
+    return emitter.reshape(node, (product(rows), columns))

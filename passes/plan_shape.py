@@ -12,6 +12,7 @@ from autofuse.lowering.ops.library import FUSED_OPS
 from autofuse.lowering.orders import PlanShape
 from autofuse.lowering.torch_internals import group_size
 
+from .anchors import is_fused_op
 from .trace import expression, value
 
 
@@ -24,7 +25,7 @@ def plan_shape(node: fx.Node, hints: Mapping[sympy.Symbol, int]) -> PlanShape | 
 
     None if `node` is no fused op, or if the sizes that its plans depend on depend on data.
     """
-    if getattr(node.target, "namespace", None) != "autofuse":
+    if not is_fused_op(node):
         return None
     op = FUSED_OPS[node.target.name().removeprefix("autofuse::")]
     if op.plan_shape is None:
