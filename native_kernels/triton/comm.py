@@ -1,0 +1,238 @@
+"""Device functions for Triton kernels that talk to the other GPUs of a node, for kernels of your own too.
+
+    put           tl.store to a pointer that `peer` made; follow it with `signal`
+    signal        add to a counter of a peer, after everything that this program stored before
+    wait          until counters have arrived; what was stored before their signals can be read then
+    wait_all      the same for one counter of every rank at once
+    fence_copies  between a wait and TMA loads of what a peer stored
+    put_packets   payload and epoch in one 8-byte store: no signal, no barrier
+    take_packets  read such packets as soon as they carry the epoch of this call
+
+Counters are int32 in memory that peers map (torch symmetric memory), and count from 0 in every call; who waited sets
+them back to 0. A call uses the half of the memory that `epoch % 2` says, so that a rank that runs ahead never
+touches what its peers still read: every rank waits, in every call, for a signal of every peer.
+
+Waits are bounded. `state` is local int64 memory: [0] the nanoseconds that a wait may take,
+[1] address of the failure record in host memory (int32 [8]), [2] raised once a wait gave up: later waits return at
+once, [3] the epoch, [4] programs that finished, [5] to [7] for the kernel, 0 at its start. The record says (raised, code, peer, counter's index, epoch); whoever launched the kernel reads it.
+
+Ordering, as PTX has it: a signal is CTA barrier, then one thread's `red.release.sys`; a wait is one thread's
+`ld.acquire.sys`, then a CTA barrier. After TMA stores `stored` comes first. The interpreter has no PTX: under
+TRITON_INTERPRET=1 the same functions run on atomics, and waits are bounded by the number of polls.
+"""
+
+import os
+
+import triton
+import triton.language as tl
+
+INTERPRET = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") == "1")
+POLLS = tl.constexpr(20_000_000)
+
+
+@triton.jit
+def peer(addresses, rank, dtype: tl.constexpr):
+    """The memory of `rank` as a pointer to `dtype`; `addresses` is an int64 array with an entry a rank."""
+    return tl.multiple_of(tl.load(addresses + rank).to(tl.pointer_type(dtype)), 16)
+
+
+@triton.jit
+def signal(counter):
+    """Add 1 to `counter` (a peer's or our own), after everything that this program has stored before."""
+    tl.debug_barrier()
+    tl.atomic_add(counter, 1, sem="release", scope="sys")
+
+
+@triton.jit
+def stored():
+    """All TMA stores of this program have reached their memory."""
+    if not INTERPRET:
+        tl.inline_asm_elementwise(
+            "cp.async.bulk.wait_group 0; fence.proxy.async; mov.u32 $0, 0;",
+            "=r", [], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
+def signal_stored(counter):
+    """As `stored`, then `signal`; without effect if the address `counter` (int64) is 0. May stand in a loop that
+    is software-pipelined, since the compiler sees neither an atomic nor a barrier."""
+    if INTERPRET:
+        if counter != 0:
+            tl.atomic_add(counter.to(tl.pointer_type(tl.int32)), 1, sem="release", scope="sys")
+    else:
+        tl.inline_asm_elementwise(
+            """{
+            .reg .pred p; .reg .b32 t;
+            cp.async.bulk.wait_group 0;
+            fence.proxy.async;
+            bar.sync 0;
+            mov.u32 t, %tid.x;
+            setp.eq.u32 p, t, 0;
+            setp.ne.and.u64 p, $1, 0, p;
+            @p red.release.sys.global.add.u32 [$1], 1;
+            mov.u32 $0, 0;
+            }""",
+            "=r,l", [counter], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
+def wait(counter, target, state, code, source, index, epoch):
+    """Until `counter` is at least `target`: one signal of `source`."""
+    wait_all(counter, 0, 1, target, state, code, source, index, epoch)
+
+
+@triton.jit
+def wait_all(counters, stride, count, target, state, code, source, index, epoch):
+    """Until each of `count` (at most 32) counters, `stride` apart, is at least `target`.
+
+    Where one does not come in time: raise state[2] and record (1, code, source + its number, index, epoch).
+    """
+    if INTERPRET:
+        for i in range(count):
+            polls = 0
+            given_up = tl.load(state + 2)
+            counter = counters + i * stride
+            seen = tl.atomic_add(counter, 0, sem="acquire", scope="sys")
+            while (seen < target) & (given_up == 0):
+                seen = tl.atomic_add(counter, 0, sem="acquire", scope="sys")
+                polls += 1
+                if polls >= tl.load(state) // 20000:
+                    given_up += 1
+                    record = tl.load(state + 1).to(tl.pointer_type(tl.int32))
+                    tl.store(record + 1, code)
+                    tl.store(record + 2, source + i)
+                    tl.store(record + 3, index)
+                    tl.store(record + 4, epoch)
+                    tl.store(record, 1)
+                    tl.store(state + 2, 1)
+    else:
+        tl.inline_asm_elementwise(
+            """{
+            .reg .pred p; .reg .b32 t, v; .reg .b64 a, r, now, limit;
+            mov.u32 t, %tid.x;
+            setp.ge.u32 p, t, $3;
+            @p bra DONE;
+            mul.wide.u32 a, t, $2;
+            add.u64 a, a, $1;
+            ld.acquire.sys.global.s32 v, [a];
+            setp.ge.s32 p, v, $4;
+            @p bra DONE;
+            mov.u64 limit, %globaltimer;
+            ld.global.u64 now, [$5];
+            add.u64 limit, limit, now;
+            POLL:
+            ld.acquire.sys.global.s32 v, [a];
+            setp.ge.s32 p, v, $4;
+            @p bra DONE;
+            ld.volatile.global.u64 r, [$5+16];
+            setp.ne.u64 p, r, 0;
+            @p bra DONE;
+            mov.u64 now, %globaltimer;
+            setp.lt.u64 p, now, limit;
+            @p bra POLL;
+            atom.relaxed.gpu.global.exch.b64 r, [$5+16], 1;
+            setp.ne.u64 p, r, 0;
+            @p bra DONE;
+            ld.global.u64 a, [$5+8];
+            add.u32 t, t, $7;
+            st.global.u32 [a+4], $6;
+            st.global.u32 [a+8], t;
+            st.global.u32 [a+12], $8;
+            st.global.u32 [a+16], $9;
+            fence.acq_rel.sys;
+            st.volatile.global.u32 [a], 1;
+            DONE:
+            bar.sync 0;
+            mov.u32 $0, 0;
+            }""",
+            "=r,l,r,r,r,l,r,r,r,r",
+            [counters.to(tl.int64), tl.cast(stride * 4, tl.int32), tl.cast(count, tl.int32), tl.cast(target, tl.int32), state.to(tl.int64),
+             tl.cast(code, tl.int32), tl.cast(source, tl.int32), tl.cast(index, tl.int32), epoch],
+            dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
+def begin(state):
+    """The epoch of this call. Every program asks before its first signal."""
+    return (tl.load(state + 3) + 1).to(tl.int32)
+
+
+@triton.jit
+def finish(state, epoch, programs):
+    """The last act of every program; the last of them ends the epoch. Words 5 to 7 of `state` are 0 again."""
+    tl.debug_barrier()
+    if tl.atomic_add(state + 4, 1, sem="acq_rel", scope="gpu") == programs - 1:
+        for word in tl.static_range(4, 8):
+            tl.store(state + word, 0)
+        tl.store(state + 3, epoch.to(tl.int64))
+
+
+@triton.jit
+def fence_copies():
+    """TMA loads from here on see what a `wait` has shown to have been stored."""
+    if not INTERPRET:
+        tl.inline_asm_elementwise(
+            "fence.proxy.async; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
+def nanoseconds():
+    """The device's clock; 20000 more at every call of the interpreter."""
+    if INTERPRET:
+        return tl.full((), 20000, tl.int64)
+    return tl.inline_asm_elementwise(
+        "mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def pack(values):
+    """Pairs of 16-bit values `[.., R, C]` as int32 `[.., R, C / 2]`."""
+    rows: tl.constexpr = values.shape[0]
+    cols: tl.constexpr = values.shape[1] // 2
+    low, high = tl.split(tl.reshape(values, (rows, cols, 2)))
+    low = low.to(tl.uint16, bitcast=True).to(tl.uint32)
+    high = high.to(tl.uint16, bitcast=True).to(tl.uint32)
+    return low | (high << 16)
+
+
+@triton.jit
+def put_packets(to, pairs, epoch, mask):
+    """Store pairs (uint32), each with the epoch, to int64 memory of a peer. Both halves arrive together."""
+    tl.store(to, pairs.to(tl.int64) | (epoch.to(tl.int64) << 32), mask=mask)
+
+
+@triton.jit
+def take_packets(at, epoch, mask, state, code, source, index):
+    """The packets at `at` (int64, our own memory) once all carry `epoch`; waits as `wait` does."""
+    nothing = epoch.to(tl.int64) << 32
+    packets = tl.load(at, mask=mask, other=nothing, volatile=True)
+    missing = tl.max(((packets >> 32) != epoch).to(tl.int32), axis=None)
+    if missing != 0:
+        limit = tl.load(state)
+        start = nanoseconds()
+        spent = tl.full((), 0, tl.int64)
+        while missing != 0:
+            packets = tl.load(at, mask=mask, other=nothing, volatile=True)
+            missing = tl.max(((packets >> 32) != epoch).to(tl.int32), axis=None)
+            if missing != 0:
+                if INTERPRET:
+                    spent += nanoseconds()
+                else:
+                    spent = nanoseconds() - start
+                if tl.load(state + 2, volatile=True) != 0:
+                    missing = 0
+                elif spent > limit:
+                    missing = 0
+                    record = tl.load(state + 1).to(tl.pointer_type(tl.int32))
+                    tl.store(state + 2, 1)
+                    tl.store(record + 1, code)
+                    tl.store(record + 2, source)
+                    tl.store(record + 3, index)
+                    tl.store(record + 4, epoch)
+                    tl.store(record, 1)
+    return packets

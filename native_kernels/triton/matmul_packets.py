@@ -1,0 +1,103 @@
+"""matmul_all_reduce and matmul_reduce_scatter of few tokens: one kernel, and packets instead of signals.
+
+    P = x @ w: [M, N]      Y = sum over ranks of P, fp32, rounded once
+
+All SMs stream the weight; a program owns BN columns and all M <= BM rows. As soon as a tile of P is complete it goes
+out as packets of two values and the epoch: to everybody (ONCE), who then adds the W parts, or rows
+`[d * C, (d + 1) * C)` to rank d, who adds them and, for all_reduce, sends the sums to everybody as packets again.
+No barrier, no flag, and nothing to reset: a packet of another epoch has not arrived.
+
+Memory of a rank, by the parity of the epoch: packets [2, 2, W, rows, N / 2] (int64), parts first, then sums.
+"""
+
+import triton
+import triton.language as tl
+
+from .comm import begin, finish, pack, peer, put_packets, take_packets
+from .gemm import load_operands
+
+REDUCING = tl.constexpr(1)
+COPYING = tl.constexpr(2)
+
+
+@triton.jit
+def matmul_packets(
+    x, w, out, packets, state, M, N, K, rank, chunk, slot, pitch,
+    PROGRAMS: tl.constexpr, W: tl.constexpr, ONCE: tl.constexpr, ALL: tl.constexpr, TRANSPOSED: tl.constexpr,
+    MEAN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BC: tl.constexpr, SOURCES: tl.constexpr,
+):  # fmt: skip
+    """Grid: PROGRAMS. x, w: descriptors; packets: int64 [W], addresses of the packet memory of all ranks.
+
+    pitch: N / 2; chunk: rows of a rank (M if ONCE), BC the power of two above; slot: packets from one source; SOURCES: the power of
+    two above W.
+    """
+    program = tl.program_id(0)
+    epoch = begin(state)
+    base = (epoch % 2) * (2 * W * slot)
+    dtype: tl.constexpr = out.dtype.element_ty
+    blocks = tl.cdiv(K, BK)
+    tiles = tl.cdiv(N, BN)
+    mine = tl.cdiv(tiles - program, PROGRAMS)
+    m = tl.arange(0, BM)
+    half = tl.arange(0, BN // 2)
+    acc = tl.zeros((BM, BN), tl.float32)
+    block = blocks - 1
+    tile = program - PROGRAMS
+    for _ in range(mine * blocks):
+        block = tl.where(block == blocks - 1, 0, block + 1)
+        if block == 0:
+            tile += PROGRAMS
+        a, b = load_operands(x, w, 0, tile * BN, block * BK, TRANSPOSED)
+        acc = tl.dot(a, b, acc)
+        if block == blocks - 1:
+            pairs = pack(acc.to(dtype))
+            n = tile * (BN // 2) + half
+            inside = (m[:, None] < M) & (n[None, :] < pitch)
+            if ONCE:
+                where = base + (rank * M + m[:, None]) * pitch + n[None, :]
+                for i in tl.static_range(1, W + 1):
+                    put_packets(peer(packets, (rank + i) % W, tl.int64) + where, pairs, epoch, inside)
+            else:
+                owner = m // chunk
+                to = tl.load(packets + owner, mask=m < M, other=0).to(tl.pointer_type(tl.int64))
+                where = base + (rank * chunk + m % chunk)[:, None] * pitch + n[None, :]
+                put_packets(to[:, None] + where, pairs, epoch, inside)
+            acc = tl.zeros((BM, BN), tl.float32)
+
+    out_pairs = out.to(tl.pointer_type(tl.uint32))
+    own = peer(packets, rank, tl.int64) + base
+    source = tl.arange(0, SOURCES)[:, None, None]
+    r = tl.arange(0, BC)
+    rows = tl.minimum(chunk, M - rank * chunk) if not ONCE else M
+    for tile in range(program, tiles, PROGRAMS):
+        n = tile * (BN // 2) + half
+        inside = (r[:, None] < rows) & (n[None, :] < pitch)
+        where = (source * chunk + r[None, :, None]) * pitch + n[None, None, :]
+        parts = take_packets(
+            own + where, epoch, (source < W) & inside[None, :, :], state, REDUCING, -1, tile
+        )
+        low = (parts & 0xFFFF).to(tl.uint16).to(dtype, bitcast=True).to(tl.float32)
+        high = ((parts >> 16) & 0xFFFF).to(tl.uint16).to(dtype, bitcast=True).to(tl.float32)
+        low = tl.sum(low, 0)
+        high = tl.sum(high, 0)
+        if MEAN:
+            low /= W
+            high /= W
+        low = low.to(dtype).to(tl.uint16, bitcast=True).to(tl.uint32)
+        high = high.to(dtype).to(tl.uint16, bitcast=True).to(tl.uint32)
+        pairs = low | (high << 16)
+        first = 0 if (ONCE or not ALL) else rank * chunk
+        tl.store(out_pairs + (first + r[:, None]) * pitch + n[None, :], pairs, mask=inside)
+        if ALL and not ONCE:
+            where = base + (W * slot) + (rank * chunk + r[:, None]) * pitch + n[None, :]
+            for i in tl.static_range(1, W):
+                put_packets(peer(packets, (rank + i) % W, tl.int64) + where, pairs, epoch, inside)
+    if ALL and not ONCE:
+        m = tl.arange(0, BM)
+        for tile in range(program, tiles, PROGRAMS):
+            n = tile * (BN // 2) + half
+            theirs = (m[:, None] < M) & (m[:, None] // chunk != rank) & (n[None, :] < pitch)
+            where = own + W * slot + m[:, None] * pitch + n[None, :]
+            sums = take_packets(where, epoch, theirs, state, COPYING, -1, tile)
+            tl.store(out_pairs + m[:, None] * pitch + n[None, :], sums.to(tl.uint32), mask=theirs)
+    finish(state, epoch, PROGRAMS)
