@@ -2,8 +2,10 @@
 
     put           tl.store to a pointer that `peer` made; follow it with `signal`
     signal        add to a counter of a peer, after everything that this program stored before
+    signal_all    the same for a counter of every rank at once
     wait          until counters have arrived; what was stored before their signals can be read then
     wait_all      the same for one counter of every rank at once
+    prefetch      into the L2 cache, while waiting
     fence_copies  between a wait and TMA loads of what a peer stored
     put_packets   payload and epoch in one 8-byte store: no signal, no barrier
     take_packets  read such packets as soon as they carry the epoch of this call
@@ -27,7 +29,16 @@ import triton
 import triton.language as tl
 
 INTERPRET = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") == "1")
-POLLS = tl.constexpr(20_000_000)
+
+# Kinds of events in a trace; what happened ended at the time of the event.
+BEGUN = tl.constexpr(1)
+WAITED = tl.constexpr(2)
+COMPUTED = tl.constexpr(3)
+DRAINED = tl.constexpr(4)
+REDUCED = tl.constexpr(5)
+COPIED = tl.constexpr(6)
+PUSHED = tl.constexpr(7)
+ENDED = tl.constexpr(8)
 
 
 @triton.jit
@@ -41,6 +52,56 @@ def signal(counter):
     """Add 1 to `counter` (a peer's or our own), after everything that this program has stored before."""
     tl.debug_barrier()
     tl.atomic_add(counter, 1, sem="release", scope="sys")
+
+
+@triton.jit
+def signal_all(addresses, world, offset, skip):
+    """`signal` the counters at element `offset` (int32) of the memory of every rank but `skip`, all at once.
+
+    `addresses` is an int64 array with an entry a rank; skip = -1 skips none.
+    """
+    if INTERPRET:
+        for r in range(world):
+            if r != skip:
+                counter = tl.load(addresses + r).to(tl.pointer_type(tl.int32)) + offset
+                tl.atomic_add(counter, 1, sem="release", scope="sys")
+    else:
+        tl.inline_asm_elementwise(
+            """{
+            .reg .pred p; .reg .b32 t; .reg .b64 a, o;
+            bar.sync 0;
+            mov.u32 t, %tid.x;
+            setp.lt.u32 p, t, $2;
+            setp.ne.and.u32 p, t, $4, p;
+            mul.wide.u32 a, t, 8;
+            add.u64 a, a, $1;
+            mul.wide.s32 o, $3, 4;
+            @p ld.global.u64 a, [a];
+            add.u64 a, a, o;
+            @p red.release.sys.global.add.u32 [a], 1;
+            mov.u32 $0, 0;
+            }""",
+            "=r,l,r,r,r",
+            [addresses.to(tl.int64), tl.cast(world, tl.int32), tl.cast(offset, tl.int32), tl.cast(skip, tl.int32)],
+            dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
+def prefetch(lines):
+    """Bring the 128 bytes behind each pointer into the L2 cache."""
+    if not INTERPRET:
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+            "=r,l", [lines.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
+def barrier():
+    """Of the program's threads; may stand in a loop that is software-pipelined, as the compiler does not see it."""
+    if not INTERPRET:
+        tl.inline_asm_elementwise("bar.sync 0; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
@@ -236,3 +297,17 @@ def take_packets(at, epoch, mask, state, code, source, index):
                     tl.store(record + 4, epoch)
                     tl.store(record, 1)
     return packets
+
+
+@triton.jit
+def stamp(trace, program, event, kind, tile, TRACE: tl.constexpr, EVENTS: tl.constexpr):
+    """With TRACE, write (time, kind and tile) as event number `event` of a program; the number of the next one.
+
+    trace: int64 [programs, EVENTS, 2], zero at first. Events beyond EVENTS are counted, not written.
+    """
+    if TRACE:
+        at = trace + (program * EVENTS + tl.minimum(event, EVENTS - 1)) * 2
+        tl.store(at, nanoseconds())
+        tl.store(at + 1, (tl.cast(kind, tl.int64) << 32) | tl.cast(tile, tl.int64))
+        event += 1
+    return event

@@ -3,8 +3,8 @@
     X = all_gather(x): [W * C, K], part c from rank c        Y = X @ w: [W * C, N]
 
 Parts are stored into the memory of all peers, r + 1 first, in slices of a few rows of tiles, each with one counter.
-Who moves them: every program its share, before it multiplies (SHARED, few tokens); programs of their own, which
-come first in the grid; or copy engines that the host has set going (PUSHING = 0). The own part is multiplied first,
+Who moves them: programs that otherwise would wait, before they multiply; programs of their own; or copy engines that
+the host has set going (MOVERS = 0). The own part is multiplied first,
 from where it lies, then those of r - 1, r - 2, ..., whose slices arrive in that order.
 
 `gather_matmul_few`: all rows fit in one tile, and a program multiplies a piece of K of one tile; the pieces of a tile
@@ -13,26 +13,49 @@ are added, in order, by the program that comes last.
 Memory of a rank, by the parity of the epoch: gathered [2, W, C, K] and counters arrived [2, W, slices].
 """
 
+from dataclasses import dataclass
+
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from .comm import begin, fence_copies, finish, peer, signal, wait, wait_all
-from .gemm import load_operands
+from .comm import (
+    BEGUN,
+    COMPUTED,
+    ENDED,
+    PUSHED,
+    WAITED,
+    barrier,
+    begin,
+    fence_copies,
+    finish,
+    peer,
+    prefetch,
+    signal,
+    signal_all,
+    stamp,
+    wait,
+    wait_all,
+)
+from .copy_engine import FIRST_CREDIT, CopyEngine
+from .gemm import chunk_tile_at, load_operands
+from .memory import EVENTS, Need, PeerMemory, cdiv, describe, describe_weight, is_tma
 
 GATHERING = tl.constexpr(3)
+CREDITS = tl.constexpr(FIRST_CREDIT)
 
 
 @triton.jit
 def push(
     part, gathered, signals, rank, elements, slices, slice_elements, parity, mover,
-    MOVERS: tl.constexpr, W: tl.constexpr, SELF: tl.constexpr, BLOCK: tl.constexpr,
+    MOVERS: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Store this rank's part (`elements` elements, contiguous) into the memory of all peers, with SELF our own too.
+    """Store this rank's part (`elements` elements, contiguous) into the memory of all peers.
 
     Mover number `mover` of MOVERS moves every MOVERS-th block of a slice and signals once a slice.
     """
     dtype: tl.constexpr = part.dtype.element_ty
-    for i in tl.static_range(0 if SELF else 1, W):
+    for i in tl.static_range(1, W):
         to = (rank + i) % W
         there = peer(gathered, to, dtype) + (parity * W + rank).to(tl.int64) * elements
         flags = peer(signals, to, tl.int32) + (parity * W + rank) * slices
@@ -46,139 +69,320 @@ def push(
 
 
 @triton.jit
-def reset(signals, rank, count, parity, epoch, state, PROGRAMS: tl.constexpr):
-    """`finish`, and all counters of this parity are 0 again."""
+def push_to_all(
+    part, gathered, signals, rank, elements, parity, mover, MOVERS: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr
+):
+    """As `push` of one slice, to our own memory too, with all signals at the end."""
+    dtype: tl.constexpr = part.dtype.element_ty
+    for at in range(mover * BLOCK, elements, MOVERS * BLOCK):
+        o = at + tl.arange(0, BLOCK)
+        value = tl.load(part + o, mask=o < elements)
+        for i in tl.static_range(1, W + 1):
+            there = peer(gathered, (rank + i) % W, dtype) + (parity * W + rank) * elements
+            tl.store(there + o, value, mask=o < elements)
+    signal_all(signals, W, parity * W + rank, -1)
+
+
+@triton.jit
+def reset(signals, rank, count, parity, epoch, state, PROGRAMS: tl.constexpr, W: tl.constexpr, CREDIT: tl.constexpr):
+    """`finish`, and all counters of this parity are 0 again. CREDIT: tell all peers that they may store again."""
     tl.debug_barrier()
     if tl.atomic_add(state + 6, 1, sem="acq_rel", scope="gpu") == PROGRAMS - 1:
         flags = peer(signals, rank, tl.int32) + parity * count
         for i in range(count):
             tl.store(flags + i, 0)
+        if CREDIT:
+            signal_all(signals, W, CREDITS + rank, rank)
     finish(state, epoch, PROGRAMS)
 
 
 @triton.jit
 def gather_matmul(
-    x, gathered_x, w, y, part, gathered, signals, out, state,
+    x, gathered_x, w, y, part, gathered, signals, out, pieces, done, state, trace,
     M, N, K, rank, chunk, rows, cols, slices, slice_rows, target, out_stride,
-    PUSHING: tl.constexpr, PROGRAMS: tl.constexpr, W: tl.constexpr, TRANSPOSED: tl.constexpr,
-    EXACT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BLOCK: tl.constexpr,
+    PROGRAMS: tl.constexpr, MOVERS: tl.constexpr, COMPUTING: tl.constexpr, W: tl.constexpr,
+    TRANSPOSED: tl.constexpr, EXACT: tl.constexpr, PIECES: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BLOCK: tl.constexpr,
+    TRACE: tl.constexpr, EVENTS: tl.constexpr,
 ):  # fmt: skip
-    """Grid: PROGRAMS, of which the first PUSHING move.
+    """Grid: PROGRAMS, of which the first MOVERS move and the last COMPUTING multiply; some may do both.
 
     x, w: descriptors of the own part [C, K] and the weight; gathered_x: of the own gathered memory [2 * W * C, K];
-    y: of the output, used if EXACT (C is a multiple of BM); part, out: the own part and the output; gathered,
-    signals: int64 [W]; slice_rows: rows of tiles in a slice; target: what the counter of a complete slice shows.
+    y: of the output, used if EXACT (C is a multiple of BM, and PIECES is 1); part, out: the own part and the output;
+    gathered, signals: int64 [W]; slice_rows: rows of tiles in a slice; target: what the counter of a complete
+    slice shows; pieces: fp32, done: int32 [W * rows * cols], 0: as for `gather_matmul_few`.
     """
     program = tl.program_id(0)
     epoch = begin(state)
-    parity = epoch % 2
-    if program < PUSHING:
+    # Copy engines know no epoch: they store once, and again when they have credit.
+    parity = epoch % 2 if MOVERS else epoch * 0
+    event = 0
+    event = stamp(trace, program, event, BEGUN, 0, TRACE, EVENTS)
+    if program < MOVERS:
         push(
             part, gathered, signals, rank, chunk * K, slices, slice_rows * BM * K, parity, program,
-            PUSHING, W, False, BLOCK,
+            MOVERS, W, BLOCK,
         )  # fmt: skip
-    else:
-        COMPUTING: tl.constexpr = PROGRAMS - PUSHING
+        event = stamp(trace, program, event, PUSHED, 0, TRACE, EVENTS)
+    turn = PROGRAMS - 1 - program
+    if turn < COMPUTING:
+        # Those that move turn to parts that are still on their way.
         arrived = peer(signals, rank, tl.int32) + parity * W * slices
-        multiply(
-            x, w, y, out, K, N, 0, rank * chunk, chunk, 0, rows, program - PUSHING, rows * cols, out_stride,
-            COMPUTING, TRANSPOSED, EXACT, BM, BN, BK,
+        event = multiply(
+            x, w, y, out, pieces, done, trace, event, K, N, 0, rank, chunk, rows, cols, 0, rows, turn, out_stride,
+            COMPUTING, TRANSPOSED, EXACT, PIECES, BM, BN, BK, TRACE, EVENTS,
         )  # fmt: skip
-        before = rows * cols
+        before = rows * cols * PIECES
         for unit in range(slices, W * slices):
             source = (rank + W - unit // slices) % W
             piece = unit % slices
-            wait(arrived + source * slices + piece, target, state, GATHERING, source, piece, epoch)
-            fence_copies()
             first = piece * slice_rows
             here = tl.minimum(slice_rows, rows - first)
-            tiles = here * cols
             # Whose turn it is goes on where the last unit ended.
-            start = (program - PUSHING + COMPUTING - before % COMPUTING) % COMPUTING
-            before += tiles
-            multiply(
-                gathered_x, w, y, out, K, N, (parity * W + source) * chunk, source * chunk, chunk, first, here,
-                start, tiles, out_stride, COMPUTING, TRANSPOSED, EXACT, BM, BN, BK,
-            )  # fmt: skip
-    reset(signals, rank, W * slices, parity, epoch, state, PROGRAMS)
+            start = (turn + COMPUTING - before % COMPUTING) % COMPUTING
+            before += here * cols * PIECES
+            if start < here * cols * PIECES:
+                wait(arrived + source * slices + piece, target, state, GATHERING, source, piece, epoch)
+                fence_copies()
+                event = stamp(trace, program, event, WAITED, source, TRACE, EVENTS)
+                event = multiply(
+                    gathered_x, w, y, out, pieces, done, trace, event, K, N, (parity * W + source) * chunk, source,
+                    chunk, rows, cols, first, here, start, out_stride, COMPUTING, TRANSPOSED, EXACT, PIECES,
+                    BM, BN, BK, TRACE, EVENTS,
+                )  # fmt: skip
+    event = stamp(trace, program, event, ENDED, 0, TRACE, EVENTS)
+    reset(signals, rank, W * slices, parity, epoch, state, PROGRAMS, W, MOVERS == 0)
 
 
 @triton.jit
 def multiply(
-    x, w, y, out, K, N, at, to, chunk, first, here, start, tiles, out_stride,
-    COMPUTING: tl.constexpr, TRANSPOSED: tl.constexpr, EXACT: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    x, w, y, out, pieces, done, trace, event, K, N, at, source, chunk, rows, cols, first, here, start, out_stride,
+    COMPUTING: tl.constexpr, TRANSPOSED: tl.constexpr, EXACT: tl.constexpr, PIECES: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TRACE: tl.constexpr, EVENTS: tl.constexpr,
 ):  # fmt: skip
-    """Tiles `start, start + COMPUTING, ...` of `here` rows of tiles from row `first` of a part on, columns slowest.
+    """Pieces `start, start + COMPUTING, ...` of `here` rows of tiles, from row `first` of a part on.
 
-    The part begins in row `at` of x and in row `to` of the output.
+    The part of `source` begins in row `at` of x. Pieces of one tile come one after another.
     """
-    blocks = tl.cdiv(K, BK)
+    program = tl.program_id(0)
+    blocks = tl.cdiv(tl.cdiv(K, BK), PIECES)
     acc = tl.zeros((BM, BN), tl.float32)
     t = start - COMPUTING
     block = blocks - 1
     row = 0
     col = 0
-    for _ in range(tl.cdiv(tiles - start, COMPUTING) * blocks):
+    for _ in range(tl.cdiv(here * cols * PIECES - start, COMPUTING) * blocks):
         block = tl.where(block == blocks - 1, 0, block + 1)
         if block == 0:
             t += COMPUTING
-            row = first + t % here
-            col = t // here
-        a, b = load_operands(x, w, at + row * BM, col * BN, block * BK, TRANSPOSED)
+            row, col = chunk_tile_at(t // PIECES, here, cols)
+            row += first
+        k = (t % PIECES * blocks + block) * BK
+        a, b = load_operands(x, w, at + row * BM, col * BN, k, TRANSPOSED)
         acc = tl.dot(a, b, acc)
         if block == blocks - 1:
             if EXACT:
-                y.store([to + row * BM, col * BN], acc.to(x.dtype))
+                y.store([source * chunk + row * BM, col * BN], acc.to(x.dtype))
             else:
-                r = row * BM + tl.arange(0, BM)
-                c = col * BN + tl.arange(0, BN)
-                where = (to + r[:, None]).to(tl.int64) * out_stride + c[None, :]
-                tl.store(out + where, acc.to(x.dtype), mask=(r[:, None] < chunk) & (c[None, :] < N))
+                r = row * BM + tl.arange(0, BM)[:, None]
+                c = col * BN + tl.arange(0, BN)[None, :]
+                inside = (r < chunk) & (c < N)
+                where = out + (source * chunk + r).to(tl.int64) * out_stride + c
+                if PIECES == 1:
+                    tl.store(where, acc.to(x.dtype), mask=inside)
+                else:
+                    tile = (source * rows + row) * cols + col
+                    add_pieces(pieces, done, acc, tile, t % PIECES, where, inside, PIECES)
+            event = stamp(trace, program, event, COMPUTED, source, TRACE, EVENTS)
             acc = tl.zeros((BM, BN), tl.float32)
+    return event
+
+
+@triton.jit
+def add_pieces(pieces, done, acc, tile, piece, where, inside, PIECES: tl.constexpr):
+    """Put a piece aside; the program that does so last adds all pieces of the tile, in order, and stores the sum."""
+    BM: tl.constexpr = acc.shape[0]
+    BN: tl.constexpr = acc.shape[1]
+    at = pieces + tile.to(tl.int64) * (PIECES * BM * BN) + tl.arange(0, BM)[:, None] * BN + tl.arange(0, BN)[None, :]
+    tl.store(at + piece * (BM * BN), acc)
+    barrier()
+    if tl.atomic_add(done + tile, 1, sem="acq_rel", scope="gpu") == PIECES - 1:
+        barrier()
+        total = tl.load(at)
+        for i in tl.static_range(1, PIECES):
+            total += tl.load(at + i * (BM * BN))
+        tl.store(where, total.to(where.dtype.element_ty), mask=inside)
+        tl.store(done + tile, 0)
 
 
 @triton.jit
 def gather_matmul_few(
-    gathered_x, w, part, gathered, signals, out, pieces, done, state,
-    M, N, K, rank, chunk, cols, per_piece, out_stride,
-    PROGRAMS: tl.constexpr, W: tl.constexpr, TRANSPOSED: tl.constexpr, PIECES: tl.constexpr,
+    gathered_x, w, weight, part, gathered, signals, out, pieces, done, state,
+    M, N, K, rank, chunk, cols, per_piece, w_row, w_col, out_stride,
+    PROGRAMS: tl.constexpr, MOVERS: tl.constexpr, AHEAD: tl.constexpr, W: tl.constexpr,
+    TRANSPOSED: tl.constexpr, PIECES: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Grid: PROGRAMS >= cols * PIECES, all of which move and multiply. M <= BM.
 
-    pieces: fp32 [PIECES, BM, cols * BN]; done: int32 [cols], 0; per_piece: blocks of K in a piece.
+    pieces: fp32 [tiles, PIECES, BM, BN]; done: int32 [tiles], 0; per_piece: blocks of K in a piece.
     """
     program = tl.program_id(0)
     epoch = begin(state)
     parity = epoch % 2
-    push(part, gathered, signals, rank, chunk * K, 1, chunk * K, parity, program, PROGRAMS, W, True, BLOCK)
+    if program < MOVERS:
+        push_to_all(part, gathered, signals, rank, chunk * K, parity, program, MOVERS, W, BLOCK)
     if program < cols * PIECES:
         col = program % cols
         piece = program // cols
+        # The weight comes from memory while X is on its way.
+        at = col * BN * w_row + piece * per_piece * BK * w_col
+        LINE: tl.constexpr = 64  # elements of 128 bytes
+        for ahead in range(AHEAD):
+            if TRANSPOSED:
+                lines = tl.arange(0, BN)[:, None] * w_row + (ahead * BK + tl.arange(0, BK // LINE)[None, :] * LINE) * w_col
+            else:
+                lines = (ahead * BK + tl.arange(0, BK)[:, None]) * w_col + tl.arange(0, BN // LINE)[None, :] * LINE * w_row
+            if ahead < per_piece:
+                prefetch(weight + at + lines)
         arrived = peer(signals, rank, tl.int32) + parity * W
-        wait_all(arrived, 1, W, PROGRAMS, state, GATHERING, 0, program, epoch)
+        wait_all(arrived, 1, W, MOVERS, state, GATHERING, 0, program, epoch)
         fence_copies()
         acc = tl.zeros((BM, BN), tl.float32)
         first = piece * per_piece
         for block in range(first, tl.minimum(first + per_piece, tl.cdiv(K, BK))):
             a, b = load_operands(gathered_x, w, parity * W * chunk, col * BN, block * BK, TRANSPOSED)
             acc = tl.dot(a, b, acc)
-        r = tl.arange(0, BM)
-        c = col * BN + tl.arange(0, BN)
-        where = r[:, None] * (cols * BN) + c[None, :]
-        last = True
+        r = tl.arange(0, BM)[:, None]
+        c = col * BN + tl.arange(0, BN)[None, :]
+        where = out + r * out_stride + c
+        inside = (r < M) & (c < N)
         if PIECES > 1:
-            tl.store(pieces + piece * BM * cols * BN + where, acc)
-            tl.debug_barrier()
-            last = tl.atomic_add(done + col, 1, sem="acq_rel", scope="gpu") == PIECES - 1
-            tl.debug_barrier()
-        if last:
-            if PIECES > 1:
-                acc = tl.zeros((BM, BN), tl.float32)
-                for i in tl.static_range(PIECES):
-                    acc += tl.load(pieces + i * BM * cols * BN + where)
-                tl.store(done + col, 0)
-            inside = (r[:, None] < M) & (c[None, :] < N)
-            tl.store(out + r[:, None] * out_stride + c[None, :], acc.to(out.dtype.element_ty), mask=inside)
-    reset(signals, rank, W, parity, epoch, state, PROGRAMS)
+            add_pieces(pieces, done, acc, col, piece, where, inside, PIECES)
+        else:
+            tl.store(where, acc.to(out.dtype.element_ty), mask=inside)
+    reset(signals, rank, W, parity, epoch, state, PROGRAMS, W, False)
+
+
+@dataclass(frozen=True)
+class GatherConfig:
+    """How `gather_matmul` runs. movers: 0 for copy engines; shared: movers multiply too; slices: of a part; pieces: of K."""
+
+    bm: int = 128
+    bn: int = 256
+    bk: int = 64
+    warps: int = 8
+    stages: int = 3
+    movers: int = 0
+    shared: bool = False
+    slices: int = 1
+    pieces: int = 1
+
+
+@dataclass(frozen=True)
+class FewConfig:
+    """How `gather_matmul_few` runs. pieces: of K; movers: programs that move; ahead: blocks of the weight prefetched."""
+
+    bn: int = 64
+    bk: int = 128
+    warps: int = 4
+    stages: int = 4
+    pieces: int = 4
+    movers: int = 32
+    ahead: int = 4
+
+
+BLOCK = 1024
+"""Elements that a program moves at a time, a warp."""
+
+
+def gather_needs(chunk: int, k: int, n: int, itemsize: int, world: int, config: GatherConfig) -> Need:
+    """What a call of `gather_matmul` uses."""
+    rows, cols = cdiv(chunk, config.bm), cdiv(n, config.bn)
+    slices = cdiv(rows, cdiv(rows, config.slices))
+    gathered, tiles = world * chunk * k * itemsize, world * rows * cols
+    return Need(
+        inbox=2 * gathered if config.movers else 0,
+        copies=0 if config.movers else gathered,
+        signals=2 * 4 * world * slices,
+        pieces=tiles * config.pieces * config.bm * config.bn if config.pieces > 1 else 0,
+        done=tiles,
+    )
+
+
+def launch_gather_matmul(
+    memory: PeerMemory,
+    part: Tensor,
+    w: Tensor,
+    out: Tensor,
+    config: GatherConfig,
+    engine: CopyEngine | None = None,
+    trace: Tensor | None = None,
+) -> Tensor:
+    """`out = all_gather(part) @ w`. part: [C, K], contiguous; w: [K, N], either way round; out: [W * C, N].
+
+    Returns where the parts of the peers lie, `[W * C, K]`, until the next call but one (the next, with copy engines);
+    the own part is not there. Without movers `engine` moves.
+    """
+    (chunk, k), n, world, rank = part.shape, w.shape[1], memory.world, memory.rank
+    rows, cols = cdiv(chunk, config.bm), cdiv(n, config.bn)
+    slice_rows = cdiv(rows, config.slices)
+    slices = cdiv(rows, slice_rows)
+    region, signals = (memory.inbox, memory.signals) if config.movers else (memory.copies, memory.copy_signals)
+    gathered = region.matrix(rank, part.dtype, 0, (2 if config.movers else 1) * world * chunk, k)
+    exact = chunk % config.bm == 0 and config.pieces == 1 and is_tma(out)
+    weight, transposed = describe_weight(w, config.bk, config.bn)
+    programs = memory.programs
+    if not config.movers:
+        assert engine is not None
+        engine.push(part, slice_rows * config.bm, slices)
+    gather_matmul[(programs,)](
+        describe(part, config.bm, config.bk), describe(gathered, config.bm, config.bk), weight,
+        describe(out, config.bm, config.bn) if exact else describe(part, config.bm, config.bn), part,
+        region.addresses, signals.addresses, out, memory.pieces, memory.done, memory.state,
+        memory.state if trace is None else trace,
+        world * chunk, n, k, rank, chunk, rows, cols, slices, slice_rows, config.movers or 1, out.stride(0),
+        PROGRAMS=programs, MOVERS=config.movers,
+        COMPUTING=programs if config.shared or not config.movers else programs - config.movers, W=world,
+        TRANSPOSED=transposed, EXACT=exact, PIECES=config.pieces,
+        BM=config.bm, BN=config.bn, BK=config.bk, BLOCK=BLOCK * config.warps,
+        TRACE=trace is not None, EVENTS=EVENTS,
+        num_warps=config.warps, num_stages=config.stages, launch_cooperative_grid=True,
+    )  # fmt: skip
+    if not config.movers:
+        assert engine is not None
+        engine.join()
+    return gathered
+
+
+def few_needs(chunk: int, k: int, n: int, itemsize: int, world: int, config: FewConfig) -> Need:
+    """What a call of `gather_matmul_few` uses."""
+    rows, cols = max(16, triton.next_power_of_2(world * chunk)), cdiv(n, config.bn)
+    return Need(
+        inbox=2 * world * chunk * k * itemsize,
+        signals=2 * 4 * world,
+        pieces=config.pieces * rows * cols * config.bn,
+        done=cols,
+    )
+
+
+def launch_gather_matmul_few(
+    memory: PeerMemory, part: Tensor, w: Tensor, out: Tensor, config: FewConfig
+) -> Tensor:
+    """As `launch_gather_matmul`, for `W * C <= 128` rows and `cols * pieces <= memory.programs`; all parts are there."""
+    (chunk, k), n, world, rank = part.shape, w.shape[1], memory.world, memory.rank
+    rows, cols = max(16, triton.next_power_of_2(world * chunk)), cdiv(n, config.bn)
+    gathered = memory.inbox.matrix(rank, part.dtype, 0, 2 * world * chunk, k)
+    weight, transposed = describe_weight(w, config.bk, config.bn)
+    programs = cols * config.pieces
+    gather_matmul_few[(programs,)](
+        describe(gathered, rows, config.bk), weight, w, part, memory.inbox.addresses, memory.signals.addresses,
+        out, memory.pieces, memory.done, memory.state,
+        world * chunk, n, k, rank, chunk, cols, cdiv(cdiv(k, config.bk), config.pieces),
+        w.stride(1), w.stride(0), out.stride(0),
+        PROGRAMS=programs, MOVERS=min(config.movers, programs), AHEAD=config.ahead, W=world,
+        TRANSPOSED=transposed, PIECES=config.pieces,
+        BM=rows, BN=config.bn, BK=config.bk, BLOCK=BLOCK,
+        num_warps=config.warps, num_stages=config.stages, launch_cooperative_grid=True,
+    )  # fmt: skip
+    return gathered

@@ -1,9 +1,9 @@
-"""What the matmul kernels share: the order of tiles, and the loop over K.
+"""What the matmul kernels share: the order of tiles, and loading blocks.
 
-Plans become closed forms here. A matrix is cut into a chunk a rank, along rows or columns; a chunk into
-`rows x cols` tiles; columns of tiles into rounds of `width` of them, so that a round of one chunk is about as much
-work as the grid does at once. `direct` visits in every round the chunks of peers `r+1, r+2, ...` and the own
-chunk last; `ring` `r-1, r-2, ...`; `oblivious` 0, 1, ...: tests/plans compare them with the plans.
+Plans become closed forms here (tests/kernels compares them). A matrix is cut into a chunk a rank, a chunk into
+`rows x cols` tiles. A rank visits all chunks in turn, `direct` those of peers `r + 1, r + 2, ...` and its own last,
+and at every visit computes `visit` tiles; so that tiles for all peers leave all the time, and own tiles too can
+be reduced before the end.
 """
 
 import triton
@@ -13,10 +13,12 @@ DIRECT = tl.constexpr(0)
 RING = tl.constexpr(1)
 OBLIVIOUS = tl.constexpr(2)
 
+GROUP = tl.constexpr(16)
+
 
 @triton.jit
 def owner_at(stage, rank, world, ORDER: tl.constexpr):
-    """Whose chunk is visited at `stage` of a round."""
+    """Whose chunk is visited at `stage` of a turn."""
     if ORDER == OBLIVIOUS:
         return stage
     elif ORDER == RING:
@@ -26,23 +28,22 @@ def owner_at(stage, rank, world, ORDER: tl.constexpr):
 
 
 @triton.jit
-def tile_at(t, rank, world, rows, cols, width, ORDER: tl.constexpr):
-    """Tile number `t` of all chunks: (owner, row, column) in tiles of the owner's chunk."""
-    a_round = world * rows * width
-    turn = t // a_round
-    t = t % a_round
-    width_here = tl.minimum(width, cols - turn * width)
-    stage = t // (rows * width_here)
-    t = t % (rows * width_here)
-    return owner_at(stage, rank, world, ORDER), t % rows, turn * width + t // rows
+def tile_at(t, rank, world, rows, cols, visit, ORDER: tl.constexpr):
+    """What a rank computes as tile number `t`: (owner, row, column), in tiles of the owner's chunk."""
+    turn = t // (world * visit)
+    here = tl.minimum(visit, rows * cols - turn * visit)
+    t = t % (world * visit)
+    row, col = chunk_tile_at(turn * visit + t % here, rows, cols)
+    return owner_at(t // here, rank, world, ORDER), row, col
 
 
 @triton.jit
-def chunk_tile_at(t, rows, cols, width):
-    """Tile number `t` of one chunk, in the order of `tile_at`: (row, column)."""
-    turn = t // (rows * width)
-    t = t % (rows * width)
-    return t % rows, turn * width + t // rows
+def chunk_tile_at(t, rows, cols):
+    """Tile number `t` of a chunk, (row, column): down the columns of GROUP rows at a time, which stay in the cache."""
+    first = t // (GROUP * cols) * GROUP
+    here = tl.minimum(GROUP, rows - first)
+    t = t % (GROUP * cols)
+    return first + t % here, t // here
 
 
 @triton.jit

@@ -10,11 +10,15 @@ No barrier, no flag, and nothing to reset: a packet of another epoch has not arr
 Memory of a rank, by the parity of the epoch: packets [2, 2, W, rows, N / 2] (int64), parts first, then sums.
 """
 
+from dataclasses import dataclass
+
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from .comm import begin, finish, pack, peer, put_packets, take_packets
 from .gemm import load_operands
+from .memory import Need, PeerMemory, cdiv, describe, describe_weight
 
 REDUCING = tl.constexpr(1)
 COPYING = tl.constexpr(2)
@@ -101,3 +105,41 @@ def matmul_packets(
             sums = take_packets(where, epoch, theirs, state, COPYING, -1, tile)
             tl.store(out_pairs + m[:, None] * pitch + n[None, :], sums.to(tl.uint32), mask=theirs)
     finish(state, epoch, PROGRAMS)
+
+
+@dataclass(frozen=True)
+class PacketsConfig:
+    """How `matmul_packets` runs. once: every rank gets all parts, and nothing is sent twice."""
+
+    bn: int = 64
+    bk: int = 128
+    warps: int = 4
+    stages: int = 5
+    once: bool = False
+
+
+def packets_needs(m: int, n: int, world: int, config: PacketsConfig) -> Need:
+    """What a call of `matmul_packets` uses."""
+    return Need(packets=4 * world * (m if config.once else cdiv(m, world)) * (n // 2) * 8)
+
+
+def launch_matmul_packets(
+    memory: PeerMemory, x: Tensor, w: Tensor, out: Tensor, mean: bool, all_ranks: bool, config: PacketsConfig
+) -> None:
+    """`out = sum (mean) over ranks of x @ w`: all of it, `[M, N]`, or this rank's rows of it; 16 bits each, N even.
+
+    x: [M, K], row-major; w: [K, N], either way round; both as `is_tma` wants them; out is contiguous.
+    """
+    (m, k), n, world = x.shape, w.shape[1], memory.world
+    rows = max(16, triton.next_power_of_2(m))
+    chunk = m if config.once else cdiv(m, world)
+    weight, transposed = describe_weight(w, config.bk, config.bn)
+    programs = min(memory.programs, cdiv(n, config.bn))
+    matmul_packets[(programs,)](
+        describe(x, rows, config.bk), weight, out, memory.packets.addresses, memory.state,
+        m, n, k, memory.rank, chunk, chunk * (n // 2), n // 2,
+        PROGRAMS=programs, W=world, ONCE=config.once, ALL=all_ranks, TRANSPOSED=transposed, MEAN=mean,
+        BM=rows, BN=config.bn, BK=config.bk, BC=triton.next_power_of_2(chunk),
+        SOURCES=triton.next_power_of_2(world),
+        num_warps=config.warps, num_stages=config.stages, launch_cooperative_grid=True,
+    )  # fmt: skip

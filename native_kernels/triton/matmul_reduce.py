@@ -4,35 +4,56 @@
 
 Tiles of P are stored by TMA straight into the inbox of their owner (own tiles too) and signalled one tile later, when
 the store has long completed, so that neither NVLink nor a fence ever stops the tensor cores. Programs that
-only communicate, and all others once they are out of tiles, take tickets in the order in which tiles are complete: a
-ticket is one tile of the own chunk, whose W parts are added and, for all_reduce, sent to all; then for all_reduce
-one tile of a peer's chunk, copied from where it arrived to the output.
+only communicate, and all others once they are out of tiles, take tickets in the order in which things are complete: a
+ticket is BT rows of a tile of the own chunk, which are added up and, for all_reduce, sent to all; or as many of a
+peer's chunk, copied from where they arrived to the output, `lag` tickets later.
 
 Memory of a rank, by the parity of the epoch: inbox [2, W, rows * BM, pitch], finished [2, W, rows * BM, pitch]
-(all_reduce), and counters arrived [2, W, rows * cols], finished [2, W, rows * cols].
+(all_reduce), and counters arrived [2, W, rows * cols], finished [2, W, rows * cols * BM / BT].
 """
+
+from dataclasses import dataclass
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from .comm import begin, finish, peer, signal, signal_stored, wait, wait_all
+from .comm import (
+    BEGUN,
+    COMPUTED,
+    COPIED,
+    DRAINED,
+    ENDED,
+    REDUCED,
+    WAITED,
+    begin,
+    finish,
+    peer,
+    signal_all,
+    signal_stored,
+    stamp,
+    wait,
+    wait_all,
+)
 from .gemm import chunk_tile_at, load_operands, tile_at
+from .memory import EVENTS, Need, PeerMemory, cdiv, describe, describe_weight
 
-REDUCING = tl.constexpr(1)
+REDUCING = tl.constexpr(1)  # what a wait is for, in failure records
 COPYING = tl.constexpr(2)
 
 
 @triton.jit
 def matmul_reduce(
-    x, w, inboxes, out, inbox, finished, signals, state,
-    M, N, K, rank, chunk_rows, chunk_cols, rows, cols, width, pitch, out_stride,
+    x, w, inbox0, inbox1, inbox2, inbox3, inbox4, inbox5, inbox6, inbox7, out, inbox, finished, signals, state, trace,
+    M, N, K, rank, chunk_rows, chunk_cols, rows, cols, visit, lag, pitch, out_stride,
     COMPUTING: tl.constexpr, PROGRAMS: tl.constexpr, W: tl.constexpr, ORDER: tl.constexpr,
     BY_ROWS: tl.constexpr, ALL: tl.constexpr, TRANSPOSED: tl.constexpr, MEAN: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr,
+    TRACE: tl.constexpr, EVENTS: tl.constexpr,
 ):  # fmt: skip
     """Grid: PROGRAMS, of which the first COMPUTING multiply.
 
-    x, w: descriptors; inboxes: W descriptors `[2 * rows * BM, pitch]` of the slot for this rank in the inbox of each
+    x, w: descriptors; inbox0 to inbox7: W descriptors `[2 * rows * BM, pitch]` of the slot for this rank in the inbox of each
     rank; inbox: address of the own inbox; finished, signals: int64 [W], addresses of those of all ranks.
     """
     program = tl.program_id(0)
@@ -40,75 +61,97 @@ def matmul_reduce(
     parity = epoch % 2
     tiles = rows * cols
     counters = W * tiles  # of one kind and parity
+    event = 0
+    event = stamp(trace, program, event, BEGUN, 0, TRACE, EVENTS)
     if program < COMPUTING:
-        compute(
-            x, w, inboxes, signals, K, rank, chunk_rows, chunk_cols, rows, cols, width, parity, program,
-            COMPUTING, W, ORDER, BY_ROWS, TRANSPOSED, BM, BN, BK,
+        event = compute(
+            x, w, (inbox0, inbox1, inbox2, inbox3, inbox4, inbox5, inbox6, inbox7), signals, K, rank, chunk_rows, chunk_cols, rows, cols, visit, parity, program,
+            trace, COMPUTING, W, ORDER, BY_ROWS, TRANSPOSED, BM, BN, BK, TRACE, EVENTS,
         )  # fmt: skip
     dtype: tl.constexpr = out.dtype.element_ty
+    PARTS: tl.constexpr = BM // BT
+    parts = tiles * PARTS
     arrived = peer(signals, rank, tl.int32) + parity * counters
-    extent_r = tl.minimum(chunk_rows, M - rank * chunk_rows) if BY_ROWS else M
-    extent_c = N if BY_ROWS else tl.minimum(chunk_cols, N - rank * chunk_cols)
-    at = rank * chunk_rows * out_stride if BY_ROWS else rank * chunk_cols
-    own_out = out + at if ALL else out
+    ready = peer(signals, rank, tl.int32) + 2 * counters + parity * W * parts
+    arriving = inbox.to(tl.pointer_type(dtype)) + parity * W * rows * BM * pitch
+    mine = peer(finished, rank, dtype) + parity * W * rows * BM * pitch
+    r = tl.arange(0, BR)[:, None]
+    c = tl.max_contiguous(tl.multiple_of(tl.arange(0, BN), BN), BN)[None, :]
+    SOURCES: tl.constexpr = W if ALL else 1
+    tickets = (parts + lag) * SOURCES
     ticket = tl.atomic_add(state + 5, 1).to(tl.int32)
-    while ticket < tiles:
-        row, col = chunk_tile_at(ticket, rows, cols, width)
-        tile = row * cols + col
-        wait_all(arrived + tile, tiles, W, 1, state, REDUCING, 0, tile, epoch)
-        for s in tl.static_range(W):
-            tl.store(arrived + s * tiles + tile, 0)
-        for sub in range(BM // BR):
-            r = row * BM + sub * BR + tl.arange(0, BR)
-            c = tl.max_contiguous(tl.multiple_of(col * BN + tl.arange(0, BN), BN), BN)
-            part = inbox.to(tl.pointer_type(dtype)) + (parity * W * rows * BM + r[:, None]) * pitch + c[None, :]
-            total = tl.zeros((BR, BN), tl.float32)
-            for s in tl.static_range(W):
-                total += tl.load(part + s * rows * BM * pitch).to(tl.float32)
-            if MEAN:
-                total /= W
-            value = total.to(dtype)
-            inside = (r[:, None] < extent_r) & (c[None, :] < extent_c)
-            tl.store(own_out + r[:, None].to(tl.int64) * out_stride + c[None, :], value, mask=inside)
-            if ALL:
-                where = ((parity * W + rank) * rows * BM + r[:, None]) * pitch + c[None, :]
-                for i in tl.static_range(1, W):
-                    tl.store(peer(finished, (rank + i) % W, dtype) + where, value)
-        if ALL:
-            tl.debug_barrier()
-            for i in tl.static_range(1, W):
-                p = (rank + i) % W
-                signal(peer(signals, p, tl.int32) + (2 + parity) * counters + rank * tiles + tile)
-        ticket = tl.atomic_add(state + 5, 1).to(tl.int32)
-    if ALL:
-        ticket -= tiles
-        mine = peer(finished, rank, dtype)
-        ready = peer(signals, rank, tl.int32) + (2 + parity) * counters
-        while ticket < (W - 1) * tiles:
-            # All owners finish their first tiles at about the same time.
-            source = (rank + 1 + ticket % (W - 1)) % W
-            row, col = chunk_tile_at(ticket // (W - 1), rows, cols, width)
+    while ticket < tickets:
+        following = tl.atomic_add(state + 5, 1).to(tl.int32)
+        # Number i of our own parts, or number i - lag of a peer's: they are complete at about the same time.
+        away = ticket % SOURCES
+        source = (rank + away) % W
+        i = ticket // SOURCES - (lag if away else 0)
+        if (i >= 0) & (i < parts):
+            row, col = chunk_tile_at(i // PARTS, rows, cols)
             tile = row * cols + col
-            wait(ready + source * tiles + tile, 1, state, COPYING, source, tile, epoch)
-            tl.store(ready + source * tiles + tile, 0)
-            last_r = tl.minimum(chunk_rows, M - source * chunk_rows) if BY_ROWS else M
-            last_c = N if BY_ROWS else tl.minimum(chunk_cols, N - source * chunk_cols)
-            start = source * chunk_rows * out_stride if BY_ROWS else source * chunk_cols
-            for sub in range(BM // BR):
-                r = row * BM + sub * BR + tl.arange(0, BR)
-                c = tl.max_contiguous(tl.multiple_of(col * BN + tl.arange(0, BN), BN), BN)
-                value = tl.load(mine + ((parity * W + source) * rows * BM + r[:, None]) * pitch + c[None, :])
-                inside = (r[:, None] < last_r) & (c[None, :] < last_c)
-                tl.store(out + start + r[:, None].to(tl.int64) * out_stride + c[None, :], value, mask=inside)
-            ticket = tl.atomic_add(state + 5, 1).to(tl.int32) - tiles
+            part = tile * PARTS + i % PARTS
+            if away == 0:
+                wait_all(arrived + tile, tiles, W, 1, state, REDUCING, 0, tile, epoch)
+            else:
+                wait(ready + source * parts + part, 1, state, COPYING, source, part, epoch)
+                tl.store(ready + source * parts + part, 0)
+            event = stamp(trace, program, event, WAITED, part, TRACE, EVENTS)
+            for sub in range(BT // BR):
+                in_chunk = row * BM + (i % PARTS) * BT + sub * BR + r
+                here = in_chunk * pitch + col * BN + c
+                if away == 0:
+                    total = tl.zeros((BR, BN), tl.float32)
+                    for s in tl.static_range(W):
+                        total += tl.load(arriving + s * rows * BM * pitch + here).to(tl.float32)
+                    if MEAN:
+                        total /= W
+                    value = total.to(dtype)
+                    if ALL:
+                        there = (parity * W + rank) * rows * BM * pitch + here
+                        for p in tl.static_range(1, W):
+                            tl.store(peer(finished, (rank + p) % W, dtype) + there, value)
+                else:
+                    value = tl.load(mine + source * rows * BM * pitch + here)
+                to, inside = place(source, in_chunk, col * BN + c, M, N, chunk_rows, chunk_cols, out_stride, BY_ROWS, ALL)
+                tl.store(out + to, value, mask=inside)
+            if ALL:
+                if away == 0:
+                    signal_all(signals, W, 2 * counters + (parity * W + rank) * parts + part, rank)
+            event = stamp(trace, program, event, REDUCED if away == 0 else COPIED, part, TRACE, EVENTS)
+        ticket = following
+    clear(arrived, counters, state, PROGRAMS)
+    event = stamp(trace, program, event, ENDED, 0, TRACE, EVENTS)
     finish(state, epoch, PROGRAMS)
 
 
 @triton.jit
+def place(owner, row, col, M, N, chunk_rows, chunk_cols, out_stride, BY_ROWS: tl.constexpr, ALL: tl.constexpr):
+    """Where an element of the chunk of `owner` lies in the output, and whether it does."""
+    if BY_ROWS:
+        inside = (row < tl.minimum(chunk_rows, M - owner * chunk_rows)) & (col < N)
+        row += owner * chunk_rows if ALL else 0
+    else:
+        inside = (row < M) & (col < tl.minimum(chunk_cols, N - owner * chunk_cols))
+        col += owner * chunk_cols if ALL else 0
+    return row.to(tl.int64) * out_stride + col, inside
+
+
+@triton.jit
+def clear(counters, count, state, PROGRAMS: tl.constexpr):
+    """Set counters that several programs have waited for back to 0, once none waits any more."""
+    tl.debug_barrier()
+    if tl.atomic_add(state + 6, 1, sem="acq_rel", scope="gpu") == PROGRAMS - 1:
+        for at in range(0, count, 1024):
+            o = at + tl.arange(0, 1024)
+            tl.store(counters + o, 0, mask=o < count)
+
+
+@triton.jit
 def compute(
-    x, w, inboxes, signals, K, rank, chunk_rows, chunk_cols, rows, cols, width, parity, program,
+    x, w, inboxes, signals, K, rank, chunk_rows, chunk_cols, rows, cols, visit, parity, program, trace,
     COMPUTING: tl.constexpr, W: tl.constexpr, ORDER: tl.constexpr, BY_ROWS: tl.constexpr,
     TRANSPOSED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    TRACE: tl.constexpr, EVENTS: tl.constexpr,
 ):  # fmt: skip
     """The tiles `program, program + COMPUTING, ...`, as one loop over their blocks of K, so that loads never pause."""
     dtype: tl.constexpr = x.dtype
@@ -122,11 +165,12 @@ def compute(
     row = 0
     col = 0
     unsignalled = tl.full((), 0, tl.int64)
+    event = 1
     for _ in range(mine * blocks):
         block = tl.where(block == blocks - 1, 0, block + 1)
         if block == 0:
             t += COMPUTING
-            owner, row, col = tile_at(t, rank, W, rows, cols, width, ORDER)
+            owner, row, col = tile_at(t, rank, W, rows, cols, visit, ORDER)
         first_row = owner * chunk_rows + row * BM if BY_ROWS else row * BM
         first_col = col * BN if BY_ROWS else owner * chunk_cols + col * BN
         a, b = load_operands(x, w, first_row, first_col, block * BK, TRANSPOSED)
@@ -140,4 +184,87 @@ def compute(
             flag = ((parity * W + rank) * rows + row) * cols + col
             unsignalled = tl.load(signals + owner) + flag * 4
             acc = tl.zeros((BM, BN), tl.float32)
+            event = stamp(trace, program, event, COMPUTED, t, TRACE, EVENTS)
     signal_stored(unsignalled)
+    return stamp(trace, program, event, DRAINED, 0, TRACE, EVENTS)
+
+
+@dataclass(frozen=True)
+class ReduceConfig:
+    """How `matmul_reduce` runs; measured, never guessed (`lowering/gpu/configs.py`).
+
+    bm, bn, bk: a tile; communicating: programs that compute nothing; visit: tiles a visit (0: a share of the
+    programs); bt: rows of a ticket, br: rows that are reduced at a time; by_rows: how an all_reduce is cut.
+    """
+
+    bm: int = 128
+    bn: int = 256
+    bk: int = 64
+    warps: int = 8
+    stages: int = 3
+    communicating: int = 0
+    visit: int = 0
+    bt: int = 128
+    br: int = 32
+    by_rows: bool = True
+
+
+@dataclass(frozen=True)
+class _Cut:
+    chunk_rows: int
+    chunk_cols: int
+    rows: int
+    cols: int
+
+    @classmethod
+    def of(cls, m: int, n: int, world: int, config: ReduceConfig) -> "_Cut":
+        chunk_rows = cdiv(m, world) if config.by_rows else m
+        chunk_cols = n if config.by_rows else cdiv(cdiv(n, world), 8) * 8
+        return cls(chunk_rows, chunk_cols, cdiv(chunk_rows, config.bm), cdiv(chunk_cols, config.bn))
+
+
+def reduce_needs(m: int, n: int, itemsize: int, world: int, all_ranks: bool, config: ReduceConfig) -> Need:
+    """What a call of `matmul_reduce` uses."""
+    cut = _Cut.of(m, n, world, config)
+    chunk = cut.rows * config.bm * cut.cols * config.bn * itemsize
+    counters = world * cut.rows * cut.cols * (1 + (config.bm // config.bt if all_ranks else 0))
+    return Need(inbox=2 * world * chunk, finished=2 * world * chunk * all_ranks, signals=2 * 4 * counters)
+
+
+def launch_matmul_reduce(
+    memory: PeerMemory,
+    x: Tensor,
+    w: Tensor,
+    out: Tensor,
+    mean: bool,
+    all_ranks: bool,
+    order: int,
+    config: ReduceConfig,
+    trace: Tensor | None = None,
+) -> None:
+    """`out = sum (mean) over ranks of x @ w`: all of it, `[M, N]`, or this rank's rows (columns), 16 bits each.
+
+    x: [M, K], row-major; w: [K, N], either way round; both as `is_tma` wants them. `memory` has what
+    `reduce_needs` says. Every rank of the group makes the same calls.
+    """
+    (m, k), n, world, rank, dtype = x.shape, w.shape[1], memory.world, memory.rank, x.dtype
+    cut = _Cut.of(m, n, world, config)
+    pitch, height = cut.cols * config.bn, cut.rows * config.bm
+    boxes = [
+        describe(memory.inbox.matrix(p, dtype, rank * height * pitch, (world + 1) * height, pitch), config.bm, config.bn)
+        for p in range(world)
+    ]
+    weight, transposed = describe_weight(w, config.bk, config.bn)
+    programs = memory.programs
+    matmul_reduce[(programs,)](
+        describe(x, config.bm, config.bk), weight, *boxes, *boxes[:1] * (8 - world), out,
+        memory.inbox.views[rank].data_ptr(), memory.finished.addresses, memory.signals.addresses,
+        memory.state, memory.state if trace is None else trace,
+        m, n, k, rank, cut.chunk_rows, cut.chunk_cols, cut.rows, cut.cols,
+        config.visit or max(1, programs // world), programs // world + 1, pitch, out.stride(0),
+        COMPUTING=programs - config.communicating, PROGRAMS=programs, W=world, ORDER=order,
+        BY_ROWS=config.by_rows, ALL=all_ranks, TRANSPOSED=transposed, MEAN=mean,
+        BM=config.bm, BN=config.bn, BK=config.bk, BT=config.bt, BR=config.br,
+        TRACE=trace is not None, EVENTS=EVENTS,
+        num_warps=config.warps, num_stages=config.stages, launch_cooperative_grid=True,
+    )  # fmt: skip

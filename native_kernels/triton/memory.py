@@ -1,0 +1,107 @@
+"""What the launchers take: the memory of a group, mapped by all its ranks, and how much of it a call needs."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+EVENTS = 512
+"""Events that a trace has room for, a program."""
+
+STATE_WORDS, RECORD_WORDS = 8, 8
+"""Lengths of `PeerMemory.state` (int64) and `PeerMemory.record` (int32); `comm` says what they hold."""
+
+
+@dataclass(frozen=True)
+class Region:
+    """The same number of bytes on every rank. `views[r]`: those of rank r, uint8, as this rank maps them.
+
+    `addresses`: where they begin, int64 [W], on the device.
+    """
+
+    views: tuple[Tensor, ...]
+    addresses: Tensor
+
+    @classmethod
+    def of(cls, views: Sequence[Tensor]) -> "Region":
+        addresses = torch.tensor([v.data_ptr() for v in views], dtype=torch.int64)
+        return cls(tuple(views), addresses.to(views[0].device))
+
+    def matrix(self, rank: int, dtype: torch.dtype, offset: int, rows: int, cols: int) -> Tensor:
+        """`[rows, cols]` of the memory of a rank, from element `offset` on."""
+        return self.views[rank].view(dtype)[offset : offset + rows * cols].view(rows, cols)
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes of each region, and elements of local memory, that a call uses."""
+
+    inbox: int = 0
+    finished: int = 0
+    packets: int = 0
+    copies: int = 0
+    signals: int = 0
+    pieces: int = 0
+    done: int = 0
+
+    def __or__(self, other: "Need") -> "Need":
+        """Enough for either."""
+        return Need(*(max(getattr(self, f.name), getattr(other, f.name)) for f in fields(self)))
+
+    def fits(self, capacity: "Need") -> bool:
+        return self | capacity == capacity
+
+
+@dataclass(frozen=True)
+class PeerMemory:
+    """Memory and counters of one group on one device; all counters and packets are 0 before the first call.
+
+    inbox: tiles and parts on their way, two halves; finished: sums on their way, two halves; packets: int64, two
+    halves, never used for anything else; copies: what copy engines store, one half; signals: int32 counters;
+    copy_signals: those of `copies`, and a word of credit a peer, 1 at first.
+    state, record: as `comm` has them; pieces: fp32, done: int32, local; programs: how many run at once.
+    """
+
+    rank: int
+    world: int
+    programs: int
+    inbox: Region
+    finished: Region
+    packets: Region
+    copies: Region
+    signals: Region
+    copy_signals: Region
+    state: Tensor
+    record: Tensor
+    pieces: Tensor
+    done: Tensor
+
+
+def describe(matrix: Tensor, rows: int, cols: int) -> TensorDescriptor:
+    """How TMA loads and stores blocks of a row-major matrix."""
+    return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [rows, cols])
+
+
+def describe_weight(w: Tensor, bk: int, bn: int) -> tuple[TensorDescriptor, bool]:
+    """Blocks of `w: [K, N]`, which may be the transpose of a row-major matrix; whether it is."""
+    if w.stride(1) == 1:
+        return describe(w, bk, bn), False
+    return describe(w.t(), bn, bk), True
+
+
+def is_tma(*matrices: Tensor) -> bool:
+    """Whether TMA can load them: one stride 1, the other and the address multiples of 16 bytes."""
+    return all(
+        t.data_ptr() % 16 == 0
+        and (
+            (t.stride(1) == 1 and t.stride(0) * t.element_size() % 16 == 0)
+            or (t.stride(0) == 1 and t.stride(1) * t.element_size() % 16 == 0)
+        )
+        for t in matrices
+    )
+
+
+def cdiv(a: int, b: int) -> int:
+    return -(-a // b)
