@@ -99,7 +99,7 @@ def reset(signals, rank, count, parity, epoch, state, PROGRAMS: tl.constexpr, W:
 @triton.jit
 def gather_matmul(
     x, gathered_x, w, y, part, gathered, signals, out, pieces, done, state, trace,
-    M, N, K, rank, chunk, rows, cols, slices, slice_rows, target, out_stride,
+    M, N, K, rank, chunk, inner, stretch, rows, cols, slices, slice_elements, slice_rows, target, out_stride,
     PROGRAMS: tl.constexpr, MOVERS: tl.constexpr, COMPUTING: tl.constexpr, W: tl.constexpr,
     TRANSPOSED: tl.constexpr, EXACT: tl.constexpr, PIECES: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BLOCK: tl.constexpr,
@@ -108,8 +108,8 @@ def gather_matmul(
     """Grid: PROGRAMS, of which the first MOVERS move and the last COMPUTING multiply; some may do both.
 
     x, w: descriptors of the own part [C, K] and the weight; gathered_x: of the own gathered memory [2 * W * C, K];
-    y: of the output, used if EXACT (C is a multiple of BM, and PIECES is 1); part, out: the own part and the output;
-    gathered, signals: int64 [W]; slice_rows: rows of tiles in a slice; target: what the counter of a complete
+    y: of the output, used if EXACT (inner is a multiple of BM, and PIECES is 1); part, out: the own part and the output;
+    gathered, signals: int64 [W]; slice_rows: rows of tiles in a slice, of slice_elements elements; target: what the counter of a complete
     slice shows; pieces: fp32, done: int32 [W * rows * cols], 0: as for `gather_matmul_few`.
     """
     program = tl.program_id(0)
@@ -120,7 +120,7 @@ def gather_matmul(
     event = stamp(trace, program, event, BEGUN, 0, TRACE, EVENTS)
     if program < MOVERS:
         push(
-            part, gathered, signals, rank, chunk * K, slices, slice_rows * BM * K, parity, program,
+            part, gathered, signals, rank, chunk * K, slices, slice_elements, parity, program,
             MOVERS, W, BLOCK,
         )  # fmt: skip
         event = stamp(trace, program, event, PUSHED, 0, TRACE, EVENTS)
@@ -129,8 +129,8 @@ def gather_matmul(
         # Those that move turn to parts that are still on their way.
         arrived = peer(signals, rank, tl.int32) + parity * W * slices
         event = multiply(
-            x, w, y, out, pieces, done, trace, event, K, N, 0, rank, chunk, rows, cols, 0, rows, turn, out_stride,
-            COMPUTING, TRANSPOSED, EXACT, PIECES, BM, BN, BK, TRACE, EVENTS,
+            x, w, y, out, pieces, done, trace, event, K, N, 0, rank, inner, stretch, rows, cols, 0, rows, turn,
+            out_stride, W, COMPUTING, TRANSPOSED, EXACT, PIECES, BM, BN, BK, TRACE, EVENTS,
         )  # fmt: skip
         before = rows * cols * PIECES
         for unit in range(slices, W * slices):
@@ -147,7 +147,7 @@ def gather_matmul(
                 event = stamp(trace, program, event, WAITED, source, TRACE, EVENTS)
                 event = multiply(
                     gathered_x, w, y, out, pieces, done, trace, event, K, N, (parity * W + source) * chunk, source,
-                    chunk, rows, cols, first, here, start, out_stride, COMPUTING, TRANSPOSED, EXACT, PIECES,
+                    inner, stretch, rows, cols, first, here, start, out_stride, W, COMPUTING, TRANSPOSED, EXACT, PIECES,
                     BM, BN, BK, TRACE, EVENTS,
                 )  # fmt: skip
     event = stamp(trace, program, event, ENDED, 0, TRACE, EVENTS)
@@ -156,13 +156,14 @@ def gather_matmul(
 
 @triton.jit
 def multiply(
-    x, w, y, out, pieces, done, trace, event, K, N, at, source, chunk, rows, cols, first, here, start, out_stride,
-    COMPUTING: tl.constexpr, TRANSPOSED: tl.constexpr, EXACT: tl.constexpr, PIECES: tl.constexpr,
+    x, w, y, out, pieces, done, trace, event, K, N, at, source, inner, stretch, rows, cols, first, here, start,
+    out_stride, W: tl.constexpr, COMPUTING: tl.constexpr, TRANSPOSED: tl.constexpr, EXACT: tl.constexpr, PIECES: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TRACE: tl.constexpr, EVENTS: tl.constexpr,
 ):  # fmt: skip
     """Pieces `start, start + COMPUTING, ...` of `here` rows of tiles, from row `first` of a part on.
 
-    The part of `source` begins in row `at` of x. Pieces of one tile come one after another.
+    The part of `source` begins in row `at` of x; its rows are digit `source` of (outer, W, inner) rows of X. Pieces
+    of one tile come one after another.
     """
     program = tl.program_id(0)
     blocks = tl.cdiv(tl.cdiv(K, BK), PIECES)
@@ -171,23 +172,27 @@ def multiply(
     block = blocks - 1
     row = 0
     col = 0
+    in_part = 0
+    to = 0
     for _ in range(tl.cdiv(here * cols * PIECES - start, COMPUTING) * blocks):
         block = tl.where(block == blocks - 1, 0, block + 1)
         if block == 0:
             t += COMPUTING
             row, col = chunk_tile_at(t // PIECES, here, cols)
             row += first
+            in_part = row // stretch * inner + row % stretch * BM
+            to = (row // stretch * W + source) * inner + row % stretch * BM
         k = (t % PIECES * blocks + block) * BK
-        a, b = load_operands(x, w, at + row * BM, col * BN, k, TRANSPOSED)
+        a, b = load_operands(x, w, at + in_part, col * BN, k, TRANSPOSED)
         acc = tl.dot(a, b, acc)
         if block == blocks - 1:
             if EXACT:
-                y.store([source * chunk + row * BM, col * BN], acc.to(x.dtype))
+                y.store([to, col * BN], acc.to(x.dtype))
             else:
-                r = row * BM + tl.arange(0, BM)[:, None]
+                r = tl.arange(0, BM)[:, None]
                 c = col * BN + tl.arange(0, BN)[None, :]
-                inside = (r < chunk) & (c < N)
-                where = out + (source * chunk + r).to(tl.int64) * out_stride + c
+                inside = (row % stretch * BM + r < inner) & (c < N)
+                where = out + (to + r).to(tl.int64) * out_stride + c
                 if PIECES == 1:
                     tl.store(where, acc.to(x.dtype), mask=inside)
                 else:
@@ -296,9 +301,11 @@ BLOCK = 1024
 """Elements that a program moves at a time, a warp."""
 
 
-def gather_needs(chunk: int, k: int, n: int, itemsize: int, world: int, config: GatherConfig) -> Need:
+def gather_needs(
+    chunk: int, k: int, n: int, outer: int, itemsize: int, world: int, config: GatherConfig
+) -> Need:
     """What a call of `gather_matmul` uses."""
-    rows, cols = cdiv(chunk, config.bm), cdiv(n, config.bn)
+    rows, cols = outer * cdiv(chunk // outer, config.bm), cdiv(n, config.bn)
     slices = cdiv(rows, cdiv(rows, config.slices))
     gathered, tiles = world * chunk * k * itemsize, world * rows * cols
     return Need(
@@ -315,33 +322,42 @@ def launch_gather_matmul(
     part: Tensor,
     w: Tensor,
     out: Tensor,
+    outer: int,
     config: GatherConfig,
     engine: CopyEngine | None = None,
     trace: Tensor | None = None,
 ) -> Tensor:
-    """`out = all_gather(part) @ w`. part: [C, K], contiguous; w: [K, N], either way round; out: [W * C, N].
+    """`out = X @ w`. part: [C, K], contiguous; w: [K, N], either way round; out: [W * C, N].
+
+    Rows of X are (outer, W, inner), those of `part` digit r of the middle.
 
     Returns where the parts of the peers lie, `[W * C, K]`, until the next call but one (the next, with copy engines);
     the own part is not there. Without movers `engine` moves.
     """
     (chunk, k), n, world, rank = part.shape, w.shape[1], memory.world, memory.rank
-    rows, cols = cdiv(chunk, config.bm), cdiv(n, config.bn)
+    inner, cols = chunk // outer, cdiv(n, config.bn)
+    stretch = cdiv(inner, config.bm)
+    rows = outer * stretch
     slice_rows = cdiv(rows, config.slices)
+    if inner % config.bm:  # a slice holds whole stretches
+        slice_rows = cdiv(slice_rows, stretch) * stretch
     slices = cdiv(rows, slice_rows)
+    part_rows = slice_rows * config.bm if inner % config.bm == 0 else slice_rows // stretch * inner
     region, signals = (memory.inbox, memory.signals) if config.movers else (memory.copies, memory.copy_signals)
     gathered = region.matrix(rank, part.dtype, 0, (2 if config.movers else 1) * world * chunk, k)
-    exact = chunk % config.bm == 0 and config.pieces == 1 and is_tma(out)
+    exact = inner % config.bm == 0 and config.pieces == 1 and is_tma(out)
     weight, transposed = describe_weight(w, config.bk, config.bn)
     programs = memory.programs
     if not config.movers:
         assert engine is not None
-        engine.push(part, slice_rows * config.bm, slices)
+        engine.push(part, part_rows, slices)
     gather_matmul[(programs,)](
         describe(part, config.bm, config.bk), describe(gathered, config.bm, config.bk), weight,
         describe(out, config.bm, config.bn) if exact else describe(part, config.bm, config.bn), part,
         region.addresses, signals.addresses, out, memory.pieces, memory.done, memory.state,
         memory.state if trace is None else trace,
-        world * chunk, n, k, rank, chunk, rows, cols, slices, slice_rows, config.movers or 1, out.stride(0),
+        world * chunk, n, k, rank, chunk, inner, stretch, rows, cols, slices, part_rows * k, slice_rows,
+        config.movers or 1, out.stride(0),
         PROGRAMS=programs, MOVERS=config.movers,
         COMPUTING=programs if config.shared or not config.movers else programs - config.movers, W=world,
         TRANSPOSED=transposed, EXACT=exact, PIECES=config.pieces,
@@ -369,7 +385,7 @@ def few_needs(chunk: int, k: int, n: int, itemsize: int, world: int, config: Few
 def launch_gather_matmul_few(
     memory: PeerMemory, part: Tensor, w: Tensor, out: Tensor, config: FewConfig
 ) -> Tensor:
-    """As `launch_gather_matmul`, for `W * C <= 128` rows and `cols * pieces <= memory.programs`; all parts are there."""
+    """As `launch_gather_matmul` with outer = 1, for `W * C <= 128` rows and `cols * pieces <= memory.programs`; all parts are there."""
     (chunk, k), n, world, rank = part.shape, w.shape[1], memory.world, memory.rank
     rows, cols = max(16, triton.next_power_of_2(world * chunk)), cdiv(n, config.bn)
     gathered = memory.inbox.matrix(rank, part.dtype, 0, 2 * world * chunk, k)

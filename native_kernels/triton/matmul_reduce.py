@@ -45,7 +45,7 @@ COPYING = tl.constexpr(2)
 @triton.jit
 def matmul_reduce(
     x, w, inbox0, inbox1, inbox2, inbox3, inbox4, inbox5, inbox6, inbox7, out, inbox, finished, signals, state, trace,
-    M, N, K, rank, chunk_rows, chunk_cols, rows, cols, visit, lag, pitch, out_stride,
+    M, N, K, rank, chunk_rows, chunk_cols, rows, cols, stretch, visit, lag, pitch, out_stride,
     COMPUTING: tl.constexpr, PROGRAMS: tl.constexpr, W: tl.constexpr, ORDER: tl.constexpr,
     BY_ROWS: tl.constexpr, ALL: tl.constexpr, TRANSPOSED: tl.constexpr, MEAN: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr,
@@ -65,7 +65,8 @@ def matmul_reduce(
     event = stamp(trace, program, event, BEGUN, 0, TRACE, EVENTS)
     if program < COMPUTING:
         event = compute(
-            x, w, (inbox0, inbox1, inbox2, inbox3, inbox4, inbox5, inbox6, inbox7), signals, K, rank, chunk_rows, chunk_cols, rows, cols, visit, parity, program,
+            x, w, (inbox0, inbox1, inbox2, inbox3, inbox4, inbox5, inbox6, inbox7), signals, K, rank, chunk_rows,
+            chunk_cols, rows, cols, stretch, visit, parity, program,
             trace, COMPUTING, W, ORDER, BY_ROWS, TRANSPOSED, BM, BN, BK, TRACE, EVENTS,
         )  # fmt: skip
     dtype: tl.constexpr = out.dtype.element_ty
@@ -97,8 +98,8 @@ def matmul_reduce(
                 tl.store(ready + source * parts + part, 0)
             event = stamp(trace, program, event, WAITED, part, TRACE, EVENTS)
             for sub in range(BT // BR):
-                in_chunk = row * BM + (i % PARTS) * BT + sub * BR + r
-                here = in_chunk * pitch + col * BN + c
+                in_tile = (i % PARTS) * BT + sub * BR + r
+                here = (row * BM + in_tile) * pitch + col * BN + c
                 if away == 0:
                     total = tl.zeros((BR, BN), tl.float32)
                     for s in tl.static_range(W):
@@ -112,7 +113,10 @@ def matmul_reduce(
                             tl.store(peer(finished, (rank + p) % W, dtype) + there, value)
                 else:
                     value = tl.load(mine + source * rows * BM * pitch + here)
-                to, inside = place(source, in_chunk, col * BN + c, M, N, chunk_rows, chunk_cols, out_stride, BY_ROWS, ALL)
+                to, inside = place(
+                    source, row // stretch, row % stretch * BM + in_tile, col * BN + c, M, N, chunk_rows, chunk_cols,
+                    out_stride, BY_ROWS, ALL,
+                )  # fmt: skip
                 tl.store(out + to, value, mask=inside)
             if ALL:
                 if away == 0:
@@ -125,11 +129,14 @@ def matmul_reduce(
 
 
 @triton.jit
-def place(owner, row, col, M, N, chunk_rows, chunk_cols, out_stride, BY_ROWS: tl.constexpr, ALL: tl.constexpr):
-    """Where an element of the chunk of `owner` lies in the output, and whether it does."""
+def place(
+    owner, stretch, row, col, M, N, chunk_rows, chunk_cols, out_stride, BY_ROWS: tl.constexpr, ALL: tl.constexpr
+):
+    """Where row `row` of a stretch of the chunk of `owner` lies in the output, and whether it does."""
     if BY_ROWS:
-        inside = (row < tl.minimum(chunk_rows, M - owner * chunk_rows)) & (col < N)
-        row += owner * chunk_rows if ALL else 0
+        inside = (row < chunk_rows) & (col < N)
+        row += (owner if ALL else stretch) * chunk_rows
+        inside = inside & (row < M)
     else:
         inside = (row < M) & (col < tl.minimum(chunk_cols, N - owner * chunk_cols))
         col += owner * chunk_cols if ALL else 0
@@ -148,7 +155,7 @@ def clear(counters, count, state, PROGRAMS: tl.constexpr):
 
 @triton.jit
 def compute(
-    x, w, inboxes, signals, K, rank, chunk_rows, chunk_cols, rows, cols, visit, parity, program, trace,
+    x, w, inboxes, signals, K, rank, chunk_rows, chunk_cols, rows, cols, stretch, visit, parity, program, trace,
     COMPUTING: tl.constexpr, W: tl.constexpr, ORDER: tl.constexpr, BY_ROWS: tl.constexpr,
     TRANSPOSED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     TRACE: tl.constexpr, EVENTS: tl.constexpr,
@@ -171,7 +178,9 @@ def compute(
         if block == 0:
             t += COMPUTING
             owner, row, col = tile_at(t, rank, W, rows, cols, visit, ORDER)
-        first_row = owner * chunk_rows + row * BM if BY_ROWS else row * BM
+        first_row = row * BM
+        if BY_ROWS:
+            first_row = (row // stretch * W + owner) * chunk_rows + row % stretch * BM
         first_col = col * BN if BY_ROWS else owner * chunk_cols + col * BN
         a, b = load_operands(x, w, first_row, first_col, block * BK, TRANSPOSED)
         acc = tl.dot(a, b, acc)
@@ -211,21 +220,27 @@ class ReduceConfig:
 
 @dataclass(frozen=True)
 class _Cut:
-    chunk_rows: int
+    """Tiles of a chunk. By rows the product is (outer, W, inner) rows, and chunk c digit c of the middle."""
+
+    inner: int
     chunk_cols: int
+    stretch: int
     rows: int
     cols: int
 
     @classmethod
-    def of(cls, m: int, n: int, world: int, config: ReduceConfig) -> "_Cut":
-        chunk_rows = cdiv(m, world) if config.by_rows else m
+    def of(cls, m: int, n: int, outer: int, world: int, config: ReduceConfig) -> "_Cut":
+        inner = cdiv(m, world * outer) if config.by_rows else m
         chunk_cols = n if config.by_rows else cdiv(cdiv(n, world), 8) * 8
-        return cls(chunk_rows, chunk_cols, cdiv(chunk_rows, config.bm), cdiv(chunk_cols, config.bn))
+        stretch = cdiv(inner, config.bm)
+        return cls(inner, chunk_cols, stretch, outer * stretch, cdiv(chunk_cols, config.bn))
 
 
-def reduce_needs(m: int, n: int, itemsize: int, world: int, all_ranks: bool, config: ReduceConfig) -> Need:
+def reduce_needs(
+    m: int, n: int, outer: int, itemsize: int, world: int, all_ranks: bool, config: ReduceConfig
+) -> Need:
     """What a call of `matmul_reduce` uses."""
-    cut = _Cut.of(m, n, world, config)
+    cut = _Cut.of(m, n, outer, world, config)
     chunk = cut.rows * config.bm * cut.cols * config.bn * itemsize
     counters = world * cut.rows * cut.cols * (1 + (config.bm // config.bt if all_ranks else 0))
     return Need(inbox=2 * world * chunk, finished=2 * world * chunk * all_ranks, signals=2 * 4 * counters)
@@ -238,17 +253,19 @@ def launch_matmul_reduce(
     out: Tensor,
     mean: bool,
     all_ranks: bool,
+    outer: int,
     order: int,
     config: ReduceConfig,
     trace: Tensor | None = None,
 ) -> None:
     """`out = sum (mean) over ranks of x @ w`: all of it, `[M, N]`, or this rank's rows (columns), 16 bits each.
 
-    x: [M, K], row-major; w: [K, N], either way round; both as `is_tma` wants them. `memory` has what
+    x: [M, K], row-major; w: [K, N], either way round; both as `is_tma` wants them. A rank's rows are digit r of
+    (outer, W, inner); columns are cut where `config.by_rows` is not set, and outer is 1. `memory` has what
     `reduce_needs` says. Every rank of the group makes the same calls.
     """
     (m, k), n, world, rank, dtype = x.shape, w.shape[1], memory.world, memory.rank, x.dtype
-    cut = _Cut.of(m, n, world, config)
+    cut = _Cut.of(m, n, outer, world, config)
     pitch, height = cut.cols * config.bn, cut.rows * config.bm
     boxes = [
         describe(memory.inbox.matrix(p, dtype, rank * height * pitch, (world + 1) * height, pitch), config.bm, config.bn)
@@ -260,7 +277,7 @@ def launch_matmul_reduce(
         describe(x, config.bm, config.bk), weight, *boxes, *boxes[:1] * (8 - world), out,
         memory.inbox.views[rank].data_ptr(), memory.finished.addresses, memory.signals.addresses,
         memory.state, memory.state if trace is None else trace,
-        m, n, k, rank, cut.chunk_rows, cut.chunk_cols, cut.rows, cut.cols,
+        m, n, k, rank, cut.inner, cut.chunk_cols, cut.rows, cut.cols, cut.stretch,
         config.visit or max(1, programs // world), programs // world + 1, pitch, out.stride(0),
         COMPUTING=programs - config.communicating, PROGRAMS=programs, W=world, ORDER=order,
         BY_ROWS=config.by_rows, ALL=all_ranks, TRANSPOSED=transposed, MEAN=mean,
