@@ -268,8 +268,11 @@ def put_packets(to, pairs, epoch, mask):
 
 
 @triton.jit
-def take_packets(at, epoch, mask, state, code, source, index):
-    """The packets at `at` (int64, our own memory) once all carry `epoch`; waits as `wait` does."""
+def take_packets(at, epoch, mask, state, code, sources, index):
+    """The packets at `at` (int64, our own memory) once all carry `epoch`; waits as `wait` does.
+
+    sources: from whom each of them comes.
+    """
     nothing = epoch.to(tl.int64) << 32
     packets = tl.load(at, mask=mask, other=nothing, volatile=True)
     missing = tl.max(((packets >> 32) != epoch).to(tl.int32), axis=None)
@@ -292,7 +295,8 @@ def take_packets(at, epoch, mask, state, code, source, index):
                     record = tl.load(state + 1).to(tl.pointer_type(tl.int32))
                     tl.store(state + 2, 1)
                     tl.store(record + 1, code)
-                    tl.store(record + 2, source)
+                    late = tl.where((packets >> 32) != epoch, sources, 1 << 30)
+                    tl.store(record + 2, tl.min(late, axis=None))
                     tl.store(record + 3, index)
                     tl.store(record + 4, epoch)
                     tl.store(record, 1)

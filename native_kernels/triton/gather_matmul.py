@@ -96,10 +96,10 @@ def reset(signals, rank, count, parity, epoch, state, PROGRAMS: tl.constexpr, W:
     finish(state, epoch, PROGRAMS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rank", "site"])
 def gather_matmul(
     x, gathered_x, w, y, part, gathered, signals, out, pieces, done, state, trace,
-    M, N, K, rank, chunk, inner, stretch, rows, cols, slices, slice_elements, slice_rows, target, out_stride,
+    M, N, K, rank, site, chunk, inner, stretch, rows, cols, slices, slice_elements, slice_rows, target, out_stride,
     PROGRAMS: tl.constexpr, MOVERS: tl.constexpr, COMPUTING: tl.constexpr, W: tl.constexpr,
     TRANSPOSED: tl.constexpr, EXACT: tl.constexpr, PIECES: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BLOCK: tl.constexpr,
@@ -142,7 +142,7 @@ def gather_matmul(
             start = (turn + COMPUTING - before % COMPUTING) % COMPUTING
             before += here * cols * PIECES
             if start < here * cols * PIECES:
-                wait(arrived + source * slices + piece, target, state, GATHERING, source, piece, epoch)
+                wait(arrived + source * slices + piece, target, state, site * 8 + GATHERING, source, piece, epoch)
                 fence_copies()
                 event = stamp(trace, program, event, WAITED, source, TRACE, EVENTS)
                 event = multiply(
@@ -220,10 +220,10 @@ def add_pieces(pieces, done, acc, tile, piece, where, inside, PIECES: tl.constex
         tl.store(done + tile, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rank", "site"])
 def gather_matmul_few(
     gathered_x, w, weight, part, gathered, signals, out, pieces, done, state,
-    M, N, K, rank, chunk, cols, per_piece, w_row, w_col, out_stride,
+    M, N, K, rank, site, chunk, cols, per_piece, w_row, w_col, out_stride,
     PROGRAMS: tl.constexpr, MOVERS: tl.constexpr, AHEAD: tl.constexpr, W: tl.constexpr,
     TRANSPOSED: tl.constexpr, PIECES: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BLOCK: tl.constexpr,
@@ -251,7 +251,7 @@ def gather_matmul_few(
             if ahead < per_piece:
                 prefetch(weight + at + lines)
         arrived = peer(signals, rank, tl.int32) + parity * W
-        wait_all(arrived, 1, W, MOVERS, state, GATHERING, 0, program, epoch)
+        wait_all(arrived, 1, W, MOVERS, state, site * 8 + GATHERING, 0, program, epoch)
         fence_copies()
         acc = tl.zeros((BM, BN), tl.float32)
         first = piece * per_piece
@@ -325,6 +325,7 @@ def launch_gather_matmul(
     outer: int,
     config: GatherConfig,
     engine: CopyEngine | None = None,
+    site: int = 0,
     trace: Tensor | None = None,
 ) -> Tensor:
     """`out = X @ w`. part: [C, K], contiguous; w: [K, N], either way round; out: [W * C, N].
@@ -356,7 +357,7 @@ def launch_gather_matmul(
         describe(out, config.bm, config.bn) if exact else describe(part, config.bm, config.bn), part,
         region.addresses, signals.addresses, out, memory.pieces, memory.done, memory.state,
         memory.state if trace is None else trace,
-        world * chunk, n, k, rank, chunk, inner, stretch, rows, cols, slices, part_rows * k, slice_rows,
+        world * chunk, n, k, rank, site, chunk, inner, stretch, rows, cols, slices, part_rows * k, slice_rows,
         config.movers or 1, out.stride(0),
         PROGRAMS=programs, MOVERS=config.movers,
         COMPUTING=programs if config.shared or not config.movers else programs - config.movers, W=world,
@@ -383,7 +384,7 @@ def few_needs(chunk: int, k: int, n: int, itemsize: int, world: int, config: Few
 
 
 def launch_gather_matmul_few(
-    memory: PeerMemory, part: Tensor, w: Tensor, out: Tensor, config: FewConfig
+    memory: PeerMemory, part: Tensor, w: Tensor, out: Tensor, config: FewConfig, site: int = 0
 ) -> Tensor:
     """As `launch_gather_matmul` with outer = 1, for `W * C <= 128` rows and `cols * pieces <= memory.programs`; all parts are there."""
     (chunk, k), n, world, rank = part.shape, w.shape[1], memory.world, memory.rank
@@ -394,7 +395,7 @@ def launch_gather_matmul_few(
     gather_matmul_few[(programs,)](
         describe(gathered, rows, config.bk), weight, w, part, memory.inbox.addresses, memory.signals.addresses,
         out, memory.pieces, memory.done, memory.state,
-        world * chunk, n, k, rank, chunk, cols, cdiv(cdiv(k, config.bk), config.pieces),
+        world * chunk, n, k, rank, site, chunk, cols, cdiv(cdiv(k, config.bk), config.pieces),
         w.stride(1), w.stride(0), out.stride(0),
         PROGRAMS=programs, MOVERS=min(config.movers, programs), AHEAD=config.ahead, W=world,
         TRANSPOSED=transposed, PIECES=config.pieces,

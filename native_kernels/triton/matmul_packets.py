@@ -24,9 +24,9 @@ REDUCING = tl.constexpr(1)
 COPYING = tl.constexpr(2)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rank", "site"])
 def matmul_packets(
-    x, w, out, packets, state, M, N, K, rank, chunk, slot, pitch,
+    x, w, out, packets, state, M, N, K, rank, site, chunk, slot, pitch,
     PROGRAMS: tl.constexpr, W: tl.constexpr, ONCE: tl.constexpr, ALL: tl.constexpr, TRANSPOSED: tl.constexpr,
     MEAN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BC: tl.constexpr, SOURCES: tl.constexpr,
 ):  # fmt: skip
@@ -78,7 +78,7 @@ def matmul_packets(
         inside = (r[:, None] < rows) & (n[None, :] < pitch)
         where = (source * chunk + r[None, :, None]) * pitch + n[None, None, :]
         parts = take_packets(
-            own + where, epoch, (source < W) & inside[None, :, :], state, REDUCING, -1, tile
+            own + where, epoch, (source < W) & inside[None, :, :], state, site * 8 + REDUCING, source, tile
         )
         low = (parts & 0xFFFF).to(tl.uint16).to(dtype, bitcast=True).to(tl.float32)
         high = ((parts >> 16) & 0xFFFF).to(tl.uint16).to(dtype, bitcast=True).to(tl.float32)
@@ -102,7 +102,7 @@ def matmul_packets(
             n = tile * (BN // 2) + half
             theirs = (m[:, None] < M) & (m[:, None] // chunk != rank) & (n[None, :] < pitch)
             where = own + W * slot + m[:, None] * pitch + n[None, :]
-            sums = take_packets(where, epoch, theirs, state, COPYING, -1, tile)
+            sums = take_packets(where, epoch, theirs, state, site * 8 + COPYING, m[:, None] // chunk, tile)
             tl.store(out_pairs + m[:, None] * pitch + n[None, :], sums.to(tl.uint32), mask=theirs)
     finish(state, epoch, PROGRAMS)
 
@@ -124,7 +124,7 @@ def packets_needs(m: int, n: int, world: int, config: PacketsConfig) -> Need:
 
 
 def launch_matmul_packets(
-    memory: PeerMemory, x: Tensor, w: Tensor, out: Tensor, mean: bool, all_ranks: bool, config: PacketsConfig
+    memory: PeerMemory, x: Tensor, w: Tensor, out: Tensor, mean: bool, all_ranks: bool, config: PacketsConfig, site: int = 0
 ) -> None:
     """`out = sum (mean) over ranks of x @ w`: all of it, `[M, N]`, or this rank's rows of it; 16 bits each, N even.
 
@@ -137,7 +137,7 @@ def launch_matmul_packets(
     programs = min(memory.programs, cdiv(n, config.bn))
     matmul_packets[(programs,)](
         describe(x, rows, config.bk), weight, out, memory.packets.addresses, memory.state,
-        m, n, k, memory.rank, chunk, chunk * (n // 2), n // 2,
+        m, n, k, memory.rank, site, chunk, chunk * (n // 2), n // 2,
         PROGRAMS=programs, W=world, ONCE=config.once, ALL=all_ranks, TRANSPOSED=transposed, MEAN=mean,
         BM=rows, BN=config.bn, BK=config.bk, BC=triton.next_power_of_2(chunk),
         SOURCES=triton.next_power_of_2(world),

@@ -42,10 +42,10 @@ REDUCING = tl.constexpr(1)  # what a wait is for, in failure records
 COPYING = tl.constexpr(2)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rank", "site"])
 def matmul_reduce(
     x, w, inbox0, inbox1, inbox2, inbox3, inbox4, inbox5, inbox6, inbox7, out, inbox, finished, signals, state, trace,
-    M, N, K, rank, chunk_rows, chunk_cols, rows, cols, stretch, visit, lag, pitch, out_stride,
+    M, N, K, rank, site, chunk_rows, chunk_cols, rows, cols, stretch, visit, lag, pitch, out_stride,
     COMPUTING: tl.constexpr, PROGRAMS: tl.constexpr, W: tl.constexpr, ORDER: tl.constexpr,
     BY_ROWS: tl.constexpr, ALL: tl.constexpr, TRANSPOSED: tl.constexpr, MEAN: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr,
@@ -92,9 +92,9 @@ def matmul_reduce(
             tile = row * cols + col
             part = tile * PARTS + i % PARTS
             if away == 0:
-                wait_all(arrived + tile, tiles, W, 1, state, REDUCING, 0, tile, epoch)
+                wait_all(arrived + tile, tiles, W, 1, state, site * 8 + REDUCING, 0, tile, epoch)
             else:
-                wait(ready + source * parts + part, 1, state, COPYING, source, part, epoch)
+                wait(ready + source * parts + part, 1, state, site * 8 + COPYING, source, part, epoch)
                 tl.store(ready + source * parts + part, 0)
             event = stamp(trace, program, event, WAITED, part, TRACE, EVENTS)
             for sub in range(BT // BR):
@@ -256,6 +256,7 @@ def launch_matmul_reduce(
     outer: int,
     order: int,
     config: ReduceConfig,
+    site: int = 0,
     trace: Tensor | None = None,
 ) -> None:
     """`out = sum (mean) over ranks of x @ w`: all of it, `[M, N]`, or this rank's rows (columns), 16 bits each.
@@ -277,7 +278,7 @@ def launch_matmul_reduce(
         describe(x, config.bm, config.bk), weight, *boxes, *boxes[:1] * (8 - world), out,
         memory.inbox.views[rank].data_ptr(), memory.finished.addresses, memory.signals.addresses,
         memory.state, memory.state if trace is None else trace,
-        m, n, k, rank, cut.inner, cut.chunk_cols, cut.rows, cut.cols, cut.stretch,
+        m, n, k, rank, site, cut.inner, cut.chunk_cols, cut.rows, cut.cols, cut.stretch,
         config.visit or max(1, programs // world), programs // world + 1, pitch, out.stride(0),
         COMPUTING=programs - config.communicating, PROGRAMS=programs, W=world, ORDER=order,
         BY_ROWS=config.by_rows, ALL=all_ranks, TRANSPOSED=transposed, MEAN=mean,
