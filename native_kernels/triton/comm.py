@@ -101,7 +101,9 @@ def prefetch(lines):
 def barrier():
     """Of the program's threads; may stand in a loop that is software-pipelined, as the compiler does not see it."""
     if not INTERPRET:
-        tl.inline_asm_elementwise("bar.sync 0; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+        tl.inline_asm_elementwise(
+            "bar.sync 0; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+        )
 
 
 @triton.jit

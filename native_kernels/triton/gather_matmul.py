@@ -70,7 +70,16 @@ def push(
 
 @triton.jit
 def push_to_all(
-    part, gathered, signals, rank, elements, parity, mover, MOVERS: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr
+    part,
+    gathered,
+    signals,
+    rank,
+    elements,
+    parity,
+    mover,
+    MOVERS: tl.constexpr,
+    W: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """As `push` of one slice, to our own memory too, with all signals at the end."""
     dtype: tl.constexpr = part.dtype.element_ty
@@ -84,7 +93,9 @@ def push_to_all(
 
 
 @triton.jit
-def reset(signals, rank, count, parity, epoch, state, PROGRAMS: tl.constexpr, W: tl.constexpr, CREDIT: tl.constexpr):
+def reset(
+    signals, rank, count, parity, epoch, state, PROGRAMS: tl.constexpr, W: tl.constexpr, CREDIT: tl.constexpr
+):
     """`finish`, and all counters of this parity are 0 again. CREDIT: tell all peers that they may store again."""
     tl.debug_barrier()
     if tl.atomic_add(state + 6, 1, sem="acq_rel", scope="gpu") == PROGRAMS - 1:
@@ -102,7 +113,7 @@ def gather_matmul(
     M, N, K, rank, site, chunk, inner, stretch, rows, cols, slices, slice_elements, slice_rows, target, out_stride,
     PROGRAMS: tl.constexpr, MOVERS: tl.constexpr, COMPUTING: tl.constexpr, W: tl.constexpr,
     TRANSPOSED: tl.constexpr, EXACT: tl.constexpr, PIECES: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BLOCK: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BLOCK: tl.constexpr, CREDIT: tl.constexpr,
     TRACE: tl.constexpr, EVENTS: tl.constexpr,
 ):  # fmt: skip
     """Grid: PROGRAMS, of which the first MOVERS move and the last COMPUTING multiply; some may do both.
@@ -142,7 +153,15 @@ def gather_matmul(
             start = (turn + COMPUTING - before % COMPUTING) % COMPUTING
             before += here * cols * PIECES
             if start < here * cols * PIECES:
-                wait(arrived + source * slices + piece, target, state, site * 8 + GATHERING, source, piece, epoch)
+                wait(
+                    arrived + source * slices + piece,
+                    target,
+                    state,
+                    site * 8 + GATHERING,
+                    source,
+                    piece,
+                    epoch,
+                )
                 fence_copies()
                 event = stamp(trace, program, event, WAITED, source, TRACE, EVENTS)
                 event = multiply(
@@ -151,7 +170,7 @@ def gather_matmul(
                     BM, BN, BK, TRACE, EVENTS,
                 )  # fmt: skip
     event = stamp(trace, program, event, ENDED, 0, TRACE, EVENTS)
-    reset(signals, rank, W * slices, parity, epoch, state, PROGRAMS, W, MOVERS == 0)
+    reset(signals, rank, W * slices, parity, epoch, state, PROGRAMS, W, CREDIT)
 
 
 @triton.jit
@@ -208,7 +227,12 @@ def add_pieces(pieces, done, acc, tile, piece, where, inside, PIECES: tl.constex
     """Put a piece aside; the program that does so last adds all pieces of the tile, in order, and stores the sum."""
     BM: tl.constexpr = acc.shape[0]
     BN: tl.constexpr = acc.shape[1]
-    at = pieces + tile.to(tl.int64) * (PIECES * BM * BN) + tl.arange(0, BM)[:, None] * BN + tl.arange(0, BN)[None, :]
+    at = (
+        pieces
+        + tile.to(tl.int64) * (PIECES * BM * BN)
+        + tl.arange(0, BM)[:, None] * BN
+        + tl.arange(0, BN)[None, :]
+    )
     tl.store(at + piece * (BM * BN), acc)
     barrier()
     if tl.atomic_add(done + tile, 1, sem="acq_rel", scope="gpu") == PIECES - 1:
@@ -245,9 +269,14 @@ def gather_matmul_few(
         LINE: tl.constexpr = 64  # elements of 128 bytes
         for ahead in range(AHEAD):
             if TRANSPOSED:
-                lines = tl.arange(0, BN)[:, None] * w_row + (ahead * BK + tl.arange(0, BK // LINE)[None, :] * LINE) * w_col
+                lines = (
+                    tl.arange(0, BN)[:, None] * w_row
+                    + (ahead * BK + tl.arange(0, BK // LINE)[None, :] * LINE) * w_col
+                )
             else:
-                lines = (ahead * BK + tl.arange(0, BK)[:, None]) * w_col + tl.arange(0, BN // LINE)[None, :] * LINE * w_row
+                lines = (ahead * BK + tl.arange(0, BK)[:, None]) * w_col + tl.arange(0, BN // LINE)[
+                    None, :
+                ] * LINE * w_row
             if ahead < per_piece:
                 prefetch(weight + at + lines)
         arrived = peer(signals, rank, tl.int32) + parity * W
@@ -325,6 +354,7 @@ def launch_gather_matmul(
     outer: int,
     config: GatherConfig,
     engine: CopyEngine | None = None,
+    credit: bool = True,
     site: int = 0,
     trace: Tensor | None = None,
 ) -> Tensor:
@@ -333,7 +363,8 @@ def launch_gather_matmul(
     Rows of X are (outer, W, inner), those of `part` digit r of the middle.
 
     Returns where the parts of the peers lie, `[W * C, K]`, until the next call but one (the next, with copy engines);
-    the own part is not there. Without movers `engine` moves.
+    the own part is not there. Without movers `engine` moves; without `credit` its peers wait before their next call until
+    it gives them credit.
     """
     (chunk, k), n, world, rank = part.shape, w.shape[1], memory.world, memory.rank
     inner, cols = chunk // outer, cdiv(n, config.bn)
@@ -344,7 +375,9 @@ def launch_gather_matmul(
         slice_rows = cdiv(slice_rows, stretch) * stretch
     slices = cdiv(rows, slice_rows)
     part_rows = slice_rows * config.bm if inner % config.bm == 0 else slice_rows // stretch * inner
-    region, signals = (memory.inbox, memory.signals) if config.movers else (memory.copies, memory.copy_signals)
+    region, signals = (
+        (memory.inbox, memory.signals) if config.movers else (memory.copies, memory.copy_signals)
+    )
     gathered = region.matrix(rank, part.dtype, 0, (2 if config.movers else 1) * world * chunk, k)
     exact = inner % config.bm == 0 and config.pieces == 1 and is_tma(out)
     weight, transposed = describe_weight(w, config.bk, config.bn)
@@ -362,7 +395,7 @@ def launch_gather_matmul(
         PROGRAMS=programs, MOVERS=config.movers,
         COMPUTING=programs if config.shared or not config.movers else programs - config.movers, W=world,
         TRANSPOSED=transposed, EXACT=exact, PIECES=config.pieces,
-        BM=config.bm, BN=config.bn, BK=config.bk, BLOCK=BLOCK * config.warps,
+        BM=config.bm, BN=config.bn, BK=config.bk, BLOCK=BLOCK * config.warps, CREDIT=credit and not config.movers,
         TRACE=trace is not None, EVENTS=EVENTS,
         num_warps=config.warps, num_stages=config.stages, launch_cooperative_grid=True,
     )  # fmt: skip

@@ -124,7 +124,14 @@ def packets_needs(m: int, n: int, world: int, config: PacketsConfig) -> Need:
 
 
 def launch_matmul_packets(
-    memory: PeerMemory, x: Tensor, w: Tensor, out: Tensor, mean: bool, all_ranks: bool, config: PacketsConfig, site: int = 0
+    memory: PeerMemory,
+    x: Tensor,
+    w: Tensor,
+    out: Tensor,
+    mean: bool,
+    all_ranks: bool,
+    config: PacketsConfig,
+    site: int = 0,
 ) -> None:
     """`out = sum (mean) over ranks of x @ w`: all of it, `[M, N]`, or this rank's rows of it; 16 bits each, N even.
 

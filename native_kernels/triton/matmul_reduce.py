@@ -130,7 +130,17 @@ def matmul_reduce(
 
 @triton.jit
 def place(
-    owner, stretch, row, col, M, N, chunk_rows, chunk_cols, out_stride, BY_ROWS: tl.constexpr, ALL: tl.constexpr
+    owner,
+    stretch,
+    row,
+    col,
+    M,
+    N,
+    chunk_rows,
+    chunk_cols,
+    out_stride,
+    BY_ROWS: tl.constexpr,
+    ALL: tl.constexpr,
 ):
     """Where row `row` of a stretch of the chunk of `owner` lies in the output, and whether it does."""
     if BY_ROWS:
@@ -269,7 +279,11 @@ def launch_matmul_reduce(
     cut = _Cut.of(m, n, outer, world, config)
     pitch, height = cut.cols * config.bn, cut.rows * config.bm
     boxes = [
-        describe(memory.inbox.matrix(p, dtype, rank * height * pitch, (world + 1) * height, pitch), config.bm, config.bn)
+        describe(
+            memory.inbox.matrix(p, dtype, rank * height * pitch, (world + 1) * height, pitch),
+            config.bm,
+            config.bn,
+        )
         for p in range(world)
     ]
     weight, transposed = describe_weight(w, config.bk, config.bn)
