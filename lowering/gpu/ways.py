@@ -68,7 +68,7 @@ def _ways(problem: Problem) -> tuple[tuple[str, Config | None], ...]:
     if problem.op == "matmul_all_reduce":
         nbytes = problem.m * problem.n * 2
         # torch's kernels read and write 16 bytes at a time, of every rank's share.
-        if nbytes % (16 * problem.world) == 0 and problem.world in (2, 4, 8):
+        if problem.dtype is torch.bfloat16 and nbytes % (16 * problem.world) == 0 and problem.world in (2, 4, 8):
             found += [(ONE_SHOT, None)] if nbytes <= 8 << 20 else []
             found += [(TWO_SHOT, None)]
     if problem.aligned:
