@@ -107,10 +107,12 @@ def gather(
 
 def _copy_gathered(gathered: Tensor, part: Tensor, problem: Problem, memory: PeerMemory) -> Tensor:
     """X out of the memory where its parts have arrived in the call before: one half of it, or all."""
-    parts = gathered.view(-1, problem.world, *part.shape)
-    if parts.shape[0] == 1:
-        parts = parts[0].clone()
+    rows = problem.world * part.shape[0]
+    if gathered.shape[0] == rows:
+        x = gathered.clone()
     else:  # only the device knows how many calls there were
-        parts = parts.index_select(0, memory.state[3:4] % 2)[0]
+        halves = gathered.as_strided((2, rows * problem.k), ((gathered.shape[0] - rows) * problem.k, 1))
+        x = halves.index_select(0, memory.state[3:4] % 2)
+    parts = x.view(problem.world, *part.shape)
     parts[memory.rank] = part
     return whole(parts, 0, problem.outer)

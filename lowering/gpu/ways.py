@@ -16,7 +16,7 @@ import torch
 from autofuse.native_kernels.triton.gather_matmul import FewConfig, GatherConfig, few_needs, gather_needs
 from autofuse.native_kernels.triton.matmul_packets import PacketsConfig, packets_needs
 from autofuse.native_kernels.triton.matmul_reduce import ReduceConfig, reduce_needs
-from autofuse.native_kernels.triton.memory import Need, cdiv
+from autofuse.native_kernels.triton.memory import LONGEST_ROW, Need, cdiv
 
 DTYPES = (torch.bfloat16, torch.float16)
 SHARED_MEMORY = 227 * 1024
@@ -68,7 +68,11 @@ def _ways(problem: Problem) -> tuple[tuple[str, Config | None], ...]:
     if problem.op == "matmul_all_reduce":
         nbytes = problem.m * problem.n * 2
         # torch's kernels read and write 16 bytes at a time, of every rank's share.
-        if problem.dtype is torch.bfloat16 and nbytes % (16 * problem.world) == 0 and problem.world in (2, 4, 8):
+        if (
+            problem.dtype is torch.bfloat16
+            and nbytes % (16 * problem.world) == 0
+            and problem.world in (2, 4, 8)
+        ):
             found += [(ONE_SHOT, None)] if nbytes <= 8 << 20 else []
             found += [(TWO_SHOT, None)]
     if problem.aligned:
@@ -84,6 +88,7 @@ def _aligned(problem: Problem) -> bool:
         and min(problem.m, problem.k, problem.n) > 0
         and problem.n % 8 == 0
         and problem.k % 8 == 0
+        and max(problem.k, problem.n + 256) * problem.dtype.itemsize <= LONGEST_ROW
     )
 
 

@@ -10,11 +10,12 @@ from where it lies, then those of r - 1, r - 2, ..., whose slices arrive in that
 `gather_matmul_few`: all rows fit in one tile, and a program multiplies a piece of K of one tile; the pieces of a tile
 are added, in order, by the program that comes last.
 
-Memory of a rank, by the parity of the epoch: gathered [2, W, C, K] and counters arrived [2, W, slices].
+In either half of the memory of a rank: gathered [W, C, K] and the counters arrived [W, slices].
 """
 
 from dataclasses import dataclass
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -39,7 +40,7 @@ from .comm import (
 )
 from .copy_engine import FIRST_CREDIT, CopyEngine
 from .gemm import chunk_tile_at, load_operands
-from .memory import EVENTS, Need, PeerMemory, cdiv, describe, describe_weight, is_tma
+from .memory import EVENTS, LONGEST_ROW, Need, PeerMemory, cdiv, describe, describe_weight, is_tma
 
 GATHERING = tl.constexpr(3)
 CREDITS = tl.constexpr(FIRST_CREDIT)
@@ -47,22 +48,21 @@ CREDITS = tl.constexpr(FIRST_CREDIT)
 
 @triton.jit
 def push(
-    part, gathered, signals, rank, elements, slices, slice_elements, parity, mover,
+    part, gathered, signals, rank, first, first_signal, elements, slices, slice_elements, mover,
     MOVERS: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Store this rank's part (`elements` elements, contiguous) into the memory of all peers.
+    """Store this rank's part (`elements` elements, contiguous) into the memory of all peers, from element `first` on.
 
     Mover number `mover` of MOVERS moves every MOVERS-th block of a slice and signals once a slice.
     """
     dtype: tl.constexpr = part.dtype.element_ty
     for i in tl.static_range(1, W):
         to = (rank + i) % W
-        there = peer(gathered, to, dtype) + (parity * W + rank).to(tl.int64) * elements
-        flags = peer(signals, to, tl.int32) + (parity * W + rank) * slices
+        there = peer(gathered, to, dtype) + first
+        flags = peer(signals, to, tl.int32) + first_signal + rank * slices
         for s in range(slices):
-            first = s * slice_elements
-            last = tl.minimum(first + slice_elements, elements)
-            for at in range(first + mover * BLOCK, last, MOVERS * BLOCK):
+            last = tl.minimum((s + 1) * slice_elements, elements)
+            for at in range(s * slice_elements + mover * BLOCK, last, MOVERS * BLOCK):
                 o = at + tl.arange(0, BLOCK)
                 tl.store(there + o, tl.load(part + o, mask=o < last), mask=o < last)
             signal(flags + s)
@@ -75,7 +75,8 @@ def push_to_all(
     signals,
     rank,
     elements,
-    parity,
+    first,
+    first_signal,
     mover,
     MOVERS: tl.constexpr,
     W: tl.constexpr,
@@ -87,19 +88,19 @@ def push_to_all(
         o = at + tl.arange(0, BLOCK)
         value = tl.load(part + o, mask=o < elements)
         for i in tl.static_range(1, W + 1):
-            there = peer(gathered, (rank + i) % W, dtype) + (parity * W + rank) * elements
+            there = peer(gathered, (rank + i) % W, dtype) + first
             tl.store(there + o, value, mask=o < elements)
-    signal_all(signals, W, parity * W + rank, -1)
+    signal_all(signals, W, first_signal + rank, -1)
 
 
 @triton.jit
 def reset(
-    signals, rank, count, parity, epoch, state, PROGRAMS: tl.constexpr, W: tl.constexpr, CREDIT: tl.constexpr
+    signals, rank, first, count, epoch, state, PROGRAMS: tl.constexpr, W: tl.constexpr, CREDIT: tl.constexpr
 ):
-    """`finish`, and all counters of this parity are 0 again. CREDIT: tell all peers that they may store again."""
+    """`finish`, and `count` counters from `first` on are 0 again. CREDIT: tell all peers that they may store again."""
     tl.debug_barrier()
     if tl.atomic_add(state + 6, 1, sem="acq_rel", scope="gpu") == PROGRAMS - 1:
-        flags = peer(signals, rank, tl.int32) + parity * count
+        flags = peer(signals, rank, tl.int32) + first
         for i in range(count):
             tl.store(flags + i, 0)
         if CREDIT:
@@ -111,6 +112,7 @@ def reset(
 def gather_matmul(
     x, gathered_x, w, y, part, gathered, signals, out, pieces, done, state, trace,
     M, N, K, rank, site, chunk, inner, stretch, rows, cols, slices, slice_elements, slice_rows, target, out_stride,
+    gathered_half, signals_half,
     PROGRAMS: tl.constexpr, MOVERS: tl.constexpr, COMPUTING: tl.constexpr, W: tl.constexpr,
     TRANSPOSED: tl.constexpr, EXACT: tl.constexpr, PIECES: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BLOCK: tl.constexpr, CREDIT: tl.constexpr,
@@ -118,7 +120,7 @@ def gather_matmul(
 ):  # fmt: skip
     """Grid: PROGRAMS, of which the first MOVERS move and the last COMPUTING multiply; some may do both.
 
-    x, w: descriptors of the own part [C, K] and the weight; gathered_x: of the own gathered memory [2 * W * C, K];
+    x, w: descriptors of the own part [C, K] and the weight; gathered_x: of the own gathered memory, both halves, [.., K];
     y: of the output, used if EXACT (inner is a multiple of BM, and PIECES is 1); part, out: the own part and the output;
     gathered, signals: int64 [W]; slice_rows: rows of tiles in a slice, of slice_elements elements; target: what the counter of a complete
     slice shows; pieces: fp32, done: int32 [W * rows * cols], 0: as for `gather_matmul_few`.
@@ -126,19 +128,22 @@ def gather_matmul(
     program = tl.program_id(0)
     epoch = begin(state)
     # Copy engines know no epoch: they store once, and again when they have credit.
-    parity = epoch % 2 if MOVERS else epoch * 0
+    half = epoch % 2 if MOVERS else epoch * 0
+    first_row = half * gathered_half
+    first_signal = half * signals_half
     event = 0
     event = stamp(trace, program, event, BEGUN, 0, TRACE, EVENTS)
     if program < MOVERS:
         push(
-            part, gathered, signals, rank, chunk * K, slices, slice_elements, parity, program,
+            part, gathered, signals, rank, (first_row + rank * chunk).to(tl.int64) * K, first_signal, chunk * K,
+            slices, slice_elements, program,
             MOVERS, W, BLOCK,
         )  # fmt: skip
         event = stamp(trace, program, event, PUSHED, 0, TRACE, EVENTS)
     turn = PROGRAMS - 1 - program
     if turn < COMPUTING:
         # Those that move turn to parts that are still on their way.
-        arrived = peer(signals, rank, tl.int32) + parity * W * slices
+        arrived = peer(signals, rank, tl.int32) + first_signal
         event = multiply(
             x, w, y, out, pieces, done, trace, event, K, N, 0, rank, inner, stretch, rows, cols, 0, rows, turn,
             out_stride, W, COMPUTING, TRANSPOSED, EXACT, PIECES, BM, BN, BK, TRACE, EVENTS,
@@ -165,12 +170,12 @@ def gather_matmul(
                 fence_copies()
                 event = stamp(trace, program, event, WAITED, source, TRACE, EVENTS)
                 event = multiply(
-                    gathered_x, w, y, out, pieces, done, trace, event, K, N, (parity * W + source) * chunk, source,
+                    gathered_x, w, y, out, pieces, done, trace, event, K, N, first_row + source * chunk, source,
                     inner, stretch, rows, cols, first, here, start, out_stride, W, COMPUTING, TRANSPOSED, EXACT, PIECES,
                     BM, BN, BK, TRACE, EVENTS,
                 )  # fmt: skip
     event = stamp(trace, program, event, ENDED, 0, TRACE, EVENTS)
-    reset(signals, rank, W * slices, parity, epoch, state, PROGRAMS, W, CREDIT)
+    reset(signals, rank, first_signal, W * slices, epoch, state, PROGRAMS, W, CREDIT)
 
 
 @triton.jit
@@ -248,6 +253,7 @@ def add_pieces(pieces, done, acc, tile, piece, where, inside, PIECES: tl.constex
 def gather_matmul_few(
     gathered_x, w, weight, part, gathered, signals, out, pieces, done, state,
     M, N, K, rank, site, chunk, cols, per_piece, w_row, w_col, out_stride,
+    gathered_half, signals_half,
     PROGRAMS: tl.constexpr, MOVERS: tl.constexpr, AHEAD: tl.constexpr, W: tl.constexpr,
     TRANSPOSED: tl.constexpr, PIECES: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BLOCK: tl.constexpr,
@@ -258,9 +264,13 @@ def gather_matmul_few(
     """
     program = tl.program_id(0)
     epoch = begin(state)
-    parity = epoch % 2
+    first_row = epoch % 2 * gathered_half
+    first_signal = epoch % 2 * signals_half
     if program < MOVERS:
-        push_to_all(part, gathered, signals, rank, chunk * K, parity, program, MOVERS, W, BLOCK)
+        push_to_all(
+            part, gathered, signals, rank, chunk * K, (first_row + rank * chunk).to(tl.int64) * K, first_signal,
+            program, MOVERS, W, BLOCK,
+        )  # fmt: skip
     if program < cols * PIECES:
         col = program % cols
         piece = program // cols
@@ -279,13 +289,13 @@ def gather_matmul_few(
                 ] * LINE * w_row
             if ahead < per_piece:
                 prefetch(weight + at + lines)
-        arrived = peer(signals, rank, tl.int32) + parity * W
+        arrived = peer(signals, rank, tl.int32) + first_signal
         wait_all(arrived, 1, W, MOVERS, state, site * 8 + GATHERING, 0, program, epoch)
         fence_copies()
         acc = tl.zeros((BM, BN), tl.float32)
         first = piece * per_piece
         for block in range(first, tl.minimum(first + per_piece, tl.cdiv(K, BK))):
-            a, b = load_operands(gathered_x, w, parity * W * chunk, col * BN, block * BK, TRANSPOSED)
+            a, b = load_operands(gathered_x, w, first_row, col * BN, block * BK, TRANSPOSED)
             acc = tl.dot(a, b, acc)
         r = tl.arange(0, BM)[:, None]
         c = col * BN + tl.arange(0, BN)[None, :]
@@ -295,7 +305,7 @@ def gather_matmul_few(
             add_pieces(pieces, done, acc, col, piece, where, inside, PIECES)
         else:
             tl.store(where, acc.to(out.dtype.element_ty), mask=inside)
-    reset(signals, rank, W, parity, epoch, state, PROGRAMS, W, False)
+    reset(signals, rank, first_signal, W, epoch, state, PROGRAMS, W, False)
 
 
 @dataclass(frozen=True)
@@ -338,7 +348,7 @@ def gather_needs(
     slices = cdiv(rows, cdiv(rows, config.slices))
     gathered, tiles = world * chunk * k * itemsize, world * rows * cols
     return Need(
-        inbox=2 * gathered if config.movers else 0,
+        inbox=2 * (gathered + LONGEST_ROW) if config.movers else 0,
         copies=0 if config.movers else gathered,
         signals=2 * 4 * world * slices,
         pieces=tiles * config.pieces * config.bm * config.bn if config.pieces > 1 else 0,
@@ -378,7 +388,8 @@ def launch_gather_matmul(
     region, signals = (
         (memory.inbox, memory.signals) if config.movers else (memory.copies, memory.copy_signals)
     )
-    gathered = region.matrix(rank, part.dtype, 0, (2 if config.movers else 1) * world * chunk, k)
+    half = region.half(part.dtype) // k if config.movers else 0
+    gathered = region.matrix(rank, part.dtype, 0, half + world * chunk, k)
     exact = inner % config.bm == 0 and config.pieces == 1 and is_tma(out)
     weight, transposed = describe_weight(w, config.bk, config.bn)
     programs = memory.programs
@@ -391,7 +402,7 @@ def launch_gather_matmul(
         region.addresses, signals.addresses, out, memory.pieces, memory.done, memory.state,
         memory.state if trace is None else trace,
         world * chunk, n, k, rank, site, chunk, inner, stretch, rows, cols, slices, part_rows * k, slice_rows,
-        config.movers or 1, out.stride(0),
+        config.movers or 1, out.stride(0), half, signals.half(torch.int32),
         PROGRAMS=programs, MOVERS=config.movers,
         COMPUTING=programs if config.shared or not config.movers else programs - config.movers, W=world,
         TRANSPOSED=transposed, EXACT=exact, PIECES=config.pieces,
@@ -409,7 +420,7 @@ def few_needs(chunk: int, k: int, n: int, itemsize: int, world: int, config: Few
     """What a call of `gather_matmul_few` uses."""
     rows, cols = max(16, triton.next_power_of_2(world * chunk)), cdiv(n, config.bn)
     return Need(
-        inbox=2 * world * chunk * k * itemsize,
+        inbox=2 * (world * chunk * k * itemsize + LONGEST_ROW),
         signals=2 * 4 * world,
         pieces=config.pieces * rows * cols * config.bn,
         done=cols,
@@ -422,14 +433,15 @@ def launch_gather_matmul_few(
     """As `launch_gather_matmul` with outer = 1, for `W * C <= 128` rows and `cols * pieces <= memory.programs`; all parts are there."""
     (chunk, k), n, world, rank = part.shape, w.shape[1], memory.world, memory.rank
     rows, cols = max(16, triton.next_power_of_2(world * chunk)), cdiv(n, config.bn)
-    gathered = memory.inbox.matrix(rank, part.dtype, 0, 2 * world * chunk, k)
+    half = memory.inbox.half(part.dtype) // k
+    gathered = memory.inbox.matrix(rank, part.dtype, 0, half + world * chunk, k)
     weight, transposed = describe_weight(w, config.bk, config.bn)
     programs = cols * config.pieces
     gather_matmul_few[(programs,)](
         describe(gathered, rows, config.bk), weight, w, part, memory.inbox.addresses, memory.signals.addresses,
         out, memory.pieces, memory.done, memory.state,
         world * chunk, n, k, rank, site, chunk, cols, cdiv(cdiv(k, config.bk), config.pieces),
-        w.stride(1), w.stride(0), out.stride(0),
+        w.stride(1), w.stride(0), out.stride(0), half, memory.signals.half(torch.int32),
         PROGRAMS=programs, MOVERS=min(config.movers, programs), AHEAD=config.ahead, W=world,
         TRANSPOSED=transposed, PIECES=config.pieces,
         BM=rows, BN=config.bn, BK=config.bk, BLOCK=BLOCK,

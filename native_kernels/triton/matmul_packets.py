@@ -7,11 +7,12 @@ out as packets of two values and the epoch: to everybody (ONCE), who then adds t
 `[d * C, (d + 1) * C)` to rank d, who adds them and, for all_reduce, sends the sums to everybody as packets again.
 No barrier, no flag, and nothing to reset: a packet of another epoch has not arrived.
 
-Memory of a rank, by the parity of the epoch: packets [2, 2, W, rows, N / 2] (int64), parts first, then sums.
+In either half of the memory of a rank: packets [2, W, rows, N / 2] (int64), parts first, then sums.
 """
 
 from dataclasses import dataclass
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -26,7 +27,7 @@ COPYING = tl.constexpr(2)
 
 @triton.jit(do_not_specialize=["rank", "site"])
 def matmul_packets(
-    x, w, out, packets, state, M, N, K, rank, site, chunk, slot, pitch,
+    x, w, out, packets, state, M, N, K, rank, site, chunk, slot, pitch, packets_half,
     PROGRAMS: tl.constexpr, W: tl.constexpr, ONCE: tl.constexpr, ALL: tl.constexpr, TRANSPOSED: tl.constexpr,
     MEAN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BC: tl.constexpr, SOURCES: tl.constexpr,
 ):  # fmt: skip
@@ -37,7 +38,7 @@ def matmul_packets(
     """
     program = tl.program_id(0)
     epoch = begin(state)
-    base = (epoch % 2) * (2 * W * slot)
+    base = (epoch % 2) * packets_half
     dtype: tl.constexpr = out.dtype.element_ty
     blocks = tl.cdiv(K, BK)
     tiles = tl.cdiv(N, BN)
@@ -144,7 +145,7 @@ def launch_matmul_packets(
     programs = min(memory.programs, cdiv(n, config.bn))
     matmul_packets[(programs,)](
         describe(x, rows, config.bk), weight, out, memory.packets.addresses, memory.state,
-        m, n, k, memory.rank, site, chunk, chunk * (n // 2), n // 2,
+        m, n, k, memory.rank, site, chunk, chunk * (n // 2), n // 2, memory.packets.half(torch.int64),
         PROGRAMS=programs, W=world, ONCE=config.once, ALL=all_ranks, TRANSPOSED=transposed, MEAN=mean,
         BM=rows, BN=config.bn, BK=config.bk, BC=triton.next_power_of_2(chunk),
         SOURCES=triton.next_power_of_2(world),

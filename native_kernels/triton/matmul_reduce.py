@@ -8,12 +8,13 @@ only communicate, and all others once they are out of tiles, take tickets in the
 ticket is BT rows of a tile of the own chunk, which are added up and, for all_reduce, sent to all; or as many of a
 peer's chunk, copied from where they arrived to the output, `lag` tickets later.
 
-Memory of a rank, by the parity of the epoch: inbox [2, W, rows * BM, pitch], finished [2, W, rows * BM, pitch]
-(all_reduce), and counters arrived [2, W, rows * cols], finished [2, W, rows * cols * BM / BT].
+In either half of the memory of a rank: inbox [W, rows * BM, pitch], finished [W, rows * BM, pitch] (all_reduce), and
+the counters arrived [W, rows * cols], then ready [W, rows * cols * BM / BT].
 """
 
 from dataclasses import dataclass
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -36,7 +37,7 @@ from .comm import (
     wait_all,
 )
 from .gemm import chunk_tile_at, load_operands, tile_at
-from .memory import EVENTS, Need, PeerMemory, cdiv, describe, describe_weight
+from .memory import EVENTS, LONGEST_ROW, Need, PeerMemory, cdiv, describe, describe_weight
 
 REDUCING = tl.constexpr(1)  # what a wait is for, in failure records
 COPYING = tl.constexpr(2)
@@ -46,6 +47,7 @@ COPYING = tl.constexpr(2)
 def matmul_reduce(
     x, w, inbox0, inbox1, inbox2, inbox3, inbox4, inbox5, inbox6, inbox7, out, inbox, finished, signals, state, trace,
     M, N, K, rank, site, chunk_rows, chunk_cols, rows, cols, stretch, visit, lag, pitch, out_stride,
+    inbox_half, finished_half, signals_half,
     COMPUTING: tl.constexpr, PROGRAMS: tl.constexpr, W: tl.constexpr, ORDER: tl.constexpr,
     BY_ROWS: tl.constexpr, ALL: tl.constexpr, TRANSPOSED: tl.constexpr, MEAN: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr,
@@ -53,8 +55,9 @@ def matmul_reduce(
 ):  # fmt: skip
     """Grid: PROGRAMS, of which the first COMPUTING multiply.
 
-    x, w: descriptors; inbox0 to inbox7: W descriptors `[2 * rows * BM, pitch]` of the slot for this rank in the inbox of each
-    rank; inbox: address of the own inbox; finished, signals: int64 [W], addresses of those of all ranks.
+    x, w: descriptors; inbox0 to inbox7: W descriptors of the slot for this rank in the inbox of each
+    rank; inbox: address of the own inbox; finished, signals: int64 [W], addresses of those of all ranks;
+    inbox_half (rows), finished_half, signals_half (elements): where the other half begins.
     """
     program = tl.program_id(0)
     epoch = begin(state)
@@ -66,16 +69,16 @@ def matmul_reduce(
     if program < COMPUTING:
         event = compute(
             x, w, (inbox0, inbox1, inbox2, inbox3, inbox4, inbox5, inbox6, inbox7), signals, K, rank, chunk_rows,
-            chunk_cols, rows, cols, stretch, visit, parity, program,
+            chunk_cols, rows, cols, stretch, visit, parity * inbox_half, parity * signals_half, program,
             trace, COMPUTING, W, ORDER, BY_ROWS, TRANSPOSED, BM, BN, BK, TRACE, EVENTS,
         )  # fmt: skip
     dtype: tl.constexpr = out.dtype.element_ty
     PARTS: tl.constexpr = BM // BT
     parts = tiles * PARTS
-    arrived = peer(signals, rank, tl.int32) + parity * counters
-    ready = peer(signals, rank, tl.int32) + 2 * counters + parity * W * parts
-    arriving = inbox.to(tl.pointer_type(dtype)) + parity * W * rows * BM * pitch
-    mine = peer(finished, rank, dtype) + parity * W * rows * BM * pitch
+    arrived = peer(signals, rank, tl.int32) + parity * signals_half
+    ready = arrived + counters
+    arriving = inbox.to(tl.pointer_type(dtype)) + parity * inbox_half * pitch
+    mine = peer(finished, rank, dtype) + parity * finished_half
     r = tl.arange(0, BR)[:, None]
     c = tl.max_contiguous(tl.multiple_of(tl.arange(0, BN), BN), BN)[None, :]
     SOURCES: tl.constexpr = W if ALL else 1
@@ -108,7 +111,7 @@ def matmul_reduce(
                         total /= W
                     value = total.to(dtype)
                     if ALL:
-                        there = (parity * W + rank) * rows * BM * pitch + here
+                        there = parity * finished_half + rank * rows * BM * pitch + here
                         for p in tl.static_range(1, W):
                             tl.store(peer(finished, (rank + p) % W, dtype) + there, value)
                 else:
@@ -120,7 +123,7 @@ def matmul_reduce(
                 tl.store(out + to, value, mask=inside)
             if ALL:
                 if away == 0:
-                    signal_all(signals, W, 2 * counters + (parity * W + rank) * parts + part, rank)
+                    signal_all(signals, W, parity * signals_half + counters + rank * parts + part, rank)
             event = stamp(trace, program, event, REDUCED if away == 0 else COPIED, part, TRACE, EVENTS)
         ticket = following
     clear(arrived, counters, state, PROGRAMS)
@@ -165,7 +168,8 @@ def clear(counters, count, state, PROGRAMS: tl.constexpr):
 
 @triton.jit
 def compute(
-    x, w, inboxes, signals, K, rank, chunk_rows, chunk_cols, rows, cols, stretch, visit, parity, program, trace,
+    x, w, inboxes, signals, K, rank, chunk_rows, chunk_cols, rows, cols, stretch, visit,
+    first_row_there, first_signal, program, trace,
     COMPUTING: tl.constexpr, W: tl.constexpr, ORDER: tl.constexpr, BY_ROWS: tl.constexpr,
     TRANSPOSED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     TRACE: tl.constexpr, EVENTS: tl.constexpr,
@@ -199,8 +203,8 @@ def compute(
             value = acc.to(dtype)
             for p in tl.static_range(W):
                 if owner == p:
-                    inboxes[p].store([(parity * W * rows + row) * BM, col * BN], value)
-            flag = ((parity * W + rank) * rows + row) * cols + col
+                    inboxes[p].store([first_row_there + row * BM, col * BN], value)
+            flag = first_signal + (rank * rows + row) * cols + col
             unsignalled = tl.load(signals + owner) + flag * 4
             acc = tl.zeros((BM, BN), tl.float32)
             event = stamp(trace, program, event, COMPUTED, t, TRACE, EVENTS)
@@ -253,7 +257,11 @@ def reduce_needs(
     cut = _Cut.of(m, n, outer, world, config)
     chunk = cut.rows * config.bm * cut.cols * config.bn * itemsize
     counters = world * cut.rows * cut.cols * (1 + (config.bm // config.bt if all_ranks else 0))
-    return Need(inbox=2 * world * chunk, finished=2 * world * chunk * all_ranks, signals=2 * 4 * counters)
+    return Need(
+        inbox=2 * (world * chunk + LONGEST_ROW),
+        finished=2 * world * chunk * all_ranks,
+        signals=2 * 4 * counters,
+    )
 
 
 def launch_matmul_reduce(
@@ -278,11 +286,10 @@ def launch_matmul_reduce(
     (m, k), n, world, rank, dtype = x.shape, w.shape[1], memory.world, memory.rank, x.dtype
     cut = _Cut.of(m, n, outer, world, config)
     pitch, height = cut.cols * config.bn, cut.rows * config.bm
+    half = memory.inbox.half(dtype) // pitch
     boxes = [
         describe(
-            memory.inbox.matrix(p, dtype, rank * height * pitch, (world + 1) * height, pitch),
-            config.bm,
-            config.bn,
+            memory.inbox.matrix(p, dtype, rank * height * pitch, half + height, pitch), config.bm, config.bn
         )
         for p in range(world)
     ]
@@ -294,6 +301,7 @@ def launch_matmul_reduce(
         memory.state, memory.state if trace is None else trace,
         m, n, k, rank, site, cut.inner, cut.chunk_cols, cut.rows, cut.cols, cut.stretch,
         config.visit or max(1, programs // world), programs // world + 1, pitch, out.stride(0),
+        half, memory.finished.half(dtype), memory.signals.half(torch.int32),
         COMPUTING=programs - config.communicating, PROGRAMS=programs, W=world, ORDER=order,
         BY_ROWS=config.by_rows, ALL=all_ranks, TRANSPOSED=transposed, MEAN=mean,
         BM=config.bm, BN=config.bn, BK=config.bk, BT=config.bt, BR=config.br,
