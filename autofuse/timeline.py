@@ -241,7 +241,7 @@ def _panel(timeline: Timeline, top: float, scale: float) -> tuple[list[str], flo
     for event in timeline.events:
         layer = timeline.layer(event)
         if layer is not None:
-            x, wide = _LEFT + event.begin * scale, max(0.3, (event.end - event.begin) * scale - 0.2)
+            x, wide = _LEFT + event.begin * scale, max(0.3, (event.end - event.begin) * scale - 0.6)
             y = top + event.program * row
             boxes[layer].append(f"M{x:.1f} {y:.1f}h{wide:.1f}v{row * 0.85:.1f}h-{wide:.1f}z")
     parts += [f'<path class="{layer}" d="{"".join(found)}"/>' for layer, found in boxes.items() if found]
