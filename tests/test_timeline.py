@@ -1,7 +1,11 @@
 """Traces of kernels become events; events become a picture, a table, and JSON that Perfetto reads."""
 
+import importlib.util
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -48,6 +52,53 @@ def test_kinds_and_layout_are_those_of_the_kernels() -> None:
     assert {name: int(n) for name, n in re.findall(r"^([A-Z]+) = tl\.constexpr\((\d+)\)", text, re.M)} == {
         kind.name: kind.value for kind in Kind
     }
+
+
+STAMPING = """
+import torch, triton
+import triton.language as tl
+from autofuse.native_kernels.triton.comm import BEGUN, COMPUTED, ENDED, WAITED, stamp
+
+@triton.jit
+def kernel(trace, rank, TRACE: tl.constexpr, EVENTS: tl.constexpr):
+    program = tl.program_id(0)
+    event = 0
+    event = stamp(trace, program, event, BEGUN, rank, 0, TRACE, EVENTS)
+    for tile in range(program, 2):
+        event = stamp(trace, program, event, COMPUTED, tile, 0xFFFFFF - tile, TRACE, EVENTS)
+    event = stamp(trace, program, event, WAITED, -1, 7, TRACE, EVENTS)
+    event = stamp(trace, program, event, ENDED, rank, 0, TRACE, EVENTS)
+
+trace = torch.zeros(2, 4, 2, dtype=torch.int64)
+kernel[(2,)](trace, 1, False, 4)
+assert not trace.any()
+kernel[(2,)](trace, 1, True, 4)
+print(trace.tolist())
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+def test_what_a_kernel_stamps(tmp_path: Path) -> None:
+    """Program 0 has an event more than there is room for."""
+    script = tmp_path / "stamping.py"
+    script.write_text(STAMPING)
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run(
+        [sys.executable, script], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    timeline = read(1, json.loads(done.stdout))
+    assert [(e.program, e.kind.name, e.peer, e.tile) for e in timeline.events] == [
+        (0, "BEGUN", 1, 0),
+        (0, "COMPUTED", 0, 0xFFFFFF),
+        (0, "COMPUTED", 1, 0xFFFFFE),
+        (0, "ENDED", 1, 0),
+        (1, "BEGUN", 1, 0),
+        (1, "COMPUTED", 1, 0xFFFFFE),
+        (1, "WAITED", None, 7),
+        (1, "ENDED", 1, 0),
+    ]
+    assert timeline.cut == 2  # program 1 has just enough: that cannot be told
 
 
 def test_what_begins_when_the_event_before_ended() -> None:

@@ -307,15 +307,19 @@ def take_packets(at, epoch, mask, state, code, sources, index):
 
 @triton.jit
 def stamp(trace, program, event, kind, rank, tile, TRACE: tl.constexpr, EVENTS: tl.constexpr):
-    """With TRACE, write event number `event` of a program: the time, and kind << 32 | rank << 24 | tile. The next number.
+    """With TRACE, write event `event` of a program: the time, and kind << 32 | rank << 24 | tile. The next event.
 
-    trace: int64 [programs, EVENTS, 2], zero at first; events beyond EVENTS overwrite the last. rank: whose tile it is,
-    or who was waited for; -1: all ranks. `autofuse.timeline` reads it.
+    trace: int64 [programs, EVENTS, 2], zero at first; events beyond EVENTS overwrite the last. rank: whose tile
+    it is, or who was waited for; -1: all ranks. `autofuse.timeline` reads it.
     """
     if TRACE:
         at = trace + (program * EVENTS + tl.minimum(event, EVENTS - 1)) * 2
         tl.store(at, nanoseconds())
-        what = (tl.cast(kind, tl.int64) << 32) | ((tl.cast(rank, tl.int64) & 0xFF) << 24) | tl.cast(tile, tl.int64)
+        what = (
+            (tl.cast(kind, tl.int64) << 32)
+            | ((tl.cast(rank, tl.int64) & 0xFF) << 24)
+            | tl.cast(tile, tl.int64)
+        )
         tl.store(at + 1, what)
         event += 1
     return event

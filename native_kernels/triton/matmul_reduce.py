@@ -121,7 +121,9 @@ def matmul_reduce(
             if ALL:
                 if away == 0:
                     signal_all(signals, W, 2 * counters + (parity * W + rank) * parts + part, rank)
-            event = stamp(trace, program, event, REDUCED if away == 0 else COPIED, source, part, TRACE, EVENTS)
+            event = stamp(
+                trace, program, event, REDUCED if away == 0 else COPIED, source, part, TRACE, EVENTS
+            )
         ticket = following
     clear(arrived, counters, state, PROGRAMS)
     event = stamp(trace, program, event, ENDED, rank, 0, TRACE, EVENTS)
