@@ -64,8 +64,10 @@ def kernel(trace, rank, TRACE: tl.constexpr, EVENTS: tl.constexpr):
     program = tl.program_id(0)
     event = 0
     event = stamp(trace, program, event, BEGUN, rank, 0, TRACE, EVENTS)
-    for tile in range(program, 2):
+    tile = program
+    while tile < 2:
         event = stamp(trace, program, event, COMPUTED, tile, 0xFFFFFF - tile, TRACE, EVENTS)
+        tile += 1
     event = stamp(trace, program, event, WAITED, -1, 7, TRACE, EVENTS)
     event = stamp(trace, program, event, ENDED, rank, 0, TRACE, EVENTS)
 
