@@ -30,7 +30,7 @@ import triton.language as tl
 
 INTERPRET = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") == "1")
 
-# Kinds of events in a trace; what happened ended at the time of the event.
+# Kinds of events in a trace; what happened ended at the time of the event. `autofuse.timeline` has them too.
 BEGUN = tl.constexpr(1)
 WAITED = tl.constexpr(2)
 COMPUTED = tl.constexpr(3)
@@ -306,14 +306,20 @@ def take_packets(at, epoch, mask, state, code, sources, index):
 
 
 @triton.jit
-def stamp(trace, program, event, kind, tile, TRACE: tl.constexpr, EVENTS: tl.constexpr):
-    """With TRACE, write (time, kind and tile) as event number `event` of a program; the number of the next one.
+def stamp(trace, program, event, kind, rank, tile, TRACE: tl.constexpr, EVENTS: tl.constexpr):
+    """With TRACE, write event `event` of a program: the time, and kind << 32 | rank << 24 | tile. The next event.
 
-    trace: int64 [programs, EVENTS, 2], zero at first. Events beyond EVENTS are counted, not written.
+    trace: int64 [programs, EVENTS, 2], zero at first; events beyond EVENTS overwrite the last. rank: whose tile
+    it is, or who was waited for; -1: all ranks. `autofuse.timeline` reads it.
     """
     if TRACE:
         at = trace + (program * EVENTS + tl.minimum(event, EVENTS - 1)) * 2
         tl.store(at, nanoseconds())
-        tl.store(at + 1, (tl.cast(kind, tl.int64) << 32) | tl.cast(tile, tl.int64))
+        what = (
+            (tl.cast(kind, tl.int64) << 32)
+            | ((tl.cast(rank, tl.int64) & 0xFF) << 24)
+            | tl.cast(tile, tl.int64)
+        )
+        tl.store(at + 1, what)
         event += 1
     return event

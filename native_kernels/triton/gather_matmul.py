@@ -132,14 +132,14 @@ def gather_matmul(
     first_row = half * gathered_half
     first_signal = half * signals_half
     event = 0
-    event = stamp(trace, program, event, BEGUN, 0, TRACE, EVENTS)
+    event = stamp(trace, program, event, BEGUN, rank, 0, TRACE, EVENTS)
     if program < MOVERS:
         push(
             part, gathered, signals, rank, (first_row + rank * chunk).to(tl.int64) * K, first_signal, chunk * K,
             slices, slice_elements, program,
             MOVERS, W, BLOCK,
         )  # fmt: skip
-        event = stamp(trace, program, event, PUSHED, 0, TRACE, EVENTS)
+        event = stamp(trace, program, event, PUSHED, -1, 0, TRACE, EVENTS)
     turn = PROGRAMS - 1 - program
     if turn < COMPUTING:
         # Those that move turn to parts that are still on their way.
@@ -168,13 +168,13 @@ def gather_matmul(
                     epoch,
                 )
                 fence_copies()
-                event = stamp(trace, program, event, WAITED, source, TRACE, EVENTS)
+                event = stamp(trace, program, event, WAITED, source, piece, TRACE, EVENTS)
                 event = multiply(
                     gathered_x, w, y, out, pieces, done, trace, event, K, N, first_row + source * chunk, source,
                     inner, stretch, rows, cols, first, here, start, out_stride, W, COMPUTING, TRANSPOSED, EXACT, PIECES,
                     BM, BN, BK, TRACE, EVENTS,
                 )  # fmt: skip
-    event = stamp(trace, program, event, ENDED, 0, TRACE, EVENTS)
+    event = stamp(trace, program, event, ENDED, rank, 0, TRACE, EVENTS)
     reset(signals, rank, first_signal, W * slices, epoch, state, PROGRAMS, W, CREDIT)
 
 
@@ -222,7 +222,7 @@ def multiply(
                 else:
                     tile = (source * rows + row) * cols + col
                     add_pieces(pieces, done, acc, tile, t % PIECES, where, inside, PIECES)
-            event = stamp(trace, program, event, COMPUTED, source, TRACE, EVENTS)
+            event = stamp(trace, program, event, COMPUTED, source, t, TRACE, EVENTS)
             acc = tl.zeros((BM, BN), tl.float32)
     return event
 
@@ -251,12 +251,13 @@ def add_pieces(pieces, done, acc, tile, piece, where, inside, PIECES: tl.constex
 
 @triton.jit(do_not_specialize=["rank", "site"])
 def gather_matmul_few(
-    gathered_x, w, weight, part, gathered, signals, out, pieces, done, state,
+    gathered_x, w, weight, part, gathered, signals, out, pieces, done, state, trace,
     M, N, K, rank, site, chunk, cols, per_piece, w_row, w_col, out_stride,
     gathered_half, signals_half,
     PROGRAMS: tl.constexpr, MOVERS: tl.constexpr, AHEAD: tl.constexpr, W: tl.constexpr,
     TRANSPOSED: tl.constexpr, PIECES: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BLOCK: tl.constexpr,
+    TRACE: tl.constexpr, EVENTS: tl.constexpr,
 ):  # fmt: skip
     """Grid: PROGRAMS >= cols * PIECES, all of which move and multiply. M <= BM.
 
@@ -266,11 +267,14 @@ def gather_matmul_few(
     epoch = begin(state)
     first_row = epoch % 2 * gathered_half
     first_signal = epoch % 2 * signals_half
+    event = 0
+    event = stamp(trace, program, event, BEGUN, rank, 0, TRACE, EVENTS)
     if program < MOVERS:
         push_to_all(
             part, gathered, signals, rank, chunk * K, (first_row + rank * chunk).to(tl.int64) * K, first_signal,
             program, MOVERS, W, BLOCK,
         )  # fmt: skip
+        event = stamp(trace, program, event, PUSHED, -1, 0, TRACE, EVENTS)
     if program < cols * PIECES:
         col = program % cols
         piece = program // cols
@@ -292,6 +296,7 @@ def gather_matmul_few(
         arrived = peer(signals, rank, tl.int32) + first_signal
         wait_all(arrived, 1, W, MOVERS, state, site * 8 + GATHERING, 0, program, epoch)
         fence_copies()
+        event = stamp(trace, program, event, WAITED, -1, 0, TRACE, EVENTS)
         acc = tl.zeros((BM, BN), tl.float32)
         first = piece * per_piece
         for block in range(first, tl.minimum(first + per_piece, tl.cdiv(K, BK))):
@@ -305,6 +310,8 @@ def gather_matmul_few(
             add_pieces(pieces, done, acc, col, piece, where, inside, PIECES)
         else:
             tl.store(where, acc.to(out.dtype.element_ty), mask=inside)
+        event = stamp(trace, program, event, COMPUTED, -1, program, TRACE, EVENTS)
+    event = stamp(trace, program, event, ENDED, rank, 0, TRACE, EVENTS)
     reset(signals, rank, first_signal, W, epoch, state, PROGRAMS, W, False)
 
 
@@ -428,7 +435,13 @@ def few_needs(chunk: int, k: int, n: int, itemsize: int, world: int, config: Few
 
 
 def launch_gather_matmul_few(
-    memory: PeerMemory, part: Tensor, w: Tensor, out: Tensor, config: FewConfig, site: int = 0
+    memory: PeerMemory,
+    part: Tensor,
+    w: Tensor,
+    out: Tensor,
+    config: FewConfig,
+    site: int = 0,
+    trace: Tensor | None = None,
 ) -> Tensor:
     """As `launch_gather_matmul` with outer = 1, for `W * C <= 128` rows and `cols * pieces <= memory.programs`; all parts are there."""
     (chunk, k), n, world, rank = part.shape, w.shape[1], memory.world, memory.rank
@@ -439,12 +452,13 @@ def launch_gather_matmul_few(
     programs = cols * config.pieces
     gather_matmul_few[(programs,)](
         describe(gathered, rows, config.bk), weight, w, part, memory.inbox.addresses, memory.signals.addresses,
-        out, memory.pieces, memory.done, memory.state,
+        out, memory.pieces, memory.done, memory.state, memory.state if trace is None else trace,
         world * chunk, n, k, rank, site, chunk, cols, cdiv(cdiv(k, config.bk), config.pieces),
         w.stride(1), w.stride(0), out.stride(0), half, memory.signals.half(torch.int32),
         PROGRAMS=programs, MOVERS=min(config.movers, programs), AHEAD=config.ahead, W=world,
         TRANSPOSED=transposed, PIECES=config.pieces,
         BM=rows, BN=config.bn, BK=config.bk, BLOCK=BLOCK,
+        TRACE=trace is not None, EVENTS=EVENTS,
         num_warps=config.warps, num_stages=config.stages, launch_cooperative_grid=True,
     )  # fmt: skip
     return gathered

@@ -17,9 +17,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .comm import begin, finish, pack, peer, put_packets, take_packets
+from .comm import (
+    BEGUN,
+    COMPUTED,
+    COPIED,
+    ENDED,
+    REDUCED,
+    WAITED,
+    begin,
+    finish,
+    pack,
+    peer,
+    put_packets,
+    stamp,
+    take_packets,
+)
 from .gemm import load_operands
-from .memory import Need, PeerMemory, cdiv, describe, describe_weight
+from .memory import EVENTS, Need, PeerMemory, cdiv, describe, describe_weight
 
 REDUCING = tl.constexpr(1)
 COPYING = tl.constexpr(2)
@@ -27,9 +41,10 @@ COPYING = tl.constexpr(2)
 
 @triton.jit(do_not_specialize=["rank", "site"])
 def matmul_packets(
-    x, w, out, packets, state, M, N, K, rank, site, chunk, slot, pitch, packets_half,
+    x, w, out, packets, state, trace, M, N, K, rank, site, chunk, slot, pitch, packets_half,
     PROGRAMS: tl.constexpr, W: tl.constexpr, ONCE: tl.constexpr, ALL: tl.constexpr, TRANSPOSED: tl.constexpr,
     MEAN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BC: tl.constexpr, SOURCES: tl.constexpr,
+    TRACE: tl.constexpr, EVENTS: tl.constexpr,
 ):  # fmt: skip
     """Grid: PROGRAMS. x, w: descriptors; packets: int64 [W], addresses of the packet memory of all ranks.
 
@@ -43,6 +58,8 @@ def matmul_packets(
     blocks = tl.cdiv(K, BK)
     tiles = tl.cdiv(N, BN)
     mine = tl.cdiv(tiles - program, PROGRAMS)
+    event = 0
+    event = stamp(trace, program, event, BEGUN, rank, 0, TRACE, EVENTS)
     m = tl.arange(0, BM)
     half = tl.arange(0, BN // 2)
     acc = tl.zeros((BM, BN), tl.float32)
@@ -67,6 +84,7 @@ def matmul_packets(
                 to = tl.load(packets + owner, mask=m < M, other=0).to(tl.pointer_type(tl.int64))
                 where = base + (rank * chunk + m % chunk)[:, None] * pitch + n[None, :]
                 put_packets(to[:, None] + where, pairs, epoch, inside)
+            event = stamp(trace, program, event, COMPUTED, -1, tile, TRACE, EVENTS)
             acc = tl.zeros((BM, BN), tl.float32)
 
     out_pairs = out.to(tl.pointer_type(tl.uint32))
@@ -81,6 +99,7 @@ def matmul_packets(
         parts = take_packets(
             own + where, epoch, (source < W) & inside[None, :, :], state, site * 8 + REDUCING, source, tile
         )
+        event = stamp(trace, program, event, WAITED, -1, tile, TRACE, EVENTS)
         low = (parts & 0xFFFF).to(tl.uint16).to(dtype, bitcast=True).to(tl.float32)
         high = ((parts >> 16) & 0xFFFF).to(tl.uint16).to(dtype, bitcast=True).to(tl.float32)
         low = tl.sum(low, 0)
@@ -97,6 +116,7 @@ def matmul_packets(
             where = base + (W * slot) + (rank * chunk + r[:, None]) * pitch + n[None, :]
             for i in tl.static_range(1, W):
                 put_packets(peer(packets, (rank + i) % W, tl.int64) + where, pairs, epoch, inside)
+        event = stamp(trace, program, event, REDUCED, rank, tile, TRACE, EVENTS)
     if ALL and not ONCE:
         m = tl.arange(0, BM)
         for tile in range(program, tiles, PROGRAMS):
@@ -104,7 +124,10 @@ def matmul_packets(
             theirs = (m[:, None] < M) & (m[:, None] // chunk != rank) & (n[None, :] < pitch)
             where = own + W * slot + m[:, None] * pitch + n[None, :]
             sums = take_packets(where, epoch, theirs, state, site * 8 + COPYING, m[:, None] // chunk, tile)
+            event = stamp(trace, program, event, WAITED, -1, tile, TRACE, EVENTS)
             tl.store(out_pairs + m[:, None] * pitch + n[None, :], sums.to(tl.uint32), mask=theirs)
+            event = stamp(trace, program, event, COPIED, -1, tile, TRACE, EVENTS)
+    event = stamp(trace, program, event, ENDED, rank, 0, TRACE, EVENTS)
     finish(state, epoch, PROGRAMS)
 
 
@@ -133,6 +156,7 @@ def launch_matmul_packets(
     all_ranks: bool,
     config: PacketsConfig,
     site: int = 0,
+    trace: Tensor | None = None,
 ) -> None:
     """`out = sum (mean) over ranks of x @ w`: all of it, `[M, N]`, or this rank's rows of it; 16 bits each, N even.
 
@@ -145,9 +169,10 @@ def launch_matmul_packets(
     programs = min(memory.programs, cdiv(n, config.bn))
     matmul_packets[(programs,)](
         describe(x, rows, config.bk), weight, out, memory.packets.addresses, memory.state,
+        memory.state if trace is None else trace,
         m, n, k, memory.rank, site, chunk, chunk * (n // 2), n // 2, memory.packets.half(torch.int64),
         PROGRAMS=programs, W=world, ONCE=config.once, ALL=all_ranks, TRANSPOSED=transposed, MEAN=mean,
         BM=rows, BN=config.bn, BK=config.bk, BC=triton.next_power_of_2(chunk),
-        SOURCES=triton.next_power_of_2(world),
+        SOURCES=triton.next_power_of_2(world), TRACE=trace is not None, EVENTS=EVENTS,
         num_warps=config.warps, num_stages=config.stages, launch_cooperative_grid=True,
     )  # fmt: skip

@@ -65,7 +65,7 @@ def matmul_reduce(
     tiles = rows * cols
     counters = W * tiles  # of one kind and parity
     event = 0
-    event = stamp(trace, program, event, BEGUN, 0, TRACE, EVENTS)
+    event = stamp(trace, program, event, BEGUN, rank, 0, TRACE, EVENTS)
     if program < COMPUTING:
         event = compute(
             x, w, (inbox0, inbox1, inbox2, inbox3, inbox4, inbox5, inbox6, inbox7), signals, K, rank, chunk_rows,
@@ -99,7 +99,7 @@ def matmul_reduce(
             else:
                 wait(ready + source * parts + part, 1, state, site * 8 + COPYING, source, part, epoch)
                 tl.store(ready + source * parts + part, 0)
-            event = stamp(trace, program, event, WAITED, part, TRACE, EVENTS)
+            event = stamp(trace, program, event, WAITED, source if away else -1, part, TRACE, EVENTS)
             for sub in range(BT // BR):
                 in_tile = (i % PARTS) * BT + sub * BR + r
                 here = (row * BM + in_tile) * pitch + col * BN + c
@@ -124,10 +124,12 @@ def matmul_reduce(
             if ALL:
                 if away == 0:
                     signal_all(signals, W, parity * signals_half + counters + rank * parts + part, rank)
-            event = stamp(trace, program, event, REDUCED if away == 0 else COPIED, part, TRACE, EVENTS)
+            event = stamp(
+                trace, program, event, REDUCED if away == 0 else COPIED, source, part, TRACE, EVENTS
+            )
         ticket = following
     clear(arrived, counters, state, PROGRAMS)
-    event = stamp(trace, program, event, ENDED, 0, TRACE, EVENTS)
+    event = stamp(trace, program, event, ENDED, rank, 0, TRACE, EVENTS)
     finish(state, epoch, PROGRAMS)
 
 
@@ -207,9 +209,9 @@ def compute(
             flag = first_signal + (rank * rows + row) * cols + col
             unsignalled = tl.load(signals + owner) + flag * 4
             acc = tl.zeros((BM, BN), tl.float32)
-            event = stamp(trace, program, event, COMPUTED, t, TRACE, EVENTS)
+            event = stamp(trace, program, event, COMPUTED, owner, t, TRACE, EVENTS)
     signal_stored(unsignalled)
-    return stamp(trace, program, event, DRAINED, 0, TRACE, EVENTS)
+    return stamp(trace, program, event, DRAINED, -1, 0, TRACE, EVENTS)
 
 
 @dataclass(frozen=True)
