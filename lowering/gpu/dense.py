@@ -65,7 +65,7 @@ def reduce(
         shape[problem.dim] //= 1 if everywhere else problem.world
         out = x.new_empty(shape)
         if isinstance(config, PacketsConfig):
-            launch_matmul_packets(memory, x, w, out, mean, everywhere, config, number)
+            launch_matmul_packets(memory, x, w, out, mean, everywhere, config, number, trace)
         else:
             assert isinstance(config, ReduceConfig)
             launch_matmul_reduce(
@@ -89,7 +89,7 @@ def gather(
     memory, number = entered
     out, more = part.new_empty(problem.m, problem.n), keep or len(w) > 1
     if isinstance(config, FewConfig):
-        gathered = launch_gather_matmul_few(memory, part, w[0], out, config, number)
+        gathered = launch_gather_matmul_few(memory, part, w[0], out, config, number, trace)
     else:
         assert isinstance(config, GatherConfig)
         gathered = launch_gather_matmul(
