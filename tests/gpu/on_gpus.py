@@ -127,7 +127,7 @@ def many_calls(rank: int, world: int, calls: int, straggler: int) -> float:
     draw = random.Random(7)
     cases = []
     for op in ("matmul_all_reduce", "matmul_reduce_scatter", "all_gather_matmul"):
-        for m in (1, 8, 24, 136, 520, 1000):
+        for m in (1, 8, 136, 1000):
             if m == 1 and op != "matmul_all_reduce":
                 continue
             if m % world:
