@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -46,14 +48,14 @@ def reduce(
     need = Need() if config is None else needs(config, problem)
     if way in (ONE_SHOT, TWO_SHOT):
         need = Need(finished=problem.m * problem.n * x.element_size())
-    entered = None if way == CUBLAS_NCCL else workspace.enter(problem.op, site, need)
+    entered = None if way == CUBLAS_NCCL else workspace.enter(problem.op, site, need, (problem, way))
     if entered is None:
         reduce_op, group = "avg" if mean else "sum", workspace.group_name
         p = torch.mm(x, w)
         if everywhere:
             return all_reduce(p, reduce_op, problem.world, group)
         return reduce_scatter(p, reduce_op, problem.dim, problem.outer, problem.world, group)
-    memory, number = entered
+    memory, number, new = entered
     if config is None:
         p = memory.finished.views[memory.rank].view(x.dtype)[: problem.m * problem.n]
         torch.mm(x, w, out=p.view(problem.m, problem.n))
@@ -64,13 +66,17 @@ def reduce(
         shape = [problem.m, problem.n]
         shape[problem.dim] //= 1 if everywhere else problem.world
         out = x.new_empty(shape)
-        if isinstance(config, PacketsConfig):
-            launch_matmul_packets(memory, x, w, out, mean, everywhere, config, number, trace)
-        else:
-            assert isinstance(config, ReduceConfig)
-            launch_matmul_reduce(
-                memory, x, w, out, mean, everywhere, problem.outer, ORDERS[order], config, number, trace
-            )
+        for compile_only in _first_compile(workspace, new):
+            if isinstance(config, PacketsConfig):
+                launch_matmul_packets(
+                    memory, x, w, out, mean, everywhere, config, number, trace, compile_only
+                )
+            else:
+                assert isinstance(config, ReduceConfig)
+                launch_matmul_reduce(
+                    memory, x, w, out, mean, everywhere, problem.outer, ORDERS[order], config, number, trace,
+                    compile_only,
+                )  # fmt: skip
     workspace.leave()
     return out
 
@@ -82,19 +88,23 @@ def gather(
     """all_gather_matmul: products with all weights and, with `keep`, X. The first weight is multiplied while the
     parts arrive, the others afterwards."""
     config = ways(problem)[way]
-    entered = None if config is None else workspace.enter(problem.op, site, needs(config, problem))
+    entered = (
+        None if config is None else workspace.enter(problem.op, site, needs(config, problem), (problem, way))
+    )
     if entered is None:
         x = all_gather(part, problem.dim, problem.outer, problem.world, workspace.group_name)
         return [torch.mm(x, wi) for wi in w] + [x] * keep
-    memory, number = entered
+    memory, number, new = entered
     out, more = part.new_empty(problem.m, problem.n), keep or len(w) > 1
-    if isinstance(config, FewConfig):
-        gathered = launch_gather_matmul_few(memory, part, w[0], out, config, number, trace)
-    else:
-        assert isinstance(config, GatherConfig)
-        gathered = launch_gather_matmul(
-            memory, part, w[0], out, problem.outer, config, workspace.engine, not more, number, trace
-        )
+    for compile_only in _first_compile(workspace, new):
+        if isinstance(config, FewConfig):
+            gathered = launch_gather_matmul_few(memory, part, w[0], out, config, number, trace, compile_only)
+        else:
+            assert isinstance(config, GatherConfig)
+            gathered = launch_gather_matmul(
+                memory, part, w[0], out, problem.outer, config, workspace.engine, not more, number, trace,
+                compile_only,
+            )  # fmt: skip
     outputs = [out]
     if more:
         x = _copy_gathered(gathered, part, problem, memory)
@@ -103,6 +113,14 @@ def gather(
         outputs += [torch.mm(x, wi) for wi in w[1:]] + [x] * keep
     workspace.leave()
     return outputs
+
+
+def _first_compile(workspace: GpuWorkspace, new: bool) -> Iterator[bool]:
+    """Whether to compile only: of a new kernel first, after which all ranks meet; then not."""
+    if new:
+        yield True
+        workspace.meet("")
+    yield False
 
 
 def _copy_gathered(gathered: Tensor, part: Tensor, problem: Problem, memory: PeerMemory) -> Tensor:

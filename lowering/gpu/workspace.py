@@ -8,6 +8,7 @@ after another, whatever streams they are on: kernels that wait for each other mu
 from __future__ import annotations
 
 import threading
+from collections.abc import Hashable
 from dataclasses import fields
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -50,6 +51,7 @@ class GpuWorkspace:
         self._store: Store = group_store(group)
         self._meetings = 0
         self._sites: list[str] = [""]
+        self._kernels: set[Hashable] = set()
         self._kept: list[PeerMemory] = []
         self._last: tuple[int, torch.cuda.Event] | None = None
         self._failure: str | None = None
@@ -79,16 +81,19 @@ class GpuWorkspace:
         """How many programs run at once, one a multiprocessor."""
         return int(torch.cuda.get_device_properties(self.device).multi_processor_count)
 
-    def enter(self, op: str, site: str, need: Need) -> tuple[PeerMemory, int] | None:
-        """Before a launch: the memory and the site's number; None if there is too little and no growing now.
+    def enter(self, op: str, site: str, need: Need, kernel: Hashable) -> tuple[PeerMemory, int, bool] | None:
+        """Before a launch: the memory, the site's number, and whether `kernel` is new: to be compiled, and then all
+        ranks meet. None while a graph is captured if the memory would have to grow or the kernel is new.
 
         Raises RuntimeError if an earlier call has failed: on this rank a wait gave up, or another rank did.
         """
         self.check()
         capturing = torch.cuda.is_current_stream_capturing()
+        new = kernel not in self._kernels
+        if capturing and (new or not need.fits(self.capacity)):
+            return None
+        self._kernels.add(kernel)
         if not need.fits(self.capacity):
-            if capturing:
-                return None
             self.memory, self.capacity = self._allocate(self.memory, need | self.capacity)
             self.engine = CopyEngine(self.memory)
         if not capturing:
@@ -101,7 +106,7 @@ class GpuWorkspace:
         named = f"autofuse.{op} at {place(site)}"
         if named not in self._sites:
             self._sites.append(named)
-        return self.memory, self._sites.index(named)
+        return self.memory, self._sites.index(named), new
 
     def leave(self) -> None:
         """After the launch: later calls on other streams come after it."""

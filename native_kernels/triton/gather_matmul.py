@@ -40,7 +40,7 @@ from .comm import (
 )
 from .copy_engine import FIRST_CREDIT, CopyEngine
 from .gemm import chunk_tile_at, load_operands
-from .memory import EVENTS, LONGEST_ROW, Need, PeerMemory, cdiv, describe, describe_weight, is_tma
+from .memory import EVENTS, LONGEST_ROW, Need, PeerMemory, cdiv, describe, describe_weight, is_tma, launch
 
 GATHERING = tl.constexpr(3)
 CREDITS = tl.constexpr(FIRST_CREDIT)
@@ -374,6 +374,7 @@ def launch_gather_matmul(
     credit: bool = True,
     site: int = 0,
     trace: Tensor | None = None,
+    compile_only: bool = False,
 ) -> Tensor:
     """`out = X @ w`. part: [C, K], contiguous; w: [K, N], either way round; out: [W * C, N].
 
@@ -400,10 +401,11 @@ def launch_gather_matmul(
     exact = inner % config.bm == 0 and config.pieces == 1 and is_tma(out)
     weight, transposed = describe_weight(w, config.bk, config.bn)
     programs = memory.programs
-    if not config.movers:
+    if not config.movers and not compile_only:
         assert engine is not None
         engine.push(part, part_rows, slices)
-    gather_matmul[(programs,)](
+    launch(
+        gather_matmul, programs, compile_only,
         describe(part, config.bm, config.bk), describe(gathered, config.bm, config.bk), weight,
         describe(out, config.bm, config.bn) if exact else describe(part, config.bm, config.bn), part,
         region.addresses, signals.addresses, out, memory.pieces, memory.done, memory.state,
@@ -415,9 +417,9 @@ def launch_gather_matmul(
         TRANSPOSED=transposed, EXACT=exact, PIECES=config.pieces,
         BM=config.bm, BN=config.bn, BK=config.bk, BLOCK=BLOCK * config.warps, CREDIT=credit and not config.movers,
         TRACE=trace is not None, EVENTS=EVENTS,
-        num_warps=config.warps, num_stages=config.stages, launch_cooperative_grid=True,
+        num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
-    if not config.movers:
+    if not config.movers and not compile_only:
         assert engine is not None
         engine.join()
     return gathered
@@ -442,6 +444,7 @@ def launch_gather_matmul_few(
     config: FewConfig,
     site: int = 0,
     trace: Tensor | None = None,
+    compile_only: bool = False,
 ) -> Tensor:
     """As `launch_gather_matmul` with outer = 1, for `W * C <= 128` rows and `cols * pieces <= memory.programs`; all parts are there."""
     (chunk, k), n, world, rank = part.shape, w.shape[1], memory.world, memory.rank
@@ -450,7 +453,8 @@ def launch_gather_matmul_few(
     gathered = memory.inbox.matrix(rank, part.dtype, 0, half + world * chunk, k)
     weight, transposed = describe_weight(w, config.bk, config.bn)
     programs = cols * config.pieces
-    gather_matmul_few[(programs,)](
+    launch(
+        gather_matmul_few, programs, compile_only,
         describe(gathered, rows, config.bk), weight, w, part, memory.inbox.addresses, memory.signals.addresses,
         out, memory.pieces, memory.done, memory.state, memory.state if trace is None else trace,
         world * chunk, n, k, rank, site, chunk, cols, cdiv(cdiv(k, config.bk), config.pieces),
@@ -459,6 +463,6 @@ def launch_gather_matmul_few(
         TRANSPOSED=transposed, PIECES=config.pieces,
         BM=rows, BN=config.bn, BK=config.bk, BLOCK=BLOCK,
         TRACE=trace is not None, EVENTS=EVENTS,
-        num_warps=config.warps, num_stages=config.stages, launch_cooperative_grid=True,
+        num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
     return gathered

@@ -33,7 +33,7 @@ from .comm import (
     take_packets,
 )
 from .gemm import load_operands
-from .memory import EVENTS, Need, PeerMemory, cdiv, describe, describe_weight
+from .memory import EVENTS, Need, PeerMemory, cdiv, describe, describe_weight, launch
 
 REDUCING = tl.constexpr(1)
 COPYING = tl.constexpr(2)
@@ -157,6 +157,7 @@ def launch_matmul_packets(
     config: PacketsConfig,
     site: int = 0,
     trace: Tensor | None = None,
+    compile_only: bool = False,
 ) -> None:
     """`out = sum (mean) over ranks of x @ w`: all of it, `[M, N]`, or this rank's rows of it; 16 bits each, N even.
 
@@ -167,12 +168,13 @@ def launch_matmul_packets(
     chunk = m if config.once else cdiv(m, world)
     weight, transposed = describe_weight(w, config.bk, config.bn)
     programs = min(memory.programs, cdiv(n, config.bn))
-    matmul_packets[(programs,)](
+    launch(
+        matmul_packets, programs, compile_only,
         describe(x, rows, config.bk), weight, out, memory.packets.addresses, memory.state,
         memory.state if trace is None else trace,
         m, n, k, memory.rank, site, chunk, chunk * (n // 2), n // 2, memory.packets.half(torch.int64),
         PROGRAMS=programs, W=world, ONCE=config.once, ALL=all_ranks, TRANSPOSED=transposed, MEAN=mean,
         BM=rows, BN=config.bn, BK=config.bk, BC=triton.next_power_of_2(chunk),
         SOURCES=triton.next_power_of_2(world), TRACE=trace is not None, EVENTS=EVENTS,
-        num_warps=config.warps, num_stages=config.stages, launch_cooperative_grid=True,
+        num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip

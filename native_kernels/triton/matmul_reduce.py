@@ -37,7 +37,7 @@ from .comm import (
     wait_all,
 )
 from .gemm import chunk_tile_at, load_operands, tile_at
-from .memory import EVENTS, LONGEST_ROW, Need, PeerMemory, cdiv, describe, describe_weight
+from .memory import EVENTS, LONGEST_ROW, Need, PeerMemory, cdiv, describe, describe_weight, launch
 
 REDUCING = tl.constexpr(1)  # what a wait is for, in failure records
 COPYING = tl.constexpr(2)
@@ -83,9 +83,13 @@ def matmul_reduce(
     c = tl.max_contiguous(tl.multiple_of(tl.arange(0, BN), BN), BN)[None, :]
     SOURCES: tl.constexpr = W if ALL else 1
     tickets = (parts + lag) * SOURCES
+    # The next ticket is asked for ahead where that leaves enough for the others.
+    ahead = tickets > 8 * PROGRAMS
     ticket = tl.atomic_add(state + 5, 1).to(tl.int32)
+    following = ticket
     while ticket < tickets:
-        following = tl.atomic_add(state + 5, 1).to(tl.int32)
+        if ahead:
+            following = tl.atomic_add(state + 5, 1).to(tl.int32)
         # Number i of our own parts, or number i - lag of a peer's: they are complete at about the same time.
         away = ticket % SOURCES
         source = (rank + away) % W
@@ -127,6 +131,8 @@ def matmul_reduce(
             event = stamp(
                 trace, program, event, REDUCED if away == 0 else COPIED, source, part, TRACE, EVENTS
             )
+        if not ahead:
+            following = tl.atomic_add(state + 5, 1).to(tl.int32)
         ticket = following
     clear(arrived, counters, state, PROGRAMS)
     event = stamp(trace, program, event, ENDED, rank, 0, TRACE, EVENTS)
@@ -278,6 +284,7 @@ def launch_matmul_reduce(
     config: ReduceConfig,
     site: int = 0,
     trace: Tensor | None = None,
+    compile_only: bool = False,
 ) -> None:
     """`out = sum (mean) over ranks of x @ w`: all of it, `[M, N]`, or this rank's rows (columns), 16 bits each.
 
@@ -297,7 +304,8 @@ def launch_matmul_reduce(
     ]
     weight, transposed = describe_weight(w, config.bk, config.bn)
     programs = memory.programs
-    matmul_reduce[(programs,)](
+    launch(
+        matmul_reduce, programs, compile_only,
         describe(x, config.bm, config.bk), weight, *boxes, *boxes[:1] * (8 - world), out,
         memory.inbox.views[rank].data_ptr(), memory.finished.addresses, memory.signals.addresses,
         memory.state, memory.state if trace is None else trace,
@@ -308,5 +316,5 @@ def launch_matmul_reduce(
         BY_ROWS=config.by_rows, ALL=all_ranks, TRANSPOSED=transposed, MEAN=mean,
         BM=config.bm, BN=config.bn, BK=config.bk, BT=config.bt, BR=config.br,
         TRACE=trace is not None, EVENTS=EVENTS,
-        num_warps=config.warps, num_stages=config.stages, launch_cooperative_grid=True,
+        num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip

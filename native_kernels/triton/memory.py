@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -108,6 +109,14 @@ def is_tma(*matrices: Tensor) -> bool:
         )
         for t in matrices
     )
+
+
+def launch(kernel: Any, programs: int, compile_only: bool, *args: Any, **settings: Any) -> None:
+    """Starts `programs` programs that may wait for each other; or only compiles, so that no rank is late then."""
+    if compile_only:
+        kernel.warmup(*args, grid=(programs,), launch_cooperative_grid=True, **settings)
+    else:
+        kernel[(programs,)](*args, launch_cooperative_grid=True, **settings)
 
 
 def cdiv(a: int, b: int) -> int:
