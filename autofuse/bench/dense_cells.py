@@ -25,6 +25,8 @@ SHAPES = {  # N, K over all ranks
 }
 TOKENS = (1, 8, 32, 128, 512, 2048, 8192)
 QUICK_TOKENS = (8, 128, 2048)
+SWEEP_SHAPES, SWEEP_TOKENS = ("llama70b.o_proj",), (2048,)
+"""Where orders and numbers of programs are compared: every number has its own kernel to be compiled."""
 OPS = ("matmul_all_reduce", "matmul_reduce_scatter", "all_gather_matmul")
 
 DTYPE = "bfloat16"

@@ -12,7 +12,7 @@ from autofuse.bench.dense_peers import Operands, calls_of, checker, each, fused
 from autofuse.bench.dense_timing import Effort, time_all, together
 
 ORDERS = ("direct", "oblivious")
-EIGHTHS = (3, 4, 5, 6, 7, 8)
+EIGHTHS = (4, 6, 7, 8)
 """Of the SMs that programs run on. With fewer some ways would have nobody left to multiply."""
 
 

@@ -53,7 +53,7 @@ def every(value: float) -> list[float]:
 
 
 def together(work: Callable[[], T]) -> T:
-    """`work()`; RuntimeError on all ranks if it raised on one, so that all go on alike."""
+    """`work()`; the same RuntimeError on all ranks if it raised on one, so that all go on alike."""
     failure, result = "", None
     try:
         result = work()
@@ -61,7 +61,9 @@ def together(work: Callable[[], T]) -> T:
     except Exception as error:  # a variant may raise anything, and the others are still worth measuring
         failure = f"{type(error).__name__}: {error}".strip().splitlines()[0][:300]
     if max(every(float(bool(failure)))):
-        raise RuntimeError(failure or "it failed on another rank")
+        failures = [""] * dist.get_world_size()
+        dist.all_gather_object(failures, failure)
+        raise RuntimeError(next(filter(None, failures)))
     return result  # type: ignore[return-value]
 
 
@@ -73,8 +75,7 @@ def time_all(
     # All are warmed up before any is captured: a variant that makes memory grow takes it from older graphs.
     for key, call in variants.items():
         try:
-            error = together(lambda key=key, call=call: _warm_up(key, call, check))  # type: ignore[misc]
-            timings[key] = Timing(error=max(every(error)))
+            timings[key] = Timing(error=_warm_up(key, call, check))
         except RuntimeError as failure:
             timings[key] = Timing(failed=str(failure))
     repeated = {}
@@ -96,12 +97,14 @@ def time_all(
 
 
 def _warm_up(key: Key, call: Call, check: Callable[[Key, Tensor], float]) -> float:
-    error = check(key, call(0))
-    if not error <= WRONG:  # also if it is no number
-        raise RuntimeError(f"the result is wrong: its error is {error:.1e}")
+    """The largest error of all ranks. They meet after every call: one that fails must not miss the next."""
+    errors = every(together(lambda: check(key, call(0))))
+    for error in errors:
+        if not error <= WRONG:  # also if it is no number
+            raise RuntimeError(f"the result is wrong: its error is {error:.1e}")
     for i in range(1, WARM_UP):
-        call(i)
-    return error
+        together(lambda i=i: call(i))  # type: ignore[misc]
+    return max(errors)
 
 
 def _capture(call: Call, calls: int) -> tuple[Callable[[], object], bool]:

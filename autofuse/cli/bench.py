@@ -85,13 +85,15 @@ def dense(
     """The dense ops on the GPUs of torchrun: ours, and all that torch ships, in one process."""
     with user_errors():
         check_folders(json, markdown)
-        from autofuse.bench.dense_cells import QUICK_TOKENS, SHAPES, TOKENS
+        from autofuse.bench.dense_cells import QUICK_TOKENS, SHAPES, SWEEP_SHAPES, SWEEP_TOKENS, TOKENS
 
         for shape in shapes or ():
             one_of(shape, tuple(SHAPES), "--shapes")
         from autofuse.bench.dense import Options, join, run
 
-        wanted = tuple(tokens or (QUICK_TOKENS if quick else TOKENS))
-        options = Options(tuple(shapes or SHAPES), wanted, quick, orders, ctas)
+        sweep = orders or ctas
+        counts = SWEEP_TOKENS if sweep else QUICK_TOKENS if quick else TOKENS
+        names = SWEEP_SHAPES if sweep else SHAPES
+        options = Options(tuple(shapes or names), tuple(tokens or counts), quick, orders, ctas)
         join(options)
     run(options, json, markdown)
