@@ -14,6 +14,6 @@ app = typer.Typer(
 app.command()(doctor.doctor)
 app.command(context_settings={"allow_interspersed_args": False})(explain.explain)
 app.command()(plan.plan)
-app.command()(bench.bench)
+app.add_typer(bench.app, name="bench")
 app.command()(tune.tune)
 app.command()(trace.trace)

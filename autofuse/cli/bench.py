@@ -1,4 +1,4 @@
-"""`autofuse bench`: the rows of the benchmark, as a table and as JSON."""
+"""`autofuse bench`: the rows of the CPU benchmark, as a table and as JSON; `bench dense`: the GPU's."""
 
 import json as json_module
 import os
@@ -11,8 +11,12 @@ import typer
 
 from autofuse.cli.terminal import check_folders, one_of, progress_bar, user_errors, write
 
+app = typer.Typer(invoke_without_command=True)
 
+
+@app.callback()
 def bench(
+    context: typer.Context,
     ranks: Annotated[list[int], typer.Option(help="Size of a group; repeat for several.")] = [2, 4],  # noqa: B006
     rows: Annotated[
         list[str] | None, typer.Option(help="Only rows whose name contains this; repeat for several.")
@@ -26,6 +30,8 @@ def bench(
     table: Annotated[Path | None, typer.Option(help="Write the table to this file.")] = None,
 ) -> None:
     """The same functions under torch.compile with stock Inductor and with autofuse, in one run."""
+    if context.invoked_subcommand is not None:
+        return
     with user_errors():
         one_of(device, ("cpu",), "--device")
         one_of(policy, ("auto", "always"), "--policy")
@@ -60,3 +66,34 @@ def bench(
             settings = {"dtype": dtype, "policy": policy, "device": device}
             all_rows = [{**asdict(row), "speedup": row.speedup} for row in measured]
             write(json, json_module.dumps({**machine, **settings, "rows": all_rows}, indent=1) + "\n")
+
+
+@app.command()
+def dense(
+    shapes: Annotated[
+        list[str] | None, typer.Option(help="Only this shape, such as llama70b.o_proj; repeat for several.")
+    ] = None,
+    tokens: Annotated[
+        list[int] | None, typer.Option(help="Only so many tokens; repeat for several.", min=1)
+    ] = None,
+    quick: Annotated[bool, typer.Option(help="Fewer tokens and samples; of ours only auto.")] = False,
+    orders: Annotated[bool, typer.Option(help="Measure direct against oblivious order instead.")] = False,
+    ctas: Annotated[bool, typer.Option(help="Measure time against the number of programs instead.")] = False,
+    json: Annotated[Path | None, typer.Option(help="Write all that was measured to this file.")] = None,
+    markdown: Annotated[Path | None, typer.Option(help="Write the tables to this file.")] = None,
+) -> None:
+    """The dense ops on the GPUs of torchrun: ours, and all that torch ships, in one process."""
+    with user_errors():
+        check_folders(json, markdown)
+        from autofuse.bench.dense_cells import QUICK_TOKENS, SHAPES, SWEEP_SHAPES, SWEEP_TOKENS, TOKENS
+
+        for shape in shapes or ():
+            one_of(shape, tuple(SHAPES), "--shapes")
+        from autofuse.bench.dense import Options, join, run
+
+        sweep = orders or ctas
+        counts = SWEEP_TOKENS if sweep else QUICK_TOKENS if quick else TOKENS
+        names = SWEEP_SHAPES if sweep else SHAPES
+        options = Options(tuple(shapes or names), tuple(tokens or counts), quick, orders, ctas)
+        join(options)
+    run(options, json, markdown)

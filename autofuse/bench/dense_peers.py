@@ -1,0 +1,199 @@
+"""The ways to run a dense cell: what one would use instead, and ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autofuse.bench.dense_cells import DTYPE, Cell
+from autofuse.bench.dense_timing import CALLS_US, MOST_CALLS
+
+Run: TypeAlias = Callable[[Tensor], Tensor]
+"""Of a weight: the result."""
+
+MOST_ONE_SHOT_BYTES = 64 << 20
+"""Every rank reads all of every other: nobody takes one_shot_all_reduce for more."""
+
+
+@dataclass(frozen=True)
+class Operands:
+    """What the ways of one cell work on. `x`: [M, K / W], of a gather [M / W, N]; `gathered`: what all ranks'
+    x make together, of a gather only; `buffer`: symmetric memory, flat, for M * N elements or more."""
+
+    x: Tensor
+    gathered: Tensor | None
+    buffer: Tensor
+    group_name: str
+    alone: str
+    """The group of this rank alone."""
+
+
+def operands(cell: Cell, buffer: Tensor, group_name: str, alone: str) -> Operands:
+    """Random operands, other ones on every rank."""
+    rows = cell.m // cell.world if cell.gathers else cell.m
+    x = torch.randn(rows, cell.k, device="cuda", dtype=getattr(torch, DTYPE))
+    gathered = None
+    if cell.gathers:
+        gathered = x.new_empty(cell.m, cell.k)
+        dist.all_gather_into_tensor(gathered, x)
+    return Operands(x, gathered, buffer, group_name, alone)
+
+
+def exact(cell: Cell, given: Operands, w: Tensor) -> tuple[Tensor, Tensor]:
+    """The matmul alone, and what this rank should get of the whole, computed in fp64."""
+    product = (given.x if given.gathered is None else given.gathered).double() @ w.double()
+    if cell.gathers:
+        return product, product
+    total = product.clone()
+    dist.all_reduce(total)
+    if cell.op == "matmul_reduce_scatter":
+        total = total.chunk(cell.world)[dist.get_rank()].clone()
+    return product, total
+
+
+def alone(cell: Cell, given: Operands) -> dict[str, Run]:
+    """The matmul without the collective."""
+    x = given.x if given.gathered is None else given.gathered
+    out = x.new_empty(cell.m, cell.n)
+    return {"cublas": lambda w: torch.mm(x, w, out=out)}
+
+
+def ours_alone(cell: Cell, given: Operands) -> dict[str, Run]:
+    """The same in our own kernels: those of all_gather_matmul on a group of one rank, where nothing moves."""
+    from autofuse.lowering.gpu import ways
+
+    x = given.x if given.gathered is None else given.gathered
+    op = "all_gather_matmul"
+    names = ways.names(op, cell.m, cell.k, cell.n, x.dtype, 1)
+    return {name: lambda w, name=name: ways.run(name, op, x, w, given.alone) for name in fused(names)}  # type: ignore[misc]
+
+
+def fused(names: list[str]) -> list[str]:
+    """Those of our ways that are no peers."""
+    return [name for name in names if not name.startswith("cublas")]
+
+
+def peers(cell: Cell, given: Operands) -> dict[str, Run]:
+    """What torch ships, with the outputs in place; nothing that is fused by us."""
+    if cell.gathers:
+        return _gathering(cell, given)
+    if cell.op == "matmul_reduce_scatter":
+        return _scattering(cell, given)
+    return _reducing(cell, given)
+
+
+def _reducing(cell: Cell, given: Operands) -> dict[str, Run]:
+    x, group_name = given.x, given.group_name
+    product = x.new_empty(cell.m, cell.n)
+    buffer = given.buffer[: cell.exchanged]
+    shared = buffer.view(cell.m, cell.n)
+
+    def nccl(w: Tensor) -> Tensor:
+        torch.mm(x, w, out=product)
+        dist.all_reduce(product)
+        return product
+
+    def one_shot(w: Tensor) -> Tensor:
+        torch.mm(x, w, out=shared)
+        return torch.ops.symm_mem.one_shot_all_reduce(buffer, "sum", group_name).view(cell.m, cell.n)
+
+    def two_shot(w: Tensor) -> Tensor:
+        torch.mm(x, w, out=shared)
+        torch.ops.symm_mem.two_shot_all_reduce_(buffer, "sum", group_name)
+        return shared
+
+    found: dict[str, Run] = {"cublas+nccl": nccl, "cublas+one_shot": one_shot, "cublas+two_shot": two_shot}
+    if buffer.nbytes > MOST_ONE_SHOT_BYTES:
+        del found["cublas+one_shot"]
+    return found
+
+
+def _scattering(cell: Cell, given: Operands) -> dict[str, Run]:
+    x = given.x
+    product = x.new_empty(cell.m, cell.n)
+    part = x.new_empty(cell.m // cell.world, cell.n)
+
+    def nccl(w: Tensor) -> Tensor:
+        torch.mm(x, w, out=product)
+        dist.reduce_scatter_tensor(part, product)
+        return part
+
+    def async_tp(w: Tensor) -> Tensor:
+        result: Tensor = torch.ops.symm_mem.fused_matmul_reduce_scatter(x, w, "sum", 0, given.group_name)
+        return result
+
+    return {"cublas+nccl": nccl, "async_tp": async_tp}
+
+
+def _gathering(cell: Cell, given: Operands) -> dict[str, Run]:
+    x = given.x
+    gathered = x.new_empty(cell.m, cell.k)
+    out = x.new_empty(cell.m, cell.n)
+
+    def nccl(w: Tensor) -> Tensor:
+        dist.all_gather_into_tensor(gathered, x)
+        return torch.mm(gathered, w, out=out)
+
+    def async_tp(w: Tensor) -> Tensor:
+        _, (result,) = torch.ops.symm_mem.fused_all_gather_matmul(x, [w], 0, given.group_name)
+        return result
+
+    return {"cublas+nccl": nccl, "async_tp": async_tp}
+
+
+def ours(cell: Cell, given: Operands) -> Run:
+    """The fused op as policy `auto` runs it."""
+    x, group = given.x, (given.group_name, "direct", "bench")
+    ops = torch.ops.autofuse
+    if cell.op == "matmul_all_reduce":
+        return lambda w: ops.matmul_all_reduce([x], [w], [], "mm", "sum", False, *group)[0]
+    if cell.op == "matmul_reduce_scatter":
+        return lambda w: ops.matmul_reduce_scatter([x], [w], [], "mm", "sum", 0, 1, False, *group)[0]
+    return lambda w: ops.all_gather_matmul(x, [w], [], 0, 1, False, *group)[0]
+
+
+def our_ways(cell: Cell, given: Operands) -> dict[str, Run]:
+    """Every fused way that can run, by name."""
+    from autofuse.lowering.gpu import ways
+
+    x, op, group = given.x, cell.op, given.group_name
+    names = ways.names(op, cell.m, cell.k, cell.n, x.dtype, cell.world)
+    return {name: lambda w, name=name: ways.run(name, op, x, w, group) for name in fused(names)}  # type: ignore[misc]
+
+
+def chosen(cell: Cell, given: Operands) -> str:
+    """The way that policy `auto` takes."""
+    from autofuse.lowering.gpu import ways
+
+    name: str = ways.chosen(cell.op, cell.m, cell.k, cell.n, given.x.dtype, given.group_name, False)
+    return name
+
+
+def each(run: Run, weights: Sequence[Tensor]) -> Callable[[int], Tensor]:
+    """Call number i, which takes the weight whose turn it is."""
+    return lambda i: run(weights[i % len(weights)])
+
+
+def calls_of(cell: Cell) -> int:
+    """Calls in a graph: at least two, in which a call meets the one before it."""
+    return max(2, min(MOST_CALLS, round(CALLS_US / cell.roughly_us)))
+
+
+def checker(cell: Cell, given: Operands, w: Tensor) -> Callable[[tuple[str, str], Tensor], float]:
+    """The error of what a variant (kind, name) returned for the weight `w`."""
+    product, total = exact(cell, given, w)
+
+    def check(key: tuple[str, str], result: Tensor) -> float:
+        expected = product if key[0] == "compute" else total
+        if result.shape != expected.shape:
+            raise RuntimeError(
+                f"expected a result of shape {tuple(expected.shape)}, got {tuple(result.shape)}"
+            )
+        return float((result.double() - expected).norm() / expected.norm())
+
+    return check
