@@ -6,7 +6,7 @@ Tiles of P are stored by TMA straight into the inbox of their owner (own tiles t
 the store has long completed, so that neither NVLink nor a fence ever stops the tensor cores. Programs that
 only communicate, and all others once they are out of tiles, take tickets in the order in which things are complete: a
 ticket is BT rows of a tile of the own chunk, which are added up and, for all_reduce, sent to all; or as many of a
-peer's chunk, copied from where they arrived to the output, `lag` tickets later.
+peer's chunk, copied from where they arrived to the output.
 
 In either half of the memory of a rank: inbox [W, rows * BM, pitch], finished [W, rows * BM, pitch] (all_reduce), and
 the counters arrived [W, rows * cols], then ready [W, rows * cols * BM / BT].
@@ -82,7 +82,9 @@ def matmul_reduce(
     r = tl.arange(0, BR)[:, None]
     c = tl.max_contiguous(tl.multiple_of(tl.arange(0, BN), BN), BN)[None, :]
     SOURCES: tl.constexpr = W if ALL else 1
-    tickets = (parts + lag) * SOURCES
+    # Few parts are all reduced first; of many, those of peers are copied `lag` later than our own are reduced.
+    mixed = lag < parts
+    tickets = (parts + lag) * SOURCES if mixed else parts * SOURCES
     # The next ticket is asked for ahead where that leaves enough for the others.
     ahead = tickets > 8 * PROGRAMS
     ticket = tl.atomic_add(state + 5, 1).to(tl.int32)
@@ -92,8 +94,12 @@ def matmul_reduce(
             following = tl.atomic_add(state + 5, 1).to(tl.int32)
         # Number i of our own parts, or number i - lag of a peer's: they are complete at about the same time.
         away = ticket % SOURCES
-        source = (rank + away) % W
         i = ticket // SOURCES - (lag if away else 0)
+        if not mixed:
+            copied = ticket - parts
+            away = 1 + copied % max(SOURCES - 1, 1) if copied >= 0 else 0
+            i = copied // max(SOURCES - 1, 1) if copied >= 0 else ticket
+        source = (rank + away) % W
         if (i >= 0) & (i < parts):
             row, col = chunk_tile_at(i // PARTS, rows, cols)
             tile = row * cols + col
@@ -304,13 +310,15 @@ def launch_matmul_reduce(
     ]
     weight, transposed = describe_weight(w, config.bk, config.bn)
     programs = memory.programs
+    parts = cut.rows * cut.cols * (config.bm // config.bt)
     launch(
         matmul_reduce, programs, compile_only,
         describe(x, config.bm, config.bk), weight, *boxes, *boxes[:1] * (8 - world), out,
         memory.inbox.views[rank].data_ptr(), memory.finished.addresses, memory.signals.addresses,
         memory.state, memory.state if trace is None else trace,
         m, n, k, rank, site, cut.inner, cut.chunk_cols, cut.rows, cut.cols, cut.stretch,
-        config.visit or max(1, programs // world), programs // world + 1, pitch, out.stride(0),
+        config.visit or max(1, programs // world), parts if parts < 3 * programs else programs // world + 1,
+        pitch, out.stride(0),
         half, memory.finished.half(dtype), memory.signals.half(torch.int32),
         COMPUTING=programs - config.communicating, PROGRAMS=programs, W=world, ORDER=order,
         BY_ROWS=config.by_rows, ALL=all_ranks, TRANSPOSED=transposed, MEAN=mean,
