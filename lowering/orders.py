@@ -224,7 +224,7 @@ def _reduce_in_turns(
 ) -> Iterator[Action]:
     """As `_reduce`, but all chunks are visited in turn, so that tiles for all peers leave all the time.
 
-    A visit is one slice. A turn later the own slice is reduced, two turns later those of the owners are copied.
+    A visit is one slice. A turn later the own slice is reduced, two turns later the owners' are copied.
     """
     peers, turns = _peers(world, rank), max(map(len, runs))
     sequence = _sequence(order, world, rank, own_last=order is Order.DIRECT)
