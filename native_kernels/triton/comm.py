@@ -12,7 +12,8 @@
 
 Counters are int32 in memory that peers map (torch symmetric memory), and count from 0 in every call; who waited sets
 them back to 0. A call uses the half of the memory that `epoch % 2` says, so that a rank that runs ahead never
-touches what its peers still read: every rank waits, in every call, for a signal of every peer.
+touches what its peers still read: every rank waits, in every call, for a signal of every peer. Where the halves
+meet depends on the memory, not on the shapes of a call, which may differ from those of the call before.
 
 Waits are bounded. `state` is local int64 memory: [0] the nanoseconds that a wait may take,
 [1] address of the failure record in host memory (int32 [8]), [2] raised once a wait gave up: later waits return at

@@ -10,7 +10,7 @@ from where it lies, then those of r - 1, r - 2, ..., whose slices arrive in that
 `gather_matmul_few`: all rows fit in one tile, and a program multiplies a piece of K of one tile; the pieces of a tile
 are added, in order, by the program that comes last.
 
-Memory of a rank, by the parity of the epoch: gathered [2, W, C, K] and counters arrived [2, W, slices].
+Memory of a rank, in the half for the parity of the epoch: gathered [W, C, K] and counters arrived [W, slices].
 """
 
 from dataclasses import dataclass
@@ -47,18 +47,18 @@ CREDITS = tl.constexpr(FIRST_CREDIT)
 
 @triton.jit
 def push(
-    part, gathered, signals, rank, elements, slices, slice_elements, parity, mover,
+    part, gathered, signals, rank, elements, slices, slice_elements, place, counter, mover,
     MOVERS: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Store this rank's part (`elements` elements, contiguous) into the memory of all peers.
+    """Store this rank's part (`elements` elements, contiguous) into the memory of all peers, from element `place` on.
 
-    Mover number `mover` of MOVERS moves every MOVERS-th block of a slice and signals once a slice.
+    Mover number `mover` of MOVERS moves every MOVERS-th block of a slice and signals once a slice, `counter` and those after it.
     """
     dtype: tl.constexpr = part.dtype.element_ty
     for i in tl.static_range(1, W):
         to = (rank + i) % W
-        there = peer(gathered, to, dtype) + (parity * W + rank).to(tl.int64) * elements
-        flags = peer(signals, to, tl.int32) + (parity * W + rank) * slices
+        there = peer(gathered, to, dtype) + place
+        flags = peer(signals, to, tl.int32) + counter
         for s in range(slices):
             first = s * slice_elements
             last = tl.minimum(first + slice_elements, elements)
@@ -70,25 +70,26 @@ def push(
 
 @triton.jit
 def push_to_all(
-    part, gathered, signals, rank, elements, parity, mover, MOVERS: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr
-):
+    part, gathered, signals, rank, elements, place, counter, mover,
+    MOVERS: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """As `push` of one slice, to our own memory too, with all signals at the end."""
     dtype: tl.constexpr = part.dtype.element_ty
     for at in range(mover * BLOCK, elements, MOVERS * BLOCK):
         o = at + tl.arange(0, BLOCK)
         value = tl.load(part + o, mask=o < elements)
         for i in tl.static_range(1, W + 1):
-            there = peer(gathered, (rank + i) % W, dtype) + (parity * W + rank) * elements
+            there = peer(gathered, (rank + i) % W, dtype) + place
             tl.store(there + o, value, mask=o < elements)
-    signal_all(signals, W, parity * W + rank, -1)
+    signal_all(signals, W, counter, -1)
 
 
 @triton.jit
-def reset(signals, rank, count, parity, epoch, state, PROGRAMS: tl.constexpr, W: tl.constexpr, CREDIT: tl.constexpr):
-    """`finish`, and all counters of this parity are 0 again. CREDIT: tell all peers that they may store again."""
+def reset(signals, rank, first, count, epoch, state, PROGRAMS: tl.constexpr, W: tl.constexpr, CREDIT: tl.constexpr):
+    """`finish`, and `count` counters from number `first` on are 0 again. CREDIT: tell all peers that they may store again."""
     tl.debug_barrier()
     if tl.atomic_add(state + 6, 1, sem="acq_rel", scope="gpu") == PROGRAMS - 1:
-        flags = peer(signals, rank, tl.int32) + parity * count
+        flags = peer(signals, rank, tl.int32) + first
         for i in range(count):
             tl.store(flags + i, 0)
         if CREDIT:
@@ -99,7 +100,7 @@ def reset(signals, rank, count, parity, epoch, state, PROGRAMS: tl.constexpr, W:
 @triton.jit
 def gather_matmul(
     x, gathered_x, w, y, part, gathered, signals, out, pieces, done, state, trace,
-    M, N, K, rank, chunk, rows, cols, slices, slice_rows, target, out_stride,
+    M, N, K, rank, chunk, rows, cols, slices, slice_rows, target, out_stride, half, signals_half,
     PROGRAMS: tl.constexpr, MOVERS: tl.constexpr, COMPUTING: tl.constexpr, W: tl.constexpr,
     TRANSPOSED: tl.constexpr, EXACT: tl.constexpr, PIECES: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BLOCK: tl.constexpr,
@@ -107,27 +108,29 @@ def gather_matmul(
 ):  # fmt: skip
     """Grid: PROGRAMS, of which the first MOVERS move and the last COMPUTING multiply; some may do both.
 
-    x, w: descriptors of the own part [C, K] and the weight; gathered_x: of the own gathered memory [2 * W * C, K];
+    x, w: descriptors of the own part [C, K] and the weight; gathered_x: of the own gathered memory [half + W * C, K];
     y: of the output, used if EXACT (C is a multiple of BM, and PIECES is 1); part, out: the own part and the output;
     gathered, signals: int64 [W]; slice_rows: rows of tiles in a slice; target: what the counter of a complete
-    slice shows; pieces: fp32, done: int32 [W * rows * cols], 0: as for `gather_matmul_few`.
+    slice shows; half, signals_half: where the second halves begin, in rows and counters; pieces: fp32, done: int32 [W * rows * cols], 0: as for `gather_matmul_few`.
     """
     program = tl.program_id(0)
     epoch = begin(state)
     # Copy engines know no epoch: they store once, and again when they have credit.
     parity = epoch % 2 if MOVERS else epoch * 0
+    first_row = parity * half
+    counters = parity * signals_half
     event = 0
     event = stamp(trace, program, event, BEGUN, 0, TRACE, EVENTS)
     if program < MOVERS:
         push(
-            part, gathered, signals, rank, chunk * K, slices, slice_rows * BM * K, parity, program,
-            MOVERS, W, BLOCK,
+            part, gathered, signals, rank, chunk * K, slices, slice_rows * BM * K,
+            (first_row + rank * chunk).to(tl.int64) * K, counters + rank * slices, program, MOVERS, W, BLOCK,
         )  # fmt: skip
         event = stamp(trace, program, event, PUSHED, 0, TRACE, EVENTS)
     turn = PROGRAMS - 1 - program
     if turn < COMPUTING:
         # Those that move turn to parts that are still on their way.
-        arrived = peer(signals, rank, tl.int32) + parity * W * slices
+        arrived = peer(signals, rank, tl.int32) + counters
         event = multiply(
             x, w, y, out, pieces, done, trace, event, K, N, 0, rank, chunk, rows, cols, 0, rows, turn, out_stride,
             COMPUTING, TRANSPOSED, EXACT, PIECES, BM, BN, BK, TRACE, EVENTS,
@@ -146,12 +149,12 @@ def gather_matmul(
                 fence_copies()
                 event = stamp(trace, program, event, WAITED, source, TRACE, EVENTS)
                 event = multiply(
-                    gathered_x, w, y, out, pieces, done, trace, event, K, N, (parity * W + source) * chunk, source,
+                    gathered_x, w, y, out, pieces, done, trace, event, K, N, first_row + source * chunk, source,
                     chunk, rows, cols, first, here, start, out_stride, COMPUTING, TRANSPOSED, EXACT, PIECES,
                     BM, BN, BK, TRACE, EVENTS,
                 )  # fmt: skip
     event = stamp(trace, program, event, ENDED, 0, TRACE, EVENTS)
-    reset(signals, rank, W * slices, parity, epoch, state, PROGRAMS, W, MOVERS == 0)
+    reset(signals, rank, counters, W * slices, epoch, state, PROGRAMS, W, MOVERS == 0)
 
 
 @triton.jit
@@ -218,7 +221,7 @@ def add_pieces(pieces, done, acc, tile, piece, where, inside, PIECES: tl.constex
 @triton.jit
 def gather_matmul_few(
     gathered_x, w, weight, part, gathered, signals, out, pieces, done, state,
-    M, N, K, rank, chunk, cols, per_piece, w_row, w_col, out_stride,
+    M, N, K, rank, chunk, cols, per_piece, w_row, w_col, out_stride, half, signals_half,
     PROGRAMS: tl.constexpr, MOVERS: tl.constexpr, AHEAD: tl.constexpr, W: tl.constexpr,
     TRANSPOSED: tl.constexpr, PIECES: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BLOCK: tl.constexpr,
@@ -229,9 +232,11 @@ def gather_matmul_few(
     """
     program = tl.program_id(0)
     epoch = begin(state)
-    parity = epoch % 2
+    first_row = epoch % 2 * half
+    counters = epoch % 2 * signals_half
     if program < MOVERS:
-        push_to_all(part, gathered, signals, rank, chunk * K, parity, program, MOVERS, W, BLOCK)
+        place = (first_row + rank * chunk).to(tl.int64) * K
+        push_to_all(part, gathered, signals, rank, chunk * K, place, counters + rank, program, MOVERS, W, BLOCK)
     if program < cols * PIECES:
         col = program % cols
         piece = program // cols
@@ -245,13 +250,13 @@ def gather_matmul_few(
                 lines = (ahead * BK + tl.arange(0, BK)[:, None]) * w_col + tl.arange(0, BN // LINE)[None, :] * LINE * w_row
             if ahead < per_piece:
                 prefetch(weight + at + lines)
-        arrived = peer(signals, rank, tl.int32) + parity * W
+        arrived = peer(signals, rank, tl.int32) + counters
         wait_all(arrived, 1, W, MOVERS, state, GATHERING, 0, program, epoch)
         fence_copies()
         acc = tl.zeros((BM, BN), tl.float32)
         first = piece * per_piece
         for block in range(first, tl.minimum(first + per_piece, tl.cdiv(K, BK))):
-            a, b = load_operands(gathered_x, w, parity * W * chunk, col * BN, block * BK, TRANSPOSED)
+            a, b = load_operands(gathered_x, w, first_row, col * BN, block * BK, TRANSPOSED)
             acc = tl.dot(a, b, acc)
         r = tl.arange(0, BM)[:, None]
         c = col * BN + tl.arange(0, BN)[None, :]
@@ -261,7 +266,7 @@ def gather_matmul_few(
             add_pieces(pieces, done, acc, col, piece, where, inside, PIECES)
         else:
             tl.store(where, acc.to(out.dtype.element_ty), mask=inside)
-    reset(signals, rank, W, parity, epoch, state, PROGRAMS, W, False)
+    reset(signals, rank, counters, W, epoch, state, PROGRAMS, W, False)
 
 
 @dataclass(frozen=True)
@@ -302,7 +307,7 @@ def gather_needs(chunk: int, k: int, n: int, itemsize: int, world: int, config: 
     slices = cdiv(rows, cdiv(rows, config.slices))
     gathered, tiles = world * chunk * k * itemsize, world * rows * cols
     return Need(
-        inbox=2 * gathered if config.movers else 0,
+        inbox=2 * (gathered + k * itemsize) if config.movers else 0,
         copies=0 if config.movers else gathered,
         signals=2 * 4 * world * slices,
         pieces=tiles * config.pieces * config.bm * config.bn if config.pieces > 1 else 0,
@@ -321,15 +326,16 @@ def launch_gather_matmul(
 ) -> Tensor:
     """`out = all_gather(part) @ w`. part: [C, K], contiguous; w: [K, N], either way round; out: [W * C, N].
 
-    Returns where the parts of the peers lie, `[W * C, K]`, until the next call but one (the next, with copy engines);
-    the own part is not there. Without movers `engine` moves.
+    Returns where the parts of the peers lie until the next call but one (the next, with copy engines): the first
+    `W * C` rows or, in an odd epoch, the last; the own part is not there. Without movers `engine` moves.
     """
     (chunk, k), n, world, rank = part.shape, w.shape[1], memory.world, memory.rank
     rows, cols = cdiv(chunk, config.bm), cdiv(n, config.bn)
     slice_rows = cdiv(rows, config.slices)
     slices = cdiv(rows, slice_rows)
     region, signals = (memory.inbox, memory.signals) if config.movers else (memory.copies, memory.copy_signals)
-    gathered = region.matrix(rank, part.dtype, 0, (2 if config.movers else 1) * world * chunk, k)
+    half = region.half(part.element_size(), k) if config.movers else 0
+    gathered = region.matrix(rank, part.dtype, 0, half + world * chunk, k)
     exact = chunk % config.bm == 0 and config.pieces == 1 and is_tma(out)
     weight, transposed = describe_weight(w, config.bk, config.bn)
     programs = memory.programs
@@ -341,7 +347,7 @@ def launch_gather_matmul(
         describe(out, config.bm, config.bn) if exact else describe(part, config.bm, config.bn), part,
         region.addresses, signals.addresses, out, memory.pieces, memory.done, memory.state,
         memory.state if trace is None else trace,
-        world * chunk, n, k, rank, chunk, rows, cols, slices, slice_rows, config.movers or 1, out.stride(0),
+        world * chunk, n, k, rank, chunk, rows, cols, slices, slice_rows, config.movers or 1, out.stride(0), half, signals.half(4),
         PROGRAMS=programs, MOVERS=config.movers,
         COMPUTING=programs if config.shared or not config.movers else programs - config.movers, W=world,
         TRANSPOSED=transposed, EXACT=exact, PIECES=config.pieces,
@@ -359,7 +365,7 @@ def few_needs(chunk: int, k: int, n: int, itemsize: int, world: int, config: Few
     """What a call of `gather_matmul_few` uses."""
     rows, cols = max(16, triton.next_power_of_2(world * chunk)), cdiv(n, config.bn)
     return Need(
-        inbox=2 * world * chunk * k * itemsize,
+        inbox=2 * (world * chunk + 1) * k * itemsize,
         signals=2 * 4 * world,
         pieces=config.pieces * rows * cols * config.bn,
         done=cols,
@@ -372,14 +378,15 @@ def launch_gather_matmul_few(
     """As `launch_gather_matmul`, for `W * C <= 128` rows and `cols * pieces <= memory.programs`; all parts are there."""
     (chunk, k), n, world, rank = part.shape, w.shape[1], memory.world, memory.rank
     rows, cols = max(16, triton.next_power_of_2(world * chunk)), cdiv(n, config.bn)
-    gathered = memory.inbox.matrix(rank, part.dtype, 0, 2 * world * chunk, k)
+    half = memory.inbox.half(part.element_size(), k)
+    gathered = memory.inbox.matrix(rank, part.dtype, 0, half + world * chunk, k)
     weight, transposed = describe_weight(w, config.bk, config.bn)
     programs = cols * config.pieces
     gather_matmul_few[(programs,)](
         describe(gathered, rows, config.bk), weight, w, part, memory.inbox.addresses, memory.signals.addresses,
         out, memory.pieces, memory.done, memory.state,
         world * chunk, n, k, rank, chunk, cols, cdiv(cdiv(k, config.bk), config.pieces),
-        w.stride(1), w.stride(0), out.stride(0),
+        w.stride(1), w.stride(0), out.stride(0), half, memory.signals.half(4),
         PROGRAMS=programs, MOVERS=min(config.movers, programs), AHEAD=config.ahead, W=world,
         TRANSPOSED=transposed, PIECES=config.pieces,
         BM=rows, BN=config.bn, BK=config.bk, BLOCK=BLOCK,

@@ -7,7 +7,7 @@ out as packets of two values and the epoch: to everybody (ONCE), who then adds t
 `[d * C, (d + 1) * C)` to rank d, who adds them and, for all_reduce, sends the sums to everybody as packets again.
 No barrier, no flag, and nothing to reset: a packet of another epoch has not arrived.
 
-Memory of a rank, by the parity of the epoch: packets [2, 2, W, rows, N / 2] (int64), parts first, then sums.
+Memory of a rank, in the half for the parity of the epoch: packets [2, W, rows, N / 2] (int64), parts first, then sums.
 """
 
 from dataclasses import dataclass
@@ -26,24 +26,24 @@ COPYING = tl.constexpr(2)
 
 @triton.jit
 def matmul_packets(
-    x, w, out, packets, state, M, N, K, rank, chunk, slot, pitch,
+    x, w, out, packets, state, M, N, K, rank, chunk, slot, half, pitch,
     PROGRAMS: tl.constexpr, W: tl.constexpr, ONCE: tl.constexpr, ALL: tl.constexpr, TRANSPOSED: tl.constexpr,
     MEAN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BC: tl.constexpr, SOURCES: tl.constexpr,
 ):  # fmt: skip
     """Grid: PROGRAMS. x, w: descriptors; packets: int64 [W], addresses of the packet memory of all ranks.
 
-    pitch: N / 2; chunk: rows of a rank (M if ONCE), BC the power of two above; slot: packets from one source; SOURCES: the power of
+    pitch: N / 2; chunk: rows of a rank (M if ONCE), BC the power of two above; slot: packets from one source; half: in one half; SOURCES: the power of
     two above W.
     """
     program = tl.program_id(0)
     epoch = begin(state)
-    base = (epoch % 2) * (2 * W * slot)
+    base = (epoch % 2) * half
     dtype: tl.constexpr = out.dtype.element_ty
     blocks = tl.cdiv(K, BK)
     tiles = tl.cdiv(N, BN)
     mine = tl.cdiv(tiles - program, PROGRAMS)
     m = tl.arange(0, BM)
-    half = tl.arange(0, BN // 2)
+    pair = tl.arange(0, BN // 2)
     acc = tl.zeros((BM, BN), tl.float32)
     block = blocks - 1
     tile = program - PROGRAMS
@@ -55,7 +55,7 @@ def matmul_packets(
         acc = tl.dot(a, b, acc)
         if block == blocks - 1:
             pairs = pack(acc.to(dtype))
-            n = tile * (BN // 2) + half
+            n = tile * (BN // 2) + pair
             inside = (m[:, None] < M) & (n[None, :] < pitch)
             if ONCE:
                 where = base + (rank * M + m[:, None]) * pitch + n[None, :]
@@ -74,7 +74,7 @@ def matmul_packets(
     r = tl.arange(0, BC)
     rows = tl.minimum(chunk, M - rank * chunk) if not ONCE else M
     for tile in range(program, tiles, PROGRAMS):
-        n = tile * (BN // 2) + half
+        n = tile * (BN // 2) + pair
         inside = (r[:, None] < rows) & (n[None, :] < pitch)
         where = (source * chunk + r[None, :, None]) * pitch + n[None, None, :]
         parts = take_packets(
@@ -99,7 +99,7 @@ def matmul_packets(
     if ALL and not ONCE:
         m = tl.arange(0, BM)
         for tile in range(program, tiles, PROGRAMS):
-            n = tile * (BN // 2) + half
+            n = tile * (BN // 2) + pair
             theirs = (m[:, None] < M) & (m[:, None] // chunk != rank) & (n[None, :] < pitch)
             where = own + W * slot + m[:, None] * pitch + n[None, :]
             sums = take_packets(where, epoch, theirs, state, COPYING, -1, tile)
@@ -137,7 +137,7 @@ def launch_matmul_packets(
     programs = min(memory.programs, cdiv(n, config.bn))
     matmul_packets[(programs,)](
         describe(x, rows, config.bk), weight, out, memory.packets.addresses, memory.state,
-        m, n, k, memory.rank, chunk, chunk * (n // 2), n // 2,
+        m, n, k, memory.rank, chunk, chunk * (n // 2), memory.packets.half(8), n // 2,
         PROGRAMS=programs, W=world, ONCE=config.once, ALL=all_ranks, TRANSPOSED=transposed, MEAN=mean,
         BM=rows, BN=config.bn, BK=config.bk, BC=triton.next_power_of_2(chunk),
         SOURCES=triton.next_power_of_2(world),

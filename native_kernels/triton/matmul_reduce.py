@@ -8,8 +8,8 @@ only communicate, and all others once they are out of tiles, take tickets in the
 ticket is BT rows of a tile of the own chunk, which are added up and, for all_reduce, sent to all; or as many of a
 peer's chunk, copied from where they arrived to the output, `lag` tickets later.
 
-Memory of a rank, by the parity of the epoch: inbox [2, W, rows * BM, pitch], finished [2, W, rows * BM, pitch]
-(all_reduce), and counters arrived [2, W, rows * cols], finished [2, W, rows * cols * BM / BT].
+Memory of a rank, in the half for the parity of the epoch: inbox [W, rows * BM, pitch], finished [W, rows * BM, pitch]
+(all_reduce), and counters arrived [W, rows * cols], finished [W, rows * cols * BM / BT].
 """
 
 from dataclasses import dataclass
@@ -46,6 +46,7 @@ COPYING = tl.constexpr(2)
 def matmul_reduce(
     x, w, inbox0, inbox1, inbox2, inbox3, inbox4, inbox5, inbox6, inbox7, out, inbox, finished, signals, state, trace,
     M, N, K, rank, chunk_rows, chunk_cols, rows, cols, visit, lag, pitch, out_stride,
+    inbox_half, finished_half, signals_half,
     COMPUTING: tl.constexpr, PROGRAMS: tl.constexpr, W: tl.constexpr, ORDER: tl.constexpr,
     BY_ROWS: tl.constexpr, ALL: tl.constexpr, TRANSPOSED: tl.constexpr, MEAN: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr,
@@ -53,28 +54,30 @@ def matmul_reduce(
 ):  # fmt: skip
     """Grid: PROGRAMS, of which the first COMPUTING multiply.
 
-    x, w: descriptors; inbox0 to inbox7: W descriptors `[2 * rows * BM, pitch]` of the slot for this rank in the inbox of each
-    rank; inbox: address of the own inbox; finished, signals: int64 [W], addresses of those of all ranks.
+    x, w: descriptors; inbox0 to inbox7: W descriptors `[inbox_half + rows * BM, pitch]` of the slot for this rank in the
+    inbox of each rank; inbox: address of the own inbox; finished, signals: int64 [W], addresses of those of all ranks;
+    inbox_half, finished_half, signals_half: where their second halves begin, in rows and counters.
     """
     program = tl.program_id(0)
     epoch = begin(state)
     parity = epoch % 2
     tiles = rows * cols
-    counters = W * tiles  # of one kind and parity
     event = 0
     event = stamp(trace, program, event, BEGUN, 0, TRACE, EVENTS)
     if program < COMPUTING:
         event = compute(
-            x, w, (inbox0, inbox1, inbox2, inbox3, inbox4, inbox5, inbox6, inbox7), signals, K, rank, chunk_rows, chunk_cols, rows, cols, visit, parity, program,
-            trace, COMPUTING, W, ORDER, BY_ROWS, TRANSPOSED, BM, BN, BK, TRACE, EVENTS,
+            x, w, (inbox0, inbox1, inbox2, inbox3, inbox4, inbox5, inbox6, inbox7), signals, K, rank, chunk_rows, chunk_cols, rows, cols, visit, parity * inbox_half,
+            parity * signals_half, program, trace, COMPUTING, W, ORDER, BY_ROWS, TRANSPOSED, BM, BN, BK, TRACE, EVENTS,
         )  # fmt: skip
     dtype: tl.constexpr = out.dtype.element_ty
     PARTS: tl.constexpr = BM // BT
     parts = tiles * PARTS
-    arrived = peer(signals, rank, tl.int32) + parity * counters
-    ready = peer(signals, rank, tl.int32) + 2 * counters + parity * W * parts
-    arriving = inbox.to(tl.pointer_type(dtype)) + parity * W * rows * BM * pitch
-    mine = peer(finished, rank, dtype) + parity * W * rows * BM * pitch
+    counters = parity * signals_half
+    arrived = peer(signals, rank, tl.int32) + counters
+    counters += W * tiles
+    ready = peer(signals, rank, tl.int32) + counters
+    arriving = inbox.to(tl.pointer_type(dtype)) + parity * inbox_half * pitch
+    mine = peer(finished, rank, dtype) + parity * finished_half * pitch
     r = tl.arange(0, BR)[:, None]
     c = tl.max_contiguous(tl.multiple_of(tl.arange(0, BN), BN), BN)[None, :]
     SOURCES: tl.constexpr = W if ALL else 1
@@ -107,7 +110,7 @@ def matmul_reduce(
                         total /= W
                     value = total.to(dtype)
                     if ALL:
-                        there = (parity * W + rank) * rows * BM * pitch + here
+                        there = (parity * finished_half + rank * rows * BM) * pitch + here
                         for p in tl.static_range(1, W):
                             tl.store(peer(finished, (rank + p) % W, dtype) + there, value)
                 else:
@@ -116,10 +119,10 @@ def matmul_reduce(
                 tl.store(out + to, value, mask=inside)
             if ALL:
                 if away == 0:
-                    signal_all(signals, W, 2 * counters + (parity * W + rank) * parts + part, rank)
+                    signal_all(signals, W, counters + rank * parts + part, rank)
             event = stamp(trace, program, event, REDUCED if away == 0 else COPIED, part, TRACE, EVENTS)
         ticket = following
-    clear(arrived, counters, state, PROGRAMS)
+    clear(arrived, W * tiles, state, PROGRAMS)
     event = stamp(trace, program, event, ENDED, 0, TRACE, EVENTS)
     finish(state, epoch, PROGRAMS)
 
@@ -148,12 +151,15 @@ def clear(counters, count, state, PROGRAMS: tl.constexpr):
 
 @triton.jit
 def compute(
-    x, w, inboxes, signals, K, rank, chunk_rows, chunk_cols, rows, cols, visit, parity, program, trace,
+    x, w, inboxes, signals, K, rank, chunk_rows, chunk_cols, rows, cols, visit, slot, counters, program, trace,
     COMPUTING: tl.constexpr, W: tl.constexpr, ORDER: tl.constexpr, BY_ROWS: tl.constexpr,
     TRANSPOSED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     TRACE: tl.constexpr, EVENTS: tl.constexpr,
 ):  # fmt: skip
-    """The tiles `program, program + COMPUTING, ...`, as one loop over their blocks of K, so that loads never pause."""
+    """The tiles `program, program + COMPUTING, ...`, as one loop over their blocks of K, so that loads never pause.
+
+    Tiles go to the inboxes from row `slot` on, their signals to the counters from number `counters` on.
+    """
     dtype: tl.constexpr = x.dtype
     tiles = rows * cols
     blocks = tl.cdiv(K, BK)
@@ -180,8 +186,8 @@ def compute(
             value = acc.to(dtype)
             for p in tl.static_range(W):
                 if owner == p:
-                    inboxes[p].store([(parity * W * rows + row) * BM, col * BN], value)
-            flag = ((parity * W + rank) * rows + row) * cols + col
+                    inboxes[p].store([slot + row * BM, col * BN], value)
+            flag = counters + (rank * rows + row) * cols + col
             unsignalled = tl.load(signals + owner) + flag * 4
             acc = tl.zeros((BM, BN), tl.float32)
             event = stamp(trace, program, event, COMPUTED, t, TRACE, EVENTS)
@@ -226,9 +232,10 @@ class _Cut:
 def reduce_needs(m: int, n: int, itemsize: int, world: int, all_ranks: bool, config: ReduceConfig) -> Need:
     """What a call of `matmul_reduce` uses."""
     cut = _Cut.of(m, n, world, config)
-    chunk = cut.rows * config.bm * cut.cols * config.bn * itemsize
+    pitch = cut.cols * config.bn
+    half = (world * cut.rows * config.bm + 1) * pitch * itemsize
     counters = world * cut.rows * cut.cols * (1 + (config.bm // config.bt if all_ranks else 0))
-    return Need(inbox=2 * world * chunk, finished=2 * world * chunk * all_ranks, signals=2 * 4 * counters)
+    return Need(inbox=2 * half, finished=2 * half * all_ranks, signals=2 * 4 * counters)
 
 
 def launch_matmul_reduce(
@@ -250,8 +257,9 @@ def launch_matmul_reduce(
     (m, k), n, world, rank, dtype = x.shape, w.shape[1], memory.world, memory.rank, x.dtype
     cut = _Cut.of(m, n, world, config)
     pitch, height = cut.cols * config.bn, cut.rows * config.bm
+    inbox_half = memory.inbox.half(x.element_size(), pitch)
     boxes = [
-        describe(memory.inbox.matrix(p, dtype, rank * height * pitch, (world + 1) * height, pitch), config.bm, config.bn)
+        describe(memory.inbox.matrix(p, dtype, rank * height * pitch, inbox_half + height, pitch), config.bm, config.bn)
         for p in range(world)
     ]
     weight, transposed = describe_weight(w, config.bk, config.bn)
@@ -262,6 +270,7 @@ def launch_matmul_reduce(
         memory.state, memory.state if trace is None else trace,
         m, n, k, rank, cut.chunk_rows, cut.chunk_cols, cut.rows, cut.cols,
         config.visit or max(1, programs // world), programs // world + 1, pitch, out.stride(0),
+        inbox_half, memory.finished.half(x.element_size(), pitch), memory.signals.half(4),
         COMPUTING=programs - config.communicating, PROGRAMS=programs, W=world, ORDER=order,
         BY_ROWS=config.by_rows, ALL=all_ranks, TRANSPOSED=transposed, MEAN=mean,
         BM=config.bm, BN=config.bn, BK=config.bk, BT=config.bt, BR=config.br,

@@ -33,6 +33,10 @@ class Region:
         """`[rows, cols]` of the memory of a rank, from element `offset` on."""
         return self.views[rank].view(dtype)[offset : offset + rows * cols].view(rows, cols)
 
+    def half(self, itemsize: int, pitch: int = 1) -> int:
+        """Where the second half begins, in rows of `pitch` elements: behind the first half of every other shape."""
+        return cdiv(self.views[0].numel() // 2 // itemsize, pitch)
+
 
 @dataclass(frozen=True)
 class Need:

@@ -6,12 +6,16 @@ that the kernels promise, whatever the order of the terms. Partial results are r
 
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from triton.runtime.interpreter import InterpreterBuilder
 
 from autofuse.lowering import rendezvous
 from autofuse.lowering.torch_internals import group_store
@@ -173,7 +177,8 @@ class Gather:
             programs = self.computing + (0 if config.shared else config.movers)
             gathered = launch_gather_matmul(replace(memory, programs=programs), parts[rank], w, out, config)
         check(out, (torch.cat(parts).double() @ w.double()).to(self.dtype), self, memory)
-        half = gathered.split(world * self.chunk)[-1 if int(memory.state[3]) % 2 else 0]
+        rows = world * self.chunk
+        half = gathered[-rows:] if memory.state[3] % 2 else gathered[:rows]
         for r, part in enumerate(half.split(self.chunk)):
             if r != rank or isinstance(config, FewConfig):
                 check(part, parts[r], self, memory)
@@ -192,17 +197,29 @@ def check(got: Tensor, expected: Tensor, call: Call, memory: PeerMemory) -> None
     )
 
 
-def run_calls(rank: int, world: int, calls: Sequence[Call], times: int, straggle_s: float = 0.0) -> None:
-    """All calls in turn, `times` in all, on one memory, with no barrier between; ranks pause at random."""
+@contextmanager
+def straggling(rank: int) -> Iterator[None]:
+    """Now and then this rank pauses, also in the middle of a kernel, before it reads: before a wait, before a sum."""
+    chance, load = random.Random(rank), InterpreterBuilder.create_masked_load
+
+    def late(*args: Any, **kwargs: Any) -> Any:
+        if chance.random() < 0.002:
+            time.sleep(chance.random() * 0.05)
+        return load(*args, **kwargs)
+
+    with patch.object(InterpreterBuilder, "create_masked_load", late):
+        yield
+
+
+def run_calls(rank: int, world: int, calls: Sequence[Call], times: int) -> None:
+    """`times` calls at random, on one memory, with no barrier between, by ranks that straggle."""
     need = Need()
     for call in calls:
         need |= call.need(world)
     memory = peer_memory(rank, world, need)
-    pause = random.Random(rank)
-    for number in range(times):
-        if pause.random() < 0.2:
-            time.sleep(pause.random() * straggle_s)
-        calls[number % len(calls)].run(memory, number)
+    with straggling(rank):
+        for number, call in enumerate(random.Random(0).choices(calls, k=times)):
+            call.run(memory, number)
     assert memory.state[3:].tolist() == [times, 0, 0, 0, 0]
     dist.barrier()  # peers may still store
     assert not memory.signals.views[rank].any(), "counters are left over"
