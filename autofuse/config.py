@@ -20,6 +20,10 @@ table: str = Config(default="", env_name_default="AUTOFUSE_TABLE")
 """File with constants for the cost model, as `autofuse tune` writes it; equal on all ranks. Before
 the tables in the cache folder (`~/.cache/autofuse`) and those that come with autofuse."""
 
+measure: bool = Config(default=False, env_name_force="AUTOFUSE_MEASURE")
+"""On GPUs: measure all ways to run a dense op when sizes come that nobody has measured, outside of captured
+graphs, and keep the result (`~/.cache/autofuse`). Equal on all ranks. Else the nearest sizes decide."""
+
 timeout_s: float = float(os.environ.get("AUTOFUSE_TIMEOUT_S", "300"))
 """Seconds that a fused op waits for a peer before it raises. `AUTOFUSE_TIMEOUT_S`."""
 

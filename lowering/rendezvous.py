@@ -51,7 +51,7 @@ class Peer:
     @staticmethod
     def myself() -> "Peer":
         pid = os.getpid()
-        return Peer(pid, _started(pid), _namespace(), _host(), f"/af-{pid}-{secrets.token_hex(4)}")
+        return Peer(pid, _started(pid), _namespace(), host_identity(), f"/af-{pid}-{secrets.token_hex(4)}")
 
     def segment(self, generation: int) -> str:
         """Name of this rank's segment number `generation`, while it has one (macOS allows 31 characters)."""
@@ -176,7 +176,7 @@ def discard(peers: list[Peer], generation: int) -> None:
         cpu.unlink_segment(peer.segment(generation))
 
 
-def _host() -> str:
+def host_identity() -> str:
     """What two processes have in common exactly when they can share memory."""
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

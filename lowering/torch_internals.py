@@ -173,6 +173,31 @@ def symmetric_memory(device_type: str) -> str | None:
         return None
 
 
+def symmetric_empty(nbytes: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Memory that the other ranks of a group can map, `nbytes` elements of `dtype`."""
+    from torch.distributed import _symmetric_memory
+
+    return _symmetric_memory.empty(nbytes, dtype=dtype, device=device)
+
+
+def symmetric_views(own: torch.Tensor, group: ProcessGroup) -> list[torch.Tensor]:
+    """`own`, from `symmetric_empty`, as it lies on every rank of the group; all ranks ask together."""
+    from torch.distributed import _symmetric_memory
+
+    handle = _symmetric_memory.rendezvous(own, group.group_name)
+    views = [handle.get_buffer(r, own.shape, own.dtype) for r in range(group.size())]
+    views[group.rank()] = own
+    return views
+
+
+def symmetric_all_reduce(x: torch.Tensor, group_name: str, once: bool) -> torch.Tensor:
+    """Sum over the ranks of `x`, which lies in symmetric memory: read by everybody, or by its owner and sent back
+    in place."""
+    if once:
+        return torch.ops.symm_mem.one_shot_all_reduce(x, "sum", group_name)
+    return torch.ops.symm_mem.two_shot_all_reduce_(x, "sum", group_name)
+
+
 def finished_work(result: Any) -> Any:
     """A `c10d::Work` that is done, as operators return it; its future holds `result`, which DDP reads."""
     from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]

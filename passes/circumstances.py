@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from autofuse.lowering import torch_internals
+from autofuse.lowering.gpu import support as gpu
 from autofuse.lowering.notes import place
 from autofuse.native_kernels import cpu
 
@@ -28,5 +29,7 @@ def circumstances(graph: fx.Graph) -> str:
     spans = [torch_internals.group_spans_hosts(group) for group in known]
     # A fused op carries its site, by which ranks know each other's calls.
     sites = [place(a.source or a.kind) for a in anchors]
-    machine = (torch.__version__, os.cpu_count(), cpu.available())
+    devices = {a.node.meta["val"].device for a in anchors if isinstance(a.node.meta.get("val"), torch.Tensor)}
+    gpus = sorted({gpu.why_not(d) or "" for d in devices if d.type != "cpu"})
+    machine = (torch.__version__, os.cpu_count(), cpu.available(), gpus)
     return repr((*machine, known, spans, sites, registrations(graph)))

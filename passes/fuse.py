@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import sympy
 import torch
@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup
 
 from autofuse.lowering import ops as _ops  # noqa: F401  (registers torch.ops.autofuse)
 from autofuse.lowering import torch_internals
+from autofuse.lowering.gpu import support as gpu
 from autofuse.lowering.notes import place, tell_kept
 from autofuse.lowering.orders import PlanShape, make_plan
 from autofuse.lowering.workspace import decline
@@ -38,7 +39,7 @@ from .plan_shape import plan_shape
 from .product import Reject
 from .report import GraphReport, Listing, Prediction, Reason, Site, listening
 from .table import Table, shipped, table_for
-from .trace import Shapes, expression, tensor
+from .trace import Shapes, dtype_of, expression, tensor
 
 log = logging.getLogger(__name__)
 
@@ -117,6 +118,9 @@ def _visit(
         assert world is not None
         table = table_for(settings.tables, anchor.node.meta["val"].device)
         choice = predict(anchor, found, world, settings.order, table, symbols, listening())
+        if anchor.node.meta["val"].device.type == "cuda":
+            # What the op replaces is one of its own ways, and every call takes the fastest.
+            choice = replace(choice, fuse=True)
         prediction, found = choice.prediction, _choose(found, settings, choice)
     plan: PlanShape | None = None
     names: list[str] = []
@@ -210,12 +214,16 @@ def _check_place(anchor: Anchor, world: int) -> Reject | None:
     assert anchor.known_group is not None
     if world == 1:
         return Reject(Reason.SINGLE_RANK, "the group has one rank")
-    if val.device.type != "cpu":
-        return Reject(Reason.NO_KERNEL_FOR_DEVICE, f"tensors are on {val.device.type}")
+    if val.device.type != "cpu" and (why := gpu.why_not(val.device)) is not None:
+        return Reject(Reason.NO_KERNEL_FOR_DEVICE, why)
+    if val.device.type == "cuda" and world > gpu.MOST_RANKS:
+        return Reject(
+            Reason.NO_KERNEL_FOR_DEVICE, f"the group has {world} ranks, kernels serve {gpu.MOST_RANKS}"
+        )
     if torch_internals.inductor_option("cpp_wrapper"):
         # It takes an op that returns a list of one tensor for one that returns the tensor, and crashes.
         return Reject(Reason.UNSUPPORTED_VARIANT, "Inductor's cpp_wrapper cannot call fused ops")
-    if not cpu.available():
+    if val.device.type == "cpu" and not cpu.available():
         decline(anchor.known_group, cpu.why_not())
         return Reject(Reason.NO_NATIVE_KERNELS, cpu.why_not())
     if torch_internals.group_spans_hosts(anchor.known_group):
@@ -231,6 +239,10 @@ def _check_match(anchor: Anchor, match: Match, settings: Settings, world: int) -
             Reason.PATTERN_DISABLED, f"{match.pattern} is not among {', '.join(sorted(settings.patterns))}"
         )
     device = tensor(anchor.node).device  # type: ignore[union-attr]
+    if device.type == "cuda" and match.not_on_gpus:
+        return Reject(Reason.NO_KERNEL_FOR_DEVICE, match.not_on_gpus)
+    if device.type == "cuda" and dtype_of(anchor.node) is torch.float32:
+        return Reject(Reason.DTYPE, "float32 is exchanged; GPU kernels take bfloat16 and float16")
     for node in match.inputs:
         val = tensor(node)
         if val is not None and val.device != device and val.dim():

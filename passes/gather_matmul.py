@@ -91,7 +91,14 @@ def match_all_gather(anchor: Anchor, context: Context) -> Found:
         context.shapes,
         partial(_rewrite, anchor, context, consumers, others, cut, cast),
         (anchor.input, *(n for c in consumers for n in c.inputs)),
+        not_on_gpus=_not_on_gpus(consumers, cut),
     )
+
+
+def _not_on_gpus(consumers: list[Consumer], cut: Cut) -> str:
+    if cut.dim != 0:
+        return "GPU kernels gather the rows of a matmul, not what it contracts"
+    return "GPU kernels add no bias" if any(c.bias is not None for c in consumers) else ""
 
 
 def _consumer(reader: Reader) -> Consumer | None:

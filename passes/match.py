@@ -55,6 +55,8 @@ class Match:
     """What the fused op reads: it can stand only after all of them."""
     early: tuple[fx.Node, ...] = ()
     """Users that may stand before the collective and will read an output of the fused op."""
+    not_on_gpus: str = "this op has no kernel for GPUs yet"
+    """Why the GPU kernels cannot run it; empty if they can."""
 
 
 Found: TypeAlias = "Match | Reject"

@@ -78,7 +78,14 @@ def _match(anchor: Anchor, context: Context, found: Product, pattern: str, cut: 
         partial(_rewrite, anchor, context, found, pattern, cut, bool(early)),
         (*found.x, *found.w, *(o.node for o in found.operands)),
         early,
+        _not_on_gpus(found, bool(early)),
     )
+
+
+def _not_on_gpus(found: Product, keep: bool) -> str:
+    if found.text != "mm" or len(found.x) != 1:
+        return f"GPU kernels reduce one matmul as it is, not {found.text!r} of {len(found.x)}"
+    return "the matmul is read elsewhere, too" if keep else ""
 
 
 def _rewrite(

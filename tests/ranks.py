@@ -24,10 +24,11 @@ class RanksFailed(RuntimeError):
 
 
 class RankPool:
-    """`world` processes joined by gloo, started by `method` of multiprocessing. A function that raises, dies
-    or runs too long discards the pool (`alive` turns false): nobody knows what its ranks are waiting for."""
+    """`world` processes joined by gloo, or by NCCL with a GPU each, started by `method` of multiprocessing. A
+    function that raises, dies or runs too long discards the pool (`alive` turns false): nobody knows what its
+    ranks are waiting for."""
 
-    def __init__(self, world: int, method: str = "spawn") -> None:
+    def __init__(self, world: int, method: str = "spawn", backend: str = "gloo") -> None:
         self.world = world
         self.alive = True
         self._directory = tempfile.TemporaryDirectory(prefix="ranks-")
@@ -38,7 +39,7 @@ class RankPool:
             ours, theirs = context.Pipe()
             process = context.Process(
                 target=_serve,
-                args=(rank, world, self._directory.name, theirs),
+                args=(rank, world, self._directory.name, backend, theirs),
                 name=f"rank {rank}",
                 daemon=True,
             )
@@ -118,7 +119,7 @@ def fresh_group() -> str:
     return name
 
 
-def _serve(rank: int, world: int, directory: str, connection: Connection) -> None:
+def _serve(rank: int, world: int, directory: str, backend: str, connection: Connection) -> None:
     os.environ.update(
         AUTOFUSE_TIMEOUT_S=str(WAIT_S),
         TORCHINDUCTOR_COMPILE_THREADS="1",
@@ -127,7 +128,7 @@ def _serve(rank: int, world: int, directory: str, connection: Connection) -> Non
     )
     with open(os.path.join(directory, f"stacks-{rank}"), "w") as stacks:
         faulthandler.register(signal.SIGUSR1, stacks)
-        connection.send_bytes(_attempt(_join, rank, world, directory))
+        connection.send_bytes(_attempt(_join, rank, world, directory, backend))
         while True:
             try:
                 fn, args = pickle.loads(connection.recv_bytes())
@@ -139,12 +140,14 @@ def _serve(rank: int, world: int, directory: str, connection: Connection) -> Non
             connection.send_bytes(_attempt(fn, rank, world, *args))
 
 
-def _join(rank: int, world: int, directory: str) -> None:
+def _join(rank: int, world: int, directory: str, backend: str) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=world)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(backend, init_method=f"file://{directory}/store", rank=rank, world_size=world)
 
 
 def _attempt(fn: Callable[..., Any], *args: Any) -> bytes:

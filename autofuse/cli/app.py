@@ -2,7 +2,7 @@
 
 import typer
 
-from autofuse.cli import bench, doctor, explain, plan, tune
+from autofuse.cli import bench, doctor, explain, plan, trace, tune
 
 app = typer.Typer(
     help="What autofuse does to a script, whether this machine is ready for it, and how fast it is.",
@@ -16,3 +16,4 @@ app.command(context_settings={"allow_interspersed_args": False})(explain.explain
 app.command()(plan.plan)
 app.command()(bench.bench)
 app.command()(tune.tune)
+app.command()(trace.trace)

@@ -18,6 +18,7 @@ import torch
 from torch import SymInt, Tensor
 
 from autofuse.lowering.ops.gather_executor import partition, run_gather
+from autofuse.lowering.ops.gpu import gather_on_gpu
 from autofuse.lowering.ops.layout import all_gather, reduce_scatter
 from autofuse.lowering.ops.library import FusedOp, register
 from autofuse.lowering.orders import PlanShape
@@ -135,4 +136,6 @@ def _scatter_of(ctx: Any, grad: Tensor | None) -> Tensor | None:
     return reduce_scatter(grad, "sum", ctx.dim, ctx.outer, group_size(ctx.group_name), ctx.group_name)
 
 
-register(FusedOp(_SCHEMA, _fake, _reference, run_gather, _plan_shape, _setup_context, _backward))
+register(
+    FusedOp(_SCHEMA, _fake, _reference, run_gather, _plan_shape, _setup_context, _backward, gather_on_gpu)
+)

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ class FusedOp:
         reference: the op with plain functional collectives; any backend, any device.
         cpu: runs the plan over shared memory; returns NotImplemented for what it leaves to the reference; all
             ranks must decide that alike.
+        cuda: as `cpu`, on GPUs of one host; None where there is no kernel yet.
         plan_shape: what the plans that `cpu` runs are made from, of tensors shapes and dtypes alone; None
             where that is `PlanShape.of_any_size`.
         setup_context, backward: as `torch.library.register_autograd` takes them.
@@ -45,6 +47,7 @@ class FusedOp:
     plan_shape: Callable[..., PlanShape] | None
     setup_context: Callable[..., None]
     backward: Callable[..., Any]
+    cuda: Callable[..., Any] | None = None
 
     @property
     def name(self) -> str:
@@ -52,15 +55,16 @@ class FusedOp:
 
 
 def register(op: FusedOp) -> None:
-    """Defines `torch.ops.autofuse.<name>`: the plan on CPU ranks of one host, elsewhere the reference."""
+    """Defines `torch.ops.autofuse.<name>`: the plan on CPU ranks and GPUs of one host, elsewhere the
+    reference."""
 
     def reference(*args: Any) -> Any:
         return op.reference(*_group_by_name(args))
 
-    def on_cpu(*args: Any) -> Any:
+    def planned(run: Callable[..., Any], *args: Any) -> Any:
         args = _group_by_name(args)
         try:
-            result = op.cpu(*args)
+            result = run(*args)
             if result is not NotImplemented:
                 return result
         except (NotShared, SharedMemoryFull) as error:
@@ -71,8 +75,9 @@ def register(op: FusedOp) -> None:
 
     FUSED_OPS[op.name] = op
     LIBRARY.define(op.schema)
-    LIBRARY.impl(op.name, on_cpu, "CPU")
-    for device in ("CUDA", "XPU", "PrivateUse1"):
+    LIBRARY.impl(op.name, partial(planned, op.cpu), "CPU")
+    LIBRARY.impl(op.name, reference if op.cuda is None else partial(planned, op.cuda), "CUDA")
+    for device in ("XPU", "PrivateUse1"):
         LIBRARY.impl(op.name, reference, device)
     qualified = f"autofuse::{op.name}"
     torch.library.register_fake(qualified, lambda *args: op.fake(*_group_by_name(args)), lib=LIBRARY)

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
+from autofuse.lowering.ops.gpu import reduce_on_gpu
 from autofuse.lowering.ops.layout import all_reduce
 from autofuse.lowering.ops.library import FusedOp, register
 from autofuse.lowering.ops.product import product_backward, product_reference
@@ -74,6 +75,22 @@ def _cpu(
     )
 
 
+def _cuda(
+    x: list[Tensor],
+    w: list[Tensor],
+    operands: list[Tensor],
+    product: str,
+    reduce_op: str,
+    keep_product: bool,
+    group_name: str,
+    order: str,
+    site: str,
+) -> Any:
+    return reduce_on_gpu(
+        "matmul_all_reduce", x, w, product, reduce_op, 0, 1, keep_product, group_name, order, site
+    )
+
+
 def _plan_shape(
     x: list[Tensor],
     w: list[Tensor],
@@ -108,4 +125,4 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     return *product_backward(g, x, w, operands, ctx.product, ctx.needs_input_grad[:3]), *[None] * 6
 
 
-register(FusedOp(_SCHEMA, _fake, _reference, _cpu, _plan_shape, _setup_context, _backward))
+register(FusedOp(_SCHEMA, _fake, _reference, _cpu, _plan_shape, _setup_context, _backward, _cuda))

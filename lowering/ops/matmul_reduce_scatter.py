@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import SymInt, Tensor
 
+from autofuse.lowering.ops.gpu import reduce_on_gpu
 from autofuse.lowering.ops.layout import all_gather, reduce_scatter
 from autofuse.lowering.ops.library import FusedOp, register
 from autofuse.lowering.ops.product import parse, product_backward, product_reference
@@ -86,6 +87,24 @@ def _cpu(
     )  # fmt: skip
 
 
+def _cuda(
+    x: list[Tensor],
+    w: list[Tensor],
+    operands: list[Tensor],
+    product: str,
+    reduce_op: str,
+    dim: int,
+    outer: int,
+    keep_product: bool,
+    group_name: str,
+    order: str,
+    site: str,
+) -> Any:
+    return reduce_on_gpu(
+        "matmul_reduce_scatter", x, w, product, reduce_op, dim, outer, keep_product, group_name, order, site
+    )
+
+
 def _plan_shape(
     x: list[Tensor],
     w: list[Tensor],
@@ -141,4 +160,4 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     return *product_backward(g, x, w, operands, ctx.product, needs), *[None] * 8
 
 
-register(FusedOp(_SCHEMA, _fake, _reference, _cpu, _plan_shape, _setup_context, _backward))
+register(FusedOp(_SCHEMA, _fake, _reference, _cpu, _plan_shape, _setup_context, _backward, _cuda))

@@ -12,8 +12,7 @@
 
 Counters are int32 in memory that peers map (torch symmetric memory), and count from 0 in every call; who waited sets
 them back to 0. A call uses the half of the memory that `epoch % 2` says, so that a rank that runs ahead never
-touches what its peers still read: every rank waits, in every call, for a signal of every peer. Where the halves
-meet depends on the memory, not on the shapes of a call, which may differ from those of the call before.
+touches what its peers still read: every rank waits, in every call, for a signal of every peer.
 
 Waits are bounded. `state` is local int64 memory: [0] the nanoseconds that a wait may take,
 [1] address of the failure record in host memory (int32 [8]), [2] raised once a wait gave up: later waits return at
@@ -31,7 +30,7 @@ import triton.language as tl
 
 INTERPRET = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") == "1")
 
-# Kinds of events in a trace; what happened ended at the time of the event.
+# Kinds of events in a trace; what happened ended at the time of the event. `autofuse.timeline` has them too.
 BEGUN = tl.constexpr(1)
 WAITED = tl.constexpr(2)
 COMPUTED = tl.constexpr(3)
@@ -102,7 +101,9 @@ def prefetch(lines):
 def barrier():
     """Of the program's threads; may stand in a loop that is software-pipelined, as the compiler does not see it."""
     if not INTERPRET:
-        tl.inline_asm_elementwise("bar.sync 0; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+        tl.inline_asm_elementwise(
+            "bar.sync 0; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+        )
 
 
 @triton.jit
@@ -269,8 +270,11 @@ def put_packets(to, pairs, epoch, mask):
 
 
 @triton.jit
-def take_packets(at, epoch, mask, state, code, source, index):
-    """The packets at `at` (int64, our own memory) once all carry `epoch`; waits as `wait` does."""
+def take_packets(at, epoch, mask, state, code, sources, index):
+    """The packets at `at` (int64, our own memory) once all carry `epoch`; waits as `wait` does.
+
+    sources: from whom each of them comes.
+    """
     nothing = epoch.to(tl.int64) << 32
     packets = tl.load(at, mask=mask, other=nothing, volatile=True)
     missing = tl.max(((packets >> 32) != epoch).to(tl.int32), axis=None)
@@ -293,7 +297,8 @@ def take_packets(at, epoch, mask, state, code, source, index):
                     record = tl.load(state + 1).to(tl.pointer_type(tl.int32))
                     tl.store(state + 2, 1)
                     tl.store(record + 1, code)
-                    tl.store(record + 2, source)
+                    late = tl.where((packets >> 32) != epoch, sources, 1 << 30)
+                    tl.store(record + 2, tl.min(late, axis=None))
                     tl.store(record + 3, index)
                     tl.store(record + 4, epoch)
                     tl.store(record, 1)
@@ -301,14 +306,20 @@ def take_packets(at, epoch, mask, state, code, source, index):
 
 
 @triton.jit
-def stamp(trace, program, event, kind, tile, TRACE: tl.constexpr, EVENTS: tl.constexpr):
-    """With TRACE, write (time, kind and tile) as event number `event` of a program; the number of the next one.
+def stamp(trace, program, event, kind, rank, tile, TRACE: tl.constexpr, EVENTS: tl.constexpr):
+    """With TRACE, write event `event` of a program: the time, and kind << 32 | rank << 24 | tile. The next event.
 
-    trace: int64 [programs, EVENTS, 2], zero at first. Events beyond EVENTS are counted, not written.
+    trace: int64 [programs, EVENTS, 2], zero at first; events beyond EVENTS overwrite the last. rank: whose tile
+    it is, or who was waited for; -1: all ranks. `autofuse.timeline` reads it.
     """
     if TRACE:
         at = trace + (program * EVENTS + tl.minimum(event, EVENTS - 1)) * 2
         tl.store(at, nanoseconds())
-        tl.store(at + 1, (tl.cast(kind, tl.int64) << 32) | tl.cast(tile, tl.int64))
+        what = (
+            (tl.cast(kind, tl.int64) << 32)
+            | ((tl.cast(rank, tl.int64) & 0xFF) << 24)
+            | tl.cast(tile, tl.int64)
+        )
+        tl.store(at + 1, what)
         event += 1
     return event

@@ -22,7 +22,9 @@ class CopyEngine:
         try:
             from cuda.bindings import driver
         except ImportError as error:
-            raise RuntimeError("copy engines need the package cuda-bindings, which CUDA builds of torch bring") from error
+            raise RuntimeError(
+                "copy engines need the package cuda-bindings, which CUDA builds of torch bring"
+            ) from error
         self._driver, self._memory = driver, memory
         self._stream = torch.cuda.Stream(memory.state.device)
         self._one = torch.ones(1, dtype=torch.int32, device=memory.state.device)
@@ -50,6 +52,16 @@ class CopyEngine:
     def join(self) -> None:
         """Later work of the current stream comes after the copies."""
         torch.cuda.current_stream().wait_stream(self._stream)
+
+    def give_credit(self) -> None:
+        """Tell all peers that they may store again, after all work of the current stream so far."""
+        memory = self._memory
+        for p in range(memory.world):
+            if p != memory.rank:
+                at = FIRST_CREDIT + memory.rank
+                memory.copy_signals.views[p].view(torch.int32)[at : at + 1].copy_(
+                    self._one, non_blocking=True
+                )
 
     def _check(self, result: tuple[object, ...]) -> None:
         if result[0] != self._driver.CUresult.CUDA_SUCCESS:

@@ -10,11 +10,12 @@ from where it lies, then those of r - 1, r - 2, ..., whose slices arrive in that
 `gather_matmul_few`: all rows fit in one tile, and a program multiplies a piece of K of one tile; the pieces of a tile
 are added, in order, by the program that comes last.
 
-Memory of a rank, in the half for the parity of the epoch: gathered [W, C, K] and counters arrived [W, slices].
+In either half of the memory of a rank: gathered [W, C, K] and the counters arrived [W, slices].
 """
 
 from dataclasses import dataclass
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -39,7 +40,7 @@ from .comm import (
 )
 from .copy_engine import FIRST_CREDIT, CopyEngine
 from .gemm import chunk_tile_at, load_operands
-from .memory import EVENTS, Need, PeerMemory, cdiv, describe, describe_weight, is_tma
+from .memory import EVENTS, LONGEST_ROW, Need, PeerMemory, cdiv, describe, describe_weight, is_tma
 
 GATHERING = tl.constexpr(3)
 CREDITS = tl.constexpr(FIRST_CREDIT)
@@ -47,22 +48,21 @@ CREDITS = tl.constexpr(FIRST_CREDIT)
 
 @triton.jit
 def push(
-    part, gathered, signals, rank, elements, slices, slice_elements, place, counter, mover,
+    part, gathered, signals, rank, first, first_signal, elements, slices, slice_elements, mover,
     MOVERS: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Store this rank's part (`elements` elements, contiguous) into the memory of all peers, from element `place` on.
+    """Store this rank's part (`elements` elements, contiguous) into the memory of all peers, from element `first` on.
 
-    Mover number `mover` of MOVERS moves every MOVERS-th block of a slice and signals once a slice, `counter` and those after it.
+    Mover number `mover` of MOVERS moves every MOVERS-th block of a slice and signals once a slice.
     """
     dtype: tl.constexpr = part.dtype.element_ty
     for i in tl.static_range(1, W):
         to = (rank + i) % W
-        there = peer(gathered, to, dtype) + place
-        flags = peer(signals, to, tl.int32) + counter
+        there = peer(gathered, to, dtype) + first
+        flags = peer(signals, to, tl.int32) + first_signal + rank * slices
         for s in range(slices):
-            first = s * slice_elements
-            last = tl.minimum(first + slice_elements, elements)
-            for at in range(first + mover * BLOCK, last, MOVERS * BLOCK):
+            last = tl.minimum((s + 1) * slice_elements, elements)
+            for at in range(s * slice_elements + mover * BLOCK, last, MOVERS * BLOCK):
                 o = at + tl.arange(0, BLOCK)
                 tl.store(there + o, tl.load(part + o, mask=o < last), mask=o < last)
             signal(flags + s)
@@ -70,23 +70,34 @@ def push(
 
 @triton.jit
 def push_to_all(
-    part, gathered, signals, rank, elements, place, counter, mover,
-    MOVERS: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    part,
+    gathered,
+    signals,
+    rank,
+    elements,
+    first,
+    first_signal,
+    mover,
+    MOVERS: tl.constexpr,
+    W: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """As `push` of one slice, to our own memory too, with all signals at the end."""
     dtype: tl.constexpr = part.dtype.element_ty
     for at in range(mover * BLOCK, elements, MOVERS * BLOCK):
         o = at + tl.arange(0, BLOCK)
         value = tl.load(part + o, mask=o < elements)
         for i in tl.static_range(1, W + 1):
-            there = peer(gathered, (rank + i) % W, dtype) + place
+            there = peer(gathered, (rank + i) % W, dtype) + first
             tl.store(there + o, value, mask=o < elements)
-    signal_all(signals, W, counter, -1)
+    signal_all(signals, W, first_signal + rank, -1)
 
 
 @triton.jit
-def reset(signals, rank, first, count, epoch, state, PROGRAMS: tl.constexpr, W: tl.constexpr, CREDIT: tl.constexpr):
-    """`finish`, and `count` counters from number `first` on are 0 again. CREDIT: tell all peers that they may store again."""
+def reset(
+    signals, rank, first, count, epoch, state, PROGRAMS: tl.constexpr, W: tl.constexpr, CREDIT: tl.constexpr
+):
+    """`finish`, and `count` counters from `first` on are 0 again. CREDIT: tell all peers that they may store again."""
     tl.debug_barrier()
     if tl.atomic_add(state + 6, 1, sem="acq_rel", scope="gpu") == PROGRAMS - 1:
         flags = peer(signals, rank, tl.int32) + first
@@ -97,43 +108,45 @@ def reset(signals, rank, first, count, epoch, state, PROGRAMS: tl.constexpr, W: 
     finish(state, epoch, PROGRAMS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rank", "site"])
 def gather_matmul(
     x, gathered_x, w, y, part, gathered, signals, out, pieces, done, state, trace,
-    M, N, K, rank, chunk, rows, cols, slices, slice_rows, target, out_stride, half, signals_half,
+    M, N, K, rank, site, chunk, inner, stretch, rows, cols, slices, slice_elements, slice_rows, target, out_stride,
+    gathered_half, signals_half,
     PROGRAMS: tl.constexpr, MOVERS: tl.constexpr, COMPUTING: tl.constexpr, W: tl.constexpr,
     TRANSPOSED: tl.constexpr, EXACT: tl.constexpr, PIECES: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BLOCK: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BLOCK: tl.constexpr, CREDIT: tl.constexpr,
     TRACE: tl.constexpr, EVENTS: tl.constexpr,
 ):  # fmt: skip
     """Grid: PROGRAMS, of which the first MOVERS move and the last COMPUTING multiply; some may do both.
 
-    x, w: descriptors of the own part [C, K] and the weight; gathered_x: of the own gathered memory [half + W * C, K];
-    y: of the output, used if EXACT (C is a multiple of BM, and PIECES is 1); part, out: the own part and the output;
-    gathered, signals: int64 [W]; slice_rows: rows of tiles in a slice; target: what the counter of a complete
-    slice shows; half, signals_half: where the second halves begin, in rows and counters; pieces: fp32, done: int32 [W * rows * cols], 0: as for `gather_matmul_few`.
+    x, w: descriptors of the own part [C, K] and the weight; gathered_x: of the own gathered memory, both halves, [.., K];
+    y: of the output, used if EXACT (inner is a multiple of BM, and PIECES is 1); part, out: the own part and the output;
+    gathered, signals: int64 [W]; slice_rows: rows of tiles in a slice, of slice_elements elements; target: what the counter of a complete
+    slice shows; pieces: fp32, done: int32 [W * rows * cols], 0: as for `gather_matmul_few`.
     """
     program = tl.program_id(0)
     epoch = begin(state)
     # Copy engines know no epoch: they store once, and again when they have credit.
-    parity = epoch % 2 if MOVERS else epoch * 0
-    first_row = parity * half
-    counters = parity * signals_half
+    half = epoch % 2 if MOVERS else epoch * 0
+    first_row = half * gathered_half
+    first_signal = half * signals_half
     event = 0
-    event = stamp(trace, program, event, BEGUN, 0, TRACE, EVENTS)
+    event = stamp(trace, program, event, BEGUN, rank, 0, TRACE, EVENTS)
     if program < MOVERS:
         push(
-            part, gathered, signals, rank, chunk * K, slices, slice_rows * BM * K,
-            (first_row + rank * chunk).to(tl.int64) * K, counters + rank * slices, program, MOVERS, W, BLOCK,
+            part, gathered, signals, rank, (first_row + rank * chunk).to(tl.int64) * K, first_signal, chunk * K,
+            slices, slice_elements, program,
+            MOVERS, W, BLOCK,
         )  # fmt: skip
-        event = stamp(trace, program, event, PUSHED, 0, TRACE, EVENTS)
+        event = stamp(trace, program, event, PUSHED, -1, 0, TRACE, EVENTS)
     turn = PROGRAMS - 1 - program
     if turn < COMPUTING:
         # Those that move turn to parts that are still on their way.
-        arrived = peer(signals, rank, tl.int32) + counters
+        arrived = peer(signals, rank, tl.int32) + first_signal
         event = multiply(
-            x, w, y, out, pieces, done, trace, event, K, N, 0, rank, chunk, rows, cols, 0, rows, turn, out_stride,
-            COMPUTING, TRANSPOSED, EXACT, PIECES, BM, BN, BK, TRACE, EVENTS,
+            x, w, y, out, pieces, done, trace, event, K, N, 0, rank, inner, stretch, rows, cols, 0, rows, turn,
+            out_stride, W, COMPUTING, TRANSPOSED, EXACT, PIECES, BM, BN, BK, TRACE, EVENTS,
         )  # fmt: skip
         before = rows * cols * PIECES
         for unit in range(slices, W * slices):
@@ -145,27 +158,36 @@ def gather_matmul(
             start = (turn + COMPUTING - before % COMPUTING) % COMPUTING
             before += here * cols * PIECES
             if start < here * cols * PIECES:
-                wait(arrived + source * slices + piece, target, state, GATHERING, source, piece, epoch)
+                wait(
+                    arrived + source * slices + piece,
+                    target,
+                    state,
+                    site * 8 + GATHERING,
+                    source,
+                    piece,
+                    epoch,
+                )
                 fence_copies()
-                event = stamp(trace, program, event, WAITED, source, TRACE, EVENTS)
+                event = stamp(trace, program, event, WAITED, source, piece, TRACE, EVENTS)
                 event = multiply(
                     gathered_x, w, y, out, pieces, done, trace, event, K, N, first_row + source * chunk, source,
-                    chunk, rows, cols, first, here, start, out_stride, COMPUTING, TRANSPOSED, EXACT, PIECES,
+                    inner, stretch, rows, cols, first, here, start, out_stride, W, COMPUTING, TRANSPOSED, EXACT, PIECES,
                     BM, BN, BK, TRACE, EVENTS,
                 )  # fmt: skip
-    event = stamp(trace, program, event, ENDED, 0, TRACE, EVENTS)
-    reset(signals, rank, counters, W * slices, epoch, state, PROGRAMS, W, MOVERS == 0)
+    event = stamp(trace, program, event, ENDED, rank, 0, TRACE, EVENTS)
+    reset(signals, rank, first_signal, W * slices, epoch, state, PROGRAMS, W, CREDIT)
 
 
 @triton.jit
 def multiply(
-    x, w, y, out, pieces, done, trace, event, K, N, at, source, chunk, rows, cols, first, here, start, out_stride,
-    COMPUTING: tl.constexpr, TRANSPOSED: tl.constexpr, EXACT: tl.constexpr, PIECES: tl.constexpr,
+    x, w, y, out, pieces, done, trace, event, K, N, at, source, inner, stretch, rows, cols, first, here, start,
+    out_stride, W: tl.constexpr, COMPUTING: tl.constexpr, TRANSPOSED: tl.constexpr, EXACT: tl.constexpr, PIECES: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TRACE: tl.constexpr, EVENTS: tl.constexpr,
 ):  # fmt: skip
     """Pieces `start, start + COMPUTING, ...` of `here` rows of tiles, from row `first` of a part on.
 
-    The part of `source` begins in row `at` of x. Pieces of one tile come one after another.
+    The part of `source` begins in row `at` of x; its rows are digit `source` of (outer, W, inner) rows of X. Pieces
+    of one tile come one after another.
     """
     program = tl.program_id(0)
     blocks = tl.cdiv(tl.cdiv(K, BK), PIECES)
@@ -174,29 +196,33 @@ def multiply(
     block = blocks - 1
     row = 0
     col = 0
+    in_part = 0
+    to = 0
     for _ in range(tl.cdiv(here * cols * PIECES - start, COMPUTING) * blocks):
         block = tl.where(block == blocks - 1, 0, block + 1)
         if block == 0:
             t += COMPUTING
             row, col = chunk_tile_at(t // PIECES, here, cols)
             row += first
+            in_part = row // stretch * inner + row % stretch * BM
+            to = (row // stretch * W + source) * inner + row % stretch * BM
         k = (t % PIECES * blocks + block) * BK
-        a, b = load_operands(x, w, at + row * BM, col * BN, k, TRANSPOSED)
+        a, b = load_operands(x, w, at + in_part, col * BN, k, TRANSPOSED)
         acc = tl.dot(a, b, acc)
         if block == blocks - 1:
             if EXACT:
-                y.store([source * chunk + row * BM, col * BN], acc.to(x.dtype))
+                y.store([to, col * BN], acc.to(x.dtype))
             else:
-                r = row * BM + tl.arange(0, BM)[:, None]
+                r = tl.arange(0, BM)[:, None]
                 c = col * BN + tl.arange(0, BN)[None, :]
-                inside = (r < chunk) & (c < N)
-                where = out + (source * chunk + r).to(tl.int64) * out_stride + c
+                inside = (row % stretch * BM + r < inner) & (c < N)
+                where = out + (to + r).to(tl.int64) * out_stride + c
                 if PIECES == 1:
                     tl.store(where, acc.to(x.dtype), mask=inside)
                 else:
                     tile = (source * rows + row) * cols + col
                     add_pieces(pieces, done, acc, tile, t % PIECES, where, inside, PIECES)
-            event = stamp(trace, program, event, COMPUTED, source, TRACE, EVENTS)
+            event = stamp(trace, program, event, COMPUTED, source, t, TRACE, EVENTS)
             acc = tl.zeros((BM, BN), tl.float32)
     return event
 
@@ -206,7 +232,12 @@ def add_pieces(pieces, done, acc, tile, piece, where, inside, PIECES: tl.constex
     """Put a piece aside; the program that does so last adds all pieces of the tile, in order, and stores the sum."""
     BM: tl.constexpr = acc.shape[0]
     BN: tl.constexpr = acc.shape[1]
-    at = pieces + tile.to(tl.int64) * (PIECES * BM * BN) + tl.arange(0, BM)[:, None] * BN + tl.arange(0, BN)[None, :]
+    at = (
+        pieces
+        + tile.to(tl.int64) * (PIECES * BM * BN)
+        + tl.arange(0, BM)[:, None] * BN
+        + tl.arange(0, BN)[None, :]
+    )
     tl.store(at + piece * (BM * BN), acc)
     barrier()
     if tl.atomic_add(done + tile, 1, sem="acq_rel", scope="gpu") == PIECES - 1:
@@ -218,13 +249,15 @@ def add_pieces(pieces, done, acc, tile, piece, where, inside, PIECES: tl.constex
         tl.store(done + tile, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rank", "site"])
 def gather_matmul_few(
-    gathered_x, w, weight, part, gathered, signals, out, pieces, done, state,
-    M, N, K, rank, chunk, cols, per_piece, w_row, w_col, out_stride, half, signals_half,
+    gathered_x, w, weight, part, gathered, signals, out, pieces, done, state, trace,
+    M, N, K, rank, site, chunk, cols, per_piece, w_row, w_col, out_stride,
+    gathered_half, signals_half,
     PROGRAMS: tl.constexpr, MOVERS: tl.constexpr, AHEAD: tl.constexpr, W: tl.constexpr,
     TRANSPOSED: tl.constexpr, PIECES: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BLOCK: tl.constexpr,
+    TRACE: tl.constexpr, EVENTS: tl.constexpr,
 ):  # fmt: skip
     """Grid: PROGRAMS >= cols * PIECES, all of which move and multiply. M <= BM.
 
@@ -232,11 +265,16 @@ def gather_matmul_few(
     """
     program = tl.program_id(0)
     epoch = begin(state)
-    first_row = epoch % 2 * half
-    counters = epoch % 2 * signals_half
+    first_row = epoch % 2 * gathered_half
+    first_signal = epoch % 2 * signals_half
+    event = 0
+    event = stamp(trace, program, event, BEGUN, rank, 0, TRACE, EVENTS)
     if program < MOVERS:
-        place = (first_row + rank * chunk).to(tl.int64) * K
-        push_to_all(part, gathered, signals, rank, chunk * K, place, counters + rank, program, MOVERS, W, BLOCK)
+        push_to_all(
+            part, gathered, signals, rank, chunk * K, (first_row + rank * chunk).to(tl.int64) * K, first_signal,
+            program, MOVERS, W, BLOCK,
+        )  # fmt: skip
+        event = stamp(trace, program, event, PUSHED, -1, 0, TRACE, EVENTS)
     if program < cols * PIECES:
         col = program % cols
         piece = program // cols
@@ -245,14 +283,20 @@ def gather_matmul_few(
         LINE: tl.constexpr = 64  # elements of 128 bytes
         for ahead in range(AHEAD):
             if TRANSPOSED:
-                lines = tl.arange(0, BN)[:, None] * w_row + (ahead * BK + tl.arange(0, BK // LINE)[None, :] * LINE) * w_col
+                lines = (
+                    tl.arange(0, BN)[:, None] * w_row
+                    + (ahead * BK + tl.arange(0, BK // LINE)[None, :] * LINE) * w_col
+                )
             else:
-                lines = (ahead * BK + tl.arange(0, BK)[:, None]) * w_col + tl.arange(0, BN // LINE)[None, :] * LINE * w_row
+                lines = (ahead * BK + tl.arange(0, BK)[:, None]) * w_col + tl.arange(0, BN // LINE)[
+                    None, :
+                ] * LINE * w_row
             if ahead < per_piece:
                 prefetch(weight + at + lines)
-        arrived = peer(signals, rank, tl.int32) + counters
-        wait_all(arrived, 1, W, MOVERS, state, GATHERING, 0, program, epoch)
+        arrived = peer(signals, rank, tl.int32) + first_signal
+        wait_all(arrived, 1, W, MOVERS, state, site * 8 + GATHERING, 0, program, epoch)
         fence_copies()
+        event = stamp(trace, program, event, WAITED, -1, 0, TRACE, EVENTS)
         acc = tl.zeros((BM, BN), tl.float32)
         first = piece * per_piece
         for block in range(first, tl.minimum(first + per_piece, tl.cdiv(K, BK))):
@@ -266,7 +310,9 @@ def gather_matmul_few(
             add_pieces(pieces, done, acc, col, piece, where, inside, PIECES)
         else:
             tl.store(where, acc.to(out.dtype.element_ty), mask=inside)
-    reset(signals, rank, counters, W, epoch, state, PROGRAMS, W, False)
+        event = stamp(trace, program, event, COMPUTED, -1, program, TRACE, EVENTS)
+    event = stamp(trace, program, event, ENDED, rank, 0, TRACE, EVENTS)
+    reset(signals, rank, first_signal, W, epoch, state, PROGRAMS, W, False)
 
 
 @dataclass(frozen=True)
@@ -301,13 +347,15 @@ BLOCK = 1024
 """Elements that a program moves at a time, a warp."""
 
 
-def gather_needs(chunk: int, k: int, n: int, itemsize: int, world: int, config: GatherConfig) -> Need:
+def gather_needs(
+    chunk: int, k: int, n: int, outer: int, itemsize: int, world: int, config: GatherConfig
+) -> Need:
     """What a call of `gather_matmul` uses."""
-    rows, cols = cdiv(chunk, config.bm), cdiv(n, config.bn)
+    rows, cols = outer * cdiv(chunk // outer, config.bm), cdiv(n, config.bn)
     slices = cdiv(rows, cdiv(rows, config.slices))
     gathered, tiles = world * chunk * k * itemsize, world * rows * cols
     return Need(
-        inbox=2 * (gathered + k * itemsize) if config.movers else 0,
+        inbox=2 * (gathered + LONGEST_ROW) if config.movers else 0,
         copies=0 if config.movers else gathered,
         signals=2 * 4 * world * slices,
         pieces=tiles * config.pieces * config.bm * config.bn if config.pieces > 1 else 0,
@@ -320,38 +368,52 @@ def launch_gather_matmul(
     part: Tensor,
     w: Tensor,
     out: Tensor,
+    outer: int,
     config: GatherConfig,
     engine: CopyEngine | None = None,
+    credit: bool = True,
+    site: int = 0,
     trace: Tensor | None = None,
 ) -> Tensor:
-    """`out = all_gather(part) @ w`. part: [C, K], contiguous; w: [K, N], either way round; out: [W * C, N].
+    """`out = X @ w`. part: [C, K], contiguous; w: [K, N], either way round; out: [W * C, N].
 
-    Returns where the parts of the peers lie until the next call but one (the next, with copy engines): the first
-    `W * C` rows or, in an odd epoch, the last; the own part is not there. Without movers `engine` moves.
+    Rows of X are (outer, W, inner), those of `part` digit r of the middle.
+
+    Returns where the parts of the peers lie, `[W * C, K]`, until the next call but one (the next, with copy engines);
+    the own part is not there. Without movers `engine` moves; without `credit` its peers wait before their next call until
+    it gives them credit.
     """
     (chunk, k), n, world, rank = part.shape, w.shape[1], memory.world, memory.rank
-    rows, cols = cdiv(chunk, config.bm), cdiv(n, config.bn)
+    inner, cols = chunk // outer, cdiv(n, config.bn)
+    stretch = cdiv(inner, config.bm)
+    rows = outer * stretch
     slice_rows = cdiv(rows, config.slices)
+    if inner % config.bm:  # a slice holds whole stretches
+        slice_rows = cdiv(slice_rows, stretch) * stretch
     slices = cdiv(rows, slice_rows)
-    region, signals = (memory.inbox, memory.signals) if config.movers else (memory.copies, memory.copy_signals)
-    half = region.half(part.element_size(), k) if config.movers else 0
+    part_rows = slice_rows * config.bm if inner % config.bm == 0 else slice_rows // stretch * inner
+    region, signals = (
+        (memory.inbox, memory.signals) if config.movers else (memory.copies, memory.copy_signals)
+    )
+    half = region.half(part.dtype) // k if config.movers else 0
     gathered = region.matrix(rank, part.dtype, 0, half + world * chunk, k)
-    exact = chunk % config.bm == 0 and config.pieces == 1 and is_tma(out)
+    exact = inner % config.bm == 0 and config.pieces == 1 and is_tma(out)
     weight, transposed = describe_weight(w, config.bk, config.bn)
     programs = memory.programs
     if not config.movers:
         assert engine is not None
-        engine.push(part, slice_rows * config.bm, slices)
+        engine.push(part, part_rows, slices)
     gather_matmul[(programs,)](
         describe(part, config.bm, config.bk), describe(gathered, config.bm, config.bk), weight,
         describe(out, config.bm, config.bn) if exact else describe(part, config.bm, config.bn), part,
         region.addresses, signals.addresses, out, memory.pieces, memory.done, memory.state,
         memory.state if trace is None else trace,
-        world * chunk, n, k, rank, chunk, rows, cols, slices, slice_rows, config.movers or 1, out.stride(0), half, signals.half(4),
+        world * chunk, n, k, rank, site, chunk, inner, stretch, rows, cols, slices, part_rows * k, slice_rows,
+        config.movers or 1, out.stride(0), half, signals.half(torch.int32),
         PROGRAMS=programs, MOVERS=config.movers,
         COMPUTING=programs if config.shared or not config.movers else programs - config.movers, W=world,
         TRANSPOSED=transposed, EXACT=exact, PIECES=config.pieces,
-        BM=config.bm, BN=config.bn, BK=config.bk, BLOCK=BLOCK * config.warps,
+        BM=config.bm, BN=config.bn, BK=config.bk, BLOCK=BLOCK * config.warps, CREDIT=credit and not config.movers,
         TRACE=trace is not None, EVENTS=EVENTS,
         num_warps=config.warps, num_stages=config.stages, launch_cooperative_grid=True,
     )  # fmt: skip
@@ -365,7 +427,7 @@ def few_needs(chunk: int, k: int, n: int, itemsize: int, world: int, config: Few
     """What a call of `gather_matmul_few` uses."""
     rows, cols = max(16, triton.next_power_of_2(world * chunk)), cdiv(n, config.bn)
     return Need(
-        inbox=2 * (world * chunk + 1) * k * itemsize,
+        inbox=2 * (world * chunk * k * itemsize + LONGEST_ROW),
         signals=2 * 4 * world,
         pieces=config.pieces * rows * cols * config.bn,
         done=cols,
@@ -373,23 +435,30 @@ def few_needs(chunk: int, k: int, n: int, itemsize: int, world: int, config: Few
 
 
 def launch_gather_matmul_few(
-    memory: PeerMemory, part: Tensor, w: Tensor, out: Tensor, config: FewConfig
+    memory: PeerMemory,
+    part: Tensor,
+    w: Tensor,
+    out: Tensor,
+    config: FewConfig,
+    site: int = 0,
+    trace: Tensor | None = None,
 ) -> Tensor:
-    """As `launch_gather_matmul`, for `W * C <= 128` rows and `cols * pieces <= memory.programs`; all parts are there."""
+    """As `launch_gather_matmul` with outer = 1, for `W * C <= 128` rows and `cols * pieces <= memory.programs`; all parts are there."""
     (chunk, k), n, world, rank = part.shape, w.shape[1], memory.world, memory.rank
     rows, cols = max(16, triton.next_power_of_2(world * chunk)), cdiv(n, config.bn)
-    half = memory.inbox.half(part.element_size(), k)
+    half = memory.inbox.half(part.dtype) // k
     gathered = memory.inbox.matrix(rank, part.dtype, 0, half + world * chunk, k)
     weight, transposed = describe_weight(w, config.bk, config.bn)
     programs = cols * config.pieces
     gather_matmul_few[(programs,)](
         describe(gathered, rows, config.bk), weight, w, part, memory.inbox.addresses, memory.signals.addresses,
-        out, memory.pieces, memory.done, memory.state,
-        world * chunk, n, k, rank, chunk, cols, cdiv(cdiv(k, config.bk), config.pieces),
-        w.stride(1), w.stride(0), out.stride(0), half, memory.signals.half(4),
+        out, memory.pieces, memory.done, memory.state, memory.state if trace is None else trace,
+        world * chunk, n, k, rank, site, chunk, cols, cdiv(cdiv(k, config.bk), config.pieces),
+        w.stride(1), w.stride(0), out.stride(0), half, memory.signals.half(torch.int32),
         PROGRAMS=programs, MOVERS=min(config.movers, programs), AHEAD=config.ahead, W=world,
         TRANSPOSED=transposed, PIECES=config.pieces,
         BM=rows, BN=config.bn, BK=config.bk, BLOCK=BLOCK,
+        TRACE=trace is not None, EVENTS=EVENTS,
         num_warps=config.warps, num_stages=config.stages, launch_cooperative_grid=True,
     )  # fmt: skip
     return gathered

@@ -7,43 +7,61 @@ out as packets of two values and the epoch: to everybody (ONCE), who then adds t
 `[d * C, (d + 1) * C)` to rank d, who adds them and, for all_reduce, sends the sums to everybody as packets again.
 No barrier, no flag, and nothing to reset: a packet of another epoch has not arrived.
 
-Memory of a rank, in the half for the parity of the epoch: packets [2, W, rows, N / 2] (int64), parts first, then sums.
+In either half of the memory of a rank: packets [2, W, rows, N / 2] (int64), parts first, then sums.
 """
 
 from dataclasses import dataclass
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .comm import begin, finish, pack, peer, put_packets, take_packets
+from .comm import (
+    BEGUN,
+    COMPUTED,
+    COPIED,
+    ENDED,
+    REDUCED,
+    WAITED,
+    begin,
+    finish,
+    pack,
+    peer,
+    put_packets,
+    stamp,
+    take_packets,
+)
 from .gemm import load_operands
-from .memory import Need, PeerMemory, cdiv, describe, describe_weight
+from .memory import EVENTS, Need, PeerMemory, cdiv, describe, describe_weight
 
 REDUCING = tl.constexpr(1)
 COPYING = tl.constexpr(2)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rank", "site"])
 def matmul_packets(
-    x, w, out, packets, state, M, N, K, rank, chunk, slot, half, pitch,
+    x, w, out, packets, state, trace, M, N, K, rank, site, chunk, slot, pitch, packets_half,
     PROGRAMS: tl.constexpr, W: tl.constexpr, ONCE: tl.constexpr, ALL: tl.constexpr, TRANSPOSED: tl.constexpr,
     MEAN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BC: tl.constexpr, SOURCES: tl.constexpr,
+    TRACE: tl.constexpr, EVENTS: tl.constexpr,
 ):  # fmt: skip
     """Grid: PROGRAMS. x, w: descriptors; packets: int64 [W], addresses of the packet memory of all ranks.
 
-    pitch: N / 2; chunk: rows of a rank (M if ONCE), BC the power of two above; slot: packets from one source; half: in one half; SOURCES: the power of
+    pitch: N / 2; chunk: rows of a rank (M if ONCE), BC the power of two above; slot: packets from one source; SOURCES: the power of
     two above W.
     """
     program = tl.program_id(0)
     epoch = begin(state)
-    base = (epoch % 2) * half
+    base = (epoch % 2) * packets_half
     dtype: tl.constexpr = out.dtype.element_ty
     blocks = tl.cdiv(K, BK)
     tiles = tl.cdiv(N, BN)
     mine = tl.cdiv(tiles - program, PROGRAMS)
+    event = 0
+    event = stamp(trace, program, event, BEGUN, rank, 0, TRACE, EVENTS)
     m = tl.arange(0, BM)
-    pair = tl.arange(0, BN // 2)
+    half = tl.arange(0, BN // 2)
     acc = tl.zeros((BM, BN), tl.float32)
     block = blocks - 1
     tile = program - PROGRAMS
@@ -55,7 +73,7 @@ def matmul_packets(
         acc = tl.dot(a, b, acc)
         if block == blocks - 1:
             pairs = pack(acc.to(dtype))
-            n = tile * (BN // 2) + pair
+            n = tile * (BN // 2) + half
             inside = (m[:, None] < M) & (n[None, :] < pitch)
             if ONCE:
                 where = base + (rank * M + m[:, None]) * pitch + n[None, :]
@@ -66,6 +84,7 @@ def matmul_packets(
                 to = tl.load(packets + owner, mask=m < M, other=0).to(tl.pointer_type(tl.int64))
                 where = base + (rank * chunk + m % chunk)[:, None] * pitch + n[None, :]
                 put_packets(to[:, None] + where, pairs, epoch, inside)
+            event = stamp(trace, program, event, COMPUTED, -1, tile, TRACE, EVENTS)
             acc = tl.zeros((BM, BN), tl.float32)
 
     out_pairs = out.to(tl.pointer_type(tl.uint32))
@@ -74,12 +93,13 @@ def matmul_packets(
     r = tl.arange(0, BC)
     rows = tl.minimum(chunk, M - rank * chunk) if not ONCE else M
     for tile in range(program, tiles, PROGRAMS):
-        n = tile * (BN // 2) + pair
+        n = tile * (BN // 2) + half
         inside = (r[:, None] < rows) & (n[None, :] < pitch)
         where = (source * chunk + r[None, :, None]) * pitch + n[None, None, :]
         parts = take_packets(
-            own + where, epoch, (source < W) & inside[None, :, :], state, REDUCING, -1, tile
+            own + where, epoch, (source < W) & inside[None, :, :], state, site * 8 + REDUCING, source, tile
         )
+        event = stamp(trace, program, event, WAITED, -1, tile, TRACE, EVENTS)
         low = (parts & 0xFFFF).to(tl.uint16).to(dtype, bitcast=True).to(tl.float32)
         high = ((parts >> 16) & 0xFFFF).to(tl.uint16).to(dtype, bitcast=True).to(tl.float32)
         low = tl.sum(low, 0)
@@ -96,14 +116,18 @@ def matmul_packets(
             where = base + (W * slot) + (rank * chunk + r[:, None]) * pitch + n[None, :]
             for i in tl.static_range(1, W):
                 put_packets(peer(packets, (rank + i) % W, tl.int64) + where, pairs, epoch, inside)
+        event = stamp(trace, program, event, REDUCED, rank, tile, TRACE, EVENTS)
     if ALL and not ONCE:
         m = tl.arange(0, BM)
         for tile in range(program, tiles, PROGRAMS):
-            n = tile * (BN // 2) + pair
+            n = tile * (BN // 2) + half
             theirs = (m[:, None] < M) & (m[:, None] // chunk != rank) & (n[None, :] < pitch)
             where = own + W * slot + m[:, None] * pitch + n[None, :]
-            sums = take_packets(where, epoch, theirs, state, COPYING, -1, tile)
+            sums = take_packets(where, epoch, theirs, state, site * 8 + COPYING, m[:, None] // chunk, tile)
+            event = stamp(trace, program, event, WAITED, -1, tile, TRACE, EVENTS)
             tl.store(out_pairs + m[:, None] * pitch + n[None, :], sums.to(tl.uint32), mask=theirs)
+            event = stamp(trace, program, event, COPIED, -1, tile, TRACE, EVENTS)
+    event = stamp(trace, program, event, ENDED, rank, 0, TRACE, EVENTS)
     finish(state, epoch, PROGRAMS)
 
 
@@ -124,7 +148,15 @@ def packets_needs(m: int, n: int, world: int, config: PacketsConfig) -> Need:
 
 
 def launch_matmul_packets(
-    memory: PeerMemory, x: Tensor, w: Tensor, out: Tensor, mean: bool, all_ranks: bool, config: PacketsConfig
+    memory: PeerMemory,
+    x: Tensor,
+    w: Tensor,
+    out: Tensor,
+    mean: bool,
+    all_ranks: bool,
+    config: PacketsConfig,
+    site: int = 0,
+    trace: Tensor | None = None,
 ) -> None:
     """`out = sum (mean) over ranks of x @ w`: all of it, `[M, N]`, or this rank's rows of it; 16 bits each, N even.
 
@@ -137,9 +169,10 @@ def launch_matmul_packets(
     programs = min(memory.programs, cdiv(n, config.bn))
     matmul_packets[(programs,)](
         describe(x, rows, config.bk), weight, out, memory.packets.addresses, memory.state,
-        m, n, k, memory.rank, chunk, chunk * (n // 2), memory.packets.half(8), n // 2,
+        memory.state if trace is None else trace,
+        m, n, k, memory.rank, site, chunk, chunk * (n // 2), n // 2, memory.packets.half(torch.int64),
         PROGRAMS=programs, W=world, ONCE=config.once, ALL=all_ranks, TRANSPOSED=transposed, MEAN=mean,
         BM=rows, BN=config.bn, BK=config.bk, BC=triton.next_power_of_2(chunk),
-        SOURCES=triton.next_power_of_2(world),
+        SOURCES=triton.next_power_of_2(world), TRACE=trace is not None, EVENTS=EVENTS,
         num_warps=config.warps, num_stages=config.stages, launch_cooperative_grid=True,
     )  # fmt: skip

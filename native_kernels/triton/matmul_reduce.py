@@ -8,12 +8,13 @@ only communicate, and all others once they are out of tiles, take tickets in the
 ticket is BT rows of a tile of the own chunk, which are added up and, for all_reduce, sent to all; or as many of a
 peer's chunk, copied from where they arrived to the output, `lag` tickets later.
 
-Memory of a rank, in the half for the parity of the epoch: inbox [W, rows * BM, pitch], finished [W, rows * BM, pitch]
-(all_reduce), and counters arrived [W, rows * cols], finished [W, rows * cols * BM / BT].
+In either half of the memory of a rank: inbox [W, rows * BM, pitch], finished [W, rows * BM, pitch] (all_reduce), and
+the counters arrived [W, rows * cols], then ready [W, rows * cols * BM / BT].
 """
 
 from dataclasses import dataclass
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -36,16 +37,16 @@ from .comm import (
     wait_all,
 )
 from .gemm import chunk_tile_at, load_operands, tile_at
-from .memory import EVENTS, Need, PeerMemory, cdiv, describe, describe_weight
+from .memory import EVENTS, LONGEST_ROW, Need, PeerMemory, cdiv, describe, describe_weight
 
 REDUCING = tl.constexpr(1)  # what a wait is for, in failure records
 COPYING = tl.constexpr(2)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rank", "site"])
 def matmul_reduce(
     x, w, inbox0, inbox1, inbox2, inbox3, inbox4, inbox5, inbox6, inbox7, out, inbox, finished, signals, state, trace,
-    M, N, K, rank, chunk_rows, chunk_cols, rows, cols, visit, lag, pitch, out_stride,
+    M, N, K, rank, site, chunk_rows, chunk_cols, rows, cols, stretch, visit, lag, pitch, out_stride,
     inbox_half, finished_half, signals_half,
     COMPUTING: tl.constexpr, PROGRAMS: tl.constexpr, W: tl.constexpr, ORDER: tl.constexpr,
     BY_ROWS: tl.constexpr, ALL: tl.constexpr, TRANSPOSED: tl.constexpr, MEAN: tl.constexpr,
@@ -54,30 +55,30 @@ def matmul_reduce(
 ):  # fmt: skip
     """Grid: PROGRAMS, of which the first COMPUTING multiply.
 
-    x, w: descriptors; inbox0 to inbox7: W descriptors `[inbox_half + rows * BM, pitch]` of the slot for this rank in the
-    inbox of each rank; inbox: address of the own inbox; finished, signals: int64 [W], addresses of those of all ranks;
-    inbox_half, finished_half, signals_half: where their second halves begin, in rows and counters.
+    x, w: descriptors; inbox0 to inbox7: W descriptors of the slot for this rank in the inbox of each
+    rank; inbox: address of the own inbox; finished, signals: int64 [W], addresses of those of all ranks;
+    inbox_half (rows), finished_half, signals_half (elements): where the other half begins.
     """
     program = tl.program_id(0)
     epoch = begin(state)
     parity = epoch % 2
     tiles = rows * cols
+    counters = W * tiles  # of one kind and parity
     event = 0
-    event = stamp(trace, program, event, BEGUN, 0, TRACE, EVENTS)
+    event = stamp(trace, program, event, BEGUN, rank, 0, TRACE, EVENTS)
     if program < COMPUTING:
         event = compute(
-            x, w, (inbox0, inbox1, inbox2, inbox3, inbox4, inbox5, inbox6, inbox7), signals, K, rank, chunk_rows, chunk_cols, rows, cols, visit, parity * inbox_half,
-            parity * signals_half, program, trace, COMPUTING, W, ORDER, BY_ROWS, TRANSPOSED, BM, BN, BK, TRACE, EVENTS,
+            x, w, (inbox0, inbox1, inbox2, inbox3, inbox4, inbox5, inbox6, inbox7), signals, K, rank, chunk_rows,
+            chunk_cols, rows, cols, stretch, visit, parity * inbox_half, parity * signals_half, program,
+            trace, COMPUTING, W, ORDER, BY_ROWS, TRANSPOSED, BM, BN, BK, TRACE, EVENTS,
         )  # fmt: skip
     dtype: tl.constexpr = out.dtype.element_ty
     PARTS: tl.constexpr = BM // BT
     parts = tiles * PARTS
-    counters = parity * signals_half
-    arrived = peer(signals, rank, tl.int32) + counters
-    counters += W * tiles
-    ready = peer(signals, rank, tl.int32) + counters
+    arrived = peer(signals, rank, tl.int32) + parity * signals_half
+    ready = arrived + counters
     arriving = inbox.to(tl.pointer_type(dtype)) + parity * inbox_half * pitch
-    mine = peer(finished, rank, dtype) + parity * finished_half * pitch
+    mine = peer(finished, rank, dtype) + parity * finished_half
     r = tl.arange(0, BR)[:, None]
     c = tl.max_contiguous(tl.multiple_of(tl.arange(0, BN), BN), BN)[None, :]
     SOURCES: tl.constexpr = W if ALL else 1
@@ -94,14 +95,14 @@ def matmul_reduce(
             tile = row * cols + col
             part = tile * PARTS + i % PARTS
             if away == 0:
-                wait_all(arrived + tile, tiles, W, 1, state, REDUCING, 0, tile, epoch)
+                wait_all(arrived + tile, tiles, W, 1, state, site * 8 + REDUCING, 0, tile, epoch)
             else:
-                wait(ready + source * parts + part, 1, state, COPYING, source, part, epoch)
+                wait(ready + source * parts + part, 1, state, site * 8 + COPYING, source, part, epoch)
                 tl.store(ready + source * parts + part, 0)
-            event = stamp(trace, program, event, WAITED, part, TRACE, EVENTS)
+            event = stamp(trace, program, event, WAITED, source if away else -1, part, TRACE, EVENTS)
             for sub in range(BT // BR):
-                in_chunk = row * BM + (i % PARTS) * BT + sub * BR + r
-                here = in_chunk * pitch + col * BN + c
+                in_tile = (i % PARTS) * BT + sub * BR + r
+                here = (row * BM + in_tile) * pitch + col * BN + c
                 if away == 0:
                     total = tl.zeros((BR, BN), tl.float32)
                     for s in tl.static_range(W):
@@ -110,29 +111,47 @@ def matmul_reduce(
                         total /= W
                     value = total.to(dtype)
                     if ALL:
-                        there = (parity * finished_half + rank * rows * BM) * pitch + here
+                        there = parity * finished_half + rank * rows * BM * pitch + here
                         for p in tl.static_range(1, W):
                             tl.store(peer(finished, (rank + p) % W, dtype) + there, value)
                 else:
                     value = tl.load(mine + source * rows * BM * pitch + here)
-                to, inside = place(source, in_chunk, col * BN + c, M, N, chunk_rows, chunk_cols, out_stride, BY_ROWS, ALL)
+                to, inside = place(
+                    source, row // stretch, row % stretch * BM + in_tile, col * BN + c, M, N, chunk_rows, chunk_cols,
+                    out_stride, BY_ROWS, ALL,
+                )  # fmt: skip
                 tl.store(out + to, value, mask=inside)
             if ALL:
                 if away == 0:
-                    signal_all(signals, W, counters + rank * parts + part, rank)
-            event = stamp(trace, program, event, REDUCED if away == 0 else COPIED, part, TRACE, EVENTS)
+                    signal_all(signals, W, parity * signals_half + counters + rank * parts + part, rank)
+            event = stamp(
+                trace, program, event, REDUCED if away == 0 else COPIED, source, part, TRACE, EVENTS
+            )
         ticket = following
-    clear(arrived, W * tiles, state, PROGRAMS)
-    event = stamp(trace, program, event, ENDED, 0, TRACE, EVENTS)
+    clear(arrived, counters, state, PROGRAMS)
+    event = stamp(trace, program, event, ENDED, rank, 0, TRACE, EVENTS)
     finish(state, epoch, PROGRAMS)
 
 
 @triton.jit
-def place(owner, row, col, M, N, chunk_rows, chunk_cols, out_stride, BY_ROWS: tl.constexpr, ALL: tl.constexpr):
-    """Where an element of the chunk of `owner` lies in the output, and whether it does."""
+def place(
+    owner,
+    stretch,
+    row,
+    col,
+    M,
+    N,
+    chunk_rows,
+    chunk_cols,
+    out_stride,
+    BY_ROWS: tl.constexpr,
+    ALL: tl.constexpr,
+):
+    """Where row `row` of a stretch of the chunk of `owner` lies in the output, and whether it does."""
     if BY_ROWS:
-        inside = (row < tl.minimum(chunk_rows, M - owner * chunk_rows)) & (col < N)
-        row += owner * chunk_rows if ALL else 0
+        inside = (row < chunk_rows) & (col < N)
+        row += (owner if ALL else stretch) * chunk_rows
+        inside = inside & (row < M)
     else:
         inside = (row < M) & (col < tl.minimum(chunk_cols, N - owner * chunk_cols))
         col += owner * chunk_cols if ALL else 0
@@ -151,15 +170,13 @@ def clear(counters, count, state, PROGRAMS: tl.constexpr):
 
 @triton.jit
 def compute(
-    x, w, inboxes, signals, K, rank, chunk_rows, chunk_cols, rows, cols, visit, slot, counters, program, trace,
+    x, w, inboxes, signals, K, rank, chunk_rows, chunk_cols, rows, cols, stretch, visit,
+    first_row_there, first_signal, program, trace,
     COMPUTING: tl.constexpr, W: tl.constexpr, ORDER: tl.constexpr, BY_ROWS: tl.constexpr,
     TRANSPOSED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     TRACE: tl.constexpr, EVENTS: tl.constexpr,
 ):  # fmt: skip
-    """The tiles `program, program + COMPUTING, ...`, as one loop over their blocks of K, so that loads never pause.
-
-    Tiles go to the inboxes from row `slot` on, their signals to the counters from number `counters` on.
-    """
+    """The tiles `program, program + COMPUTING, ...`, as one loop over their blocks of K, so that loads never pause."""
     dtype: tl.constexpr = x.dtype
     tiles = rows * cols
     blocks = tl.cdiv(K, BK)
@@ -177,7 +194,9 @@ def compute(
         if block == 0:
             t += COMPUTING
             owner, row, col = tile_at(t, rank, W, rows, cols, visit, ORDER)
-        first_row = owner * chunk_rows + row * BM if BY_ROWS else row * BM
+        first_row = row * BM
+        if BY_ROWS:
+            first_row = (row // stretch * W + owner) * chunk_rows + row % stretch * BM
         first_col = col * BN if BY_ROWS else owner * chunk_cols + col * BN
         a, b = load_operands(x, w, first_row, first_col, block * BK, TRANSPOSED)
         acc = tl.dot(a, b, acc)
@@ -186,13 +205,13 @@ def compute(
             value = acc.to(dtype)
             for p in tl.static_range(W):
                 if owner == p:
-                    inboxes[p].store([slot + row * BM, col * BN], value)
-            flag = counters + (rank * rows + row) * cols + col
+                    inboxes[p].store([first_row_there + row * BM, col * BN], value)
+            flag = first_signal + (rank * rows + row) * cols + col
             unsignalled = tl.load(signals + owner) + flag * 4
             acc = tl.zeros((BM, BN), tl.float32)
-            event = stamp(trace, program, event, COMPUTED, t, TRACE, EVENTS)
+            event = stamp(trace, program, event, COMPUTED, owner, t, TRACE, EVENTS)
     signal_stored(unsignalled)
-    return stamp(trace, program, event, DRAINED, 0, TRACE, EVENTS)
+    return stamp(trace, program, event, DRAINED, -1, 0, TRACE, EVENTS)
 
 
 @dataclass(frozen=True)
@@ -217,25 +236,34 @@ class ReduceConfig:
 
 @dataclass(frozen=True)
 class _Cut:
-    chunk_rows: int
+    """Tiles of a chunk. By rows the product is (outer, W, inner) rows, and chunk c digit c of the middle."""
+
+    inner: int
     chunk_cols: int
+    stretch: int
     rows: int
     cols: int
 
     @classmethod
-    def of(cls, m: int, n: int, world: int, config: ReduceConfig) -> "_Cut":
-        chunk_rows = cdiv(m, world) if config.by_rows else m
+    def of(cls, m: int, n: int, outer: int, world: int, config: ReduceConfig) -> "_Cut":
+        inner = cdiv(m, world * outer) if config.by_rows else m
         chunk_cols = n if config.by_rows else cdiv(cdiv(n, world), 8) * 8
-        return cls(chunk_rows, chunk_cols, cdiv(chunk_rows, config.bm), cdiv(chunk_cols, config.bn))
+        stretch = cdiv(inner, config.bm)
+        return cls(inner, chunk_cols, stretch, outer * stretch, cdiv(chunk_cols, config.bn))
 
 
-def reduce_needs(m: int, n: int, itemsize: int, world: int, all_ranks: bool, config: ReduceConfig) -> Need:
+def reduce_needs(
+    m: int, n: int, outer: int, itemsize: int, world: int, all_ranks: bool, config: ReduceConfig
+) -> Need:
     """What a call of `matmul_reduce` uses."""
-    cut = _Cut.of(m, n, world, config)
-    pitch = cut.cols * config.bn
-    half = (world * cut.rows * config.bm + 1) * pitch * itemsize
+    cut = _Cut.of(m, n, outer, world, config)
+    chunk = cut.rows * config.bm * cut.cols * config.bn * itemsize
     counters = world * cut.rows * cut.cols * (1 + (config.bm // config.bt if all_ranks else 0))
-    return Need(inbox=2 * half, finished=2 * half * all_ranks, signals=2 * 4 * counters)
+    return Need(
+        inbox=2 * (world * chunk + LONGEST_ROW),
+        finished=2 * world * chunk * all_ranks,
+        signals=2 * 4 * counters,
+    )
 
 
 def launch_matmul_reduce(
@@ -245,21 +273,26 @@ def launch_matmul_reduce(
     out: Tensor,
     mean: bool,
     all_ranks: bool,
+    outer: int,
     order: int,
     config: ReduceConfig,
+    site: int = 0,
     trace: Tensor | None = None,
 ) -> None:
     """`out = sum (mean) over ranks of x @ w`: all of it, `[M, N]`, or this rank's rows (columns), 16 bits each.
 
-    x: [M, K], row-major; w: [K, N], either way round; both as `is_tma` wants them. `memory` has what
+    x: [M, K], row-major; w: [K, N], either way round; both as `is_tma` wants them. A rank's rows are digit r of
+    (outer, W, inner); columns are cut where `config.by_rows` is not set, and outer is 1. `memory` has what
     `reduce_needs` says. Every rank of the group makes the same calls.
     """
     (m, k), n, world, rank, dtype = x.shape, w.shape[1], memory.world, memory.rank, x.dtype
-    cut = _Cut.of(m, n, world, config)
+    cut = _Cut.of(m, n, outer, world, config)
     pitch, height = cut.cols * config.bn, cut.rows * config.bm
-    inbox_half = memory.inbox.half(x.element_size(), pitch)
+    half = memory.inbox.half(dtype) // pitch
     boxes = [
-        describe(memory.inbox.matrix(p, dtype, rank * height * pitch, inbox_half + height, pitch), config.bm, config.bn)
+        describe(
+            memory.inbox.matrix(p, dtype, rank * height * pitch, half + height, pitch), config.bm, config.bn
+        )
         for p in range(world)
     ]
     weight, transposed = describe_weight(w, config.bk, config.bn)
@@ -268,9 +301,9 @@ def launch_matmul_reduce(
         describe(x, config.bm, config.bk), weight, *boxes, *boxes[:1] * (8 - world), out,
         memory.inbox.views[rank].data_ptr(), memory.finished.addresses, memory.signals.addresses,
         memory.state, memory.state if trace is None else trace,
-        m, n, k, rank, cut.chunk_rows, cut.chunk_cols, cut.rows, cut.cols,
+        m, n, k, rank, site, cut.inner, cut.chunk_cols, cut.rows, cut.cols, cut.stretch,
         config.visit or max(1, programs // world), programs // world + 1, pitch, out.stride(0),
-        inbox_half, memory.finished.half(x.element_size(), pitch), memory.signals.half(4),
+        half, memory.finished.half(dtype), memory.signals.half(torch.int32),
         COMPUTING=programs - config.communicating, PROGRAMS=programs, W=world, ORDER=order,
         BY_ROWS=config.by_rows, ALL=all_ranks, TRANSPOSED=transposed, MEAN=mean,
         BM=config.bm, BN=config.bn, BK=config.bk, BT=config.bt, BR=config.br,

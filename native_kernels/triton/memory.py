@@ -10,6 +10,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 EVENTS = 512
 """Events that a trace has room for, a program."""
 
+LONGEST_ROW = 1 << 20
+"""Bytes of a row in `inbox`. Halves begin with whole rows, so that so much at the end of a half stays unused."""
+
 STATE_WORDS, RECORD_WORDS = 8, 8
 """Lengths of `PeerMemory.state` (int64) and `PeerMemory.record` (int32); `comm` says what they hold."""
 
@@ -29,13 +32,13 @@ class Region:
         addresses = torch.tensor([v.data_ptr() for v in views], dtype=torch.int64)
         return cls(tuple(views), addresses.to(views[0].device))
 
+    def half(self, dtype: torch.dtype) -> int:
+        """Elements in one of the two halves that calls use by turns, whatever their sizes."""
+        return self.views[0].numel() // 2 // dtype.itemsize
+
     def matrix(self, rank: int, dtype: torch.dtype, offset: int, rows: int, cols: int) -> Tensor:
         """`[rows, cols]` of the memory of a rank, from element `offset` on."""
         return self.views[rank].view(dtype)[offset : offset + rows * cols].view(rows, cols)
-
-    def half(self, itemsize: int, pitch: int = 1) -> int:
-        """Where the second half begins, in rows of `pitch` elements: behind the first half of every other shape."""
-        return cdiv(self.views[0].numel() // 2 // itemsize, pitch)
 
 
 @dataclass(frozen=True)

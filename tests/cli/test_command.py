@@ -9,7 +9,7 @@ from typer.testing import Result
 
 Command = Callable[..., Result]
 
-SUBCOMMANDS = ("doctor", "explain", "plan", "bench", "tune")
+SUBCOMMANDS = ("doctor", "explain", "plan", "bench", "tune", "trace")
 MISTAKES = {
     "unknown command": (["explian"], "explian"),
     "unknown option": (["plan", "matmul_all_reduce", "--wrld", "4"], "--wrld"),

@@ -216,7 +216,7 @@ def test_a_destroyed_group_is_gone(ranks: Ranks) -> None:
 def _two_hosts(rank: int, world: int) -> tuple[bool, str, bool]:
     name = fresh_group()
     errors = []
-    with patch.object(rendezvous, "_host", lambda: f"machine {rank}"):
+    with patch.object(rendezvous, "host_identity", lambda: f"machine {rank}"):
         for _ in range(2):
             try:
                 workspace_for(name)

@@ -1,0 +1,140 @@
+"""Which way a call takes: what was measured for it or for its nearest neighbour; else what it replaces.
+
+Tables are JSON: a list of points, each with the problem and the microseconds of every way. They come from
+`~/.cache/autofuse/ways-<gpu>.json`, which `autofuse tune` on GPUs writes, and from those shipped. Rank 0's tables count,
+for all ranks of the group: it hands them round when the group meets.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+from .ways import CUBLAS_NCCL, Problem, ways
+from .workspace import GpuWorkspace
+
+FAR = 2.0
+"""A point measured at sizes that differ by more than this many doublings, all told, says nothing."""
+
+_SHIPPED = Path(__file__).with_name("tables")
+
+
+@dataclass(frozen=True)
+class Point:
+    """What was measured: microseconds by way, on the slowest rank."""
+
+    op: str
+    m: int
+    k: int
+    n: int
+    world: int
+    times: tuple[tuple[str, float], ...]
+
+    @classmethod
+    def of(cls, problem: Problem, times: dict[str, float]) -> Point:
+        found = tuple(sorted(times.items(), key=lambda item: item[1]))
+        return cls(problem.op, problem.m, problem.k, problem.n, problem.world, found)
+
+    def distance(self, problem: Problem) -> float:
+        """In doublings of the sizes; tokens count in full, since ways change with them."""
+        if self.op != problem.op:
+            return math.inf
+        apart = sum(
+            abs(math.log2(a / b))
+            for a, b in zip((self.m, self.k, self.n), (problem.m, problem.k, problem.n), strict=True)
+        )
+        return apart + 0.5 * abs(math.log2(self.world / problem.world))
+
+
+Points = tuple[Point, ...]
+
+
+def gpu_name(device: torch.device) -> str:
+    """`h200` of NVIDIA H200."""
+    return torch.cuda.get_device_name(device).lower().removeprefix("nvidia ").replace(" ", "-")
+
+
+def own_table(device: torch.device) -> Path:
+    """Where `autofuse tune` writes what it measured on this kind of GPU."""
+    return (
+        Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
+        / "autofuse"
+        / f"ways-{gpu_name(device)}.json"
+    )
+
+
+def read(path: Path) -> Points:
+    """The points of a table; none if there is no such file. ValueError if it is no table."""
+    if not path.exists():
+        return ()
+    try:
+        return tuple(
+            Point(**{**point, "times": tuple((w, float(t)) for w, t in point["times"])})
+            for point in json.loads(path.read_text())
+        )
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(
+            f"{path} is no table of ways ({error}); delete it, and run `autofuse tune` again"
+        ) from error
+
+
+def write(path: Path, points: Sequence[Point]) -> None:
+    """Adds points to a table; those of the same problem are replaced."""
+    problems = {(p.op, p.m, p.k, p.n, p.world) for p in points}
+    old = [p for p in read(path) if (p.op, p.m, p.k, p.n, p.world) not in problems]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    rows = [
+        json.dumps(vars(p)) for p in sorted((*old, *points), key=lambda p: (p.op, p.world, p.k, p.n, p.m))
+    ]
+    draft.write_text("[\n" + ",\n".join(rows) + "\n]\n")
+    draft.replace(path)
+
+
+def known(device: torch.device) -> Points:
+    """The points of this machine's own table and of those shipped, nearest kin first."""
+    shipped = [_SHIPPED / f"{gpu_name(device)}.json", *sorted(_SHIPPED.glob("*.json"))]
+    return (*read(own_table(device)), *(p for path in dict.fromkeys(shipped) for p in read(path)))
+
+
+@lru_cache(maxsize=4096)
+def choose(problem: Problem, points: Points) -> str:
+    """The fastest way at the nearest point that this problem can take, too."""
+    here = ways(problem)
+    order = sorted((p for p in points if p.distance(problem) <= FAR), key=lambda p: p.distance(problem))
+    for point in order:
+        for way, _ in point.times:
+            if way in here:
+                return way
+    return CUBLAS_NCCL
+
+
+def chosen(problem: Problem, workspace: GpuWorkspace) -> str:
+    """The way of a call, the same on all ranks."""
+    return choose(problem, points_of(workspace))
+
+
+def points_of(workspace: GpuWorkspace) -> Points:
+    """What rank 0 knew when the group met; all ranks must ask together the first time."""
+    found = _agreed.get(workspace)
+    if found is None:
+        mine = json.dumps([vars(p) for p in known(workspace.device)]) if workspace.rank == 0 else ""
+        theirs = json.loads(workspace.meet(mine)[0])
+        found = tuple(replace(Point(**p), times=tuple(map(tuple, p["times"]))) for p in theirs)
+        _agreed[workspace] = found
+    return found
+
+
+def add_points(workspace: GpuWorkspace, points: Points) -> None:
+    """What the ranks have measured together; it counts before what was known."""
+    _agreed[workspace] = (*points, *points_of(workspace))
+
+
+_agreed: dict[GpuWorkspace, Points] = {}

@@ -1,0 +1,118 @@
+"""Runs a dense call in one way: launches a fused kernel, or multiplies and calls the collective."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from autofuse.lowering import torch_internals
+from autofuse.lowering.ops.layout import all_gather, all_reduce, reduce_scatter, whole
+from autofuse.native_kernels.triton.gather_matmul import (
+    FewConfig,
+    GatherConfig,
+    launch_gather_matmul,
+    launch_gather_matmul_few,
+)
+from autofuse.native_kernels.triton.matmul_packets import PacketsConfig, launch_matmul_packets
+from autofuse.native_kernels.triton.matmul_reduce import ReduceConfig, launch_matmul_reduce
+from autofuse.native_kernels.triton.memory import Need, PeerMemory, is_tma
+
+from .ways import CUBLAS_NCCL, ONE_SHOT, TWO_SHOT, Problem, needs, ways
+from .workspace import GpuWorkspace
+
+ORDERS = {"direct": 0, "ring": 1, "oblivious": 2}
+
+
+def problem_of(
+    op: str, x: Tensor, w: Tensor, workspace: GpuWorkspace, dim: int = 0, outer: int = 1
+) -> Problem:
+    """The problem of a call with `x: [M, K]` (a gather's part: [M / W, K]) and `w: [K, N]`."""
+    rows = x.shape[0] * (workspace.world if op == "all_gather_matmul" and dim == 0 else 1)
+    aligned = x.is_contiguous() and is_tma(x, w)
+    return Problem(
+        op, rows, w.shape[0], w.shape[1], workspace.world, x.dtype, workspace.programs, dim, outer, aligned
+    )
+
+
+def reduce(
+    workspace: GpuWorkspace, way: str, problem: Problem, x: Tensor, w: Tensor, mean: bool, order: str, site: str,
+    trace: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """matmul_all_reduce and matmul_reduce_scatter: what they return first."""
+    config = ways(problem)[way]
+    everywhere = problem.op == "matmul_all_reduce"
+    if config is not None and order == "ring" and isinstance(config, PacketsConfig):
+        order = "direct"  # everybody talks to everybody at once: there is no order
+    need = Need() if config is None else needs(config, problem)
+    if way in (ONE_SHOT, TWO_SHOT):
+        need = Need(finished=problem.m * problem.n * x.element_size())
+    entered = None if way == CUBLAS_NCCL else workspace.enter(problem.op, site, need)
+    if entered is None:
+        reduce_op, group = "avg" if mean else "sum", workspace.group_name
+        p = torch.mm(x, w)
+        if everywhere:
+            return all_reduce(p, reduce_op, problem.world, group)
+        return reduce_scatter(p, reduce_op, problem.dim, problem.outer, problem.world, group)
+    memory, number = entered
+    if config is None:
+        p = memory.finished.views[memory.rank].view(x.dtype)[: problem.m * problem.n]
+        torch.mm(x, w, out=p.view(problem.m, problem.n))
+        total = torch_internals.symmetric_all_reduce(p, workspace.group_name, way == ONE_SHOT)
+        total = total.clone() if way == TWO_SHOT else total
+        out = (total / problem.world if mean else total).view(problem.m, problem.n)
+    else:
+        shape = [problem.m, problem.n]
+        shape[problem.dim] //= 1 if everywhere else problem.world
+        out = x.new_empty(shape)
+        if isinstance(config, PacketsConfig):
+            launch_matmul_packets(memory, x, w, out, mean, everywhere, config, number, trace)
+        else:
+            assert isinstance(config, ReduceConfig)
+            launch_matmul_reduce(
+                memory, x, w, out, mean, everywhere, problem.outer, ORDERS[order], config, number, trace
+            )
+    workspace.leave()
+    return out
+
+
+def gather(
+    workspace: GpuWorkspace, way: str, problem: Problem, part: Tensor, w: list[Tensor], keep: bool, site: str,
+    trace: Tensor | None = None,
+) -> list[Tensor]:  # fmt: skip
+    """all_gather_matmul: products with all weights and, with `keep`, X. The first weight is multiplied while the
+    parts arrive, the others afterwards."""
+    config = ways(problem)[way]
+    entered = None if config is None else workspace.enter(problem.op, site, needs(config, problem))
+    if entered is None:
+        x = all_gather(part, problem.dim, problem.outer, problem.world, workspace.group_name)
+        return [torch.mm(x, wi) for wi in w] + [x] * keep
+    memory, number = entered
+    out, more = part.new_empty(problem.m, problem.n), keep or len(w) > 1
+    if isinstance(config, FewConfig):
+        gathered = launch_gather_matmul_few(memory, part, w[0], out, config, number, trace)
+    else:
+        assert isinstance(config, GatherConfig)
+        gathered = launch_gather_matmul(
+            memory, part, w[0], out, problem.outer, config, workspace.engine, not more, number, trace
+        )
+    outputs = [out]
+    if more:
+        x = _copy_gathered(gathered, part, problem, memory)
+        if isinstance(config, GatherConfig) and not config.movers:
+            workspace.engine.give_credit()
+        outputs += [torch.mm(x, wi) for wi in w[1:]] + [x] * keep
+    workspace.leave()
+    return outputs
+
+
+def _copy_gathered(gathered: Tensor, part: Tensor, problem: Problem, memory: PeerMemory) -> Tensor:
+    """X out of the memory where its parts have arrived in the call before: one half of it, or all."""
+    rows = problem.world * part.shape[0]
+    if gathered.shape[0] == rows:
+        x = gathered.clone()
+    else:  # only the device knows how many calls there were
+        halves = gathered.as_strided((2, rows * problem.k), ((gathered.shape[0] - rows) * problem.k, 1))
+        x = halves.index_select(0, memory.state[3:4] % 2)
+    parts = x.view(problem.world, *part.shape)
+    parts[memory.rank] = part
+    return whole(parts, 0, problem.outer)

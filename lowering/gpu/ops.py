@@ -1,0 +1,76 @@
+"""The dense ops on GPUs, as `FusedOp.cuda` calls them: check, choose a way, run it.
+
+What they do not have returns NotImplemented, and the reference runs. Of arguments only such decide that are equal on
+all ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autofuse import config
+
+from .choice import chosen
+from .dense import gather, problem_of, reduce
+from .measure import measure_once
+from .workspace import GpuWorkspace, workspace_for
+
+
+def _usable(group_name: str, x: Tensor) -> GpuWorkspace | None:
+    if x.dtype not in (torch.bfloat16, torch.float16) or 0 in x.shape:
+        return None
+    return workspace_for(group_name, x.device)
+
+
+def run_reduce(
+    op: str,
+    x: list[Tensor],
+    w: list[Tensor],
+    product: str,
+    reduce_op: str,
+    dim: int,
+    outer: int,
+    keep_product: bool,
+    group_name: str,
+    order: str,
+    site: str,
+) -> Any:
+    """matmul_all_reduce and matmul_reduce_scatter of one matmul, without an epilogue."""
+    if len(x) != 1 or product != "mm" or keep_product:
+        return NotImplemented
+    workspace = _usable(group_name, x[0])
+    if workspace is None:
+        return NotImplemented
+    a, b = x[0].contiguous(), w[0]
+    problem = problem_of(op, a, b, workspace, dim, outer)
+    if config.measure:
+        measure_once(workspace, problem)
+    way = chosen(problem, workspace)
+    return [reduce(workspace, way, problem, a, b, reduce_op == "avg", order, site)]
+
+
+def run_gather(
+    x: Tensor,
+    w: list[Tensor],
+    bias: list[Tensor],
+    dim: int,
+    outer: int,
+    keep_gathered: bool,
+    group_name: str,
+    order: str,
+    site: str,
+) -> Any:
+    """all_gather_matmul of rows, without bias."""
+    if any(b.numel() for b in bias) or dim != 0:
+        return NotImplemented
+    workspace = _usable(group_name, x)
+    if workspace is None:
+        return NotImplemented
+    part = x.contiguous()
+    problem = problem_of("all_gather_matmul", part, w[0], workspace, dim, outer)
+    if config.measure:
+        measure_once(workspace, problem)
+    return gather(workspace, chosen(problem, workspace), problem, part, w, keep_gathered, site)

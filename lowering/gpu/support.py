@@ -1,0 +1,30 @@
+"""Whether there are GPU kernels for a device: asked at compile time and by every rank before the group meets."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+
+import torch
+
+MOST_RANKS = 8
+"""Ranks of a group: GPUs of one host that NVSwitch connects."""
+
+
+@functools.cache
+def why_not(device: torch.device) -> str | None:
+    """Why this device runs no fused kernels, None if it does. The same on all ranks of one kind of machine."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return f"there are kernels for CPUs and NVIDIA GPUs, not for {device.type}"
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed; CUDA builds of torch bring it"
+    if not torch.cuda.is_available():
+        return "this process sees no GPU"
+    index = torch.cuda.current_device() if device.index is None else device.index
+    if torch.cuda.get_device_capability(index) != (9, 0):
+        name = torch.cuda.get_device_name(index)
+        return f"the kernels are for compute capability 9.0 (Hopper), which {name} has not"
+    others = [other for other in range(torch.cuda.device_count()) if other != index]
+    if not all(torch.cuda.can_device_access_peer(index, other) for other in others):
+        return "this GPU cannot access all others directly"
+    return None

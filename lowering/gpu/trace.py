@@ -1,0 +1,56 @@
+"""Records what the programs of one fused call do, and when."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autofuse.native_kernels.triton.memory import EVENTS
+
+from .choice import Points, choose, points_of
+from .dense import gather, reduce
+from .ways import Problem, ways
+from .workspace import workspace_for
+
+WARM_UP = 3
+
+
+def record(op: str, m: int, k: int, n: int, dtype: torch.dtype, order: str) -> Tensor:
+    """int64 [programs, EVENTS, 2] of one call on random operands: see `comm.stamp`. All ranks call it together.
+
+    m, k, n: the matmul of a rank, of a gather with the rows of all. ValueError if no fused way can run it.
+    """
+    device = torch.device("cuda", torch.cuda.current_device())
+    group = dist.group.WORLD
+    assert group is not None
+    workspace = workspace_for(group.group_name, device)
+    problem = Problem(op, m, k, n, workspace.world, dtype, workspace.programs)
+    way = _fused_way(problem, points_of(workspace))
+    x = torch.randn(m // workspace.world if op == "all_gather_matmul" else m, k, device=device, dtype=dtype)
+    w = torch.randn(k, n, device=device, dtype=dtype)
+    trace = torch.zeros(workspace.programs, EVENTS, 2, dtype=torch.int64, device=device)
+    for call in range(WARM_UP + 1):
+        if call == WARM_UP:
+            trace.zero_()
+            torch.cuda.synchronize(device)
+            workspace.meet("")
+        if op == "all_gather_matmul":
+            gather(workspace, way, problem, x, [w], False, "trace", trace)
+        else:
+            reduce(workspace, way, problem, x, w, False, order, "trace", trace)
+    torch.cuda.synchronize(device)
+    workspace.check()
+    return trace.cpu()
+
+
+def _fused_way(problem: Problem, points: Points) -> str:
+    """What a call takes, or else the first fused way."""
+    fused = [way for way, config in ways(problem).items() if config is not None]
+    if not fused:
+        raise ValueError(
+            f"no fused kernel runs {problem.op} of [{problem.m}, {problem.k}] @ [{problem.k}, {problem.n}] on "
+            f"{problem.world} ranks; use bfloat16 or float16, and multiples of 8 for K and N"
+        )
+    way = choose(problem, points)
+    return way if way in fused else fused[0]

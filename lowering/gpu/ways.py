@@ -1,0 +1,182 @@
+"""All ways to run a dense call on GPUs: fused kernels in several configurations, and what they replace.
+
+A way has a name, which is equal on all ranks and in every table. Whether it can run depends on nothing but the
+problem, so that all ranks find the same ways.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import MISSING, dataclass, fields, replace
+from functools import lru_cache
+from typing import TypeAlias
+
+import torch
+
+from autofuse.native_kernels.triton.gather_matmul import FewConfig, GatherConfig, few_needs, gather_needs
+from autofuse.native_kernels.triton.matmul_packets import PacketsConfig, packets_needs
+from autofuse.native_kernels.triton.matmul_reduce import ReduceConfig, reduce_needs
+from autofuse.native_kernels.triton.memory import LONGEST_ROW, Need, cdiv
+
+DTYPES = (torch.bfloat16, torch.float16)
+SHARED_MEMORY = 227 * 1024
+MOST_BYTES = 1 << 30
+"""A way that needs a larger region than this is left out."""
+
+CUBLAS_NCCL = "cublas+nccl"
+ONE_SHOT = "cublas+one_shot"
+TWO_SHOT = "cublas+two_shot"
+
+Config: TypeAlias = ReduceConfig | PacketsConfig | GatherConfig | FewConfig
+
+_KINDS: dict[type, str] = {
+    ReduceConfig: "tiles",
+    PacketsConfig: "packets",
+    GatherConfig: "parts",
+    FewConfig: "few",
+}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A dense call: `[m, k] @ [k, n]` on every rank, of 16-bit floats.
+
+    m: rows of the product: all tokens, of a gather too. dim, outer: which rows (columns) belong to whom.
+    aligned: operands are as TMA loads them; in a captured graph or not makes no difference.
+    """
+
+    op: str
+    m: int
+    k: int
+    n: int
+    world: int
+    dtype: torch.dtype
+    programs: int = 132
+    dim: int = 0
+    outer: int = 1
+    aligned: bool = True
+
+
+def ways(problem: Problem) -> dict[str, Config | None]:
+    """Names of all ways that can run, with the configurations of the fused ones."""
+    return dict(_ways(replace(problem, aligned=_aligned(problem))))
+
+
+@lru_cache(maxsize=1024)
+def _ways(problem: Problem) -> tuple[tuple[str, Config | None], ...]:
+    found: list[tuple[str, Config | None]] = [(CUBLAS_NCCL, None)]
+    if problem.op == "matmul_all_reduce":
+        nbytes = problem.m * problem.n * 2
+        # torch's kernels read and write 16 bytes at a time, of every rank's share.
+        if (
+            problem.dtype is torch.bfloat16
+            and nbytes % (16 * problem.world) == 0
+            and problem.world in (2, 4, 8)
+        ):
+            found += [(ONE_SHOT, None)] if nbytes <= 8 << 20 else []
+            found += [(TWO_SHOT, None)]
+    if problem.aligned:
+        found += [(name_of(c), c) for c in _configs(problem) if _fits(c, problem)]
+    return tuple(dict(found).items())
+
+
+def _aligned(problem: Problem) -> bool:
+    return (
+        problem.aligned
+        and problem.dtype in DTYPES
+        and problem.world <= 8
+        and min(problem.m, problem.k, problem.n) > 0
+        and problem.n % 8 == 0
+        and problem.k % 8 == 0
+        and max(problem.k, problem.n + 256) * problem.dtype.itemsize <= LONGEST_ROW
+    )
+
+
+def name_of(config: Config) -> str:
+    """`kind`, and every setting that differs from the default."""
+    words = [_KINDS[type(config)]]
+    for f in fields(config):
+        value, default = getattr(config, f.name), f.default
+        assert default is not MISSING
+        if value != default:
+            words.append(f"{f.name}={value:d}" if isinstance(value, bool) else f"{f.name}={value}")
+    return " ".join(words)
+
+
+def _configs(problem: Problem) -> Iterator[Config]:
+    if problem.op == "all_gather_matmul":
+        if problem.dim == 0:
+            yield from _gather_configs(problem)
+        return
+    everywhere = problem.op == "matmul_all_reduce"
+    rows_of_all = problem.dim == 0 and problem.outer == 1
+    m, world = problem.m, problem.world
+    if m <= 128 and rows_of_all:
+        if everywhere and m <= 16:
+            yield PacketsConfig(once=True)
+            yield PacketsConfig(bk=256, stages=3, once=True)
+        if m <= 32:
+            yield PacketsConfig()
+            yield PacketsConfig(bn=32, bk=256, stages=4)
+        else:
+            yield PacketsConfig(bn=32, bk=64, stages=6)
+            yield PacketsConfig(bk=64, stages=6, warps=8)
+    if everywhere and 32 < m <= 512:
+        for bt in (32, 128):
+            yield ReduceConfig(bn=64, bk=128, warps=4, stages=4, bt=bt, br=32, by_rows=False)
+    by_rows = problem.dim == 0
+    if by_rows and m < 64 * world:
+        return
+    for bt in (32, 128):
+        yield ReduceConfig(bt=bt, by_rows=by_rows)
+    yield ReduceConfig(visit=1, by_rows=by_rows)
+    yield ReduceConfig(bn=128, stages=4, bt=32, by_rows=by_rows)
+    if m >= 2048:
+        for communicating in (4, 16):
+            yield ReduceConfig(communicating=communicating, by_rows=by_rows)
+
+
+def _gather_configs(problem: Problem) -> Iterator[Config]:
+    cols = cdiv(problem.n, 64)
+    if problem.m <= 128 and problem.outer == 1:
+        # x and the weight of a stage, and what is left for the pieces.
+        stages = 4 if problem.m <= 64 else 3
+        for pieces in (1, 2, 4, 8):
+            if cols * pieces <= problem.programs and (pieces == 1 or problem.k >= 1024 * pieces):
+                for movers in (16, 64):
+                    yield FewConfig(pieces=pieces, movers=movers, stages=stages)
+    if problem.m >= 128:
+        yield GatherConfig(bn=64, warps=4, stages=5, movers=96, shared=True)
+        yield GatherConfig(bn=128, stages=4, movers=64, shared=True)
+        yield GatherConfig(bn=128, stages=3, pieces=2, movers=64, shared=True)
+    if problem.m >= 512:
+        yield GatherConfig()
+        yield GatherConfig(bn=128, stages=4)
+        yield GatherConfig(bn=64, warps=4, stages=5)
+        yield GatherConfig(movers=16)
+    if problem.m >= 4096:
+        yield GatherConfig(slices=2)
+
+
+def _fits(config: Config, problem: Problem) -> bool:
+    need = needs(config, problem)
+    if max(need.inbox, need.finished, need.packets, need.copies, 4 * need.pieces) > MOST_BYTES:
+        return False
+    if isinstance(config, ReduceConfig) and not config.by_rows and problem.op == "matmul_reduce_scatter":
+        return problem.outer == 1 and problem.n % (8 * problem.world) == 0
+    if isinstance(config, GatherConfig) and not config.movers:
+        return need.signals <= 4 * 8192
+    return True
+
+
+def needs(config: Config, problem: Problem) -> Need:
+    """The memory that a fused way uses."""
+    m, n, k, world = problem.m, problem.n, problem.k, problem.world
+    everywhere = problem.op == "matmul_all_reduce"
+    if isinstance(config, ReduceConfig):
+        return reduce_needs(m, n, problem.outer, 2, world, everywhere, config)
+    if isinstance(config, PacketsConfig):
+        return packets_needs(m, n, world, config)
+    if isinstance(config, FewConfig):
+        return few_needs(m // world, k, n, 2, world, config)
+    return gather_needs(m // world, k, n, problem.outer, 2, world, config)

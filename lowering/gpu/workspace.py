@@ -1,0 +1,221 @@
+"""Memory that the GPUs of one group map, and the rules of its use: who makes it, how it grows, what fails.
+
+Made when a group first needs it, by all its ranks together; grown to powers of two when a call needs more, never
+while a CUDA graph is captured, and never freed, since a captured graph may use it again. Calls of one group run one
+after another, whatever streams they are on: kernels that wait for each other must not run two at once.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import fields
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup, Store
+
+from autofuse import config
+from autofuse.lowering import torch_internals
+from autofuse.lowering.notes import place
+from autofuse.lowering.rendezvous import Declined, NotShared, all_gather, host_identity, sources_digest
+from autofuse.lowering.torch_internals import group_store, resolve_group
+from autofuse.native_kernels.triton.copy_engine import FIRST_CREDIT, CopyEngine
+from autofuse.native_kernels.triton.memory import RECORD_WORDS, STATE_WORDS, Need, PeerMemory, Region
+
+from .support import why_not
+
+LEAST = Need(
+    inbox=16 << 20,
+    finished=16 << 20,
+    packets=4 << 20,
+    copies=0,
+    signals=1 << 18,
+    pieces=1 << 20,
+    done=1 << 12,
+)
+"""What a workspace starts with (bytes; elements of pieces and done)."""
+
+_WAITS = {1: "to add its part", 2: "to send a sum", 3: "to send its part"}
+
+
+class GpuWorkspace:
+    """The memory of `group` on this rank's device. Raises NotShared on all ranks if one of them cannot take part."""
+
+    def __init__(self, group: ProcessGroup, device: torch.device) -> None:
+        self.group, self.device = group, device
+        self.group_name, self.rank, self.world = group.group_name, group.rank(), group.size()
+        self._store: Store = group_store(group)
+        self._meetings = 0
+        self._sites: list[str] = [""]
+        self._kept: list[PeerMemory] = []
+        self._last: tuple[int, torch.cuda.Event] | None = None
+        self._failure: str | None = None
+        why = why_not(device) or ""
+        for r, answer in enumerate(self.meet(f"{why}|{host_identity()}|{sources_digest()}")):
+            problem, host, digest = answer.split("|")
+            if problem:
+                raise Declined(f"rank {r}: {problem}")
+            if host != host_identity():
+                raise Declined(
+                    f"group {self.group_name} spans hosts: rank {self.rank} and rank {r} share none"
+                )
+            if digest != sources_digest():
+                raise RuntimeError(
+                    f"group {self.group_name}: ranks {self.rank} and {r} run different versions of autofuse; install "
+                    f"the same on all"
+                )
+        self._record = torch.zeros(RECORD_WORDS, dtype=torch.int32).pin_memory()
+        self._state = torch.zeros(STATE_WORDS, dtype=torch.int64, device=device)
+        self._state[1] = self._record.data_ptr()
+        self._limit = 0.0
+        self.memory, self.capacity = self._allocate(None, LEAST)
+        self.engine = CopyEngine(self.memory)
+
+    @property
+    def programs(self) -> int:
+        """How many programs run at once, one a multiprocessor."""
+        return int(torch.cuda.get_device_properties(self.device).multi_processor_count)
+
+    def enter(self, op: str, site: str, need: Need) -> tuple[PeerMemory, int] | None:
+        """Before a launch: the memory and the site's number; None if there is too little and no growing now.
+
+        Raises RuntimeError if an earlier call has failed: on this rank a wait gave up, or another rank did.
+        """
+        self.check()
+        capturing = torch.cuda.is_current_stream_capturing()
+        if not need.fits(self.capacity):
+            if capturing:
+                return None
+            self.memory, self.capacity = self._allocate(self.memory, need | self.capacity)
+            self.engine = CopyEngine(self.memory)
+        if not capturing:
+            stream = torch.cuda.current_stream(self.device)
+            if self._last is not None and self._last[0] != stream.cuda_stream:
+                stream.wait_event(self._last[1])
+            if self._limit != config.timeout_s:
+                self._limit = config.timeout_s
+                self._state[0] = int(self._limit * 1e9)
+        named = f"autofuse.{op} at {place(site)}"
+        if named not in self._sites:
+            self._sites.append(named)
+        return self.memory, self._sites.index(named)
+
+    def leave(self) -> None:
+        """After the launch: later calls on other streams come after it."""
+        if not torch.cuda.is_current_stream_capturing():
+            stream = torch.cuda.current_stream(self.device)
+            event = torch.cuda.Event()
+            event.record(stream)
+            self._last = stream.cuda_stream, event
+
+    def check(self) -> None:
+        """Raises RuntimeError if a wait of an earlier kernel gave up. Never synchronises."""
+        if self._failure is None and int(self._record[0]):
+            _, code, source, index, epoch = self._record.tolist()[:5]
+            site = self._sites[code // 8] if code // 8 < len(self._sites) else "a call"
+            self._failure = (
+                f"{site}, rank {self.rank} of group {self.group_name}: rank {source} did not come "
+                f"{_WAITS.get(code % 8, '')} (tile {index}, call {epoch}) within {self._limit:g} s "
+                f"(AUTOFUSE_TIMEOUT_S sets the limit). What this op and later ones returned is not to be used; "
+                f"has rank {source} ended, or does it run another program?"
+            )
+        if self._failure is not None:
+            raise RuntimeError(self._failure)
+
+    def meet(self, value: str) -> list[str]:
+        """One string of every rank, which all must bring."""
+        self._meetings += 1
+        prefix = f"autofuse/gpu/{self._meetings}"
+        return all_gather(self._store, prefix, self.rank, self.world, value, config.timeout_s)
+
+    def _allocate(self, old: PeerMemory | None, need: Need) -> tuple[PeerMemory, Need]:
+        """Memory for at least `need`, by all ranks together; what is large enough stays."""
+        capacity = Need(*(_bucket(getattr(need, f.name)) for f in fields(need)))
+        torch.cuda.synchronize(self.device)
+
+        def region(name: str) -> Region:
+            nbytes = getattr(capacity, name)
+            have = getattr(old, name) if old is not None else None
+            if have is not None and have.views[0].numel() >= nbytes:
+                return have  # type: ignore[no-any-return]
+            return self._region(max(nbytes, 16))
+
+        def local(name: str, dtype: torch.dtype) -> Tensor:
+            return torch.zeros(max(getattr(capacity, name), 16), dtype=dtype, device=self.device)
+
+        if old is None:
+            copy_signals = self._region(4 * (FIRST_CREDIT + self.world))
+            copy_signals.views[self.rank].view(torch.int32)[FIRST_CREDIT:] = 1
+        else:
+            copy_signals = old.copy_signals
+        memory = PeerMemory(
+            self.rank,
+            self.world,
+            self.programs,
+            **{name: region(name) for name in ("inbox", "finished", "packets", "copies", "signals")},
+            copy_signals=copy_signals,
+            state=self._state,
+            record=self._record,
+            pieces=local("pieces", torch.float32),
+            done=local("done", torch.int32),
+        )
+        self._kept.append(memory)
+        torch.cuda.synchronize(self.device)
+        self.meet("")  # all have cleared theirs
+        return memory, capacity
+
+    def _region(self, nbytes: int) -> Region:
+        own = torch_internals.symmetric_empty(nbytes, torch.uint8, self.device)
+        own.zero_()
+        torch.cuda.synchronize(self.device)
+        return Region.of(torch_internals.symmetric_views(own, self.group))
+
+
+def _bucket(size: int) -> int:
+    return 1 << (size - 1).bit_length() if size else 0
+
+
+def workspace_for(group_name: str, device: torch.device) -> GpuWorkspace:
+    """The workspace of a group; made on first use, by all its ranks together.
+
+    Raises NotShared on all ranks when one of them cannot take part, RuntimeError when one does not come or fails; the
+    same at every later try.
+    """
+    group = resolve_group(group_name)
+    found = _workspaces.get(group)
+    if found is None:
+        with _making:
+            found = _workspaces.get(group)
+            if found is None:
+                found = _make(group, device)
+                _workspaces[group] = found
+    if isinstance(found, Exception):
+        raise found
+    return found
+
+
+def _make(group: ProcessGroup, device: torch.device) -> GpuWorkspace | Exception:
+    if dist.get_backend(group) == "fake":
+        return Declined("the group is fake")
+    if torch.cuda.is_current_stream_capturing():
+        raise NotShared(
+            "the group has not met yet, and cannot while a CUDA graph is captured: call autofuse.warmup()"
+        )
+    try:
+        return GpuWorkspace(group, device)
+    except (RuntimeError, OSError) as error:
+        return error.with_traceback(None)
+
+
+def check(group_name: str | None = None) -> None:
+    """Raises RuntimeError if a fused kernel of the group (of any group) has given up waiting for a peer."""
+    for group, found in list(_workspaces.items()):
+        if isinstance(found, GpuWorkspace) and group_name in (None, group.group_name):
+            found.check()
+
+
+_workspaces: WeakKeyDictionary[ProcessGroup, GpuWorkspace | Any] = WeakKeyDictionary()
+_making = threading.RLock()

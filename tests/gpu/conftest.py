@@ -1,0 +1,27 @@
+"""Ranks with a GPU each. All tests here need GPUs and are marked so; `make test-gpu` runs them."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from tests.ranks import RankPool
+
+WORLDS = [2, 4, 8]
+
+
+@pytest.fixture(scope="session")
+def gpu_ranks() -> Iterator[Callable[[int], RankPool]]:
+    """`gpu_ranks(world)`: a pool that tests share; a new one after a failure. Skips where GPUs are too few."""
+    pools: dict[int, RankPool] = {}
+
+    def pool(world: int) -> RankPool:
+        if torch.cuda.device_count() < world:
+            pytest.skip(f"needs {world} GPUs")
+        if world not in pools or not pools[world].alive:
+            pools[world] = RankPool(world, backend="nccl")
+        return pools[world]
+
+    yield pool
+    for found in pools.values():
+        found.close()

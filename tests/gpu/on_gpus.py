@@ -1,0 +1,331 @@
+"""What tests run on ranks with GPUs."""
+
+import math
+import random
+import time
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+MOST_ERROR = 4e-3  # of bfloat16, whose roundings are 2**-9 each: of the partial sums and of the result
+
+
+def operands(
+    op: str, m: int, k: int, n: int, rank: int, world: int, transposed: bool, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """x (a gather's part) and w, other ones on every rank."""
+    torch.manual_seed(1000 * rank + m + n)
+    rows = m // world if op == "all_gather_matmul" else m
+    x = torch.randn(rows, k, device="cuda", dtype=dtype)
+    w = torch.randn((n, k) if transposed else (k, n), device="cuda", dtype=dtype) / math.sqrt(k)
+    return x, w.t() if transposed else w
+
+
+def reference(op: str, x: Tensor, w: Tensor, outer: int = 1, dim: int = 0) -> Tensor:
+    """In fp64, from partial products that are rounded as the collective takes them."""
+    from autofuse.lowering.ops.layout import parts, whole
+
+    world, rank = dist.get_world_size(), dist.get_rank()
+    if op == "all_gather_matmul":
+        gathered = [torch.empty_like(x) for _ in range(world)]
+        dist.all_gather(gathered, x)
+        return whole(torch.stack(gathered), 0, outer).double() @ w.double()
+    total = (x.double() @ w.double()).to(x.dtype).double()
+    dist.all_reduce(total)
+    return total if op == "matmul_all_reduce" else parts(total, dim, outer, world)[rank]
+
+
+def error_of(found: Tensor, wanted: Tensor) -> float:
+    assert not found.isnan().any(), "something was not written"
+    assert found.shape == wanted.shape
+    return float((found.double() - wanted).norm() / wanted.norm())
+
+
+def poison() -> None:
+    """All that the workspace's kernels do not read before it is written becomes NaN."""
+    from autofuse.lowering.gpu.workspace import workspace_for
+
+    memory = workspace_for(dist.group.WORLD.group_name, torch.device("cuda", dist.get_rank())).memory
+    torch.cuda.synchronize()
+    dist.barrier()
+    for region in (memory.inbox, memory.finished, memory.copies):
+        region.views[memory.rank].fill_(255)
+    memory.pieces.fill_(math.nan)
+    torch.cuda.synchronize()
+    dist.barrier()
+
+
+def run_way(
+    way: str, op: str, x: Tensor, w: Tensor, outer: int = 1, dim: int = 0, order: str = "direct"
+) -> Tensor:
+    from autofuse.lowering.gpu.dense import gather, problem_of, reduce
+    from autofuse.lowering.gpu.workspace import workspace_for
+
+    workspace = workspace_for(dist.group.WORLD.group_name, x.device)
+    problem = problem_of(op, x, w, workspace, dim, outer)
+    if op == "all_gather_matmul":
+        return gather(workspace, way, problem, x, [w], False, "test")[0]
+    return reduce(workspace, way, problem, x, w, False, order, "test")
+
+
+def ways_of(op: str, x: Tensor, w: Tensor, outer: int = 1, dim: int = 0) -> list[str]:
+    from autofuse.lowering.gpu.dense import problem_of
+    from autofuse.lowering.gpu.ways import ways
+    from autofuse.lowering.gpu.workspace import workspace_for
+
+    workspace = workspace_for(dist.group.WORLD.group_name, x.device)
+    return list(ways(problem_of(op, x, w, workspace, dim, outer)))
+
+
+def all_ways(
+    rank: int,
+    world: int,
+    op: str,
+    m: int,
+    k: int,
+    n: int,
+    outer: int,
+    dim: int,
+    transposed: bool,
+    dtype: torch.dtype,
+) -> dict[str, tuple[float, bool]]:
+    """Of every way: its error, and whether two runs gave the same bits (all_reduce: on all ranks)."""
+    x, w = operands(op, m, k, n, rank, world, transposed, dtype)
+    wanted = reference(op, x, w, outer, dim)
+    found = {}
+    for way in ways_of(op, x, w, outer, dim):
+        run_way(way, op, x, w, outer, dim)  # grows the workspace if need be
+        poison()
+        first = run_way(way, op, x, w, outer, dim)
+        second = run_way(way, op, x, w, outer, dim)
+        same = torch.equal(first, second)
+        if op == "matmul_all_reduce":
+            other = first.clone()
+            dist.broadcast(other, 0)
+            same = same and torch.equal(first, other)
+        found[way] = error_of(first, wanted), same
+    return found
+
+
+def orders(rank: int, world: int, op: str, m: int, k: int, n: int) -> dict[str, float]:
+    x, w = operands(op, m, k, n, rank, world, False, torch.bfloat16)
+    wanted = reference(op, x, w)
+    ways = [way for way in ways_of(op, x, w) if way.startswith("tiles")]
+    assert ways
+    return {
+        f"{order} {way}": error_of(run_way(way, op, x, w, order=order), wanted)
+        for order in ("direct", "ring", "oblivious")
+        for way in ways[:2]
+    }
+
+
+def many_calls(rank: int, world: int, calls: int, straggler: int) -> float:
+    """Calls of changing shapes and ways, back to back, one rank late now and then; the largest error."""
+    draw = random.Random(7)
+    cases = []
+    for op in ("matmul_all_reduce", "matmul_reduce_scatter", "all_gather_matmul"):
+        for m in (1, 8, 136, 1000):
+            if m == 1 and op != "matmul_all_reduce":
+                continue
+            if m % world:
+                m += world - m % world
+            x, w = operands(op, m, 264, 520, rank, world, m % 3 == 0, torch.bfloat16)
+            cases += [(way, op, x, w, reference(op, x, w)) for way in ways_of(op, x, w)]
+    worst = torch.zeros((), device="cuda", dtype=torch.float64)
+    for call in range(calls):
+        way, op, x, w, wanted = draw.choice(cases)
+        if call % 50 == 0 and rank == straggler:
+            torch.cuda._sleep(2_000_000)
+            time.sleep(0.01)
+        found = run_way(way, op, x, w)
+        worst = torch.maximum(worst, (found.double() - wanted).norm() / wanted.norm())
+    return float(worst)
+
+
+def replayed(rank: int, world: int, replays: int) -> float:
+    """A captured graph of an odd number of calls of every op, replayed; the largest error after each replay."""
+    cases, outputs = [], []
+    for op, m in (
+        ("matmul_all_reduce", 8),
+        ("matmul_all_reduce", 1024),
+        ("matmul_reduce_scatter", 1024),
+        ("all_gather_matmul", 32),
+        ("all_gather_matmul", 1024),
+    ):
+        x, w = operands(op, m, 512, 1024, rank, world, False, torch.bfloat16)
+        cases += [(way, op, x, w, reference(op, x, w)) for way in ways_of(op, x, w)]
+    for way, op, x, w, _ in cases:
+        run_way(way, op, x, w)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = [run_way(way, op, x, w) for way, op, x, w, _ in cases]
+    worst = 0.0
+    for _ in range(replays):
+        for out in outputs:
+            out.fill_(math.nan)
+        graph.replay()
+        way, op, x, w, wanted = cases[3]
+        worst = max(worst, error_of(run_way(way, op, x, w), wanted))  # eager calls in between
+        worst = max(worst, *(error_of(out, case[4]) for out, case in zip(outputs, cases, strict=True)))
+    return worst
+
+
+def on_streams(rank: int, world: int) -> float:
+    """Calls on two streams by turns; the library orders them."""
+    x, w = operands("matmul_all_reduce", 512, 512, 1024, rank, world, False, torch.bfloat16)
+    wanted = reference("matmul_all_reduce", x, w)
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    outputs = []
+    torch.cuda.synchronize()
+    for call in range(40):
+        with torch.cuda.stream(streams[call % 2]):
+            outputs.append(
+                torch.ops.autofuse.matmul_all_reduce(
+                    [x], [w], [], "mm", "sum", False, dist.group.WORLD.group_name, "direct", "s"
+                )[0]
+            )
+    torch.cuda.synchronize()
+    return max(error_of(out, wanted) for out in outputs)
+
+
+def in_pairs(rank: int, world: int) -> float:
+    """Groups of two ranks side by side."""
+    groups = [dist.new_group([first, first + 1]) for first in range(0, world, 2)]
+    group = groups[rank // 2]
+    torch.manual_seed(rank)
+    worst = 0.0
+    for m in (4, 640):
+        x = torch.randn(m, 512, device="cuda", dtype=torch.bfloat16)
+        w = torch.randn(512, 1024, device="cuda", dtype=torch.bfloat16)
+        wanted = (x.double() @ w.double()).to(x.dtype).double()
+        dist.all_reduce(wanted, group=group)
+        for _ in range(20):
+            out = torch.ops.autofuse.matmul_all_reduce(
+                [x], [w], [], "mm", "sum", False, group.group_name, "direct", "p"
+            )[0]
+        worst = max(worst, error_of(out, wanted))
+    return worst
+
+
+def lost_peer(rank: int, world: int) -> str:
+    """The last rank stays away; what the others are told."""
+    from autofuse import config
+    from autofuse.lowering.gpu.workspace import check, workspace_for
+
+    group = dist.new_group(list(range(world)))
+    device = torch.device("cuda", rank)
+    x = torch.randn(64, 256, device="cuda", dtype=torch.bfloat16)
+    w = torch.randn(256, 512, device="cuda", dtype=torch.bfloat16)
+
+    def call() -> Tensor:
+        out: Tensor = torch.ops.autofuse.matmul_all_reduce(
+            [x], [w], [], "mm", "sum", False, group.group_name, "direct", "a.py:1"
+        )[0]
+        return out
+
+    with config.patch(timeout_s=2.0):
+        call()
+        torch.cuda.synchronize()
+        dist.barrier()
+        if rank == world - 1:
+            time.sleep(5)
+            return ""
+        started = time.monotonic()
+        workspace = workspace_for(group.group_name, device)
+        from autofuse.lowering.gpu.dense import problem_of, reduce
+        from autofuse.lowering.gpu.ways import ways
+
+        problem = problem_of("matmul_all_reduce", x, w, workspace)
+        way = next(way for way, config_of in ways(problem).items() if config_of is not None)
+        reduce(workspace, way, problem, x, w, False, "direct", "a.py:1")
+        torch.cuda.synchronize()
+        assert time.monotonic() - started < 4
+        try:
+            check(group.group_name)
+        except RuntimeError as error:
+            return str(error)
+    return "no error"
+
+
+class Block(torch.nn.Module):
+    """A tensor-parallel MLP as plain code writes it."""
+
+    def __init__(self, width: int, hidden: int, world: int) -> None:
+        super().__init__()
+        self.up = torch.nn.Linear(width, hidden // world, bias=False)
+        self.down = torch.nn.Linear(hidden // world, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        import torch.distributed._functional_collectives as funcol
+
+        y = torch.nn.functional.silu(self.up(x))
+        return funcol.all_reduce(self.down(y), "sum", dist.group.WORLD)
+
+
+def compiled(rank: int, world: int, mode: str | None, dynamic: bool) -> tuple[float, int]:
+    """Error of a compiled model against eager over several token counts, and how many sites were fused."""
+    import autofuse
+
+    torch._dynamo.reset()
+    torch.manual_seed(rank)
+    model = Block(512, 2048, world).cuda().bfloat16()
+    run = torch.compile(model, backend="autofuse", mode=mode, dynamic=dynamic)
+    worst, tokens = 0.0, (7, 64, 300, 1024) if dynamic else (64,)
+    with autofuse.debug() as report, torch.no_grad():
+        for m in (*tokens, *tokens):
+            torch.manual_seed(m)
+            x = torch.randn(m, 512, device="cuda", dtype=torch.bfloat16)
+            dist.broadcast(x, 0)
+            for _ in range(3):
+                found = run(x).clone()
+            worst = max(worst, error_of(found, model(x).double()))
+    return worst, len(report.fused)
+
+
+def trained(rank: int, world: int) -> float:
+    """Gradients of a compiled, checkpointed model against eager; the largest error."""
+    from torch.utils.checkpoint import checkpoint
+
+    torch._dynamo.reset()
+    torch.manual_seed(rank)
+    model = Block(512, 2048, world).cuda().bfloat16()
+
+    def step(x: Tensor) -> Tensor:
+        y: Tensor = checkpoint(model, x, use_reentrant=False)
+        return (y.float() ** 2).mean()
+
+    torch.manual_seed(99)
+    x = torch.randn(256, 512, device="cuda", dtype=torch.bfloat16)
+    step(x).backward()
+    wanted = [p.grad.double() for p in model.parameters()]
+    model.zero_grad()
+    torch.compile(step, backend="autofuse")(x).backward()
+    return max(error_of(p.grad, g) for p, g in zip(model.parameters(), wanted, strict=True))
+
+
+def tma_less(rank: int, world: int) -> float:
+    """Odd sizes, which no TMA loads: the unfused way answers."""
+    x, w = operands("matmul_all_reduce", 5, 33, 77, rank, world, False, torch.bfloat16)
+    out = torch.ops.autofuse.matmul_all_reduce(
+        [x], [w], [], "mm", "sum", False, dist.group.WORLD.group_name, "direct", "t"
+    )[0]
+    return error_of(out, reference("matmul_all_reduce", x, w))
+
+
+def measured(rank: int, world: int) -> list[Any]:
+    """What measuring a problem finds, and what is chosen then."""
+    from autofuse.lowering.gpu.choice import add_points, chosen
+    from autofuse.lowering.gpu.dense import problem_of
+    from autofuse.lowering.gpu.measure import measure
+    from autofuse.lowering.gpu.workspace import workspace_for
+
+    x, w = operands("matmul_all_reduce", 256, 512, 1024, rank, world, False, torch.bfloat16)
+    workspace = workspace_for(dist.group.WORLD.group_name, x.device)
+    problem = problem_of("matmul_all_reduce", x, w, workspace)
+    point = measure(workspace, problem)
+    add_points(workspace, (replace(point, times=point.times),))
+    return [point.times, chosen(problem, workspace)]

@@ -1,0 +1,115 @@
+"""The dense ops on GPUs: every way to run them, and what may happen round them."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from tests.ranks import RankPool
+
+from . import on_gpus
+from .conftest import WORLDS
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
+
+Pools = Callable[[int], RankPool]
+
+# (op, m, k, n, outer, dim)
+CASES = [
+    ("matmul_all_reduce", 1, 1024, 2048, 1, 0),
+    ("matmul_all_reduce", 13, 264, 1000, 1, 0),
+    ("matmul_all_reduce", 96, 1024, 2048, 1, 0),
+    ("matmul_all_reduce", 512, 2048, 4096, 1, 0),
+    ("matmul_all_reduce", 1023, 520, 1528, 1, 0),
+    ("matmul_all_reduce", 4096, 1024, 4096, 1, 0),
+    ("matmul_reduce_scatter", 8, 1024, 2048, 1, 0),
+    ("matmul_reduce_scatter", 72, 264, 1000, 1, 0),
+    ("matmul_reduce_scatter", 512, 2048, 4096, 1, 0),
+    ("matmul_reduce_scatter", 1000, 520, 1528, 1, 0),
+    ("matmul_reduce_scatter", 1008, 520, 1024, 2, 0),
+    ("matmul_reduce_scatter", 512, 512, 2048, 1, 1),
+    ("all_gather_matmul", 8, 1024, 2048, 1, 0),
+    ("all_gather_matmul", 72, 2056, 1000, 1, 0),
+    ("all_gather_matmul", 512, 2048, 2048, 1, 0),
+    ("all_gather_matmul", 1000, 520, 1528, 1, 0),
+    ("all_gather_matmul", 1008, 520, 1024, 2, 0),
+    ("all_gather_matmul", 4096, 2048, 1024, 1, 0),
+]
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(("op", "m", "k", "n", "outer", "dim"), CASES)
+@pytest.mark.parametrize("world", WORLDS)
+def test_all_ways(
+    gpu_ranks: Pools, world: int, op: str, m: int, k: int, n: int, outer: int, dim: int, transposed: bool
+) -> None:
+    dtype = torch.float16 if transposed else torch.bfloat16
+    for found in gpu_ranks(world).run(
+        on_gpus.all_ways, op, m, k, n, outer, dim, transposed, dtype, timeout=300
+    ):
+        for way, (error, same) in found.items():
+            assert error < on_gpus.MOST_ERROR, way
+            # cuBLAS and NCCL promise no bits.
+            assert same or way.startswith("cublas"), way
+
+
+@pytest.mark.parametrize("op", ["matmul_all_reduce", "matmul_reduce_scatter"])
+@pytest.mark.parametrize("world", WORLDS)
+def test_orders(gpu_ranks: Pools, world: int, op: str) -> None:
+    for found in gpu_ranks(world).run(on_gpus.orders, op, 1024, 512, 1024, timeout=200):
+        assert max(found.values()) < on_gpus.MOST_ERROR
+
+
+@pytest.mark.parametrize("straggler", [0, 1])
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_thousand_calls(gpu_ranks: Pools, world: int, straggler: int) -> None:
+    assert max(gpu_ranks(world).run(on_gpus.many_calls, 1000, straggler, timeout=300)) < on_gpus.MOST_ERROR
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_captured_graph(gpu_ranks: Pools, world: int) -> None:
+    assert max(gpu_ranks(world).run(on_gpus.replayed, 20, timeout=200)) < on_gpus.MOST_ERROR
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_streams(gpu_ranks: Pools, world: int) -> None:
+    assert max(gpu_ranks(world).run(on_gpus.on_streams, timeout=200)) < on_gpus.MOST_ERROR
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_pairs(gpu_ranks: Pools, world: int) -> None:
+    assert max(gpu_ranks(world).run(on_gpus.in_pairs, timeout=200)) < on_gpus.MOST_ERROR
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_sizes_without_tma(gpu_ranks: Pools, world: int) -> None:
+    assert max(gpu_ranks(world).run(on_gpus.tma_less)) < on_gpus.MOST_ERROR
+
+
+@pytest.mark.parametrize(("mode", "dynamic"), [(None, False), ("reduce-overhead", False), (None, True)])
+@pytest.mark.parametrize("world", WORLDS)
+def test_compiled(gpu_ranks: Pools, world: int, mode: str | None, dynamic: bool) -> None:
+    for error, fused in gpu_ranks(world).run(on_gpus.compiled, mode, dynamic, timeout=300):
+        assert fused == 1
+        assert error < 2 * on_gpus.MOST_ERROR  # two matmuls
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_training_with_checkpoints(gpu_ranks: Pools, world: int) -> None:
+    assert max(gpu_ranks(world).run(on_gpus.trained, timeout=300)) < 4 * on_gpus.MOST_ERROR
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_measured_ways(gpu_ranks: Pools, world: int) -> None:
+    results = gpu_ranks(world).run(on_gpus.measured, timeout=200)
+    for times, way in results:
+        assert times == results[0][0]
+        assert way == times[0][0]
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_lost_peer_is_named(gpu_ranks: Pools, world: int) -> None:
+    told = gpu_ranks(world).run(on_gpus.lost_peer, timeout=200)
+    for message in told[:-1]:
+        assert f"rank {world - 1} did not come" in message
+        assert "matmul_all_reduce at a.py:1" in message
