@@ -16,7 +16,11 @@ def install() -> None:
     - bfloat16, which numpy lacks, it would multiply as integers and cut off instead of rounding to nearest even.
     - Scalars, which it keeps as arrays of one element, are no bounds of a `range` for numpy since 2.4.
     """
-    cast, dot, patch = InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot, interpreter._patch_lang_tensor
+    cast, dot, patch = (
+        InterpreterBuilder.cast_impl,
+        InterpreterBuilder.create_dot,
+        interpreter._patch_lang_tensor,
+    )
 
     def cast_rounded(self: Any, src: TensorHandle, dst_type: tl.dtype) -> TensorHandle:
         to = dst_type.scalar

@@ -34,6 +34,7 @@ from autofuse.native_kernels.triton.memory import Need, PeerMemory, Region
 from tests.ranks import WAIT_S
 
 POLL_NS = 20_000  # what a poll counts for in the interpreter
+SITE = 5  # stands in failure records
 BF16, FP16 = torch.bfloat16, torch.float16
 
 _installed = False
@@ -103,25 +104,27 @@ class Reduction:
 
 @dataclass(frozen=True)
 class Reduce(Reduction):
-    """A call of `matmul_reduce`."""
+    """A call of `matmul_reduce`; by rows, chunk r is digit r of the rows as (outer, W, inner)."""
 
+    outer: int = 1
     order: int = 0
     config: ReduceConfig = ReduceConfig(bm=16, bn=16, bk=16, bt=16, br=16)
 
     def need(self, world: int) -> Need:
-        return reduce_needs(self.m, self.n, 2, world, self.all_ranks, self.config)
+        return reduce_needs(self.m, self.n, self.outer, 2, world, self.all_ranks, self.config)
 
     def run(self, memory: PeerMemory, seed: int) -> None:
         """Launch and check; the programs of a rank run one after another, so that only one may multiply."""
         rank, world, config = memory.rank, memory.world, self.config
         expected = self.expected(world, seed)
-        if not self.all_ranks:
-            dim, length = (0, self.m) if config.by_rows else (1, self.n)
-            expected = expected.narrow(dim, rank * length // world, length // world)
+        if not self.all_ranks and config.by_rows:
+            expected = expected.view(self.outer, world, -1, self.n)[:, rank].reshape(-1, self.n)
+        elif not self.all_ranks:
+            expected = expected.chunk(world, 1)[rank]
         out = nan(*expected.shape, self.dtype)
         launch_matmul_reduce(
             replace(memory, programs=1 + config.communicating), *self.inputs(rank, seed), out,
-            self.mean, self.all_ranks, self.order, config,
+            self.mean, self.all_ranks, self.outer, self.order, config, SITE,
         )  # fmt: skip
         check(out, expected, self, memory)
 
@@ -144,14 +147,17 @@ class Packets(Reduction):
         out = nan(*expected.shape, self.dtype)
         launch_matmul_packets(
             replace(memory, programs=self.programs), *self.inputs(rank, seed), out,
-            self.mean, self.all_ranks, self.config,
+            self.mean, self.all_ranks, self.config, SITE,
         )  # fmt: skip
         check(out, expected, self, memory)
 
 
 @dataclass(frozen=True)
 class Gather:
-    """A call of `gather_matmul` or, with a FewConfig, `gather_matmul_few`: parts `[C, K]`, weight `[K, N]`."""
+    """A call of `gather_matmul` or, with a FewConfig, `gather_matmul_few`: parts `[C, K]`, weight `[K, N]`.
+
+    Rows of the gathered matrix are (outer, W, inner), those of part r digit r of the middle.
+    """
 
     chunk: int
     n: int
@@ -159,12 +165,13 @@ class Gather:
     config: GatherConfig | FewConfig
     dtype: torch.dtype = BF16
     transposed: bool = True
+    outer: int = 1
     computing: int = 2
 
     def need(self, world: int) -> Need:
         if isinstance(self.config, FewConfig):
             return few_needs(self.chunk, self.k, self.n, 2, world, self.config)
-        return gather_needs(self.chunk, self.k, self.n, 2, world, self.config)
+        return gather_needs(self.chunk, self.k, self.n, self.outer, 2, world, self.config)
 
     def run(self, memory: PeerMemory, seed: int) -> None:
         rank, world, config = memory.rank, memory.world, self.config
@@ -172,11 +179,14 @@ class Gather:
         w = random_weight(100 * seed + 50, self.k, self.n, self.dtype, self.transposed)
         out = nan(world * self.chunk, self.n, self.dtype)
         if isinstance(config, FewConfig):
-            gathered = launch_gather_matmul_few(memory, parts[rank], w, out, config)
+            gathered = launch_gather_matmul_few(memory, parts[rank], w, out, config, SITE)
         else:
             programs = self.computing + (0 if config.shared else config.movers)
-            gathered = launch_gather_matmul(replace(memory, programs=programs), parts[rank], w, out, config)
-        check(out, (torch.cat(parts).double() @ w.double()).to(self.dtype), self, memory)
+            gathered = launch_gather_matmul(
+                replace(memory, programs=programs), parts[rank], w, out, self.outer, config, site=SITE
+            )
+        whole = torch.stack([part.view(self.outer, -1, self.k) for part in parts], 1).flatten(0, 2)
+        check(out, (whole.double() @ w.double()).to(self.dtype), self, memory)
         rows = world * self.chunk
         half = gathered[-rows:] if memory.state[3] % 2 else gathered[:rows]
         for r, part in enumerate(half.split(self.chunk)):
@@ -190,7 +200,9 @@ Call = Reduce | Packets | Gather
 def check(got: Tensor, expected: Tensor, call: Call, memory: PeerMemory) -> None:
     """RuntimeError unless bitwise equal and nobody gave up waiting."""
     assert not memory.record.any(), f"rank {memory.rank}, {call}: gave up with {memory.record.tolist()}"
-    wrong = (got.view(torch.int16) != expected.contiguous().view(torch.int16)) & ~((got == 0) & (expected == 0))
+    wrong = (got.view(torch.int16) != expected.contiguous().view(torch.int16)) & ~(
+        (got == 0) & (expected == 0)
+    )
     assert not wrong.any(), (
         f"rank {memory.rank}, call {int(memory.state[3])}, {call}: {int(wrong.sum())} of {wrong.numel()} differ, first at "
         f"{wrong.nonzero()[0].tolist()}: {got[wrong][0]} instead of {expected[wrong][0]}"

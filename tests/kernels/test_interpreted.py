@@ -13,7 +13,7 @@ import pytest
 from autofuse.native_kernels.triton.gather_matmul import GATHERING, FewConfig, GatherConfig
 from autofuse.native_kernels.triton.matmul_packets import PacketsConfig
 from autofuse.native_kernels.triton.matmul_reduce import REDUCING, ReduceConfig
-from tests.kernels.calls import FP16, Call, Gather, Packets, Reduce, give_up, run_calls
+from tests.kernels.calls import FP16, SITE, Call, Gather, Packets, Reduce, give_up, run_calls
 from tests.ranks import RankPool
 
 Interpreters = Callable[[int], RankPool]
@@ -22,7 +22,9 @@ DIRECT, RING, OBLIVIOUS = range(3)
 
 ROWS = ReduceConfig(bm=16, bn=16, bk=16, bt=16, br=16)
 COLS = replace(ROWS, by_rows=False)
-MORE = replace(ROWS, bm=32, bn=32, bt=16, br=8, communicating=3, visit=2)  # two tickets a tile, programs for them
+MORE = replace(
+    ROWS, bm=32, bn=32, bt=16, br=8, communicating=3, visit=2
+)  # two tickets a tile, programs for them
 
 REDUCE: list[Call] = [
     Reduce(64, 32, 32, config=ROWS),
@@ -34,7 +36,11 @@ REDUCE: list[Call] = [
 ]
 SCATTER: list[Call] = [
     Reduce(64, 32, 32, all_ranks=False, config=ROWS),
-    Reduce(48, 40, 24, all_ranks=False, order=OBLIVIOUS, transposed=False, config=replace(ROWS, communicating=1)),
+    Reduce(
+        48, 40, 24, all_ranks=False, order=OBLIVIOUS, transposed=False, config=replace(ROWS, communicating=1)
+    ),
+    Reduce(96, 24, 16, all_ranks=False, outer=3, config=ROWS),
+    Reduce(80, 40, 16, all_ranks=False, outer=2, transposed=False, config=replace(MORE, visit=3)),
     Reduce(24, 64, 32, all_ranks=False, order=RING, dtype=FP16, mean=True, config=COLS),
     Reduce(136, 40, 16, all_ranks=False, transposed=False, config=MORE),
 ]
@@ -53,6 +59,8 @@ GATHER: list[Call] = [
     Gather(32, 32, 32, MOVED),
     Gather(23, 40, 40, MOVED, dtype=FP16, transposed=False, computing=3),
     Gather(50, 24, 48, replace(MOVED, slices=3), transposed=False),
+    Gather(64, 24, 16, replace(MOVED, slices=2), outer=2),
+    Gather(54, 24, 16, replace(MOVED, slices=2), outer=3, transposed=False),
     Gather(40, 40, 32, replace(SHARED, slices=2)),
     Gather(17, 24, 56, replace(MOVED, pieces=2, movers=1)),
     Gather(32, 16, 48, replace(SHARED, pieces=3, slices=2), dtype=FP16, transposed=False, computing=4),
@@ -116,6 +124,5 @@ def test_lost_peer(interpreters: Interpreters, kind: str) -> None:
     call, code = LOST[kind]
     records = interpreters(2).run(give_up, call, 1)
     raised, what, source, _, epoch = records[0][:5]
-    # A packet does not say whose it is; -1 stands for any peer.
-    assert (raised, what, source, epoch) == (1, code, -1 if kind == "packets" else 1, 1)
+    assert (raised, what, source, epoch) == (1, SITE * 8 + code, 1, 1)
     assert not any(records[1])
