@@ -49,6 +49,7 @@ class PlanShape:
     chunks: tuple[Extents, ...]
     block: tuple[int, int]
     one_shot: bool = False
+    visit: int = 0
 
     @classmethod
     def of_any_size(cls, op: str, order: str, world: int) -> PlanShape:
@@ -63,7 +64,7 @@ class PlanShape:
     def plan(self, rank: int) -> Plan:
         """The plan of `rank`; ValueError as `make_plan`."""
         chunks = self.chunks[rank if len(self.chunks) > 1 else 0]
-        return make_plan(self.op, self.order, self.world, rank, chunks, self.block, self.one_shot)
+        return make_plan(self.op, self.order, self.world, rank, chunks, self.block, self.one_shot, self.visit)
 
     def plans(self) -> list[Plan]:
         """The plans of all ranks."""
@@ -79,17 +80,19 @@ def make_plan(
     chunks: tuple[tuple[int, int], ...],
     block: tuple[int, int],
     one_shot: bool = False,
+    visit: int = 0,
 ) -> Plan:
     """The plan of `rank` for one call of `op`.
 
     `chunks[c] = (rows, cols)` is the extent of chunk `c` (what that is: `plan.Family`); for the reduce and
     gather families all ranks must give the same chunks, an exchange may differ from rank to rank. Chunks may
-    be ragged and empty. `one_shot` asks for the all_reduce in which every rank reduces everything.
+    be ragged and empty. `one_shot` asks for the all_reduce in which every rank reduces everything, `visit`
+    for the reduction that computes so many tiles of every chunk in turn (0: each chunk as a whole).
 
-    Raises ValueError for an unknown op or order, a rank, chunk or block out of range, a `one_shot` that the
-    op or order does not have, and a ring that is too long for the signal pad.
+    Raises ValueError for an unknown op or order, a rank, chunk or block out of range, a `one_shot` or `visit`
+    that the op or order does not have, and a ring or visits that are too many for the signal pad.
     """
-    _check(op, order, world, rank, chunks, block, one_shot)
+    _check(op, order, world, rank, chunks, block, one_shot, visit)
     order = Order(order)
     family, twice = FAMILIES[op], op == "matmul_all_reduce" and not one_shot
     tiles = [cut(c, extent, block) for c, extent in enumerate(chunks)]
@@ -99,12 +102,20 @@ def make_plan(
             f"{op}: a ring of {world} ranks needs {phases} signal slots, there are {SIGNAL_SLOTS}; "
             "use order='direct'"
         )
-    runs = [_slices(t, max(1, SIGNAL_SLOTS // phases)) for t in tiles]
+    limit = max(1, SIGNAL_SLOTS // phases)
+    runs = [_visits(t, visit) if visit else _slices(t, limit) for t in tiles]
+    if visit and max(map(len, runs)) > limit:
+        raise ValueError(
+            f"{op}: {max(map(len, runs))} visits of {visit} tiles a chunk need as many signal slots, there "
+            f"are {limit}; visit at least {-(-max(map(len, tiles)) // limit)} tiles"
+        )
     actions: Iterator[Action]
     if one_shot:
         actions = _one_shot(world, rank, _slices([tile for t in tiles for tile in t], SIGNAL_SLOTS))
     elif family is Family.REDUCE and order is Order.RING:
         actions = _reduce_ring(world, rank, runs, twice)
+    elif visit:
+        actions = _reduce_in_turns(order, world, rank, runs, twice)
     elif family is Family.REDUCE:
         actions = _reduce(order, world, rank, runs, twice)
     elif family is Family.GATHER and order is Order.RING:
@@ -115,7 +126,7 @@ def make_plan(
         actions = _produce(order, world, rank, tiles)
     else:
         actions = _consume(order, world, rank, tiles)
-    return Plan(op, order, world, rank, chunks, block, tuple(actions), one_shot)
+    return Plan(op, order, world, rank, chunks, block, tuple(actions), one_shot, visit)
 
 
 def _check(
@@ -126,6 +137,7 @@ def _check(
     chunks: tuple[tuple[int, int], ...],
     block: tuple[int, int],
     one_shot: bool,
+    visit: int,
 ) -> None:
     if op not in FAMILIES:
         raise ValueError(f"no plan for op {op!r}; expected one of {', '.join(FAMILIES)}")
@@ -139,6 +151,11 @@ def _check(
         raise ValueError(f"{op}: the block must be at least 1x1, got {block}")
     if one_shot and (op != "matmul_all_reduce" or order == Order.RING):
         raise ValueError(f"{op}: only matmul_all_reduce has a one-shot plan, and not in ring order")
+    if visit and (FAMILIES[op] is not Family.REDUCE or order == Order.RING or one_shot or visit < 0):
+        raise ValueError(
+            f"{op}: only a reduction in direct or oblivious order, and not in one shot, visits some tiles of "
+            f"every chunk in turn; expected 0, or there a positive number of tiles, got {visit}"
+        )
 
 
 def _slices(tiles: Sequence[Tile], limit: int) -> Slices:
@@ -146,6 +163,11 @@ def _slices(tiles: Sequence[Tile], limit: int) -> Slices:
     count = max(1, min(len(tiles), limit))
     ends = [len(tiles) * i // count for i in range(count + 1)]
     return [tiles[start:stop] for start, stop in pairwise(ends)]
+
+
+def _visits(tiles: Sequence[Tile], visit: int) -> Slices:
+    """Cut `tiles` into runs of `visit`, the last one shorter; always at least one."""
+    return [tiles[start : start + visit] for start in range(0, max(1, len(tiles)), visit)]
 
 
 def _sequence(order: Order, world: int, rank: int, own_last: bool) -> list[int]:
@@ -195,6 +217,36 @@ def _reduce(
             if owner != rank and 0 <= slot < len(runs[owner]):
                 yield Wait(step + i, owner, reduced + slot)
                 yield from (Copy(step + i, tile, owner) for tile in runs[owner][slot])
+
+
+def _reduce_in_turns(
+    order: Order, world: int, rank: int, runs: Sequence[Slices], everywhere: bool
+) -> Iterator[Action]:
+    """As `_reduce`, but all chunks are visited in turn, so that tiles for all peers leave all the time.
+
+    A visit is one slice. A turn later the own slice is reduced, two turns later the owners' are copied.
+    """
+    peers, turns = _peers(world, rank), max(map(len, runs))
+    sequence = _sequence(order, world, rank, own_last=order is Order.DIRECT)
+    owners = sequence if everywhere else []
+    for turn in range(turns + 1 + everywhere):
+        step = turn * (world + 1 + len(owners))
+        for i, owner in enumerate(sequence):
+            if turn < len(runs[owner]):
+                yield from (Compute(step + i, t, owner, _placed(rank, owner)) for t in runs[owner][turn])
+                if owner != rank:
+                    yield Signal(step + i, owner, turn)
+        slot = turn - 1
+        if 0 <= slot < len(runs[rank]):
+            yield from (Wait(step + world, peer, slot) for peer in peers)
+            yield from (Reduce(step + world, tile) for tile in runs[rank][slot])
+            if everywhere:
+                yield from (Signal(step + world, peer, turns + slot) for peer in peers)
+        slot = turn - 2
+        for i, owner in enumerate(owners, start=step + world + 1):
+            if owner != rank and 0 <= slot < len(runs[owner]):
+                yield Wait(i, owner, turns + slot)
+                yield from (Copy(i, tile, owner) for tile in runs[owner][slot])
 
 
 def _one_shot(world: int, rank: int, runs: Slices) -> Iterator[Action]:

@@ -173,7 +173,8 @@ class Plan:
 
     `chunks[c]` is the extent (rows, cols) of chunk `c` (see `Family`), `block` the largest extent of a tile.
     A step is a stage of the algorithm and means the same on every rank. `one_shot`: every rank computes and
-    reduces the whole result of an all_reduce, so that data crosses each link once.
+    reduces the whole result of an all_reduce, so that data crosses each link once. `visit`: that many tiles
+    of every chunk are computed in turn (0: each chunk as a whole).
     """
 
     op: str
@@ -184,6 +185,7 @@ class Plan:
     block: tuple[int, int]
     actions: tuple[Action, ...] = field(hash=False, repr=False)
     one_shot: bool = False
+    visit: int = 0
 
     @property
     def family(self) -> Family:
@@ -207,6 +209,8 @@ class Plan:
             runs = [(extent, len(list(run))) for extent, run in groupby(self.chunks)]
             parts += ["chunks " + " ".join(f"{n}*{rows}x{cols}" for (rows, cols), n in runs)]
             parts += [f"tiles {self.block[0]}x{self.block[1]}"]
+        if self.visit:
+            parts += [f"{self.visit} a visit"]
         return ", ".join(parts)
 
     def tiles(self, chunk: int | None = None) -> tuple[Tile, ...]:
@@ -229,7 +233,7 @@ class Plan:
 
     def __str__(self) -> str:
         """A table of the actions: who computes what when, and what goes over which link."""
-        shape = ", one shot" if self.one_shot else ""
+        shape = ", one shot" if self.one_shot else f", {self.visit} a visit" if self.visit else ""
         title = (
             f"{self.op}: {self.order.value}{shape}, rank {self.rank} of {self.world}, "
             f"{len(self.tiles())} tiles of at most {self.block[0]}x{self.block[1]}"

@@ -55,7 +55,7 @@ def verify(plans: Sequence[Plan]) -> None:
 def _check_consistent(plans: Sequence[Plan]) -> None:
     first = plans[0]
     for rank, plan in enumerate(plans):
-        same = ["op", "order", "world", "block", "one_shot"]
+        same = ["op", "order", "world", "block", "one_shot", "visit"]
         if first.family in (Family.REDUCE, Family.GATHER):
             same.append("chunks")
         for name in same:

@@ -8,7 +8,7 @@ from expecttest import assert_expected_inline
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from autofuse.lowering.orders import make_plan
+from autofuse.lowering.orders import PlanShape, make_plan
 from autofuse.lowering.plan import (
     FAMILIES,
     SIGNAL_SLOTS,
@@ -147,6 +147,34 @@ def test_a_world_of_one_uses_no_signal(op: str, order: str, one_shot: bool) -> N
     assert plan.slots_per_source == 0
 
 
+REDUCTIONS = ("matmul_all_reduce", "matmul_reduce_scatter")
+
+
+@pytest.mark.parametrize("op", REDUCTIONS)
+@pytest.mark.parametrize("order", ["direct", "oblivious"])
+@given(data=st.data())
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+def test_every_plan_in_turns_is_proved(op: str, order: str, data: st.DataObject) -> None:
+    world = data.draw(st.integers(1, 9))
+    extent = st.tuples(st.integers(0, 5), st.integers(0, 5))
+    chunks = data.draw(st.lists(extent, min_size=world, max_size=world).map(tuple))
+    shape = PlanShape(op, order, world, (chunks,), (1, 1), visit=data.draw(st.integers(1, 30)))
+    verify(shape.plans())
+
+
+@pytest.mark.parametrize("op", REDUCTIONS)
+def test_turns_visit_every_chunk(op: str) -> None:
+    """Two tiles a visit, then what is left of every chunk; own tiles are reduced before the last turn."""
+    plan = make_plan(op, "direct", 3, 1, ((3, 1), (5, 1), (3, 1)), (1, 1), visit=2)
+    computes = [str(action.tile) for action in plan.actions if isinstance(action, Compute)]
+    assert computes == ["2.0", "2.1", "0.0", "0.1", "1.0", "1.1", "2.2", "0.2", "1.2", "1.3", "1.4"]
+    kinds = [type(action) for action in plan.actions]
+    assert kinds.index(Reduce) < len(kinds) - 1 - kinds[::-1].index(Compute)
+    assert "2 a visit" in plan.agreement
+    assert ", 2 a visit, rank 1 of 3" in str(plan)
+    assert max(contention(PlanShape(op, "direct", 3, (((4, 1),) * 3,), (1, 1), visit=2).plans())) == 1
+
+
 def test_direct_order_is_peers_first_own_last() -> None:
     plan = make_plan("matmul_reduce_scatter", "direct", 4, 2, ((2, 2),) * 4, (2, 2))
     computes = [action for action in plan.actions if isinstance(action, Compute)]
@@ -189,6 +217,11 @@ def test_plans_are_values() -> None:
         (("matmul_all_reduce", "direct", 1, 0, ((1, 1),), (0, 1)), "at least 1x1"),
         (("matmul_all_reduce", "ring", 2, 0, ((1, 1),) * 2, (1, 1), True), "one-shot"),
         (("all_gather_matmul", "direct", 2, 0, ((1, 1),) * 2, (1, 1), True), "one-shot"),
+        (("matmul_all_reduce", "ring", 2, 0, ((1, 1),) * 2, (1, 1), False, 1), "in turn"),
+        (("matmul_all_reduce", "direct", 2, 0, ((1, 1),) * 2, (1, 1), True, 1), "in turn"),
+        (("matmul_all_reduce", "direct", 2, 0, ((1, 1),) * 2, (1, 1), False, -1), "in turn"),
+        (("all_gather_matmul", "direct", 2, 0, ((1, 1),) * 2, (1, 1), False, 1), "in turn"),
+        (("matmul_all_reduce", "direct", 1, 0, ((99, 1),), (1, 1), False, 3), "visit at least 4 tiles"),
         (("matmul_all_reduce", "ring", 34, 0, ((1, 1),) * 34, (1, 1)), "use order='direct'"),
     ],
 )

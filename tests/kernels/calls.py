@@ -1,0 +1,250 @@
+"""Calls of the Triton kernels on ranks that are CPU processes; every call checks what it computed, bit by bit.
+
+Inputs are small multiples of 1/4: their products and sums are exact in fp32, so that the only roundings are those
+that the kernels promise, whatever the order of the terms. Partial results are rounded to the dtype before they are added.
+"""
+
+import random
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from triton.runtime.interpreter import InterpreterBuilder
+
+from autofuse.lowering import rendezvous
+from autofuse.lowering.torch_internals import group_store
+from autofuse.native_kernels.triton import interpreter, memory
+from autofuse.native_kernels.triton.gather_matmul import (
+    FewConfig,
+    GatherConfig,
+    few_needs,
+    gather_needs,
+    launch_gather_matmul,
+    launch_gather_matmul_few,
+)
+from autofuse.native_kernels.triton.matmul_packets import PacketsConfig, launch_matmul_packets, packets_needs
+from autofuse.native_kernels.triton.matmul_reduce import ReduceConfig, launch_matmul_reduce, reduce_needs
+from autofuse.native_kernels.triton.memory import Need, PeerMemory, Region
+from tests.ranks import WAIT_S
+
+POLL_NS = 20_000  # what a poll counts for in the interpreter
+SITE = 5  # stands in failure records
+BF16, FP16 = torch.bfloat16, torch.float16
+
+_installed = False
+
+
+def peer_memory(rank: int, world: int, need: Need, polls: int = 3_000_000) -> PeerMemory:
+    """Memory of one rank, as the launchers take it, in POSIX shared memory: NaN where tiles go, else 0."""
+    global _installed
+    if not _installed:
+        interpreter.install()
+        _installed = True
+    sizes = [-(-max(n, 1) // 256) * 256 for n in (need.inbox, need.finished, need.packets, need.signals)]
+    store = group_store(dist.group.WORLD)
+    _, segments, unlink = rendezvous.meet(store, "kernels", rank, world, sum(sizes), WAIT_S)
+    inbox, finished, packets, signals = (
+        Region.of([part[i] for part in (segment.split(sizes) for segment in segments)]) for i in range(4)
+    )
+    for region in (inbox, finished):
+        region.views[rank].fill_(0xFF)
+    state = torch.zeros(memory.STATE_WORDS, dtype=torch.int64)
+    record = torch.zeros(memory.RECORD_WORDS, dtype=torch.int32)
+    state[0], state[1] = polls * POLL_NS, record.data_ptr()
+    pieces, done = torch.full((need.pieces,), torch.nan), torch.zeros(need.done, dtype=torch.int32)
+    dist.barrier()
+    unlink()
+    nothing = Region.of([segment[:0] for segment in segments])
+    return PeerMemory(
+        rank, world, 1, inbox, finished, packets, nothing, signals, nothing, state, record, pieces, done
+    )
+
+
+def random_matrix(seed: int, rows: int, cols: int, dtype: torch.dtype) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randint(-8, 9, (rows, cols), generator=generator) / 4).to(dtype)
+
+
+def random_weight(seed: int, k: int, n: int, dtype: torch.dtype, transposed: bool) -> Tensor:
+    """[K, N], stored the other way round if `transposed`."""
+    return random_matrix(seed, n, k, dtype).t() if transposed else random_matrix(seed, k, n, dtype)
+
+
+def nan(rows: int, cols: int, dtype: torch.dtype) -> Tensor:
+    return torch.full((rows, cols), torch.nan, dtype=dtype)
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """What the two kernels that reduce have in common: `sum over ranks of x @ w`, of `[M, K]` and `[K, N]`."""
+
+    m: int
+    n: int
+    k: int
+    all_ranks: bool = True
+    dtype: torch.dtype = BF16
+    transposed: bool = True
+    mean: bool = False
+
+    def inputs(self, rank: int, seed: int) -> tuple[Tensor, Tensor]:
+        x = random_matrix(100 * seed + rank, self.m, self.k, self.dtype)
+        return x, random_weight(100 * seed + rank + 50, self.k, self.n, self.dtype, self.transposed)
+
+    def expected(self, world: int, seed: int) -> Tensor:
+        parts = [x.double() @ w.double() for x, w in (self.inputs(r, seed) for r in range(world))]
+        total = sum((part.to(self.dtype).float() for part in parts), torch.zeros(self.m, self.n))
+        return (total / world if self.mean else total).to(self.dtype)
+
+
+@dataclass(frozen=True)
+class Reduce(Reduction):
+    """A call of `matmul_reduce`; by rows, chunk r is digit r of the rows as (outer, W, inner)."""
+
+    outer: int = 1
+    order: int = 0
+    config: ReduceConfig = ReduceConfig(bm=16, bn=16, bk=16, bt=16, br=16)
+
+    def need(self, world: int) -> Need:
+        return reduce_needs(self.m, self.n, self.outer, 2, world, self.all_ranks, self.config)
+
+    def run(self, memory: PeerMemory, seed: int) -> None:
+        """Launch and check; the programs of a rank run one after another, so that only one may multiply."""
+        rank, world, config = memory.rank, memory.world, self.config
+        expected = self.expected(world, seed)
+        if not self.all_ranks and config.by_rows:
+            expected = expected.view(self.outer, world, -1, self.n)[:, rank].reshape(-1, self.n)
+        elif not self.all_ranks:
+            expected = expected.chunk(world, 1)[rank]
+        out = nan(*expected.shape, self.dtype)
+        launch_matmul_reduce(
+            replace(memory, programs=1 + config.communicating), *self.inputs(rank, seed), out,
+            self.mean, self.all_ranks, self.outer, self.order, config, SITE,
+        )  # fmt: skip
+        check(out, expected, self, memory)
+
+
+@dataclass(frozen=True)
+class Packets(Reduction):
+    """A call of `matmul_packets`."""
+
+    config: PacketsConfig = PacketsConfig(bn=16, bk=16)
+    programs: int = 2
+
+    def need(self, world: int) -> Need:
+        return packets_needs(self.m, self.n, world, self.config)
+
+    def run(self, memory: PeerMemory, seed: int) -> None:
+        rank, world = memory.rank, memory.world
+        expected = self.expected(world, seed)
+        if not self.all_ranks:
+            expected = expected.split(-(-self.m // world))[rank]
+        out = nan(*expected.shape, self.dtype)
+        launch_matmul_packets(
+            replace(memory, programs=self.programs), *self.inputs(rank, seed), out,
+            self.mean, self.all_ranks, self.config, SITE,
+        )  # fmt: skip
+        check(out, expected, self, memory)
+
+
+@dataclass(frozen=True)
+class Gather:
+    """A call of `gather_matmul` or, with a FewConfig, `gather_matmul_few`: parts `[C, K]`, weight `[K, N]`.
+
+    Rows of the gathered matrix are (outer, W, inner), those of part r digit r of the middle.
+    """
+
+    chunk: int
+    n: int
+    k: int
+    config: GatherConfig | FewConfig
+    dtype: torch.dtype = BF16
+    transposed: bool = True
+    outer: int = 1
+    computing: int = 2
+
+    def need(self, world: int) -> Need:
+        if isinstance(self.config, FewConfig):
+            return few_needs(self.chunk, self.k, self.n, 2, world, self.config)
+        return gather_needs(self.chunk, self.k, self.n, self.outer, 2, world, self.config)
+
+    def run(self, memory: PeerMemory, seed: int) -> None:
+        rank, world, config = memory.rank, memory.world, self.config
+        parts = [random_matrix(100 * seed + r, self.chunk, self.k, self.dtype) for r in range(world)]
+        w = random_weight(100 * seed + 50, self.k, self.n, self.dtype, self.transposed)
+        out = nan(world * self.chunk, self.n, self.dtype)
+        if isinstance(config, FewConfig):
+            gathered = launch_gather_matmul_few(memory, parts[rank], w, out, config, SITE)
+        else:
+            programs = self.computing + (0 if config.shared else config.movers)
+            gathered = launch_gather_matmul(
+                replace(memory, programs=programs), parts[rank], w, out, self.outer, config, site=SITE
+            )
+        whole = torch.stack([part.view(self.outer, -1, self.k) for part in parts], 1).flatten(0, 2)
+        check(out, (whole.double() @ w.double()).to(self.dtype), self, memory)
+        rows = world * self.chunk
+        half = gathered[-rows:] if memory.state[3] % 2 else gathered[:rows]
+        for r, part in enumerate(half.split(self.chunk)):
+            if r != rank or isinstance(config, FewConfig):
+                check(part, parts[r], self, memory)
+
+
+Call = Reduce | Packets | Gather
+
+
+def check(got: Tensor, expected: Tensor, call: Call, memory: PeerMemory) -> None:
+    """RuntimeError unless bitwise equal and nobody gave up waiting."""
+    assert not memory.record.any(), f"rank {memory.rank}, {call}: gave up with {memory.record.tolist()}"
+    wrong = (got.view(torch.int16) != expected.contiguous().view(torch.int16)) & ~(
+        (got == 0) & (expected == 0)
+    )
+    assert not wrong.any(), (
+        f"rank {memory.rank}, call {int(memory.state[3])}, {call}: {int(wrong.sum())} of {wrong.numel()} differ, first at "
+        f"{wrong.nonzero()[0].tolist()}: {got[wrong][0]} instead of {expected[wrong][0]}"
+    )
+
+
+@contextmanager
+def straggling(rank: int) -> Iterator[None]:
+    """Now and then this rank pauses, also in the middle of a kernel, before it reads: before a wait, before a sum."""
+    chance, load = random.Random(rank), InterpreterBuilder.create_masked_load
+
+    def late(*args: Any, **kwargs: Any) -> Any:
+        if chance.random() < 0.002:
+            time.sleep(chance.random() * 0.05)
+        return load(*args, **kwargs)
+
+    with patch.object(InterpreterBuilder, "create_masked_load", late):
+        yield
+
+
+def run_calls(rank: int, world: int, calls: Sequence[Call]) -> None:
+    """One call after another on one memory, with no barrier between, by ranks that straggle."""
+    need = Need()
+    for call in calls:
+        need |= call.need(world)
+    memory = peer_memory(rank, world, need)
+    with straggling(rank):
+        for number, call in enumerate(calls):
+            call.run(memory, number)
+    assert memory.state[3:].tolist() == [len(calls), 0, 0, 0, 0]
+    dist.barrier()  # peers may still store
+    assert not memory.signals.views[rank].any(), "counters are left over"
+    assert not memory.done.any()
+
+
+def give_up(rank: int, world: int, call: Call, lost: int) -> list[int]:
+    """What the failure record of a rank says where rank `lost` never makes the call; the kernel ends nevertheless."""
+    memory = peer_memory(rank, world, call.need(world), polls=50)
+    if rank != lost:
+        with suppress(AssertionError):  # what it computed is wrong
+            call.run(memory, 0)
+        assert memory.state[2] == 1
+        assert memory.state[3:].tolist() == [1, 0, 0, 0, 0], "the kernel did not end its epoch"
+    dist.barrier()
+    return memory.record.tolist()

@@ -1,0 +1,128 @@
+"""Every kernel on 2 and 4 ranks that interpret it, bitwise against sums in rank order.
+
+The programs of a rank run one after another there. A program may then wait only for earlier ones of its own rank, so
+that one program multiplies where those that multiply also wait (`matmul_reduce`), and one moves where movers do.
+"""
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from autofuse.native_kernels.triton.gather_matmul import GATHERING, FewConfig, GatherConfig
+from autofuse.native_kernels.triton.matmul_packets import PacketsConfig
+from autofuse.native_kernels.triton.matmul_reduce import REDUCING, ReduceConfig
+from tests.kernels.calls import FP16, SITE, Call, Gather, Packets, Reduce, give_up, run_calls
+from tests.ranks import RankPool
+
+Interpreters = Callable[[int], RankPool]
+
+DIRECT, RING, OBLIVIOUS = range(3)
+
+ROWS = ReduceConfig(bm=16, bn=16, bk=16, bt=16, br=16)
+COLS = replace(ROWS, by_rows=False)
+MORE = replace(
+    ROWS, bm=32, bn=32, bt=16, br=8, communicating=3, visit=2
+)  # two tickets a tile, programs for them
+
+REDUCE: list[Call] = [
+    Reduce(64, 32, 32, config=ROWS),
+    Reduce(61, 40, 24, order=RING, mean=True, dtype=FP16, transposed=False, config=ROWS),
+    Reduce(3, 24, 40, order=OBLIVIOUS, config=ROWS),  # the last ranks have no row
+    Reduce(20, 72, 32, mean=True, config=COLS),
+    Reduce(33, 64, 16, order=RING, transposed=False, config=replace(COLS, visit=2)),
+    Reduce(96, 40, 16, dtype=FP16, transposed=False, config=MORE),
+]
+SCATTER: list[Call] = [
+    Reduce(64, 32, 32, all_ranks=False, config=ROWS),
+    Reduce(
+        48, 40, 24, all_ranks=False, order=OBLIVIOUS, transposed=False, config=replace(ROWS, communicating=1)
+    ),
+    Reduce(96, 24, 16, all_ranks=False, outer=3, config=ROWS),
+    Reduce(80, 40, 16, all_ranks=False, outer=2, transposed=False, config=replace(MORE, visit=3)),
+    Reduce(24, 64, 32, all_ranks=False, order=RING, dtype=FP16, mean=True, config=COLS),
+    Reduce(136, 40, 16, all_ranks=False, transposed=False, config=MORE),
+]
+TWICE, ONCE = PacketsConfig(bn=16, bk=16), PacketsConfig(bn=32, bk=16, once=True)
+PACKETS: list[Call] = [
+    Packets(16, 48, 32, config=TWICE),
+    Packets(7, 40, 24, config=TWICE, mean=True, dtype=FP16, transposed=False, programs=3),
+    Packets(1, 24, 16, config=ONCE),
+    Packets(5, 72, 40, config=ONCE, mean=True, dtype=FP16, transposed=False),
+    Packets(16, 48, 16, config=TWICE, all_ranks=False),
+    Packets(4, 40, 24, config=TWICE, all_ranks=False, dtype=FP16, transposed=False, programs=3),
+]
+MOVED = GatherConfig(bm=16, bn=16, bk=16, movers=2)
+SHARED = replace(MOVED, movers=1, shared=True)
+GATHER: list[Call] = [
+    Gather(32, 32, 32, MOVED),
+    Gather(23, 40, 40, MOVED, dtype=FP16, transposed=False, computing=3),
+    Gather(50, 24, 48, replace(MOVED, slices=3), transposed=False),
+    Gather(64, 24, 16, replace(MOVED, slices=2), outer=2),
+    Gather(54, 24, 16, replace(MOVED, slices=2), outer=3, transposed=False),
+    Gather(40, 40, 32, replace(SHARED, slices=2)),
+    Gather(17, 24, 56, replace(MOVED, pieces=2, movers=1)),
+    Gather(32, 16, 48, replace(SHARED, pieces=3, slices=2), dtype=FP16, transposed=False, computing=4),
+]
+FEW_CONFIG = FewConfig(bn=64, bk=64, pieces=1, movers=1, ahead=1)
+FEW: list[Call] = [
+    Gather(8, 128, 128, FEW_CONFIG),
+    Gather(3, 72, 200, replace(FEW_CONFIG, pieces=3), transposed=False),
+    Gather(1, 64, 128, replace(FEW_CONFIG, pieces=2), dtype=FP16),
+]
+KINDS = {"all_reduce": REDUCE, "reduce_scatter": SCATTER, "packets": PACKETS, "gather": GATHER, "few": FEW}
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_bitwise(interpreters: Interpreters, kind: str, world: int) -> None:
+    """Every call in either half of the memory."""
+    interpreters(world).run(run_calls, [call for call in KINDS[kind] for _ in range(2)], timeout=120)
+
+
+@pytest.mark.parametrize("by_rows", [True, False])
+@pytest.mark.parametrize("order", [DIRECT, RING, OBLIVIOUS])
+def test_visits(interpreters: Interpreters, order: int, by_rows: bool) -> None:
+    """Any number of tiles a visit, also more than a chunk has, with and without programs that only communicate."""
+    calls: list[Call] = [
+        Reduce(
+            80, 80, 16, all_ranks=visit != 2, order=order,
+            config=replace(ROWS, by_rows=by_rows, visit=visit, communicating=visit // 2),
+        )
+        for visit in (1, 2, 4, 16)
+    ]  # fmt: skip
+    interpreters(2).run(run_calls, calls)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_back_to_back(interpreters: Interpreters, world: int) -> None:
+    """200 calls of all kernels, large and small at random, on one memory."""
+    calls: list[Call] = [
+        *(Reduce(m, 16, 16, config=ROWS) for m in (16, 80)),
+        *(Reduce(m * world, 16, 16, all_ranks=False, config=ROWS) for m in (16, 48)),
+        *(Reduce(m, 16 * world, 16, all_ranks=False, config=COLS) for m in (16, 48)),
+        *(Packets(m, 16, 16, config=config, programs=1) for m in (1, 9) for config in (TWICE, ONCE)),
+        *(Gather(chunk, 16, chunk, SHARED) for chunk in (8, 24)),
+        *(Gather(chunk, 64, 64, FEW_CONFIG) for chunk in (1, 4)),
+    ]
+    interpreters(world).run(run_calls, random.Random(world).choices(calls, k=200), timeout=200)
+
+
+LOST = {
+    "all_reduce": (Reduce(16, 16, 16, config=ROWS), REDUCING),
+    "reduce_scatter": (Reduce(32, 16, 16, all_ranks=False, config=ROWS), REDUCING),
+    "packets": (Packets(4, 16, 16, config=TWICE), REDUCING),
+    "gather": (Gather(16, 16, 16, MOVED), GATHERING),
+    "few": (Gather(2, 64, 64, FEW_CONFIG), GATHERING),
+}
+
+
+@pytest.mark.parametrize("kind", LOST)
+def test_lost_peer(interpreters: Interpreters, kind: str) -> None:
+    """The failure record says what a rank waited for, for whom and in which call, and the kernel ends."""
+    call, code = LOST[kind]
+    records = interpreters(2).run(give_up, call, 1)
+    raised, what, source, _, epoch = records[0][:5]
+    assert (raised, what, source, epoch) == (1, SITE * 8 + code, 1, 1)
+    assert not any(records[1])

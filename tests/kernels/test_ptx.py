@@ -1,0 +1,238 @@
+"""What the compiler makes of the kernels: every configuration in use, compiled to PTX for sm_90; no GPU is needed.
+
+The rules are those of `comm`: what goes before a signal and after a wait, and which scope. PTX is read as text; what
+the kernels write as inline assembly stays in one piece there.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import cycle, product
+from typing import Any
+from unittest.mock import Mock, patch
+
+import pytest
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, make_backend
+from triton.runtime.jit import JITFunction, create_function_from_signature
+
+from autofuse.lowering.gpu.ways import DTYPES, SHARED_MEMORY, Config, Problem, needs, ways
+from autofuse.native_kernels.triton.gather_matmul import (
+    FewConfig,
+    launch_gather_matmul,
+    launch_gather_matmul_few,
+)
+from autofuse.native_kernels.triton.matmul_packets import PacketsConfig, launch_matmul_packets
+from autofuse.native_kernels.triton.matmul_reduce import ReduceConfig, launch_matmul_reduce
+from autofuse.native_kernels.triton.memory import EVENTS, PeerMemory, Region
+
+TARGET = GPUTarget("cuda", 90, 32)
+K, N = 4096, 4096
+OPS = ("matmul_all_reduce", "matmul_reduce_scatter", "all_gather_matmul")
+
+BARRIER = re.compile(r"bar\.sync")
+RELEASE = re.compile(r"\b(red|atom)\.[\w.]*release\b")
+ACQUIRE = re.compile(r"\bld\.acquire\b")
+STORE = re.compile(r"\bst\.[\w.]*global|\b(red|atom)\.|cp\.async\.bulk\.tensor\.\w+\.global\.shared")
+READ = re.compile(r"\bld\.global\.(?!u64 (now|a),)|cp\.async\.bulk\.tensor\.\w+\.shared::cluster\.global")
+TMA_STORE = re.compile(r"cp\.async\.bulk\.tensor\.\w+\.global\.shared")
+TMA_LOAD = re.compile(r"cp\.async\.bulk\.tensor\.\w+\.shared::cluster\.global")
+TMA_STORED = re.compile(r"cp\.async\.bulk\.wait_group\s+0;")
+PROXY_FENCE = re.compile(r"fence\.proxy\.async;")
+LABEL = re.compile(r"^\$?\w+:")
+GPU_SCOPE = re.compile(r"\b(ld|st|red|atom)\.[\w.]*\bgpu\b")
+PACKET = re.compile(r"\b(ld\.volatile\.global|st\.global)\.(?P<type>[\w.]+)")
+REGISTER = re.compile(r"%rd\d+")
+ADDRESS = re.compile(r"\[\s*(%rd\d+)")
+DEFINITION = re.compile(r"(?:@!?%p\d+ )?(?!st\.|red\.)[\w.:]+\s+\{?\s*(%rd\d+)")
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel as one launch needs it: its instructions, and the bytes of shared memory it takes."""
+
+    name: str
+    lines: tuple[str, ...]
+    shared: int
+
+    def find(self, pattern: re.Pattern[str], start: int = 0) -> list[int]:
+        """Numbers of all lines from `start` on that have it."""
+        return [i for i in range(start, len(self.lines)) if pattern.search(self.lines[i])]
+
+    def between(self, start: int, stop: int, pattern: re.Pattern[str]) -> bool:
+        return any(pattern.search(line) for line in self.lines[start:stop])
+
+    def is_from_memory(self, line: str) -> bool:
+        """Whether an address in `line` was loaded: those of peers are, our own are arguments."""
+        made: dict[str, list[str]] = {}
+        for each in self.lines:
+            if defined := DEFINITION.match(each):
+                made.setdefault(defined[1], []).append(each)
+        todo, seen = ADDRESS.findall(line), set[str]()
+        while todo:
+            register = todo.pop()
+            for source in made.get(register, []) if register not in seen else []:
+                if "ld.global" in source:
+                    return True
+                todo += REGISTER.findall(source)
+            seen.add(register)
+        return False
+
+
+def launch(problem: Problem, config: Config, transposed: bool, trace: bool) -> None:
+    """As `lowering.gpu.dense` does on rank 0."""
+    m, world, dtype = problem.m, problem.world, problem.dtype
+    need, everywhere = needs(config, problem), problem.op == "matmul_all_reduce"
+    sizes = (need.inbox, need.finished, need.packets, need.copies, need.signals, 4 * 8192 + 4 * world)
+    regions = [Region.of([torch.empty(max(size, 256), dtype=torch.uint8)] * world) for size in sizes]
+    words = torch.empty(8, dtype=torch.int64)
+    memory = PeerMemory(
+        0,
+        world,
+        132,
+        *regions,
+        words,
+        words.int(),
+        torch.empty(need.pieces),
+        torch.empty(need.done, dtype=torch.int32),
+    )
+    w = torch.empty(N, K, dtype=dtype).t() if transposed else torch.empty(K, N, dtype=dtype)
+    events = torch.empty(132, EVENTS, 2, dtype=torch.int64) if trace else None
+    if problem.op == "all_gather_matmul":
+        part, out = torch.empty(m // world, K, dtype=dtype), torch.empty(m, N, dtype=dtype)
+        if isinstance(config, FewConfig):
+            launch_gather_matmul_few(memory, part, w, out, config, trace=events)
+        else:
+            launch_gather_matmul(memory, part, w, out, 1, config, Mock(), trace=events)
+        return
+    shape = [m, N]
+    shape[problem.dim] //= 1 if everywhere else world
+    x, out = torch.empty(m, K, dtype=dtype), torch.empty(shape, dtype=dtype)
+    if isinstance(config, ReduceConfig):
+        launch_matmul_reduce(memory, x, w, out, False, everywhere, 1, 0, config, trace=events)
+    else:
+        launch_matmul_packets(memory, x, w, out, False, everywhere, config, trace=events)
+
+
+@cache
+def compiled(problem: Problem, config: Config, transposed: bool, trace: bool) -> Kernel:
+    """The kernel that a launch asks for, specialised to its arguments; nothing is launched."""
+    found: list[Kernel] = []
+
+    def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        backend = make_backend(TARGET)
+        bound, specialization, _ = create_function_from_signature(kernel.signature, kernel.params, backend)(
+            *args, **kwargs
+        )
+        options, *rest = kernel._pack_args(backend, kwargs, bound, specialization, None)
+        done = triton.compile(ASTSource(kernel, *rest), target=TARGET, options=options.__dict__)
+        lines = [line.strip() for line in done.asm["ptx"].splitlines()]
+        found.append(Kernel(kernel.__name__, tuple(filter(None, lines)), done.metadata.shared))
+
+    with patch.object(JITFunction, "run", run):
+        launch(problem, config, transposed, trace)
+    return found[0]
+
+
+def cases() -> Iterator[tuple[Problem, Config, bool, bool]]:
+    """All ways for few and many tokens on 2, 4 and 8 ranks; layouts of the weight, dtypes and traces by turns."""
+    turns = cycle(product([False, True], DTYPES, [True, False]))
+    for op, m, world in product(OPS, (8, 32, 128, 4096), (2, 4, 8)):
+        problem = Problem(op, m, K, N, world, torch.bfloat16)
+        columns = [replace(problem, dim=1)] if op == "matmul_reduce_scatter" and m == 4096 else []
+        for each in [problem, *columns]:
+            for config in filter(None, ways(each).values()):
+                trace, dtype, transposed = next(turns)
+                yield replace(each, dtype=dtype), config, transposed, trace
+        next(turns)  # so that not every world has the same turn
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("op", OPS)
+def test_rules(op: str) -> None:
+    """Before signals and after waits, for every way; shared memory; loads that run ahead of the products."""
+    names = set()
+    for problem, config, transposed, trace in cases():
+        if problem.op == op:
+            kernel = compiled(problem, config, transposed, trace)
+            where = f"{problem}, {config}, transposed={transposed}, trace={trace}"
+            for rule in (check_signals, check_waits, check_scopes, check_packets):
+                rule(kernel, where)
+            check_pipeline(kernel, config, problem, where)
+            names.add(kernel.name)
+    assert names == (
+        {"gather_matmul", "gather_matmul_few"}
+        if op == "all_gather_matmul"
+        else {"matmul_packets", "matmul_reduce"}
+    )
+
+
+def check_signals(kernel: Kernel, where: str) -> None:
+    """Stores, barrier, signal; after TMA stores to peers first their end and a fence, as others do not see them."""
+    signals = kernel.find(RELEASE)
+    assert bool(signals) == (kernel.name != "matmul_packets"), where
+    for at in signals:
+        assert "sys" in kernel.lines[at], where
+        barrier = max(i for i in kernel.find(BARRIER) if i < at)
+        assert not kernel.between(barrier + 1, at, STORE), f"{where}: a store after the barrier"
+        assert not kernel.between(barrier + 1, at, LABEL), f"{where}: a way around the barrier"
+    if kernel.name == "matmul_reduce":
+        for store in kernel.find(TMA_STORE):
+            at = min(i for i in signals if i > store)
+            barrier = max(i for i in kernel.find(BARRIER) if i < at)
+            ended = max(i for i in kernel.find(TMA_STORED) if i < barrier)
+            assert ended > store, f"{where}: signalled before a TMA store has ended"
+            assert kernel.between(ended, barrier, PROXY_FENCE), f"{where}: no fence after TMA stores"
+
+
+def check_waits(kernel: Kernel, where: str) -> None:
+    """Acquire, barrier, reads; before TMA reads of what peers stored a fence."""
+    waits = kernel.find(ACQUIRE)
+    assert bool(waits) == (kernel.name != "matmul_packets"), where
+    for at in waits:
+        assert "ld.acquire.sys" in kernel.lines[at], where
+        barrier = kernel.find(BARRIER, at)[0]
+        assert not kernel.between(at, barrier, READ), f"{where}: a read before the barrier"
+        if kernel.name.startswith("gather"):
+            load = kernel.find(TMA_LOAD, barrier)[0]
+            assert kernel.between(barrier, load, PROXY_FENCE), f"{where}: no fence before TMA loads"
+
+
+def check_scopes(kernel: Kernel, where: str) -> None:
+    """What is ordered for our own GPU only is our own memory."""
+    narrow = [kernel.lines[i] for i in kernel.find(GPU_SCOPE)]
+    assert narrow, where  # of `finish` at least
+    for line in narrow:
+        assert not kernel.is_from_memory(line), f"{where}: {line}"
+    if kernel.name != "matmul_packets":
+        # The check above finds peers: the address of a signal is one that was loaded.
+        atomics = [kernel.lines[i] for i in kernel.find(RELEASE) if "atom" in kernel.lines[i]]
+        assert all(kernel.is_from_memory(line) for line in atomics), where
+
+
+def check_packets(kernel: Kernel, where: str) -> None:
+    """Payload and epoch of a packet are one access of 8 bytes; of two packets, two such."""
+    if kernel.name == "matmul_packets":
+        types = [PACKET.search(kernel.lines[i]) for i in kernel.find(PACKET)]
+        polls = {t["type"] for t in types if t and t[1].startswith("ld")}
+        assert polls <= {"b64", "v2.b64"}, f"{where}: {polls}"
+        for i in kernel.find(re.compile(r"\bst\.global\.")):
+            if kernel.is_from_memory(kernel.lines[i]):
+                assert re.search(r"\bst\.global\.(v2\.)?b64|\[a", kernel.lines[i]), (
+                    f"{where}: {kernel.lines[i]}"
+                )
+
+
+def check_pipeline(kernel: Kernel, config: Config, problem: Problem, where: str) -> None:
+    """Blocks of K are loaded into as many buffers as the configuration has stages, less the one in use."""
+    few = isinstance(config, PacketsConfig | FewConfig)
+    rows = max(16, triton.next_power_of_2(problem.m)) if few else config.bm
+    block = (rows + config.bn) * config.bk * 2
+    assert (config.stages - 1) * block <= kernel.shared <= SHARED_MEMORY, f"{where}: {kernel.shared}"
+    if kernel.find(re.compile("wgmma.mma_async")):
+        assert kernel.find(re.compile(r"wgmma\.wait_group\.sync\.aligned\s+[1-9]")), (
+            f"{where}: no product in flight"
+        )
