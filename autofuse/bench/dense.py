@@ -29,6 +29,7 @@ from autofuse.bench.dense_peers import (
     checker,
     chosen,
     each,
+    keep,
     operands,
     our_ways,
     ours,
@@ -64,6 +65,8 @@ class Options:
     """Measure direct order against oblivious instead."""
     ctas: bool = False
     """Measure time against the number of programs instead."""
+    tune: bool = False
+    """Let `auto` decide by what is measured here, and keep it in the user's own table."""
 
 
 @dataclass(frozen=True)
@@ -214,7 +217,15 @@ def _measure(bench: _Bench, cell: Cell, given: Operands, weights: Sequence[Tenso
         groups["compute"] |= ask("compute", "ours", lambda: ours_alone(cell, given), groups["compute"])
 
     variants = {(kind, name): each(run, weights) for kind in groups for name, run in groups[kind].items()}
-    timings = time_all(variants, calls_of(cell), bench.effort, checker(cell, given, weights[0]))
+    timings: dict[tuple[str, str], Timing] = {}
+    check_result = checker(cell, given, weights[0])
+    if bench.options.tune:
+        # What auto takes is settled first, and only then compared with the peers, side by side.
+        candidates = {key: variants[key] for key in variants if key[0] == "ways" or "cublas+" in key[1]}
+        timings |= time_all(candidates, calls_of(cell), QUICK, check_result)
+        ask("ways", "keep", lambda: keep(cell, given, timings), None)
+        variants = {key: run for key, run in variants.items() if key[0] != "ways"}
+    timings |= time_all(variants, calls_of(cell), bench.effort, check_result)
     way = ask("ways", "chosen", lambda: chosen(cell, given), "?")  # asked last: the first call may measure
     timings |= failed
     timings_of = {

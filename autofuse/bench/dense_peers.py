@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autofuse.bench.dense_cells import DTYPE, Cell
+from autofuse.bench.dense_cells import DTYPE, Cell, Timing
 from autofuse.bench.dense_timing import CALLS_US, MOST_CALLS
 
 Run: TypeAlias = Callable[[Tensor], Tensor]
@@ -65,12 +65,12 @@ def alone(cell: Cell, given: Operands) -> dict[str, Run]:
 
 def ours_alone(cell: Cell, given: Operands) -> dict[str, Run]:
     """The same in our own kernels: those of all_gather_matmul on a group of one rank, where nothing moves."""
-    from autofuse.lowering.gpu import ways
+    from autofuse.lowering.gpu import by_name
 
     x = given.x if given.gathered is None else given.gathered
     op = "all_gather_matmul"
-    names = ways.names(op, cell.m, cell.k, cell.n, x.dtype, 1)
-    return {name: lambda w, name=name: ways.run(name, op, x, w, given.alone) for name in fused(names)}  # type: ignore[misc]
+    names = by_name.names(op, cell.m, cell.k, cell.n, x.dtype, 1)
+    return {name: lambda w, name=name: by_name.run(name, op, x, w, given.alone) for name in fused(names)}  # type: ignore[misc]
 
 
 def fused(names: list[str]) -> list[str]:
@@ -159,19 +159,27 @@ def ours(cell: Cell, given: Operands) -> Run:
 
 def our_ways(cell: Cell, given: Operands) -> dict[str, Run]:
     """Every fused way that can run, by name."""
-    from autofuse.lowering.gpu import ways
+    from autofuse.lowering.gpu import by_name
 
     x, op, group = given.x, cell.op, given.group_name
-    names = ways.names(op, cell.m, cell.k, cell.n, x.dtype, cell.world)
-    return {name: lambda w, name=name: ways.run(name, op, x, w, group) for name in fused(names)}  # type: ignore[misc]
+    names = by_name.names(op, cell.m, cell.k, cell.n, x.dtype, cell.world)
+    return {name: lambda w, name=name: by_name.run(name, op, x, w, group) for name in fused(names)}  # type: ignore[misc]
 
 
 def chosen(cell: Cell, given: Operands) -> str:
     """The way that policy `auto` takes."""
-    from autofuse.lowering.gpu import ways
+    from autofuse.lowering.gpu import by_name
 
-    name: str = ways.chosen(cell.op, cell.m, cell.k, cell.n, given.x.dtype, given.group_name, False)
+    name: str = by_name.chosen(cell.op, cell.m, cell.k, cell.n, given.x.dtype, given.group_name, False)
     return name
+
+
+def keep(cell: Cell, given: Operands, timings: Mapping[tuple[str, str], Timing]) -> None:
+    """Let policy `auto` decide by what was measured of the cell, from now on."""
+    from autofuse.lowering.gpu import by_name
+
+    times = {name: t.us for (_, name), t in timings.items() if t.us is not None}
+    by_name.keep(cell.op, cell.m, cell.k, cell.n, given.x.dtype, given.group_name, times)
 
 
 def each(run: Run, weights: Sequence[Tensor]) -> Callable[[int], Tensor]:

@@ -18,10 +18,10 @@ EIGHTHS = (4, 6, 7, 8)
 
 def orders(cell: Cell, given: Operands, weights: Sequence[Tensor], effort: Effort) -> list[Sweep]:
     """The same kernels in direct and in oblivious order, where they store tiles into the memory of peers."""
-    from autofuse.lowering.gpu import ways
+    from autofuse.lowering.gpu import by_name
 
     def run(way: str, order: str) -> Callable[[Tensor], Tensor]:
-        return lambda w: ways.run(way, cell.op, given.x, w, given.group_name, order=order)
+        return lambda w: by_name.run(way, cell.op, given.x, w, given.group_name, order=order)
 
     found = [] if cell.gathers else [way for way in _ways(cell, given) if way.startswith("tiles")]
     return [_sweep(cell, given, weights, effort, way, {o: run(way, o) for o in ORDERS}) for way in found]
@@ -29,13 +29,13 @@ def orders(cell: Cell, given: Operands, weights: Sequence[Tensor], effort: Effor
 
 def programs(cell: Cell, given: Operands, weights: Sequence[Tensor], effort: Effort) -> list[Sweep]:
     """The time of every fused way against the number of programs, which is that of the SMs otherwise."""
-    from autofuse.lowering.gpu import ways
+    from autofuse.lowering.gpu import by_name
 
     sms = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
     counts = [sms * part // 8 for part in EIGHTHS]
 
     def run(way: str, count: int) -> Callable[[Tensor], Tensor]:
-        return lambda w: ways.run(way, cell.op, given.x, w, given.group_name, programs=count)
+        return lambda w: by_name.run(way, cell.op, given.x, w, given.group_name, programs=count)
 
     return [
         _sweep(cell, given, weights, effort, way, {str(c): run(way, c) for c in counts})
@@ -44,9 +44,9 @@ def programs(cell: Cell, given: Operands, weights: Sequence[Tensor], effort: Eff
 
 
 def _ways(cell: Cell, given: Operands) -> list[str]:
-    from autofuse.lowering.gpu import ways
+    from autofuse.lowering.gpu import by_name
 
-    return together(lambda: fused(ways.names(cell.op, cell.m, cell.k, cell.n, given.x.dtype, cell.world)))
+    return together(lambda: fused(by_name.names(cell.op, cell.m, cell.k, cell.n, given.x.dtype, cell.world)))
 
 
 def _sweep(

@@ -79,6 +79,9 @@ def dense(
     quick: Annotated[bool, typer.Option(help="Fewer tokens and samples; of ours only auto.")] = False,
     orders: Annotated[bool, typer.Option(help="Measure direct against oblivious order instead.")] = False,
     ctas: Annotated[bool, typer.Option(help="Measure time against the number of programs instead.")] = False,
+    tune: Annotated[
+        bool, typer.Option(help="Let auto decide by what is measured here, and keep it for later.")
+    ] = False,
     json: Annotated[Path | None, typer.Option(help="Write all that was measured to this file.")] = None,
     markdown: Annotated[Path | None, typer.Option(help="Write the tables to this file.")] = None,
 ) -> None:
@@ -94,6 +97,6 @@ def dense(
         sweep = orders or ctas
         counts = SWEEP_TOKENS if sweep else QUICK_TOKENS if quick else TOKENS
         names = SWEEP_SHAPES if sweep else SHAPES
-        options = Options(tuple(shapes or names), tuple(tokens or counts), quick, orders, ctas)
+        options = Options(tuple(shapes or names), tuple(tokens or counts), quick, orders, ctas, tune)
         join(options)
     run(options, json, markdown)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -56,6 +57,7 @@ def reduce(
             return all_reduce(p, reduce_op, problem.world, group)
         return reduce_scatter(p, reduce_op, problem.dim, problem.outer, problem.world, group)
     memory, number, new = entered
+    memory = replace(memory, programs=problem.programs)
     if config is None:
         p = memory.finished.views[memory.rank].view(x.dtype)[: problem.m * problem.n]
         torch.mm(x, w, out=p.view(problem.m, problem.n))
@@ -95,6 +97,7 @@ def gather(
         x = all_gather(part, problem.dim, problem.outer, problem.world, workspace.group_name)
         return [torch.mm(x, wi) for wi in w] + [x] * keep
     memory, number, new = entered
+    memory = replace(memory, programs=problem.programs)
     out, more = part.new_empty(problem.m, problem.n), keep or len(w) > 1
     for compile_only in _first_compile(workspace, new):
         if isinstance(config, FewConfig):

@@ -108,52 +108,52 @@ def _configs(problem: Problem) -> Iterator[Config]:
         if problem.dim == 0:
             yield from _gather_configs(problem)
         return
-    everywhere = problem.op == "matmul_all_reduce"
-    rows_of_all = problem.dim == 0 and problem.outer == 1
-    m, world = problem.m, problem.world
-    if m <= 128 and rows_of_all:
+    everywhere, by_rows, m = problem.op == "matmul_all_reduce", problem.dim == 0, problem.m
+    if m <= 128 and by_rows and problem.outer == 1:
         if everywhere and m <= 16:
             yield PacketsConfig(once=True)
-            yield PacketsConfig(bk=256, stages=3, once=True)
         if m <= 32:
             yield PacketsConfig()
+            yield PacketsConfig(bk=256, stages=4)
             yield PacketsConfig(bn=32, bk=256, stages=4)
         else:
             yield PacketsConfig(bn=32, bk=64, stages=6)
             yield PacketsConfig(bk=64, stages=6, warps=8)
     if everywhere and 32 < m <= 512:
         for bt in (32, 128):
-            yield ReduceConfig(bn=64, bk=128, warps=4, stages=4, bt=bt, br=32, by_rows=False)
-    by_rows = problem.dim == 0
-    if by_rows and m < 64 * world:
+            yield ReduceConfig(bn=64, bk=128, warps=4, stages=4, bt=bt, by_rows=False)
+    if by_rows and m < 64 * problem.world:
         return
-    for bt in (32, 128):
-        yield ReduceConfig(bt=bt, by_rows=by_rows)
+    yield ReduceConfig(bt=32, by_rows=by_rows)
+    yield ReduceConfig(bt=32, visit=8, by_rows=by_rows)
+    if m <= 1024:
+        yield ReduceConfig(bn=128, stages=4, bt=32, by_rows=by_rows)
+        return
     yield ReduceConfig(visit=1, by_rows=by_rows)
-    yield ReduceConfig(bn=128, stages=4, bt=32, by_rows=by_rows)
-    if m >= 2048:
-        for communicating in (4, 16):
-            yield ReduceConfig(communicating=communicating, by_rows=by_rows)
+    yield ReduceConfig(br=64, visit=8, by_rows=by_rows)
+    if everywhere:
+        for communicating in (8, 16, 24):
+            yield ReduceConfig(br=64, communicating=communicating, by_rows=by_rows)
 
 
 def _gather_configs(problem: Problem) -> Iterator[Config]:
-    cols = cdiv(problem.n, 64)
     if problem.m <= 128 and problem.outer == 1:
-        # x and the weight of a stage, and what is left for the pieces.
-        stages = 4 if problem.m <= 64 else 3
-        for pieces in (1, 2, 4, 8):
-            if cols * pieces <= problem.programs and (pieces == 1 or problem.k >= 1024 * pieces):
-                for movers in (16, 64):
-                    yield FewConfig(pieces=pieces, movers=movers, stages=stages)
-    if problem.m >= 128:
+        bk, stages, warps = (128, 4, 4) if problem.m <= 64 else (64, 4, 8)
+        for bn in (64, 128):
+            for pieces in (1, 2, 4, 8):
+                if problem.programs // 2 < cdiv(problem.n, bn) * pieces <= problem.programs:
+                    for movers in (16, 64):
+                        yield FewConfig(bn, bk, warps, stages, pieces, movers)
+    if 64 <= problem.m <= 1024:
         yield GatherConfig(bn=64, warps=4, stages=5, movers=96, shared=True)
-        yield GatherConfig(bn=128, stages=4, movers=64, shared=True)
         yield GatherConfig(bn=128, stages=3, pieces=2, movers=64, shared=True)
+        yield GatherConfig(bn=128, stages=4, movers=128, shared=True)
+        yield GatherConfig(movers=128, shared=True)
     if problem.m >= 512:
         yield GatherConfig()
         yield GatherConfig(bn=128, stages=4)
         yield GatherConfig(bn=64, warps=4, stages=5)
-        yield GatherConfig(movers=16)
+        yield GatherConfig(bn=128, stages=4, movers=16)
     if problem.m >= 4096:
         yield GatherConfig(slices=2)
 

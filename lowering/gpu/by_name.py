@@ -1,0 +1,50 @@
+"""Dense calls in a way that is named, for benchmarks: eager, on random or on real operands."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from .choice import Point, add_points, own_table, write
+from .choice import chosen as chosen_way
+from .dense import gather, problem_of, reduce
+from .ways import Problem, ways
+from .workspace import workspace_for
+
+
+def names(op: str, m: int, k: int, n: int, dtype: torch.dtype, world: int) -> list[str]:
+    """All ways that can run a call of `[m, k] @ [k, n]` on every rank; m counts the rows of all, of a gather too."""
+    programs = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+    return list(ways(Problem(op, m, k, n, world, dtype, programs)))
+
+
+def chosen(op: str, m: int, k: int, n: int, dtype: torch.dtype, group_name: str, transposed: bool) -> str:
+    """What policy `auto` takes. All ranks of the group ask together the first time."""
+    workspace = workspace_for(group_name, torch.device("cuda", torch.cuda.current_device()))
+    return chosen_way(Problem(op, m, k, n, workspace.world, dtype, workspace.programs), workspace)
+
+
+def keep(
+    op: str, m: int, k: int, n: int, dtype: torch.dtype, group_name: str, times: dict[str, float]
+) -> None:
+    """Let `auto` decide by these microseconds of ways, here and, on rank 0, in the user's own table."""
+    workspace = workspace_for(group_name, torch.device("cuda", torch.cuda.current_device()))
+    point = Point.of(Problem(op, m, k, n, workspace.world, dtype), times)
+    add_points(workspace, (point,))
+    if workspace.rank == 0:
+        write(own_table(workspace.device), (point,))
+
+
+def run(
+    name: str, op: str, x: Tensor, w: Tensor, group_name: str, order: str = "direct", programs: int = 0
+) -> Tensor:
+    """The op's first result. x: [M, K], of a gather this rank's part [M / W, K]; w: [K, N]; programs: 0 for all."""
+    workspace = workspace_for(group_name, x.device)
+    problem = problem_of(op, x, w, workspace)
+    if programs:
+        problem = replace(problem, programs=programs)
+    if op == "all_gather_matmul":
+        return gather(workspace, name, problem, x, [w], False, "by name")[0]
+    return reduce(workspace, name, problem, x, w, False, order, "by name")
