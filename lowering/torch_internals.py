@@ -190,12 +190,11 @@ def symmetric_views(own: torch.Tensor, group: ProcessGroup) -> list[torch.Tensor
     return views
 
 
-def symmetric_all_reduce(x: torch.Tensor, group_name: str, once: bool) -> torch.Tensor:
-    """Sum over the ranks of `x`, which lies in symmetric memory: read by everybody, or by its owner and sent back
-    in place."""
-    if once:
-        return torch.ops.symm_mem.one_shot_all_reduce(x, "sum", group_name)
-    return torch.ops.symm_mem.two_shot_all_reduce_(x, "sum", group_name)
+def symmetric_all_reduce(x: torch.Tensor, out: torch.Tensor, group_name: str, once: bool) -> None:
+    """Sum over the ranks of `x`, which lies in symmetric memory and is spoilt: every rank reads all of it, or its
+    share, which the others then read."""
+    ops = torch.ops.symm_mem
+    (ops.one_shot_all_reduce_out if once else ops.two_shot_all_reduce_out)(x, "sum", group_name, out)
 
 
 def finished_work(result: Any) -> Any:

@@ -134,11 +134,17 @@ def _configs(problem: Problem) -> Iterator[Config]:
     if m <= 1024:
         yield ReduceConfig(bn=128, stages=4, bt=32, by_rows=by_rows)
         return
-    yield ReduceConfig(visit=1, by_rows=by_rows)
-    yield ReduceConfig(br=64, visit=8, by_rows=by_rows)
+    if m < 4096:
+        yield ReduceConfig(visit=1, by_rows=by_rows)
+        yield ReduceConfig(br=64, visit=8, by_rows=by_rows)
+    else:  # whole waves for one owner: few blocks of x and of the weight are read at a time
+        yield ReduceConfig(bt=32, visit=128, by_rows=by_rows)
+        yield ReduceConfig(br=64, visit=128, by_rows=by_rows)
     if everywhere:
-        for communicating in (8, 16, 24):
+        for communicating in (8, 24):
             yield ReduceConfig(br=64, communicating=communicating, by_rows=by_rows)
+        if m >= 4096:
+            yield ReduceConfig(br=64, visit=128, communicating=8, by_rows=by_rows)
 
 
 def _gather_configs(problem: Problem) -> Iterator[Config]:
