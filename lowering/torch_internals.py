@@ -190,11 +190,13 @@ def symmetric_views(own: torch.Tensor, group: ProcessGroup) -> list[torch.Tensor
     return views
 
 
-def symmetric_all_reduce(x: torch.Tensor, out: torch.Tensor, group_name: str, once: bool) -> None:
+def symmetric_all_reduce(x: torch.Tensor, group_name: str, once: bool) -> torch.Tensor:
     """Sum over the ranks of `x`, which lies in symmetric memory and is spoilt: every rank reads all of it, or its
-    share, which the others then read."""
-    ops = torch.ops.symm_mem
-    (ops.one_shot_all_reduce_out if once else ops.two_shot_all_reduce_out)(x, "sum", group_name, out)
+    share, which the others then read. Of ordinary memory."""
+    if once:
+        return torch.ops.symm_mem.one_shot_all_reduce(x, "sum", group_name)
+    # Its variant with an output of its own was measured to be slower than this and a copy.
+    return torch.ops.symm_mem.two_shot_all_reduce_(x, "sum", group_name).clone()
 
 
 def finished_work(result: Any) -> Any:

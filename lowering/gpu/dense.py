@@ -58,9 +58,8 @@ def reduce(
     if config is None:
         p = memory.finished.views[memory.rank].view(x.dtype)[: problem.m * problem.n]
         torch.mm(x, w, out=p.view(problem.m, problem.n))
-        out = x.new_empty(problem.m, problem.n)
-        torch_internals.symmetric_all_reduce(p, out.view(-1), workspace.group_name, way == ONE_SHOT)
-        out = out.div_(problem.world) if mean else out
+        out = torch_internals.symmetric_all_reduce(p, workspace.group_name, way == ONE_SHOT)
+        out = (out.div_(problem.world) if mean else out).view(problem.m, problem.n)
     else:
         shape = [problem.m, problem.n]
         shape[problem.dim] //= 1 if everywhere else problem.world
