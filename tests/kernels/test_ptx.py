@@ -63,6 +63,12 @@ class Kernel:
         """Numbers of all lines from `start` on that have it."""
         return [i for i in range(start, len(self.lines)) if pattern.search(self.lines[i])]
 
+    def last(self, pattern: re.Pattern[str], before: int) -> int:
+        """Number of the last line before another that has it."""
+        found = [i for i in self.find(pattern) if i < before]
+        assert found, f"{self.name}: no {pattern.pattern} before {self.lines[before]}"
+        return found[-1]
+
     def between(self, start: int, stop: int, pattern: re.Pattern[str]) -> bool:
         return any(pattern.search(line) for line in self.lines[start:stop])
 
@@ -177,14 +183,14 @@ def check_signals(kernel: Kernel, where: str) -> None:
     assert bool(signals) == (kernel.name != "matmul_packets"), where
     for at in signals:
         assert "sys" in kernel.lines[at], where
-        barrier = max(i for i in kernel.find(BARRIER) if i < at)
+        barrier = kernel.last(BARRIER, at)
         assert not kernel.between(barrier + 1, at, STORE), f"{where}: a store after the barrier"
         assert not kernel.between(barrier + 1, at, LABEL), f"{where}: a way around the barrier"
     if kernel.name == "matmul_reduce":
         for store in kernel.find(TMA_STORE):
             at = min(i for i in signals if i > store)
-            barrier = max(i for i in kernel.find(BARRIER) if i < at)
-            ended = max(i for i in kernel.find(TMA_STORED) if i < barrier)
+            barrier = kernel.last(BARRIER, at)
+            ended = kernel.last(TMA_STORED, barrier)
             assert ended > store, f"{where}: signalled before a TMA store has ended"
             assert kernel.between(ended, barrier, PROXY_FENCE), f"{where}: no fence after TMA stores"
 
