@@ -70,6 +70,13 @@ def test_llama() -> None:
     assert "tokens: 1 compared, relative error 0.0e+00" in done.stdout
 
 
+def test_llama_serving() -> None:
+    sizes = ("--hidden=128", "--intermediate=448", "--heads=4", "--kv-heads=2", "--layers=1", "--prompt=8")
+    found = fused(run([*PLAIN, EXAMPLES / "llama_serving.py", *sizes, *SMALL]))
+    # A layer has two all_reduces: of the prefill, and of a decoded token.
+    assert found["inference", "matmul_all_reduce"] == 4
+
+
 @pytest.mark.parametrize("start", [PLAIN, TORCHRUN], ids=["plain", "torchrun"])
 def test_dlrm(start: Sequence[str]) -> None:
     sizes = ("--batch=64", "--tables=3", "--rows=100", "--dim=16", "--pooling=4")
