@@ -1,8 +1,8 @@
-"""Prefill and decoding of a tensor-parallel Llama at real layer sizes, compiled three ways on the same weights.
+"""Prefill and decoding of a tensor-parallel Llama at real layer sizes, compiled in several ways.
 
-Hugging Face's model with its own tensor-parallel plan, random weights, a few layers. On GPUs the dtype is bfloat16
-and the layers are those of Llama-70B; `async TP` is stock Inductor with torch's own fusion of matmuls and
-collectives switched on. autofuse fuses the all_reduce behind `o_proj` and `down_proj` with the matmul before it.
+Hugging Face's model with its own tensor-parallel plan, random weights, a few layers. On GPUs the dtype is
+bfloat16 and the layers are those of Llama-70B; `async TP` is stock Inductor with torch's own fusion of matmuls
+and collectives switched on. autofuse fuses the all_reduces behind `o_proj` and `down_proj` with the matmuls.
 
     torchrun --nproc-per-node 4 examples/llama_serving.py --layers 4
     python examples/llama_serving.py --hidden 256 --intermediate 896 --heads 8 --kv-heads 4 --layers 2
@@ -75,7 +75,7 @@ def make_prefill(model: Any, call: Callable[..., Any], prompt: Tensor) -> Callab
 
 
 def make_decoder(model: Any, call: Callable[..., Any], prompt: Tensor, tokens: int) -> Callable[[], Tensor]:
-    """`decode() -> logits [batch, 1, vocab]`, one greedy token a call; the prompt runs eagerly, before them."""
+    """`decode() -> logits [batch, 1, vocab]`, one greedy token a call; the prompt runs before them."""
     cache = StaticCache(config=model.config, max_cache_len=prompt.shape[1] + tokens)
     with torch.no_grad():
         logits = model(prompt, past_key_values=cache, logits_to_keep=1).logits
