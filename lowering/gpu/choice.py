@@ -1,8 +1,8 @@
 """Which way a call takes: what was measured for it or for its nearest neighbour; else what it replaces.
 
 Tables are JSON: a list of points, each with the problem and the microseconds of every way. They come from
-`~/.cache/autofuse/ways-<gpu>.json`, which `autofuse tune` on GPUs writes, and from those shipped. Rank 0's tables count,
-for all ranks of the group: it hands them round when the group meets.
+`~/.cache/autofuse/ways-<gpu>.json`, which `autofuse tune` on GPUs writes, and from those shipped. Rank 0's
+tables count, for all ranks of the group: it hands them round when the group meets.
 """
 
 from __future__ import annotations

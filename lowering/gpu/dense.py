@@ -10,12 +10,8 @@ from torch import Tensor
 
 from autofuse.lowering import torch_internals
 from autofuse.lowering.ops.layout import all_gather, all_reduce, reduce_scatter, whole
-from autofuse.native_kernels.triton.gather_matmul import (
-    FewConfig,
-    GatherConfig,
-    launch_gather_matmul,
-    launch_gather_matmul_few,
-)
+from autofuse.native_kernels.triton.gather_matmul import GatherConfig, launch_gather_matmul
+from autofuse.native_kernels.triton.gather_matmul_few import FewConfig, launch_gather_matmul_few
 from autofuse.native_kernels.triton.matmul_packets import PacketsConfig, launch_matmul_packets
 from autofuse.native_kernels.triton.matmul_reduce import ReduceConfig, launch_matmul_reduce
 from autofuse.native_kernels.triton.memory import Need, PeerMemory, is_tma
@@ -38,8 +34,8 @@ def problem_of(
 
 
 def reduce(
-    workspace: GpuWorkspace, way: str, problem: Problem, x: Tensor, w: Tensor, mean: bool, order: str, site: str,
-    trace: Tensor | None = None,
+    workspace: GpuWorkspace, way: str, problem: Problem, x: Tensor, w: Tensor, mean: bool, order: str,
+    site: str, trace: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """matmul_all_reduce and matmul_reduce_scatter: what they return first."""
     config = ways(problem)[way]
@@ -87,8 +83,10 @@ def gather(
     workspace: GpuWorkspace, way: str, problem: Problem, part: Tensor, w: list[Tensor], keep: bool, site: str,
     trace: Tensor | None = None,
 ) -> list[Tensor]:  # fmt: skip
-    """all_gather_matmul: products with all weights and, with `keep`, X. The first weight is multiplied while the
-    parts arrive, the others afterwards."""
+    """all_gather_matmul: products with all weights and, with `keep`, X.
+
+    The first weight is multiplied while the parts arrive, the others afterwards.
+    """
     config = ways(problem)[way]
     entered = (
         None if config is None else workspace.enter(problem.op, site, needs(config, problem), (problem, way))

@@ -93,7 +93,7 @@ def _slowest(workspace: GpuWorkspace, values: list[float]) -> list[float]:
 
 
 def measure_once(workspace: GpuWorkspace, problem: Problem) -> None:
-    """Measures a problem, its tokens rounded up to a power of two, unless that was done; keeps what it found."""
+    """Measures a problem, its tokens rounded up to a power of two, unless that was done; keeps the result."""
     m = max(problem.world, 1 << (problem.m - 1).bit_length())
     if torch.cuda.is_current_stream_capturing() or problem.dim or problem.outer != 1:
         return

@@ -1,7 +1,8 @@
-"""Calls of the Triton kernels on ranks that are CPU processes; every call checks what it computed, bit by bit.
+"""Calls of the Triton kernels on ranks that are CPU processes; each checks what it computed, bit by bit.
 
-Inputs are small multiples of 1/4: their products and sums are exact in fp32, so that the only roundings are those
-that the kernels promise, whatever the order of the terms. Partial results are rounded to the dtype before they are added.
+Inputs are small multiples of 1/4: their products and sums are exact in fp32, so that the only roundings are
+those that the kernels promise, whatever the order of the terms. Partial results are rounded to the dtype
+before they are added.
 """
 
 import random
@@ -20,14 +21,8 @@ from triton.runtime.interpreter import InterpreterBuilder
 from autofuse.lowering import rendezvous
 from autofuse.lowering.torch_internals import group_store
 from autofuse.native_kernels.triton import interpreter, memory
-from autofuse.native_kernels.triton.gather_matmul import (
-    FewConfig,
-    GatherConfig,
-    few_needs,
-    gather_needs,
-    launch_gather_matmul,
-    launch_gather_matmul_few,
-)
+from autofuse.native_kernels.triton.gather_matmul import GatherConfig, gather_needs, launch_gather_matmul
+from autofuse.native_kernels.triton.gather_matmul_few import FewConfig, few_needs, launch_gather_matmul_few
 from autofuse.native_kernels.triton.matmul_packets import PacketsConfig, launch_matmul_packets, packets_needs
 from autofuse.native_kernels.triton.matmul_reduce import ReduceConfig, launch_matmul_reduce, reduce_needs
 from autofuse.native_kernels.triton.memory import Need, PeerMemory, Region
@@ -82,7 +77,7 @@ def nan(rows: int, cols: int, dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True)
 class Reduction:
-    """What the two kernels that reduce have in common: `sum over ranks of x @ w`, of `[M, K]` and `[K, N]`."""
+    """What the two kernels that reduce share: `sum over ranks of x @ w`, of `[M, K]` and `[K, N]`."""
 
     m: int
     n: int
@@ -204,14 +199,15 @@ def check(got: Tensor, expected: Tensor, call: Call, memory: PeerMemory) -> None
         (got == 0) & (expected == 0)
     )
     assert not wrong.any(), (
-        f"rank {memory.rank}, call {int(memory.state[3])}, {call}: {int(wrong.sum())} of {wrong.numel()} differ, first at "
+        f"rank {memory.rank}, call {int(memory.state[3])}, {call}: "
+        f"{int(wrong.sum())} of {wrong.numel()} differ, first at "
         f"{wrong.nonzero()[0].tolist()}: {got[wrong][0]} instead of {expected[wrong][0]}"
     )
 
 
 @contextmanager
 def straggling(rank: int) -> Iterator[None]:
-    """Now and then this rank pauses, also in the middle of a kernel, before it reads: before a wait, before a sum."""
+    """Now and then this rank pauses before it reads, also within a kernel: before a wait, before a sum."""
     chance, load = random.Random(rank), InterpreterBuilder.create_masked_load
 
     def late(*args: Any, **kwargs: Any) -> Any:
@@ -239,7 +235,7 @@ def run_calls(rank: int, world: int, calls: Sequence[Call]) -> None:
 
 
 def give_up(rank: int, world: int, call: Call, lost: int) -> list[int]:
-    """What the failure record of a rank says where rank `lost` never makes the call; the kernel ends nevertheless."""
+    """What the failure record of a rank says where `lost` never makes the call; the kernel ends even so."""
     memory = peer_memory(rank, world, call.need(world), polls=50)
     if rank != lost:
         with suppress(AssertionError):  # what it computed is wrong

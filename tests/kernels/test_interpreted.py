@@ -1,7 +1,8 @@
 """Every kernel on 2 and 4 ranks that interpret it, bitwise against sums in rank order.
 
-The programs of a rank run one after another there. A program may then wait only for earlier ones of its own rank, so
-that one program multiplies where those that multiply also wait (`matmul_reduce`), and one moves where movers do.
+The programs of a rank run one after another there. A program may then wait only for earlier ones of its own
+rank, so that one program multiplies where those that multiply also wait (`matmul_reduce`), and one moves
+where movers do.
 """
 
 import random
@@ -10,7 +11,8 @@ from dataclasses import replace
 
 import pytest
 
-from autofuse.native_kernels.triton.gather_matmul import GATHERING, FewConfig, GatherConfig
+from autofuse.native_kernels.triton.gather_matmul import GATHERING, GatherConfig
+from autofuse.native_kernels.triton.gather_matmul_few import FewConfig
 from autofuse.native_kernels.triton.matmul_packets import PacketsConfig
 from autofuse.native_kernels.triton.matmul_reduce import REDUCING, ReduceConfig
 from tests.kernels.calls import FP16, SITE, Call, Gather, Packets, Reduce, give_up, run_calls
@@ -84,7 +86,7 @@ def test_bitwise(interpreters: Interpreters, kind: str, world: int) -> None:
 @pytest.mark.parametrize("by_rows", [True, False])
 @pytest.mark.parametrize("order", [DIRECT, RING, OBLIVIOUS])
 def test_visits(interpreters: Interpreters, order: int, by_rows: bool) -> None:
-    """Any number of tiles a visit, also more than a chunk has, with and without programs that only communicate."""
+    """Any number of tiles a visit, also more than a chunk has, with and without programs that only talk."""
     calls: list[Call] = [
         Reduce(
             80, 80, 16, all_ranks=visit != 2, order=order,

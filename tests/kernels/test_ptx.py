@@ -1,7 +1,7 @@
-"""What the compiler makes of the kernels: every configuration in use, compiled to PTX for sm_90; no GPU is needed.
+"""What the compiler makes of the kernels: every configuration in use, as PTX for sm_90; no GPU is needed.
 
-The rules are those of `comm`: what goes before a signal and after a wait, and which scope. PTX is read as text; what
-the kernels write as inline assembly stays in one piece there.
+The rules are those of `comm`: what goes before a signal and after a wait, and which scope. PTX is read as
+text; what the kernels write as inline assembly stays in one piece there.
 """
 
 import re
@@ -20,11 +20,8 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from autofuse.lowering.gpu.ways import DTYPES, SHARED_MEMORY, Config, Problem, needs, ways
-from autofuse.native_kernels.triton.gather_matmul import (
-    FewConfig,
-    launch_gather_matmul,
-    launch_gather_matmul_few,
-)
+from autofuse.native_kernels.triton.gather_matmul import launch_gather_matmul
+from autofuse.native_kernels.triton.gather_matmul_few import FewConfig, launch_gather_matmul_few
 from autofuse.native_kernels.triton.matmul_packets import PacketsConfig, launch_matmul_packets
 from autofuse.native_kernels.triton.matmul_reduce import ReduceConfig, launch_matmul_reduce
 from autofuse.native_kernels.triton.memory import EVENTS, PeerMemory, Region
@@ -138,7 +135,7 @@ def compiled(problem: Problem, config: Config, transposed: bool, trace: bool) ->
 
 
 def cases() -> Iterator[tuple[Problem, Config, bool, bool]]:
-    """All ways for few and many tokens on 2, 4 and 8 ranks; layouts of the weight, dtypes and traces by turns."""
+    """All ways for few and many tokens on 2, 4 and 8 ranks; weight layouts, dtypes and traces by turns."""
     turns = cycle(product([False, True], DTYPES, [True, False]))
     for op, m, world in product(OPS, (8, 32, 128, 4096), (2, 4, 8)):
         problem = Problem(op, m, K, N, world, torch.bfloat16)
@@ -171,7 +168,7 @@ def test_rules(op: str) -> None:
 
 
 def check_signals(kernel: Kernel, where: str) -> None:
-    """Stores, barrier, signal; after TMA stores to peers first their end and a fence, as others do not see them."""
+    """Stores, barrier, signal; after TMA stores to peers their end and a fence first."""
     signals = kernel.find(RELEASE)
     assert bool(signals) == (kernel.name != "matmul_packets"), where
     for at in signals:
