@@ -19,8 +19,8 @@ def warmup(group: Group = None) -> None:
     """Make the workspace of a group (None: of all ranks), which the first fused op would make otherwise.
 
     All ranks of the group call it together, on GPUs after `torch.cuda.set_device`. While a CUDA graph is
-    captured ranks cannot meet: without a workspace the calls in it run unfused. Kernels are still compiled when
-    they are first called; those that are to be captured must have run once before, at the same sizes.
+    captured ranks cannot meet: without a workspace the calls in it run unfused. Kernels are still compiled
+    when they are first called; what is to be captured must have run once before, at the same sizes.
 
     A group that shares no memory is warned of; its fused ops run unfused. Raises ValueError without an
     initialised group, RuntimeError when a rank does not come or fails.
