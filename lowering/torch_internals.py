@@ -191,8 +191,10 @@ def symmetric_views(own: torch.Tensor, group: ProcessGroup) -> list[torch.Tensor
 
 
 def symmetric_all_reduce(x: torch.Tensor, group_name: str, once: bool) -> torch.Tensor:
-    """Sum over the ranks of `x`, which lies in symmetric memory: all is read by everybody (`once`), or a part
-    by its owner, who sends the sum back in place."""
+    """Sum over the ranks of `x`, which lies in symmetric memory.
+
+    Everybody reads all (`once`), or owners read their parts and send the sums back, in place.
+    """
     if once:
         return torch.ops.symm_mem.one_shot_all_reduce(x, "sum", group_name)
     return torch.ops.symm_mem.two_shot_all_reduce_(x, "sum", group_name)

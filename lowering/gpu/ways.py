@@ -42,8 +42,8 @@ _KINDS: dict[type, str] = {
 class Problem:
     """A dense call: `[m, k] @ [k, n]` on every rank, of 16-bit floats.
 
-    m: rows of the product: all tokens, of a gather too. dim, outer: which rows (columns) belong to whom.
-    aligned: operands are as TMA loads them; in a captured graph or not makes no difference.
+    m: rows of the product: all tokens, of a gather too. programs: that run at once. dim, outer: which rows
+    (columns) belong to whom. aligned: operands are as TMA loads them.
     """
 
     op: str

@@ -89,8 +89,7 @@ class GpuWorkspace:
         """Before a launch: the memory, the site's number, and whether `kernel` is new.
 
         A new kernel is to be compiled, and then all ranks meet. None while a CUDA graph is captured if the
-        kernel is new or the memory would have to grow. RuntimeError if an earlier call has failed here: a
-        wait gave up.
+        kernel is new or the memory would have to grow. RuntimeError if an earlier call here has failed.
         """
         self.check()
         capturing = torch.cuda.is_current_stream_capturing()

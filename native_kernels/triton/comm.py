@@ -230,7 +230,7 @@ def begin(state):
 
 @triton.jit
 def finish(state, epoch, programs):
-    """The last act of every program; the last of them ends the epoch. Words 5 to 7 of `state` are 0 again."""
+    """The last act of a program; the last program ends the epoch and sets words 4 to 7 of `state` to 0."""
     tl.debug_barrier()
     if tl.atomic_add(state + 4, 1, sem="acq_rel", scope="gpu") == programs - 1:
         for word in tl.static_range(4, 8):
@@ -259,7 +259,7 @@ def nanoseconds():
 
 @triton.jit
 def pack(values):
-    """Pairs of 16-bit values `[.., R, C]` as int32 `[.., R, C / 2]`."""
+    """Pairs of 16-bit values `[R, C]` as uint32 `[R, C / 2]`, the first in the low half."""
     rows: tl.constexpr = values.shape[0]
     cols: tl.constexpr = values.shape[1] // 2
     low, high = tl.split(tl.reshape(values, (rows, cols, 2)))

@@ -32,7 +32,7 @@ class CopyEngine:
         self._one = torch.ones(1, dtype=torch.int32, device=memory.state.device)
 
     def push(self, part: Tensor, slice_rows: int, slices: int) -> None:
-        """Start to store `part: [C, K]` into the memory of all peers, r + 1 first; then its counters."""
+        """Start to store `part: [C, K]` to all peers, r + 1 first; each slice, then its counter."""
         memory, stream = self._memory, self._stream
         chunk, k = part.shape
         stream.wait_stream(torch.cuda.current_stream())

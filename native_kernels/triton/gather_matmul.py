@@ -67,8 +67,10 @@ def push(
 def reset(
     signals, rank, first, count, epoch, state, PROGRAMS: tl.constexpr, W: tl.constexpr, CREDIT: tl.constexpr
 ):
-    """`finish`, and `count` counters from `first` on are 0 again. CREDIT: tell all peers that they may store
-    again."""
+    """As `finish`, with `count` counters from `first` on set back to 0.
+
+    CREDIT: tell all peers that they may store again.
+    """
     tl.debug_barrier()
     if tl.atomic_add(state + 6, 1, sem="acq_rel", scope="gpu") == PROGRAMS - 1:
         flags = peer(signals, rank, tl.int32) + first
@@ -251,13 +253,14 @@ def launch_gather_matmul(
     trace: Tensor | None = None,
     compile_only: bool = False,
 ) -> Tensor:
-    """`out = X @ w`. part: [C, K], contiguous; w: [K, N], either way round; out: [W * C, N].
+    """`out = X @ w`. part: [C, K], contiguous; w: [K, N], either way round; out: [W * C, N]; 16-bit floats.
 
-    Rows of X are (outer, W, inner), those of `part` digit r of the middle.
+    Rows of X are (outer, W, inner), those of `part` digit r of the middle. Without movers `engine` moves;
+    without `credit` its peers wait before their next call until it gives them credit.
 
-    Returns where the parts of the peers lie, `[W * C, K]`, until the next call but one (the next, with copy
-    engines); the own part is not there. Without movers `engine` moves; without `credit` its peers wait before
-    their next call until it gives them credit.
+    Returns the own gathered memory, where the parts of the peers (not the own one) lie until the next call
+    but one: [H + W * C, K], those of odd epochs from row H on. With copy engines H is 0, and the next call
+    stores there.
     """
     (chunk, k), n, world, rank = part.shape, w.shape[1], memory.world, memory.rank
     inner, cols = chunk // outer, cdiv(n, config.bn)

@@ -159,7 +159,7 @@ def launch_gather_matmul_few(
 ) -> Tensor:
     """As `launch_gather_matmul` with outer = 1, W * C <= 128 and cols * pieces <= memory.programs.
 
-    All parts are where it says, the own one too.
+    The own part is in the gathered memory, too.
     """
     (chunk, k), n, world, rank = part.shape, w.shape[1], memory.world, memory.rank
     rows, cols = max(16, triton.next_power_of_2(world * chunk)), cdiv(n, config.bn)

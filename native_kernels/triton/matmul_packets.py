@@ -159,10 +159,10 @@ def launch_matmul_packets(
     trace: Tensor | None = None,
     compile_only: bool = False,
 ) -> None:
-    """`out = sum (mean) over ranks of x @ w`: all of it, `[M, N]`, or this rank's rows of it; 16 bits each, N
-    even.
+    """`out = sum (mean) over ranks of x @ w`: all of it, `[M, N]`, or this rank's rows of it.
 
-    x: [M, K], row-major; w: [K, N], either way round; both as `is_tma` wants them; out is contiguous.
+    x: [M, K], row-major; w: [K, N], either way round; both as `is_tma` wants them; out is contiguous. 16-bit
+    floats, N even.
     """
     (m, k), n, world = x.shape, w.shape[1], memory.world
     rows = max(16, triton.next_power_of_2(m))

@@ -57,9 +57,11 @@ def matmul_reduce(
 ):  # fmt: skip
     """Grid: PROGRAMS, of which the first COMPUTING multiply.
 
-    x, w: descriptors; inbox0 to inbox7: W descriptors of the slot for this rank in the inbox of each
-    rank; inbox: address of the own inbox; finished, signals: int64 [W], addresses of those of all ranks;
-    inbox_half (rows), finished_half, signals_half (elements): where the other half begins.
+    x, w: descriptors; inbox0 to inbox7: W descriptors of the slot for this rank in the inbox of each rank;
+    inbox: address of the own inbox; finished, signals: int64 [W], addresses of those of all ranks; rows,
+    cols: tiles of a chunk; stretch: rows of tiles in a stretch of `outer`; visit: as in `tile_at`; lag: by
+    how many parts copying is behind reducing; pitch: elements of a row in inbox and finished; inbox_half
+    (rows), finished_half, signals_half (elements): where the other half begins.
     """
     program = tl.program_id(0)
     epoch = begin(state)
@@ -181,8 +183,7 @@ def compute(
     TRANSPOSED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     TRACE: tl.constexpr, EVENTS: tl.constexpr,
 ):  # fmt: skip
-    """The tiles `program, program + COMPUTING, ...`, as one loop over their blocks of K, so that loads never
-    pause."""
+    """The tiles `program, program + COMPUTING, ...`, in one loop over blocks of K: loads never pause."""
     dtype: tl.constexpr = x.dtype
     tiles = rows * cols
     blocks = tl.cdiv(K, BK)
@@ -286,12 +287,11 @@ def launch_matmul_reduce(
     trace: Tensor | None = None,
     compile_only: bool = False,
 ) -> None:
-    """`out = sum (mean) over ranks of x @ w`: all of it, `[M, N]`, or this rank's rows (columns), 16 bits
-    each.
+    """`out = sum (mean) over ranks of x @ w`: all of it, `[M, N]`, or this rank's rows (columns).
 
-    x: [M, K], row-major; w: [K, N], either way round; both as `is_tma` wants them. A rank's rows are digit r
-    of (outer, W, inner); columns are cut where `config.by_rows` is not set, and outer is 1. `memory` has what
-    `reduce_needs` says. Every rank of the group makes the same calls.
+    x: [M, K], row-major; w: [K, N], either way round; both as `is_tma` wants them; 16-bit floats. A rank's
+    rows are digit r of (outer, W, inner); columns are cut where `config.by_rows` is not set, and outer is 1.
+    `memory` has what `reduce_needs` says. Every rank of the group makes the same calls.
     """
     (m, k), n, world, rank, dtype = x.shape, w.shape[1], memory.world, memory.rank, x.dtype
     cut = _Cut.of(m, n, outer, world, config)
