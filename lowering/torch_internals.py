@@ -193,7 +193,8 @@ def symmetric_views(own: torch.Tensor, group: ProcessGroup) -> list[torch.Tensor
 def symmetric_all_reduce(x: torch.Tensor, group_name: str, once: bool) -> torch.Tensor:
     """Sum over the ranks of `x`, which lies in symmetric memory.
 
-    Everybody reads all (`once`), or owners read their parts and send the sums back, in place.
+    Every rank reads all of it, and has the sum in ordinary memory (`once`), or its share, and sends the sum
+    back in place.
     """
     if once:
         return torch.ops.symm_mem.one_shot_all_reduce(x, "sum", group_name)

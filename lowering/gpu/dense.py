@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from autofuse.lowering import torch_internals
-from autofuse.lowering.ops.layout import all_gather, all_reduce, reduce_scatter, whole
+from autofuse.lowering.ops.layout import parts, whole
 from autofuse.native_kernels.triton.gather_matmul import GatherConfig, launch_gather_matmul
 from autofuse.native_kernels.triton.gather_matmul_few import FewConfig, launch_gather_matmul_few
 from autofuse.native_kernels.triton.matmul_packets import PacketsConfig, launch_matmul_packets
@@ -47,19 +48,16 @@ def reduce(
         need = Need(finished=problem.m * problem.n * x.element_size())
     entered = None if way == CUBLAS_NCCL else workspace.enter(problem.op, site, need, (problem, way))
     if entered is None:
-        reduce_op, group = "avg" if mean else "sum", workspace.group_name
-        p = torch.mm(x, w)
-        if everywhere:
-            return all_reduce(p, reduce_op, problem.world, group)
-        return reduce_scatter(p, reduce_op, problem.dim, problem.outer, problem.world, group)
+        return _reduce_unfused(workspace, problem, torch.mm(x, w), mean)
     memory, number, new = entered
     memory = replace(memory, programs=problem.programs)
     if config is None:
         p = memory.finished.views[memory.rank].view(x.dtype)[: problem.m * problem.n]
         torch.mm(x, w, out=p.view(problem.m, problem.n))
-        total = torch_internals.symmetric_all_reduce(p, workspace.group_name, way == ONE_SHOT)
-        total = total.clone() if way == TWO_SHOT else total
-        out = (total / problem.world if mean else total).view(problem.m, problem.n)
+        out = torch_internals.symmetric_all_reduce(p, workspace.group_name, way == ONE_SHOT)
+        # torch's variant with an output of its own was measured to be slower than this and a copy.
+        out = out.clone() if way == TWO_SHOT else out
+        out = (out.div_(problem.world) if mean else out).view(problem.m, problem.n)
     else:
         shape = [problem.m, problem.n]
         shape[problem.dim] //= 1 if everywhere else problem.world
@@ -92,7 +90,9 @@ def gather(
         None if config is None else workspace.enter(problem.op, site, needs(config, problem), (problem, way))
     )
     if entered is None:
-        x = all_gather(part, problem.dim, problem.outer, problem.world, workspace.group_name)
+        x = part.new_empty(problem.world, *part.shape)
+        dist.all_gather_into_tensor(x, part, group=workspace.group)
+        x = whole(x, problem.dim, problem.outer)
         return [torch.mm(x, wi) for wi in w] + [x] * keep
     memory, number, new = entered
     memory = replace(memory, programs=problem.programs)
@@ -116,6 +116,18 @@ def gather(
     return outputs
 
 
+def _reduce_unfused(workspace: GpuWorkspace, problem: Problem, p: Tensor, mean: bool) -> Tensor:
+    """What the fused op replaces; in place, as the product is ours."""
+    if problem.op == "matmul_all_reduce":
+        dist.all_reduce(p, group=workspace.group)
+        total = p
+    else:
+        mine = parts(p, problem.dim, problem.outer, problem.world)
+        total = mine.new_empty(mine.shape[1:])
+        dist.reduce_scatter_tensor(total, mine.flatten(0, 1).contiguous(), group=workspace.group)
+    return total.div_(problem.world) if mean else total
+
+
 def _first_compile(workspace: GpuWorkspace, new: bool) -> Iterator[bool]:
     """Whether to compile only: of a new kernel first, after which all ranks meet; then not."""
     if new:
@@ -132,6 +144,6 @@ def _copy_gathered(gathered: Tensor, part: Tensor, problem: Problem, memory: Pee
     else:  # only the device knows how many calls there were
         halves = gathered.as_strided((2, rows * problem.k), ((gathered.shape[0] - rows) * problem.k, 1))
         x = halves.index_select(0, memory.state[3:4] % 2)
-    parts = x.view(problem.world, *part.shape)
-    parts[memory.rank] = part
-    return whole(parts, 0, problem.outer)
+    x = x.view(problem.world, *part.shape)
+    x[memory.rank] = part
+    return whole(x, 0, problem.outer)

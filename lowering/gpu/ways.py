@@ -117,9 +117,14 @@ def _configs(problem: Problem) -> Iterator[Config]:
             yield PacketsConfig()
             yield PacketsConfig(bk=256, stages=4)
             yield PacketsConfig(bn=32, bk=256, stages=4)
+            if problem.n >= 128 * problem.programs // 2:
+                yield PacketsConfig(bn=128)
         else:
             yield PacketsConfig(bn=32, bk=64, stages=6)
+            yield PacketsConfig(bn=32, stages=4, warps=8)
             yield PacketsConfig(bk=64, stages=6, warps=8)
+            if problem.n >= 128 * problem.programs // 2:
+                yield PacketsConfig(bn=128, bk=64, stages=5, warps=8)
     if everywhere and 32 < m <= 512:
         for bt in (32, 128):
             yield ReduceConfig(bn=64, bk=128, warps=4, stages=4, bt=bt, by_rows=False)
@@ -130,11 +135,17 @@ def _configs(problem: Problem) -> Iterator[Config]:
     if m <= 1024:
         yield ReduceConfig(bn=128, stages=4, bt=32, by_rows=by_rows)
         return
-    yield ReduceConfig(visit=1, by_rows=by_rows)
-    yield ReduceConfig(br=64, visit=8, by_rows=by_rows)
+    if m < 4096:
+        yield ReduceConfig(visit=1, by_rows=by_rows)
+        yield ReduceConfig(br=64, visit=8, by_rows=by_rows)
+    else:  # whole waves for one owner: few blocks of x and of the weight are read at a time
+        yield ReduceConfig(bt=32, visit=128, by_rows=by_rows)
+        yield ReduceConfig(br=64, visit=128, by_rows=by_rows)
     if everywhere:
-        for communicating in (8, 16, 24):
+        for communicating in (8, 24):
             yield ReduceConfig(br=64, communicating=communicating, by_rows=by_rows)
+        if m >= 4096:
+            yield ReduceConfig(br=64, visit=128, communicating=8, by_rows=by_rows)
 
 
 def _gather_configs(problem: Problem) -> Iterator[Config]:
@@ -154,7 +165,7 @@ def _gather_configs(problem: Problem) -> Iterator[Config]:
         yield GatherConfig()
         yield GatherConfig(bn=128, stages=4)
         yield GatherConfig(bn=64, warps=4, stages=5)
-        yield GatherConfig(bn=128, stages=4, movers=16)
+        yield GatherConfig(bn=128, stages=4, movers=16, slices=4)
     if problem.m >= 4096:
         yield GatherConfig(slices=2)
 

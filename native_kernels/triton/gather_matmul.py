@@ -165,39 +165,30 @@ def multiply(
     """
     program = tl.program_id(0)
     blocks = tl.cdiv(tl.cdiv(K, BK), PIECES)
-    acc = tl.zeros((BM, BN), tl.float32)
-    t = start - COMPUTING
-    block = blocks - 1
-    row = 0
-    col = 0
-    in_part = 0
-    to = 0
-    for _ in range(tl.cdiv(here * cols * PIECES - start, COMPUTING) * blocks):
-        block = tl.where(block == blocks - 1, 0, block + 1)
-        if block == 0:
-            t += COMPUTING
-            row, col = chunk_tile_at(t // PIECES, here, cols)
-            row += first
-            in_part = row // stretch * inner + row % stretch * BM
-            to = (row // stretch * W + source) * inner + row % stretch * BM
-        k = (t % PIECES * blocks + block) * BK
-        a, b = load_operands(x, w, at + in_part, col * BN, k, TRANSPOSED)
-        acc = tl.dot(a, b, acc)
-        if block == blocks - 1:
-            if EXACT:
-                y.store([to, col * BN], acc.to(x.dtype))
+    # The compiler flattens no branch.
+    for t in tl.range(start, here * cols * PIECES, COMPUTING, flatten=PIECES == 1):
+        row, col = chunk_tile_at(t // PIECES, here, cols)
+        row += first
+        in_part = row // stretch * inner + row % stretch * BM
+        to = (row // stretch * W + source) * inner + row % stretch * BM
+        acc = tl.zeros((BM, BN), tl.float32)
+        for block in range(blocks):
+            k = (t % PIECES * blocks + block) * BK
+            a, b = load_operands(x, w, at + in_part, col * BN, k, TRANSPOSED)
+            acc = tl.dot(a, b, acc)
+        if EXACT:
+            y.store([to, col * BN], acc.to(x.dtype))
+        else:
+            r = tl.arange(0, BM)[:, None]
+            c = col * BN + tl.arange(0, BN)[None, :]
+            inside = (row % stretch * BM + r < inner) & (c < N)
+            where = out + (to + r).to(tl.int64) * out_stride + c
+            if PIECES == 1:
+                tl.store(where, acc.to(x.dtype), mask=inside)
             else:
-                r = tl.arange(0, BM)[:, None]
-                c = col * BN + tl.arange(0, BN)[None, :]
-                inside = (row % stretch * BM + r < inner) & (c < N)
-                where = out + (to + r).to(tl.int64) * out_stride + c
-                if PIECES == 1:
-                    tl.store(where, acc.to(x.dtype), mask=inside)
-                else:
-                    tile = (source * rows + row) * cols + col
-                    add_pieces(pieces, done, acc, tile, t % PIECES, where, inside, PIECES)
-            event = stamp(trace, program, event, COMPUTED, source, t, TRACE, EVENTS)
-            acc = tl.zeros((BM, BN), tl.float32)
+                tile = (source * rows + row) * cols + col
+                add_pieces(pieces, done, acc, tile, t % PIECES, where, inside, PIECES)
+        event = stamp(trace, program, event, COMPUTED, source, t, TRACE, EVENTS)
     return event
 
 

@@ -1,4 +1,4 @@
-"""Makes Triton's interpreter (TRITON_INTERPRET=1) fit for these kernels, on CPU ranks that share memory."""
+"""Makes Triton's interpreter (TRITON_INTERPRET=1) fit for the kernels, on CPU processes that share memory."""
 
 from typing import Any
 
@@ -13,8 +13,7 @@ def install() -> None:
     """Change the interpreter of this process.
 
     - After a launch it would copy every argument onto itself, over what peers have stored meanwhile.
-    - bfloat16, which numpy lacks, it would multiply as integers and cut off instead of rounding to nearest
-      even.
+    - bfloat16, which numpy lacks, it would multiply as integers, and cut off where devices round.
     - Scalars, which it keeps as arrays of one element, are no bounds of a `range` for numpy since 2.4.
     """
     cast, dot, patch = (

@@ -183,40 +183,29 @@ def compute(
     TRANSPOSED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     TRACE: tl.constexpr, EVENTS: tl.constexpr,
 ):  # fmt: skip
-    """The tiles `program, program + COMPUTING, ...`, in one loop over blocks of K: loads never pause."""
+    """The tiles `program, program + COMPUTING, ...`; flattened, so that loads never pause between tiles."""
     dtype: tl.constexpr = x.dtype
     tiles = rows * cols
-    blocks = tl.cdiv(K, BK)
-    mine = tl.cdiv(W * tiles - program, COMPUTING)
-    acc = tl.zeros((BM, BN), tl.float32)
-    t = program - COMPUTING
-    block = blocks - 1
-    owner = 0
-    row = 0
-    col = 0
     unsignalled = tl.full((), 0, tl.int64)
     event = 1
-    for _ in range(mine * blocks):
-        block = tl.where(block == blocks - 1, 0, block + 1)
-        if block == 0:
-            t += COMPUTING
-            owner, row, col = tile_at(t, rank, W, rows, cols, visit, ORDER)
+    for t in tl.range(program, W * tiles, COMPUTING, flatten=True):
+        owner, row, col = tile_at(t, rank, W, rows, cols, visit, ORDER)
         first_row = row * BM
         if BY_ROWS:
             first_row = (row // stretch * W + owner) * chunk_rows + row % stretch * BM
         first_col = col * BN if BY_ROWS else owner * chunk_cols + col * BN
-        a, b = load_operands(x, w, first_row, first_col, block * BK, TRANSPOSED)
-        acc = tl.dot(a, b, acc)
-        if block == blocks - 1:
-            signal_stored(unsignalled)
-            value = acc.to(dtype)
-            for p in tl.static_range(W):
-                if owner == p:
-                    inboxes[p].store([first_row_there + row * BM, col * BN], value)
-            flag = first_signal + (rank * rows + row) * cols + col
-            unsignalled = tl.load(signals + owner) + flag * 4
-            acc = tl.zeros((BM, BN), tl.float32)
-            event = stamp(trace, program, event, COMPUTED, owner, t, TRACE, EVENTS)
+        acc = tl.zeros((BM, BN), tl.float32)
+        for block in range(tl.cdiv(K, BK)):
+            a, b = load_operands(x, w, first_row, first_col, block * BK, TRANSPOSED)
+            acc = tl.dot(a, b, acc)
+        signal_stored(unsignalled)
+        value = acc.to(dtype)
+        for p in tl.static_range(W):
+            if owner == p:
+                inboxes[p].store([first_row_there + row * BM, col * BN], value)
+        flag = first_signal + (rank * rows + row) * cols + col
+        unsignalled = tl.load(signals + owner) + flag * 4
+        event = stamp(trace, program, event, COMPUTED, owner, t, TRACE, EVENTS)
     signal_stored(unsignalled)
     return stamp(trace, program, event, DRAINED, -1, 0, TRACE, EVENTS)
 

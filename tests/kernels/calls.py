@@ -1,8 +1,8 @@
-"""Calls of the Triton kernels on ranks that are CPU processes; each checks what it computed, bit by bit.
+"""Calls of the Triton kernels on ranks that are CPU processes; every call is checked bit by bit.
 
 Inputs are small multiples of 1/4: their products and sums are exact in fp32, so that the only roundings are
-those that the kernels promise, whatever the order of the terms. Partial results are rounded to the dtype
-before they are added.
+those that the kernels promise, whatever the order of the terms: of the parts before they are added, and of
+their sum.
 """
 
 import random
@@ -31,6 +31,8 @@ from tests.ranks import WAIT_S
 POLL_NS = 20_000  # what a poll counts for in the interpreter
 SITE = 5  # stands in failure records
 BF16, FP16 = torch.bfloat16, torch.float16
+REDUCE_CONFIG = ReduceConfig(bm=16, bn=16, bk=16, bt=16, br=16)
+PACKETS_CONFIG = PacketsConfig(bn=16, bk=16)
 
 _installed = False
 
@@ -77,7 +79,7 @@ def nan(rows: int, cols: int, dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True)
 class Reduction:
-    """What the two kernels that reduce share: `sum over ranks of x @ w`, of `[M, K]` and `[K, N]`."""
+    """What the two kernels that reduce have in common: sum over ranks of `[M, K] @ [K, N]`."""
 
     m: int
     n: int
@@ -103,7 +105,7 @@ class Reduce(Reduction):
 
     outer: int = 1
     order: int = 0
-    config: ReduceConfig = ReduceConfig(bm=16, bn=16, bk=16, bt=16, br=16)
+    config: ReduceConfig = REDUCE_CONFIG
 
     def need(self, world: int) -> Need:
         return reduce_needs(self.m, self.n, self.outer, 2, world, self.all_ranks, self.config)
@@ -128,7 +130,7 @@ class Reduce(Reduction):
 class Packets(Reduction):
     """A call of `matmul_packets`."""
 
-    config: PacketsConfig = PacketsConfig(bn=16, bk=16)
+    config: PacketsConfig = PACKETS_CONFIG
     programs: int = 2
 
     def need(self, world: int) -> Need:
@@ -193,21 +195,21 @@ Call = Reduce | Packets | Gather
 
 
 def check(got: Tensor, expected: Tensor, call: Call, memory: PeerMemory) -> None:
-    """RuntimeError unless bitwise equal and nobody gave up waiting."""
+    """AssertionError unless bitwise equal and nobody gave up waiting."""
     assert not memory.record.any(), f"rank {memory.rank}, {call}: gave up with {memory.record.tolist()}"
+    number = int(memory.state[3])
     wrong = (got.view(torch.int16) != expected.contiguous().view(torch.int16)) & ~(
         (got == 0) & (expected == 0)
     )
     assert not wrong.any(), (
-        f"rank {memory.rank}, call {int(memory.state[3])}, {call}: "
-        f"{int(wrong.sum())} of {wrong.numel()} differ, first at "
-        f"{wrong.nonzero()[0].tolist()}: {got[wrong][0]} instead of {expected[wrong][0]}"
+        f"rank {memory.rank}, call {number}, {call}: {int(wrong.sum())} of {wrong.numel()} differ, "
+        f"first at {wrong.nonzero()[0].tolist()}: {got[wrong][0]} instead of {expected[wrong][0]}"
     )
 
 
 @contextmanager
 def straggling(rank: int) -> Iterator[None]:
-    """Now and then this rank pauses before it reads, also within a kernel: before a wait, before a sum."""
+    """Now and then this rank pauses, also in the middle of a kernel: before it reads something."""
     chance, load = random.Random(rank), InterpreterBuilder.create_masked_load
 
     def late(*args: Any, **kwargs: Any) -> Any:
@@ -235,7 +237,7 @@ def run_calls(rank: int, world: int, calls: Sequence[Call]) -> None:
 
 
 def give_up(rank: int, world: int, call: Call, lost: int) -> list[int]:
-    """What the failure record of a rank says where `lost` never makes the call; the kernel ends even so."""
+    """The failure record of a rank where rank `lost` never makes the call; the kernel ends nevertheless."""
     memory = peer_memory(rank, world, call.need(world), polls=50)
     if rank != lost:
         with suppress(AssertionError):  # what it computed is wrong

@@ -2,7 +2,7 @@
 
 The programs of a rank run one after another there. A program may then wait only for earlier ones of its own
 rank, so that one program multiplies where those that multiply also wait (`matmul_reduce`), and one moves
-where movers do.
+where those that move do (`gather_matmul_few`, or shared).
 """
 
 import random
@@ -14,15 +14,26 @@ import pytest
 from autofuse.native_kernels.triton.gather_matmul import GATHERING, GatherConfig
 from autofuse.native_kernels.triton.gather_matmul_few import FewConfig
 from autofuse.native_kernels.triton.matmul_packets import PacketsConfig
-from autofuse.native_kernels.triton.matmul_reduce import REDUCING, ReduceConfig
-from tests.kernels.calls import FP16, SITE, Call, Gather, Packets, Reduce, give_up, run_calls
+from autofuse.native_kernels.triton.matmul_reduce import REDUCING
+from tests.kernels.calls import (
+    FP16,
+    PACKETS_CONFIG,
+    REDUCE_CONFIG,
+    SITE,
+    Call,
+    Gather,
+    Packets,
+    Reduce,
+    give_up,
+    run_calls,
+)
 from tests.ranks import RankPool
 
 Interpreters = Callable[[int], RankPool]
 
 DIRECT, RING, OBLIVIOUS = range(3)
 
-ROWS = ReduceConfig(bm=16, bn=16, bk=16, bt=16, br=16)
+ROWS = REDUCE_CONFIG
 COLS = replace(ROWS, by_rows=False)
 MORE = replace(
     ROWS, bm=32, bn=32, bt=16, br=8, communicating=3, visit=2
@@ -46,7 +57,7 @@ SCATTER: list[Call] = [
     Reduce(24, 64, 32, all_ranks=False, order=RING, dtype=FP16, mean=True, config=COLS),
     Reduce(136, 40, 16, all_ranks=False, transposed=False, config=MORE),
 ]
-TWICE, ONCE = PacketsConfig(bn=16, bk=16), PacketsConfig(bn=32, bk=16, once=True)
+TWICE, ONCE = PACKETS_CONFIG, PacketsConfig(bn=32, bk=16, once=True)
 PACKETS: list[Call] = [
     Packets(16, 48, 32, config=TWICE),
     Packets(7, 40, 24, config=TWICE, mean=True, dtype=FP16, transposed=False, programs=3),
@@ -86,7 +97,7 @@ def test_bitwise(interpreters: Interpreters, kind: str, world: int) -> None:
 @pytest.mark.parametrize("by_rows", [True, False])
 @pytest.mark.parametrize("order", [DIRECT, RING, OBLIVIOUS])
 def test_visits(interpreters: Interpreters, order: int, by_rows: bool) -> None:
-    """Any number of tiles a visit, also more than a chunk has, with and without programs that only talk."""
+    """Any number of tiles a visit, also more than a chunk has; programs that only communicate, or none."""
     calls: list[Call] = [
         Reduce(
             80, 80, 16, all_ranks=visit != 2, order=order,

@@ -22,7 +22,7 @@ class Numbers:
 
 @pytest.fixture(autouse=True)
 def plain() -> Iterator[None]:
-    """The closed forms on numbers: `f.fn` is what was decorated, and calls others by their names."""
+    """The closed forms as functions of numbers; each finds the others by their names."""
     functions = {f: getattr(gemm, f).fn for f in ("owner_at", "tile_at", "chunk_tile_at")}
     with patch.multiple(gemm, tl=Numbers, GROUP=gemm.GROUP.value, **functions):
         yield
@@ -36,7 +36,7 @@ def planned(op: str, order: str, world: int, rank: int, tiles: int, visit: int) 
 
 @pytest.mark.parametrize(("rows", "cols"), [*product((1, 2, 3, 15, 16, 17, 33, 48), (1, 2, 5, 16))])
 def test_every_tile_of_a_chunk_once(rows: int, cols: int) -> None:
-    """Down the columns of 16 rows at a time; a plan numbers the tiles of a chunk row by row."""
+    """Down the columns of 16 rows at a time. So tiles are numbered here; a plan numbers them row by row."""
     tiles = [gemm.chunk_tile_at(t, rows, cols) for t in range(rows * cols)]
     assert sorted(tiles) == [*product(range(rows), range(cols))]
     assert tiles == sorted(tiles, key=lambda tile: (tile[0] // 16, tile[1], tile[0]))
@@ -70,7 +70,7 @@ def test_owners_are_visited_as_planned(order: str, world: int) -> None:
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_ring_order_computes_every_tile_once(world: int) -> None:
-    """The kernel takes the owners of a ring in turns, which no plan does: it stores and forwards nothing."""
+    """The kernel visits the owners of a ring in turns too, which no plan does: nothing is forwarded here."""
     for rank, rows, cols, visit in product(range(world), (1, 3), (1, 2), (1, 2, 5)):
         tiles = [
             gemm.tile_at(t, rank, world, rows, cols, visit, gemm.RING.value)

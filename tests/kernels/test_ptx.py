@@ -1,4 +1,4 @@
-"""What the compiler makes of the kernels: every configuration in use, as PTX for sm_90; no GPU is needed.
+"""What the compiler makes of the kernels: every way in use, compiled to PTX for sm_90; no GPU is needed.
 
 The rules are those of `comm`: what goes before a signal and after a wait, and which scope. PTX is read as
 text; what the kernels write as inline assembly stays in one piece there.
@@ -41,7 +41,8 @@ TMA_STORED = re.compile(r"cp\.async\.bulk\.wait_group\s+0;")
 PROXY_FENCE = re.compile(r"fence\.proxy\.async;")
 LABEL = re.compile(r"^\$?\w+:")
 GPU_SCOPE = re.compile(r"\b(ld|st|red|atom)\.[\w.]*\bgpu\b")
-PACKET = re.compile(r"\b(ld\.volatile\.global|st\.global)\.(?P<type>[\w.]+)")
+POLL = re.compile(r"\bld\.volatile\.global\.(?P<type>[\w.]+)")
+PUT = re.compile(r"\bst\.global\.(?P<type>[\w.]+)")
 REGISTER = re.compile(r"%rd\d+")
 ADDRESS = re.compile(r"\[\s*(%rd\d+)")
 DEFINITION = re.compile(r"(?:@!?%p\d+ )?(?!st\.|red\.)[\w.:]+\s+\{?\s*(%rd\d+)")
@@ -59,6 +60,12 @@ class Kernel:
         """Numbers of all lines from `start` on that have it."""
         return [i for i in range(start, len(self.lines)) if pattern.search(self.lines[i])]
 
+    def last(self, pattern: re.Pattern[str], before: int) -> int:
+        """Number of the last line before another that has it."""
+        found = [i for i in self.find(pattern) if i < before]
+        assert found, f"{self.name}: no {pattern.pattern} before {self.lines[before]}"
+        return found[-1]
+
     def between(self, start: int, stop: int, pattern: re.Pattern[str]) -> bool:
         return any(pattern.search(line) for line in self.lines[start:stop])
 
@@ -72,7 +79,7 @@ class Kernel:
         while todo:
             register = todo.pop()
             for source in made.get(register, []) if register not in seen else []:
-                if "ld.global" in source:
+                if "ld.global" in source or "ld.shared" in source:
                     return True
                 todo += REGISTER.findall(source)
             seen.add(register)
@@ -168,19 +175,19 @@ def test_rules(op: str) -> None:
 
 
 def check_signals(kernel: Kernel, where: str) -> None:
-    """Stores, barrier, signal; after TMA stores to peers their end and a fence first."""
+    """Stores, barrier, signal; after TMA stores to peers first their end and a fence."""
     signals = kernel.find(RELEASE)
     assert bool(signals) == (kernel.name != "matmul_packets"), where
     for at in signals:
         assert "sys" in kernel.lines[at], where
-        barrier = max(i for i in kernel.find(BARRIER) if i < at)
+        barrier = kernel.last(BARRIER, at)
         assert not kernel.between(barrier + 1, at, STORE), f"{where}: a store after the barrier"
         assert not kernel.between(barrier + 1, at, LABEL), f"{where}: a way around the barrier"
     if kernel.name == "matmul_reduce":
         for store in kernel.find(TMA_STORE):
             at = min(i for i in signals if i > store)
-            barrier = max(i for i in kernel.find(BARRIER) if i < at)
-            ended = max(i for i in kernel.find(TMA_STORED) if i < barrier)
+            barrier = kernel.last(BARRIER, at)
+            ended = kernel.last(TMA_STORED, barrier)
             assert ended > store, f"{where}: signalled before a TMA store has ended"
             assert kernel.between(ended, barrier, PROXY_FENCE), f"{where}: no fence after TMA stores"
 
@@ -211,16 +218,16 @@ def check_scopes(kernel: Kernel, where: str) -> None:
 
 
 def check_packets(kernel: Kernel, where: str) -> None:
-    """Payload and epoch of a packet are one access of 8 bytes; of two packets, two such."""
+    """Payload and epoch of a packet are one access of 8 bytes, never two elements of 4 bytes in a vector."""
     if kernel.name == "matmul_packets":
-        types = [PACKET.search(kernel.lines[i]) for i in kernel.find(PACKET)]
-        polls = {t["type"] for t in types if t and t[1].startswith("ld")}
-        assert polls <= {"b64", "v2.b64"}, f"{where}: {polls}"
-        for i in kernel.find(re.compile(r"\bst\.global\.")):
-            if kernel.is_from_memory(kernel.lines[i]):
-                assert re.search(r"\bst\.global\.(v2\.)?b64|\[a", kernel.lines[i]), (
-                    f"{where}: {kernel.lines[i]}"
-                )
+        polls = [match["type"] for line in kernel.lines if (match := POLL.search(line))]
+        assert set(polls) <= {"b64", "v2.b64"}, f"{where}: {polls}"
+        puts = [
+            match["type"]
+            for line in kernel.lines
+            if (match := PUT.search(line)) and kernel.is_from_memory(line)
+        ]
+        assert {"b32"} < set(puts) <= {"b32", "b64", "v2.b64"}, f"{where}: {puts}"  # b32: the failure record
 
 
 def check_pipeline(kernel: Kernel, config: Config, problem: Problem, where: str) -> None:

@@ -198,3 +198,20 @@ def test_store_mode_that_contradicts_the_destination(kind: type, op: str) -> Non
         AssertionError, match=r"rank 1 .*of tile 1.0.* the store is remote but the destination is rank 1"
     ):
         verify(broken)
+
+
+@pytest.mark.parametrize("op", ["matmul_all_reduce", "matmul_reduce_scatter"])
+def test_ranks_visit_alike(op: str) -> None:
+    plans = [make_plan(op, "direct", 2, rank, ((4, 2),) * 2, (2, 2), visit=1 + rank) for rank in range(2)]
+    with pytest.raises(AssertionError, match="visit is 2, on rank 0 it is 1"):
+        verify(plans)
+
+
+@pytest.mark.parametrize("op", ["matmul_all_reduce", "matmul_reduce_scatter"])
+def test_no_action_can_be_dropped_from_turns(op: str) -> None:
+    plans = [make_plan(op, "direct", 3, rank, ((6, 2),) * 3, (2, 2), visit=1) for rank in range(3)]
+    verify(plans)
+    actions = list(plans[1].actions)
+    for position in range(len(actions)):
+        with pytest.raises(AssertionError):
+            verify(acting(plans, 1, actions[:position] + actions[position + 1 :]))
