@@ -211,7 +211,8 @@ def _measure(bench: _Bench, cell: Cell, given: Operands, weights: Sequence[Tenso
         "ways": {},
     }
     if not bench.options.quick:
-        groups["ways"] = ask("ways", "names", lambda: our_ways(cell, given), groups["ways"])
+        every_way = bench.options.tune
+        groups["ways"] = ask("ways", "names", lambda: our_ways(cell, given, every_way), groups["ways"])
         groups["compute"] |= ask("compute", "ours", lambda: ours_alone(cell, given), groups["compute"])
 
     variants = {(kind, name): each(run, weights) for kind in groups for name, run in groups[kind].items()}
@@ -219,7 +220,7 @@ def _measure(bench: _Bench, cell: Cell, given: Operands, weights: Sequence[Tenso
     check_result = checker(cell, given, weights[0])
     if bench.options.tune:
         # What auto takes is settled first, and only then compared with the peers, side by side.
-        candidates = {key: variants[key] for key in variants if key[0] == "ways" or "cublas+" in key[1]}
+        candidates = {key: run for key, run in variants.items() if key[0] == "ways"}
         timings |= time_all(candidates, calls_of(cell), QUICK, check_result)
         ask("ways", "keep", lambda: keep(cell, given, timings), None)
         variants = {key: run for key, run in variants.items() if key[0] != "ways"}

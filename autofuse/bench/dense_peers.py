@@ -164,13 +164,14 @@ def ours(cell: Cell, given: Operands) -> Run:
     return lambda w: ops.all_gather_matmul(x, [w], [], 0, 1, False, *group)[0]
 
 
-def our_ways(cell: Cell, given: Operands) -> dict[str, Run]:
-    """Every fused way that can run, by name."""
+def our_ways(cell: Cell, given: Operands, unfused: bool) -> dict[str, Run]:
+    """Every fused way that can run, by name; and what they replace, as the op itself runs it."""
     from autofuse.lowering.gpu import by_name
 
     x, op, group = given.x, cell.op, given.group_name
     names = by_name.names(op, cell.m, cell.k, cell.n, x.dtype, cell.world)
-    return {name: lambda w, name=name: by_name.run(name, op, x, w, group) for name in fused(names)}  # type: ignore[misc]
+    names = names if unfused else fused(names)
+    return {name: lambda w, name=name: by_name.run(name, op, x, w, group) for name in names}  # type: ignore[misc]
 
 
 def chosen(cell: Cell, given: Operands) -> str:
@@ -185,7 +186,7 @@ def keep(cell: Cell, given: Operands, timings: Mapping[tuple[str, str], Timing])
     """Let policy `auto` decide by what was measured of the cell, from now on."""
     from autofuse.lowering.gpu import by_name
 
-    times = {name: t.us for (_, name), t in timings.items() if t.us is not None}
+    times = {name: t.us for (kind, name), t in timings.items() if kind == "ways" and t.us is not None}
     by_name.keep(cell.op, cell.m, cell.k, cell.n, given.x.dtype, given.group_name, times)
 
 
