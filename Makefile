@@ -9,10 +9,10 @@ STAMP := $(VENV)/.ready-$(TORCH)
 XDIST ?= -n 2 --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test wheel-test lint format types bench wheel clean
+.PHONY: help setup demo test test-gpu wheel-test lint format types bench wheel clean
 
 help:
-	@echo "make demo | test | wheel-test | lint | format | types | bench | wheel | clean"
+	@echo "make demo | test | test-gpu | wheel-test | lint | format | types | bench | wheel | clean"
 
 setup: $(STAMP)
 
@@ -33,6 +33,10 @@ demo: $(STAMP)
 # Cheapest first: what fails fast in one process, then what spawns ranks.
 test: $(STAMP)
 	$(BIN)/python -m pytest $(XDIST) -m "not wheel and not gpu"
+
+# Needs NVIDIA Hopper GPUs that reach each other; what takes more than there are is skipped.
+test-gpu: $(STAMP)
+	$(BIN)/python -m pytest -m gpu tests/gpu
 
 wheel-test: $(STAMP)
 	$(BIN)/python -m pytest -m wheel tests/packaging

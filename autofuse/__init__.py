@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from autofuse.collectives import register_collective
     from autofuse.inspection import debug, explain, rewrite
     from autofuse.passes.report import Reason, Report, Site
+    from autofuse.warm_up import warmup
 
 __all__ = [
     "Reason",
@@ -25,6 +26,7 @@ __all__ = [
     "ops",
     "register_collective",
     "rewrite",
+    "warmup",
 ]
 
 _HOME = {
@@ -35,6 +37,7 @@ _HOME = {
     "explain": "autofuse.inspection",
     "register_collective": "autofuse.collectives",
     "rewrite": "autofuse.inspection",
+    "warmup": "autofuse.warm_up",
 }
 
 

@@ -11,10 +11,10 @@ import os
 
 import torch
 import torch.distributed as dist
-import torch.distributed._symmetric_memory as symmetric_memory
 import triton
 import triton.language as tl
 
+from autofuse.lowering.torch_internals import symmetric_empty, symmetric_views
 from autofuse.native_kernels.triton.comm import begin, finish, peer, signal_all, wait_all
 
 
@@ -47,9 +47,7 @@ def map_memory(nbytes: int, device: torch.device) -> list[torch.Tensor]:
     """`nbytes` of every rank, 0 at first, as this rank maps them."""
     rank, ranks = dist.get_rank(), range(dist.get_world_size())
     if device.type == "cuda":
-        own = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device).zero_()
-        handle = symmetric_memory.rendezvous(own, dist.group.WORLD)
-        return [handle.get_buffer(r, (nbytes,), torch.uint8) for r in ranks]
+        return symmetric_views(symmetric_empty(nbytes, torch.uint8, device).zero_(), dist.group.WORLD)
     files = [f"/dev/shm/peer_kernel-{os.environ['MASTER_PORT']}-{r}" for r in ranks]
     torch.from_file(files[rank], shared=True, size=nbytes, dtype=torch.uint8).zero_()
     dist.barrier()

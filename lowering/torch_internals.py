@@ -173,11 +173,11 @@ def symmetric_memory(device_type: str) -> str | None:
         return None
 
 
-def symmetric_empty(nbytes: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Memory that the other ranks of a group can map, `nbytes` elements of `dtype`."""
+def symmetric_empty(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Memory that the other ranks of a group can map, `size` elements of `dtype`."""
     from torch.distributed import _symmetric_memory
 
-    return _symmetric_memory.empty(nbytes, dtype=dtype, device=device)
+    return _symmetric_memory.empty(size, dtype=dtype, device=device)
 
 
 def symmetric_views(own: torch.Tensor, group: ProcessGroup) -> list[torch.Tensor]:
@@ -191,12 +191,26 @@ def symmetric_views(own: torch.Tensor, group: ProcessGroup) -> list[torch.Tensor
 
 
 def symmetric_all_reduce(x: torch.Tensor, group_name: str, once: bool) -> torch.Tensor:
-    """Sum over the ranks of `x`, which lies in symmetric memory and is spoilt: every rank reads all of it, or its
-    share, which the others then read. Of ordinary memory."""
+    """Sum over the ranks of `x`, which lies in symmetric memory.
+
+    Every rank reads all of it, and has the sum in ordinary memory (`once`), or its share, and sends the sum
+    back in place.
+    """
     if once:
         return torch.ops.symm_mem.one_shot_all_reduce(x, "sum", group_name)
-    # Its variant with an output of its own was measured to be slower than this and a copy.
-    return torch.ops.symm_mem.two_shot_all_reduce_(x, "sum", group_name).clone()
+    return torch.ops.symm_mem.two_shot_all_reduce_(x, "sum", group_name)
+
+
+def async_tp_matmul_reduce_scatter(x: torch.Tensor, w: torch.Tensor, group_name: str) -> torch.Tensor:
+    """This rank's rows of the sum over the ranks of `x @ w`, as torch's async tensor parallelism has it."""
+    result: torch.Tensor = torch.ops.symm_mem.fused_matmul_reduce_scatter(x, w, "sum", 0, group_name)
+    return result
+
+
+def async_tp_all_gather_matmul(x: torch.Tensor, w: torch.Tensor, group_name: str) -> torch.Tensor:
+    """`all_gather(x) @ w`, as torch's async tensor parallelism has it."""
+    _, (result,) = torch.ops.symm_mem.fused_all_gather_matmul(x, [w], 0, group_name)
+    return result
 
 
 def finished_work(result: Any) -> Any:

@@ -15,7 +15,6 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
-import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 
 import autofuse
@@ -39,6 +38,7 @@ from autofuse.bench.dense_peers import (
 from autofuse.bench.dense_sweeps import orders, programs
 from autofuse.bench.dense_table import report
 from autofuse.bench.dense_timing import QUICK, Effort, push_rate, time_all, together
+from autofuse.lowering.torch_internals import symmetric_empty, symmetric_views
 from autofuse.passes.cost_model import Model, Numbers, Task
 from autofuse.passes.table import shipped, table_for
 
@@ -131,14 +131,12 @@ def _prepare(options: Options) -> _Bench:
     assert group is not None
     world, group_name = dist.get_world_size(), group.group_name
     own, _ = dist.new_subgroups(group_size=1)
-    symmetric_memory.enable_symm_mem_for_group(group_name)
     count = max(LINK_BYTES // 2, max(options.tokens) * max(SHAPES[shape][0] for shape in options.shapes))
     device = torch.device("cuda", torch.cuda.current_device())
-    buffer = symmetric_memory.empty(count, device=device, dtype=torch.bfloat16)
-    handle = symmetric_memory.rendezvous(buffer, group_name)
+    buffer = symmetric_empty(count, torch.bfloat16, device)
+    views = symmetric_views(buffer, group)
     link, failed = LINK_GB_PER_S[4 if world <= 4 else 8], ""
     try:
-        views = [handle.get_buffer(peer, (count,), buffer.dtype) for peer in range(world)]
         mine = torch.zeros_like(buffer)
         link = together(lambda: push_rate(mine, views))
     except RuntimeError as error:

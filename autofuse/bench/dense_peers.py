@@ -12,6 +12,11 @@ from torch import Tensor
 
 from autofuse.bench.dense_cells import DTYPE, Cell, Timing
 from autofuse.bench.dense_timing import CALLS_US, MOST_CALLS
+from autofuse.lowering.torch_internals import (
+    async_tp_all_gather_matmul,
+    async_tp_matmul_reduce_scatter,
+    symmetric_all_reduce,
+)
 
 Run: TypeAlias = Callable[[Tensor], Tensor]
 """Of a weight: the result."""
@@ -104,11 +109,11 @@ def _reducing(cell: Cell, given: Operands) -> dict[str, Run]:
 
     def one_shot(w: Tensor) -> Tensor:
         torch.mm(x, w, out=shared)
-        return torch.ops.symm_mem.one_shot_all_reduce(buffer, "sum", group_name).view(cell.m, cell.n)
+        return symmetric_all_reduce(buffer, group_name, once=True).view(cell.m, cell.n)
 
     def two_shot(w: Tensor) -> Tensor:
         torch.mm(x, w, out=shared)
-        torch.ops.symm_mem.two_shot_all_reduce_(buffer, "sum", group_name)
+        symmetric_all_reduce(buffer, group_name, once=False)
         return shared
 
     found: dict[str, Run] = {"cublas+nccl": nccl, "cublas+one_shot": one_shot, "cublas+two_shot": two_shot}
@@ -128,8 +133,7 @@ def _scattering(cell: Cell, given: Operands) -> dict[str, Run]:
         return part
 
     def async_tp(w: Tensor) -> Tensor:
-        result: Tensor = torch.ops.symm_mem.fused_matmul_reduce_scatter(x, w, "sum", 0, given.group_name)
-        return result
+        return async_tp_matmul_reduce_scatter(x, w, given.group_name)
 
     return {"cublas+nccl": nccl, "async_tp": async_tp}
 
@@ -144,8 +148,7 @@ def _gathering(cell: Cell, given: Operands) -> dict[str, Run]:
         return torch.mm(gathered, w, out=out)
 
     def async_tp(w: Tensor) -> Tensor:
-        _, (result,) = torch.ops.symm_mem.fused_all_gather_matmul(x, [w], 0, given.group_name)
-        return result
+        return async_tp_all_gather_matmul(x, w, given.group_name)
 
     return {"cublas+nccl": nccl, "async_tp": async_tp}
 

@@ -19,6 +19,7 @@ from autofuse import config
 from autofuse.backend import autofuse as backend
 from autofuse.cli.fake_ranks import fake_ranks
 from autofuse.lowering import torch_internals
+from autofuse.lowering.gpu.support import why_not
 from autofuse.native_kernels import cpu
 
 SUPPORTED = ((2, 11), (2, 15))
@@ -90,8 +91,13 @@ def _gpus() -> Iterator[Check]:
         yield Check("gpus", "ok", "none that torch can use")
         return
     names = ", ".join(dict.fromkeys(torch.cuda.get_device_name(i) for i in range(count)))
-    advice = "there are no fused kernels for GPUs yet: collectives on them are kept"
-    yield Check("gpus", "limited", f"{count} x {names}", advice)
+    unfit: dict[str, list[str]] = {}
+    for i in range(count):
+        why = why_not(torch.device("cuda", i))
+        if why is not None:
+            unfit.setdefault(why, []).append(str(i))
+    advice = "; ".join(f"collectives on GPU {', '.join(gpus)} are kept: {why}" for why, gpus in unfit.items())
+    yield Check("gpus", "limited" if unfit else "ok", f"{count} x {names}", advice)
     pairs = [(i, j) for i in range(count) for j in range(count) if i != j]
     if pairs:
         apart = [f"{i}-{j}" for i, j in pairs if not torch.cuda.can_device_access_peer(i, j)]

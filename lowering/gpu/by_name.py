@@ -15,7 +15,7 @@ from .workspace import workspace_for
 
 
 def names(op: str, m: int, k: int, n: int, dtype: torch.dtype, world: int) -> list[str]:
-    """All ways that can run a call of `[m, k] @ [k, n]` on every rank; m counts the rows of all, of a gather too."""
+    """All ways that can run a call of `[m, k] @ [k, n]` on every rank; m rows in all, of a gather too."""
     programs = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
     return list(ways(Problem(op, m, k, n, world, dtype, programs)))
 
@@ -40,7 +40,10 @@ def keep(
 def run(
     name: str, op: str, x: Tensor, w: Tensor, group_name: str, order: str = "direct", programs: int = 0
 ) -> Tensor:
-    """The op's first result. x: [M, K], of a gather this rank's part [M / W, K]; w: [K, N]; programs: 0 for all."""
+    """The op's first result.
+
+    x: [M, K], of a gather this rank's part [M / W, K]; w: [K, N]; programs: how many run at once, 0 for all.
+    """
     workspace = workspace_for(group_name, x.device)
     problem = problem_of(op, x, w, workspace)
     if programs:

@@ -1,8 +1,8 @@
 """Which way a call takes: what was measured for it or for its nearest neighbour; else what it replaces.
 
 Tables are JSON: a list of points, each with the problem and the microseconds of every way. They come from
-`~/.cache/autofuse/ways-<gpu>.json`, which `autofuse tune` on GPUs writes, and from those shipped. Rank 0's tables count,
-for all ranks of the group: it hands them round when the group meets.
+`~/.cache/autofuse/ways-<gpu>.json`, which `autofuse bench dense --tune` and `AUTOFUSE_MEASURE` write, and
+from those shipped. Rank 0's tables count for all ranks: it hands them round when the group first asks.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def gpu_name(device: torch.device) -> str:
 
 
 def own_table(device: torch.device) -> Path:
-    """Where `autofuse tune` writes what it measured on this kind of GPU."""
+    """Where rank 0 writes what was measured on this kind of GPU."""
     return (
         Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
         / "autofuse"
@@ -81,7 +81,7 @@ def read(path: Path) -> Points:
         )
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(
-            f"{path} is no table of ways ({error}); delete it, and run `autofuse tune` again"
+            f"{path} is no table of ways ({error}); delete it, and run `autofuse bench dense --tune` again"
         ) from error
 
 
@@ -122,7 +122,7 @@ def chosen(problem: Problem, workspace: GpuWorkspace) -> str:
 
 
 def points_of(workspace: GpuWorkspace) -> Points:
-    """What rank 0 knew when the group met; all ranks must ask together the first time."""
+    """What rank 0 knew when the group first asked, and what was measured since. All ask together at first."""
     found = _agreed.get(workspace)
     if found is None:
         mine = json.dumps([vars(p) for p in known(workspace.device)]) if workspace.rank == 0 else ""

@@ -11,12 +11,8 @@ from torch import Tensor
 
 from autofuse.lowering import torch_internals
 from autofuse.lowering.ops.layout import parts, whole
-from autofuse.native_kernels.triton.gather_matmul import (
-    FewConfig,
-    GatherConfig,
-    launch_gather_matmul,
-    launch_gather_matmul_few,
-)
+from autofuse.native_kernels.triton.gather_matmul import GatherConfig, launch_gather_matmul
+from autofuse.native_kernels.triton.gather_matmul_few import FewConfig, launch_gather_matmul_few
 from autofuse.native_kernels.triton.matmul_packets import PacketsConfig, launch_matmul_packets
 from autofuse.native_kernels.triton.matmul_reduce import ReduceConfig, launch_matmul_reduce
 from autofuse.native_kernels.triton.memory import Need, PeerMemory, is_tma
@@ -39,8 +35,8 @@ def problem_of(
 
 
 def reduce(
-    workspace: GpuWorkspace, way: str, problem: Problem, x: Tensor, w: Tensor, mean: bool, order: str, site: str,
-    trace: Tensor | None = None,
+    workspace: GpuWorkspace, way: str, problem: Problem, x: Tensor, w: Tensor, mean: bool, order: str,
+    site: str, trace: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """matmul_all_reduce and matmul_reduce_scatter: what they return first."""
     config = ways(problem)[way]
@@ -59,6 +55,8 @@ def reduce(
         p = memory.finished.views[memory.rank].view(x.dtype)[: problem.m * problem.n]
         torch.mm(x, w, out=p.view(problem.m, problem.n))
         out = torch_internals.symmetric_all_reduce(p, workspace.group_name, way == ONE_SHOT)
+        # torch's variant with an output of its own was measured to be slower than this and a copy.
+        out = out.clone() if way == TWO_SHOT else out
         out = (out.div_(problem.world) if mean else out).view(problem.m, problem.n)
     else:
         shape = [problem.m, problem.n]
@@ -83,8 +81,10 @@ def gather(
     workspace: GpuWorkspace, way: str, problem: Problem, part: Tensor, w: list[Tensor], keep: bool, site: str,
     trace: Tensor | None = None,
 ) -> list[Tensor]:  # fmt: skip
-    """all_gather_matmul: products with all weights and, with `keep`, X. The first weight is multiplied while the
-    parts arrive, the others afterwards."""
+    """all_gather_matmul: products with all weights and, with `keep`, X.
+
+    The first weight is multiplied while the parts arrive, the others afterwards.
+    """
     config = ways(problem)[way]
     entered = (
         None if config is None else workspace.enter(problem.op, site, needs(config, problem), (problem, way))

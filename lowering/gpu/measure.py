@@ -28,7 +28,7 @@ TIMINGS = 5
 def measure(workspace: GpuWorkspace, problem: Problem) -> Point:
     """Microseconds of every way, on the slowest rank, replayed from CUDA graphs. All ranks call it together.
 
-    A way that fails on a rank is left out on all.
+    A way for which a rank has not enough memory is left out on all.
     """
     device, dtype = workspace.device, problem.dtype
     rows = problem.m // (problem.world if problem.op == "all_gather_matmul" else 1)
@@ -93,7 +93,10 @@ def _slowest(workspace: GpuWorkspace, values: list[float]) -> list[float]:
 
 
 def measure_once(workspace: GpuWorkspace, problem: Problem) -> None:
-    """Measures a problem, its tokens rounded up to a power of two, unless that was done; keeps what it found."""
+    """Measures a problem, its tokens rounded up to a power of two, unless that was done; keeps the result.
+
+    Not while a graph is captured, nor for columns or several stretches of rows.
+    """
     m = max(problem.world, 1 << (problem.m - 1).bit_length())
     if torch.cuda.is_current_stream_capturing() or problem.dim or problem.outer != 1:
         return

@@ -1,7 +1,7 @@
 """The dense ops on GPUs, as `FusedOp.cuda` calls them: check, choose a way, run it.
 
-What they do not have returns NotImplemented, and the reference runs. Of arguments only such decide that are equal on
-all ranks.
+What they do not have returns NotImplemented, and the reference runs. Of arguments only such decide that are
+equal on all ranks.
 """
 
 from __future__ import annotations

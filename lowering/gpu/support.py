@@ -1,4 +1,4 @@
-"""Whether there are GPU kernels for a device: asked at compile time and by every rank before the group meets."""
+"""Whether there are GPU kernels for a device: asked at compile time and before a group meets."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MOST_RANKS = 8
 
 @functools.cache
 def why_not(device: torch.device) -> str | None:
-    """Why this device runs no fused kernels, None if it does. The same on all ranks of one kind of machine."""
+    """Why this device runs no fused kernels, None if it does; the same on all ranks of equal machines."""
     if device.type != "cuda" or torch.version.hip is not None:
         return f"there are kernels for CPUs and NVIDIA GPUs, not for {device.type}"
     if importlib.util.find_spec("triton") is None:

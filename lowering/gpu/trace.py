@@ -17,9 +17,10 @@ WARM_UP = 3
 
 
 def record(op: str, m: int, k: int, n: int, dtype: torch.dtype, order: str) -> Tensor:
-    """int64 [programs, EVENTS, 2] of one call on random operands: see `comm.stamp`. All ranks call it together.
+    """What every program does in one call on random operands: int64 [programs, EVENTS, 2], see `comm.stamp`.
 
-    m, k, n: the matmul of a rank, of a gather with the rows of all. ValueError if no fused way can run it.
+    m, k, n: the matmul of a rank, of a gather with the rows of all. All ranks call it together. ValueError if
+    no fused way can run it.
     """
     device = torch.device("cuda", torch.cuda.current_device())
     group = dist.group.WORLD
@@ -49,8 +50,8 @@ def _fused_way(problem: Problem, points: Points) -> str:
     fused = [way for way, config in ways(problem).items() if config is not None]
     if not fused:
         raise ValueError(
-            f"no fused kernel runs {problem.op} of [{problem.m}, {problem.k}] @ [{problem.k}, {problem.n}] on "
-            f"{problem.world} ranks; use bfloat16 or float16, and multiples of 8 for K and N"
+            f"no fused kernel runs {problem.op} of [{problem.m}, {problem.k}] @ [{problem.k}, {problem.n}] "
+            f"on {problem.world} ranks; use bfloat16 or float16, and multiples of 8 for K and N"
         )
     way = choose(problem, points)
     return way if way in fused else fused[0]

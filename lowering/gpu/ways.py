@@ -1,7 +1,7 @@
 """All ways to run a dense call on GPUs: fused kernels in several configurations, and what they replace.
 
-A way has a name, which is equal on all ranks and in every table. Whether it can run depends on nothing but the
-problem, so that all ranks find the same ways.
+A way has a name, which is equal on all ranks and in every table. Whether it can run depends on nothing but
+the problem, so that all ranks find the same ways.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import TypeAlias
 
 import torch
 
-from autofuse.native_kernels.triton.gather_matmul import FewConfig, GatherConfig, few_needs, gather_needs
+from autofuse.native_kernels.triton.gather_matmul import GatherConfig, gather_needs
+from autofuse.native_kernels.triton.gather_matmul_few import FewConfig, few_needs
 from autofuse.native_kernels.triton.matmul_packets import PacketsConfig, packets_needs
 from autofuse.native_kernels.triton.matmul_reduce import ReduceConfig, reduce_needs
 from autofuse.native_kernels.triton.memory import LONGEST_ROW, Need, cdiv
@@ -41,8 +42,8 @@ _KINDS: dict[type, str] = {
 class Problem:
     """A dense call: `[m, k] @ [k, n]` on every rank, of 16-bit floats.
 
-    m: rows of the product: all tokens, of a gather too. dim, outer: which rows (columns) belong to whom.
-    aligned: operands are as TMA loads them; in a captured graph or not makes no difference.
+    m: rows of the product: all tokens, of a gather too. programs: that run at once. dim, outer: which rows
+    (columns) belong to whom. aligned: operands are as TMA loads them.
     """
 
     op: str

@@ -1,8 +1,9 @@
 """Memory that the GPUs of one group map, and the rules of its use: who makes it, how it grows, what fails.
 
-Made when a group first needs it, by all its ranks together; grown to powers of two when a call needs more, never
-while a CUDA graph is captured, and never freed, since a captured graph may use it again. Calls of one group run one
-after another, whatever streams they are on: kernels that wait for each other must not run two at once.
+Made when a group first needs it, by all its ranks together; grown to powers of two when a call needs more,
+never while a CUDA graph is captured, and never freed, since a captured graph may use it again. Calls of one
+group run one after another, whatever streams they are on: kernels that wait for each other must not run two
+at once.
 """
 
 from __future__ import annotations
@@ -43,7 +44,10 @@ _WAITS = {1: "to add its part", 2: "to send a sum", 3: "to send its part"}
 
 
 class GpuWorkspace:
-    """The memory of `group` on this rank's device. Raises NotShared on all ranks if one of them cannot take part."""
+    """The memory of `group` on this rank's device.
+
+    Raises NotShared on all ranks if one of them cannot take part.
+    """
 
     def __init__(self, group: ProcessGroup, device: torch.device) -> None:
         self.group, self.device = group, device
@@ -66,8 +70,8 @@ class GpuWorkspace:
                 )
             if digest != sources_digest():
                 raise RuntimeError(
-                    f"group {self.group_name}: ranks {self.rank} and {r} run different versions of autofuse; install "
-                    f"the same on all"
+                    f"group {self.group_name}: ranks {self.rank} and {r} run different versions of autofuse; "
+                    f"install the same on all"
                 )
         self._record = torch.zeros(RECORD_WORDS, dtype=torch.int32).pin_memory()
         self._state = torch.zeros(STATE_WORDS, dtype=torch.int64, device=device)
@@ -82,10 +86,10 @@ class GpuWorkspace:
         return int(torch.cuda.get_device_properties(self.device).multi_processor_count)
 
     def enter(self, op: str, site: str, need: Need, kernel: Hashable) -> tuple[PeerMemory, int, bool] | None:
-        """Before a launch: the memory, the site's number, and whether `kernel` is new: to be compiled, and then all
-        ranks meet. None while a graph is captured if the memory would have to grow or the kernel is new.
+        """Before a launch: the memory, the site's number, and whether `kernel` is new.
 
-        Raises RuntimeError if an earlier call has failed: on this rank a wait gave up, or another rank did.
+        A new kernel is to be compiled, and then all ranks meet. None while a CUDA graph is captured if the
+        kernel is new or the memory would have to grow. RuntimeError if an earlier call here has failed.
         """
         self.check()
         capturing = torch.cuda.is_current_stream_capturing()
@@ -124,8 +128,8 @@ class GpuWorkspace:
             self._failure = (
                 f"{site}, rank {self.rank} of group {self.group_name}: rank {source} did not come "
                 f"{_WAITS.get(code % 8, '')} (tile {index}, call {epoch}) within {self._limit:g} s "
-                f"(AUTOFUSE_TIMEOUT_S sets the limit). What this op and later ones returned is not to be used; "
-                f"has rank {source} ended, or does it run another program?"
+                f"(AUTOFUSE_TIMEOUT_S sets the limit). What this op and later ones returned is not to be "
+                f"used; has rank {source} ended, or does it run another program?"
             )
         if self._failure is not None:
             raise RuntimeError(self._failure)
@@ -145,7 +149,7 @@ class GpuWorkspace:
             nbytes = getattr(capacity, name)
             have = getattr(old, name) if old is not None else None
             if have is not None and have.views[0].numel() >= nbytes:
-                return have  # type: ignore[no-any-return]
+                return have
             return self._region(max(nbytes, 16))
 
         def local(name: str, dtype: torch.dtype) -> Tensor:
@@ -186,8 +190,8 @@ def _bucket(size: int) -> int:
 def workspace_for(group_name: str, device: torch.device) -> GpuWorkspace:
     """The workspace of a group; made on first use, by all its ranks together.
 
-    Raises NotShared on all ranks when one of them cannot take part, RuntimeError when one does not come or fails; the
-    same at every later try.
+    Raises NotShared on all ranks when one of them cannot take part, RuntimeError when one does not come or
+    fails; the same at every later try.
     """
     group = resolve_group(group_name)
     found = _workspaces.get(group)

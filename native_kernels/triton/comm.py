@@ -10,13 +10,14 @@
     put_packets   payload and epoch in one 8-byte store: no signal, no barrier
     take_packets  read such packets as soon as they carry the epoch of this call
 
-Counters are int32 in memory that peers map (torch symmetric memory), and count from 0 in every call; who waited sets
-them back to 0. A call uses the half of the memory that `epoch % 2` says, so that a rank that runs ahead never
-touches what its peers still read: every rank waits, in every call, for a signal of every peer.
+Counters are int32 in memory that peers map (torch symmetric memory), and count from 0 in every call; who
+waited sets them back to 0. A call uses the half of the memory that `epoch % 2` says, so that a rank that runs
+ahead never touches what its peers still read: every rank waits, in every call, for a signal of every peer.
 
-Waits are bounded. `state` is local int64 memory: [0] the nanoseconds that a wait may take,
-[1] address of the failure record in host memory (int32 [8]), [2] raised once a wait gave up: later waits return at
-once, [3] the epoch, [4] programs that finished, [5] to [7] for the kernel, 0 at its start. The record says (raised, code, peer, counter's index, epoch); whoever launched the kernel reads it.
+Waits are bounded. `state` is local int64 memory: [0] the nanoseconds that a wait may take, [1] address of the
+failure record in host memory (int32 [8]), [2] raised once a wait gave up: later waits return at once, [3] the
+epoch, [4] programs that finished, [5] to [7] for the kernel, 0 at its start. The record says (raised, code,
+peer, counter's index, epoch); whoever launched the kernel reads it.
 
 Ordering, as PTX has it: a signal is CTA barrier, then one thread's `red.release.sys`; a wait is one thread's
 `ld.acquire.sys`, then a CTA barrier. After TMA stores `stored` comes first. The interpreter has no PTX: under
@@ -82,7 +83,8 @@ def signal_all(addresses, world, offset, skip):
             mov.u32 $0, 0;
             }""",
             "=r,l,r,r,r",
-            [addresses.to(tl.int64), tl.cast(world, tl.int32), tl.cast(offset, tl.int32), tl.cast(skip, tl.int32)],
+            [addresses.to(tl.int64), tl.cast(world, tl.int32), tl.cast(offset, tl.int32),
+             tl.cast(skip, tl.int32)],
             dtype=tl.int32, is_pure=False, pack=1,
         )  # fmt: skip
 
@@ -99,7 +101,7 @@ def prefetch(lines):
 
 @triton.jit
 def barrier():
-    """Of the program's threads; may stand in a loop that is software-pipelined, as the compiler does not see it."""
+    """Of the program's threads. May stand in a software-pipelined loop: the compiler does not see it."""
     if not INTERPRET:
         tl.inline_asm_elementwise(
             "bar.sync 0; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
@@ -118,8 +120,10 @@ def stored():
 
 @triton.jit
 def signal_stored(counter):
-    """As `stored`, then `signal`; without effect if the address `counter` (int64) is 0. May stand in a loop that
-    is software-pipelined, since the compiler sees neither an atomic nor a barrier."""
+    """As `stored`, then `signal`; without effect if the address `counter` (int64) is 0.
+
+    May stand in a software-pipelined loop, since the compiler sees neither an atomic nor a barrier.
+    """
     if INTERPRET:
         if counter != 0:
             tl.atomic_add(counter.to(tl.pointer_type(tl.int32)), 1, sem="release", scope="sys")
@@ -211,8 +215,9 @@ def wait_all(counters, stride, count, target, state, code, source, index, epoch)
             mov.u32 $0, 0;
             }""",
             "=r,l,r,r,r,l,r,r,r,r",
-            [counters.to(tl.int64), tl.cast(stride * 4, tl.int32), tl.cast(count, tl.int32), tl.cast(target, tl.int32), state.to(tl.int64),
-             tl.cast(code, tl.int32), tl.cast(source, tl.int32), tl.cast(index, tl.int32), epoch],
+            [counters.to(tl.int64), tl.cast(stride * 4, tl.int32), tl.cast(count, tl.int32),
+             tl.cast(target, tl.int32), state.to(tl.int64), tl.cast(code, tl.int32),
+             tl.cast(source, tl.int32), tl.cast(index, tl.int32), epoch],
             dtype=tl.int32, is_pure=False, pack=1,
         )  # fmt: skip
 
@@ -225,7 +230,7 @@ def begin(state):
 
 @triton.jit
 def finish(state, epoch, programs):
-    """The last act of every program; the last of them ends the epoch. Words 5 to 7 of `state` are 0 again."""
+    """The last act of a program; the last program ends the epoch and sets words 4 to 7 of `state` to 0."""
     tl.debug_barrier()
     if tl.atomic_add(state + 4, 1, sem="acq_rel", scope="gpu") == programs - 1:
         for word in tl.static_range(4, 8):
@@ -254,7 +259,7 @@ def nanoseconds():
 
 @triton.jit
 def pack(values):
-    """Pairs of 16-bit values `[.., R, C]` as int32 `[.., R, C / 2]`."""
+    """Pairs of 16-bit values `[R, C]` as uint32 `[R, C / 2]`, the first in the low half."""
     rows: tl.constexpr = values.shape[0]
     cols: tl.constexpr = values.shape[1] // 2
     low, high = tl.split(tl.reshape(values, (rows, cols, 2)))
@@ -307,10 +312,11 @@ def take_packets(at, epoch, mask, state, code, sources, index):
 
 @triton.jit
 def stamp(trace, program, event, kind, rank, tile, TRACE: tl.constexpr, EVENTS: tl.constexpr):
-    """With TRACE, write event `event` of a program: the time, and kind << 32 | rank << 24 | tile. The next event.
+    """With TRACE, write event number `event` of a program: the time, and kind << 32 | rank << 24 | tile.
 
-    trace: int64 [programs, EVENTS, 2], zero at first; events beyond EVENTS overwrite the last. rank: whose tile
-    it is, or who was waited for; -1: all ranks. `autofuse.timeline` reads it.
+    trace: int64 [programs, EVENTS, 2], zero at first; events beyond EVENTS overwrite the last. rank: whose
+    tile it is, or who was waited for; -1: all ranks. Returns the number of the next event.
+    `autofuse.timeline` reads it.
     """
     if TRACE:
         at = trace + (program * EVENTS + tl.minimum(event, EVENTS - 1)) * 2

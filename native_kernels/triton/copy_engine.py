@@ -1,8 +1,8 @@
 """Copy engines move a part to all peers, beside a kernel that waits for the counters they set.
 
-T3's dma: no SM moves data. Every copy is followed by a store of 1 to a counter of the receiver. The receiver's
-kernel sets its counters back to 0 and gives credit; a sender waits for it before it stores again. Nothing depends
-on the number of the call, so that a captured graph can be replayed.
+T3's dma: no SM moves data. Every copy is followed by a store of 1 to a counter of the receiver. The
+receiver's kernel sets its counters back to 0 and gives credit; a sender waits for it before it stores again.
+Nothing depends on the number of the call, so that a captured graph can be replayed.
 """
 
 import torch
@@ -10,13 +10,15 @@ from torch import Tensor
 
 from .memory import PeerMemory
 
-
 FIRST_CREDIT = 8192
-"""Where the words of credit lie among the copy signals: behind all counters. `FIRST_CREDIT + W` words in all."""
+"""Where the words of credit lie among the copy signals, behind all counters: `FIRST_CREDIT + W` in all."""
 
 
 class CopyEngine:
-    """The copy engines as one group uses them. RuntimeError where the CUDA driver's Python bindings are missing."""
+    """The copy engines as one group uses them.
+
+    RuntimeError where the Python bindings of the CUDA driver are missing.
+    """
 
     def __init__(self, memory: PeerMemory) -> None:
         try:
@@ -30,7 +32,7 @@ class CopyEngine:
         self._one = torch.ones(1, dtype=torch.int32, device=memory.state.device)
 
     def push(self, part: Tensor, slice_rows: int, slices: int) -> None:
-        """Start to store `part: [C, K]` into the memory of all peers, r + 1 first; then its counters."""
+        """Start to store `part: [C, K]` to all peers, r + 1 first; each slice, then its counter."""
         memory, stream = self._memory, self._stream
         chunk, k = part.shape
         stream.wait_stream(torch.cuda.current_stream())

@@ -2,13 +2,10 @@
 
     X = all_gather(x): [W * C, K], part c from rank c        Y = X @ w: [W * C, N]
 
-Parts are stored into the memory of all peers, r + 1 first, in slices of a few rows of tiles, each with one counter.
-Who moves them: programs that otherwise would wait, before they multiply; programs of their own; or copy engines that
-the host has set going (MOVERS = 0). The own part is multiplied first,
-from where it lies, then those of r - 1, r - 2, ..., whose slices arrive in that order.
-
-`gather_matmul_few`: all rows fit in one tile, and a program multiplies a piece of K of one tile; the pieces of a tile
-are added, in order, by the program that comes last.
+Parts are stored into the memory of all peers, r + 1 first, in slices of a few rows of tiles, each with one
+counter. Who moves them: programs that otherwise would wait, before they multiply; programs of their own; or
+copy engines that the host has set going (MOVERS = 0). The own part is multiplied first, from where it lies,
+then those of r - 1, r - 2, ..., whose slices arrive in that order.
 
 In either half of the memory of a rank: gathered [W, C, K] and the counters arrived [W, slices].
 """
@@ -26,20 +23,17 @@ from .comm import (
     ENDED,
     PUSHED,
     WAITED,
-    barrier,
     begin,
     fence_copies,
     finish,
     peer,
-    prefetch,
     signal,
     signal_all,
     stamp,
     wait,
-    wait_all,
 )
 from .copy_engine import FIRST_CREDIT, CopyEngine
-from .gemm import chunk_tile_at, load_operands
+from .gemm import add_pieces, chunk_tile_at, load_operands
 from .memory import EVENTS, LONGEST_ROW, Need, PeerMemory, cdiv, describe, describe_weight, is_tma, launch
 
 GATHERING = tl.constexpr(3)
@@ -51,7 +45,8 @@ def push(
     part, gathered, signals, rank, first, first_signal, elements, slices, slice_elements, mover,
     MOVERS: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Store this rank's part (`elements` elements, contiguous) into the memory of all peers, from element `first` on.
+    """Store this rank's part (`elements` elements, contiguous) into the memory of all peers, from element
+    `first` on.
 
     Mover number `mover` of MOVERS moves every MOVERS-th block of a slice and signals once a slice.
     """
@@ -69,35 +64,13 @@ def push(
 
 
 @triton.jit
-def push_to_all(
-    part,
-    gathered,
-    signals,
-    rank,
-    elements,
-    first,
-    first_signal,
-    mover,
-    MOVERS: tl.constexpr,
-    W: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """As `push` of one slice, to our own memory too, with all signals at the end."""
-    dtype: tl.constexpr = part.dtype.element_ty
-    for at in range(mover * BLOCK, elements, MOVERS * BLOCK):
-        o = at + tl.arange(0, BLOCK)
-        value = tl.load(part + o, mask=o < elements)
-        for i in tl.static_range(1, W + 1):
-            there = peer(gathered, (rank + i) % W, dtype) + first
-            tl.store(there + o, value, mask=o < elements)
-    signal_all(signals, W, first_signal + rank, -1)
-
-
-@triton.jit
 def reset(
     signals, rank, first, count, epoch, state, PROGRAMS: tl.constexpr, W: tl.constexpr, CREDIT: tl.constexpr
 ):
-    """`finish`, and `count` counters from `first` on are 0 again. CREDIT: tell all peers that they may store again."""
+    """As `finish`, with `count` counters from `first` on set back to 0.
+
+    CREDIT: tell all peers that they may store again.
+    """
     tl.debug_barrier()
     if tl.atomic_add(state + 6, 1, sem="acq_rel", scope="gpu") == PROGRAMS - 1:
         flags = peer(signals, rank, tl.int32) + first
@@ -111,8 +84,8 @@ def reset(
 @triton.jit(do_not_specialize=["rank", "site"])
 def gather_matmul(
     x, gathered_x, w, y, part, gathered, signals, out, pieces, done, state, trace,
-    M, N, K, rank, site, chunk, inner, stretch, rows, cols, slices, slice_elements, slice_rows, target, out_stride,
-    gathered_half, signals_half,
+    M, N, K, rank, site, chunk, inner, stretch, rows, cols, slices, slice_elements, slice_rows, target,
+    out_stride, gathered_half, signals_half,
     PROGRAMS: tl.constexpr, MOVERS: tl.constexpr, COMPUTING: tl.constexpr, W: tl.constexpr,
     TRANSPOSED: tl.constexpr, EXACT: tl.constexpr, PIECES: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BLOCK: tl.constexpr, CREDIT: tl.constexpr,
@@ -120,10 +93,11 @@ def gather_matmul(
 ):  # fmt: skip
     """Grid: PROGRAMS, of which the first MOVERS move and the last COMPUTING multiply; some may do both.
 
-    x, w: descriptors of the own part [C, K] and the weight; gathered_x: of the own gathered memory, both halves, [.., K];
-    y: of the output, used if EXACT (inner is a multiple of BM, and PIECES is 1); part, out: the own part and the output;
-    gathered, signals: int64 [W]; slice_rows: rows of tiles in a slice, of slice_elements elements; target: what the counter of a complete
-    slice shows; pieces: fp32, done: int32 [W * rows * cols], 0: as for `gather_matmul_few`.
+    x, gathered_x, w: descriptors of the own part [C, K], of the own gathered memory with all its halves [..,
+    K] and of the weight; y: of the output, used if EXACT (inner is a multiple of BM, and PIECES is 1); part,
+    out: the own part and the output; gathered, signals: int64 [W], addresses of those of all ranks;
+    slice_rows: rows of tiles in a slice, of slice_elements elements; target: what the counter of a complete
+    slice shows; pieces, done: as `add_pieces` has them, of W * rows * cols tiles.
     """
     program = tl.program_id(0)
     epoch = begin(state)
@@ -135,9 +109,8 @@ def gather_matmul(
     event = stamp(trace, program, event, BEGUN, rank, 0, TRACE, EVENTS)
     if program < MOVERS:
         push(
-            part, gathered, signals, rank, (first_row + rank * chunk).to(tl.int64) * K, first_signal, chunk * K,
-            slices, slice_elements, program,
-            MOVERS, W, BLOCK,
+            part, gathered, signals, rank, (first_row + rank * chunk).to(tl.int64) * K, first_signal,
+            chunk * K, slices, slice_elements, program, MOVERS, W, BLOCK,
         )  # fmt: skip
         event = stamp(trace, program, event, PUSHED, -1, 0, TRACE, EVENTS)
     turn = PROGRAMS - 1 - program
@@ -145,8 +118,8 @@ def gather_matmul(
         # Those that move turn to parts that are still on their way.
         arrived = peer(signals, rank, tl.int32) + first_signal
         event = multiply(
-            x, w, y, out, pieces, done, trace, event, K, N, 0, rank, inner, stretch, rows, cols, 0, rows, turn,
-            out_stride, W, COMPUTING, TRANSPOSED, EXACT, PIECES, BM, BN, BK, TRACE, EVENTS,
+            x, w, y, out, pieces, done, trace, event, K, N, 0, rank, inner, stretch, rows, cols, 0, rows,
+            turn, out_stride, W, COMPUTING, TRANSPOSED, EXACT, PIECES, BM, BN, BK, TRACE, EVENTS,
         )  # fmt: skip
         before = rows * cols * PIECES
         for unit in range(slices, W * slices):
@@ -170,9 +143,9 @@ def gather_matmul(
                 fence_copies()
                 event = stamp(trace, program, event, WAITED, source, piece, TRACE, EVENTS)
                 event = multiply(
-                    gathered_x, w, y, out, pieces, done, trace, event, K, N, first_row + source * chunk, source,
-                    inner, stretch, rows, cols, first, here, start, out_stride, W, COMPUTING, TRANSPOSED, EXACT, PIECES,
-                    BM, BN, BK, TRACE, EVENTS,
+                    gathered_x, w, y, out, pieces, done, trace, event, K, N, first_row + source * chunk,
+                    source, inner, stretch, rows, cols, first, here, start, out_stride, W, COMPUTING,
+                    TRANSPOSED, EXACT, PIECES, BM, BN, BK, TRACE, EVENTS,
                 )  # fmt: skip
     event = stamp(trace, program, event, ENDED, rank, 0, TRACE, EVENTS)
     reset(signals, rank, first_signal, W * slices, epoch, state, PROGRAMS, W, CREDIT)
@@ -180,14 +153,15 @@ def gather_matmul(
 
 @triton.jit
 def multiply(
-    x, w, y, out, pieces, done, trace, event, K, N, at, source, inner, stretch, rows, cols, first, here, start,
-    out_stride, W: tl.constexpr, COMPUTING: tl.constexpr, TRANSPOSED: tl.constexpr, EXACT: tl.constexpr, PIECES: tl.constexpr,
+    x, w, y, out, pieces, done, trace, event, K, N, at, source, inner, stretch, rows, cols, first, here,
+    start, out_stride, W: tl.constexpr, COMPUTING: tl.constexpr,
+    TRANSPOSED: tl.constexpr, EXACT: tl.constexpr, PIECES: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TRACE: tl.constexpr, EVENTS: tl.constexpr,
 ):  # fmt: skip
     """Pieces `start, start + COMPUTING, ...` of `here` rows of tiles, from row `first` of a part on.
 
-    The part of `source` begins in row `at` of x; its rows are digit `source` of (outer, W, inner) rows of X. Pieces
-    of one tile come one after another.
+    The part of `source` begins in row `at` of x; its rows are digit `source` of (outer, W, inner) rows of X.
+    Pieces of one tile come one after another.
     """
     program = tl.program_id(0)
     blocks = tl.cdiv(tl.cdiv(K, BK), PIECES)
@@ -218,97 +192,13 @@ def multiply(
     return event
 
 
-@triton.jit
-def add_pieces(pieces, done, acc, tile, piece, where, inside, PIECES: tl.constexpr):
-    """Put a piece aside; the program that does so last adds all pieces of the tile, in order, and stores the sum."""
-    BM: tl.constexpr = acc.shape[0]
-    BN: tl.constexpr = acc.shape[1]
-    at = (
-        pieces
-        + tile.to(tl.int64) * (PIECES * BM * BN)
-        + tl.arange(0, BM)[:, None] * BN
-        + tl.arange(0, BN)[None, :]
-    )
-    tl.store(at + piece * (BM * BN), acc)
-    barrier()
-    if tl.atomic_add(done + tile, 1, sem="acq_rel", scope="gpu") == PIECES - 1:
-        barrier()
-        total = tl.load(at)
-        for i in tl.static_range(1, PIECES):
-            total += tl.load(at + i * (BM * BN))
-        tl.store(where, total.to(where.dtype.element_ty), mask=inside)
-        tl.store(done + tile, 0)
-
-
-@triton.jit(do_not_specialize=["rank", "site"])
-def gather_matmul_few(
-    gathered_x, w, weight, part, gathered, signals, out, pieces, done, state, trace,
-    M, N, K, rank, site, chunk, cols, per_piece, w_row, w_col, out_stride,
-    gathered_half, signals_half,
-    PROGRAMS: tl.constexpr, MOVERS: tl.constexpr, AHEAD: tl.constexpr, W: tl.constexpr,
-    TRANSPOSED: tl.constexpr, PIECES: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BLOCK: tl.constexpr,
-    TRACE: tl.constexpr, EVENTS: tl.constexpr,
-):  # fmt: skip
-    """Grid: PROGRAMS >= cols * PIECES, all of which move and multiply. M <= BM.
-
-    pieces: fp32 [tiles, PIECES, BM, BN]; done: int32 [tiles], 0; per_piece: blocks of K in a piece.
-    """
-    program = tl.program_id(0)
-    epoch = begin(state)
-    first_row = epoch % 2 * gathered_half
-    first_signal = epoch % 2 * signals_half
-    event = 0
-    event = stamp(trace, program, event, BEGUN, rank, 0, TRACE, EVENTS)
-    if program < MOVERS:
-        push_to_all(
-            part, gathered, signals, rank, chunk * K, (first_row + rank * chunk).to(tl.int64) * K, first_signal,
-            program, MOVERS, W, BLOCK,
-        )  # fmt: skip
-        event = stamp(trace, program, event, PUSHED, -1, 0, TRACE, EVENTS)
-    if program < cols * PIECES:
-        col = program % cols
-        piece = program // cols
-        # The weight comes from memory while X is on its way.
-        at = col * BN * w_row + piece * per_piece * BK * w_col
-        LINE: tl.constexpr = 64  # elements of 128 bytes
-        for ahead in range(AHEAD):
-            if TRANSPOSED:
-                lines = (
-                    tl.arange(0, BN)[:, None] * w_row
-                    + (ahead * BK + tl.arange(0, BK // LINE)[None, :] * LINE) * w_col
-                )
-            else:
-                lines = (ahead * BK + tl.arange(0, BK)[:, None]) * w_col + tl.arange(0, BN // LINE)[
-                    None, :
-                ] * LINE * w_row
-            if ahead < per_piece:
-                prefetch(weight + at + lines)
-        arrived = peer(signals, rank, tl.int32) + first_signal
-        wait_all(arrived, 1, W, MOVERS, state, site * 8 + GATHERING, 0, program, epoch)
-        fence_copies()
-        event = stamp(trace, program, event, WAITED, -1, 0, TRACE, EVENTS)
-        acc = tl.zeros((BM, BN), tl.float32)
-        first = piece * per_piece
-        for block in range(first, tl.minimum(first + per_piece, tl.cdiv(K, BK))):
-            a, b = load_operands(gathered_x, w, first_row, col * BN, block * BK, TRANSPOSED)
-            acc = tl.dot(a, b, acc)
-        r = tl.arange(0, BM)[:, None]
-        c = col * BN + tl.arange(0, BN)[None, :]
-        where = out + r * out_stride + c
-        inside = (r < M) & (c < N)
-        if PIECES > 1:
-            add_pieces(pieces, done, acc, col, piece, where, inside, PIECES)
-        else:
-            tl.store(where, acc.to(out.dtype.element_ty), mask=inside)
-        event = stamp(trace, program, event, COMPUTED, -1, program, TRACE, EVENTS)
-    event = stamp(trace, program, event, ENDED, rank, 0, TRACE, EVENTS)
-    reset(signals, rank, first_signal, W, epoch, state, PROGRAMS, W, False)
-
-
 @dataclass(frozen=True)
 class GatherConfig:
-    """How `gather_matmul` runs. movers: 0 for copy engines; shared: movers multiply too; slices: of a part; pieces: of K."""
+    """How `gather_matmul` runs.
+
+    movers: programs that move, 0 for copy engines; shared: movers multiply too; slices: of a part; pieces: of
+    K.
+    """
 
     bm: int = 128
     bn: int = 256
@@ -319,19 +209,6 @@ class GatherConfig:
     shared: bool = False
     slices: int = 1
     pieces: int = 1
-
-
-@dataclass(frozen=True)
-class FewConfig:
-    """How `gather_matmul_few` runs. pieces: of K; movers: programs that move; ahead: blocks of the weight prefetched."""
-
-    bn: int = 64
-    bk: int = 128
-    warps: int = 4
-    stages: int = 4
-    pieces: int = 4
-    movers: int = 32
-    ahead: int = 4
 
 
 BLOCK = 1024
@@ -367,13 +244,14 @@ def launch_gather_matmul(
     trace: Tensor | None = None,
     compile_only: bool = False,
 ) -> Tensor:
-    """`out = X @ w`. part: [C, K], contiguous; w: [K, N], either way round; out: [W * C, N].
+    """`out = X @ w`. part: [C, K], contiguous; w: [K, N], either way round; out: [W * C, N]; 16-bit floats.
 
-    Rows of X are (outer, W, inner), those of `part` digit r of the middle.
+    Rows of X are (outer, W, inner), those of `part` digit r of the middle. Without movers `engine` moves;
+    without `credit` its peers wait before their next call until it gives them credit.
 
-    Returns where the parts of the peers lie, `[W * C, K]`, until the next call but one (the next, with copy engines);
-    the own part is not there. Without movers `engine` moves; without `credit` its peers wait before their next call until
-    it gives them credit.
+    Returns the own gathered memory, where the parts of the peers (not the own one) lie until the next call
+    but one: [H + W * C, K], those of odd epochs from row H on. With copy engines H is 0, and the next call
+    stores there.
     """
     (chunk, k), n, world, rank = part.shape, w.shape[1], memory.world, memory.rank
     inner, cols = chunk // outer, cdiv(n, config.bn)
@@ -406,54 +284,12 @@ def launch_gather_matmul(
         PROGRAMS=programs, MOVERS=config.movers,
         COMPUTING=programs if config.shared or not config.movers else programs - config.movers, W=world,
         TRANSPOSED=transposed, EXACT=exact, PIECES=config.pieces,
-        BM=config.bm, BN=config.bn, BK=config.bk, BLOCK=BLOCK * config.warps, CREDIT=credit and not config.movers,
+        BM=config.bm, BN=config.bn, BK=config.bk, BLOCK=BLOCK * config.warps,
+        CREDIT=credit and not config.movers,
         TRACE=trace is not None, EVENTS=EVENTS,
         num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
     if not config.movers and not compile_only:
         assert engine is not None
         engine.join()
-    return gathered
-
-
-def few_needs(chunk: int, k: int, n: int, itemsize: int, world: int, config: FewConfig) -> Need:
-    """What a call of `gather_matmul_few` uses."""
-    rows, cols = max(16, triton.next_power_of_2(world * chunk)), cdiv(n, config.bn)
-    return Need(
-        inbox=2 * (world * chunk * k * itemsize + LONGEST_ROW),
-        signals=2 * 4 * world,
-        pieces=config.pieces * rows * cols * config.bn,
-        done=cols,
-    )
-
-
-def launch_gather_matmul_few(
-    memory: PeerMemory,
-    part: Tensor,
-    w: Tensor,
-    out: Tensor,
-    config: FewConfig,
-    site: int = 0,
-    trace: Tensor | None = None,
-    compile_only: bool = False,
-) -> Tensor:
-    """As `launch_gather_matmul` with outer = 1, for `W * C <= 128` rows and `cols * pieces <= memory.programs`; all parts are there."""
-    (chunk, k), n, world, rank = part.shape, w.shape[1], memory.world, memory.rank
-    rows, cols = max(16, triton.next_power_of_2(world * chunk)), cdiv(n, config.bn)
-    half = memory.inbox.half(part.dtype) // k
-    gathered = memory.inbox.matrix(rank, part.dtype, 0, half + world * chunk, k)
-    weight, transposed = describe_weight(w, config.bk, config.bn)
-    programs = cols * config.pieces
-    launch(
-        gather_matmul_few, programs, compile_only,
-        describe(gathered, rows, config.bk), weight, w, part, memory.inbox.addresses, memory.signals.addresses,
-        out, memory.pieces, memory.done, memory.state, memory.state if trace is None else trace,
-        world * chunk, n, k, rank, site, chunk, cols, cdiv(cdiv(k, config.bk), config.pieces),
-        w.stride(1), w.stride(0), out.stride(0), half, memory.signals.half(torch.int32),
-        PROGRAMS=programs, MOVERS=min(config.movers, programs), AHEAD=config.ahead, W=world,
-        TRANSPOSED=transposed, PIECES=config.pieces,
-        BM=rows, BN=config.bn, BK=config.bk, BLOCK=BLOCK,
-        TRACE=trace is not None, EVENTS=EVENTS,
-        num_warps=config.warps, num_stages=config.stages,
-    )  # fmt: skip
     return gathered

@@ -1,13 +1,15 @@
 """What the matmul kernels share: the order of tiles, and loading blocks.
 
-Plans become closed forms here (tests/kernels compares them). A matrix is cut into a chunk a rank, a chunk into
-`rows x cols` tiles. A rank visits all chunks in turn, `direct` those of peers `r + 1, r + 2, ...` and its own last,
-and at every visit computes `visit` tiles; so that tiles for all peers leave all the time, and own tiles too can
-be reduced before the end.
+Plans become closed forms here (tests/kernels compares them). A matrix is cut into a chunk a rank, a chunk
+into `rows x cols` tiles. A rank visits all chunks in turn, `direct` those of peers `r + 1, r + 2, ...` and
+its own last, and at every visit computes `visit` tiles; so that tiles for all peers leave all the time, and
+own tiles too can be reduced before the end.
 """
 
 import triton
 import triton.language as tl
+
+from .comm import barrier
 
 DIRECT = tl.constexpr(0)
 RING = tl.constexpr(1)
@@ -39,7 +41,7 @@ def tile_at(t, rank, world, rows, cols, visit, ORDER: tl.constexpr):
 
 @triton.jit
 def chunk_tile_at(t, rows, cols):
-    """Tile number `t` of a chunk, (row, column): down the columns of GROUP rows at a time, which stay in the cache."""
+    """Tile number `t` of a chunk, (row, column): down GROUP rows at a time, which stay in the cache."""
     first = t // (GROUP * cols) * GROUP
     here = tl.minimum(GROUP, rows - first)
     t = t % (GROUP * cols)
@@ -48,10 +50,35 @@ def chunk_tile_at(t, rows, cols):
 
 @triton.jit
 def load_operands(x, w, row, col, k, TRANSPOSED: tl.constexpr):
-    """Blocks `[BM, BK]` of x and `[BK, BN]` of the weight, which is stored [N, K] if TRANSPOSED, else [K, N]."""
+    """Blocks `[BM, BK]` of x and `[BK, BN]` of the weight, stored as [N, K] if TRANSPOSED, else as [K, N]."""
     a = x.load([row, k])
     if TRANSPOSED:
         b = w.load([col, k]).T
     else:
         b = w.load([k, col])
     return a, b
+
+
+@triton.jit
+def add_pieces(pieces, done, acc, tile, piece, where, inside, PIECES: tl.constexpr):
+    """Put a piece aside; who does so last adds all pieces of the tile, in order, and stores the sum.
+
+    pieces: fp32 [tiles, PIECES, BM, BN]; done: int32 [tiles], 0 before and after.
+    """
+    BM: tl.constexpr = acc.shape[0]
+    BN: tl.constexpr = acc.shape[1]
+    at = (
+        pieces
+        + tile.to(tl.int64) * (PIECES * BM * BN)
+        + tl.arange(0, BM)[:, None] * BN
+        + tl.arange(0, BN)[None, :]
+    )
+    tl.store(at + piece * (BM * BN), acc)
+    barrier()
+    if tl.atomic_add(done + tile, 1, sem="acq_rel", scope="gpu") == PIECES - 1:
+        barrier()
+        total = tl.load(at)
+        for i in tl.static_range(1, PIECES):
+            total += tl.load(at + i * (BM * BN))
+        tl.store(where, total.to(where.dtype.element_ty), mask=inside)
+        tl.store(done + tile, 0)

@@ -2,10 +2,10 @@
 
     P = x @ w: [M, N]      Y = sum over ranks of P, fp32, rounded once
 
-All SMs stream the weight; a program owns BN columns and all M <= BM rows. As soon as a tile of P is complete it goes
-out as packets of two values and the epoch: to everybody (ONCE), who then adds the W parts, or rows
-`[d * C, (d + 1) * C)` to rank d, who adds them and, for all_reduce, sends the sums to everybody as packets again.
-No barrier, no flag, and nothing to reset: a packet of another epoch has not arrived.
+All SMs stream the weight; a program owns BN columns and all M <= BM rows. As soon as a tile of P is complete
+it goes out as packets of two values and the epoch: to everybody (ONCE), who then adds the W parts, or rows
+`[d * C, (d + 1) * C)` to rank d, who adds them and, for all_reduce, sends the sums to everybody as packets
+again. No barrier, no flag, and nothing to reset: a packet of another epoch has not arrived.
 
 In either half of the memory of a rank: packets [2, W, rows, N / 2] (int64), parts first, then sums.
 """
@@ -43,13 +43,13 @@ COPYING = tl.constexpr(2)
 def matmul_packets(
     x, w, out, packets, state, trace, M, N, K, rank, site, chunk, slot, pitch, packets_half,
     PROGRAMS: tl.constexpr, W: tl.constexpr, ONCE: tl.constexpr, ALL: tl.constexpr, TRANSPOSED: tl.constexpr,
-    MEAN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BC: tl.constexpr, SOURCES: tl.constexpr,
-    TRACE: tl.constexpr, EVENTS: tl.constexpr,
+    MEAN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BC: tl.constexpr,
+    SOURCES: tl.constexpr, TRACE: tl.constexpr, EVENTS: tl.constexpr,
 ):  # fmt: skip
     """Grid: PROGRAMS. x, w: descriptors; packets: int64 [W], addresses of the packet memory of all ranks.
 
-    pitch: N / 2; chunk: rows of a rank (M if ONCE), BC the power of two above; slot: packets from one source; SOURCES: the power of
-    two above W.
+    pitch: N / 2; chunk: rows of a rank (M if ONCE), BC the power of two above; slot: packets from one source;
+    SOURCES: the power of two above W.
     """
     program = tl.program_id(0)
     epoch = begin(state)
@@ -159,9 +159,10 @@ def launch_matmul_packets(
     trace: Tensor | None = None,
     compile_only: bool = False,
 ) -> None:
-    """`out = sum (mean) over ranks of x @ w`: all of it, `[M, N]`, or this rank's rows of it; 16 bits each, N even.
+    """`out = sum (mean) over ranks of x @ w`: all of it, `[M, N]`, or this rank's rows of it.
 
-    x: [M, K], row-major; w: [K, N], either way round; both as `is_tma` wants them; out is contiguous.
+    x: [M, K], row-major; w: [K, N], either way round; both as `is_tma` wants them; out is contiguous. 16-bit
+    floats, N even.
     """
     (m, k), n, world = x.shape, w.shape[1], memory.world
     rows = max(16, triton.next_power_of_2(m))

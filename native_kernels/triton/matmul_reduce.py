@@ -1,15 +1,16 @@
 """matmul_all_reduce and matmul_reduce_scatter of many tokens: one persistent kernel.
 
-    P = x @ w: [M, N] on every rank, chunk c of it belongs to rank c     Y = sum over ranks of P, in rank order, fp32
+    P = x @ w: [M, N] on every rank; chunk c belongs to rank c
+    Y = sum over ranks of P, fp32, in rank order, rounded once
 
-Tiles of P are stored by TMA straight into the inbox of their owner (own tiles too) and signalled one tile later, when
-the store has long completed, so that neither NVLink nor a fence ever stops the tensor cores. Programs that
-only communicate, and all others once they are out of tiles, take tickets in the order in which things are complete: a
-ticket is BT rows of a tile of the own chunk, which are added up and, for all_reduce, sent to all; or as many of a
-peer's chunk, copied from where they arrived to the output.
+Tiles of P are stored by TMA straight into the inbox of their owner (own tiles too) and signalled one tile
+later, when the store has long completed, so that neither NVLink nor a fence ever stops the tensor cores.
+Programs that only communicate, and all others once they are out of tiles, take tickets in the order in which
+things are complete: a ticket is BT rows of a tile of the own chunk, which are added up and, for all_reduce,
+sent to all; or as many of a peer's chunk, copied from where they arrived to the output.
 
-In either half of the memory of a rank: inbox [W, rows * BM, pitch], finished [W, rows * BM, pitch] (all_reduce), and
-the counters arrived [W, rows * cols], then ready [W, rows * cols * BM / BT].
+In either half of the memory of a rank: inbox [W, rows * BM, pitch], finished [W, rows * BM, pitch]
+(all_reduce), and the counters arrived [W, rows * cols], then ready [W, rows * cols * BM / BT].
 """
 
 from dataclasses import dataclass
@@ -45,7 +46,8 @@ COPYING = tl.constexpr(2)
 
 @triton.jit(do_not_specialize=["rank", "site"])
 def matmul_reduce(
-    x, w, inbox0, inbox1, inbox2, inbox3, inbox4, inbox5, inbox6, inbox7, out, inbox, finished, signals, state, trace,
+    x, w, inbox0, inbox1, inbox2, inbox3, inbox4, inbox5, inbox6, inbox7, out, inbox, finished, signals,
+    state, trace,
     M, N, K, rank, site, chunk_rows, chunk_cols, rows, cols, stretch, visit, lag, pitch, out_stride,
     inbox_half, finished_half, signals_half,
     COMPUTING: tl.constexpr, PROGRAMS: tl.constexpr, W: tl.constexpr, ORDER: tl.constexpr,
@@ -55,9 +57,11 @@ def matmul_reduce(
 ):  # fmt: skip
     """Grid: PROGRAMS, of which the first COMPUTING multiply.
 
-    x, w: descriptors; inbox0 to inbox7: W descriptors of the slot for this rank in the inbox of each
-    rank; inbox: address of the own inbox; finished, signals: int64 [W], addresses of those of all ranks;
-    inbox_half (rows), finished_half, signals_half (elements): where the other half begins.
+    x, w: descriptors; inbox0 to inbox7: W descriptors of the slot for this rank in the inbox of each rank;
+    inbox: address of the own inbox; finished, signals: int64 [W], addresses of those of all ranks; rows,
+    cols: tiles of a chunk; stretch: rows of tiles in a stretch of `outer`; visit: as in `tile_at`; lag: by
+    how many parts copying is behind reducing; pitch: elements of a row in inbox and finished; inbox_half
+    (rows), finished_half, signals_half (elements): where the other half begins.
     """
     program = tl.program_id(0)
     epoch = begin(state)
@@ -68,9 +72,9 @@ def matmul_reduce(
     event = stamp(trace, program, event, BEGUN, rank, 0, TRACE, EVENTS)
     if program < COMPUTING:
         event = compute(
-            x, w, (inbox0, inbox1, inbox2, inbox3, inbox4, inbox5, inbox6, inbox7), signals, K, rank, chunk_rows,
-            chunk_cols, rows, cols, stretch, visit, parity * inbox_half, parity * signals_half, program,
-            trace, COMPUTING, W, ORDER, BY_ROWS, TRANSPOSED, BM, BN, BK, TRACE, EVENTS,
+            x, w, (inbox0, inbox1, inbox2, inbox3, inbox4, inbox5, inbox6, inbox7), signals, K, rank,
+            chunk_rows, chunk_cols, rows, cols, stretch, visit, parity * inbox_half, parity * signals_half,
+            program, trace, COMPUTING, W, ORDER, BY_ROWS, TRANSPOSED, BM, BN, BK, TRACE, EVENTS,
         )  # fmt: skip
     dtype: tl.constexpr = out.dtype.element_ty
     PARTS: tl.constexpr = BM // BT
@@ -82,7 +86,7 @@ def matmul_reduce(
     r = tl.arange(0, BR)[:, None]
     c = tl.max_contiguous(tl.multiple_of(tl.arange(0, BN), BN), BN)[None, :]
     SOURCES: tl.constexpr = W if ALL else 1
-    # Few parts are all reduced first; of many, those of peers are copied `lag` later than our own are reduced.
+    # Few parts are all reduced first; of many, those of peers are copied `lag` later than ours are reduced.
     mixed = lag < parts
     tickets = (parts + lag) * SOURCES if mixed else parts * SOURCES
     # The next ticket is asked for ahead where that leaves enough for the others.
@@ -127,8 +131,8 @@ def matmul_reduce(
                 else:
                     value = tl.load(mine + source * rows * BM * pitch + here)
                 to, inside = place(
-                    source, row // stretch, row % stretch * BM + in_tile, col * BN + c, M, N, chunk_rows, chunk_cols,
-                    out_stride, BY_ROWS, ALL,
+                    source, row // stretch, row % stretch * BM + in_tile, col * BN + c, M, N, chunk_rows,
+                    chunk_cols, out_stride, BY_ROWS, ALL,
                 )  # fmt: skip
                 tl.store(out + to, value, mask=inside)
             if ALL:
@@ -147,18 +151,9 @@ def matmul_reduce(
 
 @triton.jit
 def place(
-    owner,
-    stretch,
-    row,
-    col,
-    M,
-    N,
-    chunk_rows,
-    chunk_cols,
-    out_stride,
-    BY_ROWS: tl.constexpr,
-    ALL: tl.constexpr,
-):
+    owner, stretch, row, col, M, N, chunk_rows, chunk_cols, out_stride,
+    BY_ROWS: tl.constexpr, ALL: tl.constexpr,
+):  # fmt: skip
     """Where row `row` of a stretch of the chunk of `owner` lies in the output, and whether it does."""
     if BY_ROWS:
         inside = (row < chunk_rows) & (col < N)
@@ -188,7 +183,7 @@ def compute(
     TRANSPOSED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     TRACE: tl.constexpr, EVENTS: tl.constexpr,
 ):  # fmt: skip
-    """The tiles `program, program + COMPUTING, ...`. Flattened, so that loads never pause between two tiles."""
+    """The tiles `program, program + COMPUTING, ...`; flattened, so that loads never pause between tiles."""
     dtype: tl.constexpr = x.dtype
     tiles = rows * cols
     unsignalled = tl.full((), 0, tl.int64)
@@ -217,7 +212,7 @@ def compute(
 
 @dataclass(frozen=True)
 class ReduceConfig:
-    """How `matmul_reduce` runs; measured, never guessed (`lowering/gpu/configs.py`).
+    """How `matmul_reduce` runs; measured, never guessed (`lowering/gpu/ways.py` has those in use).
 
     bm, bn, bk: a tile; communicating: programs that compute nothing; visit: tiles a visit (0: a share of the
     programs); bt: rows of a ticket, br: rows that are reduced at a time; by_rows: how an all_reduce is cut.
@@ -281,11 +276,11 @@ def launch_matmul_reduce(
     trace: Tensor | None = None,
     compile_only: bool = False,
 ) -> None:
-    """`out = sum (mean) over ranks of x @ w`: all of it, `[M, N]`, or this rank's rows (columns), 16 bits each.
+    """`out = sum (mean) over ranks of x @ w`: all of it, `[M, N]`, or this rank's rows (columns).
 
-    x: [M, K], row-major; w: [K, N], either way round; both as `is_tma` wants them. A rank's rows are digit r of
-    (outer, W, inner); columns are cut where `config.by_rows` is not set, and outer is 1. `memory` has what
-    `reduce_needs` says. Every rank of the group makes the same calls.
+    x: [M, K], row-major; w: [K, N], either way round; both as `is_tma` wants them; 16-bit floats. A rank's
+    rows are digit r of (outer, W, inner); columns are cut where `config.by_rows` is not set, and outer is 1.
+    `memory` has what `reduce_needs` says. Every rank of the group makes the same calls.
     """
     (m, k), n, world, rank, dtype = x.shape, w.shape[1], memory.world, memory.rank, x.dtype
     cut = _Cut.of(m, n, outer, world, config)

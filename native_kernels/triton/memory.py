@@ -1,4 +1,4 @@
-"""What the launchers take: the memory of a group, mapped by all its ranks, and how much of it a call needs."""
+"""What the launchers take: memory of a group, mapped by all its ranks, and how much of it a call needs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -12,7 +12,7 @@ EVENTS = 512
 """Events that a trace has room for, a program."""
 
 LONGEST_ROW = 1 << 20
-"""Bytes of a row in `inbox`. Halves begin with whole rows, so that so much at the end of a half stays unused."""
+"""Most bytes of a row in `inbox`: halves begin with whole rows, up to this is unused at a half's end."""
 
 STATE_WORDS, RECORD_WORDS = 8, 8
 """Lengths of `PeerMemory.state` (int64) and `PeerMemory.record` (int32); `comm` says what they hold."""
@@ -66,10 +66,10 @@ class Need:
 class PeerMemory:
     """Memory and counters of one group on one device; all counters and packets are 0 before the first call.
 
-    inbox: tiles and parts on their way, two halves; finished: sums on their way, two halves; packets: int64, two
-    halves, never used for anything else; copies: what copy engines store, one half; signals: int32 counters;
-    copy_signals: those of `copies`, and a word of credit a peer, 1 at first.
-    state, record: as `comm` has them; pieces: fp32, done: int32, local; programs: how many run at once.
+    inbox: tiles and parts on their way, two halves; finished: sums on their way, two halves; packets: int64,
+    two halves, never used for anything else; copies: what copy engines store, one half; signals: int32
+    counters; copy_signals: those of `copies`, and a word of credit a peer, 1 at first. state, record: as
+    `comm` has them; pieces: fp32, done: int32, local; programs: how many run at once.
     """
 
     rank: int
@@ -112,7 +112,7 @@ def is_tma(*matrices: Tensor) -> bool:
 
 
 def launch(kernel: Any, programs: int, compile_only: bool, *args: Any, **settings: Any) -> None:
-    """Starts `programs` programs that may wait for each other; or only compiles, so that no rank is late then."""
+    """Start `programs` programs that may wait for each other; or only compile, so that no rank is late."""
     if compile_only:
         kernel.warmup(*args, grid=(programs,), launch_cooperative_grid=True, **settings)
     else:

@@ -87,6 +87,22 @@ NIC0\tPXB\tPXB\t X
 """
 
 
+def test_gpus_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda i: "NVIDIA H200" if i < 2 else "NVIDIA L4")
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda i, j: True)
+    monkeypatch.setattr(checks.shutil, "which", lambda name: None)
+    monkeypatch.setattr(checks, "why_not", lambda device: None)
+    found = "3 x NVIDIA H200, NVIDIA L4"
+    assert only(checks._gpus)["gpus"] == Check("gpus", "ok", found)
+    monkeypatch.setattr(checks, "why_not", lambda device: "it is no Hopper" if device.index == 2 else None)
+    advice = "collectives on GPU 2 are kept: it is no Hopper"
+    assert only(checks._gpus)["gpus"] == Check("gpus", "limited", found, advice)
+    monkeypatch.setattr(checks, "why_not", lambda device: "no Triton")
+    assert only(checks._gpus)["gpus"].advice == "collectives on GPU 0, 1, 2 are kept: no Triton"
+
+
 def test_links_between_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     Done = namedtuple("Done", "stdout")
     monkeypatch.setattr(checks.shutil, "which", lambda name: name)

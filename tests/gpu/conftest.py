@@ -12,7 +12,7 @@ WORLDS = [2, 4, 8]
 
 @pytest.fixture(scope="session")
 def gpu_ranks() -> Iterator[Callable[[int], RankPool]]:
-    """`gpu_ranks(world)`: a pool that tests share; a new one after a failure. Skips where GPUs are too few."""
+    """`gpu_ranks(world)`: a pool that tests share; a new one after a failure. Skips with too few GPUs."""
     pools: dict[int, RankPool] = {}
 
     def pool(world: int) -> RankPool:

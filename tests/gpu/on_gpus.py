@@ -146,7 +146,7 @@ def many_calls(rank: int, world: int, calls: int, straggler: int) -> float:
 
 
 def replayed(rank: int, world: int, replays: int) -> float:
-    """A captured graph of an odd number of calls of every op, replayed; the largest error after each replay."""
+    """A captured graph of an odd number of calls of every op, replayed; the largest error of each replay."""
     cases, outputs = [], []
     for op, m in (
         ("matmul_all_reduce", 8),

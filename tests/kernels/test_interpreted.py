@@ -11,7 +11,8 @@ from dataclasses import replace
 
 import pytest
 
-from autofuse.native_kernels.triton.gather_matmul import GATHERING, FewConfig, GatherConfig
+from autofuse.native_kernels.triton.gather_matmul import GATHERING, GatherConfig
+from autofuse.native_kernels.triton.gather_matmul_few import FewConfig
 from autofuse.native_kernels.triton.matmul_packets import PacketsConfig
 from autofuse.native_kernels.triton.matmul_reduce import REDUCING
 from tests.kernels.calls import (

@@ -20,11 +20,8 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from autofuse.lowering.gpu.ways import DTYPES, SHARED_MEMORY, Config, Problem, needs, ways
-from autofuse.native_kernels.triton.gather_matmul import (
-    FewConfig,
-    launch_gather_matmul,
-    launch_gather_matmul_few,
-)
+from autofuse.native_kernels.triton.gather_matmul import launch_gather_matmul
+from autofuse.native_kernels.triton.gather_matmul_few import FewConfig, launch_gather_matmul_few
 from autofuse.native_kernels.triton.matmul_packets import PacketsConfig, launch_matmul_packets
 from autofuse.native_kernels.triton.matmul_reduce import ReduceConfig, launch_matmul_reduce
 from autofuse.native_kernels.triton.memory import EVENTS, PeerMemory, Region

@@ -16,6 +16,7 @@ pytestmark = [pytest.mark.wheel, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).resolve().parents[2]
 ROOMS = ("autofuse", "autofuse.passes", "autofuse.lowering", "autofuse.native_kernels")
+PACKAGES = (*ROOMS, "autofuse.lowering.gpu", "autofuse.native_kernels.triton")
 NOT_SOURCE = shutil.ignore_patterns(
     ".git", ".venv", ".*_cache", "build", "dist", "*.egg-info", "*.so", "__pycache__"
 )
@@ -24,7 +25,7 @@ PROBE = f"""
 import importlib.util, json, torch
 from torch._dynamo import list_backends
 by_entry_point = "autofuse" in list_backends()
-files = {{name: importlib.import_module(name).__file__ for name in {ROOMS!r}}}
+files = {{name: importlib.import_module(name).__file__ for name in {PACKAGES!r}}}
 import autofuse
 from autofuse.native_kernels import cpu
 print(json.dumps({{
@@ -137,7 +138,7 @@ def test_an_editable_install(tmp_path: Path) -> None:
     environment = Environment.create(tmp_path / "env")
     environment.install("-e", sources)
     found = environment.probe(tmp_path)
-    assert {Path(file).resolve() for file in found["files"].values()} == rooms_in(sources)
+    assert {Path(file).resolve() for file in found["files"].values()} == packages_in(sources)
     assert found["by_entry_point"]
     assert found["native"]
     assert not found["stray"]
@@ -146,7 +147,7 @@ def test_an_editable_install(tmp_path: Path) -> None:
 def test_a_script_in_a_checkout_that_is_not_installed(tmp_path: Path) -> None:
     sources = copy_of_sources(tmp_path / "sources")
     found = Environment.create(tmp_path / "env").probe(sources)
-    assert {Path(file).resolve() for file in found["files"].values()} == rooms_in(sources)
+    assert {Path(file).resolve() for file in found["files"].values()} == packages_in(sources)
 
 
 def test_without_a_compiler_it_installs_and_says_what_is_missing(tmp_path: Path) -> None:
@@ -154,9 +155,10 @@ def test_without_a_compiler_it_installs_and_says_what_is_missing(tmp_path: Path)
     environment = Environment.create(tmp_path / "env")
     environment.install(wheel)
     found = environment.probe(tmp_path)
-    assert set(found["files"]) == set(ROOMS)
+    assert set(found["files"]) == set(PACKAGES)
     assert not found["native"]
 
 
-def rooms_in(sources: Path) -> set[Path]:
-    return {sources / room / "__init__.py" for room in ("autofuse", "passes", "lowering", "native_kernels")}
+def packages_in(sources: Path) -> set[Path]:
+    folders = (package.split(".")[1:] or ["autofuse"] for package in PACKAGES)
+    return {sources.joinpath(*folder, "__init__.py") for folder in folders}

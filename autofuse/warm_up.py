@@ -1,0 +1,53 @@
+"""Work of the first call, done ahead of time: the ranks of a group meet, and share their memory."""
+
+import importlib.util
+import logging
+
+import torch
+import torch.distributed as dist
+
+from autofuse.groups import Group, group_name
+from autofuse.lowering.rendezvous import NotShared
+from autofuse.lowering.torch_internals import resolve_group
+from autofuse.lowering.workspace import SharedMemoryFull
+from autofuse.lowering.workspace import workspace_for as cpu_workspace_for
+
+log = logging.getLogger(__name__)
+
+
+def warmup(group: Group = None) -> None:
+    """Make the workspace of a group (None: of all ranks), which the first fused op would make otherwise.
+
+    All ranks of the group call it together, on GPUs after `torch.cuda.set_device`. While a CUDA graph is
+    captured ranks cannot meet: without a workspace the calls in it run unfused. Kernels are still compiled
+    when they are first called; what is to be captured must have run once before, at the same sizes.
+
+    A group that shares no memory is warned of; its fused ops run unfused. Raises ValueError without an
+    initialised group, RuntimeError when a rank does not come or fails.
+    """
+    if not dist.is_initialized():
+        raise ValueError("warmup: there is no process group; call torch.distributed.init_process_group first")
+    name = group_name(group, "warmup")
+    try:
+        if _on_gpus(name):
+            _make_on_gpu(name)
+        else:
+            cpu_workspace_for(name)
+    except (NotShared, SharedMemoryFull) as error:
+        log.warning("fused ops of group %s run unfused: %s", name, error)
+
+
+def _on_gpus(name: str) -> bool:
+    """Whether the group has a backend of its own for GPUs; gloo serves them through CPU memory."""
+    backends = dict(part.split(":") for part in dist.get_backend_config(resolve_group(name)).split(","))
+    return torch.cuda.is_available() and backends.get("cuda", "gloo") != "gloo"
+
+
+def _make_on_gpu(name: str) -> None:
+    if importlib.util.find_spec("triton") is None:
+        log.warning("fused ops of group %s run unfused: Triton is not installed", name)
+        return
+    from autofuse.lowering.gpu.choice import points_of
+    from autofuse.lowering.gpu.workspace import workspace_for
+
+    points_of(workspace_for(name, torch.device("cuda", torch.cuda.current_device())))

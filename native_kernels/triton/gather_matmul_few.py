@@ -1,0 +1,183 @@
+"""all_gather_matmul of few tokens: all rows of X fit in one tile, and all SMs stream the weight.
+
+    X = all_gather(x): [W * C, K], part c from rank c        Y = X @ w: [W * C, N]
+
+Every rank stores its part into the memory of all, its own too. A program multiplies a piece of K of one tile
+of Y, once all parts are there; the pieces of a tile are added, in order, by the program that comes last.
+
+In either half of the memory of a rank: gathered [W, C, K] and the counters arrived [W].
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .comm import (
+    BEGUN,
+    COMPUTED,
+    ENDED,
+    PUSHED,
+    WAITED,
+    begin,
+    fence_copies,
+    peer,
+    prefetch,
+    signal_all,
+    stamp,
+    wait_all,
+)
+from .gather_matmul import BLOCK, GATHERING, reset
+from .gemm import add_pieces, load_operands
+from .memory import EVENTS, LONGEST_ROW, Need, PeerMemory, cdiv, describe, describe_weight, launch
+
+
+@triton.jit
+def push_to_all(
+    part, gathered, signals, rank, elements, first, first_signal, mover,
+    MOVERS: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Store this rank's part into the memory of all ranks, our own too, from element `first` on; then signal
+    all.
+
+    Mover number `mover` of MOVERS moves every MOVERS-th block.
+    """
+    dtype: tl.constexpr = part.dtype.element_ty
+    for at in range(mover * BLOCK, elements, MOVERS * BLOCK):
+        o = at + tl.arange(0, BLOCK)
+        value = tl.load(part + o, mask=o < elements)
+        for i in tl.static_range(1, W + 1):
+            there = peer(gathered, (rank + i) % W, dtype) + first
+            tl.store(there + o, value, mask=o < elements)
+    signal_all(signals, W, first_signal + rank, -1)
+
+
+@triton.jit(do_not_specialize=["rank", "site"])
+def gather_matmul_few(
+    gathered_x, w, weight, part, gathered, signals, out, pieces, done, state, trace,
+    M, N, K, rank, site, chunk, cols, per_piece, w_row, w_col, out_stride,
+    gathered_half, signals_half,
+    PROGRAMS: tl.constexpr, MOVERS: tl.constexpr, AHEAD: tl.constexpr, W: tl.constexpr,
+    TRANSPOSED: tl.constexpr, PIECES: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BLOCK: tl.constexpr,
+    TRACE: tl.constexpr, EVENTS: tl.constexpr,
+):  # fmt: skip
+    """Grid: PROGRAMS >= cols * PIECES, which multiply; the first MOVERS of them move before. M <= BM.
+
+    gathered_x, w: descriptors of the own gathered memory, both halves, and of the weight; weight: the same,
+    to be prefetched, with strides w_row (along N) and w_col (along K); part, out: the own part and the
+    output; gathered, signals: int64 [W], addresses of those of all ranks; pieces, done: as `add_pieces` has
+    them, of cols tiles; per_piece: blocks of K in a piece.
+    """
+    program = tl.program_id(0)
+    epoch = begin(state)
+    first_row = epoch % 2 * gathered_half
+    first_signal = epoch % 2 * signals_half
+    event = 0
+    event = stamp(trace, program, event, BEGUN, rank, 0, TRACE, EVENTS)
+    if program < MOVERS:
+        push_to_all(
+            part, gathered, signals, rank, chunk * K, (first_row + rank * chunk).to(tl.int64) * K,
+            first_signal, program, MOVERS, W, BLOCK,
+        )  # fmt: skip
+        event = stamp(trace, program, event, PUSHED, -1, 0, TRACE, EVENTS)
+    if program < cols * PIECES:
+        col = program % cols
+        piece = program // cols
+        # The weight comes from memory while X is on its way.
+        at = col * BN * w_row + piece * per_piece * BK * w_col
+        LINE: tl.constexpr = 64  # elements of 128 bytes
+        for ahead in range(AHEAD):
+            if TRANSPOSED:
+                n = tl.arange(0, BN)[:, None]
+                k = tl.arange(0, BK // LINE)[None, :] * LINE
+            else:
+                n = tl.arange(0, BN // LINE)[None, :] * LINE
+                k = tl.arange(0, BK)[:, None]
+            if ahead < per_piece:
+                prefetch(weight + at + n * w_row + (ahead * BK + k) * w_col)
+        arrived = peer(signals, rank, tl.int32) + first_signal
+        wait_all(arrived, 1, W, MOVERS, state, site * 8 + GATHERING, 0, program, epoch)
+        fence_copies()
+        event = stamp(trace, program, event, WAITED, -1, 0, TRACE, EVENTS)
+        acc = tl.zeros((BM, BN), tl.float32)
+        first = piece * per_piece
+        for block in range(first, tl.minimum(first + per_piece, tl.cdiv(K, BK))):
+            a, b = load_operands(gathered_x, w, first_row, col * BN, block * BK, TRANSPOSED)
+            acc = tl.dot(a, b, acc)
+        r = tl.arange(0, BM)[:, None]
+        c = col * BN + tl.arange(0, BN)[None, :]
+        where = out + r * out_stride + c
+        inside = (r < M) & (c < N)
+        if PIECES > 1:
+            add_pieces(pieces, done, acc, col, piece, where, inside, PIECES)
+        else:
+            tl.store(where, acc.to(out.dtype.element_ty), mask=inside)
+        event = stamp(trace, program, event, COMPUTED, -1, program, TRACE, EVENTS)
+    event = stamp(trace, program, event, ENDED, rank, 0, TRACE, EVENTS)
+    reset(signals, rank, first_signal, W, epoch, state, PROGRAMS, W, False)
+
+
+@dataclass(frozen=True)
+class FewConfig:
+    """How `gather_matmul_few` runs.
+
+    pieces: of K; movers: programs that move; ahead: blocks of the weight that are prefetched.
+    """
+
+    bn: int = 64
+    bk: int = 128
+    warps: int = 4
+    stages: int = 4
+    pieces: int = 4
+    movers: int = 32
+    ahead: int = 4
+
+
+def few_needs(chunk: int, k: int, n: int, itemsize: int, world: int, config: FewConfig) -> Need:
+    """What a call of `gather_matmul_few` uses."""
+    rows, cols = max(16, triton.next_power_of_2(world * chunk)), cdiv(n, config.bn)
+    return Need(
+        inbox=2 * (world * chunk * k * itemsize + LONGEST_ROW),
+        signals=2 * 4 * world,
+        pieces=config.pieces * rows * cols * config.bn,
+        done=cols,
+    )
+
+
+def launch_gather_matmul_few(
+    memory: PeerMemory,
+    part: Tensor,
+    w: Tensor,
+    out: Tensor,
+    config: FewConfig,
+    site: int = 0,
+    trace: Tensor | None = None,
+    compile_only: bool = False,
+) -> Tensor:
+    """As `launch_gather_matmul` with outer = 1, W * C <= 128 and cols * pieces <= memory.programs.
+
+    The own part is in the gathered memory, too.
+    """
+    (chunk, k), n, world, rank = part.shape, w.shape[1], memory.world, memory.rank
+    rows, cols = max(16, triton.next_power_of_2(world * chunk)), cdiv(n, config.bn)
+    half = memory.inbox.half(part.dtype) // k
+    gathered = memory.inbox.matrix(rank, part.dtype, 0, half + world * chunk, k)
+    weight, transposed = describe_weight(w, config.bk, config.bn)
+    programs = cols * config.pieces
+    launch(
+        gather_matmul_few, programs, compile_only,
+        describe(gathered, rows, config.bk), weight, w, part, memory.inbox.addresses,
+        memory.signals.addresses, out, memory.pieces, memory.done, memory.state,
+        memory.state if trace is None else trace,
+        world * chunk, n, k, rank, site, chunk, cols, cdiv(cdiv(k, config.bk), config.pieces),
+        w.stride(1), w.stride(0), out.stride(0), half, memory.signals.half(torch.int32),
+        PROGRAMS=programs, MOVERS=min(config.movers, programs), AHEAD=config.ahead, W=world,
+        TRANSPOSED=transposed, PIECES=config.pieces,
+        BM=rows, BN=config.bn, BK=config.bk, BLOCK=BLOCK,
+        TRACE=trace is not None, EVENTS=EVENTS,
+        num_warps=config.warps, num_stages=config.stages,
+    )  # fmt: skip
+    return gathered
