@@ -207,10 +207,12 @@ def async_tp_matmul_reduce_scatter(x: torch.Tensor, w: torch.Tensor, group_name:
     return result
 
 
-def async_tp_all_gather_matmul(x: torch.Tensor, w: torch.Tensor, group_name: str) -> torch.Tensor:
-    """`all_gather(x) @ w`, as torch's async tensor parallelism has it."""
-    _, (result,) = torch.ops.symm_mem.fused_all_gather_matmul(x, [w], 0, group_name)
-    return result
+def async_tp_all_gather_matmul(
+    part: torch.Tensor, w: Sequence[torch.Tensor], group_name: str
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """The gathered rows X, and X times every weight, likewise."""
+    gathered, outputs = torch.ops.symm_mem.fused_all_gather_matmul(part, list(w), 0, group_name)
+    return gathered, list(outputs)
 
 
 def finished_work(result: Any) -> Any:

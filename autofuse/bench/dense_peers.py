@@ -148,7 +148,8 @@ def _gathering(cell: Cell, given: Operands) -> dict[str, Run]:
         return torch.mm(gathered, w, out=out)
 
     def async_tp(w: Tensor) -> Tensor:
-        return async_tp_all_gather_matmul(x, w, given.group_name)
+        _, (result,) = async_tp_all_gather_matmul(x, [w], given.group_name)
+        return result
 
     return {"cublas+nccl": nccl, "async_tp": async_tp}
 

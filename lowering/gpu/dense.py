@@ -17,7 +17,7 @@ from autofuse.native_kernels.triton.matmul_packets import PacketsConfig, launch_
 from autofuse.native_kernels.triton.matmul_reduce import ReduceConfig, launch_matmul_reduce
 from autofuse.native_kernels.triton.memory import Need, PeerMemory, is_tma
 
-from .ways import CUBLAS_NCCL, ONE_SHOT, TWO_SHOT, Problem, needs, ways
+from .ways import ASYNC_TP, CUBLAS_NCCL, ONE_SHOT, TWO_SHOT, Problem, needs, ways
 from .workspace import GpuWorkspace
 
 ORDERS = {"direct": 0, "ring": 1, "oblivious": 2}
@@ -51,7 +51,10 @@ def reduce(
         return _reduce_unfused(workspace, problem, torch.mm(x, w), mean)
     memory, number, new = entered
     memory = replace(memory, programs=problem.programs)
-    if config is None:
+    if way == ASYNC_TP:
+        out = torch_internals.async_tp_matmul_reduce_scatter(x, w, workspace.group_name)
+        out = out.div_(problem.world) if mean else out
+    elif config is None:
         p = memory.finished.views[memory.rank].view(x.dtype)[: problem.m * problem.n]
         torch.mm(x, w, out=p.view(problem.m, problem.n))
         out = torch_internals.symmetric_all_reduce(p, workspace.group_name, way == ONE_SHOT)
@@ -86,6 +89,10 @@ def gather(
     The first weight is multiplied while the parts arrive, the others afterwards.
     """
     config = ways(problem)[way]
+    if way == ASYNC_TP and workspace.enter(problem.op, site, Need(), (problem, way)) is not None:
+        x, outputs = torch_internals.async_tp_all_gather_matmul(part, w, workspace.group_name)
+        workspace.leave()
+        return outputs + [x] * keep
     entered = (
         None if config is None else workspace.enter(problem.op, site, needs(config, problem), (problem, way))
     )

@@ -27,6 +27,9 @@ MOST_BYTES = 1 << 30
 CUBLAS_NCCL = "cublas+nccl"
 ONE_SHOT = "cublas+one_shot"
 TWO_SHOT = "cublas+two_shot"
+ASYNC_TP = "async_tp"
+"""torch's own: matmuls of chunks and copies on two streams."""
+
 
 Config: TypeAlias = ReduceConfig | PacketsConfig | GatherConfig | FewConfig
 
@@ -76,6 +79,8 @@ def _ways(problem: Problem) -> tuple[tuple[str, Config | None], ...]:
         ):
             found += [(ONE_SHOT, None)] if nbytes <= 8 << 20 else []
             found += [(TWO_SHOT, None)]
+    elif problem.m >= 1024 and problem.dim == 0 and problem.outer == 1 and problem.dtype is torch.bfloat16:
+        found += [(ASYNC_TP, None)]
     if problem.aligned:
         found += [(name_of(c), c) for c in _configs(problem) if _fits(c, problem)]
     return tuple(dict(found).items())
