@@ -11,9 +11,9 @@ import json
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import dataclass, field
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -104,7 +104,6 @@ def known(device: torch.device) -> Points:
     return (*read(own_table(device)), *(p for path in dict.fromkeys(shipped) for p in read(path)))
 
 
-@lru_cache(maxsize=4096)
 def choose(problem: Problem, points: Points) -> str:
     """The fastest way at the nearest point that this problem can take, too."""
     here = ways(problem)
@@ -118,23 +117,36 @@ def choose(problem: Problem, points: Points) -> str:
 
 def chosen(problem: Problem, workspace: GpuWorkspace) -> str:
     """The way of a call, the same on all ranks."""
-    return choose(problem, points_of(workspace))
+    agreed = _agreement(workspace)
+    if problem not in agreed.chosen:
+        agreed.chosen[problem] = choose(problem, agreed.points)
+    return agreed.chosen[problem]
 
 
 def points_of(workspace: GpuWorkspace) -> Points:
     """What rank 0 knew when the group first asked, and what was measured since. All ask together at first."""
-    found = _agreed.get(workspace)
-    if found is None:
-        mine = json.dumps([vars(p) for p in known(workspace.device)]) if workspace.rank == 0 else ""
-        theirs = json.loads(workspace.meet(mine)[0])
-        found = tuple(replace(Point(**p), times=tuple(map(tuple, p["times"]))) for p in theirs)
-        _agreed[workspace] = found
-    return found
+    return _agreement(workspace).points
 
 
 def add_points(workspace: GpuWorkspace, points: Points) -> None:
     """What the ranks have measured together; it counts before what was known."""
-    _agreed[workspace] = (*points, *points_of(workspace))
+    _agreed[workspace] = _Agreement((*points, *points_of(workspace)))
 
 
-_agreed: dict[GpuWorkspace, Points] = {}
+@dataclass
+class _Agreement:
+    points: Points
+    chosen: dict[Problem, str] = field(default_factory=dict)
+
+
+def _agreement(workspace: GpuWorkspace) -> _Agreement:
+    found = _agreed.get(workspace)
+    if found is None:
+        mine = json.dumps([vars(p) for p in known(workspace.device)]) if workspace.rank == 0 else ""
+        theirs = json.loads(workspace.meet(mine)[0])
+        found = _Agreement(tuple(Point(**{**p, "times": tuple(map(tuple, p["times"]))}) for p in theirs))
+        _agreed[workspace] = found
+    return found
+
+
+_agreed: WeakKeyDictionary[GpuWorkspace, _Agreement] = WeakKeyDictionary()

@@ -46,7 +46,7 @@ def reduce(
     need = Need() if config is None else needs(config, problem)
     if way in (ONE_SHOT, TWO_SHOT):
         need = Need(finished=problem.m * problem.n * x.element_size())
-    entered = None if way == CUBLAS_NCCL else workspace.enter(problem.op, site, need, (problem, way))
+    entered = None if way == CUBLAS_NCCL else workspace.enter(problem.op, site, need, way, problem)
     if entered is None:
         return _reduce_unfused(workspace, problem, torch.mm(x, w), mean)
     memory, number, new = entered
@@ -89,12 +89,12 @@ def gather(
     The first weight is multiplied while the parts arrive, the others afterwards.
     """
     config = ways(problem)[way]
-    if way == ASYNC_TP and workspace.enter(problem.op, site, Need(), (problem, way)) is not None:
+    if way == ASYNC_TP and workspace.enter(problem.op, site, Need(), way, problem) is not None:
         x, outputs = torch_internals.async_tp_all_gather_matmul(part, w, workspace.group_name)
         workspace.leave()
         return outputs + [x] * keep
     entered = (
-        None if config is None else workspace.enter(problem.op, site, needs(config, problem), (problem, way))
+        None if config is None else workspace.enter(problem.op, site, needs(config, problem), way, problem)
     )
     if entered is None:
         x = part.new_empty(problem.world, *part.shape)

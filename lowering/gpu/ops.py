@@ -22,7 +22,8 @@ from .workspace import GpuWorkspace, workspace_for
 def _usable(group_name: str, x: Tensor) -> GpuWorkspace | None:
     if x.dtype not in (torch.bfloat16, torch.float16) or 0 in x.shape:
         return None
-    return workspace_for(group_name, x.device)
+    with torch.cuda.device(x.device):
+        return workspace_for(group_name, x.device)
 
 
 def run_reduce(
@@ -44,12 +45,14 @@ def run_reduce(
     workspace = _usable(group_name, x[0])
     if workspace is None:
         return NotImplemented
-    a, b = x[0].contiguous(), w[0]
-    problem = problem_of(op, a, b, workspace, dim, outer)
-    if config.measure:
-        measure_once(workspace, problem)
-    way = chosen(problem, workspace)
-    return [reduce(workspace, way, problem, a, b, reduce_op == "avg", order, site)]
+    # Kernels are launched on the current device, which need not be that of the operands.
+    with torch.cuda.device(workspace.device):
+        a, b = x[0].contiguous(), w[0]
+        problem = problem_of(op, a, b, workspace, dim, outer)
+        if config.measure:
+            measure_once(workspace, problem)
+        way = chosen(problem, workspace)
+        return [reduce(workspace, way, problem, a, b, reduce_op == "avg", order, site)]
 
 
 def run_gather(
@@ -69,8 +72,9 @@ def run_gather(
     workspace = _usable(group_name, x)
     if workspace is None:
         return NotImplemented
-    part = x.contiguous()
-    problem = problem_of("all_gather_matmul", part, w[0], workspace, dim, outer)
-    if config.measure:
-        measure_once(workspace, problem)
-    return gather(workspace, chosen(problem, workspace), problem, part, w, keep_gathered, site)
+    with torch.cuda.device(workspace.device):
+        part = x.contiguous()
+        problem = problem_of("all_gather_matmul", part, w[0], workspace, dim, outer)
+        if config.measure:
+            measure_once(workspace, problem)
+        return gather(workspace, chosen(problem, workspace), problem, part, w, keep_gathered, site)

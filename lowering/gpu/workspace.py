@@ -53,6 +53,8 @@ class GpuWorkspace:
         self.group, self.device = group, device
         self.group_name, self.rank, self.world = group.group_name, group.rank(), group.size()
         self._store: Store = group_store(group)
+        # Counting visits tells apart groups that come one after another to the same store under one name.
+        self._prefix = f"autofuse/gpu/{self._store.add(f'autofuse/gpu/{self.rank}', 1)}"
         self._meetings = 0
         self._sites: list[str] = [""]
         self._kernels: set[Hashable] = set()
@@ -73,33 +75,39 @@ class GpuWorkspace:
                     f"group {self.group_name}: ranks {self.rank} and {r} run different versions of autofuse; "
                     f"install the same on all"
                 )
-        self._record = torch.zeros(RECORD_WORDS, dtype=torch.int32).pin_memory()
-        self._state = torch.zeros(STATE_WORDS, dtype=torch.int64, device=device)
-        self._state[1] = self._record.data_ptr()
         self._limit = 0.0
-        self.memory, self.capacity = self._allocate(None, LEAST)
-        self.engine = CopyEngine(self.memory)
+        # Tensors born in inference mode could not be written outside of it.
+        with torch.inference_mode(False):
+            self._record = torch.zeros(RECORD_WORDS, dtype=torch.int32).pin_memory()
+            self._state = torch.zeros(STATE_WORDS, dtype=torch.int64, device=device)
+            self._state[1] = self._record.data_ptr()
+            self.memory, self.capacity = self._allocate(None, LEAST)
+            self.engine = CopyEngine(self.memory)
 
     @property
     def programs(self) -> int:
         """How many programs run at once, one a multiprocessor."""
         return int(torch.cuda.get_device_properties(self.device).multi_processor_count)
 
-    def enter(self, op: str, site: str, need: Need, kernel: Hashable) -> tuple[PeerMemory, int, bool] | None:
-        """Before a launch: the memory, the site's number, and whether `kernel` is new.
+    def enter(
+        self, op: str, site: str, need: Need, way: str, problem: Hashable
+    ) -> tuple[PeerMemory, int, bool] | None:
+        """Before a launch: the memory, the site's number, and whether this way of this op is new.
 
-        A new kernel is to be compiled, and then all ranks meet. None while a CUDA graph is captured if the
-        kernel is new or the memory would have to grow. RuntimeError if an earlier call here has failed.
+        A new kernel is to be compiled, and then all ranks meet, so that none is late by that; later problems
+        compile variants of it. None while a CUDA graph is captured if the problem is new, for which a kernel
+        may have to be compiled, or the memory would have to grow. RuntimeError if an earlier call has failed.
         """
         self.check()
         capturing = torch.cuda.is_current_stream_capturing()
-        new = kernel not in self._kernels
-        if capturing and (new or not need.fits(self.capacity)):
+        if capturing and ((way, problem) not in self._kernels or not need.fits(self.capacity)):
             return None
-        self._kernels.add(kernel)
+        new = (way, op) not in self._kernels
+        self._kernels |= {(way, op), (way, problem)}
         if not need.fits(self.capacity):
-            self.memory, self.capacity = self._allocate(self.memory, need | self.capacity)
-            self.engine = CopyEngine(self.memory)
+            with torch.inference_mode(False):
+                self.memory, self.capacity = self._allocate(self.memory, need | self.capacity)
+                self.engine = CopyEngine(self.memory)
         if not capturing:
             stream = torch.cuda.current_stream(self.device)
             if self._last is not None and self._last[0] != stream.cuda_stream:
@@ -137,7 +145,7 @@ class GpuWorkspace:
     def meet(self, value: str) -> list[str]:
         """One string of every rank, which all must bring."""
         self._meetings += 1
-        prefix = f"autofuse/gpu/{self._meetings}"
+        prefix = f"{self._prefix}/{self._meetings}"
         return all_gather(self._store, prefix, self.rank, self.world, value, config.timeout_s)
 
     def _allocate(self, old: PeerMemory | None, need: Need) -> tuple[PeerMemory, Need]:

@@ -1,0 +1,89 @@
+"""Which way a dense call takes on GPUs: from tables, without a GPU."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+import torch
+
+from autofuse.lowering.gpu.choice import _SHIPPED, Point, Points, choose, read, write
+from autofuse.lowering.gpu.ways import ASYNC_TP, CUBLAS_NCCL, TWO_SHOT, Problem, needs, ways
+from autofuse.native_kernels.triton.memory import Need
+
+OPS = ("matmul_all_reduce", "matmul_reduce_scatter", "all_gather_matmul")
+SHIPPED: Points = tuple(p for path in sorted(_SHIPPED.glob("*.json")) for p in read(path))
+
+
+def problem(op: str, m: int, k: int = 2048, n: int = 8192, world: int = 4) -> Problem:
+    return Problem(op, m, k, n, world, torch.bfloat16)
+
+
+@pytest.mark.parametrize("point", SHIPPED, ids=lambda p: f"{p.op}-{p.m}-{p.k}-{p.n}-{p.world}")
+def test_shipped_points_name_ways_that_exist(point: Point) -> None:
+    known = ways(problem(point.op, point.m, point.k, point.n, point.world))
+    fastest = point.times[0][0]
+    assert fastest in known
+    assert choose(problem(point.op, point.m, point.k, point.n, point.world), SHIPPED) == fastest
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("m", [8, 40, 128, 512, 1000, 4096, 8192])
+@pytest.mark.parametrize("world", [2, 4, 8])
+def test_ways_need_memory_that_calls_can_share(op: str, m: int, world: int) -> None:
+    found = ways(problem(op, m, world=world))
+    assert CUBLAS_NCCL in found
+    for name, config in found.items():
+        if config is not None:
+            need = needs(config, problem(op, m, world=world))
+            assert need.fits(need | Need(inbox=1 << 20)), name
+            assert max(need.inbox, need.packets, need.copies) > 0, name
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_what_no_kernel_runs_is_left_to_torch(op: str) -> None:
+    for odd in (
+        replace(problem(op, 64), aligned=False),
+        problem(op, 64, k=2044),
+        problem(op, 64, n=8188),
+        problem(op, 64, world=16),
+        replace(problem(op, 64), dtype=torch.float32),
+    ):
+        assert all(config is None for config in ways(odd).values())
+
+
+def test_nearest_point_decides() -> None:
+    few = Point("matmul_all_reduce", 8, 2048, 8192, 4, (("packets", 1.0), (CUBLAS_NCCL, 2.0)))
+    many = Point("matmul_all_reduce", 512, 2048, 8192, 4, ((TWO_SHOT, 1.0), ("packets", 2.0)))
+    points = (few, many)
+    assert choose(problem("matmul_all_reduce", 16), points) == "packets"
+    assert choose(problem("matmul_all_reduce", 256), points) == TWO_SHOT
+    # A way that the problem cannot take is passed over, and so is what was measured at other sizes.
+    assert choose(replace(problem("matmul_all_reduce", 512), dtype=torch.float16), points) != TWO_SHOT
+    assert choose(problem("matmul_all_reduce", 8, n=64), points) == CUBLAS_NCCL
+    assert choose(problem("matmul_reduce_scatter", 8), points) == CUBLAS_NCCL
+
+
+def test_async_tp_is_for_many_rows_only() -> None:
+    assert ASYNC_TP in ways(problem("matmul_reduce_scatter", 2048))
+    assert ASYNC_TP not in ways(problem("matmul_reduce_scatter", 512))
+    assert ASYNC_TP not in ways(problem("matmul_all_reduce", 2048))
+
+
+def test_tables_are_added_to(tmp_path: Path) -> None:
+    path = tmp_path / "ways.json"
+    first = Point.of(problem("matmul_all_reduce", 8), {"packets": 2.0, CUBLAS_NCCL: 1.0})
+    other = Point.of(problem("matmul_all_reduce", 16), {"packets": 3.0})
+    write(path, (first, other))
+    assert [p.times[0] for p in read(path)] == [(CUBLAS_NCCL, 1.0), ("packets", 3.0)]
+    write(path, (Point.of(problem("matmul_all_reduce", 8), {"packets": 0.5}),))
+    assert [p.times for p in read(path)] == [(("packets", 0.5),), (("packets", 3.0),)]
+
+
+def test_a_broken_table_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "ways.json"
+    path.write_text('[{"op": 1}]')
+    with pytest.raises(ValueError, match=r"ways\.json is no table of ways .* delete it"):
+        read(path)
