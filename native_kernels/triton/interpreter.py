@@ -15,12 +15,10 @@ def install() -> None:
     - After a launch it would copy every argument onto itself, over what peers have stored meanwhile.
     - bfloat16, which numpy lacks, it would multiply as integers, and cut off where devices round.
     - Scalars, which it keeps as arrays of one element, are no bounds of a `range` for numpy since 2.4.
+    - `tl.range` counts in numbers of Python, which constants of a kernel cannot divide.
     """
-    cast, dot, patch = (
-        InterpreterBuilder.cast_impl,
-        InterpreterBuilder.create_dot,
-        interpreter._patch_lang_tensor,
-    )
+    cast, dot = InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot
+    patch, patch_language = interpreter._patch_lang_tensor, interpreter._patch_lang_core
 
     def cast_rounded(self: Any, src: TensorHandle, dst_type: tl.dtype) -> TensorHandle:
         to = dst_type.scalar
@@ -40,7 +38,13 @@ def install() -> None:
         patch(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
+    def patch_range(language: Any, scope: Any) -> None:
+        patch_language(language, scope)
+        count, scalar = language.range, interpreter.interpreter_semantic.to_tensor
+        scope.set_attr(language, "range", lambda *args, **settings: map(scalar, count(*args, **settings)))
+
     GridExecutor._restore_args_dev = lambda *args: None
     InterpreterBuilder.cast_impl = cast_rounded
     InterpreterBuilder.create_dot = dot_of_values
     interpreter._patch_lang_tensor = patch_tensor
+    interpreter._patch_lang_core = patch_range
