@@ -1,18 +1,14 @@
 """`torchrun --nproc-per-node 4 -m autofuse trace matmul_all_reduce`: what a fused kernel does, when."""
 
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from autofuse.cli.gpu_ranks import OPS, extents, gpu_ranks
 from autofuse.cli.terminal import check_folders, one_of, user_errors, write
 from autofuse.lowering.plan import Order
 from autofuse.timeline import Timeline, chrome_trace, draw_svg, read, summary
-
-OPS = ("matmul_all_reduce", "matmul_reduce_scatter", "all_gather_matmul")
 
 
 def trace(
@@ -36,7 +32,7 @@ def trace(
         if op == "all_gather_matmul" and order != "direct":
             raise ValueError(f"--order {order}: the kernels of {op} know direct only")
         check_folders(out)
-        with _group() as (rank, world):
+        with gpu_ranks("trace") as (rank, world):
             m, k, n = extents(op, tokens, size, world)
             timelines = _record(op, m, k, n, dtype, order, rank, world)
         if rank != 0:
@@ -47,23 +43,6 @@ def trace(
     typer.echo(
         f"{title}\n\n{summary(timelines)}\n\nwritten to {events} (ui.perfetto.dev opens it) and {picture}"
     )
-
-
-def extents(op: str, tokens: int, size: str, world: int) -> tuple[int, int, int]:
-    """(M, K, N) of the matmul on each rank, from the extents of the whole layer.
-
-    A reduction multiplies `[M, K / W] @ [K / W, N]`; a gather, which stands before the other layer of
-    the pair, `[M, N] @ [N, K / W]`. Raises ValueError for what cannot be cut into `world` equal parts.
-    """
-    parts = size.split(",")
-    if len(parts) != 2 or not all(part.strip().isdigit() for part in parts):
-        raise ValueError(f"--size: expected K,N such as 8192,8192, got {size!r}")
-    k, n = map(int, parts)
-    if k < 1 or n < 1 or k % world:
-        raise ValueError(f"--size {size}: expected positive extents, the first a multiple of {world} ranks")
-    if tokens < 1 or (op != "matmul_all_reduce" and tokens % world):
-        raise ValueError(f"--tokens {tokens}: expected a positive multiple of {world} ranks")
-    return (tokens, n, k // world) if op == "all_gather_matmul" else (tokens, k // world, n)
 
 
 def _record(op: str, m: int, k: int, n: int, dtype: str, order: str, rank: int, world: int) -> list[Timeline]:
@@ -77,31 +56,3 @@ def _record(op: str, m: int, k: int, n: int, dtype: str, order: str, rank: int, 
     traces: list[list[list[list[int]]]] | None = [[]] * world if rank == 0 else None
     dist.gather_object(own, traces)
     return [read(r, each) for r, each in enumerate(traces or [])]
-
-
-@contextmanager
-def _group() -> Iterator[tuple[int, int]]:
-    """Rank and size of the group of all ranks that torchrun has started, a GPU each. ValueError if none."""
-    import torch
-    import torch.distributed as dist
-
-    if not torch.cuda.is_available():
-        raise ValueError(
-            "trace records kernels on GPUs, and torch finds none: expected a machine with one a rank"
-        )
-    if "RANK" not in os.environ:
-        raise ValueError(
-            "trace runs on every rank: start it as torchrun --nproc-per-node 4 -m autofuse trace ..."
-        )
-    local = int(os.environ["LOCAL_RANK"])
-    if local >= torch.cuda.device_count():
-        raise ValueError(
-            f"local rank {local} has no GPU: torch finds {torch.cuda.device_count()}, a rank needs one"
-        )
-    device = torch.device("cuda", local)
-    torch.cuda.set_device(device)
-    dist.init_process_group("nccl", device_id=device)
-    try:
-        yield dist.get_rank(), dist.get_world_size()
-    finally:
-        dist.destroy_process_group()

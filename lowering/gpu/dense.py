@@ -46,7 +46,11 @@ def reduce(
     need = Need() if config is None else needs(config, problem)
     if way in (ONE_SHOT, TWO_SHOT):
         need = Need(finished=problem.m * problem.n * x.element_size())
-    entered = None if way == CUBLAS_NCCL else workspace.enter(problem.op, site, need, way, problem)
+    entered = (
+        None
+        if way == CUBLAS_NCCL
+        else workspace.enter(problem.op, site, need, way, (problem, w.stride(), mean, order, trace is None))
+    )
     if entered is None:
         return _reduce_unfused(workspace, problem, torch.mm(x, w), mean)
     memory, number, new = entered
@@ -88,13 +92,14 @@ def gather(
 
     The first weight is multiplied while the parts arrive, the others afterwards.
     """
-    config = ways(problem)[way]
-    if way == ASYNC_TP and workspace.enter(problem.op, site, Need(), way, problem) is not None:
+    config, more = ways(problem)[way], keep or len(w) > 1
+    variant = problem, w[0].stride(), more, trace is None
+    if way == ASYNC_TP and workspace.enter(problem.op, site, Need(), way, variant) is not None:
         x, outputs = torch_internals.async_tp_all_gather_matmul(part, w, workspace.group_name)
         workspace.leave()
         return outputs + [x] * keep
     entered = (
-        None if config is None else workspace.enter(problem.op, site, needs(config, problem), way, problem)
+        None if config is None else workspace.enter(problem.op, site, needs(config, problem), way, variant)
     )
     if entered is None:
         x = part.new_empty(problem.world, *part.shape)
@@ -103,7 +108,7 @@ def gather(
         return [torch.mm(x, wi) for wi in w] + [x] * keep
     memory, number, new = entered
     memory = replace(memory, programs=problem.programs)
-    out, more = part.new_empty(problem.m, problem.n), keep or len(w) > 1
+    out = part.new_empty(problem.m, problem.n)
     for compile_only in _first_compile(workspace, new):
         if isinstance(config, FewConfig):
             gathered = launch_gather_matmul_few(memory, part, w[0], out, config, number, trace, compile_only)

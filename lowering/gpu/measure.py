@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from autofuse.lowering.torch_internals import resolve_group
 from .choice import Point, add_points, own_table, points_of, write
 from .dense import gather, reduce
 from .ways import Problem, ways
-from .workspace import GpuWorkspace
+from .workspace import GpuWorkspace, workspace_for
 
 COLD_BYTES = 192 << 20
 """Weights rotate among so many bytes, so that none is found in the L2 cache."""
@@ -107,3 +108,18 @@ def measure_once(workspace: GpuWorkspace, problem: Problem) -> None:
     add_points(workspace, (point,))
     if workspace.rank == 0:
         write(own_table(workspace.device), (point,))
+
+
+def tune_problem(op: str, m: int, k: int, n: int, dtype: torch.dtype) -> tuple[Point, Path]:
+    """Measures `[m, k] @ [k, n]` of every rank of the world.
+
+    Rank 0 adds the point to the user's own table, whose path is returned, too.
+    """
+    group = torch.distributed.group.WORLD
+    assert group is not None
+    workspace = workspace_for(group.group_name, torch.device("cuda", torch.cuda.current_device()))
+    point = measure(workspace, Problem(op, m, k, n, workspace.world, dtype, workspace.programs))
+    path = own_table(workspace.device)
+    if workspace.rank == 0:
+        write(path, (point,))
+    return point, path

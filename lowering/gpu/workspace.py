@@ -90,20 +90,20 @@ class GpuWorkspace:
         return int(torch.cuda.get_device_properties(self.device).multi_processor_count)
 
     def enter(
-        self, op: str, site: str, need: Need, way: str, problem: Hashable
+        self, op: str, site: str, need: Need, way: str, variant: Hashable
     ) -> tuple[PeerMemory, int, bool] | None:
         """Before a launch: the memory, the site's number, and whether this way of this op is new.
 
-        A new kernel is to be compiled, and then all ranks meet, so that none is late by that; later problems
-        compile variants of it. None while a CUDA graph is captured if the problem is new, for which a kernel
+        A new kernel is to be compiled, and then all ranks meet, so that none is late by that; later calls
+        compile variants of it. None while a CUDA graph is captured if the variant is new, for which a kernel
         may have to be compiled, or the memory would have to grow. RuntimeError if an earlier call has failed.
         """
         self.check()
         capturing = torch.cuda.is_current_stream_capturing()
-        if capturing and ((way, problem) not in self._kernels or not need.fits(self.capacity)):
+        if capturing and ((way, variant) not in self._kernels or not need.fits(self.capacity)):
             return None
         new = (way, op) not in self._kernels
-        self._kernels |= {(way, op), (way, problem)}
+        self._kernels |= {(way, op), (way, variant)}
         if not need.fits(self.capacity):
             with torch.inference_mode(False):
                 self.memory, self.capacity = self._allocate(self.memory, need | self.capacity)

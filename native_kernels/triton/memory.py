@@ -100,9 +100,12 @@ def describe_weight(w: Tensor, bk: int, bn: int) -> tuple[TensorDescriptor, bool
 
 
 def is_tma(*matrices: Tensor) -> bool:
-    """Whether TMA can load them: one stride 1, the other and the address multiples of 16 bytes."""
+    """Whether TMA can load them: one stride 1, the other and the start multiples of 16 bytes.
+
+    Asked of the offset in the storage, which is the same on all ranks; storages begin at such addresses.
+    """
     return all(
-        t.data_ptr() % 16 == 0
+        t.storage_offset() * t.element_size() % 16 == 0
         and (
             (t.stride(1) == 1 and t.stride(0) * t.element_size() % 16 == 0)
             or (t.stride(0) == 1 and t.stride(1) * t.element_size() % 16 == 0)

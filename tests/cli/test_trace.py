@@ -16,7 +16,7 @@ from typer.testing import CliRunner, Result
 
 from autofuse.cli import trace as trace_command
 from autofuse.cli.app import app
-from autofuse.cli.trace import OPS, extents
+from autofuse.cli.gpu_ranks import OPS, extents
 from autofuse.timeline import Kind
 from tests.ranks import RankPool
 
@@ -46,13 +46,13 @@ def _on_ranks(rank: int, world: int, out: str, op: str) -> tuple[str, list[tuple
     recorder.__dict__["record"] = invent(calls, rank)
 
     @contextmanager
-    def group() -> Iterator[tuple[int, int]]:
+    def group(command: str) -> Iterator[tuple[int, int]]:
         yield rank, world
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "autofuse.lowering.gpu", ModuleType("autofuse.lowering.gpu"))
         patch.setitem(sys.modules, "autofuse.lowering.gpu.trace", recorder)
-        patch.setattr(trace_command, "_group", group)
+        patch.setattr(trace_command, "gpu_ranks", group)
         sizes = ("--tokens", "64", "--size", "256,64", "--dtype", "float16")
         result = CliRunner().invoke(app, ["trace", op, *sizes, "--out", out], catch_exceptions=False)
     assert result.exit_code == 0, result.output

@@ -1,0 +1,52 @@
+"""What the commands that run on the GPUs of torchrun share: their group, and the sizes of a layer."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+OPS = ("matmul_all_reduce", "matmul_reduce_scatter", "all_gather_matmul")
+
+
+def extents(op: str, tokens: int, size: str, world: int) -> tuple[int, int, int]:
+    """(M, K, N) of the matmul on each rank, from the extents of the whole layer.
+
+    A reduction multiplies `[M, K / W] @ [K / W, N]`; a gather, which stands before the other layer of
+    the pair, `[M, N] @ [N, K / W]`. Raises ValueError for what cannot be cut into `world` equal parts.
+    """
+    parts = size.split(",")
+    if len(parts) != 2 or not all(part.strip().isdigit() for part in parts):
+        raise ValueError(f"--size: expected K,N such as 8192,8192, got {size!r}")
+    k, n = map(int, parts)
+    if k < 1 or n < 1 or k % world:
+        raise ValueError(f"--size {size}: expected positive extents, the first a multiple of {world} ranks")
+    if tokens < 1 or (op != "matmul_all_reduce" and tokens % world):
+        raise ValueError(f"--tokens {tokens}: expected a positive multiple of {world} ranks")
+    return (tokens, n, k // world) if op == "all_gather_matmul" else (tokens, k // world, n)
+
+
+@contextmanager
+def gpu_ranks(command: str) -> Iterator[tuple[int, int]]:
+    """Rank and size of the group of all ranks that torchrun has started, a GPU each. ValueError if none."""
+    import torch
+    import torch.distributed as dist
+
+    if not torch.cuda.is_available():
+        raise ValueError(
+            f"{command} runs kernels on GPUs, and torch finds none: expected a machine with one a rank"
+        )
+    if "RANK" not in os.environ:
+        raise ValueError(
+            f"{command} runs on every rank: start it as torchrun --nproc-per-node 4 -m autofuse {command} ..."
+        )
+    local = int(os.environ["LOCAL_RANK"])
+    if local >= torch.cuda.device_count():
+        raise ValueError(
+            f"local rank {local} has no GPU: torch finds {torch.cuda.device_count()}, a rank needs one"
+        )
+    device = torch.device("cuda", local)
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
+    try:
+        yield dist.get_rank(), dist.get_world_size()
+    finally:
+        dist.destroy_process_group()
