@@ -100,7 +100,7 @@ MISTAKES = {
     "order of a gather": (["all_gather_matmul", "--order", "ring"], "know direct only"),
     "bad dtype": (["matmul_all_reduce", "--dtype", "float32"], "expected one of bfloat16, float16"),
     "no such folder": (["matmul_all_reduce", "--out", "/no/such/folder/a"], "there is no folder"),
-    "no GPU": (["matmul_all_reduce"], "records kernels on GPUs, and torch finds none"),
+    "no GPU": (["matmul_all_reduce"], "trace runs kernels on GPUs, and torch finds none"),
 }
 
 

@@ -1,0 +1,39 @@
+"""The kernels under compute-sanitizer: memory that is not theirs, and races in shared memory."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
+
+SCRIPT = Path(__file__).with_name("sanitized.py")
+
+
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+def test_nothing_is_found(tool: str) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    sanitizer = shutil.which("compute-sanitizer")
+    if sanitizer is None:
+        pytest.skip("needs compute-sanitizer, which CUDA toolkits have")
+    ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(SCRIPT)]
+    done = subprocess.run(
+        [
+            sanitizer,
+            f"--tool={tool}",
+            "--target-processes=all",
+            "--error-exitcode=9",
+            sys.executable,
+            *ranks,
+        ],
+        capture_output=True,
+        text=True,
+        timeout=580,
+        cwd=SCRIPT.parents[2],
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    assert "all_gather_matmul" in done.stdout  # it came to the end
