@@ -10,7 +10,7 @@ import torch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
-SCRIPT = Path(__file__).with_name("sanitized.py")
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
@@ -20,7 +20,7 @@ def test_nothing_is_found(tool: str) -> None:
     sanitizer = shutil.which("compute-sanitizer")
     if sanitizer is None:
         pytest.skip("needs compute-sanitizer, which CUDA toolkits have")
-    ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(SCRIPT)]
+    ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--module"]
     done = subprocess.run(
         [
             sanitizer,
@@ -29,11 +29,12 @@ def test_nothing_is_found(tool: str) -> None:
             "--error-exitcode=9",
             sys.executable,
             *ranks,
+            "tests.gpu.sanitized",
         ],
         capture_output=True,
         text=True,
         timeout=580,
-        cwd=SCRIPT.parents[2],
+        cwd=ROOT,
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     assert "all_gather_matmul" in done.stdout  # it came to the end
