@@ -1,4 +1,4 @@
-"""A rank for compute-sanitizer: every fused way once, at small sizes. `torchrun --nproc-per-node 2` starts it."""
+"""A rank of two for compute-sanitizer: every fused way, at small sizes."""
 
 import os
 
