@@ -34,7 +34,7 @@ from .matmuls import linear_operands, one_weight
 from .operands import two_dimensional
 from .product import Reject
 from .report import Reason
-from .trace import aten, dtype_of, is_cast, is_view
+from .trace import aten, dtype_of, is_cast, is_view, tensor
 
 PATTERN = "all_gather_matmul"
 
@@ -98,7 +98,11 @@ def match_all_gather(anchor: Anchor, context: Context) -> Found:
 def _not_on_gpus(consumers: list[Consumer], cut: Cut) -> str:
     if cut.dim != 0:
         return "GPU kernels gather the rows of a matmul, not what it contracts"
-    return "GPU kernels add no bias" if any(c.bias is not None for c in consumers) else ""
+    for c in consumers:
+        shape = None if c.bias is None else tensor(c.bias)
+        if shape is not None and (c.swapped or shape.dim() != 1 or shape.numel() == 1):
+            return "GPU kernels add a bias with an entry a column"
+    return ""
 
 
 def _consumer(reader: Reader) -> Consumer | None:

@@ -49,5 +49,5 @@ def run(
     if programs:
         problem = replace(problem, programs=programs)
     if op == "all_gather_matmul":
-        return gather(workspace, name, problem, x, [w], False, "by name")[0]
+        return gather(workspace, name, problem, x, [w], [None], False, "by name")[0]
     return reduce(workspace, name, problem, x, w, False, order, "by name")

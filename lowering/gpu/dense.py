@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -85,19 +85,19 @@ def reduce(
 
 
 def gather(
-    workspace: GpuWorkspace, way: str, problem: Problem, part: Tensor, w: list[Tensor], keep: bool, site: str,
-    trace: Tensor | None = None,
+    workspace: GpuWorkspace, way: str, problem: Problem, part: Tensor, w: Sequence[Tensor],
+    bias: Sequence[Tensor | None], keep: bool, site: str, trace: Tensor | None = None,
 ) -> list[Tensor]:  # fmt: skip
-    """all_gather_matmul: products with all weights and, with `keep`, X.
+    """all_gather_matmul: products with all weights, plus the bias of each, and, with `keep`, X.
 
     The first weight is multiplied while the parts arrive, the others afterwards.
     """
     config, more = ways(problem)[way], keep or len(w) > 1
-    variant = problem, w[0].stride(), more, trace is None
+    variant = problem, w[0].stride(), more, bias[0] is None, trace is None
     if way == ASYNC_TP and workspace.enter(problem.op, site, Need(), way, variant) is not None:
         x, outputs = torch_internals.async_tp_all_gather_matmul(part, w, workspace.group_name)
         workspace.leave()
-        return outputs + [x] * keep
+        return [y if b is None else y.add_(b) for y, b in zip(outputs, bias, strict=True)] + [x] * keep
     entered = (
         None if config is None else workspace.enter(problem.op, site, needs(config, problem), way, variant)
     )
@@ -105,27 +105,33 @@ def gather(
         x = part.new_empty(problem.world, *part.shape)
         dist.all_gather_into_tensor(x, part, group=workspace.group)
         x = whole(x, problem.dim, problem.outer)
-        return [torch.mm(x, wi) for wi in w] + [x] * keep
+        return _multiply(x, w, bias) + [x] * keep
     memory, number, new = entered
     memory = replace(memory, programs=problem.programs)
     out = part.new_empty(problem.m, problem.n)
     for compile_only in _first_compile(workspace, new):
         if isinstance(config, FewConfig):
-            gathered = launch_gather_matmul_few(memory, part, w[0], out, config, number, trace, compile_only)
+            gathered = launch_gather_matmul_few(
+                memory, part, w[0], out, config, number, trace, compile_only, bias[0]
+            )
         else:
             assert isinstance(config, GatherConfig)
             gathered = launch_gather_matmul(
                 memory, part, w[0], out, problem.outer, config, workspace.engine, not more, number, trace,
-                compile_only,
+                compile_only, bias[0],
             )  # fmt: skip
     outputs = [out]
     if more:
         x = _copy_gathered(gathered, part, problem, memory)
         if isinstance(config, GatherConfig) and not config.movers:
             workspace.engine.give_credit()
-        outputs += [torch.mm(x, wi) for wi in w[1:]] + [x] * keep
+        outputs += _multiply(x, w[1:], bias[1:]) + [x] * keep
     workspace.leave()
     return outputs
+
+
+def _multiply(x: Tensor, w: Sequence[Tensor], bias: Sequence[Tensor | None]) -> list[Tensor]:
+    return [torch.mm(x, wi) if b is None else torch.addmm(b, x, wi) for wi, b in zip(w, bias, strict=True)]
 
 
 def _reduce_unfused(workspace: GpuWorkspace, problem: Problem, p: Tensor, mean: bool) -> Tensor:

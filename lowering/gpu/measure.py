@@ -39,7 +39,9 @@ def measure(workspace: GpuWorkspace, problem: Problem) -> Point:
 
     def call(way: str) -> Callable[[int], object]:
         if problem.op == "all_gather_matmul":
-            return lambda i: gather(workspace, way, problem, x, [weights[i % count]], False, "measure")
+            return lambda i: gather(
+                workspace, way, problem, x, [weights[i % count]], [None], False, "measure"
+            )
         return lambda i: reduce(workspace, way, problem, x, weights[i % count], False, "direct", "measure")
 
     times: dict[str, float] = {}

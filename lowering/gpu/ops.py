@@ -66,8 +66,9 @@ def run_gather(
     order: str,
     site: str,
 ) -> Any:
-    """all_gather_matmul of rows, without bias."""
-    if any(b.numel() for b in bias) or dim != 0:
+    """all_gather_matmul of rows, with a bias [N] or none a weight."""
+    biases = [b if b.numel() else None for b in bias] or [None] * len(w)
+    if dim != 0 or any(b is not None and b.shape != (wi.shape[1],) for b, wi in zip(biases, w, strict=True)):
         return NotImplemented
     workspace = _usable(group_name, x)
     if workspace is None:
@@ -77,4 +78,4 @@ def run_gather(
         problem = problem_of("all_gather_matmul", part, w[0], workspace, dim, outer)
         if config.measure:
             measure_once(workspace, problem)
-        return gather(workspace, chosen(problem, workspace), problem, part, w, keep_gathered, site)
+        return gather(workspace, chosen(problem, workspace), problem, part, w, biases, keep_gathered, site)

@@ -37,7 +37,7 @@ def record(op: str, m: int, k: int, n: int, dtype: torch.dtype, order: str) -> T
             torch.cuda.synchronize(device)
             workspace.meet("")
         if op == "all_gather_matmul":
-            gather(workspace, way, problem, x, [w], False, "trace", trace)
+            gather(workspace, way, problem, x, [w], [None], False, "trace", trace)
         else:
             reduce(workspace, way, problem, x, w, False, order, "trace", trace)
     torch.cuda.synchronize(device)

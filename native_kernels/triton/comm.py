@@ -5,7 +5,6 @@
     signal_all    the same for a counter of every rank at once
     wait          until counters have arrived; what was stored before their signals can be read then
     wait_all      the same for one counter of every rank at once
-    prefetch      into the L2 cache, while waiting
     fence_copies  between a wait and TMA loads of what a peer stored
     put_packets   payload and epoch in one 8-byte store: no signal, no barrier
     take_packets  read such packets as soon as they carry the epoch of this call
@@ -86,16 +85,6 @@ def signal_all(addresses, world, offset, skip):
             [addresses.to(tl.int64), tl.cast(world, tl.int32), tl.cast(offset, tl.int32),
              tl.cast(skip, tl.int32)],
             dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
-
-
-@triton.jit
-def prefetch(lines):
-    """Bring the 128 bytes behind each pointer into the L2 cache."""
-    if not INTERPRET:
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-            "=r,l", [lines.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1,
         )  # fmt: skip
 
 

@@ -33,7 +33,7 @@ from .comm import (
     wait,
 )
 from .copy_engine import FIRST_CREDIT, CopyEngine
-from .gemm import add_pieces, chunk_tile_at, load_operands
+from .gemm import add_bias, add_pieces, chunk_tile_at, load_operands
 from .memory import EVENTS, LONGEST_ROW, Need, PeerMemory, cdiv, describe, describe_weight, is_tma, launch
 
 GATHERING = tl.constexpr(3)
@@ -83,21 +83,21 @@ def reset(
 
 @triton.jit(do_not_specialize=["rank", "site"])
 def gather_matmul(
-    x, gathered_x, w, y, part, gathered, signals, out, pieces, done, state, trace,
+    x, gathered_x, w, y, bias, part, gathered, signals, out, pieces, done, state, trace,
     M, N, K, rank, site, chunk, inner, stretch, rows, cols, slices, slice_elements, slice_rows, target,
     out_stride, gathered_half, signals_half,
     PROGRAMS: tl.constexpr, MOVERS: tl.constexpr, COMPUTING: tl.constexpr, W: tl.constexpr,
-    TRANSPOSED: tl.constexpr, EXACT: tl.constexpr, PIECES: tl.constexpr,
+    TRANSPOSED: tl.constexpr, EXACT: tl.constexpr, PIECES: tl.constexpr, BIASED: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BLOCK: tl.constexpr, CREDIT: tl.constexpr,
     TRACE: tl.constexpr, EVENTS: tl.constexpr,
 ):  # fmt: skip
     """Grid: PROGRAMS, of which the first MOVERS move and the last COMPUTING multiply; some may do both.
 
     x, gathered_x, w: descriptors of the own part [C, K], of the own gathered memory with all its halves [..,
-    K] and of the weight; y: of the output, used if EXACT (inner is a multiple of BM, and PIECES is 1); part,
-    out: the own part and the output; gathered, signals: int64 [W], addresses of those of all ranks;
-    slice_rows: rows of tiles in a slice, of slice_elements elements; target: what the counter of a complete
-    slice shows; pieces, done: as `add_pieces` has them, of W * rows * cols tiles.
+    K] and of the weight; y: of the output, used if EXACT (inner is a multiple of BM, and PIECES is 1); bias:
+    [N], used if BIASED; part, out: the own part and the output; gathered, signals: int64 [W], addresses of
+    those of all ranks; slice_rows: rows of tiles in a slice, of slice_elements elements; target: what the
+    counter of a complete slice shows; pieces, done: as `add_pieces` has them, of W * rows * cols tiles.
     """
     program = tl.program_id(0)
     epoch = begin(state)
@@ -118,8 +118,9 @@ def gather_matmul(
         # Those that move turn to parts that are still on their way.
         arrived = peer(signals, rank, tl.int32) + first_signal
         event = multiply(
-            x, w, y, out, pieces, done, trace, event, K, N, 0, rank, inner, stretch, rows, cols, 0, rows,
-            turn, out_stride, W, COMPUTING, TRANSPOSED, EXACT, PIECES, BM, BN, BK, TRACE, EVENTS,
+            x, w, y, bias, out, pieces, done, trace, event, K, N, 0, rank, inner, stretch, rows, cols, 0,
+            rows, turn, out_stride, W, COMPUTING, TRANSPOSED, EXACT, PIECES, BIASED, BM, BN, BK, TRACE,
+            EVENTS,
         )  # fmt: skip
         before = rows * cols * PIECES
         for unit in range(slices, W * slices):
@@ -143,9 +144,9 @@ def gather_matmul(
                 fence_copies()
                 event = stamp(trace, program, event, WAITED, source, piece, TRACE, EVENTS)
                 event = multiply(
-                    gathered_x, w, y, out, pieces, done, trace, event, K, N, first_row + source * chunk,
+                    gathered_x, w, y, bias, out, pieces, done, trace, event, K, N, first_row + source * chunk,
                     source, inner, stretch, rows, cols, first, here, start, out_stride, W, COMPUTING,
-                    TRANSPOSED, EXACT, PIECES, BM, BN, BK, TRACE, EVENTS,
+                    TRANSPOSED, EXACT, PIECES, BIASED, BM, BN, BK, TRACE, EVENTS,
                 )  # fmt: skip
     event = stamp(trace, program, event, ENDED, rank, 0, TRACE, EVENTS)
     reset(signals, rank, first_signal, W * slices, epoch, state, PROGRAMS, W, CREDIT)
@@ -153,9 +154,9 @@ def gather_matmul(
 
 @triton.jit
 def multiply(
-    x, w, y, out, pieces, done, trace, event, K, N, at, source, inner, stretch, rows, cols, first, here,
+    x, w, y, bias, out, pieces, done, trace, event, K, N, at, source, inner, stretch, rows, cols, first, here,
     start, out_stride, W: tl.constexpr, COMPUTING: tl.constexpr,
-    TRANSPOSED: tl.constexpr, EXACT: tl.constexpr, PIECES: tl.constexpr,
+    TRANSPOSED: tl.constexpr, EXACT: tl.constexpr, PIECES: tl.constexpr, BIASED: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TRACE: tl.constexpr, EVENTS: tl.constexpr,
 ):  # fmt: skip
     """Pieces `start, start + COMPUTING, ...` of `here` rows of tiles, from row `first` of a part on.
@@ -176,6 +177,8 @@ def multiply(
             k = (t % PIECES * blocks + block) * BK
             a, b = load_operands(x, w, at + in_part, col * BN, k, TRANSPOSED)
             acc = tl.dot(a, b, acc)
+        if BIASED:
+            acc = add_bias(acc, bias, col * BN, N, t % PIECES)
         if EXACT:
             y.store([to, col * BN], acc.to(x.dtype))
         else:
@@ -243,11 +246,13 @@ def launch_gather_matmul(
     site: int = 0,
     trace: Tensor | None = None,
     compile_only: bool = False,
+    bias: Tensor | None = None,
 ) -> Tensor:
-    """`out = X @ w`. part: [C, K], contiguous; w: [K, N], either way round; out: [W * C, N]; 16-bit floats.
+    """`out = X @ w (+ bias)`. part: [C, K], contiguous; w: [K, N], either way round; out: [W * C, N].
 
-    Rows of X are (outer, W, inner), those of `part` digit r of the middle. Without movers `engine` moves;
-    without `credit` its peers wait before their next call until it gives them credit.
+    bias: [N]; all are 16-bit floats of one dtype. Rows of X are (outer, W, inner), those of `part` digit r of
+    the middle. Without movers `engine` moves; without `credit` its peers wait before their next call until it
+    gives them credit.
 
     Returns the own gathered memory, where the parts of the peers (not the own one) lie until the next call
     but one: [H + W * C, K], those of odd epochs from row H on. With copy engines H is 0, and the next call
@@ -276,14 +281,15 @@ def launch_gather_matmul(
     launch(
         gather_matmul, programs, compile_only,
         describe(part, config.bm, config.bk), describe(gathered, config.bm, config.bk), weight,
-        describe(out, config.bm, config.bn) if exact else describe(part, config.bm, config.bn), part,
-        region.addresses, signals.addresses, out, memory.pieces, memory.done, memory.state,
+        describe(out, config.bm, config.bn) if exact else describe(part, config.bm, config.bn),
+        out if bias is None else bias, part, region.addresses, signals.addresses, out, memory.pieces,
+        memory.done, memory.state,
         memory.state if trace is None else trace,
         world * chunk, n, k, rank, site, chunk, inner, stretch, rows, cols, slices, part_rows * k, slice_rows,
         config.movers or 1, out.stride(0), half, signals.half(torch.int32),
         PROGRAMS=programs, MOVERS=config.movers,
         COMPUTING=programs if config.shared or not config.movers else programs - config.movers, W=world,
-        TRANSPOSED=transposed, EXACT=exact, PIECES=config.pieces,
+        TRANSPOSED=transposed, EXACT=exact, PIECES=config.pieces, BIASED=bias is not None,
         BM=config.bm, BN=config.bn, BK=config.bk, BLOCK=BLOCK * config.warps,
         CREDIT=credit and not config.movers,
         TRACE=trace is not None, EVENTS=EVENTS,

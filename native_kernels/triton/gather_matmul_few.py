@@ -24,13 +24,12 @@ from .comm import (
     begin,
     fence_copies,
     peer,
-    prefetch,
     signal_all,
     stamp,
     wait_all,
 )
 from .gather_matmul import BLOCK, GATHERING, reset
-from .gemm import add_pieces, load_operands
+from .gemm import add_bias, add_pieces, load_operands
 from .memory import EVENTS, LONGEST_ROW, Need, PeerMemory, cdiv, describe, describe_weight, launch
 
 
@@ -56,20 +55,18 @@ def push_to_all(
 
 @triton.jit(do_not_specialize=["rank", "site"])
 def gather_matmul_few(
-    gathered_x, w, weight, part, gathered, signals, out, pieces, done, state, trace,
-    M, N, K, rank, site, chunk, cols, per_piece, w_row, w_col, out_stride,
-    gathered_half, signals_half,
-    PROGRAMS: tl.constexpr, MOVERS: tl.constexpr, AHEAD: tl.constexpr, W: tl.constexpr,
-    TRANSPOSED: tl.constexpr, PIECES: tl.constexpr,
+    gathered_x, w, bias, part, gathered, signals, out, pieces, done, state, trace,
+    M, N, K, rank, site, chunk, cols, per_piece, out_stride, gathered_half, signals_half,
+    PROGRAMS: tl.constexpr, MOVERS: tl.constexpr, W: tl.constexpr,
+    TRANSPOSED: tl.constexpr, PIECES: tl.constexpr, BIASED: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BLOCK: tl.constexpr,
     TRACE: tl.constexpr, EVENTS: tl.constexpr,
 ):  # fmt: skip
     """Grid: PROGRAMS >= cols * PIECES, which multiply; the first MOVERS of them move before. M <= BM.
 
-    gathered_x, w: descriptors of the own gathered memory, both halves, and of the weight; weight: the same,
-    to be prefetched, with strides w_row (along N) and w_col (along K); part, out: the own part and the
-    output; gathered, signals: int64 [W], addresses of those of all ranks; pieces, done: as `add_pieces` has
-    them, of cols tiles; per_piece: blocks of K in a piece.
+    gathered_x, w: descriptors of the own gathered memory, both halves, and of the weight; bias: [N], used if
+    BIASED; part, out: the own part and the output; gathered, signals: int64 [W], addresses of those of all
+    ranks; pieces, done: as `add_pieces` has them, of cols tiles; per_piece: blocks of K in a piece.
     """
     program = tl.program_id(0)
     epoch = begin(state)
@@ -86,18 +83,6 @@ def gather_matmul_few(
     if program < cols * PIECES:
         col = program % cols
         piece = program // cols
-        # The weight comes from memory while X is on its way.
-        at = col * BN * w_row + piece * per_piece * BK * w_col
-        LINE: tl.constexpr = 64  # elements of 128 bytes
-        for ahead in range(AHEAD):
-            if TRANSPOSED:
-                n = tl.arange(0, BN)[:, None]
-                k = tl.arange(0, BK // LINE)[None, :] * LINE
-            else:
-                n = tl.arange(0, BN // LINE)[None, :] * LINE
-                k = tl.arange(0, BK)[:, None]
-            if ahead < per_piece:
-                prefetch(weight + at + n * w_row + (ahead * BK + k) * w_col)
         arrived = peer(signals, rank, tl.int32) + first_signal
         wait_all(arrived, 1, W, MOVERS, state, site * 8 + GATHERING, 0, program, epoch)
         fence_copies()
@@ -107,6 +92,8 @@ def gather_matmul_few(
         for block in range(first, tl.minimum(first + per_piece, tl.cdiv(K, BK))):
             a, b = load_operands(gathered_x, w, first_row, col * BN, block * BK, TRANSPOSED)
             acc = tl.dot(a, b, acc)
+        if BIASED:
+            acc = add_bias(acc, bias, col * BN, N, piece)
         r = tl.arange(0, BM)[:, None]
         c = col * BN + tl.arange(0, BN)[None, :]
         where = out + r * out_stride + c
@@ -124,7 +111,7 @@ def gather_matmul_few(
 class FewConfig:
     """How `gather_matmul_few` runs.
 
-    pieces: of K; movers: programs that move; ahead: blocks of the weight that are prefetched.
+    pieces: of K; movers: programs that move.
     """
 
     bn: int = 64
@@ -133,7 +120,6 @@ class FewConfig:
     stages: int = 4
     pieces: int = 4
     movers: int = 32
-    ahead: int = 4
 
 
 def few_needs(chunk: int, k: int, n: int, itemsize: int, world: int, config: FewConfig) -> Need:
@@ -156,6 +142,7 @@ def launch_gather_matmul_few(
     site: int = 0,
     trace: Tensor | None = None,
     compile_only: bool = False,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """As `launch_gather_matmul` with outer = 1, W * C <= 128 and cols * pieces <= memory.programs.
 
@@ -169,13 +156,14 @@ def launch_gather_matmul_few(
     programs = cols * config.pieces
     launch(
         gather_matmul_few, programs, compile_only,
-        describe(gathered, rows, config.bk), weight, w, part, memory.inbox.addresses,
+        describe(gathered, rows, config.bk), weight, out if bias is None else bias, part,
+        memory.inbox.addresses,
         memory.signals.addresses, out, memory.pieces, memory.done, memory.state,
         memory.state if trace is None else trace,
         world * chunk, n, k, rank, site, chunk, cols, cdiv(cdiv(k, config.bk), config.pieces),
-        w.stride(1), w.stride(0), out.stride(0), half, memory.signals.half(torch.int32),
-        PROGRAMS=programs, MOVERS=min(config.movers, programs), AHEAD=config.ahead, W=world,
-        TRANSPOSED=transposed, PIECES=config.pieces,
+        out.stride(0), half, memory.signals.half(torch.int32),
+        PROGRAMS=programs, MOVERS=min(config.movers, programs), W=world,
+        TRANSPOSED=transposed, PIECES=config.pieces, BIASED=bias is not None,
         BM=rows, BN=config.bn, BK=config.bk, BLOCK=BLOCK,
         TRACE=trace is not None, EVENTS=EVENTS,
         num_warps=config.warps, num_stages=config.stages,

@@ -60,6 +60,13 @@ def load_operands(x, w, row, col, k, TRANSPOSED: tl.constexpr):
 
 
 @triton.jit
+def add_bias(acc, bias, first, N, piece):
+    """`acc` plus entries `first, first + 1, ...` of the bias [N] in each row; of pieces the first only."""
+    c = first + tl.arange(0, acc.shape[1])
+    return acc + tl.load(bias + c, mask=(c < N) & (piece == 0), other=0.0).to(tl.float32)[None, :]
+
+
+@triton.jit
 def add_pieces(pieces, done, acc, tile, piece, where, inside, PIECES: tl.constexpr):
     """Put a piece aside; who does so last adds all pieces of the tile, in order, and stores the sum.
 

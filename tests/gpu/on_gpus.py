@@ -67,7 +67,7 @@ def run_way(
     workspace = workspace_for(dist.group.WORLD.group_name, x.device)
     problem = problem_of(op, x, w, workspace, dim, outer)
     if op == "all_gather_matmul":
-        return gather(workspace, way, problem, x, [w], False, "test")[0]
+        return gather(workspace, way, problem, x, [w], [None], False, "test")[0]
     return reduce(workspace, way, problem, x, w, False, order, "test")
 
 
@@ -299,6 +299,27 @@ def trained(rank: int, world: int) -> float:
     model.zero_grad()
     torch.compile(step, backend="autofuse")(x).backward()
     return max(error_of(p.grad, g) for p, g in zip(model.parameters(), wanted, strict=True))
+
+
+def with_biases(rank: int, world: int, m: int) -> float:
+    """Two weights, one with a bias, and the gathered X; the largest error of every way."""
+    from autofuse.lowering.gpu.dense import gather, problem_of
+    from autofuse.lowering.gpu.workspace import workspace_for
+
+    x, w = operands("all_gather_matmul", m, 512, 1024, rank, world, True, torch.bfloat16)
+    bias = torch.randn(1024, device="cuda", dtype=torch.bfloat16)
+    gathered = reference("all_gather_matmul", x, torch.eye(512, device="cuda", dtype=torch.bfloat16))
+    workspace = workspace_for(dist.group.WORLD.group_name, x.device)
+    problem = problem_of("all_gather_matmul", x, w, workspace)
+    worst = 0.0
+    for way in ways_of("all_gather_matmul", x, w):
+        for biases in ([bias, None], [None, bias]):
+            *outputs, whole = gather(workspace, way, problem, x, [w, w], biases, True, "test")
+            product = gathered @ w.double()
+            wanted = [product if b is None else product + b.double() for b in biases]
+            worst = max(worst, *map(error_of, outputs, wanted))
+            assert torch.equal(whole.double(), gathered), way
+    return worst
 
 
 def tma_less(rank: int, world: int) -> float:

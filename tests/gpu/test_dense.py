@@ -86,6 +86,12 @@ def test_sizes_without_tma(gpu_ranks: Pools, world: int) -> None:
     assert max(gpu_ranks(world).run(on_gpus.tma_less)) < on_gpus.MOST_ERROR
 
 
+@pytest.mark.parametrize("m", [8, 64, 1024, 2048])
+@pytest.mark.parametrize("world", WORLDS)
+def test_biases(gpu_ranks: Pools, world: int, m: int) -> None:
+    assert max(gpu_ranks(world).run(on_gpus.with_biases, m, timeout=200)) < on_gpus.MOST_ERROR
+
+
 @pytest.mark.parametrize(("mode", "dynamic"), [(None, False), ("reduce-overhead", False), (None, True)])
 @pytest.mark.parametrize("world", WORLDS)
 def test_compiled(gpu_ranks: Pools, world: int, mode: str | None, dynamic: bool) -> None:

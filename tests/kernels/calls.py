@@ -164,6 +164,7 @@ class Gather:
     transposed: bool = True
     outer: int = 1
     computing: int = 2
+    biased: bool = False
 
     def need(self, world: int) -> Need:
         if isinstance(self.config, FewConfig):
@@ -175,15 +176,19 @@ class Gather:
         parts = [random_matrix(100 * seed + r, self.chunk, self.k, self.dtype) for r in range(world)]
         w = random_weight(100 * seed + 50, self.k, self.n, self.dtype, self.transposed)
         out = nan(world * self.chunk, self.n, self.dtype)
+        bias = random_matrix(100 * seed + 60, 1, self.n, self.dtype)[0] if self.biased else None
         if isinstance(config, FewConfig):
-            gathered = launch_gather_matmul_few(memory, parts[rank], w, out, config, SITE)
+            gathered = launch_gather_matmul_few(memory, parts[rank], w, out, config, SITE, bias=bias)
         else:
             programs = self.computing + (0 if config.shared else config.movers)
             gathered = launch_gather_matmul(
-                replace(memory, programs=programs), parts[rank], w, out, self.outer, config, site=SITE
-            )
+                replace(memory, programs=programs), parts[rank], w, out, self.outer, config, site=SITE,
+                bias=bias,
+            )  # fmt: skip
         whole = torch.stack([part.view(self.outer, -1, self.k) for part in parts], 1).flatten(0, 2)
-        check(out, (whole.double() @ w.double()).to(self.dtype), self, memory)
+        expected = whole.double() @ w.double()
+        expected = expected if bias is None else expected + bias.double()
+        check(out, expected.to(self.dtype), self, memory)
         rows = world * self.chunk
         half = gathered[-rows:] if memory.state[3] % 2 else gathered[:rows]
         for r, part in enumerate(half.split(self.chunk)):

@@ -77,12 +77,15 @@ GATHER: list[Call] = [
     Gather(40, 40, 32, replace(SHARED, slices=2)),
     Gather(17, 24, 56, replace(MOVED, pieces=2, movers=1)),
     Gather(32, 16, 48, replace(SHARED, pieces=3, slices=2), dtype=FP16, transposed=False, computing=4),
+    Gather(32, 40, 32, MOVED, biased=True),
+    Gather(23, 40, 40, replace(MOVED, pieces=2, movers=1), biased=True),
 ]
-FEW_CONFIG = FewConfig(bn=64, bk=64, pieces=1, movers=1, ahead=1)
+FEW_CONFIG = FewConfig(bn=64, bk=64, pieces=1, movers=1)
 FEW: list[Call] = [
     Gather(8, 128, 128, FEW_CONFIG),
     Gather(3, 72, 200, replace(FEW_CONFIG, pieces=3), transposed=False),
     Gather(1, 64, 128, replace(FEW_CONFIG, pieces=2), dtype=FP16),
+    Gather(3, 72, 200, replace(FEW_CONFIG, pieces=3), biased=True),
 ]
 KINDS = {"all_reduce": REDUCE, "reduce_scatter": SCATTER, "packets": PACKETS, "gather": GATHER, "few": FEW}
 
