@@ -38,10 +38,11 @@ class Effort:
     samples: int = 5
     rounds: int = 2
     """GPUs throttle: everything is timed in turn so often, and the fastest time counts."""
-    sample_us: float = 5000.0
+    sample_us: float = 15000.0
+    """Short samples flatter what draws much power: GPUs throttle within milliseconds."""
 
 
-QUICK = Effort(samples=3, rounds=1, sample_us=2000.0)
+QUICK = Effort(samples=3, rounds=1, sample_us=6000.0)
 
 
 def every(value: float) -> list[float]:

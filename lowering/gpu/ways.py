@@ -171,6 +171,8 @@ def _gather_configs(problem: Problem) -> Iterator[Config]:
         yield GatherConfig(bn=128, stages=4)
         yield GatherConfig(bn=64, warps=4, stages=5)
         yield GatherConfig(bn=128, stages=4, movers=16, slices=4)
+    if 1024 < problem.m <= 4096:  # too few tiles of a part for all programs
+        yield GatherConfig(bn=128, pieces=2)
     if problem.m >= 4096:
         yield GatherConfig(slices=2)
 
