@@ -179,7 +179,7 @@ def chosen(cell: Cell, given: Operands) -> str:
     """The way that policy `auto` takes."""
     from autofuse.lowering.gpu import by_name
 
-    name: str = by_name.chosen(cell.op, cell.m, cell.k, cell.n, given.x.dtype, given.group_name, False)
+    name: str = by_name.chosen(cell.op, cell.m, cell.k, cell.n, given.x.dtype, given.group_name)
     return name
 
 

@@ -7,9 +7,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from .choice import Point, add_points, own_table, write
+from .choice import Point
 from .choice import chosen as chosen_way
-from .dense import gather, problem_of, reduce
+from .choice import keep as keep_point
+from .dense import problem_of
+from .dense import run as run_way
 from .ways import Problem, ways
 from .workspace import workspace_for
 
@@ -20,7 +22,7 @@ def names(op: str, m: int, k: int, n: int, dtype: torch.dtype, world: int) -> li
     return list(ways(Problem(op, m, k, n, world, dtype, programs)))
 
 
-def chosen(op: str, m: int, k: int, n: int, dtype: torch.dtype, group_name: str, transposed: bool) -> str:
+def chosen(op: str, m: int, k: int, n: int, dtype: torch.dtype, group_name: str) -> str:
     """What policy `auto` takes. All ranks of the group ask together the first time."""
     workspace = workspace_for(group_name, torch.device("cuda", torch.cuda.current_device()))
     return chosen_way(Problem(op, m, k, n, workspace.world, dtype, workspace.programs), workspace)
@@ -32,9 +34,7 @@ def keep(
     """Let `auto` decide by these microseconds of ways, here and, on rank 0, in the user's own table."""
     workspace = workspace_for(group_name, torch.device("cuda", torch.cuda.current_device()))
     point = Point.of(Problem(op, m, k, n, workspace.world, dtype), times)
-    add_points(workspace, (point,))
-    if workspace.rank == 0:
-        write(own_table(workspace.device), (point,))
+    keep_point(workspace, point)
 
 
 def run(
@@ -48,6 +48,4 @@ def run(
     problem = problem_of(op, x, w, workspace)
     if programs:
         problem = replace(problem, programs=programs)
-    if op == "all_gather_matmul":
-        return gather(workspace, name, problem, x, [w], [None], False, "by name")[0]
-    return reduce(workspace, name, problem, x, w, False, order, "by name")
+    return run_way(workspace, name, problem, x, w, order, "by name")

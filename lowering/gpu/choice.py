@@ -133,6 +133,15 @@ def add_points(workspace: GpuWorkspace, points: Points) -> None:
     _agreed[workspace] = _Agreement((*points, *points_of(workspace)))
 
 
+def keep(workspace: GpuWorkspace, point: Point) -> Path:
+    """Let the group decide by a point from now on; rank 0 adds it to the user's own table, that path."""
+    add_points(workspace, (point,))
+    path = own_table(workspace.device)
+    if workspace.rank == 0:
+        write(path, (point,))
+    return path
+
+
 @dataclass
 class _Agreement:
     points: Points

@@ -34,6 +34,16 @@ def problem_of(
     )
 
 
+def run(
+    workspace: GpuWorkspace, way: str, problem: Problem, x: Tensor, w: Tensor, order: str, site: str,
+    trace: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """The first result of a call of any of the ops in its plain form: a sum, one weight, no bias."""
+    if problem.op == "all_gather_matmul":
+        return gather(workspace, way, problem, x, [w], [None], False, site, trace)[0]
+    return reduce(workspace, way, problem, x, w, False, order, site, trace)
+
+
 def reduce(
     workspace: GpuWorkspace, way: str, problem: Problem, x: Tensor, w: Tensor, mean: bool, order: str,
     site: str, trace: Tensor | None = None,

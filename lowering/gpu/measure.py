@@ -10,10 +10,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from autofuse.lowering.torch_internals import resolve_group
-
-from .choice import Point, add_points, own_table, points_of, write
-from .dense import gather, reduce
+from .choice import Point, keep, points_of
+from .dense import run
 from .ways import Problem, ways
 from .workspace import GpuWorkspace, workspace_for
 
@@ -38,11 +36,7 @@ def measure(workspace: GpuWorkspace, problem: Problem) -> Point:
     weights = [torch.randn(problem.k, problem.n, device=device, dtype=dtype) for _ in range(count)]
 
     def call(way: str) -> Callable[[int], object]:
-        if problem.op == "all_gather_matmul":
-            return lambda i: gather(
-                workspace, way, problem, x, [weights[i % count]], [None], False, "measure"
-            )
-        return lambda i: reduce(workspace, way, problem, x, weights[i % count], False, "direct", "measure")
+        return lambda i: run(workspace, way, problem, x, weights[i % count], "direct", "measure")
 
     times: dict[str, float] = {}
     for way in ways(problem):
@@ -89,9 +83,7 @@ def _time(workspace: GpuWorkspace, run: Callable[[int], object]) -> float | None
 
 def _slowest(workspace: GpuWorkspace, values: list[float]) -> list[float]:
     worst: Tensor = torch.tensor(values, device=workspace.device)
-    torch.distributed.all_reduce(
-        worst, torch.distributed.ReduceOp.MAX, group=resolve_group(workspace.group_name)
-    )
+    torch.distributed.all_reduce(worst, torch.distributed.ReduceOp.MAX, group=workspace.group)
     return [float(v) for v in worst.tolist()]
 
 
@@ -106,10 +98,7 @@ def measure_once(workspace: GpuWorkspace, problem: Problem) -> None:
     rounded = replace(problem, m=m, aligned=True)
     if any(p.distance(rounded) == 0 for p in points_of(workspace)):
         return
-    point = measure(workspace, rounded)
-    add_points(workspace, (point,))
-    if workspace.rank == 0:
-        write(own_table(workspace.device), (point,))
+    keep(workspace, measure(workspace, rounded))
 
 
 def tune_problem(op: str, m: int, k: int, n: int, dtype: torch.dtype) -> tuple[Point, Path]:
@@ -121,7 +110,4 @@ def tune_problem(op: str, m: int, k: int, n: int, dtype: torch.dtype) -> tuple[P
     assert group is not None
     workspace = workspace_for(group.group_name, torch.device("cuda", torch.cuda.current_device()))
     point = measure(workspace, Problem(op, m, k, n, workspace.world, dtype, workspace.programs))
-    path = own_table(workspace.device)
-    if workspace.rank == 0:
-        write(path, (point,))
-    return point, path
+    return point, keep(workspace, point)

@@ -9,7 +9,7 @@ from torch import Tensor
 from autofuse.native_kernels.triton.memory import EVENTS
 
 from .choice import Points, choose, points_of
-from .dense import gather, reduce
+from .dense import run
 from .ways import Problem, ways
 from .workspace import workspace_for
 
@@ -36,10 +36,7 @@ def record(op: str, m: int, k: int, n: int, dtype: torch.dtype, order: str) -> T
             trace.zero_()
             torch.cuda.synchronize(device)
             workspace.meet("")
-        if op == "all_gather_matmul":
-            gather(workspace, way, problem, x, [w], [None], False, "trace", trace)
-        else:
-            reduce(workspace, way, problem, x, w, False, order, "trace", trace)
+        run(workspace, way, problem, x, w, order, "trace", trace)
     torch.cuda.synchronize(device)
     workspace.check()
     return trace.cpu()

@@ -6,13 +6,14 @@ the problem, so that all ranks find the same ways.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import MISSING, dataclass, fields, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, dataclass, fields
 from functools import lru_cache
 from typing import TypeAlias
 
 import torch
 
+from autofuse.native_kernels.triton.copy_engine import FIRST_CREDIT
 from autofuse.native_kernels.triton.gather_matmul import GatherConfig, gather_needs
 from autofuse.native_kernels.triton.gather_matmul_few import FewConfig, few_needs
 from autofuse.native_kernels.triton.matmul_packets import PacketsConfig, packets_needs
@@ -61,14 +62,10 @@ class Problem:
     aligned: bool = True
 
 
-def ways(problem: Problem) -> dict[str, Config | None]:
-    """Names of all ways that can run, with the configurations of the fused ones."""
-    return dict(_ways(replace(problem, aligned=_aligned(problem))))
-
-
 @lru_cache(maxsize=1024)
-def _ways(problem: Problem) -> tuple[tuple[str, Config | None], ...]:
-    found: list[tuple[str, Config | None]] = [(CUBLAS_NCCL, None)]
+def ways(problem: Problem) -> Mapping[str, Config | None]:
+    """Names of all ways that can run, with the configurations of the fused ones."""
+    found: dict[str, Config | None] = {CUBLAS_NCCL: None}
     if problem.op == "matmul_all_reduce":
         nbytes = problem.m * problem.n * 2
         # torch's kernels read and write 16 bytes at a time, of every rank's share.
@@ -77,13 +74,14 @@ def _ways(problem: Problem) -> tuple[tuple[str, Config | None], ...]:
             and nbytes % (16 * problem.world) == 0
             and problem.world in (2, 4, 8)
         ):
-            found += [(ONE_SHOT, None)] if nbytes <= 8 << 20 else []
-            found += [(TWO_SHOT, None)]
+            if nbytes <= 8 << 20:
+                found[ONE_SHOT] = None
+            found[TWO_SHOT] = None
     elif problem.m >= 1024 and problem.dim == 0 and problem.outer == 1 and problem.dtype is torch.bfloat16:
-        found += [(ASYNC_TP, None)]
-    if problem.aligned:
-        found += [(name_of(c), c) for c in _configs(problem) if _fits(c, problem)]
-    return tuple(dict(found).items())
+        found[ASYNC_TP] = None
+    if _aligned(problem):
+        found |= {name_of(c): c for c in _configs(problem) if _fits(c, problem)}
+    return found
 
 
 def _aligned(problem: Problem) -> bool:
@@ -184,7 +182,7 @@ def _fits(config: Config, problem: Problem) -> bool:
     if isinstance(config, ReduceConfig) and not config.by_rows and problem.op == "matmul_reduce_scatter":
         return problem.outer == 1 and problem.n % (8 * problem.world) == 0
     if isinstance(config, GatherConfig) and not config.movers:
-        return need.signals <= 4 * 8192
+        return need.signals <= 4 * FIRST_CREDIT
     return True
 
 

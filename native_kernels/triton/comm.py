@@ -252,6 +252,12 @@ def pack(values):
     rows: tl.constexpr = values.shape[0]
     cols: tl.constexpr = values.shape[1] // 2
     low, high = tl.split(tl.reshape(values, (rows, cols, 2)))
+    return pair(low, high)
+
+
+@triton.jit
+def pair(low, high):
+    """Two 16-bit values as one uint32."""
     low = low.to(tl.uint16, bitcast=True).to(tl.uint32)
     high = high.to(tl.uint16, bitcast=True).to(tl.uint32)
     return low | (high << 16)

@@ -27,6 +27,7 @@ from .comm import (
     begin,
     finish,
     pack,
+    pair,
     peer,
     put_packets,
     stamp,
@@ -107,9 +108,7 @@ def matmul_packets(
         if MEAN:
             low /= W
             high /= W
-        low = low.to(dtype).to(tl.uint16, bitcast=True).to(tl.uint32)
-        high = high.to(dtype).to(tl.uint16, bitcast=True).to(tl.uint32)
-        pairs = low | (high << 16)
+        pairs = pair(low.to(dtype), high.to(dtype))
         first = 0 if (ONCE or not ALL) else rank * chunk
         tl.store(out_pairs + (first + r[:, None]) * pitch + n[None, :], pairs, mask=inside)
         if ALL and not ONCE:

@@ -61,14 +61,11 @@ def poison() -> None:
 def run_way(
     way: str, op: str, x: Tensor, w: Tensor, outer: int = 1, dim: int = 0, order: str = "direct"
 ) -> Tensor:
-    from autofuse.lowering.gpu.dense import gather, problem_of, reduce
+    from autofuse.lowering.gpu.dense import problem_of, run
     from autofuse.lowering.gpu.workspace import workspace_for
 
     workspace = workspace_for(dist.group.WORLD.group_name, x.device)
-    problem = problem_of(op, x, w, workspace, dim, outer)
-    if op == "all_gather_matmul":
-        return gather(workspace, way, problem, x, [w], [None], False, "test")[0]
-    return reduce(workspace, way, problem, x, w, False, order, "test")
+    return run(workspace, way, problem_of(op, x, w, workspace, dim, outer), x, w, order, "test")
 
 
 def ways_of(op: str, x: Tensor, w: Tensor, outer: int = 1, dim: int = 0) -> list[str]:
