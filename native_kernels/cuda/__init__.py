@@ -1,0 +1,1 @@
+"""CUDA C++ kernels for NVIDIA GPUs, compiled when a process first needs them (`compiler`, `launcher`)."""
