@@ -1,0 +1,51 @@
+// Signals, waits and epochs as native_kernels/triton/comm.py has them, for the same memory.
+#pragma once
+#include "ptx.cuh"
+
+constexpr int BEGUN = 1, WAITED = 2, COMPUTED = 3, DRAINED = 4, REDUCED = 5, COPIED = 6, PUSHED = 7, ENDED = 8;
+
+// Bounded wait of one thread for one signal of `source`; what the others of a block may read then is behind a
+// barrier of theirs. Where it does not come in time: raise state[2], and record (1, code, source, index, epoch).
+__device__ inline void wait(
+    const int* counter, int target, int64_t* state, int code, int source, int index, int epoch) {
+    if (load_acquire(counter) >= target) return;
+    int64_t limit = nanoseconds() + state[0];
+    while (load_acquire(counter) < target) {
+        if (*static_cast<volatile int64_t*>(state + 2)) return;
+        if (nanoseconds() < limit) continue;
+        if (atomicExch(reinterpret_cast<unsigned long long*>(state + 2), 1ull)) return;
+        int* record = reinterpret_cast<int*>(state[1]);
+        record[1] = code;
+        record[2] = source;
+        record[3] = index;
+        record[4] = epoch;
+        __threadfence_system();
+        *static_cast<volatile int*>(record) = 1;
+        return;
+    }
+}
+
+// Ends the epoch, once all others are through.
+__device__ inline void finish(int64_t* state, int epoch) {
+    for (int word = 4; word < 8; ++word) state[word] = 0;
+    state[3] = epoch;
+}
+
+#if TRACE
+// As `stamp` of comm.py, of the lane of `trace` that `at` counts the events of.
+struct Trace {
+    int64_t* lane;
+    int event = 0;
+    __device__ void stamp(int kind, int rank, int tile) {
+        int64_t* at = lane + (event < EVENTS ? event : EVENTS - 1) * 2;
+        at[0] = nanoseconds();
+        at[1] = static_cast<int64_t>(kind) << 32 | static_cast<int64_t>(rank & 0xff) << 24 | tile;
+        ++event;
+    }
+};
+#else
+struct Trace {
+    int64_t* lane;
+    __device__ void stamp(int, int, int) {}
+};
+#endif

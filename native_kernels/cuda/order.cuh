@@ -1,0 +1,68 @@
+// The order of tiles, as native_kernels/triton/gemm.py has it, for clusters; plain C++, so that tests can run it.
+//
+// A matrix is cut into a chunk a rank, a chunk into rows x cols tiles. The ACROSS blocks of a cluster that share a
+// block of the weight work at the same place of the chunks of as many owners; the ALONG that share a block of x, on
+// neighbouring columns of one chunk.
+#pragma once
+
+#ifndef __CUDACC_RTC__
+#define __device__
+#endif
+
+constexpr int DIRECT = 0, RING = 1, OBLIVIOUS = 2;
+constexpr int GROUP = 16;
+
+struct Tile {
+    int owner, row, col;
+};
+
+// Whose chunk is visited at `stage` of a turn.
+__device__ inline int owner_at(int stage, int rank, int world, int order) {
+    if (order == OBLIVIOUS) return stage;
+    if (order == RING) return (rank + 2 * world - 1 - stage) % world;
+    return (rank + 1 + stage) % world;
+}
+
+// Tile number `t` of a chunk: down GROUP rows at a time, which stay in the cache.
+__device__ inline Tile chunk_tile_at(int t, int rows, int cols) {
+    int first = t / (GROUP * cols) * GROUP;
+    int here = rows - first < GROUP ? rows - first : GROUP;
+    t %= GROUP * cols;
+    return {0, first + t % here, t / here};
+}
+
+// What block (m, n) of a cluster computes as the cluster's tile number `t`. A turn visits all chunks, each for
+// `visit` tiles.
+__device__ inline Tile tile_at(
+    int t, int m, int n, int rank, int world, int rows, int cols, int visit, int across, int along, int order) {
+    int groups = world / across, wide = (cols + along - 1) / along;
+    int turn = t / (groups * visit);
+    int left = rows * wide - turn * visit;
+    int here = left < visit ? left : visit;
+    t %= groups * visit;
+    Tile tile = chunk_tile_at(turn * visit + t % here, rows, wide);
+    return {owner_at(t / here * across + m, rank, world, order), tile.row, tile.col * along + n};
+}
+
+// What block (m, n) of a cluster computes as the cluster's tile number `t` of a gather: first the parts of its first
+// `across` sources, our own among them; then those of the others, slice by slice, in the order in which they arrive.
+// WITHIN: the blocks that share a block of the weight work on neighbouring rows of one part.
+__device__ inline Tile gathered_tile_at(
+    int t, int m, int n, int rank, int world, int rows, int cols, int slice_rows, int across, int along, bool within) {
+    int groups = within ? world : world / across, wide = (cols + along - 1) / along;
+    int high = within ? (rows + across - 1) / across : rows, here = high, first = 0, group = 0;
+    if (t >= high * wide) {
+        t -= high * wide;
+        int step = within ? (slice_rows + across - 1) / across : slice_rows;
+        int turn = step * (groups - 1) * wide;
+        first = t / turn * step;
+        here = high - first < step ? high - first : step;
+        t %= turn;
+        group = 1 + t / (here * wide);
+        t %= here * wide;
+    }
+    Tile tile = chunk_tile_at(t, here, wide);
+    int row = first + tile.row;
+    int source = (rank + 2 * world - (within ? group : group * across + m)) % world;
+    return {source, within ? row * across + m : row, tile.col * along + n};
+}
