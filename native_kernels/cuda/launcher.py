@@ -5,6 +5,7 @@ Nothing here imports the driver's bindings before a kernel or a tensor map is as
 
 import ctypes
 from functools import cache, lru_cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -47,15 +48,18 @@ class Kernel:
     def launch(self, grid: int, cluster: int, threads: int, params: ctypes.Structure, stream: int) -> None:
         """Start `grid` blocks that may wait for each other, in clusters, on the device of this kernel.
 
-        The kernel's one parameter is a copy of `params`. `stream`: as `torch.cuda.Stream.cuda_stream` has it.
-        RuntimeError if not all clusters can run at once (`most_clusters`).
+        The kernel's one parameter, `const __grid_constant__` and alignas(64), is a copy of `params`.
+        `stream`: as `torch.cuda.Stream.cuda_stream` has it. RuntimeError if the driver refuses, as it does
+        a grid that cannot run all at once (`most_clusters`).
         """
         key = grid, cluster, threads, stream
         config = self._configs.get(key)
         if config is None:
             config = self._configs[key] = self._config(*key)
-        # The driver copies `params` before it returns, also into a graph that is captured.
-        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(params))
+        # The driver copies whole 64 bytes, as alignas(64) has them, before it returns; also into a graph.
+        size = ctypes.sizeof(params)
+        held = params if size % 64 == 0 else ctypes.create_string_buffer(bytes(params), -(-size // 64) * 64)
+        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(held))
         at = ctypes.addressof(pointers)
         (error,) = self._driver.cuLaunchKernelEx(config, self._function, at, 0)
         if error == self._driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:
@@ -95,13 +99,15 @@ class Kernel:
         _call(self._driver.cuCtxSetCurrent, _call(self._driver.cuDevicePrimaryCtxRetain, device))
 
 
-def kernel(source: str, name: str, constants: tuple[tuple[str, int], ...], shared_bytes: int) -> Kernel:
+def kernel(
+    source: str, name: str, constants: tuple[tuple[str, int], ...], shared_bytes: int, folder: Path = FOLDER
+) -> Kernel:
     """The kernel `name` of the file `source`, for the current device; compiled and loaded at the first call.
 
     `shared_bytes`: dynamic shared memory of a block. Not to be called first while a CUDA graph is captured:
     loading waits for the device. RuntimeError if it does not compile or does not load.
     """
-    return _loaded(source, name, constants, shared_bytes, torch.cuda.current_device())
+    return _loaded(source, name, constants, shared_bytes, folder, torch.cuda.current_device())
 
 
 def most_clusters(kernel: Kernel, cluster: int, threads: int) -> int:
@@ -182,9 +188,14 @@ def _encode(
 
 @cache
 def _loaded(
-    source: str, name: str, constants: tuple[tuple[str, int], ...], shared_bytes: int, device: int
+    source: str,
+    name: str,
+    constants: tuple[tuple[str, int], ...],
+    shared_bytes: int,
+    folder: Path,
+    device: int,
 ) -> Kernel:
-    return Kernel(name, compile_cubin(source, dict(constants), folder=FOLDER), shared_bytes)
+    return Kernel(name, compile_cubin(source, dict(constants), folder=folder), shared_bytes)
 
 
 @cache
@@ -192,7 +203,7 @@ def _bindings() -> Any:
     try:
         from cuda.bindings import driver
     except ImportError as error:
-        raise RuntimeError(why_not()) from error
+        raise RuntimeError(why_not() or str(error)) from error
     return driver
 
 

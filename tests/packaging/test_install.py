@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.wheel, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).resolve().parents[2]
 ROOMS = ("autofuse", "autofuse.passes", "autofuse.lowering", "autofuse.native_kernels")
-PACKAGES = (*ROOMS, "autofuse.lowering.gpu", "autofuse.native_kernels.triton")
+PACKAGES = (*ROOMS, "autofuse.lowering.gpu", "autofuse.native_kernels.triton", "autofuse.native_kernels.cuda")
 NOT_SOURCE = shutil.ignore_patterns(
     ".git", ".venv", ".*_cache", "build", "dist", "*.egg-info", "*.so", "__pycache__"
 )
@@ -117,7 +117,8 @@ def test_every_source_file_is_in_the_wheel(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     for room in ROOMS:
         folder = ROOT / room.replace(".", "/")
-        files = [path for end in ("py", "html", "css", "js", "json") for path in folder.rglob(f"*.{end}")]
+        ends = ("py", "html", "css", "js", "json", "cu", "cuh")
+        files = [path for end in ends for path in folder.rglob(f"*.{end}")]
         assert {str(path.relative_to(ROOT)) for path in files} <= names
 
 
