@@ -8,9 +8,10 @@ constexpr int BEGUN = 1, WAITED = 2, COMPUTED = 3, DRAINED = 4, REDUCED = 5, COP
 // barrier of theirs. Where it does not come in time: raise state[2], and record (1, code, source, index, epoch).
 __device__ inline void wait(
     const int* counter, int target, int64_t* state, int code, int source, int index, int epoch) {
-    if (load_acquire(counter) >= target) return;
-    int64_t limit = nanoseconds() + state[0];
-    while (load_acquire(counter) < target) {
+    int64_t limit = 0;
+    for (int polls = 0; load_acquire(counter) < target; ++polls) {
+        if (polls % 64) continue;  // the clock is slow to read
+        if (limit == 0) limit = nanoseconds() + state[0];
         if (*static_cast<volatile int64_t*>(state + 2)) return;
         if (nanoseconds() < limit) continue;
         if (atomicExch(reinterpret_cast<unsigned long long*>(state + 2), 1ull)) return;

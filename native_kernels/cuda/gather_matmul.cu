@@ -26,7 +26,8 @@ struct Params {
     int out_pitch, programs;                     // bytes of a row of the output
 };
 
-constexpr int GATHERING = 3, MOVING = 64;  // threads that move
+constexpr int GATHERING = 3;
+constexpr int SENDERS = 2, BUFFERS = 3, PIECE = 2048;  // bytes
 constexpr int OWNERS = SPANNING ? 1 : W;
 
 __device__ inline Tile tile_of(const Params& p, int t) {
@@ -38,35 +39,49 @@ __device__ inline Tile tile_of(const Params& p, int t) {
 // The row of a part where row `row` of tiles begins.
 __device__ inline int row_of(const Params& p, int row) { return row / p.stretch * p.inner + row % p.stretch * BM; }
 
-__device__ void send_part(const Params& p, int block, int64_t parity) {
-    constexpr int AHEAD = 4, FIRST = SPANNING ? 0 : 1;
-    int thread = threadIdx.x - 64, pitch = p.k * 2;
+// One thread of each of SENDERS warps sends pieces of rows by way of its own buffers.
+__device__ void send_part(const Params& p, uint32_t memory, int block, int sender, int64_t parity) {
+    constexpr int FIRST = SPANNING ? 0 : 1, AHEAD = BUFFERS - 1;
+    uint32_t buffers = memory + sender * BUFFERS * PIECE, loaded = memory + SENDERS * BUFFERS * PIECE + sender * BUFFERS * 8;
+    int64_t pitch = p.k * 2, there = (parity * p.half_rows + static_cast<int64_t>(p.rank) * p.chunk) * pitch;
+    int turn = 0;
+    uint32_t phases = 0;
     for (int s = 0; s < p.slices; ++s) {
         int first = row_of(p, s * p.slice_rows);
         int last = s == p.slices - 1 ? p.chunk : row_of(p, (s + 1) * p.slice_rows);
         for (int q = 0; q < p.k_slices; ++q) {
-            int start = q * p.k_slice, width = (p.k - start < p.k_slice ? p.k - start : p.k_slice) / 8;
-            int count = (last - first) * width, step = p.programs * MOVING;
-            for (int i = block * MOVING + thread; i < count; i += AHEAD * step) {
-                uint4 words[AHEAD];
-                int64_t at[AHEAD];
-#pragma unroll
-                for (int a = 0; a < AHEAD; ++a) {
-                    int j = i + a * step;
-                    at[a] = static_cast<int64_t>(first + j / width) * pitch + (start + j % width * 8) * 2;
-                    if (j < count) words[a] = load_l2(p.part + at[a]);
+            int start = q * p.k_slice * 2, width = p.k * 2 - start < p.k_slice * 2 ? p.k * 2 - start : p.k_slice * 2;
+            int pieces = (width + PIECE - 1) / PIECE, count = (last - first) * pieces, step = p.programs * SENDERS;
+            auto piece = [&](int i, int& bytes) {
+                int at = i % pieces * PIECE;
+                bytes = width - at < PIECE ? width - at : PIECE;
+                return (first + i / pieces) * pitch + start + at;
+            };
+            int begin = block * SENDERS + sender, total = count > begin ? (count - begin + step - 1) / step : 0;
+            for (int n = 0; n < total + AHEAD; ++n) {
+                int bytes;
+                if (n < total) {
+                    int to = (turn + n) % BUFFERS;
+                    bulk_wait_read();  // of what was sent from there
+                    int64_t at = piece(begin + n * step, bytes);
+                    barrier_expect(loaded + to * 8, bytes);
+                    load_bulk(buffers + to * PIECE, p.part + at, bytes, loaded + to * 8);
                 }
-#pragma unroll
-                for (int a = 0; a < AHEAD; ++a) {
-                    if (i + a * step >= count) break;
-                    int64_t to = at[a] + (parity * p.half_rows + static_cast<int64_t>(p.rank) * p.chunk) * pitch;
-#pragma unroll
-                    for (int r = FIRST; r < W; ++r) store(p.memory[(p.rank + r) % W] + to, words[a]);
+                if (n >= AHEAD) {
+                    int from = (turn + n - AHEAD) % BUFFERS;
+                    int64_t at = piece(begin + (n - AHEAD) * step, bytes);
+                    barrier_wait(loaded + from * 8, phases >> from & 1);
+                    phases ^= 1 << from;
+                    for (int r = FIRST; r < W; ++r)
+                        store_bulk(p.memory[(p.rank + r) % W] + there + at, buffers + from * PIECE, bytes);
+                    bulk_commit();
                 }
             }
-            named_barrier(1, MOVING);
-            if (thread >= FIRST && thread < W)
-                add_release(p.signals[(p.rank + thread) % W] + parity * p.signals_half +
+            turn = (turn + total) % BUFFERS;
+            bulk_wait();
+            fence_proxy();
+            for (int r = FIRST; r < W; ++r)
+                add_release(p.signals[(p.rank + r) % W] + parity * p.signals_half +
                             (p.rank * p.slices + s) * p.k_slices + q);
         }
     }
@@ -87,7 +102,7 @@ __device__ void load_tiles(const Params& p, const Shared& s, int block, int tile
             if (!own && slice < p.slices) {
                 for (int r = 0; r < (SPANNING ? W : 1); ++r) {
                     int source = SPANNING ? (p.rank + r) % W : tile.owner, unit = slice * p.k_slices + q;
-                    wait(arrived + source * p.slices * p.k_slices + unit, p.programs, p.state,
+                    wait(arrived + source * p.slices * p.k_slices + unit, SENDERS * p.programs, p.state,
                          p.site * 8 + GATHERING, source, unit, epoch);
                 }
                 fence_proxy();
@@ -130,7 +145,10 @@ extern "C" __global__ void __launch_bounds__(384, 1) gather_matmul(const __grid_
     int tiles = WITHIN ? W * ((p.rows + ACROSS - 1) / ACROSS) * wide : OWNERS / ACROSS * p.rows * wide;
     int epoch = static_cast<int>(p.state[3]) + 1;
     int64_t parity = epoch % 2;
-    if (threadIdx.x == 0) init(s);
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < SENDERS * BUFFERS; ++i) barrier_init(s.more + SENDERS * BUFFERS * PIECE + 8 * i, 1);
+        init(s);
+    }
     if (CLUSTER > 1)
         cluster_sync();
     else
@@ -143,8 +161,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) gather_matmul(const __grid_
             load_tiles(p, s, block, tiles, parity, epoch);
         } else if (threadIdx.x / 32 == 1) {
             store_tiles(p, s, block, tiles);
-        } else if (threadIdx.x >= 64) {
-            send_part(p, block, parity);
+        } else if (threadIdx.x == 64 || threadIdx.x == 96) {
+            send_part(p, s.more, block, threadIdx.x / 32 - 2, parity);
         }
     } else {
         take_registers<216>();
@@ -164,9 +182,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) gather_matmul(const __grid_
     __syncthreads();
     // The last program sets all counters back to 0, and ends the epoch.
     if (threadIdx.x == 0) {
-        __threadfence();
-        last = atomicAdd(reinterpret_cast<unsigned long long*>(p.state + 6), 1ull) == p.programs - 1;
-        __threadfence();
+        last = count(p.state + 6) == p.programs - 1;
     }
     __syncthreads();
     if (last) {

@@ -56,7 +56,7 @@ class ClusterGatherConfig:
 
     @property
     def shared_bytes(self) -> int:
-        return self.stages * (BM + self.bn) * BK * 2 + BM * (self.bn * 2 + 16) + 16 * self.stages + 16 + 1024
+        return self.stages * (BM + self.bn) * BK * 2 + BM * (self.bn * 2 + 16) + 16 * self.stages + 16 + 1024 + 12 * 1024 + 64
 
 
 def cluster_gather_needs(chunk: int, k: int, itemsize: int, world: int, config: ClusterGatherConfig) -> Need:

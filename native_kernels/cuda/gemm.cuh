@@ -14,17 +14,16 @@ constexpr int PITCH = BN * 2 + 16;  // of a staged row: 8 rows of a matrix lie i
 constexpr int STAGED = BM * PITCH;
 
 struct Shared {
-    uint32_t stages, staged;              // memory
-    uint32_t full, empty, ready, taken;   // barriers: full and empty of every stage, and those of `staged`
+    uint32_t stages, staged;             // memory
+    uint32_t full, empty, ready, taken;  // barriers: full and empty of every stage, and those of `staged`
+    uint32_t more;                       // memory that a kernel uses for something else
 };
-
-constexpr int SHARED_BYTES = STAGES * STAGE + STAGED + (2 * STAGES + 2) * 8 + 1024;
 
 __device__ inline Shared shared_memory(void* memory) {
     uint32_t at = (shared_address(memory) + 1023) / 1024 * 1024;
-    uint32_t barriers = at + STAGES * STAGE + STAGED;
+    uint32_t barriers = at + STAGES * STAGE + STAGED;  // an even number of them, so that `more` is aligned
     return {at, at + STAGES * STAGE, barriers, barriers + STAGES * 8, barriers + 2 * STAGES * 8,
-            barriers + 2 * STAGES * 8 + 8};
+            barriers + 2 * STAGES * 8 + 8, barriers + (2 * STAGES + 2) * 8};
 }
 
 // By one thread, before all of the cluster meet.
@@ -147,6 +146,6 @@ __device__ inline void stage(const Shared& s, const float (&acc)[BN / 2], int gr
         const float* d = acc + j * 8;
         store_matrices(at + j * 32, pair(d[0], d[1]), pair(d[2], d[3]), pair(d[4], d[5]), pair(d[6], d[7]));
     }
-    fence_proxy();
+    fence_proxy_shared();
     barrier_arrive(s.ready);
 }

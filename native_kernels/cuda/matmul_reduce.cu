@@ -98,9 +98,11 @@ __device__ void store_tiles(const Params& p, const Shared& s, int block, int til
 // A team of threads adds parts of our own chunk up and sends the sums, and copies those that peers send. Parts come in
 // the order in which they are complete; who is free takes the next.
 template <int TEAM>
-__device__ void reduce_parts(const Params& p, int team, int64_t parity, int epoch, Trace trace) {
+__device__ void reduce_parts(const Params& p, const Shared& s, int block, int team, int64_t parity, int epoch, Trace trace) {
     constexpr int SOURCES = ALL ? W : 1, WIDE = BN / 8;  // words of 16 bytes in a row
     __shared__ int tickets_of[3];
+    // The groups that have multiplied use the memory of blocks of x and of the weight.
+    uint32_t buffer = team ? s.stages + (team - 1) * PART * BN * 2 : s.more;
     int thread = TEAM == 64 ? threadIdx.x - 64 : threadIdx.x % 128, bar = 1 + team;
     int tiles = p.rows * p.cols, parts = tiles * PARTS;
     int* arrived = p.signals[p.rank] + parity * p.signals_half;
@@ -111,9 +113,12 @@ __device__ void reduce_parts(const Params& p, int team, int64_t parity, int epoc
     bool mixed = p.lag < parts;
     int tickets = (mixed ? parts + p.lag : parts) * SOURCES;
     auto* next = reinterpret_cast<unsigned long long*>(p.state + 5);
-    if (thread == 0) tickets_of[team] = atomicAdd(next, 1ull);
-    named_barrier(bar, TEAM);
-    int ticket = tickets_of[team], following = 0;
+    int ticket = block, following = 0;  // the first are given away beforehand
+    if (team) {
+        if (thread == 0) tickets_of[team] = p.programs + atomicAdd(next, 1ull);
+        named_barrier(bar, TEAM);
+        ticket = tickets_of[team];
+    }
     while (ticket < tickets) {
         // Number i of our own parts, or number i - lag of a peer's; of few, all of our own first.
         int away = ticket % SOURCES, i = ticket / SOURCES - (away ? p.lag : 0);
@@ -134,7 +139,7 @@ __device__ void reduce_parts(const Params& p, int team, int64_t parity, int epoc
         }
         named_barrier(bar, TEAM);
         if (thread == 0) {
-            following = atomicAdd(next, 1ull);
+            following = p.programs + atomicAdd(next, 1ull);
             trace.stamp(WAITED, away ? source : -1, part);
         }
         int first = at.row * HEIGHT + i % PARTS * PART;
@@ -156,12 +161,22 @@ __device__ void reduce_parts(const Params& p, int team, int64_t parity, int epoc
 #pragma unroll
                 for (int r = 0; r < W; ++r) words[r] = load_l2(inbox + r * slot + here);
                 uint4 value = sum(words);
-#if ALL
-#pragma unroll
-                for (int r = 1; r < W; ++r)
-                    store(p.finished[(p.rank + r) % W] + finished + p.rank * slot + here, value);
-#endif
                 store(to, value);
+                if (ALL) store_shared(buffer + j * 16, value);
+            }
+            if (ALL) {
+                fence_proxy_shared();
+                named_barrier(bar, TEAM);
+                int width = (p.n - at.col * BN) * 2;
+                width = width < BN * 2 ? width : BN * 2;
+                for (int j = thread; j < PART; j += TEAM) {
+                    int64_t to = finished + p.rank * slot + static_cast<int64_t>(first + j) * p.pitch + at.col * BN * 2;
+                    for (int r = 1; r < W; ++r)
+                        store_bulk(p.finished[(p.rank + r) % W] + to, buffer + j * BN * 2, width);
+                }
+                bulk_commit();
+                bulk_wait();
+                fence_proxy();
             }
         } else if (is_part) {
             const char* from = p.finished[p.rank] + finished + source * slot;
@@ -181,18 +196,17 @@ __device__ void reduce_parts(const Params& p, int team, int64_t parity, int epoc
         if (ALL && is_part && away == 0 && thread > 0 && thread < W)
             add_release(p.signals[(p.rank + thread) % W] + parity * p.signals_half + W * tiles + p.rank * parts + part);
     }
-    // The last team sets the counters that several have waited for back to 0, and ends the epoch.
-    named_barrier(bar, TEAM);
-    if (thread == 0) {
-        __threadfence();
-        tickets_of[team] = atomicAdd(reinterpret_cast<unsigned long long*>(p.state + 6), 1ull) == 3 * p.programs - 1;
-        __threadfence();
-    }
-    named_barrier(bar, TEAM);
-    if (tickets_of[team]) {
-        for (int i = thread; i < W * tiles; i += TEAM) arrived[i] = 0;
+    // The last program sets the counters that several have waited for back to 0, and ends the epoch.
+    if (team) {
+        named_arrive(4, 320);
+    } else {
+        named_barrier(4, 320);
+        if (thread == 0) tickets_of[0] = count(p.state + 6) == p.programs - 1;
         named_barrier(bar, TEAM);
-        if (thread == 0) finish(p.state, epoch);
+        if (tickets_of[0]) {
+            for (int i = thread; i < W * tiles; i += TEAM) arrived[i] = 0;
+            if (thread == 0) finish(p.state, epoch);
+        }
     }
     if (thread == 0) trace.stamp(ENDED, p.rank, 0);
 }
@@ -217,7 +231,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) matmul_reduce(const __grid_
         else if (threadIdx.x / 32 == 1)
             store_tiles(p, s, block, tiles, parity);
         else if (threadIdx.x >= 64)
-            reduce_parts<64>(p, 0, parity, epoch, trace);
+            reduce_parts<64>(p, s, block, 0, parity, epoch, trace);
     } else {
         take_registers<216>();
         Turn turn;
@@ -228,7 +242,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) matmul_reduce(const __grid_
             stage(s, acc, group - 1, taken);
             if (threadIdx.x % 128 == 0) trace.stamp(COMPUTED, -1, t);
         }
-        reduce_parts<128>(p, group, parity, epoch, trace);
+        reduce_parts<128>(p, s, block, group, parity, epoch, trace);
     }
     __syncwarp();
     if (CLUSTER > 1) cluster_sync();

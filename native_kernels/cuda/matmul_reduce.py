@@ -56,11 +56,11 @@ class ClusterReduceConfig:
     along: int = 1
     stages: int = 3
     visit: int = 0
-    part: int = 32
+    part: int = 16
 
     @property
     def shared_bytes(self) -> int:
-        return self.stages * (BM + self.bn) * BK * 2 + BM * (self.bn * 2 + 16) + 16 * self.stages + 16 + 1024
+        return self.stages * (BM + self.bn) * BK * 2 + BM * (self.bn * 2 + 16) + 16 * self.stages + 16 + 1024 + 16 * self.bn * 2
 
 
 @dataclass(frozen=True)

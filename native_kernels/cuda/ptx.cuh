@@ -26,9 +26,13 @@ __device__ inline void cluster_sync() {
     asm volatile("barrier.cluster.arrive.release.aligned;\n barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// Of `threads` threads of the block, by number of the barrier.
+// Of `threads` threads of the block, by number of the barrier; some may arrive only.
 __device__ inline void named_barrier(int number, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
+}
+
+__device__ inline void named_arrive(int number, int threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }
 
 // --- mbarriers ---
@@ -49,11 +53,12 @@ __device__ inline void barrier_arrive(uint32_t barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// At the same barrier of block `rank` of the cluster.
+// At the same barrier of block `rank` of the cluster. Orders nothing: with a scope wider than the block, arriving and
+// waiting become fences of the whole GPU, a microsecond each.
 __device__ inline void barrier_arrive_at(uint32_t barrier, int rank) {
     asm volatile(
         "{ .reg .b32 a; mapa.shared::cluster.u32 a, %0, %1;"
-        " mbarrier.arrive.release.cluster.shared::cluster.b64 _, [a]; }" ::"r"(barrier), "r"(rank)
+        " mbarrier.arrive.shared::cluster.b64 _, [a]; }" ::"r"(barrier), "r"(rank)
         : "memory");
 }
 
@@ -61,7 +66,7 @@ __device__ inline void barrier_arrive_at(uint32_t barrier, int rank) {
 __device__ inline void barrier_wait(uint32_t barrier, int parity) {
     asm volatile(
         "{ .reg .pred p;\n"
-        "POLL: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%0], %1;\n"
+        "POLL: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
         "@!p bra POLL; }" ::"r"(barrier), "r"(parity)
         : "memory");
 }
@@ -88,6 +93,13 @@ __device__ inline void load_box(
         : "memory");
 }
 
+// `bytes` (a multiple of 16) of global memory to shared memory, and on the barrier.
+__device__ inline void load_bulk(uint32_t to, const void* from, int bytes, uint32_t barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+                 "l"(from), "r"(bytes), "r"(barrier)
+                 : "memory");
+}
+
 // `bytes` (a multiple of 16) of shared memory to global memory, of this GPU or of a peer.
 __device__ inline void store_bulk(void* to, uint32_t from, int bytes) {
     asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes)
@@ -100,7 +112,9 @@ __device__ inline void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group
 
 __device__ inline void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
+// Between ordinary accesses and those of TMA, to any memory, or to shared memory alone.
 __device__ inline void fence_proxy() { asm volatile("fence.proxy.async;" ::: "memory"); }
+__device__ inline void fence_proxy_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // --- tensor cores ---
 
@@ -193,6 +207,19 @@ __device__ inline uint4 load_l2(const void* at) {
 
 __device__ inline void store(void* at, uint4 v) {
     asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(at), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+                 : "memory");
+}
+
+// Adds 1 to what programs of this GPU count; what this thread did, or has met at a barrier, comes before, and what
+// others did before they counted is seen afterwards.
+__device__ inline int64_t count(int64_t* at) {
+    int64_t before;
+    asm volatile("atom.acq_rel.gpu.global.add.u64 %0, [%1], 1;" : "=l"(before) : "l"(at) : "memory");
+    return before;
+}
+
+__device__ inline void store_shared(uint32_t at, uint4 v) {
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
                  : "memory");
 }
 
