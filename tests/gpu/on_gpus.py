@@ -4,11 +4,14 @@ import math
 import random
 import time
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from autofuse.timeline import Timeline
 
 MOST_ERROR = 4e-3  # of bfloat16, whose roundings are 2**-9 each: of the partial sums and of the result
 
@@ -317,6 +320,13 @@ def with_biases(rank: int, world: int, m: int) -> float:
             worst = max(worst, *map(error_of, outputs, wanted))
             assert torch.equal(whole.double(), gathered), way
     return worst
+
+
+def traced(rank: int, world: int, op: str) -> "Timeline":
+    from autofuse.lowering.gpu.trace import record
+    from autofuse.timeline import read
+
+    return read(rank, record(op, 2048, 1024, 2048, torch.bfloat16, "direct").tolist())
 
 
 def tma_less(rank: int, world: int) -> float:
