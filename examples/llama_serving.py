@@ -51,6 +51,8 @@ def make_model(args: Namespace, device: torch.device, dtype: torch.dtype) -> nn.
 
 def compile_each(model: nn.Module, args: Namespace, device: torch.device) -> dict[str, Callable[..., Any]]:
     """The model, and what it is compiled to, by name."""
+    # Dynamo counts what it has compiled of a function, for all of these together, and has a limit.
+    torch.compiler.reset()
     calls: dict[str, Callable[..., Any]] = {
         "eager": model,
         "inductor": torch.compile(model, backend="inductor"),
@@ -64,6 +66,8 @@ def compile_each(model: nn.Module, args: Namespace, device: torch.device) -> dic
 def make_prefill(model: Any, call: Callable[..., Any], prompt: Tensor) -> Callable[[], Tensor]:
     """`prefill() -> logits [batch, 1, vocab]` of the prompt's last token, from an empty cache every time."""
     cache = StaticCache(config=model.config, max_cache_len=prompt.shape[1])
+    with torch.no_grad():
+        model(prompt, past_key_values=cache, logits_to_keep=1)  # which allocates it, once and for all
 
     def prefill() -> Tensor:
         cache.reset()
