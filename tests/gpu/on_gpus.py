@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.ranks import fresh_group
+
 if TYPE_CHECKING:
     from autofuse.timeline import Timeline
 
@@ -248,8 +250,9 @@ def lost_peer(rank: int, world: int) -> str:
 class Block(torch.nn.Module):
     """A tensor-parallel MLP as plain code writes it."""
 
-    def __init__(self, width: int, hidden: int, world: int) -> None:
+    def __init__(self, width: int, hidden: int, world: int, group_name: str) -> None:
         super().__init__()
+        self.group_name = group_name
         self.up = torch.nn.Linear(width, hidden // world, bias=False)
         self.down = torch.nn.Linear(hidden // world, width, bias=False)
 
@@ -257,16 +260,19 @@ class Block(torch.nn.Module):
         import torch.distributed._functional_collectives as funcol
 
         y = torch.nn.functional.silu(self.up(x))
-        return funcol.all_reduce(self.down(y), "sum", dist.group.WORLD)
+        return funcol.all_reduce(self.down(y), "sum", self.group_name)
 
 
 def compiled(rank: int, world: int, mode: str | None, dynamic: bool) -> tuple[float, int]:
-    """Error of a compiled model against eager over several token counts, and how many sites were fused."""
+    """Error of a compiled model against eager over several token counts, and how many sites were fused.
+
+    The group is new: its workspace is made, and grows, while the model runs.
+    """
     import autofuse
 
     torch._dynamo.reset()
     torch.manual_seed(rank)
-    model = Block(512, 2048, world).cuda().bfloat16()
+    model = Block(512, 2048, world, fresh_group()).cuda().bfloat16()
     run = torch.compile(model, backend="autofuse", mode=mode, dynamic=dynamic)
     worst, tokens = 0.0, (7, 64, 300, 1024) if dynamic else (64,)
     with autofuse.debug() as report, torch.no_grad():
@@ -286,7 +292,7 @@ def trained(rank: int, world: int) -> float:
 
     torch._dynamo.reset()
     torch.manual_seed(rank)
-    model = Block(512, 2048, world).cuda().bfloat16()
+    model = Block(512, 2048, world, dist.group.WORLD.group_name).cuda().bfloat16()
 
     def step(x: Tensor) -> Tensor:
         y: Tensor = checkpoint(model, x, use_reentrant=False)
