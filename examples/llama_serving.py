@@ -51,19 +51,25 @@ def make_model(args: Namespace, device: torch.device, dtype: torch.dtype) -> nn.
 
 def compile_each(model: nn.Module, args: Namespace, device: torch.device) -> dict[str, Callable[..., Any]]:
     """The model, and what it is compiled to, by name."""
+    # Dynamo counts what it has compiled of a function, for all of these together, and has a limit.
+    torch.compiler.reset()
+    graphs = {"triton.cudagraphs": args.graphs}
     calls: dict[str, Callable[..., Any]] = {
         "eager": model,
-        "inductor": torch.compile(model, backend="inductor"),
+        "inductor": torch.compile(model, backend="inductor", options=graphs),
     }
     if device.type == "cuda":
-        calls["async TP"] = torch.compile(model, backend="inductor", options={"_micro_pipeline_tp": True})
-    calls["autofuse"] = torch.compile(model, backend="autofuse", options={"policy": args.policy})
+        options = {"_micro_pipeline_tp": True, **graphs}
+        calls["async TP"] = torch.compile(model, backend="inductor", options=options)
+    calls["autofuse"] = torch.compile(model, backend="autofuse", options={"policy": args.policy, **graphs})
     return calls
 
 
 def make_prefill(model: Any, call: Callable[..., Any], prompt: Tensor) -> Callable[[], Tensor]:
     """`prefill() -> logits [batch, 1, vocab]` of the prompt's last token, from an empty cache every time."""
     cache = StaticCache(config=model.config, max_cache_len=prompt.shape[1])
+    with torch.no_grad():
+        model(prompt, past_key_values=cache, logits_to_keep=1)  # which allocates it, once and for all
 
     def prefill() -> Tensor:
         cache.reset()
@@ -104,6 +110,7 @@ def run(args: Namespace, device: torch.device) -> None:
         decoders = {name: make_decoder(model, call, prompt, tokens) for name, call in calls.items()}
         agree("decoding", [decoders["autofuse"]()], [decoders["eager"]()], TOLERANCE[dtype])
         race(f"decoding step, {args.batch} tokens", decoders, args.rounds)
+    torch.compiler.reset()  # NCCL does not end while there are graphs of its kernels
     show(f"\n{report}")
 
 
@@ -115,5 +122,6 @@ if __name__ == "__main__":
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--graphs", action="store_true", help="replay what is compiled from CUDA graphs")
     parser.add_argument("--prompt", type=int, default=512, help="tokens of a prompt")
     launch(parser, run)

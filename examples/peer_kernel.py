@@ -63,7 +63,7 @@ def main(count: int = 100_000, block: int = 4096, calls: int = 5) -> None:
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")
     if gpu:
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if gpu else "gloo")
+    dist.init_process_group("nccl" if gpu else "gloo", device_id=device if gpu else None)
     blocks = triton.cdiv(count, block)
     views = map_memory(2 * world * (count + blocks) * 4, device)
     memory = torch.tensor([view.data_ptr() for view in views], device=device)

@@ -84,7 +84,7 @@ def ours_alone(cell: Cell, given: Operands) -> dict[str, Run]:
 
 def fused(names: list[str]) -> list[str]:
     """Those of our ways that are no peers."""
-    return [name for name in names if not name.startswith("cublas")]
+    return [name for name in names if not name.startswith(("cublas", "async_tp"))]
 
 
 def peers(cell: Cell, given: Operands) -> dict[str, Run]:

@@ -31,12 +31,15 @@ def record(op: str, m: int, k: int, n: int, dtype: torch.dtype, order: str) -> T
     x = torch.randn(m // workspace.world if op == "all_gather_matmul" else m, k, device=device, dtype=dtype)
     w = torch.randn(k, n, device=device, dtype=dtype)
     trace = torch.zeros(workspace.programs, EVENTS, 2, dtype=torch.int64, device=device)
-    for call in range(WARM_UP + 1):
-        if call == WARM_UP:
-            trace.zero_()
-            torch.cuda.synchronize(device)
-            workspace.meet("")
+    for _ in range(WARM_UP):
         run(workspace, way, problem, x, w, order, "trace", trace)
+    # Hosts are milliseconds apart. The GPUs meet in a call, and the next one begins on all of them at once.
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        run(workspace, way, problem, x, w, order, "trace", trace)
+        trace.zero_()
+        run(workspace, way, problem, x, w, order, "trace", trace)
+    graph.replay()
     torch.cuda.synchronize(device)
     workspace.check()
     return trace.cpu()

@@ -9,9 +9,11 @@ at once.
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from dataclasses import fields
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -28,6 +30,8 @@ from autofuse.native_kernels.triton.copy_engine import FIRST_CREDIT, CopyEngine
 from autofuse.native_kernels.triton.memory import RECORD_WORDS, STATE_WORDS, Need, PeerMemory, Region
 
 from .support import why_not
+
+T = TypeVar("T")
 
 LEAST = Need(
     inbox=16 << 20,
@@ -76,13 +80,10 @@ class GpuWorkspace:
                     f"install the same on all"
                 )
         self._limit = 0.0
-        # Tensors born in inference mode could not be written outside of it.
-        with torch.inference_mode(False):
-            self._record = torch.zeros(RECORD_WORDS, dtype=torch.int32).pin_memory()
-            self._state = torch.zeros(STATE_WORDS, dtype=torch.int64, device=device)
-            self._state[1] = self._record.data_ptr()
-            self.memory, self.capacity = self._allocate(None, LEAST)
-            self.engine = CopyEngine(self.memory)
+        self._record = torch.zeros(RECORD_WORDS, dtype=torch.int32).pin_memory()
+        self._state = torch.zeros(STATE_WORDS, dtype=torch.int64, device=device)
+        self._state[1] = self._record.data_ptr()
+        self._grow(None, LEAST)
 
     @property
     def programs(self) -> int:
@@ -105,9 +106,7 @@ class GpuWorkspace:
         new = (way, op) not in self._kernels
         self._kernels |= {(way, op), (way, variant)}
         if not need.fits(self.capacity):
-            with torch.inference_mode(False):
-                self.memory, self.capacity = self._allocate(self.memory, need | self.capacity)
-                self.engine = CopyEngine(self.memory)
+            _apart(self.device, lambda: self._grow(self.memory, need | self.capacity))
         if not capturing:
             stream = torch.cuda.current_stream(self.device)
             if self._last is not None and self._last[0] != stream.cuda_stream:
@@ -147,6 +146,10 @@ class GpuWorkspace:
         self._meetings += 1
         prefix = f"{self._prefix}/{self._meetings}"
         return all_gather(self._store, prefix, self.rank, self.world, value, config.timeout_s)
+
+    def _grow(self, old: PeerMemory | None, need: Need) -> None:
+        self.memory, self.capacity = self._allocate(old, need)
+        self.engine = CopyEngine(self.memory)
 
     def _allocate(self, old: PeerMemory | None, need: Need) -> tuple[PeerMemory, Need]:
         """Memory for at least `need`, by all ranks together; what is large enough stays."""
@@ -222,9 +225,25 @@ def _make(group: ProcessGroup, device: torch.device) -> GpuWorkspace | Exception
             "the group has not met yet, and cannot while a CUDA graph is captured: call autofuse.warmup()"
         )
     try:
-        return GpuWorkspace(group, device)
+        return _apart(device, lambda: GpuWorkspace(group, device))
     except (RuntimeError, OSError) as error:
         return error.with_traceback(None)
+
+
+def _apart(device: torch.device, work: Callable[[], T]) -> T:
+    """`work()` in a thread of its own, for tensors that stay: those of inference mode, which a thread has for
+    itself, could not be written outside of it, and while Inductor's CUDA graphs warm up they claim all that
+    this thread allocates, and fail where it is not freed. Settings are those of this thread.
+    """
+
+    def on_device() -> T:
+        with torch.cuda.device(device):
+            done = work()
+            torch.cuda.synchronize(device)  # the streams of the caller do not wait for those of this thread
+        return done
+
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(copy_context().run, on_device).result()
 
 
 def check(group_name: str | None = None) -> None:

@@ -4,11 +4,16 @@ import math
 import random
 import time
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from tests.ranks import fresh_group
+
+if TYPE_CHECKING:
+    from autofuse.timeline import Timeline
 
 MOST_ERROR = 4e-3  # of bfloat16, whose roundings are 2**-9 each: of the partial sums and of the result
 
@@ -245,8 +250,9 @@ def lost_peer(rank: int, world: int) -> str:
 class Block(torch.nn.Module):
     """A tensor-parallel MLP as plain code writes it."""
 
-    def __init__(self, width: int, hidden: int, world: int) -> None:
+    def __init__(self, width: int, hidden: int, world: int, group_name: str) -> None:
         super().__init__()
+        self.group_name = group_name
         self.up = torch.nn.Linear(width, hidden // world, bias=False)
         self.down = torch.nn.Linear(hidden // world, width, bias=False)
 
@@ -254,16 +260,19 @@ class Block(torch.nn.Module):
         import torch.distributed._functional_collectives as funcol
 
         y = torch.nn.functional.silu(self.up(x))
-        return funcol.all_reduce(self.down(y), "sum", dist.group.WORLD)
+        return funcol.all_reduce(self.down(y), "sum", self.group_name)
 
 
 def compiled(rank: int, world: int, mode: str | None, dynamic: bool) -> tuple[float, int]:
-    """Error of a compiled model against eager over several token counts, and how many sites were fused."""
+    """Error of a compiled model against eager over several token counts, and how many sites were fused.
+
+    The group is new: its workspace is made, and grows, while the model runs.
+    """
     import autofuse
 
     torch._dynamo.reset()
     torch.manual_seed(rank)
-    model = Block(512, 2048, world).cuda().bfloat16()
+    model = Block(512, 2048, world, fresh_group()).cuda().bfloat16()
     run = torch.compile(model, backend="autofuse", mode=mode, dynamic=dynamic)
     worst, tokens = 0.0, (7, 64, 300, 1024) if dynamic else (64,)
     with autofuse.debug() as report, torch.no_grad():
@@ -283,7 +292,7 @@ def trained(rank: int, world: int) -> float:
 
     torch._dynamo.reset()
     torch.manual_seed(rank)
-    model = Block(512, 2048, world).cuda().bfloat16()
+    model = Block(512, 2048, world, dist.group.WORLD.group_name).cuda().bfloat16()
 
     def step(x: Tensor) -> Tensor:
         y: Tensor = checkpoint(model, x, use_reentrant=False)
@@ -317,6 +326,13 @@ def with_biases(rank: int, world: int, m: int) -> float:
             worst = max(worst, *map(error_of, outputs, wanted))
             assert torch.equal(whole.double(), gathered), way
     return worst
+
+
+def traced(rank: int, world: int, op: str) -> "Timeline":
+    from autofuse.lowering.gpu.trace import record
+    from autofuse.timeline import read
+
+    return read(rank, record(op, 2048, 1024, 2048, torch.bfloat16, "direct").tolist())
 
 
 def tma_less(rank: int, world: int) -> float:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from autofuse.timeline import Kind
 from tests.ranks import RankPool
 
 from . import on_gpus
@@ -111,6 +112,15 @@ def test_measured_ways(gpu_ranks: Pools, world: int) -> None:
     for times, way in results:
         assert times == results[0][0]
         assert way == times[0][0]
+
+
+@pytest.mark.parametrize("op", ["matmul_all_reduce", "matmul_reduce_scatter", "all_gather_matmul"])
+@pytest.mark.parametrize("world", WORLDS)
+def test_trace(gpu_ranks: Pools, world: int, op: str) -> None:
+    for timeline in gpu_ranks(world).run(on_gpus.traced, op, timeout=200):
+        assert {Kind.BEGUN, Kind.COMPUTED, Kind.ENDED} <= {event.kind for event in timeline.events}
+        assert not timeline.cut
+        assert timeline.ended < 1000  # microseconds: ranks that begin apart would wait for longer
 
 
 @pytest.mark.parametrize("world", WORLDS)

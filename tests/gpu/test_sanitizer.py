@@ -1,5 +1,6 @@
 """The kernels under compute-sanitizer: memory that is not theirs, and races in shared memory."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -13,8 +14,15 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
-def test_nothing_is_found(tool: str) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        # torch asks the driver for what this one may not have or permit.
+        pytest.param(["--tool=memcheck", "--report-api-errors=no"], id="memcheck"),
+        pytest.param(["--tool=racecheck"], id="racecheck"),
+    ],
+)
+def test_nothing_is_found(options: list[str]) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs 2 GPUs")
     sanitizer = shutil.which("compute-sanitizer")
@@ -24,7 +32,7 @@ def test_nothing_is_found(tool: str) -> None:
     done = subprocess.run(
         [
             sanitizer,
-            f"--tool={tool}",
+            *options,
             "--target-processes=all",
             "--error-exitcode=9",
             sys.executable,
@@ -35,6 +43,8 @@ def test_nothing_is_found(tool: str) -> None:
         text=True,
         timeout=580,
         cwd=ROOT,
+        # Else tensors share blocks, and what is beyond one is another's.
+        env={**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     assert "all_gather_matmul" in done.stdout  # it came to the end
