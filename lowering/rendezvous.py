@@ -163,10 +163,12 @@ def meet(
 
 @cache
 def sources_digest() -> str:
-    """Digest of the Python sources that make and run plans."""
+    """Digest of the sources that make and run plans."""
     digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.rglob("*.py")):
-        digest.update(path.read_bytes())
+    kernels = Path(cpu.__file__).parents[1]
+    for path in [*sorted(Path(__file__).parent.rglob("*.py")), *sorted(kernels.rglob("*.*"))]:
+        if path.suffix in (".py", ".cpp", ".h", ".cu", ".cuh"):
+            digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,13 +12,15 @@ from torch import Tensor
 
 from autofuse.lowering import torch_internals
 from autofuse.lowering.ops.layout import parts, whole
+from autofuse.native_kernels.cuda.gather_matmul import ClusterGatherConfig, launch_cluster_gather
+from autofuse.native_kernels.cuda.matmul_reduce import ClusterReduceConfig, launch_cluster_reduce
 from autofuse.native_kernels.triton.gather_matmul import GatherConfig, launch_gather_matmul
 from autofuse.native_kernels.triton.gather_matmul_few import FewConfig, launch_gather_matmul_few
 from autofuse.native_kernels.triton.matmul_packets import PacketsConfig, launch_matmul_packets
-from autofuse.native_kernels.triton.matmul_reduce import ReduceConfig, launch_matmul_reduce
+from autofuse.native_kernels.triton.matmul_reduce import launch_matmul_reduce
 from autofuse.native_kernels.triton.memory import Need, PeerMemory, is_tma
 
-from .ways import ASYNC_TP, CUBLAS_NCCL, ONE_SHOT, TWO_SHOT, Problem, needs, ways
+from .ways import ASYNC_TP, CUBLAS_NCCL, ONE_SHOT, TWO_SHOT, Config, Problem, needs, ways
 from .workspace import GpuWorkspace
 
 ORDERS = {"direct": 0, "ring": 1, "oblivious": 2}
@@ -85,8 +88,9 @@ def reduce(
                     memory, x, w, out, mean, everywhere, config, number, trace, compile_only
                 )
             else:
-                assert isinstance(config, ReduceConfig)
-                launch_matmul_reduce(
+                clusters = isinstance(config, ClusterReduceConfig)
+                launch: Any = launch_cluster_reduce if clusters else launch_matmul_reduce
+                launch(
                     memory, x, w, out, mean, everywhere, problem.outer, ORDERS[order], config, number, trace,
                     compile_only,
                 )  # fmt: skip
@@ -125,19 +129,27 @@ def gather(
                 memory, part, w[0], out, config, number, trace, compile_only, bias[0]
             )
         else:
-            assert isinstance(config, GatherConfig)
-            gathered = launch_gather_matmul(
+            clusters = isinstance(config, ClusterGatherConfig)
+            launch: Any = launch_cluster_gather if clusters else launch_gather_matmul
+            gathered = launch(
                 memory, part, w[0], out, problem.outer, config, workspace.engine, not more, number, trace,
                 compile_only, bias[0],
             )  # fmt: skip
     outputs = [out]
     if more:
         x = _copy_gathered(gathered, part, problem, memory)
-        if isinstance(config, GatherConfig) and not config.movers:
+        if _copied(config):
             workspace.engine.give_credit()
         outputs += _multiply(x, w[1:], bias[1:]) + [x] * keep
     workspace.leave()
     return outputs
+
+
+def _copied(config: Config | None) -> bool:
+    """Whether copy engines move the parts."""
+    return (isinstance(config, GatherConfig) and not config.movers) or (
+        isinstance(config, ClusterGatherConfig) and config.copied
+    )
 
 
 def _multiply(x: Tensor, w: Sequence[Tensor], bias: Sequence[Tensor | None]) -> list[Tensor]:

@@ -7,6 +7,8 @@ import importlib.util
 
 import torch
 
+from autofuse.native_kernels.cuda import compiler
+
 MOST_RANKS = 8
 """Ranks of a group: GPUs of one host that NVSwitch connects."""
 
@@ -18,6 +20,8 @@ def why_not(device: torch.device) -> str | None:
         return f"there are kernels for CPUs and NVIDIA GPUs, not for {device.type}"
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed; CUDA builds of torch bring it"
+    if missing := compiler.why_not():
+        return missing
     if not torch.cuda.is_available():
         return "this process sees no GPU"
     index = torch.cuda.current_device() if device.index is None else device.index

@@ -15,9 +15,14 @@ from .workspace import workspace_for
 
 WARM_UP = 3
 
+ROWS = 3
+"""Most rows of a program."""
+
 
 def record(op: str, m: int, k: int, n: int, dtype: torch.dtype, order: str) -> Tensor:
-    """What every program does in one call on random operands: int64 [programs, EVENTS, 2], see `comm.stamp`.
+    """What every program does in one call on random operands: int64 [rows, EVENTS, 2], see `comm.stamp`.
+
+    A row is a program, or a team of its warps: those of kernels in CUDA C++ do different things at once.
 
     m, k, n: the matmul of a rank, of a gather with the rows of all. All ranks call it together. ValueError if
     no fused way can run it.
@@ -30,7 +35,7 @@ def record(op: str, m: int, k: int, n: int, dtype: torch.dtype, order: str) -> T
     way = _fused_way(problem, points_of(workspace))
     x = torch.randn(m // workspace.world if op == "all_gather_matmul" else m, k, device=device, dtype=dtype)
     w = torch.randn(k, n, device=device, dtype=dtype)
-    trace = torch.zeros(workspace.programs, EVENTS, 2, dtype=torch.int64, device=device)
+    trace = torch.zeros(ROWS * workspace.programs, EVENTS, 2, dtype=torch.int64, device=device)
     for _ in range(WARM_UP):
         run(workspace, way, problem, x, w, order, "trace", trace)
     # Hosts are milliseconds apart. The GPUs meet in a call, and the next one begins on all of them at once.
@@ -42,7 +47,7 @@ def record(op: str, m: int, k: int, n: int, dtype: torch.dtype, order: str) -> T
     graph.replay()
     torch.cuda.synchronize(device)
     workspace.check()
-    return trace.cpu()
+    return trace[trace.any(2).any(1)].cpu()
 
 
 def _fused_way(problem: Problem, points: Points) -> str:

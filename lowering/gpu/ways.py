@@ -13,6 +13,8 @@ from typing import TypeAlias
 
 import torch
 
+from autofuse.native_kernels.cuda.gather_matmul import ClusterGatherConfig, cluster_gather_needs
+from autofuse.native_kernels.cuda.matmul_reduce import ClusterReduceConfig, cluster_reduce_needs
 from autofuse.native_kernels.triton.copy_engine import FIRST_CREDIT
 from autofuse.native_kernels.triton.gather_matmul import GatherConfig, gather_needs
 from autofuse.native_kernels.triton.gather_matmul_few import FewConfig, few_needs
@@ -32,13 +34,17 @@ ASYNC_TP = "async_tp"
 """torch's own: matmuls of chunks and copies on two streams."""
 
 
-Config: TypeAlias = ReduceConfig | PacketsConfig | GatherConfig | FewConfig
+Config: TypeAlias = (
+    ReduceConfig | PacketsConfig | GatherConfig | FewConfig | ClusterReduceConfig | ClusterGatherConfig
+)
 
 _KINDS: dict[type, str] = {
     ReduceConfig: "tiles",
     PacketsConfig: "packets",
     GatherConfig: "parts",
     FewConfig: "few",
+    ClusterReduceConfig: "clusters",
+    ClusterGatherConfig: "clusters",
 }
 
 
@@ -128,27 +134,32 @@ def _configs(problem: Problem) -> Iterator[Config]:
             yield PacketsConfig(bk=64, stages=6, warps=8)
             if problem.n >= 128 * problem.programs // 2:
                 yield PacketsConfig(bn=128, bk=64, stages=5, warps=8)
+    if by_rows and problem.outer == 1 and 32 < m <= 128:
+        yield ClusterReduceConfig(bn=64, across=1, along=2, stages=7)
     if everywhere and 32 < m <= 512:
         for bt in (32, 128):
             yield ReduceConfig(bn=64, bk=128, warps=4, stages=4, bt=bt, by_rows=False)
     if by_rows and m < 64 * problem.world:
         return
+    if by_rows and problem.world % 2 == 0:
+        yield from _cluster_reduce_configs(m)
     yield ReduceConfig(bt=32, by_rows=by_rows)
-    yield ReduceConfig(bt=32, visit=8, by_rows=by_rows)
     if m <= 1024:
+        yield ReduceConfig(bt=32, visit=8, by_rows=by_rows)
         yield ReduceConfig(bn=128, stages=4, bt=32, by_rows=by_rows)
-        return
-    if m < 4096:
+    elif everywhere:
         yield ReduceConfig(visit=1, by_rows=by_rows)
-        yield ReduceConfig(br=64, visit=8, by_rows=by_rows)
-    else:  # whole waves for one owner: few blocks of x and of the weight are read at a time
-        yield ReduceConfig(bt=32, visit=128, by_rows=by_rows)
-        yield ReduceConfig(br=64, visit=128, by_rows=by_rows)
-    if everywhere:
-        for communicating in (8, 24):
-            yield ReduceConfig(br=64, communicating=communicating, by_rows=by_rows)
-        if m >= 4096:
-            yield ReduceConfig(br=64, visit=128, communicating=8, by_rows=by_rows)
+        yield ReduceConfig(br=64, communicating=24, by_rows=by_rows)
+
+
+def _cluster_reduce_configs(m: int) -> Iterator[Config]:
+    yield ClusterReduceConfig(bn=128, stages=5)
+    yield ClusterReduceConfig()
+    if m > 1024:
+        yield ClusterReduceConfig(visit=8)
+        yield ClusterReduceConfig(visit=128)
+    else:
+        yield ClusterReduceConfig(bn=128, stages=5, part=32)
 
 
 def _gather_configs(problem: Problem) -> Iterator[Config]:
@@ -164,15 +175,30 @@ def _gather_configs(problem: Problem) -> Iterator[Config]:
         yield GatherConfig(bn=128, stages=3, pieces=2, movers=64, shared=True)
         yield GatherConfig(bn=128, stages=4, movers=128, shared=True)
         yield GatherConfig(movers=128, shared=True)
+    if 64 <= problem.m <= 512:
+        for k_slices in (1, 4):
+            yield ClusterGatherConfig(bn=64, across=1, along=2, stages=7, k_slices=k_slices)
     if problem.m >= 512:
+        yield from _cluster_gather_configs(problem)
         yield GatherConfig()
         yield GatherConfig(bn=128, stages=4)
         yield GatherConfig(bn=64, warps=4, stages=5)
         yield GatherConfig(bn=128, stages=4, movers=16, slices=4)
-    if 1024 < problem.m <= 4096:  # too few tiles of a part for all programs
-        yield GatherConfig(bn=128, pieces=2)
+
+
+def _cluster_gather_configs(problem: Problem) -> Iterator[Config]:
+    """Sent by the kernel, in slices of K, where all parts are multiplied at once; else by copy engines."""
+    if problem.m <= 4096:
+        for k_slices in (8, 16):
+            yield ClusterGatherConfig(k_slices=k_slices)
+            if problem.world % 4 == 0:
+                yield ClusterGatherConfig(across=4, k_slices=k_slices)
+        yield ClusterGatherConfig(bn=128, stages=5, k_slices=4)
+        yield ClusterGatherConfig(bn=128, within=True, stages=5, copied=True)
+    if problem.m >= 2048:
+        yield ClusterGatherConfig(within=True, copied=True)
     if problem.m >= 4096:
-        yield GatherConfig(slices=2)
+        yield ClusterGatherConfig(within=True, slices=2, copied=True)
 
 
 def _fits(config: Config, problem: Problem) -> bool:
@@ -183,6 +209,9 @@ def _fits(config: Config, problem: Problem) -> bool:
         return problem.outer == 1 and problem.n % (8 * problem.world) == 0
     if isinstance(config, GatherConfig) and not config.movers:
         return need.signals <= 4 * FIRST_CREDIT
+    if isinstance(config, ClusterReduceConfig | ClusterGatherConfig):
+        within = isinstance(config, ClusterGatherConfig) and config.within
+        return within or problem.world % config.across == 0
     return True
 
 
@@ -192,6 +221,10 @@ def needs(config: Config, problem: Problem) -> Need:
     everywhere = problem.op == "matmul_all_reduce"
     if isinstance(config, ReduceConfig):
         return reduce_needs(m, n, problem.outer, 2, world, everywhere, config)
+    if isinstance(config, ClusterReduceConfig):
+        return cluster_reduce_needs(m, n, problem.outer, 2, world, everywhere, config)
+    if isinstance(config, ClusterGatherConfig):
+        return cluster_gather_needs(m // world, k, 2, world, config)
     if isinstance(config, PacketsConfig):
         return packets_needs(m, n, world, config)
     if isinstance(config, FewConfig):

@@ -26,6 +26,7 @@ from autofuse.lowering import torch_internals
 from autofuse.lowering.notes import place
 from autofuse.lowering.rendezvous import Declined, NotShared, all_gather, host_identity, sources_digest
 from autofuse.lowering.torch_internals import group_store, resolve_group
+from autofuse.native_kernels.cuda.gemm import clusters_at_once
 from autofuse.native_kernels.triton.copy_engine import FIRST_CREDIT, CopyEngine
 from autofuse.native_kernels.triton.memory import RECORD_WORDS, STATE_WORDS, Need, PeerMemory, Region
 
@@ -66,8 +67,9 @@ class GpuWorkspace:
         self._last: tuple[int, torch.cuda.Event] | None = None
         self._failure: str | None = None
         why = why_not(device) or ""
-        for r, answer in enumerate(self.meet(f"{why}|{host_identity()}|{sources_digest()}")):
-            problem, host, digest = answer.split("|")
+        clusters = "" if why else " ".join(map(str, clusters_at_once(device)))
+        told = [a.split("|") for a in self.meet(f"{why}|{host_identity()}|{sources_digest()}|{clusters}")]
+        for r, (problem, host, digest, _) in enumerate(told):
             if problem:
                 raise Declined(f"rank {r}: {problem}")
             if host != host_identity():
@@ -79,6 +81,8 @@ class GpuWorkspace:
                     f"group {self.group_name}: ranks {self.rank} and {r} run different versions of autofuse; "
                     f"install the same on all"
                 )
+        counts = [[int(n) for n in each.split()] for *_, each in told]
+        self._clusters = tuple(map(min, zip(*counts, strict=True)))
         self._limit = 0.0
         self._record = torch.zeros(RECORD_WORDS, dtype=torch.int32).pin_memory()
         self._state = torch.zeros(STATE_WORDS, dtype=torch.int64, device=device)
@@ -181,6 +185,7 @@ class GpuWorkspace:
             record=self._record,
             pieces=local("pieces", torch.float32),
             done=local("done", torch.int32),
+            clusters=self._clusters,
         )
         self._kept.append(memory)
         torch.cuda.synchronize(self.device)

@@ -44,17 +44,31 @@ def compile_cubin(
 def _compiled(source: str, constants: tuple[tuple[str, int], ...], arch: str, folder: Path) -> bytes:
     if problem := why_not():
         raise RuntimeError(problem)
-    text = (folder / source).read_bytes()
-    headers = {path.name: path.read_bytes() for path in sorted(folder.glob("*.cuh"))}
-    macros = [f"-D{name}={int(value)}" for name, value in constants]
-    options = [f"--gpu-architecture={arch}", "--std=c++17", "-default-device", *macros]
-
+    text, headers, options = _inputs(source, constants, arch, folder)
     digest = sha256(repr((source, text, headers, options, _version())).encode()).hexdigest()
     found = _load(digest)
     if found is None:
         found = _nvrtc_compile(source, text, headers, options)
         _save(digest, found)
     return found
+
+
+def compile_ptx(source: str, constants: Mapping[str, int], arch: str = "sm_90a") -> str:
+    """As `compile_cubin`, what the compiler makes of the file before it is machine code; for reading."""
+    if problem := why_not():
+        raise RuntimeError(problem)
+    inputs = _inputs(source, tuple(sorted(constants.items())), arch, FOLDER)
+    return _nvrtc_compile(source, *inputs, kind="PTX").rstrip(b"\0").decode()
+
+
+def _inputs(
+    source: str, constants: tuple[tuple[str, int], ...], arch: str, folder: Path
+) -> tuple[bytes, dict[str, bytes], list[str]]:
+    """A source, its headers, and the options to compile it with."""
+    headers = {path.name: path.read_bytes() for path in sorted(folder.glob("*.cuh"))}
+    macros = [f"-D{name}={int(value)}" for name, value in constants]
+    options = [f"--gpu-architecture={arch}", "--std=c++17", "-default-device", *macros]
+    return (folder / source).read_bytes(), headers, options
 
 
 def _version() -> tuple[int, int]:
@@ -67,7 +81,9 @@ def _version() -> tuple[int, int]:
     return major, minor
 
 
-def _nvrtc_compile(source: str, text: bytes, headers: dict[str, bytes], options: list[str]) -> bytes:
+def _nvrtc_compile(
+    source: str, text: bytes, headers: dict[str, bytes], options: list[str], kind: str = "CUBIN"
+) -> bytes:
     from cuda.bindings import nvrtc
 
     def call(function: Any, *args: Any) -> Any:
@@ -88,9 +104,9 @@ def _nvrtc_compile(source: str, text: bytes, headers: dict[str, bytes], options:
             call(nvrtc.nvrtcGetProgramLog, program, log)
             said = log.rstrip(b"\0").decode(errors="replace").strip()
             raise RuntimeError(f"{source} does not compile ({' '.join(options)}): {error}\n{said}")
-        cubin = bytearray(call(nvrtc.nvrtcGetCUBINSize, program))
-        call(nvrtc.nvrtcGetCUBIN, program, cubin)
-        return bytes(cubin)
+        made = bytearray(call(getattr(nvrtc, f"nvrtcGet{kind}Size"), program))
+        call(getattr(nvrtc, f"nvrtcGet{kind}"), program, made)
+        return bytes(made)
     finally:
         nvrtc.nvrtcDestroyProgram(program)
 

@@ -11,8 +11,8 @@
 
 struct Params {
     TensorMap x, gathered, w;  // our own part; our own memory, both halves; the weight
+    TensorMap y;               // the output, as [outer * W, inner, N]
     char* part;
-    char* out;
     const char* bias;
     char* memory[8];  // of every rank
     int* signals[8];
@@ -23,11 +23,11 @@ struct Params {
     int chunk, inner, stretch, rows, cols;       // rows of a part and stretch; tiles of a stretch, and of a part
     int half_rows;                               // rows of the memory before its second half
     int slice_rows, slices, k_slice, k_slices;   // rows of tiles in a slice, elements of K in a slice
-    int out_pitch, programs;                     // bytes of a row of the output
+    int credit, programs;  // where, among the counters of a rank, peers are told that they may store again
 };
 
 constexpr int GATHERING = 3;
-constexpr int SENDERS = 2, BUFFERS = 3, PIECE = 2048;  // bytes
+constexpr int SENDING = 64;  // threads of a block
 constexpr int OWNERS = SPANNING ? 1 : W;
 
 __device__ inline Tile tile_of(const Params& p, int t) {
@@ -39,55 +39,43 @@ __device__ inline Tile tile_of(const Params& p, int t) {
 // The row of a part where row `row` of tiles begins.
 __device__ inline int row_of(const Params& p, int row) { return row / p.stretch * p.inner + row % p.stretch * BM; }
 
-// One thread of each of SENDERS warps sends pieces of rows by way of its own buffers.
-__device__ void send_part(const Params& p, uint32_t memory, int block, int sender, int64_t parity) {
-    constexpr int FIRST = SPANNING ? 0 : 1, AHEAD = BUFFERS - 1;
-    uint32_t buffers = memory + sender * BUFFERS * PIECE, loaded = memory + SENDERS * BUFFERS * PIECE + sender * BUFFERS * 8;
-    int64_t pitch = p.k * 2, there = (parity * p.half_rows + static_cast<int64_t>(p.rank) * p.chunk) * pitch;
-    int turn = 0;
-    uint32_t phases = 0;
-    for (int s = 0; s < p.slices; ++s) {
+// Two warps of every block store their share of each slice to all peers, and signal.
+__device__ void send_part(const Params& p, int block, int64_t parity) {
+    constexpr int AHEAD = 8, FIRST = SPANNING ? 0 : 1;
+    int thread = threadIdx.x - (BM - SENDING), pitch = p.k * 2;
+    int64_t there = (parity * p.half_rows + static_cast<int64_t>(p.rank) * p.chunk) * pitch;
+    for (int unit = 0; unit < p.slices * p.k_slices; ++unit) {
+        int s = unit / p.k_slices, start = unit % p.k_slices * p.k_slice;
         int first = row_of(p, s * p.slice_rows);
         int last = s == p.slices - 1 ? p.chunk : row_of(p, (s + 1) * p.slice_rows);
-        for (int q = 0; q < p.k_slices; ++q) {
-            int start = q * p.k_slice * 2, width = p.k * 2 - start < p.k_slice * 2 ? p.k * 2 - start : p.k_slice * 2;
-            int pieces = (width + PIECE - 1) / PIECE, count = (last - first) * pieces, step = p.programs * SENDERS;
-            auto piece = [&](int i, int& bytes) {
-                int at = i % pieces * PIECE;
-                bytes = width - at < PIECE ? width - at : PIECE;
-                return (first + i / pieces) * pitch + start + at;
+        int width = (p.k - start < p.k_slice ? p.k - start : p.k_slice) / 8;
+        int count = (last - first) * width, step = p.programs * SENDING;
+        for (int i = block * SENDING + thread; i < count; i += AHEAD * step) {
+            uint4 words[AHEAD];
+            auto at = [&](int a) {
+                int j = i + a * step;
+                return static_cast<int64_t>(first + j / width) * pitch + (start + j % width * 8) * 2;
             };
-            int begin = block * SENDERS + sender, total = count > begin ? (count - begin + step - 1) / step : 0;
-            for (int n = 0; n < total + AHEAD; ++n) {
-                int bytes;
-                if (n < total) {
-                    int to = (turn + n) % BUFFERS;
-                    bulk_wait_read();  // of what was sent from there
-                    int64_t at = piece(begin + n * step, bytes);
-                    barrier_expect(loaded + to * 8, bytes);
-                    load_bulk(buffers + to * PIECE, p.part + at, bytes, loaded + to * 8);
-                }
-                if (n >= AHEAD) {
-                    int from = (turn + n - AHEAD) % BUFFERS;
-                    int64_t at = piece(begin + (n - AHEAD) * step, bytes);
-                    barrier_wait(loaded + from * 8, phases >> from & 1);
-                    phases ^= 1 << from;
-                    for (int r = FIRST; r < W; ++r)
-                        store_bulk(p.memory[(p.rank + r) % W] + there + at, buffers + from * PIECE, bytes);
-                    bulk_commit();
-                }
+#pragma unroll
+            for (int a = 0; a < AHEAD; ++a)
+                if (i + a * step < count) words[a] = load_l2(p.part + at(a));
+#pragma unroll
+            for (int a = 0; a < AHEAD; ++a) {
+                if (i + a * step >= count) break;
+                int64_t to = there + at(a);
+#pragma unroll
+                for (int r = FIRST; r < W; ++r) store(p.memory[(p.rank + r) % W] + to, words[a]);
             }
-            turn = (turn + total) % BUFFERS;
-            bulk_wait();
-            fence_proxy();
-            for (int r = FIRST; r < W; ++r)
-                add_release(p.signals[(p.rank + r) % W] + parity * p.signals_half +
-                            (p.rank * p.slices + s) * p.k_slices + q);
         }
+        named_barrier(1, SENDING);
+        int peer = (p.rank + thread) % W;
+        if (thread >= FIRST && thread < W)
+            add_release(p.signals[peer] + parity * p.signals_half + p.rank * p.slices * p.k_slices + unit);
     }
 }
 
-__device__ void load_tiles(const Params& p, const Shared& s, int block, int tiles, int64_t parity, int epoch) {
+__device__ void load_tiles(
+    const Params& p, const Shared& s, int block, int tiles, int64_t parity, int epoch, Trace trace) {
     prefetch(&p.x);
     prefetch(&p.gathered);
     prefetch(&p.w);
@@ -102,10 +90,11 @@ __device__ void load_tiles(const Params& p, const Shared& s, int block, int tile
             if (!own && slice < p.slices) {
                 for (int r = 0; r < (SPANNING ? W : 1); ++r) {
                     int source = SPANNING ? (p.rank + r) % W : tile.owner, unit = slice * p.k_slices + q;
-                    wait(arrived + source * p.slices * p.k_slices + unit, SENDERS * p.programs, p.state,
+                    wait(arrived + source * p.slices * p.k_slices + unit, ENGINES ? 1 : p.programs, p.state,
                          p.site * 8 + GATHERING, source, unit, epoch);
                 }
                 fence_proxy();
+                trace.stamp(WAITED, SPANNING ? -1 : tile.owner, slice * p.k_slices + q);
             }
             int k = q * p.k_slice, last = k + p.k_slice < p.k ? k + p.k_slice : p.k;
             produce(s, turn, own ? &p.x : &p.gathered, &p.w, row, tile.col * BN, k, last);
@@ -114,27 +103,19 @@ __device__ void load_tiles(const Params& p, const Shared& s, int block, int tile
 }
 
 __device__ void store_tiles(const Params& p, const Shared& s, int block, int tiles) {
-    int lane = threadIdx.x % 32, turn = 0;
+    int turn = 0;
     for (int t = block / CLUSTER; t < tiles; t += p.programs / CLUSTER) {
         Tile tile = tile_of(p, t);
         barrier_wait(s.ready, turn);
         turn ^= 1;
-        int width = (p.n - tile.col * BN) * 2;
-        width = width < BN * 2 ? width : BN * 2;
-        if (width > 0 && tile.row < p.rows) {
-            for (int i = lane; i < BM; i += 32) {
-                int low = tile.row % p.stretch * BM + i;
-                int to = (tile.row / p.stretch * OWNERS + tile.owner) * p.inner + low;
-                if (low < p.inner && to < p.m)
-                    store_bulk(p.out + static_cast<int64_t>(to) * p.out_pitch + tile.col * BN * 2,
-                               s.staged + i * PITCH, width);
-            }
-        }
+        if (tile.row < p.rows)
+            for (int i = 0; i < BN / 64; ++i)
+                store_box(&p.y, tile.row / p.stretch * OWNERS + tile.owner, tile.row % p.stretch * BM,
+                          tile.col * BN + i * 64, s.staged + i * BM * 128);
         bulk_commit();
         bulk_wait_read();
         barrier_arrive(s.taken);
     }
-    bulk_wait();
 }
 
 extern "C" __global__ void __launch_bounds__(384, 1) gather_matmul(const __grid_constant__ Params p) {
@@ -144,28 +125,25 @@ extern "C" __global__ void __launch_bounds__(384, 1) gather_matmul(const __grid_
     int block = blockIdx.x, group = threadIdx.x / 128, blocks = (p.k + BK - 1) / BK, wide = (p.cols + ALONG - 1) / ALONG;
     int tiles = WITHIN ? W * ((p.rows + ACROSS - 1) / ACROSS) * wide : OWNERS / ACROSS * p.rows * wide;
     int epoch = static_cast<int>(p.state[3]) + 1;
-    int64_t parity = epoch % 2;
-    if (threadIdx.x == 0) {
-        for (int i = 0; i < SENDERS * BUFFERS; ++i) barrier_init(s.more + SENDERS * BUFFERS * PIECE + 8 * i, 1);
-        init(s);
-    }
+    int64_t parity = ENGINES ? 0 : epoch % 2;  // copy engines know no epoch: they store once, and again with credit
+    Trace trace{p.trace + (group * p.programs + block) * 2 * EVENTS};
+    if (threadIdx.x % 128 == 0) trace.stamp(BEGUN, p.rank, 0);
+    if (threadIdx.x == 0) init(s);
     if (CLUSTER > 1)
         cluster_sync();
     else
         __syncthreads();
-    Trace trace{p.trace + (group * p.programs + block) * 2 * EVENTS};
-    if (threadIdx.x % 128 == 0) trace.stamp(BEGUN, p.rank, 0);
     if (group == 0) {
-        give_registers<72>();
+        give_registers<88>();
         if (threadIdx.x == 0) {
-            load_tiles(p, s, block, tiles, parity, epoch);
-        } else if (threadIdx.x / 32 == 1) {
+            load_tiles(p, s, block, tiles, parity, epoch, trace);
+        } else if (threadIdx.x == 32) {
             store_tiles(p, s, block, tiles);
-        } else if (threadIdx.x == 64 || threadIdx.x == 96) {
-            send_part(p, s.more, block, threadIdx.x / 32 - 2, parity);
+        } else if (!ENGINES && threadIdx.x >= BM - SENDING) {
+            send_part(p, block, parity);
         }
     } else {
-        take_registers<216>();
+        take_registers<208>();
         Turn turn;
         int taken = 0;
         for (int t = block / CLUSTER; t < tiles; t += p.programs / CLUSTER) {
@@ -181,13 +159,13 @@ extern "C" __global__ void __launch_bounds__(384, 1) gather_matmul(const __grid_
     __syncwarp();
     __syncthreads();
     // The last program sets all counters back to 0, and ends the epoch.
-    if (threadIdx.x == 0) {
-        last = count(p.state + 6) == p.programs - 1;
-    }
+    if (threadIdx.x == 0) last = count(p.state + 6) == p.programs - 1;
     __syncthreads();
     if (last) {
         int* arrived = p.signals[p.rank] + parity * p.signals_half;
         for (int i = threadIdx.x; i < W * p.slices * p.k_slices; i += 384) arrived[i] = 0;
+        __syncthreads();
+        if (p.credit && threadIdx.x < W && threadIdx.x != p.rank) add_release(p.signals[threadIdx.x] + p.credit + p.rank);
         if (threadIdx.x == 0) finish(p.state, epoch);
     }
     if (CLUSTER > 1) cluster_sync();

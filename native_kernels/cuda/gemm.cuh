@@ -10,8 +10,7 @@ constexpr int BM = 128, BK = 64, ROW = BK * 2;
 constexpr int CLUSTER = ACROSS * ALONG;
 constexpr int SHARERS = ACROSS + ALONG - 1;
 constexpr int A_BYTES = BM * ROW, B_BYTES = BN * ROW, STAGE = A_BYTES + B_BYTES;
-constexpr int PITCH = BN * 2 + 16;  // of a staged row: 8 rows of a matrix lie in different banks
-constexpr int STAGED = BM * PITCH;
+constexpr int STAGED = BM * BN * 2;
 
 struct Shared {
     uint32_t stages, staged;             // memory
@@ -33,7 +32,7 @@ __device__ inline void init(const Shared& s) {
         barrier_init(s.empty + 8 * i, 2 * SHARERS);
     }
     barrier_init(s.ready, 256);
-    barrier_init(s.taken, 32);
+    barrier_init(s.taken, 1);
     barrier_inits_done();
 }
 
@@ -135,16 +134,22 @@ __device__ inline void add_bias(float (&acc)[BN / 2], const char* bias, int firs
     }
 }
 
-// A warpgroup puts its 64 rows, rounded, where `store` takes them from, once the rows before have been taken.
+// Where word `word` (of 8 values) of row `row` lies among `rows` staged rows: 64 columns after another, and swizzled as
+// TMA does, so that 8 rows lie in different banks.
+__device__ inline int staged_at(int rows, int row, int word) {
+    return (word / 8 * rows + row) * 128 + (word % 8 ^ row % 8) * 16;
+}
+
+// A warpgroup puts its 64 rows, rounded, where the storing warp takes them from, once the rows before have been taken.
 __device__ inline void stage(const Shared& s, const float (&acc)[BN / 2], int group, int& parity) {
-    int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-    uint32_t at = s.staged + (group * 64 + warp * 16 + lane % 16) * PITCH + lane / 16 * 16;
+    int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, row = group * 64 + warp * 16 + lane % 16;
     barrier_wait(s.taken, parity ^ 1);
     parity ^= 1;
 #pragma unroll
     for (int j = 0; j < BN / 16; ++j) {
         const float* d = acc + j * 8;
-        store_matrices(at + j * 32, pair(d[0], d[1]), pair(d[2], d[3]), pair(d[4], d[5]), pair(d[6], d[7]));
+        store_matrices(s.staged + staged_at(BM, row, j * 2 + lane / 16), pair(d[0], d[1]), pair(d[2], d[3]),
+                       pair(d[4], d[5]), pair(d[6], d[7]));
     }
     fence_proxy_shared();
     barrier_arrive(s.ready);

@@ -121,49 +121,52 @@ def most_clusters(kernel: Kernel, cluster: int, threads: int) -> int:
 def tensor_map(matrix: Tensor, box_rows: int, box_cols: int, swizzle: int = 128) -> bytes:
     """The CUtensorMap, 128 bytes, with which TMA moves boxes of a row-major matrix of bf16 or fp16.
 
-    Zeros are loaded for what lies outside of it. `swizzle`: 0, 32, 64 or 128 bytes. ValueError where TMA
+    Also of a stack of such matrices, `[.., rows, cols]`: boxes of one of them at a time. Zeros are loaded for
+    what lies outside, and nothing is stored there. `swizzle`: 0, 32, 64 or 128 bytes. ValueError where TMA
     cannot do it.
     """
-    rows, cols = matrix.shape
-    step, unit = matrix.stride()
-    if unit != 1:
-        raise ValueError(f"TMA needs a row-major matrix: its columns are {unit} elements apart")
+    if matrix.stride(-1) != 1:
+        raise ValueError(f"TMA needs a row-major matrix: its columns are {matrix.stride(-1)} elements apart")
     # Where a second row would be does not matter to a matrix of one, but TMA has rules for it.
-    pitch = 2 * step if rows > 1 else -(-2 * cols // 16) * 16
-    return _encode(matrix.data_ptr(), rows, cols, pitch, matrix.dtype, box_rows, box_cols, swizzle)
+    least = -(-2 * matrix.shape[-1] // 16) * 16
+    pitches = tuple(
+        2 * step if size > 1 else least for size, step in zip(matrix.shape, matrix.stride(), strict=True)
+    )
+    box = (1,) * (matrix.dim() - 2) + (box_rows, box_cols)
+    return _encode(matrix.data_ptr(), tuple(matrix.shape), pitches[:-1], matrix.dtype, box, swizzle)
 
 
 @lru_cache(maxsize=4096)
 def _encode(
     address: int,
-    rows: int,
-    cols: int,
-    pitch: int,
+    shape: tuple[int, ...],
+    pitches: tuple[int, ...],
     dtype: torch.dtype,
-    box_rows: int,
-    box_cols: int,
+    box: tuple[int, ...],
     swizzle: int,
 ) -> bytes:
-    """A tensor map depends on nothing else. `pitch`: bytes from row to row."""
-    width = 2 * box_cols
+    """A tensor map depends on nothing else. `pitches`: bytes from one to the next, but for the last dim."""
+    width = 2 * box[-1]
     if dtype not in (torch.bfloat16, torch.float16):
         raise ValueError(f"TMA is set up for bfloat16 and float16 alone, not for {dtype}")
     if swizzle not in (0, 32, 64, 128):
         raise ValueError(f"TMA swizzles 0, 32, 64 or 128 bytes, not {swizzle}")
-    if not rows or not cols:
-        raise ValueError(f"TMA needs a matrix with elements, not {rows} x {cols}")
-    if pitch < 2 * cols:
-        raise ValueError(f"TMA is set up for rows that do not overlap: {cols} columns, {pitch} bytes apart")
-    if address % 16 or pitch % 16:
+    if 0 in shape:
+        raise ValueError(f"TMA needs a matrix with elements, not {' x '.join(map(str, shape))}")
+    if pitches[-1] < 2 * shape[-1]:
+        raise ValueError(
+            f"TMA is set up for rows that do not overlap: {shape[-1]} columns, {pitches[-1]} bytes apart"
+        )
+    if address % 16 or any(pitch % 16 for pitch in pitches):
         raise ValueError(
             f"TMA needs rows that begin at multiples of 16 bytes: the first is at {address:#x}, "
-            f"and they are {pitch} bytes apart"
+            f"and they are {pitches[-1]} bytes apart"
         )
-    if not (0 < box_rows <= _MOST_BOX and 0 < box_cols <= _MOST_BOX):
-        raise ValueError(f"TMA moves boxes of up to {_MOST_BOX} x {_MOST_BOX}, not {box_rows} x {box_cols}")
+    if not all(0 < size <= _MOST_BOX for size in box):
+        raise ValueError(f"TMA moves boxes of up to {_MOST_BOX} x {_MOST_BOX}, not {box[-2]} x {box[-1]}")
     if width % 16 or (swizzle and width > swizzle):
         limit = f", at most {swizzle} to be swizzled so" if swizzle else ""
-        raise ValueError(f"rows of a box need a multiple of 16 bytes{limit}: {box_cols} columns have {width}")
+        raise ValueError(f"rows of a box need a multiple of 16 bytes{limit}: {box[-1]} columns have {width}")
 
     driver = _bindings()
     types = driver.CUtensorMapDataType
@@ -172,12 +175,12 @@ def _encode(
     encoded = _call(
         driver.cuTensorMapEncodeTiled,
         types.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 if bf16 else types.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-        2,
+        len(shape),
         address,
-        [driver.cuuint64_t(cols), driver.cuuint64_t(rows)],
-        [driver.cuuint64_t(pitch)],
-        [driver.cuuint32_t(box_cols), driver.cuuint32_t(box_rows)],
-        [driver.cuuint32_t(1), driver.cuuint32_t(1)],
+        [driver.cuuint64_t(size) for size in reversed(shape)],
+        [driver.cuuint64_t(pitch) for pitch in reversed(pitches)],
+        [driver.cuuint32_t(size) for size in reversed(box)],
+        [driver.cuuint32_t(1)] * len(shape),
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
         getattr(swizzles, f"CU_TENSOR_MAP_SWIZZLE_{swizzle}B" if swizzle else "CU_TENSOR_MAP_SWIZZLE_NONE"),
         driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,

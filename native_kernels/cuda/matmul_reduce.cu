@@ -2,8 +2,9 @@
 // whose warps specialise: one loads, two groups of four multiply, one stores tiles to their owners and signals, and
 // four add up what has arrived and send the sums, beside the tensor cores.
 //
-// Of an inbox [W, height, pitch] and finished [W, height, pitch] (all_reduce) a rank has two halves each, and of the
-// counters arrived [W, rows * cols], ready [W, rows * cols * PARTS]. SPANNING: a tile holds rows of all owners.
+// Of an inbox [W, rows * cols, HEIGHT * BN] (a tile as it was staged), finished [W, rows * cols, PARTS, PART, BN]
+// (all_reduce), and the counters arrived [W, rows * cols], ready [W, rows * cols * PARTS], a rank has two halves each.
+// SPANNING: a tile holds HEIGHT rows of every owner, instead of 128 of one.
 #include "comm.cuh"
 #include "gemm.cuh"
 #include "order.cuh"
@@ -20,11 +21,11 @@ struct Params {
     int64_t signals_half;               // counters
     int m, n, k, rank, site;
     int chunk_rows, stretch, rows, cols;  // rows of a chunk and stretch; tiles of a stretch, and of a chunk
-    int height, pitch, out_pitch;         // rows of a chunk in the inbox; bytes of a row there, and of the output
-    int visit, lag, programs;
+    int out_pitch, visit, lag, programs;  // bytes of a row of the output
 };
 
-constexpr int PARTS = HEIGHT / PART;  // of a tile; HEIGHT rows of it have one owner
+constexpr int PARTS = HEIGHT / PART;  // of a tile
+constexpr int TILE_BYTES = HEIGHT * BN * 2, PART_BYTES = PART * BN * 2;
 constexpr int REDUCING = 1, COPYING = 2;
 
 // The row of the output, of all ranks, that row `row` of the chunk of `owner` is; -1 if it is none.
@@ -65,33 +66,33 @@ __device__ void load_tiles(const Params& p, const Shared& s, int block, int tile
 }
 
 __device__ void store_tiles(const Params& p, const Shared& s, int block, int tiles, int64_t parity) {
-    int me = CLUSTER > 1 ? cluster_rank() : 0, lane = threadIdx.x % 32;
-    int turn = 0;
+    int me = CLUSTER > 1 ? cluster_rank() : 0, turn = 0;
     for (int t = block / CLUSTER; t < tiles; t += p.programs / CLUSTER) {
         Tile tile = tile_at(t, me / ALONG, me % ALONG, p.rank, SPANNING ? 1 : W, p.rows, p.cols, p.visit, ACROSS,
                             ALONG, ORDER);
+        int number = (p.rank * p.rows + tile.row) * p.cols + tile.col;
+        int64_t to = parity * p.inbox_half + static_cast<int64_t>(number) * TILE_BYTES;
+        bool is_tile = tile.col < p.cols;
         barrier_wait(s.ready, turn);
         turn ^= 1;
-        int width = (p.n - tile.col * BN) * 2;
-        width = width < BN * 2 ? width : BN * 2;
-        if (width > 0) {
-            for (int i = lane; i < BM; i += 32) {
-                int owner = SPANNING ? i / HEIGHT : tile.owner;
-                int row = SPANNING ? i % HEIGHT : tile.row * BM + i;
-                if (owner >= W || row_at(p, owner, row) < 0) continue;
-                int64_t to = parity * p.inbox_half + static_cast<int64_t>(p.rank * p.height + row) * p.pitch;
-                store_bulk(p.inbox[owner] + to + tile.col * BN * 2, s.staged + i * PITCH, width);
+        if (is_tile && SPANNING) {
+            for (int i = 0; i < W * (BN / 64); ++i) {
+                int owner = i % W, wide = i / W;
+                store_bulk(p.inbox[owner] + to + wide * HEIGHT * 128, s.staged + (wide * BM + owner * HEIGHT) * 128,
+                           HEIGHT * 128);
             }
+        } else if (is_tile) {
+            store_bulk(p.inbox[tile.owner] + to, s.staged, TILE_BYTES);
         }
         bulk_commit();
         bulk_wait_read();
         barrier_arrive(s.taken);
         bulk_wait();
         fence_proxy();
-        __syncwarp();
-        int owner = SPANNING ? lane : tile.owner;
-        int64_t counter = parity * p.signals_half + (p.rank * p.rows + tile.row) * p.cols + tile.col;
-        if (tile.col < p.cols && (SPANNING ? lane < W : lane == 0)) add_release(p.signals[owner] + counter);
+        if (!is_tile) continue;
+        fence_sys();
+        for (int owner = SPANNING ? 0 : tile.owner; owner < (SPANNING ? W : tile.owner + 1); ++owner)
+            add_relaxed(p.signals[owner] + parity * p.signals_half + number);
     }
 }
 
@@ -102,14 +103,12 @@ __device__ void reduce_parts(const Params& p, const Shared& s, int block, int te
     constexpr int SOURCES = ALL ? W : 1, WIDE = BN / 8;  // words of 16 bytes in a row
     __shared__ int tickets_of[3];
     // The groups that have multiplied use the memory of blocks of x and of the weight.
-    uint32_t buffer = team ? s.stages + (team - 1) * PART * BN * 2 : s.more;
+    uint32_t buffer = team ? s.stages + (team - 1) * PART_BYTES : s.more;
     int thread = TEAM == 64 ? threadIdx.x - 64 : threadIdx.x % 128, bar = 1 + team;
     int tiles = p.rows * p.cols, parts = tiles * PARTS;
     int* arrived = p.signals[p.rank] + parity * p.signals_half;
     int* ready = arrived + W * tiles;
-    int64_t slot = static_cast<int64_t>(p.height) * p.pitch;
     const char* inbox = p.inbox[p.rank] + parity * p.inbox_half;
-    int64_t finished = parity * p.finished_half;
     bool mixed = p.lag < parts;
     int tickets = (mixed ? parts + p.lag : parts) * SOURCES;
     auto* next = reinterpret_cast<unsigned long long*>(p.state + 5);
@@ -142,24 +141,29 @@ __device__ void reduce_parts(const Params& p, const Shared& s, int block, int te
             following = p.programs + atomicAdd(next, 1ull);
             trace.stamp(WAITED, away ? source : -1, part);
         }
-        int first = at.row * HEIGHT + i % PARTS * PART;
-        auto place = [&](int j, int64_t& here) {
-            int row = first + j / WIDE, col = at.col * BN + j % WIDE * 8;
-            here = static_cast<int64_t>(row) * p.pitch + col * 2;
-            int to = row_at(p, source, row);
+        int64_t sent = parity * p.finished_half + static_cast<int64_t>(source * parts + part) * PART_BYTES;
+        // Word j of the part: its row in the tile, and where it goes in the output, if it does.
+        auto place = [&](int j, int& row) {
+            row = i % PARTS * PART + j / WIDE;
+            int in_chunk = at.row * HEIGHT + row, col = at.col * BN + j % WIDE * 8;
+            int to = row_at(p, source, in_chunk);
             if (to < 0 || col >= p.n) return static_cast<char*>(nullptr);
-            if (!ALL) to = row / (p.stretch * HEIGHT) * p.chunk_rows + row % (p.stretch * HEIGHT);
+            if (!ALL) to = in_chunk / (p.stretch * HEIGHT) * p.chunk_rows + in_chunk % (p.stretch * HEIGHT);
             return p.out + static_cast<int64_t>(to) * p.out_pitch + col * 2;
         };
         if (is_part && away == 0) {
 #pragma unroll 2
             for (int j = thread; j < PART * WIDE; j += TEAM) {
-                int64_t here;
-                char* to = place(j, here);
+                int row;
+                char* to = place(j, row);
                 if (!to) continue;
+                // As it was staged, in the sender's shared memory.
+                int word = j % WIDE, swizzled = word % 8 ^ (SPANNING ? p.rank * HEIGHT + row : row) % 8;
+                const char* from = inbox + static_cast<int64_t>(tile) * TILE_BYTES + (word / 8 * HEIGHT + row) * 128 +
+                                   swizzled * 16;
                 uint4 words[W];
 #pragma unroll
-                for (int r = 0; r < W; ++r) words[r] = load_l2(inbox + r * slot + here);
+                for (int r = 0; r < W; ++r) words[r] = load_l2(from + static_cast<int64_t>(r) * tiles * TILE_BYTES);
                 uint4 value = sum(words);
                 store(to, value);
                 if (ALL) store_shared(buffer + j * 16, value);
@@ -167,24 +171,24 @@ __device__ void reduce_parts(const Params& p, const Shared& s, int block, int te
             if (ALL) {
                 fence_proxy_shared();
                 named_barrier(bar, TEAM);
-                int width = (p.n - at.col * BN) * 2;
-                width = width < BN * 2 ? width : BN * 2;
-                for (int j = thread; j < PART; j += TEAM) {
-                    int64_t to = finished + p.rank * slot + static_cast<int64_t>(first + j) * p.pitch + at.col * BN * 2;
+                if (thread == 0) {
+                    for (int r = 1; r < W; ++r) store_bulk(p.finished[(p.rank + r) % W] + sent, buffer, PART_BYTES);
+                    bulk_commit();
+                    bulk_wait();
+                    fence_proxy();
+                    fence_sys();
                     for (int r = 1; r < W; ++r)
-                        store_bulk(p.finished[(p.rank + r) % W] + to, buffer + j * BN * 2, width);
+                        add_relaxed(p.signals[(p.rank + r) % W] + parity * p.signals_half + W * tiles +
+                                    p.rank * parts + part);
                 }
-                bulk_commit();
-                bulk_wait();
-                fence_proxy();
             }
         } else if (is_part) {
-            const char* from = p.finished[p.rank] + finished + source * slot;
+            const char* from = p.finished[p.rank] + sent;
 #pragma unroll 4
             for (int j = thread; j < PART * WIDE; j += TEAM) {
-                int64_t here;
-                char* to = place(j, here);
-                if (to) store(to, load_l2(from + here));
+                int row;
+                char* to = place(j, row);
+                if (to) store(to, load_l2(from + j * 16));
             }
         }
         if (thread == 0) {
@@ -193,8 +197,6 @@ __device__ void reduce_parts(const Params& p, const Shared& s, int block, int te
         }
         named_barrier(bar, TEAM);
         ticket = tickets_of[team];
-        if (ALL && is_part && away == 0 && thread > 0 && thread < W)
-            add_release(p.signals[(p.rank + thread) % W] + parity * p.signals_half + W * tiles + p.rank * parts + part);
     }
     // The last program sets the counters that several have waited for back to 0, and ends the epoch.
     if (team) {
@@ -218,29 +220,31 @@ extern "C" __global__ void __launch_bounds__(384, 1) matmul_reduce(const __grid_
     int tiles = (SPANNING ? 1 : W / ACROSS) * p.rows * ((p.cols + ALONG - 1) / ALONG);
     int epoch = static_cast<int>(p.state[3]) + 1;
     int64_t parity = epoch % 2;
+    Trace trace{p.trace + (group * p.programs + block) * 2 * EVENTS};
+    // Of the first group, the team that reduces.
+    if (threadIdx.x % 128 == (group ? 0 : 64)) trace.stamp(BEGUN, p.rank, 0);
     if (threadIdx.x == 0) init(s);
     if (CLUSTER > 1)
         cluster_sync();
     else
         __syncthreads();
-    Trace trace{p.trace + (group * p.programs + block) * 2 * EVENTS};
     if (group == 0) {
-        give_registers<72>();
+        give_registers<88>();
         if (threadIdx.x == 0)
             load_tiles(p, s, block, tiles);
-        else if (threadIdx.x / 32 == 1)
+        else if (threadIdx.x == 32)
             store_tiles(p, s, block, tiles, parity);
         else if (threadIdx.x >= 64)
             reduce_parts<64>(p, s, block, 0, parity, epoch, trace);
     } else {
-        take_registers<216>();
+        take_registers<208>();
         Turn turn;
         int taken = 0;
         for (int t = block / CLUSTER; t < tiles; t += p.programs / CLUSTER) {
             float acc[BN / 2];
             consume(s, turn, acc, group - 1, blocks);
             stage(s, acc, group - 1, taken);
-            if (threadIdx.x % 128 == 0) trace.stamp(COMPUTED, -1, t);
+            if (threadIdx.x % 128 == 0) trace.stamp(COMPUTED, -1, t * CLUSTER);
         }
         reduce_parts<128>(p, s, block, group, parity, epoch, trace);
     }

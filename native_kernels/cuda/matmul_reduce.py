@@ -1,7 +1,7 @@
 """Launches matmul_reduce.cu: matmul_all_reduce and matmul_reduce_scatter, computed by clusters of blocks.
 
-Blocks of a cluster load a share of a block of x or of the weight each and send it to all that need it, so that the
-L2 cache is read less; which is what bounds a product of few rows.
+Blocks of a cluster load a share of a block of x or of the weight each and send it to all that need it, so that
+the L2 cache is read less.
 """
 
 from __future__ import annotations
@@ -14,19 +14,20 @@ from torch import Tensor
 
 from autofuse.native_kernels.triton.memory import EVENTS, LONGEST_ROW, Need, PeerMemory, cdiv
 
-from .launcher import Kernel, kernel, most_clusters, tensor_map
+from .gemm import BM, POINTERS, TENSOR_MAP, THREADS, blocks, map_operands, shared_bytes
+from .launcher import kernel
 
-BM, BK, THREADS = 128, 64, 384
+SOURCE = "matmul_reduce.cu"
 
 
 class _Params(ctypes.Structure):
     _fields_ = (
-        ("x", ctypes.c_byte * 128),
-        ("w", ctypes.c_byte * 128),
+        ("x", TENSOR_MAP),
+        ("w", TENSOR_MAP),
         ("out", ctypes.c_void_p),
-        ("inbox", ctypes.c_void_p * 8),
-        ("finished", ctypes.c_void_p * 8),
-        ("signals", ctypes.c_void_p * 8),
+        ("inbox", POINTERS),
+        ("finished", POINTERS),
+        ("signals", POINTERS),
         ("state", ctypes.c_void_p),
         ("trace", ctypes.c_void_p),
         ("inbox_half", ctypes.c_int64),
@@ -36,7 +37,7 @@ class _Params(ctypes.Structure):
             (name, ctypes.c_int32)
             for name in (
                 *("m", "n", "k", "rank", "site", "chunk_rows", "stretch", "rows", "cols"),
-                *("height", "pitch", "out_pitch", "visit", "lag", "programs"),
+                *("out_pitch", "visit", "lag", "programs"),
             )
         ),
     )
@@ -46,9 +47,9 @@ class _Params(ctypes.Structure):
 class ClusterReduceConfig:
     """How `matmul_reduce.cu` runs.
 
-    bn: columns of a tile of 128 rows; across: blocks of a cluster with one block of the weight, of as many owners;
-    along: those with one block of x; stages: blocks of K in flight; visit: tiles a visit (0: a share of the
-    blocks); part: rows that are reduced by one team at a time.
+    bn: columns of a tile of 128 rows; across: blocks of a cluster with one block of the weight, of as many
+    owners; along: those with one block of x; stages: blocks of K in flight; visit: tiles a visit (0: a share
+    of the blocks); part: rows that are reduced by one team at a time.
     """
 
     bn: int = 256
@@ -60,50 +61,56 @@ class ClusterReduceConfig:
 
     @property
     def shared_bytes(self) -> int:
-        return self.stages * (BM + self.bn) * BK * 2 + BM * (self.bn * 2 + 16) + 16 * self.stages + 16 + 1024 + 16 * self.bn * 2
+        return shared_bytes(self.bn, self.stages, self.part * self.bn * 2)
 
 
 @dataclass(frozen=True)
 class _Cut:
-    """Tiles of a chunk; a tile that spans all owners has `height` rows of each."""
+    """Tiles of a chunk, each with `height` of its rows; of at most 128 rows in all, a tile spans all."""
 
     inner: int
     stretch: int
     rows: int
     cols: int
     height: int
+    part: int
     spanning: bool
 
     @classmethod
-    def of(cls, m: int, n: int, outer: int, world: int, bn: int) -> _Cut:
+    def of(cls, m: int, n: int, outer: int, world: int, config: ClusterReduceConfig) -> _Cut:
         inner = cdiv(m, world * outer)
-        stretch = 1 if m <= BM else cdiv(inner, BM)
-        return cls(inner, stretch, outer * stretch, cdiv(n, bn), inner if m <= BM else BM, m <= BM)
+        spanning = m <= BM
+        stretch = 1 if spanning else cdiv(inner, BM)
+        height = inner if spanning else BM
+        part = config.part if height % config.part == 0 else height
+        return cls(inner, stretch, outer * stretch, cdiv(n, config.bn), height, part, spanning)
 
-    def part(self, config: ClusterReduceConfig) -> int:
-        """Rows of a part: as configured where that divides the rows of a tile."""
-        return config.part if self.height % config.part == 0 else self.height
+    @property
+    def parts(self) -> int:
+        """Of a tile."""
+        return self.height // self.part
 
 
 def cluster_reduce_needs(
     m: int, n: int, outer: int, itemsize: int, world: int, all_ranks: bool, config: ClusterReduceConfig
 ) -> Need:
     """What a call uses."""
-    cut = _Cut.of(m, n, outer, world, config.bn)
-    chunk = cut.rows * cut.height * cut.cols * config.bn * itemsize
-    counters = world * cut.rows * cut.cols * (1 + cut.height // cut.part(config) * all_ranks)
+    cut = _Cut.of(m, n, outer, world, config)
+    tiles = world * cut.rows * cut.cols
+    nbytes = tiles * cut.height * config.bn * itemsize
     return Need(
-        inbox=2 * (world * chunk + LONGEST_ROW),
-        finished=2 * world * chunk * all_ranks,
-        signals=2 * 4 * counters,
+        inbox=2 * (nbytes + LONGEST_ROW),
+        finished=2 * nbytes * all_ranks,
+        signals=2 * 4 * tiles * (1 + cut.parts * all_ranks),
     )
 
 
-def cluster_reduce_kernel(
-    world: int, transposed: bool, dtype: torch.dtype, mean: bool, all_ranks: bool, order: int, cut: _Cut,
-    trace: bool, config: ClusterReduceConfig,
-) -> tuple[str, str, tuple[tuple[str, int], ...], int]:  # fmt: skip
-    """What `kernel` compiles."""
+def cluster_reduce_constants(
+    m: int, n: int, outer: int, world: int, transposed: bool, dtype: torch.dtype, mean: bool, all_ranks: bool,
+    order: int, config: ClusterReduceConfig, trace: bool,
+) -> tuple[tuple[str, int], ...]:  # fmt: skip
+    """What the kernel is compiled with."""
+    cut = _Cut.of(m, n, outer, world, config)
     constants = {
         "W": world,
         "ORDER": order,
@@ -117,15 +124,14 @@ def cluster_reduce_kernel(
         "MEAN": mean,
         "SPANNING": cut.spanning,
         "HEIGHT": cut.height,
-        "PART": cut.part(config),
+        "PART": cut.part,
         "TRACE": trace,
         "EVENTS": EVENTS,
     }
-    named = tuple((name, int(value)) for name, value in constants.items())
-    return "matmul_reduce.cu", "matmul_reduce", named, config.shared_bytes
+    return tuple((name, int(value)) for name, value in constants.items())
 
 
-def launch_cluster_matmul_reduce(
+def launch_cluster_reduce(
     memory: PeerMemory,
     x: Tensor,
     w: Tensor,
@@ -139,53 +145,35 @@ def launch_cluster_matmul_reduce(
     trace: Tensor | None = None,
     compile_only: bool = False,
 ) -> None:
-    """As `launch_matmul_reduce` of `native_kernels.triton.matmul_reduce`, cut by rows; world a multiple of
-    `config.across`; of at most 128 rows, outer is 1 and `across`, too."""
+    """As `launch_matmul_reduce` of `native_kernels.triton`, cut by rows, with the same bits.
+
+    The world is a multiple of `config.across`; of at most 128 rows, outer and `across` are 1. trace: three
+    rows of events a program, for the teams that reduce alone and after they have multiplied.
+    """
     (m, k), n, world, rank = x.shape, w.shape[1], memory.world, memory.rank
-    cut = _Cut.of(m, n, outer, world, config.bn)
-    transposed = w.stride(1) != 1
-    found = kernel(
-        *cluster_reduce_kernel(
-            world, transposed, x.dtype, mean, all_ranks, order, cut, trace is not None,
-            config,
-        )  # fmt: skip
+    constants = cluster_reduce_constants(
+        m, n, outer, world, w.stride(1) != 1, x.dtype, mean, all_ranks, order, config, trace is not None
     )
+    found = kernel(SOURCE, "matmul_reduce", constants, config.shared_bytes)
     if compile_only:
         return
+    cut = _Cut.of(m, n, outer, world, config)
     cluster = config.across * config.along
-    programs = _blocks(found, cluster)
-    parts = cut.rows * cut.cols * (cut.height // cut.part(config))
-    pitch = cut.cols * config.bn * x.element_size()
-    height = cut.rows * cut.height
-
+    programs = blocks(memory, cluster)
+    parts = cut.rows * cut.cols * cut.parts
     params = _Params(
-        chunk_rows=cut.inner, stretch=cut.stretch, rows=cut.rows, cols=cut.cols, height=height, pitch=pitch,
-        m=m, n=n, k=k, rank=rank, site=site, out_pitch=out.stride(0) * x.element_size(),
-        visit=config.visit or max(1, programs // world),
-        lag=parts if parts < 3 * programs else (programs // world + 1) * (cut.height // cut.part(config)),
-        programs=programs, out=out.data_ptr(), state=memory.state.data_ptr(),
+        out=out.data_ptr(), state=memory.state.data_ptr(),
         trace=(memory.state if trace is None else trace).data_ptr(),
         inbox_half=memory.inbox.half(torch.uint8), finished_half=memory.finished.half(torch.uint8),
         signals_half=memory.signals.half(torch.int32),
+        m=m, n=n, k=k, rank=rank, site=site, chunk_rows=cut.inner, stretch=cut.stretch, rows=cut.rows,
+        cols=cut.cols, out_pitch=out.stride(0) * out.element_size(),
+        visit=config.visit or max(1, programs // world),
+        lag=parts if parts < 3 * programs else (programs // world + 1) * cut.parts, programs=programs,
     )  # fmt: skip
-    shares = config.bn // config.across
-    weight = (
-        tensor_map(w.t(), shares, BK) if transposed else tensor_map(w, BK, BK)
-    )
-    ctypes.memmove(params.x, tensor_map(x, BM // config.along, BK), 128)
-    ctypes.memmove(params.w, weight, 128)
+    map_operands(params, x, w, config.across, config.along, config.bn)
     for r in range(world):
         params.inbox[r] = memory.inbox.views[r].data_ptr()
         params.finished[r] = memory.finished.views[r].data_ptr()
         params.signals[r] = memory.signals.views[r].data_ptr()
     found.launch(programs, cluster, THREADS, params, torch.cuda.current_stream().cuda_stream)
-
-
-def _blocks(found: Kernel, cluster: int) -> int:
-    count = _most.get((found, cluster))
-    if count is None:
-        count = _most[found, cluster] = most_clusters(found, cluster, THREADS) * cluster
-    return count
-
-
-_most: dict[tuple[Kernel, int], int] = {}

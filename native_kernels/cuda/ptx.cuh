@@ -93,6 +93,13 @@ __device__ inline void load_box(
         : "memory");
 }
 
+// A box of shared memory to a stack of matrices; what lies outside of these is not stored.
+__device__ inline void store_box(const TensorMap* map, int matrix, int row, int col, uint32_t from) {
+    asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%1, %2, %3}], [%4];" ::"l"(map), "r"(col),
+                 "r"(row), "r"(matrix), "r"(from)
+                 : "memory");
+}
+
 // `bytes` (a multiple of 16) of global memory to shared memory, and on the barrier.
 __device__ inline void load_bulk(uint32_t to, const void* from, int bytes, uint32_t barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
@@ -108,7 +115,11 @@ __device__ inline void store_bulk(void* to, uint32_t from, int bytes) {
 
 __device__ inline void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
-__device__ inline void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+// Until the memory that all but the last PENDING groups take from may be written again.
+template <int PENDING = 0>
+__device__ inline void bulk_wait_read() {
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
+}
 
 __device__ inline void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
@@ -193,6 +204,12 @@ __device__ inline int load_acquire(const int* at) {
 // Add 1 after all that this thread, and those it has met at a barrier, stored before.
 __device__ inline void add_release(int* at) {
     asm volatile("red.release.sys.global.add.s32 [%0], 1;" ::"l"(at) : "memory");
+}
+
+// The same at counters of several ranks: one fence for all, which takes microseconds while much is on its way.
+__device__ inline void fence_sys() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
+__device__ inline void add_relaxed(int* at) {
+    asm volatile("red.relaxed.sys.global.add.s32 [%0], 1;" ::"l"(at) : "memory");
 }
 
 // Past the L1 cache.

@@ -69,7 +69,8 @@ class PeerMemory:
     inbox: tiles and parts on their way, two halves; finished: sums on their way, two halves; packets: int64,
     two halves, never used for anything else; copies: what copy engines store, one half; signals: int32
     counters; copy_signals: those of `copies`, and a word of credit a peer, 1 at first. state, record: as
-    `comm` has them; pieces: fp32, done: int32, local; programs: how many run at once.
+    `comm` has them; pieces: fp32, done: int32, local; programs: how many run at once; clusters: how many of 1,
+    2, 4 and 8 blocks run at once on every rank, for kernels in CUDA C++.
     """
 
     rank: int
@@ -85,6 +86,7 @@ class PeerMemory:
     record: Tensor
     pieces: Tensor
     done: Tensor
+    clusters: tuple[int, ...] = ()
 
 
 def describe(matrix: Tensor, rows: int, cols: int) -> TensorDescriptor:

@@ -16,13 +16,13 @@ ORDERS = {"direct": 0, "ring": 1, "oblivious": 2}
 SOURCE = """
 #include "order.cuh"
 extern "C" {
-void tile(int* out, int t, int m, int n, int rank, int world, int rows, int cols, int visit, int across, int along,
-          int order) {
+void tile(int* out, int t, int m, int n, int rank, int world, int rows, int cols, int visit, int across,
+          int along, int order) {
     Tile tile = tile_at(t, m, n, rank, world, rows, cols, visit, across, along, order);
     out[0] = tile.owner, out[1] = tile.row, out[2] = tile.col;
 }
-void gathered(int* out, int t, int m, int n, int rank, int world, int rows, int cols, int slice_rows, int across,
-              int along, int within) {
+void gathered(int* out, int t, int m, int n, int rank, int world, int rows, int cols, int slice_rows,
+              int across, int along, int within) {
     Tile tile = gathered_tile_at(t, m, n, rank, world, rows, cols, slice_rows, across, along, within);
     out[0] = tile.owner, out[1] = tile.row, out[2] = tile.col;
 }
@@ -66,7 +66,9 @@ def test_single_blocks_go_as_triton_programs(order: Order, world: int, named: st
 
 
 @pytest.mark.parametrize("named", ORDERS)
-@pytest.mark.parametrize(("world", "across", "along"), [(2, 2, 1), (4, 2, 1), (4, 4, 2), (8, 2, 4), (3, 1, 2)])
+@pytest.mark.parametrize(
+    ("world", "across", "along"), [(2, 2, 1), (4, 2, 1), (4, 4, 2), (8, 2, 4), (3, 1, 2)]
+)
 def test_clusters_compute_every_tile_once(
     order: Order, world: int, across: int, along: int, named: str
 ) -> None:
@@ -75,9 +77,7 @@ def test_clusters_compute_every_tile_once(
         seen = []
         for t in range(world // across * rows * -(-cols // along)):
             tiles = {
-                (m, n): order(
-                    "tile", t, m, n, rank, world, rows, cols, visit, across, along, ORDERS[named]
-                )
+                (m, n): order("tile", t, m, n, rank, world, rows, cols, visit, across, along, ORDERS[named])
                 for m, n in product(range(across), range(along))
             }
             for (m, n), (owner, row, col) in tiles.items():

@@ -1,0 +1,110 @@
+"""The kernels in CUDA C++ as NVRTC compiles them for sm_90: every way in use; no GPU is needed.
+
+The rules are those of test_ptx.py. PTX is read as text, from top to bottom.
+"""
+
+import re
+from collections.abc import Iterator
+from itertools import cycle, product
+
+import pytest
+import torch
+
+from autofuse.lowering.gpu.ways import DTYPES, Problem, ways
+from autofuse.native_kernels.cuda import gather_matmul, matmul_reduce
+from autofuse.native_kernels.cuda.compiler import compile_cubin, compile_ptx, why_not
+from autofuse.native_kernels.cuda.gather_matmul import ClusterGatherConfig
+from autofuse.native_kernels.cuda.gemm import SHARED_MEMORY
+from autofuse.native_kernels.cuda.matmul_reduce import ClusterReduceConfig
+
+pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+
+K, N = 4096, 4096
+OPS = ("matmul_all_reduce", "matmul_reduce_scatter", "all_gather_matmul")
+
+SIGNAL = re.compile(r"red\.(release|relaxed)\.sys")
+RELEASE = re.compile(r"red\.release\.sys")
+FENCE = re.compile(r"fence\.acq_rel\.sys;")
+BARRIER = re.compile(r"\bbar(rier)?\.(cta\.)?sync")
+BULK_STORE = re.compile(r"cp\.async\.bulk\.(tensor\.\w+\.)?global\.shared")
+BULK_STORED = re.compile(r"cp\.async\.bulk\.wait_group 0;")
+TMA_LOAD = re.compile(r"cp\.async\.bulk\.tensor\.\w+\.shared::cluster\.global")
+PROXY_FENCE = re.compile(r"fence\.proxy\.async;")
+STORE = re.compile(r"\bst\.(volatile\.)?global|\bst\.volatile\.u32")
+READ = re.compile(r"\bld\.global\.cg")
+ACQUIRE = re.compile(r"\bld\.acquire")
+
+Constants = tuple[tuple[str, int], ...]
+
+
+def cases(op: str) -> Iterator[tuple[str, Constants, int]]:
+    """Source, constants and bytes of shared memory of all ways; layouts, dtypes and traces by turns."""
+    turns = cycle(product([False, True], DTYPES, [True, False], [True, False]))
+    for m, world in product((40, 128, 512, 2048, 8192), (2, 4, 8)):
+        for config in ways(Problem(op, m, K, N, world, torch.bfloat16)).values():
+            transposed, dtype, trace, other = next(turns)
+            if isinstance(config, ClusterReduceConfig):
+                yield (
+                    matmul_reduce.SOURCE,
+                    matmul_reduce.cluster_reduce_constants(
+                        m, N, 1, world, transposed, dtype, other, op == OPS[0], 0, config, trace
+                    ),
+                    config.shared_bytes,
+                )
+            elif isinstance(config, ClusterGatherConfig):
+                yield (
+                    gather_matmul.SOURCE,
+                    gather_matmul.cluster_gather_constants(m, world, transposed, dtype, other, config, trace),
+                    config.shared_bytes,
+                )
+        next(turns)
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("op", OPS)
+def test_rules(op: str) -> None:
+    """Before signals and after waits, for every way; its shared memory; that it becomes machine code."""
+    seen = {(source, constants): shared for source, constants, shared in cases(op)}
+    assert len(seen) > 10
+    for (source, constants), shared in seen.items():
+        where = f"{source} {dict(constants)}"
+        assert shared <= SHARED_MEMORY, where
+        assert compile_cubin(source, dict(constants)), where
+        lines = [line.strip() for line in compile_ptx(source, dict(constants)).splitlines()]
+        check_signals(lines, where)
+        check_waits(lines, where)
+
+
+def find(lines: list[str], pattern: re.Pattern[str], start: int = 0, stop: int | None = None) -> list[int]:
+    return [i for i in range(start, len(lines) if stop is None else stop) if pattern.search(lines[i])]
+
+
+def check_signals(lines: list[str], where: str) -> None:
+    """A release comes after a barrier; relaxed ones after a fence; TMA stores have ended before either."""
+    signals = find(lines, SIGNAL)
+    assert signals, where
+    for at in signals:
+        released = RELEASE.search(lines[at]) is not None
+        order = find(lines, BARRIER if released else FENCE, 0, at)[-1]
+        assert not find(lines, STORE, order, at), f"{where}: a store between {lines[order]} and {lines[at]}"
+        assert not find(lines, BULK_STORE, order, at), f"{where}: a TMA store before {lines[at]}"
+        if not released:
+            stored = find(lines, BULK_STORE, 0, order)[-1]
+            ended = find(lines, BULK_STORED, stored, order)
+            assert ended, f"{where}: signalled before a TMA store has ended"
+            assert find(lines, PROXY_FENCE, ended[-1], order), f"{where}: no fence after TMA stores"
+
+
+def check_waits(lines: list[str], where: str) -> None:
+    """After a wait a barrier comes before reads, and a fence before loads by TMA."""
+    waits = find(lines, ACQUIRE)
+    assert waits, where
+    for at in waits:
+        assert "ld.acquire.sys" in lines[at], where
+        reads, loads = find(lines, READ, at), find(lines, TMA_LOAD, at)
+        if "gather" in where:
+            assert loads, where
+            assert find(lines, PROXY_FENCE, at, loads[0]), f"{where}: no fence before TMA loads"
+        else:
+            assert reads, where
+            assert find(lines, BARRIER, at, reads[0]), f"{where}: a read before the barrier"
