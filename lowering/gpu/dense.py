@@ -56,9 +56,12 @@ def reduce(
     everywhere = problem.op == "matmul_all_reduce"
     if config is not None and order == "ring" and isinstance(config, PacketsConfig):
         order = "direct"  # everybody talks to everybody at once: there is no order
-    need = Need() if config is None else needs(config, problem)
-    if way in (ONE_SHOT, TWO_SHOT):
-        need = Need(finished=problem.m * problem.n * x.element_size())
+
+    def need() -> Need:
+        if config is not None:
+            return needs(config, problem)
+        return Need(finished=problem.m * problem.n * x.element_size()) if way != ASYNC_TP else Need()
+
     entered = (
         None
         if way == CUBLAS_NCCL
@@ -67,7 +70,8 @@ def reduce(
     if entered is None:
         return _reduce_unfused(workspace, problem, torch.mm(x, w), mean)
     memory, number, new = entered
-    memory = replace(memory, programs=problem.programs)
+    if memory.programs != problem.programs:
+        memory = replace(memory, programs=problem.programs)
     if way == ASYNC_TP:
         out = torch_internals.async_tp_matmul_reduce_scatter(x, w, workspace.group_name)
         out = out.div_(problem.world) if mean else out
@@ -108,12 +112,14 @@ def gather(
     """
     config, more = ways(problem)[way], keep or len(w) > 1
     variant = problem, w[0].stride(), more, bias[0] is None, trace is None
-    if way == ASYNC_TP and workspace.enter(problem.op, site, Need(), way, variant) is not None:
+    if way == ASYNC_TP and workspace.enter(problem.op, site, Need, way, variant) is not None:
         x, outputs = torch_internals.async_tp_all_gather_matmul(part, w, workspace.group_name)
         workspace.leave()
         return [y if b is None else y.add_(b) for y, b in zip(outputs, bias, strict=True)] + [x] * keep
     entered = (
-        None if config is None else workspace.enter(problem.op, site, needs(config, problem), way, variant)
+        None
+        if config is None
+        else workspace.enter(problem.op, site, lambda: needs(config, problem), way, variant)
     )
     if entered is None:
         x = part.new_empty(problem.world, *part.shape)
@@ -121,7 +127,8 @@ def gather(
         x = whole(x, problem.dim, problem.outer)
         return _multiply(x, w, bias) + [x] * keep
     memory, number, new = entered
-    memory = replace(memory, programs=problem.programs)
+    if memory.programs != problem.programs:
+        memory = replace(memory, programs=problem.programs)
     out = part.new_empty(problem.m, problem.n)
     for compile_only in _first_compile(workspace, new):
         if isinstance(config, FewConfig):

@@ -8,11 +8,13 @@ at once.
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from dataclasses import fields
+from functools import cached_property
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -64,7 +66,9 @@ class GpuWorkspace:
         self._sites: list[str] = [""]
         self._kernels: set[Hashable] = set()
         self._kept: list[PeerMemory] = []
-        self._last: tuple[int, torch.cuda.Event] | None = None
+        self._numbers: dict[Hashable, int] = {}
+        self._last: int | None = None
+        self._event = torch.cuda.Event()
         self._failure: str | None = None
         why = why_not(device) or ""
         clusters = "" if why else " ".join(map(str, clusters_at_once(device)))
@@ -85,17 +89,18 @@ class GpuWorkspace:
         self._clusters = tuple(map(min, zip(*counts, strict=True)))
         self._limit = 0.0
         self._record = torch.zeros(RECORD_WORDS, dtype=torch.int32).pin_memory()
+        self._raised = ctypes.c_int32.from_address(self._record.data_ptr())
         self._state = torch.zeros(STATE_WORDS, dtype=torch.int64, device=device)
         self._state[1] = self._record.data_ptr()
         self._grow(None, LEAST)
 
-    @property
+    @cached_property
     def programs(self) -> int:
         """How many programs run at once, one a multiprocessor."""
         return int(torch.cuda.get_device_properties(self.device).multi_processor_count)
 
     def enter(
-        self, op: str, site: str, need: Need, way: str, variant: Hashable
+        self, op: str, site: str, need: Callable[[], Need], way: str, variant: Hashable
     ) -> tuple[PeerMemory, int, bool] | None:
         """Before a launch: the memory, the site's number, and whether this way of this op is new.
 
@@ -105,35 +110,43 @@ class GpuWorkspace:
         """
         self.check()
         capturing = torch.cuda.is_current_stream_capturing()
-        if capturing and ((way, variant) not in self._kernels or not need.fits(self.capacity)):
-            return None
-        new = (way, op) not in self._kernels
-        self._kernels |= {(way, op), (way, variant)}
-        if not need.fits(self.capacity):
-            _apart(self.device, lambda: self._grow(self.memory, need | self.capacity))
+        new = False
+        number = self._numbers.get((op, site, way, variant))
+        if number is None:
+            grow = need()
+            fits = grow.fits(self.capacity)
+            if capturing and ((way, variant) not in self._kernels or not fits):
+                return None
+            new = (way, op) not in self._kernels
+            self._kernels |= {(way, op), (way, variant)}
+            if not fits:
+                _apart(self.device, lambda: self._grow(self.memory, grow | self.capacity))
+            number = self._numbers[op, site, way, variant] = self._number(f"autofuse.{op} at {place(site)}")
         if not capturing:
             stream = torch.cuda.current_stream(self.device)
-            if self._last is not None and self._last[0] != stream.cuda_stream:
-                stream.wait_event(self._last[1])
+            if self._last not in (None, stream.cuda_stream):
+                stream.wait_event(self._event)
             if self._limit != config.timeout_s:
                 self._limit = config.timeout_s
                 self._state[0] = int(self._limit * 1e9)
-        named = f"autofuse.{op} at {place(site)}"
-        if named not in self._sites:
-            self._sites.append(named)
-        return self.memory, self._sites.index(named), new
+        return self.memory, number, new
 
     def leave(self) -> None:
         """After the launch: later calls on other streams come after it."""
         if not torch.cuda.is_current_stream_capturing():
             stream = torch.cuda.current_stream(self.device)
-            event = torch.cuda.Event()
-            event.record(stream)
-            self._last = stream.cuda_stream, event
+            self._event.record(stream)
+            self._last = stream.cuda_stream
+
+    def _number(self, named: str) -> int:
+        """Of a site, as failure records have it."""
+        if named not in self._sites:
+            self._sites.append(named)
+        return self._sites.index(named)
 
     def check(self) -> None:
         """Raises RuntimeError if a wait of an earlier kernel gave up. Never synchronises."""
-        if self._failure is None and int(self._record[0]):
+        if self._failure is None and self._raised.value:
             _, code, source, index, epoch = self._record.tolist()[:5]
             site = self._sites[code // 8] if code // 8 < len(self._sites) else "a call"
             self._failure = (

@@ -21,7 +21,7 @@ POINTERS = ctypes.c_void_p * 8
 
 
 def shared_bytes(bn: int, stages: int, more: int = 0) -> int:
-    """Of a block: blocks of x and of the weight, a staged tile, barriers, `more`, and what aligns all that."""
+    """Of a block: stages of x and of the weight, a staged tile, barriers, `more`, and room to align it."""
     return stages * (BM + bn) * BK * 2 + BM * bn * 2 + 16 * (stages + 1) + more + 1024
 
 

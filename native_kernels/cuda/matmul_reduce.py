@@ -1,7 +1,7 @@
 """Launches matmul_reduce.cu: matmul_all_reduce and matmul_reduce_scatter, computed by clusters of blocks.
 
-Blocks of a cluster load a share of a block of x or of the weight each and send it to all that need it, so that
-the L2 cache is read less.
+Blocks of a cluster load a share of a block of x or of the weight each and send it to all that need it, so
+that the L2 cache is read less.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class ClusterReduceConfig:
 
     bn: columns of a tile of 128 rows; across: blocks of a cluster with one block of the weight, of as many
     owners; along: those with one block of x; stages: blocks of K in flight; visit: tiles a visit (0: a share
-    of the blocks); part: rows that are reduced by one team at a time.
+    of the blocks); part: most rows that are reduced by one team at a time.
     """
 
     bn: int = 256
@@ -82,7 +82,7 @@ class _Cut:
         spanning = m <= BM
         stretch = 1 if spanning else cdiv(inner, BM)
         height = inner if spanning else BM
-        part = config.part if height % config.part == 0 else height
+        part = max(rows for rows in range(1, config.part + 1) if height % rows == 0)
         return cls(inner, stretch, outer * stretch, cdiv(n, config.bn), height, part, spanning)
 
     @property

@@ -1,6 +1,6 @@
 """What the launchers take: memory of a group, mapped by all its ranks, and how much of it a call needs."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -69,8 +69,8 @@ class PeerMemory:
     inbox: tiles and parts on their way, two halves; finished: sums on their way, two halves; packets: int64,
     two halves, never used for anything else; copies: what copy engines store, one half; signals: int32
     counters; copy_signals: those of `copies`, and a word of credit a peer, 1 at first. state, record: as
-    `comm` has them; pieces: fp32, done: int32, local; programs: how many run at once; clusters: how many of 1,
-    2, 4 and 8 blocks run at once on every rank, for kernels in CUDA C++.
+    `comm` has them; pieces: fp32, done: int32, local; programs: how many run at once; clusters: how many of
+    1, 2, 4 and 8 blocks run at once on every rank, for kernels in CUDA C++.
     """
 
     rank: int
@@ -117,11 +117,33 @@ def is_tma(*matrices: Tensor) -> bool:
 
 
 def launch(kernel: Any, programs: int, compile_only: bool, *args: Any, **settings: Any) -> None:
-    """Start `programs` programs that may wait for each other; or only compile, so that no rank is late."""
+    """Start `programs` programs that may wait for each other; or only compile, so that no rank is late.
+
+    A kernel that has run with arguments of this kind starts without asking Triton again what to compile,
+    which takes longer than many a call. `settings` has the constants.
+    """
     if compile_only:
         kernel.warmup(*args, grid=(programs,), launch_cooperative_grid=True, **settings)
-    else:
-        kernel[(programs,)](*args, launch_cooperative_grid=True, **settings)
+        return
+    key = (id(kernel), programs, torch.cuda.current_device(), *map(_kind, args), *settings.values())
+    found = _launched.get(key)
+    if found is None:
+        _launched[key] = kernel[(programs,)](*args, launch_cooperative_grid=True, **settings)
+        return
+    constants = [settings[p.name] for p in kernel.params[len(args) :]]
+    found[(programs, 1, 1)](*args, *constants)
+
+
+_launched: dict[Hashable, Any] = {}
+
+
+def _kind(arg: Any) -> Hashable:
+    """What Triton specialises a kernel to."""
+    if isinstance(arg, Tensor):
+        return arg.dtype, arg.data_ptr() % 16
+    if isinstance(arg, TensorDescriptor):
+        return arg.base.dtype, tuple(arg.block_shape)
+    return arg
 
 
 def cdiv(a: int, b: int) -> int:
