@@ -10,14 +10,14 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
 import torch
 
-from .ways import CUBLAS_NCCL, Problem, ways
+from .ways import CUBLAS_NCCL, Problem, host_us, ways
 from .workspace import GpuWorkspace
 
 FAR = 2.0
@@ -115,12 +115,41 @@ def choose(problem: Problem, points: Points) -> str:
     return CUBLAS_NCCL
 
 
+def choose_uncaptured(problem: Problem, points: Points) -> str:
+    """As `choose`, of calls that the host launches one by one: what it takes to launch a way counts, too.
+
+    A call then lasts as long as the slower of host and GPU.
+    """
+    here = ways(problem)
+    order = sorted((p for p in points if p.distance(problem) <= FAR), key=lambda p: p.distance(problem))
+    for point in order:
+        times = [(max(us, host_us(way, here[way])), us, way) for way, us in point.times if way in here]
+        if times:
+            return min(times)[2]
+    return CUBLAS_NCCL
+
+
 def chosen(problem: Problem, workspace: GpuWorkspace) -> str:
-    """The way of a call, the same on all ranks."""
+    """The way that takes the GPUs least, the same on all ranks."""
     agreed = _agreement(workspace)
     if problem not in agreed.chosen:
         agreed.chosen[problem] = choose(problem, agreed.points)
     return agreed.chosen[problem]
+
+
+def way_of(problem: Problem, workspace: GpuWorkspace, variant: Hashable) -> str:
+    """The way of a call, the same on all ranks.
+
+    In a CUDA graph the host costs nothing. Its first call is made as if in one: for a graph that is captured
+    later everything has then been compiled.
+    """
+    agreed = _agreement(workspace)
+    if torch.cuda.is_current_stream_capturing() or (problem, variant) not in agreed.seen:
+        agreed.seen.add((problem, variant))
+        return chosen(problem, workspace)
+    if problem not in agreed.uncaptured:
+        agreed.uncaptured[problem] = choose_uncaptured(problem, agreed.points)
+    return agreed.uncaptured[problem]
 
 
 def points_of(workspace: GpuWorkspace) -> Points:
@@ -146,6 +175,8 @@ def keep(workspace: GpuWorkspace, point: Point) -> Path:
 class _Agreement:
     points: Points
     chosen: dict[Problem, str] = field(default_factory=dict)
+    uncaptured: dict[Problem, str] = field(default_factory=dict)
+    seen: set[Hashable] = field(default_factory=set)
 
 
 def _agreement(workspace: GpuWorkspace) -> _Agreement:

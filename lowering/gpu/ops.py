@@ -13,7 +13,7 @@ from torch import Tensor
 
 from autofuse import config
 
-from .choice import chosen
+from .choice import way_of
 from .dense import gather, problem_of, reduce
 from .measure import measure_once
 from .workspace import GpuWorkspace, workspace_for
@@ -51,7 +51,7 @@ def run_reduce(
         problem = problem_of(op, a, b, workspace, dim, outer)
         if config.measure:
             measure_once(workspace, problem)
-        way = chosen(problem, workspace)
+        way = way_of(problem, workspace, (b.stride(), reduce_op, order))
         return [reduce(workspace, way, problem, a, b, reduce_op == "avg", order, site)]
 
 
@@ -78,4 +78,6 @@ def run_gather(
         problem = problem_of("all_gather_matmul", part, w[0], workspace, dim, outer)
         if config.measure:
             measure_once(workspace, problem)
-        return gather(workspace, chosen(problem, workspace), problem, part, w, biases, keep_gathered, site)
+        variant = w[0].stride(), keep_gathered or len(w) > 1, biases[0] is None
+        way = way_of(problem, workspace, variant)
+        return gather(workspace, way, problem, part, w, biases, keep_gathered, site)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from autofuse.native_kernels.triton.copy_engine import FIRST_CREDIT, CopyEngine
 from autofuse.native_kernels.triton.memory import EVENTS, LONGEST_ROW, Need, PeerMemory, cdiv
 
 from .gemm import BK, BM, POINTERS, TENSOR_MAP, THREADS, blocks, map_operands, set_map, shared_bytes
-from .launcher import kernel
+from .launcher import Kernel, kernel
 
 SOURCE = "gather_matmul.cu"
 
@@ -114,49 +115,64 @@ def launch_cluster_gather(
     The world is a multiple of `config.across`, unless `config.within`; of at most 128 rows in all, outer and
     across are 1, and nothing is copied. trace: three rows of events a program.
     """
-    (chunk, k), n, world, rank = part.shape, w.shape[1], memory.world, memory.rank
-    m, inner = world * chunk, chunk // outer
-    constants = cluster_gather_constants(
-        m, world, w.stride(1) != 1, part.dtype, bias is not None, config, trace is not None
+    (chunk, k), n = part.shape, w.shape[1]
+    found, template, gathered, slice_height = _prepared(
+        memory, chunk, k, n, w.stride(1) != 1, part.dtype, bias is not None, outer, config, trace is not None
     )
+    if compile_only:
+        return gathered
+    params = _Params.from_buffer_copy(template)
+    params.part, params.site = part.data_ptr(), site
+    if bias is not None:
+        params.bias = bias.data_ptr()
+    if trace is not None:
+        params.trace = trace.data_ptr()
+    if config.copied and credit:
+        params.credit = FIRST_CREDIT
+    map_operands(params, part, w, config.across, config.along, config.bn)
+    set_map(params, "y", out.view(-1, params.inner, n), BM, 64)
+    if config.copied:
+        assert engine is not None
+        engine.push(part, slice_height, params.slices)
+    cluster = config.across * config.along
+    found.launch(params.programs, cluster, THREADS, params, torch.cuda.current_stream().cuda_stream)
+    if config.copied:
+        assert engine is not None
+        engine.join()
+    return gathered
+
+
+@lru_cache(maxsize=1024)
+def _prepared(
+    memory: PeerMemory, chunk: int, k: int, n: int, transposed: bool, dtype: torch.dtype, biased: bool,
+    outer: int, config: ClusterGatherConfig, trace: bool,
+) -> tuple[Kernel, _Params, Tensor, int]:  # fmt: skip
+    """The kernel, what does not change from call to call, the gathered memory, and the rows of a slice."""
+    world, m, inner = memory.world, memory.world * chunk, chunk // outer
+    constants = cluster_gather_constants(m, world, transposed, dtype, biased, config, trace)
     found = kernel(SOURCE, "gather_matmul", constants, config.shared_bytes)
     region, signals = (
         (memory.copies, memory.copy_signals) if config.copied else (memory.inbox, memory.signals)
     )
-    half_rows = 0 if config.copied else region.half(part.dtype) // k
-    gathered = region.matrix(rank, part.dtype, 0, half_rows + m, k)
-    if compile_only:
-        return gathered
+    half_rows = 0 if config.copied else region.half(dtype) // k
+    gathered = region.matrix(memory.rank, dtype, 0, half_rows + m, k)
     spanning = m <= BM
     stretch = 1 if spanning else cdiv(inner, BM)
     rows = 1 if spanning else outer * stretch
     slice_rows = cdiv(rows, config.slices)
     if inner % BM:  # a slice holds whole stretches
         slice_rows = cdiv(slice_rows, stretch) * stretch
-    slices = cdiv(rows, slice_rows)
     k_slice = cdiv(cdiv(k, BK), config.k_slices) * BK
-    cluster = config.across * config.along
-    programs = blocks(memory, cluster)
     params = _Params(
-        part=part.data_ptr(), bias=None if bias is None else bias.data_ptr(), state=memory.state.data_ptr(),
-        trace=(memory.state if trace is None else trace).data_ptr(), signals_half=signals.half(torch.int32),
-        m=m, n=n, k=k, rank=rank, site=site, chunk=chunk, inner=m if spanning else inner, stretch=stretch,
-        rows=rows, cols=cdiv(n, config.bn), half_rows=half_rows, slice_rows=slice_rows, slices=slices,
-        k_slice=k_slice, k_slices=cdiv(k, k_slice),
-        credit=FIRST_CREDIT if config.copied and credit else 0, programs=programs,
+        state=memory.state.data_ptr(), trace=memory.state.data_ptr(), signals_half=signals.half(torch.int32),
+        m=m, n=n, k=k, rank=memory.rank, chunk=chunk, inner=m if spanning else inner, stretch=stretch,
+        rows=rows, cols=cdiv(n, config.bn), half_rows=half_rows, slice_rows=slice_rows,
+        slices=cdiv(rows, slice_rows), k_slice=k_slice, k_slices=cdiv(k, k_slice),
+        programs=blocks(memory, config.across * config.along),
     )  # fmt: skip
-    map_operands(params, part, w, config.across, config.along, config.bn)
     set_map(params, "gathered", gathered, BM // config.along, BK)
-    set_map(params, "y", out.view(1, m, n) if spanning else out.view(outer * world, inner, n), BM, 64)
     for r in range(world):
         params.memory[r] = region.views[r].data_ptr()
         params.signals[r] = signals.views[r].data_ptr()
-    if config.copied:
-        assert engine is not None
-        slice_height = slice_rows * BM if inner % BM == 0 else slice_rows // stretch * inner
-        engine.push(part, min(slice_height, chunk), slices)
-    found.launch(programs, cluster, THREADS, params, torch.cuda.current_stream().cuda_stream)
-    if config.copied:
-        assert engine is not None
-        engine.join()
-    return gathered
+    slice_height = slice_rows * BM if inner % BM == 0 else slice_rows // stretch * inner
+    return found, params, gathered, min(slice_height, chunk)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from torch import Tensor
 from autofuse.native_kernels.triton.memory import EVENTS, LONGEST_ROW, Need, PeerMemory, cdiv
 
 from .gemm import BM, POINTERS, TENSOR_MAP, THREADS, blocks, map_operands, shared_bytes
-from .launcher import kernel
+from .launcher import Kernel, kernel
 
 SOURCE = "matmul_reduce.cu"
 
@@ -150,30 +151,44 @@ def launch_cluster_reduce(
     The world is a multiple of `config.across`; of at most 128 rows, outer and `across` are 1. trace: three
     rows of events a program, for the teams that reduce alone and after they have multiplied.
     """
-    (m, k), n, world, rank = x.shape, w.shape[1], memory.world, memory.rank
-    constants = cluster_reduce_constants(
-        m, n, outer, world, w.stride(1) != 1, x.dtype, mean, all_ranks, order, config, trace is not None
+    (m, k), n = x.shape, w.shape[1]
+    found, template, programs = _prepared(
+        memory, m, k, n, w.stride(1) != 1, x.dtype, mean, all_ranks, outer, order, config, trace is not None
     )
-    found = kernel(SOURCE, "matmul_reduce", constants, config.shared_bytes)
     if compile_only:
         return
-    cut = _Cut.of(m, n, outer, world, config)
+    params = _Params.from_buffer_copy(template)
+    params.out, params.out_pitch, params.site = out.data_ptr(), out.stride(0) * out.element_size(), site
+    if trace is not None:
+        params.trace = trace.data_ptr()
+    map_operands(params, x, w, config.across, config.along, config.bn)
     cluster = config.across * config.along
-    programs = blocks(memory, cluster)
+    found.launch(programs, cluster, THREADS, params, torch.cuda.current_stream().cuda_stream)
+
+
+@lru_cache(maxsize=1024)
+def _prepared(
+    memory: PeerMemory, m: int, k: int, n: int, transposed: bool, dtype: torch.dtype, mean: bool,
+    all_ranks: bool, outer: int, order: int, config: ClusterReduceConfig, trace: bool,
+) -> tuple[Kernel, _Params, int]:  # fmt: skip
+    """The kernel, what does not change from call to call, and how many blocks run."""
+    world, cut = memory.world, _Cut.of(m, n, outer, memory.world, config)
+    constants = cluster_reduce_constants(
+        m, n, outer, world, transposed, dtype, mean, all_ranks, order, config, trace
+    )
+    found = kernel(SOURCE, "matmul_reduce", constants, config.shared_bytes)
+    programs = blocks(memory, config.across * config.along)
     parts = cut.rows * cut.cols * cut.parts
     params = _Params(
-        out=out.data_ptr(), state=memory.state.data_ptr(),
-        trace=(memory.state if trace is None else trace).data_ptr(),
+        state=memory.state.data_ptr(), trace=memory.state.data_ptr(),
         inbox_half=memory.inbox.half(torch.uint8), finished_half=memory.finished.half(torch.uint8),
         signals_half=memory.signals.half(torch.int32),
-        m=m, n=n, k=k, rank=rank, site=site, chunk_rows=cut.inner, stretch=cut.stretch, rows=cut.rows,
-        cols=cut.cols, out_pitch=out.stride(0) * out.element_size(),
-        visit=config.visit or max(1, programs // world),
+        m=m, n=n, k=k, rank=memory.rank, chunk_rows=cut.inner, stretch=cut.stretch, rows=cut.rows,
+        cols=cut.cols, visit=config.visit or max(1, programs // world),
         lag=parts if parts < 3 * programs else (programs // world + 1) * cut.parts, programs=programs,
     )  # fmt: skip
-    map_operands(params, x, w, config.across, config.along, config.bn)
     for r in range(world):
         params.inbox[r] = memory.inbox.views[r].data_ptr()
         params.finished[r] = memory.finished.views[r].data_ptr()
         params.signals[r] = memory.signals.views[r].data_ptr()
-    found.launch(programs, cluster, THREADS, params, torch.cuda.current_stream().cuda_stream)
+    return found, params, programs

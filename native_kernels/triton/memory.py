@@ -62,7 +62,7 @@ class Need:
         return self | capacity == capacity
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PeerMemory:
     """Memory and counters of one group on one device; all counters and packets are 0 before the first call.
 

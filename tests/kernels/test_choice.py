@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 
 import torch
 
-from autofuse.lowering.gpu.choice import _SHIPPED, Point, Points, choose, read, write
+from autofuse.lowering.gpu.choice import _SHIPPED, Point, Points, choose, choose_uncaptured, read, write
 from autofuse.lowering.gpu.ways import ASYNC_TP, CUBLAS_NCCL, TWO_SHOT, Problem, needs, ways
 from autofuse.native_kernels.triton.memory import Need
 
@@ -87,3 +87,15 @@ def test_a_broken_table_is_named(tmp_path: Path) -> None:
     path.write_text('[{"op": 1}]')
     with pytest.raises(ValueError, match=r"ways\.json is no table of ways .* delete it"):
         read(path)
+
+
+def test_what_the_host_needs_counts_outside_of_graphs() -> None:
+    """Of calls that are shorter than their launch, the one that is launched soonest."""
+    few = Problem("matmul_all_reduce", 8, 2048, 8192, 4, torch.bfloat16)
+    many = Problem("matmul_all_reduce", 8192, 2048, 8192, 4, torch.bfloat16)
+    points = (
+        Point.of(few, {"packets": 15.0, "cublas+two_shot": 20.0, "cublas+nccl": 24.0}),
+        Point.of(many, {"clusters": 690.0, "cublas+nccl": 1040.0}),
+    )
+    assert (choose(few, points), choose_uncaptured(few, points)) == ("packets", "cublas+nccl")
+    assert choose_uncaptured(many, points) == choose(many, points) == "clusters"
