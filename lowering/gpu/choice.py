@@ -1,7 +1,7 @@
 """Which way a call takes: what was measured for it or for its nearest neighbour; else what it replaces.
 
 Tables are JSON: a list of points, each with the problem and the microseconds of every way. They come from
-`~/.cache/autofuse/ways-<gpu>.json`, which `autofuse bench dense --tune` and `AUTOFUSE_MEASURE` write, and
+`~/.cache/autofuse/ways/<gpu>.json`, which `autofuse bench dense --tune` and `AUTOFUSE_MEASURE` write, and
 from those shipped. Rank 0's tables count for all ranks: it hands them round when the group first asks.
 """
 
@@ -66,7 +66,8 @@ def own_table(device: torch.device) -> Path:
     return (
         Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
         / "autofuse"
-        / f"ways-{gpu_name(device)}.json"
+        / "ways"
+        / f"{gpu_name(device)}.json"
     )
 
 

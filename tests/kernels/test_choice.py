@@ -9,9 +9,19 @@ pytest.importorskip("triton")
 
 import torch
 
-from autofuse.lowering.gpu.choice import _SHIPPED, Point, Points, choose, choose_uncaptured, read, write
+from autofuse.lowering.gpu.choice import (
+    _SHIPPED,
+    Point,
+    Points,
+    choose,
+    choose_uncaptured,
+    own_table,
+    read,
+    write,
+)
 from autofuse.lowering.gpu.ways import ASYNC_TP, CUBLAS_NCCL, TWO_SHOT, Problem, needs, ways
 from autofuse.native_kernels.triton.memory import Need
+from autofuse.passes import table
 
 OPS = ("matmul_all_reduce", "matmul_reduce_scatter", "all_gather_matmul")
 SHIPPED: Points = tuple(p for path in sorted(_SHIPPED.glob("*.json")) for p in read(path))
@@ -99,3 +109,16 @@ def test_what_the_host_needs_counts_outside_of_graphs() -> None:
     )
     assert (choose(few, points), choose_uncaptured(few, points)) == ("packets", "cublas+nccl")
     assert choose_uncaptured(many, points) == choose(many, points) == "clusters"
+
+
+def test_own_table_lies_apart_from_those_of_the_cost_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which reads all tables of its folder, and knows no others."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    path = own_table(torch.device("cuda", 0))
+    write(path, SHIPPED[:1])
+    assert read(path) == SHIPPED[:1]
+    assert path.is_relative_to(tmp_path)
+    assert table.tables() == table.shipped()
