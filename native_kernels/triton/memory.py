@@ -125,7 +125,7 @@ def launch(kernel: Any, programs: int, compile_only: bool, *args: Any, **setting
     if compile_only:
         kernel.warmup(*args, grid=(programs,), launch_cooperative_grid=True, **settings)
         return
-    key = (id(kernel), programs, torch.cuda.current_device(), *map(_kind, args), *settings.values())
+    key = (id(kernel), programs, *map(_kind, args), *settings.values())
     found = _launched.get(key)
     if found is None:
         _launched[key] = kernel[(programs,)](*args, launch_cooperative_grid=True, **settings)
@@ -138,9 +138,9 @@ _launched: dict[Hashable, Any] = {}
 
 
 def _kind(arg: Any) -> Hashable:
-    """What Triton specialises a kernel to."""
+    """What Triton specialises a kernel to, and where it has loaded it."""
     if isinstance(arg, Tensor):
-        return arg.dtype, arg.data_ptr() % 16
+        return arg.dtype, arg.device, arg.data_ptr() % 16
     if isinstance(arg, TensorDescriptor):
         return arg.base.dtype, tuple(arg.block_shape)
     return arg
