@@ -125,7 +125,7 @@ def _settings_text(settings: passes.Settings) -> str:
     # A set prints in an order that depends on the process.
     patterns = None if settings.patterns is None else sorted(settings.patterns)
     tables = [table.digest for table in settings.tables]
-    return repr((settings.policy, patterns, settings.order, tables))
+    return repr((settings.policy, patterns, settings.order, tables, settings.captured))
 
 
 @functools.cache

@@ -24,6 +24,11 @@ measure: bool = Config(default=False, env_name_force="AUTOFUSE_MEASURE")
 """On GPUs: measure all ways to run a dense op when sizes come that nobody has measured, outside of captured
 graphs, and keep the result (`~/.cache/autofuse`). Equal on all ranks. Else the nearest sizes decide."""
 
+captured: bool = Config(default=False, env_name_default="AUTOFUSE_CAPTURED")
+"""On GPUs: what is compiled will be captured in CUDA graphs, by somebody else than Inductor (whose
+`triton.cudagraphs`, of `mode="reduce-overhead"`, says the same). Policy `auto` then does not count what the
+host needs to launch a fused op. Equal on all ranks."""
+
 timeout_s: float = float(os.environ.get("AUTOFUSE_TIMEOUT_S", "300"))
 """Seconds that a fused op waits for a peer before it raises. `AUTOFUSE_TIMEOUT_S`."""
 

@@ -21,11 +21,13 @@ PATTERNS = (
     "expert_matmul_all_to_all",
     "all_to_all_expert_matmul",
 )
-OWN_OPTIONS = ("policy", "patterns", "order", "table", "timeout_s")
+OWN_OPTIONS = ("policy", "patterns", "order", "table", "captured", "timeout_s")
+
+_CUDAGRAPHS = "triton.cudagraphs"
 
 
 def settings(**changes: Any) -> Settings:
-    """The settings of `autofuse.config`, changed by `policy`, `patterns`, `order` and `table`.
+    """The settings of `autofuse.config`, changed by `policy`, `patterns`, `order`, `table` and `captured`.
 
     Raises ValueError for a value that is none of the allowed ones, and for a bad table.
     """
@@ -37,7 +39,10 @@ def settings(**changes: Any) -> Settings:
     table = changes.get("table", config.table)
     if not isinstance(table, (str, os.PathLike)):
         raise ValueError(f"table={table!r}: expected the path of a file")
-    return Settings(policy=policy, patterns=patterns, order=order, tables=tables(os.fspath(table)))
+    captured = changes.get("captured", config.captured)
+    _check("captured", captured, (True, False))
+    captured = captured or changes.get("cudagraphs", torch_internals.inductor_options()[_CUDAGRAPHS])
+    return Settings(policy, patterns, order, tables(os.fspath(table)), captured)
 
 
 def resolve(mode: str | None, options: Mapping[str, Any] | None) -> tuple[Settings, dict[str, Any]]:
@@ -63,6 +68,8 @@ def resolve(mode: str | None, options: Mapping[str, Any] | None) -> tuple[Settin
     if "timeout_s" in own:
         # Bounds every wait of this process: it belongs to no graph, and backward threads read it too.
         config.timeout_s = _seconds(own.pop("timeout_s"))
+    if _CUDAGRAPHS in inductor:
+        own["cudagraphs"] = inductor[_CUDAGRAPHS]
     return settings(**own), inductor
 
 
@@ -84,7 +91,7 @@ def _seconds(value: Any) -> float:
     return float(value)
 
 
-def _check(name: str, value: Any, allowed: Iterable[str]) -> None:
+def _check(name: str, value: Any, allowed: Iterable[Any]) -> None:
     names = list(allowed)
     if value not in names:
         raise ValueError(f"{name}={value!r}: expected one of {', '.join(map(repr, names))}")

@@ -20,7 +20,7 @@ import functools
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TypeAlias
 
@@ -39,6 +39,9 @@ Symbols: TypeAlias = Mapping[sympy.Symbol, Known]
 
 _COEFFICIENT = re.compile(r"\d+\.\d+(e[+-]?\d+)?")
 
+LAUNCH_US = 80.0
+"""What the host needs to launch a fused op on a GPU; a matmul and a collective of NCCL take it 32."""
+
 MARGIN = 0.05
 """A predicted loss up to this part, at some of the sizes that a compilation serves, is no reason to keep."""
 
@@ -49,6 +52,10 @@ class Choice:
 
     prediction: Prediction
     fuse: bool
+    apart_us: float | None = None
+    """Of compute and collective apart, if all sizes are static."""
+    launched_us: float = 0.0
+    """What the host needs to launch the fused op, if that is why the site is kept."""
 
 
 def predict(
@@ -63,6 +70,16 @@ def predict(
     uneven = anchor.kind == "all_to_all" and not anchor.even
     # The number of cores, not the affinity of this process: all ranks must decide alike.
     return _predict(task, table, os.cpu_count() or 1, known, len(known) == len(free), uneven, text)
+
+
+def on_gpu(choice: Choice, captured: bool) -> Choice:
+    """The choice for a site on GPUs.
+
+    What a fused op replaces is one of its own ways, and every call takes the fastest: it is fused. But where
+    calls are not captured in CUDA graphs, none is over before the host has launched it.
+    """
+    keep = not captured and choice.apart_us is not None and choice.apart_us < LAUNCH_US
+    return replace(choice, fuse=not keep, launched_us=LAUNCH_US if keep else 0.0)
 
 
 def _task(anchor: Anchor, match: Match, world: int, order: str) -> Task:
@@ -126,7 +143,7 @@ def _predict(
         None if point is None else point.unfused_us,
         key,
     )
-    return Choice(prediction, fuse)
+    return Choice(prediction, fuse, None if symbols or uneven else times({}, Numbers())[1])
 
 
 def _decide(symbols: Symbols, difference: sympy.Expr) -> bool | None:

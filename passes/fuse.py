@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import sympy
 import torch
@@ -22,7 +22,7 @@ from autofuse.native_kernels import cpu
 
 from . import opaque
 from .anchors import OPAQUE, Anchor, find_anchors, is_collective
-from .choose import Choice, Symbols, predict
+from .choose import Choice, Symbols, on_gpu, predict
 from .combine import match_combine, match_single_combine
 from .crossover import Known
 from .dispatch import match_dispatch, match_single_dispatch
@@ -69,6 +69,7 @@ class Settings:
     patterns: frozenset[str] | None = None
     order: str = "direct"
     tables: tuple[Table, ...] = field(default_factory=shipped, repr=False)
+    captured: bool = False
 
 
 def fuse(graph: fx.Graph, settings: Settings, kind: str, name: str) -> GraphReport:
@@ -119,8 +120,7 @@ def _visit(
         table = table_for(settings.tables, anchor.node.meta["val"].device)
         choice = predict(anchor, found, world, settings.order, table, symbols, listening())
         if anchor.node.meta["val"].device.type == "cuda":
-            # What the op replaces is one of its own ways, and every call takes the fastest.
-            choice = replace(choice, fuse=True)
+            choice = on_gpu(choice, settings.captured)
         prediction, found = choice.prediction, _choose(found, settings, choice)
     plan: PlanShape | None = None
     names: list[str] = []
@@ -295,6 +295,9 @@ def _choose(match: Match, settings: Settings, choice: Choice) -> Found:
     if settings.policy == "auto" and not choice.fuse:
         wins, known = choice.prediction.wins, choice.prediction
         times = f"{known.fused_us} us fused, {known.unfused_us} us apart"
+        if choice.launched_us:
+            times = f"{known.unfused_us} us apart, {choice.launched_us:g} to launch; see `captured`"
+            return Reject(Reason.NOT_PROFITABLE, times)
         return Reject(Reason.NOT_PROFITABLE, times if wins == "never" else f"gains only for {wins}")
     return match
 

@@ -73,3 +73,14 @@ def test_a_time_limit_holds_for_the_process() -> None:
         assert autofuse.config.timeout_s == 12.0
     finally:
         autofuse.config.timeout_s = before
+
+
+def test_captured_by_inductor_or_by_somebody_else() -> None:
+    assert not settings().captured
+    assert resolve("reduce-overhead", None)[0].captured
+    assert resolve(None, {"captured": True})[0].captured
+    assert not resolve("reduce-overhead", {"triton.cudagraphs": False})[0].captured
+    with autofuse.config.patch(captured=True):
+        assert settings().captured
+    with pytest.raises(ValueError, match="captured='yes': expected one of True, False"):
+        settings(captured="yes")

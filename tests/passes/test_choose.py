@@ -15,7 +15,9 @@ from torch import Tensor
 
 import autofuse
 from autofuse.backend import fusion_pass
+from autofuse.passes.choose import Choice, on_gpu
 from autofuse.passes.cost_model import Task
+from autofuse.passes.report import Prediction
 from autofuse.passes.table import Table, shipped
 from tests.passes.harness import fake_group
 from tests.ranks import RankPool
@@ -169,3 +171,12 @@ def test_compiled_graphs_are_cached_under_the_table(tmp_path: Path, monkeypatch:
     (tmp_path / "autofuse").mkdir()
     (tmp_path / "autofuse" / "cpu.json").write_text(changed.to_json())
     assert uuid() not in (plain, first)
+
+
+def test_short_calls_on_gpus_are_fused_where_they_are_captured() -> None:
+    """Else none of them is over before the host has launched it; nothing is decided of dynamic sizes."""
+    predicted = Prediction(14.0, 26.6, "", "", "always", "h200")
+    short, long, dynamic = (Choice(predicted, False, apart) for apart in (26.6, 144.4, None))
+    assert [on_gpu(choice, captured=True).fuse for choice in (short, long, dynamic)] == [True] * 3
+    assert [on_gpu(choice, captured=False).fuse for choice in (short, long, dynamic)] == [False, True, True]
+    assert on_gpu(short, captured=False).launched_us > 26.6
