@@ -2,7 +2,8 @@
 #pragma once
 #include "ptx.cuh"
 
-constexpr int BEGUN = 1, WAITED = 2, COMPUTED = 3, DRAINED = 4, REDUCED = 5, COPIED = 6, PUSHED = 7, ENDED = 8;
+// Kinds of events in a trace, as in comm.py.
+constexpr int BEGUN = 1, WAITED = 2, COMPUTED = 3, REDUCED = 5, COPIED = 6, ENDED = 8;
 
 // Bounded wait of one thread for one signal of `source`; what the others of a block may read then is behind a
 // barrier of theirs. Where it does not come in time: raise state[2], and record (1, code, source, index, epoch).

@@ -100,13 +100,6 @@ __device__ inline void store_box(const TensorMap* map, int matrix, int row, int 
                  : "memory");
 }
 
-// `bytes` (a multiple of 16) of global memory to shared memory, and on the barrier.
-__device__ inline void load_bulk(uint32_t to, const void* from, int bytes, uint32_t barrier) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
-                 "l"(from), "r"(bytes), "r"(barrier)
-                 : "memory");
-}
-
 // `bytes` (a multiple of 16) of shared memory to global memory, of this GPU or of a peer.
 __device__ inline void store_bulk(void* to, uint32_t from, int bytes) {
     asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes)
