@@ -34,7 +34,7 @@ __device__ inline void finish(int64_t* state, int epoch) {
 }
 
 #if TRACE
-// As `stamp` of comm.py, of the lane of `trace` that `at` counts the events of.
+// As `stamp` of comm.py, into one row of a trace.
 struct Trace {
     int64_t* lane;
     int event = 0;

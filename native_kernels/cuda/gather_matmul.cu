@@ -128,11 +128,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) gather_matmul(const __grid_
     int64_t parity = ENGINES ? 0 : epoch % 2;  // copy engines know no epoch: they store once, and again with credit
     Trace trace{p.trace + (group * p.programs + block) * 2 * EVENTS};
     if (threadIdx.x % 128 == 0) trace.stamp(BEGUN, p.rank, 0);
-    if (threadIdx.x == 0) init(s);
-    if (CLUSTER > 1)
-        cluster_sync();
-    else
-        __syncthreads();
+    init(s);
     if (group == 0) {
         give_registers<88>();
         if (threadIdx.x == 0) {

@@ -10,9 +10,21 @@ import torch
 from torch import Tensor
 
 from autofuse.native_kernels.triton.copy_engine import FIRST_CREDIT, CopyEngine
-from autofuse.native_kernels.triton.memory import EVENTS, LONGEST_ROW, Need, PeerMemory, cdiv
+from autofuse.native_kernels.triton.memory import LONGEST_ROW, Need, PeerMemory, cdiv
 
-from .gemm import BK, BM, POINTERS, TENSOR_MAP, THREADS, blocks, map_operands, set_map, shared_bytes
+from .gemm import (
+    BK,
+    BM,
+    POINTERS,
+    TENSOR_MAP,
+    Constants,
+    blocks,
+    constants,
+    launch,
+    map_operands,
+    set_map,
+    shared_bytes,
+)
 from .launcher import Kernel, kernel
 
 SOURCE = "gather_matmul.cu"
@@ -76,24 +88,12 @@ def cluster_gather_needs(chunk: int, k: int, itemsize: int, world: int, config: 
 def cluster_gather_constants(
     m: int, world: int, transposed: bool, dtype: torch.dtype, biased: bool, config: ClusterGatherConfig,
     trace: bool,
-) -> tuple[tuple[str, int], ...]:  # fmt: skip
+) -> Constants:  # fmt: skip
     """What the kernel is compiled with; m: rows of all parts."""
-    constants = {
-        "W": world,
-        "ACROSS": config.across,
-        "ALONG": config.along,
-        "WITHIN": config.within,
-        "BN": config.bn,
-        "STAGES": config.stages,
-        "TRANSPOSED": transposed,
-        "FP16": dtype is torch.float16,
-        "BIASED": biased,
-        "ENGINES": config.copied,
-        "SPANNING": m <= BM,
-        "TRACE": trace,
-        "EVENTS": EVENTS,
-    }
-    return tuple((name, int(value)) for name, value in constants.items())
+    return constants(
+        config, world, transposed, dtype, trace, WITHIN=config.within, BIASED=biased, ENGINES=config.copied,
+        SPANNING=m <= BM,
+    )  # fmt: skip
 
 
 def launch_cluster_gather(
@@ -129,13 +129,12 @@ def launch_cluster_gather(
         params.trace = trace.data_ptr()
     if config.copied and credit:
         params.credit = FIRST_CREDIT
-    map_operands(params, part, w, config.across, config.along, config.bn)
+    map_operands(params, part, w, config)
     set_map(params, "y", out.view(-1, params.inner, n), BM, 64)
     if config.copied:
         assert engine is not None
         engine.push(part, slice_height, params.slices)
-    cluster = config.across * config.along
-    found.launch(params.programs, cluster, THREADS, params, torch.cuda.current_stream().cuda_stream)
+    launch(found, config, params)
     if config.copied:
         assert engine is not None
         engine.join()
@@ -149,8 +148,8 @@ def _prepared(
 ) -> tuple[Kernel, _Params, Tensor, int]:  # fmt: skip
     """The kernel, what does not change from call to call, the gathered memory, and the rows of a slice."""
     world, m, inner = memory.world, memory.world * chunk, chunk // outer
-    constants = cluster_gather_constants(m, world, transposed, dtype, biased, config, trace)
-    found = kernel(SOURCE, "gather_matmul", constants, config.shared_bytes)
+    compiled_with = cluster_gather_constants(m, world, transposed, dtype, biased, config, trace)
+    found = kernel(SOURCE, "gather_matmul", compiled_with, config.shared_bytes)
     region, signals = (
         (memory.copies, memory.copy_signals) if config.copied else (memory.inbox, memory.signals)
     )
@@ -168,7 +167,7 @@ def _prepared(
         m=m, n=n, k=k, rank=memory.rank, chunk=chunk, inner=m if spanning else inner, stretch=stretch,
         rows=rows, cols=cdiv(n, config.bn), half_rows=half_rows, slice_rows=slice_rows,
         slices=cdiv(rows, slice_rows), k_slice=k_slice, k_slices=cdiv(k, k_slice),
-        programs=blocks(memory, config.across * config.along),
+        programs=blocks(memory, config),
     )  # fmt: skip
     set_map(params, "gathered", gathered, BM // config.along, BK)
     for r in range(world):

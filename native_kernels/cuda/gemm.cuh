@@ -25,15 +25,21 @@ __device__ inline Shared shared_memory(void* memory) {
             barriers + 2 * STAGES * 8 + 8, barriers + (2 * STAGES + 2) * 8};
 }
 
-// By one thread, before all of the cluster meet.
+// Makes the barriers; all of the cluster meet.
 __device__ inline void init(const Shared& s) {
-    for (int i = 0; i < STAGES; ++i) {
-        barrier_init(s.full + 8 * i, 1);
-        barrier_init(s.empty + 8 * i, 2 * SHARERS);
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < STAGES; ++i) {
+            barrier_init(s.full + 8 * i, 1);
+            barrier_init(s.empty + 8 * i, 2 * SHARERS);
+        }
+        barrier_init(s.ready, 256);
+        barrier_init(s.taken, 1);
+        barrier_inits_done();
     }
-    barrier_init(s.ready, 256);
-    barrier_init(s.taken, 1);
-    barrier_inits_done();
+    if (CLUSTER > 1)
+        cluster_sync();
+    else
+        __syncthreads();
 }
 
 struct Turn {
@@ -56,25 +62,14 @@ __device__ inline void produce(
         uint32_t a = s.stages + turn.stage * STAGE, b = a + A_BYTES, full = s.full + 8 * turn.stage;
         barrier_wait(s.empty + 8 * turn.stage, turn.parity ^ 1);
         barrier_expect(full, STAGE);
-        constexpr int ROWS = BM / ALONG;
-        if (ALONG > 1)
-            load_box(a + n * ROWS * ROW, x, row + n * ROWS, k, full, row_mask);
-        else
-            load_box(a, x, row, k, full);
+        constexpr int ROWS = BM / ALONG, COLS = BN / ACROSS;
+        load_share<ALONG>(a + n * ROWS * ROW, x, row + n * ROWS, k, full, row_mask);
 #if TRANSPOSED
-        constexpr int COLS = BN / ACROSS;
-        if (ACROSS > 1)
-            load_box(b + m * COLS * ROW, w, col + m * COLS, k, full, col_mask);
-        else
-            load_box(b, w, col, k, full);
+        load_share<ACROSS>(b + m * COLS * ROW, w, col + m * COLS, k, full, col_mask);
 #else
         // Boxes of 64 columns, as wide as the swizzle.
-        for (int c = m * (BN / ACROSS); c < (m + 1) * (BN / ACROSS); c += 64) {
-            if (ACROSS > 1)
-                load_box(b + c * ROW, w, k, col + c, full, col_mask);
-            else
-                load_box(b + c * ROW, w, k, col + c, full);
-        }
+        for (int c = m * COLS; c < (m + 1) * COLS; c += 64)
+            load_share<ACROSS>(b + c * ROW, w, k, col + c, full, col_mask);
 #endif
         turn.next();
     }
@@ -135,9 +130,9 @@ __device__ inline void add_bias(float (&acc)[BN / 2], const char* bias, int firs
 }
 
 // Where word `word` (of 8 values) of row `row` lies among `rows` staged rows: 64 columns after another, and swizzled as
-// TMA does, so that 8 rows lie in different banks.
-__device__ inline int staged_at(int rows, int row, int word) {
-    return (word / 8 * rows + row) * 128 + (word % 8 ^ row % 8) * 16;
+// TMA does, so that 8 rows lie in different banks. `first`: which row of shared memory the first one was.
+__device__ inline int staged_at(int rows, int row, int word, int first = 0) {
+    return (word / 8 * rows + row) * 128 + (word % 8 ^ (first + row) % 8) * 16;
 }
 
 // A warpgroup puts its 64 rows, rounded, where the storing warp takes them from, once the rows before have been taken.

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import ctypes
 from functools import cache
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
-from autofuse.native_kernels.triton.memory import PeerMemory
+from autofuse.native_kernels.triton.memory import EVENTS, SHARED_MEMORY, PeerMemory
 
-from .launcher import kernel, most_clusters, tensor_map
+from .launcher import Kernel, kernel, most_clusters, tensor_map
 
 BM, BK, THREADS = 128, 64, 384
 CLUSTERS = (1, 2, 4, 8)
-SHARED_MEMORY = 227 * 1024
 
 TENSOR_MAP = ctypes.c_byte * 128
 POINTERS = ctypes.c_void_p * 8
+
+Constants: TypeAlias = tuple[tuple[str, int], ...]
 
 
 def shared_bytes(bn: int, stages: int, more: int = 0) -> int:
@@ -36,19 +38,62 @@ def clusters_at_once(device: torch.device) -> tuple[int, ...]:
         return tuple(most_clusters(empty, cluster, THREADS) for cluster in CLUSTERS)
 
 
-def blocks(memory: PeerMemory, cluster: int) -> int:
+class ClusterConfig(Protocol):
+    """What all configurations of kernels over gemm.cuh say."""
+
+    @property
+    def bn(self) -> int: ...
+    @property
+    def across(self) -> int: ...
+    @property
+    def along(self) -> int: ...
+    @property
+    def stages(self) -> int: ...
+
+
+def cluster_of(config: ClusterConfig) -> int:
+    """Blocks of a cluster."""
+    return config.across * config.along
+
+
+def blocks(memory: PeerMemory, config: ClusterConfig) -> int:
     """How many blocks a launch has, the same on all ranks."""
+    cluster = cluster_of(config)
     return min(memory.clusters[CLUSTERS.index(cluster)], memory.programs // cluster) * cluster
 
 
-def map_operands(params: ctypes.Structure, x: Tensor, w: Tensor, across: int, along: int, bn: int) -> None:
+def constants(
+    config: ClusterConfig, world: int, transposed: bool, dtype: torch.dtype, trace: bool, **own: int
+) -> Constants:
+    """What a kernel is compiled with; `own`: what it alone has."""
+    shared = {
+        "W": world,
+        "ACROSS": config.across,
+        "ALONG": config.along,
+        "BN": config.bn,
+        "STAGES": config.stages,
+        "TRANSPOSED": transposed,
+        "FP16": dtype is torch.float16,
+        "TRACE": trace,
+        "EVENTS": EVENTS,
+    }
+    return tuple((name, int(value)) for name, value in (shared | own).items())
+
+
+def map_operands(params: ctypes.Structure, x: Tensor, w: Tensor, config: ClusterConfig) -> None:
     """Sets `params.x` and `params.w`: boxes of which each block of a cluster loads a share."""
-    set_map(params, "x", x, BM // along, BK)
+    set_map(params, "x", x, BM // config.along, BK)
     if w.stride(1) == 1:
         set_map(params, "w", w, BK, 64)  # of 64 columns, as wide as the swizzle
     else:
-        set_map(params, "w", w.t(), bn // across, BK)
+        set_map(params, "w", w.t(), config.bn // config.across, BK)
 
 
 def set_map(params: ctypes.Structure, name: str, matrix: Tensor, box_rows: int, box_cols: int) -> None:
     ctypes.memmove(getattr(params, name), tensor_map(matrix, box_rows, box_cols), 128)
+
+
+def launch(found: Kernel, config: ClusterConfig, params: Any) -> None:
+    """On the current stream, `params.programs` blocks."""
+    stream = torch.cuda.current_stream().cuda_stream
+    found.launch(params.programs, cluster_of(config), THREADS, params, stream)

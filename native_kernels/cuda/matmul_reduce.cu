@@ -1,6 +1,6 @@
 // matmul_all_reduce and matmul_reduce_scatter, as native_kernels/triton/matmul_reduce.py, in one persistent kernel
 // whose warps specialise: one loads, two groups of four multiply, one stores tiles to their owners and signals, and
-// four add up what has arrived and send the sums, beside the tensor cores.
+// two add up what has arrived and send the sums, beside the tensor cores; the groups join them when they are through.
 //
 // Of an inbox [W, rows * cols, HEIGHT * BN] (a tile as it was staged), finished [W, rows * cols, PARTS, PART, BN]
 // (all_reduce), and the counters arrived [W, rows * cols], ready [W, rows * cols * PARTS], a rank has two halves each.
@@ -52,24 +52,26 @@ __device__ inline uint4 sum(const uint4 (&words)[W]) {
             pair(total[4] * SCALE, total[5] * SCALE), pair(total[6] * SCALE, total[7] * SCALE)};
 }
 
+__device__ inline Tile tile_of(const Params& p, int t) {
+    int me = CLUSTER > 1 ? cluster_rank() : 0;
+    return tile_at(t, me / ALONG, me % ALONG, p.rank, SPANNING ? 1 : W, p.rows, p.cols, p.visit, ACROSS, ALONG, ORDER);
+}
+
 __device__ void load_tiles(const Params& p, const Shared& s, int block, int tiles) {
     prefetch(&p.x);
     prefetch(&p.w);
     Turn turn;
-    int me = CLUSTER > 1 ? cluster_rank() : 0;
     for (int t = block / CLUSTER; t < tiles; t += p.programs / CLUSTER) {
-        Tile tile = tile_at(t, me / ALONG, me % ALONG, p.rank, SPANNING ? 1 : W, p.rows, p.cols, p.visit, ACROSS,
-                            ALONG, ORDER);
+        Tile tile = tile_of(p, t);
         int row = (tile.row / p.stretch * W + tile.owner) * p.chunk_rows + tile.row % p.stretch * BM;
         produce(s, turn, &p.x, &p.w, SPANNING ? 0 : row, tile.col * BN, 0, p.k);
     }
 }
 
 __device__ void store_tiles(const Params& p, const Shared& s, int block, int tiles, int64_t parity) {
-    int me = CLUSTER > 1 ? cluster_rank() : 0, turn = 0;
+    int turn = 0;
     for (int t = block / CLUSTER; t < tiles; t += p.programs / CLUSTER) {
-        Tile tile = tile_at(t, me / ALONG, me % ALONG, p.rank, SPANNING ? 1 : W, p.rows, p.cols, p.visit, ACROSS,
-                            ALONG, ORDER);
+        Tile tile = tile_of(p, t);
         int number = (p.rank * p.rows + tile.row) * p.cols + tile.col;
         int64_t to = parity * p.inbox_half + static_cast<int64_t>(number) * TILE_BYTES;
         bool is_tile = tile.col < p.cols;
@@ -157,10 +159,8 @@ __device__ void reduce_parts(const Params& p, const Shared& s, int block, int te
                 int row;
                 char* to = place(j, row);
                 if (!to) continue;
-                // As it was staged, in the sender's shared memory.
-                int word = j % WIDE, swizzled = word % 8 ^ (SPANNING ? p.rank * HEIGHT + row : row) % 8;
-                const char* from = inbox + static_cast<int64_t>(tile) * TILE_BYTES + (word / 8 * HEIGHT + row) * 128 +
-                                   swizzled * 16;
+                const char* from = inbox + static_cast<int64_t>(tile) * TILE_BYTES +
+                                   staged_at(HEIGHT, row, j % WIDE, SPANNING ? p.rank * HEIGHT : 0);
                 uint4 words[W];
 #pragma unroll
                 for (int r = 0; r < W; ++r) words[r] = load_l2(from + static_cast<int64_t>(r) * tiles * TILE_BYTES);
@@ -223,11 +223,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) matmul_reduce(const __grid_
     Trace trace{p.trace + (group * p.programs + block) * 2 * EVENTS};
     // Of the first group, the team that reduces.
     if (threadIdx.x % 128 == (group ? 0 : 64)) trace.stamp(BEGUN, p.rank, 0);
-    if (threadIdx.x == 0) init(s);
-    if (CLUSTER > 1)
-        cluster_sync();
-    else
-        __syncthreads();
+    init(s);
     if (group == 0) {
         give_registers<88>();
         if (threadIdx.x == 0)

@@ -13,9 +13,19 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from autofuse.native_kernels.triton.memory import EVENTS, LONGEST_ROW, Need, PeerMemory, cdiv
+from autofuse.native_kernels.triton.memory import LONGEST_ROW, Need, PeerMemory, cdiv
 
-from .gemm import BM, POINTERS, TENSOR_MAP, THREADS, blocks, map_operands, shared_bytes
+from .gemm import (
+    BM,
+    POINTERS,
+    TENSOR_MAP,
+    Constants,
+    blocks,
+    constants,
+    launch,
+    map_operands,
+    shared_bytes,
+)
 from .launcher import Kernel, kernel
 
 SOURCE = "matmul_reduce.cu"
@@ -109,27 +119,13 @@ def cluster_reduce_needs(
 def cluster_reduce_constants(
     m: int, n: int, outer: int, world: int, transposed: bool, dtype: torch.dtype, mean: bool, all_ranks: bool,
     order: int, config: ClusterReduceConfig, trace: bool,
-) -> tuple[tuple[str, int], ...]:  # fmt: skip
+) -> Constants:  # fmt: skip
     """What the kernel is compiled with."""
     cut = _Cut.of(m, n, outer, world, config)
-    constants = {
-        "W": world,
-        "ORDER": order,
-        "ACROSS": config.across,
-        "ALONG": config.along,
-        "BN": config.bn,
-        "STAGES": config.stages,
-        "TRANSPOSED": transposed,
-        "FP16": dtype is torch.float16,
-        "ALL": all_ranks,
-        "MEAN": mean,
-        "SPANNING": cut.spanning,
-        "HEIGHT": cut.height,
-        "PART": cut.part,
-        "TRACE": trace,
-        "EVENTS": EVENTS,
-    }
-    return tuple((name, int(value)) for name, value in constants.items())
+    return constants(
+        config, world, transposed, dtype, trace, ORDER=order, ALL=all_ranks, MEAN=mean, SPANNING=cut.spanning,
+        HEIGHT=cut.height, PART=cut.part,
+    )  # fmt: skip
 
 
 def launch_cluster_reduce(
@@ -152,7 +148,7 @@ def launch_cluster_reduce(
     rows of events a program, for the teams that reduce alone and after they have multiplied.
     """
     (m, k), n = x.shape, w.shape[1]
-    found, template, programs = _prepared(
+    found, template = _prepared(
         memory, m, k, n, w.stride(1) != 1, x.dtype, mean, all_ranks, outer, order, config, trace is not None
     )
     if compile_only:
@@ -161,23 +157,22 @@ def launch_cluster_reduce(
     params.out, params.out_pitch, params.site = out.data_ptr(), out.stride(0) * out.element_size(), site
     if trace is not None:
         params.trace = trace.data_ptr()
-    map_operands(params, x, w, config.across, config.along, config.bn)
-    cluster = config.across * config.along
-    found.launch(programs, cluster, THREADS, params, torch.cuda.current_stream().cuda_stream)
+    map_operands(params, x, w, config)
+    launch(found, config, params)
 
 
 @lru_cache(maxsize=1024)
 def _prepared(
     memory: PeerMemory, m: int, k: int, n: int, transposed: bool, dtype: torch.dtype, mean: bool,
     all_ranks: bool, outer: int, order: int, config: ClusterReduceConfig, trace: bool,
-) -> tuple[Kernel, _Params, int]:  # fmt: skip
-    """The kernel, what does not change from call to call, and how many blocks run."""
+) -> tuple[Kernel, _Params]:  # fmt: skip
+    """The kernel, and what does not change from call to call."""
     world, cut = memory.world, _Cut.of(m, n, outer, memory.world, config)
-    constants = cluster_reduce_constants(
+    compiled_with = cluster_reduce_constants(
         m, n, outer, world, transposed, dtype, mean, all_ranks, order, config, trace
     )
-    found = kernel(SOURCE, "matmul_reduce", constants, config.shared_bytes)
-    programs = blocks(memory, config.across * config.along)
+    found = kernel(SOURCE, "matmul_reduce", compiled_with, config.shared_bytes)
+    programs = blocks(memory, config)
     parts = cut.rows * cut.cols * cut.parts
     params = _Params(
         state=memory.state.data_ptr(), trace=memory.state.data_ptr(),
@@ -191,4 +186,4 @@ def _prepared(
         params.inbox[r] = memory.inbox.views[r].data_ptr()
         params.finished[r] = memory.finished.views[r].data_ptr()
         params.signals[r] = memory.signals.views[r].data_ptr()
-    return found, params, programs
+    return found, params

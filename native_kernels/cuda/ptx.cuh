@@ -77,20 +77,21 @@ __device__ inline void prefetch(const TensorMap* map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-// A box of a matrix to the same place in the shared memory of all blocks in `mask`, and bytes on their barriers.
-__device__ inline void load_box(uint32_t to, const TensorMap* map, int row, int col, uint32_t barrier) {
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
-        ::"r"(to), "l"(map), "r"(col), "r"(row), "r"(barrier)
-        : "memory");
-}
-
-__device__ inline void load_box(
+// A box of a matrix to shared memory, and its bytes on a barrier; of several SHARERS, to the same place in all blocks
+// of the cluster that are in `mask`.
+template <int SHARERS>
+__device__ inline void load_share(
     uint32_t to, const TensorMap* map, int row, int col, uint32_t barrier, uint16_t mask) {
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
-        " [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to), "l"(map), "r"(col), "r"(row), "r"(barrier), "h"(mask)
-        : "memory");
+    if (SHARERS > 1)
+        asm volatile(
+            "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
+            " [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to), "l"(map), "r"(col), "r"(row), "r"(barrier), "h"(mask)
+            : "memory");
+    else
+        asm volatile(
+            "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
+            ::"r"(to), "l"(map), "r"(col), "r"(row), "r"(barrier)
+            : "memory");
 }
 
 // A box of shared memory to a stack of matrices; what lies outside of these is not stored.
@@ -108,11 +109,8 @@ __device__ inline void store_bulk(void* to, uint32_t from, int bytes) {
 
 __device__ inline void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
-// Until the memory that all but the last PENDING groups take from may be written again.
-template <int PENDING = 0>
-__device__ inline void bulk_wait_read() {
-    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
-}
+// Until the memory that was stored from may be written again.
+__device__ inline void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 
 __device__ inline void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 

@@ -213,6 +213,11 @@ class GatherConfig:
     slices: int = 1
     pieces: int = 1
 
+    @property
+    def copied(self) -> bool:
+        """By copy engines."""
+        return not self.movers
+
 
 BLOCK = 1024
 """Elements that a program moves at a time, a warp."""

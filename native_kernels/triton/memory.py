@@ -8,6 +8,9 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+SHARED_MEMORY = 227 * 1024
+"""Bytes that a block may have."""
+
 EVENTS = 512
 """Events that a trace has room for, a program."""
 

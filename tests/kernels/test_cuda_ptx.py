@@ -14,8 +14,8 @@ from autofuse.lowering.gpu.ways import DTYPES, Problem, ways
 from autofuse.native_kernels.cuda import gather_matmul, matmul_reduce
 from autofuse.native_kernels.cuda.compiler import compile_cubin, compile_ptx, why_not
 from autofuse.native_kernels.cuda.gather_matmul import ClusterGatherConfig
-from autofuse.native_kernels.cuda.gemm import SHARED_MEMORY
 from autofuse.native_kernels.cuda.matmul_reduce import ClusterReduceConfig
+from autofuse.native_kernels.triton.memory import SHARED_MEMORY
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 

@@ -19,14 +19,14 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from autofuse.lowering.gpu.ways import DTYPES, SHARED_MEMORY, Config, Problem, needs, ways
+from autofuse.lowering.gpu.ways import DTYPES, Config, Problem, needs, ways
 from autofuse.native_kernels.cuda.gather_matmul import ClusterGatherConfig
 from autofuse.native_kernels.cuda.matmul_reduce import ClusterReduceConfig
 from autofuse.native_kernels.triton.gather_matmul import launch_gather_matmul
 from autofuse.native_kernels.triton.gather_matmul_few import FewConfig, launch_gather_matmul_few
 from autofuse.native_kernels.triton.matmul_packets import PacketsConfig, launch_matmul_packets
 from autofuse.native_kernels.triton.matmul_reduce import ReduceConfig, launch_matmul_reduce
-from autofuse.native_kernels.triton.memory import EVENTS, PeerMemory, Region
+from autofuse.native_kernels.triton.memory import EVENTS, SHARED_MEMORY, PeerMemory, Region
 
 TARGET = GPUTarget("cuda", 90, 32)
 K, N = 4096, 4096
