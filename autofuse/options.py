@@ -26,10 +26,11 @@ OWN_OPTIONS = ("policy", "patterns", "order", "table", "captured", "timeout_s")
 _CUDAGRAPHS = "triton.cudagraphs"
 
 
-def settings(**changes: Any) -> Settings:
+def settings(inductor: Mapping[str, Any] | None = None, /, **changes: Any) -> Settings:
     """The settings of `autofuse.config`, changed by `policy`, `patterns`, `order`, `table` and `captured`.
 
-    Raises ValueError for a value that is none of the allowed ones, and for a bad table.
+    `inductor`: changes to Inductor's; it may capture CUDA graphs, too. Raises ValueError for a value that
+    is none of the allowed ones, and for a bad table.
     """
     policy = changes.get("policy", config.policy)
     order = changes.get("order", config.order)
@@ -41,8 +42,8 @@ def settings(**changes: Any) -> Settings:
         raise ValueError(f"table={table!r}: expected the path of a file")
     captured = changes.get("captured", config.captured)
     _check("captured", captured, (True, False))
-    captured = captured or changes.get("cudagraphs", torch_internals.inductor_options()[_CUDAGRAPHS])
-    return Settings(policy, patterns, order, tables(os.fspath(table)), captured)
+    graphs = (inductor or {}).get(_CUDAGRAPHS, torch_internals.inductor_option(_CUDAGRAPHS))
+    return Settings(policy, patterns, order, tables(os.fspath(table)), captured or graphs)
 
 
 def resolve(mode: str | None, options: Mapping[str, Any] | None) -> tuple[Settings, dict[str, Any]]:
@@ -68,9 +69,7 @@ def resolve(mode: str | None, options: Mapping[str, Any] | None) -> tuple[Settin
     if "timeout_s" in own:
         # Bounds every wait of this process: it belongs to no graph, and backward threads read it too.
         config.timeout_s = _seconds(own.pop("timeout_s"))
-    if _CUDAGRAPHS in inductor:
-        own["cudagraphs"] = inductor[_CUDAGRAPHS]
-    return settings(**own), inductor
+    return settings(inductor, **own), inductor
 
 
 def _patterns(value: Any) -> frozenset[str] | None:

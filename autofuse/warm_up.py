@@ -1,12 +1,12 @@
 """Work of the first call, done ahead of time: the ranks of a group meet, and share their memory."""
 
-import importlib.util
 import logging
 
 import torch
 import torch.distributed as dist
 
 from autofuse.groups import Group, group_name
+from autofuse.lowering.gpu.support import has_triton
 from autofuse.lowering.rendezvous import NotShared
 from autofuse.lowering.torch_internals import resolve_group
 from autofuse.lowering.workspace import SharedMemoryFull
@@ -44,7 +44,7 @@ def _on_gpus(name: str) -> bool:
 
 
 def _make_on_gpu(name: str) -> None:
-    if importlib.util.find_spec("triton") is None:
+    if not has_triton():
         log.warning("fused ops of group %s run unfused: Triton is not installed", name)
         return
     from autofuse.lowering.gpu.choice import points_of

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from common import agree, launch, race, show
+from llama_tp import make_decoder
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 from transformers.distributed import DistributedConfig
@@ -80,21 +81,6 @@ def make_prefill(model: Any, call: Callable[..., Any], prompt: Tensor) -> Callab
     return prefill
 
 
-def make_decoder(model: Any, call: Callable[..., Any], prompt: Tensor, tokens: int) -> Callable[[], Tensor]:
-    """`decode() -> logits [batch, 1, vocab]`, one greedy token a call; the prompt runs before them."""
-    cache = StaticCache(config=model.config, max_cache_len=prompt.shape[1] + tokens)
-    with torch.no_grad():
-        logits = model(prompt, past_key_values=cache, logits_to_keep=1).logits
-
-    def decode() -> Tensor:
-        nonlocal logits
-        with torch.no_grad():
-            logits = call(logits.argmax(-1), past_key_values=cache).logits
-        return logits
-
-    return decode
-
-
 def run(args: Namespace, device: torch.device) -> None:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     model = make_model(args, device, dtype)
@@ -106,8 +92,8 @@ def run(args: Namespace, device: torch.device) -> None:
         agree("prefill", [prefills["autofuse"]()], [prefills["eager"]()], TOLERANCE[dtype])
         race(f"prefill, {prompt.numel()} tokens", prefills, args.rounds)
         calls = compile_each(model, args, device)
-        tokens = args.rounds + 2
-        decoders = {name: make_decoder(model, call, prompt, tokens) for name, call in calls.items()}
+        length = args.prompt + args.rounds + 2
+        decoders = {name: make_decoder(model, call, prompt, length) for name, call in calls.items()}
         agree("decoding", [decoders["autofuse"]()], [decoders["eager"]()], TOLERANCE[dtype])
         race(f"decoding step, {args.batch} tokens", decoders, args.rounds)
     torch.compiler.reset()  # NCCL does not end while there are graphs of its kernels

@@ -85,7 +85,7 @@ def make_step(model: nn.Module, call: Callable[..., Any]) -> Step:
 
 
 def make_decoder(model: Any, call: Callable[..., Any], prompt: Tensor, length: int) -> Callable[[], Tensor]:
-    """`decode() -> logits [1, 1, vocab]`, one greedy token a call. The prompt runs eagerly, before them."""
+    """`decode() -> logits [batch, 1, vocab]`, one greedy token a call. The prompt runs eagerly, before."""
     cache = StaticCache(config=model.config, max_cache_len=length)
     with torch.no_grad():
         logits = model(prompt, past_key_values=cache).logits[:, -1:]

@@ -76,15 +76,10 @@ def ours_alone(cell: Cell, given: Operands) -> dict[str, Run]:
     op = "all_gather_matmul"
     names = by_name.names(op, cell.m, cell.k, cell.n, x.dtype, 1)
     # Below, the weight is all that counts, and cuBLAS reads it as fast as anybody.
-    large = [name for name in fused(names) if name.startswith("parts") and "movers" not in name][:2]
+    large = [name for name in names if name.startswith("parts") and "movers" not in name][:2]
     if cell.m < 512:
         large = []
     return {name: lambda w, name=name: by_name.run(name, op, x, w, given.alone) for name in large}  # type: ignore[misc]
-
-
-def fused(names: list[str]) -> list[str]:
-    """Those of our ways that are no peers."""
-    return [name for name in names if not name.startswith(("cublas", "async_tp"))]
 
 
 def peers(cell: Cell, given: Operands) -> dict[str, Run]:
@@ -170,8 +165,7 @@ def our_ways(cell: Cell, given: Operands, unfused: bool) -> dict[str, Run]:
     from autofuse.lowering.gpu import by_name
 
     x, op, group = given.x, cell.op, given.group_name
-    names = by_name.names(op, cell.m, cell.k, cell.n, x.dtype, cell.world)
-    names = names if unfused else fused(names)
+    names = by_name.names(op, cell.m, cell.k, cell.n, x.dtype, cell.world, unfused)
     return {name: lambda w, name=name: by_name.run(name, op, x, w, group) for name in names}  # type: ignore[misc]
 
 

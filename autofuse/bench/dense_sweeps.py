@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from autofuse.bench.dense_cells import Cell, Sweep, Timing
-from autofuse.bench.dense_peers import Operands, calls_of, checker, each, fused
+from autofuse.bench.dense_peers import Operands, calls_of, checker, each
 from autofuse.bench.dense_timing import Effort, time_all, together
 
 ORDERS = ("direct", "oblivious")
@@ -23,7 +23,9 @@ def orders(cell: Cell, given: Operands, weights: Sequence[Tensor], effort: Effor
     def run(way: str, order: str) -> Callable[[Tensor], Tensor]:
         return lambda w: by_name.run(way, cell.op, given.x, w, given.group_name, order=order)
 
-    found = [] if cell.gathers else [way for way in _ways(cell, given) if way.startswith("tiles")]
+    found = (
+        [] if cell.gathers else [way for way in _ways(cell, given) if way.startswith(("tiles", "clusters"))]
+    )
     return [_sweep(cell, given, weights, effort, way, {o: run(way, o) for o in ORDERS}) for way in found]
 
 
@@ -46,7 +48,7 @@ def programs(cell: Cell, given: Operands, weights: Sequence[Tensor], effort: Eff
 def _ways(cell: Cell, given: Operands) -> list[str]:
     from autofuse.lowering.gpu import by_name
 
-    return together(lambda: fused(by_name.names(cell.op, cell.m, cell.k, cell.n, given.x.dtype, cell.world)))
+    return together(lambda: by_name.names(cell.op, cell.m, cell.k, cell.n, given.x.dtype, cell.world))
 
 
 def _sweep(

@@ -12,14 +12,20 @@ from .choice import chosen as chosen_way
 from .choice import keep as keep_point
 from .dense import problem_of
 from .dense import run as run_way
-from .ways import Problem, ways
+from .ways import Problem, fused, ways
 from .workspace import workspace_for
 
 
-def names(op: str, m: int, k: int, n: int, dtype: torch.dtype, world: int) -> list[str]:
-    """All ways that can run a call of `[m, k] @ [k, n]` on every rank; m rows in all, of a gather too."""
+def names(
+    op: str, m: int, k: int, n: int, dtype: torch.dtype, world: int, unfused: bool = False
+) -> list[str]:
+    """The fused ways that can run a call of `[m, k] @ [k, n]` on every rank; m rows in all, of a gather too.
+
+    unfused: and what they replace.
+    """
     programs = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
-    return list(ways(Problem(op, m, k, n, world, dtype, programs)))
+    problem = Problem(op, m, k, n, world, dtype, programs)
+    return list(ways(problem)) if unfused else fused(problem)
 
 
 def chosen(op: str, m: int, k: int, n: int, dtype: torch.dtype, group_name: str) -> str:

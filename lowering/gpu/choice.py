@@ -105,15 +105,18 @@ def known(device: torch.device) -> Points:
     return (*read(own_table(device)), *(p for path in dict.fromkeys(shipped) for p in read(path)))
 
 
-def choose(problem: Problem, points: Points) -> str:
-    """The fastest way at the nearest point that this problem can take, too."""
+def _times(problem: Problem, points: Points) -> list[tuple[str, float]]:
+    """Microseconds at the nearest point of the ways that this problem can take, too, the fastest first."""
     here = ways(problem)
-    order = sorted((p for p in points if p.distance(problem) <= FAR), key=lambda p: p.distance(problem))
-    for point in order:
-        for way, _ in point.times:
-            if way in here:
-                return way
-    return CUBLAS_NCCL
+    near = sorted((p for p in points if p.distance(problem) <= FAR), key=lambda p: p.distance(problem))
+    found = ([(way, us) for way, us in point.times if way in here] for point in near)
+    return next(filter(None, found), [])
+
+
+def choose(problem: Problem, points: Points) -> str:
+    """The way that takes the GPUs least."""
+    times = _times(problem, points)
+    return times[0][0] if times else CUBLAS_NCCL
 
 
 def choose_uncaptured(problem: Problem, points: Points) -> str:
@@ -122,12 +125,8 @@ def choose_uncaptured(problem: Problem, points: Points) -> str:
     A call then lasts as long as the slower of host and GPU.
     """
     here = ways(problem)
-    order = sorted((p for p in points if p.distance(problem) <= FAR), key=lambda p: p.distance(problem))
-    for point in order:
-        times = [(max(us, host_us(way, here[way])), us, way) for way, us in point.times if way in here]
-        if times:
-            return min(times)[2]
-    return CUBLAS_NCCL
+    lasts = [(max(us, host_us(way, here[way])), us, way) for way, us in _times(problem, points)]
+    return min(lasts)[2] if lasts else CUBLAS_NCCL
 
 
 def chosen(problem: Problem, workspace: GpuWorkspace) -> str:

@@ -14,13 +14,13 @@ from autofuse.lowering import torch_internals
 from autofuse.lowering.ops.layout import parts, whole
 from autofuse.native_kernels.cuda.gather_matmul import ClusterGatherConfig, launch_cluster_gather
 from autofuse.native_kernels.cuda.matmul_reduce import ClusterReduceConfig, launch_cluster_reduce
-from autofuse.native_kernels.triton.gather_matmul import GatherConfig, launch_gather_matmul
+from autofuse.native_kernels.triton.gather_matmul import launch_gather_matmul
 from autofuse.native_kernels.triton.gather_matmul_few import FewConfig, launch_gather_matmul_few
 from autofuse.native_kernels.triton.matmul_packets import PacketsConfig, launch_matmul_packets
 from autofuse.native_kernels.triton.matmul_reduce import launch_matmul_reduce
 from autofuse.native_kernels.triton.memory import Need, PeerMemory, is_tma
 
-from .ways import ASYNC_TP, CUBLAS_NCCL, ONE_SHOT, TWO_SHOT, Config, Problem, needs, ways
+from .ways import ASYNC_TP, CUBLAS_NCCL, ONE_SHOT, TWO_SHOT, Problem, is_copied, needs, ways
 from .workspace import GpuWorkspace
 
 ORDERS = {"direct": 0, "ring": 1, "oblivious": 2}
@@ -145,18 +145,11 @@ def gather(
     outputs = [out]
     if more:
         x = _copy_gathered(gathered, part, problem, memory)
-        if _copied(config):
+        if is_copied(config):
             workspace.engine.give_credit()
         outputs += _multiply(x, w[1:], bias[1:]) + [x] * keep
     workspace.leave()
     return outputs
-
-
-def _copied(config: Config | None) -> bool:
-    """Whether copy engines move the parts."""
-    return (isinstance(config, GatherConfig) and not config.movers) or (
-        isinstance(config, ClusterGatherConfig) and config.copied
-    )
 
 
 def _multiply(x: Tensor, w: Sequence[Tensor], bias: Sequence[Tensor | None]) -> list[Tensor]:

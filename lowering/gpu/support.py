@@ -14,11 +14,17 @@ MOST_RANKS = 8
 
 
 @functools.cache
+def has_triton() -> bool:
+    """Asked once: every call of an op comes by here."""
+    return importlib.util.find_spec("triton") is not None
+
+
+@functools.cache
 def why_not(device: torch.device) -> str | None:
     """Why this device runs no fused kernels, None if it does; the same on all ranks of equal machines."""
     if device.type != "cuda" or torch.version.hip is not None:
         return f"there are kernels for CPUs and NVIDIA GPUs, not for {device.type}"
-    if importlib.util.find_spec("triton") is None:
+    if not has_triton():
         return "Triton is not installed; CUDA builds of torch bring it"
     if missing := compiler.why_not():
         return missing

@@ -10,7 +10,7 @@ from autofuse.native_kernels.triton.memory import EVENTS
 
 from .choice import Points, choose, points_of
 from .dense import run
-from .ways import Problem, ways
+from .ways import Problem, fused
 from .workspace import workspace_for
 
 WARM_UP = 3
@@ -52,11 +52,11 @@ def record(op: str, m: int, k: int, n: int, dtype: torch.dtype, order: str) -> T
 
 def _fused_way(problem: Problem, points: Points) -> str:
     """What a call takes, or else the first fused way."""
-    fused = [way for way, config in ways(problem).items() if config is not None]
-    if not fused:
+    ours = fused(problem)
+    if not ours:
         raise ValueError(
             f"no fused kernel runs {problem.op} of [{problem.m}, {problem.k}] @ [{problem.k}, {problem.n}] "
             f"on {problem.world} ranks; use bfloat16 or float16, and multiples of 8 for K and N"
         )
     way = choose(problem, points)
-    return way if way in fused else fused[0]
+    return way if way in ours else ours[0]

@@ -23,7 +23,6 @@ from autofuse.native_kernels.triton.matmul_reduce import ReduceConfig, reduce_ne
 from autofuse.native_kernels.triton.memory import LONGEST_ROW, Need, cdiv
 
 DTYPES = (torch.bfloat16, torch.float16)
-SHARED_MEMORY = 227 * 1024
 MOST_BYTES = 1 << 30
 """A way that needs a larger region than this is left out."""
 
@@ -102,15 +101,25 @@ def _aligned(problem: Problem) -> bool:
     )
 
 
+def fused(problem: Problem) -> list[str]:
+    """Names of the ways that are kernels of ours."""
+    return [name for name, config in ways(problem).items() if config is not None]
+
+
+def is_copied(config: Config | None) -> bool:
+    """Whether copy engines move the parts of a gather."""
+    return isinstance(config, GatherConfig | ClusterGatherConfig) and config.copied
+
+
 def host_us(way: str, config: Config | None) -> float:
     """About how long the host is busy with one call; measured beside H200s with torch 2.11 on 4 ranks."""
     if config is None:
         return {CUBLAS_NCCL: 45.0, ONE_SHOT: 45.0, TWO_SHOT: 55.0}.get(way, 300.0)
     if isinstance(config, ClusterReduceConfig | ClusterGatherConfig):
-        return 160.0 if isinstance(config, ClusterGatherConfig) and config.copied else 55.0
+        return 160.0 if is_copied(config) else 55.0
     if isinstance(config, PacketsConfig | FewConfig):
         return 60.0
-    return 185.0 if isinstance(config, GatherConfig) and not config.movers else 100.0
+    return 185.0 if is_copied(config) else 100.0
 
 
 def name_of(config: Config) -> str:
@@ -218,8 +227,8 @@ def _fits(config: Config, problem: Problem) -> bool:
         return False
     if isinstance(config, ReduceConfig) and not config.by_rows and problem.op == "matmul_reduce_scatter":
         return problem.outer == 1 and problem.n % (8 * problem.world) == 0
-    if isinstance(config, GatherConfig) and not config.movers:
-        return need.signals <= 4 * FIRST_CREDIT
+    if is_copied(config) and need.signals > 4 * FIRST_CREDIT:
+        return False
     if isinstance(config, ClusterReduceConfig | ClusterGatherConfig):
         within = isinstance(config, ClusterGatherConfig) and config.within
         return within or problem.world % config.across == 0

@@ -1,8 +1,8 @@
 """From the dense ops to their GPU kernels, which need Triton: imported when a GPU first calls one."""
 
-import functools
-import importlib.util
 from typing import Any
+
+from autofuse.lowering.gpu.support import has_triton
 
 
 def reduce_on_gpu(*args: Any) -> Any:
@@ -16,14 +16,8 @@ def gather_on_gpu(*args: Any) -> Any:
 
 
 def _run(name: str, *args: Any) -> Any:
-    if not _has_triton():
+    if not has_triton():
         return NotImplemented
     from autofuse.lowering.gpu import ops
 
     return getattr(ops, name)(*args)
-
-
-@functools.cache
-def _has_triton() -> bool:
-    """Asked once: every call of an op comes by here."""
-    return importlib.util.find_spec("triton") is not None
