@@ -18,6 +18,8 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
+from autofuse.bench.timings import BYTES, FLAG_US, Timing, from_json, least, ratio
+
 SHAPES = {  # N, K over all ranks
     "llama70b.o_proj": (8192, 8192),
     "llama70b.down_proj": (8192, 28672),
@@ -29,9 +31,6 @@ SWEEP_SHAPES, SWEEP_TOKENS = ("llama70b.o_proj",), (2048,)
 """Where orders and numbers of programs are compared: every number has its own kernel to be compiled."""
 OPS = ("matmul_all_reduce", "matmul_reduce_scatter", "all_gather_matmul")
 
-DTYPE = "bfloat16"
-_BYTES = 2
-_FLAG_US = 1.3
 _DERIVED = ("compute_us", "peer_us", "limit_us", "speedup", "share", "missed", "predicted_us", "factor")
 
 
@@ -79,27 +78,13 @@ class Cell:
     def limit(self, compute_us: float, link_gb_per_s: float) -> float:
         """Microseconds of a perfect fusion."""
         rounds = 2 if self.op == "matmul_all_reduce" else 1
-        sent = rounds * (self.world - 1) / self.world * self.exchanged * _BYTES
-        return max(compute_us, sent / link_gb_per_s / 1e3) + rounds * _FLAG_US
+        sent = rounds * (self.world - 1) / self.world * self.exchanged * BYTES
+        return max(compute_us, sent / link_gb_per_s / 1e3) + rounds * FLAG_US
 
     @property
     def roughly_us(self) -> float:
         """What the matmul takes at least: 700 TFLOP/s, 4 TB/s. For the number of calls in a graph."""
-        return max(2 * self.m * self.k * self.n / 700e6, self.k * self.n * _BYTES / 4e6)
-
-
-@dataclass(frozen=True)
-class Timing:
-    """One way to run a cell. Of the slowest rank; None, and why, for what could not be run."""
-
-    us: float | None = None
-    eager: bool = False
-    """It could not be captured as a CUDA graph."""
-    skew_us: float = 0.0
-    """Between the slowest rank and the fastest."""
-    error: float | None = None
-    """|result - exact| / |exact| (Frobenius), the largest of all ranks; exact is computed in fp64."""
-    failed: str = ""
+        return max(2 * self.m * self.k * self.n / 700e6, self.k * self.n * BYTES / 4e6)
 
 
 @dataclass(frozen=True)
@@ -122,12 +107,12 @@ class Row:
 
     @cached_property
     def compute_us(self) -> float | None:
-        return _least(self.compute)
+        return least(self.compute)
 
     @cached_property
     def peer_us(self) -> float | None:
         """Of the best peer."""
-        return _least(self.peers)
+        return least(self.peers)
 
     @cached_property
     def limit_us(self) -> float | None:
@@ -136,17 +121,17 @@ class Row:
     @property
     def speedup(self) -> float | None:
         """Against the best peer."""
-        return _ratio(self.peer_us, self.ours.us)
+        return ratio(self.peer_us, self.ours.us)
 
     @property
     def share(self) -> float | None:
         """Of the limit that is reached."""
-        return _ratio(self.limit_us, self.ours.us)
+        return ratio(self.limit_us, self.ours.us)
 
     @property
     def missed(self) -> float | None:
         """How much faster the best of all ways is than what `auto` chose."""
-        return _ratio(self.ours.us, _least({**self.ways, "auto": self.ours}))
+        return ratio(self.ours.us, least({**self.ways, "auto": self.ours}))
 
     @property
     def predicted_us(self) -> float | None:
@@ -156,27 +141,17 @@ class Row:
     @property
     def factor(self) -> float | None:
         """Measured by predicted time."""
-        return _ratio(self.ours.us, self.predicted_us)
+        return ratio(self.ours.us, self.predicted_us)
 
     def to_json(self) -> dict[str, Any]:
-        derived = (
-            "compute_us",
-            "peer_us",
-            "limit_us",
-            "speedup",
-            "share",
-            "missed",
-            "predicted_us",
-            "factor",
-        )
-        return {**asdict(self), "derived": {name: getattr(self, name) for name in derived}}
+        return {**asdict(self), "derived": {name: getattr(self, name) for name in _DERIVED}}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Row:
         """The row that `to_json` wrote; what is derived is computed again."""
         fields = {key: value for key, value in data.items() if key != "derived"}
         for key in ("compute", "peers", "ways"):
-            fields[key] = {name: Timing(**timing) for name, timing in fields[key].items()}
+            fields[key] = from_json(fields[key])
         return cls(**{**fields, "cell": Cell(**data["cell"]), "ours": Timing(**data["ours"])})
 
 
@@ -193,8 +168,7 @@ class Sweep:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Sweep:
-        settings = {name: Timing(**timing) for name, timing in data["settings"].items()}
-        return cls(Cell(**data["cell"]), data["way"], settings)
+        return cls(Cell(**data["cell"]), data["way"], from_json(data["settings"]))
 
 
 def cells(world: int, shape: str, tokens: tuple[int, ...], gathers: bool) -> list[Cell]:
@@ -211,11 +185,3 @@ def check(shape: str, world: int) -> None:
         raise ValueError(
             f"{shape}: {world} ranks cannot share out K = {k}; start a number of ranks that divides it"
         )
-
-
-def _least(timings: Mapping[str, Timing]) -> float | None:
-    return min((t.us for t in timings.values() if t.us is not None), default=None)
-
-
-def _ratio(a: float | None, b: float | None) -> float | None:
-    return None if a is None or b is None else a / b

@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autofuse.bench.dense_cells import DTYPE, Cell, Timing
-from autofuse.bench.dense_timing import CALLS_US, MOST_CALLS
+from autofuse.bench.dense_cells import Cell
+from autofuse.bench.gpu_timing import relative_error
+from autofuse.bench.timings import DTYPE, Timing
 from autofuse.lowering.torch_internals import (
     async_tp_all_gather_matmul,
     async_tp_matmul_reduce_scatter,
@@ -190,21 +191,12 @@ def each(run: Run, weights: Sequence[Tensor]) -> Callable[[int], Tensor]:
     return lambda i: run(weights[i % len(weights)])
 
 
-def calls_of(cell: Cell) -> int:
-    """Calls in a graph: at least two, in which a call meets the one before it."""
-    return max(2, min(MOST_CALLS, round(CALLS_US / cell.roughly_us)))
-
-
 def checker(cell: Cell, given: Operands, w: Tensor) -> Callable[[tuple[str, str], Tensor], float]:
     """The error of what a variant (kind, name) returned for the weight `w`."""
     product, total = exact(cell, given, w)
 
     def check(key: tuple[str, str], result: Tensor) -> float:
         expected = product if key[0] == "compute" else total
-        if result.shape != expected.shape:
-            raise RuntimeError(
-                f"expected a result of shape {tuple(expected.shape)}, got {tuple(result.shape)}"
-            )
-        return float((result.double() - expected).norm() / expected.norm())
+        return relative_error(result, expected)
 
     return check

@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from autofuse.bench.dense_cells import Cell, Sweep, Timing
-from autofuse.bench.dense_peers import Operands, calls_of, checker, each
-from autofuse.bench.dense_timing import Effort, time_all, together
+from autofuse.bench.dense_cells import Cell, Sweep
+from autofuse.bench.dense_peers import Operands, checker, each
+from autofuse.bench.gpu_timing import Effort, calls_for, time_all, together
+from autofuse.bench.timings import Timing
 
 ORDERS = ("direct", "oblivious")
 EIGHTHS = (4, 6, 7, 8)
@@ -61,6 +62,6 @@ def _sweep(
 ) -> Sweep:
     variants = {("ways", name): each(run, weights) for name, run in runs.items()}
     timings: dict[tuple[str, str], Timing] = time_all(
-        variants, calls_of(cell), effort, checker(cell, given, weights[0])
+        variants, calls_for(cell.roughly_us), effort, checker(cell, given, weights[0])
     )
     return Sweep(cell, way, {name: timing for (_, name), timing in timings.items()})

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from autofuse.bench.dense_cells import OPS, SHAPES, Cell, Row, Sweep, Timing, cells, check
-from autofuse.bench.dense_peers import calls_of
+from autofuse.bench.dense_cells import OPS, SHAPES, Cell, Row, Sweep, cells, check
 from autofuse.bench.dense_table import report
+from autofuse.bench.gpu_timing import calls_for
+from autofuse.bench.timings import Timing
 
 O_PROJ, DOWN_PROJ = "llama70b.o_proj", "llama70b.down_proj"
 MACHINE = {"gpu": "GPU", "world": 4, "torch": "2.11", "cuda": "13.0", "triton": "3.6", "nccl": "2.28"}
@@ -55,8 +56,8 @@ def test_a_world_that_does_not_divide_k() -> None:
 
 
 def test_short_calls_are_many_in_a_graph() -> None:
-    assert calls_of(Cell("matmul_all_reduce", O_PROJ, 1, 4)) == 10
-    assert calls_of(Cell("matmul_all_reduce", "llama405b.down_proj", 8192, 4)) == 2
+    assert calls_for(Cell("matmul_all_reduce", O_PROJ, 1, 4).roughly_us) == 10
+    assert calls_for(Cell("matmul_all_reduce", "llama405b.down_proj", 8192, 4).roughly_us) == 2
 
 
 def _row(op: str, shape: str, tokens: int, ours_us: float | None, peer_us: float = 200.0) -> Row:

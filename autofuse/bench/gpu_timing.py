@@ -7,19 +7,21 @@ microseconds apart, which a few short calls would measure instead. What fails on
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autofuse.bench.dense_cells import Timing
+from autofuse.bench.timings import Timing
 
 Key = TypeVar("Key")
 T = TypeVar("T")
 
-Call: TypeAlias = Callable[[int], Tensor]
-"""Number i of the calls that are made one after another."""
+Call: TypeAlias = Callable[[int], Any]
+"""Number i of the calls that are made one after another: its result."""
+Check: TypeAlias = Callable[[Any, Any], float]
+"""The error of what call 0 of the variant of a key returned."""
 
 WARM_UP = 2
 MOST_CALLS = 10
@@ -68,10 +70,13 @@ def together(work: Callable[[], T]) -> T:
     return result  # type: ignore[return-value]
 
 
-def time_all(
-    variants: Mapping[Key, Call], calls: int, effort: Effort, check: Callable[[Key, Tensor], float]
-) -> dict[Key, Timing]:
-    """The time of a call of every variant; `check` gives the error of what its call 0 returned."""
+def calls_for(roughly_us: float) -> int:
+    """Calls in a graph: at least two, in which a call meets the one before it."""
+    return max(2, min(MOST_CALLS, round(CALLS_US / roughly_us)))
+
+
+def time_all(variants: Mapping[Key, Call], calls: int, effort: Effort, check: Check) -> dict[Key, Timing]:
+    """The time of a call of every variant."""
     timings: dict[Key, Timing] = {}
     # All are warmed up before any is captured: a variant that makes memory grow takes it from older graphs.
     for key, call in variants.items():
@@ -97,7 +102,7 @@ def time_all(
     return timings
 
 
-def _warm_up(key: Key, call: Call, check: Callable[[Key, Tensor], float]) -> float:
+def _warm_up(key: Key, call: Call, check: Check) -> float:
     """The largest error of all ranks. They meet after every call: one that fails must not miss the next."""
     errors = every(together(lambda: check(key, call(0))))
     for error in errors:
@@ -173,3 +178,17 @@ def push_rate(mine: Tensor, views: list[Tensor]) -> float:
     push()
     us = max(every(statistics.median(_sample(push, 1) for _ in range(5))))
     return (world - 1) * part * mine.element_size() / us / 1e3
+
+
+def copy_rate(source: Tensor, target: Tensor) -> float:
+    """GB/s that this GPU's memory is read and written, together, by a copy."""
+    target.copy_(source)
+    us = max(every(statistics.median(_sample(lambda: target.copy_(source), 1) for _ in range(5))))
+    return 2 * source.nbytes / us / 1e3
+
+
+def relative_error(result: Tensor, exact: Tensor) -> float:
+    """|result - exact| / |exact| (Frobenius). RuntimeError if the shapes differ."""
+    if result.shape != exact.shape:
+        raise RuntimeError(f"expected a result of shape {tuple(exact.shape)}, got {tuple(result.shape)}")
+    return float((result.double() - exact).norm() / exact.norm())
