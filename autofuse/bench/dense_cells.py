@@ -15,10 +15,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
-from autofuse.bench.timings import BYTES, FLAG_US, Timing, from_json, least, ratio
+from autofuse.bench.measured import Measured
+from autofuse.bench.timings import BYTES, FLAG_US, Timing, from_json, ratio
 
 SHAPES = {  # N, K over all ranks
     "llama70b.o_proj": (8192, 8192),
@@ -30,8 +30,6 @@ QUICK_TOKENS = (8, 128, 2048)
 SWEEP_SHAPES, SWEEP_TOKENS = ("llama70b.o_proj",), (2048,)
 """Where orders and numbers of programs are compared: every number has its own kernel to be compiled."""
 OPS = ("matmul_all_reduce", "matmul_reduce_scatter", "all_gather_matmul")
-
-_DERIVED = ("compute_us", "peer_us", "limit_us", "speedup", "share", "missed", "predicted_us", "factor")
 
 
 @dataclass(frozen=True)
@@ -87,51 +85,21 @@ class Cell:
         return max(2 * self.m * self.k * self.n / 700e6, self.k * self.n * BYTES / 4e6)
 
 
-@dataclass(frozen=True)
-class Row:
-    """All that was measured of a cell."""
+@dataclass(frozen=True, kw_only=True)
+class Row(Measured):
+    """All that was measured of a cell. Compute is the matmul: `cublas`, and our own kernels on a group of
+    one rank, by name."""
 
     cell: Cell
     link_gb_per_s: float
-    compute: Mapping[str, Timing]
-    """The matmul alone: `cublas`, and our own kernels on a group of one rank, by name."""
-    peers: Mapping[str, Timing]
-    ours: Timing
-    """The fused op as policy `auto` runs it."""
-    way: str
-    """What `auto` chose."""
-    ways: Mapping[str, Timing]
-    """All fused ways by name."""
     predicted_fused_us: float | None = None
     predicted_apart_us: float | None = None
 
-    @cached_property
-    def compute_us(self) -> float | None:
-        return least(self.compute)
+    derived: ClassVar[tuple[str, ...]] = (*Measured.derived, "predicted_us", "factor")
 
-    @cached_property
-    def peer_us(self) -> float | None:
-        """Of the best peer."""
-        return least(self.peers)
-
-    @cached_property
+    @property
     def limit_us(self) -> float | None:
         return None if self.compute_us is None else self.cell.limit(self.compute_us, self.link_gb_per_s)
-
-    @property
-    def speedup(self) -> float | None:
-        """Against the best peer."""
-        return ratio(self.peer_us, self.ours.us)
-
-    @property
-    def share(self) -> float | None:
-        """Of the limit that is reached."""
-        return ratio(self.limit_us, self.ours.us)
-
-    @property
-    def missed(self) -> float | None:
-        """How much faster the best of all ways is than what `auto` chose."""
-        return ratio(self.ours.us, least({**self.ways, "auto": self.ours}))
 
     @property
     def predicted_us(self) -> float | None:
@@ -143,16 +111,10 @@ class Row:
         """Measured by predicted time."""
         return ratio(self.ours.us, self.predicted_us)
 
-    def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "derived": {name: getattr(self, name) for name in _DERIVED}}
-
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Row:
         """The row that `to_json` wrote; what is derived is computed again."""
-        fields = {key: value for key, value in data.items() if key != "derived"}
-        for key in ("compute", "peers", "ways"):
-            fields[key] = from_json(fields[key])
-        return cls(**{**fields, "cell": Cell(**data["cell"]), "ours": Timing(**data["ours"])})
+        return cls(cell=Cell(**data["cell"]), **cls.fields_of(data))
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from autofuse.bench.dense_cells import OPS, Row, Sweep
-from autofuse.bench.gpu_table import about, failures, grid, mean, number, time_of
+from autofuse.bench.gpu_table import about, failures, grid, number, time_of, total
 from autofuse.bench.timings import Timing
 
 DECODE_SHAPE, DECODE_TOKENS = "llama70b.o_proj", 32
@@ -66,30 +66,18 @@ def _cells(row: Row, names: Sequence[str]) -> tuple[str, ...]:
 def totals(rows: Sequence[Row]) -> list[str]:
     """A line for all rows of an op, and one for decode."""
     decode = [r for r in rows if r.cell.shape == DECODE_SHAPE and r.cell.tokens <= DECODE_TOKENS]
-    lines = [_total("all", rows)]
+    lines = [total("all", rows, _where, _MEANS)]
     if decode:
-        lines.append(_total(f"decode ({DECODE_SHAPE}, at most {DECODE_TOKENS} tokens)", decode))
+        what = f"decode ({DECODE_SHAPE}, at most {DECODE_TOKENS} tokens)"
+        lines.append(total(what, decode, _where, _MEANS))
     return [f"- {line}" for line in lines]
 
 
-def _total(name: str, rows: Sequence[Row]) -> str:
-    counted = [row for row in rows if row.speedup is not None]
-    if not counted:
-        return f"{name}: none of {len(rows)} cells has both times"
-    worst = min(counted, key=lambda row: row.speedup or 0.0)
-    where = f"{worst.cell.shape}, {worst.cell.tokens} tokens"
-    text = f"{name}: {len(counted)} of {len(rows)} cells, worst {worst.speedup:.2f}x ({where}); "
-    text += f"geometric means: {mean(counted, lambda row: row.speedup)}x the best peer"
-    for what, value in _MEANS.items():
-        known = mean(counted, value)
-        text += f", {what} {known}" if known else ""
-    return text
+def _where(row: Row) -> str:
+    return f"{row.cell.shape}, {row.cell.tokens} tokens"
 
 
-_MEANS: dict[str, Callable[[Row], float | None]] = {
-    "share of limit": lambda row: row.share,
-    "best peer by limit": lambda row: None if row.limit_us is None else (row.peer_us or 0) / row.limit_us,
-    "chosen by best way": lambda row: row.missed,
+_MEANS: Mapping[str, Callable[[Row], float | None]] = {
     "off the prediction by": lambda row: None if row.factor is None else max(row.factor, 1 / row.factor),
 }
 
@@ -111,10 +99,7 @@ def sweep_table(sweeps: Sequence[Sweep], kind: str) -> str:
 
 def _variants(rows: Sequence[Row], sweeps: Sequence[Sweep]) -> Iterator[tuple[str, Timing]]:
     for row in rows:
-        groups = {"compute": row.compute, "peers": row.peers, "ours": {"auto": row.ours}, "ways": row.ways}
-        for kind, timings in groups.items():
-            for name, timing in timings.items():
-                yield f"{row.cell.name}, {kind} {name}", timing
+        yield from ((f"{row.cell.name}, {name}", timing) for name, timing in row.variants().items())
     for sweep in sweeps:
         for name, timing in sweep.settings.items():
             yield f"{sweep.cell.name}, {sweep.way}, {name}", timing

@@ -1,12 +1,14 @@
 """What the tables of the GPU benchmarks share: numbers, grids, the machine, means, what failed."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, TypeVar
 
+from autofuse.bench.measured import Measured
 from autofuse.bench.table import geometric_mean
-from autofuse.bench.timings import Timing
+from autofuse.bench.timings import Timing, ratio
 
-T = TypeVar("T")
+R = TypeVar("R", bound=Measured)
 
 
 def about(data: Mapping[str, Any], *rates: str) -> str:
@@ -21,7 +23,33 @@ def about(data: Mapping[str, Any], *rates: str) -> str:
     )
 
 
-def mean(rows: Sequence[T], value: Callable[[T], float | None]) -> str:
+def total(
+    name: str,
+    rows: Sequence[R],
+    where: Callable[[R], str],
+    also: Mapping[str, Callable[[R], float | None]] = MappingProxyType({}),
+) -> str:
+    """The line of some rows: the worst, `where` that is, and geometric means, `also` of these values."""
+    counted = [row for row in rows if row.speedup is not None]
+    if not counted:
+        return f"{name}: none of {len(rows)} cells has both times"
+    worst = min(counted, key=lambda row: row.speedup or 0.0)
+    text = f"{name}: {len(counted)} of {len(rows)} cells, worst {worst.speedup:.2f}x ({where(worst)}); "
+    text += f"geometric means: {_mean(counted, lambda row: row.speedup)}x the best peer"
+    for what, value in {**_MEANS, **also}.items():
+        known = _mean(counted, value)
+        text += f", {what} {known}" if known else ""
+    return text
+
+
+_MEANS: Mapping[str, Callable[[Any], float | None]] = {
+    "share of limit": lambda row: row.share,
+    "best peer by limit": lambda row: ratio(row.peer_us, row.limit_us),
+    "chosen by best way": lambda row: row.missed,
+}
+
+
+def _mean(rows: Sequence[R], value: Callable[[R], float | None]) -> str:
     """The geometric mean of what is known; empty if nothing is."""
     known = [v for v in map(value, rows) if v]
     return f"{geometric_mean(known):.2f}" if known else ""
