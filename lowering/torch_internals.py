@@ -139,6 +139,12 @@ def scaled_mm(
     return torch._scaled_mm(x, w, scale_x, scale_w, out_dtype=dtype)
 
 
+def grouped_mm(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """Rows `x: [R, K]`, of which those up to `ends[e]` (int32) belong to expert e, times `w: [E, K, N]`."""
+    result: torch.Tensor = torch._grouped_mm(x, w, offs=ends)
+    return result
+
+
 # --- Process groups -----------------------------------------------------------------------------------
 
 
@@ -213,6 +219,23 @@ def async_tp_all_gather_matmul(
     """The gathered rows X, and X times every weight, likewise."""
     gathered, outputs = torch.ops.symm_mem.fused_all_gather_matmul(part, list(w), 0, group_name)
     return gathered, list(outputs)
+
+
+def symmetric_all_to_all_2d(
+    rows: torch.Tensor, out: torch.Tensor, splits: torch.Tensor, found: torch.Tensor, group_name: str
+) -> None:
+    """Rows by rank and expert, as many as `splits` says, to the ranks of their experts, by expert and rank.
+
+    All in symmetric memory of NVSHMEM; `found`: [2, W * E], where their counts and offsets are left.
+    """
+    torch.ops.symm_mem.all_to_all_vdev_2d(rows, out, splits, found, group_name)
+
+
+def symmetric_all_to_all_2d_back(
+    rows: torch.Tensor, out: torch.Tensor, given: torch.Tensor, found: torch.Tensor, group_name: str
+) -> None:
+    """The reverse; `given`: [2, W * E], counts and offsets of `rows`, by expert and rank."""
+    torch.ops.symm_mem.all_to_all_vdev_2d_offset(rows, out, given, found, group_name)
 
 
 def finished_work(result: Any) -> Any:

@@ -30,7 +30,7 @@ LINK_GB_PER_S = {4: 356.0, 8: 346.0}
 """Copy engines of H200, by the number of ranks; only for where they cannot be measured."""
 
 
-def join(command: str, check: Callable[[int], None]) -> None:
+def join(command: str, check: Callable[[int], object]) -> None:
     """Joins the group of torchrun. ValueError if there is none, no GPU, or `check(world)` says so."""
     if "LOCAL_RANK" not in os.environ:
         raise ValueError(

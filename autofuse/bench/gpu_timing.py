@@ -5,7 +5,7 @@ microseconds apart, which a few short calls would measure instead. What fails on
 """
 
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
@@ -75,8 +75,14 @@ def calls_for(roughly_us: float) -> int:
     return max(2, min(MOST_CALLS, round(CALLS_US / roughly_us)))
 
 
-def time_all(variants: Mapping[Key, Call], calls: int, effort: Effort, check: Check) -> dict[Key, Timing]:
-    """The time of a call of every variant."""
+def time_all(
+    variants: Mapping[Key, Call],
+    calls: int,
+    effort: Effort,
+    check: Check,
+    eager: Collection[Key] = (),
+) -> dict[Key, Timing]:
+    """The time of a call of every variant. `eager`: those that wait for the GPU, which no graph can."""
     timings: dict[Key, Timing] = {}
     # All are warmed up before any is captured: a variant that makes memory grow takes it from older graphs.
     for key, call in variants.items():
@@ -87,18 +93,18 @@ def time_all(variants: Mapping[Key, Call], calls: int, effort: Effort, check: Ch
     repeated = {}
     for key, timing in timings.items():
         if not timing.failed:
-            repeated[key] = _capture(variants[key], calls)
+            repeated[key] = _repeat(variants[key], calls, key in eager)
     for _ in range(effort.rounds):
-        for key, (run, eager) in list(repeated.items()):
+        for key, (run, uncaptured) in list(repeated.items()):
             try:
                 us, skew_us = _time(run, calls, effort)
             except RuntimeError as failure:
-                timings[key] = Timing(eager=eager, failed=str(failure))
+                timings[key] = Timing(eager=uncaptured, failed=str(failure))
                 del repeated[key]
                 continue
             before = timings[key]
             if before.us is None or us < before.us:
-                timings[key] = Timing(us, eager, skew_us, before.error)
+                timings[key] = Timing(us, uncaptured, skew_us, before.error)
     return timings
 
 
@@ -113,13 +119,15 @@ def _warm_up(key: Key, call: Call, check: Check) -> float:
     return max(errors)
 
 
-def _capture(call: Call, calls: int) -> tuple[Callable[[], object], bool]:
+def _repeat(call: Call, calls: int, eager: bool) -> tuple[Callable[[], object], bool]:
     """Something that makes `calls` calls, and whether it does so eagerly since they cannot be captured."""
 
     def eagerly() -> None:
         for i in range(calls):
             call(i)
 
+    if eager:
+        return eagerly, True
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
 
     def capture() -> None:

@@ -1,17 +1,24 @@
-"""`autofuse bench`: the rows of the CPU benchmark, as a table and as JSON; `bench dense`: the GPU's."""
+"""`autofuse bench`: the rows of the CPU benchmark, as a table and as JSON; its subcommands: those of GPUs."""
 
 import json as json_module
 import os
 import platform
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
 from autofuse.cli.terminal import check_folders, one_of, progress_bar, user_errors, write
 
 app = typer.Typer(invoke_without_command=True)
+
+Rows = Annotated[
+    list[str] | None, typer.Option(help="Only cells whose name contains this; repeat for several.")
+]
+Quick = Annotated[bool, typer.Option(help="Fewer cells and samples; of ours only auto.")]
+Json = Annotated[Path | None, typer.Option(help="Write all that was measured to this file.")]
+Markdown = Annotated[Path | None, typer.Option(help="Write the tables to this file.")]
 
 
 @app.callback()
@@ -26,7 +33,7 @@ def bench(
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     repeats: Annotated[int, typer.Option(help="Least repetitions of a row.")] = 15,
     seconds: Annotated[float, typer.Option(help="Least time for a row.")] = 1.0,
-    json: Annotated[Path | None, typer.Option(help="Write all that was measured to this file.")] = None,
+    json: Json = None,
     table: Annotated[Path | None, typer.Option(help="Write the table to this file.")] = None,
 ) -> None:
     """The same functions under torch.compile with stock Inductor and with autofuse, in one run."""
@@ -82,8 +89,8 @@ def dense(
     tune: Annotated[
         bool, typer.Option(help="Let auto decide by what is measured here, and keep it for later.")
     ] = False,
-    json: Annotated[Path | None, typer.Option(help="Write all that was measured to this file.")] = None,
-    markdown: Annotated[Path | None, typer.Option(help="Write the tables to this file.")] = None,
+    json: Json = None,
+    markdown: Markdown = None,
 ) -> None:
     """The dense ops on the GPUs of torchrun: ours, and all that torch ships, in one process."""
     with user_errors():
@@ -98,5 +105,29 @@ def dense(
         counts = SWEEP_TOKENS if sweep else QUICK_TOKENS if quick else TOKENS
         names = SWEEP_SHAPES if sweep else SHAPES
         options = Options(tuple(shapes or names), tuple(tokens or counts), quick, orders, ctas, tune)
+        join(options)
+    run(options, json, markdown)
+
+
+@app.command()
+def embedding(rows: Rows = None, quick: Quick = False, json: Json = None, markdown: Markdown = None) -> None:
+    """Pooled embeddings and their all-to-all on the GPUs of torchrun: ours, and all that torch ships."""
+    _around_all_to_all("embedding", rows, quick, json, markdown)
+
+
+@app.command()
+def experts(rows: Rows = None, quick: Quick = False, json: Json = None, markdown: Markdown = None) -> None:
+    """Expert matmuls and their all-to-all on the GPUs of torchrun: ours, and all that torch ships."""
+    _around_all_to_all("experts", rows, quick, json, markdown)
+
+
+def _around_all_to_all(
+    benchmark: str, rows: list[str] | None, quick: bool, json: Path | None, markdown: Path | None
+) -> NoReturn:
+    with user_errors():
+        check_folders(json, markdown)
+        from autofuse.bench.exchange_run import Options, join, run
+
+        options = Options(benchmark, tuple(rows or ()), quick)
         join(options)
     run(options, json, markdown)

@@ -1,0 +1,119 @@
+"""The GPU benchmarks around an all-to-all, as every rank of torchrun runs them: a cell's ways in turn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+import autofuse
+import autofuse.lowering.ops  # defines torch.ops.autofuse
+from autofuse.bench import embedding_cells, embedding_work, expert_cells, expert_vdev, expert_work
+from autofuse.bench.exchange_rows import Cell, Rates, Row, chosen
+from autofuse.bench.exchange_table import report
+from autofuse.bench.exchange_work import Variant, Work
+from autofuse.bench.gpu_run import TIMEOUT_S, Asking, by_kind, leave, link, machine, together, written
+from autofuse.bench.gpu_run import join as join_ranks
+from autofuse.bench.gpu_timing import QUICK, Effort, calls_for, copy_rate, time_all
+from autofuse.bench.timings import DTYPE
+
+MEMORY_BYTES = 2 << 30
+"""What is copied to measure the memory's rate."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to measure; equal on all ranks. `benchmark`: embedding or experts."""
+
+    benchmark: str
+    rows: tuple[str, ...]
+    """Cells whose name contains one of these; all if empty."""
+    quick: bool = False
+    """Fewer cells and samples, and of ours only what `auto` chooses."""
+
+
+def join(options: Options) -> None:
+    """Joins the group of torchrun. ValueError if there is none, no GPU, or no cell to be measured."""
+    join_ranks(options.benchmark, lambda world: cells(options, world))
+
+
+def cells(options: Options, world: int) -> list[Cell]:
+    """Those that are measured. ValueError if there are none, or for a world that does not fit."""
+    found: list[Cell]
+    if options.benchmark == "embedding":
+        found = [*embedding_cells.cells(world, options.quick)]
+    else:
+        found = [*expert_cells.cells(world, options.quick)]
+    return chosen(found, options.rows)
+
+
+def run(options: Options, json_file: Path | None, markdown: Path | None) -> NoReturn:
+    """Measures; rank 0 prints and writes the tables, and the JSON file after every cell. Call `join` before.
+    Ends the process."""
+    with torch.no_grad(), autofuse.config.patch(policy="auto", timeout_s=TIMEOUT_S):
+        data, rates = _prepare(options)
+        for cell in cells(options, dist.get_world_size()):
+            data["rows"].append(_measure(options, cell, rates).to_json())
+            written(cell.name, data, json_file)
+    leave(lambda: report(data), markdown)
+
+
+def _prepare(options: Options) -> tuple[dict[str, Any], Rates]:
+    _, rate = link(0)
+    source = torch.zeros(MEMORY_BYTES, dtype=torch.uint8, device="cuda")
+    memory = together(lambda: copy_rate(source, torch.empty_like(source)))
+    notes = []
+    if options.benchmark == "experts" and (why := expert_vdev.missing()) is not None:
+        notes.append(f"all_to_all_vdev_2d is not measured: {why}.")
+    data = {
+        "machine": machine(),
+        "settings": {**asdict(options), "dtype": DTYPE},
+        **rate,
+        "memory_gb_per_s": memory,
+        "notes": notes,
+        "rows": [],
+    }
+    return data, Rates(rate["link_gb_per_s"], memory)
+
+
+def _measure(options: Options, cell: Cell, rates: Rates) -> Row:
+    make: Callable[[Any, torch.device, str], Work] = (
+        embedding_work.work if options.benchmark == "embedding" else expert_work.work
+    )
+    group = dist.group.WORLD
+    assert group is not None
+    device = torch.device("cuda", torch.cuda.current_device())
+    return measure(cell, make(cell, device, group.group_name), rates, options.quick)
+
+
+def measure(cell: Cell, work: Work, rates: Rates, quick: bool) -> Row:
+    """The row of a cell."""
+    ask = Asking()
+    ways: dict[str, Variant] = {}
+    if not quick:
+        ways = ask("ways", "names", work.ways, ways)
+    groups = {**work.variants, "ways": ways}
+    variants = {(kind, name): variant for kind in groups for name, variant in groups[kind].items()}
+    timings = time_all(
+        {key: variant.call for key, variant in variants.items()},
+        calls_for(cell.roughly_us),
+        QUICK if quick else Effort(),
+        lambda key, result: variants[key].error(result),
+        () if work.capturable else {("ours", "auto")},
+    )
+    way = ask("ours", "chosen", work.way, "?")  # asked last: the first call may measure
+    timings |= ask.failed
+    return Row(
+        cell=cell,
+        rates=rates,
+        compute=by_kind(timings, "compute"),
+        parts=by_kind(timings, "parts"),
+        peers=by_kind(timings, "peers"),
+        ours=timings["ours", "auto"],
+        way=way,
+        ways=by_kind(timings, "ways"),
+    )
