@@ -104,14 +104,14 @@ def work(cell: Cell, device: torch.device, group_name: str) -> Work:
     """All that there is to measure of a cell."""
     given = operands(cell, device, group_name)
     mine, whole = exact(given)
-    arguments = [_arguments(given, bags) for bags in given.bags]
+    calls = [arguments(given, bags) for bags in given.bags]
 
     def variant(run: Callable[[Bags], Any], error: Callable[[Any], float]) -> Variant:
         return Variant(lambda i: run(given.bags[i % len(given.bags)]), error)
 
     def way(name: str) -> Variant:
         run = named_ways.run
-        return Variant(lambda i: run(ROOM, name, OP, arguments[i % len(arguments)]), whole.error)
+        return Variant(lambda i: run(ROOM, name, OP, calls[i % len(calls)]), whole.error)
 
     path = Path(given)  # of the steps alone: the peers have another, for what lies here stays
     pooled = _merged(given, given.bags[0])
@@ -129,12 +129,12 @@ def work(cell: Cell, device: torch.device, group_name: str) -> Work:
             "unpack": Variant(lambda i: path.unpack(), whole.error),
         },
         "peers": {name: variant(run, whole.error) for name, run in peers(given).items()},
-        "ours": {"auto": Variant(lambda i: fused(*arguments[i % len(arguments)]), whole.error)},
+        "ours": {"auto": Variant(lambda i: fused(*calls[i % len(calls)]), whole.error)},
     }
     return Work(
         variants,
-        ways=lambda: {name: way(name) for name in named_ways.names(ROOM, OP, arguments[0])},
-        way=lambda: named_ways.chosen(ROOM, OP, arguments[0]),
+        ways=lambda: {name: way(name) for name in named_ways.names(ROOM, OP, calls[0])},
+        way=lambda: named_ways.chosen(ROOM, OP, calls[0]),
     )
 
 
@@ -187,7 +187,7 @@ def _merged(given: Operands, bags: Bags) -> list[Tensor]:
     ]
 
 
-def _arguments(given: Operands, bags: Bags) -> tuple[Any, ...]:
+def arguments(given: Operands, bags: Bags) -> tuple[Any, ...]:
     """Those of the fused op."""
     cell = given.cell
     offsets = [given.offsets] * len(given.tables)

@@ -105,7 +105,7 @@ def measure(cell: Cell, work: Work, rates: Rates, quick: bool) -> Row:
         lambda key, result: variants[key].error(result),
         () if work.capturable else {("ours", "auto")},
     )
-    way = ask("ours", "chosen", work.way, "?")  # asked last: the first call may measure
+    way = ask("ways", "chosen", work.way, "?")  # asked last: the first call may measure
     timings |= ask.failed
     return Row(
         cell=cell,

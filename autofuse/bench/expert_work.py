@@ -56,14 +56,14 @@ def work(cell: Cell, device: torch.device, group_name: str) -> Work:
     """All that there is to measure of a cell."""
     given = operands(cell, device, group_name)
     product, whole = exact(given)
-    arguments = [_arguments(given, w) for w in given.weights]
+    calls = [arguments(given, w) for w in given.weights]
 
     def variant(run: Run, error: Callable[[Any], float]) -> Variant:
         return Variant(lambda i: run(given.weights[i % len(given.weights)]), error)
 
     def way(name: str) -> Variant:
         run = named_ways.run
-        return Variant(lambda i: run(ROOM, name, cell.op, arguments[i % len(arguments)]), whole.error)
+        return Variant(lambda i: run(ROOM, name, cell.op, calls[i % len(calls)]), whole.error)
 
     fused = getattr(torch.ops.autofuse, cell.op)
     alone = matmuls(given.route, given.inputs, given.x.new_empty(given.route.rows, cell.n))
@@ -71,12 +71,12 @@ def work(cell: Cell, device: torch.device, group_name: str) -> Work:
         "compute": {name: variant(run, product.error) for name, run in alone.items()},
         "parts": _parts(given, whole),
         "peers": {name: variant(run, whole.error) for name, run in peers(given).items()},
-        "ours": {"auto": Variant(lambda i: fused(*arguments[i % len(arguments)])[0], whole.error)},
+        "ours": {"auto": Variant(lambda i: fused(*calls[i % len(calls)])[0], whole.error)},
     }
     return Work(
         variants,
-        ways=lambda: {name: way(name) for name in named_ways.names(ROOM, cell.op, arguments[0])},
-        way=lambda: named_ways.chosen(ROOM, cell.op, arguments[0]),
+        ways=lambda: {name: way(name) for name in named_ways.names(ROOM, cell.op, calls[0])},
+        way=lambda: named_ways.chosen(ROOM, cell.op, calls[0]),
         capturable=cell.even or named_ways.has_kernel(cell.op),  # the reference reads offsets on the host
     )
 
@@ -166,7 +166,7 @@ def _multiply(given: Operands, rows: Tensor) -> Tensor:
     return found
 
 
-def _arguments(given: Operands, w: Tensor) -> tuple[Any, ...]:
+def arguments(given: Operands, w: Tensor) -> tuple[Any, ...]:
     """Those of the fused op: blocks of fixed capacity where routing is even, else ragged rows."""
     cell, route, x = given.cell, given.route, given.x
     if cell.even:

@@ -1,0 +1,179 @@
+"""`autofuse bench experts` where there is no GPU: cells, routes, limits, tables, errors on CPU ranks."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from autofuse.bench import expert_vdev, expert_work, named_ways
+from autofuse.bench.exchange_rows import Rates, Row
+from autofuse.bench.exchange_table import report
+from autofuse.bench.expert_cells import COMBINE, DISPATCH, MODELS, ROUTINGS, Cell, Model, cells
+from autofuse.bench.expert_routes import Route
+from autofuse.bench.timings import Timing
+from tests.bench.exchange import RATES, data_of, measured, reference
+from tests.ranks import RankPool
+
+TINY = [
+    Cell(op, "tiny", tokens, 2, r) for op in (COMBINE, DISPATCH) for r in ROUTINGS for tokens in (16, 128)
+]
+
+
+def test_sizes_of_the_matmul_on_a_rank() -> None:
+    combine = Cell(COMBINE, "mixtral-8x7b", 1024, 4, "even")
+    dispatch = Cell(DISPATCH, "mixtral-8x7b", 1024, 4, "even")
+    assert (combine.most_rows, combine.k, combine.n, combine.width) == (2048, 14336, 4096, 4096)
+    assert (dispatch.most_rows, dispatch.k, dispatch.n, dispatch.width) == (2048, 4096, 28672, 4096)
+    assert (combine.experts, combine.counts[0][0]) == (2, (256, 256))
+
+
+def test_limit() -> None:
+    """Of the matmul or of the busiest rank's link."""
+    cell = Cell(COMBINE, "deepseek-v3", 1024, 4, "even")
+    assert cell.most_moved == 1024 * 8 * 3 // 4
+    assert cell.limit(501.0, Rates(356.0, 4150.0)) == pytest.approx(502.3)
+    assert cell.limit(100.0, Rates(356.0, 4150.0)) == pytest.approx(6144 * 7168 * 2 / 356e3 + 1.3)
+    assert cell.limit(None, Rates(356.0, 4150.0)) is None
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_skewed_routing(model: str) -> None:
+    even, skewed = (Cell(COMBINE, model, 1024, 4, routing) for routing in ROUTINGS)
+    counts = torch.tensor(skewed.counts)
+    assert counts.shape == (4, 4, MODELS[model].experts // 4)
+    assert counts.sum((1, 2)).tolist() == [skewed.sent] * 4
+    assert int(counts.max()) <= 1024  # no token has an expert twice
+    assert skewed.counts == Cell(COMBINE, model, 1024, 4, "zipf").counts
+    assert skewed.most_rows > 1.2 * even.most_rows
+    assert skewed.most_moved > even.most_moved
+
+
+def test_the_cells() -> None:
+    every = cells(4, quick=False)
+    assert len(every) == len({cell.name for cell in every}) == 2 * 3 * 4 * 2
+    assert all(cell.sent % MODELS[cell.model].experts == 0 for cell in every if cell.even)
+    with pytest.raises(ValueError, match="mixtral-8x7b: 3 ranks cannot share out 8 experts"):
+        cells(3, quick=True)
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_orders_of_rows(routing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every row says for which expert it is and from which rank: that gives both orders."""
+    monkeypatch.setitem(MODELS, "tiny", Model(32, 48, 16, 3))
+    cell = Cell(DISPATCH, "tiny", 16, 2, routing)
+    route = Route(cell, 1, torch.device("cpu"))
+    rows = [[s, e] for s in range(2) for e in range(8) for _ in range(cell.counts[s][1][e])]
+    exchanged = torch.tensor(rows)
+    ordered = route.to_experts(exchanged, torch.empty_like(exchanged))
+    assert ordered.tolist() == sorted(rows, key=lambda row: (row[1], row[0]))
+    assert torch.equal(ordered, exchanged[route.positions])
+    assert torch.equal(ordered[:, 1], route.expert)
+    assert torch.equal(route.to_exchange(ordered, torch.empty_like(ordered)), exchanged)
+    assert route.held == [sum(row[0] == s for row in rows) for s in range(2)]
+    assert route.ends.tolist() == torch.tensor(route.per_expert).cumsum(0).tolist()
+
+
+def _work(cell: Cell) -> expert_work.Work:
+    MODELS["tiny"] = Model(32, 48, 16, 3)
+    group = dist.group.WORLD
+    assert group is not None
+    torch.manual_seed(dist.get_rank())
+    return expert_work.work(cell, torch.device("cpu"), group.group_name)
+
+
+def _measured(rank: int, world: int, cell: Cell) -> tuple[dict[str, Any], float]:
+    MODELS["tiny"] = Model(32, 48, 16, 3)
+    row = measured(cell, expert_work.work)
+    auto = _work(cell).variants["ours"]["auto"]
+    group = dist.group.WORLD
+    assert group is not None
+    torch.manual_seed(rank)  # the same operands again
+    given = expert_work.operands(cell, torch.device("cpu"), group.group_name)
+    return row, reference(cell.op, expert_work.arguments(given, given.weights[0]), auto)
+
+
+@pytest.mark.parametrize("cell", TINY, ids=lambda cell: cell.name)
+def test_all_variants_are_right(ranks: Callable[[int], RankPool], cell: Cell) -> None:
+    """Ours, its reference, and all that torch has; ours exchanges rows by other means than its peers."""
+    (row, of_reference), _ = ranks(2).run(_measured, cell)
+    matmul = "bmm" if cell.even else "mm"
+    assert list(row["compute"]) == [matmul, "grouped"]
+    assert list(row["parts"]) == ["all-to-all", "pack" if cell.combines else "unpack"]
+    assert list(row["peers"]) == [f"{matmul}+nccl", "grouped+nccl"]
+    computed = [*row["compute"].values(), *row["peers"].values(), row["ours"]]
+    errors = [of_reference, *(timing["error"] for timing in computed)]
+    assert all(0 < error < 4e-3 for error in errors), row
+    assert all(timing["error"] < 4e-3 for timing in row["parts"].values())
+    assert (row["way"], row["ways"]) == ("reference", {})
+    assert row["ours"]["eager"] == (not cell.even)
+
+
+def _wrong(rank: int, world: int, cell: Cell) -> float:
+    auto = _work(cell).variants["ours"]["auto"]
+    y = auto.call(0)
+    return auto.error(y.reshape(-1, y.shape[-1]).roll(1, 0))
+
+
+@pytest.mark.parametrize("cell", TINY, ids=lambda cell: cell.name)
+def test_wrong_results_are_noticed(ranks: Callable[[int], RankPool], cell: Cell) -> None:
+    assert min(ranks(2).run(_wrong, cell)) > 1
+
+
+def test_ways_are_found_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Room:
+        @staticmethod
+        def names(op: str, x: torch.Tensor) -> list[str]:
+            return [f"{op} rows", f"{op} bags"]
+
+        @staticmethod
+        def run(name: str, op: str, x: torch.Tensor) -> list[torch.Tensor]:
+            return [x + len(name), x]
+
+        @staticmethod
+        def chosen(op: str, x: torch.Tensor) -> str:
+            return f"{op} bags"
+
+    assert named_ways.names("no_such_room", COMBINE, ()) == []
+    monkeypatch.setattr(named_ways, "_module", lambda room: Room)
+    assert named_ways.names("experts", COMBINE, (torch.zeros(1),)) == [f"{COMBINE} rows", f"{COMBINE} bags"]
+    assert float(named_ways.run("experts", "rows", COMBINE, (torch.zeros(1),))) == 4
+    assert named_ways.chosen("experts", COMBINE, (torch.zeros(1),)) == "reference"
+    monkeypatch.setattr(named_ways, "has_kernel", lambda op: True)
+    assert named_ways.chosen("experts", COMBINE, (torch.zeros(1),)) == f"{COMBINE} bags"
+
+
+def test_the_peer_that_needs_nvshmem_is_left_out_here() -> None:
+    assert "TORCH_SYMMMEM=NVSHMEM" in (expert_vdev.missing() or "")
+
+
+def _row(cell: Cell, peer: str, us: float) -> Row:
+    return Row(
+        cell=cell,
+        rates=RATES,
+        compute={peer: Timing(501.0), "grouped": Timing(622.0)},
+        parts={"all-to-all": Timing(354.0), "pack": Timing(50.0)},
+        peers={f"{peer}+nccl": Timing(us, error=2e-3), "grouped+nccl": Timing(failed="RuntimeError: no")},
+        ours=Timing(900.0, eager=not cell.even, error=1e-3),
+        way="reference",
+        ways={},
+    )
+
+
+def test_the_table() -> None:
+    even, skewed = (Cell(COMBINE, "deepseek-v3", 128, 4, routing) for routing in ROUTINGS)
+    rows = [_row(even, "bmm", 825.0), _row(skewed, "mm", 1800.0)]
+    text = report(data_of("experts", [json.loads(json.dumps(row.to_json())) for row in rows]))
+    lines = [
+        [c.strip() for c in line.strip("|").split("|")] for line in text.splitlines() if line[0:1] == "|"
+    ]
+    first, second = (dict(zip(lines[0], line, strict=True)) for line in lines[2:])
+    assert (first["routing"], first["bmm alone"], first["mm alone"]) == ("even", "501.0", "-")
+    assert (first["best peer"], first["ours"], first["speed-up"]) == ("825.0", "900.0", "0.92")
+    assert (first["grouped+nccl"], first["error grouped+nccl"]) == ("failed", "-")
+    assert (second["mm+nccl"], second["ours"], second["speed-up"]) == ("1800.0", "900.0*", "2.00")
+    assert "- even: 1 of 1 cells, worst 0.92x (model deepseek-v3, tokens a rank 128, routing even)" in text
+    assert "- zipf: 1 of 1 cells, worst 2.00x" in text
+    assert f"{even.name}, peers grouped+nccl and 1 more: RuntimeError: no" in text
