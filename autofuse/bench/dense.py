@@ -31,19 +31,11 @@ from autofuse.bench.dense_peers import (
 )
 from autofuse.bench.dense_sweeps import orders, programs
 from autofuse.bench.dense_table import report
-from autofuse.bench.gpu_run import (
-    TIMEOUT_S,
-    Asking,
-    by_kind,
-    copies_of,
-    leave,
-    link,
-    machine,
-    written,
-)
+from autofuse.bench.gpu_run import TIMEOUT_S, Asking, by_kind, leave, link, machine, written
 from autofuse.bench.gpu_run import join as join_ranks
-from autofuse.bench.gpu_timing import QUICK, Effort, calls_for, time_all
-from autofuse.bench.timings import BYTES, DTYPE, Timing
+from autofuse.bench.timings import BYTES, DTYPE
+from autofuse.lowering.gpu.timer import time_all
+from autofuse.lowering.gpu.timing import QUICK, Effort, Timing, calls_for, copies_of
 from autofuse.passes.cost_model import Model, Numbers, Task
 from autofuse.passes.table import shipped, table_for
 
@@ -154,7 +146,7 @@ def _measure(bench: _Bench, cell: Cell, given: Operands, weights: Sequence[Tenso
     if bench.options.tune:
         # What auto takes is settled first, and only then compared with the peers, side by side.
         candidates = {key: run for key, run in variants.items() if key[0] == "ways"}
-        timings |= time_all(candidates, calls_for(cell.roughly_us), QUICK, check_result)
+        timings |= time_all(candidates, calls_for(cell.roughly_us), QUICK, check_result, finals=bench.effort)
         ask("ways", "keep", lambda: keep(cell, given, timings), None)
         variants = {key: run for key, run in variants.items() if key[0] != "ways"}
     timings |= time_all(variants, calls_for(cell.roughly_us), bench.effort, check_result)

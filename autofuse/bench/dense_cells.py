@@ -18,7 +18,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
 from autofuse.bench.measured import Measured
-from autofuse.bench.timings import BYTES, FLAG_US, Timing, from_json, ratio
+from autofuse.bench.timings import BYTES, FLAG_US, from_json, ratio
+from autofuse.lowering.gpu.timing import Timing, matmul_us
 
 SHAPES = {  # N, K over all ranks
     "llama70b.o_proj": (8192, 8192),
@@ -81,8 +82,7 @@ class Cell:
 
     @property
     def roughly_us(self) -> float:
-        """What the matmul takes at least: 700 TFLOP/s, 4 TB/s. For the number of calls in a graph."""
-        return max(2 * self.m * self.k * self.n / 700e6, self.k * self.n * BYTES / 4e6)
+        return matmul_us(self.m, self.k, self.n)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autofuse.bench.dense_cells import Cell
-from autofuse.bench.gpu_timing import relative_error
-from autofuse.bench.timings import DTYPE, Timing
+from autofuse.bench.gpu_run import relative_error
+from autofuse.bench.timings import DTYPE
+from autofuse.lowering.gpu.timing import Timing, captured
 from autofuse.lowering.torch_internals import (
     async_tp_all_gather_matmul,
     async_tp_matmul_reduce_scatter,
@@ -182,7 +183,7 @@ def keep(cell: Cell, given: Operands, timings: Mapping[tuple[str, str], Timing])
     """Let policy `auto` decide by what was measured of the cell, from now on."""
     from autofuse.lowering.gpu import by_name
 
-    times = {name: t.us for (kind, name), t in timings.items() if kind == "ways" and t.us is not None}
+    times = {name: us for (kind, name), us in captured(timings).items() if kind == "ways"}
     by_name.keep(cell.op, cell.m, cell.k, cell.n, given.x.dtype, given.group_name, times)
 
 

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from autofuse.bench.dense_cells import Cell, Sweep
 from autofuse.bench.dense_peers import Operands, checker, each
-from autofuse.bench.gpu_timing import Effort, calls_for, time_all, together
-from autofuse.bench.timings import Timing
+from autofuse.lowering.gpu.timer import time_all, together
+from autofuse.lowering.gpu.timing import Effort, Timing, calls_for
 
 ORDERS = ("direct", "oblivious")
 EIGHTHS = (4, 6, 7, 8)

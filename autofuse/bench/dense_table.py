@@ -5,7 +5,7 @@ from typing import Any
 
 from autofuse.bench.dense_cells import OPS, Row, Sweep
 from autofuse.bench.gpu_table import about, failures, grid, number, time_of, total
-from autofuse.bench.timings import Timing
+from autofuse.lowering.gpu.timing import Timing
 
 DECODE_SHAPE, DECODE_TOKENS = "llama70b.o_proj", 32
 """Rows of decoding, where latency is all: they have a line of their own."""

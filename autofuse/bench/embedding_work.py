@@ -14,9 +14,8 @@ from torch import Tensor
 from autofuse.bench import named_ways
 from autofuse.bench.embedding_cells import OP, Cell
 from autofuse.bench.exchange_work import Sample, Variant, Work, exchange
-from autofuse.bench.gpu_run import copies_of
-from autofuse.bench.gpu_timing import MOST_CALLS
 from autofuse.bench.timings import DTYPE
+from autofuse.lowering.gpu.timing import MOST_CALLS, copies_of
 
 ROOM = "embedding"
 SAMPLED = 16

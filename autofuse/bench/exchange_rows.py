@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, TypeVar
 
 from autofuse.bench.measured import Measured
-from autofuse.bench.timings import Timing
+from autofuse.lowering.gpu.timing import Timing
 
 C = TypeVar("C", bound="Cell")
 

@@ -16,10 +16,12 @@ from autofuse.bench import embedding_cells, embedding_work, expert_cells, expert
 from autofuse.bench.exchange_rows import Cell, Rates, Row, chosen
 from autofuse.bench.exchange_table import report
 from autofuse.bench.exchange_work import Variant, Work
-from autofuse.bench.gpu_run import TIMEOUT_S, Asking, by_kind, leave, link, machine, together, written
+from autofuse.bench.gpu_rates import copy_rate
+from autofuse.bench.gpu_run import TIMEOUT_S, Asking, by_kind, leave, link, machine, written
 from autofuse.bench.gpu_run import join as join_ranks
-from autofuse.bench.gpu_timing import QUICK, Effort, calls_for, copy_rate, time_all
 from autofuse.bench.timings import DTYPE
+from autofuse.lowering.gpu.timer import time_all, together
+from autofuse.lowering.gpu.timing import QUICK, Effort, calls_for
 
 MEMORY_BYTES = 2 << 30
 """What is copied to measure the memory's rate."""
@@ -103,7 +105,7 @@ def measure(cell: Cell, work: Work, rates: Rates, quick: bool) -> Row:
         calls_for(cell.roughly_us),
         QUICK if quick else Effort(),
         lambda key, result: variants[key].error(result),
-        () if work.capturable else {("ours", "auto")},
+        eager=() if work.capturable else {("ours", "auto")},
     )
     way = ask("ways", "chosen", work.way, "?")  # asked last: the first call may measure
     timings |= ask.failed

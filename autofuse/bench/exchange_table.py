@@ -6,7 +6,7 @@ from typing import Any
 from autofuse.bench import embedding_cells, expert_cells
 from autofuse.bench.exchange_rows import Row
 from autofuse.bench.gpu_table import about, failures, grid, number, time_of, total
-from autofuse.bench.timings import Timing
+from autofuse.lowering.gpu.timing import Timing
 
 _CELLS: Mapping[str, type[Any]] = {"embedding": embedding_cells.Cell, "experts": expert_cells.Cell}
 

@@ -9,7 +9,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from autofuse.bench.gpu_timing import Call, relative_error
+from autofuse.bench.gpu_run import relative_error
+from autofuse.lowering.gpu.timer import Call
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from autofuse.bench.exchange_work import Sample, Variant, Work, exchange
 from autofuse.bench.expert_cells import Cell
 from autofuse.bench.expert_matmuls import Run, matmuls, plain
 from autofuse.bench.expert_routes import Route
-from autofuse.bench.gpu_run import copies_of
 from autofuse.bench.timings import BYTES, DTYPE
+from autofuse.lowering.gpu.timing import copies_of
 
 ROOM = "experts"
 SAMPLED = 16

@@ -15,15 +15,14 @@ from typing import Any, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
-from autofuse.bench.gpu_timing import push_rate, together
-from autofuse.bench.timings import Timing
+from autofuse.bench.gpu_rates import push_rate
+from autofuse.lowering.gpu.timer import together
+from autofuse.lowering.gpu.timing import Timing
 from autofuse.lowering.torch_internals import symmetric_empty, symmetric_views
 
 T = TypeVar("T")
 
 TIMEOUT_S = 60.0
-ROTATION_BYTES = 192 << 20
-"""What is read rotates among copies of more than this together: it comes from memory, not from the L2."""
 LINK_BYTES = 128 << 20
 """What is pushed, at least, to measure the link: the start must not count."""
 LINK_GB_PER_S = {4: 356.0, 8: 346.0}
@@ -82,11 +81,6 @@ def link(count: int) -> tuple[torch.Tensor, dict[str, Any]]:
         return buffer, {"link_gb_per_s": rate, "link_failed": str(error)}
 
 
-def copies_of(nbytes: int) -> int:
-    """How many copies of so much it takes for none to come from the L2 when its turn is there again."""
-    return max(1, -(-ROTATION_BYTES // nbytes))
-
-
 class Asking:
     """Asks about a cell what may fail, on all ranks together; `failed` are the answers that were none."""
 
@@ -105,6 +99,13 @@ class Asking:
 def by_kind(timings: dict[tuple[str, str], Timing], kind: str) -> dict[str, Timing]:
     """Timings of one kind by name."""
     return {name: timing for (group, name), timing in timings.items() if group == kind}
+
+
+def relative_error(result: torch.Tensor, exact: torch.Tensor) -> float:
+    """|result - exact| / |exact| (Frobenius). RuntimeError if the shapes differ."""
+    if result.shape != exact.shape:
+        raise RuntimeError(f"expected a result of shape {tuple(exact.shape)}, got {tuple(result.shape)}")
+    return float((result.double() - exact).norm() / exact.norm())
 
 
 def written(name: str, data: dict[str, Any], file: Path | None) -> None:

@@ -6,7 +6,8 @@ from typing import Any, TypeVar
 
 from autofuse.bench.measured import Measured
 from autofuse.bench.table import geometric_mean
-from autofuse.bench.timings import Timing, ratio
+from autofuse.bench.timings import ratio
+from autofuse.lowering.gpu.timing import Timing
 
 R = TypeVar("R", bound=Measured)
 

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
-from autofuse.bench.timings import Timing, from_json, least, ratio
+from autofuse.bench.timings import from_json, least, ratio
+from autofuse.lowering.gpu.timing import Timing
 
 
 @dataclass(frozen=True, kw_only=True)

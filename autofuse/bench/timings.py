@@ -1,10 +1,11 @@
-"""A measured time of one way to run something, and what is derived from several."""
+"""What is derived from measured times, and what all that is measured on GPUs has in common."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
+
+from autofuse.lowering.gpu.timing import Timing
 
 DTYPE = "bfloat16"
 """Of all that is measured on GPUs."""
@@ -12,20 +13,6 @@ BYTES = 2
 """Of one number."""
 FLAG_US = 1.3
 """A flag from one GPU to another."""
-
-
-@dataclass(frozen=True)
-class Timing:
-    """One way to run a cell. Of the slowest rank; None, and why, for what could not be run."""
-
-    us: float | None = None
-    eager: bool = False
-    """It could not be captured as a CUDA graph."""
-    skew_us: float = 0.0
-    """Between the slowest rank and the fastest."""
-    error: float | None = None
-    """|result - exact| / |exact| (Frobenius), the largest of all ranks; exact is computed in fp64."""
-    failed: str = ""
 
 
 def least(timings: Mapping[str, Timing]) -> float | None:

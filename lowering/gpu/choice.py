@@ -39,7 +39,7 @@ class Point:
 
     @classmethod
     def of(cls, problem: Problem, times: dict[str, float]) -> Point:
-        found = tuple(sorted(times.items(), key=lambda item: item[1]))
+        found = tuple((way, round(us, 2)) for way, us in sorted(times.items(), key=lambda item: item[1]))
         return cls(problem.op, problem.m, problem.k, problem.n, problem.world, found)
 
     def distance(self, problem: Problem) -> float:

@@ -2,89 +2,49 @@
 
 from __future__ import annotations
 
-import statistics
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from .choice import Point, keep, points_of
 from .dense import run
+from .timer import time_all
+from .timing import QUICK, Effort, calls_for, captured, copies_of, matmul_us
 from .ways import Problem, ways
 from .workspace import GpuWorkspace, workspace_for
 
-COLD_BYTES = 192 << 20
-"""Weights rotate among so many bytes, so that none is found in the L2 cache."""
-
-WORK_US = 3000.0
-"""About how long a timing takes, of which there are `TIMINGS`."""
-
-TIMINGS = 5
+log = logging.getLogger(__name__)
 
 
 def measure(workspace: GpuWorkspace, problem: Problem) -> Point:
     """Microseconds of every way, on the slowest rank, replayed from CUDA graphs. All ranks call it together.
 
-    A way for which a rank has not enough memory is left out on all.
+    A way that fails on a rank, for want of memory say, or that cannot be captured, is left out on all.
     """
     device, dtype = workspace.device, problem.dtype
     rows = problem.m // (problem.world if problem.op == "all_gather_matmul" else 1)
     x = torch.randn(rows, problem.k, device=device, dtype=dtype)
-    count = max(2, -(-COLD_BYTES // (problem.k * problem.n * 2)))
-    weights = [torch.randn(problem.k, problem.n, device=device, dtype=dtype) for _ in range(count)]
+    weights = [
+        torch.randn(problem.k, problem.n, device=device, dtype=dtype)
+        for _ in range(copies_of(problem.k * problem.n * 2))
+    ]
 
     def call(way: str) -> Callable[[int], object]:
-        return lambda i: run(workspace, way, problem, x, weights[i % count], "direct", "measure")
+        return lambda i: run(workspace, way, problem, x, weights[i % len(weights)], "direct", "measure")
 
-    times: dict[str, float] = {}
-    for way in ways(problem):
-        found = _time(workspace, call(way))
-        if found is not None:
-            times[way] = found
-    return Point.of(problem, times)
-
-
-def _time(workspace: GpuWorkspace, run: Callable[[int], object]) -> float | None:
-    seen: list[float] = []
-    failed = 0.0
-    try:
-        for i in range(3):
-            run(i)
-        torch.cuda.synchronize(workspace.device)
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        run(0)
-        end.record()
-        torch.cuda.synchronize(workspace.device)
-        once = start.elapsed_time(end) * 1e3
-    except torch.OutOfMemoryError:
-        failed, once = 1.0, 0.0
-    failed, once = _slowest(workspace, [failed, once])
-    if failed:
-        return None
-    calls = max(2, min(20, int(WORK_US / max(once, 1.0))))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for i in range(calls):
-            run(i)
-    graph.replay()
-    for _ in range(TIMINGS):
-        _slowest(workspace, [0.0])  # all begin together
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize(workspace.device)
-        seen.append(start.elapsed_time(end) * 1e3 / calls)
+    calls = calls_for(matmul_us(problem.m, problem.k, problem.n))
+    timings = time_all(
+        {way: call(way) for way in ways(problem)}, calls, QUICK, finals=Effort(), group=workspace.group
+    )
     workspace.check()
-    return round(_slowest(workspace, [statistics.median(seen)])[0], 2)
-
-
-def _slowest(workspace: GpuWorkspace, values: list[float]) -> list[float]:
-    worst: Tensor = torch.tensor(values, device=workspace.device)
-    torch.distributed.all_reduce(worst, torch.distributed.ReduceOp.MAX, group=workspace.group)
-    return [float(v) for v in worst.tolist()]
+    times = captured(timings)
+    for way, timing in timings.items():
+        if way not in times:
+            log.warning("%s: without %s, %s", problem, way, timing.failed or "which cannot be captured")
+    return Point.of(problem, times)
 
 
 def measure_once(workspace: GpuWorkspace, problem: Problem) -> None:

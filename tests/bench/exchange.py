@@ -11,7 +11,7 @@ import autofuse.lowering.ops  # noqa: F401
 from autofuse.bench import exchange_run, gpu_run
 from autofuse.bench.exchange_rows import Cell, Rates
 from autofuse.bench.exchange_work import Variant, Work
-from autofuse.bench.timings import Timing
+from autofuse.lowering.gpu.timing import Timing
 from autofuse.lowering.ops.library import FUSED_OPS
 
 MACHINE = {"gpu": "GPU", "world": 2, "torch": "2.11", "cuda": "13.0", "triton": "3.6", "nccl": "2.28"}

@@ -9,8 +9,7 @@ from typer.testing import CliRunner
 
 from autofuse.bench.dense_cells import OPS, SHAPES, Cell, Row, Sweep, cells, check
 from autofuse.bench.dense_table import report
-from autofuse.bench.gpu_timing import calls_for
-from autofuse.bench.timings import Timing
+from autofuse.lowering.gpu.timing import Timing, calls_for
 
 O_PROJ, DOWN_PROJ = "llama70b.o_proj", "llama70b.down_proj"
 MACHINE = {"gpu": "GPU", "world": 4, "torch": "2.11", "cuda": "13.0", "triton": "3.6", "nccl": "2.28"}

@@ -13,7 +13,7 @@ from autofuse.bench import embedding_work
 from autofuse.bench.embedding_cells import OP, Cell, cells
 from autofuse.bench.exchange_rows import Rates, Row, chosen
 from autofuse.bench.exchange_table import report
-from autofuse.bench.timings import Timing
+from autofuse.lowering.gpu.timing import Timing
 from tests.bench.exchange import RATES, data_of, measured, reference
 from tests.ranks import RankPool
 

@@ -13,7 +13,7 @@ from autofuse.bench.exchange_rows import Rates, Row
 from autofuse.bench.exchange_table import report
 from autofuse.bench.expert_cells import COMBINE, DISPATCH, MODELS, ROUTINGS, Cell, Model, cells
 from autofuse.bench.expert_routes import Route
-from autofuse.bench.timings import Timing
+from autofuse.lowering.gpu.timing import Timing
 from tests.bench.exchange import RATES, data_of, measured, reference
 from tests.ranks import RankPool
 
