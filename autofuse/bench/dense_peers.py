@@ -74,14 +74,11 @@ def ours_alone(cell: Cell, given: Operands) -> dict[str, Run]:
     """The same in our own kernels: those of all_gather_matmul on a group of one rank, where nothing moves."""
     from autofuse.lowering.gpu import by_name
 
+    if cell.m < 512:  # the weight is all that counts, and cuBLAS reads it as fast as anybody
+        return {}
     x = given.x if given.gathered is None else given.gathered
-    op = "all_gather_matmul"
-    names = by_name.names(op, cell.m, cell.k, cell.n, x.dtype, 1)
-    # Below, the weight is all that counts, and cuBLAS reads it as fast as anybody.
-    large = [name for name in names if name.startswith("parts") and "movers" not in name][:2]
-    if cell.m < 512:
-        large = []
-    return {name: lambda w, name=name: by_name.run(name, op, x, w, given.alone) for name in large}  # type: ignore[misc]
+    op, names = "all_gather_matmul", by_name.alone(cell.m, cell.k, cell.n, x.dtype)
+    return {name: lambda w, name=name: by_name.run(name, op, x, w, given.alone) for name in names}  # type: ignore[misc]
 
 
 def peers(cell: Cell, given: Operands) -> dict[str, Run]:

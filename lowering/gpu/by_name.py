@@ -12,7 +12,7 @@ from .choice import chosen as chosen_way
 from .choice import keep as keep_point
 from .dense import problem_of
 from .dense import run as run_way
-from .ways import Problem, fused, ways
+from .ways import Problem, fused, is_copied, ways
 from .workspace import workspace_for
 
 
@@ -23,9 +23,24 @@ def names(
 
     unfused: and what they replace.
     """
-    programs = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
-    problem = Problem(op, m, k, n, world, dtype, programs)
+    problem = Problem(op, m, k, n, world, dtype, _programs())
     return list(ways(problem)) if unfused else fused(problem)
+
+
+def alone(m: int, k: int, n: int, dtype: torch.dtype) -> list[str]:
+    """Two ways of each kernel to run all_gather_matmul on one rank in which nothing is left but the matmul.
+
+    Copy engines would move the parts, of which there are none.
+    """
+    found: dict[type, list[str]] = {}
+    for name, config in ways(Problem("all_gather_matmul", m, k, n, 1, dtype, _programs())).items():
+        if is_copied(config):
+            found.setdefault(type(config), []).append(name)
+    return [name for of_kernel in found.values() for name in of_kernel[:2]]
+
+
+def _programs() -> int:
+    return int(torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count)
 
 
 def chosen(op: str, m: int, k: int, n: int, dtype: torch.dtype, group_name: str) -> str:

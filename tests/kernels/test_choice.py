@@ -9,6 +9,7 @@ pytest.importorskip("triton")
 
 import torch
 
+from autofuse.lowering.gpu import by_name
 from autofuse.lowering.gpu.choice import (
     _SHIPPED,
     Point,
@@ -19,7 +20,7 @@ from autofuse.lowering.gpu.choice import (
     read,
     write,
 )
-from autofuse.lowering.gpu.ways import ASYNC_TP, CUBLAS_NCCL, TWO_SHOT, Problem, needs, ways
+from autofuse.lowering.gpu.ways import ASYNC_TP, CUBLAS_NCCL, TWO_SHOT, Problem, is_copied, needs, ways
 from autofuse.native_kernels.triton.memory import Need
 from autofuse.passes import table
 
@@ -80,6 +81,16 @@ def test_async_tp_is_for_many_rows_only() -> None:
     assert ASYNC_TP in ways(problem("matmul_reduce_scatter", 2048))
     assert ASYNC_TP not in ways(problem("matmul_reduce_scatter", 512))
     assert ASYNC_TP not in ways(problem("matmul_all_reduce", 2048))
+
+
+@pytest.mark.parametrize("m", [512, 2048, 8192])
+def test_matmuls_alone_are_both_kernels_with_nothing_to_move(m: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(by_name, "_programs", lambda: 132)
+    found = by_name.alone(m, 2048, 8192, torch.bfloat16)
+    assert {name.split()[0] for name in found} == {"parts", "clusters"}
+    configs = ways(problem("all_gather_matmul", m, world=1))
+    assert all(is_copied(configs[name]) for name in found)
+    assert len(found) <= 4
 
 
 def test_tables_are_added_to(tmp_path: Path) -> None:

@@ -90,7 +90,16 @@ def test_clusters_compute_every_tile_once(
 
 @pytest.mark.parametrize(
     ("world", "across", "along", "within"),
-    [(2, 1, 1, 0), (2, 2, 1, 0), (3, 1, 2, 0), (4, 2, 1, 1), (4, 4, 2, 0), (8, 2, 4, 1), (8, 2, 1, 0)],
+    [
+        (1, 2, 1, 1),
+        (2, 1, 1, 0),
+        (2, 2, 1, 0),
+        (3, 1, 2, 0),
+        (4, 2, 1, 1),
+        (4, 4, 2, 0),
+        (8, 2, 4, 1),
+        (8, 2, 1, 0),
+    ],
 )
 def test_gathered_tiles_come_as_parts_arrive(
     order: Order, world: int, across: int, along: int, within: int

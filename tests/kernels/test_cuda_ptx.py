@@ -75,6 +75,18 @@ def test_rules(op: str) -> None:
         check_waits(lines, where)
 
 
+def test_gathers_of_one_rank_become_machine_code() -> None:
+    """The benchmark has its matmul alone from them."""
+    configs = ways(Problem("all_gather_matmul", 2048, K, N, 1, torch.bfloat16)).values()
+    clusters = [config for config in configs if isinstance(config, ClusterGatherConfig)]
+    for config in clusters:
+        constants = gather_matmul.cluster_gather_constants(
+            2048, 1, False, torch.bfloat16, False, config, False
+        )
+        assert compile_cubin(gather_matmul.SOURCE, dict(constants))
+    assert clusters
+
+
 def find(lines: list[str], pattern: re.Pattern[str], start: int = 0, stop: int | None = None) -> list[int]:
     return [i for i in range(start, len(lines) if stop is None else stop) if pattern.search(lines[i])]
 
