@@ -31,10 +31,9 @@ from autofuse.bench.dense_peers import (
 )
 from autofuse.bench.dense_sweeps import orders, programs
 from autofuse.bench.dense_table import report
-from autofuse.bench.gpu_run import TIMEOUT_S, Asking, by_kind, leave, link, machine, written
+from autofuse.bench.gpu_run import TIMEOUT_S, Asking, Key, by_kind, leave, link, machine, time_cell, written
 from autofuse.bench.gpu_run import join as join_ranks
 from autofuse.bench.timings import BYTES, DTYPE
-from autofuse.lowering.gpu.timer import time_all
 from autofuse.lowering.gpu.timing import QUICK, Effort, Timing, calls_for, copies_of
 from autofuse.passes.cost_model import Model, Numbers, Task
 from autofuse.passes.table import shipped, table_for
@@ -140,16 +139,16 @@ def _measure(bench: _Bench, cell: Cell, given: Operands, weights: Sequence[Tenso
         groups["ways"] = ask("ways", "names", lambda: our_ways(cell, given, every_way), groups["ways"])
         groups["compute"] |= ask("compute", "ours", lambda: ours_alone(cell, given), groups["compute"])
 
-    variants = {(kind, name): each(run, weights) for kind in groups for name, run in groups[kind].items()}
-    timings: dict[tuple[str, str], Timing] = {}
-    check_result = checker(cell, given, weights[0])
-    if bench.options.tune:
-        # What auto takes is settled first, and only then compared with the peers, side by side.
-        candidates = {key: run for key, run in variants.items() if key[0] == "ways"}
-        timings |= time_all(candidates, calls_for(cell.roughly_us), QUICK, check_result, finals=bench.effort)
+    def settle(timings: dict[Key, Timing]) -> None:
         ask("ways", "keep", lambda: keep(cell, given, timings), None)
-        variants = {key: run for key, run in variants.items() if key[0] != "ways"}
-    timings |= time_all(variants, calls_for(cell.roughly_us), bench.effort, check_result)
+
+    timings = time_cell(
+        {(kind, name): each(run, weights) for kind in groups for name, run in groups[kind].items()},
+        calls_for(cell.roughly_us),
+        bench.effort,
+        checker(cell, given, weights[0]),
+        keep=settle if bench.options.tune else None,
+    )
     way = ask("ways", "chosen", lambda: chosen(cell, given), "?")  # asked last: the first call may measure
     timings |= ask.failed
     fused_us, apart_us = _predicted(cell)

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from autofuse.bench import named_ways
 from autofuse.bench.embedding_cells import OP, Cell
 from autofuse.bench.exchange_work import Sample, Variant, Work, exchange
+from autofuse.bench.named_ways import Fused
 from autofuse.bench.timings import DTYPE
 from autofuse.lowering.gpu.timing import MOST_CALLS, copies_of
 
@@ -103,20 +103,15 @@ def work(cell: Cell, device: torch.device, group_name: str) -> Work:
     """All that there is to measure of a cell."""
     given = operands(cell, device, group_name)
     mine, whole = exact(given)
-    calls = [arguments(given, bags) for bags in given.bags]
+    fused = Fused(ROOM, OP, [arguments(given, bags) for bags in given.bags])
 
     def variant(run: Callable[[Bags], Any], error: Callable[[Any], float]) -> Variant:
         return Variant(lambda i: run(given.bags[i % len(given.bags)]), error)
-
-    def way(name: str) -> Variant:
-        run = named_ways.run
-        return Variant(lambda i: run(ROOM, name, OP, calls[i % len(calls)]), whole.error)
 
     path = Path(given)  # of the steps alone: the peers have another, for what lies here stays
     pooled = _merged(given, given.bags[0])
     path.pack(pooled)
     path.exchange()
-    fused = torch.ops.autofuse.embedding_bag_all_to_all
     variants = {
         "compute": {
             "per table": variant(lambda bags: _per_table(given, bags), lambda r: mine.error(torch.cat(r, 1))),
@@ -128,13 +123,9 @@ def work(cell: Cell, device: torch.device, group_name: str) -> Work:
             "unpack": Variant(lambda i: path.unpack(), whole.error),
         },
         "peers": {name: variant(run, whole.error) for name, run in peers(given).items()},
-        "ours": {"auto": Variant(lambda i: fused(*calls[i % len(calls)]), whole.error)},
+        "ours": {"auto": Variant(fused.auto, whole.error)},
     }
-    return Work(
-        variants,
-        ways=lambda: {name: way(name) for name in named_ways.names(ROOM, OP, calls[0])},
-        way=lambda: named_ways.chosen(ROOM, OP, calls[0]),
-    )
+    return Work(variants, fused)
 
 
 def peers(given: Operands) -> dict[str, Callable[[Bags], Tensor]]:

@@ -17,11 +17,12 @@ from autofuse.bench.exchange_rows import Cell, Rates, Row, chosen
 from autofuse.bench.exchange_table import report
 from autofuse.bench.exchange_work import Variant, Work
 from autofuse.bench.gpu_rates import copy_rate
-from autofuse.bench.gpu_run import TIMEOUT_S, Asking, by_kind, leave, link, machine, written
+from autofuse.bench.gpu_run import TIMEOUT_S, Asking, Key, by_kind, leave, link, machine, time_cell, written
 from autofuse.bench.gpu_run import join as join_ranks
+from autofuse.bench.named_ways import ways_of
 from autofuse.bench.timings import DTYPE
-from autofuse.lowering.gpu.timer import time_all, together
-from autofuse.lowering.gpu.timing import QUICK, Effort, calls_for
+from autofuse.lowering.gpu.timer import together
+from autofuse.lowering.gpu.timing import QUICK, Effort, Timing, calls_for, captured
 
 MEMORY_BYTES = 2 << 30
 """What is copied to measure the memory's rate."""
@@ -36,6 +37,8 @@ class Options:
     """Cells whose name contains one of these; all if empty."""
     quick: bool = False
     """Fewer cells and samples, and of ours only what `auto` chooses."""
+    tune: bool = False
+    """Let `auto` decide by what is measured here, and keep it in the user's own table."""
 
 
 def join(options: Options) -> None:
@@ -71,6 +74,8 @@ def _prepare(options: Options) -> tuple[dict[str, Any], Rates]:
     notes = []
     if options.benchmark == "experts" and (why := expert_vdev.missing()) is not None:
         notes.append(f"all_to_all_vdev_2d is not measured: {why}.")
+    if options.tune and ways_of(options.benchmark) is None:
+        notes.append("Nothing is tuned: there are no kernels for GPUs to choose from.")
     data = {
         "machine": machine(),
         "settings": {**asdict(options), "dtype": DTYPE},
@@ -89,25 +94,32 @@ def _measure(options: Options, cell: Cell, rates: Rates) -> Row:
     group = dist.group.WORLD
     assert group is not None
     device = torch.device("cuda", torch.cuda.current_device())
-    return measure(cell, make(cell, device, group.group_name), rates, options.quick)
+    return measure(cell, make(cell, device, group.group_name), rates, options)
 
 
-def measure(cell: Cell, work: Work, rates: Rates, quick: bool) -> Row:
+def measure(cell: Cell, work: Work, rates: Rates, options: Options) -> Row:
     """The row of a cell."""
     ask = Asking()
-    ways: dict[str, Variant] = {}
-    if not quick:
-        ways = ask("ways", "names", work.ways, ways)
-    groups = {**work.variants, "ways": ways}
+    names: list[str] = []
+    if not options.quick:
+        names = ask("ways", "names", lambda: work.fused.names(unfused=options.tune), names)
+    error = work.variants["ours"]["auto"].error
+    groups = {**work.variants, "ways": {name: Variant(work.fused.call(name), error) for name in names}}
     variants = {(kind, name): variant for kind in groups for name, variant in groups[kind].items()}
-    timings = time_all(
+
+    def settle(timings: dict[Key, Timing]) -> None:
+        times = {name: us for (_, name), us in captured(timings).items()}
+        ask("ways", "keep", lambda: work.fused.keep(times), None)
+
+    timings = time_cell(
         {key: variant.call for key, variant in variants.items()},
         calls_for(cell.roughly_us),
-        QUICK if quick else Effort(),
+        QUICK if options.quick else Effort(),
         lambda key, result: variants[key].error(result),
+        keep=settle if options.tune else None,
         eager=() if work.capturable else {("ours", "auto")},
     )
-    way = ask("ways", "chosen", work.way, "?")  # asked last: the first call may measure
+    way = ask("ways", "chosen", work.fused.chosen, "?")  # asked last: the first call may measure
     timings |= ask.failed
     return Row(
         cell=cell,

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autofuse.bench.gpu_run import relative_error
+from autofuse.bench.named_ways import Fused
 from autofuse.lowering.gpu.timer import Call
 
 
@@ -26,10 +27,8 @@ class Work:
     """A cell with its operands on this rank. `variants`: compute, parts, peers and ours, by kind and name."""
 
     variants: Mapping[str, Mapping[str, Variant]]
-    ways: Callable[[], dict[str, Variant]]
-    """Every fused way by name; all ranks ask together."""
-    way: Callable[[], str]
-    """What policy `auto` took."""
+    fused: Fused
+    """The op, whose ways by name are as right as `ours` is."""
     capturable: bool = True
     """Whether ours may be captured: what waits for the GPU spoils the capture for all that follows."""
 

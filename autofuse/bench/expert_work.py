@@ -10,11 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autofuse.bench import expert_vdev, named_ways
+from autofuse.bench import expert_vdev
 from autofuse.bench.exchange_work import Sample, Variant, Work, exchange
 from autofuse.bench.expert_cells import Cell
 from autofuse.bench.expert_matmuls import Run, matmuls, plain
 from autofuse.bench.expert_routes import Route
+from autofuse.bench.named_ways import Fused
 from autofuse.bench.timings import BYTES, DTYPE
 from autofuse.lowering.gpu.timing import copies_of
 
@@ -56,29 +57,20 @@ def work(cell: Cell, device: torch.device, group_name: str) -> Work:
     """All that there is to measure of a cell."""
     given = operands(cell, device, group_name)
     product, whole = exact(given)
-    calls = [arguments(given, w) for w in given.weights]
+    fused = Fused(ROOM, cell.op, [arguments(given, w) for w in given.weights])
 
     def variant(run: Run, error: Callable[[Any], float]) -> Variant:
         return Variant(lambda i: run(given.weights[i % len(given.weights)]), error)
 
-    def way(name: str) -> Variant:
-        run = named_ways.run
-        return Variant(lambda i: run(ROOM, name, cell.op, calls[i % len(calls)]), whole.error)
-
-    fused = getattr(torch.ops.autofuse, cell.op)
     alone = matmuls(given.route, given.inputs, given.x.new_empty(given.route.rows, cell.n))
     variants = {
         "compute": {name: variant(run, product.error) for name, run in alone.items()},
         "parts": _parts(given, whole),
         "peers": {name: variant(run, whole.error) for name, run in peers(given).items()},
-        "ours": {"auto": Variant(lambda i: fused(*calls[i % len(calls)])[0], whole.error)},
+        "ours": {"auto": Variant(fused.auto, whole.error)},
     }
-    return Work(
-        variants,
-        ways=lambda: {name: way(name) for name in named_ways.names(ROOM, cell.op, calls[0])},
-        way=lambda: named_ways.chosen(ROOM, cell.op, calls[0]),
-        capturable=cell.even or named_ways.has_kernel(cell.op),  # the reference reads offsets on the host
-    )
+    # The reference reads offsets on the host.
+    return Work(variants, fused, capturable=cell.even or bool(fused.names()))
 
 
 def peers(given: Operands) -> dict[str, Run]:

@@ -6,21 +6,24 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from autofuse.bench.gpu_rates import push_rate
-from autofuse.lowering.gpu.timer import together
-from autofuse.lowering.gpu.timing import Timing
+from autofuse.lowering.gpu.timer import Call, Check, time_all, together
+from autofuse.lowering.gpu.timing import QUICK, Effort, Timing
 from autofuse.lowering.torch_internals import symmetric_empty, symmetric_views
 
 T = TypeVar("T")
+
+Key: TypeAlias = tuple[str, str]
+"""Kind and name of a variant. Kinds are compute, parts, peers, ours and ways."""
 
 TIMEOUT_S = 60.0
 LINK_BYTES = 128 << 20
@@ -85,7 +88,7 @@ class Asking:
     """Asks about a cell what may fail, on all ranks together; `failed` are the answers that were none."""
 
     def __init__(self) -> None:
-        self.failed: dict[tuple[str, str], Timing] = {}
+        self.failed: dict[Key, Timing] = {}
 
     def __call__(self, kind: str, name: str, what: Callable[[], T], otherwise: T) -> T:
         """What `what` says; `otherwise`, and a failed variant, if it cannot."""
@@ -96,7 +99,30 @@ class Asking:
             return otherwise
 
 
-def by_kind(timings: dict[tuple[str, str], Timing], kind: str) -> dict[str, Timing]:
+def time_cell(
+    variants: Mapping[Key, Call],
+    calls: int,
+    effort: Effort,
+    check: Check[Key],
+    *,
+    keep: Callable[[dict[Key, Timing]], None] | None = None,
+    eager: Collection[Key] = (),
+) -> dict[Key, Timing]:
+    """The times of all variants of a cell; `eager`: as `time_all` has it.
+
+    keep: settles by the times of `ways` what `auto` takes. These are then timed first, the fastest twice, and
+    only afterwards `auto` is compared with its peers, side by side.
+    """
+    timings: dict[Key, Timing] = {}
+    if keep is not None:
+        candidates = {key: call for key, call in variants.items() if key[0] == "ways"}
+        timings = time_all(candidates, calls, QUICK, check, finals=effort)
+        keep(timings)
+        variants = {key: call for key, call in variants.items() if key[0] != "ways"}
+    return timings | time_all(variants, calls, effort, check, eager=eager)
+
+
+def by_kind(timings: dict[Key, Timing], kind: str) -> dict[str, Timing]:
     """Timings of one kind by name."""
     return {name: timing for (group, name), timing in timings.items() if group == kind}
 

@@ -1,53 +1,75 @@
-"""Fused ways by name, of ops that may have no kernels for GPUs (yet).
+"""Fused ops that may have kernels for GPUs, in ways with names (yet).
 
-A room `autofuse.lowering.gpu.<room>` with kernels has `names(op, *arguments)`, `run(name, op, *arguments)`
-and perhaps `chosen(op, *arguments)`, all with the arguments of the op itself. For a room that has others,
-this file is what changes.
+The ways of a room are in `autofuse.lowering.gpu.<room>_by_name`, if there is such a module. It has, of an op
+and its arguments:
+
+    names(op, arguments, unfused) -> list[str]    the ways that can run it, if asked also what they replace
+    run(name, op, arguments)                      what the op returns
+    chosen(op, arguments) -> str                  the way that policy `auto` takes
+    keep(op, arguments, times)                    lets it decide by these microseconds of ways, from now on
 """
 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from autofuse.lowering.gpu.timer import Call
 from autofuse.lowering.ops.library import FUSED_OPS
 
 REFERENCE = "reference"
-"""What an op without a kernel runs: torch's own ops, one after another."""
+"""What an op runs that has no kernel, or none for a call: torch's own ops, one after another."""
 
 
-def has_kernel(op: str) -> bool:
-    """Whether the op runs anything but its reference on GPUs."""
-    return FUSED_OPS[op].cuda is not None
+@dataclass(frozen=True)
+class Fused:
+    """An op of a room, with the arguments that calls take by turns."""
+
+    room: str
+    op: str
+    arguments: Sequence[tuple[Any, ...]]
+
+    def auto(self, i: int) -> Tensor:
+        """Call number i, as policy `auto` runs it."""
+        return _first(getattr(torch.ops.autofuse, self.op)(*self._at(i)))
+
+    def names(self, unfused: bool = False) -> list[str]:
+        """The ways that can run this call; none where the room has no such module."""
+        module = ways_of(self.room)
+        return [] if module is None else list(module.names(self.op, self._at(0), unfused))
+
+    def call(self, name: str) -> Call:
+        """The op's first result in the way of that name."""
+        module = ways_of(self.room)
+        return lambda i: _first(module.run(name, self.op, self._at(i)))
+
+    def chosen(self) -> str:
+        """The way that policy `auto` takes."""
+        module = ways_of(self.room)
+        if module is None:
+            return "kernel" if FUSED_OPS[self.op].cuda is not None else REFERENCE
+        return str(module.chosen(self.op, self._at(0))) if self.names() else REFERENCE
+
+    def keep(self, times: dict[str, float]) -> None:
+        """Let policy `auto` decide by these microseconds of ways, from now on."""
+        if times:
+            ways_of(self.room).keep(self.op, self._at(0), times)
+
+    def _at(self, i: int) -> tuple[Any, ...]:
+        return self.arguments[i % len(self.arguments)]
 
 
-def names(room: str, op: str, arguments: tuple[Any, ...]) -> list[str]:
-    """All ways that can run this call; none where there is no such room."""
-    module = _module(room)
-    return [] if module is None else list(module.names(op, *arguments))
-
-
-def run(room: str, name: str, op: str, arguments: tuple[Any, ...]) -> Tensor:
-    """The op's first result in the way of that name."""
-    return first(_module(room).run(name, op, *arguments))
-
-
-def first(results: Tensor | list[Tensor]) -> Tensor:
-    """The first result of an op that has one or several."""
-    return results[0] if isinstance(results, list) else results
-
-
-def chosen(room: str, op: str, arguments: tuple[Any, ...]) -> str:
-    """The way that policy `auto` takes."""
-    if not has_kernel(op):
-        return REFERENCE
-    ask = getattr(_module(room), "chosen", None)
-    return "kernel" if ask is None else str(ask(op, *arguments))
-
-
-def _module(room: str) -> Any:
-    name = f"autofuse.lowering.gpu.{room}"
+def ways_of(room: str) -> Any:
+    """The module with the ways of a room; None if there is none."""
+    name = f"autofuse.lowering.gpu.{room}_by_name"
     return importlib.import_module(name) if find_spec(name) is not None else None
+
+
+def _first(results: Tensor | list[Tensor]) -> Tensor:
+    return results[0] if isinstance(results, list) else results

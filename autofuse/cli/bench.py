@@ -17,6 +17,7 @@ Rows = Annotated[
     list[str] | None, typer.Option(help="Only cells whose name contains this; repeat for several.")
 ]
 Quick = Annotated[bool, typer.Option(help="Fewer cells and samples; of ours only auto.")]
+Tune = Annotated[bool, typer.Option(help="Let auto decide by what is measured here, and keep it for later.")]
 Json = Annotated[Path | None, typer.Option(help="Write all that was measured to this file.")]
 Markdown = Annotated[Path | None, typer.Option(help="Write the tables to this file.")]
 
@@ -83,12 +84,10 @@ def dense(
     tokens: Annotated[
         list[int] | None, typer.Option(help="Only so many tokens; repeat for several.", min=1)
     ] = None,
-    quick: Annotated[bool, typer.Option(help="Fewer tokens and samples; of ours only auto.")] = False,
+    quick: Quick = False,
     orders: Annotated[bool, typer.Option(help="Measure direct against oblivious order instead.")] = False,
     ctas: Annotated[bool, typer.Option(help="Measure time against the number of programs instead.")] = False,
-    tune: Annotated[
-        bool, typer.Option(help="Let auto decide by what is measured here, and keep it for later.")
-    ] = False,
+    tune: Tune = False,
     json: Json = None,
     markdown: Markdown = None,
 ) -> None:
@@ -97,6 +96,9 @@ def dense(
         check_folders(json, markdown)
         from autofuse.bench.dense_cells import QUICK_TOKENS, SHAPES, SWEEP_SHAPES, SWEEP_TOKENS, TOKENS
 
+        if tune and (orders or ctas):
+            raise ValueError("--tune: with --orders or --ctas nothing is chosen; leave one of them out")
+        _check_tune(tune, quick)
         for shape in shapes or ():
             one_of(shape, tuple(SHAPES), "--shapes")
         from autofuse.bench.dense import Options, join, run
@@ -110,24 +112,39 @@ def dense(
 
 
 @app.command()
-def embedding(rows: Rows = None, quick: Quick = False, json: Json = None, markdown: Markdown = None) -> None:
+def embedding(
+    rows: Rows = None, quick: Quick = False, tune: Tune = False, json: Json = None, markdown: Markdown = None
+) -> None:
     """Pooled embeddings and their all-to-all on the GPUs of torchrun: ours, and all that torch ships."""
-    _around_all_to_all("embedding", rows, quick, json, markdown)
+    _around_all_to_all("embedding", rows, quick, tune, json, markdown)
 
 
 @app.command()
-def experts(rows: Rows = None, quick: Quick = False, json: Json = None, markdown: Markdown = None) -> None:
+def experts(
+    rows: Rows = None, quick: Quick = False, tune: Tune = False, json: Json = None, markdown: Markdown = None
+) -> None:
     """Expert matmuls and their all-to-all on the GPUs of torchrun: ours, and all that torch ships."""
-    _around_all_to_all("experts", rows, quick, json, markdown)
+    _around_all_to_all("experts", rows, quick, tune, json, markdown)
 
 
 def _around_all_to_all(
-    benchmark: str, rows: list[str] | None, quick: bool, json: Path | None, markdown: Path | None
+    benchmark: str,
+    rows: list[str] | None,
+    quick: bool,
+    tune: bool,
+    json: Path | None,
+    markdown: Path | None,
 ) -> NoReturn:
     with user_errors():
+        _check_tune(tune, quick)
         check_folders(json, markdown)
         from autofuse.bench.exchange_run import Options, join, run
 
-        options = Options(benchmark, tuple(rows or ()), quick)
+        options = Options(benchmark, tuple(rows or ()), quick, tune)
         join(options)
     run(options, json, markdown)
+
+
+def _check_tune(tune: bool, quick: bool) -> None:
+    if tune and quick:
+        raise ValueError("--tune --quick: tuning takes times of all ways, which --quick leaves out; drop one")

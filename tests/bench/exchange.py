@@ -10,6 +10,7 @@ import torch.distributed as dist
 import autofuse.lowering.ops  # noqa: F401
 from autofuse.bench import exchange_run, gpu_run
 from autofuse.bench.exchange_rows import Cell, Rates
+from autofuse.bench.exchange_run import Options
 from autofuse.bench.exchange_work import Variant, Work
 from autofuse.lowering.gpu.timing import Timing
 from autofuse.lowering.ops.library import FUSED_OPS
@@ -26,10 +27,10 @@ def measured(cell: Cell, make: Callable[[Any, torch.device, str], Work]) -> dict
     work = make(cell, torch.device("cpu"), group.group_name)
     with (
         torch.no_grad(),
-        patch.object(exchange_run, "time_all", _once),
+        patch.object(gpu_run, "time_all", _once),
         patch.object(gpu_run, "together", lambda what: what()),
     ):
-        return exchange_run.measure(cell, work, RATES, quick=False).to_json()
+        return exchange_run.measure(cell, work, RATES, Options("any", ())).to_json()
 
 
 def reference(op: str, arguments: tuple[Any, ...], like: Variant) -> float:

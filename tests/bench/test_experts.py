@@ -2,18 +2,23 @@
 
 import json
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
+from typing import Any, ClassVar
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from autofuse.bench import expert_vdev, expert_work, named_ways
+from autofuse.bench import expert_vdev, expert_work, gpu_run, named_ways
 from autofuse.bench.exchange_rows import Rates, Row
+from autofuse.bench.exchange_run import Options, measure
 from autofuse.bench.exchange_table import report
+from autofuse.bench.exchange_work import Variant, Work
 from autofuse.bench.expert_cells import COMBINE, DISPATCH, MODELS, ROUTINGS, Cell, Model, cells
 from autofuse.bench.expert_routes import Route
+from autofuse.bench.named_ways import Fused
 from autofuse.lowering.gpu.timing import Timing
+from autofuse.lowering.ops.library import FUSED_OPS
 from tests.bench.exchange import RATES, data_of, measured, reference
 from tests.ranks import RankPool
 
@@ -122,27 +127,66 @@ def test_wrong_results_are_noticed(ranks: Callable[[int], RankPool], cell: Cell)
     assert min(ranks(2).run(_wrong, cell)) > 1
 
 
+class Ways:
+    """A room's ways by name, as a module would have them."""
+
+    kept: ClassVar[dict[str, float]] = {}
+
+    @staticmethod
+    def names(op: str, arguments: tuple[torch.Tensor], unfused: bool) -> list[str]:
+        return ["rows", "bags", *["torch+nccl"] * unfused]
+
+    @staticmethod
+    def run(name: str, op: str, arguments: tuple[torch.Tensor]) -> list[torch.Tensor]:
+        return [arguments[0] + len(name), arguments[0]]
+
+    @staticmethod
+    def chosen(op: str, arguments: tuple[torch.Tensor]) -> str:
+        return min(Ways.kept, key=Ways.kept.__getitem__, default="bags")
+
+    @staticmethod
+    def keep(op: str, arguments: tuple[torch.Tensor], times: dict[str, float]) -> None:
+        Ways.kept.update(times)
+
+
 def test_ways_are_found_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Room:
-        @staticmethod
-        def names(op: str, x: torch.Tensor) -> list[str]:
-            return [f"{op} rows", f"{op} bags"]
+    fused = Fused("experts", COMBINE, [(torch.zeros(1),), (torch.ones(1),)])
+    assert (fused.names(unfused=True), fused.chosen()) == ([], "reference")
+    monkeypatch.setattr(named_ways, "ways_of", lambda room: Ways)
+    assert fused.names() == ["rows", "bags"]
+    assert [float(fused.call("rows")(i)) for i in range(3)] == [4, 5, 4]
+    assert fused.chosen() == "bags"
 
-        @staticmethod
-        def run(name: str, op: str, x: torch.Tensor) -> list[torch.Tensor]:
-            return [x + len(name), x]
 
-        @staticmethod
-        def chosen(op: str, x: torch.Tensor) -> str:
-            return f"{op} bags"
+def test_an_op_with_a_kernel_but_without_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_kernel = replace(FUSED_OPS[COMBINE], cuda=lambda *arguments: NotImplemented)
+    monkeypatch.setitem(named_ways.FUSED_OPS, COMBINE, with_kernel)
+    assert Fused("no_such_room", COMBINE, [()]).chosen() == "kernel"
 
-    assert named_ways.names("no_such_room", COMBINE, ()) == []
-    monkeypatch.setattr(named_ways, "_module", lambda room: Room)
-    assert named_ways.names("experts", COMBINE, (torch.zeros(1),)) == [f"{COMBINE} rows", f"{COMBINE} bags"]
-    assert float(named_ways.run("experts", "rows", COMBINE, (torch.zeros(1),))) == 4
-    assert named_ways.chosen("experts", COMBINE, (torch.zeros(1),)) == "reference"
-    monkeypatch.setattr(named_ways, "has_kernel", lambda op: True)
-    assert named_ways.chosen("experts", COMBINE, (torch.zeros(1),)) == f"{COMBINE} bags"
+
+def test_tuning_settles_what_auto_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before it is compared with its peers; what cannot be captured is no choice."""
+    steps: list[list[str]] = []
+    took = {"rows": Timing(3.0), "bags": Timing(2.0, eager=True), "torch+nccl": Timing(4.0)}
+
+    def time_all(variants: dict[tuple[str, str], Any], *rest: Any, **more: Any) -> dict[Any, Timing]:
+        steps.append([f"{kind} {name}" for kind, name in variants])
+        return {key: took.get(key[1], Timing(5.0)) for key in variants}
+
+    monkeypatch.setattr(named_ways, "ways_of", lambda room: Ways)
+    monkeypatch.setattr(Ways, "kept", {})
+    monkeypatch.setattr(gpu_run, "time_all", time_all)
+    monkeypatch.setattr(gpu_run, "together", lambda what: what())
+    nothing = Variant(lambda i: None, lambda result: 0.0)
+    work = Work(
+        {"compute": {}, "parts": {}, "peers": {"nccl": nothing}, "ours": {"auto": nothing}},
+        Fused("experts", COMBINE, [(torch.zeros(1),)]),
+    )
+    cell = Cell(COMBINE, "deepseek-v3", 128, 4, "even")
+    row = measure(cell, work, RATES, Options("experts", (), tune=True))
+    assert steps == [["ways rows", "ways bags", "ways torch+nccl"], ["peers nccl", "ours auto"]]
+    assert Ways.kept == {"rows": 3.0, "torch+nccl": 4.0}
+    assert (row.way, row.ways) == ("rows", took)
 
 
 def test_the_peer_that_needs_nvshmem_is_left_out_here() -> None:
