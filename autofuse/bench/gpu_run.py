@@ -7,7 +7,6 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Collection, Mapping
-from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias, TypeVar
@@ -15,6 +14,7 @@ from typing import Any, NoReturn, TypeAlias, TypeVar
 import torch
 import torch.distributed as dist
 
+from autofuse import torchrun
 from autofuse.bench.gpu_rates import push_rate
 from autofuse.lowering.gpu.timer import Call, Check, time_all, together
 from autofuse.lowering.gpu.timing import QUICK, Effort, Timing
@@ -34,23 +34,15 @@ LINK_GB_PER_S = {4: 356.0, 8: 346.0}
 
 def join(command: str, check: Callable[[int], object]) -> None:
     """Joins the group of torchrun. ValueError if there is none, no GPU, or `check(world)` says so."""
-    if "LOCAL_RANK" not in os.environ:
-        raise ValueError(
-            "this process is no rank of torchrun; "
-            f"start `torchrun --nproc_per_node 4 -m autofuse bench {command}`"
-        )
-    rank, world = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
-    gpus = torch.cuda.device_count()
-    if rank >= gpus:
-        raise ValueError(f"rank {rank} has no GPU: torch finds {gpus}; start as many ranks as GPUs")
-    if world < 2:
-        raise ValueError("one rank has no peers; start 2 ranks or more")
-    check(world)
+
+    def check_world(world: int) -> None:
+        if world < 2:
+            raise ValueError("one rank has no peers; start 2 ranks or more")
+        check(world)
+
+    torchrun.join(f"bench {command}", check_world, 2 * TIMEOUT_S)
     # Collectives are being renamed, and the oldest torch that is supported has only the old names.
     warnings.filterwarnings("ignore", category=FutureWarning)
-    torch.cuda.set_device(rank)
-    device = torch.device("cuda", rank)
-    dist.init_process_group("nccl", device_id=device, timeout=timedelta(seconds=2 * TIMEOUT_S))
     torch.manual_seed(1 + dist.get_rank())
 
 

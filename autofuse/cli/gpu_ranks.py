@@ -1,6 +1,5 @@
 """What the commands that run on the GPUs of torchrun share: their group, and the sizes of a layer."""
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -27,25 +26,11 @@ def extents(op: str, tokens: int, size: str, world: int) -> tuple[int, int, int]
 @contextmanager
 def gpu_ranks(command: str) -> Iterator[tuple[int, int]]:
     """Rank and size of the group of all ranks that torchrun has started, a GPU each. ValueError if none."""
-    import torch
     import torch.distributed as dist
 
-    if not torch.cuda.is_available():
-        raise ValueError(
-            f"{command} runs kernels on GPUs, and torch finds none: expected a machine with one a rank"
-        )
-    if "RANK" not in os.environ:
-        raise ValueError(
-            f"{command} runs on every rank: start it as torchrun --nproc-per-node 4 -m autofuse {command} ..."
-        )
-    local = int(os.environ["LOCAL_RANK"])
-    if local >= torch.cuda.device_count():
-        raise ValueError(
-            f"local rank {local} has no GPU: torch finds {torch.cuda.device_count()}, a rank needs one"
-        )
-    device = torch.device("cuda", local)
-    torch.cuda.set_device(device)
-    dist.init_process_group("nccl", device_id=device)
+    from autofuse.torchrun import join
+
+    join(command)
     try:
         yield dist.get_rank(), dist.get_world_size()
     finally:

@@ -136,7 +136,7 @@ def test_the_table() -> None:
 
 MISTAKES = {
     "tuning in a hurry": (["--tune", "--quick"], {}, "--tune --quick: tuning takes times of all ways"),
-    "no torchrun": ([], {}, "start `torchrun --nproc_per_node 4 -m autofuse bench embedding`"),
+    "no torchrun": ([], {}, "start `torchrun --nproc-per-node 4 -m autofuse bench embedding`"),
     "no folder": (["--json", "/no/such/a.json"], {}, "no folder /no/such"),
     "no GPU": ([], {"LOCAL_RANK": "99", "WORLD_SIZE": "100"}, "rank 99 has no GPU"),
 }

@@ -1,0 +1,25 @@
+"""Commands that run on every rank of torchrun, with a GPU each."""
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+
+
+def join(command: str, check: Callable[[int], object] | None = None, timeout_s: float | None = None) -> None:
+    """Joins the group of all ranks. ValueError without torchrun or a GPU, or by `check(world)`."""
+    import torch
+    import torch.distributed as dist
+
+    if "LOCAL_RANK" not in os.environ:
+        raise ValueError(
+            f"this process is no rank of torchrun; start `torchrun --nproc-per-node 4 -m autofuse {command}`"
+        )
+    local, gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+    if local >= gpus:
+        raise ValueError(f"local rank {local} has no GPU: torch finds {gpus}; start as many ranks as GPUs")
+    if check is not None:
+        check(int(os.environ["WORLD_SIZE"]))
+    device = torch.device("cuda", local)
+    torch.cuda.set_device(device)
+    timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
+    dist.init_process_group("nccl", device_id=device, timeout=timeout)
