@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +11,7 @@ import torch
 
 from .choice import Point, keep, points_of
 from .dense import run
-from .timer import time_all
+from .timer import Call, time_all
 from .timing import QUICK, Effort, calls_for, captured, copies_of, matmul_us
 from .ways import Problem, ways
 from .workspace import GpuWorkspace, workspace_for
@@ -20,10 +20,7 @@ log = logging.getLogger(__name__)
 
 
 def measure(workspace: GpuWorkspace, problem: Problem) -> Point:
-    """Microseconds of every way, on the slowest rank, replayed from CUDA graphs. All ranks call it together.
-
-    A way that fails on a rank, for want of memory say, or that cannot be captured, is left out on all.
-    """
+    """Microseconds of every way, as `time_ways` has them. All ranks call it together."""
     device, dtype = workspace.device, problem.dtype
     rows = problem.m // (problem.world if problem.op == "all_gather_matmul" else 1)
     x = torch.randn(rows, problem.k, device=device, dtype=dtype)
@@ -32,19 +29,25 @@ def measure(workspace: GpuWorkspace, problem: Problem) -> Point:
         for _ in range(copies_of(problem.k * problem.n * 2))
     ]
 
-    def call(way: str) -> Callable[[int], object]:
+    def call(way: str) -> Call:
         return lambda i: run(workspace, way, problem, x, weights[i % len(weights)], "direct", "measure")
 
-    calls = calls_for(matmul_us(problem.m, problem.k, problem.n))
-    timings = time_all(
-        {way: call(way) for way in ways(problem)}, calls, QUICK, finals=Effort(), group=workspace.group
-    )
+    calls = {way: call(way) for way in ways(problem)}
+    return Point.of(problem, time_ways(workspace, calls, matmul_us(problem.m, problem.k, problem.n)))
+
+
+def time_ways(workspace: GpuWorkspace, calls: Mapping[str, Call], roughly_us: float) -> dict[str, float]:
+    """Microseconds of ways, on the slowest rank, replayed from CUDA graphs. All ranks call it together.
+
+    A way that fails on a rank, for want of memory say, or that cannot be captured, is left out on all.
+    """
+    timings = time_all(calls, calls_for(roughly_us), QUICK, finals=Effort(), group=workspace.group)
     workspace.check()
     times = captured(timings)
     for way, timing in timings.items():
         if way not in times:
-            log.warning("%s: without %s, %s", problem, way, timing.failed or "which cannot be captured")
-    return Point.of(problem, times)
+            log.warning("%s is not measured: %s", way, timing.failed or "it cannot be captured")
+    return times
 
 
 def measure_once(workspace: GpuWorkspace, problem: Problem) -> None:

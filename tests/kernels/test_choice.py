@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -9,7 +10,7 @@ pytest.importorskip("triton")
 
 import torch
 
-from autofuse.lowering.gpu import by_name
+from autofuse.lowering.gpu import by_name, measure
 from autofuse.lowering.gpu.choice import (
     _SHIPPED,
     Point,
@@ -20,6 +21,7 @@ from autofuse.lowering.gpu.choice import (
     read,
     write,
 )
+from autofuse.lowering.gpu.timing import Timing
 from autofuse.lowering.gpu.ways import ASYNC_TP, CUBLAS_NCCL, TWO_SHOT, Problem, is_copied, needs, ways
 from autofuse.native_kernels.triton.memory import Need
 from autofuse.passes import table
@@ -91,6 +93,22 @@ def test_matmuls_alone_are_both_kernels_with_nothing_to_move(m: int, monkeypatch
     configs = ways(problem("all_gather_matmul", m, world=1))
     assert all(is_copied(configs[name]) for name in found)
     assert len(found) <= 4
+
+
+def test_ways_that_fail_are_left_out(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    timings = {"a": Timing(2.0), "b": Timing(1.0, eager=True), "c": Timing(failed="OutOfMemoryError: c")}
+    workspace = Mock()
+    monkeypatch.setattr(
+        measure, "time_all", lambda calls, *rest, **more: {way: timings[way] for way in calls}
+    )
+    assert measure.time_ways(workspace, dict.fromkeys(timings, print), 10.0) == {"a": 2.0}
+    workspace.check.assert_called_once()
+    assert [record.getMessage() for record in caplog.records] == [
+        "b is not measured: it cannot be captured",
+        "c is not measured: OutOfMemoryError: c",
+    ]
 
 
 def test_tables_are_added_to(tmp_path: Path) -> None:
