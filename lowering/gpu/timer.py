@@ -147,7 +147,8 @@ class _Timer(Generic[Key]):
     def heat(self, effort: Effort) -> None:
         """Rounds that do not count."""
         keys = list(self._runs)
-        for number in range(math.ceil(WARM_UP_US / (effort.sample_us * max(1, len(keys))))):
+        round_us = sum(us * _times(us, effort) for _, us in self._runs.values())
+        for number in range(math.ceil(WARM_UP_US / round_us) if keys else 0):
             self._round(in_turn(keys, number), effort)
 
     def measure(self, keys: Sequence[Key], effort: Effort) -> None:
@@ -167,11 +168,16 @@ class _Timer(Generic[Key]):
         for key in keys:
             if key in self._runs:
                 run, once_us = self._runs[key]
-                times = max(1, min(MOST_REPLAYS, round(effort.sample_us / once_us)))
+                times = _times(once_us, effort)
                 with self._unless_it_fails(key):
                     us = together(lambda r=run, n=times: sample(r, n, self._group), self._group)  # type: ignore[misc]
                     found[key] = us / (times * self._calls)
         return found
+
+
+def _times(once_us: float, effort: Effort) -> int:
+    """How often a sample runs what takes so long."""
+    return max(1, min(MOST_REPLAYS, round(effort.sample_us / once_us)))
 
 
 def _warm_up(key: Key, call: Call, check: Check[Key] | None, group: ProcessGroup | None) -> float | None:
