@@ -102,7 +102,7 @@ __device__ void store_tiles(const Params& p, const Shared& s, int block, int til
 // the order in which they are complete; who is free takes the next.
 template <int TEAM>
 __device__ void reduce_parts(const Params& p, const Shared& s, int block, int team, int64_t parity, int epoch, Trace trace) {
-    constexpr int SOURCES = ALL ? W : 1, WIDE = BN / 8;  // words of 16 bytes in a row
+    constexpr int KINDS = ALL ? 2 : 1, WIDE = BN / 8;  // words of 16 bytes in a row
     __shared__ int tickets_of[3];
     // The groups that have multiplied use the memory of blocks of x and of the weight.
     uint32_t buffer = team ? s.stages + (team - 1) * PART_BYTES : s.more;
@@ -112,7 +112,7 @@ __device__ void reduce_parts(const Params& p, const Shared& s, int block, int te
     int* ready = arrived + W * tiles;
     const char* inbox = p.inbox[p.rank] + parity * p.inbox_half;
     bool mixed = p.lag < parts;
-    int tickets = (mixed ? parts + p.lag : parts) * SOURCES;
+    int tickets = (mixed ? parts + p.lag : parts) * KINDS;
     auto* next = reinterpret_cast<unsigned long long*>(p.state + 5);
     int ticket = block, following = 0;  // the first are given away beforehand
     if (team) {
@@ -121,31 +121,27 @@ __device__ void reduce_parts(const Params& p, const Shared& s, int block, int te
         ticket = tickets_of[team];
     }
     while (ticket < tickets) {
-        // Number i of our own parts, or number i - lag of a peer's; of few, all of our own first.
-        int away = ticket % SOURCES, i = ticket / SOURCES - (away ? p.lag : 0);
-        if (!mixed) {
-            int copied = ticket - parts;
-            away = copied < 0 ? 0 : 1 + copied % (SOURCES > 1 ? SOURCES - 1 : 1);
-            i = copied < 0 ? ticket : copied / (SOURCES > 1 ? SOURCES - 1 : 1);
-        }
+        // Number i of our own parts, or number i - lag of all peers'; of few, all of our own first.
+        bool copying = ALL && (mixed ? ticket % 2 : ticket >= parts);
+        int i = mixed ? ticket / KINDS - (copying ? p.lag : 0) : ticket - (copying ? parts : 0);
         bool is_part = i >= 0 && i < parts;
-        int source = (p.rank + away) % W;
         Tile at = chunk_tile_at(is_part ? i / PARTS : 0, p.rows, p.cols);
         int tile = at.row * p.cols + at.col, part = tile * PARTS + i % PARTS;
-        if (is_part && away == 0) {
+        if (is_part && !copying) {
             if (thread < W) wait(arrived + thread * tiles + tile, 1, p.state, p.site * 8 + REDUCING, thread, tile, epoch);
-        } else if (is_part && thread == 0) {
+        } else if (is_part && thread > 0 && thread < W) {
+            int source = (p.rank + thread) % W;
             wait(ready + source * parts + part, 1, p.state, p.site * 8 + COPYING, source, part, epoch);
             ready[source * parts + part] = 0;
         }
         named_barrier(bar, TEAM);
         if (thread == 0) {
             following = p.programs + atomicAdd(next, 1ull);
-            trace.stamp(WAITED, away ? source : -1, part);
+            trace.stamp(WAITED, -1, part);
         }
-        int64_t sent = parity * p.finished_half + static_cast<int64_t>(source * parts + part) * PART_BYTES;
+        int64_t sent = parity * p.finished_half + static_cast<int64_t>(part) * PART_BYTES;
         // Word j of the part: its row in the tile, and where it goes in the output, if it does.
-        auto place = [&](int j, int& row) {
+        auto place = [&](int source, int j, int& row) {
             row = i % PARTS * PART + j / WIDE;
             int in_chunk = at.row * HEIGHT + row, col = at.col * BN + j % WIDE * 8;
             int to = row_at(p, source, in_chunk);
@@ -153,11 +149,11 @@ __device__ void reduce_parts(const Params& p, const Shared& s, int block, int te
             if (!ALL) to = in_chunk / (p.stretch * HEIGHT) * p.chunk_rows + in_chunk % (p.stretch * HEIGHT);
             return p.out + static_cast<int64_t>(to) * p.out_pitch + col * 2;
         };
-        if (is_part && away == 0) {
+        if (is_part && !copying) {
 #pragma unroll 2
             for (int j = thread; j < PART * WIDE; j += TEAM) {
                 int row;
-                char* to = place(j, row);
+                char* to = place(p.rank, j, row);
                 if (!to) continue;
                 const char* from = inbox + static_cast<int64_t>(tile) * TILE_BYTES +
                                    staged_at(HEIGHT, row, j % WIDE, SPANNING ? p.rank * HEIGHT : 0);
@@ -172,7 +168,8 @@ __device__ void reduce_parts(const Params& p, const Shared& s, int block, int te
                 fence_proxy_shared();
                 named_barrier(bar, TEAM);
                 if (thread == 0) {
-                    for (int r = 1; r < W; ++r) store_bulk(p.finished[(p.rank + r) % W] + sent, buffer, PART_BYTES);
+                    int64_t to = sent + static_cast<int64_t>(p.rank) * parts * PART_BYTES;
+                    for (int r = 1; r < W; ++r) store_bulk(p.finished[(p.rank + r) % W] + to, buffer, PART_BYTES);
                     bulk_commit();
                     bulk_wait();
                     fence_proxy();
@@ -183,17 +180,26 @@ __device__ void reduce_parts(const Params& p, const Shared& s, int block, int te
                 }
             }
         } else if (is_part) {
+            // Of all peers at once, so that their latencies overlap.
             const char* from = p.finished[p.rank] + sent;
-#pragma unroll 4
             for (int j = thread; j < PART * WIDE; j += TEAM) {
-                int row;
-                char* to = place(j, row);
-                if (to) store(to, load_l2(from + j * 16));
+                uint4 words[W];
+#pragma unroll
+                for (int r = 1; r < W; ++r) {
+                    int64_t source = (p.rank + r) % W;
+                    words[r] = load_l2(from + source * parts * PART_BYTES + j * 16);
+                }
+#pragma unroll
+                for (int r = 1; r < W; ++r) {
+                    int row;
+                    char* to = place((p.rank + r) % W, j, row);
+                    if (to) store(to, words[r]);
+                }
             }
         }
         if (thread == 0) {
             tickets_of[team] = following;
-            trace.stamp(away ? COPIED : REDUCED, source, part);
+            trace.stamp(copying ? COPIED : REDUCED, copying ? -1 : p.rank, part);
         }
         named_barrier(bar, TEAM);
         ticket = tickets_of[team];
