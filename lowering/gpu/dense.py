@@ -14,6 +14,7 @@ from autofuse.lowering import torch_internals
 from autofuse.lowering.ops.layout import parts, whole
 from autofuse.native_kernels.cuda.gather_matmul import ClusterGatherConfig, launch_cluster_gather
 from autofuse.native_kernels.cuda.matmul_reduce import ClusterReduceConfig, launch_cluster_reduce
+from autofuse.native_kernels.cuda.matmul_words import WordsConfig, launch_matmul_words
 from autofuse.native_kernels.triton.gather_matmul import launch_gather_matmul
 from autofuse.native_kernels.triton.gather_matmul_few import FewConfig, launch_gather_matmul_few
 from autofuse.native_kernels.triton.matmul_packets import PacketsConfig, launch_matmul_packets
@@ -54,7 +55,7 @@ def reduce(
     """matmul_all_reduce and matmul_reduce_scatter: what they return first."""
     config = ways(problem)[way]
     everywhere = problem.op == "matmul_all_reduce"
-    if config is not None and order == "ring" and isinstance(config, PacketsConfig):
+    if config is not None and order == "ring" and isinstance(config, PacketsConfig | WordsConfig):
         order = "direct"  # everybody talks to everybody at once: there is no order
 
     def need() -> Need:
@@ -87,13 +88,14 @@ def reduce(
         shape[problem.dim] //= 1 if everywhere else problem.world
         out = x.new_empty(shape)
         for compile_only in _first_compile(workspace, new):
-            if isinstance(config, PacketsConfig):
-                launch_matmul_packets(
-                    memory, x, w, out, mean, everywhere, config, number, trace, compile_only
-                )
+            launch: Any
+            if isinstance(config, PacketsConfig | WordsConfig):
+                words = isinstance(config, WordsConfig)
+                launch = launch_matmul_words if words else launch_matmul_packets
+                launch(memory, x, w, out, mean, everywhere, config, number, trace, compile_only)
             else:
                 clusters = isinstance(config, ClusterReduceConfig)
-                launch: Any = launch_cluster_reduce if clusters else launch_matmul_reduce
+                launch = launch_cluster_reduce if clusters else launch_matmul_reduce
                 launch(
                     memory, x, w, out, mean, everywhere, problem.outer, ORDERS[order], config, number, trace,
                     compile_only,

@@ -15,6 +15,7 @@ import torch
 
 from autofuse.native_kernels.cuda.gather_matmul import ClusterGatherConfig, cluster_gather_needs
 from autofuse.native_kernels.cuda.matmul_reduce import ClusterReduceConfig, cluster_reduce_needs
+from autofuse.native_kernels.cuda.matmul_words import MOST_ROWS, WordsConfig, words_needs
 from autofuse.native_kernels.triton.copy_engine import FIRST_CREDIT
 from autofuse.native_kernels.triton.gather_matmul import GatherConfig, gather_needs
 from autofuse.native_kernels.triton.gather_matmul_few import FewConfig, few_needs
@@ -34,7 +35,13 @@ ASYNC_TP = "async_tp"
 
 
 Config: TypeAlias = (
-    ReduceConfig | PacketsConfig | GatherConfig | FewConfig | ClusterReduceConfig | ClusterGatherConfig
+    ReduceConfig
+    | PacketsConfig
+    | GatherConfig
+    | FewConfig
+    | WordsConfig
+    | ClusterReduceConfig
+    | ClusterGatherConfig
 )
 
 _KINDS: dict[type, str] = {
@@ -42,6 +49,7 @@ _KINDS: dict[type, str] = {
     PacketsConfig: "packets",
     GatherConfig: "parts",
     FewConfig: "few",
+    WordsConfig: "words",
     ClusterReduceConfig: "clusters",
     ClusterGatherConfig: "clusters",
 }
@@ -117,7 +125,7 @@ def host_us(way: str, config: Config | None) -> float:
         return {CUBLAS_NCCL: 45.0, ONE_SHOT: 45.0, TWO_SHOT: 55.0}.get(way, 300.0)
     if isinstance(config, ClusterReduceConfig | ClusterGatherConfig):
         return 160.0 if is_copied(config) else 55.0
-    if isinstance(config, PacketsConfig | FewConfig):
+    if isinstance(config, PacketsConfig | FewConfig | WordsConfig):
         return 60.0
     return 185.0 if is_copied(config) else 100.0
 
@@ -139,29 +147,22 @@ def _configs(problem: Problem) -> Iterator[Config]:
             yield from _gather_configs(problem)
         return
     everywhere, by_rows, m = problem.op == "matmul_all_reduce", problem.dim == 0, problem.m
-    if m <= 128 and by_rows and problem.outer == 1:
+    if m <= 32 and by_rows and problem.outer == 1:
         if everywhere and m <= 16:
             yield PacketsConfig(once=True)
-        if m <= 32:
-            yield PacketsConfig()
-            yield PacketsConfig(bk=256, stages=4)
-            yield PacketsConfig(bn=32, bk=256, stages=4)
-            if problem.n >= 128 * problem.programs // 2:
-                yield PacketsConfig(bn=128)
-        else:
-            yield PacketsConfig(bn=32, bk=64, stages=6)
-            yield PacketsConfig(bn=32, stages=4, warps=8)
-            yield PacketsConfig(bk=64, stages=6, warps=8)
-            if problem.n >= 128 * problem.programs // 2:
-                yield PacketsConfig(bn=128, bk=64, stages=5, warps=8)
-    if by_rows and problem.outer == 1 and 32 < m <= 128:
-        yield ClusterReduceConfig(bn=64, across=1, along=2, stages=7)
+        yield PacketsConfig()
+        yield PacketsConfig(bk=256, stages=4)
+        yield PacketsConfig(bn=32, bk=256, stages=4)
+        if problem.n >= 128 * problem.programs // 2:
+            yield PacketsConfig(bn=128)
+    if by_rows and problem.outer == 1 and 8 < m <= MOST_ROWS:
+        yield from _words_configs(problem)
     if everywhere and 32 < m <= 512:
         for bt in (32, 128):
             yield ReduceConfig(bn=64, bk=128, warps=4, stages=4, bt=bt, by_rows=False)
     if by_rows and m < 64 * problem.world:
         return
-    if by_rows and problem.world % 2 == 0:
+    if by_rows and problem.world % 2 == 0 and m > MOST_ROWS:
         yield from _cluster_reduce_configs(m)
     yield ReduceConfig(bt=32, by_rows=by_rows)
     if m <= 1024:
@@ -170,6 +171,17 @@ def _configs(problem: Problem) -> Iterator[Config]:
     elif everywhere:
         yield ReduceConfig(visit=1, by_rows=by_rows)
         yield ReduceConfig(br=64, communicating=24, by_rows=by_rows)
+
+
+def _words_configs(problem: Problem) -> Iterator[Config]:
+    """Those with which tiles keep most programs busy."""
+    for bn in (64, 128):
+        for split in (1, 2, 4):
+            blocks = cdiv(problem.n, bn) * split
+            few = split == 1 or blocks <= problem.programs
+            if few and blocks > problem.programs // 2 and problem.k >= 64 * split:
+                yield WordsConfig(bn, split)
+                break
 
 
 def _cluster_reduce_configs(m: int) -> Iterator[Config]:
@@ -223,7 +235,7 @@ def _cluster_gather_configs(problem: Problem) -> Iterator[Config]:
 
 def _fits(config: Config, problem: Problem) -> bool:
     need = needs(config, problem)
-    if max(need.inbox, need.finished, need.packets, need.copies, 4 * need.pieces) > MOST_BYTES:
+    if max(need.inbox, need.finished, need.packets, need.words, need.copies, 4 * need.pieces) > MOST_BYTES:
         return False
     if isinstance(config, ReduceConfig) and not config.by_rows and problem.op == "matmul_reduce_scatter":
         return problem.outer == 1 and problem.n % (8 * problem.world) == 0
@@ -245,6 +257,8 @@ def needs(config: Config, problem: Problem) -> Need:
         return cluster_reduce_needs(m, n, problem.outer, 2, world, everywhere, config)
     if isinstance(config, ClusterGatherConfig):
         return cluster_gather_needs(m // world, k, 2, world, config)
+    if isinstance(config, WordsConfig):
+        return words_needs(m, n, 2, world, everywhere)
     if isinstance(config, PacketsConfig):
         return packets_needs(m, n, world, config)
     if isinstance(config, FewConfig):

@@ -40,12 +40,15 @@ LEAST = Need(
     inbox=16 << 20,
     finished=16 << 20,
     packets=4 << 20,
+    words=8 << 20,
     copies=0,
     signals=1 << 18,
     pieces=1 << 20,
     done=1 << 12,
 )
 """What a workspace starts with (bytes; elements of pieces and done)."""
+
+REGIONS = ("inbox", "finished", "packets", "words", "copies", "signals")
 
 _WAITS = {1: "to add its part", 2: "to send a sum", 3: "to send its part"}
 
@@ -192,7 +195,7 @@ class GpuWorkspace:
             self.rank,
             self.world,
             self.programs,
-            **{name: region(name) for name in ("inbox", "finished", "packets", "copies", "signals")},
+            **{name: region(name) for name in REGIONS},
             copy_signals=copy_signals,
             state=self._state,
             record=self._record,

@@ -5,17 +5,17 @@
 // Kinds of events in a trace, as in comm.py.
 constexpr int BEGUN = 1, WAITED = 2, COMPUTED = 3, REDUCED = 5, COPIED = 6, ENDED = 8;
 
-// Bounded wait of one thread for one signal of `source`; what the others of a block may read then is behind a
-// barrier of theirs. Where it does not come in time: raise state[2], and record (1, code, source, index, epoch).
-__device__ inline void wait(
-    const int* counter, int target, int64_t* state, int code, int source, int index, int epoch) {
+// Whether one who waits for `source` goes on, after so many polls. Where it does not come in time: raise state[2], and
+// record (1, code, source, index, epoch).
+struct Patience {
+    int polls = 0;
     int64_t limit = 0;
-    for (int polls = 0; load_acquire(counter) < target; ++polls) {
-        if (polls % 64) continue;  // the clock is slow to read
+    __device__ bool goes_on(int64_t* state, int code, int source, int index, int epoch) {
+        if (polls++ % 64) return true;  // the clock is slow to read
         if (limit == 0) limit = nanoseconds() + state[0];
-        if (*static_cast<volatile int64_t*>(state + 2)) return;
-        if (nanoseconds() < limit) continue;
-        if (atomicExch(reinterpret_cast<unsigned long long*>(state + 2), 1ull)) return;
+        if (*static_cast<volatile int64_t*>(state + 2)) return false;
+        if (nanoseconds() < limit) return true;
+        if (atomicExch(reinterpret_cast<unsigned long long*>(state + 2), 1ull)) return false;
         int* record = reinterpret_cast<int*>(state[1]);
         record[1] = code;
         record[2] = source;
@@ -23,7 +23,16 @@ __device__ inline void wait(
         record[4] = epoch;
         __threadfence_system();
         *static_cast<volatile int*>(record) = 1;
-        return;
+        return false;
+    }
+};
+
+// Bounded wait of one thread for one signal of `source`; what the others of a block may read then is behind a
+// barrier of theirs.
+__device__ inline void wait(
+    const int* counter, int target, int64_t* state, int code, int source, int index, int epoch) {
+    Patience patience;
+    while (load_acquire(counter) < target && patience.goes_on(state, code, source, index, epoch)) {
     }
 }
 

@@ -73,6 +73,10 @@ class ClusterGatherConfig:
     copied: bool = False
 
     @property
+    def cluster(self) -> int:
+        return self.across * self.along
+
+    @property
     def shared_bytes(self) -> int:
         return shared_bytes(self.bn, self.stages)
 

@@ -2,27 +2,50 @@
 //
 // Warpgroup 0 loads (and stores, in another warp), 1 and 2 multiply 64 rows each. Blocks of a cluster are numbered
 // m * ALONG + n: those of equal n (ACROSS of them) share the block of the weight, those of equal m that of x. Each
-// loads its share of both and sends it to all it shares it with.
+// loads its share of both and sends it to all it shares it with. Where nothing is shared, SPLIT blocks of a cluster
+// may compute one tile, each over a part of K; each then adds up SPLIT_ROWS rows of it, in the order of the blocks.
+// Of few tokens, blocks of x have ROWS rows instead of 128; what the tensor cores make of the others is not used.
 #pragma once
 #include "wgmma.cuh"
 
 constexpr int BM = 128, BK = 64, ROW = BK * 2;
-constexpr int CLUSTER = ACROSS * ALONG;
+constexpr int SHARING = ACROSS * ALONG, CLUSTER = SHARING * SPLIT;
+static_assert(SPLIT == 1 || SHARING == 1, "a cluster shares loads or splits K");
+static_assert(TRANSPOSED || BN / ACROSS % 64 == 0, "boxes of the weight are 64 columns wide");
+constexpr int GROUPS = ROWS > 64 ? 2 : 1, WARPS = (ROWS + 15) / 16;  // that multiply, and that have rows
+constexpr int SPLIT_WARPS = GROUPS * 4 / SPLIT, SPLIT_ROWS = SPLIT_WARPS * 16;
+constexpr int PARTIAL = SPLIT_ROWS * BN * 4;  // bytes that one block sends to another, at most
 constexpr int SHARERS = ACROSS + ALONG - 1;
-constexpr int A_BYTES = BM * ROW, B_BYTES = BN * ROW, STAGE = A_BYTES + B_BYTES;
+constexpr int A_BYTES = ROWS * ROW, B_BYTES = BN * ROW, STAGE = A_BYTES + B_BYTES;
 constexpr int STAGED = BM * BN * 2;
 
 struct Shared {
     uint32_t stages, staged;             // memory
     uint32_t full, empty, ready, taken;  // barriers: full and empty of every stage, and those of `staged`
+    uint32_t partials, partial, summed;  // memory of partial sums, and barriers: these have come, may come again
     uint32_t more;                       // memory that a kernel uses for something else
 };
 
 __device__ inline Shared shared_memory(void* memory) {
     uint32_t at = (shared_address(memory) + 1023) / 1024 * 1024;
     uint32_t barriers = at + STAGES * STAGE + STAGED;  // an even number of them, so that `more` is aligned
-    return {at, at + STAGES * STAGE, barriers, barriers + STAGES * 8, barriers + 2 * STAGES * 8,
-            barriers + 2 * STAGES * 8 + 8, barriers + (2 * STAGES + 2) * 8};
+    uint32_t more = barriers + (2 * STAGES + 4) * 8;
+    return {at,
+            at + STAGES * STAGE,
+            barriers,
+            barriers + STAGES * 8,
+            barriers + 2 * STAGES * 8,
+            barriers + 2 * STAGES * 8 + 8,
+            more,
+            barriers + 2 * STAGES * 8 + 16,
+            barriers + 2 * STAGES * 8 + 24,
+            more + (SPLIT - 1) * PARTIAL};
+}
+
+// Of this block, the warps whose rows it adds up, if they have any.
+__device__ inline int warps_here() {
+    int left = WARPS - cluster_rank() * SPLIT_WARPS;
+    return left < 0 ? 0 : left < SPLIT_WARPS ? left : SPLIT_WARPS;
 }
 
 // Makes the barriers; all of the cluster meet.
@@ -30,10 +53,13 @@ __device__ inline void init(const Shared& s) {
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; ++i) {
             barrier_init(s.full + 8 * i, 1);
-            barrier_init(s.empty + 8 * i, 2 * SHARERS);
+            barrier_init(s.empty + 8 * i, GROUPS * SHARERS);
         }
-        barrier_init(s.ready, 256);
+        barrier_init(s.ready, GROUPS * 128);
         barrier_init(s.taken, 1);
+        barrier_init(s.partial, 1);
+        int others = WARPS - (SPLIT > 1 ? warps_here() : 0);
+        barrier_init(s.summed, others > 0 ? others : 1);
         barrier_inits_done();
     }
     if (CLUSTER > 1)
@@ -55,15 +81,15 @@ struct Turn {
 // One thread loads rows `row, ...` of x and columns `col, ...` of the weight, in blocks of BK from k = `first` on.
 __device__ inline void produce(
     const Shared& s, Turn& turn, const TensorMap* x, const TensorMap* w, int row, int col, int first, int last) {
-    int me = CLUSTER > 1 ? cluster_rank() : 0, m = me / ALONG, n = me % ALONG;
+    int me = SHARING > 1 ? cluster_rank() : 0, m = me / ALONG, n = me % ALONG;
     uint16_t row_mask = ((1 << ALONG) - 1) << (m * ALONG), col_mask = 0;
     for (int i = 0; i < ACROSS; ++i) col_mask |= 1 << (i * ALONG + n);
     for (int k = first; k < last; k += BK) {
         uint32_t a = s.stages + turn.stage * STAGE, b = a + A_BYTES, full = s.full + 8 * turn.stage;
         barrier_wait(s.empty + 8 * turn.stage, turn.parity ^ 1);
         barrier_expect(full, STAGE);
-        constexpr int ROWS = BM / ALONG, COLS = BN / ACROSS;
-        load_share<ALONG>(a + n * ROWS * ROW, x, row + n * ROWS, k, full, row_mask);
+        constexpr int SHARE = ROWS / ALONG, COLS = BN / ACROSS;
+        load_share<ALONG>(a + n * SHARE * ROW, x, row + n * SHARE, k, full, row_mask);
 #if TRANSPOSED
         load_share<ACROSS>(b + m * COLS * ROW, w, col + m * COLS, k, full, col_mask);
 #else
@@ -77,14 +103,14 @@ __device__ inline void produce(
 
 // A warpgroup waits for blocks and multiplies 64 rows: acc = A @ B.
 __device__ inline void consume(const Shared& s, Turn& turn, float (&acc)[BN / 2], int group, int blocks) {
-    int me = CLUSTER > 1 ? cluster_rank() : 0, m = me / ALONG, n = me % ALONG;
+    int me = SHARING > 1 ? cluster_rank() : 0, m = me / ALONG, n = me % ALONG;
     int thread = threadIdx.x % 128;
     // Thread i frees a stage for the i-th of those who store to it.
     int sharer = thread < ALONG ? m * ALONG + thread : (thread - ALONG) + (thread - ALONG >= m);
     if (thread >= ALONG) sharer = sharer * ALONG + n;
     auto release = [&](int stage) {
         if (thread < SHARERS) {
-            if (CLUSTER > 1)
+            if (SHARING > 1)
                 barrier_arrive_at(s.empty + 8 * stage, sharer);
             else
                 barrier_arrive(s.empty + 8 * stage);
@@ -115,6 +141,64 @@ __device__ inline void consume(const Shared& s, Turn& turn, float (&acc)[BN / 2]
     release(before);
 }
 
+// What this block of a cluster multiplies of K, from `first` to before `last`; something of at least SPLIT * BK.
+__device__ inline void split(int k, int& first, int& last) {
+    int blocks = (k + BK - 1) / BK, me = SPLIT > 1 ? cluster_rank() : 0;
+    first = me * blocks / SPLIT * BK;
+    last = me == SPLIT - 1 ? k : (me + 1) * blocks / SPLIT * BK;
+}
+
+// Whether the rows of this warp are among those that this block adds up.
+__device__ inline bool adds_up(int group) {
+    return SPLIT == 1 || (group * 4 + threadIdx.x / 32 % 4) / SPLIT_WARPS == cluster_rank();
+}
+
+// A value that was computed before, and is not read sooner: else the compiler makes the tensor cores wait for every
+// instruction.
+__device__ inline float settled(float value) {
+    float same;
+    asm volatile("mov.b32 %0, %1;" : "=f"(same) : "f"(value));
+    return same;
+}
+
+// Each warp sends its 16 rows to the block that adds them up; there, acc becomes the sum over all blocks.
+__device__ inline void add_partials(const Shared& s, float (&acc)[BN / 2], int group, int tile) {
+    int me = cluster_rank(), warp = group * 4 + threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+    int owner = warp / SPLIT_WARPS;
+    if (warp >= WARPS) return;
+    // A slot a block, without that of the owner; there as many float4 a lane as a warp has.
+    auto at = [&](int from, int j) {
+        int slot = from - (from > owner);
+        return s.partials + slot * PARTIAL + ((warp % SPLIT_WARPS * (BN / 8) + j) * 32 + lane) * 16;
+    };
+    if (owner != me) {
+        if (tile > 0) barrier_wait(s.summed, (tile - 1) % 2);
+        uint32_t there = shared_of(s.partials, owner) - s.partials, barrier = shared_of(s.partial, owner);
+#pragma unroll
+        for (int j = 0; j < BN / 8; ++j) store_async(there + at(me, j), acc + 4 * j, barrier);
+        return;
+    }
+    if (warp % SPLIT_WARPS == 0 && lane == 0) barrier_expect(s.partial, (SPLIT - 1) * warps_here() * 64 * BN);
+    barrier_wait(s.partial, tile % 2);
+#pragma unroll
+    for (int j = 0; j < BN / 8; ++j) {
+        float own[4], total[4] = {};
+        for (int i = 0; i < 4; ++i) own[i] = settled(acc[4 * j + i]);
+        for (int from = 0; from < SPLIT; ++from) {
+            if (from == me) {
+                for (int i = 0; i < 4; ++i) total[i] += own[i];
+                continue;
+            }
+            uint4 part = load_shared(at(from, j));
+            const uint32_t parts[4] = {part.x, part.y, part.z, part.w};
+            for (int i = 0; i < 4; ++i) total[i] += __uint_as_float(parts[i]);
+        }
+        for (int i = 0; i < 4; ++i) acc[4 * j + i] = total[i];
+    }
+    __syncwarp();
+    if (lane < SPLIT && lane != me) barrier_release_at(s.summed, lane);
+}
+
 // Adds entries `first, ...` of a bias [n] to every row.
 __device__ inline void add_bias(float (&acc)[BN / 2], const char* bias, int first, int n) {
 #pragma unroll
@@ -135,17 +219,22 @@ __device__ inline int staged_at(int rows, int row, int word, int first = 0) {
     return (word / 8 * rows + row) * 128 + (word % 8 ^ (first + row) % 8) * 16;
 }
 
-// A warpgroup puts its 64 rows, rounded, where the storing warp takes them from, once the rows before have been taken.
-__device__ inline void stage(const Shared& s, const float (&acc)[BN / 2], int group, int& parity) {
+// A warp rounds its 16 rows to 16 bits, in shared memory.
+__device__ inline void stage_rows(const Shared& s, const float (&acc)[BN / 2], int group) {
     int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, row = group * 64 + warp * 16 + lane % 16;
-    barrier_wait(s.taken, parity ^ 1);
-    parity ^= 1;
 #pragma unroll
     for (int j = 0; j < BN / 16; ++j) {
         const float* d = acc + j * 8;
         store_matrices(s.staged + staged_at(BM, row, j * 2 + lane / 16), pair(d[0], d[1]), pair(d[2], d[3]),
                        pair(d[4], d[5]), pair(d[6], d[7]));
     }
+}
+
+// A warpgroup puts its 64 rows where the storing warp takes them from, once the rows before have been taken.
+__device__ inline void stage(const Shared& s, const float (&acc)[BN / 2], int group, int& parity) {
+    barrier_wait(s.taken, parity ^ 1);
+    parity ^= 1;
+    if (adds_up(group)) stage_rows(s, acc, group);
     fence_proxy_shared();
     barrier_arrive(s.ready);
 }

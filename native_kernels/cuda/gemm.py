@@ -22,9 +22,10 @@ POINTERS = ctypes.c_void_p * 8
 Constants: TypeAlias = tuple[tuple[str, int], ...]
 
 
-def shared_bytes(bn: int, stages: int, more: int = 0) -> int:
-    """Of a block: stages of x and of the weight, a staged tile, barriers, `more`, and room to align it."""
-    return stages * (BM + bn) * BK * 2 + BM * bn * 2 + 16 * (stages + 1) + more + 1024
+def shared_bytes(bn: int, stages: int, split: int = 1) -> int:
+    """Of a block: stages of x and of the weight, a staged tile, partial sums, barriers, room to align it."""
+    partials = BM // split * bn * 4 * (split - 1)
+    return stages * (BM + bn) * BK * 2 + BM * bn * 2 + partials + 16 * (stages + 2) + 1024
 
 
 @cache
@@ -49,27 +50,27 @@ class ClusterConfig(Protocol):
     def along(self) -> int: ...
     @property
     def stages(self) -> int: ...
-
-
-def cluster_of(config: ClusterConfig) -> int:
-    """Blocks of a cluster."""
-    return config.across * config.along
+    @property
+    def cluster(self) -> int:
+        """Blocks of a cluster."""
 
 
 def blocks(memory: PeerMemory, config: ClusterConfig) -> int:
     """How many blocks a launch has, the same on all ranks."""
-    cluster = cluster_of(config)
+    cluster = config.cluster
     return min(memory.clusters[CLUSTERS.index(cluster)], memory.programs // cluster) * cluster
 
 
 def constants(
     config: ClusterConfig, world: int, transposed: bool, dtype: torch.dtype, trace: bool, **own: int
 ) -> Constants:
-    """What a kernel is compiled with; `own`: what it alone has."""
+    """What a kernel is compiled with; `own`: what it alone has, or has otherwise."""
     shared = {
         "W": world,
+        "ROWS": BM,
         "ACROSS": config.across,
         "ALONG": config.along,
+        "SPLIT": 1,
         "BN": config.bn,
         "STAGES": config.stages,
         "TRANSPOSED": transposed,
@@ -80,9 +81,11 @@ def constants(
     return tuple((name, int(value)) for name, value in (shared | own).items())
 
 
-def map_operands(params: ctypes.Structure, x: Tensor, w: Tensor, config: ClusterConfig) -> None:
+def map_operands(
+    params: ctypes.Structure, x: Tensor, w: Tensor, config: ClusterConfig, rows: int = BM
+) -> None:
     """Sets `params.x` and `params.w`: boxes of which each block of a cluster loads a share."""
-    set_map(params, "x", x, BM // config.along, BK)
+    set_map(params, "x", x, rows // config.along, BK)
     if w.stride(1) == 1:
         set_map(params, "w", w, BK, 64)  # of 64 columns, as wide as the swizzle
     else:
@@ -96,4 +99,4 @@ def set_map(params: ctypes.Structure, name: str, matrix: Tensor, box_rows: int, 
 def launch(found: Kernel, config: ClusterConfig, params: Any) -> None:
     """On the current stream, `params.programs` blocks."""
     stream = torch.cuda.current_stream().cuda_stream
-    found.launch(params.programs, cluster_of(config), THREADS, params, stream)
+    found.launch(params.programs, config.cluster, THREADS, params, stream)

@@ -2,23 +2,23 @@
 // whose warps specialise: one loads, two groups of four multiply, one stores tiles to their owners and signals, and
 // two add up what has arrived and send the sums, beside the tensor cores; the groups join them when they are through.
 //
-// Of an inbox [W, rows * cols, HEIGHT * BN] (a tile as it was staged), finished [W, rows * cols, PARTS, PART, BN]
-// (all_reduce), and the counters arrived [W, rows * cols], ready [W, rows * cols * PARTS], a rank has two halves each.
+// Of an inbox [W, rows * cols, HEIGHT * BN] (a tile as it was staged), the words of sums [W, rows * cols, PARTS, PART,
+// BN] (all_reduce), and the counters arrived [W, rows * cols], a rank has two halves each.
 // SPANNING: a tile holds HEIGHT rows of every owner, instead of 128 of one.
-#include "comm.cuh"
 #include "gemm.cuh"
 #include "order.cuh"
+#include "words.cuh"
 
 struct Params {
     TensorMap x, w;
     char* out;
     char* inbox[8];     // of every rank
-    char* finished[8];
+    char* words[8];
     int* signals[8];
     int64_t* state;
     int64_t* trace;
-    int64_t inbox_half, finished_half;  // bytes
-    int64_t signals_half;               // counters
+    int64_t inbox_half, words_half;  // bytes
+    int64_t signals_half;            // counters
     int m, n, k, rank, site;
     int chunk_rows, stretch, rows, cols;  // rows of a chunk and stretch; tiles of a stretch, and of a chunk
     int out_pitch, visit, lag, programs;  // bytes of a row of the output
@@ -27,6 +27,7 @@ struct Params {
 constexpr int PARTS = HEIGHT / PART;  // of a tile
 constexpr int TILE_BYTES = HEIGHT * BN * 2, PART_BYTES = PART * BN * 2;
 constexpr int REDUCING = 1, COPYING = 2;
+static_assert(SPLIT == 1 || SPANNING, "K is split for few rows");
 
 // The row of the output, of all ranks, that row `row` of the chunk of `owner` is; -1 if it is none.
 __device__ inline int row_at(const Params& p, int owner, int row) {
@@ -35,25 +36,15 @@ __device__ inline int row_at(const Params& p, int owner, int row) {
     return low < p.chunk_rows && at < p.m ? at : -1;
 }
 
-// Of all ranks' words, in their order, fp32, rounded once.
-__device__ inline uint4 sum(const uint4 (&words)[W]) {
-    float total[8] = {};
-#pragma unroll
-    for (int r = 0; r < W; ++r) {
-        const uint32_t word[4] = {words[r].x, words[r].y, words[r].z, words[r].w};
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-            total[2 * e] += low_of(word[e]);
-            total[2 * e + 1] += high_of(word[e]);
-        }
-    }
-    constexpr float SCALE = MEAN ? 1.0f / W : 1.0f;
-    return {pair(total[0] * SCALE, total[1] * SCALE), pair(total[2] * SCALE, total[3] * SCALE),
-            pair(total[4] * SCALE, total[5] * SCALE), pair(total[6] * SCALE, total[7] * SCALE)};
+// The rows of `owner` among rows [low, high) of a tile that spans all; false if there are none.
+__device__ inline bool rows_of(int owner, int low, int high, int& begin, int& end) {
+    begin = owner * HEIGHT > low ? owner * HEIGHT : low;
+    end = (owner + 1) * HEIGHT < high ? (owner + 1) * HEIGHT : high;
+    return begin < end;
 }
 
 __device__ inline Tile tile_of(const Params& p, int t) {
-    int me = CLUSTER > 1 ? cluster_rank() : 0;
+    int me = SHARING > 1 ? cluster_rank() : 0;
     return tile_at(t, me / ALONG, me % ALONG, p.rank, SPANNING ? 1 : W, p.rows, p.cols, p.visit, ACROSS, ALONG, ORDER);
 }
 
@@ -61,15 +52,18 @@ __device__ void load_tiles(const Params& p, const Shared& s, int block, int tile
     prefetch(&p.x);
     prefetch(&p.w);
     Turn turn;
+    int first, last;
+    split(p.k, first, last);
     for (int t = block / CLUSTER; t < tiles; t += p.programs / CLUSTER) {
         Tile tile = tile_of(p, t);
         int row = (tile.row / p.stretch * W + tile.owner) * p.chunk_rows + tile.row % p.stretch * BM;
-        produce(s, turn, &p.x, &p.w, SPANNING ? 0 : row, tile.col * BN, 0, p.k);
+        produce(s, turn, &p.x, &p.w, SPANNING ? 0 : row, tile.col * BN, first, last);
     }
 }
 
 __device__ void store_tiles(const Params& p, const Shared& s, int block, int tiles, int64_t parity) {
     int turn = 0;
+    int low = SPLIT > 1 ? cluster_rank() * SPLIT_ROWS : 0, high = low + SPLIT_ROWS;  // the rows that we have
     for (int t = block / CLUSTER; t < tiles; t += p.programs / CLUSTER) {
         Tile tile = tile_of(p, t);
         int number = (p.rank * p.rows + tile.row) * p.cols + tile.col;
@@ -79,9 +73,10 @@ __device__ void store_tiles(const Params& p, const Shared& s, int block, int til
         turn ^= 1;
         if (is_tile && SPANNING) {
             for (int i = 0; i < W * (BN / 64); ++i) {
-                int owner = i % W, wide = i / W;
-                store_bulk(p.inbox[owner] + to + wide * HEIGHT * 128, s.staged + (wide * BM + owner * HEIGHT) * 128,
-                           HEIGHT * 128);
+                int owner = i % W, wide = i / W, begin, end;
+                if (rows_of(owner, low, high, begin, end))
+                    store_bulk(p.inbox[owner] + to + (wide * HEIGHT + begin - owner * HEIGHT) * 128,
+                               s.staged + (wide * BM + begin) * 128, (end - begin) * 128);
             }
         } else if (is_tile) {
             store_bulk(p.inbox[tile.owner] + to, s.staged, TILE_BYTES);
@@ -93,8 +88,11 @@ __device__ void store_tiles(const Params& p, const Shared& s, int block, int til
         fence_proxy();
         if (!is_tile) continue;
         fence_sys();
-        for (int owner = SPANNING ? 0 : tile.owner; owner < (SPANNING ? W : tile.owner + 1); ++owner)
-            add_relaxed(p.signals[owner] + parity * p.signals_half + number);
+        for (int owner = SPANNING ? 0 : tile.owner; owner < (SPANNING ? W : tile.owner + 1); ++owner) {
+            int begin, end;
+            if (!SPANNING || rows_of(owner, low, high, begin, end))
+                add_relaxed(p.signals[owner] + parity * p.signals_half + number);
+        }
     }
 }
 
@@ -104,12 +102,12 @@ template <int TEAM>
 __device__ void reduce_parts(const Params& p, const Shared& s, int block, int team, int64_t parity, int epoch, Trace trace) {
     constexpr int KINDS = ALL ? 2 : 1, WIDE = BN / 8;  // words of 16 bytes in a row
     __shared__ int tickets_of[3];
-    // The groups that have multiplied use the memory of blocks of x and of the weight.
-    uint32_t buffer = team ? s.stages + (team - 1) * PART_BYTES : s.more;
     int thread = TEAM == 64 ? threadIdx.x - 64 : threadIdx.x % 128, bar = 1 + team;
     int tiles = p.rows * p.cols, parts = tiles * PARTS;
+    // Of a tile: as many as blocks have rows of ours.
+    int signals = ((p.rank + 1) * HEIGHT - 1) / SPLIT_ROWS - p.rank * HEIGHT / SPLIT_ROWS + 1;
+    if (!SPANNING) signals = 1;
     int* arrived = p.signals[p.rank] + parity * p.signals_half;
-    int* ready = arrived + W * tiles;
     const char* inbox = p.inbox[p.rank] + parity * p.inbox_half;
     bool mixed = p.lag < parts;
     int tickets = (mixed ? parts + p.lag : parts) * KINDS;
@@ -128,18 +126,17 @@ __device__ void reduce_parts(const Params& p, const Shared& s, int block, int te
         Tile at = chunk_tile_at(is_part ? i / PARTS : 0, p.rows, p.cols);
         int tile = at.row * p.cols + at.col, part = tile * PARTS + i % PARTS;
         if (is_part && !copying) {
-            if (thread < W) wait(arrived + thread * tiles + tile, 1, p.state, p.site * 8 + REDUCING, thread, tile, epoch);
-        } else if (is_part && thread > 0 && thread < W) {
-            int source = (p.rank + thread) % W;
-            wait(ready + source * parts + part, 1, p.state, p.site * 8 + COPYING, source, part, epoch);
-            ready[source * parts + part] = 0;
+            if (thread < W) wait(arrived + thread * tiles + tile, signals, p.state, p.site * 8 + REDUCING, thread, tile, epoch);
         }
         named_barrier(bar, TEAM);
         if (thread == 0) {
             following = p.programs + atomicAdd(next, 1ull);
             trace.stamp(WAITED, -1, part);
         }
-        int64_t sent = parity * p.finished_half + static_cast<int64_t>(part) * PART_BYTES;
+        // Where the sums of a part by rank `owner` lie.
+        auto sums = [&](int owner) {
+            return parity * p.words_half + (static_cast<int64_t>(owner) * parts + part) * PART_BYTES;
+        };
         // Word j of the part: its row in the tile, and where it goes in the output, if it does.
         auto place = [&](int source, int j, int& row) {
             row = i % PARTS * PART + j / WIDE;
@@ -161,39 +158,25 @@ __device__ void reduce_parts(const Params& p, const Shared& s, int block, int te
 #pragma unroll
                 for (int r = 0; r < W; ++r) words[r] = load_l2(from + static_cast<int64_t>(r) * tiles * TILE_BYTES);
                 uint4 value = sum(words);
-                store(to, value);
-                if (ALL) store_shared(buffer + j * 16, value);
-            }
-            if (ALL) {
-                fence_proxy_shared();
-                named_barrier(bar, TEAM);
-                if (thread == 0) {
-                    int64_t to = sent + static_cast<int64_t>(p.rank) * parts * PART_BYTES;
-                    for (int r = 1; r < W; ++r) store_bulk(p.finished[(p.rank + r) % W] + to, buffer, PART_BYTES);
-                    bulk_commit();
-                    bulk_wait();
-                    fence_proxy();
-                    fence_sys();
-                    for (int r = 1; r < W; ++r)
-                        add_relaxed(p.signals[(p.rank + r) % W] + parity * p.signals_half + W * tiles +
-                                    p.rank * parts + part);
+                if (ALL) {
+                    value = sendable(value);
+                    for (int r = 1; r < W; ++r) put(p.words[(p.rank + r) % W] + sums(p.rank) + j * 16, value);
                 }
+                store(to, value);
             }
         } else if (is_part) {
             // Of all peers at once, so that their latencies overlap.
-            const char* from = p.finished[p.rank] + sent;
+            auto from = [&](int r, int j) { return p.words[p.rank] + sums((p.rank + r) % W) + j * 16; };
             for (int j = thread; j < PART * WIDE; j += TEAM) {
                 uint4 words[W];
 #pragma unroll
-                for (int r = 1; r < W; ++r) {
-                    int64_t source = (p.rank + r) % W;
-                    words[r] = load_l2(from + source * parts * PART_BYTES + j * 16);
-                }
+                for (int r = 1; r < W; ++r) words[r] = load_relaxed(from(r, j));
 #pragma unroll
                 for (int r = 1; r < W; ++r) {
-                    int row;
-                    char* to = place((p.rank + r) % W, j, row);
-                    if (to) store(to, words[r]);
+                    int source = (p.rank + r) % W, row;
+                    char* to = place(source, j, row);
+                    if (!to) continue;
+                    store(to, take(from(r, j), words[r], p.state, p.site * 8 + COPYING, source, part, epoch));
                 }
             }
         }
@@ -222,7 +205,9 @@ __device__ void reduce_parts(const Params& p, const Shared& s, int block, int te
 extern "C" __global__ void __launch_bounds__(384, 1) matmul_reduce(const __grid_constant__ Params p) {
     extern __shared__ char memory[];
     Shared s = shared_memory(memory);
-    int block = blockIdx.x, group = threadIdx.x / 128, blocks = (p.k + BK - 1) / BK;
+    int block = blockIdx.x, group = threadIdx.x / 128, first, last;
+    split(p.k, first, last);
+    int blocks = (last - first + BK - 1) / BK;
     int tiles = (SPANNING ? 1 : W / ACROSS) * p.rows * ((p.cols + ALONG - 1) / ALONG);
     int epoch = static_cast<int>(p.state[3]) + 1;
     int64_t parity = epoch % 2;
@@ -241,10 +226,11 @@ extern "C" __global__ void __launch_bounds__(384, 1) matmul_reduce(const __grid_
     } else {
         take_registers<208>();
         Turn turn;
-        int taken = 0;
+        int taken = 0, done = 0;
         for (int t = block / CLUSTER; t < tiles; t += p.programs / CLUSTER) {
             float acc[BN / 2];
             consume(s, turn, acc, group - 1, blocks);
+            if (SPLIT > 1) add_partials(s, acc, group - 1, done++);
             stage(s, acc, group - 1, taken);
             if (threadIdx.x % 128 == 0) trace.stamp(COMPUTED, -1, t * CLUSTER);
         }

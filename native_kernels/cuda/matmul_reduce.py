@@ -37,12 +37,12 @@ class _Params(ctypes.Structure):
         ("w", TENSOR_MAP),
         ("out", ctypes.c_void_p),
         ("inbox", POINTERS),
-        ("finished", POINTERS),
+        ("words", POINTERS),
         ("signals", POINTERS),
         ("state", ctypes.c_void_p),
         ("trace", ctypes.c_void_p),
         ("inbox_half", ctypes.c_int64),
-        ("finished_half", ctypes.c_int64),
+        ("words_half", ctypes.c_int64),
         ("signals_half", ctypes.c_int64),
         *(
             (name, ctypes.c_int32)
@@ -71,8 +71,12 @@ class ClusterReduceConfig:
     part: int = 16
 
     @property
+    def cluster(self) -> int:
+        return self.across * self.along
+
+    @property
     def shared_bytes(self) -> int:
-        return shared_bytes(self.bn, self.stages, self.part * self.bn * 2)
+        return shared_bytes(self.bn, self.stages)
 
 
 @dataclass(frozen=True)
@@ -111,8 +115,8 @@ def cluster_reduce_needs(
     nbytes = tiles * cut.height * config.bn * itemsize
     return Need(
         inbox=2 * (nbytes + LONGEST_ROW),
-        finished=2 * nbytes * all_ranks,
-        signals=2 * 4 * tiles * (1 + cut.parts * all_ranks),
+        words=2 * nbytes * all_ranks,
+        signals=2 * 4 * tiles,
     )
 
 
@@ -176,7 +180,7 @@ def _prepared(
     parts = cut.rows * cut.cols * cut.parts
     params = _Params(
         state=memory.state.data_ptr(), trace=memory.state.data_ptr(),
-        inbox_half=memory.inbox.half(torch.uint8), finished_half=memory.finished.half(torch.uint8),
+        inbox_half=memory.inbox.half(torch.uint8), words_half=memory.words.half(torch.uint8),
         signals_half=memory.signals.half(torch.int32),
         m=m, n=n, k=k, rank=memory.rank, chunk_rows=cut.inner, stretch=cut.stretch, rows=cut.rows,
         cols=cut.cols, visit=config.visit or max(1, programs // world),
@@ -184,6 +188,6 @@ def _prepared(
     )  # fmt: skip
     for r in range(world):
         params.inbox[r] = memory.inbox.views[r].data_ptr()
-        params.finished[r] = memory.finished.views[r].data_ptr()
+        params.words[r] = memory.words.views[r].data_ptr()
         params.signals[r] = memory.signals.views[r].data_ptr()
     return found, params

@@ -62,6 +62,38 @@ __device__ inline void barrier_arrive_at(uint32_t barrier, int rank) {
         : "memory");
 }
 
+// The same, after what this thread has read or stored in shared memory of the cluster.
+__device__ inline void barrier_release_at(uint32_t barrier, int rank) {
+    asm volatile(
+        "{ .reg .b32 a; mapa.shared::cluster.u32 a, %0, %1;"
+        " mbarrier.arrive.release.cluster.shared::cluster.b64 _, [a]; }" ::"r"(barrier), "r"(rank)
+        : "memory");
+}
+
+// The address, for the cluster, of the same place in the shared memory of block `rank`.
+__device__ inline uint32_t shared_of(uint32_t at, int rank) {
+    uint32_t there;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at), "r"(rank));
+    return there;
+}
+
+// 16 bytes to shared memory of the cluster, and on a barrier there.
+__device__ inline void store_async(uint32_t to, const float* v, uint32_t barrier) {
+    asm volatile(
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to),
+        "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]), "r"(barrier)
+        : "memory");
+}
+
+__device__ inline uint4 load_shared(uint32_t at) {
+    uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "r"(at)
+                 : "memory");
+    return v;
+}
+
 // Until the phase with this parity is over.
 __device__ inline void barrier_wait(uint32_t barrier, int parity) {
     asm volatile(
@@ -218,11 +250,27 @@ __device__ inline void store(void* at, uint4 v) {
                  : "memory");
 }
 
-// Adds 1 to what programs of this GPU count; what this thread did, or has met at a barrier, comes before, and what
-// others did before they counted is seen afterwards.
+// 16 bytes that another GPU may read or write meanwhile: every word of 4 bytes is whole.
+__device__ inline void store_relaxed(void* at, uint4 v) {
+    asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(at), "r"(v.x), "r"(v.y), "r"(v.z),
+                 "r"(v.w)
+                 : "memory");
+}
+
+__device__ inline uint4 load_relaxed(const void* at) {
+    uint4 v;
+    asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(at)
+                 : "memory");
+    return v;
+}
+
+// Adds 1 to what programs of this GPU count, once they have read all that they read of others. A release would wait,
+// for microseconds, for what is still on its way to other GPUs; the end of the kernel does.
 __device__ inline int64_t count(int64_t* at) {
     int64_t before;
-    asm volatile("atom.acq_rel.gpu.global.add.u64 %0, [%1], 1;" : "=l"(before) : "l"(at) : "memory");
+    asm volatile("atom.acquire.gpu.global.add.u64 %0, [%1], 1;" : "=l"(before) : "l"(at) : "memory");
     return before;
 }
 

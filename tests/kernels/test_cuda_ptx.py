@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from autofuse.lowering.gpu.ways import DTYPES, Problem, ways
-from autofuse.native_kernels.cuda import gather_matmul, matmul_reduce
+from autofuse.native_kernels.cuda import gather_matmul, matmul_reduce, matmul_words
 from autofuse.native_kernels.cuda.compiler import compile_cubin, compile_ptx, why_not
 from autofuse.native_kernels.cuda.gather_matmul import ClusterGatherConfig
 from autofuse.native_kernels.cuda.matmul_reduce import ClusterReduceConfig
+from autofuse.native_kernels.cuda.matmul_words import WordsConfig
 from autofuse.native_kernels.triton.memory import SHARED_MEMORY
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
@@ -33,6 +34,8 @@ PROXY_FENCE = re.compile(r"fence\.proxy\.async;")
 STORE = re.compile(r"\bst\.(volatile\.)?global|\bst\.volatile\.u32")
 READ = re.compile(r"\bld\.global\.cg")
 ACQUIRE = re.compile(r"\bld\.acquire")
+PUT = re.compile(r"\bst\.relaxed\.sys\.global\.v4")
+TAKE = re.compile(r"\bld\.relaxed\.sys\.global\.v4")
 
 Constants = tuple[tuple[str, int], ...]
 
@@ -51,6 +54,11 @@ def cases(op: str) -> Iterator[tuple[str, Constants, int]]:
                     ),
                     config.shared_bytes,
                 )
+            elif isinstance(config, WordsConfig):
+                constants = matmul_words.words_constants(
+                    m, world, transposed, dtype, other, op == OPS[0], config, trace
+                )
+                yield matmul_words.SOURCE, constants, config.shared_bytes
             elif isinstance(config, ClusterGatherConfig):
                 yield (
                     gather_matmul.SOURCE,
@@ -71,8 +79,11 @@ def test_rules(op: str) -> None:
         assert shared <= SHARED_MEMORY, where
         assert compile_cubin(source, dict(constants)), where
         lines = [line.strip() for line in compile_ptx(source, dict(constants)).splitlines()]
-        check_signals(lines, where)
-        check_waits(lines, where)
+        if source == matmul_words.SOURCE:
+            check_words(lines, where)
+        else:
+            check_signals(lines, where)
+            check_waits(lines, where)
 
 
 def test_gathers_of_one_rank_become_machine_code() -> None:
@@ -120,3 +131,15 @@ def check_waits(lines: list[str], where: str) -> None:
         else:
             assert reads, where
             assert find(lines, BARRIER, at, reads[0]), f"{where}: a read before the barrier"
+
+
+def check_words(lines: list[str], where: str) -> None:
+    """Words go and come whole, between GPUs; there are no signals; what is taken is cleared."""
+    assert not find(lines, SIGNAL), where
+    assert not find(lines, ACQUIRE), where
+    puts, takes = find(lines, PUT), find(lines, TAKE)
+    assert puts, where
+    assert takes, where
+    assert puts[0] < takes[0], f"{where}: waits before it has sent"
+    zeros = [i for i in find(lines, STORE, takes[0]) if "st.global.v4" in lines[i]]
+    assert zeros, f"{where}: what was taken stays"

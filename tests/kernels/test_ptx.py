@@ -20,8 +20,10 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from autofuse.lowering.gpu.ways import DTYPES, Config, Problem, needs, ways
+from autofuse.lowering.gpu.workspace import REGIONS
 from autofuse.native_kernels.cuda.gather_matmul import ClusterGatherConfig
 from autofuse.native_kernels.cuda.matmul_reduce import ClusterReduceConfig
+from autofuse.native_kernels.cuda.matmul_words import WordsConfig
 from autofuse.native_kernels.triton.gather_matmul import launch_gather_matmul
 from autofuse.native_kernels.triton.gather_matmul_few import FewConfig, launch_gather_matmul_few
 from autofuse.native_kernels.triton.matmul_packets import PacketsConfig, launch_matmul_packets
@@ -92,8 +94,11 @@ def launch(problem: Problem, config: Config, transposed: bool, trace: bool) -> N
     """As `lowering.gpu.dense` does on rank 0."""
     m, world, dtype = problem.m, problem.world, problem.dtype
     need, everywhere = needs(config, problem), problem.op == "matmul_all_reduce"
-    sizes = (need.inbox, need.finished, need.packets, need.copies, need.signals, 4 * 8192 + 4 * world)
-    regions = [Region.of([torch.empty(max(size, 256), dtype=torch.uint8)] * world) for size in sizes]
+    sizes = (getattr(need, name) for name in REGIONS)
+    regions = [
+        Region.of([torch.empty(max(size, 256), dtype=torch.uint8)] * world)
+        for size in (*sizes, 4 * 8192 + 4 * world)
+    ]
     words = torch.empty(8, dtype=torch.int64)
     memory = PeerMemory(
         0,
@@ -151,7 +156,7 @@ def cases() -> Iterator[tuple[Problem, Config, bool, bool]]:
         columns = [replace(problem, dim=1)] if op == "matmul_reduce_scatter" and m == 4096 else []
         for each in [problem, *columns]:
             for config in filter(None, ways(each).values()):
-                if isinstance(config, ClusterReduceConfig | ClusterGatherConfig):
+                if isinstance(config, WordsConfig | ClusterReduceConfig | ClusterGatherConfig):
                     continue  # test_cuda_ptx has them
                 trace, dtype, transposed = next(turns)
                 yield replace(each, dtype=dtype), config, transposed, trace

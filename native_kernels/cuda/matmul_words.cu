@@ -1,0 +1,122 @@
+// matmul_all_reduce and matmul_reduce_scatter of at most 128 rows, in one kernel: rows of products go straight to their
+// owners as words that say themselves that they have come, owners add up, and send sums in the same way (all_reduce).
+//
+// In either half of the words of a rank: parts [W, height, n] by source and, of an all_reduce, sums [W, height, n] by
+// owner; owner r has rows r * height and on.
+#include "gemm.cuh"
+#include "words.cuh"
+
+struct Params {
+    TensorMap x, w;
+    char* out;
+    char* words[8];  // of every rank
+    int64_t* state;
+    int64_t* trace;
+    int64_t half;  // bytes
+    int m, n, k, rank, site;
+    int height, cols;         // rows of an owner; tiles
+    int out_pitch, programs;  // bytes of a row of the output
+};
+
+constexpr int THREADS = 384;
+constexpr int REDUCING = 1, COPYING = 2;
+
+__device__ void load_tiles(const Params& p, const Shared& s, int block) {
+    prefetch(&p.x);
+    prefetch(&p.w);
+    Turn turn;
+    int first, last;
+    split(p.k, first, last);
+    for (int t = block / CLUSTER; t < p.cols; t += p.programs / CLUSTER)
+        produce(s, turn, &p.x, &p.w, 0, t * BN, first, last);
+}
+
+// A warp sends its 16 rows of a tile, once they are staged, to their owners.
+__device__ void send_rows(const Params& p, const Shared& s, int col, int group, int64_t half) {
+    constexpr int WIDE = BN / 8;  // words of 16 bytes in a row
+    int first = group * 64 + threadIdx.x / 32 % 4 * 16, line = p.n / 8;
+#pragma unroll 4
+    for (int i = threadIdx.x % 32; i < 16 * WIDE; i += 32) {
+        int row = first + i / WIDE, word = i % WIDE, owner = row / p.height;
+        if (row >= p.m || col + word * 8 >= p.n) continue;
+        int64_t at = half + (static_cast<int64_t>(p.rank * p.height + row % p.height) * line + col / 8 + word) * 16;
+        uint4 value = sendable(load_shared(s.staged + staged_at(BM, row, word)));
+        put(p.words[owner] + at, value);
+    }
+}
+
+// All threads of all blocks add up our rows, and copy those of the others.
+__device__ void reduce_rows(const Params& p, int block, int64_t half, int epoch) {
+    int line = p.n / 8, begin = p.rank * p.height;
+    int rows = p.m - begin < p.height ? p.m - begin : p.height;  // none, maybe
+    int64_t part = static_cast<int64_t>(p.height) * line;
+    char* mine = p.words[p.rank] + half;
+    for (int j = block * THREADS + threadIdx.x; j < rows * line; j += p.programs * THREADS) {
+        uint4 words[W];
+#pragma unroll
+        for (int r = 0; r < W; ++r) words[r] = load_relaxed(mine + (r * part + j) * 16);
+#pragma unroll
+        for (int r = 0; r < W; ++r)
+            words[r] = take(mine + (r * part + j) * 16, words[r], p.state, p.site * 8 + REDUCING, r, j, epoch);
+        uint4 value = sum(words);
+        if (ALL) {
+            value = sendable(value);
+            for (int r = 1; r < W; ++r)
+                put(p.words[(p.rank + r) % W] + half + ((W + p.rank) * part + j) * 16, value);
+        }
+        store(p.out + static_cast<int64_t>(j / line + (ALL ? begin : 0)) * p.out_pitch + j % line * 16, value);
+    }
+    if (!ALL) return;
+    for (int j = block * THREADS + threadIdx.x; j < p.height * line; j += p.programs * THREADS) {
+        uint4 words[W];
+        auto row = [&](int r) { return (p.rank + r) % W * p.height + j / line; };
+        auto at = [&](int r) { return mine + ((W + (p.rank + r) % W) * part + j) * 16; };
+#pragma unroll
+        for (int r = 1; r < W; ++r)
+            if (row(r) < p.m) words[r] = load_relaxed(at(r));
+#pragma unroll
+        for (int r = 1; r < W; ++r) {
+            if (row(r) >= p.m) continue;
+            uint4 value = take(at(r), words[r], p.state, p.site * 8 + COPYING, (p.rank + r) % W, j, epoch);
+            store(p.out + static_cast<int64_t>(row(r)) * p.out_pitch + j % line * 16, value);
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(384, 1) matmul_words(const __grid_constant__ Params p) {
+    extern __shared__ char memory[];
+    Shared s = shared_memory(memory);
+    int block = blockIdx.x, group = threadIdx.x / 128, first, last;
+    split(p.k, first, last);
+    int blocks = (last - first + BK - 1) / BK, epoch = static_cast<int>(p.state[3]) + 1;
+    int64_t half = epoch % 2 * p.half;
+    Trace trace{p.trace + (group * p.programs + block) * 2 * EVENTS};
+    if (threadIdx.x % 128 == 0) trace.stamp(BEGUN, p.rank, 0);
+    init(s);
+    if (threadIdx.x == 0) load_tiles(p, s, block);
+    // The last program to know the epoch ends it.
+    if (threadIdx.x == 32 && count(p.state + 6) == p.programs - 1) finish(p.state, epoch);
+    if (group > 0 && group <= GROUPS) {
+        Turn turn;
+        int done = 0;
+        for (int t = block / CLUSTER; t < p.cols; t += p.programs / CLUSTER) {
+            float acc[BN / 2];
+            consume(s, turn, acc, group - 1, blocks);
+            if (SPLIT > 1) add_partials(s, acc, group - 1, done++);
+            if (!adds_up(group - 1)) continue;
+            stage_rows(s, acc, group - 1);
+            __syncwarp();
+            send_rows(p, s, t * BN, group - 1, half);
+            __syncwarp();
+            if (threadIdx.x % 128 == 0) trace.stamp(COMPUTED, -1, t);
+        }
+    }
+    __syncwarp();
+    __syncthreads();
+    reduce_rows(p, block, half, epoch);
+    if (threadIdx.x % 128 == 0) {
+        trace.stamp(REDUCED, p.rank, 0);
+        trace.stamp(ENDED, p.rank, 0);
+    }
+    if (CLUSTER > 1) cluster_sync();
+}

@@ -1,0 +1,46 @@
+// Values that say themselves that they have come: neither signal nor fence, a wait is one way across the link.
+//
+// Memory of words is 0 between calls. A word, two values, travels with both signs flipped, so that it is not 0 unless
+// both are -0, which become 0 before. Who takes a word out puts 0 back: two halves that calls use by turns are enough,
+// since a peer is in the call after the next only when it has had ours of the next.
+#pragma once
+#include "comm.cuh"
+
+constexpr uint32_t SIGNS = 0x80008000;
+
+// What arrives for `v`.
+__device__ inline uint4 sendable(uint4 v) {
+    return {v.x == SIGNS ? 0 : v.x, v.y == SIGNS ? 0 : v.y, v.z == SIGNS ? 0 : v.z, v.w == SIGNS ? 0 : v.w};
+}
+
+__device__ inline uint4 flip(uint4 v) { return {v.x ^ SIGNS, v.y ^ SIGNS, v.z ^ SIGNS, v.w ^ SIGNS}; }
+
+// Stores eight values, which are `sendable`, to a peer or to ourselves.
+__device__ inline void put(void* to, uint4 v) { store_relaxed(to, flip(v)); }
+
+// Takes eight values out of our memory, of which a first look has found `seen`.
+__device__ inline uint4 take(
+    void* at, uint4 seen, int64_t* state, int code, int source, int index, int epoch) {
+    Patience patience;
+    while (!(seen.x && seen.y && seen.z && seen.w) && patience.goes_on(state, code, source, index, epoch))
+        seen = load_relaxed(at);
+    store(at, {0, 0, 0, 0});
+    return flip(seen);
+}
+
+// Of all ranks' values, in their order, fp32, rounded once.
+__device__ inline uint4 sum(const uint4 (&words)[W]) {
+    float total[8] = {};
+#pragma unroll
+    for (int r = 0; r < W; ++r) {
+        const uint32_t word[4] = {words[r].x, words[r].y, words[r].z, words[r].w};
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+            total[2 * e] += low_of(word[e]);
+            total[2 * e + 1] += high_of(word[e]);
+        }
+    }
+    constexpr float SCALE = MEAN ? 1.0f / W : 1.0f;
+    return {pair(total[0] * SCALE, total[1] * SCALE), pair(total[2] * SCALE, total[3] * SCALE),
+            pair(total[4] * SCALE, total[5] * SCALE), pair(total[6] * SCALE, total[7] * SCALE)};
+}
