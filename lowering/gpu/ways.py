@@ -235,11 +235,12 @@ def _cluster_gather_configs(problem: Problem) -> Iterator[Config]:
 
 def _fits(config: Config, problem: Problem) -> bool:
     need = needs(config, problem)
-    if max(need.inbox, need.finished, need.packets, need.words, need.copies, 4 * need.pieces) > MOST_BYTES:
+    sizes = need.inbox, need.finished, need.packets, need.words, need.copies, 4 * need.pieces, need.outbox
+    if max(sizes) > MOST_BYTES:
         return False
     if isinstance(config, ReduceConfig) and not config.by_rows and problem.op == "matmul_reduce_scatter":
         return problem.outer == 1 and problem.n % (8 * problem.world) == 0
-    if is_copied(config) and need.signals > 4 * FIRST_CREDIT:
+    if need.copy_signals > 4 * FIRST_CREDIT:
         return False
     if isinstance(config, ClusterReduceConfig | ClusterGatherConfig):
         within = isinstance(config, ClusterGatherConfig) and config.within

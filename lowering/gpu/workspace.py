@@ -43,10 +43,12 @@ LEAST = Need(
     words=8 << 20,
     copies=0,
     signals=1 << 18,
+    copy_signals=4 * FIRST_CREDIT,
     pieces=1 << 20,
     done=1 << 12,
+    outbox=0,
 )
-"""What a workspace starts with (bytes; elements of pieces and done)."""
+"""What a workspace starts with (bytes; elements of pieces and done). Copy signals never grow."""
 
 REGIONS = ("inbox", "finished", "packets", "words", "copies", "signals")
 
@@ -95,7 +97,8 @@ class GpuWorkspace:
         self._raised = ctypes.c_int32.from_address(self._record.data_ptr())
         self._state = torch.zeros(STATE_WORDS, dtype=torch.int64, device=device)
         self._state[1] = self._record.data_ptr()
-        self._grow(None, LEAST)
+        self.memory, self.capacity = self._allocate(None, LEAST)
+        self.engine = CopyEngine(self.memory)
 
     @cached_property
     def programs(self) -> int:
@@ -123,7 +126,7 @@ class GpuWorkspace:
             new = (way, op) not in self._kernels
             self._kernels |= {(way, op), (way, variant)}
             if not fits:
-                _apart(self.device, lambda: self._grow(self.memory, grow | self.capacity))
+                _apart(self.device, lambda: self._grow(grow | self.capacity))
             number = self._numbers[op, site, way, variant] = self._number(f"autofuse.{op} at {place(site)}")
         if not capturing:
             stream = torch.cuda.current_stream(self.device)
@@ -167,9 +170,9 @@ class GpuWorkspace:
         prefix = f"{self._prefix}/{self._meetings}"
         return all_gather(self._store, prefix, self.rank, self.world, value, config.timeout_s)
 
-    def _grow(self, old: PeerMemory | None, need: Need) -> None:
-        self.memory, self.capacity = self._allocate(old, need)
-        self.engine = CopyEngine(self.memory)
+    def _grow(self, need: Need) -> None:
+        self.memory, self.capacity = self._allocate(self.memory, need)
+        self.engine.memory = self.memory
 
     def _allocate(self, old: PeerMemory | None, need: Need) -> tuple[PeerMemory, Need]:
         """Memory for at least `need`, by all ranks together; what is large enough stays."""
@@ -184,7 +187,11 @@ class GpuWorkspace:
             return self._region(max(nbytes, 16))
 
         def local(name: str, dtype: torch.dtype) -> Tensor:
-            return torch.zeros(max(getattr(capacity, name), 16), dtype=dtype, device=self.device)
+            size = max(getattr(capacity, name), 16)
+            have = getattr(old, name, None)
+            if have is not None and have.numel() >= size:
+                return have
+            return torch.zeros(size, dtype=dtype, device=self.device)
 
         if old is None:
             copy_signals = self._region(4 * (FIRST_CREDIT + self.world))
@@ -201,6 +208,7 @@ class GpuWorkspace:
             record=self._record,
             pieces=local("pieces", torch.float32),
             done=local("done", torch.int32),
+            outbox=local("outbox", torch.uint8),
             clusters=self._clusters,
         )
         self._kept.append(memory)

@@ -85,7 +85,7 @@ def cluster_gather_needs(chunk: int, k: int, itemsize: int, world: int, config: 
     """What a call uses."""
     gathered = world * chunk * k * itemsize
     if config.copied:
-        return Need(copies=gathered)
+        return Need(copies=gathered, copy_signals=4 * world * config.slices)
     return Need(inbox=2 * (gathered + LONGEST_ROW), signals=2 * 4 * world * config.slices * config.k_slices)
 
 

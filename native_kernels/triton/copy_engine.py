@@ -1,9 +1,11 @@
-"""Copy engines move a part to all peers, beside a kernel that waits for the counters they set.
+"""Copy engines move data to peers, beside a kernel that waits for the counters they set.
 
 T3's dma: no SM moves data. Every copy is followed by a store of 1 to a counter of the receiver. The
 receiver's kernel sets its counters back to 0 and gives credit; a sender waits for it before it stores again.
 Nothing depends on the number of the call, so that a captured graph can be replayed.
 """
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +17,7 @@ FIRST_CREDIT = 8192
 
 
 class CopyEngine:
-    """The copy engines as one group uses them.
+    """The copy engines as one group uses them; `memory` may be replaced by larger memory.
 
     RuntimeError where the Python bindings of the CUDA driver are missing.
     """
@@ -27,44 +29,85 @@ class CopyEngine:
             raise RuntimeError(
                 "copy engines need the package cuda-bindings, which CUDA builds of torch bring"
             ) from error
-        self._driver, self._memory = driver, memory
-        self._stream = torch.cuda.Stream(memory.state.device)
-        self._one = torch.ones(1, dtype=torch.int32, device=memory.state.device)
+        self._driver, self.memory, device = driver, memory, memory.state.device
+        self._one = torch.ones(1, dtype=torch.int32, device=device)
+        self._signals = [view.view(torch.int32) for view in memory.copy_signals.views]
+        self._peers = [(memory.rank + i) % memory.world for i in range(1, memory.world)]
+        # One a peer, so that none waits for what another one is late with. Not of torch's pool, which gives a
+        # stream to many: on the stream of the kernel, copies that the kernel waits for would come after it.
+        self._streams = [torch.cuda.ExternalStream(self._new_stream(), device) for _ in self._peers]
+        self._forked = self._streams[:0]
 
     def push(self, part: Tensor, slice_rows: int, slices: int) -> None:
         """Start to store `part: [C, K]` to all peers, r + 1 first; each slice, then its counter."""
-        memory, stream = self._memory, self._stream
+        memory, stream = self.memory, self._streams[0]
         chunk, k = part.shape
-        stream.wait_stream(torch.cuda.current_stream())
-        signals = [view.view(torch.int32) for view in memory.copy_signals.views]
-        equal = self._driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_EQ
+        self._fork(1)
         with torch.cuda.stream(stream):
-            for i in range(1, memory.world):
-                p = (memory.rank + i) % memory.world
+            for p in self._peers:
                 there = memory.copies.matrix(p, part.dtype, memory.rank * chunk * k, chunk, k)
-                credit = signals[memory.rank][FIRST_CREDIT + p].data_ptr()
-                self._check(self._driver.cuStreamWaitValue32(stream.cuda_stream, credit, 1, equal))
-                self._check(self._driver.cuStreamWriteValue32(stream.cuda_stream, credit, 0, 0))
+                self._take_credit(stream, p)
                 for s in range(slices):
                     rows = slice(s * slice_rows, min((s + 1) * slice_rows, chunk))
                     there[rows].copy_(part[rows], non_blocking=True)
-                    at = memory.rank * slices + s
-                    signals[p][at : at + 1].copy_(self._one, non_blocking=True)
+                    self._raise(p, memory.rank * slices + s)
+
+    def fork(self) -> None:
+        """Before the launch of a kernel that fills the outbox: what `forward` starts runs beside it."""
+        self._fork(len(self._streams))
+
+    def forward(self, full: Tensor, chunk_bytes: int, slice_bytes: int) -> None:
+        """Start to store the outbox, a chunk for every rank, to the peers; each slice, then its counter.
+
+        full: int32 [W, slices], on the device: 1 once a slice is complete, and 0 again when it leaves. The
+        kernel has been launched: where streams share a queue, it must not stand behind these waits.
+        """
+        memory, slices = self.memory, full.shape[1]
+        here = memory.outbox[: memory.world * chunk_bytes].split(chunk_bytes)
+        for stream, p in zip(self._streams, self._peers, strict=True):
+            there = memory.copies.views[p][memory.rank * chunk_bytes :][:chunk_bytes].split(slice_bytes)
+            with torch.cuda.stream(stream):
+                self._take_credit(stream, p)
+                for s, part in enumerate(here[p].split(slice_bytes)):
+                    self._take(stream, full[p, s])
+                    there[s].copy_(part, non_blocking=True)
+                    self._raise(p, memory.rank * slices + s)
 
     def join(self) -> None:
         """Later work of the current stream comes after the copies."""
-        torch.cuda.current_stream().wait_stream(self._stream)
+        for stream in self._forked:
+            torch.cuda.current_stream().wait_stream(stream)
 
     def give_credit(self) -> None:
         """Tell all peers that they may store again, after all work of the current stream so far."""
-        memory = self._memory
-        for p in range(memory.world):
-            if p != memory.rank:
-                at = FIRST_CREDIT + memory.rank
-                memory.copy_signals.views[p].view(torch.int32)[at : at + 1].copy_(
-                    self._one, non_blocking=True
-                )
+        for p in self._peers:
+            self._raise(p, FIRST_CREDIT + self.memory.rank)
 
-    def _check(self, result: tuple[object, ...]) -> None:
-        if result[0] != self._driver.CUresult.CUDA_SUCCESS:
-            raise RuntimeError(f"a copy engine could not be set going: {result[0]}")
+    def _fork(self, streams: int) -> None:
+        self._forked = self._streams[:streams]
+        begun = torch.cuda.current_stream().record_event()
+        for stream in self._forked:
+            stream.wait_event(begun)
+
+    def _take_credit(self, stream: torch.cuda.Stream, peer: int) -> None:
+        self._take(stream, self._signals[self.memory.rank][FIRST_CREDIT + peer])
+
+    def _take(self, stream: torch.cuda.Stream, word: Tensor) -> None:
+        """Wait until the word is 1, and set it to 0."""
+        equal = self._driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_EQ
+        self._call(self._driver.cuStreamWaitValue32, stream.cuda_stream, word.data_ptr(), 1, equal)
+        self._call(self._driver.cuStreamWriteValue32, stream.cuda_stream, word.data_ptr(), 0, 0)
+
+    def _raise(self, peer: int, at: int) -> None:
+        """Set a word of the peer to 1, on the current stream."""
+        self._signals[peer][at : at + 1].copy_(self._one, non_blocking=True)
+
+    def _new_stream(self) -> int:
+        flags = self._driver.CUstream_flags.CU_STREAM_NON_BLOCKING
+        return int(self._call(self._driver.cuStreamCreate, flags.value))
+
+    def _call(self, function: Any, *args: Any) -> Any:
+        error, *results = function(*args)
+        if error != self._driver.CUresult.CUDA_SUCCESS:
+            raise RuntimeError(f"a copy engine could not be set going: {function.__name__}: {error}")
+        return results[0] if results else None

@@ -233,7 +233,8 @@ def gather_needs(
     return Need(
         inbox=2 * (gathered + LONGEST_ROW) if config.movers else 0,
         copies=0 if config.movers else gathered,
-        signals=2 * 4 * world * slices,
+        signals=2 * 4 * world * slices if config.movers else 0,
+        copy_signals=0 if config.movers else 4 * world * slices,
         pieces=tiles * config.pieces * config.bm * config.bn if config.pieces > 1 else 0,
         done=tiles,
     )

@@ -55,8 +55,10 @@ class Need:
     words: int = 0
     copies: int = 0
     signals: int = 0
+    copy_signals: int = 0
     pieces: int = 0
     done: int = 0
+    outbox: int = 0
 
     def __or__(self, other: "Need") -> "Need":
         """Enough for either."""
@@ -73,9 +75,9 @@ class PeerMemory:
     inbox: tiles and parts on their way, two halves; finished: sums on their way, two halves; packets: int64,
     two halves, never used for anything else; words: as words.cuh has them, two halves, 0 between calls; copies:
     what copy engines store, one half; signals: int32 counters; copy_signals: those of `copies`, and a word of
-    credit a peer, 1 at first. state, record: as `comm` has them; pieces: fp32, done: int32, local; programs:
-    how many run at once; clusters: how many of 1, 2, 4 and 8 blocks run at once on every rank, for kernels in
-    CUDA C++.
+    credit a peer, 1 at first. state, record: as `comm` has them; pieces: fp32, done: int32, 0 between calls,
+    outbox: what copy engines take, bytes; these are local; programs: how many run at once; clusters: how many
+    of 1, 2, 4 and 8 blocks run at once on every rank, for kernels in CUDA C++.
     """
 
     rank: int
@@ -92,6 +94,7 @@ class PeerMemory:
     record: Tensor
     pieces: Tensor
     done: Tensor
+    outbox: Tensor
     clusters: tuple[int, ...] = ()
 
 

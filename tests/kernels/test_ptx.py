@@ -109,6 +109,7 @@ def launch(problem: Problem, config: Config, transposed: bool, trace: bool) -> N
         words.int(),
         torch.empty(need.pieces),
         torch.empty(need.done, dtype=torch.int32),
+        torch.empty(need.outbox, dtype=torch.uint8),
     )
     w = torch.empty(N, K, dtype=dtype).t() if transposed else torch.empty(K, N, dtype=dtype)
     events = torch.empty(132, EVENTS, 2, dtype=torch.int64) if trace else None

@@ -1,0 +1,115 @@
+"""What the host tells copy engines to do, carried out at once on ranks of one process; no GPU is needed."""
+
+import ctypes
+from contextlib import nullcontext
+from types import SimpleNamespace
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+from torch import Tensor
+
+from autofuse.native_kernels.triton.copy_engine import FIRST_CREDIT, CopyEngine
+from autofuse.native_kernels.triton.memory import PeerMemory, Region
+
+TILE_BYTES, TILES, SLICE = 16, 7, 3
+SLICES = 3
+
+
+def wait_value(stream: int, address: int, value: int, flags: object) -> tuple[int]:
+    assert ctypes.c_int32.from_address(address).value == value, "this would wait forever"
+    return (0,)
+
+
+def write_value(stream: int, address: int, value: int, flags: int) -> tuple[int]:
+    ctypes.c_int32.from_address(address).value = value
+    return (0,)
+
+
+@pytest.fixture(autouse=True)
+def driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that has done what it is told when it returns."""
+    bindings = pytest.importorskip("cuda.bindings")
+    fake = MagicMock(cuStreamWaitValue32=wait_value, cuStreamWriteValue32=write_value)
+    fake.CUresult.CUDA_SUCCESS = 0
+    fake.cuStreamCreate.return_value = 0, 1
+    monkeypatch.setattr(bindings, "driver", fake)
+    for name in ("ExternalStream", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, MagicMock())
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+
+
+def group(world: int) -> list[PeerMemory]:
+    """The same memory as every rank maps it; credit for all."""
+    nbytes = world * TILES * TILE_BYTES
+    copies = [torch.full((nbytes,), 255, dtype=torch.uint8) for _ in range(world)]
+    signals = [torch.zeros(FIRST_CREDIT + world, dtype=torch.int32) for _ in range(world)]
+    for r in range(world):
+        signals[r][FIRST_CREDIT:] = 1
+    regions = SimpleNamespace(
+        copies=Region.of(copies), signals=Region.of([s.view(torch.uint8) for s in signals])
+    )
+    nothing = Region.of([torch.empty(0)])
+    return [
+        PeerMemory(
+            r, world, 132, nothing, nothing, nothing, regions.copies, nothing, regions.signals,
+            torch.zeros(8, dtype=torch.int64), torch.zeros(8, dtype=torch.int32), torch.empty(0),
+            torch.zeros(2 * world * SLICES, dtype=torch.int32), torch.empty(nbytes, dtype=torch.uint8),
+        )
+        for r in range(world)
+    ]  # fmt: skip
+
+
+def words(memory: PeerMemory, rank: int) -> Tensor:
+    return memory.copy_signals.views[rank].view(torch.int32)
+
+
+def receive(memory: PeerMemory) -> None:
+    """As a kernel ends: its counters are 0 again, and peers have credit."""
+    words(memory, memory.rank)[:FIRST_CREDIT] = 0
+    for p in range(memory.world):
+        if p != memory.rank:
+            words(memory, p)[FIRST_CREDIT + memory.rank] += 1
+
+
+@pytest.mark.parametrize("world", [2, 4, 8])
+def test_an_outbox_reaches_its_owners(world: int) -> None:
+    """By chunks, the last slice shorter; a second call needs the credit of the first."""
+    ranks = group(world)
+    engines = [CopyEngine(memory) for memory in ranks]
+    for call in range(2):
+        for r, (memory, engine) in enumerate(zip(ranks, engines, strict=True)):
+            tiles = memory.outbox.view(world, TILES, TILE_BYTES)
+            for owner in range(world):
+                tiles[owner] = torch.arange(TILES, dtype=torch.uint8)[:, None] + 10 * r + 5 * owner + call
+            full = memory.done.view(2, world, SLICES)[1]
+            full[[p for p in range(world) if p != r]] = 1
+            engine.fork()
+            engine.forward(full, TILES * TILE_BYTES, SLICE * TILE_BYTES)
+            engine.join()
+            assert not memory.done.any()
+        for r, memory in enumerate(ranks):
+            tiles = memory.copies.views[r].view(world, TILES, TILE_BYTES)
+            for source in range(world):
+                sent = torch.arange(TILES, dtype=torch.uint8)[:, None] + 10 * source + 5 * r + call
+                assert torch.equal(
+                    tiles[source], (sent if source != r else sent * 0 + 255).expand(-1, TILE_BYTES)
+                )
+            arrived = words(memory, r)[: world * SLICES].view(world, SLICES)
+            assert arrived.sum() == (world - 1) * SLICES
+            assert not arrived[r].any()
+            assert words(memory, r)[FIRST_CREDIT:].nonzero().flatten().tolist() == [r]
+        for memory in ranks:
+            receive(memory)
+
+
+def test_nobody_stores_without_credit() -> None:
+    memory, _ = group(2)
+    engine, part = CopyEngine(memory), torch.zeros(TILES, TILE_BYTES // 2, dtype=torch.bfloat16)
+    engine.push(part, SLICE, SLICES)
+    with pytest.raises(AssertionError, match="wait forever"):
+        engine.push(part, SLICE, SLICES)
+    with pytest.raises(AssertionError, match="wait forever"):
+        engine.forward(memory.done.view(2, 2, SLICES)[1], TILES * TILE_BYTES, SLICE * TILE_BYTES)
+    engine.give_credit()
+    assert words(memory, 1)[FIRST_CREDIT] == 1
