@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -95,7 +96,8 @@ def reduce(
                 launch(memory, x, w, out, mean, everywhere, config, number, trace, compile_only)
             else:
                 clusters = isinstance(config, ClusterReduceConfig)
-                launch = launch_cluster_reduce if clusters else launch_matmul_reduce
+                copying = partial(launch_cluster_reduce, engine=workspace.engine)
+                launch = copying if clusters else launch_matmul_reduce
                 launch(
                     memory, x, w, out, mean, everywhere, problem.outer, ORDERS[order], config, number, trace,
                     compile_only,

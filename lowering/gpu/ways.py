@@ -115,14 +115,16 @@ def fused(problem: Problem) -> list[str]:
 
 
 def is_copied(config: Config | None) -> bool:
-    """Whether copy engines move the parts of a gather."""
-    return isinstance(config, GatherConfig | ClusterGatherConfig) and config.copied
+    """Whether copy engines move the parts of a gather, or the tiles of a reduction to their owners."""
+    return isinstance(config, GatherConfig | ClusterGatherConfig | ClusterReduceConfig) and config.copied
 
 
 def host_us(way: str, config: Config | None) -> float:
     """About how long the host is busy with one call; measured beside H200s with torch 2.11 on 4 ranks."""
     if config is None:
         return {CUBLAS_NCCL: 45.0, ONE_SHOT: 45.0, TWO_SHOT: 55.0}.get(way, 300.0)
+    if isinstance(config, ClusterReduceConfig) and config.copied:
+        return 300.0  # not measured: four calls of the driver for each slice and peer
     if isinstance(config, ClusterReduceConfig | ClusterGatherConfig):
         return 160.0 if is_copied(config) else 55.0
     if isinstance(config, PacketsConfig | FewConfig | WordsConfig):
@@ -190,6 +192,9 @@ def _cluster_reduce_configs(m: int) -> Iterator[Config]:
     if m > 1024:
         yield ClusterReduceConfig(visit=8)
         yield ClusterReduceConfig(visit=128)
+        yield ClusterReduceConfig(copied=True)
+        yield ClusterReduceConfig(visit=128, copied=True)
+        yield ClusterReduceConfig(across=1, along=2, visit=128, copied=True)
     else:
         yield ClusterReduceConfig(bn=128, stages=5, part=32)
 

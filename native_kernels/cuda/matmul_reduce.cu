@@ -5,6 +5,10 @@
 // Of an inbox [W, rows * cols, HEIGHT * BN] (a tile as it was staged), the words of sums [W, rows * cols, PARTS, PART,
 // BN] (all_reduce), and the counters arrived [W, rows * cols], a rank has two halves each.
 // SPANNING: a tile holds HEIGHT rows of every owner, instead of 128 of one.
+//
+// ENGINES: tiles for a peer go to an outbox [W, rows * cols, HEIGHT * BN] of ours. Those of a chunk lie there in the
+// order in which they are computed; a copy engine takes `slice` of them at a time to the inbox, and sets a counter of
+// the slice there. It knows no epoch: the inbox has one half, and peers may store again when they have credit.
 #include "gemm.cuh"
 #include "order.cuh"
 #include "words.cuh"
@@ -22,12 +26,18 @@ struct Params {
     int m, n, k, rank, site;
     int chunk_rows, stretch, rows, cols;  // rows of a chunk and stretch; tiles of a stretch, and of a chunk
     int out_pitch, visit, lag, programs;  // bytes of a row of the output
+    // ENGINES:
+    char* outbox;
+    int* copied[8];  // of every rank: the counters [W, slices] that copy engines set
+    int* stored;     // [W, slices] counters of tiles in the outbox, and as many words that start copies
+    int slice, slices, credit;  // credit: where, behind `copied`, peers are told that they may store again
 };
 
 constexpr int PARTS = HEIGHT / PART;  // of a tile
 constexpr int TILE_BYTES = HEIGHT * BN * 2, PART_BYTES = PART * BN * 2;
 constexpr int REDUCING = 1, COPYING = 2;
 static_assert(SPLIT == 1 || SPANNING, "K is split for few rows");
+static_assert(!ENGINES || !SPANNING, "a tile that is copied has one owner");
 
 // The row of the output, of all ranks, that row `row` of the chunk of `owner` is; -1 if it is none.
 __device__ inline int row_at(const Params& p, int owner, int row) {
@@ -61,12 +71,24 @@ __device__ void load_tiles(const Params& p, const Shared& s, int block, int tile
     }
 }
 
+// One more tile of a slice lies in the outbox; after the last one a copy engine may take them.
+__device__ inline void give_to_engine(const Params& p, int owner, int number) {
+    int s = number / p.slice, left = p.rows * p.cols - s * p.slice;
+    int* stored = p.stored + owner * p.slices + s;
+    if (count_stored(stored) != (left < p.slice ? left : p.slice) - 1) return;
+    *stored = 0;
+    fence_sys();
+    add_relaxed(stored + W * p.slices);
+}
+
 __device__ void store_tiles(const Params& p, const Shared& s, int block, int tiles, int64_t parity) {
     int turn = 0;
     int low = SPLIT > 1 ? cluster_rank() * SPLIT_ROWS : 0, high = low + SPLIT_ROWS;  // the rows that we have
     for (int t = block / CLUSTER; t < tiles; t += p.programs / CLUSTER) {
         Tile tile = tile_of(p, t);
         int number = (p.rank * p.rows + tile.row) * p.cols + tile.col;
+        bool away = ENGINES && tile.owner != p.rank;
+        if (ENGINES) number = tile.owner * p.rows * p.cols + chunk_number_of(tile.row, tile.col, p.rows, p.cols);
         int64_t to = parity * p.inbox_half + static_cast<int64_t>(number) * TILE_BYTES;
         bool is_tile = tile.col < p.cols;
         barrier_wait(s.ready, turn);
@@ -79,7 +101,7 @@ __device__ void store_tiles(const Params& p, const Shared& s, int block, int til
                                s.staged + (wide * BM + begin) * 128, (end - begin) * 128);
             }
         } else if (is_tile) {
-            store_bulk(p.inbox[tile.owner] + to, s.staged, TILE_BYTES);
+            store_bulk((away ? p.outbox : p.inbox[tile.owner]) + to, s.staged, TILE_BYTES);
         }
         bulk_commit();
         bulk_wait_read();
@@ -87,6 +109,10 @@ __device__ void store_tiles(const Params& p, const Shared& s, int block, int til
         bulk_wait();
         fence_proxy();
         if (!is_tile) continue;
+        if (away) {
+            give_to_engine(p, tile.owner, number - tile.owner * p.rows * p.cols);
+            continue;
+        }
         fence_sys();
         for (int owner = SPANNING ? 0 : tile.owner; owner < (SPANNING ? W : tile.owner + 1); ++owner) {
             int begin, end;
@@ -123,10 +149,15 @@ __device__ void reduce_parts(const Params& p, const Shared& s, int block, int te
         bool copying = ALL && (mixed ? ticket % 2 : ticket >= parts);
         int i = mixed ? ticket / KINDS - (copying ? p.lag : 0) : ticket - (copying ? parts : 0);
         bool is_part = i >= 0 && i < parts;
-        Tile at = chunk_tile_at(is_part ? i / PARTS : 0, p.rows, p.cols);
-        int tile = at.row * p.cols + at.col, part = tile * PARTS + i % PARTS;
+        int number = is_part ? i / PARTS : 0;
+        Tile at = chunk_tile_at(number, p.rows, p.cols);
+        int tile = ENGINES ? number : at.row * p.cols + at.col, part = tile * PARTS + i % PARTS;
         if (is_part && !copying) {
-            if (thread < W) wait(arrived + thread * tiles + tile, signals, p.state, p.site * 8 + REDUCING, thread, tile, epoch);
+            if (thread < W) {
+                const int* from = arrived + thread * tiles + tile;
+                if (ENGINES && thread != p.rank) from = p.copied[p.rank] + thread * p.slices + tile / p.slice;
+                wait(from, signals, p.state, p.site * 8 + REDUCING, thread, tile, epoch);
+            }
         }
         named_barrier(bar, TEAM);
         if (thread == 0) {
@@ -196,6 +227,11 @@ __device__ void reduce_parts(const Params& p, const Shared& s, int block, int te
         named_barrier(bar, TEAM);
         if (tickets_of[0]) {
             for (int i = thread; i < W * tiles; i += TEAM) arrived[i] = 0;
+            if (ENGINES) {
+                for (int i = thread; i < W * p.slices; i += TEAM) p.copied[p.rank][i] = 0;
+                named_barrier(bar, TEAM);
+                if (thread < W && thread != p.rank) add_release(p.copied[thread] + p.credit + p.rank);
+            }
             if (thread == 0) finish(p.state, epoch);
         }
     }

@@ -13,6 +13,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from autofuse.native_kernels.triton.copy_engine import FIRST_CREDIT, CopyEngine
 from autofuse.native_kernels.triton.memory import LONGEST_ROW, Need, PeerMemory, cdiv
 
 from .gemm import (
@@ -51,6 +52,10 @@ class _Params(ctypes.Structure):
                 *("out_pitch", "visit", "lag", "programs"),
             )
         ),
+        ("outbox", ctypes.c_void_p),
+        ("copied", POINTERS),
+        ("stored", ctypes.c_void_p),
+        *((name, ctypes.c_int32) for name in ("slice", "slices", "credit")),
     )
 
 
@@ -60,7 +65,8 @@ class ClusterReduceConfig:
 
     bn: columns of a tile of 128 rows; across: blocks of a cluster with one block of the weight, of as many
     owners; along: those with one block of x; stages: blocks of K in flight; visit: tiles a visit (0: a share
-    of the blocks); part: most rows that are reduced by one team at a time.
+    of the blocks); part: most rows that are reduced by one team at a time; copied: of more than 128 rows, tiles
+    reach their owners by copy engines, `slice` at a time.
     """
 
     bn: int = 256
@@ -69,6 +75,8 @@ class ClusterReduceConfig:
     stages: int = 3
     visit: int = 0
     part: int = 16
+    copied: bool = False
+    slice: int = 32
 
     @property
     def cluster(self) -> int:
@@ -90,6 +98,7 @@ class _Cut:
     height: int
     part: int
     spanning: bool
+    slices: int
 
     @classmethod
     def of(cls, m: int, n: int, outer: int, world: int, config: ClusterReduceConfig) -> _Cut:
@@ -98,7 +107,8 @@ class _Cut:
         stretch = 1 if spanning else cdiv(inner, BM)
         height = inner if spanning else BM
         part = max(rows for rows in range(1, config.part + 1) if height % rows == 0)
-        return cls(inner, stretch, outer * stretch, cdiv(n, config.bn), height, part, spanning)
+        rows, cols = outer * stretch, cdiv(n, config.bn)
+        return cls(inner, stretch, rows, cols, height, part, spanning, cdiv(rows * cols, config.slice))
 
     @property
     def parts(self) -> int:
@@ -113,11 +123,11 @@ def cluster_reduce_needs(
     cut = _Cut.of(m, n, outer, world, config)
     tiles = world * cut.rows * cut.cols
     nbytes = tiles * cut.height * config.bn * itemsize
-    return Need(
-        inbox=2 * (nbytes + LONGEST_ROW),
-        words=2 * nbytes * all_ranks,
-        signals=2 * 4 * tiles,
-    )
+    need = Need(words=2 * nbytes * all_ranks, signals=2 * 4 * tiles)
+    if not config.copied:
+        return need | Need(inbox=2 * (nbytes + LONGEST_ROW))
+    slices = world * cut.slices
+    return need | Need(copies=nbytes, outbox=nbytes, copy_signals=4 * slices, done=2 * slices)
 
 
 def cluster_reduce_constants(
@@ -128,7 +138,7 @@ def cluster_reduce_constants(
     cut = _Cut.of(m, n, outer, world, config)
     return constants(
         config, world, transposed, dtype, trace, ORDER=order, ALL=all_ranks, MEAN=mean, SPANNING=cut.spanning,
-        HEIGHT=cut.height, PART=cut.part,
+        HEIGHT=cut.height, PART=cut.part, ENGINES=config.copied,
     )  # fmt: skip
 
 
@@ -145,11 +155,13 @@ def launch_cluster_reduce(
     site: int = 0,
     trace: Tensor | None = None,
     compile_only: bool = False,
+    engine: CopyEngine | None = None,
 ) -> None:
     """As `launch_matmul_reduce` of `native_kernels.triton`, cut by rows, with the same bits.
 
     The world is a multiple of `config.across`; of at most 128 rows, outer and `across` are 1. trace: three
-    rows of events a program, for the teams that reduce alone and after they have multiplied.
+    rows of events a program, for the teams that reduce alone and after they have multiplied. engine: copies
+    what is `config.copied`.
     """
     (m, k), n = x.shape, w.shape[1]
     found, template = _prepared(
@@ -162,7 +174,17 @@ def launch_cluster_reduce(
     if trace is not None:
         params.trace = trace.data_ptr()
     map_operands(params, x, w, config)
+    if not config.copied:
+        launch(found, config, params)
+        return
+    assert engine is not None
+    cut = _Cut.of(m, n, outer, memory.world, config)
+    tile_bytes = cut.height * config.bn * x.element_size()
+    full = memory.done[: 2 * memory.world * cut.slices].view(2, memory.world, cut.slices)[1]
+    engine.fork()
     launch(found, config, params)
+    engine.forward(full, cut.rows * cut.cols * tile_bytes, config.slice * tile_bytes)
+    engine.join()
 
 
 @lru_cache(maxsize=1024)
@@ -178,16 +200,20 @@ def _prepared(
     found = kernel(SOURCE, "matmul_reduce", compiled_with, config.shared_bytes)
     programs = blocks(memory, config)
     parts = cut.rows * cut.cols * cut.parts
+    inbox = memory.copies if config.copied else memory.inbox
     params = _Params(
         state=memory.state.data_ptr(), trace=memory.state.data_ptr(),
-        inbox_half=memory.inbox.half(torch.uint8), words_half=memory.words.half(torch.uint8),
-        signals_half=memory.signals.half(torch.int32),
+        inbox_half=0 if config.copied else inbox.half(torch.uint8),
+        words_half=memory.words.half(torch.uint8), signals_half=memory.signals.half(torch.int32),
         m=m, n=n, k=k, rank=memory.rank, chunk_rows=cut.inner, stretch=cut.stretch, rows=cut.rows,
         cols=cut.cols, visit=config.visit or max(1, programs // world),
         lag=parts if parts < 3 * programs else (programs // world + 1) * cut.parts, programs=programs,
+        outbox=memory.outbox.data_ptr(), stored=memory.done.data_ptr(), slice=config.slice, slices=cut.slices,
+        credit=FIRST_CREDIT,
     )  # fmt: skip
     for r in range(world):
-        params.inbox[r] = memory.inbox.views[r].data_ptr()
+        params.inbox[r] = inbox.views[r].data_ptr()
         params.words[r] = memory.words.views[r].data_ptr()
         params.signals[r] = memory.signals.views[r].data_ptr()
+        params.copied[r] = memory.copy_signals.views[r].data_ptr()
     return found, params

@@ -31,6 +31,13 @@ __device__ inline Tile chunk_tile_at(int t, int rows, int cols) {
     return {0, first + t % here, t / here};
 }
 
+// The number of the tile of a chunk that lies there.
+__device__ inline int chunk_number_of(int row, int col, int rows, int cols) {
+    int first = row / GROUP * GROUP;
+    int here = rows - first < GROUP ? rows - first : GROUP;
+    return first * cols + col * here + row - first;
+}
+
 // What block (m, n) of a cluster computes as the cluster's tile number `t`. A turn visits all chunks, each for
 // `visit` tiles.
 __device__ inline Tile tile_at(

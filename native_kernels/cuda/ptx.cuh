@@ -274,6 +274,13 @@ __device__ inline int64_t count(int64_t* at) {
     return before;
 }
 
+// The same, of what this thread has stored before.
+__device__ inline int count_stored(int* at) {
+    int before;
+    asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;" : "=r"(before) : "l"(at) : "memory");
+    return before;
+}
+
 __device__ inline void store_shared(uint32_t at, uint4 v) {
     asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
                  : "memory");

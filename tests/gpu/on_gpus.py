@@ -3,6 +3,7 @@
 import math
 import random
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -58,6 +59,7 @@ def poison() -> None:
     dist.barrier()
     for region in (memory.inbox, memory.finished, memory.copies):
         region.views[memory.rank].fill_(255)
+    memory.outbox.fill_(255)
     memory.pieces.fill_(math.nan)
     torch.cuda.synchronize()
     dist.barrier()
@@ -73,13 +75,15 @@ def run_way(
     return run(workspace, way, problem_of(op, x, w, workspace, dim, outer), x, w, order, "test")
 
 
-def ways_of(op: str, x: Tensor, w: Tensor, outer: int = 1, dim: int = 0) -> list[str]:
+def ways_of(op: str, x: Tensor, w: Tensor, outer: int = 1, dim: int = 0, copied: bool = False) -> list[str]:
+    """All, or those of copy engines."""
     from autofuse.lowering.gpu.dense import problem_of
-    from autofuse.lowering.gpu.ways import ways
+    from autofuse.lowering.gpu.ways import is_copied, ways
     from autofuse.lowering.gpu.workspace import workspace_for
 
     workspace = workspace_for(dist.group.WORLD.group_name, x.device)
-    return list(ways(problem_of(op, x, w, workspace, dim, outer)))
+    found = ways(problem_of(op, x, w, workspace, dim, outer))
+    return [way for way, config in found.items() if is_copied(config) or not copied]
 
 
 def all_ways(
@@ -124,18 +128,20 @@ def orders(rank: int, world: int, op: str, m: int, k: int, n: int) -> dict[str, 
     }
 
 
-def many_calls(rank: int, world: int, calls: int, straggler: int) -> float:
+def many_calls(
+    rank: int, world: int, calls: int, straggler: int, sizes: Sequence[int], n: int, copied: bool
+) -> float:
     """Calls of changing shapes and ways, back to back, one rank late now and then; the largest error."""
     draw = random.Random(7)
     cases = []
     for op in ("matmul_all_reduce", "matmul_reduce_scatter", "all_gather_matmul"):
-        for m in (1, 8, 136, 1000):
+        for m in sizes:
             if m == 1 and op != "matmul_all_reduce":
                 continue
             if m % world:
                 m += world - m % world
-            x, w = operands(op, m, 264, 520, rank, world, m % 3 == 0, torch.bfloat16)
-            cases += [(way, op, x, w, reference(op, x, w)) for way in ways_of(op, x, w)]
+            x, w = operands(op, m, 264, n, rank, world, m % 3 == 0, torch.bfloat16)
+            cases += [(way, op, x, w, reference(op, x, w)) for way in ways_of(op, x, w, copied=copied)]
     worst = torch.zeros((), device="cuda", dtype=torch.float64)
     for call in range(calls):
         way, op, x, w, wanted = draw.choice(cases)
@@ -147,18 +153,12 @@ def many_calls(rank: int, world: int, calls: int, straggler: int) -> float:
     return float(worst)
 
 
-def replayed(rank: int, world: int, replays: int) -> float:
+def replayed(rank: int, world: int, replays: int, problems: Sequence[tuple[str, int]], copied: bool) -> float:
     """A captured graph of an odd number of calls of every op, replayed; the largest error of each replay."""
     cases, outputs = [], []
-    for op, m in (
-        ("matmul_all_reduce", 8),
-        ("matmul_all_reduce", 1024),
-        ("matmul_reduce_scatter", 1024),
-        ("all_gather_matmul", 32),
-        ("all_gather_matmul", 1024),
-    ):
+    for op, m in problems:
         x, w = operands(op, m, 512, 1024, rank, world, False, torch.bfloat16)
-        cases += [(way, op, x, w, reference(op, x, w)) for way in ways_of(op, x, w)]
+        cases += [(way, op, x, w, reference(op, x, w)) for way in ways_of(op, x, w, copied=copied)]
     for way, op, x, w, _ in cases:
         run_way(way, op, x, w)
     torch.cuda.synchronize()

@@ -15,6 +15,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
 
 Pools = Callable[[int], RankPool]
 
+OPS = ("matmul_all_reduce", "matmul_reduce_scatter", "all_gather_matmul")
+
 # (op, m, k, n, outer, dim)
 CASES = [
     ("matmul_all_reduce", 1, 1024, 2048, 1, 0),
@@ -22,6 +24,7 @@ CASES = [
     ("matmul_all_reduce", 96, 1024, 2048, 1, 0),
     ("matmul_all_reduce", 512, 2048, 4096, 1, 0),
     ("matmul_all_reduce", 1023, 520, 1528, 1, 0),
+    ("matmul_all_reduce", 2049, 520, 1528, 1, 0),
     ("matmul_all_reduce", 4096, 1024, 4096, 1, 0),
     ("matmul_reduce_scatter", 8, 1024, 2048, 1, 0),
     ("matmul_reduce_scatter", 72, 264, 1000, 1, 0),
@@ -29,6 +32,9 @@ CASES = [
     ("matmul_reduce_scatter", 1000, 520, 1528, 1, 0),
     ("matmul_reduce_scatter", 1008, 520, 1024, 2, 0),
     ("matmul_reduce_scatter", 512, 512, 2048, 1, 1),
+    ("matmul_reduce_scatter", 2056, 520, 1528, 1, 0),
+    ("matmul_reduce_scatter", 2064, 520, 1024, 2, 0),
+    ("matmul_reduce_scatter", 8192, 1024, 4096, 1, 0),
     ("all_gather_matmul", 8, 1024, 2048, 1, 0),
     ("all_gather_matmul", 72, 2056, 1000, 1, 0),
     ("all_gather_matmul", 512, 2048, 2048, 1, 0),
@@ -64,12 +70,28 @@ def test_orders(gpu_ranks: Pools, world: int, op: str) -> None:
 @pytest.mark.parametrize("straggler", [0, 1])
 @pytest.mark.parametrize("world", WORLDS)
 def test_a_thousand_calls(gpu_ranks: Pools, world: int, straggler: int) -> None:
-    assert max(gpu_ranks(world).run(on_gpus.many_calls, 1000, straggler, timeout=300)) < on_gpus.MOST_ERROR
+    sizes = 1, 8, 136, 1000
+    found = gpu_ranks(world).run(on_gpus.many_calls, 1000, straggler, sizes, 520, False, timeout=300)
+    assert max(found) < on_gpus.MOST_ERROR
 
 
+@pytest.mark.parametrize("straggler", [0, 1])
 @pytest.mark.parametrize("world", WORLDS)
-def test_captured_graph(gpu_ranks: Pools, world: int) -> None:
-    assert max(gpu_ranks(world).run(on_gpus.replayed, 20, timeout=200)) < on_gpus.MOST_ERROR
+def test_copy_engines_in_many_calls(gpu_ranks: Pools, world: int, straggler: int) -> None:
+    """Reductions and gathers by turns, which share memory and credit, of one slice a chunk and of several."""
+    sizes = 1024, 2056, 4104
+    found = gpu_ranks(world).run(on_gpus.many_calls, 500, straggler, sizes, 2056, True, timeout=300)
+    assert max(found) < on_gpus.MOST_ERROR
+
+
+@pytest.mark.parametrize(
+    ("sizes", "copied"), [((8, 1024), False), ((2048,), True)], ids=["all ways", "copy engines"]
+)
+@pytest.mark.parametrize("world", WORLDS)
+def test_captured_graph(gpu_ranks: Pools, world: int, sizes: tuple[int, ...], copied: bool) -> None:
+    problems = [(op, max(m, 32) if "gather" in op else m) for op in OPS for m in sizes]
+    found = gpu_ranks(world).run(on_gpus.replayed, 20, problems, copied, timeout=200)
+    assert max(found) < on_gpus.MOST_ERROR
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -114,7 +136,7 @@ def test_measured_ways(gpu_ranks: Pools, world: int) -> None:
         assert way == times[0][0]
 
 
-@pytest.mark.parametrize("op", ["matmul_all_reduce", "matmul_reduce_scatter", "all_gather_matmul"])
+@pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("world", WORLDS)
 def test_trace(gpu_ranks: Pools, world: int, op: str) -> None:
     for timeline in gpu_ranks(world).run(on_gpus.traced, op, timeout=200):

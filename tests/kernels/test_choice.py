@@ -111,6 +111,12 @@ def test_ways_that_fail_are_left_out(
     ]
 
 
+def test_copy_engines_are_for_many_rows_only() -> None:
+    for op in OPS:
+        few, many = ({is_copied(c) for c in ways(problem(op, m)).values()} for m in (256, 2048))
+        assert (True in few, True in many) == (False, True), op
+
+
 def test_tables_are_added_to(tmp_path: Path) -> None:
     path = tmp_path / "ways.json"
     first = Point.of(problem("matmul_all_reduce", 8), {"packets": 2.0, CUBLAS_NCCL: 1.0})

@@ -21,6 +21,7 @@ void tile(int* out, int t, int m, int n, int rank, int world, int rows, int cols
     Tile tile = tile_at(t, m, n, rank, world, rows, cols, visit, across, along, order);
     out[0] = tile.owner, out[1] = tile.row, out[2] = tile.col;
 }
+int number(int row, int col, int rows, int cols) { return chunk_number_of(row, col, rows, cols); }
 void gathered(int* out, int t, int m, int n, int rank, int world, int rows, int cols, int slice_rows,
               int across, int along, int within) {
     Tile tile = gathered_tile_at(t, m, n, rank, world, rows, cols, slice_rows, across, along, within);
@@ -38,6 +39,7 @@ class Order:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
+        self.number = library.number
 
     def __call__(self, function: str, *args: int) -> Tile:
         out = (ctypes.c_int * 3)()
@@ -86,6 +88,18 @@ def test_clusters_compute_every_tile_once(
             seen += tiles.values()
         whole = -(-cols // along) * along  # the last cluster may reach beyond
         assert sorted(seen) == [*product(range(world), range(rows), range(whole))]
+
+
+@pytest.mark.parametrize("named", ORDERS)
+@pytest.mark.parametrize("across", [1, 2, 4])
+def test_tiles_of_a_chunk_are_numbered_as_they_are_computed(order: Order, across: int, named: str) -> None:
+    """So that each slice of a chunk is complete before the next."""
+    for rank, rows, cols, visit in product(range(4), (1, 2, 17), (1, 3), (1, 2, 64)):
+        numbers: dict[int, list[int]] = {}
+        for t, m in product(range(4 // across * rows * cols), range(across)):
+            owner, row, col = order("tile", t, m, 0, rank, 4, rows, cols, visit, across, 1, ORDERS[named])
+            numbers.setdefault(owner, []).append(order.number(row, col, rows, cols))
+        assert numbers == {owner: [*range(rows * cols)] for owner in range(4)}
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,7 @@ TMA_LOAD = re.compile(r"cp\.async\.bulk\.tensor\.\w+\.shared::cluster\.global")
 PROXY_FENCE = re.compile(r"fence\.proxy\.async;")
 STORE = re.compile(r"\bst\.(volatile\.)?global|\bst\.volatile\.u32")
 READ = re.compile(r"\bld\.global\.cg")
+COUNT = re.compile(r"atom\.acq_rel\.gpu\.global\.add\.s32")
 ACQUIRE = re.compile(r"\bld\.acquire")
 PUT = re.compile(r"\bst\.relaxed\.sys\.global\.v4")
 TAKE = re.compile(r"\bld\.relaxed\.sys\.global\.v4")
@@ -103,7 +104,10 @@ def find(lines: list[str], pattern: re.Pattern[str], start: int = 0, stop: int |
 
 
 def check_signals(lines: list[str], where: str) -> None:
-    """A release comes after a barrier; relaxed ones after a fence; TMA stores have ended before either."""
+    """A release comes after a barrier; relaxed ones after a fence; TMA stores have ended before either.
+
+    And before a tile for copy engines is counted.
+    """
     signals = find(lines, SIGNAL)
     assert signals, where
     for at in signals:
@@ -112,10 +116,19 @@ def check_signals(lines: list[str], where: str) -> None:
         assert not find(lines, STORE, order, at), f"{where}: a store between {lines[order]} and {lines[at]}"
         assert not find(lines, BULK_STORE, order, at), f"{where}: a TMA store before {lines[at]}"
         if not released:
-            stored = find(lines, BULK_STORE, 0, order)[-1]
-            ended = find(lines, BULK_STORED, stored, order)
-            assert ended, f"{where}: signalled before a TMA store has ended"
-            assert find(lines, PROXY_FENCE, ended[-1], order), f"{where}: no fence after TMA stores"
+            check_stored(lines, order, where)
+    counts = find(lines, COUNT)
+    assert bool(counts) == (matmul_reduce.SOURCE in where and "'ENGINES': 1" in where), where
+    for at in counts:
+        check_stored(lines, at, where)
+
+
+def check_stored(lines: list[str], at: int, where: str) -> None:
+    """What TMA has stored before is where others find it."""
+    stored = find(lines, BULK_STORE, 0, at)[-1]
+    ended = find(lines, BULK_STORED, stored, at)
+    assert ended, f"{where}: signalled before a TMA store has ended"
+    assert find(lines, PROXY_FENCE, ended[-1], at), f"{where}: no fence after TMA stores"
 
 
 def check_waits(lines: list[str], where: str) -> None:
