@@ -213,10 +213,10 @@ __device__ inline void add_bias(float (&acc)[BN / 2], const char* bias, int firs
     }
 }
 
-// Where word `word` (of 8 values) of row `row` lies among `rows` staged rows: 64 columns after another, and swizzled as
-// TMA does, so that 8 rows lie in different banks. `first`: which row of shared memory the first one was.
-__device__ inline int staged_at(int rows, int row, int word, int first = 0) {
-    return (word / 8 * rows + row) * 128 + (word % 8 ^ (first + row) % 8) * 16;
+// Where word `word` (of 8 values) of row `row` lies in a staged tile: 64 columns after another, and swizzled as
+// TMA does, so that 8 rows lie in different banks.
+__device__ inline int staged_at(int row, int word) {
+    return (word / 8 * BM + row) * 128 + (word % 8 ^ row % 8) * 16;
 }
 
 // A warp rounds its 16 rows to 16 bits, in shared memory.
@@ -225,7 +225,7 @@ __device__ inline void stage_rows(const Shared& s, const float (&acc)[BN / 2], i
 #pragma unroll
     for (int j = 0; j < BN / 16; ++j) {
         const float* d = acc + j * 8;
-        store_matrices(s.staged + staged_at(BM, row, j * 2 + lane / 16), pair(d[0], d[1]), pair(d[2], d[3]),
+        store_matrices(s.staged + staged_at(row, j * 2 + lane / 16), pair(d[0], d[1]), pair(d[2], d[3]),
                        pair(d[4], d[5]), pair(d[6], d[7]));
     }
 }

@@ -2,11 +2,10 @@
 // whose warps specialise: one loads, two groups of four multiply, one stores tiles to their owners and signals, and
 // two add up what has arrived and send the sums, beside the tensor cores; the groups join them when they are through.
 //
-// Of an inbox [W, rows * cols, HEIGHT * BN] (a tile as it was staged), the words of sums [W, rows * cols, PARTS, PART,
+// Of an inbox [W, rows * cols, BM * BN] (a tile as it was staged), the words of sums [W, rows * cols, PARTS, PART,
 // BN] (all_reduce), and the counters arrived [W, rows * cols], a rank has two halves each.
-// SPANNING: a tile holds HEIGHT rows of every owner, instead of 128 of one.
 //
-// ENGINES: tiles for a peer go to an outbox [W, rows * cols, HEIGHT * BN] of ours. Those of a chunk lie there in the
+// ENGINES: tiles for a peer go to an outbox [W, rows * cols, BM * BN] of ours. Those of a chunk lie there in the
 // order in which they are computed; a copy engine takes `slice` of them at a time to the inbox, and sets a counter of
 // the slice there. It knows no epoch: the inbox has one half, and peers may store again when they have credit.
 #include "gemm.cuh"
@@ -33,41 +32,30 @@ struct Params {
     int slice, slices, credit;  // credit: where, behind `copied`, peers are told that they may store again
 };
 
-constexpr int PARTS = HEIGHT / PART;  // of a tile
-constexpr int TILE_BYTES = HEIGHT * BN * 2, PART_BYTES = PART * BN * 2;
+constexpr int PARTS = BM / PART;  // of a tile
+constexpr int TILE_BYTES = BM * BN * 2, PART_BYTES = PART * BN * 2;
 constexpr int REDUCING = 1, COPYING = 2;
-static_assert(SPLIT == 1 || SPANNING, "K is split for few rows");
-static_assert(!ENGINES || !SPANNING, "a tile that is copied has one owner");
 
 // The row of the output, of all ranks, that row `row` of the chunk of `owner` is; -1 if it is none.
 __device__ inline int row_at(const Params& p, int owner, int row) {
-    int high = row / (p.stretch * HEIGHT), low = row % (p.stretch * HEIGHT);
+    int high = row / (p.stretch * BM), low = row % (p.stretch * BM);
     int at = (high * W + owner) * p.chunk_rows + low;
     return low < p.chunk_rows && at < p.m ? at : -1;
 }
 
-// The rows of `owner` among rows [low, high) of a tile that spans all; false if there are none.
-__device__ inline bool rows_of(int owner, int low, int high, int& begin, int& end) {
-    begin = owner * HEIGHT > low ? owner * HEIGHT : low;
-    end = (owner + 1) * HEIGHT < high ? (owner + 1) * HEIGHT : high;
-    return begin < end;
-}
-
 __device__ inline Tile tile_of(const Params& p, int t) {
-    int me = SHARING > 1 ? cluster_rank() : 0;
-    return tile_at(t, me / ALONG, me % ALONG, p.rank, SPANNING ? 1 : W, p.rows, p.cols, p.visit, ACROSS, ALONG, ORDER);
+    int me = CLUSTER > 1 ? cluster_rank() : 0;
+    return tile_at(t, me / ALONG, me % ALONG, p.rank, W, p.rows, p.cols, p.visit, ACROSS, ALONG, ORDER);
 }
 
 __device__ void load_tiles(const Params& p, const Shared& s, int block, int tiles) {
     prefetch(&p.x);
     prefetch(&p.w);
     Turn turn;
-    int first, last;
-    split(p.k, first, last);
     for (int t = block / CLUSTER; t < tiles; t += p.programs / CLUSTER) {
         Tile tile = tile_of(p, t);
         int row = (tile.row / p.stretch * W + tile.owner) * p.chunk_rows + tile.row % p.stretch * BM;
-        produce(s, turn, &p.x, &p.w, SPANNING ? 0 : row, tile.col * BN, first, last);
+        produce(s, turn, &p.x, &p.w, row, tile.col * BN, 0, p.k);
     }
 }
 
@@ -83,7 +71,6 @@ __device__ inline void give_to_engine(const Params& p, int owner, int number) {
 
 __device__ void store_tiles(const Params& p, const Shared& s, int block, int tiles, int64_t parity) {
     int turn = 0;
-    int low = SPLIT > 1 ? cluster_rank() * SPLIT_ROWS : 0, high = low + SPLIT_ROWS;  // the rows that we have
     for (int t = block / CLUSTER; t < tiles; t += p.programs / CLUSTER) {
         Tile tile = tile_of(p, t);
         int number = (p.rank * p.rows + tile.row) * p.cols + tile.col;
@@ -93,16 +80,7 @@ __device__ void store_tiles(const Params& p, const Shared& s, int block, int til
         bool is_tile = tile.col < p.cols;
         barrier_wait(s.ready, turn);
         turn ^= 1;
-        if (is_tile && SPANNING) {
-            for (int i = 0; i < W * (BN / 64); ++i) {
-                int owner = i % W, wide = i / W, begin, end;
-                if (rows_of(owner, low, high, begin, end))
-                    store_bulk(p.inbox[owner] + to + (wide * HEIGHT + begin - owner * HEIGHT) * 128,
-                               s.staged + (wide * BM + begin) * 128, (end - begin) * 128);
-            }
-        } else if (is_tile) {
-            store_bulk((away ? p.outbox : p.inbox[tile.owner]) + to, s.staged, TILE_BYTES);
-        }
+        if (is_tile) store_bulk((away ? p.outbox : p.inbox[tile.owner]) + to, s.staged, TILE_BYTES);
         bulk_commit();
         bulk_wait_read();
         barrier_arrive(s.taken);
@@ -114,11 +92,7 @@ __device__ void store_tiles(const Params& p, const Shared& s, int block, int til
             continue;
         }
         fence_sys();
-        for (int owner = SPANNING ? 0 : tile.owner; owner < (SPANNING ? W : tile.owner + 1); ++owner) {
-            int begin, end;
-            if (!SPANNING || rows_of(owner, low, high, begin, end))
-                add_relaxed(p.signals[owner] + parity * p.signals_half + number);
-        }
+        add_relaxed(p.signals[tile.owner] + parity * p.signals_half + number);
     }
 }
 
@@ -130,9 +104,6 @@ __device__ void reduce_parts(const Params& p, const Shared& s, int block, int te
     __shared__ int tickets_of[3];
     int thread = TEAM == 64 ? threadIdx.x - 64 : threadIdx.x % 128, bar = 1 + team;
     int tiles = p.rows * p.cols, parts = tiles * PARTS;
-    // Of a tile: as many as blocks have rows of ours.
-    int signals = ((p.rank + 1) * HEIGHT - 1) / SPLIT_ROWS - p.rank * HEIGHT / SPLIT_ROWS + 1;
-    if (!SPANNING) signals = 1;
     int* arrived = p.signals[p.rank] + parity * p.signals_half;
     const char* inbox = p.inbox[p.rank] + parity * p.inbox_half;
     bool mixed = p.lag < parts;
@@ -156,7 +127,7 @@ __device__ void reduce_parts(const Params& p, const Shared& s, int block, int te
             if (thread < W) {
                 const int* from = arrived + thread * tiles + tile;
                 if (ENGINES && thread != p.rank) from = p.copied[p.rank] + thread * p.slices + tile / p.slice;
-                wait(from, signals, p.state, p.site * 8 + REDUCING, thread, tile, epoch);
+                wait(from, 1, p.state, p.site * 8 + REDUCING, thread, tile, epoch);
             }
         }
         named_barrier(bar, TEAM);
@@ -171,10 +142,10 @@ __device__ void reduce_parts(const Params& p, const Shared& s, int block, int te
         // Word j of the part: its row in the tile, and where it goes in the output, if it does.
         auto place = [&](int source, int j, int& row) {
             row = i % PARTS * PART + j / WIDE;
-            int in_chunk = at.row * HEIGHT + row, col = at.col * BN + j % WIDE * 8;
+            int in_chunk = at.row * BM + row, col = at.col * BN + j % WIDE * 8;
             int to = row_at(p, source, in_chunk);
             if (to < 0 || col >= p.n) return static_cast<char*>(nullptr);
-            if (!ALL) to = in_chunk / (p.stretch * HEIGHT) * p.chunk_rows + in_chunk % (p.stretch * HEIGHT);
+            if (!ALL) to = in_chunk / (p.stretch * BM) * p.chunk_rows + in_chunk % (p.stretch * BM);
             return p.out + static_cast<int64_t>(to) * p.out_pitch + col * 2;
         };
         if (is_part && !copying) {
@@ -184,7 +155,7 @@ __device__ void reduce_parts(const Params& p, const Shared& s, int block, int te
                 char* to = place(p.rank, j, row);
                 if (!to) continue;
                 const char* from = inbox + static_cast<int64_t>(tile) * TILE_BYTES +
-                                   staged_at(HEIGHT, row, j % WIDE, SPANNING ? p.rank * HEIGHT : 0);
+                                   staged_at(row, j % WIDE);
                 uint4 words[W];
 #pragma unroll
                 for (int r = 0; r < W; ++r) words[r] = load_l2(from + static_cast<int64_t>(r) * tiles * TILE_BYTES);
@@ -241,10 +212,8 @@ __device__ void reduce_parts(const Params& p, const Shared& s, int block, int te
 extern "C" __global__ void __launch_bounds__(384, 1) matmul_reduce(const __grid_constant__ Params p) {
     extern __shared__ char memory[];
     Shared s = shared_memory(memory);
-    int block = blockIdx.x, group = threadIdx.x / 128, first, last;
-    split(p.k, first, last);
-    int blocks = (last - first + BK - 1) / BK;
-    int tiles = (SPANNING ? 1 : W / ACROSS) * p.rows * ((p.cols + ALONG - 1) / ALONG);
+    int block = blockIdx.x, group = threadIdx.x / 128, blocks = (p.k + BK - 1) / BK;
+    int tiles = W / ACROSS * p.rows * ((p.cols + ALONG - 1) / ALONG);
     int epoch = static_cast<int>(p.state[3]) + 1;
     int64_t parity = epoch % 2;
     Trace trace{p.trace + (group * p.programs + block) * 2 * EVENTS};
@@ -262,11 +231,10 @@ extern "C" __global__ void __launch_bounds__(384, 1) matmul_reduce(const __grid_
     } else {
         take_registers<208>();
         Turn turn;
-        int taken = 0, done = 0;
+        int taken = 0;
         for (int t = block / CLUSTER; t < tiles; t += p.programs / CLUSTER) {
             float acc[BN / 2];
             consume(s, turn, acc, group - 1, blocks);
-            if (SPLIT > 1) add_partials(s, acc, group - 1, done++);
             stage(s, acc, group - 1, taken);
             if (threadIdx.x % 128 == 0) trace.stamp(COMPUTED, -1, t * CLUSTER);
         }

@@ -65,8 +65,8 @@ class ClusterReduceConfig:
 
     bn: columns of a tile of 128 rows; across: blocks of a cluster with one block of the weight, of as many
     owners; along: those with one block of x; stages: blocks of K in flight; visit: tiles a visit (0: a share
-    of the blocks); part: most rows that are reduced by one team at a time; copied: of more than 128 rows, tiles
-    reach their owners by copy engines, `slice` at a time.
+    of the blocks); part: rows that are reduced by one team at a time; copied: tiles reach their
+    owners by copy engines, `slice` at a time.
     """
 
     bn: int = 256
@@ -89,31 +89,20 @@ class ClusterReduceConfig:
 
 @dataclass(frozen=True)
 class _Cut:
-    """Tiles of a chunk, each with `height` of its rows; of at most 128 rows in all, a tile spans all."""
+    """Tiles of a chunk: `rows` of them down, in stretches of `stretch`, and `cols` across."""
 
     inner: int
     stretch: int
     rows: int
     cols: int
-    height: int
-    part: int
-    spanning: bool
     slices: int
 
     @classmethod
     def of(cls, m: int, n: int, outer: int, world: int, config: ClusterReduceConfig) -> _Cut:
         inner = cdiv(m, world * outer)
-        spanning = m <= BM
-        stretch = 1 if spanning else cdiv(inner, BM)
-        height = inner if spanning else BM
-        part = max(rows for rows in range(1, config.part + 1) if height % rows == 0)
+        stretch = cdiv(inner, BM)
         rows, cols = outer * stretch, cdiv(n, config.bn)
-        return cls(inner, stretch, rows, cols, height, part, spanning, cdiv(rows * cols, config.slice))
-
-    @property
-    def parts(self) -> int:
-        """Of a tile."""
-        return self.height // self.part
+        return cls(inner, stretch, rows, cols, cdiv(rows * cols, config.slice))
 
 
 def cluster_reduce_needs(
@@ -122,7 +111,7 @@ def cluster_reduce_needs(
     """What a call uses."""
     cut = _Cut.of(m, n, outer, world, config)
     tiles = world * cut.rows * cut.cols
-    nbytes = tiles * cut.height * config.bn * itemsize
+    nbytes = tiles * BM * config.bn * itemsize
     need = Need(words=2 * nbytes * all_ranks, signals=2 * 4 * tiles)
     if not config.copied:
         return need | Need(inbox=2 * (nbytes + LONGEST_ROW))
@@ -131,14 +120,13 @@ def cluster_reduce_needs(
 
 
 def cluster_reduce_constants(
-    m: int, n: int, outer: int, world: int, transposed: bool, dtype: torch.dtype, mean: bool, all_ranks: bool,
-    order: int, config: ClusterReduceConfig, trace: bool,
+    world: int, transposed: bool, dtype: torch.dtype, mean: bool, all_ranks: bool, order: int,
+    config: ClusterReduceConfig, trace: bool,
 ) -> Constants:  # fmt: skip
     """What the kernel is compiled with."""
-    cut = _Cut.of(m, n, outer, world, config)
     return constants(
-        config, world, transposed, dtype, trace, ORDER=order, ALL=all_ranks, MEAN=mean, SPANNING=cut.spanning,
-        HEIGHT=cut.height, PART=cut.part, ENGINES=config.copied,
+        config, world, transposed, dtype, trace, ORDER=order, ALL=all_ranks, MEAN=mean, PART=config.part,
+        ENGINES=config.copied,
     )  # fmt: skip
 
 
@@ -159,9 +147,8 @@ def launch_cluster_reduce(
 ) -> None:
     """As `launch_matmul_reduce` of `native_kernels.triton`, cut by rows, with the same bits.
 
-    The world is a multiple of `config.across`; of at most 128 rows, outer and `across` are 1. trace: three
-    rows of events a program, for the teams that reduce alone and after they have multiplied. engine: copies
-    what is `config.copied`.
+    The world is a multiple of `config.across`. trace: three rows of events a program, for the teams that
+    reduce alone and after they have multiplied. engine: copies what is `config.copied`.
     """
     (m, k), n = x.shape, w.shape[1]
     found, template = _prepared(
@@ -179,7 +166,7 @@ def launch_cluster_reduce(
         return
     assert engine is not None
     cut = _Cut.of(m, n, outer, memory.world, config)
-    tile_bytes = cut.height * config.bn * x.element_size()
+    tile_bytes = BM * config.bn * x.element_size()
     full = memory.done[: 2 * memory.world * cut.slices].view(2, memory.world, cut.slices)[1]
     engine.fork()
     launch(found, config, params)
@@ -194,12 +181,11 @@ def _prepared(
 ) -> tuple[Kernel, _Params]:  # fmt: skip
     """The kernel, and what does not change from call to call."""
     world, cut = memory.world, _Cut.of(m, n, outer, memory.world, config)
-    compiled_with = cluster_reduce_constants(
-        m, n, outer, world, transposed, dtype, mean, all_ranks, order, config, trace
-    )
+    compiled_with = cluster_reduce_constants(world, transposed, dtype, mean, all_ranks, order, config, trace)
     found = kernel(SOURCE, "matmul_reduce", compiled_with, config.shared_bytes)
     programs = blocks(memory, config)
-    parts = cut.rows * cut.cols * cut.parts
+    in_tile = BM // config.part
+    parts = cut.rows * cut.cols * in_tile
     inbox = memory.copies if config.copied else memory.inbox
     params = _Params(
         state=memory.state.data_ptr(), trace=memory.state.data_ptr(),
@@ -207,7 +193,7 @@ def _prepared(
         words_half=memory.words.half(torch.uint8), signals_half=memory.signals.half(torch.int32),
         m=m, n=n, k=k, rank=memory.rank, chunk_rows=cut.inner, stretch=cut.stretch, rows=cut.rows,
         cols=cut.cols, visit=config.visit or max(1, programs // world),
-        lag=parts if parts < 3 * programs else (programs // world + 1) * cut.parts, programs=programs,
+        lag=parts if parts < 3 * programs else (programs // world + 1) * in_tile, programs=programs,
         outbox=memory.outbox.data_ptr(), stored=memory.done.data_ptr(), slice=config.slice, slices=cut.slices,
         credit=FIRST_CREDIT,
     )  # fmt: skip

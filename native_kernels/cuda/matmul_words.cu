@@ -40,7 +40,7 @@ __device__ void send_rows(const Params& p, const Shared& s, int col, int group, 
         int row = first + i / WIDE, word = i % WIDE, owner = row / p.height;
         if (row >= p.m || col + word * 8 >= p.n) continue;
         int64_t at = half + (static_cast<int64_t>(p.rank * p.height + row % p.height) * line + col / 8 + word) * 16;
-        uint4 value = sendable(load_shared(s.staged + staged_at(BM, row, word)));
+        uint4 value = sendable(load_shared(s.staged + staged_at(row, word)));
         put(p.words[owner] + at, value);
     }
 }

@@ -73,11 +73,11 @@ class PeerMemory:
     """Memory and counters of one group on one device; all counters and packets are 0 before the first call.
 
     inbox: tiles and parts on their way, two halves; finished: sums on their way, two halves; packets: int64,
-    two halves, never used for anything else; words: as words.cuh has them, two halves, 0 between calls; copies:
-    what copy engines store, one half; signals: int32 counters; copy_signals: those of `copies`, and a word of
-    credit a peer, 1 at first. state, record: as `comm` has them; pieces: fp32, done: int32, 0 between calls,
-    outbox: what copy engines take, bytes; these are local; programs: how many run at once; clusters: how many
-    of 1, 2, 4 and 8 blocks run at once on every rank, for kernels in CUDA C++.
+    two halves, never used for anything else; words: as words.cuh has them, two halves, 0 between calls;
+    copies: what copy engines store, one half; signals: int32 counters; copy_signals: those of `copies`, and a
+    word of credit a peer, 1 at first. state, record: as `comm` has them; pieces: fp32, done: int32, 0 between
+    calls, outbox: what copy engines take, bytes; these are local; programs: how many run at once; clusters:
+    how many of 1, 2, 4 and 8 blocks run at once on every rank, for kernels in CUDA C++.
     """
 
     rank: int

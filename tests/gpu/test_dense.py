@@ -21,6 +21,7 @@ OPS = ("matmul_all_reduce", "matmul_reduce_scatter", "all_gather_matmul")
 CASES = [
     ("matmul_all_reduce", 1, 1024, 2048, 1, 0),
     ("matmul_all_reduce", 13, 264, 1000, 1, 0),
+    ("matmul_all_reduce", 45, 520, 4360, 1, 0),
     ("matmul_all_reduce", 96, 1024, 2048, 1, 0),
     ("matmul_all_reduce", 512, 2048, 4096, 1, 0),
     ("matmul_all_reduce", 1023, 520, 1528, 1, 0),
@@ -28,6 +29,7 @@ CASES = [
     ("matmul_all_reduce", 4096, 1024, 4096, 1, 0),
     ("matmul_reduce_scatter", 8, 1024, 2048, 1, 0),
     ("matmul_reduce_scatter", 72, 264, 1000, 1, 0),
+    ("matmul_reduce_scatter", 120, 520, 4360, 1, 0),
     ("matmul_reduce_scatter", 512, 2048, 4096, 1, 0),
     ("matmul_reduce_scatter", 1000, 520, 1528, 1, 0),
     ("matmul_reduce_scatter", 1008, 520, 1024, 2, 0),

@@ -51,7 +51,7 @@ def cases(op: str) -> Iterator[tuple[str, Constants, int]]:
                 yield (
                     matmul_reduce.SOURCE,
                     matmul_reduce.cluster_reduce_constants(
-                        m, N, 1, world, transposed, dtype, other, op == OPS[0], 0, config, trace
+                        world, transposed, dtype, other, op == OPS[0], 0, config, trace
                     ),
                     config.shared_bytes,
                 )
