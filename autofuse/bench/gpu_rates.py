@@ -8,6 +8,9 @@ from torch import Tensor
 
 from autofuse.lowering.gpu.timer import sample, slowest
 
+TIMES = 8
+"""One copy after another, so that the host is ahead of the GPU."""
+
 
 def push_rate(mine: Tensor, views: list[Tensor]) -> float:
     """GB/s that a rank sends while the copy engines of all ranks store distinct parts to all peers at once.
@@ -28,12 +31,12 @@ def push_rate(mine: Tensor, views: list[Tensor]) -> float:
             current.wait_stream(streams[p])
 
     push()
-    us = slowest(statistics.median(sample(push, 1) for _ in range(5)))
+    us = slowest(statistics.median(sample(push, TIMES) for _ in range(5))) / TIMES
     return (world - 1) * part * mine.element_size() / us / 1e3
 
 
 def copy_rate(source: Tensor, target: Tensor) -> float:
     """GB/s that this GPU's memory is read and written, together, by a copy."""
     target.copy_(source)
-    us = slowest(statistics.median(sample(lambda: target.copy_(source), 1) for _ in range(5)))
+    us = slowest(statistics.median(sample(lambda: target.copy_(source), TIMES) for _ in range(5))) / TIMES
     return 2 * source.nbytes / us / 1e3

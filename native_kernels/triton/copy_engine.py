@@ -40,9 +40,11 @@ class CopyEngine:
 
     def push(self, part: Tensor, slice_rows: int, slices: int) -> None:
         """Start to store `part: [C, K]` to all peers, r + 1 first; each slice, then its counter."""
+        self._fork(1)
+        if not self._peers:
+            return
         memory, stream = self.memory, self._streams[0]
         chunk, k = part.shape
-        self._fork(1)
         with torch.cuda.stream(stream):
             for p in self._peers:
                 there = memory.copies.matrix(p, part.dtype, memory.rank * chunk * k, chunk, k)
