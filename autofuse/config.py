@@ -29,6 +29,10 @@ captured: bool = Config(default=False, env_name_default="AUTOFUSE_CAPTURED")
 `triton.cudagraphs`, of `mode="reduce-overhead"`, says the same). Policy `auto` then does not count what the
 host needs to launch a fused op. Equal on all ranks."""
 
+update: bool = Config(default=False, env_name_default="AUTOFUSE_UPDATE")
+"""On GPUs: matmul_reduce_scatter of many tokens adds tiles at their owners as they come (`update` of a plan):
+each sum is rounded, and no two runs need give the same bits. Equal on all ranks."""
+
 timeout_s: float = float(os.environ.get("AUTOFUSE_TIMEOUT_S", "300"))
 """Seconds that a fused op waits for a peer before it raises. `AUTOFUSE_TIMEOUT_S`."""
 

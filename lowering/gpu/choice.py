@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from .ways import CUBLAS_NCCL, Problem, host_us, ways
+from .ways import CUBLAS_NCCL, Problem, host_us, is_update, ways
 from .workspace import GpuWorkspace
 
 FAR = 2.0
@@ -108,6 +108,9 @@ def known(device: torch.device) -> Points:
 def _times(problem: Problem, points: Points) -> list[tuple[str, float]]:
     """Microseconds at the nearest point of the ways that this problem can take, too, the fastest first."""
     here = ways(problem)
+    updates = [(way, 0.0) for way in here if is_update(here[way])]
+    if updates:  # whoever asks for it gets it
+        return updates
     near = sorted((p for p in points if p.distance(problem) <= FAR), key=lambda p: p.distance(problem))
     found = ([(way, us) for way, us in point.times if way in here] for point in near)
     return next(filter(None, found), [])

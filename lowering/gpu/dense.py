@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from autofuse import config as settings
 from autofuse.lowering import torch_internals
 from autofuse.lowering.ops.layout import parts, whole
 from autofuse.native_kernels.cuda.gather_matmul import ClusterGatherConfig, launch_cluster_gather
@@ -34,9 +35,11 @@ def problem_of(
     """The problem of a call with `x: [M, K]` (a gather's part: [M / W, K]) and `w: [K, N]`."""
     rows = x.shape[0] * (workspace.world if op == "all_gather_matmul" and dim == 0 else 1)
     aligned = x.is_contiguous() and is_tma(x, w)
+    update = settings.update and op == "matmul_reduce_scatter"
     return Problem(
-        op, rows, w.shape[0], w.shape[1], workspace.world, x.dtype, workspace.programs, dim, outer, aligned
-    )
+        op, rows, w.shape[0], w.shape[1], workspace.world, x.dtype, workspace.programs, dim, outer, aligned,
+        update,
+    )  # fmt: skip
 
 
 def run(

@@ -60,7 +60,8 @@ class Problem:
     """A dense call: `[m, k] @ [k, n]` on every rank, of 16-bit floats.
 
     m: rows of the product: all tokens, of a gather too. programs: that run at once. dim, outer: which rows
-    (columns) belong to whom. aligned: operands are as TMA loads them.
+    (columns) belong to whom. aligned: operands are as TMA loads them. update: tiles are added at their owners
+    as they come, where they can be.
     """
 
     op: str
@@ -73,6 +74,7 @@ class Problem:
     dim: int = 0
     outer: int = 1
     aligned: bool = True
+    update: bool = False
 
 
 @lru_cache(maxsize=1024)
@@ -117,6 +119,11 @@ def fused(problem: Problem) -> list[str]:
 def is_copied(config: Config | None) -> bool:
     """Whether copy engines move the parts of a gather, or the tiles of a reduction to their owners."""
     return isinstance(config, GatherConfig | ClusterGatherConfig | ClusterReduceConfig) and config.copied
+
+
+def is_update(config: Config | None) -> bool:
+    """Whether tiles are added at their owners as they come."""
+    return isinstance(config, ClusterReduceConfig) and config.update
 
 
 def host_us(way: str, config: Config | None) -> float:
@@ -166,6 +173,9 @@ def _configs(problem: Problem) -> Iterator[Config]:
         return
     if by_rows and problem.world % 2 == 0 and m > MOST_ROWS:
         yield from _cluster_reduce_configs(m)
+        if problem.update and m > 128:
+            bn, stages = (256, 3) if m > 1024 else (128, 5)
+            yield ClusterReduceConfig(bn, stages=stages, update=True)
     yield ReduceConfig(bt=32, by_rows=by_rows)
     if m <= 1024:
         yield ReduceConfig(bt=32, visit=8, by_rows=by_rows)

@@ -8,6 +8,7 @@
 // ENGINES: tiles for a peer go to an outbox [W, rows * cols, BM * BN] of ours. Those of a chunk lie there in the
 // order in which they are computed; a copy engine takes `slice` of them at a time to the inbox, and sets a counter of
 // the slice there. It knows no epoch: the inbox has one half, and peers may store again when they have credit.
+// UPDATE: the inbox is [rows * cols, BM * BN], of memory of words: 0 between calls; tiles of all ranks are added there.
 #include "gemm.cuh"
 #include "order.cuh"
 #include "words.cuh"
@@ -43,6 +44,8 @@ __device__ inline int row_at(const Params& p, int owner, int row) {
     return low < p.chunk_rows && at < p.m ? at : -1;
 }
 
+constexpr int TERMS = UPDATE ? 1 : W;  // of what arrives of a tile
+
 __device__ inline Tile tile_of(const Params& p, int t) {
     int me = CLUSTER > 1 ? cluster_rank() : 0;
     return tile_at(t, me / ALONG, me % ALONG, p.rank, W, p.rows, p.cols, p.visit, ACROSS, ALONG, ORDER);
@@ -77,10 +80,15 @@ __device__ void store_tiles(const Params& p, const Shared& s, int block, int til
         bool away = ENGINES && tile.owner != p.rank;
         if (ENGINES) number = tile.owner * p.rows * p.cols + chunk_number_of(tile.row, tile.col, p.rows, p.cols);
         int64_t to = parity * p.inbox_half + static_cast<int64_t>(number) * TILE_BYTES;
+        if (UPDATE) to -= static_cast<int64_t>(p.rank) * p.rows * p.cols * TILE_BYTES;
         bool is_tile = tile.col < p.cols;
         barrier_wait(s.ready, turn);
         turn ^= 1;
-        if (is_tile) store_bulk((away ? p.outbox : p.inbox[tile.owner]) + to, s.staged, TILE_BYTES);
+        char* there = (away ? p.outbox : p.inbox[tile.owner]) + to;
+        if (is_tile && UPDATE)
+            add_bulk(there, s.staged, TILE_BYTES);
+        else if (is_tile)
+            store_bulk(there, s.staged, TILE_BYTES);
         bulk_commit();
         bulk_wait_read();
         barrier_arrive(s.taken);
@@ -105,7 +113,7 @@ __device__ void reduce_parts(const Params& p, const Shared& s, int block, int te
     int thread = TEAM == 64 ? threadIdx.x - 64 : threadIdx.x % 128, bar = 1 + team;
     int tiles = p.rows * p.cols, parts = tiles * PARTS;
     int* arrived = p.signals[p.rank] + parity * p.signals_half;
-    const char* inbox = p.inbox[p.rank] + parity * p.inbox_half;
+    char* inbox = p.inbox[p.rank] + parity * p.inbox_half;
     bool mixed = p.lag < parts;
     int tickets = (mixed ? parts + p.lag : parts) * KINDS;
     auto* next = reinterpret_cast<unsigned long long*>(p.state + 5);
@@ -153,12 +161,13 @@ __device__ void reduce_parts(const Params& p, const Shared& s, int block, int te
             for (int j = thread; j < PART * WIDE; j += TEAM) {
                 int row;
                 char* to = place(p.rank, j, row);
-                if (!to) continue;
-                const char* from = inbox + static_cast<int64_t>(tile) * TILE_BYTES +
-                                   staged_at(row, j % WIDE);
-                uint4 words[W];
+                if (!to && !UPDATE) continue;
+                char* from = inbox + static_cast<int64_t>(tile) * TILE_BYTES + staged_at(row, j % WIDE);
+                uint4 words[TERMS];
 #pragma unroll
-                for (int r = 0; r < W; ++r) words[r] = load_l2(from + static_cast<int64_t>(r) * tiles * TILE_BYTES);
+                for (int r = 0; r < TERMS; ++r) words[r] = load_l2(from + static_cast<int64_t>(r) * tiles * TILE_BYTES);
+                if (UPDATE) store(from, {});
+                if (UPDATE && !to) continue;
                 uint4 value = sum(words);
                 if (ALL) {
                     value = sendable(value);

@@ -65,8 +65,9 @@ class ClusterReduceConfig:
 
     bn: columns of a tile of 128 rows; across: blocks of a cluster with one block of the weight, of as many
     owners; along: those with one block of x; stages: blocks of K in flight; visit: tiles a visit (0: a share
-    of the blocks); part: rows that are reduced by one team at a time; copied: tiles reach their
-    owners by copy engines, `slice` at a time.
+    of the blocks); part: rows that are reduced by one team at a time; copied: tiles reach their owners by
+    copy engines, `slice` at a time; update: tiles are added at their owners as they come, each sum rounded,
+    so that no two runs need give the same bits.
     """
 
     bn: int = 256
@@ -77,6 +78,7 @@ class ClusterReduceConfig:
     part: int = 16
     copied: bool = False
     slice: int = 32
+    update: bool = False
 
     @property
     def cluster(self) -> int:
@@ -113,6 +115,8 @@ def cluster_reduce_needs(
     tiles = world * cut.rows * cut.cols
     nbytes = tiles * BM * config.bn * itemsize
     need = Need(words=2 * nbytes * all_ranks, signals=2 * 4 * tiles)
+    if config.update:
+        return need | Need(words=2 * nbytes // world)
     if not config.copied:
         return need | Need(inbox=2 * (nbytes + LONGEST_ROW))
     slices = world * cut.slices
@@ -126,7 +130,7 @@ def cluster_reduce_constants(
     """What the kernel is compiled with."""
     return constants(
         config, world, transposed, dtype, trace, ORDER=order, ALL=all_ranks, MEAN=mean, PART=config.part,
-        ENGINES=config.copied,
+        ENGINES=config.copied, UPDATE=config.update,
     )  # fmt: skip
 
 
@@ -186,7 +190,7 @@ def _prepared(
     programs = blocks(memory, config)
     in_tile = BM // config.part
     parts = cut.rows * cut.cols * in_tile
-    inbox = memory.copies if config.copied else memory.inbox
+    inbox = memory.copies if config.copied else memory.words if config.update else memory.inbox
     params = _Params(
         state=memory.state.data_ptr(), trace=memory.state.data_ptr(),
         inbox_half=0 if config.copied else inbox.half(torch.uint8),

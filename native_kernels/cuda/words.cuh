@@ -29,10 +29,11 @@ __device__ inline uint4 take(
 }
 
 // Of all ranks' values, in their order, fp32, rounded once.
-__device__ inline uint4 sum(const uint4 (&words)[W]) {
+template <int TERMS>
+__device__ inline uint4 sum(const uint4 (&words)[TERMS]) {
     float total[8] = {};
 #pragma unroll
-    for (int r = 0; r < W; ++r) {
+    for (int r = 0; r < TERMS; ++r) {
         const uint32_t word[4] = {words[r].x, words[r].y, words[r].z, words[r].w};
 #pragma unroll
         for (int e = 0; e < 4; ++e) {

@@ -176,6 +176,26 @@ def replayed(rank: int, world: int, replays: int, problems: Sequence[tuple[str, 
     return worst
 
 
+def updated(rank: int, world: int, calls: int) -> float:
+    """Shapes by turns, whose tiles are added where those of others have been; the largest error."""
+    from autofuse import config
+
+    op, cases = "matmul_reduce_scatter", []
+    for m, n in ((1024, 2048), (2056, 1528), (4096, 4096)):
+        x, w = operands(op, m, 264, n, rank, world, False, torch.bfloat16)
+        cases.append((x, w, reference(op, x, w)))
+    worst = 0.0
+    with config.patch(update=True):
+        for call in range(calls):
+            x, w, wanted = cases[call % 3]
+            (way,) = (way for way in ways_of(op, x, w) if "update=1" in way)
+            found = run_way(way, op, x, w)
+            if call % 2:  # else back to back
+                worst = max(worst, error_of(found, wanted))
+                run_way("clusters", op, x, w)  # stores where it likes
+    return worst
+
+
 def on_streams(rank: int, world: int) -> float:
     """Calls on two streams by turns; the library orders them."""
     x, w = operands("matmul_all_reduce", 512, 512, 1024, rank, world, False, torch.bfloat16)

@@ -97,6 +97,11 @@ def test_captured_graph(gpu_ranks: Pools, world: int, sizes: tuple[int, ...], co
 
 
 @pytest.mark.parametrize("world", WORLDS)
+def test_updates(gpu_ranks: Pools, world: int) -> None:
+    assert max(gpu_ranks(world).run(on_gpus.updated, 60, timeout=200)) < on_gpus.MOST_ERROR
+
+
+@pytest.mark.parametrize("world", WORLDS)
 def test_streams(gpu_ranks: Pools, world: int) -> None:
     assert max(gpu_ranks(world).run(on_gpus.on_streams, timeout=200)) < on_gpus.MOST_ERROR
 

@@ -22,7 +22,16 @@ from autofuse.lowering.gpu.choice import (
     write,
 )
 from autofuse.lowering.gpu.timing import Timing
-from autofuse.lowering.gpu.ways import ASYNC_TP, CUBLAS_NCCL, TWO_SHOT, Problem, is_copied, needs, ways
+from autofuse.lowering.gpu.ways import (
+    ASYNC_TP,
+    CUBLAS_NCCL,
+    TWO_SHOT,
+    Problem,
+    is_copied,
+    is_update,
+    needs,
+    ways,
+)
 from autofuse.native_kernels.triton.memory import Need
 from autofuse.passes import table
 
@@ -53,6 +62,15 @@ def test_ways_need_memory_that_calls_can_share(op: str, m: int, world: int) -> N
             need = needs(config, problem(op, m, world=world))
             assert need.fits(need | Need(inbox=1 << 20)), name
             assert max(need.inbox, need.packets, need.words, need.copies) > 0, name
+
+
+def test_who_asks_for_updates_gets_them() -> None:
+    asked = replace(problem("matmul_reduce_scatter", 2048), update=True)
+    points = (Point.of(asked, {"clusters": 2.0, CUBLAS_NCCL: 1.0}),)
+    assert choose(asked, points) == choose_uncaptured(asked, points) == "clusters update=1"
+    assert choose(replace(asked, m=8), points) == CUBLAS_NCCL
+    for other in (replace(asked, update=False), replace(asked, m=128, world=2)):
+        assert not any(map(is_update, ways(other).values()))
 
 
 @pytest.mark.parametrize("op", OPS)

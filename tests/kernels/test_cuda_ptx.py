@@ -27,7 +27,7 @@ SIGNAL = re.compile(r"red\.(release|relaxed)\.sys")
 RELEASE = re.compile(r"red\.release\.sys")
 FENCE = re.compile(r"fence\.acq_rel\.sys;")
 BARRIER = re.compile(r"\bbar(rier)?\.(cta\.)?sync")
-BULK_STORE = re.compile(r"cp\.async\.bulk\.(tensor\.\w+\.)?global\.shared")
+BULK_STORE = re.compile(r"cp\.(reduce\.)?async\.bulk\.(tensor\.\w+\.)?global\.shared")
 BULK_STORED = re.compile(r"cp\.async\.bulk\.wait_group 0;")
 TMA_LOAD = re.compile(r"cp\.async\.bulk\.tensor\.\w+\.shared::cluster\.global")
 PROXY_FENCE = re.compile(r"fence\.proxy\.async;")
@@ -45,7 +45,7 @@ def cases(op: str) -> Iterator[tuple[str, Constants, int]]:
     """Source, constants and bytes of shared memory of all ways; layouts, dtypes and traces by turns."""
     turns = cycle(product([False, True], DTYPES, [True, False], [True, False]))
     for m, world in product((40, 128, 512, 2048, 8192), (2, 4, 8)):
-        for config in ways(Problem(op, m, K, N, world, torch.bfloat16)).values():
+        for config in ways(Problem(op, m, K, N, world, torch.bfloat16, update=op == OPS[1])).values():
             transposed, dtype, trace, other = next(turns)
             if isinstance(config, ClusterReduceConfig):
                 yield (
