@@ -26,7 +26,6 @@ struct Params {
     int credit, programs;  // where, among the counters of a rank, peers are told that they may store again
 };
 
-constexpr int GATHERING = 3;
 constexpr int SENDING = 64;  // threads of a block
 constexpr int OWNERS = SPANNING ? 1 : W;
 

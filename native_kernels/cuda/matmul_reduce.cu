@@ -35,7 +35,6 @@ struct Params {
 
 constexpr int PARTS = BM / PART;  // of a tile
 constexpr int TILE_BYTES = BM * BN * 2, PART_BYTES = PART * BN * 2;
-constexpr int REDUCING = 1, COPYING = 2;
 
 // The row of the output, of all ranks, that row `row` of the chunk of `owner` is; -1 if it is none.
 __device__ inline int row_at(const Params& p, int owner, int row) {
@@ -130,7 +129,7 @@ __device__ void reduce_parts(const Params& p, const Shared& s, int block, int te
         bool is_part = i >= 0 && i < parts;
         int number = is_part ? i / PARTS : 0;
         Tile at = chunk_tile_at(number, p.rows, p.cols);
-        int tile = ENGINES ? number : at.row * p.cols + at.col, part = tile * PARTS + i % PARTS;
+        int tile = ENGINES ? number : at.row * p.cols + at.col, part = is_part ? tile * PARTS + i % PARTS : 0;
         if (is_part && !copying) {
             if (thread < W) {
                 const int* from = arrived + thread * tiles + tile;

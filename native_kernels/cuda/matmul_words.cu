@@ -19,7 +19,6 @@ struct Params {
 };
 
 constexpr int THREADS = 384;
-constexpr int REDUCING = 1, COPYING = 2;
 
 __device__ void load_tiles(const Params& p, const Shared& s, int block) {
     prefetch(&p.x);

@@ -30,6 +30,11 @@ import triton.language as tl
 
 INTERPRET = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") == "1")
 
+# What is waited for, in the low bits of the code of a wait: parts to add up, sums of peers, parts of x.
+REDUCING = tl.constexpr(1)
+COPYING = tl.constexpr(2)
+GATHERING = tl.constexpr(3)
+
 # Kinds of events in a trace; what happened ended at the time of the event. `autofuse.timeline` has them too.
 BEGUN = tl.constexpr(1)
 WAITED = tl.constexpr(2)
@@ -144,17 +149,22 @@ def wait_all(counters, stride, count, target, state, code, source, index, epoch)
     """Until each of `count` (at most 32) counters, `stride` apart, is at least `target`.
 
     Where one does not come in time: raise state[2] and record (1, code, source + its number, index, epoch).
+    Sums, by the code, may take half as long again: a rank that cannot send any waits for one that is lost,
+    and the lost one is to be named.
     """
     if INTERPRET:
         for i in range(count):
             polls = 0
+            limit = tl.load(state) // 20000
+            if code % 8 == COPYING:
+                limit += limit // 2
             given_up = tl.load(state + 2)
             counter = counters + i * stride
             seen = tl.atomic_add(counter, 0, sem="acquire", scope="sys")
             while (seen < target) & (given_up == 0):
                 seen = tl.atomic_add(counter, 0, sem="acquire", scope="sys")
                 polls += 1
-                if polls >= tl.load(state) // 20000:
+                if polls >= limit:
                     given_up += 1
                     record = tl.load(state + 1).to(tl.pointer_type(tl.int32))
                     tl.store(record + 1, code)
@@ -178,6 +188,10 @@ def wait_all(counters, stride, count, target, state, code, source, index, epoch)
             mov.u64 limit, %globaltimer;
             ld.global.u64 now, [$5];
             add.u64 limit, limit, now;
+            and.b32 v, $6, 7;
+            setp.eq.u32 p, v, 2;
+            shr.u64 now, now, 1;
+            @p add.u64 limit, limit, now;
             POLL:
             ld.acquire.sys.global.s32 v, [a];
             setp.ge.s32 p, v, $4;
@@ -280,6 +294,8 @@ def take_packets(at, epoch, mask, state, code, sources, index):
     missing = tl.max(((packets >> 32) != epoch).to(tl.int32), axis=None)
     if missing != 0:
         limit = tl.load(state)
+        if code % 8 == COPYING:
+            limit += limit // 2
         start = nanoseconds()
         spent = tl.full((), 0, tl.int64)
         while missing != 0:

@@ -21,6 +21,7 @@ from .comm import (
     BEGUN,
     COMPUTED,
     ENDED,
+    GATHERING,
     PUSHED,
     WAITED,
     begin,
@@ -36,7 +37,6 @@ from .copy_engine import FIRST_CREDIT, CopyEngine
 from .gemm import add_bias, add_pieces, chunk_tile_at, load_operands
 from .memory import EVENTS, LONGEST_ROW, Need, PeerMemory, cdiv, describe, describe_weight, is_tma, launch
 
-GATHERING = tl.constexpr(3)
 CREDITS = tl.constexpr(FIRST_CREDIT)
 
 

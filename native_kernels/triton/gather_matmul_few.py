@@ -19,6 +19,7 @@ from .comm import (
     BEGUN,
     COMPUTED,
     ENDED,
+    GATHERING,
     PUSHED,
     WAITED,
     begin,
@@ -28,7 +29,7 @@ from .comm import (
     stamp,
     wait_all,
 )
-from .gather_matmul import BLOCK, GATHERING, reset
+from .gather_matmul import BLOCK, reset
 from .gemm import add_bias, add_pieces, load_operands
 from .memory import EVENTS, LONGEST_ROW, Need, PeerMemory, cdiv, describe, describe_weight, launch
 

@@ -21,8 +21,10 @@ from .comm import (
     BEGUN,
     COMPUTED,
     COPIED,
+    COPYING,
     ENDED,
     REDUCED,
+    REDUCING,
     WAITED,
     begin,
     finish,
@@ -35,9 +37,6 @@ from .comm import (
 )
 from .gemm import load_operands
 from .memory import EVENTS, Need, PeerMemory, cdiv, describe, describe_weight, launch
-
-REDUCING = tl.constexpr(1)
-COPYING = tl.constexpr(2)
 
 
 @triton.jit(do_not_specialize=["rank", "site"])

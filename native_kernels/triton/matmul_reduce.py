@@ -24,9 +24,11 @@ from .comm import (
     BEGUN,
     COMPUTED,
     COPIED,
+    COPYING,
     DRAINED,
     ENDED,
     REDUCED,
+    REDUCING,
     WAITED,
     begin,
     finish,
@@ -39,9 +41,6 @@ from .comm import (
 )
 from .gemm import chunk_tile_at, load_operands, tile_at
 from .memory import EVENTS, LONGEST_ROW, Need, PeerMemory, cdiv, describe, describe_weight, launch
-
-REDUCING = tl.constexpr(1)  # what a wait is for, in failure records
-COPYING = tl.constexpr(2)
 
 
 @triton.jit(do_not_specialize=["rank", "site"])
