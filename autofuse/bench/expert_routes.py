@@ -39,19 +39,18 @@ class Route:
 
     def to_experts(self, rows: Tensor, out: Tensor) -> Tensor:
         """Exchange order to expert order: [R, columns]."""
-        if not self.cell.even:
-            return torch.index_select(rows, 0, self.positions, out=out)
-        world, experts = self.cell.world, self.cell.experts
-        blocks = rows.view(world, experts, -1, rows.shape[1]).transpose(0, 1)
-        out.view(blocks.shape).copy_(blocks)
-        return out
+        return self._in_order(rows, out, self.cell.world, self.positions)
 
     def to_exchange(self, rows: Tensor, out: Tensor) -> Tensor:
         """Expert order to exchange order: [R, columns]."""
+        return self._in_order(rows, out, self.cell.experts, self.inverse)
+
+    def _in_order(self, rows: Tensor, out: Tensor, runs: int, places: Tensor) -> Tensor:
+        """The rows at `places`: [R, columns]. Of even cells they are `runs` x others blocks, transposed."""
         if not self.cell.even:
-            return torch.index_select(rows, 0, self.inverse, out=out)
-        world, experts = self.cell.world, self.cell.experts
-        blocks = rows.view(experts, world, -1, rows.shape[1]).transpose(0, 1)
+            return torch.index_select(rows, 0, places, out=out)
+        others = self.cell.world * self.cell.experts // runs
+        blocks = rows.view(runs, others, -1, rows.shape[1]).transpose(0, 1)
         out.view(blocks.shape).copy_(blocks)
         return out
 

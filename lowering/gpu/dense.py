@@ -35,7 +35,7 @@ def problem_of(
     """The problem of a call with `x: [M, K]` (a gather's part: [M / W, K]) and `w: [K, N]`."""
     rows = x.shape[0] * (workspace.world if op == "all_gather_matmul" and dim == 0 else 1)
     aligned = x.is_contiguous() and is_tma(x, w)
-    update = settings.update and op == "matmul_reduce_scatter"
+    update = op == "matmul_reduce_scatter" and settings.update
     return Problem(
         op, rows, w.shape[0], w.shape[1], workspace.world, x.dtype, workspace.programs, dim, outer, aligned,
         update,
@@ -98,9 +98,9 @@ def reduce(
                 launch = launch_matmul_words if words else launch_matmul_packets
                 launch(memory, x, w, out, mean, everywhere, config, number, trace, compile_only)
             else:
-                clusters = isinstance(config, ClusterReduceConfig)
-                copying = partial(launch_cluster_reduce, engine=workspace.engine)
-                launch = copying if clusters else launch_matmul_reduce
+                launch = launch_matmul_reduce
+                if isinstance(config, ClusterReduceConfig):
+                    launch = partial(launch_cluster_reduce, engine=workspace.engine)
                 launch(
                     memory, x, w, out, mean, everywhere, problem.outer, ORDERS[order], config, number, trace,
                     compile_only,

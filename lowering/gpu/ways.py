@@ -173,7 +173,7 @@ def _configs(problem: Problem) -> Iterator[Config]:
         return
     if by_rows and problem.world % 2 == 0 and m > MOST_ROWS:
         yield from _cluster_reduce_configs(m)
-        if problem.update and m > 128:
+        if problem.update:
             bn, stages = (256, 3) if m > 1024 else (128, 5)
             yield ClusterReduceConfig(bn, stages=stages, update=True)
     yield ReduceConfig(bt=32, by_rows=by_rows)

@@ -23,23 +23,20 @@ struct Shared {
     uint32_t stages, staged;             // memory
     uint32_t full, empty, ready, taken;  // barriers: full and empty of every stage, and those of `staged`
     uint32_t partials, partial, summed;  // memory of partial sums, and barriers: these have come, may come again
-    uint32_t more;                       // memory that a kernel uses for something else
 };
 
 __device__ inline Shared shared_memory(void* memory) {
     uint32_t at = (shared_address(memory) + 1023) / 1024 * 1024;
-    uint32_t barriers = at + STAGES * STAGE + STAGED;  // an even number of them, so that `more` is aligned
-    uint32_t more = barriers + (2 * STAGES + 4) * 8;
+    uint32_t barriers = at + STAGES * STAGE + STAGED;  // an even number of them, so that `partials` is aligned
     return {at,
             at + STAGES * STAGE,
             barriers,
             barriers + STAGES * 8,
             barriers + 2 * STAGES * 8,
             barriers + 2 * STAGES * 8 + 8,
-            more,
+            barriers + (2 * STAGES + 4) * 8,
             barriers + 2 * STAGES * 8 + 16,
-            barriers + 2 * STAGES * 8 + 24,
-            more + (SPLIT - 1) * PARTIAL};
+            barriers + 2 * STAGES * 8 + 24};
 }
 
 // Of this block, the warps whose rows it adds up, if they have any.
@@ -234,7 +231,7 @@ __device__ inline void stage_rows(const Shared& s, const float (&acc)[BN / 2], i
 __device__ inline void stage(const Shared& s, const float (&acc)[BN / 2], int group, int& parity) {
     barrier_wait(s.taken, parity ^ 1);
     parity ^= 1;
-    if (adds_up(group)) stage_rows(s, acc, group);
+    stage_rows(s, acc, group);
     fence_proxy_shared();
     barrier_arrive(s.ready);
 }

@@ -294,11 +294,6 @@ __device__ inline int count_stored(int* at) {
     return before;
 }
 
-__device__ inline void store_shared(uint32_t at, uint4 v) {
-    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
-                 : "memory");
-}
-
 __device__ inline int64_t nanoseconds() {
     int64_t t;
     asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t));
