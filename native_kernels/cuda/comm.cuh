@@ -8,6 +8,10 @@ constexpr int BEGUN = 1, WAITED = 2, COMPUTED = 3, REDUCED = 5, COPIED = 6, ENDE
 // What is waited for, in the low bits of the code of a wait, as in comm.py.
 constexpr int REDUCING = 1, COPYING = 2, GATHERING = 3;
 
+// Whether a wait has given up. Copy streams must then not wait either, which have no limit of their own: the last program
+// sets what they wait for.
+__device__ inline bool given_up(const int64_t* state) { return *static_cast<const volatile int64_t*>(state + 2) != 0; }
+
 // Whether one who waits for `source` goes on, after so many polls. Where it does not come in time: raise state[2], and
 // record (1, code, source, index, epoch). Sums, by the code, may take half as long again, as in comm.py.
 struct Patience {
@@ -16,7 +20,7 @@ struct Patience {
     __device__ bool goes_on(int64_t* state, int code, int source, int index, int epoch) {
         if (polls++ % 64) return true;  // the clock is slow to read
         if (limit == 0) limit = nanoseconds() + state[0] + (code % 8 == COPYING ? state[0] / 2 : 0);
-        if (*static_cast<volatile int64_t*>(state + 2)) return false;
+        if (given_up(state)) return false;
         if (nanoseconds() < limit) return true;
         if (atomicExch(reinterpret_cast<unsigned long long*>(state + 2), 1ull)) return false;
         int* record = reinterpret_cast<int*>(state[1]);

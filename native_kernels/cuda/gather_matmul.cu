@@ -23,7 +23,7 @@ struct Params {
     int chunk, inner, stretch, rows, cols;       // rows of a part and stretch; tiles of a stretch, and of a part
     int half_rows;                               // rows of the memory before its second half
     int slice_rows, slices, k_slice, k_slices;   // rows of tiles in a slice, elements of K in a slice
-    int credit, programs;  // where, among the counters of a rank, peers are told that they may store again
+    int credit, gives_credit, programs;  // where, among counters, peers are told that they may store again; whether here
 };
 
 constexpr int SENDING = 64;  // threads of a block
@@ -160,7 +160,10 @@ extern "C" __global__ void __launch_bounds__(384, 1) gather_matmul(const __grid_
         int* arrived = p.signals[p.rank] + parity * p.signals_half;
         for (int i = threadIdx.x; i < W * p.slices * p.k_slices; i += 384) arrived[i] = 0;
         __syncthreads();
-        if (p.credit && threadIdx.x < W && threadIdx.x != p.rank) add_release(p.signals[threadIdx.x] + p.credit + p.rank);
+        if (ENGINES && threadIdx.x < W) {
+            if (p.gives_credit && threadIdx.x != p.rank) add_release(p.signals[threadIdx.x] + p.credit + p.rank);
+            if (given_up(p.state)) p.signals[p.rank][p.credit + threadIdx.x] = 1;
+        }
         if (threadIdx.x == 0) finish(p.state, epoch);
     }
     if (CLUSTER > 1) cluster_sync();

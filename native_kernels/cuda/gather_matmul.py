@@ -46,8 +46,8 @@ class _Params(ctypes.Structure):
         *(
             (name, ctypes.c_int32)
             for name in (
-                *("m", "n", "k", "rank", "site", "chunk", "inner", "stretch", "rows", "cols"),
-                *("half_rows", "slice_rows", "slices", "k_slice", "k_slices", "credit", "programs"),
+                *("m", "n", "k", "rank", "site", "chunk", "inner", "stretch", "rows", "cols", "half_rows"),
+                *("slice_rows", "slices", "k_slice", "k_slices", "credit", "gives_credit", "programs"),
             )
         ),
     )
@@ -131,8 +131,7 @@ def launch_cluster_gather(
         params.bias = bias.data_ptr()
     if trace is not None:
         params.trace = trace.data_ptr()
-    if config.copied and credit:
-        params.credit = FIRST_CREDIT
+    params.gives_credit = credit
     map_operands(params, part, w, config)
     set_map(params, "y", out.view(-1, params.inner, n), BM, 64)
     if config.copied:
@@ -171,7 +170,7 @@ def _prepared(
         m=m, n=n, k=k, rank=memory.rank, chunk=chunk, inner=m if spanning else inner, stretch=stretch,
         rows=rows, cols=cdiv(n, config.bn), half_rows=half_rows, slice_rows=slice_rows,
         slices=cdiv(rows, slice_rows), k_slice=k_slice, k_slices=cdiv(k, k_slice),
-        programs=blocks(memory, config),
+        credit=FIRST_CREDIT, programs=blocks(memory, config),
     )  # fmt: skip
     set_map(params, "gathered", gathered, BM // config.along, BK)
     for r in range(world):

@@ -210,6 +210,10 @@ __device__ void reduce_parts(const Params& p, const Shared& s, int block, int te
                 for (int i = thread; i < W * p.slices; i += TEAM) p.copied[p.rank][i] = 0;
                 named_barrier(bar, TEAM);
                 if (thread < W && thread != p.rank) add_release(p.copied[thread] + p.credit + p.rank);
+                if (given_up(p.state)) {
+                    for (int i = thread; i < W * p.slices; i += TEAM) p.stored[W * p.slices + i] = 1;
+                    if (thread < W) p.copied[p.rank][p.credit + thread] = 1;
+                }
             }
             if (thread == 0) finish(p.state, epoch);
         }

@@ -65,11 +65,13 @@ def push(
 
 @triton.jit
 def reset(
-    signals, rank, first, count, epoch, state, PROGRAMS: tl.constexpr, W: tl.constexpr, CREDIT: tl.constexpr
-):
+    signals, rank, first, count, epoch, state, PROGRAMS: tl.constexpr, W: tl.constexpr,
+    COPIED: tl.constexpr, CREDIT: tl.constexpr,
+):  # fmt: skip
     """As `finish`, with `count` counters from `first` on set back to 0.
 
-    CREDIT: tell all peers that they may store again.
+    CREDIT: tell all peers that they may store again. COPIED: where a wait has given up, copy streams, which
+    have no limit of their own, must not wait either.
     """
     tl.debug_barrier()
     if tl.atomic_add(state + 6, 1, sem="acq_rel", scope="gpu") == PROGRAMS - 1:
@@ -78,6 +80,11 @@ def reset(
             tl.store(flags + i, 0)
         if CREDIT:
             signal_all(signals, W, CREDITS + rank, rank)
+        if COPIED:
+            if tl.load(state + 2, volatile=True) != 0:
+                own = peer(signals, rank, tl.int32) + CREDITS
+                for r in range(W):
+                    tl.store(own + r, 1)
     finish(state, epoch, PROGRAMS)
 
 
@@ -88,7 +95,8 @@ def gather_matmul(
     out_stride, gathered_half, signals_half,
     PROGRAMS: tl.constexpr, MOVERS: tl.constexpr, COMPUTING: tl.constexpr, W: tl.constexpr,
     TRANSPOSED: tl.constexpr, EXACT: tl.constexpr, PIECES: tl.constexpr, BIASED: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BLOCK: tl.constexpr, CREDIT: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BLOCK: tl.constexpr,
+    COPIED: tl.constexpr, CREDIT: tl.constexpr,
     TRACE: tl.constexpr, EVENTS: tl.constexpr,
 ):  # fmt: skip
     """Grid: PROGRAMS, of which the first MOVERS move and the last COMPUTING multiply; some may do both.
@@ -149,7 +157,7 @@ def gather_matmul(
                     TRANSPOSED, EXACT, PIECES, BIASED, BM, BN, BK, TRACE, EVENTS,
                 )  # fmt: skip
     event = stamp(trace, program, event, ENDED, rank, 0, TRACE, EVENTS)
-    reset(signals, rank, first_signal, W * slices, epoch, state, PROGRAMS, W, CREDIT)
+    reset(signals, rank, first_signal, W * slices, epoch, state, PROGRAMS, W, COPIED, CREDIT)
 
 
 @triton.jit
@@ -297,7 +305,7 @@ def launch_gather_matmul(
         COMPUTING=programs if config.shared or not config.movers else programs - config.movers, W=world,
         TRANSPOSED=transposed, EXACT=exact, PIECES=config.pieces, BIASED=bias is not None,
         BM=config.bm, BN=config.bn, BK=config.bk, BLOCK=BLOCK * config.warps,
-        CREDIT=credit and not config.movers,
+        COPIED=config.copied, CREDIT=credit and config.copied,
         TRACE=trace is not None, EVENTS=EVENTS,
         num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip

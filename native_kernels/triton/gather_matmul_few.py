@@ -105,7 +105,7 @@ def gather_matmul_few(
             tl.store(where, acc.to(out.dtype.element_ty), mask=inside)
         event = stamp(trace, program, event, COMPUTED, -1, program, TRACE, EVENTS)
     event = stamp(trace, program, event, ENDED, rank, 0, TRACE, EVENTS)
-    reset(signals, rank, first_signal, W, epoch, state, PROGRAMS, W, False)
+    reset(signals, rank, first_signal, W, epoch, state, PROGRAMS, W, False, False)
 
 
 @dataclass(frozen=True)

@@ -233,23 +233,24 @@ def in_pairs(rank: int, world: int) -> float:
     return worst
 
 
-def lost_peer(rank: int, world: int) -> str:
+def lost_peer(rank: int, world: int, m: int, copied: bool) -> str:
     """The last rank stays away; what the others are told."""
     from autofuse import config
     from autofuse.lowering.gpu.workspace import check, workspace_for
 
     group = dist.new_group(list(range(world)))
     device = torch.device("cuda", rank)
-    x = torch.randn(64, 256, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(m, 256, device="cuda", dtype=torch.bfloat16)
     w = torch.randn(256, 512, device="cuda", dtype=torch.bfloat16)
 
     from autofuse.lowering.gpu.dense import problem_of, reduce
-    from autofuse.lowering.gpu.ways import ways
+    from autofuse.lowering.gpu.ways import is_copied, ways
 
     with config.patch(timeout_s=2.0):
         workspace = workspace_for(group.group_name, device)
         problem = problem_of("matmul_all_reduce", x, w, workspace)
-        way = next(way for way, config_of in ways(problem).items() if config_of is not None)
+        ours = ((way, config_of) for way, config_of in ways(problem).items() if config_of is not None)
+        way = next(way for way, config_of in ours if is_copied(config_of) == copied)
         reduce(workspace, way, problem, x, w, False, "direct", "a.py:1")
         torch.cuda.synchronize()
         dist.barrier()
@@ -257,7 +258,8 @@ def lost_peer(rank: int, world: int) -> str:
             time.sleep(5)
             return ""
         started = time.monotonic()
-        reduce(workspace, way, problem, x, w, False, "direct", "a.py:1")
+        for _ in range(2):  # for the second one, a copy stream has no credit of the lost rank
+            reduce(workspace, way, problem, x, w, False, "direct", "a.py:1")
         torch.cuda.synchronize()
         assert time.monotonic() - started < 4
         try:
