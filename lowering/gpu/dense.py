@@ -15,6 +15,7 @@ from autofuse import config as settings
 from autofuse.lowering import torch_internals
 from autofuse.lowering.ops.layout import parts, whole
 from autofuse.native_kernels.cuda.gather_matmul import ClusterGatherConfig, launch_cluster_gather
+from autofuse.native_kernels.cuda.gather_words import WordsGatherConfig, launch_gather_words
 from autofuse.native_kernels.cuda.matmul_reduce import ClusterReduceConfig, launch_cluster_reduce
 from autofuse.native_kernels.cuda.matmul_words import WordsConfig, launch_matmul_words
 from autofuse.native_kernels.triton.gather_matmul import launch_gather_matmul
@@ -138,7 +139,11 @@ def gather(
         memory = replace(memory, programs=problem.programs)
     out = part.new_empty(problem.m, problem.n)
     for compile_only in _first_compile(workspace, new):
-        if isinstance(config, FewConfig):
+        if isinstance(config, WordsGatherConfig):
+            gathered = launch_gather_words(
+                memory, part, w[0], out, config, number, trace, compile_only, bias[0], more
+            )
+        elif isinstance(config, FewConfig):
             gathered = launch_gather_matmul_few(
                 memory, part, w[0], out, config, number, trace, compile_only, bias[0]
             )

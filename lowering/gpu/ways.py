@@ -7,13 +7,15 @@ the problem, so that all ranks find the same ways.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from functools import lru_cache
 from typing import TypeAlias
 
 import torch
 
 from autofuse.native_kernels.cuda.gather_matmul import ClusterGatherConfig, cluster_gather_needs
+from autofuse.native_kernels.cuda.gather_words import MOST_ROWS as FEW_ROWS
+from autofuse.native_kernels.cuda.gather_words import WordsGatherConfig, tiles_of, words_gather_needs
 from autofuse.native_kernels.cuda.matmul_reduce import ClusterReduceConfig, cluster_reduce_needs
 from autofuse.native_kernels.cuda.matmul_words import MOST_ROWS, WordsConfig, words_needs
 from autofuse.native_kernels.triton.copy_engine import FIRST_CREDIT
@@ -40,6 +42,7 @@ Config: TypeAlias = (
     | GatherConfig
     | FewConfig
     | WordsConfig
+    | WordsGatherConfig
     | ClusterReduceConfig
     | ClusterGatherConfig
 )
@@ -50,6 +53,7 @@ _KINDS: dict[type, str] = {
     GatherConfig: "parts",
     FewConfig: "few",
     WordsConfig: "words",
+    WordsGatherConfig: "words",
     ClusterReduceConfig: "clusters",
     ClusterGatherConfig: "clusters",
 }
@@ -134,7 +138,7 @@ def host_us(way: str, config: Config | None) -> float:
         return 300.0  # not measured: four calls of the driver for each slice and peer
     if isinstance(config, ClusterReduceConfig | ClusterGatherConfig):
         return 160.0 if is_copied(config) else 55.0
-    if isinstance(config, PacketsConfig | FewConfig | WordsConfig):
+    if isinstance(config, PacketsConfig | FewConfig | WordsConfig | WordsGatherConfig):
         return 60.0
     return 185.0 if is_copied(config) else 100.0
 
@@ -210,6 +214,8 @@ def _cluster_reduce_configs(m: int) -> Iterator[Config]:
 
 
 def _gather_configs(problem: Problem) -> Iterator[Config]:
+    if problem.m <= FEW_ROWS and problem.outer == 1:
+        yield from _words_gather_configs(problem)
     if problem.m <= 128 and problem.outer == 1:
         bk, stages, warps = (128, 4, 4) if problem.m <= 64 else (64, 4, 8)
         for bn in (64, 128):
@@ -233,6 +239,16 @@ def _gather_configs(problem: Problem) -> Iterator[Config]:
         yield GatherConfig(bn=128, stages=4, movers=16, slices=4)
 
 
+def _words_gather_configs(problem: Problem) -> Iterator[Config]:
+    """Those that keep most programs busy."""
+    for groups in (1, 2):
+        for pieces in (1, 2, 4, 8):
+            config = WordsGatherConfig(groups, pieces)
+            blocks = tiles_of(problem.n, config) * pieces
+            if problem.programs // 2 < blocks <= problem.programs and problem.k >= 64 * pieces:
+                yield config
+
+
 def _cluster_gather_configs(problem: Problem) -> Iterator[Config]:
     """Sent by the kernel, in slices of K, where all parts are multiplied at once; else by copy engines."""
     if problem.m <= 4096:
@@ -250,8 +266,8 @@ def _cluster_gather_configs(problem: Problem) -> Iterator[Config]:
 
 def _fits(config: Config, problem: Problem) -> bool:
     need = needs(config, problem)
-    sizes = need.inbox, need.finished, need.packets, need.words, need.copies, 4 * need.pieces, need.outbox
-    if max(sizes) > MOST_BYTES:
+    sizes = asdict(need) | {"pieces": 4 * need.pieces}
+    if max(sizes.values()) > MOST_BYTES:
         return False
     if isinstance(config, ReduceConfig) and not config.by_rows and problem.op == "matmul_reduce_scatter":
         return problem.outer == 1 and problem.n % (8 * problem.world) == 0
@@ -273,6 +289,8 @@ def needs(config: Config, problem: Problem) -> Need:
         return cluster_reduce_needs(m, n, problem.outer, 2, world, everywhere, config)
     if isinstance(config, ClusterGatherConfig):
         return cluster_gather_needs(m // world, k, 2, world, config)
+    if isinstance(config, WordsGatherConfig):
+        return words_gather_needs(m, k, n, 2, config)
     if isinstance(config, WordsConfig):
         return words_needs(m, n, 2, world, everywhere)
     if isinstance(config, PacketsConfig):

@@ -41,6 +41,7 @@ LEAST = Need(
     finished=16 << 20,
     packets=4 << 20,
     words=8 << 20,
+    gathers=4 << 20,
     copies=0,
     signals=1 << 18,
     copy_signals=4 * FIRST_CREDIT,
@@ -50,7 +51,7 @@ LEAST = Need(
 )
 """What a workspace starts with (bytes; elements of pieces and done). Copy signals never grow."""
 
-REGIONS = ("inbox", "finished", "packets", "words", "copies", "signals")
+REGIONS = ("inbox", "finished", "packets", "words", "gathers", "copies", "signals")
 
 _WAITS = {1: "to add its part", 2: "to send a sum", 3: "to send its part"}
 

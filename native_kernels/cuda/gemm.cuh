@@ -150,14 +150,6 @@ __device__ inline bool adds_up(int group) {
     return SPLIT == 1 || (group * 4 + threadIdx.x / 32 % 4) / SPLIT_WARPS == cluster_rank();
 }
 
-// A value that was computed before, and is not read sooner: else the compiler makes the tensor cores wait for every
-// instruction.
-__device__ inline float settled(float value) {
-    float same;
-    asm volatile("mov.b32 %0, %1;" : "=f"(same) : "f"(value));
-    return same;
-}
-
 // Each warp sends its 16 rows to the block that adds them up; there, acc becomes the sum over all blocks.
 __device__ inline void add_partials(const Shared& s, float (&acc)[BN / 2], int group, int tile) {
     int me = cluster_rank(), warp = group * 4 + threadIdx.x / 32 % 4, lane = threadIdx.x % 32;

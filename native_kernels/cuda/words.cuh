@@ -18,14 +18,35 @@ __device__ inline uint4 flip(uint4 v) { return {v.x ^ SIGNS, v.y ^ SIGNS, v.z ^ 
 // Stores eight values, which are `sendable`, to a peer or to ourselves.
 __device__ inline void put(void* to, uint4 v) { store_relaxed(to, flip(v)); }
 
-// Takes eight values out of our memory, of which a first look has found `seen`.
-__device__ inline uint4 take(
-    void* at, uint4 seen, int64_t* state, int code, int source, int index, int epoch) {
+// Four words, once all have come, of which a first look has found `seen`.
+__device__ inline uint4 arrived(
+    const void* at, uint4 seen, int64_t* state, int code, int source, int index, int epoch) {
     Patience patience;
     while (!(seen.x && seen.y && seen.z && seen.w) && patience.goes_on(state, code, source, index, epoch))
         seen = load_relaxed(at);
+    return seen;
+}
+
+// Takes eight values out of our memory.
+__device__ inline uint4 take(
+    void* at, uint4 seen, int64_t* state, int code, int source, int index, int epoch) {
+    seen = arrived(at, seen, state, code, source, index, epoch);
     store(at, {0, 0, 0, 0});
     return flip(seen);
+}
+
+// Four fp32 values in the same way, a word each.
+__device__ inline void put_sums(void* to, const float* v) {
+    auto word = [&](int i) { return (v[i] == 0 ? 0u : __float_as_uint(v[i])) ^ 0x80000000u; };
+    store_relaxed(to, {word(0), word(1), word(2), word(3)});
+}
+
+__device__ inline void take_sums(
+    void* at, float (&v)[4], int64_t* state, int code, int source, int index, int epoch) {
+    uint4 seen = arrived(at, load_relaxed(at), state, code, source, index, epoch);
+    store(at, {0, 0, 0, 0});
+    const uint32_t words[4] = {seen.x, seen.y, seen.z, seen.w};
+    for (int i = 0; i < 4; ++i) v[i] = __uint_as_float(words[i] ^ 0x80000000u);
 }
 
 // Of all ranks' values, in their order, fp32, rounded once.

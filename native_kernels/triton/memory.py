@@ -53,6 +53,7 @@ class Need:
     finished: int = 0
     packets: int = 0
     words: int = 0
+    gathers: int = 0
     copies: int = 0
     signals: int = 0
     copy_signals: int = 0
@@ -74,6 +75,7 @@ class PeerMemory:
 
     inbox: tiles and parts on their way, two halves; finished: sums on their way, two halves; packets: int64,
     two halves, never used for anything else; words: as words.cuh has them, two halves, 0 between calls;
+    gathers: as gather_words.cu has it;
     copies: what copy engines store, one half; signals: int32 counters; copy_signals: those of `copies`, and a
     word of credit a peer, 1 at first. state, record: as `comm` has them; pieces: fp32, done: int32, 0 between
     calls, outbox: what copy engines take, bytes; these are local; programs: how many run at once; clusters:
@@ -87,6 +89,7 @@ class PeerMemory:
     finished: Region
     packets: Region
     words: Region
+    gathers: Region
     copies: Region
     signals: Region
     copy_signals: Region

@@ -38,6 +38,7 @@ CASES = [
     ("matmul_reduce_scatter", 2064, 520, 1024, 2, 0),
     ("matmul_reduce_scatter", 8192, 1024, 4096, 1, 0),
     ("all_gather_matmul", 8, 1024, 2048, 1, 0),
+    ("all_gather_matmul", 24, 2056, 1000, 1, 0),
     ("all_gather_matmul", 72, 2056, 1000, 1, 0),
     ("all_gather_matmul", 512, 2048, 2048, 1, 0),
     ("all_gather_matmul", 1000, 520, 1528, 1, 0),

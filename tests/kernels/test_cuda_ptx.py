@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from autofuse.lowering.gpu.ways import DTYPES, Problem, ways
-from autofuse.native_kernels.cuda import gather_matmul, matmul_reduce, matmul_words
+from autofuse.native_kernels.cuda import gather_matmul, gather_words, matmul_reduce, matmul_words
 from autofuse.native_kernels.cuda.compiler import compile_cubin, compile_ptx, why_not
 from autofuse.native_kernels.cuda.gather_matmul import ClusterGatherConfig
+from autofuse.native_kernels.cuda.gather_words import WordsGatherConfig
 from autofuse.native_kernels.cuda.matmul_reduce import ClusterReduceConfig
 from autofuse.native_kernels.cuda.matmul_words import WordsConfig
 from autofuse.native_kernels.triton.memory import SHARED_MEMORY
@@ -44,7 +45,7 @@ Constants = tuple[tuple[str, int], ...]
 def cases(op: str) -> Iterator[tuple[str, Constants, int]]:
     """Source, constants and bytes of shared memory of all ways; layouts, dtypes and traces by turns."""
     turns = cycle(product([False, True], DTYPES, [True, False], [True, False]))
-    for m, world in product((40, 128, 512, 2048, 8192), (2, 4, 8)):
+    for m, world in product((16, 40, 128, 512, 2048, 8192), (2, 4, 8)):
         for config in ways(Problem(op, m, K, N, world, torch.bfloat16, update=op == OPS[1])).values():
             transposed, dtype, trace, other = next(turns)
             if isinstance(config, ClusterReduceConfig):
@@ -60,6 +61,11 @@ def cases(op: str) -> Iterator[tuple[str, Constants, int]]:
                     m, world, transposed, dtype, other, op == OPS[0], config, trace
                 )
                 yield matmul_words.SOURCE, constants, config.shared_bytes
+            elif isinstance(config, WordsGatherConfig):
+                constants = gather_words.words_gather_constants(
+                    m, world, transposed, dtype, other, config, trace
+                )
+                yield gather_words.SOURCE, constants, config.shared_bytes(gather_words.tokens_of(m))
             elif isinstance(config, ClusterGatherConfig):
                 yield (
                     gather_matmul.SOURCE,
@@ -80,7 +86,7 @@ def test_rules(op: str) -> None:
         assert shared <= SHARED_MEMORY, where
         assert compile_cubin(source, dict(constants)), where
         lines = [line.strip() for line in compile_ptx(source, dict(constants)).splitlines()]
-        if source == matmul_words.SOURCE:
+        if source in (matmul_words.SOURCE, gather_words.SOURCE):
             check_words(lines, where)
         else:
             check_signals(lines, where)

@@ -22,6 +22,7 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 from autofuse.lowering.gpu.ways import DTYPES, Config, Problem, needs, ways
 from autofuse.lowering.gpu.workspace import REGIONS
 from autofuse.native_kernels.cuda.gather_matmul import ClusterGatherConfig
+from autofuse.native_kernels.cuda.gather_words import WordsGatherConfig
 from autofuse.native_kernels.cuda.matmul_reduce import ClusterReduceConfig
 from autofuse.native_kernels.cuda.matmul_words import WordsConfig
 from autofuse.native_kernels.triton.gather_matmul import launch_gather_matmul
@@ -157,7 +158,9 @@ def cases() -> Iterator[tuple[Problem, Config, bool, bool]]:
         columns = [replace(problem, dim=1)] if op == "matmul_reduce_scatter" and m == 4096 else []
         for each in [problem, *columns]:
             for config in filter(None, ways(each).values()):
-                if isinstance(config, WordsConfig | ClusterReduceConfig | ClusterGatherConfig):
+                if isinstance(
+                    config, WordsConfig | WordsGatherConfig | ClusterReduceConfig | ClusterGatherConfig
+                ):
                     continue  # test_cuda_ptx has them
                 trace, dtype, transposed = next(turns)
                 yield replace(each, dtype=dtype), config, transposed, trace
