@@ -44,13 +44,26 @@ __device__ void send_rows(const Params& p, const Shared& s, int col, int group, 
     }
 }
 
-// All threads of all blocks add up our rows, and copy those of the others.
+// `line(row, j)` for each 16 bytes of `rows` rows of an owner, number j of them, in the columns that this block's cluster
+// has multiplied: what arrives there comes from blocks of the same number, which are through at about the same time.
+template <class Line>
+__device__ inline void each_line(const Params& p, int block, int rows, Line line) {
+    constexpr int WIDE = BN / 8;
+    int me = SPLIT > 1 ? cluster_rank() : 0;
+    for (int t = block / CLUSTER; t < p.cols; t += p.programs / CLUSTER)
+        for (int i = me * THREADS + threadIdx.x; i < rows * WIDE; i += SPLIT * THREADS) {
+            int word = t * WIDE + i % WIDE;
+            if (word < p.n / 8) line(i / WIDE, i / WIDE * (p.n / 8) + word);
+        }
+}
+
+// Adds our rows up, and copies those of the others.
 __device__ void reduce_rows(const Params& p, int block, int64_t half, int epoch) {
     int line = p.n / 8, begin = p.rank * p.height;
     int rows = p.m - begin < p.height ? p.m - begin : p.height;  // none, maybe
     int64_t part = static_cast<int64_t>(p.height) * line;
     char* mine = p.words[p.rank] + half;
-    for (int j = block * THREADS + threadIdx.x; j < rows * line; j += p.programs * THREADS) {
+    each_line(p, block, rows, [&](int row, int j) {
         uint4 words[W];
 #pragma unroll
         for (int r = 0; r < W; ++r) words[r] = load_relaxed(mine + (r * part + j) * 16);
@@ -63,12 +76,12 @@ __device__ void reduce_rows(const Params& p, int block, int64_t half, int epoch)
             for (int r = 1; r < W; ++r)
                 put(p.words[(p.rank + r) % W] + half + ((W + p.rank) * part + j) * 16, value);
         }
-        store(p.out + static_cast<int64_t>(j / line + (ALL ? begin : 0)) * p.out_pitch + j % line * 16, value);
-    }
+        store(p.out + static_cast<int64_t>(row + (ALL ? begin : 0)) * p.out_pitch + j % line * 16, value);
+    });
     if (!ALL) return;
-    for (int j = block * THREADS + threadIdx.x; j < p.height * line; j += p.programs * THREADS) {
+    each_line(p, block, p.height, [&](int low, int j) {
         uint4 words[W];
-        auto row = [&](int r) { return (p.rank + r) % W * p.height + j / line; };
+        auto row = [&](int r) { return (p.rank + r) % W * p.height + low; };
         auto at = [&](int r) { return mine + ((W + (p.rank + r) % W) * part + j) * 16; };
 #pragma unroll
         for (int r = 1; r < W; ++r)
@@ -79,7 +92,7 @@ __device__ void reduce_rows(const Params& p, int block, int64_t half, int epoch)
             uint4 value = take(at(r), words[r], p.state, p.site * 8 + COPYING, (p.rank + r) % W, j, epoch);
             store(p.out + static_cast<int64_t>(row(r)) * p.out_pitch + j % line * 16, value);
         }
-    }
+    });
 }
 
 extern "C" __global__ void __launch_bounds__(384, 1) matmul_words(const __grid_constant__ Params p) {
