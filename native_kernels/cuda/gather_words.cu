@@ -6,9 +6,9 @@
 // blocks of the weight by TMA, three warps take x out of our memory, and the first block of a tile adds up what the
 // others send it.
 //
-// Of x [M, K], a rank has memory in three thirds, and before them the number of calls and what each holds, since many blocks read a word and none can put 0 back at once:
-// call number c fills third c % 3, and clears that of the call before. Nobody fills that one before call c + 2, which is
-// after all have had our part in c + 1, and so after we were through with c.
+// Many blocks read a word, so none can put 0 back at once. A rank has memory for x [M, K] in three thirds, and before them
+// the number of calls and what each third holds: call number c fills third c % 3, and clears that of the call before.
+// Nobody fills that one before call c + 2, which is after all have had our part in c + 1, so after we were through with c.
 #include "words.cuh"
 #include "wgmma.cuh"
 
@@ -24,9 +24,9 @@ struct Params {
     const char* part;
     const char* bias;
     char* out;
-    char* kept;      // x [M, K], where somebody needs it
+    char* kept;       // x [M, K], where somebody needs it
     char* memory[8];  // of every rank: x, three thirds
-    char* words;     // our own: partial sums, two halves
+    char* words;      // our own: partial sums, two halves
     int64_t* state;
     int64_t* calls;  // how many there were, and how many lines each third has
     int64_t* trace;

@@ -94,6 +94,11 @@ __device__ inline uint4 load_shared(uint32_t at) {
     return v;
 }
 
+__device__ inline void store_shared(uint32_t at, uint4 v) {
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+                 : "memory");
+}
+
 // Until the phase with this parity is over.
 __device__ inline void barrier_wait(uint32_t barrier, int parity) {
     asm volatile(
