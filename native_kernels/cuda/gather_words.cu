@@ -3,7 +3,7 @@
 //
 // A block computes G * 64 columns of Y, over a piece of K, as their transpose: the weight is the left operand of the
 // tensor cores, of 64 rows a warpgroup, and x the right one, of as many columns as there are tokens. One thread loads
-// blocks of the weight by TMA, three warps take x out of our memory, and the first block of a tile adds up what the
+// blocks of the weight by TMA, many warps take x out of our memory, and the first block of a tile adds up what the
 // others send it.
 //
 // Many blocks read a word, so none can put 0 back at once. A rank has memory for x [M, K] in three thirds, and before them
@@ -14,10 +14,12 @@
 
 constexpr int BK = 64, ROW = BK * 2;
 constexpr int W_BYTES = G * 64 * ROW, X_BYTES = TOKENS * ROW, STAGE = W_BYTES + X_BYTES;
-constexpr int TAKERS = 96, AHEAD = 4;          // threads that take x, blocks of K at a time
-constexpr int LINES = TOKENS * BK / 8;         // of 16 bytes, in a block of x
-constexpr int ACCS = TOKENS / 2;               // accumulators of a thread
-constexpr int THREADS = 384;
+constexpr int ACCS = TOKENS / 2;                         // accumulators of a thread
+constexpr int LOADER = G * 128, FIRST_TAKER = LOADER + 32;  // threads before multiply
+constexpr int THREADS = FIRST_TAKER + TAKERS;
+constexpr int LINES = TOKENS * BK / 8;                   // of 16 bytes, in a block of x
+constexpr int AHEAD = STAGES < 16 ? STAGES / 2 : 8;      // blocks of x that are taken at a time
+constexpr int EACH = (AHEAD * LINES + TAKERS - 1) / TAKERS;
 
 struct Params {
     TensorMap w;
@@ -44,9 +46,10 @@ struct Shared {
 
 struct Turn {
     int stage = 0, parity = 0;
-    __device__ void next() {
-        if (++stage == STAGES) {
-            stage = 0;
+    __device__ void skip(int stages) {
+        stage += stages;  // at most STAGES
+        if (stage >= STAGES) {
+            stage -= STAGES;
             parity ^= 1;
         }
     }
@@ -62,10 +65,11 @@ struct Work {
     }
 };
 
-// All blocks store our part to all ranks, and clear the `used` lines of the call before.
+// All threads but those of the loading warp store our part to all ranks, and clear the `used` lines of the call before.
 __device__ void send_part(const Params& p, int block, int64_t call, int64_t used) {
     constexpr int SENDERS = THREADS - 32;
-    int lines = p.chunk * (p.k / 8), step = p.programs * SENDERS, begin = block * SENDERS + threadIdx.x - 32;
+    int sender = threadIdx.x < LOADER ? threadIdx.x : threadIdx.x - 32;
+    int lines = p.chunk * (p.k / 8), step = p.programs * SENDERS, begin = block * SENDERS + sender;
     int64_t there = call % 3 * p.third + static_cast<int64_t>(p.rank) * lines * 16;
     for (int i = begin; i < lines; i += step) {
         uint4 v = sendable(load_l2(p.part + static_cast<int64_t>(i) * 16));
@@ -78,7 +82,7 @@ __device__ void send_part(const Params& p, int block, int64_t call, int64_t used
 __device__ void load_weight(const Params& p, const Shared& s, const Work& work) {
     prefetch(&p.w);
     Turn turn;
-    for (int b = work.first; b < work.last; ++b, turn.next()) {
+    for (int b = work.first; b < work.last; ++b, turn.skip(1)) {
         uint32_t full = s.full + 8 * turn.stage;
         barrier_wait(s.empty + 8 * turn.stage, turn.parity ^ 1);
         barrier_expect(full, W_BYTES);
@@ -96,40 +100,55 @@ __device__ void load_weight(const Params& p, const Shared& s, const Work& work) 
 // Where line `line` (8 values of K) of token `token` lies in a block of x, swizzled as TMA would.
 __device__ inline int x_at(int token, int line) { return token * ROW + (line ^ token % 8) * 16; }
 
+// A round is AHEAD blocks of x, EACH lines of every thread; those of the next are on their way meanwhile.
 __device__ void take_x(const Params& p, const Shared& s, const Work& work, int64_t call, int epoch) {
-    constexpr int EACH = (AHEAD * LINES + TAKERS - 1) / TAKERS;
-    int thread = threadIdx.x - 32, line = p.k / 8;
+    int thread = threadIdx.x - FIRST_TAKER, row = p.k / 8;
     const char* mine = p.memory[p.rank] + call % 3 * p.third;
+    // Number `e` of our lines of a round: its block, its token and where in x it lies, -1 where there is none.
+    struct Line {
+        int block, token;
+        int64_t at;
+    };
+    auto line = [&](int b, int e) {
+        int i = thread + e * TAKERS, block = i / LINES, token = i / 8 % TOKENS, col = (b + block) * 8 + i % 8;
+        bool is_x = block < AHEAD && b + block < work.last && token < p.m && col < row;
+        return Line{block, token, is_x ? (static_cast<int64_t>(token) * row + col) * 16 : -1};
+    };
+    auto look = [&](int b, uint4(&seen)[EACH]) {
+#pragma unroll
+        for (int e = 0; e < EACH; ++e)
+            if (int64_t at = line(b, e).at; at >= 0) seen[e] = load_relaxed(mine + at);
+    };
+    uint4 next[EACH];
+    look(work.first, next);
     Turn turn;
     for (int b = work.first; b < work.last; b += AHEAD) {
         uint4 seen[EACH];
-        int64_t at[EACH];
+#pragma unroll
+        for (int e = 0; e < EACH; ++e) seen[e] = next[e];
+        look(b + AHEAD, next);
 #pragma unroll
         for (int e = 0; e < EACH; ++e) {
-            int i = thread + e * TAKERS, token = i / 8 % TOKENS, col = (b + i / LINES) * 8 + i % 8;
-            bool is_x = i < AHEAD * LINES && token < p.m && col < line && b + i / LINES < work.last;
-            at[e] = is_x ? (static_cast<int64_t>(token) * line + col) * 16 : -1;
-            if (is_x) seen[e] = load_relaxed(mine + at[e]);
-        }
-        Turn ahead = turn;
-        for (int j = 0; j < AHEAD && b + j < work.last; ++j, ahead.next())
-            barrier_wait(s.empty + 8 * ahead.stage, ahead.parity ^ 1);
-#pragma unroll
-        for (int e = 0; e < EACH; ++e) {
-            int i = thread + e * TAKERS, token = i / 8 % TOKENS, j = i / LINES;
-            if (i >= AHEAD * LINES || b + j >= work.last) continue;
+            Line l = line(b, e);
+            if (l.block >= AHEAD || b + l.block >= work.last) continue;
             uint4 v = {};
-            if (at[e] >= 0) {
-                int source = token / p.chunk;
-                v = flip(arrived(mine + at[e], seen[e], p.state, p.site * 8 + GATHERING, source, b + j, epoch));
-                if (p.kept && work.tile == 0) store(p.kept + at[e], v);
+            if (l.at >= 0) {
+                int source = l.token / p.chunk;
+                v = flip(arrived(mine + l.at, seen[e], p.state, p.site * 8 + GATHERING, source, b + l.block, epoch));
+                if (p.kept && work.tile == 0) store(p.kept + l.at, v);
             }
-            store_shared(s.x((turn.stage + j) % STAGES) + x_at(token, i % 8), v);
+            Turn there = turn;
+            there.skip(l.block);
+            barrier_wait(s.empty + 8 * there.stage, there.parity ^ 1);
+            store_shared(s.x(there.stage) + x_at(l.token, thread % 8), v);
         }
         fence_proxy_shared();
         __syncwarp();
-        for (int j = 0; j < AHEAD && b + j < work.last; ++j, turn.next())
-            if (threadIdx.x % 32 == 0) barrier_arrive(s.full + 8 * turn.stage);
+        for (int j = 0; j < AHEAD && b + j < work.last; ++j, turn.skip(1)) {
+            if (threadIdx.x % 32) continue;
+            barrier_wait(s.empty + 8 * turn.stage, turn.parity ^ 1);  // else we might arrive twice before others do once
+            barrier_arrive(s.full + 8 * turn.stage);
+        }
     }
 }
 
@@ -153,7 +172,7 @@ __device__ void multiply_blocks(const Shared& s, const Work& work, float (&acc)[
         wgmma_wait<1>();
         if (before >= 0 && threadIdx.x % 128 == 0) barrier_arrive(s.empty + 8 * before);
         before = turn.stage;
-        turn.next();
+        turn.skip(1);
     }
     wgmma_wait<0>();
 }
@@ -192,7 +211,7 @@ __device__ void finish_tile(const Params& p, const Work& work, float (&acc)[ACCS
     }
 }
 
-extern "C" __global__ void __launch_bounds__(384, 1) gather_words(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) gather_words(const __grid_constant__ Params p) {
     extern __shared__ char memory[];
     uint32_t at = (shared_address(memory) + 1023) / 1024 * 1024;
     Shared s{at, at + STAGES * STAGE, at + STAGES * STAGE + STAGES * 8};
@@ -200,8 +219,10 @@ extern "C" __global__ void __launch_bounds__(384, 1) gather_words(const __grid_c
     int64_t call = p.calls[0], used = p.calls[1 + (call + 2) % 3], half = epoch % 2 * p.half;
     Work work(p, block);
     bool works = work.piece < p.pieces;
-    Trace trace{p.trace + (group * p.programs + block) * 2 * EVENTS};
-    if (threadIdx.x % 128 == 0) trace.stamp(BEGUN, p.rank, 0);
+    // Rows of events: of the first warpgroup that multiplies, and of the thread that loads.
+    bool loads = threadIdx.x == LOADER, traces = threadIdx.x == 0 || loads;
+    Trace trace{p.trace + (loads * p.programs + block) * 2 * EVENTS};
+    if (traces) trace.stamp(BEGUN, p.rank, 0);
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; ++i) {
             barrier_init(s.full + 8 * i, 1 + TAKERS / 32);
@@ -210,22 +231,21 @@ extern "C" __global__ void __launch_bounds__(384, 1) gather_words(const __grid_c
         barrier_inits_done();
     }
     __syncthreads();
-    if (threadIdx.x >= 32) send_part(p, block, call, used);
-    if (works && threadIdx.x == 0) {
-        load_weight(p, s, work);
-    } else if (works && group == 0 && threadIdx.x >= 32) {
-        take_x(p, s, work, call, epoch);
-    } else if (works && group > 0 && group <= G) {
+    if (works && loads) load_weight(p, s, work);
+    __syncwarp();
+    if (threadIdx.x / 32 != LOADER / 32) send_part(p, block, call, used);
+    if (works && threadIdx.x >= FIRST_TAKER) take_x(p, s, work, call, epoch);
+    if (works && group < G) {
         float acc[ACCS];
-        multiply_blocks(s, work, acc, group - 1);
-        if (threadIdx.x % 128 == 0) trace.stamp(COMPUTED, -1, block);
-        finish_tile(p, work, acc, group - 1, half, epoch);
+        multiply_blocks(s, work, acc, group);
+        if (traces) trace.stamp(COMPUTED, -1, block);
+        finish_tile(p, work, acc, group, half, epoch);
     }
     // The last program to know the number of the call ends it.
-    if (threadIdx.x == 0 && count(p.state + 6) == p.programs - 1) {
+    if (loads && count(p.state + 6) == p.programs - 1) {
         p.calls[0] = call + 1;
         p.calls[1 + call % 3] = static_cast<int64_t>(p.m) * (p.k / 8);
         finish(p.state, epoch);
     }
-    if (threadIdx.x % 128 == 0) trace.stamp(ENDED, p.rank, 0);
+    if (traces) trace.stamp(ENDED, p.rank, 0);
 }

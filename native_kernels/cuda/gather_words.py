@@ -11,13 +11,15 @@ from torch import Tensor
 
 from autofuse.native_kernels.triton.memory import EVENTS, SHARED_MEMORY, Need, PeerMemory, cdiv
 
-from .gemm import BK, POINTERS, TENSOR_MAP, THREADS, Constants, set_map
+from .gemm import BK, POINTERS, TENSOR_MAP, Constants, set_map
 from .launcher import Kernel, kernel
 
 SOURCE = "gather_words.cu"
 MOST_ROWS = 32
 COLS = 64
 """Columns of Y that a warpgroup computes."""
+TAKERS = 512
+"""Threads of a block that take x."""
 HEAD = 64
 """Bytes before the thirds: how many calls there were, and how many lines each third holds, int64."""
 
@@ -47,6 +49,10 @@ class WordsGatherConfig:
 
     groups: int = 1
     pieces: int = 4
+
+    @property
+    def threads(self) -> int:
+        return self.groups * 128 + 32 + TAKERS
 
     def stages(self, tokens: int) -> int:
         """Blocks of K in flight."""
@@ -83,6 +89,7 @@ def words_gather_constants(
         "W": world,
         "TOKENS": tokens,
         "G": config.groups,
+        "TAKERS": TAKERS,
         "STAGES": config.stages(tokens),
         "TRANSPOSED": transposed,
         "FP16": dtype is torch.float16,
@@ -108,7 +115,7 @@ def launch_gather_words(
     """As `launch_gather_matmul_few` of `native_kernels.triton`, with `W * C <= 32`; returns X [W * C, K] with
     `keep`, else nothing of use.
 
-    trace: three rows of events a program, of a warpgroup each.
+    trace: two rows of events a program, of who multiplies and of who loads.
     """
     (chunk, k), n = part.shape, w.shape[1]
     found, template = _prepared(
@@ -130,7 +137,7 @@ def launch_gather_words(
         set_map(params, "w", w, BK, COLS)
     else:
         set_map(params, "w", w.t(), COLS, BK)
-    found.launch(params.programs, 1, THREADS, params, torch.cuda.current_stream().cuda_stream)
+    found.launch(params.programs, 1, config.threads, params, torch.cuda.current_stream().cuda_stream)
     return kept
 
 
