@@ -88,12 +88,13 @@ def make_decoder(model: Any, call: Callable[..., Any], prompt: Tensor, length: i
     """`decode() -> logits [batch, 1, vocab]`, one greedy token a call. The prompt runs eagerly, before."""
     cache = StaticCache(config=model.config, max_cache_len=length)
     with torch.no_grad():
-        logits = model(prompt, past_key_values=cache).logits[:, -1:]
+        token = model(prompt, past_key_values=cache).logits[:, -1:].argmax(-1)
 
     def decode() -> Tensor:
-        nonlocal logits
+        nonlocal token
         with torch.no_grad():
-            logits = call(logits.argmax(-1), past_key_values=cache).logits
+            logits: Tensor = call(token, past_key_values=cache).logits
+            token = logits.argmax(-1)  # now: the next replay of a CUDA graph writes over the logits
         return logits
 
     return decode

@@ -169,6 +169,11 @@ def fake_store() -> Store:
     return FakeStore()
 
 
+def current_raw_stream(device: int) -> int:
+    """The address of a device's current CUDA stream; an object round it would take microseconds."""
+    return int(torch._C._cuda_getCurrentRawStream(device))
+
+
 def symmetric_memory(device_type: str) -> str | None:
     """Name of what allocates torch's symmetric memory on devices of this type; None where there is none."""
     try:

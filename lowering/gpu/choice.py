@@ -140,19 +140,19 @@ def chosen(problem: Problem, workspace: GpuWorkspace) -> str:
     return agreed.chosen[problem]
 
 
-def way_of(problem: Problem, workspace: GpuWorkspace, variant: Hashable) -> str:
-    """The way of a call, the same on all ranks.
+def way_of(problem: Problem, workspace: GpuWorkspace, variant: Hashable, capturing: bool) -> tuple[str, bool]:
+    """The way of a call, the same on all ranks, and whether the next call like it takes it, too.
 
     In a CUDA graph the host costs nothing. Its first call is made as if in one: for a graph that is captured
     later everything has then been compiled.
     """
     agreed = _agreement(workspace)
-    if torch.cuda.is_current_stream_capturing() or (problem, variant) not in agreed.seen:
+    if capturing or (problem, variant) not in agreed.seen:
         agreed.seen.add((problem, variant))
-        return chosen(problem, workspace)
+        return chosen(problem, workspace), capturing
     if problem not in agreed.uncaptured:
         agreed.uncaptured[problem] = choose_uncaptured(problem, agreed.points)
-    return agreed.uncaptured[problem]
+    return agreed.uncaptured[problem], True
 
 
 def points_of(workspace: GpuWorkspace) -> Points:
@@ -163,6 +163,7 @@ def points_of(workspace: GpuWorkspace) -> Points:
 def add_points(workspace: GpuWorkspace, points: Points) -> None:
     """What the ranks have measured together; it counts before what was known."""
     _agreed[workspace] = _Agreement((*points, *points_of(workspace)))
+    workspace.calls.clear()
 
 
 def keep(workspace: GpuWorkspace, point: Point) -> Path:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -48,154 +48,197 @@ def run(
     trace: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """The first result of a call of any of the ops in its plain form: a sum, one weight, no bias."""
+    strides, traced = w.stride(), trace is not None
     if problem.op == "all_gather_matmul":
-        return gather(workspace, way, problem, x, [w], [None], False, site, trace)[0]
-    return reduce(workspace, way, problem, x, w, False, order, site, trace)
+        gather = Gather(workspace, way, problem, strides, False, False, site, traced)
+        return gather(x, [w], [None], trace)[0]
+    return Reduction(workspace, way, problem, strides, False, order, site, traced)(x, w, trace)
 
 
-def reduce(
-    workspace: GpuWorkspace, way: str, problem: Problem, x: Tensor, w: Tensor, mean: bool, order: str,
-    site: str, trace: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """matmul_all_reduce and matmul_reduce_scatter: what they return first."""
-    config = ways(problem)[way]
-    everywhere = problem.op == "matmul_all_reduce"
-    if config is not None and order == "ring" and isinstance(config, PacketsConfig | WordsConfig):
-        order = "direct"  # everybody talks to everybody at once: there is no order
+class _Call:
+    """Calls of one kind at one site, in one way: what is the same in all of them is decided once."""
 
-    def need() -> Need:
-        if config is not None:
-            return needs(config, problem)
-        return Need(finished=problem.m * problem.n * x.element_size()) if way != ASYNC_TP else Need()
+    def __init__(
+        self, workspace: GpuWorkspace, way: str, problem: Problem, site: str, *variant: Hashable
+    ) -> None:
+        self._workspace, self._way, self._problem, self._site = workspace, way, problem, site
+        self._variant = (problem, *variant)
+        self._config = ways(problem)[way]
+        self._number: int | None = None
 
-    entered = (
-        None
-        if way == CUBLAS_NCCL
-        else workspace.enter(problem.op, site, need, way, (problem, w.stride(), mean, order, trace is None))
-    )
-    if entered is None:
-        return _reduce_unfused(workspace, problem, torch.mm(x, w), mean)
-    memory, number, new = entered
-    if memory.programs != problem.programs:
-        memory = replace(memory, programs=problem.programs)
-    if way == ASYNC_TP:
-        out = torch_internals.async_tp_matmul_reduce_scatter(x, w, workspace.group_name)
-        out = out.div_(problem.world) if mean else out
-    elif config is None:
+    def _need(self) -> Need:
+        return Need() if self._config is None else needs(self._config, self._problem)
+
+    def _enter(self) -> tuple[PeerMemory, int, bool] | None:
+        """As `GpuWorkspace.enter`, which is asked about a kind of calls until it has let one in."""
+        if self._number is not None:
+            memory, new = self._workspace.enter_again(), False
+        else:
+            op = self._problem.op
+            entered = self._workspace.enter(op, self._site, self._need, self._way, self._variant)
+            if entered is None:
+                return None
+            memory, self._number, new = entered
+        if memory.programs != self._problem.programs:
+            memory = replace(memory, programs=self._problem.programs)
+        return memory, self._number, new
+
+    def _compile_only(self, new: bool) -> Iterator[bool]:
+        """Whether to compile only: of a new kernel first, after which all ranks meet; then not."""
+        if new:
+            yield True
+            self._workspace.meet("")
+        yield False
+
+
+class Reduction(_Call):
+    """matmul_all_reduce and matmul_reduce_scatter: `reduction(x, w)` is what they return first."""
+
+    def __init__(
+        self, workspace: GpuWorkspace, way: str, problem: Problem, strides: tuple[int, ...], mean: bool,
+        order: str, site: str, traced: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__(workspace, way, problem, site, strides, mean, order, traced)
+        config, everywhere = self._config, problem.op == "matmul_all_reduce"
+        if order == "ring" and isinstance(config, PacketsConfig | WordsConfig):
+            order = "direct"  # everybody talks to everybody at once: there is no order
+        self._mean = mean
+        self._shape = [problem.m, problem.n]
+        self._shape[problem.dim] //= 1 if everywhere else problem.world
+        self._launch: Any = launch_matmul_reduce
+        self._settings: tuple[Any, ...] = mean, everywhere, problem.outer, ORDERS[order], config
+        if isinstance(config, ClusterReduceConfig):
+            self._launch = partial(launch_cluster_reduce, engine=workspace.engine)
+        elif isinstance(config, PacketsConfig | WordsConfig):
+            words = isinstance(config, WordsConfig)
+            self._launch = launch_matmul_words if words else launch_matmul_packets
+            self._settings = mean, everywhere, config
+
+    def _need(self) -> Need:
+        problem = self._problem
+        if self._way in (ONE_SHOT, TWO_SHOT):
+            return Need(finished=problem.m * problem.n * problem.dtype.itemsize)
+        return super()._need()
+
+    def __call__(self, x: Tensor, w: Tensor, trace: Tensor | None = None) -> Tensor:
+        entered = None if self._way == CUBLAS_NCCL else self._enter()
+        if entered is None:
+            return self._unfused(torch.mm(x, w))
+        memory, number, new = entered
+        if self._config is None:
+            out = self._by_torch(memory, x, w)
+        else:
+            out = x.new_empty(self._shape)
+            for compile_only in self._compile_only(new):
+                self._launch(memory, x, w, out, *self._settings, number, trace, compile_only)
+        self._workspace.leave()
+        return out
+
+    def _by_torch(self, memory: PeerMemory, x: Tensor, w: Tensor) -> Tensor:
+        problem, group_name = self._problem, self._workspace.group_name
+        if self._way == ASYNC_TP:
+            out = torch_internals.async_tp_matmul_reduce_scatter(x, w, group_name)
+            return self._averaged(out)
         p = memory.finished.views[memory.rank].view(x.dtype)[: problem.m * problem.n]
         torch.mm(x, w, out=p.view(problem.m, problem.n))
-        out = torch_internals.symmetric_all_reduce(p, workspace.group_name, way == ONE_SHOT)
+        out = torch_internals.symmetric_all_reduce(p, group_name, self._way == ONE_SHOT)
         # torch's variant with an output of its own was measured to be slower than this and a copy.
-        out = out.clone() if way == TWO_SHOT else out
-        out = (out.div_(problem.world) if mean else out).view(problem.m, problem.n)
-    else:
-        shape = [problem.m, problem.n]
-        shape[problem.dim] //= 1 if everywhere else problem.world
-        out = x.new_empty(shape)
-        for compile_only in _first_compile(workspace, new):
-            launch: Any
-            if isinstance(config, PacketsConfig | WordsConfig):
-                words = isinstance(config, WordsConfig)
-                launch = launch_matmul_words if words else launch_matmul_packets
-                launch(memory, x, w, out, mean, everywhere, config, number, trace, compile_only)
-            else:
-                launch = launch_matmul_reduce
-                if isinstance(config, ClusterReduceConfig):
-                    launch = partial(launch_cluster_reduce, engine=workspace.engine)
-                launch(
-                    memory, x, w, out, mean, everywhere, problem.outer, ORDERS[order], config, number, trace,
-                    compile_only,
-                )  # fmt: skip
-    workspace.leave()
-    return out
+        out = out.clone() if self._way == TWO_SHOT else out
+        return self._averaged(out).view(problem.m, problem.n)
+
+    def _unfused(self, p: Tensor) -> Tensor:
+        """What the fused op replaces; in place, as the product is ours."""
+        problem, group = self._problem, self._workspace.group
+        if problem.op == "matmul_all_reduce":
+            dist.all_reduce(p, group=group)
+            return self._averaged(p)
+        mine = parts(p, problem.dim, problem.outer, problem.world)
+        total = mine.new_empty(mine.shape[1:])
+        dist.reduce_scatter_tensor(total, mine.flatten(0, 1).contiguous(), group=group)
+        return self._averaged(total)
+
+    def _averaged(self, total: Tensor) -> Tensor:
+        return total.div_(self._problem.world) if self._mean else total
 
 
-def gather(
-    workspace: GpuWorkspace, way: str, problem: Problem, part: Tensor, w: Sequence[Tensor],
-    bias: Sequence[Tensor | None], keep: bool, site: str, trace: Tensor | None = None,
-) -> list[Tensor]:  # fmt: skip
-    """all_gather_matmul: products with all weights, plus the bias of each, and, with `keep`, X.
+class Gather(_Call):
+    """all_gather_matmul: `gather(part, w, bias)` has a product with each weight, plus its bias if any, and X.
 
-    The first weight is multiplied while the parts arrive, the others afterwards.
+    The first weight is multiplied while the parts arrive, the others afterwards. keep: X is asked for; more:
+    it is, or there are other weights. biased: whether the first weight has a bias.
     """
-    config, more = ways(problem)[way], keep or len(w) > 1
-    variant = problem, w[0].stride(), more, bias[0] is None, trace is None
-    if way == ASYNC_TP and workspace.enter(problem.op, site, Need, way, variant) is not None:
-        x, outputs = torch_internals.async_tp_all_gather_matmul(part, w, workspace.group_name)
-        workspace.leave()
-        return [y if b is None else y.add_(b) for y, b in zip(outputs, bias, strict=True)] + [x] * keep
-    entered = (
-        None
-        if config is None
-        else workspace.enter(problem.op, site, lambda: needs(config, problem), way, variant)
-    )
-    if entered is None:
-        x = part.new_empty(problem.world, *part.shape)
-        dist.all_gather_into_tensor(x, part, group=workspace.group)
-        x = whole(x, problem.dim, problem.outer)
-        return _multiply(x, w, bias) + [x] * keep
-    memory, number, new = entered
-    if memory.programs != problem.programs:
-        memory = replace(memory, programs=problem.programs)
-    out = part.new_empty(problem.m, problem.n)
-    for compile_only in _first_compile(workspace, new):
+
+    def __init__(
+        self, workspace: GpuWorkspace, way: str, problem: Problem, strides: tuple[int, ...], more: bool,
+        keep: bool, site: str, traced: bool = False, biased: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__(workspace, way, problem, site, strides, more, biased, traced)
+        self._more, self._keep = more, keep
+
+    def __call__(
+        self, part: Tensor, w: Sequence[Tensor], bias: Sequence[Tensor | None], trace: Tensor | None = None
+    ) -> list[Tensor]:
+        unfused = self._config is None and self._way != ASYNC_TP
+        entered = None if unfused else self._enter()
+        if entered is None:
+            return self._unfused(part, w, bias)
+        memory, number, new = entered
+        if self._config is None:
+            x, outputs = torch_internals.async_tp_all_gather_matmul(part, w, self._workspace.group_name)
+            outputs = [y if b is None else y.add_(b) for y, b in zip(outputs, bias, strict=True)]
+            self._workspace.leave()
+            return outputs + [x] * self._keep
+        out = part.new_empty(self._problem.m, self._problem.n)
+        for compile_only in self._compile_only(new):
+            gathered = self._launch(memory, part, w[0], out, bias[0], number, trace, compile_only)
+        outputs = [out]
+        if self._more:
+            x = self._copied(gathered, part, memory)
+            if is_copied(self._config):
+                self._workspace.engine.give_credit()
+            outputs += _multiply(x, w[1:], bias[1:]) + [x] * self._keep
+        self._workspace.leave()
+        return outputs
+
+    def _launch(
+        self, memory: PeerMemory, part: Tensor, w: Tensor, out: Tensor, bias: Tensor | None, number: int,
+        trace: Tensor | None, compile_only: bool,
+    ) -> Tensor:  # fmt: skip
+        config = self._config
         if isinstance(config, WordsGatherConfig):
-            gathered = launch_gather_words(
-                memory, part, w[0], out, config, number, trace, compile_only, bias[0], more
+            return launch_gather_words(
+                memory, part, w, out, config, number, trace, compile_only, bias, self._more
             )
-        elif isinstance(config, FewConfig):
-            gathered = launch_gather_matmul_few(
-                memory, part, w[0], out, config, number, trace, compile_only, bias[0]
-            )
-        else:
-            clusters = isinstance(config, ClusterGatherConfig)
-            launch: Any = launch_cluster_gather if clusters else launch_gather_matmul
-            gathered = launch(
-                memory, part, w[0], out, problem.outer, config, workspace.engine, not more, number, trace,
-                compile_only, bias[0],
-            )  # fmt: skip
-    outputs = [out]
-    if more:
-        x = _copy_gathered(gathered, part, problem, memory)
-        if is_copied(config):
-            workspace.engine.give_credit()
-        outputs += _multiply(x, w[1:], bias[1:]) + [x] * keep
-    workspace.leave()
-    return outputs
+        if isinstance(config, FewConfig):
+            return launch_gather_matmul_few(memory, part, w, out, config, number, trace, compile_only, bias)
+        launch: Any = (
+            launch_cluster_gather if isinstance(config, ClusterGatherConfig) else launch_gather_matmul
+        )
+        gathered: Tensor = launch(
+            memory, part, w, out, self._problem.outer, config, self._workspace.engine, not self._more,
+            number, trace, compile_only, bias,
+        )  # fmt: skip
+        return gathered
+
+    def _copied(self, gathered: Tensor, part: Tensor, memory: PeerMemory) -> Tensor:
+        """X out of the memory where its parts have arrived in the call before: one half of it, or all."""
+        k, rows = part.shape[1], memory.world * part.shape[0]
+        if gathered.shape[0] == rows:
+            x = gathered.clone()
+        else:  # only the device knows how many calls there were
+            halves = gathered.as_strided((2, rows * k), ((gathered.shape[0] - rows) * k, 1))
+            x = halves.index_select(0, memory.state[3:4] % 2)
+        x = x.view(memory.world, *part.shape)
+        x[memory.rank] = part
+        return whole(x, 0, self._problem.outer)
+
+    def _unfused(self, part: Tensor, w: Sequence[Tensor], bias: Sequence[Tensor | None]) -> list[Tensor]:
+        problem, group = self._problem, self._workspace.group
+        x = part.new_empty(problem.world, *part.shape)
+        dist.all_gather_into_tensor(x, part, group=group)
+        x = whole(x, problem.dim, problem.outer)
+        return _multiply(x, w, bias) + [x] * self._keep
 
 
 def _multiply(x: Tensor, w: Sequence[Tensor], bias: Sequence[Tensor | None]) -> list[Tensor]:
     return [torch.mm(x, wi) if b is None else torch.addmm(b, x, wi) for wi, b in zip(w, bias, strict=True)]
-
-
-def _reduce_unfused(workspace: GpuWorkspace, problem: Problem, p: Tensor, mean: bool) -> Tensor:
-    """What the fused op replaces; in place, as the product is ours."""
-    if problem.op == "matmul_all_reduce":
-        dist.all_reduce(p, group=workspace.group)
-        total = p
-    else:
-        mine = parts(p, problem.dim, problem.outer, problem.world)
-        total = mine.new_empty(mine.shape[1:])
-        dist.reduce_scatter_tensor(total, mine.flatten(0, 1).contiguous(), group=workspace.group)
-    return total.div_(problem.world) if mean else total
-
-
-def _first_compile(workspace: GpuWorkspace, new: bool) -> Iterator[bool]:
-    """Whether to compile only: of a new kernel first, after which all ranks meet; then not."""
-    if new:
-        yield True
-        workspace.meet("")
-    yield False
-
-
-def _copy_gathered(gathered: Tensor, part: Tensor, problem: Problem, memory: PeerMemory) -> Tensor:
-    """X out of the memory where its parts have arrived in the call before: one half of it, or all."""
-    rows = problem.world * part.shape[0]
-    if gathered.shape[0] == rows:
-        x = gathered.clone()
-    else:  # only the device knows how many calls there were
-        halves = gathered.as_strided((2, rows * problem.k), ((gathered.shape[0] - rows) * problem.k, 1))
-        x = halves.index_select(0, memory.state[3:4] % 2)
-    x = x.view(problem.world, *part.shape)
-    x[memory.rank] = part
-    return whole(x, 0, problem.outer)

@@ -6,6 +6,8 @@ equal on all ranks.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -14,16 +16,9 @@ from torch import Tensor
 from autofuse import config
 
 from .choice import way_of
-from .dense import gather, problem_of, reduce
+from .dense import Gather, Reduction, problem_of
 from .measure import measure_once
-from .workspace import GpuWorkspace, workspace_for
-
-
-def _usable(group_name: str, x: Tensor) -> GpuWorkspace | None:
-    if x.dtype not in (torch.bfloat16, torch.float16) or 0 in x.shape:
-        return None
-    with torch.cuda.device(x.device):
-        return workspace_for(group_name, x.device)
+from .workspace import workspace_for
 
 
 def run_reduce(
@@ -40,19 +35,25 @@ def run_reduce(
     site: str,
 ) -> Any:
     """matmul_all_reduce and matmul_reduce_scatter of one matmul, without an epilogue."""
-    if len(x) != 1 or product != "mm" or keep_product:
+    if len(x) != 1 or product != "mm" or keep_product or not _usable(x[0]):
         return NotImplemented
-    workspace = _usable(group_name, x[0])
-    if workspace is None:
-        return NotImplemented
-    # Kernels are launched on the current device, which need not be that of the operands.
-    with torch.cuda.device(workspace.device):
+    with _current(x[0].device):
+        workspace = workspace_for(group_name, x[0].device)
         a, b = x[0].contiguous(), w[0]
-        problem = problem_of(op, a, b, workspace, dim, outer)
-        if config.measure:
-            measure_once(workspace, problem)
-        way = way_of(problem, workspace, (b.stride(), reduce_op, order))
-        return [reduce(workspace, way, problem, a, b, reduce_op == "avg", order, site)]
+        capturing = torch.cuda.is_current_stream_capturing()
+        update = op == "matmul_reduce_scatter" and config.update
+        kind = op, _layout(a), _layout(b), reduce_op, dim, outer, order, site, capturing, update
+        reduction = workspace.calls.get(kind)
+        if reduction is None:
+            problem = problem_of(op, a, b, workspace, dim, outer)
+            if config.measure:
+                measure_once(workspace, problem)
+            variant = b.stride(), reduce_op, order
+            way, settled = way_of(problem, workspace, variant, capturing)
+            reduction = Reduction(workspace, way, problem, b.stride(), reduce_op == "avg", order, site)
+            if settled:
+                workspace.calls[kind] = reduction
+        return [reduction(a, b)]
 
 
 def run_gather(
@@ -68,16 +69,42 @@ def run_gather(
 ) -> Any:
     """all_gather_matmul of rows, with a bias [N] or none a weight."""
     biases = [b if b.numel() else None for b in bias] or [None] * len(w)
-    if dim != 0 or any(b is not None and b.shape != (wi.shape[1],) for b, wi in zip(biases, w, strict=True)):
+    rows = all(b is None or b.shape == (wi.shape[1],) for b, wi in zip(biases, w, strict=True))
+    if dim != 0 or not rows or not _usable(x):
         return NotImplemented
-    workspace = _usable(group_name, x)
-    if workspace is None:
-        return NotImplemented
-    with torch.cuda.device(workspace.device):
-        part = x.contiguous()
-        problem = problem_of("all_gather_matmul", part, w[0], workspace, dim, outer)
-        if config.measure:
-            measure_once(workspace, problem)
-        variant = w[0].stride(), keep_gathered or len(w) > 1, biases[0] is None
-        way = way_of(problem, workspace, variant)
-        return gather(workspace, way, problem, part, w, biases, keep_gathered, site)
+    with _current(x.device):
+        workspace = workspace_for(group_name, x.device)
+        part, more = x.contiguous(), keep_gathered or len(w) > 1
+        capturing = torch.cuda.is_current_stream_capturing()
+        biased = biases[0] is not None
+        kind = (
+            "all_gather_matmul", _layout(part), _layout(w[0]), outer, more,
+            keep_gathered, biased, site, capturing
+        )  # fmt: skip
+        gather = workspace.calls.get(kind)
+        if gather is None:
+            problem = problem_of("all_gather_matmul", part, w[0], workspace, dim, outer)
+            if config.measure:
+                measure_once(workspace, problem)
+            variant = w[0].stride(), more, biased
+            way, settled = way_of(problem, workspace, variant, capturing)
+            gather = Gather(workspace, way, problem, w[0].stride(), more, keep_gathered, site, biased=biased)
+            if settled:
+                workspace.calls[kind] = gather
+        return gather(part, w, biases)
+
+
+def _usable(x: Tensor) -> bool:
+    return x.dtype in (torch.bfloat16, torch.float16) and x.numel() > 0
+
+
+def _layout(t: Tensor) -> Hashable:
+    """All of an operand that decides how it is computed."""
+    return t.dtype, t.shape, t.stride(), t.storage_offset()
+
+
+def _current(device: torch.device) -> AbstractContextManager[Any]:
+    """Kernels are launched on the current device, which need not be that of the operands."""
+    if device.index == torch.cuda.current_device():
+        return nullcontext()  # to enter the other one takes longer than a launch
+    return torch.cuda.device(device)

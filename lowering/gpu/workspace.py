@@ -73,7 +73,10 @@ class GpuWorkspace:
         self._kernels: set[Hashable] = set()
         self._kept: list[PeerMemory] = []
         self._numbers: dict[Hashable, int] = {}
-        self._last: int | None = None
+        self.calls: dict[Hashable, Any] = {}  # by kind, those that came again; for who makes them
+        self._stream: torch.cuda.Stream | None = None
+        self._last = -1  # its address
+        self._capturing = False
         self._event = torch.cuda.Event()
         self._failure: str | None = None
         why = why_not(device) or ""
@@ -115,11 +118,11 @@ class GpuWorkspace:
         compile variants of it. None while a CUDA graph is captured if the variant is new, for which a kernel
         may have to be compiled, or the memory would have to grow. RuntimeError if an earlier call has failed.
         """
-        self.check()
-        capturing = torch.cuda.is_current_stream_capturing()
         new = False
         number = self._numbers.get((op, site, way, variant))
         if number is None:
+            self.check()
+            capturing = torch.cuda.is_current_stream_capturing()
             grow = need()
             fits = grow.fits(self.capacity)
             if capturing and ((way, variant) not in self._kernels or not fits):
@@ -129,21 +132,28 @@ class GpuWorkspace:
             if not fits:
                 _apart(self.device, lambda: self._grow(grow | self.capacity))
             number = self._numbers[op, site, way, variant] = self._number(f"autofuse.{op} at {place(site)}")
-        if not capturing:
-            stream = torch.cuda.current_stream(self.device)
-            if self._last not in (None, stream.cuda_stream):
-                stream.wait_event(self._event)
+        return self.enter_again(), number, new
+
+    def enter_again(self) -> PeerMemory:
+        """As `enter`, before a launch like one that it has let in."""
+        self.check()
+        self._capturing = torch.cuda.is_current_stream_capturing()
+        if not self._capturing:
+            raw = torch_internals.current_raw_stream(self.device.index)
+            if raw != self._last:
+                stream = torch.cuda.current_stream(self.device)
+                if self._stream is not None:
+                    stream.wait_event(self._event)
+                self._stream, self._last = stream, raw
             if self._limit != config.timeout_s:
                 self._limit = config.timeout_s
                 self._state[0] = int(self._limit * 1e9)
-        return self.memory, number, new
+        return self.memory
 
     def leave(self) -> None:
         """After the launch: later calls on other streams come after it."""
-        if not torch.cuda.is_current_stream_capturing():
-            stream = torch.cuda.current_stream(self.device)
-            self._event.record(stream)
-            self._last = stream.cuda_stream
+        if not self._capturing:
+            self._event.record(self._stream)
 
     def _number(self, named: str) -> int:
         """Of a site, as failure records have it."""

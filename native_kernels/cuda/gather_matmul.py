@@ -137,7 +137,7 @@ def launch_cluster_gather(
     if config.copied:
         assert engine is not None
         engine.push(part, slice_height, params.slices)
-    launch(found, config, params)
+    launch(found, params, config.cluster)
     if config.copied:
         assert engine is not None
         engine.join()

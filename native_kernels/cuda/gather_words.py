@@ -11,7 +11,7 @@ from torch import Tensor
 
 from autofuse.native_kernels.triton.memory import EVENTS, SHARED_MEMORY, Need, PeerMemory, cdiv
 
-from .gemm import BK, POINTERS, TENSOR_MAP, Constants, set_map
+from .gemm import BK, POINTERS, TENSOR_MAP, Constants, launch, set_map
 from .launcher import Kernel, kernel
 
 SOURCE = "gather_words.cu"
@@ -137,7 +137,7 @@ def launch_gather_words(
         set_map(params, "w", w, BK, COLS)
     else:
         set_map(params, "w", w.t(), COLS, BK)
-    found.launch(params.programs, 1, config.threads, params, torch.cuda.current_stream().cuda_stream)
+    launch(found, params, 1, config.threads)
     return kept
 
 

@@ -9,6 +9,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
+from autofuse.lowering.torch_internals import current_raw_stream
 from autofuse.native_kernels.triton.memory import EVENTS, SHARED_MEMORY, PeerMemory
 
 from .launcher import Kernel, kernel, most_clusters, tensor_map
@@ -96,7 +97,6 @@ def set_map(params: ctypes.Structure, name: str, matrix: Tensor, box_rows: int, 
     ctypes.memmove(getattr(params, name), tensor_map(matrix, box_rows, box_cols), 128)
 
 
-def launch(found: Kernel, config: ClusterConfig, params: Any) -> None:
+def launch(found: Kernel, params: Any, cluster: int, threads: int = THREADS) -> None:
     """On the current stream, `params.programs` blocks."""
-    stream = torch.cuda.current_stream().cuda_stream
-    found.launch(params.programs, config.cluster, THREADS, params, stream)
+    found.launch(params.programs, cluster, threads, params, current_raw_stream(found.device))

@@ -20,13 +20,13 @@ _MOST_BOX = 256
 class Kernel:
     """A kernel as the driver has loaded it, on the device that was current then; `kernel` makes it.
 
-    registers, spilled_bytes: of each thread, as the compiler had to choose them.
+    device: its index; registers, spilled_bytes: of each thread, as the compiler had to choose them.
     """
 
     def __init__(self, name: str, cubin: bytes, shared_bytes: int) -> None:
         self._driver = driver = _bindings()
         self.name, self.shared_bytes = name, shared_bytes
-        self._device = torch.cuda.current_device()
+        self.device = torch.cuda.current_device()
         self._configs: dict[tuple[int, int, int, int], Any] = {}
         self._enter_context()
         self._module = _call(driver.cuModuleLoadData, cubin)
@@ -95,7 +95,7 @@ class Kernel:
     def _enter_context(self) -> None:
         """Make torch's context that of this thread; the driver keeps one for each device."""
         torch.cuda.init()
-        device = _call(self._driver.cuDeviceGet, self._device)
+        device = _call(self._driver.cuDeviceGet, self.device)
         _call(self._driver.cuCtxSetCurrent, _call(self._driver.cuDevicePrimaryCtxRetain, device))
 
 
@@ -125,27 +125,29 @@ def tensor_map(matrix: Tensor, box_rows: int, box_cols: int, swizzle: int = 128)
     what lies outside, and nothing is stored there. `swizzle`: 0, 32, 64 or 128 bytes. ValueError where TMA
     cannot do it.
     """
-    if matrix.stride(-1) != 1:
-        raise ValueError(f"TMA needs a row-major matrix: its columns are {matrix.stride(-1)} elements apart")
-    # Where a second row would be does not matter to a matrix of one, but TMA has rules for it.
-    least = -(-2 * matrix.shape[-1] // 16) * 16
-    pitches = tuple(
-        2 * step if size > 1 else least for size, step in zip(matrix.shape, matrix.stride(), strict=True)
+    return _encode(
+        matrix.data_ptr(), matrix.shape, matrix.stride(), matrix.dtype, box_rows, box_cols, swizzle
     )
-    box = (1,) * (matrix.dim() - 2) + (box_rows, box_cols)
-    return _encode(matrix.data_ptr(), tuple(matrix.shape), pitches[:-1], matrix.dtype, box, swizzle)
 
 
 @lru_cache(maxsize=4096)
 def _encode(
     address: int,
-    shape: tuple[int, ...],
-    pitches: tuple[int, ...],
+    shape: torch.Size,
+    stride: tuple[int, ...],
     dtype: torch.dtype,
-    box: tuple[int, ...],
+    box_rows: int,
+    box_cols: int,
     swizzle: int,
 ) -> bytes:
-    """A tensor map depends on nothing else. `pitches`: bytes from one to the next, but for the last dim."""
+    """A tensor map depends on nothing else."""
+    if stride[-1] != 1:
+        raise ValueError(f"TMA needs a row-major matrix: its columns are {stride[-1]} elements apart")
+    # Where a second row would be does not matter to a matrix of one, but TMA has rules for it.
+    least = -(-2 * shape[-1] // 16) * 16
+    # Bytes from one to the next, but for the last dim.
+    pitches = [2 * step if size > 1 else least for size, step in zip(shape, stride, strict=True)][:-1]
+    box = (1,) * (len(shape) - 2) + (box_rows, box_cols)
     width = 2 * box[-1]
     if dtype not in (torch.bfloat16, torch.float16):
         raise ValueError(f"TMA is set up for bfloat16 and float16 alone, not for {dtype}")

@@ -166,14 +166,14 @@ def launch_cluster_reduce(
         params.trace = trace.data_ptr()
     map_operands(params, x, w, config)
     if not config.copied:
-        launch(found, config, params)
+        launch(found, params, config.cluster)
         return
     assert engine is not None
     cut = _Cut.of(m, n, outer, memory.world, config)
     tile_bytes = BM * config.bn * x.element_size()
     full = memory.done[: 2 * memory.world * cut.slices].view(2, memory.world, cut.slices)[1]
     engine.fork()
-    launch(found, config, params)
+    launch(found, params, config.cluster)
     engine.forward(full, cut.rows * cut.cols * tile_bytes, config.slice * tile_bytes)
     engine.join()
 

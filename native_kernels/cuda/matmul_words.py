@@ -115,7 +115,7 @@ def launch_matmul_words(
     if trace is not None:
         params.trace = trace.data_ptr()
     map_operands(params, x, w, config, _rows(m))
-    launch(found, config, params)
+    launch(found, params, config.cluster)
 
 
 @lru_cache(maxsize=1024)

@@ -243,7 +243,7 @@ def lost_peer(rank: int, world: int, m: int, copied: bool) -> str:
     x = torch.randn(m, 256, device="cuda", dtype=torch.bfloat16)
     w = torch.randn(256, 512, device="cuda", dtype=torch.bfloat16)
 
-    from autofuse.lowering.gpu.dense import problem_of, reduce
+    from autofuse.lowering.gpu.dense import Reduction, problem_of
     from autofuse.lowering.gpu.ways import is_copied, ways
 
     with config.patch(timeout_s=2.0):
@@ -251,7 +251,8 @@ def lost_peer(rank: int, world: int, m: int, copied: bool) -> str:
         problem = problem_of("matmul_all_reduce", x, w, workspace)
         ours = ((way, config_of) for way, config_of in ways(problem).items() if config_of is not None)
         way = next(way for way, config_of in ours if is_copied(config_of) == copied)
-        reduce(workspace, way, problem, x, w, False, "direct", "a.py:1")
+        reduction = Reduction(workspace, way, problem, w.stride(), False, "direct", "a.py:1")
+        reduction(x, w)
         torch.cuda.synchronize()
         dist.barrier()
         if rank == world - 1:
@@ -259,7 +260,7 @@ def lost_peer(rank: int, world: int, m: int, copied: bool) -> str:
             return ""
         started = time.monotonic()
         for _ in range(2):  # for the second one, a copy stream has no credit of the lost rank
-            reduce(workspace, way, problem, x, w, False, "direct", "a.py:1")
+            reduction(x, w)
         torch.cuda.synchronize()
         assert time.monotonic() - started < 4
         try:
@@ -335,7 +336,7 @@ def trained(rank: int, world: int) -> float:
 
 def with_biases(rank: int, world: int, m: int) -> float:
     """Two weights, one with a bias, and the gathered X; the largest error of every way."""
-    from autofuse.lowering.gpu.dense import gather, problem_of
+    from autofuse.lowering.gpu.dense import Gather, problem_of
     from autofuse.lowering.gpu.workspace import workspace_for
 
     x, w = operands("all_gather_matmul", m, 512, 1024, rank, world, True, torch.bfloat16)
@@ -346,7 +347,9 @@ def with_biases(rank: int, world: int, m: int) -> float:
     worst = 0.0
     for way in ways_of("all_gather_matmul", x, w):
         for biases in ([bias, None], [None, bias]):
-            *outputs, whole = gather(workspace, way, problem, x, [w, w], biases, True, "test")
+            biased = biases[0] is not None
+            gather = Gather(workspace, way, problem, w.stride(), True, True, "test", biased=biased)
+            *outputs, whole = gather(x, [w, w], biases)
             product = gathered @ w.double()
             wanted = [product if b is None else product + b.double() for b in biases]
             worst = max(worst, *map(error_of, outputs, wanted))
