@@ -14,12 +14,13 @@
 
 constexpr int BK = 64, ROW = BK * 2;
 constexpr int W_BYTES = G * 64 * ROW, X_BYTES = TOKENS * ROW, STAGE = W_BYTES + X_BYTES;
-constexpr int ACCS = TOKENS / 2;                         // accumulators of a thread
+constexpr int ACCS = TOKENS / 2;                            // accumulators of a thread
 constexpr int LOADER = G * 128, FIRST_TAKER = LOADER + 32;  // threads before multiply
 constexpr int THREADS = FIRST_TAKER + TAKERS;
-constexpr int LINES = TOKENS * BK / 8;                   // of 16 bytes, in a block of x
-constexpr int AHEAD = STAGES < 16 ? STAGES / 2 : 8;      // blocks of x that are taken at a time
-constexpr int EACH = (AHEAD * LINES + TAKERS - 1) / TAKERS;
+constexpr int TEAMS = TAKERS / 128;                         // who takes x: each AHEAD blocks of every STAGES
+constexpr int AHEAD = STAGES / TEAMS;
+constexpr int LINES = TOKENS * BK / 8;                      // of 16 bytes, in a block of x
+constexpr int EACH = (AHEAD * LINES + 127) / 128;           // of a thread
 
 struct Params {
     TensorMap w;
@@ -100,55 +101,49 @@ __device__ void load_weight(const Params& p, const Shared& s, const Work& work) 
 // Where line `line` (8 values of K) of token `token` lies in a block of x, swizzled as TMA would.
 __device__ inline int x_at(int token, int line) { return token * ROW + (line ^ token % 8) * 16; }
 
-// A round is AHEAD blocks of x, EACH lines of every thread; those of the next are on their way meanwhile.
+// Each of TEAMS warpgroups has some of the stages: while one waits for its loads, others do not. In rounds, EACH lines of
+// every thread at once. Threads are many, so that all but the loads is decided before.
 __device__ void take_x(const Params& p, const Shared& s, const Work& work, int64_t call, int epoch) {
-    int thread = threadIdx.x - FIRST_TAKER, row = p.k / 8;
-    const char* mine = p.memory[p.rank] + call % 3 * p.third;
-    // Number `e` of our lines of a round: its block, its token and where in x it lies, -1 where there is none.
     struct Line {
-        int block, token;
-        int64_t at;
-    };
-    auto line = [&](int b, int e) {
-        int i = thread + e * TAKERS, block = i / LINES, token = i / 8 % TOKENS, col = (b + block) * 8 + i % 8;
-        bool is_x = block < AHEAD && b + block < work.last && token < p.m && col < row;
-        return Line{block, token, is_x ? (static_cast<int64_t>(token) * row + col) * 16 : -1};
-    };
-    auto look = [&](int b, uint4(&seen)[EACH]) {
+        int from;    // where the first one is in x, in lines
+        uint32_t to;  // and in shared memory
+        int block, col, source;
+    } lines[EACH];
+    int thread = threadIdx.x % 128, row = p.k / 8, team = (threadIdx.x - FIRST_TAKER) / 128;
+    const char* mine = p.memory[p.rank] + call % 3 * p.third;
 #pragma unroll
-        for (int e = 0; e < EACH; ++e)
-            if (int64_t at = line(b, e).at; at >= 0) seen[e] = load_relaxed(mine + at);
-    };
-    uint4 next[EACH];
-    look(work.first, next);
-    Turn turn;
-    for (int b = work.first; b < work.last; b += AHEAD) {
+    for (int e = 0; e < EACH; ++e) {
+        int i = thread + e * 128, block = work.first + team * AHEAD + i / LINES, token = i / 8 % TOKENS;
+        lines[e].block = i < AHEAD * LINES ? block : work.last;
+        lines[e].col = token < p.m ? block * 8 + i % 8 : row;  // none where there is no token
+        lines[e].from = token * row + block * 8 + i % 8;
+        lines[e].to = s.x(team * AHEAD + i / LINES) + x_at(token, i % 8);
+        lines[e].source = token / p.chunk;
+    }
+    uint32_t full = s.full + 8 * team * AHEAD, empty = s.empty + 8 * team * AHEAD;
+    for (int done = 0, parity = 1; work.first + team * AHEAD + done < work.last; done += STAGES, parity ^= 1) {
         uint4 seen[EACH];
 #pragma unroll
-        for (int e = 0; e < EACH; ++e) seen[e] = next[e];
-        look(b + AHEAD, next);
+        for (int e = 0; e < EACH; ++e)
+            if (lines[e].block + done < work.last && lines[e].col + done * 8 < row)
+                seen[e] = load_relaxed(mine + static_cast<int64_t>(lines[e].from + done * 8) * 16);
+        for (int j = 0; j < AHEAD; ++j) barrier_wait(empty + 8 * j, parity);
 #pragma unroll
         for (int e = 0; e < EACH; ++e) {
-            Line l = line(b, e);
-            if (l.block >= AHEAD || b + l.block >= work.last) continue;
+            const Line& l = lines[e];
+            if (l.block + done >= work.last) continue;
             uint4 v = {};
-            if (l.at >= 0) {
-                int source = l.token / p.chunk;
-                v = flip(arrived(mine + l.at, seen[e], p.state, p.site * 8 + GATHERING, source, b + l.block, epoch));
-                if (p.kept && work.tile == 0) store(p.kept + l.at, v);
+            if (l.col + done * 8 < row) {
+                int64_t at = static_cast<int64_t>(l.from + done * 8) * 16;
+                int code = p.site * 8 + GATHERING;
+                v = flip(arrived(mine + at, seen[e], p.state, code, l.source, l.block + done, epoch));
+                if (p.kept && work.tile == 0) store(p.kept + at, v);
             }
-            Turn there = turn;
-            there.skip(l.block);
-            barrier_wait(s.empty + 8 * there.stage, there.parity ^ 1);
-            store_shared(s.x(there.stage) + x_at(l.token, thread % 8), v);
+            store_shared(l.to, v);
         }
         fence_proxy_shared();
         __syncwarp();
-        for (int j = 0; j < AHEAD && b + j < work.last; ++j, turn.skip(1)) {
-            if (threadIdx.x % 32) continue;
-            barrier_wait(s.empty + 8 * turn.stage, turn.parity ^ 1);  // else we might arrive twice before others do once
-            barrier_arrive(s.full + 8 * turn.stage);
-        }
+        if (threadIdx.x % 32 < AHEAD) barrier_arrive(full + 8 * (threadIdx.x % 32));
     }
 }
 
@@ -225,7 +220,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gather_words(const __gr
     if (traces) trace.stamp(BEGUN, p.rank, 0);
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; ++i) {
-            barrier_init(s.full + 8 * i, 1 + TAKERS / 32);
+            barrier_init(s.full + 8 * i, 1 + 128 / 32);
             barrier_init(s.empty + 8 * i, G);
         }
         barrier_inits_done();

@@ -18,8 +18,8 @@ SOURCE = "gather_words.cu"
 MOST_ROWS = 32
 COLS = 64
 """Columns of Y that a warpgroup computes."""
-TAKERS = 512
-"""Threads of a block that take x."""
+TEAMS = 4
+"""Warpgroups of a block that take x."""
 HEAD = 64
 """Bytes before the thirds: how many calls there were, and how many lines each third holds, int64."""
 
@@ -52,11 +52,12 @@ class WordsGatherConfig:
 
     @property
     def threads(self) -> int:
-        return self.groups * 128 + 32 + TAKERS
+        return self.groups * 128 + 32 + 128 * TEAMS
 
     def stages(self, tokens: int) -> int:
-        """Blocks of K in flight."""
-        return min(16, (SHARED_MEMORY - 2048) // ((self.groups * COLS + tokens) * BK * 2))
+        """Blocks of K in flight, as many for each team that takes x."""
+        most = (SHARED_MEMORY - 2048) // ((self.groups * COLS + tokens) * BK * 2)
+        return min(16, most // TEAMS * TEAMS)
 
     def shared_bytes(self, tokens: int) -> int:
         """Of a block: stages, their barriers, and room to align it."""
@@ -89,7 +90,7 @@ def words_gather_constants(
         "W": world,
         "TOKENS": tokens,
         "G": config.groups,
-        "TAKERS": TAKERS,
+        "TAKERS": 128 * TEAMS,
         "STAGES": config.stages(tokens),
         "TRANSPOSED": transposed,
         "FP16": dtype is torch.float16,
