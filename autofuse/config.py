@@ -26,8 +26,8 @@ graphs, and keep the result (`~/.cache/autofuse`). Equal on all ranks. Else the 
 
 captured: bool = Config(default=False, env_name_default="AUTOFUSE_CAPTURED")
 """On GPUs: what is compiled will be captured in CUDA graphs, by somebody else than Inductor (whose
-`triton.cudagraphs`, of `mode="reduce-overhead"`, says the same). Policy `auto` then does not count what the
-host needs to launch a fused op. Equal on all ranks."""
+`triton.cudagraphs`, of `mode="reduce-overhead"`, says the same). Policy `auto` then fuses short calls, too,
+which are otherwise kept: the GPU would wait for its host. Equal on all ranks."""
 
 update: bool = Config(default=False, env_name_default="AUTOFUSE_UPDATE")
 """On GPUs: matmul_reduce_scatter of many tokens adds tiles at their owners as they come (`update` of a plan):

@@ -295,8 +295,8 @@ def _choose(match: Match, settings: Settings, choice: Choice) -> Found:
     if settings.policy == "auto" and not choice.fuse:
         wins, known = choice.prediction.wins, choice.prediction
         times = f"{known.fused_us} us fused, {known.unfused_us} us apart"
-        if choice.launched_us:
-            times = f"{known.unfused_us} us apart, {choice.launched_us:g} to launch; see `captured`"
+        if choice.short:
+            times = f"{known.unfused_us} us apart, too short to be launched one by one; see `captured`"
             return Reject(Reason.NOT_PROFITABLE, times)
         return Reject(Reason.NOT_PROFITABLE, times if wins == "never" else f"gains only for {wins}")
     return match

@@ -13,8 +13,8 @@ from typing import TypeAlias
 
 import torch
 
+from autofuse.native_kernels.cuda import gather_words
 from autofuse.native_kernels.cuda.gather_matmul import ClusterGatherConfig, cluster_gather_needs
-from autofuse.native_kernels.cuda.gather_words import MOST_ROWS as FEW_ROWS
 from autofuse.native_kernels.cuda.gather_words import WordsGatherConfig, tiles_of, words_gather_needs
 from autofuse.native_kernels.cuda.matmul_reduce import ClusterReduceConfig, cluster_reduce_needs
 from autofuse.native_kernels.cuda.matmul_words import MOST_ROWS, WordsConfig, words_needs
@@ -137,8 +137,10 @@ def host_us(way: str, config: Config | None) -> float:
     if isinstance(config, ClusterReduceConfig) and config.copied:
         return 300.0  # not measured: four calls of the driver for each slice and peer
     if isinstance(config, ClusterReduceConfig | ClusterGatherConfig):
-        return 160.0 if is_copied(config) else 55.0
-    if isinstance(config, PacketsConfig | FewConfig | WordsConfig | WordsGatherConfig):
+        return 160.0 if is_copied(config) else 40.0
+    if isinstance(config, WordsConfig | WordsGatherConfig):
+        return 40.0
+    if isinstance(config, PacketsConfig | FewConfig):
         return 60.0
     return 185.0 if is_copied(config) else 100.0
 
@@ -214,7 +216,7 @@ def _cluster_reduce_configs(m: int) -> Iterator[Config]:
 
 
 def _gather_configs(problem: Problem) -> Iterator[Config]:
-    if problem.m <= FEW_ROWS and problem.outer == 1:
+    if problem.m <= gather_words.MOST_ROWS and problem.outer == 1:
         yield from _words_gather_configs(problem)
     if problem.m <= 128 and problem.outer == 1:
         bk, stages, warps = (128, 4, 4) if problem.m <= 64 else (64, 4, 8)

@@ -1,10 +1,9 @@
-// all_gather_matmul of few tokens, in one kernel: parts of x go to all ranks as words that say themselves that they
+// all_gather_matmul of at most 8 tokens, in one kernel: parts of x go to all ranks as words that say themselves that they
 // have come, while the weight is being loaded already.
 //
 // A block computes G * 64 columns of Y, over a piece of K, as their transpose: the weight is the left operand of the
-// tensor cores, of 64 rows a warpgroup, and x the right one, of as many columns as there are tokens. One thread loads
-// blocks of the weight by TMA, many warps take x out of our memory, and the first block of a tile adds up what the
-// others send it.
+// tensor cores, of 64 rows a warpgroup, and x the right one, of 8 columns. One thread loads blocks of the weight by TMA,
+// many warps take x out of our memory, and the first block of a tile adds up what the others send it.
 //
 // Many blocks read a word, so none can put 0 back at once. A rank has memory for x [M, K] in three thirds, and before them
 // the number of calls and what each third holds: call number c fills third c % 3, and clears that of the call before.
@@ -12,9 +11,9 @@
 #include "words.cuh"
 #include "wgmma.cuh"
 
-constexpr int BK = 64, ROW = BK * 2;
+constexpr int TOKENS = 8, BK = 64, ROW = BK * 2;
 constexpr int W_BYTES = G * 64 * ROW, X_BYTES = TOKENS * ROW, STAGE = W_BYTES + X_BYTES;
-constexpr int ACCS = TOKENS / 2;                            // accumulators of a thread
+constexpr int ACCS = 4;                                     // accumulators of a thread
 constexpr int LOADER = G * 128, FIRST_TAKER = LOADER + 32;  // threads before multiply
 constexpr int THREADS = FIRST_TAKER + TAKERS;
 constexpr int TEAMS = TAKERS / 128;                         // who takes x: each AHEAD blocks of every STAGES
@@ -47,10 +46,9 @@ struct Shared {
 
 struct Turn {
     int stage = 0, parity = 0;
-    __device__ void skip(int stages) {
-        stage += stages;  // at most STAGES
-        if (stage >= STAGES) {
-            stage -= STAGES;
+    __device__ void next() {
+        if (++stage == STAGES) {
+            stage = 0;
             parity ^= 1;
         }
     }
@@ -83,7 +81,7 @@ __device__ void send_part(const Params& p, int block, int64_t call, int64_t used
 __device__ void load_weight(const Params& p, const Shared& s, const Work& work) {
     prefetch(&p.w);
     Turn turn;
-    for (int b = work.first; b < work.last; ++b, turn.skip(1)) {
+    for (int b = work.first; b < work.last; ++b, turn.next()) {
         uint32_t full = s.full + 8 * turn.stage;
         barrier_wait(s.empty + 8 * turn.stage, turn.parity ^ 1);
         barrier_expect(full, W_BYTES);
@@ -161,44 +159,41 @@ __device__ void multiply_blocks(const Shared& s, const Work& work, float (&acc)[
 #else
             uint64_t left = matrix_at(w + i * 16 * ROW, 64 * ROW, 1024);
 #endif
-            multiply_weight<TOKENS>(acc, left, matrix_at(x + i * 32, 16, 1024), b > work.first || i > 0);
+            multiply_weight(acc, left, matrix_at(x + i * 32, 16, 1024), b > work.first || i > 0);
         }
         wgmma_commit();
         wgmma_wait<1>();
         if (before >= 0 && threadIdx.x % 128 == 0) barrier_arrive(s.empty + 8 * before);
         before = turn.stage;
-        turn.skip(1);
+        turn.next();
     }
     wgmma_wait<0>();
 }
 
-// Other pieces send their sums, in order of the accumulators; the first one adds them up, in order, and stores rows of Y.
+// Other pieces send their sums; the first one adds them up, in order, and stores rows of Y.
 __device__ void finish_tile(const Params& p, const Work& work, float (&acc)[ACCS], int group, int64_t half, int epoch) {
     int thread = threadIdx.x % 128, lane = thread % 32;
-    auto slot = [&](int piece, int j) {
-        int64_t at = ((static_cast<int64_t>(piece - 1) * p.tiles + work.tile) * G + group) * (ACCS / 4) + j;
+    auto slot = [&](int piece) {
+        int64_t at = (static_cast<int64_t>(piece - 1) * p.tiles + work.tile) * G + group;
         return p.words + half + (at * 128 + thread) * 16;
     };
     if (work.piece > 0) {
-#pragma unroll
-        for (int j = 0; j < ACCS / 4; ++j) put_sums(slot(work.piece, j), acc + 4 * j);
+        put_sums(slot(work.piece), acc);
         return;
     }
     float total[ACCS];
 #pragma unroll
     for (int i = 0; i < ACCS; ++i) total[i] = settled(acc[i]);
-    for (int piece = 1; piece < p.pieces; ++piece)
-#pragma unroll
-        for (int j = 0; j < ACCS / 4; ++j) {
-            float sums[4];
-            take_sums(slot(piece, j), sums, p.state, p.site * 8 + REDUCING, p.rank, piece, epoch);
-            for (int i = 0; i < 4; ++i) total[4 * j + i] += sums[i];
-        }
-    // Accumulators 4 j to 4 j + 3: columns c, c, c + 8, c + 8 of Y, tokens t, t + 1, t, t + 1.
+    for (int piece = 1; piece < p.pieces; ++piece) {
+        float sums[ACCS];
+        take_sums(slot(piece), sums, p.state, p.site * 8 + REDUCING, p.rank, piece, epoch);
+        for (int i = 0; i < ACCS; ++i) total[i] += sums[i];
+    }
+    // Accumulators: columns c, c, c + 8, c + 8 of Y, tokens t, t + 1, t, t + 1.
 #pragma unroll
     for (int i = 0; i < ACCS; ++i) {
-        int col = (work.tile * G + group) * 64 + thread / 32 * 16 + lane / 4 + i % 4 / 2 * 8;
-        int token = i / 4 * 8 + lane % 4 * 2 + i % 2;
+        int col = (work.tile * G + group) * 64 + thread / 32 * 16 + lane / 4 + i / 2 * 8;
+        int token = lane % 4 * 2 + i % 2;
         if (col >= p.n || token >= p.m) continue;
         float value = total[i];
         if (BIASED) value += low_of(reinterpret_cast<const uint16_t*>(p.bias)[col]);

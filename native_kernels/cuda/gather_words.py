@@ -1,4 +1,4 @@
-"""Launches gather_words.cu: all_gather_matmul of at most 32 tokens."""
+"""Launches gather_words.cu: all_gather_matmul of at most 8 tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .gemm import BK, POINTERS, TENSOR_MAP, Constants, launch, set_map
 from .launcher import Kernel, kernel
 
 SOURCE = "gather_words.cu"
-MOST_ROWS = 32
+MOST_ROWS = 8
 COLS = 64
 """Columns of Y that a warpgroup computes."""
 TEAMS = 4
@@ -54,20 +54,20 @@ class WordsGatherConfig:
     def threads(self) -> int:
         return self.groups * 128 + 32 + 128 * TEAMS
 
-    def stages(self, tokens: int) -> int:
+    @property
+    def stages(self) -> int:
         """Blocks of K in flight, as many for each team that takes x."""
-        most = (SHARED_MEMORY - 2048) // ((self.groups * COLS + tokens) * BK * 2)
+        most = (SHARED_MEMORY - 2048) // (self._stage_bytes + 16)
         return min(16, most // TEAMS * TEAMS)
 
-    def shared_bytes(self, tokens: int) -> int:
+    @property
+    def shared_bytes(self) -> int:
         """Of a block: stages, their barriers, and room to align it."""
-        stages = self.stages(tokens)
-        return stages * ((self.groups * COLS + tokens) * BK * 2 + 16) + 1024
+        return self.stages * (self._stage_bytes + 16) + 1024
 
-
-def tokens_of(m: int) -> int:
-    """As many as the tensor cores take at once."""
-    return max(8, 1 << (m - 1).bit_length())
+    @property
+    def _stage_bytes(self) -> int:
+        return (self.groups * COLS + MOST_ROWS) * BK * 2
 
 
 def tiles_of(n: int, config: WordsGatherConfig) -> int:
@@ -76,22 +76,19 @@ def tiles_of(n: int, config: WordsGatherConfig) -> int:
 
 def words_gather_needs(m: int, k: int, n: int, itemsize: int, config: WordsGatherConfig) -> Need:
     """What a call uses."""
-    sums = (config.pieces - 1) * tiles_of(n, config) * config.groups * COLS * tokens_of(m) * 4
+    sums = (config.pieces - 1) * tiles_of(n, config) * config.groups * COLS * MOST_ROWS * 4
     return Need(gathers=HEAD + 3 * (m * k * itemsize + 16), words=2 * sums)
 
 
 def words_gather_constants(
-    m: int, world: int, transposed: bool, dtype: torch.dtype, biased: bool, config: WordsGatherConfig,
-    trace: bool,
-) -> Constants:  # fmt: skip
+    world: int, transposed: bool, dtype: torch.dtype, biased: bool, config: WordsGatherConfig, trace: bool
+) -> Constants:
     """What the kernel is compiled with."""
-    tokens = tokens_of(m)
     found = {
         "W": world,
-        "TOKENS": tokens,
         "G": config.groups,
         "TAKERS": 128 * TEAMS,
-        "STAGES": config.stages(tokens),
+        "STAGES": config.stages,
         "TRANSPOSED": transposed,
         "FP16": dtype is torch.float16,
         "BIASED": biased,
@@ -113,7 +110,7 @@ def launch_gather_words(
     bias: Tensor | None = None,
     keep: bool = False,
 ) -> Tensor:
-    """As `launch_gather_matmul_few` of `native_kernels.triton`, with `W * C <= 32`; returns X [W * C, K] with
+    """As `launch_gather_matmul_few` of `native_kernels.triton`, with `W * C <= 8`; returns X [W * C, K] with
     `keep`, else nothing of use.
 
     trace: two rows of events a program, of who multiplies and of who loads.
@@ -149,8 +146,8 @@ def _prepared(
 ) -> tuple[Kernel, _Params]:  # fmt: skip
     """The kernel, and what does not change from call to call."""
     m = memory.world * chunk
-    compiled_with = words_gather_constants(m, memory.world, transposed, dtype, biased, config, trace)
-    found = kernel(SOURCE, "gather_words", compiled_with, config.shared_bytes(tokens_of(m)))
+    compiled_with = words_gather_constants(memory.world, transposed, dtype, biased, config, trace)
+    found = kernel(SOURCE, "gather_words", compiled_with, config.shared_bytes)
     params = _Params(
         words=memory.words.views[memory.rank].data_ptr(), state=memory.state.data_ptr(),
         calls=memory.gathers.views[memory.rank].data_ptr(), trace=memory.state.data_ptr(),

@@ -13,7 +13,6 @@
 #else
 #define B_BY_COLUMNS "1"
 #endif
-#define ACC4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define ACC8(i) \
     "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
         "+f"(d[i + 6]), "+f"(d[i + 7])
@@ -71,53 +70,13 @@ __device__ inline void multiply<256>(float (&d)[128], uint64_t a, uint64_t b, in
         : "l"(a), "l"(b), "r"(add));
 }
 
-// The weight as the left operand, x as the right one, [N, 16]: d [64, N] = w [16, 64]^T @ x^T (+ d).
-template <int N>
-__device__ void multiply_weight(float (&d)[N / 2], uint64_t a, uint64_t b, int add);
-
-template <>
-__device__ inline void multiply_weight<8>(float (&d)[4], uint64_t a, uint64_t b, int add) {
+// The weight as the left operand, 8 tokens as the right one: d [64, 8] = w [16, 64]^T @ x [8, 16]^T (+ d).
+__device__ inline void multiply_weight(float (&d)[4], uint64_t a, uint64_t b, int add) {
     asm volatile(
         "{ .reg .pred p; setp.ne.b32 p, %6, 0; "
-        "wgmma.mma_async.sync.aligned.m64n8k16.f32." TYPE "." TYPE " {"
-        "%0, %1, %2, %3"
-        "}, %4, %5, p, 1, 1, " B_BY_COLUMNS ", 0; }"
-        : ACC4(0)
-        : "l"(a), "l"(b), "r"(add));
-}
-
-template <>
-__device__ inline void multiply_weight<16>(float (&d)[8], uint64_t a, uint64_t b, int add) {
-    asm volatile(
-        "{ .reg .pred p; setp.ne.b32 p, %10, 0; "
-        "wgmma.mma_async.sync.aligned.m64n16k16.f32." TYPE "." TYPE " {"
-        "%0, %1, %2, %3, %4, %5, %6, %7"
-        "}, %8, %9, p, 1, 1, " B_BY_COLUMNS ", 0; }"
-        : ACC4(0), ACC4(4)
-        : "l"(a), "l"(b), "r"(add));
-}
-
-template <>
-__device__ inline void multiply_weight<32>(float (&d)[16], uint64_t a, uint64_t b, int add) {
-    asm volatile(
-        "{ .reg .pred p; setp.ne.b32 p, %18, 0; "
-        "wgmma.mma_async.sync.aligned.m64n32k16.f32." TYPE "." TYPE " {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
-        "}, %16, %17, p, 1, 1, " B_BY_COLUMNS ", 0; }"
-        : ACC4(0), ACC4(4), ACC4(8), ACC4(12)
-        : "l"(a), "l"(b), "r"(add));
-}
-
-template <>
-__device__ inline void multiply_weight<64>(float (&d)[32], uint64_t a, uint64_t b, int add) {
-    asm volatile(
-        "{ .reg .pred p; setp.ne.b32 p, %34, 0; "
-        "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE " {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, "
-        "%18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-        "}, %32, %33, p, 1, 1, " B_BY_COLUMNS ", 0; }"
-        : ACC4(0), ACC4(4), ACC4(8), ACC4(12),
-          ACC4(16), ACC4(20), ACC4(24), ACC4(28)
+        "wgmma.mma_async.sync.aligned.m64n8k16.f32." TYPE "." TYPE " {%0, %1, %2, %3}, %4, %5, p, 1, 1, " B_BY_COLUMNS
+        ", 0; }"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "l"(a), "l"(b), "r"(add));
 }
 

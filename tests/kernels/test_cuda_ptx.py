@@ -45,7 +45,7 @@ Constants = tuple[tuple[str, int], ...]
 def cases(op: str) -> Iterator[tuple[str, Constants, int]]:
     """Source, constants and bytes of shared memory of all ways; layouts, dtypes and traces by turns."""
     turns = cycle(product([False, True], DTYPES, [True, False], [True, False]))
-    for m, world in product((16, 40, 128, 512, 2048, 8192), (2, 4, 8)):
+    for m, world in product((8, 16, 40, 128, 512, 2048, 8192), (2, 4, 8)):
         for config in ways(Problem(op, m, K, N, world, torch.bfloat16, update=op == OPS[1])).values():
             transposed, dtype, trace, other = next(turns)
             if isinstance(config, ClusterReduceConfig):
@@ -63,9 +63,9 @@ def cases(op: str) -> Iterator[tuple[str, Constants, int]]:
                 yield matmul_words.SOURCE, constants, config.shared_bytes
             elif isinstance(config, WordsGatherConfig):
                 constants = gather_words.words_gather_constants(
-                    m, world, transposed, dtype, other, config, trace
+                    world, transposed, dtype, other, config, trace
                 )
-                yield gather_words.SOURCE, constants, config.shared_bytes(gather_words.tokens_of(m))
+                yield gather_words.SOURCE, constants, config.shared_bytes
             elif isinstance(config, ClusterGatherConfig):
                 yield (
                     gather_matmul.SOURCE,
