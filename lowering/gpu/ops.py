@@ -18,7 +18,10 @@ from autofuse import config
 from .choice import way_of
 from .dense import Gather, Reduction, problem_of
 from .measure import measure_once
-from .workspace import workspace_for
+from .workspace import GpuWorkspace, workspace_for
+
+MOST_CALLS = 4096
+"""Kinds of calls that are kept, of one group."""
 
 
 def run_reduce(
@@ -52,7 +55,7 @@ def run_reduce(
             way, settled = way_of(problem, workspace, variant, capturing)
             reduction = Reduction(workspace, way, problem, b.stride(), reduce_op == "avg", order, site)
             if settled:
-                workspace.calls[kind] = reduction
+                _keep(workspace, kind, reduction)
         return [reduction(a, b)]
 
 
@@ -90,12 +93,19 @@ def run_gather(
             way, settled = way_of(problem, workspace, variant, capturing)
             gather = Gather(workspace, way, problem, w[0].stride(), more, keep_gathered, site, biased=biased)
             if settled:
-                workspace.calls[kind] = gather
+                _keep(workspace, kind, gather)
         return gather(part, w, biases)
 
 
 def _usable(x: Tensor) -> bool:
     return x.dtype in (torch.bfloat16, torch.float16) and x.numel() > 0
+
+
+def _keep(workspace: GpuWorkspace, kind: Hashable, call: Any) -> None:
+    """For calls that are alike; sizes may change without end."""
+    if len(workspace.calls) == MOST_CALLS:
+        workspace.calls.clear()
+    workspace.calls[kind] = call
 
 
 def _layout(t: Tensor) -> Hashable:

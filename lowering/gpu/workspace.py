@@ -72,8 +72,7 @@ class GpuWorkspace:
         self._sites: list[str] = [""]
         self._kernels: set[Hashable] = set()
         self._kept: list[PeerMemory] = []
-        self._numbers: dict[Hashable, int] = {}
-        self.calls: dict[Hashable, Any] = {}  # by kind, those that came again; for who makes them
+        self.calls: dict[Hashable, Any] = {}  # by kind, what came again; for who makes calls
         self._stream: torch.cuda.Stream | None = None
         self._last = -1  # its address
         self._capturing = False
@@ -119,20 +118,15 @@ class GpuWorkspace:
         may have to be compiled, or the memory would have to grow. RuntimeError if an earlier call has failed.
         """
         new = False
-        number = self._numbers.get((op, site, way, variant))
-        if number is None:
+        if (way, variant) not in self._kernels:
             self.check()
-            capturing = torch.cuda.is_current_stream_capturing()
-            grow = need()
-            fits = grow.fits(self.capacity)
-            if capturing and ((way, variant) not in self._kernels or not fits):
+            if torch.cuda.is_current_stream_capturing():
                 return None
-            new = (way, op) not in self._kernels
+            new, grow = (way, op) not in self._kernels, need()
             self._kernels |= {(way, op), (way, variant)}
-            if not fits:
+            if not grow.fits(self.capacity):
                 _apart(self.device, lambda: self._grow(grow | self.capacity))
-            number = self._numbers[op, site, way, variant] = self._number(f"autofuse.{op} at {place(site)}")
-        return self.enter_again(), number, new
+        return self.enter_again(), self._number(f"autofuse.{op} at {place(site)}"), new
 
     def enter_again(self) -> PeerMemory:
         """As `enter`, before a launch like one that it has let in."""
