@@ -6,7 +6,7 @@ A leaf: every room may import it, and it imports no room. What is slow to import
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -167,6 +167,34 @@ def fake_store() -> Store:
     from torch.testing._internal.distributed.fake_pg import FakeStore  # registers that backend, too
 
     return FakeStore()
+
+
+def register_autograd(
+    library: torch.library.Library,
+    overload: torch._ops.OpOverload,
+    backward: Callable[..., Any],
+    setup_context: Callable[..., None],
+    devices: Mapping[str, Callable[..., Any]],
+) -> None:
+    """As `torch.library.register_autograd`, but for calls that need only the function of their device, and no
+    gradient: they get it at once. To ask the dispatcher again takes as long as all else before a launch.
+    """
+    from torch._library.autograd import Info, make_autograd_impl
+
+    record = make_autograd_impl(overload, Info(backward, setup_context))
+    keys, below = torch._C.DispatchKey, torch._C._after_autograd_keyset
+    direct = {
+        torch._C.DispatchKeySet(getattr(keys, device)).raw_repr(): run for device, run in devices.items()
+    }
+
+    def autograd(keyset: Any, *args: Any) -> Any:
+        if not torch.is_grad_enabled():
+            run = direct.get((keyset & below).raw_repr())
+            if run is not None:
+                return run(*args)
+        return record(keyset, *args)
+
+    library.impl(overload._schema.name.partition("::")[2], autograd, "Autograd", with_keyset=True)
 
 
 def current_raw_stream(device: int) -> int:

@@ -10,7 +10,7 @@ import torch
 
 from autofuse.lowering.orders import PlanShape
 from autofuse.lowering.rendezvous import NotShared
-from autofuse.lowering.torch_internals import resolve_group
+from autofuse.lowering.torch_internals import register_autograd, resolve_group
 from autofuse.lowering.workspace import SharedMemoryFull
 
 log = logging.getLogger(__name__)
@@ -75,17 +75,22 @@ def register(op: FusedOp) -> None:
 
     FUSED_OPS[op.name] = op
     LIBRARY.define(op.schema)
-    LIBRARY.impl(op.name, partial(planned, op.cpu), "CPU")
-    LIBRARY.impl(op.name, reference if op.cuda is None else partial(planned, op.cuda), "CUDA")
-    for device in ("XPU", "PrivateUse1"):
-        LIBRARY.impl(op.name, reference, device)
+    devices: dict[str, Callable[..., Any]] = {
+        "CPU": partial(planned, op.cpu),
+        "CUDA": reference if op.cuda is None else partial(planned, op.cuda),
+        "XPU": reference,
+        "PrivateUse1": reference,
+    }
+    for device, run in devices.items():
+        LIBRARY.impl(op.name, run, device)
     qualified = f"autofuse::{op.name}"
     torch.library.register_fake(qualified, lambda *args: op.fake(*_group_by_name(args)), lib=LIBRARY)
-    torch.library.register_autograd(
-        qualified,
+    register_autograd(
+        LIBRARY,
+        getattr(torch.ops.autofuse, op.name).default,
         op.backward,
-        setup_context=lambda ctx, inputs, output: op.setup_context(ctx, _group_by_name(inputs), output),
-        lib=LIBRARY,
+        lambda ctx, inputs, output: op.setup_context(ctx, _group_by_name(inputs), output),
+        devices,
     )
 
 
