@@ -95,9 +95,9 @@ class CopyEngine:
         self._take(stream, self._signals[self.memory.rank][FIRST_CREDIT + peer])
 
     def _take(self, stream: torch.cuda.Stream, word: Tensor) -> None:
-        """Wait until the word is 1, and set it to 0."""
-        equal = self._driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_EQ
-        self._call(self._driver.cuStreamWaitValue32, stream.cuda_stream, word.data_ptr(), 1, equal)
+        """Wait until the word is 1, or more where a wait has given up, and set it to 0."""
+        least = self._driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ
+        self._call(self._driver.cuStreamWaitValue32, stream.cuda_stream, word.data_ptr(), 1, least)
         self._call(self._driver.cuStreamWriteValue32, stream.cuda_stream, word.data_ptr(), 0, 0)
 
     def _raise(self, peer: int, at: int) -> None:
