@@ -48,7 +48,7 @@ from .trace import Shapes, argument, aten, dtype_of, expression, tensor, trace
 
 PATTERN = "embedding_bag_all_to_all"
 _BAGS = (aten._embedding_bag.default, aten._embedding_bag_forward_only.default)
-_MAX = 2
+_MEAN, _MAX = 1, 2
 
 
 @dataclass(frozen=True)
@@ -289,13 +289,27 @@ def _full(emitter: Emitter, like: fx.Node, size: int | fx.Node, fill: int | fx.N
 
 
 def _bag_sizes(emitter: Emitter, bag: Bag) -> fx.Node:
-    """Lookups of every bag, from the offsets."""
+    """Lookups of every bag; those of padding count for a sum, which nobody divides by them."""
     ends = emitter.call(aten.slice.Tensor, bag.offsets, 0, 1, 2**63 - 1)
     if not bag.include_last_offset:
         lookups = emitter.size(expression(tensor(bag.indices).shape[0]))  # type: ignore[union-attr]
         count = _full(emitter, bag.offsets, 1, lookups)
         ends = emitter.call(aten.cat.default, [ends, count])
-    return emitter.call(aten.sub.Tensor, ends, _starts(emitter, bag))
+    starts = _starts(emitter, bag)
+    if bag.mode != _MEAN or bag.padding_idx < 0:
+        return emitter.call(aten.sub.Tensor, ends, starts)
+    before = _used_before(emitter, bag)
+    first, last = (emitter.call(aten.index.Tensor, before, [n]) for n in (starts, ends))
+    return _as_offsets(emitter, bag, emitter.call(aten.sub.Tensor, last, first))
+
+
+def _used_before(emitter: Emitter, bag: Bag) -> fx.Node:
+    """How many lookups before every lookup, and before the end, are not padding: `[n + 1]`."""
+    val = tensor(bag.indices)
+    assert val is not None
+    used = emitter.call(aten.cumsum.default, emitter.call(aten.ne.Scalar, bag.indices, bag.padding_idx), 0)
+    options = {"dtype": torch.int64, "device": val.device, "pin_memory": False}
+    return emitter.call(aten.cat.default, [emitter.call(aten.full.default, [1], 0, **options), used])
 
 
 def _bag_of_lookups(emitter: Emitter, bag: Bag) -> fx.Node:
@@ -304,8 +318,12 @@ def _bag_of_lookups(emitter: Emitter, bag: Bag) -> fx.Node:
     assert val is not None
     lookups = emitter.numbers(emitter.size(expression(val.shape[0])), bag.indices)
     started = emitter.call(aten.searchsorted.Tensor, _starts(emitter, bag), lookups, right=True)
-    which = emitter.call(aten.sub.Tensor, started, 1)
+    return _as_offsets(emitter, bag, emitter.call(aten.sub.Tensor, started, 1))
+
+
+def _as_offsets(emitter: Emitter, bag: Bag, node: fx.Node) -> fx.Node:
+    """int64 in the dtype of the offsets."""
     dtype = dtype_of(bag.offsets)
     if dtype == torch.int64:
-        return which
-    return emitter.call(torch.ops.prims.convert_element_type.default, which, dtype)
+        return node
+    return emitter.call(torch.ops.prims.convert_element_type.default, node, dtype)
