@@ -8,8 +8,9 @@
 // Many blocks read a word, so none can put 0 back at once. A rank has memory for x [M, K] in three thirds, and before them
 // the number of calls and what each third holds: call number c fills third c % 3, and clears that of the call before.
 // Nobody fills that one before call c + 2, which is after all have had our part in c + 1, so after we were through with c.
-#include "words.cuh"
+#include "turn.cuh"
 #include "wgmma.cuh"
+#include "words.cuh"
 
 constexpr int TOKENS = 8, BK = 64, ROW = BK * 2;
 constexpr int W_BYTES = G * 64 * ROW, X_BYTES = TOKENS * ROW, STAGE = W_BYTES + X_BYTES;
@@ -42,16 +43,6 @@ struct Shared {
     uint32_t stages, full, empty;
     __device__ uint32_t w(int stage) const { return stages + stage * STAGE; }
     __device__ uint32_t x(int stage) const { return stages + stage * STAGE + W_BYTES; }
-};
-
-struct Turn {
-    int stage = 0, parity = 0;
-    __device__ void next() {
-        if (++stage == STAGES) {
-            stage = 0;
-            parity ^= 1;
-        }
-    }
 };
 
 // Tile and piece of a block, and the blocks of K that it multiplies.

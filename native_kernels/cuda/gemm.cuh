@@ -6,6 +6,7 @@
 // may compute one tile, each over a part of K; each then adds up SPLIT_ROWS rows of it, in the order of the blocks.
 // Of few tokens, blocks of x have ROWS rows instead of 128; what the tensor cores make of the others is not used.
 #pragma once
+#include "turn.cuh"
 #include "wgmma.cuh"
 
 constexpr int BM = 128, BK = 64, ROW = BK * 2;
@@ -64,16 +65,6 @@ __device__ inline void init(const Shared& s) {
     else
         __syncthreads();
 }
-
-struct Turn {
-    int stage = 0, parity = 0;
-    __device__ void next() {
-        if (++stage == STAGES) {
-            stage = 0;
-            parity ^= 1;
-        }
-    }
-};
 
 // One thread loads rows `row, ...` of x and columns `col, ...` of the weight, in blocks of BK from k = `first` on.
 __device__ inline void produce(

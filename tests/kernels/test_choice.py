@@ -61,7 +61,7 @@ def test_ways_need_memory_that_calls_can_share(op: str, m: int, world: int) -> N
         if config is not None:
             need = needs(config, problem(op, m, world=world))
             assert need.fits(need | Need(inbox=1 << 20)), name
-            assert need != Need(), name
+            assert max(need.inbox, need.packets, need.words, need.gathers, need.copies) > 0, name
 
 
 def test_who_asks_for_updates_gets_them() -> None:
