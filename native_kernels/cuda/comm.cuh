@@ -18,7 +18,7 @@ struct Patience {
     int polls = 0;
     int64_t limit = 0;
     __device__ bool goes_on(int64_t* state, int code, int source, int index, int epoch) {
-        if (polls++ % 64) return true;  // the clock is slow to read
+        if (++polls % 64) return true;  // the clock is slow to read, most of all for what comes soon
         if (limit == 0) limit = nanoseconds() + state[0] + (code % 8 == COPYING ? state[0] / 2 : 0);
         if (given_up(state)) return false;
         if (nanoseconds() < limit) return true;

@@ -35,6 +35,9 @@ REDUCING = tl.constexpr(1)
 COPYING = tl.constexpr(2)
 GATHERING = tl.constexpr(3)
 
+# Polls before a wait looks at the clock, and between such looks: what comes soon is not held up by them.
+UNTIMED = tl.constexpr(1 if INTERPRET.value else 64)
+
 # Kinds of events in a trace; what happened ended at the time of the event. `autofuse.timeline` has them too.
 BEGUN = tl.constexpr(1)
 WAITED = tl.constexpr(2)
@@ -176,15 +179,23 @@ def wait_all(counters, stride, count, target, state, code, source, index, epoch)
     else:
         tl.inline_asm_elementwise(
             """{
-            .reg .pred p; .reg .b32 t, v; .reg .b64 a, r, now, limit;
+            .reg .pred p; .reg .b32 t, v, polls; .reg .b64 a, r, now, limit;
             mov.u32 t, %tid.x;
             setp.ge.u32 p, t, $3;
             @p bra DONE;
             mul.wide.u32 a, t, $2;
             add.u64 a, a, $1;
+            mov.u32 polls, 0;
+            POLL:
             ld.acquire.sys.global.s32 v, [a];
             setp.ge.s32 p, v, $4;
             @p bra DONE;
+            add.u32 polls, polls, 1;
+            and.b32 v, polls, 63;
+            setp.ne.u32 p, v, 0;
+            @p bra POLL;
+            setp.gt.u32 p, polls, 64;
+            @p bra LOOK;
             mov.u64 limit, %globaltimer;
             ld.global.u64 now, [$5];
             add.u64 limit, limit, now;
@@ -192,10 +203,7 @@ def wait_all(counters, stride, count, target, state, code, source, index, epoch)
             setp.eq.u32 p, v, 2;
             shr.u64 now, now, 1;
             @p add.u64 limit, limit, now;
-            POLL:
-            ld.acquire.sys.global.s32 v, [a];
-            setp.ge.s32 p, v, $4;
-            @p bra DONE;
+            LOOK:
             ld.volatile.global.u64 r, [$5+16];
             setp.ne.u64 p, r, 0;
             @p bra DONE;
@@ -252,7 +260,7 @@ def fence_copies():
 
 @triton.jit
 def nanoseconds():
-    """The device's clock; 20000 more at every call of the interpreter."""
+    """The device's clock; under the interpreter, what a poll is taken to last."""
     if INTERPRET:
         return tl.full((), 20000, tl.int64)
     return tl.inline_asm_elementwise(
@@ -292,32 +300,34 @@ def take_packets(at, epoch, mask, state, code, sources, index):
     nothing = epoch.to(tl.int64) << 32
     packets = tl.load(at, mask=mask, other=nothing, volatile=True)
     missing = tl.max(((packets >> 32) != epoch).to(tl.int32), axis=None)
-    if missing != 0:
-        limit = tl.load(state)
-        if code % 8 == COPYING:
-            limit += limit // 2
-        start = nanoseconds()
-        spent = tl.full((), 0, tl.int64)
-        while missing != 0:
-            packets = tl.load(at, mask=mask, other=nothing, volatile=True)
-            missing = tl.max(((packets >> 32) != epoch).to(tl.int32), axis=None)
-            if missing != 0:
-                if INTERPRET:
-                    spent += nanoseconds()
-                else:
-                    spent = nanoseconds() - start
-                if tl.load(state + 2, volatile=True) != 0:
-                    missing = 0
-                elif spent > limit:
-                    missing = 0
-                    record = tl.load(state + 1).to(tl.pointer_type(tl.int32))
-                    tl.store(state + 2, 1)
-                    tl.store(record + 1, code)
-                    late = tl.where((packets >> 32) != epoch, sources, 1 << 30)
-                    tl.store(record + 2, tl.min(late, axis=None))
-                    tl.store(record + 3, index)
-                    tl.store(record + 4, epoch)
-                    tl.store(record, 1)
+    limit = tl.full((), 0, tl.int64)
+    polls = 0
+    while missing != 0:
+        packets = tl.load(at, mask=mask, other=nothing, volatile=True)
+        missing = tl.max(((packets >> 32) != epoch).to(tl.int32), axis=None)
+        polls += 1
+        if (missing != 0) & (polls % UNTIMED == 0):
+            if polls == UNTIMED:
+                limit = tl.load(state)
+                if code % 8 == COPYING:
+                    limit += limit // 2
+                if not INTERPRET:
+                    limit += nanoseconds()
+            now = nanoseconds()
+            if INTERPRET:
+                now *= polls
+            if tl.load(state + 2, volatile=True) != 0:
+                missing = 0
+            elif now > limit:
+                missing = 0
+                record = tl.load(state + 1).to(tl.pointer_type(tl.int32))
+                tl.store(state + 2, 1)
+                tl.store(record + 1, code)
+                late = tl.where((packets >> 32) != epoch, sources, 1 << 30)
+                tl.store(record + 2, tl.min(late, axis=None))
+                tl.store(record + 3, index)
+                tl.store(record + 4, epoch)
+                tl.store(record, 1)
     return packets
 
 
