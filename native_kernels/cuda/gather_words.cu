@@ -150,7 +150,7 @@ __device__ void multiply_blocks(const Shared& s, const Work& work, float (&acc)[
 #else
             uint64_t left = matrix_at(w + i * 16 * ROW, 64 * ROW, 1024);
 #endif
-            multiply_weight(acc, left, matrix_at(x + i * 32, 16, 1024), b > work.first || i > 0);
+            multiply_weight<TOKENS>(acc, left, matrix_at(x + i * 32, 16, 1024), b > work.first || i > 0);
         }
         wgmma_commit();
         wgmma_wait<1>();
