@@ -20,6 +20,7 @@ from .gemm import (
     Constants,
     blocks,
     constants,
+    filled,
     launch,
     map_operands,
     set_map,
@@ -125,12 +126,7 @@ def launch_cluster_gather(
     )
     if compile_only:
         return gathered
-    params = _Params.from_buffer_copy(template)
-    params.part, params.site = part.data_ptr(), site
-    if bias is not None:
-        params.bias = bias.data_ptr()
-    if trace is not None:
-        params.trace = trace.data_ptr()
+    params = filled(template, site, trace, part=part, bias=bias)
     params.gives_credit = credit
     map_operands(params, part, w, config)
     set_map(params, "y", out.view(-1, params.inner, n), BM, 64)

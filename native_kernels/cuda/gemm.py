@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from functools import cache
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ CLUSTERS = (1, 2, 4, 8)
 TENSOR_MAP = ctypes.c_byte * 128
 POINTERS = ctypes.c_void_p * 8
 
+P = TypeVar("P", bound=ctypes.Structure)
 Constants: TypeAlias = tuple[tuple[str, int], ...]
 
 
@@ -87,14 +88,29 @@ def map_operands(
 ) -> None:
     """Sets `params.x` and `params.w`: boxes of which each block of a cluster loads a share."""
     set_map(params, "x", x, rows // config.along, BK)
-    if w.stride(1) == 1:
-        set_map(params, "w", w, BK, 64)  # of 64 columns, as wide as the swizzle
-    else:
-        set_map(params, "w", w.t(), config.bn // config.across, BK)
+    map_weight(params, w, config.bn // config.across)
 
 
 def set_map(params: ctypes.Structure, name: str, matrix: Tensor, box_rows: int, box_cols: int) -> None:
     ctypes.memmove(getattr(params, name), tensor_map(matrix, box_rows, box_cols), 128)
+
+
+def filled(template: P, site: int, trace: Tensor | None, **tensors: Tensor | None) -> P:
+    """What is the same in all calls of a kind, with the tensors of one."""
+    params = type(template).from_buffer_copy(template)
+    params.site = site
+    for name, tensor in (tensors | {"trace": trace}).items():
+        if tensor is not None:
+            setattr(params, name, tensor.data_ptr())
+    return params
+
+
+def map_weight(params: ctypes.Structure, w: Tensor, across: int) -> None:
+    """Sets `params.w`, boxes of BK x 64 as wide as the swizzle, or of `across` columns of a transpose."""
+    if w.stride(1) == 1:
+        set_map(params, "w", w, BK, 64)
+    else:
+        set_map(params, "w", w.t(), across, BK)
 
 
 def launch(found: Kernel, params: Any, cluster: int, threads: int = THREADS) -> None:

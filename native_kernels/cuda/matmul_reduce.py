@@ -23,6 +23,7 @@ from .gemm import (
     Constants,
     blocks,
     constants,
+    filled,
     launch,
     map_operands,
     shared_bytes,
@@ -160,10 +161,8 @@ def launch_cluster_reduce(
     )
     if compile_only:
         return
-    params = _Params.from_buffer_copy(template)
-    params.out, params.out_pitch, params.site = out.data_ptr(), out.stride(0) * out.element_size(), site
-    if trace is not None:
-        params.trace = trace.data_ptr()
+    params = filled(template, site, trace, out=out)
+    params.out_pitch = out.stride(0) * out.element_size()
     map_operands(params, x, w, config)
     if not config.copied:
         launch(found, params, config.cluster)
