@@ -15,7 +15,7 @@ import torch
 
 from autofuse.native_kernels.cuda import gather_words
 from autofuse.native_kernels.cuda.gather_matmul import ClusterGatherConfig, cluster_gather_needs
-from autofuse.native_kernels.cuda.gather_words import WordsGatherConfig, tiles_of, words_gather_needs
+from autofuse.native_kernels.cuda.gather_words import WordsGatherConfig, words_gather_needs
 from autofuse.native_kernels.cuda.matmul_reduce import ClusterReduceConfig, cluster_reduce_needs
 from autofuse.native_kernels.cuda.matmul_words import MOST_ROWS, WordsConfig, words_needs
 from autofuse.native_kernels.triton.copy_engine import FIRST_CREDIT
@@ -245,10 +245,11 @@ def _words_gather_configs(problem: Problem) -> Iterator[Config]:
     """Those that keep most programs busy."""
     for groups in (1, 2):
         for pieces in (1, 2, 4, 8):
-            config = WordsGatherConfig(groups, pieces)
-            blocks = tiles_of(problem.n, config) * pieces
-            if problem.programs // 2 < blocks <= problem.programs and problem.k >= 64 * pieces:
-                yield config
+            for ahead in (48, 32 if pieces > 2 else 64):
+                config = WordsGatherConfig(groups, pieces, ahead)
+                blocks = config.tiles(problem.n) * pieces
+                if problem.programs // 2 < blocks <= problem.programs and problem.k >= 64 * pieces:
+                    yield config
 
 
 def _cluster_gather_configs(problem: Problem) -> Iterator[Config]:
@@ -292,7 +293,7 @@ def needs(config: Config, problem: Problem) -> Need:
     if isinstance(config, ClusterGatherConfig):
         return cluster_gather_needs(m // world, k, 2, world, config)
     if isinstance(config, WordsGatherConfig):
-        return words_gather_needs(m, k, n, 2, config)
+        return words_gather_needs(m, k, n, 2, world, config)
     if isinstance(config, WordsConfig):
         return words_needs(m, n, 2, world, everywhere)
     if isinstance(config, PacketsConfig):

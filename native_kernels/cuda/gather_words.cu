@@ -1,147 +1,227 @@
-// all_gather_matmul of at most 8 tokens, in one kernel: parts of x go to all ranks as words that say themselves that they
+// all_gather_matmul of at most 128 tokens, in one kernel: parts of x go to all ranks as words that say themselves that they
 // have come, while the weight is being loaded already.
 //
 // A block computes G * 64 columns of Y, over a piece of K, as their transpose: the weight is the left operand of the
-// tensor cores, of 64 rows a warpgroup, and x the right one, of 8 columns. One thread loads blocks of the weight by TMA,
-// many warps take x out of our memory, and the first block of a tile adds up what the others send it.
+// tensor cores, of 64 rows a warpgroup, and x the right one, of as many columns as there are tokens. A thread loads the
+// weight by TMA, a warp x, as it travels: with its signs flipped, so that products are negative. Other warps look whether
+// all words have come, and fetch those that came later. The blocks of a tile send each other their sums, as words, and
+// each adds up some of the tokens.
+//
+// SIGNALLED: of many tokens, looking takes longer than a signal, which is waited for instead.
 //
 // Many blocks read a word, so none can put 0 back at once. A rank has memory for x [M, K] in three thirds, and before them
 // the number of calls and what each third holds: call number c fills third c % 3, and clears that of the call before.
 // Nobody fills that one before call c + 2, which is after all have had our part in c + 1, so after we were through with c.
-#include "turn.cuh"
 #include "wgmma.cuh"
 #include "words.cuh"
 
-constexpr int TOKENS = 8, BK = 64, ROW = BK * 2;
-constexpr int W_BYTES = G * 64 * ROW, X_BYTES = TOKENS * ROW, STAGE = W_BYTES + X_BYTES;
-constexpr int ACCS = 4;                                     // accumulators of a thread
-constexpr int LOADER = G * 128, FIRST_TAKER = LOADER + 32;  // threads before multiply
-constexpr int THREADS = FIRST_TAKER + TAKERS;
-constexpr int TEAMS = TAKERS / 128;                         // who takes x: each AHEAD blocks of every STAGES
-constexpr int AHEAD = STAGES / TEAMS;
-constexpr int LINES = TOKENS * BK / 8;                      // of 16 bytes, in a block of x
-constexpr int EACH = (AHEAD * LINES + 127) / 128;           // of a thread
+constexpr int BK = 64, ROW = BK * 2;
+constexpr int W_BYTES = G * 64 * ROW, X_BYTES = TOKENS * ROW;
+constexpr int ACCS = TOKENS / 2, EIGHTS = TOKENS / 8;  // accumulators of a thread, four for every eight tokens
+constexpr int THREADS = 384, W_LOADER = G * 128, X_LOADER = W_LOADER + 32, FIRST_CHECKER = X_LOADER + 32;
+constexpr int SENDERS = THREADS - 64, SIGNALLER = THREADS / 32 - 1;
+// A stage always has the same one, which has seen all that landed there before.
+static_assert(CHECKERS * 32 <= THREADS - FIRST_CHECKER && X_STAGES % CHECKERS == 0, "warps that look at x");
 
 struct Params {
-    TensorMap w;
+    TensorMap w, x;  // of our memory: [3, M, K]
     const char* part;
     const char* bias;
     char* out;
     char* kept;       // x [M, K], where somebody needs it
     char* memory[8];  // of every rank: x, three thirds
+    int* signals[8];  // and counters [W], two halves
     char* words;      // our own: partial sums, two halves
     int64_t* state;
     int64_t* calls;  // how many there were, and how many lines each third has
     int64_t* trace;
-    int64_t third, half;  // bytes
+    int64_t third, half, signals_half;  // bytes, counters
     int m, n, k, rank, site;
-    int chunk, tiles, pieces;
+    int chunk, tiles;
     int out_pitch, programs;
 };
 
-struct Shared {
-    uint32_t stages, full, empty;
-    __device__ uint32_t w(int stage) const { return stages + stage * STAGE; }
-    __device__ uint32_t x(int stage) const { return stages + stage * STAGE + W_BYTES; }
+// A ring of stages in shared memory, and where one is in it. Its barriers: full, empty, and landed, which is full before
+// it has been looked at.
+template <int STAGES, int BYTES>
+struct Ring {
+    uint32_t stages, barriers;
+    int stage = 0, parity = 0;
+    __device__ uint32_t here() const { return stages + stage * BYTES; }
+    __device__ uint32_t full() const { return barriers + 8 * stage; }
+    __device__ uint32_t empty() const { return barriers + 8 * (STAGES + stage); }
+    __device__ uint32_t landed() const { return barriers + 8 * (2 * STAGES + stage); }
+    __device__ void next(int by = 1) {
+        stage += by;
+        if (stage < STAGES) return;
+        parity ^= stage / STAGES % 2;
+        stage %= STAGES;
+    }
 };
+using WeightRing = Ring<W_STAGES, W_BYTES>;
+using TokenRing = Ring<X_STAGES, X_BYTES>;
 
 // Tile and piece of a block, and the blocks of K that it multiplies.
 struct Work {
     int tile, piece, first, last;
-    __device__ explicit Work(const Params& p, int block) : tile(block % p.tiles), piece(block / p.tiles) {
+    __device__ explicit Work(const Params& p) : tile(blockIdx.x % p.tiles), piece(blockIdx.x / p.tiles) {
         int blocks = (p.k + BK - 1) / BK;
-        first = piece * blocks / p.pieces;
-        last = (piece + 1) * blocks / p.pieces;
+        first = piece * blocks / PIECES;
+        last = (piece + 1) * blocks / PIECES;
     }
 };
 
-// All threads but those of the loading warp store our part to all ranks, and clear the `used` lines of the call before.
-__device__ void send_part(const Params& p, int block, int64_t call, int64_t used) {
-    constexpr int SENDERS = THREADS - 32;
-    int sender = threadIdx.x < LOADER ? threadIdx.x : threadIdx.x - 32;
-    int lines = p.chunk * (p.k / 8), step = p.programs * SENDERS, begin = block * SENDERS + sender;
+// All threads but those of the loading warps store our part to all ranks, and clear the `used` lines of the call before.
+__device__ void send_part(const Params& p, int64_t call, int64_t used, int parity) {
+    int sender = threadIdx.x < W_LOADER ? threadIdx.x : threadIdx.x - 64, lane = threadIdx.x % 32;
+    int begin = (sender / 32 * p.programs + blockIdx.x) * 32 + lane, step = p.programs * SENDERS;
+    int lines = p.chunk * (p.k / 8);
     int64_t there = call % 3 * p.third + static_cast<int64_t>(p.rank) * lines * 16;
     for (int i = begin; i < lines; i += step) {
         uint4 v = sendable(load_l2(p.part + static_cast<int64_t>(i) * 16));
         for (int r = 1; r <= W; ++r) put(p.memory[(p.rank + r) % W] + there + static_cast<int64_t>(i) * 16, v);
     }
+    if (SIGNALLED && threadIdx.x / 32 == SIGNALLER) {
+        named_barrier(1, SENDERS);
+        if (lane < W) add_release(p.signals[lane] + parity * p.signals_half + p.rank);
+    } else if (SIGNALLED) {
+        named_arrive(1, SENDERS);
+    }
     char* old = p.memory[p.rank] + (call + 2) % 3 * p.third;
     for (int64_t i = begin; i < used; i += step) store(old + i * 16, {0, 0, 0, 0});
 }
 
-__device__ void load_weight(const Params& p, const Shared& s, const Work& work) {
+// No more than AHEAD blocks are on their way at once: x would have to wait behind them.
+__device__ void load_weight(const Params& p, WeightRing ring, const Work& work) {
+    WeightRing behind = ring;
     prefetch(&p.w);
-    Turn turn;
-    for (int b = work.first; b < work.last; ++b, turn.next()) {
-        uint32_t full = s.full + 8 * turn.stage;
-        barrier_wait(s.empty + 8 * turn.stage, turn.parity ^ 1);
-        barrier_expect(full, W_BYTES);
+    for (int b = work.first; b < work.last; ++b, ring.next()) {
+        if (b - work.first >= AHEAD) {
+            barrier_wait(behind.full(), behind.parity);
+            behind.next();
+        }
+        barrier_wait(ring.empty(), ring.parity ^ 1);
+        barrier_expect(ring.full(), W_BYTES);
         for (int g = 0; g < G; ++g) {
             int col = (work.tile * G + g) * 64;
 #if TRANSPOSED
-            load_share<1>(s.w(turn.stage) + g * 64 * ROW, &p.w, col, b * BK, full, 0);
+            load_share<1>(ring.here() + g * 64 * ROW, &p.w, col, b * BK, ring.full(), 0);
 #else
-            load_share<1>(s.w(turn.stage) + g * 64 * ROW, &p.w, b * BK, col, full, 0);
+            load_share<1>(ring.here() + g * 64 * ROW, &p.w, b * BK, col, ring.full(), 0);
 #endif
         }
     }
 }
 
-// Where line `line` (8 values of K) of token `token` lies in a block of x, swizzled as TMA would.
-__device__ inline int x_at(int token, int line) { return token * ROW + (line ^ token % 8) * 16; }
-
-// Each of TEAMS warpgroups has some of the stages: while one waits for its loads, others do not. In rounds, EACH lines of
-// every thread at once. Threads are many, so that all but the loads is decided before.
-__device__ void take_x(const Params& p, const Shared& s, const Work& work, int64_t call, int epoch) {
-    struct Line {
-        int from;    // where the first one is in x, in lines
-        uint32_t to;  // and in shared memory
-        int block, col, source;
-    } lines[EACH];
-    int thread = threadIdx.x % 128, row = p.k / 8, team = (threadIdx.x - FIRST_TAKER) / 128;
+// A warp looks for lines from every source, here and there, until they have come: what is loaded too early has to be
+// fetched again.
+__device__ void look_for_x(const Params& p, const Work& work, int64_t call, int epoch) {
+    constexpr int EACH = 8, LOOKS = EACH * 32 / W;  // of a lane, and from a source
+    int lane = threadIdx.x % 32, row = p.k / 8, first = work.first * 8;
+    int width = (work.last * 8 < row ? work.last * 8 : row) - first;
     const char* mine = p.memory[p.rank] + call % 3 * p.third;
+    uint32_t seen[EACH];
+    const char* at[EACH];
 #pragma unroll
-    for (int e = 0; e < EACH; ++e) {
-        int i = thread + e * 128, block = work.first + team * AHEAD + i / LINES, token = i / 8 % TOKENS;
-        lines[e].block = i < AHEAD * LINES ? block : work.last;
-        lines[e].col = token < p.m ? block * 8 + i % 8 : row;  // none where there is no token
-        lines[e].from = token * row + block * 8 + i % 8;
-        lines[e].to = s.x(team * AHEAD + i / LINES) + x_at(token, i % 8);
-        lines[e].source = token / p.chunk;
+    for (int i = 0; i < EACH; ++i) {
+        int source = (i * 32 + lane) % W, look = (i * 32 + lane) / W % LOOKS;
+        int line = (static_cast<int64_t>(look + 1) * p.chunk * width + LOOKS - 1) / LOOKS - 1;  // of those of this piece
+        at[i] = mine + (static_cast<int64_t>(source * p.chunk + line / width) * row + first + line % width) * 16;
+        seen[i] = 0;
     }
-    uint32_t full = s.full + 8 * team * AHEAD, empty = s.empty + 8 * team * AHEAD;
-    for (int done = 0, parity = 1; work.first + team * AHEAD + done < work.last; done += STAGES, parity ^= 1) {
-        uint4 seen[EACH];
+    Patience patience;
+    bool waits = true;
+    while (__any_sync(~0u, waits)) {
+        int missing = -1;
 #pragma unroll
-        for (int e = 0; e < EACH; ++e)
-            if (lines[e].block + done < work.last && lines[e].col + done * 8 < row)
-                seen[e] = load_relaxed(mine + static_cast<int64_t>(lines[e].from + done * 8) * 16);
-        for (int j = 0; j < AHEAD; ++j) barrier_wait(empty + 8 * j, parity);
+        for (int i = 0; i < EACH; ++i)
+            if (waits && !seen[i]) seen[i] = load_relaxed(at[i]).w;
 #pragma unroll
-        for (int e = 0; e < EACH; ++e) {
-            const Line& l = lines[e];
-            if (l.block + done >= work.last) continue;
-            uint4 v = {};
-            if (l.col + done * 8 < row) {
-                int64_t at = static_cast<int64_t>(l.from + done * 8) * 16;
-                int code = p.site * 8 + GATHERING;
-                v = flip(arrived(mine + at, seen[e], p.state, code, l.source, l.block + done, epoch));
-                if (p.kept && work.tile == 0) store(p.kept + at, v);
-            }
-            store_shared(l.to, v);
-        }
-        fence_proxy_shared();
-        __syncwarp();
-        if (threadIdx.x % 32 < AHEAD) barrier_arrive(full + 8 * (threadIdx.x % 32));
+        for (int i = 0; i < EACH; ++i)
+            if (!seen[i]) missing = i * 32 + lane;
+        waits = waits && missing >= 0 &&
+                patience.goes_on(p.state, p.site * 8 + GATHERING, missing % W, work.tile, epoch);
     }
 }
 
-__device__ void multiply_blocks(const Shared& s, const Work& work, float (&acc)[ACCS], int group) {
-    Turn turn;
-    int before = -1;
-    for (int b = work.first; b < work.last; ++b) {
-        uint32_t w = s.w(turn.stage) + group * 64 * ROW, x = s.x(turn.stage);
-        barrier_wait(s.full + 8 * turn.stage, turn.parity);
+__device__ void wait_for_x(const Params& p, const Work& work, int epoch) {
+    int lane = threadIdx.x % 32;
+    if (lane < W)
+        wait(p.signals[p.rank] + epoch % 2 * p.signals_half + lane, p.programs, p.state, p.site * 8 + GATHERING, lane,
+             work.tile, epoch);
+    __syncwarp();
+    fence_proxy();
+}
+
+// Whether others look at x after it has landed; where it is kept, this is their chance.
+__device__ inline bool is_looked_at(const Params& p, const Work& work) {
+    return !SIGNALLED || (p.kept && work.tile == 0);
+}
+
+__device__ void load_x(const Params& p, TokenRing ring, const Work& work, int64_t call) {
+    bool looked_at = is_looked_at(p, work);
+    int third = call % 3;
+    prefetch(&p.x);
+    for (int b = work.first; b < work.last; ++b, ring.next()) {
+        uint32_t barrier = looked_at ? ring.landed() : ring.full();
+        barrier_wait(ring.empty(), ring.parity ^ 1);
+        barrier_expect(barrier, X_BYTES);
+        load_box(ring.here(), &p.x, third, 0, b * BK, barrier);
+    }
+}
+
+// Warp number `checker` of those that do looks at every CHECKERS-th block of x, and fetches the lines that have come since.
+__device__ void check_x(const Params& p, TokenRing ring, const Work& work, int checker, int64_t call, int epoch) {
+    constexpr int EACH = TOKENS / 4, AT_ONCE = EACH < 8 ? EACH : 8;  // lines of 8 values, of a lane
+    int lane = threadIdx.x % 32, row = p.k / 8;
+    const char* mine = p.memory[p.rank] + call % 3 * p.third;
+    bool keeps = p.kept && work.tile == 0;
+    ring.next(checker);
+    for (int b = work.first + checker; b < work.last; b += CHECKERS, ring.next(CHECKERS)) {
+        int lines = b * 8 + lane % 8 < row ? (p.m - lane / 8 + 3) / 4 : 0;  // that there are
+        bool fetched = false;
+        barrier_wait(ring.landed(), ring.parity);
+        for (int first = 0; first < EACH; first += AT_ONCE) {
+            uint4 seen[AT_ONCE];
+            // Swizzled as TMA does.
+            auto token = [&](int e) { return (first + e) * 4 + lane / 8; };
+            auto here = [&](int e) { return ring.here() + token(e) * ROW + (lane % 8 ^ token(e) % 8) * 16; };
+            uint32_t least = 1;
+#pragma unroll
+            for (int e = 0; e < AT_ONCE; ++e) seen[e] = load_shared(here(e));
+#pragma unroll
+            for (int e = 0; e < AT_ONCE; ++e)
+                if (first + e < lines) least = min(least, min(min(seen[e].x, seen[e].y), min(seen[e].z, seen[e].w)));
+            if (least && !keeps) continue;
+#pragma unroll
+            for (int e = 0; e < AT_ONCE; ++e) {
+                if (first + e >= lines) continue;
+                int64_t at = (static_cast<int64_t>(token(e)) * row + b * 8 + lane % 8) * 16;
+                if (!is_whole(seen[e])) {
+                    seen[e] = arrived(mine + at, seen[e], p.state, p.site * 8 + GATHERING, token(e) / p.chunk, b, epoch);
+                    store_shared(here(e), seen[e]);
+                    fetched = true;
+                }
+                if (keeps) store(p.kept + at, flip(seen[e]));
+            }
+        }
+        if (fetched) fence_proxy_shared();
+        __syncwarp();
+        if (lane == 0) barrier_arrive(ring.full());
+    }
+}
+
+__device__ void multiply_blocks(WeightRing weight, TokenRing tokens, const Work& work, float (&acc)[ACCS], int group) {
+    uint32_t weight_before = 0, tokens_before = 0;  // barriers of what is free once the next block is on its way
+    auto release = [&] {
+        if (threadIdx.x % 128) return;
+        barrier_arrive(weight_before);
+        barrier_arrive(tokens_before);
+    };
+    for (int b = work.first; b < work.last; ++b, weight.next(), tokens.next()) {
+        uint32_t w = weight.here() + group * 64 * ROW, x = tokens.here();
+        barrier_wait(weight.full(), weight.parity);
+        barrier_wait(tokens.full(), tokens.parity);
         wgmma_fence();
 #pragma unroll
         for (int i = 0; i < BK / 16; ++i) {
@@ -154,76 +234,105 @@ __device__ void multiply_blocks(const Shared& s, const Work& work, float (&acc)[
         }
         wgmma_commit();
         wgmma_wait<1>();
-        if (before >= 0 && threadIdx.x % 128 == 0) barrier_arrive(s.empty + 8 * before);
-        before = turn.stage;
-        turn.next();
+        if (b > work.first) release();
+        weight_before = weight.empty();
+        tokens_before = tokens.empty();
     }
     wgmma_wait<0>();
+    release();
 }
 
-// Other pieces send their sums; the first one adds them up, in order, and stores rows of Y.
+// Piece j % PIECES of a tile adds up the tokens 8 j and on, in order of the pieces, and stores rows of Y.
 __device__ void finish_tile(const Params& p, const Work& work, float (&acc)[ACCS], int group, int64_t half, int epoch) {
+    constexpr int MINE = (EIGHTS + PIECES - 1) / PIECES;
     int thread = threadIdx.x % 128, lane = thread % 32;
-    auto slot = [&](int piece) {
-        int64_t at = (static_cast<int64_t>(piece - 1) * p.tiles + work.tile) * G + group;
+    auto slot = [&](int j, int from) {
+        int64_t at = ((static_cast<int64_t>(work.tile) * G + group) * EIGHTS + j) * PIECES + from;
         return p.words + half + (at * 128 + thread) * 16;
     };
-    if (work.piece > 0) {
-        put_sums(slot(work.piece), acc);
-        return;
-    }
-    float total[ACCS];
+    uint4 sums[MINE * PIECES] = {};
+    if (PIECES > 1) {
 #pragma unroll
-    for (int i = 0; i < ACCS; ++i) total[i] = settled(acc[i]);
-    for (int piece = 1; piece < p.pieces; ++piece) {
-        float sums[ACCS];
-        take_sums(slot(piece), sums, p.state, p.site * 8 + REDUCING, p.rank, piece, epoch);
-        for (int i = 0; i < ACCS; ++i) total[i] += sums[i];
+        for (int j = 0; j < EIGHTS; ++j)
+            if (j % PIECES != work.piece) put_sums(slot(j, work.piece), acc + 4 * j);
+        auto place = [&](int i) { return slot(i / PIECES * PIECES + work.piece, i % PIECES); };
+        auto wanted = [&](int i) { return i % PIECES != work.piece && i / PIECES * PIECES + work.piece < EIGHTS; };
+        take_all(sums, wanted, place, p.state, p.site * 8 + REDUCING, [&](int) { return p.rank; }, work.tile, epoch);
     }
-    // Accumulators: columns c, c, c + 8, c + 8 of Y, tokens t, t + 1, t, t + 1.
 #pragma unroll
-    for (int i = 0; i < ACCS; ++i) {
-        int col = (work.tile * G + group) * 64 + thread / 32 * 16 + lane / 4 + i / 2 * 8;
-        int token = lane % 4 * 2 + i % 2;
-        if (col >= p.n || token >= p.m) continue;
-        float value = total[i];
-        if (BIASED) value += low_of(reinterpret_cast<const uint16_t*>(p.bias)[col]);
-        reinterpret_cast<uint16_t*>(p.out + static_cast<int64_t>(token) * p.out_pitch)[col] = pair(value, 0);
+    for (int j = 0; j < EIGHTS; ++j) {
+        if (j % PIECES != work.piece) continue;
+        float total[4] = {};
+#pragma unroll
+        for (int from = 0; from < PIECES; ++from) {
+            const uint4& sum = sums[j / PIECES * PIECES + from];
+            const uint32_t words[4] = {sum.x, sum.y, sum.z, sum.w};
+            for (int i = 0; i < 4; ++i) total[i] += from == work.piece ? acc[4 * j + i] : sum_of(words[i]);
+        }
+        // Of a thread: columns c, c, c + 8, c + 8 of Y, tokens t, t + 1, t, t + 1.
+        for (int i = 0; i < 4; ++i) {
+            int col = (work.tile * G + group) * 64 + thread / 32 * 16 + lane / 4 + i / 2 * 8;
+            int token = j * 8 + lane % 4 * 2 + i % 2;
+            if (col >= p.n || token >= p.m) continue;
+            float value = -total[i];
+            if (BIASED) value += low_of(reinterpret_cast<const uint16_t*>(p.bias)[col]);
+            reinterpret_cast<uint16_t*>(p.out + static_cast<int64_t>(token) * p.out_pitch)[col] = pair(value, 0);
+        }
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) gather_words(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(384, 1) gather_words(const __grid_constant__ Params p) {
     extern __shared__ char memory[];
-    uint32_t at = (shared_address(memory) + 1023) / 1024 * 1024;
-    Shared s{at, at + STAGES * STAGE, at + STAGES * STAGE + STAGES * 8};
-    int block = blockIdx.x, group = threadIdx.x / 128, epoch = static_cast<int>(p.state[3]) + 1;
-    int64_t call = p.calls[0], used = p.calls[1 + (call + 2) % 3], half = epoch % 2 * p.half;
-    Work work(p, block);
-    bool works = work.piece < p.pieces;
-    // Rows of events: of the first warpgroup that multiplies, and of the thread that loads.
-    bool loads = threadIdx.x == LOADER, traces = threadIdx.x == 0 || loads;
-    Trace trace{p.trace + (loads * p.programs + block) * 2 * EVENTS};
+    uint32_t at = (shared_address(memory) + 1023) / 1024 * 1024, tokens_at = at + W_STAGES * W_BYTES;
+    uint32_t barriers = tokens_at + X_STAGES * X_BYTES;
+    WeightRing weight{at, barriers};
+    TokenRing tokens{tokens_at, barriers + 2 * W_STAGES * 8};
+    int group = threadIdx.x / 128, warp = threadIdx.x / 32, epoch = static_cast<int>(p.state[3]) + 1;
+    int64_t call = p.calls[0], used = p.calls[1 + (call + 2) % 3];
+    Work work(p);
+    // Rows of events: of the first warpgroup that multiplies, and of the thread that loads x.
+    Trace trace{p.trace + ((threadIdx.x == X_LOADER) * p.programs + blockIdx.x) * 2 * EVENTS};
+    bool traces = threadIdx.x == 0 || threadIdx.x == X_LOADER;
     if (traces) trace.stamp(BEGUN, p.rank, 0);
     if (threadIdx.x == 0) {
-        for (int i = 0; i < STAGES; ++i) {
-            barrier_init(s.full + 8 * i, 1 + 128 / 32);
-            barrier_init(s.empty + 8 * i, G);
-        }
+        auto init = [](auto ring, int stages, int filling) {
+            for (int i = 0; i < stages; ++i, ring.next()) {
+                barrier_init(ring.full(), 1);
+                barrier_init(ring.empty(), G);
+                if (filling) barrier_init(ring.landed(), 1);
+            }
+        };
+        init(weight, W_STAGES, false);
+        init(tokens, X_STAGES, true);
         barrier_inits_done();
     }
     __syncthreads();
-    if (works && loads) load_weight(p, s, work);
+    if (threadIdx.x == W_LOADER) load_weight(p, weight, work);
     __syncwarp();
-    if (threadIdx.x / 32 != LOADER / 32) send_part(p, block, call, used);
-    if (works && threadIdx.x >= FIRST_TAKER) take_x(p, s, work, call, epoch);
-    if (works && group < G) {
-        float acc[ACCS];
-        multiply_blocks(s, work, acc, group);
-        if (traces) trace.stamp(COMPUTED, -1, block);
-        finish_tile(p, work, acc, group, half, epoch);
+    if (warp == X_LOADER / 32) {
+        if (SIGNALLED)
+            wait_for_x(p, work, epoch);
+        else
+            look_for_x(p, work, call, epoch);
+        if (threadIdx.x == X_LOADER) {
+            trace.stamp(WAITED, -1, 0);
+            load_x(p, tokens, work, call);
+        }
+    } else if (warp != W_LOADER / 32) {
+        send_part(p, call, used, epoch % 2);
     }
-    // The last program to know the number of the call ends it.
-    if (loads && count(p.state + 6) == p.programs - 1) {
+    int checker = warp - FIRST_CHECKER / 32;
+    if (checker >= 0 && checker < CHECKERS && is_looked_at(p, work)) check_x(p, tokens, work, checker, call, epoch);
+    if (group < G) {
+        float acc[ACCS];
+        multiply_blocks(weight, tokens, work, acc, group);
+        for (int i = 0; i < ACCS; ++i) acc[i] = settled(acc[i]);
+        if (traces) trace.stamp(COMPUTED, -1, blockIdx.x);
+        finish_tile(p, work, acc, group, epoch % 2 * p.half, epoch);
+    }
+    // The last program to be through with the counters and the number of the call ends it.
+    if (threadIdx.x == X_LOADER && count(p.state + 6) == p.programs - 1) {
+        for (int r = 0; SIGNALLED && r < W; ++r) p.signals[p.rank][epoch % 2 * p.signals_half + r] = 0;
         p.calls[0] = call + 1;
         p.calls[1 + call % 3] = static_cast<int64_t>(p.m) * (p.k / 8);
         finish(p.state, epoch);

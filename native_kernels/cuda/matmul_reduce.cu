@@ -178,16 +178,18 @@ __device__ void reduce_parts(const Params& p, const Shared& s, int block, int te
             // Of all peers at once, so that their latencies overlap.
             auto from = [&](int r, int j) { return p.words[p.rank] + sums((p.rank + r) % W) + j * 16; };
             for (int j = thread; j < PART * WIDE; j += TEAM) {
-                uint4 words[W];
+                uint4 words[W] = {};
+                char* to[W];
+                int row;
 #pragma unroll
-                for (int r = 1; r < W; ++r) words[r] = load_relaxed(from(r, j));
+                for (int r = 0; r < W; ++r) to[r] = r ? place((p.rank + r) % W, j, row) : nullptr;
+                auto wanted = [&](int r) { return to[r] != nullptr; };
+                auto place_of = [&](int r) { return from(r, j); };
+                auto source = [&](int r) { return (p.rank + r) % W; };
+                take_all(words, wanted, place_of, p.state, p.site * 8 + COPYING, source, part, epoch);
 #pragma unroll
-                for (int r = 1; r < W; ++r) {
-                    int source = (p.rank + r) % W, row;
-                    char* to = place(source, j, row);
-                    if (!to) continue;
-                    store(to, take(from(r, j), words[r], p.state, p.site * 8 + COPYING, source, part, epoch));
-                }
+                for (int r = 1; r < W; ++r)
+                    if (to[r]) store(to[r], flip(words[r]));
             }
         }
         if (thread == 0) {

@@ -64,12 +64,11 @@ __device__ void reduce_rows(const Params& p, int block, int64_t half, int epoch)
     int64_t part = static_cast<int64_t>(p.height) * line;
     char* mine = p.words[p.rank] + half;
     each_line(p, block, rows, [&](int row, int j) {
-        uint4 words[W];
-#pragma unroll
-        for (int r = 0; r < W; ++r) words[r] = load_relaxed(mine + (r * part + j) * 16);
-#pragma unroll
-        for (int r = 0; r < W; ++r)
-            words[r] = take(mine + (r * part + j) * 16, words[r], p.state, p.site * 8 + REDUCING, r, j, epoch);
+        uint4 words[W] = {};
+        auto place = [&](int r) { return mine + (r * part + j) * 16; };
+        auto all = [](int) { return true; };
+        take_all(words, all, place, p.state, p.site * 8 + REDUCING, [](int r) { return r; }, j, epoch);
+        for (uint4& v : words) v = flip(v);
         uint4 value = sum(words);
         if (ALL) {
             value = sendable(value);
@@ -80,18 +79,15 @@ __device__ void reduce_rows(const Params& p, int block, int64_t half, int epoch)
     });
     if (!ALL) return;
     each_line(p, block, p.height, [&](int low, int j) {
-        uint4 words[W];
-        auto row = [&](int r) { return (p.rank + r) % W * p.height + low; };
-        auto at = [&](int r) { return mine + ((W + (p.rank + r) % W) * part + j) * 16; };
+        uint4 words[W] = {};
+        auto source = [&](int r) { return (p.rank + r) % W; };
+        auto row = [&](int r) { return source(r) * p.height + low; };
+        auto wanted = [&](int r) { return r > 0 && row(r) < p.m; };
+        auto place = [&](int r) { return mine + ((W + source(r)) * part + j) * 16; };
+        take_all(words, wanted, place, p.state, p.site * 8 + COPYING, source, j, epoch);
 #pragma unroll
         for (int r = 1; r < W; ++r)
-            if (row(r) < p.m) words[r] = load_relaxed(at(r));
-#pragma unroll
-        for (int r = 1; r < W; ++r) {
-            if (row(r) >= p.m) continue;
-            uint4 value = take(at(r), words[r], p.state, p.site * 8 + COPYING, (p.rank + r) % W, j, epoch);
-            store(p.out + static_cast<int64_t>(row(r)) * p.out_pitch + j % line * 16, value);
-        }
+            if (wanted(r)) store(p.out + static_cast<int64_t>(row(r)) * p.out_pitch + j % line * 16, flip(words[r]));
     });
 }
 

@@ -18,6 +18,7 @@ from .gemm import (
     Constants,
     blocks,
     constants,
+    filled,
     launch,
     map_operands,
     shared_bytes,
@@ -110,10 +111,8 @@ def launch_matmul_words(
     )
     if compile_only:
         return
-    params = _Params.from_buffer_copy(template)
-    params.out, params.out_pitch, params.site = out.data_ptr(), out.stride(0) * out.element_size(), site
-    if trace is not None:
-        params.trace = trace.data_ptr()
+    params = filled(template, site, trace, out=out)
+    params.out_pitch = out.stride(0) * out.element_size()
     map_operands(params, x, w, config, _rows(m))
     launch(found, params, config.cluster)
 
@@ -128,8 +127,8 @@ def _prepared(
     found = kernel(SOURCE, "matmul_words", compiled_with, config.shared_bytes)
     params = _Params(
         state=memory.state.data_ptr(), trace=memory.state.data_ptr(), half=memory.words.half(torch.uint8),
-        m=m, n=n, k=k, rank=memory.rank, height=cdiv(m, memory.world), cols=cdiv(n, config.bn),
-        programs=blocks(memory, config),
+        m=m, n=n, k=k, rank=memory.rank, height=cdiv(m, memory.world),
+        cols=cdiv(n, config.bn), programs=blocks(memory, config),
     )  # fmt: skip
     for r in range(memory.world):
         params.words[r] = memory.words.views[r].data_ptr()

@@ -18,36 +18,44 @@ __device__ inline uint4 flip(uint4 v) { return {v.x ^ SIGNS, v.y ^ SIGNS, v.z ^ 
 // Stores eight values, which are `sendable`, to a peer or to ourselves.
 __device__ inline void put(void* to, uint4 v) { store_relaxed(to, flip(v)); }
 
+__device__ inline bool is_whole(uint4 v) { return v.x && v.y && v.z && v.w; }
+
 // Four words, once all have come, of which a first look has found `seen`.
 __device__ inline uint4 arrived(
     const void* at, uint4 seen, int64_t* state, int code, int source, int index, int epoch) {
     Patience patience;
-    while (!(seen.x && seen.y && seen.z && seen.w) && patience.goes_on(state, code, source, index, epoch))
-        seen = load_relaxed(at);
+    while (!is_whole(seen) && patience.goes_on(state, code, source, index, epoch)) seen = load_relaxed(at);
     return seen;
 }
 
-// Takes eight values out of our memory.
-__device__ inline uint4 take(
-    void* at, uint4 seen, int64_t* state, int code, int source, int index, int epoch) {
-    seen = arrived(at, seen, state, code, source, index, epoch);
-    store(at, {0, 0, 0, 0});
-    return flip(seen);
+// Takes words number i out of our memory, place(i), where wanted(i), once all have come: those that are missing are looked
+// for together. `v`: zeros before.
+template <int N, class Wanted, class Place, class Source>
+__device__ inline void take_all(
+    uint4 (&v)[N], Wanted wanted, Place place, int64_t* state, int code, Source source, int index, int epoch) {
+    Patience patience;
+    int missing;
+    do {
+        missing = -1;
+#pragma unroll
+        for (int i = 0; i < N; ++i)
+            if (wanted(i) && !is_whole(v[i])) v[i] = load_relaxed(place(i));
+#pragma unroll
+        for (int i = 0; i < N; ++i)
+            if (wanted(i) && !is_whole(v[i])) missing = i;
+    } while (missing >= 0 && patience.goes_on(state, code, source(missing), index, epoch));
+#pragma unroll
+    for (int i = 0; i < N; ++i)
+        if (wanted(i)) store(place(i), {0, 0, 0, 0});
 }
 
-// Four fp32 values in the same way, a word each.
+// Stores four fp32 values in the same way, a word each.
 __device__ inline void put_sums(void* to, const float* v) {
     auto word = [&](int i) { return (v[i] == 0 ? 0u : __float_as_uint(v[i])) ^ 0x80000000u; };
     store_relaxed(to, {word(0), word(1), word(2), word(3)});
 }
 
-__device__ inline void take_sums(
-    void* at, float (&v)[4], int64_t* state, int code, int source, int index, int epoch) {
-    uint4 seen = arrived(at, load_relaxed(at), state, code, source, index, epoch);
-    store(at, {0, 0, 0, 0});
-    const uint32_t words[4] = {seen.x, seen.y, seen.z, seen.w};
-    for (int i = 0; i < 4; ++i) v[i] = __uint_as_float(words[i] ^ 0x80000000u);
-}
+__device__ inline float sum_of(uint32_t word) { return __uint_as_float(word ^ 0x80000000u); }
 
 // Of all ranks' values, in their order, fp32, rounded once.
 template <int TERMS>
