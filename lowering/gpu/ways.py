@@ -170,7 +170,7 @@ def _configs(problem: Problem) -> Iterator[Config]:
         yield PacketsConfig(bn=32, bk=256, stages=4)
         if problem.n >= 128 * problem.programs // 2:
             yield PacketsConfig(bn=128)
-    if by_rows and problem.outer == 1 and 8 < m <= MOST_ROWS:
+    if by_rows and problem.outer == 1 and m <= MOST_ROWS:
         yield from _words_configs(problem)
     if everywhere and 32 < m <= 512:
         for bt in (32, 128):
@@ -199,6 +199,8 @@ def _words_configs(problem: Problem) -> Iterator[Config]:
             few = split == 1 or blocks <= problem.programs
             if few and blocks > problem.programs // 2 and problem.k >= 64 * split:
                 yield WordsConfig(bn, split)
+                if problem.op == "matmul_all_reduce" and problem.m <= 16:
+                    yield WordsConfig(bn, split, once=True)
                 break
 
 
@@ -231,7 +233,7 @@ def _gather_configs(problem: Problem) -> Iterator[Config]:
         yield GatherConfig(bn=128, stages=4, movers=128, shared=True)
         yield GatherConfig(movers=128, shared=True)
     if 64 <= problem.m <= 512:
-        for k_slices in (1, 4):
+        for k_slices in (1, 4, 8):
             yield ClusterGatherConfig(bn=64, across=1, along=2, stages=7, k_slices=k_slices)
     if problem.m >= 512:
         yield from _cluster_gather_configs(problem)
@@ -295,7 +297,7 @@ def needs(config: Config, problem: Problem) -> Need:
     if isinstance(config, WordsGatherConfig):
         return words_gather_needs(m, k, n, 2, world, config)
     if isinstance(config, WordsConfig):
-        return words_needs(m, n, 2, world, everywhere)
+        return words_needs(m, n, 2, world, everywhere, config)
     if isinstance(config, PacketsConfig):
         return packets_needs(m, n, world, config)
     if isinstance(config, FewConfig):

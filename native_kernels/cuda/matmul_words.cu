@@ -2,7 +2,7 @@
 // owners as words that say themselves that they have come, owners add up, and send sums in the same way (all_reduce).
 //
 // In either half of the words of a rank: parts [W, height, n] by source and, of an all_reduce, sums [W, height, n] by
-// owner; owner r has rows r * height and on.
+// owner; owner r has rows r * height and on. ONCE: parts of all rows go to all ranks, every one of which adds them all up.
 #include "gemm.cuh"
 #include "words.cuh"
 
@@ -14,7 +14,7 @@ struct Params {
     int64_t* trace;
     int64_t half;  // bytes
     int m, n, k, rank, site;
-    int height, cols;         // rows of an owner; tiles
+    int height, cols;         // rows of an owner (ONCE: all); tiles
     int out_pitch, programs;  // bytes of a row of the output
 };
 
@@ -40,7 +40,8 @@ __device__ void send_rows(const Params& p, const Shared& s, int col, int group, 
         if (row >= p.m || col + word * 8 >= p.n) continue;
         int64_t at = half + (static_cast<int64_t>(p.rank * p.height + row % p.height) * line + col / 8 + word) * 16;
         uint4 value = sendable(load_shared(s.staged + staged_at(row, word)));
-        put(p.words[owner] + at, value);
+        if (!ONCE) put(p.words[owner] + at, value);
+        for (int r = 1; ONCE && r <= W; ++r) put(p.words[(p.rank + r) % W] + at, value);
     }
 }
 
@@ -59,7 +60,7 @@ __device__ inline void each_line(const Params& p, int block, int rows, Line line
 
 // Adds our rows up, and copies those of the others.
 __device__ void reduce_rows(const Params& p, int block, int64_t half, int epoch) {
-    int line = p.n / 8, begin = p.rank * p.height;
+    int line = p.n / 8, begin = ONCE ? 0 : p.rank * p.height;
     int rows = p.m - begin < p.height ? p.m - begin : p.height;  // none, maybe
     int64_t part = static_cast<int64_t>(p.height) * line;
     char* mine = p.words[p.rank] + half;
@@ -70,14 +71,14 @@ __device__ void reduce_rows(const Params& p, int block, int64_t half, int epoch)
         take_all(words, all, place, p.state, p.site * 8 + REDUCING, [](int r) { return r; }, j, epoch);
         for (uint4& v : words) v = flip(v);
         uint4 value = sum(words);
-        if (ALL) {
+        if (ALL && !ONCE) {
             value = sendable(value);
             for (int r = 1; r < W; ++r)
                 put(p.words[(p.rank + r) % W] + half + ((W + p.rank) * part + j) * 16, value);
         }
         store(p.out + static_cast<int64_t>(row + (ALL ? begin : 0)) * p.out_pitch + j % line * 16, value);
     });
-    if (!ALL) return;
+    if (!ALL || ONCE) return;
     each_line(p, block, p.height, [&](int low, int j) {
         uint4 words[W] = {};
         auto source = [&](int r) { return (p.rank + r) % W; };

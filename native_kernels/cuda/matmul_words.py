@@ -47,10 +47,15 @@ class _Params(ctypes.Structure):
 
 @dataclass(frozen=True)
 class WordsConfig:
-    """How `matmul_words.cu` runs. bn: columns of a tile; split: of K, among the blocks of a cluster."""
+    """How `matmul_words.cu` runs.
+
+    bn: columns of a tile; split: of K, among the blocks of a cluster; once: of an all_reduce, every rank gets
+    all parts, and nothing is sent twice.
+    """
 
     bn: int = 64
     split: int = 1
+    once: bool = False
 
     across = along = 1
 
@@ -69,9 +74,10 @@ class WordsConfig:
         return shared_bytes(self.bn, self.stages, self.split)
 
 
-def words_needs(m: int, n: int, itemsize: int, world: int, all_ranks: bool) -> Need:
+def words_needs(m: int, n: int, itemsize: int, world: int, all_ranks: bool, config: WordsConfig) -> Need:
     """What a call uses."""
-    return Need(words=2 * world * cdiv(m, world) * n * itemsize * (2 if all_ranks else 1))
+    rows = m if config.once else cdiv(m, world) * (2 if all_ranks else 1)
+    return Need(words=2 * world * rows * n * itemsize)
 
 
 def words_constants(
@@ -80,7 +86,16 @@ def words_constants(
 ) -> Constants:  # fmt: skip
     """What the kernel is compiled with."""
     return constants(
-        config, world, transposed, dtype, trace, ROWS=_rows(m), SPLIT=config.split, ALL=all_ranks, MEAN=mean
+        config,
+        world,
+        transposed,
+        dtype,
+        trace,
+        ROWS=_rows(m),
+        SPLIT=config.split,
+        ALL=all_ranks,
+        ONCE=config.once,
+        MEAN=mean,
     )
 
 
@@ -127,7 +142,7 @@ def _prepared(
     found = kernel(SOURCE, "matmul_words", compiled_with, config.shared_bytes)
     params = _Params(
         state=memory.state.data_ptr(), trace=memory.state.data_ptr(), half=memory.words.half(torch.uint8),
-        m=m, n=n, k=k, rank=memory.rank, height=cdiv(m, memory.world),
+        m=m, n=n, k=k, rank=memory.rank, height=m if config.once else cdiv(m, memory.world),
         cols=cdiv(n, config.bn), programs=blocks(memory, config),
     )  # fmt: skip
     for r in range(memory.world):
