@@ -17,6 +17,7 @@ from .launcher import Kernel, kernel
 SOURCE = "gather_words.cu"
 MOST_ROWS = 128
 _CHECKERS = {1: 6, 2: 2}
+"""Warps of a block, at most, that look at x, by warpgroups that multiply; those that neither do nor load."""
 COLS = 64
 """Columns of Y that a warpgroup computes."""
 LINE = 128
