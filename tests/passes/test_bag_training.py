@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 from torch import Tensor
 
 import autofuse
 from tests.ranks import RankPool
 
-from .recommendation import FORWARD, ROWS, tables
+from .recommendation import FORWARD, ROWS, exchange, tables
 
 
 def _steps(compiled: bool, world: int, rank: int) -> list[Tensor]:
@@ -46,3 +49,47 @@ def _train(rank: int, world: int) -> list[str]:
 def test_padding_does_not_count_where_torch_divides(ranks: Callable[[int], RankPool]) -> None:
     """Fused forward, kept backward: torch divides by the sizes of bags that the fused forward leaves it."""
     assert ranks(2).run(_train, timeout=200) == [[FORWARD]] * 2
+
+
+class Columns(torch.nn.Module):
+    """What is behind the exchange is sharded by columns: its gradient is reduced, and then exchanged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.EmbeddingBag(ROWS, 8, mode="sum", sparse=True)
+        self.weight = torch.nn.Parameter(torch.randn(8, 16))
+
+    def forward(self, indices: Tensor) -> Tensor:
+        return Copy.apply(exchange(self.table(indices))) @ self.weight
+
+
+class Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        assert dist.group.WORLD is not None
+        return funcol.all_reduce(grad.contiguous(), "sum", dist.group.WORLD)
+
+
+def _keep_with_sparse(rank: int, world: int) -> list[str]:
+    torch._dynamo.reset()
+    torch.manual_seed(rank)
+    model, indices = Columns(), torch.randint(0, ROWS, (8, 3))
+    model(indices).sum().backward()
+    expected = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    how = {"policy": "always", "patterns": ["matmul_all_reduce"]}
+    with autofuse.debug() as report:
+        torch.compile(model, backend="autofuse", options=how)(indices).sum().backward()
+    for parameter, want in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, want)
+    assert not report.fused
+    return [site.reason for site in report.kept if site.pattern == "matmul_all_reduce"]
+
+
+def test_a_graph_with_sparse_gradients_is_left_alone(ranks: Callable[[int], RankPool]) -> None:
+    """Inductor would fail: values of sparse nodes behind a changed one cannot be computed anew."""
+    assert ranks(2).run(_keep_with_sparse, timeout=200) == [["unsupported_variant"]] * 2
