@@ -38,51 +38,38 @@ __device__ inline Tile tile_of(const Params& p, int t) {
 // The row of a part where row `row` of tiles begins.
 __device__ inline int row_of(const Params& p, int row) { return row / p.stretch * p.inner + row % p.stretch * BM; }
 
-// Of our part, what one signal says: rows from `first` on, and as many lines of 8 values from column `start` on.
-struct Slice {
-    int first, start, width, lines;  // lines of a row, and of all
-    __device__ Slice(const Params& p, int unit) {
-        int s = unit / p.k_slices, q = unit % p.k_slices;
-        start = q * p.k_slice;
-        first = row_of(p, s * p.slice_rows);
-        int last = s == p.slices - 1 ? p.chunk : row_of(p, (s + 1) * p.slice_rows);
-        width = (p.k - start < p.k_slice ? p.k - start : p.k_slice) / 8;
-        lines = (last - first) * width;
-    }
-};
-
-// Two warps of every block store their share of each slice to all peers, and signal. They load of the next slice before: a
-// signal takes as long as stores need to get there.
+// Two warps of every block store their share of each slice to all peers, and signal.
 __device__ void send_part(const Params& p, int block, int64_t parity) {
     constexpr int AHEAD = 8, FIRST = SPANNING ? 0 : 1;
-    int thread = threadIdx.x - (BM - SENDING), units = p.slices * p.k_slices;
-    int begin = block * SENDING + thread, step = p.programs * SENDING;
-    int64_t pitch = p.k * 2, there = (parity * p.half_rows + static_cast<int64_t>(p.rank) * p.chunk) * pitch;
-    uint4 lines[AHEAD];
-    auto at = [&](const Slice& s, int i) { return (s.first + i / s.width) * pitch + (s.start + i % s.width * 8) * 2; };
-    auto load = [&](const Slice& s, int i) {
+    int thread = threadIdx.x - (BM - SENDING), pitch = p.k * 2;
+    int64_t there = (parity * p.half_rows + static_cast<int64_t>(p.rank) * p.chunk) * pitch;
+    for (int unit = 0; unit < p.slices * p.k_slices; ++unit) {
+        int s = unit / p.k_slices, start = unit % p.k_slices * p.k_slice;
+        int first = row_of(p, s * p.slice_rows);
+        int last = s == p.slices - 1 ? p.chunk : row_of(p, (s + 1) * p.slice_rows);
+        int width = (p.k - start < p.k_slice ? p.k - start : p.k_slice) / 8;
+        int count = (last - first) * width, step = p.programs * SENDING;
+        for (int i = block * SENDING + thread; i < count; i += AHEAD * step) {
+            uint4 words[AHEAD];
+            auto at = [&](int a) {
+                int j = i + a * step;
+                return static_cast<int64_t>(first + j / width) * pitch + (start + j % width * 8) * 2;
+            };
 #pragma unroll
-        for (int a = 0; a < AHEAD; ++a)
-            if (i + a * step < s.lines) lines[a] = load_l2(p.part + at(s, i + a * step));
-    };
-    load(Slice(p, 0), begin);
-    for (int unit = 0; unit < units; ++unit) {
-        Slice s(p, unit);
-        for (int i = begin; i < s.lines; i += AHEAD * step) {
-            if (i > begin) load(s, i);
+            for (int a = 0; a < AHEAD; ++a)
+                if (i + a * step < count) words[a] = load_l2(p.part + at(a));
 #pragma unroll
             for (int a = 0; a < AHEAD; ++a) {
-                if (i + a * step >= s.lines) break;
-                int64_t to = there + at(s, i + a * step);
+                if (i + a * step >= count) break;
+                int64_t to = there + at(a);
 #pragma unroll
-                for (int r = FIRST; r < W; ++r) store(p.memory[(p.rank + r) % W] + to, lines[a]);
+                for (int r = FIRST; r < W; ++r) store(p.memory[(p.rank + r) % W] + to, words[a]);
             }
         }
-        if (unit + 1 < units) load(Slice(p, unit + 1), begin);
         named_barrier(1, SENDING);
         int peer = (p.rank + thread) % W;
         if (thread >= FIRST && thread < W)
-            add_release(p.signals[peer] + parity * p.signals_half + p.rank * units + unit);
+            add_release(p.signals[peer] + parity * p.signals_half + p.rank * p.slices * p.k_slices + unit);
     }
 }
 
