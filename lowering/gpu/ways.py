@@ -247,11 +247,10 @@ def _words_gather_configs(problem: Problem) -> Iterator[Config]:
     """Those that keep most programs busy."""
     for groups in (1, 2):
         for pieces in (1, 2, 4, 8):
-            for ahead in (48, 32 if pieces > 2 else 64):
-                config = WordsGatherConfig(groups, pieces, ahead)
-                blocks = config.tiles(problem.n) * pieces
-                if problem.programs // 2 < blocks <= problem.programs and problem.k >= 64 * pieces:
-                    yield config
+            blocks = WordsGatherConfig(groups).tiles(problem.n) * pieces
+            if problem.programs // 2 < blocks <= problem.programs and problem.k >= 64 * pieces:
+                yield WordsGatherConfig(groups, pieces)
+                yield WordsGatherConfig(groups, pieces, ahead=32 if pieces > 2 else 64)
 
 
 def _cluster_gather_configs(problem: Problem) -> Iterator[Config]:
