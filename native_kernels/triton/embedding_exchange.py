@@ -1,0 +1,404 @@
+"""embedding_bag_all_to_all: one persistent kernel that pools the bags of all tables and stores them at their ranks.
+
+    y[r] = pooled rows of all tables of all ranks, for the bags [r * b, (r + 1) * b)
+
+An item is BB bags of one table, all for one rank: those for r + 1 first, then r + 2, ..., our own last. Pooled
+rows are stored straight into the memory of their rank, where they lie as in its output; our own go to the
+output. A slice is some bags of all tables. Programs count the items of a slice, and the last one signals. When
+they have nothing left to pool, they copy what arrives, slice by slice, to the output.
+
+In either half of the memory of a rank: inbox, of the output's shape, and the counters arrived [W, slices].
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .comm import (
+    BEGUN,
+    COMPUTED,
+    COPIED,
+    ENDED,
+    WAITED,
+    begin,
+    finish,
+    peer,
+    signal,
+    stamp,
+    wait,
+)
+from .embedding_tables import WORDS_SOURCE, WORDS_TABLE, Places, Tables, place_aligned
+from .memory import EVENTS, LONGEST_ROW, Need, PeerMemory, cdiv, launch
+
+POOLING = tl.constexpr(4)
+BAD_INDEX = tl.constexpr(5)
+BAD_BAG = tl.constexpr(6)
+
+SUM, MEAN, MAX = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+BF16, FP16, FP32 = tl.constexpr(1), tl.constexpr(2), tl.constexpr(4)
+SOURCE, TABLE = tl.constexpr(WORDS_SOURCE), tl.constexpr(WORDS_TABLE)
+BAD_INPUT = tl.constexpr(3)  # the word (int64) of the failure record that names a bad input
+
+
+@triton.jit
+def low(word):
+    return (word & 0x7FFFFFFF).to(tl.int32)
+
+
+@triton.jit
+def high(word):
+    return (word >> 32).to(tl.int32)
+
+
+@triton.jit
+def bags_of(table, first, block, b, total, INDEX: tl.constexpr, LAST: tl.constexpr, BB: tl.constexpr):
+    """Where in the indices the bags of a block begin and end, and whether the offsets are any; within bounds
+    whatever the offsets."""
+    offsets = tl.load(table + 4).to(tl.pointer_type(INDEX))
+    count = tl.load(table + 3)
+    in_block = block * BB + tl.arange(0, BB)
+    inside = in_block < b
+    bag = first + in_block
+    start = tl.load(offsets + bag, mask=inside, other=0).to(tl.int64)
+    stop = tl.load(offsets + bag + 1, mask=inside & (bag + 1 < total + LAST), other=-1).to(tl.int64)
+    stop = tl.where(inside & (bag + 1 < total + LAST), stop, tl.where(inside, count, 0))
+    bad = (start < 0) | (stop < start) | (stop > count)
+    return tl.where(bad, 0, start), tl.where(bad, 0, stop), bad, inside
+
+
+@triton.jit
+def pool(
+    table, begin_at, end_at, longest, faults, first_column, padding,
+    DTYPE: tl.constexpr, INDEX: tl.constexpr, MODE: tl.constexpr, WEIGHTED: tl.constexpr, READ: tl.constexpr,
+    BB: tl.constexpr, BD: tl.constexpr, UNROLL: tl.constexpr,
+):  # fmt: skip
+    """The pooled rows [BB, BD], rounded to the table's dtype; `faults`, raised where an index has no row."""
+    nbytes: tl.constexpr = DTYPE.primitive_bitwidth // 8
+    weight = tl.multiple_of(tl.load(table).to(tl.pointer_type(DTYPE)), READ * nbytes)
+    rows = tl.load(table + 1)
+    indices = tl.load(table + 2).to(tl.pointer_type(INDEX))
+    samples = tl.load(table + 5).to(tl.pointer_type(DTYPE))
+    shape = tl.load(table + 6)
+    row_stride = tl.multiple_of(shape >> 32, READ)
+    dim = tl.multiple_of(low(shape), READ)
+    c = first_column + tl.arange(0, BD)
+    in_row = (c < dim)[None, :]
+    acc = tl.full((BB, BD), float("-inf") if MODE == MAX else 0.0, tl.float32)
+    used = tl.zeros((BB,), tl.int32)
+    for j in range(0, longest, UNROLL):
+        for u in tl.static_range(UNROLL):
+            at = begin_at + (j + u)
+            inside = at < end_at
+            index = tl.load(indices + at, mask=inside, other=0).to(tl.int64)
+            known = (index >= 0) & (index < rows)
+            faults |= (inside & (known == 0)).to(tl.int32)
+            keep = inside & known & (index != padding)
+            where = weight + (index * row_stride)[:, None] + c[None, :]
+            other = float("-inf") if MODE == MAX else 0.0
+            row = tl.load(where, mask=keep[:, None] & in_row, other=other).to(tl.float32)
+            if WEIGHTED:
+                sample = tl.load(samples + at, mask=keep, other=0.0).to(tl.float32)
+                row *= sample[:, None]
+            if MODE == MAX:
+                acc = tl.maximum(acc, row)
+            else:
+                acc += row
+            used += keep.to(tl.int32)
+    if MODE == MEAN:
+        acc /= tl.maximum(used, 1).to(tl.float32)[:, None]
+    if MODE == MAX:
+        acc = tl.where((used > 0)[:, None], acc, 0.0)
+    return acc.to(DTYPE).to(tl.float32), faults
+
+
+@triton.jit
+def pool_any(
+    table, begin_at, end_at, longest, faults, first_column, padding, KINDS: tl.constexpr,
+    INDEX: tl.constexpr, MODE: tl.constexpr, WEIGHTED: tl.constexpr, READ: tl.constexpr,
+    BB: tl.constexpr, BD: tl.constexpr, UNROLL: tl.constexpr,
+):  # fmt: skip
+    """`pool` of a table of one of the dtypes KINDS."""
+    kind = high(tl.load(table + 7))
+    if KINDS == FP32 or (FP32 & KINDS and kind == FP32):
+        acc, faults = pool(
+            table, begin_at, end_at, longest, faults, first_column, padding,
+            tl.float32, INDEX, MODE, WEIGHTED, READ, BB, BD, UNROLL,
+        )  # fmt: skip
+    elif KINDS == FP16 or (FP16 & KINDS and kind == FP16):
+        acc, faults = pool(
+            table, begin_at, end_at, longest, faults, first_column, padding,
+            tl.float16, INDEX, MODE, WEIGHTED, READ, BB, BD, UNROLL,
+        )  # fmt: skip
+    else:
+        acc, faults = pool(
+            table, begin_at, end_at, longest, faults, first_column, padding,
+            tl.bfloat16, INDEX, MODE, WEIGHTED, READ, BB, BD, UNROLL,
+        )  # fmt: skip
+    return acc, faults
+
+
+@triton.jit
+def count_item(
+    done, signals, slot, slices, slice_blocks, blocks, per_block, rank, first_signal, W: tl.constexpr
+):
+    """One more item of a slice is stored; the last program to say so signals. `slot`: step * slices + slice."""
+    tl.debug_barrier()
+    piece = slot % slices
+    items = tl.minimum(slice_blocks, blocks - piece * slice_blocks) * per_block
+    if tl.atomic_add(done + slot, 1, sem="acq_rel", scope="gpu") == items - 1:
+        tl.store(done + slot, 0)
+        to = (rank + 1 + slot // slices) % W
+        signal(peer(signals, to, tl.int32) + first_signal + rank * slices + piece)
+
+
+@triton.jit
+def report_faults(
+    tables, state, site, rank, b, blocks, count, items, PROGRAMS: tl.constexpr, W: tl.constexpr,
+    INDEX: tl.constexpr, LAST: tl.constexpr, BB: tl.constexpr, CB: tl.constexpr,
+):  # fmt: skip
+    """Look again at the items of this program, for a bag or an index that is none: the record gets one of them.
+
+    One store of 8 bytes has it all, code << 48 | table << 32 | index or bag, so that no other is mixed in.
+    """
+    record = tl.load(state + 1).to(tl.pointer_type(tl.int64)) + BAD_INPUT
+    for item in range(tl.program_id(0), items, PROGRAMS):
+        t = item // CB % count
+        block = item // (CB * count) % blocks
+        dest = (rank + 1 + item // (CB * count * blocks)) % W
+        table = tables + t * TABLE
+        start, stop, bad, inside = bags_of(table, dest * b, block, b, W * b, INDEX, LAST, BB)
+        bag = dest * b + block * BB + tl.arange(0, BB)
+        worst = tl.max(tl.where(bad, bag, -1), axis=0)
+        if worst >= 0:
+            code = (site * 8 + BAD_BAG).to(tl.int64)
+            tl.store(record, (code << 48) | (t.to(tl.int64) << 32) | worst.to(tl.int64))
+        rows = tl.load(table + 1)
+        indices = tl.load(table + 2).to(tl.pointer_type(INDEX))
+        for j in range(0, tl.max(stop - start, axis=0).to(tl.int32)):
+            index = tl.load(indices + start + j, mask=start + j < stop, other=0).to(tl.int64)
+            wrong = (start + j < stop) & ((index < 0) | (index >= rows))
+            if tl.max(wrong.to(tl.int32), axis=0) != 0:
+                shown = tl.minimum(tl.maximum(index, -(1 << 31)), (1 << 31) - 1)
+                one = tl.max(tl.where(wrong, shown, -(1 << 31)), axis=0)
+                code = (site * 8 + BAD_INDEX).to(tl.int64)
+                tl.store(record, (code << 48) | (t.to(tl.int64) << 32) | (one & 0xFFFFFFFF))
+
+
+@triton.jit
+def copy_piece(
+    source_words, out, inbox, piece, first_bag, bags, groups, group_stride, col_blocks, WRITE: tl.constexpr,
+    CR: tl.constexpr, CC: tl.constexpr,
+):  # fmt: skip
+    """CR x CC elements of what a source has stored here: some of its columns of some bags from `first_bag` on."""
+    base = tl.multiple_of(tl.load(source_words).to(tl.int32), WRITE)
+    cols = tl.multiple_of(tl.load(source_words + 1).to(tl.int32), WRITE)
+    stride = tl.multiple_of(tl.load(source_words + 2).to(tl.int32), WRITE)
+    row = piece // col_blocks * CR + tl.arange(0, CR)
+    col = piece % col_blocks * CC + tl.arange(0, CC)
+    starts = base + row // bags * tl.multiple_of(group_stride, WRITE) + (first_bag + row % bags) * stride
+    where = tl.multiple_of(starts, [WRITE])[:, None] + col[None, :]
+    mask = (row < groups * bags)[:, None] & (col < cols)[None, :]
+    tl.store(out + where, tl.load(inbox + where, mask=mask), mask=mask)
+
+
+@triton.jit
+def clear(counters, count, BLOCK: tl.constexpr):
+    for at in range(0, count, BLOCK):
+        o = at + tl.arange(0, BLOCK)
+        tl.store(counters + o, 0, mask=o < count)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "count", "b", "blocks", "slice_blocks", "slices", "pieces", "col_blocks", "stride", "groups",
+        "group_stride", "padding", "rank", "site", "inbox_half", "signals_half",
+    ]
+)  # fmt: skip
+def embedding_exchange(
+    words, out, inbox, signals, done, state, trace,
+    count, b, blocks, slice_blocks, slices, pieces, col_blocks, stride, groups, group_stride, padding, rank,
+    site, inbox_half, signals_half,
+    PROGRAMS: tl.constexpr, COPYING: tl.constexpr, W: tl.constexpr, SEND: tl.constexpr, KINDS: tl.constexpr,
+    WIDE: tl.constexpr, MODE: tl.constexpr, WEIGHTED: tl.constexpr, LAST: tl.constexpr, READ: tl.constexpr,
+    WRITE: tl.constexpr, BB: tl.constexpr, BD: tl.constexpr, CB: tl.constexpr, UNROLL: tl.constexpr,
+    CR: tl.constexpr, CC: tl.constexpr, TRACE: tl.constexpr, EVENTS: tl.constexpr,
+):  # fmt: skip
+    """Grid: PROGRAMS, of which the last COPYING copy. words: as `Tables.words` has them; inbox, signals: int64
+    [W], addresses of those of all ranks; done: int32 [(W - 1) * slices], 0.
+
+    blocks: of BB bags; slice_blocks: of them in a slice; pieces: of CR x CC elements that a slice has at most,
+    col_blocks side by side; CB: blocks of BD columns of a table. SEND: nothing is exchanged: out is [W, b, columns],
+    what would go to every rank.
+    """
+    program = tl.program_id(0)
+    INDEX: tl.constexpr = tl.int64 if WIDE else tl.int32
+    WIRE: tl.constexpr = out.dtype.element_ty
+    nbytes: tl.constexpr = WIRE.primitive_bitwidth // 8
+    epoch = begin(state)
+    first = epoch % 2 * inbox_half
+    first_signal = epoch % 2 * signals_half
+    tables = words + W * SOURCE
+    per_step = blocks * count * CB
+    stride = tl.multiple_of(stride, WRITE)
+    event = 0
+    event = stamp(trace, program, event, BEGUN, rank, 0, TRACE, EVENTS)
+    faults = tl.zeros((BB,), tl.int32)
+    stored = tl.full((), -1, tl.int32)
+    for item in range(program, W * per_step, PROGRAMS):
+        step = item // per_step
+        block = item // (CB * count) % blocks
+        dest = (rank + 1 + step) % W
+        table = tables + item // CB % count * TABLE
+        begin_at, end_at, bad, inside = bags_of(table, dest * b, block, b, W * b, INDEX, LAST, BB)
+        faults |= bad.to(tl.int32)
+        longest = tl.max(end_at - begin_at, axis=0).to(tl.int32)
+        column = item % CB * BD
+        dim = tl.multiple_of(low(tl.load(table + 6)), WRITE)
+        acc, faults = pool_any(
+            table, begin_at, end_at, longest, faults, column, padding, KINDS, INDEX, MODE, WEIGHTED, READ,
+            BB, BD, UNROLL,
+        )  # fmt: skip
+        # By now the rows of the item before have arrived, and counting it waits for nothing.
+        if not SEND:
+            if stored >= 0:
+                count_item(
+                    done, signals, stored, slices, slice_blocks, blocks, count * CB, rank, first_signal, W
+                )
+        at = tl.multiple_of(low(tl.load(table + 7)), WRITE)
+        if SEND:
+            to = out + (dest * b).to(tl.int64) * stride
+        else:
+            there = tl.load(inbox + dest) + first.to(tl.int64) * nbytes
+            there = tl.where(step == W - 1, out.to(tl.int64), there)
+            to = there.to(tl.pointer_type(WIRE))
+        to = tl.multiple_of(to, WRITE * nbytes)
+        c = column + tl.arange(0, BD)
+        bag = block * BB + tl.arange(0, BB)
+        where = to + (at + bag * stride)[:, None] + c[None, :]
+        tl.store(where, acc.to(WIRE), mask=inside[:, None] & (c < dim)[None, :])
+        stored = tl.where(step == W - 1, -1, step * slices + block // slice_blocks)
+        event = stamp(trace, program, event, COMPUTED, dest, item % per_step, TRACE, EVENTS)
+    if not SEND:
+        if stored >= 0:
+            count_item(done, signals, stored, slices, slice_blocks, blocks, count * CB, rank, first_signal, W)
+    if tl.max(faults, axis=0) != 0:
+        report_faults(
+            tables, state, site, rank, b, blocks, count, W * per_step, PROGRAMS, W, INDEX, LAST, BB, CB
+        )
+    turn = PROGRAMS - 1 - program
+    if turn < COPYING:
+        arrived = peer(signals, rank, tl.int32) + first_signal
+        own = peer(inbox, rank, WIRE) + first
+        own = tl.multiple_of(own, 16)
+        for unit in range(turn, (W - 1) * slices * pieces, COPYING):
+            source = (rank + W - 1 - unit // (slices * pieces)) % W
+            number = unit // pieces % slices
+            wait(arrived + source * slices + number, 1, state, site * 8 + POOLING, source, number, epoch)
+            event = stamp(trace, program, event, WAITED, source, number, TRACE, EVENTS)
+            first_bag = number * slice_blocks * BB
+            copy_piece(
+                words + source * SOURCE, out, own, unit % pieces, first_bag,
+                tl.minimum(slice_blocks * BB, b - first_bag), groups, group_stride, col_blocks, WRITE, CR, CC,
+            )  # fmt: skip
+            event = stamp(trace, program, event, COPIED, source, number, TRACE, EVENTS)
+    event = stamp(trace, program, event, ENDED, rank, 0, TRACE, EVENTS)
+    if SEND:
+        finish(state, epoch - 1, PROGRAMS)  # nobody has been heard of: the epoch stays
+    else:
+        tl.debug_barrier()
+        if tl.atomic_add(state + 6, 1, sem="acq_rel", scope="gpu") == PROGRAMS - 1:
+            clear(peer(signals, rank, tl.int32) + first_signal, W * slices, 256)
+        finish(state, epoch, PROGRAMS)
+
+
+@dataclass(frozen=True)
+class BagsConfig:
+    """How `embedding_exchange` runs.
+
+    tile: elements that a program pools at once, a power of two; unroll: rows of a bag that it reads at once;
+    per_sm: programs of a multiprocessor; slice_kib: of rows that one signal covers, about; copying: programs
+    that copy, 0 for all.
+    """
+
+    tile: int = 1024
+    unroll: int = 4
+    warps: int = 4
+    per_sm: int = 8
+    slice_kib: int = 512
+    copying: int = 0
+
+    def columns(self, dims: tuple[int, ...] | list[int]) -> int:
+        """Columns of a tile: those of the widest table, if it has room for them."""
+        return min(self.tile, triton.next_power_of_2(max(1, *dims)))
+
+    def slice_bags(self, places: Places, itemsize: int) -> int:
+        """Bags of a slice, the same on all ranks, whatever the dims of their own tables."""
+        row = max(cols * places.groups for _, cols, _ in places.sources) * itemsize
+        return max(1, self.slice_kib * 1024 // (row * MOST_BAGS)) * MOST_BAGS
+
+
+MOST_BAGS = 32
+"""Most bags of an item; slices are multiples of so many, since ranks have items of different sizes."""
+
+
+def exchange_needs(places: Places, itemsize: int, world: int, config: BagsConfig) -> Need:
+    """What a call of `embedding_exchange` uses."""
+    elements = sum(places.b * cols * places.groups for _, cols, _ in places.sources)
+    slices = cdiv(places.b, config.slice_bags(places, itemsize))
+    return Need(
+        inbox=2 * (elements * itemsize + LONGEST_ROW), signals=2 * 4 * world * slices, done=world * slices
+    )
+
+
+def launch_embedding_exchange(
+    memory: PeerMemory,
+    words: Tensor,
+    tables: Tables,
+    places: Places,
+    out: Tensor,
+    config: BagsConfig,
+    send: bool = False,
+    site: int = 0,
+    trace: Tensor | None = None,
+    compile_only: bool = False,
+) -> None:
+    """Pool all bags and exchange them, into `out` on every rank; it is contiguous, of the exchanged dtype.
+
+    words: int64, on the device, `tables.words(places)`. send: no exchange, out is [W, b, C], what each rank is to
+    get, `places` are places in a part of it. One of `memory.programs` multiprocessors has config.per_sm programs.
+    """
+    world, rank, itemsize = memory.world, memory.rank, out.element_size()
+    dims, b = tables.dims, places.b
+    bd = config.columns(dims)
+    bb = min(MOST_BAGS, config.tile // bd)
+    cb, blocks = cdiv(max(1, *dims), bd), cdiv(b, bb)
+    slice_bags = config.slice_bags(places, itemsize)
+    widest = max(cols for _, cols, _ in places.sources)
+    cc = min(4 * config.tile, triton.next_power_of_2(max(16, widest)))
+    cr = 4 * config.tile // cc
+    col_blocks = max(1, cdiv(widest, cc))
+    pieces = cdiv(places.groups * min(slice_bags, b), cr) * col_blocks
+    slices = cdiv(b, slice_bags)
+    programs = memory.programs * config.per_sm
+    launch(
+        embedding_exchange, programs, compile_only,
+        words, out, memory.inbox.addresses, memory.signals.addresses, memory.done, memory.state,
+        memory.state if trace is None else trace,
+        len(dims), b, blocks, slice_bags // bb, slices, pieces, col_blocks, places.stride, places.groups,
+        places.group_stride, tables.padding, rank, site, memory.inbox.half(out.dtype),
+        memory.signals.half(torch.int32),
+        PROGRAMS=programs, COPYING=0 if send else config.copying or programs, W=world, SEND=send,
+        KINDS=tables.kinds(), WIDE=tables.indices[0].dtype == torch.int64, MODE=tables.mode,
+        WEIGHTED=bool(tables.samples), LAST=int(tables.last), READ=tables.aligned(),
+        WRITE=place_aligned(places, dims, out.storage_offset() * itemsize, itemsize), BB=bb, BD=bd, CB=cb,
+        UNROLL=config.unroll, CR=cr, CC=cc, TRACE=trace is not None, EVENTS=EVENTS,
+        num_warps=config.warps, num_stages=1, maxnreg=registers(config),
+    )  # fmt: skip
+
+
+def registers(config: BagsConfig) -> int:
+    """Of a thread, so that all programs of a multiprocessor run at once."""
+    return min(255, 65536 // (32 * config.warps * config.per_sm) // 8 * 8)

@@ -1,0 +1,196 @@
+"""Calls of `embedding_exchange` on ranks that are CPU processes; every call is checked bit by bit.
+
+Tables and weights are small multiples of 1/4: sums are exact in fp32 and in fp64, so that the only roundings are
+those that the op promises.
+"""
+
+from dataclasses import dataclass, field, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autofuse.lowering.gpu.exchange_ways import places_of, send_places
+from autofuse.lowering.ops import embedding_layout
+from autofuse.native_kernels.triton.embedding_exchange import (
+    BagsConfig,
+    exchange_needs,
+    launch_embedding_exchange,
+)
+from autofuse.native_kernels.triton.embedding_tables import Tables
+from autofuse.native_kernels.triton.memory import Need, PeerMemory
+from tests.kernels.calls import SITE, peer_memory, straggling
+
+CONFIG = BagsConfig(tile=64, unroll=2, per_sm=2, copying=1, slice_kib=1)
+NOTHING = 1 << 30  # columns that are written nowhere stay NaN
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """A call: `dims[r]` are those of rank r's tables, `dtypes` theirs by turns. Bags have 0 to `pooling` indices.
+
+    bad: what rank 0 puts in place of its first index, or as an offset.
+    """
+
+    dims: tuple[tuple[int, ...], ...]
+    b: int = 5
+    pooling: int = 4
+    rows: int = 9
+    layout: str = "bsc"
+    dtypes: tuple[torch.dtype, ...] = (torch.bfloat16,)
+    wire: torch.dtype = torch.bfloat16
+    index: torch.dtype = torch.int64
+    mode: int = 0
+    weighted: bool = False
+    last: bool = False
+    padding: int = -1
+    send: bool = False
+    config: BagsConfig = field(default=CONFIG)
+
+    @property
+    def columns(self) -> list[int]:
+        return [sum(dims) for dims in self.dims]
+
+    def tables(self, rank: int, seed: int) -> Tables:
+        generator = torch.Generator().manual_seed(100 * seed + rank)
+        bags = self.b * len(self.dims)
+        weights, indices, offsets, samples = [], [], [], []
+        for t, dim in enumerate(self.dims[rank]):
+            dtype = self.dtypes[t % len(self.dtypes)]
+            stops = torch.randint(0, self.pooling + 1, (bags,), generator=generator).cumsum(0)
+            bounds = torch.cat([stops.new_zeros(1), stops]).to(self.index)
+            count = int(stops[-1])
+            weights.append(
+                (torch.randint(-8, 9, (self.rows, dim), generator=generator) / 4).to(dtype)
+                if dim
+                else torch.empty(0, 0, dtype=dtype)
+            )
+            indices.append(torch.randint(0, self.rows, (count,), generator=generator).to(self.index))
+            offsets.append(bounds if self.last else bounds[:-1].contiguous())
+            if not dim:
+                indices[-1], offsets[-1] = indices[-1][:0], torch.zeros_like(offsets[-1])
+            if self.weighted:
+                samples.append((torch.randint(-4, 5, indices[-1].shape, generator=generator) / 4).to(dtype))
+        return Tables(weights, indices, offsets, samples, self.mode, self.last, self.padding)
+
+    def pooled(self, rank: int, seed: int) -> Tensor:
+        """All bags of a rank, [B, columns], as they are exchanged; bag by bag, in fp64 but for the mean."""
+        tables, found = self.tables(rank, seed), []
+        bags = self.b * len(self.dims)
+        for t, (w, indices, offsets) in enumerate(
+            zip(tables.weights, tables.indices, tables.offsets, strict=True)
+        ):
+            bounds = [*offsets.tolist()[:bags], len(indices)]
+            rows = []
+            for start, stop in zip(bounds[:-1], bounds[1:], strict=True):
+                used = indices[start:stop].long()
+                keep = (used != self.padding) & (used >= 0) & (used < self.rows)
+                values = w[used[keep]].double()
+                if self.weighted:
+                    values = values * tables.samples[t][start:stop][keep].double()[:, None]
+                if self.mode == 2:
+                    row = values.max(0).values if len(values) else w.new_zeros(w.shape[1]).double()
+                else:
+                    row = values.sum(0)
+                if self.mode == 1:
+                    row = row.float() / max(1, len(values))
+                rows.append(row.float())
+            found.append(torch.stack(rows).to(w.dtype).to(self.wire))
+        return torch.cat(found, 1)
+
+    def need(self, world: int) -> Need:
+        places = places_of(self.layout, 0, self.b, self.columns, self.dims[0])
+        return exchange_needs(places, self.wire.itemsize, world, self.config)
+
+    def run(self, memory: PeerMemory, seed: int, tables: Tables | None = None) -> Tensor:
+        """Launch on this rank."""
+        rank, b, dims = memory.rank, self.b, self.dims[memory.rank]
+        tables = tables or self.tables(rank, seed)
+        if self.send:
+            places = send_places(rank, b, self.columns, dims)
+            shape: list[int] = [len(self.dims), b, self.columns[rank]]
+        else:
+            places = places_of(self.layout, rank, b, self.columns, dims)
+            shape = [int(n) for n in embedding_layout.shape(self.layout, b, self.columns, dims)]
+        out = torch.full(shape, torch.nan, dtype=self.wire)
+        words = torch.tensor(tables.words(places), dtype=torch.int64)
+        launch_embedding_exchange(memory, words, tables, places, out, self.config, self.send, SITE)
+        return out
+
+    def expected(self, rank: int, seed: int) -> Tensor:
+        dims = self.dims[rank]
+        if self.send:
+            return self.pooled(rank, seed).view(len(self.dims), self.b, -1)
+        shape = embedding_layout.shape(self.layout, self.b, self.columns, dims)
+        out = torch.full([int(n) for n in shape], torch.nan, dtype=self.wire)
+        for source in range(len(self.dims)):
+            part = embedding_layout.part(out, self.layout, source, self.b, self.columns)
+            mine = self.pooled(source, seed)[rank * self.b : (rank + 1) * self.b]
+            part.copy_(mine.view(part.shape))
+        return out
+
+
+def check(got: Tensor, expected: Tensor, call: Exchange, memory: PeerMemory) -> None:
+    """AssertionError unless bitwise equal (zeros may differ in sign) and nobody gave up waiting."""
+    assert not memory.record.any(), f"rank {memory.rank}, {call}: {memory.record.tolist()}"
+    wrong = ~((got == expected) & (got.signbit() == expected.signbit())) & ~((got == 0) & (expected == 0))
+    assert not wrong.any(), (
+        f"rank {memory.rank}, call {int(memory.state[3])}, {call}: {int(wrong.sum())} of {wrong.numel()} differ, "
+        f"first at {wrong.nonzero()[0].tolist()}: {got[wrong][0]} instead of {expected[wrong][0]}"
+    )
+
+
+def needed(calls: list[Exchange], world: int) -> Need:
+    need = Need()
+    for call in calls:
+        need |= call.need(world)
+    return need
+
+
+def run_exchanges(rank: int, world: int, calls: list[Exchange]) -> None:
+    """One call after another on one memory, with no barrier between, by ranks that straggle."""
+    memory = peer_memory(rank, world, needed(calls, world))
+    with straggling(rank):
+        for number, call in enumerate(calls):
+            check(call.run(memory, number), call.expected(rank, number), call, memory)
+    assert memory.state[3:].tolist() == [sum(not call.send for call in calls), 0, 0, 0, 0]
+    dist.barrier()  # peers may still store
+    assert not memory.signals.views[rank].any(), "counters are left over"
+    assert not memory.done.any()
+
+
+def reported(rank: int, world: int, call: Exchange, table: int, at: int, value: int, offset: bool) -> int:
+    """The word of rank 1's record after rank 1 has put `value` into the indices (offsets) of a table.
+
+    All other bags are right on all ranks, and so is the next call.
+    """
+    memory = peer_memory(rank, world, call.need(world))
+    tables = call.tables(rank, 0)
+    if rank == 1:
+        (tables.offsets if offset else tables.indices)[table][at] = value
+    got = call.run(memory, 0, tables)
+    word = int(memory.record.view(torch.int64)[3])
+    assert memory.record[:6].tolist() == [0] * 6
+    memory.record.zero_()
+    if not offset:
+        wrong = (got != call.expected(rank, 0)).nonzero()
+        assert len(wrong.unique(dim=0)[:, 0].unique()) <= 1, "other bags were touched"
+    assert not got.isnan().any()
+    check(call.run(memory, 1), call.expected(rank, 1), call, memory)
+    dist.barrier()
+    return word
+
+
+def lose(rank: int, world: int, call: Exchange, lost: int) -> list[int]:
+    """The failure record where rank `lost` never makes the call; the kernel ends nevertheless."""
+    memory = peer_memory(rank, world, call.need(world), polls=50)
+    if rank != lost:
+        call.run(memory, 0)
+        assert memory.state[2] == 1
+        assert memory.state[3:].tolist() == [1, 0, 0, 0, 0], "the kernel did not end its epoch"
+    dist.barrier()
+    return memory.record.tolist()
+
+
+def with_config(call: Exchange, **settings: int) -> Exchange:
+    return replace(call, config=replace(call.config, **settings))
