@@ -39,51 +39,63 @@ BAD_BAG = tl.constexpr(6)
 
 SUM, MEAN, MAX = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 BF16, FP16, FP32 = tl.constexpr(1), tl.constexpr(2), tl.constexpr(4)
+ENDLESS = tl.constexpr(0x7FFFFFFF)  # bags have fewer indices
 SOURCE, TABLE = tl.constexpr(WORDS_SOURCE), tl.constexpr(WORDS_TABLE)
 BAD_INPUT = tl.constexpr(3)  # the word (int64) of the failure record that names a bad input
 
 
 @triton.jit
-def low(word):
-    return (word & 0x7FFFFFFF).to(tl.int32)
-
-
-@triton.jit
-def high(word):
-    return (word >> 32).to(tl.int32)
-
-
-@triton.jit
 def bags_of(table, first, block, b, total, INDEX: tl.constexpr, LAST: tl.constexpr, BB: tl.constexpr):
-    """Where in the indices the bags of a block begin and end, and whether the offsets are any; within bounds
-    whatever the offsets."""
+    """Where in the indices the bags of a block begin and end, 0 and 0 where that is nowhere; which those are; and
+    which bags there are at all."""
     offsets = tl.load(table + 4).to(tl.pointer_type(INDEX))
     count = tl.load(table + 3)
     in_block = block * BB + tl.arange(0, BB)
     inside = in_block < b
     bag = first + in_block
+    followed = inside & (bag + 1 < total + LAST)
     start = tl.load(offsets + bag, mask=inside, other=0).to(tl.int64)
-    stop = tl.load(offsets + bag + 1, mask=inside & (bag + 1 < total + LAST), other=-1).to(tl.int64)
-    stop = tl.where(inside & (bag + 1 < total + LAST), stop, tl.where(inside, count, 0))
+    stop = tl.load(offsets + bag + 1, mask=followed, other=0).to(tl.int64)
+    stop = tl.where(inside & (followed == 0), count, stop)
     bad = (start < 0) | (stop < start) | (stop > count)
     return tl.where(bad, 0, start), tl.where(bad, 0, stop), bad, inside
 
 
 @triton.jit
+def find_faults(table, first, block, b, total, faults, INDEX: tl.constexpr, LAST: tl.constexpr, BB: tl.constexpr):
+    """`faults`, raised where an index of these bags has no row. It also brings the indices near."""
+    offsets = tl.load(table + 4).to(tl.pointer_type(INDEX))
+    count = tl.load(table + 3)
+    rows = tl.load(table + 1)
+    indices = tl.load(table + 2).to(tl.pointer_type(INDEX))
+    lanes: tl.constexpr = faults.shape[0]
+    after = first + tl.minimum((block + 1) * BB, b)
+    start = tl.maximum(tl.load(offsets + first + block * BB).to(tl.int64), 0)
+    stop = tl.load(offsets + after, mask=after < total + LAST, other=0).to(tl.int64)
+    stop = tl.where(after < total + LAST, tl.minimum(stop, count), count)
+    for j in range(0, (stop - start).to(tl.int32), lanes):
+        at = start + (j + tl.arange(0, lanes))
+        index = tl.load(indices + at, mask=at < stop, other=0).to(tl.int64)
+        faults |= ((at < stop) & (index.to(tl.uint64) >= rows.to(tl.uint64))).to(tl.int32)
+    return faults
+
+
+@triton.jit
 def pool(
-    table, begin_at, end_at, longest, faults, first_column, padding,
+    table, begin_at, end_at, longest, first_column, padding,
     DTYPE: tl.constexpr, INDEX: tl.constexpr, MODE: tl.constexpr, WEIGHTED: tl.constexpr, READ: tl.constexpr,
     BB: tl.constexpr, BD: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """The pooled rows [BB, BD], rounded to the table's dtype; `faults`, raised where an index has no row."""
+    """The pooled rows [BB, BD], rounded to the table's dtype. An index without a row counts for nothing."""
     nbytes: tl.constexpr = DTYPE.primitive_bitwidth // 8
     weight = tl.multiple_of(tl.load(table).to(tl.pointer_type(DTYPE)), READ * nbytes)
     rows = tl.load(table + 1)
     indices = tl.load(table + 2).to(tl.pointer_type(INDEX))
     samples = tl.load(table + 5).to(tl.pointer_type(DTYPE))
     shape = tl.load(table + 6)
+    # The compiler wants to be told of multiples where a value is made; a function that makes it would hide them.
     row_stride = tl.multiple_of(shape >> 32, READ)
-    dim = tl.multiple_of(low(shape), READ)
+    dim = tl.multiple_of((shape & 0x7FFFFFFF).to(tl.int32), READ)
     c = first_column + tl.arange(0, BD)
     in_row = (c < dim)[None, :]
     acc = tl.full((BB, BD), float("-inf") if MODE == MAX else 0.0, tl.float32)
@@ -93,9 +105,7 @@ def pool(
             at = begin_at + (j + u)
             inside = at < end_at
             index = tl.load(indices + at, mask=inside, other=0).to(tl.int64)
-            known = (index >= 0) & (index < rows)
-            faults |= (inside & (known == 0)).to(tl.int32)
-            keep = inside & known & (index != padding)
+            keep = inside & (index.to(tl.uint64) < rows.to(tl.uint64)) & (index != padding)
             where = weight + (index * row_stride)[:, None] + c[None, :]
             other = float("-inf") if MODE == MAX else 0.0
             row = tl.load(where, mask=keep[:, None] & in_row, other=other).to(tl.float32)
@@ -106,38 +116,39 @@ def pool(
                 acc = tl.maximum(acc, row)
             else:
                 acc += row
-            used += keep.to(tl.int32)
+            if MODE != SUM:
+                used += keep.to(tl.int32)
     if MODE == MEAN:
         acc /= tl.maximum(used, 1).to(tl.float32)[:, None]
     if MODE == MAX:
         acc = tl.where((used > 0)[:, None], acc, 0.0)
-    return acc.to(DTYPE).to(tl.float32), faults
+    return acc.to(DTYPE).to(tl.float32)
 
 
 @triton.jit
 def pool_any(
-    table, begin_at, end_at, longest, faults, first_column, padding, KINDS: tl.constexpr,
+    table, begin_at, end_at, longest, first_column, padding, KINDS: tl.constexpr,
     INDEX: tl.constexpr, MODE: tl.constexpr, WEIGHTED: tl.constexpr, READ: tl.constexpr,
     BB: tl.constexpr, BD: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     """`pool` of a table of one of the dtypes KINDS."""
-    kind = high(tl.load(table + 7))
+    kind = (tl.load(table + 7) >> 32).to(tl.int32)
     if KINDS == FP32 or (FP32 & KINDS and kind == FP32):
-        acc, faults = pool(
-            table, begin_at, end_at, longest, faults, first_column, padding,
+        acc = pool(
+            table, begin_at, end_at, longest, first_column, padding,
             tl.float32, INDEX, MODE, WEIGHTED, READ, BB, BD, UNROLL,
         )  # fmt: skip
     elif KINDS == FP16 or (FP16 & KINDS and kind == FP16):
-        acc, faults = pool(
-            table, begin_at, end_at, longest, faults, first_column, padding,
+        acc = pool(
+            table, begin_at, end_at, longest, first_column, padding,
             tl.float16, INDEX, MODE, WEIGHTED, READ, BB, BD, UNROLL,
         )  # fmt: skip
     else:
-        acc, faults = pool(
-            table, begin_at, end_at, longest, faults, first_column, padding,
+        acc = pool(
+            table, begin_at, end_at, longest, first_column, padding,
             tl.bfloat16, INDEX, MODE, WEIGHTED, READ, BB, BD, UNROLL,
         )  # fmt: skip
-    return acc, faults
+    return acc
 
 
 @triton.jit
@@ -148,8 +159,9 @@ def count_item(
     tl.debug_barrier()
     piece = slot % slices
     items = tl.minimum(slice_blocks, blocks - piece * slice_blocks) * per_block
-    if tl.atomic_add(done + slot, 1, sem="acq_rel", scope="gpu") == items - 1:
-        tl.store(done + slot, 0)
+    # An acquire empties the L1 cache, which has the indices of other programs: only the last one needs it.
+    if tl.atomic_add(done + slot, 1, sem="release", scope="gpu") == items - 1:
+        tl.atomic_add(done + slot, -items, sem="acquire", scope="gpu")
         to = (rank + 1 + slot // slices) % W
         signal(peer(signals, to, tl.int32) + first_signal + rank * slices + piece)
 
@@ -198,7 +210,7 @@ def copy_piece(
     stride = tl.multiple_of(tl.load(source_words + 2).to(tl.int32), WRITE)
     row = piece // col_blocks * CR + tl.arange(0, CR)
     col = piece % col_blocks * CC + tl.arange(0, CC)
-    starts = base + row // bags * tl.multiple_of(group_stride, WRITE) + (first_bag + row % bags) * stride
+    starts = base + row // bags * (group_stride * WRITE) + (first_bag + row % bags) * stride
     where = tl.multiple_of(starts, [WRITE])[:, None] + col[None, :]
     mask = (row < groups * bags)[:, None] & (col < cols)[None, :]
     tl.store(out + where, tl.load(inbox + where, mask=mask), mask=mask)
@@ -224,12 +236,12 @@ def embedding_exchange(
     PROGRAMS: tl.constexpr, COPYING: tl.constexpr, W: tl.constexpr, SEND: tl.constexpr, KINDS: tl.constexpr,
     WIDE: tl.constexpr, MODE: tl.constexpr, WEIGHTED: tl.constexpr, LAST: tl.constexpr, READ: tl.constexpr,
     WRITE: tl.constexpr, BB: tl.constexpr, BD: tl.constexpr, CB: tl.constexpr, UNROLL: tl.constexpr,
-    CR: tl.constexpr, CC: tl.constexpr, TRACE: tl.constexpr, EVENTS: tl.constexpr,
+    CR: tl.constexpr, CC: tl.constexpr, LANES: tl.constexpr, TRACE: tl.constexpr, EVENTS: tl.constexpr,
 ):  # fmt: skip
     """Grid: PROGRAMS, of which the last COPYING copy. words: as `Tables.words` has them; inbox, signals: int64
     [W], addresses of those of all ranks; done: int32 [(W - 1) * slices], 0.
 
-    blocks: of BB bags; slice_blocks: of them in a slice; pieces: of CR x CC elements that a slice has at most,
+    stride, group_stride: a WRITE-th of those of `Places`; blocks: of BB bags; slice_blocks: of them in a slice; pieces: of CR x CC elements that a slice has at most,
     col_blocks side by side; CB: blocks of BD columns of a table. SEND: nothing is exchanged: out is [W, b, columns],
     what would go to every rank.
     """
@@ -242,10 +254,11 @@ def embedding_exchange(
     first_signal = epoch % 2 * signals_half
     tables = words + W * SOURCE
     per_step = blocks * count * CB
-    stride = tl.multiple_of(stride, WRITE)
+    stride *= WRITE
     event = 0
     event = stamp(trace, program, event, BEGUN, rank, 0, TRACE, EVENTS)
-    faults = tl.zeros((BB,), tl.int32)
+    faults = tl.zeros((LANES,), tl.int32)
+    broken = tl.zeros((), tl.int32)
     stored = tl.full((), -1, tl.int32)
     for item in range(program, W * per_step, PROGRAMS):
         step = item // per_step
@@ -253,12 +266,22 @@ def embedding_exchange(
         dest = (rank + 1 + step) % W
         table = tables + item // CB % count * TABLE
         begin_at, end_at, bad, inside = bags_of(table, dest * b, block, b, W * b, INDEX, LAST, BB)
-        faults |= bad.to(tl.int32)
-        longest = tl.max(end_at - begin_at, axis=0).to(tl.int32)
+        longest = tl.max(tl.where(bad, ENDLESS, end_at - begin_at), axis=0).to(tl.int32)
+        if longest == ENDLESS:
+            broken = 1
+            longest = tl.max(end_at - begin_at, axis=0).to(tl.int32)
+        if item % CB == 0:
+            faults = find_faults(table, dest * b, block, b, W * b, faults, INDEX, LAST, BB)
         column = item % CB * BD
-        dim = tl.multiple_of(low(tl.load(table + 6)), WRITE)
-        acc, faults = pool_any(
-            table, begin_at, end_at, longest, faults, column, padding, KINDS, INDEX, MODE, WEIGHTED, READ,
+        dim = tl.multiple_of((tl.load(table + 6) & 0x7FFFFFFF).to(tl.int32), WRITE)
+        at = tl.multiple_of((tl.load(table + 7) & 0x7FFFFFFF).to(tl.int32), WRITE)
+        if SEND:
+            to = out.to(tl.int64) + (dest * b).to(tl.int64) * stride * nbytes
+        else:
+            to = tl.load(inbox + dest) + first.to(tl.int64) * nbytes
+            to = tl.where(step == W - 1, out.to(tl.int64), to)
+        acc = pool_any(
+            table, begin_at, end_at, longest, column, padding, KINDS, INDEX, MODE, WEIGHTED, READ,
             BB, BD, UNROLL,
         )  # fmt: skip
         # By now the rows of the item before have arrived, and counting it waits for nothing.
@@ -267,14 +290,7 @@ def embedding_exchange(
                 count_item(
                     done, signals, stored, slices, slice_blocks, blocks, count * CB, rank, first_signal, W
                 )
-        at = tl.multiple_of(low(tl.load(table + 7)), WRITE)
-        if SEND:
-            to = out + (dest * b).to(tl.int64) * stride
-        else:
-            there = tl.load(inbox + dest) + first.to(tl.int64) * nbytes
-            there = tl.where(step == W - 1, out.to(tl.int64), there)
-            to = there.to(tl.pointer_type(WIRE))
-        to = tl.multiple_of(to, WRITE * nbytes)
+        to = tl.multiple_of(to.to(tl.pointer_type(WIRE)), WRITE * nbytes)
         c = column + tl.arange(0, BD)
         bag = block * BB + tl.arange(0, BB)
         where = to + (at + bag * stride)[:, None] + c[None, :]
@@ -284,7 +300,7 @@ def embedding_exchange(
     if not SEND:
         if stored >= 0:
             count_item(done, signals, stored, slices, slice_blocks, blocks, count * CB, rank, first_signal, W)
-    if tl.max(faults, axis=0) != 0:
+    if (broken | tl.max(faults, axis=0)) != 0:
         report_faults(
             tables, state, site, rank, b, blocks, count, W * per_step, PROGRAMS, W, INDEX, LAST, BB, CB
         )
@@ -336,7 +352,7 @@ class BagsConfig:
 
     def slice_bags(self, places: Places, itemsize: int) -> int:
         """Bags of a slice, the same on all ranks, whatever the dims of their own tables."""
-        row = max(cols * places.groups for _, cols, _ in places.sources) * itemsize
+        row = max(1, *(cols * places.groups for _, cols, _ in places.sources)) * itemsize
         return max(1, self.slice_kib * 1024 // (row * MOST_BAGS)) * MOST_BAGS
 
 
@@ -383,18 +399,19 @@ def launch_embedding_exchange(
     pieces = cdiv(places.groups * min(slice_bags, b), cr) * col_blocks
     slices = cdiv(b, slice_bags)
     programs = memory.programs * config.per_sm
+    write = place_aligned(places, dims, out.data_ptr() // itemsize)
     launch(
         embedding_exchange, programs, compile_only,
         words, out, memory.inbox.addresses, memory.signals.addresses, memory.done, memory.state,
         memory.state if trace is None else trace,
-        len(dims), b, blocks, slice_bags // bb, slices, pieces, col_blocks, places.stride, places.groups,
-        places.group_stride, tables.padding, rank, site, memory.inbox.half(out.dtype),
+        len(dims), b, blocks, slice_bags // bb, slices, pieces, col_blocks, places.stride // write,
+        places.groups, places.group_stride // write, tables.padding, rank, site, memory.inbox.half(out.dtype),
         memory.signals.half(torch.int32),
         PROGRAMS=programs, COPYING=0 if send else config.copying or programs, W=world, SEND=send,
         KINDS=tables.kinds(), WIDE=tables.indices[0].dtype == torch.int64, MODE=tables.mode,
         WEIGHTED=bool(tables.samples), LAST=int(tables.last), READ=tables.aligned(),
-        WRITE=place_aligned(places, dims, out.storage_offset() * itemsize, itemsize), BB=bb, BD=bd, CB=cb,
-        UNROLL=config.unroll, CR=cr, CC=cc, TRACE=trace is not None, EVENTS=EVENTS,
+        WRITE=write, BB=bb, BD=bd, CB=cb,
+        UNROLL=config.unroll, CR=cr, CC=cc, LANES=32 * config.warps, TRACE=trace is not None, EVENTS=EVENTS,
         num_warps=config.warps, num_stages=1, maxnreg=registers(config),
     )  # fmt: skip
 

@@ -95,9 +95,9 @@ def words_needed(tables: int, world: int) -> int:
     return world * WORDS_SOURCE + tables * WORDS_TABLE
 
 
-def place_aligned(places: Places, dims: Sequence[int], offset_bytes: int, itemsize: int) -> int:
-    """Elements that may be written, and copied, at once."""
-    found = math.gcd(8, offset_bytes // itemsize, places.stride, places.group_stride, *places.starts, *dims)
+def place_aligned(places: Places, dims: Sequence[int], at: int) -> int:
+    """Elements that may be written, and copied, at once, where the output is element `at` of memory."""
+    found = math.gcd(8, at, places.stride, places.group_stride, *places.starts, *dims)
     for source in places.sources:
         found = math.gcd(found, *source)
     return found
