@@ -135,7 +135,22 @@ def match_embedding(anchor: Anchor, context: Context) -> Found:
         context.shapes,
         partial(_rewrite, anchor, context, bags, layout, cut, wire),
         tuple(inputs),
+        not_on_gpus=_not_on_gpus(first, bags),
     )
+
+
+def _not_on_gpus(first: Bag, bags: list[Bag]) -> str:
+    """There torch's own backward reads sizes of bags that are those of `_bag_sizes` in plain cases only."""
+    if not _trained(bags):
+        return ""
+    if first.mode == _MEAN and first.padding_idx >= 0:
+        return "a mean with padding is trained"
+    return "the offsets of what is trained have an entry too many" if first.include_last_offset else ""
+
+
+def _trained(bags: list[Bag]) -> list[fx.Node]:
+    """What backward reads besides the pooled rows."""
+    return [u for b in bags for u in b.node.users if u.args[1] != 0 and u.users]
 
 
 def _trace_bags(root: fx.Node, shapes: Shapes) -> tuple[list[Bag], Layout, torch.dtype] | Reject:
@@ -172,7 +187,7 @@ def _check(bags: list[Bag], wire: torch.dtype) -> Reject | None:
         return Reject(Reason.UNSUPPORTED_VARIANT, "the tables differ in mode, options or dtypes")
     if check_dtype(wire) is not None or check_dtype(dtype_of(first.weight)) is not None:
         return Reject(Reason.DTYPE, f"{dtype_of(first.weight)} tables, {wire} on the wire")
-    trained = [u for b in bags for u in b.node.users if u.args[1] != 0 and u.users]
+    trained = _trained(bags)
     if first.mode == _MAX and trained:
         return Reject(Reason.UNSUPPORTED_VARIANT, f"max pooling keeps {trained[0].name} for backward")
     return None

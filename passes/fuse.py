@@ -254,7 +254,7 @@ def _check_match(anchor: Anchor, match: Match, settings: Settings, world: int) -
     device = tensor(anchor.node).device  # type: ignore[union-attr]
     if device.type == "cuda" and match.not_on_gpus:
         return Reject(Reason.NO_KERNEL_FOR_DEVICE, match.not_on_gpus)
-    if device.type == "cuda" and dtype_of(anchor.node) is torch.float32:
+    if device.type == "cuda" and match.work.matmuls and dtype_of(anchor.node) is torch.float32:
         return Reject(Reason.DTYPE, "float32 is exchanged; GPU kernels take bfloat16 and float16")
     for node in match.inputs:
         val = tensor(node)

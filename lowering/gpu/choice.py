@@ -10,13 +10,14 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
 import torch
 
+from .exchange_ways import TORCH_NCCL, ExchangeProblem, exchange_ways
 from .ways import CUBLAS_NCCL, Problem, host_us, is_update, ways
 from .workspace import GpuWorkspace
 
@@ -24,6 +25,9 @@ FAR = 2.0
 """A point measured at sizes that differ by more than this many doublings, all told, says nothing."""
 
 _SHIPPED = Path(__file__).with_name("tables")
+
+
+AnyProblem = Problem | ExchangeProblem
 
 
 @dataclass(frozen=True)
@@ -38,11 +42,11 @@ class Point:
     times: tuple[tuple[str, float], ...]
 
     @classmethod
-    def of(cls, problem: Problem, times: dict[str, float]) -> Point:
+    def of(cls, problem: AnyProblem, times: dict[str, float]) -> Point:
         found = tuple((way, round(us, 2)) for way, us in sorted(times.items(), key=lambda item: item[1]))
         return cls(problem.op, problem.m, problem.k, problem.n, problem.world, found)
 
-    def distance(self, problem: Problem) -> float:
+    def distance(self, problem: AnyProblem) -> float:
         """In doublings of the sizes; tokens count in full, since ways change with them."""
         if self.op != problem.op:
             return math.inf
@@ -105,21 +109,24 @@ def known(device: torch.device) -> Points:
     return (*read(own_table(device)), *(p for path in dict.fromkeys(shipped) for p in read(path)))
 
 
-def _times(problem: Problem, points: Points) -> list[tuple[str, float]]:
+def _times(problem: AnyProblem, points: Points) -> list[tuple[str, float]]:
     """Microseconds at the nearest point of the ways that this problem can take, too, the fastest first."""
-    here = ways(problem)
-    updates = [(way, 0.0) for way in here if is_update(here[way])]
-    if updates:  # whoever asks for it gets it
-        return updates
+    if isinstance(problem, Problem):
+        updates = [(way, 0.0) for way, config in ways(problem).items() if is_update(config)]
+        if updates:  # whoever asks for it gets it
+            return updates
+    here: Mapping[str, object] = ways(problem) if isinstance(problem, Problem) else exchange_ways(problem)
     near = sorted((p for p in points if p.distance(problem) <= FAR), key=lambda p: p.distance(problem))
     found = ([(way, us) for way, us in point.times if way in here] for point in near)
     return next(filter(None, found), [])
 
 
-def choose(problem: Problem, points: Points) -> str:
-    """The way that takes the GPUs least."""
+def choose(problem: AnyProblem, points: Points) -> str:
+    """The way that takes the GPUs least; what the op replaces where nothing was measured nearby."""
     times = _times(problem, points)
-    return times[0][0] if times else CUBLAS_NCCL
+    if times:
+        return times[0][0]
+    return CUBLAS_NCCL if isinstance(problem, Problem) else TORCH_NCCL
 
 
 def choose_uncaptured(problem: Problem, points: Points) -> str:
@@ -132,7 +139,7 @@ def choose_uncaptured(problem: Problem, points: Points) -> str:
     return min(lasts)[2] if lasts else CUBLAS_NCCL
 
 
-def chosen(problem: Problem, workspace: GpuWorkspace) -> str:
+def chosen(problem: AnyProblem, workspace: GpuWorkspace) -> str:
     """The way that takes the GPUs least, the same on all ranks."""
     agreed = _agreement(workspace)
     if problem not in agreed.chosen:
@@ -178,7 +185,7 @@ def keep(workspace: GpuWorkspace, point: Point) -> Path:
 @dataclass
 class _Agreement:
     points: Points
-    chosen: dict[Problem, str] = field(default_factory=dict)
+    chosen: dict[AnyProblem, str] = field(default_factory=dict)
     uncaptured: dict[Problem, str] = field(default_factory=dict)
     seen: set[Hashable] = field(default_factory=set)
 

@@ -55,6 +55,14 @@ def run(
     return Reduction(workspace, way, problem, strides, False, order, site, traced)(x, w, trace)
 
 
+def first_compile(workspace: GpuWorkspace, new: bool) -> Iterator[bool]:
+    """Whether to compile only: of a new kernel first, after which all ranks meet; then not."""
+    if new:
+        yield True
+        workspace.meet("")
+    yield False
+
+
 class _Call:
     """Calls of one kind at one site, in one way: what is the same in all of them is decided once."""
 
@@ -82,13 +90,6 @@ class _Call:
         if memory.programs != self._problem.programs:
             memory = replace(memory, programs=self._problem.programs)
         return memory, self._number, new
-
-    def _compile_only(self, new: bool) -> Iterator[bool]:
-        """Whether to compile only: of a new kernel first, after which all ranks meet; then not."""
-        if new:
-            yield True
-            self._workspace.meet("")
-        yield False
 
 
 class Reduction(_Call):
@@ -129,7 +130,7 @@ class Reduction(_Call):
             out = self._by_torch(memory, x, w)
         else:
             out = x.new_empty(self._shape)
-            for compile_only in self._compile_only(new):
+            for compile_only in first_compile(self._workspace, new):
                 self._launch(memory, x, w, out, *self._settings, number, trace, compile_only)
         self._workspace.leave()
         return out
@@ -189,7 +190,7 @@ class Gather(_Call):
             self._workspace.leave()
             return outputs + [x] * self._keep
         out = part.new_empty(self._problem.m, self._problem.n)
-        for compile_only in self._compile_only(new):
+        for compile_only in first_compile(self._workspace, new):
             gathered = self._launch(memory, part, w[0], out, bias[0], number, trace, compile_only)
         outputs = [out]
         if self._more:

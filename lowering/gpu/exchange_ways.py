@@ -1,26 +1,104 @@
-"""All ways to run embedding_bag_all_to_all on GPUs."""
+"""All ways to run embedding_bag_all_to_all on GPUs, by names that are equal on all ranks and in every table.
+
+Whether one can run depends on nothing but what is equal on all ranks, not on their own tables, dims
+or indices.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
 
 from autofuse.lowering.ops import embedding_layout
-from autofuse.native_kernels.triton.embedding_tables import Places
+from autofuse.native_kernels.triton.embedding_tables import (
+    DTYPE_BITS,
+    BagsConfig,
+    Places,
+    exchange_needs,
+)
+from autofuse.native_kernels.triton.memory import Need
+
+from .ways import MOST_BYTES, settings_of
+
+OP = "embedding_bag_all_to_all"
+
+TORCH_NCCL = "torch+nccl"
+"""What the op replaces: a kernel a table, a collective and a copy."""
+
+MERGED_NCCL = "merged+nccl"
+"""All tables in one kernel, then the collective and a copy."""
+
+
+@dataclass(frozen=True)
+class ExchangeProblem:
+    """A call: `b` bags a rank, `columns[r]` of rank r. dtype: of the exchange; programs: multiprocessors."""
+
+    b: int
+    columns: tuple[int, ...]
+    layout: str
+    dtype: torch.dtype
+    programs: int = 132
+
+    op = OP
+    k = 1  # so that a table of dense points has room for it: m bags in all, n columns a rank
+
+    @property
+    def world(self) -> int:
+        return len(self.columns)
+
+    @property
+    def m(self) -> int:
+        return self.b * self.world
+
+    @property
+    def n(self) -> int:
+        return max(1, *self.columns)
+
+
+@lru_cache(maxsize=1024)
+def exchange_ways(problem: ExchangeProblem) -> Mapping[str, BagsConfig | None]:
+    """Names of all ways that can run, with the configurations of the kernel."""
+    found: dict[str, BagsConfig | None] = {TORCH_NCCL: None}
+    nbytes = problem.b * sum(problem.columns) * problem.dtype.itemsize
+    if problem.dtype in DTYPE_BITS and nbytes > 0 and 2 * nbytes < MOST_BYTES and problem.world <= 8:
+        found[MERGED_NCCL] = BagsConfig()
+        found |= {settings_of("bags", config): config for config in _configs()}
+    return found
+
+
+def _configs() -> Iterator[BagsConfig]:
+    """Differ in how many rows are on their way in a multiprocessor, and to how many threads."""
+    yield BagsConfig()
+    yield BagsConfig(tile=512, unroll=8, warps=2, per_sm=15)
+    yield BagsConfig(tile=256, unroll=8, warps=1, per_sm=32)
+    yield BagsConfig(unroll=8, per_sm=6)
+    yield BagsConfig(tile=2048, per_sm=4)
+    yield BagsConfig(tile=2048, unroll=8, per_sm=4)
+    yield BagsConfig(tile=2048, unroll=2, per_sm=6)
+    yield BagsConfig(slice_kib=2048)
+
+
+def exchange_needs_of(config: BagsConfig, problem: ExchangeProblem) -> Need:
+    """The memory that a fused way uses."""
+    # Of dims only their sum matters, and it is the same on all ranks where the layout has more than columns.
+    places = places_of("bsc", 0, problem.b, problem.columns, [problem.columns[0]])
+    return exchange_needs(places, problem.dtype.itemsize, problem.world, config)
 
 
 def places_of(layout: str, rank: int, b: int, columns: Sequence[int], dims: Sequence[int]) -> Places:
     """Where the rows of all ranks lie in an output of `layout`; `dims` are those of this rank's tables."""
     starts, stride = embedding_layout.place(layout, rank, b, columns, dims)
     stacked = layout == "stbd"
-    tables, dim = len(dims), dims[0]
     sources = []
     for source, cols in enumerate(columns):
-        # A rank's own dims are of no matter here: a source has one run of columns, or tables of one dim.
+        # A source has one run of columns, or tables of one dim, whatever the dims of this rank.
         firsts, step = embedding_layout.place(layout, source, b, columns, dims[:1])
-        sources.append((firsts[0], dim if stacked else cols, step))
-    return Places(
-        b, tuple(starts), stride, tuple(sources), tables if stacked else 1, b * dim if stacked else 0
-    )
+        sources.append((firsts[0], dims[0] if stacked else cols, step))
+    groups, group_stride = (len(dims), b * dims[0]) if stacked else (1, 0)
+    return Places(b, tuple(starts), stride, tuple(sources), groups, group_stride)
 
 
 def send_places(rank: int, b: int, columns: Sequence[int], dims: Sequence[int]) -> Places:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
 from functools import lru_cache
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -147,7 +147,12 @@ def host_us(way: str, config: Config | None) -> float:
 
 def name_of(config: Config) -> str:
     """`kind`, and every setting that differs from the default."""
-    words = [_KINDS[type(config)]]
+    return settings_of(_KINDS[type(config)], config)
+
+
+def settings_of(kind: str, config: Any) -> str:
+    """`kind`, and every setting of a dataclass that differs from its default."""
+    words = [kind]
     for f in fields(config):
         value, default = getattr(config, f.name), f.default
         assert default is not MISSING

@@ -29,10 +29,19 @@ from autofuse.lowering.notes import place
 from autofuse.lowering.rendezvous import Declined, NotShared, all_gather, host_identity, sources_digest
 from autofuse.lowering.torch_internals import group_store, resolve_group
 from autofuse.native_kernels.cuda.gemm import clusters_at_once
+from autofuse.native_kernels.cuda.put_words import put_words
 from autofuse.native_kernels.triton.copy_engine import FIRST_CREDIT, CopyEngine
-from autofuse.native_kernels.triton.memory import RECORD_WORDS, STATE_WORDS, Need, PeerMemory, Region
+from autofuse.native_kernels.triton.memory import (
+    BAD_INPUT_WORD,
+    RECORD_WORDS,
+    STATE_WORDS,
+    Need,
+    PeerMemory,
+    Region,
+)
 
 from .support import why_not
+from .words import Words
 
 T = TypeVar("T")
 
@@ -53,7 +62,9 @@ LEAST = Need(
 
 REGIONS = ("inbox", "finished", "packets", "words", "gathers", "copies", "signals")
 
-_WAITS = {1: "to add its part", 2: "to send a sum", 3: "to send its part"}
+_BAD_INDEX = 5
+
+_WAITS = {1: "to add its part", 2: "to send a sum", 3: "to send its part", 4: "to send its pooled rows"}
 
 
 class GpuWorkspace:
@@ -98,6 +109,7 @@ class GpuWorkspace:
         self._limit = 0.0
         self._record = torch.zeros(RECORD_WORDS, dtype=torch.int32).pin_memory()
         self._raised = ctypes.c_int32.from_address(self._record.data_ptr())
+        self._bad_input = ctypes.c_int64.from_address(self._record.data_ptr() + 8 * BAD_INPUT_WORD)
         self._state = torch.zeros(STATE_WORDS, dtype=torch.int64, device=device)
         self._state[1] = self._record.data_ptr()
         self.memory, self.capacity = self._allocate(None, LEAST)
@@ -144,6 +156,15 @@ class GpuWorkspace:
                 self._state[0] = int(self._limit * 1e9)
         return self.memory
 
+    @cached_property
+    def words(self) -> Words:
+        """Descriptions of tables, on the device."""
+
+        def allocate(size: int) -> Tensor:
+            return _apart(self.device, lambda: torch.zeros(size, dtype=torch.int64, device=self.device))
+
+        return Words(put_words, allocate)
+
     def leave(self) -> None:
         """After the launch: later calls on other streams come after it."""
         if not self._capturing:
@@ -156,18 +177,39 @@ class GpuWorkspace:
         return self._sites.index(named)
 
     def check(self) -> None:
-        """Raises RuntimeError if a wait of an earlier kernel gave up. Never synchronises."""
+        """Raises RuntimeError if an earlier kernel gave up waiting, or met an index that is none.
+
+        Never synchronises.
+        """
+        if self._failure is None and self._bad_input.value:
+            self._failure = self._describe_input(self._bad_input.value)
         if self._failure is None and self._raised.value:
             _, code, source, index, epoch = self._record.tolist()[:5]
-            site = self._sites[code // 8] if code // 8 < len(self._sites) else "a call"
             self._failure = (
-                f"{site}, rank {self.rank} of group {self.group_name}: rank {source} did not come "
-                f"{_WAITS.get(code % 8, '')} (tile {index}, call {epoch}) within {self._limit:g} s "
+                f"{self._site(code)}, rank {self.rank} of group {self.group_name}: rank {source} did not "
+                f"come {_WAITS.get(code % 8, '')} (tile {index}, call {epoch}) within {self._limit:g} s "
                 f"(AUTOFUSE_TIMEOUT_S sets the limit). What this op and later ones returned is not to be "
                 f"used; has rank {source} ended, or does it run another program?"
             )
         if self._failure is not None:
             raise RuntimeError(self._failure)
+
+    def _site(self, code: int) -> str:
+        return self._sites[code // 8] if code // 8 < len(self._sites) else "a call"
+
+    def _describe_input(self, word: int) -> str:
+        """As the kernel has it: code << 48 | table << 32 | index, or bag."""
+        code, table, value = word >> 48 & 0xFFFF, word >> 32 & 0xFFFF, ctypes.c_int32(word).value
+        what = (
+            f"index {value} of table {table} is outside of its rows"
+            if code % 8 == _BAD_INDEX
+            else f"bag {value} of table {table} ends before it starts or outside of the indices; "
+            "offsets must ascend from 0 to at most the number of indices"
+        )
+        return (
+            f"{self._site(code)}, rank {self.rank} of group {self.group_name}: {what}. "
+            "What this op and later ones returned is not to be used"
+        )
 
     def meet(self, value: str) -> list[str]:
         """One string of every rank, which all must bring."""

@@ -22,6 +22,7 @@ from torch.nn import functional as F
 
 from autofuse.lowering.ops import embedding_layout as layouts
 from autofuse.lowering.ops.exchange import Size, run_exchange
+from autofuse.lowering.ops.gpu import embedding_on_gpu
 from autofuse.lowering.ops.library import FusedOp, register
 from autofuse.lowering.orders import PlanShape
 from autofuse.lowering.workspace import workspace_for
@@ -213,4 +214,4 @@ def _sample_gradient(grad: Tensor, weight: Tensor, indices: Tensor, offsets: Ten
     return ((grad[bag] * weight[indices]).sum(1)).masked_fill(indices == padding, 0)
 
 
-register(FusedOp(_SCHEMA, _fake, _reference, _cpu, _plan_shape, _setup_context, _backward))
+register(FusedOp(_SCHEMA, _fake, _reference, _cpu, _plan_shape, _setup_context, _backward, embedding_on_gpu))

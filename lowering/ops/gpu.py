@@ -1,5 +1,6 @@
-"""From the dense ops to their GPU kernels, which need Triton: imported when a GPU first calls one."""
+"""From the ops to their GPU kernels, which need Triton: imported when a GPU first calls one."""
 
+import importlib
 from typing import Any
 
 from autofuse.lowering.gpu.support import has_triton
@@ -7,17 +8,20 @@ from autofuse.lowering.gpu.support import has_triton
 
 def reduce_on_gpu(*args: Any) -> Any:
     """As `lowering.gpu.ops.run_reduce`; NotImplemented without Triton."""
-    return _run("run_reduce", *args)
+    return _run("ops", "run_reduce", *args)
 
 
 def gather_on_gpu(*args: Any) -> Any:
     """As `lowering.gpu.ops.run_gather`; NotImplemented without Triton."""
-    return _run("run_gather", *args)
+    return _run("ops", "run_gather", *args)
 
 
-def _run(name: str, *args: Any) -> Any:
+def embedding_on_gpu(*args: Any) -> Any:
+    """As `lowering.gpu.embedding.run_embedding`; NotImplemented without Triton."""
+    return _run("embedding", "run_embedding", *args)
+
+
+def _run(module: str, name: str, *args: Any) -> Any:
     if not has_triton():
         return NotImplemented
-    from autofuse.lowering.gpu import ops
-
-    return getattr(ops, name)(*args)
+    return getattr(importlib.import_module(f"autofuse.lowering.gpu.{module}"), name)(*args)

@@ -1,16 +1,14 @@
-"""embedding_bag_all_to_all: one persistent kernel that pools the bags of all tables and stores them at their ranks.
+"""embedding_bag_all_to_all: one persistent kernel that pools the bags of all tables where they are wanted.
 
     y[r] = pooled rows of all tables of all ranks, for the bags [r * b, (r + 1) * b)
 
-An item is BB bags of one table, all for one rank: those for r + 1 first, then r + 2, ..., our own last. Pooled
-rows are stored straight into the memory of their rank, where they lie as in its output; our own go to the
-output. A slice is some bags of all tables. Programs count the items of a slice, and the last one signals. When
-they have nothing left to pool, they copy what arrives, slice by slice, to the output.
+An item is BB bags of one table, all for one rank: those for r + 1 first, then r + 2, ..., our own last.
+Pooled rows are stored straight into the memory of their rank, where they lie as in its output; our own go to
+the output. A slice is some bags of all tables. Programs count the items of a slice, and the last one signals.
+When they have nothing left to pool, they copy what arrives, slice by slice, to the output.
 
 In either half of the memory of a rank: inbox, of the output's shape, and the counters arrived [W, slices].
 """
-
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -30,8 +28,16 @@ from .comm import (
     stamp,
     wait,
 )
-from .embedding_tables import WORDS_SOURCE, WORDS_TABLE, Places, Tables, place_aligned
-from .memory import EVENTS, LONGEST_ROW, Need, PeerMemory, cdiv, launch
+from .embedding_tables import (
+    MOST_BAGS,
+    WORDS_SOURCE,
+    WORDS_TABLE,
+    BagsConfig,
+    Places,
+    Tables,
+    place_aligned,
+)
+from .memory import BAD_INPUT_WORD, EVENTS, PeerMemory, cdiv, launch
 
 POOLING = tl.constexpr(4)
 BAD_INDEX = tl.constexpr(5)
@@ -41,13 +47,13 @@ SUM, MEAN, MAX = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 BF16, FP16, FP32 = tl.constexpr(1), tl.constexpr(2), tl.constexpr(4)
 ENDLESS = tl.constexpr(0x7FFFFFFF)  # bags have fewer indices
 SOURCE, TABLE = tl.constexpr(WORDS_SOURCE), tl.constexpr(WORDS_TABLE)
-BAD_INPUT = tl.constexpr(3)  # the word (int64) of the failure record that names a bad input
+BAD_INPUT = tl.constexpr(BAD_INPUT_WORD)
 
 
 @triton.jit
 def bags_of(table, first, block, b, total, INDEX: tl.constexpr, LAST: tl.constexpr, BB: tl.constexpr):
-    """Where in the indices the bags of a block begin and end, 0 and 0 where that is nowhere; which those are; and
-    which bags there are at all."""
+    """Where in the indices the bags of a block begin and end, 0 and 0 where that is nowhere; which those are;
+    and which bags there are at all."""
     offsets = tl.load(table + 4).to(tl.pointer_type(INDEX))
     count = tl.load(table + 3)
     in_block = block * BB + tl.arange(0, BB)
@@ -62,7 +68,9 @@ def bags_of(table, first, block, b, total, INDEX: tl.constexpr, LAST: tl.constex
 
 
 @triton.jit
-def find_faults(table, first, block, b, total, faults, INDEX: tl.constexpr, LAST: tl.constexpr, BB: tl.constexpr):
+def find_faults(
+    table, first, block, b, total, faults, INDEX: tl.constexpr, LAST: tl.constexpr, BB: tl.constexpr
+):
     """`faults`, raised where an index of these bags has no row. It also brings the indices near."""
     offsets = tl.load(table + 4).to(tl.pointer_type(INDEX))
     count = tl.load(table + 3)
@@ -93,7 +101,7 @@ def pool(
     indices = tl.load(table + 2).to(tl.pointer_type(INDEX))
     samples = tl.load(table + 5).to(tl.pointer_type(DTYPE))
     shape = tl.load(table + 6)
-    # The compiler wants to be told of multiples where a value is made; a function that makes it would hide them.
+    # Multiples are told of where a value is made: the compiler loses them on its way out of a function.
     row_stride = tl.multiple_of(shape >> 32, READ)
     dim = tl.multiple_of((shape & 0x7FFFFFFF).to(tl.int32), READ)
     c = first_column + tl.arange(0, BD)
@@ -155,7 +163,7 @@ def pool_any(
 def count_item(
     done, signals, slot, slices, slice_blocks, blocks, per_block, rank, first_signal, W: tl.constexpr
 ):
-    """One more item of a slice is stored; the last program to say so signals. `slot`: step * slices + slice."""
+    """One more item of slice number `slot` (step * slices + slice) is stored; the last one signals."""
     tl.debug_barrier()
     piece = slot % slices
     items = tl.minimum(slice_blocks, blocks - piece * slice_blocks) * per_block
@@ -171,9 +179,9 @@ def report_faults(
     tables, state, site, rank, b, blocks, count, items, PROGRAMS: tl.constexpr, W: tl.constexpr,
     INDEX: tl.constexpr, LAST: tl.constexpr, BB: tl.constexpr, CB: tl.constexpr,
 ):  # fmt: skip
-    """Look again at the items of this program, for a bag or an index that is none: the record gets one of them.
+    """Look again at the items of this program, for a bag or an index that is none, and record one of them.
 
-    One store of 8 bytes has it all, code << 48 | table << 32 | index or bag, so that no other is mixed in.
+    One store of 8 bytes has it all, code << 48 | table << 32 | index or bag, so that they never are of two.
     """
     record = tl.load(state + 1).to(tl.pointer_type(tl.int64)) + BAD_INPUT
     for item in range(tl.program_id(0), items, PROGRAMS):
@@ -181,7 +189,7 @@ def report_faults(
         block = item // (CB * count) % blocks
         dest = (rank + 1 + item // (CB * count * blocks)) % W
         table = tables + t * TABLE
-        start, stop, bad, inside = bags_of(table, dest * b, block, b, W * b, INDEX, LAST, BB)
+        start, stop, bad, _ = bags_of(table, dest * b, block, b, W * b, INDEX, LAST, BB)
         bag = dest * b + block * BB + tl.arange(0, BB)
         worst = tl.max(tl.where(bad, bag, -1), axis=0)
         if worst >= 0:
@@ -189,7 +197,7 @@ def report_faults(
             tl.store(record, (code << 48) | (t.to(tl.int64) << 32) | worst.to(tl.int64))
         rows = tl.load(table + 1)
         indices = tl.load(table + 2).to(tl.pointer_type(INDEX))
-        for j in range(0, tl.max(stop - start, axis=0).to(tl.int32)):
+        for j in range(tl.max(stop - start, axis=0).to(tl.int32)):
             index = tl.load(indices + start + j, mask=start + j < stop, other=0).to(tl.int64)
             wrong = (start + j < stop) & ((index < 0) | (index >= rows))
             if tl.max(wrong.to(tl.int32), axis=0) != 0:
@@ -204,7 +212,7 @@ def copy_piece(
     source_words, out, inbox, piece, first_bag, bags, groups, group_stride, col_blocks, WRITE: tl.constexpr,
     CR: tl.constexpr, CC: tl.constexpr,
 ):  # fmt: skip
-    """CR x CC elements of what a source has stored here: some of its columns of some bags from `first_bag` on."""
+    """Piece CR x CC of what a source has stored here of `bags` bags, from `first_bag` on."""
     base = tl.multiple_of(tl.load(source_words).to(tl.int32), WRITE)
     cols = tl.multiple_of(tl.load(source_words + 1).to(tl.int32), WRITE)
     stride = tl.multiple_of(tl.load(source_words + 2).to(tl.int32), WRITE)
@@ -241,9 +249,9 @@ def embedding_exchange(
     """Grid: PROGRAMS, of which the last COPYING copy. words: as `Tables.words` has them; inbox, signals: int64
     [W], addresses of those of all ranks; done: int32 [(W - 1) * slices], 0.
 
-    stride, group_stride: a WRITE-th of those of `Places`; blocks: of BB bags; slice_blocks: of them in a slice; pieces: of CR x CC elements that a slice has at most,
-    col_blocks side by side; CB: blocks of BD columns of a table. SEND: nothing is exchanged: out is [W, b, columns],
-    what would go to every rank.
+    count: of tables; blocks: of BB bags, slice_blocks of them in a slice; pieces: of CR x CC elements that a
+    slice has at most, col_blocks side by side; stride, group_stride: a WRITE-th of those of `Places`; CB: blocks
+    of BD columns of a table. SEND: nothing is exchanged, and out is [W, b, columns], what each rank is to get.
     """
     program = tl.program_id(0)
     INDEX: tl.constexpr = tl.int64 if WIDE else tl.int32
@@ -330,45 +338,6 @@ def embedding_exchange(
         finish(state, epoch, PROGRAMS)
 
 
-@dataclass(frozen=True)
-class BagsConfig:
-    """How `embedding_exchange` runs.
-
-    tile: elements that a program pools at once, a power of two; unroll: rows of a bag that it reads at once;
-    per_sm: programs of a multiprocessor; slice_kib: of rows that one signal covers, about; copying: programs
-    that copy, 0 for all.
-    """
-
-    tile: int = 1024
-    unroll: int = 4
-    warps: int = 4
-    per_sm: int = 8
-    slice_kib: int = 512
-    copying: int = 0
-
-    def columns(self, dims: tuple[int, ...] | list[int]) -> int:
-        """Columns of a tile: those of the widest table, if it has room for them."""
-        return min(self.tile, triton.next_power_of_2(max(1, *dims)))
-
-    def slice_bags(self, places: Places, itemsize: int) -> int:
-        """Bags of a slice, the same on all ranks, whatever the dims of their own tables."""
-        row = max(1, *(cols * places.groups for _, cols, _ in places.sources)) * itemsize
-        return max(1, self.slice_kib * 1024 // (row * MOST_BAGS)) * MOST_BAGS
-
-
-MOST_BAGS = 32
-"""Most bags of an item; slices are multiples of so many, since ranks have items of different sizes."""
-
-
-def exchange_needs(places: Places, itemsize: int, world: int, config: BagsConfig) -> Need:
-    """What a call of `embedding_exchange` uses."""
-    elements = sum(places.b * cols * places.groups for _, cols, _ in places.sources)
-    slices = cdiv(places.b, config.slice_bags(places, itemsize))
-    return Need(
-        inbox=2 * (elements * itemsize + LONGEST_ROW), signals=2 * 4 * world * slices, done=world * slices
-    )
-
-
 def launch_embedding_exchange(
     memory: PeerMemory,
     words: Tensor,
@@ -383,8 +352,8 @@ def launch_embedding_exchange(
 ) -> None:
     """Pool all bags and exchange them, into `out` on every rank; it is contiguous, of the exchanged dtype.
 
-    words: int64, on the device, `tables.words(places)`. send: no exchange, out is [W, b, C], what each rank is to
-    get, `places` are places in a part of it. One of `memory.programs` multiprocessors has config.per_sm programs.
+    words: int64, on the device, `tables.words(places)`. send: no exchange, out is [W, b, C], what each rank is
+    to get, and `places` are places in a part of it. memory.programs: multiprocessors.
     """
     world, rank, itemsize = memory.world, memory.rank, out.element_size()
     dims, b = tables.dims, places.b
@@ -412,10 +381,5 @@ def launch_embedding_exchange(
         WEIGHTED=bool(tables.samples), LAST=int(tables.last), READ=tables.aligned(),
         WRITE=write, BB=bb, BD=bd, CB=cb,
         UNROLL=config.unroll, CR=cr, CC=cc, LANES=32 * config.warps, TRACE=trace is not None, EVENTS=EVENTS,
-        num_warps=config.warps, num_stages=1, maxnreg=registers(config),
+        num_warps=config.warps, num_stages=1, maxnreg=config.registers,
     )  # fmt: skip
-
-
-def registers(config: BagsConfig) -> int:
-    """Of a thread, so that all programs of a multiprocessor run at once."""
-    return min(255, 65536 // (32 * config.warps * config.per_sm) // 8 * 8)

@@ -1,9 +1,9 @@
-"""What `embedding_exchange` must know of tables and bags, as int64 words in device memory, and how words get there.
+"""What `embedding_exchange` must know of tables and bags, as int64 words in device memory; how it runs.
 
-    a source of rows   where they begin, columns, elements between two bags, 0             WORDS_SOURCE
-    a table            address, rows, indices, their number, offsets, weights per sample,
-                       elements between rows << 32 | columns, dtype << 32 | where its rows begin
-                                                                                            WORDS_TABLE
+a source of rows   where they begin, columns, elements between two bags, 0             WORDS_SOURCE
+a table            address, rows, indices, their number, offsets, weights per sample,
+                   elements between rows << 32 | columns, dtype << 32 | where its rows begin
+                                                                                        WORDS_TABLE
 """
 
 import math
@@ -13,7 +13,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .memory import LONGEST_ROW, Need, cdiv
+
 WORDS_SOURCE, WORDS_TABLE = 4, 8
+
+MOST_BAGS = 32
+"""Most bags of an item; slices are multiples of so many, since ranks have items of different sizes."""
 
 DTYPE_BITS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 4}
 """Of tables: the kernel is compiled for those that occur."""
@@ -23,9 +28,9 @@ DTYPE_BITS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 4}
 class Places:
     """Where rows lie in the output, in elements; the same order on all ranks.
 
-    b: bags of a rank; starts, stride: where this rank's tables begin, and the next bag; sources: of every rank
-    the first element, columns and elements between two bags; groups, group_stride: runs of all bags that
-    a source has, one behind the other (layout "stbd": its tables).
+    b: bags of a rank; starts, stride: where this rank's tables begin, and elements between two bags; sources:
+    of every rank the first element, columns and elements between two bags; groups, group_stride: a source has
+    so many such runs of bags, so far apart (layout "stbd": a table each).
     """
 
     b: int
@@ -41,8 +46,8 @@ class Tables:
     """Tables and bags of one call. Lists have an entry a table; samples may be empty.
 
     weights[t]: [V, D], columns one behind the other; indices, offsets: contiguous, all int32 or all int64;
-    samples[t]: weights per index, of the table's dtype. last: offsets have an entry behind the last bag. mode:
-    0 sum, 1 mean, 2 max; padding < 0: none.
+    samples[t]: weights per index, of the table's dtype. last: offsets have an entry behind the last bag.
+    mode: 0 sum, 1 mean, 2 max; padding < 0: none.
     """
 
     weights: Sequence[Tensor]
@@ -65,7 +70,7 @@ class Tables:
         return found
 
     def aligned(self) -> int:
-        """Elements that may be read at once: all rows begin at multiples of them, and have so many columns."""
+        """Elements that may be read at once: rows begin at multiples of them, and end there."""
         found = 8
         for w in self.weights:
             found = math.gcd(found, w.data_ptr() // w.element_size(), w.shape[1], w.stride(0))
@@ -91,13 +96,49 @@ class Tables:
         return found
 
 
-def words_needed(tables: int, world: int) -> int:
-    return world * WORDS_SOURCE + tables * WORDS_TABLE
-
-
 def place_aligned(places: Places, dims: Sequence[int], at: int) -> int:
     """Elements that may be written, and copied, at once, where the output is element `at` of memory."""
     found = math.gcd(8, at, places.stride, places.group_stride, *places.starts, *dims)
     for source in places.sources:
         found = math.gcd(found, *source)
     return found
+
+
+@dataclass(frozen=True)
+class BagsConfig:
+    """How `embedding_exchange` runs.
+
+    tile: elements that a program pools at once, a power of two; unroll: rows of a bag that it reads at once;
+    per_sm: programs of a multiprocessor; slice_kib: of rows that one signal covers, about; copying: programs
+    that copy, 0 for all.
+    """
+
+    tile: int = 1024
+    unroll: int = 4
+    warps: int = 4
+    per_sm: int = 8
+    slice_kib: int = 512
+    copying: int = 0
+
+    @property
+    def registers(self) -> int:
+        """Of a thread, so that all programs of a multiprocessor run at once."""
+        return min(255, 65536 // (32 * self.warps * self.per_sm) // 8 * 8)
+
+    def columns(self, dims: Sequence[int]) -> int:
+        """Columns of a tile: those of the widest table, if it has room for them."""
+        return min(self.tile, 1 << (max(1, *dims) - 1).bit_length())
+
+    def slice_bags(self, places: Places, itemsize: int) -> int:
+        """Bags of a slice, the same on all ranks, whatever the dims of their own tables."""
+        row = max(1, *(cols * places.groups for _, cols, _ in places.sources)) * itemsize
+        return max(1, self.slice_kib * 1024 // (row * MOST_BAGS)) * MOST_BAGS
+
+
+def exchange_needs(places: Places, itemsize: int, world: int, config: BagsConfig) -> Need:
+    """What a call of `embedding_exchange` uses."""
+    elements = sum(places.b * cols * places.groups for _, cols, _ in places.sources)
+    slices = cdiv(places.b, config.slice_bags(places, itemsize))
+    return Need(
+        inbox=2 * (elements * itemsize + LONGEST_ROW), signals=2 * 4 * world * slices, done=world * slices
+    )

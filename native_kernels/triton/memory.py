@@ -20,6 +20,9 @@ LONGEST_ROW = 1 << 20
 STATE_WORDS, RECORD_WORDS = 8, 8
 """Lengths of `PeerMemory.state` (int64) and `PeerMemory.record` (int32); `comm` says what they hold."""
 
+BAD_INPUT_WORD = 3
+"""The word of the record, as int64, that `embedding_exchange` sets where its input is none."""
+
 
 @dataclass(frozen=True)
 class Region:

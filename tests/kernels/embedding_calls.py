@@ -1,10 +1,11 @@
 """Calls of `embedding_exchange` on ranks that are CPU processes; every call is checked bit by bit.
 
-Tables and weights are small multiples of 1/4: sums are exact in fp32 and in fp64, so that the only roundings are
-those that the op promises.
+Tables and weights are small multiples of 1/4: sums are exact in fp32 and in fp64, so that the only roundings
+are those that the op promises.
 """
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -13,12 +14,8 @@ from torch.nn import functional as F
 
 from autofuse.lowering.gpu.exchange_ways import places_of, send_places
 from autofuse.lowering.ops import embedding_layout
-from autofuse.native_kernels.triton.embedding_exchange import (
-    BagsConfig,
-    exchange_needs,
-    launch_embedding_exchange,
-)
-from autofuse.native_kernels.triton.embedding_tables import Tables
+from autofuse.native_kernels.triton.embedding_exchange import launch_embedding_exchange
+from autofuse.native_kernels.triton.embedding_tables import BagsConfig, Tables, exchange_needs
 from autofuse.native_kernels.triton.memory import Need, PeerMemory
 from tests.kernels.calls import SITE, peer_memory, straggling
 
@@ -27,7 +24,8 @@ CONFIG = BagsConfig(tile=64, unroll=2, per_sm=2, copying=1, slice_kib=1)
 
 @dataclass(frozen=True)
 class Exchange:
-    """A call: `dims[r]` are those of rank r's tables, `dtypes` theirs by turns. Bags have 0 to `pooling` indices.    """
+    """A call: `dims[r]` are those of rank r's tables, `dtypes` theirs by turns; a bag has at most `pooling`
+    indices, or none."""
 
     dims: tuple[tuple[int, ...], ...]
     b: int = 5
@@ -79,7 +77,7 @@ class Exchange:
         ):
             bounds = [*offsets.tolist()[:bags], len(indices)]
             rows = []
-            for start, stop in zip(bounds[:-1], bounds[1:], strict=True):
+            for start, stop in pairwise(bounds):
                 used = indices[start:stop].long()
                 keep = (used != self.padding) & (used >= 0) & (used < self.rows)
                 values = w[used[keep]].double()
@@ -132,8 +130,8 @@ def check(got: Tensor, expected: Tensor, call: Exchange, memory: PeerMemory) -> 
     assert not memory.record.any(), f"rank {memory.rank}, {call}: {memory.record.tolist()}"
     wrong = ~((got == expected) & (got.signbit() == expected.signbit())) & ~((got == 0) & (expected == 0))
     assert not wrong.any(), (
-        f"rank {memory.rank}, call {int(memory.state[3])}, {call}: {int(wrong.sum())} of {wrong.numel()} differ, "
-        f"first at {wrong.nonzero()[0].tolist()}: {got[wrong][0]} instead of {expected[wrong][0]}"
+        f"rank {memory.rank}, call {int(memory.state[3])}, {call}: {int(wrong.sum())} of {wrong.numel()} "
+        f"differ, first at {wrong.nonzero()[0].tolist()}: {got[wrong][0]} instead of {expected[wrong][0]}"
     )
 
 

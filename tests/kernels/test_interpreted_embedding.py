@@ -59,7 +59,10 @@ def cases(world: int) -> dict[str, Exchange]:
 
 @pytest.mark.parametrize(
     ("name", "world"),
-    [*((name, 2) for name in cases(2)), *((name, 4) for name in ("plain", "mixed dims", "one program", "send"))],
+    [
+        *((name, 2) for name in cases(2)),
+        *((name, 4) for name in ("plain", "mixed dims", "one program", "send")),
+    ],
 )
 def test_bitwise(interpreters: Interpreters, name: str, world: int) -> None:
     """Every call in either half of the memory."""

@@ -1,0 +1,67 @@
+"""Where the words lie that describe the tables of a call: put there once, as long as they do not change.
+
+Calls of a group run one after another, so that what an earlier one has read may be overwritten. A captured
+call keeps the words it found; if it found none, the graph puts them at every replay, where all such calls do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+SLOTS = 32
+"""Calls whose words are remembered."""
+
+Put = Callable[[Tensor, Sequence[int]], None]
+
+
+class Words:
+    """put: stores words on the device, in the order of the current stream; allocate: int64 memory, kept."""
+
+    def __init__(self, put: Put, allocate: Callable[[int], Tensor]) -> None:
+        self._put, self._allocate = put, allocate
+        self._slots: list[Tensor] = []
+        self._kept: list[list[Tensor]] = []  # captured graphs may read them
+        self._size = 0
+        self._known: dict[tuple[int, ...], int] = {}  # the last one used is the last one
+        self._captured: set[int] = set()
+
+    def place(self, words: tuple[int, ...], capturing: bool) -> Tensor:
+        """The device's copy of `words`, until a later call with other words.
+
+        Not to be called first with so many words while a graph is captured: that allocates.
+        """
+        slot = self._known.pop(words, None)
+        if slot is not None:
+            self._known[words] = slot
+            if capturing:
+                self._captured.add(slot)
+            return self._slots[slot]
+        if len(words) > self._size:
+            self._grow(len(words))
+        slot = None if capturing else self._free()
+        found = self._slots[SLOTS if slot is None else slot]
+        self._put(found, words)
+        if slot is not None:
+            self._known[words] = slot
+        return found
+
+    def _free(self) -> int | None:
+        """A slot that has no words, or else that of the words that were used longest ago."""
+        used = set(self._known.values()) | self._captured
+        for slot in range(SLOTS):
+            if slot not in used:
+                return slot
+        for words, slot in self._known.items():
+            if slot not in self._captured:
+                del self._known[words]
+                return slot
+        return None
+
+    def _grow(self, size: int) -> None:
+        self._size = 1 << (size - 1).bit_length()
+        self._kept.append(self._slots)
+        self._slots = list(self._allocate((SLOTS + 1) * self._size).view(SLOTS + 1, self._size))
+        self._known.clear()
+        self._captured.clear()
