@@ -72,7 +72,7 @@ def exchange_ways(problem: ExchangeProblem) -> Mapping[str, BagsConfig | None]:
 def _configs() -> Iterator[BagsConfig]:
     """Differ in how many rows are on their way in a multiprocessor, and to how many threads."""
     yield BagsConfig()
-    yield BagsConfig(tile=512, unroll=8, warps=2, per_sm=15)
+    yield BagsConfig(tile=512, unroll=8, warps=2, per_sm=14)
     yield BagsConfig(tile=256, unroll=8, warps=1, per_sm=32)
     yield BagsConfig(unroll=8, per_sm=6)
     yield BagsConfig(tile=2048, per_sm=4)

@@ -246,12 +246,13 @@ def embedding_exchange(
     WRITE: tl.constexpr, BB: tl.constexpr, BD: tl.constexpr, CB: tl.constexpr, UNROLL: tl.constexpr,
     CR: tl.constexpr, CC: tl.constexpr, LANES: tl.constexpr, TRACE: tl.constexpr, EVENTS: tl.constexpr,
 ):  # fmt: skip
-    """Grid: PROGRAMS, of which the last COPYING copy. words: as `Tables.words` has them; inbox, signals: int64
-    [W], addresses of those of all ranks; done: int32 [(W - 1) * slices], 0.
+    """Grid: PROGRAMS, of which the last COPYING copy. words: as `Tables.words` has them; inbox, signals:
+    int64 [W], addresses of those of all ranks; done: int32 [(W - 1) * slices], 0.
 
     count: of tables; blocks: of BB bags, slice_blocks of them in a slice; pieces: of CR x CC elements that a
-    slice has at most, col_blocks side by side; stride, group_stride: a WRITE-th of those of `Places`; CB: blocks
-    of BD columns of a table. SEND: nothing is exchanged, and out is [W, b, columns], what each rank is to get.
+    slice has at most, col_blocks side by side; stride, group_stride: a WRITE-th of those of `Places`; CB:
+    blocks of BD columns of a table. SEND: nothing is exchanged, out is [W, b, columns], what each rank is to
+    get.
     """
     program = tl.program_id(0)
     INDEX: tl.constexpr = tl.int64 if WIDE else tl.int32
@@ -352,8 +353,8 @@ def launch_embedding_exchange(
 ) -> None:
     """Pool all bags and exchange them, into `out` on every rank; it is contiguous, of the exchanged dtype.
 
-    words: int64, on the device, `tables.words(places)`. send: no exchange, out is [W, b, C], what each rank is
-    to get, and `places` are places in a part of it. memory.programs: multiprocessors.
+    words: int64, on the device, `tables.words(places)`. send: no exchange, out is [W, b, C], what each rank
+    is to get, and `places` are places in a part of it. memory.programs: multiprocessors.
     """
     world, rank, itemsize = memory.world, memory.rank, out.element_size()
     dims, b = tables.dims, places.b

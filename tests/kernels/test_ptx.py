@@ -5,7 +5,7 @@ text; what the kernels write as inline assembly stays in one piece there.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import cycle, product
@@ -130,10 +130,9 @@ def launch(problem: Problem, config: Config, transposed: bool, trace: bool) -> N
         launch_matmul_packets(memory, x, w, out, False, everywhere, config, trace=events)
 
 
-@cache
-def compiled(problem: Problem, config: Config, transposed: bool, trace: bool) -> Kernel:
-    """The kernel that a launch asks for, specialised to its arguments; nothing is launched."""
-    found: list[Kernel] = []
+def compile_launch(launch: Callable[[], None]) -> tuple[Kernel, bytes]:
+    """The kernel that `launch` asks for, specialised to its arguments, and its cubin; nothing is launched."""
+    found: list[tuple[Kernel, bytes]] = []
 
     def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         backend = make_backend(TARGET)
@@ -143,11 +142,18 @@ def compiled(problem: Problem, config: Config, transposed: bool, trace: bool) ->
         options, *rest = kernel._pack_args(backend, kwargs, bound, specialization, None)
         done = triton.compile(ASTSource(kernel, *rest), target=TARGET, options=options.__dict__)
         lines = [line.strip() for line in done.asm["ptx"].splitlines()]
-        found.append(Kernel(kernel.__name__, tuple(filter(None, lines)), done.metadata.shared))
+        made = Kernel(kernel.__name__, tuple(filter(None, lines)), done.metadata.shared)
+        found.append((made, done.asm["cubin"]))
 
     with patch.object(JITFunction, "run", run):
-        launch(problem, config, transposed, trace)
+        launch()
     return found[0]
+
+
+@cache
+def compiled(problem: Problem, config: Config, transposed: bool, trace: bool) -> Kernel:
+    """The kernel of a dense way."""
+    return compile_launch(lambda: launch(problem, config, transposed, trace))[0]
 
 
 def cases() -> Iterator[tuple[Problem, Config, bool, bool]]:

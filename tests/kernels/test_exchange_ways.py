@@ -1,0 +1,137 @@
+"""Ways of embedding_bag_all_to_all on GPUs, where its rows go, and where the words of its tables lie."""
+
+from collections.abc import Sequence
+
+import pytest
+
+pytest.importorskip("triton")
+
+import torch
+from torch import Tensor
+
+from autofuse.lowering.gpu.choice import Point, choose
+from autofuse.lowering.gpu.exchange_ways import (
+    MERGED_NCCL,
+    TORCH_NCCL,
+    ExchangeProblem,
+    exchange_needs_of,
+    exchange_ways,
+    places_of,
+)
+from autofuse.lowering.gpu.ways import MOST_BYTES
+from autofuse.lowering.gpu.words import SLOTS, Words
+from autofuse.lowering.ops import embedding_layout
+from autofuse.native_kernels.triton.embedding_tables import exchange_needs
+
+BF16 = torch.bfloat16
+
+
+def problem(b: int = 512, columns: int = 1024, world: int = 4, dtype: torch.dtype = BF16) -> ExchangeProblem:
+    return ExchangeProblem(b, (columns,) * world, "bsc", dtype)
+
+
+def test_without_a_table_torch_runs_it() -> None:
+    assert choose(problem(), ()) == TORCH_NCCL
+
+
+def test_a_measured_point_decides_for_its_neighbours() -> None:
+    point = Point.of(problem(), {"bags": 100.0, MERGED_NCCL: 200.0, TORCH_NCCL: 300.0})
+    assert choose(problem(1024), (point,)) == "bags"
+    assert choose(problem(1024, 8192), (point,)) == TORCH_NCCL
+    gone = Point.of(problem(), {"bags of old": 100.0, MERGED_NCCL: 200.0})
+    assert choose(problem(), (gone,)) == MERGED_NCCL
+    dense = Point("matmul_all_reduce", 2048, 1, 1024, 4, (("bags", 1.0),))
+    assert choose(problem(), (dense,)) == TORCH_NCCL
+
+
+def test_what_no_kernel_runs_is_left_to_torch() -> None:
+    for odd in (problem(dtype=torch.float64), problem(world=16), problem(1 << 20, 1 << 12)):
+        assert list(exchange_ways(odd)) == [TORCH_NCCL]
+
+
+@pytest.mark.parametrize("layout", embedding_layout.LAYOUTS)
+def test_needs_depend_on_what_is_equal_on_all_ranks(layout: str) -> None:
+    """Not on the dims of a rank's own tables, of which every rank computes places."""
+    some = problem(70, 64)
+    for way, config in exchange_ways(some).items():
+        if config is not None:
+            need = exchange_needs_of(config, some)
+            assert need.inbox <= MOST_BYTES, way
+            for dims in ([64], [16] * 4) if "t" in layout else ([64], [16] * 4, [8, 40, 16]):
+                places = places_of(layout, 1, 70, some.columns, dims)
+                assert exchange_needs(places, 2, 4, config) == need, way
+
+
+@pytest.mark.parametrize("layout", embedding_layout.LAYOUTS)
+def test_places_are_those_of_the_layout(layout: str) -> None:
+    """Of our own tables, and of what the others have stored."""
+    b, dims, world = 3, [8, 8], 3
+    columns = [16] * world
+    shape = [int(n) for n in embedding_layout.shape(layout, b, columns, dims)]
+    out = torch.arange(b * sum(columns)).view(shape)
+    for rank in range(world):
+        places = places_of(layout, rank, b, columns, dims)
+        for source in range(world):
+            first, cols, stride = places.sources[source]
+            runs = [first + g * places.group_stride for g in range(places.groups)]
+            got = torch.stack([torch.stack([run + i * stride + torch.arange(cols) for i in range(b)])
+                               for run in runs], 1)  # fmt: skip
+            assert torch.equal(
+                got.flatten(), embedding_layout.part(out, layout, source, b, columns).flatten()
+            )
+        own = embedding_layout.part(out, layout, rank, b, columns).reshape(b, len(dims), 8)
+        for t, start in enumerate(places.starts):
+            rows = torch.stack([start + i * places.stride + torch.arange(8) for i in range(b)])
+            assert torch.equal(own[:, t], rows)
+
+
+def words_of(puts: list[tuple[int, ...]]) -> Words:
+    def put(to: Tensor, words: Sequence[int]) -> None:
+        puts.append(tuple(words))
+        to[: len(words)] = torch.tensor(words)
+
+    return Words(put, lambda size: torch.zeros(size, dtype=torch.int64))
+
+
+def test_words_are_put_once() -> None:
+    puts: list[tuple[int, ...]] = []
+    words = words_of(puts)
+    for _ in range(3):
+        for call in ((1, 2, 3), (4, 5, 6)):
+            assert words.place(call, False)[:3].tolist() == list(call)
+    assert puts == [(1, 2, 3), (4, 5, 6)]
+    assert words.place(tuple(range(9)), False)[:9].tolist() == list(range(9))  # it grows, and forgets
+    assert words.place((1, 2, 3), False)[:3].tolist() == [1, 2, 3]
+
+
+def test_words_of_captured_calls_stay() -> None:
+    puts: list[tuple[int, ...]] = []
+    words = words_of(puts)
+    words.place((0, 0), False)
+    captured = words.place((0, 0), True)
+    for i in range(1, 3 * SLOTS):
+        assert words.place((0, i), False)[:2].tolist() == [0, i]
+    assert captured[:2].tolist() == [0, 0]
+    assert len(puts) == 3 * SLOTS
+
+
+def test_a_captured_call_that_finds_no_words_puts_them_in_the_graph() -> None:
+    puts: list[tuple[int, ...]] = []
+    words = words_of(puts)
+    words.place((0, 0), False)
+    first, second = words.place((1, 1), True), words.place((1, 1), True)
+    assert puts == [(0, 0), (1, 1), (1, 1)]
+    assert first.data_ptr() == second.data_ptr()
+    for i in range(2 * SLOTS):  # no other call gets that place
+        assert words.place((2, i), False).data_ptr() != first.data_ptr()
+
+
+def test_when_graphs_hold_all_places_words_are_put_at_every_call() -> None:
+    puts: list[tuple[int, ...]] = []
+    words = words_of(puts)
+    for i in range(SLOTS):
+        words.place((i, i), False)
+        words.place((i, i), True)
+    for _ in range(2):
+        assert words.place((7, 77), False)[:2].tolist() == [7, 77]
+    assert len(puts) == SLOTS + 2

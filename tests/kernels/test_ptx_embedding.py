@@ -1,0 +1,172 @@
+"""What the compiler makes of embedding_exchange for sm_90, in every way in use; no GPU is needed.
+
+The rules are those of test_ptx.py, and three of this kernel: rows are read and written 16 bytes at a time, no
+register is spilled, and so many programs as a multiprocessor is to run at once fit on it.
+"""
+
+import re
+import subprocess
+from collections.abc import Iterator
+from itertools import cycle, product
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+
+from autofuse.lowering.gpu.exchange_ways import (
+    MERGED_NCCL,
+    ExchangeProblem,
+    exchange_needs_of,
+    exchange_ways,
+    places_of,
+    send_places,
+)
+from autofuse.native_kernels.triton.embedding_exchange import launch_embedding_exchange
+from autofuse.native_kernels.triton.embedding_tables import BagsConfig, Tables
+from autofuse.native_kernels.triton.memory import EVENTS, PeerMemory, Region
+from tests.kernels.test_ptx import (
+    ACQUIRE,
+    BARRIER,
+    GPU_SCOPE,
+    LABEL,
+    READ,
+    STORE,
+    Kernel,
+    compile_launch,
+)
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+B = 512
+SIGNAL = re.compile(r"\b(red|atom)\.[\w.]*(sys[\w.]*release|release[\w.]*sys)\b")
+COUNT = re.compile(r"\b(red|atom)\.[\w.]*gpu[\w.]*release\b")
+REGISTERS, PROGRAMS, SHARED = 65536, 32, 227 * 1024  # that a multiprocessor has
+
+Case = tuple[str, BagsConfig, bool, torch.dtype, torch.dtype, int, bool, bool]
+
+
+def cases() -> Iterator[Case]:
+    """Every way for 2, 4 and 8 ranks; dtypes, modes, weights, index dtypes and traces by turns."""
+    turns = cycle(product([BF16, FP16, FP32], [torch.int64, torch.int32], [0, 1, 2], [False, True]))
+    for world in (2, 4, 8):
+        problem = ExchangeProblem(B, (1024,) * world, "bsc", BF16)
+        for way, config in exchange_ways(problem).items():
+            if config is not None:
+                dtype, index, mode, trace = next(turns)
+                yield way, config, way == MERGED_NCCL, dtype, index, mode, mode == 0 and trace, trace
+        next(turns)
+
+
+def compiled(
+    config: BagsConfig,
+    send: bool,
+    dtypes: tuple[torch.dtype, ...],
+    index: torch.dtype = torch.int64,
+    mode: int = 0,
+    weighted: bool = False,
+    trace: bool = False,
+    world: int = 4,
+) -> tuple[Kernel, bytes]:
+    """As `lowering.gpu.embedding` launches it on rank 0, for 4 tables of 256 columns."""
+    columns, dims = (1024,) * world, [256] * 4
+    problem = ExchangeProblem(B, columns, "bsc", BF16)
+    need = exchange_needs_of(config, problem)
+    sizes = (need.inbox, 0, 0, 0, need.signals, 0)
+    regions = [Region.of([torch.empty(max(size, 256), dtype=torch.uint8)] * world) for size in sizes]
+    state = torch.empty(8, dtype=torch.int64)
+    memory = PeerMemory(
+        0, world, 132, *regions, state, state.int(), torch.empty(0), torch.empty(need.done, dtype=torch.int32)
+    )
+    tables = Tables(
+        [torch.empty(8, 256, dtype=dtypes[t % len(dtypes)]) for t in range(4)],
+        [torch.empty(8, dtype=index)] * 4,
+        [torch.empty(B * world, dtype=index)] * 4,
+        [torch.empty(8, dtype=dtypes[t % len(dtypes)]) for t in range(4)] if weighted else [],
+        mode,
+    )
+    places = send_places(0, B, columns, dims) if send else places_of("bsc", 0, B, columns, dims)
+    words, out = torch.empty(256, dtype=torch.int64), torch.empty(world * B, 1024, dtype=BF16)
+    events = torch.empty(132 * config.per_sm, EVENTS, 2, dtype=torch.int64) if trace else None
+    return compile_launch(
+        lambda: launch_embedding_exchange(memory, words, tables, places, out, config, send, trace=events)
+    )
+
+
+def used(cubin: bytes, folder: Path) -> dict[str, int]:
+    """Registers of a thread (REG), bytes of its stack, and of shared memory, of a kernel's cubin."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    if not tool.exists():
+        pytest.skip("this Triton brings no cuobjdump")
+    path = folder / "kernel.cubin"
+    path.write_bytes(cubin)
+    told = subprocess.run([tool, "-res-usage", path], capture_output=True, text=True, check=True).stdout
+    return {name: int(value) for name, value in re.findall(r"\b(REG|STACK|SHARED):(\d+)", told)}
+
+
+@pytest.mark.timeout(600)
+def test_rules() -> None:
+    for way, config, send, dtype, index, mode, weighted, trace in cases():
+        kernel, _ = compiled(config, send, (dtype,), index, mode, weighted, trace)
+        where = f"{way}, {dtype}, {index}, mode {mode}, weighted={weighted}, trace={trace}"
+        check_signals(kernel, where, send)
+        check_waits(kernel, where, send)
+        check_scopes(kernel, where)
+
+
+def check_signals(kernel: Kernel, where: str, send: bool) -> None:
+    """Stores, barrier, signal. Before a program counts an item there is a barrier, too."""
+    assert bool(kernel.find(SIGNAL)) == bool(kernel.find(COUNT)) == (not send), where
+    for at in kernel.find(SIGNAL) + kernel.find(COUNT):
+        barrier = kernel.last(BARRIER, at)
+        assert not kernel.between(barrier + 1, at, STORE), f"{where}: a store after the barrier"
+        # One thread does it: the others go round it, not round the barrier.
+        ways_in = [i for i in kernel.find(LABEL) if barrier < i < at]
+        assert len(ways_in) <= 1, f"{where}: a way around the barrier"
+
+
+def check_waits(kernel: Kernel, where: str, send: bool) -> None:
+    """Acquire at system scope, barrier, reads."""
+    polls = [i for i in kernel.find(ACQUIRE) if "ld.acquire" in kernel.lines[i]]
+    assert bool(polls) == (not send), where
+    for at in polls:
+        assert "ld.acquire.sys" in kernel.lines[at], where
+        barrier = kernel.find(BARRIER, at)[0]
+        assert not kernel.between(at, barrier, READ), f"{where}: a read before the barrier"
+
+
+def check_scopes(kernel: Kernel, where: str) -> None:
+    """What is ordered for our own GPU only is our own memory; signals go to addresses that were loaded."""
+    for at in kernel.find(GPU_SCOPE):
+        assert not kernel.is_from_memory(kernel.lines[at]), f"{where}: {kernel.lines[at]}"
+    for at in kernel.find(SIGNAL):
+        assert kernel.is_from_memory(kernel.lines[at]), where
+
+
+CONFIGS = dict(exchange_ways(ExchangeProblem(B, (1024,) * 4, "bsc", BF16)))
+
+
+@pytest.mark.parametrize("way", [way for way, config in CONFIGS.items() if config is not None])
+def test_registers_and_vectors(way: str, tmp_path: Path) -> None:
+    """For tables of bfloat16."""
+    config = CONFIGS[way]
+    assert config is not None
+    kernel, cubin = compiled(config, way == MERGED_NCCL, (BF16,))
+    found = used(cubin, tmp_path)
+    assert found["STACK"] == 0, f"{found['STACK']} bytes are spilled"
+    # A warp gets registers in units of 256, a program 1 KiB of shared memory besides its own.
+    warp = -(-found["REG"] * 32 // 256) * 256
+    assert config.per_sm <= min(PROGRAMS, REGISTERS // (warp * config.warps))
+    assert config.per_sm * (kernel.shared + 1024) <= SHARED
+    text = "\n".join(kernel.lines)
+    threads = 32 * config.warps
+    assert text.count("ld.global.v4.b32") >= config.unroll * max(1, config.tile // (8 * threads))
+    assert "st.global.v4.b32" in text
+    assert "ld.global.b16" not in text
+    assert "st.global.b16" not in text
+
+
+def test_tables_of_all_dtypes() -> None:
+    """In one kernel, which has a branch for each."""
+    kernel, _ = compiled(BagsConfig(), False, (BF16, FP16, FP32))
+    check_signals(kernel, "all dtypes", False)
+    check_scopes(kernel, "all dtypes")
