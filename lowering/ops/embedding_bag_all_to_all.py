@@ -57,7 +57,7 @@ def _fake(
     return weights[0].new_empty(layouts.shape(layout, b, columns, _dims(weights)), dtype=dtype)
 
 
-def _reference(
+def reference(
     weights: list[Tensor],
     indices: list[Tensor],
     offsets: list[Tensor],
@@ -214,4 +214,4 @@ def _sample_gradient(grad: Tensor, weight: Tensor, indices: Tensor, offsets: Ten
     return ((grad[bag] * weight[indices]).sum(1)).masked_fill(indices == padding, 0)
 
 
-register(FusedOp(_SCHEMA, _fake, _reference, _cpu, _plan_shape, _setup_context, _backward, embedding_on_gpu))
+register(FusedOp(_SCHEMA, _fake, reference, _cpu, _plan_shape, _setup_context, _backward, embedding_on_gpu))

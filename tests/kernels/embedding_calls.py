@@ -6,13 +6,17 @@ are those that the op promises.
 
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from autofuse.lowering.gpu.exchange_ways import places_of, send_places
+from autofuse.lowering.gpu import embedding
+from autofuse.lowering.gpu.exchange_ways import ExchangeProblem, exchange_ways, places_of, send_places
+from autofuse.lowering.gpu.words import Words
 from autofuse.lowering.ops import embedding_layout
 from autofuse.native_kernels.triton.embedding_exchange import launch_embedding_exchange
 from autofuse.native_kernels.triton.embedding_tables import BagsConfig, Tables, exchange_needs
@@ -174,6 +178,46 @@ def reported(rank: int, world: int, call: Exchange, table: int, at: int, value: 
     check(call.run(memory, 1), call.expected(rank, 1), call, memory)
     dist.barrier()
     return word
+
+
+class FakeWorkspace:
+    """As `GpuWorkspace`, of CPU ranks."""
+
+    def __init__(self, memory: PeerMemory) -> None:
+        assert dist.group.WORLD is not None
+        self.memory, self.rank = memory, memory.rank
+        self.group_name = dist.group.WORLD.group_name
+        self.words = Words(
+            lambda to, words: to[: len(words)].copy_(torch.tensor(words)),
+            lambda size: torch.zeros(size, dtype=torch.int64),
+        )
+
+    def enter(self, *args: Any) -> tuple[PeerMemory, int, bool]:
+        args[2]()
+        return self.memory, SITE, False
+
+    def leave(self) -> None:
+        pass
+
+
+def run_way(rank: int, world: int, way: str, call: Exchange) -> None:
+    """A call as `lowering.gpu.embedding` makes it."""
+    memory = peer_memory(rank, world, call.need(world))
+    problem = ExchangeProblem(call.b, tuple(call.columns), call.layout, call.wire, 1)
+    assert way in exchange_ways(problem)
+    given = call.tables(rank, 0)
+    tables = embedding.tables_of(
+        given.weights, given.indices, given.offsets, given.samples, call.mode, call.last, call.padding
+    )
+    workspace: Any = FakeWorkspace(memory)
+    with (
+        patch.object(embedding, "exchange_ways", lambda problem: {way: call.config}),
+        patch.object(torch.cuda, "is_current_stream_capturing", lambda: False),
+    ):
+        found = embedding.exchange(workspace, way, problem, tables, "here")
+    assert found is not None
+    check(found, call.expected(rank, 0), call, memory)
+    dist.barrier()
 
 
 def lose(rank: int, world: int, call: Exchange, lost: int) -> list[int]:

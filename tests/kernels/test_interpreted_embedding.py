@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from autofuse.lowering.gpu.exchange_ways import MERGED_NCCL
 from autofuse.native_kernels.triton.embedding_exchange import BAD_BAG, BAD_INDEX, POOLING
 from tests.kernels.calls import SITE
 from tests.kernels.embedding_calls import (
@@ -18,6 +19,7 @@ from tests.kernels.embedding_calls import (
     lose,
     reported,
     run_exchanges,
+    run_way,
     same_bits,
 )
 from tests.ranks import RankPool
@@ -83,6 +85,13 @@ def test_back_to_back(interpreters: Interpreters, world: int) -> None:
     calls.remove(cases(world)["many slices"])
     calls += [Exchange(even(world, 1, 8), b=b, layout="sbc") for b in (2, 9, 40)]
     interpreters(world).run(run_exchanges, random.Random(world).choices(calls, k=50), timeout=300)
+
+
+@pytest.mark.parametrize("way", ["bags", MERGED_NCCL])
+def test_as_the_op_runs_it(interpreters: Interpreters, way: str) -> None:
+    """With the workspace of CPU ranks, and gloo in place of NCCL."""
+    for call in (Exchange(mixed(2), b=3, last=True), Exchange(even(2), layout="stbd", wire=FP32)):
+        interpreters(2).run(run_way, way, call)
 
 
 def test_the_same_bits_in_every_run(interpreters: Interpreters) -> None:

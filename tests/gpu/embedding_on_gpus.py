@@ -1,0 +1,146 @@
+"""What the tests of embedding_bag_all_to_all run on ranks with GPUs."""
+
+import random
+import time
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.gpu.on_gpus import poison
+from tests.ops.bags import Case, arrange, bound, doubled, inputs_of, pooled
+from tests.ranks import fresh_group
+
+
+def wanted(case: Case, rank: int) -> Tensor:
+    """In fp64."""
+    whole = [pooled(case, doubled(inputs_of(case, r))) for r in range(len(case.dims))]
+    return arrange(case, whole, rank)
+
+
+def on_device(case: Case, rank: int) -> tuple[list[Tensor], ...]:
+    return tuple([t.cuda() for t in kind] for kind in inputs_of(case, rank))
+
+
+def call(way: str, case: Case, inputs: tuple[list[Tensor], ...], group: str = "") -> Tensor:
+    from autofuse.lowering.gpu.embedding import tables_of
+    from autofuse.lowering.gpu.exchange_measure import run
+    from autofuse.lowering.gpu.workspace import workspace_for
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    workspace = workspace_for(group or dist.group.WORLD.group_name, device)
+    return run(workspace, way, problem_of(case), tables_of(*inputs, *case.options))
+
+
+def problem_of(case: Case):  # type: ignore[no-untyped-def]
+    from autofuse.lowering.gpu.exchange_ways import ExchangeProblem
+
+    programs = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+    return ExchangeProblem(case.b, tuple(case.columns), case.layout, case.wire, programs)
+
+
+def ways_of(case: Case) -> list[str]:
+    from autofuse.lowering.gpu.exchange_ways import exchange_ways
+
+    return list(exchange_ways(problem_of(case)))
+
+
+def kernels_of(case: Case) -> list[str]:
+    return [way for way in ways_of(case) if way != "torch+nccl"]
+
+
+def check(got: Tensor, case: Case, reference: Tensor) -> str:
+    """What is wrong with a result; empty if nothing is."""
+    got = got.double().cpu().view(reference.shape)
+    if got.isnan().any():
+        return "something was not written"
+    over = ((got - reference).abs() / bound(case, reference)).max()
+    return f"{float(over):.2f} times the bound" if over > 1 else ""
+
+
+def all_ways(rank: int, world: int, case: Case) -> dict[str, str]:
+    """What is wrong with each way: against fp64, and two runs against each other."""
+    inputs, reference, found = on_device(case, rank), wanted(case, rank), {}
+    for way in ways_of(case):
+        call(way, case, inputs)
+        poison()
+        first, second = call(way, case, inputs), call(way, case, inputs)
+        same = torch.equal(first, second) or way.startswith("torch")
+        found[way] = check(first, case, reference) or ("" if same else "other bits in another run")
+    return found
+
+
+def many_calls(rank: int, world: int, cases: list[Case], calls: int) -> str:
+    """Calls of changing shapes and ways, back to back, rank 0 late now and then; the first that is wrong."""
+    draw = random.Random(7)
+    ready = [(c, on_device(c, rank), wanted(c, rank), kernels_of(c)) for c in cases]
+    outputs = []
+    for number in range(calls):
+        case, inputs, reference, ways = draw.choice(ready)
+        way = draw.choice(ways)
+        if rank == 0 and number % 50 == 0:
+            torch.cuda._sleep(2_000_000)
+            time.sleep(0.01)
+        outputs.append((way, case, call(way, case, inputs), reference))
+        if len(outputs) == 50:
+            for each, of, got, expected in outputs:
+                if wrong := check(got, of, expected):
+                    return f"call {number}, {each}, {of}: {wrong}"
+            outputs = []
+    return ""
+
+
+def replayed(rank: int, world: int, case: Case, replays: int) -> str:
+    """A captured graph of all ways, also at addresses that they have not seen, replayed; what is wrong."""
+    inputs, reference = on_device(case, rank), wanted(case, rank)
+    others = tuple([t.clone() for t in kind] for kind in inputs)  # at other addresses
+    ways = kernels_of(case)
+    for way in ways:
+        call(way, case, inputs)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = [call(way, case, which) for way in ways for which in (inputs, others)]
+    for _ in range(replays):
+        for out in outputs:
+            out.fill_(float("nan"))
+        graph.replay()
+        call(ways[0], case, inputs)  # an eager one in between
+        for number, out in enumerate(outputs):
+            if wrong := check(out, case, reference):
+                return f"{ways[number // 2]}: {wrong}"
+    return ""
+
+
+def bad_index(rank: int, world: int, case: Case) -> str:
+    """Rank 1 has an index that its table has not; what a later check tells it. Nobody hangs."""
+    from autofuse.lowering.gpu.workspace import check as check_group
+
+    group = fresh_group()
+    inputs = on_device(case, rank)
+    if rank == 1:
+        inputs[1][1][0] = 1 << 40
+    call("bags", case, inputs, group)
+    torch.cuda.synchronize()
+    dist.barrier()
+    try:
+        check_group(group)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def op(rank: int, world: int, case: Case) -> str:
+    """`torch.ops.autofuse`, with a table of ways that says to fuse."""
+    from autofuse.lowering.gpu.choice import Point, add_points
+    from autofuse.lowering.gpu.workspace import workspace_for
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    add_points(
+        workspace_for(dist.group.WORLD.group_name, device), (Point.of(problem_of(case), {"bags": 1.0}),)
+    )
+    got = torch.ops.autofuse.embedding_bag_all_to_all(
+        *on_device(case, rank), *case.options, case.wire, case.columns, case.layout,
+        dist.group.WORLD.group_name, "direct", "test",
+    )  # fmt: skip
+    return check(got, case, wanted(case, rank))

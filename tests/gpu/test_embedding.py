@@ -1,0 +1,65 @@
+"""embedding_bag_all_to_all on GPUs: every way to run it, and what may happen round it."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from tests.ops.bags import Case
+from tests.ranks import RankPool
+
+from . import embedding_on_gpus
+from .conftest import WORLDS
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
+
+Pools = Callable[[int], RankPool]
+BF16, FP16 = torch.bfloat16, torch.float16
+
+
+def cases(world: int) -> dict[str, Case]:
+    even = ((256,) * 4,) * world
+    mixed = ((256, 64, 8), (48,), (130, 7), (64, 64), (16,), (8, 1024), (32,), (5,))[:world]
+    return {
+        "plain": Case(even, b=64, pooling=20, rows=5000, table=BF16, wire=BF16),
+        "few bags": Case(even, b=1, pooling=3, table=BF16, wire=BF16),
+        "many bags": Case(even, b=700, pooling=2, table=FP16, wire=FP16, index=torch.int32),
+        "mixed dims": Case(mixed, b=33, table=BF16, wire=BF16, last_offset=True),
+        "fp32": Case(even, b=40, mode="mean", padding=3),
+        "cast": Case(even, b=40, wire=BF16, weighted=True),
+        "max": Case(even, b=40, table=BF16, wire=BF16, mode="max"),
+        **{
+            layout: Case(((64,) * 3,) * world, layout, b=37, table=BF16, wire=BF16)
+            for layout in ("sbc", "bstd", "stbd", "sbtd")
+        },
+    }
+
+
+@pytest.mark.parametrize("name", list(cases(2)))
+@pytest.mark.parametrize("world", WORLDS)
+def test_all_ways(gpu_ranks: Pools, world: int, name: str) -> None:
+    for found in gpu_ranks(world).run(embedding_on_gpus.all_ways, cases(world)[name], timeout=300):
+        assert not {way: wrong for way, wrong in found.items() if wrong}
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_thousand_calls(gpu_ranks: Pools, world: int) -> None:
+    some = list(cases(world).values())
+    assert not any(gpu_ranks(world).run(embedding_on_gpus.many_calls, some, 1000, timeout=300))
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_captured_graph(gpu_ranks: Pools, world: int) -> None:
+    assert not any(gpu_ranks(world).run(embedding_on_gpus.replayed, cases(world)["plain"], 20, timeout=200))
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_an_index_out_of_range_is_named(gpu_ranks: Pools, world: int) -> None:
+    found = gpu_ranks(world).run(embedding_on_gpus.bad_index, cases(world)["plain"], timeout=200)
+    assert "index 2147483647 of table 1 is outside of its rows" in found[1]
+    assert not any(text for rank, text in enumerate(found) if rank != 1)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_the_op_is_fused_where_a_table_says_so(gpu_ranks: Pools, world: int) -> None:
+    assert not any(gpu_ranks(world).run(embedding_on_gpus.op, cases(world)["plain"], timeout=200))
