@@ -15,7 +15,7 @@ from torch import Tensor
 from autofuse.lowering.ops import embedding_layout as layouts
 from autofuse.lowering.torch_internals import resolve_group
 from autofuse.native_kernels.triton.embedding_exchange import launch_embedding_exchange
-from autofuse.native_kernels.triton.embedding_tables import DTYPE_BITS, Places, Tables
+from autofuse.native_kernels.triton.embedding_tables import DTYPE_BITS, BagsConfig, Places, Tables
 from autofuse.native_kernels.triton.memory import Need
 
 from .choice import chosen
@@ -77,18 +77,19 @@ def tables_of(
     mode: int,
     last: bool,
     padding: int,
+    op: str = OP,
 ) -> Tables:
-    """As the kernel takes them. ValueError for what would make it read what is none of theirs."""
+    """As the kernels take them. ValueError for what would make them read what is none of theirs."""
     bags = offsets[0].shape[0]
     for t, o in enumerate(offsets):
         if o.shape[0] != bags:
             raise ValueError(
-                f"{OP}: table {t} has {o.shape[0]} offsets, table 0 {bags}; pass as many for each"
+                f"{op}: table {t} has {o.shape[0]} offsets, table 0 {bags}; pass as many for each"
             )
     for t, (w, s, i) in enumerate(zip(weights, samples, indices, strict=False)):
         if s.dtype != w.dtype or s.shape != i.shape:
             raise ValueError(
-                f"{OP}: per_sample_weights of table {t} are {s.dtype} {list(s.shape)}; expected "
+                f"{op}: per_sample_weights of table {t} are {s.dtype} {list(s.shape)}; expected "
                 f"{w.dtype}, one for each of {i.shape[0]} indices"
             )
     wide = any(t.dtype == torch.int64 for t in (*indices, *offsets))
@@ -114,7 +115,7 @@ def exchange(
 ) -> Tensor | None:
     """A call in a way that has a kernel; None where it has to be left to torch while a graph is captured."""
     config = exchange_ways(problem)[way]
-    assert config is not None
+    assert isinstance(config, BagsConfig)
     b, columns, dims, rank = problem.b, problem.columns, tables.dims, workspace.rank
     send = way == MERGED_NCCL
     variant = (

@@ -1,4 +1,6 @@
-"""All ways to run embedding_bag_all_to_all on GPUs, by names that are equal on all ranks and in every table.
+"""All ways to run embedding_bag_all_to_all and its backward on GPUs.
+
+They have names, equal on all ranks and in every table.
 
 Whether one can run depends on nothing but what is equal on all ranks, not on their own tables, dims
 or indices.
@@ -7,16 +9,19 @@ or indices.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import TypeAlias
 
 import torch
 
 from autofuse.lowering.ops import embedding_layout
 from autofuse.native_kernels.triton.embedding_tables import (
     DTYPE_BITS,
+    BackwardConfig,
     BagsConfig,
     Places,
+    backward_needs,
     exchange_needs,
 )
 from autofuse.native_kernels.triton.memory import Need
@@ -24,12 +29,15 @@ from autofuse.native_kernels.triton.memory import Need
 from .ways import MOST_BYTES, settings_of
 
 OP = "embedding_bag_all_to_all"
+BACKWARD = "all_to_all_embedding_bag_backward"
 
 TORCH_NCCL = "torch+nccl"
-"""What the op replaces: a kernel a table, a collective and a copy."""
+"""What the op replaces: kernels for every table, a collective and a copy."""
 
 MERGED_NCCL = "merged+nccl"
-"""All tables in one kernel, then the collective and a copy."""
+"""All tables in one kernel, and the collective with a copy."""
+
+ExchangeConfig: TypeAlias = BagsConfig | BackwardConfig
 
 
 @dataclass(frozen=True)
@@ -41,8 +49,8 @@ class ExchangeProblem:
     layout: str
     dtype: torch.dtype
     programs: int = 132
+    op: str = OP
 
-    op = OP
     k = 1  # so that a table of dense points has room for it: m bags in all, n columns a rank
 
     @property
@@ -59,13 +67,17 @@ class ExchangeProblem:
 
 
 @lru_cache(maxsize=1024)
-def exchange_ways(problem: ExchangeProblem) -> Mapping[str, BagsConfig | None]:
+def exchange_ways(problem: ExchangeProblem) -> Mapping[str, ExchangeConfig | None]:
     """Names of all ways that can run, with the configurations of the kernel."""
-    found: dict[str, BagsConfig | None] = {TORCH_NCCL: None}
+    found: dict[str, ExchangeConfig | None] = {TORCH_NCCL: None}
     nbytes = problem.b * sum(problem.columns) * problem.dtype.itemsize
     if problem.dtype in DTYPE_BITS and nbytes > 0 and 2 * nbytes < MOST_BYTES and problem.world <= 8:
-        found[MERGED_NCCL] = BagsConfig()
-        found |= {settings_of("bags", config): config for config in _configs()}
+        if problem.op == BACKWARD:
+            found[MERGED_NCCL] = BackwardConfig()
+            found |= {settings_of("strips", config): config for config in _backward_configs()}
+        else:
+            found[MERGED_NCCL] = BagsConfig()
+            found |= {settings_of("bags", config): config for config in _configs()}
     return found
 
 
@@ -81,8 +93,19 @@ def _configs() -> Iterator[BagsConfig]:
     yield BagsConfig(slice_kib=2048)
 
 
-def exchange_needs_of(config: BagsConfig, problem: ExchangeProblem) -> Need:
+def _backward_configs() -> Iterator[BackwardConfig]:
+    """Differ in how many rows are on their way, and how many of one index are added one after another."""
+    yield BackwardConfig()
+    yield BackwardConfig(strip=16)
+    yield BackwardConfig(tile=512, warps=2, per_sm=8)
+    yield BackwardConfig(tile=512, strip=16, warps=2, per_sm=8)
+    yield BackwardConfig(tile=2048, strip=32, warps=8, per_sm=2)
+
+
+def exchange_needs_of(config: ExchangeConfig, problem: ExchangeProblem) -> Need:
     """The memory that a fused way uses."""
+    if isinstance(config, BackwardConfig):
+        return backward_needs(problem.b, problem.columns, problem.dtype.itemsize)
     # Of dims only their sum matters, and it is the same on all ranks where the layout has more than columns.
     places = places_of("bsc", 0, problem.b, problem.columns, [problem.columns[0]])
     return exchange_needs(places, problem.dtype.itemsize, problem.world, config)
@@ -105,3 +128,9 @@ def send_places(rank: int, b: int, columns: Sequence[int], dims: Sequence[int]) 
     """Where this rank's rows lie in the part of a send buffer `[W, b, C]` that goes to one rank."""
     starts, _ = embedding_layout.place("sbc", 0, b, [columns[rank]], dims)
     return Places(b, tuple(starts), columns[rank], ((0, columns[rank], columns[rank]),) * len(columns))
+
+
+def backward_places(layout: str, rank: int, b: int, columns: Sequence[int], dims: Sequence[int]) -> Places:
+    """Where what goes to each rank lies in a gradient of `layout`, and this rank's tables in `[B, C]`."""
+    starts, stride = embedding_layout.place("sbc", 0, b, [columns[rank]], dims)
+    return replace(places_of(layout, rank, b, columns, dims), starts=tuple(starts), stride=stride)

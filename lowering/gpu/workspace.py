@@ -64,7 +64,13 @@ REGIONS = ("inbox", "finished", "packets", "words", "gathers", "copies", "signal
 
 _BAD_INDEX = 5
 
-_WAITS = {1: "to add its part", 2: "to send a sum", 3: "to send its part", 4: "to send its pooled rows"}
+_WAITS = {
+    1: "to add its part",
+    2: "to send a sum",
+    3: "to send its part",
+    4: "to send its pooled rows",
+    7: "to send the gradients of its bags",
+}
 
 
 class GpuWorkspace:

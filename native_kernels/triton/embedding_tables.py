@@ -1,21 +1,24 @@
-"""What `embedding_exchange` must know of tables and bags, as int64 words in device memory; how it runs.
+"""What `embedding_exchange` and `embedding_backward` must know of tables and bags, as int64 words in device
+memory; how they run.
 
 a source of rows   where they begin, columns, elements between two bags, 0             WORDS_SOURCE
 a table            address, rows, indices, their number, offsets, weights per sample,
                    elements between rows << 32 | columns, dtype << 32 | where its rows begin
                                                                                         WORDS_TABLE
+work on a table    before it, of all tables: entries, keys, blocks of strips, chunks    WORDS_WORK
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from .memory import LONGEST_ROW, Need, cdiv
 
-WORDS_SOURCE, WORDS_TABLE = 4, 8
+WORDS_SOURCE, WORDS_TABLE, WORDS_WORK = 4, 8, 4
 
 MOST_BAGS = 32
 """Most bags of an item; slices are multiples of so many, since ranks have items of different sizes."""
@@ -104,8 +107,25 @@ def place_aligned(places: Places, dims: Sequence[int], at: int) -> int:
     return found
 
 
+class Tiles:
+    """What configurations have in common whose programs share a multiprocessor."""
+
+    tile: int
+    warps: int
+    per_sm: int
+
+    @property
+    def registers(self) -> int:
+        """Of a thread, so that all programs of a multiprocessor run at once."""
+        return min(255, 65536 // (32 * self.warps * self.per_sm) // 8 * 8)
+
+    def columns(self, dims: Sequence[int]) -> int:
+        """Columns of a tile: those of the widest table, if it has room for them."""
+        return min(self.tile, 1 << (max(1, *dims) - 1).bit_length())
+
+
 @dataclass(frozen=True)
-class BagsConfig:
+class BagsConfig(Tiles):
     """How `embedding_exchange` runs.
 
     tile: elements that a program pools at once, a power of two; unroll: rows of a bag that it reads at once;
@@ -120,15 +140,6 @@ class BagsConfig:
     slice_kib: int = 512
     copying: int = 0
 
-    @property
-    def registers(self) -> int:
-        """Of a thread, so that all programs of a multiprocessor run at once."""
-        return min(255, 65536 // (32 * self.warps * self.per_sm) // 8 * 8)
-
-    def columns(self, dims: Sequence[int]) -> int:
-        """Columns of a tile: those of the widest table, if it has room for them."""
-        return min(self.tile, 1 << (max(1, *dims) - 1).bit_length())
-
     def slice_bags(self, places: Places, itemsize: int) -> int:
         """Bags of a slice, the same on all ranks, whatever the dims of their own tables."""
         row = max(1, *(cols * places.groups for _, cols, _ in places.sources)) * itemsize
@@ -142,3 +153,52 @@ def exchange_needs(places: Places, itemsize: int, world: int, config: BagsConfig
     return Need(
         inbox=2 * (elements * itemsize + LONGEST_ROW), signals=2 * 4 * world * slices, done=world * slices
     )
+
+
+@dataclass(frozen=True)
+class BackwardConfig(Tiles):
+    """How `embedding_backward` runs.
+
+    tile: elements that a program adds up at once, a power of two; strip: entries that it adds one after
+    another, a multiple of 4; per_sm: programs of a multiprocessor; adding: programs that add, 0 for all.
+    """
+
+    tile: int = 1024
+    strip: int = 64
+    warps: int = 4
+    per_sm: int = 4
+    adding: int = 0
+
+    @property
+    def chunk(self) -> int:
+        """Elements that a program sets to 0, or copies, at once."""
+        return 8 * self.tile
+
+    def strips(self, dims: Sequence[int]) -> int:
+        """Of a block, which a program walks along at once."""
+        return self.tile // self.columns(dims)
+
+    def blocks(self, tables: Tables) -> list[int]:
+        """Of each table."""
+        return [cdiv(i.shape[0], self.strip * self.strips(tables.dims)) for i in tables.indices]
+
+    def chunks(self, tables: Tables) -> list[int]:
+        """Of the gradient of each table."""
+        return [cdiv(w.numel(), self.chunk) for w in tables.weights]
+
+
+def backward_words(tables: Tables, places: Places, config: BackwardConfig) -> list[int]:
+    """As the kernel reads them. tables: the gradients; places: of their columns in G, and of what goes to
+    every rank in the gradient of the output."""
+    entries = [i.shape[0] for i in tables.indices]
+    keys = [w.shape[0] + 1 for w in tables.weights]
+    counts = (entries, keys, config.blocks(tables), config.chunks(tables))
+    before = [list(accumulate(count, initial=0))[:-1] for count in counts]
+    return [*tables.words(places), *(word for table in zip(*before, strict=True) for word in table)]
+
+
+def backward_needs(b: int, columns: Sequence[int], itemsize: int) -> Need:
+    """What a call of `embedding_backward` uses."""
+    world = len(columns)
+    nbytes = world * b * max(1, *columns) * itemsize
+    return Need(inbox=2 * (nbytes + LONGEST_ROW), signals=2 * 4 * world, done=world)

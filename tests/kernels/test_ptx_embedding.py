@@ -22,9 +22,10 @@ from autofuse.lowering.gpu.exchange_ways import (
     places_of,
     send_places,
 )
+from autofuse.lowering.gpu.workspace import REGIONS
 from autofuse.native_kernels.triton.embedding_exchange import launch_embedding_exchange
-from autofuse.native_kernels.triton.embedding_tables import BagsConfig, Tables
-from autofuse.native_kernels.triton.memory import EVENTS, PeerMemory, Region
+from autofuse.native_kernels.triton.embedding_tables import BagsConfig, Tables, Tiles
+from autofuse.native_kernels.triton.memory import EVENTS, Need, PeerMemory, Region
 from tests.kernels.test_ptx import (
     ACQUIRE,
     BARRIER,
@@ -57,6 +58,15 @@ def cases() -> Iterator[Case]:
         next(turns)
 
 
+def memory_for(need: Need, world: int) -> PeerMemory:
+    """Of rank 0, of a GPU of 132 multiprocessors; nothing is behind it."""
+    sizes = (*(getattr(need, name) for name in REGIONS), 0)
+    regions = [Region.of([torch.empty(max(size, 256), dtype=torch.uint8)] * world) for size in sizes]
+    state, done = torch.empty(8, dtype=torch.int64), torch.empty(need.done, dtype=torch.int32)
+    nothing = torch.empty(0)
+    return PeerMemory(0, world, 132, *regions, state, state.int(), nothing, done, nothing)
+
+
 def compiled(
     config: BagsConfig,
     send: bool,
@@ -69,14 +79,7 @@ def compiled(
 ) -> tuple[Kernel, bytes]:
     """As `lowering.gpu.embedding` launches it on rank 0, for 4 tables of 256 columns."""
     columns, dims = (1024,) * world, [256] * 4
-    problem = ExchangeProblem(B, columns, "bsc", BF16)
-    need = exchange_needs_of(config, problem)
-    sizes = (need.inbox, 0, 0, 0, need.signals, 0)
-    regions = [Region.of([torch.empty(max(size, 256), dtype=torch.uint8)] * world) for size in sizes]
-    state = torch.empty(8, dtype=torch.int64)
-    memory = PeerMemory(
-        0, world, 132, *regions, state, state.int(), torch.empty(0), torch.empty(need.done, dtype=torch.int32)
-    )
+    memory = memory_for(exchange_needs_of(config, ExchangeProblem(B, columns, "bsc", BF16)), world)
     tables = Tables(
         [torch.empty(8, 256, dtype=dtypes[t % len(dtypes)]) for t in range(4)],
         [torch.empty(8, dtype=index)] * 4,
@@ -108,14 +111,14 @@ def test_rules() -> None:
     for way, config, send, dtype, index, mode, weighted, trace in cases():
         kernel, _ = compiled(config, send, (dtype,), index, mode, weighted, trace)
         where = f"{way}, {dtype}, {index}, mode {mode}, weighted={weighted}, trace={trace}"
-        check_signals(kernel, where, send)
-        check_waits(kernel, where, send)
+        assert all(bool(kernel.find(each)) == (not send) for each in (SIGNAL, COUNT, ACQUIRE)), where
+        check_signals(kernel, where)
+        check_waits(kernel, where)
         check_scopes(kernel, where)
 
 
-def check_signals(kernel: Kernel, where: str, send: bool) -> None:
+def check_signals(kernel: Kernel, where: str) -> None:
     """Stores, barrier, signal. Before a program counts an item there is a barrier, too."""
-    assert bool(kernel.find(SIGNAL)) == bool(kernel.find(COUNT)) == (not send), where
     for at in kernel.find(SIGNAL) + kernel.find(COUNT):
         barrier = kernel.last(BARRIER, at)
         assert not kernel.between(barrier + 1, at, STORE), f"{where}: a store after the barrier"
@@ -124,11 +127,9 @@ def check_signals(kernel: Kernel, where: str, send: bool) -> None:
         assert len(ways_in) <= 1, f"{where}: a way around the barrier"
 
 
-def check_waits(kernel: Kernel, where: str, send: bool) -> None:
+def check_waits(kernel: Kernel, where: str) -> None:
     """Acquire at system scope, barrier, reads."""
-    polls = [i for i in kernel.find(ACQUIRE) if "ld.acquire" in kernel.lines[i]]
-    assert bool(polls) == (not send), where
-    for at in polls:
+    for at in kernel.find(ACQUIRE):
         assert "ld.acquire.sys" in kernel.lines[at], where
         barrier = kernel.find(BARRIER, at)[0]
         assert not kernel.between(at, barrier, READ), f"{where}: a read before the barrier"
@@ -151,12 +152,7 @@ def test_registers_and_vectors(way: str, tmp_path: Path) -> None:
     config = CONFIGS[way]
     assert config is not None
     kernel, cubin = compiled(config, way == MERGED_NCCL, (BF16,))
-    found = used(cubin, tmp_path)
-    assert found["STACK"] == 0, f"{found['STACK']} bytes are spilled"
-    # A warp gets registers in units of 256, a program 1 KiB of shared memory besides its own.
-    warp = -(-found["REG"] * 32 // 256) * 256
-    assert config.per_sm <= min(PROGRAMS, REGISTERS // (warp * config.warps))
-    assert config.per_sm * (kernel.shared + 1024) <= SHARED
+    check_resources(kernel, cubin, config, tmp_path)
     text = "\n".join(kernel.lines)
     threads = 32 * config.warps
     assert text.count("ld.global.v4.b32") >= config.unroll * max(1, config.tile // (8 * threads))
@@ -165,8 +161,18 @@ def test_registers_and_vectors(way: str, tmp_path: Path) -> None:
     assert "st.global.b16" not in text
 
 
+def check_resources(kernel: Kernel, cubin: bytes, config: Tiles, folder: Path) -> None:
+    """Nothing is spilled, and `per_sm` programs fit on a multiprocessor."""
+    found = used(cubin, folder)
+    assert found["STACK"] == 0, f"{found['STACK']} bytes are spilled"
+    # A warp gets registers in units of 256, a program 1 KiB of shared memory besides its own.
+    warp = -(-found["REG"] * 32 // 256) * 256
+    assert config.per_sm <= min(PROGRAMS, REGISTERS // (warp * config.warps))
+    assert config.per_sm * (kernel.shared + 1024) <= SHARED
+
+
 def test_tables_of_all_dtypes() -> None:
     """In one kernel, which has a branch for each."""
     kernel, _ = compiled(BagsConfig(), False, (BF16, FP16, FP32))
-    check_signals(kernel, "all dtypes", False)
+    check_signals(kernel, "all dtypes")
     check_scopes(kernel, "all dtypes")

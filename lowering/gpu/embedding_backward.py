@@ -1,0 +1,152 @@
+"""all_to_all_embedding_bag_backward on GPUs, as `FusedOp.cuda` calls it: check, choose a way, run it.
+
+Of arguments only such decide that are equal on all ranks, as in `embedding`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autofuse.lowering.ops import embedding_layout as layouts
+from autofuse.lowering.torch_internals import resolve_group
+from autofuse.native_kernels.triton.embedding_backward import launch_embedding_backward
+from autofuse.native_kernels.triton.embedding_entries import Entries, sorted_entries
+from autofuse.native_kernels.triton.embedding_tables import (
+    DTYPE_BITS,
+    BackwardConfig,
+    Tables,
+    backward_words,
+)
+from autofuse.native_kernels.triton.memory import Need
+
+from .choice import chosen
+from .dense import first_compile
+from .embedding import tables_of
+from .exchange_ways import (
+    BACKWARD,
+    MERGED_NCCL,
+    TORCH_NCCL,
+    ExchangeProblem,
+    backward_places,
+    exchange_needs_of,
+    exchange_ways,
+)
+from .workspace import GpuWorkspace, workspace_for
+
+
+def run_embedding_backward(
+    grad: Tensor,
+    indices: list[Tensor],
+    offsets: list[Tensor],
+    per_sample_weights: list[Tensor],
+    num_embeddings: list[int],
+    dims: list[int],
+    mode: int,
+    include_last_offset: bool,
+    padding_idx: int,
+    dtype: torch.dtype,
+    columns: list[int],
+    layout: str,
+    keep_exchanged: bool,
+    group_name: str,
+    order: str,
+    site: str,
+) -> Any:
+    """The op; NotImplemented for what is left to the reference."""
+    bags = offsets[0].shape[0] - include_last_offset
+    layouts.check(BACKWARD, layout, bags, columns, dims, resolve_group(group_name).rank())
+    if grad.dtype not in DTYPE_BITS or dtype not in DTYPE_BITS or not bags or not sum(columns):
+        return NotImplemented
+    device = grad.device
+    with torch.cuda.device(device):
+        workspace = workspace_for(group_name, device)
+        problem = ExchangeProblem(
+            bags // workspace.world, tuple(columns), layout, grad.dtype, workspace.programs, BACKWARD
+        )
+        way = chosen(problem, workspace)
+        if way == TORCH_NCCL:
+            return NotImplemented
+        tables = gradients_of(
+            num_embeddings, dims, dtype, indices, offsets, per_sample_weights, mode, include_last_offset,
+            padding_idx,
+        )  # fmt: skip
+        found = exchange_backward(workspace, way, problem, tables, grad, keep_exchanged, site)
+        return NotImplemented if found is None else found
+
+
+def gradients_of(
+    num_embeddings: list[int],
+    dims: list[int],
+    dtype: torch.dtype,
+    indices: list[Tensor],
+    offsets: list[Tensor],
+    samples: list[Tensor],
+    mode: int,
+    last: bool,
+    padding: int,
+) -> Tables:
+    """Gradients of tables, with nothing in them yet, as the kernel takes them. ValueError as `tables_of`."""
+    device = offsets[0].device
+    gradients = [
+        torch.empty(v, d, dtype=dtype, device=device) for v, d in zip(num_embeddings, dims, strict=True)
+    ]
+    return tables_of(gradients, indices, offsets, samples, mode, last, padding, BACKWARD)
+
+
+def exchange_backward(
+    workspace: GpuWorkspace,
+    way: str,
+    problem: ExchangeProblem,
+    tables: Tables,
+    grad: Tensor,
+    keep: bool,
+    site: str,
+    trace: Tensor | None = None,
+) -> list[Tensor] | None:
+    """What the op returns, in a way that has a kernel: `tables.weights`, filled, and with `keep` what was
+    exchanged; None where the call has to be left to torch while a graph is captured."""
+    config = exchange_ways(problem)[way]
+    assert isinstance(config, BackwardConfig)
+    columns, dims, rank = problem.columns, tables.dims, workspace.rank
+    merged = way == MERGED_NCCL
+    variant = (
+        *(problem, tuple(dims), tables.kinds(), tables.aligned(), tables.indices[0].dtype),
+        *(tables.mode, bool(tables.samples), tables.last, keep, trace is None),
+    )
+    entered = workspace.enter(
+        BACKWARD, site, lambda: Need() if merged else exchange_needs_of(config, problem), way, variant
+    )
+    if entered is None:
+        return None
+    memory, number, new = entered
+    places = backward_places(problem.layout, rank, problem.b, columns, dims)
+    capturing = torch.cuda.is_current_stream_capturing()
+    words = workspace.words.place(tuple(backward_words(tables, places, config)), capturing)
+    exchanged: Tensor | None = None
+    if merged:
+        exchanged = layouts.exchange_backward(
+            grad, problem.layout, columns, columns[rank], problem.m, workspace.group_name
+        )
+    elif keep:
+        exchanged = grad.new_empty(problem.m, columns[rank])
+    sent = None if merged else _aligned(grad)
+    for compile_only in first_compile(workspace, new):
+        entries: Entries = sorted_entries(memory, words, tables, problem.m, number, compile_only)
+        launch_embedding_backward(
+            memory, words, tables, places, entries, sent, exchanged, config, number, trace, compile_only
+        )
+    workspace.leave()
+    found = list(tables.weights)
+    if keep:
+        assert exchanged is not None
+        found.append(exchanged)
+    return found
+
+
+def _aligned(grad: Tensor) -> Tensor:
+    """Contiguous, and where the kernel that has been compiled expects it."""
+    grad = grad.contiguous()
+    return grad if grad.data_ptr() % 16 == 0 else grad.clone()

@@ -1,0 +1,348 @@
+"""all_to_all_embedding_bag_backward: one persistent kernel that sends the gradients of bags to the ranks
+of their tables and adds them up there.
+
+    G = the gradients of all bags of this rank's tables [B, C]
+    dweights[t][i] = sum over the entries of row i of scale * G[bag of the entry, columns of t]
+
+Programs push what is for r + 1, then r + 2, ..., our own last, in pieces; they count them, and the last one
+signals. Meanwhile they set the gradients to 0, which takes longer where tables are large. A row adds up bags
+of all ranks, so that all must have come before the first one is added.
+
+The sorted entries of a table are cut into strips. A row of a tile walks along a strip and stores a sum when
+the index changes. Where one index is in several strips, `parts`, [strips, 2], has what is in each of them:
+first of an index that an earlier strip ended with, then of one that goes on. When all programs are done, they
+are added up in the order of the strips. So every row is stored once, and its terms are added in an order that
+depends on nothing but the entries: every run gets the same bits.
+
+In either half of the memory of a rank: inbox, G, and the counters arrived [W].
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .comm import BEGUN, COMPUTED, ENDED, PUSHED, WAITED, begin, finish, peer, stamp, wait, wait_all
+from .embedding_entries import ENTRY, FIRST_BLOCK, FIRST_CHUNK, KEY, WORK, Entries, is_scaled
+from .embedding_exchange import FP16, FP32, SOURCE, TABLE, clear, count_item
+from .embedding_tables import BackwardConfig, Places, Tables, place_aligned
+from .memory import EVENTS, PeerMemory, cdiv, launch
+
+GRADIENTS = tl.constexpr(7)
+
+
+@triton.jit
+def table_of(work, word: tl.constexpr, item, count, TABLES: tl.constexpr):
+    """The table that an item belongs to; tables have their first items in `word`."""
+    t = tl.arange(0, TABLES)
+    begun = (t < count) & (tl.load(work + t * WORK + word, mask=t < count, other=0) <= item)
+    return tl.sum(begun.to(tl.int32), axis=0) - 1
+
+
+@triton.jit
+def columns_of(table):
+    return (tl.load(table + 6) & 0x7FFFFFFF).to(tl.int32)
+
+
+@triton.jit
+def set_zero(tables, work, item, count, DTYPE: tl.constexpr, ALIGN: tl.constexpr, TABLES: tl.constexpr,
+             CHUNK: tl.constexpr):  # fmt: skip
+    """A chunk of the gradient of a table."""
+    nbytes: tl.constexpr = DTYPE.primitive_bitwidth // 8
+    t = table_of(work, FIRST_CHUNK, item, count, TABLES)
+    gradient = tl.multiple_of(tl.load(tables + t * TABLE).to(tl.pointer_type(DTYPE)), ALIGN * nbytes)
+    size = tl.multiple_of(tl.load(tables + t * TABLE + 1) * columns_of(tables + t * TABLE), ALIGN)
+    at = (item - tl.load(work + t * WORK + FIRST_CHUNK)) * CHUNK + tl.arange(0, CHUNK)
+    tl.store(gradient + at, tl.zeros((CHUNK,), DTYPE), mask=at < size)
+
+
+@triton.jit
+def rows_at(keys, at, mask, lowest):
+    """The rows in their table of entries `at`, -1 outside of the mask."""
+    return tl.where(mask, tl.load(keys + at, mask=mask, other=0).to(tl.int64) - lowest, -1).to(tl.int32)
+
+
+@triton.jit
+def take(keys, bags, scales, gradient, at, end, lowest, rows, count, stride, c, in_row, SCALED: tl.constexpr):
+    """The rows of entries `at`, -1 from `end` on, gradients of their bags, what these are multiplied by."""
+    inside = at < end
+    index = rows_at(keys, at, inside, lowest)
+    bag = tl.load(bags + at, mask=inside, other=0)
+    keep = (index >= 0) & (index < rows) & (bag >= 0) & (bag < count)
+    row = tl.load(gradient + (bag * stride)[:, None] + c[None, :], mask=keep[:, None] & in_row, other=0.0)
+    scale = tl.load(scales + at, mask=keep, other=0.0) if SCALED else 1.0
+    return index, row, scale
+
+
+@triton.jit
+def add(entry, acc, head, current, opened, to, rows, dim, c, in_row, SCALED: tl.constexpr):
+    """One more entry of every strip: where its row is another one, the sum so far is complete."""
+    index, row, scale = entry
+    row = row.to(tl.float32)
+    if SCALED:
+        row *= scale[:, None]
+    new = (index >= 0) & (index != current)
+    own = new & (opened == 0) & (current >= 0) & (current < rows)
+    where = to + (current * dim)[:, None] + c[None, :]
+    tl.store(where, acc.to(to.dtype.element_ty), mask=own[:, None] & in_row)
+    head = tl.where((new & opened)[:, None], acc, head)
+    acc = tl.where(new[:, None], row, acc + row)
+    return acc, head, tl.where(new, index, current), opened & (new == 0)
+
+
+@triton.jit
+def strips_of(table, work, block, BR: tl.constexpr, STRIP: tl.constexpr):
+    """Of a block: their numbers through all tables, where they begin and end, and the table's entries."""
+    first = tl.load(work + FIRST_BLOCK).to(tl.int32)
+    strip = (block - first) * BR + tl.arange(0, BR)
+    entries = tl.load(table + 3).to(tl.int32)
+    begin_at = strip * STRIP
+    return first * BR + strip, begin_at, tl.minimum(begin_at + STRIP, entries), entries
+
+
+@triton.jit
+def add_strips(
+    table, work, block, column, keys, bags, scales, gradient, parts, count, stride, width,
+    DTYPE: tl.constexpr, SCALED: tl.constexpr, ALIGN: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
+    STRIP: tl.constexpr,
+):  # fmt: skip
+    """Store the sums of a block of strips, columns from `column` on; what is in several strips is kept."""
+    nbytes: tl.constexpr = DTYPE.primitive_bitwidth // 8
+    to = tl.multiple_of(tl.load(table).to(tl.pointer_type(DTYPE)), ALIGN * nbytes)
+    rows = tl.load(table + 1).to(tl.int32)
+    dim = tl.multiple_of(columns_of(table).to(tl.int64), ALIGN)
+    lowest = tl.load(work + KEY)
+    first_entry = tl.load(work + ENTRY)
+    keys += first_entry
+    bags += first_entry
+    scales += first_entry
+    wire: tl.constexpr = gradient.dtype.element_ty.primitive_bitwidth // 8
+    gradient = tl.multiple_of(gradient + (tl.load(table + 7) & 0x7FFFFFFF).to(tl.int32), ALIGN * wire)
+    c = column + tl.arange(0, BD)
+    in_row = (c < dim)[None, :]
+    strip, at, end, entries = strips_of(table, work, block, BR, STRIP)
+    some = at < end
+    current = rows_at(keys, at, some, lowest)
+    before = rows_at(keys, at - 1, some & (at > 0), lowest)
+    after = rows_at(keys, end, some & (end < entries), lowest)
+    begun = some & (before == current)
+    opened = begun
+    acc = tl.zeros((BR, BD), tl.float32)
+    head = tl.zeros((BR, BD), tl.float32)
+    for _ in range(0, STRIP, 4):
+        # All are loaded before the first is added, since loads do not overtake stores.
+        e0 = take(keys, bags, scales, gradient, at, end, lowest, rows, count, stride, c, in_row, SCALED)
+        e1 = take(keys, bags, scales, gradient, at + 1, end, lowest, rows, count, stride, c, in_row, SCALED)
+        e2 = take(keys, bags, scales, gradient, at + 2, end, lowest, rows, count, stride, c, in_row, SCALED)
+        e3 = take(keys, bags, scales, gradient, at + 3, end, lowest, rows, count, stride, c, in_row, SCALED)
+        acc, head, current, opened = add(e0, acc, head, current, opened, to, rows, dim, c, in_row, SCALED)
+        acc, head, current, opened = add(e1, acc, head, current, opened, to, rows, dim, c, in_row, SCALED)
+        acc, head, current, opened = add(e2, acc, head, current, opened, to, rows, dim, c, in_row, SCALED)
+        acc, head, current, opened = add(e3, acc, head, current, opened, to, rows, dim, c, in_row, SCALED)
+        at += 4
+    own = some & (opened == 0)
+    goes_on = own & (after == current)
+    last = own & (after != current) & (current >= 0) & (current < rows)
+    where = to + (current * dim)[:, None] + c[None, :]
+    tl.store(where, acc.to(DTYPE), mask=last[:, None] & in_row)
+    part = parts + (strip.to(tl.int64) * 2 * width)[:, None] + c[None, :]
+    tl.store(part, tl.where(opened[:, None], acc, head), mask=begun[:, None] & in_row)
+    tl.store(part + width, acc, mask=goes_on[:, None] & in_row)
+
+
+@triton.jit
+def join_strips(
+    table, work, block, column, keys, parts, width,
+    DTYPE: tl.constexpr, ALIGN: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr, STRIP: tl.constexpr,
+    UNROLL: tl.constexpr,
+):  # fmt: skip
+    """Store the sums of the indices that begin in these strips and go on in others."""
+    nbytes: tl.constexpr = DTYPE.primitive_bitwidth // 8
+    to = tl.multiple_of(tl.load(table).to(tl.pointer_type(DTYPE)), ALIGN * nbytes)
+    rows = tl.load(table + 1).to(tl.int32)
+    dim = tl.multiple_of(columns_of(table).to(tl.int64), ALIGN)
+    lowest = tl.load(work + KEY)
+    keys += tl.load(work + ENTRY)
+    strip, at, end, entries = strips_of(table, work, block, BR, STRIP)
+    some = (at < end) & (end < entries)
+    first = rows_at(keys, at, some, lowest)
+    before = rows_at(keys, at - 1, some & (at > 0), lowest)
+    current = rows_at(keys, end - 1, some, lowest)
+    after = rows_at(keys, end, some, lowest)
+    found = some & (after == current) & ((first != current) | (before != current))
+    found &= (current >= 0) & (current < rows)
+    if tl.max(found.to(tl.int32), axis=0) != 0:
+        c = column + tl.arange(0, BD)
+        in_row = (c < dim)[None, :]
+        part = parts + (strip.to(tl.int64) * 2 * width)[:, None] + c[None, :]
+        acc = tl.load(part + width, mask=found[:, None] & in_row, other=0.0)
+        more = found
+        left = tl.max(found.to(tl.int32), axis=0)
+        while left != 0:
+            for u in tl.static_range(UNROLL):
+                next_at = end + u * STRIP
+                more &= rows_at(keys, next_at, more & (next_at < entries), lowest) == current
+                part += 2 * width
+                acc += tl.load(part, mask=more[:, None] & in_row, other=0.0)
+            end += UNROLL * STRIP
+            left = tl.max(more.to(tl.int32), axis=0)
+        where = to + (current * dim)[:, None] + c[None, :]
+        tl.store(where, acc.to(DTYPE), mask=found[:, None] & in_row)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "count", "b", "pieces", "col_blocks", "groups", "group_stride", "chunks", "blocks", "copies",
+        "stride", "width", "rank", "site", "inbox_half", "signals_half",
+    ]
+)  # fmt: skip
+def embedding_backward(
+    words, grad, exchanged, inbox, signals, done, keys, bags, scales, parts, state, trace,
+    count, b, pieces, col_blocks, groups, group_stride, chunks, blocks, copies, stride, width, rank, site,
+    inbox_half, signals_half,
+    PROGRAMS: tl.constexpr, ADDING: tl.constexpr, W: tl.constexpr, PUSH: tl.constexpr, KEEP: tl.constexpr,
+    KIND: tl.constexpr, SCALED: tl.constexpr, TABLES: tl.constexpr, ALIGN: tl.constexpr, WRITE: tl.constexpr,
+    BR: tl.constexpr, BD: tl.constexpr, CB: tl.constexpr, STRIP: tl.constexpr, CR: tl.constexpr,
+    CC: tl.constexpr, CHUNK: tl.constexpr, TRACE: tl.constexpr, EVENTS: tl.constexpr,
+):  # fmt: skip
+    """Grid: PROGRAMS, of which the last ADDING add. words: `backward_words`; inbox, signals: int64 [W],
+    addresses of those of all ranks; done: int32 [W], 0; parts: fp32 [2 * BR * blocks, width].
+
+    pieces: of CR x CC elements that a rank is sent, col_blocks side by side; chunks: of CHUNK elements that
+    are set to 0; blocks: of BR strips of STRIP entries; copies: chunks of G; stride, width, group_stride: an
+    ALIGN-th of C, an ALIGN-th of the widest table, a WRITE-th of that of `Places`; CB: blocks of BD columns.
+    KEEP: `exchanged` becomes G. Without PUSH it is G, and nothing is exchanged.
+    """
+    program = tl.program_id(0)
+    WIRE: tl.constexpr = grad.dtype.element_ty
+    DTYPE: tl.constexpr = tl.float32 if KIND == FP32 else (tl.float16 if KIND == FP16 else tl.bfloat16)
+    epoch = begin(state)
+    tables = words + W * SOURCE
+    work = tables + count * TABLE
+    stride *= ALIGN
+    width *= ALIGN
+    first_signal = epoch % 2 * signals_half
+    event = 0
+    event = stamp(trace, program, event, BEGUN, rank, 0, TRACE, EVENTS)
+    if PUSH:
+        first = epoch % 2 * inbox_half
+        pushed = tl.full((), -1, tl.int32)
+        for item in range(program, W * pieces, PROGRAMS):
+            step = item // pieces
+            dest = (rank + 1 + step) % W
+            source = words + dest * SOURCE
+            base = tl.multiple_of(tl.load(source).to(tl.int32), WRITE)
+            cols = tl.multiple_of(tl.load(source + 1).to(tl.int32), WRITE)
+            between = tl.multiple_of(tl.load(source + 2).to(tl.int32), WRITE)
+            row = item % pieces // col_blocks * CR + tl.arange(0, CR)
+            col = item % pieces % col_blocks * CC + tl.arange(0, CC)
+            group, bag = row // b, row % b
+            mask = (row < groups * b)[:, None] & (col < cols)[None, :]
+            starts = base + group * (group_stride * WRITE) + bag * between
+            values = tl.load(grad + tl.multiple_of(starts, [WRITE])[:, None] + col[None, :], mask=mask)
+            if pushed >= 0:
+                count_item(done, signals, pushed, 1, pieces, pieces, 1, rank, first_signal, W)
+            to = tl.multiple_of(peer(inbox, dest, WIRE) + first, 16)
+            starts = ((rank * b + bag) * groups + group) * cols
+            tl.store(to + tl.multiple_of(starts, [WRITE])[:, None] + col[None, :], values, mask=mask)
+            pushed = step
+            event = stamp(trace, program, event, PUSHED, dest, item % pieces, TRACE, EVENTS)
+        if pushed >= 0:
+            count_item(done, signals, pushed, 1, pieces, pieces, 1, rank, first_signal, W)
+    for item in range(program, chunks, PROGRAMS):
+        set_zero(tables, work, item, count, DTYPE, ALIGN, TABLES, CHUNK)
+    tl.debug_barrier()
+    tl.atomic_add(state + 5, 1, sem="release", scope="gpu")
+    turn = PROGRAMS - 1 - program
+    if turn < ADDING:
+        code = site * 8 + GRADIENTS
+        zeroed, joined = (state + 5).to(tl.pointer_type(tl.int32)), (state + 7).to(tl.pointer_type(tl.int32))
+        wait(zeroed, PROGRAMS, state, code, rank, 0, epoch)
+        if PUSH:
+            arrived = peer(signals, rank, tl.int32) + first_signal
+            wait_all(arrived, 1, W, 1, state, code, 0, 0, epoch)
+            gradient = tl.multiple_of(peer(inbox, rank, WIRE) + first, 16)
+        else:
+            gradient = exchanged
+        event = stamp(trace, program, event, WAITED, -1, 0, TRACE, EVENTS)
+        for item in range(turn, blocks * CB, ADDING):
+            t = table_of(work, FIRST_BLOCK, item // CB, count, TABLES)
+            if item % CB * BD < columns_of(tables + t * TABLE):
+                add_strips(
+                    tables + t * TABLE, work + t * WORK, item // CB, item % CB * BD, keys, bags, scales,
+                    gradient, parts, W * b, stride, width, DTYPE, SCALED, ALIGN, BR, BD, STRIP,
+                )  # fmt: skip
+            event = stamp(trace, program, event, COMPUTED, rank, item, TRACE, EVENTS)
+        tl.debug_barrier()
+        tl.atomic_add(state + 7, 1, sem="release", scope="gpu")
+        if KEEP:
+            for item in range(turn, copies, ADDING):
+                at = item * CHUNK + tl.arange(0, CHUNK)
+                inside = at < W * b * stride
+                tl.store(exchanged + at, tl.load(gradient + at, mask=inside), mask=inside)
+        wait(joined, ADDING, state, code, rank, 1, epoch)
+        for item in range(turn, blocks * CB, ADDING):
+            t = table_of(work, FIRST_BLOCK, item // CB, count, TABLES)
+            if item % CB * BD < columns_of(tables + t * TABLE):
+                join_strips(
+                    tables + t * TABLE, work + t * WORK, item // CB, item % CB * BD, keys, parts, width,
+                    DTYPE, ALIGN, BR, BD, STRIP, 4,
+                )  # fmt: skip
+    event = stamp(trace, program, event, ENDED, rank, 0, TRACE, EVENTS)
+    if PUSH:
+        tl.debug_barrier()
+        if tl.atomic_add(state + 6, 1, sem="acq_rel", scope="gpu") == PROGRAMS - 1:
+            clear(peer(signals, rank, tl.int32) + first_signal, W, 32)
+        finish(state, epoch, PROGRAMS)
+    else:
+        finish(state, epoch - 1, PROGRAMS)  # nobody has been heard of: the epoch stays
+
+
+def launch_embedding_backward(
+    memory: PeerMemory,
+    words: Tensor,
+    tables: Tables,
+    places: Places,
+    entries: Entries,
+    grad: Tensor | None,
+    exchanged: Tensor | None,
+    config: BackwardConfig,
+    site: int = 0,
+    trace: Tensor | None = None,
+    compile_only: bool = False,
+) -> None:
+    """Exchange `grad` and add up the gradients of the tables, `tables.weights`; all are contiguous.
+
+    words: int64, on the device, `backward_words`; entries: `sorted_entries`; exchanged: [B, C], set to G, or
+    None. Without grad it is G, and nothing is exchanged. memory.programs: multiprocessors.
+    """
+    world, rank, dims, b = memory.world, memory.rank, tables.dims, places.b
+    wire = grad if grad is not None else exchanged
+    assert wire is not None
+    bd, br = config.columns(dims), config.strips(dims)
+    blocks, chunks = sum(config.blocks(tables)), sum(config.chunks(tables))
+    widest = max(cols for _, cols, _ in places.sources)
+    cc = min(4 * config.tile, triton.next_power_of_2(max(16, widest)))
+    cr = 4 * config.tile // cc
+    col_blocks = max(1, cdiv(widest, cc))
+    # Not more than is stored at once: else sums would change hands between threads at every store.
+    align, width = min(tables.aligned(), 16 // tables.weights[0].element_size()), max(dims)
+    parts = torch.empty(2 * br * blocks * width, dtype=torch.float32, device=wire.device)
+    programs = memory.programs * config.per_sm
+    write = place_aligned(places, dims, wire.data_ptr() // wire.element_size())
+    launch(
+        embedding_backward, programs, compile_only,
+        words, wire, wire if exchanged is None else exchanged, memory.inbox.addresses,
+        memory.signals.addresses, memory.done, entries.keys, entries.bags, entries.scales, parts,
+        memory.state, memory.state if trace is None else trace,
+        len(dims), b, cdiv(places.groups * b, cr) * col_blocks, col_blocks, places.groups,
+        places.group_stride // write, chunks, blocks, cdiv(world * b * places.stride, config.chunk),
+        places.stride // align, width // align, rank, site, memory.inbox.half(wire.dtype),
+        memory.signals.half(torch.int32),
+        PROGRAMS=programs, ADDING=config.adding or programs, W=world, PUSH=grad is not None,
+        KEEP=grad is not None and exchanged is not None, KIND=tables.kinds(), SCALED=is_scaled(tables),
+        TABLES=triton.next_power_of_2(len(dims)), ALIGN=align, WRITE=write, BR=br, BD=bd,
+        CB=cdiv(max(1, *dims), bd), STRIP=config.strip, CR=cr, CC=cc, CHUNK=config.chunk,
+        TRACE=trace is not None, EVENTS=EVENTS,
+        num_warps=config.warps, num_stages=1, maxnreg=config.registers,
+    )  # fmt: skip
