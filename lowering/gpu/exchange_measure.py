@@ -1,16 +1,21 @@
-"""Measures all ways to run embedding_bag_all_to_all on the GPUs of a group, on all its ranks together."""
+"""Measures all ways to run embedding_bag_all_to_all, or its backward, on all GPUs of a group together."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 
+from autofuse.lowering.ops import embedding_layout
+from autofuse.lowering.ops.all_to_all_embedding_bag_backward import reference as backward_reference
 from autofuse.lowering.ops.embedding_bag_all_to_all import reference
 from autofuse.native_kernels.triton.embedding_tables import Tables
 
 from .choice import Point, keep
 from .embedding import exchange, tables_of
-from .exchange_ways import TORCH_NCCL, ExchangeProblem, exchange_ways
+from .embedding_backward import exchange_backward
+from .exchange_ways import BACKWARD, OP, TORCH_NCCL, ExchangeProblem, exchange_ways
 from .measure import time_ways
 from .timer import Call
 from .workspace import GpuWorkspace, workspace_for
@@ -43,8 +48,12 @@ def measure_exchange(
     workspace: GpuWorkspace, problem: ExchangeProblem, draws: list[Tables], only: list[str] | None = None
 ) -> dict[str, float]:
     """Microseconds by way, as `time_ways` has them. All ranks call it together."""
+    shape = embedding_layout.shape(problem.layout, problem.b, problem.columns, draws[0].dims)
+    grad = torch.randn([int(n) for n in shape], device=workspace.device).to(problem.dtype)
 
     def call(way: str) -> Call:
+        if problem.op == BACKWARD:
+            return lambda i: run_backward(workspace, way, problem, draws[i % len(draws)], grad)
         return lambda i: run(workspace, way, problem, draws[i % len(draws)])
 
     ways = only or list(exchange_ways(problem))
@@ -76,8 +85,49 @@ def run(workspace: GpuWorkspace, way: str, problem: ExchangeProblem, tables: Tab
     )
 
 
+def run_backward(
+    workspace: GpuWorkspace,
+    way: str,
+    problem: ExchangeProblem,
+    tables: Tables,
+    grad: torch.Tensor,
+    keep_exchanged: bool = False,
+) -> list[torch.Tensor]:
+    """As `run`, of the backward; of the weights of the tables only sizes and dtype matter."""
+    if way != TORCH_NCCL:
+        gradients = replace(tables, weights=[torch.empty_like(w) for w in tables.weights])
+        found = exchange_backward(workspace, way, problem, gradients, grad, keep_exchanged, "measure")
+        if found is not None:
+            return found
+    return backward_reference(
+        grad,
+        list(tables.indices),
+        list(tables.offsets),
+        list(tables.samples),
+        [w.shape[0] for w in tables.weights],
+        tables.dims,
+        tables.mode,
+        tables.last,
+        tables.padding,
+        tables.weights[0].dtype,
+        list(problem.columns),
+        problem.layout,
+        keep_exchanged,
+        workspace.group_name,
+        "direct",
+        "measure",
+    )
+
+
 def tune_exchange(
-    batch: int, tables: int, dim: int, pooling: int, rows: int, dtype: torch.dtype, save: bool = True
+    batch: int,
+    tables: int,
+    dim: int,
+    pooling: int,
+    rows: int,
+    dtype: torch.dtype,
+    save: bool = True,
+    backward: bool = False,
 ) -> dict[str, float]:
     """Measures `tables` tables a rank, of `batch` bags in all. All ranks of the world call it together.
 
@@ -88,8 +138,9 @@ def tune_exchange(
     device = torch.device("cuda", torch.cuda.current_device())
     workspace = workspace_for(group.group_name, device)
     problem = ExchangeProblem(
-        batch // workspace.world, (tables * dim,) * workspace.world, "bsc", dtype, workspace.programs
-    )
+        batch // workspace.world, (tables * dim,) * workspace.world, "bsc", dtype, workspace.programs,
+        BACKWARD if backward else OP,
+    )  # fmt: skip
     draws = random_tables(rows, [dim] * tables, batch, pooling, dtype, device)
     times = measure_exchange(workspace, problem, draws)
     if save:

@@ -70,9 +70,16 @@ class ExchangeProblem:
 def exchange_ways(problem: ExchangeProblem) -> Mapping[str, ExchangeConfig | None]:
     """Names of all ways that can run, with the configurations of the kernel."""
     found: dict[str, ExchangeConfig | None] = {TORCH_NCCL: None}
-    nbytes = problem.b * sum(problem.columns) * problem.dtype.itemsize
-    if problem.dtype in DTYPE_BITS and nbytes > 0 and 2 * nbytes < MOST_BYTES and problem.world <= 8:
-        if problem.op == BACKWARD:
+    backward = problem.op == BACKWARD
+    columns = problem.world * problem.n if backward else sum(problem.columns)
+    nbytes = problem.b * columns * problem.dtype.itemsize
+    if (
+        problem.dtype in DTYPE_BITS
+        and problem.b * sum(problem.columns) > 0
+        and 2 * nbytes < MOST_BYTES
+        and problem.world <= 8
+    ):
+        if backward:
             found[MERGED_NCCL] = BackwardConfig()
             found |= {settings_of("strips", config): config for config in _backward_configs()}
         else:

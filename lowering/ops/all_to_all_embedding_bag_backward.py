@@ -7,9 +7,9 @@
     backward  it is linear in grad: embedding_bag_all_to_all of the gradients of dweights as tables,
               plus the exchange of the gradient of G
 
-Rows are added in fp32, in the order in which a plan works on the sources and then in that of the indices, the
-same in every run, and rounded to `dtype`, that of the tables, once. With `keep_exchanged` G is the last
-output.
+Rows are added in fp32, in the order in which a plan works on the sources and then in that of the indices (on
+GPUs in that of the indices, by strips of them), the same in every run, and rounded to `dtype`, that of the
+tables, once. With `keep_exchanged` G is the last output.
 """
 
 from collections.abc import Sequence
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from autofuse.lowering.ops import embedding_layout as layouts
 from autofuse.lowering.ops.exchange import Size, run_exchange
+from autofuse.lowering.ops.gpu import embedding_backward_on_gpu
 from autofuse.lowering.ops.library import FusedOp, register
 from autofuse.lowering.orders import PlanShape
 from autofuse.lowering.workspace import workspace_for
@@ -57,18 +58,18 @@ def _fake(
     return [*tables, grad.new_empty((bags, sum(dims)))] if keep_exchanged else tables
 
 
-def _reference(
+def reference(
     grad: Tensor,
     indices: list[Tensor],
     offsets: list[Tensor],
     per_sample_weights: list[Tensor],
-    num_embeddings: list[Size],
-    dims: list[Size],
+    num_embeddings: Sequence[Size],
+    dims: Sequence[Size],
     mode: int,
     include_last_offset: bool,
     padding_idx: int,
     dtype: torch.dtype,
-    columns: list[Size],
+    columns: Sequence[Size],
     layout: str,
     keep_exchanged: bool,
     group_name: str,
@@ -172,6 +173,9 @@ def _scatter(
         used = indices != bags.padding_idx
         if bags.include_last_offset:
             used &= position < bags.offsets[t][count]
+        if _adds_with_aten(exchanged.device):
+            tables.append(_add_with_aten(piece, indices, bag, used, bags, t, num_embeddings[t]))
+            continue
         rows = piece[bag]
         if bags.per_sample_weights:
             rows = rows * bags.per_sample_weights[t].unsqueeze(1)
@@ -182,6 +186,27 @@ def _scatter(
         table = exchanged.new_zeros((num_embeddings[t], dims[t]), dtype=dtype)
         tables.append(table.index_add_(0, indices, rows))
     return tables
+
+
+def _adds_with_aten(device: torch.device) -> bool:
+    return device.type == "cuda"
+
+
+def _add_with_aten(
+    grad: Tensor, indices: Tensor, bag: Tensor, used: Tensor, bags: Bags, table: int, rows: Size
+) -> Tensor:
+    """What the unfused graph runs: on GPUs many times as fast as `index_add_`.
+
+    As there, the first bag has what is before it, and the last one what is behind it.
+    """
+    bag = bag.clamp(min=0)
+    sizes = torch.zeros(bags.count, dtype=indices.dtype, device=indices.device)
+    sizes.index_add_(0, bag, used.to(indices.dtype))
+    samples = bags.per_sample_weights[table] if bags.per_sample_weights else None
+    return torch.ops.aten._embedding_bag_dense_backward(
+        grad.contiguous(), indices, bag.to(indices.dtype), sizes, sizes.new_empty(0), rows, False, bags.mode,
+        samples, bags.padding_idx,
+    )  # fmt: skip
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
@@ -214,4 +239,8 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     return of_grad, [None] * n, [None] * n, [None] * len(saved[2 * n :]), *[None] * 12
 
 
-register(FusedOp(_SCHEMA, _fake, _reference, _cpu, _plan_shape, _setup_context, _backward))
+register(
+    FusedOp(
+        _SCHEMA, _fake, reference, _cpu, _plan_shape, _setup_context, _backward, embedding_backward_on_gpu
+    )
+)

@@ -21,6 +21,11 @@ def embedding_on_gpu(*args: Any) -> Any:
     return _run("embedding", "run_embedding", *args)
 
 
+def embedding_backward_on_gpu(*args: Any) -> Any:
+    """As `lowering.gpu.embedding_backward.run_embedding_backward`; NotImplemented without Triton."""
+    return _run("embedding_backward", "run_embedding_backward", *args)
+
+
 def _run(module: str, name: str, *args: Any) -> Any:
     if not has_triton():
         return NotImplemented

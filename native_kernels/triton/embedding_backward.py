@@ -192,25 +192,25 @@ def join_strips(
 
 @triton.jit(
     do_not_specialize=[
-        "count", "b", "pieces", "col_blocks", "groups", "group_stride", "chunks", "blocks", "copies",
-        "stride", "width", "rank", "site", "inbox_half", "signals_half",
+        "count", "b", "pieces", "col_blocks", "groups", "group_stride", "copies", "stride", "width", "rank",
+        "site", "inbox_half", "signals_half",
     ]
 )  # fmt: skip
 def embedding_backward(
     words, grad, exchanged, inbox, signals, done, keys, bags, scales, parts, state, trace,
-    count, b, pieces, col_blocks, groups, group_stride, chunks, blocks, copies, stride, width, rank, site,
-    inbox_half, signals_half,
+    count, b, pieces, col_blocks, groups, group_stride, copies, stride, width, rank, site, inbox_half,
+    signals_half,
     PROGRAMS: tl.constexpr, ADDING: tl.constexpr, W: tl.constexpr, PUSH: tl.constexpr, KEEP: tl.constexpr,
     KIND: tl.constexpr, SCALED: tl.constexpr, TABLES: tl.constexpr, ALIGN: tl.constexpr, WRITE: tl.constexpr,
     BR: tl.constexpr, BD: tl.constexpr, CB: tl.constexpr, STRIP: tl.constexpr, CR: tl.constexpr,
     CC: tl.constexpr, CHUNK: tl.constexpr, TRACE: tl.constexpr, EVENTS: tl.constexpr,
 ):  # fmt: skip
     """Grid: PROGRAMS, of which the last ADDING add. words: `backward_words`; inbox, signals: int64 [W],
-    addresses of those of all ranks; done: int32 [W], 0; parts: fp32 [2 * BR * blocks, width].
+    addresses of those of all ranks; done: int32 [W], 0; parts: fp32 [all strips, 2, width].
 
-    pieces: of CR x CC elements that a rank is sent, col_blocks side by side; chunks: of CHUNK elements that
-    are set to 0; blocks: of BR strips of STRIP entries; copies: chunks of G; stride, width, group_stride: an
-    ALIGN-th of C, an ALIGN-th of the widest table, a WRITE-th of that of `Places`; CB: blocks of BD columns.
+    pieces: of CR x CC elements that a rank is sent, col_blocks side by side; copies: chunks of CHUNK elements
+    of G; stride, width, group_stride: an ALIGN-th of C, an ALIGN-th of the widest table, a WRITE-th of that
+    of `Places`; BR: strips of a block, of STRIP entries each; CB: blocks of BD columns.
     KEEP: `exchanged` becomes G. Without PUSH it is G, and nothing is exchanged.
     """
     program = tl.program_id(0)
@@ -249,6 +249,7 @@ def embedding_backward(
             event = stamp(trace, program, event, PUSHED, dest, item % pieces, TRACE, EVENTS)
         if pushed >= 0:
             count_item(done, signals, pushed, 1, pieces, pieces, 1, rank, first_signal, W)
+    chunks = tl.load(work + count * WORK + FIRST_CHUNK).to(tl.int32)
     for item in range(program, chunks, PROGRAMS):
         set_zero(tables, work, item, count, DTYPE, ALIGN, TABLES, CHUNK)
     tl.debug_barrier()
@@ -265,6 +266,7 @@ def embedding_backward(
         else:
             gradient = exchanged
         event = stamp(trace, program, event, WAITED, -1, 0, TRACE, EVENTS)
+        blocks = tl.load(work + count * WORK + FIRST_BLOCK).to(tl.int32)
         for item in range(turn, blocks * CB, ADDING):
             t = table_of(work, FIRST_BLOCK, item // CB, count, TABLES)
             if item % CB * BD < columns_of(tables + t * TABLE):
@@ -320,14 +322,13 @@ def launch_embedding_backward(
     wire = grad if grad is not None else exchanged
     assert wire is not None
     bd, br = config.columns(dims), config.strips(dims)
-    blocks, chunks = sum(config.blocks(tables)), sum(config.chunks(tables))
     widest = max(cols for _, cols, _ in places.sources)
     cc = min(4 * config.tile, triton.next_power_of_2(max(16, widest)))
     cr = 4 * config.tile // cc
     col_blocks = max(1, cdiv(widest, cc))
     # Not more than is stored at once: else sums would change hands between threads at every store.
     align, width = min(tables.aligned(), 16 // tables.weights[0].element_size()), max(dims)
-    parts = torch.empty(2 * br * blocks * width, dtype=torch.float32, device=wire.device)
+    parts = torch.empty(2 * br * sum(config.blocks(tables)) * width, dtype=torch.float32, device=wire.device)
     programs = memory.programs * config.per_sm
     write = place_aligned(places, dims, wire.data_ptr() // wire.element_size())
     launch(
@@ -336,9 +337,8 @@ def launch_embedding_backward(
         memory.signals.addresses, memory.done, entries.keys, entries.bags, entries.scales, parts,
         memory.state, memory.state if trace is None else trace,
         len(dims), b, cdiv(places.groups * b, cr) * col_blocks, col_blocks, places.groups,
-        places.group_stride // write, chunks, blocks, cdiv(world * b * places.stride, config.chunk),
-        places.stride // align, width // align, rank, site, memory.inbox.half(wire.dtype),
-        memory.signals.half(torch.int32),
+        places.group_stride // write, cdiv(world * b * places.stride, config.chunk), places.stride // align,
+        width // align, rank, site, memory.inbox.half(wire.dtype), memory.signals.half(torch.int32),
         PROGRAMS=programs, ADDING=config.adding or programs, W=world, PUSH=grad is not None,
         KEEP=grad is not None and exchanged is not None, KIND=tables.kinds(), SCALED=is_scaled(tables),
         TABLES=triton.next_power_of_2(len(dims)), ALIGN=align, WRITE=write, BR=br, BD=bd,

@@ -5,7 +5,7 @@ a source of rows   where they begin, columns, elements between two bags, 0      
 a table            address, rows, indices, their number, offsets, weights per sample,
                    elements between rows << 32 | columns, dtype << 32 | where its rows begin
                                                                                         WORDS_TABLE
-work on a table    before it, of all tables: entries, keys, blocks of strips, chunks    WORDS_WORK
+work before it     of all tables, and of none: entries, keys, blocks of strips, chunks  WORDS_WORK
 """
 
 import math
@@ -193,7 +193,7 @@ def backward_words(tables: Tables, places: Places, config: BackwardConfig) -> li
     entries = [i.shape[0] for i in tables.indices]
     keys = [w.shape[0] + 1 for w in tables.weights]
     counts = (entries, keys, config.blocks(tables), config.chunks(tables))
-    before = [list(accumulate(count, initial=0))[:-1] for count in counts]
+    before = [accumulate(count, initial=0) for count in counts]
     return [*tables.words(places), *(word for table in zip(*before, strict=True) for word in table)]
 
 

@@ -1,6 +1,7 @@
 """Ways of embedding_bag_all_to_all on GPUs, where its rows go, and where the words of its tables lie."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -11,9 +12,12 @@ from torch import Tensor
 
 from autofuse.lowering.gpu.choice import Point, choose
 from autofuse.lowering.gpu.exchange_ways import (
+    BACKWARD,
     MERGED_NCCL,
+    OP,
     TORCH_NCCL,
     ExchangeProblem,
+    backward_places,
     exchange_needs_of,
     exchange_ways,
     places_of,
@@ -28,6 +32,28 @@ BF16 = torch.bfloat16
 
 def problem(b: int = 512, columns: int = 1024, world: int = 4, dtype: torch.dtype = BF16) -> ExchangeProblem:
     return ExchangeProblem(b, (columns,) * world, "bsc", dtype)
+
+
+def test_ways_of_the_backward() -> None:
+    """They fit into a region; torch's own where nothing was measured, or what is received is too much."""
+    even = replace(problem(70, 64), op=BACKWARD)
+    assert choose(even, ()) == TORCH_NCCL
+    assert choose(even, (Point.of(problem(70, 64), {"bags": 1.0}),)) == TORCH_NCCL
+    assert choose(even, (Point.of(even, {"strips": 1.0, TORCH_NCCL: 2.0}),)) == "strips"
+    for way, config in exchange_ways(even).items():
+        assert config is None or exchange_needs_of(config, even).inbox <= MOST_BYTES, way
+    uneven = ExchangeProblem(1 << 14, (1 << 13, 8, 8, 8, 8, 8, 8, 8), "bsc", BF16, op=BACKWARD)
+    assert list(exchange_ways(uneven)) == [TORCH_NCCL]
+    assert len(exchange_ways(replace(uneven, op=OP))) > 1
+
+
+@pytest.mark.parametrize("layout", embedding_layout.LAYOUTS)
+def test_places_of_the_backward(layout: str) -> None:
+    """This rank's tables in [B, C], and in the gradient what goes to every rank, as the forward has it."""
+    forward = places_of(layout, 1, 3, [16] * 3, [8, 8])
+    places = backward_places(layout, 1, 3, [16] * 3, [8, 8])
+    assert (places.starts, places.stride) == ((0, 8), 16)
+    assert replace(places, starts=forward.starts, stride=forward.stride) == forward
 
 
 def test_without_a_table_torch_runs_it() -> None:
