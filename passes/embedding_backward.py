@@ -78,6 +78,7 @@ def match_embedding_backward(anchor: Anchor, context: Context) -> Found:
         context.shapes,
         partial(_rewrite, anchor, context, grads, others, layout, cut, dtype),
         (anchor.input, *(n for n in inputs if isinstance(n, fx.Node))),
+        not_on_gpus="",
     )
 
 

@@ -1,4 +1,4 @@
-"""embedding_bag_all_to_all on GPUs: every way to run it, and what may happen round it."""
+"""embedding_bag_all_to_all and its backward on GPUs: every way to run them, and what may happen then."""
 
 from collections.abc import Callable
 
@@ -8,7 +8,7 @@ import torch
 from tests.ops.bags import Case
 from tests.ranks import RankPool
 
-from . import embedding_on_gpus
+from . import backward_on_gpus, embedding_on_gpus
 from .conftest import WORLDS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
@@ -63,3 +63,44 @@ def test_an_index_out_of_range_is_named(gpu_ranks: Pools, world: int) -> None:
 @pytest.mark.parametrize("world", WORLDS)
 def test_the_op_is_fused_where_a_table_says_so(gpu_ranks: Pools, world: int) -> None:
     assert not any(gpu_ranks(world).run(embedding_on_gpus.op, cases(world)["plain"], timeout=200))
+
+
+def backward_cases(world: int) -> dict[str, Case]:
+    """Those of the forward that can be trained, and rows that many bags share."""
+    found = {name: case for name, case in cases(world).items() if case.mode != "max"}
+    hot = Case(((64,) * 2,) * world, b=300, pooling=20, rows=3, table=BF16, wire=BF16)
+    return {**found, "hot rows": hot, "weighted": Case(((40, 24),) * world, b=50, weighted=True, padding=1)}
+
+
+@pytest.mark.parametrize("name", list(backward_cases(2)))
+@pytest.mark.parametrize("world", WORLDS)
+def test_all_ways_back(gpu_ranks: Pools, world: int, name: str) -> None:
+    case = backward_cases(world)[name]
+    for found in gpu_ranks(world).run(backward_on_gpus.all_ways, case, timeout=300):
+        assert not {way: wrong for way, wrong in found.items() if wrong}
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_thousand_calls_back(gpu_ranks: Pools, world: int) -> None:
+    some = list(backward_cases(world).values())
+    assert not any(gpu_ranks(world).run(backward_on_gpus.many_calls, some, 1000, timeout=300))
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_captured_graph_back(gpu_ranks: Pools, world: int) -> None:
+    case = backward_cases(world)["plain"]
+    assert not any(gpu_ranks(world).run(backward_on_gpus.replayed, case, 20, timeout=200))
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_an_index_out_of_range_is_named_back(gpu_ranks: Pools, world: int) -> None:
+    found = gpu_ranks(world).run(backward_on_gpus.bad_index, backward_cases(world)["plain"], timeout=200)
+    assert "index 2147483647 of table 1 is outside of its rows" in found[1]
+    assert not any(text for rank, text in enumerate(found) if rank != 1)
+
+
+@pytest.mark.parametrize("name", ["plain", "mixed dims", "stbd"])
+@pytest.mark.parametrize("world", WORLDS)
+def test_training_step(gpu_ranks: Pools, world: int, name: str) -> None:
+    case = backward_cases(world)[name]
+    assert not any(gpu_ranks(world).run(backward_on_gpus.training_step, case, timeout=200))

@@ -1,13 +1,15 @@
 """all_to_all_embedding_bag_backward by itself: the exchanged gradient, its own gradient, repeatability."""
 
 from collections.abc import Callable
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import autofuse.lowering.ops  # noqa: F401
+from autofuse.lowering.ops import all_to_all_embedding_bag_backward as backward
+from autofuse.native_kernels.cpu.embedding import Bags
 from tests.ops.bags import Case, arrange, inputs_of, pooled, spoil
 from tests.ops.test_embedding_bag_all_to_all import EVEN, FOUR, UNEVEN
 from tests.ranks import RankPool
@@ -69,3 +71,16 @@ def test_exchanged_gradient(ranks: Ranks, case: Case) -> None:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_second_gradient(ranks: Ranks, case: Case) -> None:
     ranks(len(case.dims)).run(_twice, case)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_as_gpus_add_without_a_kernel(case: Case) -> None:
+    """What aten adds for a table is what the reference adds."""
+    weights, indices, offsets, samples = inputs_of(case, 0)
+    bags = Bags(indices, offsets, samples, *case.options)
+    exchanged = torch.cat(_bags(case, 0), 1)
+    sizes = [w.shape[0] for w in weights], [w.shape[1] for w in weights]
+    with patch.object(backward, "_adds_with_aten", lambda device: True):
+        found = backward._scatter(exchanged, bags, *sizes, torch.float32)
+    for got, want in zip(found, backward._scatter(exchanged, bags, *sizes, torch.float32), strict=True):
+        assert bool(((got - want).abs() <= 64 * torch.finfo(torch.float32).eps * (1 + want.abs())).all())

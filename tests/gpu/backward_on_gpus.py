@@ -1,0 +1,177 @@
+"""What the tests of all_to_all_embedding_bag_backward run on ranks with GPUs."""
+
+import random
+import time
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.gpu.embedding_on_gpus import on_device, problem_of
+from tests.gpu.on_gpus import poison
+from tests.ops.bags import Case, arrange, doubled, inputs_of, pooled
+from tests.ranks import fresh_group
+
+Inputs = tuple[list[Tensor], ...]
+
+
+def backward_problem(case: Case):  # type: ignore[no-untyped-def]
+    from autofuse.lowering.gpu.exchange_ways import BACKWARD
+
+    return replace(problem_of(case), op=BACKWARD)
+
+
+def ways_of(case: Case) -> list[str]:
+    from autofuse.lowering.gpu.exchange_ways import exchange_ways
+
+    return list(exchange_ways(backward_problem(case)))
+
+
+def kernels_of(case: Case) -> list[str]:
+    return [way for way in ways_of(case) if way != "torch+nccl"]
+
+
+def bag_gradients(case: Case, rank: int) -> list[Tensor]:
+    """Of all bags of the tables of a rank, as they are exchanged."""
+    generator = torch.Generator().manual_seed(rank)
+    bags = case.b * len(case.dims)
+    return [torch.randn(bags, d, generator=generator).to(case.wire) for d in case.dims[rank]]
+
+
+def grad_on_device(case: Case, rank: int) -> Tensor:
+    whole = [bag_gradients(case, r) for r in range(len(case.dims))]
+    return arrange(case, whole, rank).contiguous().cuda()
+
+
+def wanted(case: Case, rank: int) -> tuple[list[Tensor], int]:
+    """Gradients of the tables in fp64, and the most terms that one row adds up."""
+    weights, indices, offsets, samples = doubled(inputs_of(case, rank))
+    weights = [w.requires_grad_() for w in weights]
+    outputs = pooled(case, (weights, indices, offsets, samples))
+    torch.autograd.backward(outputs, [g.double() for g in bag_gradients(case, rank)])
+    most = max((int(i.long().bincount().max()) for i in indices if len(i)), default=0)
+    return [w.grad for w in weights if w.grad is not None], most
+
+
+def call(
+    way: str, case: Case, inputs: Inputs, grad: Tensor, group: str = "", keep: bool = False
+) -> list[Tensor]:
+    from autofuse.lowering.gpu.embedding import tables_of
+    from autofuse.lowering.gpu.exchange_measure import run_backward
+    from autofuse.lowering.gpu.workspace import workspace_for
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    workspace = workspace_for(group or dist.group.WORLD.group_name, device)
+    tables = tables_of(*inputs, *case.options)
+    return run_backward(workspace, way, backward_problem(case), tables, grad, keep)
+
+
+def check(got: list[Tensor], case: Case, reference: tuple[list[Tensor], int]) -> str:
+    """What is wrong with gradients of tables; empty if nothing is."""
+    expected, terms = reference
+    small = 8 * max(1, terms) * 4 * torch.finfo(torch.float32).eps
+    for table, (found, want) in enumerate(zip(got, expected, strict=True)):
+        found = found.double().cpu()
+        if found.isnan().any():
+            return f"table {table}: something was not written"
+        over = ((found - want).abs() / (torch.finfo(case.table).eps * want.abs() + small)).max()
+        if over > 1:
+            return f"table {table}: {float(over):.2f} times the bound"
+    return ""
+
+
+def all_ways(rank: int, world: int, case: Case) -> dict[str, str]:
+    """What is wrong with each way: against fp64, and two runs against each other, one of which keeps G."""
+    inputs, grad, reference = on_device(case, rank), grad_on_device(case, rank), wanted(case, rank)
+    exchanged, found = torch.cat(bag_gradients(case, rank), 1), {}
+    for way in ways_of(case):
+        call(way, case, inputs, grad)
+        poison()
+        first = call(way, case, inputs, grad)
+        *second, kept = call(way, case, inputs, grad, keep=True)
+        wrong = check(first, case, reference)
+        if not torch.equal(kept.cpu(), exchanged):
+            wrong = wrong or "the exchanged gradient is another one"
+        if not way.startswith("torch") and not all(map(torch.equal, first, second)):
+            wrong = wrong or "other bits in another run"
+        found[way] = wrong
+    return found
+
+
+def many_calls(rank: int, world: int, cases: list[Case], calls: int) -> str:
+    """Calls of changing shapes and ways, back to back, rank 0 late now and then; the first that is wrong."""
+    draw = random.Random(7)
+    ready = [(c, on_device(c, rank), grad_on_device(c, rank), wanted(c, rank), kernels_of(c)) for c in cases]
+    outputs = []
+    for number in range(calls):
+        case, inputs, grad, reference, ways = draw.choice(ready)
+        way = draw.choice(ways)
+        if rank == 0 and number % 50 == 0:
+            torch.cuda._sleep(2_000_000)
+            time.sleep(0.01)
+        outputs.append((way, case, call(way, case, inputs, grad), reference))
+        if len(outputs) == 50:
+            for each, of, got, expected in outputs:
+                if wrong := check(got, of, expected):
+                    return f"call {number}, {each}, {of}: {wrong}"
+            outputs = []
+    return ""
+
+
+def replayed(rank: int, world: int, case: Case, replays: int) -> str:
+    """A captured graph of all ways, replayed, with an eager call in between; what is wrong."""
+    inputs, grad, reference = on_device(case, rank), grad_on_device(case, rank), wanted(case, rank)
+    ways = kernels_of(case)
+    for way in ways:
+        call(way, case, inputs, grad)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = [call(way, case, inputs, grad) for way in ways]
+    for _ in range(replays):
+        for out in outputs:
+            for each in out:
+                each.fill_(float("nan"))
+        graph.replay()
+        call(ways[0], case, inputs, grad)
+        for way, out in zip(ways, outputs, strict=True):
+            if wrong := check(out, case, reference):
+                return f"{way}: {wrong}"
+    return ""
+
+
+def bad_index(rank: int, world: int, case: Case) -> str:
+    """Rank 1 has an index that its table has not; what a later check tells it. Nobody hangs."""
+    from autofuse.lowering.gpu.workspace import check as check_group
+
+    group = fresh_group()
+    inputs = on_device(case, rank)
+    if rank == 1:
+        inputs[1][1][0] = 1 << 40
+    call("strips", case, inputs, grad_on_device(case, rank), group)
+    torch.cuda.synchronize()
+    dist.barrier()
+    try:
+        check_group(group)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def training_step(rank: int, world: int, case: Case) -> str:
+    """Forward and backward of the op through autograd, with a table of ways that says to fuse both."""
+    from autofuse.lowering.gpu.choice import Point, add_points
+    from autofuse.lowering.gpu.workspace import workspace_for
+
+    name = dist.group.WORLD.group_name
+    workspace = workspace_for(name, torch.device("cuda", torch.cuda.current_device()))
+    forward = Point.of(problem_of(case), {"bags": 1.0})
+    add_points(workspace, (forward, Point.of(backward_problem(case), {"strips": 1.0})))
+    weights, *rest = on_device(case, rank)
+    weights = [w.requires_grad_() for w in weights]
+    y = torch.ops.autofuse.embedding_bag_all_to_all(
+        weights, *rest, *case.options, case.wire, case.columns, case.layout, name, "direct", "test"
+    )
+    y.backward(grad_on_device(case, rank))
+    return check([w.grad for w in weights if w.grad is not None], case, wanted(case, rank))
