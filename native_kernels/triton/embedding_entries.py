@@ -17,7 +17,7 @@ from .memory import PeerMemory, cdiv, launch
 
 BAGS, LANES, WARPS, PER_SM = 32, 128, 4, 4
 
-# Words of `work_words`.
+# Words of the work before a table.
 ENTRY, KEY, FIRST_BLOCK, FIRST_CHUNK = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 WORK = tl.constexpr(WORDS_WORK)
 NEVER = tl.constexpr((1 << 63) - 1)
@@ -136,7 +136,7 @@ def sorted_entries(
         tables.padding, site,
         PROGRAMS=programs, W=memory.world, KIND=tables.kinds(), WIDE=tables.indices[0].dtype == torch.int64,
         MEAN=tables.mode == 1, WEIGHTED=bool(tables.samples), LAST=int(tables.last), BB=BAGS, LANES=LANES,
-        num_warps=WARPS,
+        num_warps=WARPS, num_stages=1,
     )  # fmt: skip
     if compile_only:
         return Entries(keys, bag_of, scales)
