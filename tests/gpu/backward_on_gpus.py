@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional as F
 
 from tests.gpu.embedding_on_gpus import on_device, problem_of
 from tests.gpu.on_gpus import poison
@@ -159,19 +160,49 @@ def bad_index(rank: int, world: int, case: Case) -> str:
     return ""
 
 
-def training_step(rank: int, world: int, case: Case) -> str:
-    """Forward and backward of the op through autograd, with a table of ways that says to fuse both."""
+def add_fused_points(case: Case) -> None:
+    """From now on the group runs calls like those of the case in kernels of ours, both ways."""
     from autofuse.lowering.gpu.choice import Point, add_points
     from autofuse.lowering.gpu.workspace import workspace_for
 
-    name = dist.group.WORLD.group_name
-    workspace = workspace_for(name, torch.device("cuda", torch.cuda.current_device()))
+    device = torch.device("cuda", torch.cuda.current_device())
     forward = Point.of(problem_of(case), {"bags": 1.0})
-    add_points(workspace, (forward, Point.of(backward_problem(case), {"strips": 1.0})))
+    backward = Point.of(backward_problem(case), {"strips": 1.0})
+    add_points(workspace_for(dist.group.WORLD.group_name, device), (forward, backward))
+
+
+def training_step(rank: int, world: int, case: Case) -> str:
+    """Forward and backward of the op through autograd; what is wrong with the gradients."""
+    add_fused_points(case)
     weights, *rest = on_device(case, rank)
     weights = [w.requires_grad_() for w in weights]
     y = torch.ops.autofuse.embedding_bag_all_to_all(
-        weights, *rest, *case.options, case.wire, case.columns, case.layout, name, "direct", "test"
-    )
+        weights, *rest, *case.options, case.wire, case.columns, case.layout, dist.group.WORLD.group_name,
+        "direct", "test",
+    )  # fmt: skip
     y.backward(grad_on_device(case, rank))
     return check([w.grad for w in weights if w.grad is not None], case, wanted(case, rank))
+
+
+def compiled_step(rank: int, world: int, case: Case) -> tuple[str, list[str]]:
+    """As `training_step`, of a compiled program that knows no autofuse; and the ops of its sites."""
+    import torch.distributed._functional_collectives as funcol
+
+    import autofuse
+
+    torch._dynamo.reset()
+    add_fused_points(case)
+    weights, indices, offsets, _ = on_device(case, rank)
+    weights = [w.requires_grad_() for w in weights]
+    grad = grad_on_device(case, rank).view(case.b * world, -1)
+
+    def step(weights: list[Tensor], indices: list[Tensor], offsets: list[Tensor]) -> Tensor:
+        bags = [F.embedding_bag(*each, mode="sum") for each in zip(indices, weights, offsets, strict=True)]
+        parts = [case.b] * world
+        y = funcol.all_to_all_single_autograd(torch.cat(bags, 1), parts, parts, dist.group.WORLD)
+        return (y.float() * grad.float()).sum()
+
+    with autofuse.config.patch(captured=True), autofuse.debug() as report:  # else calls this short are kept
+        torch.compile(step, backend="autofuse")(weights, indices, offsets).backward()
+    wrong = check([w.grad for w in weights if w.grad is not None], case, wanted(case, rank))
+    return wrong, sorted(site.op or "" for site in report.fused)

@@ -104,3 +104,11 @@ def test_an_index_out_of_range_is_named_back(gpu_ranks: Pools, world: int) -> No
 def test_training_step(gpu_ranks: Pools, world: int, name: str) -> None:
     case = backward_cases(world)[name]
     assert not any(gpu_ranks(world).run(backward_on_gpus.training_step, case, timeout=200))
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_compiled_training_step(gpu_ranks: Pools, world: int) -> None:
+    case = Case(((64,) * 4,) * world, "sbc", b=64, pooling=20, rows=5000, table=BF16, wire=BF16)
+    both = ["autofuse::all_to_all_embedding_bag_backward", "autofuse::embedding_bag_all_to_all"]
+    for found in gpu_ranks(world).run(backward_on_gpus.compiled_step, case, timeout=300):
+        assert found == ("", both)
