@@ -204,8 +204,8 @@ def _add_with_aten(
     sizes.index_add_(0, bag, used.to(indices.dtype))
     samples = bags.per_sample_weights[table] if bags.per_sample_weights else None
     return torch.ops.aten._embedding_bag_dense_backward(
-        grad.contiguous(), indices, bag.to(indices.dtype), sizes, sizes.new_empty(0), rows, False, bags.mode,
-        samples, bags.padding_idx,
+        grad.contiguous(), indices.contiguous(), bag.to(indices.dtype), sizes, sizes.new_empty(0), rows,
+        False, bags.mode, samples, bags.padding_idx,
     )  # fmt: skip
 
 

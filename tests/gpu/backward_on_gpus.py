@@ -91,10 +91,12 @@ def all_ways(rank: int, world: int, case: Case) -> dict[str, str]:
         poison()
         first = call(way, case, inputs, grad)
         *second, kept = call(way, case, inputs, grad, keep=True)
-        wrong = check(first, case, reference)
+        # torch may round every sum to the dtype of the tables.
+        ours = not way.startswith("torch")
+        wrong = check(first, case, reference) if ours or case.table is torch.float32 else ""
         if not torch.equal(kept.cpu(), exchanged):
             wrong = wrong or "the exchanged gradient is another one"
-        if not way.startswith("torch") and not all(map(torch.equal, first, second)):
+        if ours and not all(map(torch.equal, first, second)):
             wrong = wrong or "other bits in another run"
         found[way] = wrong
     return found
