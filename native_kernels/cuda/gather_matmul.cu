@@ -96,7 +96,7 @@ __device__ void load_tiles(
                 trace.stamp(WAITED, SPANNING ? -1 : tile.owner, slice * p.k_slices + q);
             }
             int k = q * p.k_slice, last = k + p.k_slice < p.k ? k + p.k_slice : p.k;
-            produce(s, turn, own ? &p.x : &p.gathered, &p.w, row, tile.col * BN, k, last);
+            produce(s, turn, {own ? &p.x : &p.gathered}, {&p.w}, row, tile.col * BN, k, last);
         }
     }
 }

@@ -166,7 +166,7 @@ __device__ void load_x(const Params& p, TokenRing ring, const Work& work, int64_
         uint32_t barrier = looked_at ? ring.landed() : ring.full();
         barrier_wait(ring.empty(), ring.parity ^ 1);
         barrier_expect(barrier, X_BYTES);
-        load_box(ring.here(), &p.x, third, 0, b * BK, barrier);
+        load_share<1>(ring.here(), &p.x, third, 0, b * BK, barrier, 0);
     }
 }
 

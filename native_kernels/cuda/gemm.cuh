@@ -66,9 +66,24 @@ __device__ inline void init(const Shared& s) {
         __syncthreads();
 }
 
+// A matrix, or one of a stack (STACKS).
+struct Matrix {
+    const TensorMap* map;
+    int number = 0;
+};
+
+template <int SHARERS, bool STACKS>
+__device__ inline void load_box(uint32_t to, const Matrix& from, int row, int col, uint32_t barrier, uint16_t mask) {
+    if constexpr (STACKS)
+        load_share<SHARERS>(to, from.map, from.number, row, col, barrier, mask);
+    else
+        load_share<SHARERS>(to, from.map, row, col, barrier, mask);
+}
+
 // One thread loads rows `row, ...` of x and columns `col, ...` of the weight, in blocks of BK from k = `first` on.
+template <bool STACKS = false>
 __device__ inline void produce(
-    const Shared& s, Turn& turn, const TensorMap* x, const TensorMap* w, int row, int col, int first, int last) {
+    const Shared& s, Turn& turn, const Matrix& x, const Matrix& w, int row, int col, int first, int last) {
     int me = SHARING > 1 ? cluster_rank() : 0, m = me / ALONG, n = me % ALONG;
     uint16_t row_mask = ((1 << ALONG) - 1) << (m * ALONG), col_mask = 0;
     for (int i = 0; i < ACROSS; ++i) col_mask |= 1 << (i * ALONG + n);
@@ -77,13 +92,13 @@ __device__ inline void produce(
         barrier_wait(s.empty + 8 * turn.stage, turn.parity ^ 1);
         barrier_expect(full, STAGE);
         constexpr int SHARE = ROWS / ALONG, COLS = BN / ACROSS;
-        load_share<ALONG>(a + n * SHARE * ROW, x, row + n * SHARE, k, full, row_mask);
+        load_box<ALONG, STACKS>(a + n * SHARE * ROW, x, row + n * SHARE, k, full, row_mask);
 #if TRANSPOSED
-        load_share<ACROSS>(b + m * COLS * ROW, w, col + m * COLS, k, full, col_mask);
+        load_box<ACROSS, STACKS>(b + m * COLS * ROW, w, col + m * COLS, k, full, col_mask);
 #else
         // Boxes of 64 columns, as wide as the swizzle.
         for (int c = m * COLS; c < (m + 1) * COLS; c += 64)
-            load_share<ACROSS>(b + c * ROW, w, k, col + c, full, col_mask);
+            load_box<ACROSS, STACKS>(b + c * ROW, w, k, col + c, full, col_mask);
 #endif
         turn.next();
     }

@@ -106,11 +106,14 @@ def filled(template: P, site: int, trace: Tensor | None, **tensors: Tensor | Non
 
 
 def map_weight(params: ctypes.Structure, w: Tensor, across: int) -> None:
-    """Sets `params.w`, boxes of BK x 64 as wide as the swizzle, or of `across` columns of a transpose."""
-    if w.stride(1) == 1:
+    """Sets `params.w`, of a weight `[K, N]` or a stack of such.
+
+    Boxes of BK x 64, as wide as the swizzle, or of `across` columns of a transpose.
+    """
+    if w.stride(-1) == 1:
         set_map(params, "w", w, BK, 64)
     else:
-        set_map(params, "w", w.t(), across, BK)
+        set_map(params, "w", w.transpose(-2, -1), across, BK)
 
 
 def launch(found: Kernel, params: Any, cluster: int, threads: int = THREADS) -> None:

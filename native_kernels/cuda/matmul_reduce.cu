@@ -57,7 +57,7 @@ __device__ void load_tiles(const Params& p, const Shared& s, int block, int tile
     for (int t = block / CLUSTER; t < tiles; t += p.programs / CLUSTER) {
         Tile tile = tile_of(p, t);
         int row = (tile.row / p.stretch * W + tile.owner) * p.chunk_rows + tile.row % p.stretch * BM;
-        produce(s, turn, &p.x, &p.w, row, tile.col * BN, 0, p.k);
+        produce(s, turn, {&p.x}, {&p.w}, row, tile.col * BN, 0, p.k);
     }
 }
 

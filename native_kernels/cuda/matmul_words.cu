@@ -27,7 +27,7 @@ __device__ void load_tiles(const Params& p, const Shared& s, int block) {
     int first, last;
     split(p.k, first, last);
     for (int t = block / CLUSTER; t < p.cols; t += p.programs / CLUSTER)
-        produce(s, turn, &p.x, &p.w, 0, t * BN, first, last);
+        produce(s, turn, {&p.x}, {&p.w}, 0, t * BN, first, last);
 }
 
 // A warp sends its 16 rows of a tile, once they are staged, to their owners.

@@ -23,11 +23,11 @@ __device__ inline int owner_at(int stage, int rank, int world, int order) {
     return (rank + 1 + stage) % world;
 }
 
-// Tile number `t` of a chunk: down GROUP rows at a time, which stay in the cache.
-__device__ inline Tile chunk_tile_at(int t, int rows, int cols) {
-    int first = t / (GROUP * cols) * GROUP;
-    int here = rows - first < GROUP ? rows - first : GROUP;
-    t %= GROUP * cols;
+// Tile number `t` of a chunk: down `group` rows at a time, which stay in the cache.
+__device__ inline Tile chunk_tile_at(int t, int rows, int cols, int group = GROUP) {
+    int first = t / (group * cols) * group;
+    int here = rows - first < group ? rows - first : group;
+    t %= group * cols;
     return {0, first + t % here, t / here};
 }
 
@@ -41,13 +41,14 @@ __device__ inline int chunk_number_of(int row, int col, int rows, int cols) {
 // What block (m, n) of a cluster computes as the cluster's tile number `t`. A turn visits all chunks, each for
 // `visit` tiles.
 __device__ inline Tile tile_at(
-    int t, int m, int n, int rank, int world, int rows, int cols, int visit, int across, int along, int order) {
+    int t, int m, int n, int rank, int world, int rows, int cols, int visit, int across, int along, int order,
+    int group = GROUP) {
     int groups = world / across, wide = (cols + along - 1) / along;
     int turn = t / (groups * visit);
     int left = rows * wide - turn * visit;
     int here = left < visit ? left : visit;
     t %= groups * visit;
-    Tile tile = chunk_tile_at(turn * visit + t % here, rows, wide);
+    Tile tile = chunk_tile_at(turn * visit + t % here, rows, wide, group);
     return {owner_at(t / here * across + m, rank, world, order), tile.row, tile.col * along + n};
 }
 
@@ -55,7 +56,8 @@ __device__ inline Tile tile_at(
 // `across` sources, our own among them; then those of the others, slice by slice, in the order in which they arrive.
 // WITHIN: the blocks that share a block of the weight work on neighbouring rows of one part.
 __device__ inline Tile gathered_tile_at(
-    int t, int m, int n, int rank, int world, int rows, int cols, int slice_rows, int across, int along, bool within) {
+    int t, int m, int n, int rank, int world, int rows, int cols, int slice_rows, int across, int along, bool within,
+    int group_rows = GROUP) {
     int groups = within ? world : world / across, wide = (cols + along - 1) / along;
     int high = within ? (rows + across - 1) / across : rows, here = high, first = 0, group = 0;
     if (t >= high * wide) {
@@ -68,7 +70,7 @@ __device__ inline Tile gathered_tile_at(
         group = 1 + t / (here * wide);
         t %= here * wide;
     }
-    Tile tile = chunk_tile_at(t, here, wide);
+    Tile tile = chunk_tile_at(t, here, wide, group_rows);
     int row = first + tile.row;
     int source = (rank + 2 * world - (within ? group : group * across + m)) % world;
     return {source, within ? row * across + m : row, tile.col * along + n};

@@ -131,13 +131,21 @@ __device__ inline void load_share(
             : "memory");
 }
 
-// A box of one of a stack of matrices to shared memory, and its bytes on a barrier.
-__device__ inline void load_box(uint32_t to, const TensorMap* map, int matrix, int row, int col, uint32_t barrier) {
-    asm volatile(
-        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(
-            to),
-        "l"(map), "r"(col), "r"(row), "r"(matrix), "r"(barrier)
-        : "memory");
+// The same of a stack of matrices: what lies outside of matrix `matrix` is 0.
+template <int SHARERS>
+__device__ inline void load_share(
+    uint32_t to, const TensorMap* map, int matrix, int row, int col, uint32_t barrier, uint16_t mask) {
+    if (SHARERS > 1)
+        asm volatile(
+            "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
+            " [%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(to), "l"(map), "r"(col), "r"(row), "r"(matrix), "r"(barrier),
+            "h"(mask)
+            : "memory");
+    else
+        asm volatile(
+            "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
+            " [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(to), "l"(map), "r"(col), "r"(row), "r"(matrix), "r"(barrier)
+            : "memory");
 }
 
 // A box of shared memory to a stack of matrices; what lies outside of these is not stored.
