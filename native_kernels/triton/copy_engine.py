@@ -39,19 +39,23 @@ class CopyEngine:
         self._forked = self._streams[:0]
 
     def push(self, part: Tensor, slice_rows: int, slices: int) -> None:
-        """Start to store `part: [C, K]` to all peers, r + 1 first; each slice, then its counter."""
+        """Start to store `part: [C, K]`, or one for each rank, `[W, C, K]`, to all peers, r + 1 first.
+
+        Each slice, then its counter.
+        """
         self._fork(1)
         if not self._peers:
             return
         memory, stream = self.memory, self._streams[0]
-        chunk, k = part.shape
+        chunk, k = part.shape[-2:]
         with torch.cuda.stream(stream):
             for p in self._peers:
+                own = part if part.dim() == 2 else part[p]
                 there = memory.copies.matrix(p, part.dtype, memory.rank * chunk * k, chunk, k)
                 self._take_credit(stream, p)
                 for s in range(slices):
                     rows = slice(s * slice_rows, min((s + 1) * slice_rows, chunk))
-                    there[rows].copy_(part[rows], non_blocking=True)
+                    there[rows].copy_(own[rows], non_blocking=True)
                     self._raise(p, memory.rank * slices + s)
 
     def fork(self) -> None:

@@ -1,0 +1,155 @@
+"""Launches expert_combine.cu: expert_matmul_all_to_all with fixed capacity, by clusters of blocks."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from autofuse.native_kernels.triton.memory import Need, PeerMemory, cdiv
+
+from .experts import Cut, Runs
+from .gemm import (
+    BM,
+    POINTERS,
+    TENSOR_MAP,
+    Constants,
+    blocks,
+    constants,
+    filled,
+    launch,
+    map_operands,
+    set_map,
+    shared_bytes,
+)
+from .launcher import Kernel, kernel
+
+SOURCE = "expert_combine.cu"
+
+
+class _Params(ctypes.Structure):
+    _fields_ = (
+        ("x", TENSOR_MAP),
+        ("w", TENSOR_MAP),
+        ("y", TENSOR_MAP),
+        ("out", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("inbox", POINTERS),
+        ("signals", POINTERS),
+        ("state", ctypes.c_void_p),
+        ("trace", ctypes.c_void_p),
+        ("inbox_half", ctypes.c_int64),
+        ("signals_half", ctypes.c_int64),
+        ("runs", Runs),
+        *(
+            (name, ctypes.c_int32)
+            for name in ("n", "k", "rank", "site", "part_rows", "rows", "cols", "visit", "programs")
+        ),
+    )
+
+
+@dataclass(frozen=True)
+class CombineConfig:
+    """How `expert_combine.cu` runs.
+
+    bn: columns of a tile of 128 rows; across: blocks of a cluster with one block of the weight, for as many
+    ranks or, where tiles span ranks, neighbours; along: those with one block of x; stages: blocks of K in
+    flight; visit: tiles for one rank before those for the next (0: those of an expert); part: rows that a
+    team copies at a time.
+    """
+
+    bn: int = 256
+    across: int = 2
+    along: int = 1
+    stages: int = 3
+    visit: int = 0
+    part: int = 32
+
+    @property
+    def cluster(self) -> int:
+        return self.across * self.along
+
+    @property
+    def shared_bytes(self) -> int:
+        return shared_bytes(self.bn, self.stages)
+
+
+def combine_needs(experts: int, rows: int, n: int, outer: int, world: int, config: CombineConfig) -> Need:
+    """What a call uses: `rows` an expert, of 16-bit floats."""
+    cut = Cut.of(experts, rows, n, outer, world, config.bn, config.across)
+    return Need(
+        inbox=2 * world * cut.part_rows * cut.cols * config.bn * 2,
+        signals=2 * 4 * world * cut.rows * cut.cols,
+    )
+
+
+def combine_constants(
+    experts: int, rows: int, n: int, outer: int, world: int, transposed: bool, dtype: torch.dtype,
+    biased: bool, order: int, config: CombineConfig, trace: bool,
+) -> Constants:  # fmt: skip
+    """What the kernel is compiled with."""
+    cut = Cut.of(experts, rows, n, outer, world, config.bn, config.across)
+    return constants(
+        config, world, transposed, dtype, trace, ORDER=order, BIASED=biased, SPANNING=cut.spanning,
+        PART=config.part,
+    )  # fmt: skip
+
+
+def launch_expert_combine(
+    memory: PeerMemory,
+    x: Tensor,
+    w: Tensor,
+    out: Tensor,
+    outer: int,
+    order: int,
+    config: CombineConfig,
+    site: int = 0,
+    trace: Tensor | None = None,
+    compile_only: bool = False,
+    bias: Tensor | None = None,
+) -> None:
+    """`x: [E, R, K]`, R = (outer, W, run), times `w: [E, K, N]`, plus `bias: [E, N]`; run d goes to rank d.
+
+    out: [W, E, outer * run, N], by source. The world is a multiple of `config.across` where a run has 128
+    rows and more. trace: three rows of events a program, for the teams that copy alone and after they have
+    multiplied.
+    """
+    (experts, rows, k), n = x.shape, w.shape[2]
+    found, template = _prepared(
+        memory, experts, rows, k, n, w.stride(2) != 1, x.dtype, bias is not None, outer, order, config,
+        trace is not None,
+    )  # fmt: skip
+    if compile_only:
+        return
+    params = filled(template, site, trace, out=out, bias=bias)
+    map_operands(params, x, w, config)
+    set_map(params, "y", out[memory.rank].view(-1, params.runs.run, n), BM, 64)
+    launch(found, params, config.cluster)
+
+
+@lru_cache(maxsize=1024)
+def _prepared(
+    memory: PeerMemory, experts: int, rows: int, k: int, n: int, transposed: bool, dtype: torch.dtype,
+    biased: bool, outer: int, order: int, config: CombineConfig, trace: bool,
+) -> tuple[Kernel, _Params]:  # fmt: skip
+    """The kernel, and what does not change from call to call."""
+    world, cut = memory.world, Cut.of(experts, rows, n, outer, memory.world, config.bn, config.across)
+    compiled_with = combine_constants(
+        experts, rows, n, outer, world, transposed, dtype, biased, order, config, trace
+    )
+    found = kernel(SOURCE, "expert_combine", compiled_with, config.shared_bytes)
+    # Spanning, what is computed at a time is for all ranks: they send it at the same time.
+    visit = 1 if cut.spanning else config.visit or cut.per * cdiv(cut.cols, config.along)
+    params = _Params(
+        state=memory.state.data_ptr(), trace=memory.state.data_ptr(),
+        inbox_half=memory.inbox.half(torch.uint8), signals_half=memory.signals.half(torch.int32),
+        runs=cut.runs, n=n, k=k, rank=memory.rank, part_rows=cut.part_rows, rows=cut.rows, cols=cut.cols,
+        visit=visit, programs=blocks(memory, config),
+    )  # fmt: skip
+    for r in range(world):
+        params.inbox[r] = memory.inbox.views[r].data_ptr()
+        params.signals[r] = memory.signals.views[r].data_ptr()
+    return found, params

@@ -1,0 +1,170 @@
+// all_to_all_expert_matmul in one persistent kernel whose warps specialise: one loads what has arrived, two groups of
+// four multiply, one stores products, and two send our rows to the ranks of their experts, beside the tensor cores.
+//
+// Parts go out in slices of rows, to all ranks at once; each has a counter at every receiver. In either half of the
+// memory of a rank: the rows of its experts, [E, R = (outer, W, run), K], and the counters arrived [W, slices]. ENGINES:
+// copy engines send, into one half, [W, E, outer, run, K]. SPANNING: a tile holds rows of several sources, our own, too.
+#include "comm.cuh"
+#include "expert_order.cuh"
+#include "gemm.cuh"
+
+struct Params {
+    TensorMap x;            // our own part, a matrix a run
+    TensorMap exchanged[2]; // our own memory, a matrix a run or, spanning, an expert
+    TensorMap w;            // a matrix an expert
+    TensorMap y;            // the output, as `exchanged`
+    const char* parts;      // [W, rows of a part, K]
+    const char* bias;
+    char* memory[8];        // of every rank
+    int* signals[8];
+    int64_t* state;
+    int64_t* trace;
+    int64_t half;           // bytes
+    int64_t signals_half;   // counters
+    Runs runs;
+    int n, k, rank, site, part_rows, keep;  // keep: store our own part among the others; the host gives credit
+    int rows, cols;                         // tiles of a part
+    int slice_rows, slices;                 // rows of tiles in a slice
+    int credit, programs;  // where, among the counters of a rank, peers are told that they may store again
+};
+
+constexpr int DISPATCHING = 3;
+constexpr int SENDING = 64;  // threads of a block
+constexpr int OWNERS = SPANNING ? 1 : W;
+
+__device__ inline Tile tile_of(const Params& p, int t) {
+    int me = CLUSTER > 1 ? cluster_rank() : 0;
+    return dispatched_tile_at(t, me / ALONG, me % ALONG, p.rank, W, p.rows, p.cols, p.slice_rows, ACROSS, ALONG,
+                              WITHIN, p.runs.group, SPANNING);
+}
+
+// Two warps of every block store their share of each slice, and signal.
+__device__ void send_parts(const Params& p, int block, int64_t parity) {
+    constexpr int AHEAD = 8;
+    int thread = threadIdx.x - (BM - SENDING), width = p.k / 8, skip = SPANNING || p.keep ? 0 : 1;
+    for (int s = 0; s < p.slices; ++s) {
+        int first = part_row_at(p.runs, s * p.slice_rows, SPANNING);
+        int last = s == p.slices - 1 ? p.part_rows : part_row_at(p.runs, (s + 1) * p.slice_rows, SPANNING);
+        int each = (last - first) * width, step = p.programs * SENDING;
+        for (int away = skip; away < W; ++away) {
+            int dest = (p.rank + away) % W;
+            const char* from = p.parts + (static_cast<int64_t>(dest) * p.part_rows + first) * p.k * 2;
+            char* to = p.memory[dest] + parity * p.half;
+            for (int i = block * SENDING + thread; i < each; i += AHEAD * step) {
+                uint4 words[AHEAD];
+#pragma unroll
+                for (int a = 0; a < AHEAD; ++a)
+                    if (i + a * step < each) words[a] = load_l2(from + static_cast<int64_t>(i + a * step) * 16);
+#pragma unroll
+                for (int a = 0; a < AHEAD; ++a) {
+                    int j = i + a * step;
+                    if (j >= each) break;
+                    store(to + (exchanged_row_at(p.runs, p.rank, first + j / width, W) * width + j % width) * 16, words[a]);
+                }
+            }
+        }
+        named_barrier(1, SENDING);
+        int peer = (p.rank + thread) % W;
+        if (thread >= (SPANNING ? 0 : 1) && thread < W)
+            add_release(p.signals[peer] + parity * p.signals_half + p.rank * p.slices + s);
+    }
+}
+
+__device__ void load_tiles(
+    const Params& p, const Shared& s, int block, int tiles, int64_t parity, int epoch, Trace trace) {
+    if (!SPANNING) prefetch(&p.x);
+    prefetch(&p.exchanged[parity]);
+    prefetch(&p.w);
+    Turn turn;
+    uint64_t heard = 0;  // slices that have come, a byte a source: they come in their order
+    const int* arrived = p.signals[p.rank] + parity * p.signals_half;
+    for (int t = block / CLUSTER; t < tiles; t += p.programs / CLUSTER) {
+        Tile tile = tile_of(p, t);
+        bool own = !SPANNING && tile.owner == p.rank;
+        int expert = tile.row / p.runs.per, i = tile.row % p.runs.per, slice = tile.row / p.slice_rows;
+        int run = expert * p.runs.outer + i / p.runs.stretch;
+        Matrix x{own ? &p.x : &p.exchanged[parity], run};
+        if (SPANNING)
+            x.number = expert;
+        else if (!own)
+            x.number = ENGINES ? tile.owner * (p.part_rows / p.runs.run) + run : run * W + tile.owner;
+        for (int r = 0; r < (SPANNING ? W : 1) && !own; ++r) {
+            int source = SPANNING ? (p.rank + r) % W : tile.owner;
+            if (static_cast<int>(heard >> source * 8 & 255) > slice) continue;
+            wait(arrived + source * p.slices + slice, ENGINES ? 1 : p.programs, p.state, p.site * 8 + DISPATCHING,
+                 source, slice, epoch);
+            fence_proxy();
+            heard = heard & ~(255ull << source * 8) | static_cast<uint64_t>(slice + 1) << source * 8;
+            trace.stamp(WAITED, source, slice);
+        }
+        produce<true>(s, turn, x, {&p.w, expert}, i % p.runs.stretch * BM, tile.col * BN, 0, p.k);
+    }
+}
+
+__device__ void store_tiles(const Params& p, const Shared& s, int block, int tiles) {
+    int turn = 0;
+    for (int t = block / CLUSTER; t < tiles; t += p.programs / CLUSTER) {
+        Tile tile = tile_of(p, t);
+        int expert = tile.row / p.runs.per, i = tile.row % p.runs.per;
+        int matrix = SPANNING ? expert : (expert * p.runs.outer + i / p.runs.stretch) * W + tile.owner;
+        barrier_wait(s.ready, turn);
+        turn ^= 1;
+        for (int j = 0; j < BN / 64; ++j)
+            store_box(&p.y, matrix, i % p.runs.stretch * BM, tile.col * BN + j * 64, s.staged + j * BM * 128);
+        bulk_commit();
+        bulk_wait_read();
+        barrier_arrive(s.taken);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(384, 1) expert_dispatch(const __grid_constant__ Params p) {
+    extern __shared__ char memory[];
+    __shared__ bool last;
+    Shared s = shared_memory(memory);
+    int block = blockIdx.x, group = threadIdx.x / 128, blocks = (p.k + BK - 1) / BK;
+    int tiles = (WITHIN ? OWNERS : W / ACROSS) * (WITHIN ? p.rows / ACROSS : p.rows) * ((p.cols + ALONG - 1) / ALONG);
+    int epoch = static_cast<int>(p.state[3]) + 1;
+    int64_t parity = ENGINES ? 0 : epoch % 2;  // copy engines know no epoch: they store once, and again with credit
+    Trace trace{p.trace + (group * p.programs + block) * 2 * EVENTS};
+    if (threadIdx.x % 128 == 0) trace.stamp(BEGUN, p.rank, 0);
+    init(s);
+    if (group == 0) {
+        give_registers<88>();
+        if (threadIdx.x == 0) {
+            load_tiles(p, s, block, tiles, parity, epoch, trace);
+        } else if (threadIdx.x == 32) {
+            store_tiles(p, s, block, tiles);
+        } else if (!ENGINES && threadIdx.x >= BM - SENDING) {
+            send_parts(p, block, parity);
+        }
+    } else {
+        take_registers<208>();
+        Turn turn;
+        int taken = 0;
+        for (int t = block / CLUSTER; t < tiles; t += p.programs / CLUSTER) {
+            float acc[BN / 2];
+            consume(s, turn, acc, group - 1, blocks);
+            Tile tile = tile_of(p, t);
+            if (BIASED) add_bias(acc, p.bias + static_cast<int64_t>(tile.row / p.runs.per) * p.n * 2, tile.col * BN, p.n);
+            stage(s, acc, group - 1, taken);
+            if (threadIdx.x % 128 == 0) trace.stamp(COMPUTED, tile.owner, t);
+        }
+        if (threadIdx.x % 128 == 0) trace.stamp(ENDED, p.rank, 0);
+    }
+    __syncwarp();
+    __syncthreads();
+    // The last program sets all counters back to 0, and ends the epoch.
+    if (threadIdx.x == 0) last = count(p.state + 6) == p.programs - 1;
+    __syncthreads();
+    if (last) {
+        int* arrived = p.signals[p.rank] + parity * p.signals_half;
+        for (int i = threadIdx.x; i < W * p.slices; i += 384) arrived[i] = 0;
+        __syncthreads();
+        if (ENGINES && threadIdx.x < W) {
+            if (!p.keep && threadIdx.x != p.rank) add_release(p.signals[threadIdx.x] + p.credit + p.rank);
+            if (given_up(p.state)) p.signals[p.rank][p.credit + threadIdx.x] = 1;
+        }
+        if (threadIdx.x == 0) finish(p.state, epoch);
+    }
+    if (CLUSTER > 1) cluster_sync();
+}
