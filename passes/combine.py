@@ -92,7 +92,23 @@ def _match(anchor: Anchor, context: Context, single: bool) -> Found:
         partial(_rewrite, anchor, context, found, place, bool(early)),
         tuple(n for n in (*inputs, *more) if n is not None),
         early,
+        _not_on_gpus(found, place, bool(early)),
     )
+
+
+def _not_on_gpus(found: Product, place: Cut | Rows, keep: bool) -> str:
+    if found.text != "mm" or len(found.x) != 1:
+        return f"GPU kernels send one matmul as it is, not {found.text!r} of {len(found.x)}"
+    if keep:
+        return "the matmul is read elsewhere, too"
+    return rows_not_on_gpus(place, bool(found.listed))
+
+
+def rows_not_on_gpus(place: Cut | Rows, listed: bool) -> str:
+    """Of a combine or a dispatch."""
+    if listed:
+        return "GPU kernels take experts that are multiplied together"
+    return "GPU kernels exchange equal parts of rows" if isinstance(place, Rows) or place.dim != 1 else ""
 
 
 def _place(

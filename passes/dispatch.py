@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from .anchors import Anchor
-from .combine import Rows, batched, like
+from .combine import Rows, batched, like, rows_not_on_gpus
 from .emit import CannotEmit, Emitter
 from .layout import Cut, Digit, Digits, Layout, Size, cut_out, exact_quotient, merge, product, same_size
 from .match import (
@@ -104,6 +104,7 @@ def _match(anchor: Anchor, context: Context, single: bool) -> Found:
         context.shapes,
         rewrite,
         (anchor.input, *inputs),
+        not_on_gpus=rows_not_on_gpus(place, bool(experts)),
     )
 
 

@@ -13,11 +13,13 @@ import os
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 
 from .exchange_ways import TORCH_NCCL, ExchangeProblem, exchange_ways
+from .expert_ways import ExpertProblem, expert_ways
 from .ways import CUBLAS_NCCL, Problem, host_us, is_update, ways
 from .workspace import GpuWorkspace
 
@@ -27,7 +29,7 @@ FAR = 2.0
 _SHIPPED = Path(__file__).with_name("tables")
 
 
-AnyProblem = Problem | ExchangeProblem
+AnyProblem = Problem | ExchangeProblem | ExpertProblem
 
 
 @dataclass(frozen=True)
@@ -109,13 +111,20 @@ def known(device: torch.device) -> Points:
     return (*read(own_table(device)), *(p for path in dict.fromkeys(shipped) for p in read(path)))
 
 
+def _ways(problem: AnyProblem) -> Mapping[str, Any]:
+    """Names of all ways that can run it, with the configurations of the fused ones."""
+    if isinstance(problem, Problem):
+        return ways(problem)
+    return expert_ways(problem) if isinstance(problem, ExpertProblem) else exchange_ways(problem)
+
+
 def _times(problem: AnyProblem, points: Points) -> list[tuple[str, float]]:
     """Microseconds at the nearest point of the ways that this problem can take, too, the fastest first."""
     if isinstance(problem, Problem):
         updates = [(way, 0.0) for way, config in ways(problem).items() if is_update(config)]
         if updates:  # whoever asks for it gets it
             return updates
-    here: Mapping[str, object] = ways(problem) if isinstance(problem, Problem) else exchange_ways(problem)
+    here = _ways(problem)
     near = sorted((p for p in points if p.distance(problem) <= FAR), key=lambda p: p.distance(problem))
     found = ([(way, us) for way, us in point.times if way in here] for point in near)
     return next(filter(None, found), [])
@@ -126,15 +135,15 @@ def choose(problem: AnyProblem, points: Points) -> str:
     times = _times(problem, points)
     if times:
         return times[0][0]
-    return CUBLAS_NCCL if isinstance(problem, Problem) else TORCH_NCCL
+    return TORCH_NCCL if isinstance(problem, ExchangeProblem) else CUBLAS_NCCL
 
 
-def choose_uncaptured(problem: Problem, points: Points) -> str:
+def choose_uncaptured(problem: Problem | ExpertProblem, points: Points) -> str:
     """As `choose`, of calls that the host launches one by one: what it takes to launch a way counts, too.
 
     A call then lasts as long as the slower of host and GPU.
     """
-    here = ways(problem)
+    here = _ways(problem)
     lasts = [(max(us, host_us(way, here[way])), us, way) for way, us in _times(problem, points)]
     return min(lasts)[2] if lasts else CUBLAS_NCCL
 
@@ -147,7 +156,9 @@ def chosen(problem: AnyProblem, workspace: GpuWorkspace) -> str:
     return agreed.chosen[problem]
 
 
-def way_of(problem: Problem, workspace: GpuWorkspace, variant: Hashable, capturing: bool) -> tuple[str, bool]:
+def way_of(
+    problem: Problem | ExpertProblem, workspace: GpuWorkspace, variant: Hashable, capturing: bool
+) -> tuple[str, bool]:
     """The way of a call, the same on all ranks, and whether the next call like it takes it, too.
 
     In a CUDA graph the host costs nothing. Its first call is made as if in one: for a graph that is captured
@@ -186,7 +197,7 @@ def keep(workspace: GpuWorkspace, point: Point) -> Path:
 class _Agreement:
     points: Points
     chosen: dict[AnyProblem, str] = field(default_factory=dict)
-    uncaptured: dict[Problem, str] = field(default_factory=dict)
+    uncaptured: dict[AnyProblem, str] = field(default_factory=dict)
     seen: set[Hashable] = field(default_factory=set)
 
 

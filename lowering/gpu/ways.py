@@ -14,6 +14,8 @@ from typing import Any, TypeAlias
 import torch
 
 from autofuse.native_kernels.cuda import gather_words
+from autofuse.native_kernels.cuda.expert_combine import CombineConfig
+from autofuse.native_kernels.cuda.expert_dispatch import DispatchConfig
 from autofuse.native_kernels.cuda.gather_matmul import ClusterGatherConfig, cluster_gather_needs
 from autofuse.native_kernels.cuda.gather_words import WordsGatherConfig, words_gather_needs
 from autofuse.native_kernels.cuda.matmul_reduce import ClusterReduceConfig, cluster_reduce_needs
@@ -120,17 +122,18 @@ def fused(problem: Problem) -> list[str]:
     return [name for name, config in ways(problem).items() if config is not None]
 
 
-def is_copied(config: Config | None) -> bool:
-    """Whether copy engines move the parts of a gather, or the tiles of a reduction to their owners."""
-    return isinstance(config, GatherConfig | ClusterGatherConfig | ClusterReduceConfig) and config.copied
+def is_copied(config: object) -> bool:
+    """Whether copy engines move the parts of a gather or of a dispatch, or the tiles of a reduction."""
+    copied = GatherConfig | ClusterGatherConfig | ClusterReduceConfig | DispatchConfig
+    return isinstance(config, copied) and config.copied
 
 
-def is_update(config: Config | None) -> bool:
+def is_update(config: object) -> bool:
     """Whether tiles are added at their owners as they come."""
     return isinstance(config, ClusterReduceConfig) and config.update
 
 
-def host_us(way: str, config: Config | None) -> float:
+def host_us(way: str, config: object) -> float:
     """About how long the host is busy with one call; measured beside H200s with torch 2.11 on 4 ranks."""
     if config is None:
         return {CUBLAS_NCCL: 45.0, ONE_SHOT: 45.0, TWO_SHOT: 55.0}.get(way, 300.0)
@@ -140,6 +143,8 @@ def host_us(way: str, config: Config | None) -> float:
         return 160.0 if is_copied(config) else 40.0
     if isinstance(config, WordsConfig | WordsGatherConfig):
         return 40.0
+    if isinstance(config, CombineConfig | DispatchConfig):
+        return 160.0 if is_copied(config) else 55.0
     if isinstance(config, PacketsConfig | FewConfig):
         return 60.0
     return 185.0 if is_copied(config) else 100.0

@@ -69,6 +69,7 @@ _WAITS = {
     2: "to send a sum",
     3: "to send its part",
     4: "to send its pooled rows",
+    6: "to send rows of its experts",
     7: "to send the gradients of its bags",
 }
 

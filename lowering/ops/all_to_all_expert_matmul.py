@@ -21,6 +21,7 @@ from torch import Tensor
 from autofuse.lowering.ops import expert_rows as rows_of
 from autofuse.lowering.ops import experts as ex
 from autofuse.lowering.ops.exchange import Size, Splits, run_exchange
+from autofuse.lowering.ops.gpu import dispatch_on_gpu
 from autofuse.lowering.ops.library import FusedOp, register
 from autofuse.lowering.orders import PlanShape
 from autofuse.lowering.workspace import workspace_for
@@ -63,7 +64,7 @@ def _fake(
     return [*outputs, exchanged] if keep_exchanged else outputs
 
 
-def _reference(
+def reference(
     x: Tensor,
     w: list[Tensor],
     bias: list[Tensor],
@@ -252,4 +253,4 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     return dx, dw, ex.bias_gradients(of_outputs, bias, form), *[None] * 3, none, none, *[None] * 6
 
 
-register(FusedOp(_SCHEMA, _fake, _reference, _cpu, None, _setup_context, _backward))
+register(FusedOp(_SCHEMA, _fake, reference, _cpu, None, _setup_context, _backward, dispatch_on_gpu))

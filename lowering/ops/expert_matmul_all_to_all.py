@@ -22,6 +22,7 @@ from torch import Tensor
 from autofuse.lowering.ops import expert_rows as rows_of
 from autofuse.lowering.ops import experts as ex
 from autofuse.lowering.ops.exchange import Size, Splits, run_exchange
+from autofuse.lowering.ops.gpu import combine_on_gpu
 from autofuse.lowering.ops.library import FusedOp, register
 from autofuse.lowering.ops.product import epilogue, epilogue_backward
 from autofuse.lowering.orders import PlanShape
@@ -69,7 +70,7 @@ def _fake(
     return [y, p] if keep_product else [y]
 
 
-def _reference(
+def reference(
     x: list[Tensor],
     w: list[Tensor],
     bias: list[Tensor],
@@ -261,4 +262,4 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     return dx, dw, of_bias, of_operands, *[None] * 4, none, none, *[None] * 6
 
 
-register(FusedOp(_SCHEMA, _fake, _reference, _cpu, None, _setup_context, _backward))
+register(FusedOp(_SCHEMA, _fake, reference, _cpu, None, _setup_context, _backward, combine_on_gpu))

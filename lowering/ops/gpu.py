@@ -26,6 +26,16 @@ def embedding_backward_on_gpu(*args: Any) -> Any:
     return _run("embedding_backward", "run_embedding_backward", *args)
 
 
+def combine_on_gpu(*args: Any) -> Any:
+    """As `lowering.gpu.expert_ops.run_combine`; NotImplemented without Triton."""
+    return _run("expert_ops", "run_combine", *args)
+
+
+def dispatch_on_gpu(*args: Any) -> Any:
+    """As `lowering.gpu.expert_ops.run_dispatch`; NotImplemented without Triton."""
+    return _run("expert_ops", "run_dispatch", *args)
+
+
 def _run(module: str, name: str, *args: Any) -> Any:
     if not has_triton():
         return NotImplemented

@@ -148,7 +148,7 @@ def check_waits(lines: list[str], where: str) -> None:
     for at in waits:
         assert "ld.acquire.sys" in lines[at], where
         reads, loads = find(lines, READ, at), find(lines, TMA_LOAD, at)
-        if "gather" in where:
+        if "gather" in where or "dispatch" in where:
             assert loads, where
             assert find(lines, PROXY_FENCE, at, loads[0]), f"{where}: no fence before TMA loads"
         else:

@@ -1,0 +1,124 @@
+"""All ways to run the expert ops with fixed capacity on GPUs, by names that are equal on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TypeAlias
+
+import torch
+
+from autofuse.native_kernels.cuda.expert_combine import CombineConfig, combine_needs
+from autofuse.native_kernels.cuda.expert_dispatch import DispatchConfig, dispatch_needs
+from autofuse.native_kernels.cuda.gemm import BM
+from autofuse.native_kernels.triton.copy_engine import FIRST_CREDIT
+from autofuse.native_kernels.triton.memory import SHARED_MEMORY, Need, cdiv
+
+from .ways import CUBLAS_NCCL, DTYPES, settings_of
+
+COMBINE, DISPATCH = "expert_matmul_all_to_all", "all_to_all_expert_matmul"
+
+ExpertConfig: TypeAlias = CombineConfig | DispatchConfig
+
+MOST_BYTES = 4 << 30
+"""A way that needs a larger region than this is left out."""
+
+MOST_RUNS = 32
+"""Stores of a tile that spans runs, one after another."""
+
+
+@dataclass(frozen=True)
+class ExpertProblem:
+    """A call: `[experts, rows, k] @ [experts, k, columns]` on every rank, rows = (outer, W, run).
+
+    programs: that run at once; aligned: operands are as TMA loads them.
+    """
+
+    op: str
+    experts: int
+    rows: int
+    k: int
+    columns: int
+    world: int
+    dtype: torch.dtype
+    programs: int = 132
+    outer: int = 1
+    aligned: bool = True
+
+    @property
+    def m(self) -> int:
+        """As tables of ways have it: what shares a weight."""
+        return self.rows
+
+    @property
+    def n(self) -> int:
+        return self.experts * self.columns
+
+    @property
+    def run(self) -> int:
+        return self.rows // (self.outer * self.world)
+
+
+@lru_cache(maxsize=1024)
+def expert_ways(problem: ExpertProblem) -> Mapping[str, ExpertConfig | None]:
+    """Names of all ways that can run, with the configurations of the kernels."""
+    found: dict[str, ExpertConfig | None] = {CUBLAS_NCCL: None}
+    if (
+        problem.aligned
+        and problem.dtype in DTYPES
+        and problem.world <= 8
+        and min(problem.experts, problem.run, problem.k, problem.columns) > 0
+        and problem.k % 8 == 0
+        and problem.columns % 8 == 0
+    ):
+        found |= {settings_of("clusters", c): c for c in _configs(problem) if _fits(c, problem)}
+    return found
+
+
+def _configs(problem: ExpertProblem) -> Iterator[ExpertConfig]:
+    few = problem.rows <= 256  # and so few tiles that narrow ones keep more multiprocessors busy
+    if problem.op == COMBINE:
+        if few:
+            yield CombineConfig(bn=64, across=1, along=2, stages=7)
+            yield CombineConfig(bn=64, across=1, stages=7)
+        yield CombineConfig()
+        yield CombineConfig(bn=128, stages=5)
+        yield CombineConfig(bn=128, across=1, along=2, stages=5)
+        yield CombineConfig(across=1)
+        yield CombineConfig(bn=128, across=1, stages=5)
+        return
+    if few:
+        yield DispatchConfig(bn=64, across=1, along=2, stages=7)
+        yield DispatchConfig(bn=64, across=1, stages=7)
+    for slices in (2, 8):
+        yield DispatchConfig(slices=slices)
+        yield DispatchConfig(bn=128, stages=5, slices=slices)
+        yield DispatchConfig(bn=128, across=1, along=2, stages=5, slices=slices)
+        yield DispatchConfig(bn=128, across=1, stages=5, slices=slices)
+        yield DispatchConfig(within=True, slices=slices, copied=True)
+        yield DispatchConfig(bn=128, within=True, stages=5, slices=slices, copied=True)
+
+
+def _fits(config: ExpertConfig, problem: ExpertProblem) -> bool:
+    need = expert_needs(config, problem)
+    if max(need.inbox, need.copies) > MOST_BYTES or config.shared_bytes > SHARED_MEMORY:
+        return False
+    if need.copy_signals > 4 * FIRST_CREDIT:
+        return False
+    if problem.run < BM:
+        if isinstance(config, DispatchConfig):
+            return not config.copied and (not config.within or config.across == 1)
+        return cdiv(BM, problem.run) <= MOST_RUNS or cdiv(problem.rows, problem.run) <= MOST_RUNS
+    if isinstance(config, DispatchConfig):
+        if config.within:
+            return cdiv(problem.run, BM) % config.across == 0
+    return problem.world % config.across == 0
+
+
+def expert_needs(config: ExpertConfig, problem: ExpertProblem) -> Need:
+    """The memory that a fused way uses."""
+    sizes = problem.experts, problem.rows
+    if isinstance(config, CombineConfig):
+        return combine_needs(*sizes, problem.columns, problem.outer, problem.world, config)
+    return dispatch_needs(*sizes, problem.k, problem.world, config)

@@ -1,0 +1,115 @@
+"""Runs an expert op with fixed capacity in a fused way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from autofuse.lowering.ops.experts import batched_matmul
+from autofuse.native_kernels.cuda.expert_combine import CombineConfig, launch_expert_combine
+from autofuse.native_kernels.cuda.expert_dispatch import DispatchConfig, exchanged, launch_expert_dispatch
+
+from .dense import ORDERS, first_compile
+from .expert_ways import COMBINE, DISPATCH, ExpertProblem, expert_needs, expert_ways
+from .ways import is_copied
+from .workspace import GpuWorkspace
+
+
+def problem_of(op: str, x: Tensor, w: Tensor, workspace: GpuWorkspace, outer: int = 1) -> ExpertProblem:
+    """The problem of a call with `x: [E, R, K]`, of a dispatch `[W, E, R / W, K]`, and `w: [E, K, N]`."""
+    rows = x.shape[1] if op == COMBINE else x.shape[2] * workspace.world
+    aligned = x.is_contiguous() and x.storage_offset() % 8 == 0 and _is_tma(w)
+    experts, k, n = w.shape
+    return ExpertProblem(
+        op, experts, rows, k, n, workspace.world, x.dtype, workspace.programs, outer, aligned
+    )
+
+
+def _is_tma(w: Tensor) -> bool:
+    """Whether TMA can load a stack of matrices, or of their transposes; asked as `is_tma` of one."""
+    first, second = (1, 2) if w.stride(2) == 1 else (2, 1)
+    steps = w.stride(0), w.stride(first), w.storage_offset()
+    return (
+        w.stride(second) == 1
+        and w.stride(first) >= w.shape[second]
+        and (w.stride(0) > 0 or w.shape[0] == 1)
+        and all(step * w.element_size() % 16 == 0 for step in steps)
+    )
+
+
+def combine(
+    workspace: GpuWorkspace,
+    way: str,
+    problem: ExpertProblem,
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    order: str,
+    site: str,
+    trace: Tensor | None = None,
+) -> Tensor | None:
+    """`[W, E, outer * run, N]`, in a fused way; None if that cannot be captured."""
+    config = expert_ways(problem)[way]
+    assert isinstance(config, CombineConfig)
+    entered = workspace.enter(
+        COMBINE,
+        site,
+        lambda: expert_needs(config, problem),
+        way,
+        (problem, w.stride(), bias is None, order, trace is None),
+    )
+    if entered is None:
+        return None
+    memory, number, new = entered
+    out = x.new_empty(problem.world, problem.experts, problem.outer * problem.run, problem.columns)
+    for compile_only in first_compile(workspace, new):
+        launch_expert_combine(
+            memory, x, w, out, problem.outer, ORDERS[order], config, number, trace, compile_only, bias
+        )
+    workspace.leave()
+    return out
+
+
+def dispatch(
+    workspace: GpuWorkspace,
+    way: str,
+    problem: ExpertProblem,
+    parts: Tensor,
+    w: Sequence[Tensor],
+    bias: Sequence[Tensor | None],
+    keep: bool,
+    site: str,
+    trace: Tensor | None = None,
+) -> list[Tensor] | None:
+    """Products with all weights and, with `keep`, X, in a fused way; None if that cannot be captured.
+
+    The first weight is multiplied while the rows arrive, the others afterwards.
+    """
+    config, more = expert_ways(problem)[way], keep or len(w) > 1
+    assert isinstance(config, DispatchConfig)
+    entered = workspace.enter(
+        DISPATCH,
+        site,
+        lambda: expert_needs(config, problem),
+        way,
+        (problem, w[0].stride(), bias[0] is None, more, trace is None),
+    )
+    if entered is None:
+        return None
+    memory, number, new = entered
+    out = parts.new_empty(problem.experts, problem.rows, problem.columns)
+    for compile_only in first_compile(workspace, new):
+        launch_expert_dispatch(
+            memory, parts, w[0], out, problem.outer, config, workspace.engine, more, number, trace,
+            compile_only, bias[0],
+        )  # fmt: skip
+    outputs = [out]
+    if more:
+        x = exchanged(memory, parts, problem.outer, config)
+        if is_copied(config):
+            workspace.engine.give_credit()
+        rest = zip(w[1:], bias[1:], strict=True)
+        outputs += [batched_matmul(x, wi, b) for wi, b in rest] + [x] * keep
+    workspace.leave()
+    return outputs

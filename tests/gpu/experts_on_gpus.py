@@ -1,0 +1,252 @@
+"""What the tests of the expert ops run on ranks with GPUs."""
+
+import random
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.gpu.on_gpus import MOST_ERROR, error_of, poison
+
+COMBINE, DISPATCH = "expert_matmul_all_to_all", "all_to_all_expert_matmul"
+
+
+@dataclass(frozen=True)
+class Case:
+    """`[experts, (outer, W, run), k] @ [experts, k, n]` on every rank."""
+
+    op: str
+    experts: int
+    run: int
+    k: int
+    n: int
+    outer: int = 1
+    transposed: bool = False
+    biased: bool = False
+    dtype: torch.dtype = torch.bfloat16
+
+    def randn(self, rank: int, salt: int, *shape: int) -> Tensor:
+        generator = torch.Generator("cuda").manual_seed(1000 * salt + rank)
+        return torch.randn(shape, generator=generator, device="cuda").to(self.dtype)
+
+    def x(self, rank: int, world: int) -> Tensor:
+        if self.op == COMBINE:
+            return self.randn(rank, 1, self.experts, self.outer * world * self.run, self.k)
+        return self.randn(rank, 1, world, self.experts, self.outer * self.run, self.k)
+
+    def w(self, rank: int, salt: int = 2) -> Tensor:
+        shape = (self.n, self.k) if self.transposed else (self.k, self.n)
+        w = self.randn(rank, salt, self.experts, *shape) / self.k**0.5
+        return w.transpose(1, 2) if self.transposed else w
+
+    def bias(self, rank: int) -> Tensor | None:
+        return self.randn(rank, 3, self.experts, self.n) if self.biased else None
+
+    def product(self, rank: int, x: Tensor, w: Tensor) -> Tensor:
+        bias = self.bias(rank)
+        p = x.double() @ w.double()
+        return p if bias is None else p + bias.double()[:, None]
+
+    def exchanged(self, rank: int, world: int) -> Tensor:
+        """X of a dispatch."""
+        parts = torch.stack([self.x(source, world)[rank] for source in range(world)])
+        runs = parts.view(world, self.experts, self.outer, self.run, self.k)
+        return runs.permute(1, 2, 0, 3, 4).reshape(self.experts, -1, self.k)
+
+    def wanted(self, rank: int, world: int) -> Tensor:
+        """In fp64."""
+        if self.op == DISPATCH:
+            return self.product(rank, self.exchanged(rank, world), self.w(rank))
+        parts = []
+        for source in range(world):
+            p = self.product(source, self.x(source, world), self.w(source))
+            runs = p.view(self.experts, self.outer, world, self.run, self.n)[:, :, rank]
+            parts.append(runs.reshape(self.experts, -1, self.n))
+        return torch.stack(parts)
+
+
+def workspace():  # type: ignore[no-untyped-def]
+    from autofuse.lowering.gpu.workspace import workspace_for
+
+    return workspace_for(dist.group.WORLD.group_name, torch.device("cuda", torch.cuda.current_device()))
+
+
+def problem_of(case: Case, x: Tensor, w: Tensor):  # type: ignore[no-untyped-def]
+    from autofuse.lowering.gpu.experts import problem_of
+
+    return problem_of(case.op, x, w, workspace(), case.outer)
+
+
+def fused_ways(case: Case, rank: int, world: int) -> list[str]:
+    from autofuse.lowering.gpu.expert_ways import expert_ways
+
+    problem = problem_of(case, case.x(rank, world), case.w(rank))
+    return [way for way, config in expert_ways(problem).items() if config is not None]
+
+
+def call(way: str, case: Case, x: Tensor, w: Tensor, bias: Tensor | None, order: str = "direct") -> Tensor:
+    from autofuse.lowering.gpu.experts import combine, dispatch
+
+    problem = problem_of(case, x, w)
+    if case.op == COMBINE:
+        out = combine(workspace(), way, problem, x, w, bias, order, "test")
+        assert out is not None
+        return out
+    outputs = dispatch(workspace(), way, problem, x, [w], [bias], False, "test")
+    assert outputs is not None
+    return outputs[0]
+
+
+@contextmanager
+def nan_in_empty() -> Iterator[None]:
+    """New tensors are full of NaN: else they may have what an earlier call has left there."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def wrong(found: Tensor, wanted: Tensor) -> str:
+    """What is wrong with a result; empty if nothing is."""
+    if found.isnan().any():
+        where = found.isnan().nonzero()
+        return f"{len(where)} of {found.numel()} not written, first at {where[0].tolist()}"
+    error = error_of(found, wanted)
+    if error < MOST_ERROR:
+        return ""
+    apart = ((found.double() - wanted).abs() > 0.05 * wanted.abs().max()).nonzero()
+    return f"error {error:.1e}, {len(apart)} far off, from {apart[:1].tolist()} to {apart[-1:].tolist()}"
+
+
+def all_ways(rank: int, world: int, case: Case) -> dict[str, str]:
+    """What is wrong with each way: against fp64, and two runs against each other."""
+    x, w, bias, wanted = case.x(rank, world), case.w(rank), case.bias(rank), case.wanted(rank, world)
+    found = {}
+    for way in fused_ways(case, rank, world):
+        call(way, case, x, w, bias)  # grows the workspace if need be
+        poison()
+        with nan_in_empty():
+            first, second = call(way, case, x, w, bias), call(way, case, x, w, bias)
+        same = "" if torch.equal(first, second) else "other bits in another run"
+        found[way] = wrong(first, wanted) or same
+    return found
+
+
+def orders(rank: int, world: int, case: Case) -> dict[str, str]:
+    x, w, wanted = case.x(rank, world), case.w(rank), case.wanted(rank, world)
+    way = fused_ways(case, rank, world)[0]
+    return {
+        order: wrong(call(way, case, x, w, None, order), wanted) for order in ("direct", "ring", "oblivious")
+    }
+
+
+def two_weights(rank: int, world: int, case: Case) -> dict[str, str]:
+    """Gate and up projections share an exchange, whose X is returned, too."""
+    from autofuse.lowering.gpu.experts import dispatch
+
+    x, gate, up = case.x(rank, world), case.w(rank), case.w(rank, 5)
+    exchanged = case.exchanged(rank, world)
+    found = {}
+    for way in fused_ways(case, rank, world):
+        for _ in range(3):
+            outputs = dispatch(
+                workspace(), way, problem_of(case, x, gate), x, [gate, up], [None, None], True, "test"
+            )
+            assert outputs is not None
+            first, second, kept = outputs
+            found[way] = (
+                wrong(first, exchanged.double() @ gate.double())
+                or wrong(second, exchanged.double() @ up.double())
+                or ("" if torch.equal(kept, exchanged) else "another X")
+            )
+            if found[way]:
+                break
+    return found
+
+
+def many_calls(rank: int, world: int, cases: list[Case], calls: int) -> str:
+    """Calls of changing shapes and ways, back to back, rank 0 late now and then; the first that is wrong."""
+    draw = random.Random(7)
+    ready = [
+        (case, way, partial(call, way, case, case.x(rank, world), case.w(rank), case.bias(rank)), wanted)
+        for case in cases
+        for wanted in [case.wanted(rank, world)]
+        for way in fused_ways(case, rank, world)
+    ]
+    outputs = []
+    for number in range(calls):
+        case, way, run, wanted = draw.choice(ready)
+        if rank == 0 and number % 50 == 0:
+            torch.cuda._sleep(2_000_000)
+            time.sleep(0.01)
+        outputs.append((f"call {number}, {way}, {case}", run(), wanted))
+        if len(outputs) == 20:
+            for named, out, reference in outputs:
+                if problem := wrong(out, reference):
+                    return f"{named}: {problem}"
+            outputs = []
+    return ""
+
+
+def replayed(rank: int, world: int, cases: list[Case], replays: int) -> str:
+    """A captured graph of all ways, replayed, with eager calls in between; what is wrong."""
+    ready = [
+        (
+            f"{way}, {case}",
+            partial(call, way, case, case.x(rank, world), case.w(rank), case.bias(rank)),
+            wanted,
+        )
+        for case in cases
+        for wanted in [case.wanted(rank, world)]
+        for way in fused_ways(case, rank, world)
+    ]
+    for _, run, _ in ready:
+        run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = [run() for _, run, _ in ready]
+    for _ in range(replays):
+        for out in outputs:
+            out.fill_(float("nan"))
+        graph.replay()
+        ready[0][1]()
+        for out, (named, _, wanted) in zip(outputs, ready, strict=True):
+            if problem := wrong(out, wanted):
+                return f"{named}: {problem}"
+    return ""
+
+
+def trained(rank: int, world: int, case: Case) -> str:
+    """Gradients through the op, and through the op that its backward calls, both fused."""
+    from autofuse.lowering.gpu.choice import Point, add_points
+    from autofuse.lowering.gpu.expert_ways import ExpertProblem, expert_ways
+
+    rows = case.outer * world * case.run
+    for op, k, n in ((COMBINE, case.k, case.n), (DISPATCH, case.n, case.k)):
+        problem = ExpertProblem(op, case.experts, rows, k, n, world, case.dtype)
+        fused = [way for way, config in expert_ways(problem).items() if config is not None]
+        add_points(workspace(), (Point.of(problem, {fused[0]: 1.0}),))
+    x, w = case.x(rank, world).requires_grad_(), case.w(rank).requires_grad_()
+    (y,) = torch.ops.autofuse.expert_matmul_all_to_all(
+        [x], [w], [], [], "mm", 0, None, None, [], [], 1, case.outer, False,
+        dist.group.WORLD.group_name, "direct", "test",
+    )  # fmt: skip
+    seed = [case.randn(r, 9, *y.shape) for r in range(world)]
+    y.backward(seed[rank])
+    # Row by row: what this rank's product became on every rank has that rank's gradient.
+    runs = torch.stack([s[rank] for s in seed], 1).view(case.experts, world, case.outer, case.run, case.n)
+    grad = runs.transpose(1, 2).reshape(case.experts, rows, case.n).double()
+    assert x.grad is not None
+    assert w.grad is not None
+    return (
+        wrong(y.detach(), case.wanted(rank, world))
+        or wrong(x.grad, grad @ w.detach().double().transpose(1, 2))
+        or wrong(w.grad, x.detach().double().transpose(1, 2) @ grad)
+    )

@@ -1,0 +1,80 @@
+"""The expert ops on GPUs: every way to run them, and what may happen round them."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from tests.ranks import RankPool
+
+from . import experts_on_gpus
+from .conftest import WORLDS
+from .experts_on_gpus import COMBINE, DISPATCH, Case
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
+
+Pools = Callable[[int], RankPool]
+
+SIZES = {  # experts, run, k, n, and more
+    "whole tiles": ((2, 256, 512, 1024), {}),
+    "one expert": ((1, 384, 264, 520), {"biased": True}),
+    "ragged": ((3, 200, 328, 776), {"transposed": True, "dtype": torch.float16}),
+    "two stretches": ((3, 130, 520, 264), {"outer": 2, "biased": True}),
+    "many tiles": ((4, 512, 256, 4096), {"transposed": True}),
+    "tiles span ranks": ((5, 32, 512, 1024), {}),
+    "ragged, spanning": ((3, 37, 264, 520), {"transposed": True, "biased": True}),
+    "stretches, spanning": ((2, 12, 200, 328), {"outer": 3, "dtype": torch.float16}),
+    "one row": ((4, 1, 512, 1024), {"biased": True}),
+}
+
+
+def case(op: str, name: str) -> Case:
+    sizes, more = SIZES[name]
+    return Case(op, *sizes, **more)  # type: ignore[arg-type]
+
+
+def some(op: str) -> list[Case]:
+    return [case(op, name) for name in ("ragged", "two stretches", "tiles span ranks", "one row")]
+
+
+@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("op", [COMBINE, DISPATCH])
+@pytest.mark.parametrize("world", WORLDS)
+def test_all_ways(gpu_ranks: Pools, world: int, op: str, name: str) -> None:
+    for rank, found in enumerate(gpu_ranks(world).run(experts_on_gpus.all_ways, case(op, name), timeout=300)):
+        assert found, "no way"
+        assert not {way: wrong for way, wrong in found.items() if wrong}, rank
+
+
+@pytest.mark.parametrize("name", ["whole tiles", "tiles span ranks"])
+@pytest.mark.parametrize("world", WORLDS)
+def test_orders(gpu_ranks: Pools, world: int, name: str) -> None:
+    for found in gpu_ranks(world).run(experts_on_gpus.orders, case(COMBINE, name), timeout=200):
+        assert not any(found.values()), found
+
+
+@pytest.mark.parametrize("name", ["whole tiles", "ragged", "tiles span ranks"])
+@pytest.mark.parametrize("world", WORLDS)
+def test_two_weights_share_an_exchange(gpu_ranks: Pools, world: int, name: str) -> None:
+    for found in gpu_ranks(world).run(experts_on_gpus.two_weights, case(DISPATCH, name), timeout=200):
+        assert not {way: wrong for way, wrong in found.items() if wrong}
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_hundred_calls(gpu_ranks: Pools, world: int) -> None:
+    cases = some(COMBINE) + some(DISPATCH)
+    assert not any(found := gpu_ranks(world).run(experts_on_gpus.many_calls, cases, 100, timeout=300)), found
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_captured_graph(gpu_ranks: Pools, world: int) -> None:
+    cases = some(COMBINE) + some(DISPATCH)
+    assert not any(found := gpu_ranks(world).run(experts_on_gpus.replayed, cases, 5, timeout=300)), found
+
+
+@pytest.mark.parametrize("name", ["whole tiles", "two stretches", "tiles span ranks"])
+@pytest.mark.parametrize("world", WORLDS)
+def test_gradients(gpu_ranks: Pools, world: int, name: str) -> None:
+    sizes, more = SIZES[name]
+    plain = Case(COMBINE, *sizes, outer=more.get("outer", 1))  # type: ignore[call-overload]
+    assert not any(found := gpu_ranks(world).run(experts_on_gpus.trained, plain, timeout=200)), found

@@ -1,0 +1,56 @@
+"""The expert kernels as NVRTC compiles them for sm_90: every way in use; the rules of test_cuda_ptx.py."""
+
+from collections.abc import Iterator
+from itertools import cycle, product
+
+import pytest
+import torch
+
+from autofuse.lowering.gpu.expert_ways import COMBINE, DISPATCH, ExpertProblem, expert_ways
+from autofuse.lowering.gpu.ways import DTYPES
+from autofuse.native_kernels.cuda import expert_combine, expert_dispatch
+from autofuse.native_kernels.cuda.compiler import compile_cubin, compile_ptx, why_not
+from autofuse.native_kernels.cuda.expert_combine import CombineConfig
+from autofuse.native_kernels.cuda.expert_dispatch import DispatchConfig
+from autofuse.native_kernels.triton.memory import SHARED_MEMORY
+
+from .test_cuda_ptx import Constants, check_signals, check_waits
+
+pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+
+K, N = 2880, 4096
+
+
+def cases(op: str) -> Iterator[tuple[str, Constants, int]]:
+    """Source, constants and bytes of shared memory of all ways; layouts, dtypes and traces by turns."""
+    turns = cycle(product([False, True], DTYPES, [True, False], [True, False]))
+    for rows, world in product((64, 4096), (2, 4, 8)):
+        for config in expert_ways(ExpertProblem(op, 8, rows, K, N, world, torch.bfloat16)).values():
+            transposed, dtype, trace, biased = next(turns)
+            if isinstance(config, CombineConfig):
+                found = expert_combine.combine_constants(
+                    8, rows, N, 1, world, transposed, dtype, biased, 0, config, trace
+                )
+                yield expert_combine.SOURCE, found, config.shared_bytes
+            elif isinstance(config, DispatchConfig):
+                found = expert_dispatch.dispatch_constants(
+                    8, rows, N, 1, world, transposed, dtype, biased, config, trace
+                )
+                yield expert_dispatch.SOURCE, found, config.shared_bytes
+        next(turns)
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("op", [COMBINE, DISPATCH])
+def test_rules(op: str) -> None:
+    """Before signals and after waits, for every way; its shared memory; that it becomes machine code."""
+    seen = {(source, constants): shared for source, constants, shared in cases(op)}
+    assert len(seen) > 10
+    for (source, constants), shared in seen.items():
+        where = f"{source} {dict(constants)}"
+        assert shared <= SHARED_MEMORY, where
+        assert compile_cubin(source, dict(constants)), where
+        lines = [line.strip() for line in compile_ptx(source, dict(constants)).splitlines()]
+        if not dict(constants).get("ENGINES"):
+            check_signals(lines, where)
+        check_waits(lines, where)

@@ -1,0 +1,105 @@
+"""Ways of the expert ops on GPUs, and which calls have kernels."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+
+import torch
+from torch import Tensor
+
+from autofuse.lowering.gpu import expert_ops
+from autofuse.lowering.gpu.choice import Point, choose, choose_uncaptured
+from autofuse.lowering.gpu.expert_ways import (
+    COMBINE,
+    DISPATCH,
+    MOST_BYTES,
+    ExpertProblem,
+    expert_needs,
+    expert_ways,
+)
+from autofuse.lowering.gpu.ways import CUBLAS_NCCL
+
+BF16 = torch.bfloat16
+PROBLEM = ExpertProblem(COMBINE, 16, 1024, 2048, 4096, 4, BF16)
+
+
+def test_without_a_table_nothing_is_fused() -> None:
+    assert choose(PROBLEM, ()) == CUBLAS_NCCL
+    assert choose_uncaptured(PROBLEM, ()) == CUBLAS_NCCL
+
+
+def test_a_measured_point_decides_for_its_neighbours() -> None:
+    point = Point.of(PROBLEM, {"clusters": 100.0, CUBLAS_NCCL: 200.0})
+    assert choose(replace(PROBLEM, rows=2048), (point,)) == "clusters"
+    assert choose(replace(PROBLEM, op=DISPATCH), (point,)) == CUBLAS_NCCL
+    short = Point.of(PROBLEM, {"clusters": 10.0, CUBLAS_NCCL: 20.0})
+    assert choose_uncaptured(PROBLEM, (short,)) == CUBLAS_NCCL  # the host needs longer for ours
+
+
+@pytest.mark.parametrize("op", [COMBINE, DISPATCH])
+@pytest.mark.parametrize("world", [2, 3, 4, 8])
+def test_every_size_has_ways(op: str, world: int) -> None:
+    for run in (4, 32, 100, 128, 200, 1024):
+        problem = replace(PROBLEM, op=op, world=world, rows=run * world)
+        found = expert_ways(problem)
+        assert len(found) > 1
+        for way, config in found.items():
+            if config is not None:
+                need = expert_needs(config, problem)
+                assert max(need.inbox, need.copies) <= MOST_BYTES, way
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"k": 2044},
+        {"columns": 4100},
+        {"dtype": torch.float32},
+        {"world": 16},
+        {"aligned": False},
+        {"rows": 2},
+    ],
+)
+def test_what_no_kernel_runs(odd: dict[str, Any]) -> None:
+    assert list(expert_ways(replace(PROBLEM, **odd))) == [CUBLAS_NCCL]
+
+
+def _x(*shape: int) -> Tensor:
+    return torch.empty(shape, dtype=BF16)
+
+
+W = _x(2, 8, 16)
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ([_x(4, 8)] * 2, [W[0]] * 2, [], [], "mm", 2, None, None, [], [], 1, 1, False),
+        ([_x(2, 4, 8)] * 2, [W] * 2, [], [], "mm", 0, None, None, [], [], 1, 1, False),
+        ([_x(2, 4, 8)], [W], [], [], "mm; neg", 0, None, None, [], [], 1, 1, False),
+        ([_x(2, 4, 8)], [W], [], [], "mm", 0, None, None, [], [], 2, 1, False),
+        ([_x(2, 4, 8)], [W], [], [], "mm", 0, None, None, [], [], 1, 1, True),
+        ([_x(8, 8)], [W], [], [], "mm", 0, None, None, [4, 4], [4, 4], 1, 1, False),
+        ([_x(2, 4, 8).float()], [W], [], [], "mm", 0, None, None, [], [], 1, 1, False),
+        ([_x(2, 0, 8)], [W], [], [], "mm", 0, None, None, [], [], 1, 1, False),
+    ],
+)
+def test_combines_that_are_left_to_the_reference(args: Any) -> None:
+    """Before anything is asked of the group."""
+    assert expert_ops.run_combine(*args, "no group", "direct", "") is NotImplemented
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        (_x(2, 2, 4, 8), [W[0]] * 2, [], 2, None, None, [], [], 1, 1, False),
+        (_x(8, 8), [W], [], 0, None, None, [4, 4], [4, 4], 1, 1, False),
+        (_x(2, 2, 4, 8), [W], [], 0, None, None, [], [], 2, 1, False),
+        (_x(2, 2, 4, 8), [W.half()], [], 0, None, None, [], [], 1, 1, False),
+    ],
+)
+def test_dispatches_that_are_left_to_the_reference(args: Any) -> None:
+    assert expert_ops.run_dispatch(*args, "no group", "direct", "") is NotImplemented
