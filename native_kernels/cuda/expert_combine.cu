@@ -118,27 +118,33 @@ __device__ void copy_parts(const Params& p, int block, int team, int64_t parity,
             following = p.programs + atomicAdd(next, 1ull);
             trace.stamp(WAITED, source, number);
         }
-        // Word j: where it lies in our inbox, and in the output; false if it is none of ours.
-        auto place = [&](int j, const char*& from, char*& to) {
-            int row = low + j / WIDE, word = j % WIDE, col = tile.col * BN + word * 8;
-            if (row >= high || col >= p.n) return false;
+        // A thread copies one word of every so many rows.
+        constexpr int STEP = TEAM / WIDE;
+        int word = thread % WIDE, col = tile.col * BN + word * 8;
+        if (col >= p.n) is_part = false;
+        int start = SPANNING ? 0 : run_at(p.runs, rows.expert, rows.first, W).at;
+        const char* from = p.inbox[p.rank] + inbox_at(p, parity, source, tile.col * BOXES + word / 8, start);
+        char* to = p.out + ((static_cast<int64_t>(source) * p.part_rows + start) * p.n + col) * 2;
+        // Row `row` of the tile, counted from `start`; false if it is none of ours.
+        auto place = [&](int row, int64_t& at) {
+            at = row;
+            if (row >= high) return false;
+            if (!SPANNING) return true;
             Run run = run_at(p.runs, rows.expert, rows.first + row, W);
-            if (SPANNING && run.owner != p.rank) return false;
-            from = p.inbox[p.rank] + inbox_at(p, parity, source, tile.col * BOXES + word / 8, run.at) +
-                   (word % 8 ^ row % 8) * 16;
-            to = p.out + ((static_cast<int64_t>(source) * p.part_rows + run.at) * p.n + col) * 2;
-            return true;
+            at = run.at;
+            return run.owner == p.rank;
         };
-        for (int i = thread; is_part && i < PART * WIDE; i += AHEAD * TEAM) {
+        for (int row = low + thread / WIDE; is_part && row < high; row += AHEAD * STEP) {
             uint4 words[AHEAD];
-            const char* from;
-            char* to;
+            int64_t at;
+#pragma unroll
+            for (int a = 0; a < AHEAD; ++a) {
+                int r = row + a * STEP;
+                if (place(r, at)) words[a] = load_l2(from + at * 128 + (word % 8 ^ r % 8) * 16);
+            }
 #pragma unroll
             for (int a = 0; a < AHEAD; ++a)
-                if (place(i + a * TEAM, from, to)) words[a] = load_l2(from);
-#pragma unroll
-            for (int a = 0; a < AHEAD; ++a)
-                if (place(i + a * TEAM, from, to)) store(to, words[a]);
+                if (place(row + a * STEP, at)) store(to + at * p.n * 2, words[a]);
         }
         if (thread == 0) {
             tickets_of[team] = following;

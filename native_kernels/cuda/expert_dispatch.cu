@@ -38,29 +38,27 @@ __device__ inline Tile tile_of(const Params& p, int t) {
                               WITHIN, p.runs.group, SPANNING);
 }
 
-// Two warps of every block store their share of each slice, and signal.
+// Two warps of every block store their share of each slice, a row at a time, and signal.
 __device__ void send_parts(const Params& p, int block, int64_t parity) {
-    constexpr int AHEAD = 8;
-    int thread = threadIdx.x - (BM - SENDING), width = p.k / 8, skip = SPANNING || p.keep ? 0 : 1;
+    constexpr int AHEAD = 8, SENDERS = SENDING / 32;  // warps
+    int thread = threadIdx.x - (BM - SENDING), lane = thread % 32, width = p.k / 8;
+    int skip = SPANNING || p.keep ? 0 : 1;  // our own part is read where it is
     for (int s = 0; s < p.slices; ++s) {
         int first = part_row_at(p.runs, s * p.slice_rows, SPANNING);
         int last = s == p.slices - 1 ? p.part_rows : part_row_at(p.runs, (s + 1) * p.slice_rows, SPANNING);
-        int each = (last - first) * width, step = p.programs * SENDING;
-        for (int away = skip; away < W; ++away) {
-            int dest = (p.rank + away) % W;
-            const char* from = p.parts + (static_cast<int64_t>(dest) * p.part_rows + first) * p.k * 2;
-            char* to = p.memory[dest] + parity * p.half;
-            for (int i = block * SENDING + thread; i < each; i += AHEAD * step) {
+        int rows = last - first;
+        for (int i = block * SENDERS + thread / 32; i < (W - skip) * rows; i += p.programs * SENDERS) {
+            int dest = (p.rank + skip + i / rows) % W, row = first + i % rows;
+            const char* from = p.parts + (static_cast<int64_t>(dest) * p.part_rows + row) * p.k * 2;
+            char* to = p.memory[dest] + parity * p.half + exchanged_row_at(p.runs, p.rank, row, W) * p.k * 2;
+            for (int word = lane; word < width; word += AHEAD * 32) {
                 uint4 words[AHEAD];
 #pragma unroll
                 for (int a = 0; a < AHEAD; ++a)
-                    if (i + a * step < each) words[a] = load_l2(from + static_cast<int64_t>(i + a * step) * 16);
+                    if (word + a * 32 < width) words[a] = load_l2(from + (word + a * 32) * 16);
 #pragma unroll
-                for (int a = 0; a < AHEAD; ++a) {
-                    int j = i + a * step;
-                    if (j >= each) break;
-                    store(to + (exchanged_row_at(p.runs, p.rank, first + j / width, W) * width + j % width) * 16, words[a]);
-                }
+                for (int a = 0; a < AHEAD; ++a)
+                    if (word + a * 32 < width) store(to + (word + a * 32) * 16, words[a]);
             }
         }
         named_barrier(1, SENDING);
