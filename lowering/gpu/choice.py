@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from .exchange_ways import TORCH_NCCL, ExchangeProblem, exchange_ways
-from .expert_ways import ExpertProblem, expert_ways
+from .expert_ways import DroplessProblem, ExpertProblem, dropless_ways, expert_ways
 from .ways import CUBLAS_NCCL, Problem, host_us, is_update, ways
 from .workspace import GpuWorkspace
 
@@ -29,7 +29,7 @@ FAR = 2.0
 _SHIPPED = Path(__file__).with_name("tables")
 
 
-AnyProblem = Problem | ExchangeProblem | ExpertProblem
+AnyProblem = Problem | ExchangeProblem | ExpertProblem | DroplessProblem
 
 
 @dataclass(frozen=True)
@@ -115,6 +115,8 @@ def _ways(problem: AnyProblem) -> Mapping[str, Any]:
     """Names of all ways that can run it, with the configurations of the fused ones."""
     if isinstance(problem, Problem):
         return ways(problem)
+    if isinstance(problem, DroplessProblem):
+        return dropless_ways(problem)
     return expert_ways(problem) if isinstance(problem, ExpertProblem) else exchange_ways(problem)
 
 
@@ -138,7 +140,7 @@ def choose(problem: AnyProblem, points: Points) -> str:
     return TORCH_NCCL if isinstance(problem, ExchangeProblem) else CUBLAS_NCCL
 
 
-def choose_uncaptured(problem: Problem | ExpertProblem, points: Points) -> str:
+def choose_uncaptured(problem: AnyProblem, points: Points) -> str:
     """As `choose`, of calls that the host launches one by one: what it takes to launch a way counts, too.
 
     A call then lasts as long as the slower of host and GPU.
@@ -157,7 +159,7 @@ def chosen(problem: AnyProblem, workspace: GpuWorkspace) -> str:
 
 
 def way_of(
-    problem: Problem | ExpertProblem, workspace: GpuWorkspace, variant: Hashable, capturing: bool
+    problem: AnyProblem, workspace: GpuWorkspace, variant: Hashable, capturing: bool
 ) -> tuple[str, bool]:
     """The way of a call, the same on all ranks, and whether the next call like it takes it, too.
 

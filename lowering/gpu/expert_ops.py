@@ -1,7 +1,7 @@
 """The expert ops on GPUs, as `FusedOp.cuda` calls them: check, choose a way, run it.
 
 Of arguments only such decide that are equal on all ranks. What is left out returns NotImplemented, and the
-reference runs: of fixed capacity other dims than the rows, listed experts, sums of terms and epilogues.
+reference runs: other dims than the rows, listed experts, sums of terms and epilogues, a dropless dispatch.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from autofuse import config
 from autofuse.lowering.ops.expert_rows import check_capacity
 
 from .choice import way_of
+from .dropless import dropless_combine, dropless_problem_of
 from .expert_measure import measure_experts_once
 from .expert_ways import COMBINE, DISPATCH, ExpertProblem
 from .experts import combine, dispatch, problem_of
@@ -40,10 +41,12 @@ def run_combine(
     order: str,
     site: str,
 ) -> Any:
-    """expert_matmul_all_to_all of one batch of experts with fixed capacity, whose rows are cut."""
-    if experts or input_splits or dim != 1 or len(x) != 1 or product != "mm" or keep_product:
+    """expert_matmul_all_to_all of one batch of experts, whose rows are cut."""
+    if experts or len(x) != 1 or product != "mm" or keep_product:
         return NotImplemented
-    if not _usable(x[0], w):
+    if input_splits:
+        return _run_dropless(x[0], w, bias, offsets, positions, output_splits, input_splits, group_name, site)
+    if dim != 1 or not _usable(x[0], w):
         return NotImplemented
     device = x[0].device
     with torch.cuda.device(device):
@@ -57,6 +60,39 @@ def run_combine(
         if way == CUBLAS_NCCL:
             return NotImplemented
         found = combine(workspace, way, problem, a, w[0], biases[0], order, site)
+        return NotImplemented if found is None else [found]
+
+
+def _run_dropless(
+    x: Tensor,
+    w: list[Tensor],
+    bias: list[Tensor],
+    offsets: Tensor | None,
+    positions: Tensor | None,
+    output_splits: list[int],
+    input_splits: list[int],
+    group_name: str,
+    site: str,
+) -> Any:
+    """Of rows that fill the send buffer. Nothing but these checks may depend on how many a rank has."""
+    if x.dtype not in DTYPES or any(wi.dtype is not x.dtype for wi in w):
+        return NotImplemented
+    if x.shape[0] != sum(input_splits) or (offsets is None and x.shape[0] % w[0].shape[0]):
+        return NotImplemented
+    with torch.cuda.device(x.device):
+        workspace = workspace_for(group_name, x.device)
+        a = x.contiguous()
+        problem = dropless_problem_of(a, w[0], workspace)
+        biases = _biases(bias, w)
+        capturing = torch.cuda.is_current_stream_capturing()
+        way, _ = way_of(problem, workspace, (w[0].stride(), biases[0] is None), capturing)
+        if way == CUBLAS_NCCL:
+            return NotImplemented
+        ends = None if offsets is None else offsets.to(torch.int32).contiguous()
+        places = None if positions is None else positions.to(torch.int64).contiguous()
+        found = dropless_combine(
+            workspace, way, problem, a, w[0], biases[0], ends, places, output_splits, input_splits, site
+        )
         return NotImplemented if found is None else [found]
 
 

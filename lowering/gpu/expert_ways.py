@@ -1,4 +1,4 @@
-"""All ways to run the expert ops with fixed capacity on GPUs, by names that are equal on all ranks."""
+"""All ways to run the expert ops on GPUs, by names that are equal on all ranks."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TypeAlias
 
 import torch
 
+from autofuse.native_kernels.cuda.dropless_combine import MOST_EXPERTS, DroplessCombineConfig
 from autofuse.native_kernels.cuda.expert_combine import CombineConfig, combine_needs
 from autofuse.native_kernels.cuda.expert_dispatch import DispatchConfig, dispatch_needs
 from autofuse.native_kernels.cuda.gemm import BM
@@ -122,3 +123,55 @@ def expert_needs(config: ExpertConfig, problem: ExpertProblem) -> Need:
     if isinstance(config, CombineConfig):
         return combine_needs(*sizes, problem.columns, problem.outer, problem.world, config)
     return dispatch_needs(*sizes, problem.k, problem.world, config)
+
+
+@dataclass(frozen=True)
+class DroplessProblem:
+    """A call of any number of rows: ranks have different ones, and must take the same way.
+
+    op: with `DROPLESS` behind its name, since tables of ways know no rows of it.
+    """
+
+    op: str
+    experts: int
+    k: int
+    columns: int
+    world: int
+    dtype: torch.dtype
+    programs: int = 132
+    aligned: bool = True
+
+    m = 1
+
+    @property
+    def n(self) -> int:
+        return self.experts * self.columns
+
+
+DROPLESS = ", dropless"
+
+
+@lru_cache(maxsize=1024)
+def dropless_ways(problem: DroplessProblem) -> Mapping[str, DroplessCombineConfig | None]:
+    """Names of all ways that can run, with the configurations of the kernel."""
+    found: dict[str, DroplessCombineConfig | None] = {CUBLAS_NCCL: None}
+    if (
+        problem.op == COMBINE + DROPLESS
+        and problem.aligned
+        and problem.dtype in DTYPES
+        and problem.world <= 8
+        and 0 < problem.experts <= MOST_EXPERTS
+        and min(problem.k, problem.columns) > 0
+        and problem.k % 8 == 0
+        and problem.columns % 8 == 0
+    ):
+        configs = (
+            DroplessCombineConfig(),
+            DroplessCombineConfig(across=2),
+            DroplessCombineConfig(bn=128, stages=5),
+            DroplessCombineConfig(bn=128, across=2, stages=5),
+            DroplessCombineConfig(bn=128, along=2, stages=5),
+            DroplessCombineConfig(bn=64, along=2, stages=7),
+        )
+        found |= {settings_of("clusters", config): config for config in configs}
+    return found

@@ -19,14 +19,14 @@ from .workspace import GpuWorkspace
 def problem_of(op: str, x: Tensor, w: Tensor, workspace: GpuWorkspace, outer: int = 1) -> ExpertProblem:
     """The problem of a call with `x: [E, R, K]`, of a dispatch `[W, E, R / W, K]`, and `w: [E, K, N]`."""
     rows = x.shape[1] if op == COMBINE else x.shape[2] * workspace.world
-    aligned = x.is_contiguous() and x.storage_offset() % 8 == 0 and _is_tma(w)
+    aligned = x.is_contiguous() and x.storage_offset() % 8 == 0 and is_stack(w)
     experts, k, n = w.shape
     return ExpertProblem(
         op, experts, rows, k, n, workspace.world, x.dtype, workspace.programs, outer, aligned
     )
 
 
-def _is_tma(w: Tensor) -> bool:
+def is_stack(w: Tensor) -> bool:
     """Whether TMA can load a stack of matrices, or of their transposes; asked as `is_tma` of one."""
     first, second = (1, 2) if w.stride(2) == 1 else (2, 1)
     steps = w.stride(0), w.stride(first), w.storage_offset()

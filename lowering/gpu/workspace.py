@@ -65,6 +65,7 @@ REGIONS = ("inbox", "finished", "packets", "words", "gathers", "copies", "signal
 _BAD_INDEX = 5
 
 _WAITS = {
+    0: "to say where its rows are to go",
     1: "to add its part",
     2: "to send a sum",
     3: "to send its part",

@@ -259,15 +259,15 @@ __device__ inline int load_acquire(const int* at) {
     return v;
 }
 
-// Add 1 after all that this thread, and those it has met at a barrier, stored before.
-__device__ inline void add_release(int* at) {
-    asm volatile("red.release.sys.global.add.s32 [%0], 1;" ::"l"(at) : "memory");
+// Add n after all that this thread, and those it has met at a barrier, stored before.
+__device__ inline void add_release(int* at, int n = 1) {
+    asm volatile("red.release.sys.global.add.s32 [%0], %1;" ::"l"(at), "r"(n) : "memory");
 }
 
 // The same at counters of several ranks: one fence for all, which takes microseconds while much is on its way.
 __device__ inline void fence_sys() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
-__device__ inline void add_relaxed(int* at) {
-    asm volatile("red.relaxed.sys.global.add.s32 [%0], 1;" ::"l"(at) : "memory");
+__device__ inline void add_relaxed(int* at, int n = 1) {
+    asm volatile("red.relaxed.sys.global.add.s32 [%0], %1;" ::"l"(at), "r"(n) : "memory");
 }
 
 // Past the L1 cache.

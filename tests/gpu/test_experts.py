@@ -7,8 +7,9 @@ import torch
 
 from tests.ranks import RankPool
 
-from . import experts_on_gpus
+from . import dropless_on_gpus, experts_on_gpus
 from .conftest import WORLDS
+from .dropless_on_gpus import Ragged
 from .experts_on_gpus import COMBINE, DISPATCH, Case
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
@@ -78,3 +79,39 @@ def test_gradients(gpu_ranks: Pools, world: int, name: str) -> None:
     sizes, more = SIZES[name]
     plain = Case(COMBINE, *sizes, outer=more.get("outer", 1))  # type: ignore[call-overload]
     assert not any(found := gpu_ranks(world).run(experts_on_gpus.trained, plain, timeout=200)), found
+
+
+KINDS = {
+    "random": Ragged("random"),
+    "shuffled": Ragged("random", shuffled=True, transposed=True, dtype=torch.float16),
+    "large": Ragged("random", rows=5000, k=512, n=1024, biased=True),
+    "empty experts": Ragged("empty experts", biased=True),
+    "hot expert": Ragged("hot expert", transposed=True),
+    "to one rank": Ragged("to one rank"),
+    "one rank has all": Ragged("one rank has all", biased=True),
+    "nothing": Ragged("nothing"),
+    "rows of none": Ragged("rows of none", biased=True, shuffled=True),
+    "few": Ragged("random", rows=9),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("world", WORLDS)
+def test_dropless_combine(gpu_ranks: Pools, world: int, name: str) -> None:
+    for rank, found in enumerate(gpu_ranks(world).run(dropless_on_gpus.all_ways, KINDS[name], timeout=300)):
+        assert not {way: wrong for way, wrong in found.items() if wrong}, rank
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_hundred_dropless_calls_of_changing_splits(gpu_ranks: Pools, world: int) -> None:
+    cases = [
+        KINDS[name] for name in ("random", "hot expert", "to one rank", "one rank has all", "nothing", "few")
+    ]
+    found = gpu_ranks(world).run(dropless_on_gpus.many_calls, cases, 100, timeout=300)
+    assert not any(found), found
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_captured_dropless_combine(gpu_ranks: Pools, world: int) -> None:
+    found = gpu_ranks(world).run(dropless_on_gpus.replayed, KINDS["random"], 4, timeout=300)
+    assert not any(found), found

@@ -1,24 +1,34 @@
 """The expert kernels as NVRTC compiles them for sm_90: every way in use; the rules of test_cuda_ptx.py."""
 
+import re
 from collections.abc import Iterator
 from itertools import cycle, product
 
 import pytest
 import torch
 
-from autofuse.lowering.gpu.expert_ways import COMBINE, DISPATCH, ExpertProblem, expert_ways
+from autofuse.lowering.gpu.expert_ways import (
+    COMBINE,
+    DISPATCH,
+    DROPLESS,
+    DroplessProblem,
+    ExpertProblem,
+    dropless_ways,
+    expert_ways,
+)
 from autofuse.lowering.gpu.ways import DTYPES
-from autofuse.native_kernels.cuda import expert_combine, expert_dispatch
+from autofuse.native_kernels.cuda import dropless_combine, expert_combine, expert_dispatch
 from autofuse.native_kernels.cuda.compiler import compile_cubin, compile_ptx, why_not
 from autofuse.native_kernels.cuda.expert_combine import CombineConfig
 from autofuse.native_kernels.cuda.expert_dispatch import DispatchConfig
 from autofuse.native_kernels.triton.memory import SHARED_MEMORY
 
-from .test_cuda_ptx import Constants, check_signals, check_waits
+from .test_cuda_ptx import ACQUIRE, BARRIER, FENCE, READ, STORE, Constants, check_signals, check_waits, find
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
 K, N = 2880, 4096
+COUNT = re.compile(r"red\.relaxed\.sys")
 
 
 def cases(op: str) -> Iterator[tuple[str, Constants, int]]:
@@ -54,3 +64,33 @@ def test_rules(op: str) -> None:
         if not dict(constants).get("ENGINES"):
             check_signals(lines, where)
         check_waits(lines, where)
+
+
+@pytest.mark.timeout(400)
+def test_rules_of_a_dropless_combine() -> None:
+    """Rows are stored by all lanes of a warp: a barrier, then a fence, then the counts."""
+    problem = DroplessProblem(COMBINE + DROPLESS, 16, K, N, 4, torch.bfloat16)
+    turns = cycle(product([False, True], DTYPES, [True, False], [True, False]))
+    for world, config in product((2, 4, 8), dropless_ways(problem).values()):
+        if config is None:
+            continue
+        transposed, dtype, trace, biased = next(turns)
+        constants = dict(
+            dropless_combine.dropless_combine_constants(16, world, transposed, dtype, biased, config, trace)
+        )
+        where = f"{dropless_combine.SOURCE} {constants}"
+        static = 2 * 4 * (16 + 2) + 16
+        assert config.shared_bytes + static <= SHARED_MEMORY, where
+        assert compile_cubin(dropless_combine.SOURCE, constants), where
+        lines = [line.strip() for line in compile_ptx(dropless_combine.SOURCE, constants).splitlines()]
+        counts = find(lines, COUNT)
+        assert counts, where
+        for at in counts:
+            fence = find(lines, FENCE, 0, at)[-1]
+            barrier = find(lines, BARRIER, 0, fence)[-1]
+            assert not find(lines, STORE, barrier, at), f"{where}: a store after {lines[barrier]}"
+        waits = [(at, find(lines, READ, at)) for at in find(lines, ACQUIRE)]  # not all are for data
+        assert any(reads for _, reads in waits), where
+        for at, reads in waits:
+            assert "ld.acquire.sys" in lines[at], where
+            assert not reads or find(lines, BARRIER, at, reads[0]), f"{where}: a read before the barrier"

@@ -15,8 +15,11 @@ from autofuse.lowering.gpu.choice import Point, choose, choose_uncaptured
 from autofuse.lowering.gpu.expert_ways import (
     COMBINE,
     DISPATCH,
+    DROPLESS,
     MOST_BYTES,
+    DroplessProblem,
     ExpertProblem,
+    dropless_ways,
     expert_needs,
     expert_ways,
 )
@@ -67,6 +70,16 @@ def test_what_no_kernel_runs(odd: dict[str, Any]) -> None:
     assert list(expert_ways(replace(PROBLEM, **odd))) == [CUBLAS_NCCL]
 
 
+def test_a_dropless_combine_has_ways_whatever_its_rows() -> None:
+    problem = DroplessProblem(COMBINE + DROPLESS, 16, 2048, 4096, 4, BF16)
+    assert len(dropless_ways(problem)) > 1
+    assert choose(problem, ()) == CUBLAS_NCCL
+    point = Point.of(problem, {"clusters": 100.0, CUBLAS_NCCL: 200.0})
+    assert choose(problem, (point,)) == "clusters"
+    for odd in ({"k": 2044}, {"op": DISPATCH + DROPLESS}, {"experts": 4096}, {"world": 16}):
+        assert list(dropless_ways(replace(problem, **odd))) == [CUBLAS_NCCL]
+
+
 def _x(*shape: int) -> Tensor:
     return torch.empty(shape, dtype=BF16)
 
@@ -82,7 +95,9 @@ W = _x(2, 8, 16)
         ([_x(2, 4, 8)], [W], [], [], "mm; neg", 0, None, None, [], [], 1, 1, False),
         ([_x(2, 4, 8)], [W], [], [], "mm", 0, None, None, [], [], 2, 1, False),
         ([_x(2, 4, 8)], [W], [], [], "mm", 0, None, None, [], [], 1, 1, True),
-        ([_x(8, 8)], [W], [], [], "mm", 0, None, None, [4, 4], [4, 4], 1, 1, False),
+        ([_x(6, 8)], [W], [], [], "mm", 0, None, None, [4, 4], [4, 4], 1, 1, False),  # of 8 rows to send
+        ([_x(7, 8)], [W], [], [], "mm", 0, None, None, [4, 4], [4, 3], 1, 1, False),  # no offsets
+        ([_x(8, 8).float()], [W], [], [], "mm", 0, None, None, [4, 4], [4, 4], 1, 1, False),
         ([_x(2, 4, 8).float()], [W], [], [], "mm", 0, None, None, [], [], 1, 1, False),
         ([_x(2, 0, 8)], [W], [], [], "mm", 0, None, None, [], [], 1, 1, False),
     ],

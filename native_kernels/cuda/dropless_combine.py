@@ -1,0 +1,145 @@
+"""Launches dropless_combine.cu: expert_matmul_all_to_all of experts with any number of rows."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from autofuse.native_kernels.triton.memory import Need, PeerMemory, cdiv
+
+from .gemm import (
+    POINTERS,
+    TENSOR_MAP,
+    Constants,
+    blocks,
+    constants,
+    filled,
+    launch,
+    map_operands,
+    shared_bytes,
+)
+from .launcher import Kernel, kernel
+
+SOURCE = "dropless_combine.cu"
+SLICE, STARTS = 128, 8
+MOST_EXPERTS = 1024
+
+
+class _Params(ctypes.Structure):
+    _fields_ = (
+        ("x", TENSOR_MAP),
+        ("w", TENSOR_MAP),
+        ("out", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("offsets", ctypes.c_void_p),
+        ("positions", ctypes.c_void_p),
+        ("inbox", POINTERS),
+        ("signals", POINTERS),
+        ("state", ctypes.c_void_p),
+        ("trace", ctypes.c_void_p),
+        ("inbox_half", ctypes.c_int64),
+        ("signals_half", ctypes.c_int64),
+        ("sent", ctypes.c_int32 * 9),
+        ("received", ctypes.c_int32 * 9),
+        *((name, ctypes.c_int32) for name in ("rows", "n", "k", "rank", "site", "slots", "cols", "programs")),
+    )
+
+
+@dataclass(frozen=True)
+class DroplessCombineConfig:
+    """How `dropless_combine.cu` runs.
+
+    bn: columns of a tile of 128 rows; across: blocks of a cluster with one block of the weight, for
+    neighbouring rows of an expert; along: those with one block of x; stages: blocks of K in flight.
+    """
+
+    bn: int = 256
+    across: int = 1
+    along: int = 1
+    stages: int = 3
+
+    @property
+    def cluster(self) -> int:
+        return self.across * self.along
+
+    @property
+    def shared_bytes(self) -> int:
+        """And the rows of experts, which lie beside."""
+        return shared_bytes(self.bn, self.stages)
+
+
+def dropless_combine_needs(rows: int, n: int, world: int) -> Need:
+    """What a call uses, of `rows` rows that a rank is sent in all, of 16-bit floats."""
+    return Need(inbox=2 * rows * n * 2, signals=2 * 4 * (STARTS + world * cdiv(rows, SLICE)))
+
+
+def dropless_combine_constants(
+    experts: int, world: int, transposed: bool, dtype: torch.dtype, biased: bool,
+    config: DroplessCombineConfig, trace: bool,
+) -> Constants:  # fmt: skip
+    """What the kernel is compiled with."""
+    return constants(config, world, transposed, dtype, trace, BIASED=biased, EXPERTS=experts)
+
+
+def launch_dropless_combine(
+    memory: PeerMemory,
+    x: Tensor,
+    w: Tensor,
+    out: Tensor,
+    offsets: Tensor | None,
+    positions: Tensor | None,
+    received: Sequence[int],
+    sent: Sequence[int],
+    config: DroplessCombineConfig,
+    site: int = 0,
+    trace: Tensor | None = None,
+    compile_only: bool = False,
+    bias: Tensor | None = None,
+) -> None:
+    """`x: [rows, K]` times the weight of each row's expert, `w: [E, K, N]`, plus `bias: [E, N]`.
+
+    Row i goes to row `positions[i]` (int64; None: i) of a send buffer of as many rows: a permutation. Rows of
+    expert e end at `offsets[e]` (int32; None: all have as many), behind the last one they are 0. Parts of the
+    buffer have `sent[d]` rows, those of out: [sum(received), N], `received[s]`. Offsets and positions are
+    contiguous, on the device. trace: three rows of events a program.
+    """
+    (rows, k), (experts, _, n) = x.shape, w.shape
+    found, template = _prepared(
+        memory, experts, k, n, w.stride(2) != 1, x.dtype, bias is not None, config, trace is not None
+    )
+    if compile_only:
+        return
+    params = filled(template, site, trace, out=out, bias=bias, offsets=offsets, positions=positions)
+    params.rows = rows
+    params.sent[: memory.world + 1] = [0, *accumulate(sent)]
+    params.received[: memory.world + 1] = [0, *accumulate(received)]
+    # A rank without rows launches it, too; there is no tensor map of nothing.
+    map_operands(params, (x if rows else x.new_empty(1, k)).unsqueeze(0), w, config)
+    launch(found, params, config.cluster)
+
+
+@lru_cache(maxsize=1024)
+def _prepared(
+    memory: PeerMemory, experts: int, k: int, n: int, transposed: bool, dtype: torch.dtype, biased: bool,
+    config: DroplessCombineConfig, trace: bool,
+) -> tuple[Kernel, _Params]:  # fmt: skip
+    """The kernel, and what does not change from call to call."""
+    world = memory.world
+    compiled_with = dropless_combine_constants(experts, world, transposed, dtype, biased, config, trace)
+    found = kernel(SOURCE, "dropless_combine", compiled_with, config.shared_bytes)
+    signals_half = memory.signals.half(torch.int32)
+    params = _Params(
+        state=memory.state.data_ptr(), trace=memory.state.data_ptr(),
+        inbox_half=memory.inbox.half(torch.uint8), signals_half=signals_half, n=n, k=k, rank=memory.rank,
+        slots=(signals_half - STARTS) // world, cols=cdiv(n, config.bn), programs=blocks(memory, config),
+    )  # fmt: skip
+    for r in range(world):
+        params.inbox[r] = memory.inbox.views[r].data_ptr()
+        params.signals[r] = memory.signals.views[r].data_ptr()
+    return found, params
