@@ -1,39 +1,42 @@
-"""Runs a combine of experts with any number of rows in a fused way.
+"""Runs an expert op of any number of rows in a fused way.
 
 Splits differ from rank to rank, so that nothing that decides how a call is run may depend on them. How many
-rows memory has room for is agreed on in the first call of a kind: twice the most that any rank receives, or
-LEAST_BYTES. A rank that receives more later says so.
+rows memory has room for is agreed on in the first call of a kind: twice the most that any rank has, or
+LEAST_BYTES. A rank that has more later says so.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from autofuse.native_kernels.cuda.dropless_combine import (
-    DroplessCombineConfig,
-    dropless_combine_needs,
-    launch_dropless_combine,
+from autofuse.lowering import torch_internals
+from autofuse.native_kernels.cuda.dropless_combine import dropless_combine_needs, launch_dropless_combine
+from autofuse.native_kernels.cuda.dropless_dispatch import (
+    dropless_dispatch_needs,
+    dropless_exchanged,
+    launch_dropless_dispatch,
 )
+from autofuse.native_kernels.triton.memory import Need, PeerMemory
 
 from .dense import first_compile
-from .expert_ways import COMBINE, DROPLESS, DroplessProblem, dropless_ways
+from .expert_ways import COMBINE, DISPATCH, DROPLESS, DroplessProblem, dropless_ways
 from .experts import is_stack
 from .workspace import GpuWorkspace
 
 LEAST_BYTES = 1 << 30
-"""Of rows that a rank receives: memory has room for as many, however few the first call has."""
+"""Of rows that a rank has: memory has room for as many, however few the first call has."""
 
 
-def dropless_problem_of(x: Tensor, w: Tensor, workspace: GpuWorkspace) -> DroplessProblem:
-    """The problem of a combine of `x: [rows, K]` and `w: [E, K, N]`."""
+def dropless_problem_of(op: str, x: Tensor, w: Tensor, workspace: GpuWorkspace) -> DroplessProblem:
+    """The problem of a call with `x: [rows, K]` and `w: [E, K, N]`."""
     experts, k, n = w.shape
     aligned = x.storage_offset() % 8 == 0 and is_stack(w)
     return DroplessProblem(
-        COMBINE + DROPLESS, experts, k, n, workspace.world, x.dtype, workspace.programs, aligned
+        op + DROPLESS, experts, k, n, workspace.world, x.dtype, workspace.programs, aligned
     )
 
 
@@ -52,28 +55,17 @@ def dropless_combine(
     trace: Tensor | None = None,
 ) -> Tensor | None:
     """`[sum(received), N]`, in a fused way; None if that cannot be captured. RuntimeError without room."""
-    config = dropless_ways(problem)[way]
-    assert isinstance(config, DroplessCombineConfig)
-    rows = sum(received)
-    room = _room(workspace, problem.columns * 2, rows)
-    if room is None:
-        return None
-    if rows > room:
-        raise RuntimeError(
-            f"{COMBINE}, rank {workspace.rank} of group {workspace.group_name}: {rows} rows are sent to it, "
-            f"there is room for {room}; the first call of a program makes room for twice what it has"
-        )
-    entered = workspace.enter(
-        COMBINE,
-        site,
-        lambda: dropless_combine_needs(room, problem.columns, problem.world),
-        way,
-        (problem, w.stride(), bias is None, trace is None),
-    )
+    config, rows, n = dropless_ways(problem)[way], sum(received), problem.columns
+    assert config is not None
+    variant = problem, w.stride(), bias is None, trace is None
+    entered = _enter(
+        workspace, COMBINE, site, way, variant, n, rows,
+        lambda room: dropless_combine_needs(room, n, problem.world),
+    )  # fmt: skip
     if entered is None:
         return None
     memory, number, new = entered
-    out = x.new_empty(rows, problem.columns)
+    out = x.new_empty(rows, n)
     for compile_only in first_compile(workspace, new):
         launch_dropless_combine(
             memory, x, w, out, offsets, positions, received, sent, config, number, trace, compile_only, bias
@@ -82,8 +74,76 @@ def dropless_combine(
     return out
 
 
+def dropless_dispatch(
+    workspace: GpuWorkspace,
+    way: str,
+    problem: DroplessProblem,
+    x: Tensor,
+    w: Sequence[Tensor],
+    bias: Sequence[Tensor | None],
+    offsets: Tensor,
+    positions: Tensor | None,
+    received: Sequence[int],
+    sent: Sequence[int],
+    keep: bool,
+    site: str,
+    trace: Tensor | None = None,
+) -> list[Tensor] | None:
+    """Products `[sum(received), N_i]` with all weights and, with `keep`, X; as `dropless_combine`.
+
+    The first weight is multiplied while the rows arrive, the others, which have no bias, afterwards.
+    """
+    config, rows, k = dropless_ways(problem)[way], sum(received), problem.k
+    assert config is not None
+    variant = problem, w[0].stride(), bias[0] is None, trace is None
+    entered = _enter(
+        workspace, DISPATCH, site, way, variant, k, max(rows, sum(sent)),
+        lambda room: dropless_dispatch_needs(room, k, problem.world),
+    )  # fmt: skip
+    if entered is None:
+        return None
+    memory, number, new = entered
+    out = x.new_empty(rows, problem.columns)
+    for compile_only in first_compile(workspace, new):
+        launch_dropless_dispatch(
+            memory, x, w[0], out, offsets, positions, received, sent, config, number, trace, compile_only,
+            bias[0],
+        )  # fmt: skip
+    outputs = [out]
+    if keep or len(w) > 1:
+        exchanged = dropless_exchanged(memory, rows, k, x.dtype)
+        none = torch.arange(rows, device=x.device)[:, None] >= offsets[-1]
+        for wi in w[1:]:
+            outputs.append(torch_internals.grouped_mm(exchanged, wi, offsets).masked_fill_(none, 0))
+        outputs += [exchanged] * keep
+    workspace.leave()
+    return outputs
+
+
+def _enter(
+    workspace: GpuWorkspace,
+    op: str,
+    site: str,
+    way: str,
+    variant: Hashable,
+    columns: int,
+    rows: int,
+    needs: Callable[[int], Need],
+) -> tuple[PeerMemory, int, bool] | None:
+    """As `GpuWorkspace.enter`, with room for `rows` rows of so many columns."""
+    room = _room(workspace, columns * 2, rows)
+    if room is None:
+        return None
+    if rows > room:
+        raise RuntimeError(
+            f"{op}, rank {workspace.rank} of group {workspace.group_name}: it has {rows} rows, and there is "
+            f"room for {room}: for twice the most that the first call had; let that be a large one"
+        )
+    return workspace.enter(op, site, lambda: needs(room), way, variant)
+
+
 def _room(workspace: GpuWorkspace, row_bytes: int, rows: int) -> int | None:
-    """Rows that a rank may receive. All ranks ask together at first, which capturing forbids."""
+    """Rows that a rank may have. All ranks ask together at first, which capturing forbids."""
     agreed = _rooms.setdefault(workspace, {})
     if row_bytes not in agreed:
         if torch.cuda.is_current_stream_capturing():

@@ -1,7 +1,7 @@
 """The expert ops on GPUs, as `FusedOp.cuda` calls them: check, choose a way, run it.
 
 Of arguments only such decide that are equal on all ranks. What is left out returns NotImplemented, and the
-reference runs: other dims than the rows, listed experts, sums of terms and epilogues, a dropless dispatch.
+reference runs: other dims than the rows, listed experts, sums of terms and epilogues.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from autofuse import config
 from autofuse.lowering.ops.expert_rows import check_capacity
 
 from .choice import way_of
-from .dropless import dropless_combine, dropless_problem_of
+from .dropless import dropless_combine, dropless_dispatch, dropless_problem_of
 from .expert_measure import measure_experts_once
 from .expert_ways import COMBINE, DISPATCH, ExpertProblem
 from .experts import combine, dispatch, problem_of
@@ -45,7 +45,9 @@ def run_combine(
     if experts or len(x) != 1 or product != "mm" or keep_product:
         return NotImplemented
     if input_splits:
-        return _run_dropless(x[0], w, bias, offsets, positions, output_splits, input_splits, group_name, site)
+        return _combine_dropless(
+            x[0], w, bias, offsets, positions, output_splits, input_splits, group_name, site
+        )
     if dim != 1 or not _usable(x[0], w):
         return NotImplemented
     device = x[0].device
@@ -63,7 +65,7 @@ def run_combine(
         return NotImplemented if found is None else [found]
 
 
-def _run_dropless(
+def _combine_dropless(
     x: Tensor,
     w: list[Tensor],
     bias: list[Tensor],
@@ -75,24 +77,23 @@ def _run_dropless(
     site: str,
 ) -> Any:
     """Of rows that fill the send buffer. Nothing but these checks may depend on how many a rank has."""
-    if x.dtype not in DTYPES or any(wi.dtype is not x.dtype for wi in w):
+    if not _alike(x, w) or x.shape[0] != sum(input_splits):
         return NotImplemented
-    if x.shape[0] != sum(input_splits) or (offsets is None and x.shape[0] % w[0].shape[0]):
+    if offsets is None and x.shape[0] % w[0].shape[0]:
         return NotImplemented
     with torch.cuda.device(x.device):
         workspace = workspace_for(group_name, x.device)
         a = x.contiguous()
-        problem = dropless_problem_of(a, w[0], workspace)
+        problem = dropless_problem_of(COMBINE, a, w[0], workspace)
         biases = _biases(bias, w)
         capturing = torch.cuda.is_current_stream_capturing()
         way, _ = way_of(problem, workspace, (w[0].stride(), biases[0] is None), capturing)
         if way == CUBLAS_NCCL:
             return NotImplemented
-        ends = None if offsets is None else offsets.to(torch.int32).contiguous()
-        places = None if positions is None else positions.to(torch.int64).contiguous()
         found = dropless_combine(
-            workspace, way, problem, a, w[0], biases[0], ends, places, output_splits, input_splits, site
-        )
+            workspace, way, problem, a, w[0], biases[0], _vector(offsets, torch.int32),
+            _vector(positions, torch.int64), output_splits, input_splits, site,
+        )  # fmt: skip
         return NotImplemented if found is None else [found]
 
 
@@ -113,7 +114,11 @@ def run_dispatch(
     site: str,
 ) -> Any:
     """all_to_all_expert_matmul of batched experts with fixed capacity, whose rows are cut."""
-    if experts or input_splits or dim != 1 or not _usable(x, w):
+    if input_splits and not experts:
+        return _dispatch_dropless(
+            x, w, bias, offsets, positions, output_splits, input_splits, keep_exchanged, group_name, site
+        )
+    if experts or dim != 1 or not _usable(x, w):
         return NotImplemented
     with torch.cuda.device(x.device):
         workspace = workspace_for(group_name, x.device)
@@ -134,8 +139,50 @@ def run_dispatch(
         return NotImplemented if found is None else found
 
 
+def _dispatch_dropless(
+    x: Tensor,
+    w: list[Tensor],
+    bias: list[Tensor],
+    offsets: Tensor | None,
+    positions: Tensor | None,
+    output_splits: list[int],
+    input_splits: list[int],
+    keep_exchanged: bool,
+    group_name: str,
+    site: str,
+) -> Any:
+    """Of rows that are all of those that arrive."""
+    biases = _biases(bias, w)
+    if not _alike(x, w) or offsets is None or any(b is not None for b in biases[1:]):
+        return NotImplemented
+    if positions is not None and positions.shape[0] != sum(output_splits):
+        return NotImplemented
+    with torch.cuda.device(x.device):
+        workspace = workspace_for(group_name, x.device)
+        parts = x.contiguous()
+        problem = dropless_problem_of(DISPATCH, parts, w[0], workspace)
+        variant = w[0].stride(), biases[0] is None, keep_exchanged or len(w) > 1
+        way, _ = way_of(problem, workspace, variant, torch.cuda.is_current_stream_capturing())
+        if way == CUBLAS_NCCL:
+            return NotImplemented
+        ends, places = offsets.to(torch.int32).contiguous(), _vector(positions, torch.int64)
+        found = dropless_dispatch(
+            workspace, way, problem, parts, w, biases, ends, places, output_splits, input_splits,
+            keep_exchanged, site,
+        )  # fmt: skip
+        return NotImplemented if found is None else found
+
+
+def _vector(t: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return None if t is None else t.to(dtype).contiguous()
+
+
+def _alike(x: Tensor, w: list[Tensor]) -> bool:
+    return x.dtype in DTYPES and all(wi.dtype is x.dtype for wi in w)
+
+
 def _usable(x: Tensor, w: list[Tensor]) -> bool:
-    return x.dtype in DTYPES and 0 not in x.shape and all(wi.dtype is x.dtype for wi in w)
+    return _alike(x, w) and 0 not in x.shape
 
 
 def _biases(bias: list[Tensor], w: list[Tensor]) -> list[Tensor | None]:

@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 import torch
 
-from autofuse.native_kernels.cuda.dropless_combine import MOST_EXPERTS, DroplessCombineConfig
+from autofuse.native_kernels.cuda.dropless_combine import MOST_EXPERTS, DroplessConfig
 from autofuse.native_kernels.cuda.expert_combine import CombineConfig, combine_needs
 from autofuse.native_kernels.cuda.expert_dispatch import DispatchConfig, dispatch_needs
 from autofuse.native_kernels.cuda.gemm import BM
@@ -152,12 +152,11 @@ DROPLESS = ", dropless"
 
 
 @lru_cache(maxsize=1024)
-def dropless_ways(problem: DroplessProblem) -> Mapping[str, DroplessCombineConfig | None]:
+def dropless_ways(problem: DroplessProblem) -> Mapping[str, DroplessConfig | None]:
     """Names of all ways that can run, with the configurations of the kernel."""
-    found: dict[str, DroplessCombineConfig | None] = {CUBLAS_NCCL: None}
+    found: dict[str, DroplessConfig | None] = {CUBLAS_NCCL: None}
     if (
-        problem.op == COMBINE + DROPLESS
-        and problem.aligned
+        problem.aligned
         and problem.dtype in DTYPES
         and problem.world <= 8
         and 0 < problem.experts <= MOST_EXPERTS
@@ -166,12 +165,12 @@ def dropless_ways(problem: DroplessProblem) -> Mapping[str, DroplessCombineConfi
         and problem.columns % 8 == 0
     ):
         configs = (
-            DroplessCombineConfig(),
-            DroplessCombineConfig(across=2),
-            DroplessCombineConfig(bn=128, stages=5),
-            DroplessCombineConfig(bn=128, across=2, stages=5),
-            DroplessCombineConfig(bn=128, along=2, stages=5),
-            DroplessCombineConfig(bn=64, along=2, stages=7),
+            DroplessConfig(),
+            DroplessConfig(across=2),
+            DroplessConfig(bn=128, stages=5),
+            DroplessConfig(bn=128, across=2, stages=5),
+            DroplessConfig(bn=128, along=2, stages=5),
+            DroplessConfig(bn=64, along=2, stages=7),
         )
         found |= {settings_of("clusters", config): config for config in configs}
     return found

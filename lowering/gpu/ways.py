@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import torch
 
 from autofuse.native_kernels.cuda import gather_words
-from autofuse.native_kernels.cuda.dropless_combine import DroplessCombineConfig
+from autofuse.native_kernels.cuda.dropless_combine import DroplessConfig
 from autofuse.native_kernels.cuda.expert_combine import CombineConfig
 from autofuse.native_kernels.cuda.expert_dispatch import DispatchConfig
 from autofuse.native_kernels.cuda.gather_matmul import ClusterGatherConfig, cluster_gather_needs
@@ -144,7 +144,7 @@ def host_us(way: str, config: object) -> float:
         return 160.0 if is_copied(config) else 40.0
     if isinstance(config, WordsConfig | WordsGatherConfig):
         return 40.0
-    if isinstance(config, CombineConfig | DispatchConfig | DroplessCombineConfig):
+    if isinstance(config, CombineConfig | DispatchConfig | DroplessConfig):
         return 160.0 if is_copied(config) else 55.0
     if isinstance(config, PacketsConfig | FewConfig):
         return 60.0

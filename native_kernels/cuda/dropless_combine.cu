@@ -6,7 +6,7 @@
 // slices of SLICE rows of a part. Of the words for these, starts [8] and counters [W, slots], a rank has two halves.
 #include "comm.cuh"
 #include "gemm.cuh"
-#include "ragged_order.cuh"
+#include "ragged.cuh"
 
 struct Params {
     TensorMap x, w;  // a stack of one; a matrix an expert
@@ -26,46 +26,14 @@ struct Params {
 
 constexpr int COMBINING = 6, TELLING = 0;
 constexpr int SLICE = 128, PIECES = 8, STARTS = 8;
-constexpr int WIDE = BN / 8, ALL = EXPERTS + 1;  // with the rows of none
-
-struct Ragged {
-    int starts[ALL + 1], highs[ALL + 1];
-};
-
-// All threads of the block find out how many rows and tiles the experts have.
-__device__ inline void read_offsets(const Params& p, Ragged& r) {
-    for (int e = threadIdx.x; e <= ALL; e += blockDim.x) {
-        int end = e == 0 ? 0 : e == ALL ? p.rows : p.offsets ? p.offsets[e - 1] : p.rows / EXPERTS * e;
-        r.starts[e] = end < 0 ? 0 : end > p.rows ? p.rows : end;
-    }
-    __syncthreads();
-    if (threadIdx.x < 32) {
-        int total = 0;
-        for (int first = 0; first <= ALL; first += 32) {
-            int e = first + threadIdx.x;
-            int high = e > 0 && e <= ALL ? high_of(r.starts[e] - r.starts[e - 1], ACROSS) : 0;
-            for (int step = 1; step < 32; step *= 2) {
-                int below = __shfl_up_sync(~0u, high, step);
-                if (threadIdx.x >= step) high += below;
-            }
-            if (e <= ALL) r.highs[e] = total + high;
-            total += __shfl_sync(~0u, high, 31);
-        }
-    }
-    __syncthreads();
-}
-
-__device__ inline Tile tile_of(const Params& p, const Ragged& r, int t) {
-    int me = CLUSTER > 1 ? cluster_rank() : 0;
-    return ragged_tile_at(t, me / ALONG, me % ALONG, r.starts, r.highs, ALL, p.cols, ACROSS, ALONG);
-}
+constexpr int WIDE = BN / 8;
 
 __device__ void load_tiles(const Params& p, const Shared& s, const Ragged& r, int block, int tiles) {
     prefetch(&p.x);
     prefetch(&p.w);
     Turn turn;
     for (int t = block / CLUSTER; t < tiles; t += p.programs / CLUSTER) {
-        Tile tile = tile_of(p, r, t);
+        Tile tile = ragged_tile(r, t, p.cols);
         int expert = tile.owner < EXPERTS ? tile.owner : EXPERTS - 1;
         produce<true>(s, turn, {&p.x}, {&p.w, expert}, tile.row, tile.col * BN, 0, p.k);
     }
@@ -85,7 +53,7 @@ __device__ void send_rows(
     }
     __syncwarp();
     for (int t = block / CLUSTER; t < tiles; t += p.programs / CLUSTER) {
-        Tile tile = tile_of(p, r, t);
+        Tile tile = ragged_tile(r, t, p.cols);
         int rows = r.starts[tile.owner + 1] - tile.row, word = lane % WIDE, col = tile.col * BN + word * 8;
         barrier_wait(s.ready, turn);
         turn ^= 1;
@@ -124,11 +92,7 @@ __device__ void send_rows(
         if (lane == 0) barrier_arrive(s.taken);
         fence_sys();
 #pragma unroll
-        for (int c = 0; c < BM / 32; ++c) {
-            // Rows that one counter counts add to it together.
-            uint32_t alike = __match_any_sync(~0u, reinterpret_cast<unsigned long long>(counted[c]));
-            if (counted[c] && lane == __ffs(alike) - 1) add_relaxed(counted[c], __popc(alike));
-        }
+        for (int c = 0; c < BM / 32; ++c) count_rows(counted[c]);
     }
     named_arrive(5, 352);  // the words that we have read may be set back to 0
 }
@@ -215,7 +179,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) dropless_combine(const __gr
     Trace trace{p.trace + (group * p.programs + block) * 2 * EVENTS};
     // Of the first group, the team that copies.
     if (threadIdx.x % 128 == (group ? 0 : 64)) trace.stamp(BEGUN, p.rank, 0);
-    read_offsets(p, r);
+    read_offsets(r, p.offsets, p.rows);
     init(s);
     int tiles = r.highs[ALL] * ((p.cols + ALONG - 1) / ALONG);
     if (group == 0) {
@@ -233,7 +197,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) dropless_combine(const __gr
         for (int t = block / CLUSTER; t < tiles; t += p.programs / CLUSTER) {
             float acc[BN / 2];
             consume(s, turn, acc, group - 1, blocks);
-            Tile tile = tile_of(p, r, t);
+            Tile tile = ragged_tile(r, t, p.cols);
             if (BIASED && tile.owner < EXPERTS)
                 add_bias(acc, p.bias + static_cast<int64_t>(tile.owner) * p.n * 2, tile.col * BN, p.n);
 #pragma unroll

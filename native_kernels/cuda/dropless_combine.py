@@ -52,8 +52,8 @@ class _Params(ctypes.Structure):
 
 
 @dataclass(frozen=True)
-class DroplessCombineConfig:
-    """How `dropless_combine.cu` runs.
+class DroplessConfig:
+    """How `dropless_combine.cu` and `dropless_dispatch.cu` run.
 
     bn: columns of a tile of 128 rows; across: blocks of a cluster with one block of the weight, for
     neighbouring rows of an expert; along: those with one block of x; stages: blocks of K in flight.
@@ -79,11 +79,11 @@ def dropless_combine_needs(rows: int, n: int, world: int) -> Need:
     return Need(inbox=2 * rows * n * 2, signals=2 * 4 * (STARTS + world * cdiv(rows, SLICE)))
 
 
-def dropless_combine_constants(
+def dropless_constants(
     experts: int, world: int, transposed: bool, dtype: torch.dtype, biased: bool,
-    config: DroplessCombineConfig, trace: bool,
+    config: DroplessConfig, trace: bool,
 ) -> Constants:  # fmt: skip
-    """What the kernel is compiled with."""
+    """What either kernel is compiled with."""
     return constants(config, world, transposed, dtype, trace, BIASED=biased, EXPERTS=experts)
 
 
@@ -96,7 +96,7 @@ def launch_dropless_combine(
     positions: Tensor | None,
     received: Sequence[int],
     sent: Sequence[int],
-    config: DroplessCombineConfig,
+    config: DroplessConfig,
     site: int = 0,
     trace: Tensor | None = None,
     compile_only: bool = False,
@@ -127,11 +127,11 @@ def launch_dropless_combine(
 @lru_cache(maxsize=1024)
 def _prepared(
     memory: PeerMemory, experts: int, k: int, n: int, transposed: bool, dtype: torch.dtype, biased: bool,
-    config: DroplessCombineConfig, trace: bool,
+    config: DroplessConfig, trace: bool,
 ) -> tuple[Kernel, _Params]:  # fmt: skip
     """The kernel, and what does not change from call to call."""
     world = memory.world
-    compiled_with = dropless_combine_constants(experts, world, transposed, dtype, biased, config, trace)
+    compiled_with = dropless_constants(experts, world, transposed, dtype, biased, config, trace)
     found = kernel(SOURCE, "dropless_combine", compiled_with, config.shared_bytes)
     signals_half = memory.signals.half(torch.int32)
     params = _Params(

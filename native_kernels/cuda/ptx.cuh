@@ -280,6 +280,16 @@ __device__ inline uint4 load_l2(const void* at) {
     return v;
 }
 
+__device__ inline int load_l2(const int* at) {
+    int v;
+    asm volatile("ld.global.cg.s32 %0, [%1];" : "=r"(v) : "l"(at) : "memory");
+    return v;
+}
+
+__device__ inline void store(int* at, int v) {
+    asm volatile("st.global.s32 [%0], %1;" ::"l"(at), "r"(v) : "memory");
+}
+
 __device__ inline void store(void* at, uint4 v) {
     asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(at), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
                  : "memory");

@@ -2,7 +2,10 @@
 
 import random
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,6 +13,8 @@ from torch import Tensor
 
 from tests.gpu.experts_on_gpus import nan_in_empty, workspace, wrong
 from tests.gpu.on_gpus import poison
+
+Given = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -51,7 +56,7 @@ class Ragged:
         generator = torch.Generator("cuda").manual_seed(1000 * salt + rank + 17 * self.seed)
         return torch.randn(shape, generator=generator, device="cuda").to(self.dtype)
 
-    def inputs(self, rank: int, world: int) -> dict[str, object]:
+    def inputs(self, rank: int, world: int) -> Given:
         """Of a combine; `rows of none` has some behind the last expert."""
         counts = self.counts(world)[rank]
         rows, none = int(counts.sum()), 7 * (self.kind == "rows of none")
@@ -77,23 +82,36 @@ class Ragged:
             "sent": sent.tolist(),
         }
 
+    def product(self, x: Tensor, given: Given) -> Tensor:
+        """In fp64, [rows, N]."""
+        p = torch.zeros(x.shape[0], self.n, device="cuda", dtype=torch.float64)
+        start = 0
+        for e, end in enumerate(given["offsets"].tolist()):
+            p[start:end] = x[start:end].double() @ given["w"][e].double()
+            if given["bias"] is not None:
+                p[start:end] += given["bias"][e].double()
+            start = end
+        return p
+
     def wanted(self, rank: int, world: int) -> Tensor:
-        """In fp64."""
+        """Of a combine, in fp64."""
         parts = []
         for source in range(world):
             given = self.inputs(source, world)
-            x, w, bias, ends = (given[name] for name in ("x", "w", "bias", "offsets"))
-            p = torch.zeros(x.shape[0], self.n, device="cuda", dtype=torch.float64)  # type: ignore[attr-defined]
-            start = 0
-            for e, end in enumerate(ends.tolist()):  # type: ignore[attr-defined]
-                p[start:end] = x[start:end].double() @ w[e].double()  # type: ignore[index]
-                if bias is not None:
-                    p[start:end] += bias[e].double()  # type: ignore[index]
-                start = end
+            p = self.product(given["x"], given)
             buffer = torch.empty_like(p)
-            buffer[given["positions"]] = p  # type: ignore[index]
-            parts.append(buffer.split(given["sent"])[rank])  # type: ignore[arg-type]
+            buffer[given["positions"]] = p
+            parts.append(buffer.split(given["sent"])[rank])
         return torch.cat(parts)
+
+    def dispatched(self, rank: int, world: int) -> tuple[Given, Tensor, Tensor]:
+        """Of the dispatch that goes the other way: what it is given, X, and its product in fp64."""
+        given = self.inputs(rank, world)
+        sends = [self.inputs(r, world)["received"] for r in range(world)]
+        tokens = [self.randn(r, 4, sum(sends[r]), self.k) for r in range(world)]
+        x = torch.cat([t.split(s)[rank] for t, s in zip(tokens, sends, strict=True)])[given["positions"]]
+        given |= {"x": tokens[rank], "received": given["sent"], "sent": given["received"]}
+        return given, x, self.product(x, given)
 
 
 def ways() -> list[str]:
@@ -104,11 +122,22 @@ def ways() -> list[str]:
     return [way for way, config in found.items() if config is not None]
 
 
-def call(way: str, given: dict[str, object]) -> Tensor:
+def call(way: str, given: Given) -> Tensor:
     from autofuse.lowering.gpu.dropless import dropless_combine, dropless_problem_of
 
-    problem = dropless_problem_of(given["x"], given["w"], workspace())  # type: ignore[arg-type]
-    out = dropless_combine(workspace(), way, problem, **given, site="test")  # type: ignore[arg-type]
+    problem = dropless_problem_of("expert_matmul_all_to_all", given["x"], given["w"], workspace())
+    out = dropless_combine(workspace(), way, problem, **given, site="test")
+    assert out is not None
+    return out
+
+
+def dispatch(way: str, given: Given, more: Sequence[Tensor] = (), keep: bool = False) -> list[Tensor]:
+    from autofuse.lowering.gpu.dropless import dropless_dispatch, dropless_problem_of
+
+    problem = dropless_problem_of("all_to_all_expert_matmul", given["x"], given["w"], workspace())
+    rest = {name: value for name, value in given.items() if name not in ("x", "w", "bias")}
+    w, bias = [given["w"], *more], [given["bias"], *(None for _ in more)]
+    out = dropless_dispatch(workspace(), way, problem, given["x"], w, bias, **rest, keep=keep, site="test")
     assert out is not None
     return out
 
@@ -130,23 +159,46 @@ def all_ways(rank: int, world: int, case: Ragged) -> dict[str, str]:
     return found
 
 
+def all_dispatches(rank: int, world: int, case: Ragged) -> dict[str, str]:
+    """As `all_ways`, and X and the product with a second weight."""
+    (given, x, wanted), found = case.dispatched(rank, world), {}
+    for way in ways():
+        dispatch(way, given)
+        poison()
+        with nan_in_empty():
+            first, second = (dispatch(way, given)[0] for _ in range(2))
+        same = "" if torch.equal(first, second) else "other bits in another run"
+        found[way] = _wrong(first, wanted) or same
+        if wanted.numel() and not case.transposed:
+            *_, product, exchanged = dispatch(way, given, [given["w"]], keep=True)
+            plain = case.product(x, given | {"bias": None})
+            found[way] = found[way] or _wrong(product, plain)
+            found[way] = found[way] or ("" if torch.equal(exchanged, x) else "another X")
+    return found
+
+
 def many_calls(rank: int, world: int, cases: list[Ragged], calls: int) -> str:
     """Calls of changing splits and ways, back to back, rank 0 late now and then; the first that is wrong."""
     draw = random.Random(7)
     every = [replace(case, seed=seed) for case in cases for seed in range(3)]
-    ready = [(case, case.inputs(rank, world), case.wanted(rank, world)) for case in every]
+    ready: list[tuple[str, Callable[[str], Tensor], Tensor]] = []
+    for case in every:
+        given, wanted = case.inputs(rank, world), case.wanted(rank, world)
+        ready.append((f"combine of {case}", partial(call, given=given), wanted))
+        other, _, product = case.dispatched(rank, world)
+        ready.append((f"dispatch of {case}", lambda way, given=other: dispatch(way, given)[0], product))
     outputs = []
     for number in range(calls):
-        case, given, wanted = draw.choice(ready)
+        named, run, reference = draw.choice(ready)
         way = draw.choice(ways())
         if rank == 0 and number % 50 == 0:
             torch.cuda._sleep(2_000_000)
             time.sleep(0.01)
-        outputs.append((f"call {number}, {way}, {case}", call(way, given), wanted))
+        outputs.append((f"call {number}, {way}, {named}", run(way), reference))
         if len(outputs) == 20:
-            for named, out, reference in outputs:
-                if problem := _wrong(out, reference):
-                    return f"{named}: {problem}"
+            for what, out, expected in outputs:
+                if problem := _wrong(out, expected):
+                    return f"{what}: {problem}"
             outputs = []
     return ""
 
@@ -163,7 +215,7 @@ def replayed(rank: int, world: int, case: Ragged, replays: int) -> str:
     shuffled = replace(case, shuffled=True)
     for number in range(replays):
         now = shuffled if number % 2 else case
-        given["positions"].copy_(now.inputs(rank, world)["positions"])  # type: ignore[attr-defined]
+        given["positions"].copy_(now.inputs(rank, world)["positions"])
         for out in found:
             out.fill_(float("nan"))
         graph.replay()

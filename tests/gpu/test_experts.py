@@ -102,6 +102,14 @@ def test_dropless_combine(gpu_ranks: Pools, world: int, name: str) -> None:
         assert not {way: wrong for way, wrong in found.items() if wrong}, rank
 
 
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("world", WORLDS)
+def test_dropless_dispatch(gpu_ranks: Pools, world: int, name: str) -> None:
+    found = gpu_ranks(world).run(dropless_on_gpus.all_dispatches, KINDS[name], timeout=300)
+    for rank, ways in enumerate(found):
+        assert not {way: wrong for way, wrong in ways.items() if wrong}, rank
+
+
 @pytest.mark.parametrize("world", WORLDS)
 def test_a_hundred_dropless_calls_of_changing_splits(gpu_ranks: Pools, world: int) -> None:
     cases = [

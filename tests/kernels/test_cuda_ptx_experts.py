@@ -17,13 +17,25 @@ from autofuse.lowering.gpu.expert_ways import (
     expert_ways,
 )
 from autofuse.lowering.gpu.ways import DTYPES
-from autofuse.native_kernels.cuda import dropless_combine, expert_combine, expert_dispatch
+from autofuse.native_kernels.cuda import dropless_combine, dropless_dispatch, expert_combine, expert_dispatch
 from autofuse.native_kernels.cuda.compiler import compile_cubin, compile_ptx, why_not
 from autofuse.native_kernels.cuda.expert_combine import CombineConfig
 from autofuse.native_kernels.cuda.expert_dispatch import DispatchConfig
 from autofuse.native_kernels.triton.memory import SHARED_MEMORY
 
-from .test_cuda_ptx import ACQUIRE, BARRIER, FENCE, READ, STORE, Constants, check_signals, check_waits, find
+from .test_cuda_ptx import (
+    ACQUIRE,
+    BARRIER,
+    FENCE,
+    PROXY_FENCE,
+    READ,
+    STORE,
+    TMA_LOAD,
+    Constants,
+    check_signals,
+    check_waits,
+    find,
+)
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
@@ -67,22 +79,23 @@ def test_rules(op: str) -> None:
 
 
 @pytest.mark.timeout(400)
-def test_rules_of_a_dropless_combine() -> None:
+@pytest.mark.parametrize("source", [dropless_combine.SOURCE, dropless_dispatch.SOURCE])
+def test_rules_of_dropless(source: str) -> None:
     """Rows are stored by all lanes of a warp: a barrier, then a fence, then the counts."""
     problem = DroplessProblem(COMBINE + DROPLESS, 16, K, N, 4, torch.bfloat16)
     turns = cycle(product([False, True], DTYPES, [True, False], [True, False]))
-    for world, config in product((2, 4, 8), dropless_ways(problem).values()):
+    for world, config in product((2, 8), dropless_ways(problem).values()):
         if config is None:
             continue
         transposed, dtype, trace, biased = next(turns)
         constants = dict(
-            dropless_combine.dropless_combine_constants(16, world, transposed, dtype, biased, config, trace)
+            dropless_combine.dropless_constants(16, world, transposed, dtype, biased, config, trace)
         )
-        where = f"{dropless_combine.SOURCE} {constants}"
+        where = f"{source} {constants}"
         static = 2 * 4 * (16 + 2) + 16
         assert config.shared_bytes + static <= SHARED_MEMORY, where
-        assert compile_cubin(dropless_combine.SOURCE, constants), where
-        lines = [line.strip() for line in compile_ptx(dropless_combine.SOURCE, constants).splitlines()]
+        assert compile_cubin(source, constants), where
+        lines = [line.strip() for line in compile_ptx(source, constants).splitlines()]
         counts = find(lines, COUNT)
         assert counts, where
         for at in counts:
@@ -94,3 +107,5 @@ def test_rules_of_a_dropless_combine() -> None:
         for at, reads in waits:
             assert "ld.acquire.sys" in lines[at], where
             assert not reads or find(lines, BARRIER, at, reads[0]), f"{where}: a read before the barrier"
+            loads = find(lines, TMA_LOAD, at) if "dispatch" in source else []
+            assert not loads or find(lines, PROXY_FENCE, at, loads[0]), f"{where}: no fence before TMA loads"

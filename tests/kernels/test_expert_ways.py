@@ -76,7 +76,7 @@ def test_a_dropless_combine_has_ways_whatever_its_rows() -> None:
     assert choose(problem, ()) == CUBLAS_NCCL
     point = Point.of(problem, {"clusters": 100.0, CUBLAS_NCCL: 200.0})
     assert choose(problem, (point,)) == "clusters"
-    for odd in ({"k": 2044}, {"op": DISPATCH + DROPLESS}, {"experts": 4096}, {"world": 16}):
+    for odd in ({"k": 2044}, {"experts": 4096}, {"world": 16}):
         assert list(dropless_ways(replace(problem, **odd))) == [CUBLAS_NCCL]
 
 
@@ -111,7 +111,8 @@ def test_combines_that_are_left_to_the_reference(args: Any) -> None:
     "args",
     [
         (_x(2, 2, 4, 8), [W[0]] * 2, [], 2, None, None, [], [], 1, 1, False),
-        (_x(8, 8), [W], [], 0, None, None, [4, 4], [4, 4], 1, 1, False),
+        (_x(8, 8), [W], [], 0, None, None, [4, 4], [4, 4], 1, 1, False),  # no offsets
+        (_x(8, 8), [W], [], 0, torch.tensor([4, 8]), torch.arange(7), [4, 4], [4, 4], 1, 1, False),
         (_x(2, 2, 4, 8), [W], [], 0, None, None, [], [], 2, 1, False),
         (_x(2, 2, 4, 8), [W.half()], [], 0, None, None, [], [], 1, 1, False),
     ],

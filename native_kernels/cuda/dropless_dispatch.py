@@ -1,0 +1,119 @@
+"""Launches dropless_dispatch.cu: all_to_all_expert_matmul of experts with any number of rows."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from autofuse.native_kernels.triton.memory import Need, PeerMemory, cdiv
+
+from .dropless_combine import SLICE, STARTS, DroplessConfig, dropless_constants
+from .gemm import BK, BM, POINTERS, TENSOR_MAP, blocks, filled, launch, map_weight
+from .launcher import Kernel, kernel, tensor_map
+
+SOURCE = "dropless_dispatch.cu"
+
+
+class _Params(ctypes.Structure):
+    _fields_ = (
+        ("exchanged", TENSOR_MAP * 2),
+        ("w", TENSOR_MAP),
+        ("out", ctypes.c_void_p),
+        ("parts", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("offsets", ctypes.c_void_p),
+        ("positions", ctypes.c_void_p),
+        ("memory", POINTERS),
+        ("places", POINTERS),
+        ("signals", POINTERS),
+        ("state", ctypes.c_void_p),
+        ("trace", ctypes.c_void_p),
+        ("half", ctypes.c_int64),
+        ("places_half", ctypes.c_int64),
+        ("signals_half", ctypes.c_int64),
+        ("sent", ctypes.c_int32 * 9),
+        ("received", ctypes.c_int32 * 9),
+        *((name, ctypes.c_int32) for name in ("rows", "n", "k", "rank", "site", "slot", "cols", "programs")),
+    )
+
+
+def dropless_dispatch_needs(rows: int, k: int, world: int) -> Need:
+    """What a call uses, of `rows` rows that a rank sends or receives in all, of 16-bit floats."""
+    return Need(
+        inbox=2 * rows * k * 2, finished=2 * 4 * world * rows, signals=2 * 4 * (STARTS + cdiv(rows, SLICE))
+    )
+
+
+def launch_dropless_dispatch(
+    memory: PeerMemory,
+    x: Tensor,
+    w: Tensor,
+    out: Tensor,
+    offsets: Tensor | None,
+    positions: Tensor | None,
+    received: Sequence[int],
+    sent: Sequence[int],
+    config: DroplessConfig,
+    site: int = 0,
+    trace: Tensor | None = None,
+    compile_only: bool = False,
+    bias: Tensor | None = None,
+) -> None:
+    """`x: [sum(sent), K]`, contiguous, in parts for the ranks, becomes `X: [rows, K]` of the ranks.
+
+    Row i of X is row `positions[i]` (int64; None: i) of the rows that arrive, `received[s]` from every rank:
+    a permutation. out: [rows, N], X times the weight of each row's expert, `w: [E, K, N]`, plus
+    `bias: [E, N]`; rows of expert e end at `offsets[e]` (int32; None: all have as many), behind the last one
+    out is 0. Offsets and positions are contiguous, on the device. trace: three rows of events a program.
+    """
+    k, (experts, _, n) = x.shape[1], w.shape
+    found, template = _prepared(
+        memory, experts, k, n, w.stride(2) != 1, x.dtype, bias is not None, config, trace is not None
+    )
+    if compile_only:
+        return
+    params = filled(template, site, trace, out=out, parts=x, bias=bias, offsets=offsets, positions=positions)
+    params.rows = out.shape[0]
+    params.sent[: memory.world + 1] = [0, *accumulate(sent)]
+    params.received[: memory.world + 1] = [0, *accumulate(received)]
+    map_weight(params, w, config.bn // config.across)
+    launch(found, params, config.cluster)
+
+
+def dropless_exchanged(memory: PeerMemory, rows: int, k: int, dtype: torch.dtype) -> Tensor:
+    """A copy of X, `[rows, K]`, after a launch."""
+    # Only the device knows how many calls there were.
+    halves = memory.inbox.views[memory.rank].view(dtype)
+    halves = halves.as_strided((2, rows * k), (memory.inbox.half(dtype), 1))
+    return halves.index_select(0, memory.state[3:4] % 2).view(rows, k)
+
+
+@lru_cache(maxsize=1024)
+def _prepared(
+    memory: PeerMemory, experts: int, k: int, n: int, transposed: bool, dtype: torch.dtype, biased: bool,
+    config: DroplessConfig, trace: bool,
+) -> tuple[Kernel, _Params]:  # fmt: skip
+    """The kernel, and what does not change from call to call."""
+    world, half = memory.world, memory.inbox.half(dtype)
+    compiled_with = dropless_constants(experts, world, transposed, dtype, biased, config, trace)
+    found = kernel(SOURCE, "dropless_dispatch", compiled_with, config.shared_bytes)
+    places_half = memory.finished.half(torch.int32)
+    params = _Params(
+        state=memory.state.data_ptr(), trace=memory.state.data_ptr(), half=memory.inbox.half(torch.uint8),
+        places_half=places_half, signals_half=memory.signals.half(torch.int32), n=n, k=k, rank=memory.rank,
+        slot=places_half // world, cols=cdiv(n, config.bn), programs=blocks(memory, config),
+    )  # fmt: skip
+    own = memory.inbox.views[memory.rank].view(dtype)
+    for parity in range(2):
+        rows = own[parity * half :][: half // k * k].view(1, -1, k)
+        ctypes.memmove(params.exchanged[parity], tensor_map(rows, BM // config.along, BK), 128)
+    for r in range(world):
+        params.memory[r] = memory.inbox.views[r].data_ptr()
+        params.places[r] = memory.finished.views[r].data_ptr()
+        params.signals[r] = memory.signals.views[r].data_ptr()
+    return found, params
