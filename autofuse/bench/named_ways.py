@@ -1,4 +1,4 @@
-"""Fused ops that may have kernels for GPUs, in ways with names (yet).
+"""Fused ops that may have kernels for GPUs, in ways with names.
 
 The ways of a room are in `autofuse.lowering.gpu.<room>_by_name`, if there is such a module. It has, of an op
 and its arguments:
@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autofuse.lowering.gpu.support import has_triton
 from autofuse.lowering.gpu.timer import Call
 from autofuse.lowering.ops.library import FUSED_OPS
 
@@ -66,9 +67,9 @@ class Fused:
 
 
 def ways_of(room: str) -> Any:
-    """The module with the ways of a room; None if there is none."""
+    """The module with the ways of a room; None if there is none, or no Triton, which it needs."""
     name = f"autofuse.lowering.gpu.{room}_by_name"
-    return importlib.import_module(name) if find_spec(name) is not None else None
+    return importlib.import_module(name) if has_triton() and find_spec(name) is not None else None
 
 
 def _first(results: Tensor | list[Tensor]) -> Tensor:

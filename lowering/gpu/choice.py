@@ -111,7 +111,7 @@ def known(device: torch.device) -> Points:
     return (*read(own_table(device)), *(p for path in dict.fromkeys(shipped) for p in read(path)))
 
 
-def _ways(problem: AnyProblem) -> Mapping[str, Any]:
+def ways_of(problem: AnyProblem) -> Mapping[str, Any]:
     """Names of all ways that can run it, with the configurations of the fused ones."""
     if isinstance(problem, Problem):
         return ways(problem)
@@ -126,7 +126,7 @@ def _times(problem: AnyProblem, points: Points) -> list[tuple[str, float]]:
         updates = [(way, 0.0) for way, config in ways(problem).items() if is_update(config)]
         if updates:  # whoever asks for it gets it
             return updates
-    here = _ways(problem)
+    here = ways_of(problem)
     near = sorted((p for p in points if p.distance(problem) <= FAR), key=lambda p: p.distance(problem))
     found = ([(way, us) for way, us in point.times if way in here] for point in near)
     return next(filter(None, found), [])
@@ -145,7 +145,7 @@ def choose_uncaptured(problem: AnyProblem, points: Points) -> str:
 
     A call then lasts as long as the slower of host and GPU.
     """
-    here = _ways(problem)
+    here = ways_of(problem)
     lasts = [(max(us, host_us(way, here[way])), us, way) for way, us in _times(problem, points)]
     return min(lasts)[2] if lasts else CUBLAS_NCCL
 

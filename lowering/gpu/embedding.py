@@ -18,6 +18,7 @@ from autofuse.native_kernels.triton.embedding_exchange import launch_embedding_e
 from autofuse.native_kernels.triton.embedding_tables import DTYPE_BITS, BagsConfig, Places, Tables
 from autofuse.native_kernels.triton.memory import Need
 
+from .calls import GpuCall
 from .choice import chosen
 from .dense import first_compile
 from .exchange_ways import (
@@ -30,10 +31,25 @@ from .exchange_ways import (
     places_of,
     send_places,
 )
-from .workspace import GpuWorkspace, workspace_for
+from .workspace import GpuWorkspace, workspace_of
 
 
-def run_embedding(
+def run_embedding(*args: Any) -> Any:
+    """The op, with its arguments; NotImplemented for what is left to the reference."""
+    return run_exchange(embedding_call(*args))
+
+
+def run_exchange(call: GpuCall | None) -> Any:
+    """A call in the way that policy `auto` takes."""
+    if call is None:
+        return NotImplemented
+    with torch.cuda.device(call.workspace.device):
+        way = chosen(call.problem, call.workspace)
+        found = None if way == TORCH_NCCL else call.run(way)
+    return NotImplemented if found is None else found
+
+
+def embedding_call(
     weights: list[Tensor],
     indices: list[Tensor],
     offsets: list[Tensor],
@@ -47,26 +63,24 @@ def run_embedding(
     group_name: str,
     order: str,
     site: str,
-) -> Any:
-    """The op; NotImplemented for what is left to the reference."""
+) -> GpuCall | None:
+    """The op as the kernel takes it; None for what is left to the reference."""
     bags = offsets[0].shape[0] - include_last_offset
     layouts.check(OP, layout, bags, columns, [w.shape[1] for w in weights], resolve_group(group_name).rank())
     if dtype not in DTYPE_BITS or not bags or not sum(columns):
-        return NotImplemented
+        return None
     if any(w.dtype not in DTYPE_BITS for w in weights):
-        return NotImplemented
-    device = weights[0].device
-    with torch.cuda.device(device):
-        workspace = workspace_for(group_name, device)
-        problem = ExchangeProblem(bags // workspace.world, tuple(columns), layout, dtype, workspace.programs)
-        way = chosen(problem, workspace)
-        if way == TORCH_NCCL:
-            return NotImplemented
+        return None
+    workspace = workspace_of(group_name, weights[0])
+    problem = ExchangeProblem(bags // workspace.world, tuple(columns), layout, dtype, workspace.programs)
+
+    def run(way: str) -> Tensor | None:
         tables = tables_of(
             weights, indices, offsets, per_sample_weights, mode, include_last_offset, padding_idx
         )
-        found = exchange(workspace, way, problem, tables, site)
-        return NotImplemented if found is None else found
+        return exchange(workspace, way, problem, tables, site)
+
+    return GpuCall(workspace, problem, run)
 
 
 def tables_of(

@@ -22,22 +22,26 @@ from autofuse.native_kernels.triton.embedding_tables import (
 )
 from autofuse.native_kernels.triton.memory import Need
 
-from .choice import chosen
+from .calls import GpuCall
 from .dense import first_compile
-from .embedding import tables_of
+from .embedding import run_exchange, tables_of
 from .exchange_ways import (
     BACKWARD,
     MERGED_NCCL,
-    TORCH_NCCL,
     ExchangeProblem,
     backward_places,
     exchange_needs_of,
     exchange_ways,
 )
-from .workspace import GpuWorkspace, workspace_for
+from .workspace import GpuWorkspace, workspace_of
 
 
-def run_embedding_backward(
+def run_embedding_backward(*args: Any) -> Any:
+    """The op, with its arguments; NotImplemented for what is left to the reference."""
+    return run_exchange(embedding_backward_call(*args))
+
+
+def embedding_backward_call(
     grad: Tensor,
     indices: list[Tensor],
     offsets: list[Tensor],
@@ -54,27 +58,25 @@ def run_embedding_backward(
     group_name: str,
     order: str,
     site: str,
-) -> Any:
-    """The op; NotImplemented for what is left to the reference."""
+) -> GpuCall | None:
+    """The op as the kernel takes it; None for what is left to the reference."""
     bags = offsets[0].shape[0] - include_last_offset
     layouts.check(BACKWARD, layout, bags, columns, dims, resolve_group(group_name).rank())
     if grad.dtype not in DTYPE_BITS or dtype not in DTYPE_BITS or not bags or not sum(columns):
-        return NotImplemented
-    device = grad.device
-    with torch.cuda.device(device):
-        workspace = workspace_for(group_name, device)
-        problem = ExchangeProblem(
-            bags // workspace.world, tuple(columns), layout, grad.dtype, workspace.programs, BACKWARD
-        )
-        way = chosen(problem, workspace)
-        if way == TORCH_NCCL:
-            return NotImplemented
+        return None
+    workspace = workspace_of(group_name, grad)
+    problem = ExchangeProblem(
+        bags // workspace.world, tuple(columns), layout, grad.dtype, workspace.programs, BACKWARD
+    )
+
+    def run(way: str) -> list[Tensor] | None:
         tables = gradients_of(
             num_embeddings, dims, dtype, indices, offsets, per_sample_weights, mode, include_last_offset,
             padding_idx,
         )  # fmt: skip
-        found = exchange_backward(workspace, way, problem, tables, grad, keep_exchanged, site)
-        return NotImplemented if found is None else found
+        return exchange_backward(workspace, way, problem, tables, grad, keep_exchanged, site)
+
+    return GpuCall(workspace, problem, run)
 
 
 def gradients_of(

@@ -14,16 +14,39 @@ from torch import Tensor
 from autofuse import config
 from autofuse.lowering.ops.expert_rows import check_capacity
 
+from .calls import GpuCall
 from .choice import way_of
 from .dropless import dropless_combine, dropless_dispatch, dropless_problem_of
 from .expert_measure import measure_experts_once
 from .expert_ways import COMBINE, DISPATCH, ExpertProblem
 from .experts import combine, dispatch, problem_of
 from .ways import CUBLAS_NCCL, DTYPES
-from .workspace import GpuWorkspace, workspace_for
+from .workspace import workspace_of
 
 
-def run_combine(
+def run_combine(*args: Any) -> Any:
+    """expert_matmul_all_to_all, with its arguments."""
+    return _run(combine_call(*args))
+
+
+def run_dispatch(*args: Any) -> Any:
+    """all_to_all_expert_matmul, with its arguments."""
+    return _run(dispatch_call(*args))
+
+
+def _run(call: GpuCall | None) -> Any:
+    if call is None:
+        return NotImplemented
+    with torch.cuda.device(call.workspace.device):
+        if config.measure and isinstance(call.problem, ExpertProblem):
+            measure_experts_once(call.workspace, call.problem)
+        capturing = torch.cuda.is_current_stream_capturing()
+        way, _ = way_of(call.problem, call.workspace, call.variant, capturing)
+        found = None if way == CUBLAS_NCCL else call.run(way)
+    return NotImplemented if found is None else found
+
+
+def combine_call(
     x: list[Tensor],
     w: list[Tensor],
     bias: list[Tensor],
@@ -40,32 +63,30 @@ def run_combine(
     group_name: str,
     order: str,
     site: str,
-) -> Any:
-    """expert_matmul_all_to_all of one batch of experts, whose rows are cut."""
+) -> GpuCall | None:
+    """One batch of experts, whose rows are cut, as the kernels take it; None for what they do not have."""
     if experts or len(x) != 1 or product != "mm" or keep_product:
-        return NotImplemented
+        return None
     if input_splits:
-        return _combine_dropless(
+        return _dropless_combine_call(
             x[0], w, bias, offsets, positions, output_splits, input_splits, group_name, site
         )
     if dim != 1 or not _usable(x[0], w):
-        return NotImplemented
-    device = x[0].device
-    with torch.cuda.device(device):
-        workspace = workspace_for(group_name, device)
-        a = x[0].contiguous()
-        check_capacity(a.shape, 1, outer, workspace.world, COMBINE)
-        problem = problem_of(COMBINE, a, w[0], workspace, outer)
-        biases = _biases(bias, w)
-        variant = w[0].stride(), biases[0] is None, order
-        way = _way(problem, workspace, variant)
-        if way == CUBLAS_NCCL:
-            return NotImplemented
-        found = combine(workspace, way, problem, a, w[0], biases[0], order, site)
-        return NotImplemented if found is None else [found]
+        return None
+    workspace = workspace_of(group_name, x[0])
+    a = x[0].contiguous()
+    check_capacity(a.shape, 1, outer, workspace.world, COMBINE)
+    problem = problem_of(COMBINE, a, w[0], workspace, outer)
+    biases = _biases(bias, w)
+
+    def run(way: str) -> list[Tensor] | None:
+        out = combine(workspace, way, problem, a, w[0], biases[0], order, site)
+        return None if out is None else [out]
+
+    return GpuCall(workspace, problem, run, (w[0].stride(), biases[0] is None, order))
 
 
-def _combine_dropless(
+def _dropless_combine_call(
     x: Tensor,
     w: list[Tensor],
     bias: list[Tensor],
@@ -75,29 +96,28 @@ def _combine_dropless(
     input_splits: list[int],
     group_name: str,
     site: str,
-) -> Any:
+) -> GpuCall | None:
     """Of rows that fill the send buffer. Nothing but these checks may depend on how many a rank has."""
     if not _alike(x, w) or x.shape[0] != sum(input_splits):
-        return NotImplemented
+        return None
     if offsets is None and x.shape[0] % w[0].shape[0]:
-        return NotImplemented
-    with torch.cuda.device(x.device):
-        workspace = workspace_for(group_name, x.device)
-        a = x.contiguous()
-        problem = dropless_problem_of(COMBINE, a, w[0], workspace)
-        biases = _biases(bias, w)
-        capturing = torch.cuda.is_current_stream_capturing()
-        way, _ = way_of(problem, workspace, (w[0].stride(), biases[0] is None), capturing)
-        if way == CUBLAS_NCCL:
-            return NotImplemented
-        found = dropless_combine(
+        return None
+    workspace = workspace_of(group_name, x)
+    a = x.contiguous()
+    problem = dropless_problem_of(COMBINE, a, w[0], workspace)
+    biases = _biases(bias, w)
+
+    def run(way: str) -> list[Tensor] | None:
+        out = dropless_combine(
             workspace, way, problem, a, w[0], biases[0], _vector(offsets, torch.int32),
             _vector(positions, torch.int64), output_splits, input_splits, site,
         )  # fmt: skip
-        return NotImplemented if found is None else [found]
+        return None if out is None else [out]
+
+    return GpuCall(workspace, problem, run, (w[0].stride(), biases[0] is None))
 
 
-def run_dispatch(
+def dispatch_call(
     x: Tensor,
     w: list[Tensor],
     bias: list[Tensor],
@@ -112,34 +132,33 @@ def run_dispatch(
     group_name: str,
     order: str,
     site: str,
-) -> Any:
-    """all_to_all_expert_matmul of batched experts with fixed capacity, whose rows are cut."""
+) -> GpuCall | None:
+    """Batched experts, whose rows are cut, as the kernels take them; None for what they do not have."""
     if input_splits and not experts:
-        return _dispatch_dropless(
+        return _dropless_dispatch_call(
             x, w, bias, offsets, positions, output_splits, input_splits, keep_exchanged, group_name, site
         )
     if experts or dim != 1 or not _usable(x, w):
-        return NotImplemented
-    with torch.cuda.device(x.device):
-        workspace = workspace_for(group_name, x.device)
-        world, count, rows, k = x.shape
-        if (world, count) != (workspace.world, w[0].shape[0]):
-            raise ValueError(
-                f"{DISPATCH}: expected x [{workspace.world}, {w[0].shape[0]}, rows, K], got {list(x.shape)}"
-            )
-        check_capacity((count, rows * world, k), 1, outer, world, DISPATCH)
-        parts = x.contiguous()
-        problem = problem_of(DISPATCH, parts, w[0], workspace, outer)
-        biases = _biases(bias, w)
-        variant = w[0].stride(), biases[0] is None, keep_exchanged or len(w) > 1
-        way = _way(problem, workspace, variant)
-        if way == CUBLAS_NCCL:
-            return NotImplemented
-        found = dispatch(workspace, way, problem, parts, w, biases, keep_exchanged, site)
-        return NotImplemented if found is None else found
+        return None
+    workspace = workspace_of(group_name, x)
+    world, count, rows, k = x.shape
+    if (world, count) != (workspace.world, w[0].shape[0]):
+        raise ValueError(
+            f"{DISPATCH}: expected x [{workspace.world}, {w[0].shape[0]}, rows, K], got {list(x.shape)}"
+        )
+    check_capacity((count, rows * world, k), 1, outer, world, DISPATCH)
+    parts = x.contiguous()
+    problem = problem_of(DISPATCH, parts, w[0], workspace, outer)
+    biases = _biases(bias, w)
+
+    def run(way: str) -> list[Tensor] | None:
+        return dispatch(workspace, way, problem, parts, w, biases, keep_exchanged, site)
+
+    variant = w[0].stride(), biases[0] is None, keep_exchanged or len(w) > 1
+    return GpuCall(workspace, problem, run, variant)
 
 
-def _dispatch_dropless(
+def _dropless_dispatch_call(
     x: Tensor,
     w: list[Tensor],
     bias: list[Tensor],
@@ -150,27 +169,25 @@ def _dispatch_dropless(
     keep_exchanged: bool,
     group_name: str,
     site: str,
-) -> Any:
+) -> GpuCall | None:
     """Of rows that are all of those that arrive."""
     biases = _biases(bias, w)
     if not _alike(x, w) or offsets is None or any(b is not None for b in biases[1:]):
-        return NotImplemented
+        return None
     if positions is not None and positions.shape[0] != sum(output_splits):
-        return NotImplemented
-    with torch.cuda.device(x.device):
-        workspace = workspace_for(group_name, x.device)
-        parts = x.contiguous()
-        problem = dropless_problem_of(DISPATCH, parts, w[0], workspace)
-        variant = w[0].stride(), biases[0] is None, keep_exchanged or len(w) > 1
-        way, _ = way_of(problem, workspace, variant, torch.cuda.is_current_stream_capturing())
-        if way == CUBLAS_NCCL:
-            return NotImplemented
-        ends, places = offsets.to(torch.int32).contiguous(), _vector(positions, torch.int64)
-        found = dropless_dispatch(
-            workspace, way, problem, parts, w, biases, ends, places, output_splits, input_splits,
-            keep_exchanged, site,
+        return None
+    workspace = workspace_of(group_name, x)
+    parts, ends = x.contiguous(), offsets.to(torch.int32).contiguous()
+    problem = dropless_problem_of(DISPATCH, parts, w[0], workspace)
+
+    def run(way: str) -> list[Tensor] | None:
+        return dropless_dispatch(
+            workspace, way, problem, parts, w, biases, ends, _vector(positions, torch.int64), output_splits,
+            input_splits, keep_exchanged, site,
         )  # fmt: skip
-        return NotImplemented if found is None else found
+
+    variant = w[0].stride(), biases[0] is None, keep_exchanged or len(w) > 1
+    return GpuCall(workspace, problem, run, variant)
 
 
 def _vector(t: Tensor | None, dtype: torch.dtype) -> Tensor | None:
@@ -189,9 +206,3 @@ def _biases(bias: list[Tensor], w: list[Tensor]) -> list[Tensor | None]:
     """`[E, N]` or none a weight."""
     count = w[0].shape[0]
     return [b.reshape(count, -1).contiguous() if b.numel() else None for b in bias] or [None] * len(w)
-
-
-def _way(problem: ExpertProblem, workspace: GpuWorkspace, variant: tuple[object, ...]) -> str:
-    if config.measure:
-        measure_experts_once(workspace, problem)
-    return way_of(problem, workspace, variant, torch.cuda.is_current_stream_capturing())[0]

@@ -111,9 +111,8 @@ def _fits(config: ExpertConfig, problem: ExpertProblem) -> bool:
         if isinstance(config, DispatchConfig):
             return not config.copied and (not config.within or config.across == 1)
         return cdiv(BM, problem.run) <= MOST_RUNS or cdiv(problem.rows, problem.run) <= MOST_RUNS
-    if isinstance(config, DispatchConfig):
-        if config.within:
-            return cdiv(problem.run, BM) % config.across == 0
+    if isinstance(config, DispatchConfig) and config.within:
+        return cdiv(problem.run, BM) % config.across == 0
     return problem.world % config.across == 0
 
 

@@ -301,6 +301,14 @@ def workspace_for(group_name: str, device: torch.device) -> GpuWorkspace:
     return found
 
 
+def workspace_of(group_name: str, operand: Tensor) -> GpuWorkspace:
+    """`workspace_for` the device of an operand, which need not be the current one. NotShared if it is no GPU."""
+    if operand.device.type != "cuda":
+        raise NotShared("operands are not on a GPU")
+    with torch.cuda.device(operand.device):
+        return workspace_for(group_name, operand.device)
+
+
 def _make(group: ProcessGroup, device: torch.device) -> GpuWorkspace | Exception:
     if dist.get_backend(group) == "fake":
         return Declined("the group is fake")

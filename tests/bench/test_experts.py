@@ -151,7 +151,8 @@ class Ways:
 
 def test_ways_are_found_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     fused = Fused("experts", COMBINE, [(torch.zeros(1),), (torch.ones(1),)])
-    assert (fused.names(unfused=True), fused.chosen()) == ([], "reference")
+    elsewhere = replace(fused, room="no_such_room")
+    assert (elsewhere.names(unfused=True), elsewhere.chosen()) == ([], "kernel")
     monkeypatch.setattr(named_ways, "ways_of", lambda room: Ways)
     assert fused.names() == ["rows", "bags"]
     assert [float(fused.call("rows")(i)) for i in range(3)] == [4, 5, 4]
