@@ -139,6 +139,11 @@ def scaled_mm(
     return torch._scaled_mm(x, w, scale_x, scale_w, out_dtype=dtype)
 
 
+def has_grouped_mm() -> bool:
+    """Whether this release of torch has it."""
+    return hasattr(torch, "_grouped_mm")
+
+
 def grouped_mm(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """Rows `x: [R, K]`, of which those up to `ends[e]` (int32) belong to expert e, times `w: [E, K, N]`."""
     result: torch.Tensor = torch._grouped_mm(x, w, offs=ends)

@@ -17,6 +17,7 @@ from autofuse.lowering.ops.expert_rows import check_capacity
 from .calls import GpuCall
 from .choice import way_of
 from .dropless import dropless_combine, dropless_dispatch, dropless_problem_of
+from .dropless_unfused import can_group, combine_unfused, dispatch_unfused
 from .expert_measure import measure_experts_once
 from .expert_ways import COMBINE, DISPATCH, ExpertProblem
 from .experts import combine, dispatch, problem_of
@@ -43,6 +44,8 @@ def _run(call: GpuCall | None) -> Any:
         capturing = torch.cuda.is_current_stream_capturing()
         way, _ = way_of(call.problem, call.workspace, call.variant, capturing)
         found = None if way == CUBLAS_NCCL else call.run(way)
+        if found is None and call.unfused is not None:
+            found = call.unfused()
     return NotImplemented if found is None else found
 
 
@@ -103,18 +106,24 @@ def _dropless_combine_call(
     if offsets is None and x.shape[0] % w[0].shape[0]:
         return None
     workspace = workspace_of(group_name, x)
-    a = x.contiguous()
+    a, ends, places = x.contiguous(), _vector(offsets, torch.int32), _vector(positions, torch.int64)
     problem = dropless_problem_of(COMBINE, a, w[0], workspace)
     biases = _biases(bias, w)
 
     def run(way: str) -> list[Tensor] | None:
         out = dropless_combine(
-            workspace, way, problem, a, w[0], biases[0], _vector(offsets, torch.int32),
-            _vector(positions, torch.int64), output_splits, input_splits, site,
-        )  # fmt: skip
+            workspace, way, problem, a, w[0], biases[0], ends, places, output_splits, input_splits, site
+        )
         return None if out is None else [out]
 
-    return GpuCall(workspace, problem, run, (w[0].stride(), biases[0] is None))
+    def unfused() -> list[Tensor]:
+        assert ends is not None
+        splits = output_splits, input_splits
+        return [combine_unfused(a, w[0], biases[0], ends, places, *splits, group_name)]
+
+    variant = w[0].stride(), biases[0] is None
+    grouped = ends is not None and can_group(problem)
+    return GpuCall(workspace, problem, run, variant, unfused if grouped else None)
 
 
 def dispatch_call(
@@ -177,17 +186,22 @@ def _dropless_dispatch_call(
     if positions is not None and positions.shape[0] != sum(output_splits):
         return None
     workspace = workspace_of(group_name, x)
-    parts, ends = x.contiguous(), offsets.to(torch.int32).contiguous()
+    parts, places = x.contiguous(), _vector(positions, torch.int64)
+    ends = offsets.to(torch.int32).contiguous()
     problem = dropless_problem_of(DISPATCH, parts, w[0], workspace)
 
     def run(way: str) -> list[Tensor] | None:
         return dropless_dispatch(
-            workspace, way, problem, parts, w, biases, ends, _vector(positions, torch.int64), output_splits,
-            input_splits, keep_exchanged, site,
+            workspace, way, problem, parts, w, biases, ends, places, output_splits, input_splits,
+            keep_exchanged, site,
         )  # fmt: skip
 
+    def unfused() -> list[Tensor]:
+        splits = output_splits, input_splits
+        return dispatch_unfused(parts, w, biases, ends, places, *splits, keep_exchanged, group_name)
+
     variant = w[0].stride(), biases[0] is None, keep_exchanged or len(w) > 1
-    return GpuCall(workspace, problem, run, variant)
+    return GpuCall(workspace, problem, run, variant, unfused if can_group(problem) else None)
 
 
 def _vector(t: Tensor | None, dtype: torch.dtype) -> Tensor | None:

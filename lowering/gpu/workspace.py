@@ -302,7 +302,7 @@ def workspace_for(group_name: str, device: torch.device) -> GpuWorkspace:
 
 
 def workspace_of(group_name: str, operand: Tensor) -> GpuWorkspace:
-    """`workspace_for` the device of an operand, which need not be the current one. NotShared if it is no GPU."""
+    """`workspace_for` the GPU of an operand, which need not be the current one. NotShared if it has none."""
     if operand.device.type != "cuda":
         raise NotShared("operands are not on a GPU")
     with torch.cuda.device(operand.device):

@@ -149,3 +149,14 @@ def test_what_the_op_replaces_is_run_by_its_name(call: str, monkeypatch: pytest.
     monkeypatch.setitem(FUSED_OPS, op, replace(FUSED_OPS[op], reference=reference))
     assert module.run(module.names(op, arguments, True)[0], op, arguments) == "torch's"
     assert reference.call_args.args == arguments
+
+
+@pytest.mark.parametrize("call", ["dropless combine", "dropless dispatch"])
+def test_dropless_ops_replace_what_reads_no_offsets_on_the_host(
+    call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, op, arguments = CALLS[call]
+    grouped = Mock(return_value=_bf16(1))
+    monkeypatch.setattr(expert_ops, "combine_unfused" if op == COMBINE else "dispatch_unfused", grouped)
+    module.run(CUBLAS_NCCL, op, arguments)
+    grouped.assert_called_once()

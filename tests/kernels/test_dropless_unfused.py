@@ -1,0 +1,73 @@
+"""Dropless expert ops with grouped_mm, on CPU ranks: as the references of the ops, which read the offsets."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("triton")
+
+import torch
+import torch.distributed as dist
+
+from autofuse.lowering.gpu import dropless_unfused as unfused
+from autofuse.lowering.gpu.expert_ways import COMBINE, DISPATCH, DROPLESS, DroplessProblem
+from autofuse.lowering.ops.library import FUSED_OPS
+from autofuse.lowering.torch_internals import has_grouped_mm
+from tests.ops.tokens import Case, close
+from tests.ranks import RankPool
+
+if not has_grouped_mm():
+    pytest.skip("this torch has no grouped_mm", allow_module_level=True)
+
+BF16 = torch.bfloat16
+PROBLEM = DroplessProblem(COMBINE + DROPLESS, 4, 24, 16, 2, BF16)
+CASES = [
+    Case(2, 4, sends=((9, 5), (7, 11)), dtype=BF16, n=16),
+    Case(2, 4, sends=((9, 0), (30, 0)), dtype=BF16, n=16, bias=True, shuffled=True),
+    Case(2, 3, sends=((0, 1), (0, 2)), dtype=BF16, n=16, bias=True),
+]
+NONE = 3
+"""Rows behind the last expert."""
+
+
+def _compare(rank: int, world: int, case: Case) -> None:
+    group, site = dist.group.WORLD.group_name, (1, 1, False, dist.group.WORLD.group_name, "direct", "test")
+    (w,), bias, offsets = case.weights(rank), case.biases(rank), case.offsets(rank)
+    b, (sends, receives) = bias[0] if bias else None, case.splits(rank)
+    # Tokens of the last rank have rows of no expert, as many at every rank.
+    receives[-1] += NONE
+    sends = [n + NONE * (rank == world - 1) for n in sends]
+    positions = torch.cat([case.positions(rank), torch.arange(NONE) + sum(receives) - NONE])
+
+    x = case.randn(rank, 1, sum(sends), case.k)
+    way = offsets, positions, receives, sends
+    product, exchanged = unfused.dispatch_unfused(x, [w], [b], *way, True, group)
+    (wanted,) = FUSED_OPS[DISPATCH].reference(x, [w], bias, 0, *way, *site)
+    assert exchanged.shape == (sum(receives), case.k)
+    used = int(offsets[-1])
+    close(product[:used], wanted[:used].double(), case.k, BF16)
+    assert not product[used:].any()
+
+    x = case.randn(rank, 2, sum(receives), case.k)
+    way = offsets, positions, sends, receives
+    y = unfused.combine_unfused(x, w, b, *way, group)
+    (wanted,) = FUSED_OPS[COMBINE].reference([x], [w], bias, [], "mm", 0, *way, *site)
+    close(y, wanted.double(), case.k, BF16)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_as_the_references(ranks: Callable[[int], RankPool], case: Case) -> None:
+    ranks(2).run(_compare, case)
+
+
+def test_who_has_no_rows() -> None:
+    w, offsets = torch.ones(4, 24, 16, dtype=BF16), torch.zeros(4, dtype=torch.int32)
+    assert unfused.grouped_product(w.new_empty(0, 24), w, None, offsets).shape == (0, 16)
+    assert not unfused.grouped_product(w.new_ones(2, 24), w, w[:, 0], offsets).any()
+
+
+@pytest.mark.parametrize("odd", [{"dtype": torch.float16}, {"aligned": False}, {"k": 20}, {"columns": 12}])
+def test_what_it_does_not_take(odd: dict[str, object]) -> None:
+    assert unfused.can_group(PROBLEM)
+    assert not unfused.can_group(replace(PROBLEM, **odd))  # type: ignore[arg-type]
