@@ -1,5 +1,9 @@
-"""Ranks with a GPU each. All tests here need GPUs and are marked so; `make test-gpu` runs them."""
+"""Ranks with a GPU each. All tests here need GPUs and are marked so; `make test-gpu` runs them.
 
+GPU_WORLDS="4" in the environment runs them with that many ranks alone.
+"""
+
+import os
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -7,7 +11,7 @@ import torch
 
 from tests.ranks import RankPool
 
-WORLDS = [2, 4, 8]
+WORLDS = [int(world) for world in os.environ.get("GPU_WORLDS", "2 4 8").split()]
 
 
 @pytest.fixture(scope="session")

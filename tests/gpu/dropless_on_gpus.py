@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tests.gpu.experts_on_gpus import nan_in_empty, workspace, wrong
 from tests.gpu.on_gpus import poison
+from tests.gpu.telling import about
 
 Given = dict[str, Any]
 
@@ -150,10 +151,11 @@ def all_ways(rank: int, world: int, case: Ragged) -> dict[str, str]:
     """What is wrong with each way: against fp64, and two runs against each other."""
     given, wanted, found = case.inputs(rank, world), case.wanted(rank, world), {}
     for way in ways():
-        call(way, given)
-        poison()
-        with nan_in_empty():
-            first, second = call(way, given), call(way, given)
+        with about(way):
+            call(way, given)
+            poison()
+            with nan_in_empty():
+                first, second = call(way, given), call(way, given)
         same = "" if torch.equal(first, second) else "other bits in another run"
         found[way] = _wrong(first, wanted) or same
     return found
@@ -163,10 +165,11 @@ def all_dispatches(rank: int, world: int, case: Ragged) -> dict[str, str]:
     """As `all_ways`, and X and the product with a second weight."""
     (given, x, wanted), found = case.dispatched(rank, world), {}
     for way in ways():
-        dispatch(way, given)
-        poison()
-        with nan_in_empty():
-            first, second = (dispatch(way, given)[0] for _ in range(2))
+        with about(way):
+            dispatch(way, given)
+            poison()
+            with nan_in_empty():
+                first, second = (dispatch(way, given)[0] for _ in range(2))
         same = "" if torch.equal(first, second) else "other bits in another run"
         found[way] = _wrong(first, wanted) or same
         if wanted.numel() and not case.transposed:
@@ -175,6 +178,31 @@ def all_dispatches(rank: int, world: int, case: Ragged) -> dict[str, str]:
             found[way] = found[way] or _wrong(product, plain)
             found[way] = found[way] or ("" if torch.equal(exchanged, x) else "another X")
     return found
+
+
+def unfused(rank: int, world: int, case: Ragged) -> dict[str, str]:
+    """The ops without a table of ways: captured, for which the host must not wait for the GPU."""
+    given, wanted = case.inputs(rank, world), case.wanted(rank, world)
+    other, _, product = case.dispatched(rank, world)
+    site = (1, 1, False, dist.group.WORLD.group_name, "direct", "test")
+
+    def ragged(of: Given) -> tuple[Any, ...]:
+        return 0, of["offsets"], of["positions"], of["received"], of["sent"]
+
+    def both() -> tuple[Tensor, Tensor]:
+        bias = [] if given["bias"] is None else [given["bias"]]
+        ops = torch.ops.autofuse
+        (y,) = ops.expert_matmul_all_to_all([given["x"]], [given["w"]], bias, [], "mm", *ragged(given), *site)
+        (p,) = ops.all_to_all_expert_matmul(other["x"], [other["w"]], bias, *ragged(other), *site)
+        return y, p
+
+    with about("eager"):
+        both()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        y, p = both()
+    graph.replay()
+    return {"combine": _wrong(y, wanted), "dispatch": _wrong(p, product)}
 
 
 def many_calls(rank: int, world: int, cases: list[Ragged], calls: int) -> str:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.gpu.on_gpus import MOST_ERROR, error_of, poison
+from tests.gpu.telling import about, first_wrong
 
 COMBINE, DISPATCH = "expert_matmul_all_to_all", "all_to_all_expert_matmul"
 
@@ -114,14 +115,18 @@ def nan_in_empty() -> Iterator[None]:
 
 def wrong(found: Tensor, wanted: Tensor) -> str:
     """What is wrong with a result; empty if nothing is."""
-    if found.isnan().any():
-        where = found.isnan().nonzero()
-        return f"{len(where)} of {found.numel()} not written, first at {where[0].tolist()}"
+    if found.shape != wanted.shape:
+        return f"{list(found.shape)} instead of {list(wanted.shape)}"
+    if (off := found.isnan()).any():
+        return f"not written: {first_wrong(found, wanted, off)}"
     error = error_of(found, wanted)
     if error < MOST_ERROR:
         return ""
-    apart = ((found.double() - wanted).abs() > 0.05 * wanted.abs().max()).nonzero()
-    return f"error {error:.1e}, {len(apart)} far off, from {apart[:1].tolist()} to {apart[-1:].tolist()}"
+    apart = (found.double() - wanted).abs()
+    far = 0.05 * wanted.abs().max()
+    return (
+        f"error {error:.1e}, far off: {first_wrong(found, wanted, apart >= torch.minimum(far, apart.max()))}"
+    )
 
 
 def all_ways(rank: int, world: int, case: Case) -> dict[str, str]:
@@ -129,10 +134,11 @@ def all_ways(rank: int, world: int, case: Case) -> dict[str, str]:
     x, w, bias, wanted = case.x(rank, world), case.w(rank), case.bias(rank), case.wanted(rank, world)
     found = {}
     for way in fused_ways(case, rank, world):
-        call(way, case, x, w, bias)  # grows the workspace if need be
-        poison()
-        with nan_in_empty():
-            first, second = call(way, case, x, w, bias), call(way, case, x, w, bias)
+        with about(way):
+            call(way, case, x, w, bias)  # grows the workspace if need be
+            poison()
+            with nan_in_empty():
+                first, second = call(way, case, x, w, bias), call(way, case, x, w, bias)
         same = "" if torch.equal(first, second) else "other bits in another run"
         found[way] = wrong(first, wanted) or same
     return found
