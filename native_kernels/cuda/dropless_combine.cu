@@ -110,6 +110,11 @@ __device__ void copy_parts(const Params& p, int block, int team, int64_t parity,
         slices = source != p.rank && here > slices ? here : slices;
     }
     int tickets = slices * (W - 1) * PIECES;
+    // Who is there may wait for one that is lost, which is to be named.
+    for (int r = 1; r < W && tickets && thread == 0; ++r) {
+        int source = (p.rank + r) % W;
+        wait(words + source, 1, p.state, p.site * 8 + TELLING, source, 0, epoch);
+    }
     auto* next = reinterpret_cast<unsigned long long*>(p.state + 5);
     int ticket = block, following = 0;  // the first are given away beforehand
     if (team) {

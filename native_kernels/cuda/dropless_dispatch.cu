@@ -95,6 +95,11 @@ __device__ void load_tiles(
     Turn turn;
     const int* arrived = p.signals[p.rank] + parity * p.signals_half + STARTS;
     int known = 0, known_end = 0;  // blocks of X that have come
+    // A block does not say whose rows are missing: a rank that is lost is named here.
+    for (int r = 1; r < W && block / CLUSTER < tiles; ++r) {
+        int source = (p.rank + r) % W;
+        wait(arrived - STARTS + source, p.programs, p.state, p.site * 8 + TELLING, source, 0, epoch);
+    }
     for (int t = block / CLUSTER; t < tiles; t += p.programs / CLUSTER) {
         Tile tile = ragged_tile(r, t, p.cols);
         int end = r.starts[tile.owner + 1] < tile.row + BM ? r.starts[tile.owner + 1] : tile.row + BM;
