@@ -14,6 +14,7 @@ from torch import Tensor
 from tests.gpu.experts_on_gpus import nan_in_empty, workspace, wrong
 from tests.gpu.on_gpus import poison
 from tests.gpu.telling import about
+from tests.ranks import fresh_group
 
 Given = dict[str, Any]
 
@@ -123,22 +124,25 @@ def ways() -> list[str]:
     return [way for way, config in found.items() if config is not None]
 
 
-def call(way: str, given: Given) -> Tensor:
+def call(way: str, given: Given, group: str = "") -> Tensor:
     from autofuse.lowering.gpu.dropless import dropless_combine, dropless_problem_of
 
-    problem = dropless_problem_of("expert_matmul_all_to_all", given["x"], given["w"], workspace())
-    out = dropless_combine(workspace(), way, problem, **given, site="test")
+    problem = dropless_problem_of("expert_matmul_all_to_all", given["x"], given["w"], workspace(group))
+    out = dropless_combine(workspace(group), way, problem, **given, site="test")
     assert out is not None
     return out
 
 
-def dispatch(way: str, given: Given, more: Sequence[Tensor] = (), keep: bool = False) -> list[Tensor]:
+def dispatch(
+    way: str, given: Given, more: Sequence[Tensor] = (), keep: bool = False, group: str = ""
+) -> list[Tensor]:
     from autofuse.lowering.gpu.dropless import dropless_dispatch, dropless_problem_of
 
-    problem = dropless_problem_of("all_to_all_expert_matmul", given["x"], given["w"], workspace())
+    problem = dropless_problem_of("all_to_all_expert_matmul", given["x"], given["w"], workspace(group))
     rest = {name: value for name, value in given.items() if name not in ("x", "w", "bias")}
     w, bias = [given["w"], *more], [given["bias"], *(None for _ in more)]
-    out = dropless_dispatch(workspace(), way, problem, given["x"], w, bias, **rest, keep=keep, site="test")
+    x = given["x"]
+    out = dropless_dispatch(workspace(group), way, problem, x, w, bias, **rest, keep=keep, site="test")
     assert out is not None
     return out
 
@@ -203,6 +207,35 @@ def unfused(rank: int, world: int, case: Ragged) -> dict[str, str]:
         y, p = both()
     graph.replay()
     return {"combine": _wrong(y, wanted), "dispatch": _wrong(p, product)}
+
+
+def lost_peer(rank: int, world: int, case: Ragged, dispatches: bool) -> str:
+    """The last rank stays away; what the others are told."""
+    from autofuse import config
+    from autofuse.lowering.gpu.workspace import check
+
+    group, way = fresh_group(), ways()[0]
+    given = case.dispatched(rank, world)[0] if dispatches else case.inputs(rank, world)
+
+    def run() -> None:
+        if dispatches:
+            dispatch(way, given, group=group)
+        else:
+            call(way, given, group)
+        torch.cuda.synchronize()
+
+    with config.patch(timeout_s=2.0):
+        run()
+        dist.barrier()
+        if rank == world - 1:
+            time.sleep(4)
+            return ""
+        run()
+        try:
+            check(group)
+        except RuntimeError as error:
+            return str(error)
+    return "no error"
 
 
 def many_calls(rank: int, world: int, cases: list[Ragged], calls: int) -> str:

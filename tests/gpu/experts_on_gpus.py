@@ -71,10 +71,11 @@ class Case:
         return torch.stack(parts)
 
 
-def workspace():  # type: ignore[no-untyped-def]
+def workspace(group: str = ""):  # type: ignore[no-untyped-def]
     from autofuse.lowering.gpu.workspace import workspace_for
 
-    return workspace_for(dist.group.WORLD.group_name, torch.device("cuda", torch.cuda.current_device()))
+    device = torch.device("cuda", torch.cuda.current_device())
+    return workspace_for(group or dist.group.WORLD.group_name, device)
 
 
 def problem_of(case: Case, x: Tensor, w: Tensor):  # type: ignore[no-untyped-def]

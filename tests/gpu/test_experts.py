@@ -133,3 +133,10 @@ def test_a_hundred_dropless_calls_of_changing_splits(gpu_ranks: Pools, world: in
     ]
     found = gpu_ranks(world).run(dropless_on_gpus.many_calls, cases, 100, timeout=120)
     assert not (text := complaints(found)), text
+
+
+@pytest.mark.parametrize("dispatches", [False, True])
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_lost_peer_is_named(gpu_ranks: Pools, world: int, dispatches: bool) -> None:
+    found = gpu_ranks(world).run(dropless_on_gpus.lost_peer, KINDS["random"], dispatches, timeout=60)
+    assert all(f"rank {world - 1} did not come" in text for text in found[:-1]), found
