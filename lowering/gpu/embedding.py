@@ -31,7 +31,7 @@ from .exchange_ways import (
     places_of,
     send_places,
 )
-from .workspace import GpuWorkspace, workspace_of
+from .workspace import GpuWorkspace, current, workspace_of
 
 
 def run_embedding(*args: Any) -> Any:
@@ -43,7 +43,7 @@ def run_exchange(call: GpuCall | None) -> Any:
     """A call in the way that policy `auto` takes."""
     if call is None:
         return NotImplemented
-    with torch.cuda.device(call.workspace.device):
+    with current(call.workspace.device):
         way = chosen(call.problem, call.workspace)
         found = None if way == TORCH_NCCL else call.run(way)
     return NotImplemented if found is None else found

@@ -22,7 +22,7 @@ from .expert_measure import measure_experts_once
 from .expert_ways import COMBINE, DISPATCH, ExpertProblem
 from .experts import combine, dispatch, problem_of
 from .ways import CUBLAS_NCCL, DTYPES
-from .workspace import workspace_of
+from .workspace import current, workspace_of
 
 
 def run_combine(*args: Any) -> Any:
@@ -38,7 +38,7 @@ def run_dispatch(*args: Any) -> Any:
 def _run(call: GpuCall | None) -> Any:
     if call is None:
         return NotImplemented
-    with torch.cuda.device(call.workspace.device):
+    with current(call.workspace.device):
         if config.measure and isinstance(call.problem, ExpertProblem):
             measure_experts_once(call.workspace, call.problem)
         capturing = torch.cuda.is_current_stream_capturing()

@@ -7,7 +7,6 @@ equal on all ranks.
 from __future__ import annotations
 
 from collections.abc import Hashable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from autofuse import config
 from .choice import way_of
 from .dense import Gather, Reduction, problem_of
 from .measure import measure_once
-from .workspace import GpuWorkspace, workspace_for
+from .workspace import GpuWorkspace, current, workspace_for
 
 MOST_CALLS = 4096
 """Kinds of calls that are kept, of one group."""
@@ -40,7 +39,7 @@ def run_reduce(
     """matmul_all_reduce and matmul_reduce_scatter of one matmul, without an epilogue."""
     if len(x) != 1 or product != "mm" or keep_product or not _usable(x[0]):
         return NotImplemented
-    with _current(x[0].device):
+    with current(x[0].device):
         workspace = workspace_for(group_name, x[0].device)
         a, b = x[0].contiguous(), w[0]
         capturing = torch.cuda.is_current_stream_capturing()
@@ -75,7 +74,7 @@ def run_gather(
     rows = all(b is None or b.shape == (wi.shape[1],) for b, wi in zip(biases, w, strict=True))
     if dim != 0 or not rows or not _usable(x):
         return NotImplemented
-    with _current(x.device):
+    with current(x.device):
         workspace = workspace_for(group_name, x.device)
         part, more = x.contiguous(), keep_gathered or len(w) > 1
         capturing = torch.cuda.is_current_stream_capturing()
@@ -111,10 +110,3 @@ def _keep(workspace: GpuWorkspace, kind: Hashable, call: Any) -> None:
 def _layout(t: Tensor) -> Hashable:
     """All of an operand that decides how it is computed."""
     return t.dtype, t.shape, t.stride(), t.storage_offset()
-
-
-def _current(device: torch.device) -> AbstractContextManager[Any]:
-    """Kernels are launched on the current device, which need not be that of the operands."""
-    if device.index == torch.cuda.current_device():
-        return nullcontext()  # to enter the other one takes longer than a launch
-    return torch.cuda.device(device)

@@ -12,6 +12,7 @@ import ctypes
 import threading
 from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import copy_context
 from dataclasses import fields
 from functools import cached_property
@@ -305,8 +306,15 @@ def workspace_of(group_name: str, operand: Tensor) -> GpuWorkspace:
     """`workspace_for` the GPU of an operand, which need not be the current one. NotShared if it has none."""
     if operand.device.type != "cuda":
         raise NotShared("operands are not on a GPU")
-    with torch.cuda.device(operand.device):
+    with current(operand.device):
         return workspace_for(group_name, operand.device)
+
+
+def current(device: torch.device) -> AbstractContextManager[Any]:
+    """Kernels are launched on the current device, which need not be that of the operands."""
+    if device.index == torch.cuda.current_device():
+        return nullcontext()  # to enter the other one takes longer than a launch
+    return torch.cuda.device(device)
 
 
 def _make(group: ProcessGroup, device: torch.device) -> GpuWorkspace | Exception:
