@@ -14,7 +14,7 @@ from autofuse.native_kernels.cuda.expert_combine import CombineConfig, combine_n
 from autofuse.native_kernels.cuda.expert_dispatch import DispatchConfig, dispatch_needs
 from autofuse.native_kernels.cuda.gemm import BM
 from autofuse.native_kernels.triton.copy_engine import FIRST_CREDIT
-from autofuse.native_kernels.triton.memory import SHARED_MEMORY, Need, cdiv
+from autofuse.native_kernels.triton.memory import Need, cdiv
 
 from .ways import CUBLAS_NCCL, DTYPES, settings_of
 
@@ -81,33 +81,36 @@ def _configs(problem: ExpertProblem) -> Iterator[ExpertConfig]:
     few = problem.rows <= 256  # and so few tiles that narrow ones keep more multiprocessors busy
     if problem.op == COMBINE:
         if few:
-            yield CombineConfig(bn=64, across=1, along=2, stages=7)
-            yield CombineConfig(bn=64, across=1, stages=7)
+            yield CombineConfig(bn=64, across=1, along=2)
+            yield CombineConfig(bn=64, across=1)
         yield CombineConfig()
-        yield CombineConfig(bn=128, stages=5)
-        yield CombineConfig(bn=128, across=1, along=2, stages=5)
+        yield CombineConfig(bn=128)
+        yield CombineConfig(bn=128, across=1, along=2)
         yield CombineConfig(across=1)
-        yield CombineConfig(bn=128, across=1, stages=5)
+        yield CombineConfig(bn=128, across=1)
         return
     if few:
-        yield DispatchConfig(bn=64, across=1, along=2, stages=7)
-        yield DispatchConfig(bn=64, across=1, stages=7)
-    for slices in (2, 8):
+        yield DispatchConfig(bn=64, across=1, along=2)
+        yield DispatchConfig(bn=64, across=1)
+    for slices in (8, 32):
         yield DispatchConfig(slices=slices)
-        yield DispatchConfig(bn=128, stages=5, slices=slices)
-        yield DispatchConfig(bn=128, across=1, along=2, stages=5, slices=slices)
-        yield DispatchConfig(bn=128, across=1, stages=5, slices=slices)
+        yield DispatchConfig(bn=128, slices=slices)
+        yield DispatchConfig(bn=128, across=1, along=2, slices=slices)
+        yield DispatchConfig(across=1, slices=slices)
+        yield DispatchConfig(bn=128, across=1, slices=slices)
         yield DispatchConfig(within=True, slices=slices, copied=True)
-        yield DispatchConfig(bn=128, within=True, stages=5, slices=slices, copied=True)
+        yield DispatchConfig(bn=128, within=True, slices=slices, copied=True)
 
 
 def _fits(config: ExpertConfig, problem: ExpertProblem) -> bool:
     need = expert_needs(config, problem)
-    if max(need.inbox, need.copies) > MOST_BYTES or config.shared_bytes > SHARED_MEMORY:
+    if max(need.inbox, need.copies) > MOST_BYTES:
         return False
     if need.copy_signals > 4 * FIRST_CREDIT:
         return False
     if problem.run < BM:
+        if cdiv(problem.rows, BM) < config.across:
+            return False  # half of a cluster has no rows
         if isinstance(config, DispatchConfig):
             return not config.copied and (not config.within or config.across == 1)
         return cdiv(BM, problem.run) <= MOST_RUNS or cdiv(problem.rows, problem.run) <= MOST_RUNS

@@ -84,7 +84,9 @@ def dropless_constants(
     config: DroplessConfig, trace: bool,
 ) -> Constants:  # fmt: skip
     """What either kernel is compiled with."""
-    return constants(config, world, transposed, dtype, trace, BIASED=biased, EXPERTS=experts)
+    return constants(
+        config, world, transposed, dtype, trace, STAGES=config.stages, BIASED=biased, EXPERTS=experts
+    )
 
 
 def launch_dropless_combine(

@@ -66,7 +66,7 @@ __device__ void store_tiles(const Params& p, const Shared& s, int block, int til
             Run run = run_at(p.runs, rows.expert, rows.first + r, W);
             int count = run.left < rows.count - r ? run.left : rows.count - r;
             for (int i = 0; i < boxes; ++i) {
-                uint32_t from = s.staged + (i * BM + r) * 128;
+                uint32_t from = s.staged + (i * HIGH + r) * 128;
                 if (!SPANNING && run.owner == p.rank)
                     store_box(&p.y, run.at / p.runs.run, run.at % p.runs.run, tile.col * BN + i * 64, from);
                 else
@@ -91,7 +91,7 @@ __device__ void store_tiles(const Params& p, const Shared& s, int block, int til
 // A team of threads copies what arrives for us; who is free takes the next part of a tile.
 template <int TEAM>
 __device__ void copy_parts(const Params& p, int block, int team, int64_t parity, int epoch, Trace trace) {
-    constexpr int AHEAD = 8, PARTS = BM / PART;
+    constexpr int AHEAD = 8, PARTS = ROWS / PART;
     __shared__ int tickets_of[3];
     int thread = TEAM == 64 ? threadIdx.x - 64 : threadIdx.x % 128, bar = 1 + team;
     int tiles = p.rows * p.cols, wide = (p.cols + ALONG - 1) / ALONG * ALONG;
@@ -191,7 +191,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) expert_combine(const __grid
         take_registers<208>();
         Turn turn;
         int taken = 0;
-        for (int t = block / CLUSTER; t < tiles; t += p.programs / CLUSTER) {
+        for (int t = block / CLUSTER; group <= GROUPS && t < tiles; t += p.programs / CLUSTER) {
             float acc[BN / 2];
             consume(s, turn, acc, group - 1, blocks);
             Tile tile = tile_of(p, t);

@@ -13,7 +13,6 @@ from autofuse.native_kernels.triton.memory import Need, PeerMemory, cdiv
 
 from .experts import Cut, Runs
 from .gemm import (
-    BM,
     POINTERS,
     TENSOR_MAP,
     Constants,
@@ -23,7 +22,6 @@ from .gemm import (
     launch,
     map_operands,
     set_map,
-    shared_bytes,
 )
 from .launcher import Kernel, kernel
 
@@ -56,25 +54,19 @@ class CombineConfig:
     """How `expert_combine.cu` runs.
 
     bn: columns of a tile of 128 rows; across: blocks of a cluster with one block of the weight, for as many
-    ranks or, where tiles span ranks, neighbours; along: those with one block of x; stages: blocks of K in
-    flight; visit: tiles for one rank before those for the next (0: those of an expert); part: rows that a
-    team copies at a time.
+    ranks or, where tiles span ranks, neighbours; along: those with one block of x; visit: tiles for one rank
+    before those for the next (0: those of an expert); part: rows that a team copies at a time, at most.
     """
 
     bn: int = 256
     across: int = 2
     along: int = 1
-    stages: int = 3
     visit: int = 0
     part: int = 32
 
     @property
     def cluster(self) -> int:
         return self.across * self.along
-
-    @property
-    def shared_bytes(self) -> int:
-        return shared_bytes(self.bn, self.stages)
 
 
 def combine_needs(experts: int, rows: int, n: int, outer: int, world: int, config: CombineConfig) -> Need:
@@ -93,8 +85,8 @@ def combine_constants(
     """What the kernel is compiled with."""
     cut = Cut.of(experts, rows, n, outer, world, config.bn, config.across)
     return constants(
-        config, world, transposed, dtype, trace, ORDER=order, BIASED=biased, SPANNING=cut.spanning,
-        PART=config.part,
+        config, world, transposed, dtype, trace, ROWS=cut.height, STAGES=cut.stages, ORDER=order,
+        BIASED=biased, SPANNING=cut.spanning, PART=min(config.part, cut.height),
     )  # fmt: skip
 
 
@@ -125,8 +117,9 @@ def launch_expert_combine(
     if compile_only:
         return
     params = filled(template, site, trace, out=out, bias=bias)
-    map_operands(params, x, w, config)
-    set_map(params, "y", out[memory.rank].view(-1, params.runs.run, n), BM, 64)
+    height = params.runs.height
+    map_operands(params, x, w, config, height)
+    set_map(params, "y", out[memory.rank].view(-1, params.runs.run, n), height, 64)
     launch(found, params, config.cluster)
 
 
@@ -140,7 +133,7 @@ def _prepared(
     compiled_with = combine_constants(
         experts, rows, n, outer, world, transposed, dtype, biased, order, config, trace
     )
-    found = kernel(SOURCE, "expert_combine", compiled_with, config.shared_bytes)
+    found = kernel(SOURCE, "expert_combine", compiled_with, cut.shared_bytes)
     # Spanning, what is computed at a time is for all ranks: they send it at the same time.
     visit = 1 if cut.spanning else config.visit or cut.per * cdiv(cut.cols, config.along)
     params = _Params(

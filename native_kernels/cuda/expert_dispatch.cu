@@ -95,7 +95,7 @@ __device__ void load_tiles(
             heard = heard & ~(255ull << source * 8) | static_cast<uint64_t>(slice + 1) << source * 8;
             trace.stamp(WAITED, source, slice);
         }
-        produce<true>(s, turn, x, {&p.w, expert}, i % p.runs.stretch * BM, tile.col * BN, 0, p.k);
+        produce<true>(s, turn, x, {&p.w, expert}, i % p.runs.stretch * ROWS, tile.col * BN, 0, p.k);
     }
 }
 
@@ -108,7 +108,7 @@ __device__ void store_tiles(const Params& p, const Shared& s, int block, int til
         barrier_wait(s.ready, turn);
         turn ^= 1;
         for (int j = 0; j < BN / 64; ++j)
-            store_box(&p.y, matrix, i % p.runs.stretch * BM, tile.col * BN + j * 64, s.staged + j * BM * 128);
+            store_box(&p.y, matrix, i % p.runs.stretch * ROWS, tile.col * BN + j * 64, s.staged + j * HIGH * 128);
         bulk_commit();
         bulk_wait_read();
         barrier_arrive(s.taken);
@@ -139,7 +139,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) expert_dispatch(const __gri
         take_registers<208>();
         Turn turn;
         int taken = 0;
-        for (int t = block / CLUSTER; t < tiles; t += p.programs / CLUSTER) {
+        for (int t = block / CLUSTER; group <= GROUPS && t < tiles; t += p.programs / CLUSTER) {
             float acc[BN / 2];
             consume(s, turn, acc, group - 1, blocks);
             Tile tile = tile_of(p, t);

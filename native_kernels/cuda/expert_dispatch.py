@@ -25,7 +25,6 @@ from .gemm import (
     launch,
     map_weight,
     set_map,
-    shared_bytes,
 )
 from .launcher import Kernel, kernel, tensor_map
 
@@ -64,25 +63,19 @@ class DispatchConfig:
 
     bn: columns of a tile of 128 rows; across: blocks of a cluster with one block of the weight, along: with
     one block of x; within: whether those `across` work on rows of one rank, or of as many ranks (where tiles
-    span ranks, on neighbouring rows of one expert); stages: blocks of K in flight; slices: of a part, in
-    rows; copied: by copy engines.
+    span ranks, on neighbouring rows of one expert); slices: of a part, in rows; copied: by copy engines.
     """
 
     bn: int = 256
     across: int = 2
     along: int = 1
     within: bool = False
-    stages: int = 3
     slices: int = 4
     copied: bool = False
 
     @property
     def cluster(self) -> int:
         return self.across * self.along
-
-    @property
-    def shared_bytes(self) -> int:
-        return shared_bytes(self.bn, self.stages)
 
 
 def slices_of(
@@ -110,8 +103,8 @@ def dispatch_constants(
     """What the kernel is compiled with."""
     cut, _ = slices_of(experts, rows, n, outer, world, config)
     return constants(
-        config, world, transposed, dtype, trace, BIASED=biased, ENGINES=config.copied, SPANNING=cut.spanning,
-        WITHIN=cut.spanning or config.within,
+        config, world, transposed, dtype, trace, ROWS=cut.height, STAGES=cut.stages, BIASED=biased,
+        ENGINES=config.copied, SPANNING=cut.spanning, WITHIN=cut.spanning or config.within,
     )  # fmt: skip
 
 
@@ -145,13 +138,13 @@ def launch_expert_dispatch(
     if compile_only:
         return
     params = filled(template, site, trace, parts=x, bias=bias)
-    params.keep, run = keep, params.runs.run
+    params.keep, run, height = keep, params.runs.run, params.runs.height
     map_weight(params, w, config.bn // config.across)
     if run < BM:
-        set_map(params, "y", out, BM, 64)
+        set_map(params, "y", out, height, 64)
     else:
-        set_map(params, "x", x[memory.rank].view(-1, run, k), BM // config.along, BK)
-        set_map(params, "y", out.view(-1, run, n), BM, 64)
+        set_map(params, "x", x[memory.rank].view(-1, run, k), height // config.along, BK)
+        set_map(params, "y", out.view(-1, run, n), height, 64)
     if config.copied:
         assert engine is not None
         engine.push(x.view(world, -1, k), slice_height, params.slices)
@@ -186,7 +179,7 @@ def _prepared(
     compiled_with = dispatch_constants(
         experts, rows, n, outer, world, transposed, dtype, biased, config, trace
     )
-    found = kernel(SOURCE, "expert_dispatch", compiled_with, config.shared_bytes)
+    found = kernel(SOURCE, "expert_dispatch", compiled_with, cut.shared_bytes)
     region, signals = (
         (memory.copies, memory.copy_signals) if config.copied else (memory.inbox, memory.signals)
     )
@@ -200,7 +193,7 @@ def _prepared(
     own = region.views[memory.rank].view(dtype)
     for parity in range(1 if config.copied else 2):
         stack = own[parity * half :][: experts * rows * k].view(-1, rows if cut.spanning else cut.run, k)
-        box = tensor_map(stack, BM // config.along, BK)
+        box = tensor_map(stack, cut.height // config.along, BK)
         ctypes.memmove(params.exchanged[parity], box, 128)
     for r in range(world):
         params.memory[r] = region.views[r].data_ptr()

@@ -1,13 +1,14 @@
 // Rows and tiles of fixed experts, [E, R = (outer, W, run)]; plain C++, as order.cuh.
 //
-// A tile has 128 rows of one run, or, SPANNING, of an expert, whatever run they are of. Tiles of one expert come
+// A tile has `height` rows of one run, or, SPANNING, of an expert, whatever run they are of. Tiles of one expert come
 // together, so that its weight is read once.
 #pragma once
 #include "order.cuh"
 
 struct Runs {
-    int rows, run, outer;      // rows of an expert and of a run; runs that an expert has for each rank
+    int rows, run, outer;     // rows of an expert and of a run; runs that an expert has for each rank
     int stretch, per, group;  // rows of tiles: of a run or, spanning, an expert; of an expert; visited together
+    int height;               // rows of a tile
 };
 
 // `count` rows of expert `expert` from row `first` on; none unless it is above 0.
@@ -17,10 +18,10 @@ struct Rows {
 
 // The rows of row `row` of tiles, of the chunk for `owner`.
 __device__ inline Rows rows_of(const Runs& r, int row, int owner, int world, bool spanning) {
-    int expert = row / r.per, i = row % r.per, low = i % r.stretch * 128;
+    int expert = row / r.per, i = row % r.per, low = i % r.stretch * r.height;
     int first = spanning ? low : (i / r.stretch * world + owner) * r.run + low;
     int left = (spanning ? r.rows : r.run) - low;
-    return {expert, first, left < 128 ? left : 128};
+    return {expert, first, left < r.height ? left : r.height};
 }
 
 // Where row `row` of an expert goes: to row `at` of the part of `owner`, as do the `left` - 1 rows behind it.
@@ -35,7 +36,7 @@ __device__ inline Run run_at(const Runs& r, int expert, int row, int world) {
 
 // The row of a part where row `row` of tiles begins; spanning, of an expert's first tile.
 __device__ inline int part_row_at(const Runs& r, int row, bool spanning) {
-    int expert = row / r.per, i = row % r.per, low = i % r.stretch * 128;
+    int expert = row / r.per, i = row % r.per, low = i % r.stretch * r.height;
     if (spanning) return expert * r.outer * r.run;
     return (expert * r.outer + i / r.stretch) * r.run + (low < r.run ? low : r.run);
 }

@@ -7,23 +7,27 @@ from dataclasses import dataclass
 
 from autofuse.native_kernels.triton.memory import cdiv
 
-from .gemm import BM
+from .gemm import BM, most_stages, shared_bytes
 
 GROUP = 16
+HEIGHTS = (16, 32, 64, BM)
+"""Rows of a tile."""
 
 
 class Runs(ctypes.Structure):
     """As expert_order.cuh has it."""
 
-    _fields_ = tuple((name, ctypes.c_int32) for name in ("rows", "run", "outer", "stretch", "per", "group"))
+    _fields_ = tuple(
+        (name, ctypes.c_int32) for name in ("rows", "run", "outer", "stretch", "per", "group", "height")
+    )
 
 
 @dataclass(frozen=True)
 class Cut:
-    """`[E, R]` rows, R = (outer, W, run), in tiles of 128 rows.
+    """`[E, R]` rows, R = (outer, W, run), in tiles of `height` rows: 128, or as few as an expert has.
 
     stretch: rows of tiles of a run or, where a tile spans several runs, of an expert; per: of an expert;
-    rows, cols: of tiles, of what is for one rank or, spanning, for all.
+    rows, cols: of tiles, of what is for one rank or, spanning, for all; bn: columns of a tile.
     """
 
     experts: int
@@ -31,18 +35,30 @@ class Cut:
     run: int
     outer: int
     spanning: bool
+    height: int
     stretch: int
     per: int
     cols: int
+    bn: int
 
     @classmethod
     def of(cls, experts: int, rows: int, n: int, outer: int, world: int, bn: int, across: int) -> Cut:
         """`across` blocks of a cluster that work on rows of one expert, spanning."""
         run = rows // (outer * world)
         spanning = run < BM
+        height = next((h for h in HEIGHTS if h >= rows), BM)
         stretch = cdiv(cdiv(rows, BM), across) * across if spanning else cdiv(run, BM)
         per = stretch if spanning else outer * stretch
-        return cls(experts, rows, run, outer, spanning, stretch, per, cdiv(n, bn))
+        return cls(experts, rows, run, outer, spanning, height, stretch, per, cdiv(n, bn), bn)
+
+    @property
+    def stages(self) -> int:
+        """Blocks of K in flight."""
+        return most_stages(self.bn, self.height)
+
+    @property
+    def shared_bytes(self) -> int:
+        return shared_bytes(self.bn, self.stages, rows=self.height)
 
     @property
     def rows(self) -> int:
@@ -55,4 +71,5 @@ class Cut:
 
     @property
     def runs(self) -> Runs:
-        return Runs(self.expert_rows, self.run, self.outer, self.stretch, self.per, min(self.per, GROUP))
+        group = min(self.per, GROUP)
+        return Runs(self.expert_rows, self.run, self.outer, self.stretch, self.per, group, self.height)

@@ -96,8 +96,8 @@ def cluster_gather_constants(
 ) -> Constants:  # fmt: skip
     """What the kernel is compiled with; m: rows of all parts."""
     return constants(
-        config, world, transposed, dtype, trace, WITHIN=config.within, BIASED=biased, ENGINES=config.copied,
-        SPANNING=m <= BM,
+        config, world, transposed, dtype, trace, STAGES=config.stages, WITHIN=config.within, BIASED=biased,
+        ENGINES=config.copied, SPANNING=m <= BM,
     )  # fmt: skip
 
 

@@ -4,7 +4,8 @@
 // m * ALONG + n: those of equal n (ACROSS of them) share the block of the weight, those of equal m that of x. Each
 // loads its share of both and sends it to all it shares it with. Where nothing is shared, SPLIT blocks of a cluster
 // may compute one tile, each over a part of K; each then adds up SPLIT_ROWS rows of it, in the order of the blocks.
-// Of few tokens, blocks of x have ROWS rows instead of 128; what the tensor cores make of the others is not used.
+// Of few rows, blocks of x and staged tiles have ROWS rows instead of 128; what the tensor cores make of the others is
+// not used.
 #pragma once
 #include "turn.cuh"
 #include "wgmma.cuh"
@@ -18,7 +19,7 @@ constexpr int SPLIT_WARPS = GROUPS * 4 / SPLIT, SPLIT_ROWS = SPLIT_WARPS * 16;
 constexpr int PARTIAL = SPLIT_ROWS * BN * 4;  // bytes that one block sends to another, at most
 constexpr int SHARERS = ACROSS + ALONG - 1;
 constexpr int A_BYTES = ROWS * ROW, B_BYTES = BN * ROW, STAGE = A_BYTES + B_BYTES;
-constexpr int STAGED = BM * BN * 2;
+constexpr int HIGH = WARPS * 16, STAGED = HIGH * BN * 2;  // a staged tile
 
 struct Shared {
     uint32_t stages, staged;             // memory
@@ -211,12 +212,13 @@ __device__ inline void add_bias(float (&acc)[BN / 2], const char* bias, int firs
 // Where word `word` (of 8 values) of row `row` lies in a staged tile: 64 columns after another, and swizzled as
 // TMA does, so that 8 rows lie in different banks.
 __device__ inline int staged_at(int row, int word) {
-    return (word / 8 * BM + row) * 128 + (word % 8 ^ row % 8) * 16;
+    return (word / 8 * HIGH + row) * 128 + (word % 8 ^ row % 8) * 16;
 }
 
 // A warp rounds its 16 rows to 16 bits, in shared memory.
 __device__ inline void stage_rows(const Shared& s, const float (&acc)[BN / 2], int group) {
     int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, row = group * 64 + warp * 16 + lane % 16;
+    if (group * 4 + warp >= WARPS) return;
 #pragma unroll
     for (int j = 0; j < BN / 16; ++j) {
         const float* d = acc + j * 8;

@@ -24,10 +24,16 @@ P = TypeVar("P", bound=ctypes.Structure)
 Constants: TypeAlias = tuple[tuple[str, int], ...]
 
 
-def shared_bytes(bn: int, stages: int, split: int = 1) -> int:
+def shared_bytes(bn: int, stages: int, split: int = 1, rows: int = BM) -> int:
     """Of a block: stages of x and of the weight, a staged tile, partial sums, barriers, room to align it."""
-    partials = BM // split * bn * 4 * (split - 1)
-    return stages * (BM + bn) * BK * 2 + BM * bn * 2 + partials + 16 * (stages + 2) + 1024
+    partials = rows // split * bn * 4 * (split - 1)
+    return stages * (rows + bn) * BK * 2 + rows * bn * 2 + partials + 16 * (stages + 2) + 1024
+
+
+def most_stages(bn: int, rows: int) -> int:
+    """As many blocks of K in flight as there is room for, of tiles of `rows` rows."""
+    fixed = shared_bytes(bn, 0, rows=rows)
+    return (SHARED_MEMORY - fixed) // (shared_bytes(bn, 1, rows=rows) - fixed)
 
 
 @cache
@@ -51,8 +57,6 @@ class ClusterConfig(Protocol):
     @property
     def along(self) -> int: ...
     @property
-    def stages(self) -> int: ...
-    @property
     def cluster(self) -> int:
         """Blocks of a cluster."""
 
@@ -74,7 +78,6 @@ def constants(
         "ALONG": config.along,
         "SPLIT": 1,
         "BN": config.bn,
-        "STAGES": config.stages,
         "TRANSPOSED": transposed,
         "FP16": dtype is torch.float16,
         "TRACE": trace,

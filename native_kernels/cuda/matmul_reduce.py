@@ -130,8 +130,8 @@ def cluster_reduce_constants(
 ) -> Constants:  # fmt: skip
     """What the kernel is compiled with."""
     return constants(
-        config, world, transposed, dtype, trace, ORDER=order, ALL=all_ranks, MEAN=mean, PART=config.part,
-        ENGINES=config.copied, UPDATE=config.update,
+        config, world, transposed, dtype, trace, STAGES=config.stages, ORDER=order, ALL=all_ranks, MEAN=mean,
+        PART=config.part, ENGINES=config.copied, UPDATE=config.update,
     )  # fmt: skip
 
 

@@ -91,6 +91,7 @@ def words_constants(
         transposed,
         dtype,
         trace,
+        STAGES=config.stages,
         ROWS=_rows(m),
         SPLIT=config.split,
         ALL=all_ranks,

@@ -12,6 +12,7 @@ from autofuse.lowering.gpu.expert_ways import (
     DISPATCH,
     DROPLESS,
     DroplessProblem,
+    ExpertConfig,
     ExpertProblem,
     dropless_ways,
     expert_ways,
@@ -21,6 +22,7 @@ from autofuse.native_kernels.cuda import dropless_combine, dropless_dispatch, ex
 from autofuse.native_kernels.cuda.compiler import compile_cubin, compile_ptx, why_not
 from autofuse.native_kernels.cuda.expert_combine import CombineConfig
 from autofuse.native_kernels.cuda.expert_dispatch import DispatchConfig
+from autofuse.native_kernels.cuda.experts import Cut
 from autofuse.native_kernels.triton.memory import SHARED_MEMORY
 
 from .test_cuda_ptx import (
@@ -43,22 +45,26 @@ K, N = 2880, 4096
 COUNT = re.compile(r"red\.relaxed\.sys")
 
 
+def cut_of(experts: int, rows: int, world: int, config: ExpertConfig) -> Cut:
+    return Cut.of(experts, rows, N, 1, world, config.bn, config.across)
+
+
 def cases(op: str) -> Iterator[tuple[str, Constants, int]]:
     """Source, constants and bytes of shared memory of all ways; layouts, dtypes and traces by turns."""
     turns = cycle(product([False, True], DTYPES, [True, False], [True, False]))
-    for rows, world in product((64, 4096), (2, 4, 8)):
+    for rows, world in product((16, 64, 4096), (2, 4, 8)):
         for config in expert_ways(ExpertProblem(op, 8, rows, K, N, world, torch.bfloat16)).values():
             transposed, dtype, trace, biased = next(turns)
             if isinstance(config, CombineConfig):
                 found = expert_combine.combine_constants(
                     8, rows, N, 1, world, transposed, dtype, biased, 0, config, trace
                 )
-                yield expert_combine.SOURCE, found, config.shared_bytes
+                yield expert_combine.SOURCE, found, cut_of(8, rows, world, config).shared_bytes
             elif isinstance(config, DispatchConfig):
                 found = expert_dispatch.dispatch_constants(
                     8, rows, N, 1, world, transposed, dtype, biased, config, trace
                 )
-                yield expert_dispatch.SOURCE, found, config.shared_bytes
+                yield expert_dispatch.SOURCE, found, cut_of(8, rows, world, config).shared_bytes
         next(turns)
 
 
@@ -70,7 +76,7 @@ def test_rules(op: str) -> None:
     assert len(seen) > 10
     for (source, constants), shared in seen.items():
         where = f"{source} {dict(constants)}"
-        assert shared <= SHARED_MEMORY, where
+        assert shared + 16 <= SHARED_MEMORY, where  # and what is declared in the kernel
         assert compile_cubin(source, dict(constants)), where
         lines = [line.strip() for line in compile_ptx(source, dict(constants)).splitlines()]
         if not dict(constants).get("ENGINES"):

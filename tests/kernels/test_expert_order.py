@@ -188,7 +188,7 @@ def combine(library: ctypes.CDLL, shape: Shape, order: int, across: int, along: 
             if col >= cut.cols:
                 continue
             expert, first, count = at("rows", row, rank, world, spanning)
-            for low in range(0, BM, PART):
+            for low in range(0, cut.height, PART):
                 high = min(low + PART, count)
                 if low >= high or (spanning and not at("has_rows", rank, first + low, high - low, world)[0]):
                     continue
@@ -250,10 +250,10 @@ def dispatch(library: ctypes.CDLL, shape: Shape, slices: int, across: int, along
                 )  # fmt: skip
                 expert, i = divmod(row, cut.per)
                 experts.add(expert)
-                low, most = i % cut.stretch * BM, shape.rows if spanning else cut.run
+                low, most = i % cut.stretch * cut.height, shape.rows if spanning else cut.run
                 run = expert * shape.outer + i // cut.stretch
                 start = expert * shape.rows if spanning else (run * world + source) * cut.run
-                for r in range(low, min(low + BM, most)):
+                for r in range(low, min(low + cut.height, most)):
                     computed[start + r, col] += col < cut.cols
                     of, s, _ = comes[start + r]
                     assert spanning or of == source
