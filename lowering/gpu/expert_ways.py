@@ -87,16 +87,18 @@ def _configs(problem: ExpertProblem) -> Iterator[ExpertConfig]:
         yield CombineConfig(bn=128)
         yield CombineConfig(bn=128, across=1, along=2)
         yield CombineConfig(across=1)
+        yield CombineConfig(across=1, along=2)
         yield CombineConfig(bn=128, across=1)
         return
     if few:
         yield DispatchConfig(bn=64, across=1, along=2)
         yield DispatchConfig(bn=64, across=1)
-    for slices in (8, 32):
+    for slices in (8, 32, 128):
         yield DispatchConfig(slices=slices)
         yield DispatchConfig(bn=128, slices=slices)
         yield DispatchConfig(bn=128, across=1, along=2, slices=slices)
         yield DispatchConfig(across=1, slices=slices)
+        yield DispatchConfig(across=1, along=2, slices=slices)
         yield DispatchConfig(bn=128, across=1, slices=slices)
         yield DispatchConfig(within=True, slices=slices, copied=True)
         yield DispatchConfig(bn=128, within=True, slices=slices, copied=True)
@@ -169,10 +171,10 @@ def dropless_ways(problem: DroplessProblem) -> Mapping[str, DroplessConfig | Non
         configs = (
             DroplessConfig(),
             DroplessConfig(across=2),
-            DroplessConfig(bn=128, stages=5),
-            DroplessConfig(bn=128, across=2, stages=5),
-            DroplessConfig(bn=128, along=2, stages=5),
-            DroplessConfig(bn=64, along=2, stages=7),
+            DroplessConfig(along=2),
+            DroplessConfig(bn=128),
+            DroplessConfig(bn=128, across=2),
+            DroplessConfig(bn=128, along=2),
         )
         found |= {settings_of("clusters", config): config for config in configs}
     return found

@@ -57,9 +57,9 @@ __device__ void send_rows(
         int rows = r.starts[tile.owner + 1] - tile.row, word = lane % WIDE, col = tile.col * BN + word * 8;
         barrier_wait(s.ready, turn);
         turn ^= 1;
-        int* counted[BM / 32];
+        int* counted[ROWS / 32];
 #pragma unroll
-        for (int c = 0; c < BM / 32; ++c) {  // lane i: of row i
+        for (int c = 0; c < ROWS / 32; ++c) {  // lane i: of row i
             int row = c * 32 + lane;
             bool is_row = row < rows && tile.col < p.cols;
             int64_t at = !is_row ? 0 : p.positions ? p.positions[tile.row + row] : tile.row + row, to = 0;
@@ -92,7 +92,7 @@ __device__ void send_rows(
         if (lane == 0) barrier_arrive(s.taken);
         fence_sys();
 #pragma unroll
-        for (int c = 0; c < BM / 32; ++c) count_rows(counted[c]);
+        for (int c = 0; c < ROWS / 32; ++c) count_rows(counted[c]);
     }
     named_arrive(5, 352);  // the words that we have read may be set back to 0
 }
@@ -199,7 +199,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) dropless_combine(const __gr
         take_registers<208>();
         Turn turn;
         int taken = 0;
-        for (int t = block / CLUSTER; t < tiles; t += p.programs / CLUSTER) {
+        for (int t = block / CLUSTER; group <= GROUPS && t < tiles; t += p.programs / CLUSTER) {
             float acc[BN / 2];
             consume(s, turn, acc, group - 1, blocks);
             Tile tile = ragged_tile(r, t, p.cols);

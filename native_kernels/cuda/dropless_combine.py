@@ -14,6 +14,7 @@ from torch import Tensor
 from autofuse.native_kernels.triton.memory import Need, PeerMemory, cdiv
 
 from .gemm import (
+    BM,
     POINTERS,
     TENSOR_MAP,
     Constants,
@@ -22,12 +23,15 @@ from .gemm import (
     filled,
     launch,
     map_operands,
+    most_stages,
     shared_bytes,
 )
 from .launcher import Kernel, kernel
 
 SOURCE = "dropless_combine.cu"
 SLICE, STARTS = 128, 8
+HEIGHTS = (32, 64, BM)
+"""Rows of a tile."""
 MOST_EXPERTS = 1024
 
 
@@ -55,23 +59,29 @@ class _Params(ctypes.Structure):
 class DroplessConfig:
     """How `dropless_combine.cu` and `dropless_dispatch.cu` run.
 
-    bn: columns of a tile of 128 rows; across: blocks of a cluster with one block of the weight, for
-    neighbouring rows of an expert; along: those with one block of x; stages: blocks of K in flight.
+    bn: columns of a tile; across: blocks of a cluster with one block of the weight, for neighbouring rows of
+    an expert; along: those with one block of x.
     """
 
     bn: int = 256
     across: int = 1
     along: int = 1
-    stages: int = 3
 
     @property
     def cluster(self) -> int:
         return self.across * self.along
 
-    @property
-    def shared_bytes(self) -> int:
-        """And the rows of experts, which lie beside."""
-        return shared_bytes(self.bn, self.stages)
+    def stages(self, experts: int, height: int) -> int:
+        """Blocks of K in flight, beside which lie the rows of experts."""
+        return most_stages(self.bn, height, 8 * (experts + 2) + 16)
+
+    def shared_bytes(self, experts: int, height: int) -> int:
+        return shared_bytes(self.bn, self.stages(experts, height), rows=height)
+
+
+def height_of(rows: int, experts: int) -> int:
+    """Rows of a tile, by how many an expert has on average: ranks need not agree on it."""
+    return next(height for height in HEIGHTS if 2 * rows <= experts * height or height == BM)
 
 
 def dropless_combine_needs(rows: int, n: int, world: int) -> Need:
@@ -80,13 +90,14 @@ def dropless_combine_needs(rows: int, n: int, world: int) -> Need:
 
 
 def dropless_constants(
-    experts: int, world: int, transposed: bool, dtype: torch.dtype, biased: bool,
+    experts: int, world: int, transposed: bool, dtype: torch.dtype, biased: bool, height: int,
     config: DroplessConfig, trace: bool,
 ) -> Constants:  # fmt: skip
     """What either kernel is compiled with."""
     return constants(
-        config, world, transposed, dtype, trace, STAGES=config.stages, BIASED=biased, EXPERTS=experts
-    )
+        config, world, transposed, dtype, trace, ROWS=height, STAGES=config.stages(experts, height),
+        BIASED=biased, EXPERTS=experts,
+    )  # fmt: skip
 
 
 def launch_dropless_combine(
@@ -112,9 +123,9 @@ def launch_dropless_combine(
     contiguous, on the device. trace: three rows of events a program.
     """
     (rows, k), (experts, _, n) = x.shape, w.shape
-    found, template = _prepared(
-        memory, experts, k, n, w.stride(2) != 1, x.dtype, bias is not None, config, trace is not None
-    )
+    kind = memory, experts, k, n, w.stride(2) != 1, x.dtype, bias is not None
+    for height in HEIGHTS if compile_only else (height_of(rows, experts),):
+        found, template = _prepared(*kind, height, config, trace is not None)
     if compile_only:
         return
     params = filled(template, site, trace, out=out, bias=bias, offsets=offsets, positions=positions)
@@ -122,19 +133,19 @@ def launch_dropless_combine(
     params.sent[: memory.world + 1] = [0, *accumulate(sent)]
     params.received[: memory.world + 1] = [0, *accumulate(received)]
     # A rank without rows launches it, too; there is no tensor map of nothing.
-    map_operands(params, (x if rows else x.new_empty(1, k)).unsqueeze(0), w, config)
+    map_operands(params, (x if rows else x.new_empty(1, k)).unsqueeze(0), w, config, height)
     launch(found, params, config.cluster)
 
 
 @lru_cache(maxsize=1024)
 def _prepared(
     memory: PeerMemory, experts: int, k: int, n: int, transposed: bool, dtype: torch.dtype, biased: bool,
-    config: DroplessConfig, trace: bool,
+    height: int, config: DroplessConfig, trace: bool,
 ) -> tuple[Kernel, _Params]:  # fmt: skip
     """The kernel, and what does not change from call to call."""
     world = memory.world
-    compiled_with = dropless_constants(experts, world, transposed, dtype, biased, config, trace)
-    found = kernel(SOURCE, "dropless_combine", compiled_with, config.shared_bytes)
+    compiled_with = dropless_constants(experts, world, transposed, dtype, biased, height, config, trace)
+    found = kernel(SOURCE, "dropless_combine", compiled_with, config.shared_bytes(experts, height))
     signals_half = memory.signals.half(torch.int32)
     params = _Params(
         state=memory.state.data_ptr(), trace=memory.state.data_ptr(),

@@ -102,7 +102,7 @@ __device__ void load_tiles(
     }
     for (int t = block / CLUSTER; t < tiles; t += p.programs / CLUSTER) {
         Tile tile = ragged_tile(r, t, p.cols);
-        int end = r.starts[tile.owner + 1] < tile.row + BM ? r.starts[tile.owner + 1] : tile.row + BM;
+        int end = r.starts[tile.owner + 1] < tile.row + ROWS ? r.starts[tile.owner + 1] : tile.row + ROWS;
         int first = tile.row / BLOCK, last = tile.owner < EXPERTS ? (end + BLOCK - 1) / BLOCK : first;
         for (int b = first; b < last; ++b) {
             if (b >= known && b < known_end) continue;
@@ -122,7 +122,7 @@ __device__ void store_tiles(const Params& p, const Shared& s, const Ragged& r, i
     int lane = threadIdx.x % 32, turn = 0;
     for (int t = block / CLUSTER; t < tiles; t += p.programs / CLUSTER) {
         Tile tile = ragged_tile(r, t, p.cols);
-        int left = r.starts[tile.owner + 1] - tile.row, rows = left < BM ? left : BM;
+        int left = r.starts[tile.owner + 1] - tile.row, rows = left < ROWS ? left : ROWS;
         int word = lane % WIDE, col = tile.col * BN + word * 8;
         char* to = p.out + (static_cast<int64_t>(tile.row) * p.n + col) * 2;
         barrier_wait(s.ready, turn);
@@ -166,7 +166,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) dropless_dispatch(const __g
         take_registers<208>();
         Turn turn;
         int taken = 0;
-        for (int t = block / CLUSTER; t < tiles; t += p.programs / CLUSTER) {
+        for (int t = block / CLUSTER; group <= GROUPS && t < tiles; t += p.programs / CLUSTER) {
             float acc[BN / 2];
             consume(s, turn, acc, group - 1, blocks);
             Tile tile = ragged_tile(r, t, p.cols);

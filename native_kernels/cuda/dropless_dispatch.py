@@ -12,8 +12,8 @@ from torch import Tensor
 
 from autofuse.native_kernels.triton.memory import Need, PeerMemory, cdiv
 
-from .dropless_combine import SLICE, STARTS, DroplessConfig, dropless_constants
-from .gemm import BK, BM, POINTERS, TENSOR_MAP, blocks, filled, launch, map_weight
+from .dropless_combine import HEIGHTS, SLICE, STARTS, DroplessConfig, dropless_constants, height_of
+from .gemm import BK, POINTERS, TENSOR_MAP, blocks, filled, launch, map_weight
 from .launcher import Kernel, kernel, tensor_map
 
 SOURCE = "dropless_dispatch.cu"
@@ -72,9 +72,9 @@ def launch_dropless_dispatch(
     out is 0. Offsets and positions are contiguous, on the device. trace: three rows of events a program.
     """
     k, (experts, _, n) = x.shape[1], w.shape
-    found, template = _prepared(
-        memory, experts, k, n, w.stride(2) != 1, x.dtype, bias is not None, config, trace is not None
-    )
+    kind = memory, experts, k, n, w.stride(2) != 1, x.dtype, bias is not None
+    for height in HEIGHTS if compile_only else (height_of(out.shape[0], experts),):
+        found, template = _prepared(*kind, height, config, trace is not None)
     if compile_only:
         return
     params = filled(template, site, trace, out=out, parts=x, bias=bias, offsets=offsets, positions=positions)
@@ -96,12 +96,12 @@ def dropless_exchanged(memory: PeerMemory, rows: int, k: int, dtype: torch.dtype
 @lru_cache(maxsize=1024)
 def _prepared(
     memory: PeerMemory, experts: int, k: int, n: int, transposed: bool, dtype: torch.dtype, biased: bool,
-    config: DroplessConfig, trace: bool,
+    height: int, config: DroplessConfig, trace: bool,
 ) -> tuple[Kernel, _Params]:  # fmt: skip
     """The kernel, and what does not change from call to call."""
     world, half = memory.world, memory.inbox.half(dtype)
-    compiled_with = dropless_constants(experts, world, transposed, dtype, biased, config, trace)
-    found = kernel(SOURCE, "dropless_dispatch", compiled_with, config.shared_bytes)
+    compiled_with = dropless_constants(experts, world, transposed, dtype, biased, height, config, trace)
+    found = kernel(SOURCE, "dropless_dispatch", compiled_with, config.shared_bytes(experts, height))
     places_half = memory.finished.half(torch.int32)
     params = _Params(
         state=memory.state.data_ptr(), trace=memory.state.data_ptr(), half=memory.inbox.half(torch.uint8),
@@ -111,7 +111,7 @@ def _prepared(
     own = memory.inbox.views[memory.rank].view(dtype)
     for parity in range(2):
         rows = own[parity * half :][: half // k * k].view(1, -1, k)
-        ctypes.memmove(params.exchanged[parity], tensor_map(rows, BM // config.along, BK), 128)
+        ctypes.memmove(params.exchanged[parity], tensor_map(rows, height // config.along, BK), 128)
     for r in range(world):
         params.memory[r] = memory.inbox.views[r].data_ptr()
         params.places[r] = memory.finished.views[r].data_ptr()

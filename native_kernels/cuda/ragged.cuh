@@ -21,7 +21,7 @@ __device__ inline void read_offsets(Ragged& r, const int* offsets, int rows) {
         int total = 0;
         for (int first = 0; first <= ALL; first += 32) {
             int e = first + threadIdx.x;
-            int high = e > 0 && e <= ALL ? high_of(r.starts[e] - r.starts[e - 1], ACROSS) : 0;
+            int high = e > 0 && e <= ALL ? high_of(r.starts[e] - r.starts[e - 1], ACROSS, ROWS) : 0;
             for (int step = 1; step < 32; step *= 2) {
                 int below = __shfl_up_sync(~0u, high, step);
                 if (threadIdx.x >= step) high += below;
@@ -35,7 +35,7 @@ __device__ inline void read_offsets(Ragged& r, const int* offsets, int rows) {
 
 __device__ inline Tile ragged_tile(const Ragged& r, int t, int cols) {
     int me = ACROSS * ALONG > 1 ? cluster_rank() : 0;
-    return ragged_tile_at(t, me / ALONG, me % ALONG, r.starts, r.highs, ALL, cols, ACROSS, ALONG);
+    return ragged_tile_at(t, me / ALONG, me % ALONG, r.starts, r.highs, ALL, cols, ACROSS, ALONG, ROWS);
 }
 
 // Rows that have the same counter add to it together; all lanes of a warp call it, behind a fence.

@@ -90,16 +90,17 @@ def test_rules_of_dropless(source: str) -> None:
     """Rows are stored by all lanes of a warp: a barrier, then a fence, then the counts."""
     problem = DroplessProblem(COMBINE + DROPLESS, 16, K, N, 4, torch.bfloat16)
     turns = cycle(product([False, True], DTYPES, [True, False], [True, False]))
-    for world, config in product((2, 8), dropless_ways(problem).values()):
+    kinds = product((2, 8), dropless_ways(problem).values(), dropless_combine.HEIGHTS)
+    for world, config, height in kinds:
         if config is None:
             continue
         transposed, dtype, trace, biased = next(turns)
         constants = dict(
-            dropless_combine.dropless_constants(16, world, transposed, dtype, biased, config, trace)
+            dropless_combine.dropless_constants(16, world, transposed, dtype, biased, height, config, trace)
         )
         where = f"{source} {constants}"
         static = 2 * 4 * (16 + 2) + 16
-        assert config.shared_bytes + static <= SHARED_MEMORY, where
+        assert config.shared_bytes(16, height) + static <= SHARED_MEMORY, where
         assert compile_cubin(source, constants), where
         lines = [line.strip() for line in compile_ptx(source, constants).splitlines()]
         counts = find(lines, COUNT)

@@ -14,10 +14,10 @@ from autofuse.native_kernels.cuda.compiler import FOLDER
 SOURCE = """
 #include "ragged_order.cuh"
 extern "C" {
-int high(int rows, int across) { return high_of(rows, across); }
+int high(int rows, int across, int height) { return high_of(rows, across, height); }
 void ragged(int* out, int t, int m, int n, const int* starts, const int* highs, int count, int cols,
-            int across, int along) {
-    Tile tile = ragged_tile_at(t, m, n, starts, highs, count, cols, across, along);
+            int across, int along, int height) {
+    Tile tile = ragged_tile_at(t, m, n, starts, highs, count, cols, across, along, height);
     out[0] = tile.owner, out[1] = tile.row, out[2] = tile.col;
 }
 }
@@ -35,21 +35,24 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     return ctypes.CDLL(str(built))
 
 
+@pytest.mark.parametrize("height", [32, 128])
 @pytest.mark.parametrize("across", [1, 2, 4])
 @pytest.mark.parametrize("along", [1, 2])
 @pytest.mark.parametrize("experts", [1, 2, 9, 64])
-def test_every_row_of_every_expert_once(library: ctypes.CDLL, experts: int, along: int, across: int) -> None:
+def test_every_row_of_every_expert_once(
+    library: ctypes.CDLL, experts: int, along: int, across: int, height: int
+) -> None:
     draw = random.Random(experts)
     loads = [[0] * experts, [1] * experts, [0] * (experts - 1) + [700], [700] + [0] * (experts - 1)]
     loads += [[draw.choice((0, 0, 1, 127, 128, 129, 300, 5000)) for _ in range(experts)] for _ in range(8)]
     for rows, none in product(loads, (0, 5)):
-        check(library, [*rows, none], draw.choice((1, 3, 4)), across, along)
+        check(library, [*rows, none], draw.choice((1, 3, 4)), across, along, height)
 
 
-def check(library: ctypes.CDLL, rows: list[int], cols: int, across: int, along: int) -> None:
+def check(library: ctypes.CDLL, rows: list[int], cols: int, across: int, along: int, height: int) -> None:
     """`rows` of each expert, and of none."""
     starts = [0, *accumulate(rows)]
-    highs = [0, *accumulate(library.high(n, across) for n in rows)]
+    highs = [0, *accumulate(library.high(n, across, height) for n in rows)]
     numbers = [(ctypes.c_int * len(of))(*of) for of in (starts, highs)]
     wide, out = -(-cols // along), (ctypes.c_int * 3)()
     computed: Counter[tuple[int, int, int]] = Counter()
@@ -57,7 +60,7 @@ def check(library: ctypes.CDLL, rows: list[int], cols: int, across: int, along: 
     for t in range(highs[-1] * wide):
         whose = set()
         for m, n in product(range(across), range(along)):
-            library.ragged(out, t, m, n, *numbers, len(rows), cols, across, along)
+            library.ragged(out, t, m, n, *numbers, len(rows), cols, across, along, height)
             expert, first, col = out
             whose.add(expert)
             assert starts[expert] <= first
@@ -69,7 +72,7 @@ def check(library: ctypes.CDLL, rows: list[int], cols: int, across: int, along: 
     every = [
         (e, row, col)
         for e, (start, stop) in enumerate(pairwise(starts))
-        for row in range(start, stop, 128)
+        for row in range(start, stop, height)
         for col in range(cols)
     ]
     assert computed == Counter(every)
