@@ -149,10 +149,11 @@ def cells(world: int, quick: bool) -> list[Cell]:
             raise ValueError(
                 f"{name}: {world} ranks cannot share out {model.experts} experts; start 2, 4 or 8 ranks"
             )
+    # Most tokens first: memory for rows that are not dropped is as large as the first call says.
     return [
         Cell(op, model, tokens, world, routing)
         for op in (COMBINE, DISPATCH)
         for model in MODELS
         for routing in ROUTINGS
-        for tokens in (QUICK_TOKENS if quick else TOKENS)
+        for tokens in reversed(QUICK_TOKENS if quick else TOKENS)
     ]

@@ -114,7 +114,10 @@ def dropless_dispatch(
         exchanged = dropless_exchanged(memory, rows, k, x.dtype)
         none = torch.arange(rows, device=x.device)[:, None] >= offsets[-1]
         for wi in w[1:]:
-            outputs.append(torch_internals.grouped_mm(exchanged, wi, offsets).masked_fill_(none, 0))
+            if rows:
+                outputs.append(torch_internals.grouped_mm(exchanged, wi, offsets).masked_fill_(none, 0))
+            else:
+                outputs.append(x.new_empty(0, wi.shape[2]))
         outputs += [exchanged] * keep
     workspace.leave()
     return outputs

@@ -2,10 +2,11 @@
 
     y[r] = pooled rows of all tables of all ranks, for the bags [r * b, (r + 1) * b)
 
-An item is BB bags of one table, all for one rank: those for r + 1 first, then r + 2, ..., our own last.
-Pooled rows are stored straight into the memory of their rank, where they lie as in its output; our own go to
-the output. A slice is some bags of all tables. Programs count the items of a slice, and the last one signals.
-When they have nothing left to pool, they copy what arrives, slice by slice, to the output.
+An item is BB bags of one table, all for one rank: those for r + 1 first, then r + 2, ..., our own last or,
+MIXED, by turns. Pooled rows are stored straight into the memory of their rank, where they lie as in its
+output; our own go to the output. A slice is some bags of all tables. Programs count the items of a slice, and
+the last one signals. When they have nothing left to pool, they copy what arrives, slice by slice, to the
+output; or some programs do that from the start.
 
 In either half of the memory of a rank: inbox, of the output's shape, and the counters arrived [W, slices].
 """
@@ -160,6 +161,14 @@ def pool_any(
 
 
 @triton.jit
+def item_at(item, per_step, count, W: tl.constexpr, CB: tl.constexpr, MIXED: tl.constexpr):
+    """Whose it is, in steps from the next rank; its block of bags, table, columns; which of theirs."""
+    step = item % W if MIXED else item // per_step
+    within = item // W if MIXED else item % per_step
+    return step, within // (CB * count), within // CB % count, within % CB, within
+
+
+@triton.jit
 def count_item(
     done, signals, slot, slices, slice_blocks, blocks, per_block, rank, first_signal, W: tl.constexpr
 ):
@@ -176,18 +185,18 @@ def count_item(
 
 @triton.jit
 def report_faults(
-    tables, state, site, rank, b, blocks, count, items, PROGRAMS: tl.constexpr, W: tl.constexpr,
-    INDEX: tl.constexpr, LAST: tl.constexpr, BB: tl.constexpr, CB: tl.constexpr,
+    tables, state, site, rank, b, count, first, items, per_step, POOLING_PROGRAMS: tl.constexpr,
+    W: tl.constexpr, INDEX: tl.constexpr, LAST: tl.constexpr, BB: tl.constexpr, CB: tl.constexpr,
+    MIXED: tl.constexpr,
 ):  # fmt: skip
     """Look again at the items of this program, for a bag or an index that is none, and record one of them.
 
     One store of 8 bytes has it all, code << 48 | table << 32 | index or bag, so that they never are of two.
     """
     record = tl.load(state + 1).to(tl.pointer_type(tl.int64)) + BAD_INPUT
-    for item in range(tl.program_id(0), items, PROGRAMS):
-        t = item // CB % count
-        block = item // (CB * count) % blocks
-        dest = (rank + 1 + item // (CB * count * blocks)) % W
+    for item in range(first, items, POOLING_PROGRAMS):
+        step, block, t, _, _ = item_at(item, per_step, count, W, CB, MIXED)
+        dest = (rank + 1 + step) % W
         table = tables + t * TABLE
         start, stop, bad, _ = bags_of(table, dest * b, block, b, W * b, INDEX, LAST, BB)
         bag = dest * b + block * BB + tl.arange(0, BB)
@@ -244,15 +253,16 @@ def embedding_exchange(
     PROGRAMS: tl.constexpr, COPYING: tl.constexpr, W: tl.constexpr, SEND: tl.constexpr, KINDS: tl.constexpr,
     WIDE: tl.constexpr, MODE: tl.constexpr, WEIGHTED: tl.constexpr, LAST: tl.constexpr, READ: tl.constexpr,
     WRITE: tl.constexpr, BB: tl.constexpr, BD: tl.constexpr, CB: tl.constexpr, UNROLL: tl.constexpr,
-    CR: tl.constexpr, CC: tl.constexpr, LANES: tl.constexpr, TRACE: tl.constexpr, EVENTS: tl.constexpr,
+    CR: tl.constexpr, CC: tl.constexpr, LANES: tl.constexpr, MIXED: tl.constexpr, TRACE: tl.constexpr,
+    EVENTS: tl.constexpr,
 ):  # fmt: skip
-    """Grid: PROGRAMS, of which the last COPYING copy. words: as `Tables.words` has them; inbox, signals:
-    int64 [W], addresses of those of all ranks; done: int32 [(W - 1) * slices], 0.
+    """Grid: PROGRAMS, of which the last COPYING only copy; if that is 0, all do at the end.
 
-    count: of tables; blocks: of BB bags, slice_blocks of them in a slice; pieces: of CR x CC elements that a
-    slice has at most, col_blocks side by side; stride, group_stride: a WRITE-th of those of `Places`; CB:
-    blocks of BD columns of a table. SEND: nothing is exchanged, out is [W, b, columns], what each rank is to
-    get.
+    words: as `Tables.words` has them; inbox, signals: int64 [W], addresses of those of all ranks; done: int32
+    [(W - 1) * slices], 0. count: of tables; blocks: of BB bags, slice_blocks of them in a slice; pieces: of
+    CR x CC elements that a slice has at most, col_blocks side by side; stride, group_stride: a WRITE-th of
+    those of `Places`; CB: blocks of BD columns of a table. SEND: out is [W, b, columns], what each rank is to
+    get, and nothing is exchanged.
     """
     program = tl.program_id(0)
     INDEX: tl.constexpr = tl.int64 if WIDE else tl.int32
@@ -269,19 +279,20 @@ def embedding_exchange(
     faults = tl.zeros((LANES,), tl.int32)
     broken = tl.zeros((), tl.int32)
     stored = tl.full((), -1, tl.int32)
-    for item in range(program, W * per_step, PROGRAMS):
-        step = item // per_step
-        block = item // (CB * count) % blocks
+    POOLERS: tl.constexpr = PROGRAMS - COPYING
+    start = tl.where(program < POOLERS, program, W * per_step)
+    for item in range(start, W * per_step, POOLERS):
+        step, block, t, strip, within = item_at(item, per_step, count, W, CB, MIXED)
         dest = (rank + 1 + step) % W
-        table = tables + item // CB % count * TABLE
+        table = tables + t * TABLE
         begin_at, end_at, bad, inside = bags_of(table, dest * b, block, b, W * b, INDEX, LAST, BB)
         longest = tl.max(tl.where(bad, ENDLESS, end_at - begin_at), axis=0).to(tl.int32)
         if longest == ENDLESS:
             broken = 1
             longest = tl.max(end_at - begin_at, axis=0).to(tl.int32)
-        if item % CB == 0:
+        if strip == 0:
             faults = find_faults(table, dest * b, block, b, W * b, faults, INDEX, LAST, BB)
-        column = item % CB * BD
+        column = strip * BD
         dim = tl.multiple_of((tl.load(table + 6) & 0x7FFFFFFF).to(tl.int32), WRITE)
         at = tl.multiple_of((tl.load(table + 7) & 0x7FFFFFFF).to(tl.int32), WRITE)
         if SEND:
@@ -305,22 +316,25 @@ def embedding_exchange(
         where = to + (at + bag * stride)[:, None] + c[None, :]
         tl.store(where, acc.to(WIRE), mask=inside[:, None] & (c < dim)[None, :])
         stored = tl.where(step == W - 1, -1, step * slices + block // slice_blocks)
-        event = stamp(trace, program, event, COMPUTED, dest, item % per_step, TRACE, EVENTS)
+        event = stamp(trace, program, event, COMPUTED, dest, within, TRACE, EVENTS)
     if not SEND:
         if stored >= 0:
             count_item(done, signals, stored, slices, slice_blocks, blocks, count * CB, rank, first_signal, W)
     if (broken | tl.max(faults, axis=0)) != 0:
         report_faults(
-            tables, state, site, rank, b, blocks, count, W * per_step, PROGRAMS, W, INDEX, LAST, BB, CB
-        )
+            tables, state, site, rank, b, count, start, W * per_step, per_step, POOLERS, W, INDEX, LAST, BB,
+            CB, MIXED,
+        )  # fmt: skip
+    COPIERS: tl.constexpr = COPYING if COPYING else PROGRAMS
     turn = PROGRAMS - 1 - program
-    if turn < COPYING:
+    if not SEND and turn < COPIERS:
         arrived = peer(signals, rank, tl.int32) + first_signal
         own = peer(inbox, rank, WIRE) + first
         own = tl.multiple_of(own, 16)
-        for unit in range(turn, (W - 1) * slices * pieces, COPYING):
-            source = (rank + W - 1 - unit // (slices * pieces)) % W
-            number = unit // pieces % slices
+        for unit in range(turn, (W - 1) * slices * pieces, COPIERS):
+            away = unit // pieces % (W - 1) if MIXED else unit // (slices * pieces)
+            number = unit // (pieces * (W - 1)) if MIXED else unit // pieces % slices
+            source = (rank + W - 1 - away) % W
             wait(arrived + source * slices + number, 1, state, site * 8 + POOLING, source, number, epoch)
             event = stamp(trace, program, event, WAITED, source, number, TRACE, EVENTS)
             first_bag = number * slice_blocks * BB
@@ -377,10 +391,11 @@ def launch_embedding_exchange(
         len(dims), b, blocks, slice_bags // bb, slices, pieces, col_blocks, places.stride // write,
         places.groups, places.group_stride // write, tables.padding, rank, site, memory.inbox.half(out.dtype),
         memory.signals.half(torch.int32),
-        PROGRAMS=programs, COPYING=0 if send else config.copying or programs, W=world, SEND=send,
+        PROGRAMS=programs, COPYING=0 if send else config.copying * memory.programs, W=world, SEND=send,
         KINDS=tables.kinds(), WIDE=tables.indices[0].dtype == torch.int64, MODE=tables.mode,
         WEIGHTED=bool(tables.samples), LAST=int(tables.last), READ=tables.aligned(),
         WRITE=write, BB=bb, BD=bd, CB=cb,
-        UNROLL=config.unroll, CR=cr, CC=cc, LANES=32 * config.warps, TRACE=trace is not None, EVENTS=EVENTS,
+        UNROLL=config.unroll, CR=cr, CC=cc, LANES=32 * config.warps, MIXED=config.mixed,
+        TRACE=trace is not None, EVENTS=EVENTS,
         num_warps=config.warps, num_stages=1, maxnreg=config.registers,
     )  # fmt: skip

@@ -130,7 +130,8 @@ class BagsConfig(Tiles):
 
     tile: elements that a program pools at once, a power of two; unroll: rows of a bag that it reads at once;
     per_sm: programs of a multiprocessor; slice_kib: of rows that one signal covers, about; copying: programs
-    that copy, 0 for all.
+    of a multiprocessor that only copy what arrives, 0 if all do at the end; mixed: bags for all ranks by
+    turns, our own among them.
     """
 
     tile: int = 1024
@@ -139,6 +140,7 @@ class BagsConfig(Tiles):
     per_sm: int = 8
     slice_kib: int = 512
     copying: int = 0
+    mixed: bool = False
 
     def slice_bags(self, places: Places, itemsize: int) -> int:
         """Bags of a slice, the same on all ranks, whatever the dims of their own tables."""

@@ -23,7 +23,7 @@ from autofuse.native_kernels.triton.embedding_tables import BagsConfig, Tables, 
 from autofuse.native_kernels.triton.memory import Need, PeerMemory
 from tests.kernels.calls import SITE, peer_memory, straggling
 
-CONFIG = BagsConfig(tile=64, unroll=2, per_sm=2, copying=1, slice_kib=1)
+CONFIG = BagsConfig(tile=64, unroll=2, per_sm=3, copying=1, slice_kib=1)
 
 
 @dataclass(frozen=True)

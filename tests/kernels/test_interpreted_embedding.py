@@ -54,6 +54,7 @@ def cases(world: int) -> dict[str, Exchange]:
         "empty bags": Exchange(even(world), pooling=0),
         "one bag": Exchange(even(world), b=1, pooling=1),
         "many slices": Exchange(even(world, 1, 32), b=70, pooling=1, config=replace(CONFIG, tile=512)),
+        "by turns": Exchange(mixed(world), b=40, pooling=1, config=replace(CONFIG, mixed=True)),
         "one program": Exchange(even(world), config=replace(CONFIG, per_sm=1, copying=0)),
         "send": Exchange(mixed(world), b=3, send=True),
     }  # fmt: skip
@@ -63,7 +64,7 @@ def cases(world: int) -> dict[str, Exchange]:
     ("name", "world"),
     [
         *((name, 2) for name in cases(2)),
-        *((name, 4) for name in ("plain", "mixed dims", "one program", "send")),
+        *((name, 4) for name in ("plain", "mixed dims", "by turns", "one program", "send")),
     ],
 )
 def test_bitwise(interpreters: Interpreters, name: str, world: int) -> None:
