@@ -35,6 +35,7 @@ from .rows import cut_into_parts, is_natural, positions, row_splits, whole_rows
 from .trace import aten, tensor
 
 PATTERN = "expert_matmul_all_to_all"
+NOT_PERMUTED = "GPU kernels move rows where an argsort says"
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,8 @@ def _not_on_gpus(found: Product, place: Cut | Rows, keep: bool) -> str:
         return f"GPU kernels send one matmul as it is, not {found.text!r} of {len(found.x)}"
     if keep:
         return "the matmul is read elsewhere, too"
+    if found.offsets is not None and isinstance(place, Rows):
+        return "" if place.placement is None or place.placement.permutes else NOT_PERMUTED
     return rows_not_on_gpus(place, bool(found.listed))
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from .anchors import Anchor
-from .combine import Rows, batched, like, rows_not_on_gpus
+from .combine import NOT_PERMUTED, Rows, batched, like, rows_not_on_gpus
 from .emit import CannotEmit, Emitter
 from .layout import Cut, Digit, Digits, Layout, Size, cut_out, exact_quotient, merge, product, same_size
 from .match import (
@@ -27,6 +27,7 @@ from .match import (
     reread,
 )
 from .matmuls import grouped_offsets, linear_operands
+from .placement import permutes_all
 from .product import Reject
 from .report import Reason
 from .rows import row_splits
@@ -331,6 +332,7 @@ def _match_dropless(anchor: Anchor, context: Context) -> Found:
         context.shapes,
         partial(_rewrite_dropless, anchor, context, grouped, offsets, positions, rows, bool(others)),
         (anchor.input, *inputs),
+        not_on_gpus="" if positions is None or permutes_all(positions, anchor.node, shapes) else NOT_PERMUTED,
     )
 
 

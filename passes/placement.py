@@ -22,18 +22,19 @@ _PUTS = (aten.index_put.default, aten.scatter.src, aten.scatter_add.default, ate
 
 @dataclass(frozen=True)
 class Placement:
-    """Row `i` of `rows` goes to row `positions[i]` of `node`."""
+    """Row `i` of `rows` goes to row `positions[i]` of `node`; a permutation if that is known."""
 
     node: fx.Node
     rows: fx.Node
     inputs: tuple[fx.Node, ...]
     positions: Callable[[Emitter], fx.Node]
+    permutes: bool
 
 
 def find_placement(node: fx.Node, shapes: Shapes) -> Placement | Reject | None:
     """The placement that `node` is the result of; None if indices put no rows there."""
     if node.target in _PUTS:
-        found = _put(node)
+        found = _put(node, shapes)
         if found is None:
             return Reject(Reason.LAYOUT, f"{node.name} puts rows into something that is not empty or zero")
     elif node.target in (aten.index.Tensor, aten.index_select.default, aten.gather.default):
@@ -47,7 +48,7 @@ def find_placement(node: fx.Node, shapes: Shapes) -> Placement | Reject | None:
     return found
 
 
-def _put(put: fx.Node) -> Placement | None:
+def _put(put: fx.Node, shapes: Shapes) -> Placement | None:
     """`index_put`, `scatter` or their adding forms, into something empty or zero."""
     if put.target is aten.index_put.default:
         base, chosen, rows = put.args[:3]
@@ -66,7 +67,8 @@ def _put(put: fx.Node) -> Placement | None:
     if not (zero or empty) or not isinstance(rows, fx.Node) or not _is_index(index):
         return None
     assert isinstance(index, fx.Node)
-    return Placement(put, rows, (index,), lambda emitter: index)
+    permutes = permutes_all(index, put, shapes)
+    return Placement(put, rows, (index,), lambda emitter: index, permutes)
 
 
 def _choice(node: fx.Node, shapes: Shapes) -> Placement | None:
@@ -83,8 +85,8 @@ def _choice(node: fx.Node, shapes: Shapes) -> Placement | None:
     if not isinstance(rows, fx.Node) or not _is_index(index):
         return None
     assert isinstance(index, fx.Node)
-    have, count = shapes.of(rows), shapes.of(index)
-    if not _is_permutation(index) or have is None or count is None or not same_size(have[0], count[0]):
+    count = shapes.of(index)
+    if count is None or not permutes_all(index, rows, shapes):
         return None
 
     def inverse(emitter: Emitter) -> fx.Node:
@@ -96,7 +98,7 @@ def _choice(node: fx.Node, shapes: Shapes) -> Placement | None:
         base = emitter.call(aten.full.default, [size], 0, **options)
         return emitter.call(aten.index_put.default, base, [index], numbers)
 
-    return Placement(node, rows, (index,), inverse)
+    return Placement(node, rows, (index,), inverse, True)
 
 
 def _row_index(index: object) -> fx.Node | None:
@@ -121,8 +123,14 @@ def _is_index(index: object) -> bool:
     )
 
 
-def _is_permutation(index: fx.Node) -> bool:
-    """Is it the result of an argsort?"""
+def permutes_all(index: fx.Node, rows: fx.Node, shapes: Shapes) -> bool:
+    """Is it known to have the number of every row once?"""
+    have, count = shapes.of(rows), shapes.of(index)
+    known = have is not None and count is not None and same_size(have[0], count[0])
+    return known and _is_argsort(index)
+
+
+def _is_argsort(index: fx.Node) -> bool:
     if index.target in (aten.argsort.default, aten.argsort.stable, aten.randperm.default):
         return True
     source = index.args[0] if index.args else None

@@ -1,8 +1,8 @@
 """Runs an expert op of any number of rows in a fused way.
 
-Splits differ from rank to rank, so that nothing that decides how a call is run may depend on them. How many
-rows memory has room for is agreed on in the first call of a kind: twice the most that any rank has, or
-LEAST_BYTES. A rank that has more later says so.
+Splits differ from rank to rank, so that nothing that decides how a call is run may depend on them. Hosts know
+them, and tell each other before every call that is not captured how many rows their ranks have: memory grows
+where one has more than there is room for. What is captured has as many rows in every replay.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from autofuse.lowering import torch_internals
+from autofuse.lowering.rendezvous import NotShared
+from autofuse.lowering.workspace import workspace_for
 from autofuse.native_kernels.cuda.dropless_combine import dropless_combine_needs, launch_dropless_combine
 from autofuse.native_kernels.cuda.dropless_dispatch import (
     dropless_dispatch_needs,
@@ -27,8 +29,8 @@ from .expert_ways import COMBINE, DISPATCH, DROPLESS, DroplessProblem, dropless_
 from .experts import is_stack
 from .workspace import GpuWorkspace
 
-LEAST_BYTES = 1 << 30
-"""Of rows that a rank has: memory has room for as many, however few the first call has."""
+LEAST_ROWS = 1024
+"""There is room for as many."""
 
 
 def dropless_problem_of(op: str, x: Tensor, w: Tensor, workspace: GpuWorkspace) -> DroplessProblem:
@@ -134,26 +136,27 @@ def _enter(
     needs: Callable[[int], Need],
 ) -> tuple[PeerMemory, int, bool] | None:
     """As `GpuWorkspace.enter`, with room for `rows` rows of so many columns."""
-    room = _room(workspace, columns * 2, rows)
-    if room is None:
-        return None
-    if rows > room:
-        raise RuntimeError(
-            f"{op}, rank {workspace.rank} of group {workspace.group_name}: it has {rows} rows, and there is "
-            f"room for {room}: for twice the most that the first call had; let that be a large one"
-        )
-    return workspace.enter(op, site, lambda: needs(room), way, variant)
+    rooms = _rooms.setdefault(workspace, {})
+    if torch.cuda.is_current_stream_capturing():
+        room = rooms.get((op, columns), 0)
+        if room and rows > room:
+            raise RuntimeError(
+                f"{op}, rank {workspace.rank} of group {workspace.group_name}: {rows} rows are captured, and "
+                f"there is room for {room}; run as many once before you capture"
+            )
+    else:
+        most = max(told_by_all(workspace, op, site, rows), rooms.get((op, columns), LEAST_ROWS))
+        room = rooms[op, columns] = 1 << (most - 1).bit_length()
+    return workspace.enter(op, site, lambda: needs(room), way, (variant, room)) if room else None
 
 
-def _room(workspace: GpuWorkspace, row_bytes: int, rows: int) -> int | None:
-    """Rows that a rank may have. All ranks ask together at first, which capturing forbids."""
-    agreed = _rooms.setdefault(workspace, {})
-    if row_bytes not in agreed:
-        if torch.cuda.is_current_stream_capturing():
-            return None
-        most = max(map(int, workspace.meet(str(rows))))
-        agreed[row_bytes] = max(LEAST_BYTES // row_bytes, 2 * most)
-    return agreed[row_bytes]
+def told_by_all(workspace: GpuWorkspace, op: str, site: str, rows: int) -> int:
+    """The most rows that a rank has. Told through shared memory, or through a store, which takes longer."""
+    try:
+        with workspace_for(workspace.group_name).call(op, site, "rows of all ranks", 0) as call:
+            return max(of_rank for (of_rank,) in call.exchange([rows]))
+    except NotShared:
+        return max(map(int, workspace.meet(str(rows))))
 
 
-_rooms: WeakKeyDictionary[GpuWorkspace, dict[int, int]] = WeakKeyDictionary()
+_rooms: WeakKeyDictionary[GpuWorkspace, dict[tuple[str, int], int]] = WeakKeyDictionary()

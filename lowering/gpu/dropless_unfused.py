@@ -39,7 +39,9 @@ def combine_unfused(
 ) -> Tensor:
     """As `dropless_combine`."""
     p = grouped_product(x, w, bias, offsets)
-    return combine_rows(p, positions, received, sent, 1, 1, group_name)
+    if positions is not None:  # a permutation: nothing is added up
+        p = torch.empty_like(p).index_copy_(0, positions, p)
+    return combine_rows(p, None, received, sent, 1, 1, group_name)
 
 
 def dispatch_unfused(

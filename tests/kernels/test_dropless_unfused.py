@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from autofuse.lowering.gpu import dropless_unfused as unfused
+from autofuse.lowering.gpu.dropless import told_by_all
 from autofuse.lowering.gpu.expert_ways import COMBINE, DISPATCH, DROPLESS, DroplessProblem
 from autofuse.lowering.ops.library import FUSED_OPS
 from autofuse.lowering.torch_internals import has_grouped_mm
@@ -71,3 +73,12 @@ def test_who_has_no_rows() -> None:
 def test_what_it_does_not_take(odd: dict[str, object]) -> None:
     assert unfused.can_group(PROBLEM)
     assert not unfused.can_group(replace(PROBLEM, **odd))  # type: ignore[arg-type]
+
+
+def _most(rank: int, world: int) -> list[int]:
+    group = SimpleNamespace(group_name=dist.group.WORLD.group_name)
+    return [told_by_all(group, COMBINE, "a.py:1", rows) for rows in (rank, 100 - rank, 7)]  # type: ignore[arg-type]
+
+
+def test_ranks_tell_how_many_rows_they_have(ranks: Callable[[int], RankPool]) -> None:
+    assert ranks(2).run(_most) == [[1, 100, 7]] * 2

@@ -1,4 +1,4 @@
-"""Embedding bags of a training graph on GPUs, traced without one: which sites are fused."""
+"""Graphs of tensors on GPUs, traced without one: which sites are fused."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 from autofuse.lowering.gpu import support
+from autofuse.lowering.torch_internals import has_grouped_mm
+from autofuse.passes.combine import NOT_PERMUTED
 from autofuse.passes.fuse import Settings, fuse
 
 from .harness import fake_group
@@ -60,3 +62,39 @@ def test_both_exchanges_of_a_training_step_are_fused(dtype: torch.dtype) -> None
         "autofuse::embedding_bag_all_to_all",
         "autofuse::all_to_all_embedding_bag_backward",
     ], report.sites
+
+
+SENT, RECEIVED = [3, 0, 5, 8], [2, 4, 4, 6]
+"""Rows to and from every rank."""
+
+
+def experts(x: Tensor, w1: Tensor, w2: Tensor, ends: Tensor, order: Tensor) -> Tensor:
+    """Rows arrive, are brought into `order`, and return."""
+    rows = funcol.all_to_all_single(x, RECEIVED, SENT, "0")
+    hidden = torch._grouped_mm(rows[order], w1, offs=ends).relu()
+    back = x.new_empty(sum(RECEIVED), 16).index_put((order,), torch._grouped_mm(hidden, w2, offs=ends))
+    return funcol.all_to_all_single(back, SENT, RECEIVED, "0")
+
+
+@pytest.mark.skipif(not has_grouped_mm(), reason="this torch has no grouped_mm")
+@pytest.mark.parametrize("sorts", [True, False])
+def test_dropless_experts_are_fused_where_rows_are_permuted(sorts: bool) -> None:
+    """An index that is given may name a row twice, or none."""
+
+    def layer(x: Tensor, w1: Tensor, w2: Tensor, ends: Tensor, keys: Tensor) -> Tensor:
+        return experts(x, w1, w2, ends, keys.argsort(stable=True) if sorts else keys)
+
+    with fake_group(WORLD), FakeTensorMode(), patch.object(support, "why_not", lambda device: None):
+        x = torch.empty(sum(SENT), 16, dtype=torch.bfloat16)
+        w1, w2 = (torch.empty(LOCAL, 16, 16, dtype=torch.bfloat16) for _ in range(2))
+        ends = torch.empty(LOCAL, dtype=torch.int32)
+        keys = torch.empty(sum(RECEIVED), dtype=torch.int64)
+        graph = moved(make_fx(layer)(x, w1, w2, ends, keys).graph)
+        report = fuse(graph, Settings(policy="always"), "forward", "0")
+    if sorts:
+        assert [site.op for site in report.sites] == [
+            "autofuse::all_to_all_expert_matmul",
+            "autofuse::expert_matmul_all_to_all",
+        ], report.sites
+    else:
+        assert [site.detail for site in report.sites] == [NOT_PERMUTED] * 2, report.sites
