@@ -75,11 +75,12 @@ class DLRM(nn.Module):
 def make_model(args: Namespace, device: torch.device) -> DLRM:
     """The same weights in every call; tables differ between ranks, MLPs do not."""
     torch.manual_seed(0)
-    model = DLRM(dist.get_world_size(), args.tables, args.rows, args.dim)
-    generator = torch.Generator().manual_seed(1 + dist.get_rank())
+    with device:
+        model = DLRM(dist.get_world_size(), args.tables, args.rows, args.dim)
+    generator = torch.Generator(device).manual_seed(1 + dist.get_rank())
     for weight in model.tables.parameters():
         nn.init.normal_(weight, std=0.05, generator=generator)
-    return model.to(device)
+    return model
 
 
 def make_batches(args: Namespace, device: torch.device) -> Iterator[Batch]:

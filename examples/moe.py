@@ -80,11 +80,12 @@ class MixtureOfExperts(nn.Module):
 def make_model(args: Namespace, device: torch.device) -> MixtureOfExperts:
     """The same weights in every call; experts differ between ranks, gate and norm do not."""
     torch.manual_seed(0)
-    model = MixtureOfExperts(dist.get_world_size(), args.experts, args.dim, args.hidden)
-    generator = torch.Generator().manual_seed(1 + dist.get_rank())
+    with device:
+        model = MixtureOfExperts(dist.get_world_size(), args.experts, args.dim, args.hidden)
+    generator = torch.Generator(device).manual_seed(1 + dist.get_rank())
     for weight in (model.w1, model.w3, model.w2):
         nn.init.normal_(weight, std=weight.shape[1] ** -0.5, generator=generator)
-    return model.to(device)
+    return model
 
 
 def make_batches(args: Namespace, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:

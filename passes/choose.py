@@ -30,7 +30,7 @@ from .anchors import Anchor
 from .cost_model import Expressions, Model, Numbers, Task
 from .crossover import Known, Sample, wins
 from .layout import Size, product
-from .match import Match
+from .match import Match, Work
 from .report import Prediction
 from .table import Table
 from .trace import expression, tensor
@@ -43,6 +43,15 @@ SHORT_US = 150.0
 """On GPUs, of compute and collective apart: programs of calls shorter than this wait for their host, which is
 busy for 10 to 20 us longer with a fused op. Measured on 4 H200: layers of Llama-70B, not captured, became 4 %
 slower at 512 tokens, where the two kinds of site take 85 and 144 us apart."""
+SHORT_EXCHANGE_US = 400.0
+"""The same of embedding bags and experts, whose calls have more to describe: a step of a small mixture of
+experts became 0.24 ms longer for each of its sites on 2 H200."""
+
+MEMORY_BYTES_US = 4e6
+"""What a GPU reads at most in a microsecond, about."""
+
+UNMEASURED = "all_to_all_embedding_bag_backward"
+"""On GPUs `auto` fuses no site of this pattern: nobody has measured yet what is gained."""
 
 MARGIN = 0.05
 """A predicted loss up to this part, at some of the sizes that a compilation serves, is no reason to keep."""
@@ -56,8 +65,8 @@ class Choice:
     fuse: bool
     apart_us: float | None = None
     """Of compute and collective apart, if all sizes are static."""
-    short: bool = False
-    """Whether the site is kept because the host is behind the GPU with calls as short as this."""
+    why: str = ""
+    """Of a site on GPUs that is kept, if that is not for the times predicted."""
 
 
 def predict(
@@ -74,14 +83,25 @@ def predict(
     return _predict(task, table, os.cpu_count() or 1, known, len(known) == len(free), uneven, text)
 
 
-def on_gpu(choice: Choice, captured: bool) -> Choice:
+def on_gpu(choice: Choice, pattern: str, work: Work, captured: bool) -> Choice:
     """The choice for a site on GPUs.
 
     What a fused op replaces is one of its own ways, and every call takes the fastest: it is fused. But short
-    calls that are not captured in CUDA graphs wait for the host, which fused ops keep busy for longer.
+    calls that are not captured in CUDA graphs wait for the host, which fused ops keep busy for longer. Where
+    sizes depend on data, calls last at least as long as their weights are read.
     """
-    keep = not captured and choice.apart_us is not None and choice.apart_us < SHORT_US
-    return replace(choice, fuse=not keep, short=keep)
+    if pattern == UNMEASURED:
+        return replace(choice, fuse=False, why="nobody has measured yet what is gained on GPUs")
+    lasts, known = choice.apart_us, choice.prediction.wins != "not known"
+    if not known:
+        weights = (work.count * k * n * 2 for _, k, n in work.matmuls)
+        lasts = sum(w for w in weights if isinstance(w, int)) / MEMORY_BYTES_US
+    short = SHORT_EXCHANGE_US if "all_to_all" in pattern else SHORT_US
+    if captured or lasts is None or lasts >= short:
+        return replace(choice, fuse=True)
+    times = f"{lasts:.1f} us apart" if known else f"its weights are read in {lasts:.1f} us"
+    why = f"{times}, too short to be launched one by one; see `captured`"
+    return replace(choice, fuse=False, why=why)
 
 
 def _task(anchor: Anchor, match: Match, world: int, order: str) -> Task:

@@ -82,13 +82,14 @@ def _match(anchor: Anchor, context: Context, single: bool) -> Found:
     )
     *batch, rows, columns = found.shape
     count = product(batch)
+    weights = count if found.offsets is None else context.shapes.of(found.w[0])[0]  # type: ignore[index]
     inner = context.shapes.of(found.x[0])[-1]  # type: ignore[index]
     inputs = (*found.x, *found.w, *found.bias, *(n for o in found.operands for n in o.nodes), found.offsets)
     more = placement.inputs if placement else ()
     terms = len(found.x) // max(1, found.listed)
     return Match(
         PATTERN,
-        Work(((count * rows, inner, columns),) * terms, count),
+        Work(((count * rows, inner, columns),) * terms, weights),
         context.shapes,
         partial(_rewrite, anchor, context, found, place, bool(early)),
         tuple(n for n in (*inputs, *more) if n is not None),

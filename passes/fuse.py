@@ -133,7 +133,7 @@ def _visit(
         table = table_for(settings.tables, anchor.node.meta["val"].device)
         choice = predict(anchor, found, world, settings.order, table, symbols, listening())
         if anchor.node.meta["val"].device.type == "cuda":
-            choice = on_gpu(choice, settings.captured)
+            choice = on_gpu(choice, found.pattern, found.work, settings.captured)
         prediction, found = choice.prediction, _choose(found, settings, choice)
     plan: PlanShape | None = None
     names: list[str] = []
@@ -308,9 +308,8 @@ def _choose(match: Match, settings: Settings, choice: Choice) -> Found:
     if settings.policy == "auto" and not choice.fuse:
         wins, known = choice.prediction.wins, choice.prediction
         times = f"{known.fused_us} us fused, {known.unfused_us} us apart"
-        if choice.short:
-            times = f"{known.unfused_us} us apart, too short to be launched one by one; see `captured`"
-            return Reject(Reason.NOT_PROFITABLE, times)
+        if choice.why:
+            return Reject(Reason.NOT_PROFITABLE, choice.why)
         return Reject(Reason.NOT_PROFITABLE, times if wins == "never" else f"gains only for {wins}")
     return match
 

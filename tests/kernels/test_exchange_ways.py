@@ -63,7 +63,11 @@ def test_without_a_table_torch_runs_it() -> None:
 def test_a_measured_point_decides_for_its_neighbours() -> None:
     point = Point.of(problem(), {"bags": 100.0, MERGED_NCCL: 200.0, TORCH_NCCL: 300.0})
     assert choose(problem(1024), (point,)) == "bags"
-    assert choose(problem(1024, 8192), (point,)) == TORCH_NCCL
+    assert choose(problem(1024, 8192), (point,)) == "bags", "however far they are"
+    back = replace(problem(), op=BACKWARD)
+    point = Point.of(back, {"strips": 100.0, TORCH_NCCL: 300.0})
+    assert choose(replace(back, b=256), (point,)) == "strips"
+    assert choose(replace(back, b=1 << 14), (point,)) == TORCH_NCCL
     gone = Point.of(problem(), {"bags of old": 100.0, MERGED_NCCL: 200.0})
     assert choose(problem(), (gone,)) == MERGED_NCCL
     dense = Point("matmul_all_reduce", 2048, 1, 1024, 4, (("bags", 1.0),))

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sympy
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
@@ -15,8 +16,9 @@ from torch import Tensor
 
 import autofuse
 from autofuse.backend import fusion_pass
-from autofuse.passes.choose import Choice, on_gpu
+from autofuse.passes.choose import UNMEASURED, Choice, on_gpu
 from autofuse.passes.cost_model import Task
+from autofuse.passes.match import Work
 from autofuse.passes.report import Prediction
 from autofuse.passes.table import Table, shipped
 from tests.passes.harness import fake_group
@@ -177,6 +179,26 @@ def test_short_calls_on_gpus_are_fused_where_they_are_captured() -> None:
     """Else the GPU would wait for the host; nothing is decided of dynamic sizes."""
     predicted = Prediction(107.7, 144.4, "", "", "always", "h200")
     short, long, dynamic = (Choice(predicted, False, apart) for apart in (144.4, 197.0, None))
-    assert [on_gpu(choice, captured=True).fuse for choice in (short, long, dynamic)] == [True] * 3
-    assert [on_gpu(choice, captured=False).fuse for choice in (short, long, dynamic)] == [False, True, True]
-    assert on_gpu(short, captured=False).short
+
+    def decided(captured: bool) -> list[bool]:
+        of = (on_gpu(choice, "matmul_all_reduce", Work(), captured) for choice in (short, long, dynamic))
+        return [choice.fuse for choice in of]
+
+    assert decided(captured=True) == [True] * 3
+    assert decided(captured=False) == [False, True, True]
+    assert not on_gpu(long, "expert_matmul_all_to_all", Work(), captured=False).fuse
+    assert "144.4 us apart" in on_gpu(short, "matmul_all_reduce", Work(), captured=False).why
+
+
+def test_calls_on_gpus_of_unknown_size_last_as_long_as_their_weights_are_read() -> None:
+    unknown = Choice(Prediction(None, None, "", "", "not known", "h200"), True)
+    rows = sympy.Symbol("u0", integer=True)
+    few, many = (Work(((rows, 4096, 2048),), experts) for experts in (32, 128))
+    assert "134.2 us" in on_gpu(unknown, "expert_matmul_all_to_all", few, captured=False).why
+    assert on_gpu(unknown, "expert_matmul_all_to_all", many, captured=False).fuse
+    assert on_gpu(unknown, "expert_matmul_all_to_all", few, captured=True).fuse
+
+
+def test_what_nobody_has_measured_on_gpus_is_kept() -> None:
+    choice = Choice(Prediction(1.0, 2.0, "", "", "always", "h200"), True, 1000.0)
+    assert not on_gpu(choice, UNMEASURED, Work(), captured=True).fuse
