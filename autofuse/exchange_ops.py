@@ -114,7 +114,8 @@ def all_to_all_embedding_bag_backward(
     padding = -1 if padding_idx is None else padding_idx
     results = torch.ops.autofuse.all_to_all_embedding_bag_backward(
         grad, *bags, list(num_embeddings), list(dims), MODES.index(mode), include_last_offset, padding,
-        dtype or grad.dtype, sizes, layout, return_exchanged, name, config.order, "eager",
+        dtype or grad.dtype, [False] * len(dims), sizes, layout, return_exchanged, name, config.order,
+        "eager",
     )  # fmt: skip
     return (results[:-1], results[-1]) if return_exchanged else results
 

@@ -165,6 +165,7 @@ def _rewrite(
         [g.node.args[6] for g in grads],
         [emitter.size(g.width) for g in grads],
         *(argument(first, 8, "mode"), last, argument(first, 11, "padding_idx", -1), dtype),
+        [False] * len(grads),
         [emitter.size(c) for c in columns],
         *(letters, bool(others), context.group, context.order, context.site),
     )

@@ -52,6 +52,7 @@ def embedding_backward_call(
     include_last_offset: bool,
     padding_idx: int,
     dtype: torch.dtype,
+    sparse: list[bool],
     columns: list[int],
     layout: str,
     keep_exchanged: bool,
@@ -63,6 +64,8 @@ def embedding_backward_call(
     bags = offsets[0].shape[0] - include_last_offset
     layouts.check(BACKWARD, layout, bags, columns, dims, resolve_group(group_name).rank())
     if grad.dtype not in DTYPE_BITS or dtype not in DTYPE_BITS or not bags or not sum(columns):
+        return None
+    if any(sparse):
         return None
     workspace = workspace_of(group_name, grad)
     problem = ExchangeProblem(

@@ -110,6 +110,7 @@ def run_backward(
         tables.last,
         tables.padding,
         tables.weights[0].dtype,
+        [False] * len(tables.weights),
         list(problem.columns),
         problem.layout,
         keep_exchanged,

@@ -9,7 +9,8 @@
 
 Rows are added in fp32, in the order in which a plan works on the sources and then in that of the indices (on
 GPUs in that of the indices, by strips of them), the same in every run, and rounded to `dtype`, that of the
-tables, once. With `keep_exchanged` G is the last output.
+tables, once. With `keep_exchanged` G is the last output. Where `sparse[t]`, dweights[t] is a COO tensor as
+torch makes it, bit by bit: not coalesced, one value for every index that is not padding, in their order.
 """
 
 from collections.abc import Sequence
@@ -19,19 +20,20 @@ import torch
 from torch import Tensor
 
 from autofuse.lowering.ops import embedding_layout as layouts
+from autofuse.lowering.ops.embedding_gradients import Gradients, coo, sparse_gradient
 from autofuse.lowering.ops.exchange import Size, run_exchange
 from autofuse.lowering.ops.gpu import embedding_backward_on_gpu
 from autofuse.lowering.ops.library import FusedOp, register
 from autofuse.lowering.orders import PlanShape
 from autofuse.lowering.workspace import workspace_for
 from autofuse.native_kernels.cpu import DTYPES
-from autofuse.native_kernels.cpu.embedding import Bags, scatter_bags
+from autofuse.native_kernels.cpu.embedding import Bags
 
 _SCHEMA = (
     "all_to_all_embedding_bag_backward(Tensor grad, Tensor[] indices, Tensor[] offsets, "
     "Tensor[] per_sample_weights, SymInt[] num_embeddings, SymInt[] dims, int mode, "
-    "bool include_last_offset, int padding_idx, ScalarType dtype, SymInt[] columns, str layout, "
-    "bool keep_exchanged, Any group_name, str order, str site) -> Tensor[]"
+    "bool include_last_offset, int padding_idx, ScalarType dtype, bool[] sparse, SymInt[] columns, "
+    "str layout, bool keep_exchanged, Any group_name, str order, str site) -> Tensor[]"
 )
 
 
@@ -46,6 +48,7 @@ def _fake(
     include_last_offset: bool,
     padding_idx: int,
     dtype: torch.dtype,
+    sparse: list[bool],
     columns: list[Size],
     layout: str,
     keep_exchanged: bool,
@@ -53,7 +56,12 @@ def _fake(
     order: str,
     site: str,
 ) -> list[Tensor]:
-    tables = [grad.new_empty((v, d), dtype=dtype) for v, d in zip(num_embeddings, dims, strict=True)]
+    tables = [
+        coo(indices[0].new_empty((1, 0), dtype=torch.int64), grad.new_empty((0, d), dtype=dtype), v)
+        if s
+        else grad.new_empty((v, d), dtype=dtype)
+        for s, v, d in zip(sparse, num_embeddings, dims, strict=True)
+    ]
     bags = offsets[0].shape[0] - int(include_last_offset)
     return [*tables, grad.new_empty((bags, sum(dims)))] if keep_exchanged else tables
 
@@ -69,6 +77,7 @@ def reference(
     include_last_offset: bool,
     padding_idx: int,
     dtype: torch.dtype,
+    sparse: list[bool],
     columns: Sequence[Size],
     layout: str,
     keep_exchanged: bool,
@@ -78,7 +87,7 @@ def reference(
 ) -> list[Tensor]:
     bags = Bags(indices, offsets, per_sample_weights, mode, include_last_offset, padding_idx)
     exchanged = layouts.exchange_backward(grad, layout, columns, sum(dims), bags.count, group_name)
-    tables = _scatter(exchanged, bags, num_embeddings, dims, dtype)
+    tables = _gradients(exchanged, bags, num_embeddings, dims, dtype, sparse)
     return [*tables, exchanged] if keep_exchanged else tables
 
 
@@ -93,6 +102,7 @@ def _cpu(
     include_last_offset: bool,
     padding_idx: int,
     dtype: torch.dtype,
+    sparse: list[bool],
     columns: list[int],
     layout: str,
     keep_exchanged: bool,
@@ -108,13 +118,12 @@ def _cpu(
     layouts.check(op, layout, bags.count, columns, dims, rank)
     b, wire, mine = bags.count // world, grad.dtype, columns[rank]
     grad = grad.contiguous()
-    starts = [sum(dims[:t]) for t in range(len(dims))]
-    native = dtype in DTYPES and all(t.dtype in DTYPES for t in per_sample_weights)
-    sums = [grad.new_zeros((v, d), dtype=torch.float32) for v, d in zip(num_embeddings, dims, strict=True)]
+    native = dtype in DTYPES and all(t.dtype == dtype for t in per_sample_weights)
     plan = _partition(b, columns, order).plan(rank)
     key = f"{bags.count} bags of {list(columns)} columns {wire} {layout}, {plan.agreement}"
     with workspace.call(op, site, key, bags.count * max(columns) * wire.itemsize) as call:
         received = call.tensor(rank, 0, (bags.count, mine), wire)
+        gradients = Gradients(bags, num_embeddings, dims, dtype, sparse) if native else None
 
         def store(dest: int) -> None:
             sent = layouts.part(grad, layout, dest, b, columns)
@@ -122,13 +131,15 @@ def _cpu(
             there[rank * b : (rank + 1) * b].view(sent.shape).copy_(sent)
 
         def arrived(source: int) -> None:
-            if native:
-                rows = received[source * b : (source + 1) * b]
-                scatter_bags(sums, rows, bags, starts, mine, source * b, b)
+            if gradients is not None:
+                gradients.add(received[source * b : (source + 1) * b], mine, source * b, b)
 
         run_exchange(plan, call, store, arrived)
-        exchanged = received.clone() if keep_exchanged or not native else received
-    tables = [t.to(dtype) for t in sums] if native else _scatter(exchanged, bags, num_embeddings, dims, dtype)
+        exchanged = received.clone() if keep_exchanged or gradients is None else received
+    if gradients is not None:
+        tables = gradients.result()
+    else:
+        tables = _gradients(exchanged, bags, num_embeddings, dims, dtype, sparse)
     return [*tables, exchanged] if keep_exchanged else tables
 
 
@@ -150,6 +161,7 @@ def _plan_shape(
     include_last_offset: bool,
     padding_idx: int,
     dtype: torch.dtype,
+    sparse: list[bool],
     columns: list[int],
     layout: str,
     keep_exchanged: bool,
@@ -160,13 +172,21 @@ def _plan_shape(
     return _partition((offsets[0].shape[0] - include_last_offset) // len(columns), columns, order)
 
 
-def _scatter(
-    exchanged: Tensor, bags: Bags, num_embeddings: Sequence[Size], dims: Sequence[Size], dtype: torch.dtype
+def _gradients(
+    exchanged: Tensor,
+    bags: Bags,
+    num_embeddings: Sequence[Size],
+    dims: Sequence[Size],
+    dtype: torch.dtype,
+    sparse: Sequence[bool],
 ) -> list[Tensor]:
-    """Dense gradients of all tables with torch, from `exchanged: [B, sum(dims)]`."""
+    """Gradients of all tables with torch, from `exchanged: [B, sum(dims)]`."""
     count = bags.count
     tables = []
     for t, piece in enumerate(exchanged.to(dtype).split(list(dims), 1)):
+        if sparse[t]:
+            tables.append(sparse_gradient(piece, bags, t, num_embeddings[t]))
+            continue
         indices, starts = bags.indices[t], bags.offsets[t][:count].contiguous()
         position = torch.arange(indices.shape[0], device=indices.device, dtype=starts.dtype)
         bag = torch.searchsorted(starts, position, right=True) - 1
@@ -222,11 +242,11 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
         raise RuntimeError(
             "all_to_all_embedding_bag_backward: per_sample_weights have no second gradient; detach them"
         )
-    rows, dims, mode, last, padding, dtype, columns, layout, keep, group_name, order, site = ctx.options
+    rows, dims, mode, last, padding, dtype, _, columns, layout, keep, group_name, order, site = ctx.options
     n, saved = ctx.tables, list(ctx.saved_tensors)
     like = next(g for g in grads if g is not None)
     tables = [
-        like.new_zeros((v, d), dtype=dtype) if g is None else g
+        like.new_zeros((v, d), dtype=dtype) if g is None else g.to_dense()
         for g, v, d in zip(grads[:n], rows, dims, strict=True)
     ]
     of_grad = torch.ops.autofuse.embedding_bag_all_to_all(
@@ -236,7 +256,7 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     of_exchanged = grads[n] if keep else None
     if of_exchanged is not None:
         of_grad = of_grad + layouts.exchange_forward(of_exchanged, layout, columns, dims, group_name)
-    return of_grad, [None] * n, [None] * n, [None] * len(saved[2 * n :]), *[None] * 12
+    return of_grad, [None] * n, [None] * n, [None] * len(saved[2 * n :]), *[None] * 13
 
 
 register(

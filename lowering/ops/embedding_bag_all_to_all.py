@@ -194,8 +194,8 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     rows, dims, dtype = ctx.sizes
     keep = any(ctx.needs_input_grad[3])
     results = torch.ops.autofuse.all_to_all_embedding_bag_backward(
-        grad.contiguous(), indices, offsets, samples, rows, dims, mode, last, padding, dtype, columns, layout,
-        keep, group_name, order, site + "'",
+        grad.contiguous(), indices, offsets, samples, rows, dims, mode, last, padding, dtype, [False] * n,
+        columns, layout, keep, group_name, order, site + "'",
     )  # fmt: skip
     of_samples: list[Tensor | None] = [None] * len(samples)
     if keep:

@@ -1,5 +1,5 @@
 // Embedding bags. Pooling stores every pooled row where its reader wants it, whoever's memory that is; the
-// gradient scatter-adds rows. Both go table by table, since one table may fit into a cache where all do not,
+// gradient scatter-adds rows, or gives every entry its own where it is sparse. Both go table by table, since one table may fit into a cache where all do not,
 // and prefetch rows beyond the end of the bag.
 #include <algorithm>
 
@@ -16,7 +16,7 @@ enum Mode : int64_t { kSum = 0, kMean = 1, kMax = 2 };
 enum Error : int { kOk = 0, kBadIndex = 1, kBadOffset = 2 };
 
 struct Table {
-  char* rows;           // [num_rows, dim]: weights when pooling, fp32 gradients when scattering
+  char* rows;           // [num_rows, dim]: weights when pooling, else gradients
   int64_t num_rows, dim;
   const char* indices;  // [num_indices]
   int64_t num_indices;
@@ -230,6 +230,71 @@ Error scatter(const Table* tables, int64_t num_tables, const Bags& bags, const c
   return kOk;
 }
 
+struct Expansion {
+  char* to;
+  const char* from;
+  float factor;
+  int64_t size;
+};
+
+// As torch: rounded to the dtype of the table before it is multiplied, and behind.
+template <class G, class T> AF_INLINE void expand_row(Expansion& e) {
+  const G* from = reinterpret_cast<const G*>(e.from);
+  T* to = reinterpret_cast<T*>(e.to);
+  const Floats factor = Floats{} + e.factor;
+  Floats values;
+  for (int64_t c = 0; c < e.size; c += kLanes) {
+    const int64_t count = std::min<int64_t>(kLanes, e.size - c);
+    load(from + c, values, count);
+    round_to<T>(values);
+    store(to + c, factor * values, count);
+  }
+}
+
+template <class G, class T> struct ExpandRow {
+  AF_DISPATCH(leaf, Expansion, (expand_row<G, T>))
+};
+
+template <class T> float rounded(float value) {
+  Floats values = Floats{} + value;
+  round_to<T>(values);
+  return values[0];
+}
+
+template <class G, class I, class T>
+Error expand(const Table* tables, int64_t num_tables, const Bags& bags, const char* grad, Failure& failure) {
+  const auto leaf = ExpandRow<G, T>::leaf();
+  for (int64_t n = 0; n < num_tables && bags.count; ++n) {
+    const Table& t = tables[n];
+    const I* first = reinterpret_cast<const I*>(t.indices);
+    const I* offsets = reinterpret_cast<const I*>(t.offsets);
+    const int64_t start = offsets[0], begin = offsets[bags.first], bytes = t.dim * int64_t(sizeof(T));
+    if (start < 0 || begin < start || begin > t.num_indices) return failure = {n, bags.first}, kBadOffset;
+    int64_t row = begin - start - std::count(first + start, first + begin, I(bags.padding));
+    for (int64_t b = 0; b < bags.count; ++b) {
+      Bag<I> bag;
+      if (!find_bag(t, bags, bags.first + b, bag)) return failure = {n, bags.first + b}, kBadOffset;
+      const int64_t used = bag.end - bag.begin - std::count(bag.begin, bag.end, I(bags.padding));
+      if (row + used > t.num_rows) return failure = {n, bags.first + b}, kBadOffset;
+      const float mean = bags.mode == kMean ? rounded<T>(1.0f / rounded<T>(float(used))) : 1.0f;
+      const char* same = nullptr;  // what the bag's entries have in common, once it is there
+      for (const I* i = bag.begin; i < bag.end; ++i) {
+        if (*i == bags.padding) continue;
+        char* to = t.rows + row++ * bytes;
+        if (same) {
+          std::memcpy(to, same, bytes);
+          continue;
+        }
+        Expansion expansion{to, grad + (b * bags.stride + t.column) * int64_t(sizeof(G)),
+                            t.weights ? mean * scalar<T>(t.weights, i - first) : mean, t.dim};
+        leaf(expansion);
+        if (!t.weights) same = to;
+      }
+    }
+  }
+  return kOk;
+}
+
 // Calls f with a value of the type of `dtype`'s elements, and of the indices' type.
 template <class F> Error with_types(int dtype, bool wide, F f) {
   if (dtype == kFloat32) return wide ? f(float{}, int64_t{}) : f(float{}, int32_t{});
@@ -257,6 +322,19 @@ AF_EXPORT int af_scatter_bags(const Table* tables, int64_t num_tables, const Bag
   return with_types(dtype, wide, [&](auto element, auto index) {
     return scatter<decltype(element), decltype(index)>(tables, num_tables, *bags, grad,
                                                        static_cast<DType>(weights), *failure);
+  });
+}
+
+// values[e] = weight * grad[bag of entry e] (divided by the size of the bag for mean) for the entries of the
+// bags that are not padding, in their order; the tables' `rows` are the values of all bags. `dtype` is grad's,
+// `to` that of the values and of the weights per sample.
+AF_EXPORT int af_expand_bags(const Table* tables, int64_t num_tables, const Bags* bags, int wide, int to,
+                             int dtype, const char* grad, Failure* failure) {
+  return with_types(dtype, wide, [&](auto element, auto index) {
+    return with_types(to, true, [&](auto value, auto) {
+      return expand<decltype(element), decltype(index), decltype(value)>(tables, num_tables, *bags, grad,
+                                                                         *failure);
+    });
   });
 }
 

@@ -1,8 +1,8 @@
-"""Pooling of embedding bags straight to its place, and scatter-add of its gradient; both on one thread."""
+"""Pooling of embedding bags straight to its place, and its gradient, dense or sparse; all on one thread."""
 
 from collections.abc import Sequence
 from ctypes import Array, c_int, c_int64, c_void_p
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -18,6 +18,10 @@ _pool = function(
 # scatter(tables, number, bags, wide indices, dtype of the weights, dtype of grad, grad, failure) -> error
 _scatter = function(
     "af_scatter_bags", c_int, [c_void_p, c_int64, c_void_p, c_int, c_int, c_int, c_void_p, c_void_p]
+)
+# expand(tables, number, bags, wide indices, dtype of the values, dtype of grad, grad, failure) -> error
+_expand = function(
+    "af_expand_bags", c_int, [c_void_p, c_int64, c_void_p, c_int, c_int, c_int, c_void_p, c_void_p]
 )
 _scatter_rows = function("af_scatter_rows", None, [c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int64])
 
@@ -41,6 +45,23 @@ class Bags:
     def count(self) -> int:
         """B."""
         return self.offsets[0].shape[0] - self.include_last_offset
+
+    def of(self, tables: Sequence[int]) -> "Bags":
+        """Those of some tables."""
+        return replace(
+            self,
+            indices=[self.indices[t] for t in tables],
+            offsets=[self.offsets[t] for t in tables],
+            per_sample_weights=[self.per_sample_weights[t] for t in tables if self.per_sample_weights],
+        )
+
+    def entries(self, table: int) -> slice:
+        """The indices that are in bags."""
+        offsets = self.offsets[table]
+        if not len(offsets):
+            return slice(0, 0)
+        stop = int(offsets[-1]) if self.include_last_offset else self.indices[table].shape[0]
+        return slice(int(offsets[0]), stop)
 
     def normalized(self) -> "Bags":
         """The same bags, contiguous, with offsets in the dtype of the indices, as the kernels take them."""
@@ -101,6 +122,38 @@ def scatter_bags(
     error = _scatter(rows, len(gradients), span, wide, weights, DTYPES[grad.dtype], grad.data_ptr(), failure)
     if error:
         raise _error(error, failure[0], failure[1], gradients[failure[0]].shape[0])
+
+
+def used_indices(bags: Bags, table: int, num_rows: int) -> Tensor:
+    """The indices of a table that are in bags and are not padding, as int64 in memory of their own. Raises
+    RuntimeError for one that is out of range."""
+    indices = bags.indices[table][bags.entries(table)]
+    if bags.padding_idx >= 0:
+        indices = indices[indices != bags.padding_idx]
+    for bad in indices[(indices < 0) | (indices >= num_rows)][:1]:
+        raise _error(_BAD_INDEX, table, int(bad), num_rows)
+    return indices.to(torch.int64, copy=True)
+
+
+def expand_bags(
+    values: Sequence[Tensor],
+    grad: Tensor,
+    bags: Bags,
+    columns: Sequence[int],
+    stride: int,
+    first: int,
+    count: int,
+) -> None:
+    """As `scatter_bags`, but every entry that is not padding has its own row of `values[t]: [nnz_t, D_t]`, in
+    the order of the entries of all bags. The values have the dtype of the tables; they are rounded as torch
+    rounds those of sparse gradients."""
+    rows = _rows(values, bags, columns)
+    span = _span(bags, stride, first, count)
+    failure = (c_int64 * 2)()
+    wide, to = bags.indices[0].dtype == torch.int64, DTYPES[values[0].dtype]
+    error = _expand(rows, len(values), span, wide, to, DTYPES[grad.dtype], grad.data_ptr(), failure)
+    if error:
+        raise _error(error, failure[0], failure[1], values[failure[0]].shape[0])
 
 
 def scatter_rows(to: Tensor, positions: Tensor, source: Tensor, rows: Tensor) -> None:

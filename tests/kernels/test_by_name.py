@@ -40,7 +40,7 @@ W = _bf16(2, 64, 128)
 ENDS, SPLITS = torch.tensor([3, 8], dtype=torch.int32), [2] * WORLD
 INDICES, OFFSETS = torch.arange(16), torch.arange(0, 16, 2)
 TABLES = ([_bf16(10, 8)] * 2, [INDICES] * 2, [OFFSETS] * 2)
-BAGS = (0, False, -1, BF16, [16] * WORLD, "bsc")
+BAGS, COLUMNS = (0, False, -1, BF16), ([16] * WORLD, "bsc")
 
 CALLS: dict[str, tuple[Any, str, tuple[Any, ...]]] = {
     "combine": (experts_by_name, COMBINE, (
@@ -51,9 +51,9 @@ CALLS: dict[str, tuple[Any, str, tuple[Any, ...]]] = {
         [_bf16(8, 64)], [W], [], [], "mm", 0, ENDS, torch.arange(8), SPLITS, SPLITS, 1, 1, False, *SITE)),
     "dropless dispatch": (experts_by_name, DISPATCH, (
         _bf16(8, 64), [W], [], 0, ENDS, torch.arange(8), SPLITS, SPLITS, 1, 1, False, *SITE)),
-    "bags": (embedding_by_name, OP, (*TABLES, [], *BAGS, *SITE)),
+    "bags": (embedding_by_name, OP, (*TABLES, [], *BAGS, *COLUMNS, *SITE)),
     "bags, backward": (embedding_by_name, BACKWARD, (
-        _bf16(2, 64), *TABLES[1:], [], [10] * 2, [8] * 2, *BAGS, False, *SITE)),
+        _bf16(2, 64), *TABLES[1:], [], [10] * 2, [8] * 2, *BAGS, [False] * 2, *COLUMNS, False, *SITE)),
 }  # fmt: skip
 
 DECLINED = {

@@ -57,8 +57,8 @@ def inputs_of(case: Case, rank: int) -> Inputs:
     return weights, indices, offsets, samples
 
 
-def pooled(case: Case, inputs: Inputs) -> list[Tensor]:
-    """The bags of every table, in fp64; differentiable."""
+def pooled(case: Case, inputs: Inputs, sparse: bool = False) -> list[Tensor]:
+    """The bags of every table, in the dtype of its weights; differentiable."""
     weights, indices, offsets, samples = inputs
     return [
         F.embedding_bag(
@@ -66,6 +66,7 @@ def pooled(case: Case, inputs: Inputs) -> list[Tensor]:
             w,
             o.long(),
             mode=case.mode,
+            sparse=sparse,
             per_sample_weights=samples[t] if samples else None,
             include_last_offset=case.last_offset,
             padding_idx=case.padding if case.padding >= 0 else None,

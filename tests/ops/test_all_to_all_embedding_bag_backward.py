@@ -28,7 +28,8 @@ def _call(case: Case, rank: int, grad: Tensor, keep: bool) -> list[Tensor]:
     group = dist.group.WORLD.group_name
     results: list[Tensor] = torch.ops.autofuse.all_to_all_embedding_bag_backward(
         grad, indices, offsets, samples, [w.shape[0] for w in weights], [w.shape[1] for w in weights],
-        *case.options, case.table, case.columns, case.layout, keep, group, case.order, "test",
+        *case.options, case.table, [False] * len(weights), case.columns, case.layout, keep, group,
+        case.order, "test",
     )  # fmt: skip
     return results
 
@@ -80,7 +81,8 @@ def test_as_gpus_add_without_a_kernel(case: Case) -> None:
     bags = Bags(indices, offsets, samples, *case.options)
     exchanged = torch.cat(_bags(case, 0), 1)
     sizes = [w.shape[0] for w in weights], [w.shape[1] for w in weights]
+    arguments = (exchanged, bags, *sizes, torch.float32, [False] * len(weights))
     with patch.object(backward, "_adds_with_aten", lambda device: True):
-        found = backward._scatter(exchanged, bags, *sizes, torch.float32)
-    for got, want in zip(found, backward._scatter(exchanged, bags, *sizes, torch.float32), strict=True):
+        found = backward._gradients(*arguments)
+    for got, want in zip(found, backward._gradients(*arguments), strict=True):
         assert bool(((got - want).abs() <= 64 * torch.finfo(torch.float32).eps * (1 + want.abs())).all())

@@ -133,15 +133,15 @@ def _opcheck(rank: int, world: int) -> None:
     offsets = [torch.tensor([0, 1, 3, 3])]
     common = ("direct", "opcheck")
     bags = (indices, offsets, [])
-    options = (0, False, -1, torch.float32, [4, 4], "bsc")
+    options, rest = (0, False, -1, torch.float32), ([4, 4], "bsc")
     opcheck(
         torch.ops.autofuse.embedding_bag_all_to_all.default,
-        (tables, *bags, *options, name, *common),
+        (tables, *bags, *options, *rest, name, *common),
         test_utils=checks,
     )
     opcheck(
         torch.ops.autofuse.all_to_all_embedding_bag_backward.default,
-        (torch.randn(2, 8), *bags, [7], [4], *options, True, name, *common),
+        (torch.randn(2, 8), *bags, [7], [4], *options, [False], *rest, True, name, *common),
         test_utils=checks,
     )
     w, ends = torch.randn(2, 4, 6), torch.tensor([2, 6], dtype=torch.int32)

@@ -66,7 +66,7 @@ def test_embeddings() -> None:
     assert [chunks[0] for chunks in forward.chunks] == [(10, 8), (10, 8), (10, 16), (10, 0)]
     backward = shape_of(
         "all_to_all_embedding_bag_backward",
-        meta(10, 32), indices, offsets, [], [9], [8], *rest, columns, "bsc", False,
+        meta(10, 32), indices, offsets, [], [9], [8], *rest, [False], columns, "bsc", False,
     )  # fmt: skip
     assert backward.chunks == (((10, 8), (10, 8), (10, 16), (10, 0)),)
 
