@@ -97,7 +97,10 @@ class FusionPass(CustomGraphPass):
                 other(graph, is_inference=self.kind == "inference")
             else:
                 other(graph)
-        record(passes.fuse(graph, self.settings, self.kind, f"{self.kind} {self.number}"))
+        report = passes.fuse(graph, self.settings, self.kind, f"{self.kind} {self.number}")
+        if any(site.fused for site in report.sites):
+            torch_internals.forget_sparse(graph)
+        record(report)
 
     def uuid(self) -> str | None:
         """Covers what a rewrite depends on, equal on all ranks; None (never cached) if another has none."""

@@ -7,7 +7,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import sympy
@@ -16,6 +16,7 @@ from torch import fx
 from torch._inductor import custom_graph_pass
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.distributed import ProcessGroup, Store
+from torch.utils import _pytree as pytree
 
 __all__ = ["CustomGraphPass"]
 
@@ -71,6 +72,41 @@ def propagate_fakes(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
 
     with torch.no_grad():
         return fake_tensor_prop(gm, example_inputs)
+
+
+def forget_sparse(graph: fx.Graph) -> None:
+    """Let Inductor compute the `meta["val"]` of nodes with sparse results anew, without a look at the old.
+
+    After the passes it does so for changed nodes and what reads them. Where all else agrees with what is
+    there it compares storages, also with those of the readers' results, and fails: sparse tensors have none.
+    Such nodes and what they read are therefore replaced by new ones, with values that disagree earlier.
+    """
+    for node in list(graph.nodes):
+        if any(val.is_sparse for val in _tensors(node)):
+            for each in (*node.all_input_nodes, node):
+                if each.op == "call_function" and _tensors(each):
+                    _renew(each)
+
+
+def _tensors(node: fx.Node) -> list[torch.Tensor]:
+    return [val for val in pytree.tree_leaves(node.meta.get("val")) if isinstance(val, torch.Tensor)]
+
+
+def _renew(node: fx.Node) -> None:
+    with node.graph.inserting_before(node):
+        new = node.graph.node_copy(node, lambda n: n)
+    new.meta["val"] = pytree.tree_map_only(torch.Tensor, _unlike, node.meta["val"])
+    node.replace_all_uses_with(new)
+    node.graph.erase_node(node)
+
+
+def _unlike(val: torch.Tensor) -> torch.Tensor:
+    """A fake like `val`, but strided if that is sparse, and elsewhere in its storage if not."""
+    with getattr(val, "fake_mode", nullcontext()):
+        if val.is_sparse:
+            return torch.empty(val.shape, dtype=val.dtype, device=val.device)
+        shape, strides = (2, *val.shape), (val.storage_offset() + 1, *val.stride())
+        return torch.empty_strided(shape, strides, dtype=val.dtype, device=val.device)[1]
 
 
 def inductor_options() -> dict[str, Any]:

@@ -87,12 +87,12 @@ def fuse(graph: fx.Graph, settings: Settings, kind: str, name: str) -> GraphRepo
             raise ValueError(
                 f'{anchor.node.name} has no meta["val"]: run FakeTensorProp on the graph before fusing it'
             )
-    symbols, kept = _symbols(graph), _why_all_kept(graph)
+    symbols = _symbols(graph)
     sites: list[Site] = []
     collectives = {node.name: i for i, anchor in enumerate(anchors) for node in anchor.results}
     changed: dict[str, int] = {}
     for i, anchor in enumerate(anchors):
-        site, names = _visit(graph, anchor, settings, name, symbols, kept)
+        site, names = _visit(graph, anchor, settings, name, symbols)
         sites.append(site)
         changed.update((node, i) for node in names)
     _tell_kept(anchors, sites)
@@ -108,26 +108,13 @@ def fuse(graph: fx.Graph, settings: Settings, kind: str, name: str) -> GraphRepo
     return GraphReport(name, kind, before, after, tuple(sites), seconds)
 
 
-def _why_all_kept(graph: fx.Graph) -> Reject | None:
-    """Why no site of this graph may be rewritten. After our pass Inductor computes the values of what comes
-    behind a changed node anew, and compares storages, which sparse tensors do not have."""
-    for node in graph.nodes:
-        val = tensor(node)
-        if val is not None and val.is_sparse:
-            sparse = f"{node.name} is sparse, a gradient: Inductor fails where a graph with one is changed"
-            return Reject(Reason.UNSUPPORTED_VARIANT, sparse)
-    return None
-
-
 def _visit(
-    graph: fx.Graph, anchor: Anchor, settings: Settings, name: str, symbols: Symbols, kept: Reject | None
+    graph: fx.Graph, anchor: Anchor, settings: Settings, name: str, symbols: Symbols
 ) -> tuple[Site, list[str]]:
     """The site, and the names of the nodes that were removed, inserted or given other inputs."""
     collective, nbytes = anchor.name, anchor.nbytes
     pattern, found, world = _find(anchor, settings)
     prediction: Prediction | None = None
-    if isinstance(found, Match) and kept is not None:
-        found = kept
     if isinstance(found, Match):
         assert world is not None
         table = table_for(settings.tables, anchor.node.meta["val"].device)

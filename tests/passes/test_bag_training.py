@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
@@ -52,15 +53,20 @@ def test_padding_does_not_count_where_torch_divides(ranks: Callable[[int], RankP
 
 
 class Columns(torch.nn.Module):
-    """What is behind the exchange is sharded by columns: its gradient is reduced, and then exchanged."""
+    """Matmul sharded by columns: the gradient of its input is reduced. `behind`: and then exchanged."""
 
-    def __init__(self) -> None:
+    def __init__(self, behind: bool) -> None:
         super().__init__()
+        self.behind = behind
         self.table = torch.nn.EmbeddingBag(ROWS, 8, mode="sum", sparse=True)
+        self.dense = torch.nn.Parameter(torch.randn(8, 8))
         self.weight = torch.nn.Parameter(torch.randn(8, 16))
 
     def forward(self, indices: Tensor) -> Tensor:
-        return Copy.apply(exchange(self.table(indices))) @ self.weight
+        pooled = exchange(self.table(indices))
+        if self.behind:
+            return Copy.apply(pooled) @ self.weight
+        return torch.cat([pooled.sin(), Copy.apply(self.dense) @ self.weight], 1)
 
 
 class Copy(torch.autograd.Function):
@@ -74,10 +80,10 @@ class Copy(torch.autograd.Function):
         return funcol.all_reduce(grad.contiguous(), "sum", dist.group.WORLD)
 
 
-def _keep_with_sparse(rank: int, world: int) -> list[str]:
+def _keep_sparse(rank: int, world: int, behind: bool) -> list[str]:
     torch._dynamo.reset()
     torch.manual_seed(rank)
-    model, indices = Columns(), torch.randint(0, ROWS, (8, 3))
+    model, indices = Columns(behind), torch.randint(0, ROWS, (8, 3))
     model(indices).sum().backward()
     expected = [p.grad for p in model.parameters()]
     model.zero_grad()
@@ -86,10 +92,11 @@ def _keep_with_sparse(rank: int, world: int) -> list[str]:
         torch.compile(model, backend="autofuse", options=how)(indices).sum().backward()
     for parameter, want in zip(model.parameters(), expected, strict=True):
         torch.testing.assert_close(parameter.grad, want)
-    assert not report.fused
-    return [site.reason for site in report.kept if site.pattern == "matmul_all_reduce"]
+    return [site.pattern for site in report.fused]
 
 
-def test_a_graph_with_sparse_gradients_is_left_alone(ranks: Callable[[int], RankPool]) -> None:
-    """Inductor would fail: values of sparse nodes behind a changed one cannot be computed anew."""
-    assert ranks(2).run(_keep_with_sparse, timeout=200) == [["unsupported_variant"]] * 2
+@pytest.mark.parametrize("behind", [True, False], ids=["behind", "beside"])
+def test_sparse_gradients_are_kept_where_others_are_fused(
+    ranks: Callable[[int], RankPool], behind: bool
+) -> None:
+    assert ranks(2).run(_keep_sparse, behind, timeout=200) == [["matmul_all_reduce"]] * 2
