@@ -29,6 +29,10 @@ class TableGrad:
     layout: Layout
 
     @property
+    def sparse(self) -> bool:
+        return bool(argument(self.node, 9, "sparse"))
+
+    @property
     def shared(self) -> tuple[object, ...]:
         """What must be the same for all tables of one op."""
         n = self.node
@@ -78,7 +82,7 @@ def match_embedding_backward(anchor: Anchor, context: Context) -> Found:
         context.shapes,
         partial(_rewrite, anchor, context, grads, others, layout, cut, dtype),
         (anchor.input, *(n for n in inputs if isinstance(n, fx.Node))),
-        not_on_gpus="",
+        not_on_gpus="gradients are sparse" if any(g.sparse for g in grads) else "",
     )
 
 
@@ -106,10 +110,8 @@ def _is_backward(n: fx.Node, grad: fx.Node) -> bool:
 
 def _check(grads: list[TableGrad], layout: Layout, received: torch.Tensor) -> Reject | None:
     for g in grads:
-        if argument(g.node, 9, "sparse") or argument(g.node, 7, "scale_grad_by_freq"):
-            return Reject(
-                Reason.UNSUPPORTED_VARIANT, f"{g.node.name} makes sparse or frequency-scaled gradients"
-            )
+        if argument(g.node, 7, "scale_grad_by_freq"):
+            return Reject(Reason.UNSUPPORTED_VARIANT, f"{g.node.name} makes frequency-scaled gradients")
         if argument(g.node, 8, "mode") == 2:
             return Reject(Reason.UNSUPPORTED_VARIANT, f"{g.node.name} is of max pooling")
     if any(g.shared != grads[0].shared for g in grads):
@@ -165,7 +167,7 @@ def _rewrite(
         [g.node.args[6] for g in grads],
         [emitter.size(g.width) for g in grads],
         *(argument(first, 8, "mode"), last, argument(first, 11, "padding_idx", -1), dtype),
-        [False] * len(grads),
+        [g.sparse for g in grads],
         [emitter.size(c) for c in columns],
         *(letters, bool(others), context.group, context.order, context.site),
     )

@@ -59,7 +59,7 @@ class Reason(str, Enum):
     UNEVEN = ("uneven", "make the scattered (gathered) dim a multiple of the size of the group")
     UNSUPPORTED_VARIANT = (
         "unsupported_variant",
-        "the compute uses an option that no fused op has, such as sparse gradients or trained max pooling",
+        "the compute uses an option that no fused op has, such as trained max pooling",
     )
     POLICY_NEVER = ("policy_never", "policy is `never`: set it to `auto` or `always` to fuse")
     PATTERN_DISABLED = ("pattern_disabled", "add the pattern to `patterns` to fuse")

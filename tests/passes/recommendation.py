@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -43,12 +44,26 @@ def exchange(x: Tensor, output: list[int] | None = None, inputs: list[int] | Non
 
 
 class Tables(nn.Module):
-    """Pools `dims` tables over the global batch and exchanges them in the spelling `how`."""
+    """Pools `dims` tables over the global batch and exchanges them in the spelling `how`.
 
-    def __init__(self, how: str, dims: list[int], weighted: bool, mode: str, **bag: Any) -> None:
+    sparse: which tables have sparse gradients, from the first on again where it is too short.
+    """
+
+    def __init__(
+        self,
+        how: str,
+        dims: list[int],
+        weighted: bool,
+        mode: str,
+        sparse: Sequence[bool] = (False,),
+        **bag: Any,
+    ) -> None:
         super().__init__()
         self.how, self.dims, self.weighted = how, dims, weighted
-        self.tables = nn.ModuleList(nn.EmbeddingBag(ROWS, d, mode=mode, **bag) for d in dims)
+        self.tables = nn.ModuleList(
+            nn.EmbeddingBag(ROWS, d, mode=mode, sparse=s, **bag)
+            for d, s in zip(dims, cycle(sparse), strict=False)
+        )
 
     def forward(self, indices: list[Tensor], offsets: list[Tensor], weights: list[Tensor]) -> Tensor:
         pooled = []
@@ -115,6 +130,7 @@ def tables(
     offsets: bool = True,
     weighted: bool = False,
     mode: str = "sum",
+    index: torch.dtype = torch.int64,
     **bag: Any,
 ) -> Callable[[int, int], tuple[Callable[..., Any], tuple[Any, ...]]]:
     def build(world: int, rank: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -124,8 +140,9 @@ def tables(
         batch = LOCAL_BATCH * world
         last = bag.get("include_last_offset", False)
         shape = (batch * POOLING,) if offsets else (batch, POOLING)
-        indices = [torch.randint(0, ROWS, shape) for _ in range(count)]
-        starts = [torch.arange(0, batch * POOLING + last, POOLING) for _ in range(count)] if offsets else []
+        indices = [torch.randint(0, ROWS, shape, dtype=index) for _ in range(count)]
+        every = torch.arange(0, batch * POOLING + last, POOLING, dtype=index)
+        starts = [every.clone() for _ in range(count)] if offsets else []
         return model, (indices, starts, [torch.rand(batch * POOLING) for _ in range(count)])
 
     return build
@@ -149,7 +166,26 @@ PROGRAMS: dict[str, Program] = {
         grad=True,
     ),
     "rows, sparse, training": Program(
-        tables("rows", sparse=True), {"forward": [FORWARD]}, {"backward": ["unsupported_variant"]}, grad=True
+        tables("rows", sparse=[True]), *TRAIN, grad=True, tolerance=0, worlds=(2, 4)
+    ),
+    "rows, sparse, padding, training": Program(
+        tables("rows", sparse=[True], padding_idx=3), *TRAIN, grad=True, tolerance=0
+    ),
+    "rows, sparse, mean, int32, last offset, training": Program(
+        tables("rows", [4, 8, 20], mode="mean", sparse=[True], index=torch.int32, include_last_offset=True),
+        *TRAIN,
+        grad=True,
+    ),
+    "rows, sparse and dense, training": Program(tables("rows", sparse=[False, True]), *TRAIN, grad=True),
+    "uneven, sparse, training": Program(tables("uneven", sparse=[True, False]), *TRAIN, grad=True),
+    "dynamic, sparse, training": Program(
+        tables("rows", sparse=[True, False]), *TRAIN, grad=True, dynamic=True
+    ),
+    "rows, sparse, bf16 on the wire, training": Program(
+        tables("rows_wire_bf16", sparse=[True]), *TRAIN, grad=True, tolerance=0.01
+    ),
+    "rows, sparse mean with padding, training": Program(
+        tables("rows", mode="mean", sparse=[True], padding_idx=3), *TRAIN, grad=True
     ),
     "rows, bf16 on the wire": Program(tables("rows_wire_bf16"), *INFER, tolerance=0.01),
     "stacked, tables first": Program(tables("stacked_tables_first"), *INFER, worlds=(2, 4)),

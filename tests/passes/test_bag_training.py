@@ -14,19 +14,18 @@ from torch import Tensor
 import autofuse
 from tests.ranks import RankPool
 
-from .recommendation import FORWARD, ROWS, exchange, tables
+from .recommendation import BACKWARD, FORWARD, ROWS, exchange, tables
 
 
-def _steps(compiled: bool, world: int, rank: int) -> list[Tensor]:
+def _steps(patterns: list[str], world: int, rank: int, options: dict) -> list[Tensor]:
     """What the tables are after some steps."""
-    build = tables("rows", mode="mean", padding_idx=3, include_last_offset=True)
-    model, (indices, offsets, weights) = build(world, rank)
+    model, (indices, offsets, weights) = tables("rows", **options)(world, rank)
     assert isinstance(model, torch.nn.Module)
-    parameters, offsets = list(model.parameters()), [o.int() for o in offsets]
-    # A third of the lookups are padding.
-    indices = [torch.where(torch.arange(len(i)) % 3 == 0, 3, i).int() for i in indices]
-    how = {"policy": "always", "patterns": [FORWARD]}
-    step = torch.compile(model, backend="autofuse", options=how) if compiled else model
+    parameters = list(model.parameters())
+    # A third of the lookups are padding, where there is any.
+    indices = [torch.where(torch.arange(len(i)) % 3 == 0, 3, i) for i in indices]
+    how = {"policy": "always", "patterns": patterns}
+    step = torch.compile(model, backend="autofuse", options=how) if patterns else model
     for _ in range(3):
         step(indices, offsets, weights).sum().backward()
         for parameter in parameters:
@@ -37,19 +36,14 @@ def _steps(compiled: bool, world: int, rank: int) -> list[Tensor]:
     return [p.detach() for p in parameters]
 
 
-def _train(rank: int, world: int) -> list[str]:
+def _train(rank: int, world: int, patterns: list[str], options: dict) -> list[str]:
     torch._dynamo.reset()
-    expected = _steps(False, world, rank)
+    expected = _steps([], world, rank, options)
     with autofuse.debug() as report:
-        found = _steps(True, world, rank)
+        found = _steps(patterns, world, rank, options)
     for table, want in zip(found, expected, strict=True):
         torch.testing.assert_close(table, want)
     return [site.pattern for site in report.fused]
-
-
-def test_padding_does_not_count_where_torch_divides(ranks: Callable[[int], RankPool]) -> None:
-    """Fused forward, kept backward: torch divides by the sizes of bags that the fused forward leaves it."""
-    assert ranks(2).run(_train, timeout=200) == [[FORWARD]] * 2
 
 
 class Columns(torch.nn.Module):
@@ -100,3 +94,19 @@ def test_sparse_gradients_are_kept_where_others_are_fused(
     ranks: Callable[[int], RankPool], behind: bool
 ) -> None:
     assert ranks(2).run(_keep_sparse, behind, timeout=200) == [["matmul_all_reduce"]] * 2
+
+
+MEAN = {"mode": "mean", "padding_idx": 3}
+CASES = {
+    "sparse": ([FORWARD, BACKWARD], {"sparse": [True]}),
+    "some tables dense": ([FORWARD, BACKWARD], {"sparse": [True, False], **MEAN}),
+    # Torch's backward divides by the sizes of bags that the fused forward leaves it.
+    "forward alone, sparse": ([FORWARD], {"sparse": [True], **MEAN}),
+    "forward alone, dense": ([FORWARD], {"index": torch.int32, "include_last_offset": True, **MEAN}),
+}
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_training(ranks: Callable[[int], RankPool], name: str) -> None:
+    patterns, options = CASES[name]
+    assert ranks(2).run(_train, patterns, options, timeout=200) == [patterns] * 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from unittest.mock import patch
 
 import pytest
@@ -16,6 +17,7 @@ from autofuse.lowering.gpu import support
 from autofuse.lowering.torch_internals import has_grouped_mm
 from autofuse.passes.combine import NOT_PERMUTED
 from autofuse.passes.fuse import Settings, fuse
+from autofuse.passes.report import GraphReport
 
 from .harness import fake_group
 
@@ -34,8 +36,10 @@ class Exchange(torch.autograd.Function):
         return funcol.all_to_all_single(grad.contiguous(), None, None, "0")
 
 
-def step(first: Tensor, second: Tensor, indices: Tensor, offsets: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
-    pooled = [F.embedding_bag(indices, table, offsets, mode="sum") for table in (first, second)]
+def step(
+    first: Tensor, second: Tensor, indices: Tensor, offsets: Tensor, grad: Tensor, sparse: bool = False
+) -> tuple[Tensor, ...]:
+    pooled = [F.embedding_bag(indices, t, offsets, mode="sum", sparse=sparse) for t in (first, second)]
     y = Exchange.apply(torch.cat(pooled, 1))
     return torch.autograd.grad(y, (first, second), grad)
 
@@ -43,25 +47,36 @@ def step(first: Tensor, second: Tensor, indices: Tensor, offsets: Tensor, grad: 
 def moved(graph: fx.Graph) -> fx.Graph:
     """The same graph of tensors on a GPU: without one autograd traces CPUs only."""
     for node in graph.nodes:
-        if isinstance(val := node.meta.get("val"), Tensor):
+        if isinstance(val := node.meta.get("val"), Tensor) and not val.is_sparse:
             node.meta["val"] = torch.empty_strided(val.shape, val.stride(), dtype=val.dtype, device="cuda")
     return graph
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_both_exchanges_of_a_training_step_are_fused(dtype: torch.dtype) -> None:
+def report_of(dtype: torch.dtype, sparse: bool) -> GraphReport:
     with fake_group(WORLD), FakeTensorMode(), patch.object(support, "why_not", lambda device: None):
         bags = WORLD * LOCAL
         tables = [torch.empty(ROWS, DIM, dtype=dtype, requires_grad=True) for _ in range(2)]
         indices = torch.empty(bags * POOLING, dtype=torch.int64)
         offsets = torch.empty(bags, dtype=torch.int64)
         grad = torch.empty(bags, 2 * DIM, dtype=dtype)
-        graph = moved(make_fx(step)(*tables, indices, offsets, grad).graph)
-        report = fuse(graph, Settings(policy="always"), "joint", "0")
+        graph = moved(make_fx(partial(step, sparse=sparse))(*tables, indices, offsets, grad).graph)
+        return fuse(graph, Settings(policy="always"), "joint", "0")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_both_exchanges_of_a_training_step_are_fused(dtype: torch.dtype) -> None:
+    report = report_of(dtype, sparse=False)
     assert [site.op for site in report.sites] == [
         "autofuse::embedding_bag_all_to_all",
         "autofuse::all_to_all_embedding_bag_backward",
     ], report.sites
+
+
+def test_sparse_gradients_are_left_to_torch() -> None:
+    forward, backward = report_of(torch.float32, sparse=True).sites
+    assert forward.op == "autofuse::embedding_bag_all_to_all"
+    assert not backward.fused
+    assert "gradients are sparse" in backward.detail
 
 
 SENT, RECEIVED = [3, 0, 5, 8], [2, 4, 4, 6]
