@@ -8,6 +8,7 @@ With `b` bags a rank, `C[s]` columns of source rank s and, in the last three, T 
 """
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -58,7 +59,7 @@ def place(
 ) -> tuple[list[int], int]:
     """Element at which each table of `source` starts, and the elements between two of its bags."""
     before = sum(columns[:source])
-    prefixes = [sum(dims[:t]) for t in range(len(dims))]
+    prefixes = list(accumulate(dims[:-1], initial=0))[: len(dims)]
     if layout in ("bsc", "bstd"):
         return [before + p for p in prefixes], sum(columns)
     if layout in ("sbc", "sbtd"):

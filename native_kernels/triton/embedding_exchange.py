@@ -329,8 +329,7 @@ def embedding_exchange(
     turn = PROGRAMS - 1 - program
     if not SEND and turn < COPIERS:
         arrived = peer(signals, rank, tl.int32) + first_signal
-        own = peer(inbox, rank, WIRE) + first
-        own = tl.multiple_of(own, 16)
+        own = tl.multiple_of(peer(inbox, rank, WIRE) + first, 16)
         for unit in range(turn, (W - 1) * slices * pieces, COPIERS):
             away = unit // pieces % (W - 1) if MIXED else unit // (slices * pieces)
             number = unit // (pieces * (W - 1)) if MIXED else unit // pieces % slices

@@ -11,6 +11,7 @@ work before it     of all tables, and of none: entries, keys, blocks of strips, 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 
 import torch
@@ -61,9 +62,9 @@ class Tables:
     last: bool = False
     padding: int = -1
 
-    @property
+    @cached_property
     def dims(self) -> list[int]:
-        return [w.shape[1] for w in self.weights]
+        return [w.size(1) for w in self.weights]
 
     def kinds(self) -> int:
         """The bits of all dtypes."""
@@ -74,27 +75,27 @@ class Tables:
 
     def aligned(self) -> int:
         """Elements that may be read at once: rows begin at multiples of them, and end there."""
-        found = 8
-        for w in self.weights:
-            found = math.gcd(found, w.data_ptr() // w.element_size(), w.shape[1], w.stride(0))
-        return found
+        return math.gcd(
+            8, *self.dims, *(n for w in self.weights for n in (w.data_ptr() // w.element_size(), w.stride(0)))
+        )
 
     def words(self, places: Places) -> list[int]:
         """As the kernel reads them."""
         found: list[int] = []
         for source in places.sources:
             found += (*source, 0)
-        weighted = bool(self.samples)
-        for t, (w, indices, offsets) in enumerate(zip(self.weights, self.indices, self.offsets, strict=True)):
+        samples = [s.data_ptr() for s in self.samples] or [0] * len(self.weights)
+        lists = self.weights, self.indices, self.offsets, samples, self.dims, places.starts
+        for w, indices, offsets, sample, dim, start in zip(*lists, strict=True):
             found += (
                 w.data_ptr(),
-                w.shape[0],
+                w.size(0),
                 indices.data_ptr(),
-                indices.shape[0],
+                indices.numel(),
                 offsets.data_ptr(),
-                self.samples[t].data_ptr() if weighted else 0,
-                w.stride(0) << 32 | w.shape[1],
-                DTYPE_BITS[w.dtype] << 32 | places.starts[t],
+                sample,
+                w.stride(0) << 32 | dim,
+                DTYPE_BITS[w.dtype] << 32 | start,
             )
         return found
 
