@@ -93,15 +93,11 @@ def _configs() -> Iterator[BagsConfig]:
     yield BagsConfig()
     yield BagsConfig(tile=512, unroll=8, warps=2, per_sm=14)
     yield BagsConfig(tile=256, unroll=8, warps=1, per_sm=32)
-    yield BagsConfig(unroll=8, per_sm=6)
-    yield BagsConfig(tile=2048, per_sm=4)
-    yield BagsConfig(tile=2048, unroll=8, per_sm=4)
     yield BagsConfig(tile=2048, unroll=2, per_sm=6)
     yield BagsConfig(slice_kib=2048)
     # Where the link is what is slow, what needs none goes on beside it.
-    for tile, unroll, per_sm in ((1024, 4, 8), (2048, 2, 6), (1024, 2, 8)):
-        yield BagsConfig(tile, unroll, per_sm=per_sm, mixed=True)
-        yield BagsConfig(tile, unroll, per_sm=per_sm, copying=1, mixed=True)
+    yield BagsConfig(tile=2048, unroll=2, per_sm=6, mixed=True)
+    yield BagsConfig(tile=2048, unroll=2, per_sm=6, copying=1, mixed=True)
 
 
 def _backward_configs() -> Iterator[BackwardConfig]:
