@@ -91,7 +91,6 @@ def exchange_ways(problem: ExchangeProblem) -> Mapping[str, ExchangeConfig | Non
 def _configs() -> Iterator[BagsConfig]:
     """Differ in how many rows are on their way in a multiprocessor, and to how many threads."""
     yield BagsConfig()
-    yield BagsConfig(tile=512, unroll=8, warps=2, per_sm=14)
     yield BagsConfig(tile=256, unroll=8, warps=1, per_sm=32)
     yield BagsConfig(tile=2048, unroll=2, per_sm=6)
     yield BagsConfig(slice_kib=2048)

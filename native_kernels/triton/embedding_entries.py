@@ -107,8 +107,9 @@ def list_entries(
                 tl.store(scales + to, scale, mask=here)
     if (tl.max(broken, axis=0) | tl.max(faults, axis=0)) != 0:
         report_faults(
-            tables, state, site, 0, bags, blocks, count, count * blocks, PROGRAMS, 1, INDEX, LAST, BB, 1
-        )
+            tables, state, site, 0, bags, count, tl.program_id(0), count * blocks, count * blocks, PROGRAMS,
+            1, INDEX, LAST, BB, 1, False,
+        )  # fmt: skip
 
 
 def is_scaled(tables: Tables) -> bool:

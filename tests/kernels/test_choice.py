@@ -10,17 +10,23 @@ pytest.importorskip("triton")
 
 import torch
 
+from autofuse.bench.expert_cells import MODELS
 from autofuse.lowering.gpu import by_name, measure
 from autofuse.lowering.gpu.choice import (
     _SHIPPED,
+    AnyProblem,
     Point,
     Points,
     choose,
     choose_uncaptured,
     own_table,
     read,
+    ways_of,
     write,
 )
+from autofuse.lowering.gpu.exchange_ways import OP as EMBEDDING
+from autofuse.lowering.gpu.exchange_ways import ExchangeProblem
+from autofuse.lowering.gpu.expert_ways import COMBINE, DISPATCH, DROPLESS, DroplessProblem, ExpertProblem
 from autofuse.lowering.gpu.timing import Timing
 from autofuse.lowering.gpu.ways import (
     ASYNC_TP,
@@ -43,12 +49,31 @@ def problem(op: str, m: int, k: int = 2048, n: int = 8192, world: int = 4) -> Pr
     return Problem(op, m, k, n, world, torch.bfloat16)
 
 
+COLUMNS = {(COMBINE, model.intermediate): model.hidden for model in MODELS.values()} | {
+    (DISPATCH, model.hidden): 2 * model.intermediate for model in MODELS.values()
+}
+"""Of the weights of the layers that experts were measured in, by op and K."""
+
+
+def problem_at(point: Point) -> AnyProblem:
+    op, m, k, n, world = point.op, point.m, point.k, point.n, point.world
+    if op == EMBEDDING:
+        return ExchangeProblem(m // world, (n,) * world, "bsc", torch.bfloat16)
+    plain = op.removesuffix(DROPLESS)
+    if plain not in (COMBINE, DISPATCH):
+        return problem(op, m, k, n, world)
+    columns = COLUMNS[plain, k]
+    if op == plain:
+        return ExpertProblem(op, n // columns, m, k, columns, world, torch.bfloat16)
+    return DroplessProblem(op, n // columns, k, columns, world, torch.bfloat16)
+
+
 @pytest.mark.parametrize("point", SHIPPED, ids=lambda p: f"{p.op}-{p.m}-{p.k}-{p.n}-{p.world}")
 def test_shipped_points_name_ways_that_exist(point: Point) -> None:
-    known = ways(problem(point.op, point.m, point.k, point.n, point.world))
-    fastest = point.times[0][0]
-    assert fastest in known
-    assert choose(problem(point.op, point.m, point.k, point.n, point.world), SHIPPED) == fastest
+    of = problem_at(point)
+    known, fastest = ways_of(of), point.times[0][0]
+    assert {way for way, _ in point.times} <= known.keys()
+    assert choose(of, SHIPPED) == fastest
 
 
 @pytest.mark.parametrize("op", OPS)

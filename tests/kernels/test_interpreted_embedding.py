@@ -54,7 +54,7 @@ def cases(world: int) -> dict[str, Exchange]:
         "empty bags": Exchange(even(world), pooling=0),
         "one bag": Exchange(even(world), b=1, pooling=1),
         "many slices": Exchange(even(world, 1, 32), b=70, pooling=1, config=replace(CONFIG, tile=512)),
-        "by turns": Exchange(mixed(world), b=40, pooling=1, config=replace(CONFIG, mixed=True)),
+        "by turns": Exchange(even(world, 1), b=40, pooling=1, config=replace(CONFIG, mixed=True)),
         "one program": Exchange(even(world), config=replace(CONFIG, per_sm=1, copying=0)),
         "send": Exchange(mixed(world), b=3, send=True),
     }  # fmt: skip
