@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -10,7 +11,7 @@ pytest.importorskip("triton")
 import torch
 from torch import Tensor
 
-from autofuse.lowering.gpu.choice import Point, choose
+from autofuse.lowering.gpu.choice import Point, choose, read, write
 from autofuse.lowering.gpu.exchange_ways import (
     BACKWARD,
     MERGED_NCCL,
@@ -72,6 +73,18 @@ def test_a_measured_point_decides_for_its_neighbours() -> None:
     assert choose(problem(), (gone,)) == MERGED_NCCL
     dense = Point("matmul_all_reduce", 2048, 1, 1024, 4, (("bags", 1.0),))
     assert choose(problem(), (dense,)) == TORCH_NCCL
+
+
+def test_a_table_keeps_both_ops_apart(tmp_path: Path) -> None:
+    """They are measured at the same sizes; a new point replaces only that of its op."""
+    forward, backward = problem(), replace(problem(), op=BACKWARD)
+    path = tmp_path / "ways.json"
+    write(path, [Point.of(forward, {"bags": 1.0}), Point.of(backward, {"strips": 2.0, TORCH_NCCL: 3.0})])
+    write(path, [Point.of(backward, {"strips strip=16": 1.0, "strips": 2.0})])
+    points = read(path)
+    assert len(points) == 2
+    assert choose(forward, points) == "bags"
+    assert choose(backward, points) == "strips strip=16"
 
 
 def test_what_no_kernel_runs_is_left_to_torch() -> None:
