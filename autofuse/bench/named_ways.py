@@ -18,7 +18,6 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from autofuse.lowering.gpu.support import has_triton
 from autofuse.lowering.gpu.timer import Call
@@ -35,10 +34,12 @@ class Fused:
     room: str
     op: str
     arguments: Sequence[tuple[Any, ...]]
+    whole: bool = False
+    """A result is all that the op returns, not the first of it."""
 
-    def auto(self, i: int) -> Tensor:
+    def auto(self, i: int) -> Any:
         """Call number i, as policy `auto` runs it."""
-        return _first(getattr(torch.ops.autofuse, self.op)(*self._at(i)))
+        return self._result(getattr(torch.ops.autofuse, self.op)(*self._at(i)))
 
     def names(self, unfused: bool = False) -> list[str]:
         """The ways that can run this call; none where the room has no such module."""
@@ -46,9 +47,9 @@ class Fused:
         return [] if module is None else list(module.names(self.op, self._at(0), unfused))
 
     def call(self, name: str) -> Call:
-        """The op's first result in the way of that name."""
+        """The same in the way of that name."""
         module = ways_of(self.room)
-        return lambda i: _first(module.run(name, self.op, self._at(i)))
+        return lambda i: self._result(module.run(name, self.op, self._at(i)))
 
     def chosen(self) -> str:
         """The way that policy `auto` takes."""
@@ -62,6 +63,9 @@ class Fused:
         if times:
             ways_of(self.room).keep(self.op, self._at(0), times)
 
+    def _result(self, results: Any) -> Any:
+        return results[0] if isinstance(results, list) and not self.whole else results
+
     def _at(self, i: int) -> tuple[Any, ...]:
         return self.arguments[i % len(self.arguments)]
 
@@ -70,7 +74,3 @@ def ways_of(room: str) -> Any:
     """The module with the ways of a room; None if there is none, or no Triton, which it needs."""
     name = f"autofuse.lowering.gpu.{room}_by_name"
     return importlib.import_module(name) if has_triton() and find_spec(name) is not None else None
-
-
-def _first(results: Tensor | list[Tensor]) -> Tensor:
-    return results[0] if isinstance(results, list) else results

@@ -156,6 +156,7 @@ def test_ways_are_found_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(named_ways, "ways_of", lambda room: Ways)
     assert fused.names() == ["rows", "bags"]
     assert [float(fused.call("rows")(i)) for i in range(3)] == [4, 5, 4]
+    assert replace(fused, whole=True).call("bags")(1) == [torch.tensor([5.0]), torch.tensor([1.0])]
     assert fused.chosen() == "bags"
 
 
