@@ -4,31 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from autofuse.bench.embedding_bags import ROOM, Bags, drawn, offsets, sampled_bags
 from autofuse.bench.embedding_cells import OP, Cell
 from autofuse.bench.exchange_work import Sample, Variant, Work, exchange
 from autofuse.bench.named_ways import Fused
 from autofuse.bench.timings import DTYPE
-from autofuse.lowering.gpu.timing import MOST_CALLS, copies_of
-
-ROOM = "embedding"
-SAMPLED = 16
-"""Bags of every rank whose exact values are computed."""
-
-
-@dataclass(frozen=True)
-class Bags:
-    """What to pool, one of several sets. `indices[t]`: [B * L] of every table; `merged[g]`: [T_g * B * L],
-    the same for the g-th dim, whose tables lie in one big table."""
-
-    indices: list[Tensor]
-    merged: list[Tensor]
 
 
 @dataclass(frozen=True)
@@ -52,7 +38,7 @@ class Path:
         cell = given.cell
         part = cell.batch // cell.world
         like = given.tables[0]
-        self.counts = [(len(list(tables)), dim) for dim, tables in groupby(dim for _, dim in cell.sizes)]
+        self.counts = [(len(rows), dim) for dim, rows in cell.by_dim]
         self.batch = cell.batch
         self.sent = like.new_empty(cell.batch, cell.columns)
         self.received = like.new_empty(cell.world, part, cell.columns)
@@ -78,25 +64,12 @@ class Path:
 
 def operands(cell: Cell, device: torch.device, group_name: str) -> Operands:
     """Random tables and bags, other ones on every rank."""
-    big, tables, big_offsets, shifts = [], [], [], []
-    for dim, sizes in groupby(cell.sizes, key=lambda size: size[1]):
-        rows = [count for count, _ in sizes]
+    big, tables = [], []
+    for dim, rows in cell.by_dim:
         big.append(torch.randn(sum(rows), dim, device=device, dtype=getattr(torch, DTYPE)))
         tables += big[-1].split(rows)
-        count = len(rows) * cell.batch
-        big_offsets.append(torch.arange(0, count * cell.pooling, cell.pooling, device=device))
-        shifts.append([sum(rows[:t]) for t in range(len(rows))])
-
-    def bags() -> Bags:
-        n = cell.batch * cell.pooling
-        indices = [torch.randint(0, rows, (n,), device=device) for rows, _ in cell.sizes]
-        rest = iter(indices)
-        merged = [torch.cat([next(rest) + shift for shift in of_dim]) for of_dim in shifts]
-        return Bags(indices, merged)
-
-    sets = min(MOST_CALLS, max(2, copies_of(cell.pooled_bytes)))
-    offsets = torch.arange(0, cell.batch * cell.pooling, cell.pooling, device=device)
-    return Operands(cell, big, tables, offsets, big_offsets, [bags() for _ in range(sets)], group_name)
+    big_offsets = [offsets(cell, device, len(rows)) for _, rows in cell.by_dim]
+    return Operands(cell, big, tables, offsets(cell, device), big_offsets, drawn(cell, device), group_name)
 
 
 def work(cell: Cell, device: torch.device, group_name: str) -> Work:
@@ -148,16 +121,15 @@ def peers(given: Operands) -> dict[str, Callable[[Bags], Tensor]]:
 def exact(given: Operands) -> tuple[Sample, Sample]:
     """Of the first set: what this rank pools, [B, sum(D_t)], and what it gets, [B / W, W * sum(D_t)]."""
     cell = given.cell
-    part, device = cell.batch // cell.world, given.offsets.device
-    some = torch.linspace(0, part - 1, min(SAMPLED, part), device=device).long()
-    bags = (torch.arange(cell.world, device=device)[:, None] * part + some).flatten()
+    of_ranks = sampled_bags(cell, given.offsets.device)
+    some, bags = of_ranks[0], of_ranks.flatten()
     rows = [i.view(cell.batch, cell.pooling)[bags] for i in given.bags[0].indices]
     pooled = torch.cat([t[i].double().sum(1) for t, i in zip(given.tables, rows, strict=True)], 1)
     received = exchange(torch.empty_like(pooled), pooled, None, None)
     whole = received.view(cell.world, len(some), cell.columns).transpose(0, 1).flatten(1)
     return (
         Sample((cell.batch, cell.columns), bags, pooled),
-        Sample((part, cell.world * cell.columns), some, whole),
+        Sample((cell.batch // cell.world, cell.world * cell.columns), some, whole),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -12,7 +12,14 @@ import torch.distributed as dist
 
 import autofuse
 import autofuse.lowering.ops  # defines torch.ops.autofuse
-from autofuse.bench import embedding_cells, embedding_work, expert_cells, expert_vdev, expert_work
+from autofuse.bench import (
+    embedding_cells,
+    embedding_gradients,
+    embedding_work,
+    expert_cells,
+    expert_vdev,
+    expert_work,
+)
 from autofuse.bench.exchange_rows import Cell, Rates, Row, chosen
 from autofuse.bench.exchange_table import report
 from autofuse.bench.exchange_work import Variant, Work
@@ -26,6 +33,14 @@ from autofuse.lowering.gpu.timing import QUICK, Effort, Timing, calls_for, captu
 
 MEMORY_BYTES = 2 << 30
 """What is copied to measure the memory's rate."""
+
+WORK: Mapping[str, Callable[[Any, torch.device, str], Work]] = {
+    embedding_cells.OP: embedding_work.work,
+    embedding_cells.BACKWARD: embedding_gradients.work,
+    expert_cells.COMBINE: expert_work.work,
+    expert_cells.DISPATCH: expert_work.work,
+}
+"""By op: what makes the work of its cells."""
 
 
 @dataclass(frozen=True)
@@ -88,13 +103,10 @@ def _prepare(options: Options) -> tuple[dict[str, Any], Rates]:
 
 
 def _measure(options: Options, cell: Cell, rates: Rates) -> Row:
-    make: Callable[[Any, torch.device, str], Work] = (
-        embedding_work.work if options.benchmark == "embedding" else expert_work.work
-    )
     group = dist.group.WORLD
     assert group is not None
     device = torch.device("cuda", torch.cuda.current_device())
-    return measure(cell, make(cell, device, group.group_name), rates, options)
+    return measure(cell, WORK[cell.op](cell, device, group.group_name), rates, options)
 
 
 def measure(cell: Cell, work: Work, rates: Rates, options: Options) -> Row:

@@ -115,7 +115,7 @@ def dense(
 def embedding(
     rows: Rows = None, quick: Quick = False, tune: Tune = False, json: Json = None, markdown: Markdown = None
 ) -> None:
-    """Pooled embeddings and their all-to-all on the GPUs of torchrun: ours, and all that torch ships."""
+    """Pooled embeddings, their gradients and the all-to-all on the GPUs of torchrun: ours, and torch's."""
     _around_all_to_all("embedding", rows, quick, tune, json, markdown)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 HERE = Path(__file__).parent
 BENCHMARKS = HERE.parent / "benchmarks"
 WIDTH, HEIGHT, LEFT, TOP, FOOT = 26, 150, 66, 36, 110
+FORWARD = "embedding_bag_all_to_all"
 COLORS = "#3366aa", "#bb6633"
 
 Bar = tuple[str, list[float]]
@@ -54,9 +55,12 @@ def chart(title: str, legend: list[str], bars: list[Bar]) -> str:
 
 
 def embedding(rows: list[dict[str, Any]]) -> list[Bar]:
+    """Of the forward."""
     bars = []
     for row in rows:
         cell, ours = row["cell"], row["ours"]["us"]
+        if cell.get("op", FORWARD) != FORWARD:
+            continue
         mixed = " mixed" if cell["kind"] == "mixed" else ""
         label = f"{cell['batch']} | {cell['tables']}{mixed} | {cell['pooling']}"
         bars.append((label, [ours / fastest(row["peers"]), ours / row["ways"]["merged+nccl"]["us"]]))
