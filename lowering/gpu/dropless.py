@@ -13,7 +13,6 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from autofuse.lowering import torch_internals
 from autofuse.lowering.rendezvous import NotShared
 from autofuse.lowering.workspace import workspace_for
 from autofuse.native_kernels.cuda.dropless_combine import dropless_combine_needs, launch_dropless_combine
@@ -25,6 +24,7 @@ from autofuse.native_kernels.cuda.dropless_dispatch import (
 from autofuse.native_kernels.triton.memory import Need, PeerMemory
 
 from .dense import first_compile
+from .dropless_unfused import grouped_product
 from .expert_ways import COMBINE, DISPATCH, DROPLESS, DroplessProblem, dropless_ways
 from .experts import is_stack
 from .workspace import GpuWorkspace
@@ -114,13 +114,7 @@ def dropless_dispatch(
     outputs = [out]
     if keep or len(w) > 1:
         exchanged = dropless_exchanged(memory, rows, k, x.dtype)
-        none = torch.arange(rows, device=x.device)[:, None] >= offsets[-1]
-        for wi in w[1:]:
-            if rows:
-                outputs.append(torch_internals.grouped_mm(exchanged, wi, offsets).masked_fill_(none, 0))
-            else:
-                outputs.append(x.new_empty(0, wi.shape[2]))
-        outputs += [exchanged] * keep
+        outputs += [grouped_product(exchanged, wi, None, offsets) for wi in w[1:]] + [exchanged] * keep
     workspace.leave()
     return outputs
 
