@@ -65,14 +65,7 @@ class ExpertProblem:
 def expert_ways(problem: ExpertProblem) -> Mapping[str, ExpertConfig | None]:
     """Names of all ways that can run, with the configurations of the kernels."""
     found: dict[str, ExpertConfig | None] = {CUBLAS_NCCL: None}
-    if (
-        problem.aligned
-        and problem.dtype in DTYPES
-        and problem.world <= 8
-        and min(problem.experts, problem.run, problem.k, problem.columns) > 0
-        and problem.k % 8 == 0
-        and problem.columns % 8 == 0
-    ):
+    if problem.run > 0 and _kernels_take(problem):
         found |= {settings_of("clusters", c): c for c in _configs(problem) if _fits(c, problem)}
     return found
 
@@ -159,15 +152,7 @@ DROPLESS = ", dropless"
 def dropless_ways(problem: DroplessProblem) -> Mapping[str, DroplessConfig | None]:
     """Names of all ways that can run, with the configurations of the kernel."""
     found: dict[str, DroplessConfig | None] = {CUBLAS_NCCL: None}
-    if (
-        problem.aligned
-        and problem.dtype in DTYPES
-        and problem.world <= 8
-        and 0 < problem.experts <= MOST_EXPERTS
-        and min(problem.k, problem.columns) > 0
-        and problem.k % 8 == 0
-        and problem.columns % 8 == 0
-    ):
+    if problem.experts <= MOST_EXPERTS and _kernels_take(problem):
         configs = (
             DroplessConfig(),
             DroplessConfig(across=2),
@@ -178,3 +163,15 @@ def dropless_ways(problem: DroplessProblem) -> Mapping[str, DroplessConfig | Non
         )
         found |= {settings_of("clusters", config): config for config in configs}
     return found
+
+
+def _kernels_take(problem: ExpertProblem | DroplessProblem) -> bool:
+    """Whatever its rows: weights that TMA loads, and ranks that kernels serve."""
+    return (
+        problem.aligned
+        and problem.dtype in DTYPES
+        and problem.world <= 8
+        and min(problem.experts, problem.k, problem.columns) > 0
+        and problem.k % 8 == 0
+        and problem.columns % 8 == 0
+    )
