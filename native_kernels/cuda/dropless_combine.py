@@ -73,7 +73,7 @@ class DroplessConfig:
 
     def stages(self, experts: int, height: int) -> int:
         """Blocks of K in flight, beside which lie the rows of experts."""
-        return most_stages(self.bn, height, 8 * (experts + 2) + 16)
+        return most_stages(self.bn, rows=height, beside=8 * (experts + 2) + 16)
 
     def shared_bytes(self, experts: int, height: int) -> int:
         return shared_bytes(self.bn, self.stages(experts, height), rows=height)

@@ -54,7 +54,7 @@ class Cut:
     @property
     def stages(self) -> int:
         """Blocks of K in flight."""
-        return most_stages(self.bn, self.height)
+        return most_stages(self.bn, rows=self.height)
 
     @property
     def shared_bytes(self) -> int:

@@ -30,10 +30,10 @@ def shared_bytes(bn: int, stages: int, split: int = 1, rows: int = BM) -> int:
     return stages * (rows + bn) * BK * 2 + rows * bn * 2 + partials + 16 * (stages + 2) + 1024
 
 
-def most_stages(bn: int, rows: int, beside: int = 0) -> int:
+def most_stages(bn: int, split: int = 1, rows: int = BM, beside: int = 0) -> int:
     """As many blocks of K in flight as there is room for, of tiles of `rows` rows; `beside`: bytes in use."""
-    fixed = shared_bytes(bn, 0, rows=rows) + beside
-    return (SHARED_MEMORY - fixed) // (shared_bytes(bn, 1, rows=rows) + beside - fixed)
+    fixed, more = (shared_bytes(bn, stages, split, rows) for stages in (0, 1))
+    return (SHARED_MEMORY - beside - fixed) // (more - fixed)
 
 
 @cache

@@ -9,7 +9,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from autofuse.native_kernels.triton.memory import SHARED_MEMORY, Need, PeerMemory, cdiv
+from autofuse.native_kernels.triton.memory import Need, PeerMemory, cdiv
 
 from .gemm import (
     BM,
@@ -21,6 +21,7 @@ from .gemm import (
     filled,
     launch,
     map_operands,
+    most_stages,
     shared_bytes,
 )
 from .launcher import Kernel, kernel
@@ -66,8 +67,7 @@ class WordsConfig:
     @property
     def stages(self) -> int:
         """As many blocks of K in flight as fit."""
-        fixed, more = shared_bytes(self.bn, 0, self.split), shared_bytes(self.bn, 1, self.split)
-        return (SHARED_MEMORY - fixed) // (more - fixed)
+        return most_stages(self.bn, self.split)
 
     @property
     def shared_bytes(self) -> int:
