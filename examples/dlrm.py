@@ -54,9 +54,10 @@ class DLRM(nn.Module):
         super().__init__()
         self.tables = nn.ModuleList(nn.EmbeddingBag(rows, dim, mode="sum") for _ in range(tables))
         features = world * tables + 1
-        self.bottom = nn.Sequential(nn.Linear(DENSE, 256), nn.ReLU(), nn.Linear(256, dim), nn.ReLU())
+        # SiLU, not ReLU: of a million inputs some are so near 0 that rounding would decide on their gradient.
+        self.bottom = nn.Sequential(nn.Linear(DENSE, 256), nn.SiLU(), nn.Linear(256, dim), nn.SiLU())
         pairs = features * (features - 1) // 2
-        self.top = nn.Sequential(nn.Linear(dim + pairs, 256), nn.ReLU(), nn.Linear(256, 1))
+        self.top = nn.Sequential(nn.Linear(dim + pairs, 256), nn.SiLU(), nn.Linear(256, 1))
         self.register_buffer("pairs", torch.tril_indices(features, features, -1))
         self.shape = (world, -1, tables, dim)
 
