@@ -50,9 +50,6 @@ experts became 0.24 ms longer for each of its sites on 2 H200."""
 MEMORY_BYTES_US = 4e6
 """What a GPU reads at most in a microsecond, about."""
 
-UNMEASURED = "all_to_all_embedding_bag_backward"
-"""On GPUs `auto` fuses no site of this pattern: nobody has measured yet what is gained."""
-
 MARGIN = 0.05
 """A predicted loss up to this part, at some of the sizes that a compilation serves, is no reason to keep."""
 
@@ -90,8 +87,6 @@ def on_gpu(choice: Choice, pattern: str, work: Work, captured: bool) -> Choice:
     calls that are not captured in CUDA graphs wait for the host, which fused ops keep busy for longer. Where
     sizes depend on data, calls last at least as long as their weights are read.
     """
-    if pattern == UNMEASURED:
-        return replace(choice, fuse=False, why="nobody has measured yet what is gained on GPUs")
     lasts, known = choice.apart_us, choice.prediction.wins != "not known"
     if not known:
         weights = (work.count * k * n * 2 for _, k, n in work.matmuls)

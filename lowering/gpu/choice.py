@@ -18,20 +18,21 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from .exchange_ways import OP as EMBEDDING
 from .exchange_ways import TORCH_NCCL, ExchangeProblem, exchange_ways
 from .expert_ways import DroplessProblem, ExpertProblem, dropless_ways, expert_ways
 from .ways import CUBLAS_NCCL, Problem, host_us, is_update, ways
 from .workspace import GpuWorkspace
 
 FAR = 2.0
-"""A point measured at sizes that differ by more than this many doublings, all told, says nothing. But of bags
-and of dropless experts, whose kernels have won wherever they were measured."""
+"""A point measured at sizes that differ by more than this many doublings, all told, says nothing."""
 
 _SHIPPED = Path(__file__).with_name("tables")
 
 
 AnyProblem = Problem | ExchangeProblem | ExpertProblem | DroplessProblem
+
+ALWAYS_NEAR = ExchangeProblem, DroplessProblem
+"""Of bags and of dropless experts any point will do: their kernels have won wherever they were measured."""
 
 
 @dataclass(frozen=True)
@@ -129,9 +130,9 @@ def _times(problem: AnyProblem, points: Points) -> list[tuple[str, float]]:
         if updates:  # whoever asks for it gets it
             return updates
     here = ways_of(problem)
-    far = 1e9 if isinstance(problem, DroplessProblem) or problem.op == EMBEDDING else FAR
-    near = sorted((p for p in points if p.distance(problem) <= far), key=lambda p: p.distance(problem))
-    found = ([(way, us) for way, us in point.times if way in here] for point in near)
+    far = math.inf if isinstance(problem, ALWAYS_NEAR) else FAR
+    near = sorted((p for p in points if p.op == problem.op), key=lambda p: p.distance(problem))
+    found = ([(w, us) for w, us in p.times if w in here] for p in near if p.distance(problem) <= far)
     return next(filter(None, found), [])
 
 

@@ -24,6 +24,7 @@ from autofuse.lowering.gpu.choice import (
     ways_of,
     write,
 )
+from autofuse.lowering.gpu.exchange_ways import BACKWARD as EMBEDDING_BACKWARD
 from autofuse.lowering.gpu.exchange_ways import OP as EMBEDDING
 from autofuse.lowering.gpu.exchange_ways import ExchangeProblem
 from autofuse.lowering.gpu.expert_ways import COMBINE, DISPATCH, DROPLESS, DroplessProblem, ExpertProblem
@@ -57,8 +58,8 @@ COLUMNS = {(COMBINE, model.intermediate): model.hidden for model in MODELS.value
 
 def problem_at(point: Point) -> AnyProblem:
     op, m, k, n, world = point.op, point.m, point.k, point.n, point.world
-    if op == EMBEDDING:
-        return ExchangeProblem(m // world, (n,) * world, "bsc", torch.bfloat16)
+    if op in (EMBEDDING, EMBEDDING_BACKWARD):
+        return ExchangeProblem(m // world, (n,) * world, "bsc", torch.bfloat16, op=op)
     plain = op.removesuffix(DROPLESS)
     if plain not in (COMBINE, DISPATCH):
         return problem(op, m, k, n, world)

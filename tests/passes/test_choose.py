@@ -16,7 +16,7 @@ from torch import Tensor
 
 import autofuse
 from autofuse.backend import fusion_pass
-from autofuse.passes.choose import UNMEASURED, Choice, on_gpu
+from autofuse.passes.choose import Choice, on_gpu
 from autofuse.passes.cost_model import Task
 from autofuse.passes.match import Work
 from autofuse.passes.report import Prediction
@@ -197,8 +197,3 @@ def test_calls_on_gpus_of_unknown_size_last_as_long_as_their_weights_are_read() 
     assert "134.2 us" in on_gpu(unknown, "expert_matmul_all_to_all", few, captured=False).why
     assert on_gpu(unknown, "expert_matmul_all_to_all", many, captured=False).fuse
     assert on_gpu(unknown, "expert_matmul_all_to_all", few, captured=True).fuse
-
-
-def test_what_nobody_has_measured_on_gpus_is_kept() -> None:
-    choice = Choice(Prediction(1.0, 2.0, "", "", "always", "h200"), True, 1000.0)
-    assert not on_gpu(choice, UNMEASURED, Work(), captured=True).fuse
