@@ -39,14 +39,14 @@ def kept_by(store: Store, rank: int, site: str = "") -> str:
     return f"if rank {rank} kept this site, its report says why: compare the reports of both ranks"
 
 
-def decline(group: ProcessGroup, why: str) -> None:
-    """Tell the group that this rank will never share memory with it."""
-    _write(group, f"autofuse/declined/{group.rank()}", why)
+def decline(group: ProcessGroup, why: str, device: str) -> None:
+    """Tell the group that this rank will never share memory of such devices with it."""
+    _write(group, f"autofuse/declined/{device}/{group.rank()}", why)
 
 
-def declined(store: Store, rank: int) -> str:
-    """Why `rank` will never share memory; empty as long as it has not said so."""
-    return _read(store, f"autofuse/declined/{rank}")
+def declined(store: Store, rank: int, device: str) -> str:
+    """Why `rank` will never share memory of such devices; empty as long as it has not said so."""
+    return _read(store, f"autofuse/declined/{device}/{rank}")
 
 
 def place(site: str) -> str:

@@ -78,7 +78,13 @@ def map_segment(fd: int, nbytes: int) -> Tensor:
 
 
 def all_gather(
-    store: Store, prefix: str, rank: int, peers: list[Peer] | int, value: str, timeout_s: float
+    store: Store,
+    prefix: str,
+    rank: int,
+    peers: list[Peer] | int,
+    value: str,
+    timeout_s: float,
+    device: str = "cpu",
 ) -> list[str]:
     """One string of every rank, through `store`. `peers`, or their number while nobody knows them yet.
 
@@ -95,7 +101,7 @@ def all_gather(
         if not missing:
             return [store.get(f"{prefix}/{r}").decode() for r in range(world)]
         for r in missing:
-            if why := notes.declined(store, r):
+            if why := notes.declined(store, r, device):
                 raise Declined(f"rank {r} leaves its collectives as they are: {why}")
         if not isinstance(peers, int):
             for r in missing:

@@ -346,12 +346,12 @@ def workspace_for(group_name: str) -> Workspace:
     return found
 
 
-def decline(group: str | ProcessGroup, why: str) -> None:
-    """Never share memory with this group, and tell so: its other ranks then leave their fused ops unfused,
-    instead of waiting for this one. Without effect once the ranks have met."""
+def decline(group: str | ProcessGroup, why: str, device: str = "cpu") -> None:
+    """Never share memory of such devices with this group, and tell so: its other ranks then leave their fused
+    ops unfused, instead of waiting for this one. Without effect once the ranks have met."""
     group, mine = resolve_group(group), Declined(why)
-    if _workspaces.setdefault(group, mine) is mine:
-        notes.decline(group, why)
+    if device != "cpu" or _workspaces.setdefault(group, mine) is mine:
+        notes.decline(group, why, device)
 
 
 def _make(group: ProcessGroup, group_name: str) -> Workspace | Exception:

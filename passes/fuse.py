@@ -227,7 +227,7 @@ def _check_place(anchor: Anchor, world: int) -> Reject | None:
         decline(anchor.known_group, cpu.why_not())
         return Reject(Reason.NO_NATIVE_KERNELS, cpu.why_not())
     if torch_internals.group_spans_hosts(anchor.known_group):
-        decline(anchor.known_group, "the group spans hosts")
+        decline(anchor.known_group, "the group spans hosts", val.device.type)
         return Reject(Reason.GROUP_SPANS_HOSTS, "its ranks do not share memory")
     return None
 

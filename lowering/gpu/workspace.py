@@ -224,7 +224,7 @@ class GpuWorkspace:
         """One string of every rank, which all must bring."""
         self._meetings += 1
         prefix = f"{self._prefix}/{self._meetings}"
-        return all_gather(self._store, prefix, self.rank, self.world, value, config.timeout_s)
+        return all_gather(self._store, prefix, self.rank, self.world, value, config.timeout_s, "cuda")
 
     def _grow(self, need: Need) -> None:
         self.memory, self.capacity = self._allocate(self.memory, need)

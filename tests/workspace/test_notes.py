@@ -1,0 +1,19 @@
+"""A rank that shares no memory of one kind may share that of another."""
+
+import pytest
+from torch.distributed import HashStore
+
+from autofuse.lowering.notes import declined
+from autofuse.lowering.rendezvous import Declined, all_gather
+
+
+def test_ranks_without_cpu_kernels_meet_on_gpus() -> None:
+    store = HashStore()
+    store.set("autofuse/declined/cpu/1", "no kernels")
+    assert (declined(store, 1, "cpu"), declined(store, 1, "cuda")) == ("no kernels", "")
+    with pytest.raises(Declined, match="rank 1 leaves its collectives as they are: no kernels"):
+        all_gather(store, "a", 0, 2, "x", 1.0)
+    with pytest.raises(RuntimeError, match=r"waited 0.1 s for ranks \[1\]"):
+        all_gather(store, "b", 0, 2, "x", 0.1, "cuda")
+    store.set("c/1", "y")
+    assert all_gather(store, "c", 0, 2, "x", 1.0, "cuda") == ["x", "y"]
