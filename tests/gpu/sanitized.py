@@ -1,12 +1,15 @@
-"""A rank of two for compute-sanitizer: every fused way, at small sizes."""
+"""A rank of two for compute-sanitizer, at small sizes: all ways of the dense ops, some of the others."""
 
 import os
+from itertools import product
 
 import torch
 import torch.distributed as dist
 
 from autofuse.lowering.gpu import by_name
+from tests.gpu import backward_on_gpus, dropless_on_gpus, embedding_on_gpus, experts_on_gpus
 from tests.gpu.on_gpus import MOST_ERROR, error_of
+from tests.ops.bags import Case as Bags
 
 SIZES = {  # m, k, n
     "matmul_all_reduce": [(4, 264, 520), (72, 264, 4360), (520, 264, 520)],
@@ -21,6 +24,13 @@ def main() -> None:
     # Not NCCL, whose kernels the sanitizer would look at, too.
     dist.init_process_group("gloo")
     world = dist.get_world_size()
+    dense(rank, world)
+    experts(rank, world)
+    bags(rank)
+    dist.barrier()
+
+
+def dense(rank: int, world: int) -> None:
     group = dist.group.WORLD.group_name
     for op, sizes in SIZES.items():
         for m, k, n in sizes:
@@ -47,7 +57,46 @@ def main() -> None:
                 assert error < MOST_ERROR, (name, error)
                 if rank == 0:
                     print(f"{op} [{m}, {k}] @ [{k}, {n}] {name}: {error:.1e}", flush=True)
-    dist.barrier()
+
+
+def experts(rank: int, world: int) -> None:
+    for op, run in product((experts_on_gpus.COMBINE, experts_on_gpus.DISPATCH), (37, 130)):
+        case = experts_on_gpus.Case(op, 3, run, 264, 520, biased=True)
+        x, w, bias, wanted = case.x(rank, world), case.w(rank), case.bias(rank), case.wanted(rank, world)
+        for way in experts_on_gpus.fused_ways(case, rank, world)[::4]:
+            found = experts_on_gpus.call(way, case, x, w, bias)
+            report(rank, f"{op} {run} rows {way}", experts_on_gpus.wrong(found, wanted))
+    ragged = dropless_on_gpus.Ragged("random", rows=200, shuffled=True)
+    given, sent = ragged.inputs(rank, world), ragged.wanted(rank, world)
+    parts, _, arrived = ragged.dispatched(rank, world)
+    for way in dropless_on_gpus.ways()[::2]:
+        found = dropless_on_gpus.call(way, given)
+        report(rank, f"dropless combine {way}", experts_on_gpus.wrong(found, sent))
+        found = dropless_on_gpus.dispatch(way, parts)[0]
+        report(rank, f"dropless dispatch {way}", experts_on_gpus.wrong(found, arrived))
+
+
+def bags(rank: int) -> None:
+    case = Bags(((64, 24), (48,)), b=33, table=torch.bfloat16, wire=torch.bfloat16, weighted=True, padding=1)
+    inputs, pooled = embedding_on_gpus.on_device(case, rank), embedding_on_gpus.wanted(case, rank)
+    for way in fused(embedding_on_gpus.kernels_of(case)):
+        found = embedding_on_gpus.call(way, case, inputs)
+        report(rank, f"bags {way}", embedding_on_gpus.check(found, case, pooled))
+    grad, wanted = backward_on_gpus.grad_on_device(case, rank), backward_on_gpus.wanted(case, rank)
+    for way in fused(backward_on_gpus.kernels_of(case)):
+        gradients = backward_on_gpus.call(way, case, inputs, grad)
+        report(rank, f"gradients of bags {way}", backward_on_gpus.check(gradients, case, wanted))
+
+
+def fused(ways: list[str]) -> list[str]:
+    return [way for way in ways if "nccl" not in way]
+
+
+def report(rank: int, what: str, wrong: str) -> None:
+    torch.cuda.synchronize()
+    assert not wrong, f"{what}: {wrong}"
+    if rank == 0:
+        print(what, flush=True)
 
 
 if __name__ == "__main__":
