@@ -33,12 +33,14 @@ LEAST_ROWS = 1024
 """There is room for as many."""
 
 
-def dropless_problem_of(op: str, x: Tensor, w: Tensor, workspace: GpuWorkspace) -> DroplessProblem:
-    """The problem of a call with `x: [rows, K]` and `w: [E, K, N]`."""
+def dropless_problem_of(
+    op: str, x: Tensor, w: Tensor, workspace: GpuWorkspace, weights: int = 1
+) -> DroplessProblem:
+    """The problem of a call with `x: [rows, K]` and `w: [E, K, N]`; weights: as `problem_of`."""
     experts, k, n = w.shape
     aligned = x.storage_offset() % 8 == 0 and is_stack(w)
     return DroplessProblem(
-        op + DROPLESS, experts, k, n, workspace.world, x.dtype, workspace.programs, aligned
+        op + DROPLESS, experts, k, n, workspace.world, x.dtype, workspace.programs, aligned, weights
     )
 
 
@@ -93,9 +95,9 @@ def dropless_dispatch(
 ) -> list[Tensor] | None:
     """Products `[sum(received), N_i]` with all weights and, with `keep`, X; as `dropless_combine`.
 
-    The first weight is multiplied while the rows arrive, the others, which have no bias, afterwards.
+    The first `problem.weights` are multiplied while the rows arrive, the others afterwards.
     """
-    config, rows, k = dropless_ways(problem)[way], sum(received), problem.k
+    config, rows, k, count = dropless_ways(problem)[way], sum(received), problem.k, problem.weights
     assert config is not None
     variant = problem, w[0].stride(), bias[0] is None, trace is None
     entered = _enter(
@@ -105,16 +107,17 @@ def dropless_dispatch(
     if entered is None:
         return None
     memory, number, new = entered
-    out = x.new_empty(rows, problem.columns)
+    outputs = [x.new_empty(rows, problem.columns) for _ in range(count)]
+    biases = [b for b in bias[:count] if b is not None]
     for compile_only in first_compile(workspace, new):
         launch_dropless_dispatch(
-            memory, x, w[0], out, offsets, positions, received, sent, config, number, trace, compile_only,
-            bias[0],
+            memory, x, w[:count], outputs, offsets, positions, received, sent, config, number, trace,
+            compile_only, biases,
         )  # fmt: skip
-    outputs = [out]
-    if keep or len(w) > 1:
+    if keep or len(w) > count:
         exchanged = dropless_exchanged(memory, rows, k, x.dtype)
-        outputs += [grouped_product(exchanged, wi, None, offsets) for wi in w[1:]] + [exchanged] * keep
+        rest = zip(w[count:], bias[count:], strict=True)
+        outputs += [grouped_product(exchanged, wi, b, offsets) for wi, b in rest] + [exchanged] * keep
     workspace.leave()
     return outputs
 

@@ -21,31 +21,31 @@ from .ways import CUBLAS_NCCL
 from .workspace import GpuWorkspace, workspace_for
 
 
-def inputs_of(problem: ExpertProblem, device: torch.device) -> tuple[Tensor, list[Tensor]]:
-    """Random: what the op is given, and weights by turns, so that none is found in the L2 cache."""
+def inputs_of(problem: ExpertProblem, device: torch.device) -> tuple[Tensor, list[list[Tensor]]]:
+    """Random: what the op is given, and its weights by turns, so that none is found in the L2 cache."""
     p = problem
     shape = (p.experts, p.rows, p.k)
     if p.op != COMBINE:
         shape = (p.world, p.experts, p.rows // p.world, p.k)  # type: ignore[assignment]
     weights = [
-        torch.randn(p.experts, p.k, p.columns, device=device, dtype=p.dtype)
-        for _ in range(copies_of(p.experts * p.k * p.columns * 2))
+        [torch.randn(p.experts, p.k, p.columns, device=device, dtype=p.dtype) for _ in range(p.weights)]
+        for _ in range(copies_of(p.k * p.n * 2))
     ]
     return torch.randn(shape, device=device, dtype=p.dtype), weights
 
 
-def run(workspace: GpuWorkspace, way: str, problem: ExpertProblem, x: Tensor, w: Tensor) -> Tensor:
-    """The first result of a call with one weight and no bias, in any way."""
+def run(workspace: GpuWorkspace, way: str, problem: ExpertProblem, x: Tensor, w: list[Tensor]) -> Tensor:
+    """The first result of a call without a bias, in any way."""
     found: Tensor | None = None
     if way != CUBLAS_NCCL and problem.op == COMBINE:
-        found = combine(workspace, way, problem, x, w, None, "direct", "measure")
+        found = combine(workspace, way, problem, x, w[0], None, "direct", "measure")
     elif way != CUBLAS_NCCL:
-        outputs = dispatch(workspace, way, problem, x, [w], [None], False, "measure")
+        outputs = dispatch(workspace, way, problem, x, w, [None] * len(w), False, "measure")
         found = outputs[0] if outputs else None
     return found if found is not None else unfused(workspace, problem, x, w)
 
 
-def unfused(workspace: GpuWorkspace, problem: ExpertProblem, x: Tensor, w: Tensor) -> Tensor:
+def unfused(workspace: GpuWorkspace, problem: ExpertProblem, x: Tensor, w: list[Tensor]) -> Tensor:
     """What the op replaces."""
     how: tuple[Any, ...] = (
         0,
@@ -61,8 +61,8 @@ def unfused(workspace: GpuWorkspace, problem: ExpertProblem, x: Tensor, w: Tenso
         "measure",
     )
     if problem.op == COMBINE:
-        return expert_matmul_all_to_all.reference([x], [w], [], [], "mm", *how)[0]
-    return all_to_all_expert_matmul.reference(x, [w], [], *how)[0]
+        return expert_matmul_all_to_all.reference([x], w, [], [], "mm", *how)[0]
+    return all_to_all_expert_matmul.reference(x, w, [], *how)[0]
 
 
 def measure_experts(workspace: GpuWorkspace, problem: ExpertProblem) -> Point:

@@ -20,7 +20,7 @@ from .dropless import dropless_combine, dropless_dispatch, dropless_problem_of
 from .dropless_unfused import can_group, combine_unfused, dispatch_unfused
 from .expert_measure import measure_experts_once
 from .expert_ways import COMBINE, DISPATCH, ExpertProblem
-from .experts import combine, dispatch, problem_of
+from .experts import at_once, combine, dispatch, problem_of
 from .ways import CUBLAS_NCCL, DTYPES
 from .workspace import current, workspace_of
 
@@ -157,13 +157,14 @@ def dispatch_call(
         )
     check_capacity((count, rows * world, k), 1, outer, world, DISPATCH)
     parts = x.contiguous()
-    problem = problem_of(DISPATCH, parts, w[0], workspace, outer)
     biases = _biases(bias, w)
+    count = at_once(w, biases)
+    problem = problem_of(DISPATCH, parts, w[0], workspace, outer, count)
 
     def run(way: str) -> list[Tensor] | None:
         return dispatch(workspace, way, problem, parts, w, biases, keep_exchanged, site)
 
-    variant = w[0].stride(), biases[0] is None, keep_exchanged or len(w) > 1
+    variant = w[0].stride(), biases[0] is None, keep_exchanged or len(w) > count
     return GpuCall(workspace, problem, run, variant)
 
 
@@ -180,15 +181,18 @@ def _dropless_dispatch_call(
     site: str,
 ) -> GpuCall | None:
     """Of rows that are all of those that arrive."""
-    biases = _biases(bias, w)
-    if not _alike(x, w) or offsets is None or any(b is not None for b in biases[1:]):
+    if not _alike(x, w) or offsets is None:
         return None
     if positions is not None and positions.shape[0] != sum(output_splits):
         return None
     workspace = workspace_of(group_name, x)
     parts, places = x.contiguous(), _vector(positions, torch.int64)
     ends = offsets.to(torch.int32).contiguous()
-    problem = dropless_problem_of(DISPATCH, parts, w[0], workspace)
+    biases = _biases(bias, w)
+    count = at_once(w, biases)
+    problem = dropless_problem_of(DISPATCH, parts, w[0], workspace, count)
+    if not all(can_group(dropless_problem_of(DISPATCH, parts, wi, workspace)) for wi in w[count:]):
+        return None
 
     def run(way: str) -> list[Tensor] | None:
         return dropless_dispatch(
@@ -200,7 +204,7 @@ def _dropless_dispatch_call(
         splits = output_splits, input_splits
         return dispatch_unfused(parts, w, biases, ends, places, *splits, keep_exchanged, group_name)
 
-    variant = w[0].stride(), biases[0] is None, keep_exchanged or len(w) > 1
+    variant = w[0].stride(), biases[0] is None, keep_exchanged or len(w) > count
     return GpuCall(workspace, problem, run, variant, unfused if can_group(problem) else None)
 
 

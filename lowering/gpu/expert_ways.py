@@ -33,7 +33,8 @@ MOST_RUNS = 32
 class ExpertProblem:
     """A call: `[experts, rows, k] @ [experts, k, columns]` on every rank, rows = (outer, W, run).
 
-    programs: that run at once; aligned: operands are as TMA loads them.
+    programs: that run at once; aligned: operands are as TMA loads them; weights: that a dispatch's kernel
+    multiplies, of so many columns each. To tables of ways they are one weight with the columns of all.
     """
 
     op: str
@@ -46,6 +47,7 @@ class ExpertProblem:
     programs: int = 132
     outer: int = 1
     aligned: bool = True
+    weights: int = 1
 
     @property
     def m(self) -> int:
@@ -54,7 +56,7 @@ class ExpertProblem:
 
     @property
     def n(self) -> int:
-        return self.experts * self.columns
+        return self.experts * self.columns * self.weights
 
     @property
     def run(self) -> int:
@@ -126,7 +128,7 @@ def expert_needs(config: ExpertConfig, problem: ExpertProblem) -> Need:
 class DroplessProblem:
     """A call of any number of rows: ranks have different ones, and must take the same way.
 
-    op: with `DROPLESS` behind its name, since tables of ways know no rows of it.
+    op: with `DROPLESS` behind its name, since tables of ways know no rows of it; weights: as `ExpertProblem`.
     """
 
     op: str
@@ -137,12 +139,13 @@ class DroplessProblem:
     dtype: torch.dtype
     programs: int = 132
     aligned: bool = True
+    weights: int = 1
 
     m = 1
 
     @property
     def n(self) -> int:
-        return self.experts * self.columns
+        return self.experts * self.columns * self.weights
 
 
 DROPLESS = ", dropless"

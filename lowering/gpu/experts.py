@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import takewhile
 
 from torch import Tensor
 
 from autofuse.lowering.ops.experts import batched_matmul
 from autofuse.native_kernels.cuda.expert_combine import CombineConfig, launch_expert_combine
 from autofuse.native_kernels.cuda.expert_dispatch import DispatchConfig, exchanged, launch_expert_dispatch
+from autofuse.native_kernels.cuda.experts import MOST_WEIGHTS
 
 from .dense import ORDERS, first_compile
 from .expert_ways import COMBINE, DISPATCH, ExpertProblem, expert_needs, expert_ways
@@ -16,14 +18,30 @@ from .ways import is_copied
 from .workspace import GpuWorkspace
 
 
-def problem_of(op: str, x: Tensor, w: Tensor, workspace: GpuWorkspace, outer: int = 1) -> ExpertProblem:
-    """The problem of a call with `x: [E, R, K]`, of a dispatch `[W, E, R / W, K]`, and `w: [E, K, N]`."""
+def problem_of(
+    op: str, x: Tensor, w: Tensor, workspace: GpuWorkspace, outer: int = 1, weights: int = 1
+) -> ExpertProblem:
+    """The problem of a call with `x: [E, R, K]`, of a dispatch `[W, E, R / W, K]`, and `w: [E, K, N]`.
+
+    weights: how many like this one kernel multiplies, see `at_once`.
+    """
     rows = x.shape[1] if op == COMBINE else x.shape[2] * workspace.world
     aligned = x.is_contiguous() and x.storage_offset() % 8 == 0 and is_stack(w)
     experts, k, n = w.shape
     return ExpertProblem(
-        op, experts, rows, k, n, workspace.world, x.dtype, workspace.programs, outer, aligned
+        op, experts, rows, k, n, workspace.world, x.dtype, workspace.programs, outer, aligned, weights
     )
+
+
+def at_once(w: Sequence[Tensor], bias: Sequence[Tensor | None]) -> int:
+    """How many of the weights `[E, K, N]`, from the first on, one kernel multiplies: as wide, laid out alike,
+    and all with a bias or none."""
+
+    def alike(i: int) -> bool:
+        same = w[i].shape == w[0].shape and (w[i].stride(2) == 1) == (w[0].stride(2) == 1)
+        return same and is_stack(w[i]) and (bias[i] is None) == (bias[0] is None)
+
+    return 1 + len([*takewhile(alike, range(1, min(len(w), MOST_WEIGHTS)))])
 
 
 def is_stack(w: Tensor) -> bool:
@@ -84,9 +102,10 @@ def dispatch(
 ) -> list[Tensor] | None:
     """Products with all weights and, with `keep`, X, in a fused way; None if that cannot be captured.
 
-    The first weight is multiplied while the rows arrive, the others afterwards.
+    The first `problem.weights` are multiplied while the rows arrive, the others afterwards.
     """
-    config, more = expert_ways(problem)[way], keep or len(w) > 1
+    count = problem.weights
+    config, more = expert_ways(problem)[way], keep or len(w) > count
     assert isinstance(config, DispatchConfig)
     entered = workspace.enter(
         DISPATCH,
@@ -98,18 +117,18 @@ def dispatch(
     if entered is None:
         return None
     memory, number, new = entered
-    out = parts.new_empty(problem.experts, problem.rows, problem.columns)
+    outputs = [parts.new_empty(problem.experts, problem.rows, problem.columns) for _ in range(count)]
+    biases = [b for b in bias[:count] if b is not None]
     for compile_only in first_compile(workspace, new):
         launch_expert_dispatch(
-            memory, parts, w[0], out, problem.outer, config, workspace.engine, more, number, trace,
-            compile_only, bias[0],
+            memory, parts, w[:count], outputs, problem.outer, config, workspace.engine, more, number, trace,
+            compile_only, biases,
         )  # fmt: skip
-    outputs = [out]
     if more:
         x = exchanged(memory, parts, problem.outer, config)
         if is_copied(config):
             workspace.engine.give_credit()
-        rest = zip(w[1:], bias[1:], strict=True)
+        rest = zip(w[count:], bias[count:], strict=True)
         outputs += [batched_matmul(x, wi, b) for wi, b in rest] + [x] * keep
     workspace.leave()
     return outputs

@@ -3,17 +3,17 @@
 //
 // Each rank first tells the others which row of X each of theirs becomes (places [W, slot] in their memory); they store
 // it there. Of X [rows, K], and of the words told [8] and arrived [rows / 128], which counts rows of X, a rank has two
-// halves each.
+// halves each. Columns of tiles go through all WEIGHTS, which multiply rows while these lie in the L2 cache.
 #include "comm.cuh"
 #include "gemm.cuh"
 #include "ragged.cuh"
 
 struct Params {
     TensorMap exchanged[2];  // our X, a stack of one
-    TensorMap w;             // a matrix an expert
-    char* out;
+    TensorMap w[MOST_WEIGHTS];  // a matrix an expert
+    char* out[MOST_WEIGHTS];
     const char* parts;         // [rows to send, K]
-    const char* bias;
+    const char* bias[MOST_WEIGHTS];
     const int* offsets;        // [EXPERTS], where rows of experts end; absent if all have as many
     const int64_t* positions;  // [rows], of the rows that arrive; absent if they are X
     char* memory[8];           // of every rank
@@ -24,7 +24,7 @@ struct Params {
     int64_t half;                       // bytes
     int64_t places_half, signals_half;  // words
     int sent[9], received[9];           // where parts begin in `parts`, and among the rows that arrive
-    int rows, n, k, rank, site, slot, cols, programs;
+    int rows, n, k, rank, site, slot, cols, programs;  // cols: of tiles, of all weights
 };
 
 constexpr int DISPATCHING = 3, TELLING = 0;
@@ -91,7 +91,7 @@ __device__ void send_rows(const Params& p, int block, int64_t parity, int epoch)
 __device__ void load_tiles(
     const Params& p, const Shared& s, const Ragged& r, int block, int tiles, int64_t parity, int epoch, Trace trace) {
     prefetch(&p.exchanged[parity]);
-    prefetch(&p.w);
+    for (int i = 0; i < WEIGHTS; ++i) prefetch(&p.w[i]);
     Turn turn;
     const int* arrived = p.signals[p.rank] + parity * p.signals_half + STARTS;
     int known = 0, known_end = 0;  // blocks of X that have come
@@ -112,7 +112,8 @@ __device__ void load_tiles(
         }
         if (first < last) known = first, known_end = last;
         int expert = tile.owner < EXPERTS ? tile.owner : EXPERTS - 1;
-        produce<true>(s, turn, {&p.exchanged[parity]}, {&p.w, expert}, tile.row, tile.col * BN, 0, p.k);
+        Column at = column_at(tile.col, p.cols, WEIGHTS);
+        produce<true>(s, turn, {&p.exchanged[parity]}, {&p.w[at.weight], expert}, tile.row, at.col * BN, 0, p.k);
     }
 }
 
@@ -123,8 +124,9 @@ __device__ void store_tiles(const Params& p, const Shared& s, const Ragged& r, i
     for (int t = block / CLUSTER; t < tiles; t += p.programs / CLUSTER) {
         Tile tile = ragged_tile(r, t, p.cols);
         int left = r.starts[tile.owner + 1] - tile.row, rows = left < ROWS ? left : ROWS;
-        int word = lane % WIDE, col = tile.col * BN + word * 8;
-        char* to = p.out + (static_cast<int64_t>(tile.row) * p.n + col) * 2;
+        Column at = column_at(tile.col, p.cols, WEIGHTS);
+        int word = lane % WIDE, col = at.col * BN + word * 8;
+        char* to = p.out[at.weight] + (static_cast<int64_t>(tile.row) * p.n + col) * 2;
         barrier_wait(s.ready, turn);
         turn ^= 1;
         for (int row = lane / WIDE; row < rows && col < p.n; row += 4 * AT_ONCE) {
@@ -170,8 +172,9 @@ extern "C" __global__ void __launch_bounds__(384, 1) dropless_dispatch(const __g
             float acc[BN / 2];
             consume(s, turn, acc, group - 1, blocks);
             Tile tile = ragged_tile(r, t, p.cols);
+            Column at = column_at(tile.col, p.cols, WEIGHTS);
             if (BIASED && tile.owner < EXPERTS)
-                add_bias(acc, p.bias + static_cast<int64_t>(tile.owner) * p.n * 2, tile.col * BN, p.n);
+                add_bias(acc, p.bias[at.weight] + static_cast<int64_t>(tile.owner) * p.n * 2, at.col * BN, p.n);
 #pragma unroll
             for (int i = 0; i < BN / 2; ++i)
                 if (tile.owner == EXPERTS) acc[i] = 0;

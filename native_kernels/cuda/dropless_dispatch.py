@@ -13,7 +13,8 @@ from torch import Tensor
 from autofuse.native_kernels.triton.memory import Need, PeerMemory, cdiv
 
 from .dropless_combine import HEIGHTS, SLICE, STARTS, DroplessConfig, dropless_constants, height_of
-from .gemm import BK, POINTERS, TENSOR_MAP, blocks, filled, launch, map_weight
+from .experts import MOST_WEIGHTS, tile_cols
+from .gemm import BK, POINTERS, TENSOR_MAP, Constants, blocks, filled, launch, weight_map
 from .launcher import Kernel, kernel, tensor_map
 
 SOURCE = "dropless_dispatch.cu"
@@ -22,10 +23,10 @@ SOURCE = "dropless_dispatch.cu"
 class _Params(ctypes.Structure):
     _fields_ = (
         ("exchanged", TENSOR_MAP * 2),
-        ("w", TENSOR_MAP),
-        ("out", ctypes.c_void_p),
+        ("w", TENSOR_MAP * MOST_WEIGHTS),
+        ("out", ctypes.c_void_p * MOST_WEIGHTS),
         ("parts", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p * MOST_WEIGHTS),
         ("offsets", ctypes.c_void_p),
         ("positions", ctypes.c_void_p),
         ("memory", POINTERS),
@@ -49,11 +50,20 @@ def dropless_dispatch_needs(rows: int, k: int, world: int) -> Need:
     )
 
 
+def dropless_dispatch_constants(
+    experts: int, world: int, transposed: bool, dtype: torch.dtype, biased: bool, height: int,
+    config: DroplessConfig, trace: bool, weights: int = 1,
+) -> Constants:  # fmt: skip
+    """What the kernel is compiled with."""
+    both = dropless_constants(experts, world, transposed, dtype, biased, height, config, trace)
+    return *both, ("WEIGHTS", weights)
+
+
 def launch_dropless_dispatch(
     memory: PeerMemory,
     x: Tensor,
-    w: Tensor,
-    out: Tensor,
+    w: Sequence[Tensor],
+    out: Sequence[Tensor],
     offsets: Tensor | None,
     positions: Tensor | None,
     received: Sequence[int],
@@ -62,26 +72,30 @@ def launch_dropless_dispatch(
     site: int = 0,
     trace: Tensor | None = None,
     compile_only: bool = False,
-    bias: Tensor | None = None,
+    bias: Sequence[Tensor] = (),
 ) -> None:
     """`x: [sum(sent), K]`, contiguous, in parts for the ranks, becomes `X: [rows, K]` of the ranks.
 
     Row i of X is row `positions[i]` (int64; None: i) of the rows that arrive, `received[s]` from every rank:
-    a permutation. out: [rows, N], X times the weight of each row's expert, `w: [E, K, N]`, plus
-    `bias: [E, N]`; rows of expert e end at `offsets[e]` (int32; None: all have as many), behind the last one
-    out is 0. Offsets and positions are contiguous, on the device. trace: three rows of events a program.
+    a permutation. Of up to MOST_WEIGHTS weights, all of them row-major or all transposed, out[i]: [rows, N]
+    is X times the weight of each row's expert, `w[i]: [E, K, N]`, plus `bias[i]: [E, N]`, or there is none.
+    Rows of expert e end at `offsets[e]` (int32; None: all have as many), behind the last one out is 0.
+    Offsets and positions are contiguous, on the device. trace: three rows of events a program.
     """
-    k, (experts, _, n) = x.shape[1], w.shape
-    kind = memory, experts, k, n, w.stride(2) != 1, x.dtype, bias is not None
-    for height in HEIGHTS if compile_only else (height_of(out.shape[0], experts),):
-        found, template = _prepared(*kind, height, config, trace is not None)
+    k, (experts, _, n), rows = x.shape[1], w[0].shape, out[0].shape[0]
+    kind = memory, experts, k, n, w[0].stride(2) != 1, x.dtype, len(bias) > 0
+    for height in HEIGHTS if compile_only else (height_of(rows, experts),):
+        found, template = _prepared(*kind, height, config, trace is not None, len(w))
     if compile_only:
         return
-    params = filled(template, site, trace, out=out, parts=x, bias=bias, offsets=offsets, positions=positions)
-    params.rows = out.shape[0]
+    params = filled(template, site, trace, parts=x, offsets=offsets, positions=positions)
+    params.rows = rows
     params.sent[: memory.world + 1] = [0, *accumulate(sent)]
     params.received[: memory.world + 1] = [0, *accumulate(received)]
-    map_weight(params, w, config.bn // config.across)
+    params.bias[: len(bias)] = [b.data_ptr() for b in bias]
+    params.out[: len(out)] = [y.data_ptr() for y in out]
+    for i, wi in enumerate(w):
+        ctypes.memmove(params.w[i], weight_map(wi, config.bn // config.across), 128)
     launch(found, params, config.cluster)
 
 
@@ -96,17 +110,20 @@ def dropless_exchanged(memory: PeerMemory, rows: int, k: int, dtype: torch.dtype
 @lru_cache(maxsize=1024)
 def _prepared(
     memory: PeerMemory, experts: int, k: int, n: int, transposed: bool, dtype: torch.dtype, biased: bool,
-    height: int, config: DroplessConfig, trace: bool,
+    height: int, config: DroplessConfig, trace: bool, weights: int,
 ) -> tuple[Kernel, _Params]:  # fmt: skip
     """The kernel, and what does not change from call to call."""
     world, half = memory.world, memory.inbox.half(dtype)
-    compiled_with = dropless_constants(experts, world, transposed, dtype, biased, height, config, trace)
+    compiled_with = dropless_dispatch_constants(
+        experts, world, transposed, dtype, biased, height, config, trace, weights
+    )
     found = kernel(SOURCE, "dropless_dispatch", compiled_with, config.shared_bytes(experts, height))
     places_half = memory.finished.half(torch.int32)
     params = _Params(
         state=memory.state.data_ptr(), trace=memory.state.data_ptr(), half=memory.inbox.half(torch.uint8),
         places_half=places_half, signals_half=memory.signals.half(torch.int32), n=n, k=k, rank=memory.rank,
-        slot=places_half // world, cols=cdiv(n, config.bn), programs=blocks(memory, config),
+        slot=places_half // world, cols=tile_cols(n, config, weights),
+        programs=blocks(memory, config),
     )  # fmt: skip
     own = memory.inbox.views[memory.rank].view(dtype)
     for parity in range(2):

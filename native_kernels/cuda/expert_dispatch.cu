@@ -4,26 +4,27 @@
 // Parts go out in slices of rows, to all ranks at once; each has a counter at every receiver. In either half of the
 // memory of a rank: the rows of its experts, [E, R = (outer, W, run), K], and the counters arrived [W, slices]. ENGINES:
 // copy engines send, into one half, [W, E, outer, run, K]. SPANNING: a tile holds rows of several sources, our own, too.
+// Columns of tiles go through all WEIGHTS, which multiply rows while these lie in the L2 cache.
 #include "comm.cuh"
 #include "expert_order.cuh"
 #include "gemm.cuh"
 
 struct Params {
-    TensorMap x;            // our own part, a matrix a run
-    TensorMap exchanged[2]; // our own memory, a matrix a run or, spanning, an expert
-    TensorMap w;            // a matrix an expert
-    TensorMap y;            // the output, as `exchanged`
-    const char* parts;      // [W, rows of a part, K]
-    const char* bias;
-    char* memory[8];        // of every rank
+    TensorMap x;                // our own part, a matrix a run
+    TensorMap exchanged[2];     // our own memory, a matrix a run or, spanning, an expert
+    TensorMap w[MOST_WEIGHTS];  // a matrix an expert
+    TensorMap y[MOST_WEIGHTS];  // the outputs, as `exchanged`
+    const char* parts;          // [W, rows of a part, K]
+    const char* bias[MOST_WEIGHTS];
+    char* memory[8];            // of every rank
     int* signals[8];
     int64_t* state;
     int64_t* trace;
-    int64_t half;           // bytes
-    int64_t signals_half;   // counters
+    int64_t half;               // bytes
+    int64_t signals_half;       // counters
     Runs runs;
     int n, k, rank, site, part_rows, keep;  // keep: store our own part among the others; the host gives credit
-    int rows, cols;                         // tiles of a part
+    int rows, cols;                         // tiles of a part; of all weights
     int slice_rows, slices;                 // rows of tiles in a slice
     int credit, programs;  // where, among the counters of a rank, peers are told that they may store again
 };
@@ -72,7 +73,7 @@ __device__ void load_tiles(
     const Params& p, const Shared& s, int block, int tiles, int64_t parity, int epoch, Trace trace) {
     if (!SPANNING) prefetch(&p.x);
     prefetch(&p.exchanged[parity]);
-    prefetch(&p.w);
+    for (int i = 0; i < WEIGHTS; ++i) prefetch(&p.w[i]);
     Turn turn;
     uint64_t heard = 0;  // slices that have come, a byte a source: they come in their order
     const int* arrived = p.signals[p.rank] + parity * p.signals_half;
@@ -95,7 +96,8 @@ __device__ void load_tiles(
             heard = heard & ~(255ull << source * 8) | static_cast<uint64_t>(slice + 1) << source * 8;
             trace.stamp(WAITED, source, slice);
         }
-        produce<true>(s, turn, x, {&p.w, expert}, i % p.runs.stretch * ROWS, tile.col * BN, 0, p.k);
+        Column at = column_at(tile.col, p.cols, WEIGHTS);
+        produce<true>(s, turn, x, {&p.w[at.weight], expert}, i % p.runs.stretch * ROWS, at.col * BN, 0, p.k);
     }
 }
 
@@ -105,10 +107,12 @@ __device__ void store_tiles(const Params& p, const Shared& s, int block, int til
         Tile tile = tile_of(p, t);
         int expert = tile.row / p.runs.per, i = tile.row % p.runs.per;
         int matrix = SPANNING ? expert : (expert * p.runs.outer + i / p.runs.stretch) * W + tile.owner;
+        Column at = column_at(tile.col, p.cols, WEIGHTS);
         barrier_wait(s.ready, turn);
         turn ^= 1;
         for (int j = 0; j < BN / 64; ++j)
-            store_box(&p.y, matrix, i % p.runs.stretch * ROWS, tile.col * BN + j * 64, s.staged + j * HIGH * 128);
+            store_box(&p.y[at.weight], matrix, i % p.runs.stretch * ROWS, at.col * BN + j * 64,
+                      s.staged + j * HIGH * 128);
         bulk_commit();
         bulk_wait_read();
         barrier_arrive(s.taken);
@@ -143,7 +147,9 @@ extern "C" __global__ void __launch_bounds__(384, 1) expert_dispatch(const __gri
             float acc[BN / 2];
             consume(s, turn, acc, group - 1, blocks);
             Tile tile = tile_of(p, t);
-            if (BIASED) add_bias(acc, p.bias + static_cast<int64_t>(tile.row / p.runs.per) * p.n * 2, tile.col * BN, p.n);
+            Column at = column_at(tile.col, p.cols, WEIGHTS);
+            int64_t expert = tile.row / p.runs.per;
+            if (BIASED) add_bias(acc, p.bias[at.weight] + expert * p.n * 2, at.col * BN, p.n);
             stage(s, acc, group - 1, taken);
             if (threadIdx.x % 128 == 0) trace.stamp(COMPUTED, tile.owner, t);
         }

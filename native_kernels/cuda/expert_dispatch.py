@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from autofuse.native_kernels.triton.copy_engine import FIRST_CREDIT, CopyEngine
 from autofuse.native_kernels.triton.memory import Need, PeerMemory, cdiv
 
-from .experts import Cut, Runs
+from .experts import MOST_WEIGHTS, Cut, Runs, tile_cols
 from .gemm import (
     BK,
     BM,
@@ -23,8 +24,8 @@ from .gemm import (
     constants,
     filled,
     launch,
-    map_weight,
     set_map,
+    weight_map,
 )
 from .launcher import Kernel, kernel, tensor_map
 
@@ -36,10 +37,10 @@ class _Params(ctypes.Structure):
     _fields_ = (
         ("x", TENSOR_MAP),
         ("exchanged", TENSOR_MAP * 2),
-        ("w", TENSOR_MAP),
-        ("y", TENSOR_MAP),
+        ("w", TENSOR_MAP * MOST_WEIGHTS),
+        ("y", TENSOR_MAP * MOST_WEIGHTS),
         ("parts", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p * MOST_WEIGHTS),
         ("memory", POINTERS),
         ("signals", POINTERS),
         ("state", ctypes.c_void_p),
@@ -98,21 +99,22 @@ def dispatch_needs(experts: int, rows: int, k: int, world: int, config: Dispatch
 
 def dispatch_constants(
     experts: int, rows: int, n: int, outer: int, world: int, transposed: bool, dtype: torch.dtype,
-    biased: bool, config: DispatchConfig, trace: bool,
+    biased: bool, config: DispatchConfig, trace: bool, weights: int = 1,
 ) -> Constants:  # fmt: skip
     """What the kernel is compiled with."""
     cut, _ = slices_of(experts, rows, n, outer, world, config)
     return constants(
         config, world, transposed, dtype, trace, ROWS=cut.height, STAGES=cut.stages, BIASED=biased,
         ENGINES=config.copied, SPANNING=cut.spanning, WITHIN=cut.spanning or config.within,
+        WEIGHTS=weights,
     )  # fmt: skip
 
 
 def launch_expert_dispatch(
     memory: PeerMemory,
     x: Tensor,
-    w: Tensor,
-    out: Tensor,
+    w: Sequence[Tensor],
+    out: Sequence[Tensor],
     outer: int,
     config: DispatchConfig,
     engine: CopyEngine | None = None,
@@ -120,31 +122,32 @@ def launch_expert_dispatch(
     site: int = 0,
     trace: Tensor | None = None,
     compile_only: bool = False,
-    bias: Tensor | None = None,
+    bias: Sequence[Tensor] = (),
 ) -> None:
-    """`x: [W, E, outer * run, K]`, by destination, is exchanged to `X: [E, R, K]`; out = X @ w + bias.
+    """`x: [W, E, outer * run, K]`, by destination, becomes `X: [E, R, K]`; out[i] = X @ w[i] + bias[i].
 
-    x is contiguous; R = (outer, W, run); w: [E, K, N]; bias: [E, N]; out: [E, R, N]. keep: `exchanged` is
+    x is contiguous; R = (outer, W, run). Of up to MOST_WEIGHTS weights, all of them row-major or all
+    transposed, w[i]: [E, K, N]; out[i]: [E, R, N]; bias[i]: [E, N], or there is none. keep: `exchanged` is
     called next. The world is a multiple of `config.across` unless `config.within`, which takes runs of a
     multiple of 128 * across rows; where a run has fewer than 128 rows nothing is copied by engines. trace:
     three rows of events a program.
     """
     world, experts, part_rows, k = x.shape
-    rows, n = part_rows * world, w.shape[2]
+    rows, n = part_rows * world, w[0].shape[2]
     found, template, slice_height = _prepared(
-        memory, experts, rows, k, n, w.stride(2) != 1, x.dtype, bias is not None, outer, config,
-        trace is not None,
+        memory, experts, rows, k, n, w[0].stride(2) != 1, x.dtype, len(bias) > 0, outer, config,
+        trace is not None, len(w),
     )  # fmt: skip
     if compile_only:
         return
-    params = filled(template, site, trace, parts=x, bias=bias)
+    params = filled(template, site, trace, parts=x)
     params.keep, run, height = keep, params.runs.run, params.runs.height
-    map_weight(params, w, config.bn // config.across)
-    if run < BM:
-        set_map(params, "y", out, height, 64)
-    else:
+    params.bias[: len(bias)] = [b.data_ptr() for b in bias]
+    for i, (wi, y) in enumerate(zip(w, out, strict=True)):
+        ctypes.memmove(params.w[i], weight_map(wi, config.bn // config.across), 128)
+        ctypes.memmove(params.y[i], tensor_map(y if run < BM else y.view(-1, run, n), height, 64), 128)
+    if run >= BM:
         set_map(params, "x", x[memory.rank].view(-1, run, k), height // config.along, BK)
-        set_map(params, "y", out.view(-1, run, n), height, 64)
     if config.copied:
         assert engine is not None
         engine.push(x.view(world, -1, k), slice_height, params.slices)
@@ -171,13 +174,13 @@ def exchanged(memory: PeerMemory, x: Tensor, outer: int, config: DispatchConfig)
 @lru_cache(maxsize=1024)
 def _prepared(
     memory: PeerMemory, experts: int, rows: int, k: int, n: int, transposed: bool, dtype: torch.dtype,
-    biased: bool, outer: int, config: DispatchConfig, trace: bool,
+    biased: bool, outer: int, config: DispatchConfig, trace: bool, weights: int,
 ) -> tuple[Kernel, _Params, int]:  # fmt: skip
     """The kernel, what does not change from call to call, and the rows of a slice of a part."""
     world = memory.world
     cut, slice_rows = slices_of(experts, rows, n, outer, world, config)
     compiled_with = dispatch_constants(
-        experts, rows, n, outer, world, transposed, dtype, biased, config, trace
+        experts, rows, n, outer, world, transposed, dtype, biased, config, trace, weights
     )
     found = kernel(SOURCE, "expert_dispatch", compiled_with, cut.shared_bytes)
     region, signals = (
@@ -187,8 +190,9 @@ def _prepared(
     params = _Params(
         state=memory.state.data_ptr(), trace=memory.state.data_ptr(), half=region.half(torch.uint8),
         signals_half=signals.half(torch.int32), runs=cut.runs, n=n, k=k, rank=memory.rank,
-        part_rows=cut.part_rows, rows=cut.rows, cols=cut.cols, slice_rows=slice_rows,
-        slices=cdiv(cut.rows, slice_rows), credit=FIRST_CREDIT, programs=blocks(memory, config),
+        part_rows=cut.part_rows, rows=cut.rows, cols=tile_cols(n, config, weights),
+        slice_rows=slice_rows, slices=cdiv(cut.rows, slice_rows), credit=FIRST_CREDIT,
+        programs=blocks(memory, config),
     )  # fmt: skip
     own = region.views[memory.rank].view(dtype)
     for parity in range(1 if config.copied else 2):

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 
 from autofuse.native_kernels.triton.memory import cdiv
 
-from .gemm import BM, most_stages, shared_bytes
+from .gemm import BM, ClusterConfig, most_stages, shared_bytes
 
 GROUP = 16
+MOST_WEIGHTS = 2
+"""That one kernel multiplies; as order.cuh has it."""
 HEIGHTS = (16, 32, 64, BM)
 """Rows of a tile."""
 
@@ -73,3 +75,8 @@ class Cut:
     def runs(self) -> Runs:
         group = min(self.per, GROUP)
         return Runs(self.expert_rows, self.run, self.outer, self.stretch, self.per, group, self.height)
+
+
+def tile_cols(n: int, config: ClusterConfig, weights: int) -> int:
+    """Columns of tiles of so many weights `[K, N]`; those that a cluster works on are of one of them."""
+    return weights * cdiv(n, config.bn * config.along) * config.along

@@ -109,14 +109,13 @@ def filled(template: P, site: int, trace: Tensor | None, **tensors: Tensor | Non
 
 
 def map_weight(params: ctypes.Structure, w: Tensor, across: int) -> None:
-    """Sets `params.w`, of a weight `[K, N]` or a stack of such.
+    """Sets `params.w`, of a weight `[K, N]` or a stack of such."""
+    ctypes.memmove(params.w, weight_map(w, across), 128)
 
-    Boxes of BK x 64, as wide as the swizzle, or of `across` columns of a transpose.
-    """
-    if w.stride(-1) == 1:
-        set_map(params, "w", w, BK, 64)
-    else:
-        set_map(params, "w", w.transpose(-2, -1), across, BK)
+
+def weight_map(w: Tensor, across: int) -> bytes:
+    """Of boxes of BK x 64, as wide as the swizzle, or of `across` columns of a transpose."""
+    return tensor_map(w, BK, 64) if w.stride(-1) == 1 else tensor_map(w.transpose(-2, -1), across, BK)
 
 
 def launch(found: Kernel, params: Any, cluster: int, threads: int = THREADS) -> None:

@@ -11,10 +11,22 @@
 
 constexpr int DIRECT = 0, RING = 1, OBLIVIOUS = 2;
 constexpr int GROUP = 16;
+constexpr int MOST_WEIGHTS = 2;  // that one kernel multiplies
 
 struct Tile {
     int owner, row, col;
 };
+
+// Where column `col` of tiles lies, of `cols` that go through `weights` of equal width, one after another.
+struct Column {
+    int weight, col;
+};
+
+__device__ inline Column column_at(int col, int cols, int weights) {
+    if (weights == 1) return {0, col};
+    int wide = cols / weights;
+    return {col / wide, col % wide};
+}
 
 // Whose chunk is visited at `stage` of a turn.
 __device__ inline int owner_at(int stage, int rank, int world, int order) {

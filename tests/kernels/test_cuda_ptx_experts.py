@@ -52,6 +52,7 @@ def cut_of(experts: int, rows: int, world: int, config: ExpertConfig) -> Cut:
 def cases(op: str) -> Iterator[tuple[str, Constants, int]]:
     """Source, constants and bytes of shared memory of all ways; layouts, dtypes and traces by turns."""
     turns = cycle(product([False, True], DTYPES, [True, False], [True, False]))
+    counts = cycle((1, 2, 2, 1, 2))
     for rows, world in product((16, 64, 4096), (2, 4, 8)):
         for config in expert_ways(ExpertProblem(op, 8, rows, K, N, world, torch.bfloat16)).values():
             transposed, dtype, trace, biased = next(turns)
@@ -61,8 +62,9 @@ def cases(op: str) -> Iterator[tuple[str, Constants, int]]:
                 )
                 yield expert_combine.SOURCE, found, cut_of(8, rows, world, config).shared_bytes
             elif isinstance(config, DispatchConfig):
+                weights = next(counts)
                 found = expert_dispatch.dispatch_constants(
-                    8, rows, N, 1, world, transposed, dtype, biased, config, trace
+                    8, rows, N, 1, world, transposed, dtype, biased, config, trace, weights
                 )
                 yield expert_dispatch.SOURCE, found, cut_of(8, rows, world, config).shared_bytes
         next(turns)
@@ -85,8 +87,11 @@ def test_rules(op: str) -> None:
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("source", [dropless_combine.SOURCE, dropless_dispatch.SOURCE])
-def test_rules_of_dropless(source: str) -> None:
+@pytest.mark.parametrize(
+    ("source", "weights"),
+    [(dropless_combine.SOURCE, 1), (dropless_dispatch.SOURCE, 1), (dropless_dispatch.SOURCE, 2)],
+)
+def test_rules_of_dropless(source: str, weights: int) -> None:
     """Rows are stored by all lanes of a warp: a barrier, then a fence, then the counts."""
     problem = DroplessProblem(COMBINE + DROPLESS, 16, K, N, 4, torch.bfloat16)
     turns = cycle(product([False, True], DTYPES, [True, False], [True, False]))
@@ -95,8 +100,11 @@ def test_rules_of_dropless(source: str) -> None:
         if config is None:
             continue
         transposed, dtype, trace, biased = next(turns)
+        kind = 16, world, transposed, dtype, biased, height, config, trace
         constants = dict(
-            dropless_combine.dropless_constants(16, world, transposed, dtype, biased, height, config, trace)
+            dropless_dispatch.dropless_dispatch_constants(*kind, weights)
+            if source == dropless_dispatch.SOURCE
+            else dropless_combine.dropless_constants(*kind)
         )
         where = f"{source} {constants}"
         static = 2 * 4 * (16 + 2) + 16

@@ -15,7 +15,7 @@ import pytest
 
 from autofuse.native_kernels.cuda.compiler import FOLDER
 from autofuse.native_kernels.cuda.expert_dispatch import DispatchConfig, slices_of
-from autofuse.native_kernels.cuda.experts import Cut
+from autofuse.native_kernels.cuda.experts import MOST_WEIGHTS, Cut, tile_cols
 
 BM, PART = 128, 32
 ORDERS = {"direct": 0, "ring": 1, "oblivious": 2}
@@ -53,6 +53,10 @@ void dispatched(int* out, Runs* r, int t, int m, int n, int rank, int world, int
     Tile tile = dispatched_tile_at(t, m, n, rank, world, rows, cols, slice_rows, across, along, within,
                                    r->group, spanning);
     out[0] = tile.owner, out[1] = tile.row, out[2] = tile.col;
+}
+void column(int* out, Runs* r, int col, int cols, int weights) {
+    Column at = column_at(col, cols, weights);
+    out[0] = at.weight, out[1] = at.col, out[2] = MOST_WEIGHTS;
 }
 }
 """
@@ -208,15 +212,20 @@ def combine(library: ctypes.CDLL, shape: Shape, order: int, across: int, along: 
         assert outputs[rank] == expected
 
 
+@pytest.mark.parametrize("weights", [1, MOST_WEIGHTS])
 @pytest.mark.parametrize("slices", [1, 3, 100])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_a_dispatch_waits_for_what_it_multiplies(library: ctypes.CDLL, shape: Shape, slices: int) -> None:
+def test_a_dispatch_waits_for_what_it_multiplies(
+    library: ctypes.CDLL, shape: Shape, slices: int, weights: int
+) -> None:
     for (across, along), within in product(clusters(shape.world), (False, True)):
         if shape.run < BM or not within or -(-shape.run // BM) % across == 0:
-            dispatch(library, shape, slices, across, along, within)
+            dispatch(library, shape, slices, across, along, within, weights)
 
 
-def dispatch(library: ctypes.CDLL, shape: Shape, slices: int, across: int, along: int, within: bool) -> None:
+def dispatch(
+    library: ctypes.CDLL, shape: Shape, slices: int, across: int, along: int, within: bool, weights: int
+) -> None:
     world = shape.world
     config = DispatchConfig(64, across, along, within, slices=slices)
     cut, slice_rows = slices_of(shape.experts, shape.rows, shape.cols * 64, shape.outer, world, config)
@@ -237,26 +246,34 @@ def dispatch(library: ctypes.CDLL, shape: Shape, slices: int, across: int, along
         place = ((e * shape.outer + o) * world + source) * shape.run + i
         assert comes[place][::2] == (source, (e * shape.outer + o) * shape.run + i)
     within = within or cut.spanning
+    cols = tile_cols(shape.cols * 64, config, weights)
     owners = 1 if spanning else world
     groups, high = (owners, cut.rows // across) if within else (world // across, cut.rows)
     for rank in range(world):
-        computed: Counter[tuple[int, int]] = Counter()
-        for t in range(groups * high * -(-cut.cols // along)):
-            experts = set()
+        computed: Counter[Three] = Counter()
+        for t in range(groups * high * -(-cols // along)):
+            experts, whose = set(), set()
             for m, n in product(range(across), range(along)):
                 source, row, col = at(
-                    "dispatched", t, m, n, rank, world, cut.rows, cut.cols, slice_rows, across, along,
+                    "dispatched", t, m, n, rank, world, cut.rows, cols, slice_rows, across, along,
                     int(within), spanning,
                 )  # fmt: skip
+                weight, col, _ = at("column", col, cols, weights)
+                whose.add(weight)
                 expert, i = divmod(row, cut.per)
                 experts.add(expert)
                 low, most = i % cut.stretch * cut.height, shape.rows if spanning else cut.run
                 run = expert * shape.outer + i // cut.stretch
                 start = expert * shape.rows if spanning else (run * world + source) * cut.run
                 for r in range(low, min(low + cut.height, most)):
-                    computed[start + r, col] += col < cut.cols
+                    computed[start + r, weight, col] += col < cut.cols
                     of, s, _ = comes[start + r]
                     assert spanning or of == source
                     assert s <= row // slice_rows
-            assert len(experts) == 1
-        assert +computed == Counter(product(range(shape.experts * shape.rows), range(cut.cols)))
+            assert len(experts) == len(whose) == 1, "blocks that share x work on one weight"
+        every = product(range(shape.experts * shape.rows), range(weights), range(cut.cols))
+        assert +computed == Counter(every)
+
+
+def test_how_many_weights_a_kernel_multiplies_at_most(library: ctypes.CDLL) -> None:
+    assert Order(library, SHAPES[0].cut(1))("column", 0, 1, 1)[2] == MOST_WEIGHTS

@@ -23,6 +23,7 @@ from autofuse.lowering.gpu.expert_ways import (
     expert_needs,
     expert_ways,
 )
+from autofuse.lowering.gpu.experts import at_once
 from autofuse.lowering.gpu.ways import CUBLAS_NCCL
 
 BF16 = torch.bfloat16
@@ -68,6 +69,35 @@ def test_every_size_has_ways(op: str, world: int) -> None:
 )
 def test_what_no_kernel_runs(odd: dict[str, Any]) -> None:
     assert list(expert_ways(replace(PROBLEM, **odd))) == [CUBLAS_NCCL]
+
+
+@pytest.mark.parametrize("dropless", [False, True])
+def test_two_weights_are_as_one_that_is_twice_as_wide(dropless: bool) -> None:
+    """To tables of ways: a point of either decides for both."""
+    sizes = 2048, 4096, 4, BF16
+    wide: ExpertProblem | DroplessProblem = ExpertProblem(DISPATCH, 16, 1024, *sizes)
+    if dropless:
+        wide = DroplessProblem(DISPATCH + DROPLESS, 16, *sizes)
+    two = replace(wide, columns=2048, weights=2)
+    for measured, asked in ((wide, two), (two, wide)):
+        point = Point.of(measured, {"clusters": 100.0, "clusters slices=8": 100.0, CUBLAS_NCCL: 200.0})
+        assert point.distance(asked) == 0
+        assert choose(asked, (point,)) != CUBLAS_NCCL
+        assert choose(replace(asked, columns=2044), (point,)) == CUBLAS_NCCL
+
+
+def test_how_many_weights_one_kernel_multiplies() -> None:
+    w, bias = _x(4, 16, 24), _x(4, 24)
+    wide, columns, odd = _x(4, 16, 32), _x(4, 24, 16).transpose(1, 2), _x(4, 16, 25)[..., 1:]
+    halves = [*_x(4, 16, 48).chunk(2, 2)]
+    assert at_once([w], [None]) == 1
+    assert at_once([w, w], [None, None]) == at_once([w, w], [bias, bias]) == 2
+    assert at_once([w, w, w], [None] * 3) == 2
+    assert at_once(halves, [None, None]) == at_once([w, halves[1]], [None, None]) == 2
+    assert at_once([columns, columns], [None, None]) == 2
+    assert at_once([w, w], [bias, None]) == at_once([w, w], [None, bias]) == 1
+    for other in (wide, columns, odd):
+        assert at_once([w, other], [None, None]) == 1
 
 
 def test_a_dropless_combine_has_ways_whatever_its_rows() -> None:
