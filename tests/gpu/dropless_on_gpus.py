@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -84,6 +85,15 @@ class Ragged:
             "sent": sent.tolist(),
         }
 
+    def up(self, rank: int, given: Given) -> Given:
+        """The same with another weight and bias."""
+        w, bias = given["w"], given["bias"]
+        other = self.randn(rank, 5, *w.transpose(1, 2).shape if self.transposed else w.shape) / self.k**0.5
+        return given | {
+            "w": other.transpose(1, 2) if self.transposed else other,
+            "bias": None if bias is None else self.randn(rank, 6, *bias.shape),
+        }
+
     def product(self, x: Tensor, given: Given) -> Tensor:
         """In fp64, [rows, N]."""
         p = torch.zeros(x.shape[0], self.n, device="cuda", dtype=torch.float64)
@@ -134,17 +144,23 @@ def call(way: str, given: Given, group: str = "") -> Tensor:
 
 
 def dispatch(
-    way: str, given: Given, more: Sequence[Tensor] = (), keep: bool = False, group: str = ""
+    way: str, given: Given, more: Sequence[Given] = (), weights: int = 1, keep: bool = False, group: str = ""
 ) -> list[Tensor]:
+    """Also with weights and biases of `more`; the kernel multiplies so many, the others come afterwards."""
     from autofuse.lowering.gpu.dropless import dropless_dispatch, dropless_problem_of
 
-    problem = dropless_problem_of("all_to_all_expert_matmul", given["x"], given["w"], workspace(group))
+    x, op = given["x"], "all_to_all_expert_matmul"
+    problem = dropless_problem_of(op, x, given["w"], workspace(group), weights)
     rest = {name: value for name, value in given.items() if name not in ("x", "w", "bias")}
-    w, bias = [given["w"], *more], [given["bias"], *(None for _ in more)]
-    x = given["x"]
+    w, bias = ([of[name] for of in (given, *more)] for name in ("w", "bias"))
     out = dropless_dispatch(workspace(group), way, problem, x, w, bias, **rest, keep=keep, site="test")
     assert out is not None
     return out
+
+
+def _both(way: str, given: Given, up: Given) -> Tensor:
+    """Products of a dispatch of two weights, side by side."""
+    return torch.cat(dispatch(way, given, [up], 2), 1)
 
 
 def _wrong(found: Tensor, wanted: Tensor) -> str:
@@ -166,28 +182,32 @@ def all_ways(rank: int, world: int, case: Ragged) -> dict[str, str]:
 
 
 def all_dispatches(rank: int, world: int, case: Ragged) -> dict[str, str]:
-    """As `all_ways`, and X and the product with a second weight."""
+    """As `all_ways`, of one weight and of two; then with X, and weights that the kernel does not multiply."""
     (given, x, wanted), found = case.dispatched(rank, world), {}
-    for way in ways():
-        with about(way):
-            dispatch(way, given)
+    up = case.up(rank, given)
+    both = torch.cat([wanted, case.product(x, up)], 1)
+    for way, weights in product(ways(), (1, 2)):
+        named, more = f"{way}, {weights} weights", [up][: weights - 1]
+        with about(named):
+            dispatch(way, given, more, weights)
             poison()
             with nan_in_empty():
-                first, second = (dispatch(way, given)[0] for _ in range(2))
+                first, second = (torch.cat(dispatch(way, given, more, weights), 1) for _ in range(2))
         same = "" if torch.equal(first, second) else "other bits in another run"
-        found[way] = _wrong(first, wanted) or same
+        found[named] = _wrong(first, both if more else wanted) or same
         if not case.transposed:
-            *_, product, exchanged = dispatch(way, given, [given["w"]], keep=True)
-            plain = case.product(x, given | {"bias": None})
-            found[way] = found[way] or _wrong(product, plain)
-            found[way] = found[way] or ("" if torch.equal(exchanged, x) else "another X")
+            plain = given | {"bias": None}
+            *products, exchanged = dispatch(way, given, [up, plain], weights, keep=True)
+            wrongs = [_wrong(torch.cat(products[:2], 1), both), _wrong(products[2], case.product(x, plain))]
+            wrongs += [] if torch.equal(exchanged, x) else ["another X"]
+            found[named] = found[named] or next(filter(None, wrongs), "")
     return found
 
 
 def unfused(rank: int, world: int, case: Ragged) -> dict[str, str]:
     """The ops without a table of ways: captured, for which the host must not wait for the GPU."""
     given, wanted = case.inputs(rank, world), case.wanted(rank, world)
-    other, _, product = case.dispatched(rank, world)
+    other, _, dispatched = case.dispatched(rank, world)
     site = (1, 1, False, dist.group.WORLD.group_name, "direct", "test")
 
     def ragged(of: Given) -> tuple[Any, ...]:
@@ -206,7 +226,7 @@ def unfused(rank: int, world: int, case: Ragged) -> dict[str, str]:
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         y, p = both()
     graph.replay()
-    return {"combine": _wrong(y, wanted), "dispatch": _wrong(p, product)}
+    return {"combine": _wrong(y, wanted), "dispatch": _wrong(p, dispatched)}
 
 
 def lost_peer(rank: int, world: int, case: Ragged, dispatches: bool) -> str:
@@ -246,8 +266,11 @@ def many_calls(rank: int, world: int, cases: list[Ragged], calls: int) -> str:
     for case in every:
         given, wanted = case.inputs(rank, world), case.wanted(rank, world)
         ready.append((f"combine of {case}", partial(call, given=given), wanted))
-        other, _, product = case.dispatched(rank, world)
-        ready.append((f"dispatch of {case}", lambda way, given=other: dispatch(way, given)[0], product))
+        other, x, wanted = case.dispatched(rank, world)
+        ready.append((f"dispatch of {case}", lambda way, given=other: dispatch(way, given)[0], wanted))
+        up = case.up(rank, other)
+        wanted = torch.cat([wanted, case.product(x, up)], 1)
+        ready.append((f"dispatch of two, {case}", partial(_both, given=other, up=up), wanted))
     outputs = []
     for number in range(calls):
         named, run, reference = draw.choice(ready)
@@ -281,6 +304,30 @@ def replayed(rank: int, world: int, case: Ragged, replays: int) -> str:
             out.fill_(float("nan"))
         graph.replay()
         wanted = now.wanted(rank, world)
+        for way, out in zip(ways(), found, strict=True):
+            if problem := _wrong(out, wanted):
+                return f"replay {number}, {way}: {problem}"
+    return ""
+
+
+def replayed_dispatches(rank: int, world: int, case: Ragged, replays: int) -> str:
+    """As `replayed`, of dispatches of two weights."""
+    given, _, _ = case.dispatched(rank, world)
+    up = case.up(rank, given)
+    for way in ways():
+        _both(way, given, up)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = [_both(way, given, up) for way in ways()]
+    shuffled = replace(case, shuffled=True)
+    for number in range(replays):
+        now, x, gate = (shuffled if number % 2 else case).dispatched(rank, world)
+        given["positions"].copy_(now["positions"])
+        for out in found:
+            out.fill_(float("nan"))
+        graph.replay()
+        wanted = torch.cat([gate, case.product(x, up)], 1)
         for way, out in zip(ways(), found, strict=True):
             if problem := _wrong(out, wanted):
                 return f"replay {number}, {way}: {problem}"

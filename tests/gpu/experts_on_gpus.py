@@ -4,8 +4,9 @@ import random
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,7 @@ COMBINE, DISPATCH = "expert_matmul_all_to_all", "all_to_all_expert_matmul"
 
 @dataclass(frozen=True)
 class Case:
-    """`[experts, (outer, W, run), k] @ [experts, k, n]` on every rank."""
+    """`[experts, (outer, W, run), k] @ [experts, k, n]` on every rank; of a dispatch with so many weights."""
 
     op: str
     experts: int
@@ -30,6 +31,7 @@ class Case:
     transposed: bool = False
     biased: bool = False
     dtype: torch.dtype = torch.bfloat16
+    weights: int = 1
 
     def randn(self, rank: int, salt: int, *shape: int) -> Tensor:
         generator = torch.Generator("cuda").manual_seed(1000 * salt + rank)
@@ -40,18 +42,26 @@ class Case:
             return self.randn(rank, 1, self.experts, self.outer * world * self.run, self.k)
         return self.randn(rank, 1, world, self.experts, self.outer * self.run, self.k)
 
-    def w(self, rank: int, salt: int = 2) -> Tensor:
+    def w(self, rank: int) -> list[Tensor]:
         shape = (self.n, self.k) if self.transposed else (self.k, self.n)
-        w = self.randn(rank, salt, self.experts, *shape) / self.k**0.5
-        return w.transpose(1, 2) if self.transposed else w
+        found = [
+            self.randn(rank, 2 + 10 * i, self.experts, *shape) / self.k**0.5 for i in range(self.weights)
+        ]
+        return [w.transpose(1, 2) if self.transposed else w for w in found]
 
-    def bias(self, rank: int) -> Tensor | None:
-        return self.randn(rank, 3, self.experts, self.n) if self.biased else None
+    def bias(self, rank: int) -> list[Tensor | None]:
+        return [
+            self.randn(rank, 3 + 10 * i, self.experts, self.n) if self.biased else None
+            for i in range(self.weights)
+        ]
 
-    def product(self, rank: int, x: Tensor, w: Tensor) -> Tensor:
-        bias = self.bias(rank)
-        p = x.double() @ w.double()
-        return p if bias is None else p + bias.double()[:, None]
+    def product(self, rank: int, x: Tensor) -> Tensor:
+        """With all weights, side by side."""
+        found = []
+        for w, bias in zip(self.w(rank), self.bias(rank), strict=True):
+            p = x.double() @ w.double()
+            found.append(p if bias is None else p + bias.double()[:, None])
+        return torch.cat(found, -1)
 
     def exchanged(self, rank: int, world: int) -> Tensor:
         """X of a dispatch."""
@@ -62,10 +72,10 @@ class Case:
     def wanted(self, rank: int, world: int) -> Tensor:
         """In fp64."""
         if self.op == DISPATCH:
-            return self.product(rank, self.exchanged(rank, world), self.w(rank))
+            return self.product(rank, self.exchanged(rank, world))
         parts = []
         for source in range(world):
-            p = self.product(source, self.x(source, world), self.w(source))
+            p = self.product(source, self.x(source, world))
             runs = p.view(self.experts, self.outer, world, self.run, self.n)[:, :, rank]
             parts.append(runs.reshape(self.experts, -1, self.n))
         return torch.stack(parts)
@@ -78,10 +88,11 @@ def workspace(group: str = ""):  # type: ignore[no-untyped-def]
     return workspace_for(group or dist.group.WORLD.group_name, device)
 
 
-def problem_of(case: Case, x: Tensor, w: Tensor):  # type: ignore[no-untyped-def]
+def problem_of(case: Case, x: Tensor, w: list[Tensor]):  # type: ignore[no-untyped-def]
+    """All weights of the case are for the kernel."""
     from autofuse.lowering.gpu.experts import problem_of
 
-    return problem_of(case.op, x, w, workspace(), case.outer)
+    return problem_of(case.op, x, w[0], workspace(), case.outer, case.weights)
 
 
 def fused_ways(case: Case, rank: int, world: int) -> list[str]:
@@ -91,17 +102,20 @@ def fused_ways(case: Case, rank: int, world: int) -> list[str]:
     return [way for way, config in expert_ways(problem).items() if config is not None]
 
 
-def call(way: str, case: Case, x: Tensor, w: Tensor, bias: Tensor | None, order: str = "direct") -> Tensor:
+def call(
+    way: str, case: Case, x: Tensor, w: list[Tensor], bias: list[Tensor | None], order: str = "direct"
+) -> Tensor:
+    """What `wanted` says."""
     from autofuse.lowering.gpu.experts import combine, dispatch
 
     problem = problem_of(case, x, w)
     if case.op == COMBINE:
-        out = combine(workspace(), way, problem, x, w, bias, order, "test")
+        out = combine(workspace(), way, problem, x, w[0], bias[0], order, "test")
         assert out is not None
         return out
-    outputs = dispatch(workspace(), way, problem, x, [w], [bias], False, "test")
+    outputs = dispatch(workspace(), way, problem, x, w, bias, False, "test")
     assert outputs is not None
-    return outputs[0]
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
 
 
 @contextmanager
@@ -149,31 +163,28 @@ def orders(rank: int, world: int, case: Case) -> dict[str, str]:
     x, w, wanted = case.x(rank, world), case.w(rank), case.wanted(rank, world)
     way = fused_ways(case, rank, world)[0]
     return {
-        order: wrong(call(way, case, x, w, None, order), wanted) for order in ("direct", "ring", "oblivious")
+        order: wrong(call(way, case, x, w, [None], order), wanted)
+        for order in ("direct", "ring", "oblivious")
     }
 
 
-def two_weights(rank: int, world: int, case: Case) -> dict[str, str]:
-    """Gate and up projections share an exchange, whose X is returned, too."""
+def weights_afterwards(rank: int, world: int, case: Case) -> dict[str, str]:
+    """The kernel multiplies one weight, or two; another one is multiplied by X, which is returned, too."""
     from autofuse.lowering.gpu.experts import dispatch
 
-    x, gate, up = case.x(rank, world), case.w(rank), case.w(rank, 5)
-    exchanged = case.exchanged(rank, world)
+    case = replace(case, weights=2, biased=False)
+    x, w, exchanged = case.x(rank, world), case.w(rank), case.exchanged(rank, world)
+    w.append(w[0][..., : case.n // 2])
     found = {}
-    for way in fused_ways(case, rank, world):
+    for way, weights in product(fused_ways(case, rank, world), (1, 2)):
+        problem = problem_of(replace(case, weights=weights), x, w)
         for _ in range(3):
-            outputs = dispatch(
-                workspace(), way, problem_of(case, x, gate), x, [gate, up], [None, None], True, "test"
-            )
+            outputs = dispatch(workspace(), way, problem, x, w, [None] * 3, True, "test")
             assert outputs is not None
-            first, second, kept = outputs
-            found[way] = (
-                wrong(first, exchanged.double() @ gate.double())
-                or wrong(second, exchanged.double() @ up.double())
-                or ("" if torch.equal(kept, exchanged) else "another X")
-            )
-            if found[way]:
-                break
+            *products, kept = outputs
+            problems = [wrong(p, exchanged.double() @ wi.double()) for p, wi in zip(products, w, strict=True)]
+            problems += [] if torch.equal(kept, exchanged) else ["another X"]
+            found[f"{way}, {weights} weights"] = next(filter(None, problems), "")
     return found
 
 
@@ -240,7 +251,7 @@ def trained(rank: int, world: int, case: Case) -> str:
         problem = ExpertProblem(op, case.experts, rows, k, n, world, case.dtype)
         fused = [way for way, config in expert_ways(problem).items() if config is not None]
         add_points(workspace(), (Point.of(problem, {fused[0]: 1.0}),))
-    x, w = case.x(rank, world).requires_grad_(), case.w(rank).requires_grad_()
+    x, w = case.x(rank, world).requires_grad_(), case.w(rank)[0].requires_grad_()
     (y,) = torch.ops.autofuse.expert_matmul_all_to_all(
         [x], [w], [], [], "mm", 0, None, None, [], [], 1, case.outer, False,
         dist.group.WORLD.group_name, "direct", "test",
@@ -257,3 +268,34 @@ def trained(rank: int, world: int, case: Case) -> str:
         or wrong(x.grad, grad @ w.detach().double().transpose(1, 2))
         or wrong(w.grad, x.detach().double().transpose(1, 2) @ grad)
     )
+
+
+def trained_dispatch(rank: int, world: int, case: Case) -> str:
+    """Gradients through a dispatch of gate and up, for which X is kept."""
+    from autofuse.lowering.gpu.choice import Point, add_points
+
+    x, w = case.x(rank, world).requires_grad_(), [wi.requires_grad_() for wi in case.w(rank)]
+    problem = problem_of(case, x, w)
+    add_points(workspace(), (Point.of(problem, {fused_ways(case, rank, world)[0]: 1.0}),))
+    outputs = torch.ops.autofuse.all_to_all_expert_matmul(
+        x, w, [], 0, None, None, [], [], 1, case.outer, False, dist.group.WORLD.group_name, "direct", "test"
+    )
+    seeds = [
+        [case.randn(r, 9 + 10 * i, *outputs[0].shape) for i in range(case.weights)] for r in range(world)
+    ]
+    torch.autograd.backward(outputs, seeds[rank])
+    assert x.grad is not None
+    for r in range(world):
+        grad = sum(
+            s.double() @ wi.double().transpose(1, 2) for s, wi in zip(seeds[r], case.w(r), strict=True)
+        )
+        assert isinstance(grad, Tensor)
+        runs = grad.view(case.experts, case.outer, world, case.run, case.k)[:, :, rank]
+        if problem := wrong(x.grad[r], runs.reshape(case.experts, -1, case.k)):
+            return f"gradient of x for rank {r}: {problem}"
+    exchanged = case.exchanged(rank, world).double().transpose(1, 2)
+    problems = [wrong(torch.cat([y.detach() for y in outputs], -1), case.wanted(rank, world))]
+    for wi, s in zip(w, seeds[rank], strict=True):
+        assert wi.grad is not None
+        problems.append(wrong(wi.grad, exchanged @ s.double()))
+    return next(filter(None, problems), "")

@@ -1,6 +1,7 @@
 """The expert ops on GPUs: every way to run them, and what may happen round them."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -29,14 +30,33 @@ SIZES = {  # experts, run, k, n, and more
     "one row": ((4, 1, 512, 1024), {"biased": True}),
 }
 
+TWO = {  # dispatches of gate and up
+    name: Case(DISPATCH, *sizes, weights=2, **more)  # type: ignore[arg-type]
+    for name, (sizes, more) in {
+        **SIZES,
+        "ragged, biased": ((3, 200, 328, 776), {"biased": True}),
+        "tiles of 16 rows": ((3, 2, 264, 520), {"transposed": True}),
+        "tiles of 32 or 64 rows": ((3, 16, 264, 520), {"biased": True}),
+        "odd columns": ((2, 128, 512, 264), {"transposed": True, "biased": True}),
+    }.items()
+}
+
 
 def case(op: str, name: str) -> Case:
     sizes, more = SIZES[name]
     return Case(op, *sizes, **more)  # type: ignore[arg-type]
 
 
+SOME = ("ragged", "two stretches", "tiles span ranks", "one row")
+
+
 def some(op: str) -> list[Case]:
-    return [case(op, name) for name in ("ragged", "two stretches", "tiles span ranks", "one row")]
+    return [case(op, name) for name in SOME]
+
+
+def every() -> list[Case]:
+    """Some of both ops, and of dispatches of two weights."""
+    return some(COMBINE) + some(DISPATCH) + [TWO[name] for name in SOME]
 
 
 @pytest.mark.parametrize("name", SIZES)
@@ -55,10 +75,18 @@ def test_orders(gpu_ranks: Pools, world: int, name: str) -> None:
     assert not (text := complaints(found)), text
 
 
+@pytest.mark.parametrize("name", TWO)
+@pytest.mark.parametrize("world", WORLDS)
+def test_two_weights_in_one_kernel(gpu_ranks: Pools, world: int, name: str) -> None:
+    found = gpu_ranks(world).run(experts_on_gpus.all_ways, TWO[name], timeout=90)
+    assert all(found), "no way"
+    assert not (text := complaints(found)), text
+
+
 @pytest.mark.parametrize("name", ["whole tiles", "ragged", "tiles span ranks"])
 @pytest.mark.parametrize("world", WORLDS)
-def test_two_weights_share_an_exchange(gpu_ranks: Pools, world: int, name: str) -> None:
-    found = gpu_ranks(world).run(experts_on_gpus.two_weights, case(DISPATCH, name), timeout=60)
+def test_more_weights_share_an_exchange(gpu_ranks: Pools, world: int, name: str) -> None:
+    found = gpu_ranks(world).run(experts_on_gpus.weights_afterwards, case(DISPATCH, name), timeout=90)
     assert not (text := complaints(found)), text
 
 
@@ -68,6 +96,14 @@ def test_gradients(gpu_ranks: Pools, world: int, name: str) -> None:
     sizes, more = SIZES[name]
     plain = Case(COMBINE, *sizes, outer=more.get("outer", 1))  # type: ignore[call-overload]
     found = gpu_ranks(world).run(experts_on_gpus.trained, plain, timeout=60)
+    assert not (text := complaints(found)), text
+
+
+@pytest.mark.parametrize("name", ["whole tiles", "two stretches", "tiles span ranks"])
+@pytest.mark.parametrize("world", WORLDS)
+def test_gradients_of_two_weights(gpu_ranks: Pools, world: int, name: str) -> None:
+    plain = replace(TWO[name], biased=False)
+    found = gpu_ranks(world).run(experts_on_gpus.trained_dispatch, plain, timeout=60)
     assert not (text := complaints(found)), text
 
 
@@ -108,8 +144,7 @@ def test_dropless_ops_that_are_not_fused(gpu_ranks: Pools, world: int, name: str
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_captured_graph(gpu_ranks: Pools, world: int) -> None:
-    cases = some(COMBINE) + some(DISPATCH)
-    found = gpu_ranks(world).run(experts_on_gpus.replayed, cases, 5, timeout=120)
+    found = gpu_ranks(world).run(experts_on_gpus.replayed, every(), 5, timeout=120)
     assert not (text := complaints(found)), text
 
 
@@ -120,9 +155,14 @@ def test_a_captured_dropless_combine(gpu_ranks: Pools, world: int) -> None:
 
 
 @pytest.mark.parametrize("world", WORLDS)
+def test_a_captured_dropless_dispatch(gpu_ranks: Pools, world: int) -> None:
+    found = gpu_ranks(world).run(dropless_on_gpus.replayed_dispatches, KINDS["random"], 4, timeout=60)
+    assert not (text := complaints(found)), text
+
+
+@pytest.mark.parametrize("world", WORLDS)
 def test_a_hundred_calls(gpu_ranks: Pools, world: int) -> None:
-    cases = some(COMBINE) + some(DISPATCH)
-    found = gpu_ranks(world).run(experts_on_gpus.many_calls, cases, 100, timeout=120)
+    found = gpu_ranks(world).run(experts_on_gpus.many_calls, every(), 100, timeout=120)
     assert not (text := complaints(found)), text
 
 
