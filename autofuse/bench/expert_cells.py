@@ -5,7 +5,8 @@ With W ranks, E experts on each, R rows for the experts of this rank and weights
     expert_matmul_all_to_all    combine: R rows [R, K] @ [E, K, N], second matmul (intermediate -> hidden);
                                 every row [N] goes back to the rank of its token
     all_to_all_expert_matmul    dispatch: every row [K] goes to the rank of its expert; [R, K] @ [E, K, N],
-                                first matmul (hidden -> gate and up together, 2 * intermediate)
+                                first matmul (hidden -> gate and up together, 2 * intermediate; in some
+                                cells they are two weights)
 
     limit    max(matmul alone, bytes that the busiest rank sends or receives / link rate) + a flag
 
@@ -15,7 +16,7 @@ or `zipf`: experts are drawn with weights 1, 1/2, 1/3, ..., the same for the tok
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -43,30 +44,38 @@ COMBINE, DISPATCH = "expert_matmul_all_to_all", "all_to_all_expert_matmul"
 ROUTINGS = ("even", "zipf")
 TOKENS = (128, 1024, 4096, 16384)
 QUICK_TOKENS = (128, 4096)
+APART_TOKENS = (128, 4096)
+"""Where gate and up are measured as two weights, too."""
 SEED = 1
 
 
 @dataclass(frozen=True)
 class Cell:
-    """An op at one size. `tokens`: of every rank."""
+    """An op at one size. `tokens`: of every rank; `weights`: that have the N columns, side by side."""
 
     op: str
     model: str
     tokens: int
     world: int
     routing: str
+    weights: int = 1
 
     @property
     def name(self) -> str:
-        return f"{self.op} {self.model} tokens={self.tokens} {self.routing}"
+        return f"{self.op} {self.model} tokens={self.tokens} {self.kind}"
 
     @property
     def kind(self) -> str:
-        return self.routing
+        return self.routing if self.weights == 1 else f"{self.routing} weights={self.weights}"
 
     @property
     def labels(self) -> dict[str, str]:
-        return {"model": self.model, "tokens a rank": str(self.tokens), "routing": self.routing}
+        return {
+            "model": self.model,
+            "tokens a rank": str(self.tokens),
+            "routing": self.routing,
+            "weights": str(self.weights),
+        }
 
     @property
     def combines(self) -> bool:
@@ -90,6 +99,11 @@ class Cell:
     def n(self) -> int:
         model = MODELS[self.model]
         return model.hidden if self.combines else 2 * model.intermediate
+
+    @property
+    def columns(self) -> int:
+        """Of each weight."""
+        return self.n // self.weights
 
     @property
     def width(self) -> int:
@@ -150,10 +164,14 @@ def cells(world: int, quick: bool) -> list[Cell]:
                 f"{name}: {world} ranks cannot share out {model.experts} experts; start 2, 4 or 8 ranks"
             )
     # Most tokens first: memory for rows that are not dropped is as large as the first call says.
-    return [
+    found = [
         Cell(op, model, tokens, world, routing)
         for op in (COMBINE, DISPATCH)
         for model in MODELS
         for routing in ROUTINGS
         for tokens in reversed(QUICK_TOKENS if quick else TOKENS)
     ]
+    apart = [
+        replace(cell, weights=2) for cell in found if cell.op == DISPATCH and cell.tokens in APART_TOKENS
+    ]
+    return found + apart * (not quick)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from autofuse.bench.expert_matmuls import Run, plain
+from autofuse.bench.expert_matmuls import Run, empty, plain
 from autofuse.bench.expert_routes import Route
 from autofuse.lowering.torch_internals import (
     symmetric_all_to_all_2d,
@@ -32,32 +34,32 @@ def peer(route: Route, x: Tensor, group_name: str) -> Run:
     """
     cell = route.cell
 
-    def empty(rows: int) -> Tensor:
+    def shared(rows: int) -> Tensor:
         return symmetric_empty(rows * cell.width, x.dtype, x.device).view(rows, cell.width)
 
     def numbers(*rows: list[int]) -> Tensor:
         flat = symmetric_empty(len(rows) * len(rows[0]), torch.int64, x.device)
         return flat.view(len(rows), -1).copy_(torch.tensor(rows))
 
-    held, own = empty(cell.most_rows), empty(cell.sent)
+    held, own = shared(cell.most_rows), shared(cell.sent)
     if cell.combines:
         counts = route.by_expert.flatten().tolist()
         starts = torch.tensor([0, *counts]).cumsum(0)[:-1].tolist()
         given, found = numbers(counts, starts), numbers(counts, starts)
-        product = plain(route, x, held[: route.rows])
+        product = plain(route, x, [held[: route.rows]])
 
-        def combine(w: Tensor) -> Tensor:
+        def combine(w: Sequence[Tensor]) -> Sequence[Tensor]:
             product(w)
             symmetric_all_to_all_2d_back(held, own, given, found, group_name)
-            return own
+            return [own]
 
         return combine
     counts = [n for part in cell.counts[route.rank] for n in part]
     splits, found = numbers(counts)[0], numbers(counts, counts)
     own.copy_(x)
-    product = plain(route, held[: route.rows], x.new_empty(route.rows, cell.n))
+    product = plain(route, held[: route.rows], empty(route, x))
 
-    def dispatch(w: Tensor) -> Tensor:
+    def dispatch(w: Sequence[Tensor]) -> Sequence[Tensor]:
         symmetric_all_to_all_2d(own, held, splits, found, group_name)
         return product(w)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from autofuse.bench import expert_vdev
 from autofuse.bench.exchange_work import Sample, Variant, Work, exchange
 from autofuse.bench.expert_cells import Cell
-from autofuse.bench.expert_matmuls import Run, matmuls, plain
+from autofuse.bench.expert_matmuls import Run, empty, matmuls, plain
 from autofuse.bench.expert_routes import Route
 from autofuse.bench.named_ways import Fused
 from autofuse.bench.timings import BYTES, DTYPE
@@ -27,14 +27,14 @@ SAMPLED = 16
 @dataclass(frozen=True)
 class Operands:
     """`x`: what the op is given: of a combine [R, K] in expert order, of a dispatch [rows of own tokens, K];
-    `inputs`: [R, K] in expert order, what is multiplied; `weights`: copies [E, K, N]; `group_name`: the
-    ranks."""
+    `inputs`: [R, K] in expert order, what is multiplied; `weights`: copies, each [E, K, columns] for every
+    weight of the cell; `group_name`: the ranks."""
 
     cell: Cell
     route: Route
     x: Tensor
     inputs: Tensor
-    weights: list[Tensor]
+    weights: list[list[Tensor]]
     group_name: str
 
 
@@ -47,9 +47,12 @@ def operands(cell: Cell, device: torch.device, group_name: str) -> Operands:
     if not cell.combines:
         received = route.dispatch(x, x.new_empty(route.rows, cell.k))
         inputs = route.to_experts(received, torch.empty_like(received))
-    shape = (cell.experts, cell.k, cell.n)
+    shape = (cell.experts, cell.k, cell.columns)
     copies = copies_of(cell.experts * cell.k * cell.n * BYTES)
-    weights = [torch.randn(shape, device=device, dtype=dtype).mul_(cell.k**-0.5) for _ in range(copies)]
+    weights = [
+        [torch.randn(shape, device=device, dtype=dtype).mul_(cell.k**-0.5) for _ in range(cell.weights)]
+        for _ in range(copies)
+    ]
     return Operands(cell, route, x, inputs, weights, group_name)
 
 
@@ -57,20 +60,25 @@ def work(cell: Cell, device: torch.device, group_name: str) -> Work:
     """All that there is to measure of a cell."""
     given = operands(cell, device, group_name)
     product, whole = exact(given)
-    fused = Fused(ROOM, cell.op, [arguments(given, w) for w in given.weights])
+    fused = Fused(ROOM, cell.op, [arguments(given, w) for w in given.weights], whole=True)
 
-    def variant(run: Run, error: Callable[[Any], float]) -> Variant:
-        return Variant(lambda i: run(given.weights[i % len(given.weights)]), error)
+    def variant(run: Run, exact: Sample) -> Variant:
+        return Variant(lambda i: run(given.weights[i % len(given.weights)]), _error(exact))
 
-    alone = matmuls(given.route, given.inputs, given.x.new_empty(given.route.rows, cell.n))
+    alone = matmuls(given.route, given.inputs, empty(given.route, given.x))
     variants = {
-        "compute": {name: variant(run, product.error) for name, run in alone.items()},
+        "compute": {name: variant(run, product) for name, run in alone.items()},
         "parts": _parts(given, whole),
-        "peers": {name: variant(run, whole.error) for name, run in peers(given).items()},
-        "ours": {"auto": Variant(fused.auto, whole.error)},
+        "peers": {name: variant(run, whole) for name, run in peers(given).items()},
+        "ours": {"auto": Variant(fused.auto, _error(whole))},
     }
     # The reference reads offsets on the host.
     return Work(variants, fused, capturable=cell.even or bool(fused.names()))
+
+
+def _error(exact: Sample) -> Callable[[Sequence[Tensor]], float]:
+    """Of results whose columns are side by side in `exact`."""
+    return lambda results: exact.error(torch.cat([y.flatten(0, -2) for y in results], 1))
 
 
 def peers(given: Operands) -> dict[str, Run]:
@@ -80,17 +88,17 @@ def peers(given: Operands) -> dict[str, Run]:
     received = x.new_empty(cell.sent if cell.combines else route.rows, cell.width)
 
     def combining(product: Run) -> Run:
-        return lambda w: route.combine(route.to_exchange(product(w), ordered), received)
+        return lambda w: [route.combine(route.to_exchange(product(w)[0], ordered), received)]
 
     def dispatching(product: Run) -> Run:
-        def run(w: Tensor) -> Tensor:
+        def run(w: Sequence[Tensor]) -> Sequence[Tensor]:
             route.to_experts(route.dispatch(x, received), ordered)
             return product(w)
 
         return run
 
     around = combining if cell.combines else dispatching
-    products = matmuls(route, x if cell.combines else ordered, x.new_empty(route.rows, cell.n))
+    products = matmuls(route, x if cell.combines else ordered, empty(route, x))
     found = {f"{name}+nccl": around(product) for name, product in products.items()}
     if expert_vdev.missing() is None:
         found["vdev_2d"] = expert_vdev.peer(route, x, given.group_name)
@@ -108,7 +116,7 @@ def _parts(given: Operands, whole: Sample) -> dict[str, Variant]:
         return lambda result: sample.error(result[route.positions])
 
     if cell.combines:
-        product = plain(route, x, x.new_empty(route.rows, cell.n))(given.weights[0])
+        (product,) = plain(route, x, empty(route, x))(given.weights[0])
         sent = route.to_exchange(product, torch.empty_like(product))
         received = x.new_empty(cell.sent, cell.n)
         return {
@@ -154,11 +162,12 @@ def _multiply(given: Operands, rows: Tensor) -> Tensor:
     expert = given.route.expert[rows]
     for e in expert.unique().tolist():
         of_expert = expert == e
-        found[of_expert] = given.inputs[rows[of_expert]].double() @ given.weights[0][e].double()
+        weight = torch.cat([w[e] for w in given.weights[0]], 1)
+        found[of_expert] = given.inputs[rows[of_expert]].double() @ weight.double()
     return found
 
 
-def arguments(given: Operands, w: Tensor) -> tuple[Any, ...]:
+def arguments(given: Operands, w: list[Tensor]) -> tuple[Any, ...]:
     """Those of the fused op: blocks of fixed capacity where routing is even, else ragged rows."""
     cell, route, x = given.cell, given.route, given.x
     if cell.even:
@@ -170,5 +179,5 @@ def arguments(given: Operands, w: Tensor) -> tuple[Any, ...]:
         ragged = (0, route.ends, route.positions, *splits)
     site = (1, 1, False, given.group_name, "direct", "bench")
     if cell.combines:
-        return [x], [w], [], [], "mm", *ragged, *site
-    return x, [w], [], *ragged, *site
+        return [x], w, [], [], "mm", *ragged, *site
+    return x, w, [], *ragged, *site

@@ -19,12 +19,12 @@ from autofuse.bench.expert_routes import Route
 from autofuse.bench.named_ways import Fused
 from autofuse.lowering.gpu.timing import Timing
 from autofuse.lowering.ops.library import FUSED_OPS
-from tests.bench.exchange import RATES, data_of, measured, reference
+from tests.bench.exchange import RATES, data_of, measured
 from tests.ranks import RankPool
 
 TINY = [
     Cell(op, "tiny", tokens, 2, r) for op in (COMBINE, DISPATCH) for r in ROUTINGS for tokens in (16, 128)
-]
+] + [Cell(DISPATCH, "tiny", 16, 2, routing, weights=2) for routing in ROUTINGS]
 
 
 def test_sizes_of_the_matmul_on_a_rank() -> None:
@@ -58,7 +58,11 @@ def test_skewed_routing(model: str) -> None:
 
 def test_the_cells() -> None:
     every = cells(4, quick=False)
-    assert len(every) == len({cell.name for cell in every}) == 2 * 3 * 4 * 2
+    apart = [cell for cell in every if cell.weights == 2]
+    assert len(every) == len({cell.name for cell in every}) == 2 * 3 * 4 * 2 + len(apart)
+    assert {(cell.op, cell.columns) for cell in apart} == {
+        (DISPATCH, m.intermediate) for m in MODELS.values()
+    }
     assert all(cell.sent % MODELS[cell.model].experts == 0 for cell in every if cell.even)
     with pytest.raises(ValueError, match="mixtral-8x7b: 3 ranks cannot share out 8 experts"):
         cells(3, quick=True)
@@ -97,7 +101,8 @@ def _measured(rank: int, world: int, cell: Cell) -> tuple[dict[str, Any], float]
     assert group is not None
     torch.manual_seed(rank)  # the same operands again
     given = expert_work.operands(cell, torch.device("cpu"), group.group_name)
-    return row, reference(cell.op, expert_work.arguments(given, given.weights[0]), auto)
+    of_reference = FUSED_OPS[cell.op].reference(*expert_work.arguments(given, given.weights[0]))
+    return row, auto.error(of_reference)
 
 
 @pytest.mark.parametrize("cell", TINY, ids=lambda cell: cell.name)
@@ -118,8 +123,7 @@ def test_all_variants_are_right(ranks: Callable[[int], RankPool], cell: Cell) ->
 
 def _wrong(rank: int, world: int, cell: Cell) -> float:
     auto = _work(cell).variants["ours"]["auto"]
-    y = auto.call(0)
-    return auto.error(y.reshape(-1, y.shape[-1]).roll(1, 0))
+    return auto.error([y.flatten(0, -2).roll(1, 0) for y in auto.call(0)])
 
 
 @pytest.mark.parametrize("cell", TINY, ids=lambda cell: cell.name)
@@ -220,6 +224,9 @@ def test_the_table() -> None:
     assert (first["best peer"], first["ours"], first["speed-up"]) == ("825.0", "900.0", "0.92")
     assert (first["grouped+nccl"], first["error grouped+nccl"]) == ("failed", "-")
     assert (second["mm+nccl"], second["ours"], second["speed-up"]) == ("1800.0", "900.0*", "2.00")
-    assert "- even: 1 of 1 cells, worst 0.92x (model deepseek-v3, tokens a rank 128, routing even)" in text
+    assert (
+        "- even: 1 of 1 cells, worst 0.92x (model deepseek-v3, tokens a rank 128, routing even, weights 1)"
+        in text
+    )
     assert "- zipf: 1 of 1 cells, worst 2.00x" in text
     assert f"{even.name}, peers grouped+nccl and 1 more: RuntimeError: no" in text
