@@ -131,7 +131,7 @@ def test_dropless_combine(gpu_ranks: Pools, world: int, name: str) -> None:
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("world", WORLDS)
 def test_dropless_dispatch(gpu_ranks: Pools, world: int, name: str) -> None:
-    found = gpu_ranks(world).run(dropless_on_gpus.all_dispatches, KINDS[name], timeout=60)
+    found = gpu_ranks(world).run(dropless_on_gpus.all_dispatches, KINDS[name], timeout=120)
     assert not (text := complaints(found)), text
 
 
@@ -144,7 +144,7 @@ def test_dropless_ops_that_are_not_fused(gpu_ranks: Pools, world: int, name: str
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_captured_graph(gpu_ranks: Pools, world: int) -> None:
-    found = gpu_ranks(world).run(experts_on_gpus.replayed, every(), 5, timeout=120)
+    found = gpu_ranks(world).run(experts_on_gpus.replayed, every(), 5, timeout=180)
     assert not (text := complaints(found)), text
 
 
@@ -156,13 +156,13 @@ def test_a_captured_dropless_combine(gpu_ranks: Pools, world: int) -> None:
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_a_captured_dropless_dispatch(gpu_ranks: Pools, world: int) -> None:
-    found = gpu_ranks(world).run(dropless_on_gpus.replayed_dispatches, KINDS["random"], 4, timeout=60)
+    found = gpu_ranks(world).run(dropless_on_gpus.replayed_dispatches, KINDS["random"], 4, timeout=90)
     assert not (text := complaints(found)), text
 
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_a_hundred_calls(gpu_ranks: Pools, world: int) -> None:
-    found = gpu_ranks(world).run(experts_on_gpus.many_calls, every(), 100, timeout=120)
+    found = gpu_ranks(world).run(experts_on_gpus.many_calls, every(), 100, timeout=180)
     assert not (text := complaints(found)), text
 
 
@@ -171,7 +171,7 @@ def test_a_hundred_dropless_calls_of_changing_splits(gpu_ranks: Pools, world: in
     cases = [
         KINDS[name] for name in ("random", "hot expert", "to one rank", "one rank has all", "nothing", "few")
     ]
-    found = gpu_ranks(world).run(dropless_on_gpus.many_calls, cases, 100, timeout=120)
+    found = gpu_ranks(world).run(dropless_on_gpus.many_calls, cases, 100, timeout=180)
     assert not (text := complaints(found)), text
 
 
