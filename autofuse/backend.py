@@ -1,4 +1,5 @@
-"""`torch.compile(model, backend="autofuse")`: Inductor, with a pass of ours before its post-grad passes."""
+"""`torch.compile(model, backend="autofuse")`: Inductor, with a pass of ours before its post-grad passes, and
+one that marks joint graphs."""
 
 import copy
 import functools
@@ -55,12 +56,15 @@ def fusion_pass(
 ) -> tuple["FusionPass", dict[str, Any]]:
     """The pass for graph `number`, and the changes to Inductor's configuration that put it in place."""
     settings, patches = resolve(mode, options)
-    configured = patches.get("post_grad_custom_pre_pass", None) or torch_internals.inductor_option(
-        "post_grad_custom_pre_pass"
-    )
-    others = configured if isinstance(configured, (list, tuple)) else (configured,) if configured else ()
-    fusion = FusionPass(settings, tuple(others), number)
-    return fusion, {**patches, "post_grad_custom_pre_pass": fusion}
+    before, joint = "post_grad_custom_pre_pass", "joint_custom_post_pass"
+    fusion = FusionPass(settings, _configured(before, patches), number)
+    return fusion, {**patches, before: fusion, joint: MarkingPass(_configured(joint, patches))}
+
+
+def _configured(name: str, patches: Mapping[str, Any]) -> tuple[Callable[..., None], ...]:
+    """The passes that the user has put there."""
+    found = patches.get(name, None) or torch_internals.inductor_option(name)
+    return tuple(found) if isinstance(found, (list, tuple)) else (found,) if found else ()
 
 
 def graph_kind(kwargs: Mapping[str, Any]) -> str:
@@ -68,6 +72,22 @@ def graph_kind(kwargs: Mapping[str, Any]) -> str:
     if kwargs.get("is_backward"):
         return "backward"
     return "inference" if kwargs.get("is_inference") else "forward"
+
+
+class MarkingPass(CustomGraphPass):
+    """Runs the user's passes of joint graphs, then marks what backward graphs cannot see any more."""
+
+    def __init__(self, others: tuple[Callable[..., None], ...]) -> None:
+        self.others = others
+
+    def __call__(self, graph: fx.Graph) -> None:
+        for other in self.others:
+            other(graph)
+        passes.mark_permutations(graph)
+
+    def uuid(self) -> str | None:
+        """Marks are part of the identity of a graph's `FusionPass`."""
+        return _identity((_sources_digest(),), self.others)
 
 
 class FusionPass(CustomGraphPass):
@@ -104,11 +124,12 @@ class FusionPass(CustomGraphPass):
 
     def uuid(self) -> str | None:
         """Covers what a rewrite depends on, equal on all ranks; None (never cached) if another has none."""
-        uuids = [other.uuid() if isinstance(other, CustomGraphPass) else None for other in self.others]
-        if None in uuids:
-            return None
-        text = repr((_sources_digest(), _settings_text(self.settings), self.circumstances, uuids))
-        return hashlib.sha256(text.encode()).hexdigest()
+        return _identity((_sources_digest(), _settings_text(self.settings), self.circumstances), self.others)
+
+
+def _identity(depends_on: tuple[str, ...], others: Sequence[Callable[..., None]]) -> str | None:
+    uuids = [other.uuid() if isinstance(other, CustomGraphPass) else None for other in others]
+    return None if None in uuids else hashlib.sha256(repr((*depends_on, uuids)).encode()).hexdigest()
 
 
 def record(graph: GraphReport) -> None:

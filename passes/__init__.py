@@ -2,5 +2,6 @@
 
 from .circumstances import circumstances
 from .fuse import Settings, fuse
+from .permutation import mark_permutations
 
-__all__ = ["Settings", "circumstances", "fuse"]
+__all__ = ["Settings", "circumstances", "fuse", "mark_permutations"]

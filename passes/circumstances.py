@@ -18,11 +18,12 @@ from autofuse.native_kernels import cpu
 
 from .anchors import find_anchors
 from .opaque import registrations
+from .permutation import marked_inputs
 
 
 def circumstances(graph: fx.Graph) -> str:
     """Machine, kernels, groups of the graph's collectives, where these are called, custom ops
-    that are declared to be collectives; no rank, no folder."""
+    that are declared to be collectives, inputs that are permutations; no rank, no folder."""
     anchors = find_anchors(graph)
     groups = {a.group for a in anchors if isinstance(a.group, str)}
     known = {g: w for g in sorted(groups) if (w := torch_internals.group_world(g)) is not None}
@@ -32,4 +33,4 @@ def circumstances(graph: fx.Graph) -> str:
     devices = {a.node.meta["val"].device for a in anchors if isinstance(a.node.meta.get("val"), torch.Tensor)}
     gpus = sorted({gpu.why_not(d) or "" for d in devices if d.type != "cpu"})
     machine = (torch.__version__, os.cpu_count(), cpu.available(), gpus)
-    return repr((*machine, known, spans, sites, registrations(graph)))
+    return repr((*machine, known, spans, sites, registrations(graph), marked_inputs(graph)))

@@ -10,6 +10,7 @@ from torch import fx
 
 from .emit import Emitter
 from .layout import same_size
+from .permutation import is_permutation
 from .product import Reject
 from .report import Reason
 from .trace import Shapes, argument, aten, dtype_of, tensor
@@ -127,12 +128,4 @@ def permutes_all(index: fx.Node, rows: fx.Node, shapes: Shapes) -> bool:
     """Is it known to have the number of every row once?"""
     have, count = shapes.of(rows), shapes.of(index)
     known = have is not None and count is not None and same_size(have[0], count[0])
-    return known and _is_argsort(index)
-
-
-def _is_argsort(index: fx.Node) -> bool:
-    if index.target in (aten.argsort.default, aten.argsort.stable, aten.randperm.default):
-        return True
-    source = index.args[0] if index.args else None
-    sorts = (aten.sort.default, aten.sort.stable)
-    return isinstance(source, fx.Node) and source.target in sorts and index.args[1:] == (1,)
+    return known and is_permutation(index)

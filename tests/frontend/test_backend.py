@@ -10,7 +10,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.utils import fresh_cache
 
 import autofuse
-from autofuse.backend import FusionPass, fusion_pass
+from autofuse.backend import FusionPass, MarkingPass, fusion_pass
 from autofuse.options import settings
 from tests.frontend.models import both_ways, one_way, operands
 
@@ -108,6 +108,17 @@ def test_a_pass_of_the_user_keeps_running(group: str, where: str) -> None:
         torch.compile(one_way, backend="autofuse", options=options)(*operands(), group)
     assert mine.graphs == 1
     assert kinds(report) == ["inference"]
+
+
+def test_a_joint_pass_of_the_user_keeps_running(group: str) -> None:
+    mine = CountingPass()
+    x, w = operands(requires_grad=True)
+    options = {"joint_custom_post_pass": mine}
+    with fresh_cache(), autofuse.debug() as report:
+        torch.compile(both_ways, backend="autofuse", options=options)(x, w, group).sum().backward()
+    assert mine.graphs == 1
+    assert kinds(report) == ["forward", "backward"]
+    assert MarkingPass((mine,)).uuid() not in (None, MarkingPass(()).uuid())
 
 
 def test_bad_options_raise_through_torch_compile(group: str) -> None:

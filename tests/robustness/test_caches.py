@@ -17,7 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import autofuse
 from autofuse import backend, config
 from autofuse.native_kernels import cpu
-from autofuse.passes import circumstances
+from autofuse.passes import circumstances, mark_permutations
 from autofuse.passes.anchors import Anchor
 from tests.passes.dense import group as everybody
 from tests.passes.harness import fake_group
@@ -133,6 +133,26 @@ def test_circumstances_tell_neither_rank_nor_folder() -> None:
     (text,) = found
     assert "model.py:4" in text
     assert "checkouts" not in text
+
+
+def test_circumstances_tell_which_inputs_are_permutations() -> None:
+    """The code of a backward graph does not say how the forward graph made its inputs."""
+
+    def backward(marks: bool) -> str:
+        gm = make_fx(lambda x, w, places: reduced(x[places], w), tracing_mode="fake")(
+            torch.ones(4, 6), torch.ones(6, 8), torch.arange(4)
+        )
+        assert isinstance(gm, fx.GraphModule)
+        joint = make_fx(lambda keys: keys.argsort(), tracing_mode="fake")(torch.arange(4))
+        (order,) = (n for n in joint.graph.nodes if n.op == "call_function" and not n.name.startswith("sort"))
+        if marks:
+            mark_permutations(joint.graph)
+        (*_, places) = (n for n in gm.graph.nodes if n.op == "placeholder")
+        places.meta = order.meta  # as the partition does
+        return circumstances(gm.graph)
+
+    with fake_group(2):
+        assert backward(marks=True) != backward(marks=False)
 
 
 def _caches_all(rank: int, world: int, directory: str) -> tuple[list[int], int]:
