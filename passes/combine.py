@@ -14,6 +14,8 @@ from functools import partial
 import torch
 from torch import fx
 
+from autofuse.lowering.gpu.support import MOST_TERMS
+
 from .anchors import Anchor
 from .emit import Emitter
 from .layout import Cut, Layout, Size, product, same_size
@@ -36,6 +38,7 @@ from .trace import aten, tensor
 
 PATTERN = "expert_matmul_all_to_all"
 NOT_PERMUTED = "GPU kernels move rows where an argsort says"
+LISTED = "GPU kernels take experts that are multiplied together"
 
 
 @dataclass(frozen=True)
@@ -99,8 +102,13 @@ def _match(anchor: Anchor, context: Context, single: bool) -> Found:
 
 
 def _not_on_gpus(found: Product, place: Cut | Rows, keep: bool) -> str:
-    if found.text != "mm" or len(found.x) != 1:
-        return f"GPU kernels send one matmul as it is, not {found.text!r} of {len(found.x)}"
+    if found.listed:
+        return LISTED
+    if found.text != "mm" or len(found.x) > MOST_TERMS:
+        most = f"a sum of up to {MOST_TERMS} matmuls"
+        return f"GPU kernels send {most} as it is, not {found.text!r} of {len(found.x)}"
+    if any(b is not None for b in found.bias[1:]):
+        return "GPU kernels add the bias of one matmul, the first"
     if keep:
         return "the matmul is read elsewhere, too"
     if found.offsets is not None and isinstance(place, Rows):
@@ -111,7 +119,7 @@ def _not_on_gpus(found: Product, place: Cut | Rows, keep: bool) -> str:
 def rows_not_on_gpus(place: Cut | Rows, listed: bool) -> str:
     """Of a combine or a dispatch."""
     if listed:
-        return "GPU kernels take experts that are multiplied together"
+        return LISTED
     return "GPU kernels exchange equal parts of rows" if isinstance(place, Rows) or place.dim != 1 else ""
 
 

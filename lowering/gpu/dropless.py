@@ -26,7 +26,7 @@ from autofuse.native_kernels.triton.memory import Need, PeerMemory
 from .dense import first_compile
 from .dropless_unfused import grouped_product
 from .expert_ways import COMBINE, DISPATCH, DROPLESS, DroplessProblem, dropless_ways
-from .experts import is_stack
+from .experts import is_stack, layouts
 from .workspace import GpuWorkspace
 
 LEAST_ROWS = 1024
@@ -48,8 +48,8 @@ def dropless_combine(
     workspace: GpuWorkspace,
     way: str,
     problem: DroplessProblem,
-    x: Tensor,
-    w: Tensor,
+    x: Sequence[Tensor],
+    w: Sequence[Tensor],
     bias: Tensor | None,
     offsets: Tensor | None,
     positions: Tensor | None,
@@ -58,10 +58,13 @@ def dropless_combine(
     site: str,
     trace: Tensor | None = None,
 ) -> Tensor | None:
-    """`[sum(received), N]`, in a fused way; None if that cannot be captured. RuntimeError without room."""
+    """`[sum(received), N]` of a sum of products, in a fused way; None if that cannot be captured.
+
+    RuntimeError without room.
+    """
     config, rows, n = dropless_ways(problem)[way], sum(received), problem.columns
     assert config is not None
-    variant = problem, w.stride(), bias is None, trace is None
+    variant = problem, layouts(w), bias is None, trace is None
     entered = _enter(
         workspace, COMBINE, site, way, variant, n, rows,
         lambda room: dropless_combine_needs(room, n, problem.world),
@@ -69,7 +72,7 @@ def dropless_combine(
     if entered is None:
         return None
     memory, number, new = entered
-    out = x.new_empty(rows, n)
+    out = x[0].new_empty(rows, n)
     for compile_only in first_compile(workspace, new):
         launch_dropless_combine(
             memory, x, w, out, offsets, positions, received, sent, config, number, trace, compile_only, bias

@@ -28,8 +28,8 @@ def can_group(problem: DroplessProblem) -> bool:
 
 
 def combine_unfused(
-    x: Tensor,
-    w: Tensor,
+    x: Sequence[Tensor],
+    w: Sequence[Tensor],
     bias: Tensor | None,
     offsets: Tensor,
     positions: Tensor | None,
@@ -37,8 +37,10 @@ def combine_unfused(
     sent: Sequence[int],
     group_name: str,
 ) -> Tensor:
-    """As `dropless_combine`."""
-    p = grouped_product(x, w, bias, offsets)
+    """As `dropless_combine`, but every product is rounded."""
+    p = grouped_product(x[0], w[0], bias, offsets)
+    for xi, wi in zip(x[1:], w[1:], strict=True):
+        p += grouped_product(xi, wi, None, offsets)
     if positions is not None:  # a permutation: nothing is added up
         p = torch.empty_like(p).index_copy_(0, positions, p)
     return combine_rows(p, None, received, sent, 1, 1, group_name)

@@ -38,7 +38,7 @@ def run(workspace: GpuWorkspace, way: str, problem: ExpertProblem, x: Tensor, w:
     """The first result of a call without a bias, in any way."""
     found: Tensor | None = None
     if way != CUBLAS_NCCL and problem.op == COMBINE:
-        found = combine(workspace, way, problem, x, w[0], None, "direct", "measure")
+        found = combine(workspace, way, problem, [x], w, None, "direct", "measure")
     elif way != CUBLAS_NCCL:
         outputs = dispatch(workspace, way, problem, x, w, [None] * len(w), False, "measure")
         found = outputs[0] if outputs else None

@@ -1,7 +1,7 @@
 """The expert ops on GPUs, as `FusedOp.cuda` calls them: check, choose a way, run it.
 
 Of arguments only such decide that are equal on all ranks. What is left out returns NotImplemented, and the
-reference runs: other dims than the rows, listed experts, sums of terms and epilogues.
+reference runs: other dims than the rows, listed experts, epilogues.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from .dropless import dropless_combine, dropless_dispatch, dropless_problem_of
 from .dropless_unfused import can_group, combine_unfused, dispatch_unfused
 from .expert_measure import measure_experts_once
 from .expert_ways import COMBINE, DISPATCH, ExpertProblem
-from .experts import at_once, combine, dispatch, problem_of
+from .experts import at_once, combine, dispatch, layouts, of_sum, problem_of
+from .support import MOST_TERMS
 from .ways import CUBLAS_NCCL, DTYPES
 from .workspace import current, workspace_of
 
@@ -68,29 +69,31 @@ def combine_call(
     site: str,
 ) -> GpuCall | None:
     """One batch of experts, whose rows are cut, as the kernels take it; None for what they do not have."""
-    if experts or len(x) != 1 or product != "mm" or keep_product:
+    if experts or len(x) > MOST_TERMS or product != "mm" or keep_product:
+        return None
+    if any(b.numel() for b in bias[1:]):
         return None
     if input_splits:
         return _dropless_combine_call(
-            x[0], w, bias, offsets, positions, output_splits, input_splits, group_name, site
+            x, w, bias, offsets, positions, output_splits, input_splits, group_name, site
         )
-    if dim != 1 or not _usable(x[0], w):
+    if dim != 1 or not all(_usable(xi, w) for xi in x):
         return None
     workspace = workspace_of(group_name, x[0])
-    a = x[0].contiguous()
-    check_capacity(a.shape, 1, outer, workspace.world, COMBINE)
-    problem = problem_of(COMBINE, a, w[0], workspace, outer)
+    a = [xi.contiguous() for xi in x]
+    check_capacity(a[0].shape, 1, outer, workspace.world, COMBINE)
+    problem = of_sum(problem_of(COMBINE, a[0], w[0], workspace, outer), a, w)
     biases = _biases(bias, w)
 
     def run(way: str) -> list[Tensor] | None:
-        out = combine(workspace, way, problem, a, w[0], biases[0], order, site)
+        out = combine(workspace, way, problem, a, w, biases[0], order, site)
         return None if out is None else [out]
 
-    return GpuCall(workspace, problem, run, (w[0].stride(), biases[0] is None, order))
+    return GpuCall(workspace, problem, run, (layouts(w), biases[0] is None, order))
 
 
 def _dropless_combine_call(
-    x: Tensor,
+    x: list[Tensor],
     w: list[Tensor],
     bias: list[Tensor],
     offsets: Tensor | None,
@@ -101,27 +104,29 @@ def _dropless_combine_call(
     site: str,
 ) -> GpuCall | None:
     """Of rows that fill the send buffer. Nothing but these checks may depend on how many a rank has."""
-    if not _alike(x, w) or x.shape[0] != sum(input_splits):
+    rows = x[0].shape[0]
+    if not all(_alike(xi, w) for xi in x) or rows != sum(input_splits):
         return None
-    if offsets is None and x.shape[0] % w[0].shape[0]:
+    if offsets is None and rows % w[0].shape[0]:
         return None
-    workspace = workspace_of(group_name, x)
-    a, ends, places = x.contiguous(), _vector(offsets, torch.int32), _vector(positions, torch.int64)
-    problem = dropless_problem_of(COMBINE, a, w[0], workspace)
+    workspace = workspace_of(group_name, x[0])
+    a = [xi.contiguous() for xi in x]
+    ends, places = _vector(offsets, torch.int32), _vector(positions, torch.int64)
+    problem = of_sum(dropless_problem_of(COMBINE, a[0], w[0], workspace), a, w)
     biases = _biases(bias, w)
 
     def run(way: str) -> list[Tensor] | None:
         out = dropless_combine(
-            workspace, way, problem, a, w[0], biases[0], ends, places, output_splits, input_splits, site
+            workspace, way, problem, a, w, biases[0], ends, places, output_splits, input_splits, site
         )
         return None if out is None else [out]
 
     def unfused() -> list[Tensor]:
         assert ends is not None
         splits = output_splits, input_splits
-        return [combine_unfused(a, w[0], biases[0], ends, places, *splits, group_name)]
+        return [combine_unfused(a, w, biases[0], ends, places, *splits, group_name)]
 
-    variant = w[0].stride(), biases[0] is None
+    variant = layouts(w), biases[0] is None
     grouped = ends is not None and can_group(problem)
     return GpuCall(workspace, problem, run, variant, unfused if grouped else None)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
 from itertools import takewhile
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -13,9 +15,11 @@ from autofuse.native_kernels.cuda.expert_dispatch import DispatchConfig, exchang
 from autofuse.native_kernels.cuda.experts import MOST_WEIGHTS
 
 from .dense import ORDERS, first_compile
-from .expert_ways import COMBINE, DISPATCH, ExpertProblem, expert_needs, expert_ways
+from .expert_ways import COMBINE, DISPATCH, DroplessProblem, ExpertProblem, expert_needs, expert_ways
 from .ways import is_copied
 from .workspace import GpuWorkspace
+
+P = TypeVar("P", ExpertProblem, DroplessProblem)
 
 
 def problem_of(
@@ -56,18 +60,34 @@ def is_stack(w: Tensor) -> bool:
     )
 
 
+def of_sum(problem: P, x: Sequence[Tensor], w: Sequence[Tensor]) -> P:
+    """The problem of a sum of products, given that of the first: all of their K are contracted."""
+    aligned = problem.aligned and all(
+        xi.storage_offset() % 8 == wi.shape[1] % 8 == 0
+        and is_stack(wi)
+        and (wi.stride(2) == 1) == (w[0].stride(2) == 1)
+        for xi, wi in zip(x, w, strict=True)
+    )
+    return replace(problem, k=sum(wi.shape[1] for wi in w), aligned=aligned)
+
+
+def layouts(w: Sequence[Tensor]) -> Hashable:
+    """What kernels are compiled for, besides a problem."""
+    return tuple((wi.shape[1], wi.stride()) for wi in w)
+
+
 def combine(
     workspace: GpuWorkspace,
     way: str,
     problem: ExpertProblem,
-    x: Tensor,
-    w: Tensor,
+    x: Sequence[Tensor],
+    w: Sequence[Tensor],
     bias: Tensor | None,
     order: str,
     site: str,
     trace: Tensor | None = None,
 ) -> Tensor | None:
-    """`[W, E, outer * run, N]`, in a fused way; None if that cannot be captured."""
+    """`[W, E, outer * run, N]` of a sum of products, in a fused way; None if that cannot be captured."""
     config = expert_ways(problem)[way]
     assert isinstance(config, CombineConfig)
     entered = workspace.enter(
@@ -75,12 +95,12 @@ def combine(
         site,
         lambda: expert_needs(config, problem),
         way,
-        (problem, w.stride(), bias is None, order, trace is None),
+        (problem, layouts(w), bias is None, order, trace is None),
     )
     if entered is None:
         return None
     memory, number, new = entered
-    out = x.new_empty(problem.world, problem.experts, problem.outer * problem.run, problem.columns)
+    out = x[0].new_empty(problem.world, problem.experts, problem.outer * problem.run, problem.columns)
     for compile_only in first_compile(workspace, new):
         launch_expert_combine(
             memory, x, w, out, problem.outer, ORDERS[order], config, number, trace, compile_only, bias

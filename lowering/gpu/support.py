@@ -12,6 +12,9 @@ from autofuse.native_kernels.cuda import compiler
 MOST_RANKS = 8
 """Ranks of a group: GPUs of one host that NVSwitch connects."""
 
+MOST_TERMS = 4
+"""Products that a combine of experts adds up."""
+
 
 @functools.cache
 def has_triton() -> bool:

@@ -9,7 +9,7 @@
 #include "ragged.cuh"
 
 struct Params {
-    TensorMap x, w;  // a stack of one; a matrix an expert
+    TensorMap x[TERMS], w[TERMS];  // stacks of one; a matrix an expert
     char* out;
     const char* bias;
     const int* offsets;        // [EXPERTS], where rows of experts end; absent if all have as many
@@ -21,7 +21,7 @@ struct Params {
     int64_t inbox_half;    // bytes
     int64_t signals_half;  // counters
     int sent[9], received[9];  // where parts begin in the send buffer, and in the output
-    int rows, n, k, rank, site, slots, cols, programs;
+    int rows, n, k[TERMS], rank, site, slots, cols, programs;
 };
 
 constexpr int COMBINING = 6, TELLING = 0;
@@ -29,13 +29,13 @@ constexpr int SLICE = 128, PIECES = 8, STARTS = 8;
 constexpr int WIDE = BN / 8;
 
 __device__ void load_tiles(const Params& p, const Shared& s, const Ragged& r, int block, int tiles) {
-    prefetch(&p.x);
-    prefetch(&p.w);
+    for (int i = 0; i < TERMS; ++i) prefetch(&p.x[i]), prefetch(&p.w[i]);
     Turn turn;
     for (int t = block / CLUSTER; t < tiles; t += p.programs / CLUSTER) {
         Tile tile = ragged_tile(r, t, p.cols);
         int expert = tile.owner < EXPERTS ? tile.owner : EXPERTS - 1;
-        produce<true>(s, turn, {&p.x}, {&p.w, expert}, tile.row, tile.col * BN, 0, p.k);
+        for (int i = 0; i < TERMS; ++i)
+            produce<true>(s, turn, {&p.x[i]}, {&p.w[i], expert}, tile.row, tile.col * BN, 0, p.k[i]);
     }
 }
 
@@ -178,7 +178,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) dropless_combine(const __gr
     extern __shared__ char memory[];
     __shared__ Ragged r;
     Shared s = shared_memory(memory);
-    int block = blockIdx.x, group = threadIdx.x / 128, blocks = (p.k + BK - 1) / BK;
+    int block = blockIdx.x, group = threadIdx.x / 128, blocks = blocks_of(p.k);
     int epoch = static_cast<int>(p.state[3]) + 1;
     int64_t parity = epoch % 2;
     Trace trace{p.trace + (group * p.programs + block) * 2 * EVENTS};

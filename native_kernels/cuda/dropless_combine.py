@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import accumulate
 
 import torch
@@ -22,7 +22,7 @@ from .gemm import (
     constants,
     filled,
     launch,
-    map_operands,
+    map_terms,
     most_stages,
     shared_bytes,
 )
@@ -35,24 +35,31 @@ HEIGHTS = (32, 64, BM)
 MOST_EXPERTS = 1024
 
 
-class _Params(ctypes.Structure):
-    _fields_ = (
-        ("x", TENSOR_MAP),
-        ("w", TENSOR_MAP),
-        ("out", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
-        ("offsets", ctypes.c_void_p),
-        ("positions", ctypes.c_void_p),
-        ("inbox", POINTERS),
-        ("signals", POINTERS),
-        ("state", ctypes.c_void_p),
-        ("trace", ctypes.c_void_p),
-        ("inbox_half", ctypes.c_int64),
-        ("signals_half", ctypes.c_int64),
-        ("sent", ctypes.c_int32 * 9),
-        ("received", ctypes.c_int32 * 9),
-        *((name, ctypes.c_int32) for name in ("rows", "n", "k", "rank", "site", "slots", "cols", "programs")),
-    )
+@cache
+def _params_of(terms: int) -> type[ctypes.Structure]:
+    class Params(ctypes.Structure):
+        _fields_ = (
+            ("x", TENSOR_MAP * terms),
+            ("w", TENSOR_MAP * terms),
+            ("out", ctypes.c_void_p),
+            ("bias", ctypes.c_void_p),
+            ("offsets", ctypes.c_void_p),
+            ("positions", ctypes.c_void_p),
+            ("inbox", POINTERS),
+            ("signals", POINTERS),
+            ("state", ctypes.c_void_p),
+            ("trace", ctypes.c_void_p),
+            ("inbox_half", ctypes.c_int64),
+            ("signals_half", ctypes.c_int64),
+            ("sent", ctypes.c_int32 * 9),
+            ("received", ctypes.c_int32 * 9),
+            ("rows", ctypes.c_int32),
+            ("n", ctypes.c_int32),
+            ("k", ctypes.c_int32 * terms),
+            *((name, ctypes.c_int32) for name in ("rank", "site", "slots", "cols", "programs")),
+        )
+
+    return Params
 
 
 @dataclass(frozen=True)
@@ -91,19 +98,19 @@ def dropless_combine_needs(rows: int, n: int, world: int) -> Need:
 
 def dropless_constants(
     experts: int, world: int, transposed: bool, dtype: torch.dtype, biased: bool, height: int,
-    config: DroplessConfig, trace: bool,
+    config: DroplessConfig, trace: bool, **own: int,
 ) -> Constants:  # fmt: skip
-    """What either kernel is compiled with."""
+    """What either kernel is compiled with; `own`: what it alone has."""
     return constants(
         config, world, transposed, dtype, trace, ROWS=height, STAGES=config.stages(experts, height),
-        BIASED=biased, EXPERTS=experts,
+        BIASED=biased, EXPERTS=experts, **own,
     )  # fmt: skip
 
 
 def launch_dropless_combine(
     memory: PeerMemory,
-    x: Tensor,
-    w: Tensor,
+    x: Sequence[Tensor],
+    w: Sequence[Tensor],
     out: Tensor,
     offsets: Tensor | None,
     positions: Tensor | None,
@@ -115,15 +122,16 @@ def launch_dropless_combine(
     compile_only: bool = False,
     bias: Tensor | None = None,
 ) -> None:
-    """`x: [rows, K]` times the weight of each row's expert, `w: [E, K, N]`, plus `bias: [E, N]`.
+    """The sum of `x[i] @ w[i]`, with the weight of each row's expert, plus `bias: [E, N]`.
 
+    x[i]: [rows, K_i]; w[i]: [E, K_i, N], all transposed or none; added up in fp32, and rounded once.
     Row i goes to row `positions[i]` (int64; None: i) of a send buffer of as many rows: a permutation. Rows of
     expert e end at `offsets[e]` (int32; None: all have as many), behind the last one they are 0. Parts of the
     buffer have `sent[d]` rows, those of out: [sum(received), N], `received[s]`. Offsets and positions are
     contiguous, on the device. trace: three rows of events a program.
     """
-    (rows, k), (experts, _, n) = x.shape, w.shape
-    kind = memory, experts, k, n, w.stride(2) != 1, x.dtype, bias is not None
+    rows, (experts, _, n), ks = x[0].shape[0], w[0].shape, tuple(xi.shape[1] for xi in x)
+    kind = memory, experts, ks, n, w[0].stride(2) != 1, x[0].dtype, bias is not None
     for height in HEIGHTS if compile_only else (height_of(rows, experts),):
         found, template = _prepared(*kind, height, config, trace is not None)
     if compile_only:
@@ -133,23 +141,26 @@ def launch_dropless_combine(
     params.sent[: memory.world + 1] = [0, *accumulate(sent)]
     params.received[: memory.world + 1] = [0, *accumulate(received)]
     # A rank without rows launches it, too; there is no tensor map of nothing.
-    map_operands(params, (x if rows else x.new_empty(1, k)).unsqueeze(0), w, config, height)
+    mapped = [(xi if rows else xi.new_empty(1, xi.shape[1])).unsqueeze(0) for xi in x]
+    map_terms(params, mapped, w, config, height)
     launch(found, params, config.cluster)
 
 
 @lru_cache(maxsize=1024)
 def _prepared(
-    memory: PeerMemory, experts: int, k: int, n: int, transposed: bool, dtype: torch.dtype, biased: bool,
-    height: int, config: DroplessConfig, trace: bool,
-) -> tuple[Kernel, _Params]:  # fmt: skip
+    memory: PeerMemory, experts: int, ks: tuple[int, ...], n: int, transposed: bool, dtype: torch.dtype,
+    biased: bool, height: int, config: DroplessConfig, trace: bool,
+) -> tuple[Kernel, ctypes.Structure]:  # fmt: skip
     """The kernel, and what does not change from call to call."""
     world = memory.world
-    compiled_with = dropless_constants(experts, world, transposed, dtype, biased, height, config, trace)
+    compiled_with = dropless_constants(
+        experts, world, transposed, dtype, biased, height, config, trace, TERMS=len(ks)
+    )
     found = kernel(SOURCE, "dropless_combine", compiled_with, config.shared_bytes(experts, height))
     signals_half = memory.signals.half(torch.int32)
-    params = _Params(
+    params = _params_of(len(ks))(
         state=memory.state.data_ptr(), trace=memory.state.data_ptr(),
-        inbox_half=memory.inbox.half(torch.uint8), signals_half=signals_half, n=n, k=k, rank=memory.rank,
+        inbox_half=memory.inbox.half(torch.uint8), signals_half=signals_half, n=n, k=ks, rank=memory.rank,
         slots=(signals_half - STARTS) // world, cols=cdiv(n, config.bn), programs=blocks(memory, config),
     )  # fmt: skip
     for r in range(world):

@@ -2,6 +2,8 @@
 // stores rows to the ranks that they are for and signals, and two copy what has arrived into the output, beside the
 // tensor cores; the groups join them when they are through.
 //
+// What it multiplies is a sum of TERMS products, each with a K of its own: a tile goes from one to the next.
+//
 // Of an inbox [W, columns / 64, rows of a part, 64], where words lie in a row as they were staged, and the counters
 // arrived [W, rows * cols], a rank has two halves each. SPANNING: a tile holds rows for several ranks.
 #include "comm.cuh"
@@ -9,8 +11,8 @@
 #include "gemm.cuh"
 
 struct Params {
-    TensorMap x, w;  // stacks, a matrix an expert
-    TensorMap y;     // our own part of the output, a matrix a run
+    TensorMap x[TERMS], w[TERMS];  // stacks, a matrix an expert
+    TensorMap y;                   // our own part of the output, a matrix a run
     char* out;
     const char* bias;
     char* inbox[8];  // of every rank
@@ -20,7 +22,7 @@ struct Params {
     int64_t inbox_half;    // bytes
     int64_t signals_half;  // counters
     Runs runs;
-    int n, k, rank, site, part_rows;
+    int n, k[TERMS], rank, site, part_rows;
     int rows, cols, visit, programs;  // tiles of a chunk
 };
 
@@ -41,13 +43,13 @@ __device__ inline int64_t inbox_at(const Params& p, int64_t parity, int source, 
 }
 
 __device__ void load_tiles(const Params& p, const Shared& s, int block, int tiles) {
-    prefetch(&p.x);
-    prefetch(&p.w);
+    for (int i = 0; i < TERMS; ++i) prefetch(&p.x[i]), prefetch(&p.w[i]);
     Turn turn;
     for (int t = block / CLUSTER; t < tiles; t += p.programs / CLUSTER) {
         Tile tile = tile_of(p, t);
         Rows rows = rows_of(p.runs, tile.row, tile.owner, W, SPANNING);
-        produce<true>(s, turn, {&p.x, rows.expert}, {&p.w, rows.expert}, rows.first, tile.col * BN, 0, p.k);
+        for (int i = 0; i < TERMS; ++i)
+            produce<true>(s, turn, {&p.x[i], rows.expert}, {&p.w[i], rows.expert}, rows.first, tile.col * BN, 0, p.k[i]);
     }
 }
 
@@ -171,7 +173,7 @@ __device__ void copy_parts(const Params& p, int block, int team, int64_t parity,
 extern "C" __global__ void __launch_bounds__(384, 1) expert_combine(const __grid_constant__ Params p) {
     extern __shared__ char memory[];
     Shared s = shared_memory(memory);
-    int block = blockIdx.x, group = threadIdx.x / 128, blocks = (p.k + BK - 1) / BK;
+    int block = blockIdx.x, group = threadIdx.x / 128, blocks = blocks_of(p.k);
     int tiles = (SPANNING ? 1 : W) * p.rows / ACROSS * ((p.cols + ALONG - 1) / ALONG);
     int epoch = static_cast<int>(p.state[3]) + 1;
     int64_t parity = epoch % 2;

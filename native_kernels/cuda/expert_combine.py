@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from .gemm import (
     constants,
     filled,
     launch,
-    map_operands,
+    map_terms,
     set_map,
 )
 from .launcher import Kernel, kernel
@@ -28,25 +29,31 @@ from .launcher import Kernel, kernel
 SOURCE = "expert_combine.cu"
 
 
-class _Params(ctypes.Structure):
-    _fields_ = (
-        ("x", TENSOR_MAP),
-        ("w", TENSOR_MAP),
-        ("y", TENSOR_MAP),
-        ("out", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
-        ("inbox", POINTERS),
-        ("signals", POINTERS),
-        ("state", ctypes.c_void_p),
-        ("trace", ctypes.c_void_p),
-        ("inbox_half", ctypes.c_int64),
-        ("signals_half", ctypes.c_int64),
-        ("runs", Runs),
-        *(
-            (name, ctypes.c_int32)
-            for name in ("n", "k", "rank", "site", "part_rows", "rows", "cols", "visit", "programs")
-        ),
-    )
+@cache
+def _params_of(terms: int) -> type[ctypes.Structure]:
+    class Params(ctypes.Structure):
+        _fields_ = (
+            ("x", TENSOR_MAP * terms),
+            ("w", TENSOR_MAP * terms),
+            ("y", TENSOR_MAP),
+            ("out", ctypes.c_void_p),
+            ("bias", ctypes.c_void_p),
+            ("inbox", POINTERS),
+            ("signals", POINTERS),
+            ("state", ctypes.c_void_p),
+            ("trace", ctypes.c_void_p),
+            ("inbox_half", ctypes.c_int64),
+            ("signals_half", ctypes.c_int64),
+            ("runs", Runs),
+            ("n", ctypes.c_int32),
+            ("k", ctypes.c_int32 * terms),
+            *(
+                (name, ctypes.c_int32)
+                for name in ("rank", "site", "part_rows", "rows", "cols", "visit", "programs")
+            ),
+        )
+
+    return Params
 
 
 @dataclass(frozen=True)
@@ -80,20 +87,20 @@ def combine_needs(experts: int, rows: int, n: int, outer: int, world: int, confi
 
 def combine_constants(
     experts: int, rows: int, n: int, outer: int, world: int, transposed: bool, dtype: torch.dtype,
-    biased: bool, order: int, config: CombineConfig, trace: bool,
+    biased: bool, order: int, config: CombineConfig, trace: bool, terms: int = 1,
 ) -> Constants:  # fmt: skip
     """What the kernel is compiled with."""
     cut = Cut.of(experts, rows, n, outer, world, config.bn, config.across)
     return constants(
         config, world, transposed, dtype, trace, ROWS=cut.height, STAGES=cut.stages, ORDER=order,
-        BIASED=biased, SPANNING=cut.spanning, PART=min(config.part, cut.height),
+        BIASED=biased, SPANNING=cut.spanning, PART=min(config.part, cut.height), TERMS=terms,
     )  # fmt: skip
 
 
 def launch_expert_combine(
     memory: PeerMemory,
-    x: Tensor,
-    w: Tensor,
+    x: Sequence[Tensor],
+    w: Sequence[Tensor],
     out: Tensor,
     outer: int,
     order: int,
@@ -103,43 +110,45 @@ def launch_expert_combine(
     compile_only: bool = False,
     bias: Tensor | None = None,
 ) -> None:
-    """`x: [E, R, K]`, R = (outer, W, run), times `w: [E, K, N]`, plus `bias: [E, N]`; run d goes to rank d.
+    """The sum of `x[i] @ w[i]`, plus `bias: [E, N]`; run d goes to rank d.
 
-    out: [W, E, outer * run, N], by source. The world is a multiple of `config.across` where a run has 128
-    rows and more. trace: three rows of events a program, for the teams that copy alone and after they have
-    multiplied.
+    x[i]: [E, R, K_i], R = (outer, W, run); w[i]: [E, K_i, N], all transposed or none; added up in fp32, and
+    rounded once. out: [W, E, outer * run, N], by source. The world is a multiple of `config.across` where a
+    run has 128 rows and more. trace: three rows of events a program, for the teams that copy alone and after
+    they have multiplied.
     """
-    (experts, rows, k), n = x.shape, w.shape[2]
+    (experts, rows, _), n = x[0].shape, w[0].shape[2]
+    ks = tuple(xi.shape[2] for xi in x)
     found, template = _prepared(
-        memory, experts, rows, k, n, w.stride(2) != 1, x.dtype, bias is not None, outer, order, config,
+        memory, experts, rows, ks, n, w[0].stride(2) != 1, x[0].dtype, bias is not None, outer, order, config,
         trace is not None,
     )  # fmt: skip
     if compile_only:
         return
     params = filled(template, site, trace, out=out, bias=bias)
     height = params.runs.height
-    map_operands(params, x, w, config, height)
+    map_terms(params, x, w, config, height)
     set_map(params, "y", out[memory.rank].view(-1, params.runs.run, n), height, 64)
     launch(found, params, config.cluster)
 
 
 @lru_cache(maxsize=1024)
 def _prepared(
-    memory: PeerMemory, experts: int, rows: int, k: int, n: int, transposed: bool, dtype: torch.dtype,
-    biased: bool, outer: int, order: int, config: CombineConfig, trace: bool,
-) -> tuple[Kernel, _Params]:  # fmt: skip
+    memory: PeerMemory, experts: int, rows: int, ks: tuple[int, ...], n: int, transposed: bool,
+    dtype: torch.dtype, biased: bool, outer: int, order: int, config: CombineConfig, trace: bool,
+) -> tuple[Kernel, ctypes.Structure]:  # fmt: skip
     """The kernel, and what does not change from call to call."""
     world, cut = memory.world, Cut.of(experts, rows, n, outer, memory.world, config.bn, config.across)
     compiled_with = combine_constants(
-        experts, rows, n, outer, world, transposed, dtype, biased, order, config, trace
+        experts, rows, n, outer, world, transposed, dtype, biased, order, config, trace, len(ks)
     )
     found = kernel(SOURCE, "expert_combine", compiled_with, cut.shared_bytes)
     # Spanning, what is computed at a time is for all ranks: they send it at the same time.
     visit = 1 if cut.spanning else config.visit or cut.per * cdiv(cut.cols, config.along)
-    params = _Params(
+    params = _params_of(len(ks))(
         state=memory.state.data_ptr(), trace=memory.state.data_ptr(),
         inbox_half=memory.inbox.half(torch.uint8), signals_half=memory.signals.half(torch.int32),
-        runs=cut.runs, n=n, k=k, rank=memory.rank, part_rows=cut.part_rows, rows=cut.rows, cols=cut.cols,
+        runs=cut.runs, n=n, k=ks, rank=memory.rank, part_rows=cut.part_rows, rows=cut.rows, cols=cut.cols,
         visit=visit, programs=blocks(memory, config),
     )  # fmt: skip
     for r in range(world):

@@ -105,6 +105,14 @@ __device__ inline void produce(
     }
 }
 
+// Blocks of K of a sum of products.
+template <int COUNT>
+__device__ inline int blocks_of(const int (&k)[COUNT]) {
+    int blocks = 0;
+    for (int i = 0; i < COUNT; ++i) blocks += (k[i] + BK - 1) / BK;
+    return blocks;
+}
+
 // A warpgroup waits for blocks and multiplies 64 rows: acc = A @ B.
 __device__ inline void consume(const Shared& s, Turn& turn, float (&acc)[BN / 2], int group, int blocks) {
     int me = SHARING > 1 ? cluster_rank() : 0, m = me / ALONG, n = me % ALONG;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, Protocol, TypeAlias, TypeVar
 
@@ -116,6 +117,15 @@ def map_weight(params: ctypes.Structure, w: Tensor, across: int) -> None:
 def weight_map(w: Tensor, across: int) -> bytes:
     """Of boxes of BK x 64, as wide as the swizzle, or of `across` columns of a transpose."""
     return tensor_map(w, BK, 64) if w.stride(-1) == 1 else tensor_map(w.transpose(-2, -1), across, BK)
+
+
+def map_terms(
+    params: ctypes.Structure, x: Sequence[Tensor], w: Sequence[Tensor], config: ClusterConfig, rows: int
+) -> None:
+    """As `map_operands` of a sum of products: `params.x` and `params.w` are arrays."""
+    for i, (xi, wi) in enumerate(zip(x, w, strict=True)):
+        ctypes.memmove(params.x[i], tensor_map(xi, rows // config.along, BK), 128)
+        ctypes.memmove(params.w[i], weight_map(wi, config.bn // config.across), 128)
 
 
 def launch(found: Kernel, params: Any, cluster: int, threads: int = THREADS) -> None:

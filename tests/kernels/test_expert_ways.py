@@ -23,7 +23,7 @@ from autofuse.lowering.gpu.expert_ways import (
     expert_needs,
     expert_ways,
 )
-from autofuse.lowering.gpu.experts import at_once
+from autofuse.lowering.gpu.experts import at_once, layouts, of_sum
 from autofuse.lowering.gpu.ways import CUBLAS_NCCL
 
 BF16 = torch.bfloat16
@@ -100,6 +100,24 @@ def test_how_many_weights_one_kernel_multiplies() -> None:
         assert at_once([w, other], [None, None]) == 1
 
 
+def test_a_sum_of_products_is_one_problem_that_contracts_them_all() -> None:
+    p, x, w = replace(PROBLEM, k=8, columns=16), _x(2, 4, 8), _x(2, 8, 16)
+    assert of_sum(p, [x], [w]) == p
+    assert of_sum(p, [x, _x(2, 4, 24)], [w, _x(2, 24, 16)]) == replace(p, k=32)
+    transposed = _x(2, 16, 8).transpose(1, 2)
+    assert of_sum(p, [x, x], [transposed] * 2) == replace(p, k=16)
+    assert layouts([transposed] * 2) != layouts([w, w])
+    for odd in (transposed, _x(2, 8, 17)[..., :16]):  # one kernel multiplies weights of one layout, by TMA
+        assert not of_sum(p, [x, x], [w, odd]).aligned
+
+
+def test_a_sum_of_products_is_near_what_was_measured_of_one() -> None:
+    """Two projections back have twice the K of the one that was measured."""
+    for problem in (PROBLEM, DroplessProblem(COMBINE + DROPLESS, 16, 2048, 4096, 4, BF16)):
+        point = Point.of(problem, {"clusters": 100.0, CUBLAS_NCCL: 200.0})
+        assert choose(replace(problem, k=2 * problem.k), (point,)) == "clusters"
+
+
 def test_a_dropless_combine_has_ways_whatever_its_rows() -> None:
     problem = DroplessProblem(COMBINE + DROPLESS, 16, 2048, 4096, 4, BF16)
     assert len(dropless_ways(problem)) > 1
@@ -121,7 +139,8 @@ W = _x(2, 8, 16)
     "args",
     [
         ([_x(4, 8)] * 2, [W[0]] * 2, [], [], "mm", 2, None, None, [], [], 1, 1, False),
-        ([_x(2, 4, 8)] * 2, [W] * 2, [], [], "mm", 0, None, None, [], [], 1, 1, False),
+        ([_x(2, 4, 8)] * 5, [W] * 5, [], [], "mm", 0, None, None, [], [], 1, 1, False),
+        ([_x(2, 4, 8)] * 2, [W] * 2, [_x(2, 16)] * 2, [], "mm", 0, None, None, [], [], 1, 1, False),
         ([_x(2, 4, 8)], [W], [], [], "mm; neg", 0, None, None, [], [], 1, 1, False),
         ([_x(2, 4, 8)], [W], [], [], "mm", 0, None, None, [], [], 2, 1, False),
         ([_x(2, 4, 8)], [W], [], [], "mm", 0, None, None, [], [], 1, 1, True),

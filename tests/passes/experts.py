@@ -68,9 +68,13 @@ class FixedCapacity(nn.Module):
         return torch.einsum("tec,ecd->td", weights, back)
 
 
-def expert_major(x: Tensor, counts: Tensor, world: int) -> tuple[Tensor, Tensor, Tensor]:
+def expert_major(x: Tensor, counts: Tensor, world: int, sorts: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """Rows that came rank by rank, sorted by expert; their old places; rows of each expert."""
     table = counts.view(world, LOCAL)
+    if sorts:
+        expert = torch.arange(LOCAL).repeat(world).repeat_interleave(counts, output_size=x.shape[0])
+        places = expert.argsort(stable=True)
+        return x[places], places, table.sum(0)
     starts = (counts.cumsum(0) - counts).view(world, LOCAL)
     sizes, starts = table.t().reshape(-1), starts.t().reshape(-1)
     segment = torch.arange(sizes.shape[0]).repeat_interleave(sizes, output_size=x.shape[0])
@@ -79,10 +83,14 @@ def expert_major(x: Tensor, counts: Tensor, world: int) -> tuple[Tensor, Tensor,
 
 
 class Dropless(nn.Module):
-    """Top-2 routing; splits depend on the data; experts as grouped matmuls."""
+    """Top-2 routing; splits depend on the data; experts as grouped matmuls.
 
-    def __init__(self) -> None:
+    Rows are brought into the order of experts by a sort, or by places that are counted.
+    """
+
+    def __init__(self, sorts: bool = False) -> None:
         super().__init__()
+        self.sorts = sorts
         self.world = dist.get_world_size()
         self.gate = nn.Linear(D, LOCAL * self.world, bias=False)
         self.w1 = nn.Parameter(torch.randn(LOCAL, D, H) * 0.1)
@@ -102,7 +110,7 @@ class Dropless(nn.Module):
             outputs = received.view(self.world, -1).sum(1).tolist()
         rows = exchange(x[token], outputs, inputs)
         shape = rows.shape
-        rows, places, sizes = expert_major(rows, received, self.world)
+        rows, places, sizes = expert_major(rows, received, self.world, self.sorts)
         ends = sizes.cumsum(0).to(torch.int32)
         h = F.silu(torch._grouped_mm(rows, self.w1, offs=ends)) * torch._grouped_mm(rows, self.w3, offs=ends)
         y = torch._grouped_mm(h, self.w2, offs=ends)
@@ -143,5 +151,12 @@ PROGRAMS: dict[str, Program] = {
         grad=True,
         tolerance=0.03,
         worlds=(2, 4),
+    ),
+    "dropless, sorted, training": Program(
+        model(lambda: Dropless(sorts=True), torch.bfloat16, grad=True),
+        TRAINED,
+        {"forward": ["no_compute"]},
+        grad=True,
+        tolerance=0.03,
     ),
 }

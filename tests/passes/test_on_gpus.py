@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed._functional_collectives as funcol
+from expecttest import assert_expected_inline
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
+import autofuse
+from autofuse import passes
 from autofuse.lowering.gpu import support
 from autofuse.lowering.torch_internals import has_grouped_mm
 from autofuse.passes.combine import NOT_PERMUTED
 from autofuse.passes.fuse import Settings, fuse
-from autofuse.passes.report import GraphReport
+from autofuse.passes.report import GraphReport, Reason, Report
 
+from .experts import COMBINE, DISPATCH, TOKENS, D, Dropless, FixedCapacity
 from .harness import fake_group
+
+needs_grouped_mm = pytest.mark.skipif(not has_grouped_mm(), reason="this torch has no grouped_mm")
 
 WORLD, LOCAL, DIM, ROWS, POOLING = 4, 3, 8, 11, 2
 
@@ -48,7 +57,9 @@ def moved(graph: fx.Graph) -> fx.Graph:
     """The same graph of tensors on a GPU: without one autograd traces CPUs only."""
     for node in graph.nodes:
         if isinstance(val := node.meta.get("val"), Tensor) and not val.is_sparse:
-            node.meta["val"] = torch.empty_strided(val.shape, val.stride(), dtype=val.dtype, device="cuda")
+            with val.fake_mode:  # type: ignore[attr-defined]
+                shape, stride = val.shape, val.stride()
+                node.meta["val"] = torch.empty_strided(shape, stride, dtype=val.dtype, device="cuda")
     return graph
 
 
@@ -91,7 +102,7 @@ def experts(x: Tensor, w1: Tensor, w2: Tensor, ends: Tensor, order: Tensor) -> T
     return funcol.all_to_all_single(back, SENT, RECEIVED, "0")
 
 
-@pytest.mark.skipif(not has_grouped_mm(), reason="this torch has no grouped_mm")
+@needs_grouped_mm
 @pytest.mark.parametrize("sorts", [True, False])
 def test_dropless_experts_are_fused_where_rows_are_permuted(sorts: bool) -> None:
     """An index that is given may name a row twice, or none."""
@@ -113,3 +124,80 @@ def test_dropless_experts_are_fused_where_rows_are_permuted(sorts: bool) -> None
         ], report.sites
     else:
         assert [site.detail for site in report.sites] == [NOT_PERMUTED] * 2, report.sites
+
+
+# --- Both graphs of a training step ---------------------------------------------------------------------
+
+
+def explained(build: Callable[[], Callable[..., Any]], *args: Tensor) -> Report:
+    """The report of a training step of tensors on GPUs."""
+
+    def fuse_moved(graph: fx.Graph, *rest: Any) -> GraphReport:
+        return fuse(moved(graph), *rest)
+
+    with (
+        fake_group(WORLD),
+        patch.object(support, "why_not", lambda device: None),
+        patch.object(passes, "fuse", fuse_moved),
+        autofuse.config.patch(policy="always"),
+        torch._dynamo.config.patch(capture_scalar_outputs=True),
+    ):
+        return autofuse.explain(build(), backward=True)(*args)
+
+
+def tokens() -> Tensor:
+    return torch.zeros(TOKENS, D, dtype=torch.bfloat16, requires_grad=True)
+
+
+def fused_calls(report: Report) -> str:
+    """The fused ops of the backward graph; `_` is what they read. Without the lines where they are called."""
+    (graph,) = (g for g in report.graphs if g.kind == "backward")
+    calls = (line.partition(" = autofuse.")[2] for line in str(graph.after).splitlines())
+    placeless = (re.sub(r", '[^']*\.py:\d+'", "", call) for call in calls if call)
+    unnamed = (re.sub(r"(?<=[(\[ ])[a-z_]\w*", "_", call) for call in placeless)
+    return "\n".join(call.replace("[_, _, _, _]", "[..]") for call in unnamed)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: FixedCapacity("bmm").bfloat16(),
+        lambda: FixedCapacity("gated").bfloat16(),
+        pytest.param(lambda: Dropless(sorts=True), marks=needs_grouped_mm),
+    ],
+    ids=["fixed capacity", "fixed capacity, gated", "dropless"],
+)
+def test_both_graphs_of_a_layer_of_experts_are_fused(build: Callable[[], Callable[..., Any]]) -> None:
+    report = explained(build, tokens())
+    found = [(site.graph.split()[0], site.op) for site in report.fused]
+    ops = f"autofuse::{DISPATCH}", f"autofuse::{COMBINE}"
+    assert found == [(kind, op) for kind in ("forward", "backward") for op in ops], report
+    assert {site.reason for site in report.kept} <= {Reason.NO_COMPUTE}, report  # counts of tokens
+
+
+def test_the_gradient_of_two_projections_is_a_sum_that_is_sent() -> None:
+    """The dispatch returns X, too, for the gradients of weights."""
+    assert_expected_inline(
+        fused_calls(explained(lambda: FixedCapacity("gated").bfloat16(), tokens())),
+        """\
+all_to_all_expert_matmul(_, [_], [], 0, None, None, [], [], 1, 1, True, '0', 'direct')
+expert_matmul_all_to_all([_, _], [_, _], [], [], 'mm', 0, None, None, [], [], 1, 1, False, '0', 'direct')""",
+    )
+
+
+@needs_grouped_mm
+def test_the_gradient_of_dropless_projections() -> None:
+    """Rows move where the forward graph has sorted them to."""
+    assert_expected_inline(
+        fused_calls(explained(lambda: Dropless(sorts=True), tokens())),
+        """\
+all_to_all_expert_matmul(_, [_], [], 0, _, _, [..], [..], 1, 1, True, '0', 'direct')
+expert_matmul_all_to_all([_, _], [_, _], [], [], 'mm', 0, _, _, [..], [..], 1, 1, False, '0', 'direct')""",
+    )
+
+
+def test_indices_that_are_no_permutation_are_none_in_the_backward_either() -> None:
+    """Places that were counted: nothing but their values says that they are one."""
+    report = explained(Dropless, tokens())
+    kept = [site.detail for site in report.kept if site.reason is Reason.NO_KERNEL_FOR_DEVICE]
+    assert kept == [NOT_PERMUTED] * 4
