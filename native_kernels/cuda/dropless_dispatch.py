@@ -14,7 +14,7 @@ from autofuse.native_kernels.triton.memory import Need, PeerMemory, cdiv
 
 from .dropless_combine import HEIGHTS, SLICE, STARTS, DroplessConfig, dropless_constants, height_of
 from .experts import MOST_WEIGHTS, tile_cols
-from .gemm import BK, POINTERS, TENSOR_MAP, Constants, blocks, filled, launch, weight_map
+from .gemm import BK, POINTERS, TENSOR_MAP, blocks, filled, launch, weight_map
 from .launcher import Kernel, kernel, tensor_map
 
 SOURCE = "dropless_dispatch.cu"
@@ -48,15 +48,6 @@ def dropless_dispatch_needs(rows: int, k: int, world: int) -> Need:
     return Need(
         inbox=2 * rows * k * 2, finished=2 * 4 * world * rows, signals=2 * 4 * (STARTS + cdiv(rows, SLICE))
     )
-
-
-def dropless_dispatch_constants(
-    experts: int, world: int, transposed: bool, dtype: torch.dtype, biased: bool, height: int,
-    config: DroplessConfig, trace: bool, weights: int = 1,
-) -> Constants:  # fmt: skip
-    """What the kernel is compiled with."""
-    both = dropless_constants(experts, world, transposed, dtype, biased, height, config, trace)
-    return *both, ("WEIGHTS", weights)
 
 
 def launch_dropless_dispatch(
@@ -114,8 +105,8 @@ def _prepared(
 ) -> tuple[Kernel, _Params]:  # fmt: skip
     """The kernel, and what does not change from call to call."""
     world, half = memory.world, memory.inbox.half(dtype)
-    compiled_with = dropless_dispatch_constants(
-        experts, world, transposed, dtype, biased, height, config, trace, weights
+    compiled_with = dropless_constants(
+        experts, world, transposed, dtype, biased, height, config, trace, WEIGHTS=weights
     )
     found = kernel(SOURCE, "dropless_dispatch", compiled_with, config.shared_bytes(experts, height))
     places_half = memory.finished.half(torch.int32)

@@ -135,10 +135,18 @@ def ways() -> list[str]:
 
 
 def call(way: str, given: Given, group: str = "") -> Tensor:
-    from autofuse.lowering.gpu.dropless import dropless_combine, dropless_problem_of
+    return add_up(way, [given], group)
 
-    problem = dropless_problem_of("expert_matmul_all_to_all", given["x"], given["w"], workspace(group))
-    out = dropless_combine(workspace(group), way, problem, **given, site="test")
+
+def add_up(way: str, terms: Sequence[Given], group: str = "") -> Tensor:
+    """The combine of a sum of products, whose rows go where those of the first go."""
+    from autofuse.lowering.gpu.dropless import dropless_combine, dropless_problem_of
+    from autofuse.lowering.gpu.experts import of_sum
+
+    x, w = ([given[name] for given in terms] for name in ("x", "w"))
+    problem = dropless_problem_of("expert_matmul_all_to_all", x[0], w[0], workspace(group))
+    given = terms[0] | {"x": x, "w": w}
+    out = dropless_combine(workspace(group), way, of_sum(problem, x, w), **given, site="test")
     assert out is not None
     return out
 
@@ -178,6 +186,25 @@ def all_ways(rank: int, world: int, case: Ragged) -> dict[str, str]:
                 first, second = call(way, given), call(way, given)
         same = "" if torch.equal(first, second) else "other bits in another run"
         found[way] = _wrong(first, wanted) or same
+    return found
+
+
+def sums(rank: int, world: int, case: Ragged) -> dict[str, str]:
+    """A sum of two products, each of its own K, in all ways, and without a kernel."""
+    from autofuse.lowering.gpu.dropless_unfused import combine_unfused
+
+    cases = [case, replace(case, k=case.k + 72, biased=False)]
+    terms, found = [c.inputs(rank, world) for c in cases], {}
+    wanted = cases[0].wanted(rank, world) + cases[1].wanted(rank, world)
+    for way in ways():
+        with about(way):
+            add_up(way, terms)
+            poison()
+            with nan_in_empty():
+                found[way] = _wrong(add_up(way, terms), wanted)
+    if case.dtype is torch.bfloat16:
+        given = terms[0] | {name: [term[name] for term in terms] for name in ("x", "w")}
+        found["unfused"] = _wrong(combine_unfused(**given, group_name=dist.group.WORLD.group_name), wanted)
     return found
 
 

@@ -110,7 +110,7 @@ def call(
 
     problem = problem_of(case, x, w)
     if case.op == COMBINE:
-        out = combine(workspace(), way, problem, x, w[0], bias[0], order, "test")
+        out = combine(workspace(), way, problem, [x], w, bias[0], order, "test")
         assert out is not None
         return out
     outputs = dispatch(workspace(), way, problem, x, w, bias, False, "test")
@@ -156,6 +156,28 @@ def all_ways(rank: int, world: int, case: Case) -> dict[str, str]:
                 first, second = call(way, case, x, w, bias), call(way, case, x, w, bias)
         same = "" if torch.equal(first, second) else "other bits in another run"
         found[way] = wrong(first, wanted) or same
+    return found
+
+
+def sums(rank: int, world: int, case: Case) -> dict[str, str]:
+    """A sum of two products, each of its own K, in all ways."""
+    from autofuse.lowering.gpu.expert_ways import expert_ways
+    from autofuse.lowering.gpu.experts import combine, of_sum
+
+    cases = [case, replace(case, k=case.k + 72, biased=False)]
+    x, w = [c.x(rank, world) for c in cases], [c.w(rank)[0] for c in cases]
+    bias, wanted = case.bias(rank)[0], cases[0].wanted(rank, world) + cases[1].wanted(rank, world)
+    problem, found = of_sum(problem_of(case, x[0], w[:1]), x, w), {}
+    for way, config in expert_ways(problem).items():
+        if config is None:
+            continue
+        with about(way), nan_in_empty():
+            for _ in range(3):
+                out = combine(workspace(), way, problem, x, w, bias, "direct", "test")
+                assert out is not None
+                found[way] = wrong(out, wanted)
+                if found[way]:
+                    break
     return found
 
 

@@ -8,7 +8,7 @@ import torch
 
 from tests.ranks import RankPool
 
-from . import dropless_on_gpus, experts_on_gpus
+from . import dropless_on_gpus, experts_on_gpus, layers_on_gpus
 from .conftest import WORLDS
 from .dropless_on_gpus import Ragged
 from .experts_on_gpus import COMBINE, DISPATCH, Case
@@ -68,6 +68,14 @@ def test_all_ways(gpu_ranks: Pools, world: int, op: str, name: str) -> None:
     assert not (text := complaints(found)), text
 
 
+@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_combine_of_a_sum(gpu_ranks: Pools, world: int, name: str) -> None:
+    found = gpu_ranks(world).run(experts_on_gpus.sums, case(COMBINE, name), timeout=90)
+    assert all(found), "no way"
+    assert not (text := complaints(found)), text
+
+
 @pytest.mark.parametrize("name", ["whole tiles", "tiles span ranks"])
 @pytest.mark.parametrize("world", WORLDS)
 def test_orders(gpu_ranks: Pools, world: int, name: str) -> None:
@@ -107,6 +115,13 @@ def test_gradients_of_two_weights(gpu_ranks: Pools, world: int, name: str) -> No
     assert not (text := complaints(found)), text
 
 
+@pytest.mark.parametrize("dropless", [False, True])
+@pytest.mark.parametrize("world", WORLDS)
+def test_training_of_a_compiled_layer(gpu_ranks: Pools, world: int, dropless: bool) -> None:
+    found = gpu_ranks(world).run(layers_on_gpus.trained, dropless, timeout=150)
+    assert not (text := complaints(found)), text
+
+
 KINDS = {
     "random": Ragged("random"),
     "shuffled": Ragged("random", shuffled=True, transposed=True, dtype=torch.float16),
@@ -125,6 +140,13 @@ KINDS = {
 @pytest.mark.parametrize("world", WORLDS)
 def test_dropless_combine(gpu_ranks: Pools, world: int, name: str) -> None:
     found = gpu_ranks(world).run(dropless_on_gpus.all_ways, KINDS[name], timeout=60)
+    assert not (text := complaints(found)), text
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_dropless_combine_of_a_sum(gpu_ranks: Pools, world: int, name: str) -> None:
+    found = gpu_ranks(world).run(dropless_on_gpus.sums, KINDS[name], timeout=60)
     assert not (text := complaints(found)), text
 
 

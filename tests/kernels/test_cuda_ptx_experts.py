@@ -17,6 +17,7 @@ from autofuse.lowering.gpu.expert_ways import (
     dropless_ways,
     expert_ways,
 )
+from autofuse.lowering.gpu.support import MOST_TERMS
 from autofuse.lowering.gpu.ways import DTYPES
 from autofuse.native_kernels.cuda import dropless_combine, dropless_dispatch, expert_combine, expert_dispatch
 from autofuse.native_kernels.cuda.compiler import compile_cubin, compile_ptx, why_not
@@ -53,12 +54,13 @@ def cases(op: str) -> Iterator[tuple[str, Constants, int]]:
     """Source, constants and bytes of shared memory of all ways; layouts, dtypes and traces by turns."""
     turns = cycle(product([False, True], DTYPES, [True, False], [True, False]))
     counts = cycle((1, 2, 2, 1, 2))
+    terms = cycle((1, 2, MOST_TERMS))
     for rows, world in product((16, 64, 4096), (2, 4, 8)):
         for config in expert_ways(ExpertProblem(op, 8, rows, K, N, world, torch.bfloat16)).values():
             transposed, dtype, trace, biased = next(turns)
             if isinstance(config, CombineConfig):
                 found = expert_combine.combine_constants(
-                    8, rows, N, 1, world, transposed, dtype, biased, 0, config, trace
+                    8, rows, N, 1, world, transposed, dtype, biased, 0, config, trace, next(terms)
                 )
                 yield expert_combine.SOURCE, found, cut_of(8, rows, world, config).shared_bytes
             elif isinstance(config, DispatchConfig) and config.slices < 128:  # they are no constant
@@ -95,6 +97,7 @@ def test_rules_of_dropless(source: str, weights: int) -> None:
     """Rows are stored by all lanes of a warp: a barrier, then a fence, then the counts."""
     problem = DroplessProblem(COMBINE + DROPLESS, 16, K, N, 4, torch.bfloat16)
     turns = cycle(product([False, True], DTYPES, [True, False], [True, False]))
+    terms = cycle((1, 2, MOST_TERMS, 1))
     kinds = product((2, 8), dropless_ways(problem).values(), dropless_combine.HEIGHTS)
     for world, config, height in kinds:
         if config is None:
@@ -102,9 +105,9 @@ def test_rules_of_dropless(source: str, weights: int) -> None:
         transposed, dtype, trace, biased = next(turns)
         kind = 16, world, transposed, dtype, biased, height, config, trace
         constants = dict(
-            dropless_dispatch.dropless_dispatch_constants(*kind, weights)
+            dropless_combine.dropless_constants(*kind, WEIGHTS=weights)
             if source == dropless_dispatch.SOURCE
-            else dropless_combine.dropless_constants(*kind)
+            else dropless_combine.dropless_constants(*kind, TERMS=next(terms))
         )
         where = f"{source} {constants}"
         static = 2 * 4 * (16 + 2) + 16

@@ -53,9 +53,13 @@ def _compare(rank: int, world: int, case: Case) -> None:
 
     x = case.randn(rank, 2, sum(receives), case.k)
     way = offsets, positions, sends, receives
-    y = unfused.combine_unfused(x, w, b, *way, group)
+    y = unfused.combine_unfused([x], [w], b, *way, group)
     (wanted,) = FUSED_OPS[COMBINE].reference([x], [w], bias, [], "mm", 0, *way, *site)
     close(y, wanted.double(), case.k, BF16)
+    more = case.randn(rank, 3, sum(receives), case.k)
+    y = unfused.combine_unfused([x, more], [w, -w], None, *way, group)
+    (wanted,) = FUSED_OPS[COMBINE].reference([x, more], [w, -w], [], [], "mm", 0, *way, *site)
+    close(y, wanted.double(), 2 * case.k, BF16)
 
 
 @pytest.mark.parametrize("case", CASES)

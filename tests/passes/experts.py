@@ -72,7 +72,11 @@ def expert_major(x: Tensor, counts: Tensor, world: int, sorts: bool = False) -> 
     """Rows that came rank by rank, sorted by expert; their old places; rows of each expert."""
     table = counts.view(world, LOCAL)
     if sorts:
-        expert = torch.arange(LOCAL).repeat(world).repeat_interleave(counts, output_size=x.shape[0])
+        expert = (
+            torch.arange(LOCAL, device=x.device)
+            .repeat(world)
+            .repeat_interleave(counts, output_size=x.shape[0])
+        )
         places = expert.argsort(stable=True)
         return x[places], places, table.sum(0)
     starts = (counts.cumsum(0) - counts).view(world, LOCAL)
