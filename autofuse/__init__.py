@@ -13,17 +13,21 @@ if TYPE_CHECKING:
     from autofuse.collectives import register_collective
     from autofuse.inspection import debug, explain, rewrite
     from autofuse.passes.report import Reason, Report, Site
+    from autofuse.table_optimizers import SGD, RowwiseAdagrad, optimizer_in_backward
     from autofuse.warm_up import warmup
 
 __all__ = [
+    "SGD",
     "Reason",
     "Report",
+    "RowwiseAdagrad",
     "Site",
     "__version__",
     "config",
     "debug",
     "explain",
     "ops",
+    "optimizer_in_backward",
     "register_collective",
     "rewrite",
     "warmup",
@@ -32,9 +36,12 @@ __all__ = [
 _HOME = {
     "Reason": "autofuse.passes.report",
     "Report": "autofuse.passes.report",
+    "RowwiseAdagrad": "autofuse.table_optimizers",
+    "SGD": "autofuse.table_optimizers",
     "Site": "autofuse.passes.report",
     "debug": "autofuse.inspection",
     "explain": "autofuse.inspection",
+    "optimizer_in_backward": "autofuse.table_optimizers",
     "register_collective": "autofuse.collectives",
     "rewrite": "autofuse.inspection",
     "warmup": "autofuse.warm_up",

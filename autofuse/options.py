@@ -18,6 +18,7 @@ PATTERNS = (
     "all_gather_matmul",
     "embedding_bag_all_to_all",
     "all_to_all_embedding_bag_backward",
+    "all_to_all_embedding_bag_update",
     "expert_matmul_all_to_all",
     "all_to_all_expert_matmul",
 )

@@ -58,6 +58,7 @@ FAMILIES: dict[str, Family] = {
     "embedding_bag_all_to_all": Family.PRODUCE,
     "expert_matmul_all_to_all": Family.PRODUCE,
     "all_to_all_embedding_bag_backward": Family.CONSUME,
+    "all_to_all_embedding_bag_update": Family.CONSUME,
     "all_to_all_expert_matmul": Family.CONSUME,
 }
 

@@ -321,6 +321,11 @@ def finished_work(result: Any) -> Any:
     return _create_work_from_future(future).boxed()
 
 
+def auto_functionalized() -> Any:
+    """The higher-order op that calls an op which changes arguments, on copies of them, and returns those."""
+    return torch.ops.higher_order.auto_functionalized_v2
+
+
 # --- Passes -------------------------------------------------------------------------------------------
 
 

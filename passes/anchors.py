@@ -12,8 +12,10 @@ import torch
 from torch import fx
 from torch.distributed import ProcessGroup
 
+from autofuse.lowering.ops.library import FUSED_OPS, FusedOp
 from autofuse.lowering.torch_internals import traced_group
 
+from .functional import called
 from .layout import Size, same_size
 from .trace import WAIT, argument, expression, tensor, value
 
@@ -168,4 +170,11 @@ def is_collective(node: fx.Node) -> bool:
 
 
 def is_fused_op(node: fx.Node) -> bool:
-    return getattr(node.target, "namespace", "") == "autofuse"
+    return fused_op(node) is not None
+
+
+def fused_op(node: fx.Node) -> FusedOp | None:
+    """The fused op that the node calls, if it calls one."""
+    op = called(node)
+    name = op._schema.name if isinstance(op, torch._ops.OpOverload) else ""
+    return FUSED_OPS.get(name.removeprefix("autofuse::")) if name.startswith("autofuse::") else None

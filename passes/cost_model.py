@@ -55,6 +55,7 @@ COLLECTIVES = {
     "all_gather_matmul": "all_gather",
     "embedding_bag_all_to_all": "all_to_all",
     "all_to_all_embedding_bag_backward": "all_to_all",
+    "all_to_all_embedding_bag_update": "all_to_all",
     "expert_matmul_all_to_all": "all_to_all",
     "all_to_all_expert_matmul": "all_to_all",
 }

@@ -42,19 +42,19 @@ class Emitter:
         self.touched: list[str] = []
         """Once committed: names of the nodes that are new, gone, or read something else."""
 
-    def call(self, target: torch._ops.OpOverload, *args: object, **kwargs: object) -> fx.Node:
+    def call(self, target: Callable[..., Any], *args: object, **kwargs: object) -> fx.Node:
         with self.graph.inserting_before(self.anchor):
             node = self.graph.call_function(target, args, kwargs)
         self.new.append(node)
         node.meta.update(origin(self.anchor.meta))
-        values = fx.node.map_arg(args, value)
+        values, named = fx.node.map_arg(args, value), fx.node.map_arg(kwargs, value)
         tensors = [*_tensors(values), *_tensors(value(self.anchor))]
         mode = next((v.fake_mode for v in tensors if hasattr(v, "fake_mode")), None)
         if mode is None:
-            node.meta["val"] = target(*values, **kwargs)
+            node.meta["val"] = target(*values, **named)
         else:
             with mode:
-                node.meta["val"] = target(*values, **kwargs)
+                node.meta["val"] = target(*values, **named)
         return node
 
     def numbers(self, count: int | fx.Node, like: fx.Node) -> fx.Node:

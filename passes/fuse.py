@@ -28,6 +28,7 @@ from .crossover import Known
 from .dispatch import match_dispatch, match_single_dispatch
 from .embedding import match_embedding
 from .embedding_backward import match_embedding_backward
+from .embedding_update import match_embedding_update
 from .emit import CannotEmit, Emitter, erase_unused, order_nodes, relax_views
 from .gather_matmul import match_all_gather
 from .layout import same_size
@@ -55,6 +56,7 @@ MATCHERS: dict[str, tuple[tuple[str, Matcher], ...]] = {
         ("all_to_all_expert_matmul", match_dispatch),
         ("embedding_bag_all_to_all", match_embedding),
         ("all_to_all_embedding_bag_backward", match_embedding_backward),
+        ("all_to_all_embedding_bag_update", match_embedding_update),
         ("expert_matmul_all_to_all", match_single_combine),
         ("all_to_all_expert_matmul", match_single_dispatch),
     ),

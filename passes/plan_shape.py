@@ -8,11 +8,11 @@ import sympy
 import torch
 from torch import fx
 
-from autofuse.lowering.ops.library import FUSED_OPS
 from autofuse.lowering.orders import PlanShape
 from autofuse.lowering.torch_internals import group_size
 
-from .anchors import is_fused_op
+from .anchors import fused_op
+from .functional import arguments
 from .trace import expression, value
 
 
@@ -25,15 +25,16 @@ def plan_shape(node: fx.Node, hints: Mapping[sympy.Symbol, int]) -> PlanShape | 
 
     None if `node` is no fused op, or if the sizes that its plans depend on depend on data.
     """
-    if not is_fused_op(node):
+    op, given = fused_op(node), arguments(node)
+    if op is None or given is None:
         return None
-    op = FUSED_OPS[node.target.name().removeprefix("autofuse::")]
+    values = list(given.values())
     if op.plan_shape is None:
-        group, order, _ = node.args[-3:]
+        group, order, _ = values[-3:]
         return PlanShape.of_any_size(op.name, order, group_size(group))
     try:
-        arguments = fx.node.map_aggregate(fx.node.map_arg(node.args, value), lambda v: _concrete(v, hints))
-        return op.plan_shape(*arguments)
+        concrete = fx.node.map_aggregate(fx.node.map_arg(values, value), lambda v: _concrete(v, hints))
+        return op.plan_shape(*concrete)
     except _DependsOnData:
         return None
 

@@ -3,6 +3,7 @@
 from autofuse.lowering.ops import (
     all_gather_matmul,
     all_to_all_embedding_bag_backward,
+    all_to_all_embedding_bag_update,
     all_to_all_expert_matmul,
     embedding_bag_all_to_all,
     expert_matmul_all_to_all,
@@ -13,6 +14,7 @@ from autofuse.lowering.ops import (
 __all__ = [
     "all_gather_matmul",
     "all_to_all_embedding_bag_backward",
+    "all_to_all_embedding_bag_update",
     "all_to_all_expert_matmul",
     "embedding_bag_all_to_all",
     "expert_matmul_all_to_all",

@@ -119,7 +119,7 @@ def _cpu(
     b, wire, mine = bags.count // world, grad.dtype, columns[rank]
     grad = grad.contiguous()
     native = dtype in DTYPES and all(t.dtype == dtype for t in per_sample_weights)
-    plan = _partition(b, columns, order).plan(rank)
+    plan = partition(op, b, columns, order).plan(rank)
     key = f"{bags.count} bags of {list(columns)} columns {wire} {layout}, {plan.agreement}"
     with workspace.call(op, site, key, bags.count * max(columns) * wire.itemsize) as call:
         received = call.tensor(rank, 0, (bags.count, mine), wire)
@@ -143,11 +143,11 @@ def _cpu(
     return [*tables, exchanged] if keep_exchanged else tables
 
 
-def _partition(b: int, columns: Sequence[int], order: str) -> PlanShape:
+def partition(op: str, b: int, columns: Sequence[int], order: str) -> PlanShape:
     """A tile is all that goes to a rank: its columns of the gradients of `b` bags."""
     chunks = tuple((b, c) for c in columns)
     block = (max(1, b), max(1, *columns))
-    return PlanShape("all_to_all_embedding_bag_backward", order, len(columns), (chunks,), block)
+    return PlanShape(op, order, len(columns), (chunks,), block)
 
 
 def _plan_shape(
@@ -169,7 +169,8 @@ def _plan_shape(
     order: str,
     site: str,
 ) -> PlanShape:
-    return _partition((offsets[0].shape[0] - include_last_offset) // len(columns), columns, order)
+    b = (offsets[0].shape[0] - include_last_offset) // len(columns)
+    return partition("all_to_all_embedding_bag_backward", b, columns, order)
 
 
 def _gradients(

@@ -26,6 +26,11 @@ def embedding_backward_on_gpu(*args: Any) -> Any:
     return _run("embedding_backward", "run_embedding_backward", *args)
 
 
+def embedding_update_on_gpu(*args: Any) -> Any:
+    """As `lowering.gpu.embedding_update.run_embedding_update`; NotImplemented without Triton."""
+    return _run("embedding_update", "run_embedding_update", *args)
+
+
 def combine_on_gpu(*args: Any) -> Any:
     """As `lowering.gpu.expert_ops.run_combine`; NotImplemented without Triton."""
     return _run("expert_ops", "run_combine", *args)

@@ -37,7 +37,7 @@ class FusedOp:
         cuda: as `cpu`, on GPUs of one host; None where there is no kernel yet.
         plan_shape: what the plans that `cpu` runs are made from, of tensors shapes and dtypes alone; None
             where that is `PlanShape.of_any_size`.
-        setup_context, backward: as `torch.library.register_autograd` takes them.
+        setup_context, backward: as `torch.library.register_autograd` takes them; None if it has no gradient.
     """
 
     schema: str
@@ -45,8 +45,8 @@ class FusedOp:
     reference: Callable[..., Any]
     cpu: Callable[..., Any]
     plan_shape: Callable[..., PlanShape] | None
-    setup_context: Callable[..., None]
-    backward: Callable[..., Any]
+    setup_context: Callable[..., None] | None
+    backward: Callable[..., Any] | None
     cuda: Callable[..., Any] | None = None
 
     @property
@@ -85,11 +85,14 @@ def register(op: FusedOp) -> None:
         LIBRARY.impl(op.name, run, device)
     qualified = f"autofuse::{op.name}"
     torch.library.register_fake(qualified, lambda *args: op.fake(*_group_by_name(args)), lib=LIBRARY)
+    if op.setup_context is None or op.backward is None:
+        return
+    setup_context = op.setup_context
     register_autograd(
         LIBRARY,
         getattr(torch.ops.autofuse, op.name).default,
         op.backward,
-        lambda ctx, inputs, output: op.setup_context(ctx, _group_by_name(inputs), output),
+        lambda ctx, inputs, output: setup_context(ctx, _group_by_name(inputs), output),
         devices,
     )
 

@@ -1,7 +1,8 @@
-"""Pooling of embedding bags straight to its place, and its gradient, dense or sparse; all on one thread."""
+"""Pooling of embedding bags straight to its place, and its gradient: dense, sparse, or put into effect on the
+tables; all on one thread."""
 
 from collections.abc import Sequence
-from ctypes import Array, c_int, c_int64, c_void_p
+from ctypes import Array, c_float, c_int, c_int64, c_void_p
 from dataclasses import dataclass, replace
 
 import torch
@@ -22,6 +23,19 @@ _scatter = function(
 # expand(tables, number, bags, wide indices, dtype of the values, dtype of grad, grad, failure) -> error
 _expand = function(
     "af_expand_bags", c_int, [c_void_p, c_int64, c_void_p, c_int, c_int, c_int, c_void_p, c_void_p]
+)
+# touched(indices, number, wide, padding, rows of the table, places, rows, slots, number of slots, failure)
+# -> rows, or -1
+_touched = function(
+    "af_touched_rows",
+    c_int64,
+    [c_void_p, c_int64, c_int, c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_int64, c_void_p],
+)
+# update(weight, its dtype, state or None, sums, rows, number, dim, lr, eps)
+_update_rows = function(
+    "af_update_rows",
+    None,
+    [c_void_p, c_int, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_float, c_float],
 )
 _scatter_rows = function("af_scatter_rows", None, [c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int64])
 
@@ -54,6 +68,10 @@ class Bags:
             offsets=[self.offsets[t] for t in tables],
             per_sample_weights=[self.per_sample_weights[t] for t in tables if self.per_sample_weights],
         )
+
+    def renumbered(self, indices: Sequence[Tensor]) -> "Bags":
+        """The same bags of other indices, 0 for padding."""
+        return replace(self, indices=indices, padding_idx=0)
 
     def entries(self, table: int) -> slice:
         """The indices that are in bags."""
@@ -133,6 +151,38 @@ def used_indices(bags: Bags, table: int, num_rows: int) -> Tensor:
     for bad in indices[(indices < 0) | (indices >= num_rows)][:1]:
         raise _error(_BAD_INDEX, table, int(bad), num_rows)
     return indices.to(torch.int64, copy=True)
+
+
+def touched_rows(bags: Bags, table: int, num_rows: int) -> tuple[Tensor, Tensor]:
+    """The rows that entries of a table name, int64 and each once, and for every index its place among them,
+    counted from 1, 0 where it is padding or in no bag, in the dtype of the indices.
+
+    Raises RuntimeError for an index that is out of range.
+    """
+    entries, indices = bags.entries(table), bags.indices[table]
+    places, inside = torch.zeros_like(indices), indices[entries]
+    rows = torch.empty(len(inside), dtype=torch.int64)
+    slots = torch.full((2 << len(inside).bit_length(),), -1, dtype=torch.int64)
+    failure = (c_int64 * 2)()
+    count = _touched(
+        inside.data_ptr(), len(inside), indices.dtype == torch.int64, bags.padding_idx, num_rows,
+        places[entries].data_ptr(), rows.data_ptr(), slots.data_ptr(), len(slots), failure,
+    )  # fmt: skip
+    if count < 0:
+        raise _error(_BAD_INDEX, table, failure[1], num_rows)
+    return rows[:count], places
+
+
+def update_rows(weight: Tensor, state: Tensor | None, rates: Tensor, sums: Tensor, rows: Tensor) -> None:
+    """`weight[rows] -= lr * sums`, with state (float32 `[V]`) by rowwise Adagrad; rates: lr and eps.
+
+    sums: float32, a row for each of `rows`, all different; all contiguous. Computes in float32, rounds once.
+    """
+    lr, eps = rates.tolist()
+    _update_rows(
+        weight.data_ptr(), DTYPES[weight.dtype], None if state is None else state.data_ptr(),
+        sums.data_ptr(), rows.data_ptr(), len(rows), weight.shape[1], lr, eps,
+    )  # fmt: skip
 
 
 def expand_bags(

@@ -1,0 +1,82 @@
+"""Calls of ops that change arguments, as functional graphs have them: on copies, which the call returns, too.
+
+A higher-order op takes the arguments by name. Those that change are in `_all_bases`, and `_<name>_base_index`
+says which it is, of a list `_<name>_<i>_base_index`. Its results are those of the op, then the new bases.
+Inductor finds out later which bases need no copy.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from autofuse.lowering.torch_internals import auto_functionalized
+
+from .emit import Emitter
+
+_BASES = "_all_bases"
+
+
+def called(node: fx.Node) -> object:
+    """What the node calls, made functional or not."""
+    return node.args[0] if node.target is auto_functionalized() else node.target
+
+
+def arguments(node: fx.Node) -> dict[str, Any] | None:
+    """The arguments of a call by name, in the order of the schema; None if one that changes is a view."""
+    op = called(node)
+    assert isinstance(op, torch._ops.OpOverload)
+    schema = op._schema.arguments
+    if node.target is not auto_functionalized():
+        given = dict(zip((a.name for a in schema), node.args, strict=False))
+        return {a.name: given.get(a.name, node.kwargs.get(a.name, a.default_value)) for a in schema}
+    given, left = dict(node.kwargs), set(node.kwargs)
+    bases = given[_BASES]
+    left.remove(_BASES)
+
+    def changed(name: str) -> Any:
+        left.discard(name)
+        index = given[name]
+        return None if index is None else bases[index]
+
+    found: dict[str, Any] = {}
+    for a in schema:
+        if a.alias_info is None:
+            found[a.name] = given.get(a.name, a.default_value)
+            left.discard(a.name)
+        elif f"_{a.name}_length" in given:
+            left.remove(f"_{a.name}_length")
+            count = given[f"_{a.name}_length"]
+            found[a.name] = [changed(f"_{a.name}_{i}_base_index") for i in range(count)]
+        else:
+            found[a.name] = changed(f"_{a.name}_base_index")
+    return None if left else found
+
+
+def new_bases(node: fx.Node) -> dict[fx.Node, fx.Node]:
+    """What a functional call makes of its bases, by base, as far as somebody reads it."""
+    count = len(node.args[0]._schema.returns) or 1
+    items = {u.args[1]: u for u in node.users if u.target is operator.getitem}
+    bases = node.kwargs[_BASES]
+    return {b: items[count + i] for i, b in enumerate(bases) if count + i in items}
+
+
+def call_on_copies(
+    emitter: Emitter, op: torch._ops.OpOverload, given: Mapping[str, Any]
+) -> tuple[fx.Node, dict[fx.Node, fx.Node]]:
+    """Inserts a functional call of an op with one result, with lists of tensors that change, all different.
+
+    Returns the result, and by base what becomes of it.
+    """
+    changing = [a.name for a in op._schema.arguments if a.alias_info is not None]
+    bases = [base for name in changing for base in given[name]]
+    rest: dict[str, Any] = {name: value for name, value in given.items() if name not in changing}
+    for name in changing:
+        rest[f"_{name}_length"] = len(given[name])
+        rest |= {f"_{name}_{i}_base_index": bases.index(base) for i, base in enumerate(given[name])}
+    node = emitter.call(auto_functionalized(), op, **rest, **{_BASES: bases})
+    return emitter.item(node, 0), {base: emitter.item(node, 1 + i) for i, base in enumerate(bases)}

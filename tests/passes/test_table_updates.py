@@ -1,0 +1,119 @@
+"""Training of tables whose backward has the optimizer in it: on real ranks, compiled, fused and not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autofuse
+from tests.ranks import RankPool
+
+from .recommendation import FORWARD, ROWS, tables
+
+Ranks = Callable[[int], RankPool]
+
+UPDATE = "all_to_all_embedding_bag_update"
+STEPS, EPS = 4, 1e-6
+
+
+class Model(nn.Module):
+    """Tables whose exchanged bags feed a matmul; `build`: as the programs of `recommendation`."""
+
+    def __init__(self, build: Callable[..., Any], world: int, rank: int) -> None:
+        super().__init__()
+        self.bags, self.inputs = build(world, rank)
+        width = self.bags(*self.inputs).flatten(1).shape[1]
+        torch.manual_seed(7)
+        self.dense = nn.Linear(width, 3)
+
+    def forward(self, *inputs: list[Tensor]) -> Tensor:
+        return self.dense(self.bags(*inputs).flatten(1))
+
+
+def rate(step: int) -> float:
+    return 0.1 * (step + 1)
+
+
+def inputs_at(model: Model, step: int) -> tuple[list[Tensor], ...]:
+    """Some rows are hot, and some bags empty."""
+    indices, offsets, weights = model.inputs
+    indices = [torch.where(i % 5 < 2, 3, (i * (2 * step + 1) + step) % ROWS) for i in indices]
+    empty = [torch.cat([o[:1], o[2:3], o[2:]]) for o in offsets]
+    return indices, empty, weights
+
+
+def run(model: Model, step: Callable[..., Tensor], number: int) -> None:
+    torch.manual_seed(number)
+    out = step(*inputs_at(model, number))
+    model.dense.zero_grad()
+    out.backward(torch.randn(out.shape).to(out.dtype))
+    with torch.no_grad():
+        for parameter in model.dense.parameters():
+            parameter -= 0.1 * parameter.grad
+
+
+def by_hand(model: Model, rowwise: bool) -> list[Tensor]:
+    """Dense gradients, and in fp64 what becomes of the tables."""
+    bags = [m for m in model.modules() if isinstance(m, nn.EmbeddingBag)]
+    sums = [torch.zeros(len(b.weight), dtype=torch.float64) for b in bags]
+    for number in range(STEPS):
+        run(model, model, number)
+        for bag, s in zip(bags, sums, strict=True):
+            assert bag.weight.grad is not None
+            grad, lr = bag.weight.grad.double(), torch.tensor(rate(number)).double()
+            touched = grad.any(1)
+            s += grad.square().mean(1)
+            step = lr / (s.sqrt() + EPS) if rowwise else lr.expand(len(s))
+            moved = bag.weight.double() - step[:, None] * grad
+            bag.weight.data = torch.where(touched[:, None], moved, bag.weight.double()).to(bag.weight.dtype)
+            bag.weight.grad = None
+    return [*model.parameters(), *sums] if rowwise else list(model.parameters())
+
+
+def updated(model: Model, rowwise: bool, how: dict[str, Any] | None) -> list[Tensor]:
+    bags = [m for m in model.modules() if isinstance(m, nn.EmbeddingBag)]
+    optimizer = autofuse.RowwiseAdagrad(rate(0), EPS) if rowwise else autofuse.SGD(rate(0))
+    autofuse.optimizer_in_backward(bags, optimizer)
+    places = [b.weight.data_ptr() for b in bags]
+    step = torch.compile(model, **how) if how else model
+    for number in range(STEPS):
+        optimizer.lr = rate(number)
+        run(model, step, number)
+    assert all(b.weight.grad is None for b in bags)
+    assert places == [b.weight.data_ptr() for b in bags]
+    states = [b.table_state for b in bags] if rowwise else []
+    return [*model.parameters(), *states]
+
+
+def train(rank: int, world: int, options: dict[str, Any], rowwise: bool, how: dict[str, Any] | None) -> Any:
+    torch._dynamo.reset()
+    expected = by_hand(Model(tables(**options), world, rank), rowwise)
+    with autofuse.debug() as report:
+        found = updated(Model(tables(**options), world, rank), rowwise, how)
+    for got, want in zip(found, expected, strict=True):
+        torch.testing.assert_close(got.double(), want.double(), rtol=1e-4, atol=1e-5)
+    return [site.pattern if site.fused else site.detail for site in report.sites]
+
+
+AUTOFUSE = {"backend": "autofuse", "options": {"policy": "always"}}
+CASES: dict[str, dict[str, Any]] = {
+    "flat": {"how": "flat"},
+    "rows": {"how": "rows", "dims": [4, 8, 20]},
+    "mean, padding, last offset": {
+        "how": "rows", "mode": "mean", "padding_idx": 3, "include_last_offset": True,
+    },
+    "weighted, int32": {"how": "flat", "weighted": True, "index": torch.int32},
+    "stacked": {"how": "stacked_tables_first"},
+    "uneven": {"how": "uneven"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("rowwise", [False, True], ids=["sgd", "adagrad"])
+@pytest.mark.parametrize("name", list(CASES))
+def test_fused(ranks: Ranks, name: str, rowwise: bool) -> None:
+    found = ranks(2).run(train, CASES[name], rowwise, AUTOFUSE, timeout=200)
+    assert found == [[FORWARD, UPDATE]] * 2
