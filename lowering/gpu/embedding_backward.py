@@ -111,18 +111,18 @@ def exchange_backward(
     site: str,
     trace: Tensor | None = None,
 ) -> list[Tensor] | None:
-    """What the op returns, in a way that has a kernel: `tables.weights`, filled, and with `keep` what was
-    exchanged; None where the call has to be left to torch while a graph is captured."""
+    """`tables.weights`, filled or updated in a way that has a kernel, with `keep` what was exchanged; None
+    where the call has to be left to torch while a graph is captured."""
     config = exchange_ways(problem)[way]
     assert isinstance(config, BackwardConfig)
     columns, dims, rank = problem.columns, tables.dims, workspace.rank
     merged = way == MERGED_NCCL
     variant = (
         *(problem, tuple(dims), tables.kinds(), tables.aligned(), tables.indices[0].dtype),
-        *(tables.mode, bool(tables.samples), tables.last, keep, trace is None),
+        *(tables.mode, bool(tables.samples), tables.last, tables.update, keep, trace is None),
     )
     entered = workspace.enter(
-        BACKWARD, site, lambda: Need() if merged else exchange_needs_of(config, problem), way, variant
+        problem.op, site, lambda: Need() if merged else exchange_needs_of(config, problem), way, variant
     )
     if entered is None:
         return None

@@ -1,4 +1,4 @@
-"""All ways to run embedding_bag_all_to_all and its backward on GPUs.
+"""All ways to run embedding_bag_all_to_all and its backward, with updates of tables or without, on GPUs.
 
 They have names, equal on all ranks and in every table.
 
@@ -30,6 +30,7 @@ from .ways import MOST_BYTES, settings_of
 
 OP = "embedding_bag_all_to_all"
 BACKWARD = "all_to_all_embedding_bag_backward"
+UPDATE = "all_to_all_embedding_bag_update"
 
 TORCH_NCCL = "torch+nccl"
 """What the op replaces: kernels for every table, a collective and a copy."""
@@ -70,7 +71,7 @@ class ExchangeProblem:
 def exchange_ways(problem: ExchangeProblem) -> Mapping[str, ExchangeConfig | None]:
     """Names of all ways that can run, with the configurations of the kernel."""
     found: dict[str, ExchangeConfig | None] = {TORCH_NCCL: None}
-    backward = problem.op == BACKWARD
+    backward = problem.op != OP
     columns = problem.world * problem.n if backward else sum(problem.columns)
     nbytes = problem.b * columns * problem.dtype.itemsize
     if (

@@ -1,8 +1,11 @@
-"""all_to_all_embedding_bag_backward: one persistent kernel that sends the gradients of bags to the ranks
-of their tables and adds them up there.
+"""all_to_all_embedding_bag_backward and -_update: one persistent kernel that sends the gradients of bags to
+the ranks of their tables and adds them up there.
 
     G = the gradients of all bags of this rank's tables [B, C]
     dweights[t][i] = sum over the entries of row i of scale * G[bag of the entry, columns of t]
+
+The update does not store such a sum, but changes row i of the table by it, and its state. Only one program
+comes to a row, and once. Nothing is set to 0 then.
 
 Programs push what is for r + 1, then r + 2, ..., our own last, in pieces; they count them, and the last one
 signals. Meanwhile they set the gradients to 0, which takes longer where tables are large. A row adds up bags
@@ -26,6 +29,7 @@ from .comm import BEGUN, COMPUTED, ENDED, PUSHED, WAITED, begin, finish, peer, s
 from .embedding_entries import ENTRY, FIRST_BLOCK, FIRST_CHUNK, KEY, WORK, Entries, is_scaled
 from .embedding_exchange import FP16, FP32, SOURCE, TABLE, clear, count_item
 from .embedding_tables import BackwardConfig, Places, Tables, place_aligned
+from .embedding_update import RULE, kept, put
 from .memory import EVENTS, PeerMemory, cdiv, launch
 
 GRADIENTS = tl.constexpr(7)
@@ -75,19 +79,24 @@ def take(keys, bags, scales, gradient, at, end, lowest, rows, count, stride, c, 
 
 
 @triton.jit
-def add(entry, acc, head, current, opened, to, rows, dim, c, in_row, SCALED: tl.constexpr):
-    """One more entry of every strip: where its row is another one, the sum so far is complete."""
-    index, row, scale = entry
+def turn(entry, current, opened, rows):
+    """Whether an entry is of another row than those before it, and whether the sum of these is complete then;
+    the row from here on, and whether it began in an earlier strip."""
+    index, _, _ = entry
+    new = (index >= 0) & (index != current)
+    own = new & (opened == 0) & (current >= 0) & (current < rows)
+    return new, own, tl.where(new, index, current), opened & (new == 0)
+
+
+@triton.jit
+def add(entry, acc, head, new, opened, SCALED: tl.constexpr):
+    """One more entry of every strip: where its row is a new one, the sum begins anew."""
+    _, row, scale = entry
     row = row.to(tl.float32)
     if SCALED:
         row *= scale[:, None]
-    new = (index >= 0) & (index != current)
-    own = new & (opened == 0) & (current >= 0) & (current < rows)
-    where = to + (current * dim)[:, None] + c[None, :]
-    tl.store(where, acc.to(to.dtype.element_ty), mask=own[:, None] & in_row)
     head = tl.where((new & opened)[:, None], acc, head)
-    acc = tl.where(new[:, None], row, acc + row)
-    return acc, head, tl.where(new, index, current), opened & (new == 0)
+    return tl.where(new[:, None], row, acc + row), head
 
 
 @triton.jit
@@ -102,11 +111,11 @@ def strips_of(table, work, block, BR: tl.constexpr, STRIP: tl.constexpr):
 
 @triton.jit
 def add_strips(
-    table, work, block, column, keys, bags, scales, gradient, parts, count, stride, width,
+    table, work, rule, block, column, keys, bags, scales, gradient, parts, count, stride, width,
     DTYPE: tl.constexpr, SCALED: tl.constexpr, ALIGN: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
-    STRIP: tl.constexpr,
+    STRIP: tl.constexpr, UPDATE: tl.constexpr,
 ):  # fmt: skip
-    """Store the sums of a block of strips, columns from `column` on; what is in several strips is kept."""
+    """Put the sums of a block of strips, columns from `column` on; what is in several strips is kept."""
     nbytes: tl.constexpr = DTYPE.primitive_bitwidth // 8
     to = tl.multiple_of(tl.load(table).to(tl.pointer_type(DTYPE)), ALIGN * nbytes)
     rows = tl.load(table + 1).to(tl.int32)
@@ -135,16 +144,29 @@ def add_strips(
         e1 = take(keys, bags, scales, gradient, at + 1, end, lowest, rows, count, stride, c, in_row, SCALED)
         e2 = take(keys, bags, scales, gradient, at + 2, end, lowest, rows, count, stride, c, in_row, SCALED)
         e3 = take(keys, bags, scales, gradient, at + 3, end, lowest, rows, count, stride, c, in_row, SCALED)
-        acc, head, current, opened = add(e0, acc, head, current, opened, to, rows, dim, c, in_row, SCALED)
-        acc, head, current, opened = add(e1, acc, head, current, opened, to, rows, dim, c, in_row, SCALED)
-        acc, head, current, opened = add(e2, acc, head, current, opened, to, rows, dim, c, in_row, SCALED)
-        acc, head, current, opened = add(e3, acc, head, current, opened, to, rows, dim, c, in_row, SCALED)
+        new0, done0, row1, opened1 = turn(e0, current, opened, rows)
+        new1, done1, row2, opened2 = turn(e1, row1, opened1, rows)
+        new2, done2, row3, opened3 = turn(e2, row2, opened2, rows)
+        new3, done3, row4, opened4 = turn(e3, row3, opened3, rows)
+        k0 = kept(rule, to, current, done0, dim, c, in_row, UPDATE)
+        k1 = kept(rule, to, row1, done1, dim, c, in_row, UPDATE)
+        k2 = kept(rule, to, row2, done2, dim, c, in_row, UPDATE)
+        k3 = kept(rule, to, row3, done3, dim, c, in_row, UPDATE)
+        put(acc, k0, rule, to, current, done0, dim, c, in_row, UPDATE)
+        acc, head = add(e0, acc, head, new0, opened, SCALED)
+        put(acc, k1, rule, to, row1, done1, dim, c, in_row, UPDATE)
+        acc, head = add(e1, acc, head, new1, opened1, SCALED)
+        put(acc, k2, rule, to, row2, done2, dim, c, in_row, UPDATE)
+        acc, head = add(e2, acc, head, new2, opened2, SCALED)
+        put(acc, k3, rule, to, row3, done3, dim, c, in_row, UPDATE)
+        acc, head = add(e3, acc, head, new3, opened3, SCALED)
+        current, opened = row4, opened4
         at += 4
     own = some & (opened == 0)
     goes_on = own & (after == current)
     last = own & (after != current) & (current >= 0) & (current < rows)
-    where = to + (current * dim)[:, None] + c[None, :]
-    tl.store(where, acc.to(DTYPE), mask=last[:, None] & in_row)
+    have = kept(rule, to, current, last, dim, c, in_row, UPDATE)
+    put(acc, have, rule, to, current, last, dim, c, in_row, UPDATE)
     part = parts + (strip.to(tl.int64) * 2 * width)[:, None] + c[None, :]
     tl.store(part, tl.where(opened[:, None], acc, head), mask=begun[:, None] & in_row)
     tl.store(part + width, acc, mask=goes_on[:, None] & in_row)
@@ -152,11 +174,11 @@ def add_strips(
 
 @triton.jit
 def join_strips(
-    table, work, block, column, keys, parts, width,
+    table, work, rule, block, column, keys, parts, width,
     DTYPE: tl.constexpr, ALIGN: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr, STRIP: tl.constexpr,
-    UNROLL: tl.constexpr,
+    UNROLL: tl.constexpr, UPDATE: tl.constexpr,
 ):  # fmt: skip
-    """Store the sums of the indices that begin in these strips and go on in others."""
+    """Put the sums of the indices that begin in these strips and go on in others."""
     nbytes: tl.constexpr = DTYPE.primitive_bitwidth // 8
     to = tl.multiple_of(tl.load(table).to(tl.pointer_type(DTYPE)), ALIGN * nbytes)
     rows = tl.load(table + 1).to(tl.int32)
@@ -186,8 +208,8 @@ def join_strips(
                 acc += tl.load(part, mask=more[:, None] & in_row, other=0.0)
             end += UNROLL * STRIP
             left = tl.max(more.to(tl.int32), axis=0)
-        where = to + (current * dim)[:, None] + c[None, :]
-        tl.store(where, acc.to(DTYPE), mask=found[:, None] & in_row)
+        have = kept(rule, to, current, found, dim, c, in_row, UPDATE)
+        put(acc, have, rule, to, current, found, dim, c, in_row, UPDATE)
 
 
 @triton.jit(
@@ -203,7 +225,7 @@ def embedding_backward(
     PROGRAMS: tl.constexpr, ADDING: tl.constexpr, W: tl.constexpr, PUSH: tl.constexpr, KEEP: tl.constexpr,
     KIND: tl.constexpr, SCALED: tl.constexpr, TABLES: tl.constexpr, ALIGN: tl.constexpr, WRITE: tl.constexpr,
     BR: tl.constexpr, BD: tl.constexpr, CB: tl.constexpr, STRIP: tl.constexpr, CR: tl.constexpr,
-    CC: tl.constexpr, CHUNK: tl.constexpr, TRACE: tl.constexpr, EVENTS: tl.constexpr,
+    CC: tl.constexpr, CHUNK: tl.constexpr, UPDATE: tl.constexpr, TRACE: tl.constexpr, EVENTS: tl.constexpr,
 ):  # fmt: skip
     """Grid: PROGRAMS, of which the last ADDING add. words: `backward_words`; inbox, signals: int64 [W],
     addresses of those of all ranks; done: int32 [W], 0; parts: fp32 [all strips, 2, width].
@@ -211,7 +233,7 @@ def embedding_backward(
     pieces: of CR x CC elements that a rank is sent, col_blocks side by side; copies: chunks of CHUNK elements
     of G; stride, width, group_stride: an ALIGN-th of C, an ALIGN-th of the widest table, a WRITE-th of that
     of `Places`; BR: strips of a block, of STRIP entries each; CB: blocks of BD columns.
-    KEEP: `exchanged` becomes G. Without PUSH it is G, and nothing is exchanged.
+    KEEP: `exchanged` becomes G. Without PUSH it is G, and nothing is exchanged. UPDATE: `Tables.update`.
     """
     program = tl.program_id(0)
     WIRE: tl.constexpr = grad.dtype.element_ty
@@ -219,6 +241,7 @@ def embedding_backward(
     epoch = begin(state)
     tables = words + W * SOURCE
     work = tables + count * TABLE
+    rules = work + (count + 1) * WORK
     stride *= ALIGN
     width *= ALIGN
     first_signal = epoch % 2 * signals_half
@@ -249,16 +272,18 @@ def embedding_backward(
             event = stamp(trace, program, event, PUSHED, dest, item % pieces, TRACE, EVENTS)
         if pushed >= 0:
             count_item(done, signals, pushed, 1, pieces, pieces, 1, rank, first_signal, W)
-    chunks = tl.load(work + count * WORK + FIRST_CHUNK).to(tl.int32)
-    for item in range(program, chunks, PROGRAMS):
-        set_zero(tables, work, item, count, DTYPE, ALIGN, TABLES, CHUNK)
-    tl.debug_barrier()
-    tl.atomic_add(state + 5, 1, sem="release", scope="gpu")
+    if UPDATE == 0:
+        chunks = tl.load(work + count * WORK + FIRST_CHUNK).to(tl.int32)
+        for item in range(program, chunks, PROGRAMS):
+            set_zero(tables, work, item, count, DTYPE, ALIGN, TABLES, CHUNK)
+        tl.debug_barrier()
+        tl.atomic_add(state + 5, 1, sem="release", scope="gpu")
     turn = PROGRAMS - 1 - program
     if turn < ADDING:
         code = site * 8 + GRADIENTS
         zeroed, joined = (state + 5).to(tl.pointer_type(tl.int32)), (state + 7).to(tl.pointer_type(tl.int32))
-        wait(zeroed, PROGRAMS, state, code, rank, 0, epoch)
+        if UPDATE == 0:
+            wait(zeroed, PROGRAMS, state, code, rank, 0, epoch)
         if PUSH:
             arrived = peer(signals, rank, tl.int32) + first_signal
             wait_all(arrived, 1, W, 1, state, code, 0, 0, epoch)
@@ -271,8 +296,9 @@ def embedding_backward(
             t = table_of(work, FIRST_BLOCK, item // CB, count, TABLES)
             if item % CB * BD < columns_of(tables + t * TABLE):
                 add_strips(
-                    tables + t * TABLE, work + t * WORK, item // CB, item % CB * BD, keys, bags, scales,
-                    gradient, parts, W * b, stride, width, DTYPE, SCALED, ALIGN, BR, BD, STRIP,
+                    tables + t * TABLE, work + t * WORK, rules + t * RULE, item // CB, item % CB * BD, keys,
+                    bags, scales, gradient, parts, W * b, stride, width, DTYPE, SCALED, ALIGN, BR, BD, STRIP,
+                    UPDATE,
                 )  # fmt: skip
             event = stamp(trace, program, event, COMPUTED, rank, item, TRACE, EVENTS)
         tl.debug_barrier()
@@ -287,8 +313,8 @@ def embedding_backward(
             t = table_of(work, FIRST_BLOCK, item // CB, count, TABLES)
             if item % CB * BD < columns_of(tables + t * TABLE):
                 join_strips(
-                    tables + t * TABLE, work + t * WORK, item // CB, item % CB * BD, keys, parts, width,
-                    DTYPE, ALIGN, BR, BD, STRIP, 4,
+                    tables + t * TABLE, work + t * WORK, rules + t * RULE, item // CB, item % CB * BD, keys,
+                    parts, width, DTYPE, ALIGN, BR, BD, STRIP, 4, UPDATE,
                 )  # fmt: skip
     event = stamp(trace, program, event, ENDED, rank, 0, TRACE, EVENTS)
     if PUSH:
@@ -313,7 +339,8 @@ def launch_embedding_backward(
     trace: Tensor | None = None,
     compile_only: bool = False,
 ) -> None:
-    """Exchange `grad` and add up the gradients of the tables, `tables.weights`; all are contiguous.
+    """Exchange `grad` and add up the gradients of the tables, `tables.weights`, or update these; all are
+    contiguous.
 
     words: int64, on the device, `backward_words`; entries: `sorted_entries`; exchanged: [B, C], set to G, or
     None. Without grad it is G, and nothing is exchanged. memory.programs: multiprocessors.
@@ -321,7 +348,7 @@ def launch_embedding_backward(
     world, rank, dims, b = memory.world, memory.rank, tables.dims, places.b
     wire = grad if grad is not None else exchanged
     assert wire is not None
-    bd, br = config.columns(dims), config.strips(dims)
+    bd, br = config.width(tables), config.strips(tables)
     widest = max(cols for _, cols, _ in places.sources)
     cc = min(4 * config.tile, triton.next_power_of_2(max(16, widest)))
     cr = 4 * config.tile // cc
@@ -343,6 +370,6 @@ def launch_embedding_backward(
         KEEP=grad is not None and exchanged is not None, KIND=tables.kinds(), SCALED=is_scaled(tables),
         TABLES=triton.next_power_of_2(len(dims)), ALIGN=align, WRITE=write, BR=br, BD=bd,
         CB=cdiv(max(1, *dims), bd), STRIP=config.strip, CR=cr, CC=cc, CHUNK=config.chunk,
-        TRACE=trace is not None, EVENTS=EVENTS,
+        UPDATE=tables.update, TRACE=trace is not None, EVENTS=EVENTS,
         num_warps=config.warps, num_stages=1, maxnreg=config.registers,
     )  # fmt: skip

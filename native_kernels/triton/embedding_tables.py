@@ -6,6 +6,7 @@ a table            address, rows, indices, their number, offsets, weights per sa
                    elements between rows << 32 | columns, dtype << 32 | where its rows begin
                                                                                         WORDS_TABLE
 work before it     of all tables, and of none: entries, keys, blocks of strips, chunks  WORDS_WORK
+its update         where there is one: addresses of state and rates                     WORDS_UPDATE
 """
 
 import math
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from .memory import LONGEST_ROW, Need, cdiv
 
-WORDS_SOURCE, WORDS_TABLE, WORDS_WORK = 4, 8, 4
+WORDS_SOURCE, WORDS_TABLE, WORDS_WORK, WORDS_UPDATE = 4, 8, 4, 2
 
 MOST_BAGS = 32
 """Most bags of an item; slices are multiples of so many, since ranks have items of different sizes."""
@@ -51,7 +52,8 @@ class Tables:
 
     weights[t]: [V, D], columns one behind the other; indices, offsets: contiguous, all int32 or all int64;
     samples[t]: weights per index, of the table's dtype. last: offsets have an entry behind the last bag.
-    mode: 0 sum, 1 mean, 2 max; padding < 0: none.
+    mode: 0 sum, 1 mean, 2 max; padding < 0: none. rates[t]: fp32 [2], lr and eps, of tables that the backward
+    updates; states[t]: fp32 [V], by rowwise Adagrad.
     """
 
     weights: Sequence[Tensor]
@@ -61,6 +63,13 @@ class Tables:
     mode: int = 0
     last: bool = False
     padding: int = -1
+    states: Sequence[Tensor] = ()
+    rates: Sequence[Tensor] = ()
+
+    @property
+    def update(self) -> int:
+        """What the backward does with sums: 0 stores them, 1 SGD, 2 rowwise Adagrad."""
+        return 1 + bool(self.states) if self.rates else 0
 
     @cached_property
     def dims(self) -> list[int]:
@@ -122,7 +131,12 @@ class Tiles:
 
     def columns(self, dims: Sequence[int]) -> int:
         """Columns of a tile: those of the widest table, if it has room for them."""
-        return min(self.tile, 1 << (max(1, *dims) - 1).bit_length())
+        return min(self.tile, whole(dims))
+
+
+def whole(dims: Sequence[int]) -> int:
+    """Columns that have room for the widest table, a power of two."""
+    return 1 << (max(1, *dims) - 1).bit_length()
 
 
 @dataclass(frozen=True)
@@ -177,13 +191,17 @@ class BackwardConfig(Tiles):
         """Elements that a program sets to 0, or copies, at once."""
         return 8 * self.tile
 
-    def strips(self, dims: Sequence[int]) -> int:
+    def width(self, tables: Tables) -> int:
+        """Columns of a tile. Adagrad needs whole rows, however wide: registers are then spilled."""
+        return self.columns(tables.dims) if not tables.states else whole(tables.dims)
+
+    def strips(self, tables: Tables) -> int:
         """Of a block, which a program walks along at once."""
-        return self.tile // self.columns(dims)
+        return max(1, self.tile // self.width(tables))
 
     def blocks(self, tables: Tables) -> list[int]:
         """Of each table."""
-        return [cdiv(i.shape[0], self.strip * self.strips(tables.dims)) for i in tables.indices]
+        return [cdiv(i.shape[0], self.strip * self.strips(tables)) for i in tables.indices]
 
     def chunks(self, tables: Tables) -> list[int]:
         """Of the gradient of each table."""
@@ -191,13 +209,16 @@ class BackwardConfig(Tiles):
 
 
 def backward_words(tables: Tables, places: Places, config: BackwardConfig) -> list[int]:
-    """As the kernel reads them. tables: the gradients; places: of their columns in G, and of what goes to
-    every rank in the gradient of the output."""
+    """As the kernel reads them. tables: the gradients, or what is updated; places: of their columns in G, and
+    of what goes to every rank in the gradient of the output."""
     entries = [i.shape[0] for i in tables.indices]
     keys = [w.shape[0] + 1 for w in tables.weights]
     counts = (entries, keys, config.blocks(tables), config.chunks(tables))
     before = [accumulate(count, initial=0) for count in counts]
-    return [*tables.words(places), *(word for table in zip(*before, strict=True) for word in table)]
+    work = (word for table in zip(*before, strict=True) for word in table)
+    states = [s.data_ptr() for s in tables.states] or [0] * len(tables.rates)
+    rules = zip(states, (r.data_ptr() for r in tables.rates), strict=True)
+    return [*tables.words(places), *work, *(word for rule in rules for word in rule)]
 
 
 def backward_needs(b: int, columns: Sequence[int], itemsize: int) -> Need:

@@ -84,10 +84,15 @@ class Backward:
         return [*tables.weights, exchanged] if exchanged is not None else list(tables.weights)
 
     def expected(self, rank: int, seed: int) -> list[Tensor]:
+        """The sums, rounded once; and G."""
+        weights = self.of.tables(rank, seed).weights
+        found = [g.float().to(w.dtype) for w, g in zip(weights, self.sums(rank, seed), strict=True)]
+        return [*found, self.exchanged(rank, seed)] if self.keep or not self.push else found
+
+    def sums(self, rank: int, seed: int) -> list[Tensor]:
         """Entry by entry, in fp64."""
         tables, found = self.of.tables(rank, seed), []
-        exchanged = self.exchanged(rank, seed)
-        for t, piece in enumerate(exchanged.double().split(list(self.of.dims[rank]), 1)):
+        for t, piece in enumerate(self.exchanged(rank, seed).double().split(list(self.of.dims[rank]), 1)):
             total = torch.zeros(tables.weights[t].shape, dtype=torch.float64)
             indices = tables.indices[t]
             bounds = [*tables.offsets[t].tolist()[: piece.shape[0]], len(indices)]
@@ -100,8 +105,8 @@ class Backward:
                 if self.of.mode == 1:
                     scale = scale / max(1, len(scale))
                 total.index_add_(0, rows[keep], scale[:, None] * piece[bag])
-            found.append(total.float().to(tables.weights[t].dtype))
-        return [*found, exchanged] if self.keep or not self.push else found
+            found.append(total)
+        return found
 
 
 def check_all(call: Backward, memory: PeerMemory, seed: int) -> None:

@@ -4,6 +4,7 @@ The rules are those of test_ptx_embedding.py.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import cycle, product
 from pathlib import Path
 
@@ -62,11 +63,15 @@ def compiled(
     keep: bool = False,
     trace: bool = False,
     world: int = 4,
+    update: int = 0,
 ) -> tuple[Kernel, bytes]:
-    """As `lowering.gpu.embedding_backward` launches it on rank 0."""
+    """As `lowering.gpu.embedding_backward` launches it on rank 0; update: `Tables.update`."""
     columns = (1024,) * world
     memory = memory_for(backward_needs(B, columns, BF16.itemsize), world)
     tables = tables_of(dtype, index, mode, weighted, world)
+    if update:
+        states = [torch.empty(8)] * 4 if update == 2 else ()
+        tables = replace(tables, rates=[torch.empty(2)] * 4, states=states)
     places = backward_places("bsc", 0, B, columns, tables.dims)
     keys, scales, words = torch.empty(32, dtype=INT32), torch.empty(32), torch.empty(256, dtype=INT64)
     grad, exchanged = torch.empty(B, 1024 * world, dtype=BF16), torch.empty(B * world, 1024, dtype=BF16)
@@ -80,15 +85,16 @@ def compiled(
 
 
 def cases() -> Iterator[tuple[str, BackwardConfig, dict[str, object]]]:
-    """Every way for 2, 4 and 8 ranks; dtypes, modes, weights and what is kept by turns."""
+    """Every way for 2, 4 and 8 ranks; dtypes, modes, weights, what is kept and updates by turns."""
     turns = cycle(product([BF16, FP16, FP32], [0, 1], [False, True]))
+    updates = cycle([0, 1, 0, 2, 2])
     for world in (2, 4, 8):
         for way, config in ways(world).items():
             dtype, mode, keep = next(turns)
             weighted, trace = mode == 0 and keep, not keep
             yield way, config, {
                 "dtype": dtype, "mode": mode, "keep": keep, "weighted": weighted, "trace": trace,
-                "world": world, "push": way != MERGED_NCCL,
+                "world": world, "push": way != MERGED_NCCL, "update": next(updates),
             }  # fmt: skip
 
 
@@ -106,11 +112,11 @@ def test_rules() -> None:
 
 
 @pytest.mark.parametrize("way", [way for way in ways(4) if way != MERGED_NCCL])
-@pytest.mark.parametrize("dtype", [BF16, FP32])
-def test_registers_and_vectors(way: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    """Rows of gradients are read and written 16 bytes at a time."""
+@pytest.mark.parametrize(("dtype", "update"), [(BF16, 0), (FP32, 0), (BF16, 1), (BF16, 2), (FP32, 2)])
+def test_registers_and_vectors(way: str, dtype: torch.dtype, update: int, tmp_path: Path) -> None:
+    """Rows of gradients, and of tables, are read and written 16 bytes at a time."""
     config = ways(4)[way]
-    kernel, cubin = compiled(config, dtype=dtype)
+    kernel, cubin = compiled(config, dtype=dtype, update=update)
     check_resources(kernel, cubin, config, tmp_path)
     text = "\n".join(kernel.lines)
     assert text.count("ld.global.v4.b32") >= 4 * max(1, config.tile // (8 * 32 * config.warps))
