@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import autofuse
 from tests.ranks import RankPool
 
-from .recommendation import FORWARD, ROWS, tables
+from .recommendation import DIM, FORWARD, ROWS, exchange, tables
 
 Ranks = Callable[[int], RankPool]
 
@@ -117,3 +117,84 @@ CASES: dict[str, dict[str, Any]] = {
 def test_fused(ranks: Ranks, name: str, rowwise: bool) -> None:
     found = ranks(2).run(train, CASES[name], rowwise, AUTOFUSE, timeout=200)
     assert found == [[FORWARD, UPDATE]] * 2
+
+
+@pytest.mark.parametrize("rowwise", [False, True], ids=["sgd", "adagrad"])
+@pytest.mark.parametrize("order", ["ring", "oblivious"])
+def test_orders(ranks: Ranks, order: str, rowwise: bool) -> None:
+    how = {"backend": "autofuse", "options": {"policy": "always", "order": order}}
+    found = ranks(4).run(train, {"how": "rows", "dims": [8, 4]}, rowwise, how, timeout=200)
+    assert found == [[FORWARD, UPDATE]] * 4
+
+
+@pytest.mark.parametrize("how", [None, {"backend": "inductor"}], ids=["eager", "inductor"])
+def test_unfused(ranks: Ranks, how: dict[str, Any] | None) -> None:
+    found = ranks(2).run(train, CASES["mean, padding, last offset"], True, how, timeout=200)
+    assert found == [[]] * 2
+
+
+def test_cast_on_the_wire(ranks: Ranks) -> None:
+    found = ranks(2).run(train, {"how": "rows_wire_bf16"}, True, AUTOFUSE, timeout=200)
+    assert found == [[FORWARD, UPDATE]] * 2
+
+
+def test_sizes_that_vary(ranks: Ranks) -> None:
+    how = {**AUTOFUSE, "dynamic": True}
+    assert ranks(2).run(train, CASES["rows"], True, how, timeout=200) == [[FORWARD, UPDATE]] * 2
+
+
+class Odd(nn.Module):
+    """Two bags, exchanged together; the second one is what a test makes of it."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.bags = nn.ModuleList(nn.EmbeddingBag(ROWS, DIM, mode="sum") for _ in range(2))
+        self.kind, optimizer = kind, autofuse.SGD(0.1)
+        self.more = nn.Parameter(torch.randn(8, DIM))
+        if kind != "the other is dense":
+            other = autofuse.RowwiseAdagrad(0.1) if kind == "two rules" else optimizer
+            autofuse.optimizer_in_backward(self.bags[1], other)
+        autofuse.optimizer_in_backward(self.bags[0], optimizer)
+
+    def forward(self, indices: Tensor) -> Tensor:
+        first, second = self.bags
+        pooled = [first(indices), (first if self.kind == "one table twice" else second)(indices + 1)]
+        if self.kind == "gradient also read":
+            pooled[0] = pooled[0] + self.more
+        return exchange(torch.cat(pooled, 1)).sin()
+
+
+def odd(rank: int, world: int, kind: str) -> list[tuple[str | None, str]]:
+    """Compiled it does what eager does; the sites of the backward."""
+    torch._dynamo.reset()
+    found = []
+    indices = torch.randint(0, ROWS - 1, (4 * world, 3), generator=torch.Generator().manual_seed(rank))
+    with autofuse.debug() as report:
+        for how in (None, AUTOFUSE):
+            model = Odd(kind)
+            step = torch.compile(model, **how) if how else model
+            for _ in range(2):
+                step(indices).sum().backward()
+            found.append([*model.state_dict().values(), *(p.grad for p in model.parameters())])
+    for got, want in zip(*found, strict=True):
+        if want is None:
+            assert got is None
+        else:
+            torch.testing.assert_close(got, want)
+    return [(s.reason and s.reason.value, s.detail) for s in report.sites if s.graph.startswith("backward")]
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason", "detail"),
+    [
+        ("the other is dense", "layout", "no consecutive columns"),
+        ("two rules", "unsupported_variant", "the tables differ in rule"),
+        ("one table twice", "unsupported_variant", ""),
+        ("gradient also read", None, ""),
+    ],
+)
+def test_kept(ranks: Ranks, kind: str, reason: str | None, detail: str) -> None:
+    for sites in ranks(2).run(odd, kind, timeout=200):
+        assert [s[0] for s in sites] == [reason], sites
+        assert detail in sites[0][1]
