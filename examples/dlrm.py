@@ -3,7 +3,7 @@
 Every rank owns some tables and pools them for the whole batch; an all_to_all gives each rank the pooled rows
 of its own samples, from all tables. autofuse fuses the EmbeddingBags with that all_to_all (a row is pooled
 straight into its place on the rank that needs it), and the all_to_all of the backward with the
-scatter-add into the tables.
+scatter-add into the tables, or with `--update` with the update of their rows.
 
     python examples/dlrm.py
     torchrun --nproc-per-node 4 examples/dlrm.py --batch 4096
@@ -26,6 +26,9 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import autofuse
+
+LR = 0.5
+UPDATES = {"sgd": lambda: autofuse.SGD(LR), "adagrad": lambda: autofuse.RowwiseAdagrad(LR / 10)}
 
 GRADIENT_TOLERANCE = 1e-4
 """Of float32, summed in another order; the gradient of the last bias nearly cancels."""
@@ -81,6 +84,8 @@ def make_model(args: Namespace, device: torch.device) -> DLRM:
     generator = torch.Generator(device).manual_seed(1 + dist.get_rank())
     for weight in model.tables.parameters():
         nn.init.normal_(weight, std=0.05, generator=generator)
+    if args.update:
+        autofuse.optimizer_in_backward(model.tables, UPDATES[args.update]())
     return model
 
 
@@ -104,7 +109,7 @@ def make_batches(args: Namespace, device: torch.device) -> Iterator[Batch]:
 
 def make_step(model: DLRM, call: Callable[..., Any]) -> Step:
     """`step(batch) -> loss` of this rank's samples: one step of SGD on the mean over all ranks' samples."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=LR)
     replicated = [*model.bottom.parameters(), *model.top.parameters()]
 
     def step(batch: Batch) -> Tensor:
@@ -142,4 +147,5 @@ if __name__ == "__main__":
     parser.add_argument("--rows", type=int, default=10_000, help="rows of a table")
     parser.add_argument("--dim", type=int, default=64)
     parser.add_argument("--pooling", type=int, default=20, help="mean size of a bag")
+    parser.add_argument("--update", choices=UPDATES, help="what the backward does to tables")
     launch(parser, run)

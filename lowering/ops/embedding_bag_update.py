@@ -103,7 +103,7 @@ def update_with_torch(
     step = lr
     if state is not None:
         old = state[row]
-        new = old + sums.square().mean(1)
+        new = old + sums.square().sum(1) / max(1, sums.shape[1])
         state.index_copy_(0, row, torch.where(touched, new, old))
         step = (lr / (new.sqrt() + eps)).unsqueeze(1)
     kept = weight[row]

@@ -45,7 +45,7 @@ template <class T> AF_INLINE void update_row(Update& u) {
     }
     float total = 0;
     for (int lane = 0; lane < kLanes; ++lane) total += squares[lane];
-    *u.state += total / float(u.dim);
+    *u.state += total / float(std::max<int64_t>(1, u.dim));
     step = u.lr / (std::sqrt(*u.state) + u.eps);
   }
   const Floats steps = Floats{} + step;

@@ -196,8 +196,7 @@ class BackwardConfig(Tiles):
         return self.columns(tables.dims) if not tables.states else whole(tables.dims)
 
     def strips(self, tables: Tables) -> int:
-        """Of a block, which a program walks along at once: for Adagrad, with the registers that it takes, half as
-        many."""
+        """Of a block, which a program walks along at once; half as many for Adagrad: it takes registers."""
         return max(1, self.tile // self.width(tables) // (2 if tables.states else 1))
 
     def blocks(self, tables: Tables) -> list[int]:

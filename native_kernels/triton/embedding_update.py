@@ -34,7 +34,7 @@ def put(acc, have, rule, to, current, done, dim, c, in_row, UPDATE: tl.constexpr
         rates = tl.load(rule + 1).to(tl.pointer_type(tl.float32))
         lr = tl.load(rates)
         if UPDATE == ADAGRAD:
-            state += tl.sum(acc * acc, axis=1) / dim.to(tl.float32)
+            state += tl.sum(acc * acc, axis=1) / tl.maximum(dim, 1).to(tl.float32)
             tl.store(tl.load(rule).to(tl.pointer_type(tl.float32)) + current, state, mask=done)
             result = row - (lr / (tl.sqrt_rn(state) + tl.load(rates + 1)))[:, None] * acc
         else:

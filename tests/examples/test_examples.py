@@ -92,6 +92,17 @@ def test_dlrm(start: Sequence[str]) -> None:
         assert [line.split()[0] for line in table.splitlines()[1:4]] == ["eager", "inductor", "autofuse"]
 
 
+@pytest.mark.parametrize("update", ["sgd", "adagrad"])
+def test_dlrm_with_the_optimizer_in_the_backward(update: str) -> None:
+    sizes = ("--batch=64", "--tables=3", "--rows=100", "--dim=16", "--pooling=4", "--rounds=0")
+    done = run([*PLAIN, EXAMPLES / "dlrm.py", *SMALL, *sizes, f"--update={update}"])
+    assert fused(done) == {
+        ("forward", "embedding_bag_all_to_all"): 1,
+        ("backward", "all_to_all_embedding_bag_update"): 1,
+    }
+    assert "gradients: 8 compared" in done.stdout  # 4 linear layers with bias
+
+
 def test_moe() -> None:
     sizes = ("--tokens=32", "--experts=4", "--dim=32", "--hidden=64")
     done = run([*PLAIN, EXAMPLES / "moe.py", *SMALL, *sizes])

@@ -86,7 +86,7 @@ def check(got: Tables, before: Tables, case: Case, reference: tuple[list[Tensor]
         lr, eps = before.rates[t].double()
         step = lr.expand(len(old))
         if before.states:
-            state = before.states[t].double() + grad.square().mean(1)
+            state = before.states[t].double() + grad.square().sum(1) / max(1, grad.shape[1])
             step = lr / (state.sqrt() + eps)
             over = (got.states[t].double() - state).abs() / (1e-4 * state + small)
             over[~touched] = (got.states[t] - before.states[t])[~touched].double().abs() * 1e9

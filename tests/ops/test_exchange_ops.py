@@ -144,6 +144,12 @@ def _opcheck(rank: int, world: int) -> None:
         (torch.randn(2, 8), *bags, [7], [4], *options, [False], *rest, True, name, *common),
         test_utils=checks,
     )
+    learning = ([torch.zeros(7)], [torch.tensor([0.5, 1e-3])])
+    opcheck(
+        torch.ops.autofuse.all_to_all_embedding_bag_update.default,
+        (tables, *learning, torch.randn(2, 8), *bags, *options[:3], *rest, True, name, *common),
+        test_utils=checks,
+    )
     w, ends = torch.randn(2, 4, 6), torch.tensor([2, 6], dtype=torch.int32)
     opcheck(
         torch.ops.autofuse.expert_matmul_all_to_all.default,

@@ -69,6 +69,11 @@ def test_embeddings() -> None:
         meta(10, 32), indices, offsets, [], [9], [8], *rest, [False], columns, "bsc", False,
     )  # fmt: skip
     assert backward.chunks == (((10, 8), (10, 8), (10, 16), (10, 0)),)
+    update = shape_of(
+        "all_to_all_embedding_bag_update",
+        weights, [], [meta(2)], meta(10, 32), indices, offsets, [], 0, True, -1, columns, "bsc", False,
+    )  # fmt: skip
+    assert update.chunks == backward.chunks
 
 
 def test_any_size() -> None:
