@@ -68,14 +68,15 @@ def optimizer_in_backward(bags: nn.EmbeddingBag | Iterable[nn.EmbeddingBag], opt
     with any backend and, with backend "autofuse", as part of the exchange of gradients.
 
     Args:
-        bags: EmbeddingBag modules of mode "sum" or "mean", with contiguous weights of float32, bfloat16 or
-            float16 that no two of them share. Offsets, `include_last_offset`, `padding_idx` and
-            `per_sample_weights` (which have no gradient then) as ever.
+        bags: one EmbeddingBag module or several, such as a ModuleList, of mode "sum" or "mean", with contiguous
+            weights of float32, bfloat16 or float16 that no two of them share. Offsets, `include_last_offset`,
+            `padding_idx` and `per_sample_weights` (which have no gradient then) as ever.
         optimizer: `autofuse.SGD` or `autofuse.RowwiseAdagrad`; several calls may be given the same.
 
     Raises ValueError for bags that cannot be updated so; then none of them has changed.
     """
-    found = [bags] if isinstance(bags, nn.Module) else list(bags)
+    several = isinstance(bags, Iterable) and not isinstance(bags, nn.EmbeddingBag)
+    found: list[nn.EmbeddingBag] = list(bags) if several else [bags]  # type: ignore[arg-type, list-item]
     if not isinstance(optimizer, SGD):
         raise ValueError(f"{_OP}: expected autofuse.SGD or autofuse.RowwiseAdagrad, got {optimizer!r}")
     owners: dict[int, int] = {}

@@ -134,7 +134,7 @@ def test_matrix_of_indices() -> None:
         bag = bag_of(mode="mean", include_last_offset=last)
         plain = copy.deepcopy(bag)
         indices = torch.randint(0, ROWS, (6, 5))
-        autofuse.optimizer_in_backward([bag], autofuse.SGD(0.5))
+        autofuse.optimizer_in_backward(nn.ModuleList([bag]), autofuse.SGD(0.5))
         bag(indices).square().sum().backward()
         plain(indices).square().sum().backward()
         with torch.no_grad():
@@ -235,6 +235,7 @@ class Own(nn.EmbeddingBag):
         (updated_before, "set optimizer.lr"),
         (lambda: Own(3, 4, mode="sum"), "bag 0 is Own; expected torch.nn.EmbeddingBag"),
         (lambda: [bag_of(), nn.Linear(2, 2)], "bag 1 is Linear"),
+        (lambda: nn.Linear(2, 2), "bag 0 is Linear"),
     ],
 )
 def test_refused(bags: Callable[[], Any], says: str) -> None:
