@@ -68,9 +68,9 @@ def optimizer_in_backward(bags: nn.EmbeddingBag | Iterable[nn.EmbeddingBag], opt
     with any backend and, with backend "autofuse", as part of the exchange of gradients.
 
     Args:
-        bags: one EmbeddingBag module or several, such as a ModuleList, of mode "sum" or "mean", with contiguous
-            weights of float32, bfloat16 or float16 that no two of them share. Offsets, `include_last_offset`,
-            `padding_idx` and `per_sample_weights` (which have no gradient then) as ever.
+        bags: one EmbeddingBag module or several, such as a ModuleList, of mode "sum" or "mean", whose weights
+            are contiguous, float32, bfloat16 or float16, and no two of them share memory. Offsets,
+            `include_last_offset`, `padding_idx` and `per_sample_weights` (without a gradient) as ever.
         optimizer: `autofuse.SGD` or `autofuse.RowwiseAdagrad`; several calls may be given the same.
 
     Raises ValueError for bags that cannot be updated so; then none of them has changed.

@@ -13,6 +13,10 @@ With W ranks, T tables [V_t, D_t] on each, batch B, L rows in a bag and P = 2 * 
         memory   L * P + 2 * sum(V_t * D_t): a row of G is read for every index of its bag, all rows of the
                  gradients are written once, most of them as 0
 
+    all_to_all_embedding_bag_update
+        as the backward, but row i of a table changes by g[t][i] where an index names it
+        memory   L * P + 2 * those rows: they are read and written
+
     limit        max(memory / memory rate, (W - 1) / W * P / link rate) + a flag
 
 Rows are bfloat16 and drawn at random: what of them the L2 has already is not counted, so that a share of the
@@ -30,6 +34,7 @@ from autofuse.bench.timings import BYTES, FLAG_US
 
 OP = "embedding_bag_all_to_all"
 BACKWARD = "all_to_all_embedding_bag_backward"
+UPDATE = "all_to_all_embedding_bag_update"
 BATCHES = ((512, 64), (2048, 64), (2048, 256), (4096, 64))
 """(batch, tables a GPU)"""
 POOLINGS = (1, 10, 70)
@@ -98,7 +103,15 @@ class Cell:
     def moved_bytes(self) -> int:
         """What has to be read and written in the memory of a rank."""
         row = self.batch * self.columns * BYTES
+        if self.op == UPDATE:
+            return self.pooling * row + 2 * self.named_bytes
         return self.pooling * row + (self.gradient_bytes if self.op == BACKWARD else row)
+
+    @property
+    def named_bytes(self) -> int:
+        """Of the rows of all tables of a rank that a random set of indices names, on average."""
+        entries = self.batch * self.pooling
+        return round(sum(rows * (1 - (1 - 1 / rows) ** entries) * dim for rows, dim in self.sizes) * BYTES)
 
     @property
     def held_bytes(self) -> int:
@@ -124,7 +137,7 @@ class Cell:
 
 
 def cells(world: int, quick: bool) -> list[Cell]:
-    """All cells, or a few: of the op, then those of its backward that fit into memory.
+    """All cells, or a few: of the op, then those of its backward, and of updates, that fit into memory.
 
     ValueError for a world that does not divide a batch.
     """
@@ -133,5 +146,5 @@ def cells(world: int, quick: bool) -> list[Cell]:
     for cell in found:
         if cell.batch % world:
             raise ValueError(f"{world} ranks cannot share out a batch of {cell.batch}; start 2, 4 or 8 ranks")
-    backward = [replace(cell, op=BACKWARD) for cell in found]
-    return [*found, *(cell for cell in backward if cell.held_bytes <= MOST_BYTES)]
+    back = [replace(cell, op=op) for op in (BACKWARD, UPDATE) for cell in found]
+    return [*found, *(cell for cell in back if cell.held_bytes <= MOST_BYTES)]

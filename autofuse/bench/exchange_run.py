@@ -15,6 +15,7 @@ import autofuse.lowering.ops  # defines torch.ops.autofuse
 from autofuse.bench import (
     embedding_cells,
     embedding_gradients,
+    embedding_updates,
     embedding_work,
     expert_cells,
     expert_vdev,
@@ -37,6 +38,7 @@ MEMORY_BYTES = 2 << 30
 WORK: Mapping[str, Callable[[Any, torch.device, str], Work]] = {
     embedding_cells.OP: embedding_work.work,
     embedding_cells.BACKWARD: embedding_gradients.work,
+    embedding_cells.UPDATE: embedding_updates.work,
     expert_cells.COMBINE: expert_work.work,
     expert_cells.DISPATCH: expert_work.work,
 }

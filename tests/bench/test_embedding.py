@@ -10,7 +10,7 @@ import torch.distributed as dist
 from typer.testing import CliRunner
 
 from autofuse.bench import embedding_work
-from autofuse.bench.embedding_cells import BACKWARD, OP, Cell, cells
+from autofuse.bench.embedding_cells import BACKWARD, OP, UPDATE, Cell, cells
 from autofuse.bench.exchange_rows import Rates, Row, chosen
 from autofuse.bench.exchange_table import report
 from autofuse.lowering.gpu.timing import Timing
@@ -41,13 +41,14 @@ def test_limit(batch: int, tables: int, pooling: int, limit_us: float) -> None:
 
 def test_the_cells() -> None:
     every = cells(4, quick=False)
-    assert len(every) == len({cell.name for cell in every}) == 13 + 10
-    assert [cell.op for cell in every] == [OP] * 13 + [BACKWARD] * 10
+    assert len(every) == len({cell.name for cell in every}) == 13 + 10 + 10
+    assert [cell.op for cell in every] == [OP] * 13 + [BACKWARD] * 10 + [UPDATE] * 10
     quick = cells(4, quick=True)
     assert quick[3].name == f"{OP} batch=2048 tables=64 mixed pooling=10"
-    assert [cell.name.removeprefix(BACKWARD) for cell in quick[4:]] == [
-        cell.name.removeprefix(OP) for cell in quick[:4]
-    ]
+    for op, some in ((BACKWARD, quick[4:8]), (UPDATE, quick[8:])):
+        assert [cell.name.removeprefix(op) for cell in some] == [
+            cell.name.removeprefix(OP) for cell in quick[:4]
+        ]
     assert [cell.pooling for cell in chosen(every, (f"{OP} batch=512 ",))] == [1, 10, 70]
     assert [cell.pooling for cell in chosen(every, (f"{BACKWARD} batch=512 ",))] == [1, 10, 70]
     with pytest.raises(ValueError, match="3 ranks cannot share out a batch of 512"):
