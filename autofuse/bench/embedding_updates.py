@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -90,8 +91,7 @@ def work(cell: Cell, device: torch.device, group_name: str) -> Work:
     by_table = path.unpack()
     variants = {
         "compute": {
-            name: variant(lambda bags, update=update: update(given, tables, bags, by_table))
-            for name, update in UPDATES.items()
+            name: variant(partial(update, given, tables, by_table)) for name, update in UPDATES.items()
         },
         "parts": {
             "all-to-all": Variant(lambda i: path.exchange(), received.error),
@@ -113,18 +113,18 @@ def _with_nccl(given: Operands, tables: Tables, update: Callable[..., None]) -> 
     def run(bags: Bags) -> None:
         path.pack()
         path.exchange()
-        update(given, tables, bags, path.unpack())
+        update(given, tables, path.unpack(), bags)
 
     return run
 
 
-def _dense(given: Operands, tables: Tables, bags: Bags, by_table: list[Tensor]) -> None:
+def _dense(given: Operands, tables: Tables, by_table: list[Tensor], bags: Bags) -> None:
     """Gradients as large as the tables, from [T_g * B, D_g] of every dim; then all of the tables is read."""
     for forward, grad, indices, big in zip(given.big, by_table, bags.merged, tables.big, strict=True):
         big.add_(forward.gradient(grad, indices, len(big)), alpha=-LR)
 
 
-def _sparse(given: Operands, tables: Tables, bags: Bags, by_table: list[Tensor]) -> None:
+def _sparse(given: Operands, tables: Tables, by_table: list[Tensor], bags: Bags) -> None:
     """A value for every index, as sparse gradients have it, added to its row: each addition is rounded."""
     for forward, grad, indices, big in zip(given.big, by_table, bags.merged, tables.big, strict=True):
         big.index_add_(0, indices, grad[forward.bag_of], alpha=-LR)
