@@ -19,6 +19,7 @@ from autofuse.lowering import torch_internals
 from autofuse.options import settings
 from autofuse.passes.report import Report, collecting
 from autofuse.progress import Progress, silent
+from autofuse.table_optimizers import UpdatedEmbeddingBag
 
 _UNBACKED_SIZE = 4
 """Stands for sizes that depend on data. Nothing is computed, so that any number does."""
@@ -170,6 +171,8 @@ class _NoCollectives(TorchDispatchMode):
     results are zero.
     """
 
+    supports_higher_order_operators = True
+
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         return True
@@ -210,5 +213,6 @@ def _backward(model: Callable[..., Any], outputs: Any, inputs: Any) -> None:
     leaves = [t for t in pytree.tree_leaves(inputs) if isinstance(t, torch.Tensor) and t.requires_grad]
     if isinstance(model, torch.nn.Module):
         leaves += [p for p in model.parameters() if p.requires_grad]
+        leaves += [m.anchor for m in model.modules() if isinstance(m, UpdatedEmbeddingBag)]
     if roots and leaves:
         torch.autograd.grad(roots, leaves, [torch.zeros_like(t) for t in roots], allow_unused=True)

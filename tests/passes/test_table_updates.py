@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import autofuse
 from tests.ranks import RankPool
 
+from .harness import fake_group
 from .recommendation import DIM, FORWARD, ROWS, exchange, tables
 
 Ranks = Callable[[int], RankPool]
@@ -141,6 +142,18 @@ def test_cast_on_the_wire(ranks: Ranks) -> None:
 def test_sizes_that_vary(ranks: Ranks) -> None:
     how = {**AUTOFUSE, "dynamic": True}
     assert ranks(2).run(train, CASES["rows"], True, how, timeout=200) == [[FORWARD, UPDATE]] * 2
+
+
+def test_explained_without_an_update() -> None:
+    with fake_group(2):
+        model = Model(tables("rows"), 2, 0)
+        bags = [m for m in model.modules() if isinstance(m, nn.EmbeddingBag)]
+        autofuse.optimizer_in_backward(bags, autofuse.RowwiseAdagrad(0.1))
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        report = autofuse.explain(model, backward=True)(*model.inputs)
+        assert [site.pattern for site in report.fused] == [FORWARD, UPDATE]
+        assert all(site.plan is not None for site in report.fused)
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
 class Odd(nn.Module):
