@@ -144,10 +144,11 @@ def test_circumstances_tell_which_inputs_are_permutations() -> None:
         )
         assert isinstance(gm, fx.GraphModule)
         joint = make_fx(lambda keys: keys.argsort(), tracing_mode="fake")(torch.arange(4))
-        (order,) = (n for n in joint.graph.nodes if n.op == "call_function" and not n.name.startswith("sort"))
+        order = joint.graph.output_node().args[0]
         if marks:
             mark_permutations(joint.graph)
         (*_, places) = (n for n in gm.graph.nodes if n.op == "placeholder")
+        assert isinstance(order, fx.Node)
         places.meta = order.meta  # as the partition does
         return circumstances(gm.graph)
 
