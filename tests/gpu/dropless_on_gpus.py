@@ -256,8 +256,9 @@ def unfused(rank: int, world: int, case: Ragged) -> dict[str, str]:
     return {"combine": _wrong(y, wanted), "dispatch": _wrong(p, dispatched)}
 
 
-def lost_peer(rank: int, world: int, case: Ragged, dispatches: bool) -> str:
-    """The last rank stays away; what the others are told."""
+def lost_peer(rank: int, world: int, case: Ragged, dispatches: bool, captured: bool) -> str:
+    """The last rank stays away; what the others are told: by their kernels in a captured graph, else by their
+    hosts."""
     from autofuse import config
     from autofuse.lowering.gpu.workspace import check
 
@@ -269,16 +270,20 @@ def lost_peer(rank: int, world: int, case: Ragged, dispatches: bool) -> str:
             dispatch(way, given, group=group)
         else:
             call(way, given, group)
-        torch.cuda.synchronize()
 
     with config.patch(timeout_s=2.0):
         run()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            run()
         dist.barrier()
         if rank == world - 1:
             time.sleep(4)
             return ""
-        run()
         try:
+            graph.replay() if captured else run()
+            torch.cuda.synchronize()
             check(group)
         except RuntimeError as error:
             return str(error)

@@ -41,13 +41,15 @@ def trained(rank: int, world: int, dropless: bool) -> dict[str, str]:
         _prefer_kernels(world)
     model = (Dropless(sorts=True) if dropless else FixedCapacity("gated").bfloat16()).cuda()
     x = torch.randn(TOKENS, D, device="cuda").bfloat16()
-    compiled = torch.compile(model, backend="autofuse", options={"policy": "always"})
+    # Inductor pads the 12 rows of an expert where it finds that faster, and such sites are kept.
+    options = {"policy": "always", "shape_padding": False}
+    compiled = torch.compile(model, backend="autofuse", options=options)
     with autofuse.debug() as report, torch._dynamo.config.patch(capture_scalar_outputs=True):
         wanted = _step(model, model, x)
         steps = [_step(model, compiled, x) for _ in range(3)]
     sites = [(site.graph.split()[0], site.pattern) for site in report.fused]
     every = [(kind, op) for kind in ("forward", "backward") for op in (DISPATCH, COMBINE)]
-    found = {"sites": "" if sites == every else str(report)}
+    found = {"sites": "" if sites == every else f"{report}\n{report.graphs[0].before}"}
     for name, value in wanted.items():
         scale = value.double().abs().max()
         errors = [float((step[name].double() - value.double()).abs().max() / scale) for step in steps]

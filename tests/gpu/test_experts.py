@@ -197,8 +197,11 @@ def test_a_hundred_dropless_calls_of_changing_splits(gpu_ranks: Pools, world: in
     assert not (text := complaints(found)), text
 
 
+@pytest.mark.parametrize("captured", [False, True])
 @pytest.mark.parametrize("dispatches", [False, True])
 @pytest.mark.parametrize("world", WORLDS)
-def test_a_lost_peer_is_named(gpu_ranks: Pools, world: int, dispatches: bool) -> None:
-    found = gpu_ranks(world).run(dropless_on_gpus.lost_peer, KINDS["random"], dispatches, timeout=60)
-    assert all(f"rank {world - 1} did not come" in text for text in found[:-1]), found
+def test_a_lost_peer_is_named(gpu_ranks: Pools, world: int, dispatches: bool, captured: bool) -> None:
+    case = KINDS["random"], dispatches, captured
+    found = gpu_ranks(world).run(dropless_on_gpus.lost_peer, *case, timeout=60)
+    said = f"rank {world - 1} did not come" if captured else f"waited 2 s for rank {world - 1}"
+    assert all(said in text for text in found[:-1]), found
