@@ -192,7 +192,8 @@ def _dropless_dispatch_call(
         return None
     workspace = workspace_of(group_name, x)
     parts, places = x.contiguous(), _vector(positions, torch.int64)
-    ends = offsets.to(torch.int32).contiguous()
+    ends = _vector(offsets, torch.int32)
+    assert ends is not None
     biases = _biases(bias, w)
     count = at_once(w, biases)
     problem = dropless_problem_of(DISPATCH, parts, w[0], workspace, count)
@@ -214,7 +215,7 @@ def _dropless_dispatch_call(
 
 
 def _vector(t: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    return None if t is None else t.to(dtype).contiguous()
+    return t if t is None or (t.dtype is dtype and t.is_contiguous()) else t.to(dtype).contiguous()
 
 
 def _alike(x: Tensor, w: list[Tensor]) -> bool:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from itertools import takewhile
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 
 from autofuse.lowering.ops.experts import batched_matmul
@@ -50,18 +52,24 @@ def at_once(w: Sequence[Tensor], bias: Sequence[Tensor | None]) -> int:
 
 def is_stack(w: Tensor) -> bool:
     """Whether TMA can load a stack of matrices, or of their transposes; asked as `is_tma` of one."""
-    first, second = (1, 2) if w.stride(2) == 1 else (2, 1)
-    steps = w.stride(0), w.stride(first), w.storage_offset()
+    return _is_stack(w.shape, w.stride(), w.storage_offset(), w.element_size())
+
+
+@lru_cache(maxsize=1024)
+def _is_stack(shape: torch.Size, stride: tuple[int, ...], offset: int, itemsize: int) -> bool:
+    first, second = (1, 2) if stride[2] == 1 else (2, 1)
     return (
-        w.stride(second) == 1
-        and w.stride(first) >= w.shape[second]
-        and (w.stride(0) > 0 or w.shape[0] == 1)
-        and all(step * w.element_size() % 16 == 0 for step in steps)
+        stride[second] == 1
+        and stride[first] >= shape[second]
+        and (stride[0] > 0 or shape[0] == 1)
+        and all(step * itemsize % 16 == 0 for step in (stride[0], stride[first], offset))
     )
 
 
 def of_sum(problem: P, x: Sequence[Tensor], w: Sequence[Tensor]) -> P:
     """The problem of a sum of products, given that of the first: all of their K are contracted."""
+    if len(x) == 1:
+        return problem
     aligned = problem.aligned and all(
         xi.storage_offset() % 8 == wi.shape[1] % 8 == 0
         and is_stack(wi)
