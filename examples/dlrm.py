@@ -28,7 +28,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 import autofuse
 
 LR = 0.5
-UPDATES = {"sgd": lambda: autofuse.SGD(LR), "adagrad": lambda: autofuse.RowwiseAdagrad(LR / 10)}
+UPDATES = {"sgd": lambda: autofuse.SGD(LR), "adagrad": lambda: autofuse.RowwiseAdagrad(LR / 100)}
 
 GRADIENT_TOLERANCE = 1e-4
 """Of float32, summed in another order; the gradient of the last bias nearly cancels."""

@@ -47,6 +47,9 @@ SHORT_EXCHANGE_US = 400.0
 """The same of embedding bags and experts, whose calls have more to describe: a step of a small mixture of
 experts became 0.24 ms longer for each of its sites on 2 H200."""
 
+NEVER_SHORT = "all_to_all_embedding_bag_update"
+"""On GPUs such sites are fused whatever they take: unfused, torch launches some 20 kernels a table."""
+
 MEMORY_BYTES_US = 4e6
 """What a GPU reads at most in a microsecond, about."""
 
@@ -92,7 +95,7 @@ def on_gpu(choice: Choice, pattern: str, work: Work, captured: bool) -> Choice:
         weights = (work.count * k * n * 2 for _, k, n in work.matmuls)
         lasts = sum(w for w in weights if isinstance(w, int)) / MEMORY_BYTES_US
     short = SHORT_EXCHANGE_US if "all_to_all" in pattern else SHORT_US
-    if captured or lasts is None or lasts >= short:
+    if captured or pattern == NEVER_SHORT or lasts is None or lasts >= short:
         return replace(choice, fuse=True)
     times = f"{lasts:.1f} us apart" if known else f"its weights are read in {lasts:.1f} us"
     why = f"{times}, too short to be launched one by one; see `captured`"

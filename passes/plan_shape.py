@@ -25,7 +25,8 @@ def plan_shape(node: fx.Node, hints: Mapping[sympy.Symbol, int]) -> PlanShape | 
 
     None if `node` is no fused op, or if the sizes that its plans depend on depend on data.
     """
-    op, given = fused_op(node), arguments(node)
+    op = fused_op(node)
+    given = None if op is None else arguments(node)
     if op is None or given is None:
         return None
     values = list(given.values())

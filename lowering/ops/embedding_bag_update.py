@@ -80,6 +80,8 @@ def update_with_torch(
 ) -> None:
     """The op with torch: no size depends on data, so that GPUs need not tell their hosts anything."""
     indices, count = bags.indices[table], bags.count
+    if not len(indices):
+        return
     starts = bags.offsets[table][:count].contiguous()
     position = torch.arange(indices.shape[0], device=indices.device, dtype=starts.dtype)
     bag = torch.searchsorted(starts, position, right=True) - 1
@@ -93,12 +95,18 @@ def update_with_torch(
     if bags.mode == 1:
         sizes = torch.zeros(count, dtype=torch.float32, device=bag.device).index_add_(0, bag, used.float())
         scale = scale / sizes.clamp(min=1)[bag]
-    # Entries by row: `part` counts the rows in their order. All entries of a row write the same.
-    row, order = torch.sort(indices.long(), stable=True)
-    part = torch.cat([row.new_zeros(1), row[1:] != row[:-1]]).cumsum(0)[: len(row)]
-    terms = torch.where(used.unsqueeze(1), grad.float()[bag] * scale.unsqueeze(1), 0.0)[order]
-    sums = torch.zeros_like(terms).index_add_(0, part, terms)[part]
-    touched = torch.zeros_like(part).index_add_(0, part, used[order].to(part.dtype))[part] > 0
+    # `part` counts the different rows in their order. There is room for as many as there are entries: what is
+    # behind the last part repeats it, so that it writes the same.
+    sorted_rows, order = torch.sort(indices.long(), stable=True)
+    part = (sorted_rows.diff(prepend=sorted_rows[:1]) != 0).cumsum(0)
+    whole = torch.arange(len(part), device=part.device).clamp(max=part[-1])
+    row = torch.zeros_like(part).index_copy_(0, part, sorted_rows)[whole]
+    touched = torch.zeros_like(part).index_add_(0, part, used[order].to(part.dtype))[whole] > 0
+    parts = torch.empty_like(part).index_copy_(0, order, part)
+    nothing = parts.new_empty(0)  # sizes of bags, and what max pooling has found
+    sums = torch.ops.aten._embedding_bag_dense_backward(
+        grad.float().contiguous(), parts, bag, nothing, nothing, len(part), False, 0, scale
+    )[whole]
     lr, eps = rates.unbind()
     step = lr
     if state is not None:

@@ -26,6 +26,7 @@ from autofuse.lowering.gpu.choice import (
 )
 from autofuse.lowering.gpu.exchange_ways import BACKWARD as EMBEDDING_BACKWARD
 from autofuse.lowering.gpu.exchange_ways import OP as EMBEDDING
+from autofuse.lowering.gpu.exchange_ways import UPDATE as EMBEDDING_UPDATE
 from autofuse.lowering.gpu.exchange_ways import ExchangeProblem
 from autofuse.lowering.gpu.expert_ways import COMBINE, DISPATCH, DROPLESS, DroplessProblem, ExpertProblem
 from autofuse.lowering.gpu.timing import Timing
@@ -58,7 +59,7 @@ COLUMNS = {(COMBINE, model.intermediate): model.hidden for model in MODELS.value
 
 def problem_at(point: Point) -> AnyProblem:
     op, m, k, n, world = point.op, point.m, point.k, point.n, point.world
-    if op in (EMBEDDING, EMBEDDING_BACKWARD):
+    if op in (EMBEDDING, EMBEDDING_BACKWARD, EMBEDDING_UPDATE):
         return ExchangeProblem(m // world, (n,) * world, "bsc", torch.bfloat16, op=op)
     plain = op.removesuffix(DROPLESS)
     if plain not in (COMBINE, DISPATCH):

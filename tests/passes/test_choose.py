@@ -187,6 +187,7 @@ def test_short_calls_on_gpus_are_fused_where_they_are_captured() -> None:
     assert decided(captured=True) == [True] * 3
     assert decided(captured=False) == [False, True, True]
     assert not on_gpu(long, "expert_matmul_all_to_all", Work(), captured=False).fuse
+    assert on_gpu(short, "all_to_all_embedding_bag_update", Work(), captured=False).fuse
     assert "144.4 us apart" in on_gpu(short, "matmul_all_reduce", Work(), captured=False).why
 
 
