@@ -44,8 +44,8 @@ SHORT_US = 150.0
 busy for 10 to 20 us longer with a fused op. Measured on 4 H200: layers of Llama-70B, not captured, became 4 %
 slower at 512 tokens, where the two kinds of site take 85 and 144 us apart."""
 SHORT_EXCHANGE_US = 400.0
-"""The same of embedding bags and experts, whose calls have more to describe: a step of a small mixture of
-experts became 0.24 ms longer for each of its sites on 2 H200."""
+"""The same of embedding bags and experts, whose calls have more to describe: the forward of a small mixture
+of experts became 0.1 to 0.2 ms longer for each of its sites on 2 H200."""
 
 NEVER_SHORT = "all_to_all_embedding_bag_update"
 """On GPUs such sites are fused whatever they take: unfused, torch launches some 20 kernels a table."""
