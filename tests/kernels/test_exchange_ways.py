@@ -68,7 +68,8 @@ def test_a_measured_point_decides_for_its_neighbours() -> None:
     back = replace(problem(), op=BACKWARD)
     point = Point.of(back, {"strips": 100.0, TORCH_NCCL: 300.0})
     assert choose(replace(back, b=256), (point,)) == "strips"
-    assert choose(replace(back, b=1 << 14), (point,)) == TORCH_NCCL
+    assert choose(replace(back, b=1 << 14), (point,)) == "strips"
+    assert choose(back, ()) == TORCH_NCCL
     gone = Point.of(problem(), {"bags of old": 100.0, MERGED_NCCL: 200.0})
     assert choose(problem(), (gone,)) == MERGED_NCCL
     dense = Point("matmul_all_reduce", 2048, 1, 1024, 4, (("bags", 1.0),))
