@@ -8,9 +8,9 @@ import torch
 from torch import fx
 
 from .anchors import Anchor
-from .embedding_columns import Exchanged, has_last_offset, match_columns, reread_others, sent
+from .embedding_columns import Exchanged, has_last_offset, match_columns, sent
 from .emit import Emitter
-from .match import Context, Found, Match
+from .match import Context, Found, Match, reread
 from .product import Reject
 from .report import Reason
 from .trace import argument, aten, dtype_of
@@ -90,6 +90,6 @@ def _rewrite(
         *(layout, bool(found.others), context.group, context.order, context.site),
     )
     if found.others:
-        reread_others(emitter, emitter.item(fused, len(nodes)), found)
+        reread(emitter, emitter.item(fused, len(nodes)), found.layout, found.others)
     for i, n in enumerate(nodes):
         emitter.replace(n, emitter.item(fused, i))

@@ -15,7 +15,7 @@ from torch import fx
 from .anchors import Anchor, hint
 from .emit import CannotEmit, Emitter
 from .layout import Cut, Digit, Digits, Layout, Size, cut_out, exact_quotient, merge, product, same_size
-from .match import Context, Reader, Work, check_dtype, find_readers, only_cast, reread
+from .match import Context, Reader, Work, check_dtype, find_readers, only_cast
 from .product import Reject
 from .report import Reason
 from .trace import Shapes, aten, expression, slice_bounds, tensor
@@ -132,11 +132,6 @@ def sent(
         letters, columns = "sbc", _columns(anchor, shapes, batch, width, context.world)
         grad = emitter.reshape(anchor.input, (product(have),))
     return grad, [emitter.size(c) for c in columns], letters
-
-
-def reread_others(emitter: Emitter, exchanged: fx.Node, found: Exchanged) -> None:
-    """Let whoever reads the gradient besides the tables read it as the fused op returns it."""
-    reread(emitter, exchanged, found.layout, found.others)
 
 
 def has_last_offset(grad: fx.Node, offsets: fx.Node) -> bool:

@@ -9,10 +9,10 @@ import torch
 from torch import fx
 
 from .anchors import Anchor
-from .embedding_columns import Exchanged, match_columns, reread_others, sent
+from .embedding_columns import Exchanged, match_columns, sent
 from .emit import Emitter
 from .functional import arguments, call_on_copies, called, new_bases
-from .match import Context, Found, Match, check_dtype, depends_on
+from .match import Context, Found, Match, check_dtype, depends_on, reread
 from .product import Reject
 from .report import Reason
 from .trace import dtype_of
@@ -106,7 +106,7 @@ def _rewrite(
         },
     )
     if found.others:
-        reread_others(emitter, exchanged, found)
+        reread(emitter, exchanged, found.layout, found.others)
     for n in found.nodes:
         for base, new in new_bases(n).items():
             emitter.replace(new, becomes[base])

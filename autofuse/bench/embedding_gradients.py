@@ -115,6 +115,14 @@ class Path:
             columns.copy_(place)
         return whole
 
+    def parts(self, sent: Sample, received: Sample) -> dict[str, Variant]:
+        """The steps, each by itself; sent, received: what `pack` and `exchange` make."""
+        return {
+            "all-to-all": Variant(lambda i: self.exchange(), received.error),
+            "pack": Variant(lambda i: self.pack(), sent.error),
+            "unpack": Variant(lambda i: self.unpack(), lambda r: received.error(self.unpacked())),
+        }
+
     def _places(self) -> list[Tensor]:
         return [rows.view(-1, self.cell.batch, rows.shape[1]) for rows in self.by_table]
 
@@ -151,11 +159,7 @@ def work(cell: Cell, device: torch.device, group_name: str) -> Work:
             "per table": variant(lambda bags: _per_table(given, bags, path.received)),
             "merged": variant(lambda bags: _merged(given, bags, by_table)),
         },
-        "parts": {
-            "all-to-all": Variant(lambda i: path.exchange(), received.error),
-            "pack": Variant(lambda i: path.pack(), sent.error),
-            "unpack": Variant(lambda i: path.unpack(), lambda r: received.error(path.unpacked())),
-        },
+        "parts": path.parts(sent, received),
         "peers": {name: variant(run) for name, run in peers(given).items()},
         "ours": {"auto": Variant(fused.auto, gradients.error)},
     }

@@ -93,11 +93,7 @@ def work(cell: Cell, device: torch.device, group_name: str) -> Work:
         "compute": {
             name: variant(partial(update, given, tables, by_table)) for name, update in UPDATES.items()
         },
-        "parts": {
-            "all-to-all": Variant(lambda i: path.exchange(), received.error),
-            "pack": Variant(lambda i: path.pack(), sent.error),
-            "unpack": Variant(lambda i: path.unpack(), lambda r: received.error(path.unpacked())),
-        },
+        "parts": path.parts(sent, received),
         "peers": {
             f"{name}+nccl": variant(_with_nccl(given, tables, update)) for name, update in UPDATES.items()
         },

@@ -44,8 +44,8 @@ def at_once(w: Sequence[Tensor], bias: Sequence[Tensor | None]) -> int:
     and all with a bias or none."""
 
     def alike(i: int) -> bool:
-        same = w[i].shape == w[0].shape and (w[i].stride(2) == 1) == (w[0].stride(2) == 1)
-        return same and is_stack(w[i]) and (bias[i] is None) == (bias[0] is None)
+        same = w[i].shape == w[0].shape and (bias[i] is None) == (bias[0] is None)
+        return same and _is_stack_like(w[i], w[0])
 
     return 1 + len([*takewhile(alike, range(1, min(len(w), MOST_WEIGHTS)))])
 
@@ -53,6 +53,11 @@ def at_once(w: Sequence[Tensor], bias: Sequence[Tensor | None]) -> int:
 def is_stack(w: Tensor) -> bool:
     """Whether TMA can load a stack of matrices, or of their transposes; asked as `is_tma` of one."""
     return _is_stack(w.shape, w.stride(), w.storage_offset(), w.element_size())
+
+
+def _is_stack_like(w: Tensor, first: Tensor) -> bool:
+    """One that the kernel for the first takes: both row-major, or both transposed."""
+    return is_stack(w) and (w.stride(2) == 1) == (first.stride(2) == 1)
 
 
 @lru_cache(maxsize=1024)
@@ -72,8 +77,7 @@ def of_sum(problem: P, x: Sequence[Tensor], w: Sequence[Tensor]) -> P:
         return problem
     aligned = problem.aligned and all(
         xi.storage_offset() % 8 == wi.shape[1] % 8 == 0
-        and is_stack(wi)
-        and (wi.stride(2) == 1) == (w[0].stride(2) == 1)
+        and _is_stack_like(wi, w[0])
         for xi, wi in zip(x, w, strict=True)
     )
     return replace(problem, k=sum(wi.shape[1] for wi in w), aligned=aligned)
