@@ -8,8 +8,8 @@ from torch import Tensor
 import autofuse.lowering.ops  # noqa: F401  (defines torch.ops.autofuse)
 from autofuse import config
 from autofuse.groups import Group, group_name
-from autofuse.lowering.ops import embedding_layout
 from autofuse.lowering.ops.embedding_bag_all_to_all import MODES
+from autofuse.lowering.reference import embedding_layout
 from autofuse.lowering.torch_internals import resolve_group
 
 Tensors = Tensor | Sequence[Tensor]

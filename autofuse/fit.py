@@ -7,8 +7,8 @@ from typing import Literal, TypeAlias
 
 import torch
 
-from autofuse.passes.cost_model import Model, Numbers, Task
-from autofuse.passes.table import Table
+from autofuse.passes.choice.cost_model import Model, Numbers, Task
+from autofuse.passes.choice.table import Table
 
 Part: TypeAlias = Literal["fused", "apart", "compute", "collective"]
 

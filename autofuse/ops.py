@@ -20,8 +20,8 @@ from autofuse.exchange_ops import (
     expert_matmul_all_to_all,
 )
 from autofuse.groups import Group, group_name
-from autofuse.lowering.ops.layout import check_divisible
-from autofuse.lowering.ops.product import check_product
+from autofuse.lowering.reference.layout import check_divisible
+from autofuse.lowering.reference.product import check_product
 from autofuse.lowering.torch_internals import group_size
 
 __all__ = [

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import torch
 
-from autofuse.bench.measure import Options, Row
-from autofuse.bench.run import run
+from autofuse.bench.cpu.measure import Options, Row
+from autofuse.bench.cpu.run import run
 from autofuse.fit import Sample, fit
-from autofuse.passes.cost_model import Model, Numbers, Task
-from autofuse.passes.table import Point, Table, cache_folder, shipped, table_for
+from autofuse.passes.choice.cost_model import Model, Numbers, Task
+from autofuse.passes.choice.table import Point, Table, cache_folder, shipped, table_for
 from autofuse.progress import Progress, silent
 
 DTYPES = ("float32", "bfloat16", "float16")

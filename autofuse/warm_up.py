@@ -6,11 +6,11 @@ import torch
 import torch.distributed as dist
 
 from autofuse.groups import Group, group_name
+from autofuse.lowering.cpu.rendezvous import NotShared
+from autofuse.lowering.cpu.workspace import SharedMemoryFull
+from autofuse.lowering.cpu.workspace import workspace_for as cpu_workspace_for
 from autofuse.lowering.gpu.support import has_triton
-from autofuse.lowering.rendezvous import NotShared
 from autofuse.lowering.torch_internals import resolve_group
-from autofuse.lowering.workspace import SharedMemoryFull
-from autofuse.lowering.workspace import workspace_for as cpu_workspace_for
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ def _make_on_gpu(name: str) -> None:
     if not has_triton():
         log.warning("fused ops of group %s run unfused: Triton is not installed", name)
         return
-    from autofuse.lowering.gpu.choice import points_of
-    from autofuse.lowering.gpu.workspace import workspace_for
+    from autofuse.lowering.gpu.choice.choose import points_of
+    from autofuse.lowering.gpu.memory.workspace import workspace_for
 
     points_of(workspace_for(name, torch.device("cuda", torch.cuda.current_device())))

@@ -2,6 +2,6 @@
 
 from .circumstances import circumstances
 from .fuse import Settings, fuse
-from .permutation import mark_permutations
+from .graph.permutation import mark_permutations
 
 __all__ = ["Settings", "circumstances", "fuse", "mark_permutations"]

@@ -16,9 +16,9 @@ from autofuse.lowering.gpu import support as gpu
 from autofuse.lowering.notes import place
 from autofuse.native_kernels import cpu
 
-from .anchors import find_anchors
+from .graph.anchors import find_anchors
+from .graph.permutation import marked_inputs
 from .opaque import registrations
-from .permutation import marked_inputs
 
 
 def circumstances(graph: fx.Graph) -> str:

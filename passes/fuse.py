@@ -14,33 +14,33 @@ from torch.distributed import ProcessGroup
 
 from autofuse.lowering import ops as _ops  # noqa: F401  (registers torch.ops.autofuse)
 from autofuse.lowering import torch_internals
+from autofuse.lowering.cpu.workspace import decline
 from autofuse.lowering.gpu import support as gpu
 from autofuse.lowering.notes import place, tell_kept
 from autofuse.lowering.orders import PlanShape, make_plan
-from autofuse.lowering.workspace import decline
 from autofuse.native_kernels import cpu
 
 from . import opaque
-from .anchors import OPAQUE, Anchor, find_anchors, is_collective
-from .choose import Choice, Symbols, on_gpu, predict
-from .combine import match_combine, match_single_combine
-from .crossover import Known
-from .dispatch import match_dispatch, match_single_dispatch
-from .embedding import match_embedding
-from .embedding_backward import match_embedding_backward
-from .embedding_update import match_embedding_update
-from .emit import CannotEmit, Emitter, erase_unused, order_nodes, relax_views
-from .gather_matmul import match_all_gather
-from .layout import same_size
-from .listing import listing, owners_of, tie, tie_merged
-from .match import Context, Found, Match, collective_above
-from .matmul_reduce import match_all_reduce, match_reduce_scatter
+from .choice.choose import Choice, Symbols, on_gpu, predict
+from .choice.crossover import Known
+from .choice.table import Table, shipped, table_for
+from .graph.anchors import OPAQUE, Anchor, find_anchors, is_collective
+from .graph.emit import CannotEmit, Emitter, erase_unused, order_nodes, relax_views
+from .graph.follow import Shapes, dtype_of, expression, tensor
+from .graph.layout import same_size
+from .graph.listing import listing, owners_of, tie, tie_merged
+from .matchers.combine import match_combine, match_single_combine
+from .matchers.dispatch import match_dispatch, match_single_dispatch
+from .matchers.embedding import match_embedding
+from .matchers.embedding_backward import match_embedding_backward
+from .matchers.embedding_update import match_embedding_update
+from .matchers.gather_matmul import match_all_gather
+from .matchers.match import Context, Found, Match, collective_above
+from .matchers.matmul_reduce import match_all_reduce, match_reduce_scatter
+from .matchers.product import Reject
 from .merge import merge_fused
 from .plan_shape import plan_shape
-from .product import Reject
 from .report import GraphReport, Listing, Prediction, Reason, Site, listening
-from .table import Table, shipped, table_for
-from .trace import Shapes, dtype_of, expression, tensor
 
 log = logging.getLogger(__name__)
 

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from .emit import Emitter, erase_unused, order_nodes
-from .layout import Layout
-from .match import collective_above, fill_biases
-from .matmuls import is_fused
-from .product import between
-from .trace import Shapes, argument, aten, dtype_of, is_view, trace
+from .graph.emit import Emitter, erase_unused, order_nodes
+from .graph.follow import Shapes, argument, aten, dtype_of, is_view, trace
+from .graph.layout import Layout
+from .matchers.match import collective_above, fill_biases
+from .matchers.matmuls import is_fused
+from .matchers.product import between
 
 _REDUCTIONS = (
     torch.ops.autofuse.matmul_all_reduce.default,

@@ -17,9 +17,9 @@ from torch import fx
 
 from autofuse.lowering.torch_internals import group_world
 
-from .anchors import OPAQUE, STANDS_FOR, c10d
-from .emit import erase_unused, origin
-from .trace import WAIT, aten, tensor
+from .graph.anchors import OPAQUE, STANDS_FOR, c10d
+from .graph.emit import erase_unused, origin
+from .graph.follow import WAIT, aten, tensor
 
 # What the arguments of each kind may mean.
 ROLES = {

@@ -11,9 +11,9 @@ from torch import fx
 from autofuse.lowering.orders import PlanShape
 from autofuse.lowering.torch_internals import group_size
 
-from .anchors import fused_op
-from .functional import arguments
-from .trace import expression, value
+from .graph.anchors import fused_op
+from .graph.follow import expression, value
+from .graph.functional import arguments
 
 
 class _DependsOnData(Exception):

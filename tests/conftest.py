@@ -9,7 +9,7 @@ import pytest
 from tests.ranks import RankPool
 
 # A table that was tuned on this machine must not decide what tests see.
-os.environ["AUTOFUSE_TABLE"] = str(Path(__file__).parents[1] / "passes/tables/cpu.json")
+os.environ["AUTOFUSE_TABLE"] = str(Path(__file__).parents[1] / "passes/choice/tables/cpu.json")
 
 
 @pytest.fixture(scope="session")

@@ -50,9 +50,9 @@ def bench(
         # Torch takes seconds to import: not before the command line is known to be right.
         import torch
 
-        from autofuse.bench.measure import Options
-        from autofuse.bench.run import cores, run
-        from autofuse.bench.table import table as table_of
+        from autofuse.bench.cpu.measure import Options
+        from autofuse.bench.cpu.run import cores, run
+        from autofuse.bench.cpu.table import table as table_of
 
         load = os.getloadavg()[0]
         options = Options(tuple(rows or ()), policy, dtype, repeats, seconds)
@@ -94,14 +94,20 @@ def dense(
     """The dense ops on the GPUs of torchrun: ours, and all that torch ships, in one process."""
     with user_errors():
         check_folders(json, markdown)
-        from autofuse.bench.dense_cells import QUICK_TOKENS, SHAPES, SWEEP_SHAPES, SWEEP_TOKENS, TOKENS
+        from autofuse.bench.gpu.dense.cells import (
+            QUICK_TOKENS,
+            SHAPES,
+            SWEEP_SHAPES,
+            SWEEP_TOKENS,
+            TOKENS,
+        )
 
         if tune and (orders or ctas):
             raise ValueError("--tune: with --orders or --ctas nothing is chosen; leave one of them out")
         _check_tune(tune, quick)
         for shape in shapes or ():
             one_of(shape, tuple(SHAPES), "--shapes")
-        from autofuse.bench.dense import Options, join, run
+        from autofuse.bench.gpu.dense.run import Options, join, run
 
         sweep = orders or ctas
         counts = SWEEP_TOKENS if sweep else QUICK_TOKENS if quick else TOKENS
@@ -138,7 +144,7 @@ def _around_all_to_all(
     with user_errors():
         _check_tune(tune, quick)
         check_folders(json, markdown)
-        from autofuse.bench.exchange_run import Options, join, run
+        from autofuse.bench.gpu.exchange.run import Options, join, run
 
         options = Options(benchmark, tuple(rows or ()), quick, tune)
         join(options)

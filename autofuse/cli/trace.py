@@ -50,7 +50,7 @@ def _record(op: str, m: int, k: int, n: int, dtype: str, order: str, rank: int, 
     import torch
     import torch.distributed as dist
 
-    from autofuse.lowering.gpu.trace import record
+    from autofuse.lowering.gpu.dense.trace import record
 
     own = record(op, m, k, n, getattr(torch, dtype), order).tolist()
     traces: list[list[list[list[int]]]] | None = [[]] * world if rank == 0 else None

@@ -48,7 +48,7 @@ def _tune_gpus(dtypes: list[str], sizes: list[str], tokens: list[int]) -> None:
     with gpu_ranks("tune") as (rank, world):
         import torch
 
-        from autofuse.lowering.gpu.measure import tune_problem
+        from autofuse.lowering.gpu.dense.measure import tune_problem
 
         for op in OPS:
             for m in tokens:

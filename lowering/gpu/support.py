@@ -7,7 +7,7 @@ import importlib.util
 
 import torch
 
-from autofuse.native_kernels.cuda import compiler
+from autofuse.native_kernels.cuda.host import compiler
 
 MOST_RANKS = 8
 """Ranks of a group: GPUs of one host that NVSwitch connects."""

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import SymInt, Tensor
 
-from autofuse.lowering.ops.gather_executor import partition, run_gather
+from autofuse.lowering.cpu.gather_executor import partition, run_gather
 from autofuse.lowering.ops.gpu import gather_on_gpu
-from autofuse.lowering.ops.layout import all_gather, reduce_scatter
 from autofuse.lowering.ops.library import FusedOp, register
 from autofuse.lowering.orders import PlanShape
+from autofuse.lowering.reference.layout import all_gather, reduce_scatter
 from autofuse.lowering.torch_internals import group_size
 
 _SCHEMA = (

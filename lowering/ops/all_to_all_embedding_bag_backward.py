@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autofuse.lowering.ops import embedding_layout as layouts
-from autofuse.lowering.ops.embedding_gradients import Gradients, coo, sparse_gradient
-from autofuse.lowering.ops.exchange import Size, run_exchange
+from autofuse.lowering.cpu.exchange_executor import Size, run_exchange
+from autofuse.lowering.cpu.workspace import workspace_for
 from autofuse.lowering.ops.gpu import embedding_backward_on_gpu
 from autofuse.lowering.ops.library import FusedOp, register
 from autofuse.lowering.orders import PlanShape
-from autofuse.lowering.workspace import workspace_for
+from autofuse.lowering.reference import embedding_layout as layouts
+from autofuse.lowering.reference.embedding_gradients import Gradients, coo, sparse_gradient
 from autofuse.native_kernels.cpu import DTYPES
 from autofuse.native_kernels.cpu.embedding import Bags
 

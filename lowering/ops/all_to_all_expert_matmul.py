@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autofuse.lowering.ops import expert_rows as rows_of
-from autofuse.lowering.ops import experts as ex
-from autofuse.lowering.ops.exchange import Size, Splits, run_exchange
+from autofuse.lowering.cpu.exchange_executor import Size, Splits, run_exchange
+from autofuse.lowering.cpu.workspace import workspace_for
 from autofuse.lowering.ops.gpu import dispatch_on_gpu
 from autofuse.lowering.ops.library import FusedOp, register
 from autofuse.lowering.orders import PlanShape
-from autofuse.lowering.workspace import workspace_for
+from autofuse.lowering.reference import expert_rows as rows_of
+from autofuse.lowering.reference import experts as ex
 from autofuse.native_kernels.cpu import DTYPES
 
 _OP = "all_to_all_expert_matmul"

@@ -7,38 +7,38 @@ from autofuse.lowering.gpu.support import has_triton
 
 
 def reduce_on_gpu(*args: Any) -> Any:
-    """As `lowering.gpu.ops.run_reduce`; NotImplemented without Triton."""
-    return _run("ops", "run_reduce", *args)
+    """As `lowering.gpu.dense.call.run_reduce`; NotImplemented without Triton."""
+    return _run("dense.call", "run_reduce", *args)
 
 
 def gather_on_gpu(*args: Any) -> Any:
-    """As `lowering.gpu.ops.run_gather`; NotImplemented without Triton."""
-    return _run("ops", "run_gather", *args)
+    """As `lowering.gpu.dense.call.run_gather`; NotImplemented without Triton."""
+    return _run("dense.call", "run_gather", *args)
 
 
 def embedding_on_gpu(*args: Any) -> Any:
-    """As `lowering.gpu.embedding.run_embedding`; NotImplemented without Triton."""
-    return _run("embedding", "run_embedding", *args)
+    """As `lowering.gpu.embedding.call.run_embedding`; NotImplemented without Triton."""
+    return _run("embedding.call", "run_embedding", *args)
 
 
 def embedding_backward_on_gpu(*args: Any) -> Any:
-    """As `lowering.gpu.embedding_backward.run_embedding_backward`; NotImplemented without Triton."""
-    return _run("embedding_backward", "run_embedding_backward", *args)
+    """As `lowering.gpu.embedding.backward.run_embedding_backward`; NotImplemented without Triton."""
+    return _run("embedding.backward", "run_embedding_backward", *args)
 
 
 def embedding_update_on_gpu(*args: Any) -> Any:
-    """As `lowering.gpu.embedding_update.run_embedding_update`; NotImplemented without Triton."""
-    return _run("embedding_update", "run_embedding_update", *args)
+    """As `lowering.gpu.embedding.update.run_embedding_update`; NotImplemented without Triton."""
+    return _run("embedding.update", "run_embedding_update", *args)
 
 
 def combine_on_gpu(*args: Any) -> Any:
-    """As `lowering.gpu.expert_ops.run_combine`; NotImplemented without Triton."""
-    return _run("expert_ops", "run_combine", *args)
+    """As `lowering.gpu.experts.call.run_combine`; NotImplemented without Triton."""
+    return _run("experts.call", "run_combine", *args)
 
 
 def dispatch_on_gpu(*args: Any) -> Any:
-    """As `lowering.gpu.expert_ops.run_dispatch`; NotImplemented without Triton."""
-    return _run("expert_ops", "run_dispatch", *args)
+    """As `lowering.gpu.experts.call.run_dispatch`; NotImplemented without Triton."""
+    return _run("experts.call", "run_dispatch", *args)
 
 
 def _run(module: str, name: str, *args: Any) -> Any:

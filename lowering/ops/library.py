@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from autofuse.lowering.cpu.rendezvous import NotShared
+from autofuse.lowering.cpu.workspace import SharedMemoryFull
 from autofuse.lowering.orders import PlanShape
-from autofuse.lowering.rendezvous import NotShared
 from autofuse.lowering.torch_internals import register_autograd, resolve_group
-from autofuse.lowering.workspace import SharedMemoryFull
 
 log = logging.getLogger(__name__)
 

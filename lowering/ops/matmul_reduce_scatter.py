@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import SymInt, Tensor
 
+from autofuse.lowering.cpu.reduce_executor import reduce_plan_shape, run_reduce
 from autofuse.lowering.ops.gpu import reduce_on_gpu
-from autofuse.lowering.ops.layout import all_gather, reduce_scatter
 from autofuse.lowering.ops.library import FusedOp, register
-from autofuse.lowering.ops.product import parse, product_backward, product_reference
-from autofuse.lowering.ops.reduce_executor import reduce_plan_shape, run_reduce
 from autofuse.lowering.orders import PlanShape
+from autofuse.lowering.reference.layout import all_gather, reduce_scatter
+from autofuse.lowering.reference.product import parse, product_backward, product_reference
 from autofuse.lowering.torch_internals import group_size
 
 _SCHEMA = (

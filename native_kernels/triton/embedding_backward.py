@@ -25,12 +25,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from autofuse.native_kernels.gpu.memory import EVENTS, PeerMemory, cdiv, launch
+
 from .comm import BEGUN, COMPUTED, ENDED, PUSHED, WAITED, begin, finish, peer, stamp, wait, wait_all
 from .embedding_entries import ENTRY, FIRST_BLOCK, FIRST_CHUNK, KEY, WORK, Entries, is_scaled
 from .embedding_exchange import FP16, FP32, SOURCE, TABLE, clear, count_item
 from .embedding_tables import BackwardConfig, Places, Tables, place_aligned
 from .embedding_update import RULE, kept, put
-from .memory import EVENTS, PeerMemory, cdiv, launch
 
 GRADIENTS = tl.constexpr(7)
 

@@ -11,9 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from autofuse.native_kernels.gpu.memory import PeerMemory, cdiv, launch
+
 from .embedding_exchange import FP16, FP32, SOURCE, TABLE, bags_of, report_faults
 from .embedding_tables import WORDS_WORK, Tables
-from .memory import PeerMemory, cdiv, launch
 
 BAGS, LANES, WARPS, PER_SM = 32, 128, 4, 4
 

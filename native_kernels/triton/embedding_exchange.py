@@ -16,6 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from autofuse.native_kernels.gpu.memory import BAD_INPUT_WORD, EVENTS, PeerMemory, cdiv, launch
+
 from .comm import (
     BEGUN,
     COMPUTED,
@@ -38,7 +40,6 @@ from .embedding_tables import (
     Tables,
     place_aligned,
 )
-from .memory import BAD_INPUT_WORD, EVENTS, PeerMemory, cdiv, launch
 
 POOLING = tl.constexpr(4)
 BAD_INDEX = tl.constexpr(5)

@@ -18,7 +18,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from .memory import LONGEST_ROW, Need, cdiv
+from autofuse.native_kernels.gpu.memory import LONGEST_ROW, Need, cdiv
 
 WORDS_SOURCE, WORDS_TABLE, WORDS_WORK, WORDS_UPDATE = 4, 8, 4, 2
 

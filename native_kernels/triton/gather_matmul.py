@@ -17,6 +17,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from autofuse.native_kernels.gpu.copy_engine import FIRST_CREDIT, CopyEngine
+from autofuse.native_kernels.gpu.memory import (
+    EVENTS,
+    LONGEST_ROW,
+    Need,
+    PeerMemory,
+    cdiv,
+    describe,
+    describe_weight,
+    is_tma,
+    launch,
+)
+
 from .comm import (
     BEGUN,
     COMPUTED,
@@ -33,9 +46,7 @@ from .comm import (
     stamp,
     wait,
 )
-from .copy_engine import FIRST_CREDIT, CopyEngine
 from .gemm import add_bias, add_pieces, chunk_tile_at, load_operands
-from .memory import EVENTS, LONGEST_ROW, Need, PeerMemory, cdiv, describe, describe_weight, is_tma, launch
 
 CREDITS = tl.constexpr(FIRST_CREDIT)
 

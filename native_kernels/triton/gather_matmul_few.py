@@ -15,6 +15,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from autofuse.native_kernels.gpu.memory import (
+    EVENTS,
+    LONGEST_ROW,
+    Need,
+    PeerMemory,
+    cdiv,
+    describe,
+    describe_weight,
+    launch,
+)
+
 from .comm import (
     BEGUN,
     COMPUTED,
@@ -31,7 +42,6 @@ from .comm import (
 )
 from .gather_matmul import BLOCK, reset
 from .gemm import add_bias, add_pieces, load_operands
-from .memory import EVENTS, LONGEST_ROW, Need, PeerMemory, cdiv, describe, describe_weight, launch
 
 
 @triton.jit

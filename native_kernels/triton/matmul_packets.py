@@ -17,6 +17,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from autofuse.native_kernels.gpu.memory import (
+    EVENTS,
+    Need,
+    PeerMemory,
+    cdiv,
+    describe,
+    describe_weight,
+    launch,
+)
+
 from .comm import (
     BEGUN,
     COMPUTED,
@@ -36,7 +46,6 @@ from .comm import (
     take_packets,
 )
 from .gemm import load_operands
-from .memory import EVENTS, Need, PeerMemory, cdiv, describe, describe_weight, launch
 
 
 @triton.jit(do_not_specialize=["rank", "site"])

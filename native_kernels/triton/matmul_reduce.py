@@ -20,6 +20,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from autofuse.native_kernels.gpu.memory import (
+    EVENTS,
+    LONGEST_ROW,
+    Need,
+    PeerMemory,
+    cdiv,
+    describe,
+    describe_weight,
+    launch,
+)
+
 from .comm import (
     BEGUN,
     COMPUTED,
@@ -40,7 +51,6 @@ from .comm import (
     wait_all,
 )
 from .gemm import chunk_tile_at, load_operands, tile_at
-from .memory import EVENTS, LONGEST_ROW, Need, PeerMemory, cdiv, describe, describe_weight, launch
 
 
 @triton.jit(do_not_specialize=["rank", "site"])
@@ -211,7 +221,7 @@ def compute(
 
 @dataclass(frozen=True)
 class ReduceConfig:
-    """How `matmul_reduce` runs; measured, never guessed (`lowering/gpu/ways.py` has those in use).
+    """How `matmul_reduce` runs; measured, never guessed (`lowering/gpu/dense/ways.py` has those in use).
 
     bm, bn, bk: a tile; communicating: programs that compute nothing; visit: tiles a visit (0: a share of the
     programs); bt: rows of a ticket, br: rows that are reduced at a time; by_rows: how an all_reduce is cut.

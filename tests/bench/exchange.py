@@ -8,11 +8,12 @@ import torch
 import torch.distributed as dist
 
 import autofuse.lowering.ops  # noqa: F401
-from autofuse.bench import exchange_run, gpu_run
-from autofuse.bench.exchange_rows import Cell, Rates
-from autofuse.bench.exchange_run import Options
-from autofuse.bench.exchange_work import Variant, Work
-from autofuse.lowering.gpu.timing import Timing
+from autofuse.bench.gpu import driver as gpu_run
+from autofuse.bench.gpu.exchange import run as exchange_run
+from autofuse.bench.gpu.exchange.rows import Cell, Rates
+from autofuse.bench.gpu.exchange.run import Options
+from autofuse.bench.gpu.exchange.work import Variant, Work
+from autofuse.lowering.gpu.choice.timing import Timing
 from autofuse.lowering.ops.library import FUSED_OPS
 
 MACHINE = {"gpu": "GPU", "world": 2, "torch": "2.11", "cuda": "13.0", "triton": "3.6", "nccl": "2.28"}

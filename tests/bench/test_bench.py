@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from autofuse.bench.measure import Row
-from autofuse.bench.table import geometric_mean, table
+from autofuse.bench.cpu.measure import Row
+from autofuse.bench.cpu.table import geometric_mean, table
 
 
 def test_two_rows_are_measured_and_written(tmp_path: Path) -> None:

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from autofuse.bench.dense_cells import OPS, SHAPES, Cell, Row, Sweep, cells, check
-from autofuse.bench.dense_table import report
-from autofuse.lowering.gpu.timing import Timing, calls_for
+from autofuse.bench.gpu.dense.cells import OPS, SHAPES, Cell, Row, Sweep, cells, check
+from autofuse.bench.gpu.dense.table import report
+from autofuse.lowering.gpu.choice.timing import Timing, calls_for
 
 O_PROJ, DOWN_PROJ = "llama70b.o_proj", "llama70b.down_proj"
 MACHINE = {"gpu": "GPU", "world": 4, "torch": "2.11", "cuda": "13.0", "triton": "3.6", "nccl": "2.28"}

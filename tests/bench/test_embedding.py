@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from typer.testing import CliRunner
 
-from autofuse.bench import embedding_work
-from autofuse.bench.embedding_cells import BACKWARD, OP, UPDATE, Cell, cells
-from autofuse.bench.exchange_rows import Rates, Row, chosen
-from autofuse.bench.exchange_table import report
-from autofuse.lowering.gpu.timing import Timing
+from autofuse.bench.gpu.embedding import peers as embedding_work
+from autofuse.bench.gpu.embedding.cells import BACKWARD, OP, UPDATE, Cell, cells
+from autofuse.bench.gpu.exchange.rows import Rates, Row, chosen
+from autofuse.bench.gpu.exchange.table import report
+from autofuse.lowering.gpu.choice.timing import Timing
 from tests.bench.exchange import RATES, data_of, measured, reference
 from tests.ranks import RankPool
 

@@ -9,13 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from autofuse.bench import embedding_gradients, embedding_work
-from autofuse.bench.embedding_cells import BACKWARD, BATCHES, MIXED, MOST_BYTES, OP, POOLINGS, Cell
-from autofuse.bench.embedding_gradients import Gradients
-from autofuse.bench.exchange_rows import Rates, Row
-from autofuse.bench.exchange_run import WORK
-from autofuse.bench.exchange_table import report
-from autofuse.lowering.gpu.timing import Timing
+from autofuse.bench.gpu.embedding import gradients as embedding_gradients
+from autofuse.bench.gpu.embedding import peers as embedding_work
+from autofuse.bench.gpu.embedding.cells import BACKWARD, BATCHES, MIXED, MOST_BYTES, OP, POOLINGS, Cell
+from autofuse.bench.gpu.embedding.gradients import Gradients
+from autofuse.bench.gpu.exchange.rows import Rates, Row
+from autofuse.bench.gpu.exchange.run import WORK
+from autofuse.bench.gpu.exchange.table import report
+from autofuse.lowering.gpu.choice.timing import Timing
 from autofuse.lowering.ops.library import FUSED_OPS
 from tests.bench.exchange import RATES, data_of, measured
 from tests.ranks import RankPool

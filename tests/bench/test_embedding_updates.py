@@ -9,10 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from autofuse.bench import embedding_gradients, embedding_updates
-from autofuse.bench.embedding_cells import UPDATE, Cell
-from autofuse.bench.exchange_rows import Row
-from autofuse.bench.exchange_run import WORK
+from autofuse.bench.gpu.embedding import gradients as embedding_gradients
+from autofuse.bench.gpu.embedding import updates as embedding_updates
+from autofuse.bench.gpu.embedding.cells import UPDATE, Cell
+from autofuse.bench.gpu.exchange.rows import Row
+from autofuse.bench.gpu.exchange.run import WORK
 from autofuse.lowering.ops.library import FUSED_OPS
 from tests.bench.exchange import measured
 from tests.bench.test_embedding_gradients import DIFFERENT, TINY

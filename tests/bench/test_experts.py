@@ -9,15 +9,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from autofuse.bench import expert_vdev, expert_work, gpu_run, named_ways
-from autofuse.bench.exchange_rows import Rates, Row
-from autofuse.bench.exchange_run import Options, measure
-from autofuse.bench.exchange_table import report
-from autofuse.bench.exchange_work import Variant, Work
-from autofuse.bench.expert_cells import COMBINE, DISPATCH, MODELS, ROUTINGS, Cell, Model, cells
-from autofuse.bench.expert_routes import Route
-from autofuse.bench.named_ways import Fused
-from autofuse.lowering.gpu.timing import Timing
+from autofuse.bench.gpu import driver as gpu_run
+from autofuse.bench.gpu import named_ways
+from autofuse.bench.gpu.exchange.rows import Rates, Row
+from autofuse.bench.gpu.exchange.run import Options, measure
+from autofuse.bench.gpu.exchange.table import report
+from autofuse.bench.gpu.exchange.work import Variant, Work
+from autofuse.bench.gpu.experts import peers as expert_work
+from autofuse.bench.gpu.experts import vdev as expert_vdev
+from autofuse.bench.gpu.experts.cells import COMBINE, DISPATCH, MODELS, ROUTINGS, Cell, Model, cells
+from autofuse.bench.gpu.experts.routes import Route
+from autofuse.bench.gpu.named_ways import Fused
+from autofuse.lowering.gpu.choice.timing import Timing
 from autofuse.lowering.ops.library import FUSED_OPS
 from tests.bench.exchange import RATES, data_of, measured
 from tests.ranks import RankPool

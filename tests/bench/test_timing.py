@@ -6,9 +6,17 @@ from typing import Any
 import pytest
 import torch
 
-from autofuse.lowering.gpu import timer
-from autofuse.lowering.gpu.timer import time_all
-from autofuse.lowering.gpu.timing import FINALISTS, QUICK, Effort, Timing, captured, fastest, in_turn
+from autofuse.lowering.gpu.choice import timer
+from autofuse.lowering.gpu.choice.timer import time_all
+from autofuse.lowering.gpu.choice.timing import (
+    FINALISTS,
+    QUICK,
+    Effort,
+    Timing,
+    captured,
+    fastest,
+    in_turn,
+)
 
 CALLS = 10
 

@@ -42,7 +42,7 @@ def invent(calls: list[tuple[Any, ...]], rank: int) -> Callable[..., Tensor]:
 def _on_ranks(rank: int, world: int, out: str, op: str) -> tuple[str, list[tuple[Any, ...]]]:
     """The command on a rank of a gloo group, with what it printed and what it asked the recorder for."""
     calls: list[tuple[Any, ...]] = []
-    recorder = ModuleType("autofuse.lowering.gpu.trace")
+    recorder = ModuleType("autofuse.lowering.gpu.dense.trace")
     recorder.__dict__["record"] = invent(calls, rank)
 
     @contextmanager
@@ -51,7 +51,7 @@ def _on_ranks(rank: int, world: int, out: str, op: str) -> tuple[str, list[tuple
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "autofuse.lowering.gpu", ModuleType("autofuse.lowering.gpu"))
-        patch.setitem(sys.modules, "autofuse.lowering.gpu.trace", recorder)
+        patch.setitem(sys.modules, "autofuse.lowering.gpu.dense.trace", recorder)
         patch.setattr(trace_command, "gpu_ranks", group)
         sizes = ("--tokens", "64", "--size", "256,64", "--dtype", "float16")
         result = CliRunner().invoke(app, ["trace", op, *sizes, "--out", out], catch_exceptions=False)

@@ -9,7 +9,7 @@ from torch import fx
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from autofuse import passes
-from autofuse.passes.listing import listing
+from autofuse.passes.graph.listing import listing
 from autofuse.passes.report import GraphReport, Reason, Site
 
 

@@ -19,13 +19,13 @@ Inputs = tuple[list[Tensor], ...]
 
 
 def backward_problem(case: Case):  # type: ignore[no-untyped-def]
-    from autofuse.lowering.gpu.exchange_ways import BACKWARD
+    from autofuse.lowering.gpu.embedding.ways import BACKWARD
 
     return replace(problem_of(case), op=BACKWARD)
 
 
 def ways_of(case: Case) -> list[str]:
-    from autofuse.lowering.gpu.exchange_ways import exchange_ways
+    from autofuse.lowering.gpu.embedding.ways import exchange_ways
 
     return list(exchange_ways(backward_problem(case)))
 
@@ -59,9 +59,9 @@ def wanted(case: Case, rank: int) -> tuple[list[Tensor], int]:
 def call(
     way: str, case: Case, inputs: Inputs, grad: Tensor, group: str = "", keep: bool = False
 ) -> list[Tensor]:
-    from autofuse.lowering.gpu.embedding import tables_of
-    from autofuse.lowering.gpu.exchange_measure import run_backward
-    from autofuse.lowering.gpu.workspace import workspace_for
+    from autofuse.lowering.gpu.embedding.call import tables_of
+    from autofuse.lowering.gpu.embedding.measure import run_backward
+    from autofuse.lowering.gpu.memory.workspace import workspace_for
 
     device = torch.device("cuda", torch.cuda.current_device())
     workspace = workspace_for(group or dist.group.WORLD.group_name, device)
@@ -153,7 +153,7 @@ def replayed(rank: int, world: int, case: Case, replays: int) -> str:
 
 def bad_index(rank: int, world: int, case: Case) -> str:
     """Rank 1 has an index that its table has not; what a later check tells it. Nobody hangs."""
-    from autofuse.lowering.gpu.workspace import check as check_group
+    from autofuse.lowering.gpu.memory.workspace import check as check_group
 
     group = fresh_group()
     inputs = on_device(case, rank)
@@ -171,8 +171,8 @@ def bad_index(rank: int, world: int, case: Case) -> str:
 
 def add_fused_points(case: Case) -> None:
     """From now on the group runs calls like those of the case in kernels of ours, both ways."""
-    from autofuse.lowering.gpu.choice import Point, add_points
-    from autofuse.lowering.gpu.workspace import workspace_for
+    from autofuse.lowering.gpu.choice.choose import Point, add_points
+    from autofuse.lowering.gpu.memory.workspace import workspace_for
 
     device = torch.device("cuda", torch.cuda.current_device())
     forward = Point.of(problem_of(case), {"bags": 1.0})

@@ -127,7 +127,7 @@ class Ragged:
 
 
 def ways() -> list[str]:
-    from autofuse.lowering.gpu.expert_ways import COMBINE, DROPLESS, DroplessProblem, dropless_ways
+    from autofuse.lowering.gpu.experts.ways import COMBINE, DROPLESS, DroplessProblem, dropless_ways
 
     world = dist.get_world_size()
     found = dropless_ways(DroplessProblem(COMBINE + DROPLESS, 5, 264, 520, world, torch.bfloat16))
@@ -140,8 +140,8 @@ def call(way: str, given: Given, group: str = "") -> Tensor:
 
 def add_up(way: str, terms: Sequence[Given], group: str = "") -> Tensor:
     """The combine of a sum of products, whose rows go where those of the first go."""
-    from autofuse.lowering.gpu.dropless import dropless_combine, dropless_problem_of
-    from autofuse.lowering.gpu.experts import of_sum
+    from autofuse.lowering.gpu.experts.dropless import dropless_combine, dropless_problem_of
+    from autofuse.lowering.gpu.experts.fixed import of_sum
 
     x, w = ([given[name] for given in terms] for name in ("x", "w"))
     problem = dropless_problem_of("expert_matmul_all_to_all", x[0], w[0], workspace(group))
@@ -155,7 +155,7 @@ def dispatch(
     way: str, given: Given, more: Sequence[Given] = (), weights: int = 1, keep: bool = False, group: str = ""
 ) -> list[Tensor]:
     """Also with weights and biases of `more`; the kernel multiplies so many, the others come afterwards."""
-    from autofuse.lowering.gpu.dropless import dropless_dispatch, dropless_problem_of
+    from autofuse.lowering.gpu.experts.dropless import dropless_dispatch, dropless_problem_of
 
     x, op = given["x"], "all_to_all_expert_matmul"
     problem = dropless_problem_of(op, x, given["w"], workspace(group), weights)
@@ -191,7 +191,7 @@ def all_ways(rank: int, world: int, case: Ragged) -> dict[str, str]:
 
 def sums(rank: int, world: int, case: Ragged) -> dict[str, str]:
     """A sum of two products, each of its own K, in all ways, and without a kernel."""
-    from autofuse.lowering.gpu.dropless_unfused import combine_unfused
+    from autofuse.lowering.gpu.experts.unfused import combine_unfused
 
     cases = [case, replace(case, k=case.k + 72, biased=False)]
     terms, found = [c.inputs(rank, world) for c in cases], {}
@@ -260,7 +260,7 @@ def lost_peer(rank: int, world: int, case: Ragged, dispatches: bool, captured: b
     """The last rank stays away; what the others are told: by their kernels in a captured graph, else by their
     hosts."""
     from autofuse import config
-    from autofuse.lowering.gpu.workspace import check
+    from autofuse.lowering.gpu.memory.workspace import check
 
     group, way = fresh_group(), ways()[0]
     given = case.dispatched(rank, world)[0] if dispatches else case.inputs(rank, world)

@@ -24,9 +24,9 @@ def on_device(case: Case, rank: int) -> tuple[list[Tensor], ...]:
 
 
 def call(way: str, case: Case, inputs: tuple[list[Tensor], ...], group: str = "") -> Tensor:
-    from autofuse.lowering.gpu.embedding import tables_of
-    from autofuse.lowering.gpu.exchange_measure import run
-    from autofuse.lowering.gpu.workspace import workspace_for
+    from autofuse.lowering.gpu.embedding.call import tables_of
+    from autofuse.lowering.gpu.embedding.measure import run
+    from autofuse.lowering.gpu.memory.workspace import workspace_for
 
     device = torch.device("cuda", torch.cuda.current_device())
     workspace = workspace_for(group or dist.group.WORLD.group_name, device)
@@ -34,14 +34,14 @@ def call(way: str, case: Case, inputs: tuple[list[Tensor], ...], group: str = ""
 
 
 def problem_of(case: Case):  # type: ignore[no-untyped-def]
-    from autofuse.lowering.gpu.exchange_ways import ExchangeProblem
+    from autofuse.lowering.gpu.embedding.ways import ExchangeProblem
 
     programs = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
     return ExchangeProblem(case.b, tuple(case.columns), case.layout, case.wire, programs)
 
 
 def ways_of(case: Case) -> list[str]:
-    from autofuse.lowering.gpu.exchange_ways import exchange_ways
+    from autofuse.lowering.gpu.embedding.ways import exchange_ways
 
     return list(exchange_ways(problem_of(case)))
 
@@ -126,7 +126,7 @@ def replayed(rank: int, world: int, case: Case, replays: int) -> str:
 
 def bad_index(rank: int, world: int, case: Case) -> str:
     """Rank 1 has an index that its table has not; what a later check tells it. Nobody hangs."""
-    from autofuse.lowering.gpu.workspace import check as check_group
+    from autofuse.lowering.gpu.memory.workspace import check as check_group
 
     group = fresh_group()
     inputs = on_device(case, rank)
@@ -144,8 +144,8 @@ def bad_index(rank: int, world: int, case: Case) -> str:
 
 def op(rank: int, world: int, case: Case) -> str:
     """`torch.ops.autofuse`, with a table of ways that says to fuse."""
-    from autofuse.lowering.gpu.choice import Point, add_points
-    from autofuse.lowering.gpu.workspace import workspace_for
+    from autofuse.lowering.gpu.choice.choose import Point, add_points
+    from autofuse.lowering.gpu.memory.workspace import workspace_for
 
     device = torch.device("cuda", torch.cuda.current_device())
     add_points(

@@ -82,7 +82,7 @@ class Case:
 
 
 def workspace(group: str = ""):  # type: ignore[no-untyped-def]
-    from autofuse.lowering.gpu.workspace import workspace_for
+    from autofuse.lowering.gpu.memory.workspace import workspace_for
 
     device = torch.device("cuda", torch.cuda.current_device())
     return workspace_for(group or dist.group.WORLD.group_name, device)
@@ -90,13 +90,13 @@ def workspace(group: str = ""):  # type: ignore[no-untyped-def]
 
 def problem_of(case: Case, x: Tensor, w: list[Tensor]):  # type: ignore[no-untyped-def]
     """All weights of the case are for the kernel."""
-    from autofuse.lowering.gpu.experts import problem_of
+    from autofuse.lowering.gpu.experts.fixed import problem_of
 
     return problem_of(case.op, x, w[0], workspace(), case.outer, case.weights)
 
 
 def fused_ways(case: Case, rank: int, world: int) -> list[str]:
-    from autofuse.lowering.gpu.expert_ways import expert_ways
+    from autofuse.lowering.gpu.experts.ways import expert_ways
 
     problem = problem_of(case, case.x(rank, world), case.w(rank))
     return [way for way, config in expert_ways(problem).items() if config is not None]
@@ -106,7 +106,7 @@ def call(
     way: str, case: Case, x: Tensor, w: list[Tensor], bias: list[Tensor | None], order: str = "direct"
 ) -> Tensor:
     """What `wanted` says."""
-    from autofuse.lowering.gpu.experts import combine, dispatch
+    from autofuse.lowering.gpu.experts.fixed import combine, dispatch
 
     problem = problem_of(case, x, w)
     if case.op == COMBINE:
@@ -161,8 +161,8 @@ def all_ways(rank: int, world: int, case: Case) -> dict[str, str]:
 
 def sums(rank: int, world: int, case: Case) -> dict[str, str]:
     """A sum of two products, each of its own K, in all ways."""
-    from autofuse.lowering.gpu.expert_ways import expert_ways
-    from autofuse.lowering.gpu.experts import combine, of_sum
+    from autofuse.lowering.gpu.experts.fixed import combine, of_sum
+    from autofuse.lowering.gpu.experts.ways import expert_ways
 
     cases = [case, replace(case, k=case.k + 72, biased=False)]
     x, w = [c.x(rank, world) for c in cases], [c.w(rank)[0] for c in cases]
@@ -192,7 +192,7 @@ def orders(rank: int, world: int, case: Case) -> dict[str, str]:
 
 def weights_afterwards(rank: int, world: int, case: Case) -> dict[str, str]:
     """The kernel multiplies one weight, or two; another one is multiplied by X, which is returned, too."""
-    from autofuse.lowering.gpu.experts import dispatch
+    from autofuse.lowering.gpu.experts.fixed import dispatch
 
     case = replace(case, weights=2, biased=False)
     x, w, exchanged = case.x(rank, world), case.w(rank), case.exchanged(rank, world)
@@ -265,8 +265,8 @@ def replayed(rank: int, world: int, cases: list[Case], replays: int) -> str:
 
 def trained(rank: int, world: int, case: Case) -> str:
     """Gradients through the op, and through the op that its backward calls, both fused."""
-    from autofuse.lowering.gpu.choice import Point, add_points
-    from autofuse.lowering.gpu.expert_ways import ExpertProblem, expert_ways
+    from autofuse.lowering.gpu.choice.choose import Point, add_points
+    from autofuse.lowering.gpu.experts.ways import ExpertProblem, expert_ways
 
     rows = case.outer * world * case.run
     for op, k, n in ((COMBINE, case.k, case.n), (DISPATCH, case.n, case.k)):
@@ -294,7 +294,7 @@ def trained(rank: int, world: int, case: Case) -> str:
 
 def trained_dispatch(rank: int, world: int, case: Case) -> str:
     """Gradients through a dispatch of gate and up, for which X is kept."""
-    from autofuse.lowering.gpu.choice import Point, add_points
+    from autofuse.lowering.gpu.choice.choose import Point, add_points
 
     x, w = case.x(rank, world).requires_grad_(), [wi.requires_grad_() for wi in case.w(rank)]
     problem = problem_of(case, x, w)

@@ -15,8 +15,8 @@ TOLERANCE = 0.03
 
 def _prefer_kernels(world: int) -> None:
     """As if they had been measured to be fastest, of all products of a layer, forward and backward."""
-    from autofuse.lowering.gpu.choice import Point, add_points
-    from autofuse.lowering.gpu.expert_ways import ExpertProblem, expert_ways
+    from autofuse.lowering.gpu.choice.choose import Point, add_points
+    from autofuse.lowering.gpu.experts.ways import ExpertProblem, expert_ways
 
     for op, k, n in product((COMBINE, DISPATCH), (D, H, 2 * H), (D, H)):
         problem = ExpertProblem(op, LOCAL, world * CAPACITY, k, n, world, torch.bfloat16)

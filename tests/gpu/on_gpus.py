@@ -32,7 +32,7 @@ def operands(
 
 def reference(op: str, x: Tensor, w: Tensor, outer: int = 1, dim: int = 0) -> Tensor:
     """In fp64, from partial products that are rounded as the collective takes them."""
-    from autofuse.lowering.ops.layout import parts, whole
+    from autofuse.lowering.reference.layout import parts, whole
 
     world, rank = dist.get_world_size(), dist.get_rank()
     if op == "all_gather_matmul":
@@ -52,7 +52,7 @@ def error_of(found: Tensor, wanted: Tensor) -> float:
 
 def poison() -> None:
     """All that the workspace's kernels do not read before it is written becomes NaN."""
-    from autofuse.lowering.gpu.workspace import workspace_for
+    from autofuse.lowering.gpu.memory.workspace import workspace_for
 
     memory = workspace_for(dist.group.WORLD.group_name, torch.device("cuda", dist.get_rank())).memory
     torch.cuda.synchronize()
@@ -68,8 +68,8 @@ def poison() -> None:
 def run_way(
     way: str, op: str, x: Tensor, w: Tensor, outer: int = 1, dim: int = 0, order: str = "direct"
 ) -> Tensor:
-    from autofuse.lowering.gpu.dense import problem_of, run
-    from autofuse.lowering.gpu.workspace import workspace_for
+    from autofuse.lowering.gpu.dense.run import problem_of, run
+    from autofuse.lowering.gpu.memory.workspace import workspace_for
 
     workspace = workspace_for(dist.group.WORLD.group_name, x.device)
     return run(workspace, way, problem_of(op, x, w, workspace, dim, outer), x, w, order, "test")
@@ -77,9 +77,9 @@ def run_way(
 
 def ways_of(op: str, x: Tensor, w: Tensor, outer: int = 1, dim: int = 0, copied: bool = False) -> list[str]:
     """All, or those of copy engines."""
-    from autofuse.lowering.gpu.dense import problem_of
-    from autofuse.lowering.gpu.ways import is_copied, ways
-    from autofuse.lowering.gpu.workspace import workspace_for
+    from autofuse.lowering.gpu.dense.run import problem_of
+    from autofuse.lowering.gpu.dense.ways import is_copied, ways
+    from autofuse.lowering.gpu.memory.workspace import workspace_for
 
     workspace = workspace_for(dist.group.WORLD.group_name, x.device)
     found = ways(problem_of(op, x, w, workspace, dim, outer))
@@ -236,15 +236,15 @@ def in_pairs(rank: int, world: int) -> float:
 def lost_peer(rank: int, world: int, m: int, copied: bool) -> str:
     """The last rank stays away; what the others are told."""
     from autofuse import config
-    from autofuse.lowering.gpu.workspace import check, workspace_for
+    from autofuse.lowering.gpu.memory.workspace import check, workspace_for
 
     group = dist.new_group(list(range(world)))
     device = torch.device("cuda", rank)
     x = torch.randn(m, 256, device="cuda", dtype=torch.bfloat16)
     w = torch.randn(256, 512, device="cuda", dtype=torch.bfloat16)
 
-    from autofuse.lowering.gpu.dense import Reduction, problem_of
-    from autofuse.lowering.gpu.ways import is_copied, ways
+    from autofuse.lowering.gpu.dense.run import Reduction, problem_of
+    from autofuse.lowering.gpu.dense.ways import is_copied, ways
 
     with config.patch(timeout_s=2.0):
         workspace = workspace_for(group.group_name, device)
@@ -336,8 +336,8 @@ def trained(rank: int, world: int) -> float:
 
 def with_biases(rank: int, world: int, m: int) -> float:
     """Two weights, one with a bias, and the gathered X; the largest error of every way."""
-    from autofuse.lowering.gpu.dense import Gather, problem_of
-    from autofuse.lowering.gpu.workspace import workspace_for
+    from autofuse.lowering.gpu.dense.run import Gather, problem_of
+    from autofuse.lowering.gpu.memory.workspace import workspace_for
 
     x, w = operands("all_gather_matmul", m, 512, 1024, rank, world, True, torch.bfloat16)
     bias = torch.randn(1024, device="cuda", dtype=torch.bfloat16)
@@ -358,7 +358,7 @@ def with_biases(rank: int, world: int, m: int) -> float:
 
 
 def traced(rank: int, world: int, op: str) -> "Timeline":
-    from autofuse.lowering.gpu.trace import record
+    from autofuse.lowering.gpu.dense.trace import record
     from autofuse.timeline import read
 
     return read(rank, record(op, 2048, 1024, 2048, torch.bfloat16, "direct").tolist())
@@ -375,10 +375,10 @@ def tma_less(rank: int, world: int) -> float:
 
 def measured(rank: int, world: int) -> list[Any]:
     """What measuring a problem finds, and what is chosen then."""
-    from autofuse.lowering.gpu.choice import add_points, chosen
-    from autofuse.lowering.gpu.dense import problem_of
-    from autofuse.lowering.gpu.measure import measure
-    from autofuse.lowering.gpu.workspace import workspace_for
+    from autofuse.lowering.gpu.choice.choose import add_points, chosen
+    from autofuse.lowering.gpu.dense.measure import measure
+    from autofuse.lowering.gpu.dense.run import problem_of
+    from autofuse.lowering.gpu.memory.workspace import workspace_for
 
     x, w = operands("matmul_all_reduce", 256, 512, 1024, rank, world, False, torch.bfloat16)
     workspace = workspace_for(dist.group.WORLD.group_name, x.device)

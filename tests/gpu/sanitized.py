@@ -6,7 +6,7 @@ from itertools import product
 import torch
 import torch.distributed as dist
 
-from autofuse.lowering.gpu import by_name
+from autofuse.lowering.gpu.dense import by_name
 from tests.gpu import backward_on_gpus, dropless_on_gpus, embedding_on_gpus, experts_on_gpus
 from tests.gpu.on_gpus import MOST_ERROR, error_of
 from tests.ops.bags import Case as Bags

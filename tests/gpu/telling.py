@@ -32,7 +32,7 @@ def complaints(found: Sequence[str | Mapping[str, str]]) -> str:
 @contextmanager
 def about(what: str) -> Iterator[None]:
     """Errors say what it was; among them that a kernel gave up waiting."""
-    from autofuse.lowering.gpu.workspace import check
+    from autofuse.lowering.gpu.memory.workspace import check
 
     try:
         yield

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from autofuse.native_kernels.cuda.compiler import why_not
-from autofuse.native_kernels.cuda.launcher import Kernel, kernel, most_clusters, tensor_map
+from autofuse.native_kernels.cuda.host.compiler import why_not
+from autofuse.native_kernels.cuda.host.launcher import Kernel, kernel, most_clusters, tensor_map
 
 pytestmark = [pytest.mark.gpu]
 

@@ -18,13 +18,13 @@ LR, EPS = 0.125, 1e-3
 
 
 def update_problem(case: Case):  # type: ignore[no-untyped-def]
-    from autofuse.lowering.gpu.exchange_ways import UPDATE
+    from autofuse.lowering.gpu.embedding.ways import UPDATE
 
     return replace(problem_of(case), op=UPDATE)
 
 
 def ways_of(case: Case) -> list[str]:
-    from autofuse.lowering.gpu.exchange_ways import exchange_ways
+    from autofuse.lowering.gpu.embedding.ways import exchange_ways
 
     return list(exchange_ways(update_problem(case)))
 
@@ -61,8 +61,8 @@ class Tables:
         )  # fmt: skip
 
     def call(self, way: str, case: Case, grad: Tensor, keep: bool = False) -> Tensor:
-        from autofuse.lowering.gpu.embedding_by_name import run
-        from autofuse.lowering.gpu.exchange_ways import UPDATE
+        from autofuse.lowering.gpu.embedding.by_name import run
+        from autofuse.lowering.gpu.embedding.ways import UPDATE
 
         found: Tensor = run(way, UPDATE, self.arguments(case, grad, keep))
         return found
@@ -148,8 +148,8 @@ def replayed(rank: int, world: int, case: Case, rowwise: bool, replays: int) -> 
 
 def add_fused_points(case: Case) -> None:
     """From now on the group runs calls like those of the case in kernels of ours, both ways."""
-    from autofuse.lowering.gpu.choice import Point, add_points
-    from autofuse.lowering.gpu.workspace import workspace_for
+    from autofuse.lowering.gpu.choice.choose import Point, add_points
+    from autofuse.lowering.gpu.memory.workspace import workspace_for
 
     device = torch.device("cuda", torch.cuda.current_device())
     forward = Point.of(problem_of(case), {"bags": 1.0})

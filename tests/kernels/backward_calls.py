@@ -14,9 +14,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from autofuse.lowering.gpu import embedding_backward
-from autofuse.lowering.gpu.exchange_ways import BACKWARD, ExchangeProblem, backward_places, exchange_ways
-from autofuse.lowering.ops import embedding_layout
+from autofuse.lowering.gpu.embedding import backward as embedding_backward
+from autofuse.lowering.gpu.embedding.ways import (
+    BACKWARD,
+    ExchangeProblem,
+    backward_places,
+    exchange_ways,
+)
+from autofuse.lowering.reference import embedding_layout
+from autofuse.native_kernels.gpu.memory import Need, PeerMemory
 from autofuse.native_kernels.triton.embedding_backward import launch_embedding_backward
 from autofuse.native_kernels.triton.embedding_entries import sorted_entries
 from autofuse.native_kernels.triton.embedding_tables import (
@@ -25,7 +31,6 @@ from autofuse.native_kernels.triton.embedding_tables import (
     backward_needs,
     backward_words,
 )
-from autofuse.native_kernels.triton.memory import Need, PeerMemory
 from tests.kernels.calls import SITE, peer_memory, straggling
 from tests.kernels.embedding_calls import Exchange, FakeWorkspace, check
 
@@ -135,7 +140,7 @@ def run_backwards(rank: int, world: int, calls: list[Backward | Exchange]) -> No
 
 
 def run_backward_way(rank: int, world: int, way: str, call: Backward) -> None:
-    """A call as `lowering.gpu.embedding_backward` makes it."""
+    """A call as `lowering.gpu.embedding.backward` makes it."""
     memory, of = peer_memory(rank, world, call.need(world)), call.of
     problem = ExchangeProblem(of.b, tuple(of.columns), of.layout, of.wire, 1, BACKWARD)
     assert way in exchange_ways(problem)

@@ -18,14 +18,15 @@ import torch.distributed as dist
 from torch import Tensor
 from triton.runtime.interpreter import InterpreterBuilder
 
-from autofuse.lowering import rendezvous
+from autofuse.lowering.cpu import rendezvous
 from autofuse.lowering.torch_internals import group_store
-from autofuse.native_kernels.triton import interpreter, memory
+from autofuse.native_kernels.gpu import memory
+from autofuse.native_kernels.gpu.memory import Need, PeerMemory, Region
+from autofuse.native_kernels.triton import interpreter
 from autofuse.native_kernels.triton.gather_matmul import GatherConfig, gather_needs, launch_gather_matmul
 from autofuse.native_kernels.triton.gather_matmul_few import FewConfig, few_needs, launch_gather_matmul_few
 from autofuse.native_kernels.triton.matmul_packets import PacketsConfig, launch_matmul_packets, packets_needs
 from autofuse.native_kernels.triton.matmul_reduce import ReduceConfig, launch_matmul_reduce, reduce_needs
-from autofuse.native_kernels.triton.memory import Need, PeerMemory, Region
 from tests.ranks import WAIT_S
 
 POLL_NS = 20_000  # what a poll counts for in the interpreter

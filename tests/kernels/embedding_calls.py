@@ -14,13 +14,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from autofuse.lowering.gpu import embedding
-from autofuse.lowering.gpu.exchange_ways import ExchangeProblem, exchange_ways, places_of, send_places
-from autofuse.lowering.gpu.words import Words
-from autofuse.lowering.ops import embedding_layout
+from autofuse.lowering.gpu.embedding import call as embedding
+from autofuse.lowering.gpu.embedding.ways import ExchangeProblem, exchange_ways, places_of, send_places
+from autofuse.lowering.gpu.memory.descriptors import Words
+from autofuse.lowering.reference import embedding_layout
+from autofuse.native_kernels.gpu.memory import Need, PeerMemory
 from autofuse.native_kernels.triton.embedding_exchange import launch_embedding_exchange
 from autofuse.native_kernels.triton.embedding_tables import BagsConfig, Tables, exchange_needs
-from autofuse.native_kernels.triton.memory import Need, PeerMemory
 from tests.kernels.calls import SITE, peer_memory, straggling
 
 CONFIG = BagsConfig(tile=64, unroll=2, per_sm=3, copying=1, slice_kib=1)
@@ -201,7 +201,7 @@ class FakeWorkspace:
 
 
 def run_way(rank: int, world: int, way: str, call: Exchange) -> None:
-    """A call as `lowering.gpu.embedding` makes it."""
+    """A call as `lowering.gpu.embedding.call` makes it."""
     memory = peer_memory(rank, world, call.need(world))
     problem = ExchangeProblem(call.b, tuple(call.columns), call.layout, call.wire, 1)
     assert way in exchange_ways(problem)

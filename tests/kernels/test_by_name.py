@@ -11,21 +11,25 @@ pytest.importorskip("triton")
 import torch
 from torch import Tensor
 
-from autofuse.lowering.gpu import (
-    calls,
-    choice,
-    embedding,
-    embedding_backward,
-    embedding_by_name,
-    expert_ops,
-    experts_by_name,
+from autofuse.lowering.cpu.rendezvous import NotShared
+from autofuse.lowering.gpu.choice import calls
+from autofuse.lowering.gpu.choice import choose as choice
+from autofuse.lowering.gpu.choice.choose import Point
+from autofuse.lowering.gpu.dense.ways import CUBLAS_NCCL
+from autofuse.lowering.gpu.embedding import (
+    backward as embedding_backward,
 )
-from autofuse.lowering.gpu.choice import Point
-from autofuse.lowering.gpu.exchange_ways import BACKWARD, MERGED_NCCL, OP, TORCH_NCCL
-from autofuse.lowering.gpu.expert_ways import COMBINE, DISPATCH
-from autofuse.lowering.gpu.ways import CUBLAS_NCCL
+from autofuse.lowering.gpu.embedding import (
+    by_name as embedding_by_name,
+)
+from autofuse.lowering.gpu.embedding import (
+    call as embedding,
+)
+from autofuse.lowering.gpu.embedding.ways import BACKWARD, MERGED_NCCL, OP, TORCH_NCCL
+from autofuse.lowering.gpu.experts import by_name as experts_by_name
+from autofuse.lowering.gpu.experts import call as expert_ops
+from autofuse.lowering.gpu.experts.ways import COMBINE, DISPATCH
 from autofuse.lowering.ops.library import FUSED_OPS
-from autofuse.lowering.rendezvous import NotShared
 
 BF16 = torch.bfloat16
 WORLD = 4

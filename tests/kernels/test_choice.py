@@ -10,9 +10,8 @@ pytest.importorskip("triton")
 
 import torch
 
-from autofuse.bench.expert_cells import MODELS
-from autofuse.lowering.gpu import by_name, measure
-from autofuse.lowering.gpu.choice import (
+from autofuse.bench.gpu.experts.cells import MODELS
+from autofuse.lowering.gpu.choice.choose import (
     _SHIPPED,
     AnyProblem,
     Point,
@@ -24,13 +23,9 @@ from autofuse.lowering.gpu.choice import (
     ways_of,
     write,
 )
-from autofuse.lowering.gpu.exchange_ways import BACKWARD as EMBEDDING_BACKWARD
-from autofuse.lowering.gpu.exchange_ways import OP as EMBEDDING
-from autofuse.lowering.gpu.exchange_ways import UPDATE as EMBEDDING_UPDATE
-from autofuse.lowering.gpu.exchange_ways import ExchangeProblem
-from autofuse.lowering.gpu.expert_ways import COMBINE, DISPATCH, DROPLESS, DroplessProblem, ExpertProblem
-from autofuse.lowering.gpu.timing import Timing
-from autofuse.lowering.gpu.ways import (
+from autofuse.lowering.gpu.choice.timing import Timing
+from autofuse.lowering.gpu.dense import by_name, measure
+from autofuse.lowering.gpu.dense.ways import (
     ASYNC_TP,
     CUBLAS_NCCL,
     TWO_SHOT,
@@ -40,8 +35,19 @@ from autofuse.lowering.gpu.ways import (
     needs,
     ways,
 )
-from autofuse.native_kernels.triton.memory import Need
-from autofuse.passes import table
+from autofuse.lowering.gpu.embedding.ways import BACKWARD as EMBEDDING_BACKWARD
+from autofuse.lowering.gpu.embedding.ways import OP as EMBEDDING
+from autofuse.lowering.gpu.embedding.ways import UPDATE as EMBEDDING_UPDATE
+from autofuse.lowering.gpu.embedding.ways import ExchangeProblem
+from autofuse.lowering.gpu.experts.ways import (
+    COMBINE,
+    DISPATCH,
+    DROPLESS,
+    DroplessProblem,
+    ExpertProblem,
+)
+from autofuse.native_kernels.gpu.memory import Need
+from autofuse.passes.choice import table
 
 OPS = ("matmul_all_reduce", "matmul_reduce_scatter", "all_gather_matmul")
 SHIPPED: Points = tuple(p for path in sorted(_SHIPPED.glob("*.json")) for p in read(path))

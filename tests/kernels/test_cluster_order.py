@@ -1,4 +1,4 @@
-"""The closed forms of `native_kernels/cuda/order.cuh`, run by the host's compiler, for every small shape."""
+"""The closed forms of `cuda/include/order.cuh`, run by the host's compiler, for every small shape."""
 
 import ctypes
 import subprocess
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from autofuse.native_kernels.cuda.compiler import FOLDER
+from autofuse.native_kernels.cuda.host.compiler import INCLUDE
 
 from . import test_order
 
@@ -53,7 +53,7 @@ def order(tmp_path_factory: pytest.TempPathFactory) -> Order:
     source: Path = built.with_suffix(".cpp")
     source.write_text(SOURCE)
     subprocess.run(
-        ["g++", "-std=c++17", "-shared", "-fPIC", f"-I{FOLDER}", str(source), "-o", str(built)], check=True
+        ["g++", "-std=c++17", "-shared", "-fPIC", f"-I{INCLUDE}", str(source), "-o", str(built)], check=True
     )
     return Order(ctypes.CDLL(str(built)))
 

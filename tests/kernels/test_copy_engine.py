@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from autofuse.native_kernels.triton.copy_engine import FIRST_CREDIT, CopyEngine
-from autofuse.native_kernels.triton.memory import PeerMemory, Region
+from autofuse.native_kernels.gpu.copy_engine import FIRST_CREDIT, CopyEngine
+from autofuse.native_kernels.gpu.memory import PeerMemory, Region
 
 TILE_BYTES, TILES, SLICE = 16, 7, 3
 SLICES = 3

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from autofuse.native_kernels.cuda import compiler, launcher
+from autofuse.native_kernels.cuda.host import compiler, launcher
 
 HEADER = "#pragma once\nint times(int a) { return a * FACTOR; }\n"
 SOURCE = '#include "times.cuh"\nextern "C" __global__ void scale(int* a) { *a = times(*a); }\n'
@@ -116,7 +116,7 @@ def test_a_missing_compiler_is_named(no_bindings: None, monkeypatch: pytest.Monk
 
 def test_importing_needs_no_cuda() -> None:
     program = (
-        "import sys; sys.modules['cuda'] = None\nfrom autofuse.native_kernels.cuda import compiler, launcher"
+        "import sys; sys.modules['cuda'] = None\nfrom autofuse.native_kernels.cuda.host import compiler, launcher"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120, cwd=Path(__file__).parents[2])
 

@@ -10,14 +10,19 @@ from itertools import cycle, product
 import pytest
 import torch
 
-from autofuse.lowering.gpu.ways import DTYPES, Problem, ways
-from autofuse.native_kernels.cuda import gather_matmul, gather_words, matmul_reduce, matmul_words
-from autofuse.native_kernels.cuda.compiler import compile_cubin, compile_ptx, why_not
-from autofuse.native_kernels.cuda.gather_matmul import ClusterGatherConfig
-from autofuse.native_kernels.cuda.gather_words import WordsGatherConfig
-from autofuse.native_kernels.cuda.matmul_reduce import ClusterReduceConfig
-from autofuse.native_kernels.cuda.matmul_words import WordsConfig
-from autofuse.native_kernels.triton.memory import SHARED_MEMORY
+from autofuse.lowering.gpu.dense.ways import DTYPES, Problem, ways
+from autofuse.native_kernels.cuda.host.compiler import compile_cubin, compile_ptx, why_not
+from autofuse.native_kernels.cuda.kernels import (
+    gather_matmul,
+    gather_words,
+    matmul_reduce,
+    matmul_words,
+)
+from autofuse.native_kernels.cuda.kernels.gather_matmul import ClusterGatherConfig
+from autofuse.native_kernels.cuda.kernels.gather_words import WordsGatherConfig
+from autofuse.native_kernels.cuda.kernels.matmul_reduce import ClusterReduceConfig
+from autofuse.native_kernels.cuda.kernels.matmul_words import WordsConfig
+from autofuse.native_kernels.gpu.memory import SHARED_MEMORY
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 

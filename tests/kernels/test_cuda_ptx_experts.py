@@ -7,7 +7,8 @@ from itertools import cycle, product
 import pytest
 import torch
 
-from autofuse.lowering.gpu.expert_ways import (
+from autofuse.lowering.gpu.dense.ways import DTYPES
+from autofuse.lowering.gpu.experts.ways import (
     COMBINE,
     DISPATCH,
     DROPLESS,
@@ -18,13 +19,17 @@ from autofuse.lowering.gpu.expert_ways import (
     expert_ways,
 )
 from autofuse.lowering.gpu.support import MOST_TERMS
-from autofuse.lowering.gpu.ways import DTYPES
-from autofuse.native_kernels.cuda import dropless_combine, dropless_dispatch, expert_combine, expert_dispatch
-from autofuse.native_kernels.cuda.compiler import compile_cubin, compile_ptx, why_not
-from autofuse.native_kernels.cuda.expert_combine import CombineConfig
-from autofuse.native_kernels.cuda.expert_dispatch import DispatchConfig
-from autofuse.native_kernels.cuda.experts import Cut
-from autofuse.native_kernels.triton.memory import SHARED_MEMORY
+from autofuse.native_kernels.cuda.host.compiler import compile_cubin, compile_ptx, why_not
+from autofuse.native_kernels.cuda.host.experts import Cut
+from autofuse.native_kernels.cuda.kernels import (
+    dropless_combine,
+    dropless_dispatch,
+    expert_combine,
+    expert_dispatch,
+)
+from autofuse.native_kernels.cuda.kernels.expert_combine import CombineConfig
+from autofuse.native_kernels.cuda.kernels.expert_dispatch import DispatchConfig
+from autofuse.native_kernels.gpu.memory import SHARED_MEMORY
 
 from .test_cuda_ptx import (
     ACQUIRE,

@@ -11,9 +11,9 @@ pytest.importorskip("triton")
 import torch
 import torch.distributed as dist
 
-from autofuse.lowering.gpu import dropless_unfused as unfused
-from autofuse.lowering.gpu.dropless import told_by_all
-from autofuse.lowering.gpu.expert_ways import COMBINE, DISPATCH, DROPLESS, DroplessProblem
+from autofuse.lowering.gpu.experts import unfused
+from autofuse.lowering.gpu.experts.dropless import told_by_all
+from autofuse.lowering.gpu.experts.ways import COMBINE, DISPATCH, DROPLESS, DroplessProblem
 from autofuse.lowering.ops.library import FUSED_OPS
 from autofuse.lowering.torch_internals import has_grouped_mm
 from tests.ops.tokens import Case, close

@@ -11,8 +11,9 @@ pytest.importorskip("triton")
 import torch
 from torch import Tensor
 
-from autofuse.lowering.gpu.choice import Point, choose, read, write
-from autofuse.lowering.gpu.exchange_ways import (
+from autofuse.lowering.gpu.choice.choose import Point, choose, read, write
+from autofuse.lowering.gpu.dense.ways import MOST_BYTES
+from autofuse.lowering.gpu.embedding.ways import (
     BACKWARD,
     MERGED_NCCL,
     OP,
@@ -23,9 +24,8 @@ from autofuse.lowering.gpu.exchange_ways import (
     exchange_ways,
     places_of,
 )
-from autofuse.lowering.gpu.ways import MOST_BYTES
-from autofuse.lowering.gpu.words import SLOTS, Words
-from autofuse.lowering.ops import embedding_layout
+from autofuse.lowering.gpu.memory.descriptors import SLOTS, Words
+from autofuse.lowering.reference import embedding_layout
 from autofuse.native_kernels.triton.embedding_tables import exchange_needs
 
 BF16 = torch.bfloat16

@@ -1,4 +1,4 @@
-"""The closed forms of `native_kernels/cuda/expert_order.cuh`, run by the host's compiler.
+"""The closed forms of `native_kernels/cuda/include/expert_order.cuh`, run by the host's compiler.
 
 What the kernels do with them is done here with names of rows instead of their values, on all ranks.
 """
@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from autofuse.native_kernels.cuda.compiler import FOLDER
-from autofuse.native_kernels.cuda.expert_dispatch import DispatchConfig, slices_of
-from autofuse.native_kernels.cuda.experts import MOST_WEIGHTS, Cut, tile_cols
+from autofuse.native_kernels.cuda.host.compiler import INCLUDE
+from autofuse.native_kernels.cuda.host.experts import MOST_WEIGHTS, Cut, tile_cols
+from autofuse.native_kernels.cuda.kernels.expert_dispatch import DispatchConfig, slices_of
 
 BM, PART = 128, 32
 ORDERS = {"direct": 0, "ring": 1, "oblivious": 2}
@@ -82,7 +82,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     source: Path = built.with_suffix(".cpp")
     source.write_text(SOURCE)
     subprocess.run(
-        ["g++", "-std=c++17", "-shared", "-fPIC", f"-I{FOLDER}", str(source), "-o", str(built)], check=True
+        ["g++", "-std=c++17", "-shared", "-fPIC", f"-I{INCLUDE}", str(source), "-o", str(built)], check=True
     )
     return ctypes.CDLL(str(built))
 

@@ -10,9 +10,11 @@ pytest.importorskip("triton")
 import torch
 from torch import Tensor
 
-from autofuse.lowering.gpu import expert_ops
-from autofuse.lowering.gpu.choice import Point, choose, choose_uncaptured
-from autofuse.lowering.gpu.expert_ways import (
+from autofuse.lowering.gpu.choice.choose import Point, choose, choose_uncaptured
+from autofuse.lowering.gpu.dense.ways import CUBLAS_NCCL
+from autofuse.lowering.gpu.experts import call as expert_ops
+from autofuse.lowering.gpu.experts.fixed import at_once, layouts, of_sum
+from autofuse.lowering.gpu.experts.ways import (
     COMBINE,
     DISPATCH,
     DROPLESS,
@@ -23,8 +25,6 @@ from autofuse.lowering.gpu.expert_ways import (
     expert_needs,
     expert_ways,
 )
-from autofuse.lowering.gpu.experts import at_once, layouts, of_sum
-from autofuse.lowering.gpu.ways import CUBLAS_NCCL
 
 BF16 = torch.bfloat16
 PROBLEM = ExpertProblem(COMBINE, 16, 1024, 2048, 4096, 4, BF16)

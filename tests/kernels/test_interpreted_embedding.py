@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from autofuse.lowering.gpu.exchange_ways import MERGED_NCCL
+from autofuse.lowering.gpu.embedding.ways import MERGED_NCCL
 from autofuse.native_kernels.triton.embedding_exchange import BAD_BAG, BAD_INDEX, POOLING
 from tests.kernels.calls import SITE
 from tests.kernels.embedding_calls import (

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from autofuse.lowering.gpu.exchange_ways import MERGED_NCCL
+from autofuse.lowering.gpu.embedding.ways import MERGED_NCCL
 from autofuse.native_kernels.triton.embedding_backward import GRADIENTS
 from autofuse.native_kernels.triton.embedding_exchange import BAD_BAG, BAD_INDEX
 from tests.kernels.backward_calls import (

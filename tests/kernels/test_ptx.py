@@ -19,17 +19,17 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from autofuse.lowering.gpu.ways import DTYPES, Config, Problem, needs, ways
-from autofuse.lowering.gpu.workspace import REGIONS
-from autofuse.native_kernels.cuda.gather_matmul import ClusterGatherConfig
-from autofuse.native_kernels.cuda.gather_words import WordsGatherConfig
-from autofuse.native_kernels.cuda.matmul_reduce import ClusterReduceConfig
-from autofuse.native_kernels.cuda.matmul_words import WordsConfig
+from autofuse.lowering.gpu.dense.ways import DTYPES, Config, Problem, needs, ways
+from autofuse.lowering.gpu.memory.workspace import REGIONS
+from autofuse.native_kernels.cuda.kernels.gather_matmul import ClusterGatherConfig
+from autofuse.native_kernels.cuda.kernels.gather_words import WordsGatherConfig
+from autofuse.native_kernels.cuda.kernels.matmul_reduce import ClusterReduceConfig
+from autofuse.native_kernels.cuda.kernels.matmul_words import WordsConfig
+from autofuse.native_kernels.gpu.memory import EVENTS, SHARED_MEMORY, PeerMemory, Region
 from autofuse.native_kernels.triton.gather_matmul import launch_gather_matmul
 from autofuse.native_kernels.triton.gather_matmul_few import FewConfig, launch_gather_matmul_few
 from autofuse.native_kernels.triton.matmul_packets import PacketsConfig, launch_matmul_packets
 from autofuse.native_kernels.triton.matmul_reduce import ReduceConfig, launch_matmul_reduce
-from autofuse.native_kernels.triton.memory import EVENTS, SHARED_MEMORY, PeerMemory, Region
 
 TARGET = GPUTarget("cuda", 90, 32)
 K, N = 4096, 4096
@@ -92,7 +92,7 @@ class Kernel:
 
 
 def launch(problem: Problem, config: Config, transposed: bool, trace: bool) -> None:
-    """As `lowering.gpu.dense` does on rank 0."""
+    """As `lowering.gpu.dense.run` does on rank 0."""
     m, world, dtype = problem.m, problem.world, problem.dtype
     need, everywhere = needs(config, problem), problem.op == "matmul_all_reduce"
     sizes = (getattr(need, name) for name in REGIONS)

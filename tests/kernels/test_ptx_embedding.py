@@ -14,7 +14,7 @@ import pytest
 import torch
 import triton
 
-from autofuse.lowering.gpu.exchange_ways import (
+from autofuse.lowering.gpu.embedding.ways import (
     MERGED_NCCL,
     ExchangeProblem,
     exchange_needs_of,
@@ -22,10 +22,10 @@ from autofuse.lowering.gpu.exchange_ways import (
     places_of,
     send_places,
 )
-from autofuse.lowering.gpu.workspace import REGIONS
+from autofuse.lowering.gpu.memory.workspace import REGIONS
+from autofuse.native_kernels.gpu.memory import EVENTS, Need, PeerMemory, Region
 from autofuse.native_kernels.triton.embedding_exchange import launch_embedding_exchange
 from autofuse.native_kernels.triton.embedding_tables import BagsConfig, Tables, Tiles
-from autofuse.native_kernels.triton.memory import EVENTS, Need, PeerMemory, Region
 from tests.kernels.test_ptx import (
     ACQUIRE,
     BARRIER,
@@ -77,7 +77,7 @@ def compiled(
     trace: bool = False,
     world: int = 4,
 ) -> tuple[Kernel, bytes]:
-    """As `lowering.gpu.embedding` launches it on rank 0, for 4 tables of 256 columns."""
+    """As `lowering.gpu.embedding.call` launches it on rank 0, for 4 tables of 256 columns."""
     columns, dims = (1024,) * world, [256] * 4
     memory = memory_for(exchange_needs_of(config, ExchangeProblem(B, columns, "bsc", BF16)), world)
     tables = Tables(

@@ -11,17 +11,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from autofuse.lowering.gpu.exchange_ways import (
+from autofuse.lowering.gpu.embedding.ways import (
     BACKWARD,
     MERGED_NCCL,
     ExchangeProblem,
     backward_places,
     exchange_ways,
 )
+from autofuse.native_kernels.gpu.memory import EVENTS
 from autofuse.native_kernels.triton.embedding_backward import launch_embedding_backward
 from autofuse.native_kernels.triton.embedding_entries import PER_SM, WARPS, Entries, sorted_entries
 from autofuse.native_kernels.triton.embedding_tables import BackwardConfig, Tables, backward_needs
-from autofuse.native_kernels.triton.memory import EVENTS
 from tests.kernels.test_ptx import ACQUIRE, Kernel, compile_launch
 from tests.kernels.test_ptx_embedding import (
     COUNT,
@@ -65,7 +65,7 @@ def compiled(
     world: int = 4,
     update: int = 0,
 ) -> tuple[Kernel, bytes]:
-    """As `lowering.gpu.embedding_backward` launches it on rank 0; update: `Tables.update`."""
+    """As `lowering.gpu.embedding.backward` launches it on rank 0; update: `Tables.update`."""
     columns = (1024,) * world
     memory = memory_for(backward_needs(B, columns, BF16.itemsize), world)
     tables = tables_of(dtype, index, mode, weighted, world)

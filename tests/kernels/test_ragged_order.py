@@ -1,4 +1,4 @@
-"""The closed forms of `native_kernels/cuda/ragged_order.cuh`, run by the host's compiler."""
+"""The closed forms of `native_kernels/cuda/include/ragged_order.cuh`, run by the host's compiler."""
 
 import ctypes
 import random
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from autofuse.native_kernels.cuda.compiler import FOLDER
+from autofuse.native_kernels.cuda.host.compiler import INCLUDE
 
 SOURCE = """
 #include "ragged_order.cuh"
@@ -30,7 +30,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     source: Path = built.with_suffix(".cpp")
     source.write_text(SOURCE)
     subprocess.run(
-        ["g++", "-std=c++17", "-shared", "-fPIC", f"-I{FOLDER}", str(source), "-o", str(built)], check=True
+        ["g++", "-std=c++17", "-shared", "-fPIC", f"-I{INCLUDE}", str(source), "-o", str(built)], check=True
     )
     return ctypes.CDLL(str(built))
 

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autofuse.lowering.gpu import embedding_backward
-from autofuse.lowering.gpu.exchange_ways import UPDATE, ExchangeProblem, exchange_ways
+from autofuse.lowering.gpu.embedding import backward as embedding_backward
+from autofuse.lowering.gpu.embedding.ways import UPDATE, ExchangeProblem, exchange_ways
+from autofuse.native_kernels.gpu.memory import PeerMemory
 from autofuse.native_kernels.triton.embedding_tables import Tables
-from autofuse.native_kernels.triton.memory import PeerMemory
 from tests.kernels.backward_calls import Backward
 from tests.kernels.calls import peer_memory, straggling
 from tests.kernels.embedding_calls import FakeWorkspace
@@ -80,7 +80,7 @@ def run_updates(rank: int, world: int, calls: list[Backward]) -> None:
 
 
 def run_update_way(rank: int, world: int, way: str, call: Update) -> None:
-    """A call as `lowering.gpu.embedding_update` makes it."""
+    """A call as `lowering.gpu.embedding.update` makes it."""
     memory, of = peer_memory(rank, world, call.need(world)), call.of
     problem = ExchangeProblem(of.b, tuple(of.columns), of.layout, of.wire, 1, UPDATE)
     assert way in exchange_ways(problem)

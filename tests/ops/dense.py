@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autofuse.lowering.workspace import workspace_for
+from autofuse.lowering.cpu.workspace import workspace_for
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 ORDERS = ["direct", "ring", "oblivious"]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import autofuse.ops
-from autofuse.lowering.ops.layout import whole
+from autofuse.lowering.reference.layout import whole
 from tests.ops.dense import DTYPES, ORDERS, assert_close, poison, same_on_all_ranks, seeded, world_group
 from tests.ranks import RankPool
 

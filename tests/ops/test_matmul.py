@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from autofuse.lowering.ops.matmul import multiply
+from autofuse.lowering.cpu.matmul import multiply
 from autofuse.native_kernels.cpu.linear import linear, linear_is_faster
 
 

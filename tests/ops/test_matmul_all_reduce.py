@@ -8,9 +8,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 import autofuse.ops
-from autofuse.lowering.ops import library, reduce_executor
-from autofuse.lowering.ops.product import product_reference
-from autofuse.lowering.workspace import GroupSpansHosts
+from autofuse.lowering.cpu import reduce_executor
+from autofuse.lowering.cpu.workspace import GroupSpansHosts
+from autofuse.lowering.ops import library
+from autofuse.lowering.reference.product import product_reference
 from autofuse.native_kernels import cpu
 from tests.ops.dense import DTYPES, ORDERS, assert_close, poison, same_on_all_ranks, seeded, world_group
 from tests.ranks import RankPool, fresh_group

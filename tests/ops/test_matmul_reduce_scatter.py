@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import autofuse.ops
-from autofuse.lowering.ops.layout import parts
-from autofuse.lowering.ops.product import product_reference
+from autofuse.lowering.reference.layout import parts
+from autofuse.lowering.reference.product import product_reference
 from tests.ops.dense import DTYPES, ORDERS, assert_close, poison, seeded, world_group
 from tests.ranks import RankPool
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from autofuse.lowering.ops.product import evaluate, parse, product_backward, product_reference
+from autofuse.lowering.reference.product import evaluate, parse, product_backward, product_reference
 from tests.ops.dense import seeded
 
 

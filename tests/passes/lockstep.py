@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from autofuse.lowering.ops.product import product_reference
+from autofuse.lowering.reference.product import product_reference
 
 c10d, fused = torch.ops._c10d_functional, torch.ops.autofuse
 Calls = Sequence[tuple[Any, ...]]

@@ -16,11 +16,11 @@ from torch import Tensor
 
 import autofuse
 from autofuse.backend import fusion_pass
-from autofuse.passes.choose import Choice, on_gpu
-from autofuse.passes.cost_model import Task
-from autofuse.passes.match import Work
+from autofuse.passes.choice.choose import Choice, on_gpu
+from autofuse.passes.choice.cost_model import Task
+from autofuse.passes.choice.table import Table, shipped
+from autofuse.passes.matchers.match import Work
 from autofuse.passes.report import Prediction
-from autofuse.passes.table import Table, shipped
 from tests.passes.harness import fake_group
 from tests.ranks import RankPool
 

@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from autofuse import fit
 from autofuse.lowering.orders import make_plan
 from autofuse.lowering.plan import contention, links
-from autofuse.passes import choose
-from autofuse.passes.cost_model import COLLECTIVES, Expressions, Model, Numbers, Task
-from autofuse.passes.crossover import LARGEST, Gain, Known, Sample, wins
-from autofuse.passes.table import Table, shipped
+from autofuse.passes.choice import choose
+from autofuse.passes.choice.cost_model import COLLECTIVES, Expressions, Model, Numbers, Task
+from autofuse.passes.choice.crossover import LARGEST, Gain, Known, Sample, wins
+from autofuse.passes.choice.table import Table, shipped
 
 ROOT = Path(__file__).parents[2]
 CPU, H200 = shipped()

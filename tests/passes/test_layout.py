@@ -9,9 +9,17 @@ from hypothesis import strategies as st
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from autofuse.passes.emit import Emitter
-from autofuse.passes.layout import Digit, Layout, common_digits, compose, cut_out, exact_quotient, regroup
-from autofuse.passes.trace import Shapes, trace
+from autofuse.passes.graph.emit import Emitter
+from autofuse.passes.graph.follow import Shapes, trace
+from autofuse.passes.graph.layout import (
+    Digit,
+    Layout,
+    common_digits,
+    compose,
+    cut_out,
+    exact_quotient,
+    regroup,
+)
 
 from .chains import Step, apply, move, moves
 from .oracle import index_of, is_digits, leads_with_a_digit, places

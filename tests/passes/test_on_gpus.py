@@ -21,8 +21,8 @@ import autofuse
 from autofuse import passes
 from autofuse.lowering.gpu import support
 from autofuse.lowering.torch_internals import has_grouped_mm
-from autofuse.passes.combine import NOT_PERMUTED
 from autofuse.passes.fuse import Settings, fuse
+from autofuse.passes.matchers.combine import NOT_PERMUTED
 from autofuse.passes.report import GraphReport, Reason, Report
 
 from .experts import COMBINE, DISPATCH, TOKENS, D, Dropless, FixedCapacity

@@ -12,8 +12,8 @@ import torch
 
 from autofuse.fit import Sample, errors, fit
 from autofuse.options import settings
-from autofuse.passes.cost_model import COLLECTIVES, Model, Numbers, Task
-from autofuse.passes.table import Table, shipped, table_for, tables
+from autofuse.passes.choice.cost_model import COLLECTIVES, Model, Numbers, Task
+from autofuse.passes.choice.table import Table, shipped, table_for, tables
 
 CPU, H200 = shipped()
 

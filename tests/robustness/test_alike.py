@@ -20,10 +20,9 @@ from torch import Tensor
 
 import autofuse
 from autofuse import config, ops
-from autofuse.lowering import rendezvous
-from autofuse.lowering.ops import reduce_executor
+from autofuse.lowering.cpu import reduce_executor, rendezvous
 from autofuse.native_kernels import cpu
-from autofuse.passes.anchors import Anchor
+from autofuse.passes.graph.anchors import Anchor
 from tests.passes import experts
 from tests.passes.harness import passes_only
 from tests.ranks import RankPool, fresh_group

@@ -18,7 +18,7 @@ import autofuse
 from autofuse import backend, config
 from autofuse.native_kernels import cpu
 from autofuse.passes import circumstances, mark_permutations
-from autofuse.passes.anchors import Anchor
+from autofuse.passes.graph.anchors import Anchor
 from tests.passes.dense import group as everybody
 from tests.passes.harness import fake_group
 from tests.ranks import RankPool

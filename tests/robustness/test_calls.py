@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import autofuse
-from autofuse.lowering.workspace import Call
+from autofuse.lowering.cpu.workspace import Call
 from tests.ops.dense import ORDERS, poison, same_on_all_ranks, world_group
 from tests.ranks import RankPool, fresh_group
 from tests.robustness.seven import MAKERS, Case

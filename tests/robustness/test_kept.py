@@ -21,7 +21,7 @@ from torch import Tensor
 import autofuse
 from autofuse import Reason
 from autofuse.native_kernels import cpu
-from autofuse.passes.choose import Choice
+from autofuse.passes.choice.choose import Choice
 from tests.ranks import RankPool, fresh_group
 from tests.robustness.seven import integers
 

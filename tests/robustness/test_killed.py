@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed import _functional_collectives as funcol
 
 import autofuse
-from autofuse.lowering.workspace import Call
+from autofuse.lowering.cpu.workspace import Call
 from tests.passes.dense import group as everybody
 from tests.passes.harness import passes_only
 from tests.ranks import RankPool, RanksFailed, fresh_group

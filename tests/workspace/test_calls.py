@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from autofuse.lowering.workspace import Call, workspace_for
+from autofuse.lowering.cpu.workspace import Call, workspace_for
 from tests.ranks import RankPool, fresh_group
 
 Ranks = Callable[[int], RankPool]

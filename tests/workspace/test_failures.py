@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from autofuse import config
-from autofuse.lowering import rendezvous
-from autofuse.lowering.workspace import GroupSpansHosts, Workspace, workspace_for
+from autofuse.lowering.cpu import rendezvous
+from autofuse.lowering.cpu.workspace import GroupSpansHosts, Workspace, workspace_for
 from tests.ranks import RankPool, RanksFailed, fresh_group
 
 Ranks = Callable[[int], RankPool]

@@ -3,8 +3,8 @@
 import pytest
 from torch.distributed import HashStore
 
+from autofuse.lowering.cpu.rendezvous import Declined, all_gather
 from autofuse.lowering.notes import declined
-from autofuse.lowering.rendezvous import Declined, all_gather
 
 
 def test_ranks_without_cpu_kernels_meet_on_gpus() -> None:

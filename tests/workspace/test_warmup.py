@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import autofuse
 from autofuse import warm_up
-from autofuse.lowering import workspace
+from autofuse.lowering.cpu import workspace
 from autofuse.lowering.torch_internals import fake_store
 from tests.ranks import RankPool
 

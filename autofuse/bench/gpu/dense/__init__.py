@@ -1,0 +1,1 @@
+"""`autofuse bench dense`: the dense ops beside what one would use instead."""

@@ -1,0 +1,149 @@
+"""The dense cells: an op at the sizes of a layer, what was measured of it, and what follows from that.
+
+With W ranks, M tokens and a weight [K, N] that the ranks share out:
+
+    matmul_all_reduce, matmul_reduce_scatter     x [M, K / W] @ w [K / W, N]
+    all_gather_matmul                            gathered x [M / W, N] @ w [N, K / W]
+
+    limit      max(compute alone, bytes that a rank sends / link rate) + a flag (two of an all_reduce)
+    sent       (W - 1) / W of the [M, N] that is gathered or scattered, twice that of an all_reduce
+
+Compute alone is the faster of cuBLAS and our own GEMM; a perfect fusion takes as long as the limit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
+
+from autofuse.bench.gpu.ratios import BYTES, FLAG_US, from_json, ratio
+from autofuse.bench.gpu.rows import Measured
+from autofuse.lowering.gpu.choice.timing import Timing, matmul_us
+
+SHAPES = {  # N, K over all ranks
+    "llama70b.o_proj": (8192, 8192),
+    "llama70b.down_proj": (8192, 28672),
+    "llama405b.down_proj": (16384, 53248),
+}
+TOKENS = (1, 8, 32, 128, 512, 2048, 8192)
+QUICK_TOKENS = (8, 128, 2048)
+SWEEP_SHAPES, SWEEP_TOKENS = ("llama70b.o_proj",), (2048,)
+"""Where orders and numbers of programs are compared: every number has its own kernel to be compiled."""
+OPS = ("matmul_all_reduce", "matmul_reduce_scatter", "all_gather_matmul")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """An op at one size. `m, k, n` are the sizes of the matmul on every rank."""
+
+    op: str
+    shape: str
+    tokens: int
+    world: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.op} {self.shape} tokens={self.tokens}"
+
+    @property
+    def gathers(self) -> bool:
+        return self.op == "all_gather_matmul"
+
+    @property
+    def m(self) -> int:
+        return self.tokens
+
+    @property
+    def k(self) -> int:
+        n, k = SHAPES[self.shape]
+        return n if self.gathers else k // self.world
+
+    @property
+    def n(self) -> int:
+        n, k = SHAPES[self.shape]
+        return k // self.world if self.gathers else n
+
+    @property
+    def exchanged(self) -> int:
+        """Elements of the matrix that is gathered, scattered or reduced."""
+        return self.tokens * SHAPES[self.shape][0]
+
+    @property
+    def possible(self) -> bool:
+        """Whether the rows are enough for equal parts."""
+        return self.op == "matmul_all_reduce" or self.tokens % self.world == 0
+
+    def limit(self, compute_us: float, link_gb_per_s: float) -> float:
+        """Microseconds of a perfect fusion."""
+        rounds = 2 if self.op == "matmul_all_reduce" else 1
+        sent = rounds * (self.world - 1) / self.world * self.exchanged * BYTES
+        return max(compute_us, sent / link_gb_per_s / 1e3) + rounds * FLAG_US
+
+    @property
+    def roughly_us(self) -> float:
+        return matmul_us(self.m, self.k, self.n)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row(Measured):
+    """All that was measured of a cell. Compute is the matmul: `cublas`, and our own kernels on a group of
+    one rank, by name."""
+
+    cell: Cell
+    link_gb_per_s: float
+    predicted_fused_us: float | None = None
+    predicted_apart_us: float | None = None
+
+    derived: ClassVar[tuple[str, ...]] = (*Measured.derived, "predicted_us", "factor")
+
+    @property
+    def limit_us(self) -> float | None:
+        return None if self.compute_us is None else self.cell.limit(self.compute_us, self.link_gb_per_s)
+
+    @property
+    def predicted_us(self) -> float | None:
+        """Of the way that was chosen."""
+        return self.predicted_apart_us if self.way.startswith("cublas") else self.predicted_fused_us
+
+    @property
+    def factor(self) -> float | None:
+        """Measured by predicted time."""
+        return ratio(self.ours.us, self.predicted_us)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Row:
+        """The row that `to_json` wrote; what is derived is computed again."""
+        return cls(cell=Cell(**data["cell"]), **cls.fields_of(data))
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """One fused way of a cell in several settings: orders, or numbers of programs."""
+
+    cell: Cell
+    way: str
+    settings: Mapping[str, Timing]
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Sweep:
+        return cls(Cell(**data["cell"]), data["way"], from_json(data["settings"]))
+
+
+def cells(world: int, shape: str, tokens: tuple[int, ...], gathers: bool) -> list[Cell]:
+    """Those of a shape that use the same weights, the largest number of tokens first: memory grows once."""
+    ops = [op for op in OPS if (op == "all_gather_matmul") == gathers]
+    found = [Cell(op, shape, count, world) for count in sorted(tokens, reverse=True) for op in ops]
+    return [cell for cell in found if cell.possible]
+
+
+def check(shape: str, world: int) -> None:
+    """ValueError for a shape that so many ranks cannot share out."""
+    _, k = SHAPES[shape]
+    if k % world:
+        raise ValueError(
+            f"{shape}: {world} ranks cannot share out K = {k}; start a number of ranks that divides it"
+        )

@@ -1,0 +1,200 @@
+"""The ways to run a dense cell: what one would use instead, and ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autofuse.bench.gpu.dense.cells import Cell
+from autofuse.bench.gpu.driver import relative_error
+from autofuse.bench.gpu.ratios import DTYPE
+from autofuse.lowering.gpu.choice.timing import Timing, captured
+from autofuse.lowering.torch_internals import (
+    async_tp_all_gather_matmul,
+    async_tp_matmul_reduce_scatter,
+    symmetric_all_reduce,
+)
+
+Run: TypeAlias = Callable[[Tensor], Tensor]
+"""Of a weight: the result."""
+
+MOST_ONE_SHOT_BYTES = 64 << 20
+"""Every rank reads all of every other: nobody takes one_shot_all_reduce for more."""
+
+
+@dataclass(frozen=True)
+class Operands:
+    """What the ways of one cell work on. `x`: [M, K / W], of a gather [M / W, N]; `gathered`: what all ranks'
+    x make together, of a gather only; `buffer`: symmetric memory, flat, for M * N elements or more."""
+
+    x: Tensor
+    gathered: Tensor | None
+    buffer: Tensor
+    group_name: str
+    alone: str
+    """The group of this rank alone."""
+
+
+def operands(cell: Cell, buffer: Tensor, group_name: str, alone: str) -> Operands:
+    """Random operands, other ones on every rank."""
+    rows = cell.m // cell.world if cell.gathers else cell.m
+    x = torch.randn(rows, cell.k, device="cuda", dtype=getattr(torch, DTYPE))
+    gathered = None
+    if cell.gathers:
+        gathered = x.new_empty(cell.m, cell.k)
+        dist.all_gather_into_tensor(gathered, x)
+    return Operands(x, gathered, buffer, group_name, alone)
+
+
+def exact(cell: Cell, given: Operands, w: Tensor) -> tuple[Tensor, Tensor]:
+    """The matmul alone, and what this rank should get of the whole, computed in fp64."""
+    product = (given.x if given.gathered is None else given.gathered).double() @ w.double()
+    if cell.gathers:
+        return product, product
+    total = product.clone()
+    dist.all_reduce(total)
+    if cell.op == "matmul_reduce_scatter":
+        total = total.chunk(cell.world)[dist.get_rank()].clone()
+    return product, total
+
+
+def alone(cell: Cell, given: Operands) -> dict[str, Run]:
+    """The matmul without the collective."""
+    x = given.x if given.gathered is None else given.gathered
+    out = x.new_empty(cell.m, cell.n)
+    return {"cublas": lambda w: torch.mm(x, w, out=out)}
+
+
+def ours_alone(cell: Cell, given: Operands) -> dict[str, Run]:
+    """The same in our own kernels: those of all_gather_matmul on a group of one rank, where nothing moves."""
+    from autofuse.lowering.gpu.dense import by_name
+
+    if cell.m < 512:  # the weight is all that counts, and cuBLAS reads it as fast as anybody
+        return {}
+    x = given.x if given.gathered is None else given.gathered
+    op, names = "all_gather_matmul", by_name.alone(cell.m, cell.k, cell.n, x.dtype)
+    return {name: lambda w, name=name: by_name.run(name, op, x, w, given.alone) for name in names}  # type: ignore[misc]
+
+
+def peers(cell: Cell, given: Operands) -> dict[str, Run]:
+    """What torch ships, with the outputs in place; nothing that is fused by us."""
+    if cell.gathers:
+        return _gathering(cell, given)
+    if cell.op == "matmul_reduce_scatter":
+        return _scattering(cell, given)
+    return _reducing(cell, given)
+
+
+def _reducing(cell: Cell, given: Operands) -> dict[str, Run]:
+    x, group_name = given.x, given.group_name
+    product = x.new_empty(cell.m, cell.n)
+    buffer = given.buffer[: cell.exchanged]
+    shared = buffer.view(cell.m, cell.n)
+
+    def nccl(w: Tensor) -> Tensor:
+        torch.mm(x, w, out=product)
+        dist.all_reduce(product)
+        return product
+
+    def one_shot(w: Tensor) -> Tensor:
+        torch.mm(x, w, out=shared)
+        return symmetric_all_reduce(buffer, group_name, once=True).view(cell.m, cell.n)
+
+    def two_shot(w: Tensor) -> Tensor:
+        torch.mm(x, w, out=shared)
+        symmetric_all_reduce(buffer, group_name, once=False)
+        return shared
+
+    found: dict[str, Run] = {"cublas+nccl": nccl, "cublas+one_shot": one_shot, "cublas+two_shot": two_shot}
+    if buffer.nbytes > MOST_ONE_SHOT_BYTES:
+        del found["cublas+one_shot"]
+    return found
+
+
+def _scattering(cell: Cell, given: Operands) -> dict[str, Run]:
+    x = given.x
+    product = x.new_empty(cell.m, cell.n)
+    part = x.new_empty(cell.m // cell.world, cell.n)
+
+    def nccl(w: Tensor) -> Tensor:
+        torch.mm(x, w, out=product)
+        dist.reduce_scatter_tensor(part, product)
+        return part
+
+    def async_tp(w: Tensor) -> Tensor:
+        return async_tp_matmul_reduce_scatter(x, w, given.group_name)
+
+    return {"cublas+nccl": nccl, "async_tp": async_tp}
+
+
+def _gathering(cell: Cell, given: Operands) -> dict[str, Run]:
+    x = given.x
+    gathered = x.new_empty(cell.m, cell.k)
+    out = x.new_empty(cell.m, cell.n)
+
+    def nccl(w: Tensor) -> Tensor:
+        dist.all_gather_into_tensor(gathered, x)
+        return torch.mm(gathered, w, out=out)
+
+    def async_tp(w: Tensor) -> Tensor:
+        _, (result,) = async_tp_all_gather_matmul(x, [w], given.group_name)
+        return result
+
+    return {"cublas+nccl": nccl, "async_tp": async_tp}
+
+
+def ours(cell: Cell, given: Operands) -> Run:
+    """The fused op as policy `auto` runs it."""
+    x, group = given.x, (given.group_name, "direct", "bench")
+    ops = torch.ops.autofuse
+    if cell.op == "matmul_all_reduce":
+        return lambda w: ops.matmul_all_reduce([x], [w], [], "mm", "sum", False, *group)[0]
+    if cell.op == "matmul_reduce_scatter":
+        return lambda w: ops.matmul_reduce_scatter([x], [w], [], "mm", "sum", 0, 1, False, *group)[0]
+    return lambda w: ops.all_gather_matmul(x, [w], [], 0, 1, False, *group)[0]
+
+
+def our_ways(cell: Cell, given: Operands, unfused: bool) -> dict[str, Run]:
+    """Every fused way that can run, by name; and what they replace, as the op itself runs it."""
+    from autofuse.lowering.gpu.dense import by_name
+
+    x, op, group = given.x, cell.op, given.group_name
+    names = by_name.names(op, cell.m, cell.k, cell.n, x.dtype, cell.world, unfused)
+    return {name: lambda w, name=name: by_name.run(name, op, x, w, group) for name in names}  # type: ignore[misc]
+
+
+def chosen(cell: Cell, given: Operands) -> str:
+    """The way that policy `auto` takes."""
+    from autofuse.lowering.gpu.dense import by_name
+
+    name: str = by_name.chosen(cell.op, cell.m, cell.k, cell.n, given.x.dtype, given.group_name)
+    return name
+
+
+def keep(cell: Cell, given: Operands, timings: Mapping[tuple[str, str], Timing]) -> None:
+    """Let policy `auto` decide by what was measured of the cell, from now on."""
+    from autofuse.lowering.gpu.dense import by_name
+
+    times = {name: us for (kind, name), us in captured(timings).items() if kind == "ways"}
+    by_name.keep(cell.op, cell.m, cell.k, cell.n, given.x.dtype, given.group_name, times)
+
+
+def each(run: Run, weights: Sequence[Tensor]) -> Callable[[int], Tensor]:
+    """Call number i, which takes the weight whose turn it is."""
+    return lambda i: run(weights[i % len(weights)])
+
+
+def checker(cell: Cell, given: Operands, w: Tensor) -> Callable[[tuple[str, str], Tensor], float]:
+    """The error of what a variant (kind, name) returned for the weight `w`."""
+    product, total = exact(cell, given, w)
+
+    def check(key: tuple[str, str], result: Tensor) -> float:
+        expected = product if key[0] == "compute" else total
+        return relative_error(result, expected)
+
+    return check

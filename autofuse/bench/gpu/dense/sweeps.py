@@ -1,0 +1,67 @@
+"""One fused way of a cell in several settings: orders of the tiles, and numbers of programs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from autofuse.bench.gpu.dense.cells import Cell, Sweep
+from autofuse.bench.gpu.dense.peers import Operands, checker, each
+from autofuse.lowering.gpu.choice.timer import time_all, together
+from autofuse.lowering.gpu.choice.timing import Effort, Timing, calls_for
+
+ORDERS = ("direct", "oblivious")
+EIGHTHS = (4, 6, 7, 8)
+"""Of the SMs that programs run on. With fewer some ways would have nobody left to multiply."""
+
+
+def orders(cell: Cell, given: Operands, weights: Sequence[Tensor], effort: Effort) -> list[Sweep]:
+    """The same kernels in direct and in oblivious order, where they store tiles into the memory of peers."""
+    from autofuse.lowering.gpu.dense import by_name
+
+    def run(way: str, order: str) -> Callable[[Tensor], Tensor]:
+        return lambda w: by_name.run(way, cell.op, given.x, w, given.group_name, order=order)
+
+    found = (
+        [] if cell.gathers else [way for way in _ways(cell, given) if way.startswith(("tiles", "clusters"))]
+    )
+    return [_sweep(cell, given, weights, effort, way, {o: run(way, o) for o in ORDERS}) for way in found]
+
+
+def programs(cell: Cell, given: Operands, weights: Sequence[Tensor], effort: Effort) -> list[Sweep]:
+    """The time of every fused way against the number of programs, which is that of the SMs otherwise."""
+    from autofuse.lowering.gpu.dense import by_name
+
+    sms = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+    counts = [sms * part // 8 for part in EIGHTHS]
+
+    def run(way: str, count: int) -> Callable[[Tensor], Tensor]:
+        return lambda w: by_name.run(way, cell.op, given.x, w, given.group_name, programs=count)
+
+    return [
+        _sweep(cell, given, weights, effort, way, {str(c): run(way, c) for c in counts})
+        for way in _ways(cell, given)
+    ]
+
+
+def _ways(cell: Cell, given: Operands) -> list[str]:
+    from autofuse.lowering.gpu.dense import by_name
+
+    return together(lambda: by_name.names(cell.op, cell.m, cell.k, cell.n, given.x.dtype, cell.world))
+
+
+def _sweep(
+    cell: Cell,
+    given: Operands,
+    weights: Sequence[Tensor],
+    effort: Effort,
+    way: str,
+    runs: dict[str, Callable[[Tensor], Tensor]],
+) -> Sweep:
+    variants = {("ways", name): each(run, weights) for name, run in runs.items()}
+    timings: dict[tuple[str, str], Timing] = time_all(
+        variants, calls_for(cell.roughly_us), effort, checker(cell, given, weights[0])
+    )
+    return Sweep(cell, way, {name: timing for (_, name), timing in timings.items()})

@@ -1,0 +1,1 @@
+"""`autofuse bench embedding`: bags, their gradients and updates of their tables."""

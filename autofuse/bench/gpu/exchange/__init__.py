@@ -1,0 +1,1 @@
+"""What the benchmarks around an all-to-all share."""

@@ -1,0 +1,56 @@
+"""What a cell around an all-to-all gives its measurement: variants, each with the error of its result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from autofuse.bench.gpu.driver import relative_error
+from autofuse.bench.gpu.named_ways import Fused
+from autofuse.lowering.gpu.choice.timer import Call
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to run a cell, or a step of it. `error`: that of what call 0 returned."""
+
+    call: Call
+    error: Callable[[Any], float]
+
+
+@dataclass(frozen=True)
+class Work:
+    """A cell with its operands on this rank. `variants`: compute, parts, peers and ours, by kind and name."""
+
+    variants: Mapping[str, Mapping[str, Variant]]
+    fused: Fused
+    """The op, whose ways by name are as right as `ours` is."""
+    capturable: bool = True
+    """Whether ours may be captured: what waits for the GPU spoils the capture for all that follows."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Rows of a result [shape] whose exact values are known: `rows`: [S], `exact`: [S, columns], fp64."""
+
+    shape: tuple[int, int]
+    rows: Tensor
+    exact: Tensor
+
+    def error(self, result: Tensor) -> float:
+        """|result - exact| / |exact| (Frobenius) on these rows, of a result of as many elements."""
+        if result.numel() != self.shape[0] * self.shape[1]:
+            raise RuntimeError(f"expected a result of shape {self.shape}, got {tuple(result.shape)}")
+        return relative_error(result.reshape(self.shape)[self.rows], self.exact)
+
+
+def exchange(
+    received: Tensor, sent: Tensor, output_splits: list[int] | None, input_splits: list[int] | None
+) -> Tensor:
+    """The all-to-all along dim 0, into `received`; without splits all parts have as many rows."""
+    dist.all_to_all_single(received, sent, output_splits, input_splits)
+    return received

@@ -1,0 +1,1 @@
+"""`autofuse bench experts`: expert matmuls and the all-to-all beside them."""

@@ -1,0 +1,30 @@
+"""What is derived from measured times, and what all that is measured on GPUs has in common."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from autofuse.lowering.gpu.choice.timing import Timing
+
+DTYPE = "bfloat16"
+"""Of all that is measured on GPUs."""
+BYTES = 2
+"""Of one number."""
+FLAG_US = 1.3
+"""A flag from one GPU to another."""
+
+
+def least(timings: Mapping[str, Timing]) -> float | None:
+    """The time of the fastest; None if there is none."""
+    return min((t.us for t in timings.values() if t.us is not None), default=None)
+
+
+def ratio(a: float | None, b: float | None) -> float | None:
+    """a / b; None if either is."""
+    return None if a is None or b is None else a / b
+
+
+def from_json(timings: Mapping[str, Any]) -> dict[str, Timing]:
+    """Timings by name, as `asdict` wrote them."""
+    return {name: Timing(**timing) for name, timing in timings.items()}

@@ -1,0 +1,1 @@
+"""Executors of plans on CPU ranks, and the memory that these share."""

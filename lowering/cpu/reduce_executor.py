@@ -1,0 +1,333 @@
+"""Runs the plans of matmul_all_reduce and matmul_reduce_scatter on CPU ranks that share memory.
+
+What depends on shapes alone (plan, slices, offsets) is worked out once, as a `Recipe`: a list of steps, each
+doing one action of the plan. A call runs them. Memory of rank r, tiles as in `tiles.Buffer`:
+
+    direct, oblivious   partial tiles of chunk r, a slot per source; for all_reduce then its reduced tiles
+    one-shot            this rank's partial tiles of everything
+    ring                arriving fp32 sums, a slot per chunk; for all_reduce then the finished tiles alike
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from autofuse.lowering.cpu.tiles import Buffer, Cut, Run, with_tiles
+from autofuse.lowering.cpu.workspace import Call, workspace_for
+from autofuse.lowering.orders import PlanShape
+from autofuse.lowering.plan import Action, Compute, Copy, Plan, Reduce, Send, Signal, Store, Tile, Wait
+from autofuse.lowering.reference.product import evaluate, product_reference
+from autofuse.lowering.torch_internals import group_size
+from autofuse.native_kernels.cpu import DTYPES, accumulate_rows, reduce_rows
+
+ONE_SHOT_BYTES = 1 << 20
+"""An all_reduce of at most this many bytes that every further peer would read again is done in one shot."""
+
+FEW_ROWS = 256
+"""Every matmul packs the weight anew: of fewer rows a chunk the product is computed once, then cut up. Halves
+of 128 rows were measured to take 1.09 times the whole, quarters 1.35 times; copying costs a few percent."""
+
+MOST_TILES, TILE_BYTES, TILE_EDGES = 4, 1 << 20, (512, 256)
+"""A chunk is cut into tiles, so that one is reduced while the next is still to come, but into few and large
+ones (bytes; rows or columns): a matmul per tile packs one operand anew, of rows the weight, of columns x."""
+
+Spec: TypeAlias = tuple[tuple[torch.Size, torch.dtype], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """How a product is cut up: along `dim`, at `cut`, into the tiles of `shape`.
+
+    `whole`: it is computed in one piece before the plan starts.
+    """
+
+    shape: PlanShape
+    dim: int
+    cut: Cut
+    whole: bool
+
+
+def partition(
+    op: str, m: int, n: int, itemsize: int, dim: int, outer: int, world: int, order: str
+) -> Partition:
+    """How `P: [m, n]` of `itemsize` bytes an element is cut. Raises ValueError if it cannot be cut evenly.
+
+    `dim` and `outer` say where a reduce_scatter cuts; an all_reduce chooses for itself.
+    """
+    everywhere = op == "matmul_all_reduce"
+    if everywhere:
+        dim, outer = (0 if m >= max(4 * n, world) else 1), 1
+    elif (m, n)[dim] % (outer * world):
+        raise ValueError(
+            f"{op}: dim {dim} of [{m}, {n}] cannot be cut into {world} equal parts (outer={outer}); "
+            f"pad it to a multiple of {outer * world}"
+        )
+    cut = Cut.even((m, n)[dim], world, outer)
+    one_shot = everywhere and order == "direct" and m * n * itemsize * (world - 2) <= ONE_SHOT_BYTES
+    # Columns in stretches would need a copy of the weights: cut up the product instead.
+    whole = not one_shot and (cut.inner < FEW_ROWS if dim == 0 else outer > 1)
+    if one_shot:  # one chunk of everything, for all ranks
+        cut = Cut(1, world, (0, *[(m, n)[dim]] * world))
+    extents = tuple((cut.length(c), n) if dim == 0 else (m, cut.length(c)) for c in range(world))
+    longest = max(map(cut.length, range(world)))
+    chunk_bytes = longest * (m, n)[1 - dim] * itemsize
+    tiles = max(1, min(MOST_TILES, chunk_bytes // TILE_BYTES, -(-longest // TILE_EDGES[dim])))
+    block = (cut.block(tiles), max(1, n)) if dim == 0 else (max(1, m), cut.block(tiles))
+    return Partition(PlanShape(op, order, world, (extents,), block, one_shot), dim, cut, whole)
+
+
+def reduce_plan_shape(
+    op: str,
+    x: Sequence[Tensor],
+    w: Sequence[Tensor],
+    operands: Sequence[Tensor],
+    product: str,
+    dim: int,
+    outer: int,
+    group_name: str,
+    order: str,
+) -> PlanShape:
+    """What the plans of a call are made from; of the tensors only shapes and dtypes count."""
+    p = _product(_spec(x), _spec(w), _spec(operands), product)
+    m, n = p.shape
+    return partition(op, m, n, p.dtype.itemsize, dim, outer, group_size(group_name), order).shape
+
+
+@dataclass(slots=True)
+class State:
+    """The tensors of one call. `whole_product` is empty unless it is kept, or computed in one piece."""
+
+    call: Call
+    x: Sequence[Tensor]
+    w: Sequence[Tensor]
+    operands: Sequence[Tensor]
+    out: Tensor
+    whole_product: Tensor
+
+
+Step: TypeAlias = Callable[[State], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """A call of given shapes. `whole`: the product is computed in one piece before the plan starts."""
+
+    shape: tuple[int, int]
+    out_shape: tuple[int, int]
+    dtype: torch.dtype
+    key: str
+    nbytes: int
+    whole: bool
+    steps: tuple[Step, ...]
+
+
+def run_reduce(
+    op: str,
+    x: Sequence[Tensor],
+    w: Sequence[Tensor],
+    operands: Sequence[Tensor],
+    product: str,
+    reduce_op: str,
+    dim: int,
+    outer: int,
+    keep_product: bool,
+    group_name: str,
+    order: str,
+    site: str,
+) -> list[Tensor]:
+    """Both ops, as `docs/architecture.md` defines them; NotImplemented for a dtype without a kernel."""
+    workspace = workspace_for(group_name)
+    recipe = _recipe(
+        op, _spec(x), _spec(w), _spec(operands), product, reduce_op, dim, outer, keep_product,
+        workspace.world, workspace.rank, order,
+    )  # fmt: skip
+    if recipe is None:
+        return NotImplemented
+    out = x[0].new_empty(recipe.out_shape, dtype=recipe.dtype)
+    p = x[0].new_empty(recipe.shape if keep_product or recipe.whole else (0, 0), dtype=recipe.dtype)
+    if recipe.whole:
+        evaluate(p, x, w, operands, product)
+    with workspace.call(op, site, recipe.key, recipe.nbytes) as call:
+        state = State(call, x, w, operands, out, p)
+        for step in recipe.steps:
+            step(state)
+    return [out, p] if keep_product else [out]
+
+
+def _spec(tensors: Sequence[Tensor]) -> Spec:
+    return tuple((t.shape, t.dtype) for t in tensors)
+
+
+def _meta(spec: Spec) -> list[Tensor]:
+    return [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in spec]
+
+
+def _product(x: Spec, w: Spec, operands: Spec, product: str) -> Tensor:
+    """P without its values."""
+    weights = [t.mT.contiguous().mT for t in _meta(w)]  # column-major, as scaled_mm wants them
+    return product_reference(_meta(x), weights, _meta(operands), product)
+
+
+@lru_cache(maxsize=1024)
+def _recipe(
+    op: str,
+    x: Spec,
+    w: Spec,
+    operands: Spec,
+    product: str,
+    reduce_op: str,
+    dim: int,
+    outer: int,
+    keep_product: bool,
+    world: int,
+    rank: int,
+    order: str,
+) -> Recipe | None:
+    p = _product(x, w, operands, product)
+    if p.dtype not in DTYPES:
+        return None
+    m, n = p.shape
+    found = partition(op, m, n, p.dtype.itemsize, dim, outer, world, order)
+    if reduce_op not in ("sum", "avg"):
+        raise ValueError(f"{op}: reduce_op {reduce_op!r} is not supported; use 'sum' or 'avg'")
+    plan = found.shape.plan(rank)
+    out_shape = (m, n) if op == "matmul_all_reduce" else plan.chunks[rank]
+    scale = 1 / world if reduce_op == "avg" else 1.0
+    builder = _Builder(plan, found.cut, found.dim, p.dtype, product, scale, keep_product, found.whole)
+    # Not the product: what is summed may differ, as with a bias that one rank alone adds.
+    key = f"{reduce_op} {p.dtype} [{m}, {n}] dim {found.dim} outer {found.cut.outer}, {plan.agreement}"
+    steps = tuple(builder.step(*pair) for pair in with_tiles(plan.actions))
+    return Recipe((m, n), out_shape, p.dtype, key, builder.nbytes, found.whole, steps)
+
+
+class _Builder:
+    """Turns the actions of one plan into steps."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        cut: Cut,
+        dim: int,
+        dtype: torch.dtype,
+        product: str,
+        scale: float,
+        keep_product: bool,
+        whole: bool,
+    ) -> None:
+        self.plan, self.cut, self.dim, self.dtype = plan, cut, dim, dtype
+        self.product, self.scale, self.keep, self.whole = product, scale, keep_product, whole
+        self.ring = plan.order.value == "ring"
+        self.everywhere = plan.op == "matmul_all_reduce"
+        tiles = [plan.tiles(c) for c in range(plan.world)]
+        self.partial = Buffer(0, plan.world, tiles, torch.float32 if self.ring else dtype)
+        finished = 0 if not self.everywhere or plan.one_shot else plan.world if self.ring else 1
+        self.finished = Buffer(self.partial.end, finished, tiles, dtype)
+        self.nbytes = self.finished.end
+
+    def step(self, action: Action, awaited: int) -> Step:
+        match action:
+            case Compute(tile=tile, dest=dest, store=Store.UPDATE, step=stage):
+                return self._update(tile, dest, stage)
+            case Compute(tile=tile, dest=dest):
+                return self._compute(tile, dest)
+            case Signal(dest=dest, slot=slot):
+                return lambda s: s.call.signal(dest, slot)
+            case Wait(source=source, slot=slot):
+                return lambda s: s.call.wait(source, slot, awaited)
+            case Reduce(tile=tile):
+                return self._reduce(tile)
+            case Send(tile=tile, dest=dest):
+                return self._send(tile, dest)
+            case Copy(tile=tile, source=source):
+                return self._copy(tile, source)
+        raise AssertionError(f"a reduce plan has no {action}")
+
+    def _tile(self, buffer: Buffer, tile: Tile, rank: int, source: int) -> Callable[[State], Tensor]:
+        """How to find a tile in the buffer of `rank`."""
+        offset, shape, dtype = buffer.offset(tile, source), (len(tile.rows), len(tile.cols)), buffer.dtype
+        return lambda s: s.call.tensor(rank, offset, shape, dtype)
+
+    def _run(self, tile: Tile) -> Run:
+        """Where the tile lies along the dim of the product that is cut; it spans the other one."""
+        return self.cut.run(tile.chunk, tile.rows if self.dim == 0 else tile.cols)
+
+    def _in_output(self, tile: Tile) -> Callable[[State], Tensor]:
+        """How to find a tile in the output: the whole matrix for all_reduce, else this rank's chunk."""
+        dim = self.dim
+        span = tile.rows if dim == 0 else tile.cols
+        run = self._run(tile) if self.everywhere else Run(span.start, len(span))
+        return lambda s: run.read(s.out, dim)
+
+    def _evaluate(self, tile: Tile) -> Callable[[State, Tensor], object]:
+        """How to compute a tile of the product into a given tensor."""
+        dim, run, product, keep = self.dim, self._run(tile), self.product, self.keep
+        if self.whole:
+            return lambda s, target: target.copy_(run.read(s.whole_product, dim))
+
+        def compute(s: State, target: Tensor) -> None:
+            x = [run.read(t, 0) for t in s.x] if dim == 0 else s.x
+            w = [run.read(t, 1) for t in s.w] if dim == 1 else s.w
+            operands = [run.read_operand(t, dim) for t in s.operands]
+            evaluate(target, x, w, operands, product)
+            if keep:
+                run.write(s.whole_product, dim, target)
+
+        return compute
+
+    def _compute(self, tile: Tile, dest: int) -> Step:
+        source = tile.chunk if self.plan.one_shot else self.plan.rank
+        target, compute = self._tile(self.partial, tile, dest, source), self._evaluate(tile)
+        return lambda s: compute(s, target(s))
+
+    def _reduce(self, tile: Tile) -> Step:
+        plan, scale, output = self.plan, self.scale, self._in_output(tile)
+        if plan.one_shot:
+            parts = [self._tile(self.partial, tile, peer, tile.chunk) for peer in range(plan.world)]
+        else:
+            parts = [self._tile(self.partial, tile, plan.rank, peer) for peer in range(plan.world)]
+        if not self.everywhere or plan.one_shot:
+            return lambda s: reduce_rows(output(s), [part(s) for part in parts], scale)
+        finished = self._tile(self.finished, tile, plan.rank, 0)
+
+        def reduce(s: State) -> None:
+            shared = finished(s)
+            reduce_rows(shared, [part(s) for part in parts], scale)
+            output(s).copy_(shared)
+
+        return reduce
+
+    def _update(self, tile: Tile, dest: int, stage: int) -> Step:
+        rank, shape, dtype = self.plan.rank, (len(tile.rows), len(tile.cols)), self.dtype
+        compute, scale, output = self._evaluate(tile), self.scale, self._in_output(tile)
+        received = self._tile(self.partial, tile, rank, tile.chunk)
+        target = self._tile(self.partial, tile, dest, tile.chunk)
+
+        def update(s: State) -> None:
+            part = torch.empty(shape, dtype=dtype)
+            compute(s, part)
+            sums = [received(s), part] if stage else [part]
+            if dest == rank:
+                reduce_rows(output(s), sums, scale)
+            elif stage:
+                accumulate_rows(target(s), sums[0], part)
+            else:
+                target(s).copy_(part)
+
+        return update
+
+    def _send(self, tile: Tile, dest: int) -> Step:
+        output = self._in_output(tile)
+        target = self._tile(self.finished, tile, dest, tile.chunk)
+        if tile.chunk == self.plan.rank:
+            return lambda s: target(s).copy_(output(s))
+        source = self._tile(self.finished, tile, self.plan.rank, tile.chunk)
+        return lambda s: target(s).copy_(source(s))
+
+    def _copy(self, tile: Tile, source: int) -> Step:
+        output = self._in_output(tile)
+        finished = self._tile(self.finished, tile, source, tile.chunk if self.ring else 0)
+        return lambda s: output(s).copy_(finished(s))

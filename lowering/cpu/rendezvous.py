@@ -1,0 +1,213 @@
+"""How the ranks of a group find each other's memory: who they are, whether they live, what they map.
+
+Ranks meet through the key-value store that the group already has, so no collective runs here. Afterwards
+everything goes through shared memory.
+"""
+
+import hashlib
+import json
+import mmap
+import os
+import platform
+import secrets
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed import Store
+
+from autofuse.lowering import notes
+from autofuse.native_kernels import cpu
+
+
+class NotShared(RuntimeError):
+    """The ranks of a group share no memory, and all of them know: all take the reference."""
+
+
+class GroupSpansHosts(NotShared):
+    """The ranks of a group do not all see the same shared memory."""
+
+
+class Declined(NotShared):
+    """A rank has said that it will never share memory with the group."""
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A rank as the others see it. `namespace` and `started` make `pid` unique."""
+
+    pid: int
+    started: str
+    namespace: str
+    host: str
+    segments: str
+
+    @staticmethod
+    def myself() -> "Peer":
+        pid = os.getpid()
+        return Peer(pid, _started(pid), _namespace(), host_identity(), f"/af-{pid}-{secrets.token_hex(4)}")
+
+    def segment(self, generation: int) -> str:
+        """Name of this rank's segment number `generation`, while it has one (macOS allows 31 characters)."""
+        return f"{self.segments}-{generation}"
+
+    def is_dead(self) -> bool:
+        """Whether its process has ended. False where we cannot know, as in another pid namespace."""
+        return self.namespace == _namespace() and _started(self.pid) != self.started
+
+
+def map_segment(fd: int, nbytes: int) -> Tensor:
+    """The shared memory behind `fd` as a uint8 tensor `[nbytes]`; closes `fd`. The memory is unmapped when
+    the last tensor that views it is gone."""
+    try:
+        if sys.platform == "linux":  # take all page faults now instead of one by one in the first call
+            mapped = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
+        else:
+            mapped = mmap.mmap(fd, nbytes)
+    finally:
+        os.close(fd)
+    # Tensors born in inference mode could not be written outside of it.
+    with torch.inference_mode(False):
+        return torch.frombuffer(mapped, dtype=torch.uint8)
+
+
+def all_gather(
+    store: Store,
+    prefix: str,
+    rank: int,
+    peers: list[Peer] | int,
+    value: str,
+    timeout_s: float,
+    device: str = "cpu",
+) -> list[str]:
+    """One string of every rank, through `store`. `peers`, or their number while nobody knows them yet.
+
+    Raises Declined when a rank will never come, RuntimeError naming the ranks that died or did not come
+    within `timeout_s`.
+    """
+    store.set(f"{prefix}/{rank}", value)
+    world = peers if isinstance(peers, int) else len(peers)
+    missing = list(range(world))
+    deadline = time.monotonic() + timeout_s
+    pause = 0.0005
+    while True:
+        missing = [r for r in missing if not store.check([f"{prefix}/{r}"])]
+        if not missing:
+            return [store.get(f"{prefix}/{r}").decode() for r in range(world)]
+        for r in missing:
+            if why := notes.declined(store, r, device):
+                raise Declined(f"rank {r} leaves its collectives as they are: {why}")
+        if not isinstance(peers, int):
+            for r in missing:
+                if peers[r].is_dead():
+                    raise RuntimeError(f"rank {r} (pid {peers[r].pid}) has died while the group was meeting")
+        if time.monotonic() > deadline:
+            raise RuntimeError(
+                f"rank {rank} waited {timeout_s:g} s for ranks {missing} to set up shared memory: did they "
+                f"skip the call, or are they still compiling? AUTOFUSE_TIMEOUT_S sets the limit; "
+                f"{'; '.join(notes.kept_by(store, r) for r in missing)}"
+            )
+        time.sleep(pause)
+        pause = min(2 * pause, 0.05)
+
+
+def meet(
+    store: Store, group_name: str, rank: int, world: int, nbytes: int, timeout_s: float
+) -> tuple[list[Peer], list[Tensor], Callable[[], None]]:
+    """Make a segment of `nbytes` and map those of all peers.
+
+    Returns the peers, their segments, and a function to call once all ranks have returned from here: it
+    removes the names. Raises NotShared, or RuntimeError when a rank fails or has other sources of autofuse.
+    """
+    me = Peer.myself()
+    # Counting visits tells apart groups that come one after another to the same store under the same name.
+    prefix = f"autofuse/{store.add(f'autofuse/{rank}', 1)}"
+    # Plans are never compared action by action: equal arguments and equal sources make equal plans.
+    versions = all_gather(store, f"{prefix}/version", rank, world, sources_digest(), timeout_s)
+    for r, version in enumerate(versions):
+        if version != versions[0]:
+            raise RuntimeError(
+                f"group {group_name}: the ranks run different versions of autofuse: the sources of its plans "
+                f"have the digest {versions[0]} on rank 0, {version} on rank {r}; install the same on all"
+            )
+    found = all_gather(store, f"{prefix}/peer", rank, world, json.dumps(asdict(me)), timeout_s)
+    peers = [Peer(**json.loads(text)) for text in found]
+    for r, peer in enumerate(peers):
+        if peer.host != peers[0].host:
+            raise GroupSpansHosts(
+                f"group {group_name} spans hosts: rank 0 is on {peers[0].host}, rank {r} on {peer.host}; "
+                f"shared memory needs one machine, one /dev/shm and one user"
+            )
+
+    def unlink() -> None:
+        cpu.unlink_segment(me.segment(0))
+
+    try:
+        try:
+            segment, problem = map_segment(cpu.create_segment(me.segment(0), nbytes), nbytes), ""
+        except (RuntimeError, OSError) as error:
+            segment, problem = torch.empty(0, dtype=torch.uint8), str(error)
+        problems = all_gather(store, f"{prefix}/made", rank, peers, problem, timeout_s)
+        for r, problem in enumerate(problems):
+            if problem:
+                raise RuntimeError(f"group {group_name}: rank {r} {problem}")
+        segments = [
+            segment if r == rank else map_segment(cpu.open_segment(p.segment(0)), nbytes)
+            for r, p in enumerate(peers)
+        ]
+    except BaseException:
+        discard(peers, 0)
+        raise
+    return peers, segments, unlink
+
+
+@cache
+def sources_digest() -> str:
+    """Digest of the sources that make and run plans."""
+    digest = hashlib.sha256()
+    kernels = Path(cpu.__file__).parents[1]
+    for path in [*sorted(Path(__file__).parents[1].rglob("*.py")), *sorted(kernels.rglob("*.*"))]:
+        if path.suffix in (".py", ".cpp", ".h", ".cu", ".cuh"):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def discard(peers: list[Peer], generation: int) -> None:
+    """Remove the names of a generation that failed: also those of ranks that died before they could."""
+    for peer in peers:
+        cpu.unlink_segment(peer.segment(generation))
+
+
+def host_identity() -> str:
+    """What two processes have in common exactly when they can share memory."""
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{platform.node()} (boot {boot}, /dev/shm {os.stat('/dev/shm').st_dev}, user {os.getuid()})"
+    return f"{platform.node()} (user {os.getuid()})"
+
+
+def _namespace() -> str:
+    with suppress(OSError):
+        return os.readlink("/proc/self/ns/pid")
+    return platform.node()
+
+
+def _started(pid: int) -> str:
+    """When the process started, so that a pid used again is told apart; empty when it has ended."""
+    if not os.path.exists("/proc/self/stat"):
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return ""
+        return "running"
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if fields[0] in "ZX" else fields[19]

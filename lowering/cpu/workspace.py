@@ -1,0 +1,400 @@
+"""Symmetric memory plus signals that one group owns: `workspace_for(group_name).call(...)`.
+
+Every rank has two segments that all ranks map. The *control* segment has a fixed size:
+
+    headers[2]      what call this rank is in, by parity of the epoch: epoch, hash, text
+    failure         a slot that is raised when this rank has given up, and its reason
+    values[2]       what `exchange` sends, by parity of the meeting: length, then up to 512 int64
+    meetings[W]     slots: the last meeting that rank `source` has come to
+    signals[W][64]  slots: the epoch in which rank `source` has raised signal `slot`
+
+The *data* segment holds two buffers, by parity of the epoch, and grows on demand. Slots hold numbers that
+only grow (epochs, meetings), so nothing is ever reset. Two of everything are enough since no rank can be two
+calls (or meetings) ahead of another: each call makes every rank wait for every other.
+"""
+
+import ctypes
+import hashlib
+import os
+import threading
+import time
+from collections.abc import Sequence
+from types import TracebackType
+from typing import NoReturn
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup, Store
+
+from autofuse import config
+from autofuse.lowering import notes
+from autofuse.lowering.cpu import rendezvous
+from autofuse.lowering.cpu.rendezvous import Declined
+from autofuse.lowering.cpu.rendezvous import GroupSpansHosts as GroupSpansHosts
+from autofuse.lowering.torch_internals import group_store, resolve_group
+from autofuse.native_kernels import cpu
+
+SLOTS = 64  # signals from one rank to another
+VALUES = 512  # most int64 that a rank can exchange at a time
+ALIGNMENT = 64  # of every tensor in a buffer
+
+_LINE = 64
+_HEADER = 1024
+_FAILURE = 2 * _HEADER
+_FAILURE_TEXT = _FAILURE + _LINE
+_VALUES = 4096
+_ROW = VALUES + 8  # int64 of one parity, in whole cache lines
+_Row = ctypes.c_int64 * _ROW
+_MEETINGS = _VALUES + 2 * _ROW * 8
+
+_SMALLEST_BUFFER = 1 << 16
+_COARSE_BUFFER = 1 << 26  # from here on buffers grow by multiples of this, not by doubling
+_SPIN_US = 15  # with more ranks than processors, spinning keeps the awaited rank from running
+_LONG_SPIN_US = 100  # with one for each rank: about what falling asleep and being woken takes
+_SLICE_MS = 200  # how often a waiting rank looks whether its peer still lives
+_MOST_KEYS = 4096
+
+
+class SharedMemoryFull(RuntimeError):
+    """A call needs more shared memory than one of the ranks can get; the workspace stays usable."""
+
+
+class Workspace:
+    """The shared memory of one process group, seen from this rank.
+
+    Made by `workspace_for`, by all ranks of the group together. After an error it stays unusable, because
+    nobody knows how far the others came: every later call raises the first error again.
+    """
+
+    def __init__(self, group_name: str, rank: int, world: int, store: Store) -> None:
+        self.group_name = group_name
+        self.rank = rank
+        self.world = world
+        self.capacity = 0
+        self._store = store
+        self._lock = threading.Lock()
+        self._epoch = 0
+        self._meeting = 0
+        self._generation = 0
+        self._failure = ""
+        self._spin_us = _LONG_SPIN_US if world <= (os.cpu_count() or 1) else _SPIN_US
+        self._keys: dict[tuple[str, str, str, int], tuple[int, bytes]] = {}
+        self._data: list[Tensor] = []
+        self._typed: dict[torch.dtype, list[Tensor]] = {}
+
+        nbytes = _MEETINGS + world * (1 + SLOTS) * _LINE
+        self._peers, self._control, unlink = rendezvous.meet(
+            store, group_name, rank, world, nbytes, config.timeout_s
+        )
+        self._base = base = [cpu.address(t) for t in self._control]
+        self._values = [[_Row.from_address(b + _VALUES + p * _ROW * 8) for b in base] for p in (0, 1)]
+        self._headers = [[b + parity * _HEADER for b in base] for parity in (0, 1)]
+        self._failures = [b + _FAILURE for b in base]
+        mine, signals = base[rank], _MEETINGS + world * _LINE
+        self._meetings_in = [mine + _MEETINGS + source * _LINE for source in range(world)]
+        self._meetings_out = [b + _MEETINGS + rank * _LINE for b in base]
+        self._signals_in = [mine + signals + source * SLOTS * _LINE for source in range(world)]
+        self._signals_out = [b + signals + rank * SLOTS * _LINE for b in base]
+        try:
+            with self.call("set up shared memory", "workspace", "", _SMALLEST_BUFFER):
+                unlink()
+        except BaseException:
+            rendezvous.discard(self._peers, 0)
+            raise
+
+    def call(self, op: str, site: str, key: str, nbytes: int) -> "Call":
+        """A collective call, to be entered with `with`. `op`, `site` (but for folders), `key` (shapes, plan)
+        and `nbytes`, the bytes needed of every rank's buffer, must be the same on all ranks; otherwise
+        entering it or the first wait raises RuntimeError on all. Calls of one process run one by one."""
+        return Call(self, op, site, key, nbytes)
+
+    def _fail(self, reason: str, tell: bool = True) -> None:
+        """Make this and all later calls raise `reason`, here and, with `tell`, on ranks that wait for us."""
+        if self._failure:
+            return
+        self._failure = reason
+        if tell:
+            text = reason.encode()[: _VALUES - _FAILURE_TEXT - 1] + b"\0"
+            ctypes.memmove(self._base[self.rank] + _FAILURE_TEXT, text, len(text))
+            cpu.signal(self._failures[self.rank], 1)
+
+    def _failure_of(self, rank: int) -> str:
+        """Why `rank` cannot go on, or an empty string."""
+        if cpu.wait(self._failures[rank], 1, None, 0, 0, 0, 0) == cpu.OK:
+            text = ctypes.string_at(self._base[rank] + _FAILURE_TEXT)
+            return f"rank {rank} gave up: {text.decode(errors='replace')}"
+        if self._peers[rank].is_dead():
+            return f"rank {rank} (pid {self._peers[rank].pid}) has died"
+        return ""
+
+    def _identify(self, op: str, site: str, key: str, nbytes: int) -> tuple[int, bytes]:
+        shape = f"{key}; {nbytes} bytes; {self.world} ranks"
+        text = f"{op} at {site} ({shape})".encode()
+        alike = f"{op} at {notes.place(site)} ({shape})".encode()
+        return int.from_bytes(hashlib.blake2b(alike, digest_size=8).digest(), "little"), text
+
+
+class Call:
+    """One epoch of a workspace. All methods are for use inside `with`."""
+
+    def __init__(self, workspace: Workspace, op: str, site: str, key: str, nbytes: int) -> None:
+        self.op, self.site, self.nbytes = op, site, nbytes
+        self.epoch = 0
+        self._ws = workspace
+        self._key = key
+
+    def __enter__(self) -> "Call":
+        ws = self._ws
+        ws._lock.acquire()
+        try:
+            if ws._failure:
+                raise RuntimeError(f"autofuse: group {ws.group_name} cannot be used after: {ws._failure}")
+            self._begin()
+        except BaseException as error:
+            self.__exit__(type(error), error, None)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None and kind is not SharedMemoryFull:  # all ranks have left that call alike
+            self._ws._fail(str(error) or type(error).__name__)
+        self._ws._lock.release()
+
+    def tensor(self, rank: int, offset: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """View of `rank`'s buffer of this epoch: contiguous, `offset` bytes (a multiple of 64) from its
+        start. The content is undefined at first. Valid until the call ends."""
+        ws = self._ws
+        stride, size = [], 1
+        for length in reversed(shape):
+            stride.append(size)
+            size *= length
+        itemsize = dtype.itemsize
+        if offset % ALIGNMENT or offset < 0 or offset + size * itemsize > ws.capacity:
+            raise ValueError(
+                f"{self.op}: a tensor {tuple(shape)} of {dtype} at {offset} is not aligned to {ALIGNMENT} or "
+                f"not inside a buffer of {ws.capacity} bytes; pass a larger nbytes to call() or reserve()"
+            )
+        typed = ws._typed.get(dtype) or _typed(ws, dtype)
+        return typed[rank].as_strided(shape, stride[::-1], (self._offset + offset) // itemsize)
+
+    def signal(self, dest: int, slot: int) -> None:
+        """Tell `dest` that all this rank has stored so far is there."""
+        assert 0 <= slot < SLOTS, slot
+        cpu.signal(self._ws._signals_out[dest] + slot * _LINE, self.epoch)
+
+    def wait(self, source: int, slot: int, tile: int = -1) -> None:
+        """Wait until `source` has signalled `slot` in this epoch. Raises RuntimeError when it does not come
+        within `config.timeout_s`, when `source` has died or failed, or when it is in a different call.
+        `tile` is for the error text."""
+        assert 0 <= slot < SLOTS, slot
+        self._await(self._ws._signals_in[source] + slot * _LINE, self.epoch, source, tile)
+
+    def exchange(self, values: Sequence[int]) -> list[list[int]]:
+        """All-gather of up to 512 int64 per rank; ranks may differ in how many. Also a barrier."""
+        if len(values) > VALUES:
+            raise ValueError(f"{self.op}: exchange takes up to {VALUES} values a rank, got {len(values)}")
+        ws = self._ws
+        ws._meeting += 1
+        parity = ws._meeting & 1
+        ws._values[parity][ws.rank][: 1 + len(values)] = [len(values), *values]
+        for dest in range(ws.world):
+            cpu.signal(ws._meetings_out[dest], ws._meeting)
+        result = []
+        for source in range(ws.world):
+            self._await(ws._meetings_in[source], ws._meeting, source, -1)
+            row = ws._values[parity][source]
+            result.append(row[1 : 1 + row[0]])
+        return result
+
+    def reserve(self, nbytes: int) -> None:
+        """Make every rank's buffer hold at least `nbytes`, the same number on all ranks. What the buffers
+        held is lost, and so are earlier results of `tensor`. Raises SharedMemoryFull on all ranks if one has
+        no room."""
+        if nbytes > self._ws.capacity:
+            self.exchange([])
+            self._grow(nbytes)
+
+    def _begin(self) -> None:
+        ws = self._ws
+        self._timeout_s = float(config.timeout_s)
+        self._slice_ms = max(1, min(_SLICE_MS, int(self._timeout_s * 1000)))
+        ws._epoch += 1
+        self.epoch = ws._epoch
+        parity = self.epoch & 1
+        self._offset = parity * ws.capacity
+        self._header = ws._headers[parity]
+        key = (self.op, self.site, self._key, self.nbytes)
+        known = ws._keys.get(key)
+        new = known is None
+        if known is None:
+            if len(ws._keys) == _MOST_KEYS:  # all ranks forget at the same call
+                ws._keys.clear()
+            known = ws._keys[key] = ws._identify(*key)
+        self._hash, text = known
+        cpu.publish(self._header[ws.rank], self.epoch, self._hash, text, len(text))
+        if new or self.nbytes > ws.capacity:
+            self.exchange([])
+            if self.nbytes > ws.capacity:
+                self._grow(self.nbytes)
+
+    def _grow(self, nbytes: int) -> None:
+        """Replace the data segments. All ranks are in this call, so nobody reads the old ones any more.
+
+        Raises SharedMemoryFull on all ranks, which can go on without, if one has no room.
+        """
+        ws = self._ws
+        step = max(_SMALLEST_BUFFER, 1 << (min(nbytes, _COARSE_BUFFER) - 1).bit_length())
+        capacity = -(-nbytes // step) * step
+        ws._typed.clear()
+        ws._data = []
+        ws.capacity = 0
+        self.exchange([])  # the old memory is free before anybody asks for new
+        ws._generation += 1
+        generation, total = ws._generation, 2 * capacity
+        name, problem = ws._peers[ws.rank].segment(generation), ""
+        mine = torch.empty(0)
+        try:
+            try:
+                mine = rendezvous.map_segment(cpu.create_segment(name, total), total)
+            except cpu.NoRoom as error:
+                problem = str(error)
+            without = [rank for rank, (full,) in enumerate(self.exchange([bool(problem)])) if full]
+            if without:
+                cpu.unlink_segment(name)
+                other = f"rank {without[0]} cannot get {total} bytes of shared memory"
+                raise SharedMemoryFull(f"{self.op}: {problem or other}")
+            ws._data = [
+                mine
+                if r == ws.rank
+                else rendezvous.map_segment(cpu.open_segment(p.segment(generation)), total)
+                for r, p in enumerate(ws._peers)
+            ]
+            self.exchange([])
+            cpu.unlink_segment(name)
+        except SharedMemoryFull:
+            raise
+        except BaseException as error:
+            # First the reason: a peer must not find its segment gone before it can read why.
+            ws._fail(str(error) or type(error).__name__)
+            rendezvous.discard(ws._peers, generation)
+            raise
+        ws.capacity = capacity
+        self._offset = (self.epoch & 1) * capacity
+
+    def _await(self, slot: int, value: int, source: int, tile: int) -> None:
+        ws = self._ws
+        status = cpu.wait(
+            slot, value, self._header[source], self.epoch, self._hash, ws._spin_us, self._slice_ms
+        )
+        if status == cpu.OK:
+            return
+        deadline = time.monotonic() + self._timeout_s - self._slice_ms / 1000
+        while status == cpu.TIMED_OUT:
+            problem = ws._failure_of(source)
+            if not problem and time.monotonic() >= deadline:
+                problem = (
+                    f"waited {self._timeout_s:g} s for rank {source}; it is late or has skipped this call "
+                    f"(AUTOFUSE_TIMEOUT_S sets the limit). {self._whereabouts(source)}"
+                )
+            # What the peer did before it failed or left counts.
+            limit = 0 if problem else self._slice_ms
+            status = cpu.wait(slot, value, self._header[source], self.epoch, self._hash, 0, limit)
+            if problem and status == cpu.TIMED_OUT:
+                self._raise(problem, tile)
+        if status == cpu.MISMATCH:
+            ours, theirs = _text(self._header[ws.rank]), _text(self._header[source])
+            self._raise(f"the ranks disagree: rank {ws.rank} runs {ours}, rank {source} runs {theirs}", tile)
+
+    def _whereabouts(self, source: int) -> str:
+        """What is known of a rank that does not come: its latest call, and what it has kept."""
+        ws = self._ws
+        epoch, header = max((ctypes.c_uint64.from_address(h[source]).value, h[source]) for h in ws._headers)
+        kept = notes.kept_by(ws._store, source, self.site)
+        return f"Its latest call on this group is epoch {epoch}, {_text(header)}; {kept}"
+
+    def _raise(self, problem: str, tile: int) -> NoReturn:
+        ws = self._ws
+        at = f"tile {tile}, " if tile >= 0 else ""
+        raise RuntimeError(
+            f"autofuse.{self.op} at {self.site}, {at}epoch {self.epoch}, "
+            f"rank {ws.rank} of group {ws.group_name}: {problem}"
+        )
+
+
+def workspace_for(group_name: str) -> Workspace:
+    """The workspace of the process group called `group_name`; made on first use, by all its ranks together.
+
+    Raises NotShared on all ranks when they share no memory or one of them declines, RuntimeError when the
+    group does not exist, or when a rank does not come or fails; the same at every later try.
+    """
+    try:
+        group = resolve_group(group_name)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"process group {group_name} is gone: it was destroyed after compile, or never made; recompile "
+            f"the model with a group that exists (torch.compiler.reset() forgets the old code)"
+        ) from error
+    found = _workspaces.get(group)
+    if found is None:
+        with _making:
+            found = _workspaces.get(group) or _make(group, group_name)
+    if isinstance(found, Exception):
+        raise found
+    return found
+
+
+def decline(group: str | ProcessGroup, why: str, device: str = "cpu") -> None:
+    """Never share memory of such devices with this group, and tell so: its other ranks then leave their fused
+    ops unfused, instead of waiting for this one. Without effect once the ranks have met."""
+    group, mine = resolve_group(group), Declined(why)
+    if device != "cpu" or _workspaces.setdefault(group, mine) is mine:
+        notes.decline(group, why, device)
+
+
+def _make(group: ProcessGroup, group_name: str) -> Workspace | Exception:
+    if not cpu.available():
+        decline(group_name, cpu.why_not())
+        return _workspaces[group]
+    if dist.get_backend(group) == "fake":
+        return Declined("the group is fake")
+    made: Workspace | Exception
+    try:
+        made = Workspace(group_name, group.rank(), group.size(), group_store(group))
+    except (RuntimeError, OSError) as error:
+        made = error.with_traceback(None)
+    _workspaces[group] = made
+    return made
+
+
+_workspaces: "WeakKeyDictionary[ProcessGroup, Workspace | Exception]" = WeakKeyDictionary()
+_making = threading.RLock()
+
+
+def _after_fork() -> None:
+    """The child maps the memory of its parent but is not the rank that the peers talk to."""
+    global _making
+    _making = threading.RLock()
+    for workspace in _workspaces.values():
+        if isinstance(workspace, Workspace):
+            workspace._lock = threading.Lock()
+            workspace._fail(
+                "this process is a fork of the rank; set up process groups in the child", tell=False
+            )
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def _typed(workspace: Workspace, dtype: torch.dtype) -> list[Tensor]:
+    with torch.inference_mode(False):
+        workspace._typed[dtype] = [t.view(dtype) for t in workspace._data]
+    return workspace._typed[dtype]
+
+
+def _text(header: int) -> str:
+    length = ctypes.c_uint64.from_address(header + 16).value
+    return ctypes.string_at(header + 24, length).decode(errors="replace")

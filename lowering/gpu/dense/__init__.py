@@ -1,0 +1,1 @@
+"""The dense ops on GPUs."""

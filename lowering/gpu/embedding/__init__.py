@@ -1,0 +1,1 @@
+"""The ops of embedding bags on GPUs."""

@@ -1,0 +1,1 @@
+"""The expert ops on GPUs."""

@@ -1,0 +1,169 @@
+"""Runs an expert op with fixed capacity in a fused way."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from itertools import takewhile
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from autofuse.lowering.gpu.dense.run import ORDERS, first_compile
+from autofuse.lowering.gpu.dense.ways import is_copied
+from autofuse.lowering.gpu.memory.workspace import GpuWorkspace
+from autofuse.lowering.reference.experts import batched_matmul
+from autofuse.native_kernels.cuda.host.experts import MOST_WEIGHTS
+from autofuse.native_kernels.cuda.kernels.expert_combine import CombineConfig, launch_expert_combine
+from autofuse.native_kernels.cuda.kernels.expert_dispatch import (
+    DispatchConfig,
+    exchanged,
+    launch_expert_dispatch,
+)
+
+from .ways import COMBINE, DISPATCH, DroplessProblem, ExpertProblem, expert_needs, expert_ways
+
+P = TypeVar("P", ExpertProblem, DroplessProblem)
+
+
+def problem_of(
+    op: str, x: Tensor, w: Tensor, workspace: GpuWorkspace, outer: int = 1, weights: int = 1
+) -> ExpertProblem:
+    """The problem of a call with `x: [E, R, K]`, of a dispatch `[W, E, R / W, K]`, and `w: [E, K, N]`.
+
+    weights: how many like this one kernel multiplies, see `at_once`.
+    """
+    rows = x.shape[1] if op == COMBINE else x.shape[2] * workspace.world
+    aligned = x.is_contiguous() and x.storage_offset() % 8 == 0 and is_stack(w)
+    experts, k, n = w.shape
+    return ExpertProblem(
+        op, experts, rows, k, n, workspace.world, x.dtype, workspace.programs, outer, aligned, weights
+    )
+
+
+def at_once(w: Sequence[Tensor], bias: Sequence[Tensor | None]) -> int:
+    """How many of the weights `[E, K, N]`, from the first on, one kernel multiplies: as wide, laid out alike,
+    and all with a bias or none."""
+
+    def alike(i: int) -> bool:
+        same = w[i].shape == w[0].shape and (bias[i] is None) == (bias[0] is None)
+        return same and _is_stack_like(w[i], w[0])
+
+    return 1 + len([*takewhile(alike, range(1, min(len(w), MOST_WEIGHTS)))])
+
+
+def is_stack(w: Tensor) -> bool:
+    """Whether TMA can load a stack of matrices, or of their transposes; asked as `is_tma` of one."""
+    return _is_stack(w.shape, w.stride(), w.storage_offset(), w.element_size())
+
+
+def _is_stack_like(w: Tensor, first: Tensor) -> bool:
+    """One that the kernel for the first takes: both row-major, or both transposed."""
+    return is_stack(w) and (w.stride(2) == 1) == (first.stride(2) == 1)
+
+
+@lru_cache(maxsize=1024)
+def _is_stack(shape: torch.Size, stride: tuple[int, ...], offset: int, itemsize: int) -> bool:
+    first, second = (1, 2) if stride[2] == 1 else (2, 1)
+    return (
+        stride[second] == 1
+        and stride[first] >= shape[second]
+        and (stride[0] > 0 or shape[0] == 1)
+        and all(step * itemsize % 16 == 0 for step in (stride[0], stride[first], offset))
+    )
+
+
+def of_sum(problem: P, x: Sequence[Tensor], w: Sequence[Tensor]) -> P:
+    """The problem of a sum of products, given that of the first: all of their K are contracted."""
+    if len(x) == 1:
+        return problem
+    aligned = problem.aligned and all(
+        xi.storage_offset() % 8 == wi.shape[1] % 8 == 0 and _is_stack_like(wi, w[0])
+        for xi, wi in zip(x, w, strict=True)
+    )
+    return replace(problem, k=sum(wi.shape[1] for wi in w), aligned=aligned)
+
+
+def layouts(w: Sequence[Tensor]) -> Hashable:
+    """What kernels are compiled for, besides a problem."""
+    return tuple((wi.shape[1], wi.stride()) for wi in w)
+
+
+def combine(
+    workspace: GpuWorkspace,
+    way: str,
+    problem: ExpertProblem,
+    x: Sequence[Tensor],
+    w: Sequence[Tensor],
+    bias: Tensor | None,
+    order: str,
+    site: str,
+    trace: Tensor | None = None,
+) -> Tensor | None:
+    """`[W, E, outer * run, N]` of a sum of products, in a fused way; None if that cannot be captured."""
+    config = expert_ways(problem)[way]
+    assert isinstance(config, CombineConfig)
+    entered = workspace.enter(
+        COMBINE,
+        site,
+        lambda: expert_needs(config, problem),
+        way,
+        (problem, layouts(w), bias is None, order, trace is None),
+    )
+    if entered is None:
+        return None
+    memory, number, new = entered
+    out = x[0].new_empty(problem.world, problem.experts, problem.outer * problem.run, problem.columns)
+    for compile_only in first_compile(workspace, new):
+        launch_expert_combine(
+            memory, x, w, out, problem.outer, ORDERS[order], config, number, trace, compile_only, bias
+        )
+    workspace.leave()
+    return out
+
+
+def dispatch(
+    workspace: GpuWorkspace,
+    way: str,
+    problem: ExpertProblem,
+    parts: Tensor,
+    w: Sequence[Tensor],
+    bias: Sequence[Tensor | None],
+    keep: bool,
+    site: str,
+    trace: Tensor | None = None,
+) -> list[Tensor] | None:
+    """Products with all weights and, with `keep`, X, in a fused way; None if that cannot be captured.
+
+    The first `problem.weights` are multiplied while the rows arrive, the others afterwards.
+    """
+    count = problem.weights
+    config, more = expert_ways(problem)[way], keep or len(w) > count
+    assert isinstance(config, DispatchConfig)
+    entered = workspace.enter(
+        DISPATCH,
+        site,
+        lambda: expert_needs(config, problem),
+        way,
+        (problem, w[0].stride(), bias[0] is None, more, trace is None),
+    )
+    if entered is None:
+        return None
+    memory, number, new = entered
+    outputs = [parts.new_empty(problem.experts, problem.rows, problem.columns) for _ in range(count)]
+    biases = [b for b in bias[:count] if b is not None]
+    for compile_only in first_compile(workspace, new):
+        launch_expert_dispatch(
+            memory, parts, w[:count], outputs, problem.outer, config, workspace.engine, more, number, trace,
+            compile_only, biases,
+        )  # fmt: skip
+    if more:
+        x = exchanged(memory, parts, problem.outer, config)
+        if is_copied(config):
+            workspace.engine.give_credit()
+        rest = zip(w[count:], bias[count:], strict=True)
+        outputs += [batched_matmul(x, wi, b) for wi, b in rest] + [x] * keep
+    workspace.leave()
+    return outputs

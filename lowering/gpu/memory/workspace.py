@@ -1,0 +1,363 @@
+"""Memory that the GPUs of one group map, and the rules of its use: who makes it, how it grows, what fails.
+
+Made when a group first needs it, by all its ranks together; grown to powers of two when a call needs more,
+never while a CUDA graph is captured, and never freed, since a captured graph may use it again. Calls of one
+group run one after another, whatever streams they are on: kernels that wait for each other must not run two
+at once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable, Hashable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from contextvars import copy_context
+from dataclasses import fields
+from functools import cached_property
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup, Store
+
+from autofuse import config
+from autofuse.lowering import torch_internals
+from autofuse.lowering.cpu.rendezvous import (
+    Declined,
+    NotShared,
+    all_gather,
+    host_identity,
+    sources_digest,
+)
+from autofuse.lowering.gpu.support import why_not
+from autofuse.lowering.notes import place
+from autofuse.lowering.torch_internals import group_store, resolve_group
+from autofuse.native_kernels.cuda.host.gemm import clusters_at_once
+from autofuse.native_kernels.cuda.kernels.put_words import put_words
+from autofuse.native_kernels.gpu.copy_engine import FIRST_CREDIT, CopyEngine
+from autofuse.native_kernels.gpu.memory import (
+    BAD_INPUT_WORD,
+    RECORD_WORDS,
+    STATE_WORDS,
+    Need,
+    PeerMemory,
+    Region,
+)
+
+from .descriptors import Words
+
+T = TypeVar("T")
+
+LEAST = Need(
+    inbox=16 << 20,
+    finished=16 << 20,
+    packets=4 << 20,
+    words=8 << 20,
+    gathers=4 << 20,
+    copies=0,
+    signals=1 << 18,
+    copy_signals=4 * FIRST_CREDIT,
+    pieces=1 << 20,
+    done=1 << 12,
+    outbox=0,
+)
+"""What a workspace starts with (bytes; elements of pieces and done). Copy signals never grow."""
+
+REGIONS = ("inbox", "finished", "packets", "words", "gathers", "copies", "signals")
+
+_BAD_INDEX = 5
+
+_WAITS = {
+    0: "to say where its rows are to go",
+    1: "to add its part",
+    2: "to send a sum",
+    3: "to send its part",
+    4: "to send its pooled rows",
+    6: "to send rows of its experts",
+    7: "to send the gradients of its bags",
+}
+
+
+class GpuWorkspace:
+    """The memory of `group` on this rank's device.
+
+    Raises NotShared on all ranks if one of them cannot take part.
+    """
+
+    def __init__(self, group: ProcessGroup, device: torch.device) -> None:
+        self.group, self.device = group, device
+        self.group_name, self.rank, self.world = group.group_name, group.rank(), group.size()
+        self._store: Store = group_store(group)
+        # Counting visits tells apart groups that come one after another to the same store under one name.
+        self._prefix = f"autofuse/gpu/{self._store.add(f'autofuse/gpu/{self.rank}', 1)}"
+        self._meetings = 0
+        self._sites: list[str] = [""]
+        self._kernels: set[Hashable] = set()
+        self._kept: list[PeerMemory] = []
+        self.calls: dict[Hashable, Any] = {}  # by kind, what came again; for who makes calls
+        self._stream: torch.cuda.Stream | None = None
+        self._last = -1  # its address
+        self._capturing = False
+        self._event = torch.cuda.Event()
+        self._failure: str | None = None
+        why = why_not(device) or ""
+        clusters = "" if why else " ".join(map(str, clusters_at_once(device)))
+        told = [a.split("|") for a in self.meet(f"{why}|{host_identity()}|{sources_digest()}|{clusters}")]
+        for r, (problem, host, digest, _) in enumerate(told):
+            if problem:
+                raise Declined(f"rank {r}: {problem}")
+            if host != host_identity():
+                raise Declined(
+                    f"group {self.group_name} spans hosts: rank {self.rank} and rank {r} share none"
+                )
+            if digest != sources_digest():
+                raise RuntimeError(
+                    f"group {self.group_name}: ranks {self.rank} and {r} run different versions of autofuse; "
+                    f"install the same on all"
+                )
+        counts = [[int(n) for n in each.split()] for *_, each in told]
+        self._clusters = tuple(map(min, zip(*counts, strict=True)))
+        self._limit = 0.0
+        self._record = torch.zeros(RECORD_WORDS, dtype=torch.int32).pin_memory()
+        self._raised = ctypes.c_int32.from_address(self._record.data_ptr())
+        self._bad_input = ctypes.c_int64.from_address(self._record.data_ptr() + 8 * BAD_INPUT_WORD)
+        self._state = torch.zeros(STATE_WORDS, dtype=torch.int64, device=device)
+        self._state[1] = self._record.data_ptr()
+        self.memory, self.capacity = self._allocate(None, LEAST)
+        self.engine = CopyEngine(self.memory)
+
+    @cached_property
+    def programs(self) -> int:
+        """How many programs run at once, one a multiprocessor."""
+        return int(torch.cuda.get_device_properties(self.device).multi_processor_count)
+
+    def enter(
+        self, op: str, site: str, need: Callable[[], Need], way: str, variant: Hashable
+    ) -> tuple[PeerMemory, int, bool] | None:
+        """Before a launch: the memory, the site's number, and whether this way of this op is new.
+
+        A new kernel is to be compiled, and then all ranks meet, so that none is late by that; later calls
+        compile variants of it. None while a CUDA graph is captured if the variant is new, for which a kernel
+        may have to be compiled, or the memory would have to grow. RuntimeError if an earlier call has failed.
+        """
+        new = False
+        if (way, variant) not in self._kernels:
+            self.check()
+            if torch.cuda.is_current_stream_capturing():
+                return None
+            new, grow = (way, op) not in self._kernels, need()
+            self._kernels |= {(way, op), (way, variant)}
+            if not grow.fits(self.capacity):
+                _apart(self.device, lambda: self._grow(grow | self.capacity))
+        return self.enter_again(), self._number(f"autofuse.{op} at {place(site)}"), new
+
+    def enter_again(self) -> PeerMemory:
+        """As `enter`, before a launch like one that it has let in."""
+        self.check()
+        self._capturing = torch.cuda.is_current_stream_capturing()
+        if not self._capturing:
+            raw = torch_internals.current_raw_stream(self.device.index)
+            if raw != self._last:
+                stream = torch.cuda.current_stream(self.device)
+                if self._stream is not None:
+                    stream.wait_event(self._event)
+                self._stream, self._last = stream, raw
+            if self._limit != config.timeout_s:
+                self._limit = config.timeout_s
+                self._state[0] = int(self._limit * 1e9)
+        return self.memory
+
+    @cached_property
+    def words(self) -> Words:
+        """Descriptions of tables, on the device."""
+
+        def allocate(size: int) -> Tensor:
+            return _apart(self.device, lambda: torch.zeros(size, dtype=torch.int64, device=self.device))
+
+        return Words(put_words, allocate)
+
+    def leave(self) -> None:
+        """After the launch: later calls on other streams come after it."""
+        if not self._capturing:
+            self._event.record(self._stream)
+
+    def _number(self, named: str) -> int:
+        """Of a site, as failure records have it."""
+        if named not in self._sites:
+            self._sites.append(named)
+        return self._sites.index(named)
+
+    def check(self) -> None:
+        """Raises RuntimeError if an earlier kernel gave up waiting, or met an index that is none.
+
+        Never synchronises.
+        """
+        if self._failure is None and self._bad_input.value:
+            self._failure = self._describe_input(self._bad_input.value)
+        if self._failure is None and self._raised.value:
+            _, code, source, index, epoch = self._record.tolist()[:5]
+            self._failure = (
+                f"{self._site(code)}, rank {self.rank} of group {self.group_name}: rank {source} did not "
+                f"come {_WAITS.get(code % 8, '')} (tile {index}, call {epoch}) within {self._limit:g} s "
+                f"(AUTOFUSE_TIMEOUT_S sets the limit). What this op and later ones returned is not to be "
+                f"used; has rank {source} ended, or does it run another program?"
+            )
+        if self._failure is not None:
+            raise RuntimeError(self._failure)
+
+    def _site(self, code: int) -> str:
+        return self._sites[code // 8] if code // 8 < len(self._sites) else "a call"
+
+    def _describe_input(self, word: int) -> str:
+        """As the kernel has it: code << 48 | table << 32 | index, or bag."""
+        code, table, value = word >> 48 & 0xFFFF, word >> 32 & 0xFFFF, ctypes.c_int32(word).value
+        what = (
+            f"index {value} of table {table} is outside of its rows"
+            if code % 8 == _BAD_INDEX
+            else f"bag {value} of table {table} ends before it starts or outside of the indices; "
+            "offsets must ascend from 0 to at most the number of indices"
+        )
+        return (
+            f"{self._site(code)}, rank {self.rank} of group {self.group_name}: {what}. "
+            "What this op and later ones returned is not to be used"
+        )
+
+    def meet(self, value: str) -> list[str]:
+        """One string of every rank, which all must bring."""
+        self._meetings += 1
+        prefix = f"{self._prefix}/{self._meetings}"
+        return all_gather(self._store, prefix, self.rank, self.world, value, config.timeout_s, "cuda")
+
+    def _grow(self, need: Need) -> None:
+        self.memory, self.capacity = self._allocate(self.memory, need)
+        self.engine.memory = self.memory
+
+    def _allocate(self, old: PeerMemory | None, need: Need) -> tuple[PeerMemory, Need]:
+        """Memory for at least `need`, by all ranks together; what is large enough stays."""
+        capacity = Need(*(_bucket(getattr(need, f.name)) for f in fields(need)))
+        torch.cuda.synchronize(self.device)
+
+        def region(name: str) -> Region:
+            nbytes = getattr(capacity, name)
+            have = getattr(old, name) if old is not None else None
+            if have is not None and have.views[0].numel() >= nbytes:
+                return have
+            return self._region(max(nbytes, 16))
+
+        def local(name: str, dtype: torch.dtype) -> Tensor:
+            size = max(getattr(capacity, name), 16)
+            have = getattr(old, name, None)
+            if have is not None and have.numel() >= size:
+                return have
+            return torch.zeros(size, dtype=dtype, device=self.device)
+
+        if old is None:
+            copy_signals = self._region(4 * (FIRST_CREDIT + self.world))
+            copy_signals.views[self.rank].view(torch.int32)[FIRST_CREDIT:] = 1
+        else:
+            copy_signals = old.copy_signals
+        memory = PeerMemory(
+            self.rank,
+            self.world,
+            self.programs,
+            **{name: region(name) for name in REGIONS},
+            copy_signals=copy_signals,
+            state=self._state,
+            record=self._record,
+            pieces=local("pieces", torch.float32),
+            done=local("done", torch.int32),
+            outbox=local("outbox", torch.uint8),
+            clusters=self._clusters,
+        )
+        self._kept.append(memory)
+        torch.cuda.synchronize(self.device)
+        self.meet("")  # all have cleared theirs
+        return memory, capacity
+
+    def _region(self, nbytes: int) -> Region:
+        own = torch_internals.symmetric_empty(nbytes, torch.uint8, self.device)
+        own.zero_()
+        torch.cuda.synchronize(self.device)
+        return Region.of(torch_internals.symmetric_views(own, self.group))
+
+
+def _bucket(size: int) -> int:
+    return 1 << (size - 1).bit_length() if size else 0
+
+
+def workspace_for(group_name: str, device: torch.device) -> GpuWorkspace:
+    """The workspace of a group; made on first use, by all its ranks together.
+
+    Raises NotShared on all ranks when one of them cannot take part, RuntimeError when one does not come or
+    fails; the same at every later try.
+    """
+    group = resolve_group(group_name)
+    found = _workspaces.get(group)
+    if found is None:
+        with _making:
+            found = _workspaces.get(group)
+            if found is None:
+                found = _make(group, device)
+                _workspaces[group] = found
+    if isinstance(found, Exception):
+        raise found
+    return found
+
+
+def workspace_of(group_name: str, operand: Tensor) -> GpuWorkspace:
+    """`workspace_for` the GPU of an operand, which need not be the current one. NotShared if it has none."""
+    if operand.device.type != "cuda":
+        raise NotShared("operands are not on a GPU")
+    with current(operand.device):
+        return workspace_for(group_name, operand.device)
+
+
+def current(device: torch.device) -> AbstractContextManager[Any]:
+    """Kernels are launched on the current device, which need not be that of the operands."""
+    if device.index == torch.cuda.current_device():
+        return nullcontext()  # to enter the other one takes longer than a launch
+    return torch.cuda.device(device)
+
+
+def _make(group: ProcessGroup, device: torch.device) -> GpuWorkspace | Exception:
+    if dist.get_backend(group) == "fake":
+        return Declined("the group is fake")
+    if torch.cuda.is_current_stream_capturing():
+        raise NotShared(
+            "the group has not met yet, and cannot while a CUDA graph is captured: call autofuse.warmup()"
+        )
+    try:
+        return _apart(device, lambda: GpuWorkspace(group, device))
+    except (RuntimeError, OSError) as error:
+        return error.with_traceback(None)
+
+
+def _apart(device: torch.device, work: Callable[[], T]) -> T:
+    """`work()` in a thread of its own, for tensors that stay: those of inference mode, which a thread has for
+    itself, could not be written outside of it, and while Inductor's CUDA graphs warm up they claim all that
+    this thread allocates, and fail where it is not freed. Settings are those of this thread.
+    """
+
+    def on_device() -> T:
+        with torch.cuda.device(device):
+            done = work()
+            torch.cuda.synchronize(device)  # the streams of the caller do not wait for those of this thread
+        return done
+
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(copy_context().run, on_device).result()
+
+
+def check(group_name: str | None = None) -> None:
+    """Raises RuntimeError if a fused kernel of the group (of any group) has given up waiting for a peer."""
+    for group, found in list(_workspaces.items()):
+        if isinstance(found, GpuWorkspace) and group_name in (None, group.group_name):
+            found.check()
+
+
+_workspaces: WeakKeyDictionary[ProcessGroup, GpuWorkspace | Any] = WeakKeyDictionary()
+_making = threading.RLock()

@@ -1,0 +1,299 @@
+"""Products: a sum of matmuls and the pointwise epilogue behind it, written as one string.
+
+    mm                        P = sum_i x[i] @ w[i]             every term rounded to the dtype of x
+    addmm %0                  P = operands[0] + x[0] @ w[0]     torch.addmm; further terms are added as in mm
+    addmm %0 0.5 2            P = 0.5 * operands[0] + 2 * x[0] @ w[0]     beta and alpha of torch.addmm
+    scaled_mm %0 %1 bfloat16  P = scaled_mm(x[0], w[0], operands[0], operands[1], out_dtype=bfloat16)
+    add sub mul div           with `%i` (an operand) or a number: P = P op it
+    neg; relu; to bfloat16
+    where %0 %1               P = P where operands[0], else operands[1] (or a number)
+    masked_fill %0 0.0        P = a number (or an operand) where operands[0], else P
+
+`mm; mul %0; to bfloat16` is `(x @ w * operands[0]).to(bfloat16)`. `x[i]: [M, K_i]`, `w[i]: [K_i, N]`;
+operands broadcast against `[M, N]`. Every stage is the torch op that the unfused graph had, on rows and
+columns of the same tensors, so that a tile has the roundings of the graph it stands for; only sums within a
+matmul of few float32 rows may be added in another order (`matmul.multiply`).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from autofuse.lowering.cpu.matmul import multiply
+from autofuse.lowering.torch_internals import scaled_mm
+
+_BINARY: dict[str, Callable[..., Tensor]] = {
+    "add": torch.add,
+    "sub": torch.sub,
+    "mul": torch.mul,
+    "div": torch.div,
+}
+_CONTRACTIONS = {"mm": 0, "addmm": 1, "scaled_mm": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One pointwise step: `operand` or `number` for add, sub, mul, div; with a `mask` for where and
+    masked_fill; `dtype` for to; none for neg and relu."""
+
+    name: str
+    operand: int | None = None
+    number: float | int | None = None
+    dtype: torch.dtype | None = None
+    mask: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """A parsed product. `inputs` are the operands of the contraction, `out_dtype` is that of scaled_mm,
+    `beta` and `alpha` are those of addmm."""
+
+    contraction: str
+    inputs: tuple[int, ...]
+    out_dtype: torch.dtype | None
+    stages: tuple[Stage, ...]
+    beta: float | int = 1
+    alpha: float | int = 1
+
+
+@cache
+def parse(product: str) -> Product:
+    """The parsed form of a product string. Raises ValueError for a string that is not one."""
+    first, *rest = [stage.split() for stage in product.split(";")]
+    if not first or first[0] not in _CONTRACTIONS:
+        raise _malformed(product, f"it starts with none of {', '.join(_CONTRACTIONS)}")
+    name, count = first[0], _CONTRACTIONS[first[0]]
+    inputs = tuple(_operand(word, product) for word in first[1 : 1 + count])
+    stages = tuple(_stage(words, product) for words in rest)
+    if len(inputs) == count:
+        match name, first[1 + count :]:
+            case "scaled_mm", [dtype]:
+                return Product(name, inputs, _dtype(dtype, product), stages)
+            case "addmm", [beta, alpha]:
+                return Product(name, inputs, None, stages, _number(beta, product), _number(alpha, product))
+            case "mm" | "addmm", []:
+                return Product(name, inputs, None, stages)
+    takes = {"scaled_mm": " and a dtype", "addmm": ", then beta and alpha or neither"}
+    raise _malformed(product, f"{name} takes {count} operands{takes.get(name, '')}")
+
+
+def _stage(words: list[str], product: str) -> Stage:
+    match words:
+        case [("neg" | "relu") as name]:
+            return Stage(name)
+        case [("where" | "masked_fill") as name, mask, value] if value.startswith("%"):
+            return Stage(name, operand=_operand(value, product), mask=_operand(mask, product))
+        case [("where" | "masked_fill") as name, mask, value]:
+            return Stage(name, number=_number(value, product), mask=_operand(mask, product))
+        case ["to", dtype]:
+            return Stage("to", dtype=_dtype(dtype, product))
+        case [("add" | "sub" | "mul" | "div") as name, value] if value.startswith("%"):
+            return Stage(name, operand=_operand(value, product))
+        case [("add" | "sub" | "mul" | "div") as name, value]:
+            return Stage(name, number=_number(value, product))
+        case [("masked_fill" | "where") as name, mask, value]:
+            return Stage(name, operand=_operand(mask, product), number=_number(value, product))
+    raise _malformed(product, f"unknown stage '{' '.join(words)}'")
+
+
+def _operand(word: str, product: str) -> int:
+    if word.startswith("%") and word[1:].isdigit():
+        return int(word[1:])
+    raise _malformed(product, f"'{word}' is not an operand such as %0")
+
+
+def _number(word: str, product: str) -> float | int:
+    for kind in (int, float):
+        try:
+            return kind(word)
+        except ValueError:
+            continue
+    raise _malformed(product, f"'{word}' is neither a number nor an operand such as %0")
+
+
+def _dtype(word: str, product: str) -> torch.dtype:
+    dtype = getattr(torch, word, None)
+    if not isinstance(dtype, torch.dtype):
+        raise _malformed(product, f"'{word}' is not a dtype")
+    return dtype
+
+
+def _malformed(product: str, why: str) -> ValueError:
+    return ValueError(f"malformed product {product!r}: {why}; expected e.g. 'mm; mul %0; to bfloat16'")
+
+
+def product_reference(
+    x: Sequence[Tensor], w: Sequence[Tensor], operands: Sequence[Tensor], product: str
+) -> Tensor:
+    """`P: [M, N]` with plain torch ops, on any device; works on fake tensors and is differentiable."""
+    return epilogue(_contract(parse(product), x, w, operands), operands, product)
+
+
+def _contract(p: Product, x: Sequence[Tensor], w: Sequence[Tensor], operands: Sequence[Tensor]) -> Tensor:
+    if p.contraction == "mm":
+        total = torch.mm(x[0], w[0])
+    elif p.contraction == "addmm":
+        total = torch.addmm(operands[p.inputs[0]], x[0], w[0], beta=p.beta, alpha=p.alpha)
+    else:
+        a, b = (operands[i] for i in p.inputs)
+        total = scaled_mm(x[0], w[0], a, b, p.out_dtype)
+    for xi, wi in zip(x[1:], w[1:], strict=True):
+        total = total + torch.mm(xi, wi)
+    return total
+
+
+def epilogue(value: Tensor, operands: Sequence[Tensor], product: str) -> Tensor:
+    """The stages of `product` behind the contraction; operands broadcast against `value`."""
+    for stage in parse(product).stages:
+        value = value.to(stage.dtype) if stage.dtype is not None else _apply(stage, value, operands)
+    return value
+
+
+def _apply(stage: Stage, value: Tensor, operands: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
+    """One stage that keeps the dtype or widens it; `out` may be `value` itself."""
+    if stage.name == "neg":
+        return torch.neg(value, out=out)
+    if stage.name == "relu":
+        return torch.clamp_min(value, 0, out=out)
+    other = operands[stage.operand] if stage.operand is not None else stage.number
+    if stage.mask is None:
+        return _BINARY[stage.name](value, other, out=out)
+    if not isinstance(other, Tensor):
+        assert other is not None
+        other = value.new_full((), other)
+    chosen = (value, other) if stage.name == "where" else (other, value)
+    return torch.where(operands[stage.mask], *chosen, out=out)
+
+
+def fill(stage: Stage, value: Tensor, operands: Sequence[Tensor], number: float | int) -> Tensor:
+    """`value` with `number` where the mask of a masked_fill is true, that of a where false."""
+    assert stage.operand is not None
+    mask = operands[stage.operand]
+    return value.masked_fill(mask if stage.name == "masked_fill" else ~mask, number)
+
+
+def evaluate(
+    out: Tensor, x: Sequence[Tensor], w: Sequence[Tensor], operands: Sequence[Tensor], product: str
+) -> None:
+    """Stores `P` in `out: [M, N]`, whose dtype is P's; straight from the matmul where no dtype changes."""
+    p = parse(product)
+    uniform = x[0].dtype == out.dtype and all(stage.dtype is None for stage in p.stages)
+    if not uniform or p.contraction == "scaled_mm":
+        out.copy_(product_reference(x, w, operands, product))
+        return
+    # Promotion only widens: when both ends have one dtype, so has everything between, and all fits in `out`.
+    if p.contraction == "addmm":
+        torch.addmm(operands[p.inputs[0]], x[0], w[0], beta=p.beta, alpha=p.alpha, out=out)
+    else:
+        multiply(out, x[0], w[0])
+    for xi, wi in zip(x[1:], w[1:], strict=True):
+        torch.add(out, torch.mm(xi, wi), out=out)
+    for stage in p.stages:
+        _apply(stage, out, operands, out=out)
+
+
+def check_product(
+    x: Sequence[Tensor], w: Sequence[Tensor], operands: Sequence[Tensor], product: str, op: str
+) -> None:
+    """Raises ValueError unless `x[i]: [M, K_i]`, `w[i]: [K_i, N]` and operands make a product."""
+    used = parse(product)
+    if not x or len(x) != len(w):
+        raise ValueError(
+            f"{op}: got {len(x)} activations and {len(w)} weights; pass one weight per activation"
+        )
+    m, n = x[0].shape[0], w[0].shape[-1]
+    for xi, wi in zip(x, w, strict=True):
+        if (
+            xi.dim() != 2
+            or wi.dim() != 2
+            or xi.shape[1] != wi.shape[0]
+            or xi.shape[0] != m
+            or wi.shape[1] != n
+        ):
+            raise ValueError(
+                f"{op}: cannot multiply x {tuple(xi.shape)} by w {tuple(wi.shape)}; "
+                f"expected x [{m}, K] and w [K, {n}] with the same K"
+            )
+    check_same((*x, *w), op)
+    named = (*used.inputs, *(i for s in used.stages for i in (s.operand, s.mask)))
+    count = max((i for i in named if i is not None), default=-1) + 1
+    if len(operands) < count:
+        raise ValueError(f"{op}: product {product!r} uses {count} operands, got {len(operands)}")
+    for operand in operands:
+        shape = (1, 1, *operand.shape)[-2:]
+        if operand.dim() > 2 or shape[0] not in (1, m) or shape[1] not in (1, n):
+            raise ValueError(f"{op}: an operand {tuple(operand.shape)} does not broadcast against [{m}, {n}]")
+        if operand.device != x[0].device:
+            raise ValueError(
+                f"{op}: an operand is on {operand.device}, x on {x[0].device}; move all to one device"
+            )
+
+
+def check_same(tensors: Sequence[Tensor], op: str) -> None:
+    """Raises ValueError unless all tensors are on one device and have one dtype."""
+    first = tensors[0]
+    for other in tensors[1:]:
+        if other.device != first.device:
+            raise ValueError(f"{op}: tensors on {first.device} and {other.device}; move all to one device")
+        if other.dtype != first.dtype:
+            raise ValueError(f"{op}: tensors of {first.dtype} and {other.dtype}; cast all to one dtype")
+
+
+def product_backward(
+    grad: Tensor,
+    x: Sequence[Tensor],
+    w: Sequence[Tensor],
+    operands: Sequence[Tensor],
+    product: str,
+    needs: Sequence[Sequence[bool]],
+) -> tuple[list[Tensor | None], list[Tensor | None], list[Tensor | None]]:
+    """Gradients of x, w and operands (those that `needs` asks for, else None) from that of `P: [M, N]`.
+
+    `dx[i] = g @ w[i]^T`, `dw[i] = x[i]^T @ g`, where `g` is `grad` taken back through the stages. Of the
+    operands only those that are added or subtracted have one; RuntimeError where another one needs it.
+    """
+    grad, found = epilogue_backward(grad, operands, product, x[0].dtype, needs[2])
+    dx = [grad @ wi.t() if need else None for wi, need in zip(w, needs[0], strict=True)]
+    dw = [xi.t() @ grad if need else None for xi, need in zip(x, needs[1], strict=True)]
+    return dx, dw, found
+
+
+def epilogue_backward(
+    grad: Tensor, operands: Sequence[Tensor], product: str, dtype: torch.dtype, needs: Sequence[bool]
+) -> tuple[Tensor, list[Tensor | None]]:
+    """Gradients of the contraction's result, in `dtype`, and of the operands that are added or subtracted.
+
+    RuntimeError where another operand needs one, or a stage has none (relu: its input is not kept).
+    """
+    p = parse(product)
+    if p.contraction == "scaled_mm":
+        raise RuntimeError("scaled_mm has no gradient; multiply in a wider dtype to train")
+    if p.alpha != 1:
+        raise RuntimeError(f"product {product!r} has no gradient: it scales the matmul; scale its weight")
+    found: list[Tensor | None] = [None] * len(operands)
+
+    def add_to(operand: int, term: Tensor) -> None:
+        term = term.sum_to_size(operands[operand].shape).to(operands[operand].dtype)
+        before = found[operand]
+        found[operand] = term if before is None else before + term
+
+    for stage in reversed(p.stages):
+        if stage.name == "relu":
+            raise RuntimeError(f"product {product!r} has no gradient: relu does not keep its input")
+        if stage.operand is not None and needs[stage.operand]:
+            if stage.name not in ("add", "sub"):
+                raise RuntimeError(f"product {product!r} has no gradient for its operand %{stage.operand}")
+            add_to(stage.operand, grad if stage.name == "add" else -grad)
+        if stage.mask is not None:
+            mask = operands[stage.mask]
+            grad = grad.masked_fill(~mask if stage.name == "where" else mask, 0)
+        elif stage.name in ("mul", "div", "neg"):
+            grad = _apply(stage, grad, operands)
+    grad = grad.to(dtype)
+    for i in p.inputs:
+        if needs[i]:
+            add_to(i, grad if p.beta == 1 else grad * p.beta)
+    return grad, found

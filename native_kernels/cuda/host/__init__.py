@@ -1,0 +1,1 @@
+"""Compiles CUDA C++ and launches kernels, and what launchers of alike kernels share."""

@@ -1,0 +1,82 @@
+"""What launchers of the expert kernels share: how rows of experts are cut into tiles."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+from autofuse.native_kernels.gpu.memory import cdiv
+
+from .gemm import BM, ClusterConfig, most_stages, shared_bytes
+
+GROUP = 16
+MOST_WEIGHTS = 2
+"""That one kernel multiplies; as order.cuh has it."""
+HEIGHTS = (16, 32, 64, BM)
+"""Rows of a tile."""
+
+
+class Runs(ctypes.Structure):
+    """As expert_order.cuh has it."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_int32) for name in ("rows", "run", "outer", "stretch", "per", "group", "height")
+    )
+
+
+@dataclass(frozen=True)
+class Cut:
+    """`[E, R]` rows, R = (outer, W, run), in tiles of `height` rows: 128, or as few as an expert has.
+
+    stretch: rows of tiles of a run or, where a tile spans several runs, of an expert; per: of an expert;
+    rows, cols: of tiles, of what is for one rank or, spanning, for all; bn: columns of a tile.
+    """
+
+    experts: int
+    expert_rows: int
+    run: int
+    outer: int
+    spanning: bool
+    height: int
+    stretch: int
+    per: int
+    cols: int
+    bn: int
+
+    @classmethod
+    def of(cls, experts: int, rows: int, n: int, outer: int, world: int, bn: int, across: int) -> Cut:
+        """`across` blocks of a cluster that work on rows of one expert, spanning."""
+        run = rows // (outer * world)
+        spanning = run < BM
+        height = next((h for h in HEIGHTS if h >= rows), BM)
+        stretch = cdiv(cdiv(rows, BM), across) * across if spanning else cdiv(run, BM)
+        per = stretch if spanning else outer * stretch
+        return cls(experts, rows, run, outer, spanning, height, stretch, per, cdiv(n, bn), bn)
+
+    @property
+    def stages(self) -> int:
+        """Blocks of K in flight."""
+        return most_stages(self.bn, rows=self.height)
+
+    @property
+    def shared_bytes(self) -> int:
+        return shared_bytes(self.bn, self.stages, rows=self.height)
+
+    @property
+    def rows(self) -> int:
+        return self.experts * self.per
+
+    @property
+    def part_rows(self) -> int:
+        """Of what one rank sends to another."""
+        return self.experts * self.outer * self.run
+
+    @property
+    def runs(self) -> Runs:
+        group = min(self.per, GROUP)
+        return Runs(self.expert_rows, self.run, self.outer, self.stretch, self.per, group, self.height)
+
+
+def tile_cols(n: int, config: ClusterConfig, weights: int) -> int:
+    """Columns of tiles of so many weights `[K, N]`; those that a cluster works on are of one of them."""
+    return weights * cdiv(n, config.bn * config.along) * config.along

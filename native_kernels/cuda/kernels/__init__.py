@@ -1,0 +1,1 @@
+"""The kernels in CUDA C++, each with its launcher beside it."""

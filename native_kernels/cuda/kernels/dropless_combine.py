@@ -1,0 +1,168 @@
+"""Launches dropless_combine.cu: expert_matmul_all_to_all of experts with any number of rows."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from autofuse.native_kernels.cuda.host.gemm import (
+    BM,
+    POINTERS,
+    TENSOR_MAP,
+    Constants,
+    blocks,
+    constants,
+    filled,
+    launch,
+    map_terms,
+    most_stages,
+    shared_bytes,
+)
+from autofuse.native_kernels.cuda.host.launcher import Kernel, kernel
+from autofuse.native_kernels.gpu.memory import Need, PeerMemory, cdiv
+
+SOURCE = "dropless_combine.cu"
+SLICE, STARTS = 128, 8
+HEIGHTS = (32, 64, BM)
+"""Rows of a tile."""
+MOST_EXPERTS = 1024
+
+
+@cache
+def _params_of(terms: int) -> type[ctypes.Structure]:
+    class Params(ctypes.Structure):
+        _fields_ = (
+            ("x", TENSOR_MAP * terms),
+            ("w", TENSOR_MAP * terms),
+            ("out", ctypes.c_void_p),
+            ("bias", ctypes.c_void_p),
+            ("offsets", ctypes.c_void_p),
+            ("positions", ctypes.c_void_p),
+            ("inbox", POINTERS),
+            ("signals", POINTERS),
+            ("state", ctypes.c_void_p),
+            ("trace", ctypes.c_void_p),
+            ("inbox_half", ctypes.c_int64),
+            ("signals_half", ctypes.c_int64),
+            ("sent", ctypes.c_int32 * 9),
+            ("received", ctypes.c_int32 * 9),
+            ("rows", ctypes.c_int32),
+            ("n", ctypes.c_int32),
+            ("k", ctypes.c_int32 * terms),
+            *((name, ctypes.c_int32) for name in ("rank", "site", "slots", "cols", "programs")),
+        )
+
+    return Params
+
+
+@dataclass(frozen=True)
+class DroplessConfig:
+    """How `dropless_combine.cu` and `dropless_dispatch.cu` run.
+
+    bn: columns of a tile; across: blocks of a cluster with one block of the weight, for neighbouring rows of
+    an expert; along: those with one block of x.
+    """
+
+    bn: int = 256
+    across: int = 1
+    along: int = 1
+
+    @property
+    def cluster(self) -> int:
+        return self.across * self.along
+
+    def stages(self, experts: int, height: int) -> int:
+        """Blocks of K in flight, beside which lie the rows of experts."""
+        return most_stages(self.bn, rows=height, beside=8 * (experts + 2) + 16)
+
+    def shared_bytes(self, experts: int, height: int) -> int:
+        return shared_bytes(self.bn, self.stages(experts, height), rows=height)
+
+
+def height_of(rows: int, experts: int) -> int:
+    """Rows of a tile, by how many an expert has on average: ranks need not agree on it."""
+    return next(height for height in HEIGHTS if 2 * rows <= experts * height or height == BM)
+
+
+def dropless_combine_needs(rows: int, n: int, world: int) -> Need:
+    """What a call uses, of `rows` rows that a rank is sent in all, of 16-bit floats."""
+    return Need(inbox=2 * rows * n * 2, signals=2 * 4 * (STARTS + world * cdiv(rows, SLICE)))
+
+
+def dropless_constants(
+    experts: int, world: int, transposed: bool, dtype: torch.dtype, biased: bool, height: int,
+    config: DroplessConfig, trace: bool, **own: int,
+) -> Constants:  # fmt: skip
+    """What either kernel is compiled with; `own`: what it alone has."""
+    return constants(
+        config, world, transposed, dtype, trace, ROWS=height, STAGES=config.stages(experts, height),
+        BIASED=biased, EXPERTS=experts, **own,
+    )  # fmt: skip
+
+
+def launch_dropless_combine(
+    memory: PeerMemory,
+    x: Sequence[Tensor],
+    w: Sequence[Tensor],
+    out: Tensor,
+    offsets: Tensor | None,
+    positions: Tensor | None,
+    received: Sequence[int],
+    sent: Sequence[int],
+    config: DroplessConfig,
+    site: int = 0,
+    trace: Tensor | None = None,
+    compile_only: bool = False,
+    bias: Tensor | None = None,
+) -> None:
+    """The sum of `x[i] @ w[i]`, with the weight of each row's expert, plus `bias: [E, N]`.
+
+    x[i]: [rows, K_i]; w[i]: [E, K_i, N], all transposed or none; added up in fp32, and rounded once.
+    Row i goes to row `positions[i]` (int64; None: i) of a send buffer of as many rows: a permutation. Rows of
+    expert e end at `offsets[e]` (int32; None: all have as many), behind the last one they are 0. Parts of the
+    buffer have `sent[d]` rows, those of out: [sum(received), N], `received[s]`. Offsets and positions are
+    contiguous, on the device. trace: three rows of events a program.
+    """
+    rows, (experts, _, n), ks = x[0].shape[0], w[0].shape, tuple(xi.shape[1] for xi in x)
+    kind = memory, experts, ks, n, w[0].stride(2) != 1, x[0].dtype, bias is not None
+    for height in HEIGHTS if compile_only else (height_of(rows, experts),):
+        found, template = _prepared(*kind, height, config, trace is not None)
+    if compile_only:
+        return
+    params = filled(template, site, trace, out=out, bias=bias, offsets=offsets, positions=positions)
+    params.rows = rows
+    params.sent[: memory.world + 1] = [0, *accumulate(sent)]
+    params.received[: memory.world + 1] = [0, *accumulate(received)]
+    # A rank without rows launches it, too; there is no tensor map of nothing.
+    mapped = [(xi if rows else xi.new_empty(1, xi.shape[1])).unsqueeze(0) for xi in x]
+    map_terms(params, mapped, w, config, height)
+    launch(found, params, config.cluster)
+
+
+@lru_cache(maxsize=1024)
+def _prepared(
+    memory: PeerMemory, experts: int, ks: tuple[int, ...], n: int, transposed: bool, dtype: torch.dtype,
+    biased: bool, height: int, config: DroplessConfig, trace: bool,
+) -> tuple[Kernel, ctypes.Structure]:  # fmt: skip
+    """The kernel, and what does not change from call to call."""
+    world = memory.world
+    compiled_with = dropless_constants(
+        experts, world, transposed, dtype, biased, height, config, trace, TERMS=len(ks)
+    )
+    found = kernel(SOURCE, "dropless_combine", compiled_with, config.shared_bytes(experts, height))
+    signals_half = memory.signals.half(torch.int32)
+    params = _params_of(len(ks))(
+        state=memory.state.data_ptr(), trace=memory.state.data_ptr(),
+        inbox_half=memory.inbox.half(torch.uint8), signals_half=signals_half, n=n, k=ks, rank=memory.rank,
+        slots=(signals_half - STARTS) // world, cols=cdiv(n, config.bn), programs=blocks(memory, config),
+    )  # fmt: skip
+    for r in range(world):
+        params.inbox[r] = memory.inbox.views[r].data_ptr()
+        params.signals[r] = memory.signals.views[r].data_ptr()
+    return found, params

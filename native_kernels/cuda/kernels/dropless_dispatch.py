@@ -1,0 +1,135 @@
+"""Launches dropless_dispatch.cu: all_to_all_expert_matmul of experts with any number of rows."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from autofuse.native_kernels.cuda.host.experts import MOST_WEIGHTS, tile_cols
+from autofuse.native_kernels.cuda.host.gemm import (
+    BK,
+    POINTERS,
+    TENSOR_MAP,
+    blocks,
+    filled,
+    launch,
+    weight_map,
+)
+from autofuse.native_kernels.cuda.host.launcher import Kernel, kernel, tensor_map
+from autofuse.native_kernels.gpu.memory import Need, PeerMemory, cdiv
+
+from .dropless_combine import HEIGHTS, SLICE, STARTS, DroplessConfig, dropless_constants, height_of
+
+SOURCE = "dropless_dispatch.cu"
+
+
+class _Params(ctypes.Structure):
+    _fields_ = (
+        ("exchanged", TENSOR_MAP * 2),
+        ("w", TENSOR_MAP * MOST_WEIGHTS),
+        ("out", ctypes.c_void_p * MOST_WEIGHTS),
+        ("parts", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p * MOST_WEIGHTS),
+        ("offsets", ctypes.c_void_p),
+        ("positions", ctypes.c_void_p),
+        ("memory", POINTERS),
+        ("places", POINTERS),
+        ("signals", POINTERS),
+        ("state", ctypes.c_void_p),
+        ("trace", ctypes.c_void_p),
+        ("half", ctypes.c_int64),
+        ("places_half", ctypes.c_int64),
+        ("signals_half", ctypes.c_int64),
+        ("sent", ctypes.c_int32 * 9),
+        ("received", ctypes.c_int32 * 9),
+        *((name, ctypes.c_int32) for name in ("rows", "n", "k", "rank", "site", "slot", "cols", "programs")),
+    )
+
+
+def dropless_dispatch_needs(rows: int, k: int, world: int) -> Need:
+    """What a call uses, of `rows` rows that a rank sends or receives in all, of 16-bit floats."""
+    return Need(
+        inbox=2 * rows * k * 2, finished=2 * 4 * world * rows, signals=2 * 4 * (STARTS + cdiv(rows, SLICE))
+    )
+
+
+def launch_dropless_dispatch(
+    memory: PeerMemory,
+    x: Tensor,
+    w: Sequence[Tensor],
+    out: Sequence[Tensor],
+    offsets: Tensor | None,
+    positions: Tensor | None,
+    received: Sequence[int],
+    sent: Sequence[int],
+    config: DroplessConfig,
+    site: int = 0,
+    trace: Tensor | None = None,
+    compile_only: bool = False,
+    bias: Sequence[Tensor] = (),
+) -> None:
+    """`x: [sum(sent), K]`, contiguous, in parts for the ranks, becomes `X: [rows, K]` of the ranks.
+
+    Row i of X is row `positions[i]` (int64; None: i) of the rows that arrive, `received[s]` from every rank:
+    a permutation. Of up to MOST_WEIGHTS weights, all of them row-major or all transposed, out[i]: [rows, N]
+    is X times the weight of each row's expert, `w[i]: [E, K, N]`, plus `bias[i]: [E, N]`, or there is none.
+    Rows of expert e end at `offsets[e]` (int32; None: all have as many), behind the last one out is 0.
+    Offsets and positions are contiguous, on the device. trace: three rows of events a program.
+    """
+    k, (experts, _, n), rows = x.shape[1], w[0].shape, out[0].shape[0]
+    kind = memory, experts, k, n, w[0].stride(2) != 1, x.dtype, len(bias) > 0
+    for height in HEIGHTS if compile_only else (height_of(rows, experts),):
+        found, template = _prepared(*kind, height, config, trace is not None, len(w))
+    if compile_only:
+        return
+    params = filled(template, site, trace, parts=x, offsets=offsets, positions=positions)
+    params.rows = rows
+    params.sent[: memory.world + 1] = [0, *accumulate(sent)]
+    params.received[: memory.world + 1] = [0, *accumulate(received)]
+    params.bias[: len(bias)] = [b.data_ptr() for b in bias]
+    params.out[: len(out)] = [y.data_ptr() for y in out]
+    for i, wi in enumerate(w):
+        ctypes.memmove(params.w[i], weight_map(wi, config.bn // config.across), 128)
+    launch(found, params, config.cluster)
+
+
+def dropless_exchanged(memory: PeerMemory, rows: int, k: int, dtype: torch.dtype) -> Tensor:
+    """A copy of X, `[rows, K]`, after a launch."""
+    # Only the device knows how many calls there were.
+    halves = memory.inbox.views[memory.rank].view(dtype)
+    halves = halves.as_strided((2, rows * k), (memory.inbox.half(dtype), 1))
+    return halves.index_select(0, memory.state[3:4] % 2).view(rows, k)
+
+
+@lru_cache(maxsize=1024)
+def _prepared(
+    memory: PeerMemory, experts: int, k: int, n: int, transposed: bool, dtype: torch.dtype, biased: bool,
+    height: int, config: DroplessConfig, trace: bool, weights: int,
+) -> tuple[Kernel, _Params]:  # fmt: skip
+    """The kernel, and what does not change from call to call."""
+    world, half = memory.world, memory.inbox.half(dtype)
+    compiled_with = dropless_constants(
+        experts, world, transposed, dtype, biased, height, config, trace, WEIGHTS=weights
+    )
+    found = kernel(SOURCE, "dropless_dispatch", compiled_with, config.shared_bytes(experts, height))
+    places_half = memory.finished.half(torch.int32)
+    params = _Params(
+        state=memory.state.data_ptr(), trace=memory.state.data_ptr(), half=memory.inbox.half(torch.uint8),
+        places_half=places_half, signals_half=memory.signals.half(torch.int32), n=n, k=k, rank=memory.rank,
+        slot=places_half // world, cols=tile_cols(n, config, weights),
+        programs=blocks(memory, config),
+    )  # fmt: skip
+    own = memory.inbox.views[memory.rank].view(dtype)
+    for parity in range(2):
+        rows = own[parity * half :][: half // k * k].view(1, -1, k)
+        ctypes.memmove(params.exchanged[parity], tensor_map(rows, height // config.along, BK), 128)
+    for r in range(world):
+        params.memory[r] = memory.inbox.views[r].data_ptr()
+        params.places[r] = memory.finished.views[r].data_ptr()
+        params.signals[r] = memory.signals.views[r].data_ptr()
+    return found, params

@@ -1,0 +1,175 @@
+"""Launches gather_matmul.cu: all_gather_matmul, computed by clusters of blocks."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from autofuse.native_kernels.cuda.host.gemm import (
+    BK,
+    BM,
+    POINTERS,
+    TENSOR_MAP,
+    Constants,
+    blocks,
+    constants,
+    filled,
+    launch,
+    map_operands,
+    set_map,
+    shared_bytes,
+)
+from autofuse.native_kernels.cuda.host.launcher import Kernel, kernel
+from autofuse.native_kernels.gpu.copy_engine import FIRST_CREDIT, CopyEngine
+from autofuse.native_kernels.gpu.memory import LONGEST_ROW, Need, PeerMemory, cdiv
+
+SOURCE = "gather_matmul.cu"
+
+
+class _Params(ctypes.Structure):
+    _fields_ = (
+        ("x", TENSOR_MAP),
+        ("gathered", TENSOR_MAP),
+        ("w", TENSOR_MAP),
+        ("y", TENSOR_MAP),
+        ("part", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("memory", POINTERS),
+        ("signals", POINTERS),
+        ("state", ctypes.c_void_p),
+        ("trace", ctypes.c_void_p),
+        ("signals_half", ctypes.c_int64),
+        *(
+            (name, ctypes.c_int32)
+            for name in (
+                *("m", "n", "k", "rank", "site", "chunk", "inner", "stretch", "rows", "cols", "half_rows"),
+                *("slice_rows", "slices", "k_slice", "k_slices", "credit", "gives_credit", "programs"),
+            )
+        ),
+    )
+
+
+@dataclass(frozen=True)
+class ClusterGatherConfig:
+    """How `gather_matmul.cu` runs.
+
+    bn: columns of a tile of 128 rows; across: blocks of a cluster with one block of the weight, along: with
+    one block of x; within: whether those `across` work on rows of one part, or of as many parts; stages:
+    blocks of K in flight; slices, k_slices: of a part, in rows and in K; copied: by copy engines, in rows
+    alone.
+    """
+
+    bn: int = 256
+    across: int = 2
+    along: int = 1
+    within: bool = False
+    stages: int = 3
+    slices: int = 1
+    k_slices: int = 1
+    copied: bool = False
+
+    @property
+    def cluster(self) -> int:
+        return self.across * self.along
+
+    @property
+    def shared_bytes(self) -> int:
+        return shared_bytes(self.bn, self.stages)
+
+
+def cluster_gather_needs(chunk: int, k: int, itemsize: int, world: int, config: ClusterGatherConfig) -> Need:
+    """What a call uses."""
+    gathered = world * chunk * k * itemsize
+    if config.copied:
+        return Need(copies=gathered, copy_signals=4 * world * config.slices)
+    return Need(inbox=2 * (gathered + LONGEST_ROW), signals=2 * 4 * world * config.slices * config.k_slices)
+
+
+def cluster_gather_constants(
+    m: int, world: int, transposed: bool, dtype: torch.dtype, biased: bool, config: ClusterGatherConfig,
+    trace: bool,
+) -> Constants:  # fmt: skip
+    """What the kernel is compiled with; m: rows of all parts."""
+    return constants(
+        config, world, transposed, dtype, trace, STAGES=config.stages, WITHIN=config.within, BIASED=biased,
+        ENGINES=config.copied, SPANNING=m <= BM,
+    )  # fmt: skip
+
+
+def launch_cluster_gather(
+    memory: PeerMemory,
+    part: Tensor,
+    w: Tensor,
+    out: Tensor,
+    outer: int,
+    config: ClusterGatherConfig,
+    engine: CopyEngine | None = None,
+    credit: bool = True,
+    site: int = 0,
+    trace: Tensor | None = None,
+    compile_only: bool = False,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """As `launch_gather_matmul` of `native_kernels.triton`, and returns the same.
+
+    The world is a multiple of `config.across`, unless `config.within`; of at most 128 rows in all, outer and
+    across are 1, and nothing is copied. trace: three rows of events a program.
+    """
+    (chunk, k), n = part.shape, w.shape[1]
+    found, template, gathered, slice_height = _prepared(
+        memory, chunk, k, n, w.stride(1) != 1, part.dtype, bias is not None, outer, config, trace is not None
+    )
+    if compile_only:
+        return gathered
+    params = filled(template, site, trace, part=part, bias=bias)
+    params.gives_credit = credit
+    map_operands(params, part, w, config)
+    set_map(params, "y", out.view(-1, params.inner, n), BM, 64)
+    if config.copied:
+        assert engine is not None
+        engine.push(part, slice_height, params.slices)
+    launch(found, params, config.cluster)
+    if config.copied:
+        assert engine is not None
+        engine.join()
+    return gathered
+
+
+@lru_cache(maxsize=1024)
+def _prepared(
+    memory: PeerMemory, chunk: int, k: int, n: int, transposed: bool, dtype: torch.dtype, biased: bool,
+    outer: int, config: ClusterGatherConfig, trace: bool,
+) -> tuple[Kernel, _Params, Tensor, int]:  # fmt: skip
+    """The kernel, what does not change from call to call, the gathered memory, and the rows of a slice."""
+    world, m, inner = memory.world, memory.world * chunk, chunk // outer
+    compiled_with = cluster_gather_constants(m, world, transposed, dtype, biased, config, trace)
+    found = kernel(SOURCE, "gather_matmul", compiled_with, config.shared_bytes)
+    region, signals = (
+        (memory.copies, memory.copy_signals) if config.copied else (memory.inbox, memory.signals)
+    )
+    half_rows = 0 if config.copied else region.half(dtype) // k
+    gathered = region.matrix(memory.rank, dtype, 0, half_rows + m, k)
+    spanning = m <= BM
+    stretch = 1 if spanning else cdiv(inner, BM)
+    rows = 1 if spanning else outer * stretch
+    slice_rows = cdiv(rows, config.slices)
+    if inner % BM:  # a slice holds whole stretches
+        slice_rows = cdiv(slice_rows, stretch) * stretch
+    k_slice = cdiv(cdiv(k, BK), config.k_slices) * BK
+    params = _Params(
+        state=memory.state.data_ptr(), trace=memory.state.data_ptr(), signals_half=signals.half(torch.int32),
+        m=m, n=n, k=k, rank=memory.rank, chunk=chunk, inner=m if spanning else inner, stretch=stretch,
+        rows=rows, cols=cdiv(n, config.bn), half_rows=half_rows, slice_rows=slice_rows,
+        slices=cdiv(rows, slice_rows), k_slice=k_slice, k_slices=cdiv(k, k_slice),
+        credit=FIRST_CREDIT, programs=blocks(memory, config),
+    )  # fmt: skip
+    set_map(params, "gathered", gathered, BM // config.along, BK)
+    for r in range(world):
+        params.memory[r] = region.views[r].data_ptr()
+        params.signals[r] = signals.views[r].data_ptr()
+    slice_height = slice_rows * BM if inner % BM == 0 else slice_rows // stretch * inner
+    return found, params, gathered, min(slice_height, chunk)

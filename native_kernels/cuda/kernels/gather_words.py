@@ -1,0 +1,188 @@
+"""Launches gather_words.cu: all_gather_matmul of at most 128 tokens."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from autofuse.native_kernels.cuda.host.gemm import (
+    BK,
+    POINTERS,
+    TENSOR_MAP,
+    Constants,
+    filled,
+    launch,
+    map_weight,
+    set_map,
+)
+from autofuse.native_kernels.cuda.host.launcher import Kernel, kernel
+from autofuse.native_kernels.gpu.memory import EVENTS, SHARED_MEMORY, Need, PeerMemory, cdiv
+
+SOURCE = "gather_words.cu"
+MOST_ROWS = 128
+_CHECKERS = {1: 6, 2: 2}
+"""Warps of a block, at most, that look at x, by warpgroups that multiply; those that neither do nor load."""
+COLS = 64
+"""Columns of Y that a warpgroup computes."""
+LINE = 128
+"""Bytes at multiples of which rows of x begin, if they can: TMA loads as many at once."""
+HEAD = LINE
+"""Bytes before the thirds: how many calls there were, and how many lines each third holds, int64."""
+
+
+class _Params(ctypes.Structure):
+    _fields_ = (
+        ("w", TENSOR_MAP),
+        ("x", TENSOR_MAP),
+        *((name, ctypes.c_void_p) for name in ("part", "bias", "out", "kept")),
+        ("memory", POINTERS),
+        ("signals", POINTERS),
+        *((name, ctypes.c_void_p) for name in ("words", "state", "calls", "trace")),
+        *((name, ctypes.c_int64) for name in ("third", "half", "signals_half")),
+        *(
+            (name, ctypes.c_int32)
+            for name in ("m", "n", "k", "rank", "site", "chunk", "tiles", "out_pitch", "programs")
+        ),
+    )
+
+
+@dataclass(frozen=True)
+class WordsGatherConfig:
+    """How `gather_words.cu` runs.
+
+    groups: warpgroups of a block that multiply, 64 columns each; pieces: of K; ahead: KiB of the weight that
+    a block has on the way at once, behind which x would have to wait.
+    """
+
+    groups: int = 1
+    pieces: int = 4
+    ahead: int = 48
+
+    def tiles(self, n: int) -> int:
+        """Of the output; as many blocks a piece."""
+        return cdiv(n, self.groups * COLS)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of a block of the weight."""
+        return self.groups * COLS * BK * 2
+
+    def stages(self, tokens: int) -> tuple[int, int]:
+        """Blocks of x and of the weight in flight: as many as fit."""
+        x_bytes = tokens * BK * 2
+        x = min((96 if tokens == 128 else 64) * 1024 // x_bytes, 32)
+        left = SHARED_MEMORY - 1024 - x * (x_bytes + 24)
+        return x, left // (self.weight_bytes + 16)
+
+    def shared_bytes(self, tokens: int) -> int:
+        """Of a block: stages, their barriers, and room to align it."""
+        x, weight = self.stages(tokens)
+        return x * (tokens * BK * 2 + 24) + weight * (self.weight_bytes + 16) + 1024
+
+
+def tokens_of(m: int) -> int:
+    """As many as the tensor cores take at once."""
+    return max(8, 1 << (m - 1).bit_length())
+
+
+def _is_signalled(m: int) -> bool:
+    """Whether signals say that x has come, for so many tokens that looking at all words takes longer."""
+    return m > 64
+
+
+def words_gather_needs(m: int, k: int, n: int, itemsize: int, world: int, config: WordsGatherConfig) -> Need:
+    """What a call uses."""
+    sums = config.tiles(n) * config.groups * COLS * tokens_of(m) * 4 * config.pieces
+    return Need(
+        gathers=HEAD + 3 * (m * k * itemsize + LINE),
+        words=2 * sums if config.pieces > 1 else 0,
+        signals=2 * 4 * world if _is_signalled(m) else 0,
+    )
+
+
+def words_gather_constants(
+    m: int, world: int, transposed: bool, dtype: torch.dtype, biased: bool, config: WordsGatherConfig,
+    trace: bool,
+) -> Constants:  # fmt: skip
+    """What the kernel is compiled with."""
+    x_stages, weight_stages = config.stages(tokens_of(m))
+    found = {
+        "W": world,
+        "TOKENS": tokens_of(m),
+        "G": config.groups,
+        "PIECES": config.pieces,
+        "SIGNALLED": _is_signalled(m),
+        "X_STAGES": x_stages,
+        "CHECKERS": max(c for c in range(1, _CHECKERS[config.groups] + 1) if x_stages % c == 0),
+        "W_STAGES": weight_stages,
+        "AHEAD": config.ahead * 1024 // config.weight_bytes,
+        "TRANSPOSED": transposed,
+        "FP16": dtype is torch.float16,
+        "BIASED": biased,
+        "MEAN": False,
+        "TRACE": trace,
+        "EVENTS": EVENTS,
+    }
+    return tuple((name, int(value)) for name, value in found.items())
+
+
+def launch_gather_words(
+    memory: PeerMemory,
+    part: Tensor,
+    w: Tensor,
+    out: Tensor,
+    config: WordsGatherConfig,
+    site: int = 0,
+    trace: Tensor | None = None,
+    compile_only: bool = False,
+    bias: Tensor | None = None,
+    keep: bool = False,
+) -> Tensor:
+    """As `launch_gather_matmul_few` of `native_kernels.triton`, with `W * C <= 128`; returns X [W * C, K]
+    with `keep`, else nothing of use.
+
+    trace: two rows of events a program, of who multiplies and of who loads x.
+    """
+    (chunk, k), n = part.shape, w.shape[1]
+    found, template = _prepared(
+        memory, chunk, k, n, w.stride(1) != 1, part.dtype, bias is not None, config, trace is not None
+    )
+    kept = part.new_empty(memory.world * chunk if keep else 0, k)
+    if compile_only:
+        return kept
+    params = filled(template, site, trace, part=part, out=out, bias=bias, kept=kept if keep else None)
+    params.out_pitch = out.stride(0) * out.element_size()
+    map_weight(params, w, COLS)
+    launch(found, params, 1)
+    return kept
+
+
+@lru_cache(maxsize=1024)
+def _prepared(
+    memory: PeerMemory, chunk: int, k: int, n: int, transposed: bool, dtype: torch.dtype, biased: bool,
+    config: WordsGatherConfig, trace: bool,
+) -> tuple[Kernel, _Params]:  # fmt: skip
+    """The kernel, and what does not change from call to call."""
+    m = memory.world * chunk
+    compiled_with = words_gather_constants(m, memory.world, transposed, dtype, biased, config, trace)
+    found = kernel(SOURCE, "gather_words", compiled_with, config.shared_bytes(tokens_of(m)))
+    mine = memory.gathers.views[memory.rank]
+    third = (mine.numel() - HEAD) // 3 // LINE * LINE
+    params = _Params(
+        words=memory.words.views[memory.rank].data_ptr(), state=memory.state.data_ptr(),
+        calls=mine.data_ptr(), trace=memory.state.data_ptr(),
+        third=third, half=memory.words.half(torch.uint8),
+        signals_half=memory.signals.half(torch.int32),
+        m=m, n=n, k=k, rank=memory.rank, chunk=chunk, tiles=config.tiles(n),
+        programs=config.tiles(n) * config.pieces,
+    )  # fmt: skip
+    thirds = mine[HEAD:].view(dtype).as_strided((3, m, k), (third // 2, k, 1))
+    set_map(params, "x", thirds, tokens_of(m), BK)
+    for r in range(memory.world):
+        params.signals[r] = memory.signals.views[r].data_ptr()
+        params.memory[r] = memory.gathers.views[r].data_ptr() + HEAD
+    return found, params

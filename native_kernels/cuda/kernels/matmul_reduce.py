@@ -1,0 +1,207 @@
+"""Launches matmul_reduce.cu: matmul_all_reduce and matmul_reduce_scatter, computed by clusters of blocks.
+
+Blocks of a cluster load a share of a block of x or of the weight each and send it to all that need it, so
+that the L2 cache is read less.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from autofuse.native_kernels.cuda.host.gemm import (
+    BM,
+    POINTERS,
+    TENSOR_MAP,
+    Constants,
+    blocks,
+    constants,
+    filled,
+    launch,
+    map_operands,
+    shared_bytes,
+)
+from autofuse.native_kernels.cuda.host.launcher import Kernel, kernel
+from autofuse.native_kernels.gpu.copy_engine import FIRST_CREDIT, CopyEngine
+from autofuse.native_kernels.gpu.memory import LONGEST_ROW, Need, PeerMemory, cdiv
+
+SOURCE = "matmul_reduce.cu"
+
+
+class _Params(ctypes.Structure):
+    _fields_ = (
+        ("x", TENSOR_MAP),
+        ("w", TENSOR_MAP),
+        ("out", ctypes.c_void_p),
+        ("inbox", POINTERS),
+        ("words", POINTERS),
+        ("signals", POINTERS),
+        ("state", ctypes.c_void_p),
+        ("trace", ctypes.c_void_p),
+        ("inbox_half", ctypes.c_int64),
+        ("words_half", ctypes.c_int64),
+        ("signals_half", ctypes.c_int64),
+        *(
+            (name, ctypes.c_int32)
+            for name in (
+                *("m", "n", "k", "rank", "site", "chunk_rows", "stretch", "rows", "cols"),
+                *("out_pitch", "visit", "lag", "programs"),
+            )
+        ),
+        ("outbox", ctypes.c_void_p),
+        ("copied", POINTERS),
+        ("stored", ctypes.c_void_p),
+        *((name, ctypes.c_int32) for name in ("slice", "slices", "credit")),
+    )
+
+
+@dataclass(frozen=True)
+class ClusterReduceConfig:
+    """How `matmul_reduce.cu` runs.
+
+    bn: columns of a tile of 128 rows; across: blocks of a cluster with one block of the weight, of as many
+    owners; along: those with one block of x; stages: blocks of K in flight; visit: tiles a visit (0: a share
+    of the blocks); part: rows that are reduced by one team at a time; copied: tiles reach their owners by
+    copy engines, `slice` at a time; update: tiles are added at their owners as they come, each sum rounded,
+    so that no two runs need give the same bits.
+    """
+
+    bn: int = 256
+    across: int = 2
+    along: int = 1
+    stages: int = 3
+    visit: int = 0
+    part: int = 16
+    copied: bool = False
+    slice: int = 32
+    update: bool = False
+
+    @property
+    def cluster(self) -> int:
+        return self.across * self.along
+
+    @property
+    def shared_bytes(self) -> int:
+        return shared_bytes(self.bn, self.stages)
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """Tiles of a chunk: `rows` of them down, in stretches of `stretch`, and `cols` across."""
+
+    inner: int
+    stretch: int
+    rows: int
+    cols: int
+    slices: int
+
+    @classmethod
+    def of(cls, m: int, n: int, outer: int, world: int, config: ClusterReduceConfig) -> _Cut:
+        inner = cdiv(m, world * outer)
+        stretch = cdiv(inner, BM)
+        rows, cols = outer * stretch, cdiv(n, config.bn)
+        return cls(inner, stretch, rows, cols, cdiv(rows * cols, config.slice))
+
+
+def cluster_reduce_needs(
+    m: int, n: int, outer: int, itemsize: int, world: int, all_ranks: bool, config: ClusterReduceConfig
+) -> Need:
+    """What a call uses."""
+    cut = _Cut.of(m, n, outer, world, config)
+    tiles = world * cut.rows * cut.cols
+    nbytes = tiles * BM * config.bn * itemsize
+    need = Need(words=2 * nbytes * all_ranks, signals=2 * 4 * tiles)
+    if config.update:
+        return need | Need(words=2 * nbytes // world)
+    if not config.copied:
+        return need | Need(inbox=2 * (nbytes + LONGEST_ROW))
+    slices = world * cut.slices
+    return need | Need(copies=nbytes, outbox=nbytes, copy_signals=4 * slices, done=2 * slices)
+
+
+def cluster_reduce_constants(
+    world: int, transposed: bool, dtype: torch.dtype, mean: bool, all_ranks: bool, order: int,
+    config: ClusterReduceConfig, trace: bool,
+) -> Constants:  # fmt: skip
+    """What the kernel is compiled with."""
+    return constants(
+        config, world, transposed, dtype, trace, STAGES=config.stages, ORDER=order, ALL=all_ranks, MEAN=mean,
+        PART=config.part, ENGINES=config.copied, UPDATE=config.update,
+    )  # fmt: skip
+
+
+def launch_cluster_reduce(
+    memory: PeerMemory,
+    x: Tensor,
+    w: Tensor,
+    out: Tensor,
+    mean: bool,
+    all_ranks: bool,
+    outer: int,
+    order: int,
+    config: ClusterReduceConfig,
+    site: int = 0,
+    trace: Tensor | None = None,
+    compile_only: bool = False,
+    engine: CopyEngine | None = None,
+) -> None:
+    """As `launch_matmul_reduce` of `native_kernels.triton`, cut by rows, with the same bits.
+
+    The world is a multiple of `config.across`. trace: three rows of events a program, for the teams that
+    reduce alone and after they have multiplied. engine: copies what is `config.copied`.
+    """
+    (m, k), n = x.shape, w.shape[1]
+    found, template = _prepared(
+        memory, m, k, n, w.stride(1) != 1, x.dtype, mean, all_ranks, outer, order, config, trace is not None
+    )
+    if compile_only:
+        return
+    params = filled(template, site, trace, out=out)
+    params.out_pitch = out.stride(0) * out.element_size()
+    map_operands(params, x, w, config)
+    if not config.copied:
+        launch(found, params, config.cluster)
+        return
+    assert engine is not None
+    cut = _Cut.of(m, n, outer, memory.world, config)
+    tile_bytes = BM * config.bn * x.element_size()
+    full = memory.done[: 2 * memory.world * cut.slices].view(2, memory.world, cut.slices)[1]
+    engine.fork()
+    launch(found, params, config.cluster)
+    engine.forward(full, cut.rows * cut.cols * tile_bytes, config.slice * tile_bytes)
+    engine.join()
+
+
+@lru_cache(maxsize=1024)
+def _prepared(
+    memory: PeerMemory, m: int, k: int, n: int, transposed: bool, dtype: torch.dtype, mean: bool,
+    all_ranks: bool, outer: int, order: int, config: ClusterReduceConfig, trace: bool,
+) -> tuple[Kernel, _Params]:  # fmt: skip
+    """The kernel, and what does not change from call to call."""
+    world, cut = memory.world, _Cut.of(m, n, outer, memory.world, config)
+    compiled_with = cluster_reduce_constants(world, transposed, dtype, mean, all_ranks, order, config, trace)
+    found = kernel(SOURCE, "matmul_reduce", compiled_with, config.shared_bytes)
+    programs = blocks(memory, config)
+    in_tile = BM // config.part
+    parts = cut.rows * cut.cols * in_tile
+    inbox = memory.copies if config.copied else memory.words if config.update else memory.inbox
+    params = _Params(
+        state=memory.state.data_ptr(), trace=memory.state.data_ptr(),
+        inbox_half=0 if config.copied else inbox.half(torch.uint8),
+        words_half=memory.words.half(torch.uint8), signals_half=memory.signals.half(torch.int32),
+        m=m, n=n, k=k, rank=memory.rank, chunk_rows=cut.inner, stretch=cut.stretch, rows=cut.rows,
+        cols=cut.cols, visit=config.visit or max(1, programs // world),
+        lag=parts if parts < 3 * programs else (programs // world + 1) * in_tile, programs=programs,
+        outbox=memory.outbox.data_ptr(), stored=memory.done.data_ptr(), slice=config.slice, slices=cut.slices,
+        credit=FIRST_CREDIT,
+    )  # fmt: skip
+    for r in range(world):
+        params.inbox[r] = inbox.views[r].data_ptr()
+        params.words[r] = memory.words.views[r].data_ptr()
+        params.signals[r] = memory.signals.views[r].data_ptr()
+        params.copied[r] = memory.copy_signals.views[r].data_ptr()
+    return found, params

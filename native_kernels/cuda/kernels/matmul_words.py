@@ -1,0 +1,150 @@
+"""Launches matmul_words.cu: matmul_all_reduce and matmul_reduce_scatter of at most 128 rows."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from autofuse.native_kernels.cuda.host.gemm import (
+    BM,
+    POINTERS,
+    TENSOR_MAP,
+    Constants,
+    blocks,
+    constants,
+    filled,
+    launch,
+    map_operands,
+    most_stages,
+    shared_bytes,
+)
+from autofuse.native_kernels.cuda.host.launcher import Kernel, kernel
+from autofuse.native_kernels.gpu.memory import Need, PeerMemory, cdiv
+
+SOURCE = "matmul_words.cu"
+MOST_ROWS = BM
+
+
+class _Params(ctypes.Structure):
+    _fields_ = (
+        ("x", TENSOR_MAP),
+        ("w", TENSOR_MAP),
+        ("out", ctypes.c_void_p),
+        ("words", POINTERS),
+        ("state", ctypes.c_void_p),
+        ("trace", ctypes.c_void_p),
+        ("half", ctypes.c_int64),
+        *(
+            (name, ctypes.c_int32)
+            for name in ("m", "n", "k", "rank", "site", "height", "cols", "out_pitch", "programs")
+        ),
+    )
+
+
+@dataclass(frozen=True)
+class WordsConfig:
+    """How `matmul_words.cu` runs.
+
+    bn: columns of a tile; split: of K, among the blocks of a cluster; once: of an all_reduce, every rank gets
+    all parts, and nothing is sent twice.
+    """
+
+    bn: int = 64
+    split: int = 1
+    once: bool = False
+
+    across = along = 1
+
+    @property
+    def cluster(self) -> int:
+        return self.split
+
+    @property
+    def stages(self) -> int:
+        """As many blocks of K in flight as fit."""
+        return most_stages(self.bn, self.split)
+
+    @property
+    def shared_bytes(self) -> int:
+        return shared_bytes(self.bn, self.stages, self.split)
+
+
+def words_needs(m: int, n: int, itemsize: int, world: int, all_ranks: bool, config: WordsConfig) -> Need:
+    """What a call uses."""
+    rows = m if config.once else cdiv(m, world) * (2 if all_ranks else 1)
+    return Need(words=2 * world * rows * n * itemsize)
+
+
+def words_constants(
+    m: int, world: int, transposed: bool, dtype: torch.dtype, mean: bool, all_ranks: bool,
+    config: WordsConfig, trace: bool,
+) -> Constants:  # fmt: skip
+    """What the kernel is compiled with."""
+    return constants(
+        config,
+        world,
+        transposed,
+        dtype,
+        trace,
+        STAGES=config.stages,
+        ROWS=_rows(m),
+        SPLIT=config.split,
+        ALL=all_ranks,
+        ONCE=config.once,
+        MEAN=mean,
+    )
+
+
+def _rows(m: int) -> int:
+    """Of a block of x: atoms of the swizzle are 8."""
+    return cdiv(m, 8) * 8
+
+
+def launch_matmul_words(
+    memory: PeerMemory,
+    x: Tensor,
+    w: Tensor,
+    out: Tensor,
+    mean: bool,
+    all_ranks: bool,
+    config: WordsConfig,
+    site: int = 0,
+    trace: Tensor | None = None,
+    compile_only: bool = False,
+) -> None:
+    """As `launch_matmul_packets` of `native_kernels.triton`.
+
+    trace: three rows of events a program, of a warpgroup each.
+    """
+    (m, k), n = x.shape, w.shape[1]
+    found, template = _prepared(
+        memory, m, k, n, w.stride(1) != 1, x.dtype, mean, all_ranks, config, trace is not None
+    )
+    if compile_only:
+        return
+    params = filled(template, site, trace, out=out)
+    params.out_pitch = out.stride(0) * out.element_size()
+    map_operands(params, x, w, config, _rows(m))
+    launch(found, params, config.cluster)
+
+
+@lru_cache(maxsize=1024)
+def _prepared(
+    memory: PeerMemory, m: int, k: int, n: int, transposed: bool, dtype: torch.dtype, mean: bool,
+    all_ranks: bool, config: WordsConfig, trace: bool,
+) -> tuple[Kernel, _Params]:  # fmt: skip
+    """The kernel, and what does not change from call to call."""
+    compiled_with = words_constants(m, memory.world, transposed, dtype, mean, all_ranks, config, trace)
+    found = kernel(SOURCE, "matmul_words", compiled_with, config.shared_bytes)
+    params = _Params(
+        state=memory.state.data_ptr(), trace=memory.state.data_ptr(), half=memory.words.half(torch.uint8),
+        m=m, n=n, k=k, rank=memory.rank, height=m if config.once else cdiv(m, memory.world),
+        cols=cdiv(n, config.bn), programs=blocks(memory, config),
+    )  # fmt: skip
+    for r in range(memory.world):
+        params.words[r] = memory.words.views[r].data_ptr()
+    return found, params

@@ -1,0 +1,209 @@
+"""Whether a legal site is worth fusing: what the cost model predicts for it, and what follows under `auto`.
+
+All ranks must decide alike, without asking each other. They may differ in the values that dynamic sizes had
+while tracing, and agree on static sizes, on the ranges of the graph's symbols, and on the table. Hence
+
+- static sizes: fused if predicted to be faster;
+- dynamic sizes: one compilation serves all of them, and none may get slower than it was. Fused if predicted
+  to be faster somewhere in the range of the symbols, and nowhere slower by more than `MARGIN`, which is less
+  than the model can tell: far ends of a range that nobody runs decide nothing. Else the condition under which
+  fusing gains is reported; `torch._dynamo.mark_dynamic(x, dim, min=, max=)` narrows the range;
+- sizes that depend on data, and parts of an all_to_all that differ from rank to rank: fused. Nothing is known
+  that all ranks share, and the fused ops gain most where latency counts.
+
+Values while tracing go only into what is reported.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import TypeAlias
+
+import sympy
+
+from autofuse.passes.graph.anchors import Anchor
+from autofuse.passes.graph.follow import expression, tensor
+from autofuse.passes.graph.layout import Size, product
+from autofuse.passes.matchers.match import Match, Work
+from autofuse.passes.report import Prediction
+
+from .cost_model import Expressions, Model, Numbers, Task
+from .crossover import Known, Sample, wins
+from .table import Table
+
+Symbols: TypeAlias = Mapping[sympy.Symbol, Known]
+
+_COEFFICIENT = re.compile(r"\d+\.\d+(e[+-]?\d+)?")
+
+SHORT_US = 150.0
+"""On GPUs, of compute and collective apart: programs of calls shorter than this wait for their host, which is
+busy for 10 to 20 us longer with a fused op. Measured on 4 H200: layers of Llama-70B, not captured, became 4 %
+slower at 512 tokens, where the two kinds of site take 85 and 144 us apart."""
+SHORT_EXCHANGE_US = 400.0
+"""The same of embedding bags and experts, whose calls have more to describe: the forward of a small mixture
+of experts became 0.1 to 0.2 ms longer for each of its sites on 2 H200."""
+
+NEVER_SHORT = "all_to_all_embedding_bag_update"
+"""On GPUs such sites are fused whatever they take: unfused, torch launches some 20 kernels a table."""
+
+MEMORY_BYTES_US = 4e6
+"""What a GPU reads at most in a microsecond, about."""
+
+MARGIN = 0.05
+"""A predicted loss up to this part, at some of the sizes that a compilation serves, is no reason to keep."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What the model says of a site, and whether policy `auto` fuses it: the same on all ranks."""
+
+    prediction: Prediction
+    fuse: bool
+    apart_us: float | None = None
+    """Of compute and collective apart, if all sizes are static."""
+    why: str = ""
+    """Of a site on GPUs that is kept, if that is not for the times predicted."""
+
+
+def predict(
+    anchor: Anchor, match: Match, world: int, order: str, table: Table, symbols: Symbols, text: bool
+) -> Choice:
+    """What the cost model says of a site that could be fused. Without `text` there are no expressions in
+    symbols, which take longer than all the rest.
+    """
+    task = _task(anchor, match, world, order)
+    free = frozenset(chain.from_iterable(s.free_symbols for s in task.sizes if isinstance(s, sympy.Expr)))
+    known = tuple((s, symbols[s]) for s in sorted(free, key=str) if s in symbols)
+    uneven = anchor.kind == "all_to_all" and not anchor.even
+    # The number of cores, not the affinity of this process: all ranks must decide alike.
+    return _predict(task, table, os.cpu_count() or 1, known, len(known) == len(free), uneven, text)
+
+
+def on_gpu(choice: Choice, pattern: str, work: Work, captured: bool) -> Choice:
+    """The choice for a site on GPUs.
+
+    What a fused op replaces is one of its own ways, and every call takes the fastest: it is fused. But short
+    calls that are not captured in CUDA graphs wait for the host, which fused ops keep busy for longer. Where
+    sizes depend on data, calls last at least as long as their weights are read.
+    """
+    lasts, known = choice.apart_us, choice.prediction.wins != "not known"
+    if not known:
+        weights = (work.count * k * n * 2 for _, k, n in work.matmuls)
+        lasts = sum(w for w in weights if isinstance(w, int)) / MEMORY_BYTES_US
+    short = SHORT_EXCHANGE_US if "all_to_all" in pattern else SHORT_US
+    if captured or pattern == NEVER_SHORT or lasts is None or lasts >= short:
+        return replace(choice, fuse=True)
+    times = f"{lasts:.1f} us apart" if known else f"its weights are read in {lasts:.1f} us"
+    why = f"{times}, too short to be launched one by one; see `captured`"
+    return replace(choice, fuse=False, why=why)
+
+
+def _task(anchor: Anchor, match: Match, world: int, order: str) -> Task:
+    source = tensor(anchor.input)
+    assert source is not None
+    work = match.work
+    sent = product(expression(size) for size in source.shape) * source.element_size()
+    dtype = str(source.dtype).removeprefix("torch.")
+    task = Task(
+        match.pattern, world, dtype, order, sent, work.matmuls, work.count, work.bytes_read, work.bytes_kept
+    )
+    return task.map(match.shapes.meaning)
+
+
+@functools.lru_cache(maxsize=1024)
+def _predict(
+    task: Task,
+    table: Table,
+    cores: int,
+    known: tuple[tuple[sympy.Symbol, Known], ...],
+    complete: bool,
+    uneven: bool,
+    text: bool,
+) -> Choice:
+    model, symbols = Model(table, cores), dict(known)
+
+    def times(values: Mapping[sympy.Symbol, int], arithmetic: Numbers) -> tuple[float, float]:
+        numbers = task.map(lambda size: evaluate(size, values))
+        return model.fused(numbers, arithmetic), model.apart(numbers, arithmetic)
+
+    def gain(values: Mapping[sympy.Symbol, int], margin: float = 0.0) -> Sample:
+        arithmetic = Numbers()
+        fused, apart = times(values, arithmetic)
+        return apart * (1 + margin) - fused, tuple(arithmetic.taken)
+
+    if complete and not uneven:
+        condition = wins(gain, symbols)
+        fuse = condition == "always"
+        if symbols and condition != "never":
+            fuse = fuse or wins(functools.partial(gain, margin=MARGIN), symbols) == "always"
+    else:
+        condition, fuse = "not known", True
+    fused = unfused = ""
+    if text or (complete and not symbols):
+        expressions = Expressions(functools.partial(_decide, symbols))
+        fused, unfused = (_text(f(task, expressions)) for f in (model.fused, model.apart))
+    hints = {s: k.hint for s, k in known if k.hint is not None}
+    if not complete or len(hints) < len(known):
+        return Choice(Prediction(None, None, fused, unfused, condition, table.name), fuse)
+    key = task.map(lambda size: evaluate(size, hints)).key
+    point = table.measured.get(key)
+    fused_us, unfused_us = (round(time, 1) for time in times(hints, Numbers()))
+    prediction = Prediction(
+        fused_us,
+        unfused_us,
+        fused,
+        unfused,
+        condition,
+        table.name,
+        None if point is None else point.fused_us,
+        None if point is None else point.unfused_us,
+        key,
+    )
+    return Choice(prediction, fuse, None if symbols or uneven else times({}, Numbers())[1])
+
+
+def _decide(symbols: Symbols, difference: sympy.Expr) -> bool | None:
+    """Whether the difference, linear in one symbol, is positive; None if that depends on its value."""
+    free = difference.free_symbols
+    if len(free) != 1 or not free <= symbols.keys():
+        return None
+    (symbol,) = free
+    slope = difference.coeff(symbol)
+    if not slope.is_number or (rest := difference - slope * symbol).has(symbol):
+        return None
+    ends = {bool(rest + slope * end > 0) for end in (symbols[symbol].least, symbols[symbol].most)}
+    return ends.pop() if len(ends) == 1 else None
+
+
+def evaluate(size: Size, values: Mapping[sympy.Symbol, int]) -> int:
+    """The size at the given values of its symbols. Products and sums, which most are, without sympy."""
+    if isinstance(size, int):
+        return size
+    if isinstance(size, sympy.Symbol):
+        return values[size]
+    if isinstance(size, sympy.Integer):
+        return int(size)
+    if isinstance(size, sympy.Mul):
+        total = 1
+        for part in size.args:
+            if not (part.is_Integer or part.is_Symbol or part.is_Add):
+                break  # a fraction or a power
+            total *= evaluate(part, values)
+        else:
+            return total
+    if isinstance(size, sympy.Add):
+        return sum(evaluate(part, values) for part in size.args)
+    return int(size.xreplace({symbol: sympy.Integer(values[symbol]) for symbol in size.free_symbols}))
+
+
+def _text(time: object) -> str:
+    """The expression with coefficients of three digits."""
+    if not isinstance(time, sympy.Expr):
+        return f"{time:.1f}"
+    # In the text: to replace numbers in an expression is to build it anew, which takes milliseconds.
+    return _COEFFICIENT.sub(lambda number: f"{float(number[0]):.3g}", str(time))

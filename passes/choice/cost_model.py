@@ -1,0 +1,326 @@
+"""Predicted times of a site: compute and collective apart, and the fused op in their place.
+
+With W ranks, of which `share = max(1, W / cores)` work on one core, s the bytes that the collective takes on
+one rank, and the constants of a `Table`:
+
+    matmul      start + max(2 M K N / rate, (K N + M K + M N) itemsize / memory)
+                + K N itemsize / pack_rate, where a weight is packed for more than one row
+    pooling     tables * start + (bytes + s) / rate
+    collective  start + moved / rate; moved = s, of an all_gather s W
+    apart       share * compute + collective
+    fused       start + share * (compute + (linked + copied) / link) + waits * signal        (CPU)
+                start + pipeline(compute, linked / link) + copied / memory + waits * signal  (else)
+
+A CPU rank moves its data itself. A device whose data moves beside the compute works on W chunks, and hides
+the shorter of the two but for one chunk: `pipeline(c, x) = max(c, x) + min(c, x) / W`; where the product is
+computed in one piece, nothing. The bytes follow from what the executors do (`lowering/ops/*_executor.py`):
+
+    linked   bytes that one rank sends or receives: a chunk is s / W
+             reduce_scatter    (W - 1) chunks, each of fp32 sums in ring order
+             all_reduce        that and (W - 1) finished chunks; in one shot (W - 1) s
+             all_gather        (W - 1) s
+             all_to_all        (W - 1) chunks
+    copied   bytes that are read or written besides by this rank: partial tiles that are reduced, a product
+             in one piece that is cut up, arrived rows that move to their place, extra outputs
+    waits    signals that are awaited one after another: one, of an all_reduce two; in ring order W - 1 each
+
+In `oblivious` order all ranks turn to the same peer at a time: its link carries what else goes over W - 1.
+
+The formulas are written once, for numbers and for expressions alike (`Numbers`, `Expressions`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeAlias
+
+import sympy
+import torch
+
+from autofuse.lowering.cpu.gather_executor import FEW_ROWS as FEW_ROWS_A_PART
+from autofuse.lowering.cpu.reduce_executor import ONE_SHOT_BYTES
+from autofuse.lowering.plan import FAMILIES, Family
+from autofuse.native_kernels.cpu.linear import FEW_ROWS, LONG_ROWS, VERY_FEW_ROWS
+from autofuse.passes.graph.layout import Size
+
+from .table import Table
+
+Value: TypeAlias = Any
+"""A number, or a sympy expression."""
+
+COLLECTIVES = {
+    "matmul_all_reduce": "all_reduce",
+    "matmul_reduce_scatter": "reduce_scatter",
+    "all_gather_matmul": "all_gather",
+    "embedding_bag_all_to_all": "all_to_all",
+    "all_to_all_embedding_bag_backward": "all_to_all",
+    "all_to_all_embedding_bag_update": "all_to_all",
+    "expert_matmul_all_to_all": "all_to_all",
+    "all_to_all_expert_matmul": "all_to_all",
+}
+
+
+@dataclass(frozen=True)
+class Task:
+    """What the model has to know of a site. Sizes are numbers or expressions, per rank."""
+
+    op: str
+    world: int
+    dtype: str
+    order: str
+    sent: Size
+    """Bytes of the collective's input."""
+    matmuls: tuple[tuple[Size, Size, Size], ...] = ()
+    """(M, K, N) of each."""
+    count: Size = 1
+    """Weights that the rows of a matmul are spread over (experts), or tables that are pooled."""
+    pooled: Size = 0
+    """Bytes read by compute that is no matmul."""
+    kept: Size = 0
+    """Bytes of extra outputs, which the fused op copies."""
+
+    @property
+    def key(self) -> str:
+        """The task as text, `op=matmul_all_reduce world=2 ...`: names a measured point."""
+        matmuls = "+".join("x".join(map(str, sizes)) for sizes in self.matmuls)
+        return " ".join(
+            f"{f.name}={matmuls if f.name == 'matmuls' else getattr(self, f.name)}" for f in fields(self)
+        )
+
+    @classmethod
+    def parse(cls, key: str) -> Task:
+        """The task of numbers that `key` names."""
+        found = dict(part.split("=", 1) for part in key.split(" "))
+        world, sent, count, pooled, kept = (
+            int(found[k]) for k in ("world", "sent", "count", "pooled", "kept")
+        )
+        matmuls = []
+        for text in filter(None, found["matmuls"].split("+")):
+            m, k, n = map(int, text.split("x"))
+            matmuls.append((m, k, n))
+        return cls(
+            found["op"], world, found["dtype"], found["order"], sent, tuple(matmuls), count, pooled, kept
+        )
+
+    def map(self, f: Callable[[Size], Size]) -> Task:
+        """The task with `f` applied to all sizes."""
+        matmuls = tuple((f(m), f(k), f(n)) for m, k, n in self.matmuls)
+        sent, count, pooled, kept = map(f, (self.sent, self.count, self.pooled, self.kept))
+        return replace(self, sent=sent, matmuls=matmuls, count=count, pooled=pooled, kept=kept)
+
+    @property
+    def sizes(self) -> tuple[Size, ...]:
+        return (self.sent, *(s for sizes in self.matmuls for s in sizes), self.count, self.pooled, self.kept)
+
+
+class Numbers:
+    """Arithmetic on numbers. `taken` is which side was taken wherever there were two: while it stays the
+    same, the formulas are polynomials in the sizes."""
+
+    def __init__(self) -> None:
+        self.taken: list[bool] = []
+
+    def largest(self, a: Value, b: Value) -> Value:
+        return self.where(b, a, a, b)
+
+    def where(self, small: Value, large: Value, then: Value, otherwise: Value) -> Value:
+        """`then` if `small <= large`."""
+        fits = bool(small <= large)
+        self.taken.append(fits)
+        return then if fits else otherwise
+
+
+class Expressions:
+    """Arithmetic on expressions, which are built as they stand. `decide(difference)` may know that it is
+    positive, or not, for every value of its symbols."""
+
+    def __init__(self, decide: Callable[[sympy.Expr], bool | None] = lambda difference: None) -> None:
+        self.decide = decide
+
+    def largest(self, a: Value, b: Value) -> Value:
+        if _depends(a) or _depends(b):
+            positive = self.decide(a - b)
+            return sympy.Max(a, b, evaluate=False) if positive is None else a if positive else b
+        return max(a, b)
+
+    def where(self, small: Value, large: Value, then: Value, otherwise: Value) -> Value:
+        if _depends(small) or _depends(large):
+            exceeds = self.decide(small - large)
+            if exceeds is not None:
+                return otherwise if exceeds else then
+            fits = _at_most(sympy.sympify(small), sympy.sympify(large))
+            return sympy.Piecewise((then, fits), (otherwise, True), evaluate=False)
+        return then if small <= large else otherwise
+
+
+def _depends(value: Value) -> bool:
+    return isinstance(value, sympy.Expr) and not value.is_number
+
+
+def _at_most(small: sympy.Expr, large: sympy.Expr) -> sympy.Expr:
+    """`small <= large` of integers, with a common factor on the side of the number: `s0 <= 64`."""
+    factor, rest = small.as_coeff_Mul()
+    if large.is_number and factor > 0:
+        small, large = rest, large // factor
+    if small.is_number:
+        factor, rest = large.as_coeff_Mul()
+        if factor > 0:
+            small, large = -(-small // factor), rest
+        return sympy.Ge(large, small, evaluate=False)
+    return sympy.Le(small, large, evaluate=False)
+
+
+Arithmetic: TypeAlias = Numbers | Expressions
+
+
+@dataclass(frozen=True)
+class Model:
+    """The formulas for one table and `cores` cores a host. `store`: the store mode of finished tiles.
+
+    `cores` must be the number of the machine, not the affinity of a process: all ranks decide alike.
+    """
+
+    table: Table
+    cores: int
+    store: str = "remote"
+
+    def apart(self, task: Task, arithmetic: Arithmetic) -> Value:
+        """Microseconds of compute and collective one after the other."""
+        compute = self.compute(task, arithmetic, fused=False)
+        return self._share(task.world) * compute + self.collective(task)
+
+    def collective(self, task: Task) -> Value:
+        """Microseconds of the collective alone."""
+        kind = COLLECTIVES[task.op]
+        moved = task.sent * task.world if kind == "all_gather" else task.sent
+        return self._ranked(kind, "start_us", task.world) + moved / self._ranked(kind, "rate", task.world)
+
+    def compute(self, task: Task, arithmetic: Arithmetic, fused: bool) -> Value:
+        """Microseconds of the compute on a core of its own."""
+        total: Value = 0.0
+        for m, k, n in task.matmuls:
+            total = total + self._matmul(task, m, k, n, arithmetic, fused)
+        if task.pooled != 0:
+            constants = self.table.constants
+            moved = (task.pooled + task.sent) / constants["pooling.rate"]
+            total = total + task.count * constants["pooling.start_us"] + moved
+        return total
+
+    def fused(self, task: Task, arithmetic: Arithmetic) -> Value:
+        """Microseconds of the fused op."""
+        compute = self.compute(task, arithmetic, fused=True)
+        time = self._fused(task, compute, _traffic(task, arithmetic), arithmetic)
+        if task.op != "matmul_all_reduce" or task.order != "direct":
+            return time
+        one_shot = self._fused(task, compute, _one_shot(task), arithmetic)
+        return arithmetic.where(task.sent * (task.world - 2), ONE_SHOT_BYTES, one_shot, time)
+
+    def _fused(self, task: Task, compute: Value, traffic: _Traffic, arithmetic: Arithmetic) -> Value:
+        world, constants = task.world, self.table.constants
+        link = self._ranked("link", self.store, world)
+        start = self._ranked(f"fused.{COLLECTIVES[task.op]}", "start_us", world)
+        start = start + traffic.waits * constants["fused.signal_us"]
+        if not self.table.overlaps:
+            moved = (traffic.linked + traffic.copied) / link
+            return start + self._share(world) * (compute + moved)
+        exchange = traffic.linked * ((world - 1) if task.order == "oblivious" else 1) / link
+        # max(c, x) + min(c, x) / W is the larger of the two ways round.
+        overlapped = arithmetic.largest(compute + exchange / world, exchange + compute / world)
+        time = traffic.in_one_piece(compute + exchange, overlapped)
+        return start + time + traffic.copied / constants["memory.rate"]
+
+    def _matmul(self, task: Task, m: Size, k: Size, n: Size, arithmetic: Arithmetic, fused: bool) -> Value:
+        constants = self.table.constants
+        prefix = f"matmul.{self.table.dtype(task.dtype)}."
+        itemsize = _itemsize(task.dtype)
+        flops, weight = 2 * m * k * n, task.count * k * n * itemsize
+        memory = (weight + (m * k + m * n) * itemsize) / constants["memory.rate"]
+        time = arithmetic.largest(flops / constants[prefix + "rate"], memory)
+        if prefix + "pack_rate" in constants:
+            packed = time + weight / constants[prefix + "pack_rate"]
+            time = arithmetic.where(m, task.count, time, packed)
+        if fused and prefix + "few_rows_rate" in constants and COLLECTIVES[task.op] != "all_to_all":
+            few = arithmetic.largest(flops / constants[prefix + "few_rows_rate"], memory)
+            limit = arithmetic.where(LONG_ROWS, k, FEW_ROWS, VERY_FEW_ROWS)
+            time = arithmetic.where(m, limit, few, time)
+        return constants[prefix + "start_us"] + time
+
+    def _share(self, world: int) -> float:
+        """How many ranks work on one core."""
+        return 1 if self.table.overlaps else max(1, world / self.cores)
+
+    def _ranked(self, prefix: str, name: str, world: int) -> float:
+        return self.table.ranked(prefix, name, world, self.cores)
+
+
+Pick: TypeAlias = Callable[[Value, Value], Value]
+"""Of two values the one that holds, by some condition on the sizes."""
+
+
+@dataclass(frozen=True)
+class _Traffic:
+    linked: Value
+    copied: Value
+    waits: Value
+    in_one_piece: Pick
+    """The first where no chunk can leave before all is computed, or none be computed before all is there."""
+
+
+def _traffic(task: Task, arithmetic: Arithmetic) -> _Traffic:
+    """What the executors move. Dropless splits are taken to be even, the parts of a gather to be rows."""
+    world, sent, ring = task.world, task.sent, task.order == "ring"
+    chunk = sent / world
+    family = FAMILIES[task.op]
+    if family is Family.GATHER:
+        late = _few_rows_a_part(task, arithmetic)
+        forwarded = (world - 2) * sent if ring else 0
+        copied = 2 * sent + forwarded + late(sent * world, 0) + task.kept
+        return _Traffic((world - 1) * sent, copied, world - 1 if ring else 1, late)
+    if family is Family.PRODUCE:
+        return _Traffic((world - 1) * chunk, 2 * (world - 1) * chunk + task.kept, 1, _second)
+    if family is Family.CONSUME:
+        return _Traffic((world - 1) * chunk, 2 * chunk + sent + task.kept, 1, _second)
+    whole = _few_rows_a_part(task, arithmetic)
+    if ring:
+        wide = 4 // _itemsize(task.dtype)
+        linked, copied, waits = (world - 1) * chunk * wide, (world - 1) * chunk * wide + 2 * sent, world - 1
+    else:
+        linked, copied, waits = (world - 1) * chunk, sent + chunk, 1
+    if task.op == "matmul_reduce_scatter":
+        return _Traffic(linked, copied + whole(2 * sent, 0) + task.kept, waits, whole)
+    if task.matmuls:
+        whole = _of_rows_only(whole, task, arithmetic)
+    copied = copied + sent + chunk + whole(2 * sent, 0) + task.kept
+    return _Traffic(linked + (world - 1) * chunk, copied, 2 * waits, whole)
+
+
+def _one_shot(task: Task) -> _Traffic:
+    """An all_reduce in which every rank reduces everything."""
+    return _Traffic((task.world - 1) * task.sent, 2 * task.sent + task.kept, 1, _first)
+
+
+def _first(then: Value, otherwise: Value) -> Value:
+    return then
+
+
+def _second(then: Value, otherwise: Value) -> Value:
+    return otherwise
+
+
+def _few_rows_a_part(task: Task, arithmetic: Arithmetic) -> Pick:
+    """Whether a part has too few rows for a matmul of its own."""
+    if not task.matmuls:
+        return _second
+    limit, rows = FEW_ROWS_A_PART * task.world, task.matmuls[0][0]
+    return lambda then, otherwise: arithmetic.where(limit, rows, otherwise, then)
+
+
+def _of_rows_only(pick: Pick, task: Task, arithmetic: Arithmetic) -> Pick:
+    """An all_reduce cuts columns, which needs no product in one piece, unless there are many more rows."""
+    m, _, n = task.matmuls[0]
+    return lambda then, otherwise: arithmetic.where(4 * n, m, pick(then, otherwise), otherwise)
+
+
+def _itemsize(dtype: str) -> int:
+    return getattr(torch, dtype).itemsize

@@ -1,0 +1,1 @@
+"""Reading and changing FX graphs: collectives, layouts, new nodes, listings."""

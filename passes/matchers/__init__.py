@@ -1,0 +1,1 @@
+"""One matcher a pattern, and what they share. `passes.fuse` lists them."""

@@ -1,0 +1,264 @@
+"""expert matmul -> all_to_all (combine), with fixed capacity or dropless.
+
+`P: [E, R, N]` of batched, listed or grouped matmuls and a pointwise epilogue. Fixed capacity: the
+destination, the leading digit of the collective's input, was cut out of a dim of P by the program, wherever
+views and permutes took it. Dropless: whole rows of P go in parts of any size, in their order or put
+into a send buffer by positions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import fx
+
+from autofuse.lowering.gpu.support import MOST_TERMS
+from autofuse.passes.graph.anchors import Anchor
+from autofuse.passes.graph.emit import Emitter
+from autofuse.passes.graph.follow import aten, tensor
+from autofuse.passes.graph.layout import Cut, Layout, Size, product, same_size
+from autofuse.passes.report import Reason
+
+from .match import (
+    Context,
+    Found,
+    Match,
+    Work,
+    check_dtype,
+    extra_users,
+    fill_biases,
+    replace_result,
+)
+from .operands import Operand, materialise, two_dimensional
+from .placement import Placement, find_placement
+from .product import Product, Reject, match_product
+from .rows import cut_into_parts, is_natural, positions, row_splits, whole_rows
+
+PATTERN = "expert_matmul_all_to_all"
+NOT_PERMUTED = "GPU kernels move rows where an argsort says"
+LISTED = "GPU kernels take experts that are multiplied together"
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Whole rows of P go to the ranks: in the order `order` (None: their own), or to `placement`."""
+
+    output_splits: list[Size]
+    input_splits: list[Size]
+    order: Layout | None = None
+    placement: Placement | None = None
+
+
+def match_combine(anchor: Anchor, context: Context) -> Found:
+    """Batched, listed or grouped experts."""
+    return _match(anchor, context, single=False)
+
+
+def match_single_combine(anchor: Anchor, context: Context) -> Found:
+    """One matmul, as one expert."""
+    return _match(anchor, context, single=True)
+
+
+def _match(anchor: Anchor, context: Context, single: bool) -> Found:
+    assert anchor.input is not None
+    source = anchor.input
+    placement = find_placement(source, context.shapes)
+    if isinstance(placement, Reject):
+        return placement
+    found = match_product(source if placement is None else placement.rows, context.shapes, batched=True)
+    if isinstance(found, Reject):
+        return found
+    if (found.offsets is None and found.shape[0] == 1) is not single:
+        return Reject(Reason.NO_COMPUTE, "a single matmul feeds it, no batch of experts")
+    if product(found.layout.shape) != product(found.shape):
+        return Reject(Reason.LAYOUT, "only part of the matmul is exchanged")
+    reject = check_dtype(found.dtype)
+    if reject is not None:
+        return reject
+    place = _place(anchor, context, found, placement)
+    if isinstance(place, Reject):
+        return place
+    early = extra_users(
+        placement.node if placement else anchor.node, source if placement is None else placement.rows, found
+    )
+    *batch, rows, columns = found.shape
+    count = product(batch)
+    weights = count if found.offsets is None else context.shapes.of(found.w[0])[0]  # type: ignore[index]
+    inner = context.shapes.of(found.x[0])[-1]  # type: ignore[index]
+    inputs = (*found.x, *found.w, *found.bias, *(n for o in found.operands for n in o.nodes), found.offsets)
+    more = placement.inputs if placement else ()
+    terms = len(found.x) // max(1, found.listed)
+    return Match(
+        PATTERN,
+        Work(((count * rows, inner, columns),) * terms, weights),
+        context.shapes,
+        partial(_rewrite, anchor, context, found, place, bool(early)),
+        tuple(n for n in (*inputs, *more) if n is not None),
+        early,
+        _not_on_gpus(found, place, bool(early)),
+    )
+
+
+def _not_on_gpus(found: Product, place: Cut | Rows, keep: bool) -> str:
+    if found.listed:
+        return LISTED
+    if found.text != "mm" or len(found.x) > MOST_TERMS:
+        most = f"a sum of up to {MOST_TERMS} matmuls"
+        return f"GPU kernels send {most} as it is, not {found.text!r} of {len(found.x)}"
+    if any(b is not None for b in found.bias[1:]):
+        return "GPU kernels add the bias of one matmul, the first"
+    if keep:
+        return "the matmul is read elsewhere, too"
+    if found.offsets is not None and isinstance(place, Rows):
+        return "" if place.placement is None or place.placement.permutes else NOT_PERMUTED
+    return rows_not_on_gpus(place, bool(found.listed))
+
+
+def rows_not_on_gpus(place: Cut | Rows, listed: bool) -> str:
+    """Of a combine or a dispatch."""
+    if listed:
+        return LISTED
+    return "GPU kernels exchange equal parts of rows" if isinstance(place, Rows) or place.dim != 1 else ""
+
+
+def _place(
+    anchor: Anchor, context: Context, found: Product, placement: Placement | None
+) -> Cut | Rows | Reject:
+    shapes = context.shapes
+    shape = found.shape if len(found.shape) == 3 else (1, *found.shape)
+    layout = found.layout
+    natural = is_natural(layout, found.shape)
+    if (found.offsets is not None or placement is not None) and not natural:
+        return Reject(Reason.LAYOUT, "the rows of the matmul are rearranged by views")
+    order: Layout | None = None
+    if not natural:
+        cut = cut_into_parts(layout, shape, context.world)
+        if cut is not None:
+            even = Reject(Reason.UNEVEN, "the parts are uneven, though the matmul is cut into equal ones")
+            return cut if anchor.even else even
+        order = whole_rows(layout, shape)
+        if order is None:
+            return Reject(
+                Reason.LAYOUT, "the destination is no digit of rows or columns, nor are rows sent whole"
+            )
+    splits = [row_splits(s, anchor, shape[2], shapes) for s in (anchor.output_splits, anchor.input_splits)]
+    outputs, inputs = splits
+    if isinstance(outputs, Reject):
+        return outputs
+    return inputs if isinstance(inputs, Reject) else Rows(outputs, inputs, order, placement)
+
+
+def _rewrite(
+    anchor: Anchor, context: Context, found: Product, place: Cut | Rows, keep: bool, emitter: Emitter
+) -> None:
+    flat = isinstance(place, Rows)
+    operands = [_operand(emitter, o, found, flat) for o in found.operands]
+    x = _activations(emitter, found, flat)
+    shaped = two_dimensional if found.listed else batched
+    w = [shaped(emitter, n) for n in found.w]
+    bias = fill_biases(emitter, x[0], [_bias(emitter, b, found) for b in found.bias])
+    experts = (found.text, found.listed, found.offsets)
+    if isinstance(place, Cut):
+        how: tuple[object, ...] = (None, [], [], place.dim, emitter.size(place.outer))
+    else:
+        splits = ([emitter.size(s) for s in sizes] for sizes in (place.output_splits, place.input_splits))
+        how = (_positions(emitter, found, place), *splits, 1, 1)
+    fused = emitter.call(
+        torch.ops.autofuse.expert_matmul_all_to_all.default,
+        *(x, w, bias, operands, *experts, *how, keep, context.group, context.order, context.site),
+    )
+    result = emitter.item(fused, 0)
+    if isinstance(place, Cut):
+        # What arrives has the source in the place of the destination's digit.
+        have = Layout(((place.digit,), *place.rest.dims))
+        result = emitter.rebuild(result, have, found.layout, context.shapes.of(anchor.node))
+    else:
+        result = like(emitter, result, anchor.node)
+    replace_result(emitter, anchor, result)
+    if keep:
+        _hand_out(emitter, fused, found)
+
+
+def _activations(emitter: Emitter, found: Product, flat: bool) -> list[fx.Node]:
+    x = list(found.x)
+    if not flat:
+        shaped = two_dimensional if found.listed else batched
+        return [shaped(emitter, n) for n in x]
+    x = [emitter.reshape(n, (product(s[:-1]), s[-1])) for n in x if (s := emitter.shapes.of(n)) is not None]
+    if not found.listed:
+        return x
+    terms = [x[i : i + found.listed] for i in range(0, len(x), found.listed)]
+    return [emitter.call(aten.cat.default, term) for term in terms]
+
+
+def _operand(emitter: Emitter, operand: Operand, found: Product, flat: bool) -> fx.Node:
+    """As the fused op takes it: against `[E, R, N]`, or `[rows, N]`."""
+    if operand.others:
+        each = []
+        for one in (replace(operand, others=()), *operand.others):
+            node = materialise(emitter, one)
+            have = emitter.shapes.of(node)
+            assert have is not None
+            each.append(emitter.reshape(node, (*(1,) * (3 - len(have)), *have)))
+        node = emitter.call(aten.cat.default, each)
+    else:
+        node = materialise(emitter, operand)
+    have = emitter.shapes.of(node)
+    assert have is not None
+    if not flat or len(have) < 3:
+        return node
+    experts, rows, _ = found.shape
+    if not same_size(have[1], rows):
+        node = emitter.call(aten.expand.default, node, [-1, emitter.size(rows), -1])
+    return emitter.reshape(node, (experts * rows, have[2]))
+
+
+def _bias(emitter: Emitter, bias: fx.Node | None, found: Product) -> fx.Node | None:
+    """`[E, N]`, or `[N]` of a listed expert."""
+    return bias if bias is None or found.listed else emitter.reshape(bias, (found.shape[0], found.shape[-1]))
+
+
+def _positions(emitter: Emitter, found: Product, place: Rows) -> fx.Node | None:
+    if place.order is not None:
+        return positions(emitter, place.order, found.shape, found.x[0])
+    return None if place.placement is None else place.placement.positions(emitter)
+
+
+def _hand_out(emitter: Emitter, fused: fx.Node, found: Product) -> None:
+    """Let those who read finished products read the second output of the fused op."""
+    whole = emitter.item(fused, 1)
+    if found.offsets is not None:
+        emitter.replace(found.last, like(emitter, whole, found.last))
+        return
+    whole = emitter.reshape(whole, found.shape)
+    if not found.heads:
+        shape = emitter.shapes.of(found.last)
+        emitter.replace(found.last, emitter.rebuild(whole, Layout.of(found.shape), found.last_layout, shape))
+    for i, (head, layout) in enumerate(found.heads):
+        one = emitter.call(aten.select.int, whole, 0, i)
+        have = Layout(Layout.of((1, *found.shape[1:])).dims[1:])
+        emitter.replace(head, emitter.rebuild(one, have, layout, emitter.shapes.of(head)))
+
+
+def like(emitter: Emitter, result: fx.Node, node: fx.Node) -> fx.Node:
+    """`result` in the shape of `node`, which may depend on data."""
+    val, have = tensor(node), tensor(result)
+    assert val is not None
+    assert have is not None
+    if val.dim() == have.dim() and same_size(
+        emitter.shapes.size(val.shape[-1]), emitter.shapes.size(have.shape[-1])
+    ):
+        result.meta["val"] = node.meta["val"]
+        return result
+    shape = emitter.shapes.of(node)
+    assert shape is not None
+    return emitter.reshape(result, shape)
+
+
+def batched(emitter: Emitter, node: fx.Node) -> fx.Node:
+    """Give a single matmul's operand the batch of one expert."""
+    val = tensor(node)
+    assert val is not None
+    return node if val.dim() == 3 else emitter.call(aten.unsqueeze.default, node, 0)

@@ -1,0 +1,376 @@
+"""all_to_all -> expert matmul (dispatch), with fixed capacity or dropless: the mirror of combine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import fx
+
+from autofuse.passes.graph.anchors import Anchor
+from autofuse.passes.graph.emit import CannotEmit, Emitter
+from autofuse.passes.graph.follow import aten, dtype_of, tensor
+from autofuse.passes.graph.layout import (
+    Cut,
+    Digit,
+    Digits,
+    Layout,
+    Size,
+    cut_out,
+    exact_quotient,
+    merge,
+    product,
+    same_size,
+)
+from autofuse.passes.report import Reason
+
+from .combine import NOT_PERMUTED, Rows, batched, like, rows_not_on_gpus
+from .match import (
+    Context,
+    Found,
+    Match,
+    Reader,
+    Work,
+    check_dtype,
+    depends_on,
+    fill_biases,
+    find_readers,
+    hand_out,
+    replace_result,
+    reread,
+)
+from .matmuls import grouped_offsets, linear_operands
+from .placement import permutes_all
+from .product import Reject
+from .rows import row_splits
+
+PATTERN = "all_to_all_expert_matmul"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A matmul of one expert (`expert` >= 0) or of all (-1); `layout` is that of `X: [E, R, K]`."""
+
+    reader: Reader
+    w: fx.Node
+    bias: fx.Node | None
+    layout: Layout
+    expert: int
+
+
+def match_dispatch(anchor: Anchor, context: Context) -> Found:
+    dropless = _match_dropless(anchor, context)
+    if isinstance(dropless, Match) or dropless.reason is not Reason.NO_COMPUTE:
+        return dropless
+    return _match(anchor, context, single=False)
+
+
+def match_single_dispatch(anchor: Anchor, context: Context) -> Found:
+    """One matmul, as one expert."""
+    return _match(anchor, context, single=True)
+
+
+def _match(anchor: Anchor, context: Context, single: bool) -> Found:
+    shapes = context.shapes
+    received = shapes.of(anchor.node)
+    assert received is not None
+    readers = find_readers(anchor, shapes)
+    entries = [e for r in readers if (e := _entry(r, single)) is not None]
+    if not entries:
+        return Reject(Reason.NO_COMPUTE, "no expert matmul reads what is exchanged")
+    reject = check_dtype(dtype_of(anchor.node))
+    if reject is not None:
+        return reject
+    layout = entries[0].layout
+    entries = [e for e in entries if e.layout == layout and (e.expert < 0) == (entries[0].expert < 0)]
+    experts = 0
+    if entries[0].expert >= 0:
+        experts = int(layout.shape[0])
+        ordered = _by_consumer(entries, experts)
+        if ordered is None:
+            return Reject(Reason.UNEVEN, f"not each of the {experts} experts has the same number of matmuls")
+        entries = ordered
+    if product(layout.shape) != product(received):
+        return Reject(Reason.LAYOUT, "the experts read only part of what is exchanged")
+    place = _place(anchor, context, layout, received)
+    if isinstance(place, Reject):
+        return place
+    inputs = [n for e in entries for n in (e.w, e.bias) if n is not None]
+    late = depends_on(anchor, inputs)
+    if late is not None:
+        return Reject(Reason.EXTRA_USERS, f"the weight {late.name} depends on what is exchanged")
+    fused = {e.reader for e in entries}
+    others = [r for r in readers if r not in fused]
+    count, rows, inner = layout.shape
+    if experts:
+        count = 1
+    assert anchor.input is not None
+    site = (anchor, context, entries, others, layout)
+    if isinstance(place, Cut):
+        rewrite = partial(_rewrite_even, *site, place, experts)
+    else:
+        rewrite = partial(_rewrite_rows, *site, place, experts)
+    return Match(
+        PATTERN,
+        Work(tuple((count * rows, inner, shapes.of(e.w)[-1]) for e in entries), count),  # type: ignore[index]
+        context.shapes,
+        rewrite,
+        (anchor.input, *inputs),
+        not_on_gpus=rows_not_on_gpus(place, bool(experts)),
+    )
+
+
+def _place(
+    anchor: Anchor, context: Context, layout: Layout, received: tuple[Size, ...]
+) -> Cut | Rows | Reject:
+    """Where the source lies in X, or that X is made of whole rows of what arrives."""
+    shapes, shape = context.shapes, layout.shape
+    order: Layout | None = None
+    if merge(layout.digits) != merge(Layout.of(received).digits):
+        part = exact_quotient(received[0], context.world)
+        source = None if part is None else Digit(0, part, context.world)
+        cut = None if source is None else cut_out(layout, source)
+        own = cut is not None and source in layout.dims[cut.dim] and len(layout.dims[cut.dim]) > 1
+        if cut is not None and (own or cut.dim == 2):
+            uneven = Reject(Reason.UNEVEN, "the parts are uneven, though they are read as equal ones")
+            return cut if anchor.even else uneven
+        if _rows_received(layout, received) is None:
+            return Reject(Reason.LAYOUT, "the source is no digit of rows or columns, nor are rows read whole")
+        order = Layout((layout.dims[0] + layout.dims[1],))
+    outputs = row_splits(anchor.output_splits, anchor, shape[2], shapes)
+    inputs = row_splits(anchor.input_splits, anchor, shape[2], shapes)
+    if isinstance(outputs, Reject):
+        return outputs
+    return inputs if isinstance(inputs, Reject) else Rows(outputs, inputs, order)
+
+
+def _entry(reader: Reader, single: bool) -> Entry | None:
+    user, layout = reader.user, reader.layout
+    found = linear_operands(user)
+    if found is None:
+        return None
+    x, w, bias = found
+    if x is not reader.view or w is reader.view or bias is reader.view:
+        return None
+    expert = -1
+    if user.target in (aten.bmm.default, aten.baddbmm.default):
+        if (tensor(user).shape[0] == 1) is not single:  # type: ignore[union-attr]
+            return None
+    elif single:
+        layout = layout.unsqueeze(0)
+    elif len(layout.fixed) == 1:
+        (digit, expert), *_ = layout.fixed
+        layout = Layout(((digit,), *layout.dims))
+    else:
+        return None
+    if layout.fixed:
+        return None
+    return Entry(reader, w, bias, layout, expert)
+
+
+def _by_consumer(entries: list[Entry], experts: int) -> list[Entry] | None:
+    """Consumer-major: the first matmul of every expert, then the second of every expert, ..."""
+    per_expert = [[e for e in entries if e.expert == i] for i in range(experts)]
+    counts = {len(p) for p in per_expert}
+    if len(counts) != 1:
+        return None
+    rows = [[p[k] for p in per_expert] for k in range(counts.pop())]
+    alike = all(len({tuple(tensor(e.w).shape) for e in row}) == 1 for row in rows)  # type: ignore[union-attr]
+    return [e for row in rows for e in row] if alike else None
+
+
+def _rewrite_even(
+    anchor: Anchor,
+    context: Context,
+    entries: list[Entry],
+    others: list[Reader],
+    layout: Layout,
+    cut: Cut,
+    experts: int,
+    emitter: Emitter,
+) -> None:
+    shape = context.shapes.of(anchor.input)
+    assert shape is not None
+    assert anchor.input is not None
+    send = Layout(((cut.digit,), *cut.rest.dims))
+    x = emitter.rebuild(anchor.input, Layout.of(shape), send)
+    w, bias = _weights(emitter, x, entries, experts)
+    fused = emitter.call(
+        torch.ops.autofuse.all_to_all_expert_matmul.default,
+        *(x, w, bias, experts, None, None, [], [], cut.dim, emitter.size(cut.outer), bool(others)),
+        *(context.group, context.order, context.site),
+    )
+    if others:
+        reread(emitter, emitter.item(fused, len(entries)), layout, others)
+    hand_out(emitter, fused, [e.reader.user for e in entries])
+
+
+def _weights(
+    emitter: Emitter, x: fx.Node, entries: list[Entry], experts: int
+) -> tuple[list[fx.Node], list[fx.Node]]:
+    """Weights and biases as the fused op takes them."""
+    w = [e.w if experts else batched(emitter, e.w) for e in entries]
+    biases: list[fx.Node | None] = []
+    for e, wi in zip(entries, w, strict=True):
+        shape = emitter.shapes.of(wi)
+        assert shape is not None
+        whole = e.bias is not None and not experts
+        biases.append(
+            emitter.reshape(e.bias, (shape[0], shape[2])) if whole and e.bias is not None else e.bias
+        )
+    return w, fill_biases(emitter, x, biases)
+
+
+def _rewrite_rows(
+    anchor: Anchor,
+    context: Context,
+    entries: list[Entry],
+    others: list[Reader],
+    layout: Layout,
+    place: Rows,
+    experts: int,
+    emitter: Emitter,
+) -> None:
+    shape, received = layout.shape, context.shapes.of(anchor.node)
+    assert anchor.input is not None
+    assert received is not None
+    sent = context.shapes.of(anchor.input)
+    assert sent is not None
+    columns = shape[2]
+    x = like_rows(emitter, anchor.input, columns)
+    w, bias = _weights(emitter, x, entries, experts)
+    where = None if place.order is None else _chosen(emitter, place.order, received, layout, x)
+    splits = ([emitter.size(s) for s in sizes] for sizes in (place.output_splits, place.input_splits))
+    fused = emitter.call(
+        torch.ops.autofuse.all_to_all_expert_matmul.default,
+        *(x, w, bias, experts, None, where, *splits, 1, 1, bool(others)),
+        *(context.group, context.order, context.site),
+    )
+    consumers = len(entries) // max(1, experts)
+    for i, e in enumerate(entries):
+        user = e.reader.user
+        result = emitter.item(fused, i // max(1, experts))
+        if experts:
+            width = emitter.shapes.of(result)[-1]  # type: ignore[index]
+            each = emitter.reshape(result, (*shape[:2], width))
+            result = emitter.call(aten.select.int, each, 0, i % experts)
+        emitter.replace(user, like(emitter, result, user))
+    if others and place.order is None:
+        replace_result(emitter, anchor, like(emitter, emitter.item(fused, consumers), anchor.node))
+    elif others:
+        reread(emitter, emitter.item(fused, consumers), layout, others)
+
+
+def like_rows(emitter: Emitter, node: fx.Node, columns: Size) -> fx.Node:
+    """`node` as rows of `columns`."""
+    shape = emitter.shapes.of(node)
+    assert shape is not None
+    if len(shape) == 2 and same_size(shape[1], columns):
+        return node
+    rows = exact_quotient(product(shape), columns)
+    if rows is None:
+        raise CannotEmit(f"{node.name} has no whole rows of {columns}")
+    return emitter.reshape(node, (rows, columns))
+
+
+def _rows_received(layout: Layout, received: tuple[Size, ...]) -> Digits | None:
+    """The digits of the rows of what arrives, if a row of X is a row of it."""
+    digits, columns = Layout.of(received).digits, layout.dims[2]
+    rows = digits[: len(digits) - len(columns)]
+    return rows if digits == rows + columns else None
+
+
+def _chosen(
+    emitter: Emitter, order: Layout, received: tuple[Size, ...], layout: Layout, x: fx.Node
+) -> fx.Node:
+    """The row of what arrives that is row `i` of X."""
+    rows = _rows_received(layout, received)
+    assert rows is not None
+    count = product(d.size for d in rows)
+    numbers = emitter.numbers(emitter.size(count), x)
+    return emitter.rebuild(numbers, Layout((rows,)), order, (count,))
+
+
+# --- dropless -----------------------------------------------------------------------------------------
+
+
+def _match_dropless(anchor: Anchor, context: Context) -> Found:
+    shapes = context.shapes
+    natural = Layout.of(shapes.of(anchor.node) or ())
+    readers = find_readers(anchor, shapes)
+    if not readers or len(natural.dims) != 2 or any(r.layout != natural for r in readers):
+        return Reject(Reason.NO_COMPUTE, "no grouped matmul reads what is exchanged")
+    positions: fx.Node | None = None
+    rows = readers[0].view
+    if readers[0].user.target is aten.index.Tensor:
+        index = readers[0].user
+        chosen = index.args[1]
+        if len(readers) != 1 or not isinstance(chosen, (list, tuple)) or len(chosen) != 1:
+            return Reject(Reason.EXTRA_USERS, f"what is exchanged is read besides {index.name}")
+        positions, rows = chosen[0], index
+        val = tensor(positions)
+        if val is None or val.dim() != 1 or val.dtype != torch.int64:
+            return Reject(Reason.LAYOUT, f"{index.name} does not choose rows by a vector of int64")
+        users = list(index.users)
+    else:
+        users = [r.user for r in readers]
+    grouped = [
+        u
+        for u in users
+        if u.target is aten._grouped_mm.default and u.args[0] is rows and u.args[1] is not rows
+    ]
+    grouped = [u for u in grouped if grouped_offsets(u) is not None]
+    if not grouped:
+        return Reject(Reason.NO_COMPUTE, "no grouped matmul reads what is exchanged")
+    reject = check_dtype(dtype_of(anchor.node))
+    if reject is not None:
+        return reject
+    offsets = grouped_offsets(grouped[0])
+    grouped = [u for u in grouped if grouped_offsets(u) is offsets]
+    others = [u for u in users if u not in grouped]
+    weights = [u.args[1] for u in grouped]
+    inputs = [n for n in (*weights, offsets, positions) if isinstance(n, fx.Node)]
+    late = depends_on(anchor, inputs)
+    if late is not None:
+        return Reject(Reason.EXTRA_USERS, f"{late.name} depends on what is exchanged")
+    shape = shapes.of(rows)
+    assert shape is not None
+    assert anchor.input is not None
+    sizes = tuple((*shape, shapes.of(w)[-1]) for w in weights)  # type: ignore[index]
+    return Match(
+        PATTERN,
+        Work(sizes, shapes.of(weights[0])[0]),  # type: ignore[arg-type, index]
+        context.shapes,
+        partial(_rewrite_dropless, anchor, context, grouped, offsets, positions, rows, bool(others)),
+        (anchor.input, *inputs),
+        not_on_gpus="" if positions is None or permutes_all(positions, anchor.node, shapes) else NOT_PERMUTED,
+    )
+
+
+def _rewrite_dropless(
+    anchor: Anchor,
+    context: Context,
+    grouped: list[fx.Node],
+    offsets: fx.Node | None,
+    positions: fx.Node | None,
+    rows: fx.Node,
+    keep: bool,
+    emitter: Emitter,
+) -> None:
+    weights = [u.args[1] for u in grouped]
+    splits = (anchor.output_splits, anchor.input_splits)
+    args: tuple[object, ...] = (anchor.input, weights, [], 0, offsets, positions, *splits, 1, 1, keep)
+    op = torch.ops.autofuse.all_to_all_expert_matmul.default
+    fused = emitter.call(op, *args, context.group, context.order, context.site)
+    for i, node in enumerate(grouped):
+        result = emitter.item(fused, i)
+        result.meta["val"] = node.meta["val"]
+        emitter.replace(node, result)
+    if keep:
+        exchanged = emitter.item(fused, len(grouped))
+        exchanged.meta["val"] = rows.meta["val"]
+        if positions is None:
+            replace_result(emitter, anchor, exchanged)
+        else:
+            emitter.replace(rows, exchanged)

@@ -1,0 +1,223 @@
+"""all_gather -> matmul: from every matmul that reads the gathered tensor, walk up to the collective.
+
+Gathering adds one digit, the rank, to the index of the part. The layout of a matmul's operand tells where in
+its rows or columns that digit has gone; the rest of the layout is applied to the part before the op. A cast
+of the gathered tensor commutes with the gather: `cast(AG(x)) = AG(cast(x))`, element by element.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import fx
+
+from autofuse.passes.graph.anchors import Anchor
+from autofuse.passes.graph.emit import Emitter
+from autofuse.passes.graph.follow import aten, dtype_of, is_cast, is_view, tensor
+from autofuse.passes.graph.layout import Cut, Digit, Layout, Size, cut_out, exact_quotient, product
+from autofuse.passes.report import Reason
+
+from .match import (
+    Context,
+    Found,
+    Match,
+    Reader,
+    Work,
+    check_dtype,
+    collective_above,
+    depends_on,
+    fill_biases,
+    find_readers,
+    only_cast,
+    reread,
+)
+from .matmuls import linear_operands, one_weight
+from .operands import two_dimensional
+from .product import Reject
+
+PATTERN = "all_gather_matmul"
+
+
+@dataclass(frozen=True)
+class Consumer:
+    """`reader.user = X @ w (+ bias)`, where `layout` is that of X: [M, K] on the gathered tensor.
+
+    `swapped`: it is `w @ X^T (+ bias)`, the transpose of `X @ w^T (+ bias^T)`.
+    """
+
+    reader: Reader
+    w: fx.Node
+    bias: fx.Node | None
+    layout: Layout
+    swapped: bool
+
+    @property
+    def inputs(self) -> list[fx.Node]:
+        return [n for n in (self.w, self.bias) if n is not None]
+
+
+def match_all_gather(anchor: Anchor, context: Context) -> Found:
+    shapes = context.shapes
+    readers = find_readers(anchor, shapes)
+    cast = only_cast(readers)
+    if cast is not None:
+        readers = find_readers(anchor, shapes, through=cast)
+    consumers = [c for r in readers if (c := _consumer(r)) is not None]
+    if not consumers:
+        return _no_consumer(readers)
+    gathered = shapes.of(anchor.node)
+    assert gathered is not None
+    length = exact_quotient(gathered[0], context.world)
+    if length is None:
+        return Reject(Reason.UNEVEN, f"dim 0 of size {gathered[0]} has no {context.world} equal parts")
+    chosen = _choose(anchor, consumers, product(gathered), Digit(0, length, context.world))
+    if isinstance(chosen, Reject):
+        return chosen
+    consumers, cut = chosen
+    first = consumers[0]
+    dtype = dtype_of(first.reader.view)
+    reject = check_dtype(dtype)
+    if dtype is None or reject is not None:
+        return reject or Reject(Reason.DTYPE, "the dtype is not known")
+    fused = {c.reader for c in consumers}
+    others = [r for r in readers if r not in fused]
+    rows, inner = first.layout.shape
+    sizes = tuple((rows, inner, shapes.of(c.w)[-2 if c.swapped else -1]) for c in consumers)  # type: ignore[index]
+    assert anchor.input is not None
+    return Match(
+        PATTERN,
+        Work(sizes, bytes_kept=product((rows, inner, dtype.itemsize)) if others else 0),
+        context.shapes,
+        partial(_rewrite, anchor, context, consumers, others, cut, cast),
+        (anchor.input, *(n for c in consumers for n in c.inputs)),
+        not_on_gpus=_not_on_gpus(consumers, cut),
+    )
+
+
+def _not_on_gpus(consumers: list[Consumer], cut: Cut) -> str:
+    if cut.dim != 0:
+        return "GPU kernels gather the rows of a matmul, not what it contracts"
+    for c in consumers:
+        shape = None if c.bias is None else tensor(c.bias)
+        if shape is not None and (c.swapped or shape.dim() != 1 or shape.numel() == 1):
+            return "GPU kernels add a bias with an entry a column"
+    return ""
+
+
+def _consumer(reader: Reader) -> Consumer | None:
+    """The matmul that reads the view, if all_gather_matmul can compute it."""
+    found = linear_operands(reader.user, vector_bias=False)
+    if found is None or reader.user.target is aten.baddbmm.default:
+        return None
+    x, w, bias = found
+    swapped = w is reader.view
+    if (x is reader.view) == swapped or bias is reader.view:
+        return None
+    layout = reader.layout
+    if reader.user.target is aten.bmm.default:
+        weight = one_weight(w) if not swapped or layout.shape[0] == 1 else None
+        flat = layout.reshape((product(layout.shape[:-1]), layout.shape[-1]))
+        if weight is None or flat is None:
+            return None
+        w, layout = weight, flat
+    if swapped:
+        return Consumer(reader, x, bias, layout.permute([1, 0]), swapped)
+    return Consumer(reader, w, bias, layout, swapped)
+
+
+def _choose(
+    anchor: Anchor, consumers: list[Consumer], total: Size, rank: Digit
+) -> tuple[list[Consumer], Cut] | Reject:
+    """The consumers that one op can serve: of one layout, best with the rank among the rows of X."""
+    reject: Reject | None = None
+    found: dict[Layout, tuple[list[Consumer], Cut]] = {}
+    for c in consumers:
+        cut = cut_out(c.layout, rank)
+        late = depends_on(anchor, c.inputs)
+        later = next((hit for n in c.inputs if (hit := collective_above(n, anchor.node)) is not None), None)
+        if cut is None or c.layout.fixed or product(c.layout.shape) != total:
+            why = Reject(Reason.LAYOUT, f"{c.reader.view.name} is no whole view of the gathered tensor")
+        elif late is not None:
+            why = Reject(Reason.EXTRA_USERS, f"the weight {late.name} depends on the gathered tensor")
+        elif later is not None:
+            why = Reject(Reason.EXTRA_USERS, f"a weight depends on the later collective {later.name}")
+        else:
+            found.setdefault(c.layout, ([], cut))[0].append(c)
+            continue
+        reject = reject or why
+    if not found:
+        assert reject is not None
+        return reject
+    return max(found.values(), key=lambda group: (group[1].dim == 0, len(group[0])))
+
+
+def _no_consumer(readers: list[Reader]) -> Reject:
+    """The most telling reason why no matmul that reads the gathered tensor can be fused."""
+    for reader in readers:
+        if reader.user.target in (aten.addmm.default, aten.baddbmm.default):
+            return Reject(Reason.UNSUPPORTED_VARIANT, f"{reader.user.name} scales its terms (alpha, beta)")
+    for reader in readers:
+        if is_view(reader.user) and (matmul := _matmul_behind(reader.user)) is not None:
+            return Reject(
+                Reason.LAYOUT, f"{matmul.name} reads a part or an inexpressible view, {reader.user.name}"
+            )
+    return Reject(Reason.NO_COMPUTE, "no matmul reads the gathered tensor")
+
+
+def _matmul_behind(view: fx.Node) -> fx.Node | None:
+    """A matmul that reads `view` or views of it."""
+    work = [view]
+    while work:
+        for user in work.pop().users:
+            if user.target in (aten.mm.default, aten.bmm.default, aten.addmm.default):
+                return user
+            if is_view(user) or is_cast(user):
+                work.append(user)
+    return None
+
+
+def _rewrite(
+    anchor: Anchor,
+    context: Context,
+    consumers: list[Consumer],
+    others: list[Reader],
+    cut: Cut,
+    cast: torch.dtype | None,
+    emitter: Emitter,
+) -> None:
+    part = anchor.input
+    assert part is not None
+    shape = context.shapes.of(part)
+    assert shape is not None
+    if cast is not None:
+        part = emitter.call(torch.ops.prims.convert_element_type.default, part, cast)
+    x = emitter.rebuild(part, Layout.of(shape), cut.rest)
+    w = [_weight(emitter, c) for c in consumers]
+    bias = fill_biases(emitter, x, [_bias(emitter, c) for c in consumers])
+    fused = emitter.call(
+        torch.ops.autofuse.all_gather_matmul.default,
+        *(x, w, bias, cut.dim, emitter.size(cut.outer), bool(others)),
+        *(context.group, context.order, context.site),
+    )
+    if others:
+        reread(emitter, emitter.item(fused, len(consumers)), consumers[0].layout, others)
+    for i, c in enumerate(consumers):
+        out = emitter.item(fused, i)
+        out = emitter.call(aten.permute.default, out, [1, 0]) if c.swapped else out
+        whole = context.shapes.of(c.reader.user)
+        assert whole is not None
+        emitter.replace(c.reader.user, emitter.reshape(out, whole))
+
+
+def _weight(emitter: Emitter, c: Consumer) -> fx.Node:
+    w = two_dimensional(emitter, c.w)
+    return emitter.call(aten.permute.default, w, [1, 0]) if c.swapped else w
+
+
+def _bias(emitter: Emitter, c: Consumer) -> fx.Node | None:
+    if c.bias is None or not c.swapped:
+        return c.bias
+    *rows, columns = emitter.shapes.of(c.bias) or ()
+    return emitter.call(aten.permute.default, emitter.reshape(c.bias, (product(rows), columns)), [1, 0])

@@ -1,0 +1,127 @@
+"""matmul -> all_reduce and matmul -> reduce_scatter: walk up from the collective to the product before it.
+
+All_reduce acts on every element alike, so it commutes with whatever moves elements: `AR(L(P)) = L(AR(P))` for
+the layout `L` between them. Reduce_scatter cuts its input along the leading digit of dim 0; the layout tells
+which digit of the rows or columns of `P` that is.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import fx
+
+from autofuse.passes.graph.anchors import Anchor
+from autofuse.passes.graph.emit import Emitter
+from autofuse.passes.graph.layout import Cut, Layout, Size, cut_out, exact_quotient, product, regroup
+from autofuse.passes.report import Reason
+
+from .match import Context, Found, Match, Work, check_dtype, extra_users, replace_result
+from .operands import materialise, two_dimensional
+from .product import Product, Reject, match_product
+
+
+def match_all_reduce(anchor: Anchor, context: Context) -> Found:
+    size = product(context.shapes.of(anchor.input))  # type: ignore[arg-type]
+    found = _find(anchor, context, (size,))
+    if isinstance(found, Reject):
+        return found
+    return _match(anchor, context, found, "matmul_all_reduce", None)
+
+
+def match_reduce_scatter(anchor: Anchor, context: Context) -> Found:
+    length, *others = context.shapes.of(anchor.input)  # type: ignore[misc]
+    part = exact_quotient(length, context.world)
+    found = _find(anchor, context, None if part is None else (context.world, product((part, *others))))
+    if isinstance(found, Reject):
+        return found
+    cut = leading_cut(found, context.world)
+    if isinstance(cut, Reject):
+        return cut
+    return _match(anchor, context, found, "matmul_reduce_scatter", cut)
+
+
+def _find(anchor: Anchor, context: Context, shape: tuple[Size, ...] | None) -> Product | Reject:
+    """The product that is reduced, viewed as `shape`."""
+    assert anchor.input is not None
+    found = match_product(anchor.input, context.shapes, shape=shape)
+    if isinstance(found, Reject):
+        return found
+    if anchor.reduce_op not in ("sum", "avg"):
+        return Reject(Reason.REDUCE_OP, f"the reduction is {anchor.reduce_op!r}")
+    if (total := product(found.layout.shape)) != product(found.shape):
+        return Reject(Reason.LAYOUT, f"{total} of {product(found.shape)} elements of the matmul are reduced")
+    return check_dtype(found.dtype) or found
+
+
+def leading_cut(found: Product, world: int) -> Cut | Reject:
+    """Where the leading digit of dim 0 of the collective's input lies in the product."""
+    length = exact_quotient(found.layout.shape[0], world)
+    if length is None:
+        return Reject(Reason.UNEVEN, f"dim 0 of size {found.layout.shape[0]} has no {world} equal parts")
+    leading = regroup(found.layout.dims[0], (world, length))
+    if leading is None or len(leading[0]) != 1:
+        return Reject(Reason.LAYOUT, "the scattered parts are no digit of the rows or columns of the matmul")
+    cut = cut_out(Layout.of(found.shape), leading[0][0])
+    assert cut is not None
+    return cut
+
+
+def _match(anchor: Anchor, context: Context, found: Product, pattern: str, cut: Cut | None) -> Match:
+    early = extra_users(anchor.node, anchor.input, found)
+    rows, columns = found.shape
+    matmuls = tuple((rows, context.shapes.of(x)[-1], columns) for x in found.x)  # type: ignore[index]
+    return Match(
+        pattern,
+        Work(matmuls, bytes_kept=product(found.shape) * found.dtype.itemsize if early else 0),
+        context.shapes,
+        partial(_rewrite, anchor, context, found, pattern, cut, bool(early)),
+        (*found.x, *found.w, *(o.node for o in found.operands)),
+        early,
+        _not_on_gpus(found, bool(early)),
+    )
+
+
+def _not_on_gpus(found: Product, keep: bool) -> str:
+    if found.text != "mm" or len(found.x) != 1:
+        return f"GPU kernels reduce one matmul as it is, not {found.text!r} of {len(found.x)}"
+    return "the matmul is read elsewhere, too" if keep else ""
+
+
+def _rewrite(
+    anchor: Anchor,
+    context: Context,
+    found: Product,
+    pattern: str,
+    cut: Cut | None,
+    keep: bool,
+    emitter: Emitter,
+) -> None:
+    operands = [materialise(emitter, o) for o in found.operands]
+    x = [two_dimensional(emitter, n) for n in found.x]
+    w = [two_dimensional(emitter, n) for n in found.w]
+    place = [] if cut is None else [cut.dim, emitter.size(cut.outer)]
+    args = [x, w, operands, found.text, anchor.reduce_op, *place, keep]
+    op = getattr(torch.ops.autofuse, pattern).default
+    fused = emitter.call(op, *args, context.group, context.order, context.site)
+    part = Layout.of(found.shape) if cut is None else cut.rest
+    target = found.layout if cut is None else without(found.layout, cut)
+    result = emitter.rebuild(emitter.item(fused, 0), part, target, context.shapes.of(anchor.node))
+    if keep:
+        hand_out_product(emitter, fused, found)
+    replace_result(emitter, anchor, result)
+
+
+def hand_out_product(emitter: Emitter, fused: fx.Node, found: Product) -> None:
+    """Let those who read the finished product read the second output of the fused op."""
+    shape = emitter.shapes.of(found.last)
+    whole = Layout.of(found.shape)
+    emitter.replace(found.last, emitter.rebuild(emitter.item(fused, 1), whole, found.last_layout, shape))
+
+
+def without(layout: Layout, cut: Cut) -> Layout:
+    """The layout of the collective's input with the scattered digit taken out of dim 0."""
+    rest = cut_out(layout, cut.digit)
+    assert rest is not None
+    return rest.rest

@@ -1,0 +1,65 @@
+"""Reads the arguments of matmul nodes."""
+
+from __future__ import annotations
+
+import operator
+
+from torch import fx
+
+from autofuse.passes.graph.anchors import is_fused_op
+from autofuse.passes.graph.follow import argument, aten, expression, tensor
+
+
+def linear_operands(n: fx.Node, vector_bias: bool = True) -> tuple[fx.Node, fx.Node, fx.Node | None] | None:
+    """`(x, w, bias)` of `mm`, `bmm`, or unscaled `addmm` (`baddbmm`) with a vector (an expert) as bias.
+
+    Without `vector_bias`, the bias of an addmm may have any shape.
+    """
+    bias: fx.Node | None = None
+    if n.target in (aten.mm.default, aten.bmm.default):
+        x, w = n.args[:2]
+    elif n.target in (aten.addmm.default, aten.baddbmm.default):
+        bias, x, w = n.args[:3]
+        val, out = tensor(bias), tensor(n)
+        scaled = not argument(n, 3, "beta", 1) == argument(n, 4, "alpha", 1) == 1
+        if scaled or val is None or out is None:
+            return None
+        if out.dim() == 3 and tuple(val.shape[:2]) != (out.shape[0], 1):
+            return None
+        if out.dim() == 2 and vector_bias and val.dim() != 1:
+            return None
+    else:
+        return None
+    return x, w, bias
+
+
+def grouped_offsets(n: fx.Node) -> fx.Node | None:
+    """The offsets of `_grouped_mm` of rows `[rows, K]` with weights `[E, K, N]`, without bias."""
+    x, w = tensor(n.args[0]), tensor(n.args[1])
+    offsets = argument(n, 2, "offs")
+    plain = argument(n, 3, "bias") is None and argument(n, 4, "out_dtype") is None
+    if (
+        x is None
+        or w is None
+        or x.dim() != 2
+        or w.dim() != 3
+        or not plain
+        or not isinstance(offsets, fx.Node)
+    ):
+        return None
+    return offsets
+
+
+def one_weight(w: fx.Node) -> fx.Node | None:
+    """The matrix `[K, N]` or `[1, K, N]` that all of a batch `[E, K, N]` are, as `matmul` of a non-contiguous
+    `[E, M, K]` expands it; None if they differ."""
+    source = w.args[0] if w.target is aten.expand.default else w
+    val = tensor(source)
+    single = val is not None and (val.dim() == 2 or expression(val.shape[0]) == 1)
+    return source if single and isinstance(source, fx.Node) else None
+
+
+def is_fused(n: fx.Node) -> bool:
+    """Is `n` an output of a fused op?"""
+    source = n.args[0] if n.target is operator.getitem else None
+    return isinstance(source, fx.Node) and is_fused_op(source)

@@ -1,0 +1,87 @@
+"""Operands of a product's stages: how they lie along the product, and the shape that the fused op takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import fx
+
+from autofuse.passes.graph.emit import Emitter
+from autofuse.passes.graph.follow import Shapes, aten, tensor
+from autofuse.passes.graph.layout import Layout, Size, merge, product, same_size
+
+
+@dataclass(frozen=True)
+class Operand:
+    """An operand of a stage; `shape` is what it is to be reshaped to, after expanding to `expand`.
+
+    `others`: those of the further experts, if each has its own.
+    """
+
+    node: fx.Node
+    expand: tuple[Size, ...] | None = None
+    shape: tuple[Size, ...] | None = None
+    others: tuple[Operand, ...] = ()
+
+    @property
+    def nodes(self) -> tuple[fx.Node, ...]:
+        return (self.node, *(o.node for o in self.others))
+
+
+def broadcast(
+    operand: fx.Node, n: fx.Node, layout: Layout, shape: tuple[Size, ...], shapes: Shapes
+) -> Operand | None:
+    """Bring an operand of `n`, which has `layout` on `P` of `shape`, to `[]`, `[N]`, `[M, 1]` or `[M, N]`."""
+    have, full = shapes.of(operand), shapes.of(n)
+    val = tensor(operand)
+    if have is None or full is None or val is None:
+        return None
+    if val.dim() == 0:
+        return Operand(operand)
+    if all(s == 1 for s in have):
+        return Operand(operand, shape=(1,))
+    rank = len(full)
+    have = (1,) * (rank - len(have)) + have
+    natural = merge(layout.digits) == merge(Layout.of(shape).digits)
+    columns = len(shape) - 1
+    rows = shape[:-1]
+    per_dim = [frozenset(d.dim for d in digits) for digits in layout.dims]
+    varies = [not same_size(have[i], 1) for i in range(rank)]
+    used = frozenset().union(*(per_dim[i] for i in range(rank) if varies[i])) if any(varies) else frozenset()
+    complete = all(same_size(have[i], full[i]) for i in range(rank) if varies[i])
+    if not complete:
+        return None
+    if used <= {columns}:
+        exact = [full[i] for i in range(rank) if columns in per_dim[i]]
+        if len(exact) == 1 and same_size(exact[0], shape[-1]):
+            return Operand(operand, shape=(shape[-1],))
+        return None
+    if not natural:
+        return None
+    if columns not in used:
+        # Row values: the dims of the columns are 1; other dims are expanded.
+        cut = next((i for i in range(rank) if columns in per_dim[i]), rank)
+        if any(per_dim[i] & set(range(columns)) for i in range(cut, rank)):
+            return None
+        return Operand(operand, expand=(*full[:cut], *([1] * (rank - cut))), shape=(*rows, 1))
+    return Operand(operand, expand=full, shape=shape)
+
+
+def materialise(emitter: Emitter, operand: Operand) -> fx.Node:
+    """The operand of a stage as the fused op takes it."""
+    node = operand.node
+    if operand.expand is not None:
+        have = emitter.shapes.of(node)
+        assert have is not None
+        full = (*((1,) * (len(operand.expand) - len(have))), *have)
+        node = emitter.reshape(node, full)
+        sizes = [-1 if a == b else emitter.size(b) for a, b in zip(full, operand.expand, strict=True)]
+        if any(s != -1 for s in sizes):
+            node = emitter.call(aten.expand.default, node, sizes)
+    return node if operand.shape is None else emitter.reshape(node, operand.shape)
+
+
+def two_dimensional(emitter: Emitter, node: fx.Node) -> fx.Node:
+    """Flatten the batch that the operands of bmm have."""
+    *rows, columns = emitter.shapes.of(node) or ()
+    return emitter.reshape(node, (product(rows), columns))

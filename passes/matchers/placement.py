@@ -1,0 +1,132 @@
+"""Rows that indices put into a send buffer: the spellings of a permutation between matmul and exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from autofuse.passes.graph.emit import Emitter
+from autofuse.passes.graph.follow import Shapes, argument, aten, dtype_of, tensor
+from autofuse.passes.graph.layout import same_size
+from autofuse.passes.graph.permutation import is_permutation
+from autofuse.passes.report import Reason
+
+from .product import Reject
+
+_EMPTY = (aten.empty.memory_format, aten.new_empty.default, aten.empty_like.default)
+_ZEROS = (aten.zeros.default, aten.new_zeros.default, aten.zeros_like.default)
+_FULL = (aten.full.default, aten.full_like.default, aten.new_full.default)
+_PUTS = (aten.index_put.default, aten.scatter.src, aten.scatter_add.default, aten.index_add.default)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Row `i` of `rows` goes to row `positions[i]` of `node`; a permutation if that is known."""
+
+    node: fx.Node
+    rows: fx.Node
+    inputs: tuple[fx.Node, ...]
+    positions: Callable[[Emitter], fx.Node]
+    permutes: bool
+
+
+def find_placement(node: fx.Node, shapes: Shapes) -> Placement | Reject | None:
+    """The placement that `node` is the result of; None if indices put no rows there."""
+    if node.target in _PUTS:
+        found = _put(node, shapes)
+        if found is None:
+            return Reject(Reason.LAYOUT, f"{node.name} puts rows into something that is not empty or zero")
+    elif node.target in (aten.index.Tensor, aten.index_select.default, aten.gather.default):
+        found = _choice(node, shapes)
+        if found is None:
+            return None
+    else:
+        return None
+    if len(node.users) > 1:
+        return Reject(Reason.EXTRA_USERS, f"{node.name} is read besides the exchange")
+    return found
+
+
+def _put(put: fx.Node, shapes: Shapes) -> Placement | None:
+    """`index_put`, `scatter` or their adding forms, into something empty or zero."""
+    if put.target is aten.index_put.default:
+        base, chosen, rows = put.args[:3]
+        adds = argument(put, 3, "accumulate", False)
+        index = chosen[0] if isinstance(chosen, (list, tuple)) and len(chosen) == 1 else None
+    else:
+        base, dim, index, rows = put.args[:4]
+        adds = put.target in (aten.scatter_add.default, aten.index_add.default)
+        if dim != 0 or put.kwargs.get("alpha", 1) != 1:
+            return None
+        if put.target is not aten.index_add.default:
+            index = _row_index(index)
+    filled = isinstance(base, fx.Node) and base.target in _FULL and base.args[-1] == 0
+    zero = isinstance(base, fx.Node) and (base.target in _ZEROS or filled)
+    empty = isinstance(base, fx.Node) and base.target in _EMPTY and not adds
+    if not (zero or empty) or not isinstance(rows, fx.Node) or not _is_index(index):
+        return None
+    assert isinstance(index, fx.Node)
+    permutes = permutes_all(index, put, shapes)
+    return Placement(put, rows, (index,), lambda emitter: index, permutes)
+
+
+def _choice(node: fx.Node, shapes: Shapes) -> Placement | None:
+    """Rows chosen by a permutation: row `index[i]` goes to row `i`, so the positions are its inverse."""
+    rows = node.args[0]
+    if node.target is aten.index.Tensor:
+        chosen = node.args[1]
+        index = chosen[0] if isinstance(chosen, (list, tuple)) and len(chosen) == 1 else None
+    else:
+        dim, index = node.args[1:3]
+        if dim != 0:
+            return None
+        index = _row_index(index) if node.target is aten.gather.default else index
+    if not isinstance(rows, fx.Node) or not _is_index(index):
+        return None
+    assert isinstance(index, fx.Node)
+    count = shapes.of(index)
+    if count is None or not permutes_all(index, rows, shapes):
+        return None
+
+    def inverse(emitter: Emitter) -> fx.Node:
+        val = tensor(index)
+        assert val is not None
+        size = emitter.size(count[0])
+        numbers = emitter.numbers(size, index)
+        options = {"dtype": torch.int64, "device": val.device, "pin_memory": False}
+        base = emitter.call(aten.full.default, [size], 0, **options)
+        return emitter.call(aten.index_put.default, base, [index], numbers)
+
+    return Placement(node, rows, (index,), inverse, True)
+
+
+def _row_index(index: object) -> fx.Node | None:
+    """The vector that an index of `[rows, N]` repeats along its columns."""
+    if not isinstance(index, fx.Node) or index.target is not aten.expand.default:
+        return None
+    column = index.args[0]
+    val = tensor(column)
+    if not isinstance(column, fx.Node) or val is None or val.dim() != 2 or val.shape[1] != 1:
+        return None
+    if column.target in (aten.unsqueeze.default, aten.view.default, aten.reshape.default):
+        vector = column.args[0]
+        if isinstance(vector, fx.Node) and _is_index(vector):
+            return vector
+    return None
+
+
+def _is_index(index: object) -> bool:
+    val = tensor(index)
+    return (
+        val is not None and val.dim() == 1 and isinstance(index, fx.Node) and dtype_of(index) == torch.int64
+    )
+
+
+def permutes_all(index: fx.Node, rows: fx.Node, shapes: Shapes) -> bool:
+    """Is it known to have the number of every row once?"""
+    have, count = shapes.of(rows), shapes.of(index)
+    known = have is not None and count is not None and same_size(have[0], count[0])
+    return known and is_permutation(index)

@@ -1,0 +1,406 @@
+"""Recognise a product: a sum of matmuls followed by a pointwise epilogue, whatever moves its elements about.
+
+The result names the fused op's arguments `x`, `w`, `operands`, `product` (see docs/architecture.md) and the
+layout of the matched node relative to the product `P: [M, N]` (`[E, R, N]` for batches of experts).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import fx
+
+from autofuse.passes.graph.follow import Shapes, argument, dtype_of, is_cast, is_view, tensor, trace
+from autofuse.passes.graph.layout import Digit, Layout, Size, compose, same_size
+from autofuse.passes.report import Reason
+
+from .matmuls import grouped_offsets, is_fused, one_weight
+from .operands import Operand, broadcast
+
+aten = torch.ops.aten
+
+_BINARY = {
+    aten.add.Tensor: "add",
+    aten.add.Scalar: "add",
+    aten.sub.Tensor: "sub",
+    aten.sub.Scalar: "sub",
+    aten.mul.Tensor: "mul",
+    aten.mul.Scalar: "mul",
+    aten.div.Tensor: "div",
+    aten.div.Scalar: "div",
+}
+_UNARY = {aten.neg.default: "neg", aten.relu.default: "relu"}
+_CONTRACTIONS = {
+    aten.mm.default,
+    aten.addmm.default,
+    aten.bmm.default,
+    aten.baddbmm.default,
+    aten._scaled_mm.default,
+    aten._grouped_mm.default,
+}
+
+
+@dataclass(frozen=True)
+class Reject:
+    """Why something is no site."""
+
+    reason: Reason
+    detail: str
+
+
+@dataclass(frozen=True)
+class Product:
+    """`stages` (the first is the contraction) applied to `x[i] @ w[i]`."""
+
+    x: tuple[fx.Node, ...]
+    w: tuple[fx.Node, ...]
+    stages: tuple[str, ...]
+    operands: tuple[Operand, ...]
+    shape: tuple[Size, ...]
+    dtype: torch.dtype
+    layout: Layout
+    """Of the matched node, relative to P."""
+    last: fx.Node
+    """The node that ends the epilogue: P in some layout."""
+    last_layout: Layout
+    offsets: fx.Node | None = None
+    """Ends of the row ranges of the experts, for a grouped matmul."""
+    inner: frozenset[fx.Node] = field(default=frozenset())
+    """Nodes before `last` that nobody else may read."""
+    bias: tuple[fx.Node | None, ...] = ()
+    """Of experts: one per matmul."""
+    listed: int = 0
+    """Experts that are matmuls of their own: `x`, `w` and `bias` then have an entry an expert, by terms."""
+    heads: tuple[tuple[fx.Node, Layout], ...] = ()
+    """The end of every listed expert's epilogue with its layout on `[1, R, N]`, if the product ends there."""
+
+    @property
+    def text(self) -> str:
+        return "; ".join(self.stages)
+
+
+def match_product(
+    node: fx.Node, shapes: Shapes, batched: bool = False, shape: tuple[Size, ...] | None = None
+) -> Product | Reject:
+    """The product that `node`, viewed as `shape`, is a layout of.
+
+    `batched` allows bmm with a batch of experts.
+    """
+    found = _match(node, shapes, batched, shape)
+    if isinstance(found, Reject):
+        return found
+    taken = found.inner | {found.last, *(head for head, _ in found.heads)}
+    for inner in found.inner:
+        outside = [u for u in inner.users if u not in taken]
+        if outside:
+            return Reject(Reason.EXTRA_USERS, f"{inner.name} is also read by {outside[0].name}")
+    return found
+
+
+def _match(
+    node: fx.Node, shapes: Shapes, batched: bool, shape: tuple[Size, ...] | None = None
+) -> Product | Reject:
+    def is_leaf(n: fx.Node) -> bool:
+        return n.target in _CONTRACTIONS or _is_stage(n) or is_fused(n)
+
+    traced = trace(node, is_leaf, shapes, shape=shape)
+    if traced is None:
+        if _moves_a_matmul(node):
+            return Reject(Reason.LAYOUT, f"{node.name} is no list of digits of a matmul")
+        return Reject(Reason.NO_COMPUTE, f"no matmul was found above {node.name}")
+    if len(traced.leaves) != 1 and not batched:
+        return Reject(Reason.NO_COMPUTE, f"{node.name} joins several tensors")
+    parts: list[Product] = []
+    for leaf in traced.leaves:
+        part = _leaf(leaf, shapes, batched)
+        if isinstance(part, Reject):
+            return part
+        parts.append(part)
+    layout = compose(traced.layout, parts[0].layout)
+    if layout is None or layout.fixed:
+        return Reject(
+            Reason.LAYOUT, f"{node.name} is a part or an inexpressible view of {traced.leaves[0].name}"
+        )
+    found = parts[0] if len(parts) == 1 else list_experts(parts, node)
+    if isinstance(found, Reject):
+        return found
+    if found.listed and len(parts) > 1:
+        layout = Layout(
+            tuple(tuple(Digit(0, 1, d.size) if d.dim < 0 else d for d in dim) for dim in layout.dims)
+        )
+        found = replace(found, last_layout=layout)
+    return replace(found, layout=layout)
+
+
+def _moves_a_matmul(n: fx.Node) -> bool:
+    """Does `n`, by views, casts and pointwise ops alone, come from a matmul?"""
+    seen: set[fx.Node] = set()
+    work = [n]
+    while work:
+        node = work.pop()
+        if node.target in _CONTRACTIONS:
+            return True
+        if node not in seen and (is_view(node) or _is_stage(node)):
+            seen.add(node)
+            work.extend(node.all_input_nodes)
+    return False
+
+
+def _is_stage(n: fx.Node) -> bool:
+    return n.target in _BINARY or n.target in _UNARY or n.target is aten.where.self or is_cast(n)
+
+
+def _leaf(n: fx.Node, shapes: Shapes, batched: bool) -> Product | Reject:
+    if is_fused(n):
+        return Reject(Reason.NO_COMPUTE, f"the matmul above {n.name} is part of {n.args[0].target} already")
+    if n.target in _CONTRACTIONS:
+        return _contraction(n, shapes, batched)
+    if n.target in _BINARY:
+        return _binary(n, shapes, batched)
+    if n.target is aten.where.self:
+        return _where(n, shapes, batched)
+    return _unary(n, shapes, batched)
+
+
+def list_experts(parts: list[Product], node: fx.Node) -> Product | Reject:
+    """The products of all experts as one of shape `[E, R, N]`; `node` joins them."""
+    first = parts[0]
+    for p in parts:
+        alike = (p.stages, len(p.x), p.dtype, p.layout) == (
+            first.stages,
+            len(first.x),
+            first.dtype,
+            first.layout,
+        )
+        if not alike or not _same_shape(p.shape, first.shape):
+            return Reject(Reason.UNEVEN, "the experts' matmuls differ in shape, dtype or form")
+        if p.listed or p.offsets is not None or p.shape[0] != 1:
+            return Reject(Reason.UNSUPPORTED_VARIANT, "a loop over experts that are batches of matmuls")
+    if first.stages[0] != "mm":
+        return Reject(
+            Reason.UNSUPPORTED_VARIANT, "an expert's matmul scales its terms or has a bias that is no vector"
+        )
+    terms = range(len(first.x))
+    return replace(
+        first,
+        x=tuple(p.x[i] for i in terms for p in parts),
+        w=tuple(p.w[i] for i in terms for p in parts),
+        bias=tuple(p.bias[i] for i in terms for p in parts),
+        operands=tuple(
+            replace(first.operands[i], others=tuple(p.operands[i] for p in parts[1:]))
+            for i in range(len(first.operands))
+        ),
+        shape=(len(parts), *first.shape[1:]),
+        last=node,
+        inner=frozenset().union(*(p.inner for p in parts)),
+        listed=len(parts),
+        heads=tuple((p.last, p.last_layout) for p in parts),
+    )
+
+
+def _contraction(n: fx.Node, shapes: Shapes, batched: bool) -> Product | Reject:
+    shape = shapes.of(n)
+    dtype = dtype_of(n)
+    assert shape is not None
+    assert dtype is not None
+    args = n.args
+    operands: tuple[Operand, ...] = ()
+    stage = "mm"
+    bias: fx.Node | None = None
+    if n.target in (aten.addmm.default, aten.baddbmm.default):
+        bias, x, w = args[:3]
+        beta, alpha = argument(n, 3, "beta", 1), argument(n, 4, "alpha", 1)
+        if not isinstance(beta, (int, float)) or not isinstance(alpha, (int, float)):
+            return Reject(Reason.UNSUPPORTED_VARIANT, f"{n.name} scales its terms by numbers not known yet")
+        added = shapes.of(bias)
+        assert added is not None
+        # Of experts, a vector each.
+        vectors = (shape[0], 1, shape[2]) if len(shape) == 3 else shape[1:]
+        if not (batched and beta == alpha == 1 and _same_shape(added, vectors)):
+            if len(shape) == 3 and shape[0] != 1:
+                return Reject(Reason.UNSUPPORTED_VARIANT, f"{n.name} has a bias that is no vector an expert")
+            operands = (Operand(bias, shape=added[-2:] if len(added) > 2 else None),)
+            stage = "addmm %0" if beta == alpha == 1 else f"addmm %0 {beta} {alpha}"
+            bias = None
+    elif n.target is aten._scaled_mm.default:
+        x, w, scale_a, scale_b = args[:4]
+        out_dtype = argument(n, 6, "out_dtype")
+        extras = [argument(n, 4, "bias"), argument(n, 5, "scale_result")]
+        scalar = all((t := tensor(s)) is not None and t.numel() == 1 for s in (scale_a, scale_b))
+        if any(e is not None for e in extras) or out_dtype is None or not scalar:
+            return Reject(
+                Reason.UNSUPPORTED_VARIANT, f"{n.name}: only scalar scales, no bias, explicit dtype"
+            )
+        operands = (Operand(scale_a), Operand(scale_b))
+        stage = f"scaled_mm %0 %1 {str(out_dtype).removeprefix('torch.')}"
+    else:
+        x, w = args[:2]
+    layout = Layout.of(shape)
+    if n.target is aten._grouped_mm.default:
+        offsets = grouped_offsets(n)
+        if offsets is None or not batched:
+            return Reject(Reason.NO_COMPUTE, f"{n.name} is no grouped matmul of rows")
+        return Product((x,), (w,), (stage,), operands, shape, dtype, layout, n, layout, offsets, bias=(None,))
+    if n.target in (aten.bmm.default, aten.baddbmm.default) and not batched:
+        weight = one_weight(w)
+        if weight is None:
+            return Reject(Reason.NO_COMPUTE, f"{n.name} is a batch of matmuls")
+        w = weight
+        batch, shape = shape, (shape[0] * shape[1], shape[2])
+        flat = Layout.of(shape).reshape(batch)
+        assert flat is not None
+        layout = flat
+    if len(shape) == 2 and batched:  # one expert
+        shape = (1, *shape)
+        layout = Layout(Layout.of(shape).dims[1:])
+    biases = (bias,) if batched else ()
+    return Product((x,), (w,), (stage,), operands, shape, dtype, layout, n, layout, bias=biases)
+
+
+def _unary(n: fx.Node, shapes: Shapes, batched: bool) -> Product | Reject:
+    """A function of one argument, or a cast."""
+    source = n.args[0]
+    assert isinstance(source, fx.Node)
+    found = _match(source, shapes, batched)
+    stage = _UNARY.get(n.target) or f"to {str(dtype_of(n)).removeprefix('torch.')}"
+    return found if isinstance(found, Reject) else _extend(found, source, n, stage)
+
+
+def _extend(found: Product, side: fx.Node, n: fx.Node, stage: str, *operands: Operand) -> Product:
+    """`found`, read through `side`, one stage on."""
+    path = between(side, found.last)
+    for head, _ in found.heads:
+        path |= between(side, head) | {head}
+    dtype = dtype_of(n)
+    assert dtype is not None
+    return replace(
+        found,
+        stages=(*found.stages, stage),
+        operands=(*found.operands, *operands),
+        dtype=dtype,
+        last=n,
+        last_layout=found.layout,
+        inner=found.inner | path | {found.last},
+        heads=(),
+    )
+
+
+def between(n: fx.Node, below: fx.Node) -> frozenset[fx.Node]:
+    """Nodes on the paths from `below` (excluded) to `n`, a layout of it."""
+    leads: dict[fx.Node, bool] = {below: True}
+
+    def visit(node: fx.Node) -> bool:
+        if node not in leads:
+            leads[node] = below < node and any(list(map(visit, node.all_input_nodes)))
+        return leads[node]
+
+    visit(n)
+    return frozenset(node for node, hit in leads.items() if hit) - {below}
+
+
+def _binary(n: fx.Node, shapes: Shapes, batched: bool) -> Product | Reject:
+    name = _BINARY[n.target]
+    if argument(n, 2, "alpha", 1) != 1 or n.kwargs.get("rounding_mode") is not None:
+        return Reject(Reason.UNSUPPORTED_VARIANT, f"{n.name} has an alpha or a rounding mode")
+    left, right = n.args[:2]
+    first = _side(left, n, shapes, batched)
+    second = _side(right, n, shapes, batched) if name != "div" else None
+    sides = [(first, left, right, name)]
+    if isinstance(second, Product):
+        # r - P = -P + r, to the bit.
+        sides.append((second, right, left, "neg; add" if name == "sub" else name))
+        if isinstance(first, Product):
+            summed = _sum(first, second, n) if name == "add" else None
+            if summed is not None:
+                return summed
+            # One becomes an operand of the other: better the lesser one.
+            sides.sort(key=lambda side: -_inner_length(side[0], shapes))
+    reject = first if isinstance(first, Reject) else Reject(Reason.NO_COMPUTE, f"no matmul above {n.name}")
+    for found, side, other, stage in sides:
+        if not isinstance(found, Product):
+            continue
+        assert isinstance(side, fx.Node)
+        if not isinstance(other, fx.Node):
+            return _extend(found, side, n, f"{stage} {other}")
+        operand = broadcast(other, n, found.layout, found.shape, shapes)
+        if operand is not None:
+            return _extend(found, side, n, f"{stage} %{len(found.operands)}", operand)
+        reject = Reject(Reason.LAYOUT, f"{other.name} does not broadcast along rows or columns of the matmul")
+    return reject
+
+
+def _inner_length(found: Product | Reject | None, shapes: Shapes) -> int:
+    """The contracted length of all terms, as far as it is known."""
+    assert isinstance(found, Product)
+    lengths = [shapes.of(x)[-1] for x in found.x]  # type: ignore[index]
+    return sum(length for length in lengths if isinstance(length, int))
+
+
+def _where(n: fx.Node, shapes: Shapes, batched: bool) -> Product | Reject:
+    """`where(mask, P, value)` or `where(mask, value, P)`."""
+    mask, left, right = n.args
+    first = _side(left, n, shapes, batched)
+    second = _side(right, n, shapes, batched)
+    reject = first if isinstance(first, Reject) else Reject(Reason.NO_COMPUTE, f"no matmul above {n.name}")
+    for found, side, other, stage in (
+        (first, left, right, "where"),
+        (second, right, left, "masked_fill"),
+    ):
+        if not isinstance(found, Product):
+            continue
+        assert isinstance(side, fx.Node)
+        count, fill = len(found.operands), constant(other, found.dtype)
+        rest = [mask] if fill is not None else [mask, other]
+        operands = [
+            broadcast(o, n, found.layout, found.shape, shapes) for o in rest if isinstance(o, fx.Node)
+        ]
+        given = [o for o in operands if o is not None]
+        if len(given) == len(rest):
+            text = f"{stage} %{count} {f'%{count + 1}' if fill is None else fill}"
+            return _extend(found, side, n, text, *given)
+        reject = Reject(Reason.LAYOUT, f"{n.name} has a mask or value that is not along the matmul")
+    return reject
+
+
+def _side(arg: object, n: fx.Node, shapes: Shapes, batched: bool) -> Product | Reject | None:
+    """The product on one side of a binary op, unless the op broadcasts it."""
+    if not isinstance(arg, fx.Node) or shapes.of(arg) is None:
+        return None
+    found = _match(arg, shapes, batched)
+    if isinstance(found, Product) and not _same_shape(shapes.of(arg), shapes.of(n)):
+        return Reject(Reason.LAYOUT, f"{n.name} broadcasts the matmul")
+    return found
+
+
+def _same_shape(a: tuple[Size, ...] | None, b: tuple[Size, ...] | None) -> bool:
+    return a is not None and b is not None and len(a) == len(b) and all(map(same_size, a, b))
+
+
+def _sum(a: Product, b: Product, n: fx.Node) -> Product | None:
+    """`a + b` as one product of several terms; only the first may be an addmm."""
+    if len(b.stages) == 1 and b.stages[0].startswith("addmm"):
+        a, b = b, a
+    if len(a.stages) != 1 or b.stages != ("mm",) or a.stages[0].startswith("scaled") or a.dtype != b.dtype:
+        return None
+    if (
+        a.layout != b.layout
+        or a.offsets is not b.offsets
+        or a.listed
+        or b.listed
+        or not _same_shape(a.shape, b.shape)
+        or a.dtype != dtype_of(n)
+    ):
+        return None
+    paths = (between(i, p.last) for i in n.all_input_nodes for p in (a, b) if i is p.last or p.last < i)
+    inner = frozenset({a.last, b.last}).union(a.inner, b.inner, *paths)
+    sums = replace(a, x=a.x + b.x, w=a.w + b.w, bias=a.bias + b.bias)
+    return replace(sums, last=n, last_layout=a.layout, inner=inner)
+
+
+def constant(node: object, dtype: torch.dtype) -> int | float | None:
+    """The number that a scalar tensor of this dtype is filled with."""
+    if not isinstance(node, fx.Node) or node.target is not aten.full.default or node.args[0] != []:
+        return None
+    number = node.args[1]
+    return number if isinstance(number, (int, float)) and dtype_of(node) == dtype else None
