@@ -116,7 +116,8 @@ def test_a_missing_compiler_is_named(no_bindings: None, monkeypatch: pytest.Monk
 
 def test_importing_needs_no_cuda() -> None:
     program = (
-        "import sys; sys.modules['cuda'] = None\nfrom autofuse.native_kernels.cuda.host import compiler, launcher"
+        "import sys; sys.modules['cuda'] = None\n"
+        "from autofuse.native_kernels.cuda.host import compiler, launcher"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120, cwd=Path(__file__).parents[2])
 
