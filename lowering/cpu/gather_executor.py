@@ -93,7 +93,7 @@ def run_gather(
     order: str,
     site: str,
 ) -> list[Tensor]:
-    """The op, as `docs/architecture.md` defines it; NotImplemented for a dtype without a kernel."""
+    """The op, as `docs/ops.md` defines it; NotImplemented for a dtype without a kernel."""
     if x.dtype not in DTYPES:
         return NotImplemented
     workspace = workspace_for(group_name)

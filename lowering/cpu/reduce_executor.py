@@ -139,7 +139,7 @@ def run_reduce(
     order: str,
     site: str,
 ) -> list[Tensor]:
-    """Both ops, as `docs/architecture.md` defines them; NotImplemented for a dtype without a kernel."""
+    """Both ops, as `docs/ops.md` defines them; NotImplemented for a dtype without a kernel."""
     workspace = workspace_for(group_name)
     recipe = _recipe(
         op, _spec(x), _spec(w), _spec(operands), product, reduce_op, dim, outer, keep_product,

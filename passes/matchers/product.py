@@ -1,6 +1,6 @@
 """Recognise a product: a sum of matmuls followed by a pointwise epilogue, whatever moves its elements about.
 
-The result names the fused op's arguments `x`, `w`, `operands`, `product` (see docs/architecture.md) and the
+The result names the fused op's arguments `x`, `w`, `operands`, `product` (see docs/ops.md) and the
 layout of the matched node relative to the product `P: [M, N]` (`[E, R, N]` for batches of experts).
 """
 

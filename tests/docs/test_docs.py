@@ -8,6 +8,7 @@ from types import ModuleType
 import pytest
 
 import autofuse
+from autofuse.lowering.ops.library import FUSED_OPS
 from autofuse.options import OWN_OPTIONS, PATTERNS
 from tests.ranks import RankPool
 
@@ -56,8 +57,24 @@ def test_the_guide_has_every_option_and_op() -> None:
         assert f"`AUTOFUSE_{name.upper()}`" in guide, name
 
 
+def test_the_page_of_ops_has_every_schema() -> None:
+    page = " ".join((ROOT / "docs/ops.md").read_text().split())
+    for name in PATTERNS:
+        schema = FUSED_OPS[name].schema
+        assert schema in page, f"docs/ops.md does not have {schema}"
+
+
+def anchors(page: Path) -> set[str]:
+    """The fragments that lead to a heading of a page, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 @pytest.mark.parametrize("path", [ROOT / "README.md", *DOCS], ids=lambda p: p.name)
 def test_links_lead_somewhere(path: Path) -> None:
-    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", path.read_text()):
-        if "://" not in target:
-            assert (path.parent / target).exists(), target
+    for target, fragment in re.findall(r"\]\(([^)#]*)(?:#([^)]*))?\)", path.read_text()):
+        if "://" in target:
+            continue
+        page = path.parent / target if target else path
+        assert page.exists(), target
+        assert not fragment or fragment in anchors(page), f"{target}#{fragment}"
