@@ -1,5 +1,5 @@
-"""`torch.compile(model, backend="autofuse")`: Inductor, with a pass of ours before its post-grad passes, and
-one that marks joint graphs."""
+"""`torch.compile(model, backend="autofuse")`: Inductor, with our pass before its post-grad passes, and a pass
+that marks joint graphs."""
 
 import copy
 import functools
@@ -62,7 +62,7 @@ def fusion_pass(
 
 
 def _configured(name: str, patches: Mapping[str, Any]) -> tuple[Callable[..., None], ...]:
-    """The passes that the user has put there."""
+    """The passes that the user has configured."""
     found = patches.get(name, None) or torch_internals.inductor_option(name)
     return tuple(found) if isinstance(found, (list, tuple)) else (found,) if found else ()
 
@@ -75,7 +75,8 @@ def graph_kind(kwargs: Mapping[str, Any]) -> str:
 
 
 class MarkingPass(CustomGraphPass):
-    """Runs the user's passes of joint graphs, then marks what backward graphs cannot see any more."""
+    """Runs the user's passes of joint graphs, then marks indices that are permutations for backward
+    graphs."""
 
     def __init__(self, others: tuple[Callable[..., None], ...]) -> None:
         self.others = others
@@ -106,7 +107,7 @@ class FusionPass(CustomGraphPass):
     @contextmanager
     def compiling(self, kind: str, circumstances: str = "") -> Iterator[None]:
         """Graphs that pass inside are of this kind; `ran` tells whether there were any. `circumstances`
-        become part of the identity, for a compile that may be cached."""
+        become part of the identity, for a compilation that may be cached."""
         self.kind, self.circumstances, self.ran = kind, circumstances, False
         yield
 
@@ -123,7 +124,8 @@ class FusionPass(CustomGraphPass):
         record(report)
 
     def uuid(self) -> str | None:
-        """Covers what a rewrite depends on, equal on all ranks; None (never cached) if another has none."""
+        """Covers everything that a rewrite depends on, equal on all ranks. None (never cached) if a pass of
+        the user has no identity."""
         return _identity((_sources_digest(), _settings_text(self.settings), self.circumstances), self.others)
 
 
@@ -133,7 +135,7 @@ def _identity(depends_on: tuple[str, ...], others: Sequence[Callable[..., None]]
 
 
 def record(graph: GraphReport) -> None:
-    """Sends a report to all who listen, logs a line, and warns if the CPU kernels are missing."""
+    """Sends a report to all listeners, logs a line, and warns if the CPU kernels are missing."""
     publish(graph)
     if torch_internals.tracing():
         torch_internals.trace_artifact("autofuse_before", "string", str(graph.before))

@@ -17,21 +17,22 @@ order: str = Config(default="direct", env_name_default="AUTOFUSE_ORDER")
 """Order of the tiles of a plan: `direct`, `ring`, or `oblivious` (the control of every measurement)."""
 
 table: str = Config(default="", env_name_default="AUTOFUSE_TABLE")
-"""File with constants for the cost model, as `autofuse tune` writes it; equal on all ranks. Before
-the tables in the cache folder (`~/.cache/autofuse`) and those that come with autofuse."""
+"""File with constants for the cost model, as `autofuse tune` writes it; equal on all ranks. It wins over the
+tables in the cache folder (`~/.cache/autofuse`), which win over those that come with autofuse."""
 
 measure: bool = Config(default=False, env_name_force="AUTOFUSE_MEASURE")
-"""On GPUs: measure all ways to run a dense op when sizes come that nobody has measured, outside of captured
-graphs, and keep the result (`~/.cache/autofuse`). Equal on all ranks. Else the nearest sizes decide."""
+"""On GPUs: before the first call of a size that has not been measured, time all ways to run it, outside of
+captured graphs, and write the result to `~/.cache/autofuse`. Otherwise the nearest measured size decides.
+Equal on all ranks."""
 
 captured: bool = Config(default=False, env_name_default="AUTOFUSE_CAPTURED")
-"""On GPUs: what is compiled will be captured in CUDA graphs, by somebody else than Inductor (whose
-`triton.cudagraphs`, of `mode="reduce-overhead"`, says the same). Policy `auto` then fuses short calls, too,
-which are otherwise kept: the GPU would wait for its host. Equal on all ranks."""
+"""On GPUs: you capture the compiled code in CUDA graphs yourself (`mode="reduce-overhead"` says the same of
+Inductor). Policy `auto` then fuses short calls, too; otherwise it keeps them, since the GPU would wait for
+its host. Equal on all ranks."""
 
 update: bool = Config(default=False, env_name_default="AUTOFUSE_UPDATE")
-"""On GPUs: matmul_reduce_scatter of many tokens adds tiles at their owners as they come (`update` of a plan):
-each sum is rounded, and no two runs need give the same bits. Equal on all ranks."""
+"""On GPUs: matmul_reduce_scatter of many tokens adds tiles at their owner in the order of their arrival
+(`update` of a plan). Each sum is rounded, so two runs may give different bits. Equal on all ranks."""
 
 timeout_s: float = float(os.environ.get("AUTOFUSE_TIMEOUT_S", "300"))
 """Seconds that a fused op waits for a peer before it raises. `AUTOFUSE_TIMEOUT_S`."""

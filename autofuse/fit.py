@@ -13,10 +13,11 @@ from autofuse.passes.choice.table import Table
 Part: TypeAlias = Literal["fused", "apart", "compute", "collective"]
 
 PRIOR = 0.05
-"""Weight of staying at the constant that the fit starts from, in units of one measurement that is off by as
-much: what no measurement depends on stays, what two constants explain together is shared."""
+"""Weight of the constant that the fit starts from, in units of one measurement that is off by as much. A
+constant that no measurement depends on keeps its value; two constants that explain a measurement together
+share it."""
 FAR_OFF = 0.3
-"""Errors of the logarithm beyond this count linearly: one disturbed measurement does not bend the rest."""
+"""Errors of the logarithm beyond this count linearly, so that one disturbed measurement has little weight."""
 MOST_STEPS = 60
 _SMALL = 1e-4
 
@@ -50,8 +51,8 @@ def errors(table: Table, samples: Sequence[Sample], cores: int = 1) -> list[floa
 def fit(table: Table, samples: Sequence[Sample], cores: int = 1) -> Table:
     """The table whose predictions are nearest to `samples`, in the mean of squared logarithms of the ratio.
 
-    Damped Gauss-Newton on the logarithms of the constants, so that all stay positive; starts from, and is
-    held by, those of `table`. `cores` of the machine where the samples were taken.
+    Damped Gauss-Newton on the logarithms of the constants, so that all stay positive. It starts from the
+    constants of `table`, which also regularise it. `cores`: of the machine where the samples were taken.
     """
     keys = list(table.constants)
     start = torch.tensor([math.log(table.constants[key]) for key in keys], dtype=torch.float64)
@@ -89,7 +90,7 @@ def fit(table: Table, samples: Sequence[Sample], cores: int = 1) -> Table:
         logs, r, best = logs + step, new, value
         if gained < 1e-6 * best:
             break
-    # Three digits more than the measurements have would only hide what they are worth.
+    # More digits would suggest a precision that the measurements do not have.
     return replace(table, constants={key: float(f"{value:.4g}") for key, value in at(logs).constants.items()})
 
 

@@ -11,7 +11,7 @@ Group: TypeAlias = dist.ProcessGroup | DeviceMesh | str | None
 
 
 def group_name(group: Group, op: str) -> str:
-    """The name of `group`; raises for a group that this rank is not in."""
+    """The name of `group`; raises for a group without this rank."""
     if not dist.is_initialized():
         raise RuntimeError(
             f"{op}: there is no process group; call torch.distributed.init_process_group first"

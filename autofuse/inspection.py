@@ -22,16 +22,16 @@ from autofuse.progress import Progress, silent
 from autofuse.table_optimizers import UpdatedEmbeddingBag
 
 _UNBACKED_SIZE = 4
-"""Stands for sizes that depend on data. Nothing is computed, so that any number does."""
+"""Stands for sizes that depend on data. Nothing is computed, so any number is good enough."""
 
 
 def explain(model: Callable[..., Any], backward: bool = False) -> Callable[..., Report]:
     """Returns `f(*args, **kwargs) -> Report`: what `backend="autofuse"` does when `model` is called so.
 
-    Everything is compiled up to code generation; compiled graphs do not run, they return zeros. Python that
-    runs between two graphs, after a graph break, gets those zeros, and collectives in it return at once: one
-    rank can ask alone, and a fake process group will do. With `backward`, the gradients of all outputs are
-    asked for too, so that backward graphs that are compiled late are in the report; no `.grad` changes.
+    Everything is compiled up to code generation; compiled graphs do not run, they return zeros. Python code
+    between two graphs, after a graph break, gets those zeros, and collectives in it return at once. So one
+    rank can call this alone, and a fake process group is enough. `backward` also asks for the gradients of
+    all outputs, so that the report has backward graphs that are compiled late; no `.grad` changes.
     """
 
     def report(*args: Any, **kwargs: Any) -> Report:
@@ -55,10 +55,10 @@ def explain(model: Callable[..., Any], backward: bool = False) -> Callable[..., 
 def explaining(
     options: Mapping[str, Any] | None = None, all_backends: bool = False, progress: Progress = silent
 ) -> Iterator[Report]:
-    """Inside, what `torch.compile` gets for `backend="autofuse"` is treated as by `explain`, in any code.
+    """Inside, `torch.compile(..., backend="autofuse")` does what `explain` does, in any code.
 
-    `options` are those of the backend and win over those of each `torch.compile`. With `all_backends`, what
-    is compiled for another backend is treated as if it were for this one. `progress` counts the graphs.
+    `options` are those of the backend and win over those of each `torch.compile`. With `all_backends`, code
+    that is compiled for another backend is treated as if it were for this one. `progress` counts the graphs.
     """
     numbers = itertools.count()
     torch_compile, overrides = torch.compile, options or {}
@@ -92,7 +92,7 @@ def explaining(
 
 @contextmanager
 def debug() -> Iterator[Report]:
-    """Collects what is compiled inside, answers from compile caches included."""
+    """Collects reports of everything that is compiled inside, compile-cache hits included."""
     before = torch_internals.graph_break_counts()
     with collecting() as report:
         try:
@@ -102,7 +102,7 @@ def debug() -> Iterator[Report]:
 
 
 def rewrite(graph_module: fx.GraphModule) -> Report:
-    """Fuses in place in a graph of post-grad form: functional ATen ops and collectives, `meta["val"]` set.
+    """Fuses in place, in a graph of post-grad form: functional ATen ops and collectives, `meta["val"]` set.
 
     Uses the settings of `autofuse.config`.
     """
@@ -139,7 +139,7 @@ def _compile_without_code(
 def _value(gm: fx.GraphModule, node: Any) -> Any:
     if not isinstance(node, fx.Node):
         return node
-    # What is no tensor, such as a device mesh, may be an attribute of the graph module.
+    # A value that is no tensor, such as a device mesh, may be an attribute of the graph module.
     return getattr(gm, node.target) if node.op == "get_attr" else node.meta["val"]
 
 
@@ -167,8 +167,8 @@ def _zero(value: Any) -> Any:
 class _NoCollectives(TorchDispatchMode):
     """Collectives and fused ops that run outside compiled graphs return at once.
 
-    What is exchanged in place stays as it is; every rank is taken to gather what this one has; all other
-    results are zero.
+    Tensors that are exchanged in place keep their values. A gather returns this rank's part from every rank.
+    All other results are zero.
     """
 
     supports_higher_order_operators = True
@@ -194,7 +194,7 @@ class _NoCollectives(TorchDispatchMode):
 
 
 def _fill_output(func: Any, args: Any) -> None:
-    """Fills what a collective writes to: with this rank's part where parts are gathered, else with zeros."""
+    """Fills the outputs of a collective: those of a gather with this rank's part, others with zeros."""
     name, arguments = func._schema.name, func._schema.arguments
     if name in ("c10d::allgather_", "c10d::gather_"):
         for parts, mine in zip(args[0], args[1], strict=False):  # gather_ has outputs on one rank

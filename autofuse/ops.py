@@ -181,7 +181,7 @@ def _axis(dim: int, dims: int, op: str) -> int:
 
 
 def _cut(shape: list[int], axis: int) -> tuple[int, int]:
-    """`(dim, outer)` of the matrix that stands for a scatter or gather on dim `axis` of `shape`."""
+    """`(dim, outer)` of the matrix form of a scatter or gather on dim `axis` of `shape`."""
     if axis == len(shape) - 1:
         return 1, 1
     return 0, math.prod(shape[:axis])

@@ -30,8 +30,8 @@ _CUDAGRAPHS = "triton.cudagraphs"
 def settings(inductor: Mapping[str, Any] | None = None, /, **changes: Any) -> Settings:
     """The settings of `autofuse.config`, changed by `policy`, `patterns`, `order`, `table` and `captured`.
 
-    `inductor`: changes to Inductor's; it may capture CUDA graphs, too. Raises ValueError for a value that
-    is none of the allowed ones, and for a bad table.
+    `inductor`: changes to Inductor's settings, which may turn on CUDA graphs. Raises ValueError for a value
+    that is not allowed, and for a bad table.
     """
     policy = changes.get("policy", config.policy)
     order = changes.get("order", config.order)

@@ -1,6 +1,6 @@
 """`autofuse.optimizer_in_backward`: the backward of embedding bags updates their tables, row by row.
 
-With it no gradient of a table is ever in memory, and no row is touched that no bag names. Between ranks the
+The gradient of a table is never stored, and only rows that a bag names are read or written. Between ranks the
 update is part of the exchange (`all_to_all_embedding_bag_update`).
 """
 
@@ -25,7 +25,7 @@ _OWN = ("table_state", "table_rates")
 class SGD:
     """`w[i] -= lr * g[i]` for every row i that a bag names; g[i]: the sum of all its terms, in float32.
 
-    `lr` may be set at any time, and counts from the next backward on, without another compilation.
+    `lr` may be set at any time. The new value holds from the next backward on, without another compilation.
     """
 
     rowwise = False
@@ -60,20 +60,21 @@ class RowwiseAdagrad(SGD):
 
 
 def optimizer_in_backward(bags: nn.EmbeddingBag | Iterable[nn.EmbeddingBag], optimizer: SGD) -> None:
-    """From now on the backward of these bags puts `optimizer` into effect on their weights, in place.
+    """From now on the backward of these bags updates their weights by `optimizer`, in place.
 
-    Exact: all terms of a row are added up in float32, then it is updated once, rounded once, and no other row
-    changes. There is no `.grad`: `weight.requires_grad` becomes False, so that optimizers and DDP leave the
-    weights alone. Every use of a bag in a forward is an update of its own. Works in eager, in `torch.compile`
-    with any backend and, with backend "autofuse", as part of the exchange of gradients.
+    The update is exact: all terms of a row are added in float32, then the row is updated once and rounded
+    once. No other row changes. There is no `.grad`: `weight.requires_grad` becomes False, so that optimizers
+    and DDP leave the weights alone. Every use of a bag in a forward is an update of its own. This works in
+    eager and in `torch.compile` with any backend; with backend "autofuse" it is part of the exchange of
+    gradients.
 
     Args:
-        bags: one EmbeddingBag module or several, such as a ModuleList, of mode "sum" or "mean", whose weights
-            are contiguous, float32, bfloat16 or float16, and no two of them share memory. Offsets,
-            `include_last_offset`, `padding_idx` and `per_sample_weights` (without a gradient) as ever.
-        optimizer: `autofuse.SGD` or `autofuse.RowwiseAdagrad`; several calls may be given the same.
+        bags: one EmbeddingBag module or several, such as a ModuleList, of mode "sum" or "mean". Weights
+            are contiguous, float32, bfloat16 or float16, each with memory of its own. Offsets,
+            `include_last_offset`, `padding_idx` and `per_sample_weights` (without a gradient) as usual.
+        optimizer: `autofuse.SGD` or `autofuse.RowwiseAdagrad`; several calls may share one.
 
-    Raises ValueError for bags that cannot be updated so; then none of them has changed.
+    Raises ValueError for bags that cannot be updated in their backward; then none of them has changed.
     """
     several = isinstance(bags, Iterable) and not isinstance(bags, nn.EmbeddingBag)
     found: list[nn.EmbeddingBag] = list(bags) if several else [bags]  # type: ignore[arg-type, list-item]
@@ -93,7 +94,7 @@ def optimizer_in_backward(bags: nn.EmbeddingBag | Iterable[nn.EmbeddingBag], opt
 
 
 class UpdatedEmbeddingBag(nn.EmbeddingBag):
-    """What `optimizer_in_backward` makes of an `nn.EmbeddingBag`.
+    """An `nn.EmbeddingBag` after `optimizer_in_backward`.
 
     table_state: float32 [V] of RowwiseAdagrad, None with SGD; table_rates: float32 [2], lr and eps.
     """
@@ -101,11 +102,11 @@ class UpdatedEmbeddingBag(nn.EmbeddingBag):
     table_state: Tensor | None
     table_rates: Tensor
     anchor: Tensor
-    """Requires a gradient, which it never gets, so that autograd comes by."""
+    """Requires a gradient, so that autograd calls the backward. It never gets one."""
 
     @classmethod
     def of(cls, bag: nn.EmbeddingBag, optimizer: SGD) -> UpdatedEmbeddingBag:
-        """The bag itself, which becomes one of this class."""
+        """The bag itself, whose class becomes this one."""
         weight = bag.weight
         weight.requires_grad_(False)
         weight.grad = None
@@ -170,7 +171,7 @@ class UpdatedEmbeddingBag(nn.EmbeddingBag):
 
 
 def _check(bag: Any, number: int) -> None:
-    """Raises ValueError for what cannot be updated in its backward."""
+    """Raises ValueError for bags that cannot be updated in their backward."""
     if isinstance(bag, UpdatedEmbeddingBag):
         raise ValueError(
             f"{_OP}: bag {number} has an optimizer in its backward; to change lr, set optimizer.lr"

@@ -1,9 +1,10 @@
-"""What the programs of a fused kernel did, and when: traces of all ranks as events, picture, table and JSON.
+"""What the programs of a fused kernel did, and when: kernel traces of all ranks as events, picture, table,
+JSON.
 
-A trace is what `stamp` in `native_kernels/triton/comm.py` wrote: int64 `[programs, EVENTS, 2]`, zero where
-nothing was written. A row is the device's clock in nanoseconds when something ended, and
-`kind << 32 | rank << 24 | tile`. It began when the one before it ended. Clocks of GPUs differ: times are
-microseconds since the earliest begin on a rank.
+A kernel trace is written by `stamp` in `native_kernels/triton/comm.py`: int64 `[programs, EVENTS, 2]`, zero
+where nothing was written. A row is the device's clock in nanoseconds when an event ended, and `kind << 32 |
+rank << 24 | tile`. An event begins when the one before it ends. Clocks of GPUs differ: times are microseconds
+since the earliest begin on a rank.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ ALL_RANKS = 0xFF
 
 @dataclass(frozen=True)
 class Event:
-    """One thing that a program did. `peer`: whose tile it is, or who was waited for; None: all ranks."""
+    """One thing that a program did. `peer`: the owner of the tile, or the rank that was waited for; None: all
+    ranks."""
 
     program: int
     kind: Kind
@@ -47,7 +49,8 @@ class Event:
 
 @dataclass(frozen=True)
 class Timeline:
-    """The events of one rank, program by program, in order. `cut`: programs whose trace was too short."""
+    """The events of one rank, program by program, in order. `cut`: programs with more events than their trace
+    holds."""
 
     rank: int
     programs: int
@@ -64,7 +67,7 @@ class Timeline:
         return max(e.end for e in self.events)
 
     def layer(self, event: Event) -> str | None:
-        """How an event is drawn, a key of LAYERS; None if it is not."""
+        """How an event is drawn, a key of LAYERS; None if it is not drawn."""
         if event.kind is Kind.COMPUTED:
             return "own" if event.peer == self.rank else "remote"
         return _DRAWN.get(event.kind)
@@ -78,7 +81,7 @@ LAYERS = {
     "copy": "copy",
     "move": "move, or wait for own stores",
 }
-"""What is drawn in a colour of its own, and its name in the legend."""
+"""Kinds of events with a colour of their own, and their names in the legend."""
 
 _DRAWN = {
     Kind.WAITED: "wait",
@@ -100,7 +103,7 @@ def read(rank: int, trace: Sequence[Sequence[Sequence[int]]]) -> Timeline:
     events = []
     cut = 0
     for program, row in enumerate(rows):
-        full = len(row) == len(trace[program])  # then the last event has overwritten those before it
+        full = len(row) == len(trace[program])  # the last event has then overwritten earlier ones
         cut += full
         before = row[0][0] if row else start
         for i, (time, what) in enumerate(row):

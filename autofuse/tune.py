@@ -1,7 +1,7 @@
 """`autofuse tune`: measures this machine and writes the table that the cost model uses on it.
 
-The rows are those of the benchmark, fused wherever that is legal. The constants of the shipped table are
-fitted to all of them at once (`fit`); those that no row depends on stay as they are.
+The rows are those of the benchmark, fused wherever that is legal. `fit` fits the constants of the shipped
+table to all rows at once; constants that no row depends on keep their values.
 """
 
 import os
@@ -37,10 +37,10 @@ def tune(
     quick: bool = False,
     progress: Progress = silent,
 ) -> Table:
-    """Measures groups of so many `ranks` on this machine's CPU, fits a table and writes it.
+    """Measures groups of `ranks` ranks on this machine's CPU, fits a table and writes it.
 
     `output` is the file; None: `default_output()`. `quick` measures a few rows a few times: under a minute on
-    an idle machine, less to be trusted. `progress(name, done, total)` is called before each row; it counts
+    an idle machine, and less accurate. `progress(name, done, total)` is called before each row; it counts
     those of one group and dtype. Nothing else should run meanwhile.
 
     Raises ValueError for a number of ranks below 2 and a dtype that no kernel has.
@@ -59,7 +59,7 @@ def tune(
 
 
 def default_output() -> Path:
-    """The file in the cache folder, which is found without being named."""
+    """The file in the cache folder, where the cost model looks for it."""
     return cache_folder() / "cpu.json"
 
 
@@ -76,7 +76,8 @@ def measure_rows(
 
 
 def table_of(rows: Sequence[Row]) -> Table:
-    """The table for this machine's CPU that fits the rows best; those of one site become its points."""
+    """The table for this machine's CPU that fits the rows best. Rows with one site become the table's
+    points."""
     cores = os.cpu_count() or 1
     start = _start(table_for(shipped(), torch.device("cpu")), rows, cores)
     points = tuple(
@@ -119,8 +120,8 @@ def comparison(table: Table) -> str:
 
 
 def _start(table: Table, rows: Sequence[Row], cores: int) -> Table:
-    """The shipped table with constants for the numbers of ranks that were measured, and no others: those of
-    another machine say nothing about how ranks share this one's cores."""
+    """The shipped table with constants for the numbers of ranks that were measured, and no others: constants
+    of another machine say nothing about how ranks share the cores of this one."""
     constants = {}
     for key, value in table.constants.items():
         *prefix, ranks, name = key.split(".")
