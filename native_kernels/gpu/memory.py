@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from .state import State
+
 SHARED_MEMORY = 227 * 1024
 """Bytes that a block may have."""
 
@@ -16,12 +18,6 @@ EVENTS = 512
 
 LONGEST_ROW = 1 << 20
 """Most bytes of a row in `inbox`: halves begin with whole rows, up to this is unused at a half's end."""
-
-STATE_WORDS, RECORD_WORDS = 8, 8
-"""Lengths of `PeerMemory.state` (int64) and `PeerMemory.record` (int32); `comm` says what they hold."""
-
-BAD_INPUT_WORD = 3
-"""The word of the record, as int64, that `embedding_exchange` sets where its input is none."""
 
 
 @dataclass(frozen=True)
@@ -80,9 +76,9 @@ class PeerMemory:
     two halves, never used for anything else; words: as words.cuh has them, two halves, 0 between calls;
     gathers: as gather_words.cu has it;
     copies: what copy engines store, one half; signals: int32 counters; copy_signals: those of `copies`, and a
-    word of credit a peer, 1 at first. state, record: as `comm` has them; pieces: fp32, done: int32, 0 between
-    calls, outbox: what copy engines take, bytes; these are local; programs: how many run at once; clusters:
-    how many of 1, 2, 4 and 8 blocks run at once on every rank, for kernels in CUDA C++.
+    word of credit a peer, 1 at first. state, record: words that `state.py` names; pieces: fp32, done: int32,
+    0 between calls, outbox: what copy engines take, bytes; these are local; programs: how many run at once;
+    clusters: how many of 1, 2, 4 and 8 blocks run at once on every rank, for kernels in CUDA C++.
     """
 
     rank: int
@@ -102,6 +98,11 @@ class PeerMemory:
     done: Tensor
     outbox: Tensor
     clusters: tuple[int, ...] = ()
+
+    @property
+    def epoch(self) -> Tensor:
+        """The number of the last call, int64 [1], on the device, which alone counts calls."""
+        return self.state[State.EPOCH : State.EPOCH + 1]
 
 
 def describe(matrix: Tensor, rows: int, cols: int) -> TensorDescriptor:

@@ -28,25 +28,49 @@ import os
 import triton
 import triton.language as tl
 
+from autofuse.native_kernels.gpu import state as state_words
+from autofuse.native_kernels.gpu.state import Event, Record, State, Wait
+
 INTERPRET = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") == "1")
 
-# What is waited for, in the low bits of the code of a wait: parts to add up, sums of peers, parts of x.
-REDUCING = tl.constexpr(1)
-COPYING = tl.constexpr(2)
-GATHERING = tl.constexpr(3)
+# Words of `state` and of the failure record, and codes of waits; `native_kernels.gpu.state` explains them.
+STATE_LIMIT = tl.constexpr(State.LIMIT.value)
+STATE_RECORD = tl.constexpr(State.RECORD.value)
+STATE_GIVEN_UP = tl.constexpr(State.GIVEN_UP.value)
+STATE_EPOCH = tl.constexpr(State.EPOCH.value)
+STATE_FINISHED = tl.constexpr(State.FINISHED.value)
+STATE_TICKETS = tl.constexpr(State.TICKETS.value)
+STATE_THROUGH = tl.constexpr(State.THROUGH.value)
+STATE_ZEROED = tl.constexpr(State.ZEROED.value)
+STATE_JOINED = tl.constexpr(State.JOINED.value)
+STATE_WORDS = tl.constexpr(state_words.STATE_WORDS)
+RECORD_RAISED = tl.constexpr(Record.RAISED.value)
+RECORD_CODE = tl.constexpr(Record.CODE.value)
+RECORD_SOURCE = tl.constexpr(Record.SOURCE.value)
+RECORD_INDEX = tl.constexpr(Record.INDEX.value)
+RECORD_EPOCH = tl.constexpr(Record.EPOCH.value)
+BAD_INPUT = tl.constexpr(state_words.BAD_INPUT_WORD)
+REDUCING = tl.constexpr(Wait.REDUCING.value)
+COPYING = tl.constexpr(Wait.COPYING.value)
+GATHERING = tl.constexpr(Wait.GATHERING.value)
+POOLING = tl.constexpr(Wait.POOLING.value)
+BAD_INDEX = tl.constexpr(Wait.BAD_INDEX.value)
+BAD_BAG = tl.constexpr(Wait.BAD_BAG.value)
+GRADIENTS = tl.constexpr(Wait.GRADIENTS.value)
+CODES_PER_SITE = tl.constexpr(state_words.CODES_PER_SITE)
 
 # Polls before a wait looks at the clock, and between such looks: what comes soon is not held up by them.
 UNTIMED = tl.constexpr(1 if INTERPRET.value else 64)
 
-# Kinds of events in a trace; what happened ended at the time of the event. `autofuse.timeline` has them too.
-BEGUN = tl.constexpr(1)
-WAITED = tl.constexpr(2)
-COMPUTED = tl.constexpr(3)
-DRAINED = tl.constexpr(4)
-REDUCED = tl.constexpr(5)
-COPIED = tl.constexpr(6)
-PUSHED = tl.constexpr(7)
-ENDED = tl.constexpr(8)
+# Kinds of events in a trace; `autofuse.timeline` reads them.
+BEGUN = tl.constexpr(Event.BEGUN.value)
+WAITED = tl.constexpr(Event.WAITED.value)
+COMPUTED = tl.constexpr(Event.COMPUTED.value)
+DRAINED = tl.constexpr(Event.DRAINED.value)
+REDUCED = tl.constexpr(Event.REDUCED.value)
+COPIED = tl.constexpr(Event.COPIED.value)
+PUSHED = tl.constexpr(Event.PUSHED.value)
+ENDED = tl.constexpr(Event.ENDED.value)
 
 
 @triton.jit
@@ -147,6 +171,58 @@ def wait(counter, target, state, code, source, index, epoch):
     wait_all(counter, 0, 1, target, state, code, source, index, epoch)
 
 
+# `wait_all` in PTX: a poll is an acquire; the clock and STATE_GIVEN_UP are read once in 64 polls.
+_WAIT_ALL = tl.constexpr(
+    f"""{{
+    .reg .pred p; .reg .b32 t, v, polls; .reg .b64 a, r, now, limit;
+    mov.u32 t, %tid.x;
+    setp.ge.u32 p, t, $3;
+    @p bra DONE;
+    mul.wide.u32 a, t, $2;
+    add.u64 a, a, $1;
+    mov.u32 polls, 0;
+    POLL:
+    ld.acquire.sys.global.s32 v, [a];
+    setp.ge.s32 p, v, $4;
+    @p bra DONE;
+    add.u32 polls, polls, 1;
+    and.b32 v, polls, 63;
+    setp.ne.u32 p, v, 0;
+    @p bra POLL;
+    setp.gt.u32 p, polls, 64;
+    @p bra LOOK;
+    mov.u64 limit, %globaltimer;
+    ld.global.u64 now, [$5+{8 * State.LIMIT}];
+    add.u64 limit, limit, now;
+    and.b32 v, $6, {state_words.CODES_PER_SITE - 1};
+    setp.eq.u32 p, v, {Wait.COPYING.value};
+    shr.u64 now, now, 1;
+    @p add.u64 limit, limit, now;
+    LOOK:
+    ld.volatile.global.u64 r, [$5+{8 * State.GIVEN_UP}];
+    setp.ne.u64 p, r, 0;
+    @p bra DONE;
+    mov.u64 now, %globaltimer;
+    setp.lt.u64 p, now, limit;
+    @p bra POLL;
+    atom.relaxed.gpu.global.exch.b64 r, [$5+{8 * State.GIVEN_UP}], 1;
+    setp.ne.u64 p, r, 0;
+    @p bra DONE;
+    ld.global.u64 a, [$5+{8 * State.RECORD}];
+    add.u32 t, t, $7;
+    st.global.u32 [a+{4 * Record.CODE}], $6;
+    st.global.u32 [a+{4 * Record.SOURCE}], t;
+    st.global.u32 [a+{4 * Record.INDEX}], $8;
+    st.global.u32 [a+{4 * Record.EPOCH}], $9;
+    fence.acq_rel.sys;
+    st.volatile.global.u32 [a+{4 * Record.RAISED}], 1;
+    DONE:
+    bar.sync 0;
+    mov.u32 $0, 0;
+    }}"""
+)
+
+
 @triton.jit
 def wait_all(counters, stride, count, target, state, code, source, index, epoch):
     """Until each of `count` (at most 32) counters, `stride` apart, is at least `target`.
@@ -158,10 +234,10 @@ def wait_all(counters, stride, count, target, state, code, source, index, epoch)
     if INTERPRET:
         for i in range(count):
             polls = 0
-            limit = tl.load(state) // 20000
-            if code % 8 == COPYING:
+            limit = tl.load(state + STATE_LIMIT) // 20000
+            if code % CODES_PER_SITE == COPYING:
                 limit += limit // 2
-            given_up = tl.load(state + 2)
+            given_up = tl.load(state + STATE_GIVEN_UP)
             counter = counters + i * stride
             seen = tl.atomic_add(counter, 0, sem="acquire", scope="sys")
             while (seen < target) & (given_up == 0):
@@ -169,62 +245,16 @@ def wait_all(counters, stride, count, target, state, code, source, index, epoch)
                 polls += 1
                 if polls >= limit:
                     given_up += 1
-                    record = tl.load(state + 1).to(tl.pointer_type(tl.int32))
-                    tl.store(record + 1, code)
-                    tl.store(record + 2, source + i)
-                    tl.store(record + 3, index)
-                    tl.store(record + 4, epoch)
-                    tl.store(record, 1)
-                    tl.store(state + 2, 1)
+                    record = tl.load(state + STATE_RECORD).to(tl.pointer_type(tl.int32))
+                    tl.store(record + RECORD_CODE, code)
+                    tl.store(record + RECORD_SOURCE, source + i)
+                    tl.store(record + RECORD_INDEX, index)
+                    tl.store(record + RECORD_EPOCH, epoch)
+                    tl.store(record + RECORD_RAISED, 1)
+                    tl.store(state + STATE_GIVEN_UP, 1)
     else:
         tl.inline_asm_elementwise(
-            """{
-            .reg .pred p; .reg .b32 t, v, polls; .reg .b64 a, r, now, limit;
-            mov.u32 t, %tid.x;
-            setp.ge.u32 p, t, $3;
-            @p bra DONE;
-            mul.wide.u32 a, t, $2;
-            add.u64 a, a, $1;
-            mov.u32 polls, 0;
-            POLL:
-            ld.acquire.sys.global.s32 v, [a];
-            setp.ge.s32 p, v, $4;
-            @p bra DONE;
-            add.u32 polls, polls, 1;
-            and.b32 v, polls, 63;
-            setp.ne.u32 p, v, 0;
-            @p bra POLL;
-            setp.gt.u32 p, polls, 64;
-            @p bra LOOK;
-            mov.u64 limit, %globaltimer;
-            ld.global.u64 now, [$5];
-            add.u64 limit, limit, now;
-            and.b32 v, $6, 7;
-            setp.eq.u32 p, v, 2;
-            shr.u64 now, now, 1;
-            @p add.u64 limit, limit, now;
-            LOOK:
-            ld.volatile.global.u64 r, [$5+16];
-            setp.ne.u64 p, r, 0;
-            @p bra DONE;
-            mov.u64 now, %globaltimer;
-            setp.lt.u64 p, now, limit;
-            @p bra POLL;
-            atom.relaxed.gpu.global.exch.b64 r, [$5+16], 1;
-            setp.ne.u64 p, r, 0;
-            @p bra DONE;
-            ld.global.u64 a, [$5+8];
-            add.u32 t, t, $7;
-            st.global.u32 [a+4], $6;
-            st.global.u32 [a+8], t;
-            st.global.u32 [a+12], $8;
-            st.global.u32 [a+16], $9;
-            fence.acq_rel.sys;
-            st.volatile.global.u32 [a], 1;
-            DONE:
-            bar.sync 0;
-            mov.u32 $0, 0;
-            }""",
+            _WAIT_ALL,
             "=r,l,r,r,r,l,r,r,r,r",
             [counters.to(tl.int64), tl.cast(stride * 4, tl.int32), tl.cast(count, tl.int32),
              tl.cast(target, tl.int32), state.to(tl.int64), tl.cast(code, tl.int32),
@@ -236,17 +266,17 @@ def wait_all(counters, stride, count, target, state, code, source, index, epoch)
 @triton.jit
 def begin(state):
     """The epoch of this call. Every program asks before its first signal."""
-    return (tl.load(state + 3) + 1).to(tl.int32)
+    return (tl.load(state + STATE_EPOCH) + 1).to(tl.int32)
 
 
 @triton.jit
 def finish(state, epoch, programs):
     """The last act of a program; the last program ends the epoch and sets words 4 to 7 of `state` to 0."""
     tl.debug_barrier()
-    if tl.atomic_add(state + 4, 1, sem="acq_rel", scope="gpu") == programs - 1:
-        for word in tl.static_range(4, 8):
+    if tl.atomic_add(state + STATE_FINISHED, 1, sem="acq_rel", scope="gpu") == programs - 1:
+        for word in tl.static_range(STATE_FINISHED, STATE_WORDS):
             tl.store(state + word, 0)
-        tl.store(state + 3, epoch.to(tl.int64))
+        tl.store(state + STATE_EPOCH, epoch.to(tl.int64))
 
 
 @triton.jit
@@ -308,26 +338,26 @@ def take_packets(at, epoch, mask, state, code, sources, index):
         polls += 1
         if (missing != 0) & (polls % UNTIMED == 0):
             if polls == UNTIMED:
-                limit = tl.load(state)
-                if code % 8 == COPYING:
+                limit = tl.load(state + STATE_LIMIT)
+                if code % CODES_PER_SITE == COPYING:
                     limit += limit // 2
                 if not INTERPRET:
                     limit += nanoseconds()
             now = nanoseconds()
             if INTERPRET:
                 now *= polls
-            if tl.load(state + 2, volatile=True) != 0:
+            if tl.load(state + STATE_GIVEN_UP, volatile=True) != 0:
                 missing = 0
             elif now > limit:
                 missing = 0
-                record = tl.load(state + 1).to(tl.pointer_type(tl.int32))
-                tl.store(state + 2, 1)
-                tl.store(record + 1, code)
+                record = tl.load(state + STATE_RECORD).to(tl.pointer_type(tl.int32))
+                tl.store(state + STATE_GIVEN_UP, 1)
+                tl.store(record + RECORD_CODE, code)
                 late = tl.where((packets >> 32) != epoch, sources, 1 << 30)
-                tl.store(record + 2, tl.min(late, axis=None))
-                tl.store(record + 3, index)
-                tl.store(record + 4, epoch)
-                tl.store(record, 1)
+                tl.store(record + RECORD_SOURCE, tl.min(late, axis=None))
+                tl.store(record + RECORD_INDEX, index)
+                tl.store(record + RECORD_EPOCH, epoch)
+                tl.store(record + RECORD_RAISED, 1)
     return packets
 
 

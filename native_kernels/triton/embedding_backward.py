@@ -27,13 +27,28 @@ from torch import Tensor
 
 from autofuse.native_kernels.gpu.memory import EVENTS, PeerMemory, cdiv, launch
 
-from .comm import BEGUN, COMPUTED, ENDED, PUSHED, WAITED, begin, finish, peer, stamp, wait, wait_all
+from .comm import (
+    BEGUN,
+    CODES_PER_SITE,
+    COMPUTED,
+    ENDED,
+    GRADIENTS,
+    PUSHED,
+    STATE_JOINED,
+    STATE_THROUGH,
+    STATE_ZEROED,
+    WAITED,
+    begin,
+    finish,
+    peer,
+    stamp,
+    wait,
+    wait_all,
+)
 from .embedding_entries import ENTRY, FIRST_BLOCK, FIRST_CHUNK, KEY, WORK, Entries, is_scaled
 from .embedding_exchange import FP16, FP32, SOURCE, TABLE, clear, count_item
 from .embedding_tables import BackwardConfig, Places, Tables, place_aligned
 from .embedding_update import RULE, kept, put
-
-GRADIENTS = tl.constexpr(7)
 
 
 @triton.jit
@@ -278,11 +293,12 @@ def embedding_backward(
         for item in range(program, chunks, PROGRAMS):
             set_zero(tables, work, item, count, DTYPE, ALIGN, TABLES, CHUNK)
         tl.debug_barrier()
-        tl.atomic_add(state + 5, 1, sem="release", scope="gpu")
+        tl.atomic_add(state + STATE_ZEROED, 1, sem="release", scope="gpu")
     turn = PROGRAMS - 1 - program
     if turn < ADDING:
-        code = site * 8 + GRADIENTS
-        zeroed, joined = (state + 5).to(tl.pointer_type(tl.int32)), (state + 7).to(tl.pointer_type(tl.int32))
+        code = site * CODES_PER_SITE + GRADIENTS
+        zeroed = (state + STATE_ZEROED).to(tl.pointer_type(tl.int32))
+        joined = (state + STATE_JOINED).to(tl.pointer_type(tl.int32))
         if UPDATE == 0:
             wait(zeroed, PROGRAMS, state, code, rank, 0, epoch)
         if PUSH:
@@ -303,7 +319,7 @@ def embedding_backward(
                 )  # fmt: skip
             event = stamp(trace, program, event, COMPUTED, rank, item, TRACE, EVENTS)
         tl.debug_barrier()
-        tl.atomic_add(state + 7, 1, sem="release", scope="gpu")
+        tl.atomic_add(state + STATE_JOINED, 1, sem="release", scope="gpu")
         if KEEP:
             for item in range(turn, copies, ADDING):
                 at = item * CHUNK + tl.arange(0, CHUNK)
@@ -320,7 +336,7 @@ def embedding_backward(
     event = stamp(trace, program, event, ENDED, rank, 0, TRACE, EVENTS)
     if PUSH:
         tl.debug_barrier()
-        if tl.atomic_add(state + 6, 1, sem="acq_rel", scope="gpu") == PROGRAMS - 1:
+        if tl.atomic_add(state + STATE_THROUGH, 1, sem="acq_rel", scope="gpu") == PROGRAMS - 1:
             clear(peer(signals, rank, tl.int32) + first_signal, W, 32)
         finish(state, epoch, PROGRAMS)
     else:

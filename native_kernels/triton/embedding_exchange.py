@@ -16,13 +16,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from autofuse.native_kernels.gpu.memory import BAD_INPUT_WORD, EVENTS, PeerMemory, cdiv, launch
+from autofuse.native_kernels.gpu.memory import EVENTS, PeerMemory, cdiv, launch
 
 from .comm import (
+    BAD_BAG,
+    BAD_INDEX,
+    BAD_INPUT,
     BEGUN,
+    CODES_PER_SITE,
     COMPUTED,
     COPIED,
     ENDED,
+    POOLING,
+    STATE_RECORD,
+    STATE_THROUGH,
     WAITED,
     begin,
     finish,
@@ -41,15 +48,10 @@ from .embedding_tables import (
     place_aligned,
 )
 
-POOLING = tl.constexpr(4)
-BAD_INDEX = tl.constexpr(5)
-BAD_BAG = tl.constexpr(6)
-
 SUM, MEAN, MAX = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 BF16, FP16, FP32 = tl.constexpr(1), tl.constexpr(2), tl.constexpr(4)
 ENDLESS = tl.constexpr(0x7FFFFFFF)  # bags have fewer indices
 SOURCE, TABLE = tl.constexpr(WORDS_SOURCE), tl.constexpr(WORDS_TABLE)
-BAD_INPUT = tl.constexpr(BAD_INPUT_WORD)
 
 
 @triton.jit
@@ -194,7 +196,7 @@ def report_faults(
 
     One store of 8 bytes has it all, code << 48 | table << 32 | index or bag, so that they never are of two.
     """
-    record = tl.load(state + 1).to(tl.pointer_type(tl.int64)) + BAD_INPUT
+    record = tl.load(state + STATE_RECORD).to(tl.pointer_type(tl.int64)) + BAD_INPUT
     for item in range(first, items, POOLING_PROGRAMS):
         step, block, t, _, _ = item_at(item, per_step, count, W, CB, MIXED)
         dest = (rank + 1 + step) % W
@@ -203,7 +205,7 @@ def report_faults(
         bag = dest * b + block * BB + tl.arange(0, BB)
         worst = tl.max(tl.where(bad, bag, -1), axis=0)
         if worst >= 0:
-            code = (site * 8 + BAD_BAG).to(tl.int64)
+            code = (site * CODES_PER_SITE + BAD_BAG).to(tl.int64)
             tl.store(record, (code << 48) | (t.to(tl.int64) << 32) | worst.to(tl.int64))
         rows = tl.load(table + 1)
         indices = tl.load(table + 2).to(tl.pointer_type(INDEX))
@@ -213,7 +215,7 @@ def report_faults(
             if tl.max(wrong.to(tl.int32), axis=0) != 0:
                 shown = tl.minimum(tl.maximum(index, -(1 << 31)), (1 << 31) - 1)
                 one = tl.max(tl.where(wrong, shown, -(1 << 31)), axis=0)
-                code = (site * 8 + BAD_INDEX).to(tl.int64)
+                code = (site * CODES_PER_SITE + BAD_INDEX).to(tl.int64)
                 tl.store(record, (code << 48) | (t.to(tl.int64) << 32) | (one & 0xFFFFFFFF))
 
 
@@ -335,7 +337,15 @@ def embedding_exchange(
             away = unit // pieces % (W - 1) if MIXED else unit // (slices * pieces)
             number = unit // (pieces * (W - 1)) if MIXED else unit // pieces % slices
             source = (rank + W - 1 - away) % W
-            wait(arrived + source * slices + number, 1, state, site * 8 + POOLING, source, number, epoch)
+            wait(
+                arrived + source * slices + number,
+                1,
+                state,
+                site * CODES_PER_SITE + POOLING,
+                source,
+                number,
+                epoch,
+            )
             event = stamp(trace, program, event, WAITED, source, number, TRACE, EVENTS)
             first_bag = number * slice_blocks * BB
             copy_piece(
@@ -348,7 +358,7 @@ def embedding_exchange(
         finish(state, epoch - 1, PROGRAMS)  # nobody has been heard of: the epoch stays
     else:
         tl.debug_barrier()
-        if tl.atomic_add(state + 6, 1, sem="acq_rel", scope="gpu") == PROGRAMS - 1:
+        if tl.atomic_add(state + STATE_THROUGH, 1, sem="acq_rel", scope="gpu") == PROGRAMS - 1:
             clear(peer(signals, rank, tl.int32) + first_signal, W * slices, 256)
         finish(state, epoch, PROGRAMS)
 

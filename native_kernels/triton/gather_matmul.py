@@ -32,10 +32,13 @@ from autofuse.native_kernels.gpu.memory import (
 
 from .comm import (
     BEGUN,
+    CODES_PER_SITE,
     COMPUTED,
     ENDED,
     GATHERING,
     PUSHED,
+    STATE_GIVEN_UP,
+    STATE_THROUGH,
     WAITED,
     begin,
     fence_copies,
@@ -85,14 +88,14 @@ def reset(
     have no limit of their own, must not wait either.
     """
     tl.debug_barrier()
-    if tl.atomic_add(state + 6, 1, sem="acq_rel", scope="gpu") == PROGRAMS - 1:
+    if tl.atomic_add(state + STATE_THROUGH, 1, sem="acq_rel", scope="gpu") == PROGRAMS - 1:
         flags = peer(signals, rank, tl.int32) + first
         for i in range(count):
             tl.store(flags + i, 0)
         if CREDIT:
             signal_all(signals, W, CREDITS + rank, rank)
         if COPIED:
-            if tl.load(state + 2, volatile=True) != 0:
+            if tl.load(state + STATE_GIVEN_UP, volatile=True) != 0:
                 own = peer(signals, rank, tl.int32) + CREDITS
                 for r in range(W):
                     tl.store(own + r, 1)
@@ -155,7 +158,7 @@ def gather_matmul(
                     arrived + source * slices + piece,
                     target,
                     state,
-                    site * 8 + GATHERING,
+                    site * CODES_PER_SITE + GATHERING,
                     source,
                     piece,
                     epoch,

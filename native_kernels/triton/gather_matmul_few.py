@@ -28,6 +28,7 @@ from autofuse.native_kernels.gpu.memory import (
 
 from .comm import (
     BEGUN,
+    CODES_PER_SITE,
     COMPUTED,
     ENDED,
     GATHERING,
@@ -95,7 +96,7 @@ def gather_matmul_few(
         col = program % cols
         piece = program // cols
         arrived = peer(signals, rank, tl.int32) + first_signal
-        wait_all(arrived, 1, W, MOVERS, state, site * 8 + GATHERING, 0, program, epoch)
+        wait_all(arrived, 1, W, MOVERS, state, site * CODES_PER_SITE + GATHERING, 0, program, epoch)
         fence_copies()
         event = stamp(trace, program, event, WAITED, -1, 0, TRACE, EVENTS)
         acc = tl.zeros((BM, BN), tl.float32)

@@ -29,6 +29,7 @@ from autofuse.native_kernels.gpu.memory import (
 
 from .comm import (
     BEGUN,
+    CODES_PER_SITE,
     COMPUTED,
     COPIED,
     COPYING,
@@ -106,7 +107,13 @@ def matmul_packets(
         inside = (r[:, None] < rows) & (n[None, :] < pitch)
         where = (source * chunk + r[None, :, None]) * pitch + n[None, None, :]
         parts = take_packets(
-            own + where, epoch, (source < W) & inside[None, :, :], state, site * 8 + REDUCING, source, tile
+            own + where,
+            epoch,
+            (source < W) & inside[None, :, :],
+            state,
+            site * CODES_PER_SITE + REDUCING,
+            source,
+            tile,
         )
         event = stamp(trace, program, event, WAITED, -1, tile, TRACE, EVENTS)
         low = (parts & 0xFFFF).to(tl.uint16).to(dtype, bitcast=True).to(tl.float32)
@@ -130,7 +137,9 @@ def matmul_packets(
             n = tile * (BN // 2) + half
             theirs = (m[:, None] < M) & (m[:, None] // chunk != rank) & (n[None, :] < pitch)
             where = own + W * slot + m[:, None] * pitch + n[None, :]
-            sums = take_packets(where, epoch, theirs, state, site * 8 + COPYING, m[:, None] // chunk, tile)
+            sums = take_packets(
+                where, epoch, theirs, state, site * CODES_PER_SITE + COPYING, m[:, None] // chunk, tile
+            )
             event = stamp(trace, program, event, WAITED, -1, tile, TRACE, EVENTS)
             tl.store(out_pairs + m[:, None] * pitch + n[None, :], sums.to(tl.uint32), mask=theirs)
             event = stamp(trace, program, event, COPIED, -1, tile, TRACE, EVENTS)

@@ -33,6 +33,7 @@ from autofuse.native_kernels.gpu.memory import (
 
 from .comm import (
     BEGUN,
+    CODES_PER_SITE,
     COMPUTED,
     COPIED,
     COPYING,
@@ -40,6 +41,8 @@ from .comm import (
     ENDED,
     REDUCED,
     REDUCING,
+    STATE_THROUGH,
+    STATE_TICKETS,
     WAITED,
     begin,
     finish,
@@ -100,11 +103,11 @@ def matmul_reduce(
     tickets = (parts + lag) * SOURCES if mixed else parts * SOURCES
     # The next ticket is asked for ahead where that leaves enough for the others.
     ahead = tickets > 8 * PROGRAMS
-    ticket = tl.atomic_add(state + 5, 1).to(tl.int32)
+    ticket = tl.atomic_add(state + STATE_TICKETS, 1).to(tl.int32)
     following = ticket
     while ticket < tickets:
         if ahead:
-            following = tl.atomic_add(state + 5, 1).to(tl.int32)
+            following = tl.atomic_add(state + STATE_TICKETS, 1).to(tl.int32)
         # Number i of our own parts, or number i - lag of a peer's: they are complete at about the same time.
         away = ticket % SOURCES
         i = ticket // SOURCES - (lag if away else 0)
@@ -118,9 +121,17 @@ def matmul_reduce(
             tile = row * cols + col
             part = tile * PARTS + i % PARTS
             if away == 0:
-                wait_all(arrived + tile, tiles, W, 1, state, site * 8 + REDUCING, 0, tile, epoch)
+                wait_all(arrived + tile, tiles, W, 1, state, site * CODES_PER_SITE + REDUCING, 0, tile, epoch)
             else:
-                wait(ready + source * parts + part, 1, state, site * 8 + COPYING, source, part, epoch)
+                wait(
+                    ready + source * parts + part,
+                    1,
+                    state,
+                    site * CODES_PER_SITE + COPYING,
+                    source,
+                    part,
+                    epoch,
+                )
                 tl.store(ready + source * parts + part, 0)
             event = stamp(trace, program, event, WAITED, source if away else -1, part, TRACE, EVENTS)
             for sub in range(BT // BR):
@@ -151,7 +162,7 @@ def matmul_reduce(
                 trace, program, event, REDUCED if away == 0 else COPIED, source, part, TRACE, EVENTS
             )
         if not ahead:
-            following = tl.atomic_add(state + 5, 1).to(tl.int32)
+            following = tl.atomic_add(state + STATE_TICKETS, 1).to(tl.int32)
         ticket = following
     clear(arrived, counters, state, PROGRAMS)
     event = stamp(trace, program, event, ENDED, rank, 0, TRACE, EVENTS)
@@ -178,7 +189,7 @@ def place(
 def clear(counters, count, state, PROGRAMS: tl.constexpr):
     """Set counters that several programs have waited for back to 0, once none waits any more."""
     tl.debug_barrier()
-    if tl.atomic_add(state + 6, 1, sem="acq_rel", scope="gpu") == PROGRAMS - 1:
+    if tl.atomic_add(state + STATE_THROUGH, 1, sem="acq_rel", scope="gpu") == PROGRAMS - 1:
         for at in range(0, count, 1024):
             o = at + tl.arange(0, 1024)
             tl.store(counters + o, 0, mask=o < count)

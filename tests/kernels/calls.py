@@ -20,8 +20,8 @@ from triton.runtime.interpreter import InterpreterBuilder
 
 from autofuse.lowering.cpu import rendezvous
 from autofuse.lowering.torch_internals import group_store
-from autofuse.native_kernels.gpu import memory
 from autofuse.native_kernels.gpu.memory import Need, PeerMemory, Region
+from autofuse.native_kernels.gpu.state import RECORD_WORDS, STATE_WORDS, State
 from autofuse.native_kernels.triton import interpreter
 from autofuse.native_kernels.triton.gather_matmul import GatherConfig, gather_needs, launch_gather_matmul
 from autofuse.native_kernels.triton.gather_matmul_few import FewConfig, few_needs, launch_gather_matmul_few
@@ -52,9 +52,9 @@ def peer_memory(rank: int, world: int, need: Need, polls: int = 3_000_000) -> Pe
     )
     for region in (inbox, finished):
         region.views[rank].fill_(0xFF)
-    state = torch.zeros(memory.STATE_WORDS, dtype=torch.int64)
-    record = torch.zeros(memory.RECORD_WORDS, dtype=torch.int32)
-    state[0], state[1] = polls * POLL_NS, record.data_ptr()
+    state = torch.zeros(STATE_WORDS, dtype=torch.int64)
+    record = torch.zeros(RECORD_WORDS, dtype=torch.int32)
+    state[State.LIMIT], state[State.RECORD] = polls * POLL_NS, record.data_ptr()
     pieces, done = torch.full((need.pieces,), torch.nan), torch.zeros(need.done, dtype=torch.int32)
     dist.barrier()
     unlink()

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import pytest
 
+from autofuse.native_kernels.gpu.state import CODES_PER_SITE
 from autofuse.native_kernels.triton.gather_matmul import GATHERING, GatherConfig
 from autofuse.native_kernels.triton.gather_matmul_few import FewConfig
 from autofuse.native_kernels.triton.matmul_packets import PacketsConfig
@@ -140,5 +141,5 @@ def test_lost_peer(interpreters: Interpreters, kind: str) -> None:
     call, code = LOST[kind]
     records = interpreters(2).run(give_up, call, 1)
     raised, what, source, _, epoch = records[0][:5]
-    assert (raised, what, source, epoch) == (1, SITE * 8 + code, 1, 1)
+    assert (raised, what, source, epoch) == (1, SITE * CODES_PER_SITE + code, 1, 1)
     assert not any(records[1])

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from autofuse.lowering.gpu.embedding.ways import MERGED_NCCL
+from autofuse.native_kernels.gpu.state import CODES_PER_SITE
 from autofuse.native_kernels.triton.embedding_exchange import BAD_BAG, BAD_INDEX, POOLING
 from tests.kernels.calls import SITE
 from tests.kernels.embedding_calls import (
@@ -111,7 +112,7 @@ def test_bad_input(interpreters: Interpreters, index: torch.dtype, value: int, o
     words = interpreters(2).run(reported, call, 2, 1 if offset else 0, value, offset)
     assert words[0] == 0
     code, table, low = words[1] >> 48, words[1] >> 32 & 0xFFFF, words[1] & 0xFFFFFFFF
-    assert (code, table) == (SITE * 8 + (BAD_BAG.value if offset else BAD_INDEX.value), 2)
+    assert (code, table) == (SITE * CODES_PER_SITE + (BAD_BAG.value if offset else BAD_INDEX.value), 2)
     if not offset:
         assert low == min(value, 2**31 - 1) & 0xFFFFFFFF
     else:
@@ -122,5 +123,5 @@ def test_lost_peer(interpreters: Interpreters) -> None:
     """The record says what a rank waited for, for whom and in which call, and the kernel ends."""
     records = interpreters(2).run(lose, Exchange(even(2)), 1)
     raised, what, source, _, epoch = records[0][:5]
-    assert (raised, what, source, epoch) == (1, SITE * 8 + POOLING.value, 1, 1)
+    assert (raised, what, source, epoch) == (1, SITE * CODES_PER_SITE + POOLING.value, 1, 1)
     assert not any(records[1])

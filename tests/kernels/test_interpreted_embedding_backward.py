@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from autofuse.lowering.gpu.embedding.ways import MERGED_NCCL
+from autofuse.native_kernels.gpu.state import CODES_PER_SITE
 from autofuse.native_kernels.triton.embedding_backward import GRADIENTS
 from autofuse.native_kernels.triton.embedding_exchange import BAD_BAG, BAD_INDEX
 from tests.kernels.backward_calls import (
@@ -111,7 +112,7 @@ def test_bad_input(interpreters: Interpreters, index: torch.dtype, value: int, o
     words = interpreters(2).run(reported, call, value, offset)
     assert words[0] == 0
     code, table = words[1] >> 48, words[1] >> 32 & 0xFFFF
-    assert (code, table) == (SITE * 8 + (BAD_BAG.value if offset else BAD_INDEX.value), 1)
+    assert (code, table) == (SITE * CODES_PER_SITE + (BAD_BAG.value if offset else BAD_INDEX.value), 1)
     if not offset:
         assert words[1] & 0xFFFFFFFF == min(value, 2**31 - 1) & 0xFFFFFFFF
 
@@ -120,5 +121,5 @@ def test_lost_peer(interpreters: Interpreters) -> None:
     """The record says what a rank waited for, for whom and in which call, and the kernel ends."""
     records = interpreters(2).run(lose_backward, Backward(Exchange(even(2))), 1)
     raised, what, source, _, epoch = records[0][:5]
-    assert (raised, what, source, epoch) == (1, SITE * 8 + GRADIENTS.value, 1, 1)
+    assert (raised, what, source, epoch) == (1, SITE * CODES_PER_SITE + GRADIENTS.value, 1, 1)
     assert not any(records[1])

@@ -234,7 +234,7 @@ class Gather(_Call):
             x = gathered.clone()
         else:  # only the device knows how many calls there were
             halves = gathered.as_strided((2, rows * k), ((gathered.shape[0] - rows) * k, 1))
-            x = halves.index_select(0, memory.state[3:4] % 2)
+            x = halves.index_select(0, memory.epoch % 2)
         x = x.view(memory.world, *part.shape)
         x[memory.rank] = part
         return whole(x, 0, self._problem.outer)

@@ -40,12 +40,17 @@ from autofuse.native_kernels.cuda.host.gemm import clusters_at_once
 from autofuse.native_kernels.cuda.kernels.put_words import put_words
 from autofuse.native_kernels.gpu.copy_engine import FIRST_CREDIT, CopyEngine
 from autofuse.native_kernels.gpu.memory import (
-    BAD_INPUT_WORD,
-    RECORD_WORDS,
-    STATE_WORDS,
     Need,
     PeerMemory,
     Region,
+)
+from autofuse.native_kernels.gpu.state import (
+    BAD_INPUT_WORD,
+    CODES_PER_SITE,
+    RECORD_WORDS,
+    STATE_WORDS,
+    State,
+    Wait,
 )
 
 from .descriptors import Words
@@ -69,17 +74,17 @@ LEAST = Need(
 
 REGIONS = ("inbox", "finished", "packets", "words", "gathers", "copies", "signals")
 
-_BAD_INDEX = 5
-
 _WAITS = {
-    0: "to say where its rows are to go",
-    1: "to add its part",
-    2: "to send a sum",
-    3: "to send its part",
-    4: "to send its pooled rows",
-    6: "to send rows of its experts",
-    7: "to send the gradients of its bags",
+    Wait.TELLING: "to say where its rows are to go",
+    Wait.REDUCING: "to add its part",
+    Wait.COPYING: "to send a sum",
+    Wait.GATHERING: "to send its part",
+    Wait.DISPATCHING: "to send its part",
+    Wait.POOLING: "to send its pooled rows",
+    Wait.COMBINING: "to send rows of its experts",
+    Wait.GRADIENTS: "to send the gradients of its bags",
 }
+"""What a rank did not come to do, by the code of the wait for it."""
 
 
 class GpuWorkspace:
@@ -126,7 +131,7 @@ class GpuWorkspace:
         self._raised = ctypes.c_int32.from_address(self._record.data_ptr())
         self._bad_input = ctypes.c_int64.from_address(self._record.data_ptr() + 8 * BAD_INPUT_WORD)
         self._state = torch.zeros(STATE_WORDS, dtype=torch.int64, device=device)
-        self._state[1] = self._record.data_ptr()
+        self._state[State.RECORD] = self._record.data_ptr()
         self.memory, self.capacity = self._allocate(None, LEAST)
         self.engine = CopyEngine(self.memory)
 
@@ -168,7 +173,7 @@ class GpuWorkspace:
                 self._stream, self._last = stream, raw
             if self._limit != config.timeout_s:
                 self._limit = config.timeout_s
-                self._state[0] = int(self._limit * 1e9)
+                self._state[State.LIMIT] = int(self._limit * 1e9)
         return self.memory
 
     @cached_property
@@ -200,9 +205,10 @@ class GpuWorkspace:
             self._failure = self._describe_input(self._bad_input.value)
         if self._failure is None and self._raised.value:
             _, code, source, index, epoch = self._record.tolist()[:5]
+            what = _WAITS.get(Wait(code % CODES_PER_SITE), "")
             self._failure = (
                 f"{self._site(code)}, rank {self.rank} of group {self.group_name}: rank {source} did not "
-                f"come {_WAITS.get(code % 8, '')} (tile {index}, call {epoch}) within {self._limit:g} s "
+                f"come {what} (tile {index}, call {epoch}) within {self._limit:g} s "
                 f"(AUTOFUSE_TIMEOUT_S sets the limit). What this op and later ones returned is not to be "
                 f"used; has rank {source} ended, or does it run another program?"
             )
@@ -210,14 +216,15 @@ class GpuWorkspace:
             raise RuntimeError(self._failure)
 
     def _site(self, code: int) -> str:
-        return self._sites[code // 8] if code // 8 < len(self._sites) else "a call"
+        site = code // CODES_PER_SITE
+        return self._sites[site] if site < len(self._sites) else "a call"
 
     def _describe_input(self, word: int) -> str:
         """As the kernel has it: code << 48 | table << 32 | index, or bag."""
         code, table, value = word >> 48 & 0xFFFF, word >> 32 & 0xFFFF, ctypes.c_int32(word).value
         what = (
             f"index {value} of table {table} is outside of its rows"
-            if code % 8 == _BAD_INDEX
+            if code % CODES_PER_SITE == Wait.BAD_INDEX
             else f"bag {value} of table {table} ends before it starts or outside of the indices; "
             "offsets must ascend from 0 to at most the number of indices"
         )

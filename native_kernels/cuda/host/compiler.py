@@ -1,8 +1,8 @@
-"""NVRTC compiles the CUDA C++ files of `kernels/` to cubins; no GPU is needed, nor a CUDA toolkit.
+"""NVRTC compiles the CUDA C++ files of `kernels/` to cubins; neither a GPU nor a CUDA toolkit is needed.
 
-A source may include the `.cuh` files of `include/` and of its own folder, and nothing else: no headers of C++
-or of CUDA.
-Cubins are kept on disk, named by all that they depend on: later runs do not compile again.
+A source may include the `.cuh` files of `include/` and of its own folder, no headers of C++ or of CUDA. The
+names of `native_kernels.gpu.state` are macros. Cubins are kept on disk, named by a digest of everything that
+they depend on: later runs do not compile again.
 """
 
 import os
@@ -12,6 +12,8 @@ from functools import cache
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
+
+from autofuse.native_kernels.gpu import state
 
 KERNELS = Path(__file__).parents[1] / "kernels"
 INCLUDE = Path(__file__).parents[1] / "include"
@@ -69,7 +71,7 @@ def _inputs(
     """A source, its headers, and the options to compile it with."""
     found = [*sorted(INCLUDE.glob("*.cuh")), *sorted(folder.glob("*.cuh"))]
     headers = {path.name: path.read_bytes() for path in found}
-    macros = [f"-D{name}={int(value)}" for name, value in constants]
+    macros = [f"-D{name}={int(value)}" for name, value in (*state.macros().items(), *constants)]
     options = [f"--gpu-architecture={arch}", "--std=c++17", "-default-device", *macros]
     return (folder / source).read_bytes(), headers, options
 

@@ -1,61 +1,77 @@
-// Signals, waits and epochs as native_kernels/triton/comm.py has them, for the same memory.
+// Signals, waits and epochs, as native_kernels/triton/comm.py has them, for the same memory. Names that begin with STATE_,
+// RECORD_, WAIT_ and EVENT_ are macros from native_kernels/gpu/state.py.
 #pragma once
 #include "ptx.cuh"
 
-// Kinds of events in a trace, as in comm.py.
-constexpr int BEGUN = 1, WAITED = 2, COMPUTED = 3, REDUCED = 5, COPIED = 6, ENDED = 8;
+// One call of a kernel, as its waits know it.
+struct Call {
+    int64_t* state;
+    int site, epoch;
+};
 
-// What is waited for, in the low bits of the code of a wait, as in comm.py.
-constexpr int REDUCING = 1, COPYING = 2, GATHERING = 3;
+__device__ inline int epoch_of(const int64_t* state) { return static_cast<int>(state[STATE_EPOCH]) + 1; }
 
-// Whether a wait has given up. Copy streams must then not wait either, which have no limit of their own: the last program
-// sets what they wait for.
-__device__ inline bool given_up(const int64_t* state) { return *static_cast<const volatile int64_t*>(state + 2) != 0; }
+// Whether a wait has given up. Copy streams wait without a limit of their own: the last program then raises their flags.
+__device__ inline bool given_up(const int64_t* state) {
+    return *static_cast<const volatile int64_t*>(state + STATE_GIVEN_UP) != 0;
+}
 
-// Whether one who waits for `source` goes on, after so many polls. Where it does not come in time: raise state[2], and
-// record (1, code, source, index, epoch). Sums, by the code, may take half as long again, as in comm.py.
+// The bound of one wait. `goes_on` is asked after each poll. After the limit it raises STATE_GIVEN_UP, writes the failure
+// record and returns false. A wait for sums may take half as long again: a peer that waits for the lost rank sends none, and
+// the record must name the lost rank.
 struct Patience {
     int polls = 0;
     int64_t limit = 0;
-    __device__ bool goes_on(int64_t* state, int code, int source, int index, int epoch) {
-        if (++polls % 64) return true;  // the clock is slow to read, most of all for what comes soon
-        if (limit == 0) limit = nanoseconds() + state[0] + (code % 8 == COPYING ? state[0] / 2 : 0);
+    __device__ bool goes_on(const Call& call, int what, int source, int index) {
+        if (++polls % 64) return true;  // reading the clock takes longer than a poll
+        int64_t* state = call.state;
+        if (limit == 0)
+            limit = nanoseconds() + state[STATE_LIMIT] + (what == WAIT_COPYING ? state[STATE_LIMIT] / 2 : 0);
         if (given_up(state)) return false;
         if (nanoseconds() < limit) return true;
-        if (atomicExch(reinterpret_cast<unsigned long long*>(state + 2), 1ull)) return false;
-        int* record = reinterpret_cast<int*>(state[1]);
-        record[1] = code;
-        record[2] = source;
-        record[3] = index;
-        record[4] = epoch;
+        if (atomicExch(reinterpret_cast<unsigned long long*>(state + STATE_GIVEN_UP), 1ull)) return false;
+        int* record = reinterpret_cast<int*>(state[STATE_RECORD]);
+        record[RECORD_CODE] = call.site * CODES_PER_SITE + what;
+        record[RECORD_SOURCE] = source;
+        record[RECORD_INDEX] = index;
+        record[RECORD_EPOCH] = call.epoch;
         __threadfence_system();
-        *static_cast<volatile int*>(record) = 1;
+        *static_cast<volatile int*>(record + RECORD_RAISED) = 1;
         return false;
     }
 };
 
-// Bounded wait of one thread for one signal of `source`; what the others of a block may read then is behind a
-// barrier of theirs.
-__device__ inline void wait(
-    const int* counter, int target, int64_t* state, int code, int source, int index, int epoch) {
+// One thread waits until `counter` is at least `target`, the signals of `source`. Other threads of the block may read what
+// was signalled behind a barrier.
+__device__ inline void wait(const Call& call, const int* counter, int target, int what, int source, int index) {
     Patience patience;
-    while (load_acquire(counter) < target && patience.goes_on(state, code, source, index, epoch)) {
+    while (load_acquire(counter) < target && patience.goes_on(call, what, source, index)) {
     }
 }
 
-// Ends the epoch, once all others are through.
-__device__ inline void finish(int64_t* state, int epoch) {
-    for (int word = 4; word < 8; ++word) state[word] = 0;
-    state[3] = epoch;
+// One thread counts its program as through; true for the last of `programs`.
+__device__ inline bool is_last(int64_t* state, int programs) { return count(state + STATE_THROUGH) == programs - 1; }
+
+// The last program ends the call.
+__device__ inline void finish(const Call& call) {
+    for (int word = STATE_FINISHED; word < STATE_WORDS; ++word) call.state[word] = 0;
+    call.state[STATE_EPOCH] = call.epoch;
+}
+
+// Copy engines may store to this rank again: each peer gets a credit, `credit` counters behind `counters` of its own. Where
+// a wait has given up, our own streams must not wait either: their credit is raised here. Threads 0 to W - 1 call it.
+__device__ inline void give_credit(const Call& call, int* const* counters, int credit, int rank, bool gives, int thread) {
+    if (gives && thread != rank) add_release(counters[thread] + credit + rank);
+    if (given_up(call.state)) counters[rank][credit + thread] = 1;
 }
 
 #if TRACE
-// As `stamp` of comm.py, into one row of a trace.
+// Events of one row of a trace; `stamp` of comm.py writes the same.
 struct Trace {
-    int64_t* lane;
+    int64_t* row;
     int event = 0;
     __device__ void stamp(int kind, int rank, int tile) {
-        int64_t* at = lane + (event < EVENTS ? event : EVENTS - 1) * 2;
+        int64_t* at = row + (event < EVENTS ? event : EVENTS - 1) * 2;
         at[0] = nanoseconds();
         at[1] = static_cast<int64_t>(kind) << 32 | static_cast<int64_t>(rank & 0xff) << 24 | tile;
         ++event;
@@ -63,7 +79,7 @@ struct Trace {
 };
 #else
 struct Trace {
-    int64_t* lane;
+    int64_t* row;
     __device__ void stamp(int, int, int) {}
 };
 #endif

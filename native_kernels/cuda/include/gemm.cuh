@@ -81,39 +81,47 @@ __device__ inline void load_box(uint32_t to, const Matrix& from, int row, int co
         load_share<SHARERS>(to, from.map, row, col, barrier, mask);
 }
 
-// One thread loads rows `row, ...` of x and columns `col, ...` of the weight, in blocks of BK from k = `first` on.
+// One product of the sum that an accumulator holds: rows `row` and on of x times columns `col` and on of w, over k from
+// `first` to before `last`.
+struct Term {
+    Matrix x, w;
+    int row, col, first, last;
+};
+
+// One thread loads the blocks of a term. A sum of several terms is loaded one term after another, into the same turn.
 template <bool STACKS = false>
-__device__ inline void produce(
-    const Shared& s, Turn& turn, const Matrix& x, const Matrix& w, int row, int col, int first, int last) {
+__device__ inline void produce(const Shared& s, Turn& turn, const Term& term) {
     int me = SHARING > 1 ? cluster_rank() : 0, m = me / ALONG, n = me % ALONG;
     uint16_t row_mask = ((1 << ALONG) - 1) << (m * ALONG), col_mask = 0;
     for (int i = 0; i < ACROSS; ++i) col_mask |= 1 << (i * ALONG + n);
-    for (int k = first; k < last; k += BK) {
+    for (int k = term.first; k < term.last; k += BK) {
         uint32_t a = s.stages + turn.stage * STAGE, b = a + A_BYTES, full = s.full + 8 * turn.stage;
         barrier_wait(s.empty + 8 * turn.stage, turn.parity ^ 1);
         barrier_expect(full, STAGE);
         constexpr int SHARE = ROWS / ALONG, COLS = BN / ACROSS;
-        load_box<ALONG, STACKS>(a + n * SHARE * ROW, x, row + n * SHARE, k, full, row_mask);
+        load_box<ALONG, STACKS>(a + n * SHARE * ROW, term.x, term.row + n * SHARE, k, full, row_mask);
 #if TRANSPOSED
-        load_box<ACROSS, STACKS>(b + m * COLS * ROW, w, col + m * COLS, k, full, col_mask);
+        load_box<ACROSS, STACKS>(b + m * COLS * ROW, term.w, term.col + m * COLS, k, full, col_mask);
 #else
         // Boxes of 64 columns, as wide as the swizzle.
         for (int c = m * COLS; c < (m + 1) * COLS; c += 64)
-            load_box<ACROSS, STACKS>(b + c * ROW, w, k, col + c, full, col_mask);
+            load_box<ACROSS, STACKS>(b + c * ROW, term.w, k, term.col + c, full, col_mask);
 #endif
         turn.next();
     }
 }
 
-// Blocks of K of a sum of products.
+// Blocks of K of one term, or of all terms of a sum.
+__device__ inline int blocks_of(int k) { return (k + BK - 1) / BK; }
+
 template <int COUNT>
 __device__ inline int blocks_of(const int (&k)[COUNT]) {
     int blocks = 0;
-    for (int i = 0; i < COUNT; ++i) blocks += (k[i] + BK - 1) / BK;
+    for (int i = 0; i < COUNT; ++i) blocks += blocks_of(k[i]);
     return blocks;
 }
 
-// A warpgroup waits for blocks and multiplies 64 rows: acc = A @ B.
+// A warpgroup waits for the blocks of all terms and multiplies 64 rows: acc = the sum of A @ B.
 __device__ inline void consume(const Shared& s, Turn& turn, float (&acc)[BN / 2], int group, int blocks) {
     int me = SHARING > 1 ? cluster_rank() : 0, m = me / ALONG, n = me % ALONG;
     int thread = threadIdx.x % 128;

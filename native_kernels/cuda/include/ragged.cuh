@@ -33,6 +33,11 @@ __device__ inline void read_offsets(Ragged& r, const int* offsets, int rows) {
     __syncthreads();
 }
 
+__device__ inline Ragged& shared_offsets() {
+    __shared__ Ragged offsets;
+    return offsets;
+}
+
 __device__ inline Tile ragged_tile(const Ragged& r, int t, int cols) {
     int me = ACROSS * ALONG > 1 ? cluster_rank() : 0;
     return ragged_tile_at(t, me / ALONG, me % ALONG, r.starts, r.highs, ALL, cols, ACROSS, ALONG, ROWS);

@@ -22,9 +22,9 @@ __device__ inline bool is_whole(uint4 v) { return v.x && v.y && v.z && v.w; }
 
 // Four words, once all have come, of which a first look has found `seen`.
 __device__ inline uint4 arrived(
-    const void* at, uint4 seen, int64_t* state, int code, int source, int index, int epoch) {
+    const void* at, uint4 seen, const Call& call, int what, int source, int index) {
     Patience patience;
-    while (!is_whole(seen) && patience.goes_on(state, code, source, index, epoch)) seen = load_relaxed(at);
+    while (!is_whole(seen) && patience.goes_on(call, what, source, index)) seen = load_relaxed(at);
     return seen;
 }
 
@@ -32,7 +32,7 @@ __device__ inline uint4 arrived(
 // for together. `v`: zeros before.
 template <int N, class Wanted, class Place, class Source>
 __device__ inline void take_all(
-    uint4 (&v)[N], Wanted wanted, Place place, int64_t* state, int code, Source source, int index, int epoch) {
+    uint4 (&v)[N], Wanted wanted, Place place, const Call& call, int what, Source source, int index) {
     Patience patience;
     int missing;
     do {
@@ -43,7 +43,7 @@ __device__ inline void take_all(
 #pragma unroll
         for (int i = 0; i < N; ++i)
             if (wanted(i) && !is_whole(v[i])) missing = i;
-    } while (missing >= 0 && patience.goes_on(state, code, source(missing), index, epoch));
+    } while (missing >= 0 && patience.goes_on(call, what, source(missing), index));
 #pragma unroll
     for (int i = 0; i < N; ++i)
         if (wanted(i)) store(place(i), {0, 0, 0, 0});
@@ -57,9 +57,13 @@ __device__ inline void put_sums(void* to, const float* v) {
 
 __device__ inline float sum_of(uint32_t word) { return __uint_as_float(word ^ 0x80000000u); }
 
-// Of all ranks' values, in their order, fp32, rounded once.
-template <int TERMS>
-__device__ inline uint4 sum(const uint4 (&words)[TERMS]) {
+// The sums of eight values of each rank: in the order of the ranks, in fp32, scaled, mapped, and rounded once.
+struct Identity {
+    __device__ void operator()(float (&)[8]) const {}
+};
+
+template <int TERMS, class Map = Identity>
+__device__ inline uint4 sum(const uint4 (&words)[TERMS], Map map = {}) {
     float total[8] = {};
 #pragma unroll
     for (int r = 0; r < TERMS; ++r) {
@@ -71,6 +75,8 @@ __device__ inline uint4 sum(const uint4 (&words)[TERMS]) {
         }
     }
     constexpr float SCALE = MEAN ? 1.0f / W : 1.0f;
-    return {pair(total[0] * SCALE, total[1] * SCALE), pair(total[2] * SCALE, total[3] * SCALE),
-            pair(total[4] * SCALE, total[5] * SCALE), pair(total[6] * SCALE, total[7] * SCALE)};
+#pragma unroll
+    for (int i = 0; i < 8; ++i) total[i] *= SCALE;
+    map(total);
+    return {pair(total[0], total[1]), pair(total[2], total[3]), pair(total[4], total[5]), pair(total[6], total[7])};
 }

@@ -1,11 +1,10 @@
-// all_to_all_expert_matmul of experts with any number of rows: as expert_dispatch.cu, but for how tiles are found and
-// where rows go. How many rows an expert has, and which of those that arrive, only the device knows.
+// all_to_all_expert_matmul of experts with any number of rows, in one persistent kernel over frame.cuh: as expert_dispatch.cu,
+// but only the device knows how many rows an expert has and which of the rows that arrive.
 //
-// Each rank first tells the others which row of X each of theirs becomes (places [W, slot] in their memory); they store
-// it there. Of X [rows, K], and of the words told [8] and arrived [rows / 128], which counts rows of X, a rank has two
-// halves each. Columns of tiles go through all WEIGHTS, which multiply rows while these lie in the L2 cache.
-#include "comm.cuh"
-#include "gemm.cuh"
+// Each rank first tells the others which row of X each of their rows becomes (places [W, slot] in their memory); they store
+// it there. A rank has two halves each of X [rows, K] and of counters: told [8], by rank, and arrived [rows / 128], of rows of
+// X. Columns of tiles go through all WEIGHTS, which multiply rows while these lie in the L2 cache.
+#include "frame.cuh"
 #include "ragged.cuh"
 
 struct Params {
@@ -27,179 +26,146 @@ struct Params {
     int rows, n, k, rank, site, slot, cols, programs;  // cols: of tiles, of all weights
 };
 
-constexpr int DISPATCHING = 3, TELLING = 0;
-constexpr int BLOCK = 128, STARTS = 8;  // rows of X that a word counts
-constexpr int SENDING = 64;             // threads of a block
-constexpr int WIDE = BN / 8;
+constexpr int BLOCK = 128, STARTS = 8;  // rows of X that a counter counts; counters before these
+constexpr int WIDE = BN / 8;            // pieces of 16 bytes in a row of a tile
 
-__device__ inline int rows_of_block(const Params& p, int b) {
-    return p.rows - b * BLOCK < BLOCK ? p.rows - b * BLOCK : BLOCK;
-}
+struct DroplessDispatch : Frame<Params, SENDERS> {
+    static constexpr int STORERS = 32;
+    Ragged& experts;
 
-// Two warps of every block tell the others where their rows go, and store ours where they have told us.
-__device__ void send_rows(const Params& p, int block, int64_t parity, int epoch) {
-    constexpr int AHEAD = 8, RUN = 8, SENDERS = SENDING / 32;  // rows at a time, warps
-    int thread = threadIdx.x - (BM - SENDING), lane = thread % 32, width = p.k / 8;
-    for (int i = block * SENDING + thread; i < p.rows; i += p.programs * SENDING) {
-        int64_t at = p.positions ? p.positions[i] : i;
-        if (at < 0 || at >= p.received[W]) continue;
-        int source = 0;
-        for (int rank = 1; rank < W; ++rank) source += at >= p.received[rank];
-        store(p.places[source] + parity * p.places_half + p.rank * p.slot + (at - p.received[source]), i);
+    __device__ explicit DroplessDispatch(const Params& p) : Frame(p), experts(shared_offsets()) {
+        read_offsets(experts, p.offsets, p.rows);
     }
-    named_barrier(1, SENDING);
-    if (thread < W) add_release(p.signals[thread] + parity * p.signals_half + p.rank);
-    int chunks = 0;
-    for (int dest = 0; dest < W; ++dest) {
-        int here = (p.sent[dest + 1] - p.sent[dest] + RUN - 1) / RUN;
-        chunks = here > chunks ? here : chunks;
-    }
-    uint32_t heard = 0;  // a bit a rank
-    for (int i = block * SENDERS + thread / 32; i < chunks * W; i += p.programs * SENDERS) {
-        int dest = (p.rank + 1 + i % W) % W, first = i / W * RUN, left = p.sent[dest + 1] - p.sent[dest] - first;
-        int rows = left < RUN ? left : RUN;
-        if (rows <= 0) continue;
-        if (!(heard >> dest & 1) && lane == 0)
-            wait(p.signals[p.rank] + parity * p.signals_half + dest, p.programs, p.state, p.site * 8 + TELLING, dest, 0,
-                 epoch);
-        heard |= 1 << dest;
-        named_barrier(2 + thread / 32, 32);
-        int place = -1;
-        if (lane < rows) place = load_l2(p.places[p.rank] + parity * p.places_half + dest * p.slot + first + lane);
-        if (place >= (p.half / (p.k * 2))) place = -1;  // where nobody has told us, after a failure
-        for (int r = 0; r < rows; ++r) {
-            int64_t row = __shfl_sync(~0u, place, r);
-            if (row < 0) continue;
-            const char* from = p.parts + static_cast<int64_t>(p.sent[dest] + first + r) * p.k * 2;
-            char* to = p.memory[dest] + parity * p.half + row * p.k * 2;
-            for (int word = lane; word < width; word += AHEAD * 32) {
-                uint4 words[AHEAD];
-#pragma unroll
-                for (int a = 0; a < AHEAD; ++a)
-                    if (word + a * 32 < width) words[a] = load_l2(from + (word + a * 32) * 16);
-#pragma unroll
-                for (int a = 0; a < AHEAD; ++a)
-                    if (word + a * 32 < width) store(to + (word + a * 32) * 16, words[a]);
+
+    __device__ int tiles() const { return experts.highs[ALL] * ((p.cols + ALONG - 1) / ALONG); }
+    __device__ int blocks() const { return blocks_of(p.k); }
+    __device__ Tile tile_of(int t) const { return ragged_tile(experts, t, p.cols); }
+    __device__ int* counters(int rank) const { return p.signals[rank] + parity * p.signals_half; }
+    __device__ int rows_of_block(int b) const { return p.rows - b * BLOCK < BLOCK ? p.rows - b * BLOCK : BLOCK; }
+
+    // The helpers of every block tell the others where their rows go, and store ours where the others have told.
+    __device__ void exchange(Team<HELPERS> team) const {
+        constexpr int RUN = 8;  // rows that a warp stores before it counts them
+        int lane = team.thread % 32;
+        for (int i = block * HELPERS + team.thread; i < p.rows; i += p.programs * HELPERS) {
+            int64_t at = p.positions ? p.positions[i] : i;
+            if (at < 0 || at >= p.received[W]) continue;
+            int source = 0;
+            for (int rank = 1; rank < W; ++rank) source += at >= p.received[rank];
+            store(p.places[source] + parity * p.places_half + p.rank * p.slot + (at - p.received[source]), i);
+        }
+        team.meet();
+        if (team.thread < W) add_release(counters(team.thread) + p.rank);
+        int chunks = 0;
+        for (int dest = 0; dest < W; ++dest) {
+            int here = (p.sent[dest + 1] - p.sent[dest] + RUN - 1) / RUN;
+            chunks = here > chunks ? here : chunks;
+        }
+        uint32_t heard = 0;  // a bit a rank
+        for (int i = block * HELPER_WARPS + team.thread / 32; i < chunks * W; i += p.programs * HELPER_WARPS) {
+            int dest = (p.rank + 1 + i % W) % W, first = i / W * RUN, left = p.sent[dest + 1] - p.sent[dest] - first;
+            int rows = left < RUN ? left : RUN;
+            if (rows <= 0) continue;
+            if (!(heard >> dest & 1) && lane == 0)
+                wait(counters(p.rank) + dest, p.programs, WAIT_TELLING, dest, 0);
+            heard |= 1 << dest;
+            named_barrier(HELPER_WARP_BARRIER + team.thread / 32, 32);
+            int place = -1;
+            if (lane < rows) place = load_l2(p.places[p.rank] + parity * p.places_half + dest * p.slot + first + lane);
+            if (place >= (p.half / (p.k * 2))) place = -1;  // where nobody has told us, after a failure
+            for (int r = 0; r < rows; ++r) {
+                int64_t row = __shfl_sync(~0u, place, r);
+                if (row < 0) continue;
+                const char* from = p.parts + static_cast<int64_t>(p.sent[dest] + first + r) * p.k * 2;
+                char* to = p.memory[dest] + parity * p.half + row * p.k * 2;
+                copy_row(to, from, p.k / 8, lane);
             }
+            named_barrier(HELPER_WARP_BARRIER + team.thread / 32, 32);
+            fence_sys();
+            count_rows(place < 0 ? nullptr : counters(dest) + STARTS + place / BLOCK);
         }
-        named_barrier(2 + thread / 32, 32);
-        fence_sys();
-        count_rows(place < 0 ? nullptr : p.signals[dest] + parity * p.signals_half + STARTS + place / BLOCK);
     }
-}
 
-__device__ void load_tiles(
-    const Params& p, const Shared& s, const Ragged& r, int block, int tiles, int64_t parity, int epoch, Trace trace) {
-    prefetch(&p.exchanged[parity]);
-    for (int i = 0; i < WEIGHTS; ++i) prefetch(&p.w[i]);
-    Turn turn;
-    const int* arrived = p.signals[p.rank] + parity * p.signals_half + STARTS;
-    int known = 0, known_end = 0;  // blocks of X that have come
-    // A block does not say whose rows are missing: a rank that is lost is named here.
-    for (int r = 1; r < W && block / CLUSTER < tiles; ++r) {
-        int source = (p.rank + r) % W;
-        wait(arrived - STARTS + source, p.programs, p.state, p.site * 8 + TELLING, source, 0, epoch);
-    }
-    for (int t = block / CLUSTER; t < tiles; t += p.programs / CLUSTER) {
-        Tile tile = ragged_tile(r, t, p.cols);
-        int end = r.starts[tile.owner + 1] < tile.row + ROWS ? r.starts[tile.owner + 1] : tile.row + ROWS;
-        int first = tile.row / BLOCK, last = tile.owner < EXPERTS ? (end + BLOCK - 1) / BLOCK : first;
-        for (int b = first; b < last; ++b) {
-            if (b >= known && b < known_end) continue;
-            wait(arrived + b, rows_of_block(p, b), p.state, p.site * 8 + DISPATCHING, p.rank, b, epoch);
-            fence_proxy();
-            trace.stamp(WAITED, -1, b);
-        }
-        if (first < last) known = first, known_end = last;
-        int expert = tile.owner < EXPERTS ? tile.owner : EXPERTS - 1;
-        Column at = column_at(tile.col, p.cols, WEIGHTS);
-        produce<true>(s, turn, {&p.exchanged[parity]}, {&p.w[at.weight], expert}, tile.row, at.col * BN, 0, p.k);
-    }
-}
-
-// A warp stores the rows of tiles: an expert may end in the middle of one.
-__device__ void store_tiles(const Params& p, const Shared& s, const Ragged& r, int block, int tiles) {
-    constexpr int AT_ONCE = 32 / WIDE;  // rows
-    int lane = threadIdx.x % 32, turn = 0;
-    for (int t = block / CLUSTER; t < tiles; t += p.programs / CLUSTER) {
-        Tile tile = ragged_tile(r, t, p.cols);
-        int left = r.starts[tile.owner + 1] - tile.row, rows = left < ROWS ? left : ROWS;
-        Column at = column_at(tile.col, p.cols, WEIGHTS);
-        int word = lane % WIDE, col = at.col * BN + word * 8;
-        char* to = p.out[at.weight] + (static_cast<int64_t>(tile.row) * p.n + col) * 2;
-        barrier_wait(s.ready, turn);
-        turn ^= 1;
-        for (int row = lane / WIDE; row < rows && col < p.n; row += 4 * AT_ONCE) {
-            uint4 words[4];
-#pragma unroll
-            for (int j = 0; j < 4; ++j)
-                if (row + j * AT_ONCE < rows) words[j] = load_shared(s.staged + staged_at(row + j * AT_ONCE, word));
-#pragma unroll
-            for (int j = 0; j < 4; ++j)
-                if (row + j * AT_ONCE < rows) store(to + static_cast<int64_t>(row + j * AT_ONCE) * p.n * 2, words[j]);
-        }
-        __syncwarp();
-        if (lane == 0) barrier_arrive(s.taken);
-    }
-}
-
-extern "C" __global__ void __launch_bounds__(384, 1) dropless_dispatch(const __grid_constant__ Params p) {
-    extern __shared__ char memory[];
-    __shared__ Ragged r;
-    __shared__ bool last;
-    Shared s = shared_memory(memory);
-    int block = blockIdx.x, group = threadIdx.x / 128, blocks = (p.k + BK - 1) / BK;
-    int epoch = static_cast<int>(p.state[3]) + 1;
-    int64_t parity = epoch % 2;
-    Trace trace{p.trace + (group * p.programs + block) * 2 * EVENTS};
-    if (threadIdx.x % 128 == 0) trace.stamp(BEGUN, p.rank, 0);
-    read_offsets(r, p.offsets, p.rows);
-    init(s);
-    int tiles = r.highs[ALL] * ((p.cols + ALONG - 1) / ALONG);
-    if (group == 0) {
-        give_registers<88>();
-        if (threadIdx.x == 0)
-            load_tiles(p, s, r, block, tiles, parity, epoch, trace);
-        else if (threadIdx.x >= 32 && threadIdx.x < 64)
-            store_tiles(p, s, r, block, tiles);
-        else if (threadIdx.x >= BM - SENDING)
-            send_rows(p, block, parity, epoch);
-    } else {
-        take_registers<208>();
+    __device__ void load_tiles(int tiles) {
+        prefetch(&p.exchanged[parity]);
+        for (int i = 0; i < WEIGHTS; ++i) prefetch(&p.w[i]);
         Turn turn;
-        int taken = 0;
-        for (int t = block / CLUSTER; group <= GROUPS && t < tiles; t += p.programs / CLUSTER) {
-            float acc[BN / 2];
-            consume(s, turn, acc, group - 1, blocks);
-            Tile tile = ragged_tile(r, t, p.cols);
-            Column at = column_at(tile.col, p.cols, WEIGHTS);
-            if (BIASED && tile.owner < EXPERTS)
-                add_bias(acc, p.bias[at.weight] + static_cast<int64_t>(tile.owner) * p.n * 2, at.col * BN, p.n);
-#pragma unroll
-            for (int i = 0; i < BN / 2; ++i)
-                if (tile.owner == EXPERTS) acc[i] = 0;
-            stage(s, acc, group - 1, taken);
-            if (threadIdx.x % 128 == 0) trace.stamp(COMPUTED, tile.owner, t);
+        const int* arrived = counters(p.rank) + STARTS;
+        int known = 0, known_end = 0;  // blocks of X that have come
+        // A block does not say whose rows are missing: a rank that is lost is named here.
+        for (int r = 1; r < W && block / CLUSTER < tiles; ++r) {
+            int source = (p.rank + r) % W;
+            wait(arrived - STARTS + source, p.programs, WAIT_TELLING, source, 0);
         }
-        if (threadIdx.x % 128 == 0) trace.stamp(ENDED, p.rank, 0);
+        each_tile(tiles, [&](int t) {
+            Tile tile = tile_of(t);
+            int end = experts.starts[tile.owner + 1] < tile.row + ROWS ? experts.starts[tile.owner + 1] : tile.row + ROWS;
+            int first = tile.row / BLOCK, last = tile.owner < EXPERTS ? (end + BLOCK - 1) / BLOCK : first;
+            for (int b = first; b < last; ++b) {
+                if (b >= known && b < known_end) continue;
+                wait(arrived + b, rows_of_block(b), WAIT_DISPATCHING, p.rank, b);
+                fence_proxy();
+                trace.stamp(EVENT_WAITED, -1, b);
+            }
+            if (first < last) known = first, known_end = last;
+            int expert = tile.owner < EXPERTS ? tile.owner : EXPERTS - 1;
+            Column at = column_at(tile.col, p.cols, WEIGHTS);
+            produce<true>(s, turn, {{&p.exchanged[parity]}, {&p.w[at.weight], expert}, tile.row, at.col * BN, 0, p.k});
+        });
     }
-    __syncwarp();
-    __syncthreads();
-    // The last program hears of all others and of all rows, sets all words back to 0, and ends the epoch.
-    if (threadIdx.x == 0) last = count(p.state + 6) == p.programs - 1;
-    __syncthreads();
-    if (last) {
-        int* words = p.signals[p.rank] + parity * p.signals_half;
-        for (int i = threadIdx.x; i < STARTS + (p.rows + BLOCK - 1) / BLOCK; i += 384) {
+
+    // Rows behind the last expert are 0.
+    __device__ void before_store(float (&acc)[BN / 2], const Tile& tile) const {
+        Column at = column_at(tile.col, p.cols, WEIGHTS);
+        if (BIASED && tile.owner < EXPERTS)
+            add_bias(acc, p.bias[at.weight] + static_cast<int64_t>(tile.owner) * p.n * 2, at.col * BN, p.n);
+#pragma unroll
+        for (int i = 0; i < BN / 2; ++i)
+            if (tile.owner == EXPERTS) acc[i] = 0;
+    }
+
+    // A warp stores the rows of tiles: an expert may end in the middle of one.
+    __device__ void store_tiles(int tiles) const {
+        constexpr int AT_ONCE = 32 / WIDE;  // rows
+        int lane = threadIdx.x % 32;
+        Staged staged{s};
+        each_tile(tiles, [&](int t) {
+            Tile tile = tile_of(t);
+            int left = experts.starts[tile.owner + 1] - tile.row, rows = left < ROWS ? left : ROWS;
+            Column at = column_at(tile.col, p.cols, WEIGHTS);
+            int word = lane % WIDE, col = at.col * BN + word * 8;
+            char* to = p.out[at.weight] + (static_cast<int64_t>(tile.row) * p.n + col) * 2;
+            staged.wait();
+            for (int row = lane / WIDE; row < rows && col < p.n; row += 4 * AT_ONCE) {
+                uint4 words[4];
+#pragma unroll
+                for (int j = 0; j < 4; ++j)
+                    if (row + j * AT_ONCE < rows) words[j] = load_shared(s.staged + staged_at(row + j * AT_ONCE, word));
+#pragma unroll
+                for (int j = 0; j < 4; ++j)
+                    if (row + j * AT_ONCE < rows) store(to + static_cast<int64_t>(row + j * AT_ONCE) * p.n * 2, words[j]);
+            }
+            __syncwarp();
+            if (lane == 0) staged.free();
+        });
+    }
+
+    // Every rank hears of all others and of all its rows in each call.
+    template <class Meet>
+    __device__ void clear(int thread, int threads, Meet meet) const {
+        int* words = counters(p.rank);
+        for (int i = thread; i < STARTS + (p.rows + BLOCK - 1) / BLOCK; i += threads) {
             int b = i - STARTS;
             if (b >= 0)
-                wait(words + i, rows_of_block(p, b), p.state, p.site * 8 + DISPATCHING, p.rank, b, epoch);
+                wait(words + i, rows_of_block(b), WAIT_DISPATCHING, p.rank, b);
             else if (i < W)
-                wait(words + i, p.programs, p.state, p.site * 8 + TELLING, i, 0, epoch);
+                wait(words + i, p.programs, WAIT_TELLING, i, 0);
             words[i] = 0;
         }
-        __syncthreads();
-        if (threadIdx.x == 0) finish(p.state, epoch);
+        meet();
     }
-    if (CLUSTER > 1) cluster_sync();
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) dropless_dispatch(const __grid_constant__ Params p) {
+    run<DroplessDispatch>(p);
 }

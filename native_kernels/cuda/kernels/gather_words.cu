@@ -72,11 +72,11 @@ struct Work {
 };
 
 // All threads but those of the loading warps store our part to all ranks, and clear the `used` lines of the call before.
-__device__ void send_part(const Params& p, int64_t call, int64_t used, int parity) {
+__device__ void send_part(const Params& p, int64_t number, int64_t used, int parity) {
     int sender = threadIdx.x < W_LOADER ? threadIdx.x : threadIdx.x - 64, lane = threadIdx.x % 32;
     int begin = (sender / 32 * p.programs + blockIdx.x) * 32 + lane, step = p.programs * SENDERS;
     int lines = p.chunk * (p.k / 8);
-    int64_t there = call % 3 * p.third + static_cast<int64_t>(p.rank) * lines * 16;
+    int64_t there = number % 3 * p.third + static_cast<int64_t>(p.rank) * lines * 16;
     for (int i = begin; i < lines; i += step) {
         uint4 v = sendable(load_l2(p.part + static_cast<int64_t>(i) * 16));
         for (int r = 1; r <= W; ++r) put(p.memory[(p.rank + r) % W] + there + static_cast<int64_t>(i) * 16, v);
@@ -87,7 +87,7 @@ __device__ void send_part(const Params& p, int64_t call, int64_t used, int parit
     } else if (SIGNALLED) {
         named_arrive(1, SENDERS);
     }
-    char* old = p.memory[p.rank] + (call + 2) % 3 * p.third;
+    char* old = p.memory[p.rank] + (number + 2) % 3 * p.third;
     for (int64_t i = begin; i < used; i += step) store(old + i * 16, {0, 0, 0, 0});
 }
 
@@ -115,11 +115,11 @@ __device__ void load_weight(const Params& p, WeightRing ring, const Work& work) 
 
 // A warp looks for lines from every source, here and there, until they have come: what is loaded too early has to be
 // fetched again.
-__device__ void look_for_x(const Params& p, const Work& work, int64_t call, int epoch) {
+__device__ void look_for_x(const Params& p, const Call& call, const Work& work, int64_t number) {
     constexpr int EACH = 8, LOOKS = EACH * 32 / W;  // of a lane, and from a source
     int lane = threadIdx.x % 32, row = p.k / 8, first = work.first * 8;
     int width = (work.last * 8 < row ? work.last * 8 : row) - first;
-    const char* mine = p.memory[p.rank] + call % 3 * p.third;
+    const char* mine = p.memory[p.rank] + number % 3 * p.third;
     uint32_t seen[EACH];
     const char* at[EACH];
 #pragma unroll
@@ -140,15 +140,14 @@ __device__ void look_for_x(const Params& p, const Work& work, int64_t call, int 
         for (int i = 0; i < EACH; ++i)
             if (!seen[i]) missing = i * 32 + lane;
         waits = waits && missing >= 0 &&
-                patience.goes_on(p.state, p.site * 8 + GATHERING, missing % W, work.tile, epoch);
+                patience.goes_on(call, WAIT_GATHERING, missing % W, work.tile);
     }
 }
 
-__device__ void wait_for_x(const Params& p, const Work& work, int epoch) {
+__device__ void wait_for_x(const Params& p, const Call& call, const Work& work) {
     int lane = threadIdx.x % 32;
     if (lane < W)
-        wait(p.signals[p.rank] + epoch % 2 * p.signals_half + lane, p.programs, p.state, p.site * 8 + GATHERING, lane,
-             work.tile, epoch);
+        wait(call, p.signals[p.rank] + call.epoch % 2 * p.signals_half + lane, p.programs, WAIT_GATHERING, lane, work.tile);
     __syncwarp();
     fence_proxy();
 }
@@ -158,9 +157,9 @@ __device__ inline bool is_looked_at(const Params& p, const Work& work) {
     return !SIGNALLED || (p.kept && work.tile == 0);
 }
 
-__device__ void load_x(const Params& p, TokenRing ring, const Work& work, int64_t call) {
+__device__ void load_x(const Params& p, TokenRing ring, const Work& work, int64_t number) {
     bool looked_at = is_looked_at(p, work);
-    int third = call % 3;
+    int third = number % 3;
     prefetch(&p.x);
     for (int b = work.first; b < work.last; ++b, ring.next()) {
         uint32_t barrier = looked_at ? ring.landed() : ring.full();
@@ -171,10 +170,11 @@ __device__ void load_x(const Params& p, TokenRing ring, const Work& work, int64_
 }
 
 // Warp number `checker` of those that do looks at every CHECKERS-th block of x, and fetches the lines that have come since.
-__device__ void check_x(const Params& p, TokenRing ring, const Work& work, int checker, int64_t call, int epoch) {
+__device__ void check_x(
+    const Params& p, const Call& call, TokenRing ring, const Work& work, int checker, int64_t number) {
     constexpr int EACH = TOKENS / 4, AT_ONCE = EACH < 8 ? EACH : 8;  // lines of 8 values, of a lane
     int lane = threadIdx.x % 32, row = p.k / 8;
-    const char* mine = p.memory[p.rank] + call % 3 * p.third;
+    const char* mine = p.memory[p.rank] + number % 3 * p.third;
     bool keeps = p.kept && work.tile == 0;
     ring.next(checker);
     for (int b = work.first + checker; b < work.last; b += CHECKERS, ring.next(CHECKERS)) {
@@ -198,7 +198,7 @@ __device__ void check_x(const Params& p, TokenRing ring, const Work& work, int c
                 if (first + e >= lines) continue;
                 int64_t at = (static_cast<int64_t>(token(e)) * row + b * 8 + lane % 8) * 16;
                 if (!is_whole(seen[e])) {
-                    seen[e] = arrived(mine + at, seen[e], p.state, p.site * 8 + GATHERING, token(e) / p.chunk, b, epoch);
+                    seen[e] = arrived(mine + at, seen[e], call, WAIT_GATHERING, token(e) / p.chunk, b);
                     store_shared(here(e), seen[e]);
                     fetched = true;
                 }
@@ -243,7 +243,7 @@ __device__ void multiply_blocks(WeightRing weight, TokenRing tokens, const Work&
 }
 
 // Piece j % PIECES of a tile adds up the tokens 8 j and on, in order of the pieces, and stores rows of Y.
-__device__ void finish_tile(const Params& p, const Work& work, float (&acc)[ACCS], int group, int64_t half, int epoch) {
+__device__ void finish_tile(const Params& p, const Call& call, const Work& work, float (&acc)[ACCS], int group, int64_t half) {
     constexpr int MINE = (EIGHTS + PIECES - 1) / PIECES;
     int thread = threadIdx.x % 128, lane = thread % 32;
     auto slot = [&](int j, int from) {
@@ -257,7 +257,7 @@ __device__ void finish_tile(const Params& p, const Work& work, float (&acc)[ACCS
             if (j % PIECES != work.piece) put_sums(slot(j, work.piece), acc + 4 * j);
         auto place = [&](int i) { return slot(i / PIECES * PIECES + work.piece, i % PIECES); };
         auto wanted = [&](int i) { return i % PIECES != work.piece && i / PIECES * PIECES + work.piece < EIGHTS; };
-        take_all(sums, wanted, place, p.state, p.site * 8 + REDUCING, [&](int) { return p.rank; }, work.tile, epoch);
+        take_all(sums, wanted, place, call, WAIT_REDUCING, [&](int) { return p.rank; }, work.tile);
     }
 #pragma unroll
     for (int j = 0; j < EIGHTS; ++j) {
@@ -287,13 +287,14 @@ extern "C" __global__ void __launch_bounds__(384, 1) gather_words(const __grid_c
     uint32_t barriers = tokens_at + X_STAGES * X_BYTES;
     WeightRing weight{at, barriers};
     TokenRing tokens{tokens_at, barriers + 2 * W_STAGES * 8};
-    int group = threadIdx.x / 128, warp = threadIdx.x / 32, epoch = static_cast<int>(p.state[3]) + 1;
-    int64_t call = p.calls[0], used = p.calls[1 + (call + 2) % 3];
+    int group = threadIdx.x / 128, warp = threadIdx.x / 32;
+    Call call{p.state, p.site, epoch_of(p.state)};
+    int64_t number = p.calls[0], used = p.calls[1 + (number + 2) % 3];
     Work work(p);
     // Rows of events: of the first warpgroup that multiplies, and of the thread that loads x.
     Trace trace{p.trace + ((threadIdx.x == X_LOADER) * p.programs + blockIdx.x) * 2 * EVENTS};
     bool traces = threadIdx.x == 0 || threadIdx.x == X_LOADER;
-    if (traces) trace.stamp(BEGUN, p.rank, 0);
+    if (traces) trace.stamp(EVENT_BEGUN, p.rank, 0);
     if (threadIdx.x == 0) {
         auto init = [](auto ring, int stages, int filling) {
             for (int i = 0; i < stages; ++i, ring.next()) {
@@ -311,31 +312,31 @@ extern "C" __global__ void __launch_bounds__(384, 1) gather_words(const __grid_c
     __syncwarp();
     if (warp == X_LOADER / 32) {
         if (SIGNALLED)
-            wait_for_x(p, work, epoch);
+            wait_for_x(p, call, work);
         else
-            look_for_x(p, work, call, epoch);
+            look_for_x(p, call, work, number);
         if (threadIdx.x == X_LOADER) {
-            trace.stamp(WAITED, -1, 0);
-            load_x(p, tokens, work, call);
+            trace.stamp(EVENT_WAITED, -1, 0);
+            load_x(p, tokens, work, number);
         }
     } else if (warp != W_LOADER / 32) {
-        send_part(p, call, used, epoch % 2);
+        send_part(p, number, used, call.epoch % 2);
     }
     int checker = warp - FIRST_CHECKER / 32;
-    if (checker >= 0 && checker < CHECKERS && is_looked_at(p, work)) check_x(p, tokens, work, checker, call, epoch);
+    if (checker >= 0 && checker < CHECKERS && is_looked_at(p, work)) check_x(p, call, tokens, work, checker, number);
     if (group < G) {
         float acc[ACCS];
         multiply_blocks(weight, tokens, work, acc, group);
         for (int i = 0; i < ACCS; ++i) acc[i] = settled(acc[i]);
-        if (traces) trace.stamp(COMPUTED, -1, blockIdx.x);
-        finish_tile(p, work, acc, group, epoch % 2 * p.half, epoch);
+        if (traces) trace.stamp(EVENT_COMPUTED, -1, blockIdx.x);
+        finish_tile(p, call, work, acc, group, call.epoch % 2 * p.half);
     }
     // The last program to be through with the counters and the number of the call ends it.
-    if (threadIdx.x == X_LOADER && count(p.state + 6) == p.programs - 1) {
-        for (int r = 0; SIGNALLED && r < W; ++r) p.signals[p.rank][epoch % 2 * p.signals_half + r] = 0;
-        p.calls[0] = call + 1;
-        p.calls[1 + call % 3] = static_cast<int64_t>(p.m) * (p.k / 8);
-        finish(p.state, epoch);
+    if (threadIdx.x == X_LOADER && is_last(p.state, p.programs)) {
+        for (int r = 0; SIGNALLED && r < W; ++r) p.signals[p.rank][call.epoch % 2 * p.signals_half + r] = 0;
+        p.calls[0] = number + 1;
+        p.calls[1 + number % 3] = static_cast<int64_t>(p.m) * (p.k / 8);
+        finish(call);
     }
-    if (traces) trace.stamp(ENDED, p.rank, 0);
+    if (traces) trace.stamp(EVENT_ENDED, p.rank, 0);
 }

@@ -1,16 +1,15 @@
-// matmul_all_reduce and matmul_reduce_scatter, as native_kernels/triton/matmul_reduce.py, in one persistent kernel
-// whose warps specialise: one loads, two groups of four multiply, one stores tiles to their owners and signals, and
-// two add up what has arrived and send the sums, beside the tensor cores; the groups join them when they are through.
+// matmul_all_reduce and matmul_reduce_scatter, as native_kernels/triton/matmul_reduce.py, in one persistent kernel over
+// frame.cuh. The storer sends tiles of partial sums to their owners. Teams add up what has arrived for this rank and send the
+// sums to all ranks (all_reduce), beside the tensor cores.
 //
-// Of an inbox [W, rows * cols, BM * BN] (a tile as it was staged), the words of sums [W, rows * cols, PARTS, PART,
-// BN] (all_reduce), and the counters arrived [W, rows * cols], a rank has two halves each.
+// A rank has two halves each of an inbox [W, rows * cols, BM * BN], of tiles as they are staged; of sums with flags in the
+// payload [W, rows * cols, PARTS, PART, BN] (all_reduce); and of counters [W, rows * cols] of tiles that have arrived.
 //
-// ENGINES: tiles for a peer go to an outbox [W, rows * cols, BM * BN] of ours. Those of a chunk lie there in the
-// order in which they are computed; a copy engine takes `slice` of them at a time to the inbox, and sets a counter of
-// the slice there. It knows no epoch: the inbox has one half, and peers may store again when they have credit.
-// UPDATE: the inbox is [rows * cols, BM * BN], of memory of words: 0 between calls; tiles of all ranks are added there.
-#include "gemm.cuh"
-#include "order.cuh"
+// ENGINES: tiles for a peer go to a local outbox [W, rows * cols, BM * BN]. The tiles of a chunk lie there in the order in
+// which they are computed. A copy engine moves `slice` of them at a time to the inbox of the peer and raises a flag of the
+// slice there. Copy engines do not know the epoch: the inbox has one half, and a peer stores again once it has credit.
+// UPDATE: the inbox is [rows * cols, BM * BN] and 0 between calls; tiles of all ranks are added to it as they come.
+#include "frame.cuh"
 #include "words.cuh"
 
 struct Params {
@@ -28,232 +27,178 @@ struct Params {
     int out_pitch, visit, lag, programs;  // bytes of a row of the output
     // ENGINES:
     char* outbox;
-    int* copied[8];  // of every rank: the counters [W, slices] that copy engines set
-    int* stored;     // [W, slices] counters of tiles in the outbox, and as many words that start copies
+    int* copied[8];  // of every rank: the flags [W, slices] that copy engines raise
+    int* stored;     // [W, slices] counters of tiles in the outbox, and as many flags that start copies
     int slice, slices, credit;  // credit: where, behind `copied`, peers are told that they may store again
 };
 
 constexpr int PARTS = BM / PART;  // of a tile
 constexpr int TILE_BYTES = BM * BN * 2, PART_BYTES = PART * BN * 2;
+constexpr int ARRIVING = UPDATE ? 1 : W;  // copies of a tile in the inbox
 
-// The row of the output, of all ranks, that row `row` of the chunk of `owner` is; -1 if it is none.
-__device__ inline int row_at(const Params& p, int owner, int row) {
-    int high = row / (p.stretch * BM), low = row % (p.stretch * BM);
-    int at = (high * W + owner) * p.chunk_rows + low;
-    return low < p.chunk_rows && at < p.m ? at : -1;
-}
+struct MatmulReduce : Frame<Params, TEAMS> {
+    using Frame::Frame;
 
-constexpr int TERMS = UPDATE ? 1 : W;  // of what arrives of a tile
+    __device__ int tiles() const { return W / ACROSS * p.rows * ((p.cols + ALONG - 1) / ALONG); }
+    __device__ int blocks() const { return blocks_of(p.k); }
 
-__device__ inline Tile tile_of(const Params& p, int t) {
-    int me = CLUSTER > 1 ? cluster_rank() : 0;
-    return tile_at(t, me / ALONG, me % ALONG, p.rank, W, p.rows, p.cols, p.visit, ACROSS, ALONG, ORDER);
-}
-
-__device__ void load_tiles(const Params& p, const Shared& s, int block, int tiles) {
-    prefetch(&p.x);
-    prefetch(&p.w);
-    Turn turn;
-    for (int t = block / CLUSTER; t < tiles; t += p.programs / CLUSTER) {
-        Tile tile = tile_of(p, t);
-        int row = (tile.row / p.stretch * W + tile.owner) * p.chunk_rows + tile.row % p.stretch * BM;
-        produce(s, turn, {&p.x}, {&p.w}, row, tile.col * BN, 0, p.k);
+    __device__ Tile tile_of(int t) const {
+        return tile_at(t, cluster_row(), cluster_col(), p.rank, W, p.rows, p.cols, p.visit, ACROSS, ALONG, ORDER);
     }
-}
 
-// One more tile of a slice lies in the outbox; after the last one a copy engine may take them.
-__device__ inline void give_to_engine(const Params& p, int owner, int number) {
-    int s = number / p.slice, left = p.rows * p.cols - s * p.slice;
-    int* stored = p.stored + owner * p.slices + s;
-    if (count_stored(stored) != (left < p.slice ? left : p.slice) - 1) return;
-    *stored = 0;
-    fence_sys();
-    add_relaxed(stored + W * p.slices);
-}
-
-__device__ void store_tiles(const Params& p, const Shared& s, int block, int tiles, int64_t parity) {
-    int turn = 0;
-    for (int t = block / CLUSTER; t < tiles; t += p.programs / CLUSTER) {
-        Tile tile = tile_of(p, t);
-        int number = (p.rank * p.rows + tile.row) * p.cols + tile.col;
-        bool away = ENGINES && tile.owner != p.rank;
-        if (ENGINES) number = tile.owner * p.rows * p.cols + chunk_number_of(tile.row, tile.col, p.rows, p.cols);
-        int64_t to = parity * p.inbox_half + static_cast<int64_t>(number) * TILE_BYTES;
-        if (UPDATE) to -= static_cast<int64_t>(p.rank) * p.rows * p.cols * TILE_BYTES;
-        bool is_tile = tile.col < p.cols;
-        barrier_wait(s.ready, turn);
-        turn ^= 1;
-        char* there = (away ? p.outbox : p.inbox[tile.owner]) + to;
-        if (is_tile && UPDATE)
-            add_bulk(there, s.staged, TILE_BYTES);
-        else if (is_tile)
-            store_bulk(there, s.staged, TILE_BYTES);
-        bulk_commit();
-        bulk_wait_read();
-        barrier_arrive(s.taken);
-        bulk_wait();
-        fence_proxy();
-        if (!is_tile) continue;
-        if (away) {
-            give_to_engine(p, tile.owner, number - tile.owner * p.rows * p.cols);
-            continue;
-        }
-        fence_sys();
-        add_relaxed(p.signals[tile.owner] + parity * p.signals_half + number);
-    }
-}
-
-// A team of threads adds parts of our own chunk up and sends the sums, and copies those that peers send. Parts come in
-// the order in which they are complete; who is free takes the next.
-template <int TEAM>
-__device__ void reduce_parts(const Params& p, const Shared& s, int block, int team, int64_t parity, int epoch, Trace trace) {
-    constexpr int KINDS = ALL ? 2 : 1, WIDE = BN / 8;  // words of 16 bytes in a row
-    __shared__ int tickets_of[3];
-    int thread = TEAM == 64 ? threadIdx.x - 64 : threadIdx.x % 128, bar = 1 + team;
-    int tiles = p.rows * p.cols, parts = tiles * PARTS;
-    int* arrived = p.signals[p.rank] + parity * p.signals_half;
-    char* inbox = p.inbox[p.rank] + parity * p.inbox_half;
-    bool mixed = p.lag < parts;
-    int tickets = (mixed ? parts + p.lag : parts) * KINDS;
-    auto* next = reinterpret_cast<unsigned long long*>(p.state + 5);
-    int ticket = block, following = 0;  // the first are given away beforehand
-    if (team) {
-        if (thread == 0) tickets_of[team] = p.programs + atomicAdd(next, 1ull);
-        named_barrier(bar, TEAM);
-        ticket = tickets_of[team];
-    }
-    while (ticket < tickets) {
-        // Number i of our own parts, or number i - lag of all peers'; of few, all of our own first.
-        bool copying = ALL && (mixed ? ticket % 2 : ticket >= parts);
-        int i = mixed ? ticket / KINDS - (copying ? p.lag : 0) : ticket - (copying ? parts : 0);
-        bool is_part = i >= 0 && i < parts;
-        int number = is_part ? i / PARTS : 0;
-        Tile at = chunk_tile_at(number, p.rows, p.cols);
-        int tile = ENGINES ? number : at.row * p.cols + at.col, part = is_part ? tile * PARTS + i % PARTS : 0;
-        if (is_part && !copying) {
-            if (thread < W) {
-                const int* from = arrived + thread * tiles + tile;
-                if (ENGINES && thread != p.rank) from = p.copied[p.rank] + thread * p.slices + tile / p.slice;
-                wait(from, 1, p.state, p.site * 8 + REDUCING, thread, tile, epoch);
-            }
-        }
-        named_barrier(bar, TEAM);
-        if (thread == 0) {
-            following = p.programs + atomicAdd(next, 1ull);
-            trace.stamp(WAITED, -1, part);
-        }
-        // Where the sums of a part by rank `owner` lie.
-        auto sums = [&](int owner) {
-            return parity * p.words_half + (static_cast<int64_t>(owner) * parts + part) * PART_BYTES;
-        };
-        // Word j of the part: its row in the tile, and where it goes in the output, if it does.
-        auto place = [&](int source, int j, int& row) {
-            row = i % PARTS * PART + j / WIDE;
-            int in_chunk = at.row * BM + row, col = at.col * BN + j % WIDE * 8;
-            int to = row_at(p, source, in_chunk);
-            if (to < 0 || col >= p.n) return static_cast<char*>(nullptr);
-            if (!ALL) to = in_chunk / (p.stretch * BM) * p.chunk_rows + in_chunk % (p.stretch * BM);
-            return p.out + static_cast<int64_t>(to) * p.out_pitch + col * 2;
-        };
-        if (is_part && !copying) {
-#pragma unroll 2
-            for (int j = thread; j < PART * WIDE; j += TEAM) {
-                int row;
-                char* to = place(p.rank, j, row);
-                if (!to && !UPDATE) continue;
-                char* from = inbox + static_cast<int64_t>(tile) * TILE_BYTES + staged_at(row, j % WIDE);
-                uint4 words[TERMS];
-#pragma unroll
-                for (int r = 0; r < TERMS; ++r) words[r] = load_l2(from + static_cast<int64_t>(r) * tiles * TILE_BYTES);
-                if (UPDATE) store(from, {});
-                if (UPDATE && !to) continue;
-                uint4 value = sum(words);
-                if (ALL) {
-                    value = sendable(value);
-                    for (int r = 1; r < W; ++r) put(p.words[(p.rank + r) % W] + sums(p.rank) + j * 16, value);
-                }
-                store(to, value);
-            }
-        } else if (is_part) {
-            // Of all peers at once, so that their latencies overlap.
-            auto from = [&](int r, int j) { return p.words[p.rank] + sums((p.rank + r) % W) + j * 16; };
-            for (int j = thread; j < PART * WIDE; j += TEAM) {
-                uint4 words[W] = {};
-                char* to[W];
-                int row;
-#pragma unroll
-                for (int r = 0; r < W; ++r) to[r] = r ? place((p.rank + r) % W, j, row) : nullptr;
-                auto wanted = [&](int r) { return to[r] != nullptr; };
-                auto place_of = [&](int r) { return from(r, j); };
-                auto source = [&](int r) { return (p.rank + r) % W; };
-                take_all(words, wanted, place_of, p.state, p.site * 8 + COPYING, source, part, epoch);
-#pragma unroll
-                for (int r = 1; r < W; ++r)
-                    if (to[r]) store(to[r], flip(words[r]));
-            }
-        }
-        if (thread == 0) {
-            tickets_of[team] = following;
-            trace.stamp(copying ? COPIED : REDUCED, copying ? -1 : p.rank, part);
-        }
-        named_barrier(bar, TEAM);
-        ticket = tickets_of[team];
-    }
-    // The last program sets the counters that several have waited for back to 0, and ends the epoch.
-    if (team) {
-        named_arrive(4, 320);
-    } else {
-        named_barrier(4, 320);
-        if (thread == 0) tickets_of[0] = count(p.state + 6) == p.programs - 1;
-        named_barrier(bar, TEAM);
-        if (tickets_of[0]) {
-            for (int i = thread; i < W * tiles; i += TEAM) arrived[i] = 0;
-            if (ENGINES) {
-                for (int i = thread; i < W * p.slices; i += TEAM) p.copied[p.rank][i] = 0;
-                named_barrier(bar, TEAM);
-                if (thread < W && thread != p.rank) add_release(p.copied[thread] + p.credit + p.rank);
-                if (given_up(p.state)) {
-                    for (int i = thread; i < W * p.slices; i += TEAM) p.stored[W * p.slices + i] = 1;
-                    if (thread < W) p.copied[p.rank][p.credit + thread] = 1;
-                }
-            }
-            if (thread == 0) finish(p.state, epoch);
-        }
-    }
-    if (thread == 0) trace.stamp(ENDED, p.rank, 0);
-}
-
-extern "C" __global__ void __launch_bounds__(384, 1) matmul_reduce(const __grid_constant__ Params p) {
-    extern __shared__ char memory[];
-    Shared s = shared_memory(memory);
-    int block = blockIdx.x, group = threadIdx.x / 128, blocks = (p.k + BK - 1) / BK;
-    int tiles = W / ACROSS * p.rows * ((p.cols + ALONG - 1) / ALONG);
-    int epoch = static_cast<int>(p.state[3]) + 1;
-    int64_t parity = epoch % 2;
-    Trace trace{p.trace + (group * p.programs + block) * 2 * EVENTS};
-    // Of the first group, the team that reduces.
-    if (threadIdx.x % 128 == (group ? 0 : 64)) trace.stamp(BEGUN, p.rank, 0);
-    init(s);
-    if (group == 0) {
-        give_registers<88>();
-        if (threadIdx.x == 0)
-            load_tiles(p, s, block, tiles);
-        else if (threadIdx.x == 32)
-            store_tiles(p, s, block, tiles, parity);
-        else if (threadIdx.x >= 64)
-            reduce_parts<64>(p, s, block, 0, parity, epoch, trace);
-    } else {
-        take_registers<208>();
+    __device__ void load_tiles(int tiles) const {
+        prefetch(&p.x);
+        prefetch(&p.w);
         Turn turn;
-        int taken = 0;
-        for (int t = block / CLUSTER; t < tiles; t += p.programs / CLUSTER) {
-            float acc[BN / 2];
-            consume(s, turn, acc, group - 1, blocks);
-            stage(s, acc, group - 1, taken);
-            if (threadIdx.x % 128 == 0) trace.stamp(COMPUTED, -1, t * CLUSTER);
-        }
-        reduce_parts<128>(p, s, block, group, parity, epoch, trace);
+        each_tile(tiles, [&](int t) {
+            Tile tile = tile_of(t);
+            int row = (tile.row / p.stretch * W + tile.owner) * p.chunk_rows + tile.row % p.stretch * BM;
+            produce(s, turn, {{&p.x}, {&p.w}, row, tile.col * BN, 0, p.k});
+        });
     }
-    __syncwarp();
-    if (CLUSTER > 1) cluster_sync();
+
+    __device__ void store_tiles(int tiles) const {
+        Staged staged{s};
+        each_tile(tiles, [&](int t) {
+            Tile tile = tile_of(t);
+            int number = (p.rank * p.rows + tile.row) * p.cols + tile.col;
+            bool away = ENGINES && tile.owner != p.rank;
+            if (ENGINES) number = tile.owner * p.rows * p.cols + chunk_number_of(tile.row, tile.col, p.rows, p.cols);
+            int64_t to = parity * p.inbox_half + static_cast<int64_t>(number) * TILE_BYTES;
+            if (UPDATE) to -= static_cast<int64_t>(p.rank) * p.rows * p.cols * TILE_BYTES;
+            bool is_tile = tile.col < p.cols;
+            staged.wait();
+            char* there = (away ? p.outbox : p.inbox[tile.owner]) + to;
+            if (is_tile && UPDATE)
+                add_bulk(there, s.staged, TILE_BYTES);
+            else if (is_tile)
+                store_bulk(there, s.staged, TILE_BYTES);
+            staged.free_after_bulk();
+            staged.arrived();
+            if (!is_tile) return;
+            if (away) {
+                give_to_engine(tile.owner, number - tile.owner * p.rows * p.cols);
+                return;
+            }
+            fence_sys();
+            add_relaxed(p.signals[tile.owner] + parity * p.signals_half + number);
+        });
+    }
+
+    // One more tile of a slice lies in the outbox; after the last one a copy engine may take the slice.
+    __device__ void give_to_engine(int owner, int number) const {
+        int slice = number / p.slice, left = p.rows * p.cols - slice * p.slice;
+        int* stored = p.stored + owner * p.slices + slice;
+        if (count_stored(stored) != (left < p.slice ? left : p.slice) - 1) return;
+        *stored = 0;
+        fence_sys();
+        add_relaxed(stored + W * p.slices);
+    }
+
+    // The row of the output of all ranks that row `row` of the chunk of `owner` is; -1 outside of the output.
+    __device__ int row_at(int owner, int row) const {
+        int high = row / (p.stretch * BM), low = row % (p.stretch * BM);
+        int at = (high * W + owner) * p.chunk_rows + low;
+        return low < p.chunk_rows && at < p.m ? at : -1;
+    }
+
+    __device__ int* arrived() const { return p.signals[p.rank] + parity * p.signals_half; }
+
+    // A team reduces parts of our own chunk and sends the sums, and copies the sums that peers send. Parts come in the order
+    // in which they are complete.
+    template <int SIZE>
+    __device__ void exchange(Team<SIZE> team) {
+        constexpr int KINDS = ALL ? 2 : 1, WIDE = BN / 8;  // pieces of 16 bytes in a row
+        int tiles = p.rows * p.cols, parts = tiles * PARTS;
+        char* inbox = p.inbox[p.rank] + parity * p.inbox_half;
+        bool mixed = p.lag < parts;
+        int tickets = (mixed ? parts + p.lag : parts) * KINDS;
+        for (Tickets<SIZE> ticket(*this, team); ticket.number < tickets; ticket.next()) {
+            // Number i of our own parts, or number i - lag of all peers'; of few parts, all of our own come first.
+            bool copying = ALL && (mixed ? ticket.number % 2 : ticket.number >= parts);
+            int i = mixed ? ticket.number / KINDS - (copying ? p.lag : 0) : ticket.number - (copying ? parts : 0);
+            bool is_part = i >= 0 && i < parts;
+            int number = is_part ? i / PARTS : 0;
+            Tile at = chunk_tile_at(number, p.rows, p.cols);
+            int tile = ENGINES ? number : at.row * p.cols + at.col, part = is_part ? tile * PARTS + i % PARTS : 0;
+            if (is_part && !copying) {
+                if (team.thread < W) {
+                    const int* from = arrived() + team.thread * tiles + tile;
+                    if (ENGINES && team.thread != p.rank)
+                        from = p.copied[p.rank] + team.thread * p.slices + tile / p.slice;
+                    wait(from, 1, WAIT_REDUCING, team.thread, tile);
+                }
+            }
+            ticket.draw();
+            if (team.leads()) trace.stamp(EVENT_WAITED, -1, part);
+            // Where the sums of a part by rank `owner` lie.
+            auto sums = [&](int owner) {
+                return parity * p.words_half + (static_cast<int64_t>(owner) * parts + part) * PART_BYTES;
+            };
+            // Piece j of the part: its row and column in the chunk, and where it goes in the output; nullptr outside of it.
+            struct Place {
+                int row, col;
+                char* to;
+            };
+            auto place = [&](int source, int j) {
+                int row = at.row * BM + i % PARTS * PART + j / WIDE, col = at.col * BN + j % WIDE * 8;
+                int to = row_at(source, row);
+                if (to < 0 || col >= p.n) return Place{row, col, nullptr};
+                if (!ALL) to = row / (p.stretch * BM) * p.chunk_rows + row % (p.stretch * BM);
+                return Place{row, col, p.out + static_cast<int64_t>(to) * p.out_pitch + col * 2};
+            };
+            if (is_part && !copying) {
+#pragma unroll 2
+                for (int j = team.thread; j < PART * WIDE; j += SIZE) {
+                    Place there = place(p.rank, j);
+                    if (!there.to && !UPDATE) continue;
+                    char* from = inbox + static_cast<int64_t>(tile) * TILE_BYTES +
+                                 staged_at(i % PARTS * PART + j / WIDE, j % WIDE);
+                    uint4 words[ARRIVING];
+#pragma unroll
+                    for (int r = 0; r < ARRIVING; ++r)
+                        words[r] = load_l2(from + static_cast<int64_t>(r) * tiles * TILE_BYTES);
+                    if (UPDATE) store(from, {});
+                    if (UPDATE && !there.to) continue;
+                    uint4 value = sum(words, [&](float (&sums)[8]) { before_output(sums, there.row, there.col); });
+                    if (ALL) {
+                        value = sendable(value);
+                        for (int r = 1; r < W; ++r) put(p.words[(p.rank + r) % W] + sums(p.rank) + j * 16, value);
+                    }
+                    store(there.to, value);
+                }
+            } else if (is_part) {
+                // Of all peers at once, so that their latencies overlap.
+                for (int j = team.thread; j < PART * WIDE; j += SIZE) {
+                    uint4 words[W] = {};
+                    char* to[W];
+#pragma unroll
+                    for (int r = 0; r < W; ++r) to[r] = r ? place((p.rank + r) % W, j).to : nullptr;
+                    auto wanted = [&](int r) { return to[r] != nullptr; };
+                    auto source = [&](int r) { return (p.rank + r) % W; };
+                    auto from = [&](int r) { return p.words[p.rank] + sums(source(r)) + j * 16; };
+                    take_all(words, wanted, from, call, WAIT_COPYING, source, part);
+#pragma unroll
+                    for (int r = 1; r < W; ++r)
+                        if (to[r]) store(to[r], flip(words[r]));
+                }
+            }
+            if (team.leads()) trace.stamp(copying ? EVENT_COPIED : EVENT_REDUCED, copying ? -1 : p.rank, part);
+        }
+    }
+
+    template <class Meet>
+    __device__ void clear(int thread, int threads, Meet meet) const {
+        for (int i = thread; i < W * p.rows * p.cols; i += threads) arrived()[i] = 0;
+        if (!ENGINES) return;
+        for (int i = thread; i < W * p.slices; i += threads) p.copied[p.rank][i] = 0;
+        meet();
+        if (thread < W) give_credit(call, p.copied, p.credit, p.rank, true, thread);
+        if (given_up(p.state))
+            for (int i = thread; i < W * p.slices; i += threads) p.stored[W * p.slices + i] = 1;
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) matmul_reduce(const __grid_constant__ Params p) {
+    run<MatmulReduce>(p);
 }

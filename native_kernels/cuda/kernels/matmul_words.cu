@@ -27,7 +27,7 @@ __device__ void load_tiles(const Params& p, const Shared& s, int block) {
     int first, last;
     split(p.k, first, last);
     for (int t = block / CLUSTER; t < p.cols; t += p.programs / CLUSTER)
-        produce(s, turn, {&p.x}, {&p.w}, 0, t * BN, first, last);
+        produce(s, turn, {{&p.x}, {&p.w}, 0, t * BN, first, last});
 }
 
 // A warp sends its 16 rows of a tile, once they are staged, to their owners.
@@ -59,7 +59,7 @@ __device__ inline void each_line(const Params& p, int block, int rows, Line line
 }
 
 // Adds our rows up, and copies those of the others.
-__device__ void reduce_rows(const Params& p, int block, int64_t half, int epoch) {
+__device__ void reduce_rows(const Params& p, const Call& call, int block, int64_t half) {
     int line = p.n / 8, begin = ONCE ? 0 : p.rank * p.height;
     int rows = p.m - begin < p.height ? p.m - begin : p.height;  // none, maybe
     int64_t part = static_cast<int64_t>(p.height) * line;
@@ -68,7 +68,7 @@ __device__ void reduce_rows(const Params& p, int block, int64_t half, int epoch)
         uint4 words[W] = {};
         auto place = [&](int r) { return mine + (r * part + j) * 16; };
         auto all = [](int) { return true; };
-        take_all(words, all, place, p.state, p.site * 8 + REDUCING, [](int r) { return r; }, j, epoch);
+        take_all(words, all, place, call, WAIT_REDUCING, [](int r) { return r; }, j);
         for (uint4& v : words) v = flip(v);
         uint4 value = sum(words);
         if (ALL && !ONCE) {
@@ -85,7 +85,7 @@ __device__ void reduce_rows(const Params& p, int block, int64_t half, int epoch)
         auto row = [&](int r) { return source(r) * p.height + low; };
         auto wanted = [&](int r) { return r > 0 && row(r) < p.m; };
         auto place = [&](int r) { return mine + ((W + source(r)) * part + j) * 16; };
-        take_all(words, wanted, place, p.state, p.site * 8 + COPYING, source, j, epoch);
+        take_all(words, wanted, place, call, WAIT_COPYING, source, j);
 #pragma unroll
         for (int r = 1; r < W; ++r)
             if (wanted(r)) store(p.out + static_cast<int64_t>(row(r)) * p.out_pitch + j % line * 16, flip(words[r]));
@@ -97,14 +97,15 @@ extern "C" __global__ void __launch_bounds__(384, 1) matmul_words(const __grid_c
     Shared s = shared_memory(memory);
     int block = blockIdx.x, group = threadIdx.x / 128, first, last;
     split(p.k, first, last);
-    int blocks = (last - first + BK - 1) / BK, epoch = static_cast<int>(p.state[3]) + 1;
-    int64_t half = epoch % 2 * p.half;
+    int blocks = blocks_of(last - first);
+    Call call{p.state, p.site, epoch_of(p.state)};
+    int64_t half = call.epoch % 2 * p.half;
     Trace trace{p.trace + (group * p.programs + block) * 2 * EVENTS};
-    if (threadIdx.x % 128 == 0) trace.stamp(BEGUN, p.rank, 0);
+    if (threadIdx.x % 128 == 0) trace.stamp(EVENT_BEGUN, p.rank, 0);
     init(s);
     if (threadIdx.x == 0) load_tiles(p, s, block);
     // The last program to know the epoch ends it.
-    if (threadIdx.x == 32 && count(p.state + 6) == p.programs - 1) finish(p.state, epoch);
+    if (threadIdx.x == 32 && is_last(p.state, p.programs)) finish(call);
     if (group > 0 && group <= GROUPS) {
         Turn turn;
         int done = 0;
@@ -117,15 +118,15 @@ extern "C" __global__ void __launch_bounds__(384, 1) matmul_words(const __grid_c
             __syncwarp();
             send_rows(p, s, t * BN, group - 1, half);
             __syncwarp();
-            if (threadIdx.x % 128 == 0) trace.stamp(COMPUTED, -1, t);
+            if (threadIdx.x % 128 == 0) trace.stamp(EVENT_COMPUTED, -1, t);
         }
     }
     __syncwarp();
     __syncthreads();
-    reduce_rows(p, block, half, epoch);
+    reduce_rows(p, call, block, half);
     if (threadIdx.x % 128 == 0) {
-        trace.stamp(REDUCED, p.rank, 0);
-        trace.stamp(ENDED, p.rank, 0);
+        trace.stamp(EVENT_REDUCED, p.rank, 0);
+        trace.stamp(EVENT_ENDED, p.rank, 0);
     }
     if (CLUSTER > 1) cluster_sync();
 }

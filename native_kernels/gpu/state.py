@@ -1,0 +1,106 @@
+"""The words of `state` and of the failure record, the codes of waits, and the kinds of trace events.
+
+One list for the host, for Triton (`triton/comm.py` makes constexprs of it) and for CUDA C++, where NVRTC gets
+each as a macro, such as STATE_EPOCH, WAIT_REDUCING and EVENT_ENDED (`macros`).
+"""
+
+from enum import IntEnum
+from typing import Final
+
+
+class State(IntEnum):
+    """Words of `PeerMemory.state`, int64. A kernel finds words FINISHED and higher 0, and leaves them 0."""
+
+    LIMIT = 0
+    """Nanoseconds that a wait may take."""
+    RECORD = 1
+    """Address of the failure record."""
+    GIVEN_UP = 2
+    """1 once a wait has given up: later waits return at once."""
+    EPOCH = 3
+    """Number of the last call that ended."""
+    FINISHED = 4
+    """Programs that `finish` has counted."""
+    TICKETS = 5
+    """Tickets that were drawn beyond the first one of every program."""
+    THROUGH = 6
+    """Programs that no longer read counters of peers; the last one clears these counters."""
+    JOINED = 7
+    """Programs of `embedding_backward` that have heard from all peers."""
+
+    ZEROED = 5
+    """Programs of `embedding_backward` that have cleared their gradients; that kernel has no tickets."""
+
+
+STATE_WORDS: Final = 8
+"""Length of `PeerMemory.state`."""
+
+
+class Record(IntEnum):
+    """Words of the failure record, int32 in pinned host memory; RAISED is written last."""
+
+    RAISED = 0
+    CODE = 1
+    """`site * CODES_PER_SITE` + one of `Wait`."""
+    SOURCE = 2
+    """The rank that did not come."""
+    INDEX = 3
+    """Of the tile, part or slice that was waited for."""
+    EPOCH = 4
+
+
+RECORD_WORDS: Final = 8
+"""Length of `PeerMemory.record`."""
+
+BAD_INPUT_WORD: Final = 3
+"""The word of the record, counted in int64, where the kernels of embedding bags report invalid input."""
+
+
+class Wait(IntEnum):
+    """What a wait is for, or what is wrong with the input."""
+
+    TELLING = 0
+    """The rows of a peer's send buffer or inbox that belong to this rank."""
+    REDUCING = 1
+    """Partial sums."""
+    COPYING = 2
+    """Sums that another rank computes. The wait may take half as long again: that rank may wait itself."""
+    GATHERING = 3
+    """A slice of x."""
+    POOLING = 4
+    """Pooled rows."""
+    BAD_INDEX = 5
+    COMBINING = 6
+    """Rows that a peer's experts computed."""
+    GRADIENTS = 7
+    """Gradients of bags."""
+    DISPATCHING = 8
+    """Rows for the experts of this rank."""
+    BAD_BAG = 9
+
+
+CODES_PER_SITE: Final = 16
+
+
+class Event(IntEnum):
+    """Kinds of events in a trace; an event is the end of what it names."""
+
+    BEGUN = 1
+    WAITED = 2
+    COMPUTED = 3
+    DRAINED = 4
+    REDUCED = 5
+    COPIED = 6
+    PUSHED = 7
+    ENDED = 8
+
+
+def macros() -> dict[str, int]:
+    """All names for CUDA C++."""
+    lists = {"STATE": State, "RECORD": Record, "WAIT": Wait, "EVENT": Event}
+    named = {
+        f"{prefix}_{name}": int(value)
+        for prefix, words in lists.items()
+        for name, value in words.__members__.items()
+    }
+    return named | {"STATE_WORDS": STATE_WORDS, "CODES_PER_SITE": CODES_PER_SITE}
