@@ -1,8 +1,8 @@
 """The rows: small functions as a user writes them, with inputs for every rank.
 
-A case makes several sets of inputs that a measurement goes through in turn, so many that they do not fit into
-a cache together: weights come from memory, as in a model of many layers. Parameters are arguments, since
-nothing is compiled anew for another set.
+A case makes several sets of inputs, which a measurement uses in turn. Together they do not fit into a cache,
+so that weights come from memory, as in a model of many layers. Parameters are arguments: one compilation
+serves all sets.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,7 +20,7 @@ from torch.distributed import _functional_collectives as funcol
 Inputs: TypeAlias = tuple[Tensor | list[Tensor], ...]
 
 ROTATION_BYTES = 64 << 20
-"""What the sets of inputs of one rank take together, if `MOST_SETS` are enough for that."""
+"""Bytes of all sets of inputs of one rank, unless that takes more than `MOST_SETS` sets."""
 MOST_SETS = 16
 
 TABLES, TABLE_ROWS, TABLE_DIM = 16, 100_000, 64

@@ -21,8 +21,8 @@ from autofuse.bench.cpu.cases import MOST_SETS, ROTATION_BYTES, Case, Inputs, ca
 
 WARM_UP = 3
 BLOCK_S = 0.05
-"""Calls are timed in blocks of about this length, as in a model that runs on: ranks leave a barrier up to
-milliseconds apart, which a block of one or two calls would measure instead."""
+"""Calls are timed in blocks of about this length, as in a model that keeps running. Ranks leave a barrier up
+to milliseconds apart; a block of one or two calls would measure that instead."""
 MOST_CALLS = 256
 
 
@@ -63,7 +63,7 @@ class Row:
     """Speed-up of all sites together by the cost model; None if unknown."""
     repeats: int
     tasks: tuple[str, ...] = ()
-    """What the cost model was asked, a site each: `passes.choice.cost_model.Task.key`."""
+    """The task of each site that the cost model was asked about: `passes.choice.cost_model.Task.key`."""
 
     @property
     def speedup(self) -> float:
@@ -71,7 +71,8 @@ class Row:
 
 
 def run_rank(rank: int, world: int, directory: str, options: Options, events: "SimpleQueue[Event]") -> None:
-    """The whole life of a rank; rank 0 tells `events` of each row and leaves all as JSON in `directory`."""
+    """All that a rank does. Rank 0 reports each row to `events` and writes all rows as JSON to
+    `directory`."""
     # The collectives are being renamed, and the oldest torch that is supported has only the old names.
     warnings.filterwarnings("ignore", category=FutureWarning)
     torch.set_num_threads(options.threads)

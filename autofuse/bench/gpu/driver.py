@@ -1,4 +1,4 @@
-"""What the GPU benchmarks share as ranks of torchrun: they join, measure the machine, ask, write, leave."""
+"""What the ranks of all GPU benchmarks do: join, measure the machine, time variants, write files, end."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ Key: TypeAlias = tuple[str, str]
 
 TIMEOUT_S = 60.0
 LINK_BYTES = 128 << 20
-"""What is pushed, at least, to measure the link: the start must not count."""
+"""Bytes that are pushed, at least, to measure the link, so that the start does not count."""
 LINK_GB_PER_S = {4: 356.0, 8: 346.0}
-"""Copy engines of H200, by the number of ranks; only for where they cannot be measured."""
+"""Rates of the copy engines of H200 by the number of ranks, used only if they cannot be measured."""
 
 
 def join(command: str, check: Callable[[int], object]) -> None:
@@ -47,7 +47,7 @@ def join(command: str, check: Callable[[int], object]) -> None:
 
 
 def machine() -> dict[str, Any]:
-    """What the JSON file says of the machine."""
+    """The entry of the machine in the JSON file."""
     return {
         "gpu": torch.cuda.get_device_name(),
         "world": dist.get_world_size(),
@@ -77,13 +77,13 @@ def link(count: int) -> tuple[torch.Tensor, dict[str, Any]]:
 
 
 class Asking:
-    """Asks about a cell what may fail, on all ranks together; `failed` are the answers that were none."""
+    """Evaluates, on all ranks together, what may fail about a cell. `failed`: what has failed."""
 
     def __init__(self) -> None:
         self.failed: dict[Key, Timing] = {}
 
     def __call__(self, kind: str, name: str, what: Callable[[], T], otherwise: T) -> T:
-        """What `what` says; `otherwise`, and a failed variant, if it cannot."""
+        """The result of `what`; if it fails, `otherwise`, and an entry in `failed`."""
         try:
             return together(what)
         except RuntimeError as error:
@@ -102,8 +102,8 @@ def time_cell(
 ) -> dict[Key, Timing]:
     """The times of all variants of a cell; `eager`: as `time_all` has it.
 
-    keep: settles by the times of `ways` what `auto` takes. These are then timed first, the fastest twice, and
-    only afterwards `auto` is compared with its peers, side by side.
+    keep: lets the times of `ways` decide which way `auto` takes. The ways are then timed first, the fastest
+    twice; only afterwards `auto` is timed side by side with its peers.
     """
     timings: dict[Key, Timing] = {}
     if keep is not None:
@@ -127,7 +127,7 @@ def relative_error(result: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 def written(name: str, data: dict[str, Any], file: Path | None) -> None:
-    """Rank 0 tells that a cell has been measured, and writes all `data` so far."""
+    """Rank 0 reports that a cell has been measured, and writes all `data` so far."""
     if dist.get_rank() == 0:
         print(f"measured {name}", file=sys.stderr, flush=True)
         if file is not None:

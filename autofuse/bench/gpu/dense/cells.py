@@ -29,7 +29,8 @@ SHAPES = {  # N, K over all ranks
 TOKENS = (1, 8, 32, 128, 512, 2048, 8192)
 QUICK_TOKENS = (8, 128, 2048)
 SWEEP_SHAPES, SWEEP_TOKENS = ("llama70b.o_proj",), (2048,)
-"""Where orders and numbers of programs are compared: every number has its own kernel to be compiled."""
+"""Sizes at which orders and numbers of programs are compared. Each number of programs compiles its own
+kernel."""
 OPS = ("matmul_all_reduce", "matmul_reduce_scatter", "all_gather_matmul")
 
 
@@ -71,7 +72,7 @@ class Cell:
 
     @property
     def possible(self) -> bool:
-        """Whether the rows are enough for equal parts."""
+        """Whether the rows divide into equal parts."""
         return self.op == "matmul_all_reduce" or self.tokens % self.world == 0
 
     def limit(self, compute_us: float, link_gb_per_s: float) -> float:
@@ -103,7 +104,7 @@ class Row(Measured):
 
     @property
     def predicted_us(self) -> float | None:
-        """Of the way that was chosen."""
+        """For the way that was chosen."""
         return self.predicted_apart_us if self.way.startswith("cublas") else self.predicted_fused_us
 
     @property
@@ -113,7 +114,7 @@ class Row(Measured):
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Row:
-        """The row that `to_json` wrote; what is derived is computed again."""
+        """The row that `to_json` wrote; derived values are computed again."""
         return cls(cell=Cell(**data["cell"]), **cls.fields_of(data))
 
 
@@ -134,14 +135,15 @@ class Sweep:
 
 
 def cells(world: int, shape: str, tokens: tuple[int, ...], gathers: bool) -> list[Cell]:
-    """Those of a shape that use the same weights, the largest number of tokens first: memory grows once."""
+    """The cells of a shape that use the same weights, the largest number of tokens first, so that memory
+    grows once."""
     ops = [op for op in OPS if (op == "all_gather_matmul") == gathers]
     found = [Cell(op, shape, count, world) for count in sorted(tokens, reverse=True) for op in ops]
     return [cell for cell in found if cell.possible]
 
 
 def check(shape: str, world: int) -> None:
-    """ValueError for a shape that so many ranks cannot share out."""
+    """ValueError for a shape that does not divide by the number of ranks."""
     _, k = SHAPES[shape]
     if k % world:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The ways to run a dense cell: what one would use instead, and ours."""
+"""The ways to run a dense cell: what a user would otherwise use, and ours."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ Run: TypeAlias = Callable[[Tensor], Tensor]
 """Of a weight: the result."""
 
 MOST_ONE_SHOT_BYTES = 64 << 20
-"""Every rank reads all of every other: nobody takes one_shot_all_reduce for more."""
+"""Bytes up to which one_shot_all_reduce is measured: in it every rank reads all data of every other rank."""
 
 
 @dataclass(frozen=True)
 class Operands:
-    """What the ways of one cell work on. `x`: [M, K / W], of a gather [M / W, N]; `gathered`: what all ranks'
+    """The operands of one cell. `x`: [M, K / W], of a gather [M / W, N]; `gathered`: what all ranks'
     x make together, of a gather only; `buffer`: symmetric memory, flat, for M * N elements or more."""
 
     x: Tensor
@@ -41,7 +41,7 @@ class Operands:
 
 
 def operands(cell: Cell, buffer: Tensor, group_name: str, alone: str) -> Operands:
-    """Random operands, other ones on every rank."""
+    """Random operands, different on every rank."""
     rows = cell.m // cell.world if cell.gathers else cell.m
     x = torch.randn(rows, cell.k, device="cuda", dtype=getattr(torch, DTYPE))
     gathered = None
@@ -74,7 +74,7 @@ def ours_alone(cell: Cell, given: Operands) -> dict[str, Run]:
     """The same in our own kernels: those of all_gather_matmul on a group of one rank, where nothing moves."""
     from autofuse.lowering.gpu.dense import by_name
 
-    if cell.m < 512:  # the weight is all that counts, and cuBLAS reads it as fast as anybody
+    if cell.m < 512:  # reading the weight takes all of the time, and cuBLAS is as fast as any kernel there
         return {}
     x = given.x if given.gathered is None else given.gathered
     op, names = "all_gather_matmul", by_name.alone(cell.m, cell.k, cell.n, x.dtype)
@@ -82,7 +82,7 @@ def ours_alone(cell: Cell, given: Operands) -> dict[str, Run]:
 
 
 def peers(cell: Cell, given: Operands) -> dict[str, Run]:
-    """What torch ships, with the outputs in place; nothing that is fused by us."""
+    """What torch ships, with the outputs in place."""
     if cell.gathers:
         return _gathering(cell, given)
     if cell.op == "matmul_reduce_scatter":
@@ -160,7 +160,7 @@ def ours(cell: Cell, given: Operands) -> Run:
 
 
 def our_ways(cell: Cell, given: Operands, unfused: bool) -> dict[str, Run]:
-    """Every fused way that can run, by name; and what they replace, as the op itself runs it."""
+    """Every fused way that can run, by name; and the unfused way, as the op itself runs it."""
     from autofuse.lowering.gpu.dense import by_name
 
     x, op, group = given.x, cell.op, given.group_name
@@ -185,7 +185,7 @@ def keep(cell: Cell, given: Operands, timings: Mapping[tuple[str, str], Timing])
 
 
 def each(run: Run, weights: Sequence[Tensor]) -> Callable[[int], Tensor]:
-    """Call number i, which takes the weight whose turn it is."""
+    """Call number i; the weights take turns."""
     return lambda i: run(weights[i % len(weights)])
 
 

@@ -56,18 +56,18 @@ class Options:
     shapes: tuple[str, ...]
     tokens: tuple[int, ...]
     quick: bool = False
-    """Fewer samples, and of ours only what `auto` chooses."""
+    """Fewer samples, and of our ways only the one that `auto` chooses."""
     orders: bool = False
     """Measure direct order against oblivious instead."""
     ctas: bool = False
     """Measure time against the number of programs instead."""
     tune: bool = False
-    """Let `auto` decide by what is measured here, and keep it in the user's own table."""
+    """Let `auto` decide by these measurements, and add them to the user's own table."""
 
 
 @dataclass(frozen=True)
 class _Bench:
-    """What all cells share."""
+    """State that all cells share."""
 
     options: Options
     effort: Effort
@@ -76,7 +76,7 @@ class _Bench:
     alone: str
     link_gb_per_s: float
     data: dict[str, Any]
-    """As it is written to the JSON file."""
+    """The content of the JSON file."""
 
 
 def join(options: Options) -> None:
@@ -130,7 +130,7 @@ def _measure_shape(bench: _Bench, shape: str, gathers: bool, json_file: Path | N
 
 
 def _weights(cell: Cell) -> list[Tensor]:
-    """[K, N] of every rank, so many that they do not fit the L2 cache."""
+    """Weights [K, N] of every rank, so many that they do not fit into the L2 cache."""
     scale = SHAPES[cell.shape][1] ** -0.5
     copies = copies_of(cell.k * cell.n * BYTES)
     return [torch.randn(cell.k, cell.n, device="cuda", dtype=torch.bfloat16) * scale for _ in range(copies)]

@@ -14,11 +14,11 @@ from autofuse.lowering.gpu.choice.timing import Effort, Timing, calls_for
 
 ORDERS = ("direct", "oblivious")
 EIGHTHS = (4, 6, 7, 8)
-"""Of the SMs that programs run on. With fewer some ways would have nobody left to multiply."""
+"""Eighths of the SMs that programs run on. With fewer, some ways would have no program that multiplies."""
 
 
 def orders(cell: Cell, given: Operands, weights: Sequence[Tensor], effort: Effort) -> list[Sweep]:
-    """The same kernels in direct and in oblivious order, where they store tiles into the memory of peers."""
+    """The same kernels in direct and in oblivious order, if they store tiles into the memory of peers."""
     from autofuse.lowering.gpu.dense import by_name
 
     def run(way: str, order: str) -> Callable[[Tensor], Tensor]:
@@ -31,7 +31,7 @@ def orders(cell: Cell, given: Operands, weights: Sequence[Tensor], effort: Effor
 
 
 def programs(cell: Cell, given: Operands, weights: Sequence[Tensor], effort: Effort) -> list[Sweep]:
-    """The time of every fused way against the number of programs, which is that of the SMs otherwise."""
+    """The time of every fused way against the number of programs (by default as many as SMs)."""
     from autofuse.lowering.gpu.dense import by_name
 
     sms = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count

@@ -8,7 +8,7 @@ from autofuse.bench.gpu.table import about, failures, grid, number, time_of, tot
 from autofuse.lowering.gpu.choice.timing import Timing
 
 DECODE_SHAPE, DECODE_TOKENS = "llama70b.o_proj", 32
-"""Rows of decoding, where latency is all: they have a line of their own."""
+"""Rows of decoding, where latency decides. They have a line of their own."""
 
 
 def report(*runs: Mapping[str, Any]) -> str:
@@ -34,7 +34,7 @@ def _run(data: Mapping[str, Any]) -> list[str]:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """The rows of one op: every peer, ours, and how far both are from the limit."""
+    """The rows of one op: every peer, ours, and the distance of both from the limit."""
     names = list(dict.fromkeys(name for row in rows for name in row.peers))
     header = (
         *("shape", "tokens", "matmul", *names, "ours", "way", "speed-up", "limit", "share of limit"),
@@ -83,7 +83,8 @@ _MEANS: Mapping[str, Callable[[Row], float | None]] = {
 
 
 def sweep_table(sweeps: Sequence[Sweep], kind: str) -> str:
-    """A line a way of a cell, with time (and, of orders, the skew between ranks) in every setting."""
+    """A line for each way of a cell, with its time (and, for orders, the skew between ranks) in every
+    setting."""
     names = list(dict.fromkeys(name for sweep in sweeps for name in sweep.settings))
     skews = names if kind == "orders" else []
     titles = [f"{name} programs" if kind == "programs" else name for name in names]
@@ -106,7 +107,7 @@ def _variants(rows: Sequence[Row], sweeps: Sequence[Sweep]) -> Iterator[tuple[st
 
 
 def _sorted(rows: Sequence[Row]) -> list[Row]:
-    """Shapes as they were measured, fewest tokens first."""
+    """Shapes in the order of measurement, fewest tokens first."""
     shapes = list(dict.fromkeys(row.cell.shape for row in rows))
     return sorted(rows, key=lambda row: (shapes.index(row.cell.shape), row.cell.tokens))
 

@@ -19,9 +19,9 @@ With W ranks, T tables [V_t, D_t] on each, batch B, L rows in a bag and P = 2 * 
 
     limit        max(memory / memory rate, (W - 1) / W * P / link rate) + a flag
 
-Rows are bfloat16 and drawn at random: what of them the L2 has already is not counted, so that a share of the
-limit may exceed 1 where bags are many and tables, or G, small. Nor are indices, what it takes to sort them,
-and G on its way into memory.
+Rows are bfloat16 and drawn at random. The limit ignores rows that are already in the L2, so a share of the
+limit may exceed 1 with many bags and small tables or a small G. It also ignores the indices, their sorting,
+and writing G to memory.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ MIXED = (2048, 64, 10)
 MIXED_DIMS, MIXED_ROWS = (0.25, 0.5, 1, 2), (0.01, 0.1, 1, 10)
 """By how much they do."""
 MOST_BYTES = 100e9
-"""A cell of the backward that takes more is left out."""
+"""Bytes. A cell of the backward that takes more is left out."""
 VARIANTS = 11
-"""That make gradients, at most: CUDA graphs, each of which holds those of a call."""
+"""Most variants that make gradients: each is a CUDA graph, which holds the gradients of a call."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Cell:
 
     @property
     def by_dim(self) -> list[tuple[int, list[int]]]:
-        """Columns, and the rows of every table that has so many."""
+        """Numbers of columns, with the rows of every table that has them."""
         groups = groupby(self.sizes, key=lambda size: size[1])
         return [(dim, [rows for rows, _ in sizes]) for dim, sizes in groups]
 
@@ -101,7 +101,7 @@ class Cell:
 
     @property
     def moved_bytes(self) -> int:
-        """What has to be read and written in the memory of a rank."""
+        """Bytes that must be read and written in the memory of a rank."""
         row = self.batch * self.columns * BYTES
         if self.op == UPDATE:
             return self.pooling * row + 2 * self.named_bytes
@@ -109,13 +109,13 @@ class Cell:
 
     @property
     def named_bytes(self) -> int:
-        """Of the rows of all tables of a rank that a random set of indices names, on average."""
+        """The share of the rows of a rank's tables that a random set of indices names, on average."""
         entries = self.batch * self.pooling
         return round(sum(rows * (1 - (1 - 1 / rows) ** entries) * dim for rows, dim in self.sizes) * BYTES)
 
     @property
     def held_bytes(self) -> int:
-        """What all variants of the backward hold at once, about.
+        """Bytes that all variants of the backward hold at once, about.
 
         Beside gradients these are the partial sums of the two that torch has for merged tables, fp32: one for
         every row with an index, and one more for every ten indices.
@@ -131,7 +131,8 @@ class Cell:
         return self.moved_bytes / 4e6
 
     def limit(self, compute_us: float | None, rates: Rates) -> float:
-        """Microseconds of a perfect fusion: memory or link, the slower, whatever compute takes in torch."""
+        """Microseconds of a perfect fusion: memory or link, the slower one, independent of torch's
+        compute."""
         sent = (self.world - 1) / self.world * self.batch * self.columns * BYTES
         return max(self.moved_bytes / rates.memory, sent / rates.link) / 1e3 + FLAG_US
 

@@ -14,7 +14,7 @@ C = TypeVar("C", bound="Cell")
 
 @dataclass(frozen=True)
 class Rates:
-    """Of this machine, in GB/s: what a rank sends, and what its memory reads and writes in a copy."""
+    """Rates of this machine in GB/s: what a rank sends, and what its memory reads and writes in a copy."""
 
     link: float
     memory: float
@@ -31,17 +31,17 @@ class Cell(Protocol):
 
     @property
     def kind(self) -> str:
-        """Cells of a kind have totals of their own."""
+        """The kind of the cell; each kind has totals of its own."""
         ...
 
     @property
     def labels(self) -> dict[str, str]:
-        """The first columns of its row."""
+        """The first columns of the cell's row."""
         ...
 
     @property
     def roughly_us(self) -> float:
-        """What it takes at least. For the number of calls in a graph."""
+        """The least time of a call, from which the number of calls in a graph follows."""
         ...
 
     def limit(self, compute_us: float | None, rates: Rates) -> float | None:
@@ -67,7 +67,7 @@ class Row(Measured):
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any], cell_type: type[Any]) -> Row:
-        """The row that `to_json` wrote of a cell of that type; what is derived is computed again."""
+        """The row that `to_json` wrote of a cell of that type; derived values are computed again."""
         fields = cls.fields_of(data)
         return cls(cell=cell_type(**data["cell"]), **{**fields, "rates": Rates(**data["rates"])})
 

@@ -49,7 +49,7 @@ from autofuse.lowering.gpu.choice.timer import together
 from autofuse.lowering.gpu.choice.timing import QUICK, Effort, Timing, calls_for, captured
 
 MEMORY_BYTES = 2 << 30
-"""What is copied to measure the memory's rate."""
+"""Bytes that are copied to measure the memory's rate."""
 
 WORK: Mapping[str, Callable[[Any, torch.device, str], Work]] = {
     embedding_cells.OP: embedding_work.work,
@@ -58,7 +58,7 @@ WORK: Mapping[str, Callable[[Any, torch.device, str], Work]] = {
     expert_cells.COMBINE: expert_work.work,
     expert_cells.DISPATCH: expert_work.work,
 }
-"""By op: what makes the work of its cells."""
+"""By op: the function that makes the work of its cells."""
 
 
 @dataclass(frozen=True)
@@ -69,9 +69,9 @@ class Options:
     rows: tuple[str, ...]
     """Cells whose name contains one of these; all if empty."""
     quick: bool = False
-    """Fewer cells and samples, and of ours only what `auto` chooses."""
+    """Fewer cells and samples, and of our ways only the one that `auto` chooses."""
     tune: bool = False
-    """Let `auto` decide by what is measured here, and keep it in the user's own table."""
+    """Let `auto` decide by these measurements, and add them to the user's own table."""
 
 
 def join(options: Options) -> None:
@@ -80,7 +80,7 @@ def join(options: Options) -> None:
 
 
 def cells(options: Options, world: int) -> list[Cell]:
-    """Those that are measured. ValueError if there are none, or for a world that does not fit."""
+    """The cells that are measured. ValueError if there are none, or for a world that does not fit."""
     found: list[Cell]
     if options.benchmark == "embedding":
         found = [*embedding_cells.cells(world, options.quick)]

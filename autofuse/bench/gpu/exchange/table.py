@@ -29,7 +29,8 @@ def _run(data: Mapping[str, Any]) -> list[str]:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """The rows of one op: compute and steps alone, every peer, ours, and how far both are from the limit."""
+    """The rows of one op: compute and steps alone, every peer, ours, and the distance of both from the
+    limit."""
     compute = list(dict.fromkeys(name for row in rows for name in row.compute))
     steps = list(dict.fromkeys(name for row in rows for name in row.parts))
     peers = list(dict.fromkeys(name for row in rows for name in row.peers))

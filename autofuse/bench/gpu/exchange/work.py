@@ -28,9 +28,10 @@ class Work:
 
     variants: Mapping[str, Mapping[str, Variant]]
     fused: Fused
-    """The op, whose ways by name are as right as `ours` is."""
+    """The op; the result of a way by name is checked as that of `ours`."""
     capturable: bool = True
-    """Whether ours may be captured: what waits for the GPU spoils the capture for all that follows."""
+    """Whether ours may be captured. A call that waits for the GPU would break the capture for all that
+    follow."""
 
 
 @dataclass(frozen=True)
