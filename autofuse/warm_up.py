@@ -1,4 +1,4 @@
-"""Work of the first call, done ahead of time: the ranks of a group meet, and share their memory."""
+"""Does the work of the first call ahead of time: the ranks of a group meet and share their memory."""
 
 import logging
 
@@ -16,13 +16,13 @@ log = logging.getLogger(__name__)
 
 
 def warmup(group: Group = None) -> None:
-    """Make the workspace of a group (None: of all ranks), which the first fused op would make otherwise.
+    """Makes the workspace of a group (None: of all ranks), which the first fused op would otherwise make.
 
-    All ranks of the group call it together, on GPUs after `torch.cuda.set_device`. While a CUDA graph is
-    captured ranks cannot meet: without a workspace the calls in it run unfused. Kernels are still compiled
-    when they are first called; what is to be captured must have run once before, at the same sizes.
+    All ranks of the group call it together, on GPUs after `torch.cuda.set_device`. Ranks cannot meet while a
+    CUDA graph is captured: without a workspace the calls in it run unfused. Kernels are still compiled when
+    they are first called, so run every call once at its sizes before you capture it.
 
-    A group that shares no memory is warned of; its fused ops run unfused. Raises ValueError without an
+    Warns if the group shares no memory; its fused ops then run unfused. Raises ValueError without an
     initialised group, RuntimeError when a rank does not come or fails.
     """
     if not dist.is_initialized():

@@ -1,13 +1,13 @@
 """The `autofuse` command: one file a subcommand, `app` puts them together.
 
-typer and rich come with `pip install "autofuse[cli]"`; nothing but the command imports them.
+typer and rich come with `pip install "autofuse[cli]"`; only the command imports them.
 """
 
 import sys
 
 
 def main() -> None:
-    """Runs the command. Without typer or rich it says how to get them, and exits with 2."""
+    """Runs the command. Without typer or rich it prints how to install them, and exits with 2."""
     try:
         from autofuse.cli.app import app
     except ModuleNotFoundError as error:

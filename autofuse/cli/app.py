@@ -1,4 +1,4 @@
-"""The subcommands under one name. Torch is imported by those that need it, when they run."""
+"""The subcommands under one name. A subcommand that needs torch imports it when it runs."""
 
 import typer
 

@@ -1,4 +1,4 @@
-"""`autofuse bench`: the rows of the CPU benchmark, as a table and as JSON; its subcommands: those of GPUs."""
+"""`autofuse bench`: the rows of the CPU benchmark, as a table and as JSON. The subcommands measure GPUs."""
 
 import json as json_module
 import os
@@ -47,7 +47,7 @@ def bench(
         if min(ranks) < 2:
             raise ValueError(f"--ranks {min(ranks)}: expected 2 ranks or more")
         check_folders(json, table)
-        # Torch takes seconds to import: not before the command line is known to be right.
+        # Importing torch takes seconds: first check the command line.
         import torch
 
         from autofuse.bench.cpu.measure import Options
@@ -58,7 +58,7 @@ def bench(
         options = Options(tuple(rows or ()), policy, dtype, repeats, seconds)
         with progress_bar() as progress:
             measured = run(ranks, options, progress)
-        # Whoever reads the numbers must see that something else was running.
+        # A reader of the numbers must see whether something else was running.
         about = f"{cores()} cores, torch {torch.__version__}, load average before the run {load:.1f}"
         text = f"{table_of(measured)}\n{about}"
         typer.echo(text)

@@ -1,4 +1,4 @@
-"""The checks of the doctor: what was found, whether that will do, and what to do about it."""
+"""The checks of the doctor: what was found, whether it is good enough, and what to do about it."""
 
 import os
 import platform
@@ -25,22 +25,24 @@ from autofuse.native_kernels import cpu
 SUPPORTED = ((2, 11), (2, 15))
 SHARED_MEMORY = Path("/dev/shm")
 LITTLE_BYTES, FEW_BYTES = 16 << 20, 1 << 30
-"""Less shared memory than this is of no use; less than that is soon full."""
+"""Bytes of shared memory: with less than the first autofuse cannot work, with less than the second it is soon
+full."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was looked at. `state`: `ok`; `limited`: something is not used; `broken`: nothing is."""
+    """One check. `state`: `ok`; `limited`: something is not used; `broken`: nothing is."""
 
     name: str
     state: str
     found: str
     advice: str = ""
-    """What to do about it; empty if nothing."""
+    """What to do about it; empty if there is nothing to do."""
 
 
 def all_checks() -> list[Check]:
-    """Every check, in the order of what builds on what. None raises: a failure is a finding."""
+    """Every check, in an order in which later ones build on earlier ones. No check raises: a failure is a
+    finding."""
     checks: list[Check] = []
     parts: tuple[Callable[[], Iterator[Check]], ...] = (
         _versions,
@@ -108,7 +110,7 @@ def _gpus() -> Iterator[Check]:
 
 
 def _link_kinds(count: int) -> str:
-    """What `nvidia-smi topo -m` calls the links between the GPUs."""
+    """The names of the links between the GPUs by `nvidia-smi topo -m`."""
     smi = shutil.which("nvidia-smi")
     if smi is None:
         return "nvidia-smi is not there to tell the kind of link"
@@ -191,7 +193,7 @@ def _tiny(x: Tensor) -> Tensor:
 
 
 def _fusion() -> Iterator[Check]:
-    """A site as two ranks of one host would have it, up to code generation."""
+    """Compiles a site as on two ranks of one host, up to code generation."""
     with fake_ranks(0, 2):
         torch.distributed.init_process_group()
         with config.patch(policy="always", patterns="all", order="direct"):

@@ -1,4 +1,4 @@
-"""`autofuse explain train.py --lr 1e-3`: what becomes of the collectives of a script that is not changed."""
+"""`autofuse explain train.py --lr 1e-3`: reports the collectives of a script, which is not changed."""
 
 import os
 import runpy
@@ -52,7 +52,7 @@ def explain(
         if not module and not Path(script).is_file():
             raise ValueError(f"there is no file {script!r}; use -m for the name of a module")
         check_folders(json, html)
-        # Torch takes seconds to import: not before the command line is known to be right.
+        # Importing torch takes seconds: first check the command line.
         from autofuse.cli.fake_ranks import fake_ranks
         from autofuse.inspection import explaining
         from autofuse.options import settings
@@ -79,7 +79,7 @@ def explain(
 
 
 def show(report: "Report", console: Console) -> None:
-    """Prints a report: with colours and folded cells on a terminal, else as `str(report)`."""
+    """Prints a report: with colours and folded cells on a terminal, otherwise as `str(report)`."""
     title, *rest = str(report).split("\n\n")
     if not console.is_terminal or not report.sites:
         console.print(str(report))
@@ -104,7 +104,7 @@ def _cells(site: "Site") -> Sequence[str]:
 
 
 def _run(script: str, arguments: Sequence[str], module: bool, show_traceback: bool) -> str:
-    """Runs the script as Python would; what ended it early in a line, or nothing."""
+    """Runs the script as Python would. Returns a line that says what ended it early, or nothing."""
     argv, path = sys.argv, list(sys.path)
     sys.argv = [script, *arguments]
     sys.path.insert(0, os.getcwd() if module else os.path.dirname(os.path.abspath(script)))

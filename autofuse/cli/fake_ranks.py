@@ -16,9 +16,9 @@ from autofuse.lowering import torch_internals
 def fake_ranks(rank: int, world: int, ranks_per_host: int | None = None) -> Iterator[None]:
     """Inside, this process is `rank` of `world`, as torchrun would have started it.
 
-    Every process group that is made inside is fake, whatever backend is asked for. A script that starts its
-    ranks itself, by `torch.multiprocessing.spawn`, has one of them run here; a script that counts its ranks
-    itself is believed. Raises ValueError for a rank out of range.
+    Every process group that is made inside is fake, whatever backend is asked for. If a script starts its
+    ranks itself, by `torch.multiprocessing.spawn`, one of them runs here. A `world_size` that the script
+    passes itself wins over `world`. Raises ValueError for a rank out of range.
     """
     environment = _launched(rank, world, ranks_per_host)
     before = dict(os.environ)
@@ -81,7 +81,7 @@ def _fake_new_group() -> Callable[..., Any]:
     real = dist.new_group
 
     def new_group(ranks: Any = None, *args: Any, group_desc: str | None = None, **kwargs: Any) -> Any:
-        # All else belongs to a backend, or to how ranks find each other.
+        # All other arguments belong to a backend, or to how ranks find each other.
         return real(ranks, group_desc=group_desc)
 
     return new_group
@@ -95,7 +95,8 @@ def _run_one(rank: int) -> Callable[..., None]:
 
 
 def _replace(function: Any, replacement: Any) -> Callable[[], None]:
-    """Puts `replacement` wherever a module has `function` under its name; returns what undoes that."""
+    """Puts `replacement` wherever a module has `function` under its name; returns a function that undoes
+    it."""
     name = function.__name__
     places = [m for m in list(sys.modules.values()) if getattr(m, "__dict__", {}).get(name) is function]
     for module in places:

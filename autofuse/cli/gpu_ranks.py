@@ -1,4 +1,4 @@
-"""What the commands that run on the GPUs of torchrun share: their group, and the sizes of a layer."""
+"""What commands on the GPUs of torchrun share: their group, and the sizes of a layer."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ def extents(op: str, tokens: int, size: str, world: int) -> tuple[int, int, int]
     """(M, K, N) of the matmul on each rank, from the extents of the whole layer.
 
     A reduction multiplies `[M, K / W] @ [K / W, N]`; a gather, which stands before the other layer of
-    the pair, `[M, N] @ [N, K / W]`. Raises ValueError for what cannot be cut into `world` equal parts.
+    the pair, `[M, N] @ [N, K / W]`. Raises ValueError for extents that do not divide by `world`.
     """
     parts = size.split(",")
     if len(parts) != 2 or not all(part.strip().isdigit() for part in parts):

@@ -1,4 +1,5 @@
-"""`autofuse plan matmul_all_reduce --world 4 --shape 512x4096`: who computes, sends and awaits what, when."""
+"""`autofuse plan matmul_all_reduce --world 4 --shape 512x4096`: what each rank computes, sends and awaits,
+and when."""
 
 import re
 from collections.abc import Sequence
@@ -18,7 +19,8 @@ _WIDTH = 120
 """Columns of a drawing that is not for a terminal."""
 
 _MOST_WORLD = 256
-"""Plans of all ranks are made: the number of their actions grows with the square of the world."""
+"""Most ranks. Plans of all ranks are made, and the number of their actions grows with the square of the
+world."""
 
 
 def plan(
@@ -85,11 +87,11 @@ def _draw(plans: Sequence[Plan]) -> None:
     console = stdout()
     text = Text(draw_text(plans, console.width if console.is_terminal else _WIDTH) + "\n")
     text.highlight_regex(r"(?m)^(step|rank \d+|peers)", "bold")
-    text.highlight_regex(r"\d*[<>]\d*\+?", "green")  # what crosses a link
+    text.highlight_regex(r"\d*[<>]\d*\+?", "green")  # tiles that cross a link
     text.highlight_regex(r"\bw(\d+|\*)", "dim")
     for line in re.finditer(r"(?m)^peers .*$", text.plain):
         for number in re.finditer(r"\d+", line.group()):
-            if int(number.group()) > 1:  # peers in each other's way
+            if int(number.group()) > 1:  # peers that meet at one rank
                 text.stylize("red", line.start() + number.start(), line.start() + number.end())
     console.print(text)
 
@@ -99,7 +101,7 @@ def _meetings(plans: Sequence[Plan]) -> str:
 
 
 def _verify(plans: Sequence[Plan]) -> bool:
-    """Prints what the verifier says; whether the plans are proved."""
+    """Prints the result of the verifier; returns whether the plans are proved."""
     name = f"{plans[0].op}, {plans[0].order.value}, {plans[0].world} ranks"
     try:
         prove(plans)

@@ -1,4 +1,4 @@
-"""What the commands share: errors that users cause, files they ask for, and a bar for long work."""
+"""What the commands share: errors that users cause, files that they ask for, and a progress bar."""
 
 import sys
 from collections.abc import Iterator, Sequence
@@ -37,14 +37,14 @@ def one_of(value: str, allowed: Sequence[str], name: str) -> None:
 
 
 def check_folders(*paths: Path | None) -> None:
-    """Raises ValueError if a file cannot be written for want of a folder: before long work, not after it."""
+    """Raises ValueError if the folder of a file does not exist. Called before long work, not after it."""
     for path in paths:
         if path is not None and not path.parent.is_dir():
             raise ValueError(f"cannot write {path}: there is no folder {path.parent}")
 
 
 def write(path: Path, text: str) -> None:
-    """Writes a file that the user asked for. Raises ValueError where that is not possible."""
+    """Writes a file that the user asked for. Raises ValueError if that fails."""
     try:
         path.write_text(text)
     except OSError as error:
@@ -52,13 +52,13 @@ def write(path: Path, text: str) -> None:
 
 
 def stdout() -> Console:
-    """Standard output. Colours are on a terminal only, and nothing is taken for markup."""
+    """Standard output. A terminal gets colours; text is never read as markup."""
     return Console(markup=False, highlight=False, soft_wrap=True)
 
 
 @contextmanager
 def progress_bar() -> Iterator[Progress]:
-    """A `progress` that draws a bar on standard error; silent where that is no terminal."""
+    """A `progress` that draws a bar on standard error, if that is a terminal."""
     if not sys.stderr.isatty():
         yield silent
         return

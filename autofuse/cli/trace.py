@@ -1,4 +1,4 @@
-"""`torchrun --nproc-per-node 4 -m autofuse trace matmul_all_reduce`: what a fused kernel does, when."""
+"""`torchrun --nproc-per-node 4 -m autofuse trace matmul_all_reduce`: what a fused kernel does, and when."""
 
 from pathlib import Path
 from typing import Annotated
@@ -46,7 +46,7 @@ def trace(
 
 
 def _record(op: str, m: int, k: int, n: int, dtype: str, order: str, rank: int, world: int) -> list[Timeline]:
-    """One call, on all ranks; rank 0 gets the timelines of all, the others those of nobody."""
+    """One call, on all ranks. Rank 0 gets the timelines of all ranks, the others get none."""
     import torch
     import torch.distributed as dist
 
