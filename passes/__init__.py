@@ -1,7 +1,8 @@
 """FX graph -> FX graph: finds the sites of a post-grad graph and rewrites them to fused ops."""
 
 from .circumstances import circumstances
-from .fuse import Settings, fuse
+from .fuse import fuse
 from .graph.permutation import mark_permutations
+from .settings import Settings
 
 __all__ = ["Settings", "circumstances", "fuse", "mark_permutations"]

@@ -12,9 +12,9 @@ import torch
 from torch import fx
 
 from autofuse.lowering import torch_internals
+from autofuse.lowering.cpu import support as cpu
 from autofuse.lowering.gpu import support as gpu
 from autofuse.lowering.notes import place
-from autofuse.native_kernels import cpu
 
 from .graph.anchors import find_anchors
 from .graph.permutation import marked_inputs

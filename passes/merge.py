@@ -15,11 +15,11 @@ import torch
 from torch import fx
 
 from .graph.emit import Emitter, erase_unused, order_nodes
-from .graph.follow import Shapes, argument, aten, dtype_of, is_view, trace
+from .graph.follow import Shapes, argument, aten, dtype_of, follow, is_view
 from .graph.layout import Layout
-from .matchers.match import collective_above, fill_biases
+from .graph.paths import between, collective_above
+from .matchers.match import fill_biases
 from .matchers.matmuls import is_fused
-from .matchers.product import between
 
 _REDUCTIONS = (
     torch.ops.autofuse.matmul_all_reduce.default,
@@ -103,10 +103,10 @@ def _summands(total: fx.Node) -> list[fx.Node]:
 
 def _term(node: fx.Node) -> Term | None:
     """The reduction that `node` is, if nobody else reads it."""
-    traced = trace(node, is_fused, Shapes())
-    if traced is None or len(traced.leaves) != 1:
+    followed = follow(node, is_fused, Shapes())
+    if followed is None or len(followed.leaves) != 1:
         return None
-    item = traced.leaves[0]
+    item = followed.leaves[0]
     op = item.args[0]
     assert isinstance(op, fx.Node)
     if op.target not in _REDUCTIONS or list(op.users) != [item] or item.args[1] != 0:
@@ -115,7 +115,7 @@ def _term(node: fx.Node) -> Term | None:
     path = between(node, item) | {item}
     if stages or contraction not in ("mm", "addmm %0") or any(len(n.users) != 1 for n in path):
         return None
-    return Term(node, op, item, traced.layout)
+    return Term(node, op, item, followed.layout)
 
 
 def _rewrite_sum(terms: Sequence[Term]) -> None:

@@ -71,6 +71,14 @@ class Reason(str, Enum):
 
 
 @dataclass(frozen=True)
+class Reject:
+    """Why something is no site."""
+
+    reason: Reason
+    detail: str
+
+
+@dataclass(frozen=True)
 class Prediction:
     """What the cost model says of a site. Times in microseconds; None where sizes depend on data."""
 

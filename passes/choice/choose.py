@@ -25,16 +25,20 @@ from itertools import chain
 from typing import TypeAlias
 
 import sympy
+import torch
+from torch import fx
 
+from autofuse.lowering import torch_internals
 from autofuse.passes.graph.anchors import Anchor
 from autofuse.passes.graph.follow import expression, tensor
-from autofuse.passes.graph.layout import Size, product
+from autofuse.passes.graph.layout import Size, prod
 from autofuse.passes.matchers.match import Match, Work
-from autofuse.passes.report import Prediction
+from autofuse.passes.report import Prediction, Reason, Reject, listening
+from autofuse.passes.settings import Settings
 
 from .cost_model import Expressions, Model, Numbers, Task
 from .crossover import Known, Sample, wins
-from .table import Table
+from .table import Table, table_for
 
 Symbols: TypeAlias = Mapping[sympy.Symbol, Known]
 
@@ -68,6 +72,44 @@ class Choice:
     """Of compute and collective apart, if all sizes are static."""
     why: str = ""
     """Of a site on GPUs that is kept, if that is not for the times predicted."""
+
+
+def symbols_of(graph: fx.Graph) -> Symbols:
+    """The graph's symbols that stand for sizes known when the graph is called."""
+    for node in graph.nodes:
+        val = node.meta.get("val")
+        for size in val.shape if isinstance(val, torch.Tensor) else (val,):
+            if isinstance(size, torch.SymInt):
+                hints, ranges = torch_internals.symbol_hints(size), torch_internals.symbol_ranges(size)
+                integers = {
+                    s: int(hint) for s, hint in hints.items() if isinstance(hint, (int, sympy.Integer))
+                }
+                return {s: Known(*ranges[s], hint) for s, hint in integers.items() if s in ranges}
+    return {}
+
+
+def choose(
+    anchor: Anchor, match: Match, world: int, settings: Settings, symbols: Symbols
+) -> tuple[Prediction, Reject | None]:
+    """What the cost model predicts for a legal match, and why the policy keeps it; None if it does not."""
+    device = anchor.node.meta["val"].device
+    table = table_for(settings.tables, device)
+    choice = predict(anchor, match, world, settings.order, table, symbols, listening())
+    if device.type == "cuda":
+        choice = on_gpu(choice, match.pattern, match.work, settings.captured)
+    return choice.prediction, _why_kept(choice, settings.policy)
+
+
+def _why_kept(choice: Choice, policy: str) -> Reject | None:
+    if policy == "never":
+        return Reject(Reason.POLICY_NEVER, "")
+    if policy != "auto" or choice.fuse:
+        return None
+    if choice.why:
+        return Reject(Reason.NOT_PROFITABLE, choice.why)
+    known = choice.prediction
+    times = f"{known.fused_us} us fused, {known.unfused_us} us apart"
+    return Reject(Reason.NOT_PROFITABLE, times if known.wins == "never" else f"gains only for {known.wins}")
 
 
 def predict(
@@ -107,7 +149,7 @@ def _task(anchor: Anchor, match: Match, world: int, order: str) -> Task:
     source = tensor(anchor.input)
     assert source is not None
     work = match.work
-    sent = product(expression(size) for size in source.shape) * source.element_size()
+    sent = prod(expression(size) for size in source.shape) * source.element_size()
     dtype = str(source.dtype).removeprefix("torch.")
     task = Task(
         match.pattern, world, dtype, order, sent, work.matmuls, work.count, work.bytes_read, work.bytes_kept

@@ -40,8 +40,8 @@ import torch
 
 from autofuse.lowering.cpu.gather_executor import FEW_ROWS as FEW_ROWS_A_PART
 from autofuse.lowering.cpu.reduce_executor import ONE_SHOT_BYTES
+from autofuse.lowering.cpu.support import FEW_ROWS, LONG_ROWS, VERY_FEW_ROWS
 from autofuse.lowering.plan import FAMILIES, Family
-from autofuse.native_kernels.cpu.linear import FEW_ROWS, LONG_ROWS, VERY_FEW_ROWS
 from autofuse.passes.graph.layout import Size
 
 from .table import Table

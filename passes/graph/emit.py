@@ -14,7 +14,7 @@ from torch import fx
 from autofuse.lowering import torch_internals
 
 from .follow import Shapes, expression, value
-from .layout import Digit, Layout, Size, common_digits, exact_quotient, product, same_size
+from .layout import Digit, Layout, Size, common_digits, exact_quotient, prod, same_size
 
 aten = torch.ops.aten
 
@@ -180,7 +180,7 @@ def _source(layout: Layout) -> Layout | None:
     dims = {d.dim for d in layout.digits}
     if not dims or min(dims) < 0:
         return None
-    sizes = [product(d.size for d in layout.digits if d.dim == i) for i in range(max(dims) + 1)]
+    sizes = [prod(d.size for d in layout.digits if d.dim == i) for i in range(max(dims) + 1)]
     return Layout.of(sizes)
 
 

@@ -157,38 +157,38 @@ class Shapes:
 
 
 @dataclass(frozen=True)
-class Trace:
+class Followed:
     """`layout` is relative to the leaf; with several leaves, digit `(-1, 1, n)` says which."""
 
     layout: Layout
     leaves: tuple[fx.Node, ...]
 
-    def map(self, layout: Layout | None) -> Trace | None:
-        return None if layout is None else Trace(layout, self.leaves)
+    def map(self, layout: Layout | None) -> Followed | None:
+        return None if layout is None else Followed(layout, self.leaves)
 
 
-def trace(
+def follow(
     node: fx.Node,
     is_leaf: Callable[[fx.Node], bool],
     shapes: Shapes,
     through: torch.dtype | None = None,
     shape: tuple[Size, ...] | None = None,
-) -> Trace | None:
+) -> Followed | None:
     """The layout of `node` relative to the nearest leaves above it; None if something else lies between.
 
     `node` counts as viewed as `shape` (default: its own), and a cast to the dtype `through` counts as a view.
     """
-    memo: dict[fx.Node, Trace | None] = {}
+    memo: dict[fx.Node, Followed | None] = {}
 
-    def visit(n: fx.Node) -> Trace | None:
+    def visit(n: fx.Node) -> Followed | None:
         if n not in memo:
             memo[n] = step(n)
         return memo[n]
 
-    def step(n: fx.Node) -> Trace | None:
+    def step(n: fx.Node) -> Followed | None:
         shape = shapes.of(n)
         if shape is not None and is_leaf(n):
-            return Trace(Layout.of(shape), (n,))
+            return Followed(Layout.of(shape), (n,))
         if n.op != "call_function" or shape is None:
             return None
         if n.target in (aten.cat.default, aten.stack.default):
@@ -206,7 +206,7 @@ def trace(
             return n.args[0], _keep
         return source_and_view(n, shapes)
 
-    def viewed(n: fx.Node, shape: tuple[Size, ...]) -> Trace | None:
+    def viewed(n: fx.Node, shape: tuple[Size, ...]) -> Followed | None:
         """`n` viewed as `shape`. Of views of views only the last one has to be expressible."""
         while n.op == "call_function" and not is_leaf(n):
             source, view = above(n)
@@ -216,7 +216,7 @@ def trace(
         below = visit(n)
         return None if below is None else below.map(below.layout.reshape(shape))
 
-    def join(n: fx.Node) -> Trace | None:
+    def join(n: fx.Node) -> Followed | None:
         parts = n.args[0]
         assert isinstance(parts, Sequence)
         traces = [visit(p) if isinstance(p, fx.Node) else None for p in parts]
@@ -235,7 +235,7 @@ def trace(
         found = [t for t in traces if t is not None]
         if all(t.leaves == first.leaves for t in found):
             return (
-                Trace(joined, first.leaves)
+                Followed(joined, first.leaves)
                 if (joined := Layout.join([t.layout for t in found], dim))
                 else None
             )
@@ -245,7 +245,7 @@ def trace(
             return None
         which = Digit(-1, 1, len(found))
         dims = (*layout.dims[:dim], merge((which, *layout.dims[dim])), *layout.dims[dim + 1 :])
-        return Trace(Layout(dims, layout.fixed), tuple(t.leaves[0] for t in found))
+        return Followed(Layout(dims, layout.fixed), tuple(t.leaves[0] for t in found))
 
     return visit(node) if shape is None else viewed(node, shape)
 

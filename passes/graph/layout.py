@@ -37,7 +37,7 @@ def same_size(a: Size, b: Size) -> bool:
     return bool(a == b) or (not (isinstance(a, int) and isinstance(b, int)) and exact_quotient(a, b) == 1)
 
 
-def product(sizes: Iterable[Size]) -> Size:
+def prod(sizes: Iterable[Size]) -> Size:
     total: Size = 1
     for size in sizes:
         total = total * size
@@ -123,7 +123,7 @@ class Layout:
 
     @property
     def shape(self) -> tuple[Size, ...]:
-        return tuple(product(d.size for d in dim) for dim in self.dims)
+        return tuple(prod(d.size for d in dim) for dim in self.dims)
 
     def reshape(self, shape: Sequence[Size]) -> Layout | None:
         groups = regroup(self.digits, shape) or regroup(merge(self.digits), shape)
@@ -143,7 +143,7 @@ class Layout:
         """Piece `index` of `count` equal pieces along `dim`."""
         if count == 1:
             return self
-        length = exact_quotient(product(d.size for d in self.dims[dim]), count)
+        length = exact_quotient(prod(d.size for d in self.dims[dim]), count)
         cut = None if length is None else regroup(self.dims[dim], (count, length))
         if cut is None or len(cut[0]) != 1:
             return None
@@ -227,7 +227,7 @@ def cut_out(layout: Layout, digit: Digit) -> Cut | None:
             before = merge((*dim[:j], Digit(d.dim, digit.div * digit.size, above)))
             after = merge((Digit(d.dim, d.div, below), *dim[j + 1 :]))
             rest = Layout((*layout.dims[:i], before + after, *layout.dims[i + 1 :]), layout.fixed)
-            return Cut(i, product(x.size for x in before), digit, rest)
+            return Cut(i, prod(x.size for x in before), digit, rest)
     return None
 
 
@@ -237,7 +237,7 @@ def compose(outer: Layout, inner: Layout) -> Layout | None:
     def translate(d: Digit) -> Digits | None:
         if d.dim < 0:
             return (d,)
-        length = product(x.size for x in inner.dims[d.dim])
+        length = prod(x.size for x in inner.dims[d.dim])
         above = exact_quotient(length, d.div * d.size)
         groups = None if above is None else regroup(inner.dims[d.dim], (above, d.size, d.div))
         return None if groups is None else groups[1]

@@ -1,1 +1,52 @@
-"""One matcher a pattern, and what they share. `passes.fuse` lists them."""
+"""The matchers: functions that find one pattern at a collective and describe how to rewrite it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from autofuse.passes.graph.anchors import Anchor
+
+from .combine import match_combine, match_single_combine
+from .dispatch import match_dispatch, match_single_dispatch
+from .embedding import match_embedding
+from .embedding_backward import match_embedding_backward
+from .embedding_update import match_embedding_update
+from .gather_matmul import match_all_gather
+from .match import Context, Found
+from .matmul_reduce import match_all_reduce, match_reduce_scatter
+
+
+@dataclass(frozen=True)
+class Matcher:
+    """A function that finds one pattern.
+
+    Attributes:
+        pattern: name of the fused op that replaces the pattern.
+        collective: the kind of collective that the pattern contains.
+        match: returns a `Match` for a collective of this kind, or a `Reject` with the reason.
+    """
+
+    pattern: str
+    collective: str
+    match: Callable[[Anchor, Context], Found]
+
+
+MATCHERS = [
+    Matcher("matmul_all_reduce", "all_reduce", match_all_reduce),
+    Matcher("matmul_reduce_scatter", "reduce_scatter", match_reduce_scatter),
+    Matcher("all_gather_matmul", "all_gather", match_all_gather),
+    Matcher("expert_matmul_all_to_all", "all_to_all", match_combine),
+    Matcher("all_to_all_expert_matmul", "all_to_all", match_dispatch),
+    Matcher("embedding_bag_all_to_all", "all_to_all", match_embedding),
+    Matcher("all_to_all_embedding_bag_backward", "all_to_all", match_embedding_backward),
+    Matcher("all_to_all_embedding_bag_update", "all_to_all", match_embedding_update),
+    Matcher("expert_matmul_all_to_all", "all_to_all", match_single_combine),
+    Matcher("all_to_all_expert_matmul", "all_to_all", match_single_dispatch),
+]
+"""All matchers. Those of one kind of collective are tried in this order."""
+
+
+def matchers_of(kind: str) -> list[Matcher]:
+    """The matchers for a kind of collective, in the order in which they are tried."""
+    return [matcher for matcher in MATCHERS if matcher.collective == kind]

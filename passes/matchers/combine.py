@@ -18,22 +18,13 @@ from autofuse.lowering.gpu.support import MOST_TERMS
 from autofuse.passes.graph.anchors import Anchor
 from autofuse.passes.graph.emit import Emitter
 from autofuse.passes.graph.follow import aten, tensor
-from autofuse.passes.graph.layout import Cut, Layout, Size, product, same_size
-from autofuse.passes.report import Reason
+from autofuse.passes.graph.layout import Cut, Layout, Size, prod, same_size
+from autofuse.passes.report import Reason, Reject
 
-from .match import (
-    Context,
-    Found,
-    Match,
-    Work,
-    check_dtype,
-    extra_users,
-    fill_biases,
-    replace_result,
-)
+from .match import Context, Found, Match, Work, check_dtype, fill_biases, replace_result
 from .operands import Operand, materialise, two_dimensional
 from .placement import Placement, find_placement
-from .product import Product, Reject, match_product
+from .product import Product, extra_users, match_product
 from .rows import cut_into_parts, is_natural, positions, row_splits, whole_rows
 
 PATTERN = "expert_matmul_all_to_all"
@@ -72,7 +63,7 @@ def _match(anchor: Anchor, context: Context, single: bool) -> Found:
         return found
     if (found.offsets is None and found.shape[0] == 1) is not single:
         return Reject(Reason.NO_COMPUTE, "a single matmul feeds it, no batch of experts")
-    if product(found.layout.shape) != product(found.shape):
+    if prod(found.layout.shape) != prod(found.shape):
         return Reject(Reason.LAYOUT, "only part of the matmul is exchanged")
     reject = check_dtype(found.dtype)
     if reject is not None:
@@ -84,7 +75,7 @@ def _match(anchor: Anchor, context: Context, single: bool) -> Found:
         placement.node if placement else anchor.node, source if placement is None else placement.rows, found
     )
     *batch, rows, columns = found.shape
-    count = product(batch)
+    count = prod(batch)
     weights = count if found.offsets is None else context.shapes.of(found.w[0])[0]  # type: ignore[index]
     inner = context.shapes.of(found.x[0])[-1]  # type: ignore[index]
     inputs = (*found.x, *found.w, *found.bias, *(n for o in found.operands for n in o.nodes), found.offsets)
@@ -186,7 +177,7 @@ def _activations(emitter: Emitter, found: Product, flat: bool) -> list[fx.Node]:
     if not flat:
         shaped = two_dimensional if found.listed else batched
         return [shaped(emitter, n) for n in x]
-    x = [emitter.reshape(n, (product(s[:-1]), s[-1])) for n in x if (s := emitter.shapes.of(n)) is not None]
+    x = [emitter.reshape(n, (prod(s[:-1]), s[-1])) for n in x if (s := emitter.shapes.of(n)) is not None]
     if not found.listed:
         return x
     terms = [x[i : i + found.listed] for i in range(0, len(x), found.listed)]

@@ -20,29 +20,17 @@ from autofuse.passes.graph.layout import (
     cut_out,
     exact_quotient,
     merge,
-    product,
+    prod,
     same_size,
 )
-from autofuse.passes.report import Reason
+from autofuse.passes.graph.paths import depends_on
+from autofuse.passes.report import Reason, Reject
 
 from .combine import NOT_PERMUTED, Rows, batched, like, rows_not_on_gpus
-from .match import (
-    Context,
-    Found,
-    Match,
-    Reader,
-    Work,
-    check_dtype,
-    depends_on,
-    fill_biases,
-    find_readers,
-    hand_out,
-    replace_result,
-    reread,
-)
+from .match import Context, Found, Match, Work, check_dtype, fill_biases, hand_out, replace_result
 from .matmuls import grouped_offsets, linear_operands
 from .placement import permutes_all
-from .product import Reject
+from .readers import Reader, find_readers, reread
 from .rows import row_splits
 
 PATTERN = "all_to_all_expert_matmul"
@@ -91,7 +79,7 @@ def _match(anchor: Anchor, context: Context, single: bool) -> Found:
         if ordered is None:
             return Reject(Reason.UNEVEN, f"not each of the {experts} experts has the same number of matmuls")
         entries = ordered
-    if product(layout.shape) != product(received):
+    if prod(layout.shape) != prod(received):
         return Reject(Reason.LAYOUT, "the experts read only part of what is exchanged")
     place = _place(anchor, context, layout, received)
     if isinstance(place, Reject):
@@ -268,7 +256,7 @@ def like_rows(emitter: Emitter, node: fx.Node, columns: Size) -> fx.Node:
     assert shape is not None
     if len(shape) == 2 and same_size(shape[1], columns):
         return node
-    rows = exact_quotient(product(shape), columns)
+    rows = exact_quotient(prod(shape), columns)
     if rows is None:
         raise CannotEmit(f"{node.name} has no whole rows of {columns}")
     return emitter.reshape(node, (rows, columns))
@@ -287,7 +275,7 @@ def _chosen(
     """The row of what arrives that is row `i` of X."""
     rows = _rows_received(layout, received)
     assert rows is not None
-    count = product(d.size for d in rows)
+    count = prod(d.size for d in rows)
     numbers = emitter.numbers(emitter.size(count), x)
     return emitter.rebuild(numbers, Layout((rows,)), order, (count,))
 

@@ -17,7 +17,7 @@ from torch import fx
 
 from autofuse.passes.graph.anchors import Anchor
 from autofuse.passes.graph.emit import CannotEmit, Emitter
-from autofuse.passes.graph.follow import Shapes, argument, aten, dtype_of, expression, tensor, trace
+from autofuse.passes.graph.follow import Shapes, argument, aten, dtype_of, expression, follow, tensor
 from autofuse.passes.graph.layout import (
     Cut,
     Digit,
@@ -31,21 +31,11 @@ from autofuse.passes.graph.layout import (
     regroup,
     same_size,
 )
-from autofuse.passes.report import Reason
+from autofuse.passes.graph.paths import outside_reader
+from autofuse.passes.report import Reason, Reject
 
-from .match import (
-    Context,
-    Found,
-    Match,
-    Work,
-    check_dtype,
-    find_readers,
-    only_cast,
-    outside_reader,
-    replace_result,
-    reread,
-)
-from .product import Reject
+from .match import Context, Found, Match, Work, check_dtype, replace_result
+from .readers import find_readers, only_cast, reread
 
 PATTERN = "embedding_bag_all_to_all"
 _BAGS = (aten._embedding_bag.default, aten._embedding_bag_forward_only.default)
@@ -104,10 +94,10 @@ def match_embedding(anchor: Anchor, context: Context) -> Found:
     assert anchor.input is not None
     if any(not same_size(expression(s), expression(anchor.input_splits[0])) for s in anchor.input_splits):
         return Reject(Reason.NO_COMPUTE, "what is sent has uneven parts")
-    traced = _trace_bags(anchor.input, shapes)
-    if isinstance(traced, Reject):
-        return traced
-    bags, layout, wire = traced
+    followed = _follow_bags(anchor.input, shapes)
+    if isinstance(followed, Reject):
+        return followed
+    bags, layout, wire = followed
     first = bags[0]
     reject = _check(bags, wire)
     if reject is not None:
@@ -154,7 +144,7 @@ def _trained(bags: list[Bag]) -> list[fx.Node]:
     return [u for b in bags for u in b.node.users if u.args[1] != 0 and u.users]
 
 
-def _trace_bags(root: fx.Node, shapes: Shapes) -> tuple[list[Bag], Layout, torch.dtype] | Reject:
+def _follow_bags(root: fx.Node, shapes: Shapes) -> tuple[list[Bag], Layout, torch.dtype] | Reject:
     """The bags that `root` is made of, its layout on them as `[B, columns]`, and the dtype that is sent.
 
     Digits: 0 the batch, 1 the column within a table, -1 the table. With tables of several widths, 1 is the
@@ -171,15 +161,15 @@ def _trace_bags(root: fx.Node, shapes: Shapes) -> tuple[list[Bag], Layout, torch
         widths = {s[1] for p in parts if (s := shapes.of(p)) is not None}
         return len(parts) == len(n.args[0]) and len(widths) > 1
 
-    traced = trace(root, lambda n: read_bag(n) is not None or ragged(n), shapes, through=wire)
-    if traced is None or traced.layout.fixed:
+    followed = follow(root, lambda n: read_bag(n) is not None or ragged(n), shapes, through=wire)
+    if followed is None or followed.layout.fixed:
         return Reject(Reason.NO_COMPUTE, "no embedding bags feed it")
-    leaves: Sequence[fx.Node] = traced.leaves
+    leaves: Sequence[fx.Node] = followed.leaves
     if len(leaves) == 1 and ragged(leaves[0]):
         leaves = leaves[0].args[0]
     bags = [b for n in leaves if (b := read_bag(n)) is not None]
     assert len(bags) == len(leaves)
-    return bags, traced.layout, wire
+    return bags, followed.layout, wire
 
 
 def _check(bags: list[Bag], wire: torch.dtype) -> Reject | None:

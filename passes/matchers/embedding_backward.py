@@ -10,11 +10,11 @@ from torch import fx
 from autofuse.passes.graph.anchors import Anchor
 from autofuse.passes.graph.emit import Emitter
 from autofuse.passes.graph.follow import argument, aten, dtype_of
-from autofuse.passes.report import Reason
+from autofuse.passes.report import Reason, Reject
 
 from .embedding_columns import Exchanged, has_last_offset, match_columns, sent
-from .match import Context, Found, Match, reread
-from .product import Reject
+from .match import Context, Found, Match
+from .readers import reread
 
 PATTERN = "all_to_all_embedding_bag_backward"
 

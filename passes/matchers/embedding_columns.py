@@ -24,13 +24,13 @@ from autofuse.passes.graph.layout import (
     cut_out,
     exact_quotient,
     merge,
-    product,
+    prod,
     same_size,
 )
-from autofuse.passes.report import Reason
+from autofuse.passes.report import Reason, Reject
 
-from .match import Context, Reader, Work, check_dtype, find_readers, only_cast
-from .product import Reject
+from .match import Context, Work, check_dtype
+from .readers import Reader, find_readers, only_cast
 
 Reads = Callable[[fx.Node, fx.Node], bool]
 """Does a node make something of a table's gradient, the second?"""
@@ -88,7 +88,7 @@ def match_columns(anchor: Anchor, context: Context, reads: Reads, what: str) -> 
     others += [r for r in readers if r.user in consumed and _read_besides(r, {c.node for c in tables})]
     if others and cast is not None:
         return Reject(Reason.EXTRA_USERS, f"{others[0].user.name} reads the gradient after its cast")
-    work = Work(count=len(tables), bytes_read=product(layout.shape) * received.element_size())
+    work = Work(count=len(tables), bytes_read=prod(layout.shape) * received.element_size())
     return Exchanged(tables, others, layout, cut, work)
 
 
@@ -142,7 +142,7 @@ def sent(
         grad = emitter.rebuild(anchor.input, Layout.of(have), want)
     else:
         letters, columns = "sbc", _columns(anchor, shapes, batch, width, context.world)
-        grad = emitter.reshape(anchor.input, (product(have),))
+        grad = emitter.reshape(anchor.input, (prod(have),))
     return grad, [emitter.size(c) for c in columns], letters
 
 
@@ -154,7 +154,7 @@ def has_last_offset(grad: fx.Node, offsets: fx.Node) -> bool:
 
 def _columns(anchor: Anchor, shapes: Shapes, batch: Digits, width: Size, world: int) -> list[Size]:
     """Columns of every rank's tables, from the flat runs that are sent to them."""
-    bags = product(d.size for d in batch)
+    bags = prod(d.size for d in batch)
     runs = [exact_quotient(shapes.size(s), bags) for s in anchor.input_splits]
     if len(runs) != world or any(r is None for r in runs):
         raise CannotEmit("uneven parts that are no flat runs of bags")

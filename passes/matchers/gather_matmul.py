@@ -16,26 +16,14 @@ from torch import fx
 from autofuse.passes.graph.anchors import Anchor
 from autofuse.passes.graph.emit import Emitter
 from autofuse.passes.graph.follow import aten, dtype_of, is_cast, is_view, tensor
-from autofuse.passes.graph.layout import Cut, Digit, Layout, Size, cut_out, exact_quotient, product
-from autofuse.passes.report import Reason
+from autofuse.passes.graph.layout import Cut, Digit, Layout, Size, cut_out, exact_quotient, prod
+from autofuse.passes.graph.paths import collective_above, depends_on
+from autofuse.passes.report import Reason, Reject
 
-from .match import (
-    Context,
-    Found,
-    Match,
-    Reader,
-    Work,
-    check_dtype,
-    collective_above,
-    depends_on,
-    fill_biases,
-    find_readers,
-    only_cast,
-    reread,
-)
+from .match import Context, Found, Match, Work, check_dtype, fill_biases
 from .matmuls import linear_operands, one_weight
 from .operands import two_dimensional
-from .product import Reject
+from .readers import Reader, find_readers, only_cast, reread
 
 PATTERN = "all_gather_matmul"
 
@@ -72,7 +60,7 @@ def match_all_gather(anchor: Anchor, context: Context) -> Found:
     length = exact_quotient(gathered[0], context.world)
     if length is None:
         return Reject(Reason.UNEVEN, f"dim 0 of size {gathered[0]} has no {context.world} equal parts")
-    chosen = _choose(anchor, consumers, product(gathered), Digit(0, length, context.world))
+    chosen = _choose(anchor, consumers, prod(gathered), Digit(0, length, context.world))
     if isinstance(chosen, Reject):
         return chosen
     consumers, cut = chosen
@@ -88,7 +76,7 @@ def match_all_gather(anchor: Anchor, context: Context) -> Found:
     assert anchor.input is not None
     return Match(
         PATTERN,
-        Work(sizes, bytes_kept=product((rows, inner, dtype.itemsize)) if others else 0),
+        Work(sizes, bytes_kept=prod((rows, inner, dtype.itemsize)) if others else 0),
         context.shapes,
         partial(_rewrite, anchor, context, consumers, others, cut, cast),
         (anchor.input, *(n for c in consumers for n in c.inputs)),
@@ -118,7 +106,7 @@ def _consumer(reader: Reader) -> Consumer | None:
     layout = reader.layout
     if reader.user.target is aten.bmm.default:
         weight = one_weight(w) if not swapped or layout.shape[0] == 1 else None
-        flat = layout.reshape((product(layout.shape[:-1]), layout.shape[-1]))
+        flat = layout.reshape((prod(layout.shape[:-1]), layout.shape[-1]))
         if weight is None or flat is None:
             return None
         w, layout = weight, flat
@@ -137,7 +125,7 @@ def _choose(
         cut = cut_out(c.layout, rank)
         late = depends_on(anchor, c.inputs)
         later = next((hit for n in c.inputs if (hit := collective_above(n, anchor.node)) is not None), None)
-        if cut is None or c.layout.fixed or product(c.layout.shape) != total:
+        if cut is None or c.layout.fixed or prod(c.layout.shape) != total:
             why = Reject(Reason.LAYOUT, f"{c.reader.view.name} is no whole view of the gathered tensor")
         elif late is not None:
             why = Reject(Reason.EXTRA_USERS, f"the weight {late.name} depends on the gathered tensor")
@@ -220,4 +208,4 @@ def _bias(emitter: Emitter, c: Consumer) -> fx.Node | None:
     if c.bias is None or not c.swapped:
         return c.bias
     *rows, columns = emitter.shapes.of(c.bias) or ()
-    return emitter.call(aten.permute.default, emitter.reshape(c.bias, (product(rows), columns)), [1, 0])
+    return emitter.call(aten.permute.default, emitter.reshape(c.bias, (prod(rows), columns)), [1, 0])

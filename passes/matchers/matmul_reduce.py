@@ -14,16 +14,16 @@ from torch import fx
 
 from autofuse.passes.graph.anchors import Anchor
 from autofuse.passes.graph.emit import Emitter
-from autofuse.passes.graph.layout import Cut, Layout, Size, cut_out, exact_quotient, product, regroup
-from autofuse.passes.report import Reason
+from autofuse.passes.graph.layout import Cut, Layout, Size, cut_out, exact_quotient, prod, regroup
+from autofuse.passes.report import Reason, Reject
 
-from .match import Context, Found, Match, Work, check_dtype, extra_users, replace_result
+from .match import Context, Found, Match, Work, check_dtype, replace_result
 from .operands import materialise, two_dimensional
-from .product import Product, Reject, match_product
+from .product import Product, extra_users, match_product
 
 
 def match_all_reduce(anchor: Anchor, context: Context) -> Found:
-    size = product(context.shapes.of(anchor.input))  # type: ignore[arg-type]
+    size = prod(context.shapes.of(anchor.input))  # type: ignore[arg-type]
     found = _find(anchor, context, (size,))
     if isinstance(found, Reject):
         return found
@@ -33,7 +33,7 @@ def match_all_reduce(anchor: Anchor, context: Context) -> Found:
 def match_reduce_scatter(anchor: Anchor, context: Context) -> Found:
     length, *others = context.shapes.of(anchor.input)  # type: ignore[misc]
     part = exact_quotient(length, context.world)
-    found = _find(anchor, context, None if part is None else (context.world, product((part, *others))))
+    found = _find(anchor, context, None if part is None else (context.world, prod((part, *others))))
     if isinstance(found, Reject):
         return found
     cut = leading_cut(found, context.world)
@@ -50,8 +50,8 @@ def _find(anchor: Anchor, context: Context, shape: tuple[Size, ...] | None) -> P
         return found
     if anchor.reduce_op not in ("sum", "avg"):
         return Reject(Reason.REDUCE_OP, f"the reduction is {anchor.reduce_op!r}")
-    if (total := product(found.layout.shape)) != product(found.shape):
-        return Reject(Reason.LAYOUT, f"{total} of {product(found.shape)} elements of the matmul are reduced")
+    if (total := prod(found.layout.shape)) != prod(found.shape):
+        return Reject(Reason.LAYOUT, f"{total} of {prod(found.shape)} elements of the matmul are reduced")
     return check_dtype(found.dtype) or found
 
 
@@ -74,7 +74,7 @@ def _match(anchor: Anchor, context: Context, found: Product, pattern: str, cut: 
     matmuls = tuple((rows, context.shapes.of(x)[-1], columns) for x in found.x)  # type: ignore[index]
     return Match(
         pattern,
-        Work(matmuls, bytes_kept=product(found.shape) * found.dtype.itemsize if early else 0),
+        Work(matmuls, bytes_kept=prod(found.shape) * found.dtype.itemsize if early else 0),
         context.shapes,
         partial(_rewrite, anchor, context, found, pattern, cut, bool(early)),
         (*found.x, *found.w, *(o.node for o in found.operands)),

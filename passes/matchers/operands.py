@@ -8,7 +8,7 @@ from torch import fx
 
 from autofuse.passes.graph.emit import Emitter
 from autofuse.passes.graph.follow import Shapes, aten, tensor
-from autofuse.passes.graph.layout import Layout, Size, merge, product, same_size
+from autofuse.passes.graph.layout import Layout, Size, merge, prod, same_size
 
 
 @dataclass(frozen=True)
@@ -84,4 +84,4 @@ def materialise(emitter: Emitter, operand: Operand) -> fx.Node:
 def two_dimensional(emitter: Emitter, node: fx.Node) -> fx.Node:
     """Flatten the batch that the operands of bmm have."""
     *rows, columns = emitter.shapes.of(node) or ()
-    return emitter.reshape(node, (product(rows), columns))
+    return emitter.reshape(node, (prod(rows), columns))

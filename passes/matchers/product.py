@@ -11,9 +11,10 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import fx
 
-from autofuse.passes.graph.follow import Shapes, argument, dtype_of, is_cast, is_view, tensor, trace
+from autofuse.passes.graph.follow import Shapes, argument, dtype_of, follow, is_cast, is_view, tensor
 from autofuse.passes.graph.layout import Digit, Layout, Size, compose, same_size
-from autofuse.passes.report import Reason
+from autofuse.passes.graph.paths import between
+from autofuse.passes.report import Reason, Reject
 
 from .matmuls import grouped_offsets, is_fused, one_weight
 from .operands import Operand, broadcast
@@ -39,14 +40,6 @@ _CONTRACTIONS = {
     aten._scaled_mm.default,
     aten._grouped_mm.default,
 }
-
-
-@dataclass(frozen=True)
-class Reject:
-    """Why something is no site."""
-
-    reason: Reason
-    detail: str
 
 
 @dataclass(frozen=True)
@@ -104,23 +97,23 @@ def _match(
     def is_leaf(n: fx.Node) -> bool:
         return n.target in _CONTRACTIONS or _is_stage(n) or is_fused(n)
 
-    traced = trace(node, is_leaf, shapes, shape=shape)
-    if traced is None:
+    followed = follow(node, is_leaf, shapes, shape=shape)
+    if followed is None:
         if _moves_a_matmul(node):
             return Reject(Reason.LAYOUT, f"{node.name} is no list of digits of a matmul")
         return Reject(Reason.NO_COMPUTE, f"no matmul was found above {node.name}")
-    if len(traced.leaves) != 1 and not batched:
+    if len(followed.leaves) != 1 and not batched:
         return Reject(Reason.NO_COMPUTE, f"{node.name} joins several tensors")
     parts: list[Product] = []
-    for leaf in traced.leaves:
+    for leaf in followed.leaves:
         part = _leaf(leaf, shapes, batched)
         if isinstance(part, Reject):
             return part
         parts.append(part)
-    layout = compose(traced.layout, parts[0].layout)
+    layout = compose(followed.layout, parts[0].layout)
     if layout is None or layout.fixed:
         return Reject(
-            Reason.LAYOUT, f"{node.name} is a part or an inexpressible view of {traced.leaves[0].name}"
+            Reason.LAYOUT, f"{node.name} is a part or an inexpressible view of {followed.leaves[0].name}"
         )
     found = parts[0] if len(parts) == 1 else list_experts(parts, node)
     if isinstance(found, Reject):
@@ -286,17 +279,13 @@ def _extend(found: Product, side: fx.Node, n: fx.Node, stage: str, *operands: Op
     )
 
 
-def between(n: fx.Node, below: fx.Node) -> frozenset[fx.Node]:
-    """Nodes on the paths from `below` (excluded) to `n`, a layout of it."""
-    leads: dict[fx.Node, bool] = {below: True}
-
-    def visit(node: fx.Node) -> bool:
-        if node not in leads:
-            leads[node] = below < node and any(list(map(visit, node.all_input_nodes)))
-        return leads[node]
-
-    visit(n)
-    return frozenset(node for node, hit in leads.items() if hit) - {below}
+def extra_users(end: fx.Node, source: fx.Node, found: Product) -> tuple[fx.Node, ...]:
+    """Who else reads finished products, themselves or views of them on their way to `end`."""
+    path = {found.last} | between(source, found.last)
+    for head, _ in found.heads:
+        path |= {head} | between(source, head)
+    users = {u: None for n in sorted(path) for u in n.users}
+    return tuple(u for u in users if u not in path and u is not end)
 
 
 def _binary(n: fx.Node, shapes: Shapes, batched: bool) -> Product | Reject:

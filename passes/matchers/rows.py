@@ -21,13 +21,11 @@ from autofuse.passes.graph.layout import (
     cut_out,
     exact_quotient,
     merge,
-    product,
+    prod,
     regroup,
     same_size,
 )
-from autofuse.passes.report import Reason
-
-from .product import Reject
+from autofuse.passes.report import Reason, Reject
 
 
 def is_natural(layout: Layout, shape: tuple[Size, ...]) -> bool:
@@ -37,10 +35,10 @@ def is_natural(layout: Layout, shape: tuple[Size, ...]) -> bool:
 
 def whole_rows(layout: Layout, shape: tuple[Size, ...]) -> Layout | None:
     """The layout of rows, as one dim, on `[E, R]`, if `layout` moves whole rows of `[E, R, C]`."""
-    columns = product(d.size for d in layout.digits if d.dim == 2)
+    columns = prod(d.size for d in layout.digits if d.dim == 2)
     if not same_size(columns, shape[2]):
         return None
-    groups = regroup(layout.digits, (product(shape[:2]), shape[2]))
+    groups = regroup(layout.digits, (prod(shape[:2]), shape[2]))
     if groups is None or any(d.dim == 2 for d in groups[0]) or len(groups[1]) > 1:
         return None
     return Layout((groups[0],))
@@ -48,7 +46,7 @@ def whole_rows(layout: Layout, shape: tuple[Size, ...]) -> Layout | None:
 
 def cut_into_parts(layout: Layout, shape: tuple[Size, ...], world: int) -> Cut | None:
     """The digit of `world` parts that the program itself has cut out of a dim and moved to the front."""
-    length = exact_quotient(product(d.size for d in layout.dims[0]), world)
+    length = exact_quotient(prod(d.size for d in layout.dims[0]), world)
     leading = None if length is None else regroup(layout.dims[0], (world, length))
     if leading is None or len(leading[0]) != 1 or not layout.dims[0]:
         return None
@@ -59,7 +57,7 @@ def cut_into_parts(layout: Layout, shape: tuple[Size, ...], world: int) -> Cut |
 
 def row_splits(sizes: list[object], anchor: Anchor, columns: Size, shapes: Shapes) -> list[Size] | Reject:
     """Splits in rows of `columns` elements, from those in entries of dim 0."""
-    entry = product((shapes.of(anchor.node) or (1,))[1:])
+    entry = prod((shapes.of(anchor.node) or (1,))[1:])
     found: list[Size] = []
     for size in sizes:
         rows = exact_quotient(shapes.size(size) * entry, columns)
@@ -71,6 +69,6 @@ def row_splits(sizes: list[object], anchor: Anchor, columns: Size, shapes: Shape
 
 def positions(emitter: Emitter, rows: Layout, shape: tuple[Size, ...], like: fx.Node) -> fx.Node:
     """`[E * R]` int64: where row `i` of `[E, R]` lies among rows in the order of `rows`."""
-    count = product(shape[:2])
+    count = prod(shape[:2])
     numbers = emitter.numbers(emitter.size(count), like)
     return emitter.rebuild(numbers, rows, Layout.of(shape[:2]), (count,))

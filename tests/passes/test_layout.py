@@ -10,7 +10,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autofuse.passes.graph.emit import Emitter
-from autofuse.passes.graph.follow import Shapes, trace
+from autofuse.passes.graph.follow import Shapes, follow
 from autofuse.passes.graph.layout import (
     Digit,
     Layout,
@@ -112,7 +112,7 @@ def test_trace_is_eager(case: tuple[tuple[int, ...], list[Step]]) -> None:
     numel = torch.Size(shape).numel()
     graph = traced_graph(shape, moves).graph
     end = graph.find_nodes(op="call_function", target=torch.ops.aten.add.Tensor)[0].args[0]
-    found = trace(end, lambda n: n.op == "placeholder", Shapes())
+    found = follow(end, lambda n: n.op == "placeholder", Shapes())
     expected = apply(torch.arange(numel).view(shape), moves)
     if found is None:
         # Only views that no list of digits expresses, such as 2x3 -> 3x2 of a permuted tensor.
@@ -128,7 +128,7 @@ def test_rebuild_is_eager(case: tuple[tuple[int, ...], list[Step]]) -> None:
     shape, moves = case
     gm = traced_graph(shape, moves)
     end = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.add.Tensor)[0].args[0]
-    found = trace(end, lambda n: n.op == "placeholder", Shapes())
+    found = follow(end, lambda n: n.op == "placeholder", Shapes())
     if found is None:
         return
     start = gm.graph.find_nodes(op="placeholder")[0]
@@ -160,7 +160,7 @@ def test_compose_is_eager(case: tuple[tuple[int, ...], list[Step]], data: st.Dat
 def trace_moves(shape: tuple[int, ...], moves: list[Step]) -> Layout | None:
     graph = traced_graph(shape, moves).graph
     end = graph.find_nodes(op="call_function", target=torch.ops.aten.add.Tensor)[0].args[0]
-    found = trace(end, lambda n: n.op == "placeholder", Shapes())
+    found = follow(end, lambda n: n.op == "placeholder", Shapes())
     return None if found is None else found.layout
 
 

@@ -21,7 +21,7 @@ import autofuse
 from autofuse import passes
 from autofuse.lowering.gpu import support
 from autofuse.lowering.torch_internals import has_grouped_mm
-from autofuse.passes.fuse import Settings, fuse
+from autofuse.passes import Settings, fuse
 from autofuse.passes.matchers.combine import NOT_PERMUTED
 from autofuse.passes.report import GraphReport, Reason, Report
 

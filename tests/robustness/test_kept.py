@@ -46,7 +46,7 @@ def _uneven(x: Tensor, w: Tensor, group: Any) -> Tensor:
 @contextmanager
 def _no_gain() -> Iterator[None]:
     """The cost model says no. It is no part of a graph's identity that this test changes it."""
-    module = importlib.import_module("autofuse.passes.fuse")
+    module = importlib.import_module("autofuse.passes.choice.choose")
     real = module.predict
 
     def predict(*args: Any) -> Choice:

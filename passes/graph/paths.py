@@ -1,0 +1,75 @@
+"""Which nodes lie between two others, and which depend on a collective."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from torch import fx
+
+from .anchors import Anchor, is_collective
+
+
+def between(n: fx.Node, below: fx.Node) -> frozenset[fx.Node]:
+    """Nodes on the paths from `below` (excluded) to `n`, a layout of it."""
+    leads: dict[fx.Node, bool] = {below: True}
+
+    def visit(node: fx.Node) -> bool:
+        if node not in leads:
+            leads[node] = below < node and any(list(map(visit, node.all_input_nodes)))
+        return leads[node]
+
+    visit(n)
+    return frozenset(node for node, hit in leads.items() if hit) - {below}
+
+
+def depends_on(anchor: Anchor, nodes: Iterable[fx.Node]) -> fx.Node | None:
+    """The first of `nodes` that is computed from the collective's result."""
+    seen: set[fx.Node] = set()
+
+    def reaches(node: fx.Node) -> bool:
+        if node is anchor.node:
+            return True
+        if node in seen or node < anchor.node:
+            return False
+        seen.add(node)
+        return any(reaches(i) for i in node.all_input_nodes)
+
+    return next((n for n in nodes if reaches(n)), None)
+
+
+def collective_above(node: fx.Node, first: fx.Node) -> fx.Node | None:
+    """A collective behind `first` that `node` is computed from."""
+    seen: set[fx.Node] = set()
+    work = [node]
+    while work:
+        n = work.pop()
+        if n in seen or not first < n:
+            continue
+        if is_collective(n):
+            return n
+        seen.add(n)
+        work.extend(n.all_input_nodes)
+    return None
+
+
+def outside_reader(anchor: Anchor, leaves: Sequence[fx.Node]) -> fx.Node | None:
+    """Who besides the collective reads one of `leaves` or what lies between them and the collective."""
+    inside: set[fx.Node] = set()
+    work = [anchor.input]
+    while work:
+        node = work.pop()
+        if node is not None and node not in inside:
+            inside.add(node)
+            if node not in leaves:
+                work.extend(node.all_input_nodes)
+    return next((u for n in inside for u in n.users if u not in inside and u is not anchor.node), None)
+
+
+def collective_between(first: fx.Node, last: fx.Node) -> fx.Node | None:
+    """A collective, fused or not, that stands between two nodes of a graph."""
+    node = first.next
+    while node is not last:
+        if is_collective(node):
+            return node
+        node = node.next
+    return None

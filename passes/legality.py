@@ -1,0 +1,115 @@
+"""What is checked before a graph changes: the group and device of a collective, and every match.
+
+The checks of one pattern alone are in its matcher. All ranks must decide alike, so that a check depends on
+nothing that differs between ranks.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from autofuse.lowering import torch_internals
+from autofuse.lowering.cpu import support as cpu
+from autofuse.lowering.cpu.workspace import decline
+from autofuse.lowering.gpu import support as gpu
+from autofuse.lowering.orders import make_plan
+
+from .graph.anchors import OPAQUE, Anchor
+from .graph.follow import dtype_of, tensor
+from .graph.paths import collective_above, collective_between
+from .matchers import matchers_of
+from .matchers.match import Match
+from .report import Reason, Reject
+from .settings import Settings
+
+
+def check_metadata(anchors: list[Anchor]) -> None:
+    """ValueError if a collective that could be fused has no `meta["val"]`."""
+    for anchor in anchors:
+        if tensor(anchor.node) is None and matchers_of(anchor.kind):
+            raise ValueError(
+                f'{anchor.node.name} has no meta["val"]: run FakeTensorProp on the graph before fusing it'
+            )
+
+
+def group_size(anchor: Anchor) -> int | Reject:
+    """The number of ranks of the collective's group, if a fused op could take the collective's place."""
+    if anchor.node.target in OPAQUE:
+        unread = f"an argument of {anchor.kind} is no constant, or has no role and not its default"
+        return Reject(Reason.UNSUPPORTED_VARIANT, unread)
+    if not matchers_of(anchor.kind):
+        return Reject(Reason.NO_COMPUTE, f"no fused op has a {anchor.kind}")
+    if anchor.problem:
+        return Reject(Reason.GROUP_UNKNOWN, anchor.problem)
+    if anchor.known_group is None:
+        unknown = f"the group is an input of the graph, {anchor.group}, that was none while it was traced"
+        return Reject(Reason.GROUP_UNKNOWN, unknown)
+    world = torch_internals.group_world(anchor.known_group)
+    return Reject(Reason.GROUP_UNKNOWN, f"there is no group {anchor.group!r}") if world is None else world
+
+
+def check_place(anchor: Anchor, world: int) -> Reject | None:
+    """Why the device, or the group of `world` ranks, runs no fused op at all.
+
+    Where only this rank may know that, the other ranks of the group are told.
+    """
+    val = tensor(anchor.node)
+    assert val is not None
+    assert anchor.known_group is not None
+    if world == 1:
+        return Reject(Reason.SINGLE_RANK, "the group has one rank")
+    if val.device.type != "cpu" and (why := gpu.why_not(val.device)) is not None:
+        return Reject(Reason.NO_KERNEL_FOR_DEVICE, why)
+    if val.device.type == "cuda" and world > gpu.MOST_RANKS:
+        return Reject(
+            Reason.NO_KERNEL_FOR_DEVICE, f"the group has {world} ranks, kernels serve {gpu.MOST_RANKS}"
+        )
+    if torch_internals.inductor_option("cpp_wrapper"):
+        # It treats an op that returns a list of one tensor as an op that returns the tensor, and crashes.
+        return Reject(Reason.UNSUPPORTED_VARIANT, "Inductor's cpp_wrapper cannot call fused ops")
+    if val.device.type == "cpu" and not cpu.available():
+        decline(anchor.known_group, cpu.why_not())
+        return Reject(Reason.NO_NATIVE_KERNELS, cpu.why_not())
+    if torch_internals.group_spans_hosts(anchor.known_group):
+        decline(anchor.known_group, "the group spans hosts", val.device.type)
+        return Reject(Reason.GROUP_SPANS_HOSTS, "its ranks do not share memory")
+    return None
+
+
+def check_match(anchor: Anchor, match: Match, settings: Settings, world: int) -> Reject | None:
+    """Why a match is not legal; None if it is."""
+    if settings.patterns is not None and match.pattern not in settings.patterns:
+        return Reject(
+            Reason.PATTERN_DISABLED, f"{match.pattern} is not among {', '.join(sorted(settings.patterns))}"
+        )
+    device = tensor(anchor.node).device  # type: ignore[union-attr]
+    if device.type == "cuda" and match.not_on_gpus:
+        return Reject(Reason.NO_KERNEL_FOR_DEVICE, match.not_on_gpus)
+    if device.type == "cuda" and match.work.matmuls and dtype_of(anchor.node) is torch.float32:
+        return Reject(Reason.DTYPE, "float32 is exchanged; GPU kernels take bfloat16 and float16")
+    for node in match.inputs:
+        val = tensor(node)
+        if val is not None and val.device != device and val.dim():
+            return Reject(Reason.MIXED_DEVICES, f"{node.name} is on {val.device}, the collective on {device}")
+    try:
+        make_plan(match.pattern, settings.order, world, 0, ((1, 1),) * world, (1, 1))
+    except ValueError as error:  # a ring with more stages than a plan has signal slots
+        return Reject(Reason.UNSUPPORTED_VARIANT, str(error))
+    return _check_sequence(anchor.node, match)
+
+
+def _check_sequence(node: fx.Node, match: Match) -> Reject | None:
+    """Why the fused op would stand on the other side of another collective than the collective `node` does.
+
+    All ranks must start the collectives of a group in the same sequence.
+    """
+    for user in match.early:
+        between = collective_between(user, node) if user < node else None
+        if between is not None:
+            return Reject(Reason.EXTRA_USERS, f"{user.name} reads the product before {between.name}")
+    for entry in match.inputs:
+        above = collective_above(entry, node) if node < entry else None
+        if above is not None:
+            return Reject(Reason.EXTRA_USERS, f"{entry.name} depends on the later collective {above.name}")
+    return None

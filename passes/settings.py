@@ -1,0 +1,26 @@
+"""The settings of the pass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from .choice.table import Table, shipped
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings of the pass; equal on all ranks.
+
+    Attributes:
+        policy: `auto` fuses a site where the cost model predicts a gain, `always` every site, `never` none.
+        patterns: names of the patterns that may be fused; None for all.
+        order: the order of the plans.
+        tables: constants of the cost model, one table a device; the first that suits a device is taken.
+        captured: whether the caller runs the graph in CUDA graphs.
+    """
+
+    policy: str = "auto"
+    patterns: frozenset[str] | None = None
+    order: str = "direct"
+    tables: tuple[Table, ...] = field(default_factory=shipped, repr=False)
+    captured: bool = False
