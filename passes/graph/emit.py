@@ -14,7 +14,7 @@ from torch import fx
 from autofuse.lowering import torch_internals
 
 from .follow import Shapes, expression, value
-from .layout import Digit, Layout, Size, common_digits, exact_quotient, prod, same_size
+from .layout import Digit, Layout, Size, common_digits, exact_quotient, prod, same_shape, same_size
 
 aten = torch.ops.aten
 
@@ -142,7 +142,7 @@ class Emitter:
     def reshape(self, node: fx.Node, shape: Sequence[Size]) -> fx.Node:
         current = self.shapes.of(node)
         assert current is not None
-        if len(current) == len(shape) and all(same_size(a, b) for a, b in zip(current, shape, strict=True)):
+        if same_shape(current, shape):
             return node
         dynamic = [i for i, s in enumerate(shape) if not isinstance(self.shapes.meaning(s), int)]
         sizes: list[int | fx.Node] = [-1 if [i] == dynamic else self.size(s) for i, s in enumerate(shape)]

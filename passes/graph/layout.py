@@ -37,6 +37,10 @@ def same_size(a: Size, b: Size) -> bool:
     return bool(a == b) or (not (isinstance(a, int) and isinstance(b, int)) and exact_quotient(a, b) == 1)
 
 
+def same_shape(a: Sequence[Size] | None, b: Sequence[Size] | None) -> bool:
+    return a is not None and b is not None and len(a) == len(b) and all(map(same_size, a, b))
+
+
 def prod(sizes: Iterable[Size]) -> Size:
     total: Size = 1
     for size in sizes:
@@ -106,6 +110,18 @@ def regroup(digits: Digits, sizes: Sequence[Size]) -> tuple[Digits, ...] | None:
     return None if rest else tuple(groups)
 
 
+def leading_digit(digits: Digits, size: int) -> tuple[Digit, Digits] | None:
+    """Cut a dim of these digits into `size` equal parts: the digit that numbers the parts, and the others.
+
+    None if the dim has no such parts, or if no single digit of the source numbers them.
+    """
+    length = exact_quotient(prod(d.size for d in digits), size)
+    groups = None if length is None else regroup(digits, (size, length))
+    if groups is None or len(groups[0]) != 1:
+        return None
+    return groups[0][0], groups[1]
+
+
 @dataclass(frozen=True)
 class Layout:
     """The digits of a source's index that make up each dim of a derived tensor."""
@@ -143,12 +159,12 @@ class Layout:
         """Piece `index` of `count` equal pieces along `dim`."""
         if count == 1:
             return self
-        length = exact_quotient(prod(d.size for d in self.dims[dim]), count)
-        cut = None if length is None else regroup(self.dims[dim], (count, length))
-        if cut is None or len(cut[0]) != 1:
+        leading = leading_digit(self.dims[dim], count)
+        if leading is None:
             return None
-        dims = (*self.dims[:dim], cut[1], *self.dims[dim + 1 :])
-        return Layout(dims, (*self.fixed, (cut[0][0], index)))
+        digit, rest = leading
+        dims = (*self.dims[:dim], rest, *self.dims[dim + 1 :])
+        return Layout(dims, (*self.fixed, (digit, index)))
 
     @staticmethod
     def join(pieces: Sequence[Layout], dim: int) -> Layout | None:

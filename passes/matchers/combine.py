@@ -8,7 +8,7 @@ into a send buffer by positions.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -18,28 +18,18 @@ from autofuse.lowering.gpu.support import MOST_TERMS
 from autofuse.passes.graph.anchors import Anchor
 from autofuse.passes.graph.emit import Emitter
 from autofuse.passes.graph.follow import aten, tensor
-from autofuse.passes.graph.layout import Cut, Layout, Size, prod, same_size
+from autofuse.passes.graph.layout import Cut, Layout, prod, same_size
 from autofuse.passes.report import Reason, Reject
 
 from .match import Context, Found, Match, Work, check_dtype, fill_biases, replace_result
 from .operands import Operand, materialise, two_dimensional
 from .placement import Placement, find_placement
-from .product import Product, extra_users, match_product
-from .rows import cut_into_parts, is_natural, positions, row_splits, whole_rows
+from .product import Product, extra_users, hand_out_product, match_product
+from .rows import Rows, cut_into_parts, is_natural, positions, split_rows, whole_rows
 
 PATTERN = "expert_matmul_all_to_all"
 NOT_PERMUTED = "GPU kernels move rows where an argsort says"
 LISTED = "GPU kernels take experts that are multiplied together"
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Whole rows of P go to the ranks: in the order `order` (None: their own), or to `placement`."""
-
-    output_splits: list[Size]
-    input_splits: list[Size]
-    order: Layout | None = None
-    placement: Placement | None = None
 
 
 def match_combine(anchor: Anchor, context: Context) -> Found:
@@ -117,7 +107,6 @@ def rows_not_on_gpus(place: Cut | Rows, listed: bool) -> str:
 def _place(
     anchor: Anchor, context: Context, found: Product, placement: Placement | None
 ) -> Cut | Rows | Reject:
-    shapes = context.shapes
     shape = found.shape if len(found.shape) == 3 else (1, *found.shape)
     layout = found.layout
     natural = is_natural(layout, found.shape)
@@ -134,11 +123,7 @@ def _place(
             return Reject(
                 Reason.LAYOUT, "the destination is no digit of rows or columns, nor are rows sent whole"
             )
-    splits = [row_splits(s, anchor, shape[2], shapes) for s in (anchor.output_splits, anchor.input_splits)]
-    outputs, inputs = splits
-    if isinstance(outputs, Reject):
-        return outputs
-    return inputs if isinstance(inputs, Reject) else Rows(outputs, inputs, order, placement)
+    return split_rows(anchor, shape[2], context.shapes, order, placement)
 
 
 def _rewrite(
@@ -225,8 +210,7 @@ def _hand_out(emitter: Emitter, fused: fx.Node, found: Product) -> None:
         return
     whole = emitter.reshape(whole, found.shape)
     if not found.heads:
-        shape = emitter.shapes.of(found.last)
-        emitter.replace(found.last, emitter.rebuild(whole, Layout.of(found.shape), found.last_layout, shape))
+        hand_out_product(emitter, whole, found)
     for i, (head, layout) in enumerate(found.heads):
         one = emitter.call(aten.select.int, whole, 0, i)
         have = Layout(Layout.of((1, *found.shape[1:])).dims[1:])

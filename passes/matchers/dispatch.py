@@ -26,12 +26,12 @@ from autofuse.passes.graph.layout import (
 from autofuse.passes.graph.paths import depends_on
 from autofuse.passes.report import Reason, Reject
 
-from .combine import NOT_PERMUTED, Rows, batched, like, rows_not_on_gpus
+from .combine import NOT_PERMUTED, batched, like, rows_not_on_gpus
 from .match import Context, Found, Match, Work, check_dtype, fill_biases, hand_out, replace_result
 from .matmuls import grouped_offsets, linear_operands
-from .placement import permutes_all
+from .placement import permutes_all, row_index
 from .readers import Reader, find_readers, reread
-from .rows import row_splits
+from .rows import Rows, split_rows
 
 PATTERN = "all_to_all_expert_matmul"
 
@@ -113,7 +113,6 @@ def _place(
     anchor: Anchor, context: Context, layout: Layout, received: tuple[Size, ...]
 ) -> Cut | Rows | Reject:
     """Where the source lies in X, or that X is made of whole rows of what arrives."""
-    shapes, shape = context.shapes, layout.shape
     order: Layout | None = None
     if merge(layout.digits) != merge(Layout.of(received).digits):
         part = exact_quotient(received[0], context.world)
@@ -126,11 +125,7 @@ def _place(
         if _rows_received(layout, received) is None:
             return Reject(Reason.LAYOUT, "the source is no digit of rows or columns, nor are rows read whole")
         order = Layout((layout.dims[0] + layout.dims[1],))
-    outputs = row_splits(anchor.output_splits, anchor, shape[2], shapes)
-    inputs = row_splits(anchor.input_splits, anchor, shape[2], shapes)
-    if isinstance(outputs, Reject):
-        return outputs
-    return inputs if isinstance(inputs, Reject) else Rows(outputs, inputs, order)
+    return split_rows(anchor, layout.shape[2], context.shapes, order)
 
 
 def _entry(reader: Reader, single: bool) -> Entry | None:
@@ -293,10 +288,10 @@ def _match_dropless(anchor: Anchor, context: Context) -> Found:
     rows = readers[0].view
     if readers[0].user.target is aten.index.Tensor:
         index = readers[0].user
-        chosen = index.args[1]
-        if len(readers) != 1 or not isinstance(chosen, (list, tuple)) or len(chosen) != 1:
+        chosen = row_index(index.args[1])
+        if len(readers) != 1 or not isinstance(chosen, fx.Node):
             return Reject(Reason.EXTRA_USERS, f"what is exchanged is read besides {index.name}")
-        positions, rows = chosen[0], index
+        positions, rows = chosen, index
         val = tensor(positions)
         if val is None or val.dim() != 1 or val.dtype != torch.int64:
             return Reject(Reason.LAYOUT, f"{index.name} does not choose rows by a vector of int64")

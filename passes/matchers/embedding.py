@@ -27,15 +27,15 @@ from autofuse.passes.graph.layout import (
     compose,
     cut_out,
     exact_quotient,
+    leading_digit,
     merge,
-    regroup,
     same_size,
 )
 from autofuse.passes.graph.paths import outside_reader
 from autofuse.passes.report import Reason, Reject
 
 from .match import Context, Found, Match, Work, check_dtype, replace_result
-from .readers import find_readers, only_cast, reread
+from .readers import find_cast_readers, find_readers, reread
 
 PATTERN = "embedding_bag_all_to_all"
 _BAGS = (aten._embedding_bag.default, aten._embedding_bag_forward_only.default)
@@ -105,12 +105,11 @@ def match_embedding(anchor: Anchor, context: Context) -> Found:
     outside = outside_reader(anchor, [b.pooled for b in bags])
     if outside is not None:
         return Reject(Reason.EXTRA_USERS, f"{outside.name} reads pooled rows before the exchange")
-    batch = exact_quotient(layout.shape[0], context.world)
-    leading = None if batch is None else regroup(layout.dims[0], (context.world, batch))
-    if leading is None or len(leading[0]) != 1:
+    leading = leading_digit(layout.dims[0], context.world)
+    if leading is None:
         return Reject(Reason.LAYOUT, "the batch is not cut into one run of bags a rank")
     pooled_shape = (shapes.of(first.pooled) or (0,))[0]
-    cut = cut_out(Layout((merge([Digit(0, 1, pooled_shape)]),)), leading[0][0])
+    cut = cut_out(Layout((merge([Digit(0, 1, pooled_shape)]),)), leading[0])
     if cut is None or cut.outer != 1:
         return Reject(Reason.LAYOUT, "the destination is not the leading digit of the batch")
     columns = [d[-1] for b in bags if (d := shapes.of(b.pooled)) is not None]
@@ -247,10 +246,7 @@ def _order_read(
     anchor: Anchor, shapes: Shapes, layout: Layout, names: dict[str, tuple], column: tuple[Digit, ...]
 ) -> str:
     """The order of source, table and batch in which most of what is behind the collective reads."""
-    readers = find_readers(anchor, shapes)
-    cast = only_cast(readers)
-    if cast is not None:
-        readers = find_readers(anchor, shapes, through=cast)
+    readers, _ = find_cast_readers(anchor, shapes)
     for view in (c for r in readers if (c := compose(r.layout, layout)) is not None):
         for name, digits in names.items():
             flat = tuple(d for group in (*digits, column) for d in group)

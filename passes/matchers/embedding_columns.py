@@ -30,7 +30,7 @@ from autofuse.passes.graph.layout import (
 from autofuse.passes.report import Reason, Reject
 
 from .match import Context, Work, check_dtype
-from .readers import Reader, find_readers, only_cast
+from .readers import Reader, find_cast_readers
 
 Reads = Callable[[fx.Node, fx.Node], bool]
 """Does a node make something of a table's gradient, the second?"""
@@ -68,10 +68,7 @@ def match_columns(anchor: Anchor, context: Context, reads: Reads, what: str) -> 
     assert received is not None
     if any(not same_size(expression(s), expression(anchor.output_splits[0])) for s in anchor.output_splits):
         return Reject(Reason.NO_COMPUTE, "what is received has uneven parts")
-    readers = find_readers(anchor, shapes)
-    cast = only_cast(readers)
-    if cast is not None:
-        readers = find_readers(anchor, shapes, through=cast)
+    readers, cast = find_cast_readers(anchor, shapes)
     found = [(r, c) for r in readers for c in _columns_of(r, reads)]
     if not found:
         return Reject(Reason.NO_COMPUTE, f"no {what} reads what is exchanged")

@@ -23,7 +23,7 @@ from autofuse.passes.report import Reason, Reject
 from .match import Context, Found, Match, Work, check_dtype, fill_biases
 from .matmuls import linear_operands, one_weight
 from .operands import two_dimensional
-from .readers import Reader, find_readers, only_cast, reread
+from .readers import Reader, find_cast_readers, reread
 
 PATTERN = "all_gather_matmul"
 
@@ -48,10 +48,7 @@ class Consumer:
 
 def match_all_gather(anchor: Anchor, context: Context) -> Found:
     shapes = context.shapes
-    readers = find_readers(anchor, shapes)
-    cast = only_cast(readers)
-    if cast is not None:
-        readers = find_readers(anchor, shapes, through=cast)
+    readers, cast = find_cast_readers(anchor, shapes)
     consumers = [c for r in readers if (c := _consumer(r)) is not None]
     if not consumers:
         return _no_consumer(readers)

@@ -10,16 +10,15 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-from torch import fx
 
 from autofuse.passes.graph.anchors import Anchor
 from autofuse.passes.graph.emit import Emitter
-from autofuse.passes.graph.layout import Cut, Layout, Size, cut_out, exact_quotient, prod, regroup
+from autofuse.passes.graph.layout import Cut, Layout, Size, cut_out, exact_quotient, leading_digit, prod
 from autofuse.passes.report import Reason, Reject
 
 from .match import Context, Found, Match, Work, check_dtype, replace_result
 from .operands import materialise, two_dimensional
-from .product import Product, extra_users, match_product
+from .product import Product, extra_users, hand_out_product, match_product
 
 
 def match_all_reduce(anchor: Anchor, context: Context) -> Found:
@@ -57,13 +56,12 @@ def _find(anchor: Anchor, context: Context, shape: tuple[Size, ...] | None) -> P
 
 def leading_cut(found: Product, world: int) -> Cut | Reject:
     """Where the leading digit of dim 0 of the collective's input lies in the product."""
-    length = exact_quotient(found.layout.shape[0], world)
-    if length is None:
+    if exact_quotient(found.layout.shape[0], world) is None:
         return Reject(Reason.UNEVEN, f"dim 0 of size {found.layout.shape[0]} has no {world} equal parts")
-    leading = regroup(found.layout.dims[0], (world, length))
-    if leading is None or len(leading[0]) != 1:
+    leading = leading_digit(found.layout.dims[0], world)
+    if leading is None:
         return Reject(Reason.LAYOUT, "the scattered parts are no digit of the rows or columns of the matmul")
-    cut = cut_out(Layout.of(found.shape), leading[0][0])
+    cut = cut_out(Layout.of(found.shape), leading[0])
     assert cut is not None
     return cut
 
@@ -109,15 +107,8 @@ def _rewrite(
     target = found.layout if cut is None else without(found.layout, cut)
     result = emitter.rebuild(emitter.item(fused, 0), part, target, context.shapes.of(anchor.node))
     if keep:
-        hand_out_product(emitter, fused, found)
+        hand_out_product(emitter, emitter.item(fused, 1), found)
     replace_result(emitter, anchor, result)
-
-
-def hand_out_product(emitter: Emitter, fused: fx.Node, found: Product) -> None:
-    """Let those who read the finished product read the second output of the fused op."""
-    shape = emitter.shapes.of(found.last)
-    whole = Layout.of(found.shape)
-    emitter.replace(found.last, emitter.rebuild(emitter.item(fused, 1), whole, found.last_layout, shape))
 
 
 def without(layout: Layout, cut: Cut) -> Layout:

@@ -53,14 +53,14 @@ def _put(put: fx.Node, shapes: Shapes) -> Placement | None:
     if put.target is aten.index_put.default:
         base, chosen, rows = put.args[:3]
         adds = argument(put, 3, "accumulate", False)
-        index = chosen[0] if isinstance(chosen, (list, tuple)) and len(chosen) == 1 else None
+        index = row_index(chosen)
     else:
         base, dim, index, rows = put.args[:4]
         adds = put.target in (aten.scatter_add.default, aten.index_add.default)
         if dim != 0 or put.kwargs.get("alpha", 1) != 1:
             return None
         if put.target is not aten.index_add.default:
-            index = _row_index(index)
+            index = _repeated_index(index)
     filled = isinstance(base, fx.Node) and base.target in _FULL and base.args[-1] == 0
     zero = isinstance(base, fx.Node) and (base.target in _ZEROS or filled)
     empty = isinstance(base, fx.Node) and base.target in _EMPTY and not adds
@@ -75,13 +75,12 @@ def _choice(node: fx.Node, shapes: Shapes) -> Placement | None:
     """Rows chosen by a permutation: row `index[i]` goes to row `i`, so the positions are its inverse."""
     rows = node.args[0]
     if node.target is aten.index.Tensor:
-        chosen = node.args[1]
-        index = chosen[0] if isinstance(chosen, (list, tuple)) and len(chosen) == 1 else None
+        index = row_index(node.args[1])
     else:
         dim, index = node.args[1:3]
         if dim != 0:
             return None
-        index = _row_index(index) if node.target is aten.gather.default else index
+        index = _repeated_index(index) if node.target is aten.gather.default else index
     if not isinstance(rows, fx.Node) or not _is_index(index):
         return None
     assert isinstance(index, fx.Node)
@@ -101,7 +100,12 @@ def _choice(node: fx.Node, shapes: Shapes) -> Placement | None:
     return Placement(node, rows, (index,), inverse, True)
 
 
-def _row_index(index: object) -> fx.Node | None:
+def row_index(indices: object) -> object:
+    """The index of dim 0 in the indices of `index` or `index_put`; None if other dims are indexed, too."""
+    return indices[0] if isinstance(indices, (list, tuple)) and len(indices) == 1 else None
+
+
+def _repeated_index(index: object) -> fx.Node | None:
     """The vector that an index of `[rows, N]` repeats along its columns."""
     if not isinstance(index, fx.Node) or index.target is not aten.expand.default:
         return None

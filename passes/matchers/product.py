@@ -11,8 +11,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import fx
 
+from autofuse.passes.graph.emit import Emitter
 from autofuse.passes.graph.follow import Shapes, argument, dtype_of, follow, is_cast, is_view, tensor
-from autofuse.passes.graph.layout import Digit, Layout, Size, compose, same_size
+from autofuse.passes.graph.layout import Digit, Layout, Size, compose, same_shape
 from autofuse.passes.graph.paths import between
 from autofuse.passes.report import Reason, Reject
 
@@ -166,7 +167,7 @@ def list_experts(parts: list[Product], node: fx.Node) -> Product | Reject:
             first.dtype,
             first.layout,
         )
-        if not alike or not _same_shape(p.shape, first.shape):
+        if not alike or not same_shape(p.shape, first.shape):
             return Reject(Reason.UNEVEN, "the experts' matmuls differ in shape, dtype or form")
         if p.listed or p.offsets is not None or p.shape[0] != 1:
             return Reject(Reason.UNSUPPORTED_VARIANT, "a loop over experts that are batches of matmuls")
@@ -210,7 +211,7 @@ def _contraction(n: fx.Node, shapes: Shapes, batched: bool) -> Product | Reject:
         assert added is not None
         # Of experts, a vector each.
         vectors = (shape[0], 1, shape[2]) if len(shape) == 3 else shape[1:]
-        if not (batched and beta == alpha == 1 and _same_shape(added, vectors)):
+        if not (batched and beta == alpha == 1 and same_shape(added, vectors)):
             if len(shape) == 3 and shape[0] != 1:
                 return Reject(Reason.UNSUPPORTED_VARIANT, f"{n.name} has a bias that is no vector an expert")
             operands = (Operand(bias, shape=added[-2:] if len(added) > 2 else None),)
@@ -288,6 +289,12 @@ def extra_users(end: fx.Node, source: fx.Node, found: Product) -> tuple[fx.Node,
     return tuple(u for u in users if u not in path and u is not end)
 
 
+def hand_out_product(emitter: Emitter, whole: fx.Node, found: Product) -> None:
+    """Let the readers of the finished product read `whole`, which has the product's shape."""
+    shape = emitter.shapes.of(found.last)
+    emitter.replace(found.last, emitter.rebuild(whole, Layout.of(found.shape), found.last_layout, shape))
+
+
 def _binary(n: fx.Node, shapes: Shapes, batched: bool) -> Product | Reject:
     name = _BINARY[n.target]
     if argument(n, 2, "alpha", 1) != 1 or n.kwargs.get("rounding_mode") is not None:
@@ -357,13 +364,9 @@ def _side(arg: object, n: fx.Node, shapes: Shapes, batched: bool) -> Product | R
     if not isinstance(arg, fx.Node) or shapes.of(arg) is None:
         return None
     found = _match(arg, shapes, batched)
-    if isinstance(found, Product) and not _same_shape(shapes.of(arg), shapes.of(n)):
+    if isinstance(found, Product) and not same_shape(shapes.of(arg), shapes.of(n)):
         return Reject(Reason.LAYOUT, f"{n.name} broadcasts the matmul")
     return found
-
-
-def _same_shape(a: tuple[Size, ...] | None, b: tuple[Size, ...] | None) -> bool:
-    return a is not None and b is not None and len(a) == len(b) and all(map(same_size, a, b))
 
 
 def _sum(a: Product, b: Product, n: fx.Node) -> Product | None:
@@ -377,7 +380,7 @@ def _sum(a: Product, b: Product, n: fx.Node) -> Product | None:
         or a.offsets is not b.offsets
         or a.listed
         or b.listed
-        or not _same_shape(a.shape, b.shape)
+        or not same_shape(a.shape, b.shape)
         or a.dtype != dtype_of(n)
     ):
         return None

@@ -67,10 +67,12 @@ def find_readers(anchor: Anchor, shapes: Shapes, through: torch.dtype | None = N
     return list(found.values())
 
 
-def only_cast(readers: list[Reader]) -> torch.dtype | None:
-    """The dtype that everyone who reads the result casts it to."""
+def find_cast_readers(anchor: Anchor, shapes: Shapes) -> tuple[list[Reader], torch.dtype | None]:
+    """As `find_readers`. If all readers cast the result to one dtype: what reads the cast, and the dtype."""
+    readers = find_readers(anchor, shapes)
     dtypes = {dtype_of(r.user) if is_cast(r.user) else None for r in readers}
-    return dtypes.pop() if len(dtypes) == 1 else None
+    cast = dtypes.pop() if len(dtypes) == 1 else None
+    return (readers if cast is None else find_readers(anchor, shapes, through=cast)), cast
 
 
 def reread(emitter: Emitter, whole: fx.Node, layout: Layout, readers: Iterable[Reader]) -> None:

@@ -9,6 +9,8 @@ size: the fused op then takes the splits, on which ranks agree in every call.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from torch import fx
 
 from autofuse.passes.graph.anchors import Anchor
@@ -20,12 +22,25 @@ from autofuse.passes.graph.layout import (
     Size,
     cut_out,
     exact_quotient,
+    leading_digit,
     merge,
     prod,
     regroup,
     same_size,
 )
 from autofuse.passes.report import Reason, Reject
+
+from .placement import Placement
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Whole rows go to the ranks: in the order `order` (None: their own), or to `placement`."""
+
+    output_splits: list[Size]
+    input_splits: list[Size]
+    order: Layout | None = None
+    placement: Placement | None = None
 
 
 def is_natural(layout: Layout, shape: tuple[Size, ...]) -> bool:
@@ -46,25 +61,34 @@ def whole_rows(layout: Layout, shape: tuple[Size, ...]) -> Layout | None:
 
 def cut_into_parts(layout: Layout, shape: tuple[Size, ...], world: int) -> Cut | None:
     """The digit of `world` parts that the program itself has cut out of a dim and moved to the front."""
-    length = exact_quotient(prod(d.size for d in layout.dims[0]), world)
-    leading = None if length is None else regroup(layout.dims[0], (world, length))
-    if leading is None or len(leading[0]) != 1 or not layout.dims[0]:
+    leading = leading_digit(layout.dims[0], world)
+    if leading is None:
         return None
-    (digit,) = leading[0]
+    digit, _ = leading
     own = digit.dim == 2 or (layout.dims[0][0] == digit and not same_size(shape[digit.dim], world))
     return cut_out(Layout.of(shape), digit) if own else None
 
 
-def row_splits(sizes: list[object], anchor: Anchor, columns: Size, shapes: Shapes) -> list[Size] | Reject:
-    """Splits in rows of `columns` elements, from those in entries of dim 0."""
+def split_rows(
+    anchor: Anchor,
+    columns: Size,
+    shapes: Shapes,
+    order: Layout | None = None,
+    placement: Placement | None = None,
+) -> Rows | Reject:
+    """An exchange of whole rows of `columns` elements, whose splits count entries of dim 0."""
     entry = prod((shapes.of(anchor.node) or (1,))[1:])
-    found: list[Size] = []
-    for size in sizes:
-        rows = exact_quotient(shapes.size(size) * entry, columns)
-        if rows is None:
-            return Reject(Reason.UNEVEN, f"{size} entries of {entry} elements are no whole rows of {columns}")
-        found.append(rows)
-    return found
+    splits: list[list[Size]] = []
+    for sizes in (anchor.output_splits, anchor.input_splits):
+        splits.append([])
+        for size in sizes:
+            rows = exact_quotient(shapes.size(size) * entry, columns)
+            if rows is None:
+                uneven = f"{size} entries of {entry} elements are no whole rows of {columns}"
+                return Reject(Reason.UNEVEN, uneven)
+            splits[-1].append(rows)
+    outputs, inputs = splits
+    return Rows(outputs, inputs, order, placement)
 
 
 def positions(emitter: Emitter, rows: Layout, shape: tuple[Size, ...], like: fx.Node) -> fx.Node:
