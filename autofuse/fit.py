@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias
 import torch
 
 from autofuse.passes.choice.cost_model import Model, Numbers, Task
-from autofuse.passes.choice.table import Table
+from autofuse.passes.choice.device_table import DeviceTable
 
 Part: TypeAlias = Literal["fused", "apart", "compute", "collective"]
 
@@ -42,13 +42,13 @@ def predict(model: Model, sample: Sample) -> float:
     return sum(parts[sample.part](task) for task in sample.tasks)
 
 
-def errors(table: Table, samples: Sequence[Sample], cores: int = 1) -> list[float]:
+def errors(table: DeviceTable, samples: Sequence[Sample], cores: int = 1) -> list[float]:
     """Predicted over measured time of each sample."""
     model = Model(table, cores)
     return [predict(model, sample) / sample.us for sample in samples]
 
 
-def fit(table: Table, samples: Sequence[Sample], cores: int = 1) -> Table:
+def fit(table: DeviceTable, samples: Sequence[Sample], cores: int = 1) -> DeviceTable:
     """The table whose predictions are nearest to `samples`, in the mean of squared logarithms of the ratio.
 
     Damped Gauss-Newton on the logarithms of the constants, so that all stay positive. It starts from the
@@ -57,7 +57,7 @@ def fit(table: Table, samples: Sequence[Sample], cores: int = 1) -> Table:
     keys = list(table.constants)
     start = torch.tensor([math.log(table.constants[key]) for key in keys], dtype=torch.float64)
 
-    def at(logs: torch.Tensor) -> Table:
+    def at(logs: torch.Tensor) -> DeviceTable:
         return replace(table, constants=dict(zip(keys, logs.exp().tolist(), strict=True)))
 
     def residuals(logs: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 from autofuse import config
 from autofuse.lowering import torch_internals
 from autofuse.passes import Settings
-from autofuse.passes.choice.table import tables
+from autofuse.passes.choice.device_table import tables
 
 POLICIES = ("auto", "always", "never")
 ORDERS = ("direct", "ring", "oblivious")

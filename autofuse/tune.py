@@ -16,7 +16,7 @@ from autofuse.bench.cpu.measure import Options, Row
 from autofuse.bench.cpu.run import run
 from autofuse.fit import Sample, fit
 from autofuse.passes.choice.cost_model import Model, Numbers, Task
-from autofuse.passes.choice.table import Point, Table, cache_folder, shipped, table_for
+from autofuse.passes.choice.device_table import DeviceTable, Point, cache_folder, shipped, table_for
 from autofuse.progress import Progress, silent
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -36,7 +36,7 @@ def tune(
     output: Path | None = None,
     quick: bool = False,
     progress: Progress = silent,
-) -> Table:
+) -> DeviceTable:
     """Measures groups of `ranks` ranks on this machine's CPU, fits a table and writes it.
 
     `output` is the file; None: `default_output()`. `quick` measures a few rows a few times: under a minute on
@@ -75,7 +75,7 @@ def measure_rows(
     return rows
 
 
-def table_of(rows: Sequence[Row]) -> Table:
+def table_of(rows: Sequence[Row]) -> DeviceTable:
     """The table for this machine's CPU that fits the rows best. Rows with one site become the table's
     points."""
     cores = os.cpu_count() or 1
@@ -99,7 +99,7 @@ def samples(rows: Sequence[Row]) -> list[Sample]:
     return found
 
 
-def comparison(table: Table) -> str:
+def comparison(table: DeviceTable) -> str:
     """Predicted beside measured times of the table's points, in microseconds, with their errors."""
     model = Model(table, os.cpu_count() or 1)
     lines = [f"{'fused us':>9} {'predicted':>9} {'error':>6}  {'apart us':>9} {'predicted':>9} {'error':>6}"]
@@ -119,7 +119,7 @@ def comparison(table: Table) -> str:
     return "\n".join(lines)
 
 
-def _start(table: Table, rows: Sequence[Row], cores: int) -> Table:
+def _start(table: DeviceTable, rows: Sequence[Row], cores: int) -> DeviceTable:
     """The shipped table with constants for the numbers of ranks that were measured, and no others: constants
     of another machine say nothing about how ranks share the cores of this one."""
     constants = {}

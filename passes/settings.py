@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from .choice.table import Table, shipped
+from .choice.device_table import DeviceTable, shipped
 
 
 @dataclass(frozen=True)
@@ -22,5 +22,5 @@ class Settings:
     policy: str = "auto"
     patterns: frozenset[str] | None = None
     order: str = "direct"
-    tables: tuple[Table, ...] = field(default_factory=shipped, repr=False)
+    tables: tuple[DeviceTable, ...] = field(default_factory=shipped, repr=False)
     captured: bool = False

@@ -38,7 +38,7 @@ from autofuse.passes.settings import Settings
 
 from .cost_model import Expressions, Model, Numbers, Task
 from .crossover import Known, Sample, wins
-from .table import Table, table_for
+from .device_table import DeviceTable, table_for
 
 Symbols: TypeAlias = Mapping[sympy.Symbol, Known]
 
@@ -113,7 +113,7 @@ def _why_kept(choice: Choice, policy: str) -> Reject | None:
 
 
 def predict(
-    anchor: Anchor, match: Match, world: int, order: str, table: Table, symbols: Symbols, text: bool
+    anchor: Anchor, match: Match, world: int, order: str, table: DeviceTable, symbols: Symbols, text: bool
 ) -> Choice:
     """What the cost model says of a site that could be fused. Without `text` there are no expressions in
     symbols, which take longer than all the rest.
@@ -160,7 +160,7 @@ def _task(anchor: Anchor, match: Match, world: int, order: str) -> Task:
 @functools.lru_cache(maxsize=1024)
 def _predict(
     task: Task,
-    table: Table,
+    table: DeviceTable,
     cores: int,
     known: tuple[tuple[sympy.Symbol, Known], ...],
     complete: bool,
@@ -193,7 +193,7 @@ def _predict(
     if not complete or len(hints) < len(known):
         return Choice(Prediction(None, None, fused, unfused, condition, table.name), fuse)
     key = task.map(lambda size: evaluate(size, hints)).key
-    point = table.measured.get(key)
+    point = table.by_task.get(key)
     fused_us, unfused_us = (round(time, 1) for time in times(hints, Numbers()))
     prediction = Prediction(
         fused_us,

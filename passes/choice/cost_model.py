@@ -1,7 +1,7 @@
 """Predicted times of a site: compute and collective apart, and the fused op in their place.
 
 With W ranks, of which `share = max(1, W / cores)` work on one core, s the bytes that the collective takes on
-one rank, and the constants of a `Table`:
+one rank, and the constants of a `DeviceTable`:
 
     matmul      start + max(2 M K N / rate, (K N + M K + M N) itemsize / memory)
                 + K N itemsize / pack_rate, where a weight is packed for more than one row
@@ -44,7 +44,7 @@ from autofuse.lowering.cpu.support import FEW_ROWS, LONG_ROWS, VERY_FEW_ROWS
 from autofuse.lowering.plan import FAMILIES, Family
 from autofuse.passes.graph.layout import Size
 
-from .table import Table
+from .device_table import DeviceTable
 
 Value: TypeAlias = Any
 """A number, or a sympy expression."""
@@ -181,7 +181,7 @@ class Model:
     `cores` must be the number of the machine, not the affinity of a process: all ranks decide alike.
     """
 
-    table: Table
+    table: DeviceTable
     cores: int
     store: str = "remote"
 

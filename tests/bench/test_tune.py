@@ -9,7 +9,7 @@ import torch
 from autofuse import tune as tuning
 from autofuse.bench.cpu.measure import Row
 from autofuse.passes.choice.cost_model import Model, Numbers, Task
-from autofuse.passes.choice.table import read, shipped
+from autofuse.passes.choice.device_table import read, shipped
 
 CPU = next(table for table in shipped() if table.device == "cpu")
 

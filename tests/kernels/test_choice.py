@@ -47,7 +47,7 @@ from autofuse.lowering.gpu.experts.ways import (
     ExpertProblem,
 )
 from autofuse.native_kernels.gpu.memory import Need
-from autofuse.passes.choice import table
+from autofuse.passes.choice import device_table
 
 OPS = ("matmul_all_reduce", "matmul_reduce_scatter", "all_gather_matmul")
 SHIPPED: Points = tuple(p for path in sorted(_SHIPPED.glob("*.json")) for p in read(path))
@@ -207,4 +207,4 @@ def test_own_table_lies_apart_from_those_of_the_cost_model(
     write(path, SHIPPED[:1])
     assert read(path) == SHIPPED[:1]
     assert path.is_relative_to(tmp_path)
-    assert table.tables() == table.shipped()
+    assert device_table.tables() == device_table.shipped()

@@ -18,7 +18,7 @@ import autofuse
 from autofuse.backend import fusion_pass
 from autofuse.passes.choice.choose import Choice, on_gpu
 from autofuse.passes.choice.cost_model import Task
-from autofuse.passes.choice.table import Table, shipped
+from autofuse.passes.choice.device_table import DeviceTable, shipped
 from autofuse.passes.matchers.match import Work
 from autofuse.passes.report import Prediction
 from tests.passes.harness import fake_group
@@ -40,7 +40,7 @@ def linear(x: Tensor, w: Tensor) -> Tensor:
 
 
 def report_of(
-    table: Table, path: Path, rows: int, dynamic: bool, policy: str = "auto", **limits: int
+    table: DeviceTable, path: Path, rows: int, dynamic: bool, policy: str = "auto", **limits: int
 ) -> autofuse.Report:
     path.write_text(table.to_json())
     x, w = torch.zeros(rows, 64), torch.zeros(64, 128)
@@ -50,7 +50,7 @@ def report_of(
         return autofuse.explain(linear)(x, w)
 
 
-def losing_from(rows: int, world: int = 4) -> Table:
+def losing_from(rows: int, world: int = 4) -> DeviceTable:
     """Fusing loses from about so many rows on: it saves time a call, and a row of 128 columns costs more."""
     moved = (world - 1 + 2) * 128 * 4 / 5e2  # microseconds a row, in one shot
     saved = {f"all_reduce.{world}.start_us": 10.0 + CPU.constants["fused.signal_us"] + rows * moved}

@@ -21,7 +21,7 @@ from autofuse.lowering.plan import contention, links
 from autofuse.passes.choice import choose
 from autofuse.passes.choice.cost_model import COLLECTIVES, Expressions, Model, Numbers, Task
 from autofuse.passes.choice.crossover import LARGEST, Gain, Known, Sample, wins
-from autofuse.passes.choice.table import Table, shipped
+from autofuse.passes.choice.device_table import DeviceTable, shipped
 
 ROOT = Path(__file__).parents[2]
 CPU, H200 = shipped()
@@ -29,7 +29,7 @@ CPU, H200 = shipped()
 MIB = 1 << 20
 
 # Round numbers, two ranks on two cores.
-ROUND = Table(
+ROUND = DeviceTable(
     "round",
     "cpu",
     2,
@@ -56,11 +56,11 @@ def reduce_scatter(m: int, k: int, n: int, world: int = 2, order: str = "direct"
     return Task("matmul_reduce_scatter", world, "float32", order, m * n * 4, ((m, k, n),))
 
 
-def fused(table: Table, task: Task, cores: int = 2, store: str = "remote") -> float:
+def fused(table: DeviceTable, task: Task, cores: int = 2, store: str = "remote") -> float:
     return Model(table, cores, store).fused(task, Numbers())
 
 
-def apart(table: Table, task: Task, cores: int = 2) -> float:
+def apart(table: DeviceTable, task: Task, cores: int = 2) -> float:
     return Model(table, cores).apart(task, Numbers())
 
 
@@ -156,7 +156,7 @@ OPS = list(COLLECTIVES)
 
 
 @st.composite
-def tables(draw: st.DrawFn) -> Table:
+def tables(draw: st.DrawFn) -> DeviceTable:
     """Constants that are off by up to ten either way, so that either side may win."""
     base = draw(st.sampled_from([ROUND, DEVICE]))
     factor = st.floats(0.1, 10)
@@ -177,7 +177,7 @@ def tasks(draw: st.DrawFn) -> Task:
     return Task(op, world, "float32", order, sent, ((rows, k, n),), 1 if "expert" not in op else 4, 0, kept)
 
 
-def gain_of(table: Table, task: Task) -> Gain:
+def gain_of(table: DeviceTable, task: Task) -> Gain:
     def gain(values: Mapping[sympy.Symbol, int]) -> Sample:
         numbers, arithmetic = task.map(lambda size: choose.evaluate(size, values)), Numbers()
         model = Model(table, 2)
@@ -188,7 +188,7 @@ def gain_of(table: Table, task: Task) -> Gain:
 
 @given(tables(), tasks(), st.integers(1, LARGEST))
 @settings(max_examples=60, deadline=None)
-def test_expressions_and_numbers_agree(table: Table, task: Task, rows: int) -> None:
+def test_expressions_and_numbers_agree(table: DeviceTable, task: Task, rows: int) -> None:
     """Also where the ends of the range decide what is largest."""
     model, numbers = Model(table, 2), task.map(lambda size: choose.evaluate(size, {S: rows}))
     near = {S: Known(rows // 2, 2 * rows, None)}
@@ -209,7 +209,7 @@ def holds(condition: str, value: int) -> bool:
 @given(tables(), tasks(), st.lists(st.integers(2, LARGEST), min_size=1), st.data())
 @settings(max_examples=100, deadline=None)
 def test_the_sign_is_right_on_both_sides_of_a_crossover(
-    table: Table, task: Task, values: list[int], data: st.DataObject
+    table: DeviceTable, task: Task, values: list[int], data: st.DataObject
 ) -> None:
     gain = gain_of(table, task)
     condition = wins(gain, {S: Known(2, LARGEST, 16)})
@@ -242,7 +242,7 @@ def test_conditions() -> None:
 # --- what was measured --------------------------------------------------------------------------------
 
 
-def off(table: Table, samples: list[fit.Sample], cores: int = 1) -> tuple[float, float, float]:
+def off(table: DeviceTable, samples: list[fit.Sample], cores: int = 1) -> tuple[float, float, float]:
     """(median, geometric mean, largest) factor between prediction and measurement, either way."""
     factors = [max(e, 1 / e) for e in fit.errors(table, samples, cores)]
     return statistics.median(factors), math.exp(statistics.fmean(map(math.log, factors))), max(factors)

@@ -13,7 +13,7 @@ import torch
 from autofuse.fit import Sample, errors, fit
 from autofuse.options import settings
 from autofuse.passes.choice.cost_model import COLLECTIVES, Model, Numbers, Task
-from autofuse.passes.choice.table import Table, shipped, table_for, tables
+from autofuse.passes.choice.device_table import DeviceTable, shipped, table_for, tables
 
 CPU, H200 = shipped()
 
@@ -28,8 +28,8 @@ def test_shipped_tables_and_their_devices() -> None:
 
 
 @pytest.mark.parametrize("table", shipped(), ids=lambda table: table.name)
-def test_a_table_survives_json(table: Table) -> None:
-    again = Table.from_json(table.to_json(), "again")
+def test_a_table_survives_json(table: DeviceTable) -> None:
+    again = DeviceTable.from_json(table.to_json(), "again")
     assert again.to_json() == table.to_json()
     assert again.digest == table.digest
     assert all(Task.parse(point.task).key == point.task for point in table.points)

@@ -34,7 +34,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import autofuse
 from autofuse.native_kernels import cpu
 from autofuse.options import PATTERNS
-from autofuse.passes.choice.table import shipped
+from autofuse.passes.choice.device_table import shipped
 from tests.passes.dense import group
 from tests.passes.harness import fake_group
 

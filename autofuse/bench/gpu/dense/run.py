@@ -46,7 +46,7 @@ from autofuse.bench.gpu.driver import join as join_ranks
 from autofuse.bench.gpu.ratios import BYTES, DTYPE
 from autofuse.lowering.gpu.choice.timing import QUICK, Effort, Timing, calls_for, copies_of
 from autofuse.passes.choice.cost_model import Model, Numbers, Task
-from autofuse.passes.choice.table import shipped, table_for
+from autofuse.passes.choice.device_table import shipped, table_for
 
 
 @dataclass(frozen=True)

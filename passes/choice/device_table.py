@@ -14,7 +14,7 @@ Constants are positive numbers under dotted keys; times in microseconds, rates a
     fused.signal_us                   from raising a signal to having seen it
     link.<ranks>.<store mode>         bytes that one rank sends or receives in a fused op
 
-What was not measured for a number of ranks is taken from the nearest one (`Table.ranked`).
+What was not measured for a number of ranks is taken from the nearest one (`DeviceTable.ranked`).
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Point:
 
 
 @dataclass(frozen=True, eq=False)
-class Table:
+class DeviceTable:
     """The constants of one kind of device."""
 
     name: str
@@ -114,8 +114,8 @@ class Table:
         return sorted(key.split(".")[1] for key in self.constants if re.fullmatch(r"matmul\..*\.rate", key))
 
     @cached_property
-    def measured(self) -> dict[str, Point]:
-        """The points by their task."""
+    def by_task(self) -> dict[str, Point]:
+        """The measured points, each by its task."""
         return {point.task: point for point in self.points}
 
     def to_json(self) -> str:
@@ -123,7 +123,7 @@ class Table:
         return json.dumps(data, indent=1) + "\n"
 
     @classmethod
-    def from_json(cls, text: str, where: str) -> Table:
+    def from_json(cls, text: str, where: str) -> DeviceTable:
         """Raises ValueError that names `where` and the key for what is no table."""
         try:
             data = json.loads(text)
@@ -198,7 +198,7 @@ def _point(data: object, index: int, where: str) -> Point:
     return Point(task, *times)
 
 
-def read(path: Path) -> Table:
+def read(path: Path) -> DeviceTable:
     """The table in a file; ValueError with file and key if it is none."""
     try:
         status = path.stat()
@@ -208,12 +208,12 @@ def read(path: Path) -> Table:
 
 
 @functools.lru_cache(maxsize=64)
-def _read(path: Path, mtime: int, size: int) -> Table:
-    return Table.from_json(path.read_text(), str(path))
+def _read(path: Path, mtime: int, size: int) -> DeviceTable:
+    return DeviceTable.from_json(path.read_text(), str(path))
 
 
 @functools.cache
-def shipped() -> tuple[Table, ...]:
+def shipped() -> tuple[DeviceTable, ...]:
     """The tables that come with autofuse."""
     return tuple(read(path) for path in sorted(_SHIPPED.glob("*.json")))
 
@@ -224,7 +224,7 @@ def cache_folder() -> Path:
     return Path(home).expanduser() / "autofuse"
 
 
-def tables(path: str = "") -> tuple[Table, ...]:
+def tables(path: str = "") -> tuple[DeviceTable, ...]:
     """All tables in the order in which they are asked: that at `path`, this machine's own, the shipped ones.
 
     Every rank must find the same: they decide by the tables whether to fuse, and do not ask each other. On
@@ -234,7 +234,7 @@ def tables(path: str = "") -> tuple[Table, ...]:
     return (*map(read, (*own, *sorted(cache_folder().glob("*.json")))), *shipped())
 
 
-def table_for(tables: Sequence[Table], device: torch.device) -> Table:
+def table_for(tables: Sequence[DeviceTable], device: torch.device) -> DeviceTable:
     """The first table for the device, else the first for its type; ValueError if there is none."""
     name = _device_name(device)
     for table in tables:
