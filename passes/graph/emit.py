@@ -140,8 +140,7 @@ class Emitter:
         return node.op == "call_function" and node > self.anchor
 
     def reshape(self, node: fx.Node, shape: Sequence[Size]) -> fx.Node:
-        current = self.shapes.of(node)
-        assert current is not None
+        current = self.shapes.known(node)
         if same_shape(current, shape):
             return node
         dynamic = [i for i, s in enumerate(shape) if not isinstance(self.shapes.meaning(s), int)]

@@ -155,6 +155,12 @@ class Shapes:
         val = tensor(node)
         return None if val is None else tuple(self.size(s) for s in val.shape)
 
+    def known(self, node: object) -> tuple[Size, ...]:
+        """The shape of a node that is a tensor."""
+        shape = self.of(node)
+        assert shape is not None
+        return shape
+
 
 @dataclass(frozen=True)
 class Followed:
@@ -219,33 +225,28 @@ def follow(
     def join(n: fx.Node) -> Followed | None:
         parts = n.args[0]
         assert isinstance(parts, Sequence)
-        traces = [visit(p) if isinstance(p, fx.Node) else None for p in parts]
-        if not traces or any(t is None for t in traces):
+        followed = [visit(p) if isinstance(p, fx.Node) else None for p in parts]
+        found = [f for f in followed if f is not None]
+        if not found or len(found) != len(followed):
             return None
-        first = traces[0]
-        assert first is not None
+        first = found[0]
         rank = len(first.layout.dims)
         dim = argument(n, 1, "dim", 0)
         assert isinstance(dim, int)
         if n.target is aten.stack.default:
             dim %= rank + 1
-            traces = [t.map(t.layout.unsqueeze(dim)) for t in traces if t is not None]
+            found = [Followed(f.layout.unsqueeze(dim), f.leaves) for f in found]
         else:
             dim %= rank
-        found = [t for t in traces if t is not None]
-        if all(t.leaves == first.leaves for t in found):
-            return (
-                Followed(joined, first.leaves)
-                if (joined := Layout.join([t.layout for t in found], dim))
-                else None
-            )
+        if all(f.leaves == first.leaves for f in found):
+            return first.map(Layout.join([f.layout for f in found], dim))
         # Parts with leaves of their own, all moved in the same way.
         layout = found[0].layout
-        if any(t.layout != layout or len(t.leaves) != 1 for t in found):
+        if any(f.layout != layout or len(f.leaves) != 1 for f in found):
             return None
         which = Digit(-1, 1, len(found))
         dims = (*layout.dims[:dim], merge((which, *layout.dims[dim])), *layout.dims[dim + 1 :])
-        return Followed(Layout(dims, layout.fixed), tuple(t.leaves[0] for t in found))
+        return Followed(Layout(dims, layout.fixed), tuple(f.leaves[0] for f in found))
 
     return visit(node) if shape is None else viewed(node, shape)
 

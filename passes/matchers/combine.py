@@ -66,8 +66,8 @@ def _match(anchor: Anchor, context: Context, single: bool) -> Found:
     )
     *batch, rows, columns = found.shape
     count = prod(batch)
-    weights = count if found.offsets is None else context.shapes.of(found.w[0])[0]  # type: ignore[index]
-    inner = context.shapes.of(found.x[0])[-1]  # type: ignore[index]
+    weights = count if found.offsets is None else context.shapes.known(found.w[0])[0]
+    inner = context.shapes.known(found.x[0])[-1]
     inputs = (*found.x, *found.w, *found.bias, *(n for o in found.operands for n in o.nodes), found.offsets)
     more = placement.inputs if placement else ()
     terms = len(found.x) // max(1, found.listed)
@@ -175,14 +175,12 @@ def _operand(emitter: Emitter, operand: Operand, found: Product, flat: bool) -> 
         each = []
         for one in (replace(operand, others=()), *operand.others):
             node = materialise(emitter, one)
-            have = emitter.shapes.of(node)
-            assert have is not None
+            have = emitter.shapes.known(node)
             each.append(emitter.reshape(node, (*(1,) * (3 - len(have)), *have)))
         node = emitter.call(aten.cat.default, each)
     else:
         node = materialise(emitter, operand)
-    have = emitter.shapes.of(node)
-    assert have is not None
+    have = emitter.shapes.known(node)
     if not flat or len(have) < 3:
         return node
     experts, rows, _ = found.shape
@@ -227,8 +225,7 @@ def like(emitter: Emitter, result: fx.Node, node: fx.Node) -> fx.Node:
     ):
         result.meta["val"] = node.meta["val"]
         return result
-    shape = emitter.shapes.of(node)
-    assert shape is not None
+    shape = emitter.shapes.known(node)
     return emitter.reshape(result, shape)
 
 

@@ -61,8 +61,7 @@ def match_single_dispatch(anchor: Anchor, context: Context) -> Found:
 
 def _match(anchor: Anchor, context: Context, single: bool) -> Found:
     shapes = context.shapes
-    received = shapes.of(anchor.node)
-    assert received is not None
+    received = shapes.known(anchor.node)
     readers = find_readers(anchor, shapes)
     entries = [e for r in readers if (e := _entry(r, single)) is not None]
     if not entries:
@@ -101,7 +100,7 @@ def _match(anchor: Anchor, context: Context, single: bool) -> Found:
         rewrite = partial(_rewrite_rows, *site, place, experts)
     return Match(
         PATTERN,
-        Work(tuple((count * rows, inner, shapes.of(e.w)[-1]) for e in entries), count),  # type: ignore[index]
+        Work(tuple((count * rows, inner, shapes.known(e.w)[-1]) for e in entries), count),
         context.shapes,
         rewrite,
         (anchor.input, *inputs),
@@ -173,8 +172,7 @@ def _rewrite_even(
     experts: int,
     emitter: Emitter,
 ) -> None:
-    shape = context.shapes.of(anchor.input)
-    assert shape is not None
+    shape = context.shapes.known(anchor.input)
     assert anchor.input is not None
     send = Layout(((cut.digit,), *cut.rest.dims))
     x = emitter.rebuild(anchor.input, Layout.of(shape), send)
@@ -196,8 +194,7 @@ def _weights(
     w = [e.w if experts else batched(emitter, e.w) for e in entries]
     biases: list[fx.Node | None] = []
     for e, wi in zip(entries, w, strict=True):
-        shape = emitter.shapes.of(wi)
-        assert shape is not None
+        shape = emitter.shapes.known(wi)
         whole = e.bias is not None and not experts
         biases.append(
             emitter.reshape(e.bias, (shape[0], shape[2])) if whole and e.bias is not None else e.bias
@@ -215,13 +212,9 @@ def _rewrite_rows(
     experts: int,
     emitter: Emitter,
 ) -> None:
-    shape, received = layout.shape, context.shapes.of(anchor.node)
+    shape, received = layout.shape, context.shapes.known(anchor.node)
     assert anchor.input is not None
-    assert received is not None
-    sent = context.shapes.of(anchor.input)
-    assert sent is not None
-    columns = shape[2]
-    x = like_rows(emitter, anchor.input, columns)
+    x = like_rows(emitter, anchor.input, shape[2])
     w, bias = _weights(emitter, x, entries, experts)
     where = None if place.order is None else _chosen(emitter, place.order, received, layout, x)
     splits = ([emitter.size(s) for s in sizes] for sizes in (place.output_splits, place.input_splits))
@@ -235,7 +228,7 @@ def _rewrite_rows(
         user = e.reader.user
         result = emitter.item(fused, i // max(1, experts))
         if experts:
-            width = emitter.shapes.of(result)[-1]  # type: ignore[index]
+            width = emitter.shapes.known(result)[-1]
             each = emitter.reshape(result, (*shape[:2], width))
             result = emitter.call(aten.select.int, each, 0, i % experts)
         emitter.replace(user, like(emitter, result, user))
@@ -247,8 +240,7 @@ def _rewrite_rows(
 
 def like_rows(emitter: Emitter, node: fx.Node, columns: Size) -> fx.Node:
     """`node` as rows of `columns`."""
-    shape = emitter.shapes.of(node)
-    assert shape is not None
+    shape = emitter.shapes.known(node)
     if len(shape) == 2 and same_size(shape[1], columns):
         return node
     rows = exact_quotient(prod(shape), columns)
@@ -317,13 +309,13 @@ def _match_dropless(anchor: Anchor, context: Context) -> Found:
     late = depends_on(anchor, inputs)
     if late is not None:
         return Reject(Reason.EXTRA_USERS, f"{late.name} depends on what is exchanged")
-    shape = shapes.of(rows)
-    assert shape is not None
+    shape = shapes.known(rows)
     assert anchor.input is not None
-    sizes = tuple((*shape, shapes.of(w)[-1]) for w in weights)  # type: ignore[index]
+    count, inner = shape
+    sizes = tuple((count, inner, shapes.known(w)[-1]) for w in weights)
     return Match(
         PATTERN,
-        Work(sizes, shapes.of(weights[0])[0]),  # type: ignore[arg-type, index]
+        Work(sizes, shapes.known(weights[0])[0]),
         context.shapes,
         partial(_rewrite_dropless, anchor, context, grouped, offsets, positions, rows, bool(others)),
         (anchor.input, *inputs),

@@ -194,7 +194,7 @@ def _rewrite(
 ) -> None:
     shapes = context.shapes
     first = bags[0]
-    widths = [shapes.of(b.pooled)[-1] for b in bags]  # type: ignore[index]
+    widths = [shapes.known(b.pooled)[-1] for b in bags]
     equal = all(same_size(w, widths[0]) for w in widths)
     tables: Size = len(bags)
     part = cut.rest.shape[0]
@@ -226,8 +226,7 @@ def _rewrite(
         *(letters, context.group, context.order, context.site),
     )
     if not anchor.even:
-        shape = shapes.of(anchor.node)
-        assert shape is not None
+        shape = shapes.known(anchor.node)
         replace_result(emitter, anchor, emitter.reshape(fused, shape))
     else:
         # Layouts relative to the bags, with the source in place of the destination.

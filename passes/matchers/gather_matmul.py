@@ -52,8 +52,7 @@ def match_all_gather(anchor: Anchor, context: Context) -> Found:
     consumers = [c for r in readers if (c := _consumer(r)) is not None]
     if not consumers:
         return _no_consumer(readers)
-    gathered = shapes.of(anchor.node)
-    assert gathered is not None
+    gathered = shapes.known(anchor.node)
     length = exact_quotient(gathered[0], context.world)
     if length is None:
         return Reject(Reason.UNEVEN, f"dim 0 of size {gathered[0]} has no {context.world} equal parts")
@@ -69,7 +68,7 @@ def match_all_gather(anchor: Anchor, context: Context) -> Found:
     fused = {c.reader for c in consumers}
     others = [r for r in readers if r not in fused]
     rows, inner = first.layout.shape
-    sizes = tuple((rows, inner, shapes.of(c.w)[-2 if c.swapped else -1]) for c in consumers)  # type: ignore[index]
+    sizes = tuple((rows, inner, shapes.known(c.w)[-2 if c.swapped else -1]) for c in consumers)
     assert anchor.input is not None
     return Match(
         PATTERN,
@@ -174,8 +173,7 @@ def _rewrite(
 ) -> None:
     part = anchor.input
     assert part is not None
-    shape = context.shapes.of(part)
-    assert shape is not None
+    shape = context.shapes.known(part)
     if cast is not None:
         part = emitter.call(torch.ops.prims.convert_element_type.default, part, cast)
     x = emitter.rebuild(part, Layout.of(shape), cut.rest)
@@ -191,8 +189,7 @@ def _rewrite(
     for i, c in enumerate(consumers):
         out = emitter.item(fused, i)
         out = emitter.call(aten.permute.default, out, [1, 0]) if c.swapped else out
-        whole = context.shapes.of(c.reader.user)
-        assert whole is not None
+        whole = context.shapes.known(c.reader.user)
         emitter.replace(c.reader.user, emitter.reshape(out, whole))
 
 

@@ -102,8 +102,7 @@ def fill_biases(emitter: Emitter, x: fx.Node, biases: Sequence[fx.Node | None]) 
 def hand_out(emitter: Emitter, fused: fx.Node, nodes: Sequence[fx.Node]) -> None:
     """Let those who read `nodes[i]` read output `i` of the fused op."""
     for i, node in enumerate(nodes):
-        shape = emitter.shapes.of(node)
-        assert shape is not None
+        shape = emitter.shapes.known(node)
         emitter.replace(node, emitter.reshape(emitter.item(fused, i), shape))
 
 

@@ -22,7 +22,7 @@ from .product import Product, extra_users, hand_out_product, match_product
 
 
 def match_all_reduce(anchor: Anchor, context: Context) -> Found:
-    size = prod(context.shapes.of(anchor.input))  # type: ignore[arg-type]
+    size = prod(context.shapes.known(anchor.input))
     found = _find(anchor, context, (size,))
     if isinstance(found, Reject):
         return found
@@ -30,7 +30,7 @@ def match_all_reduce(anchor: Anchor, context: Context) -> Found:
 
 
 def match_reduce_scatter(anchor: Anchor, context: Context) -> Found:
-    length, *others = context.shapes.of(anchor.input)  # type: ignore[misc]
+    length, *others = context.shapes.known(anchor.input)
     part = exact_quotient(length, context.world)
     found = _find(anchor, context, None if part is None else (context.world, prod((part, *others))))
     if isinstance(found, Reject):
@@ -69,7 +69,7 @@ def leading_cut(found: Product, world: int) -> Cut | Reject:
 def _match(anchor: Anchor, context: Context, found: Product, pattern: str, cut: Cut | None) -> Match:
     early = extra_users(anchor.node, anchor.input, found)
     rows, columns = found.shape
-    matmuls = tuple((rows, context.shapes.of(x)[-1], columns) for x in found.x)  # type: ignore[index]
+    matmuls = tuple((rows, context.shapes.known(x)[-1], columns) for x in found.x)
     return Match(
         pattern,
         Work(matmuls, bytes_kept=prod(found.shape) * found.dtype.itemsize if early else 0),

@@ -71,8 +71,7 @@ def materialise(emitter: Emitter, operand: Operand) -> fx.Node:
     """The operand of a stage as the fused op takes it."""
     node = operand.node
     if operand.expand is not None:
-        have = emitter.shapes.of(node)
-        assert have is not None
+        have = emitter.shapes.known(node)
         full = (*((1,) * (len(operand.expand) - len(have))), *have)
         node = emitter.reshape(node, full)
         sizes = [-1 if a == b else emitter.size(b) for a, b in zip(full, operand.expand, strict=True)]

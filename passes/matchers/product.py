@@ -194,9 +194,8 @@ def list_experts(parts: list[Product], node: fx.Node) -> Product | Reject:
 
 
 def _contraction(n: fx.Node, shapes: Shapes, batched: bool) -> Product | Reject:
-    shape = shapes.of(n)
+    shape = shapes.known(n)
     dtype = dtype_of(n)
-    assert shape is not None
     assert dtype is not None
     args = n.args
     operands: tuple[Operand, ...] = ()
@@ -207,8 +206,7 @@ def _contraction(n: fx.Node, shapes: Shapes, batched: bool) -> Product | Reject:
         beta, alpha = argument(n, 3, "beta", 1), argument(n, 4, "alpha", 1)
         if not isinstance(beta, (int, float)) or not isinstance(alpha, (int, float)):
             return Reject(Reason.UNSUPPORTED_VARIANT, f"{n.name} scales its terms by numbers not known yet")
-        added = shapes.of(bias)
-        assert added is not None
+        added = shapes.known(bias)
         # Of experts, a vector each.
         vectors = (shape[0], 1, shape[2]) if len(shape) == 3 else shape[1:]
         if not (batched and beta == alpha == 1 and same_shape(added, vectors)):
@@ -329,7 +327,7 @@ def _binary(n: fx.Node, shapes: Shapes, batched: bool) -> Product | Reject:
 def _inner_length(found: Product | Reject | None, shapes: Shapes) -> int:
     """The contracted length of all terms, as far as it is known."""
     assert isinstance(found, Product)
-    lengths = [shapes.of(x)[-1] for x in found.x]  # type: ignore[index]
+    lengths = [shapes.known(x)[-1] for x in found.x]
     return sum(length for length in lengths if isinstance(length, int))
 
 
