@@ -1,1 +1,1 @@
-"""Reading and changing FX graphs: collectives, layouts, new nodes, listings."""
+"""Functions that read and change FX graphs: collectives, layouts, new nodes, listings."""

@@ -1,4 +1,4 @@
-"""The collectives of a graph, each described once and for all spellings of its arguments."""
+"""The collectives of a graph. An `Anchor` describes one, whatever the spelling of its arguments."""
 
 from __future__ import annotations
 
@@ -36,29 +36,29 @@ _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 
 
-# Ops of the user's that are collectives, see `opaque.py`, with their names.
+# Names of user-defined ops that are collectives, by op; `opaque.py` fills it.
 OPAQUE: dict[object, str] = {}
 
-# Metadata of a functional collective that stands in for an op of the user's: an `opaque.Meaning`.
+# Metadata key of a functional collective that stands in for a user-defined op. The value: `opaque.Meaning`.
 STANDS_FOR = "autofuse_stands_for"
 
 
 @dataclass(frozen=True)
 class Anchor:
-    """A functional collective: `kind` of `input` over `group`; `world` as far as the node itself tells."""
+    """A collective: `kind` of `input` over `group`."""
 
     node: fx.Node
     kind: str
 
     @property
     def name(self) -> str:
-        """What the report calls it: an op of the user's by its own name."""
+        """The name in reports: the kind, or the name of the user-defined op that the node stands in for."""
         meaning = self.node.meta.get(STANDS_FOR)
         return self.kind if meaning is None else meaning.op
 
     @property
     def problem(self) -> str:
-        """What is wrong with the group of an op of the user's."""
+        """Why the group of a user-defined op is not known; empty if it is known."""
         meaning = self.node.meta.get(STANDS_FOR)
         return "" if meaning is None else meaning.problem
 
@@ -69,14 +69,14 @@ class Anchor:
 
     @cached_property
     def group(self) -> str | fx.Node:
-        """Name of the group, or the node that yields it: then every rank that runs the graph has its own."""
+        """The name of the group, or the node that yields the group, which may differ between ranks."""
         position = {"all_to_all": 3, "reduce_scatter": 3}.get(self.kind, 2)
         group: str | fx.Node = argument(self.node, position, "group_name")
         return group
 
     @cached_property
     def known_group(self) -> str | ProcessGroup | None:
-        """The name, or the group that the node yielded while the graph was traced; None if none."""
+        """The name, or the group that the node yielded while the graph was traced; None if unknown."""
         return self.group if isinstance(self.group, str) else traced_group(value(self.group))
 
     @cached_property
@@ -86,12 +86,12 @@ class Anchor:
 
     @cached_property
     def output_splits(self) -> list[object]:
-        """Rows that come from each rank, of an all_to_all."""
+        """Of an all_to_all: the number of rows that each rank sends to this rank."""
         return self._splits(1, "output_split_sizes")
 
     @cached_property
     def input_splits(self) -> list[object]:
-        """Rows that go to each rank, of an all_to_all."""
+        """Of an all_to_all: the number of rows that this rank sends to each rank."""
         return self._splits(2, "input_split_sizes")
 
     def _splits(self, position: int, name: str) -> list[object]:
@@ -100,18 +100,18 @@ class Anchor:
 
     @cached_property
     def even(self) -> bool:
-        """Does an all_to_all send and receive equal parts?"""
+        """Whether an all_to_all sends and receives equal parts."""
         sizes = [expression(s) for s in (*self.input_splits, *self.output_splits)]
         return bool(sizes) and all(same_size(sizes[0], s) for s in sizes)
 
     @property
     def part(self) -> Size:
-        """Rows of one part of an even all_to_all."""
+        """The number of rows of one part of an even all_to_all."""
         return expression(self.input_splits[0])
 
     @cached_property
     def waits(self) -> tuple[fx.Node, ...]:
-        """The waits, also waits of waits."""
+        """The waits for the collective, and waits for those waits."""
         found: list[fx.Node] = []
         work = [self.node]
         while work:
@@ -132,7 +132,7 @@ class Anchor:
 
     @property
     def nbytes(self) -> int | None:
-        """Bytes of the input on this rank, by the sizes seen while tracing; None without such."""
+        """Bytes of the input on this rank at the sizes seen while tracing; None if a size had no value."""
         val = None if self.input is None else tensor(self.input)
         sizes = [] if val is None else [hint(s) for s in val.shape]
         if val is None or any(s is None for s in sizes):
@@ -148,7 +148,7 @@ def source_of(node: fx.Node) -> str | None:
 
 
 def hint(size: object) -> int | None:
-    """The size seen while tracing, if there was one."""
+    """The value that a size had while tracing; None if it had none."""
     if isinstance(size, fx.Node):
         size = size.meta.get("val")
     if isinstance(size, torch.SymInt):
@@ -163,7 +163,7 @@ def find_anchors(graph: fx.Graph) -> list[Anchor]:
 
 
 def is_collective(node: fx.Node) -> bool:
-    """Does the node communicate: a functional collective, an op of the user's or a fused op?"""
+    """Whether the node calls a functional collective, a user-defined collective or a fused op."""
     return node.op == "call_function" and (
         node.target in _KINDS or node.target in OPAQUE or is_fused_op(node)
     )
@@ -174,7 +174,7 @@ def is_fused_op(node: fx.Node) -> bool:
 
 
 def fused_op(node: fx.Node) -> FusedOp | None:
-    """The fused op that the node calls, if it calls one."""
+    """The record of the fused op that the node calls; None if it calls none."""
     op = called(node)
     name = op._schema.name if isinstance(op, torch._ops.OpOverload) else ""
     return FUSED_OPS.get(name.removeprefix("autofuse::")) if name.startswith("autofuse::") else None

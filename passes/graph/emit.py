@@ -1,4 +1,4 @@
-"""Insert nodes with their `meta["val"]`, sizes and views included."""
+"""Inserts nodes, with sizes and views, and sets their `meta["val"]`."""
 
 from __future__ import annotations
 
@@ -20,16 +20,19 @@ aten = torch.ops.aten
 
 
 class CannotEmit(Exception):
-    """A size or a view that cannot be written as nodes. Raised before the graph has been changed."""
+    """A size or a view cannot be written as nodes. Raised before the graph changes."""
 
 
 def origin(meta: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of a node's metadata that tells where in the user's code it comes from."""
+    """The entries of a node's metadata that name the user's code."""
     return {key: meta[key] for key in ("stack_trace", "nn_module_stack", "source_fn_stack") if key in meta}
 
 
 class Emitter:
-    """Inserts nodes before `anchor`. What they need may stand later: `order_nodes` sorts the graph then."""
+    """Inserts nodes before `anchor`.
+
+    An input of a new node may stand behind `anchor`; the caller then sorts the graph with `order_nodes`.
+    """
 
     def __init__(self, anchor: fx.Node, shapes: Shapes) -> None:
         self.graph = anchor.graph
@@ -38,9 +41,9 @@ class Emitter:
         self.new: list[fx.Node] = []
         self._pending: list[Callable[[], object]] = []
         self.replaced: list[fx.Node] = []
-        """Nodes that may have lost their readers."""
+        """Nodes that may have no users after `commit`."""
         self.touched: list[str] = []
-        """Once committed: names of the nodes that are new, gone, or read something else."""
+        """After `commit`: names of the nodes that are new, erased, or have other inputs."""
 
     def call(self, target: Callable[..., Any], *args: object, **kwargs: object) -> fx.Node:
         with self.graph.inserting_before(self.anchor):
@@ -58,7 +61,7 @@ class Emitter:
         return node
 
     def numbers(self, count: int | fx.Node, like: fx.Node) -> fx.Node:
-        """`0, 1, ..., count - 1` as int64 on the device of `like`, in the form that Inductor can lower."""
+        """`0, 1, ..., count - 1` as int64 on the device of `like`, by an op that Inductor lowers."""
         device = value(like).device  # type: ignore[attr-defined]
         options = {"dtype": torch.int64, "device": device, "requires_grad": False}
         return self.call(torch.ops.prims.iota.default, count, start=0, step=1, **options)
@@ -71,12 +74,12 @@ class Emitter:
         return item
 
     def replace(self, old: fx.Node, new: fx.Node) -> None:
-        """On commit, let everyone who reads `old` read `new`."""
+        """On `commit`, all users of `old` read `new`."""
         self.replaced.append(old)
         self._pending.append(lambda: old.replace_all_uses_with(new))
 
     def replace_input(self, user: fx.Node, old: fx.Node, new: fx.Node) -> None:
-        """On commit, let `user` read `new` instead of `old`."""
+        """On `commit`, `user` reads `new` instead of `old`."""
         self.replaced.append(old)
         self._pending.append(lambda: user.replace_input_with(old, new))
 
@@ -87,13 +90,13 @@ class Emitter:
             change()
 
     def undo(self) -> None:
-        """Take back every node inserted so far. Nothing may have been committed."""
+        """Erase every inserted node. Not to be called after `commit`."""
         for node in reversed(self.new):
             self.graph.erase_node(node)
         self.new.clear()
 
     def size(self, size: Size) -> int | fx.Node:
-        """An int, or a node that holds the size."""
+        """The size as an int, or as a node that holds it. Raises CannotEmit if no node has the size."""
         size = self.shapes.meaning(size)
         if isinstance(size, int):
             return size
@@ -123,12 +126,12 @@ class Emitter:
         return node
 
     def _is_own_size(self, node: fx.Node) -> bool:
-        """Is `node` a size of the result that is to be replaced?"""
+        """Whether `node` is a size of the result that is replaced."""
         results = (self.anchor, *self.anchor.users)
         return node.target is aten.sym_size.int and node.args[0] in results
 
     def replace_sizes(self, results: Sequence[fx.Node]) -> None:
-        """Let sizes that are taken of the replaced results be taken elsewhere."""
+        """On `commit`, sizes of the replaced results are taken from other nodes."""
         for result in results:
             for user in list(result.users):
                 if user.target is aten.sym_size.int:
@@ -150,9 +153,10 @@ class Emitter:
     def rebuild(
         self, node: fx.Node, have: Layout, want: Layout, shape: Sequence[Size] | None = None
     ) -> fx.Node:
-        """From a tensor with layout `have` (nothing fixed) the one with layout `want`, as views and permutes.
+        """Views and permutes that turn `node`, with layout `have`, into the tensor with layout `want`.
 
-        Both are relative to one source; `shape` (default: that of `want`) may regroup the result.
+        Both layouts are relative to one source, and `have` has no fixed digits. `shape` is the shape of the
+        result, by default that of `want`. Raises CannotEmit if no such views exist.
         """
         fixed = tuple(d for d, _ in want.fixed)
         refined = common_digits(have.digits, fixed + want.digits)
@@ -175,7 +179,7 @@ class Emitter:
 
 
 def _source(layout: Layout) -> Layout | None:
-    """The layout of the source itself, of which `layout` has all elements."""
+    """The layout of the source itself, if `layout` has all elements of the source."""
     dims = {d.dim for d in layout.digits}
     if not dims or min(dims) < 0:
         return None
@@ -201,7 +205,7 @@ def _fixed_indices(fixed: tuple[tuple[Digit, int], ...], target: tuple[Digit, ..
 
 
 def _operation(size: sympy.Expr) -> tuple[Callable[[Any, Any], Any] | None, Sequence[Size]]:
-    """The outermost operation of a size and what it is applied to."""
+    """The outermost operation of a size and its operands."""
     division = torch_internals.floor_division(size)
     if division is not None:
         return operator.floordiv, division
@@ -219,7 +223,7 @@ def _tensors(values: object) -> list[torch.Tensor]:
 
 
 def order_nodes(graph: fx.Graph) -> None:
-    """Sort so that every node stands after what it needs, moving nodes up only where that asks for it."""
+    """Move nodes up where needed, so that every node stands after its inputs."""
     done: set[fx.Node] = set()
     ordered: list[fx.Node] = []
     for root in list(graph.nodes):
@@ -242,15 +246,15 @@ def order_nodes(graph: fx.Graph) -> None:
 
 
 def relax_views(graph: fx.Graph) -> None:
-    """Let every `view` be a `reshape`: what a fused op leaves behind may have other strides than before."""
+    """Turn every `view` into a `reshape`, since results of fused ops may have other strides."""
     for node in graph.find_nodes(op="call_function", target=aten.view.default):
         node.target = aten.reshape.default
 
 
 def erase_unused(nodes: Sequence[fx.Node]) -> list[str]:
-    """Erase those of `nodes` that nobody reads, then what only they had read. None has side effects.
+    """Erase those of `nodes` that have no users, then their inputs likewise. No node may have side effects.
 
-    Returns the names of the nodes that are gone.
+    Returns the names of the erased nodes.
     """
     work = list(nodes)
     gone: list[str] = []

@@ -1,7 +1,8 @@
-"""From nodes to layouts: follows views, permutations, splits and concatenations upwards to their source.
+"""Follows views, permutations, splits and concatenations from a node up to their source.
 
-This is also the normalisation: the spellings of one movement of data (`view`, `reshape`, `_unsafe_view`, `t`,
-`split` + `cat`, `copy(dst, src)`, clones) all end in one `Layout`.
+The result is a `Layout`. All spellings of one movement of data (`view`, `reshape`, `_unsafe_view`, `t`,
+`split` and `cat`, `copy(dst, src)`, clones) have the same layout, so that matchers know layouts and no
+spellings.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from .layout import Digit, Layout, Size, exact_quotient, merge, same_size
 aten = torch.ops.aten
 prims = torch.ops.prims
 
-# Views whose layout follows from the two shapes alone.
+# Views whose layout is determined by the shapes before and after.
 _RESHAPES = {
     aten.view.default,
     aten.reshape.default,
@@ -36,7 +37,7 @@ _RESHAPES = {
     aten.unsqueeze.default,
     aten.flatten.using_ints,
 }
-# Ops that return their argument's values in their argument's shape.
+# Ops that return the values of their argument in the shape of their argument.
 _ALIASES = {
     aten.clone.default,
     aten.detach.default,
@@ -52,7 +53,7 @@ WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 def value(node: object) -> object:
     if isinstance(node, fx.Node) and node.op == "get_attr" and "val" not in node.meta:
-        # An attribute that is no tensor, such as a process group, has no metadata.
+        # An attribute that is not a tensor, such as a process group, has no metadata.
         known = attrgetter(str(node.target))(node.graph.owning_module)
         return None if isinstance(known, torch.Tensor) else known
     return node.meta.get("val") if isinstance(node, fx.Node) else node
@@ -64,7 +65,7 @@ def tensor(node: object) -> torch.Tensor | None:
 
 
 def expression(size: object) -> Size:
-    """An int, or the sympy expression of a SymInt (of a node that holds one)."""
+    """A size as an int or a sympy expression, from an int, a SymInt or a node that holds one."""
     size = value(size)
     if isinstance(size, torch.SymInt):
         expr = size.node.expr
@@ -74,7 +75,7 @@ def expression(size: object) -> Size:
 
 
 def argument(node: fx.Node, index: int, name: str, default: object = None) -> Any:
-    """A positional or keyword argument."""
+    """The argument `name`, given by keyword or at position `index`."""
     return node.args[index] if index < len(node.args) else node.kwargs.get(name, default)
 
 
@@ -84,7 +85,7 @@ def dtype_of(node: fx.Node) -> torch.dtype | None:
 
 
 def is_cast(node: fx.Node) -> bool:
-    """A change of dtype and of nothing else."""
+    """Whether the node changes the dtype and nothing else."""
     if node.target not in _CASTS or not isinstance(node.args[0], fx.Node):
         return False
     out, source = tensor(node), tensor(node.args[0])
@@ -94,29 +95,29 @@ def is_cast(node: fx.Node) -> bool:
 
 
 class Shapes:
-    """Shapes under what a collective implies: a dim that it cuts into `world` parts is `world * part`."""
+    """Shapes of nodes. A dim of size `s` that a collective cuts into `world` parts is `world * part`."""
 
     def __init__(self) -> None:
         self._assumed: dict[sympy.Expr, sympy.Expr] = {}
         self._meaning: dict[sympy.Symbol, Size] = {}
 
     def assume_cut(self, length: Size, world: int, part: Size) -> None:
-        """Record `length == world * part` where it cannot be proved but holds, or the collective raises."""
+        """Assume `length == world * part` where that is not proved; else the collective would raise."""
         whole = exact_quotient(length, world)
         if isinstance(length, sympy.Expr) and whole is None:
-            # `coefficient * rest` is a multiple of `world`, so that `rest` is one of `divisor`.
+            # `coefficient * rest` is a multiple of `world`, so `rest` is a multiple of `divisor`.
             coefficient, rest = length.as_coeff_Mul()
             divisor = world // math.gcd(int(coefficient), world)
             symbol = sympy.Dummy("part", integer=True, positive=True)
             self._assumed[rest] = divisor * symbol
             if coefficient == 1 and isinstance(part, sympy.Function):
-                self._assumed[part] = symbol  # s // 12 of s // 3 in 4 parts does not follow from the above
+                self._assumed[part] = symbol  # s // 3 in 4 parts is s // 12: not derived from the above
             self._meaning[symbol] = part if coefficient == 1 else torch_internals.floor_divide(rest, divisor)
         elif isinstance(whole, sympy.Symbol) and not same_size(whole, part):
             self._assumed[whole] = sympy.sympify(part)
 
     def assume_alike(self, node: fx.Node) -> None:
-        """Record that `cat` along another dim asks for equal pieces of the `split` above `node`."""
+        """Assume equal pieces of the `split` above `node`: a `cat` along another dim requires them."""
         while is_view(node) and node.target not in (aten.cat.default, operator.getitem):
             source = node.args[0]
             if not isinstance(source, fx.Node):
@@ -146,7 +147,7 @@ class Shapes:
         return expr
 
     def meaning(self, size: Size) -> Size:
-        """The size in the graph's own symbols."""
+        """The size in the symbols of the graph, without the symbols of assumptions."""
         if self._meaning and isinstance(size, sympy.Expr):
             return size.xreplace(self._meaning)
         return size
@@ -164,7 +165,7 @@ class Shapes:
 
 @dataclass(frozen=True)
 class Followed:
-    """`layout` is relative to the leaf; with several leaves, digit `(-1, 1, n)` says which."""
+    """A node as a layout of leaves. With `n` leaves, the digit `(-1, 1, n)` numbers the leaf."""
 
     layout: Layout
     leaves: tuple[fx.Node, ...]
@@ -180,9 +181,10 @@ def follow(
     through: torch.dtype | None = None,
     shape: tuple[Size, ...] | None = None,
 ) -> Followed | None:
-    """The layout of `node` relative to the nearest leaves above it; None if something else lies between.
+    """The layout of `node` relative to the nearest leaves above it; None if an op between them is not a view.
 
-    `node` counts as viewed as `shape` (default: its own), and a cast to the dtype `through` counts as a view.
+    `node` is viewed as `shape` first (default: its own shape). A cast to the dtype `through` counts as a
+    view.
     """
     memo: dict[fx.Node, Followed | None] = {}
 
@@ -213,7 +215,7 @@ def follow(
         return source_and_view(n, shapes)
 
     def viewed(n: fx.Node, shape: tuple[Size, ...]) -> Followed | None:
-        """`n` viewed as `shape`. Of views of views only the last one has to be expressible."""
+        """`n` viewed as `shape`. In a chain of views, only the last view needs a layout."""
         while n.op == "call_function" and not is_leaf(n):
             source, view = above(n)
             if source is None or not (view is _keep or is_reshape(n)):
@@ -240,7 +242,7 @@ def follow(
             dim %= rank
         if all(f.leaves == first.leaves for f in found):
             return first.map(Layout.join([f.layout for f in found], dim))
-        # Parts with leaves of their own, all moved in the same way.
+        # Each part has a leaf of its own, and all parts have the same layout.
         layout = found[0].layout
         if any(f.layout != layout or len(f.leaves) != 1 for f in found):
             return None
@@ -252,12 +254,12 @@ def follow(
 
 
 def is_reshape(n: fx.Node) -> bool:
-    """Is `n` a view whose layout follows from the two shapes alone?"""
+    """Whether `n` is a view whose layout is determined by the shapes before and after."""
     return n.target in _RESHAPES and isinstance(n.args[0], fx.Node)
 
 
 def source_and_view(n: fx.Node, shapes: Shapes) -> tuple[fx.Node | None, Callable]:
-    """The node that `n` is a view of and the function `(its layout, shape of n) -> layout of n`."""
+    """The node that `n` is a view of, and the function `(layout of that node, shape of n) -> layout of n`."""
     nothing = (None, lambda layout, shape: None)
     target = n.target
     if target is operator.getitem:
@@ -373,7 +375,7 @@ def _split_piece(n: fx.Node, shapes: Shapes) -> tuple[fx.Node, Callable] | None:
 
 
 def is_view(n: fx.Node) -> bool:
-    """Does `n` only move data of one source (a split counts, its pieces are views)?"""
+    """Whether `n` only moves data. A split counts as a view, since its pieces are views."""
     if n.op != "call_function":
         return False
     known = (

@@ -1,8 +1,10 @@
-"""Calls of ops that change arguments, as functional graphs have them: on copies, which the call returns, too.
+"""Calls of ops that change their arguments, in the form that functional graphs have.
 
-A higher-order op takes the arguments by name. Those that change are in `_all_bases`, and `_<name>_base_index`
-says which it is, of a list `_<name>_<i>_base_index`. Its results are those of the op, then the new bases.
-Inductor finds out later which bases need no copy.
+A functional graph calls a higher-order op, which calls the op on copies and returns the results of the op,
+then the changed copies. It takes arguments by keyword. The changed tensors, the bases, are listed in
+`_all_bases`. The keyword `_<name>_base_index` holds the position of argument `name` in that list; for a list
+of tensors, `_<name>_<i>_base_index` holds the position of entry `i`. Inductor later removes the copies that
+it can.
 """
 
 from __future__ import annotations
@@ -22,12 +24,12 @@ _BASES = "_all_bases"
 
 
 def called(node: fx.Node) -> object:
-    """What the node calls, made functional or not."""
+    """The op that the node calls, directly or through the higher-order op."""
     return node.args[0] if node.target is auto_functionalized() else node.target
 
 
 def arguments(node: fx.Node) -> dict[str, Any] | None:
-    """The arguments of a call by name, in the order of the schema; None if one that changes is a view."""
+    """The arguments of a call by name, in the order of the schema; None if a changed argument is a view."""
     op = called(node)
     assert isinstance(op, torch._ops.OpOverload)
     schema = op._schema.arguments
@@ -58,7 +60,7 @@ def arguments(node: fx.Node) -> dict[str, Any] | None:
 
 
 def new_bases(node: fx.Node) -> dict[fx.Node, fx.Node]:
-    """What a functional call makes of its bases, by base, as far as somebody reads it."""
+    """The changed copies that a functional call returns, by base. Copies without users are left out."""
     count = len(node.args[0]._schema.returns) or 1
     items = {u.args[1]: u for u in node.users if u.target is operator.getitem}
     bases = node.kwargs[_BASES]
@@ -68,9 +70,9 @@ def new_bases(node: fx.Node) -> dict[fx.Node, fx.Node]:
 def call_on_copies(
     emitter: Emitter, op: torch._ops.OpOverload, given: Mapping[str, Any]
 ) -> tuple[fx.Node, dict[fx.Node, fx.Node]]:
-    """Inserts a functional call of an op with one result, with lists of tensors that change, all different.
+    """Insert a functional call of an op with one result that changes lists of tensors, all different.
 
-    Returns the result, and by base what becomes of it.
+    Returns the result, and the changed copies by base.
     """
     changing = [a.name for a in op._schema.arguments if a.alias_info is not None]
     bases = [base for name in changing for base in given[name]]

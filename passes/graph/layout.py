@@ -1,12 +1,13 @@
-"""Layouts: what views, permutations, splits and concatenations do to the index of a tensor.
+"""Layouts: how views, permutations, splits and concatenations map the index of a tensor.
 
 A source tensor has dims of sizes `L_0, L_1, ...`. A *digit* `(dim, div, size)` is the mixed-radix digit
 `(i_dim // div) % size` of its index. A *layout* gives, for every dim of a derived tensor, the digits that
-make up its index, most significant first. `view -> transpose -> clone -> view` is then a regrouping of a
-list, and a collective that cuts a tensor into `world` parts cuts out one digit, wherever views have taken it.
+make up its index, most significant first. Hence `view -> transpose -> clone -> view` regroups a list of
+digits, and a collective that cuts a tensor into `world` parts cuts out one digit, wherever views have moved
+it.
 
-A layout may also have digits that are `fixed`: the tensor is one piece of a split. Joining all pieces
-gives the digit back, so that `split -> view -> cat` is a layout too.
+A layout may also have digits that are `fixed`: the tensor is one piece of a split. Concatenating all pieces
+returns the digit to a dim, so that `split -> view -> cat` is a layout too.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ Size: TypeAlias = "int | sympy.Expr"
 
 
 def exact_quotient(a: Size, b: Size) -> Size | None:
-    """`a / b` if it is an integer for every value of the symbols, else None."""
+    """`a / b` if it is an integer for every value of the symbols; else None."""
     if isinstance(a, int) and isinstance(b, int):
         return a // b if b and a % b == 0 else None
     if b == 1:
@@ -57,7 +58,7 @@ class Digit:
     size: Size
 
     def split(self, minor: Size) -> tuple[Digit, Digit] | None:
-        """(major, minor) digits, if `minor` divides the size."""
+        """(major, minor) digits; None if `minor` does not divide the size."""
         major = exact_quotient(self.size, minor)
         if major is None:
             return None
@@ -71,7 +72,7 @@ Digits: TypeAlias = "tuple[Digit, ...]"
 
 
 def merge(digits: Iterable[Digit]) -> Digits:
-    """Neighbours that are one digit of the source become one; digits of size 1 vanish."""
+    """Join neighbours that are one digit of the source, and drop digits of size 1."""
     merged: list[Digit] = []
     for digit in digits:
         if digit.size == 1:
@@ -185,7 +186,7 @@ class Layout:
 
 
 def common_digits(*lists: Digits) -> list[Digits] | None:
-    """Split the digits of several lists until all lists hold the same digits (in their own orders)."""
+    """Split digits until all lists hold the same digits, each in its own order; None if impossible."""
     work = [list(digits) for digits in lists]
     cuts: dict[int, set[Size]] = {}
     for digits in work:
@@ -222,7 +223,7 @@ def _inside(cut: Size, digit: Digit) -> bool:
 
 @dataclass(frozen=True)
 class Cut:
-    """Where a digit lies in a layout: dim `dim` is `(outer, digit, inner)`; `rest` is what is left."""
+    """A digit taken out of a layout: dim `dim` was `(outer, digit, inner)`; `rest` is what remains."""
 
     dim: int
     outer: Size
@@ -248,7 +249,8 @@ def cut_out(layout: Layout, digit: Digit) -> Cut | None:
 
 
 def compose(outer: Layout, inner: Layout) -> Layout | None:
-    """The layout of a tensor on the source of `inner`, if it has `outer` on a tensor that has `inner`."""
+    """The layout, relative to the source of `inner`, of a tensor that `outer` describes relative to the
+    tensor with layout `inner`."""
 
     def translate(d: Digit) -> Digits | None:
         if d.dim < 0:

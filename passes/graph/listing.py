@@ -1,4 +1,4 @@
-"""Graphs as lines to read, `mm: f32[16, 16] = aten.mm(view, permute)`, and which site changed which line."""
+"""Graphs as text, `mm: f32[16, 16] = aten.mm(view, permute)`, and the site that changed each line."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from .anchors import is_fused_op, source_of
 
 
 def listing(graph: fx.Graph) -> Listing:
-    """One line a node, in the order of the graph. Slow for large graphs."""
+    """One line for each node, in the order of the graph. Slow for large graphs."""
     return Listing(tuple(Line(node.name, _text(node), source_of(node), None) for node in graph.nodes))
 
 
 def owners_of(graph: fx.Graph, changed: Mapping[str, int]) -> dict[str, int]:
-    """The site of every fused op, by the names of what it reads: a merged op reads what its parts did."""
+    """The sites of fused ops, by the names of their inputs: a merged op has the inputs of its parts."""
     ops = [n for n in graph.nodes if is_fused_op(n) and n.name in changed]
     return {i.name: changed[op.name] for op in reversed(ops) for i in op.all_input_nodes}
 
 
 def tie_merged(graph: fx.Graph, owners: Mapping[str, int], changed: dict[str, int]) -> None:
-    """Add to `changed` the fused ops that came since `owners_of`, and what is computed from them.
+    """Add to `changed` the fused ops that are new since `owners_of`, and the nodes computed from them.
 
-    An op that was merged from those of several sites belongs to the first.
+    An op that was merged from ops of several sites belongs to the first of these sites.
     """
     for node in graph.nodes:
         if node.op != "output" and node.name not in changed:
@@ -42,10 +42,10 @@ def tie_merged(graph: fx.Graph, owners: Mapping[str, int], changed: dict[str, in
 def tie(
     before: Listing, after: Listing, changed: Mapping[str, int], collectives: Mapping[str, int]
 ) -> tuple[Listing, Listing]:
-    """Both listings with the sites of their lines, given sites by name of node.
+    """Both listings with the sites of their lines. `changed` and `collectives` map names of nodes to sites.
 
-    A line belongs to the site whose collective or wait it is, else, if it differs between the listings, to
-    the one that changed it.
+    The line of a collective or of its wait belongs to the site of the collective. Another line belongs to the
+    site that changed it if the line differs between the listings, else to no site.
     """
     texts = [{line.name: line.text for line in lines} for lines in (before, after)]
 

@@ -1,4 +1,4 @@
-"""Which nodes lie between two others, and which depend on a collective."""
+"""Paths in a graph: the nodes between two nodes, and collectives on the way."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .anchors import Anchor, is_collective
 
 
 def between(n: fx.Node, below: fx.Node) -> frozenset[fx.Node]:
-    """Nodes on the paths from `below` (excluded) to `n`, a layout of it."""
+    """The nodes on all paths from `below` (excluded) to `n` (included)."""
     leads: dict[fx.Node, bool] = {below: True}
 
     def visit(node: fx.Node) -> bool:
@@ -23,7 +23,7 @@ def between(n: fx.Node, below: fx.Node) -> frozenset[fx.Node]:
 
 
 def depends_on(anchor: Anchor, nodes: Iterable[fx.Node]) -> fx.Node | None:
-    """The first of `nodes` that is computed from the collective's result."""
+    """The first of `nodes` that is computed from the result of the collective; None if there is none."""
     seen: set[fx.Node] = set()
 
     def reaches(node: fx.Node) -> bool:
@@ -38,7 +38,7 @@ def depends_on(anchor: Anchor, nodes: Iterable[fx.Node]) -> fx.Node | None:
 
 
 def collective_above(node: fx.Node, first: fx.Node) -> fx.Node | None:
-    """A collective behind `first` that `node` is computed from."""
+    """A collective behind `first` in the graph that `node` is, or is computed from; None if there is none."""
     seen: set[fx.Node] = set()
     work = [node]
     while work:
@@ -53,7 +53,7 @@ def collective_above(node: fx.Node, first: fx.Node) -> fx.Node | None:
 
 
 def outside_reader(anchor: Anchor, leaves: Sequence[fx.Node]) -> fx.Node | None:
-    """Who besides the collective reads one of `leaves` or what lies between them and the collective."""
+    """A user, other than the collective, of one of `leaves` or of a node between them and the collective."""
     inside: set[fx.Node] = set()
     work = [anchor.input]
     while work:
@@ -66,7 +66,7 @@ def outside_reader(anchor: Anchor, leaves: Sequence[fx.Node]) -> fx.Node | None:
 
 
 def collective_between(first: fx.Node, last: fx.Node) -> fx.Node | None:
-    """A collective, fused or not, that stands between two nodes of a graph."""
+    """A collective, fused or not, that stands between two nodes of a graph; None if there is none."""
     node = first.next
     while node is not last:
         if is_collective(node):

@@ -1,7 +1,7 @@
-"""Which indices are permutations: known from how they are made, never from their values.
+"""Indices that are permutations. The op that makes an index decides, never the values.
 
-A backward graph has the indices that the forward graph made as inputs, and does not say how. The joint graph
-of both does: there they are marked, and the partition into two graphs keeps `meta` of what becomes an input.
+The backward graph has the indices of the forward graph as inputs, without the ops that make them. Hence the
+joint graph of both is marked: the partition into two graphs keeps `meta` of a node that becomes an input.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ _ORDERS = (aten.argsort.default, aten.argsort.stable, aten.randperm.default)
 
 
 def mark_permutations(joint: fx.Graph) -> None:
-    """Of a graph that is not yet cut into forward and backward."""
+    """Mark the permutations of a joint graph, which is not yet cut into forward and backward."""
     for node in joint.nodes:
         if _is_made_one(node):
             node.meta[_MARK] = True
 
 
 def is_permutation(index: fx.Node) -> bool:
-    """Is it known to have every number below its length once?"""
-    # Rewrites may copy `meta` to other nodes than inputs.
+    """Whether the index is known to hold every number below its length once."""
+    # Only inputs: rewrites of other nodes may copy `meta`.
     return _is_made_one(index) or (index.op == "placeholder" and _MARK in index.meta)
 
 
 def marked_inputs(graph: fx.Graph) -> list[int]:
-    """The numbers of the inputs that are known to be permutations, which the graph's code does not say."""
+    """Positions of the inputs that are known to be permutations; the code of the graph does not tell them."""
     inputs = (n for n in graph.nodes if n.op == "placeholder")
     return [i for i, node in enumerate(inputs) if is_permutation(node)]
 

@@ -1,9 +1,9 @@
 """expert matmul -> all_to_all (combine), with fixed capacity or dropless.
 
-`P: [E, R, N]` of batched, listed or grouped matmuls and a pointwise epilogue. Fixed capacity: the
-destination, the leading digit of the collective's input, was cut out of a dim of P by the program, wherever
-views and permutes took it. Dropless: whole rows of P go in parts of any size, in their order or put
-into a send buffer by positions.
+The product `P: [E, R, N]` comes from batched, listed or grouped matmuls and a pointwise epilogue. With fixed
+capacity, the program cuts a dim of P into one part for each rank; the leading digit of the collective's input
+numbers the parts. Dropless, whole rows of P are sent in parts of any size, in their order or in the order
+that indices give in a send buffer.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def match_combine(anchor: Anchor, context: Context) -> Found:
 
 
 def match_single_combine(anchor: Anchor, context: Context) -> Found:
-    """One matmul, as one expert."""
+    """One matmul, which is taken as one expert."""
     return _match(anchor, context, single=True)
 
 
@@ -98,7 +98,7 @@ def _not_on_gpus(found: Product, place: Cut | Rows, keep: bool) -> str:
 
 
 def rows_not_on_gpus(place: Cut | Rows, listed: bool) -> str:
-    """Of a combine or a dispatch."""
+    """Why GPU kernels do not take the parts of a combine or dispatch; empty if they do."""
     if listed:
         return LISTED
     return "GPU kernels exchange equal parts of rows" if isinstance(place, Rows) or place.dim != 1 else ""
@@ -147,7 +147,7 @@ def _rewrite(
     )
     result = emitter.item(fused, 0)
     if isinstance(place, Cut):
-        # What arrives has the source in the place of the destination's digit.
+        # In the result, the digit of the destination numbers the sources.
         have = Layout(((place.digit,), *place.rest.dims))
         result = emitter.rebuild(result, have, found.layout, context.shapes.of(anchor.node))
     else:
@@ -170,7 +170,7 @@ def _activations(emitter: Emitter, found: Product, flat: bool) -> list[fx.Node]:
 
 
 def _operand(emitter: Emitter, operand: Operand, found: Product, flat: bool) -> fx.Node:
-    """As the fused op takes it: against `[E, R, N]`, or `[rows, N]`."""
+    """The operand as the fused op takes it, along `[E, R, N]`, or along `[rows, N]` if `flat`."""
     if operand.others:
         each = []
         for one in (replace(operand, others=()), *operand.others):
@@ -201,7 +201,7 @@ def _positions(emitter: Emitter, found: Product, place: Rows) -> fx.Node | None:
 
 
 def _hand_out(emitter: Emitter, fused: fx.Node, found: Product) -> None:
-    """Let those who read finished products read the second output of the fused op."""
+    """Let users of the finished products read the second output of the fused op."""
     whole = emitter.item(fused, 1)
     if found.offsets is not None:
         emitter.replace(found.last, like(emitter, whole, found.last))
@@ -216,7 +216,7 @@ def _hand_out(emitter: Emitter, fused: fx.Node, found: Product) -> None:
 
 
 def like(emitter: Emitter, result: fx.Node, node: fx.Node) -> fx.Node:
-    """`result` in the shape of `node`, which may depend on data."""
+    """`result` in the shape of `node`. A shape that depends on data is kept."""
     val, have = tensor(node), tensor(result)
     assert val is not None
     assert have is not None
@@ -230,7 +230,7 @@ def like(emitter: Emitter, result: fx.Node, node: fx.Node) -> fx.Node:
 
 
 def batched(emitter: Emitter, node: fx.Node) -> fx.Node:
-    """Give a single matmul's operand the batch of one expert."""
+    """The operand of a matmul with a leading dim of experts; one expert if it had none."""
     val = tensor(node)
     assert val is not None
     return node if val.dim() == 3 else emitter.call(aten.unsqueeze.default, node, 0)

@@ -1,4 +1,4 @@
-"""all_to_all -> expert matmul (dispatch), with fixed capacity or dropless: the mirror of combine."""
+"""all_to_all -> expert matmul (dispatch), with fixed capacity or dropless: the transpose of combine."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ PATTERN = "all_to_all_expert_matmul"
 
 @dataclass(frozen=True)
 class Entry:
-    """A matmul of one expert (`expert` >= 0) or of all (-1); `layout` is that of `X: [E, R, K]`."""
+    """A matmul of expert `expert`, or of all experts (-1). `layout`: of its activations `X: [E, R, K]`."""
 
     reader: Reader
     w: fx.Node
@@ -55,7 +55,7 @@ def match_dispatch(anchor: Anchor, context: Context) -> Found:
 
 
 def match_single_dispatch(anchor: Anchor, context: Context) -> Found:
-    """One matmul, as one expert."""
+    """One matmul, which is taken as one expert."""
     return _match(anchor, context, single=True)
 
 
@@ -111,7 +111,7 @@ def _match(anchor: Anchor, context: Context, single: bool) -> Found:
 def _place(
     anchor: Anchor, context: Context, layout: Layout, received: tuple[Size, ...]
 ) -> Cut | Rows | Reject:
-    """Where the source lies in X, or that X is made of whole rows of what arrives."""
+    """The digit of X that numbers the sources, or whole rows if X consists of whole received rows."""
     order: Layout | None = None
     if merge(layout.digits) != merge(Layout.of(received).digits):
         part = exact_quotient(received[0], context.world)
@@ -152,7 +152,7 @@ def _entry(reader: Reader, single: bool) -> Entry | None:
 
 
 def _by_consumer(entries: list[Entry], experts: int) -> list[Entry] | None:
-    """Consumer-major: the first matmul of every expert, then the second of every expert, ..."""
+    """The first matmul of every expert, then the second of every expert, ...; None if experts differ."""
     per_expert = [[e for e in entries if e.expert == i] for i in range(experts)]
     counts = {len(p) for p in per_expert}
     if len(counts) != 1:
@@ -239,7 +239,7 @@ def _rewrite_rows(
 
 
 def like_rows(emitter: Emitter, node: fx.Node, columns: Size) -> fx.Node:
-    """`node` as rows of `columns`."""
+    """`node` as a matrix with `columns` columns."""
     shape = emitter.shapes.known(node)
     if len(shape) == 2 and same_size(shape[1], columns):
         return node
@@ -250,7 +250,7 @@ def like_rows(emitter: Emitter, node: fx.Node, columns: Size) -> fx.Node:
 
 
 def _rows_received(layout: Layout, received: tuple[Size, ...]) -> Digits | None:
-    """The digits of the rows of what arrives, if a row of X is a row of it."""
+    """The digits of the received rows, if a row of X is one received row; else None."""
     digits, columns = Layout.of(received).digits, layout.dims[2]
     rows = digits[: len(digits) - len(columns)]
     return rows if digits == rows + columns else None
@@ -259,7 +259,7 @@ def _rows_received(layout: Layout, received: tuple[Size, ...]) -> Digits | None:
 def _chosen(
     emitter: Emitter, order: Layout, received: tuple[Size, ...], layout: Layout, x: fx.Node
 ) -> fx.Node:
-    """The row of what arrives that is row `i` of X."""
+    """Vector of int64: for row `i` of X, the number of the received row."""
     rows = _rows_received(layout, received)
     assert rows is not None
     count = prod(d.size for d in rows)

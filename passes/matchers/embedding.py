@@ -1,8 +1,8 @@
-"""embedding_bag -> all_to_all: pooled tables, stored straight into the layout that the next op reads.
+"""embedding_bag -> all_to_all: pooled rows are stored in the layout that the next op reads.
 
-The pooled tables are read as digits `b` (bags of one destination), `t` (table) and `d` (column); the exchange
-turns the destination's digit of the batch into the source `s`. The fused op stores in the order of these
-digits that is read behind the collective, so that the rearrangement there is a view.
+The index of a pooled element has the digits `b` (bag of one destination), `t` (table) and `d` (column). The
+exchange replaces the destination in the batch by the source `s`. The fused op stores in the order of digits
+that the users of the collective read, so that their rearrangement becomes a view.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Bag:
 
     @property
     def shared(self) -> tuple[object, ...]:
-        """What must be the same for all tables of one op."""
+        """Options and dtypes that must be equal for all tables of one op."""
         return (
             self.mode,
             self.include_last_offset,
@@ -69,7 +69,7 @@ class Bag:
 
 
 def read_bag(pooled: fx.Node) -> Bag | None:
-    """The bag that `pooled` is the first result of."""
+    """The bag whose pooled rows are `pooled`; None if `pooled` is something else."""
     if pooled.target is not operator.getitem or pooled.args[1] != 0:
         return None
     n = pooled.args[0]
@@ -130,7 +130,11 @@ def match_embedding(anchor: Anchor, context: Context) -> Found:
 
 
 def _not_on_gpus(first: Bag, bags: list[Bag]) -> str:
-    """There torch's own backward reads sizes of bags that are those of `_bag_sizes` in plain cases only."""
+    """Why GPU kernels do not take the bags; empty if they do.
+
+    torch's backward on GPUs reads bag sizes that equal those of `_bag_sizes` only without padding in means
+    and without a last offset.
+    """
     if not _trained(bags):
         return ""
     if first.mode == _MEAN and first.padding_idx >= 0:
@@ -139,21 +143,21 @@ def _not_on_gpus(first: Bag, bags: list[Bag]) -> str:
 
 
 def _trained(bags: list[Bag]) -> list[fx.Node]:
-    """What backward reads besides the pooled rows."""
+    """The results of the bags, other than the pooled rows, that the backward reads."""
     return [u for b in bags for u in b.node.users if u.args[1] != 0 and u.users]
 
 
 def _follow_bags(root: fx.Node, shapes: Shapes) -> tuple[list[Bag], Layout, torch.dtype] | Reject:
-    """The bags that `root` is made of, its layout on them as `[B, columns]`, and the dtype that is sent.
+    """The bags that `root` consists of, its layout relative to `[B, columns]`, and the dtype that is sent.
 
-    Digits: 0 the batch, 1 the column within a table, -1 the table. With tables of several widths, 1 is the
-    column over all tables.
+    Dims of digits: 0 is the batch, 1 the column within a table, -1 the table. With tables of several widths,
+    1 is the column over all tables.
     """
     wire = dtype_of(root)
     assert wire is not None
 
     def ragged(n: fx.Node) -> bool:
-        """`cat` along the columns of tables of several widths."""
+        """Whether `n` concatenates the columns of tables of several widths."""
         if n.target is not aten.cat.default or argument(n, 1, "dim", 0) not in (1, -1):
             return False
         parts = [p for p in n.args[0] if isinstance(p, fx.Node) and read_bag(p) is not None]
@@ -229,7 +233,7 @@ def _rewrite(
         shape = shapes.known(anchor.node)
         replace_result(emitter, anchor, emitter.reshape(fused, shape))
     else:
-        # Layouts relative to the bags, with the source in place of the destination.
+        # Layouts relative to the bags; in the result, the source stands in the place of the destination.
         have = Layout(dims)
         for reader in find_readers(anchor, shapes):
             want = compose(reader.layout, layout)
@@ -244,7 +248,8 @@ def _rewrite(
 def _order_read(
     anchor: Anchor, shapes: Shapes, layout: Layout, names: dict[str, tuple], column: tuple[Digit, ...]
 ) -> str:
-    """The order of source, table and batch in which most of what is behind the collective reads."""
+    """The order of source, table and batch in which the first user of the collective reads, if it is one of
+    `names`."""
     readers, _ = find_cast_readers(anchor, shapes)
     for view in (c for r in readers if (c := compose(r.layout, layout)) is not None):
         for name, digits in names.items():
@@ -256,7 +261,7 @@ def _order_read(
 
 
 def _replace_extras(emitter: Emitter, bag: Bag) -> None:
-    """What backward wants of the bag besides the pooled rows: offset2bag, bag sizes, zeros."""
+    """Compute the other results of a bag that the backward reads: offset2bag, bag sizes, zeros."""
     for user in list(bag.node.users):
         index = user.args[1]
         if index == 0 or not user.users:
@@ -282,7 +287,7 @@ def _bag_count(emitter: Emitter, bag: Bag) -> int | fx.Node:
 
 
 def _full(emitter: Emitter, like: fx.Node, size: int | fx.Node, fill: int | fx.Node) -> fx.Node:
-    """Vector of `size` times `fill`; not new_full or zeros_like, which are decomposed before this stage."""
+    """Vector of `size` entries `fill`. Inductor decomposes new_full and zeros_like before this stage."""
     val = tensor(like)
     assert val is not None
     options = {"dtype": val.dtype, "device": val.device, "pin_memory": False}
@@ -290,7 +295,7 @@ def _full(emitter: Emitter, like: fx.Node, size: int | fx.Node, fill: int | fx.N
 
 
 def _bag_sizes(emitter: Emitter, bag: Bag) -> fx.Node:
-    """Lookups of every bag; those of padding count for a sum, which nobody divides by them."""
+    """The number of lookups of every bag. In a mean, padding is not counted."""
     ends = emitter.call(aten.slice.Tensor, bag.offsets, 0, 1, 2**63 - 1)
     if not bag.include_last_offset:
         lookups = emitter.size(expression(tensor(bag.indices).shape[0]))  # type: ignore[union-attr]
@@ -305,7 +310,7 @@ def _bag_sizes(emitter: Emitter, bag: Bag) -> fx.Node:
 
 
 def _used_before(emitter: Emitter, bag: Bag) -> fx.Node:
-    """How many lookups before every lookup, and before the end, are not padding: `[n + 1]`."""
+    """Entry `i` of `[n + 1]`: how many of the first `i` lookups are not padding."""
     val = tensor(bag.indices)
     assert val is not None
     used = emitter.call(aten.cumsum.default, emitter.call(aten.ne.Scalar, bag.indices, bag.padding_idx), 0)
@@ -314,7 +319,7 @@ def _used_before(emitter: Emitter, bag: Bag) -> fx.Node:
 
 
 def _bag_of_lookups(emitter: Emitter, bag: Bag) -> fx.Node:
-    """The bag of every lookup: how many bags start at or before it, less one."""
+    """The bag of every lookup: the number of bags that start at or before the lookup, less one."""
     val = tensor(bag.indices)
     assert val is not None
     lookups = emitter.numbers(emitter.size(expression(val.shape[0])), bag.indices)
@@ -323,7 +328,7 @@ def _bag_of_lookups(emitter: Emitter, bag: Bag) -> fx.Node:
 
 
 def _as_offsets(emitter: Emitter, bag: Bag, node: fx.Node) -> fx.Node:
-    """int64 in the dtype of the offsets."""
+    """Cast an int64 node to the dtype of the offsets."""
     dtype = dtype_of(bag.offsets)
     if dtype == torch.int64:
         return node

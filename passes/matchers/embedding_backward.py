@@ -1,4 +1,5 @@
-"""all_to_all -> embedding_bag backward: the gradient of pooled rows goes back to the ranks of the tables."""
+"""all_to_all -> embedding_bag backward: gradients of pooled rows are sent to the ranks that hold the
+tables."""
 
 from __future__ import annotations
 
@@ -49,7 +50,7 @@ def _is_sparse(n: fx.Node) -> bool:
 
 
 def _shared(n: fx.Node) -> tuple[object, ...]:
-    """What must be the same for all tables of one op."""
+    """Options and dtypes that must be equal for all tables of one op."""
     weights = argument(n, 10, "per_sample_weights")
     return (
         argument(n, 8, "mode"),

@@ -1,7 +1,7 @@
-"""An exchange of the gradients of pooled bags whose columns are read table by table.
+"""An exchange of gradients of pooled rows whose columns belong to tables.
 
-The exchanged `[B, C]` is read whole, as pieces or as slices of columns, by nodes that make something of the
-gradients of one table's bags: its gradient, or its new rows.
+Each user of the exchanged `[B, C]` reads the columns of one table, as a piece, as a slice or whole, and
+computes the gradient of the table or its new rows.
 """
 
 from __future__ import annotations
@@ -33,12 +33,13 @@ from .match import Context, Work, check_dtype
 from .readers import Reader, find_cast_readers
 
 Reads = Callable[[fx.Node, fx.Node], bool]
-"""Does a node make something of a table's gradient, the second?"""
+"""Whether a node computes a table's gradient or new rows from the second node."""
 
 
 @dataclass(frozen=True)
 class Columns:
-    """`node` reads columns `[start, start + width)` of the exchanged `[B, C]`, of this layout."""
+    """`node` reads columns `[start, start + width)` of `[B, C]`, which has `layout` on the exchanged
+    tensor."""
 
     node: fx.Node
     start: Size
@@ -48,7 +49,7 @@ class Columns:
 
 @dataclass(frozen=True)
 class Exchanged:
-    """All that reads an exchange: `tables`, in the order of their columns, and `others`."""
+    """All users of an exchange: those of `tables`, in the order of their columns, and `others`."""
 
     tables: list[Columns]
     others: list[Reader]
@@ -62,7 +63,8 @@ class Exchanged:
 
 
 def match_columns(anchor: Anchor, context: Context, reads: Reads, what: str) -> Exchanged | Reject:
-    """Who reads what is exchanged, if all its columns belong to tables; `what` is what `reads` finds."""
+    """The users of an exchange, if all its columns belong to tables. `what` names the nodes that `reads`
+    accepts."""
     shapes = context.shapes
     received = tensor(anchor.node)
     assert received is not None
@@ -90,7 +92,7 @@ def match_columns(anchor: Anchor, context: Context, reads: Reads, what: str) -> 
 
 
 def _columns_of(reader: Reader, reads: Reads) -> list[Columns]:
-    """The tables whose gradient `reader` reads, as a piece of equal pieces, as a slice, or whole."""
+    """The tables whose columns `reader` reads: as one of equal pieces, as a slice, or whole."""
     user, layout = reader.user, reader.layout
     if user.target is aten.slice.Tensor and len(layout.dims) == 2 and not layout.fixed:
         bounds = slice_bounds(user, layout.shape[1])
@@ -119,14 +121,15 @@ def _check(tables: list[Columns], layout: Layout, received: torch.Tensor) -> Rej
 
 
 def _read_besides(reader: Reader, mine: set[fx.Node]) -> bool:
-    """Does somebody besides the tables read the slice of this reader?"""
+    """Whether the slice of this reader has users other than those of tables."""
     return reader.user.target is aten.slice.Tensor and any(u not in mine for u in reader.user.users)
 
 
 def sent(
     anchor: Anchor, context: Context, found: Exchanged, emitter: Emitter
 ) -> tuple[fx.Node, list[int | fx.Node], str]:
-    """What the fused op exchanges, the columns of every rank, and its layout."""
+    """The tensor that the fused op sends, the number of columns for each rank, and the layout of the
+    tensor."""
     shapes = context.shapes
     assert anchor.input is not None
     have = shapes.known(anchor.input)
@@ -143,13 +146,13 @@ def sent(
 
 
 def has_last_offset(grad: fx.Node, offsets: fx.Node) -> bool:
-    """Have the offsets of the bags with these gradients an entry behind the last bag?"""
+    """Whether the offsets have an entry for the end of the last bag."""
     bags, starts = (hint(tensor(n).shape[0]) for n in (grad, offsets))  # type: ignore[union-attr]
     return bags is not None and starts == bags + 1
 
 
 def _columns(anchor: Anchor, shapes: Shapes, batch: Digits, width: Size, world: int) -> list[Size]:
-    """Columns of every rank's tables, from the flat runs that are sent to them."""
+    """The number of columns of each rank's tables, from the flat runs that are sent to the ranks."""
     bags = prod(d.size for d in batch)
     runs = [exact_quotient(shapes.size(s), bags) for s in anchor.input_splits]
     if len(runs) != world or any(r is None for r in runs):

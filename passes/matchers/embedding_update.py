@@ -1,4 +1,4 @@
-"""all_to_all -> updates of tables: the gradient of pooled rows goes back to the tables, and changes them."""
+"""all_to_all -> updates of tables: gradients of pooled rows are sent to the tables and update them."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _is_update(n: fx.Node, grad: fx.Node) -> bool:
 
 
 def _shared(u: Given) -> tuple[object, ...]:
-    """What must be the same for all tables of one op."""
+    """Options and dtypes that must be equal for all tables of one op."""
     options = (u["pooling"], u["include_last_offset"], u["padding_idx"])
     types = (dtype_of(u[name]) for name in ("weight", "indices", "offsets"))
     return (*options, u["state"] is None, u["per_sample_weights"] is None, *types)

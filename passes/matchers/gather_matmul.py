@@ -1,7 +1,7 @@
-"""all_gather -> matmul: from every matmul that reads the gathered tensor, walk up to the collective.
+"""all_gather -> matmul: for every matmul that reads the gathered tensor, follow views up to the collective.
 
-Gathering adds one digit, the rank, to the index of the part. The layout of a matmul's operand tells where in
-its rows or columns that digit has gone; the rest of the layout is applied to the part before the op. A cast
+The gather adds one digit, the rank, to the index of a part. The layout of a matmul's operand tells where in
+its rows or columns this digit lies; the rest of the layout is applied to the part before the fused op. A cast
 of the gathered tensor commutes with the gather: `cast(AG(x)) = AG(cast(x))`, element by element.
 """
 
@@ -30,9 +30,9 @@ PATTERN = "all_gather_matmul"
 
 @dataclass(frozen=True)
 class Consumer:
-    """`reader.user = X @ w (+ bias)`, where `layout` is that of X: [M, K] on the gathered tensor.
+    """`reader.user = X @ w (+ bias)`, where `layout` is the layout of `X: [M, K]` on the gathered tensor.
 
-    `swapped`: it is `w @ X^T (+ bias)`, the transpose of `X @ w^T (+ bias^T)`.
+    If `swapped`, `reader.user = w @ X^T (+ bias)`, the transpose of `X @ w^T (+ bias^T)`.
     """
 
     reader: Reader
@@ -91,7 +91,7 @@ def _not_on_gpus(consumers: list[Consumer], cut: Cut) -> str:
 
 
 def _consumer(reader: Reader) -> Consumer | None:
-    """The matmul that reads the view, if all_gather_matmul can compute it."""
+    """The matmul that reads the view; None if all_gather_matmul cannot compute it."""
     found = linear_operands(reader.user, vector_bias=False)
     if found is None or reader.user.target is aten.baddbmm.default:
         return None
@@ -114,7 +114,7 @@ def _consumer(reader: Reader) -> Consumer | None:
 def _choose(
     anchor: Anchor, consumers: list[Consumer], total: Size, rank: Digit
 ) -> tuple[list[Consumer], Cut] | Reject:
-    """The consumers that one op can serve: of one layout, best with the rank among the rows of X."""
+    """The consumers that one op computes: all of one layout, preferably with the rank in the rows of X."""
     reject: Reject | None = None
     found: dict[Layout, tuple[list[Consumer], Cut]] = {}
     for c in consumers:
@@ -151,7 +151,7 @@ def _no_consumer(readers: list[Reader]) -> Reject:
 
 
 def _matmul_behind(view: fx.Node) -> fx.Node | None:
-    """A matmul that reads `view` or views of it."""
+    """A matmul that reads `view`, or views or casts of `view`; None if there is none."""
     work = [view]
     while work:
         for user in work.pop().users:

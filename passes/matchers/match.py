@@ -1,4 +1,4 @@
-"""What a matcher returns: a `Match` that can rewrite the graph, or a `Reject` with the reason."""
+"""The result of a matcher: a `Match` that can rewrite the graph, or a `Reject` with the reason."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from autofuse.passes.report import Reason, Reject
 
 @dataclass(frozen=True)
 class Context:
-    """What the rewrite of one anchor needs besides the anchor."""
+    """The arguments of a matcher besides the anchor: group, order, site and shapes."""
 
     group: str | fx.Node
     world: int
@@ -30,13 +30,15 @@ class Context:
 
 def context_of(anchor: Anchor, world: int, order: str) -> Context:
     """The context of a collective over `world` ranks."""
-    # Not the node's name, which counts the collectives of one graph: ranks may cut a model into other graphs.
+    # Not the name of the node: it counts the collectives of a graph, and graphs may break differently on
+    # ranks.
     site = anchor.source or anchor.kind
     return Context(anchor.group, world, order, site, _shapes(anchor, world))
 
 
 def _shapes(anchor: Anchor, world: int) -> Shapes:
-    """Shapes under what a reduce_scatter, or the splits of an all_to_all, imply."""
+    """Shapes, given that a reduce_scatter, or an all_to_all with equal splits, cuts a dim into equal
+    parts."""
     shapes = Shapes()
     source, result = tensor(anchor.input), tensor(anchor.node)
     if (
@@ -56,29 +58,31 @@ def _shapes(anchor: Anchor, world: int) -> Shapes:
 
 @dataclass(frozen=True)
 class Work:
-    """What the cost model needs: matmul sizes, and bytes read by compute that is no matmul."""
+    """The compute of a site, for the cost model."""
 
     matmuls: tuple[tuple[Size, Size, Size], ...] = ()
     """(M, K, N) of each matmul on one rank."""
     count: Size = 1
-    """Weights that the rows of a matmul are spread over (experts), or tables that are pooled."""
+    """Number of experts that the rows of a matmul are spread over, or of tables that are pooled."""
     bytes_read: Size = 0
+    """Bytes that pooling reads."""
     bytes_kept: Size = 0
-    """Bytes that the fused op must copy besides, such as a gathered tensor that others read."""
+    """Bytes of extra outputs, such as a gathered tensor that has other users."""
 
 
 @dataclass(frozen=True)
 class Match:
-    """A legal site. `apply` inserts the fused op and lets the users of the collective read it."""
+    """A site that a fused op can replace. `apply` inserts the op and lets the users of the collective read
+    it."""
 
     pattern: str
     work: Work
     shapes: Shapes
     apply: Callable[[Emitter], None]
     inputs: tuple[fx.Node, ...]
-    """What the fused op reads: it can stand only after all of them."""
+    """The inputs of the fused op, which must stand after all of them."""
     early: tuple[fx.Node, ...] = ()
-    """Users that may stand before the collective and will read an output of the fused op."""
+    """Other users of the compute, which will read an output of the fused op; they may stand before it."""
     not_on_gpus: str = "this op has no kernel for GPUs yet"
     """Why the GPU kernels cannot run it; empty if they can."""
 
@@ -87,26 +91,26 @@ Found: TypeAlias = "Match | Reject"
 
 
 def check_dtype(dtype: torch.dtype | None) -> Reject | None:
-    """The reason if the kernels cannot exchange the dtype."""
+    """Why the kernels cannot exchange the dtype; None if they can."""
     name = str(dtype).removeprefix("torch.")
     return None if dtype in cpu.DTYPES else Reject(Reason.DTYPE, f"{name} is exchanged")
 
 
 def fill_biases(emitter: Emitter, x: fx.Node, biases: Sequence[fx.Node | None]) -> list[fx.Node]:
-    """The biases as the fused ops take them: none at all, or one a matmul, empty where it has none."""
+    """The biases as fused ops take them: no bias at all, or one for each matmul, empty where it has none."""
     if all(b is None for b in biases):
         return []
     return [b if b is not None else emitter.call(aten.new_empty.default, x, [0]) for b in biases]
 
 
 def hand_out(emitter: Emitter, fused: fx.Node, nodes: Sequence[fx.Node]) -> None:
-    """Let those who read `nodes[i]` read output `i` of the fused op."""
+    """Let the users of `nodes[i]` read output `i` of the fused op."""
     for i, node in enumerate(nodes):
         shape = emitter.shapes.known(node)
         emitter.replace(node, emitter.reshape(emitter.item(fused, i), shape))
 
 
 def replace_result(emitter: Emitter, anchor: Anchor, result: fx.Node) -> None:
-    """Let everything that reads the result of the collective read `result`."""
+    """Let the users of the collective read `result`."""
     for node in anchor.results:
         emitter.replace(node, result)

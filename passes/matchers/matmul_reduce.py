@@ -1,8 +1,8 @@
-"""matmul -> all_reduce and matmul -> reduce_scatter: walk up from the collective to the product before it.
+"""matmul -> all_reduce and matmul -> reduce_scatter: follow views from the collective up to the product.
 
-All_reduce acts on every element alike, so it commutes with whatever moves elements: `AR(L(P)) = L(AR(P))` for
-the layout `L` between them. Reduce_scatter cuts its input along the leading digit of dim 0; the layout tells
-which digit of the rows or columns of `P` that is.
+An all_reduce treats every element alike, so that it commutes with a layout `L` between product and
+collective: `AR(L(P)) = L(AR(P))`. A reduce_scatter cuts its input along the leading digit of dim 0; the
+layout tells which digit of the rows or columns of `P` that is.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def match_reduce_scatter(anchor: Anchor, context: Context) -> Found:
 
 
 def _find(anchor: Anchor, context: Context, shape: tuple[Size, ...] | None) -> Product | Reject:
-    """The product that is reduced, viewed as `shape`."""
+    """The product that the collective reduces, with the collective's input viewed as `shape`."""
     assert anchor.input is not None
     found = match_product(anchor.input, context.shapes, shape=shape)
     if isinstance(found, Reject):
@@ -55,7 +55,7 @@ def _find(anchor: Anchor, context: Context, shape: tuple[Size, ...] | None) -> P
 
 
 def leading_cut(found: Product, world: int) -> Cut | Reject:
-    """Where the leading digit of dim 0 of the collective's input lies in the product."""
+    """The place in the product of the leading digit of dim 0 of the collective's input."""
     if exact_quotient(found.layout.shape[0], world) is None:
         return Reject(Reason.UNEVEN, f"dim 0 of size {found.layout.shape[0]} has no {world} equal parts")
     leading = leading_digit(found.layout.dims[0], world)
@@ -112,7 +112,7 @@ def _rewrite(
 
 
 def without(layout: Layout, cut: Cut) -> Layout:
-    """The layout of the collective's input with the scattered digit taken out of dim 0."""
+    """The layout of the collective's input without the scattered digit."""
     rest = cut_out(layout, cut.digit)
     assert rest is not None
     return rest.rest

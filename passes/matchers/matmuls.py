@@ -11,9 +11,10 @@ from autofuse.passes.graph.follow import argument, aten, expression, tensor
 
 
 def linear_operands(n: fx.Node, vector_bias: bool = True) -> tuple[fx.Node, fx.Node, fx.Node | None] | None:
-    """`(x, w, bias)` of `mm`, `bmm`, or unscaled `addmm` (`baddbmm`) with a vector (an expert) as bias.
+    """`(x, w, bias)` of `mm`, `bmm`, or of an unscaled `addmm` or `baddbmm`; None for other nodes.
 
-    Without `vector_bias`, the bias of an addmm may have any shape.
+    The bias of a baddbmm is one vector for each expert. The bias of an addmm is a vector, or has any shape if
+    not `vector_bias`.
     """
     bias: fx.Node | None = None
     if n.target in (aten.mm.default, aten.bmm.default):
@@ -34,7 +35,7 @@ def linear_operands(n: fx.Node, vector_bias: bool = True) -> tuple[fx.Node, fx.N
 
 
 def grouped_offsets(n: fx.Node) -> fx.Node | None:
-    """The offsets of `_grouped_mm` of rows `[rows, K]` with weights `[E, K, N]`, without bias."""
+    """The offsets of a `_grouped_mm` of `[rows, K]` with weights `[E, K, N]` and no bias; else None."""
     x, w = tensor(n.args[0]), tensor(n.args[1])
     offsets = argument(n, 2, "offs")
     plain = argument(n, 3, "bias") is None and argument(n, 4, "out_dtype") is None
@@ -51,8 +52,11 @@ def grouped_offsets(n: fx.Node) -> fx.Node | None:
 
 
 def one_weight(w: fx.Node) -> fx.Node | None:
-    """The matrix `[K, N]` or `[1, K, N]` that all of a batch `[E, K, N]` are, as `matmul` of a non-contiguous
-    `[E, M, K]` expands it; None if they differ."""
+    """The one matrix, `[K, N]` or `[1, K, N]`, that a batch of weights `[E, K, N]` repeats; None if they
+    differ.
+
+    `matmul` of a non-contiguous `[E, M, K]` with a matrix expands the matrix to such a batch.
+    """
     source = w.args[0] if w.target is aten.expand.default else w
     val = tensor(source)
     single = val is not None and (val.dim() == 2 or expression(val.shape[0]) == 1)
@@ -60,6 +64,6 @@ def one_weight(w: fx.Node) -> fx.Node | None:
 
 
 def is_fused(n: fx.Node) -> bool:
-    """Is `n` an output of a fused op?"""
+    """Whether `n` is an output of a fused op."""
     source = n.args[0] if n.target is operator.getitem else None
     return isinstance(source, fx.Node) and is_fused_op(source)

@@ -1,4 +1,4 @@
-"""Operands of a product's stages: how they lie along the product, and the shape that the fused op takes."""
+"""Operands of the stages of a product, in the shapes that fused ops take."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from autofuse.passes.graph.layout import Layout, Size, merge, prod, same_size
 
 @dataclass(frozen=True)
 class Operand:
-    """An operand of a stage; `shape` is what it is to be reshaped to, after expanding to `expand`.
+    """An operand of a stage. The fused op takes it expanded to `expand`, then reshaped to `shape`.
 
-    `others`: those of the further experts, if each has its own.
+    `others`: the operands of the other experts, if each expert has its own.
     """
 
     node: fx.Node
@@ -31,7 +31,10 @@ class Operand:
 def broadcast(
     operand: fx.Node, n: fx.Node, layout: Layout, shape: tuple[Size, ...], shapes: Shapes
 ) -> Operand | None:
-    """Bring an operand of `n`, which has `layout` on `P` of `shape`, to `[]`, `[N]`, `[M, 1]` or `[M, N]`."""
+    """The operand of `n` as `[]`, `[N]`, `[M, 1]` or `[M, N]`; None if it does not broadcast like that.
+
+    `n` has `layout` on the product, which has `shape`.
+    """
     have, full = shapes.of(operand), shapes.of(n)
     val = tensor(operand)
     if have is None or full is None or val is None:
@@ -59,7 +62,7 @@ def broadcast(
     if not natural:
         return None
     if columns not in used:
-        # Row values: the dims of the columns are 1; other dims are expanded.
+        # One value for each row: dims of columns have size 1, other dims are expanded.
         cut = next((i for i in range(rank) if columns in per_dim[i]), rank)
         if any(per_dim[i] & set(range(columns)) for i in range(cut, rank)):
             return None
@@ -68,7 +71,7 @@ def broadcast(
 
 
 def materialise(emitter: Emitter, operand: Operand) -> fx.Node:
-    """The operand of a stage as the fused op takes it."""
+    """Insert the views that give the operand the shape that the fused op takes."""
     node = operand.node
     if operand.expand is not None:
         have = emitter.shapes.known(node)
@@ -81,6 +84,6 @@ def materialise(emitter: Emitter, operand: Operand) -> fx.Node:
 
 
 def two_dimensional(emitter: Emitter, node: fx.Node) -> fx.Node:
-    """Flatten the batch that the operands of bmm have."""
+    """`node` as a matrix, with all dims but the last flattened."""
     *rows, columns = emitter.shapes.of(node) or ()
     return emitter.reshape(node, (prod(rows), columns))

@@ -1,4 +1,4 @@
-"""Rows that indices put into a send buffer: the spellings of a permutation between matmul and exchange."""
+"""Rows that indices put into a send buffer, in all spellings: between matmul and exchange, a permutation."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ _PUTS = (aten.index_put.default, aten.scatter.src, aten.scatter_add.default, ate
 
 @dataclass(frozen=True)
 class Placement:
-    """Row `i` of `rows` goes to row `positions[i]` of `node`; a permutation if that is known."""
+    """Row `i` of `rows` is row `positions[i]` of `node`. `permutes`: the positions are known to be a
+    permutation."""
 
     node: fx.Node
     rows: fx.Node
@@ -32,7 +33,7 @@ class Placement:
 
 
 def find_placement(node: fx.Node, shapes: Shapes) -> Placement | Reject | None:
-    """The placement that `node` is the result of; None if indices put no rows there."""
+    """The placement whose result is `node`; None if `node` is not the result of one."""
     if node.target in _PUTS:
         found = _put(node, shapes)
         if found is None:
@@ -49,7 +50,7 @@ def find_placement(node: fx.Node, shapes: Shapes) -> Placement | Reject | None:
 
 
 def _put(put: fx.Node, shapes: Shapes) -> Placement | None:
-    """`index_put`, `scatter` or their adding forms, into something empty or zero."""
+    """The placement by `index_put`, `scatter` or their adding forms, into an empty or zero tensor."""
     if put.target is aten.index_put.default:
         base, chosen, rows = put.args[:3]
         adds = argument(put, 3, "accumulate", False)
@@ -72,7 +73,8 @@ def _put(put: fx.Node, shapes: Shapes) -> Placement | None:
 
 
 def _choice(node: fx.Node, shapes: Shapes) -> Placement | None:
-    """Rows chosen by a permutation: row `index[i]` goes to row `i`, so the positions are its inverse."""
+    """The placement by a choice of rows: row `i` is row `index[i]`, so the positions are the inverse of
+    `index`."""
     rows = node.args[0]
     if node.target is aten.index.Tensor:
         index = row_index(node.args[1])
@@ -128,7 +130,7 @@ def _is_index(index: object) -> bool:
 
 
 def permutes_all(index: fx.Node, rows: fx.Node, shapes: Shapes) -> bool:
-    """Is it known to have the number of every row once?"""
+    """Whether `index` is known to hold the number of every row of `rows` once."""
     have, count = shapes.of(rows), shapes.of(index)
     known = have is not None and count is not None and same_size(have[0], count[0])
     return known and is_permutation(index)

@@ -1,7 +1,7 @@
-"""Recognise a product: a sum of matmuls followed by a pointwise epilogue, whatever moves its elements about.
+"""Recognises a product: a sum of matmuls, then a pointwise epilogue, with views anywhere between.
 
-The result names the fused op's arguments `x`, `w`, `operands`, `product` (see docs/ops.md) and the
-layout of the matched node relative to the product `P: [M, N]` (`[E, R, N]` for batches of experts).
+The result holds the arguments `x`, `w`, `operands` and `product` of the fused op (docs/ops.md), and
+the layout of the matched node relative to the product `P: [M, N]`, or `[E, R, N]` for experts.
 """
 
 from __future__ import annotations
@@ -54,20 +54,22 @@ class Product:
     shape: tuple[Size, ...]
     dtype: torch.dtype
     layout: Layout
-    """Of the matched node, relative to P."""
+    """The layout of the matched node relative to P."""
     last: fx.Node
-    """The node that ends the epilogue: P in some layout."""
+    """The last node of the epilogue, which has layout `last_layout` relative to P."""
     last_layout: Layout
     offsets: fx.Node | None = None
-    """Ends of the row ranges of the experts, for a grouped matmul."""
+    """Of a grouped matmul: the ends of the row ranges of the experts."""
     inner: frozenset[fx.Node] = field(default=frozenset())
-    """Nodes before `last` that nobody else may read."""
+    """Nodes before `last`, which may have no users outside of the product."""
     bias: tuple[fx.Node | None, ...] = ()
-    """Of experts: one per matmul."""
+    """Of experts: one bias for each matmul."""
     listed: int = 0
-    """Experts that are matmuls of their own: `x`, `w` and `bias` then have an entry an expert, by terms."""
+    """Number of experts that each have a matmul of their own. `x`, `w` and `bias` then list, for each term of
+    the sum, the entries of all experts."""
     heads: tuple[tuple[fx.Node, Layout], ...] = ()
-    """The end of every listed expert's epilogue with its layout on `[1, R, N]`, if the product ends there."""
+    """Of listed experts, if the epilogue ends before they are joined: the last node of each expert's
+    epilogue, with its layout relative to `[1, R, N]`."""
 
     @property
     def text(self) -> str:
@@ -77,9 +79,9 @@ class Product:
 def match_product(
     node: fx.Node, shapes: Shapes, batched: bool = False, shape: tuple[Size, ...] | None = None
 ) -> Product | Reject:
-    """The product that `node`, viewed as `shape`, is a layout of.
+    """The product whose elements `node`, viewed as `shape`, holds in some layout.
 
-    `batched` allows bmm with a batch of experts.
+    `batched` allows matmuls of several experts.
     """
     found = _match(node, shapes, batched, shape)
     if isinstance(found, Reject):
@@ -128,7 +130,7 @@ def _match(
 
 
 def _moves_a_matmul(n: fx.Node) -> bool:
-    """Does `n`, by views, casts and pointwise ops alone, come from a matmul?"""
+    """Whether only views, casts and pointwise ops lie between some matmul and `n`."""
     seen: set[fx.Node] = set()
     work = [n]
     while work:
@@ -158,7 +160,7 @@ def _leaf(n: fx.Node, shapes: Shapes, batched: bool) -> Product | Reject:
 
 
 def list_experts(parts: list[Product], node: fx.Node) -> Product | Reject:
-    """The products of all experts as one of shape `[E, R, N]`; `node` joins them."""
+    """One product of shape `[E, R, N]` from the products of all experts, which `node` joins."""
     first = parts[0]
     for p in parts:
         alike = (p.stages, len(p.x), p.dtype, p.layout) == (
@@ -207,7 +209,7 @@ def _contraction(n: fx.Node, shapes: Shapes, batched: bool) -> Product | Reject:
         if not isinstance(beta, (int, float)) or not isinstance(alpha, (int, float)):
             return Reject(Reason.UNSUPPORTED_VARIANT, f"{n.name} scales its terms by numbers not known yet")
         added = shapes.known(bias)
-        # Of experts, a vector each.
+        # One vector, or one vector for each expert.
         vectors = (shape[0], 1, shape[2]) if len(shape) == 3 else shape[1:]
         if not (batched and beta == alpha == 1 and same_shape(added, vectors)):
             if len(shape) == 3 and shape[0] != 1:
@@ -260,7 +262,7 @@ def _unary(n: fx.Node, shapes: Shapes, batched: bool) -> Product | Reject:
 
 
 def _extend(found: Product, side: fx.Node, n: fx.Node, stage: str, *operands: Operand) -> Product:
-    """`found`, read through `side`, one stage on."""
+    """The product with one more stage, `n`, which reads it through `side`."""
     path = between(side, found.last)
     for head, _ in found.heads:
         path |= between(side, head) | {head}
@@ -279,7 +281,7 @@ def _extend(found: Product, side: fx.Node, n: fx.Node, stage: str, *operands: Op
 
 
 def extra_users(end: fx.Node, source: fx.Node, found: Product) -> tuple[fx.Node, ...]:
-    """Who else reads finished products, themselves or views of them on their way to `end`."""
+    """Users, other than `end`, of the finished product or of views of it between the product and `end`."""
     path = {found.last} | between(source, found.last)
     for head, _ in found.heads:
         path |= {head} | between(source, head)
@@ -308,7 +310,7 @@ def _binary(n: fx.Node, shapes: Shapes, batched: bool) -> Product | Reject:
             summed = _sum(first, second, n) if name == "add" else None
             if summed is not None:
                 return summed
-            # One becomes an operand of the other: better the lesser one.
+            # One product becomes an operand of the other: better the one with fewer operations.
             sides.sort(key=lambda side: -_inner_length(side[0], shapes))
     reject = first if isinstance(first, Reject) else Reject(Reason.NO_COMPUTE, f"no matmul above {n.name}")
     for found, side, other, stage in sides:
@@ -325,7 +327,7 @@ def _binary(n: fx.Node, shapes: Shapes, batched: bool) -> Product | Reject:
 
 
 def _inner_length(found: Product | Reject | None, shapes: Shapes) -> int:
-    """The contracted length of all terms, as far as it is known."""
+    """The contracted length of all terms, without symbolic lengths."""
     assert isinstance(found, Product)
     lengths = [shapes.known(x)[-1] for x in found.x]
     return sum(length for length in lengths if isinstance(length, int))
@@ -358,7 +360,7 @@ def _where(n: fx.Node, shapes: Shapes, batched: bool) -> Product | Reject:
 
 
 def _side(arg: object, n: fx.Node, shapes: Shapes, batched: bool) -> Product | Reject | None:
-    """The product on one side of a binary op, unless the op broadcasts it."""
+    """The product on one side of a binary op; a Reject if the op broadcasts it, None for a number."""
     if not isinstance(arg, fx.Node) or shapes.of(arg) is None:
         return None
     found = _match(arg, shapes, batched)
@@ -368,7 +370,8 @@ def _side(arg: object, n: fx.Node, shapes: Shapes, batched: bool) -> Product | R
 
 
 def _sum(a: Product, b: Product, n: fx.Node) -> Product | None:
-    """`a + b` as one product of several terms; only the first may be an addmm."""
+    """`a + b` as one product of several terms, of which only the first may be an addmm; None if
+    impossible."""
     if len(b.stages) == 1 and b.stages[0].startswith("addmm"):
         a, b = b, a
     if len(a.stages) != 1 or b.stages != ("mm",) or a.stages[0].startswith("scaled") or a.dtype != b.dtype:
@@ -389,7 +392,7 @@ def _sum(a: Product, b: Product, n: fx.Node) -> Product | None:
 
 
 def constant(node: object, dtype: torch.dtype) -> int | float | None:
-    """The number that a scalar tensor of this dtype is filled with."""
+    """The value of a constant scalar tensor of this dtype; None for another node."""
     if not isinstance(node, fx.Node) or node.target is not aten.full.default or node.args[0] != []:
         return None
     number = node.args[1]

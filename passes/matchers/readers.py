@@ -1,4 +1,4 @@
-"""What reads the result of a collective, and through which views."""
+"""Readers: nodes that read the result of a collective through views."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from autofuse.passes.graph.layout import Layout
 
 @dataclass(frozen=True)
 class Reader:
-    """`user` reads `view`, of layout `layout` relative to the result of a collective."""
+    """`user` reads `view`, which has layout `layout` relative to the result of a collective."""
 
     user: fx.Node
     view: fx.Node
@@ -24,7 +24,7 @@ class Reader:
 
 
 def find_readers(anchor: Anchor, shapes: Shapes, through: torch.dtype | None = None) -> list[Reader]:
-    """Everything that computes with the result of the collective, and the view of it that it reads.
+    """All nodes that compute with the result of the collective, each with the view that it reads.
 
     A cast of the result to the dtype `through` counts as a view.
     """
@@ -39,7 +39,7 @@ def find_readers(anchor: Anchor, shapes: Shapes, through: torch.dtype | None = N
         return layouts[node]
 
     def moves(user: fx.Node) -> bool:
-        """Is `user` a view that can be followed (a split is, if its pieces are)?"""
+        """Whether `user` is a view with a layout, or a split whose pieces have layouts."""
         if user.target in SPLITS:
             return all(layout_of(piece) is not None for piece in user.users)
         return (is_view(user) or is_cast(user)) and layout_of(user) is not None
@@ -47,7 +47,8 @@ def find_readers(anchor: Anchor, shapes: Shapes, through: torch.dtype | None = N
     seen: set[tuple[fx.Node, fx.Node | None]] = set()
 
     def visit(node: fx.Node, view: fx.Node, unknown: fx.Node | None = None) -> None:
-        """`unknown`: a view without a layout between `view` and `node`; views of it may have one again."""
+        """`unknown`: a view without a layout between `view` and `node`. Views of it may have layouts
+        again."""
         for user in node.users:
             if user in results or user.target is aten.sym_size.int:
                 continue
@@ -68,7 +69,7 @@ def find_readers(anchor: Anchor, shapes: Shapes, through: torch.dtype | None = N
 
 
 def find_cast_readers(anchor: Anchor, shapes: Shapes) -> tuple[list[Reader], torch.dtype | None]:
-    """As `find_readers`. If all readers cast the result to one dtype: what reads the cast, and the dtype."""
+    """The readers. If all of them cast the result to one dtype: the readers of the cast, and the dtype."""
     readers = find_readers(anchor, shapes)
     dtypes = {dtype_of(r.user) if is_cast(r.user) else None for r in readers}
     cast = dtypes.pop() if len(dtypes) == 1 else None
@@ -76,7 +77,7 @@ def find_cast_readers(anchor: Anchor, shapes: Shapes) -> tuple[list[Reader], tor
 
 
 def reread(emitter: Emitter, whole: fx.Node, layout: Layout, readers: Iterable[Reader]) -> None:
-    """Let the readers read views of `whole`, which has `layout` on the result of the collective."""
+    """Let the readers read views of `whole`, which has `layout` relative to the result of the collective."""
     rebuilt: dict[fx.Node, fx.Node] = {}
     for reader in readers:
         view = reader.view

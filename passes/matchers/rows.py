@@ -1,10 +1,12 @@
-"""How the parts of an all_to_all lie in the product before it or the activations behind it, `[E, R, C]`.
+"""The parts of an all_to_all in the tensor before or behind it: equal parts along a dim, or whole rows.
 
-Splits that are equal on one rank need not be so on others, and all ranks must decide alike. What all ranks
-have in common is the program: where it cuts a tensor into as many parts as there are ranks and moves that
-digit to the front, its parts are equal everywhere. So are parts of columns, which are those of a weight.
-Whole rows that are exchanged in their order, or in another that no such cut explains, may go in parts of any
-size: the fused op then takes the splits, on which ranks agree in every call.
+The tensor is `[E, R, C]`: a product before a combine, activations behind a dispatch.
+
+All ranks must decide alike, but splits that are equal on one rank may differ on another rank. The program is
+the same on all ranks. If it cuts a tensor into one part for each rank and moves the parts to the front, the
+parts are equal on all ranks. Parts of columns are equal, too, since a weight has the columns. In all other
+cases whole rows are exchanged in parts of any size: the fused op takes the splits, and the ranks agree on
+them in every call.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ from .placement import Placement
 
 @dataclass(frozen=True)
 class Rows:
-    """Whole rows go to the ranks: in the order `order` (None: their own), or to `placement`."""
+    """An exchange of whole rows, in the order `order` (None: their own) or at the positions of
+    `placement`."""
 
     output_splits: list[Size]
     input_splits: list[Size]
@@ -44,12 +47,13 @@ class Rows:
 
 
 def is_natural(layout: Layout, shape: tuple[Size, ...]) -> bool:
-    """Are the elements in their order?"""
+    """Whether the layout keeps the order of the elements."""
     return merge(layout.digits) == merge(Layout.of(shape).digits)
 
 
 def whole_rows(layout: Layout, shape: tuple[Size, ...]) -> Layout | None:
-    """The layout of rows, as one dim, on `[E, R]`, if `layout` moves whole rows of `[E, R, C]`."""
+    """The layout of the rows, as one dim, on `[E, R]`; None if `layout` does not move whole rows of `[E, R,
+    C]`."""
     columns = prod(d.size for d in layout.digits if d.dim == 2)
     if not same_size(columns, shape[2]):
         return None
@@ -60,7 +64,8 @@ def whole_rows(layout: Layout, shape: tuple[Size, ...]) -> Layout | None:
 
 
 def cut_into_parts(layout: Layout, shape: tuple[Size, ...], world: int) -> Cut | None:
-    """The digit of `world` parts that the program itself has cut out of a dim and moved to the front."""
+    """The digit of `world` equal parts that the program cuts out of a dim and moves to the front; else
+    None."""
     leading = leading_digit(layout.dims[0], world)
     if leading is None:
         return None
@@ -92,7 +97,7 @@ def split_rows(
 
 
 def positions(emitter: Emitter, rows: Layout, shape: tuple[Size, ...], like: fx.Node) -> fx.Node:
-    """`[E * R]` int64: where row `i` of `[E, R]` lies among rows in the order of `rows`."""
+    """Vector `[E * R]` of int64: the place of row `i` of `[E, R]` in the order `rows`."""
     count = prod(shape[:2])
     numbers = emitter.numbers(emitter.size(count), like)
     return emitter.rebuild(numbers, rows, Layout.of(shape[:2]), (count,))
