@@ -1,4 +1,4 @@
-"""FX graph -> FX graph: finds the sites of a post-grad graph and rewrites them to fused ops."""
+"""FX graph -> FX graph: the pass finds the sites of a post-grad graph and rewrites them to fused ops."""
 
 from .circumstances import circumstances
 from .fuse import fuse

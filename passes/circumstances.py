@@ -1,7 +1,8 @@
-"""What decisions depend on besides the graph, the settings and the sources.
+"""The circumstances of a compilation: inputs of its decisions besides the graph, the settings and the
+sources.
 
-All of it is the same on every rank ("Ranks decide alike" in docs/architecture.md), and a compiled graph is
-used again only where all of it is the same.
+The circumstances are the same on all ranks ("Ranks decide alike" in docs/architecture.md). They are part of
+the cache key of a compiled graph.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from .opaque import registrations
 
 
 def circumstances(graph: fx.Graph) -> str:
-    """Machine, kernels, groups of the graph's collectives, where these are called, custom ops
-    that are declared to be collectives, inputs that are permutations; no rank, no folder."""
+    """The machine, its kernels, the groups and source lines of the graph's collectives, the user-defined
+    collectives, and the inputs that are permutations. No rank and no folder."""
     anchors = find_anchors(graph)
     groups = {a.group for a in anchors if isinstance(a.group, str)}
     known = {g: w for g in sorted(groups) if (w := torch_internals.group_world(g)) is not None}
     spans = [torch_internals.group_spans_hosts(group) for group in known]
-    # A fused op carries its site, by which ranks know each other's calls.
+    # A fused op has its site as an argument: ranks compare the sites of their calls.
     sites = [place(a.source or a.kind) for a in anchors]
     devices = {a.node.meta["val"].device for a in anchors if isinstance(a.node.meta.get("val"), torch.Tensor)}
     gpus = sorted({gpu.why_not(d) or "" for d in devices if d.type != "cpu"})

@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Kept:
-    """A collective that stays as it is. `pattern`: what it would have become, as far as that is known."""
+    """A collective that stays as it is. `pattern`: the pattern that was tried, if only one is possible."""
 
     pattern: str | None
     why: Reject
@@ -55,9 +55,9 @@ class Fused:
 
 
 def fuse(graph: fx.Graph, settings: Settings, kind: str, name: str) -> GraphReport:
-    """Rewrite in place every site that is legal and wanted. ValueError if the graph has no `meta["val"]`.
+    """Rewrite in place every site that is legal and that the policy fuses. ValueError without `meta["val"]`.
 
-    The report lists the graph's nodes only while a report is collected: printing a large graph takes long.
+    The report lists the nodes of the graph only while reports are collected: printing them takes long.
     """
     show = listing if listening() else lambda graph: Listing()
     before = show(graph)
@@ -70,7 +70,7 @@ def fuse(graph: fx.Graph, settings: Settings, kind: str, name: str) -> GraphRepo
     sites: list[Site] = []
     changed: dict[str, int] = {}
     for i, anchor in enumerate(anchors):
-        nbytes = anchor.nbytes  # a rewrite erases the node, whose input is then unknown
+        nbytes = anchor.nbytes  # the rewrite erases the node and its arguments
         outcome = _fuse_site(graph, anchor, settings, symbols)
         sites.append(_report(anchor, nbytes, outcome, settings, name))
         if isinstance(outcome, Fused):
@@ -85,7 +85,7 @@ def fuse(graph: fx.Graph, settings: Settings, kind: str, name: str) -> GraphRepo
 
 
 def _fuse_site(graph: fx.Graph, anchor: Anchor, settings: Settings, symbols: Symbols) -> Kept | Fused:
-    """Find, check, choose and rewrite one site; the first step that objects keeps it."""
+    """Find, check, choose and rewrite one site. The first step that returns a reason keeps it."""
     found = _find(anchor, settings)
     if isinstance(found, Kept):
         return found
@@ -102,7 +102,7 @@ def _fuse_site(graph: fx.Graph, anchor: Anchor, settings: Settings, symbols: Sym
 
 
 def _find(anchor: Anchor, settings: Settings) -> Kept | tuple[Match, int]:
-    """The first legal match and the size of its group; without one, the most telling reason."""
+    """The first legal match and the size of its group; else the first reason other than NO_COMPUTE."""
     matchers = matchers_of(anchor.kind)
     only = matchers[0].pattern if len(matchers) == 1 else None
     world = group_size(anchor)
@@ -179,7 +179,8 @@ def _report(
 
 
 def _tell_kept(anchors: list[Anchor], sites: list[Site]) -> None:
-    """For a rank that fused what this one kept, and waits in vain: its error says so."""
+    """Publish the kept sites of each group. A rank that fuses such a site waits for this rank until its
+    timeout, and its error then names the site and the reason."""
     notes: dict[str | ProcessGroup, list[str]] = {}
     for anchor, site in zip(anchors, sites, strict=True):
         if site.reason is not None and (site.world or 1) > 1 and anchor.known_group is not None:

@@ -1,7 +1,7 @@
-"""What is checked before a graph changes: the group and device of a collective, and every match.
+"""The checks before a graph changes: of the group and the device of a collective, and of every match.
 
-The checks of one pattern alone are in its matcher. All ranks must decide alike, so that a check depends on
-nothing that differs between ranks.
+A matcher makes the checks of its own pattern. All ranks must decide alike, so that a check depends only on
+values that are equal on all ranks.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def check_metadata(anchors: list[Anchor]) -> None:
 
 
 def group_size(anchor: Anchor) -> int | Reject:
-    """The number of ranks of the collective's group, if a fused op could take the collective's place."""
+    """The number of ranks of the group, if the group is known and a pattern has the collective."""
     if anchor.node.target in OPAQUE:
         unread = f"an argument of {anchor.kind} is no constant, or has no role and not its default"
         return Reject(Reason.UNSUPPORTED_VARIANT, unread)
@@ -50,9 +50,9 @@ def group_size(anchor: Anchor) -> int | Reject:
 
 
 def check_place(anchor: Anchor, world: int) -> Reject | None:
-    """Why the device, or the group of `world` ranks, runs no fused op at all.
+    """Why no fused op runs on the device or in the group of `world` ranks; None if fused ops run.
 
-    Where only this rank may know that, the other ranks of the group are told.
+    Other ranks may not see a reason that lies in the machine of this rank. `decline` then tells them.
     """
     val = tensor(anchor.node)
     assert val is not None
@@ -100,7 +100,7 @@ def check_match(anchor: Anchor, match: Match, settings: Settings, world: int) ->
 
 
 def _check_sequence(node: fx.Node, match: Match) -> Reject | None:
-    """Why the fused op would stand on the other side of another collective than the collective `node` does.
+    """Why the fused op would change places with another collective; None if it does not.
 
     All ranks must start the collectives of a group in the same sequence.
     """

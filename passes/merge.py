@@ -1,7 +1,7 @@
-"""Fused ops that can be one: reductions that are added, and gathers of one input.
+"""Merges fused ops: reductions whose results are added, and gathers of one input.
 
-AR(a @ v) + AR(b @ w) = AR(a @ v + b @ w)     and reduce_scatter alike; in float32 only, where no rounding
-                                              of the two sums to a narrow dtype goes missing
+AR(a @ v) + AR(b @ w) = AR(a @ v + b @ w)     likewise for reduce_scatter; in float32 only, since a narrow
+                                              dtype rounds each of the two sums
 AG(x) @ v, AG(x) @ w                          one op with both weights
 """
 
@@ -29,7 +29,7 @@ _GATHER = torch.ops.autofuse.all_gather_matmul.default
 
 
 def merge_fused(graph: fx.Graph) -> None:
-    """Merge in place whatever fused ops of `graph` can be one."""
+    """Merge the fused ops of `graph` in place."""
     for node in list(graph.nodes):
         if not node._erased and _is_plain_sum(node) and not _is_inner(node):
             _merge_sum(node)
@@ -47,7 +47,8 @@ def merge_fused(graph: fx.Graph) -> None:
 
 @dataclass(frozen=True)
 class Term:
-    """A term of a sum that is a view, of layout `layout`, of what the fused op `op` reduces."""
+    """A term of a sum: `node` is a view, with layout `layout`, of `item`, the reduced output of the op
+    `op`."""
 
     node: fx.Node
     op: fx.Node
@@ -56,13 +57,13 @@ class Term:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What terms must have in common to be merged."""
+        """Values that must be equal for terms that are merged."""
         place = self.op.args[4:-2]  # reduce op, dim, outer, keep, group
         return (self.op.target, *place, self.layout, Shapes().of(self.item))
 
 
 def _is_plain_sum(node: fx.Node) -> bool:
-    """`a + b` of float32 tensors of one shape."""
+    """Whether the node is `a + b` of float32 tensors of one shape."""
     if node.target is not aten.add.Tensor or argument(node, 2, "alpha", 1) != 1:
         return False
     a, b = node.args[:2]
@@ -78,7 +79,7 @@ def _is_plain_sum(node: fx.Node) -> bool:
 
 
 def _is_inner(node: fx.Node) -> bool:
-    """Is a sum read by nothing but another sum?"""
+    """Whether the only user of a sum is another sum."""
     return len(node.users) == 1 and all(map(_is_plain_sum, node.users))
 
 
@@ -94,7 +95,7 @@ def _merge_sum(total: fx.Node) -> None:
 
 
 def _summands(total: fx.Node) -> list[fx.Node]:
-    """What a tree of sums adds up; only the root of the tree may have several readers."""
+    """The summands of a tree of sums, of which only the root may have several users."""
     found: list[fx.Node] = []
     for side in total.all_input_nodes:
         found += _summands(side) if _is_plain_sum(side) and _is_inner(side) else [side]
@@ -102,7 +103,7 @@ def _summands(total: fx.Node) -> list[fx.Node]:
 
 
 def _term(node: fx.Node) -> Term | None:
-    """The reduction that `node` is, if nobody else reads it."""
+    """The term that `node` is; None if it is no view of a reduction, or if the reduction has other users."""
     followed = follow(node, is_fused, Shapes())
     if followed is None or len(followed.leaves) != 1:
         return None
@@ -110,7 +111,7 @@ def _term(node: fx.Node) -> Term | None:
     op = item.args[0]
     assert isinstance(op, fx.Node)
     if op.target not in _REDUCTIONS or list(op.users) != [item] or item.args[1] != 0:
-        return None  # the product is read besides
+        return None  # the product has users, too
     contraction, *stages = str(op.args[3]).split("; ")
     path = between(node, item) | {item}
     if stages or contraction not in ("mm", "addmm %0") or any(len(n.users) != 1 for n in path):
@@ -119,7 +120,7 @@ def _term(node: fx.Node) -> Term | None:
 
 
 def _rewrite_sum(terms: Sequence[Term]) -> None:
-    """Reduce all terms where the last one was, and take the others out of the sum."""
+    """Replace the last term by one op that reduces all terms, and remove the other terms from the sum."""
     *others, last = terms
     ops = sorted((t.op for t in terms), key=lambda op: op.args[3] == "mm")  # an addmm comes first
     x, w, operands = ([entry for op in ops for entry in op.args[i]] for i in range(3))
@@ -140,7 +141,7 @@ def _rewrite_sum(terms: Sequence[Term]) -> None:
 
 
 def _is_twin(node: fx.Node, first: fx.Node) -> bool:
-    """Does `node` gather what `first` gathers, with weights that are there when `first` needs them?"""
+    """Whether `node` gathers the input of `first`, with weights that no later collective computes."""
     place = slice(3, 5), slice(6, 8)
     if any(node.args[p] != first.args[p] for p in place) or not _same_value(node.args[0], first.args[0]):
         return False
@@ -149,7 +150,7 @@ def _is_twin(node: fx.Node, first: fx.Node) -> bool:
 
 
 def _same_value(a: object, b: object) -> bool:
-    """Are two nodes one, or the same view of one?"""
+    """Whether two arguments are the same node, or the same view of one node."""
     if a is b or not isinstance(a, fx.Node) or not isinstance(b, fx.Node):
         return a is b or a == b
     if not is_view(a) or a.target != b.target or a.kwargs != b.kwargs or len(a.args) != len(b.args):
@@ -158,7 +159,7 @@ def _same_value(a: object, b: object) -> bool:
 
 
 def _merge_gathers(ops: Sequence[fx.Node]) -> None:
-    """One gather where the first was, with the weights of all."""
+    """Replace the first gather by one op with the weights of all gathers, and erase the others."""
     first = ops[0]
     weights: list[list[fx.Node]] = [list(op.args[1]) for op in ops]
     biases: list[fx.Node | None] = []

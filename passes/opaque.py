@@ -1,7 +1,8 @@
-"""Collectives that are ops of the user's own, which no matcher knows.
+"""User-defined ops that are collectives.
 
-While sites are matched, the functional collective of the same meaning stands in for each of them, between
-permutes if it cuts another dim than 0; where the site is kept, the user's op is put back.
+Matchers know functional collectives only. Before sites are matched, the functional collective of the same
+meaning takes the place of each registered op, between permutes if the op cuts a dim other than 0. If the site
+is kept, the user-defined op is put back.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from .graph.anchors import OPAQUE, STANDS_FOR, c10d
 from .graph.emit import erase_unused, origin
 from .graph.follow import WAIT, aten, tensor
 
-# What the arguments of each kind may mean.
+# The roles of arguments of each kind of collective.
 ROLES = {
     "all_reduce": ("input", "group", "world", "reduce_op"),
     "reduce_scatter": ("input", "group", "world", "reduce_op", "dim"),
@@ -33,33 +34,33 @@ _SPLITS = ("output_splits", "input_splits")
 
 @dataclass(frozen=True)
 class Opaque:
-    """What an op means: a collective of `kind` whose argument `roles[role]` has that role."""
+    """The meaning of an op: a collective of `kind`. `roles` maps roles to the names of the op's arguments."""
 
     name: str
     kind: str
     roles: Mapping[str, str]
     reduce_op: str
-    """Where no argument says it."""
+    """The reduction, if no argument has this role."""
     group: Callable[[str], str]
     """From the op's group argument to the name of the process group; raises if there is none."""
 
     def __str__(self) -> str:
-        """The same in every process."""
+        """A text that is the same in every process."""
         return repr((self.name, self.kind, sorted(self.roles.items()), self.reduce_op))
 
 
 @dataclass(frozen=True)
 class Meaning:
-    """What the report says of a functional collective that stands in for an op of the user's."""
+    """The user-defined op that a functional collective stands in for, as the report shows it."""
 
     op: str
     problem: str = ""
-    """Why its group is not known."""
+    """Why the group is not known; empty if it is known."""
 
 
 @dataclass(frozen=True)
 class StandIn:
-    """What stands in for the call `target(*args, **kwargs)`, whose tensor was `source`."""
+    """The nodes that stand in for the call `target(*args, **kwargs)` on the tensor `source`."""
 
     target: torch._ops.OpOverload
     args: tuple[Any, ...]
@@ -67,27 +68,27 @@ class StandIn:
     meta: dict[str, Any]
     source: fx.Node
     splits: list[list[object]]
-    """The sizes that an all_to_all took from the arguments."""
+    """Of an all_to_all: the sizes that the arguments give."""
     node: fx.Node
     """The functional collective."""
     wait: fx.Node
     order: list[int]
-    """What the source was permuted to."""
+    """The permutation of the dims of the source."""
     length: fx.Node | None
-    """The length of one part, where no other value of the graph may be that."""
+    """A node with the length of one part, if no other node of the graph may have this value."""
 
 
 _registered: dict[object, Opaque] = {}
 
 
 def register(op: torch._ops.OpOverload, opaque: Opaque) -> None:
-    """From now on calls of `op` are collectives; what it was registered as before is forgotten."""
+    """Declare `op` a collective. Replaces an earlier registration of `op`."""
     _registered[op] = opaque
     OPAQUE[op] = opaque.name
 
 
 def registrations(graph: fx.Graph) -> list[str]:
-    """What a rewrite of `graph` takes from here, for cache keys: names of groups are not in the graph."""
+    """The registrations and names of groups, which a rewrite of `graph` uses, for cache keys."""
     used = []
     for node in graph.nodes:
         opaque = _registered.get(node.target)
@@ -97,7 +98,7 @@ def registrations(graph: fx.Graph) -> list[str]:
 
 
 def stand_in(graph: fx.Graph) -> list[StandIn]:
-    """Let a functional collective stand in for every registered op whose arguments can be read."""
+    """Replace every registered op whose arguments can be read by a functional collective."""
     found = []
     for node in list(graph.nodes):
         opaque = _registered.get(node.target)
@@ -107,7 +108,7 @@ def stand_in(graph: fx.Graph) -> list[StandIn]:
 
 
 def put_back(stand_ins: list[StandIn]) -> None:
-    """Put the user's op back wherever the collective that stands in for it was kept."""
+    """Put the user-defined op back where its functional collective is still in the graph."""
     for it in stand_ins:
         if not it.node._erased:
             _put_back(it)
@@ -115,7 +116,7 @@ def put_back(stand_ins: list[StandIn]) -> None:
             erase_unused([it.length])
 
 
-# --- there --------------------------------------------------------------------------------------------
+# --- stand in -----------------------------------------------------------------------------------------
 
 
 def _stand_in(node: fx.Node, opaque: Opaque) -> StandIn:
@@ -165,7 +166,7 @@ def _stand_in(node: fx.Node, opaque: Opaque) -> StandIn:
 
 
 def _can_be_read(node: fx.Node, opaque: Opaque) -> bool:
-    """Are all arguments constants but for the input and the sizes, and those without a role as by default?"""
+    """Whether all arguments but input and sizes are constants, and those without a role have their default."""
     arguments = _arguments(node)
     val, out = tensor(arguments[opaque.roles["input"]]), tensor(node)
     if val is None or out is None or val.dim() == 0:
@@ -180,11 +181,11 @@ def _can_be_read(node: fx.Node, opaque: Opaque) -> bool:
             return False
     if opaque.kind != "all_to_all" or all(name and arguments[name] for name in splits):
         return True
-    # Equal parts, whose size must then be known.
+    # Without splits the parts are equal, and their size must be known.
     return isinstance(val.shape[0], int) and val.shape == out.shape
 
 
-# --- and back -----------------------------------------------------------------------------------------
+# --- put back -----------------------------------------------------------------------------------------
 
 
 def _put_back(it: StandIn) -> None:
@@ -193,7 +194,7 @@ def _put_back(it: StandIn) -> None:
     if permuted:
         assert isinstance(source, fx.Node)
         source = source.args[0]
-    # The source and the sizes may have been replaced since.
+    # Rewrites of other sites may have replaced the source and the sizes.
     now: dict[fx.Node, Any] = {it.source: source}
     sizes: Sequence[Any] = it.node.args[1 : 1 + len(it.splits)]
     for taken, current in zip(it.splits, sizes, strict=True):
@@ -210,7 +211,7 @@ def _put_back(it: StandIn) -> None:
         elif permuted and user.target is aten.permute.default and _undoes(user, it.order):
             user.replace_all_uses_with(restored)
             graph.erase_node(user)
-    # Another site may read what came before the permute back.
+    # A rewrite of another site may read the wait itself, before the permute.
     it.wait.replace_all_uses_with(moved)
     erase_unused([it.wait, *([moved] if permuted else [])])
 
@@ -228,7 +229,7 @@ def _group(opaque: Opaque, arguments: dict[str, Any]) -> tuple[str, str]:
     own = arguments[opaque.roles["group"]]
     try:
         return opaque.group(own), ""
-    except Exception as error:  # the user's function: whatever it raises, the op runs as it did
+    except Exception as error:  # the user's function may raise anything; the op then stays as it is
         return str(own), f"{opaque.name} has no process group for {own!r}: {error!r}"
 
 
@@ -240,7 +241,7 @@ def _arguments(node: fx.Node) -> dict[str, Any]:
 
 
 def _call(graph: fx.Graph, like: Mapping[str, Any], val: object, target: Any, *args: object) -> fx.Node:
-    """A call whose value is `val`, with the origin of another."""
+    """A call whose value is `val`, with the source line of the metadata `like`."""
     node = graph.call_function(target, args)
     node.meta.update(origin(like))
     node.meta["val"] = val

@@ -1,4 +1,4 @@
-"""From a fused op in a graph to what its executor's plans are made from."""
+"""The plan shape of a fused op in a graph: the values that its executor makes plans from."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from .graph.functional import arguments
 
 
 class _DependsOnData(Exception):
-    """A size that had no value while the graph was traced."""
+    """A size had no value while the graph was traced."""
 
 
 def plan_shape(node: fx.Node, hints: Mapping[sympy.Symbol, int]) -> PlanShape | None:
     """The shape of the plans at the sizes seen while tracing.
 
-    None if `node` is no fused op, or if the sizes that its plans depend on depend on data.
+    None if `node` is not a fused op, or if a size that the plans depend on depends on data.
     """
     op = fused_op(node)
     given = None if op is None else arguments(node)
@@ -41,7 +41,7 @@ def plan_shape(node: fx.Node, hints: Mapping[sympy.Symbol, int]) -> PlanShape | 
 
 
 def _concrete(value: object, hints: Mapping[sympy.Symbol, int]) -> object:
-    """Tensors on meta and sizes as numbers; everything else as it is."""
+    """A tensor as one on the device meta, a size as a number; another value as it is."""
     if isinstance(value, torch.Tensor):
         shape = [_number(size, hints) for size in value.shape]
         return torch.empty(shape, dtype=value.dtype, device="meta")

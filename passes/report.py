@@ -1,4 +1,4 @@
-"""What became of every collective: reason codes, one record a site, one a graph, and their collector."""
+"""Reports: reason codes, a record for each collective and each graph, and the collector of the records."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from autofuse.lowering.orders import PlanShape
 
 
 class Reason(str, Enum):
-    """Why a site was kept. `value` is the code in reports, `advice` what the user can do about it."""
+    """Why a site is kept. `value` is the code in reports; `advice` says what the user can do."""
 
     advice: str
 
@@ -72,7 +72,7 @@ class Reason(str, Enum):
 
 @dataclass(frozen=True)
 class Reject:
-    """Why something is no site."""
+    """A reason and its particulars."""
 
     reason: Reason
     detail: str
@@ -80,24 +80,24 @@ class Reject:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What the cost model says of a site. Times in microseconds; None where sizes depend on data."""
+    """The prediction of the cost model. Times are in microseconds; None if sizes depend on data."""
 
     fused_us: float | None
-    """Of the fused op, at the sizes seen while tracing."""
+    """Time of the fused op at the sizes seen while tracing."""
     unfused_us: float | None
-    """Of compute and collective apart, likewise."""
+    """Time of compute and collective apart, at the same sizes."""
     fused: str
-    """The fused time as an expression in the graph's symbols; empty where nobody collects the report."""
+    """The fused time as an expression in the symbols of the graph; empty if no report is collected."""
     unfused: str
     wins: str
-    """When fusing gains, in the graph's symbols: `s0 >= 384`; `always`, `never`, or `not known`."""
+    """The condition under which the fused op is faster: `s0 >= 384`, `always`, `never`, or `not known`."""
     table: str
-    """The table of constants that the numbers come from."""
+    """Name of the device table that the prediction uses."""
     measured_us: float | None = None
-    """Measured time of the fused op at these sizes, where there is one."""
+    """Measured time of the fused op at these sizes; None if it was not measured."""
     measured_unfused_us: float | None = None
     task: str = ""
-    """What was predicted, at the sizes seen while tracing: the name of a measured point in a table."""
+    """The site at these sizes, as text that names a measured point in a device table."""
 
 
 @dataclass(frozen=True)
@@ -105,18 +105,18 @@ class Site:
     """One collective of a compiled graph, fused or kept."""
 
     pattern: str | None
-    """Name of the fused op that it was, or would have been, rewritten to."""
+    """Name of the fused op that replaces the site, or that would replace it; None if not known."""
     op: str | None
-    """Qualified name of the op that replaces it, `autofuse::matmul_all_reduce`; None if kept."""
+    """Qualified name of the op that replaces the site, `autofuse::matmul_all_reduce`; None if kept."""
     fused: bool
     reason: Reason | None
-    """Why it was kept; None if fused."""
+    """Why the site is kept; None if fused."""
     detail: str
-    """The particulars of the reason, or of the fusion."""
+    """The particulars of the reason; empty if fused."""
     graph: str
     """Kind and number of the graph: `forward 0`."""
     collective: str
-    """Name of the collective: `all_reduce`; of an op of the user's `namespace::name`."""
+    """Name of the collective: `all_reduce`, or `namespace::name` of a user-defined op."""
     source: str | None
     """`file:line` of the user's code, if known."""
     nbytes: int | None
@@ -126,10 +126,10 @@ class Site:
     order: str | None
     """Order of the plan; None if kept."""
     prediction: Prediction | None
-    """What the cost model says; None where nothing was found that could be fused."""
+    """The prediction of the cost model; None if there is no legal match."""
     plan: PlanShape | None = None
-    """What the executor's plans are made from at the sizes seen while tracing; None if kept, or if the sizes
-    depend on data."""
+    """The values that the executor makes plans from, at the sizes seen while tracing; None if kept, or if
+    sizes depend on data."""
 
     @classmethod
     def _from_dict(cls, data: dict) -> "Site":
@@ -148,14 +148,14 @@ class Line:
     source: str | None
     """`file:line` of the user's code, if known."""
     site: int | None
-    """Index of the site of this graph that removed, inserted or changed the node, or that it is kept as."""
+    """Index of the site that the node belongs to, or whose rewrite erased, inserted or changed the node."""
 
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """A graph, one line a node. `str()` is its code, with a comment where the source line changes.
+    """A graph, one line for each node. `str()` is its code, with a comment where the source line changes.
 
-    Empty if nobody collected reports while the graph was compiled.
+    Empty if no report was collected while the graph was compiled.
     """
 
     lines: tuple[Line, ...] = ()
@@ -189,7 +189,7 @@ class GraphReport:
     after: Listing
     sites: tuple[Site, ...]
     seconds: float = 0.0
-    """What the passes took, without printing the graphs."""
+    """Duration of the pass, without the time to print the graphs."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -211,7 +211,7 @@ class Report:
 
     graphs: list[GraphReport] = field(default_factory=list)
     graph_breaks: list[str] = field(default_factory=list)
-    """Why dynamo cut the model into several graphs; a site cannot span two of them."""
+    """Why dynamo cut the model into several graphs. A site cannot span two graphs."""
 
     def add(self, graph: GraphReport) -> None:
         self.graphs.append(graph)
@@ -237,7 +237,7 @@ class Report:
         return cls([GraphReport._from_dict(graph) for graph in data["graphs"]], data["graph_breaks"])
 
     def save_html(self, path: str | os.PathLike[str]) -> None:
-        """Writes one self-contained page: every site, why it was kept, graphs side by side, plans drawn."""
+        """Write a self-contained page: all sites, their reasons, graphs side by side, drawings of plans."""
         from .page import render  # slow to import
 
         with open(path, "w", encoding="utf-8") as file:
@@ -278,14 +278,14 @@ def _row(site: Site) -> tuple[str, ...]:
     why = ": ".join(filter(None, (site.reason.value if site.reason else "", site.detail)))
     fused_into = site.op.removeprefix("autofuse::") if site.op else "-"
     numbers = (_number(x) for x in (site.world, site.nbytes))
-    # The file and its folder will do in a table; `Site.source` has the whole path.
+    # The table shows the file and its folder; `Site.source` has the whole path.
     source = "/".join((site.source or "-").split("/")[-2:])
     says = _says(site.prediction)
     return (site.graph, site.collective, fused_into, site.order or "-", *numbers, *says, source, why)
 
 
 def _says(prediction: Prediction | None) -> tuple[str, str, str]:
-    """Times of both ways, and when the fused one wins."""
+    """Times of the fused op and of compute and collective apart, and the condition for a gain."""
     if prediction is None:
         return "-", "-", "-"
     fused = _time(prediction.fused_us, prediction.measured_us)
@@ -293,13 +293,13 @@ def _says(prediction: Prediction | None) -> tuple[str, str, str]:
 
 
 def _time(predicted: float | None, measured: float | None) -> str:
-    """The predicted time; where it was measured, that too and the error of the prediction."""
+    """The predicted time. With a measurement: both times, and the error of the prediction."""
     if predicted is None or measured is None:
         return _number(predicted)
     return f"{predicted:.1f} (measured {measured:.1f}, {predicted / measured - 1:+.0%})"
 
 
-# What to do about breaks that collectives cause, by what the reason says of them.
+# Advice for graph breaks that collectives cause, by a text in the reason of the break.
 _BREAK_ADVICE = {
     "async_op=True": (
         "leave async_op=True out, or call torch.distributed._functional_collectives, which wait only where "
@@ -317,7 +317,7 @@ _BREAK_ADVICE = {
 
 
 def break_advice(text: str) -> str | None:
-    """What to do about a graph break that a collective causes; None for other breaks."""
+    """Advice for a graph break that a collective causes; None for other breaks."""
     return next((advice for sign, advice in _BREAK_ADVICE.items() if sign in text), None)
 
 
@@ -341,7 +341,7 @@ def _table(rows: list[tuple[str, ...]]) -> list[str]:
 
 
 def _tuples(value: Any) -> Any:
-    """JSON has lists only."""
+    """Nested lists as tuples, since JSON has no tuples."""
     return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
@@ -349,14 +349,14 @@ def _reason(code: str | None) -> Reason | None:
     return None if code is None else next(reason for reason in Reason if reason.value == code)
 
 
-# A plain list: backward graphs are compiled on autograd's threads, which inherit no context variable.
+# A list, not a context variable: backward graphs are compiled on threads of autograd, which inherit none.
 _collectors: list[Report] = []
 _lock = threading.Lock()
 
 
 @contextmanager
 def collecting(report: Report | None = None) -> Iterator[Report]:
-    """Every graph compiled inside, on any thread, is added to the report that is yielded."""
+    """Add every graph that is compiled inside, on any thread, to the yielded report."""
     report = Report() if report is None else report
     with _lock:
         _collectors.append(report)
@@ -369,12 +369,12 @@ def collecting(report: Report | None = None) -> Iterator[Report]:
 
 
 def publish(graph: GraphReport) -> None:
-    """Adds `graph` to every active collector."""
+    """Add `graph` to every active collector."""
     with _lock:
         for collector in _collectors:
             collector.add(graph)
 
 
 def listening() -> bool:
-    """Whether graphs are to be printed: a collector is active, or torch writes a structured trace."""
+    """Whether graphs are printed: a collector is active, or torch writes its structured log."""
     return bool(_collectors) or torch_internals.tracing()

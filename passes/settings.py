@@ -15,7 +15,7 @@ class Settings:
         policy: `auto` fuses a site where the cost model predicts a gain, `always` every site, `never` none.
         patterns: names of the patterns that may be fused; None for all.
         order: the order of the plans.
-        tables: constants of the cost model, one table a device; the first that suits a device is taken.
+        tables: device tables of the cost model; the first table that fits a device is used.
         captured: whether the caller runs the graph in CUDA graphs.
     """
 

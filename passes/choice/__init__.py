@@ -1,1 +1,1 @@
-"""Which legal sites are fused: the cost model, its tables, and the rule of policy `auto`."""
+"""The choice of the legal sites that are fused: cost model, device tables, the rule of policy `auto`."""

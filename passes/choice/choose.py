@@ -1,17 +1,19 @@
-"""Whether a legal site is worth fusing: what the cost model predicts for it, and what follows under `auto`.
+"""The choice whether a legal site is fused: the prediction of the cost model, and the rule of policy `auto`.
 
-All ranks must decide alike, without asking each other. They may differ in the values that dynamic sizes had
-while tracing, and agree on static sizes, on the ranges of the graph's symbols, and on the table. Hence
+All ranks must decide alike, without communication. Static sizes, the ranges of the graph's symbols and the
+device table are equal on all ranks. The values that dynamic sizes have while tracing may differ. Hence the
+rule is:
 
-- static sizes: fused if predicted to be faster;
-- dynamic sizes: one compilation serves all of them, and none may get slower than it was. Fused if predicted
-  to be faster somewhere in the range of the symbols, and nowhere slower by more than `MARGIN`, which is less
-  than the model can tell: far ends of a range that nobody runs decide nothing. Else the condition under which
-  fusing gains is reported; `torch._dynamo.mark_dynamic(x, dim, min=, max=)` narrows the range;
-- sizes that depend on data, and parts of an all_to_all that differ from rank to rank: fused. Nothing is known
-  that all ranks share, and the fused ops gain most where latency counts.
+- static sizes: fuse if the fused op is predicted to be faster;
+- dynamic sizes: one compilation serves all sizes, and no size may become slower. Fuse if the fused op is
+  predicted to be faster somewhere in the range of the symbols, and nowhere slower by more than `MARGIN`. The
+  margin is smaller than the error of the model; without it, far ends of a range that never occur would
+  decide. A site that is kept is reported with the condition for a gain;
+  `torch._dynamo.mark_dynamic(x, dim, min=, max=)` narrows the range;
+- sizes that depend on data, and parts of an all_to_all that differ between ranks: fuse. Ranks share no sizes
+  here, and fused ops gain most where latency dominates.
 
-Values while tracing go only into what is reported.
+Sizes seen while tracing affect only the report.
 """
 
 from __future__ import annotations
@@ -45,37 +47,37 @@ Symbols: TypeAlias = Mapping[sympy.Symbol, Known]
 _COEFFICIENT = re.compile(r"\d+\.\d+(e[+-]?\d+)?")
 
 SHORT_US = 150.0
-"""On GPUs, of compute and collective apart: programs of calls shorter than this wait for their host, which is
-busy for 10 to 20 us longer with a fused op. Measured on 4 H200: layers of Llama-70B, not captured, became 4 %
-slower at 512 tokens, where the two kinds of site take 85 and 144 us apart."""
+"""On GPUs, a time of compute and collective apart. The host needs 10 to 20 us longer to launch a fused op,
+and programs of calls shorter than this time wait for the host. Measured on 4 H200: layers of Llama-70B, not
+captured, became 4 % slower at 512 tokens, where the two kinds of site take 85 and 144 us apart."""
 SHORT_EXCHANGE_US = 400.0
-"""The same of embedding bags and experts, whose calls have more to describe: the forward of a small mixture
-of experts became 0.1 to 0.2 ms longer for each of its sites on 2 H200."""
+"""The same time for embedding bags and experts, whose calls have more arguments: on 2 H200, the forward of a
+small mixture of experts became 0.1 to 0.2 ms longer for each of its sites."""
 
 NEVER_SHORT = "all_to_all_embedding_bag_update"
-"""On GPUs such sites are fused whatever they take: unfused, torch launches some 20 kernels a table."""
+"""On GPUs, sites of this pattern are fused at any size: unfused, each table takes some 20 kernels."""
 
 MEMORY_BYTES_US = 4e6
-"""What a GPU reads at most in a microsecond, about."""
+"""Upper bound, roughly, of the bytes that a GPU reads from its memory in a microsecond."""
 
 MARGIN = 0.05
-"""A predicted loss up to this part, at some of the sizes that a compilation serves, is no reason to keep."""
+"""A site is fused despite a predicted loss of up to this part at some sizes, if other sizes gain."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What the model says of a site, and whether policy `auto` fuses it: the same on all ranks."""
+    """The prediction for a site, and whether policy `auto` fuses the site, which is equal on all ranks."""
 
     prediction: Prediction
     fuse: bool
     apart_us: float | None = None
-    """Of compute and collective apart, if all sizes are static."""
+    """Time of compute and collective apart, if all sizes are static."""
     why: str = ""
-    """Of a site on GPUs that is kept, if that is not for the times predicted."""
+    """Why a site on GPUs is kept, if the predicted times are not the reason."""
 
 
 def symbols_of(graph: fx.Graph) -> Symbols:
-    """The graph's symbols that stand for sizes known when the graph is called."""
+    """The symbols of the graph whose values are known when the graph is called."""
     for node in graph.nodes:
         val = node.meta.get("val")
         for size in val.shape if isinstance(val, torch.Tensor) else (val,):
@@ -91,7 +93,7 @@ def symbols_of(graph: fx.Graph) -> Symbols:
 def choose(
     anchor: Anchor, match: Match, world: int, settings: Settings, symbols: Symbols
 ) -> tuple[Prediction, Reject | None]:
-    """What the cost model predicts for a legal match, and why the policy keeps it; None if it does not."""
+    """The prediction for a legal match, and why the policy keeps the match; None if it is fused."""
     device = anchor.node.meta["val"].device
     table = table_for(settings.tables, device)
     choice = predict(anchor, match, world, settings.order, table, symbols, listening())
@@ -115,8 +117,8 @@ def _why_kept(choice: Choice, policy: str) -> Reject | None:
 def predict(
     anchor: Anchor, match: Match, world: int, order: str, table: DeviceTable, symbols: Symbols, text: bool
 ) -> Choice:
-    """What the cost model says of a site that could be fused. Without `text` there are no expressions in
-    symbols, which take longer than all the rest.
+    """The prediction of the cost model for a legal match. `text`: with expressions in symbols, whose
+    construction takes longer than all other steps together.
     """
     task = _task(anchor, match, world, order)
     free = frozenset(chain.from_iterable(s.free_symbols for s in task.sizes if isinstance(s, sympy.Expr)))
@@ -129,9 +131,10 @@ def predict(
 def on_gpu(choice: Choice, pattern: str, work: Work, captured: bool) -> Choice:
     """The choice for a site on GPUs.
 
-    What a fused op replaces is one of its own ways, and every call takes the fastest: it is fused. But short
-    calls that are not captured in CUDA graphs wait for the host, which fused ops keep busy for longer. Where
-    sizes depend on data, calls last at least as long as their weights are read.
+    The unfused program is one of the ways of a fused op, and every call takes the fastest way, so that the
+    site is fused. The exception: a short call that is not captured in a CUDA graph waits for the host, and
+    the host needs longer for a fused op. If sizes depend on data, the time to read the weights is a lower
+    bound of a call.
     """
     lasts, known = choice.apart_us, choice.prediction.wins != "not known"
     if not known:
@@ -210,7 +213,8 @@ def _predict(
 
 
 def _decide(symbols: Symbols, difference: sympy.Expr) -> bool | None:
-    """Whether the difference, linear in one symbol, is positive; None if that depends on its value."""
+    """Whether a difference that is linear in one symbol is positive in its whole range; None if it is not
+    known."""
     free = difference.free_symbols
     if len(free) != 1 or not free <= symbols.keys():
         return None
@@ -223,7 +227,7 @@ def _decide(symbols: Symbols, difference: sympy.Expr) -> bool | None:
 
 
 def evaluate(size: Size, values: Mapping[sympy.Symbol, int]) -> int:
-    """The size at the given values of its symbols. Products and sums, which most are, without sympy."""
+    """The size at the given values of its symbols. Products and sums, the usual case, are fast."""
     if isinstance(size, int):
         return size
     if isinstance(size, sympy.Symbol):
@@ -244,8 +248,8 @@ def evaluate(size: Size, values: Mapping[sympy.Symbol, int]) -> int:
 
 
 def _text(time: object) -> str:
-    """The expression with coefficients of three digits."""
+    """The expression as text, with coefficients of three digits."""
     if not isinstance(time, sympy.Expr):
         return f"{time:.1f}"
-    # In the text: to replace numbers in an expression is to build it anew, which takes milliseconds.
+    # Coefficients are shortened in the text: replacing them in the expression takes milliseconds.
     return _COEFFICIENT.sub(lambda number: f"{float(number[0]):.3g}", str(time))

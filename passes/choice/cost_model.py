@@ -1,7 +1,7 @@
-"""Predicted times of a site: compute and collective apart, and the fused op in their place.
+"""The cost model: predicted times of a site with compute and collective apart, and with the fused op.
 
-With W ranks, of which `share = max(1, W / cores)` work on one core, s the bytes that the collective takes on
-one rank, and the constants of a `DeviceTable`:
+W is the number of ranks, of which `share = max(1, W / cores)` work on one core, and s is the number of bytes
+of the collective's input on one rank. All other quantities are constants of a `DeviceTable`:
 
     matmul      start + max(2 M K N / rate, (K N + M K + M N) itemsize / memory)
                 + K N itemsize / pack_rate, where a weight is packed for more than one row
@@ -11,22 +11,25 @@ one rank, and the constants of a `DeviceTable`:
     fused       start + share * (compute + (linked + copied) / link) + waits * signal        (CPU)
                 start + pipeline(compute, linked / link) + copied / memory + waits * signal  (else)
 
-A CPU rank moves its data itself. A device whose data moves beside the compute works on W chunks, and hides
-the shorter of the two but for one chunk: `pipeline(c, x) = max(c, x) + min(c, x) / W`; where the product is
-computed in one piece, nothing. The bytes follow from what the executors do (`lowering/ops/*_executor.py`):
+A CPU rank moves its data itself. On other devices data moves beside the compute, chunk by chunk for W chunks,
+so that all but one chunk of the shorter of the two is hidden: `pipeline(c, x) = max(c, x) + min(c, x) / W`.
+If the product is computed in one piece, nothing is hidden. The executors (`lowering/cpu/*_executor.py`)
+determine the bytes:
 
-    linked   bytes that one rank sends or receives: a chunk is s / W
+    linked   bytes that one rank sends or receives, with a chunk of s / W:
              reduce_scatter    (W - 1) chunks, each of fp32 sums in ring order
              all_reduce        that and (W - 1) finished chunks; in one shot (W - 1) s
              all_gather        (W - 1) s
              all_to_all        (W - 1) chunks
-    copied   bytes that are read or written besides by this rank: partial tiles that are reduced, a product
-             in one piece that is cut up, arrived rows that move to their place, extra outputs
-    waits    signals that are awaited one after another: one, of an all_reduce two; in ring order W - 1 each
+    copied   other bytes that this rank reads or writes: partial tiles that it reduces, a product in one piece
+             that it cuts up, received rows that it moves to their place, extra outputs
+    waits    signals that a rank awaits one after another: 1, or 2 of an all_reduce; W - 1 times as many in
+             ring order
 
-In `oblivious` order all ranks turn to the same peer at a time: its link carries what else goes over W - 1.
+In `oblivious` order all ranks store to the same peer at a time, so that one link carries the traffic of W - 1
+links.
 
-The formulas are written once, for numbers and for expressions alike (`Numbers`, `Expressions`).
+The formulas are written once and evaluated on numbers (`Numbers`) and on expressions (`Expressions`).
 """
 
 from __future__ import annotations
@@ -63,7 +66,7 @@ COLLECTIVES = {
 
 @dataclass(frozen=True)
 class Task:
-    """What the model has to know of a site. Sizes are numbers or expressions, per rank."""
+    """The compute and the collective of a site. Sizes are those of one rank, as numbers or expressions."""
 
     op: str
     world: int
@@ -74,15 +77,15 @@ class Task:
     matmuls: tuple[tuple[Size, Size, Size], ...] = ()
     """(M, K, N) of each."""
     count: Size = 1
-    """Weights that the rows of a matmul are spread over (experts), or tables that are pooled."""
+    """Number of experts that the rows of a matmul are spread over, or of tables that are pooled."""
     pooled: Size = 0
-    """Bytes read by compute that is no matmul."""
+    """Bytes that pooling reads."""
     kept: Size = 0
     """Bytes of extra outputs, which the fused op copies."""
 
     @property
     def key(self) -> str:
-        """The task as text, `op=matmul_all_reduce world=2 ...`: names a measured point."""
+        """The task as text, `op=matmul_all_reduce world=2 ...`, which names a measured point."""
         matmuls = "+".join("x".join(map(str, sizes)) for sizes in self.matmuls)
         return " ".join(
             f"{f.name}={matmuls if f.name == 'matmuls' else getattr(self, f.name)}" for f in fields(self)
@@ -115,8 +118,8 @@ class Task:
 
 
 class Numbers:
-    """Arithmetic on numbers. `taken` is which side was taken wherever there were two: while it stays the
-    same, the formulas are polynomials in the sizes."""
+    """Arithmetic on numbers. `taken` records the branch that every condition took: between sizes with the
+    same branches, the formulas are polynomials."""
 
     def __init__(self) -> None:
         self.taken: list[bool] = []
@@ -132,8 +135,8 @@ class Numbers:
 
 
 class Expressions:
-    """Arithmetic on expressions, which are built as they stand. `decide(difference)` may know that it is
-    positive, or not, for every value of its symbols."""
+    """Arithmetic on expressions, which are not simplified. `decide(difference)` returns whether the
+    difference is positive for every value of its symbols, and None if it does not know."""
 
     def __init__(self, decide: Callable[[sympy.Expr], bool | None] = lambda difference: None) -> None:
         self.decide = decide
@@ -176,9 +179,10 @@ Arithmetic: TypeAlias = Numbers | Expressions
 
 @dataclass(frozen=True)
 class Model:
-    """The formulas for one table and `cores` cores a host. `store`: the store mode of finished tiles.
+    """The formulas for one device table and hosts of `cores` cores. `store`: how finished tiles are stored.
 
-    `cores` must be the number of the machine, not the affinity of a process: all ranks decide alike.
+    `cores` is the number of cores of the machine, not of the affinity of a process: all ranks must decide
+    alike.
     """
 
     table: DeviceTable
@@ -225,7 +229,7 @@ class Model:
             moved = (traffic.linked + traffic.copied) / link
             return start + self._share(world) * (compute + moved)
         exchange = traffic.linked * ((world - 1) if task.order == "oblivious" else 1) / link
-        # max(c, x) + min(c, x) / W is the larger of the two ways round.
+        # max(c, x) + min(c, x) / W, without a condition on which is larger.
         overlapped = arithmetic.largest(compute + exchange / world, exchange + compute / world)
         time = traffic.in_one_piece(compute + exchange, overlapped)
         return start + time + traffic.copied / constants["memory.rate"]
@@ -247,7 +251,7 @@ class Model:
         return constants[prefix + "start_us"] + time
 
     def _share(self, world: int) -> float:
-        """How many ranks work on one core."""
+        """The number of ranks that work on one core."""
         return 1 if self.table.overlaps else max(1, world / self.cores)
 
     def _ranked(self, prefix: str, name: str, world: int) -> float:
@@ -255,7 +259,7 @@ class Model:
 
 
 Pick: TypeAlias = Callable[[Value, Value], Value]
-"""Of two values the one that holds, by some condition on the sizes."""
+"""Chooses one of two values by a condition on the sizes."""
 
 
 @dataclass(frozen=True)
@@ -264,11 +268,12 @@ class _Traffic:
     copied: Value
     waits: Value
     in_one_piece: Pick
-    """The first where no chunk can leave before all is computed, or none be computed before all is there."""
+    """Takes the first value if compute and exchange cannot overlap: no chunk can be sent before the whole
+    product is computed, or no chunk can be computed before all data is there."""
 
 
 def _traffic(task: Task, arithmetic: Arithmetic) -> _Traffic:
-    """What the executors move. Dropless splits are taken to be even, the parts of a gather to be rows."""
+    """The traffic of the executors. Assumes equal splits if dropless, and parts of rows in gathers."""
     world, sent, ring = task.world, task.sent, task.order == "ring"
     chunk = sent / world
     family = FAMILIES[task.op]
@@ -296,7 +301,7 @@ def _traffic(task: Task, arithmetic: Arithmetic) -> _Traffic:
 
 
 def _one_shot(task: Task) -> _Traffic:
-    """An all_reduce in which every rank reduces everything."""
+    """The traffic of an all_reduce in which every rank reduces all chunks."""
     return _Traffic((task.world - 1) * task.sent, 2 * task.sent + task.kept, 1, _first)
 
 
@@ -309,7 +314,7 @@ def _second(then: Value, otherwise: Value) -> Value:
 
 
 def _few_rows_a_part(task: Task, arithmetic: Arithmetic) -> Pick:
-    """Whether a part has too few rows for a matmul of its own."""
+    """Takes the first value if a part has too few rows for a matmul of its own."""
     if not task.matmuls:
         return _second
     limit, rows = FEW_ROWS_A_PART * task.world, task.matmuls[0][0]
@@ -317,7 +322,8 @@ def _few_rows_a_part(task: Task, arithmetic: Arithmetic) -> Pick:
 
 
 def _of_rows_only(pick: Pick, task: Task, arithmetic: Arithmetic) -> Pick:
-    """An all_reduce cuts columns, which needs no product in one piece, unless there are many more rows."""
+    """`pick`, if an all_reduce cuts rows. Parts of columns, which it cuts unless there are many more rows,
+    never need a product in one piece."""
     m, _, n = task.matmuls[0]
     return lambda then, otherwise: arithmetic.where(4 * n, m, pick(then, otherwise), otherwise)
 

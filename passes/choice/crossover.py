@@ -1,4 +1,4 @@
-"""For which sizes a difference is positive: `s0 >= 384`."""
+"""Finds the sizes at which a difference is positive: `s0 >= 384`."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ from typing import TypeAlias
 import sympy
 
 LARGEST = 1 << 20
-"""Stands for the end of a range that has none."""
+"""Takes the place of the upper end of an unbounded range."""
 
 MOST_SAMPLES = 512
-"""Bounds the time: piecewise linear formulas take less than a hundred, others may take more."""
+"""Bounds the time. Piecewise linear formulas need less than a hundred samples."""
 
 
 @dataclass(frozen=True)
 class Known:
-    """What is known of a symbol: every value is in `[least, most]`; `hint`, the one while tracing, may differ
-    from rank to rank."""
+    """The range `[least, most]` of a symbol. `hint`, its value while tracing, may differ between ranks."""
 
     least: int
     most: int
@@ -28,15 +27,15 @@ class Known:
 
 Sample: TypeAlias = tuple[float, tuple[bool, ...]]
 Gain: TypeAlias = Callable[[Mapping[sympy.Symbol, int]], Sample]
-"""The difference at given values of the symbols, and which way every branch of its formula went there."""
+"""The difference at given values of the symbols, and the branches that its formula took."""
 
 
 def wins(gain: Gain, symbols: Mapping[sympy.Symbol, Known]) -> str:
     """Where `gain` is positive: `always`, `never`, or a condition in the symbols.
 
-    One symbol: exact if the formula is linear in it between two values with the same branches. Several:
-    `always` and `never` are what samples over all their ranges say; a condition is for the first symbol, with
-    the others at their hints, and says so.
+    With one symbol, the result is exact if the formula is linear between two values with the same branches.
+    With several symbols, samples over all ranges decide between `always`, `never` and a condition. The
+    condition is for the first symbol; its text names the values, the hints, of the other symbols.
     """
     if not symbols:
         return "always" if gain({})[0] > 0 else "never"
@@ -89,7 +88,7 @@ def _positive(first: int, last: int, sample: Callable[[int], Sample]) -> list[tu
 
 
 def _joined(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Ranges in ascending order, with those that touch made one."""
+    """Ranges in ascending order, with adjacent ranges joined."""
     joined: list[tuple[int, int]] = []
     for start, stop in ranges:
         if joined and start <= joined[-1][1] + 1:
@@ -100,7 +99,8 @@ def _joined(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _samples(symbols: Mapping[sympy.Symbol, Known]) -> list[dict[sympy.Symbol, int]]:
-    """Values over all ranges together: their ends, and powers of 8 between as far as there is room."""
+    """Combinations of values of all symbols: the ends of the ranges and, up to a limit, powers of 8
+    between."""
     ends = [(k.least, min(k.most, max(LARGEST, k.least))) for k in symbols.values()]
     inner = [[x for x in (8, 64, 512, 4096, 32768) if a < x < b] for a, b in ends]
     grids = [sorted({a, *between, b}) for (a, b), between in zip(ends, inner, strict=True)]

@@ -1,20 +1,20 @@
-"""Tables: the constants of the cost model for one device, and what was measured there, as JSON.
+"""Device tables: the constants of the cost model for one kind of device, and measured points, as JSON.
 
-Constants are positive numbers under dotted keys; times in microseconds, rates a microsecond:
+Constants are positive numbers under dotted keys. Times are in microseconds, rates per microsecond:
 
     memory.rate                       bytes that a rank reads from its memory
     matmul.<dtype>.rate               floating-point operations of a matmul
-    matmul.<dtype>.start_us           its least time
-    matmul.<dtype>.pack_rate          bytes of a weight that is packed for more than one row; else none is
-    matmul.<dtype>.few_rows_rate      operations of the fused ops' own matmul of few rows, where there is one
+    matmul.<dtype>.start_us           least time of a matmul
+    matmul.<dtype>.pack_rate          bytes of a weight that is packed for more than one row; optional
+    matmul.<dtype>.few_rows_rate      operations of the fused ops' own matmul of few rows; optional
     pooling.rate, .start_us           bytes of embedding rows, and the least time of a table
-    <collective>.<ranks>.start_us     of an unfused collective
-    <collective>.<ranks>.rate         bytes that it moves
-    fused.<collective>.<ranks>.start_us  overhead of the fused op in its place
-    fused.signal_us                   from raising a signal to having seen it
+    <collective>.<ranks>.start_us     least time of an unfused collective
+    <collective>.<ranks>.rate         bytes that an unfused collective moves
+    fused.<collective>.<ranks>.start_us  overhead of the fused op that replaces the collective
+    fused.signal_us                   time between raising a signal and seeing it
     link.<ranks>.<store mode>         bytes that one rank sends or receives in a fused op
 
-What was not measured for a number of ranks is taken from the nearest one (`DeviceTable.ranked`).
+A constant that is missing for a number of ranks is taken from the nearest number (`DeviceTable.ranked`).
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ _SHIPPED = Path(__file__).with_name("tables")
 
 @dataclass(frozen=True)
 class Point:
-    """One measured site: what was asked, as `Task.key` writes it, and times of both ways in microseconds,
-    None for what was not measured."""
+    """A measured site: its `Task.key`, and the times fused and apart in microseconds, None if not
+    measured."""
 
     task: str
     fused_us: float | None
@@ -64,19 +64,19 @@ class Point:
 
 @dataclass(frozen=True, eq=False)
 class DeviceTable:
-    """The constants of one kind of device."""
+    """The constants and measured points of one kind of device."""
 
     name: str
     device: str
-    """Type of the device and, after a colon, a part of its name: `cpu`, `cuda:H200`."""
+    """The type of the device and, after a colon, a part of the device's name: `cpu`, `cuda:H200`."""
     cores: int | None
-    """Cores that the ranks of a host shared while this was measured; None if each has a device of its own."""
+    """Number of cores that the ranks of a host shared in the measurements; None if each rank has a device."""
     constants: Mapping[str, float]
     points: tuple[Point, ...] = ()
 
     @property
     def overlaps(self) -> bool:
-        """Whether data moves beside the compute. The ranks of a CPU move it themselves."""
+        """Whether data moves beside the compute. CPU ranks move their data themselves."""
         return self.cores is None
 
     @cached_property
@@ -85,7 +85,8 @@ class DeviceTable:
 
     def ranked(self, prefix: str, name: str, world: int, cores: int) -> float:
         """The constant `<prefix>.<ranks>.<name>` for `world` ranks on `cores` cores: that of the nearest
-        number of ranks by ratio, among those that had to share cores alike."""
+        number of ranks by ratio. Numbers of ranks that share cores, or do not, as `world` ranks do are
+        preferred."""
         shared = world > cores
 
         def distance(ranks: int) -> tuple[bool, float]:
@@ -97,7 +98,7 @@ class DeviceTable:
 
     @cached_property
     def _ranks(self) -> dict[tuple[str, str], list[int]]:
-        """The numbers of ranks that there are for `<prefix>.<ranks>.<name>`."""
+        """The numbers of ranks for which the table has `<prefix>.<ranks>.<name>`."""
         found: dict[tuple[str, str], list[int]] = {}
         for key in self.constants:
             *prefix, ranks, name = key.split(".")
@@ -106,7 +107,7 @@ class DeviceTable:
         return found
 
     def dtype(self, name: str) -> str:
-        """`name`, or the dtype to take for it if its matmul was not measured."""
+        """The dtype whose constants apply to `name`: `name` itself if its matmul was measured."""
         return name if f"matmul.{name}.rate" in self.constants else self._dtypes[0]
 
     @cached_property
@@ -124,7 +125,7 @@ class DeviceTable:
 
     @classmethod
     def from_json(cls, text: str, where: str) -> DeviceTable:
-        """Raises ValueError that names `where` and the key for what is no table."""
+        """The table in a JSON text. ValueError, with `where` and the key, if the text is no valid table."""
         try:
             data = json.loads(text)
         except ValueError as error:
@@ -173,7 +174,7 @@ def _check(key: str, value: object, where: str) -> None:
 
 
 def _check_complete(constants: Mapping[str, float], where: str) -> None:
-    """Every time that the model can ask for must have its constants."""
+    """ValueError if a constant is missing that the model needs for some site."""
     needed = ["memory.rate", "pooling.rate", "pooling.start_us", "fused.signal_us"]
     dtypes = {key.split(".")[1] for key in constants if key.startswith("matmul.")} or {"float32"}
     needed += [f"matmul.{dtype}.{name}" for dtype in sorted(dtypes) for name in ("rate", "start_us")]
@@ -199,7 +200,7 @@ def _point(data: object, index: int, where: str) -> Point:
 
 
 def read(path: Path) -> DeviceTable:
-    """The table in a file; ValueError with file and key if it is none."""
+    """The table in a file. ValueError, with the file and the key, if the file holds no valid table."""
     try:
         status = path.stat()
     except OSError as error:
@@ -225,10 +226,11 @@ def cache_folder() -> Path:
 
 
 def tables(path: str = "") -> tuple[DeviceTable, ...]:
-    """All tables in the order in which they are asked: that at `path`, this machine's own, the shipped ones.
+    """All tables, first the table at `path`, then the tables of this machine, then the shipped tables.
 
-    Every rank must find the same: they decide by the tables whether to fuse, and do not ask each other. On
-    one host they read the same files; on others the file must be copied. Raises ValueError for a bad table.
+    All ranks must find the same tables, because they decide by the tables, without communication, whether to
+    fuse. The ranks of one host read the same files; the user copies the files to other hosts. ValueError for
+    an invalid table.
     """
     own = [Path(path).expanduser()] if path else []
     return (*map(read, (*own, *sorted(cache_folder().glob("*.json")))), *shipped())

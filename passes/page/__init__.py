@@ -1,7 +1,7 @@
-"""A report as one HTML page that needs nothing else: no network, no other file, no server.
+"""A report as one self-contained HTML page, without network, other files or a server.
 
-`template.html` has the structure, `page.css` and `page.js` are put into it. Everything can be read without
-the script; it adds filters, sorting and the ties between sites, nodes and plans.
+`template.html` has the structure and includes `page.css` and `page.js`. The page is readable without the
+script, which adds filters, sorting and links between sites, nodes and plans.
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ def render(report: Report) -> str:
 
 @dataclass(frozen=True)
 class SiteView:
-    """A site with the number that ties it to its nodes and its plan."""
+    """A site with the number that links it to its nodes and its plan."""
 
     number: int
     graph: int
     site: Site
     plan: PlanShape | None
-    """What is drawn, of any size where the sizes are not known; None if kept."""
+    """The plan that is drawn, of an arbitrary size if the sizes are not known; None if kept."""
 
     @property
     def times(self) -> list[float | None]:
@@ -74,7 +74,7 @@ class SiteView:
 
     @property
     def gain(self) -> float | None:
-        """How many times as long compute and collective take apart."""
+        """Time of compute and collective apart, divided by the time of the fused op."""
         fused, apart = self.times[:2]
         return apart / fused if fused and apart else None
 
@@ -94,7 +94,7 @@ class GraphView:
 
     @property
     def first(self) -> int:
-        """The number of its first site."""
+        """The number of the first site of the graph."""
         return self.sites[0].number if self.sites else 0
 
 
@@ -105,7 +105,7 @@ class PlanView:
     number: int
     shape: PlanShape
     known: bool
-    """Whether the sizes that it depends on are known."""
+    """Whether the sizes that the shape depends on are known."""
     sites: list[SiteView]
     drawings: list[dict[str, Any]]
 
@@ -145,7 +145,7 @@ def _plan_views(views: Iterable[SiteView]) -> list[PlanView]:
 
 
 def _compared(shape: PlanShape) -> list[PlanShape]:
-    """The plan that runs, and the control beside it. In one shot every rank does everything in any order."""
+    """The plan that runs, and the control beside it. A one-shot plan is the same in every order."""
     if shape.one_shot:
         return [shape]
     other = Order.DIRECT if shape.order == Order.OBLIVIOUS else Order.OBLIVIOUS
@@ -176,7 +176,7 @@ def _total(report: Report) -> tuple[float, float] | None:
 
 
 def _micro(value: float | None) -> str:
-    """A time in microseconds, for people."""
+    """A time in microseconds as text, with a suitable unit."""
     if value is None:
         return "\N{EN DASH}"
     if value >= 1e6:
@@ -201,7 +201,7 @@ def _short(source: str) -> str:
 
 
 def _href(source: str) -> str | None:
-    """A link that editors open; none for a path that is not absolute."""
+    """A link that editors open; None for a path that is not absolute."""
     return f"vscode://file{quote(source, safe='/:')}" if source.startswith("/") else None
 
 
@@ -215,7 +215,7 @@ def _parts(line: Line) -> tuple[str, str, str]:
 
 
 def _runs(views: Iterable[SiteView]) -> list[list[SiteView]]:
-    """Sites whose numbers follow each other, together."""
+    """Runs of sites with consecutive numbers."""
     found: list[list[SiteView]] = []
     for view in views:
         if found and found[-1][-1].number + 1 == view.number:
@@ -226,7 +226,7 @@ def _runs(views: Iterable[SiteView]) -> list[list[SiteView]]:
 
 
 def _sourced(lines: Iterable[Line]) -> Iterator[tuple[Line, str | None]]:
-    """Lines, each with its source line if that is another than the one before."""
+    """Lines, each with its source line if it differs from that of the line before."""
     last = None
     for line in lines:
         new = line.source if line.source != last else None
@@ -235,7 +235,7 @@ def _sourced(lines: Iterable[Line]) -> Iterator[tuple[Line, str | None]]:
 
 
 def _advice(text: str) -> list[str]:
-    """What to do about a graph break: our own advice, else dynamo's."""
+    """Advice for a graph break: that of autofuse, else that of dynamo."""
     known = break_advice(text)
     if known is not None:
         return [f"{known[0].upper()}{known[1:]}."]
@@ -247,7 +247,7 @@ def _advice(text: str) -> list[str]:
 
 
 def _digest(text: str) -> str:
-    """What the page's content security policy knows its own style and script by."""
+    """The hash by which the content security policy of the page admits its style and script."""
     return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 

@@ -1,4 +1,4 @@
-"""Two listings of a graph as one text: what both have once, what differs side by side."""
+"""Two listings of a graph as one text: common lines once, different lines side by side."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from itertools import groupby
 from autofuse.passes.report import Line, Listing
 
 CONTEXT = 2
-"""Unchanged nodes that stay visible beside a change or a kept collective."""
+"""Number of unchanged nodes that stay visible beside a change or a kept collective."""
 
 SHORTEST_FOLD = 4
-"""Fewer nodes than these are not worth folding."""
+"""Number of nodes from which a run of unchanged nodes is folded."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """Nodes that follow each other. Unchanged ones are in `before` alone; long runs of them are `folded`."""
+    """Consecutive nodes. Unchanged nodes are in `before` alone; long runs of them are `folded`."""
 
     before: tuple[Line, ...]
     after: tuple[Line, ...]
     changed: bool
     folded: bool
     moved: frozenset[str] = frozenset()
-    """Names of nodes that are the same in the other graph, at another place."""
+    """Names of nodes that are equal in the other graph, at another place."""
 
 
 def blocks(before: Listing, after: Listing) -> list[Block]:
