@@ -166,7 +166,7 @@ def _stand_in(node: fx.Node, opaque: Opaque) -> StandIn:
 
 
 def _can_be_read(node: fx.Node, opaque: Opaque) -> bool:
-    """Whether all arguments but input and sizes are constants, and those without a role have their default."""
+    """Whether input and sizes alone are no constants, and arguments without a role have their default."""
     arguments = _arguments(node)
     val, out = tensor(arguments[opaque.roles["input"]]), tensor(node)
     if val is None or out is None or val.dim() == 0:
