@@ -1,7 +1,7 @@
 """autofuse: a torch.compile backend that fuses compute with the collective it feeds or consumes.
 
-Names are imported on first use: importing the package must be cheap, and must work while torch is being
-imported, which is when `TORCH_LOGS="+autofuse"` asks for it.
+Names are imported on first use: the import of the package must be fast, and must work while torch is
+imported, since `TORCH_LOGS="+autofuse"` imports it then.
 """
 
 from importlib import import_module

@@ -41,9 +41,9 @@ def autofuse(
         with fusion.compiling(graph_kind(kwargs), passes.circumstances(gm.graph)):
             compiled = torch_internals.compile_fx_inner(gm, example_inputs, **kwargs)
             if not fusion.ran and (listening() or log.isEnabledFor(logging.INFO)):
-                # Inductor's cache had the compiled graph, and no pass ran. The cache key covers all that
-                # the pass depends on, so that running it on a copy reports what the compiled graph does.
-                # The copy shares its attributes: what is not fake cannot be copied here.
+                # Inductor's cache returned the compiled graph, and no pass ran. The cache key covers all
+                # inputs of the pass, so that the pass on a copy of the graph reports what the compiled graph
+                # does. The copy shares its attributes: real tensors cannot be copied here.
                 same = fx.GraphModule(gm, copy.deepcopy(gm.graph))
                 torch_internals.run_post_grad_passes(same, example_inputs, kwargs.get("is_inference", False))
         return compiled
@@ -54,7 +54,7 @@ def autofuse(
 def fusion_pass(
     number: int, mode: str | None = None, options: Mapping[str, Any] | None = None
 ) -> tuple["FusionPass", dict[str, Any]]:
-    """The pass for graph `number`, and the changes to Inductor's configuration that put it in place."""
+    """The pass for graph `number`, and the changes to Inductor's configuration that install it."""
     settings, patches = resolve(mode, options)
     before, joint = "post_grad_custom_pre_pass", "joint_custom_post_pass"
     fusion = FusionPass(settings, _configured(before, patches), number)
@@ -68,7 +68,8 @@ def _configured(name: str, patches: Mapping[str, Any]) -> tuple[Callable[..., No
 
 
 def graph_kind(kwargs: Mapping[str, Any]) -> str:
-    """The kind of a graph from the keywords that Inductor compiles it with."""
+    """The kind of a graph: `forward`, `backward` or `inference`, by the keywords of Inductor's
+    compilation."""
     if kwargs.get("is_backward"):
         return "backward"
     return "inference" if kwargs.get("is_inference") else "forward"
@@ -87,12 +88,12 @@ class MarkingPass(CustomGraphPass):
         passes.mark_permutations(graph)
 
     def uuid(self) -> str | None:
-        """Marks are part of the identity of a graph's `FusionPass`."""
+        """Empty: the marks are part of the identity of the graph's `FusionPass`."""
         return _identity((_sources_digest(),), self.others)
 
 
 class FusionPass(CustomGraphPass):
-    """Runs the passes that the user configured, then ours, and publishes the report."""
+    """Runs the passes that the user configured, then the fusion, and publishes the report."""
 
     def __init__(
         self, settings: passes.Settings, others: tuple[Callable[..., None], ...], number: int
@@ -148,7 +149,7 @@ def record(graph: GraphReport) -> None:
 
 
 def _settings_text(settings: passes.Settings) -> str:
-    # A set prints in an order that depends on the process.
+    # The order in which a set is printed differs between processes.
     patterns = None if settings.patterns is None else sorted(settings.patterns)
     tables = [table.digest for table in settings.tables]
     return repr((settings.policy, patterns, settings.order, tables, settings.captured))

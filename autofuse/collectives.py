@@ -1,4 +1,4 @@
-"""Collectives that are custom ops: tell autofuse what they mean, and it fuses them like torch's own."""
+"""Registration of custom ops that are collectives, so that autofuse fuses them like torch's collectives."""
 
 from collections.abc import Callable, Mapping
 
@@ -7,7 +7,7 @@ import torch
 from autofuse.groups import Group, group_name
 from autofuse.passes.opaque import ROLES, Opaque, register
 
-# By role, the names of arguments that need no `arguments=`.
+# Names of arguments that are recognised without `arguments=`, by role.
 _NAMES = {
     "group": ("group_name", "group"),
     "world": ("world_size", "group_size"),
@@ -29,25 +29,27 @@ def register_collective(
     """Let `backend="autofuse"` treat a custom op as a collective: `y = op(x, ..., group_name)`.
 
     all_reduce      y = sum over ranks of x
-    reduce_scatter  y = this rank's part of that sum, cut along `dim`
-    all_gather      y = the ranks' x, joined along `dim`
-    all_to_all      y = the parts of x, cut along dim 0, that the ranks have for this one
+    reduce_scatter  y = this rank's part of that sum, which is cut along `dim`
+    all_gather      y = the x of all ranks, concatenated along `dim`
+    all_to_all      y = the parts that all ranks send to this rank; each rank cuts its x along dim 0
 
-    Where a site is kept, the op itself runs. Register alike on all ranks, before compiling.
+    If a site is kept, the op itself runs. Register the same ops on all ranks, before compiling.
 
     Args:
-        op: qualified name, `"vllm::all_reduce"`, or overload. It must return one new Tensor, mutate nothing.
+        op: qualified name, `"vllm::all_reduce"`, or overload. It must return one new Tensor and change no
+            argument.
         kind: one of the four above.
-        group: from the op's group argument to the process group; by default the argument is its name. It is
-            called when a graph is compiled, and must give the same group as long as the graph is used.
-        reduce_op: `sum` or `avg`, if no argument of the op says it.
+        group: function from the op's group argument to the process group; by default the argument is the name
+            of the group. It is called when a graph is compiled, and must return the same group as long as the
+            graph is used.
+        reduce_op: `sum` or `avg`, if no argument of the op has this role.
         arguments: names of the op's arguments by role (`input`, `group`, `world`, `reduce_op`, `dim`,
-            `output_splits`, `input_splits`), where they are not `group_name`, `world_size`, `dim` and so on.
-            The input is the first Tensor; without splits the parts are equal. A call is left alone if an
-            argument without a role has another value than its default.
+            `output_splits`, `input_splits`), if they differ from `group_name`, `world_size`, `dim` and so on.
+            The input is the first Tensor. Without splits the parts are equal. A call is kept if an argument
+            without a role has a value other than its default.
 
     Raises:
-        ValueError: for an unknown op, kind or role, and for an op that does not fit.
+        ValueError: for an unknown op, kind or role, and for an op whose schema does not fit.
     """
     overload = _overload(op)
     name = overload._schema.name

@@ -11,7 +11,7 @@ policy: str = Config(default="auto", env_name_default="AUTOFUSE_POLICY")
 """`auto`: fuse where the cost model predicts a gain; `always`: wherever it is legal; `never`: report only."""
 
 patterns: str = Config(default="all", env_name_default="AUTOFUSE_PATTERNS")
-"""Names of fused ops to look for, separated by commas; `all` for every one. `options` also takes a list."""
+"""Names of the fused ops that may be used, separated by commas, or `all`. `options` also takes a list."""
 
 order: str = Config(default="direct", env_name_default="AUTOFUSE_ORDER")
 """Order of the tiles of a plan: `direct`, `ring`, or `oblivious` (the control of every measurement)."""
@@ -35,7 +35,7 @@ update: bool = Config(default=False, env_name_default="AUTOFUSE_UPDATE")
 (`update` of a plan). Each sum is rounded, so two runs may give different bits. Equal on all ranks."""
 
 timeout_s: float = float(os.environ.get("AUTOFUSE_TIMEOUT_S", "300"))
-"""Seconds that a fused op waits for a peer before it raises. `AUTOFUSE_TIMEOUT_S`."""
+"""Seconds that a fused op waits for a peer before it raises RuntimeError. `AUTOFUSE_TIMEOUT_S`."""
 
 if TYPE_CHECKING:
     from torch.utils._config_typing import *  # noqa: F403

@@ -29,7 +29,7 @@ def embedding_bag_all_to_all(
     dtype: torch.dtype | None = None,
     group: Group = None,
 ) -> Tensor:
-    """Pools this rank's tables over the whole batch and returns this rank's part of the batch of all tables.
+    """Pool this rank's tables over the whole batch; return, for all tables, this rank's part of the batch.
 
     Args:
         weights: T tables `[V_t, D_t]` of one dtype; a rank without tables passes one of shape `[0, 0]`.
@@ -37,15 +37,15 @@ def embedding_bag_all_to_all(
         offsets: per table `[B]`, or `[B + 1]` with `include_last_offset`.
         per_sample_weights: per table, in the shape of its indices and its dtype; mode "sum" only.
         mode: "sum", "mean" or "max" (which has no gradient).
-        padding_idx: index that counts for nothing, not negative.
-        columns: sum of the table dims of every rank; by default that of this rank for all.
-        layout: "bsc", "sbc", "bstd", "stbd" or "sbtd"; the last three need tables of one dim and as many
-            on every rank.
-        dtype: dtype that is exchanged and returned; by default that of the tables.
+        padding_idx: index that is ignored, not negative.
+        columns: for every rank, the sum of its table dims; by default the sum of this rank for all ranks.
+        layout: "bsc", "sbc", "bstd", "stbd" or "sbtd"; the last three need tables of one dim, and the
+            same number of tables on every rank.
+        dtype: dtype that is exchanged and returned; by default the dtype of the tables.
 
     Returns, for `b = B / W` bags a rank: `[b, sum(columns)]`; "sbc" `[b * sum(columns)]`; "bstd"
     `[b, W, T, D]`; "stbd" `[W, T, b, D]`; "sbtd" `[W, b, T, D]`. Gradients of tables are dense. Raises
-    ValueError for what does not fit, RuntimeError for an index out of range.
+    ValueError for shapes, dtypes or options that do not fit, RuntimeError for an index out of range.
     """
     op = "embedding_bag_all_to_all"
     tables = _list(weights)
@@ -91,11 +91,11 @@ def all_to_all_embedding_bag_backward(
     Args:
         grad: in the shape of `layout`.
         num_embeddings, dims: rows and columns of every table of this rank.
-        dtype: that of the tables; by default that of grad.
+        dtype: dtype of the tables; by default the dtype of grad.
         return_exchanged: also return the gradient of the pooled bags, `[B, sum(dims)]`.
         Others: as for `embedding_bag_all_to_all`; mode "sum" or "mean".
 
-    Returns: one `[V_t, D_t]` per table. Raises ValueError for what does not fit.
+    Returns: one `[V_t, D_t]` per table. Raises ValueError for shapes, dtypes or options that do not fit.
     """
     op = "all_to_all_embedding_bag_backward"
     if mode == "max":
@@ -131,19 +131,19 @@ def expert_matmul_all_to_all(
     input_splits: Sequence[int] | None = None,
     group: Group = None,
 ) -> Tensor:
-    """Combine: multiplies by the experts of this rank and sends every row to the rank that it belongs to.
+    """Combine: multiply by the experts of this rank, and send every row to its destination.
 
     Args:
         x: fixed capacity `[E, W * c, K]`, rows by destination; dropless `[rows, K]`, rows by expert.
         w: `[E, K, N]`.
         bias: `[E, N]`.
         offsets: dropless: int32 `[E]`, the end of the rows of every expert.
-        positions: dropless: int64 `[rows]`, the row of the send buffer that each product goes to; rows that
-            share one are added, and what none goes to is zero. By default the rows stay in order.
-        output_splits, input_splits: dropless: rows that come from and go to every rank.
+        positions: dropless: int64 `[rows]`, the row of the send buffer for each product. Products with the
+            same row are added, and rows without a product are zero. By default the rows keep their order.
+        output_splits, input_splits: dropless: the numbers of rows received from and sent to every rank.
 
-    Returns: `[W, E, c, N]` or `[sum(output_splits), N]`, by source. Raises ValueError for what does not fit,
-    RuntimeError on all ranks if one sends what another does not expect.
+    Returns: `[W, E, c, N]` or `[sum(output_splits), N]`, by source. Raises ValueError for shapes, dtypes or
+    options that do not fit, RuntimeError on all ranks if the splits of two ranks disagree.
     """
     op = "expert_matmul_all_to_all"
     name, world, splits = _experts(x, w, bias, offsets, positions, output_splits, input_splits, group, op)
@@ -174,19 +174,21 @@ def all_to_all_expert_matmul(
     group: Group = None,
     return_exchanged: bool = False,
 ) -> Tensor | list[Tensor] | tuple[Tensor | list[Tensor], Tensor]:
-    """Dispatch: sends every row to the rank of its expert and multiplies it there.
+    """Dispatch: send every row to the rank of its expert, and multiply it there.
 
     Args:
         x: fixed capacity `[W, E, c, K]`, by destination; dropless `[sum(input_splits), K]`.
-        w: `[E, K, N]`, or a list of such that all multiply the same rows.
+        w: `[E, K, N]`, or a list of such weights for the same rows.
         bias: `[E, N]`; for a single w only.
         offsets: dropless: int32 `[E]`, the end of the rows of every expert in X.
-        positions: dropless: int64 `[rows]`, X is these rows of what arrived. By default X is all of it.
-        output_splits, input_splits: dropless: rows that come from and go to every rank.
+        positions: dropless: int64 `[rows]`, the received rows that X consists of; by default all received
+            rows.
+        output_splits, input_splits: dropless: the numbers of rows received from and sent to every rank.
         return_exchanged: also return X.
 
     Returns: `X @ w` per expert for X `[E, W * c, K]` by source, or `[rows, K]`; a list if `w` is one. Raises
-    ValueError for what does not fit, RuntimeError on all ranks if one sends what another does not expect.
+    ValueError for shapes, dtypes or options that do not fit, RuntimeError on all ranks if the splits of two
+    ranks disagree.
     """
     op = "all_to_all_expert_matmul"
     weights = _list(w)
@@ -261,7 +263,7 @@ def _sizes(
     group: Group,
     op: str,
 ) -> tuple[str, list[int]]:
-    """The name of the group and the columns of every rank."""
+    """The name of the group, and the number of columns of every rank."""
     name = group_name(group, op)
     ranks = resolve_group(name)
     sizes = [sum(dims)] * ranks.size() if columns is None else list(columns)
@@ -283,7 +285,7 @@ def _experts(
     group: Group,
     op: str,
 ) -> tuple[str, int, tuple[list[int], list[int]]]:
-    """The name and size of the group and the splits; raises ValueError for what no form of the op can be."""
+    """The name and size of the group, and the splits. ValueError for arguments that fit no form of the op."""
     name = group_name(group, op)
     world = resolve_group(name).size()
     given = [t for t in (x, w, bias) if t is not None]

@@ -1,4 +1,4 @@
-"""Fits the constants of a table to measured times, by the formulas of the cost model themselves."""
+"""Fits the constants of a device table to measured times, with the formulas of the cost model."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +24,7 @@ _SMALL = 1e-4
 
 @dataclass(frozen=True)
 class Sample:
-    """A measured time: `us` for this part of all of `tasks` together."""
+    """A measured time: `us` is the time of `part` for all `tasks` together."""
 
     part: Part
     tasks: tuple[Task, ...]
@@ -32,7 +32,7 @@ class Sample:
 
 
 def predict(model: Model, sample: Sample) -> float:
-    """What the model says of a sample, in microseconds."""
+    """The prediction of the cost model for a sample, in microseconds."""
     parts: Mapping[Part, Callable[[Task], float]] = {
         "fused": lambda task: model.fused(task, Numbers()),
         "apart": lambda task: model.apart(task, Numbers()),
@@ -43,13 +43,13 @@ def predict(model: Model, sample: Sample) -> float:
 
 
 def errors(table: DeviceTable, samples: Sequence[Sample], cores: int = 1) -> list[float]:
-    """Predicted over measured time of each sample."""
+    """The ratio of predicted and measured time of each sample."""
     model = Model(table, cores)
     return [predict(model, sample) / sample.us for sample in samples]
 
 
 def fit(table: DeviceTable, samples: Sequence[Sample], cores: int = 1) -> DeviceTable:
-    """The table whose predictions are nearest to `samples`, in the mean of squared logarithms of the ratio.
+    """The table whose predictions are nearest to `samples`, by the mean of squared logarithms of the ratios.
 
     Damped Gauss-Newton on the logarithms of the constants, so that all stay positive. It starts from the
     constants of `table`, which also regularise it. `cores`: of the machine where the samples were taken.

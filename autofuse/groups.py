@@ -1,4 +1,4 @@
-"""The ways in which a user names a process group."""
+"""Process groups as arguments: a ProcessGroup, a DeviceMesh, a name, or None for all ranks."""
 
 from typing import TypeAlias
 

@@ -1,4 +1,4 @@
-"""What autofuse does to a model, without running it: `explain`, `debug` and `rewrite`."""
+"""`explain`, `debug` and `rewrite`: show what autofuse does to a model or a graph."""
 
 import functools
 import itertools
@@ -26,7 +26,7 @@ _UNBACKED_SIZE = 4
 
 
 def explain(model: Callable[..., Any], backward: bool = False) -> Callable[..., Report]:
-    """Returns `f(*args, **kwargs) -> Report`: what `backend="autofuse"` does when `model` is called so.
+    """Returns `f(*args, **kwargs) -> Report`: the effect of `backend="autofuse"` on a call of `model`.
 
     Everything is compiled up to code generation; compiled graphs do not run, they return zeros. Python code
     between two graphs, after a graph break, gets those zeros, and collectives in it return at once. So one
@@ -40,7 +40,8 @@ def explain(model: Callable[..., Any], backward: bool = False) -> Callable[..., 
         def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
             return _compile_without_code(gm, example_inputs, next(numbers))
 
-        # Dynamo keeps what it compiled with the code of the outermost frame: a copy leaves the user's alone.
+        # Dynamo stores compiled code with the code of the outermost frame: a copy keeps the user's code
+        # unchanged.
         call = types.FunctionType(_call.__code__.replace(), _call.__globals__)
         with debug() as result, _NoCollectives(), torch_internals.first_shapes_are_static():
             outputs = torch.compile(call, backend=backend)(model, args, kwargs)
@@ -104,7 +105,7 @@ def debug() -> Iterator[Report]:
 def rewrite(graph_module: fx.GraphModule) -> Report:
     """Fuses in place, in a graph of post-grad form: functional ATen ops and collectives, `meta["val"]` set.
 
-    Uses the settings of `autofuse.config`.
+    The settings are those of `autofuse.config`.
     """
     with collecting() as report:
         record(passes.fuse(graph_module.graph, settings(), "inference", "graph 0"))
@@ -126,7 +127,7 @@ def _compile_without_code(
     fusion, patches = fusion_pass(number, mode, options)
 
     def compile_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
-        # Before the passes, which may leave a fused op's outputs without metadata.
+        # Taken before the passes, which may leave outputs of a fused op without metadata.
         torch_internals.propagate_fakes(gm, example_inputs)
         values = pytree.tree_map(functools.partial(_value, gm), gm.graph.output_node().args[0])
         with fusion.compiling(graph_kind(kwargs)):
@@ -165,7 +166,7 @@ def _zero(value: Any) -> Any:
 
 
 class _NoCollectives(TorchDispatchMode):
-    """Collectives and fused ops that run outside compiled graphs return at once.
+    """Inside, collectives and fused ops outside of compiled graphs return at once.
 
     Tensors that are exchanged in place keep their values. A gather returns this rank's part from every rank.
     All other results are zero.
@@ -181,7 +182,7 @@ class _NoCollectives(TorchDispatchMode):
         kwargs = kwargs or {}
         if func.namespace == "c10d":
             _fill_output(func, args)
-            # Results are what the op writes to, its first argument, and a handle.
+            # The results are the tensors that the op writes, its first argument, and a handle.
             done = torch_internals.finished_work(args[0])
             results = [done if "Work" in str(r.type) else args[0] for r in func._schema.returns]
             return results[0] if len(results) == 1 else tuple(results)

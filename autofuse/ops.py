@@ -1,8 +1,9 @@
 """The fused ops for eager use, differentiable: `autofuse.ops.matmul_all_reduce(x, w, group=tp_group)`.
 
-Every rank of `group` must make the same call: shapes, dtypes and options may differ only where a docstring
-says so. `group` is a ProcessGroup, a one-dimensional DeviceMesh, the name of a group, or None for all ranks.
-On CPU ranks of one host the ops run fused over shared memory; everywhere else as plain collectives.
+All ranks of `group` must make the same call. Shapes, dtypes and options may differ between ranks only if the
+docstring of the op allows it. `group` is a ProcessGroup, a one-dimensional DeviceMesh, the name of a group,
+or None for all ranks. On CPU ranks and on GPUs of one host the ops run fused; elsewhere they run as plain
+collectives.
 """
 
 import math
@@ -38,16 +39,16 @@ __all__ = [
 def matmul_all_reduce(
     x: Tensor, w: Tensor, bias: Tensor | None = None, *, reduce_op: str = "sum", group: Group = None
 ) -> Tensor:
-    """`sum over ranks of (x @ w + bias)`, the same bits on every rank.
+    """`sum over ranks of (x @ w + bias)`, with the same bits on every rank.
 
     Args:
-        x: `[..., K]`; K may differ from rank to rank.
+        x: `[..., K]`; K may differ between ranks.
         w: `[K, N]`.
-        bias: `[N]`, added on every rank that gives one, so W times if all do.
+        bias: `[N]`. Every rank adds its bias, so that the sum contains the bias W times if all ranks give it.
         reduce_op: "sum" or "avg".
 
-    Returns: `[..., N]`. The gradient of x and w is that of the functional all_reduce: gradients of the result
-    are summed over the ranks. Raises ValueError for shapes, dtypes or devices that do not fit.
+    Returns: `[..., N]`. The gradients of x and w are those with the functional all_reduce: the gradient of
+    the result is summed over the ranks. Raises ValueError for shapes, dtypes or devices that do not fit.
     """
     op = "matmul_all_reduce"
     name = group_name(group, op)
@@ -68,13 +69,13 @@ def matmul_reduce_scatter(
     reduce_op: str = "sum",
     group: Group = None,
 ) -> Tensor:
-    """This rank's part of `sum over ranks of (x @ w + bias)`, scattered on dim `dim` of the result.
+    """This rank's part of `sum over ranks of (x @ w + bias)`, scattered along dim `dim` of the result.
 
     Args:
-        x: `[..., K]`; K may differ from rank to rank.
+        x: `[..., K]`; K may differ between ranks.
         w: `[K, N]`.
-        bias: `[N]`, added on every rank that gives one.
-        dim: the dim of the `[..., N]` result that is cut into one equal part per rank.
+        bias: `[N]`. Every rank adds its bias.
+        dim: the dim of the `[..., N]` result that is cut into one equal part for each rank.
         reduce_op: "sum" or "avg".
 
     Returns: the part, `[..., N]` with dim `dim` divided by the number of ranks. Raises ValueError for shapes,
@@ -105,17 +106,17 @@ def all_gather_matmul(
     group: Group = None,
     return_gathered: bool = False,
 ) -> Tensor | list[Tensor] | tuple[Tensor | list[Tensor], Tensor]:
-    """`X @ w (+ bias)` for X, the parts `x` of all ranks concatenated on dim `dim`.
+    """`X @ w (+ bias)`, where X is the concatenation of the parts `x` of all ranks along dim `dim`.
 
     Args:
         x: `[..., K]`, of the same shape on every rank.
-        w: `[K, N]` (`[W * K, N]` if `dim` is the last), or a list of such; N may differ from rank to rank.
-        bias: `[N]`, or a list with a bias or None per weight.
+        w: `[K, N]` (`[W * K, N]` if `dim` is the last), or a list of such weights; N may differ by rank.
+        bias: `[N]`, or a list with a bias or None for each weight.
         dim: the dim of x along which the parts are concatenated.
         return_gathered: also return X.
 
-    Returns: the product, or a list of products if `w` is a list; with `return_gathered` the pair of it and X.
-    Raises ValueError for shapes, dtypes or devices that do not fit.
+    Returns: the product, or a list of products if `w` is a list; with `return_gathered`, the pair of this and
+    X. Raises ValueError for shapes, dtypes or devices that do not fit.
     """
     op = "all_gather_matmul"
     name = group_name(group, op)

@@ -1,4 +1,5 @@
-"""From `torch.compile(..., mode=, options=)` and `autofuse.config` to settings of ours and of Inductor's."""
+"""Turns `torch.compile(..., mode=, options=)` and `autofuse.config` into settings of autofuse and of
+Inductor."""
 
 import difflib
 import os
@@ -48,9 +49,9 @@ def settings(inductor: Mapping[str, Any] | None = None, /, **changes: Any) -> Se
 
 
 def resolve(mode: str | None, options: Mapping[str, Any] | None) -> tuple[Settings, dict[str, Any]]:
-    """Settings of ours, and the changes to Inductor's configuration: those of `mode`, then `options`.
+    """The settings of autofuse, and the changes of Inductor's configuration by `mode`, then by `options`.
 
-    Raises ValueError for an unknown mode or option, naming near misses, and for a bad value.
+    Raises ValueError for an unknown mode or option, with similar names, and for a value that is not allowed.
     """
     own: dict[str, Any] = {}
     inductor: dict[str, Any] = {}
@@ -68,13 +69,13 @@ def resolve(mode: str | None, options: Mapping[str, Any] | None) -> tuple[Settin
         else:
             raise ValueError(f"unknown option {key!r}{_near(name, [*OWN_OPTIONS, *known])}")
     if "timeout_s" in own:
-        # Bounds every wait of this process: it belongs to no graph, and backward threads read it too.
+        # It bounds every wait of this process, of all graphs and on all threads.
         config.timeout_s = _seconds(own.pop("timeout_s"))
     return settings(inductor, **own), inductor
 
 
 def _patterns(value: Any) -> frozenset[str] | None:
-    """From a list of names, or names separated by commas; None stands for all of them."""
+    """The patterns in a list of names, or in names separated by commas; None for all patterns."""
     names = [name.strip() for name in value.split(",")] if isinstance(value, str) else value
     if not isinstance(names, (list, tuple, set, frozenset)):
         raise ValueError(f"patterns={value!r}: expected 'all' or a list of {', '.join(map(repr, PATTERNS))}")

@@ -23,7 +23,8 @@ _OWN = ("table_state", "table_rates")
 
 
 class SGD:
-    """`w[i] -= lr * g[i]` for every row i that a bag names; g[i]: the sum of all its terms, in float32.
+    """`w[i] -= lr * g[i]` for every row i that a bag looks up. g[i] is the sum of all gradients of the row,
+    in float32.
 
     `lr` may be set at any time. The new value holds from the next backward on, without another compilation.
     """
@@ -47,9 +48,9 @@ class SGD:
 
 
 class RowwiseAdagrad(SGD):
-    """`s[i] += mean(g[i]^2)`, then `w[i] -= lr * g[i] / (sqrt(s[i]) + eps)`; s: float32 [V], 0 at first.
+    """`s[i] += mean(g[i]^2)`, then `w[i] -= lr * g[i] / (sqrt(s[i]) + eps)`; s: float32 [V], initially 0.
 
-    s is the buffer `table_state` of a bag, and part of its `state_dict`.
+    s is the buffer `table_state` of a bag, and part of the bag's `state_dict`.
     """
 
     rowwise = True
@@ -96,7 +97,7 @@ def optimizer_in_backward(bags: nn.EmbeddingBag | Iterable[nn.EmbeddingBag], opt
 class UpdatedEmbeddingBag(nn.EmbeddingBag):
     """An `nn.EmbeddingBag` after `optimizer_in_backward`.
 
-    table_state: float32 [V] of RowwiseAdagrad, None with SGD; table_rates: float32 [2], lr and eps.
+    table_state: float32 [V] with RowwiseAdagrad, None with SGD. table_rates: float32 [2], lr and eps.
     """
 
     table_state: Tensor | None

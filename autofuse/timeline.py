@@ -19,7 +19,7 @@ from statistics import fmean
 
 
 class Kind(IntEnum):
-    """What was done, by the numbers of `comm.py`."""
+    """The kinds of events, with the numbers of `comm.py`."""
 
     BEGUN = 1
     WAITED = 2
@@ -59,7 +59,7 @@ class Timeline:
 
     @property
     def computed(self) -> float:
-        """When the last tile was computed; 0 if none was."""
+        """The time at which the last tile was computed; 0 if none was."""
         return max((e.end for e in self.events if e.kind is Kind.COMPUTED), default=0.0)
 
     @property
@@ -124,7 +124,7 @@ def read(rank: int, trace: Sequence[Sequence[Sequence[int]]]) -> Timeline:
 
 
 def chrome_trace(timelines: Sequence[Timeline]) -> str:
-    """JSON for Perfetto or chrome://tracing: a process a rank, a thread a program."""
+    """JSON for Perfetto or chrome://tracing, with a process for each rank and a thread for each program."""
     found: list[dict[str, object]] = []
     for timeline in timelines:
         pid = timeline.rank
@@ -154,7 +154,7 @@ _COLUMNS = ("kind", "count", "first", "mean", "last", "duration")
 
 
 def summary(timelines: Sequence[Timeline]) -> str:
-    """How often, when and how long things were done, over all ranks; and when each rank was done."""
+    """The count, begin and duration of events over all ranks, and the end of each rank."""
     groups: dict[tuple[Kind, str], list[Event]] = {}
     for timeline in timelines:
         for event in timeline.events:
@@ -192,11 +192,12 @@ STYLE = """\
 
 _LEFT, _WIDTH, _LEGEND, _GAP = 60, 1100, 26, 34
 _HEIGHT = 400
-"""Of the programs of one rank, if they are many."""
+"""The number of programs of one rank that are drawn."""
 
 
 def draw_svg(timelines: Sequence[Timeline], title: str) -> str:
-    """Programs down, time across, a panel a rank; dashed where the last tile of a rank was computed."""
+    """One panel for each rank: programs down, time across. A dashed line marks the last computed tile of the
+    rank."""
     scale = _WIDTH / (max(t.ended for t in timelines) or 1.0)
     parts = _legend()
     top = _LEGEND + 14.0
@@ -224,7 +225,7 @@ def _legend() -> list[str]:
 
 
 def _panel(timeline: Timeline, top: float, scale: float) -> tuple[list[str], float]:
-    """The elements of one rank, and their height."""
+    """The elements of one rank, and the height of its panel."""
     row = min(10.0, max(2.0, _HEIGHT / timeline.programs))
     height = row * timeline.programs
     bottom = top + height
@@ -239,7 +240,7 @@ def _panel(timeline: Timeline, top: float, scale: float) -> tuple[list[str], flo
     for program in range(0, timeline.programs, max(1, round(28 / row))):
         y = top + program * row + row / 2 + 4
         parts.append(f'<text x="{_LEFT - 4}" y="{y:.1f}" text-anchor="end">{program}</text>')
-    # One element a colour: there are tens of thousands of events.
+    # One element for each colour, because there are tens of thousands of events.
     boxes: dict[str, list[str]] = {layer: [] for layer in LAYERS}
     for event in timeline.events:
         layer = timeline.layer(event)
@@ -255,7 +256,7 @@ def _panel(timeline: Timeline, top: float, scale: float) -> tuple[list[str], flo
 
 
 def _ticks(span: float) -> Iterable[float]:
-    """0 and up to ten round numbers in `span`."""
+    """0 and up to ten round numbers up to `span`."""
     magnitude = 10.0 ** math.floor(math.log10(span / 10))
     step = next(s * magnitude for s in (1, 2, 5, 10) if span / (s * magnitude) <= 10)
     return (i * step for i in range(int(span / step) + 1))

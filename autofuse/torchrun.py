@@ -1,4 +1,4 @@
-"""Commands that run on every rank of torchrun, with a GPU each."""
+"""The group of commands that torchrun runs on every rank, each with a GPU."""
 
 import os
 from collections.abc import Callable
@@ -6,7 +6,7 @@ from datetime import timedelta
 
 
 def join(command: str, check: Callable[[int], object] | None = None, timeout_s: float | None = None) -> None:
-    """Joins the group of all ranks. ValueError without torchrun or a GPU, or by `check(world)`."""
+    """Join the group of all ranks. ValueError without torchrun or a GPU, or from `check(world)`."""
     import torch
     import torch.distributed as dist
 

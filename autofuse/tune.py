@@ -1,4 +1,4 @@
-"""`autofuse tune`: measures this machine and writes the table that the cost model uses on it.
+"""`autofuse tune`: measures this machine and writes its device table, which the cost model then uses.
 
 The rows are those of the benchmark, fused wherever that is legal. `fit` fits the constants of the shipped
 table to all rows at once; constants that no row depends on keep their values.
@@ -43,7 +43,7 @@ def tune(
     an idle machine, and less accurate. `progress(name, done, total)` is called before each row; it counts
     those of one group and dtype. Nothing else should run meanwhile.
 
-    Raises ValueError for a number of ranks below 2 and a dtype that no kernel has.
+    Raises ValueError for a number of ranks below 2, and for a dtype without kernels.
     """
     names = [str(dtype).removeprefix("torch.") for dtype in dtypes]
     _check(ranks, names)
@@ -51,7 +51,7 @@ def tune(
     table = table_of(rows)
     path = output or default_output()
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Ranks that compile meanwhile must not find half a table.
+    # Replaced in one step: ranks that compile meanwhile must not read half a table.
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     draft.write_text(table.to_json())
     draft.replace(path)
@@ -89,10 +89,10 @@ def table_of(rows: Sequence[Row]) -> DeviceTable:
 
 
 def samples(rows: Sequence[Row]) -> list[Sample]:
-    """Both measured times of every row."""
+    """The two measured times of every row, fused and unfused."""
     found = []
     for row in rows:
-        if not row.tasks:  # a graph break hid its collectives
+        if not row.tasks:  # a graph break hides its collectives
             continue
         tasks = tuple(map(Task.parse, row.tasks))
         found += [Sample("fused", tasks, row.autofuse_us), Sample("apart", tasks, row.inductor_us)]
@@ -100,7 +100,7 @@ def samples(rows: Sequence[Row]) -> list[Sample]:
 
 
 def comparison(table: DeviceTable) -> str:
-    """Predicted beside measured times of the table's points, in microseconds, with their errors."""
+    """A text: predicted and measured times of the table's points, in microseconds, and the errors."""
     model = Model(table, os.cpu_count() or 1)
     lines = [f"{'fused us':>9} {'predicted':>9} {'error':>6}  {'apart us':>9} {'predicted':>9} {'error':>6}"]
     errors = []

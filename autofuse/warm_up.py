@@ -38,7 +38,7 @@ def warmup(group: Group = None) -> None:
 
 
 def _on_gpus(name: str) -> bool:
-    """Whether the group has a backend of its own for GPUs; gloo serves them through CPU memory."""
+    """Whether the group has a backend for GPU memory. gloo copies through CPU memory."""
     backends = dict(part.split(":") for part in dist.get_backend_config(resolve_group(name)).split(","))
     return torch.cuda.is_available() and backends.get("cuda", "gloo") != "gloo"
 
