@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+import autofuse.lowering.ops  # noqa: F401  (defines torch.ops.autofuse)
 from autofuse.lowering.reference.product import product_reference
 
 c10d, fused = torch.ops._c10d_functional, torch.ops.autofuse
