@@ -63,9 +63,11 @@ class Anchor:
         return "" if meaning is None else meaning.problem
 
     @property
-    def input(self) -> fx.Node | None:
-        source = self.node.args[0] if self.node.args else None
-        return source if isinstance(source, fx.Node) else None
+    def input(self) -> fx.Node:
+        """The input of a collective that takes one tensor, as every kind with a matcher does."""
+        source = self.node.args[0]
+        assert isinstance(source, fx.Node)
+        return source
 
     @cached_property
     def group(self) -> str | fx.Node:
@@ -133,7 +135,7 @@ class Anchor:
     @property
     def nbytes(self) -> int | None:
         """Bytes of the input on this rank at the sizes seen while tracing; None if a size had no value."""
-        val = None if self.input is None else tensor(self.input)
+        val = tensor(self.node.args[0]) if self.node.args else None
         sizes = [] if val is None else [hint(s) for s in val.shape]
         if val is None or any(s is None for s in sizes):
             return None

@@ -58,7 +58,7 @@ def outside_reader(anchor: Anchor, leaves: Sequence[fx.Node]) -> fx.Node | None:
     work = [anchor.input]
     while work:
         node = work.pop()
-        if node is not None and node not in inside:
+        if node not in inside:
             inside.add(node)
             if node not in leaves:
                 work.extend(node.all_input_nodes)

@@ -43,7 +43,6 @@ def match_single_combine(anchor: Anchor, context: Context) -> Found:
 
 
 def _match(anchor: Anchor, context: Context, single: bool) -> Found:
-    assert anchor.input is not None
     source = anchor.input
     placement = find_placement(source, context.shapes)
     if isinstance(placement, Reject):

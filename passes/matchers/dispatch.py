@@ -92,7 +92,6 @@ def _match(anchor: Anchor, context: Context, single: bool) -> Found:
     count, rows, inner = layout.shape
     if experts:
         count = 1
-    assert anchor.input is not None
     site = (anchor, context, entries, others, layout)
     if isinstance(place, Cut):
         rewrite = partial(_rewrite_even, *site, place, experts)
@@ -173,7 +172,6 @@ def _rewrite_even(
     emitter: Emitter,
 ) -> None:
     shape = context.shapes.known(anchor.input)
-    assert anchor.input is not None
     send = Layout(((cut.digit,), *cut.rest.dims))
     x = emitter.rebuild(anchor.input, Layout.of(shape), send)
     w, bias = _weights(emitter, x, entries, experts)
@@ -213,7 +211,6 @@ def _rewrite_rows(
     emitter: Emitter,
 ) -> None:
     shape, received = layout.shape, context.shapes.known(anchor.node)
-    assert anchor.input is not None
     x = like_rows(emitter, anchor.input, shape[2])
     w, bias = _weights(emitter, x, entries, experts)
     where = None if place.order is None else _chosen(emitter, place.order, received, layout, x)
@@ -310,7 +307,6 @@ def _match_dropless(anchor: Anchor, context: Context) -> Found:
     if late is not None:
         return Reject(Reason.EXTRA_USERS, f"{late.name} depends on what is exchanged")
     shape = shapes.known(rows)
-    assert anchor.input is not None
     count, inner = shape
     sizes = tuple((count, inner, shapes.known(w)[-1]) for w in weights)
     return Match(

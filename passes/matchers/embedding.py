@@ -91,7 +91,6 @@ def read_bag(pooled: fx.Node) -> Bag | None:
 
 def match_embedding(anchor: Anchor, context: Context) -> Found:
     shapes = context.shapes
-    assert anchor.input is not None
     if any(not same_size(expression(s), expression(anchor.input_splits[0])) for s in anchor.input_splits):
         return Reject(Reason.NO_COMPUTE, "what is sent has uneven parts")
     followed = _follow_bags(anchor.input, shapes)

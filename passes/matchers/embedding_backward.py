@@ -28,7 +28,6 @@ def match_embedding_backward(anchor: Anchor, context: Context) -> Found:
     if reject is not None:
         return reject
     inputs = [i for n in found.nodes for i in (*n.args[1:3], argument(n, 10, "per_sample_weights"))]
-    assert anchor.input is not None
     dtype = dtype_of(found.nodes[0])
     assert dtype is not None
     return Match(

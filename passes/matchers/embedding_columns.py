@@ -131,7 +131,6 @@ def sent(
     """The tensor that the fused op sends, the number of columns for each rank, and the layout of the
     tensor."""
     shapes = context.shapes
-    assert anchor.input is not None
     have = shapes.known(anchor.input)
     batch, own = found.cut.rest.dims
     width = found.layout.shape[1]

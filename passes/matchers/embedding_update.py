@@ -37,7 +37,6 @@ def match_embedding_update(anchor: Anchor, context: Context) -> Found:
     reject = _check(anchor, context, updates, inputs)
     if reject is not None:
         return reject
-    assert anchor.input is not None
     return Match(
         PATTERN,
         found.work,

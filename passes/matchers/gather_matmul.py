@@ -69,7 +69,6 @@ def match_all_gather(anchor: Anchor, context: Context) -> Found:
     others = [r for r in readers if r not in fused]
     rows, inner = first.layout.shape
     sizes = tuple((rows, inner, shapes.known(c.w)[-2 if c.swapped else -1]) for c in consumers)
-    assert anchor.input is not None
     return Match(
         PATTERN,
         Work(sizes, bytes_kept=prod((rows, inner, dtype.itemsize)) if others else 0),

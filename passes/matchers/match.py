@@ -41,12 +41,7 @@ def _shapes(anchor: Anchor, world: int) -> Shapes:
     parts."""
     shapes = Shapes()
     source, result = tensor(anchor.input), tensor(anchor.node)
-    if (
-        anchor.kind == "reduce_scatter"
-        and anchor.input is not None
-        and source is not None
-        and result is not None
-    ):
+    if anchor.kind == "reduce_scatter" and source is not None and result is not None:
         shapes.assume_cut(expression(source.shape[0]), world, expression(result.shape[0]))
         shapes.assume_alike(anchor.input)
     for splits, val in ((anchor.input_splits, source), (anchor.output_splits, result)):

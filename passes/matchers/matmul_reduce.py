@@ -43,7 +43,6 @@ def match_reduce_scatter(anchor: Anchor, context: Context) -> Found:
 
 def _find(anchor: Anchor, context: Context, shape: tuple[Size, ...] | None) -> Product | Reject:
     """The product that the collective reduces, with the collective's input viewed as `shape`."""
-    assert anchor.input is not None
     found = match_product(anchor.input, context.shapes, shape=shape)
     if isinstance(found, Reject):
         return found
