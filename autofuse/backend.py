@@ -138,10 +138,10 @@ def _identity(depends_on: tuple[str, ...], others: Sequence[Callable[..., None]]
 def record(graph: GraphReport) -> None:
     """Sends a report to all listeners, logs a line, and warns if the CPU kernels are missing."""
     publish(graph)
-    if torch_internals.tracing():
-        torch_internals.trace_artifact("autofuse_before", "string", str(graph.before))
-        torch_internals.trace_artifact("autofuse_after", "string", str(graph.after))
-        torch_internals.trace_artifact("autofuse_decisions", "string", str(Report([graph])))
+    if torch_internals.structured_log_on():
+        torch_internals.log_artifact("autofuse_before", "string", str(graph.before))
+        torch_internals.log_artifact("autofuse_after", "string", str(graph.after))
+        torch_internals.log_artifact("autofuse_decisions", "string", str(Report([graph])))
     fused = sum(site.fused for site in graph.sites)
     log.info("%s: %d fused, %d kept", graph.name, fused, len(graph.sites) - fused)
     if any(site.reason is Reason.NO_NATIVE_KERNELS for site in graph.sites):

@@ -1,8 +1,8 @@
-"""Plans as pictures: ranks down, steps across, as SVG for a page and as text for a terminal.
+"""Drawings of plans: ranks down, steps across, as SVG for a page and as text for a terminal.
 
-Both draw the actions of the plans that executors run. A step is a stage of the algorithm and no length of
-time: one in which several peers meet at one rank takes longer than one in which everybody has a link for
-himself. Both drawings therefore state the contention of every step.
+Both draw the actions of the plans that executors run. A step is a stage of the algorithm and has no fixed
+duration: a step in which several peers access one rank takes longer than a step in which every peer has a
+link of its own. Hence both drawings show the contention of every step.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from autofuse.lowering.plan import (
 )
 
 RANKS, STEPS = 16, 64
-"""The most ranks and steps that are drawn. A drawing that leaves some out says so."""
+"""The largest numbers of ranks and steps that are drawn. A drawing states what it leaves out."""
 
 KINDS = {
     "compute": "compute",
@@ -36,15 +36,15 @@ KINDS = {
     "copy": "copy",
     "wait": "wait",
 }
-"""What an action is drawn as, and its name in a legend. Signals are not drawn: the waits for them are."""
+"""The kinds of marks, with their names in the legend. Waits are drawn, signals are not."""
 
 
 @dataclass(frozen=True)
 class Mark:
-    """Like actions of one rank that follow each other in a step: `count` tiles of a chunk, or waits.
+    """A run of equal actions of one rank in a step: `count` tiles of a chunk, or waits.
 
-    `chunk` is the source of a wait, and the tile of a one-shot plan, which has one chunk. `peer` is the rank
-    at the other end of the link, if a link is crossed; `pulls`: from there to here.
+    `chunk` is the source of a wait, or the tile of a one-shot plan, which has one chunk. `peer` is the rank
+    at the other end of the link, if data crosses a link; `pulls`: the data comes from the peer.
     """
 
     kind: str
@@ -55,7 +55,7 @@ class Mark:
 
 
 def marks(plan: Plan, step: int) -> list[Mark]:
-    """What the plan does in a step, in program order."""
+    """The marks of a plan in one step, in program order."""
     actions = [a for a in plan.actions if a.step == step and not isinstance(a, Signal)]
     found = []
     for key, group in groupby(actions, key=lambda a: _key(plan, a)):
@@ -67,7 +67,7 @@ def marks(plan: Plan, step: int) -> list[Mark]:
 
 
 def _key(plan: Plan, action: Action) -> tuple[str, int, int | None, bool]:
-    """(kind, chunk, peer, pulls); waits that follow each other are alike."""
+    """(kind, chunk, peer, pulls). Consecutive waits form one run."""
     match action:
         case Wait():
             return "wait", -1, None, False
@@ -99,7 +99,7 @@ def title(plans: Sequence[Plan]) -> str:
 
 
 def left_out(plans: Sequence[Plan]) -> str:
-    """`drawn: 16 of 32 ranks`, or nothing."""
+    """`drawn: 16 of 32 ranks`; empty if nothing is left out."""
     steps = len(contention(plans))
     pairs = ((len(plans), RANKS, "ranks"), (steps, STEPS, "steps"))
     parts = [f"{most} of {all_} {what}" for all_, most, what in pairs if all_ > most]
@@ -114,9 +114,10 @@ _LETTERS = {"send": "s", "reduce": "r", "copy": "c"}
 def draw_text(plans: Sequence[Plan], width: int) -> str:
     """The plans of all ranks, `plans[r].rank == r`, as a table in parts of at most `width` columns.
 
-    `2` computes a tile of chunk 2, `2>` at its owner, `2>0` at rank 0, `<2` from what lies at rank 2; `+`
-    adds what has arrived, `x4` are four tiles; `s`end, `r`educe, `c`opy, `w`ait (for a rank, `*` for all).
-    Raises ValueError for a width without room for the widest step.
+    `2` computes a tile of chunk 2. `2>` stores it at its owner, `2>0` at rank 0, and `<2` reads the input
+    from rank 2. `+` adds the received partial sum, `x4` means four tiles. `s`: send, `r`: reduce, `c`: copy,
+    `w`: wait (for a rank, `*`: for all ranks). Raises ValueError if the widest step does not fit into the
+    width.
     """
     busiest = contention(plans)
     head = ["step", *(f"rank {plan.rank}" for plan in plans[:RANKS]), "peers"]
@@ -174,8 +175,8 @@ STYLE = """\
 .plan .k4{--c:light-dark(#a92f66,#e88bb2)}.plan .k5{--c:light-dark(#0d7583,#5fc3cf)}
 .plan .k6{--c:light-dark(#7d6608,#cdb55a)}.plan .k7{--c:light-dark(#56616f,#a3afbe)}
 """
-"""What the classes of a drawing look like, for light and dark surroundings. A chunk has the colour of its
-owner; every mark also carries its number."""
+"""The style of the classes of a drawing, for light and dark pages. A chunk has the colour of its owner; every
+mark also shows the number of the chunk."""
 
 _LEFT, _TOP, _PITCH, _BOX, _UNIT, _LANE, _GAP, _PAD = 52, 22, 30, 18, 18, 26, 2, 5
 
@@ -183,8 +184,9 @@ _LEFT, _TOP, _PITCH, _BOX, _UNIT, _LANE, _GAP, _PAD = 52, 22, 30, 18, 18, 26, 2,
 def draw_svg(plans: Sequence[Plan], style: bool = True) -> str:
     """The plans of all ranks, `plans[r].rank == r`, as one `<svg>` element without ids.
 
-    Rows are ranks, columns are steps; a box is a run of tiles, an arrow what crosses a link, and the last row
-    states how many peers meet at one rank. `style`: with STYLE inside, so that it can stand alone.
+    Rows are ranks, columns are steps. A box is a run of tiles, an arrow is data that crosses a link, and the
+    last row shows the number of peers that access one rank. `style`: with STYLE inside, for a file of its
+    own.
     """
     busiest = contention(plans)[:STEPS]
     drawn = plans[:RANKS]
@@ -236,7 +238,7 @@ def _middle(rank: int) -> int:
 
 
 def _draw_step(plans: Sequence[Plan], step: int, left: float) -> tuple[list[str], float]:
-    """The elements of one step, whose column starts at `left`, and where the column ends."""
+    """The elements of one step, whose column starts at `left`, and the end of the column."""
     pushed: dict[tuple[int, int], int] = {}
     pulled: dict[tuple[int, int], int] = {}
     for plan in plans:
@@ -292,7 +294,7 @@ def _describe(plan: Plan, mark: Mark) -> str:
 
 
 def _arrows(over: dict[tuple[int, int], int], world: int, left: float) -> list[str]:
-    """What crosses links in one step, in a lane of its own. Where all talk to all, one line stands for it."""
+    """The arrows of one step. If all ranks exchange with all, one line replaces the arrows."""
     start, end = left + 2, left + _LANE - 4
     if world > 2 and len(over) == world * (world - 1):
         middle = (start + end) / 2
@@ -300,7 +302,7 @@ def _arrows(over: dict[tuple[int, int], int], world: int, left: float) -> list[s
         return [f'<path class="a all" d="M{middle:g} {_middle(0)}V{_middle(world - 1)}{dots}"/>']
     found = []
     for (source, dest), chunk in over.items():
-        # A rank that is not drawn is somewhere below.
+        # The arrow to a rank that is not drawn points down.
         a, b = _middle(min(source, world)), _middle(min(dest, world))
         turn = (start + end) / 2
         curve = f"M{start:g} {a}C{turn:g} {a} {turn:g} {b} {end:g} {b}m-4-3l4 3l-4 3"

@@ -1,8 +1,8 @@
-"""What a rank tells its group without waiting for anybody: which sites it kept, and that it shares no memory.
+"""Notes of a rank to its group, in the group's store: the sites that it kept, and that it shares no memory.
 
-A rank that kept a site runs the plain collective and comes to no meeting, so that a rank that fused the site
-waits in vain. It cannot be asked; but it can have left a note, which the error of the waiting rank repeats.
-A rank that will never share memory (no kernels, ranks on several hosts) says so: then all take the reference.
+A rank that keeps a site runs the plain collective. A rank that fuses the same site then waits until its
+timeout; its error repeats the note of the rank that kept the site. A rank that will never share memory (no
+kernels, ranks on several hosts) leaves a note, too, and all ranks of the group then run the reference.
 """
 
 import os
@@ -20,7 +20,7 @@ _kept: "WeakKeyDictionary[ProcessGroup, deque[str]]" = WeakKeyDictionary()
 
 
 def tell_kept(group: str | ProcessGroup, notes: Iterable[str]) -> None:
-    """Note which sites of a group this rank has kept, `collective at file:line (reason)` each."""
+    """Leave a note of the kept sites of a group, each `collective at file:line (reason)`."""
     group = resolve_group(group)
     known = _kept.setdefault(group, deque(maxlen=_MOST_NOTES))
     new = [note for note in notes if note not in known]
@@ -30,7 +30,7 @@ def tell_kept(group: str | ProcessGroup, notes: Iterable[str]) -> None:
 
 
 def kept_by(store: Store, rank: int, site: str = "") -> str:
-    """A sentence about the sites that `rank` has kept: those at `site`, or else the latest."""
+    """A sentence about the sites that `rank` has kept: the sites at `site`, else the latest ones."""
     notes = _read(store, f"autofuse/kept/{rank}").splitlines()
     here = [note for note in notes if site and f"{place(site)} " in note]
     told = here or ([] if site else notes[-3:])
@@ -40,27 +40,27 @@ def kept_by(store: Store, rank: int, site: str = "") -> str:
 
 
 def decline(group: ProcessGroup, why: str, device: str) -> None:
-    """Tell the group that this rank will never share memory of such devices with it."""
+    """Leave a note that this rank will never share memory of such devices with the group."""
     _write(group, f"autofuse/declined/{device}/{group.rank()}", why)
 
 
 def declined(store: Store, rank: int, device: str) -> str:
-    """Why `rank` will never share memory of such devices; empty as long as it has not said so."""
+    """Why `rank` will never share memory of such devices; empty without a note of `rank`."""
     return _read(store, f"autofuse/declined/{device}/{rank}")
 
 
 def place(site: str) -> str:
-    """A site without folders: ranks may have the same sources in different places."""
+    """A site without its folder, since ranks may have the sources in different folders."""
     return os.path.basename(site)
 
 
 def _write(group: ProcessGroup, key: str, text: str) -> None:
-    with suppress(RuntimeError):  # a fake group has no store, and a note is only a help
+    with suppress(RuntimeError):  # a fake group has no store; a note is not required
         group_store(group).set(key, text)
 
 
 def _read(store: Store, key: str) -> str:
-    with suppress(RuntimeError):  # the host of the store may be gone
+    with suppress(RuntimeError):  # the process that hosts the store may have ended
         if store.check([key]):
             return str(store.get(key).decode())
     return ""

@@ -1,6 +1,6 @@
-"""Every private name of torch that autofuse uses, so that a new torch release is one file's work.
+"""All private names of torch that autofuse uses. A new release of torch changes this file alone.
 
-A leaf: every room may import it, and it imports no room. What is slow to import is imported in the function.
+Every folder may import this module, and it imports none of them. Slow imports are inside functions.
 """
 
 import os
@@ -29,10 +29,10 @@ def compile_fx(
     inner_compile: Callable[..., Any],
     config_patches: dict[str, Any],
 ) -> Callable[..., Any]:
-    """AOTAutograd and Inductor on a dynamo graph; `inner_compile` sees each forward and backward graph.
+    """AOTAutograd and Inductor on a dynamo graph. `inner_compile` gets each forward and backward graph.
 
-    AOTAutograd's own cache is off: a hit there returns compiled code without calling `inner_compile`, so
-    that nobody could say what was fused. Inductor's cache of graphs, where the time goes, stays on.
+    AOTAutograd's own cache is off: after a hit there, `inner_compile` is not called, and there would be no
+    report. Inductor's cache of graphs, which saves most of the time, stays on.
     """
     from torch._functorch import config as functorch_config
     from torch._inductor.compile_fx import compile_fx as inductor_compile_fx
@@ -44,20 +44,20 @@ def compile_fx(
 
 
 def takes_is_inference(graph_pass: Callable[..., None]) -> bool:
-    """Whether Inductor calls this custom pass with `is_inference=`. There is no such kind in torch 2.11."""
+    """Whether Inductor calls this custom pass with `is_inference=`, which torch 2.11 does not."""
     aware = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", None)
     return aware is not None and isinstance(graph_pass, aware)
 
 
 def compile_fx_inner(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
-    """Inductor's passes and code generation for one graph; may be answered from its cache."""
+    """Inductor's passes and code generation for one graph, or the result from Inductor's cache."""
     from torch._inductor.compile_fx import compile_fx_inner as inductor_compile_fx_inner
 
     return inductor_compile_fx_inner(gm, example_inputs, **kwargs)
 
 
 def run_post_grad_passes(gm: fx.GraphModule, example_inputs: Sequence[Any], is_inference: bool) -> None:
-    """Inductor's post-grad passes, custom ones included, in place and as `compile_fx_inner` runs them."""
+    """Run Inductor's post-grad passes, with custom passes, in place, as `compile_fx_inner` does."""
     from torch._inductor.compile_fx import _recursive_post_grad_passes, view_to_reshape
     from torch._inductor.virtualized import V
 
@@ -67,7 +67,7 @@ def run_post_grad_passes(gm: fx.GraphModule, example_inputs: Sequence[Any], is_i
 
 
 def propagate_fakes(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
-    """Give every node its `meta["val"]`, which nodes of Inductor's may lack; returns the fake mode."""
+    """Set the `meta["val"]` of every node, which nodes of Inductor may lack. Returns the fake mode."""
     from torch._inductor.compile_fx import fake_tensor_prop
 
     with torch.no_grad():
@@ -75,11 +75,11 @@ def propagate_fakes(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
 
 
 def forget_sparse(graph: fx.Graph) -> None:
-    """Let Inductor compute the `meta["val"]` of nodes with sparse results anew, without a look at the old.
+    """Let Inductor compute the `meta["val"]` of nodes with sparse results again, without the old values.
 
-    After the passes it does so for changed nodes and what reads them. Where all else agrees with what is
-    there it compares storages, also with those of the readers' results, and fails: sparse tensors have none.
-    Such nodes and what they read are therefore replaced by new ones, with values that disagree earlier.
+    After the passes, Inductor updates changed nodes and their users. If a new value equals the old one in all
+    else, it compares storages, also of the users' results, and fails: sparse tensors have no storage. Hence
+    such nodes and their inputs are replaced by new nodes, with values that differ earlier.
     """
     for node in list(graph.nodes):
         if any(val.is_sparse for val in _tensors(node)):
@@ -101,7 +101,7 @@ def _renew(node: fx.Node) -> None:
 
 
 def _unlike(val: torch.Tensor) -> torch.Tensor:
-    """A fake like `val`, but strided if that is sparse, and elsewhere in its storage if not."""
+    """A fake tensor like `val`, but strided if `val` is sparse, else with another storage offset."""
     with getattr(val, "fake_mode", nullcontext()):
         if val.is_sparse:
             return torch.empty(val.shape, dtype=val.dtype, device=val.device)
@@ -131,29 +131,29 @@ def inductor_mode_options() -> dict[str, dict[str, Any]]:
 
 
 def graph_break_counts() -> Counter[str]:
-    """How often dynamo broke a graph so far, or left a whole function uncompiled, by reason."""
+    """How often dynamo broke a graph or did not compile a function, by reason."""
     from torch._dynamo.utils import counters
 
     return Counter(counters["graph_break"]) + Counter(counters["unimplemented"])
 
 
-def tracing() -> bool:
-    """Whether torch writes a structured trace (`TORCH_TRACE=folder`), which tlparse shows."""
+def structured_log_on() -> bool:
+    """Whether torch writes its structured log (`TORCH_TRACE=folder`), which tlparse shows."""
     from torch._logging import _internal
 
-    # It is always there, but without a folder it writes nothing.
+    # The handler always exists; without a folder it writes nothing.
     return getattr(_internal.LOG_TRACE_HANDLER, "root_dir", None) is not None
 
 
-def trace_artifact(name: str, encoding: str, payload: str) -> None:
-    """Adds a file `name` to the structured trace, with what is being compiled. `encoding`: string or json."""
+def log_artifact(name: str, encoding: str, payload: str) -> None:
+    """Add a file `name` to the structured log of the present compilation. `encoding`: string or json."""
     from torch._logging import trace_structured
 
     trace_structured("artifact", lambda: {"name": name, "encoding": encoding}, payload_fn=lambda: payload)
 
 
 def size_hint(size: int | torch.SymInt, unbacked: int) -> int:
-    """The number that stood for `size` while it was traced, with `unbacked` for symbols that had none."""
+    """The value of `size` while tracing, with `unbacked` for symbols without a value."""
     if isinstance(size, int):
         return size
     expr = size.node.shape_env.replace(size.node.expr).xreplace(symbol_hints(size))
@@ -164,7 +164,7 @@ def size_hint(size: int | torch.SymInt, unbacked: int) -> int:
 
 
 def group_size(group: str | ProcessGroup) -> int:
-    """Number of ranks of a process group, or of the one of that name."""
+    """Number of ranks of a process group, given by itself or by its name."""
     return resolve_group(group).size()
 
 
@@ -176,12 +176,12 @@ def scaled_mm(
 
 
 def has_grouped_mm() -> bool:
-    """Whether this release of torch has it."""
+    """Whether this release of torch has `torch._grouped_mm`."""
     return hasattr(torch, "_grouped_mm")
 
 
 def grouped_mm(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """Rows `x: [R, K]`, of which those up to `ends[e]` (int32) belong to expert e, times `w: [E, K, N]`."""
+    """`x: [R, K]` times `w: [E, K, N]`. Expert e has the rows from `ends[e - 1]` to `ends[e]` (int32)."""
     result: torch.Tensor = torch._grouped_mm(x, w, offs=ends)
     return result
 
@@ -190,7 +190,7 @@ def grouped_mm(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor) -> torch.Te
 
 
 def resolve_group(group: str | ProcessGroup) -> ProcessGroup:
-    """The group itself, or the one of that name; RuntimeError when there is none (any more)."""
+    """The group of this name, or the group itself. RuntimeError if there is no such group."""
     from torch.distributed.distributed_c10d import _resolve_process_group
 
     return group if isinstance(group, ProcessGroup) else _resolve_process_group(group)  # type: ignore[arg-type]
@@ -204,8 +204,8 @@ def group_store(group: ProcessGroup) -> Store:
 
 
 def fake_store() -> Store:
-    """A store that holds nothing, for groups of the backend `fake`, which exchange nothing."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers that backend, too
+    """A store that holds no values, for groups of the backend `fake`, whose collectives move no data."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # also registers the backend
 
     return FakeStore()
 
@@ -217,8 +217,8 @@ def register_autograd(
     setup_context: Callable[..., None],
     devices: Mapping[str, Callable[..., Any]],
 ) -> None:
-    """As `torch.library.register_autograd`, but for calls that need only the function of their device, and no
-    gradient: they get it at once. To ask the dispatcher again takes as long as all else before a launch.
+    """As `torch.library.register_autograd`, but calls without gradients call the function of their device. A
+    second pass through the dispatcher takes as long as all other work before a launch.
     """
     from torch._library.autograd import Info, make_autograd_impl
 
@@ -239,12 +239,12 @@ def register_autograd(
 
 
 def current_raw_stream(device: int) -> int:
-    """The address of a device's current CUDA stream; an object round it would take microseconds."""
+    """The address of the device's current CUDA stream, without a stream object, which takes microseconds."""
     return int(torch._C._cuda_getCurrentRawStream(device))
 
 
 def symmetric_memory(device_type: str) -> str | None:
-    """Name of what allocates torch's symmetric memory on devices of this type; None where there is none."""
+    """Name of the allocator of torch's symmetric memory on devices of this type; None if there is none."""
     try:
         from torch.distributed import _symmetric_memory
 
@@ -261,7 +261,7 @@ def symmetric_empty(size: int, dtype: torch.dtype, device: torch.device) -> torc
 
 
 def symmetric_views(own: torch.Tensor, group: ProcessGroup) -> list[torch.Tensor]:
-    """`own`, from `symmetric_empty`, as it lies on every rank of the group; all ranks ask together."""
+    """`own`, from `symmetric_empty`, as mapped from every rank of the group. All ranks call it together."""
     from torch.distributed import _symmetric_memory
 
     handle = _symmetric_memory.rendezvous(own, group.group_name)
@@ -271,10 +271,10 @@ def symmetric_views(own: torch.Tensor, group: ProcessGroup) -> list[torch.Tensor
 
 
 def symmetric_all_reduce(x: torch.Tensor, group_name: str, once: bool) -> torch.Tensor:
-    """Sum over the ranks of `x`, which lies in symmetric memory.
+    """Sum over the ranks of `x`, which is symmetric memory.
 
-    Every rank reads all of it, and has the sum in ordinary memory (`once`), or its share, and sends the sum
-    back in place.
+    `once`: every rank reads all of x from all ranks, and the sum is in ordinary memory. Else: every rank
+    reduces its share and stores the sum in the x of all ranks.
     """
     if once:
         return torch.ops.symm_mem.one_shot_all_reduce(x, "sum", group_name)
@@ -282,7 +282,7 @@ def symmetric_all_reduce(x: torch.Tensor, group_name: str, once: bool) -> torch.
 
 
 def async_tp_matmul_reduce_scatter(x: torch.Tensor, w: torch.Tensor, group_name: str) -> torch.Tensor:
-    """This rank's rows of the sum over the ranks of `x @ w`, as torch's async tensor parallelism has it."""
+    """This rank's rows of the sum over the ranks of `x @ w`, by torch's async tensor parallelism."""
     result: torch.Tensor = torch.ops.symm_mem.fused_matmul_reduce_scatter(x, w, "sum", 0, group_name)
     return result
 
@@ -290,7 +290,7 @@ def async_tp_matmul_reduce_scatter(x: torch.Tensor, w: torch.Tensor, group_name:
 def async_tp_all_gather_matmul(
     part: torch.Tensor, w: Sequence[torch.Tensor], group_name: str
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """The gathered rows X, and X times every weight, likewise."""
+    """The gathered rows X, and X times every weight, by torch's async tensor parallelism."""
     gathered, outputs = torch.ops.symm_mem.fused_all_gather_matmul(part, list(w), 0, group_name)
     return gathered, list(outputs)
 
@@ -298,9 +298,9 @@ def async_tp_all_gather_matmul(
 def symmetric_all_to_all_2d(
     rows: torch.Tensor, out: torch.Tensor, splits: torch.Tensor, found: torch.Tensor, group_name: str
 ) -> None:
-    """Rows by rank and expert, as many as `splits` says, to the ranks of their experts, by expert and rank.
+    """Send rows, by rank and expert with counts `splits`, to the ranks of their experts, by expert and rank.
 
-    All in symmetric memory of NVSHMEM; `found`: [2, W * E], where their counts and offsets are left.
+    All tensors are symmetric memory of NVSHMEM. The call writes counts and offsets to `found`: [2, W * E].
     """
     torch.ops.symm_mem.all_to_all_vdev_2d(rows, out, splits, found, group_name)
 
@@ -308,12 +308,12 @@ def symmetric_all_to_all_2d(
 def symmetric_all_to_all_2d_back(
     rows: torch.Tensor, out: torch.Tensor, given: torch.Tensor, found: torch.Tensor, group_name: str
 ) -> None:
-    """The reverse; `given`: [2, W * E], counts and offsets of `rows`, by expert and rank."""
+    """The reverse. `given`: [2, W * E], counts and offsets of `rows`, by expert and rank."""
     torch.ops.symm_mem.all_to_all_vdev_2d_offset(rows, out, given, found, group_name)
 
 
 def finished_work(result: Any) -> Any:
-    """A `c10d::Work` that is done, as operators return it; its future holds `result`, which DDP reads."""
+    """A finished `c10d::Work`, as operators return it. Its future holds `result`, which DDP reads."""
     from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
 
     future: torch.futures.Future[Any] = torch.futures.Future()
@@ -322,7 +322,7 @@ def finished_work(result: Any) -> Any:
 
 
 def auto_functionalized() -> Any:
-    """The higher-order op that calls an op which changes arguments, on copies of them, and returns those."""
+    """The higher-order op that calls an op on copies of the arguments that it changes, and returns them."""
     return torch.ops.higher_order.auto_functionalized_v2
 
 
@@ -338,16 +338,16 @@ def group_world(group: str | ProcessGroup) -> int | None:
 
 
 def traced_group(value: object) -> ProcessGroup | None:
-    """The process group that a value in a graph's metadata is or, as a fake object, stands for."""
+    """The process group that a value in the metadata of a graph is, or stands for as a fake object."""
     value = getattr(value, "real_obj", value)
     return value if isinstance(value, ProcessGroup) else None
 
 
 def group_spans_hosts(group: str | ProcessGroup) -> bool:
-    """Whether the group has ranks on several hosts, as far as the launcher's environment tells.
+    """Whether the group has ranks on several hosts, by the environment that the launcher sets.
 
-    All ranks must agree at compile time and without communication. A launcher that does not set
-    `LOCAL_WORLD_SIZE` leaves the question to the first call, which then takes the plain collectives.
+    All ranks must agree at compile time, without communication. If the launcher does not set
+    `LOCAL_WORLD_SIZE`, the first call finds out, and runs the plain collectives.
     """
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
     if local <= 0:
@@ -364,7 +364,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def symbol_hints(size: torch.SymInt) -> dict[sympy.Symbol, Any]:
-    """The values that the symbols of a graph had while it was traced."""
+    """The values of the symbols of a graph while it was traced."""
     shape_env = size.node.shape_env
     # torch 2.11 calls it var_to_val, later releases backed_var_to_val.
     name = "backed_var_to_val" if hasattr(shape_env, "backed_var_to_val") else "var_to_val"
@@ -372,7 +372,7 @@ def symbol_hints(size: torch.SymInt) -> dict[sympy.Symbol, Any]:
 
 
 def floor_divide(a: sympy.Expr, b: int) -> sympy.Expr:
-    """`a // b` as the sizes of a graph write it."""
+    """`a // b` in the form that sizes of a graph have."""
     from torch.utils._sympy.functions import FloorDiv
 
     return FloorDiv(a, sympy.Integer(b))
@@ -386,8 +386,8 @@ def floor_division(size: sympy.Expr) -> tuple[sympy.Expr, sympy.Expr] | None:
 
 
 def symbol_ranges(size: torch.SymInt) -> dict[sympy.Symbol, tuple[int, int]]:
-    """The least and the largest value of every symbol of a graph that stands for an integer. An end that is
-    not known is a number that no size reaches."""
+    """The least and the largest value of every integer symbol of a graph. An unknown end is a number that no
+    size reaches."""
     ranges = {}
     for symbol, known in size.node.shape_env.var_to_range.items():
         if not known.is_bool and symbol.is_integer:
@@ -397,7 +397,7 @@ def symbol_ranges(size: torch.SymInt) -> dict[sympy.Symbol, tuple[int, int]]:
 
 
 def first_shapes_are_static() -> AbstractContextManager[None]:
-    """Inside, dynamo neither learns from earlier calls which sizes vary, nor remembers those it sees."""
+    """Inside, dynamo does not use sizes of earlier calls, and does not record sizes of calls."""
     from torch._dynamo import config
 
     return config.patch(automatic_dynamic_shapes=False)

@@ -1,10 +1,10 @@
 """Proves plans: runs all ranks on an abstract machine and checks every access with vector clocks.
 
-A cell is the place of one tile in one rank's memory; it exists twice, for the two parities of the epoch. Its
-content is the set of ranks whose contribution it holds. `clock[r][q] > t` says that rank `r` has learned, by
-a chain of signals, of something rank `q` did after its access at time `t` (times count the signals sent), so
-that access is over. Which wait meets which signal does not depend on timing, hence neither do the clocks: one
-run stands for all interleavings.
+A cell is the place of one tile in the memory of one rank; it exists twice, for the two parities of the epoch.
+Its content is the set of ranks whose contribution it holds. The time of a rank is the number of signals that
+it has sent. `clock[r][q] > t` means: by a chain of signals, rank `r` knows of an action of rank `q` after its
+access at time `t`, so that the access is over. The signal that a wait receives does not depend on timing, and
+hence the clocks do not: one run stands for all interleavings.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from autofuse.lowering.plan import (
 )
 
 EPOCHS = 3
-"""Calls that are run: the third is the first to use the buffers of an earlier one again."""
+"""Number of calls that are run. The third call is the first that reuses buffers of an earlier call."""
 
 
 def verify(plans: Sequence[Plan]) -> None:
     """Prove the plans of all ranks, `plans[r].rank == r`, for one call of an op.
 
     - Every element is computed once, and delivered to every rank that needs it.
-    - No rank waits for ever; store modes and destinations agree.
-    - No tile is read before its store is ordered by signals; no cell is stored twice in a call, or stored
-      anew while a peer may still read it.
-    - A rank that ends a call knows that all peers have begun it. This is what makes two alternating buffers
+    - No rank waits forever. Store modes and destinations agree.
+    - Signals order the store of a tile before every read. No cell is stored twice in a call, or stored again
+      while a peer may still read it.
+    - A rank that ends a call knows that all peers have begun the call. Hence two alternating buffers are
       enough for any mixture of ops.
-    - At no step do more peers meet at one rank than the order promises.
+    - At each step, no more peers access one rank than the order allows.
 
-    Raises AssertionError that names rank, action and tile.
+    Raises AssertionError with rank, action and tile.
     """
     _check_consistent(plans)
     _Machine(plans).run()
@@ -78,7 +78,7 @@ def _check_contention(plans: Sequence[Plan]) -> None:
 
 @dataclass
 class _Cell:
-    """The last store into a cell, and the latest read by each rank since."""
+    """The last store into a cell, and the latest read of each rank after it."""
 
     epoch: int
     content: frozenset[int]
@@ -89,7 +89,7 @@ class _Cell:
 
 @dataclass
 class _Rank:
-    """Where one rank is in its plan, of so many signals, and what it knows."""
+    """The position of one rank in its plan, the number of its signals, and its clock."""
 
     plan: Plan
     signals: int
@@ -99,7 +99,7 @@ class _Rank:
     delivered: dict[Hashable, frozenset[int]] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        """The rank and its present action, to open an error message."""
+        """The rank and its present action, for the start of an error message."""
         where = f"{self.plan.op}, {self.plan.order.value}: rank {self.plan.rank} in call {self.epoch}"
         if self.position == len(self.plan.actions):
             return f"{where} at the end"
@@ -120,7 +120,7 @@ class _Machine:
         self.signals: dict[tuple[int, int, int, int], list[int]] = {}
 
     def run(self) -> None:
-        """Let the ranks act in turn until all are done or all wait."""
+        """Run the ranks in turn until all are done or all wait."""
         moving = True
         while moving:
             moving = False
@@ -131,7 +131,7 @@ class _Machine:
                 self._fail(rank, "this wait never ends")
 
     def _advance(self, rank: _Rank) -> bool:
-        """Do the next action, or end the call; False if the rank is done or has to wait."""
+        """Do the next action, or end the call. False if the rank is done or must wait."""
         if rank.epoch == EPOCHS:
             return False
         if rank.position == len(rank.plan.actions):
@@ -142,7 +142,7 @@ class _Machine:
         return done
 
     def _step(self, rank: _Rank, action: Action) -> bool:
-        """Do one action; False if it has to wait."""
+        """Do one action. False if it must wait."""
         me = rank.plan.rank
         if isinstance(action, Compute | Send):
             store, dest = action.store, action.dest
@@ -196,7 +196,7 @@ class _Machine:
                 self._deliver(rank, tile.chunk, self.everyone)
 
     def _source_of(self, rank: _Rank, tile: Tile) -> tuple[Hashable, Tile, frozenset[int]]:
-        """The cell name, tile and content that a Send stores at its destination."""
+        """The name of the cell, the tile and the content that a Send stores at its destination."""
         me, family = rank.plan.rank, rank.plan.family
         if family is Family.REDUCE:
             if tile.chunk != me:
@@ -250,7 +250,7 @@ class _Machine:
         rank.delivered[what] = content
 
     def _finish(self, rank: _Rank) -> None:
-        """Check what the call has delivered and what the rank knows, and begin the next call."""
+        """Check the delivered tiles and the clock of the rank, and begin the next call."""
         me, plan = rank.plan.rank, rank.plan
         needed: set[Hashable] = set(plan.tiles())
         if plan.op == "matmul_reduce_scatter":
@@ -259,7 +259,7 @@ class _Machine:
             needed = set(range(self.world))
         elif plan.family is Family.PRODUCE:
             needed = set()
-            for source in self.ranks:  # the kernel hands on all that has arrived when the call ends
+            for source in self.ranks:  # the kernel returns all received tiles at the end of the call
                 for tile in source.plan.tiles(me):
                     self._read(rank, me, source.plan.rank, tile)
         if needed != rank.delivered.keys():

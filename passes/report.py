@@ -377,4 +377,4 @@ def publish(graph: GraphReport) -> None:
 
 def listening() -> bool:
     """Whether graphs are printed: a collector is active, or torch writes its structured log."""
-    return bool(_collectors) or torch_internals.tracing()
+    return bool(_collectors) or torch_internals.structured_log_on()

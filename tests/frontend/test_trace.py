@@ -58,4 +58,4 @@ def test_every_graph_has_three_artifacts(tmp_path: Path) -> None:
 
 
 def test_nothing_is_printed_for_a_trace_that_is_not_written() -> None:
-    assert not torch_internals.tracing()
+    assert not torch_internals.structured_log_on()
