@@ -1,7 +1,7 @@
 """A Triton kernel of your own that talks to its peers: all_gather in one launch, with autofuse's functions.
 
-Every program stores its block of x into the memory of all ranks, tells them, waits for the blocks that the
-same program of each rank stores here, and copies them to the output. `docs/kernels.md` explains every step.
+Every program stores its block of x into the memory of all ranks, signals, waits for the blocks that the same
+program of each rank stores here, and copies them to the output. `docs/kernels.md` explains every step.
 
     torchrun --nproc-per-node 4 examples/peer_kernel.py                        # a GPU a rank
     TRITON_INTERPRET=1 torchrun --nproc-per-node 2 examples/peer_kernel.py     # no GPU
@@ -39,7 +39,7 @@ def all_gather(
     for r in tl.static_range(W):
         here = peer(memory, rank, tl.float32) + (half + r) * COUNT
         tl.store(out + r * COUNT + at, tl.load(here + at, mask=at < COUNT), mask=at < COUNT)
-        tl.store(arrived + r * BLOCKS, 0)  # who waited sets the counters back
+        tl.store(arrived + r * BLOCKS, 0)  # no other program waits for these counters
     finish(state, epoch, BLOCKS)
 
 
@@ -81,7 +81,7 @@ def main(count: int = 100_000, block: int = 4096, calls: int = 5) -> None:
         if not torch.equal(out.cpu(), expected):
             raise RuntimeError(f"call {call} of rank {rank} is wrong; failure record {record.tolist()}")
     print(f"rank {rank}: {calls} calls, {world} x {count} numbers, as expected")
-    dist.barrier()  # nobody unmaps what a peer still stores into
+    dist.barrier()  # no rank unmaps memory that a peer still stores into
     dist.destroy_process_group()
 
 

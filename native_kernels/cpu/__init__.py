@@ -110,7 +110,7 @@ def open_segment(name: str) -> int:
 
 
 def unlink_segment(name: str) -> None:
-    """Remove the name; whoever has mapped the memory keeps it."""
+    """Remove the name; processes that have mapped the memory keep it."""
     _unlink(name.encode())
 
 
@@ -140,10 +140,8 @@ def _arrays(n: int) -> tuple[Any, Any, Any]:
 def reduce_rows(out: Tensor, parts: Sequence[Tensor], scale: float = 1.0) -> None:
     """`out = scale * (parts[0] + parts[1] + ...)`, summed in that order in float32 and rounded once.
 
-    `out` and every part are `[rows, cols]` (or `[cols]`) with adjacent columns and any row stride, in
-    float32, bfloat16 or float16, mixed as you like. `out` may be one of the parts. Raises ValueError for
-    anything else.
-    """
+    `out` and every part are `[rows, cols]` (or `[cols]`) with adjacent columns and any row stride, in any mix
+    of float32, bfloat16 and float16. `out` may be one of the parts. Raises ValueError for anything else. """
     shape = out.shape
     n = len(parts)
     if n == 0:

@@ -1,5 +1,5 @@
-"""Pooling of embedding bags straight to its place, and its gradient: dense, sparse, or put into effect on the
-tables; all on one thread."""
+"""Pooling of embedding bags straight to the place of the result, and its gradient: dense, sparse, or as an
+update of the tables. All on one thread."""
 
 from collections.abc import Sequence
 from ctypes import Array, c_float, c_int, c_int64, c_void_p
@@ -42,7 +42,7 @@ _scatter_rows = function("af_scatter_rows", None, [c_void_p, c_void_p, c_void_p,
 
 @dataclass(frozen=True, slots=True)
 class Bags:
-    """How `indices` are cut into bags, and what becomes of a bag. Lists have one entry per table.
+    """How `indices` are cut into bags, and how a bag is pooled. Lists have one entry per table.
 
     `indices[t]: [n_t]`, `offsets[t]: [B]`, or `[B + 1]` with `include_last_offset`; `per_sample_weights` is
     empty or `[n_t]` per table in the dtype of the table. mode: 0 sum, 1 mean, 2 max. `padding_idx` < 0: none.
@@ -130,8 +130,8 @@ def scatter_bags(
     first: int,
     count: int,
 ) -> None:
-    """Back from sum and mean: adds to `gradients[t]: float32 [V_t, D_t]` the rows of `grad` that bags
-    `[first, first + count)` gave rise to. `grad` is contiguous and laid out as `out` above."""
+    """The gradient of sum and mean: adds to `gradients[t]: float32 [V_t, D_t]` the rows of `grad` of bags
+    `[first, first + count)`. `grad` is contiguous and laid out as `out` above."""
     rows = _rows(gradients, bags, columns)
     span = _span(bags, stride, first, count)
     failure = (c_int64 * 2)()
