@@ -141,7 +141,7 @@ def reduce_rows(out: Tensor, parts: Sequence[Tensor], scale: float = 1.0) -> Non
     """`out = scale * (parts[0] + parts[1] + ...)`, summed in that order in float32 and rounded once.
 
     `out` and every part are `[rows, cols]` (or `[cols]`) with adjacent columns and any row stride, in any mix
-    of float32, bfloat16 and float16. `out` may be one of the parts. Raises ValueError for anything else. """
+    of float32, bfloat16 and float16. `out` may be one of the parts. Raises ValueError for anything else."""
     shape = out.shape
     n = len(parts)
     if n == 0:
