@@ -225,8 +225,10 @@ __device__ inline void multiply_tiles(Kernel& k, int tiles) {
     Turn turn;
     int staged = 0, blocks = k.blocks();
     if (GROUPS < 2 && k.group > GROUPS) return;
+    // Declared outside of the loop, so that the compiler changes accumulators in place. Inside of it, a kernel with
+    // `before_store` spills copies of them.
+    float acc[BN / 2];
     k.each_tile(tiles, [&](int t) {
-        float acc[BN / 2];
         consume(k.s, turn, acc, k.group - 1, blocks);
         Tile tile = k.tile_of(t);
         k.before_store(acc, tile);
