@@ -1,6 +1,7 @@
-"""The kernels in CUDA C++ as NVRTC compiles them for sm_90: every way in use; no GPU is needed.
+"""The kernels in CUDA C++ as NVRTC compiles them for sm_90; no GPU is needed.
 
-The rules are those of test_ptx.py. PTX is read as text, from top to bottom.
+The rules are those of test_ptx.py. PTX is read as text, from top to bottom. The fast tier compiles a subset
+in which every pair of constants occurs; the full tier compiles every way in use.
 """
 
 import re
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from autofuse.lowering.gpu.dense.ways import DTYPES, Problem, ways
-from autofuse.native_kernels.cuda.host.compiler import compile_cubin, compile_ptx, why_not
+from autofuse.native_kernels.cuda.host.compiler import compile_both, compile_cubin, why_not
 from autofuse.native_kernels.cuda.kernels import (
     gather_matmul,
     gather_words,
@@ -23,11 +24,13 @@ from autofuse.native_kernels.cuda.kernels.gather_words import WordsGatherConfig
 from autofuse.native_kernels.cuda.kernels.matmul_reduce import ClusterReduceConfig
 from autofuse.native_kernels.cuda.kernels.matmul_words import WordsConfig
 from autofuse.native_kernels.gpu.memory import SHARED_MEMORY
+from tests.kernels.pairwise import EVERY, pairwise
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
 K, N = 4096, 4096
 OPS = ("matmul_all_reduce", "matmul_reduce_scatter", "all_gather_matmul")
+SOURCES = (matmul_reduce.SOURCE, matmul_words.SOURCE, gather_matmul.SOURCE, gather_words.SOURCE)
 
 SIGNAL = re.compile(r"red\.(release|relaxed)\.sys")
 RELEASE = re.compile(r"red\.release\.sys")
@@ -80,17 +83,20 @@ def cases(op: str) -> Iterator[tuple[str, Constants, int]]:
         next(turns)
 
 
-@pytest.mark.timeout(400)
-@pytest.mark.parametrize("op", OPS)
-def test_rules(op: str) -> None:
-    """Before signals and after waits, for every way; its shared memory; that it becomes machine code."""
-    seen = {(source, constants): shared for source, constants, shared in cases(op)}
-    assert len(seen) > 10
-    for (source, constants), shared in seen.items():
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("every", EVERY)
+@pytest.mark.parametrize("source", SOURCES)
+def test_rules(source: str, every: bool) -> None:
+    """Before signals and after waits; shared memory; that each variant becomes machine code."""
+    shared = {constants: size for op in OPS for of, constants, size in cases(op) if of == source}
+    variants = list(shared) if every else pairwise(shared, dict)
+    assert len(variants) > 10
+    for constants in variants:
         where = f"{source} {dict(constants)}"
-        assert shared <= SHARED_MEMORY, where
-        assert compile_cubin(source, dict(constants)), where
-        lines = [line.strip() for line in compile_ptx(source, dict(constants)).splitlines()]
+        assert shared[constants] <= SHARED_MEMORY, where
+        ptx, cubin = compile_both(source, dict(constants))
+        assert cubin, where
+        lines = [line.strip() for line in ptx.splitlines()]
         words = source in (matmul_words.SOURCE, gather_words.SOURCE)
         if words:
             check_words(lines, where)

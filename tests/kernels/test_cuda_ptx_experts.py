@@ -1,4 +1,4 @@
-"""The expert kernels as NVRTC compiles them for sm_90: every way in use; the rules of test_cuda_ptx.py."""
+"""The expert kernels as NVRTC compiles them for sm_90: the rules and the tiers of test_cuda_ptx.py."""
 
 import re
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ from autofuse.lowering.gpu.experts.ways import (
     expert_ways,
 )
 from autofuse.lowering.gpu.support import MOST_TERMS
-from autofuse.native_kernels.cuda.host.compiler import compile_cubin, compile_ptx, why_not
+from autofuse.native_kernels.cuda.host.compiler import compile_both, why_not
 from autofuse.native_kernels.cuda.host.experts import Cut
 from autofuse.native_kernels.cuda.kernels import (
     dropless_combine,
@@ -31,6 +31,7 @@ from autofuse.native_kernels.cuda.kernels.expert_combine import CombineConfig
 from autofuse.native_kernels.cuda.kernels.expert_dispatch import DispatchConfig
 from autofuse.native_kernels.gpu.memory import SHARED_MEMORY
 
+from .pairwise import EVERY, pairwise
 from .test_cuda_ptx import (
     ACQUIRE,
     BARRIER,
@@ -77,49 +78,61 @@ def cases(op: str) -> Iterator[tuple[str, Constants, int]]:
         next(turns)
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("every", EVERY)
 @pytest.mark.parametrize("op", [COMBINE, DISPATCH])
-def test_rules(op: str) -> None:
-    """Before signals and after waits, for every way; its shared memory; that it becomes machine code."""
+def test_rules(op: str, every: bool) -> None:
+    """Before signals and after waits; shared memory; that each variant becomes machine code."""
     seen = {(source, constants): shared for source, constants, shared in cases(op)}
-    assert len(seen) > 10
-    for (source, constants), shared in seen.items():
+    variants = list(seen) if every else pairwise(seen, lambda variant: dict(variant[1]))
+    assert len(variants) > 10
+    for source, constants in variants:
         where = f"{source} {dict(constants)}"
-        assert shared + 16 <= SHARED_MEMORY, where  # and what is declared in the kernel
-        assert compile_cubin(source, dict(constants)), where
-        lines = [line.strip() for line in compile_ptx(source, dict(constants)).splitlines()]
+        assert seen[source, constants] + 16 <= SHARED_MEMORY, where  # and what is declared in the kernel
+        ptx, cubin = compile_both(source, dict(constants))
+        assert cubin, where
+        lines = [line.strip() for line in ptx.splitlines()]
         if not dict(constants).get("ENGINES"):
             check_signals(lines, where)
         check_waits(lines, where)
 
 
-@pytest.mark.timeout(400)
-@pytest.mark.parametrize(
-    ("source", "weights"),
-    [(dropless_combine.SOURCE, 1), (dropless_dispatch.SOURCE, 1), (dropless_dispatch.SOURCE, 2)],
-)
-def test_rules_of_dropless(source: str, weights: int) -> None:
-    """Rows are stored by all lanes of a warp: a barrier, then a fence, then the counts."""
+def dropless_cases(source: str, weights: int) -> dict[Constants, int]:
+    """Constants and bytes of shared memory of all ways; layouts, dtypes, traces and worlds by turns."""
     problem = DroplessProblem(COMBINE + DROPLESS, 16, K, N, 4, torch.bfloat16)
     turns = cycle(product([False, True], DTYPES, [True, False], [True, False]))
     terms = cycle((1, 2, MOST_TERMS, 1))
     worlds = cycle((2, 8, 4))
+    found = {}
     for config, height in product(dropless_ways(problem).values(), dropless_combine.HEIGHTS):
         if config is None:
             continue
         transposed, dtype, trace, biased = next(turns)
-        world = next(worlds)
-        kind = 16, world, transposed, dtype, biased, height, config, trace
-        constants = dict(
+        kind = 16, next(worlds), transposed, dtype, biased, height, config, trace
+        constants = (
             dropless_combine.dropless_constants(*kind, WEIGHTS=weights)
             if source == dropless_dispatch.SOURCE
             else dropless_combine.dropless_constants(*kind, TERMS=next(terms))
         )
-        where = f"{source} {constants}"
-        static = 2 * 4 * (16 + 2) + 16
-        assert config.shared_bytes(16, height) + static <= SHARED_MEMORY, where
-        assert compile_cubin(source, constants), where
-        lines = [line.strip() for line in compile_ptx(source, constants).splitlines()]
+        found[constants] = config.shared_bytes(16, height)
+    return found
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("every", EVERY)
+@pytest.mark.parametrize("source", [dropless_combine.SOURCE, dropless_dispatch.SOURCE])
+def test_rules_of_dropless(source: str, every: bool) -> None:
+    """Rows are stored by all lanes of a warp: a barrier, then a fence, then the counts."""
+    shared = dropless_cases(source, 1)
+    if source == dropless_dispatch.SOURCE:
+        shared |= dropless_cases(source, 2)
+    static = 2 * 4 * (16 + 2) + 16
+    for constants in shared if every else pairwise(shared, dict):
+        where = f"{source} {dict(constants)}"
+        assert shared[constants] + static <= SHARED_MEMORY, where
+        ptx, cubin = compile_both(source, dict(constants))
+        assert cubin, where
+        lines = [line.strip() for line in ptx.splitlines()]
         counts = find(lines, COUNT)
         assert counts, where
         for at in counts:

@@ -1,12 +1,13 @@
-"""What the compiler makes of the kernels: every way in use, compiled to PTX for sm_90; no GPU is needed.
+"""What the compiler makes of the Triton kernels, as PTX for sm_90; no GPU is needed.
 
 The rules are those of `comm`: what goes before a signal and after a wait, and which scope. PTX is read as
-text; what the kernels write as inline assembly stays in one piece there.
+text; what the kernels write as inline assembly stays in one piece there. The fast tier compiles a subset in
+which every pair of settings occurs; the full tier compiles every way in use.
 """
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from itertools import cycle, product
 from typing import Any
@@ -30,6 +31,7 @@ from autofuse.native_kernels.triton.gather_matmul import launch_gather_matmul
 from autofuse.native_kernels.triton.gather_matmul_few import FewConfig, launch_gather_matmul_few
 from autofuse.native_kernels.triton.matmul_packets import PacketsConfig, launch_matmul_packets
 from autofuse.native_kernels.triton.matmul_reduce import ReduceConfig, launch_matmul_reduce
+from tests.kernels.pairwise import EVERY, pairwise
 
 TARGET = GPUTarget("cuda", 90, 32)
 K, N = 4096, 4096
@@ -173,19 +175,26 @@ def cases() -> Iterator[tuple[Problem, Config, bool, bool]]:
         next(turns)  # so that not every world has the same turn
 
 
+def settings(case: tuple[Problem, Config, bool, bool]) -> dict[str, object]:
+    problem, config, transposed, trace = case
+    layout = {"transposed": transposed, "trace": trace}
+    return {"kernel": type(config)} | asdict(problem) | asdict(config) | layout
+
+
 @pytest.mark.timeout(600)
+@pytest.mark.parametrize("every", EVERY)
 @pytest.mark.parametrize("op", OPS)
-def test_rules(op: str) -> None:
-    """Before signals and after waits, for every way; shared memory; loads that run ahead of the products."""
+def test_rules(op: str, every: bool) -> None:
+    """Before signals and after waits; shared memory; loads that run ahead of the products."""
     names = set()
-    for problem, config, transposed, trace in cases():
-        if problem.op == op:
-            kernel = compiled(problem, config, transposed, trace)
-            where = f"{problem}, {config}, transposed={transposed}, trace={trace}"
-            for rule in (check_signals, check_waits, check_scopes, check_packets):
-                rule(kernel, where)
-            check_pipeline(kernel, config, problem, where)
-            names.add(kernel.name)
+    given = [case for case in cases() if case[0].op == op]
+    for problem, config, transposed, trace in given if every else pairwise(given, settings):
+        kernel = compiled(problem, config, transposed, trace)
+        where = f"{problem}, {config}, transposed={transposed}, trace={trace}"
+        for rule in (check_signals, check_waits, check_scopes, check_packets):
+            rule(kernel, where)
+        check_pipeline(kernel, config, problem, where)
+        names.add(kernel.name)
     assert names == (
         {"gather_matmul", "gather_matmul_few"}
         if op == "all_gather_matmul"

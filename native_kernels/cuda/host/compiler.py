@@ -52,17 +52,17 @@ def _compiled(source: str, constants: tuple[tuple[str, int], ...], arch: str, fo
     digest = sha256(repr((source, text, headers, options, _version())).encode()).hexdigest()
     found = _load(digest)
     if found is None:
-        found = _nvrtc_compile(source, text, headers, options)
+        _, found = _nvrtc_compile(source, text, headers, options)
         _save(digest, found)
     return found
 
 
-def compile_ptx(source: str, constants: Mapping[str, int], arch: str = "sm_90a") -> str:
-    """As `compile_cubin`, what the compiler makes of the file before it is machine code; for reading."""
+def compile_both(source: str, constants: Mapping[str, int], arch: str = "sm_90a") -> tuple[str, bytes]:
+    """PTX as text, and machine code, from one compilation; for tests, which read the PTX."""
     if problem := why_not():
         raise RuntimeError(problem)
-    inputs = _inputs(source, tuple(sorted(constants.items())), arch, KERNELS)
-    return _nvrtc_compile(source, *inputs, kind="PTX").rstrip(b"\0").decode()
+    ptx, cubin = _nvrtc_compile(source, *_inputs(source, tuple(sorted(constants.items())), arch, KERNELS))
+    return ptx.rstrip(b"\0").decode(), cubin
 
 
 def _inputs(
@@ -87,8 +87,9 @@ def _version() -> tuple[int, int]:
 
 
 def _nvrtc_compile(
-    source: str, text: bytes, headers: dict[str, bytes], options: list[str], kind: str = "CUBIN"
-) -> bytes:
+    source: str, text: bytes, headers: dict[str, bytes], options: list[str]
+) -> tuple[bytes, bytes]:
+    """PTX and machine code."""
     from cuda.bindings import nvrtc
 
     def call(function: Any, *args: Any) -> Any:
@@ -109,9 +110,11 @@ def _nvrtc_compile(
             call(nvrtc.nvrtcGetProgramLog, program, log)
             said = log.rstrip(b"\0").decode(errors="replace").strip()
             raise RuntimeError(f"{source} does not compile ({' '.join(options)}): {error}\n{said}")
-        made = bytearray(call(getattr(nvrtc, f"nvrtcGet{kind}Size"), program))
-        call(getattr(nvrtc, f"nvrtcGet{kind}"), program, made)
-        return bytes(made)
+        ptx = bytearray(call(nvrtc.nvrtcGetPTXSize, program))
+        call(nvrtc.nvrtcGetPTX, program, ptx)
+        cubin = bytearray(call(nvrtc.nvrtcGetCUBINSize, program))
+        call(nvrtc.nvrtcGetCUBIN, program, cubin)
+        return bytes(ptx), bytes(cubin)
     finally:
         nvrtc.nvrtcDestroyProgram(program)
 
