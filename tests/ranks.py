@@ -1,4 +1,7 @@
-"""Real processes for tests: a pool of ranks that is started once and then runs function after function."""
+"""Real processes for tests: a pool of ranks that is started once and then runs function after function.
+
+Ranks are forked from a server that has imported everything, so that a pool starts within a second.
+"""
 
 import faulthandler
 import os
@@ -7,39 +10,71 @@ import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
-from multiprocessing import get_context
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
+from multiprocessing import forkserver, get_context
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 START_S = 120.0  # importing torch in every rank, on a loaded machine
 GRACE_S = 10.0  # how long the other ranks may go on once one has failed
 WAIT_S = 20.0  # how long a fused op waits for a peer, in the ranks
+_ENVIRONMENT = {"AUTOFUSE_TIMEOUT_S": str(WAIT_S), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
 
 
 class RanksFailed(RuntimeError):
     """A function failed on some ranks; the text names them and holds their tracebacks."""
 
 
-class RankPool:
-    """`world` processes joined by gloo, or by NCCL with a GPU each, started by `method` of multiprocessing. A
-    function that raises, dies or runs too long discards the pool (`alive` turns false): nobody knows what its
-    ranks are waiting for."""
+class Server:
+    """Forks processes: it has imported `preload`, with `environment`, before it forks the first one."""
 
-    def __init__(self, world: int, method: str = "spawn", backend: str = "gloo") -> None:
+    def __init__(self, preload: list[str], **environment: str) -> None:
+        self._server = forkserver.ForkServer()
+        self._server.set_forkserver_preload(["pytest", *preload])
+        self._environment = environment | _ENVIRONMENT
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Processes of the context "forkserver" are forked from this server."""
+        with patch.dict(os.environ, self._environment):
+            self._server.ensure_running()
+        with patch.object(forkserver, "connect_to_new_process", self._server.connect_to_new_process):
+            yield
+
+
+COMPILING = Server(["tests.preload"])
+INTERPRETING = Server(["tests.kernels.preload"], TRITON_INTERPRET="1")
+"""Triton reads its variable when it is imported."""
+
+
+class RankPool:
+    """`world` processes joined by gloo, or by NCCL with a GPU each; forked from `server`, or else spawned.
+
+    A function that raises, dies or runs too long discards the pool (`alive` turns false): nobody knows what
+    its ranks are waiting for.
+    """
+
+    def __init__(self, world: int, server: Server | None = COMPILING, backend: str = "gloo") -> None:
         self.world = world
         self.alive = True
         self._directory = tempfile.TemporaryDirectory(prefix="ranks-")
-        context = get_context(method)
+        with server.in_use() if server else nullcontext():
+            self._start(get_context("forkserver" if server else "spawn"), backend)
+        self.pids = [process.pid for process in self._processes]
+        self._collect(START_S, "start")
+
+    def _start(self, context: Any, backend: str) -> None:
         self._connections: list[Connection] = []
         self._processes = []
-        for rank in range(world):
+        for rank in range(self.world):
             ours, theirs = context.Pipe()
             process = context.Process(
                 target=_serve,
-                args=(rank, world, self._directory.name, backend, theirs),
+                args=(rank, self.world, self._directory.name, backend, theirs),
                 name=f"rank {rank}",
                 daemon=True,
             )
@@ -47,8 +82,6 @@ class RankPool:
             theirs.close()
             self._connections.append(ours)
             self._processes.append(process)
-        self.pids = [process.pid for process in self._processes]
-        self._collect(START_S, "start")
 
     def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
         """`[fn(rank, world, *args) for rank in range(world)]`, every rank in its own process. `fn` is a
@@ -110,6 +143,24 @@ class RankPool:
         return stacks.read_text() if stacks.exists() else ""
 
 
+class Pools:
+    """`pools(world)`: a pool that tests share; started when first asked for, replaced after a failure."""
+
+    def __init__(self, server: Server | None = COMPILING, backend: str = "gloo") -> None:
+        self._start = partial(RankPool, server=server, backend=backend)
+        self._pools: dict[int, RankPool] = {}
+
+    def __call__(self, world: int) -> RankPool:
+        if world not in self._pools or not self._pools[world].alive:
+            self._pools[world] = self._start(world)
+        return self._pools[world]
+
+    def close(self) -> None:
+        for pool in self._pools.values():
+            if pool.alive:
+                pool.close()
+
+
 def fresh_group() -> str:
     """Name of a new group of all ranks: a test that spoils its workspace does not spoil the next one's."""
     import torch.distributed as dist
@@ -120,12 +171,7 @@ def fresh_group() -> str:
 
 
 def _serve(rank: int, world: int, directory: str, backend: str, connection: Connection) -> None:
-    os.environ.update(
-        AUTOFUSE_TIMEOUT_S=str(WAIT_S),
-        TORCHINDUCTOR_COMPILE_THREADS="1",
-        RANK=str(rank),
-        WORLD_SIZE=str(world),
-    )
+    os.environ.update(_ENVIRONMENT, RANK=str(rank), WORLD_SIZE=str(world))
     with open(os.path.join(directory, f"stacks-{rank}"), "w") as stacks:
         faulthandler.register(signal.SIGUSR1, stacks)
         connection.send_bytes(_attempt(_join, rank, world, directory, backend))

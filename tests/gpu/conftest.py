@@ -23,7 +23,7 @@ def gpu_ranks() -> Iterator[Callable[[int], RankPool]]:
         if torch.cuda.device_count() < world:
             pytest.skip(f"needs {world} GPUs")
         if world not in pools or not pools[world].alive:
-            pools[world] = RankPool(world, backend="nccl")
+            pools[world] = RankPool(world, None, "nccl")
         return pools[world]
 
     yield pool
