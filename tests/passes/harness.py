@@ -40,6 +40,13 @@ class Program:
     breaks: str = ""
     """What the report says of the graph break that dynamo makes; empty if there must be none."""
 
+    @property
+    def sites(self) -> tuple[list[str], list[str]]:
+        """`fused` and `kept` as the function `sites` has them."""
+        fused = sorted(f"{kind} {pattern}" for kind, patterns in self.fused.items() for pattern in patterns)
+        kept = sorted(f"{kind} {reason}" for kind, reasons in self.kept.items() for reason in reasons)
+        return fused, kept
+
 
 def since(release: str, program: Program, **before: Any) -> Program:
     """The program as torch compiles it from `release` on; in earlier ones `before` is different."""
@@ -71,6 +78,16 @@ def passes_only(policy: str = "always", order: str = "direct") -> Callable[..., 
         return torch_internals.compile_fx(gm, example_inputs, compile_graph, patches)
 
     return backend
+
+
+def sites(report: Report) -> tuple[list[str], list[str]]:
+    """What was fused and what was kept, by kind of graph."""
+    kinds = {graph.name: graph.kind for graph in report.graphs}
+    fused = sorted(f"{kinds[site.graph]} {site.pattern}" for site in report.fused)
+    kept = sorted(
+        f"{kinds[site.graph]} {site.reason.value}" for site in report.kept if site.reason is not None
+    )
+    return fused, kept
 
 
 def explain(program: Program, world: int, rank: int = 0) -> Report:
@@ -125,8 +142,4 @@ def compare(rank: int, world: int, module: str, name: str) -> dict[str, Any]:
         if b.numel():
             worst = max(worst, (a.double() - b.double()).abs().max().item() / scale)
             assert not a.double().isnan().any()
-    return {
-        "error": worst,
-        "fused": [s.pattern for s in report.fused],
-        "kept": [str(s.reason.value) for s in report.kept],
-    }
+    return {"error": worst, "sites": sites(report), "breaks": report.graph_breaks, "report": str(report)}
