@@ -77,7 +77,9 @@ def test_llama_serving() -> None:
     assert found["inference", "matmul_all_reduce"] == 4
 
 
-@pytest.mark.parametrize("start", [PLAIN, TORCHRUN], ids=["plain", "torchrun"])
+@pytest.mark.parametrize(
+    "start", [pytest.param(PLAIN, id="plain"), pytest.param(TORCHRUN, id="torchrun", marks=pytest.mark.full)]
+)
 def test_dlrm(start: Sequence[str]) -> None:
     sizes = ("--batch=64", "--tables=3", "--rows=100", "--dim=16", "--pooling=4")
     done = run([*start, EXAMPLES / "dlrm.py", *SMALL, *sizes, f"--rounds={int(start is PLAIN)}"])
@@ -92,7 +94,7 @@ def test_dlrm(start: Sequence[str]) -> None:
         assert [line.split()[0] for line in table.splitlines()[1:4]] == ["eager", "inductor", "autofuse"]
 
 
-@pytest.mark.parametrize("update", ["sgd", "adagrad"])
+@pytest.mark.parametrize("update", ["adagrad", pytest.param("sgd", marks=pytest.mark.full)])
 def test_dlrm_with_the_optimizer_in_the_backward(update: str) -> None:
     sizes = ("--batch=64", "--tables=3", "--rows=100", "--dim=16", "--pooling=4", "--rounds=0")
     done = run([*PLAIN, EXAMPLES / "dlrm.py", *SMALL, *sizes, f"--update={update}"])

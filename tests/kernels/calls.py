@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 from unittest.mock import patch
 
 import torch
@@ -34,6 +34,8 @@ SITE = 5  # stands in failure records
 BF16, FP16 = torch.bfloat16, torch.float16
 REDUCE_CONFIG = ReduceConfig(bm=16, bn=16, bk=16, bt=16, br=16)
 PACKETS_CONFIG = PacketsConfig(bn=16, bk=16)
+
+T = TypeVar("T")
 
 _installed = False
 
@@ -241,6 +243,14 @@ def run_calls(rank: int, world: int, calls: Sequence[Call]) -> None:
     dist.barrier()  # peers may still store
     assert not memory.signals.views[rank].any(), "counters are left over"
     assert not memory.done.any()
+
+
+def at_random(calls: Sequence[T], count: int, seed: int) -> list[T]:
+    """`count` of `calls`; none twice more often than another, so that a short list has most of them."""
+    chance, found = random.Random(seed), list[T]()
+    while len(found) < count:
+        found += chance.sample(calls, len(calls))
+    return found[:count]
 
 
 def give_up(rank: int, world: int, call: Call, lost: int) -> list[int]:

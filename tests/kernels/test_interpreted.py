@@ -1,11 +1,11 @@
-"""Every kernel on 2 and 4 ranks that interpret it, bitwise against sums in rank order.
+"""Every kernel on ranks that interpret it, bitwise against sums in rank order.
 
+The fast tier makes each call once on 2 ranks, and some on 3 or 4; the full tier makes all of them on 4, too.
 The programs of a rank run one after another there. A program may then wait only for earlier ones of its own
 rank, so that one program multiplies where those that multiply also wait (`matmul_reduce`), and one moves
 where those that move do (`gather_matmul_few`, or shared).
 """
 
-import random
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -25,6 +25,7 @@ from tests.kernels.calls import (
     Gather,
     Packets,
     Reduce,
+    at_random,
     give_up,
     run_calls,
 )
@@ -91,15 +92,35 @@ FEW: list[Call] = [
 KINDS = {"all_reduce": REDUCE, "reduce_scatter": SCATTER, "packets": PACKETS, "gather": GATHER, "few": FEW}
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_bitwise(interpreters: Interpreters, kind: str) -> None:
+    """Calls use the halves of the memory by turns."""
+    interpreters(2).run(run_calls, KINDS[kind], timeout=120)
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("kind", KINDS)
-def test_bitwise(interpreters: Interpreters, kind: str, world: int) -> None:
+def test_bitwise_in_both_halves(interpreters: Interpreters, kind: str, world: int) -> None:
     """Every call in either half of the memory."""
     interpreters(world).run(run_calls, [call for call in KINDS[kind] for _ in range(2)], timeout=120)
 
 
-@pytest.mark.parametrize("by_rows", [True, False])
-@pytest.mark.parametrize("order", [DIRECT, RING, OBLIVIOUS])
+@pytest.mark.parametrize("kind", KINDS)
+def test_bitwise_on_four_ranks(interpreters: Interpreters, kind: str) -> None:
+    interpreters(4).run(run_calls, KINDS[kind][1::3], timeout=120)
+
+
+ORDERS = [
+    *((DIRECT, True), (RING, False), (OBLIVIOUS, True)),
+    *(
+        pytest.param(*case, marks=pytest.mark.full)
+        for case in ((DIRECT, False), (RING, True), (OBLIVIOUS, False))
+    ),
+]
+
+
+@pytest.mark.parametrize(("order", "by_rows"), ORDERS)
 def test_visits(interpreters: Interpreters, order: int, by_rows: bool) -> None:
     """Any number of tiles a visit, also more than a chunk has; programs that only communicate, or none."""
     calls: list[Call] = [
@@ -112,9 +133,12 @@ def test_visits(interpreters: Interpreters, order: int, by_rows: bool) -> None:
     interpreters(2).run(run_calls, calls)
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_back_to_back(interpreters: Interpreters, world: int) -> None:
-    """200 calls of all kernels, large and small at random, on one memory."""
+@pytest.mark.parametrize(
+    ("world", "count"),
+    [(2, 24), (3, 24), *(pytest.param(world, 200, marks=pytest.mark.full) for world in (2, 4))],
+)
+def test_back_to_back(interpreters: Interpreters, world: int, count: int) -> None:
+    """Calls of all kernels, large and small at random, on one memory."""
     calls: list[Call] = [
         *(Reduce(m, 16, 16, config=ROWS) for m in (16, 80)),
         *(Reduce(m * world, 16, 16, all_ranks=False, config=ROWS) for m in (16, 48)),
@@ -123,7 +147,7 @@ def test_back_to_back(interpreters: Interpreters, world: int) -> None:
         *(Gather(chunk, 16, chunk, SHARED) for chunk in (8, 24)),
         *(Gather(chunk, 64, 64, FEW_CONFIG) for chunk in (1, 4)),
     ]
-    interpreters(world).run(run_calls, random.Random(world).choices(calls, k=200), timeout=200)
+    interpreters(world).run(run_calls, at_random(calls, count, world), timeout=200)
 
 
 LOST = {

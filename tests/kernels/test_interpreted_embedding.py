@@ -1,9 +1,8 @@
-"""embedding_exchange on 2 and 4 ranks that interpret it, bitwise against pooling bag by bag.
+"""embedding_exchange on ranks that interpret it, bitwise against pooling bag by bag.
 
 The programs of a rank run one after another there, so that only the last of them may wait (`copying=1`).
 """
 
-import random
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -13,7 +12,7 @@ import torch
 from autofuse.lowering.gpu.embedding.ways import MERGED_NCCL
 from autofuse.native_kernels.gpu.state import CODES_PER_SITE
 from autofuse.native_kernels.triton.embedding_exchange import BAD_BAG, BAD_INDEX, POOLING
-from tests.kernels.calls import SITE
+from tests.kernels.calls import SITE, at_random
 from tests.kernels.embedding_calls import (
     CONFIG,
     Exchange,
@@ -65,7 +64,11 @@ def cases(world: int) -> dict[str, Exchange]:
     ("name", "world"),
     [
         *((name, 2) for name in cases(2)),
-        *((name, 4) for name in ("plain", "mixed dims", "by turns", "one program", "send")),
+        ("mixed dims", 4),
+        *(
+            pytest.param(name, 4, marks=pytest.mark.full)
+            for name in ("plain", "by turns", "one program", "send")
+        ),
     ],
 )
 def test_bitwise(interpreters: Interpreters, name: str, world: int) -> None:
@@ -80,13 +83,15 @@ def test_layouts(interpreters: Interpreters, layout: str) -> None:
     interpreters(2).run(run_exchanges, [call] * 2, timeout=120)
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_back_to_back(interpreters: Interpreters, world: int) -> None:
-    """50 calls of changing shapes on one memory, with no barrier between, by ranks that straggle."""
+@pytest.mark.parametrize(
+    ("world", "count"), [(3, 10), *(pytest.param(world, 50, marks=pytest.mark.full) for world in (2, 4))]
+)
+def test_back_to_back(interpreters: Interpreters, world: int, count: int) -> None:
+    """Calls of changing shapes on one memory, with no barrier between, by ranks that straggle."""
     calls = list(cases(world).values())
     calls.remove(cases(world)["many slices"])
     calls += [Exchange(even(world, 1, 8), b=b, layout="sbc") for b in (2, 9, 40)]
-    interpreters(world).run(run_exchanges, random.Random(world).choices(calls, k=50), timeout=300)
+    interpreters(world).run(run_exchanges, at_random(calls, count, world), timeout=300)
 
 
 @pytest.mark.parametrize("way", ["bags", MERGED_NCCL])

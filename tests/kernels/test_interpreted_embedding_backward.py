@@ -1,9 +1,8 @@
-"""embedding_backward on 2 and 4 ranks that interpret it, bitwise against adding entry by entry.
+"""embedding_backward on ranks that interpret it, bitwise against adding entry by entry.
 
 The programs of a rank run one after another there, so that only the last of them may wait (`adding=1`).
 """
 
-import random
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -23,7 +22,7 @@ from tests.kernels.backward_calls import (
     run_backwards,
     same_sums,
 )
-from tests.kernels.calls import SITE
+from tests.kernels.calls import SITE, at_random
 from tests.kernels.embedding_calls import Exchange
 from tests.kernels.test_interpreted_embedding import even, mixed
 from tests.ranks import RankPool
@@ -64,7 +63,8 @@ def cases(world: int) -> dict[str, Backward]:
     ("name", "world"),
     [
         *((name, 2) for name in cases(2)),
-        *((name, 4) for name in ("plain", "mixed dims", "one row", "one program")),
+        ("mixed dims", 4),
+        *(pytest.param(name, 4, marks=pytest.mark.full) for name in ("plain", "one row", "one program")),
     ],
 )
 def test_bitwise(interpreters: Interpreters, name: str, world: int) -> None:
@@ -78,12 +78,14 @@ def test_layouts(interpreters: Interpreters, layout: str) -> None:
     interpreters(2).run(run_backwards, [call] * 2, timeout=120)
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_back_to_back(interpreters: Interpreters, world: int) -> None:
-    """25 calls of changing shapes, forward and backward on one memory, by ranks that straggle."""
+@pytest.mark.parametrize(
+    ("world", "count"), [(3, 8), *(pytest.param(world, 25, marks=pytest.mark.full) for world in (2, 4))]
+)
+def test_back_to_back(interpreters: Interpreters, world: int, count: int) -> None:
+    """Calls of changing shapes, forward and backward on one memory, by ranks that straggle."""
     calls: list[Backward | Exchange] = list(cases(world).values())
     calls += [Exchange(even(world, 1, 8), b=b, layout="sbc") for b in (2, 9, 40)] * 4
-    interpreters(world).run(run_backwards, random.Random(world).choices(calls, k=25), timeout=400)
+    interpreters(world).run(run_backwards, at_random(calls, count, world), timeout=400)
 
 
 @pytest.mark.parametrize("way", ["strips", MERGED_NCCL])
@@ -93,8 +95,10 @@ def test_as_the_op_runs_it(interpreters: Interpreters, way: str) -> None:
         interpreters(2).run(run_backward_way, way, Backward(of, keep=True))
 
 
-@pytest.mark.parametrize("mode", [0, MEAN])
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize(
+    ("world", "mode"),
+    [(2, 0), (2, MEAN), *(pytest.param(4, mode, marks=pytest.mark.full) for mode in (0, MEAN))],
+)
 def test_the_same_bits_in_every_run(interpreters: Interpreters, world: int, mode: int) -> None:
     """Of values whose sums depend on the order, near sums in fp64."""
     of = Exchange(even(world), pooling=9, mode=mode, weighted=mode == 0, padding=1, dtypes=(FP32,))
