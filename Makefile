@@ -6,13 +6,13 @@ TORCH ?= 2.13.0
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready-$(TORCH)
-XDIST ?= -n 2 --dist loadfile
+XDIST ?= -n 2 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-gpu wheel-test lint format types bench wheel clean
+.PHONY: help setup demo test test-all test-gpu wheel-test lint format types bench wheel clean
 
 help:
-	@echo "make demo | test | test-gpu | wheel-test | lint | format | types | bench | wheel | clean"
+	@echo "make demo | test | test-all | test-gpu | wheel-test | lint | format | types | bench | wheel | clean"
 
 setup: $(STAMP)
 
@@ -30,8 +30,12 @@ demo: $(STAMP)
 	$(BIN)/python examples/dlrm.py
 	$(BIN)/python examples/moe.py
 
-# Cheapest first: what fails fast in one process, then what spawns ranks.
+# The fast tier: before every commit.
 test: $(STAMP)
+	$(BIN)/python -m pytest $(XDIST) -m "not full and not wheel and not gpu"
+
+# Every test that needs no GPU: for changes of kernels, and before a release.
+test-all: $(STAMP)
 	$(BIN)/python -m pytest $(XDIST) -m "not wheel and not gpu"
 
 # Needs NVIDIA Hopper GPUs that reach each other; what takes more than there are is skipped.
