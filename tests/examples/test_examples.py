@@ -23,7 +23,7 @@ def run(command: Sequence[str | Path]) -> subprocess.CompletedProcess[str]:
     mark = f"AUTOFUSE_TEST_RUN={uuid.uuid4()}"
     name, value = mark.split("=")
     environment = {k: v for k, v in os.environ.items() if not k.startswith("AUTOFUSE_") and k != "RANK"}
-    environment |= {name: value, "PYTHONPATH": str(EXAMPLES)}
+    environment |= {name: value, "PYTHONPATH": f"{EXAMPLES}{os.pathsep}{EXAMPLES.parent}"}
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIME_LIMIT_S)
         assert not processes_with(mark), "processes are left behind"

@@ -1,0 +1,403 @@
+"""Small faults of the sources: each is one text for another, and the tests that can find it."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """`text` stands once in the files called `file` (one of several names, by `|`) and becomes `instead`.
+
+    tests: paths, the likely finder first. old: `text` in trees where it differs.
+    """
+
+    name: str
+    file: str
+    text: str
+    instead: str
+    tests: tuple[str, ...]
+    old: str = ""
+
+
+def _of(room: str, *files: str) -> tuple[str, ...]:
+    return tuple(f"tests/{room}/test_{file}.py" for file in files)
+
+
+PROGRAMS = _of("passes", "programs")
+ORDERS = _of("plans", "orders")
+DENSE = _of("ops", "matmul_all_reduce", "matmul_reduce_scatter", "all_gather_matmul")
+EXPERTS = _of("ops", "all_to_all_expert_matmul", "expert_matmul_all_to_all")
+DENSE_KERNELS = _of("kernels", "interpreted", "ptx")
+CUDA = _of("kernels", "cuda_ptx", "cuda_ptx_experts")
+
+PASSES = (
+    Mutation(
+        "outer and inner dims of a cut swapped",
+        "layout.py",
+        "return Cut(i, product(x.size for x in before), digit, rest)",
+        "return Cut(i, product(x.size for x in after), digit, rest)",
+        (*_of("passes", "layout", "chains", "graphs"), *PROGRAMS),
+    ),
+    Mutation(
+        "a digit is split the wrong way round",
+        "layout.py",
+        "            group.append(halves[0])\n            rest.append(halves[1])",
+        "            group.append(halves[1])\n            rest.append(halves[0])",
+        (*_of("passes", "layout", "chains"), *PROGRAMS),
+    ),
+    Mutation(
+        "alpha of an addition is not looked at",
+        "product.py",
+        'if argument(n, 2, "alpha", 1) != 1 or n.kwargs.get("rounding_mode") is not None:',
+        'if n.kwargs.get("rounding_mode") is not None:',
+        (*_of("passes", "graphs"), *PROGRAMS),
+    ),
+    Mutation(
+        "a sum is merged though its product is read besides",
+        "merge.py",
+        "if op.target not in _REDUCTIONS or list(op.users) != [item] or item.args[1] != 0:",
+        "if op.target not in _REDUCTIONS or item.args[1] != 0:",
+        (*PROGRAMS, *_of("passes", "graphs")),
+    ),
+    Mutation(
+        "the bias of merged terms goes to the wrong term",
+        "merge.py",
+        'key=lambda op: op.args[3] == "mm")',
+        'key=lambda op: op.args[3] != "mm")',
+        PROGRAMS,
+    ),
+    Mutation(
+        "gathers are merged over a collective between them",
+        "merge.py",
+        "return all(collective_above(n, first.prev) is None for n in inputs)",
+        "return len(inputs) > 0",
+        (*_of("robustness", "order"), *PROGRAMS),
+    ),
+    Mutation(
+        "a weight may depend on what is gathered",
+        "gather_matmul.py",
+        "late = depends_on(anchor, c.inputs)",
+        "late = depends_on(anchor, c.inputs[:0])",
+        (*_of("robustness", "order", "reasons"), *PROGRAMS),
+    ),
+    Mutation(
+        "sorted values pass for a permutation",
+        "permutation.py",
+        "index.args[1:] == (1,)",
+        "index.args[1:] == (0,)",
+        (*_of("passes", "exchange_graphs"), *PROGRAMS),
+    ),
+    Mutation(
+        "captured calls are kept for being short",
+        "choose.py",
+        "if captured or pattern == NEVER_SHORT",
+        "if pattern == NEVER_SHORT",
+        _of("passes", "on_gpus", "choose"),
+    ),
+    Mutation(
+        "ranges that touch stay apart",
+        "crossover.py",
+        "start <= joined[-1][1] + 1:",
+        "start <= joined[-1][1]:",
+        _of("passes", "cost_model", "choose"),
+    ),
+    Mutation(
+        "one chunk too many on the links",
+        "cost_model.py",
+        "linked, copied, waits = (world - 1) * chunk, sent + chunk, 1",
+        "linked, copied, waits = world * chunk, sent + chunk, 1",
+        _of("passes", "cost_model", "choose"),
+    ),
+)
+
+PLANS = (
+    Mutation(
+        "a producer does not wait for one peer",
+        "orders.py",
+        "yield from (Wait(world, peer, 0) for peer in _peers(world, rank))",
+        "yield from (Wait(world, peer, 0) for peer in _peers(world, rank)[1:])",
+        ORDERS,
+    ),
+    Mutation(
+        "direct order begins with the own chunk",
+        "orders.py",
+        "return [(rank + own_last + i) % world for i in range(world)]",
+        "return [(rank + i) % world for i in range(world)]",
+        ORDERS,
+    ),
+    Mutation(
+        "slots of a ring are numbered a stage too far",
+        "orders.py",
+        "yield Wait(step, left, taken + (stage - 1) * stride + i)",
+        "yield Wait(step, left, taken + stage * stride + i)",
+        ORDERS,
+    ),
+    Mutation(
+        "the proof allows a store into what a peer reads",
+        "verify.py",
+        "if not self._over(rank, peer, time):",
+        "if peer < 0:",
+        (*_of("plans", "verify"), *ORDERS),
+    ),
+    Mutation(
+        "the proof allows two peers at one rank",
+        "verify.py",
+        "assert busiest <= 1,",
+        "assert busiest <= 2,",
+        (*_of("plans", "verify"), *ORDERS),
+    ),
+    Mutation(
+        "the proof ends before a buffer is used again",
+        "verify.py",
+        "EPOCHS = 3",
+        "EPOCHS = 2",
+        (*_of("plans", "verify"), *ORDERS),
+    ),
+)
+
+EXECUTORS = (
+    Mutation(
+        "partial sums of a ring are rounded at every rank",
+        "reduce_executor.py",
+        "tiles, torch.float32 if self.ring else dtype)",
+        "tiles, dtype)",
+        DENSE[:2],
+    ),
+    Mutation(
+        "a gather of columns is multiplied part by part",
+        "gather_executor.py",
+        "late = dim == 1 or cut.inner < FEW_ROWS",
+        "late = cut.inner < FEW_ROWS",
+        DENSE[2:],
+    ),
+    Mutation(
+        "an operand that broadcasts is cut",
+        "tiles.py",
+        "return t if at < 0 or t.shape[at] == 1 else self.read(t, at)",
+        "return t if at < 0 else self.read(t, at)",
+        DENSE[:2],
+    ),
+    Mutation(
+        "a run begins at the start of its stretch",
+        "tiles.py",
+        "span.start // inner * stride + chunk * inner + span.start % inner",
+        "span.start // inner * stride + chunk * inner",
+        (*DENSE[1:], *_of("ops", "plan_shapes")),
+    ),
+    Mutation(
+        "the part of a source starts behind itself",
+        "exchange_executor.py|exchange.py",
+        "for sent in self.sends[:source])",
+        "for sent in self.sends[: source + 1])",
+        EXPERTS,
+    ),
+)
+
+PROTOCOL = (
+    Mutation(
+        "calls that were never seen do not meet first",
+        "workspace.py",
+        "if new or self.nbytes > ws.capacity:",
+        "if self.nbytes > ws.capacity:",
+        (*_of("workspace", "failures", "calls"), *_of("robustness", "alike")),
+    ),
+    Mutation(
+        "the first call in grown buffers takes the wrong half",
+        "workspace.py",
+        "self._offset = (self.epoch & 1) * capacity",
+        "self._offset = (self.epoch & 0) * capacity",
+        (*_of("workspace", "calls"), *DENSE[:1]),
+    ),
+    Mutation(
+        "a killed rank counts as alive until it is reaped",
+        "rendezvous.py",
+        'return "" if fields[0] in "ZX" else fields[19]',
+        'return "" if fields[0] in "X" else fields[19]',
+        (*_of("workspace", "failures"), *_of("robustness", "killed")),
+    ),
+    Mutation(
+        "a rank in another call is not noticed",
+        "signal.cpp",
+        "return int(af::kMismatch);",
+        "return int(kPending);",
+        (*_of("workspace", "failures"), *_of("robustness", "alike")),
+    ),
+    Mutation(
+        "the last word of a kernel's state stays",
+        "comm.py",
+        "for word in tl.static_range(4, 8):",
+        "for word in tl.static_range(4, 7):",
+        (*_of("kernels", "interpreted", "interpreted_embedding", "interpreted_embedding_backward"),),
+    ),
+    Mutation(
+        "of several counters only the first is waited for",
+        "comm.py",
+        "counter = counters + i * stride",
+        "counter = counters",
+        _of("kernels", "interpreted", "interpreted_embedding"),
+    ),
+    Mutation(
+        "packets of all calls go to one half",
+        "matmul_packets.py",
+        "base = (epoch % 2) * packets_half",
+        "base = (epoch % 1) * packets_half",
+        DENSE_KERNELS[:1],
+    ),
+)
+
+KERNELS = (
+    Mutation(
+        "strided parts are read as if dense",
+        "reduce.cpp",
+        "dense = dense && strides[p] == cols;",
+        "dense = dense && strides[p] >= cols;",
+        (*_of("workspace", "reduce"), *DENSE[:1]),
+    ),
+    Mutation(
+        "the mean of squares is their sum",
+        "embedding_update.cpp",
+        "*u.state += total / float(std::max<int64_t>(1, u.dim));",
+        "*u.state += total;",
+        _of("ops", "all_to_all_embedding_bag_update"),
+    ),
+    Mutation(
+        "a mean counts padding",
+        "embedding.cpp",
+        "    if (*i == padding) continue;\n    ++used;",
+        "    ++used;\n    if (*i == padding) continue;",
+        _of("ops", "embedding_bag_all_to_all"),
+    ),
+    Mutation(
+        "the last lanes of a row are left out",
+        "linear.cpp",
+        "if (whole < job.k) step(whole, job.k - whole);",
+        "if (whole + 1 < job.k) step(whole, job.k - whole);",
+        _of("ops", "matmul", "matmul_all_reduce"),
+    ),
+    Mutation(
+        "a part is reduced before the last rank's has come",
+        "matmul_reduce.py",
+        "wait_all(arrived + tile, tiles, W, 1, state,",
+        "wait_all(arrived + tile, tiles, W - 1, 1, state,",
+        DENSE_KERNELS,
+    ),
+    Mutation(
+        "a mean in the kernel counts padding",
+        "embedding_exchange.py",
+        "used += keep.to(tl.int32)",
+        "used += inside.to(tl.int32)",
+        _of("kernels", "interpreted_embedding"),
+    ),
+    Mutation(
+        "a row that begins at the edge of a strip is lost",
+        "embedding_backward.py",
+        "((first != current) | (before != current))",
+        "(first != current)",
+        _of("kernels", "interpreted_embedding_backward", "interpreted_embedding_update"),
+    ),
+    Mutation(
+        "Adagrad's eps is left out",
+        "embedding_update.py",
+        "(tl.sqrt_rn(state) + tl.load(rates + 1))",
+        "tl.sqrt_rn(state)",
+        _of("kernels", "interpreted_embedding_update"),
+    ),
+    Mutation(
+        "no fence between TMA stores and their signal",
+        "matmul_reduce.cu",
+        "        bulk_wait();\n        fence_proxy();\n",
+        "        bulk_wait();\n",
+        CUDA[:1],
+    ),
+    Mutation(
+        "what was taken out of memory stays there",
+        "words.cuh",
+        "if (wanted(i)) store(place(i), {0, 0, 0, 0});",
+        "if (wanted(i)) continue;",
+        CUDA[:1],
+    ),
+    Mutation(
+        "a ring begins with the wrong owner",
+        "order.cuh",
+        "return (rank + 2 * world - 1 - stage) % world;",
+        "return (rank + 2 * world - stage) % world;",
+        _of("kernels", "cluster_order", "expert_order"),
+    ),
+    Mutation(
+        "an expert without rows gets a tile",
+        "ragged_order.cuh",
+        "if (numbers[middle] <= value)",
+        "if (numbers[middle] < value)",
+        _of("kernels", "ragged_order"),
+    ),
+    Mutation(
+        "rows of the last run of a tile are forgotten",
+        "expert_order.cuh",
+        "return (owner + world - run % world) % world <= last - run;",
+        "return (owner + world - run % world) % world < last - run;",
+        _of("kernels", "expert_order"),
+    ),
+)
+
+CHOICE = (
+    Mutation(
+        "the host's time is added to the GPU's",
+        "choose.py|choice.py",
+        "(max(us, host_us(way, here[way])), us, way)",
+        "(us + host_us(way, here[way]), us, way)",
+        _of("kernels", "choice"),
+    ),
+    Mutation(
+        "the farthest point decides",
+        "choose.py|choice.py",
+        "return times[0][0]",
+        "return times[-1][0]",
+        _of("kernels", "choice"),
+    ),
+    Mutation(
+        "a kernel takes products with an epilogue",
+        "call.py|ops.py",
+        'if len(x) != 1 or product != "mm" or keep_product or not _usable(x[0]):',
+        "if len(x) != 1 or keep_product or not _usable(x[0]):",
+        _of("kernels", "by_name", "choice"),
+    ),
+)
+
+FRONT_END = (
+    Mutation(
+        "graphs are cached whatever the order",
+        "backend.py",
+        "settings.policy, patterns, settings.order, tables, settings.captured",
+        "settings.policy, patterns, tables, settings.captured",
+        (*_of("frontend", "backend"), *_of("robustness", "caches")),
+    ),
+    Mutation(
+        "a time limit of no seconds",
+        "options.py",
+        "not value > 0:",
+        "not value >= 0:",
+        _of("frontend", "config", "backend"),
+    ),
+    Mutation(
+        "graph breaks of earlier compilations are reported",
+        "inspection.py",
+        "torch_internals.graph_break_counts() - before",
+        "torch_internals.graph_break_counts()",
+        (*_of("frontend", "inspection"), *PROGRAMS),
+    ),
+    Mutation(
+        "a report read from JSON has lists in its plans",
+        "report.py",
+        'PlanShape(**{k: _tuples(v) for k, v in data["plan"].items()})',
+        'PlanShape(**data["plan"])',
+        _of("frontend", "report", "page"),
+    ),
+    Mutation(
+        "a scatter on the last dim but one is cut along rows",
+        "ops.py",
+        "if axis == len(shape) - 1:",
+        "if axis == len(shape):",
+        DENSE[1:],
+    ),
+)
+
+MUTATIONS = (*PASSES, *PLANS, *EXECUTORS, *PROTOCOL, *KERNELS, *CHOICE, *FRONT_END)
