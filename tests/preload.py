@@ -1,4 +1,4 @@
-"""What the server of ranks does once, before it forks ranks: imports, and Inductor's patterns."""
+"""What the server of ranks does once, before it forks ranks: imports, and a first compilation."""
 
 import torch
 
@@ -9,8 +9,6 @@ from tests.robustness import seven
 __all__ = ["backend", "dense", "experts", "recommendation", "seven"]
 
 torch.set_num_threads(1)  # a pool of threads would not survive the fork
-for grad in (False, True):
-    x = torch.ones(2, 2, requires_grad=grad)
-    with torch.set_grad_enabled(grad):
-        torch.compile(lambda x: x @ x + 1, backend=harness.passes_only())(x)
+for how in (harness.passes_only(), "inductor"):  # the latter finds out what the C++ compiler can do
+    torch.compile(lambda x: x @ x + 1, backend=how)(torch.ones(2, 2, requires_grad=True))
     torch._dynamo.reset()

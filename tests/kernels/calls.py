@@ -16,6 +16,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from triton._C.libtriton.ir import MEM_SEMANTIC
 from triton.runtime.interpreter import InterpreterBuilder
 
 from autofuse.lowering.cpu import rendezvous
@@ -30,6 +31,7 @@ from autofuse.native_kernels.triton.matmul_reduce import ReduceConfig, launch_ma
 from tests.ranks import WAIT_S
 
 POLL_NS = 20_000  # what a poll counts for in the interpreter
+PAUSE_S = 50e-6  # what a poll leaves the processor to the ranks that compute
 SITE = 5  # stands in failure records
 BF16, FP16 = torch.bfloat16, torch.float16
 REDUCE_CONFIG = ReduceConfig(bm=16, bn=16, bk=16, bt=16, br=16)
@@ -40,11 +42,38 @@ T = TypeVar("T")
 _installed = False
 
 
+def _pause_in_polls() -> None:
+    """A wait polls with atomics that acquire, or with volatile loads."""
+    load, atomic = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_atomic_rmw
+
+    def paused_load(
+        self: Any,
+        ptrs: Any,
+        mask: Any,
+        other: Any,
+        cache_modifier: Any,
+        eviction_policy: Any,
+        is_volatile: bool,
+    ) -> Any:
+        if is_volatile:
+            time.sleep(PAUSE_S)
+        return load(self, ptrs, mask, other, cache_modifier, eviction_policy, is_volatile)
+
+    def paused_atomic(self: Any, op: Any, ptr: Any, value: Any, mask: Any, order: Any, scope: Any) -> Any:
+        if order == MEM_SEMANTIC.ACQUIRE:
+            time.sleep(PAUSE_S)
+        return atomic(self, op, ptr, value, mask, order, scope)
+
+    InterpreterBuilder.create_masked_load = paused_load
+    InterpreterBuilder.create_atomic_rmw = paused_atomic
+
+
 def peer_memory(rank: int, world: int, need: Need, polls: int = 3_000_000) -> PeerMemory:
     """Memory of one rank, as the launchers take it, in POSIX shared memory: NaN where tiles go, else 0."""
     global _installed
     if not _installed:
         interpreter.install()
+        _pause_in_polls()
         _installed = True
     sizes = [-(-max(n, 1) // 256) * 256 for n in (need.inbox, need.finished, need.packets, need.signals)]
     store = group_store(dist.group.WORLD)
