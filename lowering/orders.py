@@ -1,8 +1,8 @@
-"""Makes plans: which tile when, where to, under which signal.
+"""Makes plans.
 
-Every generator below yields the actions of one rank for one family and order. What they share: a chunk is
-cut into tiles, its tiles into slices, and a slice is covered by one signal. An empty chunk is one empty
-slice, so its signal is sent and awaited like any other; buffers are safe to reuse because of those signals.
+Each generator below yields the actions of one rank for one family and order. In all of them, a chunk is cut
+into tiles, its tiles are grouped into slices, and one signal covers a slice. An empty chunk is one empty
+slice: its signal is sent and awaited, too, because the reuse of buffers relies on these signals.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ Extents = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class PlanShape:
-    """What the plans of all ranks for one call are made from: the arguments of `make_plan` but for the rank.
+    """The arguments of `make_plan` for one call, without the rank.
 
-    `chunks` has an entry for every rank, or one that all ranks share.
+    `chunks` has an entry for every rank, or one entry that all ranks share.
     """
 
     op: str
@@ -53,16 +53,16 @@ class PlanShape:
 
     @classmethod
     def of_any_size(cls, op: str, order: str, world: int) -> PlanShape:
-        """One tile a chunk, whatever its size: for rows that are counted at run time only."""
+        """Plans with one tile for each chunk, of any size: for rows that are counted at run time."""
         return cls(op, order, world, (((1, 1),) * world,), (1, 1))
 
     @property
     def sized(self) -> bool:
-        """Whether the extents are elements; else a tile stands for a chunk of any size."""
+        """Whether the extents count elements. Otherwise a tile stands for a chunk of any size."""
         return self.block != (1, 1)
 
     def plan(self, rank: int) -> Plan:
-        """The plan of `rank`; ValueError as `make_plan`."""
+        """The plan of `rank`. ValueError as in `make_plan`."""
         chunks = self.chunks[rank if len(self.chunks) > 1 else 0]
         return make_plan(self.op, self.order, self.world, rank, chunks, self.block, self.one_shot, self.visit)
 
@@ -159,19 +159,19 @@ def _check(
 
 
 def _slices(tiles: Sequence[Tile], limit: int) -> Slices:
-    """Cut `tiles` into at most `limit` runs of almost equal length; always at least one."""
+    """Cut `tiles` into at least one and at most `limit` runs of almost equal length."""
     count = max(1, min(len(tiles), limit))
     ends = [len(tiles) * i // count for i in range(count + 1)]
     return [tiles[start:stop] for start, stop in pairwise(ends)]
 
 
 def _visits(tiles: Sequence[Tile], visit: int) -> Slices:
-    """Cut `tiles` into runs of `visit`, the last one shorter; always at least one."""
+    """Cut `tiles` into runs of `visit` tiles, with a shorter last run; at least one run."""
     return [tiles[start : start + visit] for start in range(0, max(1, len(tiles)), visit)]
 
 
 def _sequence(order: Order, world: int, rank: int, own_last: bool) -> list[int]:
-    """All ranks in the sequence in which `rank` turns to them."""
+    """All ranks in the sequence in which `rank` serves them."""
     if order is Order.OBLIVIOUS:
         return list(range(world))
     return [(rank + own_last + i) % world for i in range(world)]
@@ -188,9 +188,10 @@ def _placed(rank: int, dest: int) -> Store:
 def _reduce(
     order: Order, world: int, rank: int, runs: Sequence[Slices], everywhere: bool
 ) -> Iterator[Action]:
-    """Partial tiles go to their owners, who reduce them; `everywhere`: then all copy them from the owners."""
+    """Partial tiles are stored at their owners, which reduce them. `everywhere`: all ranks then copy the
+    result."""
     peers = _peers(world, rank)
-    reduced = max(map(len, runs))  # the slots below it are for the slices that are reduced
+    reduced = max(map(len, runs))  # the lower slots are for the slices that are reduced
     own_last = order is Order.DIRECT
     sequence = _sequence(order, world, rank, own_last=own_last)
     for step, owner in enumerate(sequence[: world - own_last]):
@@ -198,9 +199,9 @@ def _reduce(
             yield from (Compute(step, tile, owner, _placed(rank, owner)) for tile in run)
             if owner != rank:
                 yield Signal(step, owner, slot)
-    # Round by round: the next own slice is computed, the one before it reduced, the one before that copied
-    # from its owner, while it is in the caches. In direct order the own slices are still to be computed.
-    # Every owner is read by one peer at a time: from round 2 on, a round has as many steps as owners.
+    # In each round, one own slice is computed, the slice before it is reduced, and the slice before that is
+    # copied from its owner, while it is in the caches. In direct order, the own slices are computed last. One
+    # peer at a time reads from an owner: from round 2 on, a round has one step for each owner.
     owners = (peers if own_last else sequence) if everywhere else []
     for round_ in range(reduced + 2):
         step = world - 1 + min(round_, 2) + max(0, round_ - 2) * max(1, len(owners))
@@ -222,9 +223,10 @@ def _reduce(
 def _reduce_in_turns(
     order: Order, world: int, rank: int, runs: Sequence[Slices], everywhere: bool
 ) -> Iterator[Action]:
-    """As `_reduce`, but all chunks are visited in turn, so that tiles for all peers leave all the time.
+    """As `_reduce`, but the chunks take turns, so that all links are used throughout the compute.
 
-    A visit is one slice. A turn later the own slice is reduced, two turns later the owners' are copied.
+    A visit computes one slice. The own slice is reduced one turn later; slices of owners are copied two turns
+    later.
     """
     peers, turns = _peers(world, rank), max(map(len, runs))
     sequence = _sequence(order, world, rank, own_last=order is Order.DIRECT)
@@ -250,9 +252,9 @@ def _reduce_in_turns(
 
 
 def _one_shot(world: int, rank: int, runs: Slices) -> Iterator[Action]:
-    """Every rank computes everything in its own memory and reduces everything from all memories.
+    """Every rank computes all tiles in its own memory and reduces all tiles from the memories of all ranks.
 
-    A slice is reduced after the next one has been computed, while it is in the caches.
+    A slice is reduced after the next slice is computed, while it is in the caches.
     """
     peers = _peers(world, rank)
     for step in range(len(runs) + 1):
@@ -265,7 +267,8 @@ def _one_shot(world: int, rank: int, runs: Slices) -> Iterator[Action]:
 
 
 def _reduce_ring(world: int, rank: int, runs: Sequence[Slices], everywhere: bool) -> Iterator[Action]:
-    """Partial sums travel right and end at their owner; `everywhere`: then finished chunks travel on."""
+    """Partial sums move to the right neighbour and end at their owner. `everywhere`: finished chunks move
+    on."""
     left, right, stride = (rank - 1) % world, (rank + 1) % world, max(map(len, runs))
     for step in range(world):
         last = step == world - 1
@@ -303,7 +306,7 @@ def _circulate(
 
 
 def _gather(order: Order, world: int, rank: int, runs: Sequence[Slices]) -> Iterator[Action]:
-    """Every rank publishes its part in its own memory, and computes on the parts of all where they lie."""
+    """Every rank copies its part into its shared memory, and computes on the parts of all ranks in place."""
     for slot, run in enumerate(runs[rank]):
         yield from (Send(0, tile, rank, Store.LOCAL) for tile in run)
         yield from (Signal(0, peer, slot) for peer in _peers(world, rank))
@@ -315,9 +318,9 @@ def _gather(order: Order, world: int, rank: int, runs: Sequence[Slices]) -> Iter
 
 
 def _produce(order: Order, world: int, rank: int, tiles: Sequence[Sequence[Tile]]) -> Iterator[Action]:
-    """Tiles are computed straight into the rank they are for.
+    """Tiles are stored in the memory of the rank that they are for.
 
-    A source is one slice: how its chunk for us is cut is known to the source alone.
+    All tiles of a source are one slice, because only the source knows how its chunk is cut.
     """
     for step, dest in enumerate(_sequence(order, world, rank, own_last=order is Order.DIRECT)):
         yield from (Compute(step, tile, dest, _placed(rank, dest)) for tile in tiles[dest])
@@ -327,15 +330,18 @@ def _produce(order: Order, world: int, rank: int, tiles: Sequence[Sequence[Tile]
 
 
 def _consume(order: Order, world: int, rank: int, tiles: Sequence[Sequence[Tile]]) -> Iterator[Action]:
-    """Parts are sent to the ranks they are for; each rank computes on what a source sent, source by source.
+    """Parts are sent to the ranks that they are for. Each rank computes on the received parts, one source at
+    a time.
 
-    Only the source knows how much it sent, so the tile of such a Compute is empty and stands for all of it.
+    Only the source knows the size of its part: the tile of such a Compute is empty and stands for the whole
+    part.
     """
     for step, dest in enumerate(_sequence(order, world, rank, own_last=order is Order.DIRECT)):
         yield from (Send(step, tile, dest, _placed(rank, dest)) for tile in tiles[dest])
         if dest != rank:
             yield Signal(step, dest, 0)
-    # Own first, then in the sequence of arrival: what was sent `i` ranks to the right comes from the left.
+    # The own part first, then parts in the sequence of arrival: a part sent `i` ranks to the right comes from
+    # the left.
     arrivals = range(world) if order is Order.OBLIVIOUS else [(rank - i) % world for i in range(world)]
     for step, source in enumerate(arrivals, start=world):
         if source != rank:

@@ -1,8 +1,8 @@
-"""Plans: what one rank does in one call of a fused op, as plain data.
+"""Plans: the actions of one rank in one call of a fused op, as plain data.
 
-The mathematics of every op is in its file under `lowering/ops`; a plan only says which tile is worked on
-when, where the result goes, and which signals order it. Plans are made by `orders.make_plan`, proved by
-`verify.verify` and executed by the kernels.
+The mathematics of an op is in its file under `lowering/ops`. A plan holds the order of the tiles, the
+destination of each tile, and the signals. `orders.make_plan` makes plans, `verify.verify` proves them, and
+kernels execute them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from itertools import groupby
 from typing import TypeAlias
 
 SIGNAL_SLOTS = 64
-"""Signal slots that one source owns in one destination's pad."""
+"""Number of signal slots that a source rank owns in the signal pad of a destination rank."""
 
 
 class Order(str, Enum):
@@ -28,7 +28,7 @@ class Order(str, Enum):
 
 
 class Store(str, Enum):
-    """What happens to a finished tile."""
+    """The destination and operation of the store of a finished tile."""
 
     LOCAL = "local"
     REMOTE = "remote"
@@ -79,7 +79,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Tile `index` of a chunk, counted row by row; the spans are relative to the chunk."""
+    """Tile `index` of a chunk, counted row by row. The spans are relative to the chunk."""
 
     chunk: int
     index: int
@@ -107,7 +107,7 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Move `tile`, which is an input or is finished, into the memory of `dest`."""
+    """Copy `tile`, an input or a finished tile, into the memory of `dest`."""
 
     step: int
     tile: Tile
@@ -117,7 +117,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Signal:
-    """Tell `dest` that everything before this action has been stored."""
+    """Signal to `dest` that all stores before this action are visible."""
 
     step: int
     dest: int
@@ -137,8 +137,8 @@ class Wait:
 class Reduce:
     """Add the partial tiles of all ranks in rank order, in fp32, and round once.
 
-    The partial tiles lie in this rank's memory; in a one-shot plan each lies in its maker's. An all_reduce
-    that is not one-shot leaves the result where peers can read it.
+    The partial tiles lie in the memory of this rank; in a one-shot plan, each lies in the memory of the rank
+    that computed it. An all_reduce that is not one-shot stores the result in memory that peers read.
     """
 
     step: int
@@ -159,7 +159,8 @@ Action: TypeAlias = Compute | Send | Signal | Wait | Reduce | Copy
 
 @lru_cache(maxsize=4096)
 def cut(chunk: int, extent: tuple[int, int], block: tuple[int, int]) -> tuple[Tile, ...]:
-    """Cut a chunk of `extent` (rows, cols) into tiles of at most `block`, row by row; none if it is empty."""
+    """Cut a chunk of `extent` (rows, cols) into tiles of at most `block`, row by row. An empty chunk has
+    none."""
     spans = [
         [Span(start, min(start + size, length)) for start in range(0, length, size)]
         for length, size in zip(extent, block, strict=True)
@@ -173,9 +174,9 @@ class Plan:
     """The actions of `rank`, in program order, for one call of `op`.
 
     `chunks[c]` is the extent (rows, cols) of chunk `c` (see `Family`), `block` the largest extent of a tile.
-    A step is a stage of the algorithm and means the same on every rank. `one_shot`: every rank computes and
-    reduces the whole result of an all_reduce, so that data crosses each link once. `visit`: that many tiles
-    of every chunk are computed in turn (0: each chunk as a whole).
+    A step is a stage of the algorithm, with the same meaning on every rank. `one_shot`: every rank computes
+    and reduces the whole result of an all_reduce, so that data crosses each link once. `visit`: the number of
+    tiles of a chunk that are computed before the next chunk takes its turn (0: all tiles).
     """
 
     op: str
@@ -194,17 +195,18 @@ class Plan:
 
     @property
     def pulls(self) -> bool:
-        """Whether a Compute reads the chunks of peers from their memory (otherwise they arrive in ours)."""
+        """Whether a Compute reads the chunks of peers from their memory, instead of from this rank's
+        memory."""
         return self.family is Family.GATHER and self.order is not Order.RING
 
     @property
     def slots_per_source(self) -> int:
-        """Number of slots that this rank uses as a source in the pad of one destination."""
+        """Number of slots that this rank uses as a source in the signal pad of one destination."""
         return 1 + max((action.slot for action in self.actions if isinstance(action, Signal)), default=-1)
 
     @property
     def agreement(self) -> str:
-        """What the plans of all ranks have in common; ranks compare it before their first call."""
+        """A text that is equal for the plans of all ranks. Ranks compare it before their first call."""
         parts = [f"{self.order.value}{' in one shot' if self.one_shot else ''} of {self.world}"]
         if self.family in (Family.REDUCE, Family.GATHER):  # an exchange may differ from rank to rank
             runs = [(extent, len(list(run))) for extent, run in groupby(self.chunks)]
@@ -215,13 +217,13 @@ class Plan:
         return ", ".join(parts)
 
     def tiles(self, chunk: int | None = None) -> tuple[Tile, ...]:
-        """The tiles of one chunk, or of all in the order of the chunks."""
+        """The tiles of one chunk, or of all chunks in their order."""
         if chunk is not None:
             return cut(chunk, self.chunks[chunk], self.block)
         return tuple(tile for c in range(self.world) for tile in self.tiles(c))
 
     def transfers(self, action: Action) -> Iterator[tuple[int, int, int]]:
-        """What `action` moves over links: (source rank, destination rank, elements)."""
+        """The data that `action` moves over links: (source rank, destination rank, elements)."""
         match action:
             case Compute(_, tile, dest) | Send(_, tile, dest) if dest != self.rank:
                 yield self.rank, dest, tile.size
@@ -233,7 +235,7 @@ class Plan:
                 yield from ((peer, self.rank, tile.size) for peer in range(self.world) if peer != self.rank)
 
     def __str__(self) -> str:
-        """A table of the actions: who computes what when, and what goes over which link."""
+        """A table of the actions, with the traffic of each link."""
         shape = ", one shot" if self.one_shot else f", {self.visit} a visit" if self.visit else ""
         title = (
             f"{self.op}: {self.order.value}{shape}, rank {self.rank} of {self.world}, "
@@ -260,7 +262,7 @@ class Plan:
 
 
 def links(plans: Sequence[Plan]) -> list[dict[tuple[int, int], int]]:
-    """Per step, the elements that go over every link `(source rank, destination rank)`."""
+    """For each step, the elements that cross every link `(source rank, destination rank)`."""
     steps = 1 + max((action.step for plan in plans for action in plan.actions), default=-1)
     moved: list[dict[tuple[int, int], int]] = [{} for _ in range(steps)]
     for plan in plans:
@@ -272,9 +274,9 @@ def links(plans: Sequence[Plan]) -> list[dict[tuple[int, int], int]]:
 
 
 def contention(plans: Sequence[Plan]) -> list[int]:
-    """Per step, the largest number of peers that store into, or read from, one rank's memory.
+    """For each step, the largest number of peers that store into, or read from, the memory of one rank.
 
-    1 is what a balanced order promises; `world - 1` means that all peers meet at one rank.
+    It is 1 in a balanced order, and `world - 1` if all peers access one rank.
     """
     busiest = []
     for over in links(plans):
