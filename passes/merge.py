@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import fx
 
+from .graph.anchors import is_fused
 from .graph.emit import Emitter, erase_unused, order_nodes
 from .graph.follow import Shapes, argument, aten, dtype_of, follow, is_view
 from .graph.layout import Layout
 from .graph.paths import between, collective_above
 from .matchers.match import fill_biases
-from .matchers.matmuls import is_fused
 
 _REDUCTIONS = (
     torch.ops.autofuse.matmul_all_reduce.default,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 import os
 import re
 from dataclasses import dataclass
@@ -173,6 +174,12 @@ def is_collective(node: fx.Node) -> bool:
 
 def is_fused_op(node: fx.Node) -> bool:
     return fused_op(node) is not None
+
+
+def is_fused(node: fx.Node) -> bool:
+    """Whether the node is an output of a fused op."""
+    source = node.args[0] if node.target is operator.getitem else None
+    return isinstance(source, fx.Node) and is_fused_op(source)
 
 
 def fused_op(node: fx.Node) -> FusedOp | None:

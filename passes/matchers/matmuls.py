@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import operator
-
 from torch import fx
 
-from autofuse.passes.graph.anchors import is_fused_op
 from autofuse.passes.graph.follow import argument, aten, expression, tensor
 
 
@@ -61,9 +58,3 @@ def one_weight(w: fx.Node) -> fx.Node | None:
     val = tensor(source)
     single = val is not None and (val.dim() == 2 or expression(val.shape[0]) == 1)
     return source if single and isinstance(source, fx.Node) else None
-
-
-def is_fused(n: fx.Node) -> bool:
-    """Whether `n` is an output of a fused op."""
-    source = n.args[0] if n.target is operator.getitem else None
-    return isinstance(source, fx.Node) and is_fused_op(source)

@@ -11,13 +11,14 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import fx
 
+from autofuse.passes.graph.anchors import is_fused
 from autofuse.passes.graph.emit import Emitter
 from autofuse.passes.graph.follow import Shapes, argument, dtype_of, follow, is_cast, is_view, tensor
 from autofuse.passes.graph.layout import Digit, Layout, Size, compose, same_shape
 from autofuse.passes.graph.paths import between
 from autofuse.passes.report import Reason, Reject
 
-from .matmuls import grouped_offsets, is_fused, one_weight
+from .matmuls import grouped_offsets, one_weight
 from .operands import Operand, broadcast
 
 aten = torch.ops.aten
