@@ -51,16 +51,8 @@ class Family(str, Enum):
     CONSUME = "consume"
 
 
-FAMILIES: dict[str, Family] = {
-    "matmul_all_reduce": Family.REDUCE,
-    "matmul_reduce_scatter": Family.REDUCE,
-    "all_gather_matmul": Family.GATHER,
-    "embedding_bag_all_to_all": Family.PRODUCE,
-    "expert_matmul_all_to_all": Family.PRODUCE,
-    "all_to_all_embedding_bag_backward": Family.CONSUME,
-    "all_to_all_embedding_bag_update": Family.CONSUME,
-    "all_to_all_expert_matmul": Family.CONSUME,
-}
+FAMILIES: dict[str, Family] = {}
+"""The family of every op, by name. Ops enter theirs when they are registered (`ops.library.register`)."""
 
 
 @dataclass(frozen=True, slots=True)

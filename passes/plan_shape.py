@@ -35,7 +35,7 @@ def plan_shape(node: fx.Node, hints: Mapping[sympy.Symbol, int]) -> PlanShape | 
         return PlanShape.of_any_size(op.name, order, group_size(group))
     try:
         concrete = fx.node.map_aggregate(fx.node.map_arg(values, value), lambda v: _concrete(v, hints))
-        return op.plan_shape(*concrete)
+        return op.plan_shape(op.parse(tuple(concrete)))
     except _DependsOnData:
         return None
 

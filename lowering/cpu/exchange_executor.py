@@ -3,15 +3,8 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
-from torch import SymInt, Tensor
-
 from autofuse.lowering.cpu.workspace import Call
 from autofuse.lowering.plan import Compute, Family, Plan, Send, Signal, Wait
-
-Size = int | SymInt
-
-_collectives = torch.ops._c10d_functional
 
 
 def run_exchange(
@@ -35,15 +28,6 @@ def run_exchange(
                 call.wait(source, slot, tile=source)  # a chunk is one tile, or as good as one
                 if produces:
                     arrived(source)
-
-
-def all_to_all(
-    x: Tensor, output_splits: Sequence[Size], input_splits: Sequence[Size], group_name: str
-) -> Tensor:
-    """The functional collective along dim 0, waited for."""
-    return _collectives.wait_tensor(
-        _collectives.all_to_all_single(x.contiguous(), list(output_splits), list(input_splits), group_name)
-    )
 
 
 @dataclass(frozen=True, slots=True)

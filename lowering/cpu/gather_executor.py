@@ -10,7 +10,7 @@ Memory of rank r, tiles as in `tiles.Buffer`: its own part (direct, oblivious), 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ from autofuse.lowering.cpu.workspace import Call, workspace_for
 from autofuse.lowering.orders import PlanShape
 from autofuse.lowering.plan import Action, Compute, Plan, Send, Signal, Tile, Wait
 from autofuse.native_kernels.cpu import DTYPES
+
+if TYPE_CHECKING:
+    from autofuse.lowering.ops.all_gather_matmul import AllGatherMatmul
 
 FEW_ROWS = 256
 """Parts with shorter stretches of rows are gathered before they are multiplied: a matmul packs its weight."""
@@ -82,34 +85,27 @@ class Recipe:
     steps: tuple[Step, ...]
 
 
-def run_gather(
-    x: Tensor,
-    w: Sequence[Tensor],
-    bias: Sequence[Tensor],
-    dim: int,
-    outer: int,
-    keep_gathered: bool,
-    group_name: str,
-    order: str,
-    site: str,
-) -> list[Tensor]:
+def run_gather(args: "AllGatherMatmul") -> list[Tensor]:
     """The op, as `docs/ops.md` defines it; NotImplemented for a dtype without a kernel."""
+    x, w, keep = args.x, args.w, args.keep_gathered
     if x.dtype not in DTYPES:
         return NotImplemented
-    workspace = workspace_for(group_name)
-    recipe = _recipe(x.shape, x.dtype, dim, outer, keep_gathered, workspace.world, workspace.rank, order)
+    workspace = workspace_for(args.group_name)
+    recipe = _recipe(
+        x.shape, x.dtype, args.dim, args.outer, keep, workspace.world, workspace.rank, args.order
+    )
     rows, _ = recipe.shape
-    biases = [b if b.numel() else None for b in bias] or [None] * len(w)
+    biases = [b if b.numel() else None for b in args.bias] or [None] * len(w)
     outputs = [x.new_empty((rows, wi.shape[1])) for wi in w]
-    gathered = x.new_empty(recipe.shape if keep_gathered or recipe.late else (0, 0))
-    with workspace.call("all_gather_matmul", site, recipe.key, recipe.nbytes) as call:
+    gathered = x.new_empty(recipe.shape if keep or recipe.late else (0, 0))
+    with workspace.call("all_gather_matmul", args.site, recipe.key, recipe.nbytes) as call:
         state = State(call, x, w, biases, outputs, gathered)
         for step in recipe.steps:
             step(state)
     if recipe.late:
         for out, wi, b in zip(outputs, w, biases, strict=True):
             multiply(out, gathered, wi, b)
-    return [*outputs, gathered] if keep_gathered else outputs
+    return [*outputs, gathered] if keep else outputs
 
 
 @lru_cache(maxsize=1024)

@@ -11,7 +11,7 @@ doing one action of the plan. A call runs them. Memory of rank r, tiles as in `t
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -23,6 +23,12 @@ from autofuse.lowering.plan import Action, Compute, Copy, Plan, Reduce, Send, Si
 from autofuse.lowering.reference.product import evaluate, product_reference
 from autofuse.lowering.torch_internals import group_size
 from autofuse.native_kernels.cpu import DTYPES, accumulate_rows, reduce_rows
+
+if TYPE_CHECKING:
+    from autofuse.lowering.ops.matmul_all_reduce import MatmulAllReduce
+    from autofuse.lowering.ops.matmul_reduce_scatter import MatmulReduceScatter
+
+    Reduction: TypeAlias = MatmulAllReduce | MatmulReduceScatter
 
 ONE_SHOT_BYTES = 1 << 20
 """An all_reduce of at most this many bytes that every further peer would read again is done in one shot."""
@@ -80,21 +86,41 @@ def partition(
     return Partition(PlanShape(op, order, world, (extents,), block, one_shot), dim, cut, whole)
 
 
-def reduce_plan_shape(
-    op: str,
-    x: Sequence[Tensor],
-    w: Sequence[Tensor],
-    operands: Sequence[Tensor],
-    product: str,
-    dim: int,
-    outer: int,
-    group_name: str,
-    order: str,
-) -> PlanShape:
+class Kind(NamedTuple):
+    """All of a call that decides how it is computed: its arguments, of tensors shapes and dtypes."""
+
+    op: str
+    x: Spec
+    w: Spec
+    operands: Spec
+    product: str
+    reduce_op: str
+    dim: int
+    outer: int
+    keep_product: bool
+    order: str
+
+    @classmethod
+    def of(cls, op: str, args: "Reduction") -> "Kind":
+        return cls(
+            op, _spec(args.x), _spec(args.w), _spec(args.operands), args.product, args.reduce_op, args.dim,
+            args.outer, args.keep_product, args.order,
+        )  # fmt: skip
+
+    def evaluated(self) -> Tensor:
+        """P without its values."""
+        weights = [t.mT.contiguous().mT for t in _meta(self.w)]  # column-major, as scaled_mm wants them
+        return product_reference(_meta(self.x), weights, _meta(self.operands), self.product)
+
+    def partition(self, p: Tensor, world: int) -> Partition:
+        m, n = p.shape
+        return partition(self.op, m, n, p.dtype.itemsize, self.dim, self.outer, world, self.order)
+
+
+def reduce_plan_shape(op: str, args: "Reduction") -> PlanShape:
     """What the plans of a call are made from; of the tensors only shapes and dtypes count."""
-    p = _product(_spec(x), _spec(w), _spec(operands), product)
-    m, n = p.shape
-    return partition(op, m, n, p.dtype.itemsize, dim, outer, group_size(group_name), order).shape
+    kind = Kind.of(op, args)
+    return kind.partition(kind.evaluated(), group_size(args.group_name)).shape
 
 
 @dataclass(slots=True)
@@ -125,37 +151,22 @@ class Recipe:
     steps: tuple[Step, ...]
 
 
-def run_reduce(
-    op: str,
-    x: Sequence[Tensor],
-    w: Sequence[Tensor],
-    operands: Sequence[Tensor],
-    product: str,
-    reduce_op: str,
-    dim: int,
-    outer: int,
-    keep_product: bool,
-    group_name: str,
-    order: str,
-    site: str,
-) -> list[Tensor]:
+def run_reduce(op: str, args: "Reduction") -> list[Tensor]:
     """Both ops, as `docs/ops.md` defines them; NotImplemented for a dtype without a kernel."""
-    workspace = workspace_for(group_name)
-    recipe = _recipe(
-        op, _spec(x), _spec(w), _spec(operands), product, reduce_op, dim, outer, keep_product,
-        workspace.world, workspace.rank, order,
-    )  # fmt: skip
+    workspace = workspace_for(args.group_name)
+    recipe = _recipe(Kind.of(op, args), workspace.world, workspace.rank)
     if recipe is None:
         return NotImplemented
+    x, w, operands, keep = args.x, args.w, args.operands, args.keep_product
     out = x[0].new_empty(recipe.out_shape, dtype=recipe.dtype)
-    p = x[0].new_empty(recipe.shape if keep_product or recipe.whole else (0, 0), dtype=recipe.dtype)
+    p = x[0].new_empty(recipe.shape if keep or recipe.whole else (0, 0), dtype=recipe.dtype)
     if recipe.whole:
-        evaluate(p, x, w, operands, product)
-    with workspace.call(op, site, recipe.key, recipe.nbytes) as call:
+        evaluate(p, x, w, operands, args.product)
+    with workspace.call(op, args.site, recipe.key, recipe.nbytes) as call:
         state = State(call, x, w, operands, out, p)
         for step in recipe.steps:
             step(state)
-    return [out, p] if keep_product else [out]
+    return [out, p] if keep else [out]
 
 
 def _spec(tensors: Sequence[Tensor]) -> Spec:
@@ -166,40 +177,20 @@ def _meta(spec: Spec) -> list[Tensor]:
     return [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in spec]
 
 
-def _product(x: Spec, w: Spec, operands: Spec, product: str) -> Tensor:
-    """P without its values."""
-    weights = [t.mT.contiguous().mT for t in _meta(w)]  # column-major, as scaled_mm wants them
-    return product_reference(_meta(x), weights, _meta(operands), product)
-
-
 @lru_cache(maxsize=1024)
-def _recipe(
-    op: str,
-    x: Spec,
-    w: Spec,
-    operands: Spec,
-    product: str,
-    reduce_op: str,
-    dim: int,
-    outer: int,
-    keep_product: bool,
-    world: int,
-    rank: int,
-    order: str,
-) -> Recipe | None:
-    p = _product(x, w, operands, product)
+def _recipe(kind: Kind, world: int, rank: int) -> Recipe | None:
+    p = kind.evaluated()
     if p.dtype not in DTYPES:
         return None
     m, n = p.shape
-    found = partition(op, m, n, p.dtype.itemsize, dim, outer, world, order)
-    if reduce_op not in ("sum", "avg"):
-        raise ValueError(f"{op}: reduce_op {reduce_op!r} is not supported; use 'sum' or 'avg'")
+    found = kind.partition(p, world)
+    if kind.reduce_op not in ("sum", "avg"):
+        raise ValueError(f"{kind.op}: reduce_op {kind.reduce_op!r} is not supported; use 'sum' or 'avg'")
     plan = found.shape.plan(rank)
-    out_shape = (m, n) if op == "matmul_all_reduce" else plan.chunks[rank]
-    scale = 1 / world if reduce_op == "avg" else 1.0
-    builder = _Builder(plan, found.cut, found.dim, p.dtype, product, scale, keep_product, found.whole)
+    out_shape = (m, n) if kind.op == "matmul_all_reduce" else plan.chunks[rank]
+    builder = _Builder(kind, found, plan, p.dtype)
     # Not the product: what is summed may differ, as with a bias that one rank alone adds.
-    key = f"{reduce_op} {p.dtype} [{m}, {n}] dim {found.dim} outer {found.cut.outer}, {plan.agreement}"
+    key = f"{kind.reduce_op} {p.dtype} [{m}, {n}] dim {found.dim} outer {found.cut.outer}, {plan.agreement}"
     steps = tuple(builder.step(*pair) for pair in with_tiles(plan.actions))
     return Recipe((m, n), out_shape, p.dtype, key, builder.nbytes, found.whole, steps)
 
@@ -207,19 +198,10 @@ def _recipe(
 class _Builder:
     """Turns the actions of one plan into steps."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        cut: Cut,
-        dim: int,
-        dtype: torch.dtype,
-        product: str,
-        scale: float,
-        keep_product: bool,
-        whole: bool,
-    ) -> None:
-        self.plan, self.cut, self.dim, self.dtype = plan, cut, dim, dtype
-        self.product, self.scale, self.keep, self.whole = product, scale, keep_product, whole
+    def __init__(self, kind: Kind, found: Partition, plan: Plan, dtype: torch.dtype) -> None:
+        self.plan, self.cut, self.dim, self.whole = plan, found.cut, found.dim, found.whole
+        self.product, self.keep, self.dtype = kind.product, kind.keep_product, dtype
+        self.scale = 1 / plan.world if kind.reduce_op == "avg" else 1.0
         self.ring = plan.order.value == "ring"
         self.everywhere = plan.op == "matmul_all_reduce"
         tiles = [plan.tiles(c) for c in range(plan.world)]

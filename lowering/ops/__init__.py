@@ -1,23 +1,7 @@
-"""The fused ops, `torch.ops.autofuse.*`. Importing this package defines them."""
+"""The fused ops, `torch.ops.autofuse.*`, one file an op. Importing this package defines them all."""
 
-from autofuse.lowering.ops import (
-    all_gather_matmul,
-    all_to_all_embedding_bag_backward,
-    all_to_all_embedding_bag_update,
-    all_to_all_expert_matmul,
-    embedding_bag_all_to_all,
-    expert_matmul_all_to_all,
-    matmul_all_reduce,
-    matmul_reduce_scatter,
-)
+from importlib import import_module
+from pkgutil import iter_modules
 
-__all__ = [
-    "all_gather_matmul",
-    "all_to_all_embedding_bag_backward",
-    "all_to_all_embedding_bag_update",
-    "all_to_all_expert_matmul",
-    "embedding_bag_all_to_all",
-    "expert_matmul_all_to_all",
-    "matmul_all_reduce",
-    "matmul_reduce_scatter",
-]
+for _module in iter_modules(__path__):
+    import_module(f"{__name__}.{_module.name}")

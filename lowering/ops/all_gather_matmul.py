@@ -12,130 +12,131 @@
 With `keep_gathered` X is the last output, and dX its gradient.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import SymInt, Tensor
+from torch import Tensor
 
 from autofuse.lowering.cpu.gather_executor import partition, run_gather
-from autofuse.lowering.ops.gpu import gather_on_gpu
-from autofuse.lowering.ops.library import FusedOp, register
+from autofuse.lowering.ops.library import FusedOp, Gap, SymInt, register
 from autofuse.lowering.orders import PlanShape
+from autofuse.lowering.plan import Family
 from autofuse.lowering.reference.layout import all_gather, reduce_scatter
 from autofuse.lowering.torch_internals import group_size
 
-_SCHEMA = (
-    "all_gather_matmul(Tensor x, Tensor[] w, Tensor[] bias, int dim, SymInt outer, bool keep_gathered, "
-    "Any group_name, str order, str site) -> Tensor[]"
-)
+
+class AllGatherMatmul(NamedTuple):
+    """The arguments of the op."""
+
+    x: Tensor
+    w: list[Tensor]
+    bias: list[Tensor]
+    dim: int
+    outer: SymInt
+    keep_gathered: bool
+    group_name: str
+    order: str
+    site: str
+
+    def bias_of(self, i: int) -> Tensor | None:
+        """The bias of weight `i`, None where there is none."""
+        return self.bias[i] if self.bias and self.bias[i].numel() else None
 
 
-def bias_of(bias: list[Tensor], i: int) -> Tensor | None:
-    """The bias of weight `i`, None where there is none."""
-    return bias[i] if bias and bias[i].numel() else None
+def _fake(args: AllGatherMatmul) -> list[Tensor]:
+    shape = list(args.x.shape)
+    shape[args.dim] = shape[args.dim] * group_size(args.group_name)
+    gathered = args.x.new_empty(shape)
+    outputs = [torch.mm(gathered, wi) for wi in args.w]
+    return [*outputs, gathered] if args.keep_gathered else outputs
 
 
-def _multiply(gathered: Tensor, w: list[Tensor], bias: list[Tensor]) -> list[Tensor]:
+def _reference(args: AllGatherMatmul) -> list[Tensor]:
+    gathered = all_gather(args.x, args.dim, args.outer, group_size(args.group_name), args.group_name)
     outputs = []
-    for i, wi in enumerate(w):
-        b = bias_of(bias, i)
+    for i, wi in enumerate(args.w):
+        b = args.bias_of(i)
         outputs.append(torch.mm(gathered, wi) if b is None else torch.addmm(b, gathered, wi))
-    return outputs
+    return [*outputs, gathered] if args.keep_gathered else outputs
 
 
-def _fake(
-    x: Tensor,
-    w: list[Tensor],
-    bias: list[Tensor],
-    dim: int,
-    outer: int | SymInt,
-    keep_gathered: bool,
-    group_name: str,
-    order: str,
-    site: str,
-) -> list[Tensor]:
-    shape = list(x.shape)
-    shape[dim] = shape[dim] * group_size(group_name)
-    gathered = x.new_empty(shape)
-    outputs = [torch.mm(gathered, wi) for wi in w]
-    return [*outputs, gathered] if keep_gathered else outputs
+def _plan_shape(args: AllGatherMatmul) -> PlanShape:
+    x, world = args.x, group_size(args.group_name)
+    return partition(x.shape, x.dtype.itemsize, args.dim, args.outer, world, args.order).shape
 
 
-def _reference(
-    x: Tensor,
-    w: list[Tensor],
-    bias: list[Tensor],
-    dim: int,
-    outer: int | SymInt,
-    keep_gathered: bool,
-    group_name: str,
-    order: str,
-    site: str,
-) -> list[Tensor]:
-    gathered = all_gather(x, dim, outer, group_size(group_name), group_name)
-    outputs = _multiply(gathered, w, bias)
-    return [*outputs, gathered] if keep_gathered else outputs
+def _cuda(args: AllGatherMatmul) -> Any:
+    from autofuse.lowering.gpu.dense.call import run_gather
+
+    return run_gather(args)
 
 
-def _plan_shape(
-    x: Tensor,
-    w: list[Tensor],
-    bias: list[Tensor],
-    dim: int,
-    outer: int,
-    keep_gathered: bool,
-    group_name: str,
-    order: str,
-    site: str,
-) -> PlanShape:
-    return partition(x.shape, x.dtype.itemsize, dim, outer, group_size(group_name), order).shape
+def _save(ctx: Any, args: AllGatherMatmul, output: list[Tensor]) -> dict[str, Any]:
+    """X in place of x where the op returns it."""
+    return {"x": output[-1]} if args.keep_gathered else {}
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    x, w, bias, dim, outer, keep_gathered, group_name, order, site = inputs
-    ctx.kept, ctx.dim, ctx.outer = keep_gathered, dim, outer
-    ctx.group_name, ctx.order, ctx.site = group_name, order, site
-    ctx.consumers = len(w)
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(output[-1] if keep_gathered else x, *w, *bias)
-
-
-def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
-    gathered, *rest = ctx.saved_tensors
-    w, bias = rest[: ctx.consumers], rest[ctx.consumers :]
-    of_x = grads[-1] if ctx.kept else None
-    used = {i: g for i, g in enumerate(grads[: ctx.consumers]) if g is not None}
-    need_x, need_w, need_bias = ctx.needs_input_grad[:3]
+def _backward(ctx: Any, args: AllGatherMatmul, grads: list[Tensor | None]) -> dict[str, Any]:
+    w, bias, place = args.w, args.bias, (args.dim, args.outer)
+    group_name, world = args.group_name, group_size(args.group_name)
+    of_x = grads[-1] if args.keep_gathered else None
+    used = {i: g for i, g in enumerate(grads[: len(w)]) if g is not None}
 
     dx = None
-    if need_x and used:
+    if ctx.needs.x and used:
         dx = torch.ops.autofuse.matmul_reduce_scatter(
             [g.contiguous() for g in used.values()], [w[i].t() for i in used], [] if of_x is None else [of_x],
-            "mm" if of_x is None else "mm; add %0", "sum", ctx.dim, ctx.outer, False,
-            ctx.group_name, ctx.order, ctx.site + "'",
+            "mm" if of_x is None else "mm; add %0", "sum", *place, False, group_name, args.order,
+            args.site + "'",
         )[0]  # fmt: skip
-    elif need_x:
-        dx = _scatter_of(ctx, of_x)
+    elif ctx.needs.x and of_x is not None:
+        dx = reduce_scatter(of_x, "sum", *place, world, group_name)
 
     dw: list[Tensor | None] = [None] * len(w)
     db: list[Tensor | None] = [None] * len(bias)
-    if any(need_w[i] for i in used) and not ctx.kept:
-        gathered = all_gather(gathered, ctx.dim, ctx.outer, group_size(ctx.group_name), ctx.group_name)
+    gathered = args.x
+    if any(ctx.needs.w[i] for i in used) and not args.keep_gathered:
+        gathered = all_gather(gathered, *place, world, group_name)
     for i, g in used.items():
-        if need_w[i]:
+        if ctx.needs.w[i]:
             dw[i] = gathered.t() @ g
-        if bias and need_bias[i] and bias_of(bias, i) is not None:
+        if bias and ctx.needs.bias[i] and args.bias_of(i) is not None:
             db[i] = g.sum_to_size(bias[i].shape)
-    return dx, dw, db, *[None] * 6
+    return {"x": dx, "w": dw, "bias": db}
 
 
-def _scatter_of(ctx: Any, grad: Tensor | None) -> Tensor | None:
-    """The gradient of x when only the gathered matrix was used."""
-    if grad is None:
-        return None
-    return reduce_scatter(grad, "sum", ctx.dim, ctx.outer, group_size(ctx.group_name), ctx.group_name)
+def _has_other_bias(args: AllGatherMatmul) -> bool:
+    """Whether some bias is no vector of the columns."""
+    biases = ((args.bias_of(i), wi) for i, wi in enumerate(args.w))
+    return any(b is not None and (b.dim() != 1 or b.shape[0] == 1 != wi.shape[-1]) for b, wi in biases)
 
 
 register(
-    FusedOp(_SCHEMA, _fake, _reference, run_gather, _plan_shape, _setup_context, _backward, gather_on_gpu)
+    FusedOp(
+        name="all_gather_matmul",
+        arguments=AllGatherMatmul,
+        returns="Tensor[]",
+        family=Family.GATHER,
+        replaces="all_gather",
+        fake=_fake,
+        reference=_reference,
+        cpu=run_gather,
+        plan_shape=_plan_shape,
+        backward=_backward,
+        save=_save,
+        cuda=_cuda,
+        exchanged=lambda args: args.x.dtype,
+        gpu_gaps=(
+            Gap(
+                lambda args: args.dim != 0,
+                "GPU kernels gather the rows of a matmul, not what it contracts",
+                "gather along another dim",
+            ),
+            Gap(
+                _has_other_bias,
+                "GPU kernels add a bias with an entry a column",
+                "give it the shape `[N]`, or add it behind the matmul",
+            ),
+        ),
+    )
 )

@@ -14,116 +14,97 @@ torch makes it, bit by bit: not coalesced, one value for every index that is not
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from autofuse.lowering.cpu.exchange_executor import Size, run_exchange
+from autofuse.lowering.cpu.exchange_executor import run_exchange
 from autofuse.lowering.cpu.workspace import workspace_for
-from autofuse.lowering.ops.gpu import embedding_backward_on_gpu
-from autofuse.lowering.ops.library import FusedOp, register
+from autofuse.lowering.ops.embedding_bag_all_to_all import GPU_DTYPES
+from autofuse.lowering.ops.library import FusedOp, Gap, SymInts, register
 from autofuse.lowering.orders import PlanShape
+from autofuse.lowering.plan import Family
 from autofuse.lowering.reference import embedding_layout as layouts
 from autofuse.lowering.reference.embedding_gradients import Gradients, coo, sparse_gradient
+from autofuse.lowering.reference.layout import Size
 from autofuse.native_kernels.cpu import DTYPES
 from autofuse.native_kernels.cpu.embedding import Bags
 
-_SCHEMA = (
-    "all_to_all_embedding_bag_backward(Tensor grad, Tensor[] indices, Tensor[] offsets, "
-    "Tensor[] per_sample_weights, SymInt[] num_embeddings, SymInt[] dims, int mode, "
-    "bool include_last_offset, int padding_idx, ScalarType dtype, bool[] sparse, SymInt[] columns, "
-    "str layout, bool keep_exchanged, Any group_name, str order, str site) -> Tensor[]"
-)
+OP = "all_to_all_embedding_bag_backward"
 
 
-def _fake(
-    grad: Tensor,
-    indices: list[Tensor],
-    offsets: list[Tensor],
-    per_sample_weights: list[Tensor],
-    num_embeddings: list[Size],
-    dims: list[Size],
-    mode: int,
-    include_last_offset: bool,
-    padding_idx: int,
-    dtype: torch.dtype,
-    sparse: list[bool],
-    columns: list[Size],
-    layout: str,
-    keep_exchanged: bool,
-    group_name: str,
-    order: str,
-    site: str,
-) -> list[Tensor]:
+class AllToAllEmbeddingBagBackward(NamedTuple):
+    """The arguments of the op."""
+
+    grad: Tensor
+    indices: list[Tensor]
+    offsets: list[Tensor]
+    per_sample_weights: list[Tensor]
+    num_embeddings: SymInts
+    dims: SymInts
+    mode: int
+    include_last_offset: bool
+    padding_idx: int
+    dtype: torch.dtype
+    sparse: list[bool]
+    columns: SymInts
+    layout: str
+    keep_exchanged: bool
+    group_name: str
+    order: str
+    site: str
+
+    @property
+    def bags(self) -> Bags:
+        return Bags(
+            self.indices, self.offsets, self.per_sample_weights, self.mode, self.include_last_offset,
+            self.padding_idx,
+        )  # fmt: skip
+
+    @property
+    def batch(self) -> int:
+        """B."""
+        return self.offsets[0].shape[0] - int(self.include_last_offset)
+
+
+def _fake(args: AllToAllEmbeddingBagBackward) -> list[Tensor]:
+    grad, dtype = args.grad, args.dtype
     tables = [
-        coo(indices[0].new_empty((1, 0), dtype=torch.int64), grad.new_empty((0, d), dtype=dtype), v)
+        coo(args.indices[0].new_empty((1, 0), dtype=torch.int64), grad.new_empty((0, d), dtype=dtype), v)
         if s
         else grad.new_empty((v, d), dtype=dtype)
-        for s, v, d in zip(sparse, num_embeddings, dims, strict=True)
+        for s, v, d in zip(args.sparse, args.num_embeddings, args.dims, strict=True)
     ]
-    bags = offsets[0].shape[0] - int(include_last_offset)
-    return [*tables, grad.new_empty((bags, sum(dims)))] if keep_exchanged else tables
+    return [*tables, grad.new_empty((args.batch, sum(args.dims)))] if args.keep_exchanged else tables
 
 
-def reference(
-    grad: Tensor,
-    indices: list[Tensor],
-    offsets: list[Tensor],
-    per_sample_weights: list[Tensor],
-    num_embeddings: Sequence[Size],
-    dims: Sequence[Size],
-    mode: int,
-    include_last_offset: bool,
-    padding_idx: int,
-    dtype: torch.dtype,
-    sparse: list[bool],
-    columns: Sequence[Size],
-    layout: str,
-    keep_exchanged: bool,
-    group_name: str,
-    order: str,
-    site: str,
-) -> list[Tensor]:
-    bags = Bags(indices, offsets, per_sample_weights, mode, include_last_offset, padding_idx)
-    exchanged = layouts.exchange_backward(grad, layout, columns, sum(dims), bags.count, group_name)
-    tables = _gradients(exchanged, bags, num_embeddings, dims, dtype, sparse)
-    return [*tables, exchanged] if keep_exchanged else tables
+def reference(args: AllToAllEmbeddingBagBackward) -> list[Tensor]:
+    exchanged = layouts.exchange_backward(
+        args.grad, args.layout, args.columns, sum(args.dims), args.batch, args.group_name
+    )
+    tables = _gradients(exchanged, args)
+    return [*tables, exchanged] if args.keep_exchanged else tables
 
 
-def _cpu(
-    grad: Tensor,
-    indices: list[Tensor],
-    offsets: list[Tensor],
-    per_sample_weights: list[Tensor],
-    num_embeddings: list[int],
-    dims: list[int],
-    mode: int,
-    include_last_offset: bool,
-    padding_idx: int,
-    dtype: torch.dtype,
-    sparse: list[bool],
-    columns: list[int],
-    layout: str,
-    keep_exchanged: bool,
-    group_name: str,
-    order: str,
-    site: str,
-) -> Any:
-    if grad.dtype not in DTYPES:
+def _cpu(args: AllToAllEmbeddingBagBackward) -> Any:
+    wire, columns, layout, keep = args.grad.dtype, args.columns, args.layout, args.keep_exchanged
+    if wire not in DTYPES:
         return NotImplemented
-    op, workspace = "all_to_all_embedding_bag_backward", workspace_for(group_name)
+    workspace = workspace_for(args.group_name)
     world, rank = workspace.world, workspace.rank
-    bags = Bags(indices, offsets, per_sample_weights, mode, include_last_offset, padding_idx).normalized()
-    layouts.check(op, layout, bags.count, columns, dims, rank)
-    b, wire, mine = bags.count // world, grad.dtype, columns[rank]
-    grad = grad.contiguous()
-    native = dtype in DTYPES and all(t.dtype == dtype for t in per_sample_weights)
-    plan = partition(op, b, columns, order).plan(rank)
+    bags = args.bags.normalized()
+    layouts.check(OP, layout, bags.count, columns, args.dims, rank)
+    b, mine = bags.count // world, columns[rank]
+    grad = args.grad.contiguous()
+    native = args.dtype in DTYPES and all(t.dtype == args.dtype for t in args.per_sample_weights)
+    plan = partition(OP, b, columns, args.order).plan(rank)
     key = f"{bags.count} bags of {list(columns)} columns {wire} {layout}, {plan.agreement}"
-    with workspace.call(op, site, key, bags.count * max(columns) * wire.itemsize) as call:
+    with workspace.call(OP, args.site, key, bags.count * max(columns) * wire.itemsize) as call:
         received = call.tensor(rank, 0, (bags.count, mine), wire)
-        gradients = Gradients(bags, num_embeddings, dims, dtype, sparse) if native else None
+        gradients = None
+        if native:
+            gradients = Gradients(bags, args.num_embeddings, args.dims, args.dtype, args.sparse)
 
         def store(dest: int) -> None:
             sent = layouts.part(grad, layout, dest, b, columns)
@@ -135,12 +116,15 @@ def _cpu(
                 gradients.add(received[source * b : (source + 1) * b], mine, source * b, b)
 
         run_exchange(plan, call, store, arrived)
-        exchanged = received.clone() if keep_exchanged or gradients is None else received
-    if gradients is not None:
-        tables = gradients.result()
-    else:
-        tables = _gradients(exchanged, bags, num_embeddings, dims, dtype, sparse)
-    return [*tables, exchanged] if keep_exchanged else tables
+        exchanged = received.clone() if keep or gradients is None else received
+    tables = _gradients(exchanged, args) if gradients is None else gradients.result()
+    return [*tables, exchanged] if keep else tables
+
+
+def _cuda(args: AllToAllEmbeddingBagBackward) -> Any:
+    from autofuse.lowering.gpu.embedding.backward import run_embedding_backward
+
+    return run_embedding_backward(args)
 
 
 def partition(op: str, b: int, columns: Sequence[int], order: str) -> PlanShape:
@@ -150,43 +134,18 @@ def partition(op: str, b: int, columns: Sequence[int], order: str) -> PlanShape:
     return PlanShape(op, order, len(columns), (chunks,), block)
 
 
-def _plan_shape(
-    grad: Tensor,
-    indices: list[Tensor],
-    offsets: list[Tensor],
-    per_sample_weights: list[Tensor],
-    num_embeddings: list[int],
-    dims: list[int],
-    mode: int,
-    include_last_offset: bool,
-    padding_idx: int,
-    dtype: torch.dtype,
-    sparse: list[bool],
-    columns: list[int],
-    layout: str,
-    keep_exchanged: bool,
-    group_name: str,
-    order: str,
-    site: str,
-) -> PlanShape:
-    b = (offsets[0].shape[0] - include_last_offset) // len(columns)
-    return partition("all_to_all_embedding_bag_backward", b, columns, order)
+def _plan_shape(args: AllToAllEmbeddingBagBackward) -> PlanShape:
+    return partition(OP, args.batch // len(args.columns), args.columns, args.order)
 
 
-def _gradients(
-    exchanged: Tensor,
-    bags: Bags,
-    num_embeddings: Sequence[Size],
-    dims: Sequence[Size],
-    dtype: torch.dtype,
-    sparse: Sequence[bool],
-) -> list[Tensor]:
+def _gradients(exchanged: Tensor, args: AllToAllEmbeddingBagBackward) -> list[Tensor]:
     """Gradients of all tables with torch, from `exchanged: [B, sum(dims)]`."""
-    count = bags.count
+    bags, count, dtype = args.bags, args.batch, args.dtype
     tables = []
-    for t, piece in enumerate(exchanged.to(dtype).split(list(dims), 1)):
-        if sparse[t]:
-            tables.append(sparse_gradient(piece, bags, t, num_embeddings[t]))
+    for t, piece in enumerate(exchanged.to(dtype).split(list(args.dims), 1)):
+        rows_of_table = args.num_embeddings[t]
+        if args.sparse[t]:
+            tables.append(sparse_gradient(piece, bags, t, rows_of_table))
             continue
         indices, starts = bags.indices[t], bags.offsets[t][:count].contiguous()
         position = torch.arange(indices.shape[0], device=indices.device, dtype=starts.dtype)
@@ -195,7 +154,7 @@ def _gradients(
         if bags.include_last_offset:
             used &= position < bags.offsets[t][count]
         if _adds_with_aten(exchanged.device):
-            tables.append(_add_with_aten(piece, indices, bag, used, bags, t, num_embeddings[t]))
+            tables.append(_add_with_aten(piece, indices, bag, used, bags, t, rows_of_table))
             continue
         rows = piece[bag]
         if bags.per_sample_weights:
@@ -204,7 +163,7 @@ def _gradients(
             sizes = torch.zeros(count, dtype=dtype, device=indices.device).index_add_(0, bag, used.to(dtype))
             rows = rows / sizes[bag].clamp(min=1).unsqueeze(1)
         rows = rows.masked_fill(~used.unsqueeze(1), 0)
-        table = exchanged.new_zeros((num_embeddings[t], dims[t]), dtype=dtype)
+        table = exchanged.new_zeros((rows_of_table, args.dims[t]), dtype=dtype)
         tables.append(table.index_add_(0, indices, rows))
     return tables
 
@@ -230,38 +189,56 @@ def _add_with_aten(
     )  # fmt: skip
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    grad, indices, offsets, samples = inputs[:4]
-    ctx.options, ctx.wire = inputs[4:], grad.dtype
-    ctx.tables, ctx.weighted = len(indices), bool(samples)
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*indices, *offsets, *samples)
+def _save(ctx: Any, args: AllToAllEmbeddingBagBackward, output: list[Tensor]) -> dict[str, Any]:
+    """The op is linear in grad, of which only the dtype is needed."""
+    ctx.wire = args.grad.dtype
+    return {"grad": None}
 
 
-def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
-    if any(ctx.needs_input_grad[3]):
-        raise RuntimeError(
-            "all_to_all_embedding_bag_backward: per_sample_weights have no second gradient; detach them"
-        )
-    rows, dims, mode, last, padding, dtype, _, columns, layout, keep, group_name, order, site = ctx.options
-    n, saved = ctx.tables, list(ctx.saved_tensors)
+def _backward(ctx: Any, args: AllToAllEmbeddingBagBackward, grads: list[Tensor | None]) -> dict[str, Any]:
+    if any(ctx.needs.per_sample_weights):
+        raise RuntimeError(f"{OP}: per_sample_weights have no second gradient; detach them")
+    n = len(args.dims)
     like = next(g for g in grads if g is not None)
     tables = [
-        like.new_zeros((v, d), dtype=dtype) if g is None else g.to_dense()
-        for g, v, d in zip(grads[:n], rows, dims, strict=True)
+        like.new_zeros((v, d), dtype=args.dtype) if g is None else g.to_dense()
+        for g, v, d in zip(grads[:n], args.num_embeddings, args.dims, strict=True)
     ]
     of_grad = torch.ops.autofuse.embedding_bag_all_to_all(
-        tables, saved[:n], saved[n : 2 * n], saved[2 * n :], mode, last, padding, ctx.wire, columns, layout,
-        group_name, order, site + "'",
+        tables, args.indices, args.offsets, args.per_sample_weights, args.mode, args.include_last_offset,
+        args.padding_idx, ctx.wire, args.columns, args.layout, args.group_name, args.order,
+        args.site + "'",
     )  # fmt: skip
-    of_exchanged = grads[n] if keep else None
+    of_exchanged = grads[n] if args.keep_exchanged else None
     if of_exchanged is not None:
-        of_grad = of_grad + layouts.exchange_forward(of_exchanged, layout, columns, dims, group_name)
-    return of_grad, [None] * n, [None] * n, [None] * len(saved[2 * n :]), *[None] * 13
+        of_grad = of_grad + layouts.exchange_forward(
+            of_exchanged, args.layout, args.columns, args.dims, args.group_name
+        )
+    return {"grad": of_grad}
 
 
 register(
     FusedOp(
-        _SCHEMA, _fake, reference, _cpu, _plan_shape, _setup_context, _backward, embedding_backward_on_gpu
+        name=OP,
+        arguments=AllToAllEmbeddingBagBackward,
+        returns="Tensor[]",
+        family=Family.CONSUME,
+        replaces="all_to_all",
+        fake=_fake,
+        reference=reference,
+        cpu=_cpu,
+        plan_shape=_plan_shape,
+        backward=_backward,
+        save=_save,
+        cuda=_cuda,
+        exchanged=lambda args: args.grad.dtype,
+        gpu_dtypes=GPU_DTYPES,
+        gpu_gaps=(
+            Gap(
+                lambda args: any(args.sparse),
+                "gradients are sparse",
+                "nothing: torch makes them from the exchanged rows",
+            ),
+        ),
     )
 )

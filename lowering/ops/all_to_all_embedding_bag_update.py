@@ -12,116 +12,100 @@ plan works on the sources and then in that of the indices (on GPUs in that of th
 Returns G with `keep_exchanged`, else an empty tensor. It has no gradient.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from autofuse.lowering.cpu.exchange_executor import Size, run_exchange
+from autofuse.lowering.cpu.exchange_executor import run_exchange
 from autofuse.lowering.cpu.workspace import workspace_for
 from autofuse.lowering.ops.all_to_all_embedding_bag_backward import partition
+from autofuse.lowering.ops.embedding_bag_all_to_all import GPU_DTYPES
 from autofuse.lowering.ops.embedding_bag_update import Updates, check_tables
-from autofuse.lowering.ops.gpu import embedding_update_on_gpu
-from autofuse.lowering.ops.library import FusedOp, register
+from autofuse.lowering.ops.library import FusedOp, SymInts, register
 from autofuse.lowering.orders import PlanShape
+from autofuse.lowering.plan import Family
 from autofuse.lowering.reference import embedding_layout as layouts
 from autofuse.native_kernels.cpu import DTYPES
 from autofuse.native_kernels.cpu.embedding import Bags
 
 OP = "all_to_all_embedding_bag_update"
 
-# "pooling": an argument called "mode" would be taken for one of torch's own while a call is made functional.
-_SCHEMA = (
-    "all_to_all_embedding_bag_update(Tensor(a!)[] weights, Tensor(b!)[] states, Tensor[] rates, Tensor grad, "
-    "Tensor[] indices, Tensor[] offsets, Tensor[] per_sample_weights, int pooling, bool include_last_offset, "
-    "int padding_idx, SymInt[] columns, str layout, bool keep_exchanged, Any group_name, str order, str site)"
-    " -> Tensor"
-)
 
+class AllToAllEmbeddingBagUpdate(NamedTuple):
+    """The arguments of the op.
 
-def _fake(
-    weights: list[Tensor],
-    states: list[Tensor],
-    rates: list[Tensor],
-    grad: Tensor,
-    indices: list[Tensor],
-    offsets: list[Tensor],
-    per_sample_weights: list[Tensor],
-    pooling: int,
-    include_last_offset: bool,
-    padding_idx: int,
-    columns: list[Size],
-    layout: str,
-    keep_exchanged: bool,
-    group_name: str,
-    order: str,
-    site: str,
-) -> Tensor:
-    bags = offsets[0].shape[0] - int(include_last_offset)
-    return grad.new_empty((bags, sum(w.shape[1] for w in weights)) if keep_exchanged else (0,))
+    The mode is called `pooling`: when torch makes a call functional it takes a `mode` for an argument of its own.
+    """
 
+    weights: Annotated[list[Tensor], "Tensor(a!)[]"]
+    states: Annotated[list[Tensor], "Tensor(b!)[]"]
+    rates: list[Tensor]
+    grad: Tensor
+    indices: list[Tensor]
+    offsets: list[Tensor]
+    per_sample_weights: list[Tensor]
+    pooling: int
+    include_last_offset: bool
+    padding_idx: int
+    columns: SymInts
+    layout: str
+    keep_exchanged: bool
+    group_name: str
+    order: str
+    site: str
 
-def reference(
-    weights: list[Tensor],
-    states: list[Tensor],
-    rates: list[Tensor],
-    grad: Tensor,
-    indices: list[Tensor],
-    offsets: list[Tensor],
-    per_sample_weights: list[Tensor],
-    pooling: int,
-    include_last_offset: bool,
-    padding_idx: int,
-    columns: Sequence[Size],
-    layout: str,
-    keep_exchanged: bool,
-    group_name: str,
-    order: str,
-    site: str,
-) -> Tensor:
-    dims, bags = [w.shape[1] for w in weights], offsets[0].shape[0] - include_last_offset
-    exchanged = layouts.exchange_backward(grad, layout, columns, sum(dims), bags, group_name)
-    for t, piece in enumerate(exchanged.split(dims, 1)):
-        torch.ops.autofuse.embedding_bag_update(
-            weights[t], states[t] if states else None, rates[t], piece, indices[t], offsets[t],
-            per_sample_weights[t] if per_sample_weights else None, pooling, include_last_offset, padding_idx,
+    @property
+    def bags(self) -> Bags:
+        return Bags(
+            self.indices, self.offsets, self.per_sample_weights, self.pooling, self.include_last_offset,
+            self.padding_idx,
         )  # fmt: skip
-    return exchanged if keep_exchanged else grad.new_empty(0)
+
+    @property
+    def batch(self) -> int:
+        """B."""
+        return self.offsets[0].shape[0] - int(self.include_last_offset)
+
+    @property
+    def dims(self) -> list[int]:
+        return [w.shape[1] for w in self.weights]
 
 
-def _cpu(
-    weights: list[Tensor],
-    states: list[Tensor],
-    rates: list[Tensor],
-    grad: Tensor,
-    indices: list[Tensor],
-    offsets: list[Tensor],
-    per_sample_weights: list[Tensor],
-    pooling: int,
-    include_last_offset: bool,
-    padding_idx: int,
-    columns: list[int],
-    layout: str,
-    keep_exchanged: bool,
-    group_name: str,
-    order: str,
-    site: str,
-) -> Any:
-    if grad.dtype not in DTYPES:
+def _fake(args: AllToAllEmbeddingBagUpdate) -> Tensor:
+    return args.grad.new_empty((args.batch, sum(args.dims)) if args.keep_exchanged else (0,))
+
+
+def _reference(args: AllToAllEmbeddingBagUpdate) -> Tensor:
+    exchanged = layouts.exchange_backward(
+        args.grad, args.layout, args.columns, sum(args.dims), args.batch, args.group_name
+    )
+    states, samples = args.states, args.per_sample_weights
+    for t, piece in enumerate(exchanged.split(args.dims, 1)):
+        torch.ops.autofuse.embedding_bag_update(
+            args.weights[t], states[t] if states else None, args.rates[t], piece, args.indices[t],
+            args.offsets[t], samples[t] if samples else None, args.pooling, args.include_last_offset,
+            args.padding_idx,
+        )  # fmt: skip
+    return exchanged if args.keep_exchanged else args.grad.new_empty(0)
+
+
+def _cpu(args: AllToAllEmbeddingBagUpdate) -> Any:
+    wire, columns, layout = args.grad.dtype, args.columns, args.layout
+    if wire not in DTYPES:
         return NotImplemented
-    workspace = workspace_for(group_name)
+    workspace = workspace_for(args.group_name)
     world, rank = workspace.world, workspace.rank
-    bags = Bags(indices, offsets, per_sample_weights, pooling, include_last_offset, padding_idx).normalized()
-    layouts.check(OP, layout, bags.count, columns, [w.shape[1] for w in weights], rank)
-    check_tables(OP, weights, states, rates)
-    b, wire, mine = bags.count // world, grad.dtype, columns[rank]
-    grad = grad.contiguous()
-    plan = partition(OP, b, columns, order).plan(rank)
+    bags = args.bags.normalized()
+    layouts.check(OP, layout, bags.count, columns, args.dims, rank)
+    check_tables(OP, args.weights, args.states, args.rates)
+    b, mine = bags.count // world, columns[rank]
+    grad = args.grad.contiguous()
+    plan = partition(OP, b, columns, args.order).plan(rank)
     key = f"{bags.count} bags of {list(columns)} columns {wire} {layout}, {plan.agreement}"
-    with workspace.call(OP, site, key, bags.count * max(columns) * wire.itemsize) as call:
+    with workspace.call(OP, args.site, key, bags.count * max(columns) * wire.itemsize) as call:
         received = call.tensor(rank, 0, (bags.count, mine), wire)
-        updates = Updates(bags, weights, states, rates)
+        updates = Updates(bags, args.weights, args.states, args.rates)
 
         def store(dest: int) -> None:
             sent = layouts.part(grad, layout, dest, b, columns)
@@ -132,30 +116,34 @@ def _cpu(
             updates.add(received[source * b : (source + 1) * b], mine, source * b, b)
 
         run_exchange(plan, call, store, arrived)
-        exchanged = received.clone() if keep_exchanged else grad.new_empty(0)
+        exchanged = received.clone() if args.keep_exchanged else grad.new_empty(0)
     updates.apply()
     return exchanged
 
 
-def _plan_shape(
-    weights: list[Tensor],
-    states: list[Tensor],
-    rates: list[Tensor],
-    grad: Tensor,
-    indices: list[Tensor],
-    offsets: list[Tensor],
-    per_sample_weights: list[Tensor],
-    pooling: int,
-    include_last_offset: bool,
-    padding_idx: int,
-    columns: list[int],
-    layout: str,
-    keep_exchanged: bool,
-    group_name: str,
-    order: str,
-    site: str,
-) -> PlanShape:
-    return partition(OP, (offsets[0].shape[0] - include_last_offset) // len(columns), columns, order)
+def _cuda(args: AllToAllEmbeddingBagUpdate) -> Any:
+    from autofuse.lowering.gpu.embedding.update import run_embedding_update
+
+    return run_embedding_update(args)
 
 
-register(FusedOp(_SCHEMA, _fake, reference, _cpu, _plan_shape, None, None, embedding_update_on_gpu))
+def _plan_shape(args: AllToAllEmbeddingBagUpdate) -> PlanShape:
+    return partition(OP, args.batch // len(args.columns), args.columns, args.order)
+
+
+register(
+    FusedOp(
+        name=OP,
+        arguments=AllToAllEmbeddingBagUpdate,
+        returns="Tensor",
+        family=Family.CONSUME,
+        replaces="all_to_all",
+        fake=_fake,
+        reference=_reference,
+        cpu=_cpu,
+        plan_shape=_plan_shape,
+        cuda=_cuda,
+        exchanged=lambda args: args.grad.dtype,
+        gpu_dtypes=GPU_DTYPES,
+    )
+)

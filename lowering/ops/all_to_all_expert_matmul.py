@@ -13,133 +13,116 @@ With `keep_exchanged` X is the last output, and dX its gradient.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from autofuse.lowering.cpu.exchange_executor import Size, Splits, run_exchange
+from autofuse.lowering.cpu.exchange_executor import Splits, run_exchange
 from autofuse.lowering.cpu.workspace import workspace_for
-from autofuse.lowering.ops.gpu import dispatch_on_gpu
-from autofuse.lowering.ops.library import FusedOp, register
+from autofuse.lowering.ops.expert_matmul_all_to_all import LISTED, NO_ROWS
+from autofuse.lowering.ops.library import FusedOp, SymInt, SymInts, register
 from autofuse.lowering.orders import PlanShape
+from autofuse.lowering.plan import Family
 from autofuse.lowering.reference import expert_rows as rows_of
 from autofuse.lowering.reference import experts as ex
 from autofuse.native_kernels.cpu import DTYPES
 
-_OP = "all_to_all_expert_matmul"
-_SCHEMA = (
-    "all_to_all_expert_matmul(Tensor x, Tensor[] w, Tensor[] bias, int experts, Tensor? offsets, "
-    "Tensor? positions, SymInt[] output_splits, SymInt[] input_splits, int dim, SymInt outer, "
-    "bool keep_exchanged, Any group_name, str order, str site) -> Tensor[]"
-)
+OP = "all_to_all_expert_matmul"
 
 
-def _fake(
-    x: Tensor,
-    w: list[Tensor],
-    bias: list[Tensor],
-    experts: int,
-    offsets: Tensor | None,
-    positions: Tensor | None,
-    output_splits: list[Size],
-    input_splits: list[Size],
-    dim: int,
-    outer: Size,
-    keep_exchanged: bool,
-    group_name: str,
-    order: str,
-    site: str,
-) -> list[Tensor]:
-    k = x.shape[-1]
-    if input_splits:
-        rows = sum(output_splits) if positions is None else positions.shape[0]
-        exchanged = x.new_empty((rows, k))
+class AllToAllExpertMatmul(NamedTuple):
+    """The arguments of the op."""
+
+    x: Tensor
+    w: list[Tensor]
+    bias: list[Tensor]
+    experts: int
+    offsets: Tensor | None
+    positions: Tensor | None
+    output_splits: SymInts
+    input_splits: SymInts
+    dim: int
+    outer: SymInt
+    keep_exchanged: bool
+    group_name: str
+    order: str
+    site: str
+
+    def form(self, rows: int) -> ex.Experts:
+        """The experts of `rows` rows; reads the offsets."""
+        return ex.Experts.of(self.w, self.experts, self.offsets, bool(self.input_splits), rows, OP)
+
+    def exchanged(self) -> Tensor:
+        """X, with the functional collective."""
+        return rows_of.dispatch_rows(
+            self.x, self.positions, self.output_splits, self.input_splits, self.dim, self.outer,
+            self.group_name,
+        )  # fmt: skip
+
+
+def _fake(args: AllToAllExpertMatmul) -> list[Tensor]:
+    x, w, experts = args.x, args.w, args.experts
+    if args.input_splits:
+        rows = sum(args.output_splits) if args.positions is None else args.positions.shape[0]
+        exchanged = x.new_empty((rows, x.shape[-1]))
         outputs = [x.new_empty((rows, wi.shape[-1])) for wi in (w[::experts] if experts else w)]
     else:
-        count, rows, k = _whole(x, dim)
+        count, rows, k = _whole(x, args.dim)
         exchanged = x.new_empty((count, rows, k))
         lead = (rows,) if experts else (count, rows)
         outputs = [x.new_empty((*lead, wi.shape[-1])) for wi in w]
-    return [*outputs, exchanged] if keep_exchanged else outputs
+    return [*outputs, exchanged] if args.keep_exchanged else outputs
 
 
-def reference(
-    x: Tensor,
-    w: list[Tensor],
-    bias: list[Tensor],
-    experts: int,
-    offsets: Tensor | None,
-    positions: Tensor | None,
-    output_splits: list[int],
-    input_splits: list[int],
-    dim: int,
-    outer: int,
-    keep_exchanged: bool,
-    group_name: str,
-    order: str,
-    site: str,
-) -> list[Tensor]:
-    exchanged = rows_of.dispatch_rows(x, positions, output_splits, input_splits, dim, outer, group_name)
-    form = ex.Experts.of(w, experts, offsets, bool(input_splits), exchanged.shape[-2], _OP)
-    outputs = _empty_outputs(exchanged, w, form)
-    _multiply(exchanged, w, bias, form, outputs)
-    return [*outputs, exchanged] if keep_exchanged else outputs
+def reference(args: AllToAllExpertMatmul) -> list[Tensor]:
+    exchanged = args.exchanged()
+    form = args.form(exchanged.shape[-2])
+    outputs = _empty_outputs(exchanged, args.w, form)
+    _multiply(exchanged, args.w, args.bias, form, outputs)
+    return [*outputs, exchanged] if args.keep_exchanged else outputs
 
 
-def _cpu(
-    x: Tensor,
-    w: list[Tensor],
-    bias: list[Tensor],
-    experts: int,
-    offsets: Tensor | None,
-    positions: Tensor | None,
-    output_splits: list[int],
-    input_splits: list[int],
-    dim: int,
-    outer: int,
-    keep_exchanged: bool,
-    group_name: str,
-    order: str,
-    site: str,
-) -> Any:
-    if x.dtype not in DTYPES:
+def _cpu(args: AllToAllExpertMatmul) -> Any:
+    w, bias, positions, keep = args.w, args.bias, args.positions, args.keep_exchanged
+    input_splits, output_splits, dim, outer = args.input_splits, args.output_splits, args.dim, args.outer
+    if args.x.dtype not in DTYPES:
         return NotImplemented
-    workspace = workspace_for(group_name)
+    workspace = workspace_for(args.group_name)
     world, rank = workspace.world, workspace.rank
-    x, k, part_rows = x.contiguous(), x.shape[-1], 0
+    x, k, part_rows = args.x.contiguous(), args.x.shape[-1], 0
     runs: list[list[rows_of.Run]] | None = None
     if not input_splits:
         shape = count, rows, _ = _whole(x, dim)
-        form = ex.Experts.of(w, experts, None, False, rows, _OP)
+        form = args.form(rows)
         if (x.shape[0], count) != (world, form.count):
-            raise ValueError(f"{_OP}: expected x [{world}, {form.count}, rows, K], got {tuple(x.shape)}")
-        inner = rows_of.check_capacity(shape, dim, outer, world, _OP)
+            raise ValueError(f"{OP}: expected x [{world}, {form.count}, rows, K], got {tuple(x.shape)}")
+        inner = rows_of.check_capacity(shape, dim, outer, world, OP)
         if dim == 1 and inner >= rows_of.FEW_ROWS:
             runs = rows_of.even_runs(count, outer, world, inner)
         part_rows = x.shape[1] * x.shape[2]
         key = f"{x.dtype} {count} experts of {rows} rows, {k} columns, dim {dim}, outer {outer}"
-        exchanged = x.new_empty(shape if keep_exchanged or runs is None else 0)
+        exchanged = x.new_empty(shape if keep or runs is None else 0)
         like = x.new_empty(0).expand(count, rows, 0)
     else:
         received_rows = sum(output_splits)
         rows = received_rows if positions is None else positions.shape[0]
-        positions = rows_of.check_positions(positions, rows, received_rows, _OP)
-        form = ex.Experts.of(w, experts, offsets, True, rows, _OP)
+        positions = rows_of.check_positions(positions, rows, received_rows, OP)
+        form = args.form(rows)
         assert form.ranges is not None
         if x.shape[0] != sum(input_splits):
             raise ValueError(
-                f"{_OP}: x has {x.shape[0]} rows, input_splits {input_splits} add up to another number"
+                f"{OP}: x has {x.shape[0]} rows, input_splits {input_splits} add up to another number"
             )
         runs = rows_of.find_runs(positions, form.ranges, output_splits)
         key = f"{x.dtype} dropless, {k} columns"
-        exchanged = x.new_empty((rows, k) if keep_exchanged or runs is None else 0)
+        exchanged = x.new_empty((rows, k) if keep or runs is None else 0)
         like = x.new_empty(0).expand(rows, 0)
     outputs = _empty_outputs(like, w, form)
-    plan = PlanShape.of_any_size(_OP, order, world).plan(rank)
+    plan = PlanShape.of_any_size(OP, args.order, world).plan(rank)
     even = Splits.even(world, part_rows)
     width = k * x.dtype.itemsize
-    with workspace.call(_OP, site, f"{key}, {plan.agreement}", even.most * width) as call:
+    with workspace.call(OP, args.site, f"{key}, {plan.agreement}", even.most * width) as call:
         splits = even
         if form.ranges is not None:
             splits = Splits.agree(call, input_splits, output_splits)
@@ -177,7 +160,13 @@ def _cpu(
                 torch.index_select(received, 0, positions, out=exchanged)
     if runs is None:
         _multiply(exchanged, w, bias, form, outputs)
-    return [*outputs, exchanged] if keep_exchanged else outputs
+    return [*outputs, exchanged] if keep else outputs
+
+
+def _cuda(args: AllToAllExpertMatmul) -> Any:
+    from autofuse.lowering.gpu.experts.call import run_dispatch
+
+    return run_dispatch(args)
 
 
 def _whole(x: Tensor, dim: int) -> tuple[Any, ...]:
@@ -209,48 +198,49 @@ def _multiply(
         form.apply(part, w, bias, e, outputs)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    x, w, bias, experts, offsets, positions = inputs[:6]
-    keep = inputs[10]
-    ctx.counts, ctx.experts, ctx.keep = (len(w), len(bias)), experts, keep
-    ctx.output_splits, ctx.input_splits, ctx.dim, ctx.outer, _, ctx.group_name, ctx.order, ctx.site = inputs[
-        6:
-    ]
+def _save(ctx: Any, args: AllToAllExpertMatmul, output: list[Tensor]) -> dict[str, Any]:
+    """X in place of x where the op returns it."""
     ctx.shapes = [(t.shape, t.dtype, t.device) for t in output]
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*w, *bias, output[-1] if keep else x, offsets, positions)
+    return {"x": output[-1]} if args.keep_exchanged else {}
 
 
-def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
-    *saved, x, offsets, positions = ctx.saved_tensors
-    w, bias = ex.cut(saved, ctx.counts)
-    needs = ctx.needs_input_grad
-    of_exchanged = grads[-1] if ctx.keep else None
-    consumers = len(grads) - ctx.keep
+def _backward(ctx: Any, args: AllToAllExpertMatmul, grads: list[Tensor | None]) -> dict[str, Any]:
+    of_exchanged = grads[-1] if args.keep_exchanged else None
+    consumers = len(grads) - args.keep_exchanged
     of_outputs = [
         torch.zeros(shape, dtype=dtype, device=device) if g is None else g
         for g, (shape, dtype, device) in zip(grads[:consumers], ctx.shapes, strict=False)
     ]
-    dx = None
-    if needs[0]:
-        (dx,) = torch.ops.autofuse.expert_matmul_all_to_all(
-            of_outputs, ex.transposed(w), [], [] if of_exchanged is None else [of_exchanged],
-            "mm" if of_exchanged is None else "mm; add %0", ctx.experts, offsets, positions, ctx.input_splits,
-            ctx.output_splits, ctx.dim, ctx.outer, False, ctx.group_name, ctx.order, ctx.site + "'",
+    found: dict[str, Any] = {}
+    if ctx.needs.x:
+        (found["x"],) = torch.ops.autofuse.expert_matmul_all_to_all(
+            of_outputs, ex.transposed(args.w), [], [] if of_exchanged is None else [of_exchanged],
+            "mm" if of_exchanged is None else "mm; add %0", args.experts, args.offsets, args.positions,
+            args.input_splits, args.output_splits, args.dim, args.outer, False, args.group_name, args.order,
+            args.site + "'",
         )  # fmt: skip
-    dw: list[Tensor | None] = [None] * len(w)
-    rows = ctx.shapes[0][0][-2]
-    form = ex.Experts.of(w, ctx.experts, offsets, bool(ctx.input_splits), rows, _OP)
-    if any(needs[1]):
-        if not ctx.keep:
-            x = rows_of.dispatch_rows(
-                x, positions, ctx.output_splits, ctx.input_splits, ctx.dim, ctx.outer, ctx.group_name
-            )
+    form = args.form(ctx.shapes[0][0][-2])
+    if any(ctx.needs.w):
+        x = args.x if args.keep_exchanged else args.exchanged()
         copies = consumers // form.count if form.listed and form.ranges is None else consumers
-        dw = [*ex.weight_gradients(form.split(x) * copies, of_outputs, form)]
-    # autograd takes an empty list of numbers for a list of tensors
-    none: list[None] | None = None if ctx.input_splits else []
-    return dx, dw, ex.bias_gradients(of_outputs, bias, form), *[None] * 3, none, none, *[None] * 6
+        found["w"] = ex.weight_gradients(form.split(x) * copies, of_outputs, form)
+    return found | {"bias": ex.bias_gradients(of_outputs, args.bias, form)}
 
 
-register(FusedOp(_SCHEMA, _fake, reference, _cpu, None, _setup_context, _backward, dispatch_on_gpu))
+register(
+    FusedOp(
+        name=OP,
+        arguments=AllToAllExpertMatmul,
+        returns="Tensor[]",
+        family=Family.CONSUME,
+        replaces="all_to_all",
+        fake=_fake,
+        reference=reference,
+        cpu=_cpu,
+        backward=_backward,
+        save=_save,
+        cuda=_cuda,
+        exchanged=lambda args: args.x.dtype,
+        gpu_gaps=(LISTED, NO_ROWS),
+    )
+)

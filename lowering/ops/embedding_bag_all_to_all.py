@@ -14,99 +14,90 @@ of y: the roundings of the graph that pools, casts and exchanges. `max` has no g
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from autofuse.lowering.cpu.exchange_executor import Size, run_exchange
+from autofuse.lowering.cpu.exchange_executor import run_exchange
 from autofuse.lowering.cpu.workspace import workspace_for
-from autofuse.lowering.ops.gpu import embedding_on_gpu
-from autofuse.lowering.ops.library import FusedOp, register
+from autofuse.lowering.ops.library import FusedOp, SymInts, register
 from autofuse.lowering.orders import PlanShape
+from autofuse.lowering.plan import Family
 from autofuse.lowering.reference import embedding_layout as layouts
 from autofuse.native_kernels.cpu import DTYPES
 from autofuse.native_kernels.cpu.embedding import Bags, pool_bags
 
+OP = "embedding_bag_all_to_all"
+
 MODES = ("sum", "mean", "max")
 
-_SCHEMA = (
-    "embedding_bag_all_to_all(Tensor[] weights, Tensor[] indices, Tensor[] offsets, "
-    "Tensor[] per_sample_weights, int mode, bool include_last_offset, int padding_idx, ScalarType dtype, "
-    "SymInt[] columns, str layout, Any group_name, str order, str site) -> Tensor"
-)
+GPU_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""What the GPU kernels of bags exchange."""
 
 
-def _fake(
-    weights: list[Tensor],
-    indices: list[Tensor],
-    offsets: list[Tensor],
-    per_sample_weights: list[Tensor],
-    mode: int,
-    include_last_offset: bool,
-    padding_idx: int,
-    dtype: torch.dtype,
-    columns: list[Size],
-    layout: str,
-    group_name: str,
-    order: str,
-    site: str,
-) -> Tensor:
-    b = (offsets[0].shape[0] - int(include_last_offset)) // len(columns)
-    return weights[0].new_empty(layouts.shape(layout, b, columns, _dims(weights)), dtype=dtype)
+class EmbeddingBagAllToAll(NamedTuple):
+    """The arguments of the op."""
+
+    weights: list[Tensor]
+    indices: list[Tensor]
+    offsets: list[Tensor]
+    per_sample_weights: list[Tensor]
+    mode: int
+    include_last_offset: bool
+    padding_idx: int
+    dtype: torch.dtype
+    columns: SymInts
+    layout: str
+    group_name: str
+    order: str
+    site: str
+
+    @property
+    def bags(self) -> Bags:
+        return Bags(
+            self.indices, self.offsets, self.per_sample_weights, self.mode, self.include_last_offset,
+            self.padding_idx,
+        )  # fmt: skip
+
+    @property
+    def batch(self) -> int:
+        """B."""
+        return self.offsets[0].shape[0] - int(self.include_last_offset)
+
+    @property
+    def dims(self) -> list[int]:
+        return [w.shape[1] for w in self.weights]
 
 
-def reference(
-    weights: list[Tensor],
-    indices: list[Tensor],
-    offsets: list[Tensor],
-    per_sample_weights: list[Tensor],
-    mode: int,
-    include_last_offset: bool,
-    padding_idx: int,
-    dtype: torch.dtype,
-    columns: list[Size],
-    layout: str,
-    group_name: str,
-    order: str,
-    site: str,
-) -> Tensor:
-    bags = Bags(indices, offsets, per_sample_weights, mode, include_last_offset, padding_idx)
-    pooled = torch.cat([t.to(dtype) for t in _pool(weights, bags)], 1)
-    return layouts.exchange_forward(pooled, layout, columns, _dims(weights), group_name)
+def _fake(args: EmbeddingBagAllToAll) -> Tensor:
+    shape = layouts.shape(args.layout, args.batch // len(args.columns), args.columns, args.dims)
+    return args.weights[0].new_empty(shape, dtype=args.dtype)
 
 
-def _cpu(
-    weights: list[Tensor],
-    indices: list[Tensor],
-    offsets: list[Tensor],
-    per_sample_weights: list[Tensor],
-    mode: int,
-    include_last_offset: bool,
-    padding_idx: int,
-    dtype: torch.dtype,
-    columns: list[int],
-    layout: str,
-    group_name: str,
-    order: str,
-    site: str,
-) -> Any:
+def reference(args: EmbeddingBagAllToAll) -> Tensor:
+    pooled = torch.cat([t.to(args.dtype) for t in _pool(args.weights, args.bags)], 1)
+    return layouts.exchange_forward(pooled, args.layout, args.columns, args.dims, args.group_name)
+
+
+def _cpu(args: EmbeddingBagAllToAll) -> Any:
+    weights, columns, layout, dtype = args.weights, args.columns, args.layout, args.dtype
     if dtype not in DTYPES:
         return NotImplemented
-    op, workspace = "embedding_bag_all_to_all", workspace_for(group_name)
+    workspace = workspace_for(args.group_name)
     world, rank = workspace.world, workspace.rank
-    bags = Bags(indices, offsets, per_sample_weights, mode, include_last_offset, padding_idx).normalized()
-    dims = _dims(weights)
-    layouts.check(op, layout, bags.count, columns, dims, rank)
+    bags, dims = args.bags.normalized(), args.dims
+    layouts.check(OP, layout, bags.count, columns, dims, rank)
     b = bags.count // world
     out = weights[0].new_empty(layouts.shape(layout, b, columns, dims), dtype=dtype)
     starts, stride = layouts.place(layout, rank, b, columns, dims)
-    native = all(t.dtype in DTYPES and t.dtype == weights[0].dtype for t in (*weights, *per_sample_weights))
+    dtypes = {t.dtype for t in (*weights, *args.per_sample_weights)}
+    native = len(dtypes) == 1 and dtypes <= DTYPES.keys()
     tables = [w.contiguous() for w in weights]
-    plan = _partition(b, columns, order).plan(rank)
+    plan = _partition(b, columns, args.order).plan(rank)
     key = f"{bags.count} bags of {list(columns)} columns {dtype} {layout}, {plan.agreement}"
-    with workspace.call(op, site, key, out.numel() * dtype.itemsize) as call:
+    with workspace.call(OP, args.site, key, out.numel() * dtype.itemsize) as call:
         mine = call.tensor(rank, 0, out.shape, dtype)
 
         def store(dest: int) -> None:
@@ -126,29 +117,21 @@ def _cpu(
     return out
 
 
+def _cuda(args: EmbeddingBagAllToAll) -> Any:
+    from autofuse.lowering.gpu.embedding.call import run_embedding
+
+    return run_embedding(args)
+
+
 def _partition(b: int, columns: Sequence[int], order: str) -> PlanShape:
     """A tile is all that goes from a source to a rank: its columns of `b` bags."""
     chunks = tuple(((b, c),) * len(columns) for c in columns)
     block = (max(1, b), max(1, *columns))
-    return PlanShape("embedding_bag_all_to_all", order, len(columns), chunks, block)
+    return PlanShape(OP, order, len(columns), chunks, block)
 
 
-def _plan_shape(
-    weights: list[Tensor],
-    indices: list[Tensor],
-    offsets: list[Tensor],
-    per_sample_weights: list[Tensor],
-    mode: int,
-    include_last_offset: bool,
-    padding_idx: int,
-    dtype: torch.dtype,
-    columns: list[int],
-    layout: str,
-    group_name: str,
-    order: str,
-    site: str,
-) -> PlanShape:
-    return _partition((offsets[0].shape[0] - include_last_offset) // len(columns), columns, order)
+def _plan_shape(args: EmbeddingBagAllToAll) -> PlanShape:
+    return _partition(args.batch // len(args.columns), args.columns, args.order)
 
 
 def _pool(weights: list[Tensor], bags: Bags) -> list[Tensor]:
@@ -168,43 +151,32 @@ def _pool(weights: list[Tensor], bags: Bags) -> list[Tensor]:
     ]
 
 
-def _dims(weights: list[Tensor]) -> list[int]:
-    return [w.shape[1] for w in weights]
+def _save(ctx: Any, args: EmbeddingBagAllToAll, output: Tensor) -> dict[str, Any]:
+    """The tables are needed for the gradient of the weights per sample alone."""
+    weights = args.weights
+    ctx.sizes = [w.shape[0] for w in weights], args.dims, weights[0].dtype
+    return {} if any(s.requires_grad for s in args.per_sample_weights) else {"weights": []}
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    weights, indices, offsets, samples = inputs[:4]
-    ctx.options = inputs[4:]
-    ctx.sizes = [w.shape[0] for w in weights], _dims(weights), weights[0].dtype
-    ctx.tables, ctx.weighted = len(weights), bool(samples)
-    # The tables themselves are needed by the gradient of the weights per sample alone.
-    kept = weights if any(s.requires_grad for s in samples) else []
-    ctx.save_for_backward(*indices, *offsets, *samples, *kept)
-
-
-def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    mode, last, padding, _, columns, layout, group_name, order, site = ctx.options
-    if mode == MODES.index("max"):
-        raise RuntimeError(
-            "embedding_bag_all_to_all: mode 'max' has no gradient; use 'sum' or 'mean' to train"
-        )
-    n, saved = ctx.tables, list(ctx.saved_tensors)
-    indices, offsets = saved[:n], saved[n : 2 * n]
-    samples, weights = (saved[2 * n : 3 * n], saved[3 * n :]) if ctx.weighted else ([], [])
+def _backward(ctx: Any, args: EmbeddingBagAllToAll, grad: Tensor) -> dict[str, Any]:
+    if args.mode == MODES.index("max"):
+        raise RuntimeError(f"{OP}: mode 'max' has no gradient; use 'sum' or 'mean' to train")
     rows, dims, dtype = ctx.sizes
-    keep = any(ctx.needs_input_grad[3])
+    tables = len(dims)
+    keep = any(ctx.needs.per_sample_weights)
     results = torch.ops.autofuse.all_to_all_embedding_bag_backward(
-        grad.contiguous(), indices, offsets, samples, rows, dims, mode, last, padding, dtype, [False] * n,
-        columns, layout, keep, group_name, order, site + "'",
+        grad.contiguous(), args.indices, args.offsets, args.per_sample_weights, rows, dims, args.mode,
+        args.include_last_offset, args.padding_idx, dtype, [False] * tables, args.columns, args.layout, keep,
+        args.group_name, args.order, args.site + "'",
     )  # fmt: skip
-    of_samples: list[Tensor | None] = [None] * len(samples)
+    found: dict[str, Any] = {"weights": results[:tables]}
     if keep:
         pieces = results[-1].to(dtype).split(dims, 1)
-        of_samples = [
-            _sample_gradient(g, w, i, o, padding)
-            for g, w, i, o in zip(pieces, weights, indices, offsets, strict=True)
+        found["per_sample_weights"] = [
+            _sample_gradient(g, w, i, o, args.padding_idx)
+            for g, w, i, o in zip(pieces, args.weights, args.indices, args.offsets, strict=True)
         ]
-    return results[:n], [None] * n, [None] * n, of_samples, *[None] * 9
+    return found
 
 
 def _sample_gradient(grad: Tensor, weight: Tensor, indices: Tensor, offsets: Tensor, padding: int) -> Tensor:
@@ -214,4 +186,21 @@ def _sample_gradient(grad: Tensor, weight: Tensor, indices: Tensor, offsets: Ten
     return ((grad[bag] * weight[indices]).sum(1)).masked_fill(indices == padding, 0)
 
 
-register(FusedOp(_SCHEMA, _fake, reference, _cpu, _plan_shape, _setup_context, _backward, embedding_on_gpu))
+register(
+    FusedOp(
+        name=OP,
+        arguments=EmbeddingBagAllToAll,
+        returns="Tensor",
+        family=Family.PRODUCE,
+        replaces="all_to_all",
+        fake=_fake,
+        reference=reference,
+        cpu=_cpu,
+        plan_shape=_plan_shape,
+        backward=_backward,
+        save=_save,
+        cuda=_cuda,
+        exchanged=lambda args: args.dtype,
+        gpu_dtypes=GPU_DTYPES,
+    )
+)

@@ -14,137 +14,115 @@
 With `keep_product` P is returned too and its own gradient is added to G.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from autofuse.lowering.cpu.exchange_executor import Size, Splits, run_exchange
+from autofuse.lowering.cpu.exchange_executor import Splits, run_exchange
 from autofuse.lowering.cpu.workspace import workspace_for
-from autofuse.lowering.ops.gpu import combine_on_gpu
-from autofuse.lowering.ops.library import FusedOp, register
+from autofuse.lowering.gpu.support import MOST_TERMS
+from autofuse.lowering.ops.library import FusedOp, Gap, SymInt, SymInts, register
 from autofuse.lowering.orders import PlanShape
+from autofuse.lowering.plan import Family
 from autofuse.lowering.reference import expert_rows as rows_of
 from autofuse.lowering.reference import experts as ex
+from autofuse.lowering.reference.layout import Size
 from autofuse.lowering.reference.product import epilogue, epilogue_backward
 from autofuse.lowering.torch_internals import group_size
 from autofuse.native_kernels.cpu import DTYPES
 from autofuse.native_kernels.cpu.embedding import scatter_rows
 
-_SCHEMA = (
-    "expert_matmul_all_to_all(Tensor[] x, Tensor[] w, Tensor[] bias, Tensor[] operands, str product, "
-    "int experts, Tensor? offsets, Tensor? positions, SymInt[] output_splits, SymInt[] input_splits, "
-    "int dim, SymInt outer, bool keep_product, Any group_name, str order, str site) -> Tensor[]"
-)
+OP = "expert_matmul_all_to_all"
 
 
-def _fake(
-    x: list[Tensor],
-    w: list[Tensor],
-    bias: list[Tensor],
-    operands: list[Tensor],
-    product: str,
-    experts: int,
-    offsets: Tensor | None,
-    positions: Tensor | None,
-    output_splits: list[Size],
-    input_splits: list[Size],
-    dim: int,
-    outer: Size,
-    keep_product: bool,
-    group_name: str,
-    order: str,
-    site: str,
-) -> list[Tensor]:
-    n = w[0].shape[-1]
-    rows: list[Size] = [x[0].shape[-2]]
-    if not input_splits:
-        rows.insert(0, experts or w[0].shape[0])
-    p = x[0].new_empty((*rows, n), dtype=ex.contraction_dtype(x[0], product))
-    p = epilogue(p, operands, product)
-    if input_splits:
-        y = p.new_empty((sum(output_splits), n))
+class ExpertMatmulAllToAll(NamedTuple):
+    """The arguments of the op."""
+
+    x: list[Tensor]
+    w: list[Tensor]
+    bias: list[Tensor]
+    operands: list[Tensor]
+    product: str
+    experts: int
+    offsets: Tensor | None
+    positions: Tensor | None
+    output_splits: SymInts
+    input_splits: SymInts
+    dim: int
+    outer: SymInt
+    keep_product: bool
+    group_name: str
+    order: str
+    site: str
+
+    @property
+    def terms(self) -> int:
+        return len(self.x)
+
+    def form(self, rows: int) -> ex.Experts:
+        """The experts of `rows` rows; reads the offsets."""
+        return ex.Experts.of(self.w, self.experts, self.offsets, bool(self.input_splits), rows, OP)
+
+
+def _fake(args: ExpertMatmulAllToAll) -> list[Tensor]:
+    x, w = args.x[0], args.w[0]
+    rows: list[Size] = [x.shape[-2]]
+    if not args.input_splits:
+        rows.insert(0, args.experts or w.shape[0])
+    p = x.new_empty((*rows, w.shape[-1]), dtype=ex.contraction_dtype(x, args.product))
+    p = epilogue(p, args.operands, args.product)
+    if args.input_splits:
+        y = p.new_empty((sum(args.output_splits), w.shape[-1]))
     else:
-        world = group_size(group_name)
-        y = p.new_empty((world, *rows_of.part_shape(p.shape, dim, world)))
-    return [y, p] if keep_product else [y]
+        world = group_size(args.group_name)
+        y = p.new_empty((world, *rows_of.part_shape(p.shape, args.dim, world)))
+    return [y, p] if args.keep_product else [y]
 
 
-def reference(
-    x: list[Tensor],
-    w: list[Tensor],
-    bias: list[Tensor],
-    operands: list[Tensor],
-    product: str,
-    experts: int,
-    offsets: Tensor | None,
-    positions: Tensor | None,
-    output_splits: list[int],
-    input_splits: list[int],
-    dim: int,
-    outer: int,
-    keep_product: bool,
-    group_name: str,
-    order: str,
-    site: str,
-) -> list[Tensor]:
-    op = "expert_matmul_all_to_all"
-    form = ex.Experts.of(w, experts, offsets, bool(input_splits), x[0].shape[-2], op)
-    p = ex.product_of(x, w, bias, operands, product, form)
-    y = rows_of.combine_rows(p, positions, output_splits, input_splits, dim, outer, group_name)
-    return [y, p] if keep_product else [y]
+def reference(args: ExpertMatmulAllToAll) -> list[Tensor]:
+    form = args.form(args.x[0].shape[-2])
+    p = ex.product_of(args.x, args.w, args.bias, args.operands, args.product, form)
+    y = rows_of.combine_rows(
+        p, args.positions, args.output_splits, args.input_splits, args.dim, args.outer, args.group_name
+    )
+    return [y, p] if args.keep_product else [y]
 
 
-def _cpu(
-    x: list[Tensor],
-    w: list[Tensor],
-    bias: list[Tensor],
-    operands: list[Tensor],
-    product: str,
-    experts: int,
-    offsets: Tensor | None,
-    positions: Tensor | None,
-    output_splits: list[int],
-    input_splits: list[int],
-    dim: int,
-    outer: int,
-    keep_product: bool,
-    group_name: str,
-    order: str,
-    site: str,
-) -> Any:
-    op = "expert_matmul_all_to_all"
-    dtype = _result_dtype(x[0], operands, product)
+def _cpu(args: ExpertMatmulAllToAll) -> Any:
+    x, w, bias, product = args.x, args.w, args.bias, args.product
+    positions, input_splits = args.positions, args.input_splits
+    dtype = _result_dtype(x[0], args.operands, product)
     if x[0].dtype not in DTYPES or dtype not in DTYPES:
         return NotImplemented
-    form = ex.Experts.of(w, experts, offsets, bool(input_splits), x[0].shape[-2], op)
-    workspace = workspace_for(group_name)
-    world, rank = workspace.world, workspace.rank
     n, rows = w[0].shape[-1], x[0].shape[-2]
+    form = args.form(rows)
+    workspace = workspace_for(args.group_name)
+    world, rank = workspace.world, workspace.rank
     runs: list[list[rows_of.Run]] | None = None
-    part = rows_of.part_shape((form.count, rows, n), dim, world)
+    part = rows_of.part_shape((form.count, rows, n), args.dim, world)
     if form.ranges is None:
-        inner = rows_of.check_capacity((form.count, rows, n), dim, outer, world, op)
-        if dim == 1 and inner >= rows_of.FEW_ROWS:
-            runs = rows_of.even_runs(form.count, outer, world, inner)
-        key = f"{dtype} {form.count} experts of {rows} rows, {n} columns, dim {dim}, outer {outer}"
+        inner = rows_of.check_capacity((form.count, rows, n), args.dim, args.outer, world, OP)
+        if args.dim == 1 and inner >= rows_of.FEW_ROWS:
+            runs = rows_of.even_runs(form.count, args.outer, world, inner)
+        key = f"{dtype} {form.count} experts of {rows} rows, {n} columns, dim {args.dim}, outer {args.outer}"
         full = True
     else:
-        positions = rows_of.check_positions(positions, rows, sum(input_splits), op)
+        positions = rows_of.check_positions(positions, rows, sum(input_splits), OP)
         distinct = positions is None or rows_of.distinct(positions, sum(input_splits))
         runs = rows_of.find_runs(positions, form.ranges, input_splits) if distinct else None
         key = f"{dtype} dropless, {n} columns"
         full = distinct and form.used == sum(input_splits)
-    whole = keep_product or runs is None or product != "mm"
-    plan = PlanShape.of_any_size(op, order, world).plan(rank)
+    whole = args.keep_product or runs is None or product != "mm"
+    plan = PlanShape.of_any_size(OP, args.order, world).plan(rank)
     even = Splits.even(world, part[0] * part[1] if form.ranges is None else 0)
     width = (n := part[2]) * dtype.itemsize
-    with workspace.call(op, site, f"{key}, {plan.agreement}", even.most * width) as call:
+    with workspace.call(OP, args.site, f"{key}, {plan.agreement}", even.most * width) as call:
         splits = even
         if form.ranges is not None:
-            splits = Splits.agree(call, input_splits, output_splits)
+            splits = Splits.agree(call, input_splits, args.output_splits)
             call.reserve(splits.most * width)
-        p = ex.product_of(x, w, bias, operands, product, form) if whole else x[0].new_empty(0)
+        p = ex.product_of(x, w, bias, args.operands, product, form) if whole else x[0].new_empty(0)
         route = None if form.ranges is None or not whole else _Route(p, positions, input_splits, full)
         out = x[0].new_empty((splits.rows(rank), n), dtype=dtype)
         mine = call.tensor(rank, 0, out.shape, dtype)
@@ -156,7 +134,7 @@ def _cpu(
             if route is not None:
                 route.store(there, dest)
             elif whole:
-                mine_of = rows_of.parts(p, dim, outer, world)[dest]
+                mine_of = rows_of.parts(p, args.dim, args.outer, world)[dest]
                 there.view(mine_of.shape).copy_(mine_of)
             else:
                 assert runs is not None
@@ -173,7 +151,13 @@ def _cpu(
 
         run_exchange(plan, call, store, arrived)
     y = out if form.ranges is not None else out.view(world, *part)
-    return [y, p] if keep_product else [y]
+    return [y, p] if args.keep_product else [y]
+
+
+def _cuda(args: ExpertMatmulAllToAll) -> Any:
+    from autofuse.lowering.gpu.experts.call import run_combine
+
+    return run_combine(args)
 
 
 class _Route:
@@ -214,52 +198,78 @@ def _result_dtype(x: Tensor, operands: list[Tensor], product: str) -> torch.dtyp
     return epilogue(p, [o.to("meta") for o in operands], product).dtype
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    x, w, bias, operands, product, experts, offsets, positions = inputs[:8]
-    ctx.counts, ctx.product, ctx.experts = (len(x), len(w), len(bias), len(operands)), product, experts
-    ctx.output_splits, ctx.input_splits, ctx.dim, ctx.outer, _, ctx.group_name, ctx.order, ctx.site = inputs[
-        8:
-    ]
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*x, *w, *bias, *operands, offsets, positions)
-
-
-def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
-    *saved, offsets, positions = ctx.saved_tensors
-    x, w, bias, operands = ex.cut(saved, ctx.counts)
+def _backward(ctx: Any, args: ExpertMatmulAllToAll, grads: list[Tensor | None]) -> dict[str, Any]:
+    x, w, operands = args.x, args.w, args.operands
     of_y, of_p = (*grads, None)[:2]
-    needs = ctx.needs_input_grad
-    dx: list[Tensor | None] = [None] * len(x)
-    of_operands: list[Tensor | None] = [None] * len(operands)
-    if of_y is not None and of_p is None and ctx.product == "mm":
-        *dx, g = torch.ops.autofuse.all_to_all_expert_matmul(
-            of_y.contiguous(), ex.transposed(w), [], ctx.experts, offsets, positions, ctx.input_splits,
-            ctx.output_splits, ctx.dim, ctx.outer, True, ctx.group_name, ctx.order, ctx.site + "'",
+    found: dict[str, Any] = {}
+    # The gradient goes back the way that the rows came.
+    way = (args.positions, args.input_splits, args.output_splits, args.dim, args.outer)
+    if of_y is not None and of_p is None and args.product == "mm":
+        *found["x"], g = torch.ops.autofuse.all_to_all_expert_matmul(
+            of_y.contiguous(), ex.transposed(w), [], args.experts, args.offsets, *way, True, args.group_name,
+            args.order, args.site + "'",
         )  # fmt: skip
-        form = ex.Experts.of(
-            w, ctx.experts, offsets, bool(ctx.input_splits), g.shape[-2], "expert_matmul_all_to_all"
-        )
+        form = args.form(g.shape[-2])
     else:
         g = of_p
         if of_y is not None:
-            back = rows_of.dispatch_rows(
-                of_y, positions, ctx.input_splits, ctx.output_splits, ctx.dim, ctx.outer, ctx.group_name
-            )
+            back = rows_of.dispatch_rows(of_y, *way, args.group_name)
             g = back if g is None else g + back
         assert g is not None
-        form = ex.Experts.of(
-            w, ctx.experts, offsets, bool(ctx.input_splits), g.shape[-2], "expert_matmul_all_to_all"
-        )
-        g, of_operands = epilogue_backward(g, operands, ctx.product, x[0].dtype, needs[3])
-        if any(needs[0]):
-            dx = [*ex.input_gradients(g, w, form)]
+        form = args.form(g.shape[-2])
+        g, found["operands"] = epilogue_backward(g, operands, args.product, x[0].dtype, ctx.needs.operands)
+        if any(ctx.needs.x):
+            found["x"] = ex.input_gradients(g, w, form)
     terms = len(x) // form.count if form.listed and form.ranges is None else len(x)
     every = form.split(g) * terms
-    dw = ex.weight_gradients(x, every, form) if any(needs[1]) else [None] * len(w)
-    # autograd takes an empty list of numbers for a list of tensors
-    of_bias = ex.bias_gradients(every, bias, form)
-    none: list[None] | None = None if ctx.input_splits else []
-    return dx, dw, of_bias, of_operands, *[None] * 4, none, none, *[None] * 6
+    if any(ctx.needs.w):
+        found["w"] = ex.weight_gradients(x, every, form)
+    return found | {"bias": ex.bias_gradients(every, args.bias, form)}
 
 
-register(FusedOp(_SCHEMA, _fake, reference, _cpu, None, _setup_context, _backward, combine_on_gpu))
+LISTED: Gap[Any] = Gap(
+    lambda args: args.experts != 0,
+    "GPU kernels take experts that are multiplied together",
+    "stack their weights: `bmm`, or `grouped_mm`",
+)
+NO_ROWS: Gap[Any] = Gap(
+    lambda args: args.dim != 1 if not args.input_splits else args.offsets is None,
+    "GPU kernels exchange equal parts of rows",
+    "give all experts as many rows from every rank, or multiply them with `grouped_mm`",
+)
+
+register(
+    FusedOp(
+        name=OP,
+        arguments=ExpertMatmulAllToAll,
+        returns="Tensor[]",
+        family=Family.PRODUCE,
+        replaces="all_to_all",
+        fake=_fake,
+        reference=reference,
+        cpu=_cpu,
+        backward=_backward,
+        cuda=_cuda,
+        exchanged=lambda args: args.x[0].dtype,
+        gpu_gaps=(
+            LISTED,
+            Gap(
+                lambda args: args.product != "mm" or args.terms > MOST_TERMS,
+                f"GPU kernels send a sum of up to {MOST_TERMS} matmuls as it is, "
+                "not {0.product!r} of {0.terms}",
+                "move scales and casts behind the collective",
+            ),
+            Gap(
+                lambda args: any(b.numel() for b in args.bias[1:]),
+                "GPU kernels add the bias of one matmul, the first",
+                "add the others behind the collective",
+            ),
+            Gap(
+                lambda args: args.keep_product,
+                "the matmul is read elsewhere, too",
+                "read the result of the collective instead, if that will do",
+            ),
+            NO_ROWS,
+        ),
+    )
+)

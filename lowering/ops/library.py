@@ -1,102 +1,237 @@
-"""The operator library `autofuse::` and the one record that declares a fused op."""
+"""The operator library `autofuse::` and the one record that says what a fused op is."""
 
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from functools import cached_property, partial
+from typing import Annotated, Any, Generic, TypeAlias, TypeVar, get_args, get_origin, get_type_hints
 
 import torch
+from torch import Tensor
 
 from autofuse.lowering.cpu.rendezvous import NotShared
 from autofuse.lowering.cpu.workspace import SharedMemoryFull
+from autofuse.lowering.gpu.support import has_triton
 from autofuse.lowering.orders import PlanShape
+from autofuse.lowering.plan import FAMILIES, Family
 from autofuse.lowering.torch_internals import register_autograd, resolve_group
 
 log = logging.getLogger(__name__)
 
 LIBRARY = torch.library.Library("autofuse", "DEF")
 
-FUSED_OPS: dict[str, "FusedOp"] = {}
+FUSED_OPS: dict[str, "FusedOp[Any]"] = {}
 """The registered ops by name."""
+
+COMMON = ("group_name", "order", "site")
+"""The fields that end every record of arguments."""
+
+SymInt: TypeAlias = Annotated[int, "SymInt"]
+"""A size. While a graph is traced, a symbol may stand for it."""
+
+SymInts: TypeAlias = Annotated[list[int], "SymInt[]"]
+
+_SCHEMA_TYPES: dict[Any, str] = {
+    Tensor: "Tensor",
+    list[Tensor]: "Tensor[]",
+    Tensor | None: "Tensor?",
+    torch.dtype: "ScalarType",
+    bool: "bool",
+    list[bool]: "bool[]",
+    int: "int",
+    str: "str",
+}
 
 _warned: set[str] = set()
 
+A = TypeVar("A", bound=tuple[Any, ...])
+
 
 @dataclass(frozen=True)
-class FusedOp:
-    """Everything that `register` needs to know of an op; its functions take its arguments, the group by name.
+class Gap(Generic[A]):
+    """A kind of arguments that the GPU kernels of an op do not take.
 
     Attributes:
-        schema: name, arguments and returns; the last arguments are `Any group_name, str order, str site`. The
-            group is a name or, from a graph that is compiled on one rank for all, a ProcessGroup.
-        fake: shapes and dtypes of the result; safe for symbolic sizes.
-        reference: the op with plain functional collectives; any backend, any device.
-        cpu: runs the plan over shared memory; returns NotImplemented for what it leaves to the reference; all
-            ranks must decide that alike.
-        cuda: as `cpu`, on GPUs of one host; None where there is no kernel yet.
-        plan_shape: what the plans that `cpu` runs are made from, of tensors shapes and dtypes alone; None
-            where that is `PlanShape.of_any_size`.
-        setup_context, backward: as `torch.library.register_autograd` takes them; None if it has no gradient.
+        holds: whether given arguments are of that kind. It reads options, dtypes, and numbers of tensors and
+            dims, but no sizes: the arguments may be those of a graph, where sizes are symbols.
+        why: the detail of a report; may have fields of the arguments, as `{0.product!r}`.
+        remedy: what the guide tells a user to do.
     """
 
-    schema: str
-    fake: Callable[..., Any]
-    reference: Callable[..., Any]
-    cpu: Callable[..., Any]
-    plan_shape: Callable[..., PlanShape] | None
-    setup_context: Callable[..., None] | None
-    backward: Callable[..., Any] | None
-    cuda: Callable[..., Any] | None = None
-
-    @property
-    def name(self) -> str:
-        return self.schema.partition("(")[0]
+    holds: Callable[[A], bool]
+    why: str
+    remedy: str
 
 
-def register(op: FusedOp) -> None:
+@dataclass(frozen=True, kw_only=True)
+class FusedOp(Generic[A]):
+    """Everything that is to be known of an op. Its functions take its arguments as one record.
+
+    Attributes:
+        name: the op is `torch.ops.autofuse.<name>`.
+        arguments: the record, a NamedTuple: names and types of its fields are those of the schema. Its last
+            fields are `group_name: str`, `order: str` and `site: str`.
+        returns: the type of the result in the schema.
+        family: how plans of the op move data.
+        replaces: the collective that the op stands for; the cost model has its constants.
+        fake: shapes and dtypes of the result; safe for symbolic sizes.
+        reference: the op with plain functional collectives; any backend, any device.
+        cpu: runs the plan over shared memory; returns NotImplemented for what it leaves to the reference. All
+            ranks must decide alike.
+        plan_shape: what the plans that `cpu` runs are made from, of shapes and dtypes of tensors alone; None
+            where that is `PlanShape.of_any_size`.
+        backward: `(ctx, arguments, gradient of the result) -> gradients by name of the argument`. An argument
+            that the dict does not name has none. `ctx.needs` is a record that says for each argument whether a
+            gradient is needed. None for an op without a gradient.
+        save: `(ctx, arguments, result) -> arguments by name` that `backward` gets in place of those given; None
+            or [] for tensors that it does not read. By default all are kept. May set attributes of `ctx`.
+        cuda: as `cpu`, on GPUs of one host; called with arguments in which `gpu_gap` finds no gap. None where
+            there is no kernel. Imports its kernels when it is called: they need Triton.
+        exchanged: the dtype that moves between the ranks, of an op that has kernels for GPUs.
+        gpu_dtypes: what `exchanged` may be on GPUs.
+        gpu_gaps: all else that the GPU kernels do not take. Sizes are no matter of gaps: for those that it
+            leaves to the reference, `cuda` returns NotImplemented.
+    """
+
+    name: str
+    arguments: type[A]
+    returns: str
+    family: Family
+    replaces: str
+    fake: Callable[[A], Any]
+    reference: Callable[[A], Any]
+    cpu: Callable[[A], Any]
+    plan_shape: Callable[[A], PlanShape] | None = None
+    backward: Callable[[Any, A, Any], dict[str, Any]] | None = None
+    save: Callable[[Any, A, Any], dict[str, Any]] | None = None
+    cuda: Callable[[A], Any] | None = None
+    exchanged: Callable[[A], torch.dtype] | None = None
+    gpu_dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
+    gpu_gaps: tuple[Gap[A], ...] = ()
+
+    @cached_property
+    def schema(self) -> str:
+        """The schema as torch takes it. It follows from the record, so that the two cannot differ."""
+        hints = get_type_hints(self.arguments, include_extras=True)
+        assert tuple(hints)[-3:] == COMMON, f"the arguments of {self.name} must end with {COMMON}"
+        given = ", ".join(f"{_schema_type(name, hint)} {name}" for name, hint in hints.items())
+        return f"{self.name}({given}) -> {self.returns}"
+
+    def parse(self, given: tuple[Any, ...]) -> A:
+        """The record of positional arguments. A graph that one rank compiles for all passes the group itself
+        where others pass its name; the record has the name."""
+        group = given[-3]
+        if not isinstance(group, str):
+            given = (*given[:-3], resolve_group(group).group_name, *given[-2:])
+        return self.arguments(*given)
+
+    def gpu_gap(self, given: A) -> str:
+        """Why the GPU kernels do not take these arguments, dtypes apart; empty if they do."""
+        if self.cuda is None:
+            return "this op has no kernel for GPUs yet"
+        for gap in self.gpu_gaps:
+            if gap.holds(given):
+                return gap.why.format(given)
+        return ""
+
+    def gpu_dtype_gap(self, given: A) -> str:
+        """Why they do not take the dtype that is exchanged; empty if they do."""
+        dtype = self.exchanged(given) if self.exchanged is not None else None
+        if dtype is None or dtype in self.gpu_dtypes:
+            return ""
+        *most, last = map(dtype_name, self.gpu_dtypes)
+        return f"{dtype_name(dtype)} is exchanged; GPU kernels take {', '.join(most)} and {last}"
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _schema_type(name: str, hint: Any) -> str:
+    if name == "group_name":
+        return "Any"
+    if get_origin(hint) is Annotated:
+        return str(get_args(hint)[1])
+    return _SCHEMA_TYPES[hint]
+
+
+def register(op: FusedOp[A]) -> None:
     """Defines `torch.ops.autofuse.<name>`: the plan on CPU ranks and GPUs of one host, elsewhere the
     reference."""
 
-    def reference(*args: Any) -> Any:
-        return op.reference(*_group_by_name(args))
+    def reference(*given: Any) -> Any:
+        return op.reference(op.parse(given))
 
-    def planned(run: Callable[..., Any], *args: Any) -> Any:
-        args = _group_by_name(args)
+    def planned(run: Callable[[A], Any], *given: Any) -> Any:
+        arguments = op.parse(given)
         try:
-            result = run(*args)
+            result = run(arguments)
             if result is not NotImplemented:
                 return result
         except (NotShared, SharedMemoryFull) as error:
             if str(error) not in _warned:
                 _warned.add(str(error))
                 log.warning("autofuse::%s runs unfused: %s", op.name, error)
-        return op.reference(*args)
+        return op.reference(arguments)
+
+    def on_gpu(arguments: A) -> Any:
+        if not has_triton() or op.gpu_gap(arguments) or op.gpu_dtype_gap(arguments):
+            return NotImplemented
+        assert op.cuda is not None
+        return op.cuda(arguments)
 
     FUSED_OPS[op.name] = op
+    FAMILIES[op.name] = op.family
     LIBRARY.define(op.schema)
     devices: dict[str, Callable[..., Any]] = {
         "CPU": partial(planned, op.cpu),
-        "CUDA": reference if op.cuda is None else partial(planned, op.cuda),
+        "CUDA": reference if op.cuda is None else partial(planned, on_gpu),
         "XPU": reference,
         "PrivateUse1": reference,
     }
     for device, run in devices.items():
         LIBRARY.impl(op.name, run, device)
     qualified = f"autofuse::{op.name}"
-    torch.library.register_fake(qualified, lambda *args: op.fake(*_group_by_name(args)), lib=LIBRARY)
-    if op.setup_context is None or op.backward is None:
-        return
-    setup_context = op.setup_context
-    register_autograd(
-        LIBRARY,
-        getattr(torch.ops.autofuse, op.name).default,
-        op.backward,
-        lambda ctx, inputs, output: setup_context(ctx, _group_by_name(inputs), output),
-        devices,
+    torch.library.register_fake(qualified, lambda *given: op.fake(op.parse(given)), lib=LIBRARY)
+    if op.backward is not None:
+        overload = getattr(torch.ops.autofuse, op.name).default
+        register_autograd(LIBRARY, overload, partial(_backward, op), partial(_setup_context, op), devices)
+
+
+# --- Autograd -----------------------------------------------------------------------------------------
+
+
+def _setup_context(op: FusedOp[A], ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    given = op.parse(inputs)
+    # For an argument without a gradient autograd expects None, for a list of tensors a list of None. It takes
+    # an empty list of numbers for a list of tensors.
+    ctx.no_gradients = [[None] * len(v) if _is_tensors(v) else None for v in given]
+    kept = given if op.save is None else given._replace(**op.save(ctx, given, output))  # type: ignore[attr-defined]
+    ctx.set_materialize_grads(False)
+    ctx.places = []
+    tensors: list[Tensor] = []
+    for value in kept:
+        several = _is_tensors(value)
+        held = value if several else [value] if isinstance(value, Tensor) else None
+        ctx.places.append((value, None, False) if held is None else (None, len(held), several))
+        tensors += held or []
+    ctx.save_for_backward(*tensors)
+
+
+def _backward(op: FusedOp[A], ctx: Any, grad: Any) -> tuple[Any, ...]:
+    tensors = iter(ctx.saved_tensors)
+    values: list[Any] = []
+    for value, count, several in ctx.places:
+        held = [] if count is None else [next(tensors) for _ in range(count)]
+        values.append(value if count is None else held if several else held[0])
+    ctx.needs = op.arguments(*ctx.needs_input_grad)
+    assert op.backward is not None
+    found = op.backward(ctx, op.arguments(*values), grad)
+    return tuple(
+        found.get(name, nothing)
+        for name, nothing in zip(op.arguments._fields, ctx.no_gradients, strict=True)  # type: ignore[attr-defined]
     )
 
 
-def _group_by_name(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    group = args[-3]
-    return args if isinstance(group, str) else (*args[:-3], resolve_group(group).group_name, *args[-2:])
+def _is_tensors(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and all(isinstance(t, Tensor) for t in value)

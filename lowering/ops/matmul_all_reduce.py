@@ -10,119 +10,101 @@
 With `avg` both sums are means. With `keep_product` P is returned too and its own gradient is added to G.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from autofuse.lowering.cpu.reduce_executor import reduce_plan_shape, run_reduce
-from autofuse.lowering.ops.gpu import reduce_on_gpu
-from autofuse.lowering.ops.library import FusedOp, register
-from autofuse.lowering.orders import PlanShape
+from autofuse.lowering.ops.library import FusedOp, Gap, register
+from autofuse.lowering.plan import Family
 from autofuse.lowering.reference.layout import all_reduce
 from autofuse.lowering.reference.product import product_backward, product_reference
 from autofuse.lowering.torch_internals import group_size
 
-_SCHEMA = (
-    "matmul_all_reduce(Tensor[] x, Tensor[] w, Tensor[] operands, str product, str reduce_op, "
-    "bool keep_product, Any group_name, str order, str site) -> Tensor[]"
-)
+OP = "matmul_all_reduce"
 
 
-def _fake(
-    x: list[Tensor],
-    w: list[Tensor],
-    operands: list[Tensor],
-    product: str,
-    reduce_op: str,
-    keep_product: bool,
-    group_name: str,
-    order: str,
-    site: str,
-) -> list[Tensor]:
-    p = product_reference(x, w, operands, product)
-    return [p.new_empty(p.shape) for _ in range(1 + keep_product)]
+class MatmulAllReduce(NamedTuple):
+    """The arguments of the op."""
+
+    x: list[Tensor]
+    w: list[Tensor]
+    operands: list[Tensor]
+    product: str
+    reduce_op: str
+    keep_product: bool
+    group_name: str
+    order: str
+    site: str
+
+    @property
+    def terms(self) -> int:
+        return len(self.x)
+
+    @property
+    def dim(self) -> int:
+        """The dim along which a reduce_scatter cuts; nothing is cut here."""
+        return 0
+
+    @property
+    def outer(self) -> int:
+        return 1
 
 
-def _reference(
-    x: list[Tensor],
-    w: list[Tensor],
-    operands: list[Tensor],
-    product: str,
-    reduce_op: str,
-    keep_product: bool,
-    group_name: str,
-    order: str,
-    site: str,
-) -> list[Tensor]:
-    p = product_reference(x, w, operands, product)
-    reduced = all_reduce(p, reduce_op, group_size(group_name), group_name)
-    return [reduced, p] if keep_product else [reduced]
+def _fake(args: MatmulAllReduce) -> list[Tensor]:
+    p = product_reference(args.x, args.w, args.operands, args.product)
+    return [p.new_empty(p.shape) for _ in range(1 + args.keep_product)]
 
 
-def _cpu(
-    x: list[Tensor],
-    w: list[Tensor],
-    operands: list[Tensor],
-    product: str,
-    reduce_op: str,
-    keep_product: bool,
-    group_name: str,
-    order: str,
-    site: str,
-) -> Any:
-    return run_reduce(
-        "matmul_all_reduce", x, w, operands, product, reduce_op, 0, 1, keep_product, group_name, order, site
-    )
+def _reference(args: MatmulAllReduce) -> list[Tensor]:
+    p = product_reference(args.x, args.w, args.operands, args.product)
+    reduced = all_reduce(p, args.reduce_op, group_size(args.group_name), args.group_name)
+    return [reduced, p] if args.keep_product else [reduced]
 
 
-def _cuda(
-    x: list[Tensor],
-    w: list[Tensor],
-    operands: list[Tensor],
-    product: str,
-    reduce_op: str,
-    keep_product: bool,
-    group_name: str,
-    order: str,
-    site: str,
-) -> Any:
-    return reduce_on_gpu(
-        "matmul_all_reduce", x, w, product, reduce_op, 0, 1, keep_product, group_name, order, site
-    )
+def _cuda(args: MatmulAllReduce) -> Any:
+    from autofuse.lowering.gpu.dense.call import run_reduce
+
+    return run_reduce(OP, args)
 
 
-def _plan_shape(
-    x: list[Tensor],
-    w: list[Tensor],
-    operands: list[Tensor],
-    product: str,
-    reduce_op: str,
-    keep_product: bool,
-    group_name: str,
-    order: str,
-    site: str,
-) -> PlanShape:
-    return reduce_plan_shape("matmul_all_reduce", x, w, operands, product, 0, 1, group_name, order)
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    x, w, operands, product, reduce_op, _, group_name, _, _ = inputs
-    ctx.counts = len(x), len(operands)
-    ctx.product, ctx.reduce_op, ctx.group_name = product, reduce_op, group_name
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*x, *w, *operands)
-
-
-def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
-    terms, _ = ctx.counts
-    saved = list(ctx.saved_tensors)
-    x, w, operands = saved[:terms], saved[terms : 2 * terms], saved[2 * terms :]
+def _backward(ctx: Any, args: MatmulAllReduce, grads: list[Tensor | None]) -> dict[str, Any]:
     of_y, of_p = (*grads, None)[:2]
     if of_y is not None:
-        of_y = all_reduce(of_y, ctx.reduce_op, group_size(ctx.group_name), ctx.group_name)
+        of_y = all_reduce(of_y, args.reduce_op, group_size(args.group_name), args.group_name)
     g = of_p if of_y is None else of_y if of_p is None else of_y + of_p
     assert g is not None  # autograd runs a backward only if an output has a gradient
-    return *product_backward(g, x, w, operands, ctx.product, ctx.needs_input_grad[:3]), *[None] * 6
+    dx, dw, of_operands = product_backward(g, args.x, args.w, args.operands, args.product, ctx.needs[:3])
+    return {"x": dx, "w": dw, "operands": of_operands}
 
 
-register(FusedOp(_SCHEMA, _fake, _reference, _cpu, _plan_shape, _setup_context, _backward, _cuda))
+REDUCE_GAPS: tuple[Gap[Any], ...] = (
+    Gap(
+        lambda args: args.product != "mm" or args.terms != 1,
+        "GPU kernels reduce one matmul as it is, not {0.product!r} of {0.terms}",
+        "move scales, biases and casts behind the collective",
+    ),
+    Gap(
+        lambda args: args.keep_product,
+        "the matmul is read elsewhere, too",
+        "read the result of the collective instead, if that will do",
+    ),
+)
+
+register(
+    FusedOp(
+        name=OP,
+        arguments=MatmulAllReduce,
+        returns="Tensor[]",
+        family=Family.REDUCE,
+        replaces="all_reduce",
+        fake=_fake,
+        reference=_reference,
+        cpu=lambda args: run_reduce(OP, args),
+        plan_shape=lambda args: reduce_plan_shape(OP, args),
+        backward=_backward,
+        cuda=_cuda,
+        exchanged=lambda args: args.x[0].dtype,
+        gpu_gaps=REDUCE_GAPS,
+    )
+)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from autofuse.lowering.cpu.exchange_executor import Size
+from autofuse.lowering.reference.layout import Size
 from autofuse.native_kernels.cpu.embedding import Bags, expand_bags, scatter_bags, used_indices
 
 

@@ -13,7 +13,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from autofuse.lowering.cpu.exchange_executor import Size, all_to_all
+from autofuse.lowering.reference.layout import Size, all_to_all
 
 LAYOUTS = ("bsc", "sbc", "bstd", "stbd", "sbtd")
 

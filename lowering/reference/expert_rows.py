@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autofuse.lowering.cpu.exchange_executor import Size, all_to_all
+from autofuse.lowering.reference.layout import Size, all_to_all
 from autofuse.lowering.torch_internals import group_size
 
 FEW_ROWS = 256

@@ -32,7 +32,7 @@ class GpuCall:
 class ByName:
     """The ways of ops that have kernels, as `autofuse.bench.gpu.named_ways` asks for them.
 
-    calls: by op, from its arguments to the call; None for what the kernels decline.
+    calls: by op, from the record of its arguments to the call; None for what the kernels decline.
     """
 
     calls: Mapping[str, Callable[..., GpuCall | None]]
@@ -48,7 +48,8 @@ class ByName:
         """What the op returns. RuntimeError in a way that cannot be captured."""
         call = self._found(op, arguments)
         if ways_of(call.problem)[name] is None:
-            return FUSED_OPS[op].reference(*arguments) if call.unfused is None else call.unfused()
+            fused_op = FUSED_OPS[op]
+            return fused_op.reference(fused_op.parse(arguments)) if call.unfused is None else call.unfused()
         found = call.run(name)
         if found is None:
             raise RuntimeError(f"{op}: {name} cannot be captured before it has run")
@@ -71,7 +72,11 @@ class ByName:
         return call
 
     def _find(self, op: str, arguments: tuple[Any, ...]) -> GpuCall | None:
+        fused_op = FUSED_OPS[op]
+        given = fused_op.parse(arguments)
+        if fused_op.gpu_gap(given) or fused_op.gpu_dtype_gap(given):
+            return None
         try:
-            return self.calls[op](*arguments)
+            return self.calls[op](given)
         except NotShared:
             return None

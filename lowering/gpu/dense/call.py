@@ -1,7 +1,6 @@
-"""The dense ops on GPUs, as `FusedOp.cuda` calls them: check, choose a way, run it.
+"""The dense ops on GPUs, as `FusedOp.cuda` calls them: choose a way, run it.
 
-What they do not have returns NotImplemented, and the reference runs. Of arguments only such decide that are
-equal on all ranks.
+`FusedOp.gpu_gap` has found no gap in the arguments. An empty matrix returns NotImplemented: the reference runs.
 """
 
 from __future__ import annotations
@@ -15,6 +14,9 @@ from torch import Tensor
 from autofuse import config
 from autofuse.lowering.gpu.choice.choose import way_of
 from autofuse.lowering.gpu.memory.workspace import GpuWorkspace, current, workspace_for
+from autofuse.lowering.ops.all_gather_matmul import AllGatherMatmul
+from autofuse.lowering.ops.matmul_all_reduce import MatmulAllReduce
+from autofuse.lowering.ops.matmul_reduce_scatter import MatmulReduceScatter
 
 from .measure import measure_once
 from .run import Gather, Reduction, problem_of
@@ -23,21 +25,11 @@ MOST_CALLS = 4096
 """Kinds of calls that are kept, of one group."""
 
 
-def run_reduce(
-    op: str,
-    x: list[Tensor],
-    w: list[Tensor],
-    product: str,
-    reduce_op: str,
-    dim: int,
-    outer: int,
-    keep_product: bool,
-    group_name: str,
-    order: str,
-    site: str,
-) -> Any:
+def run_reduce(op: str, args: MatmulAllReduce | MatmulReduceScatter) -> Any:
     """matmul_all_reduce and matmul_reduce_scatter of one matmul, without an epilogue."""
-    if len(x) != 1 or product != "mm" or keep_product or not _usable(x[0]):
+    x, w, reduce_op, dim, outer = args.x, args.w, args.reduce_op, args.dim, args.outer
+    group_name, order, site = args.group_name, args.order, args.site
+    if not x[0].numel():
         return NotImplemented
     with current(x[0].device):
         workspace = workspace_for(group_name, x[0].device)
@@ -58,21 +50,12 @@ def run_reduce(
         return [reduction(a, b)]
 
 
-def run_gather(
-    x: Tensor,
-    w: list[Tensor],
-    bias: list[Tensor],
-    dim: int,
-    outer: int,
-    keep_gathered: bool,
-    group_name: str,
-    order: str,
-    site: str,
-) -> Any:
+def run_gather(args: AllGatherMatmul) -> Any:
     """all_gather_matmul of rows, with a bias [N] or none a weight."""
-    biases = [b if b.numel() else None for b in bias] or [None] * len(w)
-    rows = all(b is None or b.shape == (wi.shape[1],) for b, wi in zip(biases, w, strict=True))
-    if dim != 0 or not rows or not _usable(x):
+    x, w, dim, outer, keep_gathered = args.x, args.w, args.dim, args.outer, args.keep_gathered
+    group_name, site = args.group_name, args.site
+    biases = [args.bias_of(i) for i in range(len(w))]
+    if not x.numel():
         return NotImplemented
     with current(x.device):
         workspace = workspace_for(group_name, x.device)
@@ -94,10 +77,6 @@ def run_gather(
             if settled:
                 _keep(workspace, kind, gather)
         return gather(part, w, biases)
-
-
-def _usable(x: Tensor) -> bool:
-    return x.dtype in (torch.bfloat16, torch.float16) and x.numel() > 0
 
 
 def _keep(workspace: GpuWorkspace, kind: Hashable, call: Any) -> None:

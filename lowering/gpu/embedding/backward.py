@@ -13,6 +13,7 @@ from torch import Tensor
 from autofuse.lowering.gpu.choice.calls import GpuCall
 from autofuse.lowering.gpu.dense.run import first_compile
 from autofuse.lowering.gpu.memory.workspace import GpuWorkspace, workspace_of
+from autofuse.lowering.ops.all_to_all_embedding_bag_backward import AllToAllEmbeddingBagBackward
 from autofuse.lowering.reference import embedding_layout as layouts
 from autofuse.lowering.torch_internals import resolve_group
 from autofuse.native_kernels.gpu.memory import Need
@@ -36,48 +37,28 @@ from .ways import (
 )
 
 
-def run_embedding_backward(*args: Any) -> Any:
-    """The op, with its arguments; NotImplemented for what is left to the reference."""
-    return run_exchange(embedding_backward_call(*args))
+def run_embedding_backward(args: AllToAllEmbeddingBagBackward) -> Any:
+    """The op; NotImplemented for what is left to the reference."""
+    return run_exchange(embedding_backward_call(args))
 
 
-def embedding_backward_call(
-    grad: Tensor,
-    indices: list[Tensor],
-    offsets: list[Tensor],
-    per_sample_weights: list[Tensor],
-    num_embeddings: list[int],
-    dims: list[int],
-    mode: int,
-    include_last_offset: bool,
-    padding_idx: int,
-    dtype: torch.dtype,
-    sparse: list[bool],
-    columns: list[int],
-    layout: str,
-    keep_exchanged: bool,
-    group_name: str,
-    order: str,
-    site: str,
-) -> GpuCall | None:
+def embedding_backward_call(args: AllToAllEmbeddingBagBackward) -> GpuCall | None:
     """The op as the kernel takes it; None for what is left to the reference."""
-    bags = offsets[0].shape[0] - include_last_offset
-    layouts.check(BACKWARD, layout, bags, columns, dims, resolve_group(group_name).rank())
-    if grad.dtype not in DTYPE_BITS or dtype not in DTYPE_BITS or not bags or not sum(columns):
+    grad, columns, layout, bags = args.grad, args.columns, args.layout, args.batch
+    layouts.check(BACKWARD, layout, bags, columns, args.dims, resolve_group(args.group_name).rank())
+    if args.dtype not in DTYPE_BITS or not bags or not sum(columns):
         return None
-    if any(sparse):
-        return None
-    workspace = workspace_of(group_name, grad)
+    workspace = workspace_of(args.group_name, grad)
     problem = ExchangeProblem(
         bags // workspace.world, tuple(columns), layout, grad.dtype, workspace.programs, BACKWARD
     )
 
     def run(way: str) -> list[Tensor] | None:
         tables = gradients_of(
-            num_embeddings, dims, dtype, indices, offsets, per_sample_weights, mode, include_last_offset,
-            padding_idx,
+            args.num_embeddings, args.dims, args.dtype, args.indices, args.offsets, args.per_sample_weights,
+            args.mode, args.include_last_offset, args.padding_idx,
         )  # fmt: skip
-        return exchange_backward(workspace, way, problem, tables, grad, keep_exchanged, site)
+        return exchange_backward(workspace, way, problem, tables, grad, args.keep_exchanged, args.site)
 
     return GpuCall(workspace, problem, run)
 

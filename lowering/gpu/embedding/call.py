@@ -1,4 +1,4 @@
-"""embedding_bag_all_to_all on GPUs, as `FusedOp.cuda` calls it: check, choose a way, run it.
+"""embedding_bag_all_to_all on GPUs, as `FusedOp.cuda` calls it: check sizes, choose a way, run it.
 
 Of arguments only such decide that are equal on all ranks. Number and dtypes of a rank's own tables are to be
 what they are in every call like this one.
@@ -16,6 +16,7 @@ from autofuse.lowering.gpu.choice.calls import GpuCall
 from autofuse.lowering.gpu.choice.choose import chosen
 from autofuse.lowering.gpu.dense.run import first_compile
 from autofuse.lowering.gpu.memory.workspace import GpuWorkspace, current, workspace_of
+from autofuse.lowering.ops.embedding_bag_all_to_all import EmbeddingBagAllToAll
 from autofuse.lowering.reference import embedding_layout as layouts
 from autofuse.lowering.torch_internals import resolve_group
 from autofuse.native_kernels.gpu.memory import Need
@@ -34,9 +35,9 @@ from .ways import (
 )
 
 
-def run_embedding(*args: Any) -> Any:
-    """The op, with its arguments; NotImplemented for what is left to the reference."""
-    return run_exchange(embedding_call(*args))
+def run_embedding(args: EmbeddingBagAllToAll) -> Any:
+    """The op; NotImplemented for what is left to the reference."""
+    return run_exchange(embedding_call(args))
 
 
 def run_exchange(call: GpuCall | None) -> Any:
@@ -49,36 +50,23 @@ def run_exchange(call: GpuCall | None) -> Any:
     return NotImplemented if found is None else found
 
 
-def embedding_call(
-    weights: list[Tensor],
-    indices: list[Tensor],
-    offsets: list[Tensor],
-    per_sample_weights: list[Tensor],
-    mode: int,
-    include_last_offset: bool,
-    padding_idx: int,
-    dtype: torch.dtype,
-    columns: list[int],
-    layout: str,
-    group_name: str,
-    order: str,
-    site: str,
-) -> GpuCall | None:
+def embedding_call(args: EmbeddingBagAllToAll) -> GpuCall | None:
     """The op as the kernel takes it; None for what is left to the reference."""
-    bags = offsets[0].shape[0] - include_last_offset
-    layouts.check(OP, layout, bags, columns, [w.shape[1] for w in weights], resolve_group(group_name).rank())
-    if dtype not in DTYPE_BITS or not bags or not sum(columns):
+    weights, columns, layout, dtype, bags = args.weights, args.columns, args.layout, args.dtype, args.batch
+    layouts.check(OP, layout, bags, columns, args.dims, resolve_group(args.group_name).rank())
+    if not bags or not sum(columns):
         return None
     if any(w.dtype not in DTYPE_BITS for w in weights):
         return None
-    workspace = workspace_of(group_name, weights[0])
+    workspace = workspace_of(args.group_name, weights[0])
     problem = ExchangeProblem(bags // workspace.world, tuple(columns), layout, dtype, workspace.programs)
 
     def run(way: str) -> Tensor | None:
         tables = tables_of(
-            weights, indices, offsets, per_sample_weights, mode, include_last_offset, padding_idx
-        )
-        return exchange(workspace, way, problem, tables, site)
+            weights, args.indices, args.offsets, args.per_sample_weights, args.mode, args.include_last_offset,
+            args.padding_idx,
+        )  # fmt: skip
+        return exchange(workspace, way, problem, tables, args.site)
 
     return GpuCall(workspace, problem, run)
 

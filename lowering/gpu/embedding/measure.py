@@ -11,8 +11,9 @@ from autofuse.lowering.gpu.choice.choose import Point, keep
 from autofuse.lowering.gpu.choice.timer import Call
 from autofuse.lowering.gpu.dense.measure import time_ways
 from autofuse.lowering.gpu.memory.workspace import GpuWorkspace, workspace_for
-from autofuse.lowering.ops.all_to_all_embedding_bag_backward import reference as backward_reference
-from autofuse.lowering.ops.embedding_bag_all_to_all import reference
+from autofuse.lowering.ops import all_to_all_embedding_bag_backward, embedding_bag_all_to_all
+from autofuse.lowering.ops.all_to_all_embedding_bag_backward import AllToAllEmbeddingBagBackward
+from autofuse.lowering.ops.embedding_bag_all_to_all import EmbeddingBagAllToAll
 from autofuse.lowering.reference import embedding_layout
 from autofuse.native_kernels.triton.embedding_tables import Tables
 
@@ -68,20 +69,22 @@ def run(workspace: GpuWorkspace, way: str, problem: ExchangeProblem, tables: Tab
         found = exchange(workspace, way, problem, tables, "measure")
         if found is not None:
             return found
-    return reference(
-        list(tables.weights),
-        list(tables.indices),
-        list(tables.offsets),
-        list(tables.samples),
-        tables.mode,
-        tables.last,
-        tables.padding,
-        problem.dtype,
-        list(problem.columns),
-        problem.layout,
-        workspace.group_name,
-        "direct",
-        "measure",
+    return embedding_bag_all_to_all.reference(
+        EmbeddingBagAllToAll(
+            list(tables.weights),
+            list(tables.indices),
+            list(tables.offsets),
+            list(tables.samples),
+            tables.mode,
+            tables.last,
+            tables.padding,
+            problem.dtype,
+            list(problem.columns),
+            problem.layout,
+            workspace.group_name,
+            "direct",
+            "measure",
+        )
     )
 
 
@@ -99,24 +102,26 @@ def run_backward(
         found = exchange_backward(workspace, way, problem, gradients, grad, keep_exchanged, "measure")
         if found is not None:
             return found
-    return backward_reference(
-        grad,
-        list(tables.indices),
-        list(tables.offsets),
-        list(tables.samples),
-        [w.shape[0] for w in tables.weights],
-        tables.dims,
-        tables.mode,
-        tables.last,
-        tables.padding,
-        tables.weights[0].dtype,
-        [False] * len(tables.weights),
-        list(problem.columns),
-        problem.layout,
-        keep_exchanged,
-        workspace.group_name,
-        "direct",
-        "measure",
+    return all_to_all_embedding_bag_backward.reference(
+        AllToAllEmbeddingBagBackward(
+            grad,
+            list(tables.indices),
+            list(tables.offsets),
+            list(tables.samples),
+            [w.shape[0] for w in tables.weights],
+            list(tables.dims),
+            tables.mode,
+            tables.last,
+            tables.padding,
+            tables.weights[0].dtype,
+            [False] * len(tables.weights),
+            list(problem.columns),
+            problem.layout,
+            keep_exchanged,
+            workspace.group_name,
+            "direct",
+            "measure",
+        )
     )
 
 

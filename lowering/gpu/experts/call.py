@@ -1,7 +1,7 @@
-"""The expert ops on GPUs, as `FusedOp.cuda` calls them: check, choose a way, run it.
+"""The expert ops on GPUs, as `FusedOp.cuda` calls them: check sizes, choose a way, run it.
 
-Of arguments only such decide that are equal on all ranks. What is left out returns NotImplemented, and the
-reference runs: other dims than the rows, listed experts, epilogues.
+`FusedOp.gpu_gap` has found no gap in the arguments. For sizes that the kernels do not have NotImplemented is
+returned, and the reference runs. Only arguments decide that are equal on all ranks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from autofuse.lowering.gpu.choice.calls import GpuCall
 from autofuse.lowering.gpu.choice.choose import way_of
 from autofuse.lowering.gpu.dense.ways import CUBLAS_NCCL, DTYPES
 from autofuse.lowering.gpu.memory.workspace import current, workspace_of
-from autofuse.lowering.gpu.support import MOST_TERMS
+from autofuse.lowering.ops.all_to_all_expert_matmul import AllToAllExpertMatmul
+from autofuse.lowering.ops.expert_matmul_all_to_all import ExpertMatmulAllToAll
 from autofuse.lowering.reference.expert_rows import check_capacity
 
 from .dropless import dropless_combine, dropless_dispatch, dropless_problem_of
@@ -26,14 +27,14 @@ from .unfused import can_group, combine_unfused, dispatch_unfused
 from .ways import COMBINE, DISPATCH, ExpertProblem
 
 
-def run_combine(*args: Any) -> Any:
-    """expert_matmul_all_to_all, with its arguments."""
-    return _run(combine_call(*args))
+def run_combine(args: ExpertMatmulAllToAll) -> Any:
+    """expert_matmul_all_to_all; NotImplemented for what is left to the reference."""
+    return _run(combine_call(args))
 
 
-def run_dispatch(*args: Any) -> Any:
-    """all_to_all_expert_matmul, with its arguments."""
-    return _run(dispatch_call(*args))
+def run_dispatch(args: AllToAllExpertMatmul) -> Any:
+    """all_to_all_expert_matmul; NotImplemented for what is left to the reference."""
+    return _run(dispatch_call(args))
 
 
 def _run(call: GpuCall | None) -> Any:
@@ -50,40 +51,18 @@ def _run(call: GpuCall | None) -> Any:
     return NotImplemented if found is None else found
 
 
-def combine_call(
-    x: list[Tensor],
-    w: list[Tensor],
-    bias: list[Tensor],
-    operands: list[Tensor],
-    product: str,
-    experts: int,
-    offsets: Tensor | None,
-    positions: Tensor | None,
-    output_splits: list[int],
-    input_splits: list[int],
-    dim: int,
-    outer: int,
-    keep_product: bool,
-    group_name: str,
-    order: str,
-    site: str,
-) -> GpuCall | None:
-    """One batch of experts, whose rows are cut, as the kernels take it; None for what they do not have."""
-    if experts or len(x) > MOST_TERMS or product != "mm" or keep_product:
+def combine_call(args: ExpertMatmulAllToAll) -> GpuCall | None:
+    """One batch of experts as the kernels take it; None for sizes and dtypes that they do not have."""
+    x, w, outer, order, site = args.x, args.w, args.outer, args.order, args.site
+    if args.input_splits:
+        return _dropless_combine_call(args)
+    if not all(_usable(xi, w) for xi in x):
         return None
-    if any(b.numel() for b in bias[1:]):
-        return None
-    if input_splits:
-        return _dropless_combine_call(
-            x, w, bias, offsets, positions, output_splits, input_splits, group_name, site
-        )
-    if dim != 1 or not all(_usable(xi, w) for xi in x):
-        return None
-    workspace = workspace_of(group_name, x[0])
+    workspace = workspace_of(args.group_name, x[0])
     a = [xi.contiguous() for xi in x]
     check_capacity(a[0].shape, 1, outer, workspace.world, COMBINE)
     problem = of_sum(problem_of(COMBINE, a[0], w[0], workspace, outer), a, w)
-    biases = _biases(bias, w)
+    biases = _biases(args.bias, w)
 
     def run(way: str) -> list[Tensor] | None:
         out = combine(workspace, way, problem, a, w, biases[0], order, site)
@@ -92,28 +71,17 @@ def combine_call(
     return GpuCall(workspace, problem, run, (layouts(w), biases[0] is None, order))
 
 
-def _dropless_combine_call(
-    x: list[Tensor],
-    w: list[Tensor],
-    bias: list[Tensor],
-    offsets: Tensor | None,
-    positions: Tensor | None,
-    output_splits: list[int],
-    input_splits: list[int],
-    group_name: str,
-    site: str,
-) -> GpuCall | None:
+def _dropless_combine_call(args: ExpertMatmulAllToAll) -> GpuCall | None:
     """Of rows that fill the send buffer. Nothing but these checks may depend on how many a rank has."""
-    rows = x[0].shape[0]
-    if not all(_alike(xi, w) for xi in x) or rows != sum(input_splits):
-        return None
-    if offsets is None and rows % w[0].shape[0]:
+    x, w, site, group_name = args.x, args.w, args.site, args.group_name
+    output_splits, input_splits = args.output_splits, args.input_splits
+    if not all(_alike(xi, w) for xi in x) or x[0].shape[0] != sum(input_splits):
         return None
     workspace = workspace_of(group_name, x[0])
     a = [xi.contiguous() for xi in x]
-    ends, places = _vector(offsets, torch.int32), _vector(positions, torch.int64)
+    ends, places = _vector(args.offsets, torch.int32), _vector(args.positions, torch.int64)
     problem = of_sum(dropless_problem_of(COMBINE, a[0], w[0], workspace), a, w)
-    biases = _biases(bias, w)
+    biases = _biases(args.bias, w)
 
     def run(way: str) -> list[Tensor] | None:
         out = dropless_combine(
@@ -131,30 +99,14 @@ def _dropless_combine_call(
     return GpuCall(workspace, problem, run, variant, unfused if grouped else None)
 
 
-def dispatch_call(
-    x: Tensor,
-    w: list[Tensor],
-    bias: list[Tensor],
-    experts: int,
-    offsets: Tensor | None,
-    positions: Tensor | None,
-    output_splits: list[int],
-    input_splits: list[int],
-    dim: int,
-    outer: int,
-    keep_exchanged: bool,
-    group_name: str,
-    order: str,
-    site: str,
-) -> GpuCall | None:
-    """Batched experts, whose rows are cut, as the kernels take them; None for what they do not have."""
-    if input_splits and not experts:
-        return _dropless_dispatch_call(
-            x, w, bias, offsets, positions, output_splits, input_splits, keep_exchanged, group_name, site
-        )
-    if experts or dim != 1 or not _usable(x, w):
+def dispatch_call(args: AllToAllExpertMatmul) -> GpuCall | None:
+    """Batched experts as the kernels take them; None for sizes and dtypes that they do not have."""
+    x, w, outer, keep_exchanged, site = args.x, args.w, args.outer, args.keep_exchanged, args.site
+    if args.input_splits:
+        return _dropless_dispatch_call(args)
+    if not _usable(x, w):
         return None
-    workspace = workspace_of(group_name, x)
+    workspace = workspace_of(args.group_name, x)
     world, count, rows, k = x.shape
     if (world, count) != (workspace.world, w[0].shape[0]):
         raise ValueError(
@@ -162,7 +114,7 @@ def dispatch_call(
         )
     check_capacity((count, rows * world, k), 1, outer, world, DISPATCH)
     parts = x.contiguous()
-    biases = _biases(bias, w)
+    biases = _biases(args.bias, w)
     count = at_once(w, biases)
     problem = problem_of(DISPATCH, parts, w[0], workspace, outer, count)
 
@@ -173,28 +125,19 @@ def dispatch_call(
     return GpuCall(workspace, problem, run, variant)
 
 
-def _dropless_dispatch_call(
-    x: Tensor,
-    w: list[Tensor],
-    bias: list[Tensor],
-    offsets: Tensor | None,
-    positions: Tensor | None,
-    output_splits: list[int],
-    input_splits: list[int],
-    keep_exchanged: bool,
-    group_name: str,
-    site: str,
-) -> GpuCall | None:
+def _dropless_dispatch_call(args: AllToAllExpertMatmul) -> GpuCall | None:
     """Of rows that are all of those that arrive."""
-    if not _alike(x, w) or offsets is None:
+    x, w, site, group_name, keep_exchanged = args.x, args.w, args.site, args.group_name, args.keep_exchanged
+    output_splits, input_splits = args.output_splits, args.input_splits
+    if not _alike(x, w):
         return None
-    if positions is not None and positions.shape[0] != sum(output_splits):
+    if args.positions is not None and args.positions.shape[0] != sum(output_splits):
         return None
     workspace = workspace_of(group_name, x)
-    parts, places = x.contiguous(), _vector(positions, torch.int64)
-    ends = _vector(offsets, torch.int32)
+    parts, places = x.contiguous(), _vector(args.positions, torch.int64)
+    ends = _vector(args.offsets, torch.int32)
     assert ends is not None
-    biases = _biases(bias, w)
+    biases = _biases(args.bias, w)
     count = at_once(w, biases)
     problem = dropless_problem_of(DISPATCH, parts, w[0], workspace, count)
     if not all(can_group(dropless_problem_of(DISPATCH, parts, wi, workspace)) for wi in w[count:]):

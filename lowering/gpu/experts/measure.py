@@ -16,6 +16,8 @@ from autofuse.lowering.gpu.dense.measure import time_ways
 from autofuse.lowering.gpu.dense.ways import CUBLAS_NCCL
 from autofuse.lowering.gpu.memory.workspace import GpuWorkspace, workspace_for
 from autofuse.lowering.ops import all_to_all_expert_matmul, expert_matmul_all_to_all
+from autofuse.lowering.ops.all_to_all_expert_matmul import AllToAllExpertMatmul
+from autofuse.lowering.ops.expert_matmul_all_to_all import ExpertMatmulAllToAll
 
 from .fixed import combine, dispatch
 from .ways import COMBINE, ExpertProblem, expert_ways
@@ -61,8 +63,8 @@ def unfused(workspace: GpuWorkspace, problem: ExpertProblem, x: Tensor, w: list[
         "measure",
     )
     if problem.op == COMBINE:
-        return expert_matmul_all_to_all.reference([x], w, [], [], "mm", *how)[0]
-    return all_to_all_expert_matmul.reference(x, w, [], *how)[0]
+        return expert_matmul_all_to_all.reference(ExpertMatmulAllToAll([x], w, [], [], "mm", *how))[0]
+    return all_to_all_expert_matmul.reference(AllToAllExpertMatmul(x, w, [], *how))[0]
 
 
 def measure_experts(workspace: GpuWorkspace, problem: ExpertProblem) -> Point:
