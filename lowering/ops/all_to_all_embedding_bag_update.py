@@ -35,7 +35,7 @@ OP = "all_to_all_embedding_bag_update"
 class AllToAllEmbeddingBagUpdate(NamedTuple):
     """The arguments of the op.
 
-    The mode is called `pooling`: when torch makes a call functional it takes a `mode` for an argument of its own.
+    The mode is called `pooling`: torch takes an argument `mode` for its own when it makes a call functional.
     """
 
     weights: Annotated[list[Tensor], "Tensor(a!)[]"]

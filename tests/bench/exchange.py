@@ -36,7 +36,7 @@ def measured(cell: Cell, make: Callable[[Any, torch.device, str], Work]) -> dict
 
 def reference(op: str, arguments: tuple[Any, ...], like: Variant) -> float:
     """The error of the op's reference, of which the first result is like that of a variant."""
-    result = FUSED_OPS[op].reference(*arguments)
+    result = FUSED_OPS[op].reference(FUSED_OPS[op].parse(arguments))
     return like.error(result[0] if isinstance(result, list) else result)
 
 

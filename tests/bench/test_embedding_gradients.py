@@ -115,7 +115,7 @@ def _reference(rank: int, world: int) -> float:
     given = embedding_gradients.operands(DIFFERENT, torch.device("cpu"), group.group_name)
     *_, gradients = embedding_gradients.exact(given)
     arguments = embedding_gradients.arguments(given, given.bags[0])
-    return gradients.error(FUSED_OPS[BACKWARD].reference(*arguments))
+    return gradients.error(FUSED_OPS[BACKWARD].reference(FUSED_OPS[BACKWARD].parse(arguments)))
 
 
 def test_what_runs_without_a_kernel_is_right(ranks: Callable[[int], RankPool]) -> None:

@@ -56,7 +56,8 @@ def _missed(rank: int, world: int) -> tuple[float, float]:
     *_, gradients = embedding_gradients.exact(given)
     tables = embedding_updates.Tables.of(given, gradients.rows, gradients.exact)
     before = tables.error(tables.all)
-    FUSED_OPS[UPDATE].reference(*embedding_updates.arguments(given, tables, given.bags[0]))
+    arguments = embedding_updates.arguments(given, tables, given.bags[0])
+    FUSED_OPS[UPDATE].reference(FUSED_OPS[UPDATE].parse(arguments))
     return before, tables.error(tables.all)
 
 

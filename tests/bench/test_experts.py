@@ -104,7 +104,8 @@ def _measured(rank: int, world: int, cell: Cell) -> tuple[dict[str, Any], float]
     assert group is not None
     torch.manual_seed(rank)  # the same operands again
     given = expert_work.operands(cell, torch.device("cpu"), group.group_name)
-    of_reference = FUSED_OPS[cell.op].reference(*expert_work.arguments(given, given.weights[0]))
+    op = FUSED_OPS[cell.op]
+    of_reference = op.reference(op.parse(expert_work.arguments(given, given.weights[0])))
     return row, auto.error(of_reference)
 
 

@@ -152,7 +152,7 @@ def test_what_the_op_replaces_is_run_by_its_name(call: str, monkeypatch: pytest.
     reference = Mock(return_value="torch's")
     monkeypatch.setitem(FUSED_OPS, op, replace(FUSED_OPS[op], reference=reference))
     assert module.run(module.names(op, arguments, True)[0], op, arguments) == "torch's"
-    assert reference.call_args.args == arguments
+    assert reference.call_args.args == (FUSED_OPS[op].parse(arguments),)
 
 
 @pytest.mark.parametrize("call", ["dropless combine", "dropless dispatch"])

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -33,6 +34,12 @@ NONE = 3
 """Rows behind the last expert."""
 
 
+def _reference(op: str, *given: Any) -> list[torch.Tensor]:
+    fused_op = FUSED_OPS[op]
+    found: list[torch.Tensor] = fused_op.reference(fused_op.parse(given))
+    return found
+
+
 def _compare(rank: int, world: int, case: Case) -> None:
     group, site = dist.group.WORLD.group_name, (1, 1, False, dist.group.WORLD.group_name, "direct", "test")
     (w,), bias, offsets = case.weights(rank), case.biases(rank), case.offsets(rank)
@@ -45,7 +52,7 @@ def _compare(rank: int, world: int, case: Case) -> None:
     x = case.randn(rank, 1, sum(sends), case.k)
     way = offsets, positions, receives, sends
     product, exchanged = unfused.dispatch_unfused(x, [w], [b], *way, True, group)
-    (wanted,) = FUSED_OPS[DISPATCH].reference(x, [w], bias, 0, *way, *site)
+    (wanted,) = _reference(DISPATCH, x, [w], bias, 0, *way, *site)
     assert exchanged.shape == (sum(receives), case.k)
     used = int(offsets[-1])
     close(product[:used], wanted[:used].double(), case.k, BF16)
@@ -54,11 +61,11 @@ def _compare(rank: int, world: int, case: Case) -> None:
     x = case.randn(rank, 2, sum(receives), case.k)
     way = offsets, positions, sends, receives
     y = unfused.combine_unfused([x], [w], b, *way, group)
-    (wanted,) = FUSED_OPS[COMBINE].reference([x], [w], bias, [], "mm", 0, *way, *site)
+    (wanted,) = _reference(COMBINE, [x], [w], bias, [], "mm", 0, *way, *site)
     close(y, wanted.double(), case.k, BF16)
     more = case.randn(rank, 3, sum(receives), case.k)
     y = unfused.combine_unfused([x, more], [w, -w], None, *way, group)
-    (wanted,) = FUSED_OPS[COMBINE].reference([x, more], [w, -w], [], [], "mm", 0, *way, *site)
+    (wanted,) = _reference(COMBINE, [x, more], [w, -w], [], [], "mm", 0, *way, *site)
     close(y, wanted.double(), 2 * case.k, BF16)
 
 

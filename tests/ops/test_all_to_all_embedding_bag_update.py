@@ -44,7 +44,8 @@ def _run(rank: int, world: int, case: Case, rowwise: bool, fused: bool) -> None:
     old = [s.double() for s in states]
     rates = [torch.tensor([LR / (1 + t), EPS]) for t in range(len(weights))]
     grad = arrange(case, [_bags(case, r) for r in range(world)], rank)
-    run = getattr(torch.ops.autofuse, OP) if fused else FUSED_OPS[OP].reference
+    op = FUSED_OPS[OP]
+    run = getattr(torch.ops.autofuse, OP) if fused else lambda *given: op.reference(op.parse(given))
     exchanged = run(
         weights, states, rates, grad, *rest, *case.options, case.columns, case.layout, True, group,
         case.order, "test",

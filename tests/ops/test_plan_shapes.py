@@ -26,9 +26,9 @@ def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def shape_of(op: str, *args: object, order: str = "direct") -> PlanShape:
-    plan_shape = FUSED_OPS[op].plan_shape
-    assert plan_shape is not None
-    shape = plan_shape(*args, "0", order, "site")
+    fused_op = FUSED_OPS[op]
+    assert fused_op.plan_shape is not None
+    shape = fused_op.plan_shape(fused_op.parse((*args, "0", order, "site")))
     assert (shape.op, shape.order, shape.world) == (op, order, WORLD)
     verify(shape.plans())
     return shape

@@ -7,7 +7,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autofuse.lowering.ops import all_to_all_embedding_bag_backward as backward
+from autofuse.lowering.ops.all_to_all_embedding_bag_backward import (
+    AllToAllEmbeddingBagBackward,
+    reference,
+)
 from tests.ops.bags import Case, arrange, inputs_of, pooled, spoil
 from tests.ops.test_embedding_bag_all_to_all import BRAIN, EVEN, FOUR, HALF, UNEVEN
 from tests.ranks import RankPool, fresh_group
@@ -87,7 +90,7 @@ def _as_torch(rank: int, world: int, case: Case) -> None:
         else:
             assert torch.equal(found, dense[t])
     arguments = _arguments(case, rank, [True] * tables, grad, dist.group.WORLD.group_name)
-    for found, wanted in zip(backward.reference(*arguments), sparse, strict=True):  # type: ignore[arg-type]
+    for found, wanted in zip(reference(AllToAllEmbeddingBagBackward(*arguments)), sparse, strict=True):  # type: ignore[arg-type]
         _check_same(found, wanted)
 
 

@@ -1,6 +1,7 @@
 """The dense ops on GPUs, as `FusedOp.cuda` calls them: choose a way, run it.
 
-`FusedOp.gpu_gap` has found no gap in the arguments. An empty matrix returns NotImplemented: the reference runs.
+`FusedOp.gpu_gap` has found no gap in the arguments. For an empty matrix NotImplemented is returned, and the
+reference runs.
 """
 
 from __future__ import annotations
