@@ -84,7 +84,8 @@ class FusedOp(Generic[A]):
             that the dict does not name has none. `ctx.needs` is a record that says for each argument whether
             a gradient is needed. None for an op without a gradient.
         save: `(ctx, arguments, result) -> arguments by name` that `backward` gets in place of those given;
-            None or [] for tensors that it does not read. By default all are kept. May set attributes of `ctx`.
+            None or [] for tensors that it does not read. By default all are kept. It may set attributes of
+            `ctx`.
         cuda: as `cpu`, on GPUs of one host; called with arguments in which `gpu_gap` finds no gap. None where
             there is no kernel. Imports its kernels when it is called: they need Triton.
         exchanged: the dtype that moves between the ranks, of an op that has kernels for GPUs.
