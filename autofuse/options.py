@@ -8,21 +8,12 @@ from typing import Any
 
 from autofuse import config
 from autofuse.lowering import torch_internals
+from autofuse.lowering.ops.library import FUSED_OPS
 from autofuse.passes import Settings
 from autofuse.passes.choice.device_table import tables
 
 POLICIES = ("auto", "always", "never")
 ORDERS = ("direct", "ring", "oblivious")
-PATTERNS = (
-    "matmul_all_reduce",
-    "matmul_reduce_scatter",
-    "all_gather_matmul",
-    "embedding_bag_all_to_all",
-    "all_to_all_embedding_bag_backward",
-    "all_to_all_embedding_bag_update",
-    "expert_matmul_all_to_all",
-    "all_to_all_expert_matmul",
-)
 OWN_OPTIONS = ("policy", "patterns", "order", "table", "captured", "timeout_s")
 
 _CUDAGRAPHS = "triton.cudagraphs"
@@ -78,11 +69,11 @@ def _patterns(value: Any) -> frozenset[str] | None:
     """The patterns in a list of names, or in names separated by commas; None for all patterns."""
     names = [name.strip() for name in value.split(",")] if isinstance(value, str) else value
     if not isinstance(names, (list, tuple, set, frozenset)):
-        raise ValueError(f"patterns={value!r}: expected 'all' or a list of {', '.join(map(repr, PATTERNS))}")
+        raise ValueError(f"patterns={value!r}: expected 'all' or a list of {', '.join(map(repr, FUSED_OPS))}")
     if list(names) == ["all"]:
         return None
     for name in names:
-        _check("patterns", name, ("all", *PATTERNS))
+        _check("patterns", name, ("all", *FUSED_OPS))
     return frozenset(names)
 
 

@@ -44,24 +44,14 @@ import torch
 from autofuse.lowering.cpu.gather_executor import FEW_ROWS as FEW_ROWS_A_PART
 from autofuse.lowering.cpu.reduce_executor import ONE_SHOT_BYTES
 from autofuse.lowering.cpu.support import FEW_ROWS, LONG_ROWS, VERY_FEW_ROWS
-from autofuse.lowering.plan import FAMILIES, Family
+from autofuse.lowering.ops.library import FUSED_OPS
+from autofuse.lowering.plan import Family
 from autofuse.passes.graph.layout import Size
 
 from .device_table import DeviceTable
 
 Value: TypeAlias = Any
 """A number, or a sympy expression."""
-
-COLLECTIVES = {
-    "matmul_all_reduce": "all_reduce",
-    "matmul_reduce_scatter": "reduce_scatter",
-    "all_gather_matmul": "all_gather",
-    "embedding_bag_all_to_all": "all_to_all",
-    "all_to_all_embedding_bag_backward": "all_to_all",
-    "all_to_all_embedding_bag_update": "all_to_all",
-    "expert_matmul_all_to_all": "all_to_all",
-    "all_to_all_expert_matmul": "all_to_all",
-}
 
 
 @dataclass(frozen=True)
@@ -196,7 +186,7 @@ class Model:
 
     def collective(self, task: Task) -> Value:
         """Microseconds of the collective alone."""
-        kind = COLLECTIVES[task.op]
+        kind = FUSED_OPS[task.op].replaces
         moved = task.sent * task.world if kind == "all_gather" else task.sent
         return self._ranked(kind, "start_us", task.world) + moved / self._ranked(kind, "rate", task.world)
 
@@ -223,7 +213,7 @@ class Model:
     def _fused(self, task: Task, compute: Value, traffic: _Traffic, arithmetic: Arithmetic) -> Value:
         world, constants = task.world, self.table.constants
         link = self._ranked("link", self.store, world)
-        start = self._ranked(f"fused.{COLLECTIVES[task.op]}", "start_us", world)
+        start = self._ranked(f"fused.{FUSED_OPS[task.op].replaces}", "start_us", world)
         start = start + traffic.waits * constants["fused.signal_us"]
         if not self.table.overlaps:
             moved = (traffic.linked + traffic.copied) / link
@@ -244,7 +234,7 @@ class Model:
         if prefix + "pack_rate" in constants:
             packed = time + weight / constants[prefix + "pack_rate"]
             time = arithmetic.where(m, task.count, time, packed)
-        if fused and prefix + "few_rows_rate" in constants and COLLECTIVES[task.op] != "all_to_all":
+        if fused and prefix + "few_rows_rate" in constants and FUSED_OPS[task.op].replaces != "all_to_all":
             few = arithmetic.largest(flops / constants[prefix + "few_rows_rate"], memory)
             limit = arithmetic.where(LONG_ROWS, k, FEW_ROWS, VERY_FEW_ROWS)
             time = arithmetic.where(m, limit, few, time)
@@ -276,7 +266,7 @@ def _traffic(task: Task, arithmetic: Arithmetic) -> _Traffic:
     """The traffic of the executors. Assumes equal splits if dropless, and parts of rows in gathers."""
     world, sent, ring = task.world, task.sent, task.order == "ring"
     chunk = sent / world
-    family = FAMILIES[task.op]
+    family = FUSED_OPS[task.op].family
     if family is Family.GATHER:
         late = _few_rows_a_part(task, arithmetic)
         forwarded = (world - 2) * sent if ring else 0

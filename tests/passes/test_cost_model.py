@@ -16,10 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autofuse import fit
+from autofuse.lowering.ops.library import FUSED_OPS
 from autofuse.lowering.orders import make_plan
 from autofuse.lowering.plan import contention, links
 from autofuse.passes.choice import choose
-from autofuse.passes.choice.cost_model import COLLECTIVES, Expressions, Model, Numbers, Task
+from autofuse.passes.choice.cost_model import Expressions, Model, Numbers, Task
 from autofuse.passes.choice.crossover import LARGEST, Gain, Known, Sample, wins
 from autofuse.passes.choice.device_table import DeviceTable, shipped
 
@@ -27,6 +28,8 @@ ROOT = Path(__file__).parents[2]
 CPU, H200 = shipped()
 
 MIB = 1 << 20
+
+KINDS = {op.replaces for op in FUSED_OPS.values()}
 
 # Round numbers, two ranks on two cores.
 ROUND = DeviceTable(
@@ -41,9 +44,9 @@ ROUND = DeviceTable(
         "matmul.float32.few_rows_rate": 5e4,
         "pooling.rate": 1e3,
         "pooling.start_us": 2.0,
-        **{f"{kind}.2.start_us": 100.0 for kind in COLLECTIVES.values()},
-        **{f"{kind}.2.rate": 1e3 for kind in COLLECTIVES.values()},
-        **{f"fused.{kind}.2.start_us": 10.0 for kind in COLLECTIVES.values()},
+        **{f"{kind}.2.start_us": 100.0 for kind in KINDS},
+        **{f"{kind}.2.rate": 1e3 for kind in KINDS},
+        **{f"fused.{kind}.2.start_us": 10.0 for kind in KINDS},
         "fused.signal_us": 3.0,
         "link.2.remote": 4e3,
         "link.2.dma": 8e3,
@@ -152,7 +155,7 @@ def test_a_task_survives_its_name() -> None:
 # --- expressions --------------------------------------------------------------------------------------
 
 S = sympy.Symbol("s0", integer=True, positive=True)
-OPS = list(COLLECTIVES)
+OPS = list(FUSED_OPS)
 
 
 @st.composite
