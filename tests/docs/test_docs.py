@@ -57,6 +57,14 @@ def test_the_guide_has_every_option_and_op() -> None:
         assert f"`AUTOFUSE_{name.upper()}`" in guide, name
 
 
+def test_the_guide_has_a_row_for_every_gap_of_gpu_kernels() -> None:
+    guide = (ROOT / "docs/guide.md").read_text()
+    for gap in (gap for op in FUSED_OPS.values() for gap in op.gpu_gaps):
+        text, field, _ = gap.why.partition("{")
+        row = f"| `{text}...` | {gap.remedy} |" if field else f"| `{text}` | {gap.remedy} |"
+        assert row in guide, f"docs/guide.md, no_kernel_for_device, lacks the row\n{row}"
+
+
 def test_the_page_of_ops_has_every_schema() -> None:
     page = " ".join((ROOT / "docs/ops.md").read_text().split())
     for op in FUSED_OPS.values():
