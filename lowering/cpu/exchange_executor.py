@@ -1,4 +1,4 @@
-"""What the four ops around an all-to-all share: walking their plans, and agreeing on how much goes where."""
+"""Shared by the ops around an all-to-all: runs their plans, and makes the ranks agree on their splits."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,8 +10,8 @@ from autofuse.lowering.plan import Compute, Family, Plan, Send, Signal, Wait
 def run_exchange(
     plan: Plan, call: Call, store: Callable[[int], None], arrived: Callable[[int], None]
 ) -> None:
-    """Does the actions of an exchange plan: `store(dest)` stores what goes to `dest`, `arrived(source)` works
-    on what `source` has stored here. For a producer what it computes for itself needs no arrival."""
+    """Runs the actions of an exchange plan. `store(dest)` stores the chunk for `dest`, `arrived(source)`
+    works on the chunk that `source` has stored here. A producer stores its own chunk without an arrival."""
     produces = plan.family is Family.PRODUCE
     for action in plan.actions:
         match action:
@@ -25,7 +25,7 @@ def run_exchange(
             case Signal(dest=dest, slot=slot):
                 call.signal(dest, slot)
             case Wait(source=source, slot=slot):
-                call.wait(source, slot, tile=source)  # a chunk is one tile, or as good as one
+                call.wait(source, slot, tile=source)  # one tile stands for a chunk
                 if produces:
                     arrived(source)
 
@@ -42,8 +42,8 @@ class Splits:
 
     @classmethod
     def agree(cls, call: Call, input_splits: Sequence[int], output_splits: Sequence[int]) -> "Splits":
-        """All ranks tell each other what they send and expect. Raises RuntimeError on all if one sends
-        what another does not expect."""
+        """The splits of all ranks, which exchange them. Raises RuntimeError on all ranks if one sends a
+        number of rows that another does not expect."""
         world = len(input_splits)
         told = call.exchange([*input_splits, *output_splits])
         for source, values in enumerate(told):

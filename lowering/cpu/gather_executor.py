@@ -1,10 +1,11 @@
 """Runs the plans of all_gather_matmul on CPU ranks that share memory.
 
-A part is multiplied where it lies: in the memory of the rank that published it, or (ring) where the left
-neighbour forwarded it to. With few rows a part, or where the gathered dim is contracted, the parts are
-gathered into X first and multiplied once: the weights are read once, and the roundings are those of the
+A part is multiplied in place: in the memory of the rank that published it, or, in ring order, in the memory
+that the left neighbour forwarded it to. With few rows a part, or if the gathered dim is contracted, the parts
+are first gathered into X and multiplied once: the weights are read once, and the roundings are those of the
 unfused graph.
-Memory of rank r, tiles as in `tiles.Buffer`: its own part (direct, oblivious), or a slot per part (ring).
+
+Memory of rank r, tiles as in `tiles.Buffer`: its own part (direct, oblivious), or a slot for every part (ring).
 """
 
 from collections.abc import Callable, Sequence

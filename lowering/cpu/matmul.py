@@ -1,4 +1,4 @@
-"""The matmul that the fused ops on the CPU are made of: torch's, or our own where that is faster."""
+"""The matmul of the fused ops on the CPU: torch's, or the library's own where that is faster."""
 
 import torch
 from torch import Tensor

@@ -1,7 +1,8 @@
 """Runs the plans of matmul_all_reduce and matmul_reduce_scatter on CPU ranks that share memory.
 
-What depends on shapes alone (plan, slices, offsets) is worked out once, as a `Recipe`: a list of steps, each
-doing one action of the plan. A call runs them. Memory of rank r, tiles as in `tiles.Buffer`:
+A `Recipe` holds all that follows from shapes alone (plan, slices, offsets). It is a list of steps, one for
+each action of the plan, is made once and run by every call. The memory of rank r, with tiles as in
+`tiles.Buffer`:
 
     direct, oblivious   partial tiles of chunk r, a slot per source; for all_reduce then its reduced tiles
     one-shot            this rank's partial tiles of everything
@@ -31,15 +32,18 @@ if TYPE_CHECKING:
     Reduction: TypeAlias = MatmulAllReduce | MatmulReduceScatter
 
 ONE_SHOT_BYTES = 1 << 20
-"""An all_reduce of at most this many bytes that every further peer would read again is done in one shot."""
+"""In one shot, every rank beyond the second makes each rank read the product once more. An all_reduce runs in
+one shot if these reads are of at most this many bytes."""
 
 FEW_ROWS = 256
-"""Every matmul packs the weight anew: of fewer rows a chunk the product is computed once, then cut up. Halves
-of 128 rows were measured to take 1.09 times the whole, quarters 1.35 times; copying costs a few percent."""
+"""With fewer rows a chunk the product is computed in one piece and then cut: every matmul packs its weight
+anew. Measured: two matmuls of 128 rows take 1.09 times as long as one of 256, four of 64 rows 1.35 times; the
+copies take a few percent."""
 
 MOST_TILES, TILE_BYTES, TILE_EDGES = 4, 1 << 20, (512, 256)
-"""A chunk is cut into tiles, so that one is reduced while the next is still to come, but into few and large
-ones (bytes; rows or columns): a matmul per tile packs one operand anew, of rows the weight, of columns x."""
+"""A chunk is cut into tiles so that a tile can be reduced before the next one arrives. The tiles are few and
+large (bytes; rows or columns): the matmul of every tile packs an operand anew, the weight for tiles of rows,
+x for tiles of columns."""
 
 Spec: TypeAlias = tuple[tuple[torch.Size, torch.dtype], ...]
 

@@ -1,7 +1,8 @@
-"""How the ranks of a group find each other's memory: who they are, whether they live, what they map.
+"""How the ranks of a group find each other's memory: their identities, whether they are alive, their
+segments.
 
-Ranks meet through the key-value store that the group already has, so no collective runs here. Afterwards
-everything goes through shared memory.
+Ranks meet through the key-value store that the group already has, so that no collective runs here. Afterwards
+they talk through shared memory only.
 """
 
 import hashlib
@@ -27,7 +28,7 @@ from autofuse.native_kernels import cpu
 
 
 class NotShared(RuntimeError):
-    """The ranks of a group share no memory, and all of them know: all take the reference."""
+    """The ranks of a group share no memory, and all ranks know it: all of them run the reference."""
 
 
 class GroupSpansHosts(NotShared):
@@ -40,7 +41,7 @@ class Declined(NotShared):
 
 @dataclass(frozen=True)
 class Peer:
-    """A rank as the others see it. `namespace` and `started` make `pid` unique."""
+    """The identity of a rank. `namespace` and `started` make `pid` unique."""
 
     pid: int
     started: str
@@ -58,7 +59,7 @@ class Peer:
         return f"{self.segments}-{generation}"
 
     def is_dead(self) -> bool:
-        """Whether its process has ended. False where we cannot know, as in another pid namespace."""
+        """Whether the process has ended. False where that is not known, as in another pid namespace."""
         return self.namespace == _namespace() and _started(self.pid) != self.started
 
 
@@ -72,7 +73,7 @@ def map_segment(fd: int, nbytes: int) -> Tensor:
             mapped = mmap.mmap(fd, nbytes)
     finally:
         os.close(fd)
-    # Tensors born in inference mode could not be written outside of it.
+    # A tensor that is made in inference mode could not be written outside of it.
     with torch.inference_mode(False):
         return torch.frombuffer(mapped, dtype=torch.uint8)
 
@@ -86,7 +87,8 @@ def all_gather(
     timeout_s: float,
     device: str = "cpu",
 ) -> list[str]:
-    """One string of every rank, through `store`. `peers`, or their number while nobody knows them yet.
+    """One string of every rank, through `store`. `peers`: the peers, or their number while they are not
+    known.
 
     Raises Declined when a rank will never come, RuntimeError naming the ranks that died or did not come
     within `timeout_s`.
@@ -126,7 +128,7 @@ def meet(
     removes the names. Raises NotShared, or RuntimeError when a rank fails or has other sources of autofuse.
     """
     me = Peer.myself()
-    # Counting visits tells apart groups that come one after another to the same store under the same name.
+    # The number of the visit tells apart groups that use one store one after another under the same name.
     prefix = f"autofuse/{store.add(f'autofuse/{rank}', 1)}"
     # Plans are never compared action by action: equal arguments and equal sources make equal plans.
     versions = all_gather(store, f"{prefix}/version", rank, world, sources_digest(), timeout_s)
@@ -179,13 +181,13 @@ def sources_digest() -> str:
 
 
 def discard(peers: list[Peer], generation: int) -> None:
-    """Remove the names of a generation that failed: also those of ranks that died before they could."""
+    """Remove the names of a generation that failed, also those of ranks that have died."""
     for peer in peers:
         cpu.unlink_segment(peer.segment(generation))
 
 
 def host_identity() -> str:
-    """What two processes have in common exactly when they can share memory."""
+    """A text that is equal in two processes exactly when they can share memory."""
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{platform.node()} (boot {boot}, /dev/shm {os.stat('/dev/shm').st_dev}, user {os.getuid()})"
@@ -199,7 +201,7 @@ def _namespace() -> str:
 
 
 def _started(pid: int) -> str:
-    """When the process started, so that a pid used again is told apart; empty when it has ended."""
+    """The start time of the process, which tells a pid that is used again apart; empty when it has ended."""
     if not os.path.exists("/proc/self/stat"):
         try:
             os.kill(pid, 0)

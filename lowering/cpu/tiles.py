@@ -1,4 +1,4 @@
-"""Where the chunks and tiles of a dense plan lie: in matrices, and in the buffers of the workspace."""
+"""The places of the chunks and tiles of a dense plan, in matrices and in the buffers of the workspace."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ class Run:
         return t if self.length == t.shape[dim] else t.narrow(dim, self.start, self.length)
 
     def read_operand(self, t: Tensor, dim: int) -> Tensor:
-        """What the positions along `dim` of a matrix need of an operand that broadcasts against it."""
+        """The part of an operand that broadcasts against the positions along `dim` of a matrix."""
         at = t.dim() - 2 + dim
         return t if at < 0 or t.shape[at] == 1 else self.read(t, at)
 
@@ -79,7 +79,7 @@ class Cut:
         return Run(start, inner, len(span) // inner, stride)
 
     def block(self, tiles: int) -> int:
-        """A block length that cuts a chunk into about `tiles` tiles and respects the stretches."""
+        """A block length that cuts a chunk into about `tiles` tiles of whole stretches."""
         longest = max(self.length(c) for c in range(self.world))
         if self.outer == 1:
             return max(1, -(-longest // tiles))

@@ -2,15 +2,15 @@
 
 Every rank has two segments that all ranks map. The *control* segment has a fixed size:
 
-    headers[2]      what call this rank is in, by parity of the epoch: epoch, hash, text
-    failure         a slot that is raised when this rank has given up, and its reason
-    values[2]       what `exchange` sends, by parity of the meeting: length, then up to 512 int64
-    meetings[W]     slots: the last meeting that rank `source` has come to
+    headers[2]      the call of this rank, by parity of the epoch: epoch, hash, text
+    failure         a slot that is set when this rank has given up, and the reason
+    values[2]       the values of an `exchange`, by parity of the meeting: length, then up to 512 int64
+    meetings[W]     slots: the last meeting of rank `source`
     signals[W][64]  slots: the epoch in which rank `source` has raised signal `slot`
 
-The *data* segment holds two buffers, by parity of the epoch, and grows on demand. Slots hold numbers that
-only grow (epochs, meetings), so nothing is ever reset. Two of everything are enough since no rank can be two
-calls (or meetings) ahead of another: each call makes every rank wait for every other.
+The *data* segment holds two buffers, by parity of the epoch, and grows on demand. The numbers in slots
+(epochs, meetings) only grow, so that no slot is ever reset. Two copies of everything are enough: in each call
+every rank waits for every other rank, so that no rank can be two calls (or meetings) ahead of another.
 """
 
 import ctypes
@@ -52,8 +52,8 @@ _MEETINGS = _VALUES + 2 * _ROW * 8
 _SMALLEST_BUFFER = 1 << 16
 _COARSE_BUFFER = 1 << 26  # from here on buffers grow by multiples of this, not by doubling
 _SPIN_US = 15  # with more ranks than processors, spinning keeps the awaited rank from running
-_LONG_SPIN_US = 100  # with one for each rank: about what falling asleep and being woken takes
-_SLICE_MS = 200  # how often a waiting rank looks whether its peer still lives
+_LONG_SPIN_US = 100  # with a processor for each rank: about the time to fall asleep and wake up
+_SLICE_MS = 200  # how often a waiting rank checks that its peer is alive
 _MOST_KEYS = 4096
 
 
@@ -64,8 +64,8 @@ class SharedMemoryFull(RuntimeError):
 class Workspace:
     """The shared memory of one process group, seen from this rank.
 
-    Made by `workspace_for`, by all ranks of the group together. After an error it stays unusable, because
-    nobody knows how far the others came: every later call raises the first error again.
+    `workspace_for` makes it, on all ranks of the group together. After an error it stays unusable, because no
+    rank knows how far the others came: every later call raises the first error again.
     """
 
     def __init__(self, group_name: str, rank: int, world: int, store: Store) -> None:
@@ -105,7 +105,7 @@ class Workspace:
             raise
 
     def call(self, op: str, site: str, key: str, nbytes: int) -> "Call":
-        """A collective call, to be entered with `with`. `op`, `site` (but for folders), `key` (shapes, plan)
+        """A collective call; enter it with `with`. `op`, `site` (but for folders), `key` (shapes, plan)
         and `nbytes`, the bytes needed of every rank's buffer, must be the same on all ranks; otherwise
         entering it or the first wait raises RuntimeError on all. Calls of one process run one by one."""
         return Call(self, op, site, key, nbytes)
@@ -160,7 +160,7 @@ class Call:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None and kind is not SharedMemoryFull:  # all ranks have left that call alike
+        if error is not None and kind is not SharedMemoryFull:  # which is raised on all ranks
             self._ws._fail(str(error) or type(error).__name__)
         self._ws._lock.release()
 
@@ -182,7 +182,7 @@ class Call:
         return typed[rank].as_strided(shape, stride[::-1], (self._offset + offset) // itemsize)
 
     def signal(self, dest: int, slot: int) -> None:
-        """Tell `dest` that all this rank has stored so far is there."""
+        """Signal `dest` that all stores of this rank so far have arrived."""
         assert 0 <= slot < SLOTS, slot
         cpu.signal(self._ws._signals_out[dest] + slot * _LINE, self.epoch)
 
@@ -194,7 +194,7 @@ class Call:
         self._await(self._ws._signals_in[source] + slot * _LINE, self.epoch, source, tile)
 
     def exchange(self, values: Sequence[int]) -> list[list[int]]:
-        """All-gather of up to 512 int64 per rank; ranks may differ in how many. Also a barrier."""
+        """All-gather of up to 512 int64 a rank; the number may differ from rank to rank. Also a barrier."""
         if len(values) > VALUES:
             raise ValueError(f"{self.op}: exchange takes up to {VALUES} values a rank, got {len(values)}")
         ws = self._ws
@@ -211,9 +211,9 @@ class Call:
         return result
 
     def reserve(self, nbytes: int) -> None:
-        """Make every rank's buffer hold at least `nbytes`, the same number on all ranks. What the buffers
-        held is lost, and so are earlier results of `tensor`. Raises SharedMemoryFull on all ranks if one has
-        no room."""
+        """Make every rank's buffer hold at least `nbytes`, the same number on all ranks. The contents of the
+        buffers are lost, and earlier results of `tensor` are invalid. Raises SharedMemoryFull on all ranks if
+        one rank has no room."""
         if nbytes > self._ws.capacity:
             self.exchange([])
             self._grow(nbytes)
@@ -242,9 +242,9 @@ class Call:
                 self._grow(self.nbytes)
 
     def _grow(self, nbytes: int) -> None:
-        """Replace the data segments. All ranks are in this call, so nobody reads the old ones any more.
+        """Replace the data segments. All ranks are in this call, so that no rank reads the old ones any more.
 
-        Raises SharedMemoryFull on all ranks, which can go on without, if one has no room.
+        Raises SharedMemoryFull on all ranks if one rank has no room; the workspace stays usable.
         """
         ws = self._ws
         step = max(_SMALLEST_BUFFER, 1 << (min(nbytes, _COARSE_BUFFER) - 1).bit_length())
@@ -252,7 +252,7 @@ class Call:
         ws._typed.clear()
         ws._data = []
         ws.capacity = 0
-        self.exchange([])  # the old memory is free before anybody asks for new
+        self.exchange([])  # all ranks free the old memory before any rank asks for new memory
         ws._generation += 1
         generation, total = ws._generation, 2 * capacity
         name, problem = ws._peers[ws.rank].segment(generation), ""
@@ -278,7 +278,7 @@ class Call:
         except SharedMemoryFull:
             raise
         except BaseException as error:
-            # First the reason: a peer must not find its segment gone before it can read why.
+            # Publish the reason first: a peer that finds a segment gone must be able to read it.
             ws._fail(str(error) or type(error).__name__)
             rendezvous.discard(ws._peers, generation)
             raise
@@ -300,7 +300,7 @@ class Call:
                     f"waited {self._timeout_s:g} s for rank {source}; it is late or has skipped this call "
                     f"(AUTOFUSE_TIMEOUT_S sets the limit). {self._whereabouts(source)}"
                 )
-            # What the peer did before it failed or left counts.
+            # A signal that the peer raised before it failed counts.
             limit = 0 if problem else self._slice_ms
             status = cpu.wait(slot, value, self._header[source], self.epoch, self._hash, 0, limit)
             if problem and status == cpu.TIMED_OUT:
@@ -310,7 +310,7 @@ class Call:
             self._raise(f"the ranks disagree: rank {ws.rank} runs {ours}, rank {source} runs {theirs}", tile)
 
     def _whereabouts(self, source: int) -> str:
-        """What is known of a rank that does not come: its latest call, and what it has kept."""
+        """A sentence about a late rank: its latest call, and the sites that it has kept."""
         ws = self._ws
         epoch, header = max((ctypes.c_uint64.from_address(h[source]).value, h[source]) for h in ws._headers)
         kept = notes.kept_by(ws._store, source, self.site)
@@ -348,8 +348,8 @@ def workspace_for(group_name: str) -> Workspace:
 
 
 def decline(group: str | ProcessGroup, why: str, device: str = "cpu") -> None:
-    """Never share memory of such devices with this group, and tell so: its other ranks then leave their fused
-    ops unfused, instead of waiting for this one. Without effect once the ranks have met."""
+    """Never share memory of such devices with this group, and tell the other ranks: they then leave their
+    fused ops unfused and do not wait for this rank. Without effect once the ranks have met."""
     group, mine = resolve_group(group), Declined(why)
     if device != "cpu" or _workspaces.setdefault(group, mine) is mine:
         notes.decline(group, why, device)
@@ -375,7 +375,7 @@ _making = threading.RLock()
 
 
 def _after_fork() -> None:
-    """The child maps the memory of its parent but is not the rank that the peers talk to."""
+    """Workspaces of a forked child are unusable: it maps the memory of its parent, but is not that rank."""
     global _making
     _making = threading.RLock()
     for workspace in _workspaces.values():

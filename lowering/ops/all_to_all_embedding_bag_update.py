@@ -5,9 +5,10 @@
     every table t: embedding_bag_update of weights[t]: [V_t, D_t], states[t]: [V_t] and rates[t]: [2] by its
     columns of G. Without states the rule is SGD, with one a table rowwise Adagrad
 
-Tables and states change in place, gradients of tables are never in memory, and no row is touched that no bag
-names. A row is updated once, by the sum of all its terms: they are added in fp32, in the order in which a
-plan works on the sources and then in that of the indices (on GPUs in that of the indices, by strips).
+Tables and states change in place. Gradients of tables are never in memory, and rows that no bag names are not
+touched. A row is updated once, by the sum of all its terms: they are added in fp32, in the order in which a
+plan works on the sources, and for one source in the order of the indices (on GPUs in the order of the
+indices, by strips).
 
 Returns G with `keep_exchanged`, else an empty tensor. It has no gradient.
 """

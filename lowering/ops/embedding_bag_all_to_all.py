@@ -5,7 +5,7 @@
 
     forward   p[t][j] = sum (mean, max) over the indices of bag j of rows of weights[t], times their
               per_sample_weights[t] if given
-              y = what all ranks have for the bags [r * b, (r + 1) * b), in `layout` (see embedding_layout)
+              y = pooled rows of all ranks for the bags [r * b, (r + 1) * b), in `layout` (embedding_layout)
     backward  all_to_all_embedding_bag_backward of dy;
               dper_sample_weights[t][k] = <G[bag of k], weights[t][indices[t][k]]>, G the exchanged gradient
 

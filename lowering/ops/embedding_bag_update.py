@@ -1,17 +1,18 @@
-"""embedding_bag_update: the gradient of pooled bags, put into effect on their table at once.
+"""embedding_bag_update: updates the table of pooled bags by their gradient.
 
-    grad: [B, D], of the pooled bags       used: the rows that entries in bags name, but for padding
+    grad: [B, D], of the pooled bags       used: the rows with an index in some bag, except padding
 
     g[i] = sum over the entries of row i of scale * grad[bag of the entry]       in fp32, for i in used
            scale: the sample's weight; 1 / (indices of the bag that are not padding) for mean; 1
     SGD                   weight[i] -= lr * g[i]
     rowwise Adagrad       state[i] += mean(g[i]^2);   weight[i] -= lr * g[i] / (sqrt(state[i]) + eps)
 
-In place; no other row is read or written. `state`: fp32 [V], without it the rule is SGD; `rates`: fp32 [2],
-lr and eps, so that a compiled graph, captured or not, sees them change. A new row is rounded once.
+In place; no other row is read or written. `state`: fp32 [V]; without it the rule is SGD. `rates`: fp32 [2],
+lr and eps; they are a tensor so that a compiled or captured graph sees them change. A new row is rounded
+once.
 
 embedding_bag_with_update pools the bags; its backward is embedding_bag_update, and nothing has a gradient.
-`anchor` is any tensor that requires a gradient: without one autograd would not come by.
+`anchor` is any tensor that requires a gradient: without one autograd does not run the backward.
 """
 
 from collections.abc import Sequence
@@ -68,7 +69,7 @@ class Updates:
             scatter_bags(self._sums, grad, self._bags, self._columns, stride, first, count)
 
     def apply(self) -> None:
-        """To be called once, when all bags have been added."""
+        """Changes the tables; called once, when all bags have been added."""
         for t, (weight, rows, sums) in enumerate(zip(self.weights, self._rows, self._sums, strict=True)):
             state = self.states[t] if self.states else None
             update_rows(weight, state, self.rates[t], sums[1:], rows)
@@ -78,7 +79,7 @@ class Updates:
 def update_with_torch(
     weight: Tensor, state: Tensor | None, rates: Tensor, grad: Tensor, bags: Bags, table: int
 ) -> None:
-    """The op with torch: no size depends on data, so that GPUs need not tell their hosts anything."""
+    """The op with torch. No size depends on data, so that the host never waits for a GPU."""
     indices, count = bags.indices[table], bags.count
     if not len(indices):
         return
@@ -95,8 +96,8 @@ def update_with_torch(
     if bags.mode == 1:
         sizes = torch.zeros(count, dtype=torch.float32, device=bag.device).index_add_(0, bag, used.float())
         scale = scale / sizes.clamp(min=1)[bag]
-    # `part` counts the different rows in their order. There is room for as many as there are entries: what is
-    # behind the last part repeats it, so that it writes the same.
+    # `part` numbers the different rows in ascending order. Results have a place for every entry: the places
+    # behind the last part repeat it, and write the same values.
     sorted_rows, order = torch.sort(indices.long(), stable=True)
     part = (sorted_rows.diff(prepend=sorted_rows[:1]) != 0).cumsum(0)
     whole = torch.arange(len(part), device=part.device).clamp(max=part[-1])

@@ -161,7 +161,7 @@ def _cuda(args: ExpertMatmulAllToAll) -> Any:
 
 
 class _Route:
-    """Scatters finished rows of `p: [rows, N]` to `positions` in the parts of a send buffer."""
+    """Scatters finished rows of `p: [rows, N]` to `positions` in the parts that go to the ranks."""
 
     def __init__(self, p: Tensor, positions: Tensor | None, splits: list[int], full: bool) -> None:
         self.full = full

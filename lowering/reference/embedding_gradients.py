@@ -19,7 +19,7 @@ def coo(indices: Tensor, values: Tensor, rows: Size) -> Tensor:
 
 
 def sparse_gradient(grad: Tensor, bags: Bags, table: int, rows: Size) -> Tensor:
-    """What the unfused graph makes of `grad: [B, D]`, in the dtype of the table."""
+    """The sparse gradient that the unfused graph makes from `grad: [B, D]`, in the dtype of the table."""
     entries = bags.entries(table)
     indices = bags.indices[table][entries]
     starts = bags.offsets[table][: bags.count].contiguous()
@@ -27,7 +27,7 @@ def sparse_gradient(grad: Tensor, bags: Bags, table: int, rows: Size) -> Tensor:
     bag = torch.searchsorted(starts, position, right=True) - 1
     sizes = bag.new_zeros(bags.count).index_add_(0, bag, (indices != bags.padding_idx).to(bag.dtype))
     samples = bags.per_sample_weights[table][entries] if bags.per_sample_weights else None
-    # Torch lets the indices alias those of the bags, which is nothing that an op may do.
+    # Torch lets the result alias the indices of the bags, which an op must not do.
     return torch.ops.aten._embedding_bag_sparse_backward(
         grad, indices.clone(), starts, bag, sizes, rows, False, bags.mode, samples, bags.padding_idx
     )

@@ -1,4 +1,4 @@
-"""Where pooled rows lie in the five layouts of embedding_bag_all_to_all, and the plain exchange on them.
+"""The places of pooled rows in the five layouts of embedding_bag_all_to_all, and the plain exchange of them.
 
 With `b` bags a rank, `C[s]` columns of source rank s and, in the last three, T tables of D columns on each:
 
@@ -68,7 +68,7 @@ def place(
 
 
 def part(t: Tensor, layout: str, source: int, b: Size, columns: Sequence[Size]) -> Tensor:
-    """View of what `source` brings to a tensor of `layout`: `[b, C[source]]`, or `[b, T, D]`."""
+    """View of the part of `source` in a tensor of `layout`: `[b, C[source]]`, or `[b, T, D]`."""
     before = sum(columns[:source])
     match layout:
         case "bsc":

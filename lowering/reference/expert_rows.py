@@ -1,4 +1,4 @@
-"""Which rows of an expert op go where: runs of rows, positions, and the exchange as a plain collective."""
+"""The places of rows in an expert op: runs of rows, positions, and the exchange as a plain collective."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,8 +11,8 @@ from autofuse.lowering.reference.layout import Size, all_to_all
 from autofuse.lowering.torch_internals import group_size
 
 FEW_ROWS = 256
-"""Matmuls of fewer rows spend a tenth and more of their time on weights, which each reads and packs: the
-rows of an expert are then multiplied together."""
+"""With shorter runs, all rows of an expert are multiplied together: a matmul of fewer rows spends a tenth or
+more of its time on reading and packing the weight."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What dispatch and combine share: the three ways to write experts, their matmuls, and runs of rows.
+"""Shared by dispatch and combine: the three forms of experts, and their matmuls.
 
     batched   `experts == 0`, no splits    x[i]: [E, R, K]   w[i]: [E, K, N]   bias[i]: [E, N] or [E, 1, N]
     listed    `experts == E`, no splits    x[i * E + e]: [R, K]   w[i * E + e]: [K, N]   bias[i * E + e]: [N]
