@@ -6,17 +6,17 @@ values that are equal on all ranks.
 
 from __future__ import annotations
 
-import torch
 from torch import fx
 
 from autofuse.lowering import torch_internals
 from autofuse.lowering.cpu import support as cpu
 from autofuse.lowering.cpu.workspace import decline
 from autofuse.lowering.gpu import support as gpu
+from autofuse.lowering.ops.library import FUSED_OPS
 from autofuse.lowering.orders import make_plan
 
 from .graph.anchors import OPAQUE, Anchor
-from .graph.follow import dtype_of, tensor
+from .graph.follow import tensor
 from .graph.paths import collective_above, collective_between
 from .matchers import matchers_of
 from .matchers.match import Match
@@ -84,10 +84,8 @@ def check_match(anchor: Anchor, match: Match, settings: Settings, world: int) ->
             Reason.PATTERN_DISABLED, f"{match.pattern} is not among {', '.join(sorted(settings.patterns))}"
         )
     device = tensor(anchor.node).device  # type: ignore[union-attr]
-    if device.type == "cuda" and match.not_on_gpus:
-        return Reject(Reason.NO_KERNEL_FOR_DEVICE, match.not_on_gpus)
-    if device.type == "cuda" and match.work.matmuls and dtype_of(anchor.node) is torch.float32:
-        return Reject(Reason.DTYPE, "float32 is exchanged; GPU kernels take bfloat16 and float16")
+    if device.type == "cuda" and (reject := _check_gpu_kernels(match)) is not None:
+        return reject
     for node in match.inputs:
         val = tensor(node)
         if val is not None and val.device != device and val.dim():
@@ -112,4 +110,14 @@ def _check_sequence(node: fx.Node, match: Match) -> Reject | None:
         above = collective_above(entry, node) if node < entry else None
         if above is not None:
             return Reject(Reason.EXTRA_USERS, f"{entry.name} depends on the later collective {above.name}")
+    return None
+
+
+def _check_gpu_kernels(match: Match) -> Reject | None:
+    """Why the GPU kernels of the op do not run the site; None if they do."""
+    op = FUSED_OPS[match.pattern]
+    if why := op.gpu_gap(match.arguments) or match.not_on_gpus:
+        return Reject(Reason.NO_KERNEL_FOR_DEVICE, why)
+    if match.arguments is not None and (why := op.gpu_dtype_gap(match.arguments)):
+        return Reject(Reason.DTYPE, why)
     return None

@@ -5,7 +5,7 @@ that the left neighbour forwarded it to. With few rows a part, or if the gathere
 are first gathered into X and multiplied once: the weights are read once, and the roundings are those of the
 unfused graph.
 
-Memory of rank r, tiles as in `tiles.Buffer`: its own part (direct, oblivious), or a slot for every part (ring).
+Memory of rank r, tiles as in `tiles.Buffer`: its own part (direct, oblivious), or a slot a part (ring).
 """
 
 from collections.abc import Callable, Sequence

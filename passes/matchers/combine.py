@@ -14,14 +14,14 @@ from functools import partial
 import torch
 from torch import fx
 
-from autofuse.lowering.gpu.support import MOST_TERMS
+from autofuse.lowering.ops.expert_matmul_all_to_all import ExpertMatmulAllToAll
 from autofuse.passes.graph.anchors import Anchor
 from autofuse.passes.graph.emit import Emitter
 from autofuse.passes.graph.follow import aten, tensor
-from autofuse.passes.graph.layout import Cut, Layout, prod, same_size
+from autofuse.passes.graph.layout import Cut, Layout, Size, prod, same_size
 from autofuse.passes.report import Reason, Reject
 
-from .match import Context, Found, Match, Work, check_dtype, fill_biases, replace_result
+from .match import Context, Found, Match, Work, check_dtype, fill_biases, replace_result, values
 from .operands import Operand, materialise, two_dimensional
 from .placement import Placement, find_placement
 from .product import Product, extra_users, hand_out_product, match_product
@@ -29,7 +29,6 @@ from .rows import Rows, cut_into_parts, is_natural, positions, split_rows, whole
 
 PATTERN = "expert_matmul_all_to_all"
 NOT_PERMUTED = "GPU kernels move rows where an argsort says"
-LISTED = "GPU kernels take experts that are multiplied together"
 
 
 def match_combine(anchor: Anchor, context: Context) -> Found:
@@ -77,30 +76,23 @@ def _match(anchor: Anchor, context: Context, single: bool) -> Found:
         partial(_rewrite, anchor, context, found, place, bool(early)),
         tuple(n for n in (*inputs, *more) if n is not None),
         early,
-        _not_on_gpus(found, place, bool(early)),
+        _arguments(context, found, place, bool(early)),
+        "" if placement is None or placement.permutes else NOT_PERMUTED,
     )
 
 
-def _not_on_gpus(found: Product, place: Cut | Rows, keep: bool) -> str:
-    if found.listed:
-        return LISTED
-    if found.text != "mm" or len(found.x) > MOST_TERMS:
-        most = f"a sum of up to {MOST_TERMS} matmuls"
-        return f"GPU kernels send {most} as it is, not {found.text!r} of {len(found.x)}"
-    if any(b is not None for b in found.bias[1:]):
-        return "GPU kernels add the bias of one matmul, the first"
-    if keep:
-        return "the matmul is read elsewhere, too"
-    if found.offsets is not None and isinstance(place, Rows):
-        return "" if place.placement is None or place.placement.permutes else NOT_PERMUTED
-    return rows_not_on_gpus(place, bool(found.listed))
+def _arguments(context: Context, found: Product, place: Cut | Rows, keep: bool) -> ExpertMatmulAllToAll:
+    """The arguments of the fused op, as far as they are known before the rewrite: positions are not."""
+    terms = (values(found.x), values(found.w), values(found.bias), values(o.node for o in found.operands))
+    experts = (found.text, found.listed, tensor(found.offsets), None)
+    return ExpertMatmulAllToAll(*terms, *experts, *parts_of(place), keep, *context.common)
 
 
-def rows_not_on_gpus(place: Cut | Rows, listed: bool) -> str:
-    """Why GPU kernels do not take the parts of a combine or dispatch; empty if they do."""
-    if listed:
-        return LISTED
-    return "GPU kernels exchange equal parts of rows" if isinstance(place, Rows) or place.dim != 1 else ""
+def parts_of(place: Cut | Rows) -> tuple[list[Size], list[Size], int, Size]:
+    """Splits, dim and outer, as the expert ops take them."""
+    if isinstance(place, Cut):
+        return [], [], place.dim, place.outer
+    return place.output_splits, place.input_splits, 1, 1
 
 
 def _place(

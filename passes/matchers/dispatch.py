@@ -8,9 +8,10 @@ from functools import partial
 import torch
 from torch import fx
 
+from autofuse.lowering.ops.all_to_all_expert_matmul import AllToAllExpertMatmul
 from autofuse.passes.graph.anchors import Anchor
 from autofuse.passes.graph.emit import CannotEmit, Emitter
-from autofuse.passes.graph.follow import aten, dtype_of, tensor
+from autofuse.passes.graph.follow import aten, dtype_of, expression, tensor
 from autofuse.passes.graph.layout import (
     Cut,
     Digit,
@@ -26,8 +27,8 @@ from autofuse.passes.graph.layout import (
 from autofuse.passes.graph.paths import depends_on
 from autofuse.passes.report import Reason, Reject
 
-from .combine import NOT_PERMUTED, batched, like, rows_not_on_gpus
-from .match import Context, Found, Match, Work, check_dtype, fill_biases, hand_out, replace_result
+from .combine import NOT_PERMUTED, batched, like, parts_of
+from .match import Context, Found, Match, Work, check_dtype, fill_biases, hand_out, replace_result, values
 from .matmuls import grouped_offsets, linear_operands
 from .placement import permutes_all, row_index
 from .readers import Reader, find_readers, reread
@@ -97,13 +98,24 @@ def _match(anchor: Anchor, context: Context, single: bool) -> Found:
         rewrite = partial(_rewrite_even, *site, place, experts)
     else:
         rewrite = partial(_rewrite_rows, *site, place, experts)
+    (sent,) = values([anchor.input])
     return Match(
         PATTERN,
         Work(tuple((count * rows, inner, shapes.known(e.w)[-1]) for e in entries), count),
         context.shapes,
         rewrite,
         (anchor.input, *inputs),
-        not_on_gpus=rows_not_on_gpus(place, bool(experts)),
+        arguments=AllToAllExpertMatmul(
+            sent,
+            values(e.w for e in entries),
+            values(e.bias for e in entries),
+            experts,
+            None,
+            None,
+            *parts_of(place),
+            bool(others),
+            *context.common,
+        ),
     )
 
 
@@ -309,12 +321,27 @@ def _match_dropless(anchor: Anchor, context: Context) -> Found:
     shape = shapes.known(rows)
     count, inner = shape
     sizes = tuple((count, inner, shapes.known(w)[-1]) for w in weights)
+    (sent,) = values([anchor.input])
     return Match(
         PATTERN,
         Work(sizes, shapes.known(weights[0])[0]),
         context.shapes,
         partial(_rewrite_dropless, anchor, context, grouped, offsets, positions, rows, bool(others)),
         (anchor.input, *inputs),
+        arguments=AllToAllExpertMatmul(
+            sent,
+            values(weights),
+            [],
+            0,
+            tensor(offsets),
+            tensor(positions),
+            [expression(s) for s in anchor.output_splits],
+            [expression(s) for s in anchor.input_splits],
+            1,
+            1,
+            bool(others),
+            *context.common,
+        ),
         not_on_gpus="" if positions is None or permutes_all(positions, anchor.node, shapes) else NOT_PERMUTED,
     )
 

@@ -8,13 +8,14 @@ from functools import partial
 import torch
 from torch import fx
 
+from autofuse.lowering.ops.all_to_all_embedding_bag_backward import AllToAllEmbeddingBagBackward
 from autofuse.passes.graph.anchors import Anchor
 from autofuse.passes.graph.emit import Emitter
 from autofuse.passes.graph.follow import argument, aten, dtype_of
 from autofuse.passes.report import Reason, Reject
 
 from .embedding_columns import Exchanged, has_last_offset, match_columns, sent
-from .match import Context, Found, Match
+from .match import Context, Found, Match, values
 from .readers import reread
 
 PATTERN = "all_to_all_embedding_bag_backward"
@@ -36,7 +37,32 @@ def match_embedding_backward(anchor: Anchor, context: Context) -> Found:
         context.shapes,
         partial(_rewrite, anchor, context, found, dtype),
         (anchor.input, *(n for n in inputs if isinstance(n, fx.Node))),
-        not_on_gpus="gradients are sparse" if any(map(_is_sparse, found.nodes)) else "",
+        arguments=_arguments(anchor, context, found, dtype),
+    )
+
+
+def _arguments(
+    anchor: Anchor, context: Context, found: Exchanged, dtype: torch.dtype
+) -> AllToAllEmbeddingBagBackward:
+    """The arguments of the fused op before the rewrite, which finds out columns and layout."""
+    nodes, first = found.nodes, found.nodes[0]
+    (grad,) = values([anchor.input])
+    return AllToAllEmbeddingBagBackward(
+        grad,
+        values(n.args[1] for n in nodes),
+        values(n.args[2] for n in nodes),
+        values(w for n in nodes if (w := argument(n, 10, "per_sample_weights")) is not None),
+        [n.args[6] for n in nodes],
+        [t.width for t in found.tables],
+        argument(first, 8, "mode"),
+        has_last_offset(first.args[0], first.args[2]),
+        argument(first, 11, "padding_idx", -1),
+        dtype,
+        [_is_sparse(n) for n in nodes],
+        [],
+        "bsc",
+        bool(found.others),
+        *context.common,
     )
 
 

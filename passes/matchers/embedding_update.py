@@ -43,7 +43,6 @@ def match_embedding_update(anchor: Anchor, context: Context) -> Found:
         context.shapes,
         partial(_rewrite, anchor, context, found, updates),
         (anchor.input, *inputs),
-        not_on_gpus="",
     )
 
 

@@ -13,14 +13,15 @@ from functools import partial
 import torch
 from torch import fx
 
+from autofuse.lowering.ops.all_gather_matmul import AllGatherMatmul
 from autofuse.passes.graph.anchors import Anchor
 from autofuse.passes.graph.emit import Emitter
-from autofuse.passes.graph.follow import aten, dtype_of, is_cast, is_view, tensor
+from autofuse.passes.graph.follow import aten, dtype_of, is_cast, is_view
 from autofuse.passes.graph.layout import Cut, Digit, Layout, Size, cut_out, exact_quotient, prod
 from autofuse.passes.graph.paths import collective_above, depends_on
 from autofuse.passes.report import Reason, Reject
 
-from .match import Context, Found, Match, Work, check_dtype, fill_biases
+from .match import Context, Found, Match, Work, check_dtype, fill_biases, values
 from .matmuls import linear_operands, one_weight
 from .operands import two_dimensional
 from .readers import Reader, find_cast_readers, reread
@@ -75,18 +76,17 @@ def match_all_gather(anchor: Anchor, context: Context) -> Found:
         context.shapes,
         partial(_rewrite, anchor, context, consumers, others, cut, cast),
         (anchor.input, *(n for c in consumers for n in c.inputs)),
-        not_on_gpus=_not_on_gpus(consumers, cut),
+        arguments=_arguments(context, consumers, cut, bool(others)),
     )
 
 
-def _not_on_gpus(consumers: list[Consumer], cut: Cut) -> str:
-    if cut.dim != 0:
-        return "GPU kernels gather the rows of a matmul, not what it contracts"
-    for c in consumers:
-        shape = None if c.bias is None else tensor(c.bias)
-        if shape is not None and (c.swapped or shape.dim() != 1 or shape.numel() == 1):
-            return "GPU kernels add a bias with an entry a column"
-    return ""
+def _arguments(context: Context, consumers: list[Consumer], cut: Cut, keep: bool) -> AllGatherMatmul:
+    """The arguments of the fused op, as far as they are known before the rewrite: x is gathered here."""
+    (x,), w = values([consumers[0].reader.view]), values(c.w for c in consumers)
+    # The bias of a transposed product is a column.
+    biases = zip(values(c.bias for c in consumers), consumers, strict=True)
+    bias = [b.unsqueeze(-1) if c.swapped and c.bias is not None else b for b, c in biases]
+    return AllGatherMatmul(x, w, bias, cut.dim, cut.outer, keep, *context.common)
 
 
 def _consumer(reader: Reader) -> Consumer | None:

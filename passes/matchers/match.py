@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import fx
@@ -26,6 +26,11 @@ class Context:
     order: str
     site: str
     shapes: Shapes
+
+    @property
+    def common(self) -> tuple[str, str, str]:
+        """Group, order and site, which end the arguments of every fused op."""
+        return str(self.group), self.order, self.site
 
 
 def context_of(anchor: Anchor, world: int, order: str) -> Context:
@@ -78,8 +83,11 @@ class Match:
     """The inputs of the fused op, which must stand after all of them."""
     early: tuple[fx.Node, ...] = ()
     """Other users of the compute, which will read an output of the fused op; they may stand before it."""
-    not_on_gpus: str = "this op has no kernel for GPUs yet"
-    """Why the GPU kernels cannot run it; empty if they can."""
+    arguments: tuple[Any, ...] | None = None
+    """The record of the fused op's arguments, as far as they are known before the rewrite, with tensors from
+    the metadata of the graph. `FusedOp.gpu_gap` reads it. None for an op without gaps on GPUs."""
+    not_on_gpus: str = ""
+    """Why the GPU kernels cannot run the site, if the reason lies in the graph and not in the arguments."""
 
 
 Found: TypeAlias = "Match | Reject"
@@ -89,6 +97,12 @@ def check_dtype(dtype: torch.dtype | None) -> Reject | None:
     """Why the kernels cannot exchange the dtype; None if they can."""
     name = str(dtype).removeprefix("torch.")
     return None if dtype in cpu.DTYPES else Reject(Reason.DTYPE, f"{name} is exchanged")
+
+
+def values(nodes: Iterable[object]) -> list[torch.Tensor]:
+    """The tensors in the metadata of nodes; for None an empty one, which stands for no bias in fused ops."""
+    known = (torch.empty(0) if node is None else tensor(node) for node in nodes)
+    return [val for val in known if val is not None]
 
 
 def fill_biases(emitter: Emitter, x: fx.Node, biases: Sequence[fx.Node | None]) -> list[fx.Node]:

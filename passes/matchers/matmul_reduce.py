@@ -11,12 +11,14 @@ from functools import partial
 
 import torch
 
+from autofuse.lowering.ops.matmul_all_reduce import MatmulAllReduce
+from autofuse.lowering.ops.matmul_reduce_scatter import MatmulReduceScatter
 from autofuse.passes.graph.anchors import Anchor
 from autofuse.passes.graph.emit import Emitter
 from autofuse.passes.graph.layout import Cut, Layout, Size, cut_out, exact_quotient, leading_digit, prod
 from autofuse.passes.report import Reason, Reject
 
-from .match import Context, Found, Match, Work, check_dtype, replace_result
+from .match import Context, Found, Match, Work, check_dtype, replace_result, values
 from .operands import materialise, two_dimensional
 from .product import Product, extra_users, hand_out_product, match_product
 
@@ -76,14 +78,20 @@ def _match(anchor: Anchor, context: Context, found: Product, pattern: str, cut: 
         partial(_rewrite, anchor, context, found, pattern, cut, bool(early)),
         (*found.x, *found.w, *(o.node for o in found.operands)),
         early,
-        _not_on_gpus(found, bool(early)),
+        _arguments(anchor, context, found, cut, bool(early)),
     )
 
 
-def _not_on_gpus(found: Product, keep: bool) -> str:
-    if found.text != "mm" or len(found.x) != 1:
-        return f"GPU kernels reduce one matmul as it is, not {found.text!r} of {len(found.x)}"
-    return "the matmul is read elsewhere, too" if keep else ""
+def _arguments(
+    anchor: Anchor, context: Context, found: Product, cut: Cut | None, keep: bool
+) -> MatmulAllReduce | MatmulReduceScatter:
+    """The arguments of the fused op, as far as they are known before the rewrite."""
+    assert anchor.reduce_op is not None
+    operands = values(o.node for o in found.operands)
+    terms = (values(found.x), values(found.w), operands, found.text, anchor.reduce_op)
+    if cut is None:
+        return MatmulAllReduce(*terms, keep, *context.common)
+    return MatmulReduceScatter(*terms, cut.dim, cut.outer, keep, *context.common)
 
 
 def _rewrite(
