@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autofuse.lowering.ops import all_to_all_embedding_bag_backward as backward
-from autofuse.native_kernels.cpu.embedding import Bags
 from tests.ops.bags import Case, arrange, inputs_of, pooled, spoil
 from tests.ops.test_embedding_bag_all_to_all import EVEN, FOUR, UNEVEN
 from tests.ranks import RankPool
@@ -78,11 +77,13 @@ def test_second_gradient(ranks: Ranks, case: Case) -> None:
 def test_as_gpus_add_without_a_kernel(case: Case) -> None:
     """What aten adds for a table is what the reference adds."""
     weights, indices, offsets, samples = inputs_of(case, 0)
-    bags = Bags(indices, offsets, samples, *case.options)
     exchanged = torch.cat(_bags(case, 0), 1)
     sizes = [w.shape[0] for w in weights], [w.shape[1] for w in weights]
-    arguments = (exchanged, bags, *sizes, torch.float32, [False] * len(weights))
+    args = backward.AllToAllEmbeddingBagBackward(
+        exchanged, indices, offsets, samples, *sizes, *case.options, torch.float32, [False] * len(weights),
+        case.columns, case.layout, False, "", case.order, "test",
+    )  # fmt: skip
     with patch.object(backward, "_adds_with_aten", lambda device: True):
-        found = backward._gradients(*arguments)
-    for got, want in zip(found, backward._gradients(*arguments), strict=True):
+        found = backward._gradients(exchanged, args)
+    for got, want in zip(found, backward._gradients(exchanged, args), strict=True):
         assert bool(((got - want).abs() <= 64 * torch.finfo(torch.float32).eps * (1 + want.abs())).all())
