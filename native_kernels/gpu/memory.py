@@ -1,4 +1,4 @@
-"""What the launchers take: memory of a group, mapped by all its ranks, and how much of it a call needs."""
+"""Memory that all ranks of a group map, how much of it a call needs, and how Triton kernels start."""
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, fields
@@ -14,17 +14,18 @@ SHARED_MEMORY = 227 * 1024
 """Bytes that a block may have."""
 
 EVENTS = 512
-"""Events that a trace has room for, a program."""
+"""Events of one program that a trace has room for."""
 
 LONGEST_ROW = 1 << 20
-"""Most bytes of a row in `inbox`: halves begin with whole rows, up to this is unused at a half's end."""
+"""Most bytes of a row in `inbox`. Each half begins with a whole row, so up to as many bytes stay unused."""
 
 
 @dataclass(frozen=True)
 class Region:
-    """The same number of bytes on every rank. `views[r]`: those of rank r, uint8, as this rank maps them.
+    """Memory of the same size on every rank.
 
-    `addresses`: where they begin, int64 [W], on the device.
+    views[r]: the memory of rank r as this rank maps it, uint8; addresses: where the views begin, int64 [W],
+    on the device.
     """
 
     views: tuple[Tensor, ...]
@@ -36,7 +37,7 @@ class Region:
         return cls(tuple(views), addresses.to(views[0].device))
 
     def half(self, dtype: torch.dtype) -> int:
-        """Elements in one of the two halves that calls use by turns, whatever their sizes."""
+        """Elements in one of the two halves, which calls use in turn, whatever their sizes."""
         return self.views[0].numel() // 2 // dtype.itemsize
 
     def matrix(self, rank: int, dtype: torch.dtype, offset: int, rows: int, cols: int) -> Tensor:
@@ -46,7 +47,7 @@ class Region:
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes of each region, and elements of local memory, that a call uses."""
+    """What a call needs of each field of `PeerMemory`: bytes of regions, elements of local memory."""
 
     inbox: int = 0
     finished: int = 0
@@ -70,15 +71,24 @@ class Need:
 
 @dataclass(frozen=True, eq=False)
 class PeerMemory:
-    """Memory and counters of one group on one device; all counters and packets are 0 before the first call.
+    """Memory and counters of one group on one device, as this rank has them.
 
-    inbox: tiles and parts on their way, two halves; finished: sums on their way, two halves; packets: int64,
-    two halves, never used for anything else; words: as words.cuh has them, two halves, 0 between calls;
-    gathers: as gather_words.cu has it;
-    copies: what copy engines store, one half; signals: int32 counters; copy_signals: those of `copies`, and a
-    word of credit a peer, 1 at first. state, record: words that `state.py` names; pieces: fp32, done: int32,
-    0 between calls, outbox: what copy engines take, bytes; these are local; programs: how many run at once;
-    clusters: how many of 1, 2, 4 and 8 blocks run at once on every rank, for kernels in CUDA C++.
+    Regions that all ranks map; counters, packets and words are 0 before the first call:
+        inbox         tiles and parts from peers, two halves
+        finished      sums from peers, two halves
+        packets       payload and epoch, int64, two halves; never used for anything else
+        words         flag-in-payload (`include/words.cuh`), two halves, 0 between calls
+        gathers       flag-in-payload that many blocks read (`gather_words.cu`), three thirds
+        copies        what copy engines of peers store, one half
+        signals       counters, int32, two halves
+        copy_signals  flags that copy engines raise for `copies`, then a credit of every peer, 1 at first
+    Local memory, the same on no other rank:
+        state, record the words that `gpu/state.py` names
+        pieces        partial sums, fp32
+        done          counters, int32, 0 between calls
+        outbox        bytes that copy engines send
+    programs: how many programs run at once; clusters: how many clusters of 1, 2, 4 and 8 blocks run at once
+    on every rank, for kernels in CUDA C++.
     """
 
     rank: int
@@ -118,9 +128,9 @@ def describe_weight(w: Tensor, bk: int, bn: int) -> tuple[TensorDescriptor, bool
 
 
 def is_tma(*matrices: Tensor) -> bool:
-    """Whether TMA can load them: one stride 1, the other and the start multiples of 16 bytes.
+    """Whether TMA can load the matrices: one stride is 1, the other and the start are multiples of 16 bytes.
 
-    Asked of the offset in the storage, which is the same on all ranks; storages begin at such addresses.
+    The start is the offset in the storage, so that all ranks agree; storages begin at such addresses.
     """
     return all(
         t.storage_offset() * t.element_size() % 16 == 0
@@ -133,10 +143,10 @@ def is_tma(*matrices: Tensor) -> bool:
 
 
 def launch(kernel: Any, programs: int, compile_only: bool, *args: Any, **settings: Any) -> None:
-    """Start `programs` programs that may wait for each other; or only compile, so that no rank is late.
+    """Start `programs` programs of a Triton kernel, all at once, so that they may wait for each other.
 
-    A kernel that has run with arguments of this kind starts without asking Triton again what to compile,
-    which takes longer than many a call. `settings` has the constants.
+    compile_only: compile, and start nothing. settings: the constants. A kernel that has run with arguments of
+    the same kind starts without Triton's dispatch, which takes longer than a small call.
     """
     if compile_only:
         kernel.warmup(*args, grid=(programs,), launch_cooperative_grid=True, **settings)
@@ -154,7 +164,7 @@ _launched: dict[Hashable, Any] = {}
 
 
 def _kind(arg: Any) -> Hashable:
-    """What Triton specialises a kernel to, and where it has loaded it."""
+    """The properties of an argument that Triton specialises a kernel to, and its device."""
     if isinstance(arg, Tensor):
         return arg.dtype, arg.device, arg.data_ptr() % 16
     if isinstance(arg, TensorDescriptor):

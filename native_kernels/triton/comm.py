@@ -9,18 +9,18 @@
     put_packets   payload and epoch in one 8-byte store: no signal, no barrier
     take_packets  read such packets as soon as they carry the epoch of this call
 
-Counters are int32 in memory that peers map (torch symmetric memory), and count from 0 in every call; who
-waited sets them back to 0. A call uses the half of the memory that `epoch % 2` says, so that a rank that runs
-ahead never touches what its peers still read: every rank waits, in every call, for a signal of every peer.
+Counters are int32 in memory that peers map (torch symmetric memory). They count from 0 in every call, and the
+program that waited for a counter sets it back to 0. A call uses half `epoch % 2` of the memory. Every rank
+waits, in every call, for a signal of every peer, so that a rank that runs ahead never overwrites data that a
+peer still reads.
 
-Waits are bounded. `state` is local int64 memory: [0] the nanoseconds that a wait may take, [1] address of the
-failure record in host memory (int32 [8]), [2] raised once a wait gave up: later waits return at once, [3] the
-epoch, [4] programs that finished, [5] to [7] for the kernel, 0 at its start. The record says (raised, code,
-peer, counter's index, epoch); whoever launched the kernel reads it.
+Waits are bounded. `state` is local int64 memory with the limit, the address of the failure record, the epoch
+and counters of programs; `native_kernels.gpu.state` names its words and those of the record. After a wait has
+given up, later waits return at once, and the host reads the record and raises.
 
-Ordering, as PTX has it: a signal is CTA barrier, then one thread's `red.release.sys`; a wait is one thread's
-`ld.acquire.sys`, then a CTA barrier. After TMA stores `stored` comes first. The interpreter has no PTX: under
-TRITON_INTERPRET=1 the same functions run on atomics, and waits are bounded by the number of polls.
+Ordering in PTX: a signal is a CTA barrier, then `red.release.sys` by one thread; a wait is `ld.acquire.sys`
+by one thread, then a CTA barrier. TMA stores need `stored` before the signal. Under TRITON_INTERPRET=1 the
+same functions run on atomics, and waits are bounded by the number of polls.
 """
 
 import os
@@ -59,7 +59,7 @@ BAD_BAG = tl.constexpr(Wait.BAD_BAG.value)
 GRADIENTS = tl.constexpr(Wait.GRADIENTS.value)
 CODES_PER_SITE = tl.constexpr(state_words.CODES_PER_SITE)
 
-# Polls before a wait looks at the clock, and between such looks: what comes soon is not held up by them.
+# Polls between two looks at the clock: reading the clock takes longer than a poll.
 UNTIMED = tl.constexpr(1 if INTERPRET.value else 64)
 
 # Kinds of events in a trace; `autofuse.timeline` reads them.
@@ -81,7 +81,7 @@ def peer(addresses, rank, dtype: tl.constexpr):
 
 @triton.jit
 def signal(counter):
-    """Add 1 to `counter` (a peer's or our own), after everything that this program has stored before."""
+    """Add 1 to `counter` (of a peer or of this rank), after all earlier stores of this program."""
     tl.debug_barrier()
     tl.atomic_add(counter, 1, sem="release", scope="sys")
 
@@ -90,7 +90,7 @@ def signal(counter):
 def signal_all(addresses, world, offset, skip):
     """`signal` the counters at element `offset` (int32) of the memory of every rank but `skip`, all at once.
 
-    `addresses` is an int64 array with an entry a rank; skip = -1 skips none.
+    addresses: int64, an entry for each rank; skip: -1 skips none.
     """
     if INTERPRET:
         for r in range(world):
@@ -122,7 +122,7 @@ def signal_all(addresses, world, offset, skip):
 
 @triton.jit
 def barrier():
-    """Of the program's threads. May stand in a software-pipelined loop: the compiler does not see it."""
+    """A barrier of the program's threads that may stand in a pipelined loop: the compiler does not see it."""
     if not INTERPRET:
         tl.inline_asm_elementwise(
             "bar.sync 0; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
@@ -131,7 +131,7 @@ def barrier():
 
 @triton.jit
 def stored():
-    """All TMA stores of this program have reached their memory."""
+    """Wait until all TMA stores of this program have reached their memory."""
     if not INTERPRET:
         tl.inline_asm_elementwise(
             "cp.async.bulk.wait_group 0; fence.proxy.async; mov.u32 $0, 0;",
@@ -141,9 +141,9 @@ def stored():
 
 @triton.jit
 def signal_stored(counter):
-    """As `stored`, then `signal`; without effect if the address `counter` (int64) is 0.
+    """`stored`, then `signal`; nothing if the address `counter` (int64) is 0.
 
-    May stand in a software-pipelined loop, since the compiler sees neither an atomic nor a barrier.
+    It may stand in a software-pipelined loop, since the compiler sees neither an atomic nor a barrier.
     """
     if INTERPRET:
         if counter != 0:
@@ -167,7 +167,7 @@ def signal_stored(counter):
 
 @triton.jit
 def wait(counter, target, state, code, source, index, epoch):
-    """Until `counter` is at least `target`: one signal of `source`."""
+    """Wait until `counter`, which `source` signals, is at least `target`."""
     wait_all(counter, 0, 1, target, state, code, source, index, epoch)
 
 
@@ -225,11 +225,11 @@ _WAIT_ALL = tl.constexpr(
 
 @triton.jit
 def wait_all(counters, stride, count, target, state, code, source, index, epoch):
-    """Until each of `count` (at most 32) counters, `stride` apart, is at least `target`.
+    """Wait until each of `count` (at most 32) counters, `stride` apart, is at least `target`.
 
-    Where one does not come in time: raise state[2] and record (1, code, source + its number, index, epoch).
-    Sums, by the code, may take half as long again: a rank that cannot send any waits for one that is lost,
-    and the lost one is to be named.
+    After the limit the wait raises `STATE_GIVEN_UP` and records (1, code, source + number of the counter,
+    index, epoch). A wait for sums (COPYING) may take half as long again: a peer that waits for the lost rank
+    sends no sums, and the record must name the lost rank.
     """
     if INTERPRET:
         for i in range(count):
@@ -265,13 +265,13 @@ def wait_all(counters, stride, count, target, state, code, source, index, epoch)
 
 @triton.jit
 def begin(state):
-    """The epoch of this call. Every program asks before its first signal."""
+    """The epoch of this call. Every program calls it before its first signal."""
     return (tl.load(state + STATE_EPOCH) + 1).to(tl.int32)
 
 
 @triton.jit
 def finish(state, epoch, programs):
-    """The last act of a program; the last program ends the epoch and sets words 4 to 7 of `state` to 0."""
+    """Ends a program. The last program advances the epoch and sets the counters in `state` to 0."""
     tl.debug_barrier()
     if tl.atomic_add(state + STATE_FINISHED, 1, sem="acq_rel", scope="gpu") == programs - 1:
         for word in tl.static_range(STATE_FINISHED, STATE_WORDS):
@@ -281,7 +281,7 @@ def finish(state, epoch, programs):
 
 @triton.jit
 def fence_copies():
-    """TMA loads from here on see what a `wait` has shown to have been stored."""
+    """Later TMA loads see what peers stored before the signal of an earlier `wait`."""
     if not INTERPRET:
         tl.inline_asm_elementwise(
             "fence.proxy.async; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
@@ -290,7 +290,7 @@ def fence_copies():
 
 @triton.jit
 def nanoseconds():
-    """The device's clock; under the interpreter, what a poll is taken to last."""
+    """The device's clock; under the interpreter, the assumed duration of a poll."""
     if INTERPRET:
         return tl.full((), 20000, tl.int64)
     return tl.inline_asm_elementwise(
@@ -317,15 +317,15 @@ def pair(low, high):
 
 @triton.jit
 def put_packets(to, pairs, epoch, mask):
-    """Store pairs (uint32), each with the epoch, to int64 memory of a peer. Both halves arrive together."""
+    """Store pairs (uint32) with the epoch to int64 memory of a peer. Pair and epoch arrive together."""
     tl.store(to, pairs.to(tl.int64) | (epoch.to(tl.int64) << 32), mask=mask)
 
 
 @triton.jit
 def take_packets(at, epoch, mask, state, code, sources, index):
-    """The packets at `at` (int64, our own memory) once all carry `epoch`; waits as `wait` does.
+    """The packets at `at` (int64, memory of this rank) once all carry `epoch`; bounded as `wait` is.
 
-    sources: from whom each of them comes.
+    sources: the rank that each packet comes from.
     """
     nothing = epoch.to(tl.int64) << 32
     packets = tl.load(at, mask=mask, other=nothing, volatile=True)
@@ -365,9 +365,8 @@ def take_packets(at, epoch, mask, state, code, sources, index):
 def stamp(trace, program, event, kind, rank, tile, TRACE: tl.constexpr, EVENTS: tl.constexpr):
     """With TRACE, write event number `event` of a program: the time, and kind << 32 | rank << 24 | tile.
 
-    trace: int64 [programs, EVENTS, 2], zero at first; events beyond EVENTS overwrite the last. rank: whose
-    tile it is, or who was waited for; -1: all ranks. Returns the number of the next event.
-    `autofuse.timeline` reads it.
+    trace: int64 [programs, EVENTS, 2], 0 at first; events beyond EVENTS overwrite the last. rank: the owner
+    of the tile, or the rank that was waited for; -1: all ranks. Returns the number of the next event.
     """
     if TRACE:
         at = trace + (program * EVENTS + tl.minimum(event, EVENTS - 1)) * 2

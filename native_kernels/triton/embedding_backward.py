@@ -4,20 +4,20 @@ the ranks of their tables and adds them up there.
     G = the gradients of all bags of this rank's tables [B, C]
     dweights[t][i] = sum over the entries of row i of scale * G[bag of the entry, columns of t]
 
-The update does not store such a sum, but changes row i of the table by it, and its state. Only one program
-comes to a row, and once. Nothing is set to 0 then.
+The update does not store the sum of row i, but changes row i of the table and its state. One program changes
+a row, once, and no gradient is set to 0.
 
-Programs push what is for r + 1, then r + 2, ..., our own last, in pieces; they count them, and the last one
-signals. Meanwhile they set the gradients to 0, which takes longer where tables are large. A row adds up bags
-of all ranks, so that all must have come before the first one is added.
+Programs push gradients for r + 1, then r + 2, ..., those of this rank last, in pieces. They count the pieces,
+and the last program signals. Then they set the gradients of the tables to 0. A row adds up bags of all ranks,
+so all ranks' gradients must have arrived before the first addition.
 
 The sorted entries of a table are cut into strips. A row of a tile walks along a strip and stores a sum when
-the index changes. Where one index is in several strips, `parts`, [strips, 2], has what is in each of them:
-first of an index that an earlier strip ended with, then of one that goes on. When all programs are done, they
-are added up in the order of the strips. So every row is stored once, and its terms are added in an order that
-depends on nothing but the entries: every run gets the same bits.
+the index changes. If an index is in several strips, `parts`, [strips, 2], holds the partial sum of each
+strip: in slot 0 of the index that began in an earlier strip, in slot 1 of the index that continues in the
+next. When all programs are through, the partial sums are added up in the order of the strips. So every row is
+stored once, and the order of its terms depends only on the entries: every run gets the same bits.
 
-In either half of the memory of a rank: inbox, G, and the counters arrived [W].
+A rank has two halves each of the inbox, G, and the counters arrived [W].
 """
 
 import torch
@@ -53,7 +53,7 @@ from .embedding_update import RULE, kept, put
 
 @triton.jit
 def table_of(work, word: tl.constexpr, item, count, TABLES: tl.constexpr):
-    """The table that an item belongs to; tables have their first items in `word`."""
+    """The table of an item; `word`: the word of WORDS_WORK that has the first item of each table."""
     t = tl.arange(0, TABLES)
     begun = (t < count) & (tl.load(work + t * WORK + word, mask=t < count, other=0) <= item)
     return tl.sum(begun.to(tl.int32), axis=0) - 1
@@ -67,7 +67,7 @@ def columns_of(table):
 @triton.jit
 def set_zero(tables, work, item, count, DTYPE: tl.constexpr, ALIGN: tl.constexpr, TABLES: tl.constexpr,
              CHUNK: tl.constexpr):  # fmt: skip
-    """A chunk of the gradient of a table."""
+    """Set a chunk of the gradient of a table to 0."""
     nbytes: tl.constexpr = DTYPE.primitive_bitwidth // 8
     t = table_of(work, FIRST_CHUNK, item, count, TABLES)
     gradient = tl.multiple_of(tl.load(tables + t * TABLE).to(tl.pointer_type(DTYPE)), ALIGN * nbytes)
@@ -78,13 +78,13 @@ def set_zero(tables, work, item, count, DTYPE: tl.constexpr, ALIGN: tl.constexpr
 
 @triton.jit
 def rows_at(keys, at, mask, lowest):
-    """The rows in their table of entries `at`, -1 outside of the mask."""
+    """The rows, in their table, of the entries `at`; -1 outside of the mask."""
     return tl.where(mask, tl.load(keys + at, mask=mask, other=0).to(tl.int64) - lowest, -1).to(tl.int32)
 
 
 @triton.jit
 def take(keys, bags, scales, gradient, at, end, lowest, rows, count, stride, c, in_row, SCALED: tl.constexpr):
-    """The rows of entries `at`, -1 from `end` on, gradients of their bags, what these are multiplied by."""
+    """Of the entries `at`: their rows (-1 from `end` on), the gradients of their bags, and the scales."""
     inside = at < end
     index = rows_at(keys, at, inside, lowest)
     bag = tl.load(bags + at, mask=inside, other=0)
@@ -96,8 +96,8 @@ def take(keys, bags, scales, gradient, at, end, lowest, rows, count, stride, c, 
 
 @triton.jit
 def turn(entry, current, opened, rows):
-    """Whether an entry is of another row than those before it, and whether the sum of these is complete then;
-    the row from here on, and whether it began in an earlier strip."""
+    """Whether an entry begins another row, and whether the sum before it is complete; the current row, and
+    whether it began in an earlier strip."""
     index, _, _ = entry
     new = (index >= 0) & (index != current)
     own = new & (opened == 0) & (current >= 0) & (current < rows)
@@ -106,7 +106,7 @@ def turn(entry, current, opened, rows):
 
 @triton.jit
 def add(entry, acc, head, new, opened, SCALED: tl.constexpr):
-    """One more entry of every strip: where its row is a new one, the sum begins anew."""
+    """Add one entry of every strip; the sum begins again where the row is another one."""
     _, row, scale = entry
     row = row.to(tl.float32)
     if SCALED:
@@ -117,7 +117,7 @@ def add(entry, acc, head, new, opened, SCALED: tl.constexpr):
 
 @triton.jit
 def strips_of(table, work, block, BR: tl.constexpr, STRIP: tl.constexpr):
-    """Of a block: their numbers through all tables, where they begin and end, and the table's entries."""
+    """The strips of a block: numbers through all tables, begins and ends, and the table's entries."""
     first = tl.load(work + FIRST_BLOCK).to(tl.int32)
     strip = (block - first) * BR + tl.arange(0, BR)
     entries = tl.load(table + 3).to(tl.int32)
@@ -131,7 +131,7 @@ def add_strips(
     DTYPE: tl.constexpr, SCALED: tl.constexpr, ALIGN: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
     STRIP: tl.constexpr, UPDATE: tl.constexpr,
 ):  # fmt: skip
-    """Put the sums of a block of strips, columns from `column` on; what is in several strips is kept."""
+    """Put the complete sums of a block of strips, columns from `column` on, and partial ones in `parts`."""
     nbytes: tl.constexpr = DTYPE.primitive_bitwidth // 8
     to = tl.multiple_of(tl.load(table).to(tl.pointer_type(DTYPE)), ALIGN * nbytes)
     rows = tl.load(table + 1).to(tl.int32)
@@ -155,7 +155,7 @@ def add_strips(
     acc = tl.zeros((BR, BD), tl.float32)
     head = tl.zeros((BR, BD), tl.float32)
     for _ in range(0, STRIP, 4):
-        # All are loaded before the first is added, since loads do not overtake stores.
+        # All entries are loaded before the first is added, since loads do not overtake stores.
         e0 = take(keys, bags, scales, gradient, at, end, lowest, rows, count, stride, c, in_row, SCALED)
         e1 = take(keys, bags, scales, gradient, at + 1, end, lowest, rows, count, stride, c, in_row, SCALED)
         e2 = take(keys, bags, scales, gradient, at + 2, end, lowest, rows, count, stride, c, in_row, SCALED)
@@ -194,7 +194,7 @@ def join_strips(
     DTYPE: tl.constexpr, ALIGN: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr, STRIP: tl.constexpr,
     UNROLL: tl.constexpr, UPDATE: tl.constexpr,
 ):  # fmt: skip
-    """Put the sums of the indices that begin in these strips and go on in others."""
+    """Put the sums of the indices that begin in these strips and continue in later ones."""
     nbytes: tl.constexpr = DTYPE.primitive_bitwidth // 8
     to = tl.multiple_of(tl.load(table).to(tl.pointer_type(DTYPE)), ALIGN * nbytes)
     rows = tl.load(table + 1).to(tl.int32)
@@ -244,12 +244,13 @@ def embedding_backward(
     CC: tl.constexpr, CHUNK: tl.constexpr, UPDATE: tl.constexpr, TRACE: tl.constexpr, EVENTS: tl.constexpr,
 ):  # fmt: skip
     """Grid: PROGRAMS, of which the last ADDING add. words: `backward_words`; inbox, signals: int64 [W],
-    addresses of those of all ranks; done: int32 [W], 0; parts: fp32 [all strips, 2, width].
+    addresses of the regions of all ranks; done: int32 [W], 0; parts: fp32 [all strips, 2, width].
 
-    pieces: of CR x CC elements that a rank is sent, col_blocks side by side; copies: chunks of CHUNK elements
-    of G; stride, width, group_stride: an ALIGN-th of C, an ALIGN-th of the widest table, a WRITE-th of that
-    of `Places`; BR: strips of a block, of STRIP entries each; CB: blocks of BD columns.
-    KEEP: `exchanged` becomes G. Without PUSH it is G, and nothing is exchanged. UPDATE: `Tables.update`.
+    pieces: of CR x CC elements, for one rank, col_blocks side by side; copies: chunks of CHUNK elements of G;
+    stride: C divided by ALIGN; width: the widest table divided by ALIGN; group_stride: that of `Places`
+    divided by WRITE; BR: strips of a block, of STRIP entries each; CB: blocks of BD columns.
+    KEEP: `exchanged` becomes G. Without PUSH `exchanged` is G, and nothing is exchanged. UPDATE:
+    `Tables.update`.
     """
     program = tl.program_id(0)
     WIRE: tl.constexpr = grad.dtype.element_ty
@@ -340,7 +341,7 @@ def embedding_backward(
             clear(peer(signals, rank, tl.int32) + first_signal, W, 32)
         finish(state, epoch, PROGRAMS)
     else:
-        finish(state, epoch - 1, PROGRAMS)  # nobody has been heard of: the epoch stays
+        finish(state, epoch - 1, PROGRAMS)  # no rank was waited for: the epoch stays
 
 
 def launch_embedding_backward(
@@ -356,11 +357,11 @@ def launch_embedding_backward(
     trace: Tensor | None = None,
     compile_only: bool = False,
 ) -> None:
-    """Exchange `grad` and add up the gradients of the tables, `tables.weights`, or update these; all are
-    contiguous.
+    """Exchange `grad`, and add up the gradients of the tables, `tables.weights`, or update the tables; all
+    are contiguous.
 
     words: int64, on the device, `backward_words`; entries: `sorted_entries`; exchanged: [B, C], set to G, or
-    None. Without grad it is G, and nothing is exchanged. memory.programs: multiprocessors.
+    None. Without grad `exchanged` is G, and nothing is exchanged. memory.programs: multiprocessors.
     """
     world, rank, dims, b = memory.world, memory.rank, tables.dims, places.b
     wire = grad if grad is not None else exchanged
@@ -370,7 +371,7 @@ def launch_embedding_backward(
     cc = min(4 * config.tile, triton.next_power_of_2(max(16, widest)))
     cr = 4 * config.tile // cc
     col_blocks = max(1, cdiv(widest, cc))
-    # Not more than is stored at once: else sums would change hands between threads at every store.
+    # At most as many as are stored at once: else sums move between threads before every store.
     align, width = min(tables.aligned(), 16 // tables.weights[0].element_size()), max(dims)
     parts = torch.empty(2 * br * sum(config.blocks(tables)) * width, dtype=torch.float32, device=wire.device)
     programs = memory.programs * config.per_sm

@@ -1,7 +1,7 @@
-"""The entries of a rank's tables, sorted by row: what gradients of tables are added up from.
+"""The entries of a rank's tables, sorted by row, from which the gradients of the tables are added up.
 
-Entry k of table t is `indices[t][k]`. Its key is its row, counted through all tables, as if each had one row
-more, that of the entries that count for nothing. Entries of one key stay in their order.
+Entry k of table t is `indices[t][k]`. Its key is its row, counted through all tables; each table has one more
+row, for entries without effect. Entries of one key keep their order.
 """
 
 from dataclasses import dataclass
@@ -26,8 +26,8 @@ NEVER = tl.constexpr((1 << 63) - 1)
 
 @dataclass(frozen=True)
 class Entries:
-    """Of all tables, `[N]`, sorted. keys: int32, or int64 where there are too many rows; bags: int32; scales:
-    fp32, what the gradients of their bags are multiplied by, empty if by 1."""
+    """The entries of all tables, `[N]`, sorted. keys: int32, or int64 where there are too many rows; bags:
+    int32; scales: fp32, factors of the gradients of the bags, empty if all are 1."""
 
     keys: Tensor
     bags: Tensor
@@ -40,7 +40,7 @@ def list_entries(
     PROGRAMS: tl.constexpr, W: tl.constexpr, KIND: tl.constexpr, WIDE: tl.constexpr, MEAN: tl.constexpr,
     WEIGHTED: tl.constexpr, LAST: tl.constexpr, BB: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """Grid: PROGRAMS. For every entry its key, bag and scale, in the order of tables and indices.
+    """Grid: PROGRAMS. Store the key, bag and scale of every entry, in the order of tables and indices.
 
     words: `backward_words`; bags: of all ranks; blocks: of BB bags; KIND: dtype of samples.
     """
@@ -69,7 +69,7 @@ def list_entries(
         end = entries
         if LAST:
             end = tl.minimum(end, tl.load(offsets + bags).to(tl.int64))
-        # Entries before the first bag and behind the last one are listed, too, and count for nothing.
+        # Entries before the first bag and behind the last one are listed, too, and have no effect.
         after = (block + 1) * BB
         start = tl.load(offsets + block * BB).to(tl.int64)
         start = tl.where(block == 0, 0, tl.maximum(start, 0))
@@ -114,7 +114,7 @@ def list_entries(
 
 
 def is_scaled(tables: Tables) -> bool:
-    """Whether gradients of bags are multiplied by something."""
+    """Whether the gradients of bags have factors."""
     return tables.mode == 1 or bool(tables.samples)
 
 
@@ -123,7 +123,7 @@ def sorted_entries(
 ) -> Entries:
     """The entries of `bags` bags of every table; words: `backward_words`, on the device.
 
-    With `compile_only` they are neither listed nor sorted.
+    compile_only: compile, and neither list nor sort them.
     """
     device, count = tables.indices[0].device, sum(i.shape[0] for i in tables.indices)
     rows = sum(w.shape[0] + 1 for w in tables.weights)

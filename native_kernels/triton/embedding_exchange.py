@@ -1,14 +1,14 @@
-"""embedding_bag_all_to_all: one persistent kernel that pools the bags of all tables where they are wanted.
+"""embedding_bag_all_to_all: one persistent kernel that pools bags and stores pooled rows at their ranks.
 
     y[r] = pooled rows of all tables of all ranks, for the bags [r * b, (r + 1) * b)
 
-An item is BB bags of one table, all for one rank: those for r + 1 first, then r + 2, ..., our own last or,
-MIXED, by turns. Pooled rows are stored straight into the memory of their rank, where they lie as in its
-output; our own go to the output. A slice is some bags of all tables. Programs count the items of a slice, and
-the last one signals. When they have nothing left to pool, they copy what arrives, slice by slice, to the
-output; or some programs do that from the start.
+An item is BB bags of one table, all for one rank. Items for r + 1 come first, then r + 2, ..., those of this
+rank last; MIXED: items for all ranks in turn. A program stores pooled rows in the inbox of their rank, which
+has the layout of the output, or in this rank's output. A slice is some bags of all tables. Programs count the
+items of a slice, and the last one signals. Programs that have nothing left to pool copy what arrives, slice
+by slice, to the output; some programs may do so from the start.
 
-In either half of the memory of a rank: inbox, of the output's shape, and the counters arrived [W, slices].
+A rank has two halves each of the inbox, of the output's shape, and the counters arrived [W, slices].
 """
 
 import torch
@@ -56,8 +56,8 @@ SOURCE, TABLE = tl.constexpr(WORDS_SOURCE), tl.constexpr(WORDS_TABLE)
 
 @triton.jit
 def bags_of(table, first, block, b, total, INDEX: tl.constexpr, LAST: tl.constexpr, BB: tl.constexpr):
-    """Where in the indices the bags of a block begin and end, 0 and 0 where that is nowhere; which those are;
-    and which bags there are at all."""
+    """Of each bag of a block: where its indices begin and end (0 and 0 if invalid), whether it is
+    invalid, and whether it exists."""
     offsets = tl.load(table + 4).to(tl.pointer_type(INDEX))
     count = tl.load(table + 3)
     in_block = block * BB + tl.arange(0, BB)
@@ -75,7 +75,7 @@ def bags_of(table, first, block, b, total, INDEX: tl.constexpr, LAST: tl.constex
 def find_faults(
     table, first, block, b, total, faults, INDEX: tl.constexpr, LAST: tl.constexpr, BB: tl.constexpr
 ):
-    """`faults`, raised where an index of these bags has no row. It also brings the indices near."""
+    """`faults`, raised where an index of these bags has no row. It also loads the indices into the cache."""
     offsets = tl.load(table + 4).to(tl.pointer_type(INDEX))
     count = tl.load(table + 3)
     rows = tl.load(table + 1)
@@ -98,7 +98,7 @@ def pool(
     DTYPE: tl.constexpr, INDEX: tl.constexpr, MODE: tl.constexpr, WEIGHTED: tl.constexpr, READ: tl.constexpr,
     BB: tl.constexpr, BD: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """The pooled rows [BB, BD], rounded to the table's dtype. An index without a row counts for nothing."""
+    """The pooled rows [BB, BD], rounded to the table's dtype. An index without a row is left out."""
     nbytes: tl.constexpr = DTYPE.primitive_bitwidth // 8
     weight = tl.multiple_of(tl.load(table).to(tl.pointer_type(DTYPE)), READ * nbytes)
     rows = tl.load(table + 1)
@@ -143,7 +143,7 @@ def pool_any(
     INDEX: tl.constexpr, MODE: tl.constexpr, WEIGHTED: tl.constexpr, READ: tl.constexpr,
     BB: tl.constexpr, BD: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """`pool` of a table of one of the dtypes KINDS."""
+    """`pool` for a table whose dtype is one of KINDS."""
     kind = (tl.load(table + 7) >> 32).to(tl.int32)
     if KINDS == FP32 or (FP32 & KINDS and kind == FP32):
         acc = pool(
@@ -165,7 +165,7 @@ def pool_any(
 
 @triton.jit
 def item_at(item, per_step, count, W: tl.constexpr, CB: tl.constexpr, MIXED: tl.constexpr):
-    """Whose it is, in steps from the next rank; its block of bags, table, columns; which of theirs."""
+    """Of an item: its rank, in steps from the next one; its block of bags, table and columns; its number."""
     step = item % W if MIXED else item // per_step
     within = item // W if MIXED else item % per_step
     return step, within // (CB * count), within // CB % count, within % CB, within
@@ -175,11 +175,11 @@ def item_at(item, per_step, count, W: tl.constexpr, CB: tl.constexpr, MIXED: tl.
 def count_item(
     done, signals, slot, slices, slice_blocks, blocks, per_block, rank, first_signal, W: tl.constexpr
 ):
-    """One more item of slice number `slot` (step * slices + slice) is stored; the last one signals."""
+    """Count an item of slice number `slot` (step * slices + slice) as stored; the last one signals."""
     tl.debug_barrier()
     piece = slot % slices
     items = tl.minimum(slice_blocks, blocks - piece * slice_blocks) * per_block
-    # An acquire empties the L1 cache, which has the indices of other programs: only the last one needs it.
+    # An acquire empties the L1 cache, with indices of other programs: only the last program does it.
     if tl.atomic_add(done + slot, 1, sem="release", scope="gpu") == items - 1:
         tl.atomic_add(done + slot, -items, sem="acquire", scope="gpu")
         to = (rank + 1 + slot // slices) % W
@@ -192,9 +192,9 @@ def report_faults(
     W: tl.constexpr, INDEX: tl.constexpr, LAST: tl.constexpr, BB: tl.constexpr, CB: tl.constexpr,
     MIXED: tl.constexpr,
 ):  # fmt: skip
-    """Look again at the items of this program, for a bag or an index that is none, and record one of them.
+    """Search the items of this program for an invalid bag or index, and record one.
 
-    One store of 8 bytes has it all, code << 48 | table << 32 | index or bag, so that they never are of two.
+    One store of 8 bytes holds the record, code << 48 | table << 32 | index or bag, so that two never mix.
     """
     record = tl.load(state + STATE_RECORD).to(tl.pointer_type(tl.int64)) + BAD_INPUT
     for item in range(first, items, POOLING_PROGRAMS):
@@ -224,7 +224,7 @@ def copy_piece(
     source_words, out, inbox, piece, first_bag, bags, groups, group_stride, col_blocks, WRITE: tl.constexpr,
     CR: tl.constexpr, CC: tl.constexpr,
 ):  # fmt: skip
-    """Piece CR x CC of what a source has stored here of `bags` bags, from `first_bag` on."""
+    """Copy piece CR x CC of the rows that a source has stored here for `bags` bags, from `first_bag` on."""
     base = tl.multiple_of(tl.load(source_words).to(tl.int32), WRITE)
     cols = tl.multiple_of(tl.load(source_words + 1).to(tl.int32), WRITE)
     stride = tl.multiple_of(tl.load(source_words + 2).to(tl.int32), WRITE)
@@ -259,13 +259,13 @@ def embedding_exchange(
     CR: tl.constexpr, CC: tl.constexpr, LANES: tl.constexpr, MIXED: tl.constexpr, TRACE: tl.constexpr,
     EVENTS: tl.constexpr,
 ):  # fmt: skip
-    """Grid: PROGRAMS, of which the last COPYING only copy; if that is 0, all do at the end.
+    """Grid: PROGRAMS, of which the last COPYING only copy; if COPYING is 0, all copy at the end.
 
-    words: as `Tables.words` has them; inbox, signals: int64 [W], addresses of those of all ranks; done: int32
-    [(W - 1) * slices], 0. count: of tables; blocks: of BB bags, slice_blocks of them in a slice; pieces: of
-    CR x CC elements that a slice has at most, col_blocks side by side; stride, group_stride: a WRITE-th of
-    those of `Places`; CB: blocks of BD columns of a table. SEND: out is [W, b, columns], what each rank is to
-    get, and nothing is exchanged.
+    words: `Tables.words`; inbox, signals: int64 [W], addresses of the regions of all ranks; done: int32
+    [(W - 1) * slices], 0; count: tables; blocks: of BB bags; slice_blocks: blocks in a slice; pieces: most
+    pieces of CR x CC elements of a slice, col_blocks side by side; stride, group_stride: those of `Places`
+    divided by WRITE; CB: blocks of BD columns of a table. SEND: out is [W, b, columns], a part for each rank,
+    and nothing is exchanged.
     """
     program = tl.program_id(0)
     INDEX: tl.constexpr = tl.int64 if WIDE else tl.int32
@@ -307,7 +307,7 @@ def embedding_exchange(
             table, begin_at, end_at, longest, column, padding, KINDS, INDEX, MODE, WEIGHTED, READ,
             BB, BD, UNROLL,
         )  # fmt: skip
-        # By now the rows of the item before have arrived, and counting it waits for nothing.
+        # The rows of the item before have arrived by now, so that counting it does not wait.
         if not SEND:
             if stored >= 0:
                 count_item(
@@ -355,7 +355,7 @@ def embedding_exchange(
             event = stamp(trace, program, event, COPIED, source, number, TRACE, EVENTS)
     event = stamp(trace, program, event, ENDED, rank, 0, TRACE, EVENTS)
     if SEND:
-        finish(state, epoch - 1, PROGRAMS)  # nobody has been heard of: the epoch stays
+        finish(state, epoch - 1, PROGRAMS)  # no rank was waited for: the epoch stays
     else:
         tl.debug_barrier()
         if tl.atomic_add(state + STATE_THROUGH, 1, sem="acq_rel", scope="gpu") == PROGRAMS - 1:
@@ -375,10 +375,10 @@ def launch_embedding_exchange(
     trace: Tensor | None = None,
     compile_only: bool = False,
 ) -> None:
-    """Pool all bags and exchange them, into `out` on every rank; it is contiguous, of the exchanged dtype.
+    """Pool all bags and exchange them into `out` on every rank, contiguous, of the exchanged dtype.
 
-    words: int64, on the device, `tables.words(places)`. send: no exchange, out is [W, b, C], what each rank
-    is to get, and `places` are places in a part of it. memory.programs: multiprocessors.
+    words: int64, on the device, `tables.words(places)`. send: nothing is exchanged; out is [W, b, C], a part
+    for each rank, and `places` are places in a part. memory.programs: multiprocessors.
     """
     world, rank, itemsize = memory.world, memory.rank, out.element_size()
     dims, b = tables.dims, places.b

@@ -1,12 +1,11 @@
-"""What `embedding_exchange` and `embedding_backward` must know of tables and bags, as int64 words in device
-memory; how they run.
+"""Descriptors of tables and bags for `embedding_exchange` and `embedding_backward`, and their configurations.
 
-a source of rows   where they begin, columns, elements between two bags, 0             WORDS_SOURCE
-a table            address, rows, indices, their number, offsets, weights per sample,
-                   elements between rows << 32 | columns, dtype << 32 | where its rows begin
-                                                                                        WORDS_TABLE
-work before it     of all tables, and of none: entries, keys, blocks of strips, chunks  WORDS_WORK
-its update         where there is one: addresses of state and rates                     WORDS_UPDATE
+Number of int64 words, in device memory, of each descriptor, and their content:
+WORDS_SOURCE   a source of rows: where they begin, columns, elements between two bags, 0
+WORDS_TABLE    a table: address, rows, indices, number of indices, offsets, weights per sample,
+               elements between rows << 32 | columns, dtype << 32 | where its rows begin
+WORDS_WORK     the work before a table, and of all tables: entries, keys, blocks of strips, chunks
+WORDS_UPDATE   the update of a table, if there is one: addresses of state and rates
 """
 
 import math
@@ -23,7 +22,7 @@ from autofuse.native_kernels.gpu.memory import LONGEST_ROW, Need, cdiv
 WORDS_SOURCE, WORDS_TABLE, WORDS_WORK, WORDS_UPDATE = 4, 8, 4, 2
 
 MOST_BAGS = 32
-"""Most bags of an item; slices are multiples of so many, since ranks have items of different sizes."""
+"""Most bags of an item; the bags of a slice are a multiple, since ranks have items of different sizes."""
 
 DTYPE_BITS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 4}
 """Of tables: the kernel is compiled for those that occur."""
@@ -34,8 +33,8 @@ class Places:
     """Where rows lie in the output, in elements; the same order on all ranks.
 
     b: bags of a rank; starts, stride: where this rank's tables begin, and elements between two bags; sources:
-    of every rank the first element, columns and elements between two bags; groups, group_stride: a source has
-    so many such runs of bags, so far apart (layout "stbd": a table each).
+    of every rank the first element, columns and elements between two bags; groups: runs of bags of a source
+    (layout "stbd": one a table); group_stride: elements between two runs.
     """
 
     b: int
@@ -48,7 +47,7 @@ class Places:
 
 @dataclass(frozen=True)
 class Tables:
-    """Tables and bags of one call. Lists have an entry a table; samples may be empty.
+    """Tables and bags of one call. Lists have an entry for each table; samples may be empty.
 
     weights[t]: [V, D], columns one behind the other; indices, offsets: contiguous, all int32 or all int64;
     samples[t]: weights per index, of the table's dtype. last: offsets have an entry behind the last bag.
@@ -68,7 +67,7 @@ class Tables:
 
     @property
     def update(self) -> int:
-        """What the backward does with sums: 0 stores them, 1 SGD, 2 rowwise Adagrad."""
+        """The rule that the backward applies to sums: 0 stores them, 1 SGD, 2 rowwise Adagrad."""
         return 1 + bool(self.states) if self.rates else 0
 
     @cached_property
@@ -83,13 +82,13 @@ class Tables:
         return found
 
     def aligned(self) -> int:
-        """Elements that may be read at once: rows begin at multiples of them, and end there."""
+        """Elements that may be read at once: rows begin and end at multiples of them."""
         return math.gcd(
             8, *self.dims, *(n for w in self.weights for n in (w.data_ptr() // w.element_size(), w.stride(0)))
         )
 
     def words(self, places: Places) -> list[int]:
-        """As the kernel reads them."""
+        """The descriptors as the kernel reads them."""
         found: list[int] = []
         for source in places.sources:
             found += (*source, 0)
@@ -110,7 +109,7 @@ class Tables:
 
 
 def place_aligned(places: Places, dims: Sequence[int], at: int) -> int:
-    """Elements that may be written, and copied, at once, where the output is element `at` of memory."""
+    """Elements that may be written and copied at once, if the output begins at element `at` of memory."""
     found = math.gcd(8, at, places.stride, places.group_stride, *places.starts, *dims)
     for source in places.sources:
         found = math.gcd(found, *source)
@@ -118,7 +117,7 @@ def place_aligned(places: Places, dims: Sequence[int], at: int) -> int:
 
 
 class Tiles:
-    """What configurations have in common whose programs share a multiprocessor."""
+    """The base of configurations whose programs share a multiprocessor."""
 
     tile: int
     warps: int
@@ -126,27 +125,27 @@ class Tiles:
 
     @property
     def registers(self) -> int:
-        """Of a thread, so that all programs of a multiprocessor run at once."""
+        """Registers of a thread, so that all programs of a multiprocessor run at once."""
         return min(255, 65536 // (32 * self.warps * self.per_sm) // 8 * 8)
 
     def columns(self, dims: Sequence[int]) -> int:
-        """Columns of a tile: those of the widest table, if it has room for them."""
+        """Columns of a tile: those of the widest table, if they fit."""
         return min(self.tile, whole(dims))
 
 
 def whole(dims: Sequence[int]) -> int:
-    """Columns that have room for the widest table, a power of two."""
+    """The columns of the widest table, rounded up to a power of two."""
     return 1 << (max(1, *dims) - 1).bit_length()
 
 
 @dataclass(frozen=True)
 class BagsConfig(Tiles):
-    """How `embedding_exchange` runs.
+    """The configuration of `embedding_exchange`.
 
     tile: elements that a program pools at once, a power of two; unroll: rows of a bag that it reads at once;
-    per_sm: programs of a multiprocessor; slice_kib: of rows that one signal covers, about; copying: programs
-    of a multiprocessor that only copy what arrives, 0 if all do at the end; mixed: bags for all ranks by
-    turns, our own among them.
+    per_sm: programs of a multiprocessor; slice_kib: KiB of rows that one signal covers, about; copying:
+    programs of a multiprocessor that only copy what arrives, 0 if all copy at the end; mixed: bags for all
+    ranks in turn, this rank included.
     """
 
     tile: int = 1024
@@ -164,7 +163,7 @@ class BagsConfig(Tiles):
 
 
 def exchange_needs(places: Places, itemsize: int, world: int, config: BagsConfig) -> Need:
-    """What a call of `embedding_exchange` uses."""
+    """The memory that a call of `embedding_exchange` needs."""
     elements = sum(places.b * cols * places.groups for _, cols, _ in places.sources)
     slices = cdiv(places.b, config.slice_bags(places, itemsize))
     return Need(
@@ -174,7 +173,7 @@ def exchange_needs(places: Places, itemsize: int, world: int, config: BagsConfig
 
 @dataclass(frozen=True)
 class BackwardConfig(Tiles):
-    """How `embedding_backward` runs.
+    """The configuration of `embedding_backward`.
 
     tile: elements that a program adds up at once, a power of two; strip: entries that it adds one after
     another, a multiple of 4; per_sm: programs of a multiprocessor; adding: programs that add, 0 for all.
@@ -209,8 +208,8 @@ class BackwardConfig(Tiles):
 
 
 def backward_words(tables: Tables, places: Places, config: BackwardConfig) -> list[int]:
-    """As the kernel reads them. tables: the gradients, or what is updated; places: of their columns in G, and
-    of what goes to every rank in the gradient of the output."""
+    """The descriptors as the kernel reads them. tables: the gradients, or the tables to update; places:
+    of their columns in G, and of each rank's part in the gradient of the output."""
     entries = [i.shape[0] for i in tables.indices]
     keys = [w.shape[0] + 1 for w in tables.weights]
     counts = (entries, keys, config.blocks(tables), config.chunks(tables))
@@ -222,7 +221,7 @@ def backward_words(tables: Tables, places: Places, config: BackwardConfig) -> li
 
 
 def backward_needs(b: int, columns: Sequence[int], itemsize: int) -> Need:
-    """What a call of `embedding_backward` uses."""
+    """The memory that a call of `embedding_backward` needs."""
     world = len(columns)
     nbytes = world * b * max(1, *columns) * itemsize
     return Need(inbox=2 * (nbytes + LONGEST_ROW), signals=2 * 4 * world, done=world)

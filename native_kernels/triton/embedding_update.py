@@ -1,6 +1,6 @@
-"""What `embedding_backward` does with the complete sum of a row: store it, or update the table by it.
+"""The last step of `embedding_backward` for the complete sum of a row: store it, or update the table.
 
-UPDATE is that of `Tables`; rule: the address of a table's state, and that of its rates, lr and eps.
+UPDATE: `Tables.update`; rule: the addresses of a table's state and of its rates, lr and eps.
 """
 
 import triton
@@ -14,7 +14,7 @@ ADAGRAD = tl.constexpr(2)
 
 @triton.jit
 def kept(rule, to, current, done, dim, c, in_row, UPDATE: tl.constexpr):
-    """What an update starts from: the rows `current` of the table, and their states, where `done`."""
+    """The rows `current` of the table and their states, where `done`, from which an update starts."""
     row = tl.zeros((1, 1), tl.float32)
     state = tl.zeros((1,), tl.float32)
     if UPDATE != 0:
@@ -27,7 +27,7 @@ def kept(rule, to, current, done, dim, c, in_row, UPDATE: tl.constexpr):
 
 @triton.jit
 def put(acc, have, rule, to, current, done, dim, c, in_row, UPDATE: tl.constexpr):
-    """The sums of rows `current` are complete where `done`: store them, or what becomes of the rows."""
+    """Where `done`, the sums of rows `current` are complete: store the sums, or the updated rows."""
     result = acc
     if UPDATE != 0:
         row, state = have

@@ -1,11 +1,11 @@
-"""all_gather_matmul of few tokens: all rows of X fit in one tile, and all SMs stream the weight.
+"""all_gather_matmul of few tokens: all rows of X fit in one tile, and all multiprocessors stream the weight.
 
     X = all_gather(x): [W * C, K], part c from rank c        Y = X @ w: [W * C, N]
 
-Every rank stores its part into the memory of all, its own too. A program multiplies a piece of K of one tile
-of Y, once all parts are there; the pieces of a tile are added, in order, by the program that comes last.
+Every rank stores its part into the memory of all ranks, itself included. A program waits for all parts and
+multiplies a piece of K of one tile of Y. The last program of a tile adds up its pieces, in order.
 
-In either half of the memory of a rank: gathered [W, C, K] and the counters arrived [W].
+A rank has two halves each of gathered [W, C, K] and the counters arrived [W].
 """
 
 from dataclasses import dataclass
@@ -50,8 +50,7 @@ def push_to_all(
     part, gathered, signals, rank, elements, first, first_signal, mover,
     MOVERS: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Store this rank's part into the memory of all ranks, our own too, from element `first` on; then signal
-    all.
+    """Store this rank's part into the memory of all ranks, from element `first` on, then signal all ranks.
 
     Mover number `mover` of MOVERS moves every MOVERS-th block.
     """
@@ -121,10 +120,7 @@ def gather_matmul_few(
 
 @dataclass(frozen=True)
 class FewConfig:
-    """How `gather_matmul_few` runs.
-
-    pieces: of K; movers: programs that move.
-    """
+    """The configuration of `gather_matmul_few`. pieces: of K; movers: programs that move parts."""
 
     bn: int = 64
     bk: int = 128
@@ -135,7 +131,7 @@ class FewConfig:
 
 
 def few_needs(chunk: int, k: int, n: int, itemsize: int, world: int, config: FewConfig) -> Need:
-    """What a call of `gather_matmul_few` uses."""
+    """The memory that a call of `gather_matmul_few` needs."""
     rows, cols = max(16, triton.next_power_of_2(world * chunk)), cdiv(n, config.bn)
     return Need(
         inbox=2 * (world * chunk * k * itemsize + LONGEST_ROW),
@@ -158,7 +154,7 @@ def launch_gather_matmul_few(
 ) -> Tensor:
     """As `launch_gather_matmul` with outer = 1, W * C <= 128 and cols * pieces <= memory.programs.
 
-    The own part is in the gathered memory, too.
+    The gathered memory that it returns also has this rank's part.
     """
     (chunk, k), n, world, rank = part.shape, w.shape[1], memory.world, memory.rank
     rows, cols = max(16, triton.next_power_of_2(world * chunk)), cdiv(n, config.bn)

@@ -1,9 +1,9 @@
-"""What the matmul kernels share: the order of tiles, and loading blocks.
+"""Functions of the matmul kernels: the order of tiles, loads of blocks, biases, and sums of pieces of K.
 
-Plans become closed forms here (tests/kernels compares them). A matrix is cut into a chunk a rank, a chunk
-into `rows x cols` tiles. A rank visits all chunks in turn, `direct` those of peers `r + 1, r + 2, ...` and
-its own last, and at every visit computes `visit` tiles; so that tiles for all peers leave all the time, and
-own tiles too can be reduced before the end.
+The order of tiles is the closed form of a plan (tests/kernels compares both). A matrix is cut into a chunk
+for each rank, a chunk into `rows x cols` tiles. A rank visits all chunks in turn, in `direct` order those of
+the peers `r + 1, r + 2, ...` and its own last, and computes `visit` tiles at each visit. So tiles for all
+peers leave all the time, and the own chunk can be reduced before the end.
 """
 
 import triton
@@ -20,7 +20,7 @@ GROUP = tl.constexpr(16)
 
 @triton.jit
 def owner_at(stage, rank, world, ORDER: tl.constexpr):
-    """Whose chunk is visited at `stage` of a turn."""
+    """The owner whose chunk is visited at `stage` of a turn."""
     if ORDER == OBLIVIOUS:
         return stage
     elif ORDER == RING:
@@ -31,7 +31,7 @@ def owner_at(stage, rank, world, ORDER: tl.constexpr):
 
 @triton.jit
 def tile_at(t, rank, world, rows, cols, visit, ORDER: tl.constexpr):
-    """What a rank computes as tile number `t`: (owner, row, column), in tiles of the owner's chunk."""
+    """The tile that a rank computes as number `t`: (owner, row, column), in tiles of the owner's chunk."""
     turn = t // (world * visit)
     here = tl.minimum(visit, rows * cols - turn * visit)
     t = t % (world * visit)
@@ -61,14 +61,14 @@ def load_operands(x, w, row, col, k, TRANSPOSED: tl.constexpr):
 
 @triton.jit
 def add_bias(acc, bias, first, N, piece):
-    """`acc` plus entries `first, first + 1, ...` of the bias [N] in each row; of pieces the first only."""
+    """`acc` plus entries `first, first + 1, ...` of the bias [N] in each row, for piece 0 of K only."""
     c = first + tl.arange(0, acc.shape[1])
     return acc + tl.load(bias + c, mask=(c < N) & (piece == 0), other=0.0).to(tl.float32)[None, :]
 
 
 @triton.jit
 def add_pieces(pieces, done, acc, tile, piece, where, inside, PIECES: tl.constexpr):
-    """Put a piece aside; who does so last adds all pieces of the tile, in order, and stores the sum.
+    """Store a piece of K; the last program of a tile adds up its pieces, in order, and stores the sum.
 
     pieces: fp32 [tiles, PIECES, BM, BN]; done: int32 [tiles], 0 before and after.
     """

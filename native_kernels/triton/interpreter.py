@@ -1,4 +1,4 @@
-"""Makes Triton's interpreter (TRITON_INTERPRET=1) fit for the kernels, on CPU processes that share memory."""
+"""Patches Triton's interpreter (TRITON_INTERPRET=1) so that it runs the kernels on CPU processes as ranks."""
 
 from typing import Any
 
@@ -10,12 +10,12 @@ from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, TensorH
 
 
 def install() -> None:
-    """Change the interpreter of this process.
+    """Patch the interpreter of this process.
 
-    - After a launch it would copy every argument onto itself, over what peers have stored meanwhile.
-    - bfloat16, which numpy lacks, it would multiply as integers, and cut off where devices round.
-    - Scalars, which it keeps as arrays of one element, are no bounds of a `range` for numpy since 2.4.
-    - `tl.range` counts in numbers of Python, which constants of a kernel cannot divide.
+    - The interpreter copies every argument back after a launch, over data that peers have stored meanwhile.
+    - It multiplies bfloat16, which numpy lacks, as integers, and truncates where devices round.
+    - It keeps scalars as arrays of one element, which numpy 2.4 and later refuses as bounds of a `range`.
+    - Its `tl.range` yields Python numbers, which constants of a kernel cannot divide.
     """
     cast, dot = InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot
     patch, patch_language = interpreter._patch_lang_tensor, interpreter._patch_lang_core

@@ -1,4 +1,4 @@
-"""What launchers of the expert kernels share: how rows of experts are cut into tiles."""
+"""For launchers of the expert kernels: how rows of experts are cut into tiles."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from .gemm import BM, ClusterConfig, most_stages, shared_bytes
 
 GROUP = 16
 MOST_WEIGHTS = 2
-"""That one kernel multiplies; as order.cuh has it."""
+"""Weights of one kernel; the same in order.cuh."""
 HEIGHTS = (16, 32, 64, BM)
 """Rows of a tile."""
 
 
 class Runs(ctypes.Structure):
-    """As expert_order.cuh has it."""
+    """`Runs` of expert_order.cuh."""
 
     _fields_ = tuple(
         (name, ctypes.c_int32) for name in ("rows", "run", "outer", "stretch", "per", "group", "height")
@@ -26,10 +26,11 @@ class Runs(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Cut:
-    """`[E, R]` rows, R = (outer, W, run), in tiles of `height` rows: 128, or as few as an expert has.
+    """Rows `[E, R]`, R = (outer, W, run), cut into tiles of `height` rows: 128, or as few as an expert has.
 
-    stretch: rows of tiles of a run or, where a tile spans several runs, of an expert; per: of an expert;
-    rows, cols: of tiles, of what is for one rank or, spanning, for all; bn: columns of a tile.
+    spanning: a tile has rows of several runs of an expert. All other numbers count rows or columns of tiles:
+    stretch: of a run or, spanning, of an expert; per: of an expert; rows, cols: of the part for one rank or,
+    spanning, for all ranks. bn: columns of a tile.
     """
 
     experts: int
@@ -45,7 +46,7 @@ class Cut:
 
     @classmethod
     def of(cls, experts: int, rows: int, n: int, outer: int, world: int, bn: int, across: int) -> Cut:
-        """`across` blocks of a cluster that work on rows of one expert, spanning."""
+        """across: blocks of a cluster, which work on rows of one expert where tiles span runs."""
         run = rows // (outer * world)
         spanning = run < BM
         height = next((h for h in HEIGHTS if h >= rows), BM)
@@ -68,7 +69,7 @@ class Cut:
 
     @property
     def part_rows(self) -> int:
-        """Of what one rank sends to another."""
+        """Rows that one rank sends to another."""
         return self.experts * self.outer * self.run
 
     @property
@@ -78,5 +79,5 @@ class Cut:
 
 
 def tile_cols(n: int, config: ClusterConfig, weights: int) -> int:
-    """Columns of tiles of so many weights `[K, N]`; those that a cluster works on are of one of them."""
+    """Columns of tiles of `weights` weights `[K, N]`; a cluster works on columns of one weight."""
     return weights * cdiv(n, config.bn * config.along) * config.along
