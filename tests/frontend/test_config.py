@@ -43,6 +43,7 @@ def test_patterns() -> None:
         ({"patterns": ["matmul_allreduce"]}, "'matmul_allreduce'.*'matmul_all_reduce'"),
         ({"patterns": 3}, "patterns=3"),
         ({"timeout_s": -1}, "timeout_s=-1.*positive"),
+        ({"timeout_s": 0}, "timeout_s=0.*positive"),
         ({"polcy": "auto"}, "'polcy'.*did you mean 'policy'"),
         ({"epilogue_fuson": True}, "'epilogue_fuson'.*'epilogue_fusion'"),
         ({"qqqq": 1}, "unknown option 'qqqq'; autofuse knows policy"),

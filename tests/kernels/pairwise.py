@@ -1,7 +1,7 @@
 """A small subset of test cases in which every pair of values still occurs."""
 
 from collections.abc import Callable, Iterable, Mapping
-from itertools import combinations
+from itertools import chain, combinations
 from typing import TypeVar
 
 import pytest
@@ -12,14 +12,24 @@ EVERY = [pytest.param(False, id="pairwise"), pytest.param(True, id="every", mark
 """Values of a test's parameter `every`: a pairwise subset in the fast tier, all cases in the full one."""
 
 
+MOST_VALUES = 4
+"""A feature with more values, such as a number of stages, is a size that follows from others."""
+
+
 def pairwise(cases: Iterable[Case], features: Callable[[Case], Mapping[str, object]]) -> list[Case]:
     """Cases that together have each pair of features, `(name, value)` twice, that any of `cases` has.
 
     Most faults of a compiled variant depend on one or two of its constants: the subset shows them, too.
-    The choice is greedy and depends on nothing but `cases` and their order.
+    A feature of more than MOST_VALUES values is not paired; each of its values occurs. The choice is greedy
+    and depends on nothing but `cases` and their order.
     """
     given = list(cases)
-    pairs = [set(combinations(sorted(features(case).items(), key=lambda f: f[0]), 2)) for case in given]
+    named = [sorted(features(case).items(), key=lambda feature: feature[0]) for case in given]
+    values: dict[str, set[object]] = {}
+    for name, value in chain.from_iterable(named):
+        values.setdefault(name, set()).add(value)
+    few = {name for name, found in values.items() if len(found) <= MOST_VALUES}
+    pairs = [{*combinations([f for f in case if f[0] in few], 2), *case} for case in named]
     missing = set[object]().union(*pairs)
     chosen = []
     while missing:

@@ -6,10 +6,11 @@ What the kernels do with them is done here with names of rows instead of their v
 import ctypes
 import subprocess
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -105,11 +106,12 @@ class Shape:
         return Cut.of(self.experts, self.rows, self.cols * 64, self.outer, self.world, 64, across)
 
 
+LARGE = Shape(4, 2, 1, 1024, 3)
 SHAPES = [
     Shape(2, 3, 1, 128, 3),
     Shape(2, 1, 2, 300, 1),
     Shape(4, 2, 1, 160, 2),
-    Shape(4, 2, 1, 1024, 3),
+    LARGE,
     Shape(3, 5, 2, 129, 2),
     Shape(2, 3, 1, 4, 2),
     Shape(4, 5, 1, 32, 3),
@@ -123,8 +125,17 @@ def clusters(world: int) -> Iterator[tuple[int, int]]:
     yield from ((across, along) for across, along in ((1, 1), (2, 1), (1, 2), (4, 1)) if world % across == 0)
 
 
-@pytest.mark.parametrize("named", ORDERS)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def _tiers(*parameters: Iterable[object]) -> list[Any]:
+    """Every shape with every parameter; of the large one only the first in the fast tier."""
+    found: list[Any] = []
+    for shape in SHAPES:
+        for i, rest in enumerate(product(*parameters)):
+            slow = shape == LARGE and i > 0
+            found.append(pytest.param(shape, *rest, marks=pytest.mark.full if slow else []))
+    return found
+
+
+@pytest.mark.parametrize(("shape", "named"), _tiers(ORDERS))
 def test_a_combine_delivers_every_row_once(library: ctypes.CDLL, shape: Shape, named: str) -> None:
     for (across, along), visit in product(clusters(shape.world), (0, 1)):
         combine(library, shape, ORDERS[named], across, along, visit)
@@ -212,9 +223,7 @@ def combine(library: ctypes.CDLL, shape: Shape, order: int, across: int, along: 
         assert outputs[rank] == expected
 
 
-@pytest.mark.parametrize("weights", [1, MOST_WEIGHTS])
-@pytest.mark.parametrize("slices", [1, 3, 100])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("shape", "slices", "weights"), _tiers([3, 1, 100], [1, MOST_WEIGHTS]))
 def test_a_dispatch_waits_for_what_it_multiplies(
     library: ctypes.CDLL, shape: Shape, slices: int, weights: int
 ) -> None:

@@ -59,15 +59,25 @@ def cases(world: int) -> dict[str, Backward]:
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("part", range(3))
+def test_bitwise(interpreters: Interpreters, part: int) -> None:
+    """Calls use the halves of the memory by turns."""
+    interpreters(2).run(run_backwards, list(cases(2).values())[part::3], timeout=120)
+
+
+def test_bitwise_on_four_ranks(interpreters: Interpreters) -> None:
+    interpreters(4).run(run_backwards, [cases(4)["mixed dims"]], timeout=120)
+
+
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "world"),
     [
         *((name, 2) for name in cases(2)),
-        ("mixed dims", 4),
-        *(pytest.param(name, 4, marks=pytest.mark.full) for name in ("plain", "one row", "one program")),
+        *((name, 4) for name in ("plain", "mixed dims", "one row", "one program")),
     ],
 )
-def test_bitwise(interpreters: Interpreters, name: str, world: int) -> None:
+def test_bitwise_in_both_halves(interpreters: Interpreters, name: str, world: int) -> None:
     """Every call in either half of the memory."""
     interpreters(world).run(run_backwards, [cases(world)[name]] * 2, timeout=120)
 
@@ -79,7 +89,7 @@ def test_layouts(interpreters: Interpreters, layout: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("world", "count"), [(3, 8), *(pytest.param(world, 25, marks=pytest.mark.full) for world in (2, 4))]
+    ("world", "count"), [(3, 5), *(pytest.param(world, 25, marks=pytest.mark.full) for world in (2, 4))]
 )
 def test_back_to_back(interpreters: Interpreters, world: int, count: int) -> None:
     """Calls of changing shapes, forward and backward on one memory, by ranks that straggle."""

@@ -43,8 +43,15 @@ def cases(world: int) -> dict[str, Update]:
     return {name: Update(of, rowwise=next(rules), **options) for name, (of, options) in few.items()}
 
 
+@pytest.mark.parametrize("part", range(3))
+def test_exact(interpreters: Interpreters, part: int) -> None:
+    """Calls use the halves of the memory by turns."""
+    interpreters(2).run(run_updates, list(cases(2).values())[part::3], timeout=120)
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("name", list(cases(2)))
-def test_exact(interpreters: Interpreters, name: str) -> None:
+def test_exact_in_both_halves(interpreters: Interpreters, name: str) -> None:
     """Every call in either half of the memory."""
     interpreters(2).run(run_updates, [cases(2)[name]] * 2, timeout=120)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 class Mutation:
     """`text` stands once in the files called `file` (one of several names, by `|`) and becomes `instead`.
 
-    tests: paths, the likely finder first. old: `text` in trees where it differs.
+    tests: paths, the likely finder first. old: `text` and `instead` in trees where they differ.
     """
 
     name: str
@@ -15,7 +15,7 @@ class Mutation:
     text: str
     instead: str
     tests: tuple[str, ...]
-    old: str = ""
+    old: tuple[str, str] = ("", "")
 
 
 def _of(room: str, *files: str) -> tuple[str, ...]:
@@ -33,9 +33,13 @@ PASSES = (
     Mutation(
         "outer and inner dims of a cut swapped",
         "layout.py",
-        "return Cut(i, product(x.size for x in before), digit, rest)",
-        "return Cut(i, product(x.size for x in after), digit, rest)",
+        "return Cut(i, prod(x.size for x in before), digit, rest)",
+        "return Cut(i, prod(x.size for x in after), digit, rest)",
         (*_of("passes", "layout", "chains", "graphs"), *PROGRAMS),
+        (
+            "return Cut(i, product(x.size for x in before), digit, rest)",
+            "return Cut(i, product(x.size for x in after), digit, rest)",
+        ),
     ),
     Mutation(
         "a digit is split the wrong way round",
@@ -224,9 +228,10 @@ PROTOCOL = (
     Mutation(
         "the last word of a kernel's state stays",
         "comm.py",
-        "for word in tl.static_range(4, 8):",
-        "for word in tl.static_range(4, 7):",
-        (*_of("kernels", "interpreted", "interpreted_embedding", "interpreted_embedding_backward"),),
+        "for word in tl.static_range(STATE_FINISHED, STATE_WORDS):",
+        "for word in tl.static_range(STATE_FINISHED, STATE_WORDS - 1):",
+        _of("kernels", "interpreted_embedding_backward", "interpreted", "interpreted_embedding"),
+        ("for word in tl.static_range(4, 8):", "for word in tl.static_range(4, 7):"),
     ),
     Mutation(
         "of several counters only the first is waited for",
@@ -303,7 +308,7 @@ KERNELS = (
     ),
     Mutation(
         "no fence between TMA stores and their signal",
-        "matmul_reduce.cu",
+        "matmul_reduce.cu|frame.cuh",
         "        bulk_wait();\n        fence_proxy();\n",
         "        bulk_wait();\n",
         CUDA[:1],

@@ -38,13 +38,13 @@ def sources(tree: Path) -> list[Path]:
     return [Path(name) for name in listed.stdout.splitlines() if not (tree / name).is_symlink()]
 
 
-def place(mutation: Mutation, tree: Path) -> tuple[Path, str]:
-    """The file of the tree that the mutation changes, and the text there; ValueError unless there is one."""
+def place(mutation: Mutation, tree: Path) -> tuple[Path, str, str]:
+    """The file of the tree that the mutation changes, the text, and what replaces it. Else ValueError."""
     named = [path for path in sources(tree) if path.name in mutation.file.split("|")]
-    for text in filter(None, (mutation.text, mutation.old)):
-        found = [(path, text) for path in named for _ in range((tree / path).read_text().count(text))]
+    for text, instead in ((mutation.text, mutation.instead), mutation.old):
+        found = [path for path in named for _ in range((tree / path).read_text().count(text)) if text]
         if len(found) == 1:
-            return found[0]
+            return found[0], text, instead
         if found:
             raise ValueError(f"{mutation.name}: the text occurs {len(found)} times")
     raise ValueError(f"{mutation.name}: the text is not in {', '.join(map(str, named)) or mutation.file}")
@@ -61,14 +61,20 @@ def copy(tree: Path, to: Path) -> None:
         shutil.copy2(library, to / "native_kernels/cpu" / library.name)
 
 
+def shortened(test: str) -> str:
+    """The test without its folder, and without parameters that do not fit into a table."""
+    name, bracket, parameters = test.rpartition("/")[2].partition("[")
+    return name + bracket + (parameters if len(parameters) < 40 else "...]" if bracket else "")
+
+
 def judge(mutation: Mutation | None, tree: Path, tests: Sequence[str], suite: str) -> tuple[str, float]:
     """The test that fails, or SURVIVED; and how long it took."""
     with tempfile.TemporaryDirectory(prefix="mutation-") as directory:
         scratch = Path(directory, "tree")
         copy(tree, scratch)
         if mutation is not None:
-            path, text = place(mutation, tree)
-            (scratch / path).write_text((scratch / path).read_text().replace(text, mutation.instead))
+            path, text, instead = place(mutation, tree)
+            (scratch / path).write_text((scratch / path).read_text().replace(text, instead))
             if path.suffix in (".cpp", ".h") and "cpu" in path.parts:
                 build = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
                 made = subprocess.run(build, cwd=scratch, capture_output=True, text=True)
@@ -94,7 +100,7 @@ def judge(mutation: Mutation | None, tree: Path, tests: Sequence[str], suite: st
         if done.returncode == 0:
             return "SURVIVED", seconds
         failed = FAILED.findall(done.stdout)
-        return (failed[0] if failed else f"pytest ends with {done.returncode}"), seconds
+        return (shortened(failed[0]) if failed else f"pytest ends with {done.returncode}"), seconds
 
 
 def main() -> int:
@@ -113,7 +119,7 @@ def main() -> int:
     wrong = 0
     for mutation in chosen:
         try:
-            path, _ = place(mutation, options.old)
+            path, *_ = place(mutation, options.old)
             if options.check:
                 print(f"{mutation.name}: {path}")
         except ValueError as error:
@@ -129,7 +135,7 @@ def main() -> int:
         for mutation, job in zip(chosen, jobs, strict=True):
             verdict, seconds = job.result()
             results.append(verdict)
-            path, _ = place(mutation, options.old)
+            path, *_ = place(mutation, options.old)
             print(f"| {mutation.name} | {path} | {verdict} | {seconds:.0f} |", flush=True)
     print(f"\n{len(results) - results.count('SURVIVED')} of {len(results)} found")
     return 0

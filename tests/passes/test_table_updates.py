@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -113,15 +113,22 @@ CASES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("rowwise", [False, True], ids=["sgd", "adagrad"])
-@pytest.mark.parametrize("name", list(CASES))
+def _tiers(cases: Sequence[str]) -> list[Any]:
+    """Each case with both rules, which take turns in the fast tier."""
+    return [
+        pytest.param(case, rowwise, marks=[] if rowwise == bool(i % 2) else pytest.mark.full)
+        for i, case in enumerate(cases)
+        for rowwise in (False, True)
+    ]
+
+
+@pytest.mark.parametrize(("name", "rowwise"), _tiers(list(CASES)))
 def test_fused(ranks: Ranks, name: str, rowwise: bool) -> None:
     found = ranks(2).run(train, CASES[name], rowwise, AUTOFUSE, timeout=200)
     assert found == [[FORWARD, UPDATE]] * 2
 
 
-@pytest.mark.parametrize("rowwise", [False, True], ids=["sgd", "adagrad"])
-@pytest.mark.parametrize("order", ["ring", "oblivious"])
+@pytest.mark.parametrize(("order", "rowwise"), _tiers(["ring", "oblivious"]))
 def test_orders(ranks: Ranks, order: str, rowwise: bool) -> None:
     how = {"backend": "autofuse", "options": {"policy": "always", "order": order}}
     found = ranks(4).run(train, {"how": "rows", "dims": [8, 4]}, rowwise, how, timeout=200)

@@ -37,6 +37,7 @@ def model(x: Tensor, v: Tensor, w: Tensor) -> Tensor:
 def _trains(rank: int, world: int, directory: str) -> Result:
     """Sites, and hits and misses of the cache, of a forward and a backward."""
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = directory.format(rank=rank)
+    torch._inductor.config.cpp_cache_precompile_headers = False  # which takes longer than the code does
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     results = []

@@ -124,7 +124,7 @@ def test_process_groups_come_and_go(fresh: Ranks) -> None:
         ] == []
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.full)])
 def test_ways_to_start_a_process(method: str, fresh: Ranks) -> None:
     """Every rank starts a child, and the children are the ranks of a new group."""
     with tempfile.TemporaryDirectory() as directory:
