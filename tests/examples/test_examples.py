@@ -70,6 +70,7 @@ def test_llama() -> None:
     assert "tokens: 1 compared, relative error 0.0e+00" in done.stdout
 
 
+@pytest.mark.full  # test_llama decodes, too
 def test_llama_serving() -> None:
     sizes = ("--hidden=128", "--intermediate=448", "--heads=4", "--kv-heads=2", "--layers=1", "--prompt=8")
     found = fused(run([*PLAIN, EXAMPLES / "llama_serving.py", *sizes, *SMALL]))
