@@ -360,10 +360,14 @@ CHOICE = (
     ),
     Mutation(
         "a kernel takes products with an epilogue",
-        "call.py|ops.py",
-        'if len(x) != 1 or product != "mm" or keep_product or not _usable(x[0]):',
-        "if len(x) != 1 or keep_product or not _usable(x[0]):",
-        _of("kernels", "by_name", "choice"),
+        "matmul_all_reduce.py|ops.py",
+        'lambda args: args.product != "mm" or args.terms != 1,',
+        "lambda args: args.terms != 1,",
+        (*_of("ops", "records"), *_of("passes", "on_gpus"), *_of("kernels", "by_name", "choice")),
+        (
+            'if len(x) != 1 or product != "mm" or keep_product or not _usable(x[0]):',
+            "if len(x) != 1 or keep_product or not _usable(x[0]):",
+        ),
     ),
 )
 
