@@ -235,7 +235,7 @@ def wait_all(counters, stride, count, target, state, code, source, index, epoch)
         for i in range(count):
             polls = 0
             limit = tl.load(state + STATE_LIMIT) // 20000
-            if code % CODES_PER_SITE == COPYING:
+            if tl.cast(code, tl.int32) % CODES_PER_SITE == COPYING:
                 limit += limit // 2
             given_up = tl.load(state + STATE_GIVEN_UP)
             counter = counters + i * stride
@@ -339,7 +339,7 @@ def take_packets(at, epoch, mask, state, code, sources, index):
         if (missing != 0) & (polls % UNTIMED == 0):
             if polls == UNTIMED:
                 limit = tl.load(state + STATE_LIMIT)
-                if code % CODES_PER_SITE == COPYING:
+                if tl.cast(code, tl.int32) % CODES_PER_SITE == COPYING:
                     limit += limit // 2
                 if not INTERPRET:
                     limit += nanoseconds()
