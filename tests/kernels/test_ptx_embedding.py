@@ -26,6 +26,7 @@ from autofuse.lowering.gpu.memory.workspace import REGIONS
 from autofuse.native_kernels.gpu.memory import EVENTS, Need, PeerMemory, Region
 from autofuse.native_kernels.triton.embedding_exchange import launch_embedding_exchange
 from autofuse.native_kernels.triton.embedding_tables import BagsConfig, Tables, Tiles
+from tests.kernels.pairwise import EVERY, pairwise
 from tests.kernels.test_ptx import (
     ACQUIRE,
     BARRIER,
@@ -107,8 +108,12 @@ def used(cubin: bytes, folder: Path) -> dict[str, int]:
 
 
 @pytest.mark.timeout(600)
-def test_rules() -> None:
-    for way, config, send, dtype, index, mode, weighted, trace in cases():
+@pytest.mark.parametrize("every", EVERY)
+def test_rules(every: bool) -> None:
+    names = ("way", "config", "send", "dtype", "index", "mode", "weighted", "trace")
+    given = list(cases())
+    chosen = given if every else pairwise(given, lambda case: dict(zip(names, case, strict=True)))
+    for way, config, send, dtype, index, mode, weighted, trace in chosen:
         kernel, _ = compiled(config, send, (dtype,), index, mode, weighted, trace)
         where = f"{way}, {dtype}, {index}, mode {mode}, weighted={weighted}, trace={trace}"
         assert all(bool(kernel.find(each)) == (not send) for each in (SIGNAL, COUNT, ACQUIRE)), where

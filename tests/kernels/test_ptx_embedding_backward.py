@@ -22,6 +22,7 @@ from autofuse.native_kernels.gpu.memory import EVENTS
 from autofuse.native_kernels.triton.embedding_backward import launch_embedding_backward
 from autofuse.native_kernels.triton.embedding_entries import PER_SM, WARPS, Entries, sorted_entries
 from autofuse.native_kernels.triton.embedding_tables import BackwardConfig, Tables, backward_needs
+from tests.kernels.pairwise import EVERY, pairwise
 from tests.kernels.test_ptx import ACQUIRE, Kernel, compile_launch
 from tests.kernels.test_ptx_embedding import (
     COUNT,
@@ -99,8 +100,12 @@ def cases() -> Iterator[tuple[str, BackwardConfig, dict[str, object]]]:
 
 
 @pytest.mark.timeout(600)
-def test_rules() -> None:
-    for way, config, settings in cases():
+@pytest.mark.parametrize("every", EVERY)
+def test_rules(every: bool) -> None:
+    given = list(cases())
+    for way, config, settings in (
+        given if every else pairwise(given, lambda case: {"way": case[0], **case[2]})
+    ):
         kernel, _ = compiled(config, **settings)  # type: ignore[arg-type]
         where = f"{way}, {settings}"
         assert bool(kernel.find(SIGNAL)) == settings["push"], where
