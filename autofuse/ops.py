@@ -31,6 +31,7 @@ __all__ = [
     "all_to_all_expert_matmul",
     "embedding_bag_all_to_all",
     "expert_matmul_all_to_all",
+    "matmul_all_gather",
     "matmul_all_reduce",
     "matmul_reduce_scatter",
 ]
@@ -95,6 +96,43 @@ def matmul_reduce_scatter(
     )
     shape[axis] //= world
     return _like(part, shape)
+
+
+def matmul_all_gather(
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None = None,
+    *,
+    dim: int = -1,
+    replicated: bool = False,
+    group: Group = None,
+) -> Tensor:
+    """`x @ w (+ bias)` of all ranks, concatenated on dim `dim` of the result; the same bits on every rank.
+
+    Args:
+        x: `[..., K]`; K may differ from rank to rank.
+        w: `[K, N]`.
+        bias: `[N]`, this rank's own.
+        dim: the dim of the `[..., N]` results along which they are concatenated. The last one gathers the
+            columns of a weight that is cut by columns, such as the logits of an lm_head.
+        replicated: what the gradient of the result means. False: every rank has its own gradient, as with the
+            functional all_gather, and their sum is reduce-scattered. True: all ranks have the same gradient,
+            as with a replicated DTensor; a rank takes its part of it, and nothing is sent.
+
+    Returns: `[..., N]` with dim `dim` times the number of ranks. Raises ValueError for shapes, dtypes or
+    devices that do not fit.
+    """
+    op = "matmul_all_gather"
+    name = group_name(group, op)
+    rows, operands, product = _term(x, w, bias, op)
+    shape = [*x.shape[:-1], w.shape[1]]
+    axis = _axis(dim, len(shape), op)
+    cut, outer = _cut(shape, axis)
+    (whole,) = torch.ops.autofuse.matmul_all_gather(
+        [rows], [w], operands, product, cut, outer, False, replicated, name, config.order, "eager"
+    )
+    shape[axis] *= group_size(name)
+    return _like(whole, shape)
 
 
 def all_gather_matmul(

@@ -13,6 +13,7 @@ from functools import lru_cache
 from itertools import pairwise
 
 from autofuse.lowering.plan import (
+    ALIKE,
     FAMILIES,
     SIGNAL_SLOTS,
     Action,
@@ -84,8 +85,8 @@ def make_plan(
 ) -> Plan:
     """The plan of `rank` for one call of `op`.
 
-    `chunks[c] = (rows, cols)` is the extent of chunk `c` (what that is: `plan.Family`); for the reduce and
-    gather families all ranks must give the same chunks, an exchange may differ from rank to rank. Chunks may
+    `chunks[c] = (rows, cols)` is the extent of chunk `c` (what that is: `plan.Family`); for the families in
+    `plan.ALIKE` all ranks must give the same chunks, an exchange may differ from rank to rank. Chunks may
     be ragged and empty. `one_shot` asks for the all_reduce in which every rank reduces everything, `visit`
     for the reduction that computes so many tiles of every chunk in turn (0: each chunk as a whole).
 
@@ -97,7 +98,7 @@ def make_plan(
     family, twice = FAMILIES[op], op == "matmul_all_reduce" and not one_shot
     tiles = [cut(c, extent, block) for c, extent in enumerate(chunks)]
     phases = (2 if twice else 1) * (max(1, world - 1) if order is Order.RING else 1)
-    if family in (Family.REDUCE, Family.GATHER) and phases > SIGNAL_SLOTS:
+    if family in ALIKE and phases > SIGNAL_SLOTS:
         raise ValueError(
             f"{op}: a ring of {world} ranks needs {phases} signal slots, there are {SIGNAL_SLOTS}; "
             "use order='direct'"
@@ -119,9 +120,13 @@ def make_plan(
     elif family is Family.REDUCE:
         actions = _reduce(order, world, rank, runs, twice)
     elif family is Family.GATHER and order is Order.RING:
-        actions = _circulate(world, rank, runs, computes=True)
+        actions = _circulate(world, rank, runs, family)
     elif family is Family.GATHER:
         actions = _gather(order, world, rank, runs)
+    elif family is Family.PUBLISH and order is Order.RING:
+        actions = _circulate(world, rank, runs, family)
+    elif family is Family.PUBLISH:
+        actions = _publish(order, world, rank, runs)
     elif family is Family.PRODUCE:
         actions = _produce(order, world, rank, tiles)
     else:
@@ -279,13 +284,16 @@ def _reduce_ring(world: int, rank: int, runs: Sequence[Slices], everywhere: bool
             if not last:
                 yield Signal(step, right, step * stride + i)
     if everywhere:
-        yield from _circulate(world, rank, runs, computes=False, first=world)
+        yield from _circulate(world, rank, runs, Family.REDUCE, first=world)
 
 
 def _circulate(
-    world: int, rank: int, runs: Sequence[Slices], computes: bool, first: int = 0
+    world: int, rank: int, runs: Sequence[Slices], family: Family, first: int = 0
 ) -> Iterator[Action]:
-    """Chunk `rank - s` passes at stage `s`: it is handed to the right, then computed on or copied out.
+    """Chunk `rank - s` passes at stage `s`: it is handed to the right, then copied out or, in a GATHER plan,
+    computed on.
+
+    The own chunk is an input (GATHER), has been reduced into the output (REDUCE), or is computed (PUBLISH).
 
     `first` is the step of stage 0; the slots of the steps before it, one fewer than steps, are taken.
     """
@@ -296,12 +304,14 @@ def _circulate(
         for i, run in enumerate(runs[(rank - stage) % world]):
             if stage:
                 yield Wait(step, left, taken + (stage - 1) * stride + i)
+            elif family is Family.PUBLISH:
+                yield from (Compute(step, tile, rank, Store.LOCAL) for tile in run)
             if stage < world - 1:
                 yield from (Send(step, tile, right, Store.REMOTE) for tile in run)
                 yield Signal(step, right, taken + stage * stride + i)
-            if computes:
+            if family is Family.GATHER:
                 yield from (Compute(step, tile, rank, Store.LOCAL) for tile in run)
-            elif stage:
+            elif stage or family is Family.PUBLISH:
                 yield from (Copy(step, tile, rank) for tile in run)
 
 
@@ -315,6 +325,26 @@ def _gather(order: Order, world: int, rank: int, runs: Sequence[Slices]) -> Iter
             if source != rank:
                 yield Wait(step, source, slot)
             yield from (Compute(step, tile, rank, Store.LOCAL) for tile in run)
+
+
+def _publish(order: Order, world: int, rank: int, runs: Sequence[Slices]) -> Iterator[Action]:
+    """Every rank computes its chunk in its own memory, from which all ranks copy it into their outputs.
+
+    Round by round: the next own slice is computed, then the slice before it is copied from every rank in
+    turn, while it is in the caches. Every rank is read by one peer at a time.
+    """
+    sequence = _sequence(order, world, rank, own_last=False)
+    for round_ in range(max(map(len, runs)) + 1):
+        step = max(0, 1 + (round_ - 1) * (world + 1))
+        if round_ < len(runs[rank]):
+            yield from (Compute(step, tile, rank, Store.LOCAL) for tile in runs[rank][round_])
+            yield from (Signal(step, peer, round_) for peer in _peers(world, rank))
+        slot = round_ - 1
+        for i, source in enumerate(sequence, start=step + 1):
+            if 0 <= slot < len(runs[source]):
+                if source != rank:
+                    yield Wait(i, source, slot)
+                yield from (Copy(i, tile, source) for tile in runs[source][slot])
 
 
 def _produce(order: Order, world: int, rank: int, tiles: Sequence[Sequence[Tile]]) -> Iterator[Action]:

@@ -42,17 +42,22 @@ class Family(str, Enum):
     - REDUCE: the part of the product that rank `c` reduces,
     - GATHER: the part of the gathered matrix that rank `c` brings,
     - PRODUCE: what this rank computes for rank `c`,
-    - CONSUME: what this rank sends to rank `c`, before it computes on what it was sent.
+    - CONSUME: what this rank sends to rank `c`, before it computes on what it was sent,
+    - PUBLISH: the part of the result that rank `c` computes, for all ranks.
     """
 
     REDUCE = "reduce"
     GATHER = "gather"
     PRODUCE = "produce"
     CONSUME = "consume"
+    PUBLISH = "publish"
 
 
 FAMILIES: dict[str, Family] = {}
 """The family of every op, by name. Ops enter theirs when they are registered (`ops.library.register`)."""
+
+ALIKE = (Family.REDUCE, Family.GATHER, Family.PUBLISH)
+"""Families in which all ranks have the same chunks; in the others, ranks differ in what they send."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +94,10 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """Compute `tile` and store it at `dest` (UPDATE: plus what has arrived here for it, from step 1 on)."""
+    """Compute `tile` and store it at `dest` (UPDATE: plus what has arrived here for it, from step 1 on).
+
+    In a PUBLISH plan the memory of `dest` is where its peers copy the tile from.
+    """
 
     step: int
     tile: Tile
@@ -200,7 +208,7 @@ class Plan:
     def agreement(self) -> str:
         """A text that is equal for the plans of all ranks. Ranks compare it before their first call."""
         parts = [f"{self.order.value}{' in one shot' if self.one_shot else ''} of {self.world}"]
-        if self.family in (Family.REDUCE, Family.GATHER):  # an exchange may differ from rank to rank
+        if self.family in ALIKE:
             runs = [(extent, len(list(run))) for extent, run in groupby(self.chunks)]
             parts += ["chunks " + " ".join(f"{n}*{rows}x{cols}" for (rows, cols), n in runs)]
             parts += [f"tiles {self.block[0]}x{self.block[1]}"]

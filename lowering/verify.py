@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 from autofuse.lowering.plan import (
+    ALIKE,
     SIGNAL_SLOTS,
     Action,
     Compute,
@@ -56,7 +57,7 @@ def _check_consistent(plans: Sequence[Plan]) -> None:
     first = plans[0]
     for rank, plan in enumerate(plans):
         same = ["op", "order", "world", "block", "one_shot", "visit"]
-        if first.family in (Family.REDUCE, Family.GATHER):
+        if first.family in ALIKE:
             same.append("chunks")
         for name in same:
             ours, theirs = getattr(first, name), getattr(plan, name)
@@ -186,6 +187,10 @@ class _Machine:
                     self._store(rank, dest, "sum", tile, total)
             case Family.REDUCE | Family.PRODUCE:
                 self._store(rank, dest, me, tile, mine)
+            case Family.PUBLISH:
+                if tile.chunk != me:
+                    self._fail(rank, f"rank {tile.chunk} computes this tile")
+                self._store(rank, dest, "final", tile, self.everyone)
             case Family.GATHER:
                 if tile.chunk != me:
                     self._read(rank, tile.chunk if rank.plan.pulls else me, tile.chunk, tile)
@@ -198,8 +203,8 @@ class _Machine:
     def _source_of(self, rank: _Rank, tile: Tile) -> tuple[Hashable, Tile, frozenset[int]]:
         """The name of the cell, the tile and the content that a Send stores at its destination."""
         me, family = rank.plan.rank, rank.plan.family
-        if family is Family.REDUCE:
-            if tile.chunk != me:
+        if family in (Family.REDUCE, Family.PUBLISH):
+            if tile.chunk != me or family is Family.PUBLISH:
                 return "final", tile, self._read(rank, me, "final", tile)
             if tile not in rank.delivered:
                 self._fail(rank, "the tile is sent before it is finished")

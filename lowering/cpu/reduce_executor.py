@@ -107,14 +107,13 @@ class Kind(NamedTuple):
     @classmethod
     def of(cls, op: str, args: "Reduction") -> "Kind":
         return cls(
-            op, _spec(args.x), _spec(args.w), _spec(args.operands), args.product, args.reduce_op, args.dim,
+            op, spec(args.x), spec(args.w), spec(args.operands), args.product, args.reduce_op, args.dim,
             args.outer, args.keep_product, args.order,
         )  # fmt: skip
 
     def evaluated(self) -> Tensor:
         """P without its values."""
-        weights = [t.mT.contiguous().mT for t in _meta(self.w)]  # column-major, as scaled_mm wants them
-        return product_reference(_meta(self.x), weights, _meta(self.operands), self.product)
+        return infer_product(self.x, self.w, self.operands, self.product)
 
     def partition(self, p: Tensor, world: int) -> Partition:
         m, n = p.shape
@@ -173,8 +172,14 @@ def run_reduce(op: str, args: "Reduction") -> list[Tensor]:
     return [out, p] if keep else [out]
 
 
-def _spec(tensors: Sequence[Tensor]) -> Spec:
+def spec(tensors: Sequence[Tensor]) -> Spec:
     return tuple((t.shape, t.dtype) for t in tensors)
+
+
+def infer_product(x: Spec, w: Spec, operands: Spec, product: str) -> Tensor:
+    """P without its values."""
+    weights = [t.mT.contiguous().mT for t in _meta(w)]  # column-major, as scaled_mm wants them
+    return product_reference(_meta(x), weights, _meta(operands), product)
 
 
 def _meta(spec: Spec) -> list[Tensor]:

@@ -272,6 +272,9 @@ def _traffic(task: Task, arithmetic: Arithmetic) -> _Traffic:
         forwarded = (world - 2) * sent if ring else 0
         copied = 2 * sent + forwarded + late(sent * world, 0) + task.kept
         return _Traffic((world - 1) * sent, copied, world - 1 if ring else 1, late)
+    if family is Family.PUBLISH:
+        copied = (world if ring else 1) * sent + task.kept
+        return _Traffic((world - 1) * sent, copied, world - 1 if ring else 1, _second)
     if family is Family.PRODUCE:
         return _Traffic((world - 1) * chunk, 2 * (world - 1) * chunk + task.kept, 1, _second)
     if family is Family.CONSUME:
