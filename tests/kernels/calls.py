@@ -20,12 +20,19 @@ from triton._C.libtriton.ir import MEM_SEMANTIC
 from triton.runtime.interpreter import InterpreterBuilder
 
 from autofuse.lowering.cpu import rendezvous
+from autofuse.lowering.reference.layout import whole
 from autofuse.lowering.torch_internals import group_store
 from autofuse.native_kernels.gpu.memory import Need, PeerMemory, Region
 from autofuse.native_kernels.gpu.state import RECORD_WORDS, STATE_WORDS, State
 from autofuse.native_kernels.triton import interpreter
 from autofuse.native_kernels.triton.gather_matmul import GatherConfig, gather_needs, launch_gather_matmul
 from autofuse.native_kernels.triton.gather_matmul_few import FewConfig, few_needs, launch_gather_matmul_few
+from autofuse.native_kernels.triton.matmul_gather import PublishConfig, launch_matmul_gather, publish_needs
+from autofuse.native_kernels.triton.matmul_gather_packets import (
+    PublishPacketsConfig,
+    launch_matmul_gather_packets,
+    publish_packets_needs,
+)
 from autofuse.native_kernels.triton.matmul_packets import PacketsConfig, launch_matmul_packets, packets_needs
 from autofuse.native_kernels.triton.matmul_reduce import ReduceConfig, launch_matmul_reduce, reduce_needs
 from tests.ranks import WAIT_S
@@ -218,8 +225,8 @@ class Gather:
                 replace(memory, programs=programs), parts[rank], w, out, self.outer, config, site=SITE,
                 bias=bias,
             )  # fmt: skip
-        whole = torch.stack([part.view(self.outer, -1, self.k) for part in parts], 1).flatten(0, 2)
-        expected = whole.double() @ w.double()
+        gathered_x = torch.stack([part.view(self.outer, -1, self.k) for part in parts], 1).flatten(0, 2)
+        expected = gathered_x.double() @ w.double()
         expected = expected if bias is None else expected + bias.double()
         check(out, expected.to(self.dtype), self, memory)
         rows = world * self.chunk
@@ -229,7 +236,56 @@ class Gather:
                 check(part, parts[r], self, memory)
 
 
-Call = Reduce | Packets | Gather
+@dataclass(frozen=True)
+class Publish:
+    """A call of `matmul_gather` or, with a PublishPacketsConfig, `matmul_gather_packets`: `[M, K] @ [K, N]`.
+
+    With dim 0 rows of the result are (outer, W, inner), those of rank r digit r of the middle.
+    """
+
+    m: int
+    n: int
+    k: int
+    config: PublishConfig | PublishPacketsConfig
+    dim: int = 1
+    outer: int = 1
+    dtype: torch.dtype = BF16
+    transposed: bool = True
+    biased: bool = False
+    programs: int = 2
+
+    def need(self, world: int) -> Need:
+        if isinstance(self.config, PublishPacketsConfig):
+            return publish_packets_needs(self.m, self.n, world, self.config)
+        return publish_needs(self.m, self.n, self.outer, 2, world, self.config)
+
+    def inputs(self, rank: int, seed: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        x = random_matrix(100 * seed + rank, self.m, self.k, self.dtype)
+        w = random_weight(100 * seed + rank + 50, self.k, self.n, self.dtype, self.transposed)
+        return x, w, random_matrix(100 * seed + rank + 80, 1, self.n, self.dtype)[0] if self.biased else None
+
+    def expected(self, world: int, seed: int) -> Tensor:
+        products = []
+        for x, w, bias in (self.inputs(r, seed) for r in range(world)):
+            p = x.double() @ w.double()
+            products.append((p if bias is None else p + bias.double()).to(self.dtype))
+        return whole(torch.stack(products), self.dim, self.outer)
+
+    def run(self, memory: PeerMemory, seed: int) -> None:
+        """Launch and check; of `matmul_gather` one program multiplies."""
+        config, expected = self.config, self.expected(memory.world, seed)
+        x, w, bias = self.inputs(memory.rank, seed)
+        out = nan(*expected.shape, self.dtype)
+        if isinstance(config, PublishPacketsConfig):
+            memory = replace(memory, programs=self.programs)
+            launch_matmul_gather_packets(memory, x, w, out, self.dim, self.outer, config, SITE, bias=bias)
+        else:
+            memory = replace(memory, programs=1 + config.communicating)
+            launch_matmul_gather(memory, x, w, out, self.dim, self.outer, config, SITE, bias=bias)
+        check(out, expected, self, memory)
+
+
+Call = Reduce | Packets | Gather | Publish
 
 
 def check(got: Tensor, expected: Tensor, call: Call, memory: PeerMemory) -> None:

@@ -14,6 +14,8 @@ import pytest
 from autofuse.native_kernels.gpu.state import CODES_PER_SITE
 from autofuse.native_kernels.triton.gather_matmul import GATHERING, GatherConfig
 from autofuse.native_kernels.triton.gather_matmul_few import FewConfig
+from autofuse.native_kernels.triton.matmul_gather import PublishConfig
+from autofuse.native_kernels.triton.matmul_gather_packets import PublishPacketsConfig
 from autofuse.native_kernels.triton.matmul_packets import PacketsConfig
 from autofuse.native_kernels.triton.matmul_reduce import REDUCING
 from tests.kernels.calls import (
@@ -24,6 +26,7 @@ from tests.kernels.calls import (
     Call,
     Gather,
     Packets,
+    Publish,
     Reduce,
     at_random,
     give_up,
@@ -89,7 +92,31 @@ FEW: list[Call] = [
     Gather(1, 64, 128, replace(FEW_CONFIG, pieces=2), dtype=FP16),
     Gather(3, 72, 200, replace(FEW_CONFIG, pieces=3), biased=True),
 ]
-KINDS = {"all_reduce": REDUCE, "reduce_scatter": SCATTER, "packets": PACKETS, "gather": GATHER, "few": FEW}
+PUBLISH_CONFIG = PublishConfig(bm=16, bn=16, bk=16, br=8)
+PUBLISH: list[Call] = [
+    Publish(32, 32, 32, PUBLISH_CONFIG),
+    Publish(23, 40, 40, PUBLISH_CONFIG, dtype=FP16, transposed=False, biased=True),
+    Publish(20, 24, 16, PUBLISH_CONFIG, dim=0),
+    Publish(48, 24, 24, replace(PUBLISH_CONFIG, communicating=2), dim=0, outer=3, transposed=False),
+    Publish(22, 72, 16, replace(PUBLISH_CONFIG, bm=32, bn=32), dim=0, outer=2, biased=True),
+    Publish(50, 40, 16, replace(PUBLISH_CONFIG, communicating=3)),
+]
+PUBLISH_PACKETS_CONFIG = PublishPacketsConfig(bn=16, bk=16)
+PUBLISH_PACKETS: list[Call] = [
+    Publish(16, 48, 32, PUBLISH_PACKETS_CONFIG),
+    Publish(7, 40, 24, PUBLISH_PACKETS_CONFIG, dtype=FP16, transposed=False, biased=True, programs=3),
+    Publish(1, 72, 40, PUBLISH_PACKETS_CONFIG, dim=0),
+    Publish(36, 24, 16, replace(PUBLISH_PACKETS_CONFIG, bn=32), dim=0, outer=4, transposed=False),
+]
+KINDS = {
+    "all_reduce": REDUCE,
+    "reduce_scatter": SCATTER,
+    "packets": PACKETS,
+    "gather": GATHER,
+    "few": FEW,
+    "publish": PUBLISH,
+    "publish packets": PUBLISH_PACKETS,
+}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -146,6 +173,8 @@ def test_back_to_back(interpreters: Interpreters, world: int, count: int) -> Non
         *(Packets(m, 16, 16, config=config, programs=1) for m in (1, 9) for config in (TWICE, ONCE)),
         *(Gather(chunk, 16, chunk, SHARED) for chunk in (8, 24)),
         *(Gather(chunk, 64, 64, FEW_CONFIG) for chunk in (1, 4)),
+        *(Publish(m, 16, 16, PUBLISH_CONFIG, dim=dim) for dim, m in ((0, 8), (1, 40))),
+        *(Publish(m, 16, 16, PUBLISH_PACKETS_CONFIG, programs=1) for m in (1, 9)),
     ]
     interpreters(world).run(run_calls, at_random(calls, count, world), timeout=200)
 
@@ -156,6 +185,8 @@ LOST = {
     "packets": (Packets(4, 16, 16, config=TWICE), REDUCING),
     "gather": (Gather(16, 16, 16, MOVED), GATHERING),
     "few": (Gather(2, 64, 64, FEW_CONFIG), GATHERING),
+    "publish": (Publish(16, 16, 16, PUBLISH_CONFIG), GATHERING),
+    "publish packets": (Publish(2, 16, 16, PUBLISH_PACKETS_CONFIG), GATHERING),
 }
 
 

@@ -15,6 +15,7 @@ from . import (
     epilogues,
     expert_loops,
     experts,
+    gathered_products,
     pooled_exchange,
     recommendation,
     training,
@@ -27,7 +28,7 @@ from .harness import compare, explain, sites
 Ranks = Callable[[int], RankPool]
 
 MODULES = (
-    *(dense, contractions, epilogues, views, training),
+    *(dense, gathered_products, contractions, epilogues, views, training),
     *(recommendation, pooled_exchange, experts, expert_loops, ulysses, uneven),
 )
 CASES = [(m, name) for m in MODULES for name in m.PROGRAMS]

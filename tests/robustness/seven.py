@@ -1,4 +1,4 @@
-"""One call of each of the seven ops, of any size, with its exact result.
+"""One call of each eager op, of any size, with its exact result.
 
 All numbers are small integers, so that every sum is exact in float32 whatever its order, and a fused result
 must equal the float64 one bit by bit. Every rank can make the inputs of all ranks.
@@ -58,6 +58,16 @@ def all_gather_matmul(rank: int, world: int, size: int, group: str) -> Case:
         lambda f: ops.all_gather_matmul(x[rank] * f, w, group=group),  # type: ignore[arg-type,return-value]
         torch.cat(x).double() @ w.double(),
         replicated=True,
+    )
+
+
+def matmul_all_gather(rank: int, world: int, size: int, group: str) -> Case:
+    dim = size % 2
+    x = [integers(10 * r + 11, size, size + 1) for r in range(world)]
+    w = [integers(10 * r + 12, size + 1, size + 2) for r in range(world)]
+    exact = torch.cat([a.double() @ b.double() for a, b in zip(x, w, strict=True)], dim)
+    return Case(
+        lambda f: ops.matmul_all_gather(x[rank] * f, w[rank], dim=dim, group=group), exact, replicated=True
     )
 
 
@@ -144,6 +154,7 @@ MAKERS: dict[str, Maker] = {
         matmul_all_reduce,
         matmul_reduce_scatter,
         all_gather_matmul,
+        matmul_all_gather,
         embedding_bag_all_to_all,
         all_to_all_embedding_bag_backward,
         expert_matmul_all_to_all,

@@ -49,6 +49,9 @@ def cases(rank: int, world: int, dtype: torch.dtype) -> Iterator[Case]:
     for size in (2048, 4096):
         for tokens in (1, 16, 128, 1024):
             yield _all_gather_matmul(tokens, size, world, dtype, group)
+    for size in (2048, 4096):
+        for tokens in (1, 16, 128, 1024):
+            yield _matmul_all_gather(tokens, size, world, dtype, group)
     for batch in (512, 2048):
         for pooling in (1, 10, 40):
             yield _embedding(batch, pooling, rank, world, dtype, group)
@@ -90,6 +93,16 @@ def _all_gather_matmul(tokens: int, size: int, world: int, dtype: torch.dtype, g
 
     inputs = _dense(part, (size // world, size), dtype)
     return Case(f"all_gather_matmul tokens={tokens} k=n={size} dim={dim}", function, inputs)
+
+
+def _matmul_all_gather(tokens: int, size: int, world: int, dtype: torch.dtype, group: ProcessGroup) -> Case:
+    """The logits of an lm_head: `AG(x @ weight^T)` by columns, x: [tokens, K], weight: [N / W, K]."""
+
+    def function(x: Tensor, weight: Tensor) -> Tensor:
+        return funcol.all_gather_tensor(F.linear(x, weight), 1, group)
+
+    inputs = _dense((tokens, size), (size // world, size), dtype)
+    return Case(f"matmul_all_gather tokens={tokens} k=n={size}", function, inputs)
 
 
 def _dense(

@@ -1,0 +1,164 @@
+"""matmul_all_gather of few tokens: one kernel, and packets (flag in payload) instead of signals.
+
+    P = x @ w (+ bias): [M, N] on every rank        Y = all_gather(P): [W * M, N] or [M, W * N]
+
+All SMs stream the weight; a program owns BN columns and all M <= BM rows. As soon as a tile of P is complete
+it goes to every peer as packets of two values and the epoch, and to its place in the own output. A program
+then takes the packets of the same columns from every peer, and stores their payload in the output.
+
+In either half of the memory of a rank: packets [W - 1, M, N / 2] (int64), of which slot i - 1 is for the rank
+i places to the left.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from autofuse.native_kernels.gpu.memory import (
+    EVENTS,
+    Need,
+    PeerMemory,
+    cdiv,
+    describe,
+    describe_weight,
+    launch,
+)
+
+from .comm import (
+    BEGUN,
+    COMPUTED,
+    COPIED,
+    ENDED,
+    GATHERING,
+    WAITED,
+    begin,
+    finish,
+    pack,
+    peer,
+    put_packets,
+    stamp,
+    take_packets,
+)
+from .gemm import add_bias, load_operands
+from .matmul_gather import place, places
+
+MOST_ROWS = 128
+"""Tokens of a call: one tile has all of them."""
+
+
+@triton.jit(do_not_specialize=["rank", "site"])
+def matmul_gather_packets(
+    x, w, bias, out, packets, state, trace, M, N, K, rank, site, pitch, inner, jump, out_stride, out_rank,
+    packets_half,
+    PROGRAMS: tl.constexpr, W: tl.constexpr, TRANSPOSED: tl.constexpr, BIASED: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr,
+    TRACE: tl.constexpr, EVENTS: tl.constexpr,
+):  # fmt: skip
+    """Grid: PROGRAMS. x, w: descriptors; bias: [N], used if BIASED; packets: int64 [W], addresses of the
+    packet memory of all ranks.
+
+    pitch: N / 2; inner, jump, out_stride, out_rank: as `place` has them, in pairs of elements; BR: rows that
+    are taken at a time.
+    """
+    program = tl.program_id(0)
+    epoch = begin(state)
+    base = (epoch % 2) * packets_half
+    dtype: tl.constexpr = out.dtype.element_ty
+    out_pairs = out.to(tl.pointer_type(tl.uint32))
+    blocks = tl.cdiv(K, BK)
+    tiles = tl.cdiv(N, BN)
+    mine = tl.cdiv(tiles - program, PROGRAMS)
+    event = 0
+    event = stamp(trace, program, event, BEGUN, rank, 0, TRACE, EVENTS)
+    m = tl.arange(0, BM)[:, None]
+    half = tl.arange(0, BN // 2)[None, :]
+    acc = tl.zeros((BM, BN), tl.float32)
+    block = blocks - 1
+    tile = program - PROGRAMS
+    for _ in range(mine * blocks):
+        block = tl.where(block == blocks - 1, 0, block + 1)
+        if block == 0:
+            tile += PROGRAMS
+        a, b = load_operands(x, w, 0, tile * BN, block * BK, TRANSPOSED)
+        acc = tl.dot(a, b, acc)
+        if block == blocks - 1:
+            if BIASED:
+                acc = add_bias(acc, bias, tile * BN, N, 0)
+            pairs = pack(acc.to(dtype))
+            n = tile * (BN // 2) + half
+            inside = (m < M) & (n < pitch)
+            for i in tl.static_range(1, W):
+                to = peer(packets, (rank + i) % W, tl.int64) + base + ((i - 1) * M + m) * pitch + n
+                put_packets(to, pairs, epoch, inside)
+            tl.store(out_pairs + place(m, n, rank, inner, jump, out_stride, out_rank), pairs, mask=inside)
+            event = stamp(trace, program, event, COMPUTED, rank, tile, TRACE, EVENTS)
+            acc = tl.zeros((BM, BN), tl.float32)
+
+    own = peer(packets, rank, tl.int64) + base
+    for tile in range(program, tiles, PROGRAMS):
+        n = tile * (BN // 2) + half
+        for i in tl.static_range(1, W):
+            source = (rank + W - i) % W
+            for first in range(0, M, BR):
+                r = first + tl.arange(0, BR)[:, None]
+                inside = (r < M) & (n < pitch)
+                pairs = take_packets(
+                    own + ((i - 1) * M + r) * pitch + n, epoch, inside, state, site * 8 + GATHERING, source,
+                    tile,
+                )  # fmt: skip
+                event = stamp(trace, program, event, WAITED, source, tile, TRACE, EVENTS)
+                to = out_pairs + place(r, n, source, inner, jump, out_stride, out_rank)
+                tl.store(to, pairs.to(tl.uint32), mask=inside)
+                event = stamp(trace, program, event, COPIED, source, tile, TRACE, EVENTS)
+    event = stamp(trace, program, event, ENDED, rank, 0, TRACE, EVENTS)
+    finish(state, epoch, PROGRAMS)
+
+
+@dataclass(frozen=True)
+class PublishPacketsConfig:
+    """How `matmul_gather_packets` runs."""
+
+    bn: int = 64
+    bk: int = 128
+    warps: int = 4
+    stages: int = 5
+
+
+def publish_packets_needs(m: int, n: int, world: int, config: PublishPacketsConfig) -> Need:
+    """What a call of `matmul_gather_packets` uses."""
+    return Need(packets=2 * (world - 1) * m * (n // 2) * 8)
+
+
+def launch_matmul_gather_packets(
+    memory: PeerMemory,
+    x: Tensor,
+    w: Tensor,
+    out: Tensor,
+    dim: int,
+    outer: int,
+    config: PublishPacketsConfig,
+    site: int = 0,
+    trace: Tensor | None = None,
+    compile_only: bool = False,
+    bias: Tensor | None = None,
+) -> None:
+    """As `launch_matmul_gather`, of at most MOST_ROWS rows."""
+    (m, k), n, world = x.shape, w.shape[1], memory.world
+    rows = max(16, triton.next_power_of_2(m))
+    inner, jump, out_stride, out_rank = places(m, n, dim, outer, world)
+    weight, transposed = describe_weight(w, config.bk, config.bn)
+    programs = min(memory.programs, cdiv(n, config.bn))
+    launch(
+        matmul_gather_packets, programs, compile_only,
+        describe(x, rows, config.bk), weight, out if bias is None else bias, out, memory.packets.addresses,
+        memory.state, memory.state if trace is None else trace,
+        m, n, k, memory.rank, site, n // 2, inner, jump, out_stride // 2, out_rank // 2,
+        memory.packets.half(torch.int64),
+        PROGRAMS=programs, W=world, TRANSPOSED=transposed, BIASED=bias is not None,
+        BM=rows, BN=config.bn, BK=config.bk, BR=min(16, triton.next_power_of_2(m)),
+        TRACE=trace is not None, EVENTS=EVENTS,
+        num_warps=config.warps, num_stages=config.stages,
+    )  # fmt: skip
