@@ -58,6 +58,16 @@ def test_gathered() -> None:
     assert shape.chunks == (((2048, 64),) * WORLD,)
 
 
+@pytest.mark.parametrize("order", ["direct", "ring", "oblivious"])
+def test_published(order: str) -> None:
+    x, w = meta(4, 64, dtype=torch.bfloat16), meta(64, 32064, dtype=torch.bfloat16)
+    shape = shape_of("matmul_all_gather", [x], [w], [], "mm", 1, 1, False, False, order=order)
+    assert shape.chunks == (((4, 32064),) * WORLD,)
+    assert shape.block == (4, 32064)
+    rows = [meta(4096, 64)], [meta(64, 256)], [meta(256)], "addmm %0", 0, 8, True, False
+    assert shape_of("matmul_all_gather", *rows, order=order).block == (1024, 256)
+
+
 def test_embeddings() -> None:
     weights, indices = [meta(9, 8)], [meta(40, dtype=torch.int64)]
     offsets = [meta(41, dtype=torch.int64)]

@@ -110,7 +110,7 @@ def stacked_and_moved(x: Tensor, w: Tensor) -> Tensor:
 
 
 def heads(x: Tensor, w: Tensor) -> Tensor:
-    """Gathers the heads of a projection: `outer` is their number of rows before the rank."""
+    """Gathers the heads of a projection."""
     y = F.linear(x, w).view(2, 6, 2, N // 2).transpose(1, 2).contiguous()
     return gathered(y, 1).relu()
 

@@ -295,3 +295,24 @@ all_reduce: [8, 16] = _c10d_functional.all_reduce_.default(mm, 'sum', '0')
 wait_tensor: [8, 16] = _c10d_functional.wait_tensor.default(all_reduce)
 return (wait_tensor,)""",
     )
+
+
+def test_logits_of_an_lm_head() -> None:
+    """The cast behind the gather and the views of the other dim end in one reshape of the fused op's result."""
+
+    def fn(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        whole = funcol.all_gather_tensor(F.linear(x, w, b), 0, group())
+        return torch.cat(whole.chunk(4), -1).float()
+
+    arguments = torch.randn(2, 3, 8).bfloat16(), torch.randn(5, 8).bfloat16(), torch.randn(5).bfloat16()
+    assert_expected_inline(rewritten(fn, *arguments), """""")
+
+
+def test_gathered_heads() -> None:
+    """What moves elements between the product and the gather is done once, behind the op."""
+
+    def fn(x: Tensor, w: Tensor) -> Tensor:
+        y = F.linear(x, w).view(2, 3, 2, 5).transpose(1, 2).contiguous()
+        return torch.cat(funcol.all_gather_tensor(y, 0, group()).chunk(4), 1)
+
+    assert_expected_inline(rewritten(fn, torch.randn(2, 3, 8), torch.randn(10, 8)), """""")

@@ -103,10 +103,15 @@ def test_contention_step_by_step() -> None:
     assert contention(plans_of("matmul_all_reduce", "oblivious", chunks)) == [3, 3, 3, 3, 0, 3, 3, 3, 3]
     assert contention(plans_of("matmul_reduce_scatter", "ring", chunks)) == [1, 1, 1, 0]
     assert contention(plans_of("all_gather_matmul", "oblivious", chunks)) == [3, 3, 3, 3]
+    # A step to compute, one for the own chunk, three copies of the others.
+    assert contention(plans_of("matmul_all_gather", "direct", chunks)) == [0, 0, 1, 1, 1]
+    assert contention(plans_of("matmul_all_gather", "ring", chunks)) == [1, 1, 1, 0]
     assert contention(plans_of("embedding_bag_all_to_all", "direct", chunks)) == [1, 1, 1, 0, 0]
 
 
-@pytest.mark.parametrize("op", ["matmul_all_reduce", "matmul_reduce_scatter", "all_gather_matmul"])
+@pytest.mark.parametrize(
+    "op", ["matmul_all_reduce", "matmul_reduce_scatter", "all_gather_matmul", "matmul_all_gather"]
+)
 def test_ring_talks_to_neighbours_only(op: str) -> None:
     for over in links(plans_of(op, "ring", [((2, 2),) * 5] * 5)):
         assert all(dest == (source + 1) % 5 for source, dest in over)
