@@ -2,8 +2,8 @@
 
 Hugging Face's model with its own tensor-parallel plan, random weights, a few layers. On GPUs the dtype is
 bfloat16 and the layers are those of Llama-70B; `async TP` is stock Inductor with torch's own fusions switched
-on. autofuse fuses the all_reduces behind `o_proj` and `down_proj`, and the all_gather of the logits, with the matmuls
-before them.
+on. autofuse fuses the all_reduces behind `o_proj` and `down_proj`, and the all_gather of the logits, with the
+matmuls before them.
 
     torchrun --nproc-per-node 4 examples/llama_serving.py --layers 4
     python examples/llama_serving.py --hidden 256 --intermediate 896 --heads 8 --kv-heads 4 --layers 2

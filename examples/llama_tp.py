@@ -2,9 +2,9 @@
 
 Nothing in the model knows of autofuse. Transformers shards the weights and puts an all_reduce behind `o_proj`
 and `down_proj` (forward), and behind the input gradients of `q_proj`, `k_proj`, `v_proj`, `gate_proj` and
-`up_proj` (backward), and an all_gather behind `lm_head`. autofuse fuses each of them with the matmul before it,
-in training and in greedy decoding with a static cache, where the matmul has one row. One collective of the
-forward stays: no matmul precedes the all_reduce of the vocabulary-parallel embedding.
+`up_proj` (backward), and an all_gather behind `lm_head`. autofuse fuses each of them with the matmul before
+it, in training and in greedy decoding with a static cache, where the matmul has one row. One collective of
+the forward stays: no matmul precedes the all_reduce of the vocabulary-parallel embedding.
 
     python examples/llama_tp.py
     torchrun --nproc-per-node 2 examples/llama_tp.py --layers 4
