@@ -48,6 +48,9 @@ from .matmul_gather import place, places
 MOST_ROWS = 128
 """Tokens of a call: one tile has all of them."""
 
+TAKEN = 16
+"""Packets that a thread polls at a time. A poll takes some 0.7 us, however many they are."""
+
 
 @triton.jit(do_not_specialize=["rank", "site"])
 def matmul_gather_packets(
@@ -151,6 +154,7 @@ def launch_matmul_gather_packets(
     inner, jump, out_stride, out_rank = places(m, n, dim, outer, world)
     weight, transposed = describe_weight(w, config.bk, config.bn)
     programs = min(memory.programs, cdiv(n, config.bn))
+    most = TAKEN * 32 * config.warps // (config.bn // 2)
     launch(
         matmul_gather_packets, programs, compile_only,
         describe(x, rows, config.bk), weight, out if bias is None else bias, out, memory.packets.addresses,
@@ -158,7 +162,7 @@ def launch_matmul_gather_packets(
         m, n, k, memory.rank, site, n // 2, inner, jump, out_stride // 2, out_rank // 2,
         memory.packets.half(torch.int64),
         PROGRAMS=programs, W=world, TRANSPOSED=transposed, BIASED=bias is not None,
-        BM=rows, BN=config.bn, BK=config.bk, BR=min(16, triton.next_power_of_2(m)),
+        BM=rows, BN=config.bn, BK=config.bk, BR=min(triton.next_power_of_2(m), most),
         TRACE=trace is not None, EVENTS=EVENTS,
         num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
