@@ -66,7 +66,7 @@ class Wait(IntEnum):
     COPYING = 2
     """Sums that another rank computes. The wait may take half as long again: that rank may wait itself."""
     GATHERING = 3
-    """A slice of x."""
+    """A slice of x, or a tile of the product of another rank."""
     POOLING = 4
     """Pooled rows."""
     BAD_INDEX = 5

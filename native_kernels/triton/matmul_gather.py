@@ -32,11 +32,13 @@ from autofuse.native_kernels.gpu.memory import (
 
 from .comm import (
     BEGUN,
+    CODES_PER_SITE,
     COMPUTED,
     COPIED,
     DRAINED,
     ENDED,
     GATHERING,
+    STATE_TICKETS,
     WAITED,
     begin,
     finish,
@@ -97,13 +99,13 @@ def matmul_gather(
     arriving = inbox.to(tl.pointer_type(dtype)) + first_row.to(tl.int64) * pitch
     r = tl.arange(0, BR)[:, None]
     c = tl.max_contiguous(tl.multiple_of(tl.arange(0, BN), BN), BN)[None, :]
-    ticket = tl.atomic_add(state + 5, 1).to(tl.int32)
+    ticket = tl.atomic_add(state + STATE_TICKETS, 1).to(tl.int32)
     while ticket < tiles * SOURCES:
         slot = ticket % SOURCES
         t = ticket // SOURCES
         source = (rank + 2 * W - 1 - slot) % W
         row, col = chunk_tile_at(t, rows, cols)
-        wait(arrived + source * tiles + t, 1, state, site * 8 + GATHERING, source, t, epoch)
+        wait(arrived + source * tiles + t, 1, state, site * CODES_PER_SITE + GATHERING, source, t, epoch)
         tl.store(arrived + source * tiles + t, 0)
         event = stamp(trace, program, event, WAITED, source, t, TRACE, EVENTS)
         for sub in range(BM // BR):
@@ -112,7 +114,7 @@ def matmul_gather(
             to = place(in_p, col * BN + c, source, inner, jump, out_stride, out_rank)
             tl.store(out + to, tl.load(arriving + at), mask=(in_p < M) & (col * BN + c < N))
         event = stamp(trace, program, event, COPIED, source, t, TRACE, EVENTS)
-        ticket = tl.atomic_add(state + 5, 1).to(tl.int32)
+        ticket = tl.atomic_add(state + STATE_TICKETS, 1).to(tl.int32)
     event = stamp(trace, program, event, ENDED, rank, 0, TRACE, EVENTS)
     finish(state, epoch, PROGRAMS)
 

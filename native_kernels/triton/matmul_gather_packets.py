@@ -29,6 +29,7 @@ from autofuse.native_kernels.gpu.memory import (
 
 from .comm import (
     BEGUN,
+    CODES_PER_SITE,
     COMPUTED,
     COPIED,
     ENDED,
@@ -109,8 +110,8 @@ def matmul_gather_packets(
                 r = first + tl.arange(0, BR)[:, None]
                 inside = (r < M) & (n < pitch)
                 pairs = take_packets(
-                    own + ((i - 1) * M + r) * pitch + n, epoch, inside, state, site * 8 + GATHERING, source,
-                    tile,
+                    own + ((i - 1) * M + r) * pitch + n, epoch, inside, state,
+                    site * CODES_PER_SITE + GATHERING, source, tile,
                 )  # fmt: skip
                 event = stamp(trace, program, event, WAITED, source, tile, TRACE, EVENTS)
                 to = out_pairs + place(r, n, source, inner, jump, out_stride, out_rank)
