@@ -99,6 +99,11 @@ register(
                 "give it the shape `[N]`, or add it behind the matmul",
             ),
             Gap(
+                lambda args: args.dim == 1 and not (isinstance(args.outer, int) and args.outer == 1),
+                "GPU kernels gather rows or whole columns, not stretches of columns",
+                "gather along another dim",
+            ),
+            Gap(
                 lambda args: args.keep_product,
                 "the matmul is read elsewhere, too",
                 "read the result of the collective instead, if that will do",

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import autofuse.ops
+from autofuse.lowering.ops.library import FUSED_OPS
 from autofuse.lowering.reference.layout import parts, whole
 from autofuse.lowering.reference.product import product_reference
 from tests.ops.dense import DTYPES, ORDERS, assert_close, poison, same_on_all_ranks, seeded, world_group
@@ -147,8 +148,8 @@ def _unfused(rank: int, world: int) -> None:
             x = (seeded(10 * i + rank, m, k) * 2).round().to(dtype)
             w = (seeded(10 * i + rank + 5, k, n) * 2).round().to(dtype)
             args = ([x], [w], [], "mm", dim, outer, False, False, world_group())
-            op = autofuse.lowering.ops.library.FUSED_OPS["matmul_all_gather"]
-            expected = op.reference(*args, "direct", "test")[0]
+            op = FUSED_OPS["matmul_all_gather"]
+            expected = op.reference(op.parse((*args, "direct", "test")))[0]
             for order in ORDERS:
                 assert torch.equal(_call([x], [w], [], dim, outer, order=order)[0], expected)
 
