@@ -32,7 +32,6 @@ from .match import (
     extra_users,
     find_readers,
     only_cast,
-    replace_result,
     reread,
 )
 from .matmul_reduce import hand_out_product
@@ -42,6 +41,11 @@ from .product import Product, Reject, match_product
 PATTERN = "matmul_all_gather"
 
 _RANK, _ROWS, _COLUMNS = range(3)  # dims of the stacked products
+
+# Ops that take a part of one dim, and the position of the argument that says which.
+_CUTS = {aten.slice.Tensor: 1, aten.select.int: 1, aten.unbind.int: 1} | {
+    op: 2 for op in SPLITS if op is not aten.unbind.int
+}
 
 
 @dataclass(frozen=True)
@@ -79,22 +83,25 @@ def match_matmul_gather(anchor: Anchor, context: Context) -> Found:
     cast = only_cast(readers)
     if cast is not None:
         readers = find_readers(anchor, shapes, through=cast)
-    views = [replace(r, layout=layout) for r in readers if (layout := compose(r.layout, stacked)) is not None]
-    partial_reader = next(filter(_reads_some_ranks, views), None)
-    if partial_reader is not None:
+    views: list[Reader] = []
+    for reader in readers:
+        layout = compose(reader.layout, stacked)
+        if layout is None:
+            return Reject(Reason.LAYOUT, f"{reader.view.name} is no list of digits of the gathered products")
+        views.append(replace(reader, layout=layout))
+    cut = _leaves_out(views)
+    if cut is not None:
         # A rank that has less than the others pads its part, and all cut the padding off the result.
-        name = partial_reader.user.name
-        return Reject(Reason.UNEVEN, f"{name} reads what some of the ranks gave: parts may be padded")
+        return Reject(Reason.UNEVEN, f"{cut.user.name} leaves some of the gathered dim out, maybe padding")
     early = extra_users(anchor.node, anchor.input, found)
     place = _wanted(views, found.shape)
     rows, columns = found.shape
     matmuls = tuple((rows, shapes.of(x)[-1], columns) for x in found.x)  # type: ignore[index]
-    whole = views if len(views) == len(readers) else None
     return Match(
         PATTERN,
         Work(matmuls, bytes_kept=product(found.shape) * found.dtype.itemsize if early else 0),
         shapes,
-        partial(_rewrite, anchor, context, found, place, stacked, whole, cast, bool(early)),
+        partial(_rewrite, anchor, context, found, place, views, cast, bool(early)),
         (*found.x, *found.w, *(o.node for o in found.operands)),
         early,
         _not_on_gpus(found, place, bool(early)),
@@ -125,17 +132,29 @@ def _stacked(part: Layout, world: int) -> Layout:
     return Layout((merge((Digit(_RANK, 1, world), *first)), *others))
 
 
-def _reads_some_ranks(reader: Reader) -> bool:
-    """Does `reader`, whose layout is on the stacked products, take what some of the ranks gave?"""
-    if any(d.dim == _RANK for d, _ in reader.layout.fixed):
-        return True
-    axis = {aten.slice.Tensor: 1, aten.select.int: 1, aten.unbind.int: 1}.get(reader.user.target)
-    if axis is None and reader.user.target in SPLITS:
-        axis = 2
-    if axis is None:
-        return False
-    dim = argument(reader.user, axis, "dim", 0)
-    return not isinstance(dim, int) or any(d.dim == _RANK for d in reader.layout.dims[dim])
+def _leaves_out(views: Sequence[Reader]) -> Reader | None:
+    """A reader that takes less than all ranks gave; layouts are those on the stacked products.
+
+    Pieces of single ranks are all there if every piece has a reader that takes it as a whole.
+    """
+    pieces: dict[Digit, set[int]] = {}
+    for reader in views:
+        for digit, index in _pieces(reader):
+            pieces.setdefault(digit, set()).add(index)
+    for reader in views:
+        if any(len(pieces[digit]) != digit.size for digit, _ in _pieces(reader)):
+            return reader
+        axis = _CUTS.get(reader.user.target)
+        if axis is not None:
+            dim = argument(reader.user, axis, "dim", 0)
+            ranked = not isinstance(dim, int) or any(d.dim == _RANK for d in reader.layout.dims[dim])
+            if ranked or _pieces(reader):
+                return reader
+    return None
+
+
+def _pieces(reader: Reader) -> list[tuple[Digit, int]]:
+    return [(digit, index) for digit, index in reader.layout.fixed if digit.dim == _RANK]
 
 
 def _wanted(views: Sequence[Reader], shape: Sequence[Size]) -> Place:
@@ -170,13 +189,11 @@ def _rewrite(
     context: Context,
     found: Product,
     place: Place,
-    stacked: Layout,
-    views: Sequence[Reader] | None,
+    views: Sequence[Reader],
     cast: torch.dtype | None,
     keep: bool,
     emitter: Emitter,
 ) -> None:
-    """`views`: all that read the result, None where a view of it cannot be made of the stacked products."""
     operands = [materialise(emitter, o) for o in found.operands]
     x = [two_dimensional(emitter, n) for n in found.x]
     w = [two_dimensional(emitter, n) for n in found.w]
@@ -187,10 +204,6 @@ def _rewrite(
     whole, layout = emitter.item(fused, 0), place.layout(found.shape, context.world)
     if keep:
         hand_out_product(emitter, fused, found)
-    if views is None:
-        result = emitter.rebuild(whole, layout, stacked, context.shapes.of(anchor.node))
-        replace_result(emitter, anchor, result)
-        return
     if cast is not None:
         whole = emitter.call(torch.ops.prims.convert_element_type.default, whole, cast)
     reread(emitter, whole, layout, views)

@@ -305,7 +305,17 @@ def test_logits_of_an_lm_head() -> None:
         return torch.cat(whole.chunk(4), -1).float()
 
     arguments = torch.randn(2, 3, 8).bfloat16(), torch.randn(5, 8).bfloat16(), torch.randn(5).bfloat16()
-    assert_expected_inline(rewritten(fn, *arguments), """""")
+    assert_expected_inline(
+        rewritten(fn, *arguments),
+        """\
+view: [6, 8] = aten.reshape.default(arg0, [6, 8])
+permute: [8, 5] = aten.permute.default(arg1, [1, 0])
+matmul_all_gather_default:  = autofuse.matmul_all_gather.default([view], [permute], [arg2], 'addmm %0', 1, 1, False, False, '0', 'direct', SITE)
+getitem_4: [6, 20] = getitem(matmul_all_gather_default, 0)
+convert_element_type_default: [6, 20] = prims.convert_element_type.default(getitem_4, torch.float32)
+reshape_default: [2, 3, 20] = aten.reshape.default(convert_element_type_default, [2, 3, 20])
+return (reshape_default,)""",
+    )
 
 
 def test_gathered_heads() -> None:
@@ -315,4 +325,15 @@ def test_gathered_heads() -> None:
         y = F.linear(x, w).view(2, 3, 2, 5).transpose(1, 2).contiguous()
         return torch.cat(funcol.all_gather_tensor(y, 0, group()).chunk(4), 1)
 
-    assert_expected_inline(rewritten(fn, torch.randn(2, 3, 8), torch.randn(10, 8)), """""")
+    assert_expected_inline(
+        rewritten(fn, torch.randn(2, 3, 8), torch.randn(10, 8)),
+        """\
+view: [6, 8] = aten.reshape.default(arg0, [6, 8])
+permute: [8, 10] = aten.permute.default(arg1, [1, 0])
+matmul_all_gather_default:  = autofuse.matmul_all_gather.default([view], [permute], [], 'mm', 0, 1, False, False, '0', 'direct', SITE)
+getitem_4: [24, 10] = getitem(matmul_all_gather_default, 0)
+reshape_default: [4, 2, 3, 2, 5] = aten.reshape.default(getitem_4, [4, 2, 3, 2, 5])
+permute_default: [2, 4, 2, 3, 5] = aten.permute.default(reshape_default, [1, 0, 3, 2, 4])
+reshape_default_1: [2, 8, 3, 5] = aten.reshape.default(permute_default, [2, 8, 3, 5])
+return (reshape_default_1,)""",
+    )
