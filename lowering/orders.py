@@ -311,7 +311,7 @@ def _circulate(
                 yield Signal(step, right, taken + stage * stride + i)
             if family is Family.GATHER:
                 yield from (Compute(step, tile, rank, Store.LOCAL) for tile in run)
-            elif stage or family is Family.PUBLISH:
+            elif stage:
                 yield from (Copy(step, tile, rank) for tile in run)
 
 
@@ -328,22 +328,21 @@ def _gather(order: Order, world: int, rank: int, runs: Sequence[Slices]) -> Iter
 
 
 def _publish(order: Order, world: int, rank: int, runs: Sequence[Slices]) -> Iterator[Action]:
-    """Every rank computes its chunk in its own memory, from which all ranks copy it into their outputs.
+    """Every rank computes its chunk in its own memory, from which its peers copy it into their outputs.
 
-    Round by round: the next own slice is computed, then the slice before it is copied from every rank in
+    Round by round: the next own slice is computed, then the slice before it is copied from every peer in
     turn, while it is in the caches. Every rank is read by one peer at a time.
     """
-    sequence = _sequence(order, world, rank, own_last=False)
+    sequence = list(range(world)) if order is Order.OBLIVIOUS else _peers(world, rank)
     for round_ in range(max(map(len, runs)) + 1):
-        step = max(0, 1 + (round_ - 1) * (world + 1))
+        step = max(0, 1 + (round_ - 1) * (len(sequence) + 1))
         if round_ < len(runs[rank]):
             yield from (Compute(step, tile, rank, Store.LOCAL) for tile in runs[rank][round_])
             yield from (Signal(step, peer, round_) for peer in _peers(world, rank))
         slot = round_ - 1
         for i, source in enumerate(sequence, start=step + 1):
-            if 0 <= slot < len(runs[source]):
-                if source != rank:
-                    yield Wait(i, source, slot)
+            if source != rank and 0 <= slot < len(runs[source]):
+                yield Wait(i, source, slot)
                 yield from (Copy(i, tile, source) for tile in runs[source][slot])
 
 

@@ -96,7 +96,7 @@ class Tile:
 class Compute:
     """Compute `tile` and store it at `dest` (UPDATE: plus what has arrived here for it, from step 1 on).
 
-    In a PUBLISH plan the memory of `dest` is where its peers copy the tile from.
+    In a PUBLISH plan the tile goes to the output, too; peers copy it from the memory of `dest`.
     """
 
     step: int

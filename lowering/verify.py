@@ -191,6 +191,7 @@ class _Machine:
                 if tile.chunk != me:
                     self._fail(rank, f"rank {tile.chunk} computes this tile")
                 self._store(rank, dest, "final", tile, self.everyone)
+                self._deliver(rank, tile, self.everyone)
             case Family.GATHER:
                 if tile.chunk != me:
                     self._read(rank, tile.chunk if rank.plan.pulls else me, tile.chunk, tile)

@@ -181,7 +181,7 @@ class _Builder:
 
     def _compute(self, tile: Tile) -> Step:
         target, product, keep = self._tile(tile, self.plan.rank), self.product, self.keep
-        rows, cols = _run(tile.rows), _run(tile.cols)
+        rows, cols, output = _run(tile.rows), _run(tile.cols), self._output(tile)
 
         def compute(s: State) -> None:
             value = target(s)
@@ -189,20 +189,22 @@ class _Builder:
             w = [cols.read(t, 1) for t in s.w]
             operands = [cols.read_operand(rows.read_operand(t, 0), 1) for t in s.operands]
             evaluate(value, x, w, operands, product)
+            output(s, value)
             if keep:
                 cols.read(rows.read(s.kept, 0), 1).copy_(value)
 
         return compute
 
     def _copy(self, tile: Tile, source: int) -> Step:
-        dim, finished = self.dim, self._tile(tile, self.plan.rank if self.ring else source)
+        output, finished = self._output(tile), self._tile(tile, self.plan.rank if self.ring else source)
+        return lambda s: output(s, finished(s))
+
+    def _output(self, tile: Tile) -> Callable[[State, Tensor], object]:
+        """How to store a tile of a product at its place in the result."""
+        dim = self.dim
         along, other = (tile.rows, tile.cols) if dim == 0 else (tile.cols, tile.rows)
         place, across = self.cut.run(tile.chunk, along), _run(other)
-
-        def copy(s: State) -> None:
-            place.write(across.read(s.out, 1 - dim), dim, finished(s))
-
-        return copy
+        return lambda s, value: place.write(across.read(s.out, 1 - dim), dim, value)
 
 
 def _run(span: Span) -> Run:

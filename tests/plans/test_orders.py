@@ -103,7 +103,7 @@ def test_contention_step_by_step() -> None:
     assert contention(plans_of("matmul_all_reduce", "oblivious", chunks)) == [3, 3, 3, 3, 0, 3, 3, 3, 3]
     assert contention(plans_of("matmul_reduce_scatter", "ring", chunks)) == [1, 1, 1, 0]
     assert contention(plans_of("all_gather_matmul", "oblivious", chunks)) == [3, 3, 3, 3]
-    # A step to compute, one for the own chunk, three copies of the others.
+    # A step to compute, one for the next slice, of which there is none, three copies.
     assert contention(plans_of("matmul_all_gather", "direct", chunks)) == [0, 0, 1, 1, 1]
     assert contention(plans_of("matmul_all_gather", "ring", chunks)) == [1, 1, 1, 0]
     assert contention(plans_of("embedding_bag_all_to_all", "direct", chunks)) == [1, 1, 1, 0, 0]
