@@ -14,6 +14,7 @@ from .embedding_backward import match_embedding_backward
 from .embedding_update import match_embedding_update
 from .gather_matmul import match_all_gather
 from .match import Context, Found
+from .matmul_gather import match_matmul_gather
 from .matmul_reduce import match_all_reduce, match_reduce_scatter
 
 
@@ -36,6 +37,7 @@ MATCHERS = [
     Matcher("matmul_all_reduce", "all_reduce", match_all_reduce),
     Matcher("matmul_reduce_scatter", "reduce_scatter", match_reduce_scatter),
     Matcher("all_gather_matmul", "all_gather", match_all_gather),
+    Matcher("matmul_all_gather", "all_gather", match_matmul_gather),
     Matcher("expert_matmul_all_to_all", "all_to_all", match_combine),
     Matcher("all_to_all_expert_matmul", "all_to_all", match_dispatch),
     Matcher("embedding_bag_all_to_all", "all_to_all", match_embedding),

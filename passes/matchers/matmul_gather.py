@@ -16,27 +16,17 @@ from functools import partial
 import torch
 from torch import fx
 
+from autofuse.lowering.ops.matmul_all_gather import MatmulAllGather
 from autofuse.passes.graph.anchors import Anchor
 from autofuse.passes.graph.emit import Emitter
-from autofuse.passes.graph.follow import SPLITS, Shapes, argument, aten, is_view, tensor
-from autofuse.passes.graph.layout import Digit, Layout, Size, compose, exact_quotient, merge, product
-from autofuse.passes.report import Reason
+from autofuse.passes.graph.follow import SPLITS, Shapes, argument, aten, is_view
+from autofuse.passes.graph.layout import Digit, Layout, Size, compose, exact_quotient, merge, prod
+from autofuse.passes.report import Reason, Reject
 
-from .match import (
-    Context,
-    Found,
-    Match,
-    Reader,
-    Work,
-    check_dtype,
-    extra_users,
-    find_readers,
-    only_cast,
-    reread,
-)
-from .matmul_reduce import hand_out_product
+from .match import Context, Found, Match, Work, check_dtype, values
 from .operands import materialise, two_dimensional
-from .product import Product, Reject, match_product
+from .product import Product, extra_users, hand_out_product, match_product
+from .readers import Reader, find_cast_readers, reread
 
 PATTERN = "matmul_all_gather"
 
@@ -73,16 +63,13 @@ def match_matmul_gather(anchor: Anchor, context: Context) -> Found:
     found = match_product(anchor.input, shapes)
     if isinstance(found, Reject):
         return found
-    if (total := product(found.layout.shape)) != product(found.shape):
-        return Reject(Reason.LAYOUT, f"{total} of {product(found.shape)} elements of the matmul are gathered")
+    if (total := prod(found.layout.shape)) != prod(found.shape):
+        return Reject(Reason.LAYOUT, f"{total} of {prod(found.shape)} elements of the matmul are gathered")
     reject = check_dtype(found.dtype)
     if reject is not None:
         return reject
     stacked = _stacked(found.layout, context.world)
-    readers = find_readers(anchor, shapes)
-    cast = only_cast(readers)
-    if cast is not None:
-        readers = find_readers(anchor, shapes, through=cast)
+    readers, cast = find_cast_readers(anchor, shapes)
     views: list[Reader] = []
     for reader in readers:
         layout = compose(reader.layout, stacked)
@@ -96,26 +83,24 @@ def match_matmul_gather(anchor: Anchor, context: Context) -> Found:
     early = extra_users(anchor.node, anchor.input, found)
     place = _wanted(views, found.shape)
     rows, columns = found.shape
-    matmuls = tuple((rows, shapes.of(x)[-1], columns) for x in found.x)  # type: ignore[index]
+    matmuls = tuple((rows, shapes.known(x)[-1], columns) for x in found.x)
     return Match(
         PATTERN,
-        Work(matmuls, bytes_kept=product(found.shape) * found.dtype.itemsize if early else 0),
+        Work(matmuls, bytes_kept=prod(found.shape) * found.dtype.itemsize if early else 0),
         shapes,
         partial(_rewrite, anchor, context, found, place, views, cast, bool(early)),
         (*found.x, *found.w, *(o.node for o in found.operands)),
         early,
-        _not_on_gpus(found, place, bool(early)),
+        _arguments(context, found, place, bool(early)),
     )
 
 
-def _not_on_gpus(found: Product, place: Place, keep: bool) -> str:
-    if found.text not in ("mm", "addmm %0") or len(found.x) != 1:
-        return f"GPU kernels gather one matmul with or without a bias, not {found.text!r} of {len(found.x)}"
-    if any((val := tensor(o.node)) is None or val.dim() != 1 for o in found.operands):
-        return "GPU kernels add a bias with an entry a column"
-    if place.dim == 1 and place.outer != 1:
-        return "GPU kernels gather rows or whole columns, not stretches of columns"
-    return "the matmul is read elsewhere, too" if keep else ""
+def _arguments(context: Context, found: Product, place: Place, keep: bool) -> MatmulAllGather:
+    """The arguments of the fused op, as far as they are known before the rewrite."""
+    operands = values(o.node for o in found.operands)
+    terms = (values(found.x), values(found.w), operands, found.text)
+    # The gradient is traced apart, in a backward graph: whether it is replicated does not matter here.
+    return MatmulAllGather(*terms, place.dim, place.outer, keep, False, *context.common)
 
 
 def _is_padded(node: fx.Node, shapes: Shapes) -> bool:
@@ -197,13 +182,12 @@ def _rewrite(
     operands = [materialise(emitter, o) for o in found.operands]
     x = [two_dimensional(emitter, n) for n in found.x]
     w = [two_dimensional(emitter, n) for n in found.w]
-    # Gradients of graphs are traced apart: whether they are replicated does not matter here.
     args = [x, w, operands, found.text, place.dim, emitter.size(place.outer), keep, False]
     op = torch.ops.autofuse.matmul_all_gather.default
     fused = emitter.call(op, *args, context.group, context.order, context.site)
     whole, layout = emitter.item(fused, 0), place.layout(found.shape, context.world)
     if keep:
-        hand_out_product(emitter, fused, found)
+        hand_out_product(emitter, emitter.item(fused, 1), found)
     if cast is not None:
         whole = emitter.call(torch.ops.prims.convert_element_type.default, whole, cast)
     reread(emitter, whole, layout, views)
