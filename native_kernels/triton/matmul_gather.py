@@ -96,7 +96,7 @@ def matmul_gather(
     dtype: tl.constexpr = out.dtype.element_ty
     SOURCES: tl.constexpr = W if THROUGH else W - 1
     arrived = peer(signals, rank, tl.int32) + first_signal
-    arriving = inbox.to(tl.pointer_type(dtype)) + first_row.to(tl.int64) * pitch
+    arriving = tl.multiple_of(inbox.to(tl.pointer_type(dtype)), 16) + first_row.to(tl.int64) * pitch
     r = tl.arange(0, BR)[:, None]
     c = tl.max_contiguous(tl.multiple_of(tl.arange(0, BN), BN), BN)[None, :]
     ticket = tl.atomic_add(state + STATE_TICKETS, 1).to(tl.int32)
