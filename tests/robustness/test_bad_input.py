@@ -44,6 +44,7 @@ def _all_calls(x: Tensor, group: Any) -> dict[str, Callable[[], Any]]:
         "matmul_all_reduce": lambda: ops.matmul_all_reduce(x, x, group=group),
         "matmul_reduce_scatter": lambda: ops.matmul_reduce_scatter(x, x, group=group),
         "all_gather_matmul": lambda: ops.all_gather_matmul(x, x, group=group),
+        "matmul_all_gather": lambda: ops.matmul_all_gather(x, x, group=group),
         "embedding_bag_all_to_all": lambda: ops.embedding_bag_all_to_all(x, bag, group=group),
         "all_to_all_embedding_bag_backward": lambda: ops.all_to_all_embedding_bag_backward(
             x[:2].repeat(1, world), bag, num_embeddings=[2 * world], dims=[2 * world], group=group
