@@ -10,7 +10,7 @@ import pytest
 import autofuse
 from autofuse.lowering.ops.library import FUSED_OPS
 from autofuse.options import OWN_OPTIONS
-from tests.ranks import RankPool
+from tests.ranks import INTERPRETING, RankPool
 
 ROOT = Path(__file__).parents[2]
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
@@ -32,11 +32,15 @@ def program(document: str) -> ModuleType:
 
 
 def _checks(rank: int, world: int, document: str) -> None:
-    program(document).check(rank, world)
+    example = program(document)
+    example.check(rank, world)
+    example.check_kernel(rank, world)
 
 
 def test_the_example_of_adding_an_op() -> None:
-    pool = RankPool(2)  # of its own: the op stays registered
+    """On ranks that interpret its Triton kernel."""
+    pytest.importorskip("triton")
+    pool = RankPool(2, INTERPRETING)  # of its own: the op stays registered
     try:
         pool.run(_checks, "docs/adding-an-op.md", timeout=200)
     finally:
