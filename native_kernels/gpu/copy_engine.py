@@ -1,8 +1,8 @@
-"""Copy engines move data to peers, beside a kernel that waits for the counters they set.
+"""Copy engines move data to peers beside a kernel that waits for the flags they raise.
 
-T3's dma: no SM moves data. Every copy is followed by a store of 1 to a counter of the receiver. The
-receiver's kernel sets its counters back to 0 and gives credit; a sender waits for it before it stores again.
-Nothing depends on the number of the call, so that a captured graph can be replayed.
+No multiprocessor moves data (the dma of T3). Behind each copy, another copy of 4 bytes raises a flag of the
+receiver. The kernel of the receiver clears its flags and gives a credit; the sender waits for the credit
+before it stores again. Nothing depends on the epoch, so that a captured graph can be replayed.
 """
 
 from typing import Any
@@ -13,11 +13,11 @@ from torch import Tensor
 from .memory import PeerMemory
 
 FIRST_CREDIT = 8192
-"""Where the words of credit lie among the copy signals, behind all counters: `FIRST_CREDIT + W` in all."""
+"""Index of the first of W credits in `copy_signals`; the flags of copies lie before."""
 
 
 class CopyEngine:
-    """The copy engines as one group uses them; `memory` may be replaced by larger memory.
+    """The copy engines of one group, a stream a peer; `memory` may be replaced by larger memory.
 
     RuntimeError where the Python bindings of the CUDA driver are missing.
     """
@@ -33,15 +33,15 @@ class CopyEngine:
         self._one = torch.ones(1, dtype=torch.int32, device=device)
         self._signals = [view.view(torch.int32) for view in memory.copy_signals.views]
         self._peers = [(memory.rank + i) % memory.world for i in range(1, memory.world)]
-        # One a peer, so that none waits for what another one is late with. Not of torch's pool, which gives a
-        # stream to many: on the stream of the kernel, copies that the kernel waits for would come after it.
+        # A stream for each peer, so that a late peer holds up no other. Streams of torch's pool are shared:
+        # on the stream of the kernel, copies that the kernel waits for would start after it.
         self._streams = [torch.cuda.ExternalStream(self._new_stream(), device) for _ in self._peers]
         self._forked = self._streams[:0]
 
     def push(self, part: Tensor, slice_rows: int, slices: int) -> None:
-        """Start to store `part: [C, K]`, or one for each rank, `[W, C, K]`, to all peers, r + 1 first.
+        """Start to copy `part: [C, K]`, or one part for each rank, `[W, C, K]`, to all peers, rank + 1 first.
 
-        Each slice, then its counter.
+        Behind each slice its flag is raised.
         """
         self._fork(1)
         if not self._peers:
@@ -59,14 +59,15 @@ class CopyEngine:
                     self._raise(p, memory.rank * slices + s)
 
     def fork(self) -> None:
-        """Before the launch of a kernel that fills the outbox: what `forward` starts runs beside it."""
+        """Call it before the launch of a kernel that fills the outbox: copies of `forward` run beside it."""
         self._fork(len(self._streams))
 
     def forward(self, full: Tensor, chunk_bytes: int, slice_bytes: int) -> None:
-        """Start to store the outbox, a chunk for every rank, to the peers; each slice, then its counter.
+        """Start to copy the outbox, a chunk for every rank; behind each slice its flag is raised.
 
-        full: int32 [W, slices], on the device: 1 once a slice is complete, and 0 again when it leaves. The
-        kernel has been launched: where streams share a queue, it must not stand behind these waits.
+        full: int32 [W, slices], on the device. The kernel raises one once a slice is complete, the stream
+        clears it. Call this after the launch: streams may share a queue, and the kernel must not wait in it
+        behind these copies.
         """
         memory, slices = self.memory, full.shape[1]
         here = memory.outbox[: memory.world * chunk_bytes].split(chunk_bytes)
@@ -80,7 +81,7 @@ class CopyEngine:
                     self._raise(p, memory.rank * slices + s)
 
     def join(self) -> None:
-        """Later work of the current stream comes after the copies."""
+        """Later work of the current stream starts after the copies."""
         for stream in self._forked:
             torch.cuda.current_stream().wait_stream(stream)
 
@@ -98,14 +99,14 @@ class CopyEngine:
     def _take_credit(self, stream: torch.cuda.Stream, peer: int) -> None:
         self._take(stream, self._signals[self.memory.rank][FIRST_CREDIT + peer])
 
-    def _take(self, stream: torch.cuda.Stream, word: Tensor) -> None:
-        """Wait until the word is 1, or more where a wait has given up, and set it to 0."""
+    def _take(self, stream: torch.cuda.Stream, flag: Tensor) -> None:
+        """Wait until the flag is at least 1 (more after a wait has given up), and clear it."""
         least = self._driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ
-        self._call(self._driver.cuStreamWaitValue32, stream.cuda_stream, word.data_ptr(), 1, least)
-        self._call(self._driver.cuStreamWriteValue32, stream.cuda_stream, word.data_ptr(), 0, 0)
+        self._call(self._driver.cuStreamWaitValue32, stream.cuda_stream, flag.data_ptr(), 1, least)
+        self._call(self._driver.cuStreamWriteValue32, stream.cuda_stream, flag.data_ptr(), 0, 0)
 
     def _raise(self, peer: int, at: int) -> None:
-        """Set a word of the peer to 1, on the current stream."""
+        """Raise a flag of the peer, on the current stream."""
         self._signals[peer][at : at + 1].copy_(self._one, non_blocking=True)
 
     def _new_stream(self) -> int:

@@ -2,12 +2,12 @@
 
     X = all_gather(x): [W * C, K], part c from rank c        Y = X @ w: [W * C, N]
 
-Parts are stored into the memory of all peers, r + 1 first, in slices of a few rows of tiles, each with one
-counter. Who moves them: programs that otherwise would wait, before they multiply; programs of their own; or
-copy engines that the host has set going (MOVERS = 0). The own part is multiplied first, from where it lies,
-then those of r - 1, r - 2, ..., whose slices arrive in that order.
+Each rank stores its part into the memory of all peers, r + 1 first, in slices of a few rows of tiles; each
+slice has a counter. Movers do that: programs that multiply afterwards, programs that do nothing else, or copy
+engines that the host has started (MOVERS = 0). A rank multiplies its own part first, where it lies, then the
+parts of r - 1, r - 2, ..., whose slices arrive in that order.
 
-In either half of the memory of a rank: gathered [W, C, K] and the counters arrived [W, slices].
+A rank has two halves each of gathered [W, C, K] and the counters arrived [W, slices].
 """
 
 from dataclasses import dataclass
@@ -82,10 +82,10 @@ def reset(
     signals, rank, first, count, epoch, state, PROGRAMS: tl.constexpr, W: tl.constexpr,
     COPIED: tl.constexpr, CREDIT: tl.constexpr,
 ):  # fmt: skip
-    """As `finish`, with `count` counters from `first` on set back to 0.
+    """`finish`; the last program also sets `count` counters from `first` on back to 0.
 
-    CREDIT: tell all peers that they may store again. COPIED: where a wait has given up, copy streams, which
-    have no limit of their own, must not wait either.
+    CREDIT: it gives all peers credit, so that they may store again. COPIED: if a wait has given up, it raises
+    this rank's credits: the copy streams wait for them without a limit.
     """
     tl.debug_barrier()
     if tl.atomic_add(state + STATE_THROUGH, 1, sem="acq_rel", scope="gpu") == PROGRAMS - 1:
@@ -123,7 +123,7 @@ def gather_matmul(
     """
     program = tl.program_id(0)
     epoch = begin(state)
-    # Copy engines know no epoch: they store once, and again when they have credit.
+    # Copy engines do not know the epoch: there is one half, and a peer stores again once it has credit.
     half = epoch % 2 if MOVERS else epoch * 0
     first_row = half * gathered_half
     first_signal = half * signals_half
@@ -137,7 +137,7 @@ def gather_matmul(
         event = stamp(trace, program, event, PUSHED, -1, 0, TRACE, EVENTS)
     turn = PROGRAMS - 1 - program
     if turn < COMPUTING:
-        # Those that move turn to parts that are still on their way.
+        # Movers multiply the parts that arrive last.
         arrived = peer(signals, rank, tl.int32) + first_signal
         event = multiply(
             x, w, y, bias, out, pieces, done, trace, event, K, N, 0, rank, inner, stretch, rows, cols, 0,
@@ -150,19 +150,12 @@ def gather_matmul(
             piece = unit % slices
             first = piece * slice_rows
             here = tl.minimum(slice_rows, rows - first)
-            # Whose turn it is goes on where the last unit ended.
+            # The turns of the programs continue where the last unit ended.
             start = (turn + COMPUTING - before % COMPUTING) % COMPUTING
             before += here * cols * PIECES
             if start < here * cols * PIECES:
-                wait(
-                    arrived + source * slices + piece,
-                    target,
-                    state,
-                    site * CODES_PER_SITE + GATHERING,
-                    source,
-                    piece,
-                    epoch,
-                )
+                code = site * CODES_PER_SITE + GATHERING
+                wait(arrived + source * slices + piece, target, state, code, source, piece, epoch)
                 fence_copies()
                 event = stamp(trace, program, event, WAITED, source, piece, TRACE, EVENTS)
                 event = multiply(
@@ -181,14 +174,14 @@ def multiply(
     TRANSPOSED: tl.constexpr, EXACT: tl.constexpr, PIECES: tl.constexpr, BIASED: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TRACE: tl.constexpr, EVENTS: tl.constexpr,
 ):  # fmt: skip
-    """Pieces `start, start + COMPUTING, ...` of `here` rows of tiles, from row `first` of a part on.
+    """Multiply pieces `start, start + COMPUTING, ...` of `here` rows of tiles, from row `first` of a part on.
 
-    The part of `source` begins in row `at` of x; its rows are digit `source` of (outer, W, inner) rows of X.
-    Pieces of one tile come one after another.
+    The part of `source` begins in row `at` of x. Rows of X are (outer, W, inner); those of the part have
+    index `source` of W. Pieces of one tile follow each other.
     """
     program = tl.program_id(0)
     blocks = tl.cdiv(tl.cdiv(K, BK), PIECES)
-    # The compiler flattens no branch.
+    # The compiler cannot flatten a loop with a branch.
     for t in tl.range(start, here * cols * PIECES, COMPUTING, flatten=PIECES == 1):
         row, col = chunk_tile_at(t // PIECES, here, cols)
         row += first
@@ -219,10 +212,10 @@ def multiply(
 
 @dataclass(frozen=True)
 class GatherConfig:
-    """How `gather_matmul` runs.
+    """The configuration of `gather_matmul`.
 
-    movers: programs that move, 0 for copy engines; shared: movers multiply too; slices: of a part; pieces: of
-    K.
+    movers: programs that move parts, 0 for copy engines; shared: movers multiply, too; slices: of a part;
+    pieces: of K.
     """
 
     bm: int = 128
@@ -237,18 +230,18 @@ class GatherConfig:
 
     @property
     def copied(self) -> bool:
-        """By copy engines."""
+        """Whether copy engines move the parts."""
         return not self.movers
 
 
 BLOCK = 1024
-"""Elements that a program moves at a time, a warp."""
+"""Elements that a warp of a mover moves at a time."""
 
 
 def gather_needs(
     chunk: int, k: int, n: int, outer: int, itemsize: int, world: int, config: GatherConfig
 ) -> Need:
-    """What a call of `gather_matmul` uses."""
+    """The memory that a call of `gather_matmul` needs."""
     rows, cols = outer * cdiv(chunk // outer, config.bm), cdiv(n, config.bn)
     slices = cdiv(rows, cdiv(rows, config.slices))
     gathered, tiles = world * chunk * k * itemsize, world * rows * cols
@@ -276,15 +269,16 @@ def launch_gather_matmul(
     compile_only: bool = False,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """`out = X @ w (+ bias)`. part: [C, K], contiguous; w: [K, N], either way round; out: [W * C, N].
+    """`out = X @ w (+ bias)`.
 
-    bias: [N]; all are 16-bit floats of one dtype. Rows of X are (outer, W, inner), those of `part` digit r of
-    the middle. Without movers `engine` moves; without `credit` its peers wait before their next call until it
-    gives them credit.
+    part: [C, K], contiguous; w: [K, N], row-major or transposed; out: [W * C, N]; bias: [N]; all are 16-bit
+    floats of one dtype. Rows of X are (outer, W, inner), and `part` has index r of W. engine: moves the parts
+    where the configuration has no movers. credit: whether the kernel gives credit; without it the caller
+    calls `engine.give_credit` before the next call.
 
-    Returns the own gathered memory, where the parts of the peers (not the own one) lie until the next call
-    but one: [H + W * C, K], those of odd epochs from row H on. With copy engines H is 0, and the next call
-    stores there.
+    Returns this rank's gathered memory, [H + W * C, K], with the parts of the peers, not its own. Odd epochs
+    use the rows from H on; the parts stay until the call after the next. With copy engines H is 0, and the
+    next call overwrites the parts.
     """
     (chunk, k), n, world, rank = part.shape, w.shape[1], memory.world, memory.rank
     inner, cols = chunk // outer, cdiv(n, config.bn)

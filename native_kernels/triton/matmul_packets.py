@@ -2,12 +2,13 @@
 
     P = x @ w: [M, N]      Y = sum over ranks of P, fp32, rounded once
 
-All SMs stream the weight; a program owns BN columns and all M <= BM rows. As soon as a tile of P is complete
-it goes out as packets of two values and the epoch: to everybody (ONCE), who then adds the W parts, or rows
-`[d * C, (d + 1) * C)` to rank d, who adds them and, for all_reduce, sends the sums to everybody as packets
-again. No barrier, no flag, and nothing to reset: a packet of another epoch has not arrived.
+All multiprocessors stream the weight; a program has BN columns and all M <= BM rows. It sends a tile of P,
+once complete, as packets of two values and the epoch. ONCE: it sends the tile to all ranks, and every rank
+adds up the W parts. Otherwise rank d gets the rows `[d * C, (d + 1) * C)`, adds them up and, for all_reduce,
+sends the sums to all ranks as packets. There is no signal, and nothing to reset: a packet with another epoch
+has not arrived.
 
-In either half of the memory of a rank: packets [2, W, rows, N / 2] (int64), parts first, then sums.
+A rank has two halves of packets [2, W, rows, N / 2] (int64): parts first, then sums.
 """
 
 from dataclasses import dataclass
@@ -106,15 +107,8 @@ def matmul_packets(
         n = tile * (BN // 2) + half
         inside = (r[:, None] < rows) & (n[None, :] < pitch)
         where = (source * chunk + r[None, :, None]) * pitch + n[None, None, :]
-        parts = take_packets(
-            own + where,
-            epoch,
-            (source < W) & inside[None, :, :],
-            state,
-            site * CODES_PER_SITE + REDUCING,
-            source,
-            tile,
-        )
+        code = site * CODES_PER_SITE + REDUCING
+        parts = take_packets(own + where, epoch, (source < W) & inside[None, :, :], state, code, source, tile)
         event = stamp(trace, program, event, WAITED, -1, tile, TRACE, EVENTS)
         low = (parts & 0xFFFF).to(tl.uint16).to(dtype, bitcast=True).to(tl.float32)
         high = ((parts >> 16) & 0xFFFF).to(tl.uint16).to(dtype, bitcast=True).to(tl.float32)
@@ -149,7 +143,7 @@ def matmul_packets(
 
 @dataclass(frozen=True)
 class PacketsConfig:
-    """How `matmul_packets` runs. once: every rank gets all parts, and nothing is sent twice."""
+    """The configuration of `matmul_packets`. once: every rank gets all parts, and sums are not sent."""
 
     bn: int = 64
     bk: int = 128
@@ -159,7 +153,7 @@ class PacketsConfig:
 
 
 def packets_needs(m: int, n: int, world: int, config: PacketsConfig) -> Need:
-    """What a call of `matmul_packets` uses."""
+    """The memory that a call of `matmul_packets` needs."""
     return Need(packets=4 * world * (m if config.once else cdiv(m, world)) * (n // 2) * 8)
 
 
@@ -175,10 +169,10 @@ def launch_matmul_packets(
     trace: Tensor | None = None,
     compile_only: bool = False,
 ) -> None:
-    """`out = sum (mean) over ranks of x @ w`: all of it, `[M, N]`, or this rank's rows of it.
+    """`out = sum (mean) over ranks of x @ w`: all of it, `[M, N]`, or the rows of this rank.
 
-    x: [M, K], row-major; w: [K, N], either way round; both as `is_tma` wants them; out is contiguous. 16-bit
-    floats, N even.
+    x: [M, K], row-major; w: [K, N], row-major or transposed; both 16-bit floats that `is_tma` accepts; N is
+    even; out is contiguous.
     """
     (m, k), n, world = x.shape, w.shape[1], memory.world
     rows = max(16, triton.next_power_of_2(m))

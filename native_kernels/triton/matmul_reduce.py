@@ -3,14 +3,14 @@
     P = x @ w: [M, N] on every rank; chunk c belongs to rank c
     Y = sum over ranks of P, fp32, in rank order, rounded once
 
-Tiles of P are stored by TMA straight into the inbox of their owner (own tiles too) and signalled one tile
-later, when the store has long completed, so that neither NVLink nor a fence ever stops the tensor cores.
-Programs that only communicate, and all others once they are out of tiles, take tickets in the order in which
-things are complete: a ticket is BT rows of a tile of the own chunk, which are added up and, for all_reduce,
-sent to all; or as many of a peer's chunk, copied from where they arrived to the output.
+TMA stores each tile of P into the inbox of its owner, which may be this rank. The program signals a tile
+after it has computed the next one: the store has completed by then, and neither NVLink nor a fence stops the
+tensor cores. Programs that only communicate, and the others once they have no tiles left, draw tickets in the
+order in which data is complete. A ticket is BT rows of a tile: rows of the own chunk are added up and, for
+all_reduce, sent to all ranks; rows of a peer's chunk are copied from where they arrived to the output.
 
-In either half of the memory of a rank: inbox [W, rows * BM, pitch], finished [W, rows * BM, pitch]
-(all_reduce), and the counters arrived [W, rows * cols], then ready [W, rows * cols * BM / BT].
+A rank has two halves each of inbox [W, rows * BM, pitch], finished [W, rows * BM, pitch] (all_reduce) and the
+counters arrived [W, rows * cols], then ready [W, rows * cols * BM / BT].
 """
 
 from dataclasses import dataclass
@@ -98,17 +98,17 @@ def matmul_reduce(
     r = tl.arange(0, BR)[:, None]
     c = tl.max_contiguous(tl.multiple_of(tl.arange(0, BN), BN), BN)[None, :]
     SOURCES: tl.constexpr = W if ALL else 1
-    # Few parts are all reduced first; of many, those of peers are copied `lag` later than ours are reduced.
+    # With few parts, all are reduced first. With many, a peer's part is copied `lag` tickets after ours.
     mixed = lag < parts
     tickets = (parts + lag) * SOURCES if mixed else parts * SOURCES
-    # The next ticket is asked for ahead where that leaves enough for the others.
+    # A program draws its next ticket ahead if there are enough tickets for the others.
     ahead = tickets > 8 * PROGRAMS
     ticket = tl.atomic_add(state + STATE_TICKETS, 1).to(tl.int32)
     following = ticket
     while ticket < tickets:
         if ahead:
             following = tl.atomic_add(state + STATE_TICKETS, 1).to(tl.int32)
-        # Number i of our own parts, or number i - lag of a peer's: they are complete at about the same time.
+        # Part i of our own chunk, or part i - lag of a peer's: they are complete at about the same time.
         away = ticket % SOURCES
         i = ticket // SOURCES - (lag if away else 0)
         if not mixed:
@@ -123,15 +123,8 @@ def matmul_reduce(
             if away == 0:
                 wait_all(arrived + tile, tiles, W, 1, state, site * CODES_PER_SITE + REDUCING, 0, tile, epoch)
             else:
-                wait(
-                    ready + source * parts + part,
-                    1,
-                    state,
-                    site * CODES_PER_SITE + COPYING,
-                    source,
-                    part,
-                    epoch,
-                )
+                code = site * CODES_PER_SITE + COPYING
+                wait(ready + source * parts + part, 1, state, code, source, part, epoch)
                 tl.store(ready + source * parts + part, 0)
             event = stamp(trace, program, event, WAITED, source if away else -1, part, TRACE, EVENTS)
             for sub in range(BT // BR):
@@ -174,7 +167,7 @@ def place(
     owner, stretch, row, col, M, N, chunk_rows, chunk_cols, out_stride,
     BY_ROWS: tl.constexpr, ALL: tl.constexpr,
 ):  # fmt: skip
-    """Where row `row` of a stretch of the chunk of `owner` lies in the output, and whether it does."""
+    """The offset in the output of a row and column of the chunk of `owner`, and whether it is inside."""
     if BY_ROWS:
         inside = (row < chunk_rows) & (col < N)
         row += (owner if ALL else stretch) * chunk_rows
@@ -187,7 +180,7 @@ def place(
 
 @triton.jit
 def clear(counters, count, state, PROGRAMS: tl.constexpr):
-    """Set counters that several programs have waited for back to 0, once none waits any more."""
+    """The last program that has no more waits sets the counters back to 0."""
     tl.debug_barrier()
     if tl.atomic_add(state + STATE_THROUGH, 1, sem="acq_rel", scope="gpu") == PROGRAMS - 1:
         for at in range(0, count, 1024):
@@ -203,7 +196,7 @@ def compute(
     TRANSPOSED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     TRACE: tl.constexpr, EVENTS: tl.constexpr,
 ):  # fmt: skip
-    """The tiles `program, program + COMPUTING, ...`; flattened, so that loads never pause between tiles."""
+    """Multiply tiles `program, program + COMPUTING, ...`; flattened, so that loads go on between tiles."""
     dtype: tl.constexpr = x.dtype
     tiles = rows * cols
     unsignalled = tl.full((), 0, tl.int64)
@@ -232,10 +225,11 @@ def compute(
 
 @dataclass(frozen=True)
 class ReduceConfig:
-    """How `matmul_reduce` runs; measured, never guessed (`lowering/gpu/dense/ways.py` has those in use).
+    """The configuration of `matmul_reduce`; `lowering/gpu/dense/ways.py` has the measured ones.
 
-    bm, bn, bk: a tile; communicating: programs that compute nothing; visit: tiles a visit (0: a share of the
-    programs); bt: rows of a ticket, br: rows that are reduced at a time; by_rows: how an all_reduce is cut.
+    bm, bn, bk: sizes of a tile; communicating: programs that multiply nothing; visit: tiles for one owner
+    before those for the next (0: a share of the programs); bt: rows of a ticket; br: rows that are reduced at
+    a time; by_rows: whether the chunks of an all_reduce are rows or columns.
     """
 
     bm: int = 128
@@ -252,7 +246,7 @@ class ReduceConfig:
 
 @dataclass(frozen=True)
 class _Cut:
-    """Tiles of a chunk. By rows the product is (outer, W, inner) rows, and chunk c digit c of the middle."""
+    """Tiles of a chunk. By rows, the product has rows (outer, W, inner), and a chunk is an index of W."""
 
     inner: int
     chunk_cols: int
@@ -271,7 +265,7 @@ class _Cut:
 def reduce_needs(
     m: int, n: int, outer: int, itemsize: int, world: int, all_ranks: bool, config: ReduceConfig
 ) -> Need:
-    """What a call of `matmul_reduce` uses."""
+    """The memory that a call of `matmul_reduce` needs."""
     cut = _Cut.of(m, n, outer, world, config)
     chunk = cut.rows * config.bm * cut.cols * config.bn * itemsize
     counters = world * cut.rows * cut.cols * (1 + (config.bm // config.bt if all_ranks else 0))
@@ -296,11 +290,11 @@ def launch_matmul_reduce(
     trace: Tensor | None = None,
     compile_only: bool = False,
 ) -> None:
-    """`out = sum (mean) over ranks of x @ w`: all of it, `[M, N]`, or this rank's rows (columns).
+    """`out = sum (mean) over ranks of x @ w`: all of it, `[M, N]`, or the rows (columns) of this rank.
 
-    x: [M, K], row-major; w: [K, N], either way round; both as `is_tma` wants them; 16-bit floats. A rank's
-    rows are digit r of (outer, W, inner); columns are cut where `config.by_rows` is not set, and outer is 1.
-    `memory` has what `reduce_needs` says. Every rank of the group makes the same calls.
+    x: [M, K], row-major; w: [K, N], row-major or transposed; both 16-bit floats that `is_tma` accepts. Rows
+    are (outer, W, inner), and rank r has index r of W. Without `config.by_rows` columns are cut, and outer is
+    1. memory: at least what `reduce_needs` says. Every rank of the group makes the same calls.
     """
     (m, k), n, world, rank, dtype = x.shape, w.shape[1], memory.world, memory.rank, x.dtype
     cut = _Cut.of(m, n, outer, world, config)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from autofuse.lowering.gpu.dense.ways import DTYPES, Problem, ways
-from autofuse.native_kernels.cuda.host.compiler import compile_both, compile_cubin, why_not
+from autofuse.native_kernels.cuda.host.compiler import Constants, compile_both, compile_cubin, why_not
 from autofuse.native_kernels.cuda.kernels import (
     gather_matmul,
     gather_words,
@@ -46,8 +46,6 @@ COUNT = re.compile(r"atom\.acq_rel\.gpu\.global\.add\.s32")
 ACQUIRE = re.compile(r"\bld\.acquire")
 PUT = re.compile(r"\bst\.relaxed\.sys\.global\.v4")
 TAKE = re.compile(r"\bld\.relaxed\.sys\.global\.v4")
-
-Constants = tuple[tuple[str, int], ...]
 
 
 def cases(op: str) -> Iterator[tuple[str, Constants, int]]:

@@ -110,9 +110,9 @@ def dropless_cases(source: str, weights: int) -> dict[Constants, int]:
         transposed, dtype, trace, biased = next(turns)
         kind = 16, next(worlds), transposed, dtype, biased, height, config, trace
         constants = (
-            dropless_combine.dropless_constants(*kind, WEIGHTS=weights)
+            dropless_dispatch.dropless_dispatch_constants(*kind, weights)
             if source == dropless_dispatch.SOURCE
-            else dropless_combine.dropless_constants(*kind, TERMS=next(terms))
+            else dropless_combine.dropless_combine_constants(*kind, next(terms))
         )
         found[constants] = config.shared_bytes(16, height)
     return found

@@ -11,12 +11,15 @@ from collections.abc import Mapping
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from autofuse.native_kernels.gpu import state
 
 KERNELS = Path(__file__).parents[1] / "kernels"
 INCLUDE = Path(__file__).parents[1] / "include"
+
+Constants: TypeAlias = tuple[tuple[str, int | str], ...]
+"""Macros: names and values."""
 
 _HOW = "pip install 'cuda-bindings>=13' 'nvidia-cuda-nvrtc>=13,<14' (CUDA builds of torch bring both)"
 
@@ -35,7 +38,7 @@ def why_not() -> str | None:
 
 
 def compile_cubin(
-    source: str, constants: Mapping[str, int], arch: str = "sm_90a", folder: Path = KERNELS
+    source: str, constants: Mapping[str, int | str], arch: str = "sm_90a", folder: Path = KERNELS
 ) -> bytes:
     """The file `source` of `folder` as machine code; `constants` are macros.
 
@@ -45,7 +48,7 @@ def compile_cubin(
 
 
 @cache
-def _compiled(source: str, constants: tuple[tuple[str, int], ...], arch: str, folder: Path) -> bytes:
+def _compiled(source: str, constants: Constants, arch: str, folder: Path) -> bytes:
     if problem := why_not():
         raise RuntimeError(problem)
     text, headers, options = _inputs(source, constants, arch, folder)
@@ -57,7 +60,9 @@ def _compiled(source: str, constants: tuple[tuple[str, int], ...], arch: str, fo
     return found
 
 
-def compile_both(source: str, constants: Mapping[str, int], arch: str = "sm_90a") -> tuple[str, bytes]:
+def compile_both(
+    source: str, constants: Mapping[str, int | str], arch: str = "sm_90a"
+) -> tuple[str, bytes]:
     """PTX as text, and machine code, from one compilation; for tests, which read the PTX."""
     if problem := why_not():
         raise RuntimeError(problem)
@@ -66,12 +71,12 @@ def compile_both(source: str, constants: Mapping[str, int], arch: str = "sm_90a"
 
 
 def _inputs(
-    source: str, constants: tuple[tuple[str, int], ...], arch: str, folder: Path
+    source: str, constants: Constants, arch: str, folder: Path
 ) -> tuple[bytes, dict[str, bytes], list[str]]:
-    """A source, its headers, and the options to compile it with."""
+    """A source, its headers, and the compiler options."""
     found = [*sorted(INCLUDE.glob("*.cuh")), *sorted(folder.glob("*.cuh"))]
     headers = {path.name: path.read_bytes() for path in found}
-    macros = [f"-D{name}={int(value)}" for name, value in (*state.macros().items(), *constants)]
+    macros = [f"-D{name}={value}" for name, value in (*state.macros().items(), *constants)]
     options = [f"--gpu-architecture={arch}", "--std=c++17", "-default-device", *macros]
     return (folder / source).read_bytes(), headers, options
 

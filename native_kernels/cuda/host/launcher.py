@@ -1,9 +1,10 @@
-"""Kernels of this folder, loaded and launched through the CUDA driver, and tensor maps for their TMA loads.
+"""Loads and launches kernels through the CUDA driver, and encodes tensor maps for their TMA loads.
 
 Nothing here imports the driver's bindings before a kernel or a tensor map is asked for.
 """
 
 import ctypes
+from collections.abc import Mapping
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
@@ -11,16 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .compiler import KERNELS, compile_cubin, why_not
+from .compiler import KERNELS, Constants, compile_cubin, why_not
 
 _MOST_BOX = 256
 """Rows, or columns, of what one TMA instruction moves."""
 
 
 class Kernel:
-    """A kernel as the driver has loaded it, on the device that was current then; `kernel` makes it.
+    """A kernel that the driver has loaded on the device that was current then; `kernel` makes it.
 
-    device: its index; registers, spilled_bytes: of each thread, as the compiler had to choose them.
+    device: index of the device; registers, spilled_bytes: of each thread.
     """
 
     def __init__(self, name: str, cubin: bytes, shared_bytes: int) -> None:
@@ -73,7 +74,7 @@ class Kernel:
             )
 
     def _config(self, grid: int, cluster: int, threads: int, stream: int, cooperative: bool = True) -> Any:
-        """Made once a stream, so that two threads never change one that the driver is reading."""
+        """A launch configuration; each stream has its own, since the driver may read it in another thread."""
         driver = self._driver
         config = driver.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
@@ -84,7 +85,7 @@ class Kernel:
         clusters.value.clusterDim.x = cluster
         clusters.value.clusterDim.y = clusters.value.clusterDim.z = 1
         attributes = [clusters]
-        if cooperative:  # the driver then refuses a grid of which some blocks would have to wait for others
+        if cooperative:  # the driver then refuses a grid that cannot run all at once
             together = driver.CUlaunchAttribute()
             together.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
             together.value.cooperative = 1
@@ -93,15 +94,26 @@ class Kernel:
         return config
 
     def _enter_context(self) -> None:
-        """Make torch's context that of this thread; the driver keeps one for each device."""
+        """Make torch's context current in this thread; the driver keeps one for each device."""
         torch.cuda.init()
         device = _call(self._driver.cuDeviceGet, self.device)
         _call(self._driver.cuCtxSetCurrent, _call(self._driver.cuDevicePrimaryCtxRetain, device))
 
 
-def kernel(
-    source: str, name: str, constants: tuple[tuple[str, int], ...], shared_bytes: int, folder: Path = KERNELS
-) -> Kernel:
+def macros(params: type[ctypes.Structure], constants: Mapping[str, int]) -> Constants:
+    """`constants`, and CHECK_PARAMS: static_asserts that C++ lays out `Params` as ctypes lays out `params`.
+
+    A source has CHECK_PARAMS behind its `struct Params`, so that it only compiles where both agree.
+    """
+    size = -(-ctypes.sizeof(params) // 64) * 64  # of alignas(64)
+    asserts = [f'static_assert(sizeof(Params) == {size}, "size of Params");']
+    for name, *_ in params._fields_:
+        offset = getattr(params, name).offset
+        asserts.append(f'static_assert(__builtin_offsetof(Params, {name}) == {offset}, "Params::{name}");')
+    return (*((name, int(value)) for name, value in constants.items()), ("CHECK_PARAMS", "".join(asserts)))
+
+
+def kernel(source: str, name: str, constants: Constants, shared_bytes: int, folder: Path = KERNELS) -> Kernel:
     """The kernel `name` of the file `source`, for the current device; compiled and loaded at the first call.
 
     `shared_bytes`: dynamic shared memory of a block. Not to be called first while a CUDA graph is captured:
@@ -111,7 +123,7 @@ def kernel(
 
 
 def most_clusters(kernel: Kernel, cluster: int, threads: int) -> int:
-    """How many clusters of so many blocks run at once: a grid that waits for itself has no more."""
+    """How many clusters of `cluster` blocks run at once: the most that a grid may have whose blocks wait."""
     config = kernel._config(cluster, cluster, threads, 0, cooperative=False)
     kernel._enter_context()
     found: int = _call(kernel._driver.cuOccupancyMaxActiveClusters, kernel._function, config)
@@ -140,7 +152,7 @@ def _encode(
     box_cols: int,
     swizzle: int,
 ) -> bytes:
-    """A tensor map depends on nothing else."""
+    """The tensor map, which depends on these arguments only."""
     if stride[-1] != 1:
         raise ValueError(f"TMA needs a row-major matrix: its columns are {stride[-1]} elements apart")
     # Where a second row would be does not matter to a matrix of one, but TMA has rules for it.
@@ -195,7 +207,7 @@ def _encode(
 def _loaded(
     source: str,
     name: str,
-    constants: tuple[tuple[str, int], ...],
+    constants: Constants,
     shared_bytes: int,
     folder: Path,
     device: int,

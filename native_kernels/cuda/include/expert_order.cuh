@@ -1,7 +1,7 @@
 // Rows and tiles of fixed experts, [E, R = (outer, W, run)]; plain C++, as order.cuh.
 //
-// A tile has `height` rows of one run, or, SPANNING, of an expert, whatever run they are of. Tiles of one expert come
-// together, so that its weight is read once.
+// A tile has `height` rows of one run or, SPANNING, of several runs of one expert. Tiles of one expert follow each other, so
+// that its weight is read once.
 #pragma once
 #include "order.cuh"
 
@@ -11,7 +11,7 @@ struct Runs {
     int height;               // rows of a tile
 };
 
-// `count` rows of expert `expert` from row `first` on; none unless it is above 0.
+// `count` rows of expert `expert` from row `first` on; no rows if `count` is not above 0.
 struct Rows {
     int expert, first, count;
 };
@@ -62,8 +62,8 @@ __device__ inline Tile combined_tile_at(
     return {0, tile.row * across + m, tile.col};
 }
 
-// Whose rows a rank copies as number `t`, and which: about in the order in which they are computed. `sources`: all,
-// or all others.
+// The source and the rows that a rank copies as number `t`, in about the order in which they are computed. `sources`: how many
+// ranks rows come from, all or all others.
 __device__ inline Tile arriving_tile_at(
     int t, int rank, int world, int sources, int rows, int cols, int visit, int along, int order, int group) {
     Tile tile = tile_at(t / along, 0, t % along, 0, sources, rows, cols, visit, 1, along, OBLIVIOUS, group);

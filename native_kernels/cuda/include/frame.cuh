@@ -1,4 +1,4 @@
-// The frame of kernels that multiply tiles and exchange rows with peers meanwhile.
+// The frame of kernels that multiply tiles and exchange data with peers at the same time.
 //
 // A block has three warpgroups. The first one gives registers away and splits into
 //   - the loader, thread 0:    loads operands into the stages of shared memory (`produce` of gemm.cuh),
@@ -14,16 +14,19 @@
 //         Tile tile_of(int t);                  // what this block computes as tile number t of its cluster
 //         int tiles();                          // of a cluster, in all
 //         int blocks();                         // blocks of K of all terms: blocks_of(p.k)
-//         void load_tiles(int tiles);                 // for each tile, wait for its rows, then `produce` each term
-//         void store_tiles(int tiles);                 // for each tile: staged.wait(), stores, staged.free()
-//         template <int SIZE> void exchange(Team<SIZE> team);
-//         template <int SIZE, ...> void clear(..);  // the last program: set counters to 0, give credit
+//         void load_tiles(int tiles);           // for each tile, wait for its rows, then `produce` each term
+//         void store_tiles(int tiles);          // for each tile: Staged::wait, stores, Staged::free or free_after_bulk
+//         void exchange(Team<HELPERS> team);    // of TEAMS: a template, template <int SIZE> void exchange(Team<SIZE> team)
+//         template <class Meet>                 // in the last program of a call: set counters to 0, give credit;
+//         void clear(int thread, int threads, Meet meet);  // meet() is a barrier of these threads
+//         static constexpr int STORERS = 32;    // where a whole warp stores, not one thread
 //     };
 //     extern "C" __global__ void __launch_bounds__(THREADS, 1) my_kernel(const __grid_constant__ Params p) {
 //         run<MyKernel>(p);
 //     }
 //
-// `Params` has at least state, trace, rank, site and programs. There are two kinds of kernels:
+// `Params` has at least state, trace, rank, site and programs, and CHECK_PARAMS stands behind it: static_asserts that the
+// ctypes structure of the launcher has the same layout. There are two kinds of kernels:
 //   - SENDERS: the helpers send and are done. Threads of the whole block end the call.
 //   - TEAMS: the helpers are team 0; warpgroups that have multiplied join as teams 1 and 2. Teams draw tickets
 //     (`Tickets`), each of which is a part that has to be reduced or copied. Team 0 ends the call.
@@ -39,10 +42,10 @@
 #include "gemm.cuh"
 #include "order.cuh"
 
-constexpr int THREADS = 384, GROUP_THREADS = 128;             // of a block, of a warpgroup
-constexpr int LOADER = 0, STORER = 32, HELPER = 64;           // first threads of the roles
+constexpr int THREADS = 384, GROUP_THREADS = 128;    // of a block, of a warpgroup
+constexpr int LOADER = 0, STORER = 32, HELPER = 64;  // first threads of the roles
 constexpr int HELPERS = GROUP_THREADS - HELPER, HELPER_WARPS = HELPERS / 32;
-constexpr int FEW_REGISTERS = 88, MANY_REGISTERS = 208;       // of a thread of the first warpgroup, and of one that multiplies
+constexpr int FEW_REGISTERS = 88, MANY_REGISTERS = 208;  // of a thread of the first warpgroup, of a thread that multiplies
 
 // Numbers of named barriers; 0 is __syncthreads. Team i has TEAM_BARRIER + i.
 constexpr int TEAM_BARRIER = 1, STORER_BARRIER = 4, END_BARRIER = 5;

@@ -1,11 +1,11 @@
 // The matrix product of a block of 128 x BN, fed by TMA, in clusters that share what they load.
 //
-// Warpgroup 0 loads (and stores, in another warp), 1 and 2 multiply 64 rows each. Blocks of a cluster are numbered
-// m * ALONG + n: those of equal n (ACROSS of them) share the block of the weight, those of equal m that of x. Each
-// loads its share of both and sends it to all it shares it with. Where nothing is shared, SPLIT blocks of a cluster
-// may compute one tile, each over a part of K; each then adds up SPLIT_ROWS rows of it, in the order of the blocks.
-// Of few rows, blocks of x and staged tiles have ROWS rows instead of 128; what the tensor cores make of the others is
-// not used.
+// A thread of warpgroup 0 loads; warpgroups 1 and 2 multiply 64 rows each. Blocks of a cluster are numbered m * ALONG + n.
+// The ACROSS blocks of equal n share the block of the weight, the ALONG blocks of equal m share the block of x. Each block
+// loads its share of both and multicasts it to the blocks that share it. Where nothing is shared, SPLIT blocks of a cluster
+// may compute one tile, each over a part of K; each block then adds up SPLIT_ROWS rows of the tile, in the order of the
+// blocks. With few rows, blocks of x and staged tiles have ROWS rows instead of 128, and the other rows of the tensor cores'
+// result are not used.
 #pragma once
 #include "turn.cuh"
 #include "wgmma.cuh"

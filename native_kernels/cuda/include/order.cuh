@@ -1,7 +1,7 @@
-// The order of tiles, as native_kernels/triton/gemm.py has it, for clusters; plain C++, so that tests can run it.
+// The order in which clusters visit tiles, as in native_kernels/triton/gemm.py; plain C++, so that tests can run it.
 //
-// A matrix is cut into a chunk a rank, a chunk into rows x cols tiles. The ACROSS blocks of a cluster that share a
-// block of the weight work at the same place of the chunks of as many owners; the ALONG that share a block of x, on
+// A matrix is cut into a chunk for each rank, a chunk into rows x cols tiles. The ACROSS blocks of a cluster that share a block
+// of the weight compute the same place in the chunks of ACROSS owners. The ALONG blocks that share a block of x compute
 // neighbouring columns of one chunk.
 #pragma once
 
@@ -11,13 +11,13 @@
 
 constexpr int DIRECT = 0, RING = 1, OBLIVIOUS = 2;
 constexpr int GROUP = 16;
-constexpr int MOST_WEIGHTS = 2;  // that one kernel multiplies
+constexpr int MOST_WEIGHTS = 2;  // of one kernel
 
 struct Tile {
     int owner, row, col;
 };
 
-// Where column `col` of tiles lies, of `cols` that go through `weights` of equal width, one after another.
+// The weight, and the column in it, of column `col` of tiles; all `cols` columns go through `weights` of equal width.
 struct Column {
     int weight, col;
 };
@@ -28,7 +28,7 @@ __device__ inline Column column_at(int col, int cols, int weights) {
     return {col / wide, col % wide};
 }
 
-// Whose chunk is visited at `stage` of a turn.
+// The owner whose chunk is visited at `stage` of a turn.
 __device__ inline int owner_at(int stage, int rank, int world, int order) {
     if (order == OBLIVIOUS) return stage;
     if (order == RING) return (rank + 2 * world - 1 - stage) % world;
@@ -43,7 +43,7 @@ __device__ inline Tile chunk_tile_at(int t, int rows, int cols, int group = GROU
     return {0, first + t % here, t / here};
 }
 
-// The number of the tile of a chunk that lies there.
+// The number of the tile at a row and a column of a chunk.
 __device__ inline int chunk_number_of(int row, int col, int rows, int cols) {
     int first = row / GROUP * GROUP;
     int here = rows - first < GROUP ? rows - first : GROUP;

@@ -1,16 +1,16 @@
-// What kernels over experts with any number of rows share: the tiles that follow from offsets on the device.
+// Tiles of experts with any number of rows, which follow from offsets on the device.
 #pragma once
 #include "ptx.cuh"
 #include "ragged_order.cuh"
 
-constexpr int ALL = EXPERTS + 1;  // and the rows of none
+constexpr int ALL = EXPERTS + 1;  // the experts, and one more for the rows behind the last expert
 
 struct Ragged {
     int starts[ALL + 1], highs[ALL + 1];
 };
 
-// All threads of the block find out how many rows and tiles the experts have. `offsets`: [EXPERTS], where their rows
-// end; absent if all have as many.
+// All threads of the block compute where the rows and tiles of each expert begin. `offsets`: [EXPERTS], where the rows of each
+// end; nullptr if all experts have the same number.
 __device__ inline void read_offsets(Ragged& r, const int* offsets, int rows) {
     for (int e = threadIdx.x; e <= ALL; e += blockDim.x) {
         int end = e == 0 ? 0 : e == ALL ? rows : offsets ? offsets[e - 1] : rows / EXPERTS * e;
@@ -43,7 +43,7 @@ __device__ inline Tile ragged_tile(const Ragged& r, int t, int cols) {
     return ragged_tile_at(t, me / ALONG, me % ALONG, r.starts, r.highs, ALL, cols, ACROSS, ALONG, ROWS);
 }
 
-// Rows that have the same counter add to it together; all lanes of a warp call it, behind a fence.
+// Each lane of a warp adds 1 to its counter; lanes with the same counter add together. All lanes call it, behind a fence.
 __device__ inline void count_rows(int* counter) {
     uint32_t alike = __match_any_sync(~0u, reinterpret_cast<unsigned long long>(counter));
     if (counter && threadIdx.x % 32 == __ffs(alike) - 1) add_relaxed(counter, __popc(alike));

@@ -1,4 +1,4 @@
-// Where in its STAGES of shared memory a producer or a consumer is, and in which round.
+// The stage, of STAGES in shared memory, that a producer or consumer is at, and the parity of its round.
 #pragma once
 
 struct Turn {

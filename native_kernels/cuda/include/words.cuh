@@ -1,26 +1,29 @@
-// Values that say themselves that they have come: neither signal nor fence, a wait is one way across the link.
+// Flag-in-payload: a word of two 16-bit values is its own flag. A word other than 0 has arrived, so there is neither a signal
+// nor a fence, and a wait takes one way across the link.
 //
-// Memory of words is 0 between calls. A word, two values, travels with both signs flipped, so that it is not 0 unless
-// both are -0, which become 0 before. Who takes a word out puts 0 back: two halves that calls use by turns are enough,
-// since a peer is in the call after the next only when it has had ours of the next.
+// The memory is 0 between calls. A sender flips the signs of both values. The result is 0 only for (-0, -0), which the sender
+// replaces by (0, 0) before. The receiver takes a word, flips the signs back and stores 0. Two halves that calls use in turn
+// are enough: a peer stores to the half of call e again in call e + 2, which it starts only after it has received the words of
+// this rank for call e + 1, which this rank sends after it has emptied the half of call e.
 #pragma once
 #include "comm.cuh"
 
 constexpr uint32_t SIGNS = 0x80008000;
 
-// What arrives for `v`.
+// `v` with (0, 0) for (-0, -0), as the receiver gets it.
 __device__ inline uint4 sendable(uint4 v) {
     return {v.x == SIGNS ? 0 : v.x, v.y == SIGNS ? 0 : v.y, v.z == SIGNS ? 0 : v.z, v.w == SIGNS ? 0 : v.w};
 }
 
 __device__ inline uint4 flip(uint4 v) { return {v.x ^ SIGNS, v.y ^ SIGNS, v.z ^ SIGNS, v.w ^ SIGNS}; }
 
-// Stores eight values, which are `sendable`, to a peer or to ourselves.
+// Stores eight `sendable` values to the memory of a peer or of this rank.
 __device__ inline void put(void* to, uint4 v) { store_relaxed(to, flip(v)); }
 
+// Whether all four words have arrived.
 __device__ inline bool is_whole(uint4 v) { return v.x && v.y && v.z && v.w; }
 
-// Four words, once all have come, of which a first look has found `seen`.
+// Waits until the four words at `at` have arrived; `seen`: what an earlier load has found.
 __device__ inline uint4 arrived(
     const void* at, uint4 seen, const Call& call, int what, int source, int index) {
     Patience patience;
@@ -28,8 +31,8 @@ __device__ inline uint4 arrived(
     return seen;
 }
 
-// Takes words number i out of our memory, place(i), where wanted(i), once all have come: those that are missing are looked
-// for together. `v`: zeros before.
+// Waits for the words at place(i) of this rank's memory, for each i with wanted(i), and clears them. One poll loads all that
+// are missing, so that their latencies overlap. `v`: 0 before.
 template <int N, class Wanted, class Place, class Source>
 __device__ inline void take_all(
     uint4 (&v)[N], Wanted wanted, Place place, const Call& call, int what, Source source, int index) {
@@ -49,7 +52,7 @@ __device__ inline void take_all(
         if (wanted(i)) store(place(i), {0, 0, 0, 0});
 }
 
-// Stores four fp32 values in the same way, a word each.
+// Stores four fp32 values in the same way; each is a word.
 __device__ inline void put_sums(void* to, const float* v) {
     auto word = [&](int i) { return (v[i] == 0 ? 0u : __float_as_uint(v[i])) ^ 0x80000000u; };
     store_relaxed(to, {word(0), word(1), word(2), word(3)});

@@ -22,6 +22,7 @@ struct Params {
     int sent[9], received[9];  // where parts begin in the send buffer, and in the output
     int rows, n, k[TERMS], rank, site, slots, cols, programs;
 };
+CHECK_PARAMS
 
 constexpr int SLICE = 128, PIECES = 8, STARTS = 8;  // rows of a slice; tickets of a slice; starts before the counters
 constexpr int WIDE = BN / 8;                        // pieces of 16 bytes in a row of a tile

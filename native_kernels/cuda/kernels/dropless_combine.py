@@ -18,11 +18,14 @@ from autofuse.native_kernels.cuda.host.gemm import (
     Constants,
     blocks,
     constants,
+    fields,
     filled,
     launch,
     map_terms,
     most_stages,
+    of_call,
     shared_bytes,
+    views,
 )
 from autofuse.native_kernels.cuda.host.launcher import Kernel, kernel
 from autofuse.native_kernels.gpu.memory import Need, PeerMemory, cdiv
@@ -32,30 +35,23 @@ SLICE, STARTS = 128, 8
 HEIGHTS = (32, 64, BM)
 """Rows of a tile."""
 MOST_EXPERTS = 1024
+STARTS_OF_PARTS = ctypes.c_int32 * 9
+"""Where the part of each of up to 8 ranks begins, and where the last one ends."""
 
 
 @cache
 def _params_of(terms: int) -> type[ctypes.Structure]:
     class Params(ctypes.Structure):
         _fields_ = (
-            ("x", TENSOR_MAP * terms),
-            ("w", TENSOR_MAP * terms),
-            ("out", ctypes.c_void_p),
-            ("bias", ctypes.c_void_p),
-            ("offsets", ctypes.c_void_p),
-            ("positions", ctypes.c_void_p),
-            ("inbox", POINTERS),
-            ("signals", POINTERS),
-            ("state", ctypes.c_void_p),
-            ("trace", ctypes.c_void_p),
-            ("inbox_half", ctypes.c_int64),
-            ("signals_half", ctypes.c_int64),
-            ("sent", ctypes.c_int32 * 9),
-            ("received", ctypes.c_int32 * 9),
-            ("rows", ctypes.c_int32),
-            ("n", ctypes.c_int32),
+            *fields(TENSOR_MAP * terms, "x", "w"),
+            *fields(ctypes.c_void_p, "out", "bias", "offsets", "positions"),
+            *fields(POINTERS, "inbox", "signals"),
+            *fields(ctypes.c_void_p, "state", "trace"),
+            *fields(ctypes.c_int64, "inbox_half", "signals_half"),
+            *fields(STARTS_OF_PARTS, "sent", "received"),
+            *fields(ctypes.c_int32, "rows", "n"),
             ("k", ctypes.c_int32 * terms),
-            *((name, ctypes.c_int32) for name in ("rank", "site", "slots", "cols", "programs")),
+            *fields(ctypes.c_int32, "rank", "site", "slots", "cols", "programs"),
         )
 
     return Params
@@ -63,7 +59,7 @@ def _params_of(terms: int) -> type[ctypes.Structure]:
 
 @dataclass(frozen=True)
 class DroplessConfig:
-    """How `dropless_combine.cu` and `dropless_dispatch.cu` run.
+    """The configuration of `dropless_combine.cu` and `dropless_dispatch.cu`.
 
     bn: columns of a tile; across: blocks of a cluster with one block of the weight, for neighbouring rows of
     an expert; along: those with one block of x.
@@ -96,14 +92,24 @@ def dropless_combine_needs(rows: int, n: int, world: int) -> Need:
 
 
 def dropless_constants(
-    experts: int, world: int, transposed: bool, dtype: torch.dtype, biased: bool, height: int,
-    config: DroplessConfig, trace: bool, **own: int,
+    params: type[ctypes.Structure], experts: int, world: int, transposed: bool, dtype: torch.dtype,
+    biased: bool, height: int, config: DroplessConfig, trace: bool, **own: int,
 ) -> Constants:  # fmt: skip
-    """What either kernel is compiled with; `own`: what it alone has."""
+    """The macros of both kernels; `own`: those that only one of them has."""
     return constants(
-        config, world, transposed, dtype, trace, ROWS=height, STAGES=config.stages(experts, height),
-        BIASED=biased, EXPERTS=experts, **own,
+        params, config, world, transposed, dtype, trace, ROWS=height,
+        STAGES=config.stages(experts, height), BIASED=biased, EXPERTS=experts, **own,
     )  # fmt: skip
+
+
+def dropless_combine_constants(
+    experts: int, world: int, transposed: bool, dtype: torch.dtype, biased: bool, height: int,
+    config: DroplessConfig, trace: bool, terms: int = 1,
+) -> Constants:  # fmt: skip
+    """The macros that the kernel is compiled with."""
+    return dropless_constants(
+        _params_of(terms), experts, world, transposed, dtype, biased, height, config, trace, TERMS=terms
+    )
 
 
 def launch_dropless_combine(
@@ -150,19 +156,16 @@ def _prepared(
     memory: PeerMemory, experts: int, ks: tuple[int, ...], n: int, transposed: bool, dtype: torch.dtype,
     biased: bool, height: int, config: DroplessConfig, trace: bool,
 ) -> tuple[Kernel, ctypes.Structure]:  # fmt: skip
-    """The kernel, and what does not change from call to call."""
+    """The kernel and the parameters that do not change from call to call."""
     world = memory.world
-    compiled_with = dropless_constants(
-        experts, world, transposed, dtype, biased, height, config, trace, TERMS=len(ks)
+    compiled_with = dropless_combine_constants(
+        experts, world, transposed, dtype, biased, height, config, trace, len(ks)
     )
     found = kernel(SOURCE, "dropless_combine", compiled_with, config.shared_bytes(experts, height))
     signals_half = memory.signals.half(torch.int32)
     params = _params_of(len(ks))(
-        state=memory.state.data_ptr(), trace=memory.state.data_ptr(),
-        inbox_half=memory.inbox.half(torch.uint8), signals_half=signals_half, n=n, k=ks, rank=memory.rank,
-        slots=(signals_half - STARTS) // world, cols=cdiv(n, config.bn), programs=blocks(memory, config),
+        **of_call(memory, blocks(memory, config)), inbox=views(memory.inbox), signals=views(memory.signals),
+        inbox_half=memory.inbox.half(torch.uint8), signals_half=signals_half, n=n, k=ks,
+        slots=(signals_half - STARTS) // world, cols=cdiv(n, config.bn),
     )  # fmt: skip
-    for r in range(world):
-        params.inbox[r] = memory.inbox.views[r].data_ptr()
-        params.signals[r] = memory.signals.views[r].data_ptr()
     return found, params

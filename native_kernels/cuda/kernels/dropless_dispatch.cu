@@ -25,6 +25,7 @@ struct Params {
     int sent[9], received[9];           // where parts begin in `parts`, and among the rows that arrive
     int rows, n, k, rank, site, slot, cols, programs;  // cols: of tiles, of all weights
 };
+CHECK_PARAMS
 
 constexpr int BLOCK = 128, STARTS = 8;  // rows of X that a counter counts; counters before these
 constexpr int WIDE = BN / 8;            // pieces of 16 bytes in a row of a tile

@@ -15,15 +15,27 @@ from autofuse.native_kernels.cuda.host.gemm import (
     BK,
     POINTERS,
     TENSOR_MAP,
+    Constants,
     blocks,
+    fields,
     filled,
     launch,
+    of_call,
+    views,
     weight_map,
 )
 from autofuse.native_kernels.cuda.host.launcher import Kernel, kernel, tensor_map
 from autofuse.native_kernels.gpu.memory import Need, PeerMemory, cdiv
 
-from .dropless_combine import HEIGHTS, SLICE, STARTS, DroplessConfig, dropless_constants, height_of
+from .dropless_combine import (
+    HEIGHTS,
+    SLICE,
+    STARTS,
+    STARTS_OF_PARTS,
+    DroplessConfig,
+    dropless_constants,
+    height_of,
+)
 
 SOURCE = "dropless_dispatch.cu"
 
@@ -35,19 +47,12 @@ class _Params(ctypes.Structure):
         ("out", ctypes.c_void_p * MOST_WEIGHTS),
         ("parts", ctypes.c_void_p),
         ("bias", ctypes.c_void_p * MOST_WEIGHTS),
-        ("offsets", ctypes.c_void_p),
-        ("positions", ctypes.c_void_p),
-        ("memory", POINTERS),
-        ("places", POINTERS),
-        ("signals", POINTERS),
-        ("state", ctypes.c_void_p),
-        ("trace", ctypes.c_void_p),
-        ("half", ctypes.c_int64),
-        ("places_half", ctypes.c_int64),
-        ("signals_half", ctypes.c_int64),
-        ("sent", ctypes.c_int32 * 9),
-        ("received", ctypes.c_int32 * 9),
-        *((name, ctypes.c_int32) for name in ("rows", "n", "k", "rank", "site", "slot", "cols", "programs")),
+        *fields(ctypes.c_void_p, "offsets", "positions"),
+        *fields(POINTERS, "memory", "places", "signals"),
+        *fields(ctypes.c_void_p, "state", "trace"),
+        *fields(ctypes.c_int64, "half", "places_half", "signals_half"),
+        *fields(STARTS_OF_PARTS, "sent", "received"),
+        *fields(ctypes.c_int32, "rows", "n", "k", "rank", "site", "slot", "cols", "programs"),
     )
 
 
@@ -55,6 +60,16 @@ def dropless_dispatch_needs(rows: int, k: int, world: int) -> Need:
     """What a call uses, of `rows` rows that a rank sends or receives in all, of 16-bit floats."""
     return Need(
         inbox=2 * rows * k * 2, finished=2 * 4 * world * rows, signals=2 * 4 * (STARTS + cdiv(rows, SLICE))
+    )
+
+
+def dropless_dispatch_constants(
+    experts: int, world: int, transposed: bool, dtype: torch.dtype, biased: bool, height: int,
+    config: DroplessConfig, trace: bool, weights: int = 1,
+) -> Constants:  # fmt: skip
+    """The macros that the kernel is compiled with."""
+    return dropless_constants(
+        _Params, experts, world, transposed, dtype, biased, height, config, trace, WEIGHTS=weights
     )
 
 
@@ -100,7 +115,6 @@ def launch_dropless_dispatch(
 
 def dropless_exchanged(memory: PeerMemory, rows: int, k: int, dtype: torch.dtype) -> Tensor:
     """A copy of X, `[rows, K]`, after a launch."""
-    # Only the device knows how many calls there were.
     halves = memory.inbox.views[memory.rank].view(dtype)
     halves = halves.as_strided((2, rows * k), (memory.inbox.half(dtype), 1))
     return halves.index_select(0, memory.epoch % 2).view(rows, k)
@@ -111,25 +125,21 @@ def _prepared(
     memory: PeerMemory, experts: int, k: int, n: int, transposed: bool, dtype: torch.dtype, biased: bool,
     height: int, config: DroplessConfig, trace: bool, weights: int,
 ) -> tuple[Kernel, _Params]:  # fmt: skip
-    """The kernel, and what does not change from call to call."""
+    """The kernel and the parameters that do not change from call to call."""
     world, half = memory.world, memory.inbox.half(dtype)
-    compiled_with = dropless_constants(
-        experts, world, transposed, dtype, biased, height, config, trace, WEIGHTS=weights
+    compiled_with = dropless_dispatch_constants(
+        experts, world, transposed, dtype, biased, height, config, trace, weights
     )
     found = kernel(SOURCE, "dropless_dispatch", compiled_with, config.shared_bytes(experts, height))
     places_half = memory.finished.half(torch.int32)
     params = _Params(
-        state=memory.state.data_ptr(), trace=memory.state.data_ptr(), half=memory.inbox.half(torch.uint8),
-        places_half=places_half, signals_half=memory.signals.half(torch.int32), n=n, k=k, rank=memory.rank,
-        slot=places_half // world, cols=tile_cols(n, config, weights),
-        programs=blocks(memory, config),
+        **of_call(memory, blocks(memory, config)), memory=views(memory.inbox), places=views(memory.finished),
+        signals=views(memory.signals), half=memory.inbox.half(torch.uint8), places_half=places_half,
+        signals_half=memory.signals.half(torch.int32), n=n, k=k, slot=places_half // world,
+        cols=tile_cols(n, config, weights),
     )  # fmt: skip
     own = memory.inbox.views[memory.rank].view(dtype)
     for parity in range(2):
         rows = own[parity * half :][: half // k * k].view(1, -1, k)
         ctypes.memmove(params.exchanged[parity], tensor_map(rows, height // config.along, BK), 128)
-    for r in range(world):
-        params.memory[r] = memory.inbox.views[r].data_ptr()
-        params.places[r] = memory.finished.views[r].data_ptr()
-        params.signals[r] = memory.signals.views[r].data_ptr()
     return found, params

@@ -23,6 +23,7 @@ struct Params {
     int n, k[TERMS], rank, site, part_rows;
     int rows, cols, visit, programs;  // tiles of a chunk
 };
+CHECK_PARAMS
 
 constexpr int SOURCES = SPANNING ? W : W - 1;  // ranks whose rows come through the inbox
 constexpr int WIDE = BN / 8, BOXES = BN / 64;  // pieces of 16 bytes, and boxes, in a row of a tile

@@ -17,10 +17,13 @@ from autofuse.native_kernels.cuda.host.gemm import (
     Constants,
     blocks,
     constants,
+    fields,
     filled,
     launch,
     map_terms,
+    of_call,
     set_map,
+    views,
 )
 from autofuse.native_kernels.cuda.host.launcher import Kernel, kernel
 from autofuse.native_kernels.gpu.memory import Need, PeerMemory, cdiv
@@ -32,24 +35,16 @@ SOURCE = "expert_combine.cu"
 def _params_of(terms: int) -> type[ctypes.Structure]:
     class Params(ctypes.Structure):
         _fields_ = (
-            ("x", TENSOR_MAP * terms),
-            ("w", TENSOR_MAP * terms),
+            *fields(TENSOR_MAP * terms, "x", "w"),
             ("y", TENSOR_MAP),
-            ("out", ctypes.c_void_p),
-            ("bias", ctypes.c_void_p),
-            ("inbox", POINTERS),
-            ("signals", POINTERS),
-            ("state", ctypes.c_void_p),
-            ("trace", ctypes.c_void_p),
-            ("inbox_half", ctypes.c_int64),
-            ("signals_half", ctypes.c_int64),
+            *fields(ctypes.c_void_p, "out", "bias"),
+            *fields(POINTERS, "inbox", "signals"),
+            *fields(ctypes.c_void_p, "state", "trace"),
+            *fields(ctypes.c_int64, "inbox_half", "signals_half"),
             ("runs", Runs),
             ("n", ctypes.c_int32),
             ("k", ctypes.c_int32 * terms),
-            *(
-                (name, ctypes.c_int32)
-                for name in ("rank", "site", "part_rows", "rows", "cols", "visit", "programs")
-            ),
+            *fields(ctypes.c_int32, "rank", "site", "part_rows", "rows", "cols", "visit", "programs"),
         )
 
     return Params
@@ -57,7 +52,7 @@ def _params_of(terms: int) -> type[ctypes.Structure]:
 
 @dataclass(frozen=True)
 class CombineConfig:
-    """How `expert_combine.cu` runs.
+    """The configuration of `expert_combine.cu`.
 
     bn: columns of a tile of 128 rows; across: blocks of a cluster with one block of the weight, for as many
     ranks or, where tiles span ranks, neighbours; along: those with one block of x; visit: tiles for one rank
@@ -76,7 +71,7 @@ class CombineConfig:
 
 
 def combine_needs(experts: int, rows: int, n: int, outer: int, world: int, config: CombineConfig) -> Need:
-    """What a call uses: `rows` an expert, of 16-bit floats."""
+    """The memory that a call needs: `rows` of each expert, of 16-bit floats."""
     cut = Cut.of(experts, rows, n, outer, world, config.bn, config.across)
     return Need(
         inbox=2 * world * cut.part_rows * cut.cols * config.bn * 2,
@@ -88,11 +83,11 @@ def combine_constants(
     experts: int, rows: int, n: int, outer: int, world: int, transposed: bool, dtype: torch.dtype,
     biased: bool, order: int, config: CombineConfig, trace: bool, terms: int = 1,
 ) -> Constants:  # fmt: skip
-    """What the kernel is compiled with."""
+    """The macros that the kernel is compiled with."""
     cut = Cut.of(experts, rows, n, outer, world, config.bn, config.across)
     return constants(
-        config, world, transposed, dtype, trace, ROWS=cut.height, STAGES=cut.stages, ORDER=order,
-        BIASED=biased, SPANNING=cut.spanning, PART=min(config.part, cut.height), TERMS=terms,
+        _params_of(terms), config, world, transposed, dtype, trace, ROWS=cut.height, STAGES=cut.stages,
+        ORDER=order, BIASED=biased, SPANNING=cut.spanning, PART=min(config.part, cut.height), TERMS=terms,
     )  # fmt: skip
 
 
@@ -136,7 +131,7 @@ def _prepared(
     memory: PeerMemory, experts: int, rows: int, ks: tuple[int, ...], n: int, transposed: bool,
     dtype: torch.dtype, biased: bool, outer: int, order: int, config: CombineConfig, trace: bool,
 ) -> tuple[Kernel, ctypes.Structure]:  # fmt: skip
-    """The kernel, and what does not change from call to call."""
+    """The kernel and the parameters that do not change from call to call."""
     world, cut = memory.world, Cut.of(experts, rows, n, outer, memory.world, config.bn, config.across)
     compiled_with = combine_constants(
         experts, rows, n, outer, world, transposed, dtype, biased, order, config, trace, len(ks)
@@ -145,12 +140,9 @@ def _prepared(
     # Spanning, what is computed at a time is for all ranks: they send it at the same time.
     visit = 1 if cut.spanning else config.visit or cut.per * cdiv(cut.cols, config.along)
     params = _params_of(len(ks))(
-        state=memory.state.data_ptr(), trace=memory.state.data_ptr(),
+        **of_call(memory, blocks(memory, config)), inbox=views(memory.inbox), signals=views(memory.signals),
         inbox_half=memory.inbox.half(torch.uint8), signals_half=memory.signals.half(torch.int32),
-        runs=cut.runs, n=n, k=ks, rank=memory.rank, part_rows=cut.part_rows, rows=cut.rows, cols=cut.cols,
-        visit=visit, programs=blocks(memory, config),
+        runs=cut.runs, n=n, k=ks, part_rows=cut.part_rows, rows=cut.rows, cols=cut.cols,
+        visit=visit,
     )  # fmt: skip
-    for r in range(world):
-        params.inbox[r] = memory.inbox.views[r].data_ptr()
-        params.signals[r] = memory.signals.views[r].data_ptr()
     return found, params

@@ -27,6 +27,7 @@ struct Params {
     int slice_rows, slices;                 // rows of tiles in a slice
     int credit, programs;  // where, among the counters of a rank, peers are told that they may store again
 };
+CHECK_PARAMS
 
 constexpr int OWNERS = SPANNING ? 1 : W;
 

@@ -19,9 +19,12 @@ from autofuse.native_kernels.cuda.host.gemm import (
     Constants,
     blocks,
     constants,
+    fields,
     filled,
     launch,
+    of_call,
     set_map,
+    views,
     weight_map,
 )
 from autofuse.native_kernels.cuda.host.launcher import Kernel, kernel, tensor_map
@@ -36,30 +39,21 @@ class _Params(ctypes.Structure):
     _fields_ = (
         ("x", TENSOR_MAP),
         ("exchanged", TENSOR_MAP * 2),
-        ("w", TENSOR_MAP * MOST_WEIGHTS),
-        ("y", TENSOR_MAP * MOST_WEIGHTS),
+        *fields(TENSOR_MAP * MOST_WEIGHTS, "w", "y"),
         ("parts", ctypes.c_void_p),
         ("bias", ctypes.c_void_p * MOST_WEIGHTS),
-        ("memory", POINTERS),
-        ("signals", POINTERS),
-        ("state", ctypes.c_void_p),
-        ("trace", ctypes.c_void_p),
-        ("half", ctypes.c_int64),
-        ("signals_half", ctypes.c_int64),
+        *fields(POINTERS, "memory", "signals"),
+        *fields(ctypes.c_void_p, "state", "trace"),
+        *fields(ctypes.c_int64, "half", "signals_half"),
         ("runs", Runs),
-        *(
-            (name, ctypes.c_int32)
-            for name in (
-                *("n", "k", "rank", "site", "part_rows", "keep", "rows", "cols", "slice_rows", "slices"),
-                *("credit", "programs"),
-            )
-        ),
+        *fields(ctypes.c_int32, "n", "k", "rank", "site", "part_rows", "keep", "rows", "cols"),
+        *fields(ctypes.c_int32, "slice_rows", "slices", "credit", "programs"),
     )
 
 
 @dataclass(frozen=True)
 class DispatchConfig:
-    """How `expert_dispatch.cu` runs.
+    """The configuration of `expert_dispatch.cu`.
 
     bn: columns of a tile of 128 rows; across: blocks of a cluster with one block of the weight, along: with
     one block of x; within: whether those `across` work on rows of one rank, or of as many ranks (where tiles
@@ -89,7 +83,7 @@ def slices_of(
 
 
 def dispatch_needs(experts: int, rows: int, k: int, world: int, config: DispatchConfig) -> Need:
-    """What a call uses: `rows` an expert, of 16-bit floats."""
+    """The memory that a call needs: `rows` of each expert, of 16-bit floats."""
     exchanged = experts * rows * k * 2
     if config.copied:
         return Need(copies=exchanged, copy_signals=4 * world * config.slices)
@@ -100,10 +94,10 @@ def dispatch_constants(
     experts: int, rows: int, n: int, outer: int, world: int, transposed: bool, dtype: torch.dtype,
     biased: bool, config: DispatchConfig, trace: bool, weights: int = 1,
 ) -> Constants:  # fmt: skip
-    """What the kernel is compiled with."""
+    """The macros that the kernel is compiled with."""
     cut, _ = slices_of(experts, rows, n, outer, world, config)
     return constants(
-        config, world, transposed, dtype, trace, ROWS=cut.height, STAGES=cut.stages, BIASED=biased,
+        _Params, config, world, transposed, dtype, trace, ROWS=cut.height, STAGES=cut.stages, BIASED=biased,
         ENGINES=config.copied, SPANNING=cut.spanning, WITHIN=cut.spanning or config.within,
         WEIGHTS=weights,
     )  # fmt: skip
@@ -164,7 +158,6 @@ def exchanged(memory: PeerMemory, x: Tensor, outer: int, config: DispatchConfig)
         parts[memory.rank] = x[memory.rank]
         runs = parts.view(world, experts, outer, -1, k).movedim(0, 2)
         return runs.reshape(experts, world * part_rows, k)
-    # Only the device knows how many calls there were.
     halves = memory.inbox.views[memory.rank].view(x.dtype)
     halves = halves.as_strided((2, x.numel()), (memory.inbox.half(x.dtype), 1))
     return halves.index_select(0, memory.epoch % 2).view(experts, world * part_rows, k)
@@ -175,7 +168,7 @@ def _prepared(
     memory: PeerMemory, experts: int, rows: int, k: int, n: int, transposed: bool, dtype: torch.dtype,
     biased: bool, outer: int, config: DispatchConfig, trace: bool, weights: int,
 ) -> tuple[Kernel, _Params, int]:  # fmt: skip
-    """The kernel, what does not change from call to call, and the rows of a slice of a part."""
+    """The kernel, the parameters that do not change from call to call, and the rows of a slice."""
     world = memory.world
     cut, slice_rows = slices_of(experts, rows, n, outer, world, config)
     compiled_with = dispatch_constants(
@@ -187,19 +180,15 @@ def _prepared(
     )
     half = region.half(dtype)
     params = _Params(
-        state=memory.state.data_ptr(), trace=memory.state.data_ptr(), half=region.half(torch.uint8),
-        signals_half=signals.half(torch.int32), runs=cut.runs, n=n, k=k, rank=memory.rank,
+        **of_call(memory, blocks(memory, config)), memory=views(region), signals=views(signals),
+        half=region.half(torch.uint8), signals_half=signals.half(torch.int32), runs=cut.runs, n=n, k=k,
         part_rows=cut.part_rows, rows=cut.rows, cols=tile_cols(n, config, weights),
         slice_rows=slice_rows, slices=cdiv(cut.rows, slice_rows), credit=FIRST_CREDIT,
-        programs=blocks(memory, config),
     )  # fmt: skip
     own = region.views[memory.rank].view(dtype)
     for parity in range(1 if config.copied else 2):
         stack = own[parity * half :][: experts * rows * k].view(-1, rows if cut.spanning else cut.run, k)
         box = tensor_map(stack, cut.height // config.along, BK)
         ctypes.memmove(params.exchanged[parity], box, 128)
-    for r in range(world):
-        params.memory[r] = region.views[r].data_ptr()
-        params.signals[r] = signals.views[r].data_ptr()
     slice_height = slice_rows * BM if cut.run % BM == 0 else slice_rows // cut.stretch * cut.run
     return found, params, min(slice_height, cut.part_rows)

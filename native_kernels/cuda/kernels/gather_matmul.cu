@@ -23,6 +23,7 @@ struct Params {
     int slice_rows, slices, k_slice, k_slices;   // rows of tiles in a slice, elements of K in a slice
     int credit, gives_credit, programs;  // where, among counters, peers are told that they may store again; whether here
 };
+CHECK_PARAMS
 
 constexpr int OWNERS = SPANNING ? 1 : W;
 

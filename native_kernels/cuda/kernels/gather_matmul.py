@@ -17,11 +17,14 @@ from autofuse.native_kernels.cuda.host.gemm import (
     Constants,
     blocks,
     constants,
+    fields,
     filled,
     launch,
     map_operands,
+    of_call,
     set_map,
     shared_bytes,
+    views,
 )
 from autofuse.native_kernels.cuda.host.launcher import Kernel, kernel
 from autofuse.native_kernels.gpu.copy_engine import FIRST_CREDIT, CopyEngine
@@ -32,35 +35,25 @@ SOURCE = "gather_matmul.cu"
 
 class _Params(ctypes.Structure):
     _fields_ = (
-        ("x", TENSOR_MAP),
-        ("gathered", TENSOR_MAP),
-        ("w", TENSOR_MAP),
-        ("y", TENSOR_MAP),
-        ("part", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
-        ("memory", POINTERS),
-        ("signals", POINTERS),
-        ("state", ctypes.c_void_p),
-        ("trace", ctypes.c_void_p),
+        *fields(TENSOR_MAP, "x", "gathered", "w", "y"),
+        *fields(ctypes.c_void_p, "part", "bias"),
+        *fields(POINTERS, "memory", "signals"),
+        *fields(ctypes.c_void_p, "state", "trace"),
         ("signals_half", ctypes.c_int64),
-        *(
-            (name, ctypes.c_int32)
-            for name in (
-                *("m", "n", "k", "rank", "site", "chunk", "inner", "stretch", "rows", "cols", "half_rows"),
-                *("slice_rows", "slices", "k_slice", "k_slices", "credit", "gives_credit", "programs"),
-            )
-        ),
+        *fields(ctypes.c_int32, "m", "n", "k", "rank", "site", "chunk", "inner", "stretch", "rows", "cols"),
+        *fields(ctypes.c_int32, "half_rows", "slice_rows", "slices", "k_slice", "k_slices"),
+        *fields(ctypes.c_int32, "credit", "gives_credit", "programs"),
     )
 
 
 @dataclass(frozen=True)
 class ClusterGatherConfig:
-    """How `gather_matmul.cu` runs.
+    """The configuration of `gather_matmul.cu`.
 
-    bn: columns of a tile of 128 rows; across: blocks of a cluster with one block of the weight, along: with
-    one block of x; within: whether those `across` work on rows of one part, or of as many parts; stages:
-    blocks of K in flight; slices, k_slices: of a part, in rows and in K; copied: by copy engines, in rows
-    alone.
+    bn: columns of a tile of 128 rows; across: blocks of a cluster that share a block of the weight; along:
+    blocks that share a block of x; within: whether the `across` blocks work on rows of one part, or of as
+    many parts; stages: blocks of K in flight; slices, k_slices: of a part, in rows and in K; copied: copy
+    engines move the parts, and k_slices is 1.
     """
 
     bn: int = 256
@@ -82,7 +75,7 @@ class ClusterGatherConfig:
 
 
 def cluster_gather_needs(chunk: int, k: int, itemsize: int, world: int, config: ClusterGatherConfig) -> Need:
-    """What a call uses."""
+    """The memory that a call needs."""
     gathered = world * chunk * k * itemsize
     if config.copied:
         return Need(copies=gathered, copy_signals=4 * world * config.slices)
@@ -93,10 +86,10 @@ def cluster_gather_constants(
     m: int, world: int, transposed: bool, dtype: torch.dtype, biased: bool, config: ClusterGatherConfig,
     trace: bool,
 ) -> Constants:  # fmt: skip
-    """What the kernel is compiled with; m: rows of all parts."""
+    """The macros that the kernel is compiled with; m: rows of all parts."""
     return constants(
-        config, world, transposed, dtype, trace, STAGES=config.stages, WITHIN=config.within, BIASED=biased,
-        ENGINES=config.copied, SPANNING=m <= BM,
+        _Params, config, world, transposed, dtype, trace, STAGES=config.stages, WITHIN=config.within,
+        BIASED=biased, ENGINES=config.copied, SPANNING=m <= BM,
     )  # fmt: skip
 
 
@@ -144,7 +137,7 @@ def _prepared(
     memory: PeerMemory, chunk: int, k: int, n: int, transposed: bool, dtype: torch.dtype, biased: bool,
     outer: int, config: ClusterGatherConfig, trace: bool,
 ) -> tuple[Kernel, _Params, Tensor, int]:  # fmt: skip
-    """The kernel, what does not change from call to call, the gathered memory, and the rows of a slice."""
+    """The kernel, the parameters that do not change, the gathered memory, and the rows of a slice."""
     world, m, inner = memory.world, memory.world * chunk, chunk // outer
     compiled_with = cluster_gather_constants(m, world, transposed, dtype, biased, config, trace)
     found = kernel(SOURCE, "gather_matmul", compiled_with, config.shared_bytes)
@@ -161,15 +154,12 @@ def _prepared(
         slice_rows = cdiv(slice_rows, stretch) * stretch
     k_slice = cdiv(cdiv(k, BK), config.k_slices) * BK
     params = _Params(
-        state=memory.state.data_ptr(), trace=memory.state.data_ptr(), signals_half=signals.half(torch.int32),
-        m=m, n=n, k=k, rank=memory.rank, chunk=chunk, inner=m if spanning else inner, stretch=stretch,
-        rows=rows, cols=cdiv(n, config.bn), half_rows=half_rows, slice_rows=slice_rows,
-        slices=cdiv(rows, slice_rows), k_slice=k_slice, k_slices=cdiv(k, k_slice),
-        credit=FIRST_CREDIT, programs=blocks(memory, config),
+        **of_call(memory, blocks(memory, config)), memory=views(region), signals=views(signals),
+        signals_half=signals.half(torch.int32), m=m, n=n, k=k, chunk=chunk,
+        inner=m if spanning else inner, stretch=stretch, rows=rows, cols=cdiv(n, config.bn),
+        half_rows=half_rows, slice_rows=slice_rows, slices=cdiv(rows, slice_rows), k_slice=k_slice,
+        k_slices=cdiv(k, k_slice), credit=FIRST_CREDIT,
     )  # fmt: skip
     set_map(params, "gathered", gathered, BM // config.along, BK)
-    for r in range(world):
-        params.memory[r] = region.views[r].data_ptr()
-        params.signals[r] = signals.views[r].data_ptr()
     slice_height = slice_rows * BM if inner % BM == 0 else slice_rows // stretch * inner
     return found, params, gathered, min(slice_height, chunk)

@@ -1,17 +1,18 @@
-// all_gather_matmul of at most 128 tokens, in one kernel: parts of x go to all ranks as words that say themselves that they
-// have come, while the weight is being loaded already.
+// all_gather_matmul of at most 128 tokens, in one kernel. Each rank sends its part of x to all ranks as flag-in-payload words
+// (words.cuh), while the weight is being loaded already.
 //
-// A block computes G * 64 columns of Y, over a piece of K, as their transpose: the weight is the left operand of the
-// tensor cores, of 64 rows a warpgroup, and x the right one, of as many columns as there are tokens. A thread loads the
-// weight by TMA, a warp x, as it travels: with its signs flipped, so that products are negative. Other warps look whether
-// all words have come, and fetch those that came later. The blocks of a tile send each other their sums, as words, and
-// each adds up some of the tokens.
+// A block computes G * 64 columns of Y, over a piece of K, as their transpose: the weight is the left operand of the tensor
+// cores, with 64 rows a warpgroup, and x the right one, with a column for each token. One thread loads the weight by TMA. A warp
+// loads x by TMA as it arrived, with flipped signs, so that products are negative. Checker warps look for words of x that had
+// not arrived when TMA loaded them, and fetch these. The blocks of a tile send each other their partial sums as words, and each
+// block adds up some of the tokens.
 //
-// SIGNALLED: of many tokens, looking takes longer than a signal, which is waited for instead.
+// SIGNALLED: with many tokens, checking takes longer than a signal, and the kernel waits for a signal of each rank instead.
 //
-// Many blocks read a word, so none can put 0 back at once. A rank has memory for x [M, K] in three thirds, and before them
-// the number of calls and what each third holds: call number c fills third c % 3, and clears that of the call before.
-// Nobody fills that one before call c + 2, which is after all have had our part in c + 1, so after we were through with c.
+// Many blocks read a word of x, so none of them can clear it. A rank has memory for x [M, K] in three thirds and, before them,
+// the number of calls and how much each third holds. Call c fills third c % 3 and clears the third of call c - 1. A peer fills
+// that third again in call c + 2. It starts c + 2 only after it has received this rank's part in call c + 1, which this rank
+// sends after it is through with call c.
 #include "wgmma.cuh"
 #include "words.cuh"
 
@@ -20,7 +21,7 @@ constexpr int W_BYTES = G * 64 * ROW, X_BYTES = TOKENS * ROW;
 constexpr int ACCS = TOKENS / 2, EIGHTS = TOKENS / 8;  // accumulators of a thread, four for every eight tokens
 constexpr int THREADS = 384, W_LOADER = G * 128, X_LOADER = W_LOADER + 32, FIRST_CHECKER = X_LOADER + 32;
 constexpr int SENDERS = THREADS - 64, SIGNALLER = THREADS / 32 - 1;
-// A stage always has the same one, which has seen all that landed there before.
+// A stage always has the same checker, which has waited for each earlier round of the stage.
 static_assert(CHECKERS * 32 <= THREADS - FIRST_CHECKER && X_STAGES % CHECKERS == 0, "warps that look at x");
 
 struct Params {
@@ -28,7 +29,7 @@ struct Params {
     const char* part;
     const char* bias;
     char* out;
-    char* kept;       // x [M, K], where somebody needs it
+    char* kept;       // where x [M, K] is stored for the caller; nullptr if it is not kept
     char* memory[8];  // of every rank: x, three thirds
     int* signals[8];  // and counters [W], two halves
     char* words;      // our own: partial sums, two halves
@@ -40,9 +41,10 @@ struct Params {
     int chunk, tiles;
     int out_pitch, programs;
 };
+CHECK_PARAMS
 
-// A ring of stages in shared memory, and where one is in it. Its barriers: full, empty, and landed, which is full before
-// it has been looked at.
+// A ring of stages in shared memory, and the position of a thread in it. Barriers of a stage: landed (TMA has written it), full
+// (it is complete), empty (it may be written again).
 template <int STAGES, int BYTES>
 struct Ring {
     uint32_t stages, barriers;
@@ -71,7 +73,8 @@ struct Work {
     }
 };
 
-// All threads but those of the loading warps store our part to all ranks, and clear the `used` lines of the call before.
+// All warps but the two that load store this rank's part to all ranks, and clear the `used` lines of the call before. A line
+// has 16 bytes.
 __device__ void send_part(const Params& p, int64_t number, int64_t used, int parity) {
     int sender = threadIdx.x < W_LOADER ? threadIdx.x : threadIdx.x - 64, lane = threadIdx.x % 32;
     int begin = (sender / 32 * p.programs + blockIdx.x) * 32 + lane, step = p.programs * SENDERS;
@@ -91,7 +94,7 @@ __device__ void send_part(const Params& p, int64_t number, int64_t used, int par
     for (int64_t i = begin; i < used; i += step) store(old + i * 16, {0, 0, 0, 0});
 }
 
-// No more than AHEAD blocks are on their way at once: x would have to wait behind them.
+// At most AHEAD blocks are on their way at once, since x would have to wait behind them.
 __device__ void load_weight(const Params& p, WeightRing ring, const Work& work) {
     WeightRing behind = ring;
     prefetch(&p.w);
@@ -113,8 +116,7 @@ __device__ void load_weight(const Params& p, WeightRing ring, const Work& work) 
     }
 }
 
-// A warp looks for lines from every source, here and there, until they have come: what is loaded too early has to be
-// fetched again.
+// A warp polls some lines of every source until they have arrived. A line that TMA loads too early must be fetched again.
 __device__ void look_for_x(const Params& p, const Call& call, const Work& work, int64_t number) {
     constexpr int EACH = 8, LOOKS = EACH * 32 / W;  // of a lane, and from a source
     int lane = threadIdx.x % 32, row = p.k / 8, first = work.first * 8;
@@ -152,7 +154,7 @@ __device__ void wait_for_x(const Params& p, const Call& call, const Work& work) 
     fence_proxy();
 }
 
-// Whether others look at x after it has landed; where it is kept, this is their chance.
+// Whether checker warps look at x after it has landed. They also store x where the caller keeps it.
 __device__ inline bool is_looked_at(const Params& p, const Work& work) {
     return !SIGNALLED || (p.kept && work.tile == 0);
 }
@@ -169,7 +171,7 @@ __device__ void load_x(const Params& p, TokenRing ring, const Work& work, int64_
     }
 }
 
-// Warp number `checker` of those that do looks at every CHECKERS-th block of x, and fetches the lines that have come since.
+// Checker warp number `checker` looks at every CHECKERS-th block of x, and fetches the lines that TMA had loaded too early.
 __device__ void check_x(
     const Params& p, const Call& call, TokenRing ring, const Work& work, int checker, int64_t number) {
     constexpr int EACH = TOKENS / 4, AT_ONCE = EACH < 8 ? EACH : 8;  // lines of 8 values, of a lane
@@ -212,7 +214,7 @@ __device__ void check_x(
 }
 
 __device__ void multiply_blocks(WeightRing weight, TokenRing tokens, const Work& work, float (&acc)[ACCS], int group) {
-    uint32_t weight_before = 0, tokens_before = 0;  // barriers of what is free once the next block is on its way
+    uint32_t weight_before = 0, tokens_before = 0;  // barriers of the stages that become free once the next block is on its way
     auto release = [&] {
         if (threadIdx.x % 128) return;
         barrier_arrive(weight_before);
@@ -242,7 +244,7 @@ __device__ void multiply_blocks(WeightRing weight, TokenRing tokens, const Work&
     release();
 }
 
-// Piece j % PIECES of a tile adds up the tokens 8 j and on, in order of the pieces, and stores rows of Y.
+// Piece j % PIECES of a tile adds up the tokens 8 j to 8 j + 7, in the order of the pieces, and stores rows of Y.
 __device__ void finish_tile(const Params& p, const Call& call, const Work& work, float (&acc)[ACCS], int group, int64_t half) {
     constexpr int MINE = (EIGHTS + PIECES - 1) / PIECES;
     int thread = threadIdx.x % 128, lane = thread % 32;
@@ -331,7 +333,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) gather_words(const __grid_c
         if (traces) trace.stamp(EVENT_COMPUTED, -1, blockIdx.x);
         finish_tile(p, call, work, acc, group, call.epoch % 2 * p.half);
     }
-    // The last program to be through with the counters and the number of the call ends it.
+    // The last program that needs neither the counters nor the number of the call any more ends the call.
     if (threadIdx.x == X_LOADER && is_last(p.state, p.programs)) {
         for (int r = 0; SIGNALLED && r < W; ++r) p.signals[p.rank][call.epoch % 2 * p.signals_half + r] = 0;
         p.calls[0] = number + 1;

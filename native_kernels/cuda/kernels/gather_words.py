@@ -14,48 +14,47 @@ from autofuse.native_kernels.cuda.host.gemm import (
     POINTERS,
     TENSOR_MAP,
     Constants,
+    fields,
     filled,
     launch,
     map_weight,
+    of_call,
     set_map,
+    views,
 )
-from autofuse.native_kernels.cuda.host.launcher import Kernel, kernel
+from autofuse.native_kernels.cuda.host.launcher import Kernel, kernel, macros
 from autofuse.native_kernels.gpu.memory import EVENTS, SHARED_MEMORY, Need, PeerMemory, cdiv
 
 SOURCE = "gather_words.cu"
 MOST_ROWS = 128
 _CHECKERS = {1: 6, 2: 2}
-"""Warps of a block, at most, that look at x, by warpgroups that multiply; those that neither do nor load."""
+"""Most checker warps of a block, by warpgroups that multiply: the warps that neither multiply nor load."""
 COLS = 64
 """Columns of Y that a warpgroup computes."""
 LINE = 128
-"""Bytes at multiples of which rows of x begin, if they can: TMA loads as many at once."""
+"""Bytes that TMA loads at once; thirds, and rows of x where possible, begin at multiples."""
 HEAD = LINE
-"""Bytes before the thirds: how many calls there were, and how many lines each third holds, int64."""
+"""Bytes before the thirds, for int64 counts: of calls, and of lines that each third holds."""
 
 
 class _Params(ctypes.Structure):
     _fields_ = (
         ("w", TENSOR_MAP),
         ("x", TENSOR_MAP),
-        *((name, ctypes.c_void_p) for name in ("part", "bias", "out", "kept")),
-        ("memory", POINTERS),
-        ("signals", POINTERS),
-        *((name, ctypes.c_void_p) for name in ("words", "state", "calls", "trace")),
-        *((name, ctypes.c_int64) for name in ("third", "half", "signals_half")),
-        *(
-            (name, ctypes.c_int32)
-            for name in ("m", "n", "k", "rank", "site", "chunk", "tiles", "out_pitch", "programs")
-        ),
+        *fields(ctypes.c_void_p, "part", "bias", "out", "kept"),
+        *fields(POINTERS, "memory", "signals"),
+        *fields(ctypes.c_void_p, "words", "state", "calls", "trace"),
+        *fields(ctypes.c_int64, "third", "half", "signals_half"),
+        *fields(ctypes.c_int32, "m", "n", "k", "rank", "site", "chunk", "tiles", "out_pitch", "programs"),
     )
 
 
 @dataclass(frozen=True)
 class WordsGatherConfig:
-    """How `gather_words.cu` runs.
+    """The configuration of `gather_words.cu`.
 
     groups: warpgroups of a block that multiply, 64 columns each; pieces: of K; ahead: KiB of the weight that
-    a block has on the way at once, behind which x would have to wait.
+    a block loads ahead at most, since x has to wait behind them.
     """
 
     groups: int = 1
@@ -63,39 +62,39 @@ class WordsGatherConfig:
     ahead: int = 48
 
     def tiles(self, n: int) -> int:
-        """Of the output; as many blocks a piece."""
+        """Tiles of the output; each piece of K has as many blocks."""
         return cdiv(n, self.groups * COLS)
 
     @property
     def weight_bytes(self) -> int:
-        """Of a block of the weight."""
+        """Bytes of a block of the weight."""
         return self.groups * COLS * BK * 2
 
     def stages(self, tokens: int) -> tuple[int, int]:
-        """Blocks of x and of the weight in flight: as many as fit."""
+        """Stages of x and of the weight: as many as fit."""
         x_bytes = tokens * BK * 2
         x = min((96 if tokens == 128 else 64) * 1024 // x_bytes, 32)
         left = SHARED_MEMORY - 1024 - x * (x_bytes + 24)
         return x, left // (self.weight_bytes + 16)
 
     def shared_bytes(self, tokens: int) -> int:
-        """Of a block: stages, their barriers, and room to align it."""
+        """Shared memory of a block: stages, their barriers, and room to align."""
         x, weight = self.stages(tokens)
         return x * (tokens * BK * 2 + 24) + weight * (self.weight_bytes + 16) + 1024
 
 
 def tokens_of(m: int) -> int:
-    """As many as the tensor cores take at once."""
+    """The tokens of a tile: a size of the tensor cores' instruction."""
     return max(8, 1 << (m - 1).bit_length())
 
 
 def _is_signalled(m: int) -> bool:
-    """Whether signals say that x has come, for so many tokens that looking at all words takes longer."""
+    """Whether a signal says that x has arrived: with many tokens, checking all words takes longer."""
     return m > 64
 
 
 def words_gather_needs(m: int, k: int, n: int, itemsize: int, world: int, config: WordsGatherConfig) -> Need:
-    """What a call uses."""
+    """The memory that a call needs."""
     sums = config.tiles(n) * config.groups * COLS * tokens_of(m) * 4 * config.pieces
     return Need(
         gathers=HEAD + 3 * (m * k * itemsize + LINE),
@@ -108,7 +107,7 @@ def words_gather_constants(
     m: int, world: int, transposed: bool, dtype: torch.dtype, biased: bool, config: WordsGatherConfig,
     trace: bool,
 ) -> Constants:  # fmt: skip
-    """What the kernel is compiled with."""
+    """The macros that the kernel is compiled with."""
     x_stages, weight_stages = config.stages(tokens_of(m))
     found = {
         "W": world,
@@ -127,7 +126,7 @@ def words_gather_constants(
         "TRACE": trace,
         "EVENTS": EVENTS,
     }
-    return tuple((name, int(value)) for name, value in found.items())
+    return macros(_Params, found)
 
 
 def launch_gather_words(
@@ -166,23 +165,21 @@ def _prepared(
     memory: PeerMemory, chunk: int, k: int, n: int, transposed: bool, dtype: torch.dtype, biased: bool,
     config: WordsGatherConfig, trace: bool,
 ) -> tuple[Kernel, _Params]:  # fmt: skip
-    """The kernel, and what does not change from call to call."""
+    """The kernel and the parameters that do not change from call to call."""
     m = memory.world * chunk
     compiled_with = words_gather_constants(m, memory.world, transposed, dtype, biased, config, trace)
     found = kernel(SOURCE, "gather_words", compiled_with, config.shared_bytes(tokens_of(m)))
     mine = memory.gathers.views[memory.rank]
     third = (mine.numel() - HEAD) // 3 // LINE * LINE
     params = _Params(
-        words=memory.words.views[memory.rank].data_ptr(), state=memory.state.data_ptr(),
-        calls=mine.data_ptr(), trace=memory.state.data_ptr(),
+        **of_call(memory, config.tiles(n) * config.pieces), signals=views(memory.signals),
+        words=memory.words.views[memory.rank].data_ptr(), calls=mine.data_ptr(),
         third=third, half=memory.words.half(torch.uint8),
         signals_half=memory.signals.half(torch.int32),
-        m=m, n=n, k=k, rank=memory.rank, chunk=chunk, tiles=config.tiles(n),
-        programs=config.tiles(n) * config.pieces,
+        m=m, n=n, k=k, chunk=chunk, tiles=config.tiles(n),
     )  # fmt: skip
     thirds = mine[HEAD:].view(dtype).as_strided((3, m, k), (third // 2, k, 1))
     set_map(params, "x", thirds, tokens_of(m), BK)
     for r in range(memory.world):
-        params.signals[r] = memory.signals.views[r].data_ptr()
         params.memory[r] = memory.gathers.views[r].data_ptr() + HEAD
     return found, params

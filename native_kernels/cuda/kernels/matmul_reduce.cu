@@ -31,6 +31,7 @@ struct Params {
     int* stored;     // [W, slices] counters of tiles in the outbox, and as many flags that start copies
     int slice, slices, credit;  // credit: where, behind `copied`, peers are told that they may store again
 };
+CHECK_PARAMS
 
 constexpr int PARTS = BM / PART;  // of a tile
 constexpr int TILE_BYTES = BM * BN * 2, PART_BYTES = PART * BN * 2;

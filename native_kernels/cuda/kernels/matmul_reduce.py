@@ -1,7 +1,7 @@
 """Launches matmul_reduce.cu: matmul_all_reduce and matmul_reduce_scatter, computed by clusters of blocks.
 
-Blocks of a cluster load a share of a block of x or of the weight each and send it to all that need it, so
-that the L2 cache is read less.
+Each block of a cluster loads a share of a block of x or of the weight and multicasts it to the blocks that
+need it, so that the L2 cache is read less.
 """
 
 from __future__ import annotations
@@ -20,10 +20,13 @@ from autofuse.native_kernels.cuda.host.gemm import (
     Constants,
     blocks,
     constants,
+    fields,
     filled,
     launch,
     map_operands,
+    of_call,
     shared_bytes,
+    views,
 )
 from autofuse.native_kernels.cuda.host.launcher import Kernel, kernel
 from autofuse.native_kernels.gpu.copy_engine import FIRST_CREDIT, CopyEngine
@@ -37,37 +40,27 @@ class _Params(ctypes.Structure):
         ("x", TENSOR_MAP),
         ("w", TENSOR_MAP),
         ("out", ctypes.c_void_p),
-        ("inbox", POINTERS),
-        ("words", POINTERS),
-        ("signals", POINTERS),
-        ("state", ctypes.c_void_p),
-        ("trace", ctypes.c_void_p),
-        ("inbox_half", ctypes.c_int64),
-        ("words_half", ctypes.c_int64),
-        ("signals_half", ctypes.c_int64),
-        *(
-            (name, ctypes.c_int32)
-            for name in (
-                *("m", "n", "k", "rank", "site", "chunk_rows", "stretch", "rows", "cols"),
-                *("out_pitch", "visit", "lag", "programs"),
-            )
-        ),
+        *fields(POINTERS, "inbox", "words", "signals"),
+        *fields(ctypes.c_void_p, "state", "trace"),
+        *fields(ctypes.c_int64, "inbox_half", "words_half", "signals_half"),
+        *fields(ctypes.c_int32, "m", "n", "k", "rank", "site", "chunk_rows", "stretch", "rows", "cols"),
+        *fields(ctypes.c_int32, "out_pitch", "visit", "lag", "programs"),
         ("outbox", ctypes.c_void_p),
         ("copied", POINTERS),
         ("stored", ctypes.c_void_p),
-        *((name, ctypes.c_int32) for name in ("slice", "slices", "credit")),
+        *fields(ctypes.c_int32, "slice", "slices", "credit"),
     )
 
 
 @dataclass(frozen=True)
 class ClusterReduceConfig:
-    """How `matmul_reduce.cu` runs.
+    """The configuration of `matmul_reduce.cu`.
 
-    bn: columns of a tile of 128 rows; across: blocks of a cluster with one block of the weight, of as many
-    owners; along: those with one block of x; stages: blocks of K in flight; visit: tiles a visit (0: a share
-    of the blocks); part: rows that are reduced by one team at a time; copied: tiles reach their owners by
-    copy engines, `slice` at a time; update: tiles are added at their owners as they come, each sum rounded,
-    so that no two runs need give the same bits.
+    bn: columns of a tile of 128 rows; across: blocks of a cluster that share a block of the weight, for as
+    many owners; along: blocks that share a block of x; stages: blocks of K in flight; visit: tiles for one
+    owner before those for the next (0: a share of the blocks); part: rows that a team reduces at a time;
+    copied: copy engines move tiles to their owners, `slice` at a time; update: tiles are added at their
+    owners as they come, and each sum is rounded, so that two runs may differ in their last bits.
     """
 
     bn: int = 256
@@ -110,7 +103,7 @@ class _Cut:
 def cluster_reduce_needs(
     m: int, n: int, outer: int, itemsize: int, world: int, all_ranks: bool, config: ClusterReduceConfig
 ) -> Need:
-    """What a call uses."""
+    """The memory that a call needs."""
     cut = _Cut.of(m, n, outer, world, config)
     tiles = world * cut.rows * cut.cols
     nbytes = tiles * BM * config.bn * itemsize
@@ -127,10 +120,10 @@ def cluster_reduce_constants(
     world: int, transposed: bool, dtype: torch.dtype, mean: bool, all_ranks: bool, order: int,
     config: ClusterReduceConfig, trace: bool,
 ) -> Constants:  # fmt: skip
-    """What the kernel is compiled with."""
+    """The macros that the kernel is compiled with."""
     return constants(
-        config, world, transposed, dtype, trace, STAGES=config.stages, ORDER=order, ALL=all_ranks, MEAN=mean,
-        PART=config.part, ENGINES=config.copied, UPDATE=config.update,
+        _Params, config, world, transposed, dtype, trace, STAGES=config.stages, ORDER=order, ALL=all_ranks,
+        MEAN=mean, PART=config.part, ENGINES=config.copied, UPDATE=config.update,
     )  # fmt: skip
 
 
@@ -181,7 +174,7 @@ def _prepared(
     memory: PeerMemory, m: int, k: int, n: int, transposed: bool, dtype: torch.dtype, mean: bool,
     all_ranks: bool, outer: int, order: int, config: ClusterReduceConfig, trace: bool,
 ) -> tuple[Kernel, _Params]:  # fmt: skip
-    """The kernel, and what does not change from call to call."""
+    """The kernel and the parameters that do not change from call to call."""
     world, cut = memory.world, _Cut.of(m, n, outer, memory.world, config)
     compiled_with = cluster_reduce_constants(world, transposed, dtype, mean, all_ranks, order, config, trace)
     found = kernel(SOURCE, "matmul_reduce", compiled_with, config.shared_bytes)
@@ -190,18 +183,14 @@ def _prepared(
     parts = cut.rows * cut.cols * in_tile
     inbox = memory.copies if config.copied else memory.words if config.update else memory.inbox
     params = _Params(
-        state=memory.state.data_ptr(), trace=memory.state.data_ptr(),
+        **of_call(memory, programs), inbox=views(inbox), words=views(memory.words),
+        signals=views(memory.signals), copied=views(memory.copy_signals),
         inbox_half=0 if config.copied else inbox.half(torch.uint8),
         words_half=memory.words.half(torch.uint8), signals_half=memory.signals.half(torch.int32),
-        m=m, n=n, k=k, rank=memory.rank, chunk_rows=cut.inner, stretch=cut.stretch, rows=cut.rows,
+        m=m, n=n, k=k, chunk_rows=cut.inner, stretch=cut.stretch, rows=cut.rows,
         cols=cut.cols, visit=config.visit or max(1, programs // world),
-        lag=parts if parts < 3 * programs else (programs // world + 1) * in_tile, programs=programs,
+        lag=parts if parts < 3 * programs else (programs // world + 1) * in_tile,
         outbox=memory.outbox.data_ptr(), stored=memory.done.data_ptr(), slice=config.slice, slices=cut.slices,
         credit=FIRST_CREDIT,
     )  # fmt: skip
-    for r in range(world):
-        params.inbox[r] = inbox.views[r].data_ptr()
-        params.words[r] = memory.words.views[r].data_ptr()
-        params.signals[r] = memory.signals.views[r].data_ptr()
-        params.copied[r] = memory.copy_signals.views[r].data_ptr()
     return found, params

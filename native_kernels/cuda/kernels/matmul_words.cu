@@ -1,8 +1,9 @@
-// matmul_all_reduce and matmul_reduce_scatter of at most 128 rows, in one kernel: rows of products go straight to their
-// owners as words that say themselves that they have come, owners add up, and send sums in the same way (all_reduce).
+// matmul_all_reduce and matmul_reduce_scatter of at most 128 rows, in one kernel over gemm.cuh. Each rank sends rows of its
+// product to their owners as flag-in-payload words (words.cuh). The owner adds the rows up and, of an all_reduce, sends the
+// sums in the same way.
 //
-// In either half of the words of a rank: parts [W, height, n] by source and, of an all_reduce, sums [W, height, n] by
-// owner; owner r has rows r * height and on. ONCE: parts of all rows go to all ranks, every one of which adds them all up.
+// Each half of a rank's words holds parts [W, height, n] by source and, of an all_reduce, sums [W, height, n] by owner; owner r
+// has the rows from r * height on. ONCE: each rank sends its whole product to all ranks, and every rank adds up all rows.
 #include "gemm.cuh"
 #include "words.cuh"
 
@@ -17,6 +18,7 @@ struct Params {
     int height, cols;         // rows of an owner (ONCE: all); tiles
     int out_pitch, programs;  // bytes of a row of the output
 };
+CHECK_PARAMS
 
 constexpr int THREADS = 384;
 
@@ -45,8 +47,8 @@ __device__ void send_rows(const Params& p, const Shared& s, int col, int group, 
     }
 }
 
-// `line(row, j)` for each 16 bytes of `rows` rows of an owner, number j of them, in the columns that this block's cluster
-// has multiplied: what arrives there comes from blocks of the same number, which are through at about the same time.
+// Calls `line(row, j)` for each piece of 16 bytes, number j, of `rows` rows of an owner, in the columns that this block's
+// cluster has multiplied. Blocks of the same number on the peers send these pieces at about the same time.
 template <class Line>
 __device__ inline void each_line(const Params& p, int block, int rows, Line line) {
     constexpr int WIDE = BN / 8;
@@ -58,10 +60,10 @@ __device__ inline void each_line(const Params& p, int block, int rows, Line line
         }
 }
 
-// Adds our rows up, and copies those of the others.
+// Adds up the rows of this rank, and copies the sums that the other owners send.
 __device__ void reduce_rows(const Params& p, const Call& call, int block, int64_t half) {
     int line = p.n / 8, begin = ONCE ? 0 : p.rank * p.height;
-    int rows = p.m - begin < p.height ? p.m - begin : p.height;  // none, maybe
+    int rows = p.m - begin < p.height ? p.m - begin : p.height;  // may be 0 or less
     int64_t part = static_cast<int64_t>(p.height) * line;
     char* mine = p.words[p.rank] + half;
     each_line(p, block, rows, [&](int row, int j) {
@@ -104,7 +106,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) matmul_words(const __grid_c
     if (threadIdx.x % 128 == 0) trace.stamp(EVENT_BEGUN, p.rank, 0);
     init(s);
     if (threadIdx.x == 0) load_tiles(p, s, block);
-    // The last program to know the epoch ends it.
+    // Words need no counters, so the last program that has read the epoch ends the call.
     if (threadIdx.x == 32 && is_last(p.state, p.programs)) finish(call);
     if (group > 0 && group <= GROUPS) {
         Turn turn;

@@ -16,11 +16,14 @@ from autofuse.native_kernels.cuda.host.gemm import (
     Constants,
     blocks,
     constants,
+    fields,
     filled,
     launch,
     map_operands,
     most_stages,
+    of_call,
     shared_bytes,
+    views,
 )
 from autofuse.native_kernels.cuda.host.launcher import Kernel, kernel
 from autofuse.native_kernels.gpu.memory import Need, PeerMemory, cdiv
@@ -35,22 +38,18 @@ class _Params(ctypes.Structure):
         ("w", TENSOR_MAP),
         ("out", ctypes.c_void_p),
         ("words", POINTERS),
-        ("state", ctypes.c_void_p),
-        ("trace", ctypes.c_void_p),
+        *fields(ctypes.c_void_p, "state", "trace"),
         ("half", ctypes.c_int64),
-        *(
-            (name, ctypes.c_int32)
-            for name in ("m", "n", "k", "rank", "site", "height", "cols", "out_pitch", "programs")
-        ),
+        *fields(ctypes.c_int32, "m", "n", "k", "rank", "site", "height", "cols", "out_pitch", "programs"),
     )
 
 
 @dataclass(frozen=True)
 class WordsConfig:
-    """How `matmul_words.cu` runs.
+    """The configuration of `matmul_words.cu`.
 
-    bn: columns of a tile; split: of K, among the blocks of a cluster; once: of an all_reduce, every rank gets
-    all parts, and nothing is sent twice.
+    bn: columns of a tile; split: parts of K, one for each block of a cluster; once: of an all_reduce, every
+    rank gets all parts, and sums are not sent.
     """
 
     bn: int = 64
@@ -65,7 +64,7 @@ class WordsConfig:
 
     @property
     def stages(self) -> int:
-        """As many blocks of K in flight as fit."""
+        """Blocks of K in flight: as many as fit."""
         return most_stages(self.bn, self.split)
 
     @property
@@ -74,7 +73,7 @@ class WordsConfig:
 
 
 def words_needs(m: int, n: int, itemsize: int, world: int, all_ranks: bool, config: WordsConfig) -> Need:
-    """What a call uses."""
+    """The memory that a call needs."""
     rows = m if config.once else cdiv(m, world) * (2 if all_ranks else 1)
     return Need(words=2 * world * rows * n * itemsize)
 
@@ -83,8 +82,9 @@ def words_constants(
     m: int, world: int, transposed: bool, dtype: torch.dtype, mean: bool, all_ranks: bool,
     config: WordsConfig, trace: bool,
 ) -> Constants:  # fmt: skip
-    """What the kernel is compiled with."""
+    """The macros that the kernel is compiled with."""
     return constants(
+        _Params,
         config,
         world,
         transposed,
@@ -100,7 +100,7 @@ def words_constants(
 
 
 def _rows(m: int) -> int:
-    """Of a block of x: atoms of the swizzle are 8."""
+    """Rows of a block of x: a multiple of 8, the rows of an atom of the swizzle."""
     return cdiv(m, 8) * 8
 
 
@@ -137,14 +137,12 @@ def _prepared(
     memory: PeerMemory, m: int, k: int, n: int, transposed: bool, dtype: torch.dtype, mean: bool,
     all_ranks: bool, config: WordsConfig, trace: bool,
 ) -> tuple[Kernel, _Params]:  # fmt: skip
-    """The kernel, and what does not change from call to call."""
+    """The kernel and the parameters that do not change from call to call."""
     compiled_with = words_constants(m, memory.world, transposed, dtype, mean, all_ranks, config, trace)
     found = kernel(SOURCE, "matmul_words", compiled_with, config.shared_bytes)
     params = _Params(
-        state=memory.state.data_ptr(), trace=memory.state.data_ptr(), half=memory.words.half(torch.uint8),
-        m=m, n=n, k=k, rank=memory.rank, height=m if config.once else cdiv(m, memory.world),
-        cols=cdiv(n, config.bn), programs=blocks(memory, config),
+        **of_call(memory, blocks(memory, config)), words=views(memory.words),
+        half=memory.words.half(torch.uint8), m=m, n=n, k=k,
+        height=m if config.once else cdiv(m, memory.world), cols=cdiv(n, config.bn),
     )  # fmt: skip
-    for r in range(memory.world):
-        params.words[r] = memory.words.views[r].data_ptr()
     return found, params

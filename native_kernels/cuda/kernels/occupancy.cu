@@ -1,2 +1,2 @@
-// Nothing, with the threads of gemm.cuh: how many clusters of it run at once is asked of the driver.
+// An empty kernel with as many threads as frame.cuh, for which the driver says how many clusters run at once.
 extern "C" __global__ void __launch_bounds__(384, 1) occupancy() {}

@@ -1,7 +1,7 @@
-"""Small arrays of words, such as addresses, from the host to the device, in the order of a stream.
+"""Copies small int64 arrays, such as tables of addresses, from the host to the device, in stream order.
 
-They travel as parameters of a kernel: nothing has to stay where it is until the device has read it, and a
-captured CUDA graph has them in it.
+The values are parameters of a kernel. So no host buffer has to live until the device has read it, and a
+captured CUDA graph contains the values.
 """
 
 import ctypes
@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from autofuse.lowering.torch_internals import current_raw_stream
-from autofuse.native_kernels.cuda.host.launcher import kernel
+from autofuse.native_kernels.cuda.host.launcher import kernel, macros
 
 MOST = 1022
-"""Words of one launch: 8 KiB with what goes before them."""
+"""Most values of one launch: parameters of 8 KiB in all."""
 
 
 class _Params(ctypes.Structure):
@@ -22,7 +22,7 @@ class _Params(ctypes.Structure):
 
 def put_words(to: Tensor, words: Sequence[int]) -> None:
     """Store `words` to the beginning of `to` (int64, on the current device), on the current stream."""
-    run = kernel("put_words.cu", "put_words", (("MOST", MOST),), 0)
+    run = kernel("put_words.cu", "put_words", macros(_Params, {"MOST": MOST}), 0)
     stream = current_raw_stream(run.device)
     for first in range(0, len(words), MOST):
         some = words[first : first + MOST]
