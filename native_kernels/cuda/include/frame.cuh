@@ -35,8 +35,8 @@
 //   - before_store(acc, tile):  maps an accumulator before it is rounded and stored (a bias, an activation),
 //   - before_output(sums, row, col): maps eight sums of ranks before they are rounded, in kernels that reduce.
 //
-// Rules that a kernel keeps: the loader and the storer never wait for what only the helpers of the same GPU would do; all
-// stores that a wait of a peer depends on are issued before this rank waits (docs/kernels.md, "Ordering").
+// All blocks run at once, so that a role may wait for other ranks and for other blocks. A role issues all stores that a wait of
+// a peer depends on before it waits itself (docs/kernels.md, "Ordering").
 #pragma once
 #include "comm.cuh"
 #include "gemm.cuh"
@@ -147,10 +147,10 @@ private:
     }
 };
 
-// A word of shared memory for each team.
-__device__ inline int* team_words() {
-    __shared__ int words[3];
-    return words;
+// Shared memory of the teams, an int each.
+__device__ inline int* team_numbers() {
+    __shared__ int numbers[3];
+    return numbers;
 }
 
 // The tickets that a team draws, in about their order: numbers that one team of all blocks has each.
@@ -173,18 +173,18 @@ struct Tickets {
           number(f.block) {
         // Team 0 of a block has the ticket of the block's number.
         if (!team.number) return;
-        if (team.leads()) team_words()[team.number] = fetch();
+        if (team.leads()) team_numbers()[team.number] = fetch();
         team.meet();
-        number = team_words()[team.number];
+        number = team_numbers()[team.number];
     }
     __device__ void draw() {
         team.meet();
         if (team.leads()) following = fetch();
     }
     __device__ void next() {
-        if (team.leads()) team_words()[team.number] = following;
+        if (team.leads()) team_numbers()[team.number] = following;
         team.meet();
-        number = team_words()[team.number];
+        number = team_numbers()[team.number];
     }
 
 private:
@@ -198,7 +198,7 @@ __device__ inline void end_by_teams(Kernel& k, Team<SIZE> team, int threads) {
         named_arrive(END_BARRIER, threads);
     } else {
         named_barrier(END_BARRIER, threads);
-        int* last = team_words();
+        int* last = team_numbers();
         if (team.leads()) *last = is_last(k.p.state, k.p.programs);
         team.meet();
         if (*last) {

@@ -217,18 +217,18 @@ __device__ inline void add_bias(float (&acc)[BN / 2], const char* bias, int firs
     for (int j = 0; j < BN / 8; ++j) {
         int col = first + j * 8 + threadIdx.x % 4 * 2;
         if (col >= n) continue;
-        uint32_t words = *reinterpret_cast<const uint32_t*>(bias + col * 2);
-        acc[4 * j] += low_of(words);
-        acc[4 * j + 1] += high_of(words);
-        acc[4 * j + 2] += low_of(words);
-        acc[4 * j + 3] += high_of(words);
+        uint32_t two = *reinterpret_cast<const uint32_t*>(bias + col * 2);
+        acc[4 * j] += low_of(two);
+        acc[4 * j + 1] += high_of(two);
+        acc[4 * j + 2] += low_of(two);
+        acc[4 * j + 3] += high_of(two);
     }
 }
 
-// Where word `word` (of 8 values) of row `row` lies in a staged tile: 64 columns after another, and swizzled as
-// TMA does, so that 8 rows lie in different banks.
-__device__ inline int staged_at(int row, int word) {
-    return (word / 8 * HIGH + row) * 128 + (word % 8 ^ row % 8) * 16;
+// Where piece `piece` of 8 values of row `row` lies in a staged tile: blocks of 64 columns one after another, with the swizzle
+// of TMA, so that 8 rows lie in different banks.
+__device__ inline int staged_at(int row, int piece) {
+    return (piece / 8 * HIGH + row) * 128 + (piece % 8 ^ row % 8) * 16;
 }
 
 // A warp rounds its 16 rows to 16 bits, in shared memory.

@@ -74,7 +74,7 @@ struct DroplessCombine : Frame<Params, TEAMS> {
         __syncwarp();
         each_tile(tiles, [&](int t) {
             Tile tile = tile_of(t);
-            int rows = experts.starts[tile.owner + 1] - tile.row, word = lane % WIDE, col = tile.col * BN + word * 8;
+            int rows = experts.starts[tile.owner + 1] - tile.row, piece = lane % WIDE, col = tile.col * BN + piece * 8;
             staged.wait();
             int* counted[ROWS / 32];
 #pragma unroll
@@ -95,14 +95,14 @@ struct DroplessCombine : Frame<Params, TEAMS> {
                     counted[c] = counters(owner) + STARTS + p.rank * p.slots + at / SLICE;
                 }
                 for (int i = 0; i < 32 && c * 32 + i < rows; i += 4 * AT_ONCE) {
-                    uint4 words[4];
+                    uint4 held[4];
 #pragma unroll
                     for (int j = 0; j < 4; ++j)
-                        words[j] = load_shared(s.staged + staged_at(c * 32 + i + j * AT_ONCE + lane / WIDE, word));
+                        held[j] = load_shared(s.staged + staged_at(c * 32 + i + j * AT_ONCE + lane / WIDE, piece));
 #pragma unroll
                     for (int j = 0; j < 4; ++j) {
                         int64_t there = __shfl_sync(~0u, to, i + j * AT_ONCE + lane / WIDE);
-                        if (there && col < p.n) store(reinterpret_cast<char*>(there) + col * 2, words[j]);
+                        if (there && col < p.n) store(reinterpret_cast<char*>(there) + col * 2, held[j]);
                     }
                 }
             }
@@ -163,12 +163,12 @@ struct DroplessCombine : Frame<Params, TEAMS> {
     // Also a rank that receives nothing hears from all others in each call.
     template <class Meet>
     __device__ void clear(int thread, int threads, Meet meet) const {
-        int* words = counters(p.rank);
+        int* own = counters(p.rank);
         int slices = most_slices();
-        if (thread < W && thread != p.rank) wait(words + thread, 1, WAIT_TELLING, thread, 0);
+        if (thread < W && thread != p.rank) wait(own + thread, 1, WAIT_TELLING, thread, 0);
         meet();
-        if (thread < STARTS) words[thread] = 0;
-        for (int i = thread; i < W * slices; i += threads) words[STARTS + i / slices * p.slots + i % slices] = 0;
+        if (thread < STARTS) own[thread] = 0;
+        for (int i = thread; i < W * slices; i += threads) own[STARTS + i / slices * p.slots + i % slices] = 0;
     }
 };
 

@@ -21,7 +21,7 @@ struct Params {
     int64_t* state;
     int64_t* trace;
     int64_t half;                       // bytes
-    int64_t places_half, signals_half;  // words
+    int64_t places_half, signals_half;  // counters
     int sent[9], received[9];           // where parts begin in `parts`, and among the rows that arrive
     int rows, n, k, rank, site, slot, cols, programs;  // cols: of tiles, of all weights
 };
@@ -134,17 +134,17 @@ struct DroplessDispatch : Frame<Params, SENDERS> {
             Tile tile = tile_of(t);
             int left = experts.starts[tile.owner + 1] - tile.row, rows = left < ROWS ? left : ROWS;
             Column at = column_at(tile.col, p.cols, WEIGHTS);
-            int word = lane % WIDE, col = at.col * BN + word * 8;
+            int piece = lane % WIDE, col = at.col * BN + piece * 8;
             char* to = p.out[at.weight] + (static_cast<int64_t>(tile.row) * p.n + col) * 2;
             staged.wait();
             for (int row = lane / WIDE; row < rows && col < p.n; row += 4 * AT_ONCE) {
-                uint4 words[4];
+                uint4 held[4];
 #pragma unroll
                 for (int j = 0; j < 4; ++j)
-                    if (row + j * AT_ONCE < rows) words[j] = load_shared(s.staged + staged_at(row + j * AT_ONCE, word));
+                    if (row + j * AT_ONCE < rows) held[j] = load_shared(s.staged + staged_at(row + j * AT_ONCE, piece));
 #pragma unroll
                 for (int j = 0; j < 4; ++j)
-                    if (row + j * AT_ONCE < rows) store(to + static_cast<int64_t>(row + j * AT_ONCE) * p.n * 2, words[j]);
+                    if (row + j * AT_ONCE < rows) store(to + static_cast<int64_t>(row + j * AT_ONCE) * p.n * 2, held[j]);
             }
             __syncwarp();
             if (lane == 0) staged.free();
@@ -154,14 +154,14 @@ struct DroplessDispatch : Frame<Params, SENDERS> {
     // Every rank hears of all others and of all its rows in each call.
     template <class Meet>
     __device__ void clear(int thread, int threads, Meet meet) const {
-        int* words = counters(p.rank);
+        int* own = counters(p.rank);
         for (int i = thread; i < STARTS + (p.rows + BLOCK - 1) / BLOCK; i += threads) {
             int b = i - STARTS;
             if (b >= 0)
-                wait(words + i, rows_of_block(b), WAIT_DISPATCHING, p.rank, b);
+                wait(own + i, rows_of_block(b), WAIT_DISPATCHING, p.rank, b);
             else if (i < W)
-                wait(words + i, p.programs, WAIT_TELLING, i, 0);
-            words[i] = 0;
+                wait(own + i, p.programs, WAIT_TELLING, i, 0);
+            own[i] = 0;
         }
         meet();
     }

@@ -114,10 +114,10 @@ struct ExpertCombine : Frame<Params, TEAMS> {
             if (team.leads()) trace.stamp(EVENT_WAITED, source, number);
             // A thread copies one piece of 16 bytes of every STEP-th row.
             constexpr int STEP = SIZE / WIDE;
-            int word = team.thread % WIDE, col = tile.col * BN + word * 8;
+            int piece = team.thread % WIDE, col = tile.col * BN + piece * 8;
             if (col >= p.n) is_part = false;
             int start = SPANNING ? 0 : run_at(p.runs, rows.expert, rows.first, W).at;
-            const char* from = p.inbox[p.rank] + inbox_at(source, tile.col * BOXES + word / 8, start);
+            const char* from = p.inbox[p.rank] + inbox_at(source, tile.col * BOXES + piece / 8, start);
             char* to = p.out + ((static_cast<int64_t>(source) * p.part_rows + start) * p.n + col) * 2;
             // Row `row` of the tile, counted from `start`; false if it is none of ours.
             auto place = [&](int row, int64_t& at) {
@@ -129,16 +129,16 @@ struct ExpertCombine : Frame<Params, TEAMS> {
                 return run.owner == p.rank;
             };
             for (int row = low + team.thread / WIDE; is_part && row < high; row += AHEAD * STEP) {
-                uint4 words[AHEAD];
+                uint4 held[AHEAD];
                 int64_t at;
 #pragma unroll
                 for (int a = 0; a < AHEAD; ++a) {
                     int r = row + a * STEP;
-                    if (place(r, at)) words[a] = load_l2(from + at * 128 + (word % 8 ^ r % 8) * 16);
+                    if (place(r, at)) held[a] = load_l2(from + at * 128 + (piece % 8 ^ r % 8) * 16);
                 }
 #pragma unroll
                 for (int a = 0; a < AHEAD; ++a)
-                    if (place(row + a * STEP, at)) store(to + at * p.n * 2, words[a]);
+                    if (place(row + a * STEP, at)) store(to + at * p.n * 2, held[a]);
             }
             if (team.leads()) trace.stamp(EVENT_COPIED, source, number);
         }

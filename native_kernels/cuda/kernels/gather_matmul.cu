@@ -103,20 +103,20 @@ struct GatherMatmul : Frame<Params, SENDERS, !ENGINES> {
             int width = (p.k - start < p.k_slice ? p.k - start : p.k_slice) / 8;
             int count = (last - first) * width, step = p.programs * HELPERS;
             for (int i = block * HELPERS + team.thread; i < count; i += AHEAD * step) {
-                uint4 words[AHEAD];
+                uint4 held[AHEAD];
                 auto at = [&](int a) {
                     int j = i + a * step;
                     return static_cast<int64_t>(first + j / width) * pitch + (start + j % width * 8) * 2;
                 };
 #pragma unroll
                 for (int a = 0; a < AHEAD; ++a)
-                    if (i + a * step < count) words[a] = load_l2(p.part + at(a));
+                    if (i + a * step < count) held[a] = load_l2(p.part + at(a));
 #pragma unroll
                 for (int a = 0; a < AHEAD; ++a) {
                     if (i + a * step >= count) break;
                     int64_t to = there + at(a);
 #pragma unroll
-                    for (int r = FIRST; r < W; ++r) store(p.memory[(p.rank + r) % W] + to, words[a]);
+                    for (int r = FIRST; r < W; ++r) store(p.memory[(p.rank + r) % W] + to, held[a]);
                 }
             }
             team.meet();

@@ -16,7 +16,7 @@ struct Params {
     TensorMap x, w;
     char* out;
     char* inbox[8];     // of every rank
-    char* words[8];
+    char* words[8];     // flag-in-payload
     int* signals[8];
     int64_t* state;
     int64_t* trace;
@@ -155,13 +155,13 @@ struct MatmulReduce : Frame<Params, TEAMS> {
                     if (!there.to && !UPDATE) continue;
                     char* from = inbox + static_cast<int64_t>(tile) * TILE_BYTES +
                                  staged_at(i % PARTS * PART + j / WIDE, j % WIDE);
-                    uint4 words[ARRIVING];
+                    uint4 terms[ARRIVING];
 #pragma unroll
                     for (int r = 0; r < ARRIVING; ++r)
-                        words[r] = load_l2(from + static_cast<int64_t>(r) * tiles * TILE_BYTES);
+                        terms[r] = load_l2(from + static_cast<int64_t>(r) * tiles * TILE_BYTES);
                     if (UPDATE) store(from, {});
                     if (UPDATE && !there.to) continue;
-                    uint4 value = sum(words, [&](float (&sums)[8]) { before_output(sums, there.row, there.col); });
+                    uint4 value = sum(terms, [&](float (&totals)[8]) { before_output(totals, there.row, there.col); });
                     if (ALL) {
                         value = sendable(value);
                         for (int r = 1; r < W; ++r) put(p.words[(p.rank + r) % W] + sums(p.rank) + j * 16, value);
