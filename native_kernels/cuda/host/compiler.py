@@ -60,9 +60,7 @@ def _compiled(source: str, constants: Constants, arch: str, folder: Path) -> byt
     return found
 
 
-def compile_both(
-    source: str, constants: Mapping[str, int | str], arch: str = "sm_90a"
-) -> tuple[str, bytes]:
+def compile_both(source: str, constants: Mapping[str, int | str], arch: str = "sm_90a") -> tuple[str, bytes]:
     """PTX as text, and machine code, from one compilation; for tests, which read the PTX."""
     if problem := why_not():
         raise RuntimeError(problem)

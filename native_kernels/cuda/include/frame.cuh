@@ -107,7 +107,7 @@ struct Frame {
     const Params& p;
     Shared s;
     int block, group;  // of the grid; the warpgroup of this thread
-    Call call;
+    int epoch;
     int64_t parity;  // the half of the memory that this call uses; without HALVES 0
     Trace trace;
 
@@ -116,8 +116,8 @@ struct Frame {
           s(shared_memory()),
           block(blockIdx.x),
           group(threadIdx.x / GROUP_THREADS),
-          call{p.state, p.site, epoch_of(p.state)},
-          parity(HALVES ? call.epoch % 2 : 0),
+          epoch(epoch_of(p.state)),
+          parity(HALVES ? epoch % 2 : 0),
           trace{p.trace + (group * p.programs + block) * 2 * EVENTS} {
         // A row of a trace for each warpgroup; that of the first one is the loader's, or of TEAMS team 0's.
         if (threadIdx.x % GROUP_THREADS == (group || KIND == SENDERS ? 0 : HELPER)) trace.stamp(EVENT_BEGUN, p.rank, 0);
@@ -134,8 +134,10 @@ struct Frame {
     }
 
     __device__ void wait(const int* counter, int target, int what, int source, int index) const {
-        ::wait(call, counter, target, what, source, index);
+        ::wait(call(), counter, target, what, source, index);
     }
+
+    __device__ Call call() const { return {p.state, p.site, epoch}; }
 
     __device__ void before_store(float (&)[BN / 2], const Tile&) const {}
     __device__ void before_output(float (&)[8], int, int) const {}
@@ -155,23 +157,18 @@ __device__ inline int* team_numbers() {
 
 // The tickets that a team draws, in about their order: numbers that one team of all blocks has each.
 //
-//     for (Tickets<SIZE> ticket(*this, team); ticket.number < tickets; ticket.next()) {
+//     for (Tickets ticket(p, team); ticket.number < tickets; ticket.next()) {
 //         if (team.leads()) wait(..);
 //         ticket.draw();  // barrier of the team; the next number is on its way from here on
 //         ..
 //     }
-template <int SIZE>
+template <int SIZE, class Params>
 struct Tickets {
-    unsigned long long* drawn;
+    const Params& p;
     Team<SIZE> team;
-    int programs, number, following = 0;
-    template <class Frame>
-    __device__ Tickets(const Frame& f, Team<SIZE> team)
-        : drawn(reinterpret_cast<unsigned long long*>(f.p.state + STATE_TICKETS)),
-          team(team),
-          programs(f.p.programs),
-          number(f.block) {
-        // Team 0 of a block has the ticket of the block's number.
+    int number, following = 0;
+    // Team 0 of a block has the ticket of the block's number.
+    __device__ Tickets(const Params& p, Team<SIZE> team) : p(p), team(team), number(blockIdx.x) {
         if (!team.number) return;
         if (team.leads()) team_numbers()[team.number] = fetch();
         team.meet();
@@ -188,7 +185,9 @@ struct Tickets {
     }
 
 private:
-    __device__ int fetch() const { return programs + atomicAdd(drawn, 1ull); }
+    __device__ int fetch() const {
+        return p.programs + atomicAdd(reinterpret_cast<unsigned long long*>(p.state + STATE_TICKETS), 1ull);
+    }
 };
 
 // Teams end a call: team 0 waits for the others of the block (`threads` in all); in the last program it clears.
@@ -203,7 +202,7 @@ __device__ inline void end_by_teams(Kernel& k, Team<SIZE> team, int threads) {
         team.meet();
         if (*last) {
             k.clear(team.thread, SIZE, [&] { team.meet(); });
-            if (team.leads()) finish(k.call);
+            if (team.leads()) finish(k.call());
         }
     }
     if (team.leads()) k.trace.stamp(EVENT_ENDED, k.p.rank, 0);
@@ -218,7 +217,7 @@ __device__ inline void end_by_block(Kernel& k) {
     __syncthreads();
     if (last) {
         k.clear(threadIdx.x, THREADS, [] { __syncthreads(); });
-        if (threadIdx.x == 0) finish(k.call);
+        if (threadIdx.x == 0) finish(k.call());
     }
 }
 

@@ -124,7 +124,7 @@ struct DroplessCombine : Frame<Params, TEAMS> {
             int source = (p.rank + r) % W;
             wait(counters(p.rank) + source, 1, WAIT_TELLING, source, 0);
         }
-        for (Tickets<SIZE> ticket(*this, team); ticket.number < tickets; ticket.next()) {
+        for (Tickets ticket(p, team); ticket.number < tickets; ticket.next()) {
             // All ranks go from expert to expert, and so do rows of parts as they are mostly sorted.
             int source = (p.rank + W - 1 - ticket.number / PIECES % (W - 1)) % W, slice = ticket.number / PIECES / (W - 1);
             int first = p.received[source] + slice * SLICE, left = p.received[source + 1] - first;

@@ -101,7 +101,7 @@ struct ExpertCombine : Frame<Params, TEAMS> {
     __device__ void exchange(Team<SIZE> team) {
         constexpr int AHEAD = 8, PARTS = ROWS / PART;
         int wide = (p.cols + ALONG - 1) / ALONG * ALONG, tickets = SOURCES * p.rows * wide * PARTS;
-        for (Tickets<SIZE> ticket(*this, team); ticket.number < tickets; ticket.next()) {
+        for (Tickets ticket(p, team); ticket.number < tickets; ticket.next()) {
             Tile tile = arriving_tile_at(ticket.number / PARTS, p.rank, W, SOURCES, p.rows, p.cols, p.visit, ALONG,
                                          ORDER, p.runs.group);
             int source = tile.owner, number = (source * p.rows + tile.row) * p.cols + tile.col;

@@ -123,7 +123,7 @@ struct ExpertDispatch : Frame<Params, SENDERS, !ENGINES> {
     __device__ void clear(int thread, int threads, Meet meet) const {
         for (int i = thread; i < W * p.slices; i += threads) arrived(p.rank)[i] = 0;
         meet();
-        if (ENGINES && thread < W) give_credit(call, p.signals, p.credit, p.rank, !p.keep, thread);
+        if (ENGINES && thread < W) give_credit(call(), p.signals, p.credit, p.rank, !p.keep, thread);
     }
 };
 

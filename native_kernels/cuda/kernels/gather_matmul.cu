@@ -130,7 +130,7 @@ struct GatherMatmul : Frame<Params, SENDERS, !ENGINES> {
     __device__ void clear(int thread, int threads, Meet meet) const {
         for (int i = thread; i < W * p.slices * p.k_slices; i += threads) arrived(p.rank)[i] = 0;
         meet();
-        if (ENGINES && thread < W) give_credit(call, p.signals, p.credit, p.rank, p.gives_credit, thread);
+        if (ENGINES && thread < W) give_credit(call(), p.signals, p.credit, p.rank, p.gives_credit, thread);
     }
 };
 

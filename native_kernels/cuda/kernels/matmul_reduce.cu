@@ -114,7 +114,7 @@ struct MatmulReduce : Frame<Params, TEAMS> {
         char* inbox = p.inbox[p.rank] + parity * p.inbox_half;
         bool mixed = p.lag < parts;
         int tickets = (mixed ? parts + p.lag : parts) * KINDS;
-        for (Tickets<SIZE> ticket(*this, team); ticket.number < tickets; ticket.next()) {
+        for (Tickets ticket(p, team); ticket.number < tickets; ticket.next()) {
             // Number i of our own parts, or number i - lag of all peers'; of few parts, all of our own come first.
             bool copying = ALL && (mixed ? ticket.number % 2 : ticket.number >= parts);
             int i = mixed ? ticket.number / KINDS - (copying ? p.lag : 0) : ticket.number - (copying ? parts : 0);
@@ -178,7 +178,7 @@ struct MatmulReduce : Frame<Params, TEAMS> {
                     auto wanted = [&](int r) { return to[r] != nullptr; };
                     auto source = [&](int r) { return (p.rank + r) % W; };
                     auto from = [&](int r) { return p.words[p.rank] + sums(source(r)) + j * 16; };
-                    take_all(words, wanted, from, call, WAIT_COPYING, source, part);
+                    take_all(words, wanted, from, call(), WAIT_COPYING, source, part);
 #pragma unroll
                     for (int r = 1; r < W; ++r)
                         if (to[r]) store(to[r], flip(words[r]));
@@ -194,7 +194,7 @@ struct MatmulReduce : Frame<Params, TEAMS> {
         if (!ENGINES) return;
         for (int i = thread; i < W * p.slices; i += threads) p.copied[p.rank][i] = 0;
         meet();
-        if (thread < W) give_credit(call, p.copied, p.credit, p.rank, true, thread);
+        if (thread < W) give_credit(call(), p.copied, p.credit, p.rank, true, thread);
         if (given_up(p.state))
             for (int i = thread; i < W * p.slices; i += threads) p.stored[W * p.slices + i] = 1;
     }
