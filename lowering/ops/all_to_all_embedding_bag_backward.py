@@ -122,7 +122,7 @@ def _cpu(args: AllToAllEmbeddingBagBackward) -> Any:
 
 
 def _cuda(args: AllToAllEmbeddingBagBackward) -> Any:
-    from autofuse.lowering.gpu.embedding.backward import run_embedding_backward
+    from autofuse.lowering.gpu.embedding.call import run_embedding_backward
 
     return run_embedding_backward(args)
 

@@ -123,7 +123,7 @@ def _cpu(args: AllToAllEmbeddingBagUpdate) -> Any:
 
 
 def _cuda(args: AllToAllEmbeddingBagUpdate) -> Any:
-    from autofuse.lowering.gpu.embedding.update import run_embedding_update
+    from autofuse.lowering.gpu.embedding.call import run_embedding_update
 
     return run_embedding_update(args)
 

@@ -225,7 +225,7 @@ def compute(
 
 @dataclass(frozen=True)
 class ReduceConfig:
-    """The configuration of `matmul_reduce`; `lowering/gpu/dense/ways.py` has the measured ones.
+    """The configuration of `matmul_reduce`; `lowering/gpu/dense/reductions.py` has the measured ones.
 
     bm, bn, bk: sizes of a tile; communicating: programs that multiply nothing; visit: tiles for one owner
     before those for the next (0: a share of the programs); bt: rows of a ticket; br: rows that are reduced at

@@ -161,10 +161,10 @@ class Ways:
 
 
 def test_ways_are_found_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    fused = Fused("experts", COMBINE, [(torch.zeros(1),), (torch.ones(1),)])
-    elsewhere = replace(fused, room="no_such_room")
-    assert (elsewhere.names(unfused=True), elsewhere.chosen()) == ([], "kernel")
-    monkeypatch.setattr(named_ways, "ways_of", lambda room: Ways)
+    fused = Fused(COMBINE, [(torch.zeros(1),), (torch.ones(1),)])
+    monkeypatch.setattr(named_ways, "ways", lambda: None)
+    assert (fused.names(unfused=True), fused.chosen()) == ([], "kernel")
+    monkeypatch.setattr(named_ways, "ways", lambda: Ways)
     assert fused.names() == ["rows", "bags"]
     assert [float(fused.call("rows")(i)) for i in range(3)] == [4, 5, 4]
     assert replace(fused, whole=True).call("bags")(1) == [torch.tensor([5.0]), torch.tensor([1.0])]
@@ -174,7 +174,8 @@ def test_ways_are_found_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_op_with_a_kernel_but_without_ways(monkeypatch: pytest.MonkeyPatch) -> None:
     with_kernel = replace(FUSED_OPS[COMBINE], cuda=lambda *arguments: NotImplemented)
     monkeypatch.setitem(named_ways.FUSED_OPS, COMBINE, with_kernel)
-    assert Fused("no_such_room", COMBINE, [()]).chosen() == "kernel"
+    monkeypatch.setattr(named_ways, "ways", lambda: None)
+    assert Fused(COMBINE, [()]).chosen() == "kernel"
 
 
 def test_tuning_settles_what_auto_takes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,14 +187,14 @@ def test_tuning_settles_what_auto_takes(monkeypatch: pytest.MonkeyPatch) -> None
         steps.append([f"{kind} {name}" for kind, name in variants])
         return {key: took.get(key[1], Timing(5.0)) for key in variants}
 
-    monkeypatch.setattr(named_ways, "ways_of", lambda room: Ways)
+    monkeypatch.setattr(named_ways, "ways", lambda: Ways)
     monkeypatch.setattr(Ways, "kept", {})
     monkeypatch.setattr(gpu_run, "time_all", time_all)
     monkeypatch.setattr(gpu_run, "together", lambda what: what())
     nothing = Variant(lambda i: None, lambda result: 0.0)
     work = Work(
         {"compute": {}, "parts": {}, "peers": {"nccl": nothing}, "ours": {"auto": nothing}},
-        Fused("experts", COMBINE, [(torch.zeros(1),)]),
+        Fused(COMBINE, [(torch.zeros(1),)]),
     )
     cell = Cell(COMBINE, "deepseek-v3", 128, 4, "even")
     row = measure(cell, work, RATES, Options("experts", (), tune=True))

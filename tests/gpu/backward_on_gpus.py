@@ -25,9 +25,9 @@ def backward_problem(case: Case):  # type: ignore[no-untyped-def]
 
 
 def ways_of(case: Case) -> list[str]:
-    from autofuse.lowering.gpu.embedding.ways import exchange_ways
+    from autofuse.lowering.gpu.choice.kernel import ways_of
 
-    return list(exchange_ways(backward_problem(case)))
+    return list(ways_of(backward_problem(case)))
 
 
 def kernels_of(case: Case) -> list[str]:
@@ -59,14 +59,28 @@ def wanted(case: Case, rank: int) -> tuple[list[Tensor], int]:
 def call(
     way: str, case: Case, inputs: Inputs, grad: Tensor, group: str = "", keep: bool = False
 ) -> list[Tensor]:
+
+    from autofuse.lowering.gpu.choice.kernel import ways_of
     from autofuse.lowering.gpu.embedding.call import tables_of
-    from autofuse.lowering.gpu.embedding.measure import run_backward
+    from autofuse.lowering.gpu.embedding.run import exchange_backward
     from autofuse.lowering.gpu.memory.workspace import workspace_for
+    from autofuse.lowering.ops.all_to_all_embedding_bag_backward import reference
 
     device = torch.device("cuda", torch.cuda.current_device())
     workspace = workspace_for(group or dist.group.WORLD.group_name, device)
-    tables = tables_of(*inputs, *case.options)
-    return run_backward(workspace, way, backward_problem(case), tables, grad, keep)
+    problem, tables = backward_problem(case), tables_of(*inputs, *case.options)
+    found = ways_of(problem)[way]
+    if found.fused:
+        gradients = replace(tables, weights=[torch.empty_like(w) for w in tables.weights])
+        results = exchange_backward(workspace, found, problem, gradients, grad, keep, "test")
+        if results is not None:
+            return results
+    sizes, dtype = [w.shape[0] for w in tables.weights], tables.weights[0].dtype
+    return reference(
+        grad, *map(list, (tables.indices, tables.offsets, tables.samples)), sizes, tables.dims, tables.mode,
+        tables.last, tables.padding, dtype, [False] * len(sizes), list(problem.columns), problem.layout, keep,
+        workspace.group_name, "direct", "test",
+    )  # fmt: skip
 
 
 def check(got: list[Tensor], case: Case, reference: tuple[list[Tensor], int]) -> str:
@@ -171,7 +185,8 @@ def bad_index(rank: int, world: int, case: Case) -> str:
 
 def add_fused_points(case: Case) -> None:
     """From now on the group runs calls like those of the case in kernels of ours, both ways."""
-    from autofuse.lowering.gpu.choice.choose import Point, add_points
+    from autofuse.lowering.gpu.choice.choose import add_points
+    from autofuse.lowering.gpu.choice.points import Point
     from autofuse.lowering.gpu.memory.workspace import workspace_for
 
     device = torch.device("cuda", torch.cuda.current_device())

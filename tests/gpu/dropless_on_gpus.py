@@ -127,11 +127,17 @@ class Ragged:
 
 
 def ways() -> list[str]:
-    from autofuse.lowering.gpu.experts.ways import COMBINE, DROPLESS, DroplessProblem, dropless_ways
+    from autofuse.lowering.gpu.choice.kernel import fused_ways
+    from autofuse.lowering.gpu.experts.ways import COMBINE, DROPLESS, DroplessProblem
 
     world = dist.get_world_size()
-    found = dropless_ways(DroplessProblem(COMBINE + DROPLESS, 5, 264, 520, world, torch.bfloat16))
-    return [way for way, config in found.items() if config is not None]
+    return fused_ways(DroplessProblem(COMBINE + DROPLESS, 5, 264, 520, world, torch.bfloat16))
+
+
+def rows_of(given: Given):  # type: ignore[no-untyped-def]
+    from autofuse.lowering.gpu.experts.kernels import Rows
+
+    return Rows(given["offsets"], given["positions"], given["received"], given["sent"])
 
 
 def call(way: str, given: Given, group: str = "") -> Tensor:
@@ -140,13 +146,16 @@ def call(way: str, given: Given, group: str = "") -> Tensor:
 
 def add_up(way: str, terms: Sequence[Given], group: str = "") -> Tensor:
     """The combine of a sum of products, whose rows go where those of the first go."""
+    from autofuse.lowering.gpu.choice.kernel import ways_of
     from autofuse.lowering.gpu.experts.dropless import dropless_combine, dropless_problem_of
     from autofuse.lowering.gpu.experts.fixed import of_sum
 
     x, w = ([given[name] for given in terms] for name in ("x", "w"))
     problem = dropless_problem_of("expert_matmul_all_to_all", x[0], w[0], workspace(group))
-    given = terms[0] | {"x": x, "w": w}
-    out = dropless_combine(workspace(group), way, of_sum(problem, x, w), **given, site="test")
+    problem = of_sum(problem, x, w)
+    bias, rows = terms[0]["bias"], rows_of(terms[0])
+    found = ways_of(problem)[way]
+    out = dropless_combine(workspace(group), found, problem, x, w, bias, rows, site="test")
     assert out is not None
     return out
 
@@ -155,13 +164,14 @@ def dispatch(
     way: str, given: Given, more: Sequence[Given] = (), weights: int = 1, keep: bool = False, group: str = ""
 ) -> list[Tensor]:
     """Also with weights and biases of `more`; the kernel multiplies so many, the others come afterwards."""
+    from autofuse.lowering.gpu.choice.kernel import ways_of
     from autofuse.lowering.gpu.experts.dropless import dropless_dispatch, dropless_problem_of
 
     x, op = given["x"], "all_to_all_expert_matmul"
     problem = dropless_problem_of(op, x, given["w"], workspace(group), weights)
-    rest = {name: value for name, value in given.items() if name not in ("x", "w", "bias")}
     w, bias = ([of[name] for of in (given, *more)] for name in ("w", "bias"))
-    out = dropless_dispatch(workspace(group), way, problem, x, w, bias, **rest, keep=keep, site="test")
+    found = ways_of(problem)[way]
+    out = dropless_dispatch(workspace(group), found, problem, x, w, bias, rows_of(given), keep, "test")
     assert out is not None
     return out
 
@@ -203,8 +213,9 @@ def sums(rank: int, world: int, case: Ragged) -> dict[str, str]:
             with nan_in_empty():
                 found[way] = _wrong(add_up(way, terms), wanted)
     if case.dtype is torch.bfloat16:
-        given = terms[0] | {name: [term[name] for term in terms] for name in ("x", "w")}
-        found["unfused"] = _wrong(combine_unfused(**given, group_name=dist.group.WORLD.group_name), wanted)
+        x, w = ([term[name] for term in terms] for name in ("x", "w"))
+        bias, rows = terms[0]["bias"], rows_of(terms[0])
+        found["unfused"] = _wrong(combine_unfused(x, w, bias, rows, dist.group.WORLD.group_name), wanted)
     return found
 
 

@@ -24,13 +24,24 @@ def on_device(case: Case, rank: int) -> tuple[list[Tensor], ...]:
 
 
 def call(way: str, case: Case, inputs: tuple[list[Tensor], ...], group: str = "") -> Tensor:
+    from autofuse.lowering.gpu.choice.kernel import ways_of
     from autofuse.lowering.gpu.embedding.call import tables_of
-    from autofuse.lowering.gpu.embedding.measure import run
+    from autofuse.lowering.gpu.embedding.run import exchange
     from autofuse.lowering.gpu.memory.workspace import workspace_for
+    from autofuse.lowering.ops.embedding_bag_all_to_all import reference
 
     device = torch.device("cuda", torch.cuda.current_device())
     workspace = workspace_for(group or dist.group.WORLD.group_name, device)
-    return run(workspace, way, problem_of(case), tables_of(*inputs, *case.options))
+    problem, tables = problem_of(case), tables_of(*inputs, *case.options)
+    found = ways_of(problem)[way]
+    if found.fused:
+        out = exchange(workspace, found, problem, tables, "test")
+        if out is not None:
+            return out
+    return reference(
+        *map(list, (tables.weights, tables.indices, tables.offsets, tables.samples)), *case.options,
+        problem.dtype, list(problem.columns), problem.layout, workspace.group_name, "direct", "test",
+    )  # fmt: skip
 
 
 def problem_of(case: Case):  # type: ignore[no-untyped-def]
@@ -41,9 +52,9 @@ def problem_of(case: Case):  # type: ignore[no-untyped-def]
 
 
 def ways_of(case: Case) -> list[str]:
-    from autofuse.lowering.gpu.embedding.ways import exchange_ways
+    from autofuse.lowering.gpu.choice.kernel import ways_of
 
-    return list(exchange_ways(problem_of(case)))
+    return list(ways_of(problem_of(case)))
 
 
 def kernels_of(case: Case) -> list[str]:
@@ -144,7 +155,8 @@ def bad_index(rank: int, world: int, case: Case) -> str:
 
 def op(rank: int, world: int, case: Case) -> str:
     """`torch.ops.autofuse`, with a table of ways that says to fuse."""
-    from autofuse.lowering.gpu.choice.choose import Point, add_points
+    from autofuse.lowering.gpu.choice.choose import add_points
+    from autofuse.lowering.gpu.choice.points import Point
     from autofuse.lowering.gpu.memory.workspace import workspace_for
 
     device = torch.device("cuda", torch.cuda.current_device())

@@ -96,24 +96,25 @@ def problem_of(case: Case, x: Tensor, w: list[Tensor]):  # type: ignore[no-untyp
 
 
 def fused_ways(case: Case, rank: int, world: int) -> list[str]:
-    from autofuse.lowering.gpu.experts.ways import expert_ways
+    from autofuse.lowering.gpu.choice.kernel import fused_ways
 
-    problem = problem_of(case, case.x(rank, world), case.w(rank))
-    return [way for way, config in expert_ways(problem).items() if config is not None]
+    return fused_ways(problem_of(case, case.x(rank, world), case.w(rank)))
 
 
 def call(
     way: str, case: Case, x: Tensor, w: list[Tensor], bias: list[Tensor | None], order: str = "direct"
 ) -> Tensor:
     """What `wanted` says."""
+    from autofuse.lowering.gpu.choice.kernel import ways_of
     from autofuse.lowering.gpu.experts.fixed import combine, dispatch
 
     problem = problem_of(case, x, w)
+    found = ways_of(problem)[way]
     if case.op == COMBINE:
-        out = combine(workspace(), way, problem, [x], w, bias[0], order, "test")
+        out = combine(workspace(), found, problem, [x], w, bias[0], order, "test")
         assert out is not None
         return out
-    outputs = dispatch(workspace(), way, problem, x, w, bias, False, "test")
+    outputs = dispatch(workspace(), found, problem, x, w, bias, False, "test")
     assert outputs is not None
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
 
@@ -161,22 +162,22 @@ def all_ways(rank: int, world: int, case: Case) -> dict[str, str]:
 
 def sums(rank: int, world: int, case: Case) -> dict[str, str]:
     """A sum of two products, each of its own K, in all ways."""
+    from autofuse.lowering.gpu.choice.kernel import ways_of
     from autofuse.lowering.gpu.experts.fixed import combine, of_sum
-    from autofuse.lowering.gpu.experts.ways import expert_ways
 
     cases = [case, replace(case, k=case.k + 72, biased=False)]
     x, w = [c.x(rank, world) for c in cases], [c.w(rank)[0] for c in cases]
     bias, wanted = case.bias(rank)[0], cases[0].wanted(rank, world) + cases[1].wanted(rank, world)
     problem, found = of_sum(problem_of(case, x[0], w[:1]), x, w), {}
-    for way, config in expert_ways(problem).items():
-        if config is None:
+    for name, way in ways_of(problem).items():
+        if not way.fused:
             continue
-        with about(way), nan_in_empty():
+        with about(name), nan_in_empty():
             for _ in range(3):
                 out = combine(workspace(), way, problem, x, w, bias, "direct", "test")
                 assert out is not None
-                found[way] = wrong(out, wanted)
-                if found[way]:
+                found[name] = wrong(out, wanted)
+                if found[name]:
                     break
     return found
 
@@ -192,6 +193,7 @@ def orders(rank: int, world: int, case: Case) -> dict[str, str]:
 
 def weights_afterwards(rank: int, world: int, case: Case) -> dict[str, str]:
     """The kernel multiplies one weight, or two; another one is multiplied by X, which is returned, too."""
+    from autofuse.lowering.gpu.choice.kernel import ways_of
     from autofuse.lowering.gpu.experts.fixed import dispatch
 
     case = replace(case, weights=2, biased=False)
@@ -201,7 +203,7 @@ def weights_afterwards(rank: int, world: int, case: Case) -> dict[str, str]:
     for way, weights in product(fused_ways(case, rank, world), (1, 2)):
         problem = problem_of(replace(case, weights=weights), x, w)
         for _ in range(3):
-            outputs = dispatch(workspace(), way, problem, x, w, [None] * 3, True, "test")
+            outputs = dispatch(workspace(), ways_of(problem)[way], problem, x, w, [None] * 3, True, "test")
             assert outputs is not None
             *products, kept = outputs
             problems = [wrong(p, exchanged.double() @ wi.double()) for p, wi in zip(products, w, strict=True)]
@@ -265,14 +267,15 @@ def replayed(rank: int, world: int, cases: list[Case], replays: int) -> str:
 
 def trained(rank: int, world: int, case: Case) -> str:
     """Gradients through the op, and through the op that its backward calls, both fused."""
-    from autofuse.lowering.gpu.choice.choose import Point, add_points
-    from autofuse.lowering.gpu.experts.ways import ExpertProblem, expert_ways
+    from autofuse.lowering.gpu.choice.choose import add_points
+    from autofuse.lowering.gpu.choice.kernel import fused_ways
+    from autofuse.lowering.gpu.choice.points import Point
+    from autofuse.lowering.gpu.experts.ways import ExpertProblem
 
     rows = case.outer * world * case.run
     for op, k, n in ((COMBINE, case.k, case.n), (DISPATCH, case.n, case.k)):
         problem = ExpertProblem(op, case.experts, rows, k, n, world, case.dtype)
-        fused = [way for way, config in expert_ways(problem).items() if config is not None]
-        add_points(workspace(), (Point.of(problem, {fused[0]: 1.0}),))
+        add_points(workspace(), (Point.of(problem, {fused_ways(problem)[0]: 1.0}),))
     x, w = case.x(rank, world).requires_grad_(), case.w(rank)[0].requires_grad_()
     (y,) = torch.ops.autofuse.expert_matmul_all_to_all(
         [x], [w], [], [], "mm", 0, None, None, [], [], 1, case.outer, False,
@@ -294,7 +297,8 @@ def trained(rank: int, world: int, case: Case) -> str:
 
 def trained_dispatch(rank: int, world: int, case: Case) -> str:
     """Gradients through a dispatch of gate and up, for which X is kept."""
-    from autofuse.lowering.gpu.choice.choose import Point, add_points
+    from autofuse.lowering.gpu.choice.choose import add_points
+    from autofuse.lowering.gpu.choice.points import Point
 
     x, w = case.x(rank, world).requires_grad_(), [wi.requires_grad_() for wi in case.w(rank)]
     problem = problem_of(case, x, w)

@@ -15,13 +15,14 @@ TOLERANCE = 0.03
 
 def _prefer_kernels(world: int) -> None:
     """As if they had been measured to be fastest, of all products of a layer, forward and backward."""
-    from autofuse.lowering.gpu.choice.choose import Point, add_points
-    from autofuse.lowering.gpu.experts.ways import ExpertProblem, expert_ways
+    from autofuse.lowering.gpu.choice.choose import add_points
+    from autofuse.lowering.gpu.choice.kernel import fused_ways
+    from autofuse.lowering.gpu.choice.points import Point
+    from autofuse.lowering.gpu.experts.ways import ExpertProblem
 
     for op, k, n in product((COMBINE, DISPATCH), (D, H, 2 * H), (D, H)):
         problem = ExpertProblem(op, LOCAL, world * CAPACITY, k, n, world, torch.bfloat16)
-        fused = [way for way, config in expert_ways(problem).items() if config is not None]
-        add_points(workspace(), (Point.of(problem, {fused[0]: 1.0}),))
+        add_points(workspace(), (Point.of(problem, {fused_ways(problem)[0]: 1.0}),))
 
 
 def _step(model: nn.Module, call: nn.Module, x: Tensor) -> dict[str, Tensor]:

@@ -68,7 +68,8 @@ def poison() -> None:
 def run_way(
     way: str, op: str, x: Tensor, w: Tensor, outer: int = 1, dim: int = 0, order: str = "direct"
 ) -> Tensor:
-    from autofuse.lowering.gpu.dense.run import problem_of, run
+    from autofuse.lowering.gpu.dense.plain import run
+    from autofuse.lowering.gpu.dense.run import problem_of
     from autofuse.lowering.gpu.memory.workspace import workspace_for
 
     workspace = workspace_for(dist.group.WORLD.group_name, x.device)
@@ -77,13 +78,13 @@ def run_way(
 
 def ways_of(op: str, x: Tensor, w: Tensor, outer: int = 1, dim: int = 0, copied: bool = False) -> list[str]:
     """All, or those of copy engines."""
+    from autofuse.lowering.gpu.choice.kernel import ways_of as by_name
     from autofuse.lowering.gpu.dense.run import problem_of
-    from autofuse.lowering.gpu.dense.ways import is_copied, ways
     from autofuse.lowering.gpu.memory.workspace import workspace_for
 
     workspace = workspace_for(dist.group.WORLD.group_name, x.device)
-    found = ways(problem_of(op, x, w, workspace, dim, outer))
-    return [way for way, config in found.items() if is_copied(config) or not copied]
+    found = by_name(problem_of(op, x, w, workspace, dim, outer))
+    return [name for name, way in found.items() if way.is_copied or not copied]
 
 
 def all_ways(
@@ -243,14 +244,14 @@ def lost_peer(rank: int, world: int, m: int, copied: bool) -> str:
     x = torch.randn(m, 256, device="cuda", dtype=torch.bfloat16)
     w = torch.randn(256, 512, device="cuda", dtype=torch.bfloat16)
 
+    from autofuse.lowering.gpu.choice.kernel import ways_of as by_name
     from autofuse.lowering.gpu.dense.run import Reduction, problem_of
-    from autofuse.lowering.gpu.dense.ways import is_copied, ways
 
     with config.patch(timeout_s=2.0):
         workspace = workspace_for(group.group_name, device)
         problem = problem_of("matmul_all_reduce", x, w, workspace)
-        ours = ((way, config_of) for way, config_of in ways(problem).items() if config_of is not None)
-        way = next(way for way, config_of in ours if is_copied(config_of) == copied)
+        ours = (way for way in by_name(problem).values() if way.fused)
+        way = next(way for way in ours if way.is_copied == copied)
         reduction = Reduction(workspace, way, problem, w.stride(), False, "direct", "a.py:1")
         reduction(x, w)
         torch.cuda.synchronize()
@@ -336,6 +337,7 @@ def trained(rank: int, world: int) -> float:
 
 def with_biases(rank: int, world: int, m: int) -> float:
     """Two weights, one with a bias, and the gathered X; the largest error of every way."""
+    from autofuse.lowering.gpu.choice.kernel import ways_of as by_name
     from autofuse.lowering.gpu.dense.run import Gather, problem_of
     from autofuse.lowering.gpu.memory.workspace import workspace_for
 
@@ -348,7 +350,9 @@ def with_biases(rank: int, world: int, m: int) -> float:
     for way in ways_of("all_gather_matmul", x, w):
         for biases in ([bias, None], [None, bias]):
             biased = biases[0] is not None
-            gather = Gather(workspace, way, problem, w.stride(), True, True, "test", biased=biased)
+            gather = Gather(
+                workspace, by_name(problem)[way], problem, w.stride(), True, True, "test", biased=biased
+            )
             *outputs, whole = gather(x, [w, w], biases)
             product = gathered @ w.double()
             wanted = [product if b is None else product + b.double() for b in biases]
@@ -376,13 +380,14 @@ def tma_less(rank: int, world: int) -> float:
 def measured(rank: int, world: int) -> list[Any]:
     """What measuring a problem finds, and what is chosen then."""
     from autofuse.lowering.gpu.choice.choose import add_points, chosen
-    from autofuse.lowering.gpu.dense.measure import measure
+    from autofuse.lowering.gpu.choice.measure import measure
+    from autofuse.lowering.gpu.dense.measure import trials
     from autofuse.lowering.gpu.dense.run import problem_of
     from autofuse.lowering.gpu.memory.workspace import workspace_for
 
     x, w = operands("matmul_all_reduce", 256, 512, 1024, rank, world, False, torch.bfloat16)
     workspace = workspace_for(dist.group.WORLD.group_name, x.device)
     problem = problem_of("matmul_all_reduce", x, w, workspace)
-    point = measure(workspace, problem)
+    point = measure(workspace, problem, trials)
     add_points(workspace, (replace(point, times=point.times),))
-    return [point.times, chosen(problem, workspace)]
+    return [point.times, chosen(problem, workspace).name]

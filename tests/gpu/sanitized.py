@@ -6,7 +6,10 @@ from itertools import product
 import torch
 import torch.distributed as dist
 
-from autofuse.lowering.gpu.dense import by_name
+from autofuse.lowering.gpu.choice.kernel import fused_ways
+from autofuse.lowering.gpu.dense import plain
+from autofuse.lowering.gpu.dense.plain import programs
+from autofuse.lowering.gpu.dense.ways import DenseProblem
 from tests.gpu import backward_on_gpus, dropless_on_gpus, embedding_on_gpus, experts_on_gpus
 from tests.gpu.on_gpus import MOST_ERROR, error_of
 from tests.ops.bags import Case as Bags
@@ -49,9 +52,9 @@ def dense(rank: int, world: int) -> None:
                 wanted = sum(p.double() for p in products)  # type: ignore[assignment]
                 if op == "matmul_reduce_scatter":
                     wanted = wanted.chunk(world)[rank]
-            for name in by_name.names(op, m, k, n, x.dtype, world):
+            for name in fused_ways(DenseProblem(op, m, k, n, world, x.dtype, programs())):
                 for _ in range(2):
-                    found = by_name.run(name, op, x, w, group)
+                    found = plain.run_on(name, op, x, w, group)
                 torch.cuda.synchronize()
                 error = error_of(found.cpu(), wanted)
                 assert error < MOST_ERROR, (name, error)

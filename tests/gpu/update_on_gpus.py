@@ -24,9 +24,9 @@ def update_problem(case: Case):  # type: ignore[no-untyped-def]
 
 
 def ways_of(case: Case) -> list[str]:
-    from autofuse.lowering.gpu.embedding.ways import exchange_ways
+    from autofuse.lowering.gpu.choice.kernel import ways_of
 
-    return list(exchange_ways(update_problem(case)))
+    return list(ways_of(update_problem(case)))
 
 
 def kernels_of(case: Case) -> list[str]:
@@ -61,7 +61,7 @@ class Tables:
         )  # fmt: skip
 
     def call(self, way: str, case: Case, grad: Tensor, keep: bool = False) -> Tensor:
-        from autofuse.lowering.gpu.embedding.by_name import run
+        from autofuse.lowering.gpu.by_name import run
         from autofuse.lowering.gpu.embedding.ways import UPDATE
 
         found: Tensor = run(way, UPDATE, self.arguments(case, grad, keep))
@@ -148,7 +148,8 @@ def replayed(rank: int, world: int, case: Case, rowwise: bool, replays: int) -> 
 
 def add_fused_points(case: Case) -> None:
     """From now on the group runs calls like those of the case in kernels of ours, both ways."""
-    from autofuse.lowering.gpu.choice.choose import Point, add_points
+    from autofuse.lowering.gpu.choice.choose import add_points
+    from autofuse.lowering.gpu.choice.points import Point
     from autofuse.lowering.gpu.memory.workspace import workspace_for
 
     device = torch.device("cuda", torch.cuda.current_device())

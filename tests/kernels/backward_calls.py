@@ -14,13 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from autofuse.lowering.gpu.embedding import backward as embedding_backward
-from autofuse.lowering.gpu.embedding.ways import (
-    BACKWARD,
-    ExchangeProblem,
-    backward_places,
-    exchange_ways,
-)
+from autofuse.lowering.gpu.choice.kernel import ways_of
+from autofuse.lowering.gpu.embedding.call import gradients_of
+from autofuse.lowering.gpu.embedding.places import backward_places
+from autofuse.lowering.gpu.embedding.run import exchange_backward
+from autofuse.lowering.gpu.embedding.ways import BACKWARD, ExchangeProblem
 from autofuse.lowering.reference import embedding_layout
 from autofuse.native_kernels.gpu.memory import Need, PeerMemory
 from autofuse.native_kernels.triton.embedding_backward import launch_embedding_backward
@@ -140,22 +138,19 @@ def run_backwards(rank: int, world: int, calls: list[Backward | Exchange]) -> No
 
 
 def run_backward_way(rank: int, world: int, way: str, call: Backward) -> None:
-    """A call as `lowering.gpu.embedding.backward` makes it."""
+    """A call as `lowering.gpu.embedding.run` makes it."""
     memory, of = peer_memory(rank, world, call.need(world)), call.of
     problem = ExchangeProblem(of.b, tuple(of.columns), of.layout, of.wire, 1, BACKWARD)
-    assert way in exchange_ways(problem)
+    found_way = replace(ways_of(problem)[way], config=call.config)
     given = call.tables(rank, 0)
-    tables = embedding_backward.gradients_of(
+    tables = gradients_of(
         [w.shape[0] for w in given.weights], given.dims, of.dtypes[0], list(given.indices),
         list(given.offsets), list(given.samples), of.mode, of.last, of.padding,
     )  # fmt: skip
     workspace: Any = FakeWorkspace(memory)
-    with (
-        patch.object(embedding_backward, "exchange_ways", lambda problem: {way: call.config}),
-        patch.object(torch.cuda, "is_current_stream_capturing", lambda: False),
-    ):
-        found = embedding_backward.exchange_backward(
-            workspace, way, problem, tables, call.grad(rank, 0), call.keep, "here"
+    with patch.object(torch.cuda, "is_current_stream_capturing", lambda: False):
+        found = exchange_backward(
+            workspace, found_way, problem, tables, call.grad(rank, 0), call.keep, "here"
         )
     assert found is not None
     for got, expected in zip(found, call.expected(rank, 0), strict=True):

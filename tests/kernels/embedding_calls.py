@@ -4,7 +4,7 @@ Tables and weights are small multiples of 1/4: sums are exact in fp32 and in fp6
 are those that the op promises.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 from unittest.mock import patch
@@ -14,9 +14,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from autofuse.lowering.gpu.embedding import call as embedding
-from autofuse.lowering.gpu.embedding.ways import ExchangeProblem, exchange_ways, places_of, send_places
-from autofuse.lowering.gpu.memory.descriptors import Words
+from autofuse.lowering.gpu.choice.kernel import ways_of
+from autofuse.lowering.gpu.embedding.call import tables_of
+from autofuse.lowering.gpu.embedding.places import places_of, send_places
+from autofuse.lowering.gpu.embedding.run import exchange
+from autofuse.lowering.gpu.embedding.ways import ExchangeProblem
+from autofuse.lowering.gpu.memory.descriptors import Descriptors
 from autofuse.lowering.reference import embedding_layout
 from autofuse.native_kernels.gpu.memory import Need, PeerMemory
 from autofuse.native_kernels.triton.embedding_exchange import launch_embedding_exchange
@@ -187,7 +190,8 @@ class FakeWorkspace:
         assert dist.group.WORLD is not None
         self.memory, self.rank = memory, memory.rank
         self.group_name = dist.group.WORLD.group_name
-        self.words = Words(
+        self.engine = None
+        self.descriptors = Descriptors(
             lambda to, words: to[: len(words)].copy_(torch.tensor(words)),
             lambda size: torch.zeros(size, dtype=torch.int64),
         )
@@ -201,20 +205,17 @@ class FakeWorkspace:
 
 
 def run_way(rank: int, world: int, way: str, call: Exchange) -> None:
-    """A call as `lowering.gpu.embedding.call` makes it."""
+    """A call as `lowering.gpu.embedding.run` makes it."""
     memory = peer_memory(rank, world, call.need(world))
     problem = ExchangeProblem(call.b, tuple(call.columns), call.layout, call.wire, 1)
-    assert way in exchange_ways(problem)
+    found_way = replace(ways_of(problem)[way], config=call.config)
     given = call.tables(rank, 0)
-    tables = embedding.tables_of(
+    tables = tables_of(
         given.weights, given.indices, given.offsets, given.samples, call.mode, call.last, call.padding
     )
     workspace: Any = FakeWorkspace(memory)
-    with (
-        patch.object(embedding, "exchange_ways", lambda problem: {way: call.config}),
-        patch.object(torch.cuda, "is_current_stream_capturing", lambda: False),
-    ):
-        found = embedding.exchange(workspace, way, problem, tables, "here")
+    with patch.object(torch.cuda, "is_current_stream_capturing", lambda: False):
+        found = exchange(workspace, found_way, problem, tables, "here")
     assert found is not None
     check(found, call.expected(rank, 0), call, memory)
     dist.barrier()

@@ -12,21 +12,16 @@ import torch
 from torch import Tensor
 
 from autofuse.lowering.cpu.rendezvous import NotShared
+from autofuse.lowering.gpu import by_name
 from autofuse.lowering.gpu.choice import calls
 from autofuse.lowering.gpu.choice import choose as choice
-from autofuse.lowering.gpu.choice.choose import Point
-from autofuse.lowering.gpu.dense.ways import CUBLAS_NCCL
-from autofuse.lowering.gpu.embedding import (
-    backward as embedding_backward,
-)
-from autofuse.lowering.gpu.embedding import (
-    by_name as embedding_by_name,
-)
-from autofuse.lowering.gpu.embedding import (
-    call as embedding,
-)
-from autofuse.lowering.gpu.embedding.ways import BACKWARD, MERGED_NCCL, OP, TORCH_NCCL
-from autofuse.lowering.gpu.experts import by_name as experts_by_name
+from autofuse.lowering.gpu.choice.kernel import CUBLAS_NCCL, Problem, Way, ways_of
+from autofuse.lowering.gpu.choice.points import Point
+from autofuse.lowering.gpu.dense import call as dense
+from autofuse.lowering.gpu.dense.ways import GATHER, REDUCE, SCATTER
+from autofuse.lowering.gpu.embedding import call as embedding
+from autofuse.lowering.gpu.embedding.kernels import MERGED_NCCL
+from autofuse.lowering.gpu.embedding.ways import BACKWARD, OP, TORCH_NCCL
 from autofuse.lowering.gpu.experts import call as expert_ops
 from autofuse.lowering.gpu.experts.ways import COMBINE, DISPATCH
 from autofuse.lowering.ops.library import FUSED_OPS
@@ -46,19 +41,25 @@ INDICES, OFFSETS = torch.arange(16), torch.arange(0, 16, 2)
 TABLES = ([_bf16(10, 8)] * 2, [INDICES] * 2, [OFFSETS] * 2)
 BAGS, COLUMNS = (0, False, -1, BF16), ([16] * WORLD, "bsc")
 
-CALLS: dict[str, tuple[Any, str, tuple[Any, ...]]] = {
-    "combine": (experts_by_name, COMBINE, (
+CALLS: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "combine": (COMBINE, (
         [_bf16(2, WORLD * 8, 64)], [W], [], [], "mm", 0, None, None, [], [], 1, 1, False, *SITE)),
-    "dispatch": (experts_by_name, DISPATCH, (
+    "dispatch": (DISPATCH, (
         _bf16(WORLD, 2, 8, 64), [W], [], 0, None, None, [], [], 1, 1, False, *SITE)),
-    "dropless combine": (experts_by_name, COMBINE, (
+    "dropless combine": (COMBINE, (
         [_bf16(8, 64)], [W], [], [], "mm", 0, ENDS, torch.arange(8), SPLITS, SPLITS, 1, 1, False, *SITE)),
-    "dropless dispatch": (experts_by_name, DISPATCH, (
+    "dropless dispatch": (DISPATCH, (
         _bf16(8, 64), [W], [], 0, ENDS, torch.arange(8), SPLITS, SPLITS, 1, 1, False, *SITE)),
-    "bags": (embedding_by_name, OP, (*TABLES, [], *BAGS, *COLUMNS, *SITE)),
-    "bags, backward": (embedding_by_name, BACKWARD, (
+    "bags": (OP, (*TABLES, [], *BAGS, *COLUMNS, *SITE)),
+    "bags, backward": (BACKWARD, (
         _bf16(2, 64), *TABLES[1:], [], [10] * 2, [8] * 2, *BAGS, [False] * 2, *COLUMNS, False, *SITE)),
 }  # fmt: skip
+
+DENSE: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "reduce": (REDUCE, ([_bf16(1, 64)], [_bf16(64, 24)], [], "mm", "sum", False, *SITE)),
+    "scatter": (SCATTER, ([_bf16(8, 64)], [_bf16(64, 8192)], [], "mm", "avg", 0, 1, False, *SITE)),
+    "gather": (GATHER, (_bf16(8, 64), [_bf16(64, 8192)] * 2, [], 0, 1, True, *SITE)),
+}
 
 DECLINED = {
     "combine": (0, [torch.zeros(2, WORLD * 8, 64)]),
@@ -76,49 +77,52 @@ def workspace(monkeypatch: pytest.MonkeyPatch) -> Mock:
     """On rank 0 of a group of four; points that are kept are those that decide."""
     found = Mock(world=WORLD, rank=0, programs=132, group_name="group", device=torch.device("cpu"))
     points: list[Point] = []
-    for module in (expert_ops, embedding, embedding_backward):
+    for module in (dense, expert_ops, embedding):
         monkeypatch.setattr(module, "workspace_of", lambda *at: found)
-    for module in (embedding, embedding_backward):
-        monkeypatch.setattr(module, "resolve_group", lambda name: Mock(rank=lambda: 0))
-        monkeypatch.setattr(module.layouts, "check", lambda *shapes: None)
+    monkeypatch.setattr(embedding, "resolve_group", lambda name: Mock(rank=lambda: 0))
+    monkeypatch.setattr(embedding.layouts, "check", lambda *shapes: None)
     monkeypatch.setattr(calls, "keep", lambda workspace, point: points.insert(0, point))
-    monkeypatch.setattr(calls, "chosen", lambda problem, workspace: choice.choose(problem, tuple(points)))
+
+    def chosen(problem: Problem, workspace: Mock) -> Way:
+        return ways_of(problem)[choice.choose(problem, tuple(points))]
+
+    monkeypatch.setattr(calls, "chosen", chosen)
     return found
 
 
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("call", [*CALLS, *DENSE])
 def test_names_and_what_auto_takes_of_them(call: str) -> None:
-    module, op, arguments = CALLS[call]
-    plain = TORCH_NCCL if module is embedding_by_name else CUBLAS_NCCL
-    fused = module.names(op, arguments, False)
+    op, arguments = (CALLS | DENSE)[call]
+    plain = TORCH_NCCL if op in (OP, BACKWARD) else CUBLAS_NCCL
+    fused = by_name.names(op, arguments, False)
     assert len(fused) > 2
     assert plain not in fused
-    assert module.names(op, arguments, True) == [plain, *fused]
-    assert (MERGED_NCCL in fused) == (module is embedding_by_name)
-    assert module.chosen(op, arguments) == plain
-    module.keep(op, arguments, {plain: 9.0, fused[-1]: 3.0, fused[0]: 4.0})
-    assert module.chosen(op, arguments) == fused[-1]
-    module.keep(op, arguments, {plain: 2.0, fused[-1]: 3.0})
-    assert module.chosen(op, arguments) == plain
+    assert by_name.names(op, arguments, True) == [plain, *fused]
+    assert (MERGED_NCCL in fused) == (op in (OP, BACKWARD))
+    assert by_name.chosen(op, arguments) == plain
+    by_name.keep(op, arguments, {plain: 9.0, fused[-1]: 3.0, fused[0]: 4.0})
+    assert by_name.chosen(op, arguments) == fused[-1]
+    by_name.keep(op, arguments, {plain: 2.0, fused[-1]: 3.0})
+    assert by_name.chosen(op, arguments) == plain
 
 
 @pytest.mark.parametrize("call", CALLS)
 def test_what_no_kernel_takes_has_no_names(call: str) -> None:
-    module, op, arguments = CALLS[call]
+    op, arguments = CALLS[call]
     place, value = DECLINED[call]
     odd = (*arguments[:place], value, *arguments[place + 1 :])
-    assert module.names(op, odd, True) == module.names(op, odd, False) == []
+    assert by_name.names(op, odd, True) == by_name.names(op, odd, False) == []
 
 
 def test_where_nothing_is_shared_there_are_no_names(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(expert_ops, "workspace_of", Mock(side_effect=NotShared("no")))
-    assert experts_by_name.names(*CALLS["combine"][1:], True) == []
+    assert by_name.names(*CALLS["combine"], True) == []
 
 
 def test_an_unaligned_weight_has_no_names() -> None:
-    op, arguments = CALLS["combine"][1:]
+    op, arguments = CALLS["combine"]
     narrow = (_bf16(2, WORLD * 8, 63)[..., :60], _bf16(2, 60, 128))
-    assert experts_by_name.names(op, ([narrow[0]], [narrow[1]], *arguments[2:]), True) == []
+    assert by_name.names(op, ([narrow[0]], [narrow[1]], *arguments[2:]), True) == []
 
 
 RUNS = {
@@ -127,31 +131,53 @@ RUNS = {
     "dropless combine": (expert_ops, "dropless_combine"),
     "dropless dispatch": (expert_ops, "dropless_dispatch"),
     "bags": (embedding, "exchange"),
-    "bags, backward": (embedding_backward, "exchange_backward"),
+    "bags, backward": (embedding, "exchange_backward"),
 }
 
 
 @pytest.mark.parametrize("call", CALLS)
 def test_a_way_is_run_by_its_name(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    module, op, arguments = CALLS[call]
+    op, arguments = CALLS[call]
     kernel = Mock(return_value=[_bf16(1)] if call in ("dispatch", "dropless dispatch") else _bf16(1))
     monkeypatch.setattr(*RUNS[call], kernel)
-    name = module.names(op, arguments, False)[-1]
-    found = module.run(name, op, arguments)
-    assert kernel.call_args.args[1] == name
+    name = by_name.names(op, arguments, False)[-1]
+    found = by_name.run(name, op, arguments)
+    assert kernel.call_args.args[1].name == name
     first = found[0] if isinstance(found, list) else found
     assert torch.equal(cast(Tensor, first), _bf16(1))
     kernel.return_value = None
     with pytest.raises(RuntimeError, match="captured"):
-        module.run(name, op, arguments)
+        by_name.run(name, op, arguments)
+
+
+@pytest.mark.parametrize("call", DENSE)
+def test_a_dense_way_is_run_by_its_name(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the op replaces is such a way, too: the product is reduced in place."""
+    op, arguments = DENSE[call]
+    prepared = Mock(return_value=lambda *operands: [_bf16(1)] if op == GATHER else _bf16(1))
+    monkeypatch.setattr(dense, "Gather" if op == GATHER else "Reduction", prepared)
+    for name in by_name.names(op, arguments, True):
+        (found,) = by_name.run(name, op, arguments)
+        assert prepared.call_args.args[1].name == name
+        assert torch.equal(found, _bf16(1))
+
+
+def test_calls_of_products_and_empty_ones_have_no_dense_names() -> None:
+    op, arguments = DENSE["scatter"]
+    for odd in (
+        (arguments[0], arguments[1], [_bf16(24)], "mm; add %0", *arguments[4:]),
+        ([_bf16(0, 64)], *arguments[1:]),
+        ([torch.zeros(8, 64)], [torch.zeros(64, 8192)], *arguments[2:]),
+    ):
+        assert by_name.names(op, odd, True) == []
 
 
 @pytest.mark.parametrize("call", ["combine", "dispatch", "bags", "bags, backward"])
 def test_what_the_op_replaces_is_run_by_its_name(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    module, op, arguments = CALLS[call]
+    op, arguments = CALLS[call]
     reference = Mock(return_value="torch's")
     monkeypatch.setitem(FUSED_OPS, op, replace(FUSED_OPS[op], reference=reference))
-    assert module.run(module.names(op, arguments, True)[0], op, arguments) == "torch's"
+    assert by_name.run(by_name.names(op, arguments, True)[0], op, arguments) == "torch's"
     assert reference.call_args.args == (FUSED_OPS[op].parse(arguments),)
 
 
@@ -159,8 +185,8 @@ def test_what_the_op_replaces_is_run_by_its_name(call: str, monkeypatch: pytest.
 def test_dropless_ops_replace_what_reads_no_offsets_on_the_host(
     call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module, op, arguments = CALLS[call]
+    op, arguments = CALLS[call]
     grouped = Mock(return_value=_bf16(1))
     monkeypatch.setattr(expert_ops, "combine_unfused" if op == COMBINE else "dispatch_unfused", grouped)
-    module.run(CUBLAS_NCCL, op, arguments)
+    by_name.run(CUBLAS_NCCL, op, arguments)
     grouped.assert_called_once()

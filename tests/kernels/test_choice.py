@@ -1,4 +1,4 @@
-"""Which way a dense call takes on GPUs: from tables, without a GPU."""
+"""Which way a dense call takes on GPUs: from measured points, without a GPU."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -11,30 +11,13 @@ pytest.importorskip("triton")
 import torch
 
 from autofuse.bench.gpu.experts.cells import MODELS
-from autofuse.lowering.gpu.choice.choose import (
-    _SHIPPED,
-    AnyProblem,
-    Point,
-    Points,
-    choose,
-    choose_uncaptured,
-    own_table,
-    read,
-    ways_of,
-    write,
-)
+from autofuse.lowering.gpu.choice import measure
+from autofuse.lowering.gpu.choice.choose import choose, choose_uncaptured
+from autofuse.lowering.gpu.choice.kernel import CUBLAS_NCCL, Problem, ways_of
+from autofuse.lowering.gpu.choice.points import _SHIPPED, Point, Points, own_file, read, write
 from autofuse.lowering.gpu.choice.timing import Timing
-from autofuse.lowering.gpu.dense import by_name, measure
-from autofuse.lowering.gpu.dense.ways import (
-    ASYNC_TP,
-    CUBLAS_NCCL,
-    TWO_SHOT,
-    Problem,
-    is_copied,
-    is_update,
-    needs,
-    ways,
-)
+from autofuse.lowering.gpu.dense import plain
+from autofuse.lowering.gpu.dense.ways import ASYNC_TP, TWO_SHOT, DenseProblem
 from autofuse.lowering.gpu.embedding.ways import BACKWARD as EMBEDDING_BACKWARD
 from autofuse.lowering.gpu.embedding.ways import OP as EMBEDDING
 from autofuse.lowering.gpu.embedding.ways import UPDATE as EMBEDDING_UPDATE
@@ -53,8 +36,8 @@ OPS = ("matmul_all_reduce", "matmul_reduce_scatter", "all_gather_matmul")
 SHIPPED: Points = tuple(p for path in sorted(_SHIPPED.glob("*.json")) for p in read(path))
 
 
-def problem(op: str, m: int, k: int = 2048, n: int = 8192, world: int = 4) -> Problem:
-    return Problem(op, m, k, n, world, torch.bfloat16)
+def problem(op: str, m: int, k: int = 2048, n: int = 8192, world: int = 4) -> DenseProblem:
+    return DenseProblem(op, m, k, n, world, torch.bfloat16)
 
 
 COLUMNS = {(COMBINE, model.intermediate): model.hidden for model in MODELS.values()} | {
@@ -63,7 +46,7 @@ COLUMNS = {(COMBINE, model.intermediate): model.hidden for model in MODELS.value
 """Of the weights of the layers that experts were measured in, by op and K."""
 
 
-def problem_at(point: Point) -> AnyProblem:
+def problem_at(point: Point) -> Problem:
     op, m, k, n, world = point.op, point.m, point.k, point.n, point.world
     if op in (EMBEDDING, EMBEDDING_BACKWARD, EMBEDDING_UPDATE):
         return ExchangeProblem(m // world, (n,) * world, "bsc", torch.bfloat16, op=op)
@@ -88,11 +71,11 @@ def test_shipped_points_name_ways_that_exist(point: Point) -> None:
 @pytest.mark.parametrize("m", [8, 40, 128, 512, 1000, 4096, 8192])
 @pytest.mark.parametrize("world", [2, 4, 8])
 def test_ways_need_memory_that_calls_can_share(op: str, m: int, world: int) -> None:
-    found = ways(problem(op, m, world=world))
+    found = ways_of(problem(op, m, world=world))
     assert CUBLAS_NCCL in found
-    for name, config in found.items():
-        if config is not None:
-            need = needs(config, problem(op, m, world=world))
+    for name, way in found.items():
+        if way.fused:
+            need = way.need
             assert need.fits(need | Need(inbox=1 << 20)), name
             assert max(need.inbox, need.packets, need.words, need.gathers, need.copies) > 0, name
 
@@ -103,7 +86,7 @@ def test_who_asks_for_updates_gets_them() -> None:
     assert choose(asked, points) == choose_uncaptured(asked, points) == "clusters update=1"
     assert choose(replace(asked, m=8), points) == CUBLAS_NCCL
     for other in (replace(asked, update=False), replace(asked, m=128, world=2)):
-        assert not any(map(is_update, ways(other).values()))
+        assert not any(way.is_update for way in ways_of(other).values())
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -115,7 +98,7 @@ def test_what_no_kernel_runs_is_left_to_torch(op: str) -> None:
         problem(op, 64, world=16),
         replace(problem(op, 64), dtype=torch.float32),
     ):
-        assert all(config is None for config in ways(odd).values())
+        assert not any(way.fused for way in ways_of(odd).values())
 
 
 def test_nearest_point_decides() -> None:
@@ -131,18 +114,18 @@ def test_nearest_point_decides() -> None:
 
 
 def test_async_tp_is_for_many_rows_only() -> None:
-    assert ASYNC_TP in ways(problem("matmul_reduce_scatter", 2048))
-    assert ASYNC_TP not in ways(problem("matmul_reduce_scatter", 512))
-    assert ASYNC_TP not in ways(problem("matmul_all_reduce", 2048))
+    assert ASYNC_TP in ways_of(problem("matmul_reduce_scatter", 2048))
+    assert ASYNC_TP not in ways_of(problem("matmul_reduce_scatter", 512))
+    assert ASYNC_TP not in ways_of(problem("matmul_all_reduce", 2048))
 
 
 @pytest.mark.parametrize("m", [512, 2048, 8192])
 def test_matmuls_alone_are_both_kernels_with_nothing_to_move(m: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(by_name, "_programs", lambda: 132)
-    found = by_name.alone(m, 2048, 8192, torch.bfloat16)
+    monkeypatch.setattr(plain, "programs", lambda: 132)
+    found = plain.alone(m, 2048, 8192, torch.bfloat16)
     assert {name.split()[0] for name in found} == {"parts", "clusters"}
-    configs = ways(problem("all_gather_matmul", m, world=1))
-    assert all(is_copied(configs[name]) for name in found)
+    found_ways = ways_of(problem("all_gather_matmul", m, world=1))
+    assert all(found_ways[name].is_copied for name in found)
     assert len(found) <= 4
 
 
@@ -164,11 +147,11 @@ def test_ways_that_fail_are_left_out(
 
 def test_copy_engines_are_for_many_rows_only() -> None:
     for op in OPS:
-        few, many = ({is_copied(c) for c in ways(problem(op, m)).values()} for m in (256, 2048))
+        few, many = ({way.is_copied for way in ways_of(problem(op, m)).values()} for m in (256, 2048))
         assert (True in few, True in many) == (False, True), op
 
 
-def test_tables_are_added_to(tmp_path: Path) -> None:
+def test_files_of_points_are_added_to(tmp_path: Path) -> None:
     path = tmp_path / "ways.json"
     first = Point.of(problem("matmul_all_reduce", 8), {"packets": 2.0, CUBLAS_NCCL: 1.0})
     other = Point.of(problem("matmul_all_reduce", 16), {"packets": 3.0})
@@ -178,17 +161,17 @@ def test_tables_are_added_to(tmp_path: Path) -> None:
     assert [p.times for p in read(path)] == [(("packets", 0.5),), (("packets", 3.0),)]
 
 
-def test_a_broken_table_is_named(tmp_path: Path) -> None:
+def test_a_broken_file_is_named(tmp_path: Path) -> None:
     path = tmp_path / "ways.json"
     path.write_text('[{"op": 1}]')
-    with pytest.raises(ValueError, match=r"ways\.json is no table of ways .* delete it"):
+    with pytest.raises(ValueError, match=r"ways\.json holds no measured points .* delete it"):
         read(path)
 
 
 def test_what_the_host_needs_counts_outside_of_graphs() -> None:
     """Of calls that are shorter than their launch, the one that is launched soonest."""
-    few = Problem("matmul_all_reduce", 8, 2048, 8192, 4, torch.bfloat16)
-    many = Problem("matmul_all_reduce", 8192, 2048, 8192, 4, torch.bfloat16)
+    few = DenseProblem("matmul_all_reduce", 8, 2048, 8192, 4, torch.bfloat16)
+    many = DenseProblem("matmul_all_reduce", 8192, 2048, 8192, 4, torch.bfloat16)
     points = (
         Point.of(few, {"packets": 15.0, "cublas+two_shot": 20.0, "cublas+nccl": 24.0}),
         Point.of(many, {"clusters": 690.0, "cublas+nccl": 1040.0}),
@@ -197,13 +180,13 @@ def test_what_the_host_needs_counts_outside_of_graphs() -> None:
     assert choose_uncaptured(many, points) == choose(many, points) == "clusters"
 
 
-def test_own_table_lies_apart_from_those_of_the_cost_model(
+def test_the_own_file_lies_apart_from_those_of_the_cost_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Which reads all tables of its folder, and knows no others."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
-    path = own_table(torch.device("cuda", 0))
+    path = own_file(torch.device("cuda", 0))
     write(path, SHIPPED[:1])
     assert read(path) == SHIPPED[:1]
     assert path.is_relative_to(tmp_path)

@@ -11,7 +11,8 @@ from itertools import cycle, product
 import pytest
 import torch
 
-from autofuse.lowering.gpu.dense.ways import DTYPES, Problem, ways
+from autofuse.lowering.gpu.choice.kernel import DTYPES, ways_of
+from autofuse.lowering.gpu.dense.ways import DenseProblem
 from autofuse.native_kernels.cuda.host.compiler import Constants, compile_both, compile_cubin, why_not
 from autofuse.native_kernels.cuda.kernels import (
     gather_matmul,
@@ -52,7 +53,8 @@ def cases(op: str) -> Iterator[tuple[str, Constants, int]]:
     """Source, constants and bytes of shared memory of all ways; layouts, dtypes and traces by turns."""
     turns = cycle(product([False, True], DTYPES, [True, False], [True, False]))
     for m, world in product((8, 16, 40, 128, 512, 2048, 8192), (2, 4, 8)):
-        for config in ways(Problem(op, m, K, N, world, torch.bfloat16, update=op == OPS[1])).values():
+        for way in ways_of(DenseProblem(op, m, K, N, world, torch.bfloat16, update=op == OPS[1])).values():
+            config = way.config
             transposed, dtype, trace, other = next(turns)
             if isinstance(config, ClusterReduceConfig):
                 yield (
@@ -108,8 +110,8 @@ def test_rules(source: str, every: bool) -> None:
 
 def test_gathers_of_one_rank_become_machine_code() -> None:
     """The benchmark has its matmul alone from them."""
-    configs = ways(Problem("all_gather_matmul", 2048, K, N, 1, torch.bfloat16)).values()
-    clusters = [config for config in configs if isinstance(config, ClusterGatherConfig)]
+    found = ways_of(DenseProblem("all_gather_matmul", 2048, K, N, 1, torch.bfloat16)).values()
+    clusters = [way.config for way in found if isinstance(way.config, ClusterGatherConfig)]
     for config in clusters:
         constants = gather_matmul.cluster_gather_constants(
             2048, 1, False, torch.bfloat16, False, config, False

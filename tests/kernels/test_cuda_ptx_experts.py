@@ -7,16 +7,13 @@ from itertools import cycle, product
 import pytest
 import torch
 
-from autofuse.lowering.gpu.dense.ways import DTYPES
+from autofuse.lowering.gpu.choice.kernel import DTYPES, ways_of
 from autofuse.lowering.gpu.experts.ways import (
     COMBINE,
     DISPATCH,
     DROPLESS,
     DroplessProblem,
-    ExpertConfig,
     ExpertProblem,
-    dropless_ways,
-    expert_ways,
 )
 from autofuse.lowering.gpu.support import MOST_TERMS
 from autofuse.native_kernels.cuda.host.compiler import compile_both, why_not
@@ -52,7 +49,7 @@ K, N = 2880, 4096
 COUNT = re.compile(r"red\.relaxed\.sys")
 
 
-def cut_of(experts: int, rows: int, world: int, config: ExpertConfig) -> Cut:
+def cut_of(experts: int, rows: int, world: int, config: CombineConfig | DispatchConfig) -> Cut:
     return Cut.of(experts, rows, N, 1, world, config.bn, config.across)
 
 
@@ -62,7 +59,8 @@ def cases(op: str) -> Iterator[tuple[str, Constants, int]]:
     counts = cycle((1, 2, 2, 1, 2))
     terms = cycle((1, 2, MOST_TERMS))
     for rows, world in ((16, 2), (64, 8), (4096, 2), (4096, 4)):
-        for config in expert_ways(ExpertProblem(op, 8, rows, K, N, world, torch.bfloat16)).values():
+        for way in ways_of(ExpertProblem(op, 8, rows, K, N, world, torch.bfloat16)).values():
+            config = way.config
             transposed, dtype, trace, biased = next(turns)
             if isinstance(config, CombineConfig):
                 found = expert_combine.combine_constants(
@@ -104,7 +102,8 @@ def dropless_cases(source: str, weights: int) -> dict[Constants, int]:
     terms = cycle((1, 2, MOST_TERMS, 1))
     worlds = cycle((2, 8, 4))
     found = {}
-    for config, height in product(dropless_ways(problem).values(), dropless_combine.HEIGHTS):
+    for way, height in product(ways_of(problem).values(), dropless_combine.HEIGHTS):
+        config = way.config
         if config is None:
             continue
         transposed, dtype, trace, biased = next(turns)

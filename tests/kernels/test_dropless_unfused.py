@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from autofuse.lowering.gpu.experts import unfused
 from autofuse.lowering.gpu.experts.dropless import told_by_all
+from autofuse.lowering.gpu.experts.kernels import Rows
 from autofuse.lowering.gpu.experts.ways import COMBINE, DISPATCH, DROPLESS, DroplessProblem
 from autofuse.lowering.ops.library import FUSED_OPS
 from autofuse.lowering.torch_internals import has_grouped_mm
@@ -50,22 +51,22 @@ def _compare(rank: int, world: int, case: Case) -> None:
     positions = torch.cat([case.positions(rank), torch.arange(NONE) + sum(receives) - NONE])
 
     x = case.randn(rank, 1, sum(sends), case.k)
-    way = offsets, positions, receives, sends
-    product, exchanged = unfused.dispatch_unfused(x, [w], [b], *way, True, group)
-    (wanted,) = _reference(DISPATCH, x, [w], bias, 0, *way, *site)
+    rows = Rows(offsets, positions, receives, sends)
+    product, exchanged = unfused.dispatch_unfused(x, [w], [b], rows, True, group)
+    (wanted,) = _reference(DISPATCH, x, [w], bias, 0, *rows, *site)
     assert exchanged.shape == (sum(receives), case.k)
     used = int(offsets[-1])
     close(product[:used], wanted[:used].double(), case.k, BF16)
     assert not product[used:].any()
 
     x = case.randn(rank, 2, sum(receives), case.k)
-    way = offsets, positions, sends, receives
-    y = unfused.combine_unfused([x], [w], b, *way, group)
-    (wanted,) = _reference(COMBINE, [x], [w], bias, [], "mm", 0, *way, *site)
+    rows = Rows(offsets, positions, sends, receives)
+    y = unfused.combine_unfused([x], [w], b, rows, group)
+    (wanted,) = _reference(COMBINE, [x], [w], bias, [], "mm", 0, *rows, *site)
     close(y, wanted.double(), case.k, BF16)
     more = case.randn(rank, 3, sum(receives), case.k)
-    y = unfused.combine_unfused([x, more], [w, -w], None, *way, group)
-    (wanted,) = _reference(COMBINE, [x, more], [w, -w], [], [], "mm", 0, *way, *site)
+    y = unfused.combine_unfused([x, more], [w, -w], None, rows, group)
+    (wanted,) = _reference(COMBINE, [x, more], [w, -w], [], [], "mm", 0, *rows, *site)
     close(y, wanted.double(), 2 * case.k, BF16)
 
 

@@ -1,4 +1,4 @@
-"""Ways of embedding_bag_all_to_all on GPUs, where its rows go, and where the words of its tables lie."""
+"""Ways of embedding_bag_all_to_all on GPUs, where its rows go, and where descriptors of its tables lie."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,20 +11,13 @@ pytest.importorskip("triton")
 import torch
 from torch import Tensor
 
-from autofuse.lowering.gpu.choice.choose import Point, choose, read, write
-from autofuse.lowering.gpu.dense.ways import MOST_BYTES
-from autofuse.lowering.gpu.embedding.ways import (
-    BACKWARD,
-    MERGED_NCCL,
-    OP,
-    TORCH_NCCL,
-    ExchangeProblem,
-    backward_places,
-    exchange_needs_of,
-    exchange_ways,
-    places_of,
-)
-from autofuse.lowering.gpu.memory.descriptors import SLOTS, Words
+from autofuse.lowering.gpu.choice.choose import choose
+from autofuse.lowering.gpu.choice.kernel import MOST_BYTES, ways_of
+from autofuse.lowering.gpu.choice.points import Point, read, write
+from autofuse.lowering.gpu.embedding.kernels import BAGS, MERGED_NCCL
+from autofuse.lowering.gpu.embedding.places import backward_places, places_of
+from autofuse.lowering.gpu.embedding.ways import BACKWARD, OP, TORCH_NCCL, ExchangeProblem
+from autofuse.lowering.gpu.memory.descriptors import SLOTS, Descriptors
 from autofuse.lowering.reference import embedding_layout
 from autofuse.native_kernels.triton.embedding_tables import exchange_needs
 
@@ -41,11 +34,12 @@ def test_ways_of_the_backward() -> None:
     assert choose(even, ()) == TORCH_NCCL
     assert choose(even, (Point.of(problem(70, 64), {"bags": 1.0}),)) == TORCH_NCCL
     assert choose(even, (Point.of(even, {"strips": 1.0, TORCH_NCCL: 2.0}),)) == "strips"
-    for way, config in exchange_ways(even).items():
-        assert config is None or exchange_needs_of(config, even).inbox <= MOST_BYTES, way
+    for name, way in ways_of(even).items():
+        assert way.need.inbox <= MOST_BYTES, name
+        assert (way.need.inbox > 0) == (way.fused and name != MERGED_NCCL), name
     uneven = ExchangeProblem(1 << 14, (1 << 13, 8, 8, 8, 8, 8, 8, 8), "bsc", BF16, op=BACKWARD)
-    assert list(exchange_ways(uneven)) == [TORCH_NCCL]
-    assert len(exchange_ways(replace(uneven, op=OP))) > 1
+    assert list(ways_of(uneven)) == [TORCH_NCCL]
+    assert len(ways_of(replace(uneven, op=OP))) > 1
 
 
 @pytest.mark.parametrize("layout", embedding_layout.LAYOUTS)
@@ -90,20 +84,20 @@ def test_a_table_keeps_both_ops_apart(tmp_path: Path) -> None:
 
 def test_what_no_kernel_runs_is_left_to_torch() -> None:
     for odd in (problem(dtype=torch.float64), problem(world=16), problem(1 << 20, 1 << 12)):
-        assert list(exchange_ways(odd)) == [TORCH_NCCL]
+        assert list(ways_of(odd)) == [TORCH_NCCL]
 
 
 @pytest.mark.parametrize("layout", embedding_layout.LAYOUTS)
 def test_needs_depend_on_what_is_equal_on_all_ranks(layout: str) -> None:
     """Not on the dims of a rank's own tables, of which every rank computes places."""
     some = problem(70, 64)
-    for way, config in exchange_ways(some).items():
-        if config is not None:
-            need = exchange_needs_of(config, some)
-            assert need.inbox <= MOST_BYTES, way
+    for name, way in ways_of(some).items():
+        if way.fused:
+            need = BAGS.needs(way.config, some)
+            assert need.inbox <= MOST_BYTES, name
             for dims in ([64], [16] * 4) if "t" in layout else ([64], [16] * 4, [8, 40, 16]):
                 places = places_of(layout, 1, 70, some.columns, dims)
-                assert exchange_needs(places, 2, 4, config) == need, way
+                assert exchange_needs(places, 2, 4, way.config) == need, name
 
 
 @pytest.mark.parametrize("layout", embedding_layout.LAYOUTS)
@@ -129,53 +123,53 @@ def test_places_are_those_of_the_layout(layout: str) -> None:
             assert torch.equal(own[:, t], rows)
 
 
-def words_of(puts: list[tuple[int, ...]]) -> Words:
+def descriptors_in(puts: list[tuple[int, ...]]) -> Descriptors:
     def put(to: Tensor, words: Sequence[int]) -> None:
         puts.append(tuple(words))
         to[: len(words)] = torch.tensor(words)
 
-    return Words(put, lambda size: torch.zeros(size, dtype=torch.int64))
+    return Descriptors(put, lambda size: torch.zeros(size, dtype=torch.int64))
 
 
-def test_words_are_put_once() -> None:
+def test_descriptors_are_put_once() -> None:
     puts: list[tuple[int, ...]] = []
-    words = words_of(puts)
+    descriptors = descriptors_in(puts)
     for _ in range(3):
         for call in ((1, 2, 3), (4, 5, 6)):
-            assert words.place(call, False)[:3].tolist() == list(call)
+            assert descriptors.place(call, False)[:3].tolist() == list(call)
     assert puts == [(1, 2, 3), (4, 5, 6)]
-    assert words.place(tuple(range(9)), False)[:9].tolist() == list(range(9))  # it grows, and forgets
-    assert words.place((1, 2, 3), False)[:3].tolist() == [1, 2, 3]
+    assert descriptors.place(tuple(range(9)), False)[:9].tolist() == list(range(9))  # it grows, and forgets
+    assert descriptors.place((1, 2, 3), False)[:3].tolist() == [1, 2, 3]
 
 
-def test_words_of_captured_calls_stay() -> None:
+def test_descriptors_of_captured_calls_stay() -> None:
     puts: list[tuple[int, ...]] = []
-    words = words_of(puts)
-    words.place((0, 0), False)
-    captured = words.place((0, 0), True)
+    descriptors = descriptors_in(puts)
+    descriptors.place((0, 0), False)
+    captured = descriptors.place((0, 0), True)
     for i in range(1, 3 * SLOTS):
-        assert words.place((0, i), False)[:2].tolist() == [0, i]
+        assert descriptors.place((0, i), False)[:2].tolist() == [0, i]
     assert captured[:2].tolist() == [0, 0]
     assert len(puts) == 3 * SLOTS
 
 
-def test_a_captured_call_that_finds_no_words_puts_them_in_the_graph() -> None:
+def test_a_captured_call_that_finds_no_descriptor_puts_it_in_the_graph() -> None:
     puts: list[tuple[int, ...]] = []
-    words = words_of(puts)
-    words.place((0, 0), False)
-    first, second = words.place((1, 1), True), words.place((1, 1), True)
+    descriptors = descriptors_in(puts)
+    descriptors.place((0, 0), False)
+    first, second = descriptors.place((1, 1), True), descriptors.place((1, 1), True)
     assert puts == [(0, 0), (1, 1), (1, 1)]
     assert first.data_ptr() == second.data_ptr()
     for i in range(2 * SLOTS):  # no other call gets that place
-        assert words.place((2, i), False).data_ptr() != first.data_ptr()
+        assert descriptors.place((2, i), False).data_ptr() != first.data_ptr()
 
 
-def test_when_graphs_hold_all_places_words_are_put_at_every_call() -> None:
+def test_when_graphs_hold_all_slots_descriptors_are_put_at_every_call() -> None:
     puts: list[tuple[int, ...]] = []
-    words = words_of(puts)
+    descriptors = descriptors_in(puts)
     for i in range(SLOTS):
-        words.place((i, i), False)
-        words.place((i, i), True)
+        descriptors.place((i, i), False)
+        descriptors.place((i, i), True)
     for _ in range(2):
-        assert words.place((7, 77), False)[:2].tolist() == [7, 77]
+        assert descriptors.place((7, 77), False)[:2].tolist() == [7, 77]
     assert len(puts) == SLOTS + 2

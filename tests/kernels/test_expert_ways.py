@@ -10,8 +10,9 @@ pytest.importorskip("triton")
 import torch
 from torch import Tensor
 
-from autofuse.lowering.gpu.choice.choose import Point, choose, choose_uncaptured
-from autofuse.lowering.gpu.dense.ways import CUBLAS_NCCL
+from autofuse.lowering.gpu.choice.choose import choose, choose_uncaptured
+from autofuse.lowering.gpu.choice.kernel import CUBLAS_NCCL, ways_of
+from autofuse.lowering.gpu.choice.points import Point
 from autofuse.lowering.gpu.experts.fixed import at_once, layouts, of_sum
 from autofuse.lowering.gpu.experts.ways import (
     COMBINE,
@@ -20,9 +21,6 @@ from autofuse.lowering.gpu.experts.ways import (
     MOST_BYTES,
     DroplessProblem,
     ExpertProblem,
-    dropless_ways,
-    expert_needs,
-    expert_ways,
 )
 from autofuse.lowering.ops.library import FUSED_OPS
 
@@ -48,12 +46,11 @@ def test_a_measured_point_decides_for_its_neighbours() -> None:
 def test_every_size_has_ways(op: str, world: int) -> None:
     for run in (4, 32, 100, 128, 200, 1024):
         problem = replace(PROBLEM, op=op, world=world, rows=run * world)
-        found = expert_ways(problem)
+        found = ways_of(problem)
         assert len(found) > 1
-        for way, config in found.items():
-            if config is not None:
-                need = expert_needs(config, problem)
-                assert max(need.inbox, need.copies) <= MOST_BYTES, way
+        for name, way in found.items():
+            assert max(way.need.inbox, way.need.copies) <= MOST_BYTES, name
+            assert (max(way.need.inbox, way.need.copies) > 0) == way.fused, name
 
 
 @pytest.mark.parametrize(
@@ -68,7 +65,7 @@ def test_every_size_has_ways(op: str, world: int) -> None:
     ],
 )
 def test_what_no_kernel_runs(odd: dict[str, Any]) -> None:
-    assert list(expert_ways(replace(PROBLEM, **odd))) == [CUBLAS_NCCL]
+    assert list(ways_of(replace(PROBLEM, **odd))) == [CUBLAS_NCCL]
 
 
 @pytest.mark.parametrize("dropless", [False, True])
@@ -120,12 +117,12 @@ def test_a_sum_of_products_is_near_what_was_measured_of_one() -> None:
 
 def test_a_dropless_combine_has_ways_whatever_its_rows() -> None:
     problem = DroplessProblem(COMBINE + DROPLESS, 16, 2048, 4096, 4, BF16)
-    assert len(dropless_ways(problem)) > 1
+    assert len(ways_of(problem)) > 1
     assert choose(problem, ()) == CUBLAS_NCCL
     point = Point.of(problem, {"clusters": 100.0, CUBLAS_NCCL: 200.0})
     assert choose(problem, (point,)) == "clusters"
     for odd in ({"k": 2044}, {"experts": 4096}, {"world": 16}):
-        assert list(dropless_ways(replace(problem, **odd))) == [CUBLAS_NCCL]
+        assert list(ways_of(replace(problem, **odd))) == [CUBLAS_NCCL]
 
 
 def _x(*shape: int) -> Tensor:

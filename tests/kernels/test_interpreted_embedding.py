@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from autofuse.lowering.gpu.embedding.ways import MERGED_NCCL
+from autofuse.lowering.gpu.embedding.kernels import MERGED_NCCL
 from autofuse.native_kernels.gpu.state import CODES_PER_SITE
 from autofuse.native_kernels.triton.embedding_exchange import BAD_BAG, BAD_INDEX, POOLING
 from tests.kernels.calls import SITE, at_random

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from autofuse.lowering.gpu.embedding.ways import MERGED_NCCL
+from autofuse.lowering.gpu.embedding.kernels import MERGED_NCCL
 from tests.kernels.backward_calls import CONFIG, Backward
 from tests.kernels.embedding_calls import Exchange
 from tests.kernels.test_interpreted_embedding import even, mixed

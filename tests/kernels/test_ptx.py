@@ -20,7 +20,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from autofuse.lowering.gpu.dense.ways import DTYPES, Config, Problem, needs, ways
+from autofuse.lowering.gpu.choice.kernel import DTYPES, Way, ways_of
+from autofuse.lowering.gpu.dense.ways import DenseProblem
 from autofuse.lowering.gpu.memory.workspace import REGIONS
 from autofuse.native_kernels.cuda.kernels.gather_matmul import ClusterGatherConfig
 from autofuse.native_kernels.cuda.kernels.gather_words import WordsGatherConfig
@@ -93,10 +94,10 @@ class Kernel:
         return False
 
 
-def launch(problem: Problem, config: Config, transposed: bool, trace: bool) -> None:
+def launch(problem: DenseProblem, way: Way, transposed: bool, trace: bool) -> None:
     """As `lowering.gpu.dense.run` does on rank 0."""
     m, world, dtype = problem.m, problem.world, problem.dtype
-    need, everywhere = needs(config, problem), problem.op == "matmul_all_reduce"
+    config, need, everywhere = way.config, way.need, problem.op == "matmul_all_reduce"
     sizes = (getattr(need, name) for name in REGIONS)
     regions = [
         Region.of([torch.empty(max(size, 256), dtype=torch.uint8)] * world)
@@ -153,30 +154,31 @@ def compile_launch(launch: Callable[[], None]) -> tuple[Kernel, bytes]:
 
 
 @cache
-def compiled(problem: Problem, config: Config, transposed: bool, trace: bool) -> Kernel:
+def compiled(problem: DenseProblem, way: Way, transposed: bool, trace: bool) -> Kernel:
     """The kernel of a dense way."""
-    return compile_launch(lambda: launch(problem, config, transposed, trace))[0]
+    return compile_launch(lambda: launch(problem, way, transposed, trace))[0]
 
 
-def cases() -> Iterator[tuple[Problem, Config, bool, bool]]:
+def cases() -> Iterator[tuple[DenseProblem, Way, bool, bool]]:
     """All ways for few and many tokens on 2, 4 and 8 ranks; weight layouts, dtypes and traces by turns."""
     turns = cycle(product([False, True], DTYPES, [True, False]))
     for op, m, world in product(OPS, (8, 32, 128, 4096), (2, 4, 8)):
-        problem = Problem(op, m, K, N, world, torch.bfloat16)
+        problem = DenseProblem(op, m, K, N, world, torch.bfloat16)
         columns = [replace(problem, dim=1)] if op == "matmul_reduce_scatter" and m == 4096 else []
         for each in [problem, *columns]:
-            for config in filter(None, ways(each).values()):
+            for way in (way for way in ways_of(each).values() if way.fused):
                 if isinstance(
-                    config, WordsConfig | WordsGatherConfig | ClusterReduceConfig | ClusterGatherConfig
+                    way.config, WordsConfig | WordsGatherConfig | ClusterReduceConfig | ClusterGatherConfig
                 ):
                     continue  # test_cuda_ptx has them
                 trace, dtype, transposed = next(turns)
-                yield replace(each, dtype=dtype), config, transposed, trace
+                yield replace(each, dtype=dtype), way, transposed, trace
         next(turns)  # so that not every world has the same turn
 
 
-def settings(case: tuple[Problem, Config, bool, bool]) -> dict[str, object]:
-    problem, config, transposed, trace = case
+def settings(case: tuple[DenseProblem, Way, bool, bool]) -> dict[str, object]:
+    problem, way, transposed, trace = case
+    config = way.config
     layout = {"transposed": transposed, "trace": trace}
     return {"kernel": type(config)} | asdict(problem) | asdict(config) | layout
 
@@ -188,12 +190,12 @@ def test_rules(op: str, every: bool) -> None:
     """Before signals and after waits; shared memory; loads that run ahead of the products."""
     names = set()
     given = [case for case in cases() if case[0].op == op]
-    for problem, config, transposed, trace in given if every else pairwise(given, settings):
-        kernel = compiled(problem, config, transposed, trace)
-        where = f"{problem}, {config}, transposed={transposed}, trace={trace}"
+    for problem, way, transposed, trace in given if every else pairwise(given, settings):
+        kernel = compiled(problem, way, transposed, trace)
+        where = f"{problem}, {way.config}, transposed={transposed}, trace={trace}"
         for rule in (check_signals, check_waits, check_scopes, check_packets):
             rule(kernel, where)
-        check_pipeline(kernel, config, problem, where)
+        check_pipeline(kernel, way.config, problem, where)
         names.add(kernel.name)
     assert names == (
         {"gather_matmul", "gather_matmul_few"}
@@ -258,7 +260,7 @@ def check_packets(kernel: Kernel, where: str) -> None:
         assert {"b32"} < set(puts) <= {"b32", "b64", "v2.b64"}, f"{where}: {puts}"  # b32: the failure record
 
 
-def check_pipeline(kernel: Kernel, config: Config, problem: Problem, where: str) -> None:
+def check_pipeline(kernel: Kernel, config: Any, problem: DenseProblem, where: str) -> None:
     """Blocks of K are loaded into as many buffers as the configuration has stages, less the one in use."""
     few = isinstance(config, PacketsConfig | FewConfig)
     rows = max(16, triton.next_power_of_2(problem.m)) if few else config.bm

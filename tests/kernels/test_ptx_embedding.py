@@ -14,14 +14,10 @@ import pytest
 import torch
 import triton
 
-from autofuse.lowering.gpu.embedding.ways import (
-    MERGED_NCCL,
-    ExchangeProblem,
-    exchange_needs_of,
-    exchange_ways,
-    places_of,
-    send_places,
-)
+from autofuse.lowering.gpu.choice.kernel import ways_of
+from autofuse.lowering.gpu.embedding.kernels import BAGS, MERGED_NCCL
+from autofuse.lowering.gpu.embedding.places import places_of, send_places
+from autofuse.lowering.gpu.embedding.ways import ExchangeProblem
 from autofuse.lowering.gpu.memory.workspace import REGIONS
 from autofuse.native_kernels.gpu.memory import EVENTS, Need, PeerMemory, Region
 from autofuse.native_kernels.triton.embedding_exchange import launch_embedding_exchange
@@ -52,10 +48,10 @@ def cases() -> Iterator[Case]:
     turns = cycle(product([BF16, FP16, FP32], [torch.int64, torch.int32], [0, 1, 2], [False, True]))
     for world in (2, 4, 8):
         problem = ExchangeProblem(B, (1024,) * world, "bsc", BF16)
-        for way, config in exchange_ways(problem).items():
-            if config is not None:
+        for name, way in ways_of(problem).items():
+            if way.fused:
                 dtype, index, mode, trace = next(turns)
-                yield way, config, way == MERGED_NCCL, dtype, index, mode, mode == 0 and trace, trace
+                yield name, way.config, name == MERGED_NCCL, dtype, index, mode, mode == 0 and trace, trace
         next(turns)
 
 
@@ -78,9 +74,9 @@ def compiled(
     trace: bool = False,
     world: int = 4,
 ) -> tuple[Kernel, bytes]:
-    """As `lowering.gpu.embedding.call` launches it on rank 0, for 4 tables of 256 columns."""
+    """As `lowering.gpu.embedding.run` launches it on rank 0, for 4 tables of 256 columns."""
     columns, dims = (1024,) * world, [256] * 4
-    memory = memory_for(exchange_needs_of(config, ExchangeProblem(B, columns, "bsc", BF16)), world)
+    memory = memory_for(BAGS.needs(config, ExchangeProblem(B, columns, "bsc", BF16)), world)
     tables = Tables(
         [torch.empty(8, 256, dtype=dtypes[t % len(dtypes)]) for t in range(4)],
         [torch.empty(8, dtype=index)] * 4,
@@ -148,14 +144,13 @@ def check_scopes(kernel: Kernel, where: str) -> None:
         assert kernel.is_from_memory(kernel.lines[at]), where
 
 
-CONFIGS = dict(exchange_ways(ExchangeProblem(B, (1024,) * 4, "bsc", BF16)))
+WAYS = ways_of(ExchangeProblem(B, (1024,) * 4, "bsc", BF16))
 
 
-@pytest.mark.parametrize("way", [way for way, config in CONFIGS.items() if config is not None])
+@pytest.mark.parametrize("way", [name for name, way in WAYS.items() if way.fused])
 def test_registers_and_vectors(way: str, tmp_path: Path) -> None:
     """For tables of bfloat16."""
-    config = CONFIGS[way]
-    assert config is not None
+    config = WAYS[way].config
     kernel, cubin = compiled(config, way == MERGED_NCCL, (BF16,))
     check_resources(kernel, cubin, config, tmp_path)
     text = "\n".join(kernel.lines)

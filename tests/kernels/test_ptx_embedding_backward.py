@@ -11,13 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from autofuse.lowering.gpu.embedding.ways import (
-    BACKWARD,
-    MERGED_NCCL,
-    ExchangeProblem,
-    backward_places,
-    exchange_ways,
-)
+from autofuse.lowering.gpu.choice.kernel import ways_of
+from autofuse.lowering.gpu.embedding.kernels import MERGED_NCCL
+from autofuse.lowering.gpu.embedding.places import backward_places
+from autofuse.lowering.gpu.embedding.ways import BACKWARD, ExchangeProblem
 from autofuse.native_kernels.gpu.memory import EVENTS
 from autofuse.native_kernels.triton.embedding_backward import launch_embedding_backward
 from autofuse.native_kernels.triton.embedding_entries import PER_SM, WARPS, Entries, sorted_entries
@@ -40,7 +37,7 @@ BF16, FP16, FP32, INT32, INT64 = torch.bfloat16, torch.float16, torch.float32, t
 
 def ways(world: int) -> dict[str, BackwardConfig]:
     problem = ExchangeProblem(B, (1024,) * world, "bsc", BF16, op=BACKWARD)
-    return {w: c for w, c in exchange_ways(problem).items() if isinstance(c, BackwardConfig)}
+    return {name: way.config for name, way in ways_of(problem).items() if way.fused}
 
 
 def tables_of(dtype: torch.dtype, index: torch.dtype, mode: int, weighted: bool, world: int) -> Tables:
@@ -66,7 +63,7 @@ def compiled(
     world: int = 4,
     update: int = 0,
 ) -> tuple[Kernel, bytes]:
-    """As `lowering.gpu.embedding.backward` launches it on rank 0; update: `Tables.update`."""
+    """As `lowering.gpu.embedding.run` launches it on rank 0; update: `Tables.update`."""
     columns = (1024,) * world
     memory = memory_for(backward_needs(B, columns, BF16.itemsize), world)
     tables = tables_of(dtype, index, mode, weighted, world)

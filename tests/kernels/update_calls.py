@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autofuse.lowering.gpu.embedding import backward as embedding_backward
-from autofuse.lowering.gpu.embedding.ways import UPDATE, ExchangeProblem, exchange_ways
+from autofuse.lowering.gpu.choice.kernel import ways_of
+from autofuse.lowering.gpu.embedding.run import exchange_backward
+from autofuse.lowering.gpu.embedding.ways import UPDATE, ExchangeProblem
 from autofuse.native_kernels.gpu.memory import PeerMemory
 from autofuse.native_kernels.triton.embedding_tables import Tables
 from tests.kernels.backward_calls import Backward
@@ -80,19 +81,14 @@ def run_updates(rank: int, world: int, calls: list[Backward]) -> None:
 
 
 def run_update_way(rank: int, world: int, way: str, call: Update) -> None:
-    """A call as `lowering.gpu.embedding.update` makes it."""
+    """A call as `lowering.gpu.embedding.run` makes it."""
     memory, of = peer_memory(rank, world, call.need(world)), call.of
     problem = ExchangeProblem(of.b, tuple(of.columns), of.layout, of.wire, 1, UPDATE)
-    assert way in exchange_ways(problem)
+    found_way = replace(ways_of(problem)[way], config=call.config)
     tables, workspace = call.tables(rank, 0), FakeWorkspace(memory)
     given: Any = workspace
-    with (
-        patch.object(embedding_backward, "exchange_ways", lambda problem: {way: call.config}),
-        patch.object(torch.cuda, "is_current_stream_capturing", lambda: False),
-    ):
-        found = embedding_backward.exchange_backward(
-            given, way, problem, tables, call.grad(rank, 0), call.keep, "here"
-        )
+    with patch.object(torch.cuda, "is_current_stream_capturing", lambda: False):
+        found = exchange_backward(given, found_way, problem, tables, call.grad(rank, 0), call.keep, "here")
     assert found is not None
     call.check(tables, memory, 0)
     if call.keep:

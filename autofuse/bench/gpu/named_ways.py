@@ -1,9 +1,8 @@
 """Fused ops that may have kernels for GPUs, in ways with names.
 
-The ways of a room are in `autofuse.lowering.gpu.<room>.by_name`, if there is such a module. It has, of an op
-and its arguments:
+`autofuse.lowering.gpu.by_name` has, of an op and its arguments:
 
-    names(op, arguments, unfused) -> list[str]    the ways that can run it, if asked also what they replace
+    names(op, arguments, unfused) -> list[str]    the ways that can run it, if asked also those of libraries
     run(name, op, arguments)                      what the op returns
     chosen(op, arguments) -> str                  the way that policy `auto` takes
     keep(op, arguments, times)                    lets it decide by these microseconds of ways, from now on
@@ -14,7 +13,6 @@ from __future__ import annotations
 import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -29,9 +27,8 @@ REFERENCE = "reference"
 
 @dataclass(frozen=True)
 class Fused:
-    """An op of a room, with the arguments that calls take by turns."""
+    """An op, with the arguments that calls take by turns."""
 
-    room: str
     op: str
     arguments: Sequence[tuple[Any, ...]]
     whole: bool = False
@@ -42,18 +39,18 @@ class Fused:
         return self._result(getattr(torch.ops.autofuse, self.op)(*self._at(i)))
 
     def names(self, unfused: bool = False) -> list[str]:
-        """The ways that can run this call; none where the room has no such module."""
-        module = ways_of(self.room)
+        """The ways that can run this call."""
+        module = ways()
         return [] if module is None else list(module.names(self.op, self._at(0), unfused))
 
     def call(self, name: str) -> Call:
         """The same in the way of that name."""
-        module = ways_of(self.room)
+        module = ways()
         return lambda i: self._result(module.run(name, self.op, self._at(i)))
 
     def chosen(self) -> str:
         """The way that policy `auto` takes."""
-        module = ways_of(self.room)
+        module = ways()
         if module is None:
             return "kernel" if FUSED_OPS[self.op].cuda is not None else REFERENCE
         return str(module.chosen(self.op, self._at(0))) if self.names() else REFERENCE
@@ -61,7 +58,7 @@ class Fused:
     def keep(self, times: dict[str, float]) -> None:
         """Let policy `auto` decide by these microseconds of ways, from now on."""
         if times:
-            ways_of(self.room).keep(self.op, self._at(0), times)
+            ways().keep(self.op, self._at(0), times)
 
     def _result(self, results: Any) -> Any:
         return results[0] if isinstance(results, list) and not self.whole else results
@@ -70,9 +67,6 @@ class Fused:
         return self.arguments[i % len(self.arguments)]
 
 
-def ways_of(room: str) -> Any:
-    """The module with the ways of a room; None if there is none, or no Triton, which it needs."""
-    package = f"autofuse.lowering.gpu.{room}"
-    if not has_triton() or find_spec(package) is None:
-        return None
-    return importlib.import_module(f"{package}.by_name")
+def ways() -> Any:
+    """The module with the ways of all ops; None without Triton, which it needs."""
+    return importlib.import_module("autofuse.lowering.gpu.by_name") if has_triton() else None

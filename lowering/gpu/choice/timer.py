@@ -1,9 +1,9 @@
 """Times calls that all ranks of a group make together on their GPUs, several variants side by side.
 
 Calls are captured as a CUDA graph, which is replayed for some milliseconds: ranks leave a barrier some
-microseconds apart, which a few short calls would measure instead. GPUs at their power limit become slower
-within seconds: all variants are sampled in turn, round after round, so that they meet the same clocks. All
-that is decided follows from what all ranks have measured: what fails on one rank fails on all.
+microseconds apart, which would dominate a few short calls. GPUs at their power limit become slower within
+seconds: all variants are sampled in turn, round after round, so that they meet the same clocks. All decisions
+follow from the timings of all ranks: what fails on one rank fails on all.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def together(work: Callable[[], T], group: ProcessGroup | None = None) -> T:
     try:
         result = work()
         torch.cuda.synchronize()
-    except Exception as error:  # a variant may raise anything, and the others are still worth measuring
+    except Exception as error:  # a variant may raise anything, and the others are still worth timing
         failure = f"{type(error).__name__}: {error}".strip().splitlines()[0][:300]
     if slowest(float(bool(failure)), group):
         failures = [""] * dist.get_world_size(group)
@@ -101,11 +101,11 @@ def time_all(
     for key, call in variants.items():
         timer.prepare(key, call, key in eager)
     timer.heat(effort)
-    timer.measure(list(variants), effort)
+    timer.time(list(variants), effort)
     again: set[Key] = set()
     while finals and (few := fastest(timer.timings)) and few[0] not in again:
         few = [key for key in few if key not in again]
-        timer.measure(few, finals)
+        timer.time(few, finals)
         again.update(few)
     return timer.timings
 
@@ -151,7 +151,7 @@ class _Timer(Generic[Key]):
         for number in range(math.ceil(WARM_UP_US / round_us) if keys else 0):
             self._round(in_turn(keys, number), effort)
 
-    def measure(self, keys: Sequence[Key], effort: Effort) -> None:
+    def time(self, keys: Sequence[Key], effort: Effort) -> None:
         """The medians of the rounds, each of which lasts as long as on its slowest rank."""
         rounds = [self._round(in_turn(keys, number), effort) for number in range(effort.rounds)]
         for key in keys:

@@ -1,4 +1,4 @@
-"""What is measured of the ways to run something: how much, in which order, and which are measured again."""
+"""Timings of the ways to run something: how many, in which order, and which ways are timed again."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ COLD_BYTES = 192 << 20
 
 NEAR = 1.12
 FINALISTS = 4
-"""So close to the fastest, and so many, are measured again before one is chosen."""
+"""So close to the fastest, and so many, are timed again before one is chosen."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class Effort:
-    """How much is measured; equal on all ranks."""
+    """How much is timed; equal on all ranks."""
 
     rounds: int = 7
     """Every round has one sample of everything; the median counts."""
@@ -57,12 +57,12 @@ def matmul_us(m: int, k: int, n: int) -> float:
 
 
 def copies_of(nbytes: int) -> int:
-    """How many copies of so much it takes for none to come from the L2 when its turn is there again."""
+    """How many copies of so many bytes it takes for none to be in the L2 when its turn comes again."""
     return max(1, -(-COLD_BYTES // nbytes))
 
 
 def in_turn(keys: Sequence[Key], number: int) -> list[Key]:
-    """The order of a round: another begins, and whoever went before comes next, or the other way round."""
+    """The order of a round: every round begins with another key, every second one goes backwards."""
     first = number % len(keys) if keys else 0
     turned = [*keys[first:], *keys[:first]]
     return turned[::-1] if number % 2 else turned

@@ -1,90 +1,144 @@
 """The dense ops on GPUs, as `FusedOp.cuda` calls them: choose a way, run it.
 
-`FusedOp.gpu_gap` has found no gap in the arguments. For an empty matrix NotImplemented is returned, and the
-reference runs.
+`FusedOp.gpu_gap` has found no gap in the arguments. An empty matrix is left to the reference. What decides is
+equal on all ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from typing import Any
+from collections.abc import Callable, Hashable
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from autofuse import config
-from autofuse.lowering.gpu.choice.choose import way_of
-from autofuse.lowering.gpu.memory.workspace import GpuWorkspace, current, workspace_for
+from autofuse.lowering.gpu.choice.calls import Calls, GpuCall
+from autofuse.lowering.gpu.choice.kernel import Way, replaced
+from autofuse.lowering.gpu.memory.workspace import GpuWorkspace, current, workspace_for, workspace_of
 from autofuse.lowering.ops.all_gather_matmul import AllGatherMatmul
 from autofuse.lowering.ops.matmul_all_reduce import MatmulAllReduce
 from autofuse.lowering.ops.matmul_reduce_scatter import MatmulReduceScatter
 
-from .measure import measure_once
+from .measure import trials
 from .run import Gather, Reduction, problem_of
+from .ways import GATHER, REDUCE, SCATTER, DenseProblem
 
 MOST_CALLS = 4096
 """Kinds of calls that are kept, of one group."""
 
+ReduceArguments: TypeAlias = MatmulAllReduce | MatmulReduceScatter
 
-def run_reduce(op: str, args: MatmulAllReduce | MatmulReduceScatter) -> Any:
+
+def run_reduce(op: str, args: ReduceArguments) -> Any:
     """matmul_all_reduce and matmul_reduce_scatter of one matmul, without an epilogue."""
-    x, w, reduce_op, dim, outer = args.x, args.w, args.reduce_op, args.dim, args.outer
-    group_name, order, site = args.group_name, args.order, args.site
-    if not x[0].numel():
+    x, b = args.x[0], args.w[0]
+    if not x.numel():
         return NotImplemented
-    with current(x[0].device):
-        workspace = workspace_for(group_name, x[0].device)
-        a, b = x[0].contiguous(), w[0]
+    with current(x.device):
+        workspace = workspace_for(args.group_name, x.device)
+        a = x.contiguous()
         capturing = torch.cuda.is_current_stream_capturing()
-        update = op == "matmul_reduce_scatter" and config.update
-        kind = op, _layout(a), _layout(b), reduce_op, dim, outer, order, site, capturing, update
+        update = op == SCATTER and config.update
+        kind = (
+            op, _layout(a), _layout(b), args.reduce_op, args.dim, args.outer, args.order, args.site,
+            capturing, update,
+        )  # fmt: skip
         reduction = workspace.calls.get(kind)
         if reduction is None:
-            problem = problem_of(op, a, b, workspace, dim, outer)
-            if config.measure:
-                measure_once(workspace, problem)
-            variant = b.stride(), reduce_op, order
-            way, settled = way_of(problem, workspace, variant, capturing)
-            reduction = Reduction(workspace, way, problem, b.stride(), reduce_op == "avg", order, site)
-            if settled:
-                _keep(workspace, kind, reduction)
+            call, prepared = _reduce_call(workspace, op, args, a)
+            reduction = _settle(call, prepared, kind, capturing)
         return [reduction(a, b)]
+
+
+def reduce_call(op: str, args: ReduceArguments) -> GpuCall | None:
+    """The same as ways by name take it; None for what is left to the reference."""
+    x = args.x[0]
+    return _reduce_call(workspace_of(args.group_name, x), op, args, x.contiguous())[0] if x.numel() else None
+
+
+def _reduce_call(
+    workspace: GpuWorkspace, op: str, args: ReduceArguments, a: Tensor
+) -> tuple[GpuCall, Callable[[Way], Reduction]]:
+    b, mean = args.w[0], args.reduce_op == "avg"
+    problem = problem_of(op, a, b, workspace, args.dim, args.outer)
+
+    def prepared(way: Way) -> Reduction:
+        return Reduction(workspace, way, problem, b.stride(), mean, args.order, args.site)
+
+    def run(way: Way) -> list[Tensor]:
+        return [prepared(way)(a, b)]
+
+    return _call(workspace, problem, run, (b.stride(), args.reduce_op, args.order)), prepared
 
 
 def run_gather(args: AllGatherMatmul) -> Any:
     """all_gather_matmul of rows, with a bias [N] or none a weight."""
-    x, w, dim, outer, keep_gathered = args.x, args.w, args.dim, args.outer, args.keep_gathered
-    group_name, site = args.group_name, args.site
-    biases = [args.bias_of(i) for i in range(len(w))]
+    x, w = args.x, args.w
     if not x.numel():
         return NotImplemented
     with current(x.device):
-        workspace = workspace_for(group_name, x.device)
-        part, more = x.contiguous(), keep_gathered or len(w) > 1
+        workspace = workspace_for(args.group_name, x.device)
+        part = x.contiguous()
+        biases = [args.bias_of(i) for i in range(len(w))]
         capturing = torch.cuda.is_current_stream_capturing()
-        biased = biases[0] is not None
         kind = (
-            "all_gather_matmul", _layout(part), _layout(w[0]), outer, more,
-            keep_gathered, biased, site, capturing
+            GATHER, _layout(part), _layout(w[0]), args.outer, len(w) > 1, args.keep_gathered,
+            biases[0] is not None, args.site, capturing,
         )  # fmt: skip
         gather = workspace.calls.get(kind)
         if gather is None:
-            problem = problem_of("all_gather_matmul", part, w[0], workspace, dim, outer)
-            if config.measure:
-                measure_once(workspace, problem)
-            variant = w[0].stride(), more, biased
-            way, settled = way_of(problem, workspace, variant, capturing)
-            gather = Gather(workspace, way, problem, w[0].stride(), more, keep_gathered, site, biased=biased)
-            if settled:
-                _keep(workspace, kind, gather)
+            call, prepared = _gather_call(workspace, args, part)
+            gather = _settle(call, prepared, kind, capturing)
         return gather(part, w, biases)
 
 
-def _keep(workspace: GpuWorkspace, kind: Hashable, call: Any) -> None:
-    """For calls that are alike; sizes may change without end."""
-    if len(workspace.calls) == MOST_CALLS:
-        workspace.calls.clear()
-    workspace.calls[kind] = call
+def gather_call(args: AllGatherMatmul) -> GpuCall | None:
+    """The same as ways by name take it; None for what is left to the reference."""
+    x = args.x
+    return _gather_call(workspace_of(args.group_name, x), args, x.contiguous())[0] if x.numel() else None
+
+
+def _gather_call(
+    workspace: GpuWorkspace, args: AllGatherMatmul, part: Tensor
+) -> tuple[GpuCall, Callable[[Way], Gather]]:
+    w, keep, site = args.w, args.keep_gathered, args.site
+    biases = [args.bias_of(i) for i in range(len(w))]
+    more, biased = keep or len(w) > 1, biases[0] is not None
+    problem = problem_of(GATHER, part, w[0], workspace, args.dim, args.outer)
+
+    def prepared(way: Way) -> Gather:
+        return Gather(workspace, way, problem, w[0].stride(), more, keep, site, biased=biased)
+
+    def run(way: Way) -> list[Tensor]:
+        return prepared(way)(part, w, biases)
+
+    return _call(workspace, problem, run, (w[0].stride(), more, biased)), prepared
+
+
+CALLS: Calls = {
+    REDUCE: partial(reduce_call, REDUCE),
+    SCATTER: partial(reduce_call, SCATTER),
+    GATHER: gather_call,
+}
+
+
+def _call(
+    workspace: GpuWorkspace, problem: DenseProblem, run: Callable[[Way], list[Tensor]], variant: Hashable
+) -> GpuCall:
+    return GpuCall(workspace, problem, run, variant, lambda: run(replaced(problem)), trials)
+
+
+def _settle(call: GpuCall, prepared: Callable[[Way], Any], kind: Hashable, capturing: bool) -> Any:
+    """What runs a call, which calls that are alike run, too, once their way is settled."""
+    way, settled = call.decide(capturing)
+    made, kept = prepared(way), call.workspace.calls
+    if settled:
+        if len(kept) == MOST_CALLS:  # sizes may change without end
+            kept.clear()
+        kept[kind] = made
+    return made
 
 
 def _layout(t: Tensor) -> Hashable:

@@ -6,12 +6,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autofuse.lowering.gpu.choice.choose import Points, choose, points_of
+from autofuse.lowering.gpu.choice.choose import choose, points_of
+from autofuse.lowering.gpu.choice.kernel import fused_ways
+from autofuse.lowering.gpu.choice.points import Points
 from autofuse.lowering.gpu.memory.workspace import workspace_for
 from autofuse.native_kernels.gpu.memory import EVENTS
 
-from .run import run
-from .ways import Problem, fused
+from .plain import run
+from .ways import GATHER, DenseProblem
 
 WARM_UP = 3
 
@@ -31,9 +33,9 @@ def record(op: str, m: int, k: int, n: int, dtype: torch.dtype, order: str) -> T
     group = dist.group.WORLD
     assert group is not None
     workspace = workspace_for(group.group_name, device)
-    problem = Problem(op, m, k, n, workspace.world, dtype, workspace.programs)
+    problem = DenseProblem(op, m, k, n, workspace.world, dtype, workspace.programs)
     way = _fused_way(problem, points_of(workspace))
-    x = torch.randn(m // workspace.world if op == "all_gather_matmul" else m, k, device=device, dtype=dtype)
+    x = torch.randn(m // workspace.world if op == GATHER else m, k, device=device, dtype=dtype)
     w = torch.randn(k, n, device=device, dtype=dtype)
     trace = torch.zeros(ROWS * workspace.programs, EVENTS, 2, dtype=torch.int64, device=device)
     for _ in range(WARM_UP):
@@ -50,9 +52,9 @@ def record(op: str, m: int, k: int, n: int, dtype: torch.dtype, order: str) -> T
     return trace[trace.any(2).any(1)].cpu()
 
 
-def _fused_way(problem: Problem, points: Points) -> str:
+def _fused_way(problem: DenseProblem, points: Points) -> str:
     """What a call takes, or else the first fused way."""
-    ours = fused(problem)
+    ours = fused_ways(problem)
     if not ours:
         raise ValueError(
             f"no fused kernel runs {problem.op} of [{problem.m}, {problem.k}] @ [{problem.k}, {problem.n}] "

@@ -1,53 +1,36 @@
-"""embedding_bag_all_to_all on GPUs, as `FusedOp.cuda` calls it: check sizes, choose a way, run it.
+"""The ops of embedding bags on GPUs, as `FusedOp.cuda` calls them: check sizes, choose a way, run it.
 
-Of arguments only such decide that are equal on all ranks. Number and dtypes of a rank's own tables are to be
-what they are in every call like this one.
+Only arguments decide that are equal on all ranks. Number and dtypes of a rank's own tables are to be what
+they are in every call like this one. An update is the backward's kernel, with a rule.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from autofuse.lowering.gpu.choice.calls import GpuCall
-from autofuse.lowering.gpu.choice.choose import chosen
-from autofuse.lowering.gpu.dense.run import first_compile
-from autofuse.lowering.gpu.memory.workspace import GpuWorkspace, current, workspace_of
+from autofuse.lowering.gpu.choice.calls import Calls, GpuCall, run_call
+from autofuse.lowering.gpu.choice.kernel import Way
+from autofuse.lowering.gpu.memory.workspace import workspace_of
+from autofuse.lowering.ops.all_to_all_embedding_bag_backward import AllToAllEmbeddingBagBackward
+from autofuse.lowering.ops.all_to_all_embedding_bag_update import AllToAllEmbeddingBagUpdate
 from autofuse.lowering.ops.embedding_bag_all_to_all import EmbeddingBagAllToAll
+from autofuse.lowering.ops.embedding_bag_update import check_tables
 from autofuse.lowering.reference import embedding_layout as layouts
 from autofuse.lowering.torch_internals import resolve_group
-from autofuse.native_kernels.gpu.memory import Need
-from autofuse.native_kernels.triton.embedding_exchange import launch_embedding_exchange
-from autofuse.native_kernels.triton.embedding_tables import DTYPE_BITS, BagsConfig, Places, Tables
+from autofuse.native_kernels.triton.embedding_tables import DTYPE_BITS, Tables
 
-from .ways import (
-    MERGED_NCCL,
-    OP,
-    TORCH_NCCL,
-    ExchangeProblem,
-    exchange_needs_of,
-    exchange_ways,
-    places_of,
-    send_places,
-)
+from .run import exchange, exchange_backward
+from .ways import BACKWARD, OP, UPDATE, ExchangeProblem
 
 
 def run_embedding(args: EmbeddingBagAllToAll) -> Any:
-    """The op; NotImplemented for what is left to the reference."""
-    return run_exchange(embedding_call(args))
-
-
-def run_exchange(call: GpuCall | None) -> Any:
-    """A call in the way that policy `auto` takes."""
-    if call is None:
-        return NotImplemented
-    with current(call.workspace.device):
-        way = chosen(call.problem, call.workspace)
-        found = None if way == TORCH_NCCL else call.run(way)
-    return NotImplemented if found is None else found
+    """embedding_bag_all_to_all; NotImplemented for what is left to the reference."""
+    return run_call(embedding_call(args))
 
 
 def embedding_call(args: EmbeddingBagAllToAll) -> GpuCall | None:
@@ -61,7 +44,7 @@ def embedding_call(args: EmbeddingBagAllToAll) -> GpuCall | None:
     workspace = workspace_of(args.group_name, weights[0])
     problem = ExchangeProblem(bags // workspace.world, tuple(columns), layout, dtype, workspace.programs)
 
-    def run(way: str) -> Tensor | None:
+    def run(way: Way) -> Tensor | None:
         tables = tables_of(
             weights, args.indices, args.offsets, args.per_sample_weights, args.mode, args.include_last_offset,
             args.padding_idx,
@@ -69,6 +52,69 @@ def embedding_call(args: EmbeddingBagAllToAll) -> GpuCall | None:
         return exchange(workspace, way, problem, tables, args.site)
 
     return GpuCall(workspace, problem, run)
+
+
+def run_embedding_backward(args: AllToAllEmbeddingBagBackward) -> Any:
+    """all_to_all_embedding_bag_backward; NotImplemented for what is left to the reference."""
+    return run_call(embedding_backward_call(args))
+
+
+def embedding_backward_call(args: AllToAllEmbeddingBagBackward) -> GpuCall | None:
+    """The op as the kernel takes it; None for what is left to the reference."""
+    grad, columns, layout, bags = args.grad, args.columns, args.layout, args.batch
+    layouts.check(BACKWARD, layout, bags, columns, args.dims, resolve_group(args.group_name).rank())
+    if args.dtype not in DTYPE_BITS or not bags or not sum(columns):
+        return None
+    workspace = workspace_of(args.group_name, grad)
+    problem = ExchangeProblem(
+        bags // workspace.world, tuple(columns), layout, grad.dtype, workspace.programs, BACKWARD
+    )
+
+    def run(way: Way) -> list[Tensor] | None:
+        tables = gradients_of(
+            args.num_embeddings, args.dims, args.dtype, args.indices, args.offsets, args.per_sample_weights,
+            args.mode, args.include_last_offset, args.padding_idx,
+        )  # fmt: skip
+        return exchange_backward(workspace, way, problem, tables, grad, args.keep_exchanged, args.site)
+
+    return GpuCall(workspace, problem, run)
+
+
+def run_embedding_update(args: AllToAllEmbeddingBagUpdate) -> Any:
+    """all_to_all_embedding_bag_update; NotImplemented for what is left to the reference."""
+    return run_call(embedding_update_call(args))
+
+
+def embedding_update_call(args: AllToAllEmbeddingBagUpdate) -> GpuCall | None:
+    """The op as the kernel takes it; None for what is left to the reference."""
+    weights, states, rates, grad, keep = args.weights, args.states, args.rates, args.grad, args.keep_exchanged
+    columns, layout, bags = args.columns, args.layout, args.batch
+    layouts.check(UPDATE, layout, bags, columns, args.dims, resolve_group(args.group_name).rank())
+    if not bags or not sum(columns):
+        return None
+    check_tables(UPDATE, weights, states, rates)
+    workspace = workspace_of(args.group_name, grad)
+    problem = ExchangeProblem(
+        bags // workspace.world, tuple(columns), layout, grad.dtype, workspace.programs, UPDATE
+    )
+
+    def run(way: Way) -> Tensor | None:
+        tables = tables_of(
+            weights, args.indices, args.offsets, args.per_sample_weights, args.pooling,
+            args.include_last_offset, args.padding_idx, UPDATE,
+        )  # fmt: skip
+        found = exchange_backward(
+            workspace, way, problem, replace(tables, states=states, rates=rates), grad, keep, args.site
+        )
+        if found is None:
+            return None
+        torch.autograd.graph.increment_version((*weights, *states))
+        return found[-1] if keep else grad.new_empty(0)
+
+    return GpuCall(workspace, problem, run)
+
+
+CALLS: Calls = {OP: embedding_call, BACKWARD: embedding_backward_call, UPDATE: embedding_update_call}
 
 
 def tables_of(
@@ -107,47 +153,23 @@ def tables_of(
     )
 
 
-def exchange(
-    workspace: GpuWorkspace,
-    way: str,
-    problem: ExchangeProblem,
-    tables: Tables,
-    site: str,
-    trace: Tensor | None = None,
-) -> Tensor | None:
-    """A call in a way that has a kernel; None where it has to be left to torch while a graph is captured."""
-    config = exchange_ways(problem)[way]
-    assert isinstance(config, BagsConfig)
-    b, columns, dims, rank = problem.b, problem.columns, tables.dims, workspace.rank
-    send = way == MERGED_NCCL
-    variant = (
-        *(problem, tuple(dims), tables.kinds(), tables.aligned(), tables.indices[0].dtype),
-        *(tables.mode, bool(tables.samples), tables.last, trace is None),
-    )
-    entered = workspace.enter(
-        OP, site, lambda: Need() if send else exchange_needs_of(config, problem), way, variant
-    )
-    if entered is None:
-        return None
-    memory, number, new = entered
-    places: Places
-    if send:
-        places, shape = send_places(rank, b, columns, dims), [problem.world, b, columns[rank]]
-    else:
-        places = places_of(problem.layout, rank, b, columns, dims)
-        shape = [int(n) for n in layouts.shape(problem.layout, b, columns, dims)]
-    out = tables.weights[0].new_empty(shape, dtype=problem.dtype)
-    capturing = torch.cuda.is_current_stream_capturing()
-    words = workspace.words.place(tuple(tables.words(places)), capturing)
-    for compile_only in first_compile(workspace, new):
-        launch_embedding_exchange(
-            memory, words, tables, places, out, config, send, number, trace, compile_only
-        )
-    workspace.leave()
-    if not send:
-        return out
-    pooled = out.view(problem.m, columns[rank])
-    return layouts.exchange_forward(pooled, problem.layout, columns, dims, workspace.group_name)
+def gradients_of(
+    num_embeddings: Sequence[int],
+    dims: Sequence[int],
+    dtype: torch.dtype,
+    indices: Sequence[Tensor],
+    offsets: Sequence[Tensor],
+    samples: Sequence[Tensor],
+    mode: int,
+    last: bool,
+    padding: int,
+) -> Tables:
+    """Gradients of tables, with nothing in them yet, as the kernel takes them. ValueError as `tables_of`."""
+    device = offsets[0].device
+    gradients = [
+        torch.empty(v, d, dtype=dtype, device=device) for v, d in zip(num_embeddings, dims, strict=True)
+    ]
+    return tables_of(gradients, indices, offsets, samples, mode, last, padding, BACKWARD)
 
 
 def _contiguous(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:

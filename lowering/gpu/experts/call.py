@@ -11,44 +11,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autofuse import config
-from autofuse.lowering.gpu.choice.calls import GpuCall
-from autofuse.lowering.gpu.choice.choose import way_of
-from autofuse.lowering.gpu.dense.ways import CUBLAS_NCCL, DTYPES
-from autofuse.lowering.gpu.memory.workspace import current, workspace_of
+from autofuse.lowering.gpu.choice.calls import Calls, GpuCall, run_call
+from autofuse.lowering.gpu.choice.kernel import DTYPES, Way
+from autofuse.lowering.gpu.memory.workspace import workspace_of
 from autofuse.lowering.ops.all_to_all_expert_matmul import AllToAllExpertMatmul
 from autofuse.lowering.ops.expert_matmul_all_to_all import ExpertMatmulAllToAll
 from autofuse.lowering.reference.expert_rows import check_capacity
 
 from .dropless import dropless_combine, dropless_dispatch, dropless_problem_of
 from .fixed import at_once, combine, dispatch, layouts, of_sum, problem_of
-from .measure import measure_experts_once
+from .kernels import Rows
+from .measure import trials
 from .unfused import can_group, combine_unfused, dispatch_unfused
-from .ways import COMBINE, DISPATCH, ExpertProblem
+from .ways import COMBINE, DISPATCH
 
 
 def run_combine(args: ExpertMatmulAllToAll) -> Any:
     """expert_matmul_all_to_all; NotImplemented for what is left to the reference."""
-    return _run(combine_call(args))
+    return run_call(combine_call(args))
 
 
 def run_dispatch(args: AllToAllExpertMatmul) -> Any:
     """all_to_all_expert_matmul; NotImplemented for what is left to the reference."""
-    return _run(dispatch_call(args))
-
-
-def _run(call: GpuCall | None) -> Any:
-    if call is None:
-        return NotImplemented
-    with current(call.workspace.device):
-        if config.measure and isinstance(call.problem, ExpertProblem):
-            measure_experts_once(call.workspace, call.problem)
-        capturing = torch.cuda.is_current_stream_capturing()
-        way, _ = way_of(call.problem, call.workspace, call.variant, capturing)
-        found = None if way == CUBLAS_NCCL else call.run(way)
-        if found is None and call.unfused is not None:
-            found = call.unfused()
-    return NotImplemented if found is None else found
+    return run_call(dispatch_call(args))
 
 
 def combine_call(args: ExpertMatmulAllToAll) -> GpuCall | None:
@@ -64,38 +49,32 @@ def combine_call(args: ExpertMatmulAllToAll) -> GpuCall | None:
     problem = of_sum(problem_of(COMBINE, a[0], w[0], workspace, outer), a, w)
     biases = _biases(args.bias, w)
 
-    def run(way: str) -> list[Tensor] | None:
+    def run(way: Way) -> list[Tensor] | None:
         out = combine(workspace, way, problem, a, w, biases[0], order, site)
         return None if out is None else [out]
 
-    return GpuCall(workspace, problem, run, (layouts(w), biases[0] is None, order))
+    return GpuCall(workspace, problem, run, (layouts(w), biases[0] is None, order), trials=trials)
 
 
 def _dropless_combine_call(args: ExpertMatmulAllToAll) -> GpuCall | None:
     """Of rows that fill the send buffer. Nothing but these checks may depend on how many a rank has."""
     x, w, site, group_name = args.x, args.w, args.site, args.group_name
-    output_splits, input_splits = args.output_splits, args.input_splits
-    if not all(_alike(xi, w) for xi in x) or x[0].shape[0] != sum(input_splits):
+    if not all(_alike(xi, w) for xi in x) or x[0].shape[0] != sum(args.input_splits):
         return None
     workspace = workspace_of(group_name, x[0])
-    a = [xi.contiguous() for xi in x]
-    ends, places = _vector(args.offsets, torch.int32), _vector(args.positions, torch.int64)
+    a, rows = [xi.contiguous() for xi in x], _rows(args)
     problem = of_sum(dropless_problem_of(COMBINE, a[0], w[0], workspace), a, w)
     biases = _biases(args.bias, w)
 
-    def run(way: str) -> list[Tensor] | None:
-        out = dropless_combine(
-            workspace, way, problem, a, w, biases[0], ends, places, output_splits, input_splits, site
-        )
+    def run(way: Way) -> list[Tensor] | None:
+        out = dropless_combine(workspace, way, problem, a, w, biases[0], rows, site)
         return None if out is None else [out]
 
     def unfused() -> list[Tensor]:
-        assert ends is not None
-        splits = output_splits, input_splits
-        return [combine_unfused(a, w, biases[0], ends, places, *splits, group_name)]
+        return [combine_unfused(a, w, biases[0], rows, group_name)]
 
     variant = layouts(w), biases[0] is None
-    grouped = ends is not None and can_group(problem)
+    grouped = rows.offsets is not None and can_group(problem)
     return GpuCall(workspace, problem, run, variant, unfused if grouped else None)
 
 
@@ -118,43 +97,43 @@ def dispatch_call(args: AllToAllExpertMatmul) -> GpuCall | None:
     count = at_once(w, biases)
     problem = problem_of(DISPATCH, parts, w[0], workspace, outer, count)
 
-    def run(way: str) -> list[Tensor] | None:
+    def run(way: Way) -> list[Tensor] | None:
         return dispatch(workspace, way, problem, parts, w, biases, keep_exchanged, site)
 
     variant = w[0].stride(), biases[0] is None, keep_exchanged or len(w) > count
-    return GpuCall(workspace, problem, run, variant)
+    return GpuCall(workspace, problem, run, variant, trials=trials)
 
 
 def _dropless_dispatch_call(args: AllToAllExpertMatmul) -> GpuCall | None:
     """Of rows that are all of those that arrive."""
     x, w, site, group_name, keep_exchanged = args.x, args.w, args.site, args.group_name, args.keep_exchanged
-    output_splits, input_splits = args.output_splits, args.input_splits
     if not _alike(x, w):
         return None
-    if args.positions is not None and args.positions.shape[0] != sum(output_splits):
+    if args.positions is not None and args.positions.shape[0] != sum(args.output_splits):
         return None
     workspace = workspace_of(group_name, x)
-    parts, places = x.contiguous(), _vector(args.positions, torch.int64)
-    ends = _vector(args.offsets, torch.int32)
-    assert ends is not None
-    biases = _biases(args.bias, w)
+    parts, rows, biases = x.contiguous(), _rows(args), _biases(args.bias, w)
     count = at_once(w, biases)
     problem = dropless_problem_of(DISPATCH, parts, w[0], workspace, count)
     if not all(can_group(dropless_problem_of(DISPATCH, parts, wi, workspace)) for wi in w[count:]):
         return None
 
-    def run(way: str) -> list[Tensor] | None:
-        return dropless_dispatch(
-            workspace, way, problem, parts, w, biases, ends, places, output_splits, input_splits,
-            keep_exchanged, site,
-        )  # fmt: skip
+    def run(way: Way) -> list[Tensor] | None:
+        return dropless_dispatch(workspace, way, problem, parts, w, biases, rows, keep_exchanged, site)
 
     def unfused() -> list[Tensor]:
-        splits = output_splits, input_splits
-        return dispatch_unfused(parts, w, biases, ends, places, *splits, keep_exchanged, group_name)
+        return dispatch_unfused(parts, w, biases, rows, keep_exchanged, group_name)
 
     variant = w[0].stride(), biases[0] is None, keep_exchanged or len(w) > count
     return GpuCall(workspace, problem, run, variant, unfused if can_group(problem) else None)
+
+
+CALLS: Calls = {COMBINE: combine_call, DISPATCH: dispatch_call}
+
+
+def _rows(args: ExpertMatmulAllToAll | AllToAllExpertMatmul) -> Rows:
+    offsets, positions = _vector(args.offsets, torch.int32), _vector(args.positions, torch.int64)
+    return Rows(offsets, positions, args.output_splits, args.input_splits)
 
 
 def _vector(t: Tensor | None, dtype: torch.dtype) -> Tensor | None:

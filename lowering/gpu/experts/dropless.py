@@ -7,7 +7,7 @@ where one has more than there is room for. What is captured has as many rows in 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
 import torch
@@ -15,22 +15,19 @@ from torch import Tensor
 
 from autofuse.lowering.cpu.rendezvous import NotShared
 from autofuse.lowering.cpu.workspace import workspace_for
-from autofuse.lowering.gpu.dense.run import first_compile
+from autofuse.lowering.gpu.choice.kernel import Way
+from autofuse.lowering.gpu.choice.launcher import Launcher
 from autofuse.lowering.gpu.memory.workspace import GpuWorkspace
-from autofuse.native_kernels.cuda.kernels.dropless_combine import (
-    dropless_combine_needs,
-    launch_dropless_combine,
-)
+from autofuse.native_kernels.cuda.kernels.dropless_combine import dropless_combine_needs
 from autofuse.native_kernels.cuda.kernels.dropless_dispatch import (
     dropless_dispatch_needs,
     dropless_exchanged,
-    launch_dropless_dispatch,
 )
-from autofuse.native_kernels.gpu.memory import Need, PeerMemory
 
 from .fixed import is_stack, layouts
+from .kernels import Rows
 from .unfused import grouped_product
-from .ways import COMBINE, DISPATCH, DROPLESS, DroplessProblem, dropless_ways
+from .ways import COMBINE, DISPATCH, DROPLESS, DroplessProblem
 
 LEAST_ROWS = 1024
 """There is room for as many."""
@@ -49,96 +46,76 @@ def dropless_problem_of(
 
 def dropless_combine(
     workspace: GpuWorkspace,
-    way: str,
+    way: Way,
     problem: DroplessProblem,
     x: Sequence[Tensor],
     w: Sequence[Tensor],
     bias: Tensor | None,
-    offsets: Tensor | None,
-    positions: Tensor | None,
-    received: Sequence[int],
-    sent: Sequence[int],
+    rows: Rows,
     site: str,
     trace: Tensor | None = None,
 ) -> Tensor | None:
-    """`[sum(received), N]` of a sum of products, in a fused way; None if that cannot be captured.
+    """`[sum(rows.received), N]` of a sum of products, in a fused way; None if that cannot be captured.
 
     RuntimeError without room.
     """
-    config, rows, n = dropless_ways(problem)[way], sum(received), problem.columns
-    assert config is not None
-    variant = problem, layouts(w), bias is None, trace is None
-    entered = _enter(
-        workspace, COMBINE, site, way, variant, n, rows,
-        lambda room: dropless_combine_needs(room, n, problem.world),
-    )  # fmt: skip
-    if entered is None:
+    received, n = sum(rows.received), problem.columns
+    room = _room_for(workspace, COMBINE, site, n, received)
+    if not room:
         return None
-    memory, number, new = entered
-    out = x[0].new_empty(rows, n)
-    for compile_only in first_compile(workspace, new):
-        launch_dropless_combine(
-            memory, x, w, out, offsets, positions, received, sent, config, number, trace, compile_only, bias
-        )
-    workspace.leave()
+    variant = (problem, layouts(w), bias is None, trace is None), room
+    launcher = Launcher(
+        workspace, way, COMBINE, site, variant, lambda: dropless_combine_needs(room, n, problem.world)
+    )
+    if launcher.enter(trace=trace) is None:
+        return None
+    out = x[0].new_empty(received, n)
+    launcher.launch(x, w, out, bias, rows)
+    launcher.leave()
     return out
 
 
 def dropless_dispatch(
     workspace: GpuWorkspace,
-    way: str,
+    way: Way,
     problem: DroplessProblem,
     x: Tensor,
     w: Sequence[Tensor],
     bias: Sequence[Tensor | None],
-    offsets: Tensor,
-    positions: Tensor | None,
-    received: Sequence[int],
-    sent: Sequence[int],
+    rows: Rows,
     keep: bool,
     site: str,
     trace: Tensor | None = None,
 ) -> list[Tensor] | None:
-    """Products `[sum(received), N_i]` with all weights and, with `keep`, X; as `dropless_combine`.
+    """Products `[sum(rows.received), N_i]` with all weights and, with `keep`, X; as `dropless_combine`.
 
     The first `problem.weights` are multiplied while the rows arrive, the others afterwards.
     """
-    config, rows, k, count = dropless_ways(problem)[way], sum(received), problem.k, problem.weights
-    assert config is not None
-    variant = problem, w[0].stride(), bias[0] is None, trace is None
-    entered = _enter(
-        workspace, DISPATCH, site, way, variant, k, max(rows, sum(sent)),
-        lambda room: dropless_dispatch_needs(room, k, problem.world),
-    )  # fmt: skip
-    if entered is None:
+    received, k, count = sum(rows.received), problem.k, problem.weights
+    room = _room_for(workspace, DISPATCH, site, k, max(received, sum(rows.sent)))
+    if not room:
         return None
-    memory, number, new = entered
-    outputs = [x.new_empty(rows, problem.columns) for _ in range(count)]
+    variant = (problem, w[0].stride(), bias[0] is None, trace is None), room
+    launcher = Launcher(
+        workspace, way, DISPATCH, site, variant, lambda: dropless_dispatch_needs(room, k, problem.world)
+    )
+    memory = launcher.enter(trace=trace)
+    if memory is None:
+        return None
+    outputs = [x.new_empty(received, problem.columns) for _ in range(count)]
     biases = [b for b in bias[:count] if b is not None]
-    for compile_only in first_compile(workspace, new):
-        launch_dropless_dispatch(
-            memory, x, w[:count], outputs, offsets, positions, received, sent, config, number, trace,
-            compile_only, biases,
-        )  # fmt: skip
+    launcher.launch(x, w[:count], outputs, biases, rows)
     if keep or len(w) > count:
-        exchanged = dropless_exchanged(memory, rows, k, x.dtype)
+        assert rows.offsets is not None
+        exchanged = dropless_exchanged(memory, received, k, x.dtype)
         rest = zip(w[count:], bias[count:], strict=True)
-        outputs += [grouped_product(exchanged, wi, b, offsets) for wi, b in rest] + [exchanged] * keep
-    workspace.leave()
+        outputs += [grouped_product(exchanged, wi, b, rows.offsets) for wi, b in rest] + [exchanged] * keep
+    launcher.leave()
     return outputs
 
 
-def _enter(
-    workspace: GpuWorkspace,
-    op: str,
-    site: str,
-    way: str,
-    variant: Hashable,
-    columns: int,
-    rows: int,
-    needs: Callable[[int], Need],
-) -> tuple[PeerMemory, int, bool] | None:
-    """As `GpuWorkspace.enter`, with room for `rows` rows of so many columns."""
+def _room_for(workspace: GpuWorkspace, op: str, site: str, columns: int, rows: int) -> int:
+    """For how many rows of so many columns there is memory, or will be; 0 if that cannot be captured."""
     rooms = _rooms.setdefault(workspace, {})
     if torch.cuda.is_current_stream_capturing():
         room = rooms.get((op, columns), 0)
@@ -147,10 +124,10 @@ def _enter(
                 f"{op}, rank {workspace.rank} of group {workspace.group_name}: {rows} rows are captured, and "
                 f"there is room for {room}; run as many once before you capture"
             )
-    else:
-        most = max(told_by_all(workspace, op, site, rows), rooms.get((op, columns), LEAST_ROWS))
-        room = rooms[op, columns] = 1 << (most - 1).bit_length()
-    return workspace.enter(op, site, lambda: needs(room), way, (variant, room)) if room else None
+        return room
+    most = max(told_by_all(workspace, op, site, rows), rooms.get((op, columns), LEAST_ROWS))
+    rooms[op, columns] = 1 << (most - 1).bit_length()
+    return rooms[op, columns]
 
 
 def told_by_all(workspace: GpuWorkspace, op: str, site: str, rows: int) -> int:

@@ -11,19 +11,15 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from autofuse.lowering.gpu.dense.run import ORDERS, first_compile
-from autofuse.lowering.gpu.dense.ways import is_copied
+from autofuse.lowering.gpu.choice.kernel import ORDERS, Way
+from autofuse.lowering.gpu.choice.launcher import Launcher
 from autofuse.lowering.gpu.memory.workspace import GpuWorkspace
 from autofuse.lowering.reference.experts import batched_matmul
 from autofuse.native_kernels.cuda.host.experts import MOST_WEIGHTS
-from autofuse.native_kernels.cuda.kernels.expert_combine import CombineConfig, launch_expert_combine
-from autofuse.native_kernels.cuda.kernels.expert_dispatch import (
-    DispatchConfig,
-    exchanged,
-    launch_expert_dispatch,
-)
+from autofuse.native_kernels.cuda.kernels.expert_dispatch import exchanged
 
-from .ways import COMBINE, DISPATCH, DroplessProblem, ExpertProblem, expert_needs, expert_ways
+from .kernels import Fixed
+from .ways import COMBINE, DISPATCH, DroplessProblem, ExpertProblem
 
 P = TypeVar("P", ExpertProblem, DroplessProblem)
 
@@ -93,7 +89,7 @@ def layouts(w: Sequence[Tensor]) -> Hashable:
 
 def combine(
     workspace: GpuWorkspace,
-    way: str,
+    way: Way,
     problem: ExpertProblem,
     x: Sequence[Tensor],
     w: Sequence[Tensor],
@@ -103,30 +99,19 @@ def combine(
     trace: Tensor | None = None,
 ) -> Tensor | None:
     """`[W, E, outer * run, N]` of a sum of products, in a fused way; None if that cannot be captured."""
-    config = expert_ways(problem)[way]
-    assert isinstance(config, CombineConfig)
-    entered = workspace.enter(
-        COMBINE,
-        site,
-        lambda: expert_needs(config, problem),
-        way,
-        (problem, layouts(w), bias is None, order, trace is None),
-    )
-    if entered is None:
+    variant = problem, layouts(w), bias is None, order, trace is None
+    launcher = Launcher(workspace, way, COMBINE, site, variant)
+    if launcher.enter(trace=trace) is None:
         return None
-    memory, number, new = entered
     out = x[0].new_empty(problem.world, problem.experts, problem.outer * problem.run, problem.columns)
-    for compile_only in first_compile(workspace, new):
-        launch_expert_combine(
-            memory, x, w, out, problem.outer, ORDERS[order], config, number, trace, compile_only, bias
-        )
-    workspace.leave()
+    launcher.launch(x, w, out, bias, Fixed(problem.outer, ORDERS[order]))
+    launcher.leave()
     return out
 
 
 def dispatch(
     workspace: GpuWorkspace,
-    way: str,
+    way: Way,
     problem: ExpertProblem,
     parts: Tensor,
     w: Sequence[Tensor],
@@ -140,30 +125,20 @@ def dispatch(
     The first `problem.weights` are multiplied while the rows arrive, the others afterwards.
     """
     count = problem.weights
-    config, more = expert_ways(problem)[way], keep or len(w) > count
-    assert isinstance(config, DispatchConfig)
-    entered = workspace.enter(
-        DISPATCH,
-        site,
-        lambda: expert_needs(config, problem),
-        way,
-        (problem, w[0].stride(), bias[0] is None, more, trace is None),
-    )
-    if entered is None:
+    more = keep or len(w) > count
+    variant = problem, w[0].stride(), bias[0] is None, more, trace is None
+    launcher = Launcher(workspace, way, DISPATCH, site, variant)
+    memory = launcher.enter(trace=trace)
+    if memory is None:
         return None
-    memory, number, new = entered
     outputs = [parts.new_empty(problem.experts, problem.rows, problem.columns) for _ in range(count)]
     biases = [b for b in bias[:count] if b is not None]
-    for compile_only in first_compile(workspace, new):
-        launch_expert_dispatch(
-            memory, parts, w[:count], outputs, problem.outer, config, workspace.engine, more, number, trace,
-            compile_only, biases,
-        )  # fmt: skip
+    launcher.launch(parts, w[:count], outputs, biases, Fixed(problem.outer, keep=more))
     if more:
-        x = exchanged(memory, parts, problem.outer, config)
-        if is_copied(config):
+        x = exchanged(memory, parts, problem.outer, way.config)
+        if way.is_copied:
             workspace.engine.give_credit()
         rest = zip(w[count:], bias[count:], strict=True)
         outputs += [batched_matmul(x, wi, b) for wi, b in rest] + [x] * keep
-    workspace.leave()
+    launcher.leave()
     return outputs

@@ -13,6 +13,7 @@ from torch import Tensor
 from autofuse.lowering import torch_internals
 from autofuse.lowering.reference.expert_rows import combine_rows, dispatch_rows
 
+from .kernels import Rows
 from .ways import DroplessProblem
 
 
@@ -31,35 +32,31 @@ def combine_unfused(
     x: Sequence[Tensor],
     w: Sequence[Tensor],
     bias: Tensor | None,
-    offsets: Tensor,
-    positions: Tensor | None,
-    received: Sequence[int],
-    sent: Sequence[int],
+    rows: Rows,
     group_name: str,
 ) -> Tensor:
     """As `dropless_combine`, but every product is rounded."""
-    p = grouped_product(x[0], w[0], bias, offsets)
+    assert rows.offsets is not None
+    p = grouped_product(x[0], w[0], bias, rows.offsets)
     for xi, wi in zip(x[1:], w[1:], strict=True):
-        p += grouped_product(xi, wi, None, offsets)
-    if positions is not None:  # a permutation: nothing is added up
-        p = torch.empty_like(p).index_copy_(0, positions, p)
-    return combine_rows(p, None, received, sent, 1, 1, group_name)
+        p += grouped_product(xi, wi, None, rows.offsets)
+    if rows.positions is not None:  # a permutation: nothing is added up
+        p = torch.empty_like(p).index_copy_(0, rows.positions, p)
+    return combine_rows(p, None, rows.received, rows.sent, 1, 1, group_name)
 
 
 def dispatch_unfused(
     x: Tensor,
     w: Sequence[Tensor],
     bias: Sequence[Tensor | None],
-    offsets: Tensor,
-    positions: Tensor | None,
-    received: Sequence[int],
-    sent: Sequence[int],
+    rows: Rows,
     keep: bool,
     group_name: str,
 ) -> list[Tensor]:
     """As `dropless_dispatch`."""
-    exchanged = dispatch_rows(x, positions, received, sent, 1, 1, group_name)
-    outputs = [grouped_product(exchanged, wi, b, offsets) for wi, b in zip(w, bias, strict=True)]
+    assert rows.offsets is not None
+    exchanged = dispatch_rows(x, rows.positions, rows.received, rows.sent, 1, 1, group_name)
+    outputs = [grouped_product(exchanged, wi, b, rows.offsets) for wi, b in zip(w, bias, strict=True)]
     return outputs + [exchanged] * keep
 
 

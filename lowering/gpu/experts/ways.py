@@ -1,31 +1,28 @@
-"""All ways to run the expert ops on GPUs, by names that are equal on all ranks."""
+"""The expert ops as problems: all ways to run them on GPUs, kernels and what they replace."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from functools import lru_cache
-from typing import TypeAlias
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
 
-from autofuse.lowering.gpu.dense.ways import CUBLAS_NCCL, DTYPES, settings_of
-from autofuse.native_kernels.cuda.host.gemm import BM
-from autofuse.native_kernels.cuda.kernels.dropless_combine import MOST_EXPERTS, DroplessConfig
-from autofuse.native_kernels.cuda.kernels.expert_combine import CombineConfig, combine_needs
-from autofuse.native_kernels.cuda.kernels.expert_dispatch import DispatchConfig, dispatch_needs
-from autofuse.native_kernels.gpu.copy_engine import FIRST_CREDIT
-from autofuse.native_kernels.gpu.memory import Need, cdiv
+from autofuse.lowering.gpu.choice.kernel import CUBLAS_NCCL, DTYPES, REACH, Kernel, Way
+from autofuse.native_kernels.cuda.kernels.dropless_combine import MOST_EXPERTS
+
+from .kernels import COMBINE_CLUSTERS, DISPATCH_CLUSTERS, DROPLESS_COMBINE, DROPLESS_DISPATCH
 
 COMBINE, DISPATCH = "expert_matmul_all_to_all", "all_to_all_expert_matmul"
 
-ExpertConfig: TypeAlias = CombineConfig | DispatchConfig
+DROPLESS = ", dropless"
+"""Behind the op's name in measured points of dropless calls."""
 
 MOST_BYTES = 4 << 30
 """A way that needs a larger region than this is left out."""
 
-MOST_RUNS = 32
-"""Stores of a tile that spans runs, one after another."""
+_REPLACED = (Way(CUBLAS_NCCL, 45.0, replaced=True),)
 
 
 @dataclass(frozen=True)
@@ -33,7 +30,7 @@ class ExpertProblem:
     """A call: `[experts, rows, k] @ [experts, k, columns]` on every rank, rows = (outer, W, run).
 
     programs: that run at once; aligned: operands are as TMA loads them; weights: that a dispatch's kernel
-    multiplies, of so many columns each. To tables of ways they are one weight with the columns of all.
+    multiplies, of so many columns each. In measured points they are one weight with the columns of all.
     """
 
     op: str
@@ -48,9 +45,13 @@ class ExpertProblem:
     aligned: bool = True
     weights: int = 1
 
+    reach: ClassVar[float] = REACH
+    host_counts: ClassVar[bool] = True
+    most_bytes: ClassVar[int] = MOST_BYTES
+
     @property
     def m(self) -> int:
-        """As tables of ways have it: what shares a weight."""
+        """As measured points have it: what shares a weight."""
         return self.rows
 
     @property
@@ -61,73 +62,27 @@ class ExpertProblem:
     def run(self) -> int:
         return self.rows // (self.outer * self.world)
 
+    def library_ways(self) -> Sequence[Way]:
+        return _REPLACED
 
-@lru_cache(maxsize=1024)
-def expert_ways(problem: ExpertProblem) -> Mapping[str, ExpertConfig | None]:
-    """Names of all ways that can run, with the configurations of the kernels."""
-    found: dict[str, ExpertConfig | None] = {CUBLAS_NCCL: None}
-    if problem.run > 0 and _kernels_take(problem):
-        found |= {settings_of("clusters", c): c for c in _configs(problem) if _fits(c, problem)}
-    return found
+    def kernels(self) -> Sequence[Kernel[ExpertProblem, Any]]:
+        if not self.run > 0 or not _usable(self):
+            return ()
+        return (COMBINE_CLUSTERS,) if self.op == COMBINE else (DISPATCH_CLUSTERS,)
 
-
-def _configs(problem: ExpertProblem) -> Iterator[ExpertConfig]:
-    few = problem.rows <= 256  # and so few tiles that narrow ones keep more multiprocessors busy
-    if problem.op == COMBINE:
-        if few:
-            yield CombineConfig(bn=64, across=1, along=2)
-            yield CombineConfig(bn=64, across=1)
-        yield CombineConfig()
-        yield CombineConfig(bn=128)
-        yield CombineConfig(bn=128, across=1, along=2)
-        yield CombineConfig(across=1)
-        yield CombineConfig(across=1, along=2)
-        yield CombineConfig(bn=128, across=1)
-        return
-    if few:
-        yield DispatchConfig(bn=64, across=1, along=2)
-        yield DispatchConfig(bn=64, across=1)
-    for slices in (8, 32, 128):
-        yield DispatchConfig(slices=slices)
-        yield DispatchConfig(bn=128, slices=slices)
-        yield DispatchConfig(bn=128, across=1, along=2, slices=slices)
-        yield DispatchConfig(across=1, slices=slices)
-        yield DispatchConfig(across=1, along=2, slices=slices)
-        yield DispatchConfig(bn=128, across=1, slices=slices)
-        yield DispatchConfig(within=True, slices=slices, copied=True)
-        yield DispatchConfig(bn=128, within=True, slices=slices, copied=True)
-
-
-def _fits(config: ExpertConfig, problem: ExpertProblem) -> bool:
-    need = expert_needs(config, problem)
-    if max(need.inbox, need.copies) > MOST_BYTES:
-        return False
-    if need.copy_signals > 4 * FIRST_CREDIT:
-        return False
-    if problem.run < BM:
-        if cdiv(problem.rows, BM) < config.across:
-            return False  # half of a cluster has no rows
-        if isinstance(config, DispatchConfig):
-            return not config.copied and (not config.within or config.across == 1)
-        return cdiv(BM, problem.run) <= MOST_RUNS or cdiv(problem.rows, problem.run) <= MOST_RUNS
-    if isinstance(config, DispatchConfig) and config.within:
-        return cdiv(problem.run, BM) % config.across == 0
-    return problem.world % config.across == 0
-
-
-def expert_needs(config: ExpertConfig, problem: ExpertProblem) -> Need:
-    """The memory that a fused way uses."""
-    sizes = problem.experts, problem.rows
-    if isinstance(config, CombineConfig):
-        return combine_needs(*sizes, problem.columns, problem.outer, problem.world, config)
-    return dispatch_needs(*sizes, problem.k, problem.world, config)
+    def rounded(self) -> ExpertProblem | None:
+        """With the runs rounded up to a power of two; not where experts have several runs for a rank."""
+        if self.outer != 1:
+            return None
+        return replace(self, rows=self.world * (1 << (self.run - 1).bit_length()), aligned=True)
 
 
 @dataclass(frozen=True)
 class DroplessProblem:
     """A call of any number of rows: ranks have different ones, and must take the same way.
 
-    op: with `DROPLESS` behind its name, since tables of ways know no rows of it; weights: as `ExpertProblem`.
+    op: with `DROPLESS` behind its name, since measured points know no rows of it. weights: as of an
+    `ExpertProblem`.
     """
 
     op: str
@@ -140,34 +95,29 @@ class DroplessProblem:
     aligned: bool = True
     weights: int = 1
 
-    m = 1
+    m: ClassVar[int] = 1
+    reach: ClassVar[float] = math.inf
+    """The kernels have won wherever they were measured."""
+    host_counts: ClassVar[bool] = True
+    most_bytes: ClassVar[int] = MOST_BYTES
 
     @property
     def n(self) -> int:
         return self.experts * self.columns * self.weights
 
+    def library_ways(self) -> Sequence[Way]:
+        return _REPLACED
 
-DROPLESS = ", dropless"
+    def kernels(self) -> Sequence[Kernel[DroplessProblem, Any]]:
+        if self.experts > MOST_EXPERTS or not _usable(self):
+            return ()
+        return (DROPLESS_COMBINE,) if self.op == COMBINE + DROPLESS else (DROPLESS_DISPATCH,)
 
-
-@lru_cache(maxsize=1024)
-def dropless_ways(problem: DroplessProblem) -> Mapping[str, DroplessConfig | None]:
-    """Names of all ways that can run, with the configurations of the kernel."""
-    found: dict[str, DroplessConfig | None] = {CUBLAS_NCCL: None}
-    if problem.experts <= MOST_EXPERTS and _kernels_take(problem):
-        configs = (
-            DroplessConfig(),
-            DroplessConfig(across=2),
-            DroplessConfig(along=2),
-            DroplessConfig(bn=128),
-            DroplessConfig(bn=128, across=2),
-            DroplessConfig(bn=128, along=2),
-        )
-        found |= {settings_of("clusters", config): config for config in configs}
-    return found
+    def rounded(self) -> None:
+        return None
 
 
-def _kernels_take(problem: ExpertProblem | DroplessProblem) -> bool:
+def _usable(problem: ExpertProblem | DroplessProblem) -> bool:
     """Whatever its rows: weights that TMA loads, and ranks that kernels serve."""
     return (
         problem.aligned

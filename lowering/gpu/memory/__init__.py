@@ -1,1 +1,1 @@
-"""The symmetric memory of a group of GPUs, and the tables of addresses in it."""
+"""The symmetric memory of a group of GPUs, and descriptors of embedding tables."""

@@ -1,7 +1,9 @@
-"""Where the words lie that describe the tables of a call: put there once, as long as they do not change.
+"""Descriptors of tables on the device: written once, as long as they do not change.
 
-Calls of a group run one after another, so that what an earlier one has read may be overwritten. A captured
-call keeps the words it found; if it found none, the graph puts them at every replay, where all such calls do.
+A descriptor is a list of int64 words: addresses, sizes and strides of the tables of a call. Calls of a group
+run one after another, so that a later call may overwrite what an earlier one has read. A captured call keeps
+the descriptor that it found. If it found none, the graph writes the descriptor at every replay, to a slot
+that such calls share.
 """
 
 from __future__ import annotations
@@ -11,12 +13,12 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 SLOTS = 32
-"""Calls whose words are remembered."""
+"""Descriptors that are remembered."""
 
 Put = Callable[[Tensor, Sequence[int]], None]
 
 
-class Words:
+class Descriptors:
     """put: stores words on the device, in the order of the current stream; allocate: int64 memory, kept."""
 
     def __init__(self, put: Put, allocate: Callable[[int], Tensor]) -> None:
@@ -28,7 +30,7 @@ class Words:
         self._captured: set[int] = set()
 
     def place(self, words: tuple[int, ...], capturing: bool) -> Tensor:
-        """The device's copy of `words`, until a later call with other words.
+        """The device's copy of a descriptor, until a later call with another one.
 
         Not to be called first with so many words while a graph is captured: that allocates.
         """
@@ -48,7 +50,7 @@ class Words:
         return found
 
     def _free(self) -> int | None:
-        """A slot that has no words, or else that of the words that were used longest ago."""
+        """A slot without a descriptor, or else that of the descriptor that was used longest ago."""
         used = set(self._known.values()) | self._captured
         for slot in range(SLOTS):
             if slot not in used:

@@ -53,7 +53,7 @@ from autofuse.native_kernels.gpu.state import (
     Wait,
 )
 
-from .descriptors import Words
+from .descriptors import Descriptors
 
 T = TypeVar("T")
 
@@ -177,13 +177,13 @@ class GpuWorkspace:
         return self.memory
 
     @cached_property
-    def words(self) -> Words:
-        """Descriptions of tables, on the device."""
+    def descriptors(self) -> Descriptors:
+        """Of embedding tables, on the device."""
 
         def allocate(size: int) -> Tensor:
             return _apart(self.device, lambda: torch.zeros(size, dtype=torch.int64, device=self.device))
 
-        return Words(put_words, allocate)
+        return Descriptors(put_words, allocate)
 
     def leave(self) -> None:
         """After the launch: later calls on other streams come after it."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from autofuse.bench.gpu.dense.cells import Cell
 from autofuse.bench.gpu.driver import relative_error
+from autofuse.bench.gpu.named_ways import Fused
 from autofuse.bench.gpu.ratios import DTYPE
 from autofuse.lowering.gpu.choice.timing import Timing, captured
 from autofuse.lowering.torch_internals import (
@@ -72,13 +73,13 @@ def alone(cell: Cell, given: Operands) -> dict[str, Run]:
 
 def ours_alone(cell: Cell, given: Operands) -> dict[str, Run]:
     """The same in our own kernels: those of all_gather_matmul on a group of one rank, where nothing moves."""
-    from autofuse.lowering.gpu.dense import by_name
+    from autofuse.lowering.gpu.dense import plain
 
     if cell.m < 512:  # reading the weight takes all of the time, and cuBLAS is as fast as any kernel there
         return {}
     x = given.x if given.gathered is None else given.gathered
-    op, names = "all_gather_matmul", by_name.alone(cell.m, cell.k, cell.n, x.dtype)
-    return {name: lambda w, name=name: by_name.run(name, op, x, w, given.alone) for name in names}  # type: ignore[misc]
+    op, names = "all_gather_matmul", plain.alone(cell.m, cell.k, cell.n, x.dtype)
+    return {name: lambda w, name=name: plain.run_on(name, op, x, w, given.alone) for name in names}  # type: ignore[misc]
 
 
 def peers(cell: Cell, given: Operands) -> dict[str, Run]:
@@ -148,40 +149,45 @@ def _gathering(cell: Cell, given: Operands) -> dict[str, Run]:
     return {"cublas+nccl": nccl, "async_tp": async_tp}
 
 
+def arguments(cell: Cell, given: Operands, w: Tensor, order: str = "direct") -> tuple[Any, ...]:
+    """Of the fused op."""
+    x, group = given.x, (given.group_name, order, "bench")
+    if cell.op == "matmul_all_reduce":
+        return [x], [w], [], "mm", "sum", False, *group
+    if cell.op == "matmul_reduce_scatter":
+        return [x], [w], [], "mm", "sum", 0, 1, False, *group
+    return x, [w], [], 0, 1, False, *group
+
+
+def fused(cell: Cell, given: Operands) -> Fused:
+    """The fused op with a weight like those of the cell."""
+    return Fused(cell.op, [arguments(cell, given, given.x.new_empty(cell.k, cell.n))])
+
+
 def ours(cell: Cell, given: Operands) -> Run:
     """The fused op as policy `auto` runs it."""
-    x, group = given.x, (given.group_name, "direct", "bench")
-    ops = torch.ops.autofuse
-    if cell.op == "matmul_all_reduce":
-        return lambda w: ops.matmul_all_reduce([x], [w], [], "mm", "sum", False, *group)[0]
-    if cell.op == "matmul_reduce_scatter":
-        return lambda w: ops.matmul_reduce_scatter([x], [w], [], "mm", "sum", 0, 1, False, *group)[0]
-    return lambda w: ops.all_gather_matmul(x, [w], [], 0, 1, False, *group)[0]
+    op = getattr(torch.ops.autofuse, cell.op)
+    return lambda w: op(*arguments(cell, given, w))[0]
 
 
 def our_ways(cell: Cell, given: Operands, unfused: bool) -> dict[str, Run]:
     """Every fused way that can run, by name; and the unfused way, as the op itself runs it."""
-    from autofuse.lowering.gpu.dense import by_name
+    return {name: in_way(cell, given, name) for name in fused(cell, given).names(unfused)}
 
-    x, op, group = given.x, cell.op, given.group_name
-    names = by_name.names(op, cell.m, cell.k, cell.n, x.dtype, cell.world, unfused)
-    return {name: lambda w, name=name: by_name.run(name, op, x, w, group) for name in names}  # type: ignore[misc]
+
+def in_way(cell: Cell, given: Operands, name: str, order: str = "direct") -> Run:
+    """The fused op in the way of that name."""
+    return lambda w: Fused(cell.op, [arguments(cell, given, w, order)]).call(name)(0)
 
 
 def chosen(cell: Cell, given: Operands) -> str:
     """The way that policy `auto` takes."""
-    from autofuse.lowering.gpu.dense import by_name
-
-    name: str = by_name.chosen(cell.op, cell.m, cell.k, cell.n, given.x.dtype, given.group_name)
-    return name
+    return fused(cell, given).chosen()
 
 
 def keep(cell: Cell, given: Operands, timings: Mapping[tuple[str, str], Timing]) -> None:
     """Let policy `auto` decide by what was measured of the cell, from now on."""
-    from autofuse.lowering.gpu.dense import by_name
-
-    times = {name: us for (kind, name), us in captured(timings).items() if kind == "ways"}
-    by_name.keep(cell.op, cell.m, cell.k, cell.n, given.x.dtype, given.group_name, times)
+    fused(cell, given).keep({name: us for (kind, name), us in captured(timings).items() if kind == "ways"})
 
 
 def each(run: Run, weights: Sequence[Tensor]) -> Callable[[int], Tensor]:

@@ -62,7 +62,7 @@ class Options:
     ctas: bool = False
     """Measure time against the number of programs instead."""
     tune: bool = False
-    """Let `auto` decide by these measurements, and add them to the user's own table."""
+    """Let `auto` decide by these measurements, and add them to the user's own file of points."""
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from autofuse.bench.gpu.dense.cells import Cell, Sweep
-from autofuse.bench.gpu.dense.peers import Operands, checker, each
+from autofuse.bench.gpu.dense.peers import Operands, checker, each, fused, in_way
 from autofuse.lowering.gpu.choice.timer import time_all, together
 from autofuse.lowering.gpu.choice.timing import Effort, Timing, calls_for
 
@@ -19,26 +19,24 @@ EIGHTHS = (4, 6, 7, 8)
 
 def orders(cell: Cell, given: Operands, weights: Sequence[Tensor], effort: Effort) -> list[Sweep]:
     """The same kernels in direct and in oblivious order, if they store tiles into the memory of peers."""
-    from autofuse.lowering.gpu.dense import by_name
-
-    def run(way: str, order: str) -> Callable[[Tensor], Tensor]:
-        return lambda w: by_name.run(way, cell.op, given.x, w, given.group_name, order=order)
-
-    found = (
-        [] if cell.gathers else [way for way in _ways(cell, given) if way.startswith(("tiles", "clusters"))]
-    )
-    return [_sweep(cell, given, weights, effort, way, {o: run(way, o) for o in ORDERS}) for way in found]
+    if cell.gathers:
+        return []
+    return [
+        _sweep(cell, given, weights, effort, way, {o: in_way(cell, given, way, o) for o in ORDERS})
+        for way in _ways(cell, given)
+        if way.startswith(("tiles", "clusters"))
+    ]
 
 
 def programs(cell: Cell, given: Operands, weights: Sequence[Tensor], effort: Effort) -> list[Sweep]:
     """The time of every fused way against the number of programs (by default as many as SMs)."""
-    from autofuse.lowering.gpu.dense import by_name
+    from autofuse.lowering.gpu.dense import plain
 
     sms = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
     counts = [sms * part // 8 for part in EIGHTHS]
 
     def run(way: str, count: int) -> Callable[[Tensor], Tensor]:
-        return lambda w: by_name.run(way, cell.op, given.x, w, given.group_name, programs=count)
+        return lambda w: plain.run_on(way, cell.op, given.x, w, given.group_name, programs=count)
 
     return [
         _sweep(cell, given, weights, effort, way, {str(c): run(way, c) for c in counts})
@@ -47,9 +45,7 @@ def programs(cell: Cell, given: Operands, weights: Sequence[Tensor], effort: Eff
 
 
 def _ways(cell: Cell, given: Operands) -> list[str]:
-    from autofuse.lowering.gpu.dense import by_name
-
-    return together(lambda: by_name.names(cell.op, cell.m, cell.k, cell.n, given.x.dtype, cell.world))
+    return together(lambda: fused(cell, given).names())
 
 
 def _sweep(

@@ -11,7 +11,6 @@ from torch import Tensor
 from autofuse.bench.gpu.embedding.cells import Cell
 from autofuse.lowering.gpu.choice.timing import MOST_CALLS, copies_of
 
-ROOM = "embedding"
 SAMPLED = 16
 """Bags of every rank, and rows of every table, whose exact values are computed."""
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from autofuse.bench.gpu.driver import relative_error
-from autofuse.bench.gpu.embedding.bags import ROOM, SAMPLED, Bags, drawn, offsets, sampled_bags
+from autofuse.bench.gpu.embedding.bags import SAMPLED, Bags, drawn, offsets, sampled_bags
 from autofuse.bench.gpu.embedding.cells import BACKWARD, Cell
 from autofuse.bench.gpu.exchange.work import Sample, Variant, Work, exchange
 from autofuse.bench.gpu.named_ways import Fused
@@ -145,7 +145,7 @@ def work(cell: Cell, device: torch.device, group_name: str) -> Work:
     """All that there is to measure of a cell."""
     given = operands(cell, device, group_name)
     sent, received, gradients = exact(given)
-    fused = Fused(ROOM, BACKWARD, [arguments(given, bags) for bags in given.bags], whole=True)
+    fused = Fused(BACKWARD, [arguments(given, bags) for bags in given.bags], whole=True)
 
     def variant(run: Callable[[Bags], list[Tensor]]) -> Variant:
         return Variant(lambda i: run(given.bags[i % len(given.bags)]), gradients.error)

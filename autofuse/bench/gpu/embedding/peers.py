@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from autofuse.bench.gpu.embedding.bags import ROOM, Bags, drawn, offsets, sampled_bags
+from autofuse.bench.gpu.embedding.bags import Bags, drawn, offsets, sampled_bags
 from autofuse.bench.gpu.embedding.cells import OP, Cell
 from autofuse.bench.gpu.exchange.work import Sample, Variant, Work, exchange
 from autofuse.bench.gpu.named_ways import Fused
@@ -76,7 +76,7 @@ def work(cell: Cell, device: torch.device, group_name: str) -> Work:
     """All that there is to measure of a cell."""
     given = operands(cell, device, group_name)
     mine, whole = exact(given)
-    fused = Fused(ROOM, OP, [arguments(given, bags) for bags in given.bags])
+    fused = Fused(OP, [arguments(given, bags) for bags in given.bags])
 
     def variant(run: Callable[[Bags], Any], error: Callable[[Any], float]) -> Variant:
         return Variant(lambda i: run(given.bags[i % len(given.bags)]), error)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from autofuse.bench.gpu.driver import relative_error
-from autofuse.bench.gpu.embedding.bags import ROOM, Bags
+from autofuse.bench.gpu.embedding.bags import Bags
 from autofuse.bench.gpu.embedding.cells import UPDATE, Cell
 from autofuse.bench.gpu.embedding.gradients import Operands, Path, exact, operands
 from autofuse.bench.gpu.exchange.work import Variant, Work
@@ -74,7 +74,7 @@ def work(cell: Cell, device: torch.device, group_name: str) -> Work:
     given = operands(cell, device, group_name)
     sent, received, gradients = exact(given)
     tables = Tables.of(given, gradients.rows, gradients.exact)
-    fused = Updated(ROOM, UPDATE, [arguments(given, tables, bags) for bags in given.bags], tables=tables)
+    fused = Updated(UPDATE, [arguments(given, tables, bags) for bags in given.bags], tables=tables)
 
     def variant(run: Callable[[Bags], None]) -> Variant:
         def call(i: int) -> list[Tensor]:

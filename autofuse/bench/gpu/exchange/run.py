@@ -42,7 +42,7 @@ from autofuse.bench.gpu.exchange.work import Variant, Work
 from autofuse.bench.gpu.experts import cells as expert_cells
 from autofuse.bench.gpu.experts import peers as expert_work
 from autofuse.bench.gpu.experts import vdev as expert_vdev
-from autofuse.bench.gpu.named_ways import ways_of
+from autofuse.bench.gpu.named_ways import ways
 from autofuse.bench.gpu.rates import copy_rate
 from autofuse.bench.gpu.ratios import DTYPE
 from autofuse.lowering.gpu.choice.timer import together
@@ -71,7 +71,7 @@ class Options:
     quick: bool = False
     """Fewer cells and samples, and of our ways only the one that `auto` chooses."""
     tune: bool = False
-    """Let `auto` decide by these measurements, and add them to the user's own table."""
+    """Let `auto` decide by these measurements, and add them to the user's own file of points."""
 
 
 def join(options: Options) -> None:
@@ -107,7 +107,7 @@ def _prepare(options: Options) -> tuple[dict[str, Any], Rates]:
     notes = []
     if options.benchmark == "experts" and (why := expert_vdev.missing()) is not None:
         notes.append(f"all_to_all_vdev_2d is not measured: {why}.")
-    if options.tune and ways_of(options.benchmark) is None:
+    if options.tune and ways() is None:
         notes.append("Nothing is tuned: there are no kernels for GPUs to choose from.")
     data = {
         "machine": machine(),

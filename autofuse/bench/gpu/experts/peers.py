@@ -19,7 +19,6 @@ from autofuse.bench.gpu.named_ways import Fused
 from autofuse.bench.gpu.ratios import BYTES, DTYPE
 from autofuse.lowering.gpu.choice.timing import copies_of
 
-ROOM = "experts"
 SAMPLED = 16
 """Rows from every rank to every rank whose exact values are computed."""
 
@@ -60,7 +59,7 @@ def work(cell: Cell, device: torch.device, group_name: str) -> Work:
     """All that there is to measure of a cell."""
     given = operands(cell, device, group_name)
     product, whole = exact(given)
-    fused = Fused(ROOM, cell.op, [arguments(given, w) for w in given.weights], whole=True)
+    fused = Fused(cell.op, [arguments(given, w) for w in given.weights], whole=True)
 
     def variant(run: Run, exact: Sample) -> Variant:
         return Variant(lambda i: run(given.weights[i % len(given.weights)]), _error(exact))

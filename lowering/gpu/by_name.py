@@ -1,0 +1,10 @@
+"""The ways of all ops that have kernels, by name: for benchmarks."""
+
+from autofuse.lowering.gpu.choice.calls import ByName
+
+from .dense.call import CALLS as DENSE
+from .embedding.call import CALLS as EMBEDDING
+from .experts.call import CALLS as EXPERTS
+
+_ways = ByName({**DENSE, **EMBEDDING, **EXPERTS})
+names, run, chosen, keep = _ways.names, _ways.run, _ways.chosen, _ways.keep

@@ -1,0 +1,188 @@
+"""Kernels as records, and the ways to run a call that follow from them.
+
+All that differs from kernel to kernel is in its record. Choosing, measuring, naming and calling a way read
+the record, and are written once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields
+from functools import lru_cache
+from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from autofuse.native_kernels.gpu.copy_engine import FIRST_CREDIT, CopyEngine
+from autofuse.native_kernels.gpu.memory import Need, PeerMemory
+
+P = TypeVar("P")
+C = TypeVar("C")
+
+DTYPES = (torch.bfloat16, torch.float16)
+"""Of the operands that kernels multiply."""
+
+ORDERS = {"direct": 0, "ring": 1, "oblivious": 2}
+"""Orders of the tiles, as kernels number them."""
+
+CUBLAS_NCCL = "cublas+nccl"
+"""What the ops of matmuls replace."""
+
+REACH = 2.0
+"""Sizes that differ by more than this many doublings, in total, say nothing about each other."""
+
+MOST_BYTES = 1 << 30
+"""A way that needs a larger region than this is left out, unless `Problem.most_bytes` says otherwise."""
+
+
+class Problem(Hashable, Protocol):
+    """A call as choice sees it: a frozen dataclass. Equal problems take the same way on all ranks.
+
+    op, m, k, n, world: the sizes by which a measured point is found.
+    """
+
+    @property
+    def op(self) -> str: ...
+    @property
+    def m(self) -> int: ...
+    @property
+    def k(self) -> int: ...
+    @property
+    def n(self) -> int: ...
+    @property
+    def world(self) -> int: ...
+
+    reach: ClassVar[float]
+    """Doublings of the sizes, in total, up to which a measured point decides for this problem."""
+
+    host_counts: ClassVar[bool]
+    """Outside of CUDA graphs the choice also counts the time in which the host launches a way."""
+
+    most_bytes: ClassVar[int]
+    """A way that needs a larger region than this is left out."""
+
+    def library_ways(self) -> Sequence[Way]:
+        """Ways without a kernel of ours; one of them is what the op replaces."""
+
+    def kernels(self) -> Sequence[Kernel[Any, Any]]:
+        """The kernels that may run this problem; none where no kernel takes its sizes, dtype or layout."""
+
+    def rounded(self) -> Problem | None:
+        """The problem that `AUTOFUSE_MEASURE` measures in place of this one; None: nothing is measured."""
+
+
+class Launch(NamedTuple):
+    """What every launch gets beside operands and configuration.
+
+    site: number of the call site, for failure records; compile_only: compile, but do not launch.
+    """
+
+    memory: PeerMemory
+    engine: CopyEngine
+    site: int
+    trace: Tensor | None
+    compile_only: bool
+
+
+def _never(config: Any) -> bool:
+    return False
+
+
+def _always(config: Any, problem: Any) -> bool:
+    return True
+
+
+@dataclass(frozen=True, eq=False)
+class Kernel(Generic[P, C]):
+    """A GPU kernel: problems of type P, configurations of type C (frozen dataclasses with defaults).
+
+    A prediction of a configuration's microseconds for a problem belongs here, too, once choice uses one.
+    """
+
+    kind: str
+    """First word in the names of its ways."""
+    configs: Callable[[P], Iterable[C]]
+    """Configurations that are worth measuring for a problem."""
+    needs: Callable[[C, P], Need]
+    """Memory of a call. Without the regions whose size only a call knows (rows of dropless experts)."""
+    host_us: Callable[[C], float]
+    """About how long the host is busy with a call; measured beside H200s with torch 2.11 on 4 ranks."""
+    launch: Callable[..., Any]
+    """`launch(Launch, configuration, ...)`; all kernels of an op take the same operands."""
+    fits: Callable[[C, P], bool] = _always
+    """Whether a configuration can run a problem, if there is enough memory."""
+    is_copied: Callable[[C], bool] = _never
+    """Whether copy engines move the data between ranks."""
+    is_update: Callable[[C], bool] = _never
+    """Whether tiles are added at their owners as they arrive. Such a way runs where a user asks for it."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to run a problem: a kernel in one configuration, or calls of libraries.
+
+    name: equal on all ranks and in all files of measured points; need: memory of a call; replaced: it is what
+    the op replaces.
+    """
+
+    name: str
+    host_us: float
+    kernel: Kernel[Any, Any] | None = None
+    config: Any = None
+    need: Need = field(default_factory=Need)
+    replaced: bool = False
+
+    @property
+    def fused(self) -> bool:
+        return self.kernel is not None
+
+    @property
+    def is_copied(self) -> bool:
+        return self.kernel is not None and self.kernel.is_copied(self.config)
+
+    @property
+    def is_update(self) -> bool:
+        return self.kernel is not None and self.kernel.is_update(self.config)
+
+
+@lru_cache(maxsize=4096)
+def ways_of(problem: Problem) -> Mapping[str, Way]:
+    """All ways that can run a problem, by name.
+
+    They depend on nothing but the problem, so that all ranks find the same ways.
+    """
+    found = {way.name: way for way in problem.library_ways()}
+    for kernel in problem.kernels():
+        for config in kernel.configs(problem):
+            need = kernel.needs(config, problem)
+            if _has_room(need, problem) and kernel.fits(config, problem):
+                name = settings_of(kernel.kind, config)
+                found[name] = Way(name, kernel.host_us(config), kernel, config, need)
+    return found
+
+
+def replaced(problem: Problem) -> Way:
+    """What the op replaces."""
+    return next(way for way in ways_of(problem).values() if way.replaced)
+
+
+def fused_ways(problem: Problem) -> list[str]:
+    """Names of the ways that are kernels."""
+    return [name for name, way in ways_of(problem).items() if way.fused]
+
+
+def settings_of(kind: str, config: Any) -> str:
+    """`kind`, and every setting of a dataclass that differs from its default."""
+    parts = [kind]
+    for f in fields(config):
+        value, default = getattr(config, f.name), f.default
+        assert default is not MISSING
+        if value != default:
+            parts.append(f"{f.name}={value:d}" if isinstance(value, bool) else f"{f.name}={value}")
+    return " ".join(parts)
+
+
+def _has_room(need: Need, problem: Problem) -> bool:
+    sizes = vars(need) | {"pieces": 4 * need.pieces}
+    return max(sizes.values()) <= problem.most_bytes and need.copy_signals <= 4 * FIRST_CREDIT

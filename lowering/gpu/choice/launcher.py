@@ -1,0 +1,68 @@
+"""Launches of a way: what every call of every op does before and after its kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from autofuse.lowering.gpu.memory.workspace import GpuWorkspace
+from autofuse.native_kernels.gpu.memory import Need, PeerMemory
+
+from .kernel import Launch, Way
+
+
+class Launcher:
+    """Calls of one kind at one site, in one way: `enter`, `launch`, `leave`.
+
+    The workspace is asked about a kind of calls until it has let one in; later calls are let in at once.
+    variant: the problem, and all else that a kernel is compiled for; need: instead of the way's.
+    """
+
+    def __init__(
+        self,
+        workspace: GpuWorkspace,
+        way: Way,
+        op: str,
+        site: str,
+        variant: Hashable,
+        need: Callable[[], Need] | None = None,
+    ) -> None:
+        self._workspace, self._way, self._config = workspace, way, way.config
+        self._op, self._site, self._variant = op, site, variant
+        self._need = need or (lambda: way.need)
+        self._launch = None if way.kernel is None else way.kernel.launch
+        self._at: Launch | None = None
+        self._new = False
+
+    def enter(self, programs: int = 0, trace: Tensor | None = None) -> PeerMemory | None:
+        """The memory of the call; None if it cannot be captured. programs: that run at once, 0 for all."""
+        at = self._at
+        if at is not None:
+            memory, site = self._workspace.enter_again(), at.site
+        else:
+            entered = self._workspace.enter(self._op, self._site, self._need, self._way.name, self._variant)
+            if entered is None:
+                return None
+            memory, site, self._new = entered
+        if programs and memory.programs != programs:
+            memory = replace(memory, programs=programs)
+        if at is None or at.memory is not memory or at.trace is not trace:
+            self._at = Launch(memory, self._workspace.engine, site, trace, False)
+        return memory
+
+    def launch(self, *operands: Any) -> Any:
+        """What the kernel's `launch` returns. A new kernel is compiled first, and then all ranks meet."""
+        launch, at = self._launch, self._at
+        assert launch is not None
+        assert at is not None
+        if self._new:
+            self._new = False
+            launch(at._replace(compile_only=True), self._config, *operands)
+            self._workspace.meet("")
+        return launch(at, self._config, *operands)
+
+    def leave(self) -> None:
+        self._workspace.leave()

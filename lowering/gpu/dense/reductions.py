@@ -1,0 +1,175 @@
+"""The kernels of matmul_all_reduce and matmul_reduce_scatter: `launch(at, config, x, w, out, how)`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import Tensor
+
+from autofuse.lowering.gpu.choice.kernel import Kernel, Launch
+from autofuse.native_kernels.cuda.kernels.matmul_reduce import (
+    ClusterReduceConfig,
+    cluster_reduce_needs,
+    launch_cluster_reduce,
+)
+from autofuse.native_kernels.cuda.kernels.matmul_words import (
+    MOST_ROWS,
+    WordsConfig,
+    launch_matmul_words,
+    words_needs,
+)
+from autofuse.native_kernels.gpu.memory import cdiv
+from autofuse.native_kernels.triton.matmul_packets import (
+    PacketsConfig,
+    launch_matmul_packets,
+    packets_needs,
+)
+from autofuse.native_kernels.triton.matmul_reduce import ReduceConfig, launch_matmul_reduce, reduce_needs
+
+if TYPE_CHECKING:
+    from .ways import DenseProblem
+
+
+class Reduce(NamedTuple):
+    """How a product is reduced. mean: divided by the ranks; order: as `ORDERS` numbers them."""
+
+    mean: bool
+    everywhere: bool
+    outer: int
+    order: int
+
+
+def _packets_configs(problem: DenseProblem) -> Iterator[PacketsConfig]:
+    if problem.m > 32 or not problem.by_rows or problem.outer != 1:
+        return
+    if problem.everywhere and problem.m <= 16:
+        yield PacketsConfig(once=True)
+    yield PacketsConfig()
+    yield PacketsConfig(bk=256, stages=4)
+    yield PacketsConfig(bn=32, bk=256, stages=4)
+    if problem.n >= 128 * problem.programs // 2:
+        yield PacketsConfig(bn=128)
+
+
+def _launch_packets(
+    at: Launch, config: PacketsConfig, x: Tensor, w: Tensor, out: Tensor, how: Reduce
+) -> None:
+    launch_matmul_packets(
+        at.memory, x, w, out, how.mean, how.everywhere, config, at.site, at.trace, at.compile_only
+    )
+
+
+PACKETS: Kernel[DenseProblem, PacketsConfig] = Kernel(
+    "packets",
+    _packets_configs,
+    needs=lambda config, p: packets_needs(p.m, p.n, p.world, config),
+    host_us=lambda config: 60.0,
+    launch=_launch_packets,
+)
+
+
+def _words_configs(problem: DenseProblem) -> Iterator[WordsConfig]:
+    """Those with which tiles keep most programs busy."""
+    if problem.m > MOST_ROWS or not problem.by_rows or problem.outer != 1:
+        return
+    for bn in (64, 128):
+        for split in (1, 2, 4):
+            blocks = cdiv(problem.n, bn) * split
+            few = split == 1 or blocks <= problem.programs
+            if few and blocks > problem.programs // 2 and problem.k >= 64 * split:
+                yield WordsConfig(bn, split)
+                if problem.everywhere and problem.m <= 16:
+                    yield WordsConfig(bn, split, once=True)
+                break
+
+
+def _launch_words(at: Launch, config: WordsConfig, x: Tensor, w: Tensor, out: Tensor, how: Reduce) -> None:
+    launch_matmul_words(
+        at.memory, x, w, out, how.mean, how.everywhere, config, at.site, at.trace, at.compile_only
+    )
+
+
+WORDS: Kernel[DenseProblem, WordsConfig] = Kernel(
+    "words",
+    _words_configs,
+    needs=lambda config, p: words_needs(p.m, p.n, 2, p.world, p.everywhere, config),
+    host_us=lambda config: 40.0,
+    launch=_launch_words,
+)
+
+
+def _clusters_configs(problem: DenseProblem) -> Iterator[ClusterReduceConfig]:
+    m = problem.m
+    if not problem.by_rows or problem.world % 2 or m <= MOST_ROWS or m < 64 * problem.world:
+        return
+    yield ClusterReduceConfig(bn=128, stages=5)
+    yield ClusterReduceConfig()
+    if m > 1024:
+        yield ClusterReduceConfig(visit=8)
+        yield ClusterReduceConfig(visit=128)
+        yield ClusterReduceConfig(copied=True)
+        yield ClusterReduceConfig(visit=128, copied=True)
+        yield ClusterReduceConfig(across=1, along=2, visit=128, copied=True)
+    else:
+        yield ClusterReduceConfig(bn=128, stages=5, part=32)
+    if problem.update:
+        bn, stages = (256, 3) if m > 1024 else (128, 5)
+        yield ClusterReduceConfig(bn, stages=stages, update=True)
+
+
+def _launch_clusters(
+    at: Launch, config: ClusterReduceConfig, x: Tensor, w: Tensor, out: Tensor, how: Reduce
+) -> None:
+    launch_cluster_reduce(at.memory, x, w, out, *how, config, at.site, at.trace, at.compile_only, at.engine)
+
+
+CLUSTERS: Kernel[DenseProblem, ClusterReduceConfig] = Kernel(
+    "clusters",
+    _clusters_configs,
+    needs=lambda config, p: cluster_reduce_needs(p.m, p.n, p.outer, 2, p.world, p.everywhere, config),
+    # Copies were not measured: four calls of the driver for each slice and peer.
+    host_us=lambda config: 300.0 if config.copied else 40.0,
+    launch=_launch_clusters,
+    fits=lambda config, p: p.world % config.across == 0,
+    is_copied=lambda config: config.copied,
+    is_update=lambda config: config.update,
+)
+
+
+def _tiles_configs(problem: DenseProblem) -> Iterator[ReduceConfig]:
+    everywhere, by_rows, m = problem.everywhere, problem.by_rows, problem.m
+    if everywhere and 32 < m <= 512:
+        for bt in (32, 128):
+            yield ReduceConfig(bn=64, bk=128, warps=4, stages=4, bt=bt, by_rows=False)
+    if by_rows and m < 64 * problem.world:
+        return
+    yield ReduceConfig(bt=32, by_rows=by_rows)
+    if m <= 1024:
+        yield ReduceConfig(bt=32, visit=8, by_rows=by_rows)
+        yield ReduceConfig(bn=128, stages=4, bt=32, by_rows=by_rows)
+    elif everywhere:
+        yield ReduceConfig(visit=1, by_rows=by_rows)
+        yield ReduceConfig(br=64, communicating=24, by_rows=by_rows)
+
+
+def _tiles_fit(config: ReduceConfig, problem: DenseProblem) -> bool:
+    if config.by_rows or problem.everywhere:
+        return True
+    return problem.outer == 1 and problem.n % (8 * problem.world) == 0
+
+
+def _launch_tiles(at: Launch, config: ReduceConfig, x: Tensor, w: Tensor, out: Tensor, how: Reduce) -> None:
+    launch_matmul_reduce(at.memory, x, w, out, *how, config, at.site, at.trace, at.compile_only)
+
+
+TILES: Kernel[DenseProblem, ReduceConfig] = Kernel(
+    "tiles",
+    _tiles_configs,
+    needs=lambda config, p: reduce_needs(p.m, p.n, p.outer, 2, p.world, p.everywhere, config),
+    host_us=lambda config: 100.0,
+    launch=_launch_tiles,
+    fits=_tiles_fit,
+)
+
+REDUCTIONS: tuple[Kernel[DenseProblem, Any], ...] = (PACKETS, WORDS, CLUSTERS, TILES)

@@ -1,0 +1,121 @@
+"""The kernels of embedding bags: they exchange pooled rows, or only pool them for the collective.
+
+Of the forward `launch(at, config, descriptors, tables, places, out)`, of the backward and of updates
+`launch(at, config, descriptors, tables, places, entries, grad, exchanged)`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from autofuse.lowering.gpu.choice.kernel import Kernel, Launch
+from autofuse.native_kernels.gpu.memory import Need
+from autofuse.native_kernels.triton.embedding_backward import launch_embedding_backward
+from autofuse.native_kernels.triton.embedding_entries import sorted_entries
+from autofuse.native_kernels.triton.embedding_exchange import launch_embedding_exchange
+from autofuse.native_kernels.triton.embedding_tables import (
+    BackwardConfig,
+    BagsConfig,
+    Places,
+    Tables,
+    backward_needs,
+    exchange_needs,
+)
+
+from .places import places_of
+
+if TYPE_CHECKING:
+    from .ways import ExchangeProblem
+
+MERGED_NCCL = "merged+nccl"
+"""All tables in one kernel, and the collective with a copy."""
+
+HOST_US = 100.0
+"""Of any of these kernels; not measured, and nothing is chosen by it."""
+
+
+def _bags_configs(problem: ExchangeProblem) -> Iterator[BagsConfig]:
+    """Differ in how many rows are on their way in a multiprocessor, and to how many threads."""
+    yield BagsConfig()
+    yield BagsConfig(tile=256, unroll=8, warps=1, per_sm=32)
+    yield BagsConfig(tile=2048, unroll=2, per_sm=6)
+    yield BagsConfig(slice_kib=2048)
+    # Where the link is what is slow, what needs none goes on beside it.
+    yield BagsConfig(tile=2048, unroll=2, per_sm=6, mixed=True)
+    yield BagsConfig(tile=2048, unroll=2, per_sm=6, copying=1, mixed=True)
+
+
+def _bags_needs(config: BagsConfig, problem: ExchangeProblem) -> Need:
+    # Of dims only their sum matters, and it is the same on all ranks where the layout has more than columns.
+    places = places_of("bsc", 0, problem.b, problem.columns, [problem.columns[0]])
+    return exchange_needs(places, problem.dtype.itemsize, problem.world, config)
+
+
+def _launch_bags(
+    at: Launch, config: BagsConfig, descriptors: Tensor, tables: Tables, places: Places, out: Tensor
+) -> None:
+    launch_embedding_exchange(
+        at.memory, descriptors, tables, places, out, config, False, at.site, at.trace, at.compile_only
+    )
+
+
+BAGS: Kernel[ExchangeProblem, BagsConfig] = Kernel(
+    "bags", _bags_configs, needs=_bags_needs, host_us=lambda config: HOST_US, launch=_launch_bags
+)
+
+
+def _launch_merged(
+    at: Launch, config: BagsConfig, descriptors: Tensor, tables: Tables, places: Places, out: Tensor
+) -> None:
+    launch_embedding_exchange(
+        at.memory, descriptors, tables, places, out, config, True, at.site, at.trace, at.compile_only
+    )
+
+
+MERGED_BAGS: Kernel[ExchangeProblem, BagsConfig] = Kernel(
+    MERGED_NCCL,
+    configs=lambda problem: [BagsConfig()],
+    needs=lambda config, problem: Need(),
+    host_us=lambda config: HOST_US,
+    launch=_launch_merged,
+)
+
+
+def _strips_configs(problem: ExchangeProblem) -> Iterator[BackwardConfig]:
+    """Differ in how many rows are on their way, and how many of one index are added one after another."""
+    yield BackwardConfig()
+    yield BackwardConfig(strip=16)
+    yield BackwardConfig(tile=512, warps=2, per_sm=8)
+    yield BackwardConfig(tile=512, strip=16, warps=2, per_sm=8)
+    yield BackwardConfig(tile=2048, strip=32, warps=8, per_sm=2)
+
+
+def _launch_strips(
+    at: Launch, config: BackwardConfig, descriptors: Tensor, tables: Tables, places: Places, bags: int,
+    grad: Tensor | None, exchanged: Tensor | None,
+) -> None:  # fmt: skip
+    entries = sorted_entries(at.memory, descriptors, tables, bags, at.site, at.compile_only)
+    launch_embedding_backward(
+        at.memory, descriptors, tables, places, entries, grad, exchanged, config, at.site, at.trace,
+        at.compile_only,
+    )  # fmt: skip
+
+
+STRIPS: Kernel[ExchangeProblem, BackwardConfig] = Kernel(
+    "strips",
+    _strips_configs,
+    needs=lambda config, p: backward_needs(p.b, p.columns, p.dtype.itemsize),
+    host_us=lambda config: HOST_US,
+    launch=_launch_strips,
+)
+
+MERGED_STRIPS: Kernel[ExchangeProblem, BackwardConfig] = Kernel(
+    MERGED_NCCL,
+    configs=lambda problem: [BackwardConfig()],
+    needs=lambda config, problem: Need(),
+    host_us=lambda config: HOST_US,
+    launch=_launch_strips,
+)
