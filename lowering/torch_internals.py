@@ -270,6 +270,13 @@ def symmetric_views(own: torch.Tensor, group: ProcessGroup) -> list[torch.Tensor
     return views
 
 
+def symmetric_barrier(own: torch.Tensor, group: ProcessGroup) -> None:
+    """Of the streams of all ranks of the group; `own`: from `symmetric_empty`."""
+    from torch.distributed import _symmetric_memory
+
+    _symmetric_memory.rendezvous(own, group.group_name).barrier()
+
+
 def symmetric_all_reduce(x: torch.Tensor, group_name: str, once: bool) -> torch.Tensor:
     """Sum over the ranks of `x`, which is symmetric memory.
 

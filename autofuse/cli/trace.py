@@ -29,7 +29,7 @@ def trace(
         one_of(op, OPS, "op")
         one_of(dtype, ("bfloat16", "float16"), "--dtype")
         one_of(order, [each.value for each in Order], "--order")
-        if op == "all_gather_matmul" and order != "direct":
+        if "all_gather" in op and order != "direct":
             raise ValueError(f"--order {order}: the kernels of {op} know direct only")
         check_folders(out)
         with gpu_ranks("trace") as (rank, world):

@@ -52,7 +52,7 @@ def _tune_gpus(dtypes: list[str], sizes: list[str], tokens: list[int]) -> None:
 
         for op in OPS:
             for m in tokens:
-                if op != "matmul_all_reduce" and m % world:
+                if op in ("matmul_reduce_scatter", "all_gather_matmul") and m % world:
                     continue
                 for size in sizes:
                     for dtype in dtypes:

@@ -11,7 +11,7 @@ from autofuse.bench.gpu.dense.cells import OPS, SHAPES, Cell, Row, Sweep, cells,
 from autofuse.bench.gpu.dense.table import report
 from autofuse.lowering.gpu.choice.timing import Timing, calls_for
 
-O_PROJ, DOWN_PROJ = "llama70b.o_proj", "llama70b.down_proj"
+O_PROJ, DOWN_PROJ, LM_HEAD = "llama70b.o_proj", "llama70b.down_proj", "llama70b.lm_head"
 MACHINE = {"gpu": "GPU", "world": 4, "torch": "2.11", "cuda": "13.0", "triton": "3.6", "nccl": "2.28"}
 
 
@@ -21,6 +21,13 @@ def test_sizes_of_the_matmul_on_a_rank() -> None:
     assert (reduce.m, reduce.k, reduce.n) == (512, 7168, 8192)
     assert (gather.m, gather.k, gather.n) == (512, 8192, 7168)
     assert reduce.exchanged == gather.exchanged == 512 * 8192
+    logits = Cell("matmul_all_gather", LM_HEAD, 512, 4)
+    assert (logits.m, logits.k, logits.n, logits.exchanged) == (512, 8192, 32064, 512 * 128256)
+
+
+def test_logits_have_shapes_of_their_own() -> None:
+    found = [*cells(4, LM_HEAD, (1, 512, 8192), False), *cells(4, LM_HEAD, (1,), True)]
+    assert [(c.op, c.tokens) for c in found] == [("matmul_all_gather", 512), ("matmul_all_gather", 1)]
 
 
 @pytest.mark.parametrize(
@@ -50,6 +57,8 @@ def test_rows_that_cannot_be_shared_out_are_reduced_only() -> None:
 def test_a_world_that_does_not_divide_k() -> None:
     with pytest.raises(ValueError, match="3 ranks cannot share out K = 8192"):
         check(O_PROJ, 3)
+    with pytest.raises(ValueError, match="5 ranks cannot share out N = 128256"):
+        check(LM_HEAD, 5)
     for shape in SHAPES:
         check(shape, 8)
 

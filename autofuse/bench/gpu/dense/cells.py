@@ -4,9 +4,11 @@ With W ranks, M tokens and a weight [K, N] that the ranks share out:
 
     matmul_all_reduce, matmul_reduce_scatter     x [M, K / W] @ w [K / W, N]
     all_gather_matmul                            gathered x [M / W, N] @ w [N, K / W]
+    matmul_all_gather                            x [M, K] @ w [K, N / W], gathered by columns: logits
 
     limit      max(compute alone, bytes that a rank sends / link rate) + a flag (two of an all_reduce)
     sent       (W - 1) / W of the [M, N] that is gathered or scattered, twice that of an all_reduce
+               (of a gather, what a rank receives)
 
 Compute alone is the faster of cuBLAS and our own GEMM; a perfect fusion takes as long as the limit.
 """
@@ -25,13 +27,19 @@ SHAPES = {  # N, K over all ranks
     "llama70b.o_proj": (8192, 8192),
     "llama70b.down_proj": (8192, 28672),
     "llama405b.down_proj": (16384, 53248),
+    "llama8b.lm_head": (128256, 4096),
+    "llama70b.lm_head": (128256, 8192),
 }
+HEADS = ("llama8b.lm_head", "llama70b.lm_head")
+"""Shapes of matmul_all_gather: N is the vocabulary. The others are of layers inside of a model."""
+MOST_HEAD_TOKENS = 2048
+"""More logits than these nobody asks for at once."""
 TOKENS = (1, 8, 32, 128, 512, 2048, 8192)
 QUICK_TOKENS = (8, 128, 2048)
 SWEEP_SHAPES, SWEEP_TOKENS = ("llama70b.o_proj",), (2048,)
 """Sizes at which orders and numbers of programs are compared. Each number of programs compiles its own
 kernel."""
-OPS = ("matmul_all_reduce", "matmul_reduce_scatter", "all_gather_matmul")
+OPS = ("matmul_all_reduce", "matmul_reduce_scatter", "all_gather_matmul", "matmul_all_gather")
 
 
 @dataclass(frozen=True)
@@ -49,7 +57,13 @@ class Cell:
 
     @property
     def gathers(self) -> bool:
+        """The rows of x are gathered before the matmul."""
         return self.op == "all_gather_matmul"
+
+    @property
+    def publishes(self) -> bool:
+        """The columns of the product are gathered."""
+        return self.op == "matmul_all_gather"
 
     @property
     def m(self) -> int:
@@ -58,12 +72,12 @@ class Cell:
     @property
     def k(self) -> int:
         n, k = SHAPES[self.shape]
-        return n if self.gathers else k // self.world
+        return n if self.gathers else k if self.publishes else k // self.world
 
     @property
     def n(self) -> int:
         n, k = SHAPES[self.shape]
-        return k // self.world if self.gathers else n
+        return k // self.world if self.gathers else n // self.world if self.publishes else n
 
     @property
     def exchanged(self) -> int:
@@ -72,7 +86,9 @@ class Cell:
 
     @property
     def possible(self) -> bool:
-        """Whether the rows divide into equal parts."""
+        """Whether the rows divide into equal parts, and are no more than are in use."""
+        if self.publishes:
+            return self.tokens <= MOST_HEAD_TOKENS
         return self.op == "matmul_all_reduce" or self.tokens % self.world == 0
 
     def limit(self, compute_us: float, link_gb_per_s: float) -> float:
@@ -138,14 +154,17 @@ def cells(world: int, shape: str, tokens: tuple[int, ...], gathers: bool) -> lis
     """The cells of a shape that use the same weights, the largest number of tokens first, so that memory
     grows once."""
     ops = [op for op in OPS if (op == "all_gather_matmul") == gathers]
+    ops = [op for op in ops if (op == "matmul_all_gather") == (shape in HEADS)]
     found = [Cell(op, shape, count, world) for count in sorted(tokens, reverse=True) for op in ops]
     return [cell for cell in found if cell.possible]
 
 
 def check(shape: str, world: int) -> None:
     """ValueError for a shape that does not divide by the number of ranks."""
-    _, k = SHAPES[shape]
-    if k % world:
+    n, k = SHAPES[shape]
+    name, length = ("N", n) if shape in HEADS else ("K", k)
+    if length % world:
         raise ValueError(
-            f"{shape}: {world} ranks cannot share out K = {k}; start a number of ranks that divides it"
+            f"{shape}: {world} ranks cannot share out {name} = {length}; "
+            "start a number of ranks that divides it"
         )

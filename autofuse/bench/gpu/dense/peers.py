@@ -19,6 +19,8 @@ from autofuse.lowering.torch_internals import (
     async_tp_all_gather_matmul,
     async_tp_matmul_reduce_scatter,
     symmetric_all_reduce,
+    symmetric_barrier,
+    symmetric_views,
 )
 
 Run: TypeAlias = Callable[[Tensor], Tensor]
@@ -30,8 +32,9 @@ MOST_ONE_SHOT_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class Operands:
-    """The operands of one cell. `x`: [M, K / W], of a gather [M / W, N]; `gathered`: what all ranks'
-    x make together, of a gather only; `buffer`: symmetric memory, flat, for M * N elements or more."""
+    """The operands of one cell. `x`: [M, K / W], of a gather [M / W, N], of logits [M, K];
+    `gathered`: what all ranks' x make together, of all_gather_matmul only; `buffer`: symmetric memory, flat,
+    for M * N elements or more."""
 
     x: Tensor
     gathered: Tensor | None
@@ -57,6 +60,10 @@ def exact(cell: Cell, given: Operands, w: Tensor) -> tuple[Tensor, Tensor]:
     product = (given.x if given.gathered is None else given.gathered).double() @ w.double()
     if cell.gathers:
         return product, product
+    if cell.publishes:
+        every = [torch.empty_like(product) for _ in range(cell.world)]
+        dist.all_gather(every, product)
+        return product, torch.cat(every, 1)
     total = product.clone()
     dist.all_reduce(total)
     if cell.op == "matmul_reduce_scatter":
@@ -88,6 +95,8 @@ def peers(cell: Cell, given: Operands) -> dict[str, Run]:
         return _gathering(cell, given)
     if cell.op == "matmul_reduce_scatter":
         return _scattering(cell, given)
+    if cell.publishes:
+        return _publishing(cell, given)
     return _reducing(cell, given)
 
 
@@ -149,6 +158,45 @@ def _gathering(cell: Cell, given: Operands) -> dict[str, Run]:
     return {"cublas+nccl": nccl, "async_tp": async_tp}
 
 
+def _publishing(cell: Cell, given: Operands) -> dict[str, Run]:
+    x, m, n, world = given.x, cell.m, cell.n, cell.world
+    product, stacked = x.new_empty(m, n), x.new_empty(world, m, n)
+    out = x.new_empty(m, world * n)
+    columns = out.view(m, world, n)
+    group = dist.group.WORLD
+    assert group is not None
+    views = symmetric_views(given.buffer, group)
+    shared = [view[: m * n].view(m, n) for view in views]
+    rank = dist.get_rank()
+
+    def nccl(w: Tensor) -> Tensor:
+        """As functional collectives have it: ranks one behind the other, then moved beside each other."""
+        torch.mm(x, w, out=product)
+        dist.all_gather_into_tensor(stacked, product)
+        columns.copy_(stacked.transpose(0, 1))
+        return out
+
+    flat, transposed = x.new_empty(n, m), x.new_empty(world * n, m)
+
+    def nccl_transposed(w: Tensor) -> Tensor:
+        """By hand: the logits of a token lie apart, but nothing has to be moved behind the collective."""
+        torch.mm(w.t(), x.t(), out=flat)
+        dist.all_gather_into_tensor(transposed, flat)
+        return transposed.t()
+
+    def pulled(w: Tensor) -> Tensor:
+        """By hand with torch's symmetric memory: every rank reads the parts of the others."""
+        torch.mm(x, w, out=shared[rank])
+        symmetric_barrier(given.buffer, group)
+        for i in range(world):
+            source = (rank + i) % world
+            columns[:, source].copy_(shared[source])
+        symmetric_barrier(given.buffer, group)
+        return out
+
+    return {"cublas+nccl": nccl, "cublas+nccl transposed": nccl_transposed, "cublas+pulled": pulled}
+
+
 def arguments(cell: Cell, given: Operands, w: Tensor, order: str = "direct") -> tuple[Any, ...]:
     """Of the fused op."""
     x, group = given.x, (given.group_name, order, "bench")
@@ -156,6 +204,8 @@ def arguments(cell: Cell, given: Operands, w: Tensor, order: str = "direct") -> 
         return [x], [w], [], "mm", "sum", False, *group
     if cell.op == "matmul_reduce_scatter":
         return [x], [w], [], "mm", "sum", 0, 1, False, *group
+    if cell.publishes:
+        return [x], [w], [], "mm", 1, 1, False, False, *group
     return x, [w], [], 0, 1, False, *group
 
 

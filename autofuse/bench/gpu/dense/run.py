@@ -178,7 +178,7 @@ def _measure(bench: _Bench, cell: Cell, given: Operands, weights: Sequence[Tenso
 def _predicted(cell: Cell) -> tuple[float, float]:
     """Microseconds fused and apart, by the cost model with the table of this GPU."""
     table = table_for(shipped(), torch.device("cuda", torch.cuda.current_device()))
-    sent = cell.exchanged * 2 // (cell.world if cell.gathers else 1)
+    sent = cell.exchanged * 2 // (cell.world if cell.gathers or cell.publishes else 1)
     task = Task(cell.op, cell.world, DTYPE, "direct", sent, ((cell.m, cell.k, cell.n),))
     model = Model(table, os.cpu_count() or 1)
     return float(model.fused(task, Numbers())), float(model.apart(task, Numbers()))

@@ -19,8 +19,8 @@ EIGHTHS = (4, 6, 7, 8)
 
 def orders(cell: Cell, given: Operands, weights: Sequence[Tensor], effort: Effort) -> list[Sweep]:
     """The same kernels in direct and in oblivious order, if they store tiles into the memory of peers."""
-    if cell.gathers:
-        return []
+    if cell.gathers or cell.publishes:
+        return []  # only a tile of a reduction has one rank that it goes to
     return [
         _sweep(cell, given, weights, effort, way, {o: in_way(cell, given, way, o) for o in ORDERS})
         for way in _ways(cell, given)
