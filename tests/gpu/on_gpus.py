@@ -40,6 +40,10 @@ def reference(op: str, x: Tensor, w: Tensor, outer: int = 1, dim: int = 0) -> Te
         dist.all_gather(gathered, x)
         return whole(torch.stack(gathered), 0, outer).double() @ w.double()
     total = (x.double() @ w.double()).to(x.dtype).double()
+    if op == "matmul_all_gather":
+        products = [torch.empty_like(total) for _ in range(world)]
+        dist.all_gather(products, total)
+        return whole(torch.stack(products), dim, outer)
     dist.all_reduce(total)
     return total if op == "matmul_all_reduce" else parts(total, dim, outer, world)[rank]
 
@@ -99,7 +103,8 @@ def all_ways(
     transposed: bool,
     dtype: torch.dtype,
 ) -> dict[str, tuple[float, bool]]:
-    """Of every way: its error, and whether two runs gave the same bits (all_reduce: on all ranks)."""
+    """Of every way: its error, and whether two runs gave the same bits (on all ranks, where all get
+    the same)."""
     x, w = operands(op, m, k, n, rank, world, transposed, dtype)
     wanted = reference(op, x, w, outer, dim)
     found = {}
@@ -109,7 +114,7 @@ def all_ways(
         first = run_way(way, op, x, w, outer, dim)
         second = run_way(way, op, x, w, outer, dim)
         same = torch.equal(first, second)
-        if op == "matmul_all_reduce":
+        if op in ("matmul_all_reduce", "matmul_all_gather"):
             other = first.clone()
             dist.broadcast(other, 0)
             same = same and torch.equal(first, other)
@@ -135,7 +140,7 @@ def many_calls(
     """Calls of changing shapes and ways, back to back, one rank late now and then; the largest error."""
     draw = random.Random(7)
     cases = []
-    for op in ("matmul_all_reduce", "matmul_reduce_scatter", "all_gather_matmul"):
+    for op in ("matmul_all_reduce", "matmul_reduce_scatter", "all_gather_matmul", "matmul_all_gather"):
         for m in sizes:
             if m == 1 and op != "matmul_all_reduce":
                 continue

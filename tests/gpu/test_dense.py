@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
 
 Pools = Callable[[int], RankPool]
 
-OPS = ("matmul_all_reduce", "matmul_reduce_scatter", "all_gather_matmul")
+OPS = ("matmul_all_reduce", "matmul_reduce_scatter", "all_gather_matmul", "matmul_all_gather")
 
 # (op, m, k, n, outer, dim)
 CASES = [
@@ -44,6 +44,17 @@ CASES = [
     ("all_gather_matmul", 1000, 520, 1528, 1, 0),
     ("all_gather_matmul", 1008, 520, 1024, 2, 0),
     ("all_gather_matmul", 4096, 2048, 1024, 1, 0),
+    ("matmul_all_gather", 1, 1024, 2048, 1, 1),
+    ("matmul_all_gather", 13, 264, 1000, 1, 1),
+    ("matmul_all_gather", 24, 520, 4360, 2, 0),
+    ("matmul_all_gather", 45, 520, 4360, 1, 0),
+    ("matmul_all_gather", 100, 1024, 2048, 1, 1),
+    ("matmul_all_gather", 128, 1024, 16032, 1, 1),
+    ("matmul_all_gather", 512, 2048, 4096, 1, 1),
+    ("matmul_all_gather", 1008, 520, 1024, 3, 0),
+    ("matmul_all_gather", 1023, 520, 1528, 1, 0),
+    ("matmul_all_gather", 2049, 520, 1528, 1, 1),
+    ("matmul_all_gather", 2048, 1024, 16032, 1, 1),
 ]
 
 
