@@ -44,6 +44,11 @@ class MatmulAllGather(NamedTuple):
     def terms(self) -> int:
         return len(self.x)
 
+    @property
+    def bias(self) -> Tensor | None:
+        """Of an `addmm %0`: [N]."""
+        return self.operands[0].contiguous() if self.operands else None
+
 
 def _fake(args: MatmulAllGather) -> list[Tensor]:
     p = product_reference(args.x, args.w, args.operands, args.product)
@@ -57,6 +62,12 @@ def _reference(args: MatmulAllGather) -> list[Tensor]:
     p = product_reference(args.x, args.w, args.operands, args.product)
     whole = all_gather(p, args.dim, args.outer, group_size(args.group_name), args.group_name)
     return [whole, p] if args.keep_product else [whole]
+
+
+def _cuda(args: MatmulAllGather) -> Any:
+    from autofuse.lowering.gpu.dense.call import run_publish
+
+    return run_publish(args)
 
 
 def _backward(ctx: Any, args: MatmulAllGather, grads: list[Tensor | None]) -> dict[str, Any]:
@@ -86,6 +97,7 @@ register(
         cpu=run_publish,
         plan_shape=publish_plan_shape,
         backward=_backward,
+        cuda=_cuda,
         exchanged=lambda args: args.x[0].dtype,
         gpu_gaps=(
             Gap(
@@ -94,7 +106,9 @@ register(
                 "move scales and casts behind the collective",
             ),
             Gap(
-                lambda args: any(bias.dim() != 1 for bias in args.operands),
+                lambda args: any(
+                    b.dim() != 1 or b.shape[0] == 1 != args.w[0].shape[-1] for b in args.operands
+                ),
                 "GPU kernels add a bias with an entry a column",
                 "give it the shape `[N]`, or add it behind the matmul",
             ),

@@ -32,7 +32,9 @@ from autofuse.lowering.gpu.experts.ways import (
 from autofuse.native_kernels.gpu.memory import Need
 from autofuse.passes.choice import device_table
 
-OPS = ("matmul_all_reduce", "matmul_reduce_scatter", "all_gather_matmul")
+COPIED = ("matmul_all_reduce", "matmul_reduce_scatter", "all_gather_matmul")
+"""Ops of which copy engines move data."""
+OPS = (*COPIED, "matmul_all_gather")
 SHIPPED: Points = tuple(p for path in sorted(_SHIPPED.glob("*.json")) for p in read(path))
 
 
@@ -146,7 +148,7 @@ def test_ways_that_fail_are_left_out(
 
 
 def test_copy_engines_are_for_many_rows_only() -> None:
-    for op in OPS:
+    for op in COPIED:
         few, many = ({way.is_copied for way in ways_of(problem(op, m)).values()} for m in (256, 2048))
         assert (True in few, True in many) == (False, True), op
 

@@ -30,13 +30,26 @@ from autofuse.native_kernels.cuda.kernels.matmul_words import WordsConfig
 from autofuse.native_kernels.gpu.memory import EVENTS, SHARED_MEMORY, PeerMemory, Region
 from autofuse.native_kernels.triton.gather_matmul import launch_gather_matmul
 from autofuse.native_kernels.triton.gather_matmul_few import FewConfig, launch_gather_matmul_few
+from autofuse.native_kernels.triton.matmul_gather import PublishConfig, launch_matmul_gather
+from autofuse.native_kernels.triton.matmul_gather_packets import (
+    PublishPacketsConfig,
+    launch_matmul_gather_packets,
+)
 from autofuse.native_kernels.triton.matmul_packets import PacketsConfig, launch_matmul_packets
 from autofuse.native_kernels.triton.matmul_reduce import ReduceConfig, launch_matmul_reduce
 from tests.kernels.pairwise import EVERY, pairwise
 
 TARGET = GPUTarget("cuda", 90, 32)
 K, N = 4096, 4096
-OPS = ("matmul_all_reduce", "matmul_reduce_scatter", "all_gather_matmul")
+KERNELS = {
+    "matmul_all_reduce": {"matmul_packets", "matmul_reduce"},
+    "matmul_reduce_scatter": {"matmul_packets", "matmul_reduce"},
+    "all_gather_matmul": {"gather_matmul", "gather_matmul_few"},
+    "matmul_all_gather": {"matmul_gather", "matmul_gather_packets"},
+}
+OPS = tuple(KERNELS)
+PACKETS = ("matmul_packets", "matmul_gather_packets")
+"""Kernels without signals."""
 
 BARRIER = re.compile(r"bar\.sync")
 RELEASE = re.compile(r"\b(red|atom)\.[\w.]*release\b")
@@ -47,6 +60,7 @@ TMA_STORE = re.compile(r"cp\.async\.bulk\.tensor\.\w+\.global\.shared")
 TMA_LOAD = re.compile(r"cp\.async\.bulk\.tensor\.\w+\.shared::cluster\.global")
 TMA_STORED = re.compile(r"cp\.async\.bulk\.wait_group\s+0;")
 PROXY_FENCE = re.compile(r"fence\.proxy\.async;")
+NARROW = re.compile(r"\bld\.global\.b16")
 LABEL = re.compile(r"^\$?\w+:")
 GPU_SCOPE = re.compile(r"\b(ld|st|red|atom)\.[\w.]*\bgpu\b")
 POLL = re.compile(r"\bld\.volatile\.global\.(?P<type>[\w.]+)")
@@ -124,6 +138,13 @@ def launch(problem: DenseProblem, way: Way, transposed: bool, trace: bool) -> No
         else:
             launch_gather_matmul(memory, part, w, out, 1, config, Mock(), trace=events)
         return
+    if problem.op == "matmul_all_gather":
+        x, out = torch.empty(m, K, dtype=dtype), torch.empty(m, world * N, dtype=dtype)
+        bias = torch.empty(N, dtype=dtype) if trace else None
+        many = isinstance(config, PublishConfig)
+        start: Any = launch_matmul_gather if many else launch_matmul_gather_packets
+        start(memory, x, w, out, 1, 1, config, trace=events, bias=bias)
+        return
     shape = [m, N]
     shape[problem.dim] //= 1 if everywhere else world
     x, out = torch.empty(m, K, dtype=dtype), torch.empty(shape, dtype=dtype)
@@ -195,25 +216,23 @@ def test_rules(op: str, every: bool) -> None:
         where = f"{problem}, {way.config}, transposed={transposed}, trace={trace}"
         for rule in (check_signals, check_waits, check_scopes, check_packets):
             rule(kernel, where)
+        if kernel.name == "matmul_gather" and not trace:  # with a trace there is a bias, too
+            assert not kernel.find(NARROW), f"{where}: tiles are copied in pieces of 2 bytes"
         check_pipeline(kernel, way.config, problem, where)
         names.add(kernel.name)
-    assert names == (
-        {"gather_matmul", "gather_matmul_few"}
-        if op == "all_gather_matmul"
-        else {"matmul_packets", "matmul_reduce"}
-    )
+    assert names == KERNELS[op]
 
 
 def check_signals(kernel: Kernel, where: str) -> None:
     """Stores, barrier, signal; after TMA stores to peers first their end and a fence."""
     signals = kernel.find(RELEASE)
-    assert bool(signals) == (kernel.name != "matmul_packets"), where
+    assert bool(signals) == (kernel.name not in PACKETS), where
     for at in signals:
         assert "sys" in kernel.lines[at], where
         barrier = kernel.last(BARRIER, at)
         assert not kernel.between(barrier + 1, at, STORE), f"{where}: a store after the barrier"
         assert not kernel.between(barrier + 1, at, LABEL), f"{where}: a way around the barrier"
-    if kernel.name == "matmul_reduce":
+    if kernel.name in ("matmul_reduce", "matmul_gather"):
         for store in kernel.find(TMA_STORE):
             at = min(i for i in signals if i > store)
             barrier = kernel.last(BARRIER, at)
@@ -225,7 +244,7 @@ def check_signals(kernel: Kernel, where: str) -> None:
 def check_waits(kernel: Kernel, where: str) -> None:
     """Acquire, barrier, reads; before TMA reads of what peers stored a fence."""
     waits = kernel.find(ACQUIRE)
-    assert bool(waits) == (kernel.name != "matmul_packets"), where
+    assert bool(waits) == (kernel.name not in PACKETS), where
     for at in waits:
         assert "ld.acquire.sys" in kernel.lines[at], where
         barrier = kernel.find(BARRIER, at)[0]
@@ -241,7 +260,7 @@ def check_scopes(kernel: Kernel, where: str) -> None:
     assert narrow, where  # of `finish` at least
     for line in narrow:
         assert not kernel.is_from_memory(line), f"{where}: {line}"
-    if kernel.name != "matmul_packets":
+    if kernel.name not in PACKETS:
         # The check above finds peers: the address of a signal is one that was loaded.
         atomics = [kernel.lines[i] for i in kernel.find(RELEASE) if "atom" in kernel.lines[i]]
         assert all(kernel.is_from_memory(line) for line in atomics), where
@@ -249,7 +268,7 @@ def check_scopes(kernel: Kernel, where: str) -> None:
 
 def check_packets(kernel: Kernel, where: str) -> None:
     """Payload and epoch of a packet are one access of 8 bytes, never two elements of 4 bytes in a vector."""
-    if kernel.name == "matmul_packets":
+    if kernel.name in PACKETS:
         polls = [match["type"] for line in kernel.lines if (match := POLL.search(line))]
         assert set(polls) <= {"b64", "v2.b64"}, f"{where}: {polls}"
         puts = [
@@ -262,7 +281,7 @@ def check_packets(kernel: Kernel, where: str) -> None:
 
 def check_pipeline(kernel: Kernel, config: Any, problem: DenseProblem, where: str) -> None:
     """Blocks of K are loaded into as many buffers as the configuration has stages, less the one in use."""
-    few = isinstance(config, PacketsConfig | FewConfig)
+    few = isinstance(config, PacketsConfig | FewConfig | PublishPacketsConfig)
     rows = max(16, triton.next_power_of_2(problem.m)) if few else config.bm
     block = (rows + config.bn) * config.bk * 2
     assert (config.stages - 1) * block <= kernel.shared <= SHARED_MEMORY, f"{where}: {kernel.shared}"

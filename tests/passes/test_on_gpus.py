@@ -201,3 +201,28 @@ def test_indices_that_are_no_permutation_are_none_in_the_backward_either() -> No
     report = explained(Dropless, tokens())
     kept = [site.detail for site in report.kept if site.reason is Reason.NO_KERNEL_FOR_DEVICE]
     assert kept == [NOT_PERMUTED] * 4
+
+
+def logits(x: Tensor, w: Tensor, b: Tensor, how: str) -> Tensor:
+    y = F.linear(x, w, b) if how != "scaled" else F.linear(x, w) * 0.5
+    whole = funcol.wait_tensor(funcol.all_gather_tensor(y, 0, "0"))
+    return torch.cat(whole.chunk(WORLD), 1 if how != "rows" else 0)
+
+
+@pytest.mark.parametrize(
+    ("how", "dtype", "why"),
+    [
+        ("columns", torch.bfloat16, ""),
+        ("rows", torch.float16, ""),
+        ("columns", torch.float32, "float32 is exchanged; GPU kernels take bfloat16 and float16"),
+        ("scaled", torch.bfloat16, "GPU kernels gather one matmul with or without a bias, not 'mm; mul 0.5'"),
+    ],
+)
+def test_logits(how: str, dtype: torch.dtype, why: str) -> None:
+    with fake_group(WORLD), FakeTensorMode(), patch.object(support, "why_not", lambda device: None):
+        x, w, b = (torch.empty(shape, dtype=dtype) for shape in ((8, 16), (32, 16), (32,)))
+        graph = moved(make_fx(partial(logits, how=how))(x, w, b).graph)
+        (site,) = fuse(graph, Settings(policy="always"), "inference", "0").sites
+    assert site.pattern == "matmul_all_gather"
+    assert site.fused == (not why), site
+    assert site.detail.startswith(why)

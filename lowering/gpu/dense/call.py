@@ -18,12 +18,13 @@ from autofuse.lowering.gpu.choice.calls import Calls, GpuCall
 from autofuse.lowering.gpu.choice.kernel import Way, replaced
 from autofuse.lowering.gpu.memory.workspace import GpuWorkspace, current, workspace_for, workspace_of
 from autofuse.lowering.ops.all_gather_matmul import AllGatherMatmul
+from autofuse.lowering.ops.matmul_all_gather import MatmulAllGather
 from autofuse.lowering.ops.matmul_all_reduce import MatmulAllReduce
 from autofuse.lowering.ops.matmul_reduce_scatter import MatmulReduceScatter
 
 from .measure import trials
-from .run import Gather, Reduction, problem_of
-from .ways import GATHER, REDUCE, SCATTER, DenseProblem
+from .run import Gather, Publication, Reduction, problem_of
+from .ways import GATHER, PUBLISH, REDUCE, SCATTER, DenseProblem
 
 MOST_CALLS = 4096
 """Kinds of calls that are kept, of one group."""
@@ -117,10 +118,51 @@ def _gather_call(
     return _call(workspace, problem, run, (w[0].stride(), more, biased)), prepared
 
 
+def run_publish(args: MatmulAllGather) -> Any:
+    """matmul_all_gather of one matmul, with a bias [N] or none."""
+    x, w = args.x[0], args.w[0]
+    if not x.numel():
+        return NotImplemented
+    with current(x.device):
+        workspace = workspace_for(args.group_name, x.device)
+        a, bias = x.contiguous(), args.bias
+        capturing = torch.cuda.is_current_stream_capturing()
+        kind = (
+            PUBLISH, _layout(a), _layout(w), args.dim, args.outer, bias is not None, args.site, capturing
+        )  # fmt: skip
+        publication = workspace.calls.get(kind)
+        if publication is None:
+            call, prepared = _publish_call(workspace, args, a)
+            publication = _settle(call, prepared, kind, capturing)
+        return [publication(a, w, bias)]
+
+
+def publish_call(args: MatmulAllGather) -> GpuCall | None:
+    """The same as ways by name take it; None for what is left to the reference."""
+    x = args.x[0]
+    return _publish_call(workspace_of(args.group_name, x), args, x.contiguous())[0] if x.numel() else None
+
+
+def _publish_call(
+    workspace: GpuWorkspace, args: MatmulAllGather, a: Tensor
+) -> tuple[GpuCall, Callable[[Way], Publication]]:
+    w, bias = args.w[0], args.bias
+    problem = problem_of(PUBLISH, a, w, workspace, args.dim, args.outer)
+
+    def prepared(way: Way) -> Publication:
+        return Publication(workspace, way, problem, w.stride(), bias is not None, args.site)
+
+    def run(way: Way) -> list[Tensor]:
+        return [prepared(way)(a, w, bias)]
+
+    return _call(workspace, problem, run, (w.stride(), bias is not None)), prepared
+
+
 CALLS: Calls = {
     REDUCE: partial(reduce_call, REDUCE),
     SCATTER: partial(reduce_call, SCATTER),
     GATHER: gather_call,
+    PUBLISH: publish_call,
 }
 
 

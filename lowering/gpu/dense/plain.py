@@ -13,8 +13,8 @@ from torch import Tensor
 from autofuse.lowering.gpu.choice.kernel import ways_of
 from autofuse.lowering.gpu.memory.workspace import GpuWorkspace, workspace_for
 
-from .run import Gather, Reduction, problem_of
-from .ways import GATHER, DenseProblem
+from .run import Gather, Publication, Reduction, problem_of
+from .ways import GATHER, PUBLISH, DenseProblem
 
 
 def run(
@@ -32,6 +32,8 @@ def run(
     if problem.op == GATHER:
         gather = Gather(workspace, way, problem, strides, False, False, site, traced)
         return gather(x, [w], [None], trace)[0]
+    if problem.op == PUBLISH:
+        return Publication(workspace, way, problem, strides, False, site, traced)(x, w, None, trace)
     return Reduction(workspace, way, problem, strides, False, order, site, traced)(x, w, trace)
 
 

@@ -154,5 +154,34 @@ class Gather:
         return _multiply(x, w, bias) + [x] * self._keep
 
 
+class Publication:
+    """Calls of one kind of matmul_all_gather: `publication(x, w, bias)`, the products of all ranks."""
+
+    def __init__(
+        self, workspace: GpuWorkspace, way: Way, problem: DenseProblem, strides: tuple[int, ...],
+        biased: bool, site: str, traced: bool = False,
+    ) -> None:  # fmt: skip
+        self._workspace, self._problem, self._is_replaced = workspace, problem, way.replaced
+        self._launcher = Launcher(workspace, way, problem.op, site, (problem, strides, biased, traced))
+        self._shape = [problem.m, problem.n]
+        self._shape[problem.dim] *= problem.world
+
+    def __call__(self, x: Tensor, w: Tensor, bias: Tensor | None, trace: Tensor | None = None) -> Tensor:
+        problem = self._problem
+        memory = None if self._is_replaced else self._launcher.enter(problem.programs, trace)
+        if memory is None:
+            return self._unfused(torch.mm(x, w) if bias is None else torch.addmm(bias, x, w))
+        out = x.new_empty(self._shape)
+        self._launcher.launch(x, w, out, bias, problem.dim, problem.outer)
+        self._launcher.leave()
+        return out
+
+    def _unfused(self, p: Tensor) -> Tensor:
+        problem = self._problem
+        every = p.new_empty(problem.world, *p.shape)
+        dist.all_gather_into_tensor(every, p, group=self._workspace.group)
+        return whole(every, problem.dim, problem.outer)
+
+
 def _multiply(x: Tensor, w: Sequence[Tensor], bias: Sequence[Tensor | None]) -> list[Tensor]:
     return [torch.mm(x, wi) if b is None else torch.addmm(b, x, wi) for wi, b in zip(w, bias, strict=True)]

@@ -12,9 +12,11 @@ from autofuse.lowering.gpu.choice.kernel import CUBLAS_NCCL, DTYPES, MOST_BYTES,
 from autofuse.native_kernels.gpu.memory import LONGEST_ROW, Need
 
 from .gathers import GATHERS
+from .publishes import PUBLISHES
 from .reductions import REDUCTIONS
 
 REDUCE, SCATTER, GATHER = "matmul_all_reduce", "matmul_reduce_scatter", "all_gather_matmul"
+PUBLISH = "matmul_all_gather"
 
 ONE_SHOT = "cublas+one_shot"
 TWO_SHOT = "cublas+two_shot"
@@ -66,6 +68,8 @@ class DenseProblem:
 
     def library_ways(self) -> Sequence[Way]:
         ways = [Way(CUBLAS_NCCL, 45.0, replaced=True)]
+        if self.op == PUBLISH:
+            return ways
         nbytes = self.m * self.n * 2
         if self.everywhere:
             # torch's kernels read and write 16 bytes at a time, of every rank's share.
@@ -82,13 +86,18 @@ class DenseProblem:
     def kernels(self) -> Sequence[Kernel[DenseProblem, Any]]:
         if not self._usable():
             return ()
+        if self.op == PUBLISH:
+            return PUBLISHES if self.by_rows or self.outer == 1 else ()
         if self.op != GATHER:
             return REDUCTIONS
         return GATHERS if self.by_rows else ()
 
     def rounded(self) -> DenseProblem | None:
-        """With the tokens rounded up to a power of two; not for columns or several stretches of rows."""
-        if self.dim or self.outer != 1:
+        """With the tokens rounded up to a power of two; not for columns or several stretches of rows.
+
+        Of matmul_all_gather columns are measured, and decide for rows, too: the kernels take as long.
+        """
+        if self.outer != 1 or (self.dim and self.op != PUBLISH):
             return None
         return replace(self, m=max(self.world, 1 << (self.m - 1).bit_length()), aligned=True)
 
