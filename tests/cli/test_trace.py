@@ -62,7 +62,7 @@ def _on_ranks(rank: int, world: int, out: str, op: str) -> tuple[str, list[tuple
 @pytest.mark.parametrize("op", OPS)
 def test_files_and_table_of_all_ranks(op: str, tmp_path: Path, ranks: Callable[[int], RankPool]) -> None:
     (shown, calls), (silent, _) = ranks(WORLD).run(_on_ranks, str(tmp_path / "a"), op)
-    m, k, n = (64, 64, 128) if op == "all_gather_matmul" else (64, 128, 64)
+    m, k, n = {"all_gather_matmul": (64, 64, 128), "matmul_all_gather": (64, 256, 32)}.get(op, (64, 128, 64))
     assert calls == [(op, m, k, n, torch.float16, "direct")]
     assert silent == ""
     assert f"{op}: [{m}, {k}] @ [{k}, {n}] on each of 2 ranks, float16, direct" in shown
@@ -78,6 +78,7 @@ def test_ranks_share_k_and_a_gather_goes_the_other_way() -> None:
     assert extents("matmul_all_reduce", 7, "28672,8192", 4) == (7, 7168, 8192)
     assert extents("matmul_reduce_scatter", 8, "28672, 8192", 4) == (8, 7168, 8192)
     assert extents("all_gather_matmul", 8, "28672,8192", 4) == (8, 8192, 7168)
+    assert extents("matmul_all_gather", 7, "8192,128256", 4) == (7, 8192, 32064)
 
 
 @pytest.mark.parametrize(
@@ -87,6 +88,8 @@ def test_ranks_share_k_and_a_gather_goes_the_other_way() -> None:
         ("matmul_all_reduce", 8, "8190,8192", "a multiple of 4 ranks"),
         ("matmul_all_reduce", 0, "8192,8192", "--tokens 0"),
         ("matmul_reduce_scatter", 7, "8192,8192", "--tokens 7: expected a positive multiple of 4"),
+        ("matmul_all_gather", 7, "8192,8190", "the second a multiple of 4 ranks"),
+        ("matmul_all_gather", 0, "8192,8192", "--tokens 0"),
     ],
 )
 def test_extents_that_cannot_be_cut(op: str, tokens: int, size: str, text: str) -> None:
