@@ -95,6 +95,7 @@ def dense(
     with user_errors():
         check_folders(json, markdown)
         from autofuse.bench.gpu.dense.cells import (
+            QUICK_SHAPES,
             QUICK_TOKENS,
             SHAPES,
             SWEEP_SHAPES,
@@ -111,7 +112,7 @@ def dense(
 
         sweep = orders or ctas
         counts = SWEEP_TOKENS if sweep else QUICK_TOKENS if quick else TOKENS
-        names = SWEEP_SHAPES if sweep else SHAPES
+        names = SWEEP_SHAPES if sweep else QUICK_SHAPES if quick else SHAPES
         options = Options(tuple(shapes or names), tuple(tokens or counts), quick, orders, ctas, tune)
         join(options)
     run(options, json, markdown)

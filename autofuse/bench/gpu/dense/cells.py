@@ -36,6 +36,7 @@ MOST_HEAD_TOKENS = 2048
 """More logits than these nobody asks for at once."""
 TOKENS = (1, 8, 32, 128, 512, 2048, 8192)
 QUICK_TOKENS = (8, 128, 2048)
+QUICK_SHAPES = tuple(shape for shape in SHAPES if shape != "llama70b.lm_head")
 SWEEP_SHAPES, SWEEP_TOKENS = ("llama70b.o_proj",), (2048,)
 """Sizes at which orders and numbers of programs are compared. Each number of programs compiles its own
 kernel."""
