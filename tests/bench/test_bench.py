@@ -33,6 +33,7 @@ def test_two_rows_are_measured_and_written(tmp_path: Path) -> None:
     assert (tmp_path / "table.md").read_text() == done.stdout
 
 
+@pytest.mark.full
 def test_an_unknown_row_says_so(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "autofuse", "bench", "--ranks", "2", "--rows", "no such row"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200)

@@ -12,7 +12,7 @@ EVERY = [pytest.param(False, id="pairwise"), pytest.param(True, id="every", mark
 """Values of a test's parameter `every`: a pairwise subset in the fast tier, all cases in the full one."""
 
 
-MOST_VALUES = 4
+MOST_VALUES = 3
 """A feature with more values, such as a number of stages, is a size that follows from others."""
 
 

@@ -83,7 +83,10 @@ def test_bitwise_in_both_halves(interpreters: Interpreters, name: str, world: in
     interpreters(world).run(run_exchanges, [cases(world)[name]] * 2, timeout=120)
 
 
-@pytest.mark.parametrize("layout", ["bsc", "sbc", "bstd", "stbd", "sbtd"])
+@pytest.mark.parametrize(
+    "layout",
+    ["sbc", "stbd", *(pytest.param(each, marks=pytest.mark.full) for each in ("bsc", "bstd", "sbtd"))],
+)
 def test_layouts(interpreters: Interpreters, layout: str) -> None:
     """Slices of 32 bags, the last one shorter."""
     call = Exchange(even(2, 3, 8), b=37, pooling=1, layout=layout, config=replace(CONFIG, tile=256))

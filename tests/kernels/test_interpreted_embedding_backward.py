@@ -82,7 +82,10 @@ def test_bitwise_in_both_halves(interpreters: Interpreters, name: str, world: in
     interpreters(world).run(run_backwards, [cases(world)[name]] * 2, timeout=120)
 
 
-@pytest.mark.parametrize("layout", ["bsc", "sbc", "bstd", "stbd", "sbtd"])
+@pytest.mark.parametrize(
+    "layout",
+    ["sbc", "stbd", *(pytest.param(each, marks=pytest.mark.full) for each in ("bsc", "bstd", "sbtd"))],
+)
 def test_layouts(interpreters: Interpreters, layout: str) -> None:
     call = Backward(Exchange(even(2, 3, 8), b=9, pooling=2, layout=layout), keep=True)
     interpreters(2).run(run_backwards, [call] * 2, timeout=120)

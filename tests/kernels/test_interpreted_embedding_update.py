@@ -64,7 +64,9 @@ def test_back_to_back(interpreters: Interpreters, world: int, step: int) -> None
     interpreters(world).run(run_updates, calls, timeout=300)
 
 
-@pytest.mark.parametrize("layout", ["sbc", "bstd", "stbd", "sbtd"])
+@pytest.mark.parametrize(
+    "layout", ["bstd", *(pytest.param(each, marks=pytest.mark.full) for each in ("sbc", "stbd", "sbtd"))]
+)
 def test_layouts(interpreters: Interpreters, layout: str) -> None:
     call = Update(Exchange(even(2, 3, 8), b=9, pooling=2, layout=layout), keep=True, rowwise=True)
     interpreters(2).run(run_updates, [call], timeout=120)

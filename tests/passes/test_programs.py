@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -38,17 +39,26 @@ def _id(case: tuple) -> str:
     return f"{case[0].__name__.rsplit('.', 1)[-1]}: {case[1]}"
 
 
-@pytest.mark.parametrize("case", CASES, ids=_id)
-def test_on_ranks(case: tuple, ranks: Ranks) -> None:
+def _on_ranks() -> Iterator[Any]:
+    """Every program with every number of ranks. More than 2 that train, or have experts, take long."""
+    for case in CASES:
+        program = case[0].PROGRAMS[case[1]]
+        for world in program.worlds:
+            slow = world > 2 and (program.grad or case[0] is experts)
+            marks = [pytest.mark.full] if slow else []
+            yield pytest.param(case, world, marks=marks, id=f"{_id(case)}, {world} ranks")
+
+
+@pytest.mark.parametrize(("case", "world"), _on_ranks())
+def test_on_ranks(case: tuple, world: int, ranks: Ranks) -> None:
     program = case[0].PROGRAMS[case[1]]
-    for world in program.worlds:
-        results = ranks(world).run(compare, case[0].__name__, case[1], timeout=120)
-        for rank, result in enumerate(results):
-            where = f"rank {rank} of {world}\n{result['report']}"
-            assert result["error"] <= program.tolerance, (where, result["error"])
-            assert result["sites"] == program.sites, where
-            assert bool(result["breaks"]) == bool(program.breaks), where
-            assert program.breaks in result["report"], where
+    results = ranks(world).run(compare, case[0].__name__, case[1], timeout=120)
+    for rank, result in enumerate(results):
+        where = f"rank {rank}\n{result['report']}"
+        assert result["error"] <= program.tolerance, (where, result["error"])
+        assert result["sites"] == program.sites, where
+        assert bool(result["breaks"]) == bool(program.breaks), where
+        assert program.breaks in result["report"], where
 
 
 @pytest.mark.full

@@ -197,7 +197,7 @@ def _in_mode(rank: int, world: int, mode: str | None, options: dict[str, Any]) -
         ("reduce-overhead", {}, []),
         ("max-autotune", {}, []),
         (None, {"freezing": True}, []),
-        (None, {"cpp_wrapper": True}, ["unsupported_variant"]),
+        pytest.param(None, {"cpp_wrapper": True}, ["unsupported_variant"], marks=pytest.mark.full),
     ],
     ids=["reduce-overhead", "max-autotune", "freezing", "cpp_wrapper"],
 )
