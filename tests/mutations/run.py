@@ -50,6 +50,12 @@ def place(mutation: Mutation, tree: Path) -> tuple[Path, str, str]:
     raise ValueError(f"{mutation.name}: the text is not in {', '.join(map(str, named)) or mutation.file}")
 
 
+def build(tree: Path) -> None:
+    """The CPU kernels, in place."""
+    command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
+    subprocess.run(command, cwd=tree, capture_output=True, check=True)
+
+
 def copy(tree: Path, to: Path) -> None:
     """The tracked files, and the CPU kernels as they were built."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=tree, capture_output=True, text=True, check=True)
@@ -76,10 +82,7 @@ def judge(mutation: Mutation | None, tree: Path, tests: Sequence[str], suite: st
             path, text, instead = place(mutation, tree)
             (scratch / path).write_text((scratch / path).read_text().replace(text, instead))
             if path.suffix in (".cpp", ".h") and "cpu" in path.parts:
-                build = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
-                made = subprocess.run(build, cwd=scratch, capture_output=True, text=True)
-                if made.returncode:
-                    return f"does not compile: {made.stderr.strip().splitlines()[-1]}", 0.0
+                build(scratch)
         there = [test for test in tests if (scratch / test).exists()]
         assert there, f"none of {tests} is in {tree}"
         command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:xdist", "-p", "no:cacheprovider"]
@@ -128,6 +131,8 @@ def main() -> int:
     if options.check or wrong:
         print(f"{len(chosen)} mutations, {wrong} of them cannot be applied")
         return int(wrong > 0)
+    if not list((options.old / "native_kernels/cpu").glob("_cpu*.so")):
+        build(options.old)
     print(f"| mutation | file | {options.suite} suite | s |\n|---|---|---|---|", flush=True)
     with ThreadPoolExecutor(options.jobs) as pool:
         jobs = [pool.submit(judge, m, options.old, m.tests, options.suite) for m in chosen]
