@@ -347,9 +347,10 @@ CHOICE = (
     Mutation(
         "the host's time is added to the GPU's",
         "choose.py|choice.py",
-        "(max(us, host_us(way, here[way])), us, way)",
-        "(us + host_us(way, here[way]), us, way)",
+        "(max(us, here[way].host_us), us, way)",
+        "(us + here[way].host_us, us, way)",
         _of("kernels", "choice"),
+        ("(max(us, host_us(way, here[way])), us, way)", "(us + host_us(way, here[way]), us, way)"),
     ),
     Mutation(
         "the farthest point decides",
