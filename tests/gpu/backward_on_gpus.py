@@ -64,7 +64,10 @@ def call(
     from autofuse.lowering.gpu.embedding.call import tables_of
     from autofuse.lowering.gpu.embedding.run import exchange_backward
     from autofuse.lowering.gpu.memory.workspace import workspace_for
-    from autofuse.lowering.ops.all_to_all_embedding_bag_backward import reference
+    from autofuse.lowering.ops.all_to_all_embedding_bag_backward import (
+        AllToAllEmbeddingBagBackward,
+        reference,
+    )
 
     device = torch.device("cuda", torch.cuda.current_device())
     workspace = workspace_for(group or dist.group.WORLD.group_name, device)
@@ -76,11 +79,12 @@ def call(
         if results is not None:
             return results
     sizes, dtype = [w.shape[0] for w in tables.weights], tables.weights[0].dtype
-    return reference(
+    arguments = AllToAllEmbeddingBagBackward(
         grad, *map(list, (tables.indices, tables.offsets, tables.samples)), sizes, tables.dims, tables.mode,
         tables.last, tables.padding, dtype, [False] * len(sizes), list(problem.columns), problem.layout, keep,
         workspace.group_name, "direct", "test",
     )  # fmt: skip
+    return reference(arguments)
 
 
 def check(got: list[Tensor], case: Case, reference: tuple[list[Tensor], int]) -> str:

@@ -28,7 +28,7 @@ def call(way: str, case: Case, inputs: tuple[list[Tensor], ...], group: str = ""
     from autofuse.lowering.gpu.embedding.call import tables_of
     from autofuse.lowering.gpu.embedding.run import exchange
     from autofuse.lowering.gpu.memory.workspace import workspace_for
-    from autofuse.lowering.ops.embedding_bag_all_to_all import reference
+    from autofuse.lowering.ops.embedding_bag_all_to_all import EmbeddingBagAllToAll, reference
 
     device = torch.device("cuda", torch.cuda.current_device())
     workspace = workspace_for(group or dist.group.WORLD.group_name, device)
@@ -38,10 +38,11 @@ def call(way: str, case: Case, inputs: tuple[list[Tensor], ...], group: str = ""
         out = exchange(workspace, found, problem, tables, "test")
         if out is not None:
             return out
-    return reference(
+    arguments = EmbeddingBagAllToAll(
         *map(list, (tables.weights, tables.indices, tables.offsets, tables.samples)), *case.options,
         problem.dtype, list(problem.columns), problem.layout, workspace.group_name, "direct", "test",
     )  # fmt: skip
+    return reference(arguments)
 
 
 def problem_of(case: Case):  # type: ignore[no-untyped-def]

@@ -109,7 +109,8 @@ def macros(params: type[ctypes.Structure], constants: Mapping[str, int]) -> Cons
     asserts = [f'static_assert(sizeof(Params) == {size}, "size of Params");']
     for name, *_ in params._fields_:
         offset = getattr(params, name).offset
-        asserts.append(f'static_assert(__builtin_offsetof(Params, {name}) == {offset}, "Params::{name}");')
+        at = f"__INTADDR__(&((Params*)0)->{name})"  # NVRTC 13.0 has no offsetof
+        asserts.append(f'static_assert({at} == {offset}, "Params::{name}");')
     return (*((name, int(value)) for name, value in constants.items()), ("CHECK_PARAMS", "".join(asserts)))
 
 
