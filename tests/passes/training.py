@@ -14,6 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.checkpoint import checkpoint
 
 from .dense import AG, AR, BF16, RS, D, H, gathered, plain, reduced, scattered
+from .gathered_products import MG
 from .harness import Program, since
 
 
@@ -244,8 +245,8 @@ PROGRAMS: dict[str, Program] = {
     ),
     "loss of gathered logits": Program(
         plain(gathered_loss, X3, UP, grad=True),
-        {"backward": [AR]},
-        {"forward": ["no_compute"], "backward": ["no_compute"]},
+        {"forward": [MG], "backward": [AR]},
+        {"backward": ["no_compute"]},
         grad=True,
     ),
 }
