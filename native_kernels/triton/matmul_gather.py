@@ -129,8 +129,9 @@ def compute(
     """The tiles `program, program + COMPUTING, ...`; flattened, so that loads never pause between tiles."""
     tiles = rows * cols
     skipped = -1 if THROUGH else rank
-    flag = first_signal
-    told = 0  # ranks to signal: none before the first tile
+    # The counter of the tile that was stored last, -1 before the first tile. A count of ranks beside it would be
+    # wrong: Triton 3.6 yields a constant that the loop over tiles assigns after every block of K.
+    unsignalled = tl.full((), -1, tl.int32)
     event = 1
     for t in tl.range(program, tiles, COMPUTING, flatten=True):
         row, col = chunk_tile_at(t, rows, cols)
@@ -141,16 +142,15 @@ def compute(
         if BIASED:
             acc = add_bias(acc, bias, col * BN, N, 0)
         stored()
-        signal_all(signals, told, flag, skipped)
+        signal_all(signals, tl.where(unsignalled < 0, 0, W), unsignalled, skipped)
         value = acc.to(x.dtype)
         for i in tl.static_range(W - 1):
             boxes[i].store([first_row + row * BM, col * BN], value)
         boxes[W - 1].store([(first_row if THROUGH else 0) + row * BM, col * BN], value)
-        flag = first_signal + rank * tiles + t
-        told = W
+        unsignalled = first_signal + rank * tiles + t
         event = stamp(trace, program, event, COMPUTED, rank, t, TRACE, EVENTS)
     stored()
-    signal_all(signals, told, flag, skipped)
+    signal_all(signals, tl.where(unsignalled < 0, 0, W), unsignalled, skipped)
     return stamp(trace, program, event, DRAINED, -1, 0, TRACE, EVENTS)
 
 
