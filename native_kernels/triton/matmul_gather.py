@@ -129,8 +129,8 @@ def compute(
     """The tiles `program, program + COMPUTING, ...`; flattened, so that loads never pause between tiles."""
     tiles = rows * cols
     skipped = -1 if THROUGH else rank
-    # The counter of the tile that was stored last, -1 before the first tile. A count of ranks beside it would be
-    # wrong: Triton 3.6 yields a constant that the loop over tiles assigns after every block of K.
+    # The counter of the tile that was stored last, -1 before the first tile. A variable that the loop sets
+    # to a constant would be wrong: Triton 3.6 sets it after every block of K of the flattened loop.
     unsignalled = tl.full((), -1, tl.int32)
     event = 1
     for t in tl.range(program, tiles, COMPUTING, flatten=True):
