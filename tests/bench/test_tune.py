@@ -49,6 +49,7 @@ def test_bad_arguments(ranks: list[int], dtypes: list, message: str) -> None:
         tuning.tune(ranks, dtypes)
 
 
+@pytest.mark.full  # test_bench measures on real ranks, too
 def test_real_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     monkeypatch.setattr(tuning, "QUICK_ROWS", ("all_gather_matmul tokens=16 k=n=2048",))
     monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")

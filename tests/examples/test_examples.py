@@ -81,7 +81,7 @@ def test_llama_serving() -> None:
 
 
 @pytest.mark.parametrize(
-    "start", [pytest.param(PLAIN, id="plain"), pytest.param(TORCHRUN, id="torchrun", marks=pytest.mark.full)]
+    "start", [pytest.param(PLAIN, id="plain", marks=pytest.mark.full), pytest.param(TORCHRUN, id="torchrun")]
 )
 def test_dlrm(start: Sequence[str]) -> None:
     sizes = ("--batch=64", "--tables=3", "--rows=100", "--dim=16", "--pooling=4")
