@@ -21,7 +21,7 @@ from autofuse.lowering.orders import make_plan
 from autofuse.lowering.plan import contention, links
 from autofuse.passes.choice import choose
 from autofuse.passes.choice.cost_model import Expressions, Model, Numbers, Task
-from autofuse.passes.choice.crossover import LARGEST, Gain, Known, Sample, wins
+from autofuse.passes.choice.crossover import LARGEST, Gain, Known, Sample, _joined, wins
 from autofuse.passes.choice.device_table import DeviceTable, shipped
 
 ROOT = Path(__file__).parents[2]
@@ -207,6 +207,10 @@ def holds(condition: str, value: int) -> bool:
     python = re.sub(r"\bs0\b", str(value), condition)
     assert re.fullmatch(r"[\d<>= or]+", python), python
     return bool(eval(python))
+
+
+def test_adjacent_ranges_are_joined() -> None:
+    assert _joined([(1, 3), (3, 4), (5, 6), (8, 9)]) == [(1, 6), (8, 9)]
 
 
 @given(tables(), tasks(), st.lists(st.integers(2, LARGEST), min_size=1), st.data())
