@@ -185,7 +185,7 @@ EXECUTORS = (
         "tiles.py",
         "span.start // inner * stride + chunk * inner + span.start % inner",
         "span.start // inner * stride + chunk * inner",
-        (*DENSE[1:], *_of("ops", "plan_shapes")),
+        (*_of("ops", "tiles"), *DENSE[1:], *_of("ops", "plan_shapes")),
     ),
     Mutation(
         "the part of a source starts behind itself",
@@ -202,7 +202,7 @@ PROTOCOL = (
         "workspace.py",
         "if new or self.nbytes > ws.capacity:",
         "if self.nbytes > ws.capacity:",
-        (*_of("workspace", "failures", "calls"), *_of("robustness", "alike")),
+        (*_of("workspace", "calls", "failures"), *_of("robustness", "alike")),
     ),
     Mutation(
         "the first call in grown buffers takes the wrong half",

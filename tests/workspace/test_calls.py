@@ -173,3 +173,39 @@ def _inference(rank: int, world: int) -> None:
 
 def test_inference_mode_makes_no_difference(ranks: Ranks) -> None:
     ranks(2).run(_inference)
+
+
+def _halves(rank: int, world: int, before: int) -> list[int]:
+    """Where the buffer of each call begins: of `before` small calls, then of four large ones."""
+    workspace, places = workspace_for(fresh_group()), []
+    for n in (8,) * before + (1 << 16,) * 4:
+        with workspace.call("push", "here", str(n), _bytes(n, world)) as call:
+            push_to_all(call, rank, world, 1.0, n)
+            places.append(call.tensor(rank, 0, (1,), torch.float32).data_ptr())
+    return places[before:]
+
+
+@pytest.mark.parametrize("before", [1, 2])
+def test_calls_take_the_halves_of_grown_buffers_by_turns(ranks: Ranks, before: int) -> None:
+    """Growing may happen at an odd and at an even epoch."""
+    for first, second, third, fourth in ranks(2).run(_halves, before):
+        assert (first, second) == (third, fourth)
+        assert first != second
+
+
+def _entered(rank: int, world: int) -> list[float]:
+    """When this rank began a call of a new kind, and when it had entered the call."""
+    workspace = workspace_for(fresh_group())
+    dist.barrier()
+    time.sleep(0.3 * rank)
+    began = time.monotonic()
+    with workspace.call("push", "here", "8", _bytes(8, world)) as call:
+        entered = time.monotonic()
+        push_to_all(call, rank, world, 1.0, 8)
+    return [began, entered]
+
+
+def test_the_first_call_of_a_kind_waits_for_all_ranks(ranks: Ranks) -> None:
+    """Ranks that disagree must find out before anything is stored."""
+    (_, entered), (began, _) = ranks(2).run(_entered)
+    assert entered >= began

@@ -3,6 +3,8 @@
 import gc
 import os
 import signal
+import subprocess
+import sys
 import time
 import weakref
 from collections.abc import Callable
@@ -280,3 +282,11 @@ def test_a_tensor_outside_the_buffer_is_refused(ranks: Ranks) -> None:
     for texts in ranks(2).run(_bad_tensor):
         assert len(texts) == 3
         assert all("not aligned to 64 or not inside a buffer of 65536 bytes" in text for text in texts)
+
+
+def test_a_process_that_nobody_has_waited_for_has_ended() -> None:
+    """A killed rank is a zombie until its parent reads its exit status."""
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    assert rendezvous._started(process.pid) == ""
+    process.wait()

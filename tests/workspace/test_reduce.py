@@ -30,6 +30,9 @@ def test_reduce_rows_is_bitwise_the_sum_in_rank_order(
             cpu.reduce_rows(wide[:, :cols], parts, scale)
             assert torch.equal(wide[:, :cols], _reference(parts, scale, out_dtype))
             assert bool(wide[:, cols:].isnan().all())
+            packed = torch.full((rows, cols), torch.nan, dtype=out_dtype)  # and parts that are not
+            cpu.reduce_rows(packed, parts, scale)
+            assert torch.equal(packed, _reference(parts, scale, out_dtype))
 
 
 def test_vectors_and_in_place() -> None:
