@@ -6,7 +6,8 @@ TORCH ?= 2.13.0
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready-$(TORCH)
-XDIST ?= -n 2 --dist worksteal
+# One process more than 2 cores: tests wait for processes that they start.
+XDIST ?= -n 3 --dist worksteal
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-all test-gpu wheel-test lint format types bench wheel clean

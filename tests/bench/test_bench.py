@@ -12,11 +12,21 @@ from autofuse.bench.cpu.measure import Row
 from autofuse.bench.cpu.table import geometric_mean, table
 
 
-def test_two_rows_are_measured_and_written(tmp_path: Path) -> None:
-    rows = ("matmul_all_reduce tokens=1 k=n=2048", "experts tokens=128 hidden=512")
+@pytest.mark.parametrize(
+    "rows",
+    [
+        pytest.param(["matmul_all_reduce tokens=1 k=n=2048"], id="dense"),
+        pytest.param(
+            ["matmul_all_reduce tokens=1 k=n=2048", "experts tokens=128 hidden=512"],
+            id="both",
+            marks=pytest.mark.full,
+        ),
+    ],
+)
+def test_rows_are_measured_and_written(rows: list[str], tmp_path: Path) -> None:
     command = [
         *(sys.executable, "-m", "autofuse", "bench", "--device", "cpu", "--ranks", "2", "--policy", "always"),
-        *("--repeats", "1", "--seconds", "0", "--rows", rows[0], "--rows", rows[1]),
+        *("--repeats", "1", "--seconds", "0", *(text for row in rows for text in ("--rows", row))),
         *("--json", str(tmp_path / "rows.json"), "--table", str(tmp_path / "table.md")),
     ]
     env = {**os.environ, "AUTOFUSE_TIMEOUT_S": "30", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
@@ -25,7 +35,7 @@ def test_two_rows_are_measured_and_written(tmp_path: Path) -> None:
     # Torch for CUDA mentions that this machine has none.
     assert [line for line in done.stderr.splitlines() if "No CUDA runtime is found" not in line] == []
     measured = json.loads((tmp_path / "rows.json").read_text())
-    assert [row["name"] for row in measured["rows"]] == list(rows)
+    assert [row["name"] for row in measured["rows"]] == rows
     for row in measured["rows"]:
         assert row["fused"] == "fused"
         assert 0 < row["autofuse_error"] < 5e-6

@@ -12,8 +12,8 @@ EVERY = [pytest.param(False, id="pairwise"), pytest.param(True, id="every", mark
 """Values of a test's parameter `every`: a pairwise subset in the fast tier, all cases in the full one."""
 
 
-MOST_VALUES = 3
-"""A feature with more values, such as a number of stages, is a size that follows from others."""
+MOST_VALUES = 2
+"""A feature with more values is a size, such as the number of ranks or of stages."""
 
 
 def pairwise(cases: Iterable[Case], features: Callable[[Case], Mapping[str, object]]) -> list[Case]:
