@@ -109,7 +109,7 @@ def test_dlrm_with_the_optimizer_in_the_backward(update: str) -> None:
     assert "gradients: 8 compared" in done.stdout  # 4 linear layers with bias
 
 
-@pytest.mark.full  # test_dlrm starts an example in the same way; tests/passes/experts.py has the model's sites
+@pytest.mark.full  # test_dlrm starts an example alike; the sites are in tests/passes/experts.py
 def test_moe() -> None:
     sizes = ("--tokens=32", "--experts=4", "--dim=32", "--hidden=64")
     done = run([*PLAIN, EXAMPLES / "moe.py", *SMALL, *sizes])

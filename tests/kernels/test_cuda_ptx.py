@@ -175,4 +175,6 @@ def check_words(lines: list[str], where: str) -> None:
     assert takes, where
     assert puts[0] < takes[0], f"{where}: waits before it has sent"
     # gather_words clears the memory of the call before, while its own words are on their way.
-    assert find(lines, CLEAR, 0 if gather_words.SOURCE in where else takes[0]), f"{where}: what was taken stays"
+    assert find(lines, CLEAR, 0 if gather_words.SOURCE in where else takes[0]), (
+        f"{where}: what was taken stays"
+    )
