@@ -37,6 +37,10 @@ update: bool = Config(default=False, env_name_default="AUTOFUSE_UPDATE")
 timeout_s: float = float(os.environ.get("AUTOFUSE_TIMEOUT_S", "300"))
 """Seconds that a fused op waits for a peer before it raises RuntimeError. `AUTOFUSE_TIMEOUT_S`."""
 
+margin: int = int(os.environ.get("AUTOFUSE_MARGIN", "32"))
+"""On GPUs: multiprocessors that a fused op leaves to other kernels while a peer has not started it, so that
+what the peer waits for can run; as many as NCCL uses at a time on one host. `AUTOFUSE_MARGIN`."""
+
 if TYPE_CHECKING:
     from torch.utils._config_typing import *  # noqa: F403
 

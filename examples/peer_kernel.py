@@ -68,7 +68,7 @@ def main(count: int = 100_000, block: int = 4096, calls: int = 5) -> None:
     views = map_memory(2 * world * (count + blocks) * 4, device)
     memory = torch.tensor([view.data_ptr() for view in views], device=device)
     record = torch.zeros(8, dtype=torch.int32, pin_memory=gpu)
-    state = torch.tensor([10**10, record.data_ptr(), 0, 0, 0, 0, 0, 0], device=device)  # waits of 10 s
+    state = torch.tensor([10**10, record.data_ptr()] + [0] * 22, device=device)  # waits of 10 s
     dist.barrier()  # all memory is 0
     numbers = torch.arange(count, dtype=torch.float32)
     for call in range(calls):

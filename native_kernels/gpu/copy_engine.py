@@ -14,6 +14,8 @@ from .memory import PeerMemory
 
 FIRST_CREDIT = 8192
 """Index of the first of W credits in `copy_signals`; the flags of copies lie before."""
+FIRST_PRESENCE = FIRST_CREDIT + 8
+"""Index of the first of W words of presence in `copy_signals`."""
 
 
 class CopyEngine:

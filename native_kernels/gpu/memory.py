@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .state import State
+from .state import MOST_SHARES, STATE_LENGTH, STATE_WORDS, State
 
 SHARED_MEMORY = 227 * 1024
 """Bytes that a block may have."""
@@ -81,9 +81,10 @@ class PeerMemory:
         gathers       flag-in-payload that many blocks read (`gather_words.cu`), three thirds
         copies        what copy engines of peers store, one half
         signals       counters, int32, two halves
-        copy_signals  flags that copy engines raise for `copies`, then a credit of every peer, 1 at first
+        copy_signals  flags that copy engines raise for `copies`; then of every peer a credit, 1 at first;
+                      then of every peer its presence: the number of the last call that it has started
     Local memory, the same on no other rank:
-        state, record the words that `gpu/state.py` names
+        state, record the words that `gpu/state.py` names (`new_state`)
         pieces        partial sums, fp32
         done          counters, int32, 0 between calls
         outbox        bytes that copy engines send
@@ -113,6 +114,24 @@ class PeerMemory:
     def epoch(self) -> Tensor:
         """The number of the last call, int64 [1], on the device, which alone counts calls."""
         return self.state[State.EPOCH : State.EPOCH + 1]
+
+    @property
+    def claims(self) -> Tensor:
+        """int32 [2, MOST_SHARES]: which shares programs have claimed, 0 between calls."""
+        return self.state[STATE_WORDS:].view(torch.int32).view(2, MOST_SHARES)
+
+
+def new_state(record: Tensor, presence: Sequence[Tensor], firm: int, device: torch.device) -> Tensor:
+    """`PeerMemory.state` before the first call, but for the limit of waits.
+
+    record: in memory that kernels and the host can access; presence: int32 [W] of every rank, as this rank
+    maps it; firm: how many programs wait for peers that have not started a call.
+    """
+    state = torch.zeros(STATE_LENGTH, dtype=torch.int64)
+    state[State.RECORD], state[State.FIRM] = record.data_ptr(), firm
+    for r, words in enumerate(presence):
+        state[State.PRESENCE + r] = words.data_ptr()
+    return state.to(device)
 
 
 def describe(matrix: Tensor, rows: int, cols: int) -> TensorDescriptor:

@@ -9,7 +9,7 @@ from typing import Final
 
 
 class State(IntEnum):
-    """Words of `PeerMemory.state`, int64. A kernel finds words FINISHED and higher 0, and leaves them 0."""
+    """Words of `PeerMemory.state`, int64. A kernel finds words FINISHED to SPARE 0, and leaves them 0."""
 
     LIMIT = 0
     """Nanoseconds that a wait may take."""
@@ -27,13 +27,35 @@ class State(IntEnum):
     """Programs that no longer read counters of peers; the last one clears these counters."""
     JOINED = 7
     """Programs of `embedding_backward` that have heard from all peers."""
+    CLAIMED_A = 8
+    """Shares of which a program has claimed the part that waits for no peer."""
+    CLAIMED_B = 9
+    """The same of the part that may wait for peers."""
+    STARTED = 10
+    """Programs that run or have run: the others have not been placed yet."""
+    SPARE = 11
+    FIRM = 12
+    """Programs from this number on are the margin: they leave where a peer is missing."""
+    PRESENCE = 16
+    """Addresses of the int32 `presence` [W] of every rank, as this rank maps them; up to MOST_RANKS words."""
 
     ZEROED = 5
     """Programs of `embedding_backward` that have cleared their gradients; that kernel has no tickets."""
 
 
-STATE_WORDS: Final = 8
+STATE_WORDS: Final = 24
+"""Words of `PeerMemory.state` before the claims."""
+
+MOST_SHARES: Final = 4096
+"""Most programs of a kernel that claims shares. The claims, int32 [2, MOST_SHARES], lie behind the words of
+`state`: the first row for the parts of shares that wait for no peer, the second one for those that may. 0
+between calls, and while nobody has claimed."""
+
+STATE_LENGTH: Final = STATE_WORDS + MOST_SHARES
 """Length of `PeerMemory.state`."""
+
+YIELD_NS: Final = 1_000_000
+"""How long programs of the margin wait for a peer that has not started the call."""
 
 
 class Record(IntEnum):
@@ -103,4 +125,9 @@ def macros() -> dict[str, int]:
         for prefix, words in lists.items()
         for name, value in words.__members__.items()
     }
-    return named | {"STATE_WORDS": STATE_WORDS, "CODES_PER_SITE": CODES_PER_SITE}
+    return named | {
+        "STATE_WORDS": STATE_WORDS,
+        "MOST_SHARES": MOST_SHARES,
+        "CODES_PER_SITE": CODES_PER_SITE,
+        "YIELD_NS": YIELD_NS,
+    }

@@ -43,6 +43,7 @@ STATE_TICKETS = tl.constexpr(State.TICKETS.value)
 STATE_THROUGH = tl.constexpr(State.THROUGH.value)
 STATE_ZEROED = tl.constexpr(State.ZEROED.value)
 STATE_JOINED = tl.constexpr(State.JOINED.value)
+STATE_FIRM = tl.constexpr(State.FIRM.value)
 STATE_WORDS = tl.constexpr(state_words.STATE_WORDS)
 RECORD_RAISED = tl.constexpr(Record.RAISED.value)
 RECORD_CODE = tl.constexpr(Record.CODE.value)
@@ -274,7 +275,7 @@ def finish(state, epoch, programs):
     """Ends a program. The last program advances the epoch and sets the counters in `state` to 0."""
     tl.debug_barrier()
     if tl.atomic_add(state + STATE_FINISHED, 1, sem="acq_rel", scope="gpu") == programs - 1:
-        for word in tl.static_range(STATE_FINISHED, STATE_WORDS):
+        for word in tl.static_range(STATE_FINISHED, STATE_FIRM):
             tl.store(state + word, 0)
         tl.store(state + STATE_EPOCH, epoch.to(tl.int64))
 

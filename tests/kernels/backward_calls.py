@@ -21,6 +21,7 @@ from autofuse.lowering.gpu.embedding.run import exchange_backward
 from autofuse.lowering.gpu.embedding.ways import BACKWARD, ExchangeProblem
 from autofuse.lowering.reference import embedding_layout
 from autofuse.native_kernels.gpu.memory import Need, PeerMemory
+from autofuse.native_kernels.gpu.state import State
 from autofuse.native_kernels.triton.embedding_backward import launch_embedding_backward
 from autofuse.native_kernels.triton.embedding_entries import sorted_entries
 from autofuse.native_kernels.triton.embedding_tables import (
@@ -131,7 +132,7 @@ def run_backwards(rank: int, world: int, calls: list[Backward | Exchange]) -> No
             else:
                 check(call.run(memory, number), call.expected(rank, number), call, memory)
     epochs = sum(call.push if isinstance(call, Backward) else not call.send for call in calls)
-    assert memory.state[3:].tolist() == [epochs, 0, 0, 0, 0]
+    assert memory.state[State.EPOCH : State.FIRM].tolist() == [epochs] + 8 * [0]
     dist.barrier()  # peers may still store
     assert not memory.signals.views[rank].any(), "counters are left over"
     assert not memory.done.any()
@@ -219,6 +220,6 @@ def lose_backward(rank: int, world: int, call: Backward, lost: int) -> list[int]
     if rank != lost:
         call.run(memory, 0)
         assert memory.state[2] == 1
-        assert memory.state[3:].tolist() == [1, 0, 0, 0, 0], "the kernel did not end its epoch"
+        assert memory.state[State.EPOCH : State.FIRM].tolist() == [1] + 8 * [0], "the epoch did not end"
     dist.barrier()
     return memory.record.tolist()

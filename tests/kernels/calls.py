@@ -22,8 +22,8 @@ from triton.runtime.interpreter import InterpreterBuilder
 from autofuse.lowering.cpu import rendezvous
 from autofuse.lowering.reference.layout import whole
 from autofuse.lowering.torch_internals import group_store
-from autofuse.native_kernels.gpu.memory import Need, PeerMemory, Region
-from autofuse.native_kernels.gpu.state import RECORD_WORDS, STATE_WORDS, State
+from autofuse.native_kernels.gpu.memory import Need, PeerMemory, Region, new_state
+from autofuse.native_kernels.gpu.state import RECORD_WORDS, State
 from autofuse.native_kernels.triton import interpreter
 from autofuse.native_kernels.triton.gather_matmul import GatherConfig, gather_needs, launch_gather_matmul
 from autofuse.native_kernels.triton.gather_matmul_few import FewConfig, few_needs, launch_gather_matmul_few
@@ -82,17 +82,18 @@ def peer_memory(rank: int, world: int, need: Need, polls: int = 3_000_000) -> Pe
         interpreter.install()
         _pause_in_polls()
         _installed = True
-    sizes = [-(-max(n, 1) // 256) * 256 for n in (need.inbox, need.finished, need.packets, need.signals)]
+    sizes = [
+        -(-max(n, 1) // 256) * 256 for n in (need.inbox, need.finished, need.packets, need.signals, 4 * world)
+    ]
     store = group_store(dist.group.WORLD)
     _, segments, unlink = rendezvous.meet(store, "kernels", rank, world, sum(sizes), WAIT_S)
-    inbox, finished, packets, signals = (
-        Region.of([part[i] for part in (segment.split(sizes) for segment in segments)]) for i in range(4)
-    )
+    *regions, presence = zip(*(segment.split(sizes) for segment in segments), strict=True)
+    inbox, finished, packets, signals = map(Region.of, regions)
     for region in (inbox, finished):
         region.views[rank].fill_(0xFF)
-    state = torch.zeros(STATE_WORDS, dtype=torch.int64)
     record = torch.zeros(RECORD_WORDS, dtype=torch.int32)
-    state[State.LIMIT], state[State.RECORD] = polls * POLL_NS, record.data_ptr()
+    state = new_state(record, [p.view(torch.int32) for p in presence], 1, torch.device("cpu"))
+    state[State.LIMIT] = polls * POLL_NS
     pieces, done = torch.full((need.pieces,), torch.nan), torch.zeros(need.done, dtype=torch.int32)
     dist.barrier()
     unlink()
@@ -328,10 +329,11 @@ def run_calls(rank: int, world: int, calls: Sequence[Call]) -> None:
     with straggling(rank):
         for number, call in enumerate(calls):
             call.run(memory, number)
-    assert memory.state[3:].tolist() == [len(calls), 0, 0, 0, 0]
+    assert memory.state[State.EPOCH : State.FIRM].tolist() == [len(calls)] + 8 * [0]
     dist.barrier()  # peers may still store
     assert not memory.signals.views[rank].any(), "counters are left over"
     assert not memory.done.any()
+    assert not memory.claims.any()
 
 
 def at_random(calls: Sequence[T], count: int, seed: int) -> list[T]:
@@ -349,6 +351,7 @@ def give_up(rank: int, world: int, call: Call, lost: int) -> list[int]:
         with suppress(AssertionError):  # what it computed is wrong
             call.run(memory, 0)
         assert memory.state[2] == 1
-        assert memory.state[3:].tolist() == [1, 0, 0, 0, 0], "the kernel did not end its epoch"
+        assert memory.state[State.EPOCH : State.FIRM].tolist() == [1] + 8 * [0], "the epoch did not end"
+        assert not memory.claims.any()
     dist.barrier()
     return memory.record.tolist()

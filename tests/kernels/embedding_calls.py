@@ -22,6 +22,7 @@ from autofuse.lowering.gpu.embedding.ways import ExchangeProblem
 from autofuse.lowering.gpu.memory.descriptors import Descriptors
 from autofuse.lowering.reference import embedding_layout
 from autofuse.native_kernels.gpu.memory import Need, PeerMemory
+from autofuse.native_kernels.gpu.state import State
 from autofuse.native_kernels.triton.embedding_exchange import launch_embedding_exchange
 from autofuse.native_kernels.triton.embedding_tables import BagsConfig, Tables, exchange_needs
 from tests.kernels.calls import SITE, peer_memory, straggling
@@ -155,7 +156,7 @@ def run_exchanges(rank: int, world: int, calls: list[Exchange]) -> None:
     with straggling(rank):
         for number, call in enumerate(calls):
             check(call.run(memory, number), call.expected(rank, number), call, memory)
-    assert memory.state[3:].tolist() == [sum(not call.send for call in calls), 0, 0, 0, 0]
+    assert memory.state[State.EPOCH : State.FIRM].tolist() == [sum(not call.send for call in calls)] + 8 * [0]
     dist.barrier()  # peers may still store
     assert not memory.signals.views[rank].any(), "counters are left over"
     assert not memory.done.any()
@@ -227,7 +228,7 @@ def lose(rank: int, world: int, call: Exchange, lost: int) -> list[int]:
     if rank != lost:
         call.run(memory, 0)
         assert memory.state[2] == 1
-        assert memory.state[3:].tolist() == [1, 0, 0, 0, 0], "the kernel did not end its epoch"
+        assert memory.state[State.EPOCH : State.FIRM].tolist() == [1] + 8 * [0], "the epoch did not end"
     dist.barrier()
     return memory.record.tolist()
 

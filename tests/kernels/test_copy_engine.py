@@ -11,6 +11,7 @@ from torch import Tensor
 
 from autofuse.native_kernels.gpu.copy_engine import FIRST_CREDIT, CopyEngine
 from autofuse.native_kernels.gpu.memory import PeerMemory, Region
+from autofuse.native_kernels.gpu.state import STATE_LENGTH
 
 TILE_BYTES, TILES, SLICE = 16, 7, 3
 SLICES = 3
@@ -53,7 +54,7 @@ def group(world: int) -> list[PeerMemory]:
     return [
         PeerMemory(
             r, world, 132, *[nothing] * 5, regions.copies, nothing, regions.signals,
-            torch.zeros(8, dtype=torch.int64), torch.zeros(8, dtype=torch.int32), torch.empty(0),
+            torch.zeros(STATE_LENGTH, dtype=torch.int64), torch.zeros(8, dtype=torch.int32), torch.empty(0),
             torch.zeros(2 * world * SLICES, dtype=torch.int32), torch.empty(nbytes, dtype=torch.uint8),
         )
         for r in range(world)

@@ -28,6 +28,7 @@ from autofuse.native_kernels.cuda.kernels.gather_words import WordsGatherConfig
 from autofuse.native_kernels.cuda.kernels.matmul_reduce import ClusterReduceConfig
 from autofuse.native_kernels.cuda.kernels.matmul_words import WordsConfig
 from autofuse.native_kernels.gpu.memory import EVENTS, SHARED_MEMORY, PeerMemory, Region
+from autofuse.native_kernels.gpu.state import STATE_LENGTH
 from autofuse.native_kernels.triton.gather_matmul import launch_gather_matmul
 from autofuse.native_kernels.triton.gather_matmul_few import FewConfig, launch_gather_matmul_few
 from autofuse.native_kernels.triton.matmul_gather import PublishConfig, launch_matmul_gather
@@ -117,7 +118,7 @@ def launch(problem: DenseProblem, way: Way, transposed: bool, trace: bool) -> No
         Region.of([torch.empty(max(size, 256), dtype=torch.uint8)] * world)
         for size in (*sizes, 4 * 8192 + 4 * world)
     ]
-    words = torch.empty(8, dtype=torch.int64)
+    words = torch.empty(STATE_LENGTH, dtype=torch.int64)
     memory = PeerMemory(
         0,
         world,

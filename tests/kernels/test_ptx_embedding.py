@@ -20,6 +20,7 @@ from autofuse.lowering.gpu.embedding.places import places_of, send_places
 from autofuse.lowering.gpu.embedding.ways import ExchangeProblem
 from autofuse.lowering.gpu.memory.workspace import REGIONS
 from autofuse.native_kernels.gpu.memory import EVENTS, Need, PeerMemory, Region
+from autofuse.native_kernels.gpu.state import STATE_LENGTH
 from autofuse.native_kernels.triton.embedding_exchange import launch_embedding_exchange
 from autofuse.native_kernels.triton.embedding_tables import BagsConfig, Tables, Tiles
 from tests.kernels.pairwise import EVERY, pairwise
@@ -59,7 +60,7 @@ def memory_for(need: Need, world: int) -> PeerMemory:
     """Of rank 0, of a GPU of 132 multiprocessors; nothing is behind it."""
     sizes = (*(getattr(need, name) for name in REGIONS), 0)
     regions = [Region.of([torch.empty(max(size, 256), dtype=torch.uint8)] * world) for size in sizes]
-    state, done = torch.empty(8, dtype=torch.int64), torch.empty(need.done, dtype=torch.int32)
+    state, done = torch.empty(STATE_LENGTH, dtype=torch.int64), torch.empty(need.done, dtype=torch.int32)
     nothing = torch.empty(0)
     return PeerMemory(0, world, 132, *regions, state, state.int(), nothing, done, nothing)
 

@@ -15,6 +15,7 @@ from autofuse.lowering.gpu.choice.kernel import ways_of
 from autofuse.lowering.gpu.embedding.run import exchange_backward
 from autofuse.lowering.gpu.embedding.ways import UPDATE, ExchangeProblem
 from autofuse.native_kernels.gpu.memory import PeerMemory
+from autofuse.native_kernels.gpu.state import State
 from autofuse.native_kernels.triton.embedding_tables import Tables
 from tests.kernels.backward_calls import Backward
 from tests.kernels.calls import peer_memory, straggling
@@ -74,7 +75,7 @@ def run_updates(rank: int, world: int, calls: list[Backward]) -> None:
                 call.check(tables, memory, number)
             if call.keep:
                 assert torch.equal(found[-1], call.exchanged(rank, number))
-    assert memory.state[3:].tolist() == [sum(call.push for call in calls), 0, 0, 0, 0]
+    assert memory.state[State.EPOCH : State.FIRM].tolist() == [sum(call.push for call in calls)] + 8 * [0]
     dist.barrier()  # peers may still store
     assert not memory.signals.views[rank].any(), "counters are left over"
     assert not memory.done.any()

@@ -228,8 +228,8 @@ PROTOCOL = (
     Mutation(
         "the last word of a kernel's state stays",
         "comm.py",
-        "for word in tl.static_range(STATE_FINISHED, STATE_WORDS):",
-        "for word in tl.static_range(STATE_FINISHED, STATE_WORDS - 1):",
+        "for word in tl.static_range(STATE_FINISHED, STATE_FIRM):",
+        "for word in tl.static_range(STATE_FINISHED, STATE_FIRM - 4):",
         _of("kernels", "interpreted_embedding_backward", "interpreted", "interpreted_embedding"),
         ("for word in tl.static_range(4, 8):", "for word in tl.static_range(4, 7):"),
     ),

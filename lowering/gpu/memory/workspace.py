@@ -1,9 +1,9 @@
 """Memory that the GPUs of one group map, and the rules of its use: who makes it, how it grows, what fails.
 
 Made when a group first needs it, by all its ranks together; grown to powers of two when a call needs more,
-never while a CUDA graph is captured, and never freed, since a captured graph may use it again. Calls of one
-group run one after another, whatever streams they are on: kernels that wait for each other must not run two
-at once.
+never while a CUDA graph is captured, and never freed, since a captured graph may use it again. Fused calls of
+one device run one after another, whatever their groups and streams: kernels that wait for peers must not run
+two at once.
 """
 
 from __future__ import annotations
@@ -38,21 +38,22 @@ from autofuse.lowering.notes import place
 from autofuse.lowering.torch_internals import group_store, resolve_group
 from autofuse.native_kernels.cuda.host.gemm import clusters_at_once
 from autofuse.native_kernels.cuda.kernels.put_words import put_words
-from autofuse.native_kernels.gpu.copy_engine import FIRST_CREDIT, CopyEngine
+from autofuse.native_kernels.gpu.copy_engine import FIRST_CREDIT, FIRST_PRESENCE, CopyEngine
 from autofuse.native_kernels.gpu.memory import (
     Need,
     PeerMemory,
     Region,
+    new_state,
 )
 from autofuse.native_kernels.gpu.state import (
     BAD_INPUT_WORD,
     CODES_PER_SITE,
     RECORD_WORDS,
-    STATE_WORDS,
     State,
     Wait,
 )
 
+from .chain import chain_of
 from .descriptors import Descriptors
 
 T = TypeVar("T")
@@ -104,10 +105,8 @@ class GpuWorkspace:
         self._kernels: set[Hashable] = set()
         self._kept: list[PeerMemory] = []
         self.calls: dict[Hashable, Any] = {}  # by kind, what came again; for who makes calls
-        self._stream: torch.cuda.Stream | None = None
-        self._last = -1  # its address
+        self._chain = chain_of(device)
         self._capturing = False
-        self._event = torch.cuda.Event()
         self._failure: str | None = None
         why = why_not(device) or ""
         clusters = "" if why else " ".join(map(str, clusters_at_once(device)))
@@ -130,8 +129,7 @@ class GpuWorkspace:
         self._record = torch.zeros(RECORD_WORDS, dtype=torch.int32).pin_memory()
         self._raised = ctypes.c_int32.from_address(self._record.data_ptr())
         self._bad_input = ctypes.c_int64.from_address(self._record.data_ptr() + 8 * BAD_INPUT_WORD)
-        self._state = torch.zeros(STATE_WORDS, dtype=torch.int64, device=device)
-        self._state[State.RECORD] = self._record.data_ptr()
+        self._margin = config.margin
         self.memory, self.capacity = self._allocate(None, LEAST)
         self.engine = CopyEngine(self.memory)
 
@@ -139,6 +137,11 @@ class GpuWorkspace:
     def programs(self) -> int:
         """How many programs run at once, one a multiprocessor."""
         return int(torch.cuda.get_device_properties(self.device).multi_processor_count)
+
+    @property
+    def _firm(self) -> int:
+        """How many programs stay where a peer has not started the call."""
+        return max(1, self.programs - self._margin)
 
     def enter(
         self, op: str, site: str, need: Callable[[], Need], way: str, variant: Hashable
@@ -165,15 +168,13 @@ class GpuWorkspace:
         self.check()
         self._capturing = torch.cuda.is_current_stream_capturing()
         if not self._capturing:
-            raw = torch_internals.current_raw_stream(self.device.index)
-            if raw != self._last:
-                stream = torch.cuda.current_stream(self.device)
-                if self._stream is not None:
-                    stream.wait_event(self._event)
-                self._stream, self._last = stream, raw
+            self._chain.enter()
             if self._limit != config.timeout_s:
                 self._limit = config.timeout_s
                 self._state[State.LIMIT] = int(self._limit * 1e9)
+            if self._margin != config.margin:
+                self._margin = config.margin
+                self._state[State.FIRM] = self._firm
         return self.memory
 
     @cached_property
@@ -188,7 +189,7 @@ class GpuWorkspace:
     def leave(self) -> None:
         """After the launch: later calls on other streams come after it."""
         if not self._capturing:
-            self._event.record(self._stream)
+            self._chain.leave()
 
     def _number(self, named: str) -> int:
         """Of a site, as failure records have it."""
@@ -263,8 +264,11 @@ class GpuWorkspace:
             return torch.zeros(size, dtype=dtype, device=self.device)
 
         if old is None:
-            copy_signals = self._region(4 * (FIRST_CREDIT + self.world))
-            copy_signals.views[self.rank].view(torch.int32)[FIRST_CREDIT:] = 1
+            copy_signals = self._region(4 * (FIRST_PRESENCE + self.world))
+            views = [view.view(torch.int32) for view in copy_signals.views]
+            views[self.rank][FIRST_CREDIT : FIRST_CREDIT + self.world] = 1
+            presence = [view[FIRST_PRESENCE:] for view in views]
+            self._state = new_state(self._record, presence, self._firm, self.device)
         else:
             copy_signals = old.copy_signals
         memory = PeerMemory(

@@ -54,7 +54,7 @@ __device__ inline bool is_last(int64_t* state, int programs) { return count(stat
 
 // The last program ends the call.
 __device__ inline void finish(const Call& call) {
-    for (int word = STATE_FINISHED; word < STATE_WORDS; ++word) call.state[word] = 0;
+    for (int word = STATE_FINISHED; word < STATE_FIRM; ++word) call.state[word] = 0;
     call.state[STATE_EPOCH] = call.epoch;
 }
 
