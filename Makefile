@@ -10,10 +10,10 @@ STAMP := $(VENV)/.ready-$(TORCH)
 XDIST ?= -n 3 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-gpu wheel-test lint format types bench wheel clean
+.PHONY: help setup demo test test-all test-gpu soak wheel-test lint format types bench wheel clean
 
 help:
-	@echo "make demo | test | test-all | test-gpu | wheel-test | lint | format | types | bench | wheel | clean"
+	@echo "make demo | test | test-all | test-gpu | soak | wheel-test | lint | format | types | bench | wheel | clean"
 
 setup: $(STAMP)
 
@@ -42,6 +42,12 @@ test-all: $(STAMP)
 # Needs NVIDIA Hopper GPUs that reach each other; what takes more than there are is skipped.
 test-gpu: $(STAMP)
 	$(BIN)/python -m pytest -m gpu tests/gpu
+
+# Random calls, stragglers and killed ranks on CPU ranks, for SECONDS.
+SECONDS ?= 600
+SEED ?= 0
+soak: $(STAMP)
+	$(BIN)/python -m tests.soak.run --seconds $(SECONDS) --seed $(SEED)
 
 wheel-test: $(STAMP)
 	$(BIN)/python -m pytest -m wheel tests/packaging
