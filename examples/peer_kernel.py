@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from autofuse.lowering.torch_internals import symmetric_empty, symmetric_views
-from autofuse.native_kernels.triton.comm import begin, finish, peer, signal_all, wait_all
+from autofuse.native_kernels.triton.comm import begin, finish, half_of, peer, signal_all, wait_all
 
 
 @triton.jit
@@ -26,7 +26,7 @@ def all_gather(
     """Grid: BLOCKS. Memory of a rank: fp32 [2, W, COUNT], then counters, int32 [2, W, BLOCKS]."""
     program = tl.program_id(0)
     epoch = begin(state)
-    half = (epoch % 2) * W  # a rank that runs ahead writes into the other half
+    half = half_of(epoch) * W  # a rank that runs ahead writes into the other half
     counters = 2 * W * COUNT + half * BLOCKS + program
     at = program * BLOCK + tl.arange(0, BLOCK)
     block = tl.load(x + at, mask=at < COUNT)

@@ -10,9 +10,9 @@
     take_packets  read such packets as soon as they carry the epoch of this call
 
 Counters are int32 in memory that peers map (torch symmetric memory). They count from 0 in every call, and the
-program that waited for a counter sets it back to 0. A call uses half `epoch % 2` of the memory. Every rank
-waits, in every call, for a signal of every peer, so that a rank that runs ahead never overwrites data that a
-peer still reads.
+program that waited for a counter sets it back to 0. A call uses half `half_of(epoch)` of the memory. Every
+rank waits, in every call, for a signal of every peer, so that a rank that runs ahead never overwrites data
+that a peer still reads.
 
 Waits are bounded. `state` is local int64 memory with the limit, the address of the failure record, the epoch
 and counters of programs; `native_kernels.gpu.state` names its words and those of the record. After a wait has
@@ -250,7 +250,7 @@ def wait_all(counters, stride, count, target, state, code, source, index, epoch)
                     tl.store(record + RECORD_CODE, code)
                     tl.store(record + RECORD_SOURCE, source + i)
                     tl.store(record + RECORD_INDEX, index)
-                    tl.store(record + RECORD_EPOCH, epoch)
+                    tl.store(record + RECORD_EPOCH, epoch.to(tl.int32))
                     tl.store(record + RECORD_RAISED, 1)
                     tl.store(state + STATE_GIVEN_UP, 1)
     else:
@@ -259,15 +259,33 @@ def wait_all(counters, stride, count, target, state, code, source, index, epoch)
             "=r,l,r,r,r,l,r,r,r,r",
             [counters.to(tl.int64), tl.cast(stride * 4, tl.int32), tl.cast(count, tl.int32),
              tl.cast(target, tl.int32), state.to(tl.int64), tl.cast(code, tl.int32),
-             tl.cast(source, tl.int32), tl.cast(index, tl.int32), epoch],
+             tl.cast(source, tl.int32), tl.cast(index, tl.int32), tl.cast(epoch, tl.int32)],
             dtype=tl.int32, is_pure=False, pack=1,
         )  # fmt: skip
 
 
 @triton.jit
 def begin(state):
-    """The epoch of this call. Every program calls it before its first signal."""
-    return (tl.load(state + STATE_EPOCH) + 1).to(tl.int32)
+    """The epoch of this call, int64, which no number of calls wraps. Every program calls it before its first
+    signal."""
+    return tl.load(state + STATE_EPOCH) + 1
+
+
+@triton.jit
+def half_of(epoch):
+    """The half of the memory that this call uses: 0 or 1."""
+    return (epoch & 1).to(tl.int32)
+
+
+@triton.jit
+def tag_of(epoch):
+    """The 32 bits that stand for the epoch in a packet: `epoch % (2**32 - 1)`, with all bits set for 0.
+
+    Never 0, which is what memory holds before its first packet. The period is odd, so that equal tags in one
+    half are twice as many calls apart.
+    """
+    folded = (epoch & 0xFFFFFFFF) + (epoch >> 32)
+    return ((folded & 0xFFFFFFFF) + (folded >> 32)).to(tl.int32)
 
 
 @triton.jit
@@ -277,7 +295,7 @@ def finish(state, epoch, programs):
     if tl.atomic_add(state + STATE_FINISHED, 1, sem="acq_rel", scope="gpu") == programs - 1:
         for word in tl.static_range(STATE_FINISHED, STATE_FIRM):
             tl.store(state + word, 0)
-        tl.store(state + STATE_EPOCH, epoch.to(tl.int64))
+        tl.store(state + STATE_EPOCH, epoch)
 
 
 @triton.jit
@@ -318,24 +336,25 @@ def pair(low, high):
 
 @triton.jit
 def put_packets(to, pairs, epoch, mask):
-    """Store pairs (uint32) with the epoch to int64 memory of a peer. Pair and epoch arrive together."""
-    tl.store(to, pairs.to(tl.int64) | (epoch.to(tl.int64) << 32), mask=mask)
+    """Store pairs (uint32) with the epoch's tag to int64 memory of a peer. Both arrive together."""
+    tl.store(to, pairs.to(tl.int64) | (tag_of(epoch).to(tl.int64) << 32), mask=mask)
 
 
 @triton.jit
 def take_packets(at, epoch, mask, state, code, sources, index):
-    """The packets at `at` (int64, memory of this rank) once all carry `epoch`; bounded as `wait` is.
+    """The packets at `at` (int64, memory of this rank) once all carry the epoch's tag; bounded as `wait` is.
 
     sources: the rank that each packet comes from.
     """
-    nothing = epoch.to(tl.int64) << 32
+    tag = tag_of(epoch)
+    nothing = tag.to(tl.int64) << 32
     packets = tl.load(at, mask=mask, other=nothing, volatile=True)
-    missing = tl.max(((packets >> 32) != epoch).to(tl.int32), axis=None)
+    missing = tl.max(((packets >> 32) != tag).to(tl.int32), axis=None)
     limit = tl.full((), 0, tl.int64)
     polls = 0
     while missing != 0:
         packets = tl.load(at, mask=mask, other=nothing, volatile=True)
-        missing = tl.max(((packets >> 32) != epoch).to(tl.int32), axis=None)
+        missing = tl.max(((packets >> 32) != tag).to(tl.int32), axis=None)
         polls += 1
         if (missing != 0) & (polls % UNTIMED == 0):
             if polls == UNTIMED:
@@ -354,10 +373,10 @@ def take_packets(at, epoch, mask, state, code, sources, index):
                 record = tl.load(state + STATE_RECORD).to(tl.pointer_type(tl.int32))
                 tl.store(state + STATE_GIVEN_UP, 1)
                 tl.store(record + RECORD_CODE, code)
-                late = tl.where((packets >> 32) != epoch, sources, 1 << 30)
+                late = tl.where((packets >> 32) != tag, sources, 1 << 30)
                 tl.store(record + RECORD_SOURCE, tl.min(late, axis=None))
                 tl.store(record + RECORD_INDEX, index)
-                tl.store(record + RECORD_EPOCH, epoch)
+                tl.store(record + RECORD_EPOCH, epoch.to(tl.int32))
                 tl.store(record + RECORD_RAISED, 1)
     return packets
 

@@ -40,6 +40,7 @@ from .comm import (
     WAITED,
     begin,
     finish,
+    half_of,
     peer,
     stamp,
     wait,
@@ -261,11 +262,11 @@ def embedding_backward(
     rules = work + (count + 1) * WORK
     stride *= ALIGN
     width *= ALIGN
-    first_signal = epoch % 2 * signals_half
+    first_signal = half_of(epoch) * signals_half
     event = 0
     event = stamp(trace, program, event, BEGUN, rank, 0, TRACE, EVENTS)
     if PUSH:
-        first = epoch % 2 * inbox_half
+        first = half_of(epoch) * inbox_half
         pushed = tl.full((), -1, tl.int32)
         for item in range(program, W * pieces, PROGRAMS):
             step = item // pieces

@@ -33,6 +33,7 @@ from .comm import (
     WAITED,
     begin,
     finish,
+    half_of,
     peer,
     signal,
     stamp,
@@ -272,8 +273,8 @@ def embedding_exchange(
     WIRE: tl.constexpr = out.dtype.element_ty
     nbytes: tl.constexpr = WIRE.primitive_bitwidth // 8
     epoch = begin(state)
-    first = epoch % 2 * inbox_half
-    first_signal = epoch % 2 * signals_half
+    first = half_of(epoch) * inbox_half
+    first_signal = half_of(epoch) * signals_half
     tables = words + W * SOURCE
     per_step = blocks * count * CB
     stride *= WRITE

@@ -43,6 +43,7 @@ from .comm import (
     begin,
     fence_copies,
     finish,
+    half_of,
     peer,
     signal,
     signal_all,
@@ -124,7 +125,7 @@ def gather_matmul(
     program = tl.program_id(0)
     epoch = begin(state)
     # Copy engines do not know the epoch: there is one half, and a peer stores again once it has credit.
-    half = epoch % 2 if MOVERS else epoch * 0
+    half = half_of(epoch) if MOVERS else half_of(epoch * 0)
     first_row = half * gathered_half
     first_signal = half * signals_half
     event = 0

@@ -36,6 +36,7 @@ from .comm import (
     WAITED,
     begin,
     fence_copies,
+    half_of,
     peer,
     signal_all,
     stamp,
@@ -81,8 +82,8 @@ def gather_matmul_few(
     """
     program = tl.program_id(0)
     epoch = begin(state)
-    first_row = epoch % 2 * gathered_half
-    first_signal = epoch % 2 * signals_half
+    first_row = half_of(epoch) * gathered_half
+    first_signal = half_of(epoch) * signals_half
     event = 0
     event = stamp(trace, program, event, BEGUN, rank, 0, TRACE, EVENTS)
     if program < MOVERS:

@@ -42,6 +42,7 @@ from .comm import (
     WAITED,
     begin,
     finish,
+    half_of,
     peer,
     signal_all,
     stamp,
@@ -81,7 +82,7 @@ def matmul_gather(
     """
     program = tl.program_id(0)
     epoch = begin(state)
-    parity = epoch % 2
+    parity = half_of(epoch)
     tiles = rows * cols
     first_row = parity * inbox_half
     first_signal = parity * signals_half

@@ -37,6 +37,7 @@ from .comm import (
     WAITED,
     begin,
     finish,
+    half_of,
     pack,
     peer,
     put_packets,
@@ -69,7 +70,7 @@ def matmul_gather_packets(
     """
     program = tl.program_id(0)
     epoch = begin(state)
-    base = (epoch % 2) * packets_half
+    base = half_of(epoch) * packets_half
     dtype: tl.constexpr = out.dtype.element_ty
     out_pairs = out.to(tl.pointer_type(tl.uint32))
     blocks = tl.cdiv(K, BK)

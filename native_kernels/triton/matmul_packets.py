@@ -40,6 +40,7 @@ from .comm import (
     WAITED,
     begin,
     finish,
+    half_of,
     pack,
     pair,
     peer,
@@ -64,7 +65,7 @@ def matmul_packets(
     """
     program = tl.program_id(0)
     epoch = begin(state)
-    base = (epoch % 2) * packets_half
+    base = half_of(epoch) * packets_half
     dtype: tl.constexpr = out.dtype.element_ty
     blocks = tl.cdiv(K, BK)
     tiles = tl.cdiv(N, BN)

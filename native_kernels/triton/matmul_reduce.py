@@ -46,6 +46,7 @@ from .comm import (
     WAITED,
     begin,
     finish,
+    half_of,
     peer,
     signal_all,
     signal_stored,
@@ -77,7 +78,7 @@ def matmul_reduce(
     """
     program = tl.program_id(0)
     epoch = begin(state)
-    parity = epoch % 2
+    parity = half_of(epoch)
     tiles = rows * cols
     counters = W * tiles  # of one kind and parity
     event = 0

@@ -119,12 +119,16 @@ def check_all(call: Backward, memory: PeerMemory, seed: int) -> None:
         check(got, expected, call, memory)
 
 
-def run_backwards(rank: int, world: int, calls: list[Backward | Exchange]) -> None:
-    """One call after another on one memory, with no barrier between, by ranks that straggle."""
+def run_backwards(rank: int, world: int, calls: list[Backward | Exchange], before: int = 0) -> None:
+    """One call after another on one memory, with no barrier between, by ranks that straggle.
+
+    before: the epoch of the call before.
+    """
     need = Need()
     for call in calls:
         need |= call.need(world)
     memory = peer_memory(rank, world, need)
+    memory.epoch.fill_(before)
     with straggling(rank):
         for number, call in enumerate(calls):
             if isinstance(call, Backward):
@@ -132,7 +136,7 @@ def run_backwards(rank: int, world: int, calls: list[Backward | Exchange]) -> No
             else:
                 check(call.run(memory, number), call.expected(rank, number), call, memory)
     epochs = sum(call.push if isinstance(call, Backward) else not call.send for call in calls)
-    assert memory.state[State.EPOCH : State.FIRM].tolist() == [epochs] + 8 * [0]
+    assert memory.state[State.EPOCH : State.FIRM].tolist() == [before + epochs] + 8 * [0]
     dist.barrier()  # peers may still store
     assert not memory.signals.views[rank].any(), "counters are left over"
     assert not memory.done.any()

@@ -191,7 +191,8 @@ class Packets(Reduction):
         if self.all_ranks:  # then every rank receives sums
             epoch = int(memory.state[State.EPOCH])
             half = memory.packets.views[rank].view(torch.int32).chunk(2)[epoch % 2]
-            assert bool((half == epoch).any()), f"no packet of call {epoch} lies in its half"
+            tag = torch.tensor(epoch % (2**32 - 1) or -1).int()
+            assert bool((half == tag).any()), f"no packet of call {epoch} lies in its half"
 
 
 @dataclass(frozen=True)
@@ -320,16 +321,20 @@ def straggling(rank: int) -> Iterator[None]:
         yield
 
 
-def run_calls(rank: int, world: int, calls: Sequence[Call]) -> None:
-    """One call after another on one memory, with no barrier between, by ranks that straggle."""
+def run_calls(rank: int, world: int, calls: Sequence[Call], before: int = 0) -> None:
+    """One call after another on one memory, with no barrier between, by ranks that straggle.
+
+    before: the epoch of the call before.
+    """
     need = Need()
     for call in calls:
         need |= call.need(world)
     memory = peer_memory(rank, world, need)
+    memory.epoch.fill_(before)
     with straggling(rank):
         for number, call in enumerate(calls):
             call.run(memory, number)
-    assert memory.state[State.EPOCH : State.FIRM].tolist() == [len(calls)] + 8 * [0]
+    assert memory.state[State.EPOCH : State.FIRM].tolist() == [before + len(calls)] + 8 * [0]
     dist.barrier()  # peers may still store
     assert not memory.signals.views[rank].any(), "counters are left over"
     assert not memory.done.any()

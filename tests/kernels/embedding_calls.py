@@ -150,13 +150,18 @@ def needed(calls: list[Exchange], world: int) -> Need:
     return need
 
 
-def run_exchanges(rank: int, world: int, calls: list[Exchange]) -> None:
-    """One call after another on one memory, with no barrier between, by ranks that straggle."""
+def run_exchanges(rank: int, world: int, calls: list[Exchange], before: int = 0) -> None:
+    """One call after another on one memory, with no barrier between, by ranks that straggle.
+
+    before: the epoch of the call before.
+    """
     memory = peer_memory(rank, world, needed(calls, world))
+    memory.epoch.fill_(before)
     with straggling(rank):
         for number, call in enumerate(calls):
             check(call.run(memory, number), call.expected(rank, number), call, memory)
-    assert memory.state[State.EPOCH : State.FIRM].tolist() == [sum(not call.send for call in calls)] + 8 * [0]
+    epochs = sum(not call.send for call in calls)
+    assert memory.state[State.EPOCH : State.FIRM].tolist() == [before + epochs] + 8 * [0]
     dist.barrier()  # peers may still store
     assert not memory.signals.views[rank].any(), "counters are left over"
     assert not memory.done.any()

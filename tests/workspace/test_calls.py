@@ -58,6 +58,20 @@ def test_a_straggler_on_each_rank_in_turn(ranks: Ranks, straggler: int) -> None:
     ranks(4).run(_many_calls, 60, straggler)
 
 
+def _past_the_wraps(rank: int, world: int) -> None:
+    workspace = workspace_for(fresh_group())
+    for wrap in (2**31, 2**32):
+        workspace._epoch = wrap - 3
+        for i in range(6):
+            with workspace.call("push", "here", "40", _bytes(40, world)) as call:
+                for source, got in enumerate(push_to_all(call, rank, world, 10.0 * i, 40)):
+                    assert bool((got == 10.0 * i + source).all()), (wrap, i, source)
+
+
+def test_calls_whose_number_needs_33_bits(ranks: Ranks) -> None:
+    ranks(2).run(_past_the_wraps)
+
+
 def _late_signals(rank: int, world: int) -> list[int]:
     """Rank 0 writes a value and signals, one slot after the other; the others must see each in order."""
     ws = workspace_for(fresh_group())

@@ -1,15 +1,17 @@
 // Signals, waits and epochs, as native_kernels/triton/comm.py has them, for the same memory. Names that begin with STATE_,
 // RECORD_, WAIT_ and EVENT_ are macros from native_kernels/gpu/state.py.
 #pragma once
+#include "epoch.cuh"
 #include "ptx.cuh"
 
 // One call of a kernel, as its waits know it.
 struct Call {
     int64_t* state;
-    int site, epoch;
+    int site;
+    int64_t epoch;
 };
 
-__device__ inline int epoch_of(const int64_t* state) { return static_cast<int>(state[STATE_EPOCH]) + 1; }
+__device__ inline int64_t epoch_of(const int64_t* state) { return state[STATE_EPOCH] + 1; }
 
 // Whether a wait has given up. Copy streams wait without a limit of their own: the last program then raises their flags.
 __device__ inline bool given_up(const int64_t* state) {
@@ -34,7 +36,7 @@ struct Patience {
         record[RECORD_CODE] = call.site * CODES_PER_SITE + what;
         record[RECORD_SOURCE] = source;
         record[RECORD_INDEX] = index;
-        record[RECORD_EPOCH] = call.epoch;
+        record[RECORD_EPOCH] = static_cast<int>(call.epoch);
         __threadfence_system();
         *static_cast<volatile int*>(record + RECORD_RAISED) = 1;
         return false;

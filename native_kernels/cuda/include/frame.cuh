@@ -107,7 +107,7 @@ struct Frame {
     const Params& p;
     Shared s;
     int block, group;  // of the grid; the warpgroup of this thread
-    int epoch;
+    int64_t epoch;
     int64_t parity;  // the half of the memory that this call uses; without HALVES 0
     Trace trace;
 
@@ -117,7 +117,7 @@ struct Frame {
           block(blockIdx.x),
           group(threadIdx.x / GROUP_THREADS),
           epoch(epoch_of(p.state)),
-          parity(HALVES ? epoch % 2 : 0),
+          parity(HALVES ? half_of(epoch) : 0),
           trace{p.trace + (group * p.programs + block) * 2 * EVENTS} {
         // A row of a trace for each warpgroup; that of the first one is the loader's, or of TEAMS team 0's.
         if (threadIdx.x % GROUP_THREADS == (group || KIND == SENDERS ? 0 : HELPER)) trace.stamp(EVENT_BEGUN, p.rank, 0);

@@ -79,7 +79,7 @@ __device__ void send_part(const Params& p, int64_t number, int64_t used, int par
     int sender = threadIdx.x < W_LOADER ? threadIdx.x : threadIdx.x - 64, lane = threadIdx.x % 32;
     int begin = (sender / 32 * p.programs + blockIdx.x) * 32 + lane, step = p.programs * SENDERS;
     int lines = p.chunk * (p.k / 8);
-    int64_t there = number % 3 * p.third + static_cast<int64_t>(p.rank) * lines * 16;
+    int64_t there = third_of(number) * p.third + static_cast<int64_t>(p.rank) * lines * 16;
     for (int i = begin; i < lines; i += step) {
         uint4 v = sendable(load_l2(p.part + static_cast<int64_t>(i) * 16));
         for (int r = 1; r <= W; ++r) put(p.memory[(p.rank + r) % W] + there + static_cast<int64_t>(i) * 16, v);
@@ -90,7 +90,7 @@ __device__ void send_part(const Params& p, int64_t number, int64_t used, int par
     } else if (SIGNALLED) {
         named_arrive(1, SENDERS);
     }
-    char* old = p.memory[p.rank] + (number + 2) % 3 * p.third;
+    char* old = p.memory[p.rank] + third_of(number + 2) * p.third;
     for (int64_t i = begin; i < used; i += step) store(old + i * 16, {0, 0, 0, 0});
 }
 
@@ -121,7 +121,7 @@ __device__ void look_for_x(const Params& p, const Call& call, const Work& work, 
     constexpr int EACH = 8, LOOKS = EACH * 32 / W;  // of a lane, and from a source
     int lane = threadIdx.x % 32, row = p.k / 8, first = work.first * 8;
     int width = (work.last * 8 < row ? work.last * 8 : row) - first;
-    const char* mine = p.memory[p.rank] + number % 3 * p.third;
+    const char* mine = p.memory[p.rank] + third_of(number) * p.third;
     uint32_t seen[EACH];
     const char* at[EACH];
 #pragma unroll
@@ -149,7 +149,7 @@ __device__ void look_for_x(const Params& p, const Call& call, const Work& work, 
 __device__ void wait_for_x(const Params& p, const Call& call, const Work& work) {
     int lane = threadIdx.x % 32;
     if (lane < W)
-        wait(call, p.signals[p.rank] + call.epoch % 2 * p.signals_half + lane, p.programs, WAIT_GATHERING, lane, work.tile);
+        wait(call, p.signals[p.rank] + half_of(call.epoch) * p.signals_half + lane, p.programs, WAIT_GATHERING, lane, work.tile);
     __syncwarp();
     fence_proxy();
 }
@@ -161,7 +161,7 @@ __device__ inline bool is_looked_at(const Params& p, const Work& work) {
 
 __device__ void load_x(const Params& p, TokenRing ring, const Work& work, int64_t number) {
     bool looked_at = is_looked_at(p, work);
-    int third = number % 3;
+    int third = third_of(number);
     prefetch(&p.x);
     for (int b = work.first; b < work.last; ++b, ring.next()) {
         uint32_t barrier = looked_at ? ring.landed() : ring.full();
@@ -176,7 +176,7 @@ __device__ void check_x(
     const Params& p, const Call& call, TokenRing ring, const Work& work, int checker, int64_t number) {
     constexpr int EACH = TOKENS / 4, AT_ONCE = EACH < 8 ? EACH : 8;  // lines of 8 values, of a lane
     int lane = threadIdx.x % 32, row = p.k / 8;
-    const char* mine = p.memory[p.rank] + number % 3 * p.third;
+    const char* mine = p.memory[p.rank] + third_of(number) * p.third;
     bool keeps = p.kept && work.tile == 0;
     ring.next(checker);
     for (int b = work.first + checker; b < work.last; b += CHECKERS, ring.next(CHECKERS)) {
@@ -291,7 +291,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) gather_words(const __grid_c
     TokenRing tokens{tokens_at, barriers + 2 * W_STAGES * 8};
     int group = threadIdx.x / 128, warp = threadIdx.x / 32;
     Call call{p.state, p.site, epoch_of(p.state)};
-    int64_t number = p.calls[0], used = p.calls[1 + (number + 2) % 3];
+    int64_t number = p.calls[0], used = p.calls[1 + third_of(number + 2)];
     Work work(p);
     // Rows of events: of the first warpgroup that multiplies, and of the thread that loads x.
     Trace trace{p.trace + ((threadIdx.x == X_LOADER) * p.programs + blockIdx.x) * 2 * EVENTS};
@@ -322,7 +322,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) gather_words(const __grid_c
             load_x(p, tokens, work, number);
         }
     } else if (warp != W_LOADER / 32) {
-        send_part(p, number, used, call.epoch % 2);
+        send_part(p, number, used, half_of(call.epoch));
     }
     int checker = warp - FIRST_CHECKER / 32;
     if (checker >= 0 && checker < CHECKERS && is_looked_at(p, work)) check_x(p, call, tokens, work, checker, number);
@@ -331,13 +331,13 @@ extern "C" __global__ void __launch_bounds__(384, 1) gather_words(const __grid_c
         multiply_blocks(weight, tokens, work, acc, group);
         for (int i = 0; i < ACCS; ++i) acc[i] = settled(acc[i]);
         if (traces) trace.stamp(EVENT_COMPUTED, -1, blockIdx.x);
-        finish_tile(p, call, work, acc, group, call.epoch % 2 * p.half);
+        finish_tile(p, call, work, acc, group, half_of(call.epoch) * p.half);
     }
     // The last program that needs neither the counters nor the number of the call any more ends the call.
     if (threadIdx.x == X_LOADER && is_last(p.state, p.programs)) {
-        for (int r = 0; SIGNALLED && r < W; ++r) p.signals[p.rank][call.epoch % 2 * p.signals_half + r] = 0;
+        for (int r = 0; SIGNALLED && r < W; ++r) p.signals[p.rank][half_of(call.epoch) * p.signals_half + r] = 0;
         p.calls[0] = number + 1;
-        p.calls[1 + number % 3] = static_cast<int64_t>(p.m) * (p.k / 8);
+        p.calls[1 + third_of(number)] = static_cast<int64_t>(p.m) * (p.k / 8);
         finish(call);
     }
     if (traces) trace.stamp(EVENT_ENDED, p.rank, 0);

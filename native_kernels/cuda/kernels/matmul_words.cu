@@ -101,7 +101,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) matmul_words(const __grid_c
     split(p.k, first, last);
     int blocks = blocks_of(last - first);
     Call call{p.state, p.site, epoch_of(p.state)};
-    int64_t half = call.epoch % 2 * p.half;
+    int64_t half = half_of(call.epoch) * p.half;
     Trace trace{p.trace + (group * p.programs + block) * 2 * EVENTS};
     if (threadIdx.x % 128 == 0) trace.stamp(EVENT_BEGUN, p.rank, 0);
     init(s);

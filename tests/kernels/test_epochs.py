@@ -1,0 +1,79 @@
+"""Calls go on where their number needs more than 31 bits, and more than 32: which half they use, and packets.
+
+A job of 20 us a call comes to the first of these in half a day.
+"""
+
+import ctypes
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from autofuse.native_kernels.cuda.host.compiler import INCLUDE, KERNELS
+from tests.kernels.backward_calls import Backward, run_backwards
+from tests.kernels.calls import Call, run_calls
+from tests.kernels.embedding_calls import Exchange
+from tests.kernels.test_interpreted import (
+    FEW,
+    GATHER,
+    ONCE,
+    PACKETS,
+    PUBLISH,
+    PUBLISH_PACKETS,
+    REDUCE,
+    SCATTER,
+)
+from tests.kernels.test_interpreted_embedding import even
+from tests.ranks import RankPool
+
+Interpreters = Callable[[int], RankPool]
+WRAPS = (2**31, 2**32)
+SOURCE = """
+#include "epoch.cuh"
+extern "C" int half(long long epoch) { return half_of(epoch); }
+extern "C" int third(long long call) { return third_of(call); }
+"""
+
+
+@pytest.mark.parametrize("wrap", WRAPS)
+@pytest.mark.parametrize("kind", ["tiles", "packets"])
+def test_kernels(interpreters: Interpreters, kind: str, wrap: int) -> None:
+    """Call `wrap` of packets finds memory that has never held one."""
+    calls: list[Call] = (
+        [each for kind in (REDUCE, SCATTER, GATHER, FEW, PUBLISH) for each in kind[:1] * 2]
+        if kind == "tiles"
+        else [PUBLISH[2], *PACKETS[:1] * 2, *PUBLISH_PACKETS[:1] * 2, *PACKETS[2:3] * 2]
+    )
+    assert kind == "tiles" or PACKETS[2].config == ONCE  # type: ignore[union-attr]
+    interpreters(2).run(run_calls, calls, wrap - 2, timeout=120)
+
+
+@pytest.mark.parametrize("wrap", WRAPS)
+def test_embedding_kernels(interpreters: Interpreters, wrap: int) -> None:
+    bags = Exchange(even(2))
+    calls = [each for each in (bags, Backward(bags)) for _ in range(2)]
+    interpreters(2).run(run_backwards, calls, wrap - 2, timeout=120)
+
+
+def test_cuda_counts_on(tmp_path: Path) -> None:
+    """By the header that all CUDA kernels take halves and thirds from."""
+    source, library = tmp_path / "epoch.cpp", tmp_path / "epoch.so"
+    source.write_text(SOURCE)
+    subprocess.run(
+        ["g++", "-std=c++17", "-O1", "-shared", "-fPIC", f"-I{INCLUDE}", str(source), "-o", str(library)],
+        check=True, timeout=120,
+    )  # fmt: skip
+    found = ctypes.CDLL(str(library))
+    for wrap in WRAPS:
+        for epoch in range(wrap - 5, wrap + 5):
+            assert found.half(ctypes.c_longlong(epoch)) == epoch % 2
+            assert found.third(ctypes.c_longlong(epoch)) == epoch % 3
+
+
+def test_no_kernel_counts_otherwise() -> None:
+    """`%` of a number that has wrapped is negative in C and in Triton."""
+    sources = [*KERNELS.glob("*.cu"), *INCLUDE.glob("*.cuh"), *(KERNELS.parents[1] / "triton").glob("*.py")]
+    assert len(sources) > 20
+    for path in sources:
+        assert "epoch % " not in path.read_text().replace("`epoch % (2**32 - 1)`", ""), path
