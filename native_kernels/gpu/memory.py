@@ -17,7 +17,7 @@ EVENTS = 512
 """Events of one program that a trace has room for."""
 
 LONGEST_ROW = 1 << 20
-"""Most bytes of a row in `inbox`. Each half begins with a whole row, so up to as many bytes stay unused."""
+"""Most bytes of a row in `inbox`. Where the second half begins with a whole row, it begins up to as many later."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,14 @@ class Region:
         addresses = torch.tensor([v.data_ptr() for v in views], dtype=torch.int64)
         return cls(tuple(views), addresses.to(views[0].device))
 
-    def half(self, dtype: torch.dtype) -> int:
-        """Elements in one of the two halves, which calls use in turn, whatever their sizes."""
-        return self.views[0].numel() // 2 // dtype.itemsize
+    def half(self, dtype: torch.dtype, row: int = 1) -> int:
+        """Elements before the second half, whole rows of so many elements; calls use the halves in turn.
+
+        The first half ends where the region has its middle, whatever the rows, so that calls of two kinds
+        meet in no byte. The second one begins there or, with rows, less than a row later.
+        """
+        middle = self.views[0].numel() // 2 // dtype.itemsize
+        return cdiv(middle, row) * row
 
     def matrix(self, rank: int, dtype: torch.dtype, offset: int, rows: int, cols: int) -> Tensor:
         """`[rows, cols]` of the memory of a rank, from element `offset` on."""
@@ -67,6 +72,19 @@ class Need:
 
     def fits(self, capacity: "Need") -> bool:
         return self | capacity == capacity
+
+
+def grown(need: Need) -> Need:
+    """How large memory is made for `need`: in steps of at most a quarter, so that it seldom grows."""
+    return Need(*(_step(getattr(need, f.name)) for f in fields(need)))
+
+
+def _step(size: int) -> int:
+    """The next of 4, 5, 6, 7, 8, 10, ... KiB; 0 stays 0. Halves of such regions begin at multiples of 512."""
+    if not size:
+        return 0
+    step = max(1024, 1 << max(0, (size - 1).bit_length() - 3))
+    return max(4096, cdiv(size, step) * step)
 
 
 @dataclass(frozen=True, eq=False)

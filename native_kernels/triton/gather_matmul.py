@@ -293,7 +293,7 @@ def launch_gather_matmul(
     region, signals = (
         (memory.inbox, memory.signals) if config.movers else (memory.copies, memory.copy_signals)
     )
-    half = region.half(part.dtype) // k if config.movers else 0
+    half = region.half(part.dtype, k) // k if config.movers else 0
     gathered = region.matrix(rank, part.dtype, 0, half + world * chunk, k)
     exact = inner % config.bm == 0 and config.pieces == 1 and is_tma(out)
     weight, transposed = describe_weight(w, config.bk, config.bn)

@@ -159,7 +159,7 @@ def launch_gather_matmul_few(
     """
     (chunk, k), n, world, rank = part.shape, w.shape[1], memory.world, memory.rank
     rows, cols = max(16, triton.next_power_of_2(world * chunk)), cdiv(n, config.bn)
-    half = memory.inbox.half(part.dtype) // k
+    half = memory.inbox.half(part.dtype, k) // k
     gathered = memory.inbox.matrix(rank, part.dtype, 0, half + world * chunk, k)
     weight, transposed = describe_weight(w, config.bk, config.bn)
     programs = cols * config.pieces

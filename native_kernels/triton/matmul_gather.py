@@ -212,7 +212,7 @@ def launch_matmul_gather(
     (m, k), n, world, rank, dtype = x.shape, w.shape[1], memory.world, memory.rank, x.dtype
     rows, cols = cdiv(m, config.bm), cdiv(n, config.bn)
     pitch, height = cols * config.bn, rows * config.bm
-    half = memory.inbox.half(dtype) // pitch
+    half = memory.inbox.half(dtype, pitch) // pitch
     inner, jump, out_stride, out_rank = places(m, n, dim, outer, world)
     through = outer != 1
 

@@ -300,7 +300,7 @@ def launch_matmul_reduce(
     (m, k), n, world, rank, dtype = x.shape, w.shape[1], memory.world, memory.rank, x.dtype
     cut = _Cut.of(m, n, outer, world, config)
     pitch, height = cut.cols * config.bn, cut.rows * config.bm
-    half = memory.inbox.half(dtype) // pitch
+    half = memory.inbox.half(dtype, pitch) // pitch
     boxes = [
         describe(
             memory.inbox.matrix(p, dtype, rank * height * pitch, half + height, pitch), config.bm, config.bn

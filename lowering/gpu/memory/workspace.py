@@ -1,6 +1,6 @@
 """Memory that the GPUs of one group map, and the rules of its use: who makes it, how it grows, what fails.
 
-Made when a group first needs it, by all its ranks together; grown to powers of two when a call needs more,
+Made when a group first needs it, by all its ranks together; grown in steps when a call needs more,
 never while a CUDA graph is captured, and never freed, since a captured graph may use it again. Fused calls of
 one device run one after another, whatever their groups and streams: kernels that wait for peers must not run
 two at once.
@@ -14,7 +14,6 @@ from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import copy_context
-from dataclasses import fields
 from functools import cached_property
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -43,6 +42,7 @@ from autofuse.native_kernels.gpu.memory import (
     Need,
     PeerMemory,
     Region,
+    grown,
     new_state,
 )
 from autofuse.native_kernels.gpu.state import (
@@ -246,7 +246,7 @@ class GpuWorkspace:
 
     def _allocate(self, old: PeerMemory | None, need: Need) -> tuple[PeerMemory, Need]:
         """Memory for at least `need`, by all ranks together; what is large enough stays."""
-        capacity = Need(*(_bucket(getattr(need, f.name)) for f in fields(need)))
+        capacity = grown(need)
         torch.cuda.synchronize(self.device)
 
         def region(name: str) -> Region:
@@ -294,10 +294,6 @@ class GpuWorkspace:
         own.zero_()
         torch.cuda.synchronize(self.device)
         return Region.of(torch_internals.symmetric_views(own, self.group))
-
-
-def _bucket(size: int) -> int:
-    return 1 << (size - 1).bit_length() if size else 0
 
 
 def workspace_for(group_name: str, device: torch.device) -> GpuWorkspace:

@@ -144,7 +144,7 @@ def _prepared(
     region, signals = (
         (memory.copies, memory.copy_signals) if config.copied else (memory.inbox, memory.signals)
     )
-    half_rows = 0 if config.copied else region.half(dtype) // k
+    half_rows = 0 if config.copied else region.half(dtype, k) // k
     gathered = region.matrix(memory.rank, dtype, 0, half_rows + m, k)
     spanning = m <= BM
     stretch = 1 if spanning else cdiv(inner, BM)

@@ -1,0 +1,376 @@
+"""What kinds of calls use of the regions of a group: by their needs, and by the parameters of their launches."""
+
+import ctypes
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from autofuse.lowering.gpu.embedding.places import backward_places, places_of
+from autofuse.native_kernels.cuda.host import gemm
+from autofuse.native_kernels.cuda.kernels import (
+    dropless_combine,
+    dropless_dispatch,
+    expert_combine,
+    expert_dispatch,
+    gather_words,
+    matmul_words,
+)
+from autofuse.native_kernels.cuda.kernels import gather_matmul as cuda_gather
+from autofuse.native_kernels.cuda.kernels import matmul_reduce as cuda_reduce
+from autofuse.native_kernels.gpu.memory import Need, PeerMemory, Region, grown
+from autofuse.native_kernels.gpu.state import RECORD_WORDS, STATE_WORDS
+from autofuse.native_kernels.triton import (
+    embedding_backward,
+    embedding_exchange,
+    embedding_tables,
+    gather_matmul,
+    gather_matmul_few,
+    matmul_gather,
+    matmul_gather_packets,
+    matmul_packets,
+    matmul_reduce,
+)
+
+BF16, FP32 = torch.bfloat16, torch.float32
+TRITON = (
+    matmul_reduce,
+    matmul_packets,
+    matmul_gather,
+    matmul_gather_packets,
+    gather_matmul,
+    gather_matmul_few,
+    embedding_exchange,
+    embedding_backward,
+)
+CUDA = (
+    cuda_reduce,
+    matmul_words,
+    cuda_gather,
+    gather_words,
+    expert_combine,
+    expert_dispatch,
+    dropless_combine,
+    dropless_dispatch,
+)
+
+Used = dict[str, list[tuple[int, int]]]
+"""By region, the bytes of each of its parts that a call uses: first, and behind the last."""
+
+
+@dataclass(frozen=True)
+class Use:
+    """A kind of call: what it says that it needs, and what its launch parameters say that it uses."""
+
+    name: str
+    need: Need
+    used: Callable[[PeerMemory], Used]
+
+
+def matrix(rows: int, cols: int, dtype: torch.dtype = BF16) -> Tensor:
+    return torch.empty(rows, cols, dtype=dtype)
+
+
+def peer_memory(world: int, need: Need) -> PeerMemory:
+    """Regions as they grow for `need`; nobody touches them, so that they take no memory."""
+    found = grown(need)
+
+    def region(name: str) -> Region:
+        mine = torch.empty(max(getattr(found, name), 16), dtype=torch.uint8)
+        return Region.of([mine] * world)
+
+    names = ("inbox", "finished", "packets", "words", "gathers", "copies", "signals", "copy_signals")
+    return PeerMemory(
+        0, world, 132, *map(region, names), torch.zeros(STATE_WORDS, dtype=torch.int64),
+        torch.zeros(RECORD_WORDS, dtype=torch.int32), torch.empty(found.pieces), torch.empty(found.done),
+        torch.empty(found.outbox, dtype=torch.uint8), (132, 66, 33, 16),
+    )  # fmt: skip
+
+
+@contextmanager
+def captured() -> Iterator[list[dict[str, Any]]]:
+    """The parameters of launches, by their names, instead of launches."""
+    found: list[dict[str, Any]] = []
+
+    def launch_triton(kernel: Any, programs: int, compile_only: bool, *args: Any, **settings: Any) -> None:
+        found.append(dict(zip(kernel.arg_names, args, strict=False)) | settings)
+
+    def launch_cuda(kernel: Any, params: ctypes.Structure, *rest: Any) -> None:
+        found.append({name: getattr(params, name) for name, *_ in params._fields_})
+
+    with ExitStack() as stack:
+        for module in TRITON:
+            stack.enter_context(patch.object(module, "launch", launch_triton))
+        for module in CUDA:
+            module._prepared.cache_clear()
+            stack.enter_context(patch.object(module, "kernel", lambda *args: None))
+            stack.enter_context(patch.object(module, "launch", launch_cuda))
+        for module in (gemm, expert_dispatch, dropless_dispatch):
+            stack.enter_context(patch.object(module, "tensor_map", lambda *args: bytes(128)))
+        yield found
+
+
+def launched(call: Callable[..., Any], *args: Any, **more: Any) -> dict[str, Any]:
+    with captured() as found:
+        call(*args, **more)
+    return found[-1]
+
+
+def halves(begin: int, nbytes: int) -> list[tuple[int, int]]:
+    return [(0, nbytes), (begin, begin + nbytes)]
+
+
+def dense(world: int, m: int, k: int, n: int, dtype: torch.dtype) -> Iterator[Use]:
+    """m: rows of a rank; dtype: of embeddings."""
+    x, w, full, part = matrix(m * world, k), matrix(k, n), matrix(m * world, n), matrix(m, k)
+
+    for by_rows, everywhere in product((True, False), (True, False)):
+        reduce = matmul_reduce.ReduceConfig(by_rows=by_rows, bt=32)
+
+        def used(memory: PeerMemory, config: Any = reduce, everywhere: bool = everywhere) -> Used:
+            p = launched(
+                matmul_reduce.launch_matmul_reduce, memory, x, w, full, False, everywhere, 1, 0, config
+            )
+            chunk = p["rows"] * config.bm * p["pitch"]
+            counters = world * p["rows"] * p["cols"]
+            counters += counters * config.bm // config.bt * everywhere
+            return {
+                "inbox": halves(p["inbox_half"] * p["pitch"] * 2, world * chunk * 2),
+                "finished": halves(p["finished_half"] * 2, world * chunk * 2 * everywhere),
+                "signals": halves(p["signals_half"] * 4, counters * 4),
+            }
+
+        needs = matmul_reduce.reduce_needs(m * world, n, 1, 2, world, everywhere, reduce)
+        yield Use("tiles", needs, used)
+
+    for config in (cuda_reduce.ClusterReduceConfig(), cuda_reduce.ClusterReduceConfig(bn=128, update=True)):
+
+        def used(memory: PeerMemory, config: Any = config) -> Used:
+            p = launched(
+                cuda_reduce.launch_cluster_reduce, memory, x, w, full, False, not config.update, 1, 0, config
+            )
+            tiles = world * p["rows"] * p["cols"]
+            nbytes, words = tiles * 128 * config.bn * 2, 0
+            if not config.update:
+                words = nbytes
+            return {
+                "words" if config.update else "inbox": halves(
+                    p["inbox_half"], nbytes // (world if config.update else 1)
+                ),
+                "signals": halves(p["signals_half"] * 4, tiles * 4),
+            } | ({"words": halves(p["words_half"], words)} if words else {})
+
+        needs = cuda_reduce.cluster_reduce_needs(m * world, n, 1, 2, world, not config.update, config)
+        yield Use("clusters", needs, used)
+
+    for through in (False, True):
+
+        def used(memory: PeerMemory, through: bool = through) -> Used:
+            config, outer = matmul_gather.PublishConfig(), 2 if through else 1
+            out = matrix(2 * m * world, n)
+            p = launched(
+                matmul_gather.launch_matmul_gather, memory, matrix(2 * m, k), w, out, 0, outer, config
+            )
+            slot = p["rows"] * config.bm * p["pitch"]
+            return {
+                "inbox": halves(p["inbox_half"] * p["pitch"] * 2, (world - 1 + through) * slot * 2),
+                "signals": halves(p["signals_half"] * 4, world * p["rows"] * p["cols"] * 4),
+            }
+
+        outer = 2 if through else 1
+        yield Use(
+            "publish",
+            matmul_gather.publish_needs(2 * m, n, outer, 2, world, matmul_gather.PublishConfig()),
+            used,
+        )
+
+    for movers in (2, 96):
+
+        def used(memory: PeerMemory, movers: int = movers) -> Used:
+            config = gather_matmul.GatherConfig(movers=movers, slices=4)
+            p = launched(gather_matmul.launch_gather_matmul, memory, part, w, full, 1, config)
+            return {
+                "inbox": halves(p["gathered_half"] * k * 2, world * m * k * 2),
+                "signals": halves(p["signals_half"] * 4, world * p["slices"] * 4),
+            }
+
+        config = gather_matmul.GatherConfig(movers=movers, slices=4)
+        yield Use("parts", gather_matmul.gather_needs(m, k, n, 1, 2, world, config), used)
+
+    def gathered(memory: PeerMemory) -> Used:
+        config = cuda_gather.ClusterGatherConfig(within=True, k_slices=8)
+        p = launched(cuda_gather.launch_cluster_gather, memory, part, w, full, 1, config)
+        return {
+            "inbox": halves(p["half_rows"] * k * 2, world * m * k * 2),
+            "signals": halves(p["signals_half"] * 4, world * p["slices"] * p["k_slices"] * 4),
+        }
+
+    clusters = cuda_gather.ClusterGatherConfig(within=True, k_slices=8)
+    yield Use("gather", cuda_gather.cluster_gather_needs(m, k, 2, world, clusters), gathered)
+
+    columns = [n // 8] * world
+    places = places_of("bsc", 0, m, columns, [columns[0]])
+    bags = embedding_tables.BagsConfig()
+
+    def tables() -> embedding_tables.Tables:
+        index = torch.zeros(0, dtype=torch.int64)
+        return embedding_tables.Tables([matrix(4, columns[0], dtype)], [index], [torch.zeros(m * world)], [])
+
+    def pooled(memory: PeerMemory) -> Used:
+        out = torch.empty(m, sum(columns), dtype=dtype)
+        p = launched(
+            embedding_exchange.launch_embedding_exchange, memory, torch.empty(0), tables(), places, out, bags
+        )
+        return {
+            "inbox": halves(p["inbox_half"] * dtype.itemsize, m * sum(columns) * dtype.itemsize),
+            "signals": halves(p["signals_half"] * 4, world * p["slices"] * 4),
+        }
+
+    yield Use("bags", embedding_tables.exchange_needs(places, dtype.itemsize, world, bags), pooled)
+
+    def strips(memory: PeerMemory) -> Used:
+        back = backward_places("bsc", 0, m, columns, [columns[0]])
+        none = torch.empty(0, dtype=torch.int64)
+        entries: Any = type("Entries", (), {"keys": none, "bags": none, "scales": none})()
+        grad = torch.empty(m, sum(columns), dtype=dtype)
+        p = launched(
+            embedding_backward.launch_embedding_backward, memory, none, tables(), back, entries, grad, None,
+            embedding_tables.BackwardConfig(),
+        )  # fmt: skip
+        return {
+            "inbox": halves(p["inbox_half"] * dtype.itemsize, world * m * columns[0] * dtype.itemsize),
+            "signals": halves(p["signals_half"] * 4, world * 4),
+        }
+
+    yield Use("strips", embedding_tables.backward_needs(m, columns, dtype.itemsize), strips)
+
+
+def few(world: int, chunk: int, k: int, n: int) -> Iterator[Use]:
+    """`chunk` rows of a rank, at most 128 in all."""
+    m = world * chunk
+    x, w, out, part = matrix(m, k), matrix(k, n), matrix(m, n), matrix(chunk, k)
+
+    for once in (False, True):
+
+        def used(memory: PeerMemory, once: bool = once) -> Used:
+            config = matmul_packets.PacketsConfig(once=once)
+            p = launched(matmul_packets.launch_matmul_packets, memory, x, w, out, False, True, config)
+            return {"packets": halves(p["packets_half"] * 8, (1 if once else 2) * world * p["slot"] * 8)}
+
+        config = matmul_packets.PacketsConfig(once=once)
+        yield Use("packets", matmul_packets.packets_needs(m, n, world, config), used)
+
+        def worded(memory: PeerMemory, once: bool = once) -> Used:
+            config = matmul_words.WordsConfig(once=once)
+            p = launched(matmul_words.launch_matmul_words, memory, x, w, out, False, True, config)
+            return {"words": halves(p["half"], (1 if once else 2) * world * p["height"] * n * 2)}
+
+        needs = matmul_words.words_needs(m, n, 2, world, True, matmul_words.WordsConfig(once=once))
+        yield Use("words", needs, worded)
+
+    def published(memory: PeerMemory) -> Used:
+        config = matmul_gather_packets.PublishPacketsConfig()
+        p = launched(matmul_gather_packets.launch_matmul_gather_packets, memory, part, w, out, 0, 1, config)
+        return {"packets": halves(p["packets_half"] * 8, (world - 1) * chunk * p["pitch"] * 8)}
+
+    needs = matmul_gather_packets.publish_packets_needs(
+        chunk, n, world, matmul_gather_packets.PublishPacketsConfig()
+    )
+    yield Use("publish packets", needs, published)
+
+    def gathered(memory: PeerMemory) -> Used:
+        config = gather_matmul_few.FewConfig(pieces=1, movers=1)
+        p = launched(gather_matmul_few.launch_gather_matmul_few, memory, part, w, out, config)
+        return {
+            "inbox": halves(p["gathered_half"] * k * 2, m * k * 2),
+            "signals": halves(p["signals_half"] * 4, world * 4),
+        }
+
+    config = gather_matmul_few.FewConfig(pieces=1, movers=1)
+    yield Use("few", gather_matmul_few.few_needs(chunk, k, n, 2, world, config), gathered)
+
+    def thirds(memory: PeerMemory) -> Used:
+        config = gather_words.WordsGatherConfig()
+        p = launched(gather_words.launch_gather_words, memory, part, w, out, config)
+        sums = p["tiles"] * config.groups * 64 * gather_words.tokens_of(m) * 4 * config.pieces
+        begin = gather_words.HEAD
+        return {
+            "gathers": [(begin + i * p["third"], begin + i * p["third"] + m * k * 2) for i in range(3)],
+            "words": halves(p["half"], sums),
+            "signals": halves(p["signals_half"] * 4, world * 4 * (m > 64)),
+        }
+
+    words = gather_words.WordsGatherConfig()
+    yield Use("gather words", gather_words.words_gather_needs(m, k, n, 2, world, words), thirds)
+
+
+def experts(world: int, run: int, k: int, n: int) -> Iterator[Use]:
+    """`run` rows of each of two experts for each rank; as many without a capacity."""
+    count, rows = 2, run * world
+    x, w = torch.empty(count, rows, k, dtype=BF16), torch.empty(count, k, n, dtype=BF16)
+
+    def combined(memory: PeerMemory) -> Used:
+        config = expert_combine.CombineConfig(across=1)
+        out = torch.empty(world, count, run, n, dtype=BF16)
+        p = launched(expert_combine.launch_expert_combine, memory, [x], [w], out, 1, 0, config)
+        return {
+            "inbox": halves(p["inbox_half"], world * p["part_rows"] * p["cols"] * config.bn * 2),
+            "signals": halves(p["signals_half"] * 4, world * p["rows"] * p["cols"] * 4),
+        }
+
+    yield Use(
+        "combine",
+        expert_combine.combine_needs(count, rows, n, 1, world, expert_combine.CombineConfig(across=1)),
+        combined,
+    )
+
+    def dispatched(memory: PeerMemory) -> Used:
+        sent = torch.empty(world, count, run, k, dtype=BF16)
+        out = torch.empty(count, rows, n, dtype=BF16)
+        config = expert_dispatch.DispatchConfig(across=1)
+        p = launched(expert_dispatch.launch_expert_dispatch, memory, sent, [w], [out], 1, config)
+        return {
+            "inbox": halves(p["half"], count * rows * k * 2),
+            "signals": halves(p["signals_half"] * 4, world * p["slices"] * 4),
+        }
+
+    yield Use(
+        "dispatch",
+        expert_dispatch.dispatch_needs(count, rows, k, world, expert_dispatch.DispatchConfig(across=1)),
+        dispatched,
+    )
+    splits, config = [count * run] * world, dropless_combine.DroplessConfig()
+    total = sum(splits)
+
+    def any_combined(memory: PeerMemory) -> Used:
+        p = launched(
+            dropless_combine.launch_dropless_combine, memory, [x.flatten(0, 1)], [w], matrix(total, n), None,
+            None, splits, splits, config,
+        )  # fmt: skip
+        assert p["slots"] * dropless_combine.SLICE >= total
+        return {
+            "inbox": halves(p["inbox_half"], total * n * 2),
+            "signals": halves(p["signals_half"] * 4, (dropless_combine.STARTS + world * p["slots"]) * 4),
+        }
+
+    yield Use("dropless combine", dropless_combine.dropless_combine_needs(total, n, world), any_combined)
+
+    def any_dispatched(memory: PeerMemory) -> Used:
+        p = launched(
+            dropless_dispatch.launch_dropless_dispatch, memory, matrix(total, k), [w], [matrix(total, n)],
+            None, None, splits, splits, config,
+        )  # fmt: skip
+        blocks = -(-total // dropless_dispatch.SLICE)
+        assert p["slot"] >= total
+        return {
+            "inbox": halves(p["half"], total * k * 2),
+            "finished": halves(p["places_half"] * 4, world * p["slot"] * 4),
+            "signals": halves(p["signals_half"] * 4, (dropless_dispatch.STARTS + blocks) * 4),
+        }
+
+    yield Use("dropless dispatch", dropless_dispatch.dropless_dispatch_needs(total, k, world), any_dispatched)
