@@ -24,7 +24,7 @@ from autofuse.native_kernels.cuda.kernels import (
 from autofuse.native_kernels.cuda.kernels import gather_matmul as cuda_gather
 from autofuse.native_kernels.cuda.kernels import matmul_reduce as cuda_reduce
 from autofuse.native_kernels.gpu.memory import Need, PeerMemory, Region, grown
-from autofuse.native_kernels.gpu.state import RECORD_WORDS, STATE_WORDS
+from autofuse.native_kernels.gpu.state import RECORD_WORDS, STATE_LENGTH
 from autofuse.native_kernels.triton import (
     embedding_backward,
     embedding_exchange,
@@ -86,7 +86,7 @@ def peer_memory(world: int, need: Need) -> PeerMemory:
 
     names = ("inbox", "finished", "packets", "words", "gathers", "copies", "signals", "copy_signals")
     return PeerMemory(
-        0, world, 132, *map(region, names), torch.zeros(STATE_WORDS, dtype=torch.int64),
+        0, world, 132, *map(region, names), torch.zeros(STATE_LENGTH, dtype=torch.int64),
         torch.zeros(RECORD_WORDS, dtype=torch.int32), torch.empty(found.pieces), torch.empty(found.done),
         torch.empty(found.outbox, dtype=torch.uint8), (132, 66, 33, 16),
     )  # fmt: skip
