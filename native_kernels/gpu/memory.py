@@ -17,7 +17,7 @@ EVENTS = 512
 """Events of one program that a trace has room for."""
 
 LONGEST_ROW = 1 << 20
-"""Most bytes of a row in `inbox`. Where the second half begins with a whole row, it begins up to as many later."""
+"""Most bytes of a row in `inbox`. A second half that begins with a whole row begins up to as many later."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What kinds of calls use of the regions of a group: by their needs, and by the parameters of their launches."""
+"""What calls use of the regions of a group, by their needs and by the parameters of their launches."""
 
 import ctypes
 from collections.abc import Callable, Iterator
