@@ -1,6 +1,7 @@
 """Random calls for a given time, with stragglers and ranks that are killed; prints what was counted.
 
-    python -m tests.soak.run --seconds 600 --seed 1 --worlds 2 3 4
+    python -m tests.soak.run --seconds 600 --seed 1 --worlds 2 3 4          CPU ranks
+    python -m tests.soak.run --seconds 300 --device cuda --worlds 2        GPUs, beside NCCL on other streams
 
 An episode has processes and groups of its own. In every second episode a rank is killed at a random moment;
 the others must raise an error that names it. The exit status is 1 if a result was wrong, an episode did not
@@ -15,27 +16,30 @@ from argparse import ArgumentParser
 from contextlib import closing
 
 from tests.ranks import RankPool, RanksFailed
-from tests.soak import on_cpus
+from tests.soak import on_cpus, on_gpus
 from tests.soak.counts import Counts
 
-EPISODE_S = 10.0
-SETTLE_S = 60.0
-"""How long an episode may take to start and end beside its calls."""
+EPISODE_S = {"cpu": 10.0, "cuda": 60.0}
+SETTLE_S = {"cpu": 60.0, "cuda": 300.0}
+"""How long an episode may take to start, to compile its kernels, and to end."""
 
 
-def run_episode(number: int, seed: int, seconds: float, worlds: list[int]) -> Counts:
+def run_episode(
+    number: int, seed: int, seconds: float, worlds: list[int], device: str = "cpu", kills: bool = True
+) -> Counts:
     """One episode, in processes of its own."""
     draw = random.Random(f"{seed}/{number}")
     world = draw.choice(worlds)
-    kills = number % 2 == 1
+    kills = kills and number % 2 == 1
     victim = draw.randrange(world) if kills else -1
     after = draw.random() * seconds
     with tempfile.TemporaryDirectory(prefix="soak-") as directory:
         hang = 0
-        with closing(RankPool(world)) as pool:
+        with closing(RankPool(world) if device == "cpu" else RankPool(world, None, "nccl")) as pool:
+            episode = on_cpus.episode if device == "cpu" else on_gpus.episode
             arguments = draw.randrange(1 << 30), seconds, victim, after, directory
             try:
-                pool.run(on_cpus.episode, *arguments, timeout=seconds + SETTLE_S)
+                pool.run(episode, *arguments, timeout=seconds + SETTLE_S[device])
             except RanksFailed as failure:
                 text = str(failure)
                 hang = int("was still running" in text)
@@ -52,10 +56,15 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--worlds", type=int, nargs="+", default=[2, 3, 4])
+    parser.add_argument("--device", choices=EPISODE_S, default="cpu")
+    parser.add_argument("--no-kills", action="store_true", help="no rank is killed")
     options = parser.parse_args()
     total, number, end = Counts(), 0, time.monotonic() + options.seconds
     while (left := end - time.monotonic()) > 0:
-        total += run_episode(number, options.seed, min(EPISODE_S, left), options.worlds)
+        seconds = min(EPISODE_S[options.device], left)
+        total += run_episode(
+            number, options.seed, seconds, options.worlds, options.device, not options.no_kills
+        )
         number += 1
         print(f"{number} episodes: {total}", flush=True)
     return int(total.failed)
