@@ -1,4 +1,4 @@
-"""Tensor parallelism inside of FSDP2 or DDP, on a mesh of (W / 2) x 2 ranks: losses with and without autofuse.
+"""Tensor parallelism inside of FSDP2 or DDP, on (W / 2) x 2 ranks: losses with and without autofuse.
 
 The fused ops are of the groups of two ranks; FSDP2 and DDP run their collectives for the other groups, on
 GPUs on streams of their own beside the fused ops.
