@@ -60,7 +60,7 @@ PASSES = (
         "merge.py",
         "if op.target not in _REDUCTIONS or list(op.users) != [item] or item.args[1] != 0:",
         "if op.target not in _REDUCTIONS or item.args[1] != 0:",
-        (*PROGRAMS, *_of("passes", "graphs")),
+        (*_of("passes", "graphs"), *PROGRAMS),
     ),
     Mutation(
         "the bias of merged terms goes to the wrong term",

@@ -184,6 +184,18 @@ def test_a_sum_that_is_read_twice_is_merged() -> None:
     assert text.count("autofuse.matmul_all_reduce") == 1, text
 
 
+def test_a_sum_whose_products_are_read_besides_stays_two() -> None:
+    """A merged reduction has no product of each term."""
+
+    def fn(x: Tensor, v: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        a, b = x @ v, x @ w
+        total = funcol.all_reduce(a, "sum", group()) + funcol.all_reduce(b, "sum", group())
+        return total, a.relu(), b.relu()
+
+    text = rewritten(fn, torch.randn(8, 16), torch.randn(16, 4), torch.randn(16, 4))
+    assert text.count("autofuse.matmul_all_reduce.default(") == 2
+
+
 def test_added_reductions_that_are_rounded_stay_two() -> None:
     def fn(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
         first = funcol.all_reduce(F.linear(x, w), "sum", group())
