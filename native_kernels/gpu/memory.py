@@ -1,8 +1,9 @@
 """Memory that all ranks of a group map, how much of it a call needs, and how Triton kernels start."""
 
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, fields
+from functools import wraps
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -127,6 +128,8 @@ class PeerMemory:
     done: Tensor
     outbox: Tensor
     clusters: tuple[int, ...] = ()
+    prepared: dict[Callable[..., Any], dict[Hashable, Any]] = field(default_factory=dict, init=False)
+    """What `per_memory` keeps."""
 
     @property
     def epoch(self) -> Tensor:
@@ -137,6 +140,26 @@ class PeerMemory:
     def claims(self) -> Tensor:
         """int32 [2, MOST_SHARES]: which shares programs have claimed, 0 between calls."""
         return self.state[STATE_WORDS:].view(torch.int32).view(2, MOST_SHARES)
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+MOST_PREPARED = 1024
+
+
+def per_memory(prepare: F) -> F:
+    """`prepare(memory, *hashable)`, once for equal arguments. What it returns lives as long as the memory."""
+
+    @wraps(prepare)
+    def found(memory: PeerMemory, *key: Hashable) -> Any:
+        kept = memory.prepared.setdefault(prepare, {})
+        if key not in kept:
+            if len(kept) == MOST_PREPARED:
+                kept.clear()
+            kept[key] = prepare(memory, *key)
+        return kept[key]
+
+    return found  # type: ignore[return-value]
 
 
 def new_state(record: Tensor, presence: Sequence[Tensor], firm: int, device: torch.device) -> Tensor:

@@ -22,7 +22,7 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from autofuse.lowering.gpu.choice.kernel import DTYPES, Way, ways_of
 from autofuse.lowering.gpu.dense.ways import DenseProblem
-from autofuse.lowering.gpu.memory.workspace import REGIONS
+from autofuse.lowering.gpu.memory.allocation import REGIONS
 from autofuse.native_kernels.cuda.kernels.gather_matmul import ClusterGatherConfig
 from autofuse.native_kernels.cuda.kernels.gather_words import WordsGatherConfig
 from autofuse.native_kernels.cuda.kernels.matmul_reduce import ClusterReduceConfig

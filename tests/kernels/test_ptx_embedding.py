@@ -18,7 +18,7 @@ from autofuse.lowering.gpu.choice.kernel import ways_of
 from autofuse.lowering.gpu.embedding.kernels import BAGS, MERGED_NCCL
 from autofuse.lowering.gpu.embedding.places import places_of, send_places
 from autofuse.lowering.gpu.embedding.ways import ExchangeProblem
-from autofuse.lowering.gpu.memory.workspace import REGIONS
+from autofuse.lowering.gpu.memory.allocation import REGIONS
 from autofuse.native_kernels.gpu.memory import EVENTS, Need, PeerMemory, Region
 from autofuse.native_kernels.gpu.state import STATE_LENGTH
 from autofuse.native_kernels.triton.embedding_exchange import launch_embedding_exchange

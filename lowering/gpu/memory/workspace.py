@@ -1,15 +1,15 @@
 """Memory that the GPUs of one group map, and the rules of its use: who makes it, how it grows, what fails.
 
-Made when a group first needs it, by all its ranks together; grown in steps when a call needs more,
-never while a CUDA graph is captured, and never freed, since a captured graph may use it again. Fused calls of
-one device run one after another, whatever their groups and streams: kernels that wait for peers must not run
-two at once.
+Made when a group first needs it, by all its ranks together; grown in steps when a call needs more, never
+while a CUDA graph is captured (`allocation.py`). Fused calls of one device run one after another, whatever
+their groups and streams: kernels that wait for peers must not run two at once.
 """
 
 from __future__ import annotations
 
 import ctypes
 import threading
+import weakref
 from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
@@ -24,7 +24,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, Store
 
 from autofuse import config
-from autofuse.lowering import torch_internals
 from autofuse.lowering.cpu.rendezvous import (
     Declined,
     NotShared,
@@ -32,12 +31,13 @@ from autofuse.lowering.cpu.rendezvous import (
     host_identity,
     sources_digest,
 )
+from autofuse.lowering.cpu.workspace import SharedMemoryFull
 from autofuse.lowering.gpu.support import why_not
 from autofuse.lowering.notes import place
 from autofuse.lowering.torch_internals import group_store, resolve_group
 from autofuse.native_kernels.cuda.host.gemm import clusters_at_once
 from autofuse.native_kernels.cuda.kernels.put_words import put_words
-from autofuse.native_kernels.gpu.copy_engine import FIRST_CREDIT, FIRST_PRESENCE, CopyEngine
+from autofuse.native_kernels.gpu.copy_engine import FIRST_PRESENCE, CopyEngine
 from autofuse.native_kernels.gpu.memory import (
     Need,
     PeerMemory,
@@ -53,27 +53,11 @@ from autofuse.native_kernels.gpu.state import (
     Wait,
 )
 
+from .allocation import LEAST, Memory, Refusals, allocate
 from .chain import chain_of
 from .descriptors import Descriptors
 
 T = TypeVar("T")
-
-LEAST = Need(
-    inbox=16 << 20,
-    finished=16 << 20,
-    packets=4 << 20,
-    words=8 << 20,
-    gathers=4 << 20,
-    copies=0,
-    signals=1 << 18,
-    copy_signals=4 * FIRST_CREDIT,
-    pieces=1 << 20,
-    done=1 << 12,
-    outbox=0,
-)
-"""What a workspace starts with (bytes; elements of pieces and done). Copy signals never grow."""
-
-REGIONS = ("inbox", "finished", "packets", "words", "gathers", "copies", "signals")
 
 _WAITS = {
     Wait.TELLING: "to say where its rows are to go",
@@ -95,7 +79,7 @@ class GpuWorkspace:
     """
 
     def __init__(self, group: ProcessGroup, device: torch.device) -> None:
-        self.group, self.device = group, device
+        self._group, self.device = weakref.ref(group), device
         self.group_name, self.rank, self.world = group.group_name, group.rank(), group.size()
         self._store: Store = group_store(group)
         # Counting visits tells apart groups that come one after another to the same store under one name.
@@ -103,7 +87,10 @@ class GpuWorkspace:
         self._meetings = 0
         self._sites: list[str] = [""]
         self._kernels: set[Hashable] = set()
-        self._kept: list[PeerMemory] = []
+        self._refusals = Refusals()
+        self.needs: dict[
+            str, tuple[int, str]
+        ] = {}  # by field of `Need`, the most that a call needs, and which
         self.calls: dict[Hashable, Any] = {}  # by kind, what came again; for who makes calls
         self._chain = chain_of(device)
         self._capturing = False
@@ -130,8 +117,20 @@ class GpuWorkspace:
         self._raised = ctypes.c_int32.from_address(self._record.data_ptr())
         self._bad_input = ctypes.c_int64.from_address(self._record.data_ptr() + 8 * BAD_INPUT_WORD)
         self._margin = config.margin
-        self.memory, self.capacity = self._allocate(None, LEAST)
+        regions, local, _ = allocate(None, LEAST, group, device, self.meet)
+        presence = [view.view(torch.int32)[FIRST_PRESENCE:] for view in regions["copy_signals"].views]
+        self._state = new_state(self._record, presence, self._firm, device)
+        self.memory, self.capacity = self._described(regions, local), LEAST
+        self._held = Memory(self.memory, LEAST)
+        weakref.finalize(self, self._held.end).atexit = False
         self.engine = CopyEngine(self.memory)
+
+    @property
+    def group(self) -> ProcessGroup:
+        """Held weakly: a group that is destroyed takes its workspace with it."""
+        group = self._group()
+        assert group is not None
+        return group
 
     @cached_property
     def programs(self) -> int:
@@ -150,7 +149,8 @@ class GpuWorkspace:
 
         A new kernel is to be compiled, and then all ranks meet, so that none is late by that; later calls
         compile variants of it. None while a CUDA graph is captured if the variant is new, for which a kernel
-        may have to be compiled, or the memory would have to grow. RuntimeError if an earlier call has failed.
+        may have to be compiled, or the memory would have to grow. RuntimeError if an earlier call has failed,
+        SharedMemoryFull on all ranks if one has no room; later calls may find some.
         """
         new = False
         if (way, variant) not in self._kernels:
@@ -158,16 +158,24 @@ class GpuWorkspace:
             if torch.cuda.is_current_stream_capturing():
                 return None
             new, grow = (way, op) not in self._kernels, need()
-            self._kernels |= {(way, op), (way, variant)}
             if not grow.fits(self.capacity):
-                _apart(self.device, lambda: self._grow(grow | self.capacity))
+                self._refusals.check((way, variant))
+                try:
+                    _apart(self.device, lambda: self._grow(grow))
+                except SharedMemoryFull as error:
+                    self._refusals.note((way, variant), error)
+                    raise
+            self._kernels |= {(way, op), (way, variant)}
+            self._note(grow, f"{op} at {place(site)}")
         return self.enter_again(), self._number(f"autofuse.{op} at {place(site)}"), new
 
     def enter_again(self) -> PeerMemory:
         """As `enter`, before a launch like one that it has let in."""
         self.check()
         self._capturing = torch.cuda.is_current_stream_capturing()
-        if not self._capturing:
+        if self._capturing:
+            self._held.graphs.note(self.device.index)
+        else:
             self._chain.enter()
             if self._limit != config.timeout_s:
                 self._limit = config.timeout_s
@@ -176,6 +184,17 @@ class GpuWorkspace:
                 self._margin = config.margin
                 self._state[State.FIRM] = self._firm
         return self.memory
+
+    def _note(self, need: Need, call: str) -> None:
+        for name, size in vars(need).items():
+            if size > self.needs.get(name, (0, ""))[0]:
+                self.needs[name] = size, call
+
+    @property
+    def kept_for_graphs(self) -> list[PeerMemory]:
+        """Memory of before, which CUDA graphs may still use."""
+        self._held.give_back()
+        return [memory for memory, _ in self._held.before]
 
     @cached_property
     def descriptors(self) -> Descriptors:
@@ -241,66 +260,26 @@ class GpuWorkspace:
         return all_gather(self._store, prefix, self.rank, self.world, value, config.timeout_s, "cuda")
 
     def _grow(self, need: Need) -> None:
-        self.memory, self.capacity = self._allocate(self.memory, need)
-        self.engine.memory = self.memory
+        """Memory for `need`, too, by all ranks together. SharedMemoryFull on all if one has no room."""
+        capacity = grown(need | self.capacity)
+        found = allocate(self._held, capacity, self.group, self.device, self.meet)
+        self._held.replace(self._described(*found[:2]), capacity, keep=found[2])
+        self.calls.clear()  # they know the memory of before
+        self.memory, self.capacity, self.engine.memory = self._held.now, capacity, self._held.now
 
-    def _allocate(self, old: PeerMemory | None, need: Need) -> tuple[PeerMemory, Need]:
-        """Memory for at least `need`, by all ranks together; what is large enough stays."""
-        capacity = grown(need)
-        torch.cuda.synchronize(self.device)
-
-        def region(name: str) -> Region:
-            nbytes = getattr(capacity, name)
-            have = getattr(old, name) if old is not None else None
-            if have is not None and have.views[0].numel() >= nbytes:
-                return have
-            return self._region(max(nbytes, 16))
-
-        def local(name: str, dtype: torch.dtype) -> Tensor:
-            size = max(getattr(capacity, name), 16)
-            have = getattr(old, name, None)
-            if have is not None and have.numel() >= size:
-                return have
-            return torch.zeros(size, dtype=dtype, device=self.device)
-
-        if old is None:
-            copy_signals = self._region(4 * (FIRST_PRESENCE + self.world))
-            views = [view.view(torch.int32) for view in copy_signals.views]
-            views[self.rank][FIRST_CREDIT : FIRST_CREDIT + self.world] = 1
-            presence = [view[FIRST_PRESENCE:] for view in views]
-            self._state = new_state(self._record, presence, self._firm, self.device)
-        else:
-            copy_signals = old.copy_signals
-        memory = PeerMemory(
-            self.rank,
-            self.world,
-            self.programs,
-            **{name: region(name) for name in REGIONS},
-            copy_signals=copy_signals,
-            state=self._state,
-            record=self._record,
-            pieces=local("pieces", torch.float32),
-            done=local("done", torch.int32),
-            outbox=local("outbox", torch.uint8),
+    def _described(self, regions: dict[str, Region], local: dict[str, Tensor]) -> PeerMemory:
+        parts: dict[str, Any] = {**regions, **local}
+        return PeerMemory(
+            self.rank, self.world, self.programs, **parts, state=self._state, record=self._record,
             clusters=self._clusters,
-        )
-        self._kept.append(memory)
-        torch.cuda.synchronize(self.device)
-        self.meet("")  # all have cleared theirs
-        return memory, capacity
-
-    def _region(self, nbytes: int) -> Region:
-        own = torch_internals.symmetric_empty(nbytes, torch.uint8, self.device)
-        own.zero_()
-        torch.cuda.synchronize(self.device)
-        return Region.of(torch_internals.symmetric_views(own, self.group))
+        )  # fmt: skip
 
 
 def workspace_for(group_name: str, device: torch.device) -> GpuWorkspace:
     """The workspace of a group; made on first use, by all its ranks together.
 
     Raises NotShared on all ranks when one of them cannot take part, RuntimeError when one does not come or
-    fails; the same at every later try.
+    fails; the same at every later try. SharedMemoryFull on all ranks when one has no room now.
     """
     group = resolve_group(group_name)
     found = _workspaces.get(group)
@@ -308,8 +287,13 @@ def workspace_for(group_name: str, device: torch.device) -> GpuWorkspace:
         with _making:
             found = _workspaces.get(group)
             if found is None:
+                refusals = _refusals.setdefault(group, Refusals())
+                refusals.check(device)
                 found = _make(group, device)
-                _workspaces[group] = found
+                if isinstance(found, SharedMemoryFull):
+                    refusals.note(device, found)
+                else:
+                    _workspaces[group] = found
     if isinstance(found, Exception):
         raise found
     return found
@@ -366,5 +350,6 @@ def check(group_name: str | None = None) -> None:
             found.check()
 
 
+_refusals: WeakKeyDictionary[ProcessGroup, Refusals] = WeakKeyDictionary()
 _workspaces: WeakKeyDictionary[ProcessGroup, GpuWorkspace | Any] = WeakKeyDictionary()
 _making = threading.RLock()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from itertools import accumulate
 
 import torch
@@ -28,7 +28,7 @@ from autofuse.native_kernels.cuda.host.gemm import (
     views,
 )
 from autofuse.native_kernels.cuda.host.launcher import Kernel, kernel
-from autofuse.native_kernels.gpu.memory import Need, PeerMemory, cdiv
+from autofuse.native_kernels.gpu.memory import Need, PeerMemory, cdiv, per_memory
 
 SOURCE = "dropless_combine.cu"
 SLICE, STARTS = 128, 8
@@ -151,7 +151,7 @@ def launch_dropless_combine(
     launch(found, params, config.cluster)
 
 
-@lru_cache(maxsize=1024)
+@per_memory
 def _prepared(
     memory: PeerMemory, experts: int, ks: tuple[int, ...], n: int, transposed: bool, dtype: torch.dtype,
     biased: bool, height: int, config: DroplessConfig, trace: bool,

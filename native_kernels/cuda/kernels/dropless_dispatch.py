@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from functools import lru_cache
 from itertools import accumulate
 
 import torch
@@ -25,7 +24,7 @@ from autofuse.native_kernels.cuda.host.gemm import (
     weight_map,
 )
 from autofuse.native_kernels.cuda.host.launcher import Kernel, kernel, tensor_map
-from autofuse.native_kernels.gpu.memory import Need, PeerMemory, cdiv
+from autofuse.native_kernels.gpu.memory import Need, PeerMemory, cdiv, per_memory
 
 from .dropless_combine import (
     HEIGHTS,
@@ -120,7 +119,7 @@ def dropless_exchanged(memory: PeerMemory, rows: int, k: int, dtype: torch.dtype
     return halves.index_select(0, memory.epoch % 2).view(rows, k)
 
 
-@lru_cache(maxsize=1024)
+@per_memory
 def _prepared(
     memory: PeerMemory, experts: int, k: int, n: int, transposed: bool, dtype: torch.dtype, biased: bool,
     height: int, config: DroplessConfig, trace: bool, weights: int,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from autofuse.native_kernels.cuda.host.gemm import (
     views,
 )
 from autofuse.native_kernels.cuda.host.launcher import Kernel, kernel
-from autofuse.native_kernels.gpu.memory import Need, PeerMemory, cdiv
+from autofuse.native_kernels.gpu.memory import Need, PeerMemory, cdiv, per_memory
 
 SOURCE = "expert_combine.cu"
 
@@ -126,7 +126,7 @@ def launch_expert_combine(
     launch(found, params, config.cluster)
 
 
-@lru_cache(maxsize=1024)
+@per_memory
 def _prepared(
     memory: PeerMemory, experts: int, rows: int, ks: tuple[int, ...], n: int, transposed: bool,
     dtype: torch.dtype, biased: bool, outer: int, order: int, config: CombineConfig, trace: bool,

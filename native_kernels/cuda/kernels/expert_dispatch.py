@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -29,7 +28,7 @@ from autofuse.native_kernels.cuda.host.gemm import (
 )
 from autofuse.native_kernels.cuda.host.launcher import Kernel, kernel, tensor_map
 from autofuse.native_kernels.gpu.copy_engine import FIRST_CREDIT, CopyEngine
-from autofuse.native_kernels.gpu.memory import Need, PeerMemory, cdiv
+from autofuse.native_kernels.gpu.memory import Need, PeerMemory, cdiv, per_memory
 
 SOURCE = "expert_dispatch.cu"
 MOST_SLICES = 254
@@ -163,7 +162,7 @@ def exchanged(memory: PeerMemory, x: Tensor, outer: int, config: DispatchConfig)
     return halves.index_select(0, memory.epoch % 2).view(experts, world * part_rows, k)
 
 
-@lru_cache(maxsize=1024)
+@per_memory
 def _prepared(
     memory: PeerMemory, experts: int, rows: int, k: int, n: int, transposed: bool, dtype: torch.dtype,
     biased: bool, outer: int, config: DispatchConfig, trace: bool, weights: int,

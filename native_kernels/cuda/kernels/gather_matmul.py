@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -28,7 +27,7 @@ from autofuse.native_kernels.cuda.host.gemm import (
 )
 from autofuse.native_kernels.cuda.host.launcher import Kernel, kernel
 from autofuse.native_kernels.gpu.copy_engine import FIRST_CREDIT, CopyEngine
-from autofuse.native_kernels.gpu.memory import LONGEST_ROW, Need, PeerMemory, cdiv
+from autofuse.native_kernels.gpu.memory import LONGEST_ROW, Need, PeerMemory, cdiv, per_memory
 
 SOURCE = "gather_matmul.cu"
 
@@ -132,7 +131,7 @@ def launch_cluster_gather(
     return gathered
 
 
-@lru_cache(maxsize=1024)
+@per_memory
 def _prepared(
     memory: PeerMemory, chunk: int, k: int, n: int, transposed: bool, dtype: torch.dtype, biased: bool,
     outer: int, config: ClusterGatherConfig, trace: bool,

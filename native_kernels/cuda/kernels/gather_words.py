@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -23,7 +22,7 @@ from autofuse.native_kernels.cuda.host.gemm import (
     views,
 )
 from autofuse.native_kernels.cuda.host.launcher import Kernel, kernel, macros
-from autofuse.native_kernels.gpu.memory import EVENTS, SHARED_MEMORY, Need, PeerMemory, cdiv
+from autofuse.native_kernels.gpu.memory import EVENTS, SHARED_MEMORY, Need, PeerMemory, cdiv, per_memory
 
 SOURCE = "gather_words.cu"
 MOST_ROWS = 128
@@ -160,7 +159,7 @@ def launch_gather_words(
     return kept
 
 
-@lru_cache(maxsize=1024)
+@per_memory
 def _prepared(
     memory: PeerMemory, chunk: int, k: int, n: int, transposed: bool, dtype: torch.dtype, biased: bool,
     config: WordsGatherConfig, trace: bool,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -30,7 +29,7 @@ from autofuse.native_kernels.cuda.host.gemm import (
 )
 from autofuse.native_kernels.cuda.host.launcher import Kernel, kernel
 from autofuse.native_kernels.gpu.copy_engine import FIRST_CREDIT, CopyEngine
-from autofuse.native_kernels.gpu.memory import LONGEST_ROW, Need, PeerMemory, cdiv
+from autofuse.native_kernels.gpu.memory import LONGEST_ROW, Need, PeerMemory, cdiv, per_memory
 
 SOURCE = "matmul_reduce.cu"
 
@@ -169,7 +168,7 @@ def launch_cluster_reduce(
     engine.join()
 
 
-@lru_cache(maxsize=1024)
+@per_memory
 def _prepared(
     memory: PeerMemory, m: int, k: int, n: int, transposed: bool, dtype: torch.dtype, mean: bool,
     all_ranks: bool, outer: int, order: int, config: ClusterReduceConfig, trace: bool,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -26,7 +25,7 @@ from autofuse.native_kernels.cuda.host.gemm import (
     views,
 )
 from autofuse.native_kernels.cuda.host.launcher import Kernel, kernel
-from autofuse.native_kernels.gpu.memory import Need, PeerMemory, cdiv
+from autofuse.native_kernels.gpu.memory import Need, PeerMemory, cdiv, per_memory
 
 SOURCE = "matmul_words.cu"
 MOST_ROWS = BM
@@ -132,7 +131,7 @@ def launch_matmul_words(
     launch(found, params, config.cluster)
 
 
-@lru_cache(maxsize=1024)
+@per_memory
 def _prepared(
     memory: PeerMemory, m: int, k: int, n: int, transposed: bool, dtype: torch.dtype, mean: bool,
     all_ranks: bool, config: WordsConfig, trace: bool,

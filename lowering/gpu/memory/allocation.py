@@ -1,0 +1,179 @@
+"""Memory that the ranks of a group make together, or none of them does; and how long it is kept.
+
+Memory that has become too small is given back, and so is all memory of a group that is gone, unless a CUDA
+graph that was captured with it may still be replayed, here or, as far as the ranks have told each other, on a
+peer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from autofuse.lowering import torch_internals
+from autofuse.lowering.cpu.workspace import SharedMemoryFull
+from autofuse.native_kernels.gpu.copy_engine import FIRST_CREDIT, FIRST_PRESENCE
+from autofuse.native_kernels.gpu.memory import Need, PeerMemory, Region
+
+from .graphs import Graphs
+
+LEAST = Need(
+    inbox=16 << 20,
+    finished=16 << 20,
+    packets=4 << 20,
+    words=8 << 20,
+    gathers=4 << 20,
+    copies=0,
+    signals=1 << 18,
+    copy_signals=4 * FIRST_CREDIT,
+    pieces=1 << 20,
+    done=1 << 12,
+    outbox=0,
+)
+"""What a workspace starts with (bytes; elements of pieces and done). Copy signals never grow."""
+
+REGIONS = ("inbox", "finished", "packets", "words", "gathers", "copies", "signals")
+LOCAL = {"pieces": torch.float32, "done": torch.int32, "outbox": torch.uint8}
+
+LEAST_BYTES = 16
+"""Of a region that no call has needed yet."""
+
+MOST_SKIPPED = 1024
+
+
+@dataclass(eq=False)
+class Memory:
+    """What a group has now, and what it had before and graphs still use."""
+
+    now: PeerMemory
+    capacity: Need
+    graphs: Graphs = field(default_factory=Graphs)
+    before: list[tuple[PeerMemory, Graphs]] = field(default_factory=list)
+
+    def replace(self, memory: PeerMemory, capacity: Need, keep: bool) -> None:
+        """keep: a graph that uses the present memory lives, on this rank or another one."""
+        if keep:
+            self.before.append((self.now, self.graphs))
+            self.graphs = Graphs()
+        self.now, self.capacity = memory, capacity
+        self.give_back()
+
+    def give_back(self) -> None:
+        """What no graph uses any more."""
+        self.before = [(memory, graphs) for memory, graphs in self.before if graphs.any]
+
+    def end(self) -> None:
+        """The group is gone: only graphs keep its memory."""
+        _without_group.extend([*self.before, (self.now, self.graphs)])
+        if not torch.cuda.is_current_stream_capturing():
+            give_back()
+
+
+def allocate(
+    old: Memory | None, capacity: Need, group: ProcessGroup, device: torch.device,
+    meet: Callable[[str], list[str]],
+) -> tuple[dict[str, Region], dict[str, Tensor], bool]:  # fmt: skip
+    """Regions and local tensors of `capacity`, by all ranks together, and whether graphs keep the old ones.
+
+    What is large enough stays. New memory is 0, but for credits. SharedMemoryFull on all ranks if one of them
+    has no room; then nothing has changed.
+    """
+    give_back()
+    torch.cuda.synchronize(device)
+    have = None if old is None else old.now
+    made, problem = _own(have, capacity, group.size(), device)
+    torch.cuda.synchronize(device)
+    used = old is not None and old.graphs.any
+    told = [each.split("|", 1) for each in meet(f"{int(used)}|{problem}")]  # all have cleared theirs
+    for r, (_, why) in enumerate(told):
+        if why:
+            made.clear()
+            raise SharedMemoryFull(
+                f"rank {r} of group {group.group_name} has no room on its GPU for memory of the group: {why}"
+            )
+    regions: dict[str, Region] = {} if have is None else {name: getattr(have, name) for name in REGIONS}
+    regions |= {} if have is None else {"copy_signals": have.copy_signals}
+    local: dict[str, Tensor] = {} if have is None else {name: getattr(have, name) for name in LOCAL}
+    for name, own in made.items():
+        if name in LOCAL:
+            local[name] = own
+        else:
+            regions[name] = Region.of(torch_internals.symmetric_views(own, group))
+    return regions, local, any(int(graphs) for graphs, _ in told)
+
+
+def _own(
+    have: PeerMemory | None, capacity: Need, world: int, device: torch.device
+) -> tuple[dict[str, Tensor], str]:
+    """This rank's new memory, or why there is none."""
+    missing = _missing(have, capacity)
+    total = sum(size * LOCAL.get(name, torch.uint8).itemsize for name, size in missing.items())
+    problem = ""
+    for _ in range(2):
+        made: dict[str, Tensor] = {}
+        try:
+            for name, size in missing.items():
+                if name in LOCAL:
+                    made[name] = torch.zeros(size, dtype=LOCAL[name], device=device)
+                else:
+                    made[name] = torch_internals.symmetric_empty(size, torch.uint8, device).zero_()
+            if have is None:
+                signals = 4 * (FIRST_PRESENCE + world)
+                own = torch_internals.symmetric_empty(signals, torch.uint8, device).zero_()
+                own.view(torch.int32)[FIRST_CREDIT : FIRST_CREDIT + world] = 1
+                made["copy_signals"] = own
+            return made, ""
+        except RuntimeError as error:  # torch.OutOfMemoryError is one
+            said = str(error).partition("\n")[0]
+            problem = f"{total} bytes, out of memory" if "out of memory" in said.lower() else said
+        made.clear()
+        torch.cuda.empty_cache()  # torch keeps what it has freed, and symmetric memory is not made of that
+    return {}, problem
+
+
+def _missing(have: PeerMemory | None, capacity: Need) -> dict[str, int]:
+    """By region and local tensor, the elements of what has to be made."""
+
+    def elements(name: str) -> int:
+        if have is None:
+            return 0
+        held = getattr(have, name)
+        return int(held.views[0].numel() if isinstance(held, Region) else held.numel())
+
+    sizes = {name: max(getattr(capacity, name), LEAST_BYTES) for name in (*REGIONS, *LOCAL)}
+    return {name: size for name, size in sizes.items() if elements(name) < size}
+
+
+class Refusals:
+    """What there was no room for, and when all ranks try again: after 1, 2, 4, ... calls, which they count
+    alike."""
+
+    def __init__(self) -> None:
+        self._refused: dict[Hashable, tuple[SharedMemoryFull, int, int]] = {}
+
+    def check(self, key: Hashable) -> None:
+        """Raises SharedMemoryFull while it is not time to try again."""
+        error, wait, left = self._refused.get(key, (None, 0, 0))
+        if error is not None and left:
+            self._refused[key] = error, wait, left - 1
+            raise error
+
+    def note(self, key: Hashable, error: SharedMemoryFull) -> None:
+        wait = min(2 * self._refused[key][1], MOST_SKIPPED) if key in self._refused else 1
+        self._refused[key] = error.with_traceback(None), wait, wait
+
+    def forget(self, key: Hashable) -> None:
+        self._refused.pop(key, None)
+
+
+def give_back() -> None:
+    """Memory of groups that are gone, where the last graph is gone, too. Freeing synchronises: not to be
+    called while this thread captures a graph."""
+    _without_group[:] = [(memory, graphs) for memory, graphs in _without_group if graphs.any]
+
+
+_without_group: list[tuple[PeerMemory, Graphs]] = []
