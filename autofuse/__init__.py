@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from autofuse import config, ops
     from autofuse.collectives import register_collective
+    from autofuse.holdings import memory_summary
     from autofuse.inspection import debug, explain, rewrite
     from autofuse.passes.report import Reason, Report, Site
     from autofuse.table_optimizers import SGD, RowwiseAdagrad, optimizer_in_backward
@@ -26,6 +27,7 @@ __all__ = [
     "config",
     "debug",
     "explain",
+    "memory_summary",
     "ops",
     "optimizer_in_backward",
     "register_collective",
@@ -41,6 +43,7 @@ _HOME = {
     "Site": "autofuse.passes.report",
     "debug": "autofuse.inspection",
     "explain": "autofuse.inspection",
+    "memory_summary": "autofuse.holdings",
     "optimizer_in_backward": "autofuse.table_optimizers",
     "register_collective": "autofuse.collectives",
     "rewrite": "autofuse.inspection",

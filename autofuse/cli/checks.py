@@ -18,8 +18,10 @@ import autofuse
 from autofuse import config
 from autofuse.backend import autofuse as backend
 from autofuse.cli.fake_ranks import fake_ranks
+from autofuse.holdings import group_summaries
 from autofuse.lowering import torch_internals
-from autofuse.lowering.gpu.support import why_not
+from autofuse.lowering.cpu.workspace import SMALLEST_BUFFER
+from autofuse.lowering.gpu.support import has_triton, why_not
 from autofuse.native_kernels import cpu
 
 SUPPORTED = ((2, 11), (2, 15))
@@ -51,6 +53,7 @@ def all_checks() -> list[Check]:
         _native_kernels,
         _compiler,
         _shared_memory,
+        _group_memory,
         _launcher,
         _backend,
         _inductor,
@@ -155,6 +158,20 @@ def _shared_memory() -> Iterator[Check]:
         yield Check("shared memory", "limited", found, advice)
     else:
         yield Check("shared memory", "ok", found)
+
+
+def _group_memory() -> Iterator[Check]:
+    """What each group takes, and what the groups of this process hold."""
+    at_first = f"{2 * SMALLEST_BUFFER >> 10} KiB"
+    if torch.cuda.is_available() and has_triton():
+        from autofuse.lowering.gpu.memory.allocation import least_bytes
+
+        at_first += f", on GPUs {least_bytes() / 2**20:,.0f} MiB"
+    found = f"a group takes {at_first} a rank at first, and grows with its largest call"
+    yield Check("group memory", "ok", f"{found}; in the program that runs, autofuse.memory_summary() tells")
+    for summary in group_summaries():
+        first, *rest = summary.splitlines()
+        yield Check("group memory", "ok", first + "".join(f"; {' '.join(line.split())}" for line in rest))
 
 
 def _launcher() -> Iterator[Check]:

@@ -49,8 +49,8 @@ _ROW = VALUES + 8  # int64 of one parity, in whole cache lines
 _Row = ctypes.c_int64 * _ROW
 _MEETINGS = _VALUES + 2 * _ROW * 8
 
-_SMALLEST_BUFFER = 1 << 16
-_COARSE_BUFFER = 1 << 26  # from here on buffers grow by multiples of this, not by doubling
+SMALLEST_BUFFER = 1 << 16
+_LARGEST_STEP = 1 << 26  # buffers grow in steps of at most a quarter, and of at most this
 _SPIN_US = 15  # with more ranks than processors, spinning keeps the awaited rank from running
 _LONG_SPIN_US = 100  # with a processor for each rank: about the time to fall asleep and wake up
 _SLICE_MS = 200  # how often a waiting rank checks that its peer is alive
@@ -98,7 +98,7 @@ class Workspace:
         self._signals_in = [mine + signals + source * SLOTS * _LINE for source in range(world)]
         self._signals_out = [b + signals + rank * SLOTS * _LINE for b in base]
         try:
-            with self.call("set up shared memory", "workspace", "", _SMALLEST_BUFFER):
+            with self.call("set up shared memory", "workspace", "", SMALLEST_BUFFER):
                 unlink()
         except BaseException:
             rendezvous.discard(self._peers, 0)
@@ -247,7 +247,7 @@ class Call:
         Raises SharedMemoryFull on all ranks if one rank has no room; the workspace stays usable.
         """
         ws = self._ws
-        step = max(_SMALLEST_BUFFER, 1 << (min(nbytes, _COARSE_BUFFER) - 1).bit_length())
+        step = min(max(SMALLEST_BUFFER, 1 << max(0, (nbytes - 1).bit_length() - 3)), _LARGEST_STEP)
         capacity = -(-nbytes // step) * step
         ws._typed.clear()
         ws._data = []

@@ -106,7 +106,7 @@ def _growth(rank: int, world: int) -> list[int]:
         capacities.append(ws.capacity)
     with ws.call("reserve", "here", "", 64) as call:
         [needed] = {max(row) for row in zip(*call.exchange([100 * rank]), strict=True)}
-        call.reserve(ws.capacity + needed)
+        call.reserve(_bytes(30_000_000, world) + needed)
         for source, got in enumerate(push_to_all(call, rank, world, 1.0, 30_000_000)):
             assert bool((got == 1.0 + source).all())
     capacities.append(ws.capacity)
@@ -115,7 +115,7 @@ def _growth(rank: int, world: int) -> list[int]:
 
 def test_buffers_grow_together(ranks: Ranks) -> None:
     sizes = ranks(2).run(_growth)
-    assert sizes[0] == sizes[1] == [1 << 16, 1 << 20, 1 << 20, 1 << 25, 3 << 26, 4 << 26]
+    assert sizes[0] == sizes[1] == [1 << 16, 7 << 17, 7 << 17, 6 << 22, 5 << 25, 8 << 25]
 
 
 def _exchange(rank: int, world: int) -> list[list[list[int]]]:

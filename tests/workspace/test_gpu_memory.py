@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+import autofuse
 from autofuse.lowering.cpu.workspace import SharedMemoryFull
+from autofuse.lowering.cpu.workspace import workspace_for as cpu_workspace_for
 from autofuse.lowering.gpu.memory import allocation
 from autofuse.lowering.gpu.memory.workspace import GpuWorkspace, workspace_for
 from autofuse.lowering.torch_internals import resolve_group
@@ -108,7 +110,7 @@ def _outgrown(rank: int, world: int) -> None:
             assert second() is not None
             assert len(workspace.kept_for_graphs) == 1
             gpu.driver.end(8)
-            assert workspace.kept_for_graphs == []
+            assert workspace.kept_for_graphs == {}
             assert second() is None
 
 
@@ -154,3 +156,38 @@ def _unknown_driver(rank: int, world: int) -> None:
 def test_a_driver_that_does_not_tell(ranks: Ranks) -> None:
     """What a graph was captured with is then kept as long as the process."""
     ranks(2).run(_unknown_driver)
+
+
+def _summary(rank: int, world: int) -> tuple[str, str]:
+    with gpus() as gpu:
+        name = fresh_group()
+        workspace = workspace_for(name, CPU)
+        _enter(workspace, 20 << 20)
+        _captured(gpu, workspace, 1)
+        _enter(workspace, MORE, 1)
+        return name, autofuse.memory_summary(name)
+
+
+def test_summary(ranks: Ranks) -> None:
+    """What there is, what it is for, and what only graphs still use."""
+    name, found = ranks(2).run(_summary)[1]
+    lines = [" ".join(line.split()) for line in found.splitlines()]
+    assert lines[0].startswith(f"group {name}, rank 1 of 2, ")
+    assert "inbox 112.0 MiB 100.0 MiB op at here" in lines
+    assert "words 8.0 MiB 0.0 MiB" in lines
+    assert "20.0 MiB more that CUDA graphs may use" in lines
+    assert lines[-2].startswith("in all 1")
+
+
+def _cpu_summary(rank: int, world: int) -> str:
+    name = fresh_group()
+    workspace = cpu_workspace_for(name)
+    for nbytes in (100, 600 << 10, 5000):
+        with workspace.call("op", "model.py:7", "", nbytes) as call:
+            call.exchange([])
+    return autofuse.memory_summary(name)
+
+
+def test_summary_of_cpu_ranks(ranks: Ranks) -> None:
+    (found, _) = ranks(2).run(_cpu_summary)
+    assert "2 buffers   1.2 MiB  1.2 MiB  op at model.py:7" in found, found

@@ -42,6 +42,12 @@ LOCAL = {"pieces": torch.float32, "done": torch.int32, "outbox": torch.uint8}
 LEAST_BYTES = 16
 """Of a region that no call has needed yet."""
 
+
+def least_bytes() -> int:
+    """What a rank of a group takes at first."""
+    return sum(size * LOCAL.get(name, torch.uint8).itemsize for name, size in vars(LEAST).items())
+
+
 MOST_SKIPPED = 1024
 
 
@@ -65,6 +71,18 @@ class Memory:
     def give_back(self) -> None:
         """What no graph uses any more."""
         self.before = [(memory, graphs) for memory, graphs in self.before if graphs.any]
+
+    def outgrown(self) -> dict[str, int]:
+        """Bytes by part, of what was replaced and is still kept."""
+        self.give_back()
+        parts = {id(part): None for part in _parts(self.now).values()}
+        found: dict[str, int] = {}
+        for memory, _ in self.before:
+            for name, part in _parts(memory).items():
+                if id(part) not in parts:
+                    parts[id(part)] = None
+                    found[name] = found.get(name, 0) + _bytes_of(part)
+        return found
 
     def end(self) -> None:
         """The group is gone: only graphs keep its memory."""
@@ -146,6 +164,20 @@ def _missing(have: PeerMemory | None, capacity: Need) -> dict[str, int]:
 
     sizes = {name: max(getattr(capacity, name), LEAST_BYTES) for name in (*REGIONS, *LOCAL)}
     return {name: size for name, size in sizes.items() if elements(name) < size}
+
+
+def _parts(memory: PeerMemory) -> dict[str, Region | Tensor]:
+    return {name: getattr(memory, name) for name in (*REGIONS, "copy_signals", *LOCAL)}
+
+
+def _bytes_of(part: Region | Tensor) -> int:
+    own = part.views[0] if isinstance(part, Region) else part
+    return own.numel() * own.element_size()
+
+
+def sizes_of(memory: PeerMemory) -> dict[str, int]:
+    """Bytes by part, of one rank."""
+    return {name: _bytes_of(part) for name, part in _parts(memory).items()}
 
 
 class Refusals:

@@ -53,7 +53,7 @@ from autofuse.native_kernels.gpu.state import (
     Wait,
 )
 
-from .allocation import LEAST, Memory, Refusals, allocate
+from .allocation import LEAST, LOCAL, Memory, Refusals, allocate, sizes_of
 from .chain import chain_of
 from .descriptors import Descriptors
 
@@ -190,11 +190,19 @@ class GpuWorkspace:
             if size > self.needs.get(name, (0, ""))[0]:
                 self.needs[name] = size, call
 
+    def sizes(self) -> dict[str, int]:
+        """Bytes of each part of this rank's memory."""
+        return sizes_of(self.memory)
+
+    @staticmethod
+    def itemsize(name: str) -> int:
+        """Of what `Need` counts of this part."""
+        return LOCAL[name].itemsize if name in LOCAL else 1
+
     @property
-    def kept_for_graphs(self) -> list[PeerMemory]:
-        """Memory of before, which CUDA graphs may still use."""
-        self._held.give_back()
-        return [memory for memory, _ in self._held.before]
+    def kept_for_graphs(self) -> dict[str, int]:
+        """Bytes of each part of outgrown memory that CUDA graphs may still use."""
+        return self._held.outgrown()
 
     @cached_property
     def descriptors(self) -> Descriptors:
@@ -348,6 +356,11 @@ def check(group_name: str | None = None) -> None:
     for group, found in list(_workspaces.items()):
         if isinstance(found, GpuWorkspace) and group_name in (None, group.group_name):
             found.check()
+
+
+def workspaces() -> list[GpuWorkspace]:
+    """Of all groups that have met on GPUs."""
+    return [found for found in list(_workspaces.values()) if isinstance(found, GpuWorkspace)]
 
 
 _refusals: WeakKeyDictionary[ProcessGroup, Refusals] = WeakKeyDictionary()
