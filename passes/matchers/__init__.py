@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from autofuse.lowering.ops.library import FUSED_OPS
 from autofuse.passes.graph.anchors import Anchor
 
 from .combine import match_combine, match_single_combine
@@ -24,27 +25,31 @@ class Matcher:
 
     Attributes:
         pattern: name of the fused op that replaces the pattern.
-        collective: the kind of collective that the pattern contains.
-        match: returns a `Match` for a collective of this kind, or a `Reject` with the reason.
+        match: returns a `Match` for a collective of the kind that this op replaces, or a `Reject` with the
+            reason.
     """
 
     pattern: str
-    collective: str
     match: Callable[[Anchor, Context], Found]
+
+    @property
+    def collective(self) -> str:
+        """The kind of collective that the pattern contains."""
+        return FUSED_OPS[self.pattern].replaces
 
 
 MATCHERS = [
-    Matcher("matmul_all_reduce", "all_reduce", match_all_reduce),
-    Matcher("matmul_reduce_scatter", "reduce_scatter", match_reduce_scatter),
-    Matcher("all_gather_matmul", "all_gather", match_all_gather),
-    Matcher("matmul_all_gather", "all_gather", match_matmul_gather),
-    Matcher("expert_matmul_all_to_all", "all_to_all", match_combine),
-    Matcher("all_to_all_expert_matmul", "all_to_all", match_dispatch),
-    Matcher("embedding_bag_all_to_all", "all_to_all", match_embedding),
-    Matcher("all_to_all_embedding_bag_backward", "all_to_all", match_embedding_backward),
-    Matcher("all_to_all_embedding_bag_update", "all_to_all", match_embedding_update),
-    Matcher("expert_matmul_all_to_all", "all_to_all", match_single_combine),
-    Matcher("all_to_all_expert_matmul", "all_to_all", match_single_dispatch),
+    Matcher("matmul_all_reduce", match_all_reduce),
+    Matcher("matmul_reduce_scatter", match_reduce_scatter),
+    Matcher("all_gather_matmul", match_all_gather),
+    Matcher("matmul_all_gather", match_matmul_gather),
+    Matcher("expert_matmul_all_to_all", match_combine),
+    Matcher("all_to_all_expert_matmul", match_dispatch),
+    Matcher("embedding_bag_all_to_all", match_embedding),
+    Matcher("all_to_all_embedding_bag_backward", match_embedding_backward),
+    Matcher("all_to_all_embedding_bag_update", match_embedding_update),
+    Matcher("expert_matmul_all_to_all", match_single_combine),
+    Matcher("all_to_all_expert_matmul", match_single_dispatch),
 ]
 """All matchers. Those of one kind of collective are tried in this order."""
 

@@ -67,7 +67,7 @@ PASSES = (
         "merge.py",
         'key=lambda op: op.args[3] == "mm")',
         'key=lambda op: op.args[3] != "mm")',
-        PROGRAMS,
+        (*_of("passes", "graphs"), *PROGRAMS),
     ),
     Mutation(
         "gathers are merged over a collective between them",

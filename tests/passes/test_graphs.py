@@ -196,6 +196,22 @@ def test_a_sum_whose_products_are_read_besides_stays_two() -> None:
     assert text.count("autofuse.matmul_all_reduce.default(") == 2
 
 
+def test_the_bias_of_one_of_two_added_reductions() -> None:
+    """It goes to the first product of the merged op, which must be its own."""
+
+    def fn(x: Tensor, y: Tensor, v: Tensor, w: Tensor, bias: Tensor) -> Tensor:
+        first = funcol.all_reduce(F.linear(x, v), "sum", group())
+        return first + funcol.all_reduce(F.linear(y, w, bias), "sum", group())
+
+    args = (torch.zeros(16, 12), torch.zeros(16, 8), torch.zeros(4, 12), torch.zeros(4, 8), torch.zeros(4))
+    text = rewritten(fn, *args)
+    (line,) = [line for line in text.splitlines() if "autofuse.matmul_all_reduce" in line]
+    shapes = dict(re.findall(r"^(\w+): (\[.*?\]) =", text, re.MULTILINE))
+    weights = re.search(r"\], \[(\w+), \w+\], \[\w+\], 'addmm %0'", line)
+    assert weights is not None, text
+    assert shapes[weights[1]] == "[8, 4]", text
+
+
 def test_added_reductions_that_are_rounded_stay_two() -> None:
     def fn(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
         first = funcol.all_reduce(F.linear(x, w), "sum", group())
