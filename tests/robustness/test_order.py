@@ -74,6 +74,13 @@ def weight_late(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
     return gathered @ late, reduce(x @ w)
 
 
+def two_gathers(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    """A collective makes the weight of the second gather: one op for both would have to come behind it."""
+    first = gather(x) @ w
+    late = reduce(w.sin())
+    return first, gather(x) @ late
+
+
 def in_place(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
     y = x @ w
     before = y + 1
@@ -83,7 +90,7 @@ def in_place(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
     return before, y, z
 
 
-PROGRAMS = [mixed, independent, matmul_first, read_early, weight_late, in_place]
+PROGRAMS = [mixed, independent, matmul_first, read_early, weight_late, two_gathers, in_place]
 
 
 def collectives(code: str) -> list[str]:
