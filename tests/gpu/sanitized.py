@@ -1,4 +1,4 @@
-"""A rank of two for compute-sanitizer, at small sizes: all ways of the dense ops, some of the others."""
+"""A rank of two for compute-sanitizer, at small sizes: all ways of the dense ops, some of the other kernels."""
 
 import os
 from itertools import product
@@ -10,7 +10,13 @@ from autofuse.lowering.gpu.choice.kernel import fused_ways
 from autofuse.lowering.gpu.dense import plain
 from autofuse.lowering.gpu.dense.plain import programs
 from autofuse.lowering.gpu.dense.ways import DenseProblem
-from tests.gpu import backward_on_gpus, dropless_on_gpus, embedding_on_gpus, experts_on_gpus
+from tests.gpu import (
+    backward_on_gpus,
+    dropless_on_gpus,
+    embedding_on_gpus,
+    experts_on_gpus,
+    update_on_gpus,
+)
 from tests.gpu.on_gpus import MOST_ERROR, error_of
 from tests.ops.bags import Case as Bags
 
@@ -18,6 +24,7 @@ SIZES = {  # m, k, n
     "matmul_all_reduce": [(4, 264, 520), (72, 264, 4360), (520, 264, 520)],
     "matmul_reduce_scatter": [(8, 264, 520), (40, 264, 4360), (520, 264, 520)],
     "all_gather_matmul": [(8, 1032, 520), (520, 264, 520)],
+    "matmul_all_gather": [(8, 264, 520), (520, 264, 520)],
 }
 
 
@@ -50,6 +57,8 @@ def dense(rank: int, world: int) -> None:
             else:
                 products = [(a.double() @ b.double()).bfloat16() for a, b in zip(parts, weights, strict=True)]
                 wanted = sum(p.double() for p in products)  # type: ignore[assignment]
+                if op == "matmul_all_gather":
+                    wanted = torch.cat(products).double()
                 if op == "matmul_reduce_scatter":
                     wanted = wanted.chunk(world)[rank]
             for name in fused_ways(DenseProblem(op, m, k, n, world, x.dtype, programs())):
@@ -89,6 +98,12 @@ def bags(rank: int) -> None:
     for way in fused(backward_on_gpus.kernels_of(case)):
         gradients = backward_on_gpus.call(way, case, inputs, grad)
         report(rank, f"gradients of bags {way}", backward_on_gpus.check(gradients, case, wanted))
+    for rowwise in (False, True):
+        before = update_on_gpus.Tables.of(case, rank, rowwise)
+        for way in fused(update_on_gpus.kernels_of(case))[::2]:
+            tables = before.copy()
+            tables.call(way, case, grad)
+            report(rank, f"update {way}", update_on_gpus.check(tables, before, case, wanted))
 
 
 def fused(ways: list[str]) -> list[str]:
