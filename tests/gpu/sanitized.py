@@ -1,4 +1,4 @@
-"""A rank of two for compute-sanitizer, at small sizes: all ways of the dense ops, some of the other kernels."""
+"""A rank of two for compute-sanitizer, small sizes: all ways of the dense ops, some of the other kernels."""
 
 import os
 from itertools import product
