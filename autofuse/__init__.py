@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from autofuse.holdings import memory_summary
     from autofuse.inspection import debug, explain, rewrite
     from autofuse.passes.report import Reason, Report, Site
+    from autofuse.recovery import check, reset
     from autofuse.table_optimizers import SGD, RowwiseAdagrad, optimizer_in_backward
     from autofuse.warm_up import warmup
 
@@ -24,6 +25,7 @@ __all__ = [
     "RowwiseAdagrad",
     "Site",
     "__version__",
+    "check",
     "config",
     "debug",
     "explain",
@@ -31,6 +33,7 @@ __all__ = [
     "ops",
     "optimizer_in_backward",
     "register_collective",
+    "reset",
     "rewrite",
     "warmup",
 ]
@@ -41,11 +44,13 @@ _HOME = {
     "RowwiseAdagrad": "autofuse.table_optimizers",
     "SGD": "autofuse.table_optimizers",
     "Site": "autofuse.passes.report",
+    "check": "autofuse.recovery",
     "debug": "autofuse.inspection",
     "explain": "autofuse.inspection",
     "memory_summary": "autofuse.holdings",
     "optimizer_in_backward": "autofuse.table_optimizers",
     "register_collective": "autofuse.collectives",
+    "reset": "autofuse.recovery",
     "rewrite": "autofuse.inspection",
     "warmup": "autofuse.warm_up",
 }

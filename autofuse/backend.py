@@ -14,7 +14,7 @@ from typing import Any
 from torch import fx
 
 from autofuse import lowering, passes
-from autofuse.lowering import torch_internals
+from autofuse.lowering import torch_internals, watcher
 from autofuse.lowering.torch_internals import CustomGraphPass, takes_is_inference
 from autofuse.options import resolve
 from autofuse.passes.report import GraphReport, Reason, Report, listening, publish
@@ -36,8 +36,10 @@ def autofuse(
     Raises ValueError for an unknown mode or option, and for a bad value.
     """
     fusion, patches = fusion_pass(next(_numbers), mode, options)
+    groups: set[str] = set()
 
     def compile_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
+        groups.update(group_names(gm.graph))
         with fusion.compiling(graph_kind(kwargs), passes.circumstances(gm.graph)):
             compiled = torch_internals.compile_fx_inner(gm, example_inputs, **kwargs)
             if not fusion.ran and (listening() or log.isEnabledFor(logging.INFO)):
@@ -48,7 +50,32 @@ def autofuse(
                 torch_internals.run_post_grad_passes(same, example_inputs, kwargs.get("is_inference", False))
         return compiled
 
-    return torch_internals.compile_fx(gm, example_inputs, compile_graph, patches)
+    return _checked(torch_internals.compile_fx(gm, example_inputs, compile_graph, patches), groups)
+
+
+def _checked(compiled: Callable[..., Any], groups: set[str]) -> Callable[..., Any]:
+    """Raises before a call if a fused op of one of these groups has failed: where Inductor replays a CUDA
+    graph, nobody else would."""
+    failed = watcher.failed
+
+    def checked(*args: Any) -> Any:
+        if failed and not failed.isdisjoint(groups):
+            watcher.check(groups)
+        return compiled(*args)
+
+    return checked
+
+
+def group_names(graph: fx.Graph) -> set[str]:
+    """Names of process groups among the arguments of a graph's calls."""
+    named = {
+        arg
+        for node in graph.nodes
+        if node.op == "call_function"
+        for arg in (*node.args, *node.kwargs.values())
+        if isinstance(arg, str)
+    }
+    return {name for name in named if torch_internals.group_world(name) is not None}
 
 
 def fusion_pass(

@@ -34,8 +34,11 @@ update: bool = Config(default=False, env_name_default="AUTOFUSE_UPDATE")
 """On GPUs: matmul_reduce_scatter of many tokens adds tiles at their owner in the order of their arrival
 (`update` of a plan). Each sum is rounded, so two runs may give different bits. Equal on all ranks."""
 
-timeout_s: float = float(os.environ.get("AUTOFUSE_TIMEOUT_S", "300"))
-"""Seconds that a fused op waits for a peer before it raises RuntimeError. `AUTOFUSE_TIMEOUT_S`."""
+_seconds = os.environ.get("AUTOFUSE_TIMEOUT_S")
+
+timeout_s: float | None = None if _seconds is None else float(_seconds)
+"""Seconds that a fused op waits for a peer before it raises RuntimeError. `AUTOFUSE_TIMEOUT_S`. None: 30 less
+than the timeout of the process group, or half of that timeout where it is shorter than a minute."""
 
 margin: int = int(os.environ.get("AUTOFUSE_MARGIN", "32"))
 """On GPUs: multiprocessors that a fused op leaves to other kernels while a peer has not started it, so that

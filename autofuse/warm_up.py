@@ -29,7 +29,7 @@ def warmup(group: Group = None) -> None:
         raise ValueError("warmup: there is no process group; call torch.distributed.init_process_group first")
     name = group_name(group, "warmup")
     try:
-        if _on_gpus(name):
+        if has_gpus(name):
             _make_on_gpu(name)
         else:
             cpu_workspace_for(name)
@@ -37,7 +37,7 @@ def warmup(group: Group = None) -> None:
         log.warning("fused ops of group %s run unfused: %s", name, error)
 
 
-def _on_gpus(name: str) -> bool:
+def has_gpus(name: str) -> bool:
     """Whether the group has a backend for GPU memory. gloo copies through CPU memory."""
     backends = dict(part.split(":") for part in dist.get_backend_config(resolve_group(name)).split(","))
     return torch.cuda.is_available() and backends.get("cuda", "gloo") != "gloo"

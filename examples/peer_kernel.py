@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from autofuse.lowering.torch_internals import symmetric_empty, symmetric_views
+from autofuse.native_kernels.gpu.state import RECORD_WORDS, STATE_WORDS
 from autofuse.native_kernels.triton.comm import begin, finish, half_of, peer, signal_all, wait_all
 
 
@@ -67,8 +68,9 @@ def main(count: int = 100_000, block: int = 4096, calls: int = 5) -> None:
     blocks = triton.cdiv(count, block)
     views = map_memory(2 * world * (count + blocks) * 4, device)
     memory = torch.tensor([view.data_ptr() for view in views], device=device)
-    record = torch.zeros(8, dtype=torch.int32, pin_memory=gpu)
-    state = torch.tensor([10**10, record.data_ptr()] + [0] * 22, device=device)  # waits of 10 s
+    record = torch.zeros(RECORD_WORDS, dtype=torch.int32, pin_memory=gpu)
+    words = [10**10, record.data_ptr(), *[0] * (STATE_WORDS - 2)]  # waits of 10 s
+    state = torch.tensor(words, device=device)
     dist.barrier()  # all memory is 0
     numbers = torch.arange(count, dtype=torch.float32)
     for call in range(calls):

@@ -203,6 +203,15 @@ def group_store(group: ProcessGroup) -> Store:
     return _get_process_group_store(group)
 
 
+def group_timeout_s(group: ProcessGroup, device: torch.device) -> float | None:
+    """After how many seconds collectives of the group on such devices fail; None where that is not known."""
+    try:
+        seconds: float = group._get_backend(device).options._timeout.total_seconds()
+    except (RuntimeError, AttributeError):
+        return None
+    return seconds
+
+
 def fake_store() -> Store:
     """A store that holds no values, for groups of the backend `fake`, whose collectives move no data."""
     from torch.testing._internal.distributed.fake_pg import FakeStore  # also registers the backend

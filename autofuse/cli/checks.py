@@ -188,7 +188,8 @@ def _launcher() -> Iterator[Check]:
     own = {name: value for name, value in sorted(os.environ.items()) if name.startswith("AUTOFUSE_")}
     settings = f"policy={config.policy} patterns={config.patterns} order={config.order}"
     set_by = f" (from {', '.join(own)})" if own else ""
-    yield Check("settings", "ok", f"{settings} timeout_s={config.timeout_s:g}{set_by}")
+    limit = "that of the group" if config.timeout_s is None else f"{config.timeout_s:g}"
+    yield Check("settings", "ok", f"{settings} timeout_s={limit}{set_by}")
 
 
 def _backend() -> Iterator[Check]:

@@ -26,6 +26,9 @@ from torch.distributed import Store
 from autofuse.lowering import notes
 from autofuse.native_kernels import cpu
 
+VISITS = ("autofuse", "autofuse/gpu")
+"""Keys in the store of a group, of its visits by CPU and by GPU ranks."""
+
 
 class NotShared(RuntimeError):
     """The ranks of a group share no memory, and all ranks know it: all of them run the reference."""
@@ -119,6 +122,22 @@ def all_gather(
         pause = min(2 * pause, 0.05)
 
 
+def visits(store: Store, key: str, rank: int) -> int:
+    """How often this rank has visited the store to meet. Visits tell apart groups that use one store one
+    after another under the same name."""
+    return int(store.add(f"{key}/{rank}", 0))
+
+
+def set_visits(store: Store, key: str, rank: int, count: int) -> None:
+    """The next visit of this rank has the number after `count`."""
+    store.add(f"{key}/{rank}", count - visits(store, key, rank))
+
+
+def visit(store: Store, key: str, rank: int) -> int:
+    """The number of one more visit."""
+    return int(store.add(f"{key}/{rank}", 1))
+
+
 def meet(
     store: Store, group_name: str, rank: int, world: int, nbytes: int, timeout_s: float
 ) -> tuple[list[Peer], list[Tensor], Callable[[], None]]:
@@ -128,8 +147,7 @@ def meet(
     removes the names. Raises NotShared, or RuntimeError when a rank fails or has other sources of autofuse.
     """
     me = Peer.myself()
-    # The number of the visit tells apart groups that use one store one after another under the same name.
-    prefix = f"autofuse/{store.add(f'autofuse/{rank}', 1)}"
+    prefix = f"{VISITS[0]}/{visit(store, VISITS[0], rank)}"
     # Plans are never compared action by action: equal arguments and equal sources make equal plans.
     versions = all_gather(store, f"{prefix}/version", rank, world, sources_digest(), timeout_s)
     for r, version in enumerate(versions):

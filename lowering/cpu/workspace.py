@@ -15,6 +15,7 @@ every rank waits for every other rank, so that no rank can be two calls (or meet
 
 import ctypes
 import hashlib
+import logging
 import os
 import threading
 import time
@@ -28,13 +29,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, Store
 
-from autofuse import config
 from autofuse.lowering import notes
 from autofuse.lowering.cpu import rendezvous
 from autofuse.lowering.cpu.rendezvous import Declined
 from autofuse.lowering.cpu.rendezvous import GroupSpansHosts as GroupSpansHosts
+from autofuse.lowering.limits import default_limit_s, limit_s, silent_s
 from autofuse.lowering.torch_internals import group_store, resolve_group
 from autofuse.native_kernels import cpu
+
+log = logging.getLogger(__name__)
 
 SLOTS = 64  # signals from one rank to another
 VALUES = 512  # most int64 that a rank can exchange at a time
@@ -84,9 +87,11 @@ class Workspace:
         self._data: list[Tensor] = []
         self._typed: dict[torch.dtype, list[Tensor]] = {}
 
+        self._default_limit = default_limit_s(resolve_group(group_name), torch.device("cpu"))
+
         nbytes = _MEETINGS + world * (1 + SLOTS) * _LINE
         self._peers, self._control, unlink = rendezvous.meet(
-            store, group_name, rank, world, nbytes, config.timeout_s
+            store, group_name, rank, world, nbytes, limit_s(self._default_limit)
         )
         self._base = base = [cpu.address(t) for t in self._control]
         self._values = [[_Row.from_address(b + _VALUES + p * _ROW * 8) for b in base] for p in (0, 1)]
@@ -142,6 +147,7 @@ class Call:
     def __init__(self, workspace: Workspace, op: str, site: str, key: str, nbytes: int) -> None:
         self.op, self.site, self.nbytes = op, site, nbytes
         self.epoch = 0
+        self._warned = 0
         self._ws = workspace
         self._key = key
 
@@ -188,7 +194,7 @@ class Call:
 
     def wait(self, source: int, slot: int, tile: int = -1) -> None:
         """Wait until `source` has signalled `slot` in this epoch. Raises RuntimeError when it does not come
-        within `config.timeout_s`, when `source` has died or failed, or when it is in a different call.
+        in time, when `source` has died or failed, or when it is in a different call.
         `tile` is for the error text."""
         assert 0 <= slot < SLOTS, slot
         self._await(self._ws._signals_in[source] + slot * _LINE, self.epoch, source, tile)
@@ -220,7 +226,7 @@ class Call:
 
     def _begin(self) -> None:
         ws = self._ws
-        self._timeout_s = float(config.timeout_s)
+        self._timeout_s = limit_s(ws._default_limit)
         self._slice_ms = max(1, min(_SLICE_MS, int(self._timeout_s * 1000)))
         ws._epoch += 1
         self.epoch = ws._epoch
@@ -292,10 +298,14 @@ class Call:
         )
         if status == cpu.OK:
             return
-        deadline = time.monotonic() + self._timeout_s - self._slice_ms / 1000
+        begun = time.monotonic() - self._slice_ms / 1000
+        deadline, silent = begun + self._timeout_s, silent_s(self._timeout_s)
         while status == cpu.TIMED_OUT:
-            problem = ws._failure_of(source)
-            if not problem and time.monotonic() >= deadline:
+            problem, now = ws._failure_of(source), time.monotonic()
+            if now >= begun + silent and self._warned < self.epoch:
+                self._warned = self.epoch
+                self._warn(source, silent)
+            if not problem and now >= deadline:
                 problem = (
                     f"waited {self._timeout_s:g} s for rank {source}; it is late or has skipped this call "
                     f"(AUTOFUSE_TIMEOUT_S sets the limit). {self._whereabouts(source)}"
@@ -308,6 +318,14 @@ class Call:
         if status == cpu.MISMATCH:
             ours, theirs = _text(self._header[ws.rank]), _text(self._header[source])
             self._raise(f"the ranks disagree: rank {ws.rank} runs {ours}, rank {source} runs {theirs}", tile)
+
+    def _warn(self, source: int, waited: float) -> None:
+        log.warning(
+            "autofuse.%s at %s, epoch %d, rank %d of group %s: has waited %g s for rank %d; it goes on "
+            "waiting, for %g s in all. %s",
+            *(self.op, self.site, self.epoch, self._ws.rank, self._ws.group_name, waited, source),
+            *(self._timeout_s, self._whereabouts(source)),
+        )
 
     def _whereabouts(self, source: int) -> str:
         """A sentence about a late rank: its latest call, and the sites that it has kept."""
@@ -353,6 +371,13 @@ def decline(group: str | ProcessGroup, why: str, device: str = "cpu") -> None:
     group, mine = resolve_group(group), Declined(why)
     if device != "cpu" or _workspaces.setdefault(group, mine) is mine:
         notes.decline(group, why, device)
+
+
+def forget(group: ProcessGroup) -> None:
+    """The ranks of the group meet again before its next call, unless they cannot share memory."""
+    with _making:
+        if not isinstance(_workspaces.get(group), rendezvous.NotShared):
+            _workspaces.pop(group, None)
 
 
 def _make(group: ProcessGroup, group_name: str) -> Workspace | Exception:

@@ -10,12 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .memory import PeerMemory
-
-FIRST_CREDIT = 8192
-"""Index of the first of W credits in `copy_signals`; the flags of copies lie before."""
-FIRST_PRESENCE = FIRST_CREDIT + 8
-"""Index of the first of W words of presence in `copy_signals`."""
+from .memory import FIRST_CREDIT, PeerMemory
+from .memory import FIRST_PRESENCE as FIRST_PRESENCE
 
 
 class CopyEngine:

@@ -17,6 +17,12 @@ SHARED_MEMORY = 227 * 1024
 EVENTS = 512
 """Events of one program that a trace has room for."""
 
+FIRST_CREDIT = 8192
+"""Index of the first of W credits in `copy_signals`; the flags of copies lie before."""
+
+FIRST_PRESENCE = FIRST_CREDIT + 8
+"""Index of the first of W words of presence in `copy_signals`."""
+
 LONGEST_ROW = 1 << 20
 """Most bytes of a row in `inbox`. A second half that begins with a whole row begins up to as many later."""
 
@@ -130,6 +136,15 @@ class PeerMemory:
     clusters: tuple[int, ...] = ()
     prepared: dict[Callable[..., Any], dict[Hashable, Any]] = field(default_factory=dict, init=False)
     """What `per_memory` keeps."""
+
+    def clear(self) -> None:
+        """As before the first call; peers must not use this rank's memory now."""
+        for region in (self.packets, self.words, self.gathers, self.signals, self.copy_signals):
+            region.views[self.rank].zero_()
+        self.copy_signals.views[self.rank].view(torch.int32)[FIRST_CREDIT : FIRST_CREDIT + self.world] = 1
+        self.done.zero_()
+        self.claims.zero_()
+        self.state[State.GIVEN_UP : State.FIRM] = 0
 
     @property
     def epoch(self) -> Tensor:

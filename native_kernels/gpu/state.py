@@ -9,7 +9,7 @@ from typing import Final
 
 
 class State(IntEnum):
-    """Words of `PeerMemory.state`, int64. A kernel finds words FINISHED to SPARE 0, and leaves them 0."""
+    """Words of `PeerMemory.state`, int64. A kernel finds words FINISHED to SLOW 0, and leaves them 0."""
 
     LIMIT = 0
     """Nanoseconds that a wait may take."""
@@ -33,7 +33,8 @@ class State(IntEnum):
     """The same of the part that may wait for peers."""
     STARTED = 10
     """Programs that run or have run: the others have not been placed yet."""
-    SPARE = 11
+    SLOW = 11
+    """1 once a wait of the call has told the host that it takes long."""
     FIRM = 12
     """Programs from this number on are the margin: they leave where a peer is missing."""
     PRESENCE = 16
@@ -69,13 +70,29 @@ class Record(IntEnum):
     INDEX = 3
     """Of the tile, part or slice that was waited for."""
     EPOCH = 4
+    STOP = 5
+    """Bit r, which the host sets: waits for rank r give up. Waits look at it now and then."""
+    SLOW = 8
+    """Of a wait that takes long and goes on, code + 1, with the rank from SLOW_SOURCE_BIT on; the host sets
+    it back."""
+    WAITED = 16
+    """The first of a word for each rank: code + 1 of a wait for that rank that gave up, after LONG_NS at
+    least. Who is waited for, and waits for nobody itself, is lost."""
 
 
-RECORD_WORDS: Final = 8
+RECORD_WORDS: Final = 32
 """Length of `PeerMemory.record`."""
 
 BAD_INPUT_WORD: Final = 3
 """The word of the record, counted in int64, where the kernels of embedding bags report invalid input."""
+
+SLOW_SOURCE_BIT: Final = 28
+LONG_NS: Final = 1_000_000
+"""A wait that gives up after less has begun when others of its rank had given up, and says nothing."""
+SLOW_NS: Final = 60_000_000_000
+"""A wait tells the host that it takes long after this time, or after half of its limit."""
+POLLS_PER_STOP: Final = 4096
+"""Polls between two looks at STOP, which lies in host memory: at least LONG_NS."""
 
 
 class Wait(IntEnum):
@@ -86,7 +103,7 @@ class Wait(IntEnum):
     REDUCING = 1
     """Partial sums."""
     COPYING = 2
-    """Sums that another rank computes. The wait may take half as long again: that rank may wait itself."""
+    """Sums that another rank computes, which may wait itself."""
     GATHERING = 3
     """A slice of x, or a tile of the product of another rank."""
     POOLING = 4
@@ -130,4 +147,8 @@ def macros() -> dict[str, int]:
         "MOST_SHARES": MOST_SHARES,
         "CODES_PER_SITE": CODES_PER_SITE,
         "YIELD_NS": YIELD_NS,
+        "SLOW_SOURCE_BIT": SLOW_SOURCE_BIT,
+        "LONG_NS": LONG_NS,
+        "SLOW_NS": SLOW_NS,
+        "POLLS_PER_STOP": POLLS_PER_STOP,
     }

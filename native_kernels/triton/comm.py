@@ -23,15 +23,13 @@ by one thread, then a CTA barrier. TMA stores need `stored` before the signal. U
 same functions run on atomics, and waits are bounded by the number of polls.
 """
 
-import os
-
 import triton
 import triton.language as tl
 
 from autofuse.native_kernels.gpu import state as state_words
-from autofuse.native_kernels.gpu.state import Event, Record, State, Wait
+from autofuse.native_kernels.gpu.state import Event, State, Wait
 
-INTERPRET = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") == "1")
+from .patience import INTERPRET, WAIT_ALL, gives_up
 
 # Words of `state` and of the failure record, and codes of waits; `native_kernels.gpu.state` explains them.
 STATE_LIMIT = tl.constexpr(State.LIMIT.value)
@@ -45,11 +43,6 @@ STATE_ZEROED = tl.constexpr(State.ZEROED.value)
 STATE_JOINED = tl.constexpr(State.JOINED.value)
 STATE_FIRM = tl.constexpr(State.FIRM.value)
 STATE_WORDS = tl.constexpr(state_words.STATE_WORDS)
-RECORD_RAISED = tl.constexpr(Record.RAISED.value)
-RECORD_CODE = tl.constexpr(Record.CODE.value)
-RECORD_SOURCE = tl.constexpr(Record.SOURCE.value)
-RECORD_INDEX = tl.constexpr(Record.INDEX.value)
-RECORD_EPOCH = tl.constexpr(Record.EPOCH.value)
 BAD_INPUT = tl.constexpr(state_words.BAD_INPUT_WORD)
 REDUCING = tl.constexpr(Wait.REDUCING.value)
 COPYING = tl.constexpr(Wait.COPYING.value)
@@ -172,90 +165,27 @@ def wait(counter, target, state, code, source, index, epoch):
     wait_all(counter, 0, 1, target, state, code, source, index, epoch)
 
 
-# `wait_all` in PTX: a poll is an acquire; the clock and STATE_GIVEN_UP are read once in 64 polls.
-_WAIT_ALL = tl.constexpr(
-    f"""{{
-    .reg .pred p; .reg .b32 t, v, polls; .reg .b64 a, r, now, limit;
-    mov.u32 t, %tid.x;
-    setp.ge.u32 p, t, $3;
-    @p bra DONE;
-    mul.wide.u32 a, t, $2;
-    add.u64 a, a, $1;
-    mov.u32 polls, 0;
-    POLL:
-    ld.acquire.sys.global.s32 v, [a];
-    setp.ge.s32 p, v, $4;
-    @p bra DONE;
-    add.u32 polls, polls, 1;
-    and.b32 v, polls, 63;
-    setp.ne.u32 p, v, 0;
-    @p bra POLL;
-    setp.gt.u32 p, polls, 64;
-    @p bra LOOK;
-    mov.u64 limit, %globaltimer;
-    ld.global.u64 now, [$5+{8 * State.LIMIT}];
-    add.u64 limit, limit, now;
-    and.b32 v, $6, {state_words.CODES_PER_SITE - 1};
-    setp.eq.u32 p, v, {Wait.COPYING.value};
-    shr.u64 now, now, 1;
-    @p add.u64 limit, limit, now;
-    LOOK:
-    ld.volatile.global.u64 r, [$5+{8 * State.GIVEN_UP}];
-    setp.ne.u64 p, r, 0;
-    @p bra DONE;
-    mov.u64 now, %globaltimer;
-    setp.lt.u64 p, now, limit;
-    @p bra POLL;
-    atom.relaxed.gpu.global.exch.b64 r, [$5+{8 * State.GIVEN_UP}], 1;
-    setp.ne.u64 p, r, 0;
-    @p bra DONE;
-    ld.global.u64 a, [$5+{8 * State.RECORD}];
-    add.u32 t, t, $7;
-    st.global.u32 [a+{4 * Record.CODE}], $6;
-    st.global.u32 [a+{4 * Record.SOURCE}], t;
-    st.global.u32 [a+{4 * Record.INDEX}], $8;
-    st.global.u32 [a+{4 * Record.EPOCH}], $9;
-    fence.acq_rel.sys;
-    st.volatile.global.u32 [a+{4 * Record.RAISED}], 1;
-    DONE:
-    bar.sync 0;
-    mov.u32 $0, 0;
-    }}"""
-)
-
-
 @triton.jit
 def wait_all(counters, stride, count, target, state, code, source, index, epoch):
     """Wait until each of `count` (at most 32) counters, `stride` apart, is at least `target`.
 
-    After the limit the wait raises `STATE_GIVEN_UP` and records (1, code, source + number of the counter,
-    index, epoch). A wait for sums (COPYING) may take half as long again: a peer that waits for the lost rank
-    sends no sums, and the record must name the lost rank.
+    `gives_up` says how long; counter i is a wait for rank `source + i`.
     """
     if INTERPRET:
         for i in range(count):
             polls = 0
-            limit = tl.load(state + STATE_LIMIT) // 20000
-            if tl.cast(code, tl.int32) % CODES_PER_SITE == COPYING:
-                limit += limit // 2
-            given_up = tl.load(state + STATE_GIVEN_UP)
             counter = counters + i * stride
+            stop = tl.load(state + STATE_GIVEN_UP) != 0
             seen = tl.atomic_add(counter, 0, sem="acquire", scope="sys")
-            while (seen < target) & (given_up == 0):
+            while (seen < target) & (stop == 0):
                 seen = tl.atomic_add(counter, 0, sem="acquire", scope="sys")
                 polls += 1
-                if polls >= limit:
-                    given_up += 1
-                    record = tl.load(state + STATE_RECORD).to(tl.pointer_type(tl.int32))
-                    tl.store(record + RECORD_CODE, code)
-                    tl.store(record + RECORD_SOURCE, source + i)
-                    tl.store(record + RECORD_INDEX, index)
-                    tl.store(record + RECORD_EPOCH, epoch.to(tl.int32))
-                    tl.store(record + RECORD_RAISED, 1)
-                    tl.store(state + STATE_GIVEN_UP, 1)
+                if seen < target:
+                    waited = polls * nanoseconds()
+                    stop = gives_up(state, waited, polls, code, source + i, index, epoch)
     else:
         tl.inline_asm_elementwise(
-            _WAIT_ALL,
+            WAIT_ALL,
             "=r,l,r,r,r,l,r,r,r,r",
             [counters.to(tl.int64), tl.cast(stride * 4, tl.int32), tl.cast(count, tl.int32),
              tl.cast(target, tl.int32), state.to(tl.int64), tl.cast(code, tl.int32),
@@ -350,34 +280,21 @@ def take_packets(at, epoch, mask, state, code, sources, index):
     nothing = tag.to(tl.int64) << 32
     packets = tl.load(at, mask=mask, other=nothing, volatile=True)
     missing = tl.max(((packets >> 32) != tag).to(tl.int32), axis=None)
-    limit = tl.full((), 0, tl.int64)
+    begun = tl.full((), 0, tl.int64)
     polls = 0
     while missing != 0:
         packets = tl.load(at, mask=mask, other=nothing, volatile=True)
         missing = tl.max(((packets >> 32) != tag).to(tl.int32), axis=None)
         polls += 1
         if (missing != 0) & (polls % UNTIMED == 0):
-            if polls == UNTIMED:
-                limit = tl.load(state + STATE_LIMIT)
-                if tl.cast(code, tl.int32) % CODES_PER_SITE == COPYING:
-                    limit += limit // 2
-                if not INTERPRET:
-                    limit += nanoseconds()
             now = nanoseconds()
             if INTERPRET:
                 now *= polls
-            if tl.load(state + STATE_GIVEN_UP, volatile=True) != 0:
+            elif polls == UNTIMED:
+                begun = now
+            late = tl.min(tl.where((packets >> 32) != tag, sources, 1 << 30), axis=None)
+            if gives_up(state, now - begun, polls, code, late, index, epoch):
                 missing = 0
-            elif now > limit:
-                missing = 0
-                record = tl.load(state + STATE_RECORD).to(tl.pointer_type(tl.int32))
-                tl.store(state + STATE_GIVEN_UP, 1)
-                tl.store(record + RECORD_CODE, code)
-                late = tl.where((packets >> 32) != tag, sources, 1 << 30)
-                tl.store(record + RECORD_SOURCE, tl.min(late, axis=None))
-                tl.store(record + RECORD_INDEX, index)
-                tl.store(record + RECORD_EPOCH, epoch.to(tl.int32))
-                tl.store(record + RECORD_RAISED, 1)
     return packets
 
 

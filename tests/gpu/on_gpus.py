@@ -239,43 +239,6 @@ def in_pairs(rank: int, world: int) -> float:
     return worst
 
 
-def lost_peer(rank: int, world: int, m: int, copied: bool) -> str:
-    """The last rank stays away; what the others are told."""
-    from autofuse import config
-    from autofuse.lowering.gpu.memory.workspace import check, workspace_for
-
-    group = dist.new_group(list(range(world)))
-    device = torch.device("cuda", rank)
-    x = torch.randn(m, 256, device="cuda", dtype=torch.bfloat16)
-    w = torch.randn(256, 512, device="cuda", dtype=torch.bfloat16)
-
-    from autofuse.lowering.gpu.choice.kernel import ways_of as by_name
-    from autofuse.lowering.gpu.dense.run import Reduction, problem_of
-
-    with config.patch(timeout_s=2.0):
-        workspace = workspace_for(group.group_name, device)
-        problem = problem_of("matmul_all_reduce", x, w, workspace)
-        ours = (way for way in by_name(problem).values() if way.fused)
-        way = next(way for way in ours if way.is_copied == copied)
-        reduction = Reduction(workspace, way, problem, w.stride(), False, "direct", "a.py:1")
-        reduction(x, w)
-        torch.cuda.synchronize()
-        dist.barrier()
-        if rank == world - 1:
-            time.sleep(5)
-            return ""
-        started = time.monotonic()
-        for _ in range(2):  # for the second one, a copy stream has no credit of the lost rank
-            reduction(x, w)
-        torch.cuda.synchronize()
-        assert time.monotonic() - started < 4
-        try:
-            check(group.group_name)
-        except RuntimeError as error:
-            return str(error)
-    return "no error"
-
-
 class Block(torch.nn.Module):
     """A tensor-parallel MLP as plain code writes it."""
 

@@ -32,11 +32,11 @@ def complaints(found: Sequence[str | Mapping[str, str]]) -> str:
 @contextmanager
 def about(what: str) -> Iterator[None]:
     """Errors say what it was; among them that a kernel gave up waiting."""
-    from autofuse.lowering.gpu.memory.workspace import check
+    import autofuse
 
     try:
         yield
         torch.cuda.synchronize()
-        check(dist.group.WORLD.group_name)
+        autofuse.check(dist.group.WORLD)
     except Exception as error:
         raise RuntimeError(f"{what}: {error}") from error

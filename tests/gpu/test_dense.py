@@ -162,12 +162,3 @@ def test_trace(gpu_ranks: Pools, world: int, op: str) -> None:
         assert {Kind.BEGUN, Kind.COMPUTED, Kind.ENDED} <= {event.kind for event in timeline.events}
         assert not timeline.cut
         assert timeline.ended < 1000  # microseconds: ranks that begin apart would wait for longer
-
-
-@pytest.mark.parametrize(("m", "copied"), [(64, False), (4096, False), (4096, True)])
-@pytest.mark.parametrize("world", WORLDS)
-def test_a_lost_peer_is_named(gpu_ranks: Pools, world: int, m: int, copied: bool) -> None:
-    told = gpu_ranks(world).run(on_gpus.lost_peer, m, copied, timeout=200)
-    for message in told[:-1]:
-        assert f"rank {world - 1} did not come" in message
-        assert "matmul_all_reduce at a.py:1" in message

@@ -10,6 +10,8 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import reduce
+from operator import or_
 from typing import Any, TypeVar
 from unittest.mock import patch
 
@@ -23,7 +25,7 @@ from autofuse.lowering.cpu import rendezvous
 from autofuse.lowering.reference.layout import whole
 from autofuse.lowering.torch_internals import group_store
 from autofuse.native_kernels.gpu.memory import Need, PeerMemory, Region, new_state
-from autofuse.native_kernels.gpu.state import RECORD_WORDS, State
+from autofuse.native_kernels.gpu.state import RECORD_WORDS, Record, State
 from autofuse.native_kernels.triton import interpreter
 from autofuse.native_kernels.triton.gather_matmul import GatherConfig, gather_needs, launch_gather_matmul
 from autofuse.native_kernels.triton.gather_matmul_few import FewConfig, few_needs, launch_gather_matmul_few
@@ -349,9 +351,12 @@ def at_random(calls: Sequence[T], count: int, seed: int) -> list[T]:
     return found[:count]
 
 
-def give_up(rank: int, world: int, call: Call, lost: int) -> list[int]:
-    """The failure record of a rank where rank `lost` never makes the call; the kernel ends nevertheless."""
-    memory = peer_memory(rank, world, call.need(world), polls=50)
+def give_up(rank: int, world: int, call: Call, lost: int, stopped: bool) -> list[int]:
+    """The failure record of a rank where rank `lost` never makes the call; the kernel ends nevertheless:
+    after its limit, or because the host has said that rank `lost` will not come."""
+    memory = peer_memory(rank, world, call.need(world), polls=3_000_000 if stopped else 50)
+    if stopped:
+        memory.record[Record.STOP] = 1 << lost
     if rank != lost:
         with suppress(AssertionError):  # what it computed is wrong
             call.run(memory, 0)
@@ -360,3 +365,34 @@ def give_up(rank: int, world: int, call: Call, lost: int) -> list[int]:
         assert not memory.claims.any()
     dist.barrier()
     return memory.record.tolist()
+
+
+def stopped_in_vain(rank: int, world: int, call: Call) -> None:
+    """Waits for other ranks than the one that the host names go on."""
+    memory = peer_memory(rank, world, call.need(world))
+    memory.record[Record.STOP] = 1 << world
+    with suppress(AssertionError):  # the record is not empty
+        call.run(memory, 0)
+    assert memory.record.tolist() == [1 << world if i == Record.STOP else 0 for i in range(RECORD_WORDS)]
+    dist.barrier()
+
+
+def recover(rank: int, world: int, calls: Sequence[Call], lost: int) -> list[int]:
+    """Rank `lost` makes the first call when its peers have given up. Memory that was reset then is as new."""
+    memory = peer_memory(rank, world, reduce(or_, (call.need(world) for call in calls)), polls=50)
+    if rank == lost:
+        dist.barrier()
+    with suppress(AssertionError):
+        calls[0].run(memory, 0)
+    if rank != lost:
+        dist.barrier()
+    record = memory.record.tolist()
+    dist.barrier()  # no kernel runs
+    memory.clear()
+    memory.record.zero_()
+    memory.state[State.LIMIT] = 3_000_000 * POLL_NS
+    dist.barrier()
+    for number, call in enumerate(calls):
+        call.run(memory, number)
+    assert memory.state[State.EPOCH] == len(calls)
+    return record

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 
-from autofuse.native_kernels.gpu.state import CODES_PER_SITE
+from autofuse.native_kernels.gpu.state import CODES_PER_SITE, SLOW_SOURCE_BIT, Record
 from autofuse.native_kernels.triton.gather_matmul import GATHERING, GatherConfig
 from autofuse.native_kernels.triton.gather_matmul_few import FewConfig
 from autofuse.native_kernels.triton.matmul_gather import PublishConfig
@@ -30,7 +30,9 @@ from tests.kernels.calls import (
     Reduce,
     at_random,
     give_up,
+    recover,
     run_calls,
+    stopped_in_vain,
 )
 from tests.ranks import RankPool
 
@@ -192,9 +194,33 @@ LOST = {
 
 @pytest.mark.parametrize("kind", LOST)
 def test_lost_peer(interpreters: Interpreters, kind: str) -> None:
-    """The failure record says what a rank waited for, for whom and in which call, and the kernel ends."""
-    call, code = LOST[kind]
-    records = interpreters(2).run(give_up, call, 1)
-    raised, what, source, _, epoch = records[0][:5]
-    assert (raised, what, source, epoch) == (1, SITE * CODES_PER_SITE + code, 1, 1)
-    assert not any(records[1])
+    """The failure record says what a rank waited for, for whom and in which call, and the kernel ends.
+
+    After half of its time the wait has told the host that it takes long.
+    """
+    call, what = LOST[kind]
+    code = SITE * CODES_PER_SITE + what
+    record, of_lost = interpreters(2).run(give_up, call, 1, False)
+    assert [record[i] for i in (Record.RAISED, Record.CODE, Record.SOURCE, Record.EPOCH)] == [1, code, 1, 1]
+    assert record[Record.SLOW] == (1 << SLOW_SOURCE_BIT) + code + 1
+    assert record[Record.WAITED :][:2] == [0, code + 1]
+    assert not any(of_lost)
+
+
+@pytest.mark.parametrize("kind", LOST)
+def test_stopped_by_the_host(interpreters: Interpreters, kind: str) -> None:
+    """Ranks that wait for a rank of which the host says that it will not come give up at once."""
+    call, what = LOST[kind]
+    records = interpreters(2).run(give_up, call, 1, True)
+    code = SITE * CODES_PER_SITE + what
+    assert records[0][Record.RAISED : Record.INDEX] == [1, code, 1]
+    interpreters(2).run(stopped_in_vain, call)
+
+
+@pytest.mark.parametrize("kind", LOST)
+def test_memory_is_as_new_after_a_reset(interpreters: Interpreters, kind: str) -> None:
+    """Also what a kernel has stored and counted that came when its peers had given up."""
+    call, _ = LOST[kind]
+    others: list[Call] = [LOST[each][0] for each in ("packets", "all_reduce", "few")]
+    records = interpreters(2).run(recover, [call, call, call, *others, call], 1)
+    assert records[0][Record.RAISED]

@@ -56,7 +56,9 @@ BARRIER = re.compile(r"bar\.sync")
 RELEASE = re.compile(r"\b(red|atom)\.[\w.]*release\b")
 ACQUIRE = re.compile(r"\bld\.acquire\b")
 STORE = re.compile(r"\bst\.[\w.]*global|\b(red|atom)\.|cp\.async\.bulk\.tensor\.\w+\.global\.shared")
-READ = re.compile(r"\bld\.global\.(?!u64 (now|a),)|cp\.async\.bulk\.tensor\.\w+\.shared::cluster\.global")
+READ = re.compile(
+    r"\bld\.global\.(?!u64 (record|limit),)|cp\.async\.bulk\.tensor\.\w+\.shared::cluster\.global"
+)
 TMA_STORE = re.compile(r"cp\.async\.bulk\.tensor\.\w+\.global\.shared")
 TMA_LOAD = re.compile(r"cp\.async\.bulk\.tensor\.\w+\.shared::cluster\.global")
 TMA_STORED = re.compile(r"cp\.async\.bulk\.wait_group\s+0;")
@@ -271,7 +273,7 @@ def check_packets(kernel: Kernel, where: str) -> None:
     """Payload and epoch of a packet are one access of 8 bytes, never two elements of 4 bytes in a vector."""
     if kernel.name in PACKETS:
         polls = [match["type"] for line in kernel.lines if (match := POLL.search(line))]
-        assert set(polls) <= {"b64", "v2.b64"}, f"{where}: {polls}"
+        assert {"b32"} < set(polls) <= {"b32", "b64", "v2.b64"}, f"{where}: {polls}"  # b32: Record.STOP
         puts = [
             match["type"]
             for line in kernel.lines

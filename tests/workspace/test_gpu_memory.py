@@ -14,6 +14,7 @@ from autofuse.lowering.cpu.workspace import workspace_for as cpu_workspace_for
 from autofuse.lowering.gpu.memory import allocation
 from autofuse.lowering.gpu.memory.workspace import GpuWorkspace, workspace_for
 from autofuse.lowering.torch_internals import resolve_group
+from autofuse.native_kernels.gpu.memory import Need
 from tests.ranks import RankPool, fresh_group
 from tests.workspace.gpu_memory import CPU, Gpu, gpus, needing
 
@@ -24,7 +25,7 @@ MORE = 100 << 20
 def _enter(workspace: GpuWorkspace, inbox: int, variant: int = 0) -> str:
     """Empty, or why a call runs unfused."""
     try:
-        entered = workspace.enter("op", "here", needing(inbox), "tiles", variant)
+        entered = workspace.enter("op", "here", needing(inbox), "tiles", variant, Need(variant))
     except SharedMemoryFull as error:
         return str(error)
     assert entered is not None

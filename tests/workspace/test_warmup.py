@@ -62,4 +62,4 @@ def test_gpus_count_where_the_group_has_a_backend_for_them(config: str, expected
         patch.object(dist, "get_backend_config", return_value=config),
         patch.object(torch.cuda, "is_available", return_value=True),
     ):
-        assert warm_up._on_gpus("0") == expected
+        assert warm_up.has_gpus("0") == expected

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
-from autofuse.lowering.gpu.memory.workspace import GpuWorkspace
+from autofuse.lowering.gpu.memory.workspace import GpuWorkspace, agreements
 
 from .kernel import Problem, Way, replaced, ways_of
 from .points import Point, Points, known, own_file, write
@@ -110,3 +110,4 @@ def _agreement(workspace: GpuWorkspace) -> _Agreement:
 
 
 _agreed: WeakKeyDictionary[GpuWorkspace, _Agreement] = WeakKeyDictionary()
+agreements.append(_agreed)

@@ -11,14 +11,15 @@ from torch import Tensor
 from autofuse.lowering.gpu.memory.workspace import GpuWorkspace
 from autofuse.native_kernels.gpu.memory import Need, PeerMemory
 
-from .kernel import Launch, Way
+from .kernel import Launch, Problem, Way
 
 
 class Launcher:
     """Calls of one kind at one site, in one way: `enter`, `launch`, `leave`.
 
     The workspace is asked about a kind of calls until it has let one in; later calls are let in at once.
-    variant: the problem, and all else that a kernel is compiled for; need: instead of the way's.
+    problem: what all ranks must call alike; variant: that, and all else that a kernel is compiled for; need:
+    instead of the way's.
     """
 
     def __init__(
@@ -27,11 +28,12 @@ class Launcher:
         way: Way,
         op: str,
         site: str,
+        problem: Problem,
         variant: Hashable,
         need: Callable[[], Need] | None = None,
     ) -> None:
         self._workspace, self._way, self._config = workspace, way, way.config
-        self._op, self._site, self._variant = op, site, variant
+        self._op, self._site, self._problem, self._variant = op, site, problem, variant
         self._need = need or (lambda: way.need)
         self._launch = None if way.kernel is None else way.kernel.launch
         self._at: Launch | None = None
@@ -43,7 +45,9 @@ class Launcher:
         if at is not None:
             memory, site = self._workspace.enter_again(), at.site
         else:
-            entered = self._workspace.enter(self._op, self._site, self._need, self._way.name, self._variant)
+            entered = self._workspace.enter(
+                self._op, self._site, self._need, self._way.name, self._variant, self._problem
+            )
             if entered is None:
                 return None
             memory, site, self._new = entered

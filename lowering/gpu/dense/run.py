@@ -45,7 +45,9 @@ class Reduction:
     ) -> None:  # fmt: skip
         self._workspace, self._way, self._problem = workspace, way, problem
         self._is_replaced, self._is_fused = way.replaced, way.fused
-        self._launcher = Launcher(workspace, way, problem.op, site, (problem, strides, mean, order, traced))
+        self._launcher = Launcher(
+            workspace, way, problem.op, site, problem, (problem, strides, mean, order, traced)
+        )
         self._mean = mean
         self._how = Reduce(mean, problem.everywhere, problem.outer, ORDERS[order])
         self._shape = [problem.m, problem.n]
@@ -104,7 +106,9 @@ class Gather:
     ) -> None:  # fmt: skip
         self._workspace, self._way, self._problem = workspace, way, problem
         self._is_replaced, self._is_fused = way.replaced, way.fused
-        self._launcher = Launcher(workspace, way, problem.op, site, (problem, strides, more, biased, traced))
+        self._launcher = Launcher(
+            workspace, way, problem.op, site, problem, (problem, strides, more, biased, traced)
+        )
         self._more, self._keep = more, keep
 
     def __call__(
@@ -162,7 +166,9 @@ class Publication:
         biased: bool, site: str, traced: bool = False,
     ) -> None:  # fmt: skip
         self._workspace, self._problem, self._is_replaced = workspace, problem, way.replaced
-        self._launcher = Launcher(workspace, way, problem.op, site, (problem, strides, biased, traced))
+        self._launcher = Launcher(
+            workspace, way, problem.op, site, problem, (problem, strides, biased, traced)
+        )
         self._shape = [problem.m, problem.n]
         self._shape[problem.dim] *= problem.world
 

@@ -31,7 +31,7 @@ def exchange(
         *(problem, tuple(dims), tables.kinds(), tables.aligned(), tables.indices[0].dtype),
         *(tables.mode, bool(tables.samples), tables.last, trace is None),
     )
-    launcher = Launcher(workspace, way, problem.op, site, variant)
+    launcher = Launcher(workspace, way, problem.op, site, problem, variant)
     if launcher.enter(trace=trace) is None:
         return None
     if merged:
@@ -67,7 +67,7 @@ def exchange_backward(
         *(problem, tuple(dims), tables.kinds(), tables.aligned(), tables.indices[0].dtype),
         *(tables.mode, bool(tables.samples), tables.last, tables.update, keep, trace is None),
     )
-    launcher = Launcher(workspace, way, problem.op, site, variant)
+    launcher = Launcher(workspace, way, problem.op, site, problem, variant)
     if launcher.enter(trace=trace) is None:
         return None
     places = backward_places(problem.layout, rank, problem.b, columns, dims)

@@ -17,7 +17,7 @@ from autofuse.lowering.cpu.rendezvous import NotShared
 from autofuse.lowering.cpu.workspace import workspace_for
 from autofuse.lowering.gpu.choice.kernel import Way
 from autofuse.lowering.gpu.choice.launcher import Launcher
-from autofuse.lowering.gpu.memory.workspace import GpuWorkspace
+from autofuse.lowering.gpu.memory.workspace import GpuWorkspace, agreements
 from autofuse.native_kernels.cuda.kernels.dropless_combine import dropless_combine_needs
 from autofuse.native_kernels.cuda.kernels.dropless_dispatch import (
     dropless_dispatch_needs,
@@ -65,7 +65,13 @@ def dropless_combine(
         return None
     variant = (problem, layouts(w), bias is None, trace is None), room
     launcher = Launcher(
-        workspace, way, COMBINE, site, variant, lambda: dropless_combine_needs(room, n, problem.world)
+        workspace,
+        way,
+        COMBINE,
+        site,
+        problem,
+        variant,
+        lambda: dropless_combine_needs(room, n, problem.world),
     )
     if launcher.enter(trace=trace) is None:
         return None
@@ -97,7 +103,13 @@ def dropless_dispatch(
         return None
     variant = (problem, w[0].stride(), bias[0] is None, trace is None), room
     launcher = Launcher(
-        workspace, way, DISPATCH, site, variant, lambda: dropless_dispatch_needs(room, k, problem.world)
+        workspace,
+        way,
+        DISPATCH,
+        site,
+        problem,
+        variant,
+        lambda: dropless_dispatch_needs(room, k, problem.world),
     )
     memory = launcher.enter(trace=trace)
     if memory is None:
@@ -140,3 +152,4 @@ def told_by_all(workspace: GpuWorkspace, op: str, site: str, rows: int) -> int:
 
 
 _rooms: WeakKeyDictionary[GpuWorkspace, dict[tuple[str, int], int]] = WeakKeyDictionary()
+agreements.append(_rooms)

@@ -100,7 +100,7 @@ def combine(
 ) -> Tensor | None:
     """`[W, E, outer * run, N]` of a sum of products, in a fused way; None if that cannot be captured."""
     variant = problem, layouts(w), bias is None, order, trace is None
-    launcher = Launcher(workspace, way, COMBINE, site, variant)
+    launcher = Launcher(workspace, way, COMBINE, site, problem, variant)
     if launcher.enter(trace=trace) is None:
         return None
     out = x[0].new_empty(problem.world, problem.experts, problem.outer * problem.run, problem.columns)
@@ -127,7 +127,7 @@ def dispatch(
     count = problem.weights
     more = keep or len(w) > count
     variant = problem, w[0].stride(), bias[0] is None, more, trace is None
-    launcher = Launcher(workspace, way, DISPATCH, site, variant)
+    launcher = Launcher(workspace, way, DISPATCH, site, problem, variant)
     memory = launcher.enter(trace=trace)
     if memory is None:
         return None

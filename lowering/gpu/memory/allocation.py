@@ -60,6 +60,10 @@ class Memory:
     graphs: Graphs = field(default_factory=Graphs)
     before: list[tuple[PeerMemory, Graphs]] = field(default_factory=list)
 
+    @property
+    def all(self) -> list[PeerMemory]:
+        return [self.now, *(memory for memory, _ in self.before)]
+
     def replace(self, memory: PeerMemory, capacity: Need, keep: bool) -> None:
         """keep: a graph that uses the present memory lives, on this rank or another one."""
         if keep:

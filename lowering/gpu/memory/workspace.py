@@ -7,14 +7,15 @@ their groups and streams: kernels that wait for peers must not run two at once.
 
 from __future__ import annotations
 
-import ctypes
+import json
 import threading
 import weakref
 from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import copy_context
-from functools import cached_property
+from dataclasses import asdict
+from functools import cached_property, partial
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -25,16 +26,21 @@ from torch.distributed import ProcessGroup, Store
 
 from autofuse import config
 from autofuse.lowering.cpu.rendezvous import (
+    VISITS,
     Declined,
     NotShared,
+    Peer,
     all_gather,
     host_identity,
     sources_digest,
+    visit,
 )
 from autofuse.lowering.cpu.workspace import SharedMemoryFull
 from autofuse.lowering.gpu.support import why_not
+from autofuse.lowering.limits import default_limit_s, limit_s
 from autofuse.lowering.notes import place
 from autofuse.lowering.torch_internals import group_store, resolve_group
+from autofuse.lowering.watcher import watch
 from autofuse.native_kernels.cuda.host.gemm import clusters_at_once
 from autofuse.native_kernels.cuda.kernels.put_words import put_words
 from autofuse.native_kernels.gpu.copy_engine import FIRST_PRESENCE, CopyEngine
@@ -45,31 +51,18 @@ from autofuse.native_kernels.gpu.memory import (
     grown,
     new_state,
 )
-from autofuse.native_kernels.gpu.state import (
-    BAD_INPUT_WORD,
-    CODES_PER_SITE,
-    RECORD_WORDS,
-    State,
-    Wait,
-)
+from autofuse.native_kernels.gpu.state import RECORD_WORDS, State
 
 from .allocation import LEAST, LOCAL, Memory, Refusals, allocate, sizes_of
+from .board import Board
 from .chain import chain_of
 from .descriptors import Descriptors
+from .failures import Failures
 
 T = TypeVar("T")
 
-_WAITS = {
-    Wait.TELLING: "to say where its rows are to go",
-    Wait.REDUCING: "to add its part",
-    Wait.COPYING: "to send a sum",
-    Wait.GATHERING: "to send its part",
-    Wait.DISPATCHING: "to send its part",
-    Wait.POOLING: "to send its pooled rows",
-    Wait.COMBINING: "to send rows of its experts",
-    Wait.GRADIENTS: "to send the gradients of its bags",
-}
-"""What a rank did not come to do, by the code of the wait for it."""
+MOST_KINDS = 4096
+"""Kinds of calls that are known to be alike on all ranks."""
 
 
 class GpuWorkspace:
@@ -82,11 +75,14 @@ class GpuWorkspace:
         self._group, self.device = weakref.ref(group), device
         self.group_name, self.rank, self.world = group.group_name, group.rank(), group.size()
         self._store: Store = group_store(group)
-        # Counting visits tells apart groups that come one after another to the same store under one name.
-        self._prefix = f"autofuse/gpu/{self._store.add(f'autofuse/gpu/{self.rank}', 1)}"
+        self._prefix = f"{VISITS[1]}/{visit(self._store, VISITS[1], self.rank)}"
         self._meetings = 0
-        self._sites: list[str] = [""]
+        self._margin = config.margin
+        self._limit = 0.0
+        self._limit_s = partial(limit_s, default_limit_s(group, device))  # how long a wait may take
         self._kernels: set[Hashable] = set()
+        self._entered: set[Hashable] = set()
+        self._compared: set[Hashable] = set()
         self._refusals = Refusals()
         self.needs: dict[
             str, tuple[int, str]
@@ -94,36 +90,54 @@ class GpuWorkspace:
         self.calls: dict[Hashable, Any] = {}  # by kind, what came again; for who makes calls
         self._chain = chain_of(device)
         self._capturing = False
-        self._failure: str | None = None
-        why = why_not(device) or ""
-        clusters = "" if why else " ".join(map(str, clusters_at_once(device)))
-        told = [a.split("|") for a in self.meet(f"{why}|{host_identity()}|{sources_digest()}|{clusters}")]
-        for r, (problem, host, digest, _) in enumerate(told):
-            if problem:
-                raise Declined(f"rank {r}: {problem}")
-            if host != host_identity():
-                raise Declined(
-                    f"group {self.group_name} spans hosts: rank {self.rank} and rank {r} share none"
-                )
-            if digest != sources_digest():
-                raise RuntimeError(
-                    f"group {self.group_name}: ranks {self.rank} and {r} run different versions of autofuse; "
-                    f"install the same on all"
-                )
-        counts = [[int(n) for n in each.split()] for *_, each in told]
-        self._clusters = tuple(map(min, zip(*counts, strict=True)))
-        self._limit = 0.0
-        self._record = torch.zeros(RECORD_WORDS, dtype=torch.int32).pin_memory()
-        self._raised = ctypes.c_int32.from_address(self._record.data_ptr())
-        self._bad_input = ctypes.c_int64.from_address(self._record.data_ptr() + 8 * BAD_INPUT_WORD)
-        self._margin = config.margin
-        regions, local, _ = allocate(None, LEAST, group, device, self.meet)
+        self._peers: list[Peer] | int = self.world
+        board = ""
+        try:
+            why = why_not(device) or ""
+            if self.rank == 0 and not why:
+                try:
+                    board = Board.create(self.world)
+                except OSError as error:
+                    why = f"no shared memory of the host: {error}"
+            self._introduce(why, board)
+            regions, local, _ = allocate(None, LEAST, group, device, self.meet)  # all have opened the board
+        finally:
+            Board.remove(board)
         presence = [view.view(torch.int32)[FIRST_PRESENCE:] for view in regions["copy_signals"].views]
         self._state = new_state(self._record, presence, self._firm, device)
         self.memory, self.capacity = self._described(regions, local), LEAST
         self._held = Memory(self.memory, LEAST)
         weakref.finalize(self, self._held.end).atexit = False
         self.engine = CopyEngine(self.memory)
+        watch(self.failures)
+
+    def _introduce(self, why: str, board: str) -> None:
+        """Ranks tell each other who they are. NotShared, or RuntimeError, on all if they do not fit."""
+        me = {
+            "why": why,
+            "digest": sources_digest(),
+            "clusters": [] if why else clusters_at_once(self.device),
+            "peer": asdict(Peer.myself()),
+            "board": board,
+        }
+        told = [json.loads(each) for each in self.meet(json.dumps(me))]
+        for r, other in enumerate(told):
+            if other["why"]:
+                raise Declined(f"rank {r}: {other['why']}")
+            if other["peer"]["host"] != host_identity():
+                raise Declined(
+                    f"group {self.group_name} spans hosts: rank {self.rank} and rank {r} share none"
+                )
+            if other["digest"] != sources_digest():
+                raise RuntimeError(
+                    f"group {self.group_name}: ranks {self.rank} and {r} run different versions of autofuse; "
+                    f"install the same on all"
+                )
+        self._clusters = tuple(map(min, zip(*(other["clusters"] for other in told), strict=True)))
+        self._peers = peers = [Peer(**other["peer"]) for other in told]
+        self._record = torch.zeros(RECORD_WORDS, dtype=torch.int32).pin_memory()
+        opened = Board(told[0]["board"], self.world)
+        self.failures = Failures(self.group_name, self.rank, self._record, opened, peers, self._limit_s)
 
     @property
     def group(self) -> ProcessGroup:
@@ -143,52 +157,74 @@ class GpuWorkspace:
         return max(1, self.programs - self._margin)
 
     def enter(
-        self, op: str, site: str, need: Callable[[], Need], way: str, variant: Hashable
+        self, op: str, site: str, need: Callable[[], Need], way: str, variant: Hashable, problem: Hashable
     ) -> tuple[PeerMemory, int, bool] | None:
         """Before a launch: the memory, the site's number, and whether this way of this op is new.
 
-        A new kernel is to be compiled, and then all ranks meet, so that none is late by that; later calls
-        compile variants of it. None while a CUDA graph is captured if the variant is new, for which a kernel
-        may have to be compiled, or the memory would have to grow. RuntimeError if an earlier call has failed,
+        The first call of a kind (op, site, way, problem) meets all ranks: RuntimeError if they differ. A new
+        kernel is to be compiled, and then all ranks meet, so that none is late by that; later calls compile
+        variants of it. None while a CUDA graph is captured if the variant is new, for which a kernel may have
+        to be compiled, or the memory would have to grow. RuntimeError if an earlier call has failed,
         SharedMemoryFull on all ranks if one has no room; later calls may find some.
         """
-        new = False
-        if (way, variant) not in self._kernels:
-            self.check()
-            if torch.cuda.is_current_stream_capturing():
+        new, at, call = False, place(site), (op, site, way, variant)
+        if call not in self._entered:
+            self.failures.check()
+            capturing, known = torch.cuda.is_current_stream_capturing(), (way, variant) in self._kernels
+            if capturing and not known:
                 return None
-            new, grow = (way, op) not in self._kernels, need()
-            if not grow.fits(self.capacity):
-                self._refusals.check((way, variant))
-                try:
-                    _apart(self.device, lambda: self._grow(grow))
-                except SharedMemoryFull as error:
-                    self._refusals.note((way, variant), error)
-                    raise
-            self._kernels |= {(way, op), (way, variant)}
-            self._note(grow, f"{op} at {place(site)}")
-        return self.enter_again(), self._number(f"autofuse.{op} at {place(site)}"), new
+            if not capturing:
+                self._compare((op, at, way, problem))
+                if not known:
+                    new = (way, op) not in self._kernels
+                    self._make_room(need(), (way, variant), f"{op} at {at}")
+                    self._kernels |= {(way, op), (way, variant)}
+                self._entered.add(call)
+        return self.enter_again(), self.failures.number(f"autofuse.{op} at {at}"), new
+
+    def _compare(self, kind: tuple[str, str, str, Any]) -> None:
+        """All ranks meet before the first call of a kind; RuntimeError on all where they differ."""
+        if kind in self._compared:
+            return
+        op, at, way, problem = kind
+        sizes = ", ".join(f"{name}={value}" for name, value in vars(problem).items() if name != "op")
+        told = self.meet(f"{op} at {at} ({way}; {sizes})")
+        for r, text in enumerate(told):
+            if text != told[0]:
+                differ = f"rank 0 runs {told[0]}, rank {r} runs {text}"
+                raise RuntimeError(f"group {self.group_name}: the ranks disagree: {differ}")
+        if len(self._compared) == MOST_KINDS:  # sizes may change without end; all ranks forget at once
+            self._compared.clear()
+            self._entered.clear()
+        self._compared.add(kind)
+
+    def _make_room(self, need: Need, kernel: Hashable, call: str) -> None:
+        if not need.fits(self.capacity):
+            self._refusals.check(kernel)
+            try:
+                _apart(self.device, lambda: self._grow(need))
+            except SharedMemoryFull as error:
+                self._refusals.note(kernel, error)
+                raise
+        for name, size in vars(need).items():
+            if size > self.needs.get(name, (0, ""))[0]:
+                self.needs[name] = size, call
 
     def enter_again(self) -> PeerMemory:
         """As `enter`, before a launch like one that it has let in."""
-        self.check()
+        self.failures.check()
         self._capturing = torch.cuda.is_current_stream_capturing()
         if self._capturing:
             self._held.graphs.note(self.device.index)
         else:
             self._chain.enter()
-            if self._limit != config.timeout_s:
-                self._limit = config.timeout_s
+            if self._limit != (limit := self._limit_s()):
+                self._limit = limit
                 self._state[State.LIMIT] = int(self._limit * 1e9)
             if self._margin != config.margin:
                 self._margin = config.margin
                 self._state[State.FIRM] = self._firm
         return self.memory
-
-    def _note(self, need: Need, call: str) -> None:
-        for name, size in vars(need).items():
-            if size > self.needs.get(name, (0, ""))[0]:
-                self.needs[name] = size, call
 
     def sizes(self) -> dict[str, int]:
         """Bytes of each part of this rank's memory."""
@@ -218,54 +254,51 @@ class GpuWorkspace:
         if not self._capturing:
             self._chain.leave()
 
-    def _number(self, named: str) -> int:
-        """Of a site, as failure records have it."""
-        if named not in self._sites:
-            self._sites.append(named)
-        return self._sites.index(named)
-
     def check(self) -> None:
-        """Raises RuntimeError if an earlier kernel gave up waiting, or met an index that is none.
-
-        Never synchronises.
-        """
-        if self._failure is None and self._bad_input.value:
-            self._failure = self._describe_input(self._bad_input.value)
-        if self._failure is None and self._raised.value:
-            _, code, source, index, epoch = self._record.tolist()[:5]
-            what = _WAITS.get(Wait(code % CODES_PER_SITE), "")
-            self._failure = (
-                f"{self._site(code)}, rank {self.rank} of group {self.group_name}: rank {source} did not "
-                f"come {what} (tile {index}, call {epoch}) within {self._limit:g} s "
-                f"(AUTOFUSE_TIMEOUT_S sets the limit). What this op and later ones returned is not to be "
-                f"used; has rank {source} ended, or does it run another program?"
-            )
-        if self._failure is not None:
-            raise RuntimeError(self._failure)
-
-    def _site(self, code: int) -> str:
-        site = code // CODES_PER_SITE
-        return self._sites[site] if site < len(self._sites) else "a call"
-
-    def _describe_input(self, word: int) -> str:
-        """As the kernel has it: code << 48 | table << 32 | index, or bag."""
-        code, table, value = word >> 48 & 0xFFFF, word >> 32 & 0xFFFF, ctypes.c_int32(word).value
-        what = (
-            f"index {value} of table {table} is outside of its rows"
-            if code % CODES_PER_SITE == Wait.BAD_INDEX
-            else f"bag {value} of table {table} ends before it starts or outside of the indices; "
-            "offsets must ascend from 0 to at most the number of indices"
-        )
-        return (
-            f"{self._site(code)}, rank {self.rank} of group {self.group_name}: {what}. "
-            "What this op and later ones returned is not to be used"
-        )
+        """Raises RuntimeError if an earlier call has failed, here or on a peer. Never synchronises."""
+        self.failures.check()
 
     def meet(self, value: str) -> list[str]:
-        """One string of every rank, which all must bring."""
+        """One string of every rank, which all must bring. Where a rank does not come, all fail."""
         self._meetings += 1
-        prefix = f"{self._prefix}/{self._meetings}"
-        return all_gather(self._store, prefix, self.rank, self.world, value, config.timeout_s, "cuda")
+        where, limit = f"{self._prefix}/{self._meetings}", self._limit_s()
+        try:
+            return all_gather(self._store, where, self.rank, self._peers, value, limit, "cuda")
+        except NotShared:
+            raise
+        except RuntimeError as error:
+            if not isinstance(self._peers, int):
+                self.failures.tell(f"group {self.group_name}: {error}")
+            raise
+
+    def reset(self, number: int, meet: Callable[[str], list[str]]) -> None:
+        """All memory is as at first, for the reset of this number. All ranks call it together.
+
+        Between the meetings nothing of a kernel or a copy is under way on any rank.
+        """
+        self.failures.pause()
+        try:
+            torch.cuda.synchronize(self.device)
+            if len(set(meet(repr(self.capacity)))) > 1:
+                raise RuntimeError(
+                    f"group {self.group_name} cannot be reset: its memory has grown on some ranks only; "
+                    "destroy the group and make another one"
+                )
+            for memory in self._held.all:
+                memory.clear()
+            torch.cuda.synchronize(self.device)
+            self.failures.forget()
+            # Ranks may have come to different calls: what they have agreed on is asked again.
+            self._prefix, self._meetings = f"{self._prefix.partition('/reset')[0]}/reset/{number}", 0
+            for known in (self._kernels, self._entered, self._compared):
+                known.clear()
+            self.calls.clear()
+            self._refusals = Refusals()
+            for each in agreements:
+                each.pop(self, None)
+            meet("")
+        finally:
+            self.failures.resume()
 
     def _grow(self, need: Need) -> None:
         """Memory for `need`, too, by all ranks together. SharedMemoryFull on all if one has no room."""
@@ -351,11 +384,27 @@ def _apart(device: torch.device, work: Callable[[], T]) -> T:
         return thread.submit(copy_context().run, on_device).result()
 
 
-def check(group_name: str | None = None) -> None:
-    """Raises RuntimeError if a fused kernel of the group (of any group) has given up waiting for a peer."""
-    for group, found in list(_workspaces.items()):
-        if isinstance(found, GpuWorkspace) and group_name in (None, group.group_name):
-            found.check()
+def is_made(group: ProcessGroup) -> bool:
+    return isinstance(_workspaces.get(group), GpuWorkspace)
+
+
+def reset(group: ProcessGroup, number: int, meet: Callable[[str], list[str]]) -> None:
+    """`GpuWorkspace.reset`, of a group for which all ranks have one."""
+    found = _workspaces[group]
+    with current(found.device):
+        found.reset(number, meet)
+
+
+def forget(group: ProcessGroup) -> None:
+    """The ranks of the group meet again before its next call, unless they cannot share memory."""
+    with _making:
+        if not isinstance(_workspaces.get(group), NotShared):
+            _workspaces.pop(group, None)
+            _refusals.pop(group, None)
+
+
+agreements: list[WeakKeyDictionary[GpuWorkspace, Any]] = []
+"""Of those who keep what all ranks of a group have agreed on."""
 
 
 def workspaces() -> list[GpuWorkspace]:

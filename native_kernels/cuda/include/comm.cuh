@@ -18,29 +18,38 @@ __device__ inline bool given_up(const int64_t* state) {
     return *static_cast<const volatile int64_t*>(state + STATE_GIVEN_UP) != 0;
 }
 
-// The bound of one wait. `goes_on` is asked after each poll. After the limit it raises STATE_GIVEN_UP, writes the failure
-// record and returns false. A wait for sums may take half as long again: a peer that waits for the lost rank sends none, and
-// the record must name the lost rank.
+// The bound of one wait. `goes_on` is asked after each poll. It returns false where the wait gives up: after its limit, where
+// another wait of this rank has given up, or where the host says so (RECORD_STOP). The first one writes the failure record.
 struct Patience {
     int polls = 0;
-    int64_t limit = 0;
+    int64_t begun = 0;
     __device__ bool goes_on(const Call& call, int what, int source, int index) {
-        if (++polls % 64) return true;  // reading the clock takes longer than a poll
+        if (__builtin_expect(++polls % 64 != 0, 1)) return true;  // reading the clock takes longer than a poll
+        if (polls == 64) begun = nanoseconds();
         int64_t* state = call.state;
-        if (limit == 0)
-            limit = nanoseconds() + state[STATE_LIMIT] + (what == WAIT_COPYING ? state[STATE_LIMIT] / 2 : 0);
-        if (given_up(state)) return false;
-        if (nanoseconds() < limit) return true;
-        if (atomicExch(reinterpret_cast<unsigned long long*>(state + STATE_GIVEN_UP), 1ull)) return false;
-        int* record = reinterpret_cast<int*>(state[STATE_RECORD]);
-        record[RECORD_CODE] = call.site * CODES_PER_SITE + what;
+        volatile int* record = reinterpret_cast<volatile int*>(state[STATE_RECORD]);
+        int64_t waited = nanoseconds() - begun, limit = state[STATE_LIMIT];
+        int code = call.site * CODES_PER_SITE + what;
+        bool stop = given_up(state) || (polls % POLLS_PER_STOP == 0 && (record[RECORD_STOP] >> source & 1));
+        if (__builtin_expect(!stop && waited < limit, 1)) {
+            if (waited >= min(limit / 2, static_cast<int64_t>(SLOW_NS)) && raise(state + STATE_SLOW))
+                record[RECORD_SLOW] = (source << SLOW_SOURCE_BIT) + code + 1;
+            return true;
+        }
+        if (waited >= LONG_NS) record[RECORD_WAITED + source] = code + 1;
+        if (!raise(state + STATE_GIVEN_UP)) return false;
+        record[RECORD_CODE] = code;
         record[RECORD_SOURCE] = source;
         record[RECORD_INDEX] = index;
         record[RECORD_EPOCH] = static_cast<int>(call.epoch);
         __threadfence_system();
-        *static_cast<volatile int*>(record + RECORD_RAISED) = 1;
+        record[RECORD_RAISED] = 1;
         return false;
     }
+
+private:
+    // True for who sets the word first.
+    static __device__ bool raise(int64_t* word) { return !atomicExch(reinterpret_cast<unsigned long long*>(word), 1ull); }
 };
 
 // One thread waits until `counter` is at least `target`, the signals of `source`. Other threads of the block may read what

@@ -1,0 +1,89 @@
+"""After a failure: has a fused op failed, and its group becomes usable again."""
+
+import json
+from contextlib import suppress
+from importlib import import_module
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.distributed import ProcessGroup
+
+from autofuse.groups import Group, group_name
+from autofuse.lowering import watcher
+from autofuse.lowering.cpu import workspace as on_cpus
+from autofuse.lowering.cpu.rendezvous import VISITS, all_gather, set_visits, visits
+from autofuse.lowering.gpu.support import has_triton
+from autofuse.lowering.limits import default_limit_s, limit_s
+from autofuse.lowering.torch_internals import group_store, resolve_group
+from autofuse.warm_up import has_gpus
+
+
+def check(group: Group = None) -> None:
+    """Raises RuntimeError if a fused op on GPUs has failed: of this group, or (None) of any.
+
+    For programs that replay CUDA graphs of their own, for instance where they read the loss: fused ops and
+    compiled functions look by themselves. Waits for no GPU.
+    """
+    watcher.check(None if group is None else {group_name(group, "check")})
+
+
+def reset(group: Group = None) -> None:
+    """Makes a group (None: that of all ranks) usable again after a fused op has failed.
+
+    All its ranks call it together, not while a CUDA graph is captured. Graphs that were captured before can
+    be replayed afterwards. What the failed op and later ones have returned stays wrong. RuntimeError if a
+    rank does not come; then all may call it again.
+    """
+    name = group_name(group, "reset")
+    meeting = _Meeting(resolve_group(name), torch.device("cuda" if has_gpus(name) else "cpu"))
+    try:
+        _reset(meeting)
+    except BaseException:
+        meeting.take_back()
+        raise
+    _numbers[meeting.group] = meeting.number
+
+
+class _Meeting:
+    """Of all ranks that reset a group for the same time, in steps."""
+
+    def __init__(self, group: ProcessGroup, device: torch.device) -> None:
+        self.group, self.store, self.rank = group, group_store(group), group.rank()
+        self.number = _numbers.get(group, 0) + 1
+        self._limit = limit_s(default_limit_s(group, device))
+        self._steps: list[str] = []
+
+    def all_gather(self, value: str) -> list[str]:
+        self._steps.append(f"autofuse/reset/{self.number}/{len(self._steps)}")
+        return all_gather(
+            self.store, self._steps[-1], self.rank, self.group.size(), value, self._limit, "reset"
+        )
+
+    def take_back(self) -> None:
+        """A rank that comes later must not find us."""
+        for step in self._steps:
+            with suppress(RuntimeError):
+                self.store.delete_key(f"{step}/{self.rank}")
+
+
+def _reset(meeting: _Meeting) -> None:
+    group, store, rank = meeting.group, meeting.store, meeting.rank
+    gpus = import_module("autofuse.lowering.gpu.memory.workspace") if has_triton() else None
+    made = gpus is not None and gpus.is_made(group)
+    mine = [made, *(visits(store, key, rank) for key in VISITS)]
+    told = [json.loads(each) for each in meeting.all_gather(json.dumps(mine))]
+    made_by, *counts = zip(*told, strict=True)
+    for key, of_ranks in zip(VISITS, counts, strict=True):
+        # Ranks that gave up before the group had met have visited the store more often than others.
+        set_visits(store, key, rank, max(of_ranks))
+    on_cpus.forget(group)
+    if gpus is not None:
+        if all(made_by):
+            gpus.reset(group, meeting.number, meeting.all_gather)
+        else:
+            gpus.forget(group)
+    meeting.all_gather("")
+
+
+_numbers: "WeakKeyDictionary[ProcessGroup, int]" = WeakKeyDictionary()
+"""How often a group was reset."""

@@ -1,0 +1,28 @@
+"""How long fused ops wait for a peer: `config.timeout_s`, else less than the group's collectives do."""
+
+import torch
+from torch.distributed import ProcessGroup
+
+from autofuse import config
+from autofuse.lowering.torch_internals import group_timeout_s
+from autofuse.native_kernels.gpu.state import SLOW_NS
+
+EARLIER_S = 30.0
+"""Before the watchdog of NCCL ends the process, there is time to say what is wrong."""
+UNKNOWN_S = 300.0
+
+
+def default_limit_s(group: ProcessGroup, device: torch.device) -> float:
+    """For groups with short timeouts half of these."""
+    timeout = group_timeout_s(group, device)
+    return UNKNOWN_S if timeout is None else max(timeout - EARLIER_S, timeout / 2)
+
+
+def limit_s(default: float) -> float:
+    """What holds now."""
+    return default if config.timeout_s is None else float(config.timeout_s)
+
+
+def silent_s(limit: float) -> float:
+    """After which a wait that may take up to `limit` warns that it takes long."""
+    return min(SLOW_NS / 1e9, limit / 2)

@@ -1,0 +1,153 @@
+"""Failures on ranks with GPUs: the last rank is late or is killed; what all are told, what works then."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.ranks import fresh_group
+
+from .on_gpus import Block, error_of, reference
+
+LIMIT_S = 2.0
+LATE_S = LIMIT_S + 6.0
+
+
+def _reduction(group: str, rank: int, m: int, copied: bool) -> tuple[Callable[[], Tensor], Tensor]:
+    """Calls of matmul_all_reduce in a fused way, and what they return."""
+    from autofuse.lowering.gpu.choice.kernel import ways_of
+    from autofuse.lowering.gpu.dense.run import Reduction, problem_of
+    from autofuse.lowering.gpu.memory.workspace import workspace_for
+
+    torch.manual_seed(rank)
+    x = torch.randn(m, 256, device="cuda", dtype=torch.bfloat16)
+    w = torch.randn(256, 512, device="cuda", dtype=torch.bfloat16)
+    workspace = workspace_for(group, torch.device("cuda", torch.cuda.current_device()))
+    problem = problem_of("matmul_all_reduce", x, w, workspace)
+    way = next(way for way in ways_of(problem).values() if way.fused and way.is_copied == copied)
+
+    def run() -> Tensor:
+        return Reduction(workspace, way, problem, w.stride(), False, "direct", "a.py:1")(x, w)
+
+    return run, reference("matmul_all_reduce", x, w)
+
+
+def _told(call: Callable[[], object], within_s: float) -> str:
+    """What `call` raises in time, again and again."""
+    end = time.monotonic() + within_s
+    while time.monotonic() < end:
+        try:
+            call()
+        except RuntimeError as error:
+            return str(error)
+        time.sleep(0.05)
+    return "no error"
+
+
+def lost_peer(rank: int, world: int, m: int, copied: bool, captured: bool) -> tuple[str, float]:
+    """What each rank is told, and the largest error of 1,000 calls after a reset.
+
+    captured: nothing but replays, of a graph that works again after the reset.
+    """
+    import autofuse
+
+    group = fresh_group()
+    with autofuse.config.patch(timeout_s=LIMIT_S):
+        run, wanted = _reduction(group, rank, m, copied)
+        run()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = run()
+        graph.replay()
+        torch.cuda.synchronize()
+        dist.barrier()
+        torch.cuda.synchronize()
+        if rank == world - 1:
+            told = _told(lambda: autofuse.check(group), LATE_S)  # it waits for nobody
+        elif captured:
+            for _ in range(3):  # for the second one, a copy stream has no credit of the lost rank
+                graph.replay()
+            told = _told(lambda: autofuse.check(group), LATE_S)
+        else:
+            told = _told(run, LATE_S)
+        torch.cuda.synchronize()
+        autofuse.reset(group)
+        worst = torch.zeros((), device="cuda", dtype=torch.float64)
+        for _ in range(1000):
+            if captured:
+                graph.replay()
+            else:
+                out = run()
+            worst = torch.maximum(worst, (out.double() - wanted).norm() / wanted.norm())
+        autofuse.check(group)
+    return told, float(worst)
+
+
+def replayed_by_inductor(rank: int, world: int) -> tuple[list[str], str, float]:
+    """The log, what the next call raises where Inductor replays graphs, and the error after a reset."""
+    import logging
+    from unittest.mock import Mock, patch
+
+    import autofuse
+    from autofuse.lowering.gpu.memory import failures
+
+    torch._dynamo.reset()
+    torch.manual_seed(rank)
+    group, logged = fresh_group(), list[str]()
+    model = Block(512, 2048, world, group).cuda().bfloat16()
+    run = torch.compile(model, backend="autofuse", mode="reduce-overhead")
+    handler = Mock(level=logging.ERROR, handle=lambda record: logged.append(record.getMessage()))
+    x = torch.randn(64, 512, device="cuda", dtype=torch.bfloat16)
+    dist.broadcast(x, 0)
+    with autofuse.config.patch(timeout_s=LIMIT_S), torch.no_grad():
+        for _ in range(4):
+            run(x)
+        torch.cuda.synchronize()
+        dist.barrier()
+        torch.cuda.synchronize()
+        with patch.object(failures.log, "handlers", [handler]):
+            if rank == world - 1:
+                time.sleep(LATE_S)
+            else:
+                run(x)
+                time.sleep(LIMIT_S + 3)
+            told = _told(lambda: run(x), 1.0)
+        autofuse.reset(group)
+        for _ in range(20):
+            found = run(x).clone()
+        torch.cuda.synchronize()
+        autofuse.check(group)
+        return logged, told, error_of(found, model(x).double())
+
+
+def killed(rank: int, world: int, m: int) -> None:
+    """The last rank dies; how the others fail, and after how many seconds."""
+    import autofuse
+
+    group = fresh_group()
+    with autofuse.config.patch(timeout_s=60.0):
+        run, _ = _reduction(group, rank, m, False)
+        run()
+        torch.cuda.synchronize()
+        dist.barrier()
+        torch.cuda.synchronize()
+        if rank == world - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        began = time.monotonic()
+        text = _told(run, 30.0)
+        raise AssertionError(f"{text} [after {time.monotonic() - began:.1f} s]")
+
+
+def disagreeing(rank: int, world: int) -> tuple[str, float]:
+    """The last rank calls with other sizes: what all are told before anything is stored, and the error of
+    calls that are alike afterwards."""
+    group = fresh_group()
+    other, _ = _reduction(group, rank, 64 if rank < world - 1 else 80, False)
+    told = _told(other, 5.0)
+    run, wanted = _reduction(group, rank, 64, False)
+    return told, error_of(run(), wanted)

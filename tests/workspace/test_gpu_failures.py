@@ -1,0 +1,223 @@
+"""Failures of kernels, by records that tests write instead of kernels: all ranks name the same lost rank."""
+
+import logging
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from unittest.mock import Mock
+
+import pytest
+
+pytest.importorskip("triton")
+
+import torch
+
+import autofuse
+from autofuse.lowering import watcher
+from autofuse.lowering.gpu.memory import failures as module
+from autofuse.lowering.gpu.memory.board import Board
+from autofuse.lowering.gpu.memory.failures import Failures, lost_rank
+from autofuse.native_kernels.gpu.state import (
+    BAD_INPUT_WORD,
+    CODES_PER_SITE,
+    RECORD_WORDS,
+    SLOW_SOURCE_BIT,
+    Record,
+    Wait,
+)
+
+WORLD, SITE = 4, 1
+REDUCING, SUMS = (SITE * CODES_PER_SITE + wait for wait in (Wait.REDUCING, Wait.COPYING))
+
+
+@dataclass
+class Rank:
+    """A rank whose kernel waits; waits[s]: the code of a wait for rank s."""
+
+    rank: int
+    board: Board
+    peers: list[Mock]
+    waits: dict[int, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.record = torch.zeros(RECORD_WORDS, dtype=torch.int32)
+        self.failures = Failures("0", self.rank, self.record, self.board, self.peers, lambda: 2.0)
+        assert self.failures.number("autofuse.matmul_all_reduce at a.py:1") == SITE
+
+    def gives_up(self, source: int) -> None:
+        """As a kernel does; all its waits stop."""
+        words = {Record.CODE: self.waits[source], Record.SOURCE: source, Record.INDEX: 3, Record.EPOCH: 7}
+        for word, value in {**words, Record.RAISED: 1}.items():
+            self.record[word] = value
+        for s, code in self.waits.items():
+            self.record[Record.WAITED + s] = code + 1
+        self.waits = {}
+
+    def look(self) -> None:
+        """The host looks, then the kernel whether it is to stop."""
+        self.failures.look()
+        stopped = [s for s in self.waits if int(self.record[Record.STOP]) >> s & 1]
+        if stopped:
+            self.gives_up(stopped[0])
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Rank]]:
+    monkeypatch.setattr(module, "SETTLE_S", 0.02)
+    monkeypatch.setattr(module, "LOOKS_PER_DEATH", 1)
+    path = Board.create(WORLD)
+    peers = [Mock(pid=100 + r, **{"is_dead.return_value": False}) for r in range(WORLD)]
+    yield [Rank(r, Board(path, WORLD), peers) for r in range(WORLD)]
+    Board.remove(path)
+    watcher.failed.clear()
+
+
+def texts(ranks: list[Rank]) -> list[str]:
+    """What each rank says has failed, after some looks."""
+    for _ in range(8):
+        for each in ranks:
+            each.look()
+        time.sleep(0.01)
+    return [each.failures.text for each in ranks]
+
+
+def test_all_ranks_name_the_lost_rank_and_not_the_messenger(
+    ranks: list[Rank], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Rank 1 gives up first, on the sums of rank 2, which waits for rank 3; rank 0 waits for nobody."""
+    ranks[1].waits = {2: SUMS}
+    ranks[2].waits = {1: SUMS, 3: REDUCING}
+    assert texts(ranks) == [""] * WORLD
+    ranks[1].gives_up(2)
+    (text,) = set(texts(ranks))
+    assert "autofuse.matmul_all_reduce at a.py:1, rank 2 of group 0: rank 3 did not come to add its" in text
+    assert "call 7) within 2 s (AUTOFUSE_TIMEOUT_S" in text
+    assert [r.message for r in caplog.records if r.levelno == logging.ERROR] == [text] * WORLD
+    assert "0" in watcher.failed
+    for each in ranks:
+        with pytest.raises(RuntimeError, match="rank 3 did not come"):
+            each.failures.check()
+
+
+@pytest.mark.parametrize(
+    ("waits", "dead", "lost"),
+    [
+        ({0: {1: REDUCING}}, set(), 1),
+        ({0: {1: SUMS}, 1: {2: REDUCING}, 2: {}}, set(), 2),
+        ({0: {1: SUMS, 2: REDUCING}, 1: {0: SUMS, 2: REDUCING}}, set(), 2),
+        ({0: {1: SUMS}, 1: {0: REDUCING}}, set(), 0),  # in a circle
+        ({0: {1: REDUCING, 2: REDUCING}, 2: {3: SUMS}}, {2}, 2),
+        ({0: {}}, {3}, None),
+    ],
+)
+def test_who_is_lost(waits: dict[int, dict[int, int]], dead: set[int], lost: int | None) -> None:
+    assert lost_rank(waits, dead) == lost
+
+
+def test_a_dead_rank_is_named_once_somebody_waits_for_it(ranks: list[Rank]) -> None:
+    ranks[0].peers[2].is_dead.return_value = True
+    assert texts(ranks) == [""] * WORLD
+    ranks[0].waits = {1: SUMS}
+    ranks[1].waits = {2: REDUCING}
+    living = [ranks[0], ranks[1], ranks[3]]
+    (text,) = set(texts(living))
+    assert "rank 1 of group 0: rank 2 (pid 102) has died: it did not come to add its part" in text
+
+
+def test_a_wait_for_some_rank_ends_when_one_has_died(ranks: list[Rank]) -> None:
+    """Waits for rows of any rank name their own rank."""
+    ranks[0].peers[2].is_dead.return_value = True
+    ranks[0].look()
+    assert [int(ranks[0].record[Record.STOP]) >> s & 1 for s in range(WORLD)] == [1, 0, 1, 0]
+
+
+def test_a_peer_that_does_not_look_delays_nobody(ranks: list[Rank], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PATIENCE_S", 0.0)
+    ranks[0].waits = {1: REDUCING}
+    ranks[0].gives_up(1)
+    assert "rank 1 did not come" in texts(ranks[:1])[0]
+
+
+def test_a_long_wait_is_told_once_and_goes_on(ranks: list[Rank], caplog: pytest.LogCaptureFixture) -> None:
+    ranks[0].record[Record.SLOW] = (3 << SLOW_SOURCE_BIT) + REDUCING + 1
+    assert texts(ranks) == [""] * WORLD
+    (warning,) = (record.message for record in caplog.records)
+    assert "at a.py:1, rank 0 of group 0: has waited 1 s for rank 3 to add its part; it goes on" in warning
+
+
+def test_bad_input_fails_all_ranks(ranks: list[Rank]) -> None:
+    word = (SITE * CODES_PER_SITE + Wait.BAD_INDEX) << 48 | 2 << 32 | 77
+    ranks[1].record.view(torch.int64)[BAD_INPUT_WORD] = word
+    (text,) = set(texts(ranks))
+    assert "rank 1 of group 0: index 77 of table 2 is outside of its rows" in text
+
+
+def test_what_a_host_says_fails_all_ranks(ranks: list[Rank]) -> None:
+    ranks[2].failures.tell("rank 2 waited in vain")
+    assert set(texts(ranks)) == {"rank 2 waited in vain"}
+
+
+def test_a_group_that_was_reset_is_fine(ranks: list[Rank]) -> None:
+    ranks[0].waits = {1: REDUCING}
+    ranks[0].gives_up(1)
+    assert all(texts(ranks))
+    for each in ranks:
+        each.failures.pause()
+    for each in ranks:  # rows of others may still be as they were
+        each.failures.forget()
+        each.look()
+    for each in ranks:
+        each.failures.resume()
+    assert texts(ranks) == [""] * WORLD
+    assert not watcher.failed
+    assert not any(each.record.any() for each in ranks)
+    ranks[2].waits = {3: SUMS}
+    ranks[2].gives_up(3)
+    assert all("rank 3 did not come to send a sum" in text for text in texts(ranks))
+
+
+def test_the_watcher_tells_and_raises(ranks: list[Rank], caplog: pytest.LogCaptureFixture) -> None:
+    """Without a call of this process; and no longer than the group lives."""
+    for each in ranks:
+        watcher.watch(each.failures)
+    ranks[0].waits = {1: REDUCING}
+    ranks[0].gives_up(1)
+    end = time.monotonic() + 10
+    while not watcher.failed and time.monotonic() < end:
+        time.sleep(0.01)
+    with pytest.raises(RuntimeError, match="rank 1 did not come"):
+        autofuse.check()
+    with pytest.raises(RuntimeError, match="rank 1 did not come"):
+        watcher.check({"0"})
+    watcher.check({"another"})
+    del each
+    ranks.clear()
+    watcher.check({"0"})
+    assert "0" not in watcher.failed
+
+
+PROGRAM = """
+import os, sys, time
+from unittest.mock import Mock
+from autofuse.lowering import watcher
+watched = Mock(group_name="g")
+watcher.watch(watched)
+while watched.look.call_count < 2:
+    time.sleep(0.01)
+child = os.fork()
+if child == 0:
+    count = watched.look.call_count
+    time.sleep(0.3)
+    os._exit(watched.look.call_count - count + len(watcher._all))
+print(os.waitpid(child, 0)[1])
+"""
+
+
+def test_the_watcher_ends_with_the_process_and_has_no_children() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120, env=os.environ
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "0\n", "")

@@ -1,0 +1,171 @@
+"""After a failure: who is told, and that a group that was reset, or whose job was restarted, works."""
+
+import logging
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from unittest.mock import Mock, patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import _functional_collectives as funcol
+
+import autofuse
+from autofuse import config
+from autofuse.lowering import limits, watcher
+from autofuse.lowering.cpu import workspace
+from autofuse.lowering.torch_internals import fake_store
+from tests.ranks import RankPool, fresh_group
+
+Ranks = Callable[[int], RankPool]
+
+
+def _sum(group: str, rank: int, value: float) -> Tensor:
+    x = torch.full((3, 4), float(value + rank))
+    return autofuse.ops.matmul_all_reduce(x, torch.ones(4, 5), group=group)
+
+
+def _is_right(group: str, rank: int, world: int, calls: int) -> None:
+    for value in range(calls):
+        expected = 4.0 * sum(value + r for r in range(world))
+        assert bool((_sum(group, rank, value) == expected).all()), value
+
+
+def _error_of(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def _reset(rank: int, world: int, met: bool, late: int) -> list[str]:
+    """What each rank was told of a call that rank `late` misses, and of a reset that it misses."""
+    group = fresh_group()
+    if met:
+        _is_right(group, rank, world, 3)
+    with config.patch(timeout_s=0.5):
+        if rank == late:
+            time.sleep(1.5)
+            # What its peers had sent before they gave up completes one call.
+            told = ["", _error_of(lambda: [_sum(group, rank, 0.0) for _ in range(2)])]
+        else:
+            told = [
+                _error_of(call) for call in (lambda: _sum(group, rank, 0.0), lambda: autofuse.reset(group))
+            ]
+    dist.barrier()
+    autofuse.reset(group)
+    _is_right(group, rank, world, 1000)
+    autofuse.reset(group)  # also where nothing has failed
+    _is_right(group, rank, world, 3)
+    return told
+
+
+@pytest.mark.parametrize("met", [True, False])
+def test_a_group_is_usable_after_a_reset(ranks: Ranks, met: bool) -> None:
+    """Also where some ranks had given up before the group had met."""
+    late = 1
+    results = ranks(3).run(_reset, met, late)
+    for rank, (call, then) in enumerate(results):
+        if rank != late:
+            assert "waited 0.5 s for rank" in call
+            assert f"waited 0.5 s for ranks [{late}]" in then
+        else:
+            assert ("gave up" if met else "waited 0.5 s for ranks") in then
+
+
+def _late(rank: int, world: int) -> list[str]:
+    """Warnings of a call for which the last rank is late, but not too late."""
+    told: list[str] = []
+    handler = Mock(level=logging.WARNING, handle=lambda record: told.append(record.getMessage()))
+    group = fresh_group()
+    _is_right(group, rank, world, 2)
+    with config.patch(timeout_s=1.6), patch.object(workspace.log, "handlers", [handler]):
+        dist.barrier()
+        if rank == world - 1:
+            time.sleep(1.1)
+        _is_right(group, rank, world, 2)
+    return told
+
+
+def test_a_long_wait_warns_and_goes_on(ranks: Ranks) -> None:
+    first, last = ranks(2).run(_late)
+    (warning,) = first
+    assert "autofuse.matmul_all_reduce at eager, epoch 4, rank 0" in warning
+    assert "has waited 0.8 s for rank 1; it goes on waiting, for 1.6 s in all" in warning
+    assert not last
+
+
+def _limits(rank: int, world: int) -> list[float]:
+    found = []
+    for seconds in (400, 40):
+        group = dist.new_group(list(range(world)), timeout=timedelta(seconds=seconds))
+        with config.patch(timeout_s=None):
+            found.append(limits.limit_s(workspace.workspace_for(group.group_name)._default_limit))
+        dist.destroy_process_group(group)
+    return found
+
+
+def test_ops_give_up_before_the_collectives_of_their_group(ranks: Ranks) -> None:
+    assert ranks(2).run(_limits) == [[370.0, 20.0]] * 2
+    with config.patch(timeout_s=5):
+        assert limits.limit_s(370.0) == 5.0
+
+
+def test_a_compiled_function_raises_what_failed_in_its_groups() -> None:
+    """Where Inductor replays CUDA graphs, no op is called that could raise."""
+    dist.init_process_group("fake", store=fake_store(), rank=0, world_size=2)
+    try:
+        name = dist.group.WORLD.group_name
+        ours = torch.compile(lambda x: funcol.all_reduce(x, "sum", name) + 1, backend="autofuse")
+        others = torch.compile(lambda x: x + 1, backend="autofuse")
+        x = torch.ones(3)
+        torch.testing.assert_close(ours(x), others(x))
+        group = Mock(group_name=name, **{"check.side_effect": RuntimeError("rank 1 did not come")})
+        watcher.watch(group)
+        watcher.failed.add(name)
+        others(x)
+        for call in (lambda: ours(x), autofuse.check, lambda: autofuse.check(name)):
+            with pytest.raises(RuntimeError, match="rank 1 did not come"):
+                call()
+        group.check.side_effect = None
+        ours(x)
+        assert not watcher.failed
+    finally:
+        watcher.failed.clear()
+        dist.destroy_process_group()
+
+
+PROGRAM = """
+import os, sys, torch, torch.distributed as dist, autofuse
+rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+# gloo itself does not work twice with the same keys.
+store = dist.PrefixStore(f"attempt {attempt}", store)
+dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+x, w = torch.ones(4, 8), torch.ones(8, 8)
+for call in range(20):
+    if attempt == 0 and call == 10 and rank == 1:
+        os._exit(7)
+    y = autofuse.ops.matmul_all_reduce(x, w)
+    assert bool((y == 16).all())
+print(f"rank {rank} of attempt {attempt} is through")
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.full
+def test_a_job_that_torchrun_restarts_in_place_works(tmp_path: Path) -> None:
+    program = tmp_path / "job.py"
+    program.write_text(PROGRAM)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
+    command = [sys.executable, *torchrun, "--nproc-per-node=2", "--max-restarts=1", str(program)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    for rank in range(2):
+        assert f"rank {rank} of attempt 1 is through" in done.stdout
