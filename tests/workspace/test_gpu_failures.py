@@ -2,32 +2,40 @@
 
 import logging
 import os
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 
 pytest.importorskip("triton")
 
 import torch
+import torch.distributed as dist
 
 import autofuse
+from autofuse import config
 from autofuse.lowering import watcher
 from autofuse.lowering.gpu.memory import failures as module
 from autofuse.lowering.gpu.memory.board import Board
 from autofuse.lowering.gpu.memory.failures import Failures, lost_rank
+from autofuse.lowering.gpu.memory.workspace import GpuWorkspace, workspace_for
+from autofuse.native_kernels.gpu.memory import Need
 from autofuse.native_kernels.gpu.state import (
     BAD_INPUT_WORD,
     CODES_PER_SITE,
     RECORD_WORDS,
     SLOW_SOURCE_BIT,
     Record,
+    State,
     Wait,
 )
+from tests.ranks import RankPool, RanksFailed, fresh_group
+from tests.workspace.gpu_memory import CPU, gpus, needing
 
 WORLD, SITE = 4, 1
 REDUCING, SUMS = (SITE * CODES_PER_SITE + wait for wait in (Wait.REDUCING, Wait.COPYING))
@@ -44,7 +52,7 @@ class Rank:
 
     def __post_init__(self) -> None:
         self.record = torch.zeros(RECORD_WORDS, dtype=torch.int32)
-        self.failures = Failures("0", self.rank, self.record, self.board, self.peers, lambda: 2.0)
+        self.failures = Failures("0", self.rank, self.record, self.board, self.peers, 2.0)
         assert self.failures.number("autofuse.matmul_all_reduce at a.py:1") == SITE
 
     def gives_up(self, source: int) -> None:
@@ -201,7 +209,7 @@ def test_the_watcher_tells_and_raises(ranks: list[Rank], caplog: pytest.LogCaptu
 
 PROGRAM = """
 import os, sys, time
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 from autofuse.lowering import watcher
 watched = Mock(group_name="g")
 watcher.watch(watched)
@@ -221,3 +229,89 @@ def test_the_watcher_ends_with_the_process_and_has_no_children() -> None:
         [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120, env=os.environ
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "0\n", "")
+
+
+def _gives_up(record: torch.Tensor, source: int) -> None:
+    """As a kernel of the first site does."""
+    record[Record.CODE], record[Record.SOURCE] = REDUCING, source
+    record[Record.WAITED + source], record[Record.RAISED] = REDUCING + 1, 1
+
+
+def _told(group: str, until: Callable[[], None] = lambda: None) -> str:
+    end = time.monotonic() + 20
+    while time.monotonic() < end:
+        until()
+        try:
+            autofuse.check(group)
+        except RuntimeError as error:
+            return str(error)
+        time.sleep(0.02)
+    return ""
+
+
+def _enters(workspace: GpuWorkspace, m: int) -> None:
+    assert workspace.enter("matmul", "a.py:1", needing(8), "tiles", m, Need(m)) is not None
+
+
+def _fails(rank: int, world: int) -> list[str]:
+    """Rank 1 waits for rank 2; what ranks are told. Then they go on, also with what only some had called."""
+    found = []
+    with gpus(), patch.object(torch.cuda, "current_device", lambda: 0), config.patch(timeout_s=5.0):
+        group = fresh_group()
+        workspace = workspace_for(group, CPU)
+        for _ in range(2):
+            _enters(workspace, 1)
+            dist.barrier()
+            if rank == 1:
+                _gives_up(workspace.memory.record, 2)
+            found.append(_told(group))
+            workspace.memory.signals.views[rank].fill_(7)
+            workspace.memory.state[State.GIVEN_UP : State.FIRM] = 7 + rank
+            workspace._kernels.add(rank)
+            if rank == 0:
+                workspace.calls[0] = None
+                workspace._meetings += 1
+            autofuse.reset(group)
+            assert not workspace.memory.signals.views[rank].any()
+            assert not workspace.memory.state[State.GIVEN_UP : State.FIRM].any()
+            assert not workspace.memory.record.any()
+            assert not workspace.calls
+            _enters(workspace, 2)
+        autofuse.check(group)
+    return found
+
+
+def test_a_group_fails_on_all_ranks_and_is_reset() -> None:
+    pool = RankPool(3)
+    try:
+        first, *others = pool.run(_fails)
+    finally:
+        pool.close()
+    assert all("rank 1 of group" in text and "within 5 s" in text for text in first)
+    assert all("autofuse.matmul at a.py:1" in text and "rank 2 did not come to add" in text for text in first)
+    assert others == [first, first]
+
+
+def _is_killed(rank: int, world: int) -> None:
+    with gpus(), config.patch(timeout_s=60.0):
+        group = fresh_group()
+        workspace = workspace_for(group, CPU)
+        record = workspace.memory.record
+        _enters(workspace, 1)
+        dist.barrier()
+        if rank == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        def kernel() -> None:
+            """Of rank 1, which waits for rank 2."""
+            if rank == 1 and int(record[Record.STOP]) >> 2 & 1:
+                _gives_up(record, 2)
+
+        raise AssertionError(_told(group, kernel))
+
+
+def test_a_killed_process_is_named_on_all_ranks() -> None:
+    pool = RankPool(3)
+    with pytest.raises(RanksFailed) as failure:
+        pool.run(_is_killed)
+    assert str(failure.value).count(f"rank 2 (pid {pool.pids[2]}) has died: it did not come to add its") == 2

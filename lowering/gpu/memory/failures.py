@@ -11,7 +11,7 @@ import ctypes
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -56,16 +56,17 @@ NOT_USED = "What this op and later ones returned is not to be used"
 class Failures:
     """Of one group, seen from this rank: `record` is the failure record, int32 in memory of the host.
 
-    limit_s: how long a wait may take now. `text`: why the group cannot be used; empty if it can.
+    limit_s: how long a wait of the latest call may take. text: why the group cannot be used; empty if it can.
     """
 
     def __init__(
         self, group_name: str, rank: int, record: Tensor, board: Board, peers: Sequence[Peer],
-        limit_s: Callable[[], float],
+        limit_s: float,
     ) -> None:  # fmt: skip
         self.group_name, self.rank, self.peers = group_name, rank, peers
         self.text = ""
-        self._record, self._board, self._limit_s = record, board, limit_s
+        self.limit_s = limit_s
+        self._record, self._board = record, board
         self._words = (ctypes.c_int32 * RECORD_WORDS).from_address(record.data_ptr())
         self._raised = ctypes.c_int32.from_address(record.data_ptr() + 4 * Record.RAISED)
         self._bad_input = ctypes.c_int64.from_address(record.data_ptr() + 8 * BAD_INPUT_WORD)
@@ -159,7 +160,7 @@ class Failures:
             return
         self._words[Record.SLOW] = 0
         source, code = word >> SLOW_SOURCE_BIT, (word & (1 << SLOW_SOURCE_BIT) - 1) - 1
-        limit = self._limit_s()
+        limit = self.limit_s
         log.warning(
             "%s, rank %d of group %s: has waited %g s for rank %d %s; it goes on waiting, for %g s in all",
             *(self._site(code), self.rank, self.group_name, silent_s(limit), source),
@@ -200,7 +201,7 @@ class Failures:
         if lost in self._dead:
             return f"{where}: rank {lost} (pid {self.peers[lost].pid}) has died: it {came}. {NOT_USED}"
         return (
-            f"{where}: rank {lost} {came} within {self._limit_s():g} s (AUTOFUSE_TIMEOUT_S sets the limit). "
+            f"{where}: rank {lost} {came} within {self.limit_s:g} s (AUTOFUSE_TIMEOUT_S sets the limit). "
             f"{NOT_USED}; has rank {lost} ended, or does it run another program?"
         )
 

@@ -137,7 +137,7 @@ class GpuWorkspace:
         self._peers = peers = [Peer(**other["peer"]) for other in told]
         self._record = torch.zeros(RECORD_WORDS, dtype=torch.int32).pin_memory()
         opened = Board(told[0]["board"], self.world)
-        self.failures = Failures(self.group_name, self.rank, self._record, opened, peers, self._limit_s)
+        self.failures = Failures(self.group_name, self.rank, self._record, opened, peers, self._limit_s())
 
     @property
     def group(self) -> ProcessGroup:
@@ -219,7 +219,7 @@ class GpuWorkspace:
         else:
             self._chain.enter()
             if self._limit != (limit := self._limit_s()):
-                self._limit = limit
+                self._limit = self.failures.limit_s = limit
                 self._state[State.LIMIT] = int(self._limit * 1e9)
             if self._margin != config.margin:
                 self._margin = config.margin
