@@ -2,7 +2,7 @@
 
 import typer
 
-from autofuse.cli import bench, doctor, explain, plan, trace, tune
+from autofuse.cli import bench, doctor, explain, plan, simulate, trace, tune
 
 app = typer.Typer(
     help="What autofuse does to a script, whether this machine is ready for it, and how fast it is.",
@@ -17,3 +17,4 @@ app.command()(plan.plan)
 app.add_typer(bench.app, name="bench")
 app.command()(tune.tune)
 app.command()(trace.trace)
+app.command()(simulate.simulate)

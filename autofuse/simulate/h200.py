@@ -1,0 +1,66 @@
+"""Predicted against measured times of the benchmarks on H200.
+
+`h200.json` has the cells of the GPU benchmarks: compute alone (the fastest), compute and NCCL one after the
+other, and the fused op, with the file that each comes from. Routing of experts is even.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from autofuse.lowering import ops  # noqa: F401  (registers the ops that plans name)
+from autofuse.lowering.simulate.problems import Problem
+
+EXPERTS = {  # hidden, intermediate, experts, experts a token
+    "mixtral-8x7b": (4096, 14336, 8, 2),
+    "deepseek-v3": (7168, 2048, 256, 8),
+    "gpt-oss-120b": (2880, 2880, 128, 4),
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """An op at one size, and its measured microseconds; None: not measured, or not fused.
+
+    Dense: the matmul over all ranks is `[tokens, k] @ [k, n]` (a gather: `[tokens, n] @ [n, k]`). Embedding:
+    `tokens` bags of `n` elements on every rank, of `k` rows each. Experts: `label` names model and routing.
+    """
+
+    op: str
+    label: str
+    world: int
+    tokens: int
+    n: int
+    k: int
+    compute_us: float | None
+    apart_us: float | None
+    fused_us: float | None
+    source: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.op} {self.label} tokens={self.tokens} world={self.world}"
+
+    @property
+    def problem(self) -> Problem:
+        op, world, tokens, n, k = self.op, self.world, self.tokens, self.n, self.k
+        if op == "embedding_bag_all_to_all":
+            return Problem(op, world, tokens // world, k, n)
+        if "expert" in op:
+            hidden, intermediate, experts, top = EXPERTS[self.label.split()[0]]
+            rows, count = max(1, tokens * top // experts), experts // world
+            if op == "expert_matmul_all_to_all":
+                return Problem(op, world, rows, intermediate, hidden, count)
+            return Problem(op, world, rows, hidden, 2 * intermediate, count)
+        if op == "all_gather_matmul":
+            return Problem(op, world, tokens, n, k // world)
+        if op == "matmul_all_gather":
+            return Problem(op, world, tokens, k, n // world)
+        return Problem(op, world, tokens, k // world, n)
+
+
+def cells() -> list[Cell]:
+    """The measured cells."""
+    return [Cell(**each) for each in json.loads(Path(__file__).with_name("h200.json").read_text())]

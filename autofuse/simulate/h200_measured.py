@@ -1,0 +1,132 @@
+"""Predictions for every measured cell on H200, and how far off they are."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from statistics import median
+
+from autofuse.lowering.simulate.machines import H200, nccl_us
+from autofuse.lowering.simulate.problems import alone, on_gpus
+from autofuse.progress import Progress, silent
+
+from .h200 import Cell, cells
+from .tables import columns
+
+FITTED = ("llama70b.o_proj", "llama70b.down_proj", "mixtral-8x7b even", "2048x64")
+"""Labels of the cells that constants were fitted to. All others were held out."""
+WORTH_US = 2.0
+"""An exposed part below this lies within the spread of the measurements, and is not compared."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Predicted microseconds of a cell."""
+
+    cell: Cell
+    compute: float
+    apart: float
+    fused: float
+
+
+@dataclass(frozen=True)
+class Errors:
+    """Relative errors of the time, and of the time minus compute alone."""
+
+    whole: tuple[float, ...]
+    exposed: tuple[float, ...]
+
+    def cells(self) -> list[str]:
+        found = [str(len(self.whole))]
+        for values in (self.whole, self.exposed):
+            found += [f"{100 * median(values):.0f}", f"{100 * max(values):.0f}"] if values else ["-", "-"]
+        return found
+
+
+def predict(cell: Cell) -> Prediction:
+    problem = cell.problem
+    compute = alone(problem, H200)
+    collective = nccl_us(problem.collective, cell.world, problem.moved, H200.network)
+    return Prediction(cell, compute, compute + collective, on_gpus(problem, H200))
+
+
+def predict_all(chosen: Sequence[Cell], progress: Progress = silent) -> list[Prediction]:
+    found = []
+    with ProcessPoolExecutor(min(len(chosen), os.cpu_count() or 1)) as pool:
+        for prediction in pool.map(predict, chosen):
+            found.append(prediction)
+            progress(prediction.cell.name, len(found), len(chosen))
+    return found
+
+
+def errors(predictions: Iterable[Prediction], kind: str) -> Errors:
+    """The errors of `compute`, `apart` or `fused`, where measured."""
+    whole, exposed = [], []
+    for p in predictions:
+        measured = getattr(p.cell, f"{kind}_us")
+        if measured is None or (p.cell.problem.bags and kind != "fused"):
+            continue  # torch's pooling is not what is simulated
+        whole.append(abs(getattr(p, kind) / measured - 1))
+        if kind == "compute" or p.cell.compute_us is None or p.cell.problem.bags:
+            continue
+        rest = measured - p.cell.compute_us
+        if rest > WORTH_US:
+            exposed.append(abs((getattr(p, kind) - p.compute) / rest - 1))
+    return Errors(tuple(whole), tuple(exposed))
+
+
+def held_out(cell: Cell) -> bool:
+    return cell.label not in FITTED
+
+
+def report(predictions: Sequence[Prediction]) -> str:
+    """Errors by what is predicted, with held-out cells apart, then by op and ranks."""
+    head = ["", "cells", "median %", "worst %", "exposed: median %", "worst %"]
+    table = [head]
+    for title, wanted in (("held out", True), ("fitted", False)):
+        mine = [p for p in predictions if held_out(p.cell) is wanted]
+        for kind in ("compute", "apart", "fused"):
+            table.append([f"{title}: {kind}", *errors(mine, kind).cells()])
+    parts = [columns(table)]
+    table = [["held out, fused", *head[1:]]]
+    for op in dict.fromkeys(p.cell.op for p in predictions):
+        for world in sorted({p.cell.world for p in predictions if p.cell.op == op}):
+            mine = [p for p in predictions if (p.cell.op, p.cell.world) == (op, world) and held_out(p.cell)]
+            found = errors(mine, "fused")
+            if found.whole:
+                table.append([f"{op} on {world}", *found.cells()])
+    return "\n\n".join([*parts, columns(table)])
+
+
+def ahead(world: int = 8) -> list[Cell]:
+    """Cells that nobody has measured fused: dense cells on 8 GPUs."""
+    return [cell for cell in cells() if cell.world == world and cell.fused_us is None]
+
+
+def by_cell(predictions: Sequence[Prediction], wanted: Callable[[Cell], bool] = lambda cell: True) -> str:
+    table = [["cell", "compute", "measured", "apart", "measured", "fused", "measured"]]
+    for p in predictions:
+        if wanted(p.cell):
+            numbers = [
+                text
+                for kind in ("compute", "apart", "fused")
+                for text in (f"{getattr(p, kind):.1f}", _text(getattr(p.cell, f"{kind}_us")))
+            ]
+            table.append([p.cell.name, *numbers])
+    return columns(table)
+
+
+def _text(us: float | None) -> str:
+    return "-" if us is None else f"{us:.1f}"
+
+
+def to_json(predictions: Sequence[Prediction]) -> str:
+    """All predictions, with what was measured."""
+    rows = [
+        {**asdict(p.cell), "predicted": {k: round(getattr(p, k), 1) for k in ("compute", "apart", "fused")}}
+        for p in predictions
+    ]
+    return "[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n"

@@ -1,0 +1,1 @@
+"""Runs plans on a described machine instead of a real one: an executor whose clock is simulated."""

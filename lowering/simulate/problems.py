@@ -1,0 +1,206 @@
+"""One fused op at one size: the plans that it may take, what its tiles cost, and the times on a machine."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from autofuse.lowering.orders import PlanShape
+from autofuse.lowering.plan import FAMILIES, Family
+
+from .executor import Result, simulate
+from .machine import Machine
+from .machines import EXPERTS_US, KERNELS, nccl_us
+from .work import Bags, Experts, GatheredProduct, Nothing, Product, Work
+
+FEW_ROWS = 128
+"""With fewer rows a rank, kernels compute all rows of a tile at once, and chunks are columns."""
+GROUP = 1024
+"""Kernels take tiles in groups of so many rows, so that weights come from memory once. Here a tile is as high
+as a group, and narrow."""
+BAG_ROWS = 4
+"""A bag costs as much as so many rows more: fitted to one size on 2 H200 (docs/simulate.md)."""
+MOST_TILES = 8192
+"""Of more tiles of experts, several are one, to save events."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """An op on every rank: a matmul `[rows, inner] @ [inner, cols]`, or bags.
+
+    A gather has all gathered rows. `count` experts have `rows` rows for, or from, every rank and expert.
+    Bags: `rows` bags of `cols` elements for every rank, of `inner` rows each.
+    """
+
+    op: str
+    world: int
+    rows: int
+    inner: int
+    cols: int
+    count: int = 1
+    itemsize: int = 2
+
+    @property
+    def family(self) -> Family:
+        return FAMILIES[self.op]
+
+    @property
+    def bags(self) -> bool:
+        return self.op == "embedding_bag_all_to_all"
+
+    @property
+    def experts(self) -> bool:
+        return self.family in (Family.PRODUCE, Family.CONSUME) and not self.bags
+
+    @property
+    def few(self) -> bool:
+        """Whether ranks share out columns, because there are few rows."""
+        return self.rows // self.world < FEW_ROWS and self.cols >= self.world
+
+    @property
+    def operations(self) -> float:
+        if self.bags:
+            return 0.0
+        rows = self.rows * self.count * (self.world if self.experts else 1)
+        return 2.0 * rows * self.inner * self.cols
+
+    @property
+    def moved(self) -> float:
+        """Bytes of the larger side of the collective on one rank."""
+        if self.bags:
+            return float(self.rows * self.world * self.cols * self.itemsize)
+        if self.experts:
+            width = self.inner if self.family is Family.CONSUME else self.cols
+            return float(self.rows * self.world * self.count * width * self.itemsize)
+        if self.family is Family.GATHER:
+            return float(self.rows * self.inner * self.itemsize)
+        if self.family is Family.PUBLISH:
+            return float(self.rows * self.cols * self.world * self.itemsize)
+        return float(self.rows * self.cols * self.itemsize)
+
+    @property
+    def collective(self) -> str:
+        if self.op in ("matmul_all_reduce", "matmul_reduce_scatter"):
+            return self.op.removeprefix("matmul_")
+        return "all_gather" if self.family in (Family.GATHER, Family.PUBLISH) else "all_to_all"
+
+
+def _tile(machine: Machine, problem: Problem, height: int, width: int, copies: int = 1) -> tuple[int, int]:
+    """The tile of a matmul whose chunks are `height` x `width`, and of which there are `copies`.
+
+    A program computes 128 rows of 32 to 256 columns: the width with the least work in whole waves, where 16
+    columns stand for the begin and end of a tile.
+    """
+    rows, cols = problem.rows, problem.cols
+
+    def waves(width: int) -> int:
+        tiles = copies * math.ceil(rows / 128) * math.ceil(cols / width)
+        return math.ceil(tiles / machine.processors) * (width + 16)
+
+    columns = min(range(256, 0, -32), key=waves)
+    high = max(1, min(height, GROUP))
+    return high, max(1, min(width, min(rows, 128) * columns // high))
+
+
+def alone(problem: Problem, machine: Machine) -> float:
+    """Microseconds of the compute alone."""
+    if problem.bags:
+        whole = problem.rows * problem.world, problem.cols
+        shape = PlanShape(problem.op, "direct", 1, ((whole,),), (32, 1024))
+        return simulate(shape, machine, Bags(problem.inner + BAG_ROWS, problem.itemsize)).us
+    if problem.experts:
+        each = replace(problem, rows=problem.rows * problem.world)
+        tile = _expert_tile(machine, each)
+        work: Work = Experts(each.count, each.rows, each.inner, each.cols, *tile, each.itemsize)
+        whole = each.count * each.rows, each.cols
+    else:
+        tile = _tile(machine, problem, problem.rows, problem.cols)
+        work, whole = Product(problem.inner, problem.itemsize), (problem.rows, problem.cols)
+    # A plan that only computes: nothing is sent, or added up.
+    return simulate(PlanShape("expert_matmul_all_to_all", "direct", 1, ((whole,),), tile), machine, work).us
+
+
+def _expert_tile(machine: Machine, problem: Problem) -> tuple[int, int]:
+    height, width = _tile(machine, problem, problem.rows, problem.cols, problem.count)
+    while problem.count * math.ceil(problem.rows / height) * math.ceil(problem.cols / width) > MOST_TILES:
+        width *= 2
+    return height, width
+
+
+def fused(problem: Problem, machine: Machine, order: str = "direct", everyone: bool = False) -> float:
+    """Microseconds of the fused op: of the best of its plans. ValueError if it has none in this order."""
+    return min(
+        extra + simulate(shape, machine, work, everyone=everyone).us
+        for shape, work, extra in plans(problem, machine, order)
+    )
+
+
+def apart(problem: Problem, machine: Machine) -> float:
+    """Microseconds of compute and NCCL, one after the other."""
+    return alone(problem, machine) + nccl_us(
+        problem.collective, problem.world, problem.moved, machine.network
+    )
+
+
+def on_gpus(problem: Problem, machine: Machine, order: str = "direct") -> float:
+    """`fused`, with what was fitted to kernels on GPUs."""
+    return fused(problem, machine, order) * KERNELS + (EXPERTS_US if problem.experts else 0.0)
+
+
+def plans(problem: Problem, machine: Machine, order: str) -> list[tuple[PlanShape, Work, float]]:
+    """The plans, the work of their tiles, and microseconds of what runs before or after them."""
+    op, world, itemsize = problem.op, problem.world, problem.itemsize
+
+    def alike(chunk: tuple[int, int], block: tuple[int, int], visit: int = 0) -> PlanShape:
+        return PlanShape(op, order, world, ((chunk,) * world,), block, visit=visit)
+
+    if problem.bags:
+        return [
+            (alike((problem.rows, problem.cols), (32, 1024)), Bags(problem.inner + BAG_ROWS, itemsize), 0.0)
+        ]
+    if problem.experts:
+        return [_experts(problem, machine, order)]
+    inner, cols, rows = problem.inner, problem.cols, problem.rows
+    if problem.family is Family.GATHER:
+        part = max(1, rows // world)
+        if problem.few:  # all rows at once, when they are there
+            after = alone(problem, machine) - machine.launch
+            return [(alike((part, inner), (part, 1024)), Nothing(itemsize), after)]
+        height, width = _tile(machine, replace(problem, rows=part), part, cols)
+        return [(alike((part, inner), (height, inner)), GatheredProduct(cols, width, itemsize), 0.0)]
+    if problem.family is Family.PUBLISH:
+        block = _tile(machine, problem, rows, cols)
+        return [(alike((rows, cols), block), Product(inner, itemsize, True), 0.0)]
+    few = problem.few
+    chunk = (rows, cols // world) if few else (max(1, rows // world), cols)
+    block = _tile(machine, problem, *chunk)
+    work = Product(inner, itemsize, few)
+    found: list[tuple[PlanShape, Work, float]] = [(alike(chunk, block), work, 0.0)]
+    tiles = math.ceil(chunk[0] / block[0]) * math.ceil(chunk[1] / block[1])
+    if order != "ring":
+        if tiles > 16 and not few:
+            found.append((alike(chunk, block, max(4, -(-tiles // 16))), work, 0.0))
+        if op == "matmul_all_reduce" and problem.moved * world <= 2**20:
+            whole = ((rows, cols), *((0, cols),) * (world - 1))
+            tile = _tile(machine, problem, rows, cols)
+            found.append((PlanShape(op, order, world, (whole,), tile, one_shot=True), work, 0.0))
+    return found
+
+
+def _experts(problem: Problem, machine: Machine, order: str) -> tuple[PlanShape, Work, float]:
+    count, rows, world = problem.count, problem.rows, problem.world
+    high, wide = _expert_tile(machine, replace(problem, rows=rows * world))
+    tile = min(rows, high), wide * max(1, high // rows)
+    # An expert with few rows computes those for all ranks at once: its weight is read once for all of them.
+    shared = min(world, max(1, FEW_ROWS * 2 // rows))
+    work = Experts(count, rows, problem.inner, problem.cols, *tile, problem.itemsize, shared)
+    produces = problem.family is Family.PRODUCE
+    chunk = count * rows, problem.cols if produces else problem.inner
+    block = tile if produces else (128, problem.inner)
+    return PlanShape(problem.op, order, world, ((chunk,) * world,), block), work, 0.0
+
+
+def timeline(problem: Problem, machine: Machine, order: str) -> Result:
+    """The best plan once more, with what every program of rank 0 did."""
+    best = min(plans(problem, machine, order), key=lambda p: p[2] + simulate(p[0], machine, p[1]).us)
+    return simulate(best[0], machine, best[1], record=True)

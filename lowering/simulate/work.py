@@ -1,0 +1,145 @@
+"""What the tiles of a plan cost: operations, operands, and bytes to exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Protocol
+
+from autofuse.lowering.plan import Plan, Tile
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """The work of one program on one tile, or on a part of it."""
+
+    operations: float = 0.0
+    reads: tuple[tuple[Hashable | None, float], ...] = ()
+    """(name, bytes) of operands. Operands with a name are cached and shared by the programs of a GPU."""
+    moved: float = 0.0
+    """Bytes that the program itself adds up or copies."""
+
+
+class Work(Protocol):
+    """The cost of tiles."""
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element that is exchanged."""
+
+    def tasks(self, plan: Plan, tile: Tile) -> tuple[Task, ...]:
+        """The tasks that compute `tile`, for a program each."""
+
+
+@dataclass(frozen=True)
+class Product:
+    """A matmul whose product is exchanged: tiles of the product, with a sum of `inner` products each.
+
+    Chunks are parts of the rows of the product, or (`columns`) of its columns.
+    """
+
+    inner: int
+    itemsize: int = 2
+    columns: bool = False
+
+    def tasks(self, plan: Plan, tile: Tile) -> tuple[Task, ...]:
+        rows, cols = len(tile.rows), len(tile.cols)
+        column = self.inner * self.itemsize
+        above, beside = (0, tile.chunk) if self.columns else (tile.chunk, 0)
+        a = ("a", above, tile.rows.start), float(rows * column)
+        b = ("b", beside, tile.cols.start), float(cols * column)
+        return (Task(2.0 * rows * cols * self.inner, (a, b)),)
+
+
+@dataclass(frozen=True)
+class GatheredProduct:
+    """A matmul of a gathered matrix: every tile of it is multiplied by a weight with `cols` columns, in parts
+    of `part` columns."""
+
+    cols: int
+    part: int = 256
+    itemsize: int = 2
+
+    def tasks(self, plan: Plan, tile: Tile) -> tuple[Task, ...]:
+        rows, inner = len(tile.rows), len(tile.cols)
+        found = []
+        for start in range(0, self.cols, self.part):
+            cols = min(self.part, self.cols - start)
+            a = (("a", tile.chunk, tile.index), float(rows * inner * self.itemsize))
+            b = (("b", tile.cols.start, start), float(inner * cols * self.itemsize))
+            found.append(Task(2.0 * rows * cols * inner, (a, b)))
+        return tuple(found)
+
+
+@dataclass(frozen=True)
+class Bags:
+    """Pooled rows of embedding tables: `pooling` elements are read for every element."""
+
+    pooling: float
+    itemsize: int = 2
+
+    def tasks(self, plan: Plan, tile: Tile) -> tuple[Task, ...]:
+        read = tile.size * self.itemsize * self.pooling
+        return (Task(reads=((None, read),), moved=read),)
+
+
+@dataclass(frozen=True)
+class Nothing:
+    """No compute: what is exchanged is there already. The plan is then the collective alone."""
+
+    itemsize: int = 2
+
+    def tasks(self, plan: Plan, tile: Tile) -> tuple[Task, ...]:
+        return (Task(),)
+
+
+@dataclass(frozen=True)
+class Sums:
+    """No compute but the sums of a reduction: programs read the own tile and add it to what arrived."""
+
+    itemsize: int = 2
+
+    def tasks(self, plan: Plan, tile: Tile) -> tuple[Task, ...]:
+        nbytes = float(tile.size * self.itemsize)
+        return (Task(reads=((None, nbytes),), moved=nbytes),)
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Matmuls of `count` experts of this rank, of `rows` rows from, or for, every rank and expert.
+
+    A weight is read once for the rows of `shared` ranks. In a PRODUCE plan the rows of a chunk are sorted by
+    expert. A CONSUME plan has no tiles of the product; it is cut here, into tiles of `height` by `width`.
+    """
+
+    count: int
+    rows: int
+    inner: int
+    cols: int
+    height: int = 128
+    width: int = 128
+    itemsize: int = 2
+    shared: int = 1
+
+    def tasks(self, plan: Plan, tile: Tile) -> tuple[Task, ...]:
+        if len(tile.rows):
+            expert = tile.rows.start // self.rows
+            return (
+                self._task(
+                    expert, tile.chunk, tile.rows.start, len(tile.rows), tile.cols.start, len(tile.cols)
+                ),
+            )
+        found = []
+        for expert in range(self.count):
+            for start in range(0, self.rows, self.height):
+                for column in range(0, self.cols, self.width):
+                    rows, cols = min(self.height, self.rows - start), min(self.width, self.cols - column)
+                    found.append(self._task(expert, tile.chunk, start, rows, column, cols))
+        return tuple(found)
+
+    def _task(self, expert: int, chunk: int, row: int, rows: int, column: int, cols: int) -> Task:
+        a = ("a", expert, chunk, row), float(rows * self.inner * self.itemsize)
+        # Ranks that share a weight read a part of it each.
+        part = chunk if self.shared > 1 else 0
+        b = ("b", expert, column, part), cols * self.inner * self.itemsize / self.shared
+        return Task(2.0 * rows * cols * self.inner, (a, b))
