@@ -9,8 +9,8 @@ from .machine import MIB, Machine, MemoryKind, Network, Shape
 # T3 (Pati et al., ASPLOS 2024, table 1): 80 CUs of 1.4 GHz, L2 of 16 MB in 64 banks, 1 TB/s, ring.
 #
 # Fitted, each to one published number (docs/simulate.md): the rate of the matmul to the mean gain of an
-# ideal overlap; the part of 1 TB/s that memory sustains to the time that near-memory sums save at TP 8; what a
-# CU moves to the time of an all_reduce on 8 of 80 CUs.
+# ideal overlap; the part of 1 TB/s that memory sustains to the time that near-memory sums save at TP 8; what
+# a CU moves to the time of an all_reduce on 8 of 80 CUs.
 T3_MATMUL, T3_MEMORY, T3_MOVES = 0.75, 0.5, 11.2e3
 _PEAK = 80 * 1.4e3 * 1024
 """Operations per microsecond: 512 multiply-adds a CU and cycle."""

@@ -38,7 +38,7 @@ OPS: tuple[tuple[str, Work], ...] = (
 SMALL = replace(T3, processors=6, operations=6e6)
 
 
-def shape(op: str, order: str, world: int, chunk: tuple[int, int] = (256, 256)) -> PlanShape:
+def shape(op: str, order: str, world: int, chunk: tuple[int, int] = (128, 256)) -> PlanShape:
     return PlanShape(op, order, world, ((chunk,) * world,), (64, 128))
 
 
@@ -109,7 +109,7 @@ def test_the_closed_form_of_a_ring() -> None:
 
 
 def test_the_grain_does_not_matter() -> None:
-    case = SubLayer("T-NLG", "FC-2", 8, 4096, 2048, 4, 1)
+    case = SubLayer("T-NLG", "FC-2", 8, 2048, 2048, 4, 1)
     base = _gains(case, T3)
     for machine in (
         replace(T3, groups=4),
