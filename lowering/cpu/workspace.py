@@ -3,7 +3,7 @@
 Every rank has two segments that all ranks map. The *control* segment has a fixed size:
 
     headers[2]      the call of this rank, by parity of the epoch: epoch, hash, text
-    failure         a slot that is set when this rank has given up, and the reason
+    failures        why this rank has given up, and for which rank it waits (`failures.py`)
     values[2]       the values of an `exchange`, by parity of the meeting: length, then up to 512 int64
     meetings[W]     slots: the last meeting of rank `source`
     signals[W][64]  slots: the epoch in which rank `source` has raised signal `slot`
@@ -31,6 +31,7 @@ from torch.distributed import ProcessGroup, Store
 
 from autofuse.lowering import notes
 from autofuse.lowering.cpu import rendezvous
+from autofuse.lowering.cpu.failures import Failures
 from autofuse.lowering.cpu.rendezvous import Declined
 from autofuse.lowering.cpu.rendezvous import GroupSpansHosts as GroupSpansHosts
 from autofuse.lowering.limits import default_limit_s, limit_s, silent_s
@@ -46,7 +47,6 @@ ALIGNMENT = 64  # of every tensor in a buffer
 _LINE = 64
 _HEADER = 1024
 _FAILURE = 2 * _HEADER
-_FAILURE_TEXT = _FAILURE + _LINE
 _VALUES = 4096
 _ROW = VALUES + 8  # int64 of one parity, in whole cache lines
 _Row = ctypes.c_int64 * _ROW
@@ -96,7 +96,7 @@ class Workspace:
         self._base = base = [cpu.address(t) for t in self._control]
         self._values = [[_Row.from_address(b + _VALUES + p * _ROW * 8) for b in base] for p in (0, 1)]
         self._headers = [[b + parity * _HEADER for b in base] for parity in (0, 1)]
-        self._failures = [b + _FAILURE for b in base]
+        self._failures = Failures(rank, self._peers, [b + _FAILURE for b in base], _VALUES - _FAILURE)
         mine, signals = base[rank], _MEETINGS + world * _LINE
         self._meetings_in = [mine + _MEETINGS + source * _LINE for source in range(world)]
         self._meetings_out = [b + _MEETINGS + rank * _LINE for b in base]
@@ -121,18 +121,7 @@ class Workspace:
             return
         self._failure = reason
         if tell:
-            text = reason.encode()[: _VALUES - _FAILURE_TEXT - 1] + b"\0"
-            ctypes.memmove(self._base[self.rank] + _FAILURE_TEXT, text, len(text))
-            cpu.signal(self._failures[self.rank], 1)
-
-    def _failure_of(self, rank: int) -> str:
-        """Why `rank` cannot go on, or an empty string."""
-        if cpu.wait(self._failures[rank], 1, None, 0, 0, 0, 0) == cpu.OK:
-            text = ctypes.string_at(self._base[rank] + _FAILURE_TEXT)
-            return f"rank {rank} gave up: {text.decode(errors='replace')}"
-        if self._peers[rank].is_dead():
-            return f"rank {rank} (pid {self._peers[rank].pid}) has died"
-        return ""
+            self._failures.tell(reason)
 
     def _identify(self, op: str, site: str, key: str, nbytes: int) -> tuple[int, bytes]:
         shape = f"{key}; {nbytes} bytes; {self.world} ranks"
@@ -298,46 +287,47 @@ class Call:
         )
         if status == cpu.OK:
             return
+        ws._failures.await_(source)
         begun = time.monotonic() - self._slice_ms / 1000
         deadline, silent = begun + self._timeout_s, silent_s(self._timeout_s)
         while status == cpu.TIMED_OUT:
-            problem, now = ws._failure_of(source), time.monotonic()
+            problem, now = ws._failures.why_not(source), time.monotonic()
             if now >= begun + silent and self._warned < self.epoch:
                 self._warned = self.epoch
-                self._warn(source, silent)
+                waited = f"has waited {silent:g} of {self._timeout_s:g} s for"
+                log.warning("%s", self._told(f"{waited} {self._whereabouts(source)}"))
             if not problem and now >= deadline:
-                problem = (
-                    f"waited {self._timeout_s:g} s for rank {source}; it is late or has skipped this call "
-                    f"(AUTOFUSE_TIMEOUT_S sets the limit). {self._whereabouts(source)}"
-                )
+                problem = f"waited {self._timeout_s:g} s for {self._whereabouts(source)}"
             # A signal that the peer raised before it failed counts.
             limit = 0 if problem else self._slice_ms
             status = cpu.wait(slot, value, self._header[source], self.epoch, self._hash, 0, limit)
             if problem and status == cpu.TIMED_OUT:
                 self._raise(problem, tile)
+        ws._failures.await_(None)
         if status == cpu.MISMATCH:
             ours, theirs = _text(self._header[ws.rank]), _text(self._header[source])
             self._raise(f"the ranks disagree: rank {ws.rank} runs {ours}, rank {source} runs {theirs}", tile)
 
-    def _warn(self, source: int, waited: float) -> None:
-        log.warning(
-            "autofuse.%s at %s, epoch %d, rank %d of group %s: has waited %g s for rank %d; it goes on "
-            "waiting, for %g s in all. %s",
-            *(self.op, self.site, self.epoch, self._ws.rank, self._ws.group_name, waited, source),
-            *(self._timeout_s, self._whereabouts(source)),
+    def _whereabouts(self, source: int) -> str:
+        """The rank that a wait for `source` is for in the end, its latest call, and the sites that it has
+        kept."""
+        ws = self._ws
+        lost = ws._failures.lost(source)
+        epoch, header = max((ctypes.c_uint64.from_address(h[lost]).value, h[lost]) for h in ws._headers)
+        kept = notes.kept_by(ws._store, lost, self.site)
+        via = f"rank {source}, which waits for rank {lost}" if lost != source else f"rank {source}"
+        return (
+            f"{via}; it is late or has skipped this call (AUTOFUSE_TIMEOUT_S sets the limit). Its latest "
+            f"call on this group is epoch {epoch}, {_text(header)}; {kept}"
         )
 
-    def _whereabouts(self, source: int) -> str:
-        """A sentence about a late rank: its latest call, and the sites that it has kept."""
-        ws = self._ws
-        epoch, header = max((ctypes.c_uint64.from_address(h[source]).value, h[source]) for h in ws._headers)
-        kept = notes.kept_by(ws._store, source, self.site)
-        return f"Its latest call on this group is epoch {epoch}, {_text(header)}; {kept}"
-
     def _raise(self, problem: str, tile: int) -> NoReturn:
+        raise RuntimeError(self._told(problem, tile))
+
+    def _told(self, problem: str, tile: int = -1) -> str:
         ws = self._ws
         at = f"tile {tile}, " if tile >= 0 else ""
-        raise RuntimeError(
+        return (
             f"autofuse.{self.op} at {self.site}, {at}epoch {self.epoch}, "
             f"rank {ws.rank} of group {ws.group_name}: {problem}"
         )

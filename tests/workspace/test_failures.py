@@ -76,6 +76,29 @@ def test_a_wait_is_bounded_and_names_everything(ranks: Ranks) -> None:
     assert "rank 0 gave up: autofuse.barrier" in results[lazy][2]
 
 
+def _chain(rank: int, world: int) -> str:
+    """Rank 0 waits for rank 1 first; rank 1 waits for rank 2, which is late; rank 3 waits for rank 0."""
+    ws = workspace_for(fresh_group())
+    _barrier(ws)
+    with config.patch(timeout_s=1.0):
+        time.sleep((0.0, 0.3, 2.5, 0.3)[rank])
+
+        def call() -> None:
+            with ws.call("barrier", "model.py:1", "", 64) as call:
+                call.wait((1, 2, 3, 0)[rank], 0)
+
+        return _error_of(call)[0]
+
+
+def test_all_ranks_name_the_lost_rank_and_not_the_messenger(ranks: Ranks) -> None:
+    """The first rank to give up finds that the one that it waits for waits itself."""
+    first, *others = ranks(4).run(_chain)
+    assert "rank 0 of group" in first
+    assert "waited 1 s for rank 1, which waits for rank 2; it is late or has skipped this call" in first
+    for text in others:
+        assert f"rank 0 gave up: {first}" in text
+
+
 def _dies(rank: int, world: int, victim: int, moment: str) -> None:
     ws = workspace_for(fresh_group())
     for _ in range(20):

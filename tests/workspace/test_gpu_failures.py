@@ -153,7 +153,7 @@ def test_a_long_wait_is_told_once_and_goes_on(ranks: list[Rank], caplog: pytest.
     ranks[0].record[Record.SLOW] = (3 << SLOW_SOURCE_BIT) + REDUCING + 1
     assert texts(ranks) == [""] * WORLD
     (warning,) = (record.message for record in caplog.records)
-    assert "at a.py:1, rank 0 of group 0: has waited 1 s for rank 3 to add its part; it goes on" in warning
+    assert "at a.py:1, rank 0 of group 0: has waited 1 of 2 s for rank 3 to add its part" in warning
 
 
 def test_bad_input_fails_all_ranks(ranks: list[Rank]) -> None:

@@ -162,9 +162,8 @@ class Failures:
         source, code = word >> SLOW_SOURCE_BIT, (word & (1 << SLOW_SOURCE_BIT) - 1) - 1
         limit = self.limit_s
         log.warning(
-            "%s, rank %d of group %s: has waited %g s for rank %d %s; it goes on waiting, for %g s in all",
-            *(self._site(code), self.rank, self.group_name, silent_s(limit), source),
-            *(_what(code), limit),
+            "%s, rank %d of group %s: has waited %g of %g s for rank %d %s",
+            *(self._site(code), self.rank, self.group_name, silent_s(limit), limit, source, _what(code)),
         )
 
     def _look_for_the_dead(self) -> None:

@@ -1,0 +1,46 @@
+"""What CPU ranks tell each other about failures, in their control segments: why a rank has given up, and for
+which rank it waits."""
+
+import ctypes
+from collections.abc import Sequence
+
+from autofuse.lowering.cpu.rendezvous import Peer
+from autofuse.native_kernels import cpu
+
+_AWAITED, _TEXT = 64, 128  # each on a cache line of its own, behind the slot that says that there is a text
+
+
+class Failures:
+    """Of all ranks; `at[r]`: where the `nbytes` of rank r begin."""
+
+    def __init__(self, rank: int, peers: Sequence[Peer], at: Sequence[int], nbytes: int) -> None:
+        self._rank, self._peers, self._slots, self._most = rank, peers, at, nbytes - _TEXT - 1
+        self._awaited = [ctypes.c_int64.from_address(a + _AWAITED) for a in at]
+
+    def tell(self, reason: str) -> None:
+        """This rank has given up."""
+        text = reason.encode()[: self._most] + b"\0"
+        ctypes.memmove(self._slots[self._rank] + _TEXT, text, len(text))
+        cpu.signal(self._slots[self._rank], 1)
+
+    def await_(self, rank: int | None) -> None:
+        """This rank waits for `rank`, and has done so for some time; None: for nobody."""
+        self._awaited[self._rank].value = 0 if rank is None else rank + 1
+
+    def why_not(self, rank: int) -> str:
+        """Why a wait for `rank` is in vain, or an empty string: a rank has given up, or this one has died."""
+        for r in (rank, *range(len(self._peers))):
+            if cpu.wait(self._slots[r], 1, None, 0, 0, 0, 0) == cpu.OK:
+                text = ctypes.string_at(self._slots[r] + _TEXT)
+                return f"rank {r} gave up: {text.decode(errors='replace')}"
+        if self._peers[rank].is_dead():
+            return f"rank {rank} (pid {self._peers[rank].pid}) has died"
+        return ""
+
+    def lost(self, rank: int) -> int:
+        """For whom `rank` waits, in the end: itself if it does not, or if they wait in a circle."""
+        lost, seen = rank, {self._rank}
+        while lost not in seen and (awaited := self._awaited[lost].value):
+            seen.add(lost)
+            lost = awaited - 1
+        return rank if lost in seen else lost
