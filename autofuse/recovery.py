@@ -3,6 +3,7 @@
 import json
 from contextlib import suppress
 from importlib import import_module
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -50,14 +51,14 @@ class _Meeting:
     def __init__(self, group: ProcessGroup, device: torch.device) -> None:
         self.group, self.store, self.rank = group, group_store(group), group.rank()
         self.number = _numbers.get(group, 0) + 1
+        self._peers = on_cpus.peers_of(group) or (_gpus().peers_of(group) if has_triton() else None)
         self._limit = limit_s(default_limit_s(group, device))
         self._steps: list[str] = []
 
     def all_gather(self, value: str) -> list[str]:
         self._steps.append(f"autofuse/reset/{self.number}/{len(self._steps)}")
-        return all_gather(
-            self.store, self._steps[-1], self.rank, self.group.size(), value, self._limit, "reset"
-        )
+        peers = self._peers or self.group.size()
+        return all_gather(self.store, self._steps[-1], self.rank, peers, value, self._limit, "reset")
 
     def take_back(self) -> None:
         """A rank that comes later must not find us."""
@@ -68,7 +69,7 @@ class _Meeting:
 
 def _reset(meeting: _Meeting) -> None:
     group, store, rank = meeting.group, meeting.store, meeting.rank
-    gpus = import_module("autofuse.lowering.gpu.memory.workspace") if has_triton() else None
+    gpus = _gpus() if has_triton() else None
     made = gpus is not None and gpus.is_made(group)
     mine = [made, *(visits(store, key, rank) for key in VISITS)]
     told = [json.loads(each) for each in meeting.all_gather(json.dumps(mine))]
@@ -83,6 +84,10 @@ def _reset(meeting: _Meeting) -> None:
         else:
             gpus.forget(group)
     meeting.all_gather("")
+
+
+def _gpus() -> Any:
+    return import_module("autofuse.lowering.gpu.memory.workspace")  # it needs Triton
 
 
 _numbers: "WeakKeyDictionary[ProcessGroup, int]" = WeakKeyDictionary()

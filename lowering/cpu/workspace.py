@@ -363,6 +363,12 @@ def decline(group: str | ProcessGroup, why: str, device: str = "cpu") -> None:
         notes.decline(group, why, device)
 
 
+def peers_of(group: ProcessGroup) -> list[rendezvous.Peer] | None:
+    """The ranks of a group that has met."""
+    found = _workspaces.get(group)
+    return found._peers if isinstance(found, Workspace) else None
+
+
 def forget(group: ProcessGroup) -> None:
     """The ranks of the group meet again before its next call, unless they cannot share memory."""
     with _making:

@@ -307,7 +307,10 @@ def _is_killed(rank: int, world: int) -> None:
             if rank == 1 and int(record[Record.STOP]) >> 2 & 1:
                 _gives_up(record, 2)
 
-        raise AssertionError(_told(group, kernel))
+        text = _told(group, kernel)
+        with pytest.raises(RuntimeError, match=r"rank 2 \(pid \d+\) has died while"):
+            autofuse.reset(group)
+        raise AssertionError(text)
 
 
 def test_a_killed_process_is_named_on_all_ranks() -> None:

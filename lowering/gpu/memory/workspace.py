@@ -384,6 +384,12 @@ def _apart(device: torch.device, work: Callable[[], T]) -> T:
         return thread.submit(copy_context().run, on_device).result()
 
 
+def peers_of(group: ProcessGroup) -> list[Peer] | None:
+    """The ranks of a group that has met."""
+    found = _workspaces.get(group)
+    return list(found.failures.peers) if isinstance(found, GpuWorkspace) else None
+
+
 def is_made(group: ProcessGroup) -> bool:
     return isinstance(_workspaces.get(group), GpuWorkspace)
 
