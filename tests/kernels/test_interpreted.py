@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import pytest
 
+from autofuse.lowering.gpu.memory.failures import lost_rank
 from autofuse.native_kernels.gpu.state import CODES_PER_SITE, SLOW_SOURCE_BIT, Record
 from autofuse.native_kernels.triton.gather_matmul import GATHERING, GatherConfig
 from autofuse.native_kernels.triton.gather_matmul_few import FewConfig
@@ -224,3 +225,15 @@ def test_memory_is_as_new_after_a_reset(interpreters: Interpreters, kind: str) -
     others: list[Call] = [LOST[each][0] for each in ("packets", "all_reduce", "few")]
     records = interpreters(2).run(recover, [call, call, call, *others, call], 1)
     assert records[0][Record.RAISED]
+
+
+@pytest.mark.parametrize("kind", ["all_reduce", "packets", "gather"])
+def test_records_of_all_ranks_tell_who_is_lost(interpreters: Interpreters, kind: str) -> None:
+    """Ranks may give up on sums of a rank that waits itself."""
+    call, _ = LOST[kind]
+    records = interpreters(3).run(give_up, call, 2, False)
+    waits = {
+        r: {s: code - 1 for s, code in enumerate(record[Record.WAITED :][:3]) if code}
+        for r, record in enumerate(records)
+    }
+    assert lost_rank(waits, set()) == 2
