@@ -17,23 +17,28 @@ LIMIT_S = 2.0
 LATE_S = LIMIT_S + 6.0
 
 
-def _reduction(group: str, rank: int, m: int, copied: bool) -> tuple[Callable[[], Tensor], Tensor]:
-    """Calls of matmul_all_reduce in a fused way, and what they return."""
+def _operands(rank: int, m: int) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(rank)
+    x = torch.randn(m, 256, device="cuda", dtype=torch.bfloat16)
+    return x, torch.randn(256, 512, device="cuda", dtype=torch.bfloat16)
+
+
+def _reduction(group: str, x: Tensor, w: Tensor, copied: bool = False) -> Callable[[], Tensor]:
+    """Calls of matmul_all_reduce in a fused way."""
     from autofuse.lowering.gpu.choice.kernel import ways_of
     from autofuse.lowering.gpu.dense.run import Reduction, problem_of
     from autofuse.lowering.gpu.memory.workspace import workspace_for
 
-    torch.manual_seed(rank)
-    x = torch.randn(m, 256, device="cuda", dtype=torch.bfloat16)
-    w = torch.randn(256, 512, device="cuda", dtype=torch.bfloat16)
     workspace = workspace_for(group, torch.device("cuda", torch.cuda.current_device()))
     problem = problem_of("matmul_all_reduce", x, w, workspace)
     way = next(way for way in ways_of(problem).values() if way.fused and way.is_copied == copied)
+    return lambda: Reduction(workspace, way, problem, w.stride(), False, "direct", "a.py:1")(x, w)
 
-    def run() -> Tensor:
-        return Reduction(workspace, way, problem, w.stride(), False, "direct", "a.py:1")(x, w)
 
-    return run, reference("matmul_all_reduce", x, w)
+def _together() -> None:
+    torch.cuda.synchronize()
+    dist.barrier()
+    torch.cuda.synchronize()
 
 
 def _told(call: Callable[[], object], within_s: float) -> str:
@@ -55,18 +60,18 @@ def lost_peer(rank: int, world: int, m: int, copied: bool, captured: bool) -> tu
     """
     import autofuse
 
-    group = fresh_group()
+    group, operands = fresh_group(), _operands(rank, m)
+    wanted = reference("matmul_all_reduce", *operands)
+    run = _reduction(group, *operands, copied)
+    run()  # ranks compile for different times
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+    graph.replay()
     with autofuse.config.patch(timeout_s=LIMIT_S):
-        run, wanted = _reduction(group, rank, m, copied)
-        run()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out = run()
-        graph.replay()
-        torch.cuda.synchronize()
-        dist.barrier()
-        torch.cuda.synchronize()
+        run()  # from here on waits are short
+        _together()
         if rank == world - 1:
             told = _told(lambda: autofuse.check(group), LATE_S)  # it waits for nobody
         elif captured:
@@ -104,12 +109,14 @@ def replayed_by_inductor(rank: int, world: int) -> tuple[list[str], str, float]:
     handler = Mock(level=logging.ERROR, handle=lambda record: logged.append(record.getMessage()))
     x = torch.randn(64, 512, device="cuda", dtype=torch.bfloat16)
     dist.broadcast(x, 0)
-    with autofuse.config.patch(timeout_s=LIMIT_S), torch.no_grad():
+    short = _reduction(group, *_operands(rank, 64))
+    with torch.no_grad(), autofuse.config.patch(timeout_s=120.0):
         for _ in range(4):
             run(x)
-        torch.cuda.synchronize()
-        dist.barrier()
-        torch.cuda.synchronize()
+        short()
+    with torch.no_grad(), autofuse.config.patch(timeout_s=LIMIT_S):
+        short()  # from here on waits are short
+        _together()
         with patch.object(failures.log, "handlers", [handler]):
             if rank == world - 1:
                 time.sleep(LATE_S)
@@ -131,11 +138,9 @@ def killed(rank: int, world: int, m: int) -> None:
 
     group = fresh_group()
     with autofuse.config.patch(timeout_s=60.0):
-        run, _ = _reduction(group, rank, m, False)
+        run = _reduction(group, *_operands(rank, m))
         run()
-        torch.cuda.synchronize()
-        dist.barrier()
-        torch.cuda.synchronize()
+        _together()
         if rank == world - 1:
             os.kill(os.getpid(), signal.SIGKILL)
         began = time.monotonic()
@@ -146,8 +151,6 @@ def killed(rank: int, world: int, m: int) -> None:
 def disagreeing(rank: int, world: int) -> tuple[str, float]:
     """The last rank calls with other sizes: what all are told before anything is stored, and the error of
     calls that are alike afterwards."""
-    group = fresh_group()
-    other, _ = _reduction(group, rank, 64 if rank < world - 1 else 80, False)
-    told = _told(other, 5.0)
-    run, wanted = _reduction(group, rank, 64, False)
-    return told, error_of(run(), wanted)
+    group, operands = fresh_group(), _operands(rank, 64)
+    told = _told(_reduction(group, *_operands(rank, 64 if rank < world - 1 else 80)), 5.0)
+    return told, error_of(_reduction(group, *operands)(), reference("matmul_all_reduce", *operands))
