@@ -17,16 +17,16 @@ from autofuse.timeline import Event, Kind, Timeline, chrome_trace, draw_svg
 from .script import by_order
 from .tables import columns
 
-HIDDEN, INTERMEDIATE, TOKENS = 16384, 53248, 16384
+HIDDEN, INTERMEDIATE, TOKENS = 16384, 53248, 4096
 """The down projection of Llama 405B."""
 OPS = ("matmul_reduce_scatter", "matmul_all_reduce", "all_gather_matmul", "embedding_bag_all_to_all")
 
 
 def layer(op: str, world: int, tokens: int = TOKENS) -> Problem:
-    """The layer on `world` GPUs. Embeddings: 64 tables a GPU, 512 bags a GPU, 10 rows a bag."""
+    """The layer on `world` GPUs. Embeddings: 64 tables a GPU, 32768 bags of all GPUs, 10 rows a bag."""
     part = INTERMEDIATE // world
     if op == "embedding_bag_all_to_all":
-        return Problem(op, world, 512, 10, 64 * 256)
+        return Problem(op, world, max(1, 32768 // world), 10, 64 * 256)
     if op == "all_gather_matmul":
         return Problem(op, world, tokens, HIDDEN, part)
     return Problem(op, world, tokens, part, HIDDEN)

@@ -30,7 +30,7 @@ SIMULATED = {
     "embedding_bag_all_to_all",
 }
 """The ops whose tiles `problems` knows."""
-MOST_OBLIVIOUS = 16
+MOST_OBLIVIOUS = 8
 """In oblivious order no two ranks are alike, and all are simulated."""
 
 

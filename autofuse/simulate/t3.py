@@ -123,7 +123,7 @@ def matmul_alone(case: SubLayer, machine: Machine) -> Result:
     rows, cols = case.chunk
     whole = (cols * case.world, rows) if case.columns else (rows * case.world, cols)
     shape = PlanShape("matmul_reduce_scatter", "ring", 1, ((whole,),), (TILE, TILE))
-    return simulate(shape, replace(machine, tracker=0), Product(case.inner))
+    return simulate(shape, replace(machine, tracker=False), Product(case.inner))
 
 
 def overlapped(case: SubLayer, machine: Machine, record: bool = False) -> Result:
@@ -133,7 +133,7 @@ def overlapped(case: SubLayer, machine: Machine, record: bool = False) -> Result
         "matmul_reduce_scatter", "ring", case.world, ((case.chunk,) * case.world,), (TILE, TILE)
     )
     work = Product(case.inner, columns=case.columns)
-    return simulate(shape, replace(machine, tracker=256), work, record=record)
+    return simulate(shape, replace(machine, tracker=True), work, record=record)
 
 
 def round_robin(machine: Machine = T3) -> Machine:

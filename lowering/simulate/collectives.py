@@ -17,7 +17,7 @@ GRAIN = (32, 64)
 def ring_reduce_scatter(machine: Machine, world: int, chunk: tuple[int, int], itemsize: int = 2) -> Result:
     """A kernel a step: programs add what arrived to what is there, and store the sum at the neighbour. Data
     is larger than the cache, which is left out."""
-    alone = replace(machine, groups=1, pieces=1, tracker=0, read_latency=0.0, cache=0.0)
+    alone = replace(machine, groups=1, pieces=1, tracker=False, read_latency=0.0, cache=0.0)
     shape = PlanShape("matmul_reduce_scatter", "ring", world, ((chunk,) * world,), GRAIN)
     return simulate(shape, alone, Sums(itemsize), stepped=True)
 

@@ -257,7 +257,7 @@ class _Rank:
         action: Any = item.action
         tile, pieces = action.tile, self.machine.pieces
         whole = self._bytes(tile) / item.parts
-        tracked = action.store is Store.UPDATE and self.machine.tracker > 0
+        tracked = action.store is Store.UPDATE and self.machine.tracker
         # The product of a gathered matrix stays here, and its size is not in the plan.
         if not whole or self.plan.family is Family.GATHER:
             self.engine.after(0.0, _both(free, done))
@@ -363,7 +363,7 @@ class _Rank:
     def _reduce(self, item: Item, done: Done) -> None:
         """Add up the partial tiles, and store the sum."""
         action: Any = item.action
-        nbytes = self._bytes(action.tile)
+        nbytes = self._bytes(action.tile) / item.parts
         store = partial(self.gpu.store, nbytes, done)
         if not self.plan.one_shot:
             self.gpu.perform(item.task, store)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable
 
 from autofuse.lowering.plan import (
@@ -19,6 +20,9 @@ from autofuse.lowering.plan import (
 
 from .machine import Machine
 from .work import Task, Work
+
+MOST_ADDED = 2**22
+"""Bytes that one helper adds up; more are shared out."""
 
 
 class Block:
@@ -149,5 +153,6 @@ class Items:
                 return (Task(reads=((None, nbytes),), moved=nbytes),)
             case Reduce():
                 whole = nbytes * self.plan.world
-                return (Task(reads=((None, whole),), moved=whole),)
+                parts = max(1, math.ceil(whole / MOST_ADDED))
+                return (Task(reads=((None, whole / parts),), moved=whole / parts),) * parts
         return (Task(),)

@@ -89,8 +89,8 @@ class Machine:
     """Bytes per microsecond that one processor moves, adds up or copies."""
     buffers: int = 0
     """Tiles on their way to peers that a program need not wait for."""
-    tracker: int = 0
-    """Entries of the hardware that counts updates and triggers copy engines (T3); 0: there is none."""
+    tracker: bool = False
+    """Whether hardware counts updates and triggers copy engines (T3)."""
     helpers: bool = True
     """Whether sends, sums of partial tiles and copies run beside the programs: by copy engines, or by threads
     that helpers of a kernel are."""
