@@ -1,4 +1,4 @@
-"""Collectives alone, as plans without compute, and their closed forms where nothing but the link counts."""
+"""Collectives alone, as plans without compute."""
 
 from __future__ import annotations
 
@@ -27,8 +27,3 @@ def ring_all_gather(machine: Machine, world: int, chunk: tuple[int, int], itemsi
     alone = replace(machine, groups=1, pieces=1, cache=0.0)
     shape = PlanShape("all_gather_matmul", "ring", world, ((chunk,) * world,), GRAIN)
     return simulate(shape, alone, Nothing(itemsize))
-
-
-def ring_us(machine: Machine, world: int, chunk_bytes: float) -> float:
-    """The time of `world - 1` steps that only the link bounds."""
-    return (world - 1) * (chunk_bytes / machine.network.rate + machine.network.latency)

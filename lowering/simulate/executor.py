@@ -61,8 +61,6 @@ class Result:
     """What came out of a simulation. `traffic` and `links` are bytes, of all simulated ranks."""
 
     us: float
-    computed_us: float
-    """When the last tile was computed."""
     ranks: int
     """Number of ranks that were simulated."""
     events: int
@@ -124,7 +122,6 @@ class _Simulation:
         first = self.ranks[0].gpu
         return Result(
             self.ended,
-            max(rank.gpu.computed for rank in self.ranks),
             self.number,
             self.engine.ran,
             traffic,

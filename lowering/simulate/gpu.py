@@ -39,8 +39,6 @@ class GPU:
         self._updates: dict[Hashable, int] = {}
         self.tracked = 0
         """The largest number of entries that the tracker held."""
-        self.computed = 0.0
-        """When the last task with operations ended."""
 
     def perform(self, task: Task, done: Done) -> None:
         """Run a task on a free program. Operands of a group are read while the group is computed."""
@@ -55,8 +53,6 @@ class GPU:
 
     def _group(self, task: Task, left: int, time: float, share: float, done: Done) -> None:
         if not left:
-            if task.operations:
-                self.computed = self.engine.now
             done()
             return
         then = partial(self._group, task, left - 1, time, share, done)

@@ -58,13 +58,6 @@ class Problem:
         return self.rows // self.world < FEW_ROWS and self.cols >= self.world
 
     @property
-    def operations(self) -> float:
-        if self.bags:
-            return 0.0
-        rows = self.rows * self.count * (self.world if self.experts else 1)
-        return 2.0 * rows * self.inner * self.cols
-
-    @property
     def moved(self) -> float:
         """Bytes of the larger side of the collective on one rank."""
         if self.bags:
