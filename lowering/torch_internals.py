@@ -6,8 +6,8 @@ Every folder may import this module, and it imports none of them. Slow imports a
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import sympy
@@ -270,13 +270,31 @@ def symmetric_empty(size: int, dtype: torch.dtype, device: torch.device) -> torc
 
 
 def symmetric_views(own: torch.Tensor, group: ProcessGroup) -> list[torch.Tensor]:
-    """`own`, from `symmetric_empty`, as mapped from every rank of the group. All ranks call it together."""
+    """`own`, from `symmetric_empty`, as mapped from every rank of the group. All ranks call it together.
+
+    torch takes GPUs of one index for one GPU, unless it is told not to: where each process sees but one of
+    them, all are number 0. Whether they are one GPU is for the caller to ask.
+    """
     from torch.distributed import _symmetric_memory
 
-    handle = _symmetric_memory.rendezvous(own, group.group_name)
+    with _environment("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1"):
+        handle = _symmetric_memory.rendezvous(own, group.group_name)
     views = [handle.get_buffer(r, own.shape, own.dtype) for r in range(group.size())]
     views[group.rank()] = own
     return views
+
+
+@contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 def symmetric_barrier(own: torch.Tensor, group: ProcessGroup) -> None:

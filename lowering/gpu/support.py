@@ -9,6 +9,8 @@ import torch
 
 from autofuse.native_kernels.cuda.host import compiler
 
+from . import links
+
 MOST_RANKS = 8
 """Ranks of a group: GPUs of one host that NVSwitch connects."""
 
@@ -40,4 +42,6 @@ def why_not(device: torch.device) -> str | None:
     others = [other for other in range(torch.cuda.device_count()) if other != index]
     if not all(torch.cuda.can_device_access_peer(index, other) for other in others):
         return "this GPU cannot access all others directly"
+    if any(links.without_atomics(index, other) for other in others):
+        return "this GPU reaches others without native atomics, so not over NVLink"
     return None

@@ -8,6 +8,7 @@ from typing import Any
 from unittest.mock import MagicMock, patch
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from autofuse.lowering import torch_internals
@@ -50,6 +51,7 @@ class Gpu:
 
     def __init__(self) -> None:
         self.room, self.driver, self.asked = 1 << 40, Driver(), 0
+        self.uuid = f"{dist.get_rank()}-abc"
 
     def empty(self, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         self.asked += 1
@@ -78,7 +80,8 @@ def gpus() -> Iterator[Gpu]:
         "Event": MagicMock(),
         "current_stream": MagicMock(),
         "is_current_stream_capturing": lambda: gpu.driver.capture is not None,
-        "get_device_properties": lambda device: SimpleNamespace(multi_processor_count=132),
+        "device_count": lambda: 2,
+        "get_device_properties": lambda device: SimpleNamespace(multi_processor_count=132, uuid=gpu.uuid),
     }
     with ExitStack() as stack:
         stack.enter_context(patch.multiple(torch.cuda, **cuda))

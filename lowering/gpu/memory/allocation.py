@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from autofuse.lowering import torch_internals
+from autofuse.lowering.cpu.rendezvous import Declined
 from autofuse.lowering.cpu.workspace import SharedMemoryFull
 from autofuse.native_kernels.gpu.copy_engine import FIRST_CREDIT, FIRST_PRESENCE
 from autofuse.native_kernels.gpu.memory import Need, PeerMemory, Region
@@ -120,12 +121,27 @@ def allocate(
     regions: dict[str, Region] = {} if have is None else {name: getattr(have, name) for name in REGIONS}
     regions |= {} if have is None else {"copy_signals": have.copy_signals}
     local: dict[str, Tensor] = {} if have is None else {name: getattr(have, name) for name in LOCAL}
+    if old is None:
+        _try_to_map(made["signals"], group, meet)
     for name, own in made.items():
         if name in LOCAL:
             local[name] = own
         else:
             regions[name] = Region.of(torch_internals.symmetric_views(own, group))
     return regions, local, any(int(graphs) for graphs, _ in told)
+
+
+def _try_to_map(own: Tensor, group: ProcessGroup, meet: Callable[[str], list[str]]) -> None:
+    """Raises Declined on all ranks where torch's symmetric memory does not work: in some containers, and for
+    GPUs that it does not know."""
+    problem = ""
+    try:
+        torch_internals.symmetric_views(own, group)
+    except RuntimeError as error:
+        problem = str(error).partition("\n")[0]
+    for r, told in enumerate(meet(problem)):
+        if told:
+            raise Declined(f"rank {r}: torch's symmetric memory cannot map the GPUs of its peers: {told}")
 
 
 def _own(

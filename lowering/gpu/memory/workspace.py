@@ -36,6 +36,7 @@ from autofuse.lowering.cpu.rendezvous import (
     visit,
 )
 from autofuse.lowering.cpu.workspace import SharedMemoryFull
+from autofuse.lowering.gpu.links import why_not_between
 from autofuse.lowering.gpu.support import why_not
 from autofuse.lowering.limits import default_limit_s, limit_s
 from autofuse.lowering.notes import place
@@ -117,6 +118,7 @@ class GpuWorkspace:
             "why": why,
             "digest": sources_digest(),
             "clusters": [] if why else clusters_at_once(self.device),
+            "gpu": "" if why else str(torch.cuda.get_device_properties(self.device).uuid),
             "peer": asdict(Peer.myself()),
             "board": board,
         }
@@ -133,11 +135,26 @@ class GpuWorkspace:
                     f"group {self.group_name}: ranks {self.rank} and {r} run different versions of autofuse; "
                     f"install the same on all"
                 )
+        self._check_links([other["gpu"] for other in told])
         self._clusters = tuple(map(min, zip(*(other["clusters"] for other in told), strict=True)))
         self._peers = peers = [Peer(**other["peer"]) for other in told]
         self._record = torch.zeros(RECORD_WORDS, dtype=torch.int32).pin_memory()
         opened = Board(told[0]["board"], self.world)
         self.failures = Failures(self.group_name, self.rank, self._record, opened, peers, self._limit_s())
+
+    def _check_links(self, gpus: list[str]) -> None:
+        """Raises Declined on all ranks if two share a GPU, or reach each other without NVLink."""
+        for r, gpu in enumerate(gpus):
+            if gpu in gpus[:r]:
+                raise Declined(f"ranks {gpus.index(gpu)} and {r} use one GPU")
+        if torch.cuda.device_count() > 1:  # else `why_not` has seen no other GPU
+            problem = ""
+        else:
+            others = [gpu for gpu in gpus if gpu != gpus[self.rank]]
+            problem = next(filter(None, (why_not_between(gpus[self.rank], gpu) for gpu in others)), "")
+        for r, told in enumerate(self.meet(problem)):
+            if told:
+                raise Declined(f"rank {r}: {told}")
 
     @property
     def group(self) -> ProcessGroup:
