@@ -297,6 +297,11 @@ def _environment(name: str, value: str) -> Iterator[None]:
             os.environ[name] = before
 
 
+def gpu_sleep(cycles: int) -> None:
+    """The current stream of the current GPU has nothing but this to do."""
+    torch.cuda._sleep(cycles)
+
+
 def symmetric_barrier(own: torch.Tensor, group: ProcessGroup) -> None:
     """Of the streams of all ranks of the group; `own`: from `symmetric_empty`."""
     from torch.distributed import _symmetric_memory

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import os
 
 import torch
 
+from autofuse.lowering import torch_internals
 from autofuse.native_kernels.cuda.host import compiler
 
 from . import links
@@ -22,6 +24,22 @@ MOST_TERMS = 4
 def has_triton() -> bool:
     """Asked once: every call of an op comes by here."""
     return importlib.util.find_spec("triton") is not None
+
+
+def is_serial(device: torch.device) -> bool:
+    """Whether launches return after their kernels have ended, as with CUDA_LAUNCH_BLOCKING=1 and under
+    profilers that take kernels one by one. Asks the GPU, which sleeps for some milliseconds."""
+    if os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0"):
+        return True
+    for _ in range(3):  # this thread may be the one that slept
+        ended = torch.cuda.Event()
+        torch_internals.gpu_sleep(20_000_000)
+        ended.record(torch.cuda.current_stream(device))
+        asleep = not ended.query()
+        ended.synchronize()
+        if asleep:
+            return False
+    return True
 
 
 @functools.cache

@@ -51,6 +51,7 @@ class Gpu:
 
     def __init__(self) -> None:
         self.room, self.driver, self.asked = 1 << 40, Driver(), 0
+        self.serial = False
         self.uuid = f"{dist.get_rank()}-abc"
 
     def empty(self, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -99,6 +100,7 @@ def gpus() -> Iterator[Gpu]:
             patch.multiple(
                 workspace,
                 why_not=lambda device: None,
+                is_serial=lambda device: gpu.serial,
                 clusters_at_once=lambda device: (132, 66, 33, 16),
                 CopyEngine=lambda memory: SimpleNamespace(memory=memory),
             )

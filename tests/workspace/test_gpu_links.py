@@ -15,6 +15,11 @@ from torch import Tensor
 from autofuse.lowering import torch_internals
 from autofuse.lowering.cpu.rendezvous import NotShared
 from autofuse.lowering.gpu import links, support
+from autofuse.lowering.gpu.choice.choose import choose, choose_uncaptured
+from autofuse.lowering.gpu.choice.kernel import ways_of
+from autofuse.lowering.gpu.choice.launcher import Launcher
+from autofuse.lowering.gpu.choice.points import Point
+from autofuse.lowering.gpu.dense.ways import DenseProblem
 from autofuse.lowering.gpu.memory.workspace import workspace_for
 from tests.ranks import RankPool, fresh_group
 from tests.workspace.gpu_memory import CPU, gpus
@@ -120,3 +125,52 @@ def test_links_between_visible_gpus(
     links.without_atomics.cache_clear()
     assert (found is None) == (says is None)
     assert says is None or says in str(found)
+
+
+@pytest.mark.parametrize(("blocking", "queries", "serial"), [
+    ("0", [False], False),
+    ("", [True, True, False], False),  # this thread was late
+    ("0", [True, True, True], True),
+    ("1", [], True),
+])  # fmt: skip
+def test_launches_that_return_late(
+    monkeypatch: pytest.MonkeyPatch, blocking: str, queries: list[bool], serial: bool
+) -> None:
+    """By its name, or by asking a GPU that sleeps whether it is still at it."""
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", blocking)
+    event = MagicMock()
+    event.query.side_effect = queries
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    monkeypatch.setattr(torch.cuda, "current_stream", MagicMock())
+    slept = MagicMock()
+    monkeypatch.setattr(torch_internals, "gpu_sleep", slept)
+    assert support.is_serial(CPU) == serial
+    assert slept.call_count == len(queries)
+
+
+def _serial(rank: int, world: int) -> bool:
+    with gpus() as gpu:
+        gpu.serial = rank == 1
+        return workspace_for(fresh_group(), CPU).serial
+
+
+def test_one_rank_that_is_serial(ranks: Ranks) -> None:
+    """All ranks choose alike."""
+    assert ranks(2).run(_serial) == [True, True]
+
+
+@pytest.mark.parametrize("op", ["matmul_all_reduce", "matmul_reduce_scatter", "all_gather_matmul"])
+def test_ways_of_copy_engines(op: str) -> None:
+    """They are not taken, however fast, where the host cannot work beside a kernel."""
+    problem = DenseProblem(op, 4096, 4096, 4096, 4, torch.bfloat16)
+    ways = ways_of(problem)
+    copied = [name for name, way in ways.items() if way.is_copied]
+    assert copied
+    assert {"parts", "clusters copied=1"} & set(copied)
+    times = {name: 1.0 + i for i, name in enumerate([*copied, *(w for w in ways if w not in copied)])}
+    points = (Point.of(problem, times),)
+    for ask in (choose, choose_uncaptured):
+        assert ways[ask(problem, points)].is_copied or ask is choose_uncaptured
+        assert not ways[ask(problem, points, serial=True)].is_copied
+    with pytest.raises(RuntimeError, match="CUDA_LAUNCH_BLOCKING"):
+        Launcher(MagicMock(serial=True), ways[copied[0]], op, "here", ())

@@ -17,9 +17,9 @@ from .kernel import Problem, Way, replaced, ways_of
 from .points import Point, Points, known, own_file, write
 
 
-def _times(problem: Problem, points: Points) -> list[tuple[str, float]]:
+def _times(problem: Problem, points: Points, serial: bool) -> list[tuple[str, float]]:
     """Microseconds at the nearest point of the ways that this problem can take, too, the fastest first."""
-    here = ways_of(problem)
+    here = {name: way for name, way in ways_of(problem).items() if not (serial and way.is_copied)}
     asked = [(way.name, 0.0) for way in here.values() if way.is_update]
     if asked:
         return asked
@@ -30,21 +30,24 @@ def _times(problem: Problem, points: Points) -> list[tuple[str, float]]:
     return next(filter(None, found), [])
 
 
-def choose(problem: Problem, points: Points) -> str:
-    """The way that takes the GPUs least; what the op replaces where nothing was measured nearby."""
-    times = _times(problem, points)
+def choose(problem: Problem, points: Points, serial: bool = False) -> str:
+    """The way that takes the GPUs least; what the op replaces where nothing was measured nearby.
+
+    serial: no way in which the host has work beside a kernel, see `GpuWorkspace.serial`.
+    """
+    times = _times(problem, points, serial)
     return times[0][0] if times else replaced(problem).name
 
 
-def choose_uncaptured(problem: Problem, points: Points) -> str:
+def choose_uncaptured(problem: Problem, points: Points, serial: bool = False) -> str:
     """As `choose`, of calls that the host launches one by one: the time to launch a way counts, too.
 
     A call then lasts as long as the slower of host and GPU.
     """
     if not problem.host_counts:
-        return choose(problem, points)
+        return choose(problem, points, serial)
     here = ways_of(problem)
-    lasts = [(max(us, here[way].host_us), us, way) for way, us in _times(problem, points)]
+    lasts = [(max(us, here[way].host_us), us, way) for way, us in _times(problem, points, serial)]
     return min(lasts)[2] if lasts else replaced(problem).name
 
 
@@ -52,7 +55,7 @@ def chosen(problem: Problem, workspace: GpuWorkspace) -> Way:
     """The way that takes the GPUs least, the same on all ranks."""
     agreed = _agreement(workspace)
     if problem not in agreed.chosen:
-        agreed.chosen[problem] = ways_of(problem)[choose(problem, agreed.points)]
+        agreed.chosen[problem] = ways_of(problem)[choose(problem, agreed.points, workspace.serial)]
     return agreed.chosen[problem]
 
 
@@ -67,7 +70,8 @@ def way_of(problem: Problem, workspace: GpuWorkspace, variant: Hashable, capturi
         agreed.seen.add((problem, variant))
         return chosen(problem, workspace), capturing
     if problem not in agreed.uncaptured:
-        agreed.uncaptured[problem] = ways_of(problem)[choose_uncaptured(problem, agreed.points)]
+        name = choose_uncaptured(problem, agreed.points, workspace.serial)
+        agreed.uncaptured[problem] = ways_of(problem)[name]
     return agreed.uncaptured[problem], True
 
 

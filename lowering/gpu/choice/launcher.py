@@ -32,6 +32,11 @@ class Launcher:
         variant: Hashable,
         need: Callable[[], Need] | None = None,
     ) -> None:
+        if way.is_copied and workspace.serial:
+            raise RuntimeError(
+                f"{op}: {way.name} is not run where launches return after their kernels, as with "
+                "CUDA_LAUNCH_BLOCKING=1 and under some profilers"
+            )
         self._workspace, self._way, self._config = workspace, way, way.config
         self._op, self._site, self._problem, self._variant = op, site, problem, variant
         self._need = need or (lambda: way.need)

@@ -37,7 +37,7 @@ from autofuse.lowering.cpu.rendezvous import (
 )
 from autofuse.lowering.cpu.workspace import SharedMemoryFull
 from autofuse.lowering.gpu.links import why_not_between
-from autofuse.lowering.gpu.support import why_not
+from autofuse.lowering.gpu.support import is_serial, why_not
 from autofuse.lowering.limits import default_limit_s, limit_s
 from autofuse.lowering.notes import place
 from autofuse.lowering.torch_internals import group_store, resolve_group
@@ -118,6 +118,7 @@ class GpuWorkspace:
             "why": why,
             "digest": sources_digest(),
             "clusters": [] if why else clusters_at_once(self.device),
+            "serial": not why and is_serial(self.device),
             "gpu": "" if why else str(torch.cuda.get_device_properties(self.device).uuid),
             "peer": asdict(Peer.myself()),
             "board": board,
@@ -135,6 +136,9 @@ class GpuWorkspace:
                     f"group {self.group_name}: ranks {self.rank} and {r} run different versions of autofuse; "
                     f"install the same on all"
                 )
+        self.serial = any(other["serial"] for other in told)
+        """On some rank launches return after their kernels: copy engines cannot be told to move what a
+        running kernel computes."""
         self._check_links([other["gpu"] for other in told])
         self._clusters = tuple(map(min, zip(*(other["clusters"] for other in told), strict=True)))
         self._peers = peers = [Peer(**other["peer"]) for other in told]
