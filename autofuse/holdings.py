@@ -56,11 +56,13 @@ def _of_cpus(workspace: cpu_workspace.Workspace) -> list[str]:
 
 def _of_gpus(workspace: GpuWorkspace) -> list[str]:
     head = f"group {workspace.group_name}, rank {workspace.rank} of {workspace.world}, {workspace.device}"
+    from autofuse.lowering.gpu.memory.allocation import itemsize_of, sizes_of
+
     rows = []
-    for name, capacity in workspace.sizes().items():
+    for name, capacity in sizes_of(workspace.memory).items():
         needed, call = workspace.needs.get(name, (0, ""))
-        rows.append((name, capacity, needed * workspace.itemsize(name), call))
-    older = sum(workspace.kept_for_graphs.values())
+        rows.append((name, capacity, needed * itemsize_of(name), call))
+    older = sum(workspace._held.outgrown().values())
     return [head, *_table(rows), *([f"  {_mib(older)} more that CUDA graphs may use"] if older else [])]
 
 

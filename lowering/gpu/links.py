@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from functools import cache
+
+import torch
+
+from autofuse.lowering.cpu.rendezvous import Declined
 
 OK = 0
 NVLINK, ATOMICS = 2, 3
@@ -47,3 +52,20 @@ def why_not_between(uuid: str, other: str) -> str:
     finally:
         nvml.nvmlShutdown()
     return ""
+
+
+def check_links(gpus: list[str], rank: int, meet: Callable[[str], list[str]]) -> None:
+    """Raises Declined on all ranks if two of them share a GPU, or reach each other without NVLink.
+
+    gpus: the UUID of each rank's.
+    """
+    for r, gpu in enumerate(gpus):
+        if gpu in gpus[:r]:
+            raise Declined(f"ranks {gpus.index(gpu)} and {r} use one GPU")
+    problem = ""
+    if torch.cuda.device_count() == 1:  # else `why_not` of gpu/support.py has asked CUDA
+        found = (why_not_between(gpus[rank], gpu) for r, gpu in enumerate(gpus) if r != rank)
+        problem = next(filter(None, found), "")
+    for r, told in enumerate(meet(problem)):
+        if told:
+            raise Declined(f"rank {r}: {told}")

@@ -106,12 +106,12 @@ def _outgrown(rank: int, world: int) -> None:
         _enter(workspace, 2 * MORE, 1)
         gc.collect()
         if rank == 0:
-            assert len(workspace.kept_for_graphs) == 1
+            assert len(workspace._held.outgrown()) == 1
             gpu.driver.end(7)
             assert second() is not None
-            assert len(workspace.kept_for_graphs) == 1
+            assert len(workspace._held.outgrown()) == 1
             gpu.driver.end(8)
-            assert workspace.kept_for_graphs == {}
+            assert workspace._held.outgrown() == {}
             assert second() is None
 
 

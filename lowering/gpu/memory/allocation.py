@@ -46,7 +46,7 @@ LEAST_BYTES = 16
 
 def least_bytes() -> int:
     """What a rank of a group takes at first."""
-    return sum(size * LOCAL.get(name, torch.uint8).itemsize for name, size in vars(LEAST).items())
+    return sum(size * itemsize_of(name) for name, size in vars(LEAST).items())
 
 
 MOST_SKIPPED = 1024
@@ -149,7 +149,7 @@ def _own(
 ) -> tuple[dict[str, Tensor], str]:
     """This rank's new memory, or why there is none."""
     missing = _missing(have, capacity)
-    total = sum(size * LOCAL.get(name, torch.uint8).itemsize for name, size in missing.items())
+    total = sum(size * itemsize_of(name) for name, size in missing.items())
     problem = ""
     for _ in range(2):
         made: dict[str, Tensor] = {}
@@ -198,6 +198,11 @@ def _bytes_of(part: Region | Tensor) -> int:
 def sizes_of(memory: PeerMemory) -> dict[str, int]:
     """Bytes by part, of one rank."""
     return {name: _bytes_of(part) for name, part in _parts(memory).items()}
+
+
+def itemsize_of(name: str) -> int:
+    """Of what `Need` counts of a part."""
+    return LOCAL.get(name, torch.uint8).itemsize
 
 
 class Refusals:

@@ -36,7 +36,7 @@ from autofuse.lowering.cpu.rendezvous import (
     visit,
 )
 from autofuse.lowering.cpu.workspace import SharedMemoryFull
-from autofuse.lowering.gpu.links import why_not_between
+from autofuse.lowering.gpu.links import check_links
 from autofuse.lowering.gpu.support import is_serial, why_not
 from autofuse.lowering.limits import default_limit_s, limit_s
 from autofuse.lowering.notes import place
@@ -54,7 +54,7 @@ from autofuse.native_kernels.gpu.memory import (
 )
 from autofuse.native_kernels.gpu.state import RECORD_WORDS, State
 
-from .allocation import LEAST, LOCAL, Memory, Refusals, allocate, sizes_of
+from .allocation import LEAST, Memory, Refusals, allocate
 from .board import Board
 from .chain import chain_of
 from .descriptors import Descriptors
@@ -85,9 +85,7 @@ class GpuWorkspace:
         self._entered: set[Hashable] = set()
         self._compared: set[Hashable] = set()
         self._refusals = Refusals()
-        self.needs: dict[
-            str, tuple[int, str]
-        ] = {}  # by field of `Need`, the most that a call needs, and which
+        self.needs: dict[str, tuple[int, str]] = {}  # by field of `Need`: the most of a call, and which
         self.calls: dict[Hashable, Any] = {}  # by kind, what came again; for who makes calls
         self._chain = chain_of(device)
         self._capturing = False
@@ -139,26 +137,12 @@ class GpuWorkspace:
         self.serial = any(other["serial"] for other in told)
         """On some rank launches return after their kernels: copy engines cannot be told to move what a
         running kernel computes."""
-        self._check_links([other["gpu"] for other in told])
+        check_links([other["gpu"] for other in told], self.rank, self.meet)
         self._clusters = tuple(map(min, zip(*(other["clusters"] for other in told), strict=True)))
         self._peers = peers = [Peer(**other["peer"]) for other in told]
         self._record = torch.zeros(RECORD_WORDS, dtype=torch.int32).pin_memory()
         opened = Board(told[0]["board"], self.world)
         self.failures = Failures(self.group_name, self.rank, self._record, opened, peers, self._limit_s())
-
-    def _check_links(self, gpus: list[str]) -> None:
-        """Raises Declined on all ranks if two share a GPU, or reach each other without NVLink."""
-        for r, gpu in enumerate(gpus):
-            if gpu in gpus[:r]:
-                raise Declined(f"ranks {gpus.index(gpu)} and {r} use one GPU")
-        if torch.cuda.device_count() > 1:  # else `why_not` has seen no other GPU
-            problem = ""
-        else:
-            others = [gpu for gpu in gpus if gpu != gpus[self.rank]]
-            problem = next(filter(None, (why_not_between(gpus[self.rank], gpu) for gpu in others)), "")
-        for r, told in enumerate(self.meet(problem)):
-            if told:
-                raise Declined(f"rank {r}: {told}")
 
     @property
     def group(self) -> ProcessGroup:
@@ -246,20 +230,6 @@ class GpuWorkspace:
                 self._margin = config.margin
                 self._state[State.FIRM] = self._firm
         return self.memory
-
-    def sizes(self) -> dict[str, int]:
-        """Bytes of each part of this rank's memory."""
-        return sizes_of(self.memory)
-
-    @staticmethod
-    def itemsize(name: str) -> int:
-        """Of what `Need` counts of this part."""
-        return LOCAL[name].itemsize if name in LOCAL else 1
-
-    @property
-    def kept_for_graphs(self) -> dict[str, int]:
-        """Bytes of each part of outgrown memory that CUDA graphs may still use."""
-        return self._held.outgrown()
 
     @cached_property
     def descriptors(self) -> Descriptors:
