@@ -168,7 +168,7 @@ def all_gather_matmul(
     for wi, b in zip(weights, biases, strict=True):
         whole = x.new_empty(()).expand(math.prod(shape[:-1]), shape[-1])
         check_product([whole], [wi], [] if b is None else [b], "mm" if b is None else "addmm %0", op)
-    part = x.reshape(-1, x.shape[-1])
+    part = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     cut, outer = _cut(list(x.shape), axis)
     trains = torch.is_grad_enabled() and any(wi.requires_grad for wi in weights)
     empty = x.new_empty(0)
@@ -187,7 +187,7 @@ def _term(x: Tensor, w: Tensor, bias: Tensor | None, op: str) -> tuple[Tensor, l
     """`x` with its leading dims flattened, the operands and the product of `x @ w (+ bias)`."""
     if x.dim() == 0:
         raise ValueError(f"{op}: expected x of at least one dim, got a scalar")
-    rows = x.reshape(-1, x.shape[-1]) if x.dim() != 2 else x
+    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1]) if x.dim() != 2 else x
     operands, product = ([], "mm") if bias is None else ([bias], "addmm %0")
     check_product([rows], [w], operands, product, op)
     return rows, operands, product

@@ -203,18 +203,21 @@ def describe_weight(w: Tensor, bk: int, bn: int) -> tuple[TensorDescriptor, bool
 
 
 def is_tma(*matrices: Tensor) -> bool:
-    """Whether TMA can load the matrices: one stride is 1, the other and the start are multiples of 16 bytes.
+    """Whether TMA can load the matrices: one stride is 1, the other and the start are multiples of 16 bytes,
+    and no two elements share memory.
 
     The start is the offset in the storage, so that all ranks agree; storages begin at such addresses.
     """
     return all(
-        t.storage_offset() * t.element_size() % 16 == 0
-        and (
-            (t.stride(1) == 1 and t.stride(0) * t.element_size() % 16 == 0)
-            or (t.stride(0) == 1 and t.stride(1) * t.element_size() % 16 == 0)
-        )
+        t.storage_offset() * t.element_size() % 16 == 0 and (_are_lines(t, 0, 1) or _are_lines(t, 1, 0))
         for t in matrices
     )
+
+
+def _are_lines(t: Tensor, outer: int, inner: int) -> bool:
+    step = t.stride(outer)
+    apart = step >= t.shape[inner] or t.shape[outer] == 1
+    return t.stride(inner) == 1 and step * t.element_size() % 16 == 0 and apart
 
 
 def launch(kernel: Any, programs: int, compile_only: bool, *args: Any, **settings: Any) -> None:

@@ -84,7 +84,8 @@ RECORD_WORDS: Final = 32
 """Length of `PeerMemory.record`."""
 
 BAD_INPUT_WORD: Final = 3
-"""The word of the record, counted in int64, where the kernels of embedding bags report invalid input."""
+"""The word of the record, counted in int64, where the kernels of embedding bags report invalid input,
+and all kernels calls that overlap."""
 
 SLOW_SOURCE_BIT: Final = 28
 LONG_NS: Final = 1_000_000
@@ -116,6 +117,8 @@ class Wait(IntEnum):
     DISPATCHING = 8
     """Rows for the experts of this rank."""
     BAD_BAG = 9
+    OVERLAP = 10
+    """Another call of the group ran on this GPU at the same time."""
 
 
 CODES_PER_SITE: Final = 16
@@ -146,6 +149,7 @@ def macros() -> dict[str, int]:
         "STATE_WORDS": STATE_WORDS,
         "MOST_SHARES": MOST_SHARES,
         "CODES_PER_SITE": CODES_PER_SITE,
+        "BAD_INPUT_WORD": BAD_INPUT_WORD,
         "YIELD_NS": YIELD_NS,
         "SLOW_SOURCE_BIT": SLOW_SOURCE_BIT,
         "LONG_NS": LONG_NS,

@@ -51,6 +51,7 @@ POOLING = tl.constexpr(Wait.POOLING.value)
 BAD_INDEX = tl.constexpr(Wait.BAD_INDEX.value)
 BAD_BAG = tl.constexpr(Wait.BAD_BAG.value)
 GRADIENTS = tl.constexpr(Wait.GRADIENTS.value)
+OVERLAP = tl.constexpr(Wait.OVERLAP.value)
 CODES_PER_SITE = tl.constexpr(state_words.CODES_PER_SITE)
 
 # Polls between two looks at the clock: reading the clock takes longer than a poll.
@@ -219,13 +220,21 @@ def tag_of(epoch):
 
 
 @triton.jit
-def finish(state, epoch, programs):
-    """Ends a program. The last program advances the epoch and sets the counters in `state` to 0."""
+def finish(state, epoch, programs, ENDS: tl.constexpr = True):
+    """Ends a program. The last program advances the epoch and sets the counters in `state` to 0.
+
+    It tells if another launch has ended the epoch before: two calls of a group on one GPU ran at once. ENDS:
+    whether the epoch ends; it stays where no rank was waited for.
+    """
     tl.debug_barrier()
     if tl.atomic_add(state + STATE_FINISHED, 1, sem="acq_rel", scope="gpu") == programs - 1:
         for word in tl.static_range(STATE_FINISHED, STATE_FIRM):
             tl.store(state + word, 0)
-        tl.store(state + STATE_EPOCH, epoch)
+        if ENDS:
+            if tl.atomic_xchg(state + STATE_EPOCH, epoch, sem="relaxed", scope="gpu") != epoch - 1:
+                record = tl.load(state + STATE_RECORD).to(tl.pointer_type(tl.int64))
+                what = tl.full((), OVERLAP, tl.int64) << 48
+                tl.store(record + BAD_INPUT, what | (epoch & 0xFFFFFFFF))
 
 
 @triton.jit

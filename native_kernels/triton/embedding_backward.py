@@ -342,7 +342,7 @@ def embedding_backward(
             clear(peer(signals, rank, tl.int32) + first_signal, W, 32)
         finish(state, epoch, PROGRAMS)
     else:
-        finish(state, epoch - 1, PROGRAMS)  # no rank was waited for: the epoch stays
+        finish(state, epoch, PROGRAMS, False)  # no rank was waited for: the epoch stays
 
 
 def launch_embedding_backward(

@@ -356,7 +356,7 @@ def embedding_exchange(
             event = stamp(trace, program, event, COPIED, source, number, TRACE, EVENTS)
     event = stamp(trace, program, event, ENDED, rank, 0, TRACE, EVENTS)
     if SEND:
-        finish(state, epoch - 1, PROGRAMS)  # no rank was waited for: the epoch stays
+        finish(state, epoch, PROGRAMS, False)  # no rank was waited for: the epoch stays
     else:
         tl.debug_barrier()
         if tl.atomic_add(state + STATE_THROUGH, 1, sem="acq_rel", scope="gpu") == PROGRAMS - 1:

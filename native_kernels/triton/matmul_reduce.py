@@ -94,7 +94,7 @@ def matmul_reduce(
     parts = tiles * PARTS
     arrived = peer(signals, rank, tl.int32) + parity * signals_half
     ready = arrived + counters
-    arriving = inbox.to(tl.pointer_type(dtype)) + parity * inbox_half * pitch
+    arriving = inbox.to(tl.pointer_type(dtype)) + (parity * inbox_half).to(tl.int64) * pitch
     mine = peer(finished, rank, dtype) + parity * finished_half
     r = tl.arange(0, BR)[:, None]
     c = tl.max_contiguous(tl.multiple_of(tl.arange(0, BN), BN), BN)[None, :]

@@ -9,10 +9,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+import triton
+import triton.language as tl
 
 from autofuse.native_kernels.cuda.host.compiler import INCLUDE, KERNELS
+from autofuse.native_kernels.gpu.memory import Need
+from autofuse.native_kernels.gpu.state import BAD_INPUT_WORD, Wait
+from autofuse.native_kernels.triton.comm import STATE_EPOCH, begin, finish
 from tests.kernels.backward_calls import Backward, run_backwards
-from tests.kernels.calls import Call, run_calls
+from tests.kernels.calls import Call, peer_memory, run_calls
 from tests.kernels.embedding_calls import Exchange
 from tests.kernels.test_interpreted import (
     FEW,
@@ -54,6 +60,35 @@ def test_embedding_kernels(interpreters: Interpreters, wrap: int) -> None:
     bags = Exchange(even(2))
     calls = [each for each in (bags, Backward(bags)) for _ in range(2)]
     interpreters(2).run(run_backwards, calls, wrap - 2, timeout=120)
+
+
+@triton.jit
+def _overlapping(state, others, ENDS: tl.constexpr):
+    """A program during which `others` launches end their calls."""
+    epoch = begin(state)
+    tl.store(state + STATE_EPOCH, epoch - 1 + others)
+    finish(state, epoch, 1, ENDS)
+
+
+def _overlaps(rank: int, world: int, first: int) -> list[int]:
+    memory = peer_memory(rank, world, Need())
+    found = []
+    for others, ends in ((0, True), (1, True), (0, False)):
+        memory.epoch.fill_(first)
+        memory.record.zero_()
+        _overlapping[(1,)](memory.state, others, ends)
+        found.append(int(memory.record.view(torch.int64)[BAD_INPUT_WORD]))
+        assert int(memory.epoch) == first + ends
+    return found
+
+
+@pytest.mark.parametrize("first", [0, 7, 2**32 - 1])
+def test_calls_that_overlap_are_told(interpreters: Interpreters, first: int) -> None:
+    """Hosts do not see replays: the last program of a call finds that its epoch has ended already."""
+    for alone, overlapped, silent in interpreters(2).run(_overlaps, first):
+        assert alone == silent == 0
+        assert overlapped >> 48 == Wait.OVERLAP
+        assert overlapped & 0xFFFFFFFF == (first + 1) % 2**32
 
 
 def test_cuda_counts_on(tmp_path: Path) -> None:

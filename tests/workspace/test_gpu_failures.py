@@ -163,6 +163,12 @@ def test_bad_input_fails_all_ranks(ranks: list[Rank]) -> None:
     assert "rank 1 of group 0: index 77 of table 2 is outside of its rows" in text
 
 
+def test_calls_that_overlap_fail_all_ranks(ranks: list[Rank]) -> None:
+    ranks[1].record.view(torch.int64)[BAD_INPUT_WORD] = Wait.OVERLAP << 48 | 77
+    (text,) = set(texts(ranks))
+    assert "two calls of group 0 ran at the same time on the GPU of rank 1 (at call 77)" in text
+
+
 def test_what_a_host_says_fails_all_ranks(ranks: list[Rank]) -> None:
     ranks[2].failures.tell("rank 2 waited in vain")
     assert set(texts(ranks)) == {"rank 2 waited in vain"}

@@ -173,4 +173,4 @@ def test_ways_of_copy_engines(op: str) -> None:
         assert ways[ask(problem, points)].is_copied or ask is choose_uncaptured
         assert not ways[ask(problem, points, serial=True)].is_copied
     with pytest.raises(RuntimeError, match="CUDA_LAUNCH_BLOCKING"):
-        Launcher(MagicMock(serial=True), ways[copied[0]], op, "here", ())
+        Launcher(MagicMock(serial=True), ways[copied[0]], op, "here", problem, ())

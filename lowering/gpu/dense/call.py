@@ -82,7 +82,7 @@ def run_gather(args: AllGatherMatmul) -> Any:
     with current(x.device):
         workspace = workspace_for(args.group_name, x.device)
         part = x.contiguous()
-        biases = [args.bias_of(i) for i in range(len(w))]
+        biases = [_row(args.bias_of(i)) for i in range(len(w))]
         capturing = torch.cuda.is_current_stream_capturing()
         kind = (
             GATHER, _layout(part), _layout(w[0]), args.outer, len(w) > 1, args.keep_gathered,
@@ -105,7 +105,7 @@ def _gather_call(
     workspace: GpuWorkspace, args: AllGatherMatmul, part: Tensor
 ) -> tuple[GpuCall, Callable[[Way], Gather]]:
     w, keep, site = args.w, args.keep_gathered, args.site
-    biases = [args.bias_of(i) for i in range(len(w))]
+    biases = [_row(args.bias_of(i)) for i in range(len(w))]
     more, biased = keep or len(w) > 1, biases[0] is not None
     problem = problem_of(GATHER, part, w[0], workspace, args.dim, args.outer)
 
@@ -181,6 +181,11 @@ def _settle(call: GpuCall, prepared: Callable[[Way], Any], kind: Hashable, captu
             kept.clear()
         kept[kind] = made
     return made
+
+
+def _row(bias: Tensor | None) -> Tensor | None:
+    """As kernels read it: entries side by side."""
+    return None if bias is None else bias.contiguous()
 
 
 def _layout(t: Tensor) -> Hashable:

@@ -209,8 +209,14 @@ class Failures:
         return self._sites[site] if site < len(self._sites) else "a call"
 
     def _describe_input(self, word: int) -> str:
-        """As the kernel has it: code << 48 | table << 32 | index, or bag."""
+        """As the kernel has it: code << 48 | table << 32 | index, or bag; of calls that overlap, the call."""
         code, table, value = word >> 48 & 0xFFFF, word >> 32 & 0xFFFF, ctypes.c_int32(word).value
+        if code % CODES_PER_SITE == Wait.OVERLAP:
+            return (
+                f"two calls of group {self.group_name} ran at the same time on the GPU of rank {self.rank} "
+                f"(at call {value & 0xFFFFFFFF}): graphs on two streams, parallel branches of one, or a "
+                f"replay beside an eager call; order them by events, or give each its group. {NOT_USED}"
+            )
         what = (
             f"index {value} of table {table} is outside of its rows"
             if code % CODES_PER_SITE == Wait.BAD_INDEX

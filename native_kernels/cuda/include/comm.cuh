@@ -13,6 +13,11 @@ struct Call {
 
 __device__ inline int64_t epoch_of(const int64_t* state) { return state[STATE_EPOCH] + 1; }
 
+__device__ inline int64_t exchange(int64_t* at, int64_t value) {
+    return static_cast<int64_t>(
+        atomicExch(reinterpret_cast<unsigned long long*>(at), static_cast<unsigned long long>(value)));
+}
+
 // Whether a wait has given up. Copy streams wait without a limit of their own: the last program then raises their flags.
 __device__ inline bool given_up(const int64_t* state) {
     return *static_cast<const volatile int64_t*>(state + STATE_GIVEN_UP) != 0;
@@ -63,10 +68,13 @@ __device__ inline void wait(const Call& call, const int* counter, int target, in
 // One thread counts its program as through; true for the last of `programs`.
 __device__ inline bool is_last(int64_t* state, int programs) { return count(state + STATE_THROUGH) == programs - 1; }
 
-// The last program ends the call.
+// The last program ends the call. It tells if another launch has ended it before: two calls of a group ran at once.
 __device__ inline void finish(const Call& call) {
     for (int word = STATE_FINISHED; word < STATE_FIRM; ++word) call.state[word] = 0;
-    call.state[STATE_EPOCH] = call.epoch;
+    int64_t before = exchange(call.state + STATE_EPOCH, call.epoch);
+    if (before == call.epoch - 1) return;
+    int64_t what = static_cast<int64_t>(call.site * CODES_PER_SITE + WAIT_OVERLAP) << 48;
+    *(reinterpret_cast<volatile int64_t*>(call.state[STATE_RECORD]) + BAD_INPUT_WORD) = what | (call.epoch & 0xffffffff);
 }
 
 // Copy engines may store to this rank again: each peer gets a credit, `credit` counters behind `counters` of its own. Where
