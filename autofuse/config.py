@@ -34,6 +34,11 @@ update: bool = Config(default=False, env_name_default="AUTOFUSE_UPDATE")
 """On GPUs: matmul_reduce_scatter of many tokens adds tiles at their owner in the order of their arrival
 (`update` of a plan). Each sum is rounded, so two runs may give different bits. Equal on all ranks."""
 
+equal_rows: bool = Config(default=False, env_name_default="AUTOFUSE_EQUAL_ROWS")
+"""On GPUs: every rank brings as many rows to an exchange of dropless experts, such as its tokens times the
+experts of a token. There is then room for the worst case, in which one rank gets all rows, and the hosts do
+not tell each other before each call how many rows they have. Equal on all ranks."""
+
 _seconds = os.environ.get("AUTOFUSE_TIMEOUT_S")
 
 timeout_s: float | None = None if _seconds is None else float(_seconds)

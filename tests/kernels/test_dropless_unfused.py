@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 import torch
 import torch.distributed as dist
 
-from autofuse.lowering.gpu.experts import unfused
+from autofuse.lowering.gpu.experts import dropless, unfused
 from autofuse.lowering.gpu.experts.dropless import told_by_all
 from autofuse.lowering.gpu.experts.kernels import Rows
 from autofuse.lowering.gpu.experts.ways import COMBINE, DISPATCH, DROPLESS, DroplessProblem
@@ -94,3 +94,28 @@ def _most(rank: int, world: int) -> list[int]:
 
 def test_ranks_tell_how_many_rows_they_have(ranks: Callable[[int], RankPool]) -> None:
     assert ranks(2).run(_most) == [[1, 100, 7]] * 2
+
+
+class Group:
+    rank, group_name = 1, "tp"
+
+
+def test_room_for_the_worst_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where ranks bring equally many rows, hosts do not meet, unless the worst case takes too much memory."""
+    met: list[int] = []
+    monkeypatch.setattr(dropless, "told_by_all", lambda group, op, site, rows: met.append(rows) or rows)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    group, huge = Group(), 1 << 20
+
+    def room(columns: int, rows: int, worst: int) -> int:
+        return dropless._room_for(group, DISPATCH, "a.py:1", columns, rows, worst)  # type: ignore[arg-type]
+
+    assert room(64, 1500, 6000) == 2048
+    assert met == [1500]
+    with config.patch(equal_rows=True):
+        assert [room(64, rows, 6000) for rows in (0, 1500, 6000)] == [8192] * 3
+        assert met == [1500], "hosts have met"
+        assert room(huge, 1500, 6000) == 2048
+        assert met == [1500, 1500]
+        with pytest.raises(RuntimeError, match="rank 1 gets 6001 rows, more than 6000"):
+            room(64, 6001, 6000)

@@ -2,7 +2,9 @@
 
 Splits differ from rank to rank, so that nothing that decides how a call is run may depend on them. Hosts know
 them, and tell each other before every call that is not captured how many rows their ranks have: memory grows
-where one has more than there is room for. What is captured has as many rows in every replay.
+where one has more than there is room for. Where ranks are known to bring equally many (`config.equal_rows`),
+there is room for all of them on each rank, and hosts do not meet. What is captured has as many rows in every
+replay.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from autofuse import config
 from autofuse.lowering.cpu.rendezvous import NotShared
 from autofuse.lowering.cpu.workspace import workspace_for
 from autofuse.lowering.gpu.choice.kernel import Way
@@ -31,6 +34,9 @@ from .ways import COMBINE, DISPATCH, DROPLESS, DroplessProblem
 
 LEAST_ROWS = 1024
 """There is room for as many."""
+
+MOST_WORST = 2 << 30
+"""Bytes of the inbox up to which there is room for the worst case."""
 
 
 def dropless_problem_of(
@@ -60,7 +66,7 @@ def dropless_combine(
     RuntimeError without room.
     """
     received, n = sum(rows.received), problem.columns
-    room = _room_for(workspace, COMBINE, site, n, received)
+    room = _room_for(workspace, COMBINE, site, n, received, received)
     if not room:
         return None
     variant = (problem, layouts(w), bias is None, trace is None), room
@@ -98,7 +104,9 @@ def dropless_dispatch(
     The first `problem.weights` are multiplied while the rows arrive, the others afterwards.
     """
     received, k, count = sum(rows.received), problem.k, problem.weights
-    room = _room_for(workspace, DISPATCH, site, k, max(received, sum(rows.sent)))
+    room = _room_for(
+        workspace, DISPATCH, site, k, max(received, sum(rows.sent)), problem.world * sum(rows.sent)
+    )
     if not room:
         return None
     variant = (problem, w[0].stride(), bias[0] is None, trace is None), room
@@ -126,8 +134,11 @@ def dropless_dispatch(
     return outputs
 
 
-def _room_for(workspace: GpuWorkspace, op: str, site: str, columns: int, rows: int) -> int:
-    """For how many rows of so many columns there is memory, or will be; 0 if that cannot be captured."""
+def _room_for(workspace: GpuWorkspace, op: str, site: str, columns: int, rows: int, worst: int) -> int:
+    """For how many rows of so many columns there is memory, or will be; 0 if that cannot be captured.
+
+    worst: the most rows, where all ranks bring as many as this one. A combine brings back what they brought.
+    """
     rooms = _rooms.setdefault(workspace, {})
     if torch.cuda.is_current_stream_capturing():
         room = rooms.get((op, columns), 0)
@@ -137,7 +148,16 @@ def _room_for(workspace: GpuWorkspace, op: str, site: str, columns: int, rows: i
                 f"there is room for {room}; run as many once before you capture"
             )
         return room
-    most = max(told_by_all(workspace, op, site, rows), rooms.get((op, columns), LEAST_ROWS))
+    if config.equal_rows and 2 * 2 * worst * columns <= MOST_WORST:
+        if rows > worst:
+            raise RuntimeError(
+                f"{op} at {site}: rank {workspace.rank} gets {rows} rows, more than {worst}: ranks do not bring "
+                "equally many, as the setting equal_rows promises"
+            )
+        told = worst
+    else:
+        told = told_by_all(workspace, op, site, rows)
+    most = max(told, rooms.get((op, columns), LEAST_ROWS))
     rooms[op, columns] = 1 << (most - 1).bit_length()
     return rooms[op, columns]
 
