@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 import torch
 import torch.distributed as dist
 
+from autofuse import config
 from autofuse.lowering.gpu.experts import dropless, unfused
 from autofuse.lowering.gpu.experts.dropless import told_by_all
 from autofuse.lowering.gpu.experts.kernels import Rows

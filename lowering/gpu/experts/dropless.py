@@ -104,9 +104,8 @@ def dropless_dispatch(
     The first `problem.weights` are multiplied while the rows arrive, the others afterwards.
     """
     received, k, count = sum(rows.received), problem.k, problem.weights
-    room = _room_for(
-        workspace, DISPATCH, site, k, max(received, sum(rows.sent)), problem.world * sum(rows.sent)
-    )
+    sent = sum(rows.sent)
+    room = _room_for(workspace, DISPATCH, site, k, max(received, sent), problem.world * sent)
     if not room:
         return None
     variant = (problem, w[0].stride(), bias[0] is None, trace is None), room
@@ -151,8 +150,8 @@ def _room_for(workspace: GpuWorkspace, op: str, site: str, columns: int, rows: i
     if config.equal_rows and 2 * 2 * worst * columns <= MOST_WORST:
         if rows > worst:
             raise RuntimeError(
-                f"{op} at {site}: rank {workspace.rank} gets {rows} rows, more than {worst}: ranks do not bring "
-                "equally many, as the setting equal_rows promises"
+                f"{op} at {site}: rank {workspace.rank} gets {rows} rows, more than {worst}: ranks do not "
+                "bring equally many, as the setting equal_rows promises"
             )
         told = worst
     else:
