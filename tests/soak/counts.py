@@ -8,7 +8,8 @@ from pathlib import Path
 @dataclass
 class Counts:
     """
-    calls: of all groups, on one rank
+    calls: fused ones, of all groups and ranks
+    rounds: on GPUs, of a collective of NCCL and some fused calls, of all ranks
     late: pauses of stragglers
     killed: ranks that were killed
     unnamed: survivors whose error did not name a rank that has ended
@@ -17,6 +18,7 @@ class Counts:
     """
 
     calls: int = 0
+    rounds: int = 0
     late: int = 0
     killed: int = 0
     unnamed: int = 0

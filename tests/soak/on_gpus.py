@@ -23,6 +23,7 @@ from tests.soak.gpu_cases import Case, draw_ways, makers
 
 GROUPS, STREAMS, GRAPHS, CALLS_A_GRAPH = 2, 10, 12, 3
 MESSAGES = [1 << shift for shift in range(10, 29)]
+NEW_GROUPS_A_ROUND = 1 / 1000
 TIMEOUT_S = 20.0
 ROUNDS_BETWEEN_LOOKS = 100
 
@@ -139,6 +140,9 @@ def _round(
 
     Replays wait for all fused calls before them and later calls for them: a host orders no replays.
     """
+    counts.rounds += 1
+    if common.random() < NEW_GROUPS_A_ROUND:  # the first collective of a group blocks the host
+        nccl.group = dist.new_group()
     if common.random() < 0.6:
         kind, nbytes = common.randrange(3), common.choice(MESSAGES)
         with torch.cuda.stream(streams[0]):

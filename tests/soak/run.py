@@ -8,12 +8,14 @@ the others must raise an error that names it. The exit status is 1 if a result w
 end in time, or a survivor named nobody. The same seed draws the same calls.
 """
 
+import os
 import random
 import sys
 import tempfile
 import time
 from argparse import ArgumentParser
 from contextlib import closing
+from unittest.mock import patch
 
 from tests.ranks import RankPool, RanksFailed
 from tests.soak import on_cpus, on_gpus
@@ -33,7 +35,9 @@ def run_episode(
     kills = kills and number % 2 == 1
     victim = draw.randrange(world) if kills else -1
     after = draw.random() * seconds
-    with tempfile.TemporaryDirectory(prefix="soak-") as directory:
+    # With one queue of the hardware for all streams, more of them wait for each other.
+    queues = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if number % 3 == 2 else {}
+    with tempfile.TemporaryDirectory(prefix="soak-") as directory, patch.dict(os.environ, queues):
         hang = 0
         with closing(RankPool(world) if device == "cpu" else RankPool(world, None, "nccl")) as pool:
             episode = on_cpus.episode if device == "cpu" else on_gpus.episode
