@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 from autofuse.groups import Group, group_name
 from autofuse.lowering import watcher
 from autofuse.lowering.cpu import workspace as on_cpus
+from autofuse.lowering.cpu.identities import known
 from autofuse.lowering.cpu.rendezvous import VISITS, all_gather, set_visits, visits
 from autofuse.lowering.gpu.support import has_triton
 from autofuse.lowering.limits import default_limit_s, limit_s
@@ -51,14 +52,14 @@ class _Meeting:
     def __init__(self, group: ProcessGroup, device: torch.device) -> None:
         self.group, self.store, self.rank = group, group_store(group), group.rank()
         self.number = _numbers.get(group, 0) + 1
-        self._peers = on_cpus.peers_of(group) or (_gpus().peers_of(group) if has_triton() else None)
         self._limit = limit_s(default_limit_s(group, device))
         self._steps: list[str] = []
 
     def all_gather(self, value: str) -> list[str]:
         self._steps.append(f"autofuse/reset/{self.number}/{len(self._steps)}")
-        peers = self._peers or self.group.size()
-        return all_gather(self.store, self._steps[-1], self.rank, peers, value, self._limit, "reset")
+        return all_gather(
+            self.store, self._steps[-1], self.rank, known(self.group), value, self._limit, "reset"
+        )
 
     def take_back(self) -> None:
         """A rank that comes later must not find us."""

@@ -13,7 +13,7 @@ import platform
 import secrets
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -85,33 +85,33 @@ def all_gather(
     store: Store,
     prefix: str,
     rank: int,
-    peers: list[Peer] | int,
+    peers: Sequence[Peer | None],
     value: str,
     timeout_s: float,
     device: str = "cpu",
 ) -> list[str]:
-    """One string of every rank, through `store`. `peers`: the peers, or their number while they are not
-    known.
+    """One string of every rank, through `store`.
+
+    peers: the process of each rank, None while that is not known.
 
     Raises Declined when a rank will never come, RuntimeError naming the ranks that died or did not come
     within `timeout_s`.
     """
     store.set(f"{prefix}/{rank}", value)
-    world = peers if isinstance(peers, int) else len(peers)
-    missing = list(range(world))
+    missing = list(range(len(peers)))
     deadline = time.monotonic() + timeout_s
     pause = 0.0005
     while True:
         missing = [r for r in missing if not store.check([f"{prefix}/{r}"])]
         if not missing:
-            return [store.get(f"{prefix}/{r}").decode() for r in range(world)]
+            return [store.get(f"{prefix}/{r}").decode() for r in range(len(peers))]
         for r in missing:
             if why := notes.declined(store, r, device):
                 raise Declined(f"rank {r} leaves its collectives as they are: {why}")
-        if not isinstance(peers, int):
-            for r in missing:
-                if peers[r].is_dead():
-                    raise RuntimeError(f"rank {r} (pid {peers[r].pid}) has died while the group was meeting")
+        for r in missing:
+            peer = peers[r]
+            if peer is not None and peer.is_dead():
+                raise RuntimeError(f"rank {r} (pid {peer.pid}) has died while the group was meeting")
         if time.monotonic() > deadline:
             raise RuntimeError(
                 f"rank {rank} waited {timeout_s:g} s for ranks {missing} to set up shared memory: did they "
@@ -139,9 +139,9 @@ def visit(store: Store, key: str, rank: int) -> int:
 
 
 def meet(
-    store: Store, group_name: str, rank: int, world: int, nbytes: int, timeout_s: float
+    store: Store, group_name: str, rank: int, known: Sequence[Peer | None], nbytes: int, timeout_s: float
 ) -> tuple[list[Peer], list[Tensor], Callable[[], None]]:
-    """Make a segment of `nbytes` and map those of all peers.
+    """Make a segment of `nbytes` and map those of all peers; known: as `identities.known`.
 
     Returns the peers, their segments, and a function to call once all ranks have returned from here: it
     removes the names. Raises NotShared, or RuntimeError when a rank fails or has other sources of autofuse.
@@ -149,14 +149,14 @@ def meet(
     me = Peer.myself()
     prefix = f"{VISITS[0]}/{visit(store, VISITS[0], rank)}"
     # Plans are never compared action by action: equal arguments and equal sources make equal plans.
-    versions = all_gather(store, f"{prefix}/version", rank, world, sources_digest(), timeout_s)
+    versions = all_gather(store, f"{prefix}/version", rank, known, sources_digest(), timeout_s)
     for r, version in enumerate(versions):
         if version != versions[0]:
             raise RuntimeError(
                 f"group {group_name}: the ranks run different versions of autofuse: the sources of its plans "
                 f"have the digest {versions[0]} on rank 0, {version} on rank {r}; install the same on all"
             )
-    found = all_gather(store, f"{prefix}/peer", rank, world, json.dumps(asdict(me)), timeout_s)
+    found = all_gather(store, f"{prefix}/peer", rank, known, json.dumps(asdict(me)), timeout_s)
     peers = [Peer(**json.loads(text)) for text in found]
     for r, peer in enumerate(peers):
         if peer.host != peers[0].host:

@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, Store
 
 from autofuse.lowering import notes
-from autofuse.lowering.cpu import rendezvous
+from autofuse.lowering.cpu import identities, rendezvous
 from autofuse.lowering.cpu.failures import Failures
 from autofuse.lowering.cpu.rendezvous import Declined
 from autofuse.lowering.cpu.rendezvous import GroupSpansHosts as GroupSpansHosts
@@ -87,12 +87,14 @@ class Workspace:
         self._data: list[Tensor] = []
         self._typed: dict[torch.dtype, list[Tensor]] = {}
 
-        self._default_limit = default_limit_s(resolve_group(group_name), torch.device("cpu"))
+        group = resolve_group(group_name)
+        self._default_limit = default_limit_s(group, torch.device("cpu"))
 
         nbytes = _MEETINGS + world * (1 + SLOTS) * _LINE
         self._peers, self._control, unlink = rendezvous.meet(
-            store, group_name, rank, world, nbytes, limit_s(self._default_limit)
+            store, group_name, rank, identities.known(group), nbytes, limit_s(self._default_limit)
         )
+        identities.remember(group, self._peers)
         self._base = base = [cpu.address(t) for t in self._control]
         self._values = [[_Row.from_address(b + _VALUES + p * _ROW * 8) for b in base] for p in (0, 1)]
         self._headers = [[b + parity * _HEADER for b in base] for parity in (0, 1)]
@@ -361,12 +363,6 @@ def decline(group: str | ProcessGroup, why: str, device: str = "cpu") -> None:
     group, mine = resolve_group(group), Declined(why)
     if device != "cpu" or _workspaces.setdefault(group, mine) is mine:
         notes.decline(group, why, device)
-
-
-def peers_of(group: ProcessGroup) -> list[rendezvous.Peer] | None:
-    """The ranks of a group that has met."""
-    found = _workspaces.get(group)
-    return found._peers if isinstance(found, Workspace) else None
 
 
 def forget(group: ProcessGroup) -> None:

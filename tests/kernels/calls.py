@@ -88,7 +88,7 @@ def peer_memory(rank: int, world: int, need: Need, polls: int = 3_000_000) -> Pe
         -(-max(n, 1) // 256) * 256 for n in (need.inbox, need.finished, need.packets, need.signals, 4 * world)
     ]
     store = group_store(dist.group.WORLD)
-    _, segments, unlink = rendezvous.meet(store, "kernels", rank, world, sum(sizes), WAIT_S)
+    _, segments, unlink = rendezvous.meet(store, "kernels", rank, [None] * world, sum(sizes), WAIT_S)
     *regions, presence = zip(*(segment.split(sizes) for segment in segments), strict=True)
     inbox, finished, packets, signals = map(Region.of, regions)
     for region in (inbox, finished):

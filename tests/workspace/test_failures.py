@@ -105,6 +105,12 @@ def _dies(rank: int, world: int, victim: int, moment: str) -> None:
         _barrier(ws)
     if rank == victim and moment == "between calls":
         os.kill(os.getpid(), signal.SIGKILL)
+    if moment == "before a group meets":
+        other = fresh_group()
+        if rank == victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+        text, seconds = _error_of(lambda: workspace_for(other))
+        raise AssertionError(f"{text} [{'in time' if seconds < 5 else 'late'}]")
 
     def call() -> None:
         with ws.call("step", "model.py:2", "", 1 << 20) as call:
@@ -121,7 +127,9 @@ def _dies(rank: int, world: int, victim: int, moment: str) -> None:
     raise AssertionError(f"{text} [{'in time' if seconds < 5 else 'late'}]")
 
 
-@pytest.mark.parametrize(("world", "moment"), [(3, "between calls"), (4, "in a call")])
+@pytest.mark.parametrize(
+    ("world", "moment"), [(3, "between calls"), (4, "in a call"), (3, "before a group meets")]
+)
 def test_a_killed_rank_is_named_by_all_others(world: int, moment: str) -> None:
     pool = RankPool(world)
     with pytest.raises(RanksFailed) as failure:

@@ -12,8 +12,8 @@ def test_ranks_without_cpu_kernels_meet_on_gpus() -> None:
     store.set("autofuse/declined/cpu/1", "no kernels")
     assert (declined(store, 1, "cpu"), declined(store, 1, "cuda")) == ("no kernels", "")
     with pytest.raises(Declined, match="rank 1 leaves its collectives as they are: no kernels"):
-        all_gather(store, "a", 0, 2, "x", 1.0)
+        all_gather(store, "a", 0, [None, None], "x", 1.0)
     with pytest.raises(RuntimeError, match=r"waited 0.1 s for ranks \[1\]"):
-        all_gather(store, "b", 0, 2, "x", 0.1, "cuda")
+        all_gather(store, "b", 0, [None, None], "x", 0.1, "cuda")
     store.set("c/1", "y")
-    assert all_gather(store, "c", 0, 2, "x", 1.0, "cuda") == ["x", "y"]
+    assert all_gather(store, "c", 0, [None, None], "x", 1.0, "cuda") == ["x", "y"]

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, Store
 
 from autofuse import config
+from autofuse.lowering.cpu import identities
 from autofuse.lowering.cpu.rendezvous import (
     VISITS,
     Declined,
@@ -89,7 +90,8 @@ class GpuWorkspace:
         self.calls: dict[Hashable, Any] = {}  # by kind, what came again; for who makes calls
         self._chain = chain_of(device)
         self._capturing = False
-        self._peers: list[Peer] | int = self.world
+        self._peers = identities.known(group)
+        self._introduced = False
         board = ""
         try:
             why = why_not(device) or ""
@@ -139,10 +141,13 @@ class GpuWorkspace:
         running kernel computes."""
         check_links([other["gpu"] for other in told], self.rank, self.meet)
         self._clusters = tuple(map(min, zip(*(other["clusters"] for other in told), strict=True)))
-        self._peers = peers = [Peer(**other["peer"]) for other in told]
+        peers = [Peer(**other["peer"]) for other in told]
+        self._peers = list(peers)
+        identities.remember(self.group, peers)
         self._record = torch.zeros(RECORD_WORDS, dtype=torch.int32).pin_memory()
         opened = Board(told[0]["board"], self.world)
         self.failures = Failures(self.group_name, self.rank, self._record, opened, peers, self._limit_s())
+        self._introduced = True
 
     @property
     def group(self) -> ProcessGroup:
@@ -258,7 +263,7 @@ class GpuWorkspace:
         except NotShared:
             raise
         except RuntimeError as error:
-            if not isinstance(self._peers, int):
+            if self._introduced:
                 self.failures.tell(f"group {self.group_name}: {error}")
             raise
 
@@ -373,12 +378,6 @@ def _apart(device: torch.device, work: Callable[[], T]) -> T:
 
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(copy_context().run, on_device).result()
-
-
-def peers_of(group: ProcessGroup) -> list[Peer] | None:
-    """The ranks of a group that has met."""
-    found = _workspaces.get(group)
-    return list(found.failures.peers) if isinstance(found, GpuWorkspace) else None
 
 
 def is_made(group: ProcessGroup) -> bool:
