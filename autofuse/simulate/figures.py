@@ -78,11 +78,17 @@ def _frame(title: str, unit: str, names: Sequence[str], largest: float, width: i
         at += 34 + 6 * len(name)
     for i in range(5):
         y = _TOP + _HEIGHT * (1 - i / 4)
-        parts.append(f'<text x="{_LEFT - 6}" y="{y + 4:g}" text-anchor="end">{largest * i / 4:.3g}</text>')
+        parts.append(
+            f'<text x="{_LEFT - 6}" y="{y + 4:g}" text-anchor="end">{_number(largest * i / 4)}</text>'
+        )
         if width:
             parts.append(f'<path class="axis" d="M{_LEFT} {y:g}h{width}"/>')
     parts.append(f'<text x="0" y="{_TOP - 6}">{escape(unit)}</text>')
     return parts
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _svg(title: str, width: float, height: float, parts: Sequence[str]) -> str:
