@@ -143,7 +143,7 @@ class PeerMemory:
             region.views[self.rank].zero_()
         self.copy_signals.views[self.rank].view(torch.int32)[FIRST_CREDIT : FIRST_CREDIT + self.world] = 1
         self.done.zero_()
-        self.claims.zero_()
+        self.state[STATE_WORDS:].zero_()
         self.state[State.GIVEN_UP : State.FIRM] = 0
 
     @property
@@ -154,7 +154,7 @@ class PeerMemory:
     @property
     def claims(self) -> Tensor:
         """int32 [2, MOST_SHARES]: which shares programs have claimed, 0 between calls."""
-        return self.state[STATE_WORDS:].view(torch.int32).view(2, MOST_SHARES)
+        return self.state[STATE_WORDS:].view(torch.int32)[: 2 * MOST_SHARES].view(2, MOST_SHARES)
 
 
 F = TypeVar("F", bound=Callable[..., Any])

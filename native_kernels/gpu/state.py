@@ -9,7 +9,8 @@ from typing import Final
 
 
 class State(IntEnum):
-    """Words of `PeerMemory.state`, int64. A kernel finds words FINISHED to SLOW 0, and leaves them 0."""
+    """Words of `PeerMemory.state`, int64. A kernel finds words FINISHED to HELD_ODD 0, and leaves them 0,
+    but for one of the last two, which the next call clears."""
 
     LIMIT = 0
     """Nanoseconds that a wait may take."""
@@ -35,7 +36,10 @@ class State(IntEnum):
     """Programs that run or have run: the others have not been placed yet."""
     SLOW = 11
     """1 once a wait of the call has told the host that it takes long."""
-    FIRM = 12
+    HELD_EVEN = 12
+    """Of `matmul_words`, which ends its epoch early: what it has claimed in calls with an even epoch."""
+    HELD_ODD = 13
+    FIRM = 14
     """Programs from this number on are the margin: they leave where a peer is missing."""
     PRESENCE = 16
     """Addresses of the int32 `presence` [W] of every rank, as this rank maps them; up to MOST_RANKS words."""
@@ -50,9 +54,10 @@ STATE_WORDS: Final = 24
 MOST_SHARES: Final = 4096
 """Most programs of a kernel that claims shares. The claims, int32 [2, MOST_SHARES], lie behind the words of
 `state`: the first row for the parts of shares that wait for no peer, the second one for those that may. 0
-between calls, and while nobody has claimed."""
+between calls, and while nobody has claimed. Behind them a row for kernels that end their epoch early: who
+claims writes the epoch, and nobody sets it back."""
 
-STATE_LENGTH: Final = STATE_WORDS + MOST_SHARES
+STATE_LENGTH: Final = STATE_WORDS + MOST_SHARES * 3 // 2
 """Length of `PeerMemory.state`."""
 
 YIELD_NS: Final = 1_000_000

@@ -167,8 +167,10 @@ def test_as_many_clusters_as_run_at_once(folder: Path) -> None:
     assert 0 < most <= processors // CLUSTER
     addition.launch(most * CLUSTER)
     addition.check()
+    addition.launch(2 * most * CLUSTER)  # the others start later
+    addition.check()
     with pytest.raises(RuntimeError, match="add could not be launched"):
-        addition.launch((processors // CLUSTER + 1) * CLUSTER)
+        addition.launch(CLUSTER + 1)
     addition.launch()  # the refusal leaves nothing behind
     addition.check()
 

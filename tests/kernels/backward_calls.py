@@ -136,7 +136,7 @@ def run_backwards(rank: int, world: int, calls: list[Backward | Exchange], befor
             else:
                 check(call.run(memory, number), call.expected(rank, number), call, memory)
     epochs = sum(call.push if isinstance(call, Backward) else not call.send for call in calls)
-    assert memory.state[State.EPOCH : State.FIRM].tolist() == [before + epochs] + 8 * [0]
+    assert memory.state[State.EPOCH : State.FIRM].tolist() == [before + epochs] + 10 * [0]
     dist.barrier()  # peers may still store
     assert not memory.signals.views[rank].any(), "counters are left over"
     assert not memory.done.any()
@@ -224,6 +224,6 @@ def lose_backward(rank: int, world: int, call: Backward, lost: int) -> list[int]
     if rank != lost:
         call.run(memory, 0)
         assert memory.state[2] == 1
-        assert memory.state[State.EPOCH : State.FIRM].tolist() == [1] + 8 * [0], "the epoch did not end"
+        assert memory.state[State.EPOCH : State.FIRM].tolist() == [1] + 10 * [0], "the epoch did not end"
     dist.barrier()
     return memory.record.tolist()

@@ -336,7 +336,7 @@ def run_calls(rank: int, world: int, calls: Sequence[Call], before: int = 0) -> 
     with straggling(rank):
         for number, call in enumerate(calls):
             call.run(memory, number)
-    assert memory.state[State.EPOCH : State.FIRM].tolist() == [before + len(calls)] + 8 * [0]
+    assert memory.state[State.EPOCH : State.FIRM].tolist() == [before + len(calls)] + 10 * [0]
     dist.barrier()  # peers may still store
     assert not memory.signals.views[rank].any(), "counters are left over"
     assert not memory.done.any()
@@ -361,7 +361,7 @@ def give_up(rank: int, world: int, call: Call, lost: int, stopped: bool) -> list
         with suppress(AssertionError):  # what it computed is wrong
             call.run(memory, 0)
         assert memory.state[2] == 1
-        assert memory.state[State.EPOCH : State.FIRM].tolist() == [1] + 8 * [0], "the epoch did not end"
+        assert memory.state[State.EPOCH : State.FIRM].tolist() == [1] + 10 * [0], "the epoch did not end"
         assert not memory.claims.any()
     dist.barrier()
     return memory.record.tolist()

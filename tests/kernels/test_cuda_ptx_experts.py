@@ -18,6 +18,7 @@ from autofuse.lowering.gpu.experts.ways import (
 from autofuse.lowering.gpu.support import MOST_TERMS
 from autofuse.native_kernels.cuda.host.compiler import compile_both, why_not
 from autofuse.native_kernels.cuda.host.experts import Cut
+from autofuse.native_kernels.cuda.host.gemm import PROGRESS_BYTES
 from autofuse.native_kernels.cuda.kernels import (
     dropless_combine,
     dropless_dispatch,
@@ -86,7 +87,9 @@ def test_rules(op: str, every: bool) -> None:
     assert len(variants) >= 5
     for source, constants in variants:
         where = f"{source} {dict(constants)}"
-        assert seen[source, constants] + 16 <= SHARED_MEMORY, where  # and what is declared in the kernel
+        assert seen[source, constants] + PROGRESS_BYTES <= SHARED_MEMORY, (
+            where
+        )  # and what is declared in the kernel
         ptx, cubin = compile_both(source, dict(constants))
         assert cubin, where
         lines = [line.strip() for line in ptx.splitlines()]
@@ -125,7 +128,7 @@ def test_rules_of_dropless(source: str, every: bool) -> None:
     shared = dropless_cases(source, 1)
     if source == dropless_dispatch.SOURCE:
         shared |= dropless_cases(source, 2)
-    static = 2 * 4 * (16 + 2) + 16
+    static = 2 * 4 * (16 + 2) + PROGRESS_BYTES
     for constants in shared if every else pairwise(shared, dict):
         where = f"{source} {dict(constants)}"
         assert shared[constants] + static <= SHARED_MEMORY, where

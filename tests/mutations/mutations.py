@@ -257,7 +257,7 @@ PROTOCOL = (
         "the last word of a kernel's state stays",
         "comm.py",
         "for word in tl.static_range(STATE_FINISHED, STATE_FIRM):",
-        "for word in tl.static_range(STATE_FINISHED, STATE_FIRM - 4):",
+        "for word in tl.static_range(STATE_FINISHED, STATE_JOINED):",
         _of("kernels", "interpreted_embedding_backward", "interpreted", "interpreted_embedding"),
         ("for word in tl.static_range(4, 8):", "for word in tl.static_range(4, 7):"),
     ),

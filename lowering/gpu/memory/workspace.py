@@ -164,7 +164,7 @@ class GpuWorkspace:
     @property
     def _firm(self) -> int:
         """How many programs stay where a peer has not started the call."""
-        return max(1, self.programs - self._margin)
+        return max(8, self.programs - self._margin)
 
     def enter(
         self, op: str, site: str, need: Callable[[], Need], way: str, variant: Hashable, problem: Hashable

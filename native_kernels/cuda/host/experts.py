@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from autofuse.native_kernels.gpu.memory import cdiv
 
-from .gemm import BM, ClusterConfig, most_stages, shared_bytes
+from .gemm import BM, PROGRESS_BYTES, ClusterConfig, most_stages, shared_bytes
 
 GROUP = 16
 MOST_WEIGHTS = 2
@@ -57,7 +57,7 @@ class Cut:
     @property
     def stages(self) -> int:
         """Blocks of K in flight."""
-        return most_stages(self.bn, rows=self.height)
+        return most_stages(self.bn, rows=self.height, beside=PROGRESS_BYTES)
 
     @property
     def shared_bytes(self) -> int:

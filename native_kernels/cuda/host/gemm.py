@@ -18,6 +18,8 @@ from .launcher import Kernel, kernel, macros, most_clusters, tensor_map
 
 BM, BK, THREADS = 128, 64, 384
 CLUSTERS = (1, 2, 4, 8)
+PROGRESS_BYTES = 640
+"""At least the size of `Progress` of frame.cuh, and of other words that a block declares."""
 
 TENSOR_MAP = ctypes.c_byte * 128
 POINTERS = ctypes.c_void_p * 8

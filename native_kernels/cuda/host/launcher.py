@@ -46,12 +46,18 @@ class Kernel:
             driver.cuFuncGetAttribute, attributes.CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES, self._function
         )
 
-    def launch(self, grid: int, cluster: int, threads: int, params: ctypes.Structure, stream: int) -> None:
-        """Start `grid` blocks that may wait for each other, in clusters, on the device of this kernel.
+    def launch(
+        self,
+        grid: int,
+        cluster: int,
+        threads: int,
+        params: ctypes.Structure,
+        stream: int,
+    ) -> None:
+        """Start `grid` blocks, in clusters, on the device of this kernel; not all need to run at once.
 
         The kernel's one parameter, `const __grid_constant__` and alignas(64), is a copy of `params`.
-        `stream`: as `torch.cuda.Stream.cuda_stream` has it. RuntimeError if the driver refuses, as it does
-        a grid that cannot run all at once (`most_clusters`).
+        `stream`: as `torch.cuda.Stream.cuda_stream` has it. RuntimeError if the driver refuses.
         """
         key = grid, cluster, threads, stream
         config = self._configs.get(key)
@@ -73,7 +79,7 @@ class Kernel:
                 f"{cluster}, {self.shared_bytes} bytes of shared memory): {error!r}"
             )
 
-    def _config(self, grid: int, cluster: int, threads: int, stream: int, cooperative: bool = True) -> Any:
+    def _config(self, grid: int, cluster: int, threads: int, stream: int) -> Any:
         """A launch configuration; each stream has its own, since the driver may read it in another thread."""
         driver = self._driver
         config = driver.CUlaunchConfig()
@@ -84,13 +90,7 @@ class Kernel:
         clusters.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
         clusters.value.clusterDim.x = cluster
         clusters.value.clusterDim.y = clusters.value.clusterDim.z = 1
-        attributes = [clusters]
-        if cooperative:  # the driver then refuses a grid that cannot run all at once
-            together = driver.CUlaunchAttribute()
-            together.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
-            together.value.cooperative = 1
-            attributes.append(together)
-        config.attrs, config.numAttrs = attributes, len(attributes)
+        config.attrs, config.numAttrs = [clusters], 1
         return config
 
     def _enter_context(self) -> None:
@@ -124,8 +124,8 @@ def kernel(source: str, name: str, constants: Constants, shared_bytes: int, fold
 
 
 def most_clusters(kernel: Kernel, cluster: int, threads: int) -> int:
-    """How many clusters of `cluster` blocks run at once: the most that a grid may have whose blocks wait."""
-    config = kernel._config(cluster, cluster, threads, 0, cooperative=False)
+    """How many clusters of `cluster` blocks run at once."""
+    config = kernel._config(cluster, cluster, threads, 0)
     kernel._enter_context()
     found: int = _call(kernel._driver.cuOccupancyMaxActiveClusters, kernel._function, config)
     return found

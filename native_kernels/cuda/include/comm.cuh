@@ -68,9 +68,11 @@ __device__ inline void wait(const Call& call, const int* counter, int target, in
 // One thread counts its program as through; true for the last of `programs`.
 __device__ inline bool is_last(int64_t* state, int programs) { return count(state + STATE_THROUGH) == programs - 1; }
 
-// The last program ends the call. It tells if another launch has ended it before: two calls of a group ran at once.
-__device__ inline void finish(const Call& call) {
-    for (int word = STATE_FINISHED; word < STATE_FIRM; ++word) call.state[word] = 0;
+// The last program ends the call; word `kept` of state stays as it is. It tells if another launch has ended it before: two calls
+// of a group ran at once.
+__device__ inline void finish(const Call& call, int kept = -1) {
+    for (int word = STATE_FINISHED; word < STATE_FIRM; ++word)
+        if (word != kept) call.state[word] = 0;
     int64_t before = exchange(call.state + STATE_EPOCH, call.epoch);
     if (before == call.epoch - 1) return;
     int64_t what = static_cast<int64_t>(call.site * CODES_PER_SITE + WAIT_OVERLAP) << 48;

@@ -16,10 +16,14 @@
 //         int blocks();                         // blocks of K of all terms: blocks_of(p.k)
 //         void load_tiles(int tiles);           // for each tile, wait for its rows, then `produce` each term
 //         void store_tiles(int tiles);          // for each tile: Staged::wait, stores, Staged::free or free_after_bulk
-//         void exchange(Team<HELPERS> team);    // of TEAMS: a template, template <int SIZE> void exchange(Team<SIZE> team)
+//         void exchange(Team<HELPERS> team, int share);  // sends share `share` once owns() says so; of TEAMS: a template,
+//                                               // template <int SIZE> void exchange(Team<SIZE> team)
+//         bool waits(int t);                    // of WAITS: whether tile t of this block or another of the cluster does
 //         template <class Meet>                 // in the last program of a call: set counters to 0, give credit;
 //         void clear(int thread, int threads, Meet meet);  // meet() is a barrier of these threads
 //         static constexpr int STORERS = 32;    // where a whole warp stores, not one thread
+//         static constexpr bool WAITS = true;   // whether tiles wait for peers
+//         static constexpr bool SENDS = false;  // of SENDERS whose helpers do nothing
 //     };
 //     extern "C" __global__ void __launch_bounds__(THREADS, 1) my_kernel(const __grid_constant__ Params p) {
 //         run<MyKernel>(p);
@@ -35,33 +39,17 @@
 //   - before_store(acc, tile):  maps an accumulator before it is rounded and stored (a bias, an activation),
 //   - before_output(sums, row, col): maps eight sums of ranks before they are rounded, in kernels that reduce.
 //
-// All blocks run at once, so that a role may wait for other ranks and for other blocks. A role issues all stores that a wait of
-// a peer depends on before it waits itself (docs/kernels.md, "Ordering").
+// Not all blocks need to run at once: other kernels may hold a part of the GPU, and while a peer is missing the clusters of the
+// margin leave (progress.cuh). What a block does is its share.
+//   - SENDERS: helpers claim shares of what is to be sent, first that of their block, then those of blocks that do not run.
+//   - TEAMS: a block draws tickets once all blocks have started. If some have not although it has multiplied its tiles, it ends
+//     and gives them its place.
+//   - WAITS: a cluster of the margin claims its tiles when all peers have started the call; those that it multiplies before
+//     wait for nobody. If a peer does not come it ends, and clusters before the margin take its tiles.
+// A role issues all stores that a wait of a peer depends on before it waits itself (docs/kernels.md, "Ordering").
 #pragma once
-#include "comm.cuh"
-#include "gemm.cuh"
 #include "order.cuh"
-
-constexpr int THREADS = 384, GROUP_THREADS = 128;    // of a block, of a warpgroup
-constexpr int LOADER = 0, STORER = 32, HELPER = 64;  // first threads of the roles
-constexpr int HELPERS = GROUP_THREADS - HELPER, HELPER_WARPS = HELPERS / 32;
-constexpr int FEW_REGISTERS = 88, MANY_REGISTERS = 208;  // of a thread of the first warpgroup, of a thread that multiplies
-
-// Numbers of named barriers; 0 is __syncthreads. Team i has TEAM_BARRIER + i.
-constexpr int TEAM_BARRIER = 1, STORER_BARRIER = 4, END_BARRIER = 5;
-constexpr int HELPER_WARP_BARRIER = 2;  // and 3, of SENDERS: one a warp
-
-enum Kind { SENDERS, TEAMS };
-
-// Threads that exchange data together.
-template <int SIZE>
-struct Team {
-    int number, thread;
-    __device__ explicit Team(int number)
-        : number(number), thread(SIZE == HELPERS ? threadIdx.x - HELPER : threadIdx.x % GROUP_THREADS) {}
-    __device__ bool leads() const { return thread == 0; }
-    __device__ void meet() const { named_barrier(TEAM_BARRIER + number, SIZE); }
-};
+#include "roles.cuh"
 
 // Tiles that the warpgroups have staged, as the storer takes them.
 struct Staged {
@@ -86,27 +74,35 @@ struct Staged {
     }
 };
 
-// A warp copies a row of `pieces` times 16 bytes, eight of a lane on their way at once.
-__device__ inline void copy_row(char* to, const char* from, int pieces, int lane) {
+// A warp copies a row of `pieces` times 16 bytes, eight of a lane on their way at once. It stores if goes_on(), and returns
+// whether it has.
+template <class GoesOn>
+__device__ inline bool copy_row(char* to, const char* from, int pieces, int lane, GoesOn goes_on) {
     constexpr int AHEAD = 8;
     for (int i = lane; i < pieces; i += AHEAD * 32) {
         uint4 held[AHEAD];
 #pragma unroll
         for (int a = 0; a < AHEAD; ++a)
             if (i + a * 32 < pieces) held[a] = load_l2(from + (i + a * 32) * 16);
+        if (!goes_on()) return false;
 #pragma unroll
         for (int a = 0; a < AHEAD; ++a)
             if (i + a * 32 < pieces) store(to + (i + a * 32) * 16, held[a]);
     }
+    return true;
 }
 
 template <class Params, Kind KIND, bool HALVES = true>
 struct Frame {
     static constexpr Kind kind = KIND;
     static constexpr int STORERS = 1;  // threads that store: one, by bulk stores, or a warp
+    static constexpr bool WAITS = false, SENDS = KIND == SENDERS;
     const Params& p;
     Shared s;
     int block, group;  // of the grid; the warpgroup of this thread
+    int clusters, firm;  // of the grid; of those, how many come before the margin
+    bool margin;         // whether this one is behind
+    bool first = false;  // of a storing warp: whether its block has started before all others
     int64_t epoch;
     int64_t parity;  // the half of the memory that this call uses; without HALVES 0
     Trace trace;
@@ -116,6 +112,9 @@ struct Frame {
           s(shared_memory()),
           block(blockIdx.x),
           group(threadIdx.x / GROUP_THREADS),
+          clusters(p.programs / CLUSTER),
+          firm(static_cast<int>(p.state[STATE_FIRM]) / CLUSTER),
+          margin(block / CLUSTER >= firm),
           epoch(epoch_of(p.state)),
           parity(HALVES ? half_of(epoch) : 0),
           trace{p.trace + (group * p.programs + block) * 2 * EVENTS} {
@@ -127,10 +126,59 @@ struct Frame {
     __device__ int cluster_row() const { return CLUSTER > 1 ? cluster_rank() / ALONG : 0; }
     __device__ int cluster_col() const { return CLUSTER > 1 ? cluster_rank() % ALONG : 0; }
 
-    // work(t) for each tile of this block.
-    template <class Work>
-    __device__ void each_tile(int tiles, Work work) const {
-        for (int t = block / CLUSTER; t < tiles; t += p.programs / CLUSTER) work(t);
+    // work(t) for each tile of this block. Before a tile, goes_on(number, t) is asked in a cluster of the margin; next(round)
+    // is the share that comes after number `round`, -1 if none does.
+    template <class GoesOn, class Next, class Work>
+    __device__ void each_tile(int tiles, GoesOn goes_on, Next next, Work work) const {
+        int number = 0, share = block / CLUSTER;
+        for (int round = 0; share >= 0; ++round) {
+            for (int t = share; t < tiles; t += clusters, ++number) {
+                if (margin && !goes_on(number, t)) return;
+                work(t);
+            }
+            share = margin || firm >= clusters ? -1 : next(round);
+        }
+    }
+
+    template <class Kernel, class Work>
+    __device__ void each_tile_loaded(const Kernel& k, int tiles, Work work) const {
+        if constexpr (Kernel::WAITS) {
+            int seen = 0;
+            auto goes_on = [&](int number, int t) {
+                if (!k.waits(t) || await(progress().going) == 1) return true;
+                poke(progress().stopped, number + 1);
+                return false;
+            };
+            auto next = [&](int round) {
+                if (CLUSTER > 1 && cluster_rank() > 0) return await(progress().shares[round]) - 2;
+                int share = -1;
+                if (seen < clusters - firm) seen = claimed(p.state, CLAIM_B);
+                if (seen < clusters - firm) share = unclaimed(p.state, CLAIM_B, firm, clusters);
+                for (int r = 0; r < CLUSTER; ++r) poke_at(progress().shares[round], r, share + 2);
+                return share;
+            };
+            each_tile(tiles, goes_on, next, [&](int t) {
+                if (seen < clusters - firm) seen = claimed(p.state, CLAIM_B);
+                work(t);
+            });
+        } else {
+            for (int t = block / CLUSTER; t < tiles; t += clusters) work(t);
+        }
+    }
+
+    // The other roles follow the loader; `barrier` and `parity` say what they wait for before a tile.
+    template <bool WAITS, class Barrier, class Work>
+    __device__ void each_tile_after(int tiles, Barrier barrier, Work work) const {
+        if constexpr (WAITS) {
+            auto goes_on = [&](int number, int) {
+                while (!barrier())
+                    if (peek(progress().stopped) == number + 1) return false;
+                return true;
+            };
+            each_tile(tiles, goes_on, [&](int round) { return await(progress().shares[round]) - 2; }, work);
+        } else {
+            for (int t = block / CLUSTER; t < tiles; t += clusters) work(t);
+        }
     }
 
     __device__ void wait(const int* counter, int target, int what, int source, int index) const {
@@ -139,6 +187,11 @@ struct Frame {
 
     __device__ Call call() const { return {p.state, p.site, epoch}; }
 
+    // Of SENDERS: whether this block sends the share that it has begun. Asked before the first store to a peer, so that the
+    // answer comes while the first loads are on their way.
+    __device__ bool owns() const { return await(progress().owned) == 1; }
+
+    __device__ void send(Team<HELPERS>) const {}  // what the helpers send once they have told peers something
     __device__ void before_store(float (&)[BN / 2], const Tile&) const {}
     __device__ void before_output(float (&)[8], int, int) const {}
 
@@ -157,6 +210,8 @@ __device__ inline int* team_numbers() {
 
 // The tickets that a team draws, in about their order: numbers that one team of all blocks has each.
 //
+// All come from a counter, so that a block that does not run keeps none.
+//
 //     for (Tickets ticket(p, team); ticket.number < tickets; ticket.next()) {
 //         if (team.leads()) wait(..);
 //         ticket.draw();  // barrier of the team; the next number is on its way from here on
@@ -167,9 +222,7 @@ struct Tickets {
     const Params& p;
     Team<SIZE> team;
     int number, following = 0;
-    // Team 0 of a block has the ticket of the block's number.
-    __device__ Tickets(const Params& p, Team<SIZE> team) : p(p), team(team), number(blockIdx.x) {
-        if (!team.number) return;
+    __device__ Tickets(const Params& p, Team<SIZE> team) : p(p), team(team) {
         if (team.leads()) team_numbers()[team.number] = fetch();
         team.meet();
         number = team_numbers()[team.number];
@@ -186,7 +239,7 @@ struct Tickets {
 
 private:
     __device__ int fetch() const {
-        return p.programs + atomicAdd(reinterpret_cast<unsigned long long*>(p.state + STATE_TICKETS), 1ull);
+        return atomicAdd(reinterpret_cast<unsigned long long*>(p.state + STATE_TICKETS), 1ull);
     }
 };
 
@@ -198,9 +251,11 @@ __device__ inline void end_by_teams(Kernel& k, Team<SIZE> team, int threads) {
     } else {
         named_barrier(END_BARRIER, threads);
         int* last = team_numbers();
-        if (team.leads()) *last = is_last(k.p.state, k.p.programs);
+        int gate = peek(progress().gate);
+        if (team.leads()) *last = gate == 3 || (gate == 1 && is_last(k.p.state, k.p.programs));
         team.meet();
         if (*last) {
+            clear_claims(k.p.state, k.clusters, team.thread, SIZE);
             k.clear(team.thread, SIZE, [&] { team.meet(); });
             if (team.leads()) finish(k.call());
         }
@@ -216,6 +271,7 @@ __device__ inline void end_by_block(Kernel& k) {
     if (threadIdx.x == 0) last = is_last(k.p.state, k.p.programs);
     __syncthreads();
     if (last) {
+        clear_claims(k.p.state, k.p.programs, threadIdx.x, THREADS);
         k.clear(threadIdx.x, THREADS, [] { __syncthreads(); });
         if (threadIdx.x == 0) finish(k.call());
     }
@@ -230,7 +286,8 @@ __device__ inline void multiply_tiles(Kernel& k, int tiles) {
     // Declared outside of the loop, so that the compiler changes accumulators in place. Inside of it, a kernel with
     // `before_store` spills copies of them.
     float acc[BN / 2];
-    k.each_tile(tiles, [&](int t) {
+    auto loaded = [&] { return barrier_is_over(k.s.full + 8 * turn.stage, turn.parity); };
+    k.template each_tile_after<Kernel::WAITS>(tiles, loaded, [&](int t) {
         consume(k.s, turn, acc, k.group - 1, blocks);
         Tile tile = k.tile_of(t);
         k.before_store(acc, tile);
@@ -244,6 +301,8 @@ __device__ inline void multiply_tiles(Kernel& k, int tiles) {
 template <class Kernel, class Params>
 __device__ inline void run(const Params& p) {
     Kernel k(p);
+    const Start<Kernel> start(k);
+    for (int i = threadIdx.x; i < sizeof(Progress) / 4; i += THREADS) poke((&progress().owned)[i], 0);
     init(k.s);
     int tiles = k.tiles();
     // Of TEAMS, all threads that read counters or exchange data meet before the end; a storing warp reads them, too.
@@ -254,19 +313,26 @@ __device__ inline void run(const Params& p) {
         if (threadIdx.x == LOADER) {
             k.load_tiles(tiles);
         } else if (threadIdx.x >= STORER && threadIdx.x < STORER + Kernel::STORERS) {
+            start.tell(k);
+            if (STORER_MEETS) k.first = __shfl_sync(~0u, static_cast<int>(start.before), 0) == 0;
             k.store_tiles(tiles);
             if (Kernel::kind == TEAMS && STORER_MEETS) named_arrive(END_BARRIER, MEETING);
         } else if (threadIdx.x >= HELPER) {
             Team<HELPERS> team(0);
-            k.exchange(team);
-            if constexpr (Kernel::kind == TEAMS) end_by_teams(k, team, MEETING);
+            if constexpr (Kernel::kind == TEAMS) {
+                exchange_by_tickets(k, team);
+                end_by_teams(k, team, MEETING);
+            } else if constexpr (Kernel::SENDS) {
+                each_share(p, team, CLAIM_A, k.block, [&](int share) { k.exchange(team, share); });
+                k.send(team);
+            }
         }
     } else {
         take_registers<MANY_REGISTERS>();
         multiply_tiles(k, tiles);
         if constexpr (Kernel::kind == TEAMS) {
             Team<GROUP_THREADS> team(k.group);
-            k.exchange(team);
+            exchange_by_tickets(k, team);
             end_by_teams(k, team, MEETING);
         } else if (threadIdx.x % GROUP_THREADS == 0) {
             k.trace.stamp(EVENT_ENDED, p.rank, 0);

@@ -99,6 +99,17 @@ __device__ inline void store_shared(uint32_t at, uint4 v) {
                  : "memory");
 }
 
+// Whether the phase with this parity is over.
+__device__ inline bool barrier_is_over(uint32_t barrier, int parity) {
+    int over;
+    asm volatile(
+        "{ .reg .pred p; mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2; selp.s32 %0, 1, 0, p; }"
+        : "=r"(over)
+        : "r"(barrier), "r"(parity)
+        : "memory");
+    return over;
+}
+
 // Until the phase with this parity is over.
 __device__ inline void barrier_wait(uint32_t barrier, int parity) {
     asm volatile(
@@ -257,6 +268,22 @@ __device__ inline int load_acquire(const int* at) {
     int v;
     asm volatile("ld.acquire.sys.global.s32 %0, [%1];" : "=r"(v) : "l"(at) : "memory");
     return v;
+}
+
+__device__ inline int load_relaxed(const int* at) {
+    int v;
+    asm volatile("ld.relaxed.sys.global.s32 %0, [%1];" : "=r"(v) : "l"(at) : "memory");
+    return v;
+}
+
+__device__ inline int64_t load_relaxed(const int64_t* at) {
+    int64_t v;
+    asm volatile("ld.relaxed.sys.global.s64 %0, [%1];" : "=l"(v) : "l"(at) : "memory");
+    return v;
+}
+
+__device__ inline void store_relaxed(int* at, int v) {
+    asm volatile("st.relaxed.sys.global.s32 [%0], %1;" ::"l"(at), "r"(v) : "memory");
 }
 
 // Add n after all that this thread, and those it has met at a barrier, stored before.

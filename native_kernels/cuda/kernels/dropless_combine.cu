@@ -29,6 +29,7 @@ constexpr int WIDE = BN / 8;                        // pieces of 16 bytes in a r
 
 struct DroplessCombine : Frame<Params, TEAMS> {
     static constexpr int STORERS = 32;
+    static constexpr bool WAITS = true;  // for where a peer wants its rows
     Ragged& experts;
 
     __device__ explicit DroplessCombine(const Params& p) : Frame(p), experts(shared_offsets()) {
@@ -38,12 +39,14 @@ struct DroplessCombine : Frame<Params, TEAMS> {
     __device__ int tiles() const { return experts.highs[ALL] * ((p.cols + ALONG - 1) / ALONG); }
     __device__ int blocks() const { return blocks_of(p.k); }
     __device__ Tile tile_of(int t) const { return ragged_tile(experts, t, p.cols); }
+    // The first tile of a cluster is multiplied in any case, and stored if the cluster goes on.
+    __device__ bool waits(int t) const { return t >= clusters; }
     __device__ int* counters(int rank) const { return p.signals[rank] + parity * p.signals_half; }
 
     __device__ void load_tiles(int tiles) const {
         for (int i = 0; i < TERMS; ++i) prefetch(&p.x[i]), prefetch(&p.w[i]);
         Turn turn;
-        each_tile(tiles, [&](int t) {
+        each_tile_loaded(*this, tiles, [&](int t) {
             Tile tile = tile_of(t);
             int expert = tile.owner < EXPERTS ? tile.owner : EXPERTS - 1;
             for (int i = 0; i < TERMS; ++i)
@@ -66,16 +69,19 @@ struct DroplessCombine : Frame<Params, TEAMS> {
         int lane = threadIdx.x % 32, start = 0;  // lane i: where our part begins in the inbox of rank i, plus 1
         const int* starts = counters(p.rank);
         Staged staged{s};
-        if (block == 0 && lane < W && lane != p.rank) add_release(counters(lane) + p.rank, p.received[lane] + 1);
-        if (block / CLUSTER < tiles && lane < W && lane != p.rank) {
-            wait(starts + lane, 1, WAIT_TELLING, lane, 0);
-            start = load_acquire(starts + lane);
-        }
-        __syncwarp();
-        each_tile(tiles, [&](int t) {
+        bool told = false;
+        if (first && lane < W && lane != p.rank) add_release(counters(lane) + p.rank, p.received[lane] + 1);
+        each_tile_after<WAITS>(tiles, [&] { return barrier_is_over(s.ready, staged.parity); }, [&](int t) {
+            if (!told && (!margin || await(progress().going) == 1) && lane < W && lane != p.rank) {
+                wait(starts + lane, 1, WAIT_TELLING, lane, 0);
+                start = load_acquire(starts + lane);
+            }
+            told = true;
+            __syncwarp();
             Tile tile = tile_of(t);
             int rows = experts.starts[tile.owner + 1] - tile.row, piece = lane % WIDE, col = tile.col * BN + piece * 8;
             staged.wait();
+            if (margin && await(progress().going) != 1) rows = 0;
             int* counted[ROWS / 32];
 #pragma unroll
             for (int c = 0; c < ROWS / 32; ++c) {  // lane i: of row i

@@ -14,6 +14,7 @@ from torch import Tensor
 from autofuse.native_kernels.cuda.host.gemm import (
     BM,
     POINTERS,
+    PROGRESS_BYTES,
     TENSOR_MAP,
     Constants,
     blocks,
@@ -75,7 +76,7 @@ class DroplessConfig:
 
     def stages(self, experts: int, height: int) -> int:
         """Blocks of K in flight, beside which lie the rows of experts."""
-        return most_stages(self.bn, rows=height, beside=8 * (experts + 2) + 16)
+        return most_stages(self.bn, rows=height, beside=8 * (experts + 2) + PROGRESS_BYTES)
 
     def shared_bytes(self, experts: int, height: int) -> int:
         return shared_bytes(self.bn, self.stages(experts, height), rows=height)

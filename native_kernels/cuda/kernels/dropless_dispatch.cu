@@ -32,6 +32,8 @@ constexpr int WIDE = BN / 8;            // pieces of 16 bytes in a row of a tile
 
 struct DroplessDispatch : Frame<Params, SENDERS> {
     static constexpr int STORERS = 32;
+    static constexpr bool WAITS = true;
+    static constexpr int RUN = 8;  // rows that a warp stores before it counts them
     Ragged& experts;
 
     __device__ explicit DroplessDispatch(const Params& p) : Frame(p), experts(shared_offsets()) {
@@ -41,29 +43,45 @@ struct DroplessDispatch : Frame<Params, SENDERS> {
     __device__ int tiles() const { return experts.highs[ALL] * ((p.cols + ALONG - 1) / ALONG); }
     __device__ int blocks() const { return blocks_of(p.k); }
     __device__ Tile tile_of(int t) const { return ragged_tile(experts, t, p.cols); }
+    __device__ bool waits(int) const { return true; }
     __device__ int* counters(int rank) const { return p.signals[rank] + parity * p.signals_half; }
     __device__ int rows_of_block(int b) const { return p.rows - b * BLOCK < BLOCK ? p.rows - b * BLOCK : BLOCK; }
 
-    // The helpers of every block tell the others where their rows go, and store ours where the others have told.
-    __device__ void exchange(Team<HELPERS> team) const {
-        constexpr int RUN = 8;  // rows that a warp stores before it counts them
-        int lane = team.thread % 32;
-        for (int i = block * HELPERS + team.thread; i < p.rows; i += p.programs * HELPERS) {
+    // The helpers of a block tell the others where a share of their rows goes.
+    __device__ void exchange(Team<HELPERS> team, int share) const {
+        for (int i = share * HELPERS + team.thread; i < p.rows; i += p.programs * HELPERS) {
             int64_t at = p.positions ? p.positions[i] : i;
+            if (!owns()) return;
             if (at < 0 || at >= p.received[W]) continue;
             int source = 0;
             for (int rank = 1; rank < W; ++rank) source += at >= p.received[rank];
             store(p.places[source] + parity * p.places_half + p.rank * p.slot + (at - p.received[source]), i);
         }
+        if (!owns()) return;
         team.meet();
         if (team.thread < W) add_release(counters(team.thread) + p.rank);
+    }
+
+    // Then they store our rows where the others have told; these shares are claimed as well. The claim of a share of the margin
+    // waits until all peers are there.
+    __device__ void send(Team<HELPERS> team) const {
+        if (margin && await(progress().going) != 1) return;
+        if (team.leads()) poke(progress().owned, claim(p.state, CLAIM_C, block) ? 1 : 2);
         int chunks = 0;
         for (int dest = 0; dest < W; ++dest) {
             int here = (p.sent[dest + 1] - p.sent[dest] + RUN - 1) / RUN;
             chunks = here > chunks ? here : chunks;
         }
+        team.meet();
+        each_share(p, team, CLAIM_C, block, [&](int share) {
+            if (owns()) send_rows(team, share, chunks);
+        });
+    }
+
+    __device__ void send_rows(Team<HELPERS> team, int share, int chunks) const {
+        int lane = team.thread % 32;
         uint32_t heard = 0;  // a bit a rank
-        for (int i = block * HELPER_WARPS + team.thread / 32; i < chunks * W; i += p.programs * HELPER_WARPS) {
+        for (int i = share * HELPER_WARPS + team.thread / 32; i < chunks * W; i += p.programs * HELPER_WARPS) {
             int dest = (p.rank + 1 + i % W) % W, first = i / W * RUN, left = p.sent[dest + 1] - p.sent[dest] - first;
             int rows = left < RUN ? left : RUN;
             if (rows <= 0) continue;
@@ -79,7 +97,7 @@ struct DroplessDispatch : Frame<Params, SENDERS> {
                 if (row < 0) continue;
                 const char* from = p.parts + static_cast<int64_t>(p.sent[dest] + first + r) * p.k * 2;
                 char* to = p.memory[dest] + parity * p.half + row * p.k * 2;
-                copy_row(to, from, p.k / 8, lane);
+                copy_row(to, from, p.k / 8, lane, [] { return true; });
             }
             named_barrier(HELPER_WARP_BARRIER + team.thread / 32, 32);
             fence_sys();
@@ -93,12 +111,14 @@ struct DroplessDispatch : Frame<Params, SENDERS> {
         Turn turn;
         const int* arrived = counters(p.rank) + STARTS;
         int known = 0, known_end = 0;  // blocks of X that have come
-        // A block does not say whose rows are missing: a rank that is lost is named here.
-        for (int r = 1; r < W && block / CLUSTER < tiles; ++r) {
-            int source = (p.rank + r) % W;
-            wait(arrived - STARTS + source, p.programs, WAIT_TELLING, source, 0);
-        }
-        each_tile(tiles, [&](int t) {
+        bool told = false;
+        each_tile_loaded(*this, tiles, [&](int t) {
+            // A block does not say whose rows are missing: a rank that is lost is named here.
+            for (int r = 1; r < W && !told; ++r) {
+                int source = (p.rank + r) % W;
+                wait(arrived - STARTS + source, p.programs, WAIT_TELLING, source, 0);
+            }
+            told = true;
             Tile tile = tile_of(t);
             int end = experts.starts[tile.owner + 1] < tile.row + ROWS ? experts.starts[tile.owner + 1] : tile.row + ROWS;
             int first = tile.row / BLOCK, last = tile.owner < EXPERTS ? (end + BLOCK - 1) / BLOCK : first;
@@ -130,7 +150,7 @@ struct DroplessDispatch : Frame<Params, SENDERS> {
         constexpr int AT_ONCE = 32 / WIDE;  // rows
         int lane = threadIdx.x % 32;
         Staged staged{s};
-        each_tile(tiles, [&](int t) {
+        each_tile_after<WAITS>(tiles, [&] { return barrier_is_over(s.ready, staged.parity); }, [&](int t) {
             Tile tile = tile_of(t);
             int left = experts.starts[tile.owner + 1] - tile.row, rows = left < ROWS ? left : ROWS;
             Column at = column_at(tile.col, p.cols, WEIGHTS);

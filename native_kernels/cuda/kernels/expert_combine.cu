@@ -50,7 +50,7 @@ struct ExpertCombine : Frame<Params, TEAMS> {
     __device__ void load_tiles(int tiles) const {
         for (int i = 0; i < TERMS; ++i) prefetch(&p.x[i]), prefetch(&p.w[i]);
         Turn turn;
-        each_tile(tiles, [&](int t) {
+        each_tile_loaded(*this, tiles, [&](int t) {
             Tile tile = tile_of(t);
             Rows rows = rows_of(p.runs, tile.row, tile.owner, W, SPANNING);
             for (int i = 0; i < TERMS; ++i)
@@ -65,7 +65,7 @@ struct ExpertCombine : Frame<Params, TEAMS> {
 
     __device__ void store_tiles(int tiles) const {
         Staged staged{s};
-        each_tile(tiles, [&](int t) {
+        each_tile_after<WAITS>(tiles, [&] { return barrier_is_over(s.ready, staged.parity); }, [&](int t) {
             Tile tile = tile_of(t);
             Rows rows = rows_of(p.runs, tile.row, tile.owner, W, SPANNING);
             int number = (p.rank * p.rows + tile.row) * p.cols + tile.col;

@@ -32,6 +32,7 @@ CHECK_PARAMS
 constexpr int OWNERS = SPANNING ? 1 : W;
 
 struct ExpertDispatch : Frame<Params, SENDERS, !ENGINES> {
+    static constexpr bool WAITS = true, SENDS = !ENGINES;
     using Frame::Frame;
 
     __device__ int tiles() const {
@@ -44,6 +45,15 @@ struct ExpertDispatch : Frame<Params, SENDERS, !ENGINES> {
                                   WITHIN, p.runs.group, SPANNING);
     }
 
+    __device__ bool waits(int t) const {
+        bool own = !SPANNING;
+        for (int m = 0; m < ACROSS; ++m)
+            own = own && dispatched_tile_at(t, m, 0, p.rank, W, p.rows, p.cols, p.slice_rows, ACROSS, ALONG, WITHIN,
+                                            p.runs.group, SPANNING)
+                                 .owner == p.rank;
+        return !own;
+    }
+
     __device__ int* arrived(int rank) const { return p.signals[rank] + parity * p.signals_half; }
 
     __device__ void load_tiles(int tiles) {
@@ -52,7 +62,7 @@ struct ExpertDispatch : Frame<Params, SENDERS, !ENGINES> {
         for (int i = 0; i < WEIGHTS; ++i) prefetch(&p.w[i]);
         Turn turn;
         uint64_t heard = 0;  // a byte for each source: how many of its slices have come, in their order
-        each_tile(tiles, [&](int t) {
+        each_tile_loaded(*this, tiles, [&](int t) {
             Tile tile = tile_of(t);
             bool own = !SPANNING && tile.owner == p.rank;
             int expert = tile.row / p.runs.per, i = tile.row % p.runs.per, slice = tile.row / p.slice_rows;
@@ -85,7 +95,7 @@ struct ExpertDispatch : Frame<Params, SENDERS, !ENGINES> {
 
     __device__ void store_tiles(int tiles) const {
         Staged staged{s};
-        each_tile(tiles, [&](int t) {
+        each_tile_after<WAITS>(tiles, [&] { return barrier_is_over(s.ready, staged.parity); }, [&](int t) {
             Tile tile = tile_of(t);
             int expert = tile.row / p.runs.per, i = tile.row % p.runs.per;
             int matrix = SPANNING ? expert : (expert * p.runs.outer + i / p.runs.stretch) * W + tile.owner;
@@ -98,21 +108,21 @@ struct ExpertDispatch : Frame<Params, SENDERS, !ENGINES> {
         });
     }
 
-    // The helpers of every block store their share of each slice, a row a warp, and signal.
-    __device__ void exchange(Team<HELPERS> team) const {
-        if (ENGINES) return;
+    // The helpers of a block store a share of each slice, a row a warp, and signal.
+    __device__ void exchange(Team<HELPERS> team, int share) const {
         int lane = team.thread % 32;
         int skip = SPANNING || p.keep ? 0 : 1;  // our own part is read where it is
         for (int slice = 0; slice < p.slices; ++slice) {
             int first = part_row_at(p.runs, slice * p.slice_rows, SPANNING);
             int last = slice == p.slices - 1 ? p.part_rows : part_row_at(p.runs, (slice + 1) * p.slice_rows, SPANNING);
             int rows = last - first;
-            for (int i = block * HELPER_WARPS + team.thread / 32; i < (W - skip) * rows; i += p.programs * HELPER_WARPS) {
+            for (int i = share * HELPER_WARPS + team.thread / 32; i < (W - skip) * rows; i += p.programs * HELPER_WARPS) {
                 int dest = (p.rank + skip + i / rows) % W, row = first + i % rows;
                 const char* from = p.parts + (static_cast<int64_t>(dest) * p.part_rows + row) * p.k * 2;
                 char* to = p.memory[dest] + parity * p.half + exchanged_row_at(p.runs, p.rank, row, W) * p.k * 2;
-                copy_row(to, from, p.k / 8, lane);
+                if (!copy_row(to, from, p.k / 8, lane, [&] { return owns(); })) return;
             }
+            if (!owns()) return;
             team.meet();
             int peer = (p.rank + team.thread) % W;
             if (team.thread >= (SPANNING ? 0 : 1) && team.thread < W) add_release(arrived(peer) + p.rank * p.slices + slice);

@@ -28,6 +28,7 @@ CHECK_PARAMS
 constexpr int OWNERS = SPANNING ? 1 : W;
 
 struct GatherMatmul : Frame<Params, SENDERS, !ENGINES> {
+    static constexpr bool WAITS = W > 1, SENDS = !ENGINES;
     using Frame::Frame;
 
     __device__ int tiles() const {
@@ -41,6 +42,14 @@ struct GatherMatmul : Frame<Params, SENDERS, !ENGINES> {
                                 ALONG, WITHIN);
     }
 
+    __device__ bool waits(int t) const {
+        bool own = !SPANNING;
+        for (int m = 0; m < ACROSS; ++m)
+            own = own && gathered_tile_at(t, m, 0, p.rank, OWNERS, p.rows, p.cols, p.slice_rows, ACROSS, ALONG, WITHIN)
+                                 .owner == p.rank;
+        return !own;
+    }
+
     // The row of a part where row `row` of tiles begins.
     __device__ int row_of(int row) const { return row / p.stretch * p.inner + row % p.stretch * BM; }
 
@@ -51,7 +60,7 @@ struct GatherMatmul : Frame<Params, SENDERS, !ENGINES> {
         prefetch(&p.gathered);
         prefetch(&p.w);
         Turn turn;
-        each_tile(tiles, [&](int t) {
+        each_tile_loaded(*this, tiles, [&](int t) {
             Tile tile = tile_of(t);
             bool own = !SPANNING && tile.owner == p.rank;
             int row = row_of(tile.row), slice = tile.row / p.slice_rows;
@@ -79,7 +88,7 @@ struct GatherMatmul : Frame<Params, SENDERS, !ENGINES> {
 
     __device__ void store_tiles(int tiles) const {
         Staged staged{s};
-        each_tile(tiles, [&](int t) {
+        each_tile_after<WAITS>(tiles, [&] { return barrier_is_over(s.ready, staged.parity); }, [&](int t) {
             Tile tile = tile_of(t);
             staged.wait();
             if (tile.row < p.rows)
@@ -90,9 +99,8 @@ struct GatherMatmul : Frame<Params, SENDERS, !ENGINES> {
         });
     }
 
-    // The helpers of every block store their share of each slice to all peers, and signal.
-    __device__ void exchange(Team<HELPERS> team) const {
-        if (ENGINES) return;
+    // The helpers of a block store a share of each slice to all peers, and signal.
+    __device__ void exchange(Team<HELPERS> team, int share) const {
         constexpr int AHEAD = 8, FIRST = SPANNING ? 0 : 1;
         int pitch = p.k * 2;
         int64_t there = (parity * p.half_rows + static_cast<int64_t>(p.rank) * p.chunk) * pitch;
@@ -102,7 +110,7 @@ struct GatherMatmul : Frame<Params, SENDERS, !ENGINES> {
             int last = s == p.slices - 1 ? p.chunk : row_of((s + 1) * p.slice_rows);
             int width = (p.k - start < p.k_slice ? p.k - start : p.k_slice) / 8;
             int count = (last - first) * width, step = p.programs * HELPERS;
-            for (int i = block * HELPERS + team.thread; i < count; i += AHEAD * step) {
+            for (int i = share * HELPERS + team.thread; i < count; i += AHEAD * step) {
                 uint4 held[AHEAD];
                 auto at = [&](int a) {
                     int j = i + a * step;
@@ -111,6 +119,7 @@ struct GatherMatmul : Frame<Params, SENDERS, !ENGINES> {
 #pragma unroll
                 for (int a = 0; a < AHEAD; ++a)
                     if (i + a * step < count) held[a] = load_l2(p.part + at(a));
+                if (!owns()) return;
 #pragma unroll
                 for (int a = 0; a < AHEAD; ++a) {
                     if (i + a * step >= count) break;
@@ -119,6 +128,7 @@ struct GatherMatmul : Frame<Params, SENDERS, !ENGINES> {
                     for (int r = FIRST; r < W; ++r) store(p.memory[(p.rank + r) % W] + to, held[a]);
                 }
             }
+            if (!owns()) return;
             team.meet();
             int peer = (p.rank + team.thread) % W;
             if (team.thread >= FIRST && team.thread < W)

@@ -13,6 +13,11 @@
 // the number of calls and how much each third holds. Call c fills third c % 3 and clears the third of call c - 1. A peer fills
 // that third again in call c + 2. It starts c + 2 only after it has received this rank's part in call c + 1, which this rank
 // sends after it is through with call c.
+//
+// A share is what a block sends of x. Blocks claim their own; a checker warp of each block sends those of blocks that have not
+// started. The blocks of a tile have neighbouring numbers: as blocks start in the order of their numbers, those that wait for
+// each other run, or come as soon as others end.
+#include "progress.cuh"
 #include "wgmma.cuh"
 #include "words.cuh"
 
@@ -66,32 +71,66 @@ using TokenRing = Ring<X_STAGES, X_BYTES>;
 // Tile and piece of a block, and the blocks of K that it multiplies.
 struct Work {
     int tile, piece, first, last;
-    __device__ explicit Work(const Params& p) : tile(blockIdx.x % p.tiles), piece(blockIdx.x / p.tiles) {
+    __device__ explicit Work(const Params& p) : tile(blockIdx.x / PIECES), piece(blockIdx.x % PIECES) {
         int blocks = (p.k + BK - 1) / BK;
         first = piece * blocks / PIECES;
         last = (piece + 1) * blocks / PIECES;
     }
 };
 
-// All warps but the two that load store this rank's part to all ranks, and clear the `used` lines of the call before. A line
-// has 16 bytes.
+// What warps of a block tell each other; 0 at first.
+struct Progress {
+    int owned;    // 1: the share of this block is ours to send; 2: another block has it
+    int claimed;  // 1: this block needs the claims no more
+};
+
+__device__ inline Progress& progress() {
+    __shared__ Progress found;
+    return found;
+}
+
+// A lane of sending warp number `sender` stores its lines of a share to all ranks. A line has 16 bytes. `owns` is asked after
+// the first load.
+template <class Owns>
+__device__ inline void send_lines(const Params& p, int64_t number, int share, int sender, Owns owns) {
+    int lines = p.chunk * (p.k / 8);
+    int64_t there = third_of(number) * p.third + static_cast<int64_t>(p.rank) * lines * 16;
+    for (int i = (sender * p.programs + share) * 32 + threadIdx.x % 32; i < lines; i += p.programs * SENDERS) {
+        uint4 v = sendable(load_l2(p.part + static_cast<int64_t>(i) * 16));
+        if (!owns()) return;
+        for (int r = 1; r <= W; ++r) put(p.memory[(p.rank + r) % W] + there + static_cast<int64_t>(i) * 16, v);
+    }
+}
+
+// All warps but the two that load store this rank's part to all ranks, and clear the `used` lines of the call before.
 __device__ void send_part(const Params& p, int64_t number, int64_t used, int parity) {
     int sender = threadIdx.x < W_LOADER ? threadIdx.x : threadIdx.x - 64, lane = threadIdx.x % 32;
     int begin = (sender / 32 * p.programs + blockIdx.x) * 32 + lane, step = p.programs * SENDERS;
-    int lines = p.chunk * (p.k / 8);
-    int64_t there = third_of(number) * p.third + static_cast<int64_t>(p.rank) * lines * 16;
-    for (int i = begin; i < lines; i += step) {
-        uint4 v = sendable(load_l2(p.part + static_cast<int64_t>(i) * 16));
-        for (int r = 1; r <= W; ++r) put(p.memory[(p.rank + r) % W] + there + static_cast<int64_t>(i) * 16, v);
-    }
+    send_lines(p, number, blockIdx.x, sender / 32, [] { return await(progress().owned) == 1; });
     if (SIGNALLED && threadIdx.x / 32 == SIGNALLER) {
         named_barrier(1, SENDERS);
-        if (lane < W) add_release(p.signals[lane] + parity * p.signals_half + p.rank);
+        if (lane < W && await(progress().owned) == 1) add_release(p.signals[lane] + parity * p.signals_half + p.rank);
     } else if (SIGNALLED) {
         named_arrive(1, SENDERS);
     }
     char* old = p.memory[p.rank] + third_of(number + 2) * p.third;
     for (int64_t i = begin; i < used; i += step) store(old + i * 16, {0, 0, 0, 0});
+}
+
+// A warp waits until all shares have been claimed, and sends those that stay unclaimed.
+__device__ void send_unclaimed(const Params& p, int64_t number, int parity) {
+    int64_t begun = nanoseconds();
+    while (claimed(p.state, CLAIM_A) < p.programs) {
+        if (nanoseconds() - begun < START_NS) continue;
+        int share = 0;
+        if (threadIdx.x % 32 == 0) share = unclaimed(p.state, CLAIM_A, 0, p.programs);
+        share = __shfl_sync(~0u, share, 0);
+        if (share < 0) return;
+        for (int sender = 0; sender < SENDERS / 32; ++sender) send_lines(p, number, share, sender, [] { return true; });
+        named_barrier(2, 32);
+        if (SIGNALLED && threadIdx.x % 32 < W)
+            add_release(p.signals[threadIdx.x % 32] + parity * p.signals_half + p.rank);
+    }
 }
 
 // At most AHEAD blocks are on their way at once, since x would have to wait behind them.
@@ -297,7 +336,11 @@ extern "C" __global__ void __launch_bounds__(384, 1) gather_words(const __grid_c
     Trace trace{p.trace + ((threadIdx.x == X_LOADER) * p.programs + blockIdx.x) * 2 * EVENTS};
     bool traces = threadIdx.x == 0 || threadIdx.x == X_LOADER;
     if (traces) trace.stamp(EVENT_BEGUN, p.rank, 0);
+    int taken = 0;
+    if (threadIdx.x == X_LOADER) taken = atomicExch(claims(p.state, CLAIM_A) + blockIdx.x, 1);
     if (threadIdx.x == 0) {
+        poke(progress().owned, 0);
+        poke(progress().claimed, 0);
         auto init = [](auto ring, int stages, int filling) {
             for (int i = 0; i < stages; ++i, ring.next()) {
                 barrier_init(ring.full(), 1);
@@ -313,6 +356,10 @@ extern "C" __global__ void __launch_bounds__(384, 1) gather_words(const __grid_c
     if (threadIdx.x == W_LOADER) load_weight(p, weight, work);
     __syncwarp();
     if (warp == X_LOADER / 32) {
+        if (threadIdx.x == X_LOADER) {
+            poke(progress().owned, taken ? 2 : 1);
+            if (!taken) count_claim(p.state, CLAIM_A);
+        }
         if (SIGNALLED)
             wait_for_x(p, call, work);
         else
@@ -323,6 +370,11 @@ extern "C" __global__ void __launch_bounds__(384, 1) gather_words(const __grid_c
         }
     } else if (warp != W_LOADER / 32) {
         send_part(p, number, used, half_of(call.epoch));
+        if (warp == FIRST_CHECKER / 32) {
+            send_unclaimed(p, number, half_of(call.epoch));
+            __syncwarp();
+            if (threadIdx.x == FIRST_CHECKER) poke(progress().claimed, 1);
+        }
     }
     int checker = warp - FIRST_CHECKER / 32;
     if (checker >= 0 && checker < CHECKERS && is_looked_at(p, work)) check_x(p, call, tokens, work, checker, number);
@@ -334,8 +386,9 @@ extern "C" __global__ void __launch_bounds__(384, 1) gather_words(const __grid_c
         finish_tile(p, call, work, acc, group, half_of(call.epoch) * p.half);
     }
     // The last program that needs neither the counters nor the number of the call any more ends the call.
-    if (threadIdx.x == X_LOADER && is_last(p.state, p.programs)) {
+    if (threadIdx.x == X_LOADER && await(progress().claimed) && is_last(p.state, p.programs)) {
         for (int r = 0; SIGNALLED && r < W; ++r) p.signals[p.rank][half_of(call.epoch) * p.signals_half + r] = 0;
+        clear_claims(p.state, p.programs, 0, 1);
         p.calls[0] = number + 1;
         p.calls[1 + third_of(number)] = static_cast<int64_t>(p.m) * (p.k / 8);
         finish(call);

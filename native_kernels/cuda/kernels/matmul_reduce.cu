@@ -51,7 +51,7 @@ struct MatmulReduce : Frame<Params, TEAMS> {
         prefetch(&p.x);
         prefetch(&p.w);
         Turn turn;
-        each_tile(tiles, [&](int t) {
+        each_tile_loaded(*this, tiles, [&](int t) {
             Tile tile = tile_of(t);
             int row = (tile.row / p.stretch * W + tile.owner) * p.chunk_rows + tile.row % p.stretch * BM;
             produce(s, turn, {{&p.x}, {&p.w}, row, tile.col * BN, 0, p.k});
@@ -60,7 +60,7 @@ struct MatmulReduce : Frame<Params, TEAMS> {
 
     __device__ void store_tiles(int tiles) const {
         Staged staged{s};
-        each_tile(tiles, [&](int t) {
+        each_tile_after<WAITS>(tiles, [&] { return barrier_is_over(s.ready, staged.parity); }, [&](int t) {
             Tile tile = tile_of(t);
             int number = (p.rank * p.rows + tile.row) * p.cols + tile.col;
             bool away = ENGINES && tile.owner != p.rank;

@@ -1,0 +1,107 @@
+"""Two ranks on one GPU, beside kernels that hold multiprocessors (docs/gpu.md, "Beside other kernels")."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from autofuse.native_kernels.cuda.host.compiler import why_not
+
+pytestmark = [pytest.mark.gpu]
+
+if torch.cuda.is_available() and why_not() is None:
+    from autofuse.native_kernels.cuda.kernels.expert_combine import CombineConfig
+    from autofuse.native_kernels.cuda.kernels.expert_dispatch import DispatchConfig
+    from autofuse.native_kernels.cuda.kernels.gather_matmul import ClusterGatherConfig
+    from autofuse.native_kernels.cuda.kernels.gather_words import WordsGatherConfig
+    from autofuse.native_kernels.cuda.kernels.matmul_reduce import ClusterReduceConfig
+    from autofuse.native_kernels.cuda.kernels.matmul_words import WordsConfig
+    from tests.gpu.one_gpu import Call, Dense, Dropless, Experts, Holder, Ranks
+
+    CALLS: dict[str, Callable[[int], Call]] = {
+        "all_reduce": lambda w: Dense(w, "all_reduce", 1024, 512, 2048, ClusterReduceConfig()),
+        "all_reduce of few rows": lambda w: Dense(
+            w, "all_reduce", 256, 256, 1024, ClusterReduceConfig(bn=128, across=1, along=2, stages=5)
+        ),
+        "reduce_scatter": lambda w: Dense(w, "scatter", 1024, 512, 2048, ClusterReduceConfig(across=1)),
+        "gather": lambda w: Dense(w, "gather", 1024, 512, 4096, ClusterGatherConfig()),
+        "gather in slices": lambda w: Dense(
+            w, "gather", 1024, 1024, 4096, ClusterGatherConfig(across=1, slices=2, k_slices=2)
+        ),
+        "gather within": lambda w: Dense(w, "gather", 2048, 512, 2048, ClusterGatherConfig(within=True)),
+        "gather of few rows": lambda w: Dense(
+            w, "gather", 128, 512, 8192, ClusterGatherConfig(bn=64, across=1, along=2, stages=5)
+        ),
+        "combine": lambda w: Experts(w, 8, 256, 512, 1024, CombineConfig()),
+        "combine of few rows": lambda w: Experts(w, 8, 8, 512, 1024, CombineConfig(bn=64, across=1, along=2)),
+        "dispatch": lambda w: Experts(w, 8, 256, 512, 1024, DispatchConfig()),
+        "dispatch of few rows": lambda w: Experts(
+            w, 8, 8, 512, 1024, DispatchConfig(bn=64, across=1, along=2)
+        ),
+        "dropless combine": lambda w: Dropless(w, 5, 2000, 512, 1024, True),
+        "dropless dispatch": lambda w: Dropless(w, 5, 2000, 512, 1024, False),
+        "words": lambda w: Dense(w, "all_reduce", 16, 1024, 8192, WordsConfig()),
+        "words of a split K": lambda w: Dense(w, "scatter", 40, 1024, 2048, WordsConfig(split=2)),
+        "words once": lambda w: Dense(w, "all_reduce", 8, 1024, 4096, WordsConfig(once=True)),
+        "words of a gather": lambda w: Dense(w, "gather", 16, 2048, 1024, WordsGatherConfig()),
+        "words of a signalled gather": lambda w: Dense(w, "gather", 128, 1024, 1024, WordsGatherConfig()),
+    }
+else:
+    CALLS = {}
+
+WORLD, MARGIN = 2, 16
+NOT_PROMISED = ("words of a gather", "words of a signalled gather")  # that `gather_words` leaves room
+
+
+@pytest.fixture
+def multiprocessors() -> int:
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU")
+    return torch.cuda.get_device_properties(0).multi_processor_count
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("name", CALLS)
+def test_beside_others(name: str, multiprocessors: int) -> None:
+    """A call ends, with the right results, while others hold all multiprocessors but a few until it has.
+
+    So does a call that has room.
+    """
+    programs = multiprocessors // WORLD // 8 * 8
+    ranks, holder = Ranks(CALLS[name](WORLD), programs, MARGIN), Holder()
+    for _ in range(3):
+        for rank in range(WORLD):
+            ranks.launch(rank)
+        assert ranks.have_ended(10), "hangs with room for all"
+        ranks.check()
+    # A cluster lies within one of up to 8 groups of multiprocessors: one of them has room.
+    most = multiprocessors - programs - 8 * (ranks.call.cluster - 1) - 1
+    for held in range(most + 1):
+        order = range(WORLD) if held % 2 else range(WORLD)[::-1]
+        with holder.holding(held):
+            for rank in order:
+                ranks.launch(rank)
+            ended = ranks.have_ended(10)
+        assert ended, f"hangs while {held} multiprocessors are held"
+        if held % 8 == 0 or held == most:
+            ranks.check()
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("name", [name for name in CALLS if not name.endswith(NOT_PROMISED)])
+def test_leaves_room(name: str, multiprocessors: int) -> None:
+    """Where a peer has not started, blocks of the margin leave; the call is right once the peer comes."""
+    programs = multiprocessors // WORLD // 8 * 8
+    ranks, holder = Ranks(CALLS[name](WORLD), programs, MARGIN), Holder()
+    for late in (None, 0, 1, 0):
+        for rank in range(WORLD):
+            if rank != late:
+                ranks.launch(rank)
+        if late is not None:
+            free = multiprocessors - (WORLD - 1) * (programs - MARGIN)
+            placed = holder.place(free, timeout_s=1)
+            holder.release()
+            assert placed == free, "blocks of the margin wait"
+            ranks.launch(late)
+        assert ranks.have_ended(10), f"hangs after rank {late} was late"
+        ranks.check()
