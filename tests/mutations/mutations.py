@@ -271,8 +271,8 @@ PROTOCOL = (
     Mutation(
         "packets of all calls go to one half",
         "matmul_packets.py",
-        "base = (epoch % 2) * packets_half",
-        "base = (epoch % 1) * packets_half",
+        "base = half_of(epoch) * packets_half",
+        "base = half_of(epoch * 0) * packets_half",
         DENSE_KERNELS[:1],
     ),
 )
