@@ -221,18 +221,19 @@ def _are_lines(t: Tensor, outer: int, inner: int) -> bool:
 
 
 def launch(kernel: Any, programs: int, compile_only: bool, *args: Any, **settings: Any) -> None:
-    """Start `programs` programs of a Triton kernel, all at once, so that they may wait for each other.
+    """Start `programs` programs of a Triton kernel, which goes on whichever of them find a multiprocessor.
 
     compile_only: compile, and start nothing. settings: the constants. A kernel that has run with arguments of
     the same kind starts without Triton's dispatch, which takes longer than a small call.
     """
+    assert programs <= MOST_SHARES, f"{programs} programs"
     if compile_only:
-        kernel.warmup(*args, grid=(programs,), launch_cooperative_grid=True, **settings)
+        kernel.warmup(*args, grid=(programs,), **settings)
         return
     key = (id(kernel), programs, *map(_kind, args), *settings.values())
     found = _launched.get(key)
     if found is None:
-        _launched[key] = kernel[(programs,)](*args, launch_cooperative_grid=True, **settings)
+        _launched[key] = kernel[(programs,)](*args, **settings)
         return
     constants = [settings[p.name] for p in kernel.params[len(args) :]]
     found[(programs, 1, 1)](*args, *constants)

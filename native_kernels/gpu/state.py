@@ -27,7 +27,7 @@ class State(IntEnum):
     THROUGH = 6
     """Programs that no longer read counters of peers; the last one clears these counters."""
     JOINED = 7
-    """Programs of `embedding_backward` that have heard from all peers."""
+    """Blocks of strips that `embedding_backward` has added up."""
     CLAIMED_A = 8
     """Shares of which a program has claimed the part that waits for no peer."""
     CLAIMED_B = 9
@@ -44,14 +44,16 @@ class State(IntEnum):
     PRESENCE = 16
     """Addresses of the int32 `presence` [W] of every rank, as this rank maps them; up to MOST_RANKS words."""
 
-    ZEROED = 5
-    """Programs of `embedding_backward` that have cleared their gradients; that kernel has no tickets."""
+    LEFT = 8
+    """Programs of the margin that have left, of kernels in Triton, which do not count claims of part A."""
+    ZEROED = 6
+    """Shares of `embedding_backward` whose gradients are cleared."""
 
 
 STATE_WORDS: Final = 24
 """Words of `PeerMemory.state` before the claims."""
 
-MOST_SHARES: Final = 4096
+MOST_SHARES: Final = 8192
 """Most programs of a kernel that claims shares. The claims, int32 [2, MOST_SHARES], lie behind the words of
 `state`: the first row for the parts of shares that wait for no peer, the second one for those that may. 0
 between calls, and while nobody has claimed. Behind them a row for kernels that end their epoch early: who

@@ -227,14 +227,26 @@ def finish(state, epoch, programs, ENDS: tl.constexpr = True):
     whether the epoch ends; it stays where no rank was waited for.
     """
     tl.debug_barrier()
-    if tl.atomic_add(state + STATE_FINISHED, 1, sem="acq_rel", scope="gpu") == programs - 1:
-        for word in tl.static_range(STATE_FINISHED, STATE_FIRM):
-            tl.store(state + word, 0)
-        if ENDS:
-            if tl.atomic_xchg(state + STATE_EPOCH, epoch, sem="relaxed", scope="gpu") != epoch - 1:
-                record = tl.load(state + STATE_RECORD).to(tl.pointer_type(tl.int64))
-                what = tl.full((), OVERLAP, tl.int64) << 48
-                tl.store(record + BAD_INPUT, what | (epoch & 0xFFFFFFFF))
+    if is_last(state, programs):
+        end(state, epoch, ENDS)
+
+
+@triton.jit
+def is_last(state, programs):
+    """Counts this program as through, after a barrier; whether all others are."""
+    return tl.atomic_add(state + STATE_FINISHED, 1, sem="acq_rel", scope="gpu") == programs - 1
+
+
+@triton.jit
+def end(state, epoch, ENDS: tl.constexpr):
+    """What the last program does."""
+    for word in tl.static_range(STATE_FINISHED, STATE_FIRM):
+        tl.store(state + word, 0)
+    if ENDS:
+        if tl.atomic_xchg(state + STATE_EPOCH, epoch, sem="relaxed", scope="gpu") != epoch - 1:
+            record = tl.load(state + STATE_RECORD).to(tl.pointer_type(tl.int64))
+            what = tl.full((), OVERLAP, tl.int64) << 48
+            tl.store(record + BAD_INPUT, what | (epoch & 0xFFFFFFFF))
 
 
 @triton.jit
@@ -254,23 +266,6 @@ def nanoseconds():
     return tl.inline_asm_elementwise(
         "mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1
     )
-
-
-@triton.jit
-def pack(values):
-    """Pairs of 16-bit values `[R, C]` as uint32 `[R, C / 2]`, the first in the low half."""
-    rows: tl.constexpr = values.shape[0]
-    cols: tl.constexpr = values.shape[1] // 2
-    low, high = tl.split(tl.reshape(values, (rows, cols, 2)))
-    return pair(low, high)
-
-
-@triton.jit
-def pair(low, high):
-    """Two 16-bit values as one uint32."""
-    low = low.to(tl.uint16, bitcast=True).to(tl.uint32)
-    high = high.to(tl.uint16, bitcast=True).to(tl.uint32)
-    return low | (high << 16)
 
 
 @triton.jit

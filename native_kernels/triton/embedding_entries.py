@@ -13,7 +13,8 @@ from torch import Tensor
 
 from autofuse.native_kernels.gpu.memory import PeerMemory, cdiv, launch
 
-from .embedding_exchange import FP16, FP32, SOURCE, TABLE, bags_of, report_faults
+from .embedding_bags import TABLE, bags_of, report_faults
+from .embedding_exchange import FP16, FP32, SOURCE
 from .embedding_tables import WORDS_WORK, Tables
 
 BAGS, LANES, WARPS, PER_SM = 32, 128, 4, 4

@@ -19,78 +19,50 @@ from torch import Tensor
 from autofuse.native_kernels.gpu.memory import EVENTS, PeerMemory, cdiv, launch
 
 from .comm import (
-    BAD_BAG,
-    BAD_INDEX,
-    BAD_INPUT,
     BEGUN,
     CODES_PER_SITE,
     COMPUTED,
     COPIED,
     ENDED,
     POOLING,
-    STATE_RECORD,
-    STATE_THROUGH,
+    STATE_TICKETS,
     WAITED,
     begin,
     finish,
     half_of,
+    is_last,
     peer,
     signal,
     stamp,
     wait,
 )
+from .embedding_bags import TABLE, bags_of, find_faults, item_at, report_faults
 from .embedding_tables import (
     MOST_BAGS,
     WORDS_SOURCE,
-    WORDS_TABLE,
     BagsConfig,
     Places,
     Tables,
     place_aligned,
 )
+from .shares import (
+    STATE_STARTED,
+    A,
+    announce,
+    claim,
+    end_shares,
+    first_share,
+    further,
+    look,
+    multiprocessor,
+    start,
+    stays,
+)
 
 SUM, MEAN, MAX = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 BF16, FP16, FP32 = tl.constexpr(1), tl.constexpr(2), tl.constexpr(4)
 ENDLESS = tl.constexpr(0x7FFFFFFF)  # bags have fewer indices
-SOURCE, TABLE = tl.constexpr(WORDS_SOURCE), tl.constexpr(WORDS_TABLE)
-
-
-@triton.jit
-def bags_of(table, first, block, b, total, INDEX: tl.constexpr, LAST: tl.constexpr, BB: tl.constexpr):
-    """Of each bag of a block: where its indices begin and end (0 and 0 if invalid), whether it is
-    invalid, and whether it exists."""
-    offsets = tl.load(table + 4).to(tl.pointer_type(INDEX))
-    count = tl.load(table + 3)
-    in_block = block * BB + tl.arange(0, BB)
-    inside = in_block < b
-    bag = first + in_block
-    followed = inside & (bag + 1 < total + LAST)
-    start = tl.load(offsets + bag, mask=inside, other=0).to(tl.int64)
-    stop = tl.load(offsets + bag + 1, mask=followed, other=0).to(tl.int64)
-    stop = tl.where(inside & (followed == 0), count, stop)
-    bad = (start < 0) | (stop < start) | (stop > count)
-    return tl.where(bad, 0, start), tl.where(bad, 0, stop), bad, inside
-
-
-@triton.jit
-def find_faults(
-    table, first, block, b, total, faults, INDEX: tl.constexpr, LAST: tl.constexpr, BB: tl.constexpr
-):
-    """`faults`, raised where an index of these bags has no row. It also loads the indices into the cache."""
-    offsets = tl.load(table + 4).to(tl.pointer_type(INDEX))
-    count = tl.load(table + 3)
-    rows = tl.load(table + 1)
-    indices = tl.load(table + 2).to(tl.pointer_type(INDEX))
-    lanes: tl.constexpr = faults.shape[0]
-    after = first + tl.minimum((block + 1) * BB, b)
-    start = tl.maximum(tl.load(offsets + first + block * BB).to(tl.int64), 0)
-    stop = tl.load(offsets + after, mask=after < total + LAST, other=0).to(tl.int64)
-    stop = tl.where(after < total + LAST, tl.minimum(stop, count), count)
-    for j in range(0, (stop - start).to(tl.int32), lanes):
-        at = start + (j + tl.arange(0, lanes))
-        index = tl.load(indices + at, mask=at < stop, other=0).to(tl.int64)
-        faults |= ((at < stop) & (index.to(tl.uint64) >= rows.to(tl.uint64))).to(tl.int32)
-    return faults
+SOURCE = tl.constexpr(WORDS_SOURCE)
 
 
 @triton.jit
@@ -165,14 +137,6 @@ def pool_any(
 
 
 @triton.jit
-def item_at(item, per_step, count, W: tl.constexpr, CB: tl.constexpr, MIXED: tl.constexpr):
-    """Of an item: its rank, in steps from the next one; its block of bags, table and columns; its number."""
-    step = item % W if MIXED else item // per_step
-    within = item // W if MIXED else item % per_step
-    return step, within // (CB * count), within // CB % count, within % CB, within
-
-
-@triton.jit
 def count_item(
     done, signals, slot, slices, slice_blocks, blocks, per_block, rank, first_signal, W: tl.constexpr
 ):
@@ -185,39 +149,6 @@ def count_item(
         tl.atomic_add(done + slot, -items, sem="acquire", scope="gpu")
         to = (rank + 1 + slot // slices) % W
         signal(peer(signals, to, tl.int32) + first_signal + rank * slices + piece)
-
-
-@triton.jit
-def report_faults(
-    tables, state, site, rank, b, count, first, items, per_step, POOLING_PROGRAMS: tl.constexpr,
-    W: tl.constexpr, INDEX: tl.constexpr, LAST: tl.constexpr, BB: tl.constexpr, CB: tl.constexpr,
-    MIXED: tl.constexpr,
-):  # fmt: skip
-    """Search the items of this program for an invalid bag or index, and record one.
-
-    One store of 8 bytes holds the record, code << 48 | table << 32 | index or bag, so that two never mix.
-    """
-    record = tl.load(state + STATE_RECORD).to(tl.pointer_type(tl.int64)) + BAD_INPUT
-    for item in range(first, items, POOLING_PROGRAMS):
-        step, block, t, _, _ = item_at(item, per_step, count, W, CB, MIXED)
-        dest = (rank + 1 + step) % W
-        table = tables + t * TABLE
-        start, stop, bad, _ = bags_of(table, dest * b, block, b, W * b, INDEX, LAST, BB)
-        bag = dest * b + block * BB + tl.arange(0, BB)
-        worst = tl.max(tl.where(bad, bag, -1), axis=0)
-        if worst >= 0:
-            code = (site * CODES_PER_SITE + BAD_BAG).to(tl.int64)
-            tl.store(record, (code << 48) | (t.to(tl.int64) << 32) | worst.to(tl.int64))
-        rows = tl.load(table + 1)
-        indices = tl.load(table + 2).to(tl.pointer_type(INDEX))
-        for j in range(tl.max(stop - start, axis=0).to(tl.int32)):
-            index = tl.load(indices + start + j, mask=start + j < stop, other=0).to(tl.int64)
-            wrong = (start + j < stop) & ((index < 0) | (index >= rows))
-            if tl.max(wrong.to(tl.int32), axis=0) != 0:
-                shown = tl.minimum(tl.maximum(index, -(1 << 31)), (1 << 31) - 1)
-                one = tl.max(tl.where(wrong, shown, -(1 << 31)), axis=0)
-                code = (site * CODES_PER_SITE + BAD_INDEX).to(tl.int64)
-                tl.store(record, (code << 48) | (t.to(tl.int64) << 32) | (one & 0xFFFFFFFF))
 
 
 @triton.jit
@@ -254,13 +185,13 @@ def embedding_exchange(
     words, out, inbox, signals, done, state, trace,
     count, b, blocks, slice_blocks, slices, pieces, col_blocks, stride, groups, group_stride, padding, rank,
     site, inbox_half, signals_half,
-    PROGRAMS: tl.constexpr, COPYING: tl.constexpr, W: tl.constexpr, SEND: tl.constexpr, KINDS: tl.constexpr,
-    WIDE: tl.constexpr, MODE: tl.constexpr, WEIGHTED: tl.constexpr, LAST: tl.constexpr, READ: tl.constexpr,
-    WRITE: tl.constexpr, BB: tl.constexpr, BD: tl.constexpr, CB: tl.constexpr, UNROLL: tl.constexpr,
-    CR: tl.constexpr, CC: tl.constexpr, LANES: tl.constexpr, MIXED: tl.constexpr, TRACE: tl.constexpr,
-    EVENTS: tl.constexpr,
+    PROGRAMS: tl.constexpr, PER_SM: tl.constexpr, COPYING: tl.constexpr, W: tl.constexpr, SEND: tl.constexpr,
+    KINDS: tl.constexpr, WIDE: tl.constexpr, MODE: tl.constexpr, WEIGHTED: tl.constexpr, LAST: tl.constexpr,
+    READ: tl.constexpr, WRITE: tl.constexpr, BB: tl.constexpr, BD: tl.constexpr, CB: tl.constexpr,
+    UNROLL: tl.constexpr, CR: tl.constexpr, CC: tl.constexpr, LANES: tl.constexpr, MIXED: tl.constexpr,
+    TRACE: tl.constexpr, EVENTS: tl.constexpr,
 ):  # fmt: skip
-    """Grid: PROGRAMS, of which the last COPYING only copy; if COPYING is 0, all copy at the end.
+    """Grid: PROGRAMS, PER_SM a multiprocessor, of which the last COPYING only copy.
 
     words: `Tables.words`; inbox, signals: int64 [W], addresses of the regions of all ranks; done: int32
     [(W - 1) * slices], 0; count: tables; blocks: of BB bags; slice_blocks: blocks in a slice; pieces: most
@@ -269,6 +200,9 @@ def embedding_exchange(
     and nothing is exchanged.
     """
     program = tl.program_id(0)
+    if not SEND:
+        asked = claim(state, A, program, program)
+        start(state)
     INDEX: tl.constexpr = tl.int64 if WIDE else tl.int32
     WIRE: tl.constexpr = out.dtype.element_ty
     nbytes: tl.constexpr = WIRE.primitive_bitwidth // 8
@@ -280,19 +214,25 @@ def embedding_exchange(
     stride *= WRITE
     event = 0
     event = stamp(trace, program, event, BEGUN, rank, 0, TRACE, EVENTS)
-    faults = tl.zeros((LANES,), tl.int32)
-    broken = tl.zeros((), tl.int32)
-    stored = tl.full((), -1, tl.int32)
     POOLERS: tl.constexpr = PROGRAMS - COPYING
-    start = tl.where(program < POOLERS, program, W * per_step)
-    for item in range(start, W * per_step, POOLERS):
+    items = W * per_step
+    share = program
+    if not SEND:
+        share = first_share(asked, state, A, tl.minimum(POOLERS, items), program, PROGRAMS)
+    item = tl.where(share >= 0, share, items)
+    faults = tl.zeros((LANES,), tl.int32)
+    stored = tl.full((), -1, tl.int32)
+    while item < items:
+        if not SEND:
+            if item == 0:
+                announce(state, rank, W, begin(state))
         step, block, t, strip, within = item_at(item, per_step, count, W, CB, MIXED)
         dest = (rank + 1 + step) % W
         table = tables + t * TABLE
         begin_at, end_at, bad, inside = bags_of(table, dest * b, block, b, W * b, INDEX, LAST, BB)
         longest = tl.max(tl.where(bad, ENDLESS, end_at - begin_at), axis=0).to(tl.int32)
         if longest == ENDLESS:
-            broken = 1
+            faults |= 1
             longest = tl.max(end_at - begin_at, axis=0).to(tl.int32)
         if strip == 0:
             faults = find_faults(table, dest * b, block, b, W * b, faults, INDEX, LAST, BB)
@@ -321,32 +261,38 @@ def embedding_exchange(
         tl.store(where, acc.to(WIRE), mask=inside[:, None] & (c < dim)[None, :])
         stored = tl.where(step == W - 1, -1, step * slices + block // slice_blocks)
         event = stamp(trace, program, event, COMPUTED, dest, within, TRACE, EVENTS)
+        item += POOLERS
+        if item >= items:
+            if not SEND:
+                if stored >= 0:
+                    count_item(
+                        done, signals, stored, slices, slice_blocks, blocks, count * CB, rank, first_signal, W
+                    )  # fmt: skip
+                    stored = tl.full((), -1, tl.int32)
+            if tl.max(faults, axis=0) != 0:
+                report_faults(
+                    tables, state, site, rank, b, count, item % POOLERS, items, per_step, POOLERS, W, INDEX,
+                    LAST, BB, CB, MIXED,
+                )  # fmt: skip
+            if not SEND:
+                shares = tl.minimum(POOLERS, items)
+                share = further(look(state, STATE_STARTED), PROGRAMS, state, A, shares, tl.program_id(0))
+                item = tl.where(share >= 0, share, items)
+    epoch = begin(state)  # again: registers are short while rows are pooled
     if not SEND:
-        if stored >= 0:
-            count_item(done, signals, stored, slices, slice_blocks, blocks, count * CB, rank, first_signal, W)
-    if (broken | tl.max(faults, axis=0)) != 0:
-        report_faults(
-            tables, state, site, rank, b, count, start, W * per_step, per_step, POOLERS, W, INDEX, LAST, BB,
-            CB, MIXED,
-        )  # fmt: skip
-    COPIERS: tl.constexpr = COPYING if COPYING else PROGRAMS
-    turn = PROGRAMS - 1 - program
-    if not SEND and turn < COPIERS:
         arrived = peer(signals, rank, tl.int32) + first_signal
         own = tl.multiple_of(peer(inbox, rank, WIRE) + first, 16)
-        for unit in range(turn, (W - 1) * slices * pieces, COPIERS):
+        units = tl.cast((W - 1) * slices * pieces, tl.int32)
+        unit = units
+        if stays(state, multiprocessor(PROGRAMS // PER_SM), PER_SM, rank, W, epoch):
+            unit = tl.atomic_add(state + STATE_TICKETS, 1).to(tl.int32)
+        while unit < units:
+            following = tl.atomic_add(state + STATE_TICKETS, 1).to(tl.int32)
             away = unit // pieces % (W - 1) if MIXED else unit // (slices * pieces)
             number = unit // (pieces * (W - 1)) if MIXED else unit // pieces % slices
             source = (rank + W - 1 - away) % W
-            wait(
-                arrived + source * slices + number,
-                1,
-                state,
-                site * CODES_PER_SITE + POOLING,
-                source,
-                number,
-                epoch,
-            )
+            code = site * CODES_PER_SITE + POOLING
+            wait(arrived + source * slices + number, 1, state, code, source, number, epoch)
             event = stamp(trace, program, event, WAITED, source, number, TRACE, EVENTS)
             first_bag = number * slice_blocks * BB
             copy_piece(
@@ -354,14 +300,15 @@ def embedding_exchange(
                 tl.minimum(slice_blocks * BB, b - first_bag), groups, group_stride, col_blocks, WRITE, CR, CC,
             )  # fmt: skip
             event = stamp(trace, program, event, COPIED, source, number, TRACE, EVENTS)
+            unit = following
     event = stamp(trace, program, event, ENDED, rank, 0, TRACE, EVENTS)
     if SEND:
         finish(state, epoch, PROGRAMS, False)  # no rank was waited for: the epoch stays
     else:
         tl.debug_barrier()
-        if tl.atomic_add(state + STATE_THROUGH, 1, sem="acq_rel", scope="gpu") == PROGRAMS - 1:
+        if is_last(state, PROGRAMS):
             clear(peer(signals, rank, tl.int32) + first_signal, W * slices, 256)
-        finish(state, epoch, PROGRAMS)
+            end_shares(state, epoch, PROGRAMS)
 
 
 def launch_embedding_exchange(
@@ -402,7 +349,8 @@ def launch_embedding_exchange(
         len(dims), b, blocks, slice_bags // bb, slices, pieces, col_blocks, places.stride // write,
         places.groups, places.group_stride // write, tables.padding, rank, site, memory.inbox.half(out.dtype),
         memory.signals.half(torch.int32),
-        PROGRAMS=programs, COPYING=0 if send else config.copying * memory.programs, W=world, SEND=send,
+        PROGRAMS=programs, PER_SM=config.per_sm, COPYING=0 if send else config.copying * memory.programs,
+        W=world, SEND=send,
         KINDS=tables.kinds(), WIDE=tables.indices[0].dtype == torch.int64, MODE=tables.mode,
         WEIGHTED=bool(tables.samples), LAST=int(tables.last), READ=tables.aligned(),
         WRITE=write, BB=bb, BD=bd, CB=cb,

@@ -38,12 +38,11 @@ from .comm import (
     GATHERING,
     PUSHED,
     STATE_GIVEN_UP,
-    STATE_THROUGH,
     WAITED,
     begin,
     fence_copies,
-    finish,
     half_of,
+    is_last,
     peer,
     signal,
     signal_all,
@@ -51,6 +50,23 @@ from .comm import (
     wait,
 )
 from .gemm import add_bias, add_pieces, chunk_tile_at, load_operands
+from .shares import (
+    STATE_CLAIMED_B,
+    STATE_STARTED,
+    A,
+    B,
+    add_one,
+    announce,
+    claim,
+    end_shares,
+    firm,
+    first_share,
+    further,
+    look,
+    start,
+    stays,
+    won,
+)
 
 CREDITS = tl.constexpr(FIRST_CREDIT)
 
@@ -83,13 +99,12 @@ def reset(
     signals, rank, first, count, epoch, state, PROGRAMS: tl.constexpr, W: tl.constexpr,
     COPIED: tl.constexpr, CREDIT: tl.constexpr,
 ):  # fmt: skip
-    """`finish`; the last program also sets `count` counters from `first` on back to 0.
+    """Ends a program after a barrier. The last one sets `count` counters from `first` on back to 0.
 
     CREDIT: it gives all peers credit, so that they may store again. COPIED: if a wait has given up, it raises
     this rank's credits: the copy streams wait for them without a limit.
     """
-    tl.debug_barrier()
-    if tl.atomic_add(state + STATE_THROUGH, 1, sem="acq_rel", scope="gpu") == PROGRAMS - 1:
+    if is_last(state, PROGRAMS):
         flags = peer(signals, rank, tl.int32) + first
         for i in range(count):
             tl.store(flags + i, 0)
@@ -100,7 +115,7 @@ def reset(
                 own = peer(signals, rank, tl.int32) + CREDITS
                 for r in range(W):
                     tl.store(own + r, 1)
-    finish(state, epoch, PROGRAMS)
+        end_shares(state, epoch, PROGRAMS)
 
 
 @triton.jit(do_not_specialize=["rank", "site"])
@@ -123,48 +138,78 @@ def gather_matmul(
     counter of a complete slice shows; pieces, done: as `add_pieces` has them, of W * rows * cols tiles.
     """
     program = tl.program_id(0)
+    asked = claim(state, A, program, program)
+    start(state)
     epoch = begin(state)
+    stay = program < firm(state, PROGRAMS)
+    asked_b = tl.full((), 0, tl.int32)
+    if stay:
+        asked_b = claim(state, B, program, program)
+        add_one(state + STATE_CLAIMED_B)
     # Copy engines do not know the epoch: there is one half, and a peer stores again once it has credit.
     half = half_of(epoch) if MOVERS else half_of(epoch * 0)
     first_row = half * gathered_half
     first_signal = half * signals_half
     event = 0
     event = stamp(trace, program, event, BEGUN, rank, 0, TRACE, EVENTS)
-    if program < MOVERS:
-        push(
-            part, gathered, signals, rank, (first_row + rank * chunk).to(tl.int64) * K, first_signal,
-            chunk * K, slices, slice_elements, program, MOVERS, W, BLOCK,
-        )  # fmt: skip
-        event = stamp(trace, program, event, PUSHED, -1, 0, TRACE, EVENTS)
-    turn = PROGRAMS - 1 - program
-    if turn < COMPUTING:
+    # Part A of a share: what its program pushes, and its tiles of the own part.
+    share = first_share(asked, state, A, PROGRAMS, program, PROGRAMS)
+    while share >= 0:
+        if share == 0:
+            announce(state, rank, W, epoch)
+        if share < MOVERS:
+            push(
+                part, gathered, signals, rank, (first_row + rank * chunk).to(tl.int64) * K, first_signal,
+                chunk * K, slices, slice_elements, share, MOVERS, W, BLOCK,
+            )  # fmt: skip
+            event = stamp(trace, program, event, PUSHED, -1, 0, TRACE, EVENTS)
         # Movers multiply the parts that arrive last.
-        arrived = peer(signals, rank, tl.int32) + first_signal
-        event = multiply(
-            x, w, y, bias, out, pieces, done, trace, event, K, N, 0, rank, inner, stretch, rows, cols, 0,
-            rows, turn, out_stride, W, COMPUTING, TRANSPOSED, EXACT, PIECES, BIASED, BM, BN, BK, TRACE,
-            EVENTS,
-        )  # fmt: skip
+        turn = PROGRAMS - 1 - share
+        started = look(state, STATE_STARTED)
+        if turn < COMPUTING:
+            event = multiply(
+                x, w, y, bias, out, pieces, done, trace, event, K, N, 0, rank, inner, stretch, rows, cols, 0,
+                rows, turn, out_stride, W, COMPUTING, TRANSPOSED, EXACT, PIECES, BIASED, BM, BN, BK, TRACE,
+                EVENTS,
+            )  # fmt: skip
+        share = further(started, PROGRAMS, state, A, PROGRAMS, program)
+    # Part B: its tiles of the other parts.
+    if stay == 0:
+        stay = stays(state, program, 1, rank, W, epoch)
+        if stay:
+            asked_b = claim(state, B, program, program)
+            add_one(state + STATE_CLAIMED_B)
+    if stay:
+        share = program
+        if won(asked_b, program) == 0:
+            share = further(look(state, STATE_CLAIMED_B), PROGRAMS, state, B, PROGRAMS, program)
+    arrived = peer(signals, rank, tl.int32) + first_signal
+    while share >= 0:
+        turn = PROGRAMS - 1 - share
+        claimed = look(state, STATE_CLAIMED_B)
         before = rows * cols * PIECES
-        for unit in range(slices, W * slices):
+        for unit in range(slices, tl.where(turn < COMPUTING, W * slices, 0)):
             source = (rank + W - unit // slices) % W
             piece = unit % slices
             first = piece * slice_rows
             here = tl.minimum(slice_rows, rows - first)
             # The turns of the programs continue where the last unit ended.
-            start = (turn + COMPUTING - before % COMPUTING) % COMPUTING
+            start_at = (turn + COMPUTING - before % COMPUTING) % COMPUTING
             before += here * cols * PIECES
-            if start < here * cols * PIECES:
+            if start_at < here * cols * PIECES:
                 code = site * CODES_PER_SITE + GATHERING
                 wait(arrived + source * slices + piece, target, state, code, source, piece, epoch)
                 fence_copies()
+                claimed = look(state, STATE_CLAIMED_B)
                 event = stamp(trace, program, event, WAITED, source, piece, TRACE, EVENTS)
                 event = multiply(
                     gathered_x, w, y, bias, out, pieces, done, trace, event, K, N, first_row + source * chunk,
-                    source, inner, stretch, rows, cols, first, here, start, out_stride, W, COMPUTING,
+                    source, inner, stretch, rows, cols, first, here, start_at, out_stride, W, COMPUTING,
                     TRANSPOSED, EXACT, PIECES, BIASED, BM, BN, BK, TRACE, EVENTS,
                 )  # fmt: skip
+        share = further(claimed, PROGRAMS, state, B, PROGRAMS, program)
     event = stamp(trace, program, event, ENDED, rank, 0, TRACE, EVENTS)
+    tl.debug_barrier()
     reset(signals, rank, first_signal, W * slices, epoch, state, PROGRAMS, W, COPIED, CREDIT)
 
 

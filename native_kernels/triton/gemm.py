@@ -1,4 +1,4 @@
-"""Functions of the matmul kernels: the order of tiles, loads of blocks, biases, and sums of pieces of K.
+"""Functions of the matmul kernels: the order of tiles, loads of blocks, biases, sums of pieces of K, pairs.
 
 The order of tiles is the closed form of a plan (tests/kernels compares both). A matrix is cut into a chunk
 for each rank, a chunk into `rows x cols` tiles. A rank visits all chunks in turn, in `direct` order those of
@@ -89,3 +89,20 @@ def add_pieces(pieces, done, acc, tile, piece, where, inside, PIECES: tl.constex
             total += tl.load(at + i * (BM * BN))
         tl.store(where, total.to(where.dtype.element_ty), mask=inside)
         tl.store(done + tile, 0)
+
+
+@triton.jit
+def pack(values):
+    """Pairs of 16-bit values `[R, C]` as uint32 `[R, C / 2]`, the first in the low half."""
+    rows: tl.constexpr = values.shape[0]
+    cols: tl.constexpr = values.shape[1] // 2
+    low, high = tl.split(tl.reshape(values, (rows, cols, 2)))
+    return pair(low, high)
+
+
+@triton.jit
+def pair(low, high):
+    """Two 16-bit values as one uint32."""
+    low = low.to(tl.uint16, bitcast=True).to(tl.uint32)
+    high = high.to(tl.uint16, bitcast=True).to(tl.uint32)
+    return low | (high << 16)

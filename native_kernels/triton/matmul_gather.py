@@ -41,8 +41,8 @@ from .comm import (
     STATE_TICKETS,
     WAITED,
     begin,
-    finish,
     half_of,
+    is_last,
     peer,
     signal_all,
     stamp,
@@ -50,6 +50,18 @@ from .comm import (
     wait,
 )
 from .gemm import add_bias, chunk_tile_at, load_operands
+from .shares import (
+    STATE_STARTED,
+    A,
+    announce,
+    claim,
+    end_shares,
+    first_share,
+    further,
+    look,
+    start,
+    stays,
+)
 
 
 @triton.jit
@@ -81,6 +93,8 @@ def matmul_gather(
     the other half begins.
     """
     program = tl.program_id(0)
+    asked = claim(state, A, program, program)
+    start(state)
     epoch = begin(state)
     parity = half_of(epoch)
     tiles = rows * cols
@@ -88,20 +102,27 @@ def matmul_gather(
     first_signal = parity * signals_half
     event = 0
     event = stamp(trace, program, event, BEGUN, rank, 0, TRACE, EVENTS)
-    if program < COMPUTING:
-        event = compute(
+    share = first_share(asked, state, A, COMPUTING, program, PROGRAMS)
+    while share >= 0:
+        if share == 0:
+            announce(state, rank, W, epoch)
+        event, started = compute(
             x, w, bias, (box0, box1, box2, box3, box4, box5, box6, box7), signals, N, K, rank, rows, cols,
-            first_row, first_signal, program, trace, COMPUTING, W, TRANSPOSED, BIASED, THROUGH, BM, BN, BK,
-            TRACE, EVENTS,
+            first_row, first_signal, share, state, event, trace, COMPUTING, W, TRANSPOSED, BIASED, THROUGH,
+            BM, BN, BK, TRACE, EVENTS,
         )  # fmt: skip
+        share = further(started, PROGRAMS, state, A, COMPUTING, program)
     dtype: tl.constexpr = out.dtype.element_ty
     SOURCES: tl.constexpr = W if THROUGH else W - 1
     arrived = peer(signals, rank, tl.int32) + first_signal
     arriving = tl.multiple_of(inbox.to(tl.pointer_type(dtype)), 16) + first_row.to(tl.int64) * pitch
     r = tl.arange(0, BR)[:, None]
     c = tl.max_contiguous(tl.multiple_of(tl.arange(0, BN), BN), BN)[None, :]
-    ticket = tl.atomic_add(state + STATE_TICKETS, 1).to(tl.int32)
-    while ticket < tiles * SOURCES:
+    tickets = tiles * SOURCES
+    ticket = tl.cast(tickets, tl.int32)
+    if stays(state, program, 1, rank, W, epoch):
+        ticket = tl.atomic_add(state + STATE_TICKETS, 1).to(tl.int32)
+    while ticket < tickets:
         slot = ticket % SOURCES
         t = ticket // SOURCES
         source = (rank + 2 * W - 1 - slot) % W
@@ -117,24 +138,26 @@ def matmul_gather(
         event = stamp(trace, program, event, COPIED, source, t, TRACE, EVENTS)
         ticket = tl.atomic_add(state + STATE_TICKETS, 1).to(tl.int32)
     event = stamp(trace, program, event, ENDED, rank, 0, TRACE, EVENTS)
-    finish(state, epoch, PROGRAMS)
+    tl.debug_barrier()
+    if is_last(state, PROGRAMS):
+        end_shares(state, epoch, PROGRAMS)
 
 
 @triton.jit
 def compute(
-    x, w, bias, boxes, signals, N, K, rank, rows, cols, first_row, first_signal, program, trace,
+    x, w, bias, boxes, signals, N, K, rank, rows, cols, first_row, first_signal, share, state, event, trace,
     COMPUTING: tl.constexpr, W: tl.constexpr, TRANSPOSED: tl.constexpr, BIASED: tl.constexpr,
     THROUGH: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     TRACE: tl.constexpr, EVENTS: tl.constexpr,
 ):  # fmt: skip
-    """The tiles `program, program + COMPUTING, ...`; flattened, so that loads never pause between tiles."""
+    """The tiles `share, share + COMPUTING, ...`; flattened, so that loads never pause between tiles."""
+    program = tl.program_id(0)
     tiles = rows * cols
     skipped = -1 if THROUGH else rank
     # The counter of the tile that was stored last, -1 before the first tile. A variable that the loop sets
     # to a constant would be wrong: Triton 3.6 sets it after every block of K of the flattened loop.
     unsignalled = tl.full((), -1, tl.int32)
-    event = 1
-    for t in tl.range(program, tiles, COMPUTING, flatten=True):
+    for t in tl.range(share, tiles, COMPUTING, flatten=True):
         row, col = chunk_tile_at(t, rows, cols)
         acc = tl.zeros((BM, BN), tl.float32)
         for block in range(tl.cdiv(K, BK)):
@@ -150,9 +173,10 @@ def compute(
         boxes[W - 1].store([(first_row if THROUGH else 0) + row * BM, col * BN], value)
         unsignalled = first_signal + rank * tiles + t
         event = stamp(trace, program, event, COMPUTED, rank, t, TRACE, EVENTS)
+    started = look(state, STATE_STARTED)
     stored()
     signal_all(signals, tl.where(unsignalled < 0, 0, W), unsignalled, skipped)
-    return stamp(trace, program, event, DRAINED, -1, 0, TRACE, EVENTS)
+    return stamp(trace, program, event, DRAINED, -1, 0, TRACE, EVENTS), started
 
 
 @dataclass(frozen=True)

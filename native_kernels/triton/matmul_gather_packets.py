@@ -36,16 +36,28 @@ from .comm import (
     GATHERING,
     WAITED,
     begin,
-    finish,
     half_of,
-    pack,
+    is_last,
     peer,
     put_packets,
     stamp,
     take_packets,
 )
-from .gemm import add_bias, load_operands
+from .gemm import add_bias, load_operands, pack
 from .matmul_gather import place, places
+from .matmul_packets import pairs_at_once
+from .shares import (
+    STATE_STARTED,
+    A,
+    end_shares,
+    firm,
+    further,
+    look,
+    mark,
+    start,
+    try_packets,
+    unclaimed,
+)
 
 MOST_ROWS = 128
 """Tokens of a call: one tile has all of them."""
@@ -59,30 +71,85 @@ def matmul_gather_packets(
     x, w, bias, out, packets, state, trace, M, N, K, rank, site, pitch, inner, jump, out_stride, out_rank,
     packets_half,
     PROGRAMS: tl.constexpr, W: tl.constexpr, TRANSPOSED: tl.constexpr, BIASED: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr, BP: tl.constexpr,
     TRACE: tl.constexpr, EVENTS: tl.constexpr,
 ):  # fmt: skip
     """Grid: PROGRAMS. x, w: descriptors; bias: [N], used if BIASED; packets: int64 [W], addresses of the
     packet memory of all ranks.
 
-    pitch: N / 2; inner, jump, out_stride, out_rank: as `place` has them, in pairs of elements; BR: rows that
-    are taken at a time.
+    pitch: N / 2; inner, jump, out_stride, out_rank: as `place` has them, in pairs of elements; BR, BP: rows
+    and pairs of columns that are taken at a time.
     """
     program = tl.program_id(0)
     epoch = begin(state)
+    waiting = firm(state, PROGRAMS)
+    start(state)
+    mark(state, A, program, program)
     base = half_of(epoch) * packets_half
     dtype: tl.constexpr = out.dtype.element_ty
     out_pairs = out.to(tl.pointer_type(tl.uint32))
-    blocks = tl.cdiv(K, BK)
-    tiles = tl.cdiv(N, BN)
-    mine = tl.cdiv(tiles - program, PROGRAMS)
     event = 0
     event = stamp(trace, program, event, BEGUN, rank, 0, TRACE, EVENTS)
+    own = peer(packets, rank, tl.int64) + base
+    wide = tl.arange(0, BP)[None, :]
+    # What to take next, in 16 pairs of columns: the compiler sees the alignment of what is multiplied by 16.
+    # Programs of the margin take nothing.
+    step = tl.cdiv(pitch, waiting * 16)
+    n = program * step
+    end_n = tl.where(program < waiting, n + step, n)
+    share = program
+    while (share >= 0) | (n < end_n):
+        mine = tl.where(share >= 0, tl.cdiv(tl.cdiv(N, BN) - share, PROGRAMS), 0)
+        event = send_tiles(
+            x, w, bias, out_pairs, packets, trace, M, N, K, rank, share, mine, pitch, inner, jump, out_stride,
+            out_rank, base, epoch, event, dtype, PROGRAMS, W, TRANSPOSED, BIASED, BM, BN, BK, TRACE, EVENTS,
+        )  # fmt: skip
+        share = tl.full((), -1, tl.int32)
+        started = look(state, STATE_STARTED)
+        while (n < end_n) & (share < 0):
+            at = n * 16 + wide
+            here = (at < end_n * 16) & (at < pitch)
+            for i in range(1, W):
+                source = (rank + W - i) % W
+                for first in range(0, M, BR):
+                    if share < 0:
+                        r = first + tl.arange(0, BR)[:, None]
+                        inside = (r < M) & here
+                        where = own + ((i - 1) * M + r) * pitch + at
+                        pairs, late = try_packets(where, epoch, inside)
+                        if late:
+                            share = unclaimed(state, A, PROGRAMS, program)
+                            if share < 0:
+                                code = site * CODES_PER_SITE + GATHERING
+                                pairs = take_packets(where, epoch, inside, state, code, source, n)
+                        if share < 0:
+                            event = stamp(trace, program, event, WAITED, source, n, TRACE, EVENTS)
+                            to = out_pairs + place(r, at, source, inner, jump, out_stride, out_rank)
+                            tl.store(to, pairs.to(tl.uint32), mask=inside)
+                            event = stamp(trace, program, event, COPIED, source, n, TRACE, EVENTS)
+            if share < 0:
+                n += BP // 16
+        if (share < 0) & (n >= end_n):
+            share = further(started, PROGRAMS, state, A, PROGRAMS, program)
+    event = stamp(trace, program, event, ENDED, rank, 0, TRACE, EVENTS)
+    if is_last(state, PROGRAMS):
+        end_shares(state, epoch, PROGRAMS)
+
+
+@triton.jit
+def send_tiles(
+    x, w, bias, out_pairs, packets, trace, M, N, K, rank, share, mine, pitch, inner, jump, out_stride,
+    out_rank, base, epoch, event, dtype: tl.constexpr, PROGRAMS: tl.constexpr, W: tl.constexpr,
+    TRANSPOSED: tl.constexpr, BIASED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    TRACE: tl.constexpr, EVENTS: tl.constexpr,
+):  # fmt: skip
+    """Multiply `mine` tiles, every PROGRAMS-th from number `share` on, and send them."""
+    blocks = tl.cdiv(K, BK)
     m = tl.arange(0, BM)[:, None]
     half = tl.arange(0, BN // 2)[None, :]
     acc = tl.zeros((BM, BN), tl.float32)
     block = blocks - 1
-    tile = program - PROGRAMS
+    tile = share - PROGRAMS
     for _ in range(mine * blocks):
         block = tl.where(block == blocks - 1, 0, block + 1)
         if block == 0:
@@ -99,27 +166,9 @@ def matmul_gather_packets(
                 to = peer(packets, (rank + i) % W, tl.int64) + base + ((i - 1) * M + m) * pitch + n
                 put_packets(to, pairs, epoch, inside)
             tl.store(out_pairs + place(m, n, rank, inner, jump, out_stride, out_rank), pairs, mask=inside)
-            event = stamp(trace, program, event, COMPUTED, rank, tile, TRACE, EVENTS)
+            event = stamp(trace, tl.program_id(0), event, COMPUTED, rank, tile, TRACE, EVENTS)
             acc = tl.zeros((BM, BN), tl.float32)
-
-    own = peer(packets, rank, tl.int64) + base
-    for tile in range(program, tiles, PROGRAMS):
-        n = tile * (BN // 2) + half
-        for i in tl.static_range(1, W):
-            source = (rank + W - i) % W
-            for first in range(0, M, BR):
-                r = first + tl.arange(0, BR)[:, None]
-                inside = (r < M) & (n < pitch)
-                pairs = take_packets(
-                    own + ((i - 1) * M + r) * pitch + n, epoch, inside, state,
-                    site * CODES_PER_SITE + GATHERING, source, tile,
-                )  # fmt: skip
-                event = stamp(trace, program, event, WAITED, source, tile, TRACE, EVENTS)
-                to = out_pairs + place(r, n, source, inner, jump, out_stride, out_rank)
-                tl.store(to, pairs.to(tl.uint32), mask=inside)
-                event = stamp(trace, program, event, COPIED, source, tile, TRACE, EVENTS)
-    event = stamp(trace, program, event, ENDED, rank, 0, TRACE, EVENTS)
-    finish(state, epoch, PROGRAMS)
+    return event
 
 
 @dataclass(frozen=True)
@@ -156,7 +205,8 @@ def launch_matmul_gather_packets(
     inner, jump, out_stride, out_rank = places(m, n, dim, outer, world)
     weight, transposed = describe_weight(w, config.bk, config.bn)
     programs = min(memory.programs, cdiv(n, config.bn))
-    most = TAKEN * 32 * config.warps // (config.bn // 2)
+    together = pairs_at_once(n // 2, programs, memory.programs, 1, config.warps)
+    most = TAKEN * 32 * config.warps // together
     launch(
         matmul_gather_packets, programs, compile_only,
         describe(x, rows, config.bk), weight, out if bias is None else bias, out, memory.packets.addresses,
@@ -164,7 +214,7 @@ def launch_matmul_gather_packets(
         m, n, k, memory.rank, site, n // 2, inner, jump, out_stride // 2, out_rank // 2,
         memory.packets.half(torch.int64),
         PROGRAMS=programs, W=world, TRANSPOSED=transposed, BIASED=bias is not None,
-        BM=rows, BN=config.bn, BK=config.bk, BR=min(triton.next_power_of_2(m), most),
+        BM=rows, BN=config.bn, BK=config.bk, BR=min(triton.next_power_of_2(m), most), BP=together,
         TRACE=trace is not None, EVENTS=EVENTS,
         num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip

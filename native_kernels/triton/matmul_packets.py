@@ -39,16 +39,28 @@ from .comm import (
     REDUCING,
     WAITED,
     begin,
-    finish,
     half_of,
-    pack,
-    pair,
+    is_last,
     peer,
     put_packets,
     stamp,
     take_packets,
 )
-from .gemm import load_operands
+from .gemm import load_operands, pack, pair
+from .shares import (
+    STATE_STARTED,
+    A,
+    B,
+    any_thread,
+    end_shares,
+    firm,
+    further,
+    look,
+    mark,
+    start,
+    try_packets,
+    unclaimed,
+)
 
 
 @triton.jit(do_not_specialize=["rank", "site"])
@@ -56,27 +68,128 @@ def matmul_packets(
     x, w, out, packets, state, trace, M, N, K, rank, site, chunk, slot, pitch, packets_half,
     PROGRAMS: tl.constexpr, W: tl.constexpr, ONCE: tl.constexpr, ALL: tl.constexpr, TRANSPOSED: tl.constexpr,
     MEAN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BC: tl.constexpr,
-    SOURCES: tl.constexpr, TRACE: tl.constexpr, EVENTS: tl.constexpr,
+    BP: tl.constexpr, SOURCES: tl.constexpr, TRACE: tl.constexpr, EVENTS: tl.constexpr,
 ):  # fmt: skip
     """Grid: PROGRAMS. x, w: descriptors; packets: int64 [W], addresses of the packet memory of all ranks.
 
     pitch: N / 2; chunk: rows of a rank (M if ONCE), BC the power of two above; slot: packets from one source;
-    SOURCES: the power of two above W.
+    BP: pairs of columns that are added up at a time; SOURCES: the power of two above W.
     """
     program = tl.program_id(0)
     epoch = begin(state)
+    waiting = firm(state, PROGRAMS)
+    start(state)
+    mark(state, A, program, program)
+    SUMS: tl.constexpr = ALL and not ONCE
+    if SUMS:
+        mark(state, B, program, program)
     base = half_of(epoch) * packets_half
     dtype: tl.constexpr = out.dtype.element_ty
     blocks = tl.cdiv(K, BK)
     tiles = tl.cdiv(N, BN)
-    mine = tl.cdiv(tiles - program, PROGRAMS)
     event = 0
     event = stamp(trace, program, event, BEGUN, rank, 0, TRACE, EVENTS)
+    out_pairs = out.to(tl.pointer_type(tl.uint32))
+    own = peer(packets, rank, tl.int64) + base
+    source = tl.arange(0, SOURCES)[:, None, None]
+    m = tl.arange(0, BM)
+    r = tl.arange(0, BC)
+    rows = tl.minimum(chunk, M - rank * chunk) if not ONCE else M
+    wide = tl.arange(0, BP)
+    # What to add up next and what to copy next, in 16 pairs of columns: the compiler sees the alignment of
+    # what is multiplied by 16. Programs of the margin have nothing.
+    step = tl.cdiv(pitch, waiting * 16)
+    n = program * step
+    end_n = tl.where(program < waiting, n + step, n)
+    c = n
+    end_c = end_n if SUMS else c
+    share = program
+    while (share >= 0) | (n < end_n) | (c < end_c):
+        mine = tl.where(share >= 0, tl.cdiv(tiles - share, PROGRAMS), 0)
+        event = send_parts(
+            x, w, packets, trace, M, K, rank, share, mine, blocks, chunk, pitch, base, epoch, event,
+            dtype, PROGRAMS, W, ONCE, TRANSPOSED, BM, BN, BK, TRACE, EVENTS,
+        )  # fmt: skip
+        share = tl.full((), -1, tl.int32)
+        started = look(state, STATE_STARTED)
+        while (n < end_n) & (share < 0):
+            at = n * 16 + wide
+            inside = (r[:, None] < rows) & ((at < end_n * 16) & (at < pitch))[None, :]
+            where = (source * chunk + r[None, :, None]) * pitch + at[None, None, :]
+            wanted = (source < W) & inside[None, :, :]
+            parts, late = try_packets(own + where, epoch, wanted)
+            if late:
+                share = unclaimed(state, A, PROGRAMS, program)
+                if share < 0:
+                    code = site * CODES_PER_SITE + REDUCING
+                    parts = take_packets(own + where, epoch, wanted, state, code, source, n)
+            if share < 0:
+                event = stamp(trace, program, event, WAITED, -1, n, TRACE, EVENTS)
+                low = (parts & 0xFFFF).to(tl.uint16).to(dtype, bitcast=True).to(tl.float32)
+                high = ((parts >> 16) & 0xFFFF).to(tl.uint16).to(dtype, bitcast=True).to(tl.float32)
+                low = tl.sum(low, 0)
+                high = tl.sum(high, 0)
+                if MEAN:
+                    low /= W
+                    high /= W
+                pairs = pair(low.to(dtype), high.to(dtype))
+                first = 0 if (ONCE or not ALL) else rank * chunk
+                to = (first + r[:, None]) * pitch + at[None, :]
+                tl.store(out_pairs + to, pairs, mask=inside)
+                if SUMS:
+                    for i in tl.static_range(1, W):
+                        there = peer(packets, (rank + i) % W, tl.int64) + base + W * slot
+                        put_packets(there + to, pairs, epoch, inside)
+                event = stamp(trace, program, event, REDUCED, rank, n, TRACE, EVENTS)
+                n += BP // 16
+        if SUMS:
+            while (c < end_c) & (share < 0) & (n >= end_n):
+                at = c * 16 + wide
+                owner = m[:, None] // chunk
+                theirs = (m[:, None] < M) & (owner != rank) & ((at < end_c * 16) & (at < pitch))[None, :]
+                where = m[:, None] * pitch + at[None, :]
+                sums, late = try_packets(own + W * slot + where, epoch, theirs)
+                if late:
+                    share = unclaimed(state, A, PROGRAMS, program)
+                    if share < 0:
+                        other = unclaimed(state, B, waiting, program)
+                        if other >= 0:
+                            n = other * step
+                            end_n = n + step
+                        else:
+                            code = site * CODES_PER_SITE + COPYING
+                            sums = take_packets(own + W * slot + where, epoch, theirs, state, code, owner, c)
+                if (share < 0) & (n >= end_n):
+                    event = stamp(trace, program, event, WAITED, -1, c, TRACE, EVENTS)
+                    tl.store(out_pairs + where, sums.to(tl.uint32), mask=theirs)
+                    event = stamp(trace, program, event, COPIED, -1, c, TRACE, EVENTS)
+                    c += BP // 16
+        if (share < 0) & (n >= end_n) & (c >= end_c):
+            share = further(started, PROGRAMS, state, A, PROGRAMS, program)
+            if SUMS:
+                if (share < 0) & any_thread(started < PROGRAMS):
+                    other = unclaimed(state, B, waiting, program)
+                    if other >= 0:
+                        n = other * step
+                        end_n = n + step
+    event = stamp(trace, program, event, ENDED, rank, 0, TRACE, EVENTS)
+    if is_last(state, PROGRAMS):
+        end_shares(state, epoch, PROGRAMS)
+
+
+@triton.jit
+def send_parts(
+    x, w, packets, trace, M, K, rank, share, mine, blocks, chunk, pitch, base, epoch, event,
+    dtype: tl.constexpr, PROGRAMS: tl.constexpr, W: tl.constexpr, ONCE: tl.constexpr,
+    TRANSPOSED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TRACE: tl.constexpr,
+    EVENTS: tl.constexpr,
+):  # fmt: skip
+    """Multiply `mine` tiles, every PROGRAMS-th from number `share` on, and send them."""
     m = tl.arange(0, BM)
     half = tl.arange(0, BN // 2)
     acc = tl.zeros((BM, BN), tl.float32)
     block = blocks - 1
-    tile = program - PROGRAMS
+    tile = share - PROGRAMS
     for _ in range(mine * blocks):
         block = tl.where(block == blocks - 1, 0, block + 1)
         if block == 0:
@@ -96,50 +209,9 @@ def matmul_packets(
                 to = tl.load(packets + owner, mask=m < M, other=0).to(tl.pointer_type(tl.int64))
                 where = base + (rank * chunk + m % chunk)[:, None] * pitch + n[None, :]
                 put_packets(to[:, None] + where, pairs, epoch, inside)
-            event = stamp(trace, program, event, COMPUTED, -1, tile, TRACE, EVENTS)
+            event = stamp(trace, tl.program_id(0), event, COMPUTED, -1, tile, TRACE, EVENTS)
             acc = tl.zeros((BM, BN), tl.float32)
-
-    out_pairs = out.to(tl.pointer_type(tl.uint32))
-    own = peer(packets, rank, tl.int64) + base
-    source = tl.arange(0, SOURCES)[:, None, None]
-    r = tl.arange(0, BC)
-    rows = tl.minimum(chunk, M - rank * chunk) if not ONCE else M
-    for tile in range(program, tiles, PROGRAMS):
-        n = tile * (BN // 2) + half
-        inside = (r[:, None] < rows) & (n[None, :] < pitch)
-        where = (source * chunk + r[None, :, None]) * pitch + n[None, None, :]
-        code = site * CODES_PER_SITE + REDUCING
-        parts = take_packets(own + where, epoch, (source < W) & inside[None, :, :], state, code, source, tile)
-        event = stamp(trace, program, event, WAITED, -1, tile, TRACE, EVENTS)
-        low = (parts & 0xFFFF).to(tl.uint16).to(dtype, bitcast=True).to(tl.float32)
-        high = ((parts >> 16) & 0xFFFF).to(tl.uint16).to(dtype, bitcast=True).to(tl.float32)
-        low = tl.sum(low, 0)
-        high = tl.sum(high, 0)
-        if MEAN:
-            low /= W
-            high /= W
-        pairs = pair(low.to(dtype), high.to(dtype))
-        first = 0 if (ONCE or not ALL) else rank * chunk
-        tl.store(out_pairs + (first + r[:, None]) * pitch + n[None, :], pairs, mask=inside)
-        if ALL and not ONCE:
-            where = base + (W * slot) + (rank * chunk + r[:, None]) * pitch + n[None, :]
-            for i in tl.static_range(1, W):
-                put_packets(peer(packets, (rank + i) % W, tl.int64) + where, pairs, epoch, inside)
-        event = stamp(trace, program, event, REDUCED, rank, tile, TRACE, EVENTS)
-    if ALL and not ONCE:
-        m = tl.arange(0, BM)
-        for tile in range(program, tiles, PROGRAMS):
-            n = tile * (BN // 2) + half
-            theirs = (m[:, None] < M) & (m[:, None] // chunk != rank) & (n[None, :] < pitch)
-            where = own + W * slot + m[:, None] * pitch + n[None, :]
-            sums = take_packets(
-                where, epoch, theirs, state, site * CODES_PER_SITE + COPYING, m[:, None] // chunk, tile
-            )
-            event = stamp(trace, program, event, WAITED, -1, tile, TRACE, EVENTS)
-            tl.store(out_pairs + m[:, None] * pitch + n[None, :], sums.to(tl.uint32), mask=theirs)
-            event = stamp(trace, program, event, COPIED, -1, tile, TRACE, EVENTS)
-    event = stamp(trace, program, event, ENDED, rank, 0, TRACE, EVENTS)
-    finish(state, epoch, PROGRAMS)
+    return event
 
 
 @dataclass(frozen=True)
@@ -151,6 +223,18 @@ class PacketsConfig:
     warps: int = 4
     stages: int = 5
     once: bool = False
+
+
+TAKEN = 32
+"""Packets that a thread polls at a time. A poll takes some 0.7 us, however many they are."""
+
+
+def pairs_at_once(pitch: int, programs: int, most: int, rows: int, warps: int) -> int:
+    """Pairs of columns whose packets a program takes at a time: its share of `pitch`, if threads have the
+    registers for `rows` packets of each. Programs of the margin, some of `most`, have no share."""
+    share = triton.next_power_of_2(cdiv(pitch, min(programs, cdiv(3 * most, 4))))
+    fits = TAKEN * 32 * warps // triton.next_power_of_2(rows)
+    return max(16, min(share, fits))
 
 
 def packets_needs(m: int, n: int, world: int, config: PacketsConfig) -> Need:
@@ -180,13 +264,15 @@ def launch_matmul_packets(
     chunk = m if config.once else cdiv(m, world)
     weight, transposed = describe_weight(w, config.bk, config.bn)
     programs = min(memory.programs, cdiv(n, config.bn))
+    sources, added = triton.next_power_of_2(world), triton.next_power_of_2(chunk)
     launch(
         matmul_packets, programs, compile_only,
         describe(x, rows, config.bk), weight, out, memory.packets.addresses, memory.state,
         memory.state if trace is None else trace,
         m, n, k, memory.rank, site, chunk, chunk * (n // 2), n // 2, memory.packets.half(torch.int64),
         PROGRAMS=programs, W=world, ONCE=config.once, ALL=all_ranks, TRANSPOSED=transposed, MEAN=mean,
-        BM=rows, BN=config.bn, BK=config.bk, BC=triton.next_power_of_2(chunk),
-        SOURCES=triton.next_power_of_2(world), TRACE=trace is not None, EVENTS=EVENTS,
+        BM=rows, BN=config.bn, BK=config.bk, BC=added,
+        BP=pairs_at_once(n // 2, programs, memory.programs, sources * added, config.warps), SOURCES=sources,
+        TRACE=trace is not None, EVENTS=EVENTS,
         num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip

@@ -41,12 +41,11 @@ from .comm import (
     ENDED,
     REDUCED,
     REDUCING,
-    STATE_THROUGH,
     STATE_TICKETS,
     WAITED,
     begin,
-    finish,
     half_of,
+    is_last,
     peer,
     signal_all,
     signal_stored,
@@ -55,6 +54,18 @@ from .comm import (
     wait_all,
 )
 from .gemm import chunk_tile_at, load_operands, tile_at
+from .shares import (
+    STATE_STARTED,
+    A,
+    announce,
+    claim,
+    end_shares,
+    first_share,
+    further,
+    look,
+    start,
+    stays,
+)
 
 
 @triton.jit(do_not_specialize=["rank", "site"])
@@ -77,18 +88,24 @@ def matmul_reduce(
     (rows), finished_half, signals_half (elements): where the other half begins.
     """
     program = tl.program_id(0)
+    asked = claim(state, A, program, program)
+    start(state)
     epoch = begin(state)
     parity = half_of(epoch)
     tiles = rows * cols
     counters = W * tiles  # of one kind and parity
     event = 0
     event = stamp(trace, program, event, BEGUN, rank, 0, TRACE, EVENTS)
-    if program < COMPUTING:
-        event = compute(
+    share = first_share(asked, state, A, COMPUTING, program, PROGRAMS)
+    while share >= 0:
+        if share == 0:
+            announce(state, rank, W, epoch)
+        event, started = compute(
             x, w, (inbox0, inbox1, inbox2, inbox3, inbox4, inbox5, inbox6, inbox7), signals, K, rank,
             chunk_rows, chunk_cols, rows, cols, stretch, visit, parity * inbox_half, parity * signals_half,
-            program, trace, COMPUTING, W, ORDER, BY_ROWS, TRANSPOSED, BM, BN, BK, TRACE, EVENTS,
+            share, state, event, trace, COMPUTING, W, ORDER, BY_ROWS, TRANSPOSED, BM, BN, BK, TRACE, EVENTS,
         )  # fmt: skip
+        share = further(started, PROGRAMS, state, A, COMPUTING, program)
     dtype: tl.constexpr = out.dtype.element_ty
     PARTS: tl.constexpr = BM // BT
     parts = tiles * PARTS
@@ -104,7 +121,9 @@ def matmul_reduce(
     tickets = (parts + lag) * SOURCES if mixed else parts * SOURCES
     # A program draws its next ticket ahead if there are enough tickets for the others.
     ahead = tickets > 8 * PROGRAMS
-    ticket = tl.atomic_add(state + STATE_TICKETS, 1).to(tl.int32)
+    ticket = tl.cast(tickets, tl.int32)
+    if stays(state, program, 1, rank, W, epoch):
+        ticket = tl.atomic_add(state + STATE_TICKETS, 1).to(tl.int32)
     following = ticket
     while ticket < tickets:
         if ahead:
@@ -158,9 +177,13 @@ def matmul_reduce(
         if not ahead:
             following = tl.atomic_add(state + STATE_TICKETS, 1).to(tl.int32)
         ticket = following
-    clear(arrived, counters, state, PROGRAMS)
     event = stamp(trace, program, event, ENDED, rank, 0, TRACE, EVENTS)
-    finish(state, epoch, PROGRAMS)
+    tl.debug_barrier()
+    if is_last(state, PROGRAMS):
+        for at in range(0, counters, 1024):
+            o = at + tl.arange(0, 1024)
+            tl.store(arrived + o, 0, mask=o < counters)
+        end_shares(state, epoch, PROGRAMS)
 
 
 @triton.jit
@@ -180,29 +203,19 @@ def place(
 
 
 @triton.jit
-def clear(counters, count, state, PROGRAMS: tl.constexpr):
-    """The last program that has no more waits sets the counters back to 0."""
-    tl.debug_barrier()
-    if tl.atomic_add(state + STATE_THROUGH, 1, sem="acq_rel", scope="gpu") == PROGRAMS - 1:
-        for at in range(0, count, 1024):
-            o = at + tl.arange(0, 1024)
-            tl.store(counters + o, 0, mask=o < count)
-
-
-@triton.jit
 def compute(
     x, w, inboxes, signals, K, rank, chunk_rows, chunk_cols, rows, cols, stretch, visit,
-    first_row_there, first_signal, program, trace,
+    first_row_there, first_signal, share, state, event, trace,
     COMPUTING: tl.constexpr, W: tl.constexpr, ORDER: tl.constexpr, BY_ROWS: tl.constexpr,
     TRANSPOSED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     TRACE: tl.constexpr, EVENTS: tl.constexpr,
 ):  # fmt: skip
-    """Multiply tiles `program, program + COMPUTING, ...`; flattened, so that loads go on between tiles."""
+    """Multiply tiles `share, share + COMPUTING, ...`; flattened, so that loads go on between tiles."""
+    program = tl.program_id(0)
     dtype: tl.constexpr = x.dtype
     tiles = rows * cols
     unsignalled = tl.full((), 0, tl.int64)
-    event = 1
-    for t in tl.range(program, W * tiles, COMPUTING, flatten=True):
+    for t in tl.range(share, W * tiles, COMPUTING, flatten=True):
         owner, row, col = tile_at(t, rank, W, rows, cols, visit, ORDER)
         first_row = row * BM
         if BY_ROWS:
@@ -220,8 +233,9 @@ def compute(
         flag = first_signal + (rank * rows + row) * cols + col
         unsignalled = tl.load(signals + owner) + flag * 4
         event = stamp(trace, program, event, COMPUTED, owner, t, TRACE, EVENTS)
+    started = look(state, STATE_STARTED)
     signal_stored(unsignalled)
-    return stamp(trace, program, event, DRAINED, -1, 0, TRACE, EVENTS)
+    return stamp(trace, program, event, DRAINED, -1, 0, TRACE, EVENTS), started
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from autofuse.native_kernels.triton.embedding_tables import (
     backward_needs,
     backward_words,
 )
-from tests.kernels.calls import SITE, peer_memory, straggling
+from tests.kernels.calls import SITE, peer_memory, placed, straggling
 from tests.kernels.embedding_calls import Exchange, FakeWorkspace, check
 
 CONFIG = BackwardConfig(tile=64, strip=8, per_sm=2, adding=1)
@@ -119,17 +119,19 @@ def check_all(call: Backward, memory: PeerMemory, seed: int) -> None:
         check(got, expected, call, memory)
 
 
-def run_backwards(rank: int, world: int, calls: list[Backward | Exchange], before: int = 0) -> None:
+def run_backwards(
+    rank: int, world: int, calls: list[Backward | Exchange], before: int = 0, late: int | None = None
+) -> None:
     """One call after another on one memory, with no barrier between, by ranks that straggle.
 
-    before: the epoch of the call before.
+    before: the epoch of the call before; late: a seed, of programs that are placed late.
     """
     need = Need()
     for call in calls:
         need |= call.need(world)
     memory = peer_memory(rank, world, need)
     memory.epoch.fill_(before)
-    with straggling(rank):
+    with straggling(rank), placed(rank, memory, late) as memory:
         for number, call in enumerate(calls):
             if isinstance(call, Backward):
                 check_all(call, memory, number)

@@ -18,7 +18,6 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from triton._C.libtriton.ir import MEM_SEMANTIC
 from triton.runtime.interpreter import InterpreterBuilder
 
 from autofuse.lowering.cpu import rendezvous
@@ -37,10 +36,10 @@ from autofuse.native_kernels.triton.matmul_gather_packets import (
 )
 from autofuse.native_kernels.triton.matmul_packets import PacketsConfig, launch_matmul_packets, packets_needs
 from autofuse.native_kernels.triton.matmul_reduce import ReduceConfig, launch_matmul_reduce, reduce_needs
+from tests.kernels import at_once
 from tests.ranks import WAIT_S
 
 POLL_NS = 20_000  # what a poll counts for in the interpreter
-PAUSE_S = 50e-6  # what a poll leaves the processor to the ranks that compute
 SITE = 5  # stands in failure records
 BF16, FP16 = torch.bfloat16, torch.float16
 REDUCE_CONFIG = ReduceConfig(bm=16, bn=16, bk=16, bt=16, br=16)
@@ -51,38 +50,12 @@ T = TypeVar("T")
 _installed = False
 
 
-def _pause_in_polls() -> None:
-    """A wait polls with atomics that acquire, or with volatile loads."""
-    load, atomic = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_atomic_rmw
-
-    def paused_load(
-        self: Any,
-        ptrs: Any,
-        mask: Any,
-        other: Any,
-        cache_modifier: Any,
-        eviction_policy: Any,
-        is_volatile: bool,
-    ) -> Any:
-        if is_volatile:
-            time.sleep(PAUSE_S)
-        return load(self, ptrs, mask, other, cache_modifier, eviction_policy, is_volatile)
-
-    def paused_atomic(self: Any, op: Any, ptr: Any, value: Any, mask: Any, order: Any, scope: Any) -> Any:
-        if order == MEM_SEMANTIC.ACQUIRE:
-            time.sleep(PAUSE_S)
-        return atomic(self, op, ptr, value, mask, order, scope)
-
-    InterpreterBuilder.create_masked_load = paused_load
-    InterpreterBuilder.create_atomic_rmw = paused_atomic
-
-
 def peer_memory(rank: int, world: int, need: Need, polls: int = 3_000_000) -> PeerMemory:
     """Memory of one rank, as the launchers take it, in POSIX shared memory: NaN where tiles go, else 0."""
     global _installed
     if not _installed:
         interpreter.install()
-        _pause_in_polls()
+        at_once.install()
         _installed = True
     sizes = [
         -(-max(n, 1) // 256) * 256 for n in (need.inbox, need.finished, need.packets, need.signals, 4 * world)
@@ -149,12 +122,12 @@ class Reduce(Reduction):
     outer: int = 1
     order: int = 0
     config: ReduceConfig = REDUCE_CONFIG
+    computing: int = 2
 
     def need(self, world: int) -> Need:
         return reduce_needs(self.m, self.n, self.outer, 2, world, self.all_ranks, self.config)
 
     def run(self, memory: PeerMemory, seed: int) -> None:
-        """Launch and check; the programs of a rank run one after another, so that only one may multiply."""
         rank, world, config = memory.rank, memory.world, self.config
         expected = self.expected(world, seed)
         if not self.all_ranks and config.by_rows:
@@ -163,7 +136,7 @@ class Reduce(Reduction):
             expected = expected.chunk(world, 1)[rank]
         out = nan(*expected.shape, self.dtype)
         launch_matmul_reduce(
-            replace(memory, programs=1 + config.communicating), *self.inputs(rank, seed), out,
+            replace(memory, programs=self.computing + config.communicating), *self.inputs(rank, seed), out,
             self.mean, self.all_ranks, self.outer, self.order, config, SITE,
         )  # fmt: skip
         check(out, expected, self, memory)
@@ -280,7 +253,6 @@ class Publish:
         return whole(torch.stack(products), self.dim, self.outer)
 
     def run(self, memory: PeerMemory, seed: int) -> None:
-        """Launch and check; of `matmul_gather` one program multiplies."""
         config, expected = self.config, self.expected(memory.world, seed)
         x, w, bias = self.inputs(memory.rank, seed)
         out = nan(*expected.shape, self.dtype)
@@ -288,7 +260,7 @@ class Publish:
             memory = replace(memory, programs=self.programs)
             launch_matmul_gather_packets(memory, x, w, out, self.dim, self.outer, config, SITE, bias=bias)
         else:
-            memory = replace(memory, programs=1 + config.communicating)
+            memory = replace(memory, programs=self.programs + config.communicating)
             launch_matmul_gather(memory, x, w, out, self.dim, self.outer, config, SITE, bias=bias)
         check(out, expected, self, memory)
 
@@ -323,17 +295,33 @@ def straggling(rank: int) -> Iterator[None]:
         yield
 
 
-def run_calls(rank: int, world: int, calls: Sequence[Call], before: int = 0) -> None:
+@contextmanager
+def placed(rank: int, memory: PeerMemory, late: int | None) -> Iterator[PeerMemory]:
+    """The memory for calls of which some programs are placed late, if `late` is a seed: of two
+    multiprocessors, of which one is the margin."""
+    if late is None:
+        yield memory
+        return
+    memory.state[State.LIMIT] = 100_000 * POLL_NS
+    with at_once.late(100 * late + rank):
+        yield replace(memory, programs=2)
+
+
+def run_calls(
+    rank: int, world: int, calls: Sequence[Call], before: int = 0, firm: int = 1, late: int | None = None
+) -> None:
     """One call after another on one memory, with no barrier between, by ranks that straggle.
 
-    before: the epoch of the call before.
+    before: the epoch of the call before; firm: programs that wait for a peer that has not started a call;
+    late: a seed, of programs that are placed late.
     """
     need = Need()
     for call in calls:
         need |= call.need(world)
     memory = peer_memory(rank, world, need)
     memory.epoch.fill_(before)
-    with straggling(rank):
+    memory.state[State.FIRM] = firm
+    with straggling(rank), placed(rank, memory, late):
         for number, call in enumerate(calls):
             call.run(memory, number)
     assert memory.state[State.EPOCH : State.FIRM].tolist() == [before + len(calls)] + 10 * [0]

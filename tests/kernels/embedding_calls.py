@@ -25,7 +25,7 @@ from autofuse.native_kernels.gpu.memory import Need, PeerMemory
 from autofuse.native_kernels.gpu.state import State
 from autofuse.native_kernels.triton.embedding_exchange import launch_embedding_exchange
 from autofuse.native_kernels.triton.embedding_tables import BagsConfig, Tables, exchange_needs
-from tests.kernels.calls import SITE, peer_memory, straggling
+from tests.kernels.calls import SITE, peer_memory, placed, straggling
 
 CONFIG = BagsConfig(tile=64, unroll=2, per_sm=3, copying=1, slice_kib=1)
 
@@ -150,14 +150,16 @@ def needed(calls: list[Exchange], world: int) -> Need:
     return need
 
 
-def run_exchanges(rank: int, world: int, calls: list[Exchange], before: int = 0) -> None:
+def run_exchanges(
+    rank: int, world: int, calls: list[Exchange], before: int = 0, late: int | None = None
+) -> None:
     """One call after another on one memory, with no barrier between, by ranks that straggle.
 
-    before: the epoch of the call before.
+    before: the epoch of the call before; late: a seed, of programs that are placed late.
     """
     memory = peer_memory(rank, world, needed(calls, world))
     memory.epoch.fill_(before)
-    with straggling(rank):
+    with straggling(rank), placed(rank, memory, late) as memory:
         for number, call in enumerate(calls):
             check(call.run(memory, number), call.expected(rank, number), call, memory)
     epochs = sum(not call.send for call in calls)

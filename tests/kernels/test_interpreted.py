@@ -1,9 +1,7 @@
 """Every kernel on ranks that interpret it, bitwise against sums in rank order.
 
 The fast tier makes each call once on 2 ranks, and some on 3 or 4; the full tier makes all of them on 4, too.
-The programs of a rank run one after another there. A program may then wait only for earlier ones of its own
-rank, so that one program multiplies where those that multiply also wait (`matmul_reduce`), and one moves
-where those that move do (`gather_matmul_few`, or shared).
+The programs of a rank run by turns (`at_once`), and some of them, if a test says so, after all others.
 """
 
 from collections.abc import Callable
@@ -139,6 +137,23 @@ def test_bitwise_in_both_halves(interpreters: Interpreters, kind: str, world: in
 @pytest.mark.parametrize("kind", KINDS)
 def test_bitwise_on_four_ranks(interpreters: Interpreters, kind: str) -> None:
     interpreters(4).run(run_calls, KINDS[kind][1::3], timeout=120)
+
+
+LATE = [(2, 1), *(pytest.param(2 + seed % 2 * 2, seed, marks=pytest.mark.full) for seed in range(2, 14))]
+
+
+@pytest.mark.parametrize(("world", "seed"), LATE)
+@pytest.mark.parametrize("kind", KINDS)
+def test_late_programs(interpreters: Interpreters, kind: str, world: int, seed: int) -> None:
+    """Some programs of every rank are placed when the others of all ranks have ended: these wait for nothing
+    that only those would do. Of four programs one to four stay where a peer is missing."""
+    calls: list[Call] = []
+    for call in KINDS[kind][1::3] if world > 2 else KINDS[kind][:: 1 + (seed == 1)]:
+        if isinstance(call, Packets | Publish):
+            calls.append(replace(call, programs=4))
+        else:
+            calls.append(replace(call, computing=3))
+    interpreters(world).run(run_calls, calls, 0, 1 + seed % 4, seed, timeout=120)
 
 
 ORDERS = [

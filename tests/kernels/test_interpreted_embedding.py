@@ -1,7 +1,4 @@
-"""embedding_exchange on ranks that interpret it, bitwise against pooling bag by bag.
-
-The programs of a rank run one after another there, so that only the last of them may wait (`copying=1`).
-"""
+"""embedding_exchange on ranks that interpret it, bitwise against pooling bag by bag."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,7 +8,7 @@ import torch
 
 from autofuse.lowering.gpu.embedding.kernels import MERGED_NCCL
 from autofuse.native_kernels.gpu.state import CODES_PER_SITE
-from autofuse.native_kernels.triton.embedding_exchange import BAD_BAG, BAD_INDEX, POOLING
+from autofuse.native_kernels.triton.comm import BAD_BAG, BAD_INDEX, POOLING
 from tests.kernels.calls import SITE, at_random
 from tests.kernels.embedding_calls import (
     CONFIG,
@@ -68,6 +65,13 @@ def test_bitwise(interpreters: Interpreters, part: int) -> None:
 
 def test_bitwise_on_four_ranks(interpreters: Interpreters) -> None:
     interpreters(4).run(run_exchanges, [cases(4)["mixed dims"]], timeout=120)
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.full) for n in range(1, 9))])
+def test_late_programs(interpreters: Interpreters, seed: int) -> None:
+    """Of two multiprocessors; the programs that are placed wait for nothing that the others would do."""
+    calls = [case for case in cases(2).values() if not case.send]
+    interpreters(2).run(run_exchanges, calls[seed % 4 :: 4], 0, seed, timeout=120)
 
 
 @pytest.mark.full

@@ -1,7 +1,4 @@
-"""embedding_backward on ranks that interpret it, bitwise against adding entry by entry.
-
-The programs of a rank run one after another there, so that only the last of them may wait (`adding=1`).
-"""
+"""embedding_backward on ranks that interpret it, bitwise against adding entry by entry."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,8 +8,8 @@ import torch
 
 from autofuse.lowering.gpu.embedding.kernels import MERGED_NCCL
 from autofuse.native_kernels.gpu.state import CODES_PER_SITE
+from autofuse.native_kernels.triton.comm import BAD_BAG, BAD_INDEX
 from autofuse.native_kernels.triton.embedding_backward import GRADIENTS
-from autofuse.native_kernels.triton.embedding_exchange import BAD_BAG, BAD_INDEX
 from tests.kernels.backward_calls import (
     CONFIG,
     Backward,
@@ -67,6 +64,13 @@ def test_bitwise(interpreters: Interpreters, part: int) -> None:
 
 def test_bitwise_on_four_ranks(interpreters: Interpreters) -> None:
     interpreters(4).run(run_backwards, [cases(4)["mixed dims"]], timeout=120)
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.full) for n in range(1, 9))])
+def test_late_programs(interpreters: Interpreters, seed: int) -> None:
+    """Of two multiprocessors; the programs that are placed wait for nothing that the others would do."""
+    calls = [replace(case, config=replace(case.config, adding=0)) for case in cases(2).values() if case.push]
+    interpreters(2).run(run_backwards, calls[seed % 6 :: 6], 0, seed, timeout=120)
 
 
 @pytest.mark.full

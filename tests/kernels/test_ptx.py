@@ -52,7 +52,7 @@ OPS = tuple(KERNELS)
 PACKETS = ("matmul_packets", "matmul_gather_packets")
 """Kernels without signals."""
 
-BARRIER = re.compile(r"bar\.sync")
+BARRIER = re.compile(r"\bbar\.(sync|red)")
 RELEASE = re.compile(r"\b(red|atom)\.[\w.]*release\b")
 ACQUIRE = re.compile(r"\bld\.acquire\b")
 STORE = re.compile(r"\bst\.[\w.]*global|\b(red|atom)\.|cp\.async\.bulk\.tensor\.\w+\.global\.shared")
@@ -70,6 +70,8 @@ POLL = re.compile(r"\bld\.volatile\.global\.(?P<type>[\w.]+)")
 PUT = re.compile(r"\bst\.global\.(?P<type>[\w.]+)")
 REGISTER = re.compile(r"%rd\d+")
 ADDRESS = re.compile(r"\[\s*(%rd\d+)")
+LOADED = re.compile(r"\bld\.shared(?!\.[su]32)")
+"""What may be an address: 32 bits are an index."""
 DEFINITION = re.compile(r"(?:@!?%p\d+ )?(?!st\.|red\.)[\w.:]+\s+\{?\s*(%rd\d+)")
 
 
@@ -104,7 +106,7 @@ class Kernel:
         while todo:
             register = todo.pop()
             for source in made.get(register, []) if register not in seen else []:
-                if "ld.global" in source or "ld.shared" in source:
+                if "ld.global" in source or LOADED.search(source):
                     return True
                 todo += REGISTER.findall(source)
             seen.add(register)
@@ -253,7 +255,7 @@ def check_waits(kernel: Kernel, where: str) -> None:
         barrier = kernel.find(BARRIER, at)[0]
         assert not kernel.between(at, barrier, READ), f"{where}: a read before the barrier"
         if kernel.name.startswith("gather"):
-            load = kernel.find(TMA_LOAD, barrier)[0]
+            load = next(iter(kernel.find(TMA_LOAD, barrier)), len(kernel.lines))  # none: it jumps back
             assert kernel.between(barrier, load, PROXY_FENCE), f"{where}: no fence before TMA loads"
 
 
@@ -272,7 +274,11 @@ def check_scopes(kernel: Kernel, where: str) -> None:
 def check_packets(kernel: Kernel, where: str) -> None:
     """Payload and epoch of a packet are one access of 8 bytes, never two elements of 4 bytes in a vector."""
     if kernel.name in PACKETS:
-        polls = [match["type"] for line in kernel.lines if (match := POLL.search(line))]
+        polls = [
+            match["type"]
+            for line in kernel.lines
+            if (match := POLL.search(line)) and kernel.is_from_memory(line)
+        ]
         assert {"b32"} < set(polls) <= {"b32", "b64", "v2.b64"}, f"{where}: {polls}"  # b32: Record.STOP
         puts = [
             match["type"]

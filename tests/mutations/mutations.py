@@ -24,6 +24,7 @@ def _of(room: str, *files: str) -> tuple[str, ...]:
 
 PROGRAMS = _of("passes", "programs")
 ORDERS = _of("plans", "orders")
+PROGRESS = _of("plans", "progress")
 DENSE = _of("ops", "matmul_all_reduce", "matmul_reduce_scatter", "all_gather_matmul")
 EXPERTS = _of("ops", "all_to_all_expert_matmul", "expert_matmul_all_to_all")
 DENSE_KERNELS = _of("kernels", "interpreted", "ptx")
@@ -275,6 +276,55 @@ PROTOCOL = (
         "base = half_of(epoch * 0) * packets_half",
         DENSE_KERNELS[:1],
     ),
+    Mutation(
+        "nobody does the shares of programs that are not placed",
+        "shares.py",
+        "if any_thread(seen < enough):",
+        "if any_thread(seen < 0):",
+        DENSE_KERNELS[:1],
+    ),
+    Mutation(
+        "programs take shares that have been taken",
+        "shares.py",
+        "    mine = won(asked, program)\n",
+        "    mine = won(asked, program) | (asked != 0)\n",
+        DENSE_KERNELS[:1],
+    ),
+    Mutation(
+        "the first ticket of a program is its number",
+        "matmul_gather.py",
+        "        ticket = tl.atomic_add(state + STATE_TICKETS, 1).to(tl.int32)\n    while",
+        "        ticket = program\n    while",
+        DENSE_KERNELS[:1],
+    ),
+    Mutation(
+        "the plan of progress: programs wait before they look for shares",
+        "progress.py",
+        "yield go(LOOK, sent=(*rank.sent, share))",
+        "yield go(ASK, sent=(*rank.sent, share))",
+        PROGRESS,
+    ),
+    Mutation(
+        "the plan of progress: nobody looks for shares",
+        "progress.py",
+        "yield go(ASK if rank.started == self.programs else SCAN)",
+        "yield go(ASK)",
+        PROGRESS,
+    ),
+    Mutation(
+        "the plan of progress: the last program leaves",
+        "progress.py",
+        "if rank.started - rank.left > self.firm:",
+        "if rank.started > 0:",
+        PROGRESS,
+    ),
+    Mutation(
+        "the plan of progress: sums are copied before they are made",
+        "progress.py",
+        "share = number // 2 - (self.lag if number % 2 else 0)",
+        "share = number // 2 - (0 if number % 2 else self.lag)",
+        PROGRESS,
+    ),
 )
 
 KERNELS = (
@@ -322,7 +372,7 @@ KERNELS = (
     ),
     Mutation(
         "a row that begins at the edge of a strip is lost",
-        "embedding_backward.py",
+        "embedding_strips.py|embedding_backward.py",
         "((first != current) | (before != current))",
         "(first != current)",
         _of("kernels", "interpreted_embedding_backward", "interpreted_embedding_update"),
