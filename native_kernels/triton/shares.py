@@ -23,7 +23,7 @@ import triton.language as tl
 from autofuse.native_kernels.gpu import state as state_words
 from autofuse.native_kernels.gpu.state import State
 
-from .comm import INTERPRET, STATE_FIRM, STATE_GIVEN_UP, UNTIMED, end, tag_of
+from .comm import INTERPRET, STATE_FIRM, STATE_GIVEN_UP, UNTIMED, end, fence_copies, tag_of
 
 STATE_STARTED = tl.constexpr(State.STARTED.value)
 STATE_LEFT = tl.constexpr(State.LEFT.value)
@@ -198,6 +198,7 @@ def first_share(asked, state, part: tl.constexpr, shares, program, programs):
     if (program >= shares) | (mine == 0):
         if program >= shares:
             all_started(state, programs)
+            fence_copies()  # as after every wait
         share = further(look(state, STATE_STARTED), programs, state, part, shares, program)
     return share
 
