@@ -76,7 +76,6 @@ def test_an_index_out_of_range_is_named(gpu_ranks: Pools, world: int) -> None:
     assert all(
         "rank 1 of group" in text and "index 2147483647 of table 1 is outside" in text for text in found
     )
-    assert not any(text for rank, text in enumerate(found) if rank != 1), found
 
 
 def backward_cases(world: int) -> dict[str, Case]:
@@ -128,7 +127,6 @@ def test_an_index_out_of_range_is_named_back(gpu_ranks: Pools, world: int) -> No
     assert all(
         "rank 1 of group" in text and "index 2147483647 of table 1 is outside" in text for text in found
     )
-    assert not any(text for rank, text in enumerate(found) if rank != 1), found
 
 
 @pytest.mark.parametrize("world", WORLDS)
