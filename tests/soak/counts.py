@@ -15,6 +15,7 @@ class Counts:
     unnamed: survivors whose error did not name a rank that has ended
     wrong: results that were not exact
     hangs: episodes that did not end in time
+    raised: episodes in which a rank raised though none was killed
     """
 
     calls: int = 0
@@ -24,6 +25,7 @@ class Counts:
     unnamed: int = 0
     wrong: int = 0
     hangs: int = 0
+    raised: int = 0
 
     def __iadd__(self, other: "Counts") -> "Counts":
         for field in fields(self):
@@ -32,7 +34,7 @@ class Counts:
 
     @property
     def failed(self) -> bool:
-        return bool(self.wrong or self.hangs or self.unnamed)
+        return bool(self.wrong or self.hangs or self.raised or self.unnamed)
 
     def write(self, directory: str, rank: int) -> None:
         Path(directory, f"{rank}.json").write_text(json.dumps(asdict(self)))

@@ -171,8 +171,9 @@ def makers(draw: random.Random) -> list[Maker]:
 def draw_ways(seed: int) -> None:
     """Every problem takes some way of ours from now on, drawn alike on all ranks, in place of the fastest."""
 
-    def drawn(problem: Problem, points: Points) -> list[tuple[str, float]]:
-        names = [way.name for way in ways_of(problem).values() if way.fused and not way.is_update]
+    def drawn(problem: Problem, points: Points, serial: bool) -> list[tuple[str, float]]:
+        ways = [way for way in ways_of(problem).values() if way.fused and not way.is_update]
+        names = [way.name for way in ways if not (serial and way.is_copied)]
         return [(names[crc32(f"{seed} {problem}".encode()) % len(names)], 0.0)] if names else []
 
     patch.object(choose, "_times", drawn).start()

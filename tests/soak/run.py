@@ -5,7 +5,7 @@
 
 An episode has processes and groups of its own. In every second episode a rank is killed at a random moment;
 the others must raise an error that names it. The exit status is 1 if a result was wrong, an episode did not
-end in time, or a survivor named nobody. The same seed draws the same calls.
+end in time or raised without a reason, or a survivor named nobody. The same seed draws the same calls.
 """
 
 import os
@@ -38,7 +38,7 @@ def run_episode(
     # With one queue of the hardware for all streams, more of them wait for each other.
     queues = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if number % 3 == 2 else {}
     with tempfile.TemporaryDirectory(prefix="soak-") as directory, patch.dict(os.environ, queues):
-        hang = 0
+        hang = raised = 0
         with closing(RankPool(world) if device == "cpu" else RankPool(world, None, "nccl")) as pool:
             episode = on_cpus.episode if device == "cpu" else on_gpus.episode
             arguments = draw.randrange(1 << 30), seconds, victim, after, directory
@@ -46,11 +46,11 @@ def run_episode(
                 pool.run(episode, *arguments, timeout=seconds + SETTLE_S[device])
             except RanksFailed as failure:
                 text = str(failure)
-                hang = int("was still running" in text)
-                if hang or not kills:
+                hang, raised = int("was still running" in text), int(not kills)
+                if hang or raised:
                     print(f"episode {number} (world {world}, victim {victim}):\n{text}", file=sys.stderr)
         counts = Counts.read(directory)
-    counts.hangs, counts.killed = hang, int(kills)
+    counts.hangs, counts.raised, counts.killed = hang, raised, int(kills)
     return counts
 
 
