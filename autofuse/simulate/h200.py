@@ -1,7 +1,7 @@
 """Predicted against measured times of the benchmarks on H200.
 
 `h200.json` has the cells of the GPU benchmarks: compute alone (the fastest), compute and NCCL one after the
-other, and the fused op, with the file that each comes from. Routing of experts is even.
+other, and the fused op, with the file that each comes from. Uneven routing is drawn as the benchmark does.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from autofuse.bench.gpu.experts.cells import Cell as Routing
 from autofuse.lowering import ops  # noqa: F401  (registers the ops that plans name)
 from autofuse.lowering.simulate.problems import Problem
 
@@ -18,6 +19,8 @@ EXPERTS = {  # hidden, intermediate, experts, experts a token
     "deepseek-v3": (7168, 2048, 256, 8),
     "gpt-oss-120b": (2880, 2880, 128, 4),
 }
+DIM, ROWS = 256, 100_000
+"""Columns and rows of every table."""
 
 
 @dataclass(frozen=True)
@@ -48,12 +51,17 @@ class Cell:
         op, world, tokens, n, k = self.op, self.world, self.tokens, self.n, self.k
         if op == "embedding_bag_all_to_all":
             return Problem(op, world, tokens // world, k, n)
+        if "embedding_bag" in op:
+            return Problem(op, world, tokens // world, k, n, n // DIM, height=ROWS)
         if "expert" in op:
-            hidden, intermediate, experts, top = EXPERTS[self.label.split()[0]]
+            model, routing = self.label.split()
+            hidden, intermediate, experts, top = EXPERTS[model]
             rows, count = max(1, tokens * top // experts), experts // world
-            if op == "expert_matmul_all_to_all":
-                return Problem(op, world, rows, intermediate, hidden, count)
-            return Problem(op, world, rows, hidden, 2 * intermediate, count)
+            counts = None if routing == "even" else Routing(op, model, tokens, world, routing).counts
+            inner, cols = (
+                (intermediate, hidden) if op == "expert_matmul_all_to_all" else (hidden, 2 * intermediate)
+            )
+            return Problem(op, world, rows, inner, cols, count, counts=counts)
         if op == "all_gather_matmul":
             return Problem(op, world, tokens, n, k // world)
         if op == "matmul_all_gather":

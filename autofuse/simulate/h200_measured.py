@@ -72,10 +72,10 @@ def errors(predictions: Iterable[Prediction], kind: str) -> Errors:
     large: list[float] = []
     for p in predictions:
         measured = getattr(p.cell, f"{kind}_us")
-        if measured is None or (p.cell.problem.bags and kind != "fused"):
+        if measured is None or ("embedding" in p.cell.op and kind != "fused"):
             continue  # torch's pooling is not what is simulated
         whole.append(abs(getattr(p, kind) / measured - 1))
-        if kind == "compute" or p.cell.compute_us is None or p.cell.problem.bags:
+        if kind == "compute" or p.cell.compute_us is None or "embedding" in p.cell.op:
             continue
         rest = measured - p.cell.compute_us
         if rest > WORTH_US:

@@ -54,6 +54,10 @@ stores to peers take issue slots. Fitted, not modelled."""
 EXPERTS_US = 18.0
 """What the calls of experts on H200 take beside: the exchange of counts. Fitted, not modelled."""
 
+INDEX_US, GRADIENTS_US = 1.6e-4, 90.0
+"""Microseconds of sorting an index, and of the calls that sort, where gradients of bags are added up on H200.
+Fitted, not modelled."""
+
 NCCL = {
     ("all_reduce", 2): (11.8, 200e3),
     ("all_reduce", 4): (13.6, 174e3),

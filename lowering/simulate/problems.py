@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from autofuse.lowering.orders import PlanShape
 from autofuse.lowering.plan import FAMILIES, Family
 
 from .executor import Result, simulate
 from .machine import Machine
-from .machines import EXPERTS_US, KERNELS, nccl_us
-from .work import Bags, Experts, GatheredProduct, Nothing, Product, Work
+from .machines import EXPERTS_US, GRADIENTS_US, INDEX_US, KERNELS, nccl_us
+from .work import Bags, Counts, Experts, GatheredProduct, Nothing, Product, Routed, Work
 
 FEW_ROWS = 128
 """With fewer rows a rank, kernels compute all rows of a tile at once, and chunks are columns."""
@@ -20,6 +21,7 @@ GROUP = 1024
 as a group, and narrow."""
 BAG_ROWS = 4
 """A bag costs as much as so many rows more: fitted to one size on 2 H200 (docs/simulate.md)."""
+BACKWARD, UPDATE = "all_to_all_embedding_bag_backward", "all_to_all_embedding_bag_update"
 MOST_TILES = 8192
 """Of more tiles of experts, several are one, to save events."""
 
@@ -29,7 +31,8 @@ class Problem:
     """An op on every rank: a matmul `[rows, inner] @ [inner, cols]`, or bags.
 
     A gather has all gathered rows. `count` experts have `rows` rows for, or from, every rank and expert.
-    Bags: `rows` bags of `cols` elements for every rank, of `inner` rows each.
+    With `counts`, rows differ: `counts[s][d][e]` go from rank s to expert e of rank d. Bags: `rows` bags of
+    `cols` elements for every rank, of `inner` rows each. Gradients of bags: `count` tables of `height` rows.
     """
 
     op: str
@@ -39,6 +42,8 @@ class Problem:
     cols: int
     count: int = 1
     itemsize: int = 2
+    counts: Counts | None = None
+    height: int = 0
 
     @property
     def family(self) -> Family:
@@ -49,8 +54,12 @@ class Problem:
         return self.op == "embedding_bag_all_to_all"
 
     @property
+    def gradients(self) -> bool:
+        return self.op in (BACKWARD, UPDATE)
+
+    @property
     def experts(self) -> bool:
-        return self.family in (Family.PRODUCE, Family.CONSUME) and not self.bags
+        return "expert" in self.op
 
     @property
     def few(self) -> bool:
@@ -60,10 +69,12 @@ class Problem:
     @property
     def moved(self) -> float:
         """Bytes of the larger side of the collective on one rank."""
-        if self.bags:
+        if self.bags or self.gradients:
             return float(self.rows * self.world * self.cols * self.itemsize)
         if self.experts:
             width = self.inner if self.family is Family.CONSUME else self.cols
+            if self.counts is not None:
+                return most_moved(self.counts) * width * self.itemsize * self.world / (self.world - 1)
             return float(self.rows * self.world * self.count * width * self.itemsize)
         if self.family is Family.GATHER:
             return float(self.rows * self.inner * self.itemsize)
@@ -76,6 +87,14 @@ class Problem:
         if self.op in ("matmul_all_reduce", "matmul_reduce_scatter"):
             return self.op.removeprefix("matmul_")
         return "all_gather" if self.family in (Family.GATHER, Family.PUBLISH) else "all_to_all"
+
+
+def most_moved(counts: Counts) -> int:
+    """Rows that a rank sends to others, or receives from them."""
+    ranks = range(len(counts))
+    sent = [sum(sum(counts[r][d]) for d in ranks if d != r) for r in ranks]
+    received = [sum(sum(counts[s][r]) for s in ranks if s != r) for r in ranks]
+    return max(*sent, *received)
 
 
 def _tile(machine: Machine, problem: Problem, height: int, width: int, copies: int = 1) -> tuple[int, int]:
@@ -101,6 +120,10 @@ def alone(problem: Problem, machine: Machine) -> float:
         whole = problem.rows * problem.world, problem.cols
         shape = PlanShape(problem.op, "direct", 1, ((whole,),), (32, 1024))
         return simulate(shape, machine, Bags(problem.inner + BAG_ROWS, problem.itemsize)).us
+    if problem.gradients:
+        return _added_up(problem, machine)
+    if problem.counts is not None:
+        return _one_by_one(problem, problem.counts, machine)
     if problem.experts:
         each = replace(problem, rows=problem.rows * problem.world)
         tile = _expert_tile(machine, each)
@@ -111,6 +134,42 @@ def alone(problem: Problem, machine: Machine) -> float:
         work, whole = Product(problem.inner, problem.itemsize), (problem.rows, problem.cols)
     # A plan that only computes: nothing is sent, or added up.
     return simulate(PlanShape("expert_matmul_all_to_all", "direct", 1, ((whole,),), tile), machine, work).us
+
+
+def _one_by_one(problem: Problem, counts: Counts, machine: Machine) -> float:
+    """A matmul an expert, on the rank with most rows. Few sizes stand for all: rows are rounded."""
+    rank = max(range(problem.world), key=lambda r: sum(sum(source[r]) for source in counts))
+    rows = [sum(of_ranks) for of_ranks in zip(*(source[rank] for source in counts), strict=True)]
+    return sum(
+        _matmul(Problem("matmul_reduce_scatter", 1, _rounded(n), problem.inner, problem.cols), machine)
+        for n in rows
+        if n
+    )
+
+
+def _rounded(rows: int) -> int:
+    step = 256 if rows > 1024 else 128 if rows > 256 else 32
+    return -(-rows // step) * step
+
+
+@lru_cache(maxsize=4096)
+def _matmul(problem: Problem, machine: Machine) -> float:
+    return alone(problem, machine)
+
+
+def _added_up(problem: Problem, machine: Machine) -> float:
+    """Gradients of tables from those of bags that have arrived: a row is read for every index. All rows of
+    the tables are written (backward), or those with an index, which are also read (update)."""
+    bags = problem.rows * problem.world
+    entries, width = bags * problem.inner, problem.cols // problem.count
+    read, written = float(entries * problem.cols), float(problem.height * problem.cols)
+    if problem.op == UPDATE:
+        written *= 1 - (1 - 1 / problem.height) ** entries
+        read += written
+    rows = max(1, round(written / width / 4))
+    block = max(1, min(256, rows // (4 * machine.processors))), 4 * width
+    shape = PlanShape("expert_matmul_all_to_all", "direct", 1, (((rows, 4 * width),),), block)
+    return simulate(shape, machine, Bags(read / written, problem.itemsize)).us
 
 
 def _expert_tile(machine: Machine, problem: Problem) -> tuple[int, int]:
@@ -137,7 +196,10 @@ def apart(problem: Problem, machine: Machine) -> float:
 
 def on_gpus(problem: Problem, machine: Machine, order: str = "direct") -> float:
     """`fused`, with what was fitted to kernels on GPUs."""
-    return fused(problem, machine, order) * KERNELS + (EXPERTS_US if problem.experts else 0.0)
+    extra = EXPERTS_US if problem.experts else 0.0
+    if problem.gradients:
+        extra = GRADIENTS_US + INDEX_US * problem.rows * problem.world * problem.inner * problem.count
+    return fused(problem, machine, order) * KERNELS + extra
 
 
 def plans(problem: Problem, machine: Machine, order: str) -> list[tuple[PlanShape, Work, float]]:
@@ -151,6 +213,9 @@ def plans(problem: Problem, machine: Machine, order: str) -> list[tuple[PlanShap
         return [
             (alike((problem.rows, problem.cols), (32, 1024)), Bags(problem.inner + BAG_ROWS, itemsize), 0.0)
         ]
+    if problem.gradients:  # no row can be added up before all gradients of bags are there
+        after = alone(problem, machine) - machine.launch
+        return [(alike((problem.rows, problem.cols), (32, 1024)), Nothing(itemsize), after)]
     if problem.experts:
         return [_experts(problem, machine, order)]
     inner, cols, rows = problem.inner, problem.cols, problem.rows
@@ -181,6 +246,8 @@ def plans(problem: Problem, machine: Machine, order: str) -> list[tuple[PlanShap
 
 
 def _experts(problem: Problem, machine: Machine, order: str) -> tuple[PlanShape, Work, float]:
+    if problem.counts is not None:
+        return _routed(problem, problem.counts, order)
     count, rows, world = problem.count, problem.rows, problem.world
     high, wide = _expert_tile(machine, replace(problem, rows=rows * world))
     tile = min(rows, high), wide * max(1, high // rows)
@@ -191,6 +258,20 @@ def _experts(problem: Problem, machine: Machine, order: str) -> tuple[PlanShape,
     chunk = count * rows, problem.cols if produces else problem.inner
     block = tile if produces else (128, problem.inner)
     return PlanShape(problem.op, order, world, ((chunk,) * world,), block), work, 0.0
+
+
+def _routed(problem: Problem, counts: Counts, order: str) -> tuple[PlanShape, Work, float]:
+    ranks, produces = range(problem.world), problem.family is Family.PRODUCE
+    most = max(sum(sum(source[r]) for source in counts) for r in ranks)
+    area = 128 * 256
+    while most * problem.cols > area * MOST_TILES:
+        area *= 2
+    work = Routed(counts, problem.inner, problem.cols, area, problem.itemsize, GROUP)
+    width = problem.cols if produces else problem.inner
+    rows = [[sum(counts[c][r] if produces else counts[r][c]) for c in ranks] for r in ranks]
+    chunks = tuple(tuple((n, width) for n in of_rank) for of_rank in rows)
+    block = (GROUP if produces else 128), width
+    return PlanShape(problem.op, order, problem.world, chunks, block), work, 0.0
 
 
 def timeline(problem: Problem, machine: Machine, order: str) -> Result:

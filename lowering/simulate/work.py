@@ -8,6 +8,9 @@ from typing import Protocol
 
 from autofuse.lowering.plan import Plan, Tile
 
+Counts = tuple[tuple[tuple[int, ...], ...], ...]
+"""Rows from every rank to every rank and expert of it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Task:
@@ -143,3 +146,49 @@ class Experts:
         part = chunk if self.shared > 1 else 0
         b = ("b", expert, column, part), cols * self.inner * self.itemsize / self.shared
         return Task(2.0 * rows * cols * self.inner, (a, b))
+
+
+@dataclass(frozen=True)
+class Routed:
+    """As `Experts`, but `counts[s][d][e]` rows go from rank s to expert e of rank d.
+
+    The rows that an expert has in a tile are cut into tasks of at most `area` elements of the product, and of
+    at most `most` columns.
+    """
+
+    counts: Counts
+    inner: int
+    cols: int
+    area: int
+    itemsize: int = 2
+    high: int = 1024
+    most: int = 512
+    few: int = 256
+    """Of experts with at most so many rows, ranks share the reads of a weight."""
+
+    def tasks(self, plan: Plan, tile: Tile) -> tuple[Task, ...]:
+        rows, found, end = self.counts[tile.chunk][plan.rank], [], 0
+        for expert, count in enumerate(rows):
+            start, end = end, end + count
+            if len(tile.rows):  # of a PRODUCE plan, whose chunks are sorted by expert
+                found += self._of_expert(
+                    plan, tile, expert, max(start, tile.rows.start), min(end, tile.rows.stop)
+                )
+                continue
+            for first in range(start, end, self.high):
+                found += self._of_expert(plan, tile, expert, first, min(end, first + self.high))
+        return tuple(found) or (Task(),)
+
+    def _of_expert(self, plan: Plan, tile: Tile, expert: int, start: int, stop: int) -> list[Task]:
+        if stop <= start:
+            return []
+        of_ranks = [source[plan.rank][expert] for source in self.counts]
+        sharing = min(sum(n > 0 for n in of_ranks), max(1, self.few * len(of_ranks) // sum(of_ranks)))
+        part, found = (tile.chunk if sharing > 1 else 0), []
+        width = max(1, min(self.most, self.area // (stop - start)))
+        for column in range(0, self.cols, width):
+            cols = min(width, self.cols - column)
+            a = ("a", expert, tile.chunk, start), float((stop - start) * self.inner * self.itemsize)
+            b = ("b", expert, column, part), cols * self.inner * self.itemsize / sharing
+            found.append(Task(2.0 * (stop - start) * cols * self.inner, (a, b)))
+        return found
