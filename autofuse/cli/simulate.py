@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 WORLDS, LINKS = (2, 8, 64, 256, 1024), (50.0, 200.0, 450.0)
 """Ranks and GB/s of a sweep."""
+WIDTHS = (25, 24, 5, 8, 7, 9, 12, 16)
+"""Of the columns of a sweep, whose rows are printed as they come."""
 
 
 def simulate(
@@ -115,15 +117,14 @@ def _speed() -> None:
 def _h200(quick: bool, sweep: bool, json: Path | None, trace: Path | None, machine: Machine) -> None:
     from autofuse.simulate import h200_measured as measured
     from autofuse.simulate.h200 import cells
-    from autofuse.simulate.layers import report as layers
-    from autofuse.simulate.layers import write_trace
+    from autofuse.simulate.layers import rows, write_trace
 
     if trace is not None:
         write_trace(trace, machine)
         return
     if sweep:
-        with progress_bar() as progress:
-            typer.echo(layers(WORLDS, machine, progress))
+        for row in rows(WORLDS, machine):
+            typer.echo(" ".join(text.ljust(width) for text, width in zip(row, WIDTHS, strict=True)).rstrip())
         return
     chosen = cells()
     if quick:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,11 +11,9 @@ from autofuse.lowering.plan import Order
 from autofuse.lowering.simulate.executor import Record, Result
 from autofuse.lowering.simulate.machine import Machine, Shape
 from autofuse.lowering.simulate.problems import Problem, apart, timeline
-from autofuse.progress import Progress, silent
 from autofuse.timeline import Event, Kind, Timeline, chrome_trace, draw_svg
 
 from .script import by_order
-from .tables import columns
 
 HIDDEN, INTERMEDIATE, TOKENS = 16384, 53248, 4096
 """The down projection of Llama 405B."""
@@ -32,13 +30,13 @@ def layer(op: str, world: int, tokens: int = TOKENS) -> Problem:
     return Problem(op, world, tokens, part, HIDDEN)
 
 
-def report(worlds: Sequence[int], machine: Machine, progress: Progress = silent) -> str:
-    """A table by op and ranks: time apart, and in each order, on one switch and on hosts of 8."""
+def rows(worlds: Sequence[int], machine: Machine) -> Iterator[list[str]]:
+    """A row by network, op and ranks: time apart, and in each order, on one switch and on hosts of 8. Each
+    comes when it is simulated, the head first."""
     orders = [order.value for order in Order]
     hosts = replace(machine.network, shape=Shape.HOSTS, width=8, nic_rate=50e3, nic_latency=3.0)
-    parts, done = [], 0
+    yield ["network", "op", "ranks", "apart us", *(f"{order} us" for order in orders), "gain of the best"]
     for title, network in (("one switch", machine.network), ("hosts of 8, 50 GB/s a NIC", hosts)):
-        rows = [[title, "ranks", "apart us", *(f"{order} us" for order in orders), "gain of the best"]]
         on = replace(machine, network=network)
         for op in OPS:
             for world in worlds:
@@ -47,12 +45,9 @@ def report(worlds: Sequence[int], machine: Machine, progress: Progress = silent)
                 problem = layer(op, world)
                 before, after = apart(problem, on), by_order(problem, on)
                 best = min((us for us in after.values() if us is not None), default=before)
-                times = ["-" if after[o] is None else f"{after[o]:.0f}" for o in orders]
-                rows.append([op, str(world), f"{before:.0f}", *times, f"{before / best:.2f}x"])
-                done += 1
-                progress(f"{op} on {world}", done, None)
-        parts.append(columns(rows))
-    return "\n\n".join(parts)
+                times = [after[order] for order in orders]
+                shown = ["-" if us is None else f"{us:.0f}" for us in times]
+                yield [title, op, str(world), f"{before:.0f}", *shown, f"{before / best:.2f}x"]
 
 
 _KINDS = {"compute": Kind.COMPUTED, "reduce": Kind.REDUCED, "copy": Kind.COPIED, "send": Kind.PUSHED}

@@ -137,19 +137,14 @@ def alone(problem: Problem, machine: Machine) -> float:
 
 
 def _one_by_one(problem: Problem, counts: Counts, machine: Machine) -> float:
-    """A matmul an expert, on the rank with most rows. Few sizes stand for all: rows are rounded."""
+    """A matmul an expert, on the rank with most rows. Few sizes stand for all: rows are rounded up to 32."""
     rank = max(range(problem.world), key=lambda r: sum(sum(source[r]) for source in counts))
     rows = [sum(of_ranks) for of_ranks in zip(*(source[rank] for source in counts), strict=True)]
     return sum(
-        _matmul(Problem("matmul_reduce_scatter", 1, _rounded(n), problem.inner, problem.cols), machine)
+        _matmul(Problem("matmul_reduce_scatter", 1, -(-n // 32) * 32, problem.inner, problem.cols), machine)
         for n in rows
         if n
     )
-
-
-def _rounded(rows: int) -> int:
-    step = 256 if rows > 1024 else 128 if rows > 256 else 32
-    return -(-rows // step) * step
 
 
 @lru_cache(maxsize=4096)
@@ -247,7 +242,7 @@ def plans(problem: Problem, machine: Machine, order: str) -> list[tuple[PlanShap
 
 def _experts(problem: Problem, machine: Machine, order: str) -> tuple[PlanShape, Work, float]:
     if problem.counts is not None:
-        return _routed(problem, problem.counts, order)
+        return _routed(problem, problem.counts, machine, order)
     count, rows, world = problem.count, problem.rows, problem.world
     high, wide = _expert_tile(machine, replace(problem, rows=rows * world))
     tile = min(rows, high), wide * max(1, high // rows)
@@ -260,13 +255,16 @@ def _experts(problem: Problem, machine: Machine, order: str) -> tuple[PlanShape,
     return PlanShape(problem.op, order, world, ((chunk,) * world,), block), work, 0.0
 
 
-def _routed(problem: Problem, counts: Counts, order: str) -> tuple[PlanShape, Work, float]:
+def _routed(problem: Problem, counts: Counts, machine: Machine, order: str) -> tuple[PlanShape, Work, float]:
     ranks, produces = range(problem.world), problem.family is Family.PRODUCE
     most = max(sum(sum(source[r]) for source in counts) for r in ranks)
     area = 128 * 256
     while most * problem.cols > area * MOST_TILES:
         area *= 2
-    work = Routed(counts, problem.inner, problem.cols, area, problem.itemsize, GROUP)
+    # Weights of experts with few rows are shared out to all programs.
+    parts = max(sum(n > 0 for source in counts for n in source[r]) for r in ranks)
+    columns = max(32, min(512, problem.cols * parts // (4 * machine.processors)))
+    work = Routed(counts, problem.inner, problem.cols, area, columns, problem.itemsize, GROUP)
     width = problem.cols if produces else problem.inner
     rows = [[sum(counts[c][r] if produces else counts[r][c]) for c in ranks] for r in ranks]
     chunks = tuple(tuple((n, width) for n in of_rank) for of_rank in rows)

@@ -160,9 +160,9 @@ class Routed:
     inner: int
     cols: int
     area: int
+    most: int
     itemsize: int = 2
     high: int = 1024
-    most: int = 512
     few: int = 256
     """Of experts with at most so many rows, ranks share the reads of a weight."""
 
