@@ -16,8 +16,8 @@ from autofuse.progress import Progress, silent
 from .h200 import Cell
 from .tables import columns
 
-FITTED = ("llama70b.o_proj", "llama70b.down_proj", "mixtral-8x7b even", "2048x64")
-"""Labels of the cells that constants were fitted to. All others were held out."""
+FITTED = ("llama70b.o_proj", "llama70b.down_proj", "mixtral-8x7b even", "mixtral-8x7b zipf", "2048x64")
+"""Labels of the shapes that constants were fitted to. All others were held out."""
 WORTH_US, WORTH = 2.0, 0.05
 """An exposed part below so many microseconds is not compared. Below this part of the compute it lies within
 the spread of the measured compute, and is counted apart."""

@@ -152,8 +152,8 @@ class Experts:
 class Routed:
     """As `Experts`, but `counts[s][d][e]` rows go from rank s to expert e of rank d.
 
-    The rows that an expert has in a tile are cut into tasks of at most `area` elements of the product, and of
-    at most `most` columns.
+    The rows that an expert has in a tile are cut into tasks of at most `most` columns, and of at most `area`
+    elements of the product where the expert has most rows.
     """
 
     counts: Counts
@@ -185,7 +185,7 @@ class Routed:
         of_ranks = [source[plan.rank][expert] for source in self.counts]
         sharing = min(sum(n > 0 for n in of_ranks), max(1, self.few * len(of_ranks) // sum(of_ranks)))
         part, found = (tile.chunk if sharing > 1 else 0), []
-        width = max(1, min(self.most, self.area // (stop - start)))
+        width = max(1, min(self.most, self.area // min(self.high, max(of_ranks))))
         for column in range(0, self.cols, width):
             cols = min(width, self.cols - column)
             a = ("a", expert, tile.chunk, start), float((stop - start) * self.inner * self.itemsize)

@@ -112,6 +112,22 @@ def test_held_out_cells_of_h200() -> None:
     assert max(h200_measured.errors(found, "fused").whole) < 0.2
 
 
+def test_uneven_experts_and_gradients_of_h200() -> None:
+    """As above, of cells whose routing is drawn, and of gradients and updates of embeddings."""
+    chosen = [
+        cell
+        for cell in cells()
+        if (cell.label == "gpt-oss-120b zipf" and cell.tokens == 128)
+        or (cell.label == "512x64" and cell.op != "embedding_bag_all_to_all" and cell.k == 70)
+    ]
+    assert len(chosen) == 6
+    assert all(map(h200_measured.held_out, chosen))
+    found = [h200_measured.predict(cell) for cell in chosen]
+    assert len(h200_measured.errors(found, "apart").whole) == 2
+    assert max(h200_measured.errors(found, "apart").whole) < 0.2
+    assert max(h200_measured.errors(found, "fused").whole) < 0.2
+
+
 def test_problems_of_sites() -> None:
     """The sizes of a site, as the cost model names them, and as the simulation takes them."""
     task = Task("matmul_reduce_scatter", 4, "bfloat16", "direct", 2 * 512 * 1024, ((512, 256, 1024),))

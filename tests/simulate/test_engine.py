@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from autofuse.lowering import ops  # noqa: F401  (registers the ops)
 from autofuse.lowering.orders import PlanShape
-from autofuse.lowering.plan import links
+from autofuse.lowering.plan import Compute, links
 from autofuse.lowering.simulate.collectives import ring_all_gather, ring_reduce_scatter
 from autofuse.lowering.simulate.events import Engine
 from autofuse.lowering.simulate.executor import Result, simulate
@@ -19,6 +19,7 @@ from autofuse.lowering.simulate.machine import Arbitration, Machine, MemoryKind,
 from autofuse.lowering.simulate.machines import T3
 from autofuse.lowering.simulate.memory import COMMUNICATION, COMPUTE, Cache, Memory
 from autofuse.lowering.simulate.network import route
+from autofuse.lowering.simulate.problems import Problem, fused, plans
 from autofuse.lowering.simulate.work import GatheredProduct, Nothing, Product, Work
 from autofuse.simulate.t3 import SubLayer, compute_first, matmul_alone, overlapped, round_robin
 
@@ -185,3 +186,27 @@ def test_a_longer_way_takes_longer() -> None:
         for network in NETWORKS[:2]
     ]
     assert times[1] > 1.3 * times[0]
+
+
+@pytest.mark.parametrize("op", ["expert_matmul_all_to_all", "all_to_all_expert_matmul"])
+def test_uneven_routing(op: str) -> None:
+    """Every row is multiplied and sent once, and every weight is read; even counts take as long as without."""
+    counts = (((3, 700), (0, 5)), ((1300, 0), (40, 0)))
+    problem = Problem(op, 2, 512, 256, 384, 2, counts=counts)
+    ((shape, work, _),) = plans(problem, SMALL, "direct")
+    for rank in range(2):
+        tiles = [a.tile for a in shape.plan(rank).actions if isinstance(a, Compute)]
+        tasks = [task for tile in tiles for task in work.tasks(shape.plan(rank), tile)]
+        rows = sum(sum(source[rank]) for source in counts)
+        assert sum(task.operations for task in tasks) == 2 * rows * 256 * 384
+        weights = {
+            n: size for task in tasks for n, size in task.reads if isinstance(n, tuple) and n[0] == "b"
+        }
+        used = sum(any(source[rank][e] for source in counts) for e in range(2))
+        assert sum(weights.values()) == pytest.approx(used * 256 * 384 * 2)
+    width = 384 if op == "expert_matmul_all_to_all" else 256
+    carried = simulate(shape, SMALL, work).links
+    assert sorted(carried.values()) == [5 * width * 2, 1300 * width * 2]
+    same = replace(problem, counts=(((512, 512),) * 2,) * 2)
+    even = fused(replace(problem, counts=None), SMALL)
+    assert fused(same, SMALL) == pytest.approx(even, rel=0.1)
