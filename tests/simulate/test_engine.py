@@ -190,7 +190,7 @@ def test_a_longer_way_takes_longer() -> None:
 
 @pytest.mark.parametrize("op", ["expert_matmul_all_to_all", "all_to_all_expert_matmul"])
 def test_uneven_routing(op: str) -> None:
-    """Every row is multiplied and sent once, and every weight is read; even counts take as long as without."""
+    """Every row is multiplied and sent once, every weight is read; even counts take as long as without."""
     counts = (((3, 700), (0, 5)), ((1300, 0), (40, 0)))
     problem = Problem(op, 2, 512, 256, 384, 2, counts=counts)
     ((shape, work, _),) = plans(problem, SMALL, "direct")
