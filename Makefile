@@ -10,10 +10,10 @@ STAMP := $(VENV)/.ready-$(TORCH)
 XDIST ?= -n 3 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-gpu soak wheel-test lint format types bench wheel clean
+.PHONY: help setup demo test test-all test-gpu soak soak-gpu wheel-test lint format types bench wheel clean
 
 help:
-	@echo "make demo | test | test-all | test-gpu | soak | wheel-test | lint | format | types | bench | wheel | clean"
+	@echo "make demo | test | test-all | test-gpu | soak | soak-gpu | wheel-test | lint | format | types | bench | wheel | clean"
 
 setup: $(STAMP)
 
@@ -48,6 +48,11 @@ SECONDS ?= 600
 SEED ?= 0
 soak: $(STAMP)
 	$(BIN)/python -m tests.soak.run --seconds $(SECONDS) --seed $(SEED)
+
+# The same on WORLD GPUs, eager and from CUDA graphs, beside NCCL on other streams.
+WORLD ?= 2
+soak-gpu: $(STAMP)
+	$(BIN)/python -m tests.soak.run --device cuda --worlds $(WORLD) --seconds $(SECONDS) --seed $(SEED)
 
 wheel-test: $(STAMP)
 	$(BIN)/python -m pytest -m wheel tests/packaging
