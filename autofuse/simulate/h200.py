@@ -44,7 +44,8 @@ class Cell:
 
     @property
     def name(self) -> str:
-        return f"{self.op} {self.label} tokens={self.tokens} world={self.world}"
+        pooling = f" pooling={self.k}" if "embedding" in self.op else ""
+        return f"{self.op} {self.label} tokens={self.tokens}{pooling} world={self.world}"
 
     @property
     def problem(self) -> Problem:
