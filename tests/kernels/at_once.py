@@ -11,9 +11,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from types import FunctionType
 from typing import Any
 
 import torch.distributed as dist
+import triton.language as tl
 from triton._C.libtriton.ir import MEM_SEMANTIC
 from triton.runtime import interpreter
 from triton.runtime.interpreter import GridExecutor, InterpreterBuilder
@@ -91,16 +94,12 @@ def _run(executor: Any, *args_dev: Any, **kwargs: Any) -> None:
     """As `GridExecutor.__call__`, for grids of one dimension."""
     kwargs = {k: v for k, v in kwargs.items() if k in inspect.getfullargspec(executor.fn).args}
     args_host, kwargs_host = executor._init_args_hst(args_dev, kwargs)
-    scope = interpreter._patch_lang(executor.fn)
-    try:
-        args = inspect.getcallargs(executor.fn, *args_host, **kwargs_host)
-        constants = executor.constexprs
-        args = {k: v if k in constants else interpreter._implicit_cvt(v) for k, v in args.items()}
-        (programs,) = executor.grid
-        interpreter.interpreter_builder.set_grid_dim(programs, 1, 1)
-        run_programs(lambda: executor.fn(**args), programs)
-    finally:
-        scope.restore()
+    args = inspect.getcallargs(executor.fn, *args_host, **kwargs_host)
+    constants = executor.constexprs
+    args = {k: v if k in constants else interpreter._implicit_cvt(v) for k, v in args.items()}
+    (programs,) = executor.grid
+    interpreter.interpreter_builder.set_grid_dim(programs, 1, 1)
+    run_programs(lambda: executor.fn(**args), programs)
 
 
 def run_programs(body: Callable[[], None], count: int) -> None:
@@ -114,8 +113,21 @@ def run_programs(body: Callable[[], None], count: int) -> None:
             _Turns(body, order[placed:], chance).run()
 
 
+def _patch_language() -> None:
+    """For good: the interpreter does it again in every call of a device function, for a third of its time.
+
+    As much goes into checks for overflows, whose result it reads with `debug` only.
+    """
+    kernel = FunctionType((lambda: None).__code__, {"tl": tl, "core": tl.core})
+    interpreter._patch_lang(kernel)
+    interpreter._patch_lang = lambda fn: None
+    builder = interpreter.interpreter_builder
+    builder.options = replace(builder.options, sanitize_overflow=False)
+
+
 def install() -> None:
     """Patch the interpreter of this process. Waits poll with atomics that acquire, or with volatile loads."""
+    _patch_language()
     load, atomic = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_atomic_rmw
     swap = InterpreterBuilder.create_atomic_cas
 
