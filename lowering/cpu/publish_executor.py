@@ -6,29 +6,19 @@ Memory of rank r, tiles as in `tiles.Buffer`: its own product (direct, oblivious
 of every rank (ring).
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from autofuse.lowering.cpu.reduce_executor import (
-    MOST_TILES,
-    TILE_BYTES,
-    TILE_EDGES,
-    Spec,
-    infer_product,
-    spec,
-)
+from autofuse.lowering.cpu.recipes import Recipe, Spec, State, Step, infer_product, run, spec
+from autofuse.lowering.cpu.reduce_executor import MOST_TILES, TILE_BYTES, TILE_EDGES
 from autofuse.lowering.cpu.tiles import Buffer, Cut, Run, with_tiles
-from autofuse.lowering.cpu.workspace import Call, workspace_for
 from autofuse.lowering.orders import PlanShape
 from autofuse.lowering.plan import Action, Compute, Copy, Plan, Send, Signal, Span, Tile, Wait
 from autofuse.lowering.reference.product import evaluate
 from autofuse.lowering.torch_internals import group_size
-from autofuse.native_kernels.cpu import DTYPES
 
 if TYPE_CHECKING:
     from autofuse.lowering.ops.matmul_all_gather import MatmulAllGather
@@ -74,77 +64,30 @@ class Kind(NamedTuple):
             args.keep_product, args.order,
         )  # fmt: skip
 
-    def evaluated(self) -> Tensor:
-        """P without its values."""
-        return infer_product(self.x, self.w, self.operands, self.product)
-
     def plan_shape(self, p: Tensor, world: int) -> PlanShape:
         m, n = p.shape
         return partition(m, n, p.dtype.itemsize, self.dim, self.outer, world, self.order)
+
+    def recipe(self, p: Tensor, world: int, rank: int) -> Recipe:
+        (m, n), dim, outer = p.shape, self.dim, self.outer
+        plan = self.plan_shape(p, world).plan(rank)
+        cut = Cut.even((m, n)[dim] * world, world, outer)
+        builder = _Builder(plan, cut, dim, p.dtype, self.product, self.keep_product)
+        key = f"{p.dtype} [{m}, {n}] dim {dim} outer {outer}, {plan.agreement}"
+        steps = tuple(builder.step(*pair) for pair in with_tiles(plan.actions))
+        out_shape = (m * world, n) if dim == 0 else (m, n * world)
+        return Recipe((m, n), out_shape, p.dtype, key, builder.buffer.end, steps)
 
 
 def publish_plan_shape(args: "MatmulAllGather") -> PlanShape:
     """What the plans of a call are made from; of the tensors only shapes and dtypes count."""
     kind = Kind.of(args)
-    return kind.plan_shape(kind.evaluated(), group_size(args.group_name))
-
-
-@dataclass(slots=True)
-class State:
-    """The tensors of one call. `kept` is empty unless the product is an output."""
-
-    call: Call
-    x: Sequence[Tensor]
-    w: Sequence[Tensor]
-    operands: Sequence[Tensor]
-    out: Tensor
-    kept: Tensor
-
-
-Step: TypeAlias = Callable[[State], object]
-
-
-@dataclass(frozen=True, slots=True)
-class Recipe:
-    """A call of given shapes."""
-
-    shape: tuple[int, int]
-    out_shape: tuple[int, int]
-    dtype: torch.dtype
-    key: str
-    nbytes: int
-    steps: tuple[Step, ...]
+    return kind.plan_shape(infer_product(kind), group_size(args.group_name))
 
 
 def run_publish(args: "MatmulAllGather") -> Any:
     """The op, as `docs/ops.md` defines it; NotImplemented for a dtype without a kernel."""
-    workspace = workspace_for(args.group_name)
-    recipe = _recipe(Kind.of(args), workspace.world, workspace.rank)
-    if recipe is None:
-        return NotImplemented
-    x, keep = args.x, args.keep_product
-    out = x[0].new_empty(recipe.out_shape, dtype=recipe.dtype)
-    kept = x[0].new_empty(recipe.shape if keep else (0, 0), dtype=recipe.dtype)
-    with workspace.call(OP, args.site, recipe.key, recipe.nbytes) as call:
-        state = State(call, x, args.w, args.operands, out, kept)
-        for step in recipe.steps:
-            step(state)
-    return [out, kept] if keep else [out]
-
-
-@lru_cache(maxsize=1024)
-def _recipe(kind: Kind, world: int, rank: int) -> Recipe | None:
-    p = kind.evaluated()
-    if p.dtype not in DTYPES:
-        return None
-    (m, n), dim, outer = p.shape, kind.dim, kind.outer
-    plan = kind.plan_shape(p, world).plan(rank)
-    cut = Cut.even((m, n)[dim] * world, world, outer)
-    builder = _Builder(plan, cut, dim, p.dtype, kind.product, kind.keep_product)
-    key = f"{p.dtype} [{m}, {n}] dim {dim} outer {outer}, {plan.agreement}"
-    steps = tuple(builder.step(*pair) for pair in with_tiles(plan.actions))
-    out_shape = (m * world, n) if dim == 0 else (m, n * world)
-    return Recipe((m, n), out_shape, p.dtype, key, builder.buffer.end, steps)
+    return run(OP, args, Kind.of(args))
 
 
 class _Builder:
@@ -191,7 +134,7 @@ class _Builder:
             evaluate(value, x, w, operands, product)
             output(s, value)
             if keep:
-                cols.read(rows.read(s.kept, 0), 1).copy_(value)
+                cols.read(rows.read(s.product, 0), 1).copy_(value)
 
         return compute
 

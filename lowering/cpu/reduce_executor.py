@@ -1,29 +1,26 @@
 """Runs the plans of matmul_all_reduce and matmul_reduce_scatter on CPU ranks that share memory.
 
-A `Recipe` holds all that follows from shapes alone (plan, slices, offsets). It is a list of steps, one for
-each action of the plan, is made once and run by every call. The memory of rank r, with tiles as in
-`tiles.Buffer`:
+The memory of rank r, with tiles as in `tiles.Buffer`:
 
     direct, oblivious   partial tiles of chunk r, a slot per source; for all_reduce then its reduced tiles
     one-shot            this rank's partial tiles of everything
     ring                arriving fp32 sums, a slot per chunk; for all_reduce then the finished tiles alike
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
+from autofuse.lowering.cpu.recipes import Recipe, Spec, State, Step, infer_product, run, spec
 from autofuse.lowering.cpu.tiles import Buffer, Cut, Run, with_tiles
-from autofuse.lowering.cpu.workspace import Call, workspace_for
 from autofuse.lowering.orders import PlanShape
 from autofuse.lowering.plan import Action, Compute, Copy, Plan, Reduce, Send, Signal, Store, Tile, Wait
-from autofuse.lowering.reference.product import evaluate, product_reference
+from autofuse.lowering.reference.product import evaluate
 from autofuse.lowering.torch_internals import group_size
-from autofuse.native_kernels.cpu import DTYPES, accumulate_rows, reduce_rows
+from autofuse.native_kernels.cpu import accumulate_rows, reduce_rows
 
 if TYPE_CHECKING:
     from autofuse.lowering.ops.matmul_all_reduce import MatmulAllReduce
@@ -44,8 +41,6 @@ MOST_TILES, TILE_BYTES, TILE_EDGES = 4, 1 << 20, (512, 256)
 """A chunk is cut into tiles so that a tile can be reduced before the next one arrives. The tiles are few and
 large (bytes; rows or columns): the matmul of every tile packs an operand anew, the weight for tiles of rows,
 x for tiles of columns."""
-
-Spec: TypeAlias = tuple[tuple[torch.Size, torch.dtype], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,97 +106,34 @@ class Kind(NamedTuple):
             args.outer, args.keep_product, args.order,
         )  # fmt: skip
 
-    def evaluated(self) -> Tensor:
-        """P without its values."""
-        return infer_product(self.x, self.w, self.operands, self.product)
-
     def partition(self, p: Tensor, world: int) -> Partition:
         m, n = p.shape
         return partition(self.op, m, n, p.dtype.itemsize, self.dim, self.outer, world, self.order)
+
+    def recipe(self, p: Tensor, world: int, rank: int) -> Recipe:
+        if self.reduce_op not in ("sum", "avg"):
+            raise ValueError(f"{self.op}: reduce_op {self.reduce_op!r} is not supported; use 'sum' or 'avg'")
+        m, n = p.shape
+        found = self.partition(p, world)
+        plan = found.shape.plan(rank)
+        out_shape = (m, n) if self.op == "matmul_all_reduce" else plan.chunks[rank]
+        builder = _Builder(self, found, plan, p.dtype)
+        # Not the product: what is summed may differ, as with a bias that one rank alone adds.
+        where = f"dim {found.dim} outer {found.cut.outer}"
+        key = f"{self.reduce_op} {p.dtype} [{m}, {n}] {where}, {plan.agreement}"
+        steps = tuple(builder.step(*pair) for pair in with_tiles(plan.actions))
+        return Recipe((m, n), out_shape, p.dtype, key, builder.nbytes, steps, found.whole)
 
 
 def reduce_plan_shape(op: str, args: "Reduction") -> PlanShape:
     """What the plans of a call are made from; of the tensors only shapes and dtypes count."""
     kind = Kind.of(op, args)
-    return kind.partition(kind.evaluated(), group_size(args.group_name)).shape
+    return kind.partition(infer_product(kind), group_size(args.group_name)).shape
 
 
-@dataclass(slots=True)
-class State:
-    """The tensors of one call. `whole_product` is empty unless it is kept, or computed in one piece."""
-
-    call: Call
-    x: Sequence[Tensor]
-    w: Sequence[Tensor]
-    operands: Sequence[Tensor]
-    out: Tensor
-    whole_product: Tensor
-
-
-Step: TypeAlias = Callable[[State], object]
-
-
-@dataclass(frozen=True, slots=True)
-class Recipe:
-    """A call of given shapes. `whole`: the product is computed in one piece before the plan starts."""
-
-    shape: tuple[int, int]
-    out_shape: tuple[int, int]
-    dtype: torch.dtype
-    key: str
-    nbytes: int
-    whole: bool
-    steps: tuple[Step, ...]
-
-
-def run_reduce(op: str, args: "Reduction") -> list[Tensor]:
+def run_reduce(op: str, args: "Reduction") -> Any:
     """Both ops, as `docs/ops.md` defines them; NotImplemented for a dtype without a kernel."""
-    workspace = workspace_for(args.group_name)
-    recipe = _recipe(Kind.of(op, args), workspace.world, workspace.rank)
-    if recipe is None:
-        return NotImplemented
-    x, w, operands, keep = args.x, args.w, args.operands, args.keep_product
-    out = x[0].new_empty(recipe.out_shape, dtype=recipe.dtype)
-    p = x[0].new_empty(recipe.shape if keep or recipe.whole else (0, 0), dtype=recipe.dtype)
-    if recipe.whole:
-        evaluate(p, x, w, operands, args.product)
-    with workspace.call(op, args.site, recipe.key, recipe.nbytes) as call:
-        state = State(call, x, w, operands, out, p)
-        for step in recipe.steps:
-            step(state)
-    return [out, p] if keep else [out]
-
-
-def spec(tensors: Sequence[Tensor]) -> Spec:
-    return tuple((t.shape, t.dtype) for t in tensors)
-
-
-def infer_product(x: Spec, w: Spec, operands: Spec, product: str) -> Tensor:
-    """P without its values."""
-    weights = [t.mT.contiguous().mT for t in _meta(w)]  # column-major, as scaled_mm wants them
-    return product_reference(_meta(x), weights, _meta(operands), product)
-
-
-def _meta(spec: Spec) -> list[Tensor]:
-    return [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in spec]
-
-
-@lru_cache(maxsize=1024)
-def _recipe(kind: Kind, world: int, rank: int) -> Recipe | None:
-    p = kind.evaluated()
-    if p.dtype not in DTYPES:
-        return None
-    m, n = p.shape
-    found = kind.partition(p, world)
-    if kind.reduce_op not in ("sum", "avg"):
-        raise ValueError(f"{kind.op}: reduce_op {kind.reduce_op!r} is not supported; use 'sum' or 'avg'")
-    plan = found.shape.plan(rank)
-    out_shape = (m, n) if kind.op == "matmul_all_reduce" else plan.chunks[rank]
-    builder = _Builder(kind, found, plan, p.dtype)
-    # Not the product: what is summed may differ, as with a bias that one rank alone adds.
-    key = f"{kind.reduce_op} {p.dtype} [{m}, {n}] dim {found.dim} outer {found.cut.outer}, {plan.agreement}"
-    steps = tuple(builder.step(*pair) for pair in with_tiles(plan.actions))
-    return Recipe((m, n), out_shape, p.dtype, key, builder.nbytes, found.whole, steps)
+    return run(op, args, Kind.of(op, args))
 
 
 class _Builder:
@@ -257,7 +189,7 @@ class _Builder:
         """How to compute a tile of the product into a given tensor."""
         dim, run, product, keep = self.dim, self._run(tile), self.product, self.keep
         if self.whole:
-            return lambda s, target: target.copy_(run.read(s.whole_product, dim))
+            return lambda s, target: target.copy_(run.read(s.product, dim))
 
         def compute(s: State, target: Tensor) -> None:
             x = [run.read(t, 0) for t in s.x] if dim == 0 else s.x
@@ -265,7 +197,7 @@ class _Builder:
             operands = [run.read_operand(t, dim) for t in s.operands]
             evaluate(target, x, w, operands, product)
             if keep:
-                run.write(s.whole_product, dim, target)
+                run.write(s.product, dim, target)
 
         return compute
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import autofuse.ops
-from autofuse.lowering.cpu import reduce_executor
+from autofuse.lowering.cpu import recipes
 from autofuse.lowering.cpu.workspace import GroupSpansHosts
 from autofuse.lowering.ops import library
 from autofuse.lowering.reference.product import product_reference
@@ -221,7 +221,7 @@ def _spans_hosts(rank: int, world: int) -> None:
 
     messages: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reduce_executor, "workspace_for", elsewhere)
+        patch.setattr(recipes, "workspace_for", elsewhere)
         patch.setattr(library.log, "warning", lambda *args: messages.append(args[0] % args[1:]))
         for _ in range(2):
             y = autofuse.ops.matmul_all_reduce(torch.ones(3, 4), torch.ones(4, 5))

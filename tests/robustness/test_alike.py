@@ -20,7 +20,7 @@ from torch import Tensor
 
 import autofuse
 from autofuse import config, ops
-from autofuse.lowering.cpu import reduce_executor, rendezvous
+from autofuse.lowering.cpu import recipes, reduce_executor, rendezvous
 from autofuse.native_kernels import cpu
 from autofuse.passes.graph.anchors import Anchor
 from tests.passes import experts
@@ -232,10 +232,10 @@ def _other_plan(rank: int, world: int, what: str) -> str:
     group, odd = fresh_group(), rank == world - 1
     order = "ring" if odd and what == "order" else "direct"
     most = 0 if odd and what == "constants" else reduce_executor.ONE_SHOT_BYTES
-    reduce_executor._recipe.cache_clear()
+    recipes.recipe_of.cache_clear()
     with patch.object(reduce_executor, "ONE_SHOT_BYTES", most), config.patch(order=order):
         text = _error(lambda: ops.matmul_all_reduce(integers(rank, 4, 6), integers(7, 6, 8), group=group))
-    reduce_executor._recipe.cache_clear()
+    recipes.recipe_of.cache_clear()
     return text
 
 

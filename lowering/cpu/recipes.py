@@ -1,0 +1,130 @@
+"""What the executors of products share: steps that follow from shapes alone, made once and run by every call.
+
+A `Recipe` holds all that is known before a call (plan, slices, offsets), as a list of steps, one for each
+action of the plan. `State` holds the tensors of the call that runs them.
+"""
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from autofuse.lowering.cpu.workspace import Call, workspace_for
+from autofuse.lowering.reference.product import evaluate, product_reference
+from autofuse.native_kernels.cpu import DTYPES
+
+Spec: TypeAlias = tuple[tuple[torch.Size, torch.dtype], ...]
+
+
+@dataclass(slots=True)
+class State:
+    """The tensors of one call. `product` is empty unless it is kept, or computed in one piece."""
+
+    call: Call
+    x: Sequence[Tensor]
+    w: Sequence[Tensor]
+    operands: Sequence[Tensor]
+    out: Tensor
+    product: Tensor
+
+
+Step: TypeAlias = Callable[[State], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """A call of given shapes. `whole`: the product is computed in one piece before the plan starts."""
+
+    shape: tuple[int, int]
+    out_shape: tuple[int, int]
+    dtype: torch.dtype
+    key: str
+    nbytes: int
+    steps: tuple[Step, ...]
+    whole: bool = False
+
+
+class Kind(Hashable, Protocol):
+    """All of a call that decides how it is computed: its arguments, of tensors shapes and dtypes."""
+
+    @property
+    def x(self) -> Spec: ...
+
+    @property
+    def w(self) -> Spec: ...
+
+    @property
+    def operands(self) -> Spec: ...
+
+    @property
+    def product(self) -> str: ...
+
+    def recipe(self, p: Tensor, world: int, rank: int) -> Recipe:
+        """The recipe of a rank; p: the product without its values."""
+
+
+class Arguments(Protocol):
+    """Those of an op, as far as executors of all products read them."""
+
+    @property
+    def x(self) -> list[Tensor]: ...
+
+    @property
+    def w(self) -> list[Tensor]: ...
+
+    @property
+    def operands(self) -> list[Tensor]: ...
+
+    @property
+    def product(self) -> str: ...
+
+    @property
+    def keep_product(self) -> bool: ...
+
+    @property
+    def group_name(self) -> str: ...
+
+    @property
+    def site(self) -> str: ...
+
+
+def spec(tensors: Sequence[Tensor]) -> Spec:
+    return tuple((t.shape, t.dtype) for t in tensors)
+
+
+def infer_product(kind: Kind) -> Tensor:
+    """The product without its values."""
+    weights = [t.mT.contiguous().mT for t in _meta(kind.w)]  # column-major, as scaled_mm wants them
+    return product_reference(_meta(kind.x), weights, _meta(kind.operands), kind.product)
+
+
+def _meta(spec: Spec) -> list[Tensor]:
+    return [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in spec]
+
+
+@lru_cache(maxsize=2048)
+def recipe_of(kind: Kind, world: int, rank: int) -> Recipe | None:
+    """None for a dtype without a kernel."""
+    p = infer_product(kind)
+    return kind.recipe(p, world, rank) if p.dtype in DTYPES else None
+
+
+def run(op: str, args: Arguments, kind: Kind) -> Any:
+    """A call of an op, as `docs/ops.md` defines it; NotImplemented for a dtype without a kernel."""
+    workspace = workspace_for(args.group_name)
+    recipe = recipe_of(kind, workspace.world, workspace.rank)
+    if recipe is None:
+        return NotImplemented
+    x, keep = args.x, args.keep_product
+    out = x[0].new_empty(recipe.out_shape, dtype=recipe.dtype)
+    product = x[0].new_empty(recipe.shape if keep or recipe.whole else (0, 0), dtype=recipe.dtype)
+    if recipe.whole:
+        evaluate(product, x, args.w, args.operands, args.product)
+    with workspace.call(op, args.site, recipe.key, recipe.nbytes) as call:
+        state = State(call, x, args.w, args.operands, out, product)
+        for step in recipe.steps:
+            step(state)
+    return [out, product] if keep else [out]
