@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import fx
 from torch.distributed import ProcessGroup
@@ -29,6 +29,7 @@ from .merge import merge_fused
 from .plan_shape import plan_shape
 from .report import GraphReport, Listing, Prediction, Reason, Reject, Site, listening
 from .settings import Settings
+from .site_key import fused_ops, site_keys
 
 log = logging.getLogger(__name__)
 
@@ -45,13 +46,15 @@ class Kept:
 
 @dataclass(frozen=True)
 class Fused:
-    """A collective that a fused op replaces. `touched`: names of the new, erased and changed nodes."""
+    """A collective that a fused op replaces. `touched`: names of the new, erased and changed nodes; `new`:
+    the new ones. Both are empty unless reports are collected."""
 
     pattern: str
     world: int
     prediction: Prediction
     plan: PlanShape | None
     touched: list[str]
+    new: list[fx.Node]
 
 
 def fuse(graph: fx.Graph, settings: Settings, kind: str, name: str) -> GraphReport:
@@ -69,16 +72,21 @@ def fuse(graph: fx.Graph, settings: Settings, kind: str, name: str) -> GraphRepo
     symbols = symbols_of(graph)
     sites: list[Site] = []
     changed: dict[str, int] = {}
+    new: dict[int, list[fx.Node]] = {}
     for i, anchor in enumerate(anchors):
         nbytes = anchor.nbytes  # the rewrite erases the node and its arguments
         outcome = _fuse_site(graph, anchor, settings, symbols)
         sites.append(_report(anchor, nbytes, outcome, settings, name))
         if isinstance(outcome, Fused):
             changed.update((node, i) for node in outcome.touched)
+            new[i] = outcome.new
     _tell_kept(anchors, sites)
     opaque.put_back(stand_ins)
     if any(site.fused for site in sites):
+        ops = fused_ops(new)
         _finish(graph, changed)
+        keys = site_keys(graph, ops)
+        sites = [replace(site, key=keys.get(i)) for i, site in enumerate(sites)]
     seconds = time.perf_counter() - start
     before, after = tie(before, show(graph), changed, collectives)
     return GraphReport(name, kind, before, after, tuple(sites), seconds)
@@ -97,8 +105,9 @@ def _fuse_site(graph: fx.Graph, anchor: Anchor, settings: Settings, symbols: Sym
     if isinstance(emitter, Reject):
         return Kept(match.pattern, emitter, world, prediction)
     if not listening():
-        return Fused(match.pattern, world, prediction, None, [])
-    return Fused(match.pattern, world, prediction, _plan_of(emitter.new, symbols), emitter.touched)
+        return Fused(match.pattern, world, prediction, None, [], [])
+    plan = _plan_of(emitter.new, symbols)
+    return Fused(match.pattern, world, prediction, plan, emitter.touched, emitter.new)
 
 
 def _find(anchor: Anchor, settings: Settings) -> Kept | tuple[Match, int]:

@@ -5,12 +5,16 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
 from typing import Any
 
 from autofuse.lowering import torch_internals
 from autofuse.lowering.orders import PlanShape
+from autofuse.lowering.runs import FallBack, Ran, Run, SiteKey, Timed, of_site
+
+from .ran import State, state_of
+from .text import text_of
 
 
 class Reason(str, Enum):
@@ -130,12 +134,43 @@ class Site:
     plan: PlanShape | None = None
     """The values that the executor makes plans from, at the sizes seen while tracing; None if kept, or if
     sizes depend on data."""
+    key: SiteKey | None = None
+    """By what calls of the site are known; None if kept."""
+    ran: Ran | None = field(default=None, compare=False)
+    """What had run when the report was written to JSON. None: what this process has run until now."""
+
+    @property
+    def _ran(self) -> Ran:
+        if self.ran is not None:
+            return self.ran
+        return Ran() if self.key is None else of_site(self.key)
+
+    @property
+    def runs(self) -> tuple[Run, ...]:
+        """What runs the calls of the site, one for each kind of call that there was."""
+        return self._ran.runs
+
+    @property
+    def fell_back(self) -> tuple[FallBack, ...]:
+        """Calls that torch ran for want of something, and how many."""
+        return self._ran.fell_back
+
+    @property
+    def state(self) -> State:
+        return state_of(self._ran) if self.fused else State.KEPT
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(replace(self, ran=self._ran)), "state": self.state}
 
     @classmethod
     def _from_dict(cls, data: dict) -> "Site":
+        known = {name: value for name, value in data.items() if name != "state"}
         prediction = None if data["prediction"] is None else Prediction(**data["prediction"])
         plan = None if data["plan"] is None else PlanShape(**{k: _tuples(v) for k, v in data["plan"].items()})
-        return cls(**{**data, "reason": _reason(data["reason"]), "prediction": prediction, "plan": plan})
+        key = None if data.get("key") is None else SiteKey(**{k: _tuples(v) for k, v in data["key"].items()})
+        ran = None if data.get("ran") is None else _ran_of(data["ran"])
+        known |= {"prediction": prediction, "plan": plan, "key": key, "ran": ran}
+        return cls(**{**known, "reason": _reason(data["reason"])})
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +227,10 @@ class GraphReport:
     """Duration of the pass, without the time to print the graphs."""
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self))
+        return json.dumps(self.to_dict())
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(replace(self, sites=())), "sites": [site.to_dict() for site in self.sites]}
 
     @classmethod
     def from_json(cls, text: str) -> "GraphReport":
@@ -222,14 +260,23 @@ class Report:
 
     @property
     def fused(self) -> tuple[Site, ...]:
+        """Those that a fused op stands for; their `state` says what has run."""
         return tuple(site for site in self.sites if site.fused)
 
     @property
     def kept(self) -> tuple[Site, ...]:
         return tuple(site for site in self.sites if not site.fused)
 
+    @property
+    def counts(self) -> dict[State, int]:
+        """Sites by what has become of them until now."""
+        states = [site.state for site in self.sites]
+        return {state: states.count(state) for state in State}
+
     def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=1)
+        graphs = [graph.to_dict() for graph in self.graphs]
+        counts = {state.value: count for state, count in self.counts.items()}
+        return json.dumps({"graphs": graphs, "graph_breaks": self.graph_breaks, "counts": counts}, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> "Report":
@@ -244,105 +291,25 @@ class Report:
             file.write(render(self))
 
     def __str__(self) -> str:
-        count = len(self.graphs)
-        lines = [
-            f"autofuse: {len(self.fused)} fused, {len(self.kept)} kept in {count} graph{'s' * (count != 1)}"
-        ]
-        if self.sites:
-            lines += ["", *_table([_HEADER, *map(_row, self.sites)])]
-        reasons = dict.fromkeys(site.reason for site in self.kept if site.reason)
-        if reasons:
-            lines += ["", "kept:", *(f"  {reason.value}: {reason.advice}" for reason in reasons)]
-        if self.graph_breaks:
-            lines += ["", "graph breaks (no site can span one):"]
-            lines += dict.fromkeys(f"  {_break_line(text)}" for text in self.graph_breaks)
-        return "\n".join(lines)
-
-
-_HEADER = (
-    "graph",
-    "collective",
-    "fused into",
-    "order",
-    "world",
-    "bytes",
-    "us",
-    "unfused us",
-    "wins",
-    "source",
-    "why",
-)
-
-
-def _row(site: Site) -> tuple[str, ...]:
-    why = ": ".join(filter(None, (site.reason.value if site.reason else "", site.detail)))
-    fused_into = site.op.removeprefix("autofuse::") if site.op else "-"
-    numbers = (_number(x) for x in (site.world, site.nbytes))
-    # The table shows the file and its folder; `Site.source` has the whole path.
-    source = "/".join((site.source or "-").split("/")[-2:])
-    says = _says(site.prediction)
-    return (site.graph, site.collective, fused_into, site.order or "-", *numbers, *says, source, why)
-
-
-def _says(prediction: Prediction | None) -> tuple[str, str, str]:
-    """Times of the fused op and of compute and collective apart, and the condition for a gain."""
-    if prediction is None:
-        return "-", "-", "-"
-    fused = _time(prediction.fused_us, prediction.measured_us)
-    return fused, _time(prediction.unfused_us, prediction.measured_unfused_us), prediction.wins
-
-
-def _time(predicted: float | None, measured: float | None) -> str:
-    """The predicted time. With a measurement: both times, and the error of the prediction."""
-    if predicted is None or measured is None:
-        return _number(predicted)
-    return f"{predicted:.1f} (measured {measured:.1f}, {predicted / measured - 1:+.0%})"
-
-
-# Advice for graph breaks that collectives cause, by a text in the reason of the break.
-_BREAK_ADVICE = {
-    "async_op=True": (
-        "leave async_op=True out, or call torch.distributed._functional_collectives, which wait only where "
-        "the result is read"
-    ),
-    "torch.distributed.nn": (
-        "call torch.distributed._functional_collectives instead of torch.distributed.nn; those that end in "
-        "_autograd have a gradient"
-    ),
-    "_maybe_view_chunk_cat": (
-        "torch before 2.13 cannot trace all_gather_tensor on a dim other than 0: update torch, or gather on "
-        "dim 0 and move the dim"
-    ),
-}
-
-
-def break_advice(text: str) -> str | None:
-    """Advice for a graph break that a collective causes; None for other breaks."""
-    return next((advice for sign, advice in _BREAK_ADVICE.items() if sign in text), None)
-
-
-def _break_line(text: str) -> str:
-    first, advice = text.strip().splitlines()[0], break_advice(text)
-    return f"{first}: {advice}" if advice else first
-
-
-def _number(value: float | None) -> str:
-    if value is None:
-        return "-"
-    return str(value) if isinstance(value, int) else f"{value:.1f}"
-
-
-def _table(rows: list[tuple[str, ...]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    rows.insert(1, tuple("-" * width for width in widths))
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    ]
+        return text_of(self)
 
 
 def _tuples(value: Any) -> Any:
     """Nested lists as tuples, since JSON has no tuples."""
     return tuple(map(_tuples, value)) if isinstance(value, list) else value
+
+
+def _ran_of(data: dict) -> Ran:
+    runs = tuple(
+        Run(
+            _tuples(run["shapes"]), Timed(**run["way"]), run["fused"], run["captured"],
+            *(None if run[who] is None else Timed(**run[who]) for who in ("torch", "ours")),
+        )
+        for run in data["runs"]
+    )  # fmt: skip
+    return Ran(
+        runs, tuple(FallBack(**{**each, "shapes": _tuples(each["shapes"])}) for each in data["fell_back"])
+    )
 
 
 def _reason(code: str | None) -> Reason | None:

@@ -85,7 +85,7 @@ def show(report: "Report", console: Console) -> None:
         console.print(str(report))
         return
     console.print(title, style="bold")
-    table = Table("graph", "collective", "becomes", "bytes", "us", "apart us", "source", "why")
+    table = Table("graph", "collective", "becomes", "now", "bytes", "us", "apart us", "source", "why")
     for site in report.sites:
         table.add_row(*_cells(site), style=None if site.fused else "yellow")
     console.print(table, soft_wrap=False)
@@ -97,10 +97,11 @@ def _cells(site: "Site") -> Sequence[str]:
     guess = site.prediction
     times = (None, None) if guess is None else (guess.fused_us, guess.unfused_us)
     becomes = f"{site.pattern}, {site.order}" if site.fused else "kept"
+    now = site.state.value if site.fused else "-"
     source = os.path.basename(site.source or "-")
     why = ": ".join(filter(None, (site.reason.value if site.reason else "", site.detail)))
     numbers = ("-" if n is None else f"{n:,.0f}" for n in (site.nbytes, *times))
-    return site.graph, site.collective, becomes, *numbers, source, why
+    return site.graph, site.collective, becomes, now, *numbers, source, why
 
 
 def _run(script: str, arguments: Sequence[str], module: bool, show_traceback: bool) -> str:

@@ -138,5 +138,6 @@ register(
                 "give it the shape `[N]`, or add it behind the matmul",
             ),
         ),
+        shapes=lambda args: (args.x.shape, args.w[0].shape),
     )
 )

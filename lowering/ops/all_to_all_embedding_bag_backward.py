@@ -240,5 +240,6 @@ register(
                 "nothing: torch makes them from the exchanged rows",
             ),
         ),
+        shapes=lambda args: ((args.batch, sum(args.columns)),),
     )
 )

@@ -146,5 +146,6 @@ register(
         cuda=_cuda,
         exchanged=lambda args: args.grad.dtype,
         gpu_dtypes=GPU_DTYPES,
+        shapes=lambda args: ((args.batch, sum(args.columns)),),
     )
 )

@@ -242,5 +242,6 @@ register(
         cuda=_cuda,
         exchanged=lambda args: args.x.dtype,
         gpu_gaps=(LISTED, NO_ROWS),
+        shapes=lambda args: (*(() if args.input_splits else (args.x.shape,)), args.w[0].shape),
     )
 )

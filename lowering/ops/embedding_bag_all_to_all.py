@@ -202,5 +202,6 @@ register(
         cuda=_cuda,
         exchanged=lambda args: args.dtype,
         gpu_dtypes=GPU_DTYPES,
+        shapes=lambda args: ((args.batch, sum(args.columns)),),
     )
 )

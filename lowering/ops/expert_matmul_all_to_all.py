@@ -271,5 +271,6 @@ register(
             ),
             NO_ROWS,
         ),
+        shapes=lambda args: (*(() if args.input_splits else (args.x[0].shape,)), args.w[0].shape),
     )
 )

@@ -1,7 +1,7 @@
 """The operator library `autofuse::` and the one record that says what a fused op is."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Annotated, Any, Generic, TypeAlias, TypeVar, get_args, get_origin, get_type_hints
@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from autofuse.lowering.cpu.rendezvous import NotShared
-from autofuse.lowering.cpu.workspace import SharedMemoryFull
+from autofuse.lowering.cpu.workspace import SharedMemoryFull, Workspace
 from autofuse.lowering.gpu.support import has_triton
 from autofuse.lowering.orders import PlanShape
 from autofuse.lowering.plan import FAMILIES, Family
+from autofuse.lowering.runs import Run, SiteKey, Timed, fell_back, ran
 from autofuse.lowering.torch_internals import register_autograd, resolve_group
 
 log = logging.getLogger(__name__)
@@ -92,6 +93,8 @@ class FusedOp(Generic[A]):
         gpu_dtypes: what `exchanged` may be on GPUs.
         gpu_gaps: all else that the GPU kernels do not take. Sizes are no matter of gaps: for those that it
             leaves to the reference, `cuda` returns NotImplemented.
+        shapes: what a report tells calls of a site apart by, such as the shapes of the first operands. No
+            sizes that are new in each call.
     """
 
     name: str
@@ -109,6 +112,7 @@ class FusedOp(Generic[A]):
     exchanged: Callable[[A], torch.dtype] | None = None
     gpu_dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
     gpu_gaps: tuple[Gap[A], ...] = ()
+    shapes: Callable[[A], Sequence[Sequence[int]]] = lambda args: ()
 
     @cached_property
     def schema(self) -> str:
@@ -125,6 +129,12 @@ class FusedOp(Generic[A]):
         if not isinstance(group, str):
             given = (*given[:-3], resolve_group(group).group_name, *given[-2:])
         return self.arguments(*given)
+
+    def key(self, given: A) -> SiteKey:
+        """Calls with these arguments, as `lowering.runs` has them; of a graph, those of a site."""
+        *_, group_name, _, site = given
+        shapes = tuple(tuple(n if isinstance(n, int) else None for n in dims) for dims in self.shapes(given))
+        return SiteKey.of(self.name, site, group_name, shapes)
 
     def gpu_gap(self, given: A) -> str:
         """Why the GPU kernels do not take these arguments, dtypes apart; empty if they do."""
@@ -169,11 +179,23 @@ def register(op: FusedOp[A]) -> None:
             result = run(arguments)
             if result is not NotImplemented:
                 return result
+            why = op.gpu_gap(arguments) or op.gpu_dtype_gap(arguments) if run is on_gpu else ""
+            why = why or "no kernel takes these operands"
         except (NotShared, SharedMemoryFull) as error:
-            if str(error) not in _warned:
-                _warned.add(str(error))
+            why = str(error)
+            if why not in _warned:
+                _warned.add(why)
                 log.warning("autofuse::%s runs unfused: %s", op.name, error)
+        fell_back(op.key(arguments), why)
         return op.reference(arguments)
+
+    def on_cpu(arguments: A) -> Any:
+        begun = Workspace.begun
+        result = op.cpu(arguments)
+        if Workspace.begun != begun and result is not NotImplemented:
+            key = op.key(arguments)
+            ran(key, Run(key.shapes, Timed(_plan_of(op, arguments)), fused=True))
+        return result
 
     def on_gpu(arguments: A) -> Any:
         if not has_triton() or op.gpu_gap(arguments) or op.gpu_dtype_gap(arguments):
@@ -185,7 +207,7 @@ def register(op: FusedOp[A]) -> None:
     FAMILIES[op.name] = op.family
     LIBRARY.define(op.schema)
     devices: dict[str, Callable[..., Any]] = {
-        "CPU": partial(planned, op.cpu),
+        "CPU": partial(planned, on_cpu),
         "CUDA": reference if op.cuda is None else partial(planned, on_gpu),
         "XPU": reference,
         "PrivateUse1": reference,
@@ -197,6 +219,12 @@ def register(op: FusedOp[A]) -> None:
     if op.backward is not None:
         overload = getattr(torch.ops.autofuse, op.name).default
         register_autograd(LIBRARY, overload, partial(_backward, op), partial(_setup_context, op), devices)
+
+
+def _plan_of(op: FusedOp[A], arguments: A) -> str:
+    """The plan that an executor runs, as reports name it."""
+    one_shot = op.plan_shape is not None and op.plan_shape(arguments).one_shot
+    return "plan, one shot" if one_shot else f"plan, {arguments[-2]}"
 
 
 # --- Autograd -----------------------------------------------------------------------------------------

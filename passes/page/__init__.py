@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
@@ -21,7 +22,10 @@ from markupsafe import Markup
 from autofuse.lowering.drawing import STYLE, draw_legend, draw_svg, left_out
 from autofuse.lowering.orders import PlanShape
 from autofuse.lowering.plan import Order, contention
-from autofuse.passes.report import GraphReport, Line, Report, Site, break_advice
+from autofuse.lowering.runs import Ran
+from autofuse.passes.ran import State, counted, lines_of
+from autofuse.passes.report import GraphReport, Line, Report, Site
+from autofuse.passes.text import break_advice
 
 from .diff import blocks
 
@@ -40,6 +44,8 @@ def render(report: Report) -> str:
         report=report,
         sites=views,
         graphs=graphs,
+        counted=counted(view.state for view in views),
+        counts=Counter(view.state.value for view in views),
         reasons=_by_reason(views),
         plans=_plan_views(views),
         breaks=[text.strip() for text in dict.fromkeys(report.graph_breaks) if text.strip()],
@@ -65,6 +71,15 @@ class SiteView:
     site: Site
     plan: PlanShape | None
     """The plan that is drawn, of an arbitrary size if the sizes are not known; None if kept."""
+    state: State
+    ran: list[str]
+    """What has run there, and what fell back."""
+
+    @property
+    def style(self) -> str:
+        """The class by which the page colours and filters."""
+        styles = {State.AS_TORCH: "torch", State.FELL_BACK: "fell", State.KEPT: "kept"}
+        return styles.get(self.state, "fused")
 
     @property
     def times(self) -> list[float | None]:
@@ -114,7 +129,8 @@ def _site_views(report: Report) -> Iterator[SiteView]:
     number = 0
     for index, graph in enumerate(report.graphs):
         for site in graph.sites:
-            yield SiteView(number, index, site, _drawn(site))
+            ran = lines_of(Ran(site.runs, site.fell_back))
+            yield SiteView(number, index, site, _drawn(site), site.state, ran)
             number += 1
 
 

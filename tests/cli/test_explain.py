@@ -25,7 +25,9 @@ def test_a_script_for_torchrun(tmp_path: Path) -> None:
     command = [*autofuse, "explain", *options, tmp_path / "train.py", "--hidden=16"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("rank 3 of helper hidden 16\nautofuse: 1 fused, 0 kept in 2 graphs\n")
+    assert done.stdout.startswith(
+        "rank 3 of helper hidden 16\nautofuse: 1 fused (not yet run), 0 kept in 2 graphs\n"
+    )
     assert done.stderr == ""
     report = Report.from_json((tmp_path / "report.json").read_text())
     assert [(site.pattern, site.world) for site in report.fused] == [("matmul_all_reduce", 2)]
@@ -37,7 +39,7 @@ def test_a_script_that_spawns_and_other_backends(tmp_path: Path, command: Comman
     result = command("explain", "--all", "--policy", "always", "--rank", 1, script)
     assert result.exit_code == 0, result.output
     assert "sums 0 0.0 torch.Size([8, 4])" in result.stdout
-    assert "autofuse: 1 fused, 0 kept in 1 graph" in result.stdout
+    assert "autofuse: 1 fused (not yet run), 0 kept in 1 graph" in result.stdout
     assert "the script exited with 7" in result.stderr
 
 

@@ -14,6 +14,7 @@ from torch.distributed import _functional_collectives as funcol
 
 import autofuse
 from autofuse import Reason, Report
+from autofuse.lowering.runs import FallBack, Ran, Run, Timed
 from autofuse.passes.page.diff import blocks
 from autofuse.passes.report import GraphReport, Line, Listing, Prediction, Site
 from tests.frontend.models import operands
@@ -194,6 +195,24 @@ def test_the_table_filters_and_sorts(show: Callable[..., Any]) -> None:
     assert page.execute_script(first) == "s98"
     click(page, "[data-key=number]")
     assert page.execute_script(first) == "s0"
+
+
+@pytest.mark.browser
+def test_the_page_tells_what_has_run(show: Callable[..., Any]) -> None:
+    ways = {"words": True, "cublas+two_shot": False}
+    runs = [Ran((Run(((8, 64),), Timed(way, 9.0, "measured"), fused),)) for way, fused in ways.items()]
+    fell = Ran((), (FallBack(((8, 64),), EVIL, 3),))
+    sites = [dataclasses.replace(SITE, ran=ran) for ran in (*runs, fell, Ran())]
+    page = show(Report([GraphReport("forward 0", "forward", Listing(), Listing(), (*sites, KEPT))]))
+    assert page.title == "autofuse: 2 fused (1 not yet run), 1 as torch, 1 fell back, 1 kept"
+    for state, number in {"fused": 2, "torch": 1, "fell": 1, "kept": 1}.items():
+        click(page, f"[data-show={state}]")
+        assert count(page, ".site") == number, state
+    click(page, "[data-show=all]")
+    told = ["words, 9.0 us measured", "as torch: two-shot is fastest here", f"3 times: {EVIL}", "not yet run"]
+    for i, text in enumerate(told):
+        click(page, f"#s{i} .row")
+        assert text in page.find_element("id", f"d{i}").text
 
 
 @pytest.mark.browser

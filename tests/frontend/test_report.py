@@ -52,7 +52,7 @@ def test_a_report_survives_json() -> None:
 
 def test_the_table_shows_every_site_and_advice_for_the_kept() -> None:
     text = str(Report([GRAPH], ["async_op=True for distributed collectives\n  long story"]))
-    assert text.splitlines()[0] == "autofuse: 1 fused, 1 kept in 1 graph"
+    assert text.splitlines()[0] == "autofuse: 1 fused (not yet run), 1 kept in 1 graph"
     assert "matmul_all_reduce" in text
     assert "model.py:12" in text
     assert "reduce_op: max" in text

@@ -50,7 +50,7 @@ def _trains(rank: int, world: int, directory: str) -> Result:
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
     counts = torch._dynamo.utils.counters["inductor"]
     sites = [
-        {"graph": g.kind, "pattern": s.pattern, "fused": s.fused, "world": s.world, "nbytes": s.nbytes}
+        {"graph": g.kind, "pattern": s.pattern, "now": s.state.value, "world": s.world, "nbytes": s.nbytes}
         for g in report.graphs
         for s in g.sites
     ]
@@ -65,7 +65,7 @@ def test_a_second_process_and_another_rank_find_what_rank_0_compiled(fresh: Rank
     patterns = [(site["graph"], site["pattern"]) for site in expected]
     assert patterns[:2] == [("forward", "all_gather_matmul"), ("forward", "matmul_reduce_scatter")]
     assert {graph for graph, _ in patterns} == {"forward", "backward"}
-    assert all(site["fused"] for site in expected)
+    assert all(site["now"] == "fused" for site in expected)
     for sites, _, _ in cold:
         assert sites == expected
     for sites, hits, misses in warm:

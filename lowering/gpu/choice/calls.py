@@ -12,22 +12,29 @@ from autofuse import config
 from autofuse.lowering.cpu.rendezvous import NotShared
 from autofuse.lowering.gpu.memory.workspace import GpuWorkspace, current
 from autofuse.lowering.ops.library import FUSED_OPS
+from autofuse.lowering.runs import Note, Run, Timed
 
-from .choose import chosen, keep, way_of
+from .choose import chosen, keep, times_of, way_of
 from .kernel import Problem, Way, fused_ways, ways_of
+from .launcher import NOT_CAPTURED
 from .measure import Trials, measure_once
 from .points import Point
+
+MOST_CALLS = 4096
+"""Kinds of calls that are kept, of one group."""
 
 
 @dataclass(frozen=True)
 class GpuCall:
-    """A call of an op.
+    """A call of an op, with the record of its arguments.
 
     run: what the op returns, in any way but the one that the op replaces; None if that cannot be captured.
     variant: what may be new about a call of a known problem. unfused: what the op replaces, where that is
     better than the op's reference. trials: what `AUTOFUSE_MEASURE` measures, if anything.
     """
 
+    op: str
+    arguments: Any
     workspace: GpuWorkspace
     problem: Problem
     run: Callable[[Way], Any]
@@ -41,17 +48,47 @@ class GpuCall:
             measure_once(self.workspace, self.problem, self.trials)
         return way_of(self.problem, self.workspace, self.variant, capturing)
 
+    def replaced(self) -> Any:
+        """What the op returns, as torch computes it."""
+        return FUSED_OPS[self.op].reference(self.arguments) if self.unfused is None else self.unfused()
+
+    def note(self, way: Way, capturing: bool) -> Note:
+        """What reports are to say of such calls, with the best times that the choice knows."""
+        times = times_of(self.problem, self.workspace)
+        ways, key = ways_of(self.problem), FUSED_OPS[self.op].key(self.arguments)
+        taken = next((time for time in times if time.name == way.name), Timed(way.name))
+        ours = next((time for time in times if ways[time.name].fused), None)
+        of_torch = next((time for time in times if not ways[time.name].fused), None)
+        return Note(key, Run(key.shapes, taken, way.fused, capturing, of_torch, ours))
+
 
 def run_call(call: GpuCall | None) -> Any:
-    """What the op returns, in the way that policy `auto` takes; NotImplemented for the op's reference."""
+    """What the op returns, in the way that policy `auto` takes; NotImplemented for what kernels decline."""
     if call is None:
         return NotImplemented
     with current(call.workspace.device):
-        way, _ = call.decide(torch.cuda.is_current_stream_capturing())
+        capturing = torch.cuda.is_current_stream_capturing()
+        way, _ = call.decide(capturing)
         found = None if way.replaced else call.run(way)
-        if found is None and call.unfused is not None:
-            found = call.unfused()
-    return NotImplemented if found is None else found
+        if found is None and not way.replaced:
+            call.note(way, capturing).fell_back(NOT_CAPTURED)
+        else:
+            _note_once(call, way, capturing)
+        return call.replaced() if found is None else found
+
+
+def _note_once(call: GpuCall, way: Way, capturing: bool) -> None:
+    kind, known = ("noted", call.op, call.arguments.site, call.problem, capturing), call.workspace.calls
+    if known.get(kind) is not way:
+        call.note(way, capturing).ran()
+        remember(call.workspace, kind, way)
+
+
+def remember(workspace: GpuWorkspace, kind: Hashable, made: Any) -> None:
+    """What calls of this kind come to again."""
+    if len(workspace.calls) == MOST_CALLS:  # sizes may change without end
+        workspace.calls.clear()
+    workspace.calls[kind] = made
 
 
 Calls: TypeAlias = Mapping[str, Callable[[Any], GpuCall | None]]
@@ -75,8 +112,7 @@ class ByName:
         call = self._found(op, arguments)
         way = ways_of(call.problem)[name]
         if way.replaced:
-            fused_op = FUSED_OPS[op]
-            return fused_op.reference(fused_op.parse(arguments)) if call.unfused is None else call.unfused()
+            return call.replaced()
         found = call.run(way)
         if found is None:
             raise RuntimeError(f"{op}: {name} cannot be captured before it has run")

@@ -6,12 +6,13 @@ Rank 0's points count for all ranks: it hands them round when the group first as
 from __future__ import annotations
 
 import json
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
 from autofuse.lowering.gpu.memory.workspace import GpuWorkspace, agreements
+from autofuse.lowering.runs import MEASURED, PREDICTED, Timed
 
 from .kernel import Problem, Way, replaced, ways_of
 from .points import Point, Points, known, own_file, write
@@ -21,13 +22,19 @@ def _times(problem: Problem, points: Points, serial: bool) -> list[tuple[str, fl
     """Microseconds at the nearest point of the ways that this problem can take, too, the fastest first."""
     here = {name: way for name, way in ways_of(problem).items() if not (serial and way.is_copied)}
     asked = [(way.name, 0.0) for way in here.values() if way.is_update]
-    if asked:
-        return asked
+    return asked or [(time.name, time.us or 0.0) for time in _nearest(problem, points, here)]
+
+
+def _nearest(problem: Problem, points: Points, here: Mapping[str, Way]) -> list[Timed]:
+    """The times of these ways at the nearest point that has some, the fastest first."""
     near = sorted((p for p in points if p.op == problem.op), key=lambda p: p.distance(problem))
-    found = (
-        [(w, us) for w, us in p.times if w in here] for p in near if p.distance(problem) <= problem.reach
-    )
-    return next(filter(None, found), [])
+    for p in near:
+        apart = p.distance(problem)
+        known = PREDICTED if apart else MEASURED
+        found = [Timed(way, us, known) for way, us in p.times if way in here]
+        if found and apart <= problem.reach:
+            return found
+    return []
 
 
 def choose(problem: Problem, points: Points, serial: bool = False) -> str:
@@ -59,6 +66,11 @@ def chosen(problem: Problem, workspace: GpuWorkspace) -> Way:
     return agreed.chosen[problem]
 
 
+def times_of(problem: Problem, workspace: GpuWorkspace) -> list[Timed]:
+    """What the choice knows of the ways of a problem, the fastest first."""
+    return _nearest(problem, _agreement(workspace).points, ways_of(problem))
+
+
 def way_of(problem: Problem, workspace: GpuWorkspace, variant: Hashable, capturing: bool) -> tuple[Way, bool]:
     """The way of a call, the same on all ranks, and whether the next call like it takes it, too.
 
@@ -69,10 +81,11 @@ def way_of(problem: Problem, workspace: GpuWorkspace, variant: Hashable, capturi
     if capturing or (problem, variant) not in agreed.seen:
         agreed.seen.add((problem, variant))
         return chosen(problem, workspace), capturing
-    if problem not in agreed.uncaptured:
+    way = agreed.uncaptured.get(problem)
+    if way is None:
         name = choose_uncaptured(problem, agreed.points, workspace.serial)
-        agreed.uncaptured[problem] = ways_of(problem)[name]
-    return agreed.uncaptured[problem], True
+        way = agreed.uncaptured[problem] = ways_of(problem)[name]
+    return way, True
 
 
 def points_of(workspace: GpuWorkspace) -> Points:

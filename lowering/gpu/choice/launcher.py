@@ -9,9 +9,12 @@ from typing import Any
 from torch import Tensor
 
 from autofuse.lowering.gpu.memory.workspace import GpuWorkspace
+from autofuse.lowering.runs import Note
 from autofuse.native_kernels.gpu.memory import Need, PeerMemory
 
 from .kernel import Launch, Problem, Way
+
+NOT_CAPTURED = "captured before its kernel or its memory was ready"
 
 
 class Launcher:
@@ -19,7 +22,7 @@ class Launcher:
 
     The workspace is asked about a kind of calls until it has let one in; later calls are let in at once.
     problem: what all ranks must call alike; variant: that, and all else that a kernel is compiled for; need:
-    instead of the way's.
+    instead of the way's; note: for reports.
     """
 
     def __init__(
@@ -31,6 +34,7 @@ class Launcher:
         problem: Problem,
         variant: Hashable,
         need: Callable[[], Need] | None = None,
+        note: Note | None = None,
     ) -> None:
         if way.is_copied and workspace.serial:
             raise RuntimeError(
@@ -41,6 +45,7 @@ class Launcher:
         self._op, self._site, self._problem, self._variant = op, site, problem, variant
         self._need = need or (lambda: way.need)
         self._launch = None if way.kernel is None else way.kernel.launch
+        self._note = note
         self._at: Launch | None = None
         self._new = False
 
@@ -54,7 +59,11 @@ class Launcher:
                 self._op, self._site, self._need, self._way.name, self._variant, self._problem
             )
             if entered is None:
+                if self._note is not None:
+                    self._note.fell_back(NOT_CAPTURED)
                 return None
+            if self._note is not None:
+                self._note.ran()
             memory, site, self._new = entered
         if programs and memory.programs != programs:
             memory = replace(memory, programs=programs)

@@ -14,20 +14,18 @@ import torch
 from torch import Tensor
 
 from autofuse import config
-from autofuse.lowering.gpu.choice.calls import Calls, GpuCall
+from autofuse.lowering.gpu.choice.calls import Calls, GpuCall, remember
 from autofuse.lowering.gpu.choice.kernel import Way, replaced
 from autofuse.lowering.gpu.memory.workspace import GpuWorkspace, current, workspace_for, workspace_of
 from autofuse.lowering.ops.all_gather_matmul import AllGatherMatmul
 from autofuse.lowering.ops.matmul_all_gather import MatmulAllGather
 from autofuse.lowering.ops.matmul_all_reduce import MatmulAllReduce
 from autofuse.lowering.ops.matmul_reduce_scatter import MatmulReduceScatter
+from autofuse.lowering.runs import Note
 
 from .measure import trials
 from .run import Gather, Publication, Reduction, problem_of
 from .ways import GATHER, PUBLISH, REDUCE, SCATTER, DenseProblem
-
-MOST_CALLS = 4096
-"""Kinds of calls that are kept, of one group."""
 
 ReduceArguments: TypeAlias = MatmulAllReduce | MatmulReduceScatter
 
@@ -61,17 +59,18 @@ def reduce_call(op: str, args: ReduceArguments) -> GpuCall | None:
 
 def _reduce_call(
     workspace: GpuWorkspace, op: str, args: ReduceArguments, a: Tensor
-) -> tuple[GpuCall, Callable[[Way], Reduction]]:
+) -> tuple[GpuCall, Callable[..., Reduction]]:
     b, mean = args.w[0], args.reduce_op == "avg"
     problem = problem_of(op, a, b, workspace, args.dim, args.outer)
 
-    def prepared(way: Way) -> Reduction:
-        return Reduction(workspace, way, problem, b.stride(), mean, args.order, args.site)
+    def prepared(way: Way, note: Note | None = None) -> Reduction:
+        return Reduction(workspace, way, problem, b.stride(), mean, args.order, args.site, note=note)
 
     def run(way: Way) -> list[Tensor]:
         return [prepared(way)(a, b)]
 
-    return _call(workspace, problem, run, (b.stride(), args.reduce_op, args.order)), prepared
+    variant = b.stride(), args.reduce_op, args.order
+    return _call(op, args, workspace, problem, run, variant), prepared
 
 
 def run_gather(args: AllGatherMatmul) -> Any:
@@ -103,19 +102,20 @@ def gather_call(args: AllGatherMatmul) -> GpuCall | None:
 
 def _gather_call(
     workspace: GpuWorkspace, args: AllGatherMatmul, part: Tensor
-) -> tuple[GpuCall, Callable[[Way], Gather]]:
+) -> tuple[GpuCall, Callable[..., Gather]]:
     w, keep, site = args.w, args.keep_gathered, args.site
     biases = [_row(args.bias_of(i)) for i in range(len(w))]
     more, biased = keep or len(w) > 1, biases[0] is not None
     problem = problem_of(GATHER, part, w[0], workspace, args.dim, args.outer)
 
-    def prepared(way: Way) -> Gather:
-        return Gather(workspace, way, problem, w[0].stride(), more, keep, site, biased=biased)
+    def prepared(way: Way, note: Note | None = None) -> Gather:
+        strides = w[0].stride()
+        return Gather(workspace, way, problem, strides, more, keep, site, biased=biased, note=note)
 
     def run(way: Way) -> list[Tensor]:
         return prepared(way)(part, w, biases)
 
-    return _call(workspace, problem, run, (w[0].stride(), more, biased)), prepared
+    return _call(GATHER, args, workspace, problem, run, (w[0].stride(), more, biased)), prepared
 
 
 def run_publish(args: MatmulAllGather) -> Any:
@@ -145,17 +145,17 @@ def publish_call(args: MatmulAllGather) -> GpuCall | None:
 
 def _publish_call(
     workspace: GpuWorkspace, args: MatmulAllGather, a: Tensor
-) -> tuple[GpuCall, Callable[[Way], Publication]]:
+) -> tuple[GpuCall, Callable[..., Publication]]:
     w, bias = args.w[0], args.bias
     problem = problem_of(PUBLISH, a, w, workspace, args.dim, args.outer)
 
-    def prepared(way: Way) -> Publication:
-        return Publication(workspace, way, problem, w.stride(), bias is not None, args.site)
+    def prepared(way: Way, note: Note | None = None) -> Publication:
+        return Publication(workspace, way, problem, w.stride(), bias is not None, args.site, note=note)
 
     def run(way: Way) -> list[Tensor]:
         return [prepared(way)(a, w, bias)]
 
-    return _call(workspace, problem, run, (w.stride(), bias is not None)), prepared
+    return _call(PUBLISH, args, workspace, problem, run, (w.stride(), bias is not None)), prepared
 
 
 CALLS: Calls = {
@@ -167,19 +167,25 @@ CALLS: Calls = {
 
 
 def _call(
-    workspace: GpuWorkspace, problem: DenseProblem, run: Callable[[Way], list[Tensor]], variant: Hashable
+    op: str,
+    args: Any,
+    workspace: GpuWorkspace,
+    problem: DenseProblem,
+    run: Callable[[Way], list[Tensor]],
+    variant: Hashable,
 ) -> GpuCall:
-    return GpuCall(workspace, problem, run, variant, lambda: run(replaced(problem)), trials)
+    return GpuCall(op, args, workspace, problem, run, variant, lambda: run(replaced(problem)), trials)
 
 
-def _settle(call: GpuCall, prepared: Callable[[Way], Any], kind: Hashable, capturing: bool) -> Any:
+def _settle(call: GpuCall, prepared: Callable[..., Any], kind: Hashable, capturing: bool) -> Any:
     """What runs a call, which calls that are alike run, too, once their way is settled."""
     way, settled = call.decide(capturing)
-    made, kept = prepared(way), call.workspace.calls
+    note = call.note(way, capturing)
+    if way.replaced:
+        note.ran()
+    made = prepared(way, note)
     if settled:
-        if len(kept) == MOST_CALLS:  # sizes may change without end
-            kept.clear()
-        kept[kind] = made
+        remember(call.workspace, kind, made)
     return made
 
 

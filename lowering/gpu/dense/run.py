@@ -14,6 +14,7 @@ from autofuse.lowering.gpu.choice.kernel import ORDERS, Way
 from autofuse.lowering.gpu.choice.launcher import Launcher
 from autofuse.lowering.gpu.memory.workspace import GpuWorkspace
 from autofuse.lowering.reference.layout import parts, whole
+from autofuse.lowering.runs import Note
 from autofuse.native_kernels.gpu.memory import PeerMemory, is_tma
 
 from .reductions import Reduce
@@ -41,12 +42,12 @@ class Reduction:
 
     def __init__(
         self, workspace: GpuWorkspace, way: Way, problem: DenseProblem, strides: tuple[int, ...], mean: bool,
-        order: str, site: str, traced: bool = False,
+        order: str, site: str, traced: bool = False, note: Note | None = None,
     ) -> None:  # fmt: skip
         self._workspace, self._way, self._problem = workspace, way, problem
         self._is_replaced, self._is_fused = way.replaced, way.fused
         self._launcher = Launcher(
-            workspace, way, problem.op, site, problem, (problem, strides, mean, order, traced)
+            workspace, way, problem.op, site, problem, (problem, strides, mean, order, traced), note=note
         )
         self._mean = mean
         self._how = Reduce(mean, problem.everywhere, problem.outer, ORDERS[order])
@@ -102,12 +103,12 @@ class Gather:
 
     def __init__(
         self, workspace: GpuWorkspace, way: Way, problem: DenseProblem, strides: tuple[int, ...], more: bool,
-        keep: bool, site: str, traced: bool = False, biased: bool = False,
+        keep: bool, site: str, traced: bool = False, biased: bool = False, note: Note | None = None,
     ) -> None:  # fmt: skip
         self._workspace, self._way, self._problem = workspace, way, problem
         self._is_replaced, self._is_fused = way.replaced, way.fused
         self._launcher = Launcher(
-            workspace, way, problem.op, site, problem, (problem, strides, more, biased, traced)
+            workspace, way, problem.op, site, problem, (problem, strides, more, biased, traced), note=note
         )
         self._more, self._keep = more, keep
 
@@ -163,11 +164,11 @@ class Publication:
 
     def __init__(
         self, workspace: GpuWorkspace, way: Way, problem: DenseProblem, strides: tuple[int, ...],
-        biased: bool, site: str, traced: bool = False,
+        biased: bool, site: str, traced: bool = False, note: Note | None = None,
     ) -> None:  # fmt: skip
         self._workspace, self._problem, self._is_replaced = workspace, problem, way.replaced
         self._launcher = Launcher(
-            workspace, way, problem.op, site, problem, (problem, strides, biased, traced)
+            workspace, way, problem.op, site, problem, (problem, strides, biased, traced), note=note
         )
         self._shape = [problem.m, problem.n]
         self._shape[problem.dim] *= problem.world

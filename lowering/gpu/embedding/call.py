@@ -51,7 +51,7 @@ def embedding_call(args: EmbeddingBagAllToAll) -> GpuCall | None:
         )  # fmt: skip
         return exchange(workspace, way, problem, tables, args.site)
 
-    return GpuCall(workspace, problem, run)
+    return GpuCall(problem.op, args, workspace, problem, run)
 
 
 def run_embedding_backward(args: AllToAllEmbeddingBagBackward) -> Any:
@@ -77,7 +77,7 @@ def embedding_backward_call(args: AllToAllEmbeddingBagBackward) -> GpuCall | Non
         )  # fmt: skip
         return exchange_backward(workspace, way, problem, tables, grad, args.keep_exchanged, args.site)
 
-    return GpuCall(workspace, problem, run)
+    return GpuCall(problem.op, args, workspace, problem, run)
 
 
 def run_embedding_update(args: AllToAllEmbeddingBagUpdate) -> Any:
@@ -111,7 +111,7 @@ def embedding_update_call(args: AllToAllEmbeddingBagUpdate) -> GpuCall | None:
         torch.autograd.graph.increment_version((*weights, *states))
         return found[-1] if keep else grad.new_empty(0)
 
-    return GpuCall(workspace, problem, run)
+    return GpuCall(problem.op, args, workspace, problem, run)
 
 
 CALLS: Calls = {OP: embedding_call, BACKWARD: embedding_backward_call, UPDATE: embedding_update_call}

@@ -53,7 +53,8 @@ def combine_call(args: ExpertMatmulAllToAll) -> GpuCall | None:
         out = combine(workspace, way, problem, a, w, biases[0], order, site)
         return None if out is None else [out]
 
-    return GpuCall(workspace, problem, run, (layouts(w), biases[0] is None, order), trials=trials)
+    variant = layouts(w), biases[0] is None, order
+    return GpuCall(COMBINE, args, workspace, problem, run, variant, trials=trials)
 
 
 def _dropless_combine_call(args: ExpertMatmulAllToAll) -> GpuCall | None:
@@ -75,7 +76,7 @@ def _dropless_combine_call(args: ExpertMatmulAllToAll) -> GpuCall | None:
 
     variant = layouts(w), biases[0] is None
     grouped = rows.offsets is not None and can_group(problem)
-    return GpuCall(workspace, problem, run, variant, unfused if grouped else None)
+    return GpuCall(COMBINE, args, workspace, problem, run, variant, unfused if grouped else None)
 
 
 def dispatch_call(args: AllToAllExpertMatmul) -> GpuCall | None:
@@ -101,7 +102,7 @@ def dispatch_call(args: AllToAllExpertMatmul) -> GpuCall | None:
         return dispatch(workspace, way, problem, parts, w, biases, keep_exchanged, site)
 
     variant = w[0].stride(), biases[0] is None, keep_exchanged or len(w) > count
-    return GpuCall(workspace, problem, run, variant, trials=trials)
+    return GpuCall(DISPATCH, args, workspace, problem, run, variant, trials=trials)
 
 
 def _dropless_dispatch_call(args: AllToAllExpertMatmul) -> GpuCall | None:
@@ -125,7 +126,7 @@ def _dropless_dispatch_call(args: AllToAllExpertMatmul) -> GpuCall | None:
         return dispatch_unfused(parts, w, biases, rows, keep_exchanged, group_name)
 
     variant = w[0].stride(), biases[0] is None, keep_exchanged or len(w) > count
-    return GpuCall(workspace, problem, run, variant, unfused if can_group(problem) else None)
+    return GpuCall(DISPATCH, args, workspace, problem, run, variant, unfused if can_group(problem) else None)
 
 
 CALLS: Calls = {COMBINE: combine_call, DISPATCH: dispatch_call}
