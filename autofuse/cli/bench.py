@@ -9,6 +9,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from autofuse.cli.gpu_ranks import OPS, layer
 from autofuse.cli.terminal import check_folders, one_of, progress_bar, user_errors, write
 
 app = typer.Typer(invoke_without_command=True)
@@ -81,6 +82,14 @@ def dense(
     shapes: Annotated[
         list[str] | None, typer.Option(help="Only this shape, such as llama70b.o_proj; repeat for several.")
     ] = None,
+    size: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="K,N",
+            help="A layer of this size, K over all ranks; repeat for several.",
+        ),
+    ] = None,
+    ops: Annotated[list[str] | None, typer.Option("--op", help="Only this op; repeat for several.")] = None,
     tokens: Annotated[
         list[int] | None, typer.Option(help="Only so many tokens; repeat for several.", min=1)
     ] = None,
@@ -94,6 +103,9 @@ def dense(
     """The dense ops on the GPUs of torchrun: ours, and all that torch ships, in one process."""
     with user_errors():
         check_folders(json, markdown)
+        sizes = [f"{k},{n}" for k, n in map(layer, size or ())]
+        for op in ops or ():
+            one_of(op, OPS, "--op")
         from autofuse.bench.gpu.dense.cells import (
             QUICK_SHAPES,
             QUICK_TOKENS,
@@ -113,7 +125,8 @@ def dense(
         sweep = orders or ctas
         counts = SWEEP_TOKENS if sweep else QUICK_TOKENS if quick else TOKENS
         names = SWEEP_SHAPES if sweep else QUICK_SHAPES if quick else SHAPES
-        options = Options(tuple(shapes or names), tuple(tokens or counts), quick, orders, ctas, tune)
+        chosen = (*(shapes or ()), *sizes) or names
+        options = Options(tuple(chosen), tuple(tokens or counts), quick, orders, ctas, tuple(ops or ()), tune)
         join(options)
     run(options, json, markdown)
 

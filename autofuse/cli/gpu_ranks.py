@@ -6,6 +6,15 @@ from contextlib import contextmanager
 OPS = ("matmul_all_reduce", "matmul_reduce_scatter", "all_gather_matmul", "matmul_all_gather")
 
 
+def layer(size: str) -> tuple[int, int]:
+    """K and N of a whole layer, from `K,N`. ValueError for anything else."""
+    parts = size.split(",")
+    if len(parts) != 2 or not all(part.strip().isdigit() and int(part) for part in parts):
+        raise ValueError(f"--size: expected K,N such as 8192,8192, got {size!r}")
+    k, n = map(int, parts)
+    return k, n
+
+
 def extents(op: str, tokens: int, size: str, world: int) -> tuple[int, int, int]:
     """(M, K, N) of the matmul on each rank, from the extents of the whole layer.
 
@@ -13,12 +22,9 @@ def extents(op: str, tokens: int, size: str, world: int) -> tuple[int, int, int]
     the pair, `[M, N] @ [N, K / W]`; matmul_all_gather, which ends a model, `[M, K] @ [K, N / W]`. Raises
     ValueError for extents that do not divide by `world`.
     """
-    parts = size.split(",")
-    if len(parts) != 2 or not all(part.strip().isdigit() for part in parts):
-        raise ValueError(f"--size: expected K,N such as 8192,8192, got {size!r}")
-    k, n = map(int, parts)
+    k, n = layer(size)
     publishes = op == "matmul_all_gather"
-    if k < 1 or n < 1 or (n if publishes else k) % world:
+    if (n if publishes else k) % world:
         which = "second" if publishes else "first"
         raise ValueError(f"--size {size}: expected positive extents, the {which} a multiple of {world} ranks")
     if publishes and tokens > 0:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from autofuse.bench.gpu.dense.cells import OPS, SHAPES, Cell, Row, Sweep, cells, check
+from autofuse.bench.gpu.dense.cells import OPS, SHAPES, WEIGHTS, Cell, Row, Sweep, cells, check, ops_of
 from autofuse.bench.gpu.dense.table import report
 from autofuse.lowering.gpu.choice.timing import Timing, calls_for
 
@@ -26,8 +26,24 @@ def test_sizes_of_the_matmul_on_a_rank() -> None:
 
 
 def test_logits_have_shapes_of_their_own() -> None:
-    found = [*cells(4, LM_HEAD, (1, 512, 8192), False), *cells(4, LM_HEAD, (1,), True)]
+    found = cells(4, LM_HEAD, (1, 512, 8192), ops_of(LM_HEAD, ()))
     assert [(c.op, c.tokens) for c in found] == [("matmul_all_gather", 512), ("matmul_all_gather", 1)]
+
+
+def test_any_size_is_a_shape() -> None:
+    size = "14336,4096"  # K,N
+    assert ops_of(size, ()) == ("matmul_all_reduce", "matmul_reduce_scatter", "all_gather_matmul")
+    assert [(c.m, c.k, c.n) for c in cells(4, size, (8,), OPS)] == [
+        (8, 3584, 4096), (8, 3584, 4096), (8, 4096, 3584), (8, 14336, 1024),
+    ]  # fmt: skip
+    for op in OPS:  # as the shape of a model of the same extents
+        cell = Cell(op, "28672,8192", 512, 4)
+        named = replace(cell, shape=DOWN_PROJ)
+        assert (cell.m, cell.k, cell.n, cell.exchanged) == (named.m, named.k, named.n, named.exchanged)
+        assert sum(op in alike for alike in WEIGHTS) == 1
+    check("14336,4095", 4)
+    with pytest.raises(ValueError, match="14336,4095: 4 ranks cannot share out N = 4095"):
+        check("14336,4095", 4, ("matmul_all_gather",))
 
 
 @pytest.mark.parametrize(
@@ -45,7 +61,7 @@ def test_limit(op: str, tokens: int, compute_us: float, limit_us: float) -> None
 
 
 def test_rows_that_cannot_be_shared_out_are_reduced_only() -> None:
-    found = [*cells(4, O_PROJ, (1, 8), False), *cells(4, O_PROJ, (1, 8), True)]
+    found = [cell for ops in WEIGHTS[:2] for cell in cells(4, O_PROJ, (1, 8), ops)]
     assert [(c.op, c.tokens) for c in found] == [
         ("matmul_all_reduce", 8),
         ("matmul_reduce_scatter", 8),
@@ -85,6 +101,7 @@ def _row(op: str, shape: str, tokens: int, ours_us: float | None, peer_us: float
 def _data(**parts: list[Any]) -> dict[str, Any]:
     measured = {kind: [p.to_json() for p in parts.get(kind, [])] for kind in ("rows", "orders", "programs")}
     data = {"machine": MACHINE, "settings": {"dtype": "bfloat16"}, "link_gb_per_s": 356.0, "link_failed": ""}
+    data["link_rates"] = {"out": 356.0, "in": 350.0}
     written: dict[str, Any] = json.loads(json.dumps({**data, **measured}))
     return written
 
@@ -109,7 +126,10 @@ def test_the_tables() -> None:
         _row("all_gather_matmul", O_PROJ, 8, None),
     ]
     text = report(_data(rows=rows))
-    assert "4 x GPU, bfloat16, torch 2.11, Triton 3.6, NCCL 2.28, copy engines 356 GB/s (measured)" in text
+    assert (
+        "4 x GPU, bfloat16, torch 2.11, Triton 3.6, NCCL 2.28, links 356 GB/s (measured, out 356, in 350)"
+        in text
+    )
     assert "### matmul_reduce_scatter, 4 GPUs" in text
     assert "### matmul_all_reduce" not in text
     lines = [[c.strip() for c in line.strip("|").split("|")] for line in text.splitlines() if "proj" in line]
@@ -158,6 +178,8 @@ def test_runs_of_several_worlds_are_put_one_below_the_other() -> None:
 MISTAKES = {
     "no torchrun": ([], {}, "this process is no rank of torchrun"),
     "unknown shape": (["--shapes", "llama"], {}, "--shapes 'llama': expected one of llama70b.o_proj"),
+    "no size": (["--size", "8192"], {}, "--size: expected K,N such as 8192,8192, got '8192'"),
+    "unknown op": (["--op", "mm"], {}, "--op 'mm': expected one of matmul_all_reduce"),
     "no tokens": (["--tokens", "0"], {}, "--tokens"),
     "no folder": (["--json", "/no/such/a.json"], {}, "no folder /no/such"),
     "no GPU": ([], {"LOCAL_RANK": "99", "WORLD_SIZE": "100"}, "rank 99 has no GPU"),

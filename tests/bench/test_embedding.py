@@ -119,7 +119,7 @@ def test_the_table() -> None:
         ways={"rows": Timing(500.0), "bags": Timing(failed="RuntimeError: no such kernel")},
     )
     text = report(data_of("embedding", [json.loads(json.dumps(row.to_json()))]))
-    assert "copy engines 356 GB/s (measured), memory 4150 GB/s read and written. Microseconds" in text
+    assert "links 356 GB/s (measured), memory 4150 GB/s read and written. Microseconds" in text
     assert "A note." in text
     lines = [
         [c.strip() for c in line.strip("|").split("|")] for line in text.splitlines() if line[0:1] == "|"

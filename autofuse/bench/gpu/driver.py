@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from autofuse import torchrun
-from autofuse.bench.gpu.rates import push_rate
+from autofuse.bench.gpu.rates import link_rates
 from autofuse.lowering.gpu.choice.timer import Call, Check, time_all, together
 from autofuse.lowering.gpu.choice.timing import QUICK, Effort, Timing
 from autofuse.lowering.torch_internals import symmetric_empty, symmetric_views
@@ -26,10 +26,11 @@ Key: TypeAlias = tuple[str, str]
 """Kind and name of a variant. Kinds are compute, parts, peers, ours and ways."""
 
 TIMEOUT_S = 60.0
-LINK_BYTES = 128 << 20
-"""Bytes that are pushed, at least, to measure the link, so that the start does not count."""
+LINK_BYTES = 256 << 20
+"""Of the memory in which the links are measured: every rank has an equal part of it, which takes each link
+some 100 us or more, so that the start does not count."""
 LINK_GB_PER_S = {4: 356.0, 8: 346.0}
-"""Rates of the copy engines of H200 by the number of ranks, used only if they cannot be measured."""
+"""Rates of the links of H200 by the number of ranks, used only if they cannot be measured."""
 
 
 def join(command: str, check: Callable[[int], object]) -> None:
@@ -61,19 +62,20 @@ def machine() -> dict[str, Any]:
 def link(count: int) -> tuple[torch.Tensor, dict[str, Any]]:
     """Symmetric memory for `count` numbers in bfloat16 or more, and the rate of the links.
 
-    The rate is that of the copy engines, or an assumed one with the reason.
+    The rate is the best that was seen, so that no transfer is faster; or an assumed one with the reason.
     """
     group = dist.group.WORLD
     assert group is not None
     count = max(count, LINK_BYTES // 2)
     buffer = symmetric_empty(count, torch.bfloat16, torch.device("cuda", torch.cuda.current_device()))
-    views = symmetric_views(buffer, group)
+    views = [view[: LINK_BYTES // 2] for view in symmetric_views(buffer, group)]
     try:
-        mine = torch.zeros_like(buffer)
-        return buffer, {"link_gb_per_s": together(lambda: push_rate(mine, views)), "link_failed": ""}
+        mine = torch.zeros_like(views[dist.get_rank()])
+        rates = together(lambda: link_rates(mine, views))
+        return buffer, {"link_gb_per_s": max(rates.values()), "link_rates": rates, "link_failed": ""}
     except RuntimeError as error:
         rate = LINK_GB_PER_S[4 if dist.get_world_size() <= 4 else 8]
-        return buffer, {"link_gb_per_s": rate, "link_failed": str(error)}
+        return buffer, {"link_gb_per_s": rate, "link_rates": {}, "link_failed": str(error)}
 
 
 class Asking:

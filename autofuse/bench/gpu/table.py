@@ -15,8 +15,10 @@ R = TypeVar("R", bound=Measured)
 def about(data: Mapping[str, Any], *rates: str) -> str:
     """The line above the tables; `rates`: what else was measured at the start."""
     machine, link = data["machine"], data["link_gb_per_s"]
-    measured = f"assumed: {data['link_failed']}" if data["link_failed"] else "measured"
-    copies = ", ".join([f"copy engines {link:.0f} GB/s ({measured})", *rates])
+    every = data.get("link_rates", {})  # older files have none
+    measured = ", ".join(["measured", *(f"{name} {rate:.0f}" for name, rate in every.items())])
+    measured = f"assumed: {data['link_failed']}" if data["link_failed"] else measured
+    copies = ", ".join([f"links {link:.0f} GB/s ({measured})", *rates])
     return (
         f"{machine['world']} x {machine['gpu']}, {data['settings']['dtype']}, torch {machine['torch']}, "
         f"Triton {machine['triton']}, NCCL {machine['nccl']}, {copies}. "

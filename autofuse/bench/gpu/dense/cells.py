@@ -30,6 +30,7 @@ SHAPES = {  # N, K over all ranks
     "llama8b.lm_head": (128256, 4096),
     "llama70b.lm_head": (128256, 8192),
 }
+"""Others are written `K,N`."""
 HEADS = ("llama8b.lm_head", "llama70b.lm_head")
 """Shapes of matmul_all_gather: N is the vocabulary. The others are of layers inside of a model."""
 MOST_HEAD_TOKENS = 2048
@@ -41,6 +42,22 @@ SWEEP_SHAPES, SWEEP_TOKENS = ("llama70b.o_proj",), (2048,)
 """Sizes at which orders and numbers of programs are compared. Each number of programs compiles its own
 kernel."""
 OPS = ("matmul_all_reduce", "matmul_reduce_scatter", "all_gather_matmul", "matmul_all_gather")
+LAYER_OPS = OPS[:3]
+WEIGHTS = (OPS[:2], OPS[2:3], OPS[3:])
+"""Ops that multiply by the same weights."""
+
+
+def extents(shape: str) -> tuple[int, int]:
+    """N and K over all ranks of a shape: a name in `SHAPES`, or `K,N`."""
+    if shape in SHAPES:
+        return SHAPES[shape]
+    k, n = shape.split(",")
+    return int(n), int(k)
+
+
+def ops_of(shape: str, asked: tuple[str, ...]) -> tuple[str, ...]:
+    """The ops that are measured at a shape: those that are asked for, else those that have it in a model."""
+    return asked or (OPS[3:] if shape in HEADS else LAYER_OPS)
 
 
 @dataclass(frozen=True)
@@ -72,18 +89,18 @@ class Cell:
 
     @property
     def k(self) -> int:
-        n, k = SHAPES[self.shape]
+        n, k = extents(self.shape)
         return n if self.gathers else k if self.publishes else k // self.world
 
     @property
     def n(self) -> int:
-        n, k = SHAPES[self.shape]
+        n, k = extents(self.shape)
         return k // self.world if self.gathers else n // self.world if self.publishes else n
 
     @property
     def exchanged(self) -> int:
         """Elements of the matrix that is gathered, scattered or reduced."""
-        return self.tokens * SHAPES[self.shape][0]
+        return self.tokens * extents(self.shape)[0]
 
     @property
     def possible(self) -> bool:
@@ -151,21 +168,19 @@ class Sweep:
         return cls(Cell(**data["cell"]), data["way"], from_json(data["settings"]))
 
 
-def cells(world: int, shape: str, tokens: tuple[int, ...], gathers: bool) -> list[Cell]:
-    """The cells of a shape that use the same weights, the largest number of tokens first, so that memory
-    grows once."""
-    ops = [op for op in OPS if (op == "all_gather_matmul") == gathers]
-    ops = [op for op in ops if (op == "matmul_all_gather") == (shape in HEADS)]
+def cells(world: int, shape: str, tokens: tuple[int, ...], ops: tuple[str, ...]) -> list[Cell]:
+    """The cells of a shape and these ops, the largest number of tokens first, so that memory grows once."""
     found = [Cell(op, shape, count, world) for count in sorted(tokens, reverse=True) for op in ops]
     return [cell for cell in found if cell.possible]
 
 
-def check(shape: str, world: int) -> None:
+def check(shape: str, world: int, ops: tuple[str, ...] = ()) -> None:
     """ValueError for a shape that does not divide by the number of ranks."""
-    n, k = SHAPES[shape]
-    name, length = ("N", n) if shape in HEADS else ("K", k)
-    if length % world:
-        raise ValueError(
-            f"{shape}: {world} ranks cannot share out {name} = {length}; "
-            "start a number of ranks that divides it"
-        )
+    n, k = extents(shape)
+    for op in ops_of(shape, ops):
+        name, length = ("N", n) if op == "matmul_all_gather" else ("K", k)
+        if length % world:
+            raise ValueError(
+                f"{shape}: {world} ranks cannot share out {name} = {length}; "
+                "start a number of ranks that divides it"
+            )

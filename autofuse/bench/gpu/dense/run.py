@@ -14,7 +14,7 @@ from torch import Tensor
 
 import autofuse
 import autofuse.lowering.ops  # defines torch.ops.autofuse
-from autofuse.bench.gpu.dense.cells import SHAPES, Cell, Row, cells, check
+from autofuse.bench.gpu.dense.cells import WEIGHTS, Cell, Row, cells, check, extents, ops_of
 from autofuse.bench.gpu.dense.peers import (
     Operands,
     Run,
@@ -61,6 +61,8 @@ class Options:
     """Measure direct order against oblivious instead."""
     ctas: bool = False
     """Measure time against the number of programs instead."""
+    ops: tuple[str, ...] = ()
+    """Only these; none: those that have the shape in a model."""
     tune: bool = False
     """Let `auto` decide by these measurements, and add them to the user's own file of points."""
 
@@ -84,7 +86,7 @@ def join(options: Options) -> None:
 
     def check_shapes(world: int) -> None:
         for shape in options.shapes:
-            check(shape, world)
+            check(shape, world, options.ops)
 
     join_ranks("dense", check_shapes)
 
@@ -95,8 +97,9 @@ def run(options: Options, json_file: Path | None, markdown: Path | None) -> NoRe
     with torch.no_grad(), autofuse.config.patch(policy="auto", timeout_s=TIMEOUT_S):
         bench = _prepare(options)
         for shape in options.shapes:
-            for gathers in (False, True):
-                _measure_shape(bench, shape, gathers, json_file)
+            for alike in WEIGHTS:
+                ops = tuple(op for op in alike if op in ops_of(shape, options.ops))
+                _measure_shape(bench, shape, ops, json_file)
     leave(lambda: report(bench.data), markdown)
 
 
@@ -104,7 +107,7 @@ def _prepare(options: Options) -> _Bench:
     group = dist.group.WORLD
     assert group is not None
     own, _ = dist.new_subgroups(group_size=1)
-    buffer, rate = link(max(options.tokens) * max(SHAPES[shape][0] for shape in options.shapes))
+    buffer, rate = link(max(options.tokens) * max(extents(shape)[0] for shape in options.shapes))
     settings = {**asdict(options), "dtype": DTYPE}
     data = {"machine": machine(), "settings": settings, **rate, "rows": [], "orders": [], "programs": []}
     effort = QUICK if options.quick else Effort()
@@ -112,9 +115,9 @@ def _prepare(options: Options) -> _Bench:
     return _Bench(options, effort, buffer, group.group_name, own.group_name, rate_gb_per_s, data)
 
 
-def _measure_shape(bench: _Bench, shape: str, gathers: bool, json_file: Path | None) -> None:
+def _measure_shape(bench: _Bench, shape: str, ops: tuple[str, ...], json_file: Path | None) -> None:
     options, data = bench.options, bench.data
-    sizes = cells(dist.get_world_size(), shape, options.tokens, gathers)
+    sizes = cells(dist.get_world_size(), shape, options.tokens, ops)
     if not sizes:
         return
     weights = _weights(sizes[0])
@@ -131,7 +134,7 @@ def _measure_shape(bench: _Bench, shape: str, gathers: bool, json_file: Path | N
 
 def _weights(cell: Cell) -> list[Tensor]:
     """Weights [K, N] of every rank, so many that they do not fit into the L2 cache."""
-    scale = SHAPES[cell.shape][1] ** -0.5
+    scale = extents(cell.shape)[1] ** -0.5
     copies = copies_of(cell.k * cell.n * BYTES)
     return [torch.randn(cell.k, cell.n, device="cuda", dtype=torch.bfloat16) * scale for _ in range(copies)]
 
