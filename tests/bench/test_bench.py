@@ -15,7 +15,7 @@ from autofuse.bench.cpu.table import geometric_mean, table
 @pytest.mark.parametrize(
     "rows",
     [
-        pytest.param(["matmul_all_reduce tokens=1 k=n=2048"], id="dense"),
+        pytest.param(["matmul_all_reduce tokens=1 k=n=2048"], id="dense", marks=pytest.mark.full),
         pytest.param(
             ["matmul_all_reduce tokens=1 k=n=2048", "experts tokens=128 hidden=512"],
             id="both",

@@ -91,8 +91,13 @@ def test_orders_of_rows(routing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert route.ends.tolist() == torch.tensor(route.per_expert).cumsum(0).tolist()
 
 
-def _work(cell: Cell) -> expert_work.Work:
+def _prepare() -> None:
     MODELS["tiny"] = Model(32, 48, 16, 3)
+    expert_work.copies_of = lambda nbytes: 2  # enough weights to be read from memory would take seconds
+
+
+def _work(cell: Cell) -> expert_work.Work:
+    _prepare()
     group = dist.group.WORLD
     assert group is not None
     torch.manual_seed(dist.get_rank())
@@ -100,7 +105,7 @@ def _work(cell: Cell) -> expert_work.Work:
 
 
 def _measured(rank: int, world: int, cell: Cell) -> tuple[dict[str, Any], float]:
-    MODELS["tiny"] = Model(32, 48, 16, 3)
+    _prepare()
     row = measured(cell, expert_work.work)
     auto = _work(cell).variants["ours"]["auto"]
     group = dist.group.WORLD

@@ -2,7 +2,7 @@
 
 The rules are those of `comm`: what goes before a signal and after a wait, and which scope. PTX is read as
 text; what the kernels write as inline assembly stays in one piece there. The fast tier compiles a subset in
-which every pair of settings occurs; the full tier compiles every way in use.
+which every setting has each of its values; the full tier compiles every way in use.
 """
 
 import re
@@ -38,7 +38,7 @@ from autofuse.native_kernels.triton.matmul_gather_packets import (
 )
 from autofuse.native_kernels.triton.matmul_packets import PacketsConfig, launch_matmul_packets
 from autofuse.native_kernels.triton.matmul_reduce import ReduceConfig, launch_matmul_reduce
-from tests.kernels.pairwise import EVERY, pairwise
+from tests.kernels.pairwise import EVERY, each_value
 
 TARGET = GPUTarget("cuda", 90, 32)
 K, N = 4096, 4096
@@ -216,7 +216,7 @@ def test_rules(op: str, every: bool) -> None:
     """Before signals and after waits; shared memory; loads that run ahead of the products."""
     names = set()
     given = [case for case in cases() if case[0].op == op]
-    for problem, way, transposed, trace in given if every else pairwise(given, settings):
+    for problem, way, transposed, trace in given if every else each_value(given, settings):
         kernel = compiled(problem, way, transposed, trace)
         where = f"{problem}, {way.config}, transposed={transposed}, trace={trace}"
         for rule in (check_signals, check_waits, check_scopes, check_packets):

@@ -23,7 +23,7 @@ from autofuse.native_kernels.gpu.memory import EVENTS, Need, PeerMemory, Region
 from autofuse.native_kernels.gpu.state import STATE_LENGTH
 from autofuse.native_kernels.triton.embedding_exchange import launch_embedding_exchange
 from autofuse.native_kernels.triton.embedding_tables import BagsConfig, Tables, Tiles
-from tests.kernels.pairwise import EVERY, pairwise
+from tests.kernels.pairwise import EVERY, each_value
 from tests.kernels.test_ptx import (
     ACQUIRE,
     BARRIER,
@@ -109,7 +109,7 @@ def used(cubin: bytes, folder: Path) -> dict[str, int]:
 def test_rules(every: bool) -> None:
     names = ("way", "config", "send", "dtype", "index", "mode", "weighted", "trace")
     given = list(cases())
-    chosen = given if every else pairwise(given, lambda case: dict(zip(names, case, strict=True)))
+    chosen = given if every else each_value(given, lambda case: dict(zip(names, case, strict=True)))
     for way, config, send, dtype, index, mode, weighted, trace in chosen:
         kernel, _ = compiled(config, send, (dtype,), index, mode, weighted, trace)
         where = f"{way}, {dtype}, {index}, mode {mode}, weighted={weighted}, trace={trace}"

@@ -19,7 +19,7 @@ from autofuse.native_kernels.gpu.memory import EVENTS
 from autofuse.native_kernels.triton.embedding_backward import launch_embedding_backward
 from autofuse.native_kernels.triton.embedding_entries import PER_SM, WARPS, Entries, sorted_entries
 from autofuse.native_kernels.triton.embedding_tables import BackwardConfig, Tables, backward_needs
-from tests.kernels.pairwise import EVERY, pairwise
+from tests.kernels.pairwise import EVERY, each_value
 from tests.kernels.test_ptx import ACQUIRE, Kernel, compile_launch
 from tests.kernels.test_ptx_embedding import (
     COUNT,
@@ -101,7 +101,7 @@ def cases() -> Iterator[tuple[str, BackwardConfig, dict[str, object]]]:
 def test_rules(every: bool) -> None:
     given = list(cases())
     for way, config, settings in (
-        given if every else pairwise(given, lambda case: {"way": case[0], **case[2]})
+        given if every else each_value(given, lambda case: {"way": case[0], **case[2]})
     ):
         kernel, _ = compiled(config, **settings)  # type: ignore[arg-type]
         where = f"{way}, {settings}"

@@ -63,12 +63,15 @@ def fake_group(world: int, rank: int = 0) -> Iterator[None]:
         torch._dynamo.reset()
 
 
-def passes_only(policy: str = "always", order: str = "direct") -> Callable[..., Any]:
-    """A backend: everything up to Inductor's post-grad passes, then the graph as it stands."""
+def passes_only(policy: str = "always", **options: Any) -> Callable[..., Any]:
+    """A backend: everything up to Inductor's post-grad passes, then the graph as it stands.
+
+    options: those of autofuse.
+    """
     numbers = itertools.count()
 
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        fusion, patches = fusion_pass(next(numbers), None, {"policy": policy, "order": order})
+        fusion, patches = fusion_pass(next(numbers), None, {"policy": policy, **options})
 
         def compile_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
             with fusion.compiling(graph_kind(kwargs)):

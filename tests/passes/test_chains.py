@@ -163,9 +163,10 @@ def error(actual: Tensor, expected: Tensor) -> float:
     return float((actual - expected).abs().max() / scale / allowed)
 
 
+@pytest.mark.parametrize("examples", [7, pytest.param(24, marks=pytest.mark.full)])
 @pytest.mark.parametrize("collective", CHAINS)
-def test_numbers(collective: str, ranks: Callable[[int], RankPool]) -> None:
-    chains = some_chains(collective, 12)
+def test_numbers(collective: str, examples: int, ranks: Callable[[int], RankPool]) -> None:
+    chains = some_chains(collective, examples)
     for found in ranks(2).run(compare, chains, Collectives, timeout=180):
         for chain, (errors, reasons) in zip(chains, found, strict=True):
             assert max(errors) < 1, (chain, errors)

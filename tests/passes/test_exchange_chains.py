@@ -154,10 +154,11 @@ def compare(rank: int, world: int, case: Case) -> tuple[float, bool, str]:
     return error, bool(report.fused), str(report)
 
 
+@pytest.mark.parametrize("examples", [8, pytest.param(24, marks=pytest.mark.full)])
 @pytest.mark.parametrize("kind", ["combine", "dispatch", "bags"])
-def test_chains(kind: str, ranks: Callable[[int], RankPool]) -> None:
+def test_chains(kind: str, examples: int, ranks: Callable[[int], RankPool]) -> None:
     @settings(
-        max_examples=12,
+        max_examples=examples,
         derandomize=True,
         deadline=None,
         database=None,

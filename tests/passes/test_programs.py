@@ -25,6 +25,7 @@ from . import (
     views,
 )
 from .harness import compare, explain, sites
+from .tiers import full_tier
 
 Ranks = Callable[[int], RankPool]
 
@@ -35,18 +36,19 @@ MODULES = (
 CASES = [(m, name) for m in MODULES for name in m.PROGRAMS]
 
 
-def _id(case: tuple) -> str:
+def case_name(case: tuple) -> str:
     return f"{case[0].__name__.rsplit('.', 1)[-1]}: {case[1]}"
 
 
 def _on_ranks() -> Iterator[Any]:
-    """Every program with every number of ranks. More than 2 that train, or have experts, take long."""
+    """Every program with every number of ranks; the fast tier has one number, and not all programs."""
+    full = full_tier()
     for case in CASES:
-        program = case[0].PROGRAMS[case[1]]
-        for world in program.worlds:
-            slow = world > 2 and (program.grad or case[0] is experts)
-            marks = [pytest.mark.full] if slow else []
-            yield pytest.param(case, world, marks=marks, id=f"{_id(case)}, {world} ranks")
+        worlds = case[0].PROGRAMS[case[1]].worlds
+        for world in worlds:
+            fast = world == worlds[0] and case_name(case) not in full
+            marks = [] if fast else [pytest.mark.full]
+            yield pytest.param(case, world, marks=marks, id=f"{case_name(case)}, {world} ranks")
 
 
 @pytest.mark.parametrize(("case", "world"), _on_ranks())
@@ -61,8 +63,12 @@ def test_on_ranks(case: tuple, world: int, ranks: Ranks) -> None:
         assert program.breaks in result["report"], where
 
 
+def test_tiers() -> None:
+    assert full_tier() <= {case_name(case) for case in CASES}
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("case", CASES, ids=_id)
+@pytest.mark.parametrize("case", CASES, ids=case_name)
 def test_explained(case: tuple) -> None:
     """For 4 ranks, of which none runs."""
     program = case[0].PROGRAMS[case[1]]

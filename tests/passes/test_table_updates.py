@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import autofuse
 from tests.ranks import RankPool
 
-from .harness import fake_group
+from .harness import fake_group, passes_only
 from .recommendation import DIM, FORWARD, ROWS, exchange, tables
 
 Ranks = Callable[[int], RankPool]
@@ -80,7 +80,7 @@ def updated(model: Model, rowwise: bool, how: dict[str, Any] | None) -> list[Ten
     optimizer = autofuse.RowwiseAdagrad(rate(0), EPS) if rowwise else autofuse.SGD(rate(0))
     autofuse.optimizer_in_backward(bags, optimizer)
     places = [b.weight.data_ptr() for b in bags]
-    step = torch.compile(model, **how) if how else model
+    step = compiled(model, how)
     for number in range(STEPS):
         optimizer.lr = rate(number)
         run(model, step, number)
@@ -88,6 +88,16 @@ def updated(model: Model, rowwise: bool, how: dict[str, Any] | None) -> list[Ten
     assert places == [b.weight.data_ptr() for b in bags]
     states = [b.table_state for b in bags] if rowwise else []
     return [*model.parameters(), *states]
+
+
+def compiled(model: nn.Module, how: dict[str, Any] | None) -> Callable[..., Tensor]:
+    """By torch.compile with `how`; a backend of None is the graph that Inductor would compile."""
+    if how is None:
+        return model
+    if how["backend"] is None:
+        how = {**how, "backend": passes_only(**how["options"]), "options": None}
+    step: Callable[..., Tensor] = torch.compile(model, **how)
+    return step
 
 
 def train(rank: int, world: int, options: dict[str, Any], rowwise: bool, how: dict[str, Any] | None) -> Any:
@@ -100,7 +110,8 @@ def train(rank: int, world: int, options: dict[str, Any], rowwise: bool, how: di
     return [site.pattern if site.fused else site.detail for site in report.sites]
 
 
-AUTOFUSE = {"backend": "autofuse", "options": {"policy": "always"}}
+AUTOFUSE: dict[str, Any] = {"backend": "autofuse", "options": {"policy": "always"}}
+GRAPH: dict[str, Any] = {**AUTOFUSE, "backend": None}
 CASES: dict[str, dict[str, Any]] = {
     "flat": {"how": "flat"},
     "rows": {"how": "rows", "dims": [4, 8, 20]},
@@ -111,6 +122,8 @@ CASES: dict[str, dict[str, Any]] = {
     "stacked": {"how": "stacked_tables_first"},
     "uneven": {"how": "uneven"},
 }  # fmt: skip
+GENERATED = ("flat", "rows")
+"""Compiled to the end in the fast tier, too."""
 
 
 def _tiers(cases: Sequence[str]) -> list[Any]:
@@ -124,13 +137,22 @@ def _tiers(cases: Sequence[str]) -> list[Any]:
 
 @pytest.mark.parametrize(("name", "rowwise"), _tiers(list(CASES)))
 def test_fused(ranks: Ranks, name: str, rowwise: bool) -> None:
+    how = AUTOFUSE if name in GENERATED else GRAPH
+    found = ranks(2).run(train, CASES[name], rowwise, how, timeout=200)
+    assert found == [[FORWARD, UPDATE]] * 2
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("rowwise", [False, True])
+@pytest.mark.parametrize("name", list(CASES))
+def test_generated(ranks: Ranks, name: str, rowwise: bool) -> None:
     found = ranks(2).run(train, CASES[name], rowwise, AUTOFUSE, timeout=200)
     assert found == [[FORWARD, UPDATE]] * 2
 
 
 @pytest.mark.parametrize(("order", "rowwise"), _tiers(["ring", "oblivious"]))
 def test_orders(ranks: Ranks, order: str, rowwise: bool) -> None:
-    how = {"backend": "autofuse", "options": {"policy": "always", "order": order}}
+    how = {**GRAPH, "options": {"policy": "always", "order": order}}
     found = ranks(4).run(train, {"how": "rows", "dims": [8, 4]}, rowwise, how, timeout=200)
     assert found == [[FORWARD, UPDATE]] * 4
 
@@ -142,12 +164,12 @@ def test_unfused(ranks: Ranks, how: dict[str, Any] | None) -> None:
 
 
 def test_cast_on_the_wire(ranks: Ranks) -> None:
-    found = ranks(2).run(train, {"how": "rows_wire_bf16"}, True, AUTOFUSE, timeout=200)
+    found = ranks(2).run(train, {"how": "rows_wire_bf16"}, True, GRAPH, timeout=200)
     assert found == [[FORWARD, UPDATE]] * 2
 
 
 def test_sizes_that_vary(ranks: Ranks) -> None:
-    how = {**AUTOFUSE, "dynamic": True}
+    how = {**GRAPH, "dynamic": True}
     assert ranks(2).run(train, CASES["rows"], True, how, timeout=200) == [[FORWARD, UPDATE]] * 2
 
 
@@ -185,15 +207,15 @@ class Odd(nn.Module):
         return exchange(torch.cat(pooled, 1)).sin()
 
 
-def odd(rank: int, world: int, kind: str) -> list[tuple[str | None, str]]:
+def odd(rank: int, world: int, kind: str, how: dict[str, Any]) -> list[tuple[str | None, str]]:
     """Compiled it does what eager does; the sites of the backward."""
     torch._dynamo.reset()
     found = []
     indices = torch.randint(0, ROWS - 1, (4 * world, 3), generator=torch.Generator().manual_seed(rank))
     with autofuse.debug() as report:
-        for how in (None, AUTOFUSE):
+        for each in (None, how):
             model = Odd(kind)
-            step = torch.compile(model, **how) if how else model
+            step = compiled(model, each)
             for _ in range(2):
                 step(indices).sum().backward()
             found.append([*model.state_dict().values(), *(p.grad for p in model.parameters())])
@@ -206,6 +228,9 @@ def odd(rank: int, world: int, kind: str) -> list[tuple[str | None, str]]:
 
 
 @pytest.mark.parametrize(
+    "how", [pytest.param(GRAPH, id="graph"), pytest.param(AUTOFUSE, id="generated", marks=pytest.mark.full)]
+)
+@pytest.mark.parametrize(
     ("kind", "reason", "detail"),
     [
         ("the other is dense", "layout", "no consecutive columns"),
@@ -214,7 +239,7 @@ def odd(rank: int, world: int, kind: str) -> list[tuple[str | None, str]]:
         ("gradient also read", None, ""),
     ],
 )
-def test_kept(ranks: Ranks, kind: str, reason: str | None, detail: str) -> None:
-    for sites in ranks(2).run(odd, kind, timeout=200):
+def test_kept(ranks: Ranks, kind: str, reason: str | None, detail: str, how: dict[str, Any]) -> None:
+    for sites in ranks(2).run(odd, kind, how, timeout=200):
         assert [s[0] for s in sites] == [reason], sites
         assert detail in sites[0][1]

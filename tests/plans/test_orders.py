@@ -55,7 +55,7 @@ def problems(draw: st.DrawFn, op: str) -> tuple[list[Chunks], tuple[int, int]]:
 
 @pytest.mark.parametrize(("op", "order", "one_shot"), VARIANTS)
 @given(data=st.data())
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
 def test_every_plan_is_proved(op: str, order: str, one_shot: bool, data: st.DataObject) -> None:
     chunks, block = data.draw(problems(op))
     plans = plans_of(op, order, chunks, block, one_shot)
@@ -64,7 +64,9 @@ def test_every_plan_is_proved(op: str, order: str, one_shot: bool, data: st.Data
 
 
 @pytest.mark.parametrize(("op", "order", "one_shot"), VARIANTS)
-@pytest.mark.parametrize("world", range(1, 17))
+@pytest.mark.parametrize(
+    "world", [*range(1, 10), *(pytest.param(w, marks=pytest.mark.full) for w in range(10, 16)), 16]
+)
 def test_every_world(op: str, order: str, one_shot: bool, world: int) -> None:
     verify(plans_of(op, order, [((3, 2),) * world] * world, one_shot=one_shot))
 
@@ -128,7 +130,7 @@ def test_links_count_elements() -> None:
 @pytest.mark.parametrize(("op", "order", "one_shot"), VARIANTS)
 @pytest.mark.parametrize("world", [2, 16])
 def test_many_tiles_fit_the_signal_pad(op: str, order: str, one_shot: bool, world: int) -> None:
-    for rank in range(world):
+    for rank in {0, world // 2, world - 1}:
         plan = make_plan(op, order, world, rank, ((40, 5),) * world, (1, 1), one_shot)
         assert len(plan.tiles()) == 200 * world
         assert plan.slots_per_source <= SIGNAL_SLOTS

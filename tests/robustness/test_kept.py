@@ -1,4 +1,4 @@
-"""Under the true backend, on real ranks, a kept site has its reason and eager's numbers.
+"""On real ranks a kept site has its reason and eager's numbers; in the full tier under Inductor.
 
 Left to test_reasons.py: `no_kernel_for_device` (there is no other device here), and `group_unknown` and
 `mixed_devices` (eager raises as well).
@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
@@ -22,6 +23,7 @@ import autofuse
 from autofuse import Reason
 from autofuse.native_kernels import cpu
 from autofuse.passes.choice.choose import Choice
+from tests.passes.harness import passes_only
 from tests.ranks import RankPool, fresh_group
 from tests.robustness.seven import integers
 
@@ -86,7 +88,7 @@ CASES: dict[Reason, Case] = {
 }
 
 
-def _reasons(rank: int, world: int) -> dict[str, list[str | None]]:
+def _reasons(rank: int, world: int, generated: bool) -> dict[str, list[str | None]]:
     """Reasons of each case, None for what is fused, after a comparison with eager."""
     found = {}
     own = [dist.new_group([r]) for r in range(world)][rank].group_name
@@ -94,7 +96,11 @@ def _reasons(rank: int, world: int) -> dict[str, list[str | None]]:
         torch._dynamo.reset()
         x, w = integers(rank, 4, 6).to(case.dtype), integers(7 + rank, 6, 8).to(case.dtype)
         group = own if case.alone else fresh_group()
-        compiled = torch.compile(case.fn, backend="autofuse", options={"policy": "always", **case.options})
+        options = {"policy": "always", **case.options}
+        how = (
+            {"backend": "autofuse", "options": options} if generated else {"backend": passes_only(**options)}
+        )
+        compiled = torch.compile(case.fn, **how)
         with (
             autofuse.debug() as report,
             torch.no_grad(),
@@ -107,8 +113,9 @@ def _reasons(rank: int, world: int) -> dict[str, list[str | None]]:
     return found
 
 
-def test_every_reason(ranks: Ranks) -> None:
-    for found in ranks(2).run(_reasons, timeout=220):
+@pytest.mark.parametrize("generated", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_every_reason(ranks: Ranks, generated: bool) -> None:
+    for found in ranks(2).run(_reasons, generated, timeout=220):
         assert found == {reason.value: [reason.value] for reason in CASES}
 
 
