@@ -11,8 +11,9 @@ pytest.importorskip("triton")
 import torch
 
 from autofuse.bench.gpu.experts.cells import MODELS
+from autofuse.lowering.gpu.choice import choose as choice
 from autofuse.lowering.gpu.choice import measure
-from autofuse.lowering.gpu.choice.choose import choose, choose_uncaptured
+from autofuse.lowering.gpu.choice.choose import _Agreement, choose, choose_uncaptured, times_of
 from autofuse.lowering.gpu.choice.kernel import CUBLAS_NCCL, Problem, ways_of
 from autofuse.lowering.gpu.choice.points import _SHIPPED, Point, Points, own_file, read, write
 from autofuse.lowering.gpu.choice.timing import Timing
@@ -29,6 +30,7 @@ from autofuse.lowering.gpu.experts.ways import (
     DroplessProblem,
     ExpertProblem,
 )
+from autofuse.lowering.runs import MEASURED, PREDICTED, Timed
 from autofuse.native_kernels.gpu.memory import Need
 from autofuse.passes.choice import device_table
 
@@ -113,6 +115,15 @@ def test_nearest_point_decides() -> None:
     assert choose(replace(problem("matmul_all_reduce", 512), dtype=torch.float16), points) != TWO_SHOT
     assert choose(problem("matmul_all_reduce", 8, n=64), points) == CUBLAS_NCCL
     assert choose(problem("matmul_reduce_scatter", 8), points) == CUBLAS_NCCL
+
+
+def test_reports_get_the_times_that_decide(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = problem("matmul_all_reduce", 512)
+    agreed = _Agreement((Point.of(here, {"packets": 1.0, TWO_SHOT: 3.0, CUBLAS_NCCL: 4.0}),))
+    monkeypatch.setattr(choice, "_agreement", lambda workspace: agreed)
+    # 512 rows are too many for packets.
+    assert times_of(here, Mock()) == [Timed(TWO_SHOT, 3.0, MEASURED), Timed(CUBLAS_NCCL, 4.0, MEASURED)]
+    assert [time.known for time in times_of(replace(here, m=500), Mock())] == [PREDICTED] * 2
 
 
 def test_async_tp_is_for_many_rows_only() -> None:

@@ -15,10 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autofuse.lowering import runs
-from autofuse.lowering.gpu.choice import calls, choose
-from autofuse.lowering.gpu.choice.kernel import CUBLAS_NCCL
+from autofuse.lowering.gpu.choice import calls
+from autofuse.lowering.gpu.choice.kernel import CUBLAS_NCCL, Problem, Way, ways_of
 from autofuse.lowering.gpu.choice.launcher import NOT_CAPTURED, Launcher
-from autofuse.lowering.gpu.choice.points import Point
 from autofuse.lowering.gpu.dense import call as dense
 from autofuse.lowering.gpu.dense.ways import REDUCE, TWO_SHOT
 from autofuse.lowering.gpu.experts import call as expert_ops
@@ -35,32 +34,30 @@ def _bf16(*shape: int) -> Tensor:
 
 
 class Gpu:
-    """Whether a graph is captured, and what the choice knows."""
+    """Whether a graph is captured, what the choice knows, and which way it takes once a call is settled."""
 
     def __init__(self) -> None:
         self.capturing = False
-        self.memory = Mock(programs=132, rank=0)
         self.workspace = Mock(
             world=WORLD, rank=0, programs=132, group_name="group", device=torch.device("cpu"), serial=False,
             calls={},
         )  # fmt: skip
-        self.workspace.enter.return_value = self.memory, 0, False
-        self.workspace.enter_again.return_value = self.memory
-        self.agreed = choose._Agreement(())
+        memory = Mock(programs=132, rank=0)
+        self.workspace.enter.return_value = memory, 0, False
+        self.workspace.enter_again.return_value = memory
+        self.times: list[Timed] = []
+        self.settled = ""
+        self.first = True
 
-    def knows(self, op: str, m: int, k: int, n: int, **times: float) -> None:
-        ways = tuple(sorted(((WAYS[name], us) for name, us in times.items()), key=lambda way: way[1]))
-        self.agreed = choose._Agreement((Point(op, m, k, n, WORLD, ways),))
+    def knows(self, *times: Timed, settled: str) -> None:
+        """The fastest first, which the first call takes, and what is captured."""
+        self.times, self.settled, self.first = list(times), settled, True
         self.workspace.calls.clear()
 
-
-WAYS = {
-    "clusters": "clusters",
-    "rows": "clusters across=1",
-    "packets": "packets",
-    "nccl": CUBLAS_NCCL,
-    "two_shot": TWO_SHOT,
-}
+    def way_of(self, problem: Problem, workspace: Mock, variant: Any, capturing: bool) -> tuple[Way, bool]:
+        name = self.times[0].name if self.times and (capturing or self.first) else self.settled
+        first, self.first = self.first, False
+        return ways_of(problem)[name], capturing or not first
 
 
 @pytest.fixture
@@ -72,11 +69,16 @@ def gpu() -> Iterator[Gpu]:
             stack.enter_context(patch.object(module, "current", lambda device: nullcontext()))
         stack.enter_context(patch.object(dense, "workspace_for", lambda *at: found.workspace))
         stack.enter_context(patch.object(expert_ops, "workspace_of", lambda *at: found.workspace))
-        stack.enter_context(patch.object(choose, "_agreement", lambda workspace: found.agreed))
+        stack.enter_context(patch.object(calls, "way_of", found.way_of))
+        stack.enter_context(patch.object(calls, "times_of", lambda *at: found.times))
         stack.enter_context(patch.object(Launcher, "launch", lambda self, *operands: None))
         stack.enter_context(patch.object(dist, "all_reduce"))
         stack.enter_context(patch.object(torch.cuda, "is_current_stream_capturing", lambda: found.capturing))
         yield found
+
+
+def _timed(name: str, us: float, known: str = MEASURED) -> Timed:
+    return Timed(name, us, known)
 
 
 def _reduce(m: int) -> Any:
@@ -89,39 +91,39 @@ def _told(op: str, *shapes: tuple[int, ...]) -> Ran:
 
 
 def test_a_dense_call_notes_its_way_and_the_best_of_torch(gpu: Gpu) -> None:
-    gpu.knows(REDUCE, 1024, K, N, clusters=500.0, two_shot=700.0, nccl=800.0)
+    ours, shots, nccl = (
+        _timed("clusters", 500.0),
+        _timed(TWO_SHOT, 700.0, PREDICTED),
+        _timed(CUBLAS_NCCL, 800.0),
+    )
+    gpu.knows(ours, shots, nccl, settled="clusters")
     for _ in range(3):
         _reduce(1024)
-    _reduce(2048)
-    expected = Timed("clusters", 500.0, MEASURED)
     (run,) = _told(REDUCE, (1024, K), (K, N)).runs
-    assert (run.fused, run.captured, run.way, run.ours) == (True, False, expected, expected)
-    assert run.torch == Timed(TWO_SHOT, 700.0, MEASURED)
-    (far,) = _told(REDUCE, (2048, K), (K, N)).runs
-    assert far.way == replace(expected, known=PREDICTED)
+    assert (run.fused, run.captured, run.way, run.ours, run.torch) == (True, False, ours, ours, shots)
+    assert _told(REDUCE, (2048, K), (K, N)) == Ran()
 
 
 def test_torchs_way_is_noted_as_torchs(gpu: Gpu) -> None:
-    gpu.knows(REDUCE, 8, K, N, packets=9.0, two_shot=20.0, nccl=24.0)
+    ours, nccl, at = _timed("packets", 9.0), _timed(CUBLAS_NCCL, 24.0), ((8, K), (K, N))
+    gpu.knows(ours, nccl, settled=CUBLAS_NCCL)
     _reduce(8)  # as if it were captured
-    at = (8, K), (K, N)
     assert [run.fused for run in _told(REDUCE, *at).runs] == [True]
     _reduce(8)  # the host needs longer to launch packets
     gpu.capturing = True
     _reduce(8)
     eager, captured = _told(REDUCE, *at).runs
-    assert (eager.fused, eager.way.name, eager.captured) == (False, CUBLAS_NCCL, False)
-    assert (captured.fused, captured.way.name, captured.captured) == (True, "packets", True)
-    assert eager.ours is not None
-    assert eager.ours.name == "packets"
-    gpu.knows(REDUCE, 64, K, N)
+    assert (eager.fused, eager.way, eager.captured, eager.ours) == (False, nccl, False, ours)
+    assert (captured.fused, captured.way, captured.captured) == (True, ours, True)
+    gpu.knows(settled=CUBLAS_NCCL)
+    gpu.capturing = False
     _reduce(64)
     (unknown,) = _told(REDUCE, (64, K), (K, N)).runs
     assert (unknown.fused, unknown.way, unknown.torch) == (False, Timed(CUBLAS_NCCL), None)
 
 
 def test_a_dense_call_that_cannot_be_captured_fell_back(gpu: Gpu) -> None:
-    gpu.knows(REDUCE, 8, K, N, packets=9.0, nccl=24.0)
+    gpu.knows(_timed("packets", 9.0), settled="packets")
     gpu.capturing, gpu.workspace.enter.return_value = True, None
     for _ in range(2):
         (y,) = _reduce(8)
@@ -138,19 +140,19 @@ def _combine(rows: int) -> Any:
 
 
 def test_calls_of_experts_note_theirs_once(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    m, n, at = WORLD * 8, 2 * 128, ((2, WORLD * 8, K), (2, K, 128))
-    gpu.knows(COMBINE, m, K, n, rows=500.0, nccl=700.0)
+    at, ours, nccl = ((2, WORLD * 8, K), (2, K, 128)), "clusters across=1", CUBLAS_NCCL
     reference, noted = Mock(return_value="torch's"), Mock(wraps=runs.ran)
     monkeypatch.setitem(FUSED_OPS, COMBINE, replace(FUSED_OPS[COMBINE], reference=reference))
     monkeypatch.setattr(runs, "ran", noted)
+    gpu.knows(_timed(ours, 500.0), _timed(nccl, 700.0), settled=ours)
     for _ in range(4):
         _combine(8)
     assert noted.call_count == 1
     assert [(run.fused, run.way.us) for run in _told(COMBINE, *at).runs] == [(True, 500.0)]
-    gpu.knows(COMBINE, m, K, n, rows=500.0, nccl=400.0)
+    gpu.knows(_timed(nccl, 400.0), _timed(ours, 500.0), settled=nccl)
     assert _combine(8) == "torch's"
     assert [(run.fused, run.way.us) for run in _told(COMBINE, *at).runs] == [(False, 400.0)]
-    gpu.knows(COMBINE, m, K, n, rows=300.0, nccl=400.0)
+    gpu.knows(_timed(ours, 300.0), settled=ours)
     gpu.capturing, gpu.workspace.enter.return_value = True, None
     assert _combine(8) == "torch's"
     assert [each.why for each in _told(COMBINE, *at).fell_back] == [NOT_CAPTURED]
