@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
-from multiprocessing import forkserver, get_context
+from multiprocessing import forkserver, get_context, resource_tracker
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,17 @@ class RanksFailed(RuntimeError):
     """A function failed on some ranks; the text names them and holds their tracebacks."""
 
 
+class _Joined(forkserver.ForkServer):
+    """A server that another process has started, and ends: `shared` is what `Server.share` told."""
+
+    def __init__(self, shared: dict[str, Any]) -> None:
+        super().__init__()
+        vars(self).update(shared, _forkserver_alive_fd=os.pipe()[1])
+
+    def ensure_running(self) -> None:
+        resource_tracker.ensure_running()
+
+
 class Server:
     """Forks processes: it has imported `preload`, with `environment`, before it forks the first one."""
 
@@ -37,11 +48,21 @@ class Server:
         self._server.set_forkserver_preload(["pytest", *preload])
         self._environment = environment | _ENVIRONMENT
 
+    def share(self) -> dict[str, Any]:
+        """Starts the server, if need be, for this process and those that `join` it with the result."""
+        with patch.dict(os.environ, self._environment):
+            self._server.ensure_running()
+        names = ("_forkserver_address", "_forkserver_authkey")  # the latter from Python 3.14 on
+        return {name: value for name, value in vars(self._server).items() if name in names}
+
+    def join(self, shared: dict[str, Any]) -> None:
+        """Uses the server of another process from now on."""
+        self._server = _Joined(shared)
+
     @contextmanager
     def in_use(self) -> Iterator[None]:
         """Processes of the context "forkserver" are forked from this server."""
-        with patch.dict(os.environ, self._environment):
-            self._server.ensure_running()
+        self.share()
         with patch.object(forkserver, "connect_to_new_process", self._server.connect_to_new_process):
             yield
 

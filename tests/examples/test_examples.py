@@ -1,15 +1,26 @@
 """The examples as users start them, on 2 ranks: they agree with eager, and report what was fused."""
 
+import importlib
 import os
 import signal
 import subprocess
 import sys
 import uuid
+from argparse import Namespace
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch
+from torch import nn
+
+from tests.passes.harness import passes_only
+from tests.ranks import RankPool
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 PLAIN = (sys.executable,)
@@ -47,19 +58,51 @@ def processes_with(mark: str) -> list[int]:
     return found
 
 
-def fused(done: subprocess.CompletedProcess[str]) -> Counter[tuple[str, str]]:
-    """How often the printed report has each (kind of graph, fused op); "-" is for what was kept."""
+def output(done: subprocess.CompletedProcess[str]) -> str:
     assert done.returncode == 0, done.stdout + done.stderr
-    rows = [line.split() for line in done.stdout.splitlines()]
+    return done.stdout
+
+
+def fused(printed: str) -> Counter[tuple[str, str]]:
+    """How often the printed report has each (kind of graph, fused op); "-" is for what was kept."""
+    rows = [line.split() for line in printed.splitlines()]
     kinds = ("forward", "backward", "inference")
     return Counter((row[0], row[3]) for row in rows if len(row) > 3 and row[0] in kinds)
 
 
-def test_llama() -> None:
-    layers = 1
-    sizes = ("--hidden=128", f"--layers={layers}", "--batch=2", "--length=16", "--prompt=4", "--tokens=4")
-    done = run([*PLAIN, EXAMPLES / "llama_tp.py", *SMALL, *sizes])
-    assert fused(done) == {
+LLAMA = {"hidden": 128, "layers": 1, "batch": 2, "length": 16, "prompt": 4, "tokens": 4}
+
+
+def llama(rank: int, world: int) -> str:
+    """What the example prints, run by this process, on the graphs for which Inductor would generate code."""
+    printed = StringIO()
+    with patch.object(sys, "path", [str(EXAMPLES), *sys.path]), redirect_stdout(printed):
+        example = importlib.import_module("llama_tp")
+
+        def compile_each(models: Mapping[str, nn.Module], policy: str) -> dict[str, Callable[..., Any]]:
+            compiled = torch.compile(models["autofuse"], backend=passes_only(policy))
+            return {"eager": models["eager"], "inductor": models["inductor"], "autofuse": compiled}
+
+        torch._dynamo.reset()
+        with patch.object(example, "compile_each", compile_each):
+            settings = Namespace(**LLAMA, steps=2, rounds=0, policy="always")
+            example.run(settings, torch.device("cpu"))
+    return printed.getvalue()
+
+
+def test_llama(ranks: Callable[[int], RankPool]) -> None:
+    check_llama(ranks(2).run(llama, timeout=200)[0])
+
+
+@pytest.mark.full
+def test_llama_as_users_start_it() -> None:
+    sizes = [f"--{name}={value}" for name, value in LLAMA.items()]
+    check_llama(output(run([*PLAIN, EXAMPLES / "llama_tp.py", *SMALL, *sizes])))
+
+
+def check_llama(printed: str) -> None:
+    layers = LLAMA["layers"]
+    assert fused(printed) == {
         ("forward", "matmul_all_reduce"): 2 * layers,  # o_proj, down_proj
         ("forward", "matmul_all_gather"): 1,  # lm_head
         ("forward", "-"): 1,  # the embedding
@@ -68,14 +111,14 @@ def test_llama() -> None:
         ("inference", "matmul_all_gather"): 1,
         ("inference", "-"): 1,
     }
-    assert "losses: 2 compared" in done.stdout
-    assert "tokens: 1 compared, relative error 0.0e+00" in done.stdout
+    assert "losses: 2 compared" in printed
+    assert "tokens: 1 compared, relative error 0.0e+00" in printed
 
 
 @pytest.mark.full  # test_llama decodes, too
 def test_llama_serving() -> None:
     sizes = ("--hidden=128", "--intermediate=448", "--heads=4", "--kv-heads=2", "--layers=1", "--prompt=8")
-    found = fused(run([*PLAIN, EXAMPLES / "llama_serving.py", *sizes, *SMALL]))
+    found = fused(output(run([*PLAIN, EXAMPLES / "llama_serving.py", *sizes, *SMALL])))
     # A layer has two all_reduces: of the prefill, and of a decoded token.
     assert found["inference", "matmul_all_reduce"] == 4
 
@@ -85,13 +128,13 @@ def test_llama_serving() -> None:
 )
 def test_dlrm(start: Sequence[str]) -> None:
     sizes = ("--batch=64", "--tables=3", "--rows=100", "--dim=16", "--pooling=4")
-    done = run([*start, EXAMPLES / "dlrm.py", *SMALL, *sizes, f"--rounds={int(start is PLAIN)}"])
-    assert fused(done) == {
+    printed = output(run([*start, EXAMPLES / "dlrm.py", *SMALL, *sizes, f"--rounds={int(start is PLAIN)}"]))
+    assert fused(printed) == {
         ("forward", "embedding_bag_all_to_all"): 1,
         ("backward", "all_to_all_embedding_bag_backward"): 1,
     }
-    assert "gradients: 11 compared" in done.stdout  # 3 tables, 4 linear layers with bias
-    _, raced, table = done.stdout.partition("training step, median of 1")
+    assert "gradients: 11 compared" in printed  # 3 tables, 4 linear layers with bias
+    _, raced, table = printed.partition("training step, median of 1")
     assert bool(raced) is (start is PLAIN)
     if raced:
         assert [line.split()[0] for line in table.splitlines()[1:4]] == ["eager", "inductor", "autofuse"]
@@ -101,19 +144,18 @@ def test_dlrm(start: Sequence[str]) -> None:
 @pytest.mark.parametrize("update", ["sgd", "adagrad"])
 def test_dlrm_with_the_optimizer_in_the_backward(update: str) -> None:
     sizes = ("--batch=64", "--tables=3", "--rows=100", "--dim=16", "--pooling=4", "--rounds=0")
-    done = run([*PLAIN, EXAMPLES / "dlrm.py", *SMALL, *sizes, f"--update={update}"])
-    assert fused(done) == {
+    printed = output(run([*PLAIN, EXAMPLES / "dlrm.py", *SMALL, *sizes, f"--update={update}"]))
+    assert fused(printed) == {
         ("forward", "embedding_bag_all_to_all"): 1,
         ("backward", "all_to_all_embedding_bag_update"): 1,
     }
-    assert "gradients: 8 compared" in done.stdout  # 4 linear layers with bias
+    assert "gradients: 8 compared" in printed  # 4 linear layers with bias
 
 
 @pytest.mark.full  # test_dlrm starts an example alike; the sites are in tests/passes/experts.py
 def test_moe() -> None:
     sizes = ("--tokens=32", "--experts=4", "--dim=32", "--hidden=64")
-    done = run([*PLAIN, EXAMPLES / "moe.py", *SMALL, *sizes])
-    assert fused(done) == {
+    assert fused(output(run([*PLAIN, EXAMPLES / "moe.py", *SMALL, *sizes]))) == {
         ("forward", "-"): 1,  # the counts
         ("forward", "all_to_all_expert_matmul"): 1,
         ("forward", "expert_matmul_all_to_all"): 1,
