@@ -97,12 +97,26 @@ def dense(
     orders: Annotated[bool, typer.Option(help="Measure direct against oblivious order instead.")] = False,
     ctas: Annotated[bool, typer.Option(help="Measure time against the number of programs instead.")] = False,
     tune: Tune = False,
+    holdout: Annotated[
+        bool, typer.Option(help="Judge choice at sizes that were not measured instead; needs no GPU.")
+    ] = False,
     json: Json = None,
     markdown: Markdown = None,
 ) -> None:
     """The dense ops on the GPUs of torchrun: ours, and all that torch ships, in one process."""
     with user_errors():
         check_folders(json, markdown)
+        if holdout:
+            from autofuse.bench.gpu.holdout import report
+            from autofuse.lowering.gpu.choice.model import measured
+            from autofuse.lowering.gpu.choice.points import shipped
+
+            gpu = measured().gpu
+            text = report(gpu, shipped(gpu.name))
+            typer.echo(text)
+            if markdown is not None:
+                write(markdown, text + "\n")
+            return
         sizes = [f"{k},{n}" for k, n in map(layer, size or ())]
         for op in ops or ():
             one_of(op, OPS, "--op")

@@ -21,12 +21,21 @@ def tune(
     tokens: Annotated[
         list[int] | None, typer.Option(help="On GPUs: so many tokens; repeat for several.", min=1)
     ] = None,
+    fit: Annotated[
+        str | None, typer.Option(help="A kind of GPU, such as h200: only fit constants to its points.")
+    ] = None,
 ) -> None:
     """Measures compute and collectives of this machine and writes the table that `auto` decides by.
 
-    On the GPUs of torchrun: every way to run the dense ops at the sizes given.
+    On the GPUs of torchrun: every way to run the dense ops at the sizes given. With --fit: the constants that
+    predict the ways of a kind of GPU, from the points that are shipped for it; needs no GPU.
     """
     with user_errors():
+        if fit is not None:
+            from autofuse.bench.gpu.measured import fit_shipped
+
+            typer.echo(f"written to {fit_shipped(fit, output)}")
+            return
         one_of(device, ("cpu", "cuda"), "--device")
         if device == "cuda":
             _tune_gpus(

@@ -84,7 +84,7 @@ def workspace(monkeypatch: pytest.MonkeyPatch) -> Mock:
     monkeypatch.setattr(calls, "keep", lambda workspace, point: points.insert(0, point))
 
     def chosen(problem: Problem, workspace: Mock) -> Way:
-        return ways_of(problem)[choice.choose(problem, tuple(points))]
+        return ways_of(problem)[choice.choose(problem, choice.predictor_of(tuple(points))).way]
 
     monkeypatch.setattr(calls, "chosen", chosen)
     return found
@@ -99,6 +99,7 @@ def test_names_and_what_auto_takes_of_them(call: str) -> None:
     assert plain not in fused
     assert by_name.names(op, arguments, True) == [plain, *fused]
     assert (MERGED_NCCL in fused) == (op in (OP, BACKWARD))
+    by_name.keep(op, arguments, dict.fromkeys(fused, 99.0) | {plain: 9.0})
     assert by_name.chosen(op, arguments) == plain
     by_name.keep(op, arguments, {plain: 9.0, fused[-1]: 3.0, fused[0]: 4.0})
     assert by_name.chosen(op, arguments) == fused[-1]

@@ -1,5 +1,6 @@
 """Which way a dense call takes on GPUs: from measured points, without a GPU."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
@@ -10,26 +11,14 @@ pytest.importorskip("triton")
 
 import torch
 
-from autofuse.bench.gpu.experts.cells import MODELS
-from autofuse.lowering.gpu.choice import choose as choice
+from autofuse.bench.gpu.measured import problem_at
+from autofuse.lowering.gpu.choice import choose as choices
 from autofuse.lowering.gpu.choice import measure
-from autofuse.lowering.gpu.choice.choose import _Agreement, choose, choose_uncaptured, times_of
 from autofuse.lowering.gpu.choice.kernel import CUBLAS_NCCL, Problem, ways_of
 from autofuse.lowering.gpu.choice.points import _SHIPPED, Point, Points, own_file, read, write
 from autofuse.lowering.gpu.choice.timing import Timing
 from autofuse.lowering.gpu.dense import plain
 from autofuse.lowering.gpu.dense.ways import ASYNC_TP, TWO_SHOT, DenseProblem
-from autofuse.lowering.gpu.embedding.ways import BACKWARD as EMBEDDING_BACKWARD
-from autofuse.lowering.gpu.embedding.ways import OP as EMBEDDING
-from autofuse.lowering.gpu.embedding.ways import UPDATE as EMBEDDING_UPDATE
-from autofuse.lowering.gpu.embedding.ways import ExchangeProblem
-from autofuse.lowering.gpu.experts.ways import (
-    COMBINE,
-    DISPATCH,
-    DROPLESS,
-    DroplessProblem,
-    ExpertProblem,
-)
 from autofuse.lowering.runs import MEASURED, PREDICTED, Timed
 from autofuse.native_kernels.gpu.memory import Need
 from autofuse.passes.choice import device_table
@@ -44,31 +33,22 @@ def problem(op: str, m: int, k: int = 2048, n: int = 8192, world: int = 4) -> De
     return DenseProblem(op, m, k, n, world, torch.bfloat16)
 
 
-COLUMNS = {(COMBINE, model.intermediate): model.hidden for model in MODELS.values()} | {
-    (DISPATCH, model.hidden): 2 * model.intermediate for model in MODELS.values()
-}
-"""Of the weights of the layers that experts were measured in, by op and K."""
+def choose(asked: Problem, points: Points) -> str:
+    return choices.choose(asked, choices.predictor_of(points)).way
 
 
-def problem_at(point: Point) -> Problem:
-    op, m, k, n, world = point.op, point.m, point.k, point.n, point.world
-    if op in (EMBEDDING, EMBEDDING_BACKWARD, EMBEDDING_UPDATE):
-        return ExchangeProblem(m // world, (n,) * world, "bsc", torch.bfloat16, op=op)
-    plain = op.removesuffix(DROPLESS)
-    if plain not in (COMBINE, DISPATCH):
-        return problem(op, m, k, n, world)
-    columns = COLUMNS[plain, k]
-    if op == plain:
-        return ExpertProblem(op, n // columns, m, k, columns, world, torch.bfloat16)
-    return DroplessProblem(op, n // columns, k, columns, world, torch.bfloat16)
+def choose_uncaptured(asked: Problem, points: Points) -> str:
+    return choices.choose_uncaptured(asked, choices.predictor_of(points)).way
 
 
 @pytest.mark.parametrize("point", SHIPPED, ids=lambda p: f"{p.op}-{p.m}-{p.k}-{p.n}-{p.world}")
 def test_shipped_points_name_ways_that_exist(point: Point) -> None:
     of = problem_at(point)
-    known, fastest = ways_of(of), point.times[0][0]
-    assert {way for way, _ in point.times} <= known.keys()
-    assert choose(of, SHIPPED) == fastest
+    assert of is not None
+    known, times = ways_of(of), dict(point.times)
+    assert times.keys() <= known.keys()
+    if len(times) > 4:  # else some ways were not measured, and may be faster
+        assert times.get(choose(of, SHIPPED), math.inf) == point.times[0][1]
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -88,7 +68,7 @@ def test_who_asks_for_updates_gets_them() -> None:
     asked = replace(problem("matmul_reduce_scatter", 2048), update=True)
     points = (Point.of(asked, {"clusters": 2.0, CUBLAS_NCCL: 1.0}),)
     assert choose(asked, points) == choose_uncaptured(asked, points) == "clusters update=1"
-    assert choose(replace(asked, m=8), points) == CUBLAS_NCCL
+    assert "update" not in choose(replace(asked, m=8), points)
     for other in (replace(asked, update=False), replace(asked, m=128, world=2)):
         assert not any(way.is_update for way in ways_of(other).values())
 
@@ -105,25 +85,21 @@ def test_what_no_kernel_runs_is_left_to_torch(op: str) -> None:
         assert not any(way.fused for way in ways_of(odd).values())
 
 
-def test_nearest_point_decides() -> None:
-    few = Point("matmul_all_reduce", 8, 2048, 8192, 4, (("packets", 1.0), (CUBLAS_NCCL, 2.0)))
-    many = Point("matmul_all_reduce", 512, 2048, 8192, 4, ((TWO_SHOT, 1.0), ("packets", 2.0)))
-    points = (few, many)
-    assert choose(problem("matmul_all_reduce", 16), points) == "packets"
-    assert choose(problem("matmul_all_reduce", 256), points) == TWO_SHOT
-    # A way that the problem cannot take is passed over, and so is what was measured at other sizes.
-    assert choose(replace(problem("matmul_all_reduce", 512), dtype=torch.float16), points) != TWO_SHOT
-    assert choose(problem("matmul_all_reduce", 8, n=64), points) == CUBLAS_NCCL
-    assert choose(problem("matmul_reduce_scatter", 8), points) == CUBLAS_NCCL
-
-
 def test_reports_get_the_times_that_decide(monkeypatch: pytest.MonkeyPatch) -> None:
     here = problem("matmul_all_reduce", 512)
-    agreed = _Agreement((Point.of(here, {"packets": 1.0, TWO_SHOT: 3.0, CUBLAS_NCCL: 4.0}),))
-    monkeypatch.setattr(choice, "_agreement", lambda workspace: agreed)
+    point = Point.of(here, {"packets": 1.0, TWO_SHOT: 3.0, CUBLAS_NCCL: 4.0})
+    agreed = choices._Agreement(choices.predictor_of((point,)))
+    monkeypatch.setattr(choices, "_agreement", lambda workspace: agreed)
     # 512 rows are too many for packets.
-    assert times_of(here, Mock()) == [Timed(TWO_SHOT, 3.0, MEASURED), Timed(CUBLAS_NCCL, 4.0, MEASURED)]
-    assert [time.known for time in times_of(replace(here, m=500), Mock())] == [PREDICTED] * 2
+    first, second, *others = choices.times_of(here, Mock())
+    assert [first, second] == [
+        Timed(TWO_SHOT, pytest.approx(3.0), MEASURED),
+        Timed(CUBLAS_NCCL, pytest.approx(4.0), MEASURED),
+    ]
+    assert {each.known for each in others} == {PREDICTED}
+    found = choices.times_of(replace(here, m=500), Mock())
+    assert {each.name for each in found} == ways_of(here).keys()
+    assert {each.known for each in found} == {PREDICTED}
 
 
 def test_async_tp_is_for_many_rows_only() -> None:
@@ -185,14 +161,18 @@ def test_what_the_host_needs_counts_outside_of_graphs() -> None:
     """Of calls that are shorter than their launch, the one that is launched soonest."""
     few = DenseProblem("matmul_all_reduce", 8, 2048, 8192, 4, torch.bfloat16)
     many = DenseProblem("matmul_all_reduce", 8192, 2048, 8192, 4, torch.bfloat16)
+
+    def point(of: Problem, times: dict[str, float]) -> Point:
+        return Point.of(of, dict.fromkeys(ways_of(of), 9999.0) | times)
+
     points = (
-        Point.of(few, {"packets": 15.0, "cublas+two_shot": 20.0, "cublas+nccl": 24.0}),
-        Point.of(many, {"clusters": 690.0, "cublas+nccl": 1040.0}),
+        point(few, {"packets": 15.0, "cublas+two_shot": 20.0, "cublas+nccl": 24.0}),
+        point(many, {"clusters": 690.0, "cublas+nccl": 1040.0}),
     )
     assert (choose(few, points), choose_uncaptured(few, points)) == ("packets", "cublas+nccl")
     assert choose_uncaptured(many, points) == choose(many, points) == "clusters"
     # The host needs 40 us to launch clusters and 100 us for tiles, which hides behind the time of the GPU.
-    close = (Point.of(many, {"clusters": 130.0, "tiles bt=32": 120.0}),)
+    close = (point(many, {"clusters": 130.0, "tiles bt=32": 120.0}),)
     assert choose_uncaptured(many, close) == "tiles bt=32"
 
 

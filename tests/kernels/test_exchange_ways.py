@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 import torch
 from torch import Tensor
 
-from autofuse.lowering.gpu.choice.choose import choose
+from autofuse.lowering.gpu.choice import choose as choices
 from autofuse.lowering.gpu.choice.kernel import MOST_BYTES, ways_of
 from autofuse.lowering.gpu.choice.points import Point, read, write
 from autofuse.lowering.gpu.embedding.kernels import BAGS, MERGED_NCCL
@@ -28,12 +28,15 @@ def problem(b: int = 512, columns: int = 1024, world: int = 4, dtype: torch.dtyp
     return ExchangeProblem(b, (columns,) * world, "bsc", dtype)
 
 
+def choose(asked: ExchangeProblem, points: Sequence[Point]) -> str:
+    return choices.choose(asked, choices.predictor_of(tuple(points))).way
+
+
 def test_ways_of_the_backward() -> None:
-    """They fit into a region; torch's own where nothing was measured, or what is received is too much."""
+    """They fit into a region; torch's own where what is received is too much."""
     even = replace(problem(70, 64), op=BACKWARD)
-    assert choose(even, ()) == TORCH_NCCL
-    assert choose(even, (Point.of(problem(70, 64), {"bags": 1.0}),)) == TORCH_NCCL
     assert choose(even, (Point.of(even, {"strips": 1.0, TORCH_NCCL: 2.0}),)) == "strips"
+    assert choose(even, (Point.of(even, {"strips": 1e9, TORCH_NCCL: 1.0}),)) == TORCH_NCCL
     for name, way in ways_of(even).items():
         assert way.need.inbox <= MOST_BYTES, name
         assert (way.need.inbox > 0) == (way.fused and name != MERGED_NCCL), name
@@ -51,23 +54,12 @@ def test_places_of_the_backward(layout: str) -> None:
     assert replace(places, starts=forward.starts, stride=forward.stride) == forward
 
 
-def test_without_a_table_torch_runs_it() -> None:
-    assert choose(problem(), ()) == TORCH_NCCL
-
-
-def test_a_measured_point_decides_for_its_neighbours() -> None:
-    point = Point.of(problem(), {"bags": 100.0, MERGED_NCCL: 200.0, TORCH_NCCL: 300.0})
-    assert choose(problem(1024), (point,)) == "bags"
-    assert choose(problem(1024, 8192), (point,)) == "bags", "however far they are"
-    back = replace(problem(), op=BACKWARD)
-    point = Point.of(back, {"strips": 100.0, TORCH_NCCL: 300.0})
-    assert choose(replace(back, b=256), (point,)) == "strips"
-    assert choose(replace(back, b=1 << 14), (point,)) == "strips"
-    assert choose(back, ()) == TORCH_NCCL
-    gone = Point.of(problem(), {"bags of old": 100.0, MERGED_NCCL: 200.0})
+def test_a_point_counts_for_its_op_and_the_ways_that_exist() -> None:
+    alone = choose(problem(), ())
+    gone = Point.of(problem(), {"bags of old": 1.0, MERGED_NCCL: 2.0})
     assert choose(problem(), (gone,)) == MERGED_NCCL
-    dense = Point("matmul_all_reduce", 2048, 1, 1024, 4, (("bags", 1.0),))
-    assert choose(problem(), (dense,)) == TORCH_NCCL
+    dense = Point("matmul_all_reduce", 2048, 1, 1024, 4, ((MERGED_NCCL, 1.0),))
+    assert choose(problem(), (dense,)) == alone != MERGED_NCCL
 
 
 def test_a_table_keeps_both_ops_apart(tmp_path: Path) -> None:

@@ -17,8 +17,8 @@ from torch.nn import functional as F
 
 from autofuse import ops
 from autofuse.lowering.gpu.choice import choose
-from autofuse.lowering.gpu.choice.kernel import Problem, ways_of
-from autofuse.lowering.gpu.choice.points import Points
+from autofuse.lowering.gpu.choice.correction import Predicted, Predictor
+from autofuse.lowering.gpu.choice.kernel import Problem, replaced, ways_of
 
 BF16 = torch.bfloat16
 SHARE = 0.25
@@ -171,9 +171,9 @@ def makers(draw: random.Random) -> list[Maker]:
 def draw_ways(seed: int) -> None:
     """Every problem takes some way of ours from now on, drawn alike on all ranks, in place of the fastest."""
 
-    def drawn(problem: Problem, points: Points, serial: bool) -> list[tuple[str, float]]:
+    def drawn(problem: Problem, predictor: Predictor, serial: bool) -> list[Predicted]:
         ways = [way for way in ways_of(problem).values() if way.fused and not way.is_update]
-        names = [way.name for way in ways if not (serial and way.is_copied)]
-        return [(names[crc32(f"{seed} {problem}".encode()) % len(names)], 0.0)] if names else []
+        names = [way.name for way in ways if not (serial and way.is_copied)] or [replaced(problem).name]
+        return [Predicted(names[crc32(f"{seed} {problem}".encode()) % len(names)], 0.0)]
 
-    patch.object(choose, "_times", drawn).start()
+    patch.object(choose, "_possible", drawn).start()

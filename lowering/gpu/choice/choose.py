@@ -1,74 +1,83 @@
-"""Which way a call takes: the fastest at the nearest measured point; else what the op replaces.
+"""Which way a call takes: the one that is predicted to be the fastest.
 
-Rank 0's points count for all ranks: it hands them round when the group first asks.
+`correction.py` predicts: formulas, corrected by measured points. What enters is equal on all ranks: rank 0
+hands its points round, and what its GPU says of itself, when the group first asks.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
 from autofuse.lowering.gpu.memory.workspace import GpuWorkspace, agreements
 from autofuse.lowering.runs import MEASURED, PREDICTED, Timed
 
-from .kernel import Problem, Way, replaced, ways_of
+from .correction import Predicted, Predictor
+from .gpu import Gpu
+from .kernel import Problem, Way, ways_of
+from .model import Model, gpu_of, measured, model_of
 from .points import Point, Points, known, own_file, write
 
-
-def _times(problem: Problem, points: Points, serial: bool) -> list[tuple[str, float]]:
-    """Microseconds at the nearest point of the ways that this problem can take, too, the fastest first."""
-    here = {name: way for name, way in ways_of(problem).items() if not (serial and way.is_copied)}
-    asked = [(way.name, 0.0) for way in here.values() if way.is_update]
-    return asked or [(time.name, time.us or 0.0) for time in _nearest(problem, points, here)]
+CAUTION = 1.03
+"""A way that was not measured at a problem is not taken for so much less time than one that was: of many
+predictions the least is rather too low."""
 
 
-def _nearest(problem: Problem, points: Points, here: Mapping[str, Way]) -> list[Timed]:
-    """The times of these ways at the nearest point that has some, the fastest first."""
-    near = sorted((p for p in points if p.op == problem.op), key=lambda p: p.distance(problem))
-    for p in near:
-        apart = p.distance(problem)
-        known = PREDICTED if apart else MEASURED
-        found = [Timed(way, us, known) for way, us in p.times if way in here]
-        if found and apart <= problem.reach:
-            return found
-    return []
+def choose(problem: Problem, predictor: Predictor, serial: bool = False) -> Predicted:
+    """The way that takes the GPUs least. serial: see `_possible`."""
+    return min(_possible(problem, predictor, serial), key=_us)
 
 
-def choose(problem: Problem, points: Points, serial: bool = False) -> str:
-    """The way that takes the GPUs least; what the op replaces where nothing was measured nearby.
-
-    serial: no way in which the host has work beside a kernel, see `GpuWorkspace.serial`.
-    """
-    times = _times(problem, points, serial)
-    return times[0][0] if times else replaced(problem).name
-
-
-def choose_uncaptured(problem: Problem, points: Points, serial: bool = False) -> str:
+def choose_uncaptured(problem: Problem, predictor: Predictor, serial: bool = False) -> Predicted:
     """As `choose`, of calls that the host launches one by one: the time to launch a way counts, too.
 
     A call then lasts as long as the slower of host and GPU.
     """
-    if not problem.host_counts:
-        return choose(problem, points, serial)
-    here = ways_of(problem)
-    lasts = [(max(us, here[way].host_us), us, way) for way, us in _times(problem, points, serial)]
-    return min(lasts)[2] if lasts else replaced(problem).name
+    ways = ways_of(problem)
+
+    def lasts(each: Predicted) -> tuple[float, float]:
+        us = _us(each)
+        return (max(us, ways[each.way].host_us), us) if problem.host_counts else (us, us)
+
+    return min(_possible(problem, predictor, serial), key=lasts)
+
+
+def _us(each: Predicted) -> float:
+    return each.us if each.measured else each.us * CAUTION
+
+
+def _possible(problem: Problem, predictor: Predictor, serial: bool) -> Sequence[Predicted]:
+    """The ways that may be chosen, the fastest first.
+
+    A way that a user asks for is the only one. serial: no way in which the host has work beside a kernel, see
+    `GpuWorkspace.serial`.
+    """
+    ways = ways_of(problem)
+    here = [each for each in predictor.times(problem) if not (serial and ways[each.way].is_copied)]
+    return [each for each in here if ways[each.way].is_update] or here
+
+
+def predictor_of(points: Points, model: Model | None = None) -> Predictor:
+    """Without a group; without a model on the kind of GPU that was measured most."""
+    return Predictor(model or measured(), points)
 
 
 def chosen(problem: Problem, workspace: GpuWorkspace) -> Way:
     """The way that takes the GPUs least, the same on all ranks."""
     agreed = _agreement(workspace)
     if problem not in agreed.chosen:
-        agreed.chosen[problem] = ways_of(problem)[choose(problem, agreed.points, workspace.serial)]
+        found = choose(problem, agreed.predictor, workspace.serial)
+        agreed.chosen[problem] = ways_of(problem)[found.way]
     return agreed.chosen[problem]
 
 
 def times_of(problem: Problem, workspace: GpuWorkspace) -> list[Timed]:
     """What the choice knows of the ways of a problem, the fastest first."""
-    return _nearest(problem, _agreement(workspace).points, ways_of(problem))
+    found = predictor_for(workspace).times(problem)
+    return [Timed(each.way, each.us, MEASURED if each.measured else PREDICTED) for each in found]
 
 
 def way_of(problem: Problem, workspace: GpuWorkspace, variant: Hashable, capturing: bool) -> tuple[Way, bool]:
@@ -83,19 +92,28 @@ def way_of(problem: Problem, workspace: GpuWorkspace, variant: Hashable, capturi
         return chosen(problem, workspace), capturing
     way = agreed.uncaptured.get(problem)
     if way is None:
-        name = choose_uncaptured(problem, agreed.points, workspace.serial)
-        way = agreed.uncaptured[problem] = ways_of(problem)[name]
+        found = choose_uncaptured(problem, agreed.predictor, workspace.serial)
+        way = agreed.uncaptured[problem] = ways_of(problem)[found.way]
     return way, True
 
 
+def predictor_for(workspace: GpuWorkspace) -> Predictor:
+    """By what rank 0 knew when the group first asked, and what was measured since.
+
+    All ranks ask together at first.
+    """
+    return _agreement(workspace).predictor
+
+
 def points_of(workspace: GpuWorkspace) -> Points:
-    """What rank 0 knew when the group first asked, and what was measured since. All ask together at first."""
-    return _agreement(workspace).points
+    """The measured points that the group decides by."""
+    return predictor_for(workspace).points
 
 
 def add_points(workspace: GpuWorkspace, points: Points) -> None:
     """What the ranks have measured together; it counts before what was known."""
-    _agreed[workspace] = _Agreement((*points, *points_of(workspace)))
+    known = predictor_for(workspace)
+    _agreed[workspace] = _Agreement(Predictor(known.model, (*points, *known.points)))
     workspace.calls.clear()
 
 
@@ -110,7 +128,7 @@ def keep(workspace: GpuWorkspace, point: Point) -> Path:
 
 @dataclass
 class _Agreement:
-    points: Points
+    predictor: Predictor
     chosen: dict[Problem, Way] = field(default_factory=dict)
     uncaptured: dict[Problem, Way] = field(default_factory=dict)
     seen: set[Hashable] = field(default_factory=set)
@@ -119,11 +137,18 @@ class _Agreement:
 def _agreement(workspace: GpuWorkspace) -> _Agreement:
     found = _agreed.get(workspace)
     if found is None:
-        mine = json.dumps([vars(p) for p in known(workspace.device)]) if workspace.rank == 0 else ""
-        theirs = json.loads(workspace.meet(mine)[0])
-        found = _Agreement(tuple(map(Point.parsed, theirs)))
+        mine = _told(workspace) if workspace.rank == 0 else ""
+        told = json.loads(workspace.meet(mine)[0])
+        points = tuple(map(Point.parsed, told["points"]))
+        found = _Agreement(Predictor(model_of(Gpu(**told["gpu"])), points))
         _agreed[workspace] = found
     return found
+
+
+def _told(workspace: GpuWorkspace) -> str:
+    """What rank 0 hands round."""
+    points = [point.values for point in known(workspace.device)]
+    return json.dumps({"gpu": asdict(gpu_of(workspace.device)), "points": points})
 
 
 _agreed: WeakKeyDictionary[GpuWorkspace, _Agreement] = WeakKeyDictionary()

@@ -17,6 +17,9 @@ from torch import Tensor
 from autofuse.native_kernels.gpu.copy_engine import FIRST_CREDIT, CopyEngine
 from autofuse.native_kernels.gpu.memory import Need, PeerMemory
 
+from .sources import digest_of, libraries
+from .work import Work
+
 P = TypeVar("P")
 C = TypeVar("C")
 
@@ -28,9 +31,6 @@ ORDERS = {"direct": 0, "ring": 1, "oblivious": 2}
 
 CUBLAS_NCCL = "cublas+nccl"
 """What the ops of matmuls replace."""
-
-REACH = 2.0
-"""Sizes that differ by more than this many doublings, in total, say nothing about each other."""
 
 MOST_BYTES = 1 << 30
 """A way that needs a larger region than this is left out, unless `Problem.most_bytes` says otherwise."""
@@ -53,11 +53,11 @@ class Problem(Hashable, Protocol):
     @property
     def world(self) -> int: ...
 
-    reach: ClassVar[float]
-    """Doublings of the sizes, in total, up to which a measured point decides for this problem."""
-
     host_counts: ClassVar[bool]
     """Outside of CUDA graphs the choice also counts the time in which the host launches a way."""
+
+    is_whole: ClassVar[bool]
+    """Whether it has all sizes that its time depends on. If not, only comparisons of ways mean something."""
 
     most_bytes: ClassVar[int]
     """A way that needs a larger region than this is left out."""
@@ -67,6 +67,9 @@ class Problem(Hashable, Protocol):
 
     def kernels(self) -> Sequence[Kernel[Any, Any]]:
         """The kernels that may run this problem; none where no kernel takes its sizes, dtype or layout."""
+
+    def at(self, m: int, k: int, n: int, world: int) -> Problem:
+        """A problem like this one of other sizes: what was measured at a point."""
 
     def rounded(self) -> Problem | None:
         """The problem that `AUTOFUSE_MEASURE` measures in place of this one; None: nothing is measured."""
@@ -95,10 +98,7 @@ def _always(config: Any, problem: Any) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Kernel(Generic[P, C]):
-    """A GPU kernel: problems of type P, configurations of type C (frozen dataclasses with defaults).
-
-    A prediction of a configuration's microseconds for a problem belongs here, too, once choice uses one.
-    """
+    """A GPU kernel: problems of type P, configurations of type C (frozen dataclasses with defaults)."""
 
     kind: str
     """First word in the names of its ways."""
@@ -110,6 +110,10 @@ class Kernel(Generic[P, C]):
     """About how long the host is busy with a call; measured beside H200s with torch 2.11 on 4 ranks."""
     launch: Callable[..., Any]
     """`launch(Launch, configuration, ...)`; all kernels of an op take the same operands."""
+    work: Callable[[C, P], Work]
+    """What a configuration does for a problem, in sizes, by which its time is predicted."""
+    source: str
+    """File of the kernel, under native_kernels: measured times are of one source."""
     fits: Callable[[C, P], bool] = _always
     """Whether a configuration can run a problem, if there is enough memory."""
     is_copied: Callable[[C], bool] = _never
@@ -122,12 +126,13 @@ class Kernel(Generic[P, C]):
 class Way:
     """One way to run a problem: a kernel in one configuration, or calls of libraries.
 
-    name: equal on all ranks and in all files of measured points; need: memory of a call; replaced: it is what
-    the op replaces.
+    name: equal on all ranks and in all files of measured points; work: what it does for a problem; need:
+    memory of a call; replaced: it is what the op replaces.
     """
 
     name: str
     host_us: float
+    work: Callable[[Any], Sequence[Work]]
     kernel: Kernel[Any, Any] | None = None
     config: Any = None
     need: Need = field(default_factory=Need)
@@ -136,6 +141,11 @@ class Way:
     @property
     def fused(self) -> bool:
         return self.kernel is not None
+
+    @property
+    def source(self) -> str:
+        """What a measured time of this way is a time of."""
+        return libraries() if self.kernel is None else digest_of(self.kernel.source)
 
     @property
     def is_copied(self) -> bool:
@@ -158,8 +168,14 @@ def ways_of(problem: Problem) -> Mapping[str, Way]:
             need = kernel.needs(config, problem)
             if _has_room(need, problem) and kernel.fits(config, problem):
                 name = settings_of(kernel.kind, config)
-                found[name] = Way(name, kernel.host_us(config), kernel, config, need)
+                found[name] = Way(
+                    name, kernel.host_us(config), _work_of(kernel, config), kernel, config, need
+                )
     return found
+
+
+def _work_of(kernel: Kernel[Any, Any], config: Any) -> Callable[[Any], Sequence[Work]]:
+    return lambda problem: (kernel.work(config, problem),)
 
 
 def replaced(problem: Problem) -> Way:

@@ -33,7 +33,7 @@ def measure_once(workspace: GpuWorkspace, problem: Problem, trials: Trials) -> N
     if torch.cuda.is_current_stream_capturing():
         return
     rounded = problem.rounded()
-    if rounded is None or any(p.distance(rounded) == 0 for p in points_of(workspace)):
+    if rounded is None or any(p.is_fresh(rounded) for p in points_of(workspace)):
         return
     keep(workspace, measure(workspace, rounded, trials))
 

@@ -7,16 +7,16 @@ dense --tune` and `AUTOFUSE_MEASURE` write; others are shipped.
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from .kernel import Problem
+from .gpu import gpu_name
+from .kernel import Problem, Way, ways_of
 
 _SHIPPED = Path(__file__).with_name("tables")
 
@@ -31,34 +31,57 @@ class Point:
     n: int
     world: int
     times: tuple[tuple[str, float], ...]
+    sources: tuple[tuple[str, str], ...] = ()
+    """By the first word of a way: what ran, see `Way.source`. Older files do not tell."""
+    gpu: str = ""
+    """The kind of GPU, if it is not this one."""
 
     @classmethod
     def of(cls, problem: Problem, times: dict[str, float]) -> Point:
         found = tuple((way, round(us, 2)) for way, us in sorted(times.items(), key=lambda item: item[1]))
-        return cls(problem.op, problem.m, problem.k, problem.n, problem.world, found)
+        ways = ways_of(problem)
+        sources = {_kind(name): ways[name].source for name, _ in found if name in ways}
+        return cls(
+            problem.op, problem.m, problem.k, problem.n, problem.world, found, tuple(sorted(sources.items()))
+        )
 
     @classmethod
     def parsed(cls, values: dict[str, Any]) -> Point:
         """A point as JSON has it."""
-        return cls(**{**values, "times": tuple((way, float(us)) for way, us in values["times"])})
+        times = tuple((way, float(us)) for way, us in values["times"])
+        sources = tuple((kind, str(source)) for kind, source in values.get("sources", ()))
+        return cls(**{**values, "times": times, "sources": sources})
 
-    def distance(self, problem: Problem) -> float:
-        """In doublings of the sizes; tokens count in full, since ways change with them."""
-        if self.op != problem.op:
-            return math.inf
-        apart = sum(
-            abs(math.log2(a / b))
-            for a, b in zip((self.m, self.k, self.n), (problem.m, problem.k, problem.n), strict=True)
+    @property
+    def values(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return {name: value for name, value in vars(self).items() if value or name not in ("sources", "gpu")}
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        return self.m, self.k, self.n, self.world
+
+    def is_fresh(self, problem: Problem) -> bool:
+        """Whether this very problem was measured here, with the kernels as they are."""
+        sizes = problem.m, problem.k, problem.n, problem.world
+        if self.gpu or (self.op, self.sizes) != (problem.op, sizes):
+            return False
+        ways, times = ways_of(problem), dict(self.times)
+        fused = [way for way in ways.values() if way.fused]
+        return not any(map(self.is_stale, ways.values())) and (
+            not fused or any(way.name in times for way in fused)
         )
-        return apart + 0.5 * abs(math.log2(self.world / problem.world))
+
+    def is_stale(self, way: Way) -> bool:
+        """Whether its time is that of another source of the way; not if the point does not tell."""
+        return dict(self.sources).get(_kind(way.name), way.source) != way.source
 
 
 Points = tuple[Point, ...]
 
 
-def gpu_name(device: torch.device) -> str:
-    """`h200` of NVIDIA H200."""
-    return torch.cuda.get_device_name(device).lower().removeprefix("nvidia ").replace(" ", "-")
+def _kind(way: str) -> str:
+    return way.split(" ")[0]
 
 
 def own_file(device: torch.device) -> Path:
@@ -91,7 +114,7 @@ def write(path: Path, points: Sequence[Point]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     rows = [
-        json.dumps(vars(p)) for p in sorted((*old, *points), key=lambda p: (p.op, p.world, p.k, p.n, p.m))
+        json.dumps(p.values) for p in sorted((*old, *points), key=lambda p: (p.op, p.world, p.k, p.n, p.m))
     ]
     draft.write_text("[\n" + ",\n".join(rows) + "\n]\n")
     draft.replace(path)
@@ -99,5 +122,11 @@ def write(path: Path, points: Sequence[Point]) -> None:
 
 def known(device: torch.device) -> Points:
     """The points of this machine's own file and of those shipped, nearest kin first."""
-    shipped = [_SHIPPED / f"{gpu_name(device)}.json", *sorted(_SHIPPED.glob("*.json"))]
-    return (*read(own_file(device)), *(p for path in dict.fromkeys(shipped) for p in read(path)))
+    own = gpu_name(device)
+    return (*read(own_file(device)), *shipped(own))
+
+
+def shipped(own: str) -> Points:
+    """The points that come with autofuse; those of other kinds of GPUs than `own` say so."""
+    files = sorted(_SHIPPED.glob("*.json"), key=lambda path: path.stem != own)
+    return tuple(replace(p, gpu="" if f.stem == own else f.stem) for f in files for p in read(f))

@@ -26,6 +26,8 @@ from autofuse.native_kernels.gpu.memory import cdiv
 from autofuse.native_kernels.triton.gather_matmul import GatherConfig, gather_needs, launch_gather_matmul
 from autofuse.native_kernels.triton.gather_matmul_few import FewConfig, few_needs, launch_gather_matmul_few
 
+from .work import clusters_gather_work, few_work, parts_work, words_gather_work
+
 if TYPE_CHECKING:
     from .ways import DenseProblem
 
@@ -57,6 +59,8 @@ WORDS_GATHER: Kernel[DenseProblem, WordsGatherConfig] = Kernel(
     needs=lambda config, p: words_gather_needs(p.m, p.k, p.n, 2, p.world, config),
     host_us=lambda config: 40.0,
     launch=_launch_words_gather,
+    work=words_gather_work,
+    source="cuda/kernels/gather_words.cu",
 )
 
 
@@ -84,6 +88,8 @@ FEW: Kernel[DenseProblem, FewConfig] = Kernel(
     needs=lambda config, p: few_needs(p.chunk, p.k, p.n, 2, p.world, config),
     host_us=lambda config: 60.0,
     launch=_launch_few,
+    work=few_work,
+    source="triton/gather_matmul_few.py",
 )
 
 
@@ -115,6 +121,8 @@ PARTS: Kernel[DenseProblem, GatherConfig] = Kernel(
     needs=lambda config, p: gather_needs(p.chunk, p.k, p.n, p.outer, 2, p.world, config),
     host_us=lambda config: 185.0 if config.copied else 100.0,
     launch=_launch_parts,
+    work=parts_work,
+    source="triton/gather_matmul.py",
     is_copied=lambda config: config.copied,
 )
 
@@ -152,6 +160,8 @@ CLUSTERS_GATHER: Kernel[DenseProblem, ClusterGatherConfig] = Kernel(
     needs=lambda config, p: cluster_gather_needs(p.chunk, p.k, 2, p.world, config),
     host_us=lambda config: 160.0 if config.copied else 40.0,
     launch=_launch_clusters_gather,
+    work=clusters_gather_work,
+    source="cuda/kernels/gather_matmul.cu",
     fits=lambda config, p: config.within or p.world % config.across == 0,
     is_copied=lambda config: config.copied,
 )

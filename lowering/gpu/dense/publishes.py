@@ -16,6 +16,8 @@ from autofuse.native_kernels.triton.matmul_gather_packets import (
     publish_packets_needs,
 )
 
+from .work import publish_packets_work, publish_work
+
 if TYPE_CHECKING:
     from .ways import DenseProblem
 
@@ -48,6 +50,8 @@ PACKETS: Kernel[DenseProblem, PublishPacketsConfig] = Kernel(
     needs=lambda config, p: publish_packets_needs(p.m, p.n, p.world, config),
     host_us=lambda config: 60.0,
     launch=_launch_packets,
+    work=publish_packets_work,
+    source="triton/matmul_gather_packets.py",
 )
 
 
@@ -77,6 +81,8 @@ TILES: Kernel[DenseProblem, PublishConfig] = Kernel(
     needs=lambda config, p: publish_needs(p.m, p.n, p.outer, 2, p.world, config),
     host_us=lambda config: 100.0,
     launch=_launch_tiles,
+    work=publish_work,
+    source="triton/matmul_gather.py",
 )
 
 PUBLISHES: tuple[Kernel[DenseProblem, Any], ...] = (PACKETS, TILES)

@@ -27,6 +27,8 @@ from autofuse.native_kernels.triton.matmul_packets import (
 )
 from autofuse.native_kernels.triton.matmul_reduce import ReduceConfig, launch_matmul_reduce, reduce_needs
 
+from .work import clusters_work, packets_work, tiles_work, words_work
+
 if TYPE_CHECKING:
     from .ways import DenseProblem
 
@@ -66,6 +68,8 @@ PACKETS: Kernel[DenseProblem, PacketsConfig] = Kernel(
     needs=lambda config, p: packets_needs(p.m, p.n, p.world, config),
     host_us=lambda config: 60.0,
     launch=_launch_packets,
+    work=packets_work,
+    source="triton/matmul_packets.py",
 )
 
 
@@ -96,6 +100,8 @@ WORDS: Kernel[DenseProblem, WordsConfig] = Kernel(
     needs=lambda config, p: words_needs(p.m, p.n, 2, p.world, p.everywhere, config),
     host_us=lambda config: 40.0,
     launch=_launch_words,
+    work=words_work,
+    source="cuda/kernels/matmul_words.cu",
 )
 
 
@@ -131,6 +137,8 @@ CLUSTERS: Kernel[DenseProblem, ClusterReduceConfig] = Kernel(
     # Copies were not measured: four calls of the driver for each slice and peer.
     host_us=lambda config: 300.0 if config.copied else 40.0,
     launch=_launch_clusters,
+    work=clusters_work,
+    source="cuda/kernels/matmul_reduce.cu",
     fits=lambda config, p: p.world % config.across == 0,
     is_copied=lambda config: config.copied,
     is_update=lambda config: config.update,
@@ -169,6 +177,8 @@ TILES: Kernel[DenseProblem, ReduceConfig] = Kernel(
     needs=lambda config, p: reduce_needs(p.m, p.n, p.outer, 2, p.world, p.everywhere, config),
     host_us=lambda config: 100.0,
     launch=_launch_tiles,
+    work=tiles_work,
+    source="triton/matmul_reduce.py",
     fits=_tiles_fit,
 )
 

@@ -6,9 +6,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autofuse.lowering.gpu.choice.choose import choose, points_of
+from autofuse.lowering.gpu.choice.choose import predictor_for
+from autofuse.lowering.gpu.choice.correction import Predictor
 from autofuse.lowering.gpu.choice.kernel import fused_ways
-from autofuse.lowering.gpu.choice.points import Points
 from autofuse.lowering.gpu.memory.workspace import workspace_for
 from autofuse.native_kernels.gpu.memory import EVENTS
 
@@ -34,7 +34,7 @@ def record(op: str, m: int, k: int, n: int, dtype: torch.dtype, order: str) -> T
     assert group is not None
     workspace = workspace_for(group.group_name, device)
     problem = DenseProblem(op, m, k, n, workspace.world, dtype, workspace.programs)
-    way = _fused_way(problem, points_of(workspace))
+    way = _fused_way(problem, predictor_for(workspace))
     x = torch.randn(m // workspace.world if op == GATHER else m, k, device=device, dtype=dtype)
     w = torch.randn(k, n, device=device, dtype=dtype)
     trace = torch.zeros(ROWS * workspace.programs, EVENTS, 2, dtype=torch.int64, device=device)
@@ -52,13 +52,12 @@ def record(op: str, m: int, k: int, n: int, dtype: torch.dtype, order: str) -> T
     return trace[trace.any(2).any(1)].cpu()
 
 
-def _fused_way(problem: DenseProblem, points: Points) -> str:
-    """What a call takes, or else the first fused way."""
+def _fused_way(problem: DenseProblem, predictor: Predictor) -> str:
+    """The fused way that is predicted to be the fastest."""
     ours = fused_ways(problem)
     if not ours:
         raise ValueError(
             f"no fused kernel runs {problem.op} of [{problem.m}, {problem.k}] @ [{problem.k}, {problem.n}] "
             f"on {problem.world} ranks; use bfloat16 or float16, and multiples of 8 for K and N"
         )
-    way = choose(problem, points)
-    return way if way in ours else ours[0]
+    return next(each.way for each in predictor.times(problem) if each.way in ours)

@@ -8,12 +8,13 @@ from typing import Any, ClassVar
 
 import torch
 
-from autofuse.lowering.gpu.choice.kernel import CUBLAS_NCCL, DTYPES, MOST_BYTES, REACH, Kernel, Way
+from autofuse.lowering.gpu.choice.kernel import CUBLAS_NCCL, DTYPES, MOST_BYTES, Kernel, Way
 from autofuse.native_kernels.gpu.memory import LONGEST_ROW, Need
 
 from .gathers import GATHERS
 from .publishes import PUBLISHES
 from .reductions import REDUCTIONS
+from .work import async_tp_work, nccl_work, one_shot_work, two_shot_work
 
 REDUCE, SCATTER, GATHER = "matmul_all_reduce", "matmul_reduce_scatter", "all_gather_matmul"
 PUBLISH = "matmul_all_gather"
@@ -48,8 +49,8 @@ class DenseProblem:
     aligned: bool = True
     update: bool = False
 
-    reach: ClassVar[float] = REACH
     host_counts: ClassVar[bool] = True
+    is_whole: ClassVar[bool] = True
     most_bytes: ClassVar[int] = MOST_BYTES
 
     @property
@@ -67,7 +68,7 @@ class DenseProblem:
         return self.m // self.world
 
     def library_ways(self) -> Sequence[Way]:
-        ways = [Way(CUBLAS_NCCL, 45.0, replaced=True)]
+        ways = [Way(CUBLAS_NCCL, 45.0, nccl_work, replaced=True)]
         if self.op == PUBLISH:
             return ways
         nbytes = self.m * self.n * 2
@@ -77,10 +78,10 @@ class DenseProblem:
             if self.dtype is torch.bfloat16 and whole and self.world in (2, 4, 8):
                 need = Need(finished=nbytes)
                 if nbytes <= MOST_ONE_SHOT_BYTES:
-                    ways.append(Way(ONE_SHOT, 45.0, need=need))
-                ways.append(Way(TWO_SHOT, 55.0, need=need))
+                    ways.append(Way(ONE_SHOT, 45.0, one_shot_work, need=need))
+                ways.append(Way(TWO_SHOT, 55.0, two_shot_work, need=need))
         elif self.m >= 1024 and self.by_rows and self.outer == 1 and self.dtype is torch.bfloat16:
-            ways.append(Way(ASYNC_TP, 300.0))
+            ways.append(Way(ASYNC_TP, 300.0, async_tp_work))
         return ways
 
     def kernels(self) -> Sequence[Kernel[DenseProblem, Any]]:
@@ -91,6 +92,9 @@ class DenseProblem:
         if self.op != GATHER:
             return REDUCTIONS
         return GATHERS if self.by_rows else ()
+
+    def at(self, m: int, k: int, n: int, world: int) -> DenseProblem:
+        return replace(self, m=m, k=k, n=n, world=world)
 
     def rounded(self) -> DenseProblem | None:
         """With the tokens rounded up to a power of two; not for columns or several stretches of rows.

@@ -26,6 +26,7 @@ from autofuse.native_kernels.triton.embedding_tables import (
 )
 
 from .places import places_of
+from .work import kernel_work, merged_work
 
 if TYPE_CHECKING:
     from .ways import ExchangeProblem
@@ -63,7 +64,13 @@ def _launch_bags(
 
 
 BAGS: Kernel[ExchangeProblem, BagsConfig] = Kernel(
-    "bags", _bags_configs, needs=_bags_needs, host_us=lambda config: HOST_US, launch=_launch_bags
+    "bags",
+    _bags_configs,
+    needs=_bags_needs,
+    host_us=lambda config: HOST_US,
+    launch=_launch_bags,
+    work=kernel_work,
+    source="triton/embedding_exchange.py",
 )
 
 
@@ -81,6 +88,8 @@ MERGED_BAGS: Kernel[ExchangeProblem, BagsConfig] = Kernel(
     needs=lambda config, problem: Need(),
     host_us=lambda config: HOST_US,
     launch=_launch_merged,
+    work=merged_work,
+    source="triton/embedding_exchange.py",
 )
 
 
@@ -110,6 +119,8 @@ STRIPS: Kernel[ExchangeProblem, BackwardConfig] = Kernel(
     needs=lambda config, p: backward_needs(p.b, p.columns, p.dtype.itemsize),
     host_us=lambda config: HOST_US,
     launch=_launch_strips,
+    work=kernel_work,
+    source="triton/embedding_backward.py",
 )
 
 MERGED_STRIPS: Kernel[ExchangeProblem, BackwardConfig] = Kernel(
@@ -118,4 +129,6 @@ MERGED_STRIPS: Kernel[ExchangeProblem, BackwardConfig] = Kernel(
     needs=lambda config, problem: Need(),
     host_us=lambda config: HOST_US,
     launch=_launch_strips,
+    work=merged_work,
+    source="triton/embedding_backward.py",
 )

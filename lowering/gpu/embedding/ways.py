@@ -6,9 +6,8 @@ indices.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -17,6 +16,7 @@ from autofuse.lowering.gpu.choice.kernel import MOST_BYTES, Kernel, Way
 from autofuse.native_kernels.triton.embedding_tables import DTYPE_BITS
 
 from .kernels import BAGS, MERGED_BAGS, MERGED_STRIPS, STRIPS
+from .work import torch_work
 
 OP = "embedding_bag_all_to_all"
 BACKWARD = "all_to_all_embedding_bag_backward"
@@ -39,10 +39,10 @@ class ExchangeProblem:
 
     k: ClassVar[int] = 1
     """Measured points have m bags in all, and n columns a rank."""
-    reach: ClassVar[float] = math.inf
-    """The kernels have won wherever they were measured."""
     host_counts: ClassVar[bool] = False
     """What the op replaces launches several kernels for every table."""
+    is_whole: ClassVar[bool] = False
+    """Ranks do not know the indices of each other."""
     most_bytes: ClassVar[int] = 2 * MOST_BYTES
     """Both halves of the inbox with what lies unused at their ends; `kernels` asks for the rows alone."""
 
@@ -59,7 +59,7 @@ class ExchangeProblem:
         return max(1, *self.columns)
 
     def library_ways(self) -> Sequence[Way]:
-        return (Way(TORCH_NCCL, 300.0, replaced=True),)
+        return (Way(TORCH_NCCL, 300.0, torch_work, replaced=True),)
 
     def kernels(self) -> Sequence[Kernel[ExchangeProblem, Any]]:
         columns = sum(self.columns) if self.op == OP else self.world * self.n
@@ -69,6 +69,10 @@ class ExchangeProblem:
         if 2 * nbytes >= MOST_BYTES:
             return ()
         return (MERGED_BAGS, BAGS) if self.op == OP else (MERGED_STRIPS, STRIPS)
+
+    def at(self, m: int, k: int, n: int, world: int) -> ExchangeProblem:
+        """With as many columns on every rank."""
+        return replace(self, b=m // world, columns=(n,) * world)
 
     def rounded(self) -> None:
         return None

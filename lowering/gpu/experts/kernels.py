@@ -27,6 +27,8 @@ from autofuse.native_kernels.cuda.kernels.expert_dispatch import (
 )
 from autofuse.native_kernels.gpu.memory import Need, cdiv
 
+from .work import dropless_work, fixed_work
+
 if TYPE_CHECKING:
     from .ways import DroplessProblem, ExpertProblem
 
@@ -90,6 +92,8 @@ COMBINE_CLUSTERS: Kernel[ExpertProblem, CombineConfig] = Kernel(
     needs=lambda config, p: combine_needs(p.experts, p.rows, p.columns, p.outer, p.world, config),
     host_us=lambda config: 55.0,
     launch=_launch_combine,
+    work=fixed_work,
+    source="cuda/kernels/expert_combine.cu",
     fits=_combine_fits,
 )
 
@@ -135,6 +139,8 @@ DISPATCH_CLUSTERS: Kernel[ExpertProblem, DispatchConfig] = Kernel(
     needs=lambda config, p: dispatch_needs(p.experts, p.rows, p.k, p.world, config),
     host_us=lambda config: 160.0 if config.copied else 55.0,
     launch=_launch_dispatch,
+    work=fixed_work,
+    source="cuda/kernels/expert_dispatch.cu",
     fits=_dispatch_fits,
     is_copied=lambda config: config.copied,
 )
@@ -160,6 +166,8 @@ DROPLESS_COMBINE: Kernel[DroplessProblem, DroplessConfig] = Kernel(
     needs=lambda config, p: Need(),
     host_us=lambda config: 55.0,
     launch=_launch_dropless_combine,
+    work=dropless_work,
+    source="cuda/kernels/dropless_combine.cu",
 )
 
 
@@ -176,4 +184,6 @@ DROPLESS_DISPATCH: Kernel[DroplessProblem, DroplessConfig] = Kernel(
     needs=lambda config, p: Need(),
     host_us=lambda config: 55.0,
     launch=_launch_dropless_dispatch,
+    work=dropless_work,
+    source="cuda/kernels/dropless_dispatch.cu",
 )

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 
-from autofuse.lowering.gpu.choice.kernel import CUBLAS_NCCL, DTYPES, REACH, Kernel, Way
+from autofuse.lowering.gpu.choice.kernel import CUBLAS_NCCL, DTYPES, Kernel, Way
 from autofuse.native_kernels.cuda.kernels.dropless_combine import MOST_EXPERTS
 
 from .kernels import COMBINE_CLUSTERS, DISPATCH_CLUSTERS, DROPLESS_COMBINE, DROPLESS_DISPATCH
+from .work import dropless_nccl_work, fixed_nccl_work
 
 COMBINE, DISPATCH = "expert_matmul_all_to_all", "all_to_all_expert_matmul"
 
@@ -22,7 +22,8 @@ DROPLESS = ", dropless"
 MOST_BYTES = 4 << 30
 """A way that needs a larger region than this is left out."""
 
-_REPLACED = (Way(CUBLAS_NCCL, 45.0, replaced=True),)
+_REPLACED = (Way(CUBLAS_NCCL, 45.0, fixed_nccl_work, replaced=True),)
+_REPLACED_DROPLESS = (Way(CUBLAS_NCCL, 45.0, dropless_nccl_work, replaced=True),)
 
 
 @dataclass(frozen=True)
@@ -45,8 +46,8 @@ class ExpertProblem:
     aligned: bool = True
     weights: int = 1
 
-    reach: ClassVar[float] = REACH
     host_counts: ClassVar[bool] = True
+    is_whole: ClassVar[bool] = True
     most_bytes: ClassVar[int] = MOST_BYTES
 
     @property
@@ -69,6 +70,11 @@ class ExpertProblem:
         if not self.run > 0 or not _usable(self):
             return ()
         return (COMBINE_CLUSTERS,) if self.op == COMBINE else (DISPATCH_CLUSTERS,)
+
+    def at(self, m: int, k: int, n: int, world: int) -> ExpertProblem:
+        """Of as many experts: points do not tell how many share their columns."""
+        columns = max(1, n // (self.experts * self.weights))
+        return replace(self, rows=m, k=k, columns=columns, world=world)
 
     def rounded(self) -> ExpertProblem | None:
         """With the runs rounded up to a power of two; not where experts have several runs for a rank."""
@@ -96,9 +102,9 @@ class DroplessProblem:
     weights: int = 1
 
     m: ClassVar[int] = 1
-    reach: ClassVar[float] = math.inf
-    """The kernels have won wherever they were measured."""
     host_counts: ClassVar[bool] = True
+    is_whole: ClassVar[bool] = False
+    """Ranks do not know the rows of each other."""
     most_bytes: ClassVar[int] = MOST_BYTES
 
     @property
@@ -106,12 +112,16 @@ class DroplessProblem:
         return self.experts * self.columns * self.weights
 
     def library_ways(self) -> Sequence[Way]:
-        return _REPLACED
+        return _REPLACED_DROPLESS
 
     def kernels(self) -> Sequence[Kernel[DroplessProblem, Any]]:
         if self.experts > MOST_EXPERTS or not _usable(self):
             return ()
         return (DROPLESS_COMBINE,) if self.op == COMBINE + DROPLESS else (DROPLESS_DISPATCH,)
+
+    def at(self, m: int, k: int, n: int, world: int) -> DroplessProblem:
+        """As of an `ExpertProblem`."""
+        return replace(self, k=k, columns=max(1, n // (self.experts * self.weights)), world=world)
 
     def rounded(self) -> None:
         return None

@@ -1,0 +1,64 @@
+"""Measured points as the problems that they are times of, and constants that are fitted to them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from autofuse.bench.gpu.experts.cells import COMBINE, DISPATCH, MODELS
+from autofuse.fit_ways import fit, samples_of
+from autofuse.lowering.gpu.choice import model
+from autofuse.lowering.gpu.choice.gpu import described, gpu_name
+from autofuse.lowering.gpu.choice.kernel import Problem
+from autofuse.lowering.gpu.choice.points import Point, shipped
+from autofuse.lowering.gpu.dense.ways import GATHER, PUBLISH, REDUCE, SCATTER, DenseProblem
+from autofuse.lowering.gpu.embedding.ways import BACKWARD, OP, UPDATE, ExchangeProblem
+from autofuse.lowering.gpu.experts.ways import DROPLESS, DroplessProblem, ExpertProblem
+
+DENSE = (REDUCE, SCATTER, GATHER, PUBLISH)
+_DTYPE = torch.bfloat16
+
+COLUMNS = {(COMBINE, model.intermediate): model.hidden for model in MODELS.values()} | {
+    (DISPATCH, model.hidden): 2 * model.intermediate for model in MODELS.values()
+}
+"""Of the weights of the layers that experts were measured in, by op and K."""
+
+
+def problem_at(point: Point) -> Problem | None:
+    """The problem of a point of the benchmarks; None where it is not known how experts share the columns."""
+    op, m, k, n, world = point.op, *point.sizes
+    if op in DENSE:
+        return DenseProblem(op, m, k, n, world, _DTYPE)
+    if op in (OP, BACKWARD, UPDATE):
+        return ExchangeProblem(m // world, (n,) * world, "bsc", _DTYPE, op=op)
+    columns = COLUMNS.get((op.removesuffix(DROPLESS), k))
+    if columns is None or n % columns:
+        return None
+    if op.endswith(DROPLESS):
+        return DroplessProblem(op, n // columns, k, columns, world, _DTYPE)
+    return ExpertProblem(op, n // columns, m, k, columns, world, _DTYPE)
+
+
+def weight_of(point: Point) -> tuple[int, int]:
+    """K and N over all ranks: points of one weight are alike, on any number of ranks."""
+    cuts_k = point.op in (REDUCE, SCATTER)
+    return point.k * (point.world if cuts_k else 1), point.n * (1 if cuts_k else point.world)
+
+
+def fit_shipped(kind: str, output: Path | None = None) -> Path:
+    """Fits the constants of a kind of GPU to its shipped points, and writes them where they are shipped.
+
+    ValueError for a kind without points.
+    """
+    points = [point for point in shipped(kind) if not point.gpu]
+    if not points:
+        raise ValueError(f"--fit {kind}: no points of it are shipped, see lowering/gpu/choice/tables")
+    known = model.shipped(kind)
+    if known is None and (not torch.cuda.is_available() or gpu_name(torch.device("cuda")) != kind):
+        raise ValueError(f"--fit {kind}: run it on such a GPU, which says how large it is")
+    gpu = described(torch.device("cuda", 0)) if known is None else known.gpu
+    found = [(problem, dict(p.times)) for p in points if (problem := problem_at(p)) is not None]
+    path = output or model.path_of(kind)
+    path.write_text(fit(gpu, samples_of(found)).to_json())
+    return path

@@ -1,0 +1,165 @@
+"""Fits the constants that predict the ways of GPUs to measured points, and judges what would be chosen.
+
+`autofuse bench dense --holdout` leaves out one weight at a time, fits the constants to all others, corrects
+by the points of all others, and lets the prediction choose at the points that were left out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from autofuse.least_squares import SMALL, nearest
+from autofuse.lowering.gpu.choice.gpu import Gpu
+from autofuse.lowering.gpu.choice.kernel import Problem, Way, ways_of
+from autofuse.lowering.gpu.choice.model import Model, factor_of
+from autofuse.lowering.gpu.choice.work import Constants, Start
+
+PRIOR = 0.06
+"""Weight of where a fit begins: of a constant that is off by its spread, in units of a measurement."""
+SPREAD = 0.1
+"""Of the logarithm of a configuration's factor."""
+
+
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """A measured time of a way."""
+
+    problem: Problem
+    way: Way
+    us: float
+
+    @property
+    def factor(self) -> str:
+        return factor_of(self.problem.op, self.way.name)
+
+
+def samples_of(measured: Iterable[tuple[Problem, Mapping[str, float]]]) -> list[Sample]:
+    """Of ways that exist today."""
+    found = []
+    for problem, times in measured:
+        ways = ways_of(problem)
+        found += [Sample(problem, ways[name], us) for name, us in times.items() if name in ways]
+    return found
+
+
+def fit(gpu: Gpu, samples: Sequence[Sample], factors: bool = True) -> Model:
+    """The model whose predictions are nearest to the samples, by the logarithms of their ratios.
+
+    Works that share constants, directly or through others, are fitted together. factors: whether
+    configurations get factors, too.
+    """
+    uses = [_uses(gpu, sample) for sample in samples]
+    constants: dict[str, Constants] = {}
+    found: dict[str, float] = {}
+    for group in _groups(uses):
+        chosen = [(sample, use) for sample, use in zip(samples, uses, strict=True) if group & use.keys()]
+        fitted = _Fit(gpu, chosen, factors).run()
+        constants |= fitted.constants
+        found |= fitted.factors
+    return Model(gpu, dict(sorted(constants.items())), dict(sorted(found.items())))
+
+
+Uses = dict[str, Start]
+"""The constants that a prediction asks for, by model."""
+
+
+def _uses(gpu: Gpu, sample: Sample) -> Uses:
+    found: Uses = {}
+
+    def asked(model: str, start: Start) -> Constants:
+        found[model] = start
+        return {name: first for name, (first, _) in start.items()}
+
+    for work in sample.way.work(sample.problem):
+        work.us(asked, gpu)
+    return found
+
+
+def _groups(uses: Sequence[Uses]) -> list[set[str]]:
+    """Models that are used together."""
+    groups: list[set[str]] = []
+    for use in uses:
+        joined = set(use)
+        apart = []
+        for group in groups:
+            if group & joined:
+                joined |= group
+            else:
+                apart.append(group)
+        groups = [*apart, joined]
+    return groups
+
+
+@dataclass
+class _Fit:
+    """A fit of constants that are used together, and of the factors of their ways."""
+
+    gpu: Gpu
+    chosen: Sequence[tuple[Sample, Uses]]
+    factors: bool
+    names: list[tuple[str, str]] = field(default_factory=list)
+    """Model and constant."""
+    ways: list[str] = field(default_factory=list)
+
+    def run(self) -> Model:
+        starts = {model: start for _, use in self.chosen for model, start in use.items()}
+        self.names = [(model, name) for model in sorted(starts) for name in starts[model]]
+        if self.factors:
+            self.ways = sorted({sample.factor for sample, _ in self.chosen})
+        firsts = [starts[model][name] for model, name in self.names]
+        begin = [math.log(first) for first, _ in firsts] + [0.0] * len(self.ways)
+        spreads = [spread for _, spread in firsts] + [SPREAD] * len(self.ways)
+        measured = _tensor(math.log(sample.us) for sample, _ in self.chosen)
+
+        def residuals(logs: Tensor) -> Tensor:
+            model = self._at(logs)
+            return self._compared(
+                _tensor(math.log(model.us(s.way, s.problem)) for s, _ in self.chosen) - measured
+            )
+
+        return self._at(nearest(residuals, self._slopes, _tensor(begin), PRIOR / _tensor(spreads)))
+
+    def _at(self, logs: Tensor) -> Model:
+        values = logs.exp().tolist()
+        constants: dict[str, dict[str, float]] = {}
+        for (model, name), value in zip(self.names, values, strict=False):
+            constants.setdefault(model, {})[name] = value
+        factors = dict(zip(self.ways, values[len(self.names) :], strict=True))
+        return Model(self.gpu, constants, factors)
+
+    def _slopes(self, logs: Tensor, r: Tensor) -> Tensor:
+        """Only of constants that a sample uses."""
+        found = torch.zeros(len(self.chosen), len(logs), dtype=torch.float64)
+        model = self._at(logs)
+        here = [model.us(s.way, s.problem) for s, _ in self.chosen]
+        for column, (of, _) in enumerate(self.names):
+            step = logs.clone()
+            step[column] += SMALL
+            stepped = self._at(step)
+            for row, (sample, use) in enumerate(self.chosen):
+                if of in use:
+                    us = stepped.us(sample.way, sample.problem)
+                    found[row, column] = math.log(us / here[row]) / SMALL
+        for row, (sample, _) in enumerate(self.chosen):
+            if self.ways:
+                found[row, len(self.names) + self.ways.index(sample.factor)] = 1.0
+        return self._compared(found)
+
+    def _compared(self, logs: Tensor) -> Tensor:
+        """Without what all ways of a problem share, where a problem does not know all of its sizes."""
+        of: dict[Problem, list[int]] = {}
+        for row, (sample, _) in enumerate(self.chosen):
+            if not sample.problem.is_whole:
+                of.setdefault(sample.problem, []).append(row)
+        for rows in of.values():
+            logs[rows] -= logs[rows].mean(0)
+        return logs
+
+
+def _tensor(values: Iterable[float]) -> Tensor:
+    return torch.tensor(list(values), dtype=torch.float64)

@@ -1,0 +1,137 @@
+"""Predictions corrected by measured points: the factor between measured and predicted, near the points.
+
+The points of one weight (K, N, ranks) are a curve along the tokens: the logarithm of the factor, straight
+between neighbours, and level beyond the ends. The curves of the nearest weights are averaged, by weights that
+fade with the distance, against a factor of 1. At a point the measured time comes out.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from operator import itemgetter
+from typing import TypeAlias
+
+from .kernel import Problem, Way, ways_of
+from .model import Model, shipped
+from .points import Point, Points
+
+FADES = 2.0
+"""Doublings of the sizes, in total, over which a point's weight falls to 1 / e."""
+DOUBT = 0.1
+"""Weight of the prediction itself; that of a point is 0.6 at a distance of 1 doubling, 0.18 at 2."""
+STALE = 1.0
+"""Doublings that a time of another source of its kernel, or of another GPU, counts as farther away."""
+MOST_WEIGHTS = 8
+"""So many of the nearest weights correct a prediction: it bounds the time of a choice."""
+_AT = 1e-3
+"""Doublings below which a problem is at a point."""
+
+Weight: TypeAlias = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """Microseconds of a way. measured: at this very problem, by kernels as they are."""
+
+    way: str
+    us: float
+    measured: bool = False
+
+
+@dataclass(frozen=True)
+class _Time:
+    """A measured time of a way, by doublings of the tokens."""
+
+    tokens: float
+    us: float
+    at: Point
+
+
+@dataclass
+class _Curves:
+    """Of one op and weight: the measured times of each way, in the order of tokens."""
+
+    times: dict[str, list[_Time]] = field(default_factory=dict)
+
+
+class Predictor:
+    """The time of every way to run a problem, from a model and measured points."""
+
+    def __init__(self, model: Model, points: Points) -> None:
+        self.model, self.points = model, points
+        self._curves: dict[str, dict[Weight, _Curves]] = {}
+        seen: set[tuple[object, ...]] = set()
+        for point in points:
+            at = point.op, point.m, point.k, point.n, point.world
+            curves = self._curves.setdefault(point.op, {})
+            of = curves.setdefault((point.k, point.n, point.world), _Curves())
+            for way, us in point.times:
+                if (*at, way) not in seen:  # the first is nearest kin
+                    seen.add((*at, way))
+                    of.times.setdefault(way, []).append(_Time(math.log2(point.m), us, point))
+        for curves in self._curves.values():
+            for of in curves.values():
+                for times in of.times.values():
+                    times.sort(key=lambda time: time.tokens)
+        self.times = lru_cache(maxsize=4096)(self._times)
+
+    def _times(self, problem: Problem) -> tuple[Predicted, ...]:
+        """All ways to run a problem, the fastest first."""
+        near = self._near(problem)
+        found = [self._predicted(way, problem, near) for way in ways_of(problem).values()]
+        return tuple(sorted(found, key=lambda each: (each.us, each.way)))
+
+    def _near(self, problem: Problem) -> Sequence[tuple[float, _Curves]]:
+        curves = self._curves.get(problem.op, {})
+        found = [
+            (_apart(k, problem.k) + _apart(n, problem.n) + 0.5 * _apart(world, problem.world), of)
+            for (k, n, world), of in curves.items()
+        ]
+        return sorted(found, key=itemgetter(0))[:MOST_WEIGHTS]
+
+    def _predicted(self, way: Way, problem: Problem, near: Sequence[tuple[float, _Curves]]) -> Predicted:
+        tokens = math.log2(problem.m)
+        total, weights, measured = 0.0, DOUBT, False
+        for apart, curves in near:
+            times = curves.times.get(way.name)
+            if times is None:
+                continue
+            distance, error = self._along(times, tokens, way, problem)
+            distance += apart
+            measured = measured or distance < _AT
+            weight = math.exp(-distance / FADES) / max(distance, _AT)
+            total, weights = total + weight * error, weights + weight
+            if distance < _AT:  # nothing else counts
+                total, weights = error, 1.0
+                break
+        us = self.model.us(way, problem) * math.exp(total / weights)
+        return Predicted(way.name, us, measured)
+
+    def _along(
+        self, times: Sequence[_Time], tokens: float, way: Way, problem: Problem
+    ) -> tuple[float, float]:
+        """How far measured tokens are, and the logarithm of measured over predicted time between them."""
+        above = bisect_left(times, tokens - _AT, key=lambda time: time.tokens)
+        if above < len(times) and times[above].tokens <= tokens + _AT:
+            low = high = times[above]
+        else:
+            low, high = times[max(0, above - 1)], times[min(above, len(times) - 1)]
+        apart = max(0.0, low.tokens - tokens, tokens - high.tokens)
+        part = (tokens - low.tokens) / (high.tokens - low.tokens) if high.tokens > low.tokens else 0.0
+        part = min(1.0, max(0.0, part))
+        error = (1 - part) * self._error(low, way, problem) + part * self._error(high, way, problem)
+        stale = any(time.at.gpu or time.at.is_stale(way) for time in (low, high))
+        return apart + STALE * stale, error
+
+    def _error(self, time: _Time, way: Way, problem: Problem) -> float:
+        model = shipped(time.at.gpu) if time.at.gpu else self.model
+        return 0.0 if model is None else math.log(time.us / model.us(way, problem.at(*time.at.sizes)))
+
+
+def _apart(a: int, b: int) -> float:
+    """Doublings between two sizes."""
+    return abs(math.log2(a / b))

@@ -1,0 +1,95 @@
+"""What a way takes on one kind of GPU: the formulas of its work with constants that were fitted.
+
+`constants/<gpu>.json` has the constants of the kinds that were measured. Other kinds take those of one of
+them; as rates are parts of what a GPU says of itself, they scale with that.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from .gpu import Gpu, described, gpu_name
+from .kernel import Problem, Way
+from .work import Constants, Start
+
+_SHIPPED = Path(__file__).with_name("constants")
+
+MEASURED = "h200"
+"""The kind of GPU whose constants others take."""
+
+
+@dataclass(frozen=True, eq=False)
+class Model:
+    """constants: by model of a work; factors: by op and way, what a configuration takes over its formula."""
+
+    gpu: Gpu
+    constants: Mapping[str, Constants] = field(default_factory=dict)
+    factors: Mapping[str, float] = field(default_factory=dict)
+
+    def us(self, way: Way, problem: Problem) -> float:
+        """Microseconds of a call in a way, before any measured point corrects them."""
+        total = sum(work.us(self.of, self.gpu) for work in way.work(problem))
+        return total * self.factors.get(factor_of(problem.op, way.name), 1.0)
+
+    def of(self, model: str, start: Start) -> Constants:
+        """The constants of a model; those that a fit begins with where it was never fitted."""
+        found = self.constants.get(model)
+        return {name: first for name, (first, _) in start.items()} if found is None else found
+
+    def to_json(self) -> str:
+        data = {"gpu": asdict(self.gpu), "constants": self.constants, "factors": self.factors}
+        return json.dumps(_rounded(data), indent=1) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Model:
+        data = json.loads(text)
+        return cls(Gpu(**data["gpu"]), data["constants"], data["factors"])
+
+
+def factor_of(op: str, way: str) -> str:
+    """What a factor is found by."""
+    return f"{op}: {way}"
+
+
+def path_of(gpu: str) -> Path:
+    """The file that ships the constants of a kind of GPU."""
+    return _SHIPPED / f"{gpu}.json"
+
+
+@cache
+def shipped(gpu: str = MEASURED) -> Model | None:
+    """The model of a kind of GPU that was measured."""
+    path = path_of(gpu)
+    return Model.from_json(path.read_text()) if path.exists() else None
+
+
+def model_of(gpu: Gpu) -> Model:
+    """The model of a GPU; of a kind that was never measured with the constants of the one that was."""
+    return shipped(gpu.name) or replace(measured(), gpu=gpu)
+
+
+def measured() -> Model:
+    """The model of the kind of GPU that was measured most."""
+    found = shipped()
+    assert found is not None
+    return found
+
+
+def gpu_of(device: torch.device) -> Gpu:
+    """What is known of a device: as its kind was measured, or as it says itself."""
+    found = shipped(gpu_name(device))
+    return described(device) if found is None else found.gpu
+
+
+def _rounded(value: object) -> object:
+    """More digits would suggest a precision that the measurements do not have."""
+    if isinstance(value, Mapping):
+        return {key: _rounded(of) for key, of in value.items()}
+    return float(f"{value:.4g}") if isinstance(value, float) and math.isfinite(value) else value

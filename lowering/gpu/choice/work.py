@@ -1,0 +1,229 @@
+"""What ways do, in sizes, and how long that takes: formulas with a few constants each.
+
+A rate among the constants is a part of what the GPU says of itself, so that they serve other GPUs, too; times
+are in microseconds. Every constant is positive. `CONSTANTS` of a class has where a fit begins, and how far
+from there a constant may lie: the standard deviation of its logarithm.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Protocol, TypeAlias
+
+from .gpu import Gpu
+
+Constants: TypeAlias = Mapping[str, float]
+Start: TypeAlias = Mapping[str, tuple[float, float]]
+
+SHARPNESS = 4
+"""Of the maximum of what happens at the same time: near the crossing both count."""
+
+CUBLAS = "cublas"
+_CUBLAS_TILES = ((128, 256, 1.0), (128, 128, 0.92), (64, 256, 0.9), (64, 128, 0.8), (64, 64, 0.65))
+"""Rows, columns, and the rate over that of the first."""
+
+
+class Work(Protocol):
+    """A part of what a way does; parts come one after another.
+
+    model: the name of its constants; ways whose parts have one name share them.
+    """
+
+    CONSTANTS: ClassVar[Start]
+
+    @property
+    def model(self) -> str: ...
+
+    def us(self, constants: Callable[[str, Start], Constants], gpu: Gpu) -> float:
+        """Microseconds. constants: those of a model, or else those that a fit begins with."""
+
+
+def _longest(*times: float) -> float:
+    """A smooth maximum."""
+    most = max(times)
+    return most * sum((t / most) ** SHARPNESS for t in times) ** (1 / SHARPNESS) if most else 0.0
+
+
+def _waves(tiles: float, programs: int, rounding: float) -> float:
+    """Waves of tiles, at least one; how much of a last one that is not full counts is `rounding`, up to 1."""
+    waves = max(1.0, tiles / programs)
+    return waves + min(1.0, rounding) * (math.ceil(waves - 1e-9) - waves)
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Tiles of a matmul, and an exchange beside them.
+
+    tiles: pieces that programs take; flops, load: operations and loaded bytes of one; memory: bytes that the
+    GPU reads and writes; sent: bytes to peers, or from them, the more of both; added: bytes read and written
+    behind the exchange; hops: exchanges that follow one another.
+    """
+
+    model: str
+    tiles: int
+    programs: int
+    flops: float
+    load: float
+    memory: float
+    sent: float
+    added: float
+    hops: int
+
+    CONSTANTS: ClassVar[Start] = {
+        "start_us": (4.0, 0.7),
+        "hop_us": (1.5, 0.5),
+        "flops": (0.65, 0.3),
+        "load": (1.0, 0.7),
+        "memory": (0.83, 0.2),
+        "link": (0.65, 0.3),
+        "exposed": (0.5, 1.0),
+        "round": (0.7, 0.7),
+        "added": (0.5, 1.0),
+    }
+
+    def us(self, constants: Callable[[str, Start], Constants], gpu: Gpu) -> float:
+        c = constants(self.model, self.CONSTANTS)
+        waves = _waves(self.tiles, self.programs, c["round"])
+        computed = _longest(
+            waves * self.flops / (gpu.flops * c["flops"]),
+            waves * self.load / (gpu.loads * c["load"]),
+            self.memory / (gpu.memory * c["memory"]),
+        )
+        exchanged = self.sent / (gpu.link * c["link"])
+        # Nothing can be hidden behind the first wave, or beside the last one.
+        exposed = min(1.0, c["exposed"]) * min(computed, exchanged) / max(1.0, self.tiles / self.programs)
+        added = self.added / (gpu.memory * c["added"])
+        return c["start_us"] + self.hops * c["hop_us"] + _longest(computed, exchanged) + exposed + added
+
+
+@dataclass(frozen=True)
+class Product:
+    """`count` matmuls of cuBLAS in one call, `[m, k] @ [k, n]` each."""
+
+    m: int
+    k: int
+    n: int
+    programs: int
+    count: int = 1
+    model: str = CUBLAS
+
+    CONSTANTS: ClassVar[Start] = {
+        "start_us": (3.0, 0.7),
+        "flops": (0.65, 0.3),
+        "memory": (0.88, 0.2),
+        "round": (0.7, 0.7),
+    }
+
+    def us(self, constants: Callable[[str, Start], Constants], gpu: Gpu) -> float:
+        c = constants(self.model, self.CONSTANTS)
+        best = math.inf
+        for rows, columns, rate in _CUBLAS_TILES:
+            tiles = -(-self.m // rows) * -(-self.n // columns) * self.count
+            waves = _waves(tiles, self.programs, c["round"])
+            if tiles < self.programs:  # pieces of K fill the GPU, in part
+                waves = max(tiles / self.programs, 0.5)
+            best = min(best, waves * 2 * rows * columns * self.k / (gpu.flops * c["flops"] * rate))
+        read = self.count * (self.k * self.n + self.m * (self.k + self.n)) * 2
+        return c["start_us"] + _longest(best, read / (gpu.memory * c["memory"]))
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A collective of NCCL, by its faster protocol. sent: bytes on the link of a rank; copied: beside it."""
+
+    model: str
+    sent: float
+    world: int
+    copied: float = 0.0
+
+    CONSTANTS: ClassVar[Start] = {
+        "short_us": (9.0, 0.5),
+        "short_link": (0.25, 0.5),
+        "long_us": (20.0, 0.5),
+        "long_link": (0.66, 0.5),
+        "doubling": (0.15, 0.5),
+    }
+
+    def us(self, constants: Callable[[str, Start], Constants], gpu: Gpu) -> float:
+        c = constants(self.model, self.CONSTANTS)
+        ranks = 1 + c["doubling"] * math.log2(self.world / 2)
+        short = c["short_us"] * ranks + self.sent / (gpu.link * c["short_link"])
+        long = c["long_us"] * ranks + self.sent / (gpu.link * c["long_link"])
+        return 1 / _longest(1 / short, 1 / long) + self.copied / (gpu.memory * COPY)
+
+
+COPY = 0.7
+"""Part of the memory's rate at which torch copies."""
+
+
+@dataclass(frozen=True)
+class Shots:
+    """An all_reduce of torch's symmetric memory. sent: bytes on the link; copied: read and written behind."""
+
+    model: str
+    sent: float
+    copied: float
+    world: int
+
+    CONSTANTS: ClassVar[Start] = {
+        "start_us": (8.0, 0.7),
+        "doubling": (0.15, 0.5),
+        "link": (0.6, 0.5),
+        "added": (0.5, 1.0),
+    }
+
+    def us(self, constants: Callable[[str, Start], Constants], gpu: Gpu) -> float:
+        c = constants(self.model, self.CONSTANTS)
+        start = c["start_us"] * (1 + c["doubling"] * math.log2(self.world / 2))
+        return start + self.sent / (gpu.link * c["link"]) + self.copied / (gpu.memory * c["added"])
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """torch's async tensor parallelism: a matmul for each rank's rows, and copies beside them."""
+
+    model: str
+    chunk: Product
+    sent: float
+    world: int
+
+    CONSTANTS: ClassVar[Start] = {
+        "start_us": (20.0, 0.7),
+        "chunk_us": (10.0, 0.7),
+        "rate": (0.9, 0.2),
+        "link": (0.7, 0.3),
+        "exposed": (0.5, 1.0),
+    }
+
+    def us(self, constants: Callable[[str, Start], Constants], gpu: Gpu) -> float:
+        c = constants(self.model, self.CONSTANTS)
+        computed = self.world * self.chunk.us(constants, gpu) / c["rate"]
+        exchanged = self.sent / (gpu.link * c["link"])
+        exposed = min(1.0, c["exposed"]) * min(computed, exchanged) / self.world
+        return c["start_us"] + self.world * c["chunk_us"] + _longest(computed, exchanged) + exposed
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of embedding tables that are read, added up or written, and an exchange beside that.
+
+    read: bytes of memory; sent: to peers; together: whether the exchange is beside the rest, or behind it.
+    """
+
+    model: str
+    read: float
+    sent: float
+    together: bool
+
+    CONSTANTS: ClassVar[Start] = {
+        "start_us": (20.0, 1.0),
+        "memory": (0.4, 1.0),
+        "link": (0.6, 0.5),
+    }
+
+    def us(self, constants: Callable[[str, Start], Constants], gpu: Gpu) -> float:
+        c = constants(self.model, self.CONSTANTS)
+        read, sent = self.read / (gpu.memory * c["memory"]), self.sent / (gpu.link * c["link"])
+        return c["start_us"] + (_longest(read, sent) if self.together else read + sent)

@@ -1,0 +1,178 @@
+"""What the ways of the dense ops do, in sizes: of kernels, and of what torch has."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from autofuse.lowering.gpu.choice.work import Chunks, Collective, Product, Shots, Tiles, Work
+from autofuse.native_kernels.cuda.kernels.gather_matmul import ClusterGatherConfig
+from autofuse.native_kernels.cuda.kernels.gather_words import WordsGatherConfig
+from autofuse.native_kernels.cuda.kernels.matmul_reduce import ClusterReduceConfig
+from autofuse.native_kernels.cuda.kernels.matmul_words import WordsConfig
+from autofuse.native_kernels.gpu.memory import cdiv
+from autofuse.native_kernels.triton.gather_matmul import GatherConfig
+from autofuse.native_kernels.triton.gather_matmul_few import FewConfig
+from autofuse.native_kernels.triton.matmul_gather import PublishConfig
+from autofuse.native_kernels.triton.matmul_gather_packets import PublishPacketsConfig
+from autofuse.native_kernels.triton.matmul_packets import PacketsConfig
+from autofuse.native_kernels.triton.matmul_reduce import ReduceConfig
+
+if TYPE_CHECKING:
+    from .ways import DenseProblem
+
+BM = 128
+"""Rows of a tile of the kernels in CUDA C++."""
+LEAST = 64
+"""Rows that tensor cores multiply at a time."""
+SUM = 4
+"""Bytes of a partial sum."""
+
+
+def _tiles(
+    p: DenseProblem, model: str, rows: int, columns: int, sent: float, *, high: int = 0, wide: int = 0,
+    pieces: int = 1, hops: int = 1, added: float = 0.0, load: tuple[float, float] = (1.0, 1.0),
+) -> Tiles:  # fmt: skip
+    """Tiles of the product: `rows * columns`, of `high` rows and `wide` columns, in pieces of K.
+
+    load: parts of rows and columns that a program loads itself.
+    """
+    loaded = (high * load[0] + wide * load[1]) * p.k * 2 / pieces
+    return Tiles(
+        f"{p.op} {model}", rows * columns * pieces, p.programs, 2 * max(high, LEAST) * wide * p.k / pieces,
+        loaded, _matrices(p), sent, added, hops,
+    )  # fmt: skip
+
+
+def _matrices(p: DenseProblem) -> float:
+    """Bytes of all operands and of the result."""
+    return 2.0 * (p.k * p.n + p.m * (p.k + p.n))
+
+
+def _reduced(p: DenseProblem, once: bool = False) -> tuple[float, int]:
+    """Bytes that a rank sends to reduce the product, and exchanges that follow one another."""
+    product = 2.0 * p.m * p.n
+    if once:
+        return product * (p.world - 1), 1
+    hops = 2 if p.everywhere else 1
+    return hops * product * (p.world - 1) / p.world, hops
+
+
+def packets_work(config: PacketsConfig, p: DenseProblem) -> Work:
+    sent, hops = _reduced(p, config.once)
+    high = 16 if p.m <= 16 else 32
+    return _tiles(
+        p, "packets", 1, cdiv(p.n, config.bn), 2 * sent, high=high, wide=config.bn, hops=hops,
+        added=2 * sent / p.world,
+    )  # fmt: skip
+
+
+def words_work(config: WordsConfig, p: DenseProblem) -> Work:
+    sent, hops = _reduced(p, config.once)
+    return _tiles(
+        p, "words", 1, cdiv(p.n, config.bn), sent, high=64 if p.m <= 64 else BM, wide=config.bn,
+        pieces=config.split, hops=hops, added=sent / p.world,
+    )  # fmt: skip
+
+
+def clusters_work(config: ClusterReduceConfig, p: DenseProblem) -> Work:
+    sent, hops = _reduced(p)
+    return _tiles(
+        p, "clusters copied" if config.copied else "clusters", cdiv(p.m, BM), cdiv(p.n, config.bn), sent,
+        high=BM, wide=config.bn, hops=hops, added=2.0 * p.m * p.n * (1 + 1 / p.world),
+        load=(1 / config.along, 1 / config.across),
+    )  # fmt: skip
+
+
+def tiles_work(config: ReduceConfig, p: DenseProblem) -> Work:
+    sent, hops = _reduced(p)
+    return _tiles(
+        p, "tiles", cdiv(p.m, config.bm), cdiv(p.n, config.bn), sent, high=config.bm, wide=config.bn,
+        hops=hops, added=2.0 * p.m * p.n * (1 + 1 / p.world),
+    )  # fmt: skip
+
+
+def _gathered(p: DenseProblem) -> float:
+    """Bytes that a rank sends of its part."""
+    return 2.0 * p.m * p.k * (p.world - 1) / p.world
+
+
+def words_gather_work(config: WordsGatherConfig, p: DenseProblem) -> Work:
+    return _tiles(
+        p, "words", 1, config.tiles(p.n), _gathered(p), high=p.m, wide=64 * config.groups,
+        pieces=config.pieces, added=SUM * p.m * p.n * (config.pieces - 1) / config.pieces,
+    )  # fmt: skip
+
+
+def few_work(config: FewConfig, p: DenseProblem) -> Work:
+    return _tiles(
+        p, "few", 1, cdiv(p.n, config.bn), _gathered(p), high=p.m, wide=config.bn, pieces=config.pieces,
+        added=SUM * p.m * p.n * (config.pieces - 1),
+    )  # fmt: skip
+
+
+def parts_work(config: GatherConfig, p: DenseProblem) -> Work:
+    return _tiles(
+        p, "parts copied" if config.copied else "parts", p.world * cdiv(p.chunk, config.bm),
+        cdiv(p.n, config.bn), _gathered(p), high=config.bm, wide=config.bn, pieces=config.pieces,
+        added=SUM * p.m * p.n * (config.pieces - 1),
+    )  # fmt: skip
+
+
+def clusters_gather_work(config: ClusterGatherConfig, p: DenseProblem) -> Work:
+    rows = p.world * cdiv(p.chunk, BM) if p.m > BM else 1  # few rows share a tile
+    return _tiles(
+        p, "clusters copied" if config.copied else "clusters", rows, cdiv(p.n, config.bn), _gathered(p),
+        high=BM, wide=config.bn, load=(1 / config.along, 1 / config.across),
+    )  # fmt: skip
+
+
+def _published(p: DenseProblem) -> float:
+    """Bytes that a rank sends of its product."""
+    return 2.0 * p.m * p.n * (p.world - 1)
+
+
+def publish_packets_work(config: PublishPacketsConfig, p: DenseProblem) -> Work:
+    sent = 2 * _published(p)
+    high = max(16, 1 << (p.m - 1).bit_length())
+    return _tiles(p, "packets", 1, cdiv(p.n, config.bn), sent, high=high, wide=config.bn, added=sent)
+
+
+def publish_work(config: PublishConfig, p: DenseProblem) -> Work:
+    sent = _published(p)
+    return _tiles(
+        p, "tiles", cdiv(p.m, config.bm), cdiv(p.n, config.bn), sent, high=config.bm, wide=config.bn,
+        added=2 * sent,
+    )  # fmt: skip
+
+
+# --- What torch has --------------------------------------------------------------------------------------
+
+
+def _product(p: DenseProblem) -> Product:
+    return Product(p.m, p.k, p.n, p.programs)
+
+
+def nccl_work(p: DenseProblem) -> tuple[Work, ...]:
+    """cuBLAS, and the collective before or behind it."""
+    if p.op == "all_gather_matmul":
+        sent, name = _gathered(p), "all_gather"
+    elif p.op == "matmul_all_gather":
+        sent, name = _published(p), "all_gather"
+    else:
+        sent, name = _reduced(p)[0], "all_reduce" if p.everywhere else "reduce_scatter"
+    # Columns, and stretches of rows, are brought into order by copies.
+    copied = 0.0 if p.by_rows and p.outer == 1 else 2 * sent * p.world / max(1, p.world - 1)
+    return _product(p), Collective(f"nccl {name}", sent, p.world, copied)
+
+
+def one_shot_work(p: DenseProblem) -> tuple[Work, ...]:
+    return _product(p), Shots("one_shot", _reduced(p, once=True)[0], 0.0, p.world)
+
+
+def two_shot_work(p: DenseProblem) -> tuple[Work, ...]:
+    return _product(p), Shots("two_shot", _reduced(p)[0], 4.0 * p.m * p.n, p.world)
+
+
+def async_tp_work(p: DenseProblem) -> tuple[Work, ...]:
+    sent = _gathered(p) if p.op == "all_gather_matmul" else _reduced(p)[0]
+    return (Chunks(f"async_tp {p.op}", Product(cdiv(p.m, p.world), p.k, p.n, p.programs), sent, p.world),)

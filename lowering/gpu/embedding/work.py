@@ -1,0 +1,34 @@
+"""What the ways of embedding bags do, in sizes: of kernels, and of what they replace."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from autofuse.lowering.gpu.choice.work import Rows, Work
+
+if TYPE_CHECKING:
+    from .ways import ExchangeProblem
+
+LIKELY_POOLING = 10
+"""Rows of a bag: a rank knows its own indices alone. Points correct what it means."""
+
+
+def _rows(p: ExchangeProblem, name: str, together: bool) -> Rows:
+    itemsize = p.dtype.itemsize
+    own = p.m * p.n * itemsize  # bytes of all bags of a rank's tables
+    sent = p.b * sum(p.columns) * itemsize * (p.world - 1) / p.world
+    return Rows(f"{p.op} {name}", own * LIKELY_POOLING, sent, together)
+
+
+def kernel_work(config: Any, p: ExchangeProblem) -> Work:
+    """The kernel that exchanges, too."""
+    return _rows(p, "kernel", True)
+
+
+def merged_work(config: Any, p: ExchangeProblem) -> Work:
+    return _rows(p, "merged", False)
+
+
+def torch_work(p: ExchangeProblem) -> tuple[Work, ...]:
+    """A kernel for every table, then the collective, or the other way round."""
+    return (_rows(p, "torch", False),)

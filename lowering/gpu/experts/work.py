@@ -1,0 +1,68 @@
+"""What the ways of the expert ops do, in sizes: of kernels, and of what they replace."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from autofuse.lowering.gpu.choice.work import Collective, Product, Tiles, Work
+from autofuse.native_kernels.cuda.host.gemm import BM
+from autofuse.native_kernels.gpu.memory import cdiv
+
+if TYPE_CHECKING:
+    from .ways import DroplessProblem, ExpertProblem
+
+LIKELY_ROWS = 256
+"""Of an expert in a dropless call, whose rows no rank knows of the others. Points correct what it means."""
+
+
+def _height(rows: int) -> int:
+    """Rows of a tile."""
+    return next((height for height in (16, 32, 64) if rows <= height), BM)
+
+
+def _exchanged(p: ExpertProblem | DroplessProblem, rows: int) -> float:
+    """Bytes of rows that a rank exchanges: products of a combine, operands of a dispatch."""
+    width = p.columns if p.op.startswith("expert_matmul") else p.k
+    return 2.0 * p.experts * rows * width * (p.world - 1) / p.world
+
+
+def _tiles(p: ExpertProblem | DroplessProblem, rows: int, config: Any) -> Tiles:
+    high, columns = _height(rows), cdiv(p.columns, config.bn) * p.weights
+    sent = _exchanged(p, rows)
+    memory = 2.0 * (p.k * p.n + p.experts * rows * (p.k + p.columns * p.weights))
+    return Tiles(
+        f"{p.op} clusters copied" if getattr(config, "copied", False) else f"{p.op} clusters",
+        p.experts * cdiv(rows, high) * columns,
+        p.programs,
+        2 * max(high, 64) * config.bn * p.k,
+        (high / config.along + config.bn / config.across) * p.k * 2,
+        memory,
+        sent,
+        2 * sent if p.op.startswith("expert_matmul") else 0.0,
+        1,
+    )
+
+
+def fixed_work(config: Any, p: ExpertProblem) -> Work:
+    return _tiles(p, p.rows, config)
+
+
+def dropless_work(config: Any, p: DroplessProblem) -> Work:
+    return _tiles(p, LIKELY_ROWS, config)
+
+
+def _nccl(p: ExpertProblem | DroplessProblem, rows: int, name: str) -> tuple[Work, ...]:
+    sent = _exchanged(p, rows)
+    moved = 4 * sent * p.world / max(1, p.world - 1)  # rows are brought into order on both sides
+    product = Product(rows, p.k, p.columns * p.weights, p.programs, p.experts, f"experts {name}")
+    return product, Collective(f"nccl all_to_all {name}", sent, p.world, moved)
+
+
+def fixed_nccl_work(p: ExpertProblem) -> tuple[Work, ...]:
+    """A batched matmul and NCCL."""
+    return _nccl(p, p.rows, p.op)
+
+
+def dropless_nccl_work(p: DroplessProblem) -> tuple[Work, ...]:
+    """A matmul for every expert, or a grouped one, and NCCL."""
+    return _nccl(p, LIKELY_ROWS, p.op)

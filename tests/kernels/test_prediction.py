@@ -1,0 +1,222 @@
+"""What ways are predicted to take: formulas, and the points that correct them. No GPU is needed."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+import torch
+
+from autofuse.bench.gpu.holdout import FORMS, judge, summary
+from autofuse.lowering.gpu.choice import sources
+from autofuse.lowering.gpu.choice.choose import choose, predictor_of
+from autofuse.lowering.gpu.choice.correction import Predicted, Predictor
+from autofuse.lowering.gpu.choice.gpu import Gpu
+from autofuse.lowering.gpu.choice.kernel import CUBLAS_NCCL, Problem, ways_of
+from autofuse.lowering.gpu.choice.model import measured, model_of
+from autofuse.lowering.gpu.choice.points import Point, shipped
+from autofuse.lowering.gpu.dense.ways import (
+    ASYNC_TP,
+    GATHER,
+    ONE_SHOT,
+    PUBLISH,
+    REDUCE,
+    SCATTER,
+    TWO_SHOT,
+    DenseProblem,
+)
+from autofuse.lowering.gpu.embedding.ways import BACKWARD, OP, UPDATE, ExchangeProblem
+from autofuse.lowering.gpu.experts.ways import COMBINE, DISPATCH, DROPLESS, DroplessProblem, ExpertProblem
+
+BF16 = torch.bfloat16
+SHIPPED = shipped(measured().gpu.name)
+
+
+def dense(op: str, m: int, k: int = 4096, n: int = 4096, world: int = 4) -> DenseProblem:
+    return DenseProblem(op, m, k, n, world, BF16)
+
+
+PROBLEMS: list[Problem] = [
+    *(
+        dense(op, m, *size, world)
+        for op in (REDUCE, SCATTER, GATHER, PUBLISH)
+        for m in (8, 64, 200, 1024, 4096)
+        for size in ((2048, 3072), (1280, 8192))
+        for world in (2, 4, 8)
+    ),
+    *(ExpertProblem(op, 8, rows, 2048, 1024, 4, BF16) for op in (COMBINE, DISPATCH) for rows in (16, 1024)),
+    *(DroplessProblem(op + DROPLESS, 8, 2048, 1024, 4, BF16) for op in (COMBINE, DISPATCH)),
+    *(ExchangeProblem(512, (1024,) * 4, "bsc", BF16, op=op) for op in (OP, BACKWARD, UPDATE)),
+]
+
+
+def times(predictor: Predictor, problem: Problem) -> dict[str, float]:
+    return {each.way: each.us for each in predictor.times(problem)}
+
+
+def factor(problem: Problem, point: Point, way: str) -> float:
+    """What a point changes of the time of a way."""
+    return times(predictor_of((point,)), problem)[way] / times(predictor_of(()), problem)[way]
+
+
+@pytest.mark.parametrize("problem", PROBLEMS, ids=str)
+def test_every_way_has_a_time(problem: Problem) -> None:
+    """Those of torch, too, so that nothing is chosen that is slower than they are predicted to be."""
+    found = predictor_of(SHIPPED).times(problem)
+    assert {each.way for each in found} == ways_of(problem).keys()
+    assert all(0 < each.us < math.inf for each in found)
+    assert list(found) == sorted(found, key=lambda each: (each.us, each.way))
+
+
+def test_torch_is_a_candidate() -> None:
+    for m in (8, 1024, 8192):
+        names = times(predictor_of(()), dense(REDUCE, m)).keys()
+        assert {CUBLAS_NCCL, TWO_SHOT} | ({ONE_SHOT} if m < 8192 else set()) <= names
+    for op in (SCATTER, GATHER):
+        assert {CUBLAS_NCCL, ASYNC_TP} <= times(predictor_of(()), dense(op, 2048)).keys()
+
+
+@pytest.mark.parametrize("problem", PROBLEMS[:120], ids=str)
+def test_more_takes_longer(problem: DenseProblem) -> None:
+    """Twice the tokens, K or N; on a GPU whose peaks are twice as high nothing takes longer."""
+    model, ways = measured(), ways_of(problem)
+    gpu = model.gpu
+    fast = replace(model, gpu=replace(gpu, clock=2 * gpu.clock, memory=2 * gpu.memory, link=2 * gpu.link))
+    for name, way in ways.items():
+        us = model.us(way, problem)
+        for size in ("m", "k", "n"):
+            larger = replace(problem, **{size: 2 * getattr(problem, size)})
+            if name in ways_of(larger):
+                assert model.us(way, larger) >= us, (name, size)
+        assert us / 2 <= fast.us(way, problem) <= us, name
+
+
+def test_a_point_is_its_own_time_and_fades() -> None:
+    here = dense(REDUCE, 256)
+    way = next(name for name, way in ways_of(here).items() if way.fused)
+    us = 2 * times(predictor_of(()), here)[way]
+    point = Point.of(here, {way: us})
+    assert Predicted(way, pytest.approx(us, abs=0.01), True) in predictor_of((point,)).times(here)
+    away = [factor(replace(here, k=here.k << i), point, way) for i in range(5)]
+    assert away == sorted(away, reverse=True)
+    assert away[0] == pytest.approx(2, rel=1e-3)
+    assert 1 < away[4] < 1.3
+    assert not any(each.measured for each in predictor_of((point,)).times(replace(here, k=8192)))
+    others = times(predictor_of((point,)), here).items() - times(predictor_of(()), here).items()
+    assert [name for name, _ in others] == [way], "other ways are what they were"
+
+
+def test_between_points_of_one_weight_the_factor_is_straight() -> None:
+    low, high = dense(REDUCE, 256), dense(REDUCE, 1024)
+    way = "clusters bn=128 stages=5"
+    base = predictor_of(())
+    points = (
+        Point.of(low, {way: 2 * times(base, low)[way]}),
+        Point.of(high, {way: 0.5 * times(base, high)[way]}),
+    )
+    found = [
+        times(predictor_of(points), dense(REDUCE, m))[way] / times(base, dense(REDUCE, m))[way]
+        for m in (256, 362, 512, 724, 1024)
+    ]
+    assert found == pytest.approx([2, 2**0.5, 1, 2**-0.5, 0.5], rel=0.02)
+
+
+def test_a_far_point_names_no_way() -> None:
+    """One that is wrong by 3 for another weight changes no time by a third."""
+    here = dense(GATHER, 1024, 4096, 1024)
+    far = dense(GATHER, 1024, 16384, 13312)
+    base = predictor_of(())
+    slow = choose(far, base).way
+    assert slow in ways_of(here)
+    point = Point.of(
+        far, {name: us * (1 / 3 if name == slow else 3) for name, us in times(base, far).items()}
+    )
+    for name in ways_of(here):
+        if name in ways_of(far):
+            assert 0.75 < factor(here, point, name) < 1.34, name
+
+
+def test_a_changed_kernel_makes_its_own_times_stale(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = dense(REDUCE, 16)
+    base = times(predictor_of(()), here)
+    point = Point.of(here, {name: 2 * us for name, us in base.items()})
+    assert point.is_fresh(here)
+    assert Point.parsed(json.loads(json.dumps(point.values))) == point
+    real = sources.digest_of
+    changed = "cuda/kernels/matmul_words.cu"
+    monkeypatch.setattr(
+        "autofuse.lowering.gpu.choice.kernel.digest_of", lambda s: "new" if s == changed else real(s)
+    )
+    assert not point.is_fresh(here)
+    for each in predictor_of((point,)).times(here):
+        of_words = each.way.startswith("words")
+        assert each.measured != of_words
+        assert (1.5 < each.us / base[each.way] < 1.99) == of_words
+    older = replace(point, sources=())
+    assert older.is_fresh(here), "tables that do not tell are taken as they are"
+
+
+def test_digests_are_of_all_device_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {
+        "cuda/kernels/some.cu": '#include "deep.cuh"\n',
+        "cuda/kernels/some.py": "x = 1\n",
+        "cuda/include/deep.cuh": '#include "deeper.cuh"  // why\n',
+        "cuda/include/deeper.cuh": "int x;\n",
+        "triton/other.py": "from .gemm import product\n",
+        "triton/gemm.py": "y = 1\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(sources, "_ROOT", tmp_path)
+
+    def both() -> tuple[str, str]:
+        sources.digest_of.cache_clear()
+        return sources.digest_of("cuda/kernels/some.cu"), sources.digest_of("triton/other.py")
+
+    first = both()
+    for name, text in files.items():
+        path = tmp_path / name
+        path.write_text(text + ("int z;" if "cuda" in name and ".cu" in name else "z = 1"))
+        now = both()
+        path.write_text(text)
+        assert [a != b for a, b in zip(first, now, strict=True)] == ["cuda" in name, "triton" in name], name
+    (tmp_path / "cuda/include/deep.cuh").write_text('#include "deeper.cuh"  // another reason\n')
+    assert both() == first
+    sources.digest_of.cache_clear()
+
+
+def test_ranks_that_are_told_predict_alike() -> None:
+    """To the last bit: by what rank 0 hands round as JSON."""
+    told = json.loads(json.dumps([point.values for point in SHIPPED]))
+    mine, theirs = predictor_of(SHIPPED), predictor_of(tuple(map(Point.parsed, told)))
+    for problem in PROBLEMS:
+        assert mine.times(problem) == theirs.times(problem)
+
+
+def test_another_gpu_scales() -> None:
+    """Points of the measured kind correct it by their factors, not by their times."""
+    known = measured().gpu
+    half = Gpu("half", known.multiprocessors, known.clock / 2, known.memory / 2, known.link / 2)
+    points = shipped(half.name)
+    assert {point.gpu for point in points} == {known.name}
+    there, here = Predictor(model_of(half), points), predictor_of(SHIPPED)
+    for problem in (dense(REDUCE, 2048, 2048, 8192), dense(SCATTER, 8192, 13312, 16384)):
+        slow = times(there, problem)
+        assert not any(each.measured for each in there.times(problem))
+        for name, us in times(here, problem).items():
+            assert 1.5 < slow[name] / us < 2.3, name
+
+
+@pytest.mark.full
+def test_quality_of_choice_at_weights_that_were_left_out() -> None:
+    mean, most, worst = summary(judge(FORMS["formulas, factors, points"], measured().gpu, SHIPPED))
+    assert mean < 1.03
+    assert most < 1.13
+    assert worst < 1.5
