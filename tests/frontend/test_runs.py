@@ -233,6 +233,6 @@ def test_what_falls_back_is_counted_with_its_reason() -> None:
         (told,) = report.sites[0].fell_back
         assert (told.why, told.count, told.shapes) == ("the group is fake", 3, ((4, 6), (6, 8)))
     double = torch.ones(4, 6, dtype=torch.float64), torch.ones(6, 8, dtype=torch.float64)
-    with fake_group(2), patch("autofuse.lowering.cpu.reduce_executor.workspace_for"):
+    with fake_group(2), patch("autofuse.lowering.cpu.recipes.workspace_for"):
         autofuse.ops.matmul_all_reduce(*double, group=everybody())
     assert any(why == "no kernel takes these operands" for _, why in runs._fell_back)

@@ -51,7 +51,7 @@ def _on_ranks() -> Iterator[Any]:
             yield pytest.param(case, world, marks=marks, id=f"{case_name(case)}, {world} ranks")
 
 
-@pytest.mark.parametrize(("case", "world"), _on_ranks())
+@pytest.mark.parametrize(("case", "world"), list(_on_ranks()))
 def test_on_ranks(case: tuple, world: int, ranks: Ranks) -> None:
     program = case[0].PROGRAMS[case[1]]
     results = ranks(world).run(compare, case[0].__name__, case[1], timeout=120)
