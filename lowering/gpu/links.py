@@ -20,12 +20,16 @@ def without_atomics(index: int, other: int) -> bool:
     """Whether the link between two GPUs that this process sees has no native atomics, as PCIe has none."""
     from cuda.bindings import driver
 
-    for function in (driver.cuInit(0), *(driver.cuDeviceGet(i) for i in (index, other))):
-        if int(function[0]) != OK:
+    if int(driver.cuInit(0)[0]) != OK:
+        return True
+    devices = []
+    for i in (index, other):
+        error, device = driver.cuDeviceGet(i)
+        if int(error) != OK:
             return True
-    (_, mine), (_, theirs) = driver.cuDeviceGet(index), driver.cuDeviceGet(other)
+        devices.append(device)
     wanted = driver.CUdevice_P2PAttribute.CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
-    error, found = driver.cuDeviceGetP2PAttribute(wanted, mine, theirs)
+    error, found = driver.cuDeviceGetP2PAttribute(wanted, *devices)
     return int(error) != OK or not found
 
 

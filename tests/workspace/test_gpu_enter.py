@@ -39,8 +39,9 @@ def _workspace(rank: int, world: int, limit_s: float = 10.0) -> Any:
         "_store": store, "_prefix": f"{VISITS[1]}/{visit(store, VISITS[1], rank)}", "_meetings": 0,
         "_limit_s": lambda: limit_s, "_peers": [None] * world, "_introduced": False,
         "rank": rank, "world": world, "group_name": "g",
-        "failures": Mock(), "capacity": Need(), "_kernels": set(), "_entered": set(), "_compared": set(),
-        "calls": {}, "device": None, "_held": Mock(all=[Mock()]), "_refusals": Refusals(), "needs": {},
+        "failures": Mock(), "_kernels": set(), "_entered": set(), "_compared": set(),
+        "calls": {}, "device": None, "_held": Mock(all=[Mock()], capacity=Need()), "_refusals": Refusals(),
+        "needs": {},
     }  # fmt: skip
     for name, value in fields.items():
         setattr(workspace, name, value)

@@ -106,8 +106,7 @@ class GpuWorkspace:
             Board.remove(board)
         presence = [view.view(torch.int32)[FIRST_PRESENCE:] for view in regions["copy_signals"].views]
         self._state = new_state(self._record, presence, self._firm, device)
-        self.memory, self.capacity = self._described(regions, local), LEAST
-        self._held = Memory(self.memory, LEAST)
+        self._held = Memory(self._described(regions, local), LEAST)
         weakref.finalize(self, self._held.end).atexit = False
         self.engine = CopyEngine(self.memory)
         watch(self.failures)
@@ -155,6 +154,14 @@ class GpuWorkspace:
         group = self._group()
         assert group is not None
         return group
+
+    @property
+    def memory(self) -> PeerMemory:
+        return self._held.now
+
+    @property
+    def capacity(self) -> Need:
+        return self._held.capacity
 
     @cached_property
     def programs(self) -> int:
@@ -302,7 +309,7 @@ class GpuWorkspace:
         found = allocate(self._held, capacity, self.group, self.device, self.meet)
         self._held.replace(self._described(*found[:2]), capacity, keep=found[2])
         self.calls.clear()  # they know the memory of before
-        self.memory, self.capacity, self.engine.memory = self._held.now, capacity, self._held.now
+        self.engine.memory = self.memory
 
     def _described(self, regions: dict[str, Region], local: dict[str, Tensor]) -> PeerMemory:
         parts: dict[str, Any] = {**regions, **local}
