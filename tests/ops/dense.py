@@ -5,6 +5,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autofuse.lowering.cpu.workspace import workspace_for
+from autofuse.lowering.reference.product import product_reference
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 ORDERS = ["direct", "ring", "oblivious"]
@@ -14,6 +15,80 @@ def seeded(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor
     """The same numbers on every rank, exactly representable in `dtype`."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=generator).to(dtype)
+
+
+Products = list[tuple[str, list[tuple[int, ...]]]]
+"""Products, and the shapes of their operands: -2 and -1 stand for the extents of the product."""
+
+EPILOGUES: Products = [
+    ("mm; add %0", [(1, -1)]),
+    ("mm; mul %0; add %1", [(-2, 1), (-1,)]),
+    ("mm; neg; sub %0", [(-2, -1)]),
+    ("mm; mul 0.5; to float32", []),
+    ("addmm %0; to bfloat16", [(-1,)]),
+    ("mm; masked_fill %0 %1; relu", [(-2, 1), ()]),
+    ("mm; where %0 %1", [(-1,), (-2, -1)]),
+]
+
+
+def factors(
+    world: int, m: int, k: int, n: int, dtype: torch.dtype = torch.float32, seed: int = 0
+) -> list[tuple[Tensor, Tensor]]:
+    """`x: [M, K]` and a column-major `w: [K, N]` of every rank."""
+    return [
+        (seeded(seed + r, m, k, dtype=dtype), seeded(seed + r + 50, n, k, dtype=dtype).t())
+        for r in range(world)
+    ]
+
+
+def products(inputs: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """`[W, M, N]`: the products of all ranks in float64, and those of the absolute values."""
+    exact = torch.stack([x.double() @ w.double() for x, w in inputs])
+    return exact, torch.stack([x.double().abs() @ w.double().abs() for x, w in inputs])
+
+
+Terms = tuple[list[Tensor], list[Tensor], list[Tensor]]
+
+
+def two_terms(rank: int, m: int, k: int, n: int, product: str, shapes: list[tuple[int, ...]]) -> Terms:
+    """x, w and operands of a product of two matmuls, in float16; the first of two operands may be a mask."""
+    x = [seeded(10 * rank + i, m, k + i, dtype=torch.float16) for i in range(2)]
+    w = [seeded(10 * rank + i + 5, k + i, n, dtype=torch.float16) for i in range(2)]
+    sizes = [tuple({-2: m, -1: n, 1: 1}[d] for d in shape) for shape in shapes]
+    operands = [seeded(rank + 7, *size, dtype=torch.float16) for size in sizes]
+    if "%0 %1" in product:
+        operands[0] = operands[0] > 0
+    return x, w, operands
+
+
+def kept_by_all(p: Tensor, given: Terms, product: str, world: int) -> Tensor:
+    """The products `[W, M, N]` that the ranks kept; AssertionError if this rank's, `p`, is not what it is."""
+    expected = product_reference(*given, product)
+    torch.testing.assert_close(p, expected, rtol=0.02, atol=0.03)
+    assert p.dtype == expected.dtype
+    found = [torch.empty_like(p) for _ in range(world)]
+    dist.all_gather(found, p)
+    return torch.stack(found)
+
+
+Leaves = tuple[Tensor, Tensor, Tensor]
+
+
+def three_leaves(rank: int, world: int) -> tuple[Leaves, list[Leaves], list[Tensor]]:
+    """x, w and residual of this rank; those of all in float64, and their products `mm; mul 0.5; sub %0`.
+
+    Gradients are wanted of all.
+    """
+    given = [(seeded(r, 4, 3), seeded(r + 5, 3, 6), seeded(r + 8, 4, 6)) for r in range(world)]
+    exact = [tuple(t.double().requires_grad_() for t in each) for each in given]
+    mine = tuple(t.requires_grad_() for t in given[rank])
+    return mine, exact, [(x @ w) * 0.5 - residual for x, w, residual in exact]  # type: ignore[return-value]
+
+
+def assert_gradients(leaves: Leaves, exact: Leaves) -> None:
+    for mine, expected in zip(leaves, exact, strict=True):
+        assert mine.grad is not None
+        torch.testing.assert_close(mine.grad.double(), expected.grad, rtol=1e-4, atol=1e-4)
 
 
 def world_group() -> str:

@@ -10,8 +10,22 @@ from torch import Tensor
 import autofuse.ops
 from autofuse.lowering.ops.library import FUSED_OPS
 from autofuse.lowering.reference.layout import parts, whole
-from autofuse.lowering.reference.product import product_reference
-from tests.ops.dense import DTYPES, ORDERS, assert_close, poison, same_on_all_ranks, seeded, world_group
+from tests.ops.dense import (
+    DTYPES,
+    EPILOGUES,
+    ORDERS,
+    assert_close,
+    assert_gradients,
+    factors,
+    kept_by_all,
+    poison,
+    products,
+    same_on_all_ranks,
+    seeded,
+    three_leaves,
+    two_terms,
+    world_group,
+)
 from tests.ranks import RankPool
 
 Ranks = Callable[[int], RankPool]
@@ -49,17 +63,13 @@ def _call(
 
 def _exact(inputs: list[tuple[Tensor, Tensor]], dim: int, outer: int) -> tuple[Tensor, Tensor]:
     """The result in float64, and that of the absolute values."""
-    exact = torch.stack([a.double() @ b.double() for a, b in inputs])
-    size = torch.stack([a.double().abs() @ b.double().abs() for a, b in inputs])
+    exact, size = products(inputs)
     return whole(exact, dim, outer), whole(size, dim, outer)
 
 
 def _plain(rank: int, world: int, dtype: torch.dtype, order: str) -> None:
     for i, (dim, outer, m, k, n) in enumerate(CASES):
-        inputs = [
-            (seeded(100 * i + r, m, k, dtype=dtype), seeded(100 * i + r + 50, n, k, dtype=dtype).t())
-            for r in range(world)
-        ]
+        inputs = factors(world, m, k, n, dtype, 100 * i)
         x, w = inputs[rank]
         w = w if i % 2 else w.contiguous()
         poison(world_group())
@@ -87,7 +97,7 @@ def _large(rank: int, world: int, order: str) -> None:
         (1, 4, 300, 4096),
         (1, 2, 4096, 260),
     ]:
-        inputs = [(seeded(r, m, 8), seeded(r + 50, 8, n)) for r in range(world)]
+        inputs = factors(world, m, 8, n)
         poison(world_group())
         (y,) = _call([inputs[rank][0]], [inputs[rank][1]], [], dim, outer, order=order)
         assert_close(y, *_exact(inputs, dim, outer), 8, 1)
@@ -99,18 +109,6 @@ def test_several_tiles(ranks: Ranks, order: str) -> None:
     ranks(2).run(_large, order)
 
 
-PRODUCTS: list[tuple[str, list[tuple[int, ...]]]] = [
-    ("addmm %0", [(-1,)]),
-    ("mm; add %0", [(1, -1)]),
-    ("mm; mul %0; add %1", [(-2, 1), (-1,)]),
-    ("mm; neg; sub %0", [(-2, -1)]),
-    ("mm; mul 0.5; to float32", []),
-    ("addmm %0; to bfloat16", [(-1,)]),
-    ("mm; masked_fill %0 %1; relu", [(-2, 1), ()]),
-    ("mm; where %0 %1", [(-1,), (-2, -1)]),
-]
-
-
 def _epilogues(rank: int, world: int, order: str) -> None:
     for dim, outer, m, k, n in [
         (0, 1, 4, 8, 12),
@@ -118,21 +116,11 @@ def _epilogues(rank: int, world: int, order: str) -> None:
         (1, 1, 6, 8, 5),
         (1, 2, 300, 8, 4096),
     ]:
-        for product, shapes in PRODUCTS:
-            x = [seeded(10 * rank + i, m, k + i, dtype=torch.float16) for i in range(2)]
-            w = [seeded(10 * rank + i + 5, k + i, n, dtype=torch.float16) for i in range(2)]
-            sizes = [tuple({-2: m, -1: n, 1: 1}[d] for d in shape) for shape in shapes]
-            operands = [seeded(rank + 7, *size, dtype=torch.float16) for size in sizes]
-            if "%0 %1" in product:
-                operands[0] = operands[0] > 0  # a mask
+        for product, shapes in [("addmm %0", [(-1,)]), *EPILOGUES]:
+            given = two_terms(rank, m, k, n, product, shapes)
             poison(world_group())
-            y, p = _call(x, w, operands, dim, outer, product, True, order)
-            expected = product_reference(x, w, operands, product)
-            torch.testing.assert_close(p, expected, rtol=0.02, atol=0.03)
-            assert p.dtype == expected.dtype
-            products = [torch.empty_like(p) for _ in range(world)]
-            dist.all_gather(products, p)
-            assert torch.equal(y, whole(torch.stack(products), dim, outer))
+            y, p = _call(*given, dim, outer, product, True, order)
+            assert torch.equal(y, whole(kept_by_all(p, given, product, world), dim, outer))
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -186,19 +174,12 @@ def test_gradients(ranks: Ranks, dim: int, replicated: bool) -> None:
 
 def _kept_product_gradient(rank: int, world: int) -> None:
     """Both outputs have a gradient, and the product has an epilogue."""
-    xs, ws = [seeded(r, 4, 3) for r in range(world)], [seeded(r + 5, 3, 6) for r in range(world)]
-    residuals = [seeded(r + 8, 4, 6) for r in range(world)]
-    exact = [[t.double().requires_grad_() for t in group] for group in zip(xs, ws, residuals, strict=True)]
-    products = [(x @ w) * 0.5 - residual for x, w, residual in exact]
-    total = torch.cat(products, 1)
-    (world * (total**2).sum() + sum((p**3).sum() for p in products)).backward()
-
-    x, w, residual = (t[rank].requires_grad_() for t in (xs, ws, residuals))
+    (x, w, residual), exact, all_products = three_leaves(rank, world)
+    total = torch.cat(all_products, 1)
+    (world * (total**2).sum() + sum((p**3).sum() for p in all_products)).backward()
     y, p = _call([x], [w], [residual], 1, 1, "mm; mul 0.5; sub %0", keep=True)
     ((y**2).sum() + (p**3).sum()).backward()
-    for mine, expected in zip((x, w, residual), exact[rank], strict=True):
-        assert mine.grad is not None
-        torch.testing.assert_close(mine.grad.double(), expected.grad, rtol=1e-4, atol=1e-4)
+    assert_gradients((x, w, residual), exact[rank])
 
 
 def test_gradient_of_a_kept_product(ranks: Ranks) -> None:

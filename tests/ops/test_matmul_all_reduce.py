@@ -13,7 +13,18 @@ from autofuse.lowering.cpu.workspace import GroupSpansHosts
 from autofuse.lowering.ops import library
 from autofuse.lowering.reference.product import product_reference
 from autofuse.native_kernels import cpu
-from tests.ops.dense import DTYPES, ORDERS, assert_close, poison, same_on_all_ranks, seeded, world_group
+from tests.ops.dense import (
+    DTYPES,
+    ORDERS,
+    Products,
+    assert_close,
+    factors,
+    poison,
+    products,
+    same_on_all_ranks,
+    seeded,
+    world_group,
+)
 from tests.ranks import RankPool, fresh_group
 
 Ranks = Callable[[int], RankPool]
@@ -40,10 +51,7 @@ def _call(
 def _plain(rank: int, world: int, dtype: torch.dtype, order: str) -> None:
     for i, (m, k, n) in enumerate(SHAPES):
         for transposed in (False, True):
-            inputs = [
-                (seeded(100 * i + r, m, k, dtype=dtype), seeded(100 * i + r + 50, n, k, dtype=dtype).t())
-                for r in range(world)
-            ]
+            inputs = factors(world, m, k, n, dtype, 100 * i)
             x, w = inputs[rank]
             w = w if transposed else w.contiguous()
             poison(world_group())
@@ -51,11 +59,8 @@ def _plain(rank: int, world: int, dtype: torch.dtype, order: str) -> None:
             (again,) = _call([x], [w], [], order=order)
             assert torch.equal(y, again)
             same_on_all_ranks(y)
-            exact = sum(a.double() @ b.double() for a, b in inputs)
-            size = sum(a.double().abs() @ b.double().abs() for a, b in inputs)
-            assert isinstance(exact, Tensor)
-            assert isinstance(size, Tensor)
-            assert_close(y, exact, size, k + world, 2)
+            exact, size = products(inputs)
+            assert_close(y, exact.sum(0), size.sum(0), k + world, 2)
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -68,20 +73,19 @@ def test_plain(ranks: Ranks, world: int, dtype: torch.dtype, order: str) -> None
 def _two_phases(rank: int, world: int) -> None:
     """Large enough that each rank reduces its own chunk, of several tiles, by rows and by columns."""
     for m, n in [(2100, 700), (515, 2050)]:
-        inputs = [(seeded(r, m, 16), seeded(r + 50, 16, n)) for r in range(world)]
+        inputs = factors(world, m, 16, n)
         poison(world_group())
         (y,) = _call([inputs[rank][0]], [inputs[rank][1]], [], reduce_op="avg")
         same_on_all_ranks(y)
-        exact = torch.stack([a.double() @ b.double() for a, b in inputs]).mean(0)
-        size = torch.stack([a.double().abs() @ b.double().abs() for a, b in inputs]).mean(0)
-        assert_close(y, exact, size, 16 + world, 2)
+        exact, size = products(inputs)
+        assert_close(y, exact.mean(0), size.mean(0), 16 + world, 2)
 
 
 def test_two_phases(ranks: Ranks) -> None:
     ranks(4).run(_two_phases)
 
 
-PRODUCTS: list[tuple[str, list[tuple[int, ...]]]] = [
+PRODUCTS: Products = [
     ("mm; add %0", [(1, -1)]),
     ("mm; mul %0; add %1", [(-2, 1), (-1,)]),
     ("mm; mul 0.5; neg; sub %0", [(-2, -1)]),

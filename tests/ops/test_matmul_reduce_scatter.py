@@ -4,13 +4,25 @@ from collections.abc import Callable
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 import autofuse.ops
 from autofuse.lowering.reference.layout import parts
-from autofuse.lowering.reference.product import product_reference
-from tests.ops.dense import DTYPES, ORDERS, assert_close, poison, seeded, world_group
+from tests.ops.dense import (
+    DTYPES,
+    EPILOGUES,
+    ORDERS,
+    assert_close,
+    assert_gradients,
+    factors,
+    kept_by_all,
+    poison,
+    products,
+    seeded,
+    three_leaves,
+    two_terms,
+    world_group,
+)
 from tests.ranks import RankPool
 
 Ranks = Callable[[int], RankPool]
@@ -55,19 +67,14 @@ def _plain(rank: int, world: int, dtype: torch.dtype, order: str) -> None:
     for i, case in enumerate(CASES):
         dim, outer = case[:2]
         m, k, n = _shape(case, world)
-        inputs = [
-            (seeded(100 * i + r, m, k, dtype=dtype), seeded(100 * i + r + 50, n, k, dtype=dtype).t())
-            for r in range(world)
-        ]
+        inputs = factors(world, m, k, n, dtype, 100 * i)
         x, w = inputs[rank]
         w = w if i % 2 else w.contiguous()
         poison(world_group())
         (y,) = _call([x], [w], [], dim, outer, order=order)
         (again,) = _call([x], [w], [], dim, outer, order=order)
         assert torch.equal(y, again)
-        exact = torch.stack([a.double() @ b.double() for a, b in inputs]).sum(0)
-        size = torch.stack([a.double().abs() @ b.double().abs() for a, b in inputs]).sum(0)
-        exact, size = (parts(t, dim, outer, world)[rank] for t in (exact, size))
+        exact, size = (parts(t.sum(0), dim, outer, world)[rank] for t in products(inputs))
         assert_close(y, exact, size, k + world, 2)
 
 
@@ -81,12 +88,10 @@ def test_plain(ranks: Ranks, world: int, dtype: torch.dtype, order: str) -> None
 def _large(rank: int, world: int, order: str) -> None:
     """Chunks of several tiles, whole stretches and parts of them."""
     for dim, outer, m, n in [(0, 1, 2048, 1100), (1, 1, 1100, 2048), (0, 4, 2048, 1100), (1, 8, 520, 2048)]:
-        inputs = [(seeded(r, m, 8), seeded(r + 50, 8, n)) for r in range(world)]
+        inputs = factors(world, m, 8, n)
         poison(world_group())
         (y,) = _call([inputs[rank][0]], [inputs[rank][1]], [], dim, outer, reduce_op="avg", order=order)
-        exact = torch.stack([a.double() @ b.double() for a, b in inputs]).mean(0)
-        size = torch.stack([a.double().abs() @ b.double().abs() for a, b in inputs]).mean(0)
-        exact, size = (parts(t, dim, outer, world)[rank] for t in (exact, size))
+        exact, size = (parts(t.mean(0), dim, outer, world)[rank] for t in products(inputs))
         assert_close(y, exact, size, 8 + world, 2)
 
 
@@ -95,36 +100,16 @@ def test_several_tiles(ranks: Ranks, order: str) -> None:
     ranks(2).run(_large, order)
 
 
-PRODUCTS: list[tuple[str, list[tuple[int, ...]]]] = [
-    ("mm; add %0", [(1, -1)]),
-    ("mm; mul %0; add %1", [(-2, 1), (-1,)]),
-    ("mm; neg; sub %0", [(-2, -1)]),
-    ("mm; mul 0.5; to float32", []),
-    ("addmm %0; to bfloat16", [(-1,)]),
-    ("mm; masked_fill %0 %1; relu", [(-2, 1), ()]),
-    ("mm; where %0 %1", [(-1,), (-2, -1)]),
-]
-
-
 def _epilogues(rank: int, world: int, order: str) -> None:
     for case in [(0, 1, 2, 8, 12), (0, 2, 258, 8, 12), (1, 1, 6, 8, 5), (1, 2, 3, 8, 5)]:
         dim, outer = case[:2]
         m, k, n = _shape(case, world)
-        for product, shapes in PRODUCTS:
-            x = [seeded(10 * rank + i, m, k + i, dtype=torch.float16) for i in range(2)]
-            w = [seeded(10 * rank + i + 5, k + i, n, dtype=torch.float16) for i in range(2)]
-            sizes = [tuple({-2: m, -1: n, 1: 1}[d] for d in shape) for shape in shapes]
-            operands = [seeded(rank + 7, *size, dtype=torch.float16) for size in sizes]
-            if "%0 %1" in product:
-                operands[0] = operands[0] > 0  # a mask
+        for product, shapes in EPILOGUES:
+            given = two_terms(rank, m, k, n, product, shapes)
             poison(world_group())
-            y, p = _call(x, w, operands, dim, outer, product, "avg", True, order)
-            expected = product_reference(x, w, operands, product)
-            torch.testing.assert_close(p, expected, rtol=0.02, atol=0.03)
-            assert p.dtype == expected.dtype
-            products = [torch.empty_like(p) for _ in range(world)]
-            dist.all_gather(products, p)
-            exact = torch.stack([parts(each.double(), dim, outer, world)[rank] for each in products])
+            y, p = _call(*given, dim, outer, product, "avg", True, order)
+            kept = kept_by_all(p, given, product, world)
+            exact = torch.stack([parts(each.double(), dim, outer, world)[rank] for each in kept])
             assert_close(y, exact.mean(0), exact.abs().mean(0), world, 1)
 
 
@@ -161,19 +146,12 @@ def test_gradients(ranks: Ranks, dim: int, reduce_op: str) -> None:
 
 def _kept_product_gradient(rank: int, world: int) -> None:
     """Both outputs have a gradient, and the product has an epilogue."""
-    xs, ws = [seeded(r, 4, 3) for r in range(world)], [seeded(r + 5, 3, 6) for r in range(world)]
-    residuals = [seeded(r + 8, 4, 6) for r in range(world)]
-    exact = [[t.double().requires_grad_() for t in group] for group in zip(xs, ws, residuals, strict=True)]
-    products = [(x @ w) * 0.5 - residual for x, w, residual in exact]
-    chunks = torch.stack(products).sum(0).chunk(world, 0)
-    (sum((c**2).sum() for c in chunks) + sum((p**3).sum() for p in products)).backward()  # type: ignore[union-attr]
-
-    x, w, residual = (t[rank].requires_grad_() for t in (xs, ws, residuals))
+    (x, w, residual), exact, all_products = three_leaves(rank, world)
+    chunks = torch.stack(all_products).sum(0).chunk(world, 0)
+    (sum((c**2).sum() for c in chunks) + sum((p**3).sum() for p in all_products)).backward()  # type: ignore[union-attr]
     y, p = _call([x], [w], [residual], 0, 1, "mm; mul 0.5; sub %0", keep=True)
     ((y**2).sum() + (p**3).sum()).backward()
-    for mine, expected in zip((x, w, residual), exact[rank], strict=True):
-        assert mine.grad is not None
-        torch.testing.assert_close(mine.grad.double(), expected.grad, rtol=1e-4, atol=1e-4)
+    assert_gradients((x, w, residual), exact[rank])
 
 
 def test_gradient_of_a_kept_product(ranks: Ranks) -> None:
