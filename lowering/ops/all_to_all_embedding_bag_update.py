@@ -21,7 +21,7 @@ from torch import Tensor
 from autofuse.lowering.cpu.exchange_executor import run_exchange
 from autofuse.lowering.cpu.workspace import workspace_for
 from autofuse.lowering.ops.all_to_all_embedding_bag_backward import partition
-from autofuse.lowering.ops.embedding_bag_all_to_all import GPU_DTYPES
+from autofuse.lowering.ops.embedding_bag_all_to_all import GPU_DTYPES, bags_of, batch_of
 from autofuse.lowering.ops.embedding_bag_update import Updates, check_tables
 from autofuse.lowering.ops.library import FusedOp, SymInts, register
 from autofuse.lowering.orders import PlanShape
@@ -58,15 +58,12 @@ class AllToAllEmbeddingBagUpdate(NamedTuple):
 
     @property
     def bags(self) -> Bags:
-        return Bags(
-            self.indices, self.offsets, self.per_sample_weights, self.pooling, self.include_last_offset,
-            self.padding_idx,
-        )  # fmt: skip
+        return bags_of(self, self.pooling)
 
     @property
     def batch(self) -> int:
         """B."""
-        return self.offsets[0].shape[0] - int(self.include_last_offset)
+        return batch_of(self)
 
     @property
     def dims(self) -> list[int]:

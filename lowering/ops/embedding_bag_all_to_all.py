@@ -14,7 +14,7 @@ of y: the roundings of the graph that pools, casts and exchanges. `max` has no g
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -29,12 +29,28 @@ from autofuse.lowering.reference import embedding_layout as layouts
 from autofuse.native_kernels.cpu import DTYPES
 from autofuse.native_kernels.cpu.embedding import Bags, pool_bags
 
+if TYPE_CHECKING:
+    from autofuse.lowering.ops.all_to_all_embedding_bag_backward import AllToAllEmbeddingBagBackward
+    from autofuse.lowering.ops.all_to_all_embedding_bag_update import AllToAllEmbeddingBagUpdate
+
+    OfBags: TypeAlias = "EmbeddingBagAllToAll | AllToAllEmbeddingBagBackward | AllToAllEmbeddingBagUpdate"
+
 OP = "embedding_bag_all_to_all"
 
 MODES = ("sum", "mean", "max")
 
 GPU_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """What the GPU kernels of bags exchange."""
+
+
+def bags_of(args: "OfBags", mode: int) -> Bags:
+    weights, last = args.per_sample_weights, args.include_last_offset
+    return Bags(args.indices, args.offsets, weights, mode, last, args.padding_idx)
+
+
+def batch_of(args: "OfBags") -> int:
+    """B."""
+    return args.offsets[0].shape[0] - int(args.include_last_offset)
 
 
 class EmbeddingBagAllToAll(NamedTuple):
@@ -56,15 +72,12 @@ class EmbeddingBagAllToAll(NamedTuple):
 
     @property
     def bags(self) -> Bags:
-        return Bags(
-            self.indices, self.offsets, self.per_sample_weights, self.mode, self.include_last_offset,
-            self.padding_idx,
-        )  # fmt: skip
+        return bags_of(self, self.mode)
 
     @property
     def batch(self) -> int:
         """B."""
-        return self.offsets[0].shape[0] - int(self.include_last_offset)
+        return batch_of(self)
 
     @property
     def dims(self) -> list[int]:
