@@ -126,26 +126,17 @@ class Experts:
 
     def tasks(self, plan: Plan, tile: Tile) -> tuple[Task, ...]:
         if len(tile.rows):
-            expert = tile.rows.start // self.rows
-            return (
-                self._task(
-                    expert, tile.chunk, tile.rows.start, len(tile.rows), tile.cols.start, len(tile.cols)
-                ),
-            )
+            rows, columns = (range(span.start, span.stop) for span in (tile.rows, tile.cols))
+            return tuple(self._of_expert(rows.start // self.rows, tile.chunk, rows, columns, len(columns)))
         found = []
         for expert in range(self.count):
             for start in range(0, self.rows, self.height):
-                for column in range(0, self.cols, self.width):
-                    rows, cols = min(self.height, self.rows - start), min(self.width, self.cols - column)
-                    found.append(self._task(expert, tile.chunk, start, rows, column, cols))
+                stop = min(self.rows, start + self.height)
+                found += self._of_expert(expert, tile.chunk, range(start, stop), range(self.cols), self.width)
         return tuple(found)
 
-    def _task(self, expert: int, chunk: int, row: int, rows: int, column: int, cols: int) -> Task:
-        a = ("a", expert, chunk, row), float(rows * self.inner * self.itemsize)
-        # Ranks that share a weight read a part of it each.
-        part = chunk if self.shared > 1 else 0
-        b = ("b", expert, column, part), cols * self.inner * self.itemsize / self.shared
-        return Task(2.0 * rows * cols * self.inner, (a, b))
+    def _of_expert(self, expert: int, chunk: int, rows: range, columns: range, width: int) -> list[Task]:
+        return _of_expert(expert, chunk, rows, columns, width, self.inner, self.itemsize, self.shared)
 
 
 @dataclass(frozen=True)
@@ -184,11 +175,22 @@ class Routed:
             return []
         of_ranks = [source[plan.rank][expert] for source in self.counts]
         sharing = min(sum(n > 0 for n in of_ranks), max(1, self.few * len(of_ranks) // sum(of_ranks)))
-        part, found = (tile.chunk if sharing > 1 else 0), []
         width = max(1, min(self.most, self.area // min(self.high, max(of_ranks))))
-        for column in range(0, self.cols, width):
-            cols = min(width, self.cols - column)
-            a = ("a", expert, tile.chunk, start), float((stop - start) * self.inner * self.itemsize)
-            b = ("b", expert, column, part), cols * self.inner * self.itemsize / sharing
-            found.append(Task(2.0 * (stop - start) * cols * self.inner, (a, b)))
-        return found
+        rows, columns = range(start, stop), range(self.cols)
+        return _of_expert(expert, tile.chunk, rows, columns, width, self.inner, self.itemsize, sharing)
+
+
+def _of_expert(
+    expert: int, chunk: int, rows: range, columns: range, width: int, inner: int, itemsize: int, sharing: int
+) -> list[Task]:
+    """The product of rows of a chunk and the weight of an expert, in tasks of `width` columns.
+
+    Ranks that share a weight read a part of it each.
+    """
+    part, found = chunk if sharing > 1 else 0, []
+    for column in columns[::width]:
+        cols = min(width, columns.stop - column)
+        a = ("a", expert, chunk, rows.start), float(len(rows) * inner * itemsize)
+        b = ("b", expert, column, part), cols * inner * itemsize / sharing
+        found.append(Task(2.0 * len(rows) * cols * inner, (a, b)))
+    return found
