@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 WORLDS, LINKS = (2, 8, 64, 256, 1024), (50.0, 200.0, 450.0)
 """Ranks and GB/s of a sweep."""
 WIDTHS = (25, 24, 5, 8, 7, 9, 12, 16)
-"""Of the columns of a sweep, whose rows are printed as they come."""
+"""Characters in each column of a sweep. They are fixed, since every row is printed as soon as it is known."""
 
 
 def simulate(

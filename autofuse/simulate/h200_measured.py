@@ -40,7 +40,7 @@ class Errors:
     whole: tuple[float, ...]
     exposed: tuple[float, ...]
     large: tuple[float, ...]
-    """Of exposed parts above WORTH."""
+    """Errors of the exposed parts above WORTH."""
 
     def cells(self) -> list[str]:
         found = [str(len(self.whole))]
@@ -91,7 +91,10 @@ def held_out(cell: Cell) -> bool:
 
 
 def report(predictions: Sequence[Prediction]) -> str:
-    """Errors by what is predicted, with held-out cells apart, then by op and ranks."""
+    """A table of errors of compute, collectives apart and fused ops, and one by op and number of ranks.
+
+    Held-out cells and fitted ones have rows of their own.
+    """
     head = ["", "cells", "median %", "worst %", "exposed > 5 %: median %", "worst %", "exposed: median %"]
     table = [head]
     for title, wanted in (("held out", True), ("fitted", False)):
@@ -127,7 +130,7 @@ def _text(us: float | None) -> str:
 
 
 def to_json(predictions: Sequence[Prediction]) -> str:
-    """All predictions, with what was measured."""
+    """All predictions beside their measured times."""
     rows = [
         {**asdict(p.cell), "predicted": {k: round(getattr(p, k), 1) for k in ("compute", "apart", "fused")}}
         for p in predictions

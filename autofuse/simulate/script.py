@@ -29,9 +29,9 @@ SIMULATED = {
     "all_to_all_expert_matmul",
     "embedding_bag_all_to_all",
 }
-"""The ops whose tiles `problems` knows."""
+"""The ops that can be simulated: `problems` knows their tiles."""
 MOST_OBLIVIOUS = 8
-"""In oblivious order no two ranks are alike, and all are simulated."""
+"""The most ranks in oblivious order. No two of them are alike there, so each one is simulated."""
 
 
 def explained(script: str, arguments: Sequence[str], world: int) -> Report:

@@ -38,7 +38,10 @@ class Failures:
         return ""
 
     def lost(self, rank: int) -> int:
-        """For whom `rank` waits, in the end: itself if it does not, or if they wait in a circle."""
+        """The rank at the end of the chain of waits that starts at `rank`.
+
+        It is `rank` itself if that waits for nobody, or if the chain is a circle.
+        """
         lost, seen = rank, {self._rank}
         while lost not in seen and (awaited := self._awaited[lost].value):
             seen.add(lost)

@@ -27,8 +27,8 @@ Key: TypeAlias = tuple[str, str]
 
 TIMEOUT_S = 60.0
 LINK_BYTES = 256 << 20
-"""Of the memory in which the links are measured: every rank has an equal part of it, which takes each link
-some 100 us or more, so that the start does not count."""
+"""Bytes of the memory in which the links are measured. Every rank has an equal part of it. A link takes some
+100 us or more for a part, so that the start does not count."""
 LINK_GB_PER_S = {4: 356.0, 8: 346.0}
 """Rates of the links of H200 by the number of ranks, used only if they cannot be measured."""
 

@@ -22,7 +22,7 @@ from autofuse.lowering.gpu.support import has_triton
 from autofuse.lowering.ops.library import FUSED_OPS
 
 REFERENCE = "reference"
-"""What an op runs that has no kernel, or none for a call: torch's own ops, one after another."""
+"""The way of an op that has no kernel for a call: torch's own ops, one after another."""
 
 
 @dataclass(frozen=True)

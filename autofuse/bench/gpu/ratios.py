@@ -8,9 +8,9 @@ from typing import Any
 from autofuse.lowering.gpu.choice.timing import Timing
 
 DTYPE = "bfloat16"
-"""Of all that is measured on GPUs."""
+"""The dtype of all operands on GPUs."""
 BYTES = 2
-"""Of one number."""
+"""Bytes of one number."""
 FLAG_US = 1.3
 """A flag from one GPU to another."""
 

@@ -21,7 +21,7 @@ class Measured:
     ours: Timing
     """The fused op as policy `auto` runs it."""
     way: str
-    """What `auto` chose."""
+    """The way that `auto` chose."""
     ways: Mapping[str, Timing]
     """All fused ways by name."""
 
@@ -34,22 +34,22 @@ class Measured:
 
     @property
     def peer_us(self) -> float | None:
-        """Of the best peer."""
+        """The time of the best peer."""
         return least(self.peers)
 
     @property
     def limit_us(self) -> float | None:
-        """Of a perfect fusion."""
+        """The time of a perfect fusion."""
         raise NotImplementedError
 
     @property
     def speedup(self) -> float | None:
-        """Against the best peer."""
+        """Over the best peer."""
         return ratio(self.peer_us, self.ours.us)
 
     @property
     def share(self) -> float | None:
-        """Of the limit that is reached."""
+        """The part of the limit that is reached."""
         return ratio(self.limit_us, self.ours.us)
 
     @property

@@ -134,7 +134,9 @@ def dropless_dispatch(
 
 
 def _room_for(workspace: GpuWorkspace, op: str, site: str, columns: int, rows: int, worst: int) -> int:
-    """For how many rows of so many columns there is memory, or will be; 0 if that cannot be captured.
+    """The number of rows of so many columns that the memory holds, or will hold once it has grown.
+
+    It is 0 where a CUDA graph is captured and the memory would have to grow.
 
     worst: the most rows, where all ranks bring as many as this one. A combine brings back what they brought.
     """

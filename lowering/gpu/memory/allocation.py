@@ -54,7 +54,7 @@ MOST_SKIPPED = 1024
 
 @dataclass(eq=False)
 class Memory:
-    """What a group has now, and what it had before and graphs still use."""
+    """The memory of a group: that of now, and older memory that graphs still use."""
 
     now: PeerMemory
     capacity: Need
@@ -74,7 +74,7 @@ class Memory:
         self.give_back()
 
     def give_back(self) -> None:
-        """What no graph uses any more."""
+        """Drops older memory that no graph uses any more."""
         self.before = [(memory, graphs) for memory, graphs in self.before if graphs.any]
 
     def outgrown(self) -> dict[str, int]:

@@ -24,7 +24,7 @@ from autofuse.lowering.torch_internals import (
 )
 
 Run: TypeAlias = Callable[[Tensor], Tensor]
-"""Of a weight: the result."""
+"""Takes a weight and returns the result."""
 
 MOST_ONE_SHOT_BYTES = 64 << 20
 """Bytes up to which one_shot_all_reduce is measured: in it every rank reads all data of every other rank."""
@@ -198,7 +198,7 @@ def _publishing(cell: Cell, given: Operands) -> dict[str, Run]:
 
 
 def arguments(cell: Cell, given: Operands, w: Tensor, order: str = "direct") -> tuple[Any, ...]:
-    """Of the fused op."""
+    """The arguments of the fused op."""
     x, group = given.x, (given.group_name, order, "bench")
     if cell.op == "matmul_all_reduce":
         return [x], [w], [], "mm", "sum", False, *group

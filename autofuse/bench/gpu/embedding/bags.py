@@ -40,7 +40,7 @@ def _drawn(cell: Cell, device: torch.device) -> Bags:
 
 
 def offsets(cell: Cell, device: torch.device, tables: int = 1) -> Tensor:
-    """Of the bags of so many tables, one after another: [tables * B]."""
+    """The offsets of the bags of so many tables, one after another: [tables * B]."""
     return torch.arange(tables * cell.batch, device=device) * cell.pooling
 
 

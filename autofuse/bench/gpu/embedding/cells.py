@@ -85,7 +85,7 @@ class Cell:
 
     @property
     def columns(self) -> int:
-        """Of all tables of a rank."""
+        """Columns of all tables of a rank."""
         return sum(dim for _, dim in self.sizes)
 
     @property
@@ -96,7 +96,7 @@ class Cell:
 
     @property
     def gradient_bytes(self) -> int:
-        """Of all tables of a rank."""
+        """Bytes of the gradients of all tables of a rank."""
         return sum(rows * dim for rows, dim in self.sizes) * BYTES
 
     @property

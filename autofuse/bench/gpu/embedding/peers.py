@@ -119,7 +119,10 @@ def peers(given: Operands) -> dict[str, Callable[[Bags], Tensor]]:
 
 
 def exact(given: Operands) -> tuple[Sample, Sample]:
-    """Of the first set: what this rank pools, [B, sum(D_t)], and what it gets, [B / W, W * sum(D_t)]."""
+    """The bags of the first set: those that this rank pools, [B, sum(D_t)], and those that it gets.
+
+    The latter are [B / W, W * sum(D_t)].
+    """
     cell = given.cell
     of_ranks = sampled_bags(cell, given.offsets.device)
     some, bags = of_ranks[0], of_ranks.flatten()

@@ -45,7 +45,7 @@ ROUTINGS = ("even", "zipf")
 TOKENS = (128, 1024, 4096, 16384)
 QUICK_TOKENS = (128, 4096)
 APART_TOKENS = (128, 4096)
-"""Where gate and up are measured as two weights, too."""
+"""Tokens with which gate and up are also measured as two weights."""
 SEED = 1
 
 
@@ -87,7 +87,7 @@ class Cell:
 
     @property
     def experts(self) -> int:
-        """Of one rank."""
+        """Experts of one rank."""
         return MODELS[self.model].experts // self.world
 
     @property
@@ -102,7 +102,7 @@ class Cell:
 
     @property
     def columns(self) -> int:
-        """Of each weight."""
+        """Columns of each weight."""
         return self.n // self.weights
 
     @property

@@ -12,11 +12,11 @@ from autofuse.bench.gpu.experts.routes import Route
 from autofuse.lowering.torch_internals import grouped_mm
 
 Run: TypeAlias = Callable[[Sequence[Tensor]], Sequence[Tensor]]
-"""Of the weights of a cell, [E, K, columns] each: the results."""
+"""Takes the weights of a cell, [E, K, columns] each, and returns the results."""
 
 
 def empty(route: Route, like: Tensor) -> list[Tensor]:
-    """Where the product with each weight goes: [R, columns]."""
+    """A buffer for the product with each weight: [R, columns]."""
     return [like.new_empty(route.rows, route.cell.columns) for _ in range(route.cell.weights)]
 
 

@@ -76,7 +76,7 @@ def work(cell: Cell, device: torch.device, group_name: str) -> Work:
 
 
 def _error(exact: Sample) -> Callable[[Sequence[Tensor]], float]:
-    """Of results whose columns are side by side in `exact`."""
+    """How to find the error of results: their columns are side by side in `exact`."""
     return lambda results: exact.error(torch.cat([y.flatten(0, -2) for y in results], 1))
 
 
