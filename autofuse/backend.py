@@ -186,6 +186,7 @@ def _settings_text(settings: passes.Settings) -> str:
 def _sources_digest() -> str:
     digest = hashlib.sha256()
     for room in (passes, lowering):
-        for path in sorted(Path(next(iter(room.__path__))).rglob("*.py")):
-            digest.update(path.read_bytes())
+        for path in sorted(Path(next(iter(room.__path__))).rglob("*.*")):
+            if path.suffix in (".py", ".json"):  # constants decide, too
+                digest.update(path.read_bytes())
     return digest.hexdigest()

@@ -189,11 +189,11 @@ def meet(
 
 @cache
 def sources_digest() -> str:
-    """Digest of the sources that make and run plans."""
+    """Digest of the sources that make and run plans, and of the constants that choose kernels."""
     digest = hashlib.sha256()
     kernels = Path(cpu.__file__).parents[1]
-    for path in [*sorted(Path(__file__).parents[1].rglob("*.py")), *sorted(kernels.rglob("*.*"))]:
-        if path.suffix in (".py", ".cpp", ".h", ".cu", ".cuh"):
+    for path in [*sorted(Path(__file__).parents[1].rglob("*.*")), *sorted(kernels.rglob("*.*"))]:
+        if path.suffix in (".py", ".json", ".cpp", ".h", ".cu", ".cuh"):
             digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
 

@@ -24,7 +24,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import sympy
 import torch
@@ -38,9 +38,14 @@ from autofuse.passes.matchers.match import Match, Work
 from autofuse.passes.report import Prediction, Reason, Reject, listening
 from autofuse.passes.settings import Settings
 
+from . import ways
 from .cost_model import Expressions, Model, Numbers, Task
 from .crossover import Known, Sample, wins
 from .device_table import DeviceTable, table_for
+from .ways import predictor_on
+
+if TYPE_CHECKING:
+    from autofuse.lowering.gpu.choice.correction import Predictor
 
 Symbols: TypeAlias = Mapping[sympy.Symbol, Known]
 
@@ -96,7 +101,7 @@ def choose(
     """The prediction for a legal match, and why the policy keeps the match; None if it is fused."""
     device = anchor.node.meta["val"].device
     table = table_for(settings.tables, device)
-    choice = predict(anchor, match, world, settings.order, table, symbols, listening())
+    choice = predict(anchor, match, world, settings.order, table, symbols, listening(), predictor_on(device))
     if device.type == "cuda":
         choice = on_gpu(choice, match.pattern, match.work, settings.captured)
     return choice.prediction, _why_kept(choice, settings.policy)
@@ -115,15 +120,21 @@ def _why_kept(choice: Choice, policy: str) -> Reject | None:
 
 
 def predict(
-    anchor: Anchor, match: Match, world: int, order: str, table: DeviceTable, symbols: Symbols, text: bool
-) -> Choice:
-    """The prediction of the cost model for a legal match. `text`: with expressions in symbols, whose
-    construction takes longer than all other steps together.
+    anchor: Anchor, match: Match, world: int, order: str, table: DeviceTable, symbols: Symbols, text: bool,
+    predictor: Predictor | None = None,
+) -> Choice:  # fmt: skip
+    """The prediction of the cost model for a legal match; on GPUs that of a predictor of ways, for sites that
+    it knows. `text`: with expressions in symbols, whose construction takes longer than all other steps
+    together.
     """
     task = _task(anchor, match, world, order)
     free = frozenset(chain.from_iterable(s.free_symbols for s in task.sizes if isinstance(s, sympy.Expr)))
     known = tuple((s, symbols[s]) for s in sorted(free, key=str) if s in symbols)
     uneven = anchor.kind == "all_to_all" and not anchor.even
+    if predictor is not None and len(known) == len(free) and not uneven:
+        choice = _predict_ways(task, predictor, known, text)
+        if choice is not None:
+            return choice
     # The number of cores, not the affinity of this process: all ranks must decide alike.
     return _predict(task, table, os.cpu_count() or 1, known, len(known) == len(free), uneven, text)
 
@@ -210,6 +221,35 @@ def _predict(
         key,
     )
     return Choice(prediction, fuse, None if symbols or uneven else times({}, Numbers())[1])
+
+
+@functools.lru_cache(maxsize=1024)
+def _predict_ways(
+    task: Task, predictor: Predictor, known: tuple[tuple[sympy.Symbol, Known], ...], text: bool
+) -> Choice | None:
+    """The prediction by the ways of a GPU; None for a site that has no ways.
+
+    The fused op has torch's ways, too, and is never predicted to be slower than what it replaces. So the
+    condition is for kernels of ours; nobody decides by it, and without a report it is not looked for.
+    """
+
+    def at(values: Mapping[sympy.Symbol, int]) -> tuple[float, float, float] | None:
+        return ways.times(task.map(lambda size: evaluate(size, values)), predictor)
+
+    def gain(values: Mapping[sympy.Symbol, int]) -> Sample:
+        found = at(values)
+        return (0.0 if found is None else found[2] - found[1]), (found is None,)
+
+    hints = {s: k.hint for s, k in known if k.hint is not None}
+    found = at(hints) if len(hints) == len(known) else None
+    if found is None:
+        return None
+    condition = wins(gain, dict(known)) if text or not known else "always"
+    fused, apart = round(found[0], 1), round(found[2], 1)
+    texts = ("", "") if known else (str(fused), str(apart))
+    key = task.map(lambda size: evaluate(size, hints)).key
+    prediction = Prediction(fused, apart, *texts, condition, predictor.model.gpu.name, task=key)
+    return Choice(prediction, True, None if known else apart)
 
 
 def _decide(symbols: Symbols, difference: sympy.Expr) -> bool | None:

@@ -1,0 +1,90 @@
+"""Predicted times of a site on GPUs, by the model that chooses the way of a call at run time.
+
+Only what is shipped counts: ranks compile apart, and may find other measurements of their own. Pooled
+embeddings, dtypes without kernels and sums of several products are left to the cost model.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+import torch
+
+from autofuse.lowering.gpu.support import has_triton
+
+from .cost_model import Task
+
+if TYPE_CHECKING:
+    from autofuse.lowering.gpu.choice.correction import Predictor
+    from autofuse.lowering.gpu.choice.kernel import Problem
+
+_DTYPES = ("bfloat16", "float16")
+
+
+def predictor_on(device: torch.device) -> Predictor | None:
+    """For a kind of GPU, which need not be here: then for the one that was measured most."""
+    if device.type != "cuda" or not has_triton():
+        return None
+    return _predictor(torch.cuda.get_device_name(device) if torch.cuda.is_available() else "", device)
+
+
+@functools.cache
+def _predictor(name: str, device: torch.device) -> Predictor:
+    from autofuse.lowering.gpu.choice.correction import Predictor
+    from autofuse.lowering.gpu.choice.model import gpu_of, measured, model_of
+    from autofuse.lowering.gpu.choice.points import shipped
+
+    model = model_of(gpu_of(device)) if name else measured()
+    return Predictor(model, shipped(model.gpu.name))
+
+
+def times(task: Task, predictor: Predictor) -> tuple[float, float, float] | None:
+    """Microseconds of the fused op, of its fastest kernel, and of what it replaces, at sizes in numbers.
+
+    The fused op takes the fastest of all ways, those of torch included. None for what has no ways here.
+    """
+    problem = _problem(task, predictor.model.gpu.multiprocessors)
+    if problem is None:
+        return None
+    from autofuse.lowering.gpu.choice.choose import choose
+    from autofuse.lowering.gpu.choice.kernel import ways_of
+
+    ways, found = ways_of(problem), predictor.times(problem)
+    ours = [each.us for each in found if ways[each.way].fused]
+    if not ours:
+        return None
+    more = _others(task, predictor)
+    apart = next(each.us for each in found if ways[each.way].replaced)
+    return choose(problem, predictor).us + more, min(ours) + more, apart + more
+
+
+def _problem(task: Task, programs: int) -> Problem | None:
+    if task.dtype not in _DTYPES or not task.matmuls or task.pooled:
+        return None
+    from autofuse.lowering.gpu.dense.ways import GATHER, PUBLISH, REDUCE, SCATTER, DenseProblem
+    from autofuse.lowering.gpu.experts.ways import COMBINE, DISPATCH, ExpertProblem
+
+    dtype, (m, k, n) = getattr(torch, task.dtype), task.matmuls[0]
+    if task.op in (REDUCE, SCATTER, GATHER, PUBLISH):
+        if len(task.matmuls) > 1 and task.op != GATHER:
+            return None
+        whole = not m % task.world or task.op not in (SCATTER, GATHER)
+        return DenseProblem(task.op, m, k, n, task.world, dtype, programs) if whole and m else None
+    if task.op not in (COMBINE, DISPATCH) or not task.count:
+        return None
+    rows = -(-m // (task.count * task.world)) * task.world
+    inner = k if task.op == DISPATCH else sum(k for _, k, _ in task.matmuls)
+    columns = sum(n for _, _, n in task.matmuls) if task.op == DISPATCH else n
+    return ExpertProblem(task.op, task.count, rows, inner, columns, task.world, dtype, programs)
+
+
+def _others(task: Task, predictor: Predictor) -> float:
+    """The products of a gather behind the first one."""
+    if task.op != "all_gather_matmul":
+        return 0.0
+    from autofuse.lowering.gpu.choice.work import Product
+
+    model = predictor.model
+    products = [Product(m, k, n, model.gpu.multiprocessors) for m, k, n in task.matmuls[1:]]
+    return sum(product.us(model.of, model.gpu) for product in products)

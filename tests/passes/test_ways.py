@@ -1,0 +1,107 @@
+"""Predictions of sites on GPUs: by the model that chooses ways, for all that it knows."""
+
+import dataclasses
+
+import pytest
+import sympy
+import torch
+
+pytest.importorskip("triton")
+
+from autofuse.lowering.gpu.choice.choose import choose
+from autofuse.lowering.gpu.choice.correction import Predictor
+from autofuse.lowering.gpu.dense.ways import DenseProblem
+from autofuse.passes.choice.choose import _predict_ways
+from autofuse.passes.choice.cost_model import Task
+from autofuse.passes.choice.crossover import Known
+from autofuse.passes.choice.ways import predictor_on, times
+
+M, K, N, WORLD = 512, 2048, 8192, 4
+REDUCE = Task("matmul_all_reduce", WORLD, "bfloat16", "direct", M * N * 2, ((M, K, N),))
+ROWS = sympy.Symbol("s0", integer=True, positive=True)
+
+
+@pytest.fixture(scope="module")
+def predictor() -> Predictor:
+    found = predictor_on(torch.device("cuda"))
+    assert found is not None
+    return found
+
+
+def test_a_site_takes_as_long_as_the_way_that_is_chosen(predictor: Predictor) -> None:
+    found = times(REDUCE, predictor)
+    assert found is not None
+    fused, ours, apart = found
+    problem = DenseProblem("matmul_all_reduce", M, K, N, WORLD, torch.bfloat16)
+    assert fused == choose(problem, predictor).us
+    assert fused <= ours < apart
+    choice = _predict_ways(REDUCE, predictor, (), True)
+    assert choice is not None
+    shown = choice.prediction
+    assert (choice.fuse, choice.apart_us, shown.wins, shown.table) == (
+        True,
+        round(apart, 1),
+        "always",
+        "h200",
+    )
+    assert (shown.fused_us, shown.unfused_us) == (round(fused, 1), round(apart, 1))
+    assert shown.fused == str(shown.fused_us)
+
+
+@pytest.mark.parametrize(
+    "task",
+    [
+        dataclasses.replace(REDUCE, op="matmul_reduce_scatter"),
+        dataclasses.replace(REDUCE, op="all_gather_matmul", matmuls=((M, 8192, 2048),)),
+        dataclasses.replace(REDUCE, op="matmul_all_gather"),
+        Task("expert_matmul_all_to_all", WORLD, "bfloat16", "direct", 1 << 20, ((4096, 2048, 4096),), 8),
+        Task("all_to_all_expert_matmul", WORLD, "bfloat16", "direct", 1 << 20, ((4096, 2048, 4096),) * 2, 8),
+    ],
+    ids=lambda task: task.op,
+)
+def test_every_op_of_matmuls_is_known(task: Task, predictor: Predictor) -> None:
+    found = times(task, predictor)
+    assert found is not None
+    fused, ours, apart = found
+    assert 0 < fused <= min(ours, apart) * 1.03
+    (m, k, n), *_ = task.matmuls
+    longer = times(dataclasses.replace(task, matmuls=((4 * m, k, n), *task.matmuls[1:])), predictor)
+    assert longer is not None
+    assert longer[2] > apart
+
+
+def test_more_products_of_a_gather_take_longer(predictor: Predictor) -> None:
+    one = dataclasses.replace(REDUCE, op="all_gather_matmul", matmuls=((M, 8192, 2048),))
+    two = dataclasses.replace(one, matmuls=one.matmuls * 2)
+    a, b = times(one, predictor), times(two, predictor)
+    assert a is not None
+    assert b is not None
+    assert b[0] - a[0] == pytest.approx(b[2] - a[2])
+    assert b[0] > a[0] + 5
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"dtype": "float32"},
+        {"matmuls": ()},
+        {"matmuls": REDUCE.matmuls * 2},
+        {"matmuls": ((M, K + 1, N),)},
+        {"op": "embedding_bag_all_to_all", "matmuls": (), "pooled": 1 << 20},
+        {"op": "matmul_reduce_scatter", "matmuls": ((M + 1, K, N),)},
+    ],
+)
+def test_what_has_no_ways_is_left_to_the_cost_model(other: dict[str, object], predictor: Predictor) -> None:
+    task = dataclasses.replace(REDUCE, **other)  # type: ignore[arg-type]
+    assert times(task, predictor) is None
+    assert _predict_ways(task, predictor, (), True) is None
+
+
+def test_dynamic_sizes_are_fused_whatever_their_hints(predictor: Predictor) -> None:
+    task = dataclasses.replace(REDUCE, sent=ROWS * N * 2, matmuls=((ROWS, K, N),))
+    for text in (False, True):
+        choices = [_predict_ways(task, predictor, ((ROWS, Known(1, 8192, hint)),), text) for hint in (8, 512)]
+        for choice in choices:
+            assert choice is not None
+            assert (choice.fuse, choice.apart_us, choice.prediction.fused) == (True, None, "")
+        assert choices[0].prediction.wins == choices[1].prediction.wins  # type: ignore[union-attr]
