@@ -43,6 +43,9 @@ _SCHEMA_TYPES: dict[Any, str] = {
     str: "str",
 }
 
+NO_KERNEL = "no kernel takes these operands"
+"""Why a call falls back if nothing else is known."""
+
 _warned: set[str] = set()
 
 A = TypeVar("A", bound=tuple[Any, ...])
@@ -179,8 +182,7 @@ def register(op: FusedOp[A]) -> None:
             result = run(arguments)
             if result is not NotImplemented:
                 return result
-            why = op.gpu_gap(arguments) or op.gpu_dtype_gap(arguments) if run is on_gpu else ""
-            why = why or "no kernel takes these operands"
+            why = _gap_of(op, arguments) if run is on_gpu else NO_KERNEL
         except (NotShared, SharedMemoryFull) as error:
             why = str(error)
             if why not in _warned:
@@ -219,6 +221,13 @@ def register(op: FusedOp[A]) -> None:
     if op.backward is not None:
         overload = getattr(torch.ops.autofuse, op.name).default
         register_autograd(LIBRARY, overload, partial(_backward, op), partial(_setup_context, op), devices)
+
+
+def _gap_of(op: FusedOp[A], arguments: A) -> str:
+    """Why the GPU kernels do not take what they have declined."""
+    if not has_triton():
+        return "Triton is not installed"
+    return op.gpu_gap(arguments) or op.gpu_dtype_gap(arguments) or NO_KERNEL
 
 
 def _plan_of(op: FusedOp[A], arguments: A) -> str:

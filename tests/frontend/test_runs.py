@@ -15,6 +15,7 @@ from torch import Tensor
 import autofuse
 from autofuse import Report
 from autofuse.lowering import runs
+from autofuse.lowering.ops.library import NO_KERNEL
 from autofuse.lowering.runs import MEASURED, PREDICTED, Run, SiteKey, Timed, fell_back, ran
 from autofuse.native_kernels import cpu
 from autofuse.passes.ran import MOST_LINES, State
@@ -212,6 +213,9 @@ def _gets_room_later(rank: int, world: int) -> None:
     told = runs.of_site(site)
     assert [run.fused for run in told.runs] == [True]
     assert told.fell_back[0].count == 2
+    autofuse.ops.matmul_all_reduce(x.double(), w[:, :8].double(), group=group)
+    (told_of_double,) = runs.of_site(replace(site, shapes=((64, 512), (512, 8)))).fell_back
+    assert told_of_double.why == NO_KERNEL
 
 
 def test_what_finds_room_later_is_fused_then(ranks: Ranks) -> None:
@@ -232,7 +236,3 @@ def test_what_falls_back_is_counted_with_its_reason() -> None:
         assert _states(report) == ["fell back"]
         (told,) = report.sites[0].fell_back
         assert (told.why, told.count, told.shapes) == ("the group is fake", 3, ((4, 6), (6, 8)))
-    double = torch.ones(4, 6, dtype=torch.float64), torch.ones(6, 8, dtype=torch.float64)
-    with fake_group(2), patch("autofuse.lowering.cpu.recipes.workspace_for"):
-        autofuse.ops.matmul_all_reduce(*double, group=everybody())
-    assert any(why == "no kernel takes these operands" for _, why in runs._fell_back)
