@@ -164,6 +164,21 @@ def test_moe() -> None:
     }
 
 
+def disagree(rank: int, world: int) -> None:
+    with patch.object(sys, "path", [str(EXAMPLES), *sys.path]):
+        common = importlib.import_module("common")
+    one = [torch.ones(2)]
+    common.agree("equal", one, one, 0.0)
+    for other in (torch.tensor([1.0, float("nan")]), one[0] + 0.001):
+        with pytest.raises(RuntimeError, match=f"numbers of rank {rank}: relative errors"):
+            common.agree("numbers", [other], one, 1e-4)
+
+
+def test_disagreement_is_an_error(ranks: Callable[[int], RankPool]) -> None:
+    ranks(2).run(disagree)
+
+
+@pytest.mark.full
 def test_disagreement_on_any_rank_fails(tmp_path: Path) -> None:
     script = tmp_path / "disagree.py"
     script.write_text(
