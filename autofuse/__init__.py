@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from autofuse import config, ops
+    from autofuse.backend import custom_pass
     from autofuse.collectives import register_collective
+    from autofuse.enabling import disable, enable
     from autofuse.holdings import memory_summary
     from autofuse.inspection import debug, explain, rewrite
     from autofuse.passes.report import Reason, Report, Site
@@ -27,7 +29,10 @@ __all__ = [
     "__version__",
     "check",
     "config",
+    "custom_pass",
     "debug",
+    "disable",
+    "enable",
     "explain",
     "memory_summary",
     "ops",
@@ -45,7 +50,10 @@ _HOME = {
     "SGD": "autofuse.table_optimizers",
     "Site": "autofuse.passes.report",
     "check": "autofuse.recovery",
+    "custom_pass": "autofuse.backend",
     "debug": "autofuse.inspection",
+    "disable": "autofuse.enabling",
+    "enable": "autofuse.enabling",
     "explain": "autofuse.inspection",
     "memory_summary": "autofuse.holdings",
     "optimizer_in_backward": "autofuse.table_optimizers",

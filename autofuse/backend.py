@@ -8,7 +8,9 @@ import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from torch import fx
@@ -16,7 +18,8 @@ from torch import fx
 from autofuse import lowering, passes
 from autofuse.lowering import torch_internals, watcher
 from autofuse.lowering.torch_internals import CustomGraphPass, takes_is_inference
-from autofuse.options import resolve
+from autofuse.options import own_options, resolve
+from autofuse.options import settings as settings_of
 from autofuse.passes.report import GraphReport, Reason, Report, listening, publish
 
 log = logging.getLogger(__name__)
@@ -35,22 +38,41 @@ def autofuse(
 
     Raises ValueError for an unknown mode or option, and for a bad value.
     """
-    fusion, patches = fusion_pass(next(_numbers), mode, options)
+    return compile_fused(gm, example_inputs, *resolve(mode, options))
+
+
+def compile_fused(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    settings: passes.Settings,
+    patches: Mapping[str, Any],
+    region: str | None = None,
+) -> Callable[..., Any]:
+    """Compiles a graph of dynamo with Inductor and our passes. `patches`: changes to Inductor's
+    configuration. `region`: the user's name of what is compiled."""
+    fusion, patches = fusion_pass(next(_numbers), settings, patches)
     groups: set[str] = set()
 
     def compile_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
-        groups.update(group_names(gm.graph))
+        groups.update(group_names(gm))
         with fusion.compiling(graph_kind(kwargs), passes.circumstances(gm.graph)):
             compiled = torch_internals.compile_fx_inner(gm, example_inputs, **kwargs)
             if not fusion.ran and (listening() or log.isEnabledFor(logging.INFO)):
-                # Inductor's cache returned the compiled graph, and no pass ran. The cache key covers all
-                # inputs of the pass, so that the pass on a copy of the graph reports what the compiled graph
-                # does. The copy shares its attributes: real tensors cannot be copied here.
-                same = fx.GraphModule(gm, copy.deepcopy(gm.graph))
-                torch_internals.run_post_grad_passes(same, example_inputs, kwargs.get("is_inference", False))
+                _report_hit(gm, example_inputs, kwargs)
         return compiled
 
-    return _checked(torch_internals.compile_fx(gm, example_inputs, compile_graph, patches), groups)
+    return _checked(torch_internals.compile_fx(gm, example_inputs, compile_graph, patches, region), groups)
+
+
+def _report_hit(gm: fx.GraphModule, example_inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Inductor's cache returned the compiled graph, and no pass ran. The cache key covers all inputs of the
+    pass, so that the pass on a copy of the graph reports what the compiled graph does. The copy shares its
+    attributes: real tensors cannot be copied here."""
+    if not torch_internals.compiles_here():
+        log.warning("Inductor compiles in another process (TORCHINDUCTOR_FX_COMPILE_MODE): nothing is fused")
+        return
+    same = fx.GraphModule(gm, copy.deepcopy(gm.graph))
+    torch_internals.run_post_grad_passes(same, example_inputs, kwargs.get("is_inference", False))
 
 
 def _checked(compiled: Callable[..., Any], groups: set[str]) -> Callable[..., Any]:
@@ -66,11 +88,13 @@ def _checked(compiled: Callable[..., Any], groups: set[str]) -> Callable[..., An
     return checked
 
 
-def group_names(graph: fx.Graph) -> set[str]:
-    """Names of process groups among the arguments of a graph's calls."""
+def group_names(gm: fx.GraphModule) -> set[str]:
+    """Names of process groups among the arguments of the calls of a graph and its subgraphs."""
     named = {
         arg
-        for node in graph.nodes
+        for module in gm.modules()
+        if isinstance(module, fx.GraphModule)
+        for node in module.graph.nodes
         if node.op == "call_function"
         for arg in (*node.args, *node.kwargs.values())
         if isinstance(arg, str)
@@ -79,10 +103,10 @@ def group_names(graph: fx.Graph) -> set[str]:
 
 
 def fusion_pass(
-    number: int, mode: str | None = None, options: Mapping[str, Any] | None = None
+    number: int, settings: passes.Settings, patches: Mapping[str, Any] = MappingProxyType({})
 ) -> tuple["FusionPass", dict[str, Any]]:
-    """The pass for graph `number`, and the changes to Inductor's configuration that install it."""
-    settings, patches = resolve(mode, options)
+    """The pass for graph `number`, and `patches` with the changes to Inductor's configuration that install
+    it."""
     before, joint = "post_grad_custom_pre_pass", "joint_custom_post_pass"
     fusion = FusionPass(settings, _configured(before, patches), number)
     return fusion, {**patches, before: fusion, joint: MarkingPass(_configured(joint, patches))}
@@ -91,7 +115,9 @@ def fusion_pass(
 def _configured(name: str, patches: Mapping[str, Any]) -> tuple[Callable[..., None], ...]:
     """The passes that the user has configured."""
     found = patches.get(name, None) or torch_internals.inductor_option(name)
-    return tuple(found) if isinstance(found, (list, tuple)) else (found,) if found else ()
+    others = found if isinstance(found, (list, tuple)) else (found,) if found else ()
+    # One fusion is enough: another of ours would report what this one has kept a second time.
+    return tuple(other for other in others if not isinstance(other, CustomPass))
 
 
 def graph_kind(kwargs: Mapping[str, Any]) -> str:
@@ -146,10 +172,7 @@ class FusionPass(CustomGraphPass):
                 other(graph, is_inference=self.kind == "inference")
             else:
                 other(graph)
-        report = passes.fuse(graph, self.settings, self.kind, f"{self.kind} {self.number}")
-        if any(site.fused for site in report.sites):
-            torch_internals.forget_sparse(graph)
-        record(report)
+        _fuse(graph, self.settings, self.kind, self.number)
 
     def uuid(self) -> str | None:
         """Covers everything that a rewrite depends on, equal on all ranks. None (never cached) if a pass of
@@ -157,9 +180,45 @@ class FusionPass(CustomGraphPass):
         return _identity((_sources_digest(), _settings_text(self.settings), self.circumstances), self.others)
 
 
+class CustomPass(CustomGraphPass):
+    """The fusion as one custom pass, for compilers that run Inductor with a list of passes of their own."""
+
+    def __init__(self, settings: passes.Settings) -> None:
+        self.settings = settings
+
+    def __call__(self, graph: fx.Graph) -> None:
+        backward = any(n.op == "placeholder" and n.name.startswith("tangents") for n in graph.nodes)
+        _fuse(graph, self.settings, "backward" if backward else "forward", next(_numbers))
+
+    def uuid(self) -> str:
+        """Covers the groups of this process, whatever the graph: nobody says which graph it is asked for."""
+        settings = _settings_text(self.settings)
+        return _digest((_sources_digest(), settings, passes.circumstances_of_any_graph()))
+
+
+def custom_pass(**options: Any) -> CustomPass:
+    """The fusion as a pass for `torch._inductor.config.post_grad_custom_pre_pass`, `..._post_pass`, or a list
+    of passes of another compiler. It takes the options of autofuse; see the guide.
+
+    Raises ValueError for an unknown option and for a bad value.
+    """
+    return CustomPass(replace(settings_of(**own_options(options)), lines=False))
+
+
+def _fuse(graph: fx.Graph, settings: passes.Settings, kind: str, number: int) -> None:
+    report = passes.fuse_or_keep(graph, settings, kind, f"{kind} {number}")
+    if any(site.fused for site in report.sites):
+        torch_internals.forget_sparse(graph)
+    record(report)
+
+
 def _identity(depends_on: tuple[str, ...], others: Sequence[Callable[..., None]]) -> str | None:
     uuids = [other.uuid() if isinstance(other, CustomGraphPass) else None for other in others]
-    return None if None in uuids else hashlib.sha256(repr((*depends_on, uuids)).encode()).hexdigest()
+    return None if None in uuids else _digest((*depends_on, uuids))
+
+
+def _digest(depends_on: tuple[object, ...]) -> str:
+    return hashlib.sha256(repr(depends_on).encode()).hexdigest()
 
 
 def record(graph: GraphReport) -> None:
@@ -179,7 +238,7 @@ def _settings_text(settings: passes.Settings) -> str:
     # The order in which a set is printed differs between processes.
     patterns = None if settings.patterns is None else sorted(settings.patterns)
     tables = [table.digest for table in settings.tables]
-    return repr((settings.policy, patterns, settings.order, tables, settings.captured))
+    return repr((settings.policy, patterns, settings.order, tables, settings.captured, settings.lines))
 
 
 @functools.cache

@@ -5,6 +5,7 @@ import itertools
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -15,8 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autofuse import passes
 from autofuse.backend import autofuse as own_backend
 from autofuse.backend import fusion_pass, graph_kind, record
+from autofuse.enabling import enabled
 from autofuse.lowering import torch_internals
-from autofuse.options import settings
+from autofuse.options import resolve, settings
 from autofuse.passes.report import Report, collecting
 from autofuse.progress import Progress, silent
 from autofuse.table_optimizers import UpdatedEmbeddingBag
@@ -56,7 +58,8 @@ def explain(model: Callable[..., Any], backward: bool = False) -> Callable[..., 
 def explaining(
     options: Mapping[str, Any] | None = None, all_backends: bool = False, progress: Progress = silent
 ) -> Iterator[Report]:
-    """Inside, `torch.compile(..., backend="autofuse")` does what `explain` does, in any code.
+    """Inside, `torch.compile(..., backend="autofuse")` does what `explain` does, in any code, and so does
+    `backend="inductor"` where autofuse is enabled.
 
     `options` are those of the backend and win over those of each `torch.compile`. With `all_backends`, code
     that is compiled for another backend is treated as if it were for this one. `progress` counts the graphs.
@@ -65,20 +68,25 @@ def explaining(
     torch_compile, overrides = torch.compile, options or {}
 
     def backend(
-        gm: fx.GraphModule, example_inputs: Sequence[Any], *, mode: str | None = None, options: Any = None
+        gm: fx.GraphModule,
+        example_inputs: Sequence[Any],
+        *,
+        mode: str | None = None,
+        options: Any = None,
+        enabled_with: Mapping[str, Any] = MappingProxyType({}),
     ) -> Callable[..., Any]:
-        compiled = _compile_without_code(
-            gm, example_inputs, next(numbers), mode, {**(options or {}), **overrides}
-        )
+        chosen = {**(options or {}), **enabled_with, **overrides}
+        compiled = _compile_without_code(gm, example_inputs, next(numbers), mode, chosen)
         progress("graphs compiled", len(report.graphs), None)
         return compiled
 
     @functools.wraps(torch_compile)
     def compile_to_explain(model: Any = None, **kwargs: Any) -> Any:
         chosen = kwargs.get("backend", "inductor")
-        ours = chosen in ("autofuse", own_backend)
+        stock = enabled() if chosen == "inductor" else None
+        ours = chosen in ("autofuse", own_backend) or stock is not None
         if ours or all_backends:
-            kwargs["backend"] = backend
+            kwargs["backend"] = functools.partial(backend, enabled_with=stock) if stock else backend
             if not ours and chosen != "inductor":
                 kwargs.update(mode=None, options=None)  # they are that backend's own
         return torch_compile(model, **kwargs)
@@ -124,7 +132,7 @@ def _compile_without_code(
     mode: str | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Callable[..., Any]:
-    fusion, patches = fusion_pass(number, mode, options)
+    fusion, patches = fusion_pass(number, *resolve(mode, options))
 
     def compile_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
         # Taken before the passes, which may leave outputs of a fused op without metadata.

@@ -44,12 +44,27 @@ def resolve(mode: str | None, options: Mapping[str, Any] | None) -> tuple[Settin
 
     Raises ValueError for an unknown mode or option, with similar names, and for a value that is not allowed.
     """
-    own: dict[str, Any] = {}
-    inductor: dict[str, Any] = {}
+    own, inductor = _split(options)
     if mode is not None:
         modes = torch_internals.inductor_mode_options()
         _check("mode", mode, modes)
-        inductor.update(modes[mode])
+        inductor = {**modes[mode], **inductor}
+    return settings(inductor, **own), inductor
+
+
+def own_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Checked options of autofuse, to be given to `settings`. ValueError for others and bad values."""
+    own, inductor = _split(options)
+    for name in inductor:
+        raise ValueError(f"{name!r} is an option of Inductor: give it to torch.compile(..., options=...)")
+    settings(**own)
+    return own
+
+
+def _split(options: Mapping[str, Any] | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Options of autofuse without `timeout_s`, which is set, and options of Inductor."""
+    own: dict[str, Any] = {}
+    inductor: dict[str, Any] = {}
     known = torch_internals.inductor_options()
     for key, value in (options or {}).items():
         name = key.replace("-", "_")
@@ -62,7 +77,7 @@ def resolve(mode: str | None, options: Mapping[str, Any] | None) -> tuple[Settin
     if "timeout_s" in own:
         # It bounds every wait of this process, of all graphs and on all threads.
         config.timeout_s = _seconds(own.pop("timeout_s"))
-    return settings(inductor, **own), inductor
+    return own, inductor
 
 
 def _patterns(value: Any) -> frozenset[str] | None:

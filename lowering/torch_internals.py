@@ -28,19 +28,39 @@ def compile_fx(
     example_inputs: Sequence[Any],
     inner_compile: Callable[..., Any],
     config_patches: dict[str, Any],
+    region: str | None = None,
 ) -> Callable[..., Any]:
     """AOTAutograd and Inductor on a dynamo graph. `inner_compile` gets each forward and backward graph.
 
     AOTAutograd's own cache is off: after a hit there, `inner_compile` is not called, and there would be no
-    report. Inductor's cache of graphs, which saves most of the time, stays on.
+    report. Inductor's cache of graphs, which saves most of the time, stays on. `region`: the name that the
+    user gave the compiled code (torch 2.13 and later).
     """
     from torch._functorch import config as functorch_config
     from torch._inductor.compile_fx import compile_fx as inductor_compile_fx
 
+    named = {} if region is None else {"compile_region_name": region}
     with functorch_config.patch(enable_autograd_cache=False, enable_remote_autograd_cache=False):
         return inductor_compile_fx(
-            gm, example_inputs, inner_compile=inner_compile, config_patches=config_patches
+            gm, example_inputs, inner_compile=inner_compile, config_patches=config_patches, **named
         )
+
+
+def compiles_for_a_file() -> bool:
+    """Whether what is compiled now will be written to a file (`aot_compile`, AOTInductor): torch then needs
+    its own function and its own cache."""
+    from torch._functorch import config as functorch_config
+    from torch._inductor.virtualized import V
+
+    options = ("bundled_autograd_cache", "force_autograd_cache")
+    return V.aot_compilation or any(getattr(functorch_config, name, False) for name in options)
+
+
+def compiles_here() -> bool:
+    """Whether Inductor runs its passes in this process, and not in one that knows no custom passes."""
+    from torch._inductor import compile_fx
+
+    return compile_fx.fx_compile_mode is compile_fx.FxCompileMode.NORMAL
 
 
 def takes_is_inference(graph_pass: Callable[..., None]) -> bool:
@@ -374,6 +394,14 @@ def group_world(group: str | ProcessGroup) -> int | None:
         return group_size(group)
     except (RuntimeError, ValueError, KeyError):
         return None
+
+
+def group_ranks() -> dict[str, list[int]]:
+    """The ranks of every group of this process, by the group's name."""
+    from torch.distributed.distributed_c10d import _world
+
+    ranks = {str(name): sorted(_world.pg_group_ranks[group]) for group, name in _world.pg_names.items()}
+    return dict(sorted(ranks.items()))
 
 
 def traced_group(value: object) -> ProcessGroup | None:

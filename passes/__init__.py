@@ -1,8 +1,16 @@
 """FX graph -> FX graph: the pass finds the sites of a post-grad graph and rewrites them to fused ops."""
 
-from .circumstances import circumstances
+from .circumstances import circumstances, circumstances_of_any_graph
 from .fuse import fuse
 from .graph.permutation import mark_permutations
+from .safely import fuse_or_keep
 from .settings import Settings
 
-__all__ = ["Settings", "circumstances", "fuse", "mark_permutations"]
+__all__ = [
+    "Settings",
+    "circumstances",
+    "circumstances_of_any_graph",
+    "fuse",
+    "fuse_or_keep",
+    "mark_permutations",
+]

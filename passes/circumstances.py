@@ -19,12 +19,19 @@ from autofuse.lowering.notes import place
 
 from .graph.anchors import find_anchors
 from .graph.permutation import marked_inputs
-from .opaque import registrations
+from .opaque import all_registrations, registrations
 
 
 def circumstances(graph: fx.Graph) -> str:
     """The machine, its kernels, the groups and source lines of the graph's collectives, the user-defined
-    collectives, and the inputs that are permutations. No rank and no folder."""
+    collectives, and the inputs that are permutations; of the graphs of its subgraphs, too. No rank and no
+    folder."""
+    module = graph.owning_module
+    inner = () if module is None else [m.graph for m in module.modules() if isinstance(m, fx.GraphModule)]
+    return repr([_circumstances(each) for each in inner or (graph,)])
+
+
+def _circumstances(graph: fx.Graph) -> str:
     anchors = find_anchors(graph)
     groups = {a.group for a in anchors if isinstance(a.group, str)}
     known = {g: w for g in sorted(groups) if (w := torch_internals.group_world(g)) is not None}
@@ -32,6 +39,19 @@ def circumstances(graph: fx.Graph) -> str:
     # A fused op has its site as an argument: ranks compare the sites of their calls.
     sites = [place(a.source or a.kind) for a in anchors]
     devices = {a.node.meta["val"].device for a in anchors if isinstance(a.node.meta.get("val"), torch.Tensor)}
-    gpus = sorted({gpu.why_not(d) or "" for d in devices if d.type != "cpu"})
-    machine = (torch.__version__, os.cpu_count(), cpu.available(), gpus)
+    machine = _machine({d for d in devices if d.type != "cpu"})
     return repr((*machine, known, spans, sites, registrations(graph), marked_inputs(graph)))
+
+
+def circumstances_of_any_graph() -> str:
+    """The circumstances of whatever this process compiles, for a pass that names no lines (`Settings.lines`)
+    and whose graph is not known when its identity is asked for. Processes with other groups differ."""
+    groups = torch_internals.group_ranks()
+    spans = [torch_internals.group_spans_hosts(group) for group in groups]
+    machine = _machine({torch.device("cuda")} if torch.cuda.is_available() else set())
+    return repr((*machine, groups, spans, all_registrations()))
+
+
+def _machine(devices: set[torch.device]) -> tuple[object, ...]:
+    gpus = sorted({gpu.why_not(d) or "" for d in devices})
+    return torch.__version__, os.cpu_count(), cpu.available(), gpus

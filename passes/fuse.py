@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from torch import fx
 from torch.distributed import ProcessGroup
@@ -16,6 +17,7 @@ from torch.distributed import ProcessGroup
 from autofuse.lowering import ops as _ops  # noqa: F401  (registers torch.ops.autofuse)
 from autofuse.lowering.notes import place, tell_kept
 from autofuse.lowering.orders import PlanShape
+from autofuse.lowering.torch_internals import group_world
 
 from . import opaque
 from .choice.choose import Symbols, choose, symbols_of
@@ -57,10 +59,26 @@ class Fused:
     new: list[fx.Node]
 
 
-def fuse(graph: fx.Graph, settings: Settings, kind: str, name: str) -> GraphReport:
+class Fault(Exception):
+    """A fault in the pass at the site with this index; it is the cause of this exception."""
+
+    def __init__(self, site: int) -> None:
+        super().__init__(f"a fault in autofuse at site {site}")
+        self.site = site
+
+
+def fuse(
+    graph: fx.Graph,
+    settings: Settings,
+    kind: str,
+    name: str,
+    faults: Mapping[int | None, str] = MappingProxyType({}),
+) -> GraphReport:
     """Rewrite in place every site that is legal and that the policy fuses. ValueError without `meta["val"]`.
 
     The report lists the nodes of the graph only while reports are collected: printing them takes long.
+    `faults`: of an earlier try, by the index of the site that it keeps, None for all. `Fault` or another
+    exception leaves the graph as it is at that moment; see `fuse_or_keep`.
     """
     show = listing if listening() else lambda graph: Listing()
     before = show(graph)
@@ -75,7 +93,11 @@ def fuse(graph: fx.Graph, settings: Settings, kind: str, name: str) -> GraphRepo
     new: dict[int, list[fx.Node]] = {}
     for i, anchor in enumerate(anchors):
         nbytes = anchor.nbytes  # the rewrite erases the node and its arguments
-        outcome = _fuse_site(graph, anchor, settings, symbols)
+        fault = faults.get(i) or faults.get(None)
+        try:
+            outcome = _faulty(anchor, fault) if fault else _fuse_site(graph, anchor, settings, symbols)
+        except Exception as error:
+            raise Fault(i) from error
         sites.append(_report(anchor, nbytes, outcome, settings, name))
         if isinstance(outcome, Fused):
             changed.update((node, i) for node in outcome.touched)
@@ -90,6 +112,11 @@ def fuse(graph: fx.Graph, settings: Settings, kind: str, name: str) -> GraphRepo
     seconds = time.perf_counter() - start
     before, after = tie(before, show(graph), changed, collectives)
     return GraphReport(name, kind, before, after, tuple(sites), seconds)
+
+
+def _faulty(anchor: Anchor, fault: str) -> Kept:
+    group = anchor.known_group
+    return Kept(None, Reject(Reason.PASS_FAILED, fault), None if group is None else group_world(group))
 
 
 def _fuse_site(graph: fx.Graph, anchor: Anchor, settings: Settings, symbols: Symbols) -> Kept | Fused:
@@ -122,7 +149,7 @@ def _find(anchor: Anchor, settings: Settings) -> Kept | tuple[Match, int]:
         return Kept(only, nowhere, world)
     kept: Kept | None = None
     for matcher in matchers:
-        found = matcher.match(anchor, context_of(anchor, world, settings.order))
+        found = matcher.match(anchor, context_of(anchor, world, settings))
         reject = check_match(anchor, found, settings, world) if isinstance(found, Match) else found
         if isinstance(found, Match) and reject is None:
             return found, world

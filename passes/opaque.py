@@ -97,6 +97,11 @@ def registrations(graph: fx.Graph) -> list[str]:
     return used
 
 
+def all_registrations() -> list[str]:
+    """All registrations, in an order that is the same in every process."""
+    return sorted(map(str, _registered.values()))
+
+
 def stand_in(graph: fx.Graph) -> list[StandIn]:
     """Replace every registered op whose arguments can be read by a functional collective."""
     found = []

@@ -72,6 +72,7 @@ class Reason(str, Enum):
         "no gain is predicted for all of these sizes; narrow the range of a dynamic dim with "
         "`torch._dynamo.mark_dynamic(x, dim, min=, max=)`, or fuse nevertheless with policy `always`",
     )
+    PASS_FAILED = ("pass_failed", "a fault in autofuse: please report it, with the traceback that was logged")
 
 
 @dataclass(frozen=True)

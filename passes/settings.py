@@ -17,6 +17,7 @@ class Settings:
         order: the order of the plans.
         tables: device tables of the cost model; the first table that fits a device is used.
         captured: whether the caller runs the graph in CUDA graphs.
+        lines: whether fused ops name the line of their site; otherwise they name the collective only.
     """
 
     policy: str = "auto"
@@ -24,3 +25,4 @@ class Settings:
     order: str = "direct"
     tables: tuple[DeviceTable, ...] = field(default_factory=shipped, repr=False)
     captured: bool = False
+    lines: bool = True

@@ -15,6 +15,7 @@ from autofuse.passes.graph.emit import Emitter
 from autofuse.passes.graph.follow import Shapes, aten, expression, tensor
 from autofuse.passes.graph.layout import Size, same_size
 from autofuse.passes.report import Reason, Reject
+from autofuse.passes.settings import Settings
 
 
 @dataclass(frozen=True)
@@ -33,12 +34,12 @@ class Context:
         return str(self.group), self.order, self.site
 
 
-def context_of(anchor: Anchor, world: int, order: str) -> Context:
+def context_of(anchor: Anchor, world: int, settings: Settings) -> Context:
     """The context of a collective over `world` ranks."""
     # Not the name of the node: it counts the collectives of a graph, and graphs may break differently on
     # ranks.
-    site = anchor.source or anchor.kind
-    return Context(anchor.group, world, order, site, _shapes(anchor, world))
+    site = (anchor.source if settings.lines else None) or anchor.kind
+    return Context(anchor.group, world, settings.order, site, _shapes(anchor, world))
 
 
 def _shapes(anchor: Anchor, world: int) -> Shapes:

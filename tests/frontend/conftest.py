@@ -1,4 +1,4 @@
-"""The front end is tested apart from the matcher: `report_collectives` stands in for `passes.fuse`."""
+"""The front end is tested apart from the matcher: `report_collectives` stands in for the pass."""
 
 from collections.abc import Iterator
 
@@ -38,7 +38,8 @@ def report_collectives(graph: fx.Graph, settings: passes.Settings, kind: str, na
 
 @pytest.fixture
 def kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(passes, "fuse", report_collectives)
+    for name in ("fuse", "fuse_or_keep"):
+        monkeypatch.setattr(passes, name, report_collectives)
 
 
 @pytest.fixture

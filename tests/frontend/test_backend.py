@@ -138,7 +138,7 @@ def test_identity_covers_settings_and_other_passes() -> None:
 
 def test_identity_is_the_same_in_every_process() -> None:
     names = ["matmul_all_reduce", "all_gather_matmul", "matmul_reduce_scatter"]
-    code = f"from autofuse.backend import *; print(fusion_pass(0, None, {{'patterns': {names}}})[0].uuid())"
+    code = f"from autofuse.backend import *; print(fusion_pass(0, settings_of(patterns={names}))[0].uuid())"
     seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -148,7 +148,7 @@ def test_identity_is_the_same_in_every_process() -> None:
         check=True,
         timeout=120,
     )
-    assert done.stdout.strip() == fusion_pass(0, None, {"patterns": names})[0].uuid()
+    assert done.stdout.strip() == fusion_pass(0, settings(patterns=names))[0].uuid()
 
 
 def test_the_backend_needs_no_import_and_logs() -> None:

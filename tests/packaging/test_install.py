@@ -22,15 +22,17 @@ NOT_SOURCE = shutil.ignore_patterns(
 )
 
 PROBE = f"""
-import importlib.util, json, torch
+import importlib.util, json, sys, torch
 from torch._dynamo import list_backends
 by_entry_point = "autofuse" in list_backends()
+enabled = "autofuse.enabling" in sys.modules and sys.modules["autofuse.enabling"].enabled() is not None
 files = {{name: importlib.import_module(name).__file__ for name in {PACKAGES!r}}}
 import autofuse
 from autofuse.native_kernels import cpu
 print(json.dumps({{
     "files": files,
     "by_entry_point": by_entry_point,
+    "enabled": enabled,
     "native": cpu.available(),
     "version": autofuse.__version__,
     "stray": [name for name in ("passes", "lowering", "native_kernels") if importlib.util.find_spec(name)],
@@ -71,11 +73,11 @@ class Environment:
         """Runs PROBE as a script that lies in `folder`."""
         script = folder / "probe_installation.py"
         script.write_text(PROBE)
-        return json.loads(run([self.python, script], cwd=folder).splitlines()[-1])
+        return json.loads(run([self.python, script], cwd=folder, AUTOFUSE_ENABLE="1").splitlines()[-1])
 
 
-def run(command: list[str | Path], compiler: bool = True, cwd: Path | None = None) -> str:
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+def run(command: list[str | Path], compiler: bool = True, cwd: Path | None = None, **variables: str) -> str:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | variables
     if not compiler:
         environment |= {"CC": "/bin/false", "CXX": "/bin/false"}
     done = subprocess.run(
@@ -129,6 +131,7 @@ def test_an_installed_wheel(wheel: Path, tmp_path: Path) -> None:
     for name, file in found["files"].items():
         assert file == str(environment.site_packages.joinpath(*name.split("."), "__init__.py"))
     assert found["by_entry_point"]
+    assert found["enabled"]
     assert found["native"]
     assert not found["stray"]
     assert found["version"] == wheel.name.split("-")[1]
@@ -141,6 +144,7 @@ def test_an_editable_install(tmp_path: Path) -> None:
     found = environment.probe(tmp_path)
     assert {Path(file).resolve() for file in found["files"].values()} == packages_in(sources)
     assert found["by_entry_point"]
+    assert found["enabled"]
     assert found["native"]
     assert not found["stray"]
 

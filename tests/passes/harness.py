@@ -18,6 +18,7 @@ from torch.torch_version import TorchVersion
 import autofuse
 from autofuse.backend import fusion_pass, graph_kind
 from autofuse.lowering import torch_internals
+from autofuse.options import resolve
 from autofuse.passes.report import Report
 
 
@@ -71,7 +72,7 @@ def passes_only(policy: str = "always", **options: Any) -> Callable[..., Any]:
     numbers = itertools.count()
 
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        fusion, patches = fusion_pass(next(numbers), None, {"policy": policy, **options})
+        fusion, patches = fusion_pass(next(numbers), *resolve(None, {"policy": policy, **options}))
 
         def compile_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
             with fusion.compiling(graph_kind(kwargs)):

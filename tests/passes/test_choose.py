@@ -16,6 +16,7 @@ from torch import Tensor
 
 import autofuse
 from autofuse.backend import fusion_pass
+from autofuse.options import settings
 from autofuse.passes.choice.choose import Choice, on_gpu
 from autofuse.passes.choice.cost_model import Task
 from autofuse.passes.choice.device_table import DeviceTable, shipped
@@ -133,7 +134,7 @@ def _differ(rank: int, world: int, path: str) -> tuple[bool, str, str]:
     torch._dynamo.mark_dynamic(x, 0)
     with autofuse.config.patch(policy="auto", table=path):
         (site,) = autofuse.explain(linear)(x, w).sites
-        uuid = fusion_pass(0)[0].uuid()
+        uuid = fusion_pass(0, settings())[0].uuid()
     assert site.prediction is not None, site
     assert uuid is not None
     return site.fused, site.detail, uuid
@@ -159,7 +160,7 @@ def test_ranks_with_other_hints_decide_alike(own_ranks: RankPool, tmp_path: Path
 
 def test_compiled_graphs_are_cached_under_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def uuid(**options: Any) -> str | None:
-        return fusion_pass(0, None, options)[0].uuid()
+        return fusion_pass(0, settings(**options))[0].uuid()
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     path = tmp_path / "table.json"

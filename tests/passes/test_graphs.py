@@ -14,6 +14,7 @@ from torch import Tensor, fx
 
 from autofuse.backend import fusion_pass
 from autofuse.lowering import torch_internals
+from autofuse.options import settings
 
 from .dense import group
 from .harness import fake_group
@@ -24,7 +25,7 @@ def rewritten(fn: Callable[..., Any], *args: Any, policy: str = "always") -> str
     lines: list[str] = []
 
     def backend(gm: fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
-        _fusion, patches = fusion_pass(0, None, {"policy": policy})
+        _fusion, patches = fusion_pass(0, settings(policy=policy))
 
         def compile_graph(gm: fx.GraphModule, example_inputs: Any, **kwargs: Any) -> Any:
             torch_internals.run_post_grad_passes(gm, example_inputs, kwargs.get("is_inference", False))

@@ -138,7 +138,7 @@ def explained(build: Callable[[], Callable[..., Any]], *args: Tensor) -> Report:
     with (
         fake_group(WORLD),
         patch.object(support, "why_not", lambda device: None),
-        patch.object(passes, "fuse", fuse_moved),
+        patch.object(passes, "fuse_or_keep", fuse_moved),
         autofuse.config.patch(policy="always"),
         torch._dynamo.config.patch(capture_scalar_outputs=True),
     ):

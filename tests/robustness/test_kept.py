@@ -59,6 +59,10 @@ def _no_gain() -> Iterator[None]:
         yield
 
 
+def _fault() -> AbstractContextManager[Any]:
+    return patch("autofuse.passes.fuse.choose", side_effect=KeyError("a fault"))
+
+
 @dataclasses.dataclass(frozen=True)
 class Case:
     fn: Callable[..., Any] = _reduce
@@ -85,6 +89,7 @@ CASES: dict[Reason, Case] = {
     Reason.POLICY_NEVER: Case(options={"policy": "never"}),
     Reason.PATTERN_DISABLED: Case(options={"patterns": ["all_gather_matmul"]}),
     Reason.NOT_PROFITABLE: Case(options={"policy": "auto"}, around=_no_gain),
+    Reason.PASS_FAILED: Case(around=_fault),
 }
 
 

@@ -17,6 +17,7 @@ unsupported_variant   test_every_reason "alpha", "max pooling"; test_a_ring_that
 policy_never          test_policy
 pattern_disabled      test_patterns
 not_profitable        test_policy
+pass_failed           tests/passes/test_safely.py; numbers: test_kept.py
 """
 
 import dataclasses

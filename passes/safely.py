@@ -1,0 +1,45 @@
+"""`fuse`, for compilations: no fault in the pass may break them."""
+
+from __future__ import annotations
+
+import copy
+import logging
+
+from torch import fx
+
+from .fuse import Fault, fuse
+from .report import GraphReport, Listing
+from .settings import Settings
+
+log = logging.getLogger(__name__)
+
+
+def fuse_or_keep(graph: fx.Graph, settings: Settings, kind: str, name: str) -> GraphReport:
+    """As `fuse`, but an exception keeps the site where it was raised, or all sites, and is logged.
+
+    The graph then becomes what it was, with new nodes, and `fuse` begins again without the site.
+    """
+    before = copy.deepcopy(graph)
+    faults: dict[int | None, str] = {}
+    while True:
+        try:
+            return fuse(graph, settings, kind, name, faults)
+        except Exception as error:
+            site, cause = (error.site, error.__cause__) if isinstance(error, Fault) else (None, error)
+            log.error("%s: a fault in autofuse; what it concerns is kept", name, exc_info=cause)
+            _restore(graph, before)
+            if site in faults:  # not even a report of kept sites can be made
+                return GraphReport(name, kind, Listing(), Listing(), ())
+            faults[site] = f"{type(cause).__name__}: {cause}"
+
+
+def _restore(graph: fx.Graph, before: fx.Graph) -> None:
+    """Fill `graph` with copies of the nodes of `before`."""
+    for node in list(graph.nodes):  # a graph that is half changed may have users before their inputs
+        node.args, node.kwargs = (), {}
+    for node in list(graph.nodes):
+        graph.erase_node(node)
+    result = graph.graph_copy(before, {}, return_output_node=True)
+    if result is not None:
+        values, old = result
+        graph.output(values).meta = copy.copy(old.meta)
