@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.utils import fresh_cache
+from torch.distributed import _functional_collectives as funcol
+from torch.nn.attention.flex_attention import flex_attention
 
 import autofuse
 from autofuse.backend import CustomPass
@@ -197,6 +199,24 @@ def test_regions_belong_to_the_key(group: str) -> None:
 
     assert key(1) != key(2)
     assert key(1) == key(1)
+
+
+@pytest.mark.full
+def test_flex_attention_beside_a_fused_op(group: str) -> None:
+    """The forward: torch has no backward of it on CPUs."""
+
+    def fn(x: torch.Tensor, w: torch.Tensor, group: str) -> torch.Tensor:
+        heads = x.view(1, 2, 32, 16)
+        attended = flex_attention(heads, heads, heads)
+        return funcol.all_reduce(attended.transpose(1, 2).reshape(32, 32) @ w, "sum", group)
+
+    torch._dynamo.reset()
+    x, w = torch.rand(32, 32), torch.rand(32, 8)
+    with torch.no_grad(), autofuse.enable(policy="always"), autofuse.debug() as report:
+        y = torch.compile(fn, fullgraph=True)(x, w, group)
+    assert [(site.pattern, site.fused) for site in report.sites] == FUSED
+    assert "flex_attention" in str(report.graphs[0].after)
+    torch.testing.assert_close(y, fn(x, w, group))
 
 
 def test_what_is_compiled_for_a_file_is_left_alone(group: str, caplog: pytest.LogCaptureFixture) -> None:
