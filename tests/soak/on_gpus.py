@@ -116,6 +116,8 @@ def episode(
         while not done:
             for _ in range(ROUNDS_BETWEEN_LOOKS):
                 _round(counts, common, own, nccl, everything, replays, streams, wrong)
+            for stream in streams:  # a host orders no replays
+                torch.cuda.current_stream().wait_stream(stream)
             done = _rank_0_says(time.monotonic() > end, groups[0])
     except RuntimeError as error:
         print(f"rank {rank}: {error}", flush=True)
