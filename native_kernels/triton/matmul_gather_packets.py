@@ -81,15 +81,20 @@ def matmul_gather_packets(
     and pairs of columns that are taken at a time.
     """
     program = tl.program_id(0)
-    epoch = begin(state)
-    waiting = firm(state, PROGRAMS)
     start(state)
     mark(state, A, program, program)
+    epoch = begin(state)
     base = half_of(epoch) * packets_half
     dtype: tl.constexpr = out.dtype.element_ty
     out_pairs = out.to(tl.pointer_type(tl.uint32))
     event = 0
     event = stamp(trace, program, event, BEGUN, rank, 0, TRACE, EVENTS)
+    # The own share comes first, by itself: a loop around it would begin with what follows, which waits for `state`.
+    event = send_tiles(
+        x, w, bias, out_pairs, packets, trace, M, N, K, rank, program, pitch, inner, jump, out_stride, out_rank,
+        base, epoch, event, dtype, PROGRAMS, W, TRANSPOSED, BIASED, BM, BN, BK, TRACE, EVENTS,
+    )  # fmt: skip
+    waiting = firm(state, PROGRAMS)
     own = peer(packets, rank, tl.int64) + base
     wide = tl.arange(0, BP)[None, :]
     # What to take next, in 16 pairs of columns: the compiler sees the alignment of what is multiplied by 16.
@@ -97,14 +102,15 @@ def matmul_gather_packets(
     step = tl.cdiv(pitch, waiting * 16)
     n = program * step
     end_n = tl.where(program < waiting, n + step, n)
-    share = program
-    while (share >= 0) | (n < end_n):
-        mine = tl.where(share >= 0, tl.cdiv(tl.cdiv(N, BN) - share, PROGRAMS), 0)
-        event = send_tiles(
-            x, w, bias, out_pairs, packets, trace, M, N, K, rank, share, mine, pitch, inner, jump, out_stride,
-            out_rank, base, epoch, event, dtype, PROGRAMS, W, TRANSPOSED, BIASED, BM, BN, BK, TRACE, EVENTS,
-        )  # fmt: skip
-        share = tl.full((), -1, tl.int32)
+    share = tl.full((), -1, tl.int32)  # of another program
+    going = tl.full((), 1, tl.int32)
+    while going != 0:
+        if share >= 0:
+            event = send_tiles(
+                x, w, bias, out_pairs, packets, trace, M, N, K, rank, share, pitch, inner, jump, out_stride,
+                out_rank, base, epoch, event, dtype, PROGRAMS, W, TRANSPOSED, BIASED, BM, BN, BK, TRACE, EVENTS,
+            )  # fmt: skip
+            share = tl.full((), -1, tl.int32)
         started = look(state, STATE_STARTED)
         while (n < end_n) & (share < 0):
             at = n * 16 + wide
@@ -131,6 +137,7 @@ def matmul_gather_packets(
                 n += BP // 16
         if (share < 0) & (n >= end_n):
             share = further(started, PROGRAMS, state, A, PROGRAMS, program)
+        going = ((share >= 0) | (n < end_n)).to(tl.int32)
     event = stamp(trace, program, event, ENDED, rank, 0, TRACE, EVENTS)
     if is_last(state, PROGRAMS):
         end_shares(state, epoch, PROGRAMS)
@@ -138,19 +145,19 @@ def matmul_gather_packets(
 
 @triton.jit
 def send_tiles(
-    x, w, bias, out_pairs, packets, trace, M, N, K, rank, share, mine, pitch, inner, jump, out_stride,
+    x, w, bias, out_pairs, packets, trace, M, N, K, rank, share, pitch, inner, jump, out_stride,
     out_rank, base, epoch, event, dtype: tl.constexpr, PROGRAMS: tl.constexpr, W: tl.constexpr,
     TRANSPOSED: tl.constexpr, BIASED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     TRACE: tl.constexpr, EVENTS: tl.constexpr,
 ):  # fmt: skip
-    """Multiply `mine` tiles, every PROGRAMS-th from number `share` on, and send them."""
+    """Multiply every PROGRAMS-th tile from number `share` on, and send them."""
     blocks = tl.cdiv(K, BK)
     m = tl.arange(0, BM)[:, None]
     half = tl.arange(0, BN // 2)[None, :]
     acc = tl.zeros((BM, BN), tl.float32)
     block = blocks - 1
     tile = share - PROGRAMS
-    for _ in range(mine * blocks):
+    for _ in range(tl.cdiv(tl.cdiv(N, BN) - share, PROGRAMS) * blocks):
         block = tl.where(block == blocks - 1, 0, block + 1)
         if block == 0:
             tile += PROGRAMS

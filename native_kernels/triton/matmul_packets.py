@@ -76,19 +76,22 @@ def matmul_packets(
     BP: pairs of columns that are added up at a time; SOURCES: the power of two above W.
     """
     program = tl.program_id(0)
-    epoch = begin(state)
-    waiting = firm(state, PROGRAMS)
     start(state)
     mark(state, A, program, program)
     SUMS: tl.constexpr = ALL and not ONCE
     if SUMS:
         mark(state, B, program, program)
+    epoch = begin(state)
     base = half_of(epoch) * packets_half
     dtype: tl.constexpr = out.dtype.element_ty
-    blocks = tl.cdiv(K, BK)
-    tiles = tl.cdiv(N, BN)
     event = 0
     event = stamp(trace, program, event, BEGUN, rank, 0, TRACE, EVENTS)
+    # The own share comes first, by itself: a loop around it would begin with what follows, which waits for `state`.
+    event = send_parts(
+        x, w, packets, trace, M, N, K, rank, program, chunk, pitch, base, epoch, event, dtype, PROGRAMS, W,
+        ONCE, TRANSPOSED, BM, BN, BK, TRACE, EVENTS,
+    )  # fmt: skip
+    waiting = firm(state, PROGRAMS)
     out_pairs = out.to(tl.pointer_type(tl.uint32))
     own = peer(packets, rank, tl.int64) + base
     source = tl.arange(0, SOURCES)[:, None, None]
@@ -103,14 +106,15 @@ def matmul_packets(
     end_n = tl.where(program < waiting, n + step, n)
     c = n
     end_c = end_n if SUMS else c
-    share = program
-    while (share >= 0) | (n < end_n) | (c < end_c):
-        mine = tl.where(share >= 0, tl.cdiv(tiles - share, PROGRAMS), 0)
-        event = send_parts(
-            x, w, packets, trace, M, K, rank, share, mine, blocks, chunk, pitch, base, epoch, event,
-            dtype, PROGRAMS, W, ONCE, TRANSPOSED, BM, BN, BK, TRACE, EVENTS,
-        )  # fmt: skip
-        share = tl.full((), -1, tl.int32)
+    share = tl.full((), -1, tl.int32)  # of another program
+    going = tl.full((), 1, tl.int32)
+    while going != 0:
+        if share >= 0:
+            event = send_parts(
+                x, w, packets, trace, M, N, K, rank, share, chunk, pitch, base, epoch, event, dtype, PROGRAMS, W,
+                ONCE, TRANSPOSED, BM, BN, BK, TRACE, EVENTS,
+            )  # fmt: skip
+            share = tl.full((), -1, tl.int32)
         started = look(state, STATE_STARTED)
         while (n < end_n) & (share < 0):
             at = n * 16 + wide
@@ -172,6 +176,7 @@ def matmul_packets(
                     if other >= 0:
                         n = other * step
                         end_n = n + step
+        going = ((share >= 0) | (n < end_n) | (c < end_c)).to(tl.int32)
     event = stamp(trace, program, event, ENDED, rank, 0, TRACE, EVENTS)
     if is_last(state, PROGRAMS):
         end_shares(state, epoch, PROGRAMS)
@@ -179,18 +184,19 @@ def matmul_packets(
 
 @triton.jit
 def send_parts(
-    x, w, packets, trace, M, K, rank, share, mine, blocks, chunk, pitch, base, epoch, event,
+    x, w, packets, trace, M, N, K, rank, share, chunk, pitch, base, epoch, event,
     dtype: tl.constexpr, PROGRAMS: tl.constexpr, W: tl.constexpr, ONCE: tl.constexpr,
     TRANSPOSED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TRACE: tl.constexpr,
     EVENTS: tl.constexpr,
 ):  # fmt: skip
-    """Multiply `mine` tiles, every PROGRAMS-th from number `share` on, and send them."""
+    """Multiply every PROGRAMS-th tile from number `share` on, and send them."""
+    blocks = tl.cdiv(K, BK)
     m = tl.arange(0, BM)
     half = tl.arange(0, BN // 2)
     acc = tl.zeros((BM, BN), tl.float32)
     block = blocks - 1
     tile = share - PROGRAMS
-    for _ in range(mine * blocks):
+    for _ in range(tl.cdiv(tl.cdiv(N, BN) - share, PROGRAMS) * blocks):
         block = tl.where(block == blocks - 1, 0, block + 1)
         if block == 0:
             tile += PROGRAMS

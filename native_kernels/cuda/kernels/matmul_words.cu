@@ -43,6 +43,7 @@ struct Decider {
     const Call& call;
     int share, clusters;
     bool decided = false, ended = false;
+    int seen = 0;       // shares that were claimed when this cluster began to add up
     int64_t begun = 0;  // when there was nothing left but to wait
     __device__ Decider(const Params& p, const Call& call)
         : p(p), call(call), share(blockIdx.x / CLUSTER), clusters(p.programs / CLUSTER) {}
@@ -51,10 +52,6 @@ struct Decider {
     }
     // All blocks have started once the epoch has ended. The first to claim stays whoever is missing, so that somebody does.
     __device__ void look() {
-        if (decided) {
-            if (held(call) >= clusters) end(0);
-            return;
-        }
         bool all = load_relaxed(p.state + STATE_EPOCH) >= call.epoch;
         bool firm = share < static_cast<int>(p.state[STATE_FIRM]) / CLUSTER;
         bool stays = all && (firm || present(p.state, p.rank, call.epoch));
@@ -76,7 +73,7 @@ struct Decider {
     // After a share has been added up: takes one that nobody has.
     __device__ void next(int round) {
         if (ended) return;
-        for (int other = 0; other < clusters && held(call) < clusters; ++other)
+        for (int other = 0; other < clusters && seen < clusters; ++other, seen = held(call))
             if (load_relaxed(claims(p.state, STAMPED) + other) != static_cast<int>(call.epoch) && claim_stamped(call, other)) {
                 tell(progress().shares[round], other + 2);
                 return;
@@ -184,7 +181,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) matmul_words(const __grid_c
         if (before == p.programs - 1) finish(call, held_word(call.epoch));
         if (before == 0) tell_presence(p.state, p.rank, call.epoch);
     }
-    while (decides && !decider.ended && !(decider.decided && peek(progress().idle))) decider.look();
+    while (decides && !decider.decided) decider.look();
     if (group > 0 && group <= GROUPS) {
         Turn turn;
         int done = 0;
@@ -205,6 +202,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) matmul_words(const __grid_c
     __syncthreads();
     // All sums are computed before one of a peer is waited for: the peer may wait for any of ours.
     int own = block / CLUSTER, rounds = 0;  // shares that this block adds up
+    if (decides && !decider.ended) decider.seen = held(call);  // on its way while parts are added up
     if (await(progress().going) == 1)
         for (int share = own; share >= 0; share = await(progress().shares[rounds++]) - 2) {
             reduce_rows(p, call, share, half);
