@@ -7,6 +7,7 @@ behind A:
     GATHER   part B is local
     SUM      part B sends a sum; a third part, which every program does for itself, waits for the sums of all
     TICKETS  instead of shares of B, tickets: sums in order, and `lag` later the sums of the peers
+    LEFT     as GATHER; a program that leaves keeps its share of B, and the last program of the rank does it
 
 Some programs of each rank are late: they run when all others have ended or leave room. A state is what memory
 holds and where every program is. `check` visits every state that some interleaving reaches.
@@ -27,6 +28,7 @@ class Kind(Enum):
     GATHER = "gather"
     SUM = "sum"
     TICKETS = "tickets"
+    LEFT = "left"
 
 
 Where = tuple[str, int]
@@ -34,6 +36,10 @@ Where = tuple[str, int]
 
 START, SEND, LOOK, SCAN, ASK, DRAW, END = "start", "send", "look", "scan", "ask", "draw", "end"
 WAIT, LOOK_B, SCAN_B, OWN, REDUCE, COPY = "wait", "look b", "scan b", "own", "reduce", "copy"
+THROUGH, REST = "through", "rest"
+
+LEAVER = -2
+"""In the place of a claim: the share of a program that has left."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +51,7 @@ class Rank:
     b: tuple[int, ...]
     started: int = 0
     left: int = 0
+    through: int = 0
     tickets: int = 0
     sent: tuple[int, ...] = ()
     added: tuple[int, ...] = ()
@@ -86,7 +93,8 @@ class World:
                 if self.absent and p > rank.started:
                     return  # multiprocessors take programs in the order of their numbers
                 changes: dict[str, Any] = {"started": rank.started + 1}
-                if p < self.firm and rank.b[p] < 0 and self.kind is not Kind.TICKETS:
+                claims = self.kind is Kind.LEFT or (p < self.firm and self.kind is not Kind.TICKETS)
+                if claims and rank.b[p] == -1:
                     changes["b"] = _put(rank.b, p, p)
                 if rank.a[p] < 0:
                     yield go(SEND, p, a=_put(rank.a, p, p), **changes)
@@ -102,16 +110,16 @@ class World:
                 yield go(ASK) if found < 0 else go(SEND, found, a=_put(rank.a, found, p))
             case "ask":
                 stays = p < self.firm or all(other.started for other in state)
-                if not stays:
-                    if rank.started - rank.left > self.firm:
-                        yield go(END, left=rank.left + 1)
-                        return
-                    stays = True
-                if self.kind is Kind.TICKETS:
+                if not stays and rank.started - rank.left > self.firm:
+                    if self.kind is Kind.LEFT and rank.b[p] == p:
+                        yield go(THROUGH, left=rank.left + 1, b=_put(rank.b, p, LEAVER))
+                    else:
+                        yield go(self._last, left=rank.left + 1)
+                elif self.kind is Kind.TICKETS:
                     yield go(DRAW)
                 elif rank.b[p] == p:
                     yield go(WAIT, p)
-                elif rank.b[p] < 0:
+                elif rank.b[p] == -1:
                     yield go(WAIT, p, b=_put(rank.b, p, p))
                 else:
                     yield go(LOOK_B)
@@ -126,7 +134,15 @@ class World:
                 yield go(OWN, p) if found < 0 else go(WAIT, found, b=_put(rank.b, found, p))
             case "own":
                 if self.kind is not Kind.SUM or all(share in other.added for other in state):
-                    yield go(END)
+                    yield go(self._last)
+            case "through":
+                rest = REST if rank.through == self.programs - 1 and LEAVER in rank.b else END
+                yield go(rest, through=rank.through + 1)
+            case "rest":
+                found = rank.b.index(LEAVER)
+                if all(found in other.sent for other in state):
+                    b = _put(rank.b, found, p)
+                    yield go(REST if LEAVER in b else END, b=b, added=(*rank.added, found))
             case "draw":
                 yield go(*self._ticket(rank.tickets), tickets=rank.tickets + 1)
             case "reduce":
@@ -135,6 +151,11 @@ class World:
             case "copy":
                 if all(share in other.added for other in state):
                     yield go(DRAW)
+
+    @property
+    def _last(self) -> str:
+        """What comes when a program has done all of its own."""
+        return THROUGH if self.kind is Kind.LEFT else END
 
     def _ticket(self, number: int) -> Where:
         """Sums of this rank and, `lag` later, those of the peers, by turns."""
@@ -193,7 +214,7 @@ class World:
             case "ask":
                 return p < self.firm and (self.kind is Kind.TICKETS or rank.b[p] >= 0)
             case where:
-                return where in (SEND, WAIT, OWN, REDUCE, COPY)
+                return where in (SEND, WAIT, OWN, REDUCE, COPY, REST)
 
     def _check_end(self, state: State, stage: frozenset[tuple[int, int]]) -> None:
         waiting = {(r, p) for r, p in stage if state[r].programs[p][0] != END}

@@ -29,7 +29,7 @@ import triton.language as tl
 from autofuse.native_kernels.gpu import state as state_words
 from autofuse.native_kernels.gpu.state import Event, State, Wait
 
-from .patience import INTERPRET, WAIT_ALL, gives_up
+from .patience import INTERPRET, WAIT_ALL, any_thread, gives_up
 
 # Words of `state` and of the failure record, and codes of waits; `native_kernels.gpu.state` explains them.
 STATE_LIMIT = tl.constexpr(State.LIMIT.value)
@@ -275,6 +275,13 @@ def put_packets(to, pairs, epoch, mask):
 
 
 @triton.jit
+def are_missing(packets, tag):
+    """Whether any thread holds a packet with another tag. Warps with the same packets have loaded them at
+    different times."""
+    return any_thread(tl.max(((packets >> 32) != tag).to(tl.int32), axis=None) != 0)
+
+
+@triton.jit
 def take_packets(at, epoch, mask, state, code, sources, index):
     """The packets at `at` (int64, memory of this rank) once all carry the epoch's tag; bounded as `wait` is.
 
@@ -283,14 +290,14 @@ def take_packets(at, epoch, mask, state, code, sources, index):
     tag = tag_of(epoch)
     nothing = tag.to(tl.int64) << 32
     packets = tl.load(at, mask=mask, other=nothing, volatile=True)
-    missing = tl.max(((packets >> 32) != tag).to(tl.int32), axis=None)
+    missing = are_missing(packets, tag)
     begun = tl.full((), 0, tl.int64)
     polls = 0
-    while missing != 0:
+    while missing:
         packets = tl.load(at, mask=mask, other=nothing, volatile=True)
-        missing = tl.max(((packets >> 32) != tag).to(tl.int32), axis=None)
+        missing = are_missing(packets, tag)
         polls += 1
-        if (missing != 0) & (polls % UNTIMED == 0):
+        if missing & (polls % UNTIMED == 0):
             now = nanoseconds()
             if INTERPRET:
                 now *= polls
@@ -298,7 +305,7 @@ def take_packets(at, epoch, mask, state, code, sources, index):
                 begun = now
             late = tl.min(tl.where((packets >> 32) != tag, sources, 1 << 30), axis=None)
             if gives_up(state, now - begun, polls, code, late, index, epoch):
-                missing = 0
+                missing = missing & False
     return packets
 
 

@@ -37,7 +37,6 @@ from .comm import (
     WAITED,
     begin,
     half_of,
-    is_last,
     peer,
     put_packets,
     stamp,
@@ -49,12 +48,16 @@ from .matmul_packets import pairs_at_once
 from .shares import (
     STATE_STARTED,
     A,
+    announce,
     end_shares,
-    firm,
     further,
+    leave_columns,
     look,
     mark,
+    next_left,
     start,
+    stays,
+    through,
     try_packets,
     unclaimed,
 )
@@ -89,27 +92,33 @@ def matmul_gather_packets(
     out_pairs = out.to(tl.pointer_type(tl.uint32))
     event = 0
     event = stamp(trace, program, event, BEGUN, rank, 0, TRACE, EVENTS)
-    # The own share comes first, by itself: a loop around it would begin with what follows, which waits for `state`.
+    # The own share comes first, by itself: a loop around it would begin with loads of what follows.
     event = send_tiles(
-        x, w, bias, out_pairs, packets, trace, M, N, K, rank, program, pitch, inner, jump, out_stride, out_rank,
-        base, epoch, event, dtype, PROGRAMS, W, TRANSPOSED, BIASED, BM, BN, BK, TRACE, EVENTS,
+        x, w, bias, out_pairs, packets, trace, M, N, K, rank, program, pitch, inner, jump, out_stride,
+        out_rank, base, epoch, event, dtype, PROGRAMS, W, TRANSPOSED, BIASED, BM, BN, BK, TRACE, EVENTS,
     )  # fmt: skip
-    waiting = firm(state, PROGRAMS)
+    if program == 0:
+        announce(state, rank, W, epoch)
     own = peer(packets, rank, tl.int64) + base
     wide = tl.arange(0, BP)[None, :]
     # What to take next, in 16 pairs of columns: the compiler sees the alignment of what is multiplied by 16.
-    # Programs of the margin take nothing.
-    step = tl.cdiv(pitch, waiting * 16)
+    step = tl.cdiv(pitch, PROGRAMS * 16)
     n = program * step
-    end_n = tl.where(program < waiting, n + step, n)
+    end_n = n + step
     share = tl.full((), -1, tl.int32)  # of another program
+    left = tl.full((), 0, tl.int32)  # 1: the last program takes the columns of this one
+    last = tl.full((), 0, tl.int32)
+    behind = tl.full((), 0, tl.int32)  # of the last program: whose columns were left
     going = tl.full((), 1, tl.int32)
     while going != 0:
         if share >= 0:
             event = send_tiles(
                 x, w, bias, out_pairs, packets, trace, M, N, K, rank, share, pitch, inner, jump, out_stride,
-                out_rank, base, epoch, event, dtype, PROGRAMS, W, TRANSPOSED, BIASED, BM, BN, BK, TRACE, EVENTS,
+                out_rank, base, epoch, event, dtype, PROGRAMS, W, TRANSPOSED, BIASED, BM, BN, BK, TRACE,
+                EVENTS,
             )  # fmt: skip
+            if share == 0:
+                announce(state, rank, W, epoch)
             share = tl.full((), -1, tl.int32)
         started = look(state, STATE_STARTED)
         while (n < end_n) & (share < 0):
@@ -118,7 +127,7 @@ def matmul_gather_packets(
             for i in range(1, W):
                 source = (rank + W - i) % W
                 for first in range(0, M, BR):
-                    if share < 0:
+                    if (share < 0) & (left == 0):
                         r = first + tl.arange(0, BR)[:, None]
                         inside = (r < M) & here
                         where = own + ((i - 1) * M + r) * pitch + at
@@ -126,20 +135,39 @@ def matmul_gather_packets(
                         if late:
                             share = unclaimed(state, A, PROGRAMS, program)
                             if share < 0:
-                                code = site * CODES_PER_SITE + GATHERING
-                                pairs = take_packets(where, epoch, inside, state, code, source, n)
-                        if share < 0:
+                                if last == 0:
+                                    left = 1 - stays(state, program, 1, rank, W, epoch).to(tl.int32)
+                                if left == 0:
+                                    code = site * CODES_PER_SITE + GATHERING
+                                    pairs = take_packets(where, epoch, inside, state, code, source, n)
+                        if (share < 0) & (left == 0):
                             event = stamp(trace, program, event, WAITED, source, n, TRACE, EVENTS)
                             to = out_pairs + place(r, at, source, inner, jump, out_stride, out_rank)
                             tl.store(to, pairs.to(tl.uint32), mask=inside)
                             event = stamp(trace, program, event, COPIED, source, n, TRACE, EVENTS)
-            if share < 0:
+            if left != 0:
+                n = end_n
+            elif share < 0:
                 n += BP // 16
         if (share < 0) & (n >= end_n):
-            share = further(started, PROGRAMS, state, A, PROGRAMS, program)
-        going = ((share >= 0) | (n < end_n)).to(tl.int32)
+            if last == 0:
+                share = further(started, PROGRAMS, state, A, PROGRAMS, program)
+                if share < 0:
+                    if left != 0:
+                        leave_columns(state, program)
+                    before = through(state, left)
+                    last = ((before & 0xFFFFFFFF) == PROGRAMS - 1).to(tl.int32)
+                    going = tl.where((left != 0) | (before >> 32 != 0), last, 0)
+            if (last != 0) & (going != 0):
+                behind = next_left(state, behind, PROGRAMS)
+                going = (behind < PROGRAMS).to(tl.int32)
+                if going != 0:
+                    n = behind * step
+                    end_n = n + step
+                left = tl.full((), 0, tl.int32)
+                behind += 1
     event = stamp(trace, program, event, ENDED, rank, 0, TRACE, EVENTS)
-    if is_last(state, PROGRAMS):
+    if last != 0:
         end_shares(state, epoch, PROGRAMS)
 
 
@@ -212,7 +240,7 @@ def launch_matmul_gather_packets(
     inner, jump, out_stride, out_rank = places(m, n, dim, outer, world)
     weight, transposed = describe_weight(w, config.bk, config.bn)
     programs = min(memory.programs, cdiv(n, config.bn))
-    together = pairs_at_once(n // 2, programs, memory.programs, 1, config.warps)
+    together = pairs_at_once(n // 2, programs, 1, config.warps)
     most = TAKEN * 32 * config.warps // together
     launch(
         matmul_gather_packets, programs, compile_only,

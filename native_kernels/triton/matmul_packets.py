@@ -40,24 +40,28 @@ from .comm import (
     WAITED,
     begin,
     half_of,
-    is_last,
     peer,
     put_packets,
     stamp,
     take_packets,
 )
 from .gemm import load_operands, pack, pair
+from .patience import any_thread
 from .shares import (
     STATE_STARTED,
     A,
     B,
-    any_thread,
+    announce,
     end_shares,
     firm,
     further,
+    leave_columns,
     look,
     mark,
+    next_left,
     start,
+    stays,
+    through,
     try_packets,
     unclaimed,
 )
@@ -86,12 +90,13 @@ def matmul_packets(
     dtype: tl.constexpr = out.dtype.element_ty
     event = 0
     event = stamp(trace, program, event, BEGUN, rank, 0, TRACE, EVENTS)
-    # The own share comes first, by itself: a loop around it would begin with what follows, which waits for `state`.
+    # The own share comes first, by itself: a loop around it would begin with loads of what follows.
     event = send_parts(
         x, w, packets, trace, M, N, K, rank, program, chunk, pitch, base, epoch, event, dtype, PROGRAMS, W,
         ONCE, TRANSPOSED, BM, BN, BK, TRACE, EVENTS,
     )  # fmt: skip
-    waiting = firm(state, PROGRAMS)
+    if program == 0:
+        announce(state, rank, W, epoch)
     out_pairs = out.to(tl.pointer_type(tl.uint32))
     own = peer(packets, rank, tl.int64) + base
     source = tl.arange(0, SOURCES)[:, None, None]
@@ -100,20 +105,26 @@ def matmul_packets(
     rows = tl.minimum(chunk, M - rank * chunk) if not ONCE else M
     wide = tl.arange(0, BP)
     # What to add up next and what to copy next, in 16 pairs of columns: the compiler sees the alignment of
-    # what is multiplied by 16. Programs of the margin have nothing.
-    step = tl.cdiv(pitch, waiting * 16)
+    # what is multiplied by 16. Peers wait for sums: programs of the margin, which may leave, have none.
+    adding = firm(state, PROGRAMS) if SUMS else PROGRAMS
+    step = tl.cdiv(pitch, adding * 16)
     n = program * step
-    end_n = tl.where(program < waiting, n + step, n)
+    end_n = tl.where(program < adding, n + step, n)
     c = n
     end_c = end_n if SUMS else c
     share = tl.full((), -1, tl.int32)  # of another program
+    left = tl.full((), 0, tl.int32)  # 1: the last program adds up in the place of this one
+    last = tl.full((), 0, tl.int32)
+    behind = tl.full((), 0, tl.int32)  # of the last program: whose columns were left
     going = tl.full((), 1, tl.int32)
     while going != 0:
         if share >= 0:
             event = send_parts(
-                x, w, packets, trace, M, N, K, rank, share, chunk, pitch, base, epoch, event, dtype, PROGRAMS, W,
-                ONCE, TRANSPOSED, BM, BN, BK, TRACE, EVENTS,
+                x, w, packets, trace, M, N, K, rank, share, chunk, pitch, base, epoch, event, dtype,
+                PROGRAMS, W, ONCE, TRANSPOSED, BM, BN, BK, TRACE, EVENTS,
             )  # fmt: skip
+            if share == 0:
+                announce(state, rank, W, epoch)
             share = tl.full((), -1, tl.int32)
         started = look(state, STATE_STARTED)
         while (n < end_n) & (share < 0):
@@ -125,9 +136,15 @@ def matmul_packets(
             if late:
                 share = unclaimed(state, A, PROGRAMS, program)
                 if share < 0:
-                    code = site * CODES_PER_SITE + REDUCING
-                    parts = take_packets(own + where, epoch, wanted, state, code, source, n)
-            if share < 0:
+                    if not SUMS:
+                        if last == 0:
+                            left = 1 - stays(state, program, 1, rank, W, epoch).to(tl.int32)
+                    if left == 0:
+                        code = site * CODES_PER_SITE + REDUCING
+                        parts = take_packets(own + where, epoch, wanted, state, code, source, n)
+            if left != 0:
+                n = end_n
+            elif share < 0:
                 event = stamp(trace, program, event, WAITED, -1, n, TRACE, EVENTS)
                 low = (parts & 0xFFFF).to(tl.uint16).to(dtype, bitcast=True).to(tl.float32)
                 high = ((parts >> 16) & 0xFFFF).to(tl.uint16).to(dtype, bitcast=True).to(tl.float32)
@@ -156,7 +173,7 @@ def matmul_packets(
                 if late:
                     share = unclaimed(state, A, PROGRAMS, program)
                     if share < 0:
-                        other = unclaimed(state, B, waiting, program)
+                        other = unclaimed(state, B, adding, program)
                         if other >= 0:
                             n = other * step
                             end_n = n + step
@@ -169,16 +186,30 @@ def matmul_packets(
                     event = stamp(trace, program, event, COPIED, -1, c, TRACE, EVENTS)
                     c += BP // 16
         if (share < 0) & (n >= end_n) & (c >= end_c):
-            share = further(started, PROGRAMS, state, A, PROGRAMS, program)
-            if SUMS:
-                if (share < 0) & any_thread(started < PROGRAMS):
-                    other = unclaimed(state, B, waiting, program)
-                    if other >= 0:
-                        n = other * step
-                        end_n = n + step
-        going = ((share >= 0) | (n < end_n) | (c < end_c)).to(tl.int32)
+            if last == 0:
+                share = further(started, PROGRAMS, state, A, PROGRAMS, program)
+                if SUMS:
+                    if (share < 0) & any_thread(started < PROGRAMS):
+                        other = unclaimed(state, B, adding, program)
+                        if other >= 0:
+                            n = other * step
+                            end_n = n + step
+                if (share < 0) & (n >= end_n):
+                    if left != 0:
+                        leave_columns(state, program)
+                    before = through(state, left)
+                    last = ((before & 0xFFFFFFFF) == PROGRAMS - 1).to(tl.int32)
+                    going = tl.where((left != 0) | (before >> 32 != 0), last, 0)
+            if (last != 0) & (going != 0):
+                behind = next_left(state, behind, PROGRAMS)
+                going = (behind < PROGRAMS).to(tl.int32)
+                if going != 0:
+                    n = behind * step
+                    end_n = n + step
+                left = tl.full((), 0, tl.int32)
+                behind += 1
     event = stamp(trace, program, event, ENDED, rank, 0, TRACE, EVENTS)
-    if is_last(state, PROGRAMS):
+    if last != 0:
         end_shares(state, epoch, PROGRAMS)
 
 
@@ -235,10 +266,10 @@ TAKEN = 32
 """Packets that a thread polls at a time. A poll takes some 0.7 us, however many they are."""
 
 
-def pairs_at_once(pitch: int, programs: int, most: int, rows: int, warps: int) -> int:
-    """Pairs of columns whose packets a program takes at a time: its share of `pitch`, if threads have the
-    registers for `rows` packets of each. Programs of the margin, some of `most`, have no share."""
-    share = triton.next_power_of_2(cdiv(pitch, min(programs, cdiv(3 * most, 4))))
+def pairs_at_once(pitch: int, programs: int, rows: int, warps: int) -> int:
+    """Pairs of columns whose packets one of `programs` programs takes at a time: its share of `pitch`, if
+    threads have the registers for `rows` packets of each."""
+    share = triton.next_power_of_2(cdiv(pitch, programs))
     fits = TAKEN * 32 * warps // triton.next_power_of_2(rows)
     return max(16, min(share, fits))
 
@@ -271,6 +302,8 @@ def launch_matmul_packets(
     weight, transposed = describe_weight(w, config.bk, config.bn)
     programs = min(memory.programs, cdiv(n, config.bn))
     sources, added = triton.next_power_of_2(world), triton.next_power_of_2(chunk)
+    sums = all_ranks and not config.once
+    adding = min(programs, cdiv(3 * memory.programs, 4)) if sums else programs  # about, with a margin
     launch(
         matmul_packets, programs, compile_only,
         describe(x, rows, config.bk), weight, out, memory.packets.addresses, memory.state,
@@ -278,7 +311,7 @@ def launch_matmul_packets(
         m, n, k, memory.rank, site, chunk, chunk * (n // 2), n // 2, memory.packets.half(torch.int64),
         PROGRAMS=programs, W=world, ONCE=config.once, ALL=all_ranks, TRANSPOSED=transposed, MEAN=mean,
         BM=rows, BN=config.bn, BK=config.bk, BC=added,
-        BP=pairs_at_once(n // 2, programs, memory.programs, sources * added, config.warps), SOURCES=sources,
+        BP=pairs_at_once(n // 2, adding, sources * added, config.warps), SOURCES=sources,
         TRACE=trace is not None, EVENTS=EVENTS,
         num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip

@@ -105,18 +105,37 @@ WAIT_ALL = tl.constexpr(
 
 
 @triton.jit
+def any_thread(flag):
+    """Whether the flag is set in any thread of the program; also a barrier."""
+    if INTERPRET:
+        return flag
+    found = tl.inline_asm_elementwise(
+        """{
+        .reg .pred p;
+        setp.ne.u32 p, $1, 0;
+        bar.red.or.pred p, 0, p;
+        selp.u32 $0, 1, 0, p;
+        }""",
+        "=r,r", [flag.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+    return found != 0
+
+
+@triton.jit
 def gives_up(state, waited, polls, code, source, index, epoch):
     """Whether a wait that has taken `waited` ns gives up: after its limit, where another wait of this rank
     has given up, or where the host says so (STOP).
 
     The first one writes the failure record, and each says for whom it waited. A wait that takes long tells
-    the host, and goes on.
+    the host, and goes on. Threads may read different values; all get one answer.
     """
     limit = tl.load(state + STATE_LIMIT)
     record = tl.load(state + STATE_RECORD).to(tl.pointer_type(tl.int32))
     stop = (tl.load(state + STATE_GIVEN_UP, volatile=True) != 0) | (waited >= limit)
     if polls % POLLS_PER_STOP == 0:
         stop = stop | (((tl.load(record + RECORD_STOP, volatile=True) >> source) & 1) != 0)
+    stop = any_thread(stop)
+    slow = any_thread(waited >= tl.minimum(limit // 2, SLOW_NS))
     if stop:
         if waited >= LONG_NS:
             tl.store(record + RECORD_WAITED + source, code + 1)
@@ -126,7 +145,7 @@ def gives_up(state, waited, polls, code, source, index, epoch):
             tl.store(record + RECORD_INDEX, index)
             tl.store(record + RECORD_EPOCH, epoch.to(tl.int32))
             tl.store(record + RECORD_RAISED, 1)
-    elif waited >= tl.minimum(limit // 2, SLOW_NS):
+    elif slow:
         if tl.atomic_xchg(state + STATE_SLOW, 1, sem="relaxed") == 0:
             tl.store(record + RECORD_SLOW, source * SLOW_SOURCE + code + 1)
     return stop

@@ -12,6 +12,7 @@ that are placed do all that peers wait for. A program that is placed late finds 
     look, further   whether there may be such a share, at the end of a part
     try_all         wait for peers for a while; try_packets: the same for packets
     stays           whether a program may wait: those of the margin only if all peers have started the call
+    leave_columns   of packets: what a program of the margin would have taken is left to the last program
 
 The margin: programs from number `state[FIRM]` on. They leave rather than hold a multiprocessor for a peer
 that has not started: it may wait for a kernel that finds no other place here.
@@ -23,7 +24,18 @@ import triton.language as tl
 from autofuse.native_kernels.gpu import state as state_words
 from autofuse.native_kernels.gpu.state import State
 
-from .comm import INTERPRET, STATE_FIRM, STATE_GIVEN_UP, UNTIMED, end, fence_copies, tag_of
+from .comm import (
+    INTERPRET,
+    STATE_FINISHED,
+    STATE_FIRM,
+    STATE_GIVEN_UP,
+    UNTIMED,
+    are_missing,
+    end,
+    fence_copies,
+    tag_of,
+)
+from .patience import any_thread
 
 STATE_STARTED = tl.constexpr(State.STARTED.value)
 STATE_LEFT = tl.constexpr(State.LEFT.value)
@@ -34,6 +46,8 @@ MOST_SHARES = tl.constexpr(state_words.MOST_SHARES)
 YIELD_NS = tl.constexpr(state_words.YIELD_NS)
 
 A, B = tl.constexpr(0), tl.constexpr(1)
+LEFT = tl.constexpr(-1)
+"""In the place of a claim: the columns of a program are left to the last one."""
 
 PLACED_NS = tl.constexpr(100_000)
 """How long programs that have no part A wait for the others to start before they do their work."""
@@ -203,23 +217,6 @@ def first_share(asked, state, part: tl.constexpr, shares, program, programs):
     return share
 
 
-@triton.jit
-def any_thread(flag):
-    """Whether the flag is set in any thread of the program; also a barrier."""
-    if INTERPRET:
-        return flag
-    found = tl.inline_asm_elementwise(
-        """{
-        .reg .pred p;
-        setp.ne.u32 p, $1, 0;
-        bar.red.or.pred p, 0, p;
-        selp.u32 $0, 1, 0, p;
-        }""",
-        "=r,r", [flag.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-    return found != 0
-
-
 _TRY_ALL = tl.constexpr(
     f"""{{
     .reg .pred p, q; .reg .b32 t, v, polls; .reg .b64 a, r, now, limit;
@@ -300,13 +297,38 @@ def try_packets(at, epoch, mask):
     tag = tag_of(epoch)
     nothing = tag.to(tl.int64) << 32
     packets = tl.load(at, mask=mask, other=nothing, volatile=True)
-    missing = tl.max(((packets >> 32) != tag).to(tl.int32), axis=None)
+    missing = are_missing(packets, tag)
     polls = 0
-    while (missing != 0) & (polls < UNTIMED):
+    while missing & (polls < UNTIMED):
         packets = tl.load(at, mask=mask, other=nothing, volatile=True)
-        missing = tl.max(((packets >> 32) != tag).to(tl.int32), axis=None)
+        missing = are_missing(packets, tag)
         polls += 1
-    return packets, missing != 0
+    return packets, missing
+
+
+@triton.jit
+def leave_columns(state, program):
+    """Leave the columns that this program would take from packets to the last program."""
+    tl.atomic_xchg(claims_of(state, B) + program, LEFT, sem="relaxed", scope="gpu")
+
+
+@triton.jit
+def next_left(state, first, programs):
+    """The first program from number `first` on that has left its columns; `programs` if none has. The last
+    program asks, which no other disturbs."""
+    found = first
+    while (found < programs) & (tl.load(claims_of(state, B) + found, volatile=True) != LEFT):
+        found += 1
+    return found
+
+
+@triton.jit
+def through(state, left):
+    """Count this program as through, after a barrier; left: 1 if it has left its columns, else 0.
+
+    How many were through before, and `1 << 32` times how many of these have left their columns.
+    """
+    return tl.atomic_add(state + STATE_FINISHED, 1 + (left.to(tl.int64) << 32), sem="acq_rel", scope="gpu")
 
 
 @triton.jit

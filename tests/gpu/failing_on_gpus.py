@@ -36,7 +36,7 @@ def _reduction(group: str, x: Tensor, w: Tensor, copied: bool = False) -> Callab
 
 
 def _prefer_fused(group: str, m: int, k: int, n: int) -> None:
-    """From now on `[m, k] @ [k, n]` of the group is reduced in a fused way, as if measured to be the fastest."""
+    """From now on a fused way reduces `[m, k] @ [k, n]` of the group, as if measured to be the fastest."""
     from autofuse.lowering.gpu.choice.choose import add_points
     from autofuse.lowering.gpu.choice.kernel import fused_ways
     from autofuse.lowering.gpu.choice.points import Point

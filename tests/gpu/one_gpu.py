@@ -54,6 +54,12 @@ from autofuse.native_kernels.cuda.kernels.matmul_words import WordsConfig, launc
 from autofuse.native_kernels.gpu.copy_engine import FIRST_PRESENCE
 from autofuse.native_kernels.gpu.memory import SHARED_MEMORY, Need, PeerMemory, Region, new_state
 from autofuse.native_kernels.gpu.state import RECORD_WORDS, Record, State
+from autofuse.native_kernels.triton.matmul_gather_packets import (
+    PublishPacketsConfig,
+    launch_matmul_gather_packets,
+    publish_packets_needs,
+)
+from autofuse.native_kernels.triton.matmul_packets import PacketsConfig, launch_matmul_packets, packets_needs
 
 BF16 = torch.bfloat16
 MOST_ERROR = 4e-3
@@ -140,7 +146,9 @@ class Dense(Call):
     """`x[r] @ w[r]` of every rank, reduced, or of the gathered x."""
 
     def __init__(self, world: int, op: str, m: int, k: int, n: int, config: object) -> None:
-        super().__init__(world, getattr(config, "cluster", 1))
+        # The pieces of a tile of `gather_words` need as much room as a cluster of so many blocks.
+        together = config.pieces if isinstance(config, WordsGatherConfig) else getattr(config, "cluster", 1)
+        super().__init__(world, together)
         self.op, self.m, self.k, self.n, self.config = op, m, k, n, config
         rows = m // world if op == "gather" else m
         self.x = [randn(r, rows, k) for r in range(world)]
@@ -166,6 +174,8 @@ class Dense(Call):
             return words_needs(self.m, self.n, 2, self.world, everywhere, config)
         if isinstance(config, WordsGatherConfig):
             return words_gather_needs(self.m, self.k, self.n, 2, self.world, config)
+        if isinstance(config, PacketsConfig):
+            return packets_needs(self.m, self.n, self.world, config)
         assert isinstance(config, ClusterGatherConfig)
         return cluster_gather_needs(self.m // self.world, self.k, 2, self.world, config)
 
@@ -177,9 +187,34 @@ class Dense(Call):
             launch_matmul_words(memory, self.x[r], self.w[r], self.out[r], False, everywhere, config)
         elif isinstance(config, WordsGatherConfig):
             launch_gather_words(memory, self.x[r], self.w[r], self.out[r], config)
+        elif isinstance(config, PacketsConfig):
+            launch_matmul_packets(memory, self.x[r], self.w[r], self.out[r], False, everywhere, config)
         else:
             assert isinstance(config, ClusterGatherConfig)
             launch_cluster_gather(memory, self.x[r], self.w[r], self.out[r], 1, config)
+
+
+class Publish(Call):
+    """`[x[0] @ w[0], x[1] @ w[1], ...]` of all ranks, by packets."""
+
+    def __init__(self, world: int, m: int, k: int, n: int) -> None:
+        super().__init__(world, 1)
+        self.m, self.n, self.config = m, n, PublishPacketsConfig()
+        self.x = [randn(r, m, k) for r in range(world)]
+        self.w = [randn(100 + r, n, k).t() / k**0.5 for r in range(world)]
+        self._wanted = torch.cat([x.double() @ w.double() for x, w in zip(self.x, self.w, strict=True)], 1)
+        self.new_outputs()
+
+    def wanted(self, rank: int) -> Tensor:
+        return self._wanted
+
+    @property
+    def need(self) -> Need:
+        return publish_packets_needs(self.m, self.n, self.world, self.config)
+
+    def launch(self, memory: PeerMemory) -> None:
+        r = memory.rank
+        launch_matmul_gather_packets(memory, self.x[r], self.w[r], self.out[r], 1, 1, self.config, 0)
 
 
 class Experts(Call):

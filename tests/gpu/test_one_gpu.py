@@ -16,7 +16,8 @@ if torch.cuda.is_available() and why_not() is None:
     from autofuse.native_kernels.cuda.kernels.gather_words import WordsGatherConfig
     from autofuse.native_kernels.cuda.kernels.matmul_reduce import ClusterReduceConfig
     from autofuse.native_kernels.cuda.kernels.matmul_words import WordsConfig
-    from tests.gpu.one_gpu import Call, Dense, Dropless, Experts, Holder, Ranks
+    from autofuse.native_kernels.triton.matmul_packets import PacketsConfig
+    from tests.gpu.one_gpu import Call, Dense, Dropless, Experts, Holder, Publish, Ranks
 
     CALLS: dict[str, Callable[[int], Call]] = {
         "all_reduce": lambda w: Dense(w, "all_reduce", 1024, 512, 2048, ClusterReduceConfig()),
@@ -43,6 +44,10 @@ if torch.cuda.is_available() and why_not() is None:
         "words": lambda w: Dense(w, "all_reduce", 16, 1024, 8192, WordsConfig()),
         "words of a split K": lambda w: Dense(w, "scatter", 40, 1024, 2048, WordsConfig(split=2)),
         "words once": lambda w: Dense(w, "all_reduce", 8, 1024, 4096, WordsConfig(once=True)),
+        "packets": lambda w: Dense(w, "all_reduce", 8, 1024, 4096, PacketsConfig()),
+        "packets once": lambda w: Dense(w, "all_reduce", 1, 1024, 4096, PacketsConfig(bn=32, once=True)),
+        "packets of a scatter": lambda w: Dense(w, "scatter", 16, 1024, 8192, PacketsConfig()),
+        "packets of a matmul_all_gather": lambda w: Publish(w, 8, 1024, 4096),
         "words of a gather": lambda w: Dense(w, "gather", 16, 2048, 1024, WordsGatherConfig()),
         "words of a signalled gather": lambda w: Dense(w, "gather", 128, 1024, 1024, WordsGatherConfig()),
     }

@@ -15,8 +15,8 @@
 // sends after it is through with call c.
 //
 // A share is what a block sends of x. Blocks claim their own; a checker warp of each block sends those of blocks that have not
-// started. The blocks of a tile have neighbouring numbers: as blocks start in the order of their numbers, those that wait for
-// each other run, or come as soon as others end.
+// started. The blocks of NEAR tiles have neighbouring numbers: as blocks start in the order of their numbers, blocks that wait
+// for each other run, or come as soon as others end, if there is room for (PIECES - 1) * NEAR + 1 blocks.
 #include "progress.cuh"
 #include "wgmma.cuh"
 #include "words.cuh"
@@ -26,6 +26,8 @@ constexpr int W_BYTES = G * 64 * ROW, X_BYTES = TOKENS * ROW;
 constexpr int ACCS = TOKENS / 2, EIGHTS = TOKENS / 8;  // accumulators of a thread, four for every eight tokens
 constexpr int THREADS = 384, W_LOADER = G * 128, X_LOADER = W_LOADER + 32, FIRST_CHECKER = X_LOADER + 32;
 constexpr int SENDERS = THREADS - 64, SIGNALLER = THREADS / 32 - 1;
+// Tiles whose blocks have neighbouring numbers. Multiprocessors near to each other then multiply the same piece of x.
+constexpr int NEAR = 8;
 // A stage always has the same checker, which has waited for each earlier round of the stage.
 static_assert(CHECKERS * 32 <= THREADS - FIRST_CHECKER && X_STAGES % CHECKERS == 0, "warps that look at x");
 
@@ -71,8 +73,11 @@ using TokenRing = Ring<X_STAGES, X_BYTES>;
 // Tile and piece of a block, and the blocks of K that it multiplies.
 struct Work {
     int tile, piece, first, last;
-    __device__ explicit Work(const Params& p) : tile(blockIdx.x / PIECES), piece(blockIdx.x % PIECES) {
-        int blocks = (p.k + BK - 1) / BK;
+    __device__ explicit Work(const Params& p) {
+        int group = blockIdx.x / (NEAR * PIECES) * NEAR, tiles = min(NEAR, p.tiles - group);
+        int place = blockIdx.x - group * PIECES, blocks = (p.k + BK - 1) / BK;
+        tile = group + place % tiles;
+        piece = place / tiles;
         first = piece * blocks / PIECES;
         last = (piece + 1) * blocks / PIECES;
     }
