@@ -114,9 +114,10 @@ def run_programs(body: Callable[[], None], count: int) -> None:
 
 
 def _patch_language() -> None:
-    """For good: the interpreter does it again in every call of a device function, for a third of its time.
+    """Patch Triton's language once, for all kernels of this process.
 
-    As much goes into checks for overflows, whose result it reads with `debug` only.
+    The interpreter would patch it again in every call of a device function, which takes a third of its time.
+    Its checks for overflows take another third; it reads their results with the option `debug` only.
     """
     kernel = FunctionType((lambda: None).__code__, {"tl": tl, "core": tl.core})
     interpreter._patch_lang(kernel)
