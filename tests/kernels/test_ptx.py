@@ -64,6 +64,7 @@ TMA_LOAD = re.compile(r"cp\.async\.bulk\.tensor\.\w+\.shared::cluster\.global")
 TMA_STORED = re.compile(r"cp\.async\.bulk\.wait_group\s+0;")
 PROXY_FENCE = re.compile(r"fence\.proxy\.async;")
 NARROW = re.compile(r"\bld\.global\.b16")
+BRANCH = re.compile(r"\bbra\b")
 LABEL = re.compile(r"^\$?\w+:")
 GPU_SCOPE = re.compile(r"\b(ld|st|red|atom)\.[\w.]*\bgpu\b")
 POLL = re.compile(r"\bld\.volatile\.global\.(?P<type>[\w.]+)")
@@ -219,7 +220,7 @@ def test_rules(op: str, every: bool) -> None:
     for problem, way, transposed, trace in given if every else each_value(given, settings):
         kernel = compiled(problem, way, transposed, trace)
         where = f"{problem}, {way.config}, transposed={transposed}, trace={trace}"
-        for rule in (check_signals, check_waits, check_scopes, check_packets):
+        for rule in (check_signals, check_waits, check_scopes, check_packets, check_decisions):
             rule(kernel, where)
         if kernel.name == "matmul_gather" and not trace:  # with a trace there is a bias, too
             assert not kernel.find(NARROW), f"{where}: tiles are copied in pieces of 2 bytes"
@@ -286,6 +287,29 @@ def check_packets(kernel: Kernel, where: str) -> None:
             if (match := PUT.search(line)) and kernel.is_from_memory(line)
         ]
         assert {"b32"} < set(puts) <= {"b32", "b64", "v2.b64"}, f"{where}: {puts}"  # b32: the failure record
+
+
+def check_decisions(kernel: Kernel, where: str) -> None:
+    """What was polled decides for all warps: each may have polled the same packets, and seen other ones."""
+    for at in kernel.find(POLL):
+        match = POLL.search(kernel.lines[at])
+        if match and match["type"] != "b32" and kernel.is_from_memory(kernel.lines[at]):
+            branch = kernel.find(BRANCH, at)[0]
+            assert kernel.between(at, branch, BARRIER), f"{where}: a branch after a poll, without a barrier"
+
+
+@pytest.mark.parametrize(
+    ("op", "name"),
+    [
+        ("matmul_all_reduce", "packets once=1"),
+        ("matmul_all_reduce", "packets"),
+        ("matmul_all_gather", "packets"),
+    ],
+)
+def test_decisions_on_a_few_packets(op: str, name: str) -> None:
+    """So few that each warp holds all of them."""
+    problem = DenseProblem(op, 1, K, N, 2, torch.bfloat16)
+    check_decisions(compiled(problem, ways_of(problem)[name], False, False), name)
 
 
 def check_pipeline(kernel: Kernel, config: Any, problem: DenseProblem, where: str) -> None:
