@@ -62,6 +62,10 @@ small mixture of experts became 0.1 to 0.2 ms longer for each of its sites."""
 NEVER_SHORT = "all_to_all_embedding_bag_update"
 """On GPUs, sites of this pattern are fused at any size: unfused, each table takes some 20 kernels."""
 
+TORCH_MARGIN = 0.1
+"""On GPUs, a site of static size is kept if what it replaces is predicted to be the fastest of all ways, and
+our fastest kernel to take by this part longer: so much that a measurement is not expected to turn it."""
+
 MEMORY_BYTES_US = 4e6
 """Upper bound, roughly, of the bytes that a GPU reads from its memory in a microsecond."""
 
@@ -78,7 +82,7 @@ class Choice:
     apart_us: float | None = None
     """Time of compute and collective apart, if all sizes are static."""
     why: str = ""
-    """Why a site on GPUs is kept, if the predicted times are not the reason."""
+    """Why a site on GPUs is kept."""
 
 
 def symbols_of(graph: fx.Graph) -> Symbols:
@@ -143,10 +147,12 @@ def on_gpu(choice: Choice, pattern: str, work: Work, captured: bool) -> Choice:
     """The choice for a site on GPUs.
 
     The unfused program is one of the ways of a fused op, and every call takes the fastest way, so that the
-    site is fused. The exception: a short call that is not captured in a CUDA graph waits for the host, and
-    the host needs longer for a fused op. If sizes depend on data, the time to read the weights is a lower
-    bound of a call.
+    site is fused. The exceptions: where the unfused program is known to be the fastest; and a short call that
+    is not captured in a CUDA graph waits for the host, and the host needs longer for a fused op. If sizes
+    depend on data, the time to read the weights is a lower bound of a call.
     """
+    if choice.why:
+        return choice
     lasts, known = choice.apart_us, choice.prediction.wins != "not known"
     if not known:
         weights = (work.count * k * n * 2 for _, k, n in work.matmuls)
@@ -230,7 +236,8 @@ def _predict_ways(
     """The prediction by the ways of a GPU; None for a site that has no ways.
 
     The fused op has torch's ways, too, and is never predicted to be slower than what it replaces. So the
-    condition is for kernels of ours; nobody decides by it, and without a report it is not looked for.
+    condition is for kernels of ours; nobody decides by it, and without a report it is not looked for. A site
+    of static size is kept where what it replaces is the fastest by far.
     """
 
     def at(values: Mapping[sympy.Symbol, int]) -> tuple[float, float, float] | None:
@@ -249,7 +256,10 @@ def _predict_ways(
     texts = ("", "") if known else (str(fused), str(apart))
     key = task.map(lambda size: evaluate(size, hints)).key
     prediction = Prediction(fused, apart, *texts, condition, predictor.model.gpu.name, task=key)
-    return Choice(prediction, True, None if known else apart)
+    if known or found[0] < found[2] or found[1] <= found[2] * (1 + TORCH_MARGIN):
+        return Choice(prediction, True, None if known else apart)
+    why = f"as torch: what it replaces is the fastest here, {apart} us; our fastest kernel {found[1]:.1f} us"
+    return Choice(prediction, False, apart, why)
 
 
 def _decide(symbols: Symbols, difference: sympy.Expr) -> bool | None:
