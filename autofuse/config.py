@@ -21,9 +21,13 @@ table: str = Config(default="", env_name_default="AUTOFUSE_TABLE")
 tables in the cache folder (`~/.cache/autofuse`), which win over those that come with autofuse."""
 
 measure: bool = Config(default=False, env_name_force="AUTOFUSE_MEASURE")
-"""On GPUs: before the first call of a size that has not been measured, time all ways to run it, outside of
-captured graphs, and write the result to `~/.cache/autofuse`. Otherwise the nearest measured size decides.
-Equal on all ranks."""
+"""On GPUs: before the first call of a size that has not been measured, time the ways that may be the fastest,
+outside of captured graphs, and write the result to `~/.cache/autofuse`. Otherwise predictions decide.
+`mode="max-autotune"` turns it on. Equal on all ranks."""
+
+measure_s: float = float(os.environ.get("AUTOFUSE_MEASURE_S", "120"))
+"""On GPUs: seconds that a group measures for `measure`; from then on predictions decide. Equal on all ranks.
+`AUTOFUSE_MEASURE_S`."""
 
 captured: bool = Config(default=False, env_name_default="AUTOFUSE_CAPTURED")
 """On GPUs: you capture the compiled code in CUDA graphs yourself (`mode="reduce-overhead"` says the same of

@@ -49,6 +49,8 @@ def resolve(mode: str | None, options: Mapping[str, Any] | None) -> tuple[Settin
         modes = torch_internals.inductor_mode_options()
         _check("mode", mode, modes)
         inductor = {**modes[mode], **inductor}
+        if modes[mode].get("max_autotune"):
+            config.measure = True  # of this process, like `timeout_s`
     return settings(inductor, **own), inductor
 
 

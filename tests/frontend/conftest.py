@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import fx
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from autofuse import passes
+from autofuse import config, passes
 from autofuse.passes.graph.listing import listing
 from autofuse.passes.report import GraphReport, Reason, Site
 
@@ -55,3 +55,10 @@ def _fresh_dynamo() -> Iterator[None]:
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
+
+
+@pytest.fixture(autouse=True)
+def measures_nothing() -> Iterator[None]:
+    """Afterwards: `mode="max-autotune"` makes the process measure."""
+    with config.patch(measure=False):
+        yield

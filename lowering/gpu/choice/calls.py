@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
+from torch import Tensor
 
 from autofuse import config
 from autofuse.lowering.cpu.rendezvous import NotShared
@@ -19,6 +20,7 @@ from .kernel import Problem, Way, fused_ways, ways_of
 from .launcher import NOT_CAPTURED
 from .measure import Trials, measure_once
 from .points import Point
+from .timer import Call
 
 MOST_CALLS = 4096
 """Kinds of calls that are kept, of one group."""
@@ -30,7 +32,8 @@ class GpuCall:
 
     run: what the op returns, in any way but the one that the op replaces; None if that cannot be captured.
     variant: what may be new about a call of a known problem. unfused: what the op replaces, where that is
-    better than the op's reference. trials: what `AUTOFUSE_MEASURE` measures, if anything.
+    better than the op's reference. trials: what `AUTOFUSE_MEASURE` measures, in place of this very call.
+    changed: what the call changes in place.
     """
 
     op: str
@@ -41,12 +44,21 @@ class GpuCall:
     variant: Hashable = None
     unfused: Callable[[], Any] | None = None
     trials: Trials | None = None
+    changed: Sequence[Tensor] = ()
 
     def decide(self, capturing: bool) -> tuple[Way, bool]:
         """The way that policy `auto` takes, and whether the next call like this one takes it, too."""
-        if config.measure and self.trials is not None:
-            measure_once(self.workspace, self.problem, self.trials)
+        if config.measure:
+            measure_once(self.workspace, self.problem, self.trials or self._itself, self.changed)
         return way_of(self.problem, self.workspace, self.variant, capturing)
+
+    def _itself(self, workspace: GpuWorkspace, problem: Problem) -> Mapping[str, Call]:
+        """This call in all its ways."""
+
+        def call(way: Way) -> Call:
+            return lambda i: self.replaced() if way.replaced else captured_too(self.run(way), self.op, way)
+
+        return {name: call(way) for name, way in ways_of(problem).items()}
 
     def replaced(self) -> Any:
         """What the op returns, as torch computes it."""
@@ -60,6 +72,13 @@ class GpuCall:
         ours = next((time for time in times if ways[time.name].fused), None)
         of_torch = next((time for time in times if not ways[time.name].fused), None)
         return Note(key, Run(key.shapes, taken, way.fused, capturing, of_torch, ours))
+
+
+def captured_too(found: Any, op: str, way: Way) -> Any:
+    """What a way returned. RuntimeError if it cannot be captured."""
+    if found is None:
+        raise RuntimeError(f"{op}: {way.name} cannot be captured before it has run")
+    return found
 
 
 def run_call(call: GpuCall | None) -> Any:
@@ -113,10 +132,7 @@ class ByName:
         way = ways_of(call.problem)[name]
         if way.replaced:
             return call.replaced()
-        found = call.run(way)
-        if found is None:
-            raise RuntimeError(f"{op}: {name} cannot be captured before it has run")
-        return found
+        return captured_too(call.run(way), op, way)
 
     def chosen(self, op: str, arguments: tuple[Any, ...]) -> str:
         """The way that takes the GPUs least, as far as is known."""

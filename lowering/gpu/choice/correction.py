@@ -24,7 +24,8 @@ FADES = 2.0
 DOUBT = 0.1
 """Weight of the prediction itself; that of a point is 0.6 at a distance of 1 doubling, 0.18 at 2."""
 STALE = 1.0
-"""Doublings that a time of another source of its kernel, or of another GPU, counts as farther away."""
+"""Doublings that a time of another source of its kernel, of another GPU or of another cut counts as farther
+away."""
 MOST_WEIGHTS = 8
 """So many of the nearest weights correct a prediction: it bounds the time of a choice."""
 _AT = 1e-3
@@ -86,10 +87,10 @@ class Predictor:
         return tuple(sorted(found, key=lambda each: (each.us, each.way)))
 
     def _near(self, problem: Problem) -> Sequence[tuple[float, _Curves]]:
-        curves = self._curves.get(problem.op, {})
         found = [
-            (_apart(k, problem.k) + _apart(n, problem.n) + 0.5 * _apart(world, problem.world), of)
-            for (k, n, world), of in curves.items()
+            (_apart(k, problem.k) + _apart(n, problem.n) + 0.5 * _apart(world, problem.world) + other, of)
+            for op, other in {problem.op: STALE, problem.measured_as: 0.0}.items()
+            for (k, n, world), of in self._curves.get(op, {}).items()
         ]
         return sorted(found, key=itemgetter(0))[:MOST_WEIGHTS]
 

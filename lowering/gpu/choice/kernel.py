@@ -71,6 +71,10 @@ class Problem(Hashable, Protocol):
     def at(self, m: int, k: int, n: int, world: int) -> Problem:
         """A problem like this one of other sizes: what was measured at a point."""
 
+    @property
+    def measured_as(self) -> str:
+        """What its points have in place of the op: calls that are cut in another way take other times."""
+
     def rounded(self) -> Problem | None:
         """The problem that `AUTOFUSE_MEASURE` measures in place of this one; None: nothing is measured."""
 

@@ -1,41 +1,97 @@
-"""Measures all ways to run a problem on the GPUs of a group, on all its ranks together."""
+"""Measures ways to run a problem on the GPUs of a group, on all its ranks together."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
+from weakref import WeakKeyDictionary
 
 import torch
+from torch import Tensor
 
+from autofuse import config
 from autofuse.lowering.gpu.memory.workspace import GpuWorkspace
 
-from .choose import keep, points_of
-from .kernel import Problem
+from .choose import keep, points_of, predictor_for
+from .kernel import Problem, fused_ways, ways_of
 from .points import Point
-from .timer import Call, time_all
+from .timer import Call, slowest, time_all, together
 from .timing import QUICK, Effort, calls_for, captured, matmul_us
 
 log = logging.getLogger(__name__)
 
 Trials: TypeAlias = Callable[[GpuWorkspace, Any], Mapping[str, Call]]
-"""Calls of a problem on random operands, by way."""
+"""Calls of a problem, by way: on random operands, or on those of a call."""
+
+WORTH = 1.5
+"""Ways that are predicted to take longer than the fastest by more than this are not measured at a first call.
+"""
+
+_spent: WeakKeyDictionary[GpuWorkspace, float] = WeakKeyDictionary()
+"""Seconds that a group has measured, the same on all its ranks."""
 
 
 def measure(workspace: GpuWorkspace, problem: Problem, trials: Trials) -> Point:
     """Microseconds of every way, as `time_ways` has them. All ranks call it together."""
-    roughly_us = matmul_us(problem.m, problem.k, problem.n)
-    return Point.of(problem, time_ways(workspace, trials(workspace, problem), roughly_us))
+    return _measured(workspace, problem, trials(workspace, problem))
 
 
-def measure_once(workspace: GpuWorkspace, problem: Problem, trials: Trials) -> None:
-    """Measures a problem, rounded, unless that was done; keeps the result. Not while a graph is captured."""
+def measure_once(
+    workspace: GpuWorkspace, problem: Problem, trials: Trials, changed: Sequence[Tensor] = ()
+) -> None:
+    """Measures a problem, rounded, unless that was done; keeps the result. Not while a graph is captured.
+
+    All ranks find alike that it was done, since they have the points of rank 0, and that time is up
+    (`config.measure_s`). changed: what calls change in place; it is as before afterwards.
+    """
     if torch.cuda.is_current_stream_capturing():
         return
     rounded = problem.rounded()
-    if rounded is None or any(p.is_fresh(rounded) for p in points_of(workspace)):
+    if rounded is None or not fused_ways(rounded) or any(p.is_fresh(rounded) for p in points_of(workspace)):
         return
-    keep(workspace, measure(workspace, rounded, trials))
+    spent = _spent.get(workspace, 0.0)
+    if spent >= config.measure_s:
+        return
+    begin = time.monotonic()
+    calls, names = trials(workspace, rounded), _worth(workspace, rounded)
+    try:
+        saved = together(lambda: [t.clone() for t in changed], workspace.group)
+    except RuntimeError as failure:
+        log.warning("%s is not measured: %s", problem.op, failure)
+        return
+    point = _measured(workspace, rounded, {name: call for name, call in calls.items() if name in names})
+    with torch.no_grad():
+        for t, before in zip(changed, saved, strict=True):
+            t.copy_(before)
+    if point.times:
+        keep(workspace, point)
+    lasted = slowest(time.monotonic() - begin, workspace.group)
+    _spent[workspace] = spent + lasted
+    if workspace.rank == 0:
+        print(_progress(point, len(names), lasted, spent + lasted), file=sys.stderr)
+
+
+def _worth(workspace: GpuWorkspace, problem: Problem) -> set[str]:
+    """The ways that may be the fastest, and those of torch."""
+    found, ways = predictor_for(workspace).times(problem), ways_of(problem)
+    most = found[0].us * WORTH if problem.is_whole else float("inf")
+    return {each.way for each in found if each.us <= most or not ways[each.way].fused}
+
+
+def _progress(point: Point, count: int, lasted: float, spent: float) -> str:
+    best = ", ".join(f"{way} {us:.1f} us" for way, us in point.times[:1]) or "none could be captured"
+    sizes = " ".join(f"{name}={size}" for name, size in zip("mkn", point.sizes, strict=False))
+    return (
+        f"autofuse measured {count} ways of {point.op} {sizes} in {lasted:.1f} s: {best} "
+        f"({spent:.0f} of {config.measure_s:.0f} s)"
+    )
+
+
+def _measured(workspace: GpuWorkspace, problem: Problem, calls: Mapping[str, Call]) -> Point:
+    return Point.of(problem, time_ways(workspace, calls, matmul_us(problem.m, problem.k, problem.n)))
 
 
 def time_ways(workspace: GpuWorkspace, calls: Mapping[str, Call], roughly_us: float) -> dict[str, float]:

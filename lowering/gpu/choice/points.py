@@ -41,9 +41,8 @@ class Point:
         found = tuple((way, round(us, 2)) for way, us in sorted(times.items(), key=lambda item: item[1]))
         ways = ways_of(problem)
         sources = {_kind(name): ways[name].source for name, _ in found if name in ways}
-        return cls(
-            problem.op, problem.m, problem.k, problem.n, problem.world, found, tuple(sorted(sources.items()))
-        )
+        sizes = problem.m, problem.k, problem.n, problem.world
+        return cls(problem.measured_as, *sizes, found, tuple(sorted(sources.items())))
 
     @classmethod
     def parsed(cls, values: dict[str, Any]) -> Point:
@@ -64,7 +63,7 @@ class Point:
     def is_fresh(self, problem: Problem) -> bool:
         """Whether this very problem was measured here, with the kernels as they are."""
         sizes = problem.m, problem.k, problem.n, problem.world
-        if self.gpu or (self.op, self.sizes) != (problem.op, sizes):
+        if self.gpu or (self.op, self.sizes) != (problem.measured_as, sizes):
             return False
         ways, times = ways_of(problem), dict(self.times)
         fused = [way for way in ways.values() if way.fused]

@@ -96,12 +96,14 @@ class DenseProblem:
     def at(self, m: int, k: int, n: int, world: int) -> DenseProblem:
         return replace(self, m=m, k=k, n=n, world=world)
 
-    def rounded(self) -> DenseProblem | None:
-        """With the tokens rounded up to a power of two; not for columns or several stretches of rows.
+    @property
+    def measured_as(self) -> str:
+        """Of matmul_all_gather columns are measured, and decide for rows, too: the kernels take as long."""
+        return self.op if self.by_rows or self.op == PUBLISH else f"{self.op}, columns"
 
-        Of matmul_all_gather columns are measured, and decide for rows, too: the kernels take as long.
-        """
-        if self.outer != 1 or (self.dim and self.op != PUBLISH):
+    def rounded(self) -> DenseProblem | None:
+        """With the tokens rounded up to a power of two; not for several stretches of rows."""
+        if self.outer != 1:
             return None
         return replace(self, m=max(self.world, 1 << (self.m - 1).bit_length()), aligned=True)
 

@@ -111,7 +111,7 @@ def embedding_update_call(args: AllToAllEmbeddingBagUpdate) -> GpuCall | None:
         torch.autograd.graph.increment_version((*weights, *states))
         return found[-1] if keep else grad.new_empty(0)
 
-    return GpuCall(problem.op, args, workspace, problem, run)
+    return GpuCall(problem.op, args, workspace, problem, run, changed=(*weights, *states))
 
 
 CALLS: Calls = {OP: embedding_call, BACKWARD: embedding_backward_call, UPDATE: embedding_update_call}

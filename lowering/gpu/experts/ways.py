@@ -76,6 +76,10 @@ class ExpertProblem:
         columns = max(1, n // (self.experts * self.weights))
         return replace(self, rows=m, k=k, columns=columns, world=world)
 
+    @property
+    def measured_as(self) -> str:
+        return self.op
+
     def rounded(self) -> ExpertProblem | None:
         """With the runs rounded up to a power of two; not where experts have several runs for a rank."""
         if self.outer != 1:
@@ -123,8 +127,13 @@ class DroplessProblem:
         """As of an `ExpertProblem`."""
         return replace(self, k=k, columns=max(1, n // (self.experts * self.weights)), world=world)
 
-    def rounded(self) -> None:
-        return None
+    @property
+    def measured_as(self) -> str:
+        return self.op
+
+    def rounded(self) -> DroplessProblem:
+        """Itself: a call measures its own rows, which count for all that follow."""
+        return self
 
 
 def _usable(problem: ExpertProblem | DroplessProblem) -> bool:
