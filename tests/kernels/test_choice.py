@@ -19,6 +19,7 @@ from autofuse.lowering.gpu.choice.points import _SHIPPED, Point, Points, own_fil
 from autofuse.lowering.gpu.choice.timing import Timing
 from autofuse.lowering.gpu.dense import plain
 from autofuse.lowering.gpu.dense.ways import ASYNC_TP, TWO_SHOT, DenseProblem
+from autofuse.lowering.gpu.embedding.ways import ExchangeProblem
 from autofuse.lowering.runs import MEASURED, PREDICTED, Timed
 from autofuse.native_kernels.gpu.memory import Need
 from autofuse.passes.choice import device_table
@@ -100,6 +101,8 @@ def test_reports_get_the_times_that_decide(monkeypatch: pytest.MonkeyPatch) -> N
     found = choices.times_of(replace(here, m=500), Mock())
     assert {each.name for each in found} == ways_of(here).keys()
     assert {each.known for each in found} == {PREDICTED}
+    bags = ExchangeProblem(128, (64,) * 4, "bsc", torch.bfloat16)  # of any length
+    assert [each.us for each in choices.times_of(bags, Mock())] == [None] * len(ways_of(bags))
 
 
 def test_async_tp_is_for_many_rows_only() -> None:

@@ -75,8 +75,11 @@ def chosen(problem: Problem, workspace: GpuWorkspace) -> Way:
 
 
 def times_of(problem: Problem, workspace: GpuWorkspace) -> list[Timed]:
-    """What the choice knows of the ways of a problem, the fastest first."""
+    """What the choice knows of the ways of a problem, the fastest first; no times where they depend on more
+    than the problem has."""
     found = predictor_for(workspace).times(problem)
+    if not problem.is_whole:
+        return [Timed(each.way) for each in found]
     return [Timed(each.way, each.us, MEASURED if each.measured else PREDICTED) for each in found]
 
 
