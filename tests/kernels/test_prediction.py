@@ -14,12 +14,13 @@ pytest.importorskip("triton")
 import torch
 
 from autofuse.bench.gpu.holdout import FORMS, judge, summary
+from autofuse.bench.gpu.measured import fit_shipped
 from autofuse.lowering.gpu.choice import sources
 from autofuse.lowering.gpu.choice.choose import choose, predictor_of
 from autofuse.lowering.gpu.choice.correction import Predicted, Predictor
 from autofuse.lowering.gpu.choice.gpu import Gpu
 from autofuse.lowering.gpu.choice.kernel import CUBLAS_NCCL, Problem, ways_of
-from autofuse.lowering.gpu.choice.model import measured, model_of
+from autofuse.lowering.gpu.choice.model import Model, measured, model_of
 from autofuse.lowering.gpu.choice.points import Point, shipped
 from autofuse.lowering.gpu.dense.ways import (
     ASYNC_TP,
@@ -212,6 +213,19 @@ def test_another_gpu_scales() -> None:
         assert not any(each.measured for each in there.times(problem))
         for name, us in times(here, problem).items():
             assert 1.5 < slow[name] / us < 2.3, name
+
+
+@pytest.mark.full
+def test_shipped_constants_are_what_the_command_fits(tmp_path: Path) -> None:
+    path = fit_shipped(measured().gpu.name, tmp_path / "constants.json")
+    found, known = Model.from_json(path.read_text()), measured()
+    assert found.gpu == known.gpu
+    assert found.constants.keys() == known.constants.keys()
+    for problem in PROBLEMS:
+        for way in ways_of(problem).values():
+            assert found.us(way, problem) == pytest.approx(known.us(way, problem), rel=0.02)
+    with pytest.raises(ValueError, match="no points of it are shipped"):
+        fit_shipped("h900")
 
 
 @pytest.mark.full
