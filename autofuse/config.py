@@ -23,7 +23,7 @@ tables in the cache folder (`~/.cache/autofuse`), which win over those that come
 measure: bool = Config(default=False, env_name_force="AUTOFUSE_MEASURE")
 """On GPUs: before the first call of a size that has not been measured, time the ways that may be the fastest,
 outside of captured graphs, and write the result to `~/.cache/autofuse`. Otherwise predictions decide.
-`mode="max-autotune"` turns it on. Equal on all ranks."""
+`mode="max-autotune-no-cudagraphs"` turns it on. Equal on all ranks."""
 
 measure_s: float = float(os.environ.get("AUTOFUSE_MEASURE_S", "120"))
 """On GPUs: seconds that a group measures for `measure`; from then on predictions decide. Equal on all ranks.

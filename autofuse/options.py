@@ -35,7 +35,7 @@ def settings(inductor: Mapping[str, Any] | None = None, /, **changes: Any) -> Se
         raise ValueError(f"table={table!r}: expected the path of a file")
     captured = changes.get("captured", config.captured)
     _check("captured", captured, (True, False))
-    graphs = (inductor or {}).get(_CUDAGRAPHS, torch_internals.inductor_option(_CUDAGRAPHS))
+    graphs = _cudagraphs(inductor or {})
     return Settings(policy, patterns, order, tables(os.fspath(table)), captured or graphs)
 
 
@@ -49,9 +49,16 @@ def resolve(mode: str | None, options: Mapping[str, Any] | None) -> tuple[Settin
         modes = torch_internals.inductor_mode_options()
         _check("mode", mode, modes)
         inductor = {**modes[mode], **inductor}
-        if modes[mode].get("max_autotune"):
+        # Where Inductor captures CUDA graphs, first calls allocate from the memory pool of its warm-up, in
+        # which no measurement has been tried.
+        if modes[mode].get("max_autotune") and not _cudagraphs(inductor):
             config.measure = True  # of this process, like `timeout_s`
     return settings(inductor, **own), inductor
+
+
+def _cudagraphs(inductor: Mapping[str, Any]) -> bool:
+    """Whether Inductor captures CUDA graphs, with these changes to its settings."""
+    return bool(inductor.get(_CUDAGRAPHS, torch_internals.inductor_option(_CUDAGRAPHS)))
 
 
 def own_options(options: Mapping[str, Any]) -> dict[str, Any]:

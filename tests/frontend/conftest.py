@@ -59,6 +59,6 @@ def _fresh_dynamo() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def measures_nothing() -> Iterator[None]:
-    """Afterwards: `mode="max-autotune"` makes the process measure."""
+    """Afterwards: `mode="max-autotune-no-cudagraphs"` makes the process measure."""
     with config.patch(measure=False):
         yield

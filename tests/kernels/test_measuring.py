@@ -161,9 +161,19 @@ def test_a_way_that_cannot_be_captured_raises(group: Group) -> None:
         trials["strips"](0)
 
 
-def test_max_autotune_measures() -> None:
+@pytest.mark.parametrize(
+    ("mode", "options", "measures"),
+    [
+        ("reduce-overhead", None, False),
+        ("max-autotune", None, False),
+        ("max-autotune-no-cudagraphs", {"triton.cudagraphs": True}, False),
+        ("max-autotune", {"triton.cudagraphs": False}, True),
+        ("max-autotune-no-cudagraphs", None, True),
+    ],
+)
+def test_max_autotune_measures_where_inductor_captures_nothing(
+    mode: str, options: dict[str, Any] | None, measures: bool
+) -> None:
     with config.patch(measure=False):
-        resolve("reduce-overhead", None)
-        assert not config.measure
-        resolve("max-autotune-no-cudagraphs", None)
-        assert config.measure
+        resolve(mode, options)
+        assert config.measure == measures
