@@ -51,7 +51,6 @@ from .shares import (
     announce,
     end_shares,
     further,
-    leave_columns,
     look,
     mark,
     next_left,
@@ -153,11 +152,7 @@ def matmul_gather_packets(
             if last == 0:
                 share = further(started, PROGRAMS, state, A, PROGRAMS, program)
                 if share < 0:
-                    if left != 0:
-                        leave_columns(state, program)
-                    before = through(state, left)
-                    last = ((before & 0xFFFFFFFF) == PROGRAMS - 1).to(tl.int32)
-                    going = tl.where((left != 0) | (before >> 32 != 0), last, 0)
+                    last, going = through(state, program, left, PROGRAMS)
             if (last != 0) & (going != 0):
                 behind = next_left(state, behind, PROGRAMS)
                 going = (behind < PROGRAMS).to(tl.int32)

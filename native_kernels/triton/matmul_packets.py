@@ -55,7 +55,6 @@ from .shares import (
     end_shares,
     firm,
     further,
-    leave_columns,
     look,
     mark,
     next_left,
@@ -195,11 +194,7 @@ def matmul_packets(
                             n = other * step
                             end_n = n + step
                 if (share < 0) & (n >= end_n):
-                    if left != 0:
-                        leave_columns(state, program)
-                    before = through(state, left)
-                    last = ((before & 0xFFFFFFFF) == PROGRAMS - 1).to(tl.int32)
-                    going = tl.where((left != 0) | (before >> 32 != 0), last, 0)
+                    last, going = through(state, program, left, PROGRAMS)
             if (last != 0) & (going != 0):
                 behind = next_left(state, behind, PROGRAMS)
                 going = (behind < PROGRAMS).to(tl.int32)

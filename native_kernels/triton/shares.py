@@ -12,7 +12,7 @@ that are placed do all that peers wait for. A program that is placed late finds 
     look, further   whether there may be such a share, at the end of a part
     try_all         wait for peers for a while; try_packets: the same for packets
     stays           whether a program may wait: those of the margin only if all peers have started the call
-    leave_columns   of packets: what a program of the margin would have taken is left to the last program
+    through         of packets: what a program of the margin would have taken is left to the last program
 
 The margin: programs from number `state[FIRM]` on. They leave rather than hold a multiprocessor for a peer
 that has not started: it may wait for a kernel that finds no other place here.
@@ -307,12 +307,6 @@ def try_packets(at, epoch, mask):
 
 
 @triton.jit
-def leave_columns(state, program):
-    """Leave the columns that this program would take from packets to the last program."""
-    tl.atomic_xchg(claims_of(state, B) + program, LEFT, sem="relaxed", scope="gpu")
-
-
-@triton.jit
 def next_left(state, first, programs):
     """The first program from number `first` on that has left its columns; `programs` if none has. The last
     program asks, which no other disturbs."""
@@ -323,12 +317,18 @@ def next_left(state, first, programs):
 
 
 @triton.jit
-def through(state, left):
-    """Count this program as through, after a barrier; left: 1 if it has left its columns, else 0.
+def through(state, program, left, programs):
+    """Count this program as through, after a barrier. left: 1 if it leaves its columns to the last one.
 
-    How many were through before, and `1 << 32` times how many of these have left their columns.
+    Whether it is the last, and whether it then has columns to take that were left: 1 or 0 each.
     """
-    return tl.atomic_add(state + STATE_FINISHED, 1 + (left.to(tl.int64) << 32), sem="acq_rel", scope="gpu")
+    if left != 0:
+        tl.atomic_xchg(claims_of(state, B) + program, LEFT, sem="relaxed", scope="gpu")
+    # The upper half of the word counts the programs that have left.
+    one = 1 + (left.to(tl.int64) << 32)
+    before = tl.atomic_add(state + STATE_FINISHED, one, sem="acq_rel", scope="gpu")
+    last = ((before & 0xFFFFFFFF) == programs - 1).to(tl.int32)
+    return last, tl.where((left != 0) | (before >> 32 != 0), last, 0)
 
 
 @triton.jit

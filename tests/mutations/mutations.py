@@ -321,9 +321,9 @@ PROTOCOL = (
     ),
     Mutation(
         "columns that a program has left stay as they are",
-        "matmul_packets.py",
-        "going = tl.where((left != 0) | (before >> 32 != 0), last, 0)",
-        "going = tl.where(before < 0, last, 0)",
+        "shares.py",
+        "return last, tl.where((left != 0) | (before >> 32 != 0), last, 0)",
+        "return last, tl.where(before < 0, last, 0)",
         _of("kernels", "interpreted"),
     ),
     Mutation(
