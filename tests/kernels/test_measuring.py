@@ -39,11 +39,15 @@ class Group:
     """What a group has measured. seconds: how long a measurement takes; slow: the slowest way."""
 
     def __init__(self) -> None:
-        self.workspace = Mock(rank=0, serial=False)
+        self.start()
         self.points: tuple[Point, ...] = ()
         self.timed: list[set[str]] = []
         self.seconds = 1.0
         self.capturing = False
+
+    def start(self) -> None:
+        """New processes, which have measured nothing."""
+        self.workspace = Mock(rank=0, serial=False)
 
     def keep(self, workspace: Mock, point: Point) -> None:
         self.points = (point, *self.points)
@@ -117,6 +121,19 @@ def test_calls_that_are_cut_by_columns_have_points_of_their_own(group: Group) ->
     assert len(group.timed) == 2
 
 
+@pytest.mark.parametrize("world", range(2, 9))
+@pytest.mark.parametrize("op", [REDUCE, SCATTER, GATHER, PUBLISH])
+def test_ranks_can_share_out_the_rounded_rows(op: str, world: int) -> None:
+    for m in (1, 2, 3, 7, 8, 100, 1000):
+        rows = m * world if op in (SCATTER, GATHER) else m
+        rounded = replace(ROWS, op=op, m=rows, world=world).rounded()
+        assert rounded is not None
+        assert max(rows, world) <= rounded.m < 2 * max(rows, world)
+        if op in (SCATTER, GATHER):
+            assert rounded.m % world == 0
+            assert rounded.rounded() == rounded
+
+
 def test_time_is_bounded(group: Group) -> None:
     group.seconds = 70.0
     for m in (256, 512, 1024, 2048):
@@ -127,12 +144,16 @@ def test_time_is_bounded(group: Group) -> None:
 def test_a_kernel_that_has_changed_is_measured_again(group: Group) -> None:
     group.decide(group.call(ROWS))
     (point,) = group.points
+    group.start()
+    group.decide(group.call(ROWS))
+    assert len(group.timed) == 1
+    group.start()
     group.points = (replace(point, sources=tuple((kind, "older") for kind, _ in point.sources)),)
     group.decide(group.call(ROWS))
     assert len(group.timed) == 2
 
 
-def test_what_calls_change_is_as_before(group: Group) -> None:
+def test_what_calls_change_is_as_before(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
     table, problem = torch.arange(6.0), PROBLEMS[-1]
     seen = []
 
@@ -144,13 +165,47 @@ def test_what_calls_change_is_as_before(group: Group) -> None:
     group.decide(group.call(problem, run, changed=(table,)))
     assert len(seen) > 2
     assert torch.equal(table, torch.arange(6.0))
+    group.start()
+    group.points = ()
+
+    def fails(*at: object) -> None:
+        table.add_(1)
+        raise RuntimeError("an earlier call has failed")
+
+    monkeypatch.setattr(measure, "time_ways", fails)
+    with pytest.raises(RuntimeError, match="an earlier call has failed"):
+        group.decide(group.call(problem, run, changed=(table,)))
+    assert torch.equal(table, torch.arange(6.0))
 
 
-def test_who_has_no_memory_for_a_copy_measures_nothing(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "together", Mock(side_effect=RuntimeError("rank 1: out of memory")))
-    group.decide(group.call(PROBLEMS[-1], changed=(torch.zeros(1),)))
+@pytest.mark.parametrize("changed", [True, False])
+def test_who_has_no_memory_measures_nothing(
+    changed: bool, group: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither for operands nor for a copy of what a call changes; all ranks hear of it, and try once."""
+    met = []
+
+    def together(work: Callable[[], Any], workspace: Mock) -> None:
+        met.append(work)
+        raise RuntimeError("rank 1: out of memory")
+
+    monkeypatch.setattr(measure, "together", together)
+    trials = Mock(side_effect=RuntimeError("out of memory"))
+    more: dict[str, Any] = {"changed": (torch.zeros(1),)} if changed else {"trials": trials}
+    for _ in range(3):
+        group.decide(group.call(PROBLEMS[-1], **more))
+    assert len(met) == 1
     assert group.timed == []
     assert group.points == ()
+    assert not trials.called, "alone, while the other ranks wait"
+
+
+def test_who_cannot_write_goes_on_with_the_others(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = Mock(side_effect=PermissionError("read-only file system"))
+    monkeypatch.setattr(measure, "keep", kept)
+    for _ in range(3):
+        group.decide(group.call(ROWS))
+    assert kept.call_count == len(group.timed) == 1
 
 
 def test_a_way_that_cannot_be_captured_raises(group: Group) -> None:

@@ -6,6 +6,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from autofuse import config
-from autofuse.lowering.gpu.memory.workspace import GpuWorkspace
+from autofuse.lowering.gpu.memory.workspace import GpuWorkspace, agreements
 
 from .choose import keep, points_of, predictor_for
 from .kernel import Problem, fused_ways, ways_of
@@ -30,13 +31,24 @@ WORTH = 1.5
 """Ways that are predicted to take longer than the fastest by more than this are not measured at a first call.
 """
 
-_spent: WeakKeyDictionary[GpuWorkspace, float] = WeakKeyDictionary()
-"""Seconds that a group has measured, the same on all its ranks."""
+
+@dataclass
+class _Done:
+    """What a group has measured in this process, the same on all its ranks."""
+
+    seconds: float = 0.0
+    problems: set[Problem] = field(default_factory=set)
+    """Also those that could not be measured."""
+
+
+_done: WeakKeyDictionary[GpuWorkspace, _Done] = WeakKeyDictionary()
+agreements.append(_done)
 
 
 def measure(workspace: GpuWorkspace, problem: Problem, trials: Trials) -> Point:
     """Microseconds of every way, as `time_ways` has them. All ranks call it together."""
-    return _measured(workspace, problem, trials(workspace, problem))
+    calls = together(lambda: trials(workspace, problem), workspace.group)
+    return _measured(workspace, problem, calls)
 
 
 def measure_once(
@@ -45,33 +57,46 @@ def measure_once(
     """Measures a problem, rounded, unless that was done; keeps the result. Not while a graph is captured.
 
     All ranks find alike that it was done, since they have the points of rank 0, and that time is up
-    (`config.measure_s`). changed: what calls change in place; it is as before afterwards.
+    (`config.measure_s`). What could not be measured is not tried again. changed: what calls change in place;
+    it is as before afterwards.
     """
     if torch.cuda.is_current_stream_capturing():
         return
-    rounded = problem.rounded()
-    if rounded is None or not fused_ways(rounded) or any(p.is_fresh(rounded) for p in points_of(workspace)):
+    rounded, done = problem.rounded(), _done.setdefault(workspace, _Done())
+    if rounded is None or rounded in done.problems or done.seconds >= config.measure_s:
         return
-    spent = _spent.get(workspace, 0.0)
-    if spent >= config.measure_s:
+    done.problems.add(rounded)
+    if not fused_ways(rounded) or any(point.is_fresh(rounded) for point in points_of(workspace)):
         return
     begin = time.monotonic()
-    calls, names = trials(workspace, rounded), _worth(workspace, rounded)
+    names = _worth(workspace, rounded)
     try:
-        saved = together(lambda: [t.clone() for t in changed], workspace.group)
+        calls, saved = together(
+            lambda: (trials(workspace, rounded), [t.clone() for t in changed]), workspace.group
+        )
     except RuntimeError as failure:
         log.warning("%s is not measured: %s", problem.op, failure)
         return
-    point = _measured(workspace, rounded, {name: call for name, call in calls.items() if name in names})
-    with torch.no_grad():
-        for t, before in zip(changed, saved, strict=True):
-            t.copy_(before)
+    try:
+        point = _measured(workspace, rounded, {name: call for name, call in calls.items() if name in names})
+    finally:
+        with torch.no_grad():
+            for t, before in zip(changed, saved, strict=True):
+                t.copy_(before)
     if point.times:
-        keep(workspace, point)
+        _keep(workspace, point)
     lasted = slowest(time.monotonic() - begin, workspace.group)
-    _spent[workspace] = spent + lasted
+    done.seconds += lasted
     if workspace.rank == 0:
-        print(_progress(point, len(names), lasted, spent + lasted), file=sys.stderr)
+        print(_progress(point, len(names), lasted, done.seconds), file=sys.stderr)
+
+
+def _keep(workspace: GpuWorkspace, point: Point) -> None:
+    """Rank 0 alone writes. If it cannot, the point counts in this process all the same, on all ranks."""
+    try:
+        keep(workspace, point)
+    except (OSError, ValueError) as failure:
+        log.warning("what was measured is not written: %s", failure)
 
 
 def _worth(workspace: GpuWorkspace, problem: Problem) -> set[str]:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 from autofuse.lowering.gpu.choice.kernel import CUBLAS_NCCL, DTYPES, MOST_BYTES, Kernel, Way
-from autofuse.native_kernels.gpu.memory import LONGEST_ROW, Need
+from autofuse.native_kernels.gpu.memory import LONGEST_ROW, Need, cdiv
 
 from .gathers import GATHERS
 from .publishes import PUBLISHES
@@ -102,10 +102,13 @@ class DenseProblem:
         return self.op if self.by_rows or self.op == PUBLISH else f"{self.op}, columns"
 
     def rounded(self) -> DenseProblem | None:
-        """With the tokens rounded up to a power of two; not for several stretches of rows."""
+        """With the tokens rounded up to a power of two, or those of a rank where ranks share them; not for
+        several stretches of rows."""
         if self.outer != 1:
             return None
-        return replace(self, m=max(self.world, 1 << (self.m - 1).bit_length()), aligned=True)
+        shares = self.world if self.by_rows and self.op in (SCATTER, GATHER) else 1
+        m = shares << (cdiv(self.m, shares) - 1).bit_length()
+        return replace(self, m=max(self.world, m), aligned=True)
 
     def _usable(self) -> bool:
         return (
