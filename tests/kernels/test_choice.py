@@ -1,5 +1,6 @@
 """Which way a dense call takes on GPUs: from measured points, without a GPU."""
 
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -153,11 +154,36 @@ def test_files_of_points_are_added_to(tmp_path: Path) -> None:
     assert [p.times for p in read(path)] == [(("packets", 0.5),), (("packets", 3.0),)]
 
 
-def test_a_broken_file_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "broken",
+    [
+        {"op": 1},
+        {"m": 0},
+        {"k": "8"},
+        {"n": 8.5},
+        {"times": [["packets", 0]]},
+        {"times": [["packets", math.nan]]},
+    ],
+)
+def test_a_broken_file_is_named(
+    broken: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On all ranks: the others wait for what rank 0 hands round."""
+    good = Point.of(problem("matmul_all_reduce", 8), {"packets": 2.0}).values
     path = tmp_path / "ways.json"
-    path.write_text('[{"op": 1}]')
-    with pytest.raises(ValueError, match=r"ways\.json holds no measured points .* delete it"):
-        read(path)
+    path.write_text(json.dumps([good, broken if "op" in broken else good | broken]))
+    monkeypatch.setattr(choices, "known", lambda device: read(path))
+    told: list[str] = []
+
+    def meet(mine: str) -> list[str]:
+        told.append(mine)
+        return [told[0], ""]
+
+    for rank in range(2):
+        with pytest.raises(ValueError, match=r"rank 0: .*ways\.json holds no measured points .* delete it"):
+            choices.predictor_for(Mock(rank=rank, meet=meet))
+    path.write_text(json.dumps([good]))
+    assert [point.values for point in read(path)] == [good]
 
 
 def test_what_the_host_needs_counts_outside_of_graphs() -> None:

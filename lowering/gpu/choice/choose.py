@@ -138,10 +138,13 @@ class _Agreement:
 
 
 def _agreement(workspace: GpuWorkspace) -> _Agreement:
+    """What a group decides by. ValueError on all ranks if rank 0 cannot read its points."""
     found = _agreed.get(workspace)
     if found is None:
         mine = _told(workspace) if workspace.rank == 0 else ""
         told = json.loads(workspace.meet(mine)[0])
+        if "failed" in told:
+            raise ValueError(f"rank 0: {told['failed']}")
         points = tuple(map(Point.parsed, told["points"]))
         found = _Agreement(Predictor(model_of(Gpu(**told["gpu"])), points))
         _agreed[workspace] = found
@@ -149,9 +152,12 @@ def _agreement(workspace: GpuWorkspace) -> _Agreement:
 
 
 def _told(workspace: GpuWorkspace) -> str:
-    """What rank 0 hands round."""
-    points = [point.values for point in known(workspace.device)]
-    return json.dumps({"gpu": asdict(gpu_of(workspace.device)), "points": points})
+    """What rank 0 hands round; why there is nothing, since the other ranks wait."""
+    try:
+        points = [point.values for point in known(workspace.device)]
+        return json.dumps({"gpu": asdict(gpu_of(workspace.device)), "points": points})
+    except (ValueError, OSError, RuntimeError) as error:
+        return json.dumps({"failed": str(error)})
 
 
 _agreed: WeakKeyDictionary[GpuWorkspace, _Agreement] = WeakKeyDictionary()

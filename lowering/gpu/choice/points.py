@@ -7,6 +7,7 @@ dense --tune` and `AUTOFUSE_MEASURE` write; others are shipped.
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -46,10 +47,15 @@ class Point:
 
     @classmethod
     def parsed(cls, values: dict[str, Any]) -> Point:
-        """A point as JSON has it."""
+        """A point as JSON has it. ValueError, TypeError or KeyError for anything else."""
         times = tuple((way, float(us)) for way, us in values["times"])
         sources = tuple((kind, str(source)) for kind, source in values.get("sources", ()))
-        return cls(**{**values, "times": times, "sources": sources})
+        found = cls(**{**values, "times": times, "sources": sources})
+        if not all(isinstance(size, int) and size > 0 for size in found.sizes):
+            raise ValueError(f"sizes {found.sizes}: expected positive integers")
+        if not all(0 < us < math.inf for _, us in times):
+            raise ValueError(f"times of {found.op} {found.sizes}: expected positive numbers")
+        return found
 
     @property
     def values(self) -> dict[str, Any]:
