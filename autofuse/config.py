@@ -1,6 +1,7 @@
 """Settings of autofuse: `autofuse.config.policy = "always"`, `with autofuse.config.patch(order="ring")`,
 `AUTOFUSE_TIMEOUT_S=30 python train.py`, or `torch.compile(..., options={"policy": "always"})`."""
 
+import contextvars
 import os
 import sys
 from typing import TYPE_CHECKING
@@ -58,3 +59,22 @@ if TYPE_CHECKING:
 
 
 install_config_module(sys.modules[__name__])
+
+
+class _OfAllThreads:
+    """In place of the `ContextVar` that holds a changed value: torch 2.13 and later keep one for each thread,
+    but autograd runs backward graphs on threads of its own."""
+
+    def __init__(self, value: object) -> None:
+        self._value = value
+
+    def get(self) -> object:
+        return self._value
+
+    def set(self, value: object) -> None:
+        self._value = value
+
+
+for _entry in vars(sys.modules[__name__])["_config"].values():
+    if isinstance(_entry.user_override, contextvars.ContextVar):
+        _entry.user_override = _OfAllThreads(_entry.user_override.get())

@@ -1,6 +1,7 @@
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -74,6 +75,20 @@ def test_a_time_limit_holds_for_the_process() -> None:
         assert autofuse.config.timeout_s == 12.0
     finally:
         autofuse.config.timeout_s = before
+
+
+def test_settings_hold_on_all_threads() -> None:
+    """Autograd runs backward graphs on threads of its own."""
+
+    def elsewhere() -> list[object]:
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(lambda: [config.timeout_s, config.measure, config.policy]).result()
+
+    config = autofuse.config
+    before = elsewhere()
+    with config.patch(timeout_s=3.5, measure=True, policy="never"):
+        assert elsewhere() == [3.5, True, "never"]
+    assert elsewhere() == before
 
 
 def test_captured_by_inductor_or_by_somebody_else() -> None:
