@@ -138,13 +138,20 @@ class Site:
     key: SiteKey | None = None
     """By what calls of the site are known; None if kept."""
     ran: Ran | None = field(default=None, compare=False)
-    """What had run when the report was written to JSON. None: what this process has run until now."""
+    """What had run when the site was written to JSON or pickled. None: what this process has run until now.
+    """
+
+    def until_now(self) -> "Site":
+        """The site with what has run until now; later runs do not change it."""
+        if self.ran is not None:
+            return self
+        return replace(self, ran=Ran() if self.key is None else of_site(self.key))
 
     @property
     def _ran(self) -> Ran:
-        if self.ran is not None:
-            return self.ran
-        return Ran() if self.key is None else of_site(self.key)
+        ran = self.until_now().ran
+        assert ran is not None
+        return ran
 
     @property
     def runs(self) -> tuple[Run, ...]:
@@ -160,8 +167,13 @@ class Site:
     def state(self) -> State:
         return state_of(self._ran) if self.fused else State.KEPT
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Another process, such as the rank that gathers reports, has run other calls."""
+        return dict(vars(self.until_now()))
+
     def to_dict(self) -> dict[str, Any]:
-        return {**asdict(replace(self, ran=self._ran)), "state": self.state}
+        now = self.until_now()
+        return {**asdict(now), "state": now.state}
 
     @classmethod
     def _from_dict(cls, data: dict) -> "Site":
@@ -274,10 +286,20 @@ class Report:
         states = [site.state for site in self.sites]
         return {state: states.count(state) for state in State}
 
+    def until_now(self) -> "Report":
+        """The report with what has been compiled and has run until now. Other threads do not change it, so
+        that all of it agrees."""
+        graphs = [
+            replace(graph, sites=tuple(site.until_now() for site in graph.sites))
+            for graph in list(self.graphs)
+        ]
+        return Report(graphs, list(self.graph_breaks))
+
     def to_json(self) -> str:
-        graphs = [graph.to_dict() for graph in self.graphs]
-        counts = {state.value: count for state, count in self.counts.items()}
-        return json.dumps({"graphs": graphs, "graph_breaks": self.graph_breaks, "counts": counts}, indent=1)
+        now = self.until_now()
+        graphs = [graph.to_dict() for graph in now.graphs]
+        counts = {state.value: count for state, count in now.counts.items()}
+        return json.dumps({"graphs": graphs, "graph_breaks": now.graph_breaks, "counts": counts}, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> "Report":
@@ -289,10 +311,10 @@ class Report:
         from .page import render  # slow to import
 
         with open(path, "w", encoding="utf-8") as file:
-            file.write(render(self))
+            file.write(render(self.until_now()))
 
     def __str__(self) -> str:
-        return text_of(self)
+        return text_of(self.until_now())
 
 
 def _tuples(value: Any) -> Any:

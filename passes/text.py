@@ -37,10 +37,8 @@ def _what_ran(report: Report) -> list[str]:
     for site in report.fused:
         title = f"{_place(site)}, {site.pattern} of {site.world} ranks"
         before = known.get(title, Ran())
-        runs, fell_back = (
-            dict.fromkeys((*before.runs, *site.runs)),
-            dict.fromkeys((*before.fell_back, *site.fell_back)),
-        )
+        runs = dict.fromkeys((*before.runs, *site.runs))
+        fell_back = dict.fromkeys((*before.fell_back, *site.fell_back))
         known[title] = Ran(tuple(runs), tuple(fell_back))
     return [
         line

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -16,8 +17,9 @@ import autofuse
 from autofuse import Report
 from autofuse.lowering import runs
 from autofuse.lowering.ops.library import NO_KERNEL
-from autofuse.lowering.runs import MEASURED, PREDICTED, Run, SiteKey, Timed, fell_back, ran
+from autofuse.lowering.runs import MEASURED, PREDICTED, Ran, Run, SiteKey, Timed, fell_back, ran
 from autofuse.native_kernels import cpu
+from autofuse.passes import report as report_module
 from autofuse.passes.ran import MOST_LINES, State
 from autofuse.passes.report import GraphReport, Listing, Site
 from tests.frontend.test_report import KEPT, SITE
@@ -147,6 +149,43 @@ def test_json_keeps_what_had_run_and_old_files_are_read() -> None:
         for name in ("_", "state"):
             site.pop(name, None)
     assert [s.state.value for s in Report.from_json(json.dumps(data)).sites] == ["not yet run"] * 2 + ["kept"]
+
+
+def test_a_pickled_report_keeps_what_had_run() -> None:
+    """The rank that gathers reports has run other calls."""
+    report = _report(_site(1), KEPT)
+    _ran(1, WORDS, fused=True)
+    sent, printed = pickle.dumps(report), str(report)
+    runs.forget()
+    again = pickle.loads(sent)
+    assert str(again) == printed
+    assert again == report
+    assert report.sites[0].state is State.NOT_RUN
+
+
+def test_a_report_agrees_while_other_threads_compile_and_run() -> None:
+    report = _report(_site(1))
+    of_site = report_module.of_site
+
+    def meanwhile(key: SiteKey) -> Ran:
+        found = of_site(key)
+        _ran(1, WORDS, fused=True)
+        report.add(GraphReport("forward 1", "forward", Listing(), Listing(), (KEPT,)))
+        return found
+
+    for read in (Report.to_json, Report.__str__):
+        runs.forget()
+        del report.graphs[1:]
+        with patch.object(report_module, "of_site", meanwhile):
+            told = read(report)
+        if read is Report.to_json:
+            data = json.loads(told)
+            assert (len(data["graphs"]), data["counts"]["fused"], data["counts"]["kept"]) == (1, 0, 0)
+            assert data["graphs"][0]["sites"][0]["state"] == "not yet run"
+        else:
+            assert told.splitlines()[0] == "autofuse: 1 fused (not yet run), 0 kept in 1 graph"
+            assert "words" not in told
+            assert KEPT.source not in told
 
 
 def reduced(x: Tensor, w: Tensor) -> Tensor:
