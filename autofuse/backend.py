@@ -18,7 +18,7 @@ from torch import fx
 from autofuse import lowering, passes
 from autofuse.lowering import torch_internals, watcher
 from autofuse.lowering.torch_internals import CustomGraphPass, takes_is_inference
-from autofuse.options import own_options, resolve
+from autofuse.options import measure_if_tuned, own_options, resolve
 from autofuse.options import settings as settings_of
 from autofuse.passes.report import GraphReport, Reason, Report, listening, publish
 
@@ -50,12 +50,13 @@ def compile_fused(
 ) -> Callable[..., Any]:
     """Compiles a graph of dynamo with Inductor and our passes. `patches`: changes to Inductor's
     configuration. `region`: the user's name of what is compiled."""
+    measure_if_tuned(patches)
     fusion, patches = fusion_pass(next(_numbers), settings, patches)
     groups: set[str] = set()
 
     def compile_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
         groups.update(group_names(gm))
-        with fusion.compiling(graph_kind(kwargs), passes.circumstances(gm.graph)):
+        with fusion.compiling(graph_kind(kwargs), passes.unless_faulty(passes.circumstances, gm.graph)):
             compiled = torch_internals.compile_fx_inner(gm, example_inputs, **kwargs)
             if not fusion.ran and (listening() or log.isEnabledFor(logging.INFO)):
                 _report_hit(gm, example_inputs, kwargs)
@@ -113,11 +114,12 @@ def fusion_pass(
 
 
 def _configured(name: str, patches: Mapping[str, Any]) -> tuple[Callable[..., None], ...]:
-    """The passes that the user has configured."""
-    found = patches.get(name, None) or torch_internals.inductor_option(name)
+    """The passes that the user has configured. `None` in `patches` means no pass."""
+    found = patches[name] if name in patches else torch_internals.inductor_option(name)
     others = found if isinstance(found, (list, tuple)) else (found,) if found else ()
-    # One fusion is enough: another of ours would report what this one has kept a second time.
-    return tuple(other for other in others if not isinstance(other, CustomPass))
+    # One fusion is enough: another of ours would report what this one has kept a second time. The
+    # configuration has one while a graph is compiled, in torch before 2.13 on all threads.
+    return tuple(other for other in others if not isinstance(other, (CustomPass, FusionPass, MarkingPass)))
 
 
 def graph_kind(kwargs: Mapping[str, Any]) -> str:
@@ -138,7 +140,7 @@ class MarkingPass(CustomGraphPass):
     def __call__(self, graph: fx.Graph) -> None:
         for other in self.others:
             other(graph)
-        passes.mark_permutations(graph)
+        passes.unless_faulty(passes.mark_permutations, graph)
 
     def uuid(self) -> str | None:
         """Empty: the marks are part of the identity of the graph's `FusionPass`."""
@@ -155,13 +157,13 @@ class FusionPass(CustomGraphPass):
         self.others = others
         self.number = number
         self.kind = "inference"
-        self.circumstances = ""
+        self.circumstances: str | None = ""
         self.ran = False
 
     @contextmanager
-    def compiling(self, kind: str, circumstances: str = "") -> Iterator[None]:
+    def compiling(self, kind: str, circumstances: str | None = "") -> Iterator[None]:
         """Graphs that pass inside are of this kind; `ran` tells whether there were any. `circumstances`
-        become part of the identity, for a compilation that may be cached."""
+        become part of the identity, for a compilation that may be cached; None: it may not."""
         self.kind, self.circumstances, self.ran = kind, circumstances, False
         yield
 
@@ -176,7 +178,9 @@ class FusionPass(CustomGraphPass):
 
     def uuid(self) -> str | None:
         """Covers everything that a rewrite depends on, equal on all ranks. None (never cached) if a pass of
-        the user has no identity."""
+        the user has no identity, or if the circumstances are not known."""
+        if self.circumstances is None:
+            return None
         return _identity((_sources_digest(), _settings_text(self.settings), self.circumstances), self.others)
 
 

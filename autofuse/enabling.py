@@ -95,7 +95,7 @@ def _fusing(stock: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         patched = {} if config_patches is None else {"config_patches": config_patches}
         options = enabled()
-        if options is None:
+        if options is None or not sys.modules["torch"].distributed.is_available():
             return stock(self, model_, inputs_, **patched)
 
         from autofuse.backend import compile_fused

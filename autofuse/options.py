@@ -49,11 +49,15 @@ def resolve(mode: str | None, options: Mapping[str, Any] | None) -> tuple[Settin
         modes = torch_internals.inductor_mode_options()
         _check("mode", mode, modes)
         inductor = {**modes[mode], **inductor}
-        # Where Inductor captures CUDA graphs, first calls allocate from the memory pool of its warm-up, in
-        # which no measurement has been tried.
-        if modes[mode].get("max_autotune") and not _cudagraphs(inductor):
-            config.measure = True  # of this process, like `timeout_s`
     return settings(inductor, **own), inductor
+
+
+def measure_if_tuned(inductor: Mapping[str, Any]) -> None:
+    """Where Inductor is asked for `max_autotune`, this process measures ways from now on."""
+    # Where Inductor captures CUDA graphs, first calls allocate from the memory pool of its warm-up, in
+    # which no measurement has been tried.
+    if inductor.get("max_autotune") and not _cudagraphs(inductor):
+        config.measure = True
 
 
 def _cudagraphs(inductor: Mapping[str, Any]) -> bool:

@@ -1,9 +1,11 @@
-"""`fuse`, for compilations: no fault in the pass may break them."""
+"""The pass for compilations: no fault in it may break them."""
 
 from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Callable
+from typing import TypeVar
 
 from torch import fx
 
@@ -12,6 +14,8 @@ from .report import GraphReport, Listing
 from .settings import Settings
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 def fuse_or_keep(graph: fx.Graph, settings: Settings, kind: str, name: str) -> GraphReport:
@@ -31,6 +35,15 @@ def fuse_or_keep(graph: fx.Graph, settings: Settings, kind: str, name: str) -> G
             if site in faults:  # not even a report of kept sites can be made
                 return GraphReport(name, kind, Listing(), Listing(), ())
             faults[site] = f"{type(cause).__name__}: {cause}"
+
+
+def unless_faulty(step: Callable[[fx.Graph], T], graph: fx.Graph) -> T | None:
+    """The result of a step that changes no nodes; None if it raises, which is logged."""
+    try:
+        return step(graph)
+    except Exception:
+        log.exception("a fault in autofuse; the compilation goes on")
+        return None
 
 
 def _restore(graph: fx.Graph, before: fx.Graph) -> None:

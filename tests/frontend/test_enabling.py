@@ -18,8 +18,9 @@ from torch.distributed import _functional_collectives as funcol
 from torch.nn.attention.flex_attention import flex_attention
 
 import autofuse
-from autofuse.backend import CustomPass
+from autofuse.backend import CustomPass, fusion_pass
 from autofuse.inspection import explaining
+from autofuse.options import settings
 from tests.frontend.entry_point import run_with_entry_point
 from tests.frontend.models import both_ways, one_way, operands
 
@@ -117,6 +118,18 @@ def test_other_passes_run_and_belong_to_the_key(group: str, where: str) -> None:
     assert hits == [(0, 1), (1, 0), (0, 1)]
 
 
+def test_passes_of_the_configuration_that_do_not_run(group: str) -> None:
+    """One that the options turn off, and one of ours, of a compilation that is under way."""
+    hook, mine = "post_grad_custom_pre_pass", Counting()
+    with autofuse.enable(policy="always"), torch._inductor.config.patch({hook: mine}):
+        assert compile_one(group, options={hook: None}) == FUSED
+    assert mine.graphs == 0
+    ours, patches = fusion_pass(0, settings(policy="never"))
+    with autofuse.enable(policy="always"), torch._inductor.config.patch(patches):
+        assert compile_one(group) == FUSED
+    assert not ours.ran
+
+
 def test_caches_tell_stock_from_enabled(group: str) -> None:
     counters = torch._dynamo.utils.counters
     with fresh_cache():
@@ -153,6 +166,20 @@ def test_a_mode_with_cuda_graphs_says_that_calls_are_captured(group: str) -> Non
         with pytest.raises(RuntimeError):
             compile_one(group)
         assert not made.call_args.args[0].captured
+
+
+@pytest.mark.parametrize("backend", ["inductor", "autofuse"])
+def test_modes_that_tune_measure_ways(group: str, backend: str) -> None:
+    with autofuse.enable(), patch("autofuse.backend.FusionPass", side_effect=RuntimeError):
+        for mode, measures in {"reduce-overhead": False, "max-autotune-no-cudagraphs": True}.items():
+            with pytest.raises(RuntimeError):
+                compile_one(group, backend, mode=mode)
+            assert autofuse.config.measure == measures
+
+
+def test_torch_without_distributed_compiles_as_before(group: str) -> None:
+    with autofuse.enable(policy="always"), patch.object(dist, "is_available", return_value=False):
+        assert compile_one(group) == []
 
 
 def test_compiled_autograd(group: str) -> None:

@@ -9,10 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import fx
+from torch._inductor.utils import fresh_cache
 from torch.distributed import _functional_collectives as funcol
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from autofuse import Reason
+import autofuse
+from autofuse import Reason, passes
 from autofuse.options import settings
 from autofuse.passes import fuse_or_keep
 from tests.passes.harness import fake_group
@@ -99,3 +101,18 @@ def test_a_fault_keeps_a_site(name: str, caplog: pytest.LogCaptureFixture) -> No
         x, v, w = torch.rand(8, 6), torch.rand(6, 4), torch.rand(4, 10)
         for actual, wanted in zip(gm(x, v, w), program(x, v, w), strict=True):
             torch.testing.assert_close(actual, wanted)
+
+
+@pytest.mark.parametrize("name", ["circumstances", "mark_permutations"])
+def test_a_fault_beside_the_pass_breaks_no_compilation(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    with fake_group(2), patch.object(passes, name, side_effect=IndexError("a fault")), fresh_cache():
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        args = torch.rand(8, 6), torch.rand(6, 4), torch.rand(4, 10)
+        with autofuse.debug() as report:
+            found = torch.compile(program, backend="autofuse", options={"policy": "always"})(*args)
+        torch.testing.assert_close(found, program(*args))
+    assert [site.fused for site in report.sites] == [True, True]
+    assert "IndexError: a fault" in caplog.text
+    cached = torch._dynamo.utils.counters["inductor"]["fxgraph_cache_miss"]
+    assert bool(cached) == (name != "circumstances")
