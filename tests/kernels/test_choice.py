@@ -106,6 +106,26 @@ def test_reports_get_the_times_that_decide(monkeypatch: pytest.MonkeyPatch) -> N
     assert [each.us for each in choices.times_of(bags, Mock())] == [None] * len(ways_of(bags))
 
 
+def test_what_is_kept_of_new_sizes_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks forget at the same problem, whatever calls they have prepared."""
+    monkeypatch.setattr(choices, "MOST_PROBLEMS", 4)
+    ranks = [Mock(calls={}, serial=False) for _ in range(2)]
+    predictor = choices.predictor_of(())
+    monkeypatch.setattr(choices, "_agreed", {rank: choices._Agreement(predictor) for rank in ranks})
+    for m in (*range(8, 17), 8, 9):
+        for _ in range(2):
+            found = set()
+            for number, rank in enumerate(ranks):
+                kind = m + number  # one rank prepares other kinds of calls
+                if kind not in rank.calls:
+                    way, settled = choices.way_of(problem("matmul_all_reduce", m), rank, "variant", False)
+                    rank.calls |= {kind: way} if settled else {}
+                agreed = choices._agreed[rank]
+                assert len(agreed.uncaptured) <= len(agreed.chosen) == len(agreed.seen) <= 4
+                found.add((way.name, settled, *agreed.chosen))
+            assert len(found) == 1
+
+
 def test_async_tp_is_for_many_rows_only() -> None:
     assert ASYNC_TP in ways_of(problem("matmul_reduce_scatter", 2048))
     assert ASYNC_TP not in ways_of(problem("matmul_reduce_scatter", 512))

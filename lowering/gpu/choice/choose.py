@@ -26,6 +26,10 @@ CAUTION = 1.03
 predictions the least is rather too low."""
 
 
+MOST_PROBLEMS = 4096
+"""Problems whose ways a group keeps."""
+
+
 def choose(problem: Problem, predictor: Predictor, serial: bool = False) -> Predicted:
     """The way that takes the GPUs least. serial: see `_possible`."""
     return min(_possible(problem, predictor, serial), key=_us)
@@ -69,6 +73,8 @@ def chosen(problem: Problem, workspace: GpuWorkspace) -> Way:
     """The way that takes the GPUs least, the same on all ranks."""
     agreed = _agreement(workspace)
     if problem not in agreed.chosen:
+        if len(agreed.chosen) == MOST_PROBLEMS:  # sizes may change without end; all ranks forget at once
+            agreed = _decide_by(workspace, agreed.predictor)
         found = choose(problem, agreed.predictor, workspace.serial)
         agreed.chosen[problem] = ways_of(problem)[found.way]
     return agreed.chosen[problem]
@@ -91,13 +97,13 @@ def way_of(problem: Problem, workspace: GpuWorkspace, variant: Hashable, capturi
     """
     agreed = _agreement(workspace)
     if capturing or (problem, variant) not in agreed.seen:
-        agreed.seen.add((problem, variant))
-        return chosen(problem, workspace), capturing
-    way = agreed.uncaptured.get(problem)
-    if way is None:
+        way = chosen(problem, workspace)
+        _agreement(workspace).seen.add((problem, variant))
+        return way, capturing
+    if problem not in agreed.uncaptured:
         found = choose_uncaptured(problem, agreed.predictor, workspace.serial)
-        way = agreed.uncaptured[problem] = ways_of(problem)[found.way]
-    return way, True
+        agreed.uncaptured[problem] = ways_of(problem)[found.way]
+    return agreed.uncaptured[problem], True
 
 
 def predictor_for(workspace: GpuWorkspace) -> Predictor:
@@ -116,8 +122,7 @@ def points_of(workspace: GpuWorkspace) -> Points:
 def add_points(workspace: GpuWorkspace, points: Points) -> None:
     """What the ranks have measured together; it counts before what was known."""
     known = predictor_for(workspace)
-    _agreed[workspace] = _Agreement(Predictor(known.model, (*points, *known.points)))
-    workspace.calls.clear()
+    _decide_by(workspace, Predictor(known.model, (*points, *known.points)))
 
 
 def keep(workspace: GpuWorkspace, point: Point) -> Path:
@@ -148,6 +153,14 @@ def _agreement(workspace: GpuWorkspace) -> _Agreement:
         points = tuple(map(Point.parsed, told["points"]))
         found = _Agreement(Predictor(model_of(Gpu(**told["gpu"])), points))
         _agreed[workspace] = found
+    return found
+
+
+def _decide_by(workspace: GpuWorkspace, predictor: Predictor) -> _Agreement:
+    """From now on, anew. All ranks begin together, as calls that were prepared on one rank alone are decided
+    again on all."""
+    found = _agreed[workspace] = _Agreement(predictor)
+    workspace.calls.clear()
     return found
 
 
