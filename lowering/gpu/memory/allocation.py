@@ -8,7 +8,10 @@ peer.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +24,8 @@ from autofuse.native_kernels.gpu.copy_engine import FIRST_CREDIT, FIRST_PRESENCE
 from autofuse.native_kernels.gpu.memory import Need, PeerMemory, Region
 
 from .graphs import Graphs
+
+T = TypeVar("T")
 
 LEAST = Need(
     inbox=16 << 20,
@@ -129,6 +134,22 @@ def allocate(
         else:
             regions[name] = Region.of(torch_internals.symmetric_views(own, group))
     return regions, local, any(int(graphs) for graphs, _ in told)
+
+
+def apart(device: torch.device, work: Callable[[], T]) -> T:
+    """`work()` in a thread of its own, for tensors that stay: those of inference mode, which a thread has for
+    itself, could not be written outside of it, and while Inductor's CUDA graphs warm up they claim all that
+    this thread allocates, and fail where it is not freed. Settings are those of this thread.
+    """
+
+    def on_device() -> T:
+        with torch.cuda.device(device):
+            done = work()
+            torch.cuda.synchronize(device)  # the streams of the caller do not wait for those of this thread
+        return done
+
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(copy_context().run, on_device).result()
 
 
 def _try_to_map(own: Tensor, group: ProcessGroup, meet: Callable[[str], list[str]]) -> None:

@@ -11,12 +11,10 @@ import json
 import threading
 import weakref
 from collections.abc import Callable, Hashable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from contextvars import copy_context
 from dataclasses import asdict
 from functools import cached_property, partial
-from typing import Any, TypeVar
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -46,22 +44,14 @@ from autofuse.lowering.watcher import watch
 from autofuse.native_kernels.cuda.host.gemm import clusters_at_once
 from autofuse.native_kernels.cuda.kernels.put_words import put_words
 from autofuse.native_kernels.gpu.copy_engine import FIRST_PRESENCE, CopyEngine
-from autofuse.native_kernels.gpu.memory import (
-    Need,
-    PeerMemory,
-    Region,
-    grown,
-    new_state,
-)
+from autofuse.native_kernels.gpu.memory import Need, PeerMemory, Region, grown, new_state
 from autofuse.native_kernels.gpu.state import RECORD_WORDS, State
 
-from .allocation import LEAST, Memory, Refusals, allocate
+from .allocation import LEAST, Memory, Refusals, allocate, apart
 from .board import Board
 from .chain import chain_of
 from .descriptors import Descriptors
 from .failures import Failures
-
-T = TypeVar("T")
 
 MOST_KINDS = 4096
 """Kinds of calls that are known to be alike on all ranks."""
@@ -219,7 +209,7 @@ class GpuWorkspace:
         if not need.fits(self.capacity):
             self._refusals.check(kernel)
             try:
-                _apart(self.device, lambda: self._grow(need))
+                apart(self.device, lambda: self._grow(need))
             except SharedMemoryFull as error:
                 self._refusals.note(kernel, error)
                 raise
@@ -248,7 +238,7 @@ class GpuWorkspace:
         """Of embedding tables, on the device."""
 
         def allocate(size: int) -> Tensor:
-            return _apart(self.device, lambda: torch.zeros(size, dtype=torch.int64, device=self.device))
+            return apart(self.device, lambda: torch.zeros(size, dtype=torch.int64, device=self.device))
 
         return Descriptors(put_words, allocate)
 
@@ -366,25 +356,9 @@ def _make(group: ProcessGroup, device: torch.device) -> GpuWorkspace | Exception
             "the group has not met yet, and cannot while a CUDA graph is captured: call autofuse.warmup()"
         )
     try:
-        return _apart(device, lambda: GpuWorkspace(group, device))
+        return apart(device, lambda: GpuWorkspace(group, device))
     except (RuntimeError, OSError) as error:
         return error.with_traceback(None)
-
-
-def _apart(device: torch.device, work: Callable[[], T]) -> T:
-    """`work()` in a thread of its own, for tensors that stay: those of inference mode, which a thread has for
-    itself, could not be written outside of it, and while Inductor's CUDA graphs warm up they claim all that
-    this thread allocates, and fail where it is not freed. Settings are those of this thread.
-    """
-
-    def on_device() -> T:
-        with torch.cuda.device(device):
-            done = work()
-            torch.cuda.synchronize(device)  # the streams of the caller do not wait for those of this thread
-        return done
-
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(copy_context().run, on_device).result()
 
 
 def is_made(group: ProcessGroup) -> bool:
