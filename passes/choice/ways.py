@@ -48,12 +48,12 @@ def times(task: Task, predictor: Predictor) -> tuple[float, float, float] | None
     if problem is None:
         return None
     from autofuse.lowering.gpu.choice.choose import choose
-    from autofuse.lowering.gpu.choice.kernel import ways_of
+    from autofuse.lowering.gpu.choice.kernel import fused_ways, ways_of
 
+    if not fused_ways(problem):  # a size may be 0
+        return None
     ways, found = ways_of(problem), predictor.times(problem)
     ours = [each.us for each in found if ways[each.way].fused]
-    if not ours:
-        return None
     more = _others(task, predictor)
     apart = next(each.us for each in found if ways[each.way].replaced)
     return choose(problem, predictor).us + more, min(ours) + more, apart + more
@@ -86,5 +86,5 @@ def _others(task: Task, predictor: Predictor) -> float:
     from autofuse.lowering.gpu.choice.work import Product
 
     model = predictor.model
-    products = [Product(m, k, n, model.gpu.multiprocessors) for m, k, n in task.matmuls[1:]]
+    products = [Product(*sizes) for sizes in task.matmuls[1:]]
     return sum(product.us(model.of, model.gpu) for product in products)

@@ -5,6 +5,7 @@ CPU ranks compute them; of GPUs, what the call decides before a launch.
 
 from collections.abc import Callable
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -12,10 +13,13 @@ from torch import Tensor
 
 from autofuse import ops
 from autofuse.lowering.gpu.choice.kernel import fused_ways, ways_of
-from autofuse.lowering.gpu.dense.call import _row, run_gather, run_publish, run_reduce
+from autofuse.lowering.gpu.dense.call import CALLS, _row, run_gather, run_publish, run_reduce
 from autofuse.lowering.gpu.dense.ways import DenseProblem
+from autofuse.lowering.gpu.experts.call import combine_call, dispatch_call
 from autofuse.lowering.gpu.experts.ways import COMBINE, DISPATCH, ExpertProblem
 from autofuse.lowering.ops.all_gather_matmul import AllGatherMatmul
+from autofuse.lowering.ops.all_to_all_expert_matmul import AllToAllExpertMatmul
+from autofuse.lowering.ops.expert_matmul_all_to_all import ExpertMatmulAllToAll
 from autofuse.lowering.ops.library import FUSED_OPS
 from autofuse.native_kernels.gpu.memory import is_tma
 from tests.ranks import RankPool
@@ -85,16 +89,34 @@ def test_gpus_leave_what_is_empty(op: str) -> None:
     """No kernel of ours runs it: there is nothing to wait for, and TMA has no maps of nothing."""
     for m, k, n in ((0, 64, 64), (64, 0, 64), (64, 64, 0)):
         assert fused_ways(DenseProblem(op, m, k, n, 4, BF16)) == []
-    x, w = torch.zeros(0, 64, dtype=BF16), torch.zeros(64, 64, dtype=BF16)
+        x, w = torch.zeros(m, k, dtype=BF16), torch.zeros(k, n, dtype=BF16)
+        last = ("a group that nobody asks for", "direct", "here")
+        given: Any
+        if op == "all_gather_matmul":
+            given = AllGatherMatmul(x, [w], [], 0, 1, False, *last)
+            assert run_gather(given) is NotImplemented
+        elif op == "matmul_all_gather":
+            given = FUSED_OPS[op].arguments([x], [w], [], "mm", 0, 1, False, False, *last)
+            assert run_publish(given) is NotImplemented
+        elif op == "matmul_all_reduce":
+            given = FUSED_OPS[op].arguments([x], [w], [], "mm", "sum", False, *last)
+            assert run_reduce(op, given) is NotImplemented
+        else:
+            continue
+        assert CALLS[op](given) is None
+
+
+@pytest.mark.parametrize("splits", [[], [2, 2]])
+def test_gpus_leave_experts_without_columns(splits: list[int]) -> None:
     last = ("a group that nobody asks for", "direct", "here")
-    if op == "all_gather_matmul":
-        assert run_gather(AllGatherMatmul(x, [w], [], 0, 1, False, *last)) is NotImplemented
-    elif op == "matmul_all_gather":
-        given = FUSED_OPS[op].arguments([x], [w], [], "mm", 0, 1, False, False, *last)
-        assert run_publish(given) is NotImplemented
-    elif op == "matmul_all_reduce":
-        given = FUSED_OPS[op].arguments([x], [w], [], "mm", "sum", False, *last)
-        assert run_reduce(op, given) is NotImplemented
+    dropless = bool(splits)
+    ends = torch.tensor([2, 4], dtype=torch.int32) if dropless else None
+    how = (0, ends, None, splits, splits, 1, 1, False, *last)
+    w = torch.zeros(2, 64, 0, dtype=BF16)
+    x = torch.zeros((4, 64) if dropless else (2, 4, 64), dtype=BF16)
+    assert combine_call(ExpertMatmulAllToAll([x], [w], [], [], "mm", *how)) is None
+    x = x if dropless else x.unflatten(1, (2, 2)).transpose(0, 1)
+    assert dispatch_call(AllToAllExpertMatmul(x, [w], [], *how)) is None
 
 
 HUGE = (1 << 16, 1 << 18, (1 << 19) - 256)

@@ -33,7 +33,7 @@ ReduceArguments: TypeAlias = MatmulAllReduce | MatmulReduceScatter
 def run_reduce(op: str, args: ReduceArguments) -> Any:
     """matmul_all_reduce and matmul_reduce_scatter of one matmul, without an epilogue."""
     x, b = args.x[0], args.w[0]
-    if not x.numel():
+    if _is_empty(x, b):
         return NotImplemented
     with current(x.device):
         workspace = workspace_for(args.group_name, x.device)
@@ -54,7 +54,9 @@ def run_reduce(op: str, args: ReduceArguments) -> Any:
 def reduce_call(op: str, args: ReduceArguments) -> GpuCall | None:
     """The same as ways by name take it; None for what is left to the reference."""
     x = args.x[0]
-    return _reduce_call(workspace_of(args.group_name, x), op, args, x.contiguous())[0] if x.numel() else None
+    if _is_empty(x, args.w[0]):
+        return None
+    return _reduce_call(workspace_of(args.group_name, x), op, args, x.contiguous())[0]
 
 
 def _reduce_call(
@@ -76,7 +78,7 @@ def _reduce_call(
 def run_gather(args: AllGatherMatmul) -> Any:
     """all_gather_matmul of rows, with a bias [N] or none a weight."""
     x, w = args.x, args.w
-    if not x.numel():
+    if _is_empty(x, w[0]):
         return NotImplemented
     with current(x.device):
         workspace = workspace_for(args.group_name, x.device)
@@ -97,7 +99,9 @@ def run_gather(args: AllGatherMatmul) -> Any:
 def gather_call(args: AllGatherMatmul) -> GpuCall | None:
     """The same as ways by name take it; None for what is left to the reference."""
     x = args.x
-    return _gather_call(workspace_of(args.group_name, x), args, x.contiguous())[0] if x.numel() else None
+    if _is_empty(x, args.w[0]):
+        return None
+    return _gather_call(workspace_of(args.group_name, x), args, x.contiguous())[0]
 
 
 def _gather_call(
@@ -121,7 +125,7 @@ def _gather_call(
 def run_publish(args: MatmulAllGather) -> Any:
     """matmul_all_gather of one matmul, with a bias [N] or none."""
     x, w = args.x[0], args.w[0]
-    if not x.numel():
+    if _is_empty(x, w):
         return NotImplemented
     with current(x.device):
         workspace = workspace_for(args.group_name, x.device)
@@ -140,7 +144,9 @@ def run_publish(args: MatmulAllGather) -> Any:
 def publish_call(args: MatmulAllGather) -> GpuCall | None:
     """The same as ways by name take it; None for what is left to the reference."""
     x = args.x[0]
-    return _publish_call(workspace_of(args.group_name, x), args, x.contiguous())[0] if x.numel() else None
+    if _is_empty(x, args.w[0]):
+        return None
+    return _publish_call(workspace_of(args.group_name, x), args, x.contiguous())[0]
 
 
 def _publish_call(
@@ -187,6 +193,10 @@ def _settle(call: GpuCall, prepared: Callable[..., Any], kind: Hashable, capturi
     if settled:
         remember(call.workspace, kind, made)
     return made
+
+
+def _is_empty(x: Tensor, w: Tensor) -> bool:
+    return not (x.numel() and w.numel())
 
 
 def _row(bias: Tensor | None) -> Tensor | None:

@@ -142,7 +142,8 @@ def _vector(t: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 
 def _alike(x: Tensor, w: list[Tensor]) -> bool:
-    return x.dtype in DTYPES and all(wi.dtype is x.dtype for wi in w)
+    """Whether kernels take the dtypes, and the weights have elements; rows may be missing on some ranks."""
+    return x.dtype in DTYPES and all(wi.dtype is x.dtype and wi.numel() for wi in w)
 
 
 def _usable(x: Tensor, w: list[Tensor]) -> bool:
