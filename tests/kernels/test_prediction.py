@@ -18,7 +18,6 @@ from autofuse.bench.gpu.measured import fit_shipped
 from autofuse.lowering.gpu.choice import sources
 from autofuse.lowering.gpu.choice.choose import choose, predictor_of
 from autofuse.lowering.gpu.choice.correction import Predicted, Predictor
-from autofuse.lowering.gpu.choice.gpu import Gpu
 from autofuse.lowering.gpu.choice.kernel import CUBLAS_NCCL, Problem, ways_of
 from autofuse.lowering.gpu.choice.model import Model, measured, model_of
 from autofuse.lowering.gpu.choice.points import Point, shipped
@@ -201,10 +200,15 @@ def test_ranks_that_are_told_predict_alike() -> None:
         assert mine.times(problem) == theirs.times(problem)
 
 
-def test_another_gpu_scales() -> None:
-    """Points of the measured kind correct it by their factors, not by their times."""
+@pytest.mark.parametrize("size", ["clock", "multiprocessors"])
+def test_another_gpu_scales(size: str) -> None:
+    """Points of the measured kind correct it by their factors, not by their times.
+
+    One has slower multiprocessors, another has fewer.
+    """
     known = measured().gpu
-    half = Gpu("half", known.multiprocessors, known.clock / 2, known.memory / 2, known.link / 2)
+    half = replace(known, name="half", memory=known.memory / 2, link=known.link / 2)
+    half = replace(half, **{size: getattr(known, size) // 2})
     points = shipped(half.name)
     assert {point.gpu for point in points} == {known.name}
     there, here = Predictor(model_of(half), points), predictor_of(SHIPPED)

@@ -20,9 +20,14 @@ Start: TypeAlias = Mapping[str, tuple[float, float]]
 SHARPNESS = 4
 """Of the maximum of what happens at the same time: near the crossing both count."""
 
+LEAST = 64
+"""Rows that tensor cores multiply at a time."""
+
 CUBLAS = "cublas"
 _CUBLAS_TILES = ((128, 256, 1.0), (128, 128, 0.92), (64, 256, 0.9), (64, 128, 0.8), (64, 64, 0.65))
 """Rows, columns, and the rate over that of the first."""
+_LEAST_FULL = 0.5
+"""Part of a wave's time that few tiles take, at least, in pieces of K."""
 
 
 class Work(Protocol):
@@ -56,14 +61,13 @@ def _waves(tiles: float, programs: int, rounding: float) -> float:
 class Tiles:
     """Tiles of a matmul, and an exchange beside them.
 
-    tiles: pieces that programs take; flops, load: operations and loaded bytes of one; memory: bytes that the
-    GPU reads and writes; sent: bytes to peers, or from them, the more of both; added: bytes read and written
-    behind the exchange; hops: exchanges that follow one another.
+    tiles: pieces that programs take, one program a multiprocessor; flops, load: operations and loaded bytes
+    of one; memory: bytes that the GPU reads and writes; sent: bytes to peers, or from them, the more of both;
+    added: bytes read and written behind the exchange; hops: exchanges that follow one another.
     """
 
     model: str
     tiles: int
-    programs: int
     flops: float
     load: float
     memory: float
@@ -85,7 +89,7 @@ class Tiles:
 
     def us(self, constants: Callable[[str, Start], Constants], gpu: Gpu) -> float:
         c = constants(self.model, self.CONSTANTS)
-        waves = _waves(self.tiles, self.programs, c["round"])
+        waves = _waves(self.tiles, gpu.multiprocessors, c["round"])
         computed = _longest(
             waves * self.flops / (gpu.flops * c["flops"]),
             waves * self.load / (gpu.loads * c["load"]),
@@ -93,7 +97,9 @@ class Tiles:
         )
         exchanged = self.sent / (gpu.link * c["link"])
         # Nothing can be hidden behind the first wave, or beside the last one.
-        exposed = min(1.0, c["exposed"]) * min(computed, exchanged) / max(1.0, self.tiles / self.programs)
+        exposed = (
+            min(1.0, c["exposed"]) * min(computed, exchanged) / max(1.0, self.tiles / gpu.multiprocessors)
+        )
         added = self.added / (gpu.memory * c["added"])
         return c["start_us"] + self.hops * c["hop_us"] + _longest(computed, exchanged) + exposed + added
 
@@ -105,7 +111,6 @@ class Product:
     m: int
     k: int
     n: int
-    programs: int
     count: int = 1
     model: str = CUBLAS
 
@@ -121,9 +126,9 @@ class Product:
         best = math.inf
         for rows, columns, rate in _CUBLAS_TILES:
             tiles = -(-self.m // rows) * -(-self.n // columns) * self.count
-            waves = _waves(tiles, self.programs, c["round"])
-            if tiles < self.programs:  # pieces of K fill the GPU, in part
-                waves = max(tiles / self.programs, 0.5)
+            waves = _waves(tiles, gpu.multiprocessors, c["round"])
+            if tiles < gpu.multiprocessors:  # pieces of K fill the GPU, in part
+                waves = max(tiles / gpu.multiprocessors, _LEAST_FULL)
             best = min(best, waves * 2 * rows * columns * self.k / (gpu.flops * c["flops"] * rate))
         read = self.count * (self.k * self.n + self.m * (self.k + self.n)) * 2
         return c["start_us"] + _longest(best, read / (gpu.memory * c["memory"]))

@@ -22,10 +22,11 @@ from .ways import GATHER, DenseProblem
 def trials(workspace: GpuWorkspace, problem: DenseProblem) -> Mapping[str, Call]:
     """A call of every way; weights by turns, so that none is found in the L2 cache."""
     device, dtype = workspace.device, problem.dtype
+    own = torch.Generator(device)  # the program draws the numbers that it would have drawn
     rows = problem.chunk if problem.op == GATHER else problem.m
-    x = torch.randn(rows, problem.k, device=device, dtype=dtype)
+    x = torch.randn(rows, problem.k, device=device, dtype=dtype, generator=own)
     weights = [
-        torch.randn(problem.k, problem.n, device=device, dtype=dtype)
+        torch.randn(problem.k, problem.n, device=device, dtype=dtype, generator=own)
         for _ in range(copies_of(problem.k * problem.n * 2))
     ]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from autofuse.lowering.gpu.choice.work import Chunks, Collective, Product, Shots, Tiles, Work
+from autofuse.lowering.gpu.choice.work import LEAST, Chunks, Collective, Product, Shots, Tiles, Work
 from autofuse.native_kernels.cuda.kernels.gather_matmul import ClusterGatherConfig
 from autofuse.native_kernels.cuda.kernels.gather_words import WordsGatherConfig
 from autofuse.native_kernels.cuda.kernels.matmul_reduce import ClusterReduceConfig
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 BM = 128
 """Rows of a tile of the kernels in CUDA C++."""
-LEAST = 64
-"""Rows that tensor cores multiply at a time."""
 SUM = 4
 """Bytes of a partial sum."""
 
@@ -38,8 +36,8 @@ def _tiles(
     """
     loaded = (high * load[0] + wide * load[1]) * p.k * 2 / pieces
     return Tiles(
-        f"{p.op} {model}", rows * columns * pieces, p.programs, 2 * max(high, LEAST) * wide * p.k / pieces,
-        loaded, _matrices(p), sent, added, hops,
+        f"{p.op} {model}", rows * columns * pieces, 2 * max(high, LEAST) * wide * p.k / pieces, loaded,
+        _matrices(p), sent, added, hops,
     )  # fmt: skip
 
 
@@ -149,7 +147,7 @@ def publish_work(config: PublishConfig, p: DenseProblem) -> Work:
 
 
 def _product(p: DenseProblem) -> Product:
-    return Product(p.m, p.k, p.n, p.programs)
+    return Product(p.m, p.k, p.n)
 
 
 def nccl_work(p: DenseProblem) -> tuple[Work, ...]:
@@ -175,4 +173,4 @@ def two_shot_work(p: DenseProblem) -> tuple[Work, ...]:
 
 def async_tp_work(p: DenseProblem) -> tuple[Work, ...]:
     sent = _gathered(p) if p.op == "all_gather_matmul" else _reduced(p)[0]
-    return (Chunks(f"async_tp {p.op}", Product(cdiv(p.m, p.world), p.k, p.n, p.programs), sent, p.world),)
+    return (Chunks(f"async_tp {p.op}", Product(cdiv(p.m, p.world), p.k, p.n), sent, p.world),)

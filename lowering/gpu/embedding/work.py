@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from .ways import ExchangeProblem
 
 LIKELY_POOLING = 10
-"""Rows of a bag: a rank knows its own indices alone. Points correct what it means."""
+"""Rows that formulas assume for each bag, since a rank knows only its own indices. Points correct it."""
 
 
 def _rows(p: ExchangeProblem, name: str, together: bool) -> Rows:

@@ -23,11 +23,15 @@ from .ways import COMBINE, DISPATCH, ExpertProblem
 def trials(workspace: GpuWorkspace, problem: ExpertProblem) -> Mapping[str, Call]:
     """A call of every way without a bias; weights by turns, so that none is found in the L2 cache."""
     p, device = problem, workspace.device
+    own = torch.Generator(device)  # the program draws the numbers that it would have drawn
     parts = p.world, p.experts, p.rows // p.world, p.k
     shape = (p.experts, p.rows, p.k) if p.op == COMBINE else parts
-    x = torch.randn(shape, device=device, dtype=p.dtype)
+    x = torch.randn(shape, device=device, dtype=p.dtype, generator=own)
     weights = [
-        [torch.randn(p.experts, p.k, p.columns, device=device, dtype=p.dtype) for _ in range(p.weights)]
+        [
+            torch.randn(p.experts, p.k, p.columns, device=device, dtype=p.dtype, generator=own)
+            for _ in range(p.weights)
+        ]
         for _ in range(copies_of(p.k * p.n * 2))
     ]
 

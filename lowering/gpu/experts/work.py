@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from autofuse.lowering.gpu.choice.work import Collective, Product, Tiles, Work
+from autofuse.lowering.gpu.choice.work import LEAST, Collective, Product, Tiles, Work
 from autofuse.native_kernels.cuda.host.gemm import BM
 from autofuse.native_kernels.gpu.memory import cdiv
 
@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from .ways import DroplessProblem, ExpertProblem
 
 LIKELY_ROWS = 256
-"""Of an expert in a dropless call, whose rows no rank knows of the others. Points correct what it means."""
+"""Rows that formulas assume for each expert of a dropless call, since ranks do not know the rows of each
+other. Points correct it."""
 
 
 def _height(rows: int) -> int:
@@ -33,8 +34,7 @@ def _tiles(p: ExpertProblem | DroplessProblem, rows: int, config: Any) -> Tiles:
     return Tiles(
         f"{p.op} clusters copied" if getattr(config, "copied", False) else f"{p.op} clusters",
         p.experts * cdiv(rows, high) * columns,
-        p.programs,
-        2 * max(high, 64) * config.bn * p.k,
+        2 * max(high, LEAST) * config.bn * p.k,
         (high / config.along + config.bn / config.across) * p.k * 2,
         memory,
         sent,
@@ -54,7 +54,7 @@ def dropless_work(config: Any, p: DroplessProblem) -> Work:
 def _nccl(p: ExpertProblem | DroplessProblem, rows: int, name: str) -> tuple[Work, ...]:
     sent = _exchanged(p, rows)
     moved = 4 * sent * p.world / max(1, p.world - 1)  # rows are brought into order on both sides
-    product = Product(rows, p.k, p.columns * p.weights, p.programs, p.experts, f"experts {name}")
+    product = Product(rows, p.k, p.columns * p.weights, p.experts, f"experts {name}")
     return product, Collective(f"nccl all_to_all {name}", sent, p.world, moved)
 
 
