@@ -1,9 +1,9 @@
 """What has run at the sites of this process: the way of every kind of call, and the calls that fell back.
 
-A report is made while a graph is compiled; what runs is decided afterwards, when calls are prepared. Who
-prepares a call notes here what runs it, once for each kind of call; who leaves a call to torch for want of
-something counts it. A report joins both when it is read. Sites are known by names that a graph from a compile
-cache has, too.
+A report is made while a graph is compiled; what runs is decided afterwards, when calls are prepared. Code
+that prepares a call notes here what runs it, once for each kind of call. Code that leaves a call to torch
+because something is missing counts it. A report joins both when it is read. Sites are known by names that a
+graph from a compile cache has, too.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Run:
 
 @dataclass(frozen=True)
 class FallBack:
-    """Calls that torch ran for want of something."""
+    """Calls that torch ran because something was missing."""
 
     shapes: Shapes
     why: str

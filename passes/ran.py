@@ -54,7 +54,7 @@ def counted(states: Iterable[State]) -> str:
 
 def lines_of(ran: Ran) -> list[str]:
     """A line for each kind of calls, and for each reason to fall back."""
-    lines = [f"{_calls(run)}: {says(run)}" for run in ran.runs]
+    lines = [f"{_calls(run)}: {_run_text(run)}" for run in ran.runs]
     if len(lines) > MOST_LINES:
         lines[MOST_LINES:] = [f"... and {len(lines) - MOST_LINES} more kinds of calls"]
     counts: Counter[str] = Counter()
@@ -63,7 +63,7 @@ def lines_of(ran: Ran) -> list[str]:
     return lines + [f"fell back {n} time{'s' * (n != 1)}: {why}" for why, n in counts.items()]
 
 
-def says(run: Run) -> str:
+def _run_text(run: Run) -> str:
     """The way that runs, why, and the best of the others."""
     if run.fused:
         return _and(_timed(run.way), "best of torch", run.torch)
@@ -75,13 +75,13 @@ def says(run: Run) -> str:
     return _and(f"as torch: {name} {where}, {_time(run.way)}", "best of ours", run.ours)
 
 
-def shape_text(shapes: Shapes) -> str:
+def _shapes_text(shapes: Shapes) -> str:
     """`[512, 2048] [2048, 8192]`."""
     return " ".join(str(list(dims)) for dims in shapes)
 
 
 def _calls(run: Run) -> str:
-    return ", ".join(filter(None, (shape_text(run.shapes) or "all", "captured" if run.captured else "")))
+    return ", ".join(filter(None, (_shapes_text(run.shapes) or "all", "captured" if run.captured else "")))
 
 
 def _and(text: str, what: str, other: Timed | None) -> str:

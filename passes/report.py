@@ -160,7 +160,7 @@ class Site:
 
     @property
     def fell_back(self) -> tuple[FallBack, ...]:
-        """Calls that torch ran for want of something, and how many."""
+        """Calls that torch ran because something was missing, and how many."""
         return self._ran.fell_back
 
     @property

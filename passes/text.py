@@ -69,7 +69,7 @@ def _row(site: Site) -> tuple[str, ...]:
     fused_into = site.op.removeprefix("autofuse::") if site.op else "-"
     now = site.state.value if site.fused else "-"
     numbers = (_number(x) for x in (site.world, site.nbytes))
-    times = _says(site.prediction)
+    times = _times(site.prediction)
     place = _place(site)
     return (site.graph, site.collective, fused_into, now, site.order or "-", *numbers, *times, place, why)
 
@@ -79,7 +79,7 @@ def _place(site: Site) -> str:
     return "/".join((site.source or "-").split("/")[-2:])
 
 
-def _says(prediction: Prediction | None) -> tuple[str, str, str]:
+def _times(prediction: Prediction | None) -> tuple[str, str, str]:
     """Times of the fused op and of compute and collective apart, and the condition for a gain."""
     if prediction is None:
         return "-", "-", "-"

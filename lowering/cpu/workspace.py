@@ -72,8 +72,8 @@ class Workspace:
     """
 
     begun: ClassVar[int] = 0
-    """Of all groups: calls of a new kind, and those that make memory grow. It tells who keeps a record that a
-    call is not as those before."""
+    """Number of calls, of all groups, that were of a new kind or made memory grow. If it has not changed, the
+    last call was like one before."""
 
     def __init__(self, group_name: str, rank: int, world: int, store: Store) -> None:
         self.group_name = group_name

@@ -96,8 +96,8 @@ class FusedOp(Generic[A]):
         gpu_dtypes: what `exchanged` may be on GPUs.
         gpu_gaps: all else that the GPU kernels do not take. Sizes are no matter of gaps: for those that it
             leaves to the reference, `cuda` returns NotImplemented.
-        shapes: what a report tells calls of a site apart by, such as the shapes of the first operands. No
-            sizes that are new in each call.
+        shapes: sizes by which a report distinguishes the calls of a site, such as the shapes of the first
+            operands. No sizes that are new in each call.
     """
 
     name: str
