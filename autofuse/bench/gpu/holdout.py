@@ -16,7 +16,7 @@ from functools import cache
 from autofuse.bench.gpu.measured import DENSE, problem_at, weight_of
 from autofuse.bench.gpu.table import grid
 from autofuse.fit_ways import fit, samples_of
-from autofuse.lowering.gpu.choice.correction import Predictor
+from autofuse.lowering.gpu.choice.correction import RANKS, Predictor
 from autofuse.lowering.gpu.choice.gpu import Gpu
 from autofuse.lowering.gpu.choice.kernel import Problem, replaced, ways_of
 from autofuse.lowering.gpu.choice.model import Model
@@ -111,7 +111,7 @@ def nearest(reach: float) -> Form:
 
 def _apart(p: Point, problem: Problem) -> float:
     sizes = zip((p.m, p.k, p.n), (problem.m, problem.k, problem.n), strict=True)
-    return sum(abs(math.log2(a / b)) for a, b in sizes) + 0.5 * abs(math.log2(p.world / problem.world))
+    return sum(abs(math.log2(a / b)) for a, b in sizes) + RANKS * abs(math.log2(p.world / problem.world))
 
 
 FORMS: Mapping[str, Form] = {

@@ -22,7 +22,7 @@ _DTYPE = torch.bfloat16
 COLUMNS = {(COMBINE, model.intermediate): model.hidden for model in MODELS.values()} | {
     (DISPATCH, model.hidden): 2 * model.intermediate for model in MODELS.values()
 }
-"""Of the weights of the layers that experts were measured in, by op and K."""
+"""Columns of an expert's weights, by op and K, in the layers that were measured."""
 
 
 def problem_at(point: Point) -> Problem | None:

@@ -1,1 +1,1 @@
-"""Which way a call takes: points that were measured, and how they are measured."""
+"""Which way a call takes: a model, measured points that correct it, and how they are measured."""

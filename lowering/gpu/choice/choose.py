@@ -18,7 +18,7 @@ from autofuse.lowering.runs import MEASURED, PREDICTED, Timed
 from .correction import Predicted, Predictor
 from .gpu import Gpu
 from .kernel import Problem, Way, ways_of
-from .model import Model, gpu_of, measured, model_of
+from .model import gpu_of, measured, model_of
 from .points import Point, Points, known, own_file, write
 
 CAUTION = 1.03
@@ -64,9 +64,9 @@ def _possible(problem: Problem, predictor: Predictor, serial: bool) -> Sequence[
     return [each for each in here if ways[each.way].is_update] or here
 
 
-def predictor_of(points: Points, model: Model | None = None) -> Predictor:
-    """Without a group; without a model on the kind of GPU that was measured most."""
-    return Predictor(model or measured(), points)
+def predictor_of(points: Points) -> Predictor:
+    """Without a group, for the kind of GPU that was measured most."""
+    return Predictor(measured(), points)
 
 
 def chosen(problem: Problem, workspace: GpuWorkspace) -> Way:

@@ -26,6 +26,8 @@ DOUBT = 0.1
 STALE = 1.0
 """Doublings that a time of another source of its kernel, of another GPU or of another cut counts as farther
 away."""
+RANKS = 0.5
+"""Doublings of the sizes that a doubling of the ranks counts as."""
 MOST_WEIGHTS = 8
 """So many of the nearest weights correct a prediction: it bounds the time of a choice."""
 _AT = 1e-3
@@ -54,7 +56,7 @@ class _Time:
 
 @dataclass
 class _Curves:
-    """Of one op and weight: the measured times of each way, in the order of tokens."""
+    """The measured times of each way at one op and weight, in the order of tokens."""
 
     times: dict[str, list[_Time]] = field(default_factory=dict)
 
@@ -88,7 +90,7 @@ class Predictor:
 
     def _near(self, problem: Problem) -> Sequence[tuple[float, _Curves]]:
         found = [
-            (_apart(k, problem.k) + _apart(n, problem.n) + 0.5 * _apart(world, problem.world) + other, of)
+            (_apart(k, problem.k) + _apart(n, problem.n) + RANKS * _apart(world, problem.world) + other, of)
             for op, other in {problem.op: STALE, problem.measured_as: 0.0}.items()
             for (k, n, world), of in self._curves.get(op, {}).items()
         ]

@@ -1,4 +1,4 @@
-"""What a GPU says of itself: the sizes that predictions scale with."""
+"""The properties of a GPU that predictions scale with, as the driver and NVML tell them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ LOADED_A_CYCLE = 32
 NVLINK = 478e3
 """Bytes a microsecond of 18 links of NVLink 4, where NVML does not tell."""
 _LINK_COUNT, _LINK_MEGABYTES_A_SECOND = 91, 90
-"""Fields of NVML."""
+"""Numbers of NVML's fields."""
+_UINT = 0xFFFFFFFF
+"""The part of a field's value that these fields have."""
 
 
 @dataclass(frozen=True)
@@ -50,25 +52,26 @@ def gpu_name(device: torch.device) -> str:
 
 @cache
 def described(device: torch.device) -> Gpu:
-    """What the driver and NVML say of a device."""
+    """The properties of a device. RuntimeError if the driver does not tell one."""
     from cuda.bindings import driver
 
     index = torch.cuda.current_device() if device.index is None else device.index
     kinds = driver.CUdevice_attribute
 
     def asked(kind: object) -> float:
-        (_, found), (error, value) = driver.cuDeviceGet(index), (1, 0)
+        _, found = driver.cuDeviceGet(index)
         error, value = driver.cuDeviceGetAttribute(kind, found)
         if int(error):
             raise RuntimeError(f"the driver does not tell {kind} of {device}")
         return float(value)
 
-    lanes = 2 * asked(kinds.CU_DEVICE_ATTRIBUTE_GLOBAL_MEMORY_BUS_WIDTH) / 8  # two transfers a cycle
+    bits = asked(kinds.CU_DEVICE_ATTRIBUTE_GLOBAL_MEMORY_BUS_WIDTH)
+    bytes_a_cycle = 2 * bits / 8  # two transfers
     return Gpu(
         gpu_name(device),
         int(asked(kinds.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)),
         asked(kinds.CU_DEVICE_ATTRIBUTE_CLOCK_RATE) / 1e3,
-        asked(kinds.CU_DEVICE_ATTRIBUTE_MEMORY_CLOCK_RATE) / 1e3 * lanes,
+        asked(kinds.CU_DEVICE_ATTRIBUTE_MEMORY_CLOCK_RATE) / 1e3 * bytes_a_cycle,
         _link(str(torch.cuda.get_device_properties(device).uuid)),
     )
 
@@ -100,7 +103,7 @@ def _link(uuid: str) -> float:
             return NVLINK
         asked = (_Field * 2)(_Field(_LINK_COUNT), _Field(_LINK_MEGABYTES_A_SECOND))
         failed = nvml.nvmlDeviceGetFieldValues(handle, 2, asked) or asked[0].error or asked[1].error
-        count, rate = ((each.value & 0xFFFFFFFF) for each in asked)
+        count, rate = ((each.value & _UINT) for each in asked)
         return NVLINK if failed or not count * rate else float(count * rate)
     finally:
         nvml.nvmlShutdown()

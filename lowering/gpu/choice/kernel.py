@@ -24,7 +24,7 @@ P = TypeVar("P")
 C = TypeVar("C")
 
 DTYPES = (torch.bfloat16, torch.float16)
-"""Of the operands that kernels multiply."""
+"""Dtypes of the operands that kernels multiply."""
 
 ORDERS = {"direct": 0, "ring": 1, "oblivious": 2}
 """Orders of the tiles, as kernels number them."""

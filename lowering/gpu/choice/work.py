@@ -18,7 +18,7 @@ Constants: TypeAlias = Mapping[str, float]
 Start: TypeAlias = Mapping[str, tuple[float, float]]
 
 SHARPNESS = 4
-"""Of the maximum of what happens at the same time: near the crossing both count."""
+"""Exponent of the smooth maximum of times that pass together: where they are near each other, both count."""
 
 LEAST = 64
 """Rows that tensor cores multiply at a time."""

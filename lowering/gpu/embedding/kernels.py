@@ -35,7 +35,7 @@ MERGED_NCCL = "merged+nccl"
 """All tables in one kernel, and the collective with a copy."""
 
 HOST_US = 100.0
-"""Of any of these kernels; not measured, and nothing is chosen by it."""
+"""The host's time for any of these kernels. It was not measured, and nothing is chosen by it."""
 
 
 def _bags_configs(problem: ExchangeProblem) -> Iterator[BagsConfig]:
