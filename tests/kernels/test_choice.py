@@ -4,6 +4,7 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -14,7 +15,7 @@ import torch
 
 from autofuse.bench.gpu.measured import problem_at
 from autofuse.lowering.gpu.choice import choose as choices
-from autofuse.lowering.gpu.choice import measure
+from autofuse.lowering.gpu.choice import gpu, measure
 from autofuse.lowering.gpu.choice.kernel import CUBLAS_NCCL, Problem, ways_of
 from autofuse.lowering.gpu.choice.points import _SHIPPED, Point, Points, own_file, read, write
 from autofuse.lowering.gpu.choice.timing import Timing
@@ -236,3 +237,37 @@ def test_the_own_file_lies_apart_from_those_of_the_cost_model(
     assert read(path) == SHIPPED[:1]
     assert path.is_relative_to(tmp_path)
     assert device_table.tables() == device_table.shipped()
+
+
+@pytest.mark.parametrize(
+    ("nvml", "link"),
+    [
+        (OSError("no such library"), gpu.NVLINK),
+        ({"handle": 999}, gpu.NVLINK),
+        ({"failed": 3}, gpu.NVLINK),
+        ({"errors": (0, 3)}, gpu.NVLINK),
+        ({"values": (18, 0)}, gpu.NVLINK),
+        ({"values": (18, 26562)}, 18 * 26562.0),
+    ],
+)
+def test_links_of_a_gpu_are_known_where_nvml_does_not_tell(
+    nvml: OSError | dict[str, Any], link: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(name: str) -> Mock:
+        if isinstance(nvml, OSError):
+            raise nvml
+
+        def values(handle: object, count: int, asked: Any) -> int:
+            for i in range(count):
+                asked[i].error = nvml.get("errors", (0, 0))[i]
+                # The rest of the union is not written.
+                asked[i].value = nvml.get("values", (18, 26562))[i] | 7 << 40
+            return int(nvml.get("failed", 0))
+
+        found = Mock()
+        found.nvmlDeviceGetHandleByUUID.return_value = nvml.get("handle", 0)
+        found.nvmlDeviceGetFieldValues.side_effect = values
+        return found
+
+    monkeypatch.setattr(gpu.ctypes, "CDLL", load)
+    assert gpu._link("a uuid") == link
