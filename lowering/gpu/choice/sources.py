@@ -19,7 +19,7 @@ _COMMENT = {".py": re.compile(r"#.*"), ".cu": re.compile(r"//.*"), ".cuh": re.co
 
 @cache
 def digest_of(source: str) -> str:
-    """Of a kernel's file under native_kernels, its launcher, and all device code that it uses.
+    """The digest of a kernel's file under native_kernels, its launcher, and all device code that it uses.
 
     Comments do not count.
     """

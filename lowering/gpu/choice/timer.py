@@ -30,7 +30,7 @@ Check: TypeAlias = Callable[[Key, Any], float]
 
 WARM_UP_CALLS = 2
 WARM_UP_US = 150e3
-"""Of work before anything is timed: a cool GPU is faster than it can stay."""
+"""Microseconds of work before anything is timed: a cool GPU is faster than it can stay."""
 MOST_REPLAYS = 64
 
 WRONG = 0.05

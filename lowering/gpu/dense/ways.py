@@ -98,7 +98,7 @@ class DenseProblem:
 
     @property
     def measured_as(self) -> str:
-        """Of matmul_all_gather columns are measured, and decide for rows, too: the kernels take as long."""
+        """Points of matmul_all_gather are of columns and count for rows, too: the kernels take as long."""
         return self.op if self.by_rows or self.op == PUBLISH else f"{self.op}, columns"
 
     def rounded(self) -> DenseProblem | None:

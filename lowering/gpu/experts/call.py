@@ -58,7 +58,7 @@ def combine_call(args: ExpertMatmulAllToAll) -> GpuCall | None:
 
 
 def _dropless_combine_call(args: ExpertMatmulAllToAll) -> GpuCall | None:
-    """Of rows that fill the send buffer. Nothing but these checks may depend on how many a rank has."""
+    """A combine of rows that fill the send buffer. Only these checks may depend on how many a rank has."""
     x, w, site, group_name = args.x, args.w, args.site, args.group_name
     if not all(_alike(xi, w) for xi in x) or x[0].shape[0] != sum(args.input_splits):
         return None
@@ -106,7 +106,7 @@ def dispatch_call(args: AllToAllExpertMatmul) -> GpuCall | None:
 
 
 def _dropless_dispatch_call(args: AllToAllExpertMatmul) -> GpuCall | None:
-    """Of rows that are all of those that arrive."""
+    """A dispatch whose rows are all of those that arrive."""
     x, w, site, group_name, keep_exchanged = args.x, args.w, args.site, args.group_name, args.keep_exchanged
     if not _alike(x, w):
         return None

@@ -72,7 +72,7 @@ class ExpertProblem:
         return (COMBINE_CLUSTERS,) if self.op == COMBINE else (DISPATCH_CLUSTERS,)
 
     def at(self, m: int, k: int, n: int, world: int) -> ExpertProblem:
-        """Of as many experts: points do not tell how many share their columns."""
+        """With as many experts as here: points do not tell how many share their columns."""
         columns = max(1, n // (self.experts * self.weights))
         return replace(self, rows=m, k=k, columns=columns, world=world)
 
