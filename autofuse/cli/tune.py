@@ -67,7 +67,7 @@ def _tune_gpus(dtypes: list[str], sizes: list[str], tokens: list[int]) -> None:
                     for dtype in dtypes:
                         point, path = tune_problem(op, *extents(op, m, size, world), getattr(torch, dtype))
                         if rank == 0:
-                            way, us = point.times[0]
-                            typer.echo(f"{op} tokens={m} size={size} {dtype}: {us:.1f} us, {way}")
+                            best = [f"{us:.1f} us, {way}" for way, us in point.times[:1]] or ["not measured"]
+                            typer.echo(f"{op} tokens={m} size={size} {dtype}: {best[0]}")
         if rank == 0:
             typer.echo(f"written to {path}")

@@ -19,6 +19,7 @@ from autofuse.lowering.gpu.choice import gpu, measure
 from autofuse.lowering.gpu.choice.kernel import CUBLAS_NCCL, Problem, ways_of
 from autofuse.lowering.gpu.choice.points import _SHIPPED, Point, Points, own_file, read, write
 from autofuse.lowering.gpu.choice.timing import Timing
+from autofuse.lowering.gpu.dense import measure as dense_measure
 from autofuse.lowering.gpu.dense import plain
 from autofuse.lowering.gpu.dense.ways import ASYNC_TP, TWO_SHOT, DenseProblem
 from autofuse.lowering.gpu.embedding.ways import ExchangeProblem
@@ -271,3 +272,23 @@ def test_links_of_a_gpu_are_known_where_nvml_does_not_tell(
 
     monkeypatch.setattr(gpu.ctypes, "CDLL", load)
     assert gpu._link("a uuid") == link
+
+
+@pytest.mark.parametrize("times", [{}, {CUBLAS_NCCL: 9.0}])
+def test_tuning_keeps_what_could_be_measured(
+    times: dict[str, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workspace = Mock(world=4, programs=132)
+    kept = Mock(return_value=tmp_path)
+    for name, value in {
+        "workspace_for": lambda *at: workspace,
+        "measure": lambda workspace, problem, trials: Point.of(problem, times),
+        "keep": kept,
+        "own_file": lambda device: tmp_path,
+    }.items():
+        monkeypatch.setattr(dense_measure, name, value)
+    monkeypatch.setattr(torch.distributed, "group", Mock())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    point, path = dense_measure.tune_problem("matmul_all_reduce", 8, 2048, 8192, torch.bfloat16)
+    assert (dict(point.times), path) == (times, tmp_path)
+    assert kept.called == bool(times)

@@ -10,7 +10,7 @@ import torch
 from autofuse.lowering.gpu.choice.choose import keep
 from autofuse.lowering.gpu.choice.kernel import ways_of
 from autofuse.lowering.gpu.choice.measure import measure
-from autofuse.lowering.gpu.choice.points import Point
+from autofuse.lowering.gpu.choice.points import Point, own_file
 from autofuse.lowering.gpu.choice.timer import Call
 from autofuse.lowering.gpu.choice.timing import copies_of
 from autofuse.lowering.gpu.memory.workspace import GpuWorkspace, workspace_for
@@ -39,11 +39,11 @@ def trials(workspace: GpuWorkspace, problem: DenseProblem) -> Mapping[str, Call]
 def tune_problem(op: str, m: int, k: int, n: int, dtype: torch.dtype) -> tuple[Point, Path]:
     """Measures `[m, k] @ [k, n]` of every rank of the world.
 
-    Rank 0 adds the point to the user's own file, whose path is returned, too.
+    Rank 0 adds the point, if anything could be measured, to the user's own file, whose path is returned, too.
     """
     group = torch.distributed.group.WORLD
     assert group is not None
     workspace = workspace_for(group.group_name, torch.device("cuda", torch.cuda.current_device()))
     problem = DenseProblem(op, m, k, n, workspace.world, dtype, workspace.programs)
     point = measure(workspace, problem, trials)
-    return point, keep(workspace, point)
+    return point, keep(workspace, point) if point.times else own_file(workspace.device)
