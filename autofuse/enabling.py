@@ -86,6 +86,11 @@ def _enable(options: Mapping[str, Any]) -> Enabled:
     return found
 
 
+def _has_collectives() -> bool:
+    """Whether torch was built with them."""
+    return bool(sys.modules["torch"].distributed.is_available())
+
+
 def _fusing(stock: Callable[..., Any]) -> Callable[..., Any]:
     """The call of a stock compilation, by which torch.compile hands dynamo's graph to Inductor."""
 
@@ -95,7 +100,7 @@ def _fusing(stock: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         patched = {} if config_patches is None else {"config_patches": config_patches}
         options = enabled()
-        if options is None or not sys.modules["torch"].distributed.is_available():
+        if options is None or not _has_collectives():
             return stock(self, model_, inputs_, **patched)
 
         from autofuse.backend import compile_fused
