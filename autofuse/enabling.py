@@ -56,7 +56,7 @@ def enable(**options: Any) -> Enabled:
 
 
 def disable() -> None:
-    """Take all that `enable` and `AUTOFUSE_ENABLE` have enabled away, for what is compiled from now on."""
+    """End every enabling by `enable` and by `AUTOFUSE_ENABLE`: later stock compilations fuse nothing."""
     with _lock:
         _active.clear()
 

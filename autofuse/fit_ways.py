@@ -48,7 +48,7 @@ def samples_of(measured: Iterable[tuple[Problem, Mapping[str, float]]]) -> list[
 
 
 def fit(gpu: Gpu, samples: Sequence[Sample], factors: bool = True) -> Model:
-    """The model whose predictions are nearest to the samples, by the logarithms of their ratios.
+    """The model with the least squared logarithms of predicted over measured times, summed over the samples.
 
     Works that share constants, directly or through others, are fitted together. factors: whether
     configurations get factors, too.

@@ -1,4 +1,4 @@
-"""Constants whose predictions are nearest to measurements: damped Gauss-Newton on their logarithms."""
+"""Fits constants to measurements: damped Gauss-Newton on logarithms of predicted over measured values."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Judges choice without a GPU: what is chosen for a weight of which nothing was measured, by measured times.
+"""Judges the choice of ways at weights without points, by measured times; needs no GPU.
 
-One weight (K and N over all ranks) is left out at a time, at all numbers of ranks. Constants are fitted to
-the points of all others, which also correct the predictions. At every point that was left out, the measured
-time of the way that is then chosen counts, over that of the best way.
+One weight (K and N over all ranks) is left out at a time, at all numbers of ranks. The constants are fitted
+to the points of all other weights, and these points also correct the predictions. The choice is judged at
+every point that was left out, by the measured time of the chosen way over the measured time of the best way.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LEAST_WAYS = 3
 
 @dataclass(frozen=True)
 class Judged:
-    """A point that was left out. ratio: the time of what was chosen over that of the best."""
+    """A point that was left out. ratio: the measured time of `way`, the chosen one, over that of the best."""
 
     point: Point
     way: str
@@ -69,7 +69,7 @@ def _is_whole(point: Point) -> bool:
 
 @cache
 def _fitted(gpu: Gpu, points: Points, factors: bool) -> Model:
-    """Forms share what they are fitted to."""
+    """The model that is fitted to `points`. Kept, since several forms ask for the same one."""
     known = [(problem, dict(p.times)) for p in points if (problem := problem_at(p)) is not None]
     return fit(gpu, samples_of(known), factors)
 
