@@ -126,6 +126,12 @@ def of_site(site: SiteKey) -> Ran:
     return Ran(tuple(runs), tuple(counts))
 
 
+def of_op(op: str) -> list[Run]:
+    """What has run calls of an op, wherever they are; the latest kind of calls last."""
+    with _lock:
+        return [run for (key, _), run in _runs.items() if key.op == op]
+
+
 def forget() -> None:
     """As if nothing had run yet."""
     with _lock:

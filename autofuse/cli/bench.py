@@ -161,6 +161,17 @@ def experts(
     _around_all_to_all("experts", rows, quick, tune, json, markdown)
 
 
+@app.command()
+def host(rows: Rows = None, json: Json = None, markdown: Markdown = None) -> None:
+    """What a call costs the hosts of the GPUs of torchrun: ours and what it replaces, compiled and eager."""
+    with user_errors():
+        check_folders(json, markdown)
+        from autofuse.bench.gpu.host.run import join, run
+
+        join(tuple(rows or ()))
+    run(tuple(rows or ()), json, markdown)
+
+
 def _around_all_to_all(
     benchmark: str,
     rows: list[str] | None,
