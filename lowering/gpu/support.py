@@ -10,14 +10,12 @@ import torch
 
 from autofuse.lowering import torch_internals
 from autofuse.native_kernels.cuda.host import compiler
+from autofuse.native_kernels.gpu.state import MOST_TERMS as MOST_TERMS
 
 from . import links
 
 MOST_RANKS = 8
 """Ranks of a group: GPUs of one host that NVSwitch connects."""
-
-MOST_TERMS = 4
-"""Products that a combine of experts adds up."""
 
 
 @functools.cache

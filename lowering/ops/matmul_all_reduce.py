@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from autofuse.lowering.cpu.reduce_executor import reduce_plan_shape, run_reduce
+from autofuse.lowering.gpu.support import MOST_TERMS
 from autofuse.lowering.ops.library import FusedOp, Gap, register
 from autofuse.lowering.plan import Family
 from autofuse.lowering.reference.layout import all_reduce
@@ -80,8 +81,9 @@ def _backward(ctx: Any, args: MatmulAllReduce, grads: list[Tensor | None]) -> di
 
 REDUCE_GAPS: tuple[Gap[Any], ...] = (
     Gap(
-        lambda args: args.product != "mm" or args.terms != 1,
-        "GPU kernels reduce one matmul as it is, not {0.product!r} of {0.terms}",
+        lambda args: args.product != "mm" or args.terms > MOST_TERMS,
+        f"GPU kernels reduce sums of up to {MOST_TERMS} matmuls as they are, "
+        "not {0.product!r} of {0.terms}",
         "move scales, biases and casts behind the collective",
     ),
     Gap(

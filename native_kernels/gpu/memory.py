@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .state import MOST_SHARES, STATE_LENGTH, STATE_WORDS, State
+from .state import MOST_SHARES, MOST_TERMS, STATE_LENGTH, STATE_WORDS, State
 
 SHARED_MEMORY = 227 * 1024
 """Bytes that a block may have."""
@@ -200,6 +200,21 @@ def describe_weight(w: Tensor, bk: int, bn: int) -> tuple[TensorDescriptor, bool
     if w.stride(1) == 1:
         return describe(w, bk, bn), False
     return describe(w.t(), bn, bk), True
+
+
+def describe_terms(
+    x: Sequence[Tensor], w: Sequence[Tensor], bm: int, bk: int, bn: int
+) -> tuple[list[TensorDescriptor | None], list[int | None], bool]:
+    """What kernels take of a sum of `x[i] @ w[i]`, with None for each of MOST_TERMS that it does not have:
+    descriptors of x[0], w[0], x[1], ...; the length K of every term. Then whether the weights are transposed,
+    all or none.
+    """
+    found: list[TensorDescriptor | None] = []
+    for xi, wi in zip(x, w, strict=True):
+        weight, transposed = describe_weight(wi, bk, bn)
+        found += [describe(xi, bm, bk), weight]
+    none = [None] * (MOST_TERMS - len(x))
+    return [*found, *none, *none], [*(xi.shape[1] for xi in x), *none], transposed
 
 
 def is_tma(*matrices: Tensor) -> bool:

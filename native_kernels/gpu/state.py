@@ -62,6 +62,9 @@ claims writes the epoch, and nobody sets it back."""
 STATE_LENGTH: Final = STATE_WORDS + MOST_SHARES * 3 // 2
 """Length of `PeerMemory.state`."""
 
+MOST_TERMS: Final = 4
+"""Products that a kernel adds up in one accumulator."""
+
 YIELD_NS: Final = 1_000_000
 """How long programs of the margin wait for a peer that has not started the call."""
 

@@ -49,6 +49,36 @@ def chunk_tile_at(t, rows, cols):
 
 
 @triton.jit
+def blocks_of(K, BK: tl.constexpr, TERMS: tl.constexpr):
+    """Blocks of K of all terms of a sum. K: a tuple, with the K of each term."""
+    blocks = tl.cdiv(K[0], BK)
+    for i in tl.static_range(1, TERMS):
+        blocks += tl.cdiv(K[i], BK)
+    return blocks
+
+
+@triton.jit
+def load_term(
+    x, w, row, col, block, K, TRANSPOSED: tl.constexpr, BK: tl.constexpr, TERMS: tl.constexpr
+):  # fmt: skip
+    """Block number `block` of the operands of a sum; those of a term follow those of the term before.
+
+    x, w, K: tuples with an entry a term. The loop over blocks has one load of each operand, from the
+    descriptor that is selected: so it is pipelined, over the ends of terms, too.
+    """
+    of_x, of_w = x[0], w[0]
+    k = block * BK
+    end = tl.cdiv(K[0], BK)
+    for i in tl.static_range(1, TERMS):
+        if block >= end:
+            of_x = x[i]
+            of_w = w[i]
+            k = (block - end) * BK
+        end += tl.cdiv(K[i], BK)
+    return load_operands(of_x, of_w, row, col, k, TRANSPOSED)
+
+
+@triton.jit
 def load_operands(x, w, row, col, k, TRANSPOSED: tl.constexpr):
     """Blocks `[BM, BK]` of x and `[BK, BN]` of the weight, stored as [N, K] if TRANSPOSED, else as [K, N]."""
     a = x.load([row, k])

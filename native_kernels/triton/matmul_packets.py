@@ -1,6 +1,6 @@
 """matmul_all_reduce and matmul_reduce_scatter of few tokens: one kernel, and packets instead of signals.
 
-    P = x @ w: [M, N]      Y = sum over ranks of P, fp32, rounded once
+    P = sum of x[i] @ w[i]: [M, N]      Y = sum over ranks of P, fp32, rounded once
 
 All multiprocessors stream the weight; a program has BN columns and all M <= BM rows. It sends a tile of P,
 once complete, as packets of two values and the epoch. ONCE: it sends the tile to all ranks, and every rank
@@ -11,6 +11,7 @@ has not arrived.
 A rank has two halves of packets [2, W, rows, N / 2] (int64): parts first, then sums.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,8 +24,7 @@ from autofuse.native_kernels.gpu.memory import (
     Need,
     PeerMemory,
     cdiv,
-    describe,
-    describe_weight,
+    describe_terms,
     launch,
 )
 
@@ -45,7 +45,7 @@ from .comm import (
     stamp,
     take_packets,
 )
-from .gemm import load_operands, pack, pair
+from .gemm import blocks_of, load_term, pack, pair
 from .patience import any_thread
 from .shares import (
     STATE_STARTED,
@@ -68,12 +68,14 @@ from .shares import (
 
 @triton.jit(do_not_specialize=["rank", "site"])
 def matmul_packets(
-    x, w, out, packets, state, trace, M, N, K, rank, site, chunk, slot, pitch, packets_half,
+    x, w, x1, w1, x2, w2, x3, w3, out, packets, state, trace, M, N, K, K1, K2, K3, rank, site, chunk, slot,
+    pitch, packets_half,
     PROGRAMS: tl.constexpr, W: tl.constexpr, ONCE: tl.constexpr, ALL: tl.constexpr, TRANSPOSED: tl.constexpr,
     MEAN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BC: tl.constexpr,
-    BP: tl.constexpr, SOURCES: tl.constexpr, TRACE: tl.constexpr, EVENTS: tl.constexpr,
+    BP: tl.constexpr, SOURCES: tl.constexpr, TERMS: tl.constexpr, TRACE: tl.constexpr, EVENTS: tl.constexpr,
 ):  # fmt: skip
-    """Grid: PROGRAMS. x, w: descriptors; packets: int64 [W], addresses of the packet memory of all ranks.
+    """Grid: PROGRAMS. x, w: descriptors; x1, w1, K1 and so on: of further TERMS of P, else None; packets:
+    int64 [W], addresses of the packet memory of all ranks.
 
     pitch: N / 2; chunk: rows of a rank (M if ONCE), BC the power of two above; slot: packets from one source;
     BP: pairs of columns that are added up at a time; SOURCES: the power of two above W.
@@ -91,8 +93,8 @@ def matmul_packets(
     event = stamp(trace, program, event, BEGUN, rank, 0, TRACE, EVENTS)
     # The own share comes first, by itself: a loop around it would begin with loads of what follows.
     event = send_parts(
-        x, w, packets, trace, M, N, K, rank, program, chunk, pitch, base, epoch, event, dtype, PROGRAMS, W,
-        ONCE, TRANSPOSED, BM, BN, BK, TRACE, EVENTS,
+        (x, x1, x2, x3), (w, w1, w2, w3), packets, trace, M, N, (K, K1, K2, K3), rank, program, chunk, pitch,
+        base, epoch, event, dtype, PROGRAMS, W, ONCE, TRANSPOSED, BM, BN, BK, TERMS, TRACE, EVENTS,
     )  # fmt: skip
     if program == 0:
         announce(state, rank, W, epoch)
@@ -119,8 +121,9 @@ def matmul_packets(
     while going != 0:
         if share >= 0:
             event = send_parts(
-                x, w, packets, trace, M, N, K, rank, share, chunk, pitch, base, epoch, event, dtype,
-                PROGRAMS, W, ONCE, TRANSPOSED, BM, BN, BK, TRACE, EVENTS,
+                (x, x1, x2, x3), (w, w1, w2, w3), packets, trace, M, N, (K, K1, K2, K3), rank, share, chunk,
+                pitch, base, epoch, event, dtype, PROGRAMS, W, ONCE, TRANSPOSED, BM, BN, BK, TERMS, TRACE,
+                EVENTS,
             )  # fmt: skip
             if share == 0:
                 announce(state, rank, W, epoch)
@@ -212,11 +215,11 @@ def matmul_packets(
 def send_parts(
     x, w, packets, trace, M, N, K, rank, share, chunk, pitch, base, epoch, event,
     dtype: tl.constexpr, PROGRAMS: tl.constexpr, W: tl.constexpr, ONCE: tl.constexpr,
-    TRANSPOSED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TRACE: tl.constexpr,
-    EVENTS: tl.constexpr,
+    TRANSPOSED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TERMS: tl.constexpr,
+    TRACE: tl.constexpr, EVENTS: tl.constexpr,
 ):  # fmt: skip
     """Multiply every PROGRAMS-th tile from number `share` on, and send them."""
-    blocks = tl.cdiv(K, BK)
+    blocks = blocks_of(K, BK, TERMS)
     m = tl.arange(0, BM)
     half = tl.arange(0, BN // 2)
     acc = tl.zeros((BM, BN), tl.float32)
@@ -226,7 +229,7 @@ def send_parts(
         block = tl.where(block == blocks - 1, 0, block + 1)
         if block == 0:
             tile += PROGRAMS
-        a, b = load_operands(x, w, 0, tile * BN, block * BK, TRANSPOSED)
+        a, b = load_term(x, w, 0, tile * BN, block, K, TRANSPOSED, BK, TERMS)
         acc = tl.dot(a, b, acc)
         if block == blocks - 1:
             pairs = pack(acc.to(dtype))
@@ -276,8 +279,8 @@ def packets_needs(m: int, n: int, world: int, config: PacketsConfig) -> Need:
 
 def launch_matmul_packets(
     memory: PeerMemory,
-    x: Tensor,
-    w: Tensor,
+    x: Sequence[Tensor],
+    w: Sequence[Tensor],
     out: Tensor,
     mean: bool,
     all_ranks: bool,
@@ -286,27 +289,27 @@ def launch_matmul_packets(
     trace: Tensor | None = None,
     compile_only: bool = False,
 ) -> None:
-    """`out = sum (mean) over ranks of x @ w`: all of it, `[M, N]`, or the rows of this rank.
+    """`out = sum (mean) over ranks of sum of x[i] @ w[i]`: all of it, `[M, N]`, or the rows of this rank.
 
-    x: [M, K], row-major; w: [K, N], row-major or transposed; both 16-bit floats that `is_tma` accepts; N is
-    even; out is contiguous.
+    x[i]: [M, K_i], row-major; w[i]: [K_i, N], all row-major or all transposed; 16-bit floats that `is_tma`
+    accepts; N is even; out is contiguous.
     """
-    (m, k), n, world = x.shape, w.shape[1], memory.world
+    m, n, world = x[0].shape[0], w[0].shape[1], memory.world
     rows = max(16, triton.next_power_of_2(m))
     chunk = m if config.once else cdiv(m, world)
-    weight, transposed = describe_weight(w, config.bk, config.bn)
+    terms, lengths, transposed = describe_terms(x, w, rows, config.bk, config.bn)
     programs = min(memory.programs, cdiv(n, config.bn))
     sources, added = triton.next_power_of_2(world), triton.next_power_of_2(chunk)
     sums = all_ranks and not config.once
     adding = min(programs, cdiv(3 * memory.programs, 4)) if sums else programs  # about, with a margin
     launch(
         matmul_packets, programs, compile_only,
-        describe(x, rows, config.bk), weight, out, memory.packets.addresses, memory.state,
+        *terms, out, memory.packets.addresses, memory.state,
         memory.state if trace is None else trace,
-        m, n, k, memory.rank, site, chunk, chunk * (n // 2), n // 2, memory.packets.half(torch.int64),
+        m, n, *lengths, memory.rank, site, chunk, chunk * (n // 2), n // 2, memory.packets.half(torch.int64),
         PROGRAMS=programs, W=world, ONCE=config.once, ALL=all_ranks, TRANSPOSED=transposed, MEAN=mean,
         BM=rows, BN=config.bn, BK=config.bk, BC=added,
         BP=pairs_at_once(n // 2, adding, sources * added, config.warps), SOURCES=sources,
-        TRACE=trace is not None, EVENTS=EVENTS,
+        TERMS=len(x), TRACE=trace is not None, EVENTS=EVENTS,
         num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip

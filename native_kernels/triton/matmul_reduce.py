@@ -1,6 +1,6 @@
 """matmul_all_reduce and matmul_reduce_scatter of many tokens: one persistent kernel.
 
-    P = x @ w: [M, N] on every rank; chunk c belongs to rank c
+    P = sum of x[i] @ w[i]: [M, N] on every rank, rounded once; chunk c belongs to rank c
     Y = sum over ranks of P, fp32, in rank order, rounded once
 
 TMA stores each tile of P into the inbox of its owner, which may be this rank. The program signals a tile
@@ -13,6 +13,7 @@ A rank has two halves each of inbox [W, rows * BM, pitch], finished [W, rows * B
 counters arrived [W, rows * cols], then ready [W, rows * cols * BM / BT].
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,7 +28,7 @@ from autofuse.native_kernels.gpu.memory import (
     PeerMemory,
     cdiv,
     describe,
-    describe_weight,
+    describe_terms,
     launch,
 )
 
@@ -53,7 +54,7 @@ from .comm import (
     wait,
     wait_all,
 )
-from .gemm import chunk_tile_at, load_operands, tile_at
+from .gemm import blocks_of, chunk_tile_at, load_term, tile_at
 from .shares import (
     STATE_STARTED,
     A,
@@ -70,22 +71,24 @@ from .shares import (
 
 @triton.jit(do_not_specialize=["rank", "site"])
 def matmul_reduce(
-    x, w, inbox0, inbox1, inbox2, inbox3, inbox4, inbox5, inbox6, inbox7, out, inbox, finished, signals,
+    x, w, x1, w1, x2, w2, x3, w3,
+    inbox0, inbox1, inbox2, inbox3, inbox4, inbox5, inbox6, inbox7, out, inbox, finished, signals,
     state, trace,
-    M, N, K, rank, site, chunk_rows, chunk_cols, rows, cols, stretch, visit, lag, pitch, out_stride,
-    inbox_half, finished_half, signals_half,
+    M, N, K, K1, K2, K3, rank, site, chunk_rows, chunk_cols, rows, cols, stretch, visit, lag, pitch,
+    out_stride, inbox_half, finished_half, signals_half,
     COMPUTING: tl.constexpr, PROGRAMS: tl.constexpr, W: tl.constexpr, ORDER: tl.constexpr,
     BY_ROWS: tl.constexpr, ALL: tl.constexpr, TRANSPOSED: tl.constexpr, MEAN: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr,
-    TRACE: tl.constexpr, EVENTS: tl.constexpr,
+    TERMS: tl.constexpr, TRACE: tl.constexpr, EVENTS: tl.constexpr,
 ):  # fmt: skip
     """Grid: PROGRAMS, of which the first COMPUTING multiply.
 
-    x, w: descriptors; inbox0 to inbox7: W descriptors of the slot for this rank in the inbox of each rank;
-    inbox: address of the own inbox; finished, signals: int64 [W], addresses of those of all ranks; rows,
-    cols: tiles of a chunk; stretch: rows of tiles in a stretch of `outer`; visit: as in `tile_at`; lag: by
-    how many parts copying is behind reducing; pitch: elements of a row in inbox and finished; inbox_half
-    (rows), finished_half, signals_half (elements): where the other half begins.
+    x, w: descriptors; x1, w1, K1 and so on: of further TERMS of P, else None; inbox0 to inbox7: W
+    descriptors of the slot for this rank in the inbox of each rank; inbox: address of the own inbox;
+    finished, signals: int64 [W], addresses of those of all ranks; rows, cols: tiles of a chunk; stretch:
+    rows of tiles in a stretch of `outer`; visit: as in `tile_at`; lag: by how many parts copying is
+    behind reducing; pitch: elements of a row in inbox and finished; inbox_half (rows), finished_half,
+    signals_half (elements): where the other half begins.
     """
     program = tl.program_id(0)
     asked = claim(state, A, program, program)
@@ -101,9 +104,11 @@ def matmul_reduce(
         if share == 0:
             announce(state, rank, W, epoch)
         event, started = compute(
-            x, w, (inbox0, inbox1, inbox2, inbox3, inbox4, inbox5, inbox6, inbox7), signals, K, rank,
-            chunk_rows, chunk_cols, rows, cols, stretch, visit, parity * inbox_half, parity * signals_half,
-            share, state, event, trace, COMPUTING, W, ORDER, BY_ROWS, TRANSPOSED, BM, BN, BK, TRACE, EVENTS,
+            (x, x1, x2, x3), (w, w1, w2, w3),
+            (inbox0, inbox1, inbox2, inbox3, inbox4, inbox5, inbox6, inbox7), signals, (K, K1, K2, K3),
+            rank, chunk_rows, chunk_cols, rows, cols, stretch, visit, parity * inbox_half,
+            parity * signals_half, share, state, event, trace, COMPUTING, W, ORDER, BY_ROWS, TRANSPOSED,
+            BM, BN, BK, TERMS, TRACE, EVENTS,
         )  # fmt: skip
         share = further(started, PROGRAMS, state, A, COMPUTING, program)
     dtype: tl.constexpr = out.dtype.element_ty
@@ -207,12 +212,12 @@ def compute(
     x, w, inboxes, signals, K, rank, chunk_rows, chunk_cols, rows, cols, stretch, visit,
     first_row_there, first_signal, share, state, event, trace,
     COMPUTING: tl.constexpr, W: tl.constexpr, ORDER: tl.constexpr, BY_ROWS: tl.constexpr,
-    TRANSPOSED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    TRANSPOSED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TERMS: tl.constexpr,
     TRACE: tl.constexpr, EVENTS: tl.constexpr,
 ):  # fmt: skip
     """Multiply tiles `share, share + COMPUTING, ...`; flattened, so that loads go on between tiles."""
     program = tl.program_id(0)
-    dtype: tl.constexpr = x.dtype
+    dtype: tl.constexpr = x[0].dtype
     tiles = rows * cols
     unsignalled = tl.full((), 0, tl.int64)
     for t in tl.range(share, W * tiles, COMPUTING, flatten=True):
@@ -222,8 +227,8 @@ def compute(
             first_row = (row // stretch * W + owner) * chunk_rows + row % stretch * BM
         first_col = col * BN if BY_ROWS else owner * chunk_cols + col * BN
         acc = tl.zeros((BM, BN), tl.float32)
-        for block in range(tl.cdiv(K, BK)):
-            a, b = load_operands(x, w, first_row, first_col, block * BK, TRANSPOSED)
+        for block in range(blocks_of(K, BK, TERMS)):
+            a, b = load_term(x, w, first_row, first_col, block, K, TRANSPOSED, BK, TERMS)
             acc = tl.dot(a, b, acc)
         signal_stored(unsignalled)
         value = acc.to(dtype)
@@ -293,8 +298,8 @@ def reduce_needs(
 
 def launch_matmul_reduce(
     memory: PeerMemory,
-    x: Tensor,
-    w: Tensor,
+    x: Sequence[Tensor],
+    w: Sequence[Tensor],
     out: Tensor,
     mean: bool,
     all_ranks: bool,
@@ -305,13 +310,15 @@ def launch_matmul_reduce(
     trace: Tensor | None = None,
     compile_only: bool = False,
 ) -> None:
-    """`out = sum (mean) over ranks of x @ w`: all of it, `[M, N]`, or the rows (columns) of this rank.
+    """`out = sum (mean) over ranks of sum of x[i] @ w[i]`: all of it, `[M, N]`, or the rows (columns) of this
+    rank.
 
-    x: [M, K], row-major; w: [K, N], row-major or transposed; both 16-bit floats that `is_tma` accepts. Rows
-    are (outer, W, inner), and rank r has index r of W. Without `config.by_rows` columns are cut, and outer is
-    1. memory: at least what `reduce_needs` says. Every rank of the group makes the same calls.
+    x[i]: [M, K_i], row-major; w[i]: [K_i, N], all row-major or all transposed; 16-bit floats that `is_tma`
+    accepts. Rows are (outer, W, inner), and rank r has index r of W. Without `config.by_rows` columns are
+    cut, and outer is 1. memory: at least what `reduce_needs` says. Every rank of the group makes the same
+    calls.
     """
-    (m, k), n, world, rank, dtype = x.shape, w.shape[1], memory.world, memory.rank, x.dtype
+    m, n, world, rank, dtype = x[0].shape[0], w[0].shape[1], memory.world, memory.rank, x[0].dtype
     cut = _Cut.of(m, n, outer, world, config)
     pitch, height = cut.cols * config.bn, cut.rows * config.bm
     half = memory.inbox.half(dtype, pitch) // pitch
@@ -321,21 +328,21 @@ def launch_matmul_reduce(
         )
         for p in range(world)
     ]
-    weight, transposed = describe_weight(w, config.bk, config.bn)
+    terms, lengths, transposed = describe_terms(x, w, config.bm, config.bk, config.bn)
     programs = memory.programs
     parts = cut.rows * cut.cols * (config.bm // config.bt)
     launch(
         matmul_reduce, programs, compile_only,
-        describe(x, config.bm, config.bk), weight, *boxes, *boxes[:1] * (8 - world), out,
+        *terms, *boxes, *boxes[:1] * (8 - world), out,
         memory.inbox.views[rank].data_ptr(), memory.finished.addresses, memory.signals.addresses,
         memory.state, memory.state if trace is None else trace,
-        m, n, k, rank, site, cut.inner, cut.chunk_cols, cut.rows, cut.cols, cut.stretch,
+        m, n, *lengths, rank, site, cut.inner, cut.chunk_cols, cut.rows, cut.cols, cut.stretch,
         config.visit or max(1, programs // world), parts if parts < 3 * programs else programs // world + 1,
         pitch, out.stride(0),
         half, memory.finished.half(dtype), memory.signals.half(torch.int32),
         COMPUTING=programs - config.communicating, PROGRAMS=programs, W=world, ORDER=order,
         BY_ROWS=config.by_rows, ALL=all_ranks, TRANSPOSED=transposed, MEAN=mean,
         BM=config.bm, BN=config.bn, BK=config.bk, BT=config.bt, BR=config.br,
-        TRACE=trace is not None, EVENTS=EVENTS,
+        TERMS=len(x), TRACE=trace is not None, EVENTS=EVENTS,
         num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip

@@ -1,12 +1,13 @@
 """Predicted times of a site on GPUs, by the model that chooses the way of a call at run time.
 
 Only what is shipped counts: ranks compile apart, and may find other measurements of their own. Pooled
-embeddings, dtypes without kernels and sums of several products are left to the cost model.
+embeddings and dtypes without kernels are left to the cost model.
 """
 
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -67,10 +68,13 @@ def _problem(task: Task, programs: int) -> Problem | None:
 
     dtype, (m, k, n) = getattr(torch, task.dtype), task.matmuls[0]
     if task.op in (REDUCE, SCATTER, GATHER, PUBLISH):
-        if len(task.matmuls) > 1 and task.op != GATHER:
+        if m == 0 or (m % task.world and task.op in (SCATTER, GATHER)):
             return None
-        whole = not m % task.world or task.op not in (SCATTER, GATHER)
-        return DenseProblem(task.op, m, k, n, task.world, dtype, programs) if whole and m else None
+        lengths = tuple(k for _, k, _ in task.matmuls)
+        problem = DenseProblem(task.op, m, k, n, task.world, dtype, programs)
+        if len(lengths) == 1 or task.op == GATHER:
+            return problem
+        return None if task.op == PUBLISH else replace(problem, k=sum(lengths), terms=lengths)
     if task.op not in (COMBINE, DISPATCH) or not task.count:
         return None
     rows = -(-m // (task.count * task.world)) * task.world

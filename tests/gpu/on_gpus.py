@@ -70,24 +70,30 @@ def poison() -> None:
 
 
 def run_way(
-    way: str, op: str, x: Tensor, w: Tensor, outer: int = 1, dim: int = 0, order: str = "direct"
-) -> Tensor:
+    way: str, op: str, x: Tensor, w: Tensor, outer: int = 1, dim: int = 0, order: str = "direct",
+    terms: tuple[int, ...] = (),
+) -> Tensor:  # fmt: skip
+    """terms: lengths of K into which x and w are cut, whose products a reduction adds up."""
     from autofuse.lowering.gpu.dense.plain import run
     from autofuse.lowering.gpu.dense.run import problem_of
     from autofuse.lowering.gpu.memory.workspace import workspace_for
 
     workspace = workspace_for(dist.group.WORLD.group_name, x.device)
-    return run(workspace, way, problem_of(op, x, w, workspace, dim, outer), x, w, order, "test")
+    problem = replace(problem_of(op, x, w, workspace, dim, outer), terms=terms)
+    return run(workspace, way, problem, x, w, order, "test")
 
 
-def ways_of(op: str, x: Tensor, w: Tensor, outer: int = 1, dim: int = 0, copied: bool = False) -> list[str]:
+def ways_of(
+    op: str, x: Tensor, w: Tensor, outer: int = 1, dim: int = 0, copied: bool = False,
+    terms: tuple[int, ...] = (),
+) -> list[str]:  # fmt: skip
     """All, or those of copy engines."""
     from autofuse.lowering.gpu.choice.kernel import ways_of as by_name
     from autofuse.lowering.gpu.dense.run import problem_of
     from autofuse.lowering.gpu.memory.workspace import workspace_for
 
     workspace = workspace_for(dist.group.WORLD.group_name, x.device)
-    found = by_name(problem_of(op, x, w, workspace, dim, outer))
+    found = by_name(replace(problem_of(op, x, w, workspace, dim, outer), terms=terms))
     return [name for name, way in found.items() if way.is_copied or not copied]
 
 
@@ -102,17 +108,18 @@ def all_ways(
     dim: int,
     transposed: bool,
     dtype: torch.dtype,
+    terms: tuple[int, ...] = (),
 ) -> dict[str, tuple[float, bool]]:
     """Of every way: its error, and whether two runs gave the same bits (on all ranks, where all get
     the same)."""
     x, w = operands(op, m, k, n, rank, world, transposed, dtype)
     wanted = reference(op, x, w, outer, dim)
     found = {}
-    for way in ways_of(op, x, w, outer, dim):
-        run_way(way, op, x, w, outer, dim)  # grows the workspace if need be
+    for way in ways_of(op, x, w, outer, dim, terms=terms):
+        run_way(way, op, x, w, outer, dim, terms=terms)  # grows the workspace if need be
         poison()
-        first = run_way(way, op, x, w, outer, dim)
-        second = run_way(way, op, x, w, outer, dim)
+        first = run_way(way, op, x, w, outer, dim, terms=terms)
+        second = run_way(way, op, x, w, outer, dim, terms=terms)
         same = torch.equal(first, second)
         if op in ("matmul_all_reduce", "matmul_all_gather"):
             other = first.clone()
@@ -120,6 +127,17 @@ def all_ways(
             same = same and torch.equal(first, other)
         found[way] = error_of(first, wanted), same
     return found
+
+
+def sums(rank: int, world: int, op: str, m: int, n: int, terms: tuple[int, ...]) -> float:
+    """The error of a sum of matmuls, as graphs call the op."""
+    x, w = operands(op, m, sum(terms), n, rank, world, False, torch.bfloat16)
+    place = (0, 1) if op == "matmul_reduce_scatter" else ()
+    out = getattr(torch.ops.autofuse, op)(
+        [t.contiguous() for t in x.split(terms, 1)], list(w.split(terms)), [], "mm", "sum", *place, False,
+        dist.group.WORLD.group_name, "direct", "sums",
+    )[0]  # fmt: skip
+    return error_of(out, reference(op, x, w))
 
 
 def orders(rank: int, world: int, op: str, m: int, k: int, n: int) -> dict[str, float]:

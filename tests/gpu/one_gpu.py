@@ -182,13 +182,15 @@ class Dense(Call):
     def launch(self, memory: PeerMemory) -> None:
         config, r, everywhere = self.config, memory.rank, self.op == "all_reduce"
         if isinstance(config, ClusterReduceConfig):
-            launch_cluster_reduce(memory, self.x[r], self.w[r], self.out[r], False, everywhere, 1, 0, config)
+            launch_cluster_reduce(
+                memory, [self.x[r]], [self.w[r]], self.out[r], False, everywhere, 1, 0, config
+            )
         elif isinstance(config, WordsConfig):
             launch_matmul_words(memory, self.x[r], self.w[r], self.out[r], False, everywhere, config)
         elif isinstance(config, WordsGatherConfig):
             launch_gather_words(memory, self.x[r], self.w[r], self.out[r], config)
         elif isinstance(config, PacketsConfig):
-            launch_matmul_packets(memory, self.x[r], self.w[r], self.out[r], False, everywhere, config)
+            launch_matmul_packets(memory, [self.x[r]], [self.w[r]], self.out[r], False, everywhere, config)
         else:
             assert isinstance(config, ClusterGatherConfig)
             launch_cluster_gather(memory, self.x[r], self.w[r], self.out[r], 1, config)

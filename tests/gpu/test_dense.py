@@ -74,6 +74,24 @@ def test_all_ways(
             assert same or way.startswith("cublas"), way
 
 
+@pytest.mark.parametrize("terms", [(520, 264), (1024, 128, 128), (256, 8, 64, 512)])
+@pytest.mark.parametrize("m", [16, 96, 1000, 4096])
+@pytest.mark.parametrize("op", ["matmul_all_reduce", "matmul_reduce_scatter"])
+@pytest.mark.parametrize("world", WORLDS)
+def test_sums(gpu_ranks: Pools, world: int, op: str, m: int, terms: tuple[int, ...]) -> None:
+    """Of several matmuls, in every way; kernels take some where they take one matmul, but for `words`."""
+    pool, n, transposed = gpu_ranks(world), 1528, len(terms) == 3
+    for found in pool.run(
+        on_gpus.all_ways, op, m, sum(terms), n, 1, 0, transposed, torch.bfloat16, terms, timeout=300
+    ):
+        fused = {way.split()[0] for way in found} & {"packets", "clusters", "tiles"}
+        assert fused or m < 64 * world, found
+        for way, (error, same) in found.items():
+            assert error < on_gpus.MOST_ERROR, way
+            assert same or way.startswith("cublas"), way
+    assert max(pool.run(on_gpus.sums, op, m, n, terms, timeout=200)) < on_gpus.MOST_ERROR
+
+
 @pytest.mark.parametrize("op", ["matmul_all_reduce", "matmul_reduce_scatter"])
 @pytest.mark.parametrize("world", WORLDS)
 def test_orders(gpu_ranks: Pools, world: int, op: str) -> None:

@@ -95,7 +95,8 @@ def nan(rows: int, cols: int, dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True)
 class Reduction:
-    """What the two kernels that reduce have in common: sum over ranks of `[M, K] @ [K, N]`."""
+    """What the two kernels that reduce have in common: sum over ranks of `[M, K] @ [K, N]`, of one matmul or
+    of a sum of several, whose other lengths K are `more`."""
 
     m: int
     n: int
@@ -104,13 +105,20 @@ class Reduction:
     dtype: torch.dtype = BF16
     transposed: bool = True
     mean: bool = False
+    more: tuple[int, ...] = ()
 
-    def inputs(self, rank: int, seed: int) -> tuple[Tensor, Tensor]:
-        x = random_matrix(100 * seed + rank, self.m, self.k, self.dtype)
-        return x, random_weight(100 * seed + rank + 50, self.k, self.n, self.dtype, self.transposed)
+    def inputs(self, rank: int, seed: int) -> tuple[list[Tensor], list[Tensor]]:
+        """x and w of each term."""
+        x, w = list[Tensor](), list[Tensor]()
+        for term, k in enumerate((self.k, *self.more)):
+            at = 10_000 * term + 100 * seed + rank
+            x.append(random_matrix(at, self.m, k, self.dtype))
+            w.append(random_weight(at + 50, k, self.n, self.dtype, self.transposed))
+        return x, w
 
     def expected(self, world: int, seed: int) -> Tensor:
-        parts = [x.double() @ w.double() for x, w in (self.inputs(r, seed) for r in range(world))]
+        inputs = (self.inputs(r, seed) for r in range(world))
+        parts = [torch.cat(x, 1).double() @ torch.cat(w).double() for x, w in inputs]
         total = sum((part.to(self.dtype).float() for part in parts), torch.zeros(self.m, self.n))
         return (total / world if self.mean else total).to(self.dtype)
 

@@ -25,6 +25,7 @@ from autofuse.native_kernels.cuda.kernels.gather_words import WordsGatherConfig
 from autofuse.native_kernels.cuda.kernels.matmul_reduce import ClusterReduceConfig
 from autofuse.native_kernels.cuda.kernels.matmul_words import WordsConfig
 from autofuse.native_kernels.gpu.memory import SHARED_MEMORY
+from autofuse.native_kernels.gpu.state import MOST_TERMS
 from tests.kernels.pairwise import EVERY, pairwise
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
@@ -53,6 +54,7 @@ TAKE = re.compile(r"\bld\.relaxed\.sys\.global\.v4")
 def cases(op: str) -> Iterator[tuple[str, Constants, int]]:
     """Source, constants and bytes of shared memory of all ways; layouts, dtypes and traces by turns."""
     turns = cycle(product([False, True], DTYPES, [True, False], [True, False]))
+    terms = cycle((1, 2, MOST_TERMS, 1, 1))
     for m, world in product((8, 16, 40, 128, 512, 2048, 8192), (2, 4, 8)):
         for way in ways_of(DenseProblem(op, m, K, N, world, torch.bfloat16, update=op == OPS[1])).values():
             config = way.config
@@ -61,7 +63,7 @@ def cases(op: str) -> Iterator[tuple[str, Constants, int]]:
                 yield (
                     matmul_reduce.SOURCE,
                     matmul_reduce.cluster_reduce_constants(
-                        world, transposed, dtype, other, op == OPS[0], 0, config, trace
+                        world, transposed, dtype, other, op == OPS[0], 0, config, trace, next(terms)
                     ),
                     config.shared_bytes,
                 )

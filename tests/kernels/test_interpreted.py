@@ -52,6 +52,8 @@ REDUCE: list[Call] = [
     Reduce(20, 72, 32, mean=True, config=COLS),
     Reduce(33, 64, 16, order=RING, transposed=False, config=replace(COLS, visit=2)),
     Reduce(96, 40, 16, dtype=FP16, transposed=False, config=MORE),
+    Reduce(32, 40, 24, transposed=False, more=(40, 16), config=ROWS),
+    Reduce(20, 32, 16, more=(40,), config=COLS),
 ]
 SCATTER: list[Call] = [
     Reduce(64, 32, 32, all_ranks=False, config=ROWS),
@@ -62,6 +64,8 @@ SCATTER: list[Call] = [
     Reduce(80, 40, 16, all_ranks=False, outer=2, transposed=False, config=replace(MORE, visit=3)),
     Reduce(24, 64, 32, all_ranks=False, order=RING, dtype=FP16, mean=True, config=COLS),
     Reduce(136, 40, 16, all_ranks=False, transposed=False, config=MORE),
+    Reduce(64, 32, 40, all_ranks=False, more=(24,), config=ROWS),
+    Reduce(64, 40, 24, all_ranks=False, outer=2, transposed=False, more=(16, 8, 40), config=MORE),
 ]
 TWICE, ONCE = PACKETS_CONFIG, PacketsConfig(bn=32, bk=16, once=True)
 PACKETS: list[Call] = [
@@ -71,6 +75,8 @@ PACKETS: list[Call] = [
     Packets(5, 72, 40, config=ONCE, mean=True, dtype=FP16, transposed=False),
     Packets(16, 48, 16, config=TWICE, all_ranks=False),
     Packets(4, 40, 24, config=TWICE, all_ranks=False, dtype=FP16, transposed=False, programs=3),
+    Packets(6, 40, 24, config=TWICE, more=(40, 8)),
+    Packets(3, 48, 16, config=ONCE, transposed=False, more=(32,)),
 ]
 MOVED = GatherConfig(bm=16, bn=16, bk=16, movers=2)
 SHARED = replace(MOVED, movers=1, shared=True)

@@ -28,7 +28,7 @@ from autofuse.native_kernels.cuda.kernels.gather_words import WordsGatherConfig
 from autofuse.native_kernels.cuda.kernels.matmul_reduce import ClusterReduceConfig
 from autofuse.native_kernels.cuda.kernels.matmul_words import WordsConfig
 from autofuse.native_kernels.gpu.memory import EVENTS, SHARED_MEMORY, PeerMemory, Region
-from autofuse.native_kernels.gpu.state import STATE_LENGTH
+from autofuse.native_kernels.gpu.state import MOST_TERMS, STATE_LENGTH
 from autofuse.native_kernels.triton.gather_matmul import launch_gather_matmul
 from autofuse.native_kernels.triton.gather_matmul_few import FewConfig, launch_gather_matmul_few
 from autofuse.native_kernels.triton.matmul_gather import PublishConfig, launch_matmul_gather
@@ -60,6 +60,7 @@ READ = re.compile(
     r"\bld\.global\.(?!u64 (record|limit),)|cp\.async\.bulk\.tensor\.\w+\.shared::cluster\.global"
 )
 TMA_STORE = re.compile(r"cp\.async\.bulk\.tensor\.\w+\.global\.shared")
+MULTIPLY = re.compile(r"wgmma\.mma_async|\bmma\.sync")
 TMA_LOAD = re.compile(r"cp\.async\.bulk\.tensor\.\w+\.shared::cluster\.global")
 TMA_STORED = re.compile(r"cp\.async\.bulk\.wait_group\s+0;")
 PROXY_FENCE = re.compile(r"fence\.proxy\.async;")
@@ -114,7 +115,7 @@ class Kernel:
         return False
 
 
-def launch(problem: DenseProblem, way: Way, transposed: bool, trace: bool) -> None:
+def launch(problem: DenseProblem, way: Way, transposed: bool, trace: bool, terms: int = 1) -> None:
     """As `lowering.gpu.dense.run` does on rank 0."""
     m, world, dtype = problem.m, problem.world, problem.dtype
     config, need, everywhere = way.config, way.need, problem.op == "matmul_all_reduce"
@@ -154,10 +155,11 @@ def launch(problem: DenseProblem, way: Way, transposed: bool, trace: bool) -> No
     shape = [m, N]
     shape[problem.dim] //= 1 if everywhere else world
     x, out = torch.empty(m, K, dtype=dtype), torch.empty(shape, dtype=dtype)
+    xs, ws = [x] * terms, [w] * terms
     if isinstance(config, ReduceConfig):
-        launch_matmul_reduce(memory, x, w, out, False, everywhere, 1, 0, config, trace=events)
+        launch_matmul_reduce(memory, xs, ws, out, False, everywhere, 1, 0, config, trace=events)
     else:
-        launch_matmul_packets(memory, x, w, out, False, everywhere, config, trace=events)
+        launch_matmul_packets(memory, xs, ws, out, False, everywhere, config, trace=events)
 
 
 def compile_launch(launch: Callable[[], None]) -> tuple[Kernel, bytes]:
@@ -181,9 +183,9 @@ def compile_launch(launch: Callable[[], None]) -> tuple[Kernel, bytes]:
 
 
 @cache
-def compiled(problem: DenseProblem, way: Way, transposed: bool, trace: bool) -> Kernel:
+def compiled(problem: DenseProblem, way: Way, transposed: bool, trace: bool, terms: int = 1) -> Kernel:
     """The kernel of a dense way."""
-    return compile_launch(lambda: launch(problem, way, transposed, trace))[0]
+    return compile_launch(lambda: launch(problem, way, transposed, trace, terms))[0]
 
 
 def cases() -> Iterator[tuple[DenseProblem, Way, bool, bool]]:
@@ -227,6 +229,31 @@ def test_rules(op: str, every: bool) -> None:
         check_pipeline(kernel, way.config, problem, where)
         names.add(kernel.name)
     assert names == KERNELS[op]
+
+
+@pytest.mark.parametrize(
+    ("op", "m", "name"),
+    [
+        ("matmul_all_reduce", 4096, "tiles visit=1"),
+        ("matmul_reduce_scatter", 4096, "tiles bt=32"),
+        ("matmul_all_reduce", 16, "packets"),
+        ("matmul_reduce_scatter", 16, "packets bk=256 stages=4"),
+    ],
+)
+def test_rules_of_sums(op: str, m: int, name: str) -> None:
+    """Terms of a sum are multiplied in one loop: as fast as one matmul of their total length."""
+    problem = DenseProblem(op, m, K, N, 4, torch.bfloat16)
+    way = ways_of(problem)[name]
+    alone = compiled(problem, way, True, False)
+    for terms, transposed in ((2, True), (MOST_TERMS, False)):
+        kernel, where = compiled(problem, way, transposed, False, terms), f"{name}, {terms} terms"
+        for rule in (check_signals, check_waits, check_scopes, check_packets, check_decisions):
+            rule(kernel, where)
+        check_pipeline(kernel, way.config, problem, where)
+        assert kernel.shared == alone.shared, where
+        for unit in (MULTIPLY, TMA_LOAD):
+            assert len(kernel.find(unit)) <= len(alone.find(unit)), f"{where}: {unit.pattern}"
+        assert not any(".local" in line for line in kernel.lines), where
 
 
 def check_signals(kernel: Kernel, where: str) -> None:

@@ -133,7 +133,7 @@ def dense(world: int, m: int, k: int, n: int, dtype: torch.dtype) -> Iterator[Us
 
         def used(memory: PeerMemory, config: Any = reduce, everywhere: bool = everywhere) -> Used:
             p = launched(
-                matmul_reduce.launch_matmul_reduce, memory, x, w, full, False, everywhere, 1, 0, config
+                matmul_reduce.launch_matmul_reduce, memory, [x], [w], full, False, everywhere, 1, 0, config
             )
             chunk = p["rows"] * config.bm * p["pitch"]
             counters = world * p["rows"] * p["cols"]
@@ -150,9 +150,8 @@ def dense(world: int, m: int, k: int, n: int, dtype: torch.dtype) -> Iterator[Us
     for config in (cuda_reduce.ClusterReduceConfig(), cuda_reduce.ClusterReduceConfig(bn=128, update=True)):
 
         def used(memory: PeerMemory, config: Any = config) -> Used:
-            p = launched(
-                cuda_reduce.launch_cluster_reduce, memory, x, w, full, False, not config.update, 1, 0, config
-            )
+            run, everywhere = cuda_reduce.launch_cluster_reduce, not config.update
+            p = launched(run, memory, [x], [w], full, False, everywhere, 1, 0, config)
             tiles = world * p["rows"] * p["cols"]
             nbytes, words = tiles * 128 * config.bn * 2, 0
             if not config.update:
@@ -258,7 +257,7 @@ def few(world: int, chunk: int, k: int, n: int) -> Iterator[Use]:
 
         def used(memory: PeerMemory, once: bool = once) -> Used:
             config = matmul_packets.PacketsConfig(once=once)
-            p = launched(matmul_packets.launch_matmul_packets, memory, x, w, out, False, True, config)
+            p = launched(matmul_packets.launch_matmul_packets, memory, [x], [w], out, False, True, config)
             return {"packets": halves(p["packets_half"] * 8, (1 if once else 2) * world * p["slot"] * 8)}
 
         config = matmul_packets.PacketsConfig(once=once)

@@ -456,8 +456,8 @@ CHOICE = (
     Mutation(
         "a kernel takes products with an epilogue",
         "matmul_all_reduce.py|ops.py",
-        'lambda args: args.product != "mm" or args.terms != 1,',
-        "lambda args: args.terms != 1,",
+        'lambda args: args.product != "mm" or args.terms > MOST_TERMS,',
+        "lambda args: args.terms > MOST_TERMS,",
         (*_of("ops", "records"), *_of("passes", "on_gpus"), *_of("kernels", "by_name", "choice")),
         (
             'if len(x) != 1 or product != "mm" or keep_product or not _usable(x[0]):',

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed._functional_collectives as funcol
 from expecttest import assert_expected_inline
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
@@ -183,6 +183,33 @@ def test_the_gradient_of_two_projections_is_a_sum_that_is_sent() -> None:
 all_to_all_expert_matmul(_, [_], [], 0, None, None, [], [], 1, 1, True, '0', 'direct')
 expert_matmul_all_to_all([_, _], [_, _], [], [], 'mm', 0, None, None, [], [], 1, 1, False, '0', 'direct')""",
     )
+
+
+class Projections(nn.Module):
+    """Sequence parallel: q, k and v, or more, of different widths, of one gathered input."""
+
+    def __init__(self, *widths: int) -> None:
+        super().__init__()
+        self.each = nn.ModuleList(nn.Linear(D, width, bias=False, dtype=torch.bfloat16) for width in widths)
+
+    def forward(self, x: Tensor) -> Tensor:
+        whole = funcol.all_gather_tensor_autograd(x, 0, "0")
+        return torch.cat([layer(whole) for layer in self.each], 1).relu()
+
+
+def test_the_gradient_of_projections_of_one_gather_is_one_reduction() -> None:
+    """A sum of three matmuls; each has an inner length of its own."""
+    assert_expected_inline(
+        fused_calls(explained(lambda: Projections(64, 16, 16), tokens())),
+        """matmul_reduce_scatter([_, _, _], [_, _, _], [], 'mm', 'sum', 0, 1, False, '0', 'direct')""",
+    )
+
+
+def test_a_reduction_of_more_terms_than_kernels_take() -> None:
+    report = explained(lambda: Projections(16, 16, 16, 16, 16), tokens())
+    (site,) = (site for site in report.kept if site.graph.startswith("backward"))
+    assert site.reason is Reason.NO_KERNEL_FOR_DEVICE
+    assert "not 'mm' of 5" in site.detail
 
 
 @needs_grouped_mm

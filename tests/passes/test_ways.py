@@ -82,12 +82,26 @@ def test_more_products_of_a_gather_take_longer(predictor: Predictor) -> None:
     assert b[0] > a[0] + 5
 
 
+@pytest.mark.parametrize("op", ["matmul_all_reduce", "matmul_reduce_scatter"])
+def test_a_sum_of_matmuls_takes_kernels_as_long_as_one_of_their_length(op: str, predictor: Predictor) -> None:
+    """And what it replaces longer: a matmul of cuBLAS for each."""
+    one = dataclasses.replace(REDUCE, op=op, matmuls=((M, 4 * K, N),))
+    some = dataclasses.replace(one, matmuls=((M, 3 * K, N), (M, K, N)))
+    a, b = times(one, predictor), times(some, predictor)
+    assert a is not None
+    assert b is not None
+    assert b[1] == pytest.approx(a[1], rel=0.1)  # measured points of one matmul count less
+    assert b[2] > a[2]
+
+
 @pytest.mark.parametrize(
     "other",
     [
         {"dtype": "float32"},
         {"matmuls": ()},
-        {"matmuls": REDUCE.matmuls * 2},
+        {"matmuls": REDUCE.matmuls * 5},
+        {"matmuls": REDUCE.matmuls * 2, "op": "matmul_all_gather"},
+        {"matmuls": ((M, K, N), (M, K + 4, N), (M, K - 4, N))},
         {"matmuls": ((M, K + 1, N),)},
         {"matmuls": ((M, K, 0),)},
         {"matmuls": ((M, 0, N),)},

@@ -6,7 +6,7 @@ equal on all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -24,25 +24,25 @@ from autofuse.lowering.ops.matmul_reduce_scatter import MatmulReduceScatter
 from autofuse.lowering.runs import Note
 
 from .measure import trials
-from .run import Gather, Publication, Reduction, problem_of
+from .run import Gather, Publication, Reduction, of_sum, problem_of
 from .ways import GATHER, PUBLISH, REDUCE, SCATTER, DenseProblem
 
 ReduceArguments: TypeAlias = MatmulAllReduce | MatmulReduceScatter
 
 
 def run_reduce(op: str, args: ReduceArguments) -> Any:
-    """matmul_all_reduce and matmul_reduce_scatter of one matmul, without an epilogue."""
-    x, b = args.x[0], args.w[0]
-    if _is_empty(x, b):
+    """matmul_all_reduce and matmul_reduce_scatter of a sum of matmuls, without an epilogue."""
+    x, b = args.x, args.w
+    if any(map(_is_empty, x, b)):
         return NotImplemented
-    with current(x.device):
-        workspace = workspace_for(args.group_name, x.device)
-        a = x.contiguous()
+    with current(x[0].device):
+        workspace = workspace_for(args.group_name, x[0].device)
+        a = [xi.contiguous() for xi in x]
         capturing = torch.cuda.is_current_stream_capturing()
         update = op == SCATTER and config.update
         kind = (
-            op, _layout(a), _layout(b), args.reduce_op, args.dim, args.outer, args.order, args.site,
-            capturing, update,
+            op, *map(_layout, a), *map(_layout, b), args.reduce_op, args.dim, args.outer, args.order,
+            args.site, capturing, update,
         )  # fmt: skip
         reduction = workspace.calls.get(kind)
         if reduction is None:
@@ -53,25 +53,26 @@ def run_reduce(op: str, args: ReduceArguments) -> Any:
 
 def reduce_call(op: str, args: ReduceArguments) -> GpuCall | None:
     """The same as ways by name take it; None for what is left to the reference."""
-    x = args.x[0]
-    if _is_empty(x, args.w[0]):
+    x = args.x
+    if any(map(_is_empty, x, args.w)):
         return None
-    return _reduce_call(workspace_of(args.group_name, x), op, args, x.contiguous())[0]
+    return _reduce_call(workspace_of(args.group_name, x[0]), op, args, [xi.contiguous() for xi in x])[0]
 
 
 def _reduce_call(
-    workspace: GpuWorkspace, op: str, args: ReduceArguments, a: Tensor
+    workspace: GpuWorkspace, op: str, args: ReduceArguments, a: Sequence[Tensor]
 ) -> tuple[GpuCall, Callable[..., Reduction]]:
-    b, mean = args.w[0], args.reduce_op == "avg"
-    problem = problem_of(op, a, b, workspace, args.dim, args.outer)
+    b, mean = args.w, args.reduce_op == "avg"
+    problem = of_sum(problem_of(op, a[0], b[0], workspace, args.dim, args.outer), a, b)
+    strides = b[0].stride()
 
     def prepared(way: Way, note: Note | None = None) -> Reduction:
-        return Reduction(workspace, way, problem, b.stride(), mean, args.order, args.site, note=note)
+        return Reduction(workspace, way, problem, strides, mean, args.order, args.site, note=note)
 
     def run(way: Way) -> list[Tensor]:
         return [prepared(way)(a, b)]
 
-    variant = b.stride(), args.reduce_op, args.order
+    variant = strides, args.reduce_op, args.order
     return _call(op, args, workspace, problem, run, variant), prepared
 
 

@@ -34,7 +34,9 @@ def run(
         return gather(x, [w], [None], trace)[0]
     if problem.op == PUBLISH:
         return Publication(workspace, way, problem, strides, False, site, traced)(x, w, None, trace)
-    return Reduction(workspace, way, problem, strides, False, order, site, traced)(x, w, trace)
+    lengths = list(problem.terms or (problem.k,))
+    reduction = Reduction(workspace, way, problem, strides, False, order, site, traced)
+    return reduction(x.split(lengths, 1), w.split(lengths), trace)
 
 
 def run_on(name: str, op: str, x: Tensor, w: Tensor, group_name: str, programs: int = 0) -> Tensor:

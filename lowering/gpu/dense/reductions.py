@@ -1,8 +1,11 @@
-"""The kernels of matmul_all_reduce and matmul_reduce_scatter: `launch(at, config, x, w, out, how)`."""
+"""The kernels of matmul_all_reduce and matmul_reduce_scatter: `launch(at, config, x, w, out, how)`.
+
+x, w: a list each, of the operands of all terms of a sum.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
@@ -55,7 +58,7 @@ def _packets_configs(problem: DenseProblem) -> Iterator[PacketsConfig]:
 
 
 def _launch_packets(
-    at: Launch, config: PacketsConfig, x: Tensor, w: Tensor, out: Tensor, how: Reduce
+    at: Launch, config: PacketsConfig, x: Sequence[Tensor], w: Sequence[Tensor], out: Tensor, how: Reduce
 ) -> None:
     launch_matmul_packets(
         at.memory, x, w, out, how.mean, how.everywhere, config, at.site, at.trace, at.compile_only
@@ -75,7 +78,7 @@ PACKETS: Kernel[DenseProblem, PacketsConfig] = Kernel(
 
 def _words_configs(problem: DenseProblem) -> Iterator[WordsConfig]:
     """Those with which tiles keep most programs busy."""
-    if problem.m > MOST_ROWS or not problem.by_rows or problem.outer != 1:
+    if problem.terms or problem.m > MOST_ROWS or not problem.by_rows or problem.outer != 1:
         return
     for bn in (64, 128):
         for split in (1, 2, 4):
@@ -88,9 +91,11 @@ def _words_configs(problem: DenseProblem) -> Iterator[WordsConfig]:
                 break
 
 
-def _launch_words(at: Launch, config: WordsConfig, x: Tensor, w: Tensor, out: Tensor, how: Reduce) -> None:
+def _launch_words(
+    at: Launch, config: WordsConfig, x: Sequence[Tensor], w: Sequence[Tensor], out: Tensor, how: Reduce
+) -> None:
     launch_matmul_words(
-        at.memory, x, w, out, how.mean, how.everywhere, config, at.site, at.trace, at.compile_only
+        at.memory, x[0], w[0], out, how.mean, how.everywhere, config, at.site, at.trace, at.compile_only
     )
 
 
@@ -125,8 +130,9 @@ def _clusters_configs(problem: DenseProblem) -> Iterator[ClusterReduceConfig]:
 
 
 def _launch_clusters(
-    at: Launch, config: ClusterReduceConfig, x: Tensor, w: Tensor, out: Tensor, how: Reduce
-) -> None:
+    at: Launch, config: ClusterReduceConfig, x: Sequence[Tensor], w: Sequence[Tensor], out: Tensor,
+    how: Reduce,
+) -> None:  # fmt: skip
     launch_cluster_reduce(at.memory, x, w, out, *how, config, at.site, at.trace, at.compile_only, at.engine)
 
 
@@ -167,7 +173,9 @@ def _tiles_fit(config: ReduceConfig, problem: DenseProblem) -> bool:
     return problem.outer == 1 and problem.n % (8 * problem.world) == 0
 
 
-def _launch_tiles(at: Launch, config: ReduceConfig, x: Tensor, w: Tensor, out: Tensor, how: Reduce) -> None:
+def _launch_tiles(
+    at: Launch, config: ReduceConfig, x: Sequence[Tensor], w: Sequence[Tensor], out: Tensor, how: Reduce
+) -> None:
     launch_matmul_reduce(at.memory, x, w, out, *how, config, at.site, at.trace, at.compile_only)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -34,8 +35,20 @@ def problem_of(
     )  # fmt: skip
 
 
+def of_sum(problem: DenseProblem, x: Sequence[Tensor], w: Sequence[Tensor]) -> DenseProblem:
+    """The problem of a sum of matmuls, given that of the first."""
+    if len(x) == 1:
+        return problem
+    alike = all((wi.stride(1) == 1) == (w[0].stride(1) == 1) for wi in w)
+    aligned = alike and is_tma(*x, *w)
+    lengths = tuple(xi.shape[1] for xi in x)
+    return replace(problem, k=sum(lengths), terms=lengths, aligned=aligned)
+
+
 class Reduction:
     """Calls of one kind of matmul_all_reduce or matmul_reduce_scatter: `reduction(x, w)`, the first result.
+
+    x, w: the operands of all terms of a sum.
 
     What is equal in all of them is decided once.
     """
@@ -54,25 +67,25 @@ class Reduction:
         self._shape = [problem.m, problem.n]
         self._shape[problem.dim] //= 1 if problem.everywhere else problem.world
 
-    def __call__(self, x: Tensor, w: Tensor, trace: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Sequence[Tensor], w: Sequence[Tensor], trace: Tensor | None = None) -> Tensor:
         memory = None if self._is_replaced else self._launcher.enter(self._problem.programs, trace)
         if memory is None:
-            return self._unfused(torch.mm(x, w))
+            return self._unfused(_sum(x, w))
         if self._is_fused:
-            out = x.new_empty(self._shape)
+            out = x[0].new_empty(self._shape)
             self._launcher.launch(x, w, out, self._how)
         else:
             out = self._by_torch(memory, x, w)
         self._launcher.leave()
         return out
 
-    def _by_torch(self, memory: PeerMemory, x: Tensor, w: Tensor) -> Tensor:
+    def _by_torch(self, memory: PeerMemory, x: Sequence[Tensor], w: Sequence[Tensor]) -> Tensor:
         problem, group_name = self._problem, self._workspace.group_name
         if self._way.name == ASYNC_TP:
-            out = torch_internals.async_tp_matmul_reduce_scatter(x, w, group_name)
+            out = torch_internals.async_tp_matmul_reduce_scatter(x[0], w[0], group_name)
             return self._averaged(out)
-        p = memory.finished.views[memory.rank].view(x.dtype)[: problem.m * problem.n]
-        torch.mm(x, w, out=p.view(problem.m, problem.n))
+        p = memory.finished.views[memory.rank].view(x[0].dtype)[: problem.m * problem.n]
+        _sum(x, w, p.view(problem.m, problem.n))
         out = torch_internals.symmetric_all_reduce(p, group_name, self._way.name == ONE_SHOT)
         # torch's variant with an output of its own was measured to be slower than this and a copy.
         out = out.clone() if self._way.name == TWO_SHOT else out
@@ -188,6 +201,14 @@ class Publication:
         every = p.new_empty(problem.world, *p.shape)
         dist.all_gather_into_tensor(every, p, group=self._workspace.group)
         return whole(every, problem.dim, problem.outer)
+
+
+def _sum(x: Sequence[Tensor], w: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
+    """The sum of `x[i] @ w[i]`; every term is added in fp32, and rounded."""
+    total = torch.mm(x[0], w[0], out=out)
+    for xi, wi in zip(x[1:], w[1:], strict=True):
+        total.addmm_(xi, wi)
+    return total
 
 
 def _multiply(x: Tensor, w: Sequence[Tensor], bias: Sequence[Tensor | None]) -> list[Tensor]:

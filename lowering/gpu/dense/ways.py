@@ -10,6 +10,7 @@ import torch
 
 from autofuse.lowering.gpu.choice.kernel import CUBLAS_NCCL, DTYPES, MOST_BYTES, Kernel, Way
 from autofuse.native_kernels.gpu.memory import LONGEST_ROW, Need, cdiv
+from autofuse.native_kernels.gpu.state import MOST_TERMS
 
 from .gathers import GATHERS
 from .publishes import PUBLISHES
@@ -34,7 +35,7 @@ class DenseProblem:
 
     m: rows of the product: all tokens, of a gather too. programs: that run at once. dim, outer: which rows
     (columns) belong to whom. aligned: operands are as TMA loads them. update: tiles may be added at their
-    owners as they arrive.
+    owners as they arrive. terms: of a sum of several matmuls, the K of each, `k` in total.
     """
 
     op: str
@@ -48,6 +49,7 @@ class DenseProblem:
     outer: int = 1
     aligned: bool = True
     update: bool = False
+    terms: tuple[int, ...] = ()
 
     host_counts: ClassVar[bool] = True
     is_whole: ClassVar[bool] = True
@@ -80,9 +82,14 @@ class DenseProblem:
                 if nbytes <= MOST_ONE_SHOT_BYTES:
                     ways.append(Way(ONE_SHOT, 45.0, one_shot_work, need=need))
                 ways.append(Way(TWO_SHOT, 55.0, two_shot_work, need=need))
-        elif self.m >= 1024 and self.by_rows and self.outer == 1 and self.dtype is torch.bfloat16:
+        elif self.m >= 1024 and self._is_plain and self.dtype is torch.bfloat16:
             ways.append(Way(ASYNC_TP, 300.0, async_tp_work))
         return ways
+
+    @property
+    def _is_plain(self) -> bool:
+        """One matmul, of which each rank has rows side by side."""
+        return self.by_rows and self.outer == 1 and not self.terms
 
     def kernels(self) -> Sequence[Kernel[DenseProblem, Any]]:
         if not self._usable():
@@ -94,12 +101,14 @@ class DenseProblem:
         return GATHERS if self.by_rows else ()
 
     def at(self, m: int, k: int, n: int, world: int) -> DenseProblem:
-        return replace(self, m=m, k=k, n=n, world=world)
+        terms = tuple(length * k // self.k for length in self.terms)
+        return replace(self, m=m, k=k, n=n, world=world, terms=terms)
 
     @property
     def measured_as(self) -> str:
         """Points of matmul_all_gather are of columns and count for rows, too: the kernels take as long."""
-        return self.op if self.by_rows or self.op == PUBLISH else f"{self.op}, columns"
+        op = f"{self.op}, {len(self.terms)} terms" if self.terms else self.op
+        return op if self.by_rows or self.op == PUBLISH else f"{op}, columns"
 
     def rounded(self) -> DenseProblem | None:
         """With the tokens rounded up to a power of two, or those of a rank where ranks share them; not for
@@ -117,6 +126,7 @@ class DenseProblem:
             and self.world <= 8
             and min(self.m, self.k, self.n) > 0
             and self.n % 8 == 0
-            and self.k % 8 == 0
+            and all(length % 8 == 0 for length in (self.k, *self.terms))
+            and len(self.terms) <= MOST_TERMS
             and max(self.k, self.n + 256) * self.dtype.itemsize <= LONGEST_ROW
         )

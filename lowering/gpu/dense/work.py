@@ -146,8 +146,9 @@ def publish_work(config: PublishConfig, p: DenseProblem) -> Work:
 # --- What torch has --------------------------------------------------------------------------------------
 
 
-def _product(p: DenseProblem) -> Product:
-    return Product(p.m, p.k, p.n)
+def _products(p: DenseProblem) -> tuple[Product, ...]:
+    """One for each term of a sum."""
+    return tuple(Product(p.m, k, p.n) for k in p.terms or (p.k,))
 
 
 def nccl_work(p: DenseProblem) -> tuple[Work, ...]:
@@ -160,15 +161,15 @@ def nccl_work(p: DenseProblem) -> tuple[Work, ...]:
         sent, name = _reduced(p)[0], "all_reduce" if p.everywhere else "reduce_scatter"
     # Columns, and stretches of rows, are brought into order by copies.
     copied = 0.0 if p.by_rows and p.outer == 1 else 2 * sent * p.world / max(1, p.world - 1)
-    return _product(p), Collective(f"nccl {name}", sent, p.world, copied)
+    return *_products(p), Collective(f"nccl {name}", sent, p.world, copied)
 
 
 def one_shot_work(p: DenseProblem) -> tuple[Work, ...]:
-    return _product(p), Shots("one_shot", _reduced(p, once=True)[0], 0.0, p.world)
+    return *_products(p), Shots("one_shot", _reduced(p, once=True)[0], 0.0, p.world)
 
 
 def two_shot_work(p: DenseProblem) -> tuple[Work, ...]:
-    return _product(p), Shots("two_shot", _reduced(p)[0], 4.0 * p.m * p.n, p.world)
+    return *_products(p), Shots("two_shot", _reduced(p)[0], 4.0 * p.m * p.n, p.world)
 
 
 def async_tp_work(p: DenseProblem) -> tuple[Work, ...]:

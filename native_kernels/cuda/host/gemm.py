@@ -144,7 +144,7 @@ def weight_map(w: Tensor, across: int) -> bytes:
 
 
 def map_terms(
-    params: ctypes.Structure, x: Sequence[Tensor], w: Sequence[Tensor], config: ClusterConfig, rows: int
+    params: ctypes.Structure, x: Sequence[Tensor], w: Sequence[Tensor], config: ClusterConfig, rows: int = BM
 ) -> None:
     """`map_operands` for a sum of products: `params.x` and `params.w` are arrays of a map for each term."""
     for i, (xi, wi) in enumerate(zip(x, w, strict=True)):

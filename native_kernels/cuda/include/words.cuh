@@ -65,11 +65,11 @@ struct Identity {
     __device__ void operator()(float (&)[8]) const {}
 };
 
-template <int TERMS, class Map = Identity>
-__device__ inline uint4 sum(const uint4 (&words)[TERMS], Map map = {}) {
+template <int COUNT, class Map = Identity>
+__device__ inline uint4 sum(const uint4 (&words)[COUNT], Map map = {}) {
     float total[8] = {};
 #pragma unroll
-    for (int r = 0; r < TERMS; ++r) {
+    for (int r = 0; r < COUNT; ++r) {
         const uint32_t word[4] = {words[r].x, words[r].y, words[r].z, words[r].w};
 #pragma unroll
         for (int e = 0; e < 4; ++e) {

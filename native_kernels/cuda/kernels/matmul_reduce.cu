@@ -8,12 +8,14 @@
 // ENGINES: tiles for a peer go to a local outbox [W, rows * cols, BM * BN]. The tiles of a chunk lie there in the order in
 // which they are computed. A copy engine moves `slice` of them at a time to the inbox of the peer and raises a flag of the
 // slice there. Copy engines do not know the epoch: the inbox has one half, and a peer stores again once it has credit.
+// A tile is a sum of TERMS products, each with a K of its own; it is rounded once.
+//
 // UPDATE: the inbox is [rows * cols, BM * BN] and 0 between calls; tiles of all ranks are added to it as they come.
 #include "frame.cuh"
 #include "words.cuh"
 
 struct Params {
-    TensorMap x, w;
+    TensorMap x[TERMS], w[TERMS];
     char* out;
     char* inbox[8];     // of every rank
     char* words[8];     // flag-in-payload
@@ -22,7 +24,7 @@ struct Params {
     int64_t* trace;
     int64_t inbox_half, words_half;  // bytes
     int64_t signals_half;            // counters
-    int m, n, k, rank, site;
+    int m, n, k[TERMS], rank, site;
     int chunk_rows, stretch, rows, cols;  // rows of a chunk and stretch; tiles of a stretch, and of a chunk
     int out_pitch, visit, lag, programs;  // bytes of a row of the output
     // ENGINES:
@@ -48,13 +50,12 @@ struct MatmulReduce : Frame<Params, TEAMS> {
     }
 
     __device__ void load_tiles(int tiles) const {
-        prefetch(&p.x);
-        prefetch(&p.w);
+        for (int i = 0; i < TERMS; ++i) prefetch(&p.x[i]), prefetch(&p.w[i]);
         Turn turn;
         each_tile_loaded(*this, tiles, [&](int t) {
             Tile tile = tile_of(t);
             int row = (tile.row / p.stretch * W + tile.owner) * p.chunk_rows + tile.row % p.stretch * BM;
-            produce(s, turn, {{&p.x}, {&p.w}, row, tile.col * BN, 0, p.k});
+            for (int i = 0; i < TERMS; ++i) produce(s, turn, {{&p.x[i]}, {&p.w[i]}, row, tile.col * BN, 0, p.k[i]});
         });
     }
 

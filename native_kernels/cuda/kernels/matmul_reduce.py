@@ -7,7 +7,9 @@ need it, so that the L2 cache is read less.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -22,7 +24,7 @@ from autofuse.native_kernels.cuda.host.gemm import (
     fields,
     filled,
     launch,
-    map_operands,
+    map_terms,
     of_call,
     shared_bytes,
     views,
@@ -34,21 +36,26 @@ from autofuse.native_kernels.gpu.memory import LONGEST_ROW, Need, PeerMemory, cd
 SOURCE = "matmul_reduce.cu"
 
 
-class _Params(ctypes.Structure):
-    _fields_ = (
-        ("x", TENSOR_MAP),
-        ("w", TENSOR_MAP),
-        ("out", ctypes.c_void_p),
-        *fields(POINTERS, "inbox", "words", "signals"),
-        *fields(ctypes.c_void_p, "state", "trace"),
-        *fields(ctypes.c_int64, "inbox_half", "words_half", "signals_half"),
-        *fields(ctypes.c_int32, "m", "n", "k", "rank", "site", "chunk_rows", "stretch", "rows", "cols"),
-        *fields(ctypes.c_int32, "out_pitch", "visit", "lag", "programs"),
-        ("outbox", ctypes.c_void_p),
-        ("copied", POINTERS),
-        ("stored", ctypes.c_void_p),
-        *fields(ctypes.c_int32, "slice", "slices", "credit"),
-    )
+@cache
+def _params_of(terms: int) -> type[ctypes.Structure]:
+    class Params(ctypes.Structure):
+        _fields_ = (
+            *fields(TENSOR_MAP * terms, "x", "w"),
+            ("out", ctypes.c_void_p),
+            *fields(POINTERS, "inbox", "words", "signals"),
+            *fields(ctypes.c_void_p, "state", "trace"),
+            *fields(ctypes.c_int64, "inbox_half", "words_half", "signals_half"),
+            *fields(ctypes.c_int32, "m", "n"),
+            ("k", ctypes.c_int32 * terms),
+            *fields(ctypes.c_int32, "rank", "site", "chunk_rows", "stretch", "rows", "cols"),
+            *fields(ctypes.c_int32, "out_pitch", "visit", "lag", "programs"),
+            ("outbox", ctypes.c_void_p),
+            ("copied", POINTERS),
+            ("stored", ctypes.c_void_p),
+            *fields(ctypes.c_int32, "slice", "slices", "credit"),
+        )
+
+    return Params
 
 
 @dataclass(frozen=True)
@@ -117,19 +124,19 @@ def cluster_reduce_needs(
 
 def cluster_reduce_constants(
     world: int, transposed: bool, dtype: torch.dtype, mean: bool, all_ranks: bool, order: int,
-    config: ClusterReduceConfig, trace: bool,
+    config: ClusterReduceConfig, trace: bool, terms: int = 1,
 ) -> Constants:  # fmt: skip
     """The macros that the kernel is compiled with."""
     return constants(
-        _Params, config, world, transposed, dtype, trace, STAGES=config.stages, ORDER=order, ALL=all_ranks,
-        MEAN=mean, PART=config.part, ENGINES=config.copied, UPDATE=config.update,
+        _params_of(terms), config, world, transposed, dtype, trace, STAGES=config.stages, ORDER=order,
+        ALL=all_ranks, MEAN=mean, PART=config.part, ENGINES=config.copied, UPDATE=config.update, TERMS=terms,
     )  # fmt: skip
 
 
 def launch_cluster_reduce(
     memory: PeerMemory,
-    x: Tensor,
-    w: Tensor,
+    x: Sequence[Tensor],
+    w: Sequence[Tensor],
     out: Tensor,
     mean: bool,
     all_ranks: bool,
@@ -146,21 +153,23 @@ def launch_cluster_reduce(
     The world is a multiple of `config.across`. trace: three rows of events a program, for the teams that
     reduce alone and after they have multiplied. engine: copies what is `config.copied`.
     """
-    (m, k), n = x.shape, w.shape[1]
+    m, n = x[0].shape[0], w[0].shape[1]
+    ks = tuple(xi.shape[1] for xi in x)
     found, template = _prepared(
-        memory, m, k, n, w.stride(1) != 1, x.dtype, mean, all_ranks, outer, order, config, trace is not None
-    )
+        memory, m, ks, n, w[0].stride(1) != 1, x[0].dtype, mean, all_ranks, outer, order, config,
+        trace is not None,
+    )  # fmt: skip
     if compile_only:
         return
     params = filled(template, site, trace, out=out)
     params.out_pitch = out.stride(0) * out.element_size()
-    map_operands(params, x, w, config)
+    map_terms(params, x, w, config)
     if not config.copied:
         launch(found, params, config.cluster)
         return
     assert engine is not None
     cut = _Cut.of(m, n, outer, memory.world, config)
-    tile_bytes = BM * config.bn * x.element_size()
+    tile_bytes = BM * config.bn * out.element_size()
     full = memory.done[: 2 * memory.world * cut.slices].view(2, memory.world, cut.slices)[1]
     engine.fork()
     launch(found, params, config.cluster)
@@ -170,23 +179,25 @@ def launch_cluster_reduce(
 
 @per_memory
 def _prepared(
-    memory: PeerMemory, m: int, k: int, n: int, transposed: bool, dtype: torch.dtype, mean: bool,
+    memory: PeerMemory, m: int, ks: tuple[int, ...], n: int, transposed: bool, dtype: torch.dtype, mean: bool,
     all_ranks: bool, outer: int, order: int, config: ClusterReduceConfig, trace: bool,
-) -> tuple[Kernel, _Params]:  # fmt: skip
+) -> tuple[Kernel, ctypes.Structure]:  # fmt: skip
     """The kernel and the parameters that do not change from call to call."""
     world, cut = memory.world, _Cut.of(m, n, outer, memory.world, config)
-    compiled_with = cluster_reduce_constants(world, transposed, dtype, mean, all_ranks, order, config, trace)
+    compiled_with = cluster_reduce_constants(
+        world, transposed, dtype, mean, all_ranks, order, config, trace, len(ks)
+    )
     found = kernel(SOURCE, "matmul_reduce", compiled_with, config.shared_bytes)
     programs = blocks(memory, config)
     in_tile = BM // config.part
     parts = cut.rows * cut.cols * in_tile
     inbox = memory.copies if config.copied else memory.words if config.update else memory.inbox
-    params = _Params(
+    params = _params_of(len(ks))(
         **of_call(memory, programs), inbox=views(inbox), words=views(memory.words),
         signals=views(memory.signals), copied=views(memory.copy_signals),
         inbox_half=0 if config.copied else inbox.half(torch.uint8),
         words_half=memory.words.half(torch.uint8), signals_half=memory.signals.half(torch.int32),
-        m=m, n=n, k=k, chunk_rows=cut.inner, stretch=cut.stretch, rows=cut.rows,
+        m=m, n=n, k=ks, chunk_rows=cut.inner, stretch=cut.stretch, rows=cut.rows,
         cols=cut.cols, visit=config.visit or max(1, programs // world),
         lag=parts if parts < 3 * programs else (programs // world + 1) * in_tile,
         outbox=memory.outbox.data_ptr(), stored=memory.done.data_ptr(), slice=config.slice, slices=cut.slices,
