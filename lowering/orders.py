@@ -14,6 +14,7 @@ from itertools import pairwise
 
 from autofuse.lowering.plan import (
     ALIKE,
+    EVERYWHERE,
     FAMILIES,
     SIGNAL_SLOTS,
     Action,
@@ -95,7 +96,7 @@ def make_plan(
     """
     _check(op, order, world, rank, chunks, block, one_shot, visit)
     order = Order(order)
-    family, twice = FAMILIES[op], op == "matmul_all_reduce" and not one_shot
+    family, twice = FAMILIES[op], op in EVERYWHERE and not one_shot
     tiles = [cut(c, extent, block) for c, extent in enumerate(chunks)]
     phases = (2 if twice else 1) * (max(1, world - 1) if order is Order.RING else 1)
     if family in ALIKE and phases > SIGNAL_SLOTS:

@@ -15,6 +15,7 @@ from typing import NoReturn
 
 from autofuse.lowering.plan import (
     ALIKE,
+    EVERYWHERE,
     SIGNAL_SLOTS,
     Action,
     Compute,
@@ -220,7 +221,7 @@ class _Machine:
         for source in range(self.world):
             total |= self._read(rank, source if plan.one_shot else me, source, tile)
         self._deliver(rank, tile, total)
-        if plan.op == "matmul_all_reduce" and not plan.one_shot:
+        if plan.op in EVERYWHERE and not plan.one_shot:
             self._store(rank, me, "final", tile, total)
 
     def _store(self, rank: _Rank, memory: int, name: Hashable, tile: Tile, content: frozenset[int]) -> None:

@@ -1,0 +1,258 @@
+"""Runs reduce_update_gather on CPU ranks that share memory.
+
+Elements are exchanged piece by piece (`lowering.buckets`), each in a call with a plan of its own, so that the
+shared memory is small and tiles stay in the caches. Memory of rank r in a call, tiles as in `tiles.Buffer`:
+
+    inbox    gradients of the chunk of rank r, a slot per source
+    outbox   new parameters of the chunk of rank r, from which peers copy them
+
+An element has as many bytes there as the widest dtype; a segment of a narrower dtype is packed from its
+start on.
+
+Usually a plan does it all: peers' gradients are added, the rule is applied, the result is handed out. Two
+phases are needed where every element depends on a norm: of all gradients (clipping), or of its tensor
+(LAMB). Then the first phase keeps sums or directions, as a reduce_scatter; ranks exchange their parts of
+the norms; the second one is a gather."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable, Sequence
+from ctypes import addressof, byref, c_double, c_float, c_void_p, pointer
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from autofuse.lowering import agreement
+from autofuse.lowering.buckets import Buckets, buckets_of
+from autofuse.lowering.cpu.tiles import Buffer, with_tiles
+from autofuse.lowering.cpu.workspace import VALUES, Call, Workspace, workspace_for
+from autofuse.lowering.orders import PlanShape
+from autofuse.lowering.plan import Action, Compute, Copy, Reduce, Signal, Tile, Wait
+from autofuse.lowering.reference.update import check, tell
+from autofuse.lowering.update_rules import NUMBERS, RULES, clip, trust
+from autofuse.native_kernels.cpu import DTYPES
+from autofuse.native_kernels.cpu import optimizer as kernels
+
+if TYPE_CHECKING:
+    from autofuse.lowering.ops.reduce_update_gather import ReduceUpdateGather
+
+OP = "reduce_update_gather"
+REDUCTION, GATHER = "matmul_reduce_scatter", "matmul_all_gather"
+"""Ops whose plans move data as the two phases do."""
+
+TILE, TILES = 1 << 15, 16
+"""Elements of a tile, and tiles of an owner in a call. A tile and its states fit into the L2 cache."""
+
+
+def piece_shapes(op: str, order: str, buckets: Buckets) -> list[PlanShape]:
+    """What the plans of the calls are made from."""
+    return [
+        PlanShape(op, order, buckets.world, (tuple((1, n) for n in piece),), (1, TILE))
+        for piece in buckets.pieces(TILE * TILES)
+    ]
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The segments of a tile, for the kernels, and where the tile begins in the run of its owner."""
+
+    segments: Any
+    count: int
+    at: int
+
+
+@lru_cache(maxsize=1 << 14)
+def _part(buckets: Buckets, piece: int, tile: Tile) -> _Part:
+    start, stop = buckets.starts[tile.chunk : tile.chunk + 2]
+    at = piece * TILE * TILES + tile.cols.start
+    found = list(buckets.segments(start + at, min(stop, start + at + len(tile.cols))))
+    return _Part(kernels.segments(found), len(found), at)
+
+
+@dataclass(frozen=True)
+class _Recipe:
+    """What follows from a plan."""
+
+    actions: tuple[tuple[Action, int], ...]
+    agreement: str
+    inbox: Buffer
+    outbox: Buffer
+
+
+@lru_cache(maxsize=1024)
+def _recipe(shape: PlanShape, rank: int) -> _Recipe:
+    plan = shape.plan(rank)
+    tiles = [plan.tiles(c) for c in range(plan.world)]
+    inbox = Buffer(0, plan.world, tiles, torch.float32)
+    outbox = Buffer(inbox.end, 1, tiles, torch.float32)
+    return _Recipe(tuple(with_tiles(plan.actions)), plan.agreement, inbox, outbox)
+
+
+def run_update(args: ReduceUpdateGather) -> Any:
+    """The op; NotImplemented for a dtype without a kernel."""
+    dtypes = {p.dtype for p in args.params} | {g.dtype for g in args.grads if g is not None}
+    if not dtypes <= DTYPES.keys():
+        return NotImplemented
+    workspace = workspace_for(args.group_name)
+    check(args)
+    return _Step(args, workspace).run()
+
+
+class _Step:
+    """One call of the op: the tensors and numbers as kernels read them, and the phases."""
+
+    def __init__(self, args: ReduceUpdateGather, workspace: Workspace) -> None:
+        self.args, self.workspace, self.rule = args, workspace, RULES[args.rule]
+        self.buckets = buckets_of(tuple(p.numel() for p in args.params), workspace.world)
+        # Kernels read flat memory. Gradients of a wrong kind are refused before anything reads them.
+        self.params = [p.detach().contiguous() for p in args.params]
+        self.grads = [
+            g.detach().contiguous() if g is not None and agreement.code(p, g) == agreement.GIVEN else None
+            for p, g in zip(args.params, args.grads, strict=True)
+        ]
+        params = [p.dtype for p in self.params]
+        grads = [p.dtype if g is None else g.dtype for p, g in zip(self.params, self.grads, strict=True)]
+        self.widths = [max((d.itemsize for d in found), default=4) for found in (grads, params)]
+        self.numbers = args.numbers.float().contiguous()
+        self.of_params, self.of_grads = kernels.pointers(self.params), kernels.pointers(self.grads)
+        self.param_dtypes, self.grad_dtypes = kernels.dtypes(params), kernels.dtypes(grads)
+        self.trusts = (c_float * len(params))()
+        self.norms = (c_double * (2 * len(params)))()
+        self.squares = c_double()
+        self.parts = (c_void_p * workspace.world)()
+        self.sums: Tensor | None = None
+        self.norm = 0.0
+        own = len(self.rule.states)
+        self.states = [s.data_ptr() for s in args.states[:own]]
+        self.master = args.states[own].data_ptr() if len(args.states) > own else None
+        self.mean = 1 / workspace.world if args.reduce_op == "avg" else 1.0
+        self.work = kernels.Work(
+            params_of=addressof(self.of_params), grads_of=addressof(self.of_grads),
+            param_dtypes_of=addressof(self.param_dtypes), grad_dtypes_of=addressof(self.grad_dtypes),
+            numbers_of=self.numbers.data_ptr(), row=NUMBERS, trust_of=addressof(self.trusts),
+            norms_of=addressof(self.norms), parts=addressof(self.parts), part_width=self.widths[0],
+            out_width=self.widths[1], squares=pointer(self.squares), scale=self.mean, world=workspace.world,
+            rank=workspace.rank, rule=self.rule.code,
+        )  # fmt: skip
+        self.key = f"{agreement.digest(self.buckets.numels, params):x} {args.rule} {args.reduce_op}"
+
+    def run(self) -> Tensor:
+        args, by_norms = self.args, self.rule.by_norms
+        norm = args.numbers.new_empty(() if args.wants_norm else (0,), dtype=torch.float32)
+        if not args.wants_norm and not by_norms:
+            self._exchange(OP, kernels.UPDATE, self._agree)
+        else:
+            self.sums = torch.empty(self.buckets.owned(self.workspace.rank), dtype=torch.float32)
+            self._exchange(REDUCTION, kernels.SUM if args.wants_norm else kernels.DIRECT, self._agree)
+            self.work.from_sums, self.work.scale = True, 1.0
+            self._exchange(GATHER, kernels.APPLY if by_norms else kernels.UPDATE, self._between)
+            if args.wants_norm:
+                norm.fill_(self.norm)
+        changed = []
+        for p, flat, g in zip(args.params, self.params, args.grads, strict=True):
+            if g is not None:
+                changed.append(p)
+                if flat.data_ptr() != p.data_ptr():
+                    p.detach().copy_(flat)
+        torch.autograd.graph.increment_version([*changed, *args.states])
+        return norm
+
+    def _agree(self, call: Call) -> Exception | None:
+        """Whether all ranks can go on. Nothing has been written."""
+        found = agreement.problem(OP, _exchange(call, tell(self.args)), self.args.names)
+        return ValueError(found) if found else None
+
+    def _between(self, call: Call) -> Exception | None:
+        """From the first phase to the second: the norms that all elements depend on."""
+        args, rank = self.args, self.workspace.rank
+        if args.wants_norm:
+            self.norm = math.sqrt(sum(value for (value,) in _exchange_floats(call, [self.squares.value])))
+            if args.error_if_nonfinite and not math.isfinite(self.norm):
+                return agreement.not_finite(OP, self.norm)
+            self.work.scale = clip(self.norm, args.max_norm)
+            if self.rule.by_norms:
+                for piece, shape in enumerate(piece_shapes(GATHER, args.order, self.buckets)):
+                    for tile in shape.plan(rank).tiles(rank):
+                        self._update(_part(self.buckets, piece, tile), kernels.DIRECT, None)
+                self.work.scale = 1.0
+        if self.rule.by_norms:
+            of_ranks = _exchange_floats(call, self.norms[:])
+            totals = [sum(values) for values in zip(*of_ranks, strict=True)]
+            for t, row in enumerate(args.numbers.tolist()):
+                self.trusts[t] = trust(row, totals[2 * t], totals[2 * t + 1])
+        return None
+
+    def _exchange(self, op: str, what: int, before: Callable[[Call], Exception | None]) -> None:
+        """All pieces by the plans of `op`. `before` runs in the first call; what it returns is raised behind
+        it: all ranks find the same, and the workspace stays usable."""
+        rank, error = self.workspace.rank, None
+        for piece, shape in enumerate(piece_shapes(op, self.args.order, self.buckets)):
+            recipe = _recipe(shape, rank)
+            key = f"{self.key}, {op}, {recipe.agreement}"
+            with self.workspace.call(OP, self.args.site, key, recipe.outbox.end) as call:
+                error = before(call) if piece == 0 else None
+                if error is None:
+                    self._piece(call, piece, recipe, what)
+            if error is not None:
+                raise error
+
+    def _piece(self, call: Call, piece: int, recipe: _Recipe, what: int) -> None:
+        """Runs one plan. A REDUCE plan works on own tiles in Reduce, a PUBLISH plan in Compute."""
+        rank, world, inbox, outbox = self.workspace.rank, self.workspace.world, recipe.inbox, recipe.outbox
+        base = [call.tensor(r, 0, (recipe.outbox.end,), torch.uint8).data_ptr() for r in range(world)]
+        hands_out = what != kernels.SUM and what != kernels.DIRECT and world > 1
+        for action, awaited in recipe.actions:
+            match action:
+                case Signal(dest=dest, slot=slot):
+                    call.signal(dest, slot)
+                case Wait(source=source, slot=slot):
+                    call.wait(source, slot, awaited)
+                case Compute(tile=tile, dest=dest) if dest != rank:
+                    there = base[dest] + inbox.offset(tile, rank)
+                    self._copy(there, True, _part(self.buckets, piece, tile))
+                case Copy(tile=tile, source=source):
+                    there = base[source] + outbox.offset(tile, 0)
+                    self._copy(there, False, _part(self.buckets, piece, tile))
+                case Reduce(tile=tile) | Compute(tile=tile):
+                    if self.work.from_sums or isinstance(action, Reduce):
+                        for r in range(world):
+                            self.parts[r] = base[rank] + inbox.offset(tile, r)
+                        out = base[rank] + outbox.offset(tile, 0) if hands_out else None
+                        self._update(_part(self.buckets, piece, tile), what, out)
+
+    def _copy(self, there: int, sent: bool, part: _Part) -> None:
+        """Gradients that are sent to their owner, or parameters that come from there."""
+        tensors, dtypes = (self.of_grads, self.grad_dtypes) if sent else (self.of_params, self.param_dtypes)
+        width = self.widths[0 if sent else 1]
+        kernels.copy_segments(there, width, part.segments, part.count, tensors, dtypes, self.of_grads, sent)
+
+    def _update(self, part: _Part, what: int, out: int | None) -> None:
+        work = self.work
+        work.segments, work.n_segments = addressof(part.segments), part.count
+        for i, state in enumerate(self.states):
+            work.states[i] = state + 4 * part.at
+        if self.master is not None:
+            work.master = self.master + 4 * part.at
+        if self.sums is not None:
+            work.sums = self.sums.data_ptr() + 4 * part.at
+        work.out, work.action = out, what
+        kernels.update(byref(work))
+
+
+def _exchange(call: Call, values: Sequence[int]) -> list[list[int]]:
+    """An exchange of any number of values."""
+    if len(values) <= VALUES:
+        return call.exchange(values)
+    parts = [call.exchange(values[at : at + VALUES]) for at in range(0, len(values), VALUES)]
+    return [[value for row in rows for value in row] for rows in zip(*parts, strict=True)]
+
+
+def _exchange_floats(call: Call, values: Sequence[float]) -> list[tuple[float, ...]]:
+    n = len(values)
+    bits = struct.unpack(f"{n}q", struct.pack(f"{n}d", *values))
+    return [struct.unpack(f"{n}d", struct.pack(f"{n}q", *row)) for row in _exchange(call, bits)]
