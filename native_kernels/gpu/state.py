@@ -65,6 +65,9 @@ STATE_LENGTH: Final = STATE_WORDS + MOST_SHARES * 3 // 2
 MOST_TERMS: Final = 4
 """Products that a kernel adds up in one accumulator."""
 
+MOST_WEIGHTS: Final = 4
+"""Weights that a kernel of all_gather_matmul multiplies while the parts arrive."""
+
 YIELD_NS: Final = 1_000_000
 """How long programs of the margin wait for a peer that has not started the call."""
 

@@ -1,15 +1,17 @@
 """all_gather_matmul: one persistent kernel that multiplies the parts of X in the order in which they arrive.
 
-    X = all_gather(x): [W * C, K], part c from rank c        Y = X @ w: [W * C, N]
+    X = all_gather(x): [W * C, K], part c from rank c        Y[i] = X @ w[i]: [W * C, N_i]
 
-Each rank stores its part into the memory of all peers, r + 1 first, in slices of a few rows of tiles; each
-slice has a counter. Movers do that: programs that multiply afterwards, programs that do nothing else, or copy
-engines that the host has started (MOVERS = 0). A rank multiplies its own part first, where it lies, then the
-parts of r - 1, r - 2, ..., whose slices arrive in that order.
+Columns of tiles go through all weights, which multiply rows while these lie in the L2 cache. Each rank
+stores its part into the memory of all peers, r + 1 first, in slices of a few rows of tiles; each slice has
+a counter. Movers do that: programs that multiply afterwards, programs that do nothing else, or copy engines
+that the host has started (MOVERS = 0). A rank multiplies its own part first, where it lies, then the parts
+of r - 1, r - 2, ..., whose slices arrive in that order.
 
 A rank has two halves each of gathered [W, C, K] and the counters arrived [W, slices].
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,6 +31,7 @@ from autofuse.native_kernels.gpu.memory import (
     is_tma,
     launch,
 )
+from autofuse.native_kernels.gpu.state import MOST_WEIGHTS
 
 from .comm import (
     BEGUN,
@@ -120,22 +123,25 @@ def reset(
 
 @triton.jit(do_not_specialize=["rank", "site"])
 def gather_matmul(
-    x, gathered_x, w, y, bias, part, gathered, signals, out, pieces, done, state, trace,
-    M, N, K, rank, site, chunk, inner, stretch, rows, cols, slices, slice_elements, slice_rows, target,
-    out_stride, gathered_half, signals_half,
+    x, gathered_x, w, w1, w2, w3, y, y1, y2, y3, bias, bias1, bias2, bias3, part, gathered, signals,
+    out, out1, out2, out3, pieces, done, state, trace,
+    M, N, N1, N2, N3, K, rank, site, chunk, inner, stretch, rows, cols, slices, slice_elements, slice_rows,
+    target, out_stride, gathered_half, signals_half,
     PROGRAMS: tl.constexpr, MOVERS: tl.constexpr, COMPUTING: tl.constexpr, W: tl.constexpr,
     TRANSPOSED: tl.constexpr, EXACT: tl.constexpr, PIECES: tl.constexpr, BIASED: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BLOCK: tl.constexpr,
+    WEIGHTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BLOCK: tl.constexpr,
     COPIED: tl.constexpr, CREDIT: tl.constexpr,
     TRACE: tl.constexpr, EVENTS: tl.constexpr,
 ):  # fmt: skip
     """Grid: PROGRAMS, of which the first MOVERS move and the last COMPUTING multiply; some may do both.
 
-    x, gathered_x, w: descriptors of the own part [C, K], of the own gathered memory with all its halves [..,
-    K] and of the weight; y: of the output, used if EXACT (inner is a multiple of BM, and PIECES is 1); bias:
-    [N], used if BIASED; part, out: the own part and the output; gathered, signals: int64 [W], addresses of
-    those of all ranks; slice_rows: rows of tiles in a slice, of slice_elements elements; target: what the
-    counter of a complete slice shows; pieces, done: as `add_pieces` has them, of W * rows * cols tiles.
+    x, gathered_x, w: descriptors of the own part [C, K], of the own gathered memory with all its halves
+    [.., K] and of the weight; y: of the output, used if EXACT (inner is a multiple of BM, and PIECES is 1);
+    bias: [N], used if BIASED; part, out: the own part and the output; gathered, signals: int64 [W],
+    addresses of those of all ranks; w1, y1, bias1, out1, N1 and so on: of further WEIGHTS, else None, whose
+    outputs are contiguous; cols: columns of tiles of all weights; slice_rows: rows of tiles in a slice, of
+    slice_elements elements; target: what the counter of a complete slice shows; pieces, done: as
+    `add_pieces` has them, of W * rows * cols tiles.
     """
     program = tl.program_id(0)
     asked = claim(state, A, program, program)
@@ -152,6 +158,8 @@ def gather_matmul(
     first_signal = half * signals_half
     event = 0
     event = stamp(trace, program, event, BEGUN, rank, 0, TRACE, EVENTS)
+    weights = (w, w1, w2, w3), (y, y1, y2, y3), (bias, bias1, bias2, bias3), (out, out1, out2, out3)
+    columns = (N, N1, N2, N3)
     # Part A of a share: what its program pushes, and its tiles of the own part.
     share = first_share(asked, state, A, PROGRAMS, program, PROGRAMS)
     while share >= 0:
@@ -168,9 +176,9 @@ def gather_matmul(
         started = look(state, STATE_STARTED)
         if turn < COMPUTING:
             event = multiply(
-                x, w, y, bias, out, pieces, done, trace, event, K, N, 0, rank, inner, stretch, rows, cols, 0,
-                rows, turn, out_stride, W, COMPUTING, TRANSPOSED, EXACT, PIECES, BIASED, BM, BN, BK, TRACE,
-                EVENTS,
+                x, weights, columns, pieces, done, trace, event, K, 0, rank, inner, stretch, rows, cols, 0,
+                rows, turn, out_stride, W, COMPUTING, TRANSPOSED, EXACT, PIECES, BIASED, WEIGHTS, BM, BN, BK,
+                TRACE, EVENTS,
             )  # fmt: skip
         share = further(started, PROGRAMS, state, A, PROGRAMS, program)
     # Part B: its tiles of the other parts.
@@ -203,9 +211,9 @@ def gather_matmul(
                 claimed = look(state, STATE_CLAIMED_B)
                 event = stamp(trace, program, event, WAITED, source, piece, TRACE, EVENTS)
                 event = multiply(
-                    gathered_x, w, y, bias, out, pieces, done, trace, event, K, N, first_row + source * chunk,
+                    gathered_x, weights, columns, pieces, done, trace, event, K, first_row + source * chunk,
                     source, inner, stretch, rows, cols, first, here, start_at, out_stride, W, COMPUTING,
-                    TRANSPOSED, EXACT, PIECES, BIASED, BM, BN, BK, TRACE, EVENTS,
+                    TRANSPOSED, EXACT, PIECES, BIASED, WEIGHTS, BM, BN, BK, TRACE, EVENTS,
                 )  # fmt: skip
         share = further(claimed, PROGRAMS, state, B, PROGRAMS, program)
     event = stamp(trace, program, event, ENDED, rank, 0, TRACE, EVENTS)
@@ -215,15 +223,17 @@ def gather_matmul(
 
 @triton.jit
 def multiply(
-    x, w, y, bias, out, pieces, done, trace, event, K, N, at, source, inner, stretch, rows, cols, first, here,
+    x, weights, columns, pieces, done, trace, event, K, at, source, inner, stretch, rows, cols, first, here,
     start, out_stride, W: tl.constexpr, COMPUTING: tl.constexpr,
     TRANSPOSED: tl.constexpr, EXACT: tl.constexpr, PIECES: tl.constexpr, BIASED: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TRACE: tl.constexpr, EVENTS: tl.constexpr,
+    WEIGHTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TRACE: tl.constexpr,
+    EVENTS: tl.constexpr,
 ):  # fmt: skip
     """Multiply pieces `start, start + COMPUTING, ...` of `here` rows of tiles, from row `first` of a part on.
 
     The part of `source` begins in row `at` of x. Rows of X are (outer, W, inner); those of the part have
-    index `source` of W. Pieces of one tile follow each other.
+    index `source` of W. Pieces of one tile follow each other. weights: tuples of w, y, bias and out with an
+    entry a weight, of so many `columns`.
     """
     program = tl.program_id(0)
     blocks = tl.cdiv(tl.cdiv(K, BK), PIECES)
@@ -233,20 +243,35 @@ def multiply(
         row += first
         in_part = row // stretch * inner + row % stretch * BM
         to = (row // stretch * W + source) * inner + row % stretch * BM
+        w, y, bias, out = weights[0][0], weights[1][0], weights[2][0], weights[3][0]
+        N = columns[0]
+        pitch = out_stride
+        of_weight = col  # the column of tiles, counted in its weight
+        end = tl.cdiv(N, BN)
+        for i in tl.static_range(1, WEIGHTS):
+            if col >= end:
+                w = weights[0][i]
+                y = weights[1][i]
+                bias = weights[2][i]
+                out = weights[3][i]
+                N = columns[i]
+                pitch = columns[i]
+                of_weight = col - end
+            end += tl.cdiv(columns[i], BN)
         acc = tl.zeros((BM, BN), tl.float32)
         for block in range(blocks):
             k = (t % PIECES * blocks + block) * BK
-            a, b = load_operands(x, w, at + in_part, col * BN, k, TRANSPOSED)
+            a, b = load_operands(x, w, at + in_part, of_weight * BN, k, TRANSPOSED)
             acc = tl.dot(a, b, acc)
         if BIASED:
-            acc = add_bias(acc, bias, col * BN, N, t % PIECES)
+            acc = add_bias(acc, bias, of_weight * BN, N, t % PIECES)
         if EXACT:
-            y.store([to, col * BN], acc.to(x.dtype))
+            y.store([to, of_weight * BN], acc.to(x.dtype))
         else:
             r = tl.arange(0, BM)[:, None]
-            c = col * BN + tl.arange(0, BN)[None, :]
+            c = of_weight * BN + tl.arange(0, BN)[None, :]
             inside = (row % stretch * BM + r < inner) & (c < N)
-            where = out + (to + r).to(tl.int64) * out_stride + c
+            where = out + (to + r).to(tl.int64) * pitch + c
             if PIECES == 1:
                 tl.store(where, acc.to(x.dtype), mask=inside)
             else:
@@ -285,10 +310,10 @@ BLOCK = 1024
 
 
 def gather_needs(
-    chunk: int, k: int, n: int, outer: int, itemsize: int, world: int, config: GatherConfig
+    chunk: int, k: int, widths: Sequence[int], outer: int, itemsize: int, world: int, config: GatherConfig
 ) -> Need:
-    """The memory that a call of `gather_matmul` needs."""
-    rows, cols = outer * cdiv(chunk // outer, config.bm), cdiv(n, config.bn)
+    """The memory that a call of `gather_matmul` needs. widths: columns of each weight."""
+    rows, cols = outer * cdiv(chunk // outer, config.bm), sum(cdiv(n, config.bn) for n in widths)
     slices = cdiv(rows, cdiv(rows, config.slices))
     gathered, tiles = world * chunk * k * itemsize, world * rows * cols
     return Need(
@@ -304,8 +329,8 @@ def gather_needs(
 def launch_gather_matmul(
     memory: PeerMemory,
     part: Tensor,
-    w: Tensor,
-    out: Tensor,
+    w: Sequence[Tensor],
+    out: Sequence[Tensor],
     outer: int,
     config: GatherConfig,
     engine: CopyEngine | None = None,
@@ -313,21 +338,23 @@ def launch_gather_matmul(
     site: int = 0,
     trace: Tensor | None = None,
     compile_only: bool = False,
-    bias: Tensor | None = None,
+    bias: Sequence[Tensor] = (),
 ) -> Tensor:
-    """`out = X @ w (+ bias)`.
+    """`out[i] = X @ w[i] (+ bias[i])`, of up to MOST_WEIGHTS weights.
 
-    part: [C, K], contiguous; w: [K, N], row-major or transposed; out: [W * C, N]; bias: [N]; all are 16-bit
-    floats of one dtype. Rows of X are (outer, W, inner), and `part` has index r of W. engine: moves the parts
-    where the configuration has no movers. credit: whether the kernel gives credit; without it the caller
-    calls `engine.give_credit` before the next call.
+    part: [C, K], contiguous; w[i]: [K, N_i], all row-major or all transposed; out[i]: [W * C, N_i], those
+    behind the first contiguous; bias[i]: [N_i], of all or of none; all are 16-bit floats of one dtype. Rows
+    of X are (outer, W, inner), and `part` has index r of W. engine: moves the parts where the configuration
+    has no movers. credit: whether the kernel gives credit; without it the caller calls `engine.give_credit`
+    before the next call.
 
     Returns this rank's gathered memory, [H + W * C, K], with the parts of the peers, not its own. Odd epochs
     use the rows from H on; the parts stay until the call after the next. With copy engines H is 0, and the
     next call overwrites the parts.
     """
-    (chunk, k), n, world, rank = part.shape, w.shape[1], memory.world, memory.rank
-    inner, cols = chunk // outer, cdiv(n, config.bn)
+    (chunk, k), world, rank = part.shape, memory.world, memory.rank
+    widths = [wi.shape[1] for wi in w]
+    inner, cols = chunk // outer, sum(cdiv(n, config.bn) for n in widths)
     stretch = cdiv(inner, config.bm)
     rows = outer * stretch
     slice_rows = cdiv(rows, config.slices)
@@ -340,24 +367,27 @@ def launch_gather_matmul(
     )
     half = region.half(part.dtype, k) // k if config.movers else 0
     gathered = region.matrix(rank, part.dtype, 0, half + world * chunk, k)
-    exact = inner % config.bm == 0 and config.pieces == 1 and is_tma(out)
-    weight, transposed = describe_weight(w, config.bk, config.bn)
+    exact = inner % config.bm == 0 and config.pieces == 1 and is_tma(*out)
+    described = [describe_weight(wi, config.bk, config.bn) for wi in w]
+    unused = describe(part, config.bm, config.bn)
+    none = [None] * (MOST_WEIGHTS - len(w))
     programs = memory.programs
     if not config.movers and not compile_only:
         assert engine is not None
         engine.push(part, part_rows, slices)
     launch(
         gather_matmul, programs, compile_only,
-        describe(part, config.bm, config.bk), describe(gathered, config.bm, config.bk), weight,
-        describe(out, config.bm, config.bn) if exact else describe(part, config.bm, config.bn),
-        out if bias is None else bias, part, region.addresses, signals.addresses, out, memory.pieces,
+        describe(part, config.bm, config.bk), describe(gathered, config.bm, config.bk),
+        *(weight for weight, _ in described), *none,
+        *(describe(y, config.bm, config.bn) if exact else unused for y in out), *none,
+        *(bias or out), *none, part, region.addresses, signals.addresses, *out, *none, memory.pieces,
         memory.done, memory.state,
         memory.state if trace is None else trace,
-        world * chunk, n, k, rank, site, chunk, inner, stretch, rows, cols, slices, part_rows * k, slice_rows,
-        config.movers or 1, out.stride(0), half, signals.half(torch.int32),
+        world * chunk, *widths, *none, k, rank, site, chunk, inner, stretch, rows, cols, slices,
+        part_rows * k, slice_rows, config.movers or 1, out[0].stride(0), half, signals.half(torch.int32),
         PROGRAMS=programs, MOVERS=config.movers,
         COMPUTING=programs if config.shared or not config.movers else programs - config.movers, W=world,
-        TRANSPOSED=transposed, EXACT=exact, PIECES=config.pieces, BIASED=bias is not None,
+        TRANSPOSED=described[0][1], EXACT=exact, PIECES=config.pieces, BIASED=bool(bias), WEIGHTS=len(w),
         BM=config.bm, BN=config.bn, BK=config.bk, BLOCK=BLOCK * config.warps,
         COPIED=config.copied, CREDIT=credit and config.copied,
         TRACE=trace is not None, EVENTS=EVENTS,

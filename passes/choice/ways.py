@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 import torch
@@ -72,8 +73,11 @@ def _problem(task: Task, programs: int) -> Problem | None:
             return None
         lengths = tuple(k for _, k, _ in task.matmuls)
         problem = DenseProblem(task.op, m, k, n, task.world, dtype, programs)
-        if len(lengths) == 1 or task.op == GATHER:
+        if len(lengths) == 1:
             return problem
+        if task.op == GATHER:
+            widths = tuple(n for _, _, n in task.matmuls[: _together(task)])
+            return problem if len(widths) == 1 else replace(problem, n=sum(widths), widths=widths)
         return None if task.op == PUBLISH else replace(problem, k=sum(lengths), terms=lengths)
     if task.op not in (COMBINE, DISPATCH) or not task.count:
         return None
@@ -84,11 +88,20 @@ def _problem(task: Task, programs: int) -> Problem | None:
 
 
 def _others(task: Task, predictor: Predictor) -> float:
-    """The products of a gather behind the first one."""
+    """The products of a gather behind those that are multiplied while parts arrive."""
     if task.op != "all_gather_matmul":
         return 0.0
     from autofuse.lowering.gpu.choice.work import Product
 
     model = predictor.model
-    products = [Product(*sizes) for sizes in task.matmuls[1:]]
+    products = [Product(*sizes) for sizes in task.matmuls[_together(task) :]]
     return sum(product.us(model.of, model.gpu) for product in products)
+
+
+def _together(task: Task) -> int:
+    """How many weights of a gather kernels multiply while parts arrive; layouts are not known yet."""
+    from autofuse.lowering.gpu.dense.ways import FEW_ROWS
+    from autofuse.native_kernels.gpu.state import MOST_WEIGHTS
+
+    fit = takewhile(lambda sizes: sizes[2] % 8 == 0, task.matmuls[1:MOST_WEIGHTS])
+    return 1 if task.matmuls[0][0] <= FEW_ROWS else 1 + len([*fit])

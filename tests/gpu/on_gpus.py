@@ -322,28 +322,44 @@ def trained(rank: int, world: int) -> float:
 
 
 def with_biases(rank: int, world: int, m: int) -> float:
-    """Two weights, one with a bias, and the gathered X; the largest error of every way."""
+    """Weights of different widths, with biases or some, and the gathered X or not; the largest error of every
+    way."""
     from autofuse.lowering.gpu.choice.kernel import ways_of as by_name
-    from autofuse.lowering.gpu.dense.run import Gather, problem_of
+    from autofuse.lowering.gpu.dense.run import Gather, of_weights, problem_of
     from autofuse.lowering.gpu.memory.workspace import workspace_for
 
-    x, w = operands("all_gather_matmul", m, 512, 1024, rank, world, True, torch.bfloat16)
-    bias = torch.randn(1024, device="cuda", dtype=torch.bfloat16)
+    x, wide = operands("all_gather_matmul", m, 512, 1024, rank, world, True, torch.bfloat16)
+    _, tall = operands("all_gather_matmul", m, 512, 1032, rank, world, False, torch.bfloat16)
     gathered = reference("all_gather_matmul", x, torch.eye(512, device="cuda", dtype=torch.bfloat16))
     workspace = workspace_for(dist.group.WORLD.group_name, x.device)
-    problem = problem_of("all_gather_matmul", x, w, workspace)
+    cases = [
+        ((wide, wide[:, :136], wide[:, 64:400]), (True, True, True)),
+        ((tall[:, :136], tall, tall[:, 8:], tall[:, :8], tall), (False,) * 5),  # the last one is late
+        ((wide, wide), (True, False)),
+        ((wide, wide), (False, True)),
+        ((tall, wide[:, 16:]), (True, True)),  # laid out otherwise
+    ]
     worst = 0.0
-    for way in ways_of("all_gather_matmul", x, w):
-        for biases in ([bias, None], [None, bias]):
-            biased = biases[0] is not None
-            gather = Gather(
-                workspace, by_name(problem)[way], problem, w.stride(), True, True, "test", biased=biased
-            )
-            *outputs, whole = gather(x, [w, w], biases)
-            product = gathered @ w.double()
-            wanted = [product if b is None else product + b.double() for b in biases]
-            worst = max(worst, *map(error_of, outputs, wanted))
-            assert torch.equal(whole.double(), gathered), way
+    for w, biased in cases:
+        biases = [
+            torch.randn(wi.shape[1], device="cuda", dtype=torch.bfloat16) if b else None
+            for wi, b in zip(w, biased, strict=True)
+        ]
+        problem = of_weights(problem_of("all_gather_matmul", x, w[0], workspace), w, biases)
+        wanted = [gathered @ wi.double() for wi in w]
+        wanted = [p if b is None else p + b.double() for p, b in zip(wanted, biases, strict=True)]
+        for name, way in by_name(problem).items():
+            for keep in (True, False):
+                more = keep or len(w) > len(problem.columns)
+                gather = Gather(
+                    workspace, way, problem, w[0].stride(), more, keep, f"test {len(w)}", biased=biased[0]
+                )
+                gather(x, w, biases)  # grows the workspace if need be
+                poison()
+                outputs = gather(x, w, biases)
+                if keep:
+                    assert torch.equal(outputs.pop().double(), gathered), name
+                worst = max(worst, *map(error_of, outputs, wanted))
     return worst
 
 

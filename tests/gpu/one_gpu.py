@@ -193,7 +193,7 @@ class Dense(Call):
             launch_matmul_packets(memory, [self.x[r]], [self.w[r]], self.out[r], False, everywhere, config)
         else:
             assert isinstance(config, ClusterGatherConfig)
-            launch_cluster_gather(memory, self.x[r], self.w[r], self.out[r], 1, config)
+            launch_cluster_gather(memory, self.x[r], [self.w[r]], [self.out[r]], 1, config)
 
 
 class Publish(Call):

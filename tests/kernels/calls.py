@@ -180,7 +180,8 @@ class Packets(Reduction):
 
 @dataclass(frozen=True)
 class Gather:
-    """A call of `gather_matmul` or, with a FewConfig, `gather_matmul_few`: parts `[C, K]`, weight `[K, N]`.
+    """A call of `gather_matmul` or, with a FewConfig, `gather_matmul_few`: parts `[C, K]`, weight `[K, N]`;
+    of the first also with several weights, whose other widths N are `more`.
 
     Rows of the gathered matrix are (outer, W, inner), those of part r digit r of the middle.
     """
@@ -194,20 +195,29 @@ class Gather:
     outer: int = 1
     computing: int = 2
     biased: bool = False
+    more: tuple[int, ...] = ()
 
     def need(self, world: int) -> Need:
         if isinstance(self.config, FewConfig):
             return few_needs(self.chunk, self.k, self.n, 2, world, self.config)
-        return gather_needs(self.chunk, self.k, self.n, self.outer, 2, world, self.config)
+        return gather_needs(self.chunk, self.k, self.widths, self.outer, 2, world, self.config)
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        return self.n, *self.more
 
     def run(self, memory: PeerMemory, seed: int) -> None:
         rank, world, config = memory.rank, memory.world, self.config
         parts = [random_matrix(100 * seed + r, self.chunk, self.k, self.dtype) for r in range(world)]
-        w = random_weight(100 * seed + 50, self.k, self.n, self.dtype, self.transposed)
-        out = nan(world * self.chunk, self.n, self.dtype)
-        bias = random_matrix(100 * seed + 60, 1, self.n, self.dtype)[0] if self.biased else None
+        w, bias, out = list[Tensor](), list[Tensor](), list[Tensor]()
+        for i, n in enumerate(self.widths):
+            at = 10_000 * i + 100 * seed
+            w.append(random_weight(at + 50, self.k, n, self.dtype, self.transposed))
+            bias += [random_matrix(at + 60, 1, n, self.dtype)[0]] if self.biased else []
+            out.append(nan(world * self.chunk, n, self.dtype))
         if isinstance(config, FewConfig):
-            gathered = launch_gather_matmul_few(memory, parts[rank], w, out, config, SITE, bias=bias)
+            only = bias[0] if bias else None
+            gathered = launch_gather_matmul_few(memory, parts[rank], w[0], out[0], config, SITE, bias=only)
         else:
             programs = self.computing + (0 if config.shared else config.movers)
             gathered = launch_gather_matmul(
@@ -215,9 +225,10 @@ class Gather:
                 bias=bias,
             )  # fmt: skip
         gathered_x = torch.stack([part.view(self.outer, -1, self.k) for part in parts], 1).flatten(0, 2)
-        expected = gathered_x.double() @ w.double()
-        expected = expected if bias is None else expected + bias.double()
-        check(out, expected.to(self.dtype), self, memory)
+        for i, y in enumerate(out):
+            expected = gathered_x.double() @ w[i].double()
+            expected = expected + bias[i].double() if bias else expected
+            check(y, expected.to(self.dtype), self, memory)
         rows = world * self.chunk
         half = gathered[-rows:] if memory.state[3] % 2 else gathered[:rows]
         for r, part in enumerate(half.split(self.chunk)):

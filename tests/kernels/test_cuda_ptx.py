@@ -54,7 +54,7 @@ TAKE = re.compile(r"\bld\.relaxed\.sys\.global\.v4")
 def cases(op: str) -> Iterator[tuple[str, Constants, int]]:
     """Source, constants and bytes of shared memory of all ways; layouts, dtypes and traces by turns."""
     turns = cycle(product([False, True], DTYPES, [True, False], [True, False]))
-    terms = cycle((1, 2, MOST_TERMS, 1, 1))
+    matmuls = cycle((1, 2, MOST_TERMS, 1, 1))
     for m, world in product((8, 16, 40, 128, 512, 2048, 8192), (2, 4, 8)):
         for way in ways_of(DenseProblem(op, m, K, N, world, torch.bfloat16, update=op == OPS[1])).values():
             config = way.config
@@ -63,7 +63,7 @@ def cases(op: str) -> Iterator[tuple[str, Constants, int]]:
                 yield (
                     matmul_reduce.SOURCE,
                     matmul_reduce.cluster_reduce_constants(
-                        world, transposed, dtype, other, op == OPS[0], 0, config, trace, next(terms)
+                        world, transposed, dtype, other, op == OPS[0], 0, config, trace, next(matmuls)
                     ),
                     config.shared_bytes,
                 )
@@ -80,7 +80,9 @@ def cases(op: str) -> Iterator[tuple[str, Constants, int]]:
             elif isinstance(config, ClusterGatherConfig):
                 yield (
                     gather_matmul.SOURCE,
-                    gather_matmul.cluster_gather_constants(m, world, transposed, dtype, other, config, trace),
+                    gather_matmul.cluster_gather_constants(
+                        m, world, transposed, dtype, other, config, trace, next(matmuls)
+                    ),
                     config.shared_bytes,
                 )
         next(turns)

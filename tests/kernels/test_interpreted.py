@@ -91,6 +91,9 @@ GATHER: list[Call] = [
     Gather(32, 16, 48, replace(SHARED, pieces=3, slices=2), dtype=FP16, transposed=False, computing=4),
     Gather(32, 40, 32, MOVED, biased=True),
     Gather(23, 40, 40, replace(MOVED, pieces=2, movers=1), biased=True),
+    Gather(32, 40, 24, MOVED, transposed=False, more=(16, 24)),
+    Gather(23, 16, 40, replace(SHARED, pieces=2, slices=2), biased=True, more=(40,)),
+    Gather(54, 24, 16, replace(MOVED, slices=2), outer=3, biased=True, more=(8, 48, 16)),
 ]
 FEW_CONFIG = FewConfig(bn=64, bk=64, pieces=1, movers=1)
 FEW: list[Call] = [

@@ -115,7 +115,7 @@ class Kernel:
         return False
 
 
-def launch(problem: DenseProblem, way: Way, transposed: bool, trace: bool, terms: int = 1) -> None:
+def launch(problem: DenseProblem, way: Way, transposed: bool, trace: bool, matmuls: int = 1) -> None:
     """As `lowering.gpu.dense.run` does on rank 0."""
     m, world, dtype = problem.m, problem.world, problem.dtype
     config, need, everywhere = way.config, way.need, problem.op == "matmul_all_reduce"
@@ -143,7 +143,9 @@ def launch(problem: DenseProblem, way: Way, transposed: bool, trace: bool, terms
         if isinstance(config, FewConfig):
             launch_gather_matmul_few(memory, part, w, out, config, trace=events)
         else:
-            launch_gather_matmul(memory, part, w, out, 1, config, Mock(), trace=events)
+            launch_gather_matmul(
+                memory, part, [w] * matmuls, [out] * matmuls, 1, config, Mock(), trace=events
+            )
         return
     if problem.op == "matmul_all_gather":
         x, out = torch.empty(m, K, dtype=dtype), torch.empty(m, world * N, dtype=dtype)
@@ -155,7 +157,7 @@ def launch(problem: DenseProblem, way: Way, transposed: bool, trace: bool, terms
     shape = [m, N]
     shape[problem.dim] //= 1 if everywhere else world
     x, out = torch.empty(m, K, dtype=dtype), torch.empty(shape, dtype=dtype)
-    xs, ws = [x] * terms, [w] * terms
+    xs, ws = [x] * matmuls, [w] * matmuls
     if isinstance(config, ReduceConfig):
         launch_matmul_reduce(memory, xs, ws, out, False, everywhere, 1, 0, config, trace=events)
     else:
@@ -183,9 +185,9 @@ def compile_launch(launch: Callable[[], None]) -> tuple[Kernel, bytes]:
 
 
 @cache
-def compiled(problem: DenseProblem, way: Way, transposed: bool, trace: bool, terms: int = 1) -> Kernel:
+def compiled(problem: DenseProblem, way: Way, transposed: bool, trace: bool, matmuls: int = 1) -> Kernel:
     """The kernel of a dense way."""
-    return compile_launch(lambda: launch(problem, way, transposed, trace, terms))[0]
+    return compile_launch(lambda: launch(problem, way, transposed, trace, matmuls))[0]
 
 
 def cases() -> Iterator[tuple[DenseProblem, Way, bool, bool]]:
@@ -238,15 +240,19 @@ def test_rules(op: str, every: bool) -> None:
         ("matmul_reduce_scatter", 4096, "tiles bt=32"),
         ("matmul_all_reduce", 16, "packets"),
         ("matmul_reduce_scatter", 16, "packets bk=256 stages=4"),
+        ("all_gather_matmul", 4096, "parts"),
+        ("all_gather_matmul", 4096, "parts bn=128 stages=4 movers=16 slices=4"),
+        ("all_gather_matmul", 512, "parts bn=128 movers=64 shared=1 pieces=2"),
     ],
 )
-def test_rules_of_sums(op: str, m: int, name: str) -> None:
-    """Terms of a sum are multiplied in one loop: as fast as one matmul of their total length."""
+def test_rules_of_several_matmuls(op: str, m: int, name: str) -> None:
+    """Terms of a sum, and weights of a gather, are multiplied in one loop, like one matmul of their total
+    length, or width."""
     problem = DenseProblem(op, m, K, N, 4, torch.bfloat16)
     way = ways_of(problem)[name]
     alone = compiled(problem, way, True, False)
     for terms, transposed in ((2, True), (MOST_TERMS, False)):
-        kernel, where = compiled(problem, way, transposed, False, terms), f"{name}, {terms} terms"
+        kernel, where = compiled(problem, way, transposed, False, terms), f"{name}, {terms} matmuls"
         for rule in (check_signals, check_waits, check_scopes, check_packets, check_decisions):
             rule(kernel, where)
         check_pipeline(kernel, way.config, problem, where)

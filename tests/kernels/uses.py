@@ -109,7 +109,7 @@ def captured() -> Iterator[list[dict[str, Any]]]:
         for module in CUDA:
             stack.enter_context(patch.object(module, "kernel", lambda *args: None))
             stack.enter_context(patch.object(module, "launch", launch_cuda))
-        for module in (gemm, expert_dispatch, dropless_dispatch):
+        for module in (gemm, cuda_gather, expert_dispatch, dropless_dispatch):
             stack.enter_context(patch.object(module, "tensor_map", lambda *args: bytes(128)))
         yield found
 
@@ -191,18 +191,18 @@ def dense(world: int, m: int, k: int, n: int, dtype: torch.dtype) -> Iterator[Us
 
         def used(memory: PeerMemory, movers: int = movers) -> Used:
             config = gather_matmul.GatherConfig(movers=movers, slices=4)
-            p = launched(gather_matmul.launch_gather_matmul, memory, part, w, full, 1, config)
+            p = launched(gather_matmul.launch_gather_matmul, memory, part, [w], [full], 1, config)
             return {
                 "inbox": halves(p["gathered_half"] * k * 2, world * m * k * 2),
                 "signals": halves(p["signals_half"] * 4, world * p["slices"] * 4),
             }
 
         config = gather_matmul.GatherConfig(movers=movers, slices=4)
-        yield Use("parts", gather_matmul.gather_needs(m, k, n, 1, 2, world, config), used)
+        yield Use("parts", gather_matmul.gather_needs(m, k, [n], 1, 2, world, config), used)
 
     def gathered(memory: PeerMemory) -> Used:
         config = cuda_gather.ClusterGatherConfig(within=True, k_slices=8)
-        p = launched(cuda_gather.launch_cluster_gather, memory, part, w, full, 1, config)
+        p = launched(cuda_gather.launch_cluster_gather, memory, part, [w], [full], 1, config)
         return {
             "inbox": halves(p["half_rows"] * k * 2, world * m * k * 2),
             "signals": halves(p["signals_half"] * 4, world * p["slices"] * p["k_slices"] * 4),

@@ -72,14 +72,18 @@ def test_every_op_of_matmuls_is_known(task: Task, predictor: Predictor) -> None:
     assert longer[2] > apart
 
 
-def test_more_products_of_a_gather_take_longer(predictor: Predictor) -> None:
-    one = dataclasses.replace(REDUCE, op="all_gather_matmul", matmuls=((M, 8192, 2048),))
-    two = dataclasses.replace(one, matmuls=one.matmuls * 2)
-    a, b = times(one, predictor), times(two, predictor)
-    assert a is not None
-    assert b is not None
-    assert b[0] - a[0] == pytest.approx(b[2] - a[2])
-    assert b[0] > a[0] + 5
+@pytest.mark.parametrize(("rows", "together"), [(64, 1), (M, 4)])
+def test_weights_of_a_gather_share_its_kernel(rows: int, together: int, predictor: Predictor) -> None:
+    """Those of many rows, up to four. All others are multiplied afterwards."""
+    one = dataclasses.replace(REDUCE, op="all_gather_matmul", matmuls=((rows, 8192, 2048),))
+    found = [
+        times(dataclasses.replace(one, matmuls=one.matmuls * count), predictor) for count in (1, 2, 4, 5)
+    ]
+    (a, b, c, d) = (each for each in found if each is not None)
+    assert a[0] < b[0] < c[0] < d[0]
+    assert d[0] - c[0] == pytest.approx(d[2] - c[2])
+    apart = pytest.approx(b[2] - a[2])
+    assert b[0] - a[0] == apart if together == 1 else b[0] - a[0] < apart.expected
 
 
 @pytest.mark.parametrize("op", ["matmul_all_reduce", "matmul_reduce_scatter"])

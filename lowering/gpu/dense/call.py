@@ -24,7 +24,7 @@ from autofuse.lowering.ops.matmul_reduce_scatter import MatmulReduceScatter
 from autofuse.lowering.runs import Note
 
 from .measure import trials
-from .run import Gather, Publication, Reduction, of_sum, problem_of
+from .run import Gather, Publication, Reduction, of_sum, of_weights, problem_of
 from .ways import GATHER, PUBLISH, REDUCE, SCATTER, DenseProblem
 
 ReduceArguments: TypeAlias = MatmulAllReduce | MatmulReduceScatter
@@ -79,7 +79,7 @@ def _reduce_call(
 def run_gather(args: AllGatherMatmul) -> Any:
     """all_gather_matmul of rows, with a bias [N] or none a weight."""
     x, w = args.x, args.w
-    if _is_empty(x, w[0]):
+    if any(_is_empty(x, wi) for wi in w):
         return NotImplemented
     with current(x.device):
         workspace = workspace_for(args.group_name, x.device)
@@ -87,8 +87,8 @@ def run_gather(args: AllGatherMatmul) -> Any:
         biases = [_row(args.bias_of(i)) for i in range(len(w))]
         capturing = torch.cuda.is_current_stream_capturing()
         kind = (
-            GATHER, _layout(part), _layout(w[0]), args.outer, len(w) > 1, args.keep_gathered,
-            biases[0] is not None, args.site, capturing,
+            GATHER, _layout(part), *map(_layout, w), args.outer, args.keep_gathered,
+            *(b is not None for b in biases), args.site, capturing,
         )  # fmt: skip
         gather = workspace.calls.get(kind)
         if gather is None:
@@ -100,7 +100,7 @@ def run_gather(args: AllGatherMatmul) -> Any:
 def gather_call(args: AllGatherMatmul) -> GpuCall | None:
     """The same as ways by name take it; None for what is left to the reference."""
     x = args.x
-    if _is_empty(x, args.w[0]):
+    if any(_is_empty(x, wi) for wi in args.w):
         return None
     return _gather_call(workspace_of(args.group_name, x), args, x.contiguous())[0]
 
@@ -110,8 +110,8 @@ def _gather_call(
 ) -> tuple[GpuCall, Callable[..., Gather]]:
     w, keep, site = args.w, args.keep_gathered, args.site
     biases = [_row(args.bias_of(i)) for i in range(len(w))]
-    more, biased = keep or len(w) > 1, biases[0] is not None
-    problem = problem_of(GATHER, part, w[0], workspace, args.dim, args.outer)
+    problem = of_weights(problem_of(GATHER, part, w[0], workspace, args.dim, args.outer), w, biases)
+    more, biased = keep or len(w) > len(problem.columns), biases[0] is not None
 
     def prepared(way: Way, note: Note | None = None) -> Gather:
         strides = w[0].stride()

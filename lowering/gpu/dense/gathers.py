@@ -1,11 +1,12 @@
 """The kernels of all_gather_matmul: `launch(at, config, part, w, out, bias, outer, more)`.
 
+w, out, bias: a list each, with an entry a weight; bias may be empty. Kernels of few rows take one weight.
 They return memory that holds the gathered rows where these are asked for (`more`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -45,11 +46,20 @@ def _words_gather_configs(problem: DenseProblem) -> Iterator[WordsGatherConfig]:
 
 
 def _launch_words_gather(
-    at: Launch, config: WordsGatherConfig, part: Tensor, w: Tensor, out: Tensor, bias: Tensor | None,
-    outer: int, more: bool,
+    at: Launch, config: WordsGatherConfig, part: Tensor, w: Sequence[Tensor], out: Sequence[Tensor],
+    bias: Sequence[Tensor], outer: int, more: bool,
 ) -> Tensor:  # fmt: skip
     return launch_gather_words(
-        at.memory, part, w, out, config, at.site, at.trace, at.compile_only, bias, more
+        at.memory,
+        part,
+        w[0],
+        out[0],
+        config,
+        at.site,
+        at.trace,
+        at.compile_only,
+        bias[0] if bias else None,
+        more,
     )
 
 
@@ -76,10 +86,12 @@ def _few_configs(problem: DenseProblem) -> Iterator[FewConfig]:
 
 
 def _launch_few(
-    at: Launch, config: FewConfig, part: Tensor, w: Tensor, out: Tensor, bias: Tensor | None, outer: int,
-    more: bool,
+    at: Launch, config: FewConfig, part: Tensor, w: Sequence[Tensor], out: Sequence[Tensor],
+    bias: Sequence[Tensor], outer: int, more: bool,
 ) -> Tensor:  # fmt: skip
-    return launch_gather_matmul_few(at.memory, part, w, out, config, at.site, at.trace, at.compile_only, bias)
+    return launch_gather_matmul_few(
+        at.memory, part, w[0], out[0], config, at.site, at.trace, at.compile_only, bias[0] if bias else None
+    )
 
 
 FEW: Kernel[DenseProblem, FewConfig] = Kernel(
@@ -107,8 +119,8 @@ def _parts_configs(problem: DenseProblem) -> Iterator[GatherConfig]:
 
 
 def _launch_parts(
-    at: Launch, config: GatherConfig, part: Tensor, w: Tensor, out: Tensor, bias: Tensor | None, outer: int,
-    more: bool,
+    at: Launch, config: GatherConfig, part: Tensor, w: Sequence[Tensor], out: Sequence[Tensor],
+    bias: Sequence[Tensor], outer: int, more: bool,
 ) -> Tensor:  # fmt: skip
     return launch_gather_matmul(
         at.memory, part, w, out, outer, config, at.engine, not more, at.site, at.trace, at.compile_only, bias
@@ -118,7 +130,7 @@ def _launch_parts(
 PARTS: Kernel[DenseProblem, GatherConfig] = Kernel(
     "parts",
     _parts_configs,
-    needs=lambda config, p: gather_needs(p.chunk, p.k, p.n, p.outer, 2, p.world, config),
+    needs=lambda config, p: gather_needs(p.chunk, p.k, p.columns, p.outer, 2, p.world, config),
     host_us=lambda config: 185.0 if config.copied else 100.0,
     launch=_launch_parts,
     work=parts_work,
@@ -146,8 +158,8 @@ def _clusters_gather_configs(problem: DenseProblem) -> Iterator[ClusterGatherCon
 
 
 def _launch_clusters_gather(
-    at: Launch, config: ClusterGatherConfig, part: Tensor, w: Tensor, out: Tensor, bias: Tensor | None,
-    outer: int, more: bool,
+    at: Launch, config: ClusterGatherConfig, part: Tensor, w: Sequence[Tensor], out: Sequence[Tensor],
+    bias: Sequence[Tensor], outer: int, more: bool,
 ) -> Tensor:  # fmt: skip
     return launch_cluster_gather(
         at.memory, part, w, out, outer, config, at.engine, not more, at.site, at.trace, at.compile_only, bias

@@ -1,6 +1,7 @@
 """Dense calls in their plain form, in a way that is named: for measurements, traces and benchmarks.
 
-The plain form of a call is a sum, one weight, no bias.
+The plain form of a call is a sum, without a bias. The x and w of several terms of a sum, and several weights
+of a gather, lie side by side in one matrix.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ def run(
     way, strides, traced = ways_of(problem)[name], w.stride(), trace is not None
     if problem.op == GATHER:
         gather = Gather(workspace, way, problem, strides, False, False, site, traced)
-        return gather(x, [w], [None], trace)[0]
+        weights = w.split(list(problem.columns), 1)
+        return gather(x, weights, [None] * len(weights), trace)[0]
     if problem.op == PUBLISH:
         return Publication(workspace, way, problem, strides, False, site, traced)(x, w, None, trace)
     lengths = list(problem.terms or (problem.k,))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import takewhile
 
 import torch
 import torch.distributed as dist
@@ -17,9 +18,10 @@ from autofuse.lowering.gpu.memory.workspace import GpuWorkspace
 from autofuse.lowering.reference.layout import parts, whole
 from autofuse.lowering.runs import Note
 from autofuse.native_kernels.gpu.memory import PeerMemory, is_tma
+from autofuse.native_kernels.gpu.state import MOST_WEIGHTS
 
 from .reductions import Reduce
-from .ways import ASYNC_TP, GATHER, ONE_SHOT, SCATTER, TWO_SHOT, DenseProblem
+from .ways import ASYNC_TP, FEW_ROWS, GATHER, ONE_SHOT, SCATTER, TWO_SHOT, DenseProblem
 
 
 def problem_of(
@@ -43,6 +45,21 @@ def of_sum(problem: DenseProblem, x: Sequence[Tensor], w: Sequence[Tensor]) -> D
     aligned = alike and is_tma(*x, *w)
     lengths = tuple(xi.shape[1] for xi in x)
     return replace(problem, k=sum(lengths), terms=lengths, aligned=aligned)
+
+
+def of_weights(problem: DenseProblem, w: Sequence[Tensor], bias: Sequence[Tensor | None]) -> DenseProblem:
+    """The problem of a gather with several weights, given that of the first. Kernels multiply those together
+    that are laid out alike, with a bias all or none."""
+
+    def alike(i: int) -> bool:
+        same = (w[i].stride(1) == 1, bias[i] is None) == (w[0].stride(1) == 1, bias[0] is None)
+        return same and w[i].shape[1] % 8 == 0 and is_tma(w[i])
+
+    if problem.m <= FEW_ROWS or not problem.aligned:
+        return problem
+    count = 1 + len([*takewhile(alike, range(1, min(len(w), MOST_WEIGHTS)))])
+    widths = tuple(wi.shape[1] for wi in w[:count])
+    return problem if count == 1 else replace(problem, n=sum(widths), widths=widths)
 
 
 class Reduction:
@@ -109,9 +126,9 @@ class Reduction:
 class Gather:
     """Calls of one kind of all_gather_matmul: `gather(part, w, bias)`.
 
-    A call returns a product with each weight, plus its bias if any, and X. The first weight is multiplied
-    while the parts arrive, the others afterwards. keep: X is asked for; more: it is, or there are other
-    weights. biased: whether the first weight has a bias.
+    A call returns a product with each weight, plus its bias if any, and X. Those of `problem.columns` are
+    multiplied while the parts arrive, the others afterwards. keep: X is asked for; more: it is, or there are
+    other weights. biased: whether the first weights have biases.
     """
 
     def __init__(
@@ -138,14 +155,17 @@ class Gather:
     def _fused(
         self, memory: PeerMemory, part: Tensor, w: Sequence[Tensor], bias: Sequence[Tensor | None]
     ) -> list[Tensor]:
-        out = part.new_empty(self._problem.m, self._problem.n)
-        gathered = self._launcher.launch(part, w[0], out, bias[0], self._problem.outer, self._more)
+        problem = self._problem
+        outputs = [part.new_empty(problem.m, n) for n in problem.columns]
+        count = len(outputs)
+        biases = [b for b in bias[:count] if b is not None]
+        gathered = self._launcher.launch(part, w[:count], outputs, biases, problem.outer, self._more)
         if not self._more:
-            return [out]
+            return outputs
         x = self._copied(gathered, part, memory)
         if self._way.is_copied:
             self._workspace.engine.give_credit()
-        return [out, *_multiply(x, w[1:], bias[1:])] + [x] * self._keep
+        return [*outputs, *_multiply(x, w[count:], bias[count:])] + [x] * self._keep
 
     def _by_torch(self, part: Tensor, w: Sequence[Tensor], bias: Sequence[Tensor | None]) -> list[Tensor]:
         x, products = torch_internals.async_tp_all_gather_matmul(part, w, self._workspace.group_name)

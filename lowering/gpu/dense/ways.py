@@ -10,7 +10,7 @@ import torch
 
 from autofuse.lowering.gpu.choice.kernel import CUBLAS_NCCL, DTYPES, MOST_BYTES, Kernel, Way
 from autofuse.native_kernels.gpu.memory import LONGEST_ROW, Need, cdiv
-from autofuse.native_kernels.gpu.state import MOST_TERMS
+from autofuse.native_kernels.gpu.state import MOST_TERMS, MOST_WEIGHTS
 
 from .gathers import GATHERS
 from .publishes import PUBLISHES
@@ -25,6 +25,9 @@ TWO_SHOT = "cublas+two_shot"
 ASYNC_TP = "async_tp"
 """torch's own: matmuls of chunks and copies on two streams."""
 
+FEW_ROWS = 128
+"""Of so many rows kernels multiply one weight while parts arrive, and others afterwards."""
+
 MOST_ONE_SHOT_BYTES = 8 << 20
 """Every rank reads all of every other: for more, two_shot was always faster."""
 
@@ -35,7 +38,8 @@ class DenseProblem:
 
     m: rows of the product: all tokens, of a gather too. programs: that run at once. dim, outer: which rows
     (columns) belong to whom. aligned: operands are as TMA loads them. update: tiles may be added at their
-    owners as they arrive. terms: of a sum of several matmuls, the K of each, `k` in total.
+    owners as they arrive. terms: of a sum of several matmuls, the K of each, `k` in total. widths: of several
+    weights of a gather that kernels multiply together, the columns of each, `n` in total.
     """
 
     op: str
@@ -50,6 +54,7 @@ class DenseProblem:
     aligned: bool = True
     update: bool = False
     terms: tuple[int, ...] = ()
+    widths: tuple[int, ...] = ()
 
     host_counts: ClassVar[bool] = True
     is_whole: ClassVar[bool] = True
@@ -63,6 +68,11 @@ class DenseProblem:
     @property
     def by_rows(self) -> bool:
         return self.dim == 0
+
+    @property
+    def columns(self) -> tuple[int, ...]:
+        """Of each weight that is multiplied while parts arrive."""
+        return self.widths or (self.n,)
 
     @property
     def chunk(self) -> int:
@@ -102,12 +112,14 @@ class DenseProblem:
 
     def at(self, m: int, k: int, n: int, world: int) -> DenseProblem:
         terms = tuple(length * k // self.k for length in self.terms)
-        return replace(self, m=m, k=k, n=n, world=world, terms=terms)
+        widths = tuple(width * n // self.n for width in self.widths)
+        return replace(self, m=m, k=k, n=n, world=world, terms=terms, widths=widths)
 
     @property
     def measured_as(self) -> str:
         """Points of matmul_all_gather are of columns and count for rows, too: the kernels take as long."""
         op = f"{self.op}, {len(self.terms)} terms" if self.terms else self.op
+        op = f"{op}, {len(self.widths)} weights" if self.widths else op
         return op if self.by_rows or self.op == PUBLISH else f"{op}, columns"
 
     def rounded(self) -> DenseProblem | None:
@@ -125,8 +137,9 @@ class DenseProblem:
             and self.dtype in DTYPES
             and self.world <= 8
             and min(self.m, self.k, self.n) > 0
-            and self.n % 8 == 0
+            and all(width % 8 == 0 for width in (self.n, *self.widths))
             and all(length % 8 == 0 for length in (self.k, *self.terms))
             and len(self.terms) <= MOST_TERMS
+            and len(self.widths) <= MOST_WEIGHTS
             and max(self.k, self.n + 256) * self.dtype.itemsize <= LONGEST_ROW
         )

@@ -111,7 +111,7 @@ def few_work(config: FewConfig, p: DenseProblem) -> Work:
 def parts_work(config: GatherConfig, p: DenseProblem) -> Work:
     return _tiles(
         p, "parts copied" if config.copied else "parts", p.world * cdiv(p.chunk, config.bm),
-        cdiv(p.n, config.bn), _gathered(p), high=config.bm, wide=config.bn, pieces=config.pieces,
+        _wide(p, config.bn), _gathered(p), high=config.bm, wide=config.bn, pieces=config.pieces,
         added=SUM * p.m * p.n * (config.pieces - 1),
     )  # fmt: skip
 
@@ -119,9 +119,14 @@ def parts_work(config: GatherConfig, p: DenseProblem) -> Work:
 def clusters_gather_work(config: ClusterGatherConfig, p: DenseProblem) -> Work:
     rows = p.world * cdiv(p.chunk, BM) if p.m > BM else 1  # few rows share a tile
     return _tiles(
-        p, "clusters copied" if config.copied else "clusters", rows, cdiv(p.n, config.bn), _gathered(p),
+        p, "clusters copied" if config.copied else "clusters", rows, _wide(p, config.bn), _gathered(p),
         high=BM, wide=config.bn, load=(1 / config.along, 1 / config.across),
     )  # fmt: skip
+
+
+def _wide(p: DenseProblem, bn: int) -> int:
+    """Columns of tiles of all weights."""
+    return sum(cdiv(n, bn) for n in p.columns)
 
 
 def _published(p: DenseProblem) -> float:
@@ -147,8 +152,8 @@ def publish_work(config: PublishConfig, p: DenseProblem) -> Work:
 
 
 def _products(p: DenseProblem) -> tuple[Product, ...]:
-    """One for each term of a sum."""
-    return tuple(Product(p.m, k, p.n) for k in p.terms or (p.k,))
+    """One for each term of a sum, or weight of a gather."""
+    return tuple(Product(p.m, k, n) for k in p.terms or (p.k,) for n in p.columns)
 
 
 def nccl_work(p: DenseProblem) -> tuple[Work, ...]:

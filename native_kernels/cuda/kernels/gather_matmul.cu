@@ -4,21 +4,23 @@
 // Parts go out in slices of rows and, within these, of K; each slice has a counter at every receiver. A rank has two halves
 // each of the gathered memory [W, C, K] and of the counters [W, slices, k_slices]. SPANNING: a tile holds rows of all parts,
 // and the part of this rank is stored among them, too. ENGINES: copy engines send instead of the helpers; they do not know
-// the epoch, so there is one half, and a peer stores again once it has credit.
+// the epoch, so there is one half, and a peer stores again once it has credit. Columns of tiles go through all WEIGHTS, of
+// different widths, which multiply rows while these lie in the L2 cache.
 #include "frame.cuh"
 
 struct Params {
-    TensorMap x, gathered, w;  // our own part; our own memory, both halves; the weight
-    TensorMap y;               // the output, as [outer * W, inner, N]
+    TensorMap x, gathered;  // our own part; our own memory, both halves
+    TensorMap w[WEIGHTS];
+    TensorMap y[WEIGHTS];   // the outputs, as [outer * W, inner, N]
     char* part;
-    const char* bias;
+    const char* bias[WEIGHTS];
     char* memory[8];  // of every rank
     int* signals[8];
     int64_t* state;
     int64_t* trace;
     int64_t signals_half;  // counters
-    int m, n, k, rank, site;
-    int chunk, inner, stretch, rows, cols;       // rows of a part and stretch; tiles of a stretch, and of a part
+    int m, n[WEIGHTS], k, rank, site;
+    int chunk, inner, stretch, rows, cols;       // rows of a part and stretch; tiles of a stretch, and of a part, of all weights
     int half_rows;                               // rows of the memory before its second half
     int slice_rows, slices, k_slice, k_slices;   // rows of tiles in a slice, elements of K in a slice
     int credit, gives_credit, programs;  // where, among counters, peers are told that they may store again; whether here
@@ -26,6 +28,21 @@ struct Params {
 CHECK_PARAMS
 
 constexpr int OWNERS = SPANNING ? 1 : W;
+
+// A column of tiles: its weight, and its number in that.
+struct WeightColumn {
+    int weight, col;
+};
+
+__device__ inline WeightColumn weight_column(const int (&n)[WEIGHTS], int col) {
+    int weight = 0;
+#pragma unroll
+    for (int i = 0; i < WEIGHTS - 1; ++i) {
+        int wide = (n[i] + BN - 1) / BN;
+        if (weight == i && col >= wide) weight = i + 1, col -= wide;
+    }
+    return {weight, col};
+}
 
 struct GatherMatmul : Frame<Params, SENDERS, !ENGINES> {
     static constexpr bool WAITS = W > 1, SENDS = !ENGINES;
@@ -58,12 +75,13 @@ struct GatherMatmul : Frame<Params, SENDERS, !ENGINES> {
     __device__ void load_tiles(int tiles) {
         prefetch(&p.x);
         prefetch(&p.gathered);
-        prefetch(&p.w);
+        for (int i = 0; i < WEIGHTS; ++i) prefetch(&p.w[i]);
         Turn turn;
         each_tile_loaded(*this, tiles, [&](int t) {
             Tile tile = tile_of(t);
             bool own = !SPANNING && tile.owner == p.rank;
             int row = row_of(tile.row), slice = tile.row / p.slice_rows;
+            WeightColumn at = weight_column(p.n, tile.col);
             if (!own) row += parity * p.half_rows + tile.owner * p.chunk;
             for (int q = 0; q < p.k_slices; ++q) {
                 if (!own && slice < p.slices) {
@@ -77,24 +95,26 @@ struct GatherMatmul : Frame<Params, SENDERS, !ENGINES> {
                     trace.stamp(EVENT_WAITED, SPANNING ? -1 : tile.owner, unit);
                 }
                 int k = q * p.k_slice, last = k + p.k_slice < p.k ? k + p.k_slice : p.k;
-                produce(s, turn, {{own ? &p.x : &p.gathered}, {&p.w}, row, tile.col * BN, k, last});
+                produce(s, turn, {{own ? &p.x : &p.gathered}, {&p.w[at.weight]}, row, at.col * BN, k, last});
             }
         });
     }
 
     __device__ void before_store(float (&acc)[BN / 2], const Tile& tile) const {
-        if (BIASED) add_bias(acc, p.bias, tile.col * BN, p.n);
+        WeightColumn at = weight_column(p.n, tile.col);
+        if (BIASED) add_bias(acc, p.bias[at.weight], at.col * BN, p.n[at.weight]);
     }
 
     __device__ void store_tiles(int tiles) const {
         Staged staged{s};
         each_tile_after<WAITS>(tiles, [&] { return barrier_is_over(s.ready, staged.parity); }, [&](int t) {
             Tile tile = tile_of(t);
+            WeightColumn at = weight_column(p.n, tile.col);
             staged.wait();
             if (tile.row < p.rows)
                 for (int i = 0; i < BN / 64; ++i)
-                    store_box(&p.y, tile.row / p.stretch * OWNERS + tile.owner, tile.row % p.stretch * BM,
-                              tile.col * BN + i * 64, s.staged + i * HIGH * 128);
+                    store_box(&p.y[at.weight], tile.row / p.stretch * OWNERS + tile.owner, tile.row % p.stretch * BM,
+                              at.col * BN + i * 64, s.staged + i * HIGH * 128);
             staged.free_after_bulk();
         });
     }
