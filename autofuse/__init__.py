@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from autofuse import config, ops
+    from autofuse import config, ops, optim
     from autofuse.backend import custom_pass
     from autofuse.collectives import register_collective
     from autofuse.enabling import disable, enable
@@ -36,6 +36,7 @@ __all__ = [
     "explain",
     "memory_summary",
     "ops",
+    "optim",
     "optimizer_in_backward",
     "register_collective",
     "reset",
@@ -72,6 +73,6 @@ def __getattr__(name: str) -> Any:
             return "0+checkout"
     if name in _HOME:
         return getattr(import_module(_HOME[name]), name)
-    if name in ("config", "ops"):
+    if name in ("config", "ops", "optim"):
         return import_module(f"autofuse.{name}")
     raise AttributeError(f"module 'autofuse' has no attribute {name!r}")

@@ -468,3 +468,34 @@ def first_shapes_are_static() -> AbstractContextManager[None]:
     from torch._dynamo import config
 
     return config.patch(automatic_dynamic_shapes=False)
+
+
+# --- Tensors whose parts lie on several ranks -----------------------------------------------------------
+
+
+def sharded_vector(
+    mine: torch.Tensor, parts: Sequence[tuple[int, int]], length: int, group: ProcessGroup
+) -> Any:
+    """A vector of which rank r holds elements `[start, stop)` = `parts[r]`, this rank `mine`; as
+    torch.distributed.checkpoint takes it. No communication."""
+    from torch.distributed._shard.metadata import ShardMetadata
+    from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
+    from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata, TensorProperties
+
+    device = mine.device.type if mine.device.type == "cpu" else f"{mine.device.type}:{mine.device.index}"
+    shards = {
+        rank: ShardMetadata([start], [stop - start], f"rank:{rank}/{device}")
+        for rank, (start, stop) in enumerate(parts)
+        if start < stop
+    }
+    properties = TensorProperties(dtype=mine.dtype)
+    whole = ShardedTensorMetadata(list(shards.values()), torch.Size([length]), properties)
+    own = [Shard(mine, shards[group.rank()])] if group.rank() in shards else []
+    return ShardedTensor._init_from_local_shards_and_global_metadata(own, whole, process_group=group)
+
+
+def local_shards(value: Any) -> list[torch.Tensor] | None:
+    """What this rank holds of a `sharded_vector`; None for anything else."""
+    from torch.distributed._shard.sharded_tensor import ShardedTensor
+
+    return [shard.tensor for shard in value.local_shards()] if isinstance(value, ShardedTensor) else None

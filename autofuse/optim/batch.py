@@ -1,0 +1,88 @@
+"""Parameters that one call of `reduce_update_gather` updates, with this rank's slice of their state."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+import autofuse.lowering.ops  # noqa: F401  (defines torch.ops.autofuse)
+from autofuse.lowering.buckets import buckets_of
+from autofuse.lowering.torch_internals import resolve_group
+from autofuse.lowering.update_rules import RULES
+
+MASTER = "master"
+
+
+class Batch:
+    """Attributes:
+    params, names: in one order on all ranks.
+    keys: names of the states, in the order of `states`; the last one is "master" if there is one.
+    states: flat, of the elements that this rank owns.
+    steps: how often each parameter has been updated.
+    """
+
+    def __init__(
+        self, params: Sequence[Tensor], names: Sequence[str], rule: str, group_name: str, master: bool
+    ) -> None:
+        self.params, self.names, self.rule, self.group_name = list(params), list(names), rule, group_name
+        group = resolve_group(group_name)
+        self.buckets = buckets_of(tuple(p.numel() for p in params), group.size())
+        self.rank, self.steps = group.rank(), [0] * len(params)
+        self.keys = (*RULES[rule].states, *([MASTER] if master else ()))
+        wide = params[0].dtype == torch.float64
+        dtype, device = torch.float64 if wide else torch.float32, params[0].device
+        owned = self.buckets.owned(self.rank)
+        self.states = [torch.zeros(owned, dtype=dtype, device=device) for _ in RULES[rule].states]
+        if master:
+            self.states.append(torch.empty(owned, dtype=dtype, device=device))
+            for number in range(len(params)):
+                self.renew_master(number)
+
+    def part(self, number: int) -> tuple[int, int]:
+        """The elements [start, stop) of a parameter that this rank owns."""
+        return self.buckets.part(self.rank, number)
+
+    def slices(self, number: int) -> dict[str, Tensor]:
+        """This rank's state of a parameter: views of the elements that it owns."""
+        start, stop = self.part(number)
+        at = self.buckets.offsets[number] + start - self.buckets.starts[self.rank] if start < stop else 0
+        return {key: state[at : at + stop - start] for key, state in zip(self.keys, self.states, strict=True)}
+
+    def renew_master(self, number: int) -> None:
+        """The master weights become the parameter."""
+        start, stop = self.part(number)
+        self.slices(number)[MASTER].copy_(self.params[number].detach().reshape(-1)[start:stop])
+
+    def step(
+        self,
+        rows: Sequence[Sequence[float]],
+        average: bool,
+        max_norm: float,
+        error_if_nonfinite: bool,
+        site: str,
+    ) -> Tensor:
+        """Updates all parameters that have gradients. rows: the numbers of each for its next update."""
+        grads = [_readable(p) for p in self.params]
+        kinds = {id(row): row for row in rows}
+        order = {key: i for i, key in enumerate(kinds)}
+        numbers = torch.tensor(list(kinds.values()), dtype=torch.float64)
+        if len(kinds) > 1:
+            numbers = numbers[torch.tensor([order[id(row)] for row in rows])]
+        else:
+            numbers = numbers.expand(len(rows), -1)
+        norm: Tensor = torch.ops.autofuse.reduce_update_gather(
+            self.params, grads, self.states, numbers, self.rule, "avg" if average else "sum", max_norm,
+            error_if_nonfinite, self.names, self.group_name, "direct", site,
+        )  # fmt: skip
+        self.steps = [t + (g is not None) for t, g in zip(self.steps, grads, strict=True)]
+        return norm
+
+
+def _readable(param: Tensor) -> Tensor | None:
+    """The gradient. A sparse one, which no op takes, is replaced by one that all ranks refuse."""
+    grad = param.grad
+    if grad is not None and grad.layout != torch.strided:
+        return param.new_empty(param.numel() + 1)
+    return grad

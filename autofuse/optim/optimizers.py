@@ -1,0 +1,149 @@
+"""The optimizers: arguments and defaults as in `torch.optim`, and `sliced.Common`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from typing_extensions import Unpack
+
+from autofuse.lowering.update_rules import adam_numbers, lamb_numbers, sgd_numbers
+from autofuse.optim.sliced import Common, SlicedOptimizer
+
+
+class AdamW(SlicedOptimizer):
+    """As `torch.optim.AdamW`. `params`: parameters, named parameters, or param groups."""
+
+    _decoupled = True
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        **common: Unpack[Common],
+    ) -> None:
+        _check(lr=lr, eps=eps, weight_decay=weight_decay)
+        _check_betas(betas)
+        defaults = {
+            "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad,
+            "maximize": maximize,
+        }  # fmt: skip
+        super().__init__(params, defaults, common)
+
+    def _rule(self, options: dict[str, Any]) -> str:
+        return "amsgrad" if options["amsgrad"] else "adam"
+
+    def _numbers(self, options: dict[str, Any], t: int) -> list[float]:
+        return adam_numbers(
+            t, float(options["lr"]), options["betas"], options["eps"], options["weight_decay"],
+            self._decoupled, options["maximize"],
+        )  # fmt: skip
+
+
+class Adam(AdamW):
+    """As `torch.optim.Adam`: weight decay is added to the gradient."""
+
+    _decoupled = False
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        **common: Unpack[Common],
+    ) -> None:
+        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, **common)
+
+
+class SGD(SlicedOptimizer):
+    """As `torch.optim.SGD`."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        *,
+        maximize: bool = False,
+        **common: Unpack[Common],
+    ) -> None:
+        _check(lr=lr, momentum=momentum, weight_decay=weight_decay)
+        if nesterov and (momentum <= 0 or dampening != 0):
+            raise ValueError("Nesterov momentum requires a momentum and zero dampening")
+        defaults = {
+            "lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay,
+            "nesterov": nesterov, "maximize": maximize,
+        }  # fmt: skip
+        super().__init__(params, defaults, common)
+
+    def _rule(self, options: dict[str, Any]) -> str:
+        return "momentum" if options["momentum"] else "sgd"
+
+    def _numbers(self, options: dict[str, Any], t: int) -> list[float]:
+        return sgd_numbers(
+            t, float(options["lr"]), options["momentum"], options["dampening"], options["weight_decay"],
+            options["nesterov"], options["maximize"],
+        )  # fmt: skip
+
+
+class LAMB(SlicedOptimizer):
+    """LAMB (You et al., 2020): the direction of AdamW, scaled to the norm of the parameter.
+
+    With u = m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps) + weight_decay * p: p -= lr * |p| / |u| * u. The
+    factor is 1 where a norm is 0, and in param groups with `adapt=False` (usual for biases and norms).
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.0,
+        adapt: bool = True,
+        *,
+        maximize: bool = False,
+        **common: Unpack[Common],
+    ) -> None:
+        _check(lr=lr, eps=eps, weight_decay=weight_decay)
+        _check_betas(betas)
+        defaults = {
+            "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "adapt": adapt,
+            "maximize": maximize,
+        }  # fmt: skip
+        super().__init__(params, defaults, common)
+
+    def _rule(self, options: dict[str, Any]) -> str:
+        return "lamb"
+
+    def _numbers(self, options: dict[str, Any], t: int) -> list[float]:
+        return lamb_numbers(
+            t, float(options["lr"]), options["betas"], options["eps"], options["weight_decay"],
+            options["adapt"], options["maximize"],
+        )  # fmt: skip
+
+
+def _check(**numbers: Any) -> None:
+    for name, value in numbers.items():
+        if not float(value) >= 0:
+            raise ValueError(f"Invalid {name}: {value}")
+
+
+def _check_betas(betas: tuple[float, float]) -> None:
+    for beta in betas:
+        if not 0 <= beta < 1:
+            raise ValueError(f"Invalid betas: {betas}")
