@@ -28,6 +28,7 @@ from .legality import check_match, check_metadata, check_place, group_size
 from .matchers import matchers_of
 from .matchers.match import Match, context_of
 from .merge import merge_fused
+from .narrow import narrow_collectives
 from .plan_shape import plan_shape
 from .report import GraphReport, Listing, Prediction, Reason, Reject, Site, listening
 from .settings import Settings
@@ -83,6 +84,8 @@ def fuse(
     show = listing if listening() else lambda graph: Listing()
     before = show(graph)
     start = time.perf_counter()
+    if settings.policy != "never":
+        narrow_collectives(graph)
     stand_ins = opaque.stand_in(graph)
     anchors = find_anchors(graph)
     check_metadata(anchors)
