@@ -172,6 +172,44 @@ def host(rows: Rows = None, json: Json = None, markdown: Markdown = None) -> Non
     run(tuple(rows or ()), json, markdown)
 
 
+@app.command()
+def optimizer(
+    ranks: Annotated[list[int], typer.Option(help="Size of a group; repeat for several.")] = [2],  # noqa: B006
+    rows: Rows = None,
+    dtype: Annotated[
+        list[str] | None, typer.Option(help="Only float32 or bfloat16; without it both.")
+    ] = None,
+    lamb: Annotated[bool, typer.Option(help="Measure LAMB, too.")] = True,
+    seconds: Annotated[float, typer.Option(help="Time for a row, about.")] = 3.0,
+    json: Json = None,
+    markdown: Markdown = None,
+) -> None:
+    """An optimizer's step with its exchange of gradients on CPU ranks: ours, and all that torch ships."""
+    with user_errors():
+        dtypes = tuple(dtype or ("float32", "bfloat16"))
+        for name in dtypes:
+            one_of(name, ("float32", "bfloat16"), "--dtype")
+        if min(ranks) < 2:
+            raise ValueError(f"--ranks {min(ranks)}: expected 2 ranks or more")
+        check_folders(json, markdown)
+        import torch
+
+        from autofuse.bench.cpu.optimizer import Options, run, table
+        from autofuse.bench.cpu.run import cores
+
+        load = os.getloadavg()[0]
+        measured = run(ranks, Options(tuple(rows or ()), dtypes, lamb, seconds))
+        about = f"{cores()} cores, torch {torch.__version__}, load average before the run {load:.1f}"
+        text = f"{table(measured)}\n\n{about}"
+        typer.echo(text)
+        if markdown is not None:
+            write(markdown, text + "\n")
+        if json is not None:
+            machine = {"torch": torch.__version__, "cores": cores(), "load": load}
+            all_rows = [{**asdict(row), "best_other": row.best} for row in measured]
+            write(json, json_module.dumps({**machine, "rows": all_rows}, indent=1) + "\n")
+
+
 def _around_all_to_all(
     benchmark: str,
     rows: list[str] | None,

@@ -17,15 +17,22 @@ MASTER = "master"
 
 class Batch:
     """Attributes:
-    params, names: in one order on all ranks.
+    params, names: in one order on all ranks. groups: number of the param group of each.
     keys: names of the states, in the order of `states`; the last one is "master" if there is one.
     states: flat, of the elements that this rank owns.
     steps: how often each parameter has been updated.
     """
 
     def __init__(
-        self, params: Sequence[Tensor], names: Sequence[str], rule: str, group_name: str, master: bool
+        self,
+        params: Sequence[Tensor],
+        names: Sequence[str],
+        groups: Sequence[int],
+        rule: str,
+        group_name: str,
+        master: bool,
     ) -> None:
+        self.groups = list(groups)
         self.params, self.names, self.rule, self.group_name = list(params), list(names), rule, group_name
         group = resolve_group(group_name)
         self.buckets = buckets_of(tuple(p.numel() for p in params), group.size())

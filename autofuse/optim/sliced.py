@@ -60,6 +60,8 @@ class SlicedOptimizer(State, torch.optim.Optimizer):
             raise ValueError(f"max_norm={self._max_norm!r}: expected a positive number or None")
         self._batches: list[Batch] = []
         self._met = 0
+        self._waiting: list[Tensor] = []
+        self._known = 0
         self._names: dict[Tensor, str] = {}
         super().__init__(params, defaults)
 
@@ -115,10 +117,10 @@ class SlicedOptimizer(State, torch.optim.Optimizer):
     def _run(self, batch: Batch) -> None:
         known: dict[tuple[int, int], list[float]] = {}
         rows = []
-        for param, t in zip(batch.params, batch.steps, strict=True):
-            options = self._options[param]
-            key = id(options), t + 1
+        for param, group, t in zip(batch.params, batch.groups, batch.steps, strict=True):
+            key = group, t + 1
             if key not in known:
+                options = self.param_groups[group]
                 if self._rule(options) != batch.rule:
                     raise ValueError(
                         f"{type(self).__name__}: the group of {self._names[param]} was made for the rule "
@@ -131,25 +133,34 @@ class SlicedOptimizer(State, torch.optim.Optimizer):
         self.grad_norm = norm if norm.dim() == 0 else None
 
     def _place(self) -> None:
-        """Makes batches of the parameters that have none yet and require gradients."""
-        self._options = {p: options for options in self.param_groups for p in options["params"]}
-        placed = {p for batch in self._batches for p in batch.params}
+        """Makes batches of the parameters that have none yet and require gradients. No communication."""
+        count = sum(len(options["params"]) for options in self.param_groups)
+        if count != self._known:
+            self._known = count
+            placed = {id(p) for batch in self._batches for p in batch.params}
+            every = (p for options in self.param_groups for p in options["params"])
+            self._waiting = [p for p in every if id(p) not in placed]
+        if not any(p.requires_grad for p in self._waiting):
+            return
+        group_of = {id(p): i for i, options in enumerate(self.param_groups) for p in options["params"]}
         kinds: dict[tuple[Any, ...], list[Tensor]] = {}
-        for param, options in self._options.items():
-            if param not in placed and param.requires_grad:
-                kind = (self._rule(options), param.device, param.dtype == torch.float64)
-                kinds.setdefault(kind, []).append(param)
+        for param in self._waiting:
+            if param.requires_grad:
+                rule = self._rule(self.param_groups[group_of[id(param)]])
+                kinds.setdefault((rule, param.device, param.dtype == torch.float64), []).append(param)
+        self._waiting = [p for p in self._waiting if not p.requires_grad]
         for (rule, *_), params in kinds.items():
             names = [self._names[p] for p in params]
-            self._batches += self._cut(params, names, rule)
+            groups = [group_of[id(p)] for p in params]
+            self._batches += self._cut(params, names, groups, rule)
         if len(self._batches) > 1 and (self._max_norm or self._error_if_nonfinite):
             raise ValueError(
                 f"{type(self).__name__}: max_norm and error_if_nonfinite need parameters of one device, "
                 "all of them float64 or none, of one rule, and given from the first step on"
             )
 
-    def _cut(self, params: list[Tensor], names: list[str], rule: str) -> list[Batch]:
-        return [Batch(params, names, rule, self._group_name, self._master_weights)]
+    def _cut(self, params: list[Tensor], names: list[str], groups: list[int], rule: str) -> list[Batch]:
+        return [Batch(params, names, groups, rule, self._group_name, self._master_weights)]
 
     def _meet(self) -> None:
         """Raises ValueError on all ranks if they have other parameters."""
@@ -170,6 +181,7 @@ class SlicedOptimizer(State, torch.optim.Optimizer):
             for i in range(longest):
                 pair = [lines[i] if i < len(lines) else "no parameter" for lines in (told[0], theirs)]
                 if pair[0] != pair[1]:
+                    self._known = 0
                     del self._batches[self._met :]
                     raise ValueError(
                         f"{type(self).__name__}: the ranks have other parameters: rank 0 has {pair[0]}, rank "

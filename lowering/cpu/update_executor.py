@@ -93,6 +93,11 @@ def _recipe(shape: PlanShape, rank: int) -> _Recipe:
     return _Recipe(tuple(with_tiles(plan.actions)), plan.agreement, inbox, outbox)
 
 
+@lru_cache(maxsize=256)
+def _digest(buckets: Buckets, dtypes: tuple[torch.dtype, ...]) -> int:
+    return agreement.digest(buckets.numels, dtypes)
+
+
 def run_update(args: ReduceUpdateGather) -> Any:
     """The op; NotImplemented for a dtype without a kernel."""
     dtypes = {p.dtype for p in args.params} | {g.dtype for g in args.grads if g is not None}
@@ -110,10 +115,11 @@ class _Step:
         self.args, self.workspace, self.rule = args, workspace, RULES[args.rule]
         self.buckets = buckets_of(tuple(p.numel() for p in args.params), workspace.world)
         # Kernels read flat memory. Gradients of a wrong kind are refused before anything reads them.
-        self.params = [p.detach().contiguous() for p in args.params]
+        self.codes = [agreement.code(p, g) for p, g in zip(args.params, args.grads, strict=True)]
+        self.params = [p if p.is_contiguous() else p.detach().contiguous() for p in args.params]
         self.grads = [
-            g.detach().contiguous() if g is not None and agreement.code(p, g) == agreement.GIVEN else None
-            for p, g in zip(args.params, args.grads, strict=True)
+            g.contiguous() if g is not None and code == agreement.GIVEN else None
+            for g, code in zip(args.grads, self.codes, strict=True)
         ]
         params = [p.dtype for p in self.params]
         grads = [p.dtype if g is None else g.dtype for p, g in zip(self.params, self.grads, strict=True)]
@@ -139,7 +145,7 @@ class _Step:
             out_width=self.widths[1], squares=pointer(self.squares), scale=self.mean, world=workspace.world,
             rank=workspace.rank, rule=self.rule.code,
         )  # fmt: skip
-        self.key = f"{agreement.digest(self.buckets.numels, params):x} {args.rule} {args.reduce_op}"
+        self.key = f"{_digest(self.buckets, tuple(params)):x} {args.rule} {args.reduce_op}"
 
     def run(self) -> Tensor:
         args, by_norms = self.args, self.rule.by_norms
@@ -157,14 +163,14 @@ class _Step:
         for p, flat, g in zip(args.params, self.params, args.grads, strict=True):
             if g is not None:
                 changed.append(p)
-                if flat.data_ptr() != p.data_ptr():
+                if flat is not p:
                     p.detach().copy_(flat)
         torch.autograd.graph.increment_version([*changed, *args.states])
         return norm
 
     def _agree(self, call: Call) -> Exception | None:
         """Whether all ranks can go on. Nothing has been written."""
-        found = agreement.problem(OP, _exchange(call, tell(self.args)), self.args.names)
+        found = agreement.problem(OP, _exchange(call, tell(self.args, self.codes)), self.args.names)
         return ValueError(found) if found else None
 
     def _between(self, call: Call) -> Exception | None:

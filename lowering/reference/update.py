@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -23,7 +24,8 @@ def update_by_reference(args: ReduceUpdateGather) -> Tensor:
     from autofuse.lowering.ops.reduce_update_gather import OP
 
     check(args)
-    problem = agreement.problem(OP, _all_gather_numbers(args, tell(args)), args.names)
+    codes = [agreement.code(p, g) for p, g in zip(args.params, args.grads, strict=True)]
+    problem = agreement.problem(OP, _all_gather_numbers(args, tell(args, codes)), args.names)
     if problem:
         raise ValueError(problem)
     buckets = args.buckets
@@ -61,13 +63,17 @@ def check(args: ReduceUpdateGather) -> None:
             )
 
 
-def tell(args: ReduceUpdateGather) -> list[int]:
-    """What this rank tells the others."""
-    codes = [agreement.code(p, g) for p, g in zip(args.params, args.grads, strict=True)]
-    dtypes = [(p.dtype, None if g is None else g.dtype) for p, g in zip(args.params, args.grads, strict=True)]
+def tell(args: ReduceUpdateGather, codes: Sequence[int]) -> list[int]:
+    """What this rank tells the others. codes: those of the gradients."""
+    dtypes = *(p.dtype for p in args.params), *(None if g is None else g.dtype for g in args.grads)
     options = (args.rule, args.reduce_op, len(args.states), args.max_norm, args.error_if_nonfinite)
-    kind = agreement.digest(args.buckets.numels, dtypes, *options)
+    kind = _kind(args.buckets.numels, dtypes, options)
     return agreement.told(kind, agreement.digest(args.numbers.cpu()), codes)
+
+
+@lru_cache(maxsize=256)
+def _kind(*values: Any) -> int:
+    return agreement.digest(*values)
 
 
 def math_dtype(params: list[Tensor]) -> torch.dtype:

@@ -123,6 +123,10 @@ AF_INLINE void lamb(const float* __restrict p, const float* __restrict grad, flo
   }
 }
 
+AF_INLINE void fetch(const void* from, int64_t nbytes) {
+  for (int64_t line = 0; line < nbytes; line += 64) __builtin_prefetch(static_cast<const char*>(from) + line);
+}
+
 // Plain, with switches inside: target_clones takes no templates.
 AF_CLONES void run(const Work& w) {
   alignas(64) float g[kBlock], p[kBlock];
@@ -135,6 +139,11 @@ AF_CLONES void run(const Work& w) {
     const float scale = w.scale * (w.action == kSum ? 1.0f : h[10]);
     for (int64_t j = 0; j < segment.count; j += kBlock) {
       const int64_t n = std::min(kBlock, segment.count - j), at = segment.at + j, from = segment.start + j;
+      // A block is too short for the hardware to find the streams, so the next one is asked for.
+      const int64_t next = std::min(kBlock, segment.count - j - n);
+      fetch(w.grads_of[t] + (from + n) * width(of_grad), next * width(of_grad));
+      fetch(w.params_of[t] + (from + n) * width(of_param), next * width(of_param));
+      for (int i = 0; i < 2; ++i) fetch(w.states[i] + at + n, w.states[i] ? 4 * next : 0);
       if (w.from_sums) {
         const float* sums = w.sums + at;
         for (int64_t i = 0; i < n; ++i) g[i] = sums[i];

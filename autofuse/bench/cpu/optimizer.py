@@ -1,0 +1,318 @@
+"""`autofuse bench optimizer`: a step with its exchange of gradients, ours and what torch has, on CPU ranks.
+
+All peers get the same gradients and are timed in turn, block by block, in one process a rank. None of them
+includes a backward: what could be hidden behind one is not.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, multiprocessing
+
+from autofuse import optim
+from autofuse.bench.cpu.run import cores
+
+OURS = "autofuse"
+BUCKET_BYTES = 25 << 20
+"""Of the flat buffers, as in DDP."""
+
+RATES: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.01}
+Shapes = Sequence[tuple[int, ...]]
+
+
+def _bert(layers: int) -> Shapes:
+    d, block = 1024, []
+    for _ in range(4):
+        block += [(d, d), (d,)]
+    return [*block, (d,), (d,), (4 * d, d), (4 * d,), (d, 4 * d), (d,), (d,), (d,)] * layers
+
+
+def _gpt2(layers: int) -> Shapes:
+    d = 768
+    return [
+        (d,),
+        (d,),
+        (d, 3 * d),
+        (3 * d,),
+        (d, d),
+        (d,),
+        (d,),
+        (d,),
+        (d, 4 * d),
+        (4 * d,),
+        (4 * d, d),
+        (d,),
+    ] * layers
+
+
+def _llama(layers: int) -> Shapes:
+    d, f = 2048, 8192
+    return [(d, d), (512, d), (512, d), (d, d), (f, d), (f, d), (d, f), (d,), (d,)] * layers
+
+
+CELLS: dict[str, Shapes] = {
+    **{f"2^{n}": [(1 << n,)] for n in (10, 14, 18, 22, 24)},
+    "64 of 2^10": [(1 << 10,)] * 64,
+    "BERT-large, 2 layers": _bert(2),
+    "GPT-2, 3 layers": _gpt2(3),
+    "Llama-1B, 1 layer": _llama(1),
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to measure; equal on all ranks."""
+
+    rows: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    lamb: bool
+    seconds: float
+    """That are spent on a row, about."""
+    threads: int = 1
+
+
+@dataclass(frozen=True)
+class Row:
+    """Microseconds of a step of every peer: medians of the slowest rank."""
+
+    name: str
+    rule: str
+    dtype: str
+    world: int
+    elements: int
+    us: dict[str, float]
+
+    @property
+    def best(self) -> tuple[str, float]:
+        """The fastest of torch's, and how many times as long as ours it takes."""
+        name = min((n for n in self.us if n != OURS), key=lambda n: self.us[n])
+        return name, self.us[name] / self.us[OURS]
+
+
+def run(worlds: Sequence[int], options: Options) -> list[Row]:
+    """The rows of groups of so many ranks each, which share out the cores of this process."""
+    rows: list[Row] = []
+    for world in worlds:
+        threads = max(1, cores() // world)
+        with tempfile.TemporaryDirectory(prefix="autofuse-bench-") as directory:
+            chosen = Options(options.rows, options.dtypes, options.lamb, options.seconds, threads)
+            multiprocessing.spawn(_rank, (world, directory, chosen), nprocs=world)
+            rows += [Row(**row) for row in json.loads(Path(directory, "rows.json").read_text())]
+    return rows
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The rows as a table in Markdown."""
+    peers = list(dict.fromkeys(name for row in rows for name in row.us))
+    lines = [
+        "| ranks | rule | dtype | tensors | "
+        + " | ".join(f"{p} us" for p in peers)
+        + " | best other / ours |"
+    ]
+    lines.append("|---" * (len(peers) + 5) + "|")
+    for row in rows:
+        of_peers = [f"{row.us[p]:,.0f}" if p in row.us else "" for p in peers]
+        name, ratio = row.best
+        cells = [str(row.world), row.rule, row.dtype, row.name, *of_peers, f"{ratio:.2f} ({name})"]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _rank(rank: int, world: int, directory: str, options: Options) -> None:
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(options.threads)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
+    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=world)
+    rows = [
+        _measure(name, shapes, rule, dtype, options)
+        for name, shapes in CELLS.items()
+        if not options.rows or any(part in name for part in options.rows)
+        for rule in ("AdamW", *(["LAMB"] if options.lamb else []))
+        for dtype in options.dtypes
+    ]
+    if rank == 0:
+        Path(directory, "rows.json").write_text(json.dumps([asdict(row) for row in rows]))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _measure(name: str, shapes: Shapes, rule: str, dtype: str, options: Options) -> Row:
+    steps = dict(_peers(rule, shapes, getattr(torch, dtype)))
+    _check(steps, rule)
+    for step, _ in steps.values():
+        _block(step, 1)
+    (each,) = _largest([sum(_block(step, 1) for step, _ in steps.values())])
+    rounds = max(5, min(40, math.ceil(options.seconds / each)))
+    calls = max(1, min(20, int(options.seconds / each / rounds)))
+    times: dict[str, list[float]] = {peer: [] for peer in steps}
+    for _ in range(rounds):
+        for peer, (step, _) in steps.items():
+            times[peer].append(_block(step, calls))
+    us = {peer: 1e6 * statistics.median(_largest(found)) for peer, found in times.items()}
+    return Row(name, rule, dtype, dist.get_world_size(), sum(map(math.prod, shapes)), us)
+
+
+Peer = tuple[Callable[[], object], list[Tensor]]
+"""A step, and the parameters that it changes."""
+
+
+def _peers(rule: str, shapes: Shapes, dtype: torch.dtype) -> Iterator[tuple[str, Peer]]:
+    params = _params(shapes, dtype)
+    ours = getattr(optim, rule)(params, **RATES)
+    yield OURS, (ours.step, params)
+    if rule == "LAMB":
+        params = _params(shapes, dtype)
+        yield "all_reduce + foreach LAMB", (_foreach_lamb(params), params)
+        return
+
+    params = _params(shapes, dtype)
+    each = torch.optim.AdamW(params, fused=True, **RATES)
+    yield "all_reduce a tensor", (_after(_reduce_each, params, each), params)
+
+    params = _params(shapes, dtype)
+    bucketed = torch.optim.AdamW(params, fused=True, **RATES)
+    yield "flat buckets", (_after(_reduce_buckets, params, bucketed), params)
+
+    yield "reduce_scatter, slice, all_gather", _flat(shapes, dtype)
+
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    params = _params(shapes, dtype)
+    if len(params) >= dist.get_world_size():
+        zero = ZeroRedundancyOptimizer(params, torch.optim.AdamW, fused=True, **RATES)
+        yield "ZeroRedundancyOptimizer", (_after(_reduce_buckets, params, zero), params)
+
+
+def _params(shapes: Shapes, dtype: torch.dtype) -> list[Tensor]:
+    """With gradients that differ from rank to rank."""
+    weights, grads = torch.Generator().manual_seed(0), torch.Generator().manual_seed(1 + dist.get_rank())
+    params = [torch.randn(s, generator=weights).to(dtype).requires_grad_() for s in shapes]
+    for p in params:
+        p.grad = torch.randn(p.shape, generator=grads).to(dtype)
+    return params
+
+
+def _after(
+    reduce: Callable[[list[Tensor]], None], params: list[Tensor], optimizer: Any
+) -> Callable[[], object]:
+    def step() -> None:
+        reduce(params)
+        optimizer.step()
+
+    return step
+
+
+def _grads(params: Sequence[Tensor]) -> list[Tensor]:
+    return [p.grad for p in params if p.grad is not None]
+
+
+def _reduce_each(params: list[Tensor]) -> None:
+    works = [dist.all_reduce(g, async_op=True) for g in _grads(params)]
+    for work in works:
+        work.wait()
+    torch._foreach_div_(_grads(params), dist.get_world_size())
+
+
+def _reduce_buckets(params: list[Tensor]) -> None:
+    bucket: list[Tensor] = []
+    nbytes = 0
+    for g in [*_grads(params), None]:
+        if bucket and (g is None or nbytes + g.nbytes > BUCKET_BYTES):
+            flat = torch.cat([t.view(-1) for t in bucket])
+            dist.all_reduce(flat)
+            flat.div_(dist.get_world_size())
+            parts = flat.split([t.numel() for t in bucket])
+            torch._foreach_copy_([t.view(-1) for t in bucket], list(parts))
+            bucket, nbytes = [], 0
+        if g is not None:
+            bucket.append(g)
+            nbytes += g.nbytes
+
+
+def _flat(shapes: Shapes, dtype: torch.dtype) -> Peer:
+    """Gradients and parameters are views of two flat tensors, which is what ZeRO implementations keep."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    made = _params(shapes, dtype)
+    length = -(-sum(p.numel() for p in made) // world) * world
+    weights, grads = torch.zeros(length, dtype=dtype), torch.zeros(length, dtype=dtype)
+    params, at = [], 0
+    for p in made:
+        params.append(weights[at : at + p.numel()].view(p.shape).copy_(p.detach()))
+        grads[at : at + p.numel()].view(p.shape).copy_(p.grad)  # type: ignore[arg-type]
+        at += p.numel()
+    mine = weights.view(world, -1)[rank].detach().requires_grad_()
+    optimizer = torch.optim.AdamW([mine], fused=True, **RATES)
+
+    def step() -> None:
+        mine.grad = torch.empty_like(mine)
+        dist.reduce_scatter_tensor(mine.grad, grads)
+        mine.grad.div_(world)
+        optimizer.step()
+        dist.all_gather_into_tensor(weights, mine.detach())
+
+    return step, params
+
+
+def _foreach_lamb(params: list[Tensor]) -> Callable[[], object]:
+    m, v = [torch.zeros_like(p) for p in params], [torch.zeros_like(p) for p in params]
+    t = 0
+
+    @torch.no_grad()
+    def step() -> None:
+        nonlocal t
+        t += 1
+        _reduce_buckets(params)
+        grads = _grads(params)
+        torch._foreach_lerp_(m, grads, 0.1)
+        torch._foreach_mul_(v, 0.999)
+        torch._foreach_addcmul_(v, grads, grads, 0.001)
+        root = torch._foreach_sqrt(v)
+        torch._foreach_div_(root, math.sqrt(1 - 0.999**t))
+        torch._foreach_add_(root, 1e-6)
+        u = torch._foreach_div(m, root)
+        torch._foreach_div_(u, 1 - 0.9**t)
+        torch._foreach_add_(u, params, alpha=RATES["weight_decay"])
+        factors = torch._foreach_div(torch._foreach_norm(params), torch._foreach_norm(u))
+        torch._foreach_mul_(u, factors)
+        torch._foreach_sub_(params, u, alpha=RATES["lr"])
+
+    return step
+
+
+def _check(steps: dict[str, Peer], rule: str) -> None:
+    """One step of all peers gives nearly the same parameters."""
+    for step, _ in steps.values():
+        step()
+    ours = steps[OURS][1]
+    for peer, (_, params) in steps.items():
+        for a, b in zip(ours, params, strict=True):
+            far = float((a.detach().float() - b.detach().float()).abs().max())
+            assert far <= 0.05, f"{rule}: {peer} is {far} away from ours"
+
+
+def _block(step: Callable[[], object], calls: int) -> float:
+    """Seconds a call, from a barrier on."""
+    dist.barrier()
+    begin = time.perf_counter()
+    for _ in range(calls):
+        step()
+    return (time.perf_counter() - begin) / calls
+
+
+def _largest(values: Sequence[float]) -> list[float]:
+    result = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(result, dist.ReduceOp.MAX)
+    return [float(v) for v in result]
