@@ -499,3 +499,8 @@ def local_shards(value: Any) -> list[torch.Tensor] | None:
     from torch.distributed._shard.sharded_tensor import ShardedTensor
 
     return [shard.tensor for shard in value.local_shards()] if isinstance(value, ShardedTensor) else None
+
+
+def after_backward(function: Callable[[], None]) -> None:
+    """Calls `function` when the backward that now runs has ended."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)

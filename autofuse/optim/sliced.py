@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any, TypedDict
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from autofuse.groups import Group, group_name
 from autofuse.lowering.torch_internals import resolve_group
 from autofuse.optim.batch import Batch
+from autofuse.optim.in_backward import Backward, cut
 from autofuse.optim.state import State
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -63,7 +65,15 @@ class SlicedOptimizer(State, torch.optim.Optimizer):
         self._waiting: list[Tensor] = []
         self._known = 0
         self._names: dict[Tensor, str] = {}
+        self._backward = Backward(self._run, self._meet) if common.get("in_backward") else None
+        if self._backward is not None and (self._max_norm or self._error_if_nonfinite):
+            raise ValueError(
+                f"{type(self).__name__}: max_norm and error_if_nonfinite need all gradients before the first "
+                "update; leave in_backward out"
+            )
         super().__init__(params, defaults)
+        if self._backward is not None:
+            self._place()
 
     @abstractmethod
     def _rule(self, options: dict[str, Any]) -> str:
@@ -96,8 +106,10 @@ class SlicedOptimizer(State, torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Exchanges the gradients and updates the parameters; all ranks of the group call it together.
 
-        Parameters without a gradient on any rank stay as they are. Raises the same error on all ranks, before
-        anything has changed, if ranks have gradients of other parameters, sparse ones, or other rates.
+        With `in_backward` the backward has done it; call this all the same, for schedulers and for parameters
+        that are new or no longer frozen. Parameters without a gradient on any rank stay as they are. Raises
+        the same error on all ranks, before anything has changed, if ranks have gradients of other parameters,
+        sparse ones, or other rates.
         """
         loss = None
         if closure is not None:
@@ -109,10 +121,19 @@ class SlicedOptimizer(State, torch.optim.Optimizer):
                 "train in bfloat16, or scale the loss by a constant"
             )
         self._place()
-        self._meet()
-        for batch in self._batches:
-            self._run(batch)
+        if self._backward is None:
+            self._meet()
+            for batch in self._batches:
+                self._run(batch)
         return loss
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """With `in_backward`: backwards in this context add up gradients, and update nothing."""
+        if self._backward is None:
+            raise RuntimeError(
+                f"{type(self).__name__}: without in_backward, gradients add up until step() is called"
+            )
+        return self._backward.no_sync()
 
     def _run(self, batch: Batch) -> None:
         known: dict[tuple[int, int], list[float]] = {}
@@ -150,17 +171,18 @@ class SlicedOptimizer(State, torch.optim.Optimizer):
                 kinds.setdefault((rule, param.device, param.dtype == torch.float64), []).append(param)
         self._waiting = [p for p in self._waiting if not p.requires_grad]
         for (rule, *_), params in kinds.items():
-            names = [self._names[p] for p in params]
-            groups = [group_of[id(p)] for p in params]
-            self._batches += self._cut(params, names, groups, rule)
+            for part in cut(params) if self._backward is not None else [params]:
+                names = [self._names[p] for p in part]
+                groups = [group_of[id(p)] for p in part]
+                made = Batch(part, names, groups, rule, self._group_name, self._master_weights)
+                self._batches.append(made)
+                if self._backward is not None:
+                    self._backward.watch([made])
         if len(self._batches) > 1 and (self._max_norm or self._error_if_nonfinite):
             raise ValueError(
                 f"{type(self).__name__}: max_norm and error_if_nonfinite need parameters of one device, "
                 "all of them float64 or none, of one rule, and given from the first step on"
             )
-
-    def _cut(self, params: list[Tensor], names: list[str], groups: list[int], rule: str) -> list[Batch]:
-        return [Batch(params, names, groups, rule, self._group_name, self._master_weights)]
 
     def _meet(self) -> None:
         """Raises ValueError on all ranks if they have other parameters."""

@@ -1,0 +1,90 @@
+"""Updates inside of the backward: a batch of parameters as soon as all of them have their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from autofuse.lowering.torch_internals import after_backward
+from autofuse.optim.batch import Batch
+
+BATCH_BYTES = 25 << 20
+"""Of the gradients of a batch, as in a bucket of DDP."""
+
+
+class Backward:
+    """Runs batches in one order on all ranks, the order in which they were made.
+
+    A batch waits for those before it. What is left when the backward ends runs then: parameters without a
+    gradient on all ranks stay as they are.
+    """
+
+    def __init__(self, step: Callable[[Batch], None], meet: Callable[[], None]) -> None:
+        self._step, self._meet = step, meet
+        self._batches: list[Batch] = []
+        self._missing: list[int] = []
+        self._next = 0
+        self._running, self._syncs = False, True
+
+    def watch(self, batches: list[Batch]) -> None:
+        """From the next backward on these are updated, too."""
+        for batch in batches:
+            number = len(self._batches)
+            self._batches.append(batch)
+            self._missing.append(len(batch.params))
+            for param in batch.params:
+                param.register_post_accumulate_grad_hook(lambda _, number=number: self._arrived(number))
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """In it, gradients add up and nothing is updated."""
+        before, self._syncs = self._syncs, False
+        try:
+            yield
+        finally:
+            self._syncs = before
+
+    def _arrived(self, number: int) -> None:
+        if not self._syncs:
+            return
+        if not self._running:
+            self._running = True
+            self._missing = [len(batch.params) for batch in self._batches]
+            after_backward(self._finish)
+        self._missing[number] -= 1
+        while self._next < len(self._batches) and self._missing[self._next] == 0:
+            self._run()
+
+    def _finish(self) -> None:
+        while self._running and self._next < len(self._batches):
+            self._run()
+        self._running, self._next = False, 0
+
+    @torch.no_grad()
+    def _run(self) -> None:
+        batch = self._batches[self._next]
+        self._next += 1
+        try:
+            self._meet()
+            self._step(batch)
+        except BaseException:
+            self._running, self._next = False, 0
+            raise
+        for param in batch.params:
+            param.grad = None
+
+
+def cut(params: list[Tensor]) -> list[list[Tensor]]:
+    """Batches of at most `BATCH_BYTES`, or of one parameter; the last parameters first, as in a backward."""
+    batches: list[list[Tensor]] = []
+    nbytes = BATCH_BYTES
+    for param in reversed(params):
+        if nbytes + param.nbytes > BATCH_BYTES:
+            batches.append([])
+            nbytes = 0
+        batches[-1].append(param)
+        nbytes += param.nbytes
+    return batches

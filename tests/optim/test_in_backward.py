@@ -1,0 +1,103 @@
+"""Updates inside of the backward: the bits of a step behind it, accumulation, missing gradients."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autofuse
+from autofuse.optim import in_backward
+from tests.optim.test_optimizers import OPTIONS, batch, loss_of, model
+from tests.ranks import RankPool
+
+Ranks = Callable[[int], RankPool]
+
+
+def both() -> list[tuple[nn.Sequential, Any]]:
+    """The same model twice: updated behind the backward, and in it, in several batches."""
+    pairs = []
+    with patch.object(in_backward, "BATCH_BYTES", 700):
+        for inside in (False, True):
+            network = model()
+            named = network.named_parameters()
+            pairs.append((network, autofuse.optim.AdamW(named, in_backward=inside, **OPTIONS["AdamW"])))
+    assert len(pairs[1][1]._batches) == 3
+    return pairs
+
+
+def same(pairs: list[tuple[nn.Sequential, Any]]) -> None:
+    for a, b in zip(*(network.parameters() for network, _ in pairs), strict=True):
+        assert torch.equal(a, b)
+
+
+def _updates(rank: int, world: int) -> None:
+    pairs = both()
+    for step in range(3):
+        for network, optimizer in pairs:
+            loss_of(network, batch(rank, step)).backward()
+            inside = optimizer._backward is not None
+            assert all((p.grad is None) == inside for p in network.parameters())
+            optimizer.step()
+            optimizer.zero_grad()
+        same(pairs)
+    # Accumulation: two backwards, one update.
+    for network, optimizer in pairs:
+        if optimizer._backward is None:
+            with pytest.raises(RuntimeError, match="without in_backward"):
+                optimizer.no_sync()
+            loss_of(network, batch(rank, 7)).backward()
+        else:
+            before = copy.deepcopy(network.state_dict())
+            with optimizer.no_sync():
+                loss_of(network, batch(rank, 7)).backward()
+            assert all(torch.equal(p, before[name]) for name, p in network.state_dict().items())
+        loss_of(network, batch(rank, 8)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    same(pairs)
+    # Parameters that no rank uses, then one that is no longer frozen.
+    for network, optimizer in pairs:
+        network[0](batch(rank, 9)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    same(pairs)
+    state = pairs[1][1].full_state_dict()["state"]
+    assert [int(states["step"]) for _, states in sorted(state.items())] == [5, 5, 4, 4]
+
+
+def test_updates(ranks: Ranks) -> None:
+    ranks(3).run(_updates)
+
+
+def _wrong(rank: int, world: int) -> None:
+    network, optimizer = both()[1]
+
+    def run(x: Tensor) -> Tensor:
+        y = network[0](x)
+        return y.sum() if rank else network[1](y).sum()
+
+    before = copy.deepcopy(network.state_dict())
+    with pytest.raises(ValueError, match=r"1.bias has no gradient on ranks \[1\]"):
+        run(batch(rank, 0)).backward()
+    assert all(torch.equal(p, before[name]) for name, p in network.state_dict().items())
+    optimizer.zero_grad()
+    loss_of(network, batch(rank, 1)).backward()  # goes on
+    assert not torch.equal(network[1].bias, before["1.bias"])
+    for wrong in ({"max_norm": 1.0}, {"error_if_nonfinite": True}):
+        with pytest.raises(ValueError, match="leave in_backward out"):
+            autofuse.optim.SGD(model().parameters(), 0.1, in_backward=True, **wrong)
+    # A weight that a later part of the backward still reads must not change unseen.
+    p, q = (torch.ones(3, requires_grad=True) for _ in range(2))
+    autofuse.optim.SGD([q, p], 0.1, in_backward=True)
+    held = p * q
+    held.sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        held.sum().backward()
+
+
+def test_wrong(ranks: Ranks) -> None:
+    ranks(2).run(_wrong)
