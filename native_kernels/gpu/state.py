@@ -56,10 +56,10 @@ STATE_WORDS: Final = 24
 MOST_SHARES: Final = 8192
 """Most programs of a kernel that claims shares. The claims, int32 [2, MOST_SHARES], lie behind the words of
 `state`: the first row for the parts of shares that wait for no peer, the second one for those that may. 0
-between calls, and while nobody has claimed. Behind them a row for kernels that end their epoch early: who
-claims writes the epoch, and nobody sets it back."""
+between calls, and while nobody has claimed. Behind them the same two rows of kernels whose claims are tags of
+the call's epoch, which nobody sets back."""
 
-STATE_LENGTH: Final = STATE_WORDS + MOST_SHARES * 3 // 2
+STATE_LENGTH: Final = STATE_WORDS + MOST_SHARES * 2
 """Length of `PeerMemory.state`."""
 
 MOST_TERMS: Final = 4

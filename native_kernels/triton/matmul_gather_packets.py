@@ -36,6 +36,7 @@ from .comm import (
     GATHERING,
     WAITED,
     begin,
+    end,
     half_of,
     peer,
     put_packets,
@@ -45,21 +46,8 @@ from .comm import (
 from .gemm import add_bias, load_operands, pack
 from .matmul_gather import place, places
 from .matmul_packets import pairs_at_once
-from .shares import (
-    STATE_STARTED,
-    A,
-    announce,
-    end_shares,
-    further,
-    look,
-    mark,
-    next_left,
-    start,
-    stays,
-    through,
-    try_packets,
-    unclaimed,
-)
+from .packet_shares import further, mark, next_left, through, try_packets, unmarked
+from .shares import STATE_STARTED, A, B, announce, look, start, stays
 
 MOST_ROWS = 128
 """Tokens of a call: one tile has all of them."""
@@ -84,7 +72,6 @@ def matmul_gather_packets(
     """
     program = tl.program_id(0)
     start(state)
-    mark(state, A, program, program)
     epoch = begin(state)
     base = half_of(epoch) * packets_half
     dtype: tl.constexpr = out.dtype.element_ty
@@ -96,6 +83,7 @@ def matmul_gather_packets(
         x, w, bias, out_pairs, packets, trace, M, N, K, rank, program, pitch, inner, jump, out_stride,
         out_rank, base, epoch, event, dtype, PROGRAMS, W, TRANSPOSED, BIASED, BM, BN, BK, TRACE, EVENTS,
     )  # fmt: skip
+    mark(state, A, program, epoch)
     if program == 0:
         announce(state, rank, W, epoch)
     own = peer(packets, rank, tl.int64) + base
@@ -132,7 +120,7 @@ def matmul_gather_packets(
                         where = own + ((i - 1) * M + r) * pitch + at
                         pairs, late = try_packets(where, epoch, inside)
                         if late:
-                            share = unclaimed(state, A, PROGRAMS, program)
+                            share = unmarked(state, A, PROGRAMS, epoch)
                             if share < 0:
                                 if last == 0:
                                     left = 1 - stays(state, program, 1, rank, W, epoch).to(tl.int32)
@@ -150,11 +138,11 @@ def matmul_gather_packets(
                 n += BP // 16
         if (share < 0) & (n >= end_n):
             if last == 0:
-                share = further(started, PROGRAMS, state, A, PROGRAMS, program)
+                share = further(started, PROGRAMS, state, A, PROGRAMS, epoch)
                 if share < 0:
-                    last, going = through(state, program, left, PROGRAMS)
+                    last, going = through(state, B, program, left, PROGRAMS, epoch)
             if (last != 0) & (going != 0):
-                behind = next_left(state, behind, PROGRAMS)
+                behind = next_left(state, B, behind, PROGRAMS, epoch)
                 going = (behind < PROGRAMS).to(tl.int32)
                 if going != 0:
                     n = behind * step
@@ -163,7 +151,7 @@ def matmul_gather_packets(
                 behind += 1
     event = stamp(trace, program, event, ENDED, rank, 0, TRACE, EVENTS)
     if last != 0:
-        end_shares(state, epoch, PROGRAMS)
+        end(state, epoch, True)
 
 
 @triton.jit

@@ -39,6 +39,7 @@ from .comm import (
     REDUCING,
     WAITED,
     begin,
+    end,
     half_of,
     peer,
     put_packets,
@@ -46,24 +47,9 @@ from .comm import (
     take_packets,
 )
 from .gemm import blocks_of, load_term, pack, pair
+from .packet_shares import further, mark, next_left, through, try_packets, unmarked
 from .patience import any_thread
-from .shares import (
-    STATE_STARTED,
-    A,
-    B,
-    announce,
-    end_shares,
-    firm,
-    further,
-    look,
-    mark,
-    next_left,
-    start,
-    stays,
-    through,
-    try_packets,
-    unclaimed,
-)
+from .shares import STATE_STARTED, A, B, announce, firm, look, start, stays
 
 
 @triton.jit(do_not_specialize=["rank", "site"])
@@ -81,11 +67,8 @@ def matmul_packets(
     BP: pairs of columns that are added up at a time; SOURCES: the power of two above W.
     """
     program = tl.program_id(0)
-    start(state)
-    mark(state, A, program, program)
     SUMS: tl.constexpr = ALL and not ONCE
-    if SUMS:
-        mark(state, B, program, program)
+    start(state)
     epoch = begin(state)
     base = half_of(epoch) * packets_half
     dtype: tl.constexpr = out.dtype.element_ty
@@ -96,6 +79,9 @@ def matmul_packets(
         (x, x1, x2, x3), (w, w1, w2, w3), packets, trace, M, N, (K, K1, K2, K3), rank, program, chunk, pitch,
         base, epoch, event, dtype, PROGRAMS, W, ONCE, TRANSPOSED, BM, BN, BK, TERMS, TRACE, EVENTS,
     )  # fmt: skip
+    mark(state, A, program, epoch)
+    if SUMS:
+        mark(state, B, program, epoch)
     if program == 0:
         announce(state, rank, W, epoch)
     out_pairs = out.to(tl.pointer_type(tl.uint32))
@@ -136,7 +122,7 @@ def matmul_packets(
             wanted = (source < W) & inside[None, :, :]
             parts, late = try_packets(own + where, epoch, wanted)
             if late:
-                share = unclaimed(state, A, PROGRAMS, program)
+                share = unmarked(state, A, PROGRAMS, epoch)
                 if share < 0:
                     if not SUMS:
                         if last == 0:
@@ -173,9 +159,9 @@ def matmul_packets(
                 where = m[:, None] * pitch + at[None, :]
                 sums, late = try_packets(own + W * slot + where, epoch, theirs)
                 if late:
-                    share = unclaimed(state, A, PROGRAMS, program)
+                    share = unmarked(state, A, PROGRAMS, epoch)
                     if share < 0:
-                        other = unclaimed(state, B, adding, program)
+                        other = unmarked(state, B, adding, epoch)
                         if other >= 0:
                             n = other * step
                             end_n = n + step
@@ -189,17 +175,17 @@ def matmul_packets(
                     c += BP // 16
         if (share < 0) & (n >= end_n) & (c >= end_c):
             if last == 0:
-                share = further(started, PROGRAMS, state, A, PROGRAMS, program)
+                share = further(started, PROGRAMS, state, A, PROGRAMS, epoch)
                 if SUMS:
                     if (share < 0) & any_thread(started < PROGRAMS):
-                        other = unclaimed(state, B, adding, program)
+                        other = unmarked(state, B, adding, epoch)
                         if other >= 0:
                             n = other * step
                             end_n = n + step
                 if (share < 0) & (n >= end_n):
-                    last, going = through(state, program, left, PROGRAMS)
+                    last, going = through(state, B, program, left, PROGRAMS, epoch)
             if (last != 0) & (going != 0):
-                behind = next_left(state, behind, PROGRAMS)
+                behind = next_left(state, B, behind, PROGRAMS, epoch)
                 going = (behind < PROGRAMS).to(tl.int32)
                 if going != 0:
                     n = behind * step
@@ -208,7 +194,7 @@ def matmul_packets(
                 behind += 1
     event = stamp(trace, program, event, ENDED, rank, 0, TRACE, EVENTS)
     if last != 0:
-        end_shares(state, epoch, PROGRAMS)
+        end(state, epoch, True)
 
 
 @triton.jit

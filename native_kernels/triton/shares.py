@@ -7,12 +7,10 @@ those would do that have not: part A before it waits without a bound, part B bef
 that are placed do all that peers wait for. A program that is placed late finds its share taken.
 
     claim, won      take a share; the answer is needed only before the first store to a peer
-    mark            the same of a share that two programs may do, since what they store is the same
     unclaimed       take a share that no program has taken
     look, further   whether there may be such a share, at the end of a part
-    try_all         wait for peers for a while; try_packets: the same for packets
+    try_all         wait for peers for a while
     stays           whether a program may wait: those of the margin only if all peers have started the call
-    through         of packets: what a program of the margin would have taken is left to the last program
 
 The margin: programs from number `state[FIRM]` on. They leave rather than hold a multiprocessor for a peer
 that has not started: it may wait for a kernel that finds no other place here.
@@ -26,14 +24,10 @@ from autofuse.native_kernels.gpu.state import State
 
 from .comm import (
     INTERPRET,
-    STATE_FINISHED,
     STATE_FIRM,
     STATE_GIVEN_UP,
-    UNTIMED,
-    are_missing,
     end,
     fence_copies,
-    tag_of,
 )
 from .patience import any_thread
 
@@ -46,9 +40,6 @@ MOST_SHARES = tl.constexpr(state_words.MOST_SHARES)
 YIELD_NS = tl.constexpr(state_words.YIELD_NS)
 
 A, B = tl.constexpr(0), tl.constexpr(1)
-LEFT = tl.constexpr(-1)
-"""In the place of a claim: the columns of a program are left to the last one."""
-
 PLACED_NS = tl.constexpr(100_000)
 """How long programs that have no part A wait for the others to start before they do their work."""
 
@@ -62,25 +53,6 @@ def claims_of(state, part: tl.constexpr):
 def start(state):
     """Count this program as started; nobody waits."""
     add_one(state + STATE_STARTED)
-
-
-@triton.jit
-def mark(state, part: tl.constexpr, share, program):
-    """Say that this program does a share that may be done twice; nobody waits."""
-    word = claims_of(state, part) + share
-    if INTERPRET:
-        tl.atomic_max(word, program + 1)
-    else:
-        tl.inline_asm_elementwise(
-            """{
-            .reg .pred p; .reg .b32 t;
-            mov.u32 t, %tid.x;
-            setp.eq.u32 p, t, 0;
-            @p red.relaxed.gpu.global.max.s32 [$1], $2;
-            mov.u32 $0, 0;
-            }""",
-            "=r,l,r", [word.to(tl.int64), program + 1], dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
 
 
 @triton.jit
@@ -289,46 +261,6 @@ def end_shares(state, epoch, shares, ENDS: tl.constexpr = True):
             share = at + tl.arange(0, 256)
             tl.store(claims_of(state, part) + share, 0, mask=share < shares)
     end(state, epoch, ENDS)
-
-
-@triton.jit
-def try_packets(at, epoch, mask):
-    """The packets at `at` as `take_packets` has them, and whether they have not arrived after a while."""
-    tag = tag_of(epoch)
-    nothing = tag.to(tl.int64) << 32
-    packets = tl.load(at, mask=mask, other=nothing, volatile=True)
-    missing = are_missing(packets, tag)
-    polls = 0
-    while missing & (polls < UNTIMED):
-        packets = tl.load(at, mask=mask, other=nothing, volatile=True)
-        missing = are_missing(packets, tag)
-        polls += 1
-    return packets, missing
-
-
-@triton.jit
-def next_left(state, first, programs):
-    """The first program from number `first` on that has left its columns; `programs` if none has. The last
-    program asks, which no other disturbs."""
-    found = first
-    while (found < programs) & (tl.load(claims_of(state, B) + found, volatile=True) != LEFT):
-        found += 1
-    return found
-
-
-@triton.jit
-def through(state, program, left, programs):
-    """Count this program as through, after a barrier. left: 1 if it leaves its columns to the last one.
-
-    Whether it is the last, and whether it then has columns to take that were left: 1 or 0 each.
-    """
-    if left != 0:
-        tl.atomic_xchg(claims_of(state, B) + program, LEFT, sem="relaxed", scope="gpu")
-    # The upper half of the word counts the programs that have left.
-    one = 1 + (left.to(tl.int64) << 32)
-    before = tl.atomic_add(state + STATE_FINISHED, one, sem="acq_rel", scope="gpu")
-    last = ((before & 0xFFFFFFFF) == programs - 1).to(tl.int32)
-    return last, tl.where((left != 0) | (before >> 32 != 0), last, 0)
 
 
 @triton.jit

@@ -77,8 +77,13 @@ __device__ inline void clear_claims(int64_t* state, int shares, int thread, int 
 // before has cleared it.
 __device__ inline int held_word(int64_t epoch) { return STATE_HELD_EVEN + half_of(epoch); }
 
+__device__ inline int stamp_of(const Call& call) {  // `tag_of` of triton/comm.py, which is never 0
+    uint64_t folded = (call.epoch & 0xffffffff) + (call.epoch >> 32);
+    return static_cast<int>((folded & 0xffffffff) + (folded >> 32));
+}
+
 __device__ inline bool claim_stamped(const Call& call, int share) {
-    int stamp = static_cast<int>(call.epoch);
+    int stamp = stamp_of(call);
     if (atomicExch(claims(call.state, STAMPED) + share, stamp) == stamp) return false;
     atomicAdd(reinterpret_cast<unsigned long long*>(call.state + held_word(call.epoch)), 1ull);
     return true;

@@ -74,7 +74,7 @@ struct Decider {
     __device__ void next(int round) {
         if (ended) return;
         for (int other = 0; other < clusters && seen < clusters; ++other, seen = held(call))
-            if (load_relaxed(claims(p.state, STAMPED) + other) != static_cast<int>(call.epoch) && claim_stamped(call, other)) {
+            if (load_relaxed(claims(p.state, STAMPED) + other) != stamp_of(call) && claim_stamped(call, other)) {
                 tell(progress().shares[round], other + 2);
                 return;
             }
