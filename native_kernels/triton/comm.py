@@ -240,13 +240,25 @@ def is_last(state, programs):
 @triton.jit
 def end(state, epoch, ENDS: tl.constexpr):
     """What the last program does."""
-    for word in tl.static_range(STATE_FINISHED, STATE_FIRM):
-        tl.store(state + word, 0)
+    clear(state)
     if ENDS:
         if tl.atomic_xchg(state + STATE_EPOCH, epoch, sem="relaxed", scope="gpu") != epoch - 1:
-            record = tl.load(state + STATE_RECORD).to(tl.pointer_type(tl.int64))
-            what = tl.full((), OVERLAP, tl.int64) << 48
-            tl.store(record + BAD_INPUT, what | (epoch & 0xFFFFFFFF))
+            tell_overlap(state, epoch)
+
+
+@triton.jit
+def clear(state):
+    """Set the words of a call back to 0."""
+    for word in tl.static_range(STATE_FINISHED, STATE_FIRM):
+        tl.store(state + word, 0)
+
+
+@triton.jit
+def tell_overlap(state, epoch):
+    """Tell the host that another launch has run in this epoch."""
+    record = tl.load(state + STATE_RECORD).to(tl.pointer_type(tl.int64))
+    what = tl.full((), OVERLAP, tl.int64) << 48
+    tl.store(record + BAD_INPUT, what | (epoch & 0xFFFFFFFF))
 
 
 @triton.jit
@@ -298,15 +310,21 @@ def take_packets(at, epoch, mask, state, code, sources, index):
         missing = are_missing(packets, tag)
         polls += 1
         if missing & (polls % UNTIMED == 0):
-            now = nanoseconds()
-            if INTERPRET:
-                now *= polls
-            elif polls == UNTIMED:
-                begun = now
-            late = tl.min(tl.where((packets >> 32) != tag, sources, 1 << 30), axis=None)
-            if gives_up(state, now - begun, polls, code, late, index, epoch):
+            if polls == UNTIMED:
+                begun = nanoseconds()
+            if late_since(begun, polls, packets, tag, state, code, sources, index, epoch):
                 missing = missing & False
     return packets
+
+
+@triton.jit
+def late_since(begun, polls, packets, tag, state, code, sources, index, epoch):
+    """Whether a wait for packets that began at `begun` gives up."""
+    waited = nanoseconds() - begun
+    if INTERPRET:
+        waited = polls * nanoseconds()
+    late = tl.min(tl.where((packets >> 32) != tag, sources, 1 << 30), axis=None)
+    return gives_up(state, waited, polls, code, late, index, epoch)
 
 
 @triton.jit

@@ -36,18 +36,16 @@ from .comm import (
     GATHERING,
     WAITED,
     begin,
-    end,
     half_of,
     peer,
     put_packets,
     stamp,
-    take_packets,
 )
 from .gemm import add_bias, load_operands, pack
 from .matmul_gather import place, places
 from .matmul_packets import pairs_at_once
-from .packet_shares import further, mark, next_left, through, try_packets, unmarked
-from .shares import STATE_STARTED, A, B, announce, look, start, stays
+from .packet_shares import end_packets, further, look, mark, next_left, take_or_help, through
+from .shares import A, B, announce, start
 
 MOST_ROWS = 128
 """Tokens of a call: one tile has all of them."""
@@ -107,7 +105,7 @@ def matmul_gather_packets(
             if share == 0:
                 announce(state, rank, W, epoch)
             share = tl.full((), -1, tl.int32)
-        started = look(state, STATE_STARTED)
+        seen = look(state, PROGRAMS, epoch)
         while (n < end_n) & (share < 0):
             at = n * 16 + wide
             here = (at < end_n * 16) & (at < pitch)
@@ -118,15 +116,11 @@ def matmul_gather_packets(
                         r = first + tl.arange(0, BR)[:, None]
                         inside = (r < M) & here
                         where = own + ((i - 1) * M + r) * pitch + at
-                        pairs, late = try_packets(where, epoch, inside)
-                        if late:
-                            share = unmarked(state, A, PROGRAMS, epoch)
-                            if share < 0:
-                                if last == 0:
-                                    left = 1 - stays(state, program, 1, rank, W, epoch).to(tl.int32)
-                                if left == 0:
-                                    code = site * CODES_PER_SITE + GATHERING
-                                    pairs = take_packets(where, epoch, inside, state, code, source, n)
+                        code = site * CODES_PER_SITE + GATHERING
+                        pairs, share, _, left = take_or_help(
+                            where, epoch, inside, state, code, source, n, program, PROGRAMS, PROGRAMS, rank,
+                            W, last, LEAVES=True, ADDS=False,
+                        )  # fmt: skip
                         if (share < 0) & (left == 0):
                             event = stamp(trace, program, event, WAITED, source, n, TRACE, EVENTS)
                             to = out_pairs + place(r, at, source, inner, jump, out_stride, out_rank)
@@ -138,7 +132,7 @@ def matmul_gather_packets(
                 n += BP // 16
         if (share < 0) & (n >= end_n):
             if last == 0:
-                share = further(started, PROGRAMS, state, A, PROGRAMS, epoch)
+                share = further(seen, PROGRAMS, state, A, PROGRAMS, epoch)
                 if share < 0:
                     last, going = through(state, B, program, left, PROGRAMS, epoch)
             if (last != 0) & (going != 0):
@@ -151,7 +145,7 @@ def matmul_gather_packets(
                 behind += 1
     event = stamp(trace, program, event, ENDED, rank, 0, TRACE, EVENTS)
     if last != 0:
-        end(state, epoch, True)
+        end_packets(state, epoch)
 
 
 @triton.jit

@@ -39,17 +39,15 @@ from .comm import (
     REDUCING,
     WAITED,
     begin,
-    end,
     half_of,
     peer,
     put_packets,
     stamp,
-    take_packets,
 )
 from .gemm import blocks_of, load_term, pack, pair
-from .packet_shares import further, mark, next_left, through, try_packets, unmarked
+from .packet_shares import end_packets, further, look, mark, next_left, take_or_help, through, unmarked
 from .patience import any_thread
-from .shares import STATE_STARTED, A, B, announce, firm, look, start, stays
+from .shares import A, B, announce, firm, start
 
 
 @triton.jit(do_not_specialize=["rank", "site"])
@@ -114,22 +112,17 @@ def matmul_packets(
             if share == 0:
                 announce(state, rank, W, epoch)
             share = tl.full((), -1, tl.int32)
-        started = look(state, STATE_STARTED)
+        seen = look(state, PROGRAMS, epoch)
         while (n < end_n) & (share < 0):
             at = n * 16 + wide
             inside = (r[:, None] < rows) & ((at < end_n * 16) & (at < pitch))[None, :]
             where = (source * chunk + r[None, :, None]) * pitch + at[None, None, :]
             wanted = (source < W) & inside[None, :, :]
-            parts, late = try_packets(own + where, epoch, wanted)
-            if late:
-                share = unmarked(state, A, PROGRAMS, epoch)
-                if share < 0:
-                    if not SUMS:
-                        if last == 0:
-                            left = 1 - stays(state, program, 1, rank, W, epoch).to(tl.int32)
-                    if left == 0:
-                        code = site * CODES_PER_SITE + REDUCING
-                        parts = take_packets(own + where, epoch, wanted, state, code, source, n)
+            code = site * CODES_PER_SITE + REDUCING
+            parts, share, _, left = take_or_help(
+                own + where, epoch, wanted, state, code, source, n, program, PROGRAMS, adding, rank, W, last,
+                LEAVES=not SUMS, ADDS=False,
+            )  # fmt: skip
             if left != 0:
                 n = end_n
             elif share < 0:
@@ -157,17 +150,14 @@ def matmul_packets(
                 owner = m[:, None] // chunk
                 theirs = (m[:, None] < M) & (owner != rank) & ((at < end_c * 16) & (at < pitch))[None, :]
                 where = m[:, None] * pitch + at[None, :]
-                sums, late = try_packets(own + W * slot + where, epoch, theirs)
-                if late:
-                    share = unmarked(state, A, PROGRAMS, epoch)
-                    if share < 0:
-                        other = unmarked(state, B, adding, epoch)
-                        if other >= 0:
-                            n = other * step
-                            end_n = n + step
-                        else:
-                            code = site * CODES_PER_SITE + COPYING
-                            sums = take_packets(own + W * slot + where, epoch, theirs, state, code, owner, c)
+                code = site * CODES_PER_SITE + COPYING
+                sums, share, other, _ = take_or_help(
+                    own + W * slot + where, epoch, theirs, state, code, owner, c, program, PROGRAMS, adding,
+                    rank, W, last, LEAVES=False, ADDS=True,
+                )  # fmt: skip
+                if other >= 0:
+                    n = other * step
+                    end_n = n + step
                 if (share < 0) & (n >= end_n):
                     event = stamp(trace, program, event, WAITED, -1, c, TRACE, EVENTS)
                     tl.store(out_pairs + where, sums.to(tl.uint32), mask=theirs)
@@ -175,9 +165,9 @@ def matmul_packets(
                     c += BP // 16
         if (share < 0) & (n >= end_n) & (c >= end_c):
             if last == 0:
-                share = further(started, PROGRAMS, state, A, PROGRAMS, epoch)
+                share = further(seen, PROGRAMS, state, A, PROGRAMS, epoch)
                 if SUMS:
-                    if (share < 0) & any_thread(started < PROGRAMS):
+                    if (share < 0) & any_thread(seen):
                         other = unmarked(state, B, adding, epoch)
                         if other >= 0:
                             n = other * step
@@ -194,7 +184,7 @@ def matmul_packets(
                 behind += 1
     event = stamp(trace, program, event, ENDED, rank, 0, TRACE, EVENTS)
     if last != 0:
-        end(state, epoch, True)
+        end_packets(state, epoch)
 
 
 @triton.jit

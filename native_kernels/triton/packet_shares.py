@@ -6,8 +6,8 @@ so there is nothing to set back after a call.
 
     mark            say that this program does a share; nobody waits
     unmarked        take a share that no program has marked
-    further         the same at the end of a part, if some programs may not have started
-    try_packets     wait for packets for a while
+    look, further   the same at the end of a part, if some programs have not started
+    take_or_help    wait for packets, or do what has not been done
     through         count a program that ends; what one of the margin leaves is for the last program
     next_left       for the last program: whose columns were left
 """
@@ -17,8 +17,20 @@ import triton.language as tl
 
 from autofuse.native_kernels.gpu import state as state_words
 
-from .comm import INTERPRET, STATE_FINISHED, UNTIMED, are_missing, tag_of
+from .comm import (
+    INTERPRET,
+    STATE_EPOCH,
+    STATE_FINISHED,
+    UNTIMED,
+    are_missing,
+    clear,
+    late_since,
+    nanoseconds,
+    tag_of,
+    tell_overlap,
+)
 from .patience import any_thread
+from .shares import STATE_STARTED, A, B, stays
 
 MARKS = tl.constexpr(state_words.STATE_WORDS + state_words.MOST_SHARES)
 MOST_SHARES = tl.constexpr(state_words.MOST_SHARES)
@@ -72,27 +84,63 @@ def unmarked(state, part: tl.constexpr, shares, epoch):
 
 
 @triton.jit
-def further(started, programs, state, part: tl.constexpr, shares, epoch):
-    """`unmarked`, or -1 if all programs have started. started: as `shares.look` saw it. Also a barrier."""
+def look(state, programs, epoch):
+    """Whether some programs have not started, or another launch disturbs this call; threads may see different
+    values. Nobody waits before `further`."""
+    started = tl.load(state + STATE_STARTED, volatile=True)
+    ended = tl.load(state + STATE_EPOCH, volatile=True)
+    return (started != programs) | (ended != epoch - 1)
+
+
+@triton.jit
+def further(seen, programs, state, part: tl.constexpr, shares, epoch):
+    """`unmarked`, or -1 if all programs have started. seen: what `look` saw. Also a barrier."""
     found = tl.full((), -1, tl.int32)
-    if any_thread(started < programs):
+    if any_thread(seen):
+        if (tl.load(state + STATE_STARTED) > programs) | (tl.load(state + STATE_EPOCH) != epoch - 1):
+            tell_overlap(state, epoch)
         found = unmarked(state, part, shares, epoch)
     return found
 
 
 @triton.jit
-def try_packets(at, epoch, mask):
-    """The packets at `at` as `take_packets` has them, and whether they have not arrived after a while."""
+def take_or_help(
+    at, epoch, mask, state, code, sources, index, program, programs, adding, rank, world, is_last,
+    LEAVES: tl.constexpr, ADDS: tl.constexpr,
+):  # fmt: skip
+    """The packets at `at` as `comm.take_packets` has them, or what to do before they have arrived.
+
+    When they are late the program stops waiting if it finds part A of a share that no program has marked,
+    with ADDS part B of one of `adding` shares, or with LEAVES if it is of the margin and not the last, and a
+    peer has not started. Returns the packets, the share of A or -1, that of B or -1, and 1 if it leaves.
+    """
     tag = tag_of(epoch)
     nothing = tag.to(tl.int64) << 32
+    share = tl.full((), -1, tl.int32)
+    other = tl.full((), -1, tl.int32)
+    left = tl.full((), 0, tl.int32)
+    begun = tl.full((), 0, tl.int64)
+    polls = 0
     packets = tl.load(at, mask=mask, other=nothing, volatile=True)
     missing = are_missing(packets, tag)
-    polls = 0
-    while missing & (polls < UNTIMED):
+    while missing:
         packets = tl.load(at, mask=mask, other=nothing, volatile=True)
         missing = are_missing(packets, tag)
         polls += 1
-    return packets, missing
+        if missing & (polls % UNTIMED == 0):
+            if polls == UNTIMED:
+                share = unmarked(state, A, programs, epoch)
+                if ADDS:
+                    if share < 0:
+                        other = unmarked(state, B, adding, epoch)
+                if LEAVES:
+                    if (share < 0) & (is_last == 0):
+                        left = 1 - stays(state, program, 1, rank, world, epoch).to(tl.int32)
+                begun = nanoseconds()
+            missing = missing & (share < 0) & (other < 0) & (left == 0)
+            if missing:
+                missing = late_since(begun, polls, packets, tag, state, code, sources, index, epoch) == 0
+    return packets, share, other, left
 
 
 @triton.jit
@@ -120,3 +168,10 @@ def next_left(state, part: tl.constexpr, first, programs, epoch):
     while (found < programs) & (tl.load(marks + found, volatile=True) != tag):
         found += 1
     return found
+
+
+@triton.jit
+def end_packets(state, epoch):
+    """What the last program does. Another launch in this epoch is found by `further`."""
+    clear(state)
+    tl.store(state + STATE_EPOCH, epoch)
