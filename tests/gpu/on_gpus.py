@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import autofuse
 from tests.ranks import fresh_group
 
 if TYPE_CHECKING:
@@ -278,7 +279,6 @@ def compiled(rank: int, world: int, mode: str | None, dynamic: bool) -> tuple[fl
 
     The group is new: its workspace is made, and grows, while the model runs.
     """
-    import autofuse
 
     torch._dynamo.reset()
     torch.manual_seed(rank)
@@ -300,8 +300,6 @@ def compiled(rank: int, world: int, mode: str | None, dynamic: bool) -> tuple[fl
 def trained(rank: int, world: int) -> float:
     """Gradients of a compiled, checkpointed model against eager; the largest error."""
     from torch.utils.checkpoint import checkpoint
-
-    import autofuse
 
     torch._dynamo.reset()
     torch.manual_seed(rank)

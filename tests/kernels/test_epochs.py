@@ -7,6 +7,7 @@ import ctypes
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,8 @@ from autofuse.native_kernels.cuda.host.compiler import INCLUDE, KERNELS
 from autofuse.native_kernels.gpu.memory import Need
 from autofuse.native_kernels.gpu.state import BAD_INPUT_WORD, Wait
 from autofuse.native_kernels.triton.comm import STATE_EPOCH, begin, finish
+from autofuse.native_kernels.triton.packet_shares import end_packets, further, look
+from autofuse.native_kernels.triton.shares import STATE_STARTED, A, start
 from tests.kernels.backward_calls import Backward, run_backwards
 from tests.kernels.calls import Call, peer_memory, run_calls
 from tests.kernels.embedding_calls import Exchange
@@ -70,25 +73,44 @@ def _overlapping(state, others, ENDS: tl.constexpr):
     finish(state, epoch, 1, ENDS)
 
 
+@triton.jit
+def _overlapping_packets(state, others, begun):
+    """The same of the packets kernels; others may also have `begun` programs and not ended."""
+    epoch = begin(state)
+    start(state)
+    tl.store(state + STATE_STARTED, 1 + begun)
+    tl.store(state + STATE_EPOCH, epoch - 1 + others)
+    further(look(state, 1, epoch), 1, state, A, 1, epoch)
+    end_packets(state, epoch)
+
+
 def _overlaps(rank: int, world: int, first: int) -> list[int]:
     memory = peer_memory(rank, world, Need())
     found = []
-    for others, ends in ((0, True), (1, True), (0, False)):
+
+    def run(kernel: Any, *args: Any, ended: int = 1) -> None:
         memory.epoch.fill_(first)
         memory.record.zero_()
-        _overlapping[(1,)](memory.state, others, ends)
+        kernel[(1,)](memory.state, *args)
         found.append(int(memory.record.view(torch.int64)[BAD_INPUT_WORD]))
-        assert int(memory.epoch) == first + ends
+        assert int(memory.epoch) == first + ended
+
+    run(_overlapping, 0, True)
+    run(_overlapping, 0, False, ended=0)
+    run(_overlapping_packets, 0, 0)
+    run(_overlapping, 1, True)
+    run(_overlapping_packets, 1, 0)
+    run(_overlapping_packets, 0, 1)
     return found
 
 
 @pytest.mark.parametrize("first", [0, 7, 2**32 - 1])
 def test_calls_that_overlap_are_told(interpreters: Interpreters, first: int) -> None:
-    """Hosts do not see replays: the last program of a call finds that its epoch has ended already."""
-    for alone, overlapped, silent in interpreters(2).run(_overlaps, first):
-        assert alone == silent == 0
-        assert overlapped >> 48 == Wait.OVERLAP
-        assert overlapped & 0xFFFFFFFF == (first + 1) % 2**32
+    """Hosts do not see replays: a program of a call finds that its epoch has ended already."""
+    for told in interpreters(2).run(_overlaps, first):
+        assert told[:3] == [0, 0, 0]
+        assert [each >> 48 for each in told[3:]] == [Wait.OVERLAP] * 3
+        assert {each & 0xFFFFFFFF for each in told[3:]} == {(first + 1) % 2**32}
 
 
 def test_cuda_counts_on(tmp_path: Path) -> None:

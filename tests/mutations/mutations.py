@@ -321,9 +321,16 @@ PROTOCOL = (
     ),
     Mutation(
         "columns that a program has left stay as they are",
-        "shares.py",
+        "packet_shares.py",
         "return last, tl.where((left != 0) | (before >> 32 != 0), last, 0)",
         "return last, tl.where(before < 0, last, 0)",
+        _of("kernels", "interpreted"),
+    ),
+    Mutation(
+        "marks of shares are those of any call",
+        "packet_shares.py",
+        "marks, tag = marks_of(state, part), tag_of(epoch)\n    offset",
+        "marks, tag = marks_of(state, part), tag_of(epoch * 0)\n    offset",
         _of("kernels", "interpreted"),
     ),
     Mutation(
