@@ -1,11 +1,12 @@
 """`autofuse tune`: measures this machine for the cost model; on GPUs, the ways to run the dense ops."""
 
+import math
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from autofuse.cli.gpu_ranks import OPS, extents, gpu_ranks
+from autofuse.cli.gpu_ranks import gpu_ranks, layer
 from autofuse.cli.terminal import one_of, progress_bar, user_errors
 
 
@@ -21,6 +22,11 @@ def tune(
     tokens: Annotated[
         list[int] | None, typer.Option(help="On GPUs: so many tokens; repeat for several.", min=1)
     ] = None,
+    layers: Annotated[
+        bool, typer.Option("--layers", help="On GPUs: layers of many models, as the shipped points.")
+    ] = False,
+    seconds: Annotated[float, typer.Option(help="On GPUs: begin nothing after so many seconds.")] = math.inf,
+    again: Annotated[bool, typer.Option("--again", help="On GPUs: also what was measured before.")] = False,
     fit: Annotated[
         str | None, typer.Option(help="A kind of GPU, such as h200: only fit constants to its points.")
     ] = None,
@@ -38,9 +44,7 @@ def tune(
             return
         one_of(device, ("cpu", "cuda"), "--device")
         if device == "cuda":
-            _tune_gpus(
-                dtype or ["bfloat16"], size or ["8192,8192"], tokens or [1, 8, 32, 128, 512, 2048, 8192]
-            )
+            _tune_gpus(dtype or ["bfloat16"], size, tokens, layers, seconds, again)
             return
         from autofuse.tune import comparison, default_output
         from autofuse.tune import tune as measure_and_fit
@@ -51,23 +55,34 @@ def tune(
         typer.echo(f"{comparison(table)}\nwritten to {path}")
 
 
-def _tune_gpus(dtypes: list[str], sizes: list[str], tokens: list[int]) -> None:
+def _tune_gpus(
+    dtypes: list[str],
+    sizes: list[str] | None,
+    tokens: list[int] | None,
+    layers: bool,
+    seconds: float,
+    again: bool,
+) -> None:
     for dtype in dtypes:
         one_of(dtype, ("bfloat16", "float16"), "--dtype")
+    if layers and sizes:
+        raise ValueError("--layers measures sizes of its own: leave out --size")
     with gpu_ranks("tune") as (rank, world):
         import torch
 
-        from autofuse.lowering.gpu.dense.measure import tune_problem
+        from autofuse.cli import tune_ways as ways
+        from autofuse.lowering.gpu.choice.points import own_file
 
-        for op in OPS:
-            for m in tokens:
-                if op in ("matmul_reduce_scatter", "all_gather_matmul") and m % world:
-                    continue
-                for size in sizes:
-                    for dtype in dtypes:
-                        point, path = tune_problem(op, *extents(op, m, size, world), getattr(torch, dtype))
-                        if rank == 0:
-                            best = [f"{us:.1f} us, {way}" for way, us in point.times[:1]] or ["not measured"]
-                            typer.echo(f"{op} tokens={m} size={size} {dtype}: {best[0]}")
-        if rank == 0:
-            typer.echo(f"written to {path}")
+        def told(line: str) -> None:
+            if rank == 0:
+                typer.echo(line)
+
+        if layers:
+            fitting = [size for size in ways.LAYERS if layer(size)[0] % world == 0]
+            found = ways.mixed(
+                ways.problems(fitting, tokens or ways.LAYER_TOKENS, dtypes, world, ways.LAYER_OPS)
+            )
+        else:
+            found = ways.problems(sizes or ["8192,8192"], tokens or ways.TOKENS, dtypes, world)
+        told(ways.tune_ways(found, seconds, again or not layers, told))
+        told(f"written to {own_file(torch.device('cuda', torch.cuda.current_device()))}")
