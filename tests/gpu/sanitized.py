@@ -1,6 +1,8 @@
-"""A rank of two for compute-sanitizer, small sizes: all ways of the dense ops, some of the other kernels."""
+"""A rank of two for compute-sanitizer, at small sizes. Arguments: one of PARTS, most ways of a kernel."""
 
 import os
+import sys
+from collections.abc import Iterable
 from itertools import product
 
 import torch
@@ -28,60 +30,81 @@ SIZES = {  # m, k, n
 }
 
 
+PARTS = (*SIZES, "experts", "bags")
+most = 0
+"""Ways of one kernel that are run at a size; 0: all."""
+
+
 def main() -> None:
+    global most
+    part, most = sys.argv[1], int(sys.argv[2])
     rank = int(os.environ["LOCAL_RANK"])
     torch.cuda.set_device(rank)
     # Not NCCL, whose kernels the sanitizer would look at, too.
     dist.init_process_group("gloo")
     world = dist.get_world_size()
-    dense(rank, world)
-    experts(rank, world)
-    bags(rank)
+    if part == "experts":
+        experts(rank, world)
+    elif part == "bags":
+        bags(rank)
+    else:
+        dense(part, rank, world)
     dist.barrier()
+    if rank == 0:
+        print("whole", flush=True)
 
 
-def dense(rank: int, world: int) -> None:
+def some(ways: Iterable[str]) -> list[str]:
+    """At most `most` ways of each kernel."""
+    kinds, found = list[str](), list[str]()
+    for way in ways:
+        kinds.append(way.split(" ")[0])
+        if not most or kinds.count(kinds[-1]) <= most:
+            found.append(way)
+    return found
+
+
+def dense(op: str, rank: int, world: int) -> None:
     group = dist.group.WORLD.group_name
-    for op, sizes in SIZES.items():
-        for m, k, n in sizes:
-            torch.manual_seed(rank)
-            gathers = op == "all_gather_matmul"
-            x = torch.randn(m // world if gathers else m, k, device="cuda", dtype=torch.bfloat16)
-            w = torch.randn(k, n, device="cuda", dtype=torch.bfloat16)
-            parts = [torch.empty_like(x, device="cpu") for _ in range(world)]
-            dist.all_gather(parts, x.cpu())
-            weights = [torch.empty_like(w, device="cpu") for _ in range(world)]
-            dist.all_gather(weights, w.cpu())
-            if gathers:
-                wanted = torch.cat(parts).double() @ w.cpu().double()
-            else:
-                products = [(a.double() @ b.double()).bfloat16() for a, b in zip(parts, weights, strict=True)]
-                wanted = sum(p.double() for p in products)  # type: ignore[assignment]
-                if op == "matmul_all_gather":
-                    wanted = torch.cat(products).double()
-                if op == "matmul_reduce_scatter":
-                    wanted = wanted.chunk(world)[rank]
-            for name in fused_ways(DenseProblem(op, m, k, n, world, x.dtype, programs())):
-                for _ in range(2):
-                    found = plain.run_on(name, op, x, w, group)
-                torch.cuda.synchronize()
-                error = error_of(found.cpu(), wanted)
-                assert error < MOST_ERROR, (name, error)
-                if rank == 0:
-                    print(f"{op} [{m}, {k}] @ [{k}, {n}] {name}: {error:.1e}", flush=True)
+    for m, k, n in SIZES[op]:
+        torch.manual_seed(rank)
+        gathers = op == "all_gather_matmul"
+        x = torch.randn(m // world if gathers else m, k, device="cuda", dtype=torch.bfloat16)
+        w = torch.randn(k, n, device="cuda", dtype=torch.bfloat16)
+        parts = [torch.empty_like(x, device="cpu") for _ in range(world)]
+        dist.all_gather(parts, x.cpu())
+        weights = [torch.empty_like(w, device="cpu") for _ in range(world)]
+        dist.all_gather(weights, w.cpu())
+        if gathers:
+            wanted = torch.cat(parts).double() @ w.cpu().double()
+        else:
+            products = [(a.double() @ b.double()).bfloat16() for a, b in zip(parts, weights, strict=True)]
+            wanted = sum(p.double() for p in products)  # type: ignore[assignment]
+            if op == "matmul_all_gather":
+                wanted = torch.cat(products).double()
+            if op == "matmul_reduce_scatter":
+                wanted = wanted.chunk(world)[rank]
+        for name in some(fused_ways(DenseProblem(op, m, k, n, world, x.dtype, programs()))):
+            for _ in range(2):
+                found = plain.run_on(name, op, x, w, group)
+            torch.cuda.synchronize()
+            error = error_of(found.cpu(), wanted)
+            assert error < MOST_ERROR, (name, error)
+            if rank == 0:
+                print(f"{op} [{m}, {k}] @ [{k}, {n}] {name}: {error:.1e}", flush=True)
 
 
 def experts(rank: int, world: int) -> None:
     for op, run in product((experts_on_gpus.COMBINE, experts_on_gpus.DISPATCH), (37, 130)):
         case = experts_on_gpus.Case(op, 3, run, 264, 520, biased=True)
         x, w, bias, wanted = case.x(rank, world), case.w(rank), case.bias(rank), case.wanted(rank, world)
-        for way in experts_on_gpus.fused_ways(case, rank, world)[::4]:
+        for way in some(experts_on_gpus.fused_ways(case, rank, world)[::4]):
             found = experts_on_gpus.call(way, case, x, w, bias)
             report(rank, f"{op} {run} rows {way}", experts_on_gpus.wrong(found, wanted))
     ragged = dropless_on_gpus.Ragged("random", rows=200, shuffled=True)
     given, sent = ragged.inputs(rank, world), ragged.wanted(rank, world)
     parts, _, arrived = ragged.dispatched(rank, world)
-    for way in dropless_on_gpus.ways()[::2]:
+    for way in some(dropless_on_gpus.ways()[::2]):
         found = dropless_on_gpus.call(way, given)
         report(rank, f"dropless combine {way}", experts_on_gpus.wrong(found, sent))
         found = dropless_on_gpus.dispatch(way, parts)[0]
@@ -107,7 +130,7 @@ def bags(rank: int) -> None:
 
 
 def fused(ways: list[str]) -> list[str]:
-    return [way for way in ways if "nccl" not in way]
+    return some(way for way in ways if "nccl" not in way)
 
 
 def report(rank: int, what: str, wrong: str) -> None:
