@@ -27,9 +27,10 @@ class Segment(NamedTuple):
     at: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Buckets:
-    """The table of tensors of so many elements each, of `world` owners."""
+    """The table of tensors of so many elements each, of `world` owners. `buckets_of` makes it; as a key of a
+    cache it stands for itself, since there may be thousands of tensors."""
 
     numels: tuple[int, ...]
     world: int

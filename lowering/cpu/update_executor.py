@@ -49,6 +49,7 @@ TILE, TILES = 1 << 15, 16
 """Elements of a tile, and tiles of an owner in a call. A tile and its states fit into the L2 cache."""
 
 
+@lru_cache(maxsize=256)
 def piece_shapes(op: str, order: str, buckets: Buckets) -> list[PlanShape]:
     """What the plans of the calls are made from."""
     return [
@@ -93,27 +94,44 @@ def _recipe(shape: PlanShape, rank: int) -> _Recipe:
     return _Recipe(tuple(with_tiles(plan.actions)), plan.agreement, inbox, outbox)
 
 
-@lru_cache(maxsize=256)
-def _digest(buckets: Buckets, dtypes: tuple[torch.dtype, ...]) -> int:
-    return agreement.digest(buckets.numels, dtypes)
-
-
 def run_update(args: ReduceUpdateGather) -> Any:
     """The op; NotImplemented for a dtype without a kernel."""
-    dtypes = {p.dtype for p in args.params} | {g.dtype for g in args.grads if g is not None}
-    if not dtypes <= DTYPES.keys():
+    params = [p.dtype for p in args.params]
+    grads = [p if g is None else g.dtype for p, g in zip(params, args.grads, strict=True)]
+    if not {*params, *grads} <= DTYPES.keys():
         return NotImplemented
     workspace = workspace_for(args.group_name)
-    check(args)
-    return _Step(args, workspace).run()
+    kind = _kind(
+        buckets_of(tuple(p.numel() for p in args.params), workspace.world), *map(tuple, (params, grads))
+    )
+    check(args, kind.buckets, torch.float32)
+    return _Step(args, workspace, kind).run()
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What follows from sizes and dtypes. widths: bytes between elements in the inbox and the outbox."""
+
+    buckets: Buckets
+    digest: int
+    widths: tuple[int, int]
+    param_dtypes: Any
+    grad_dtypes: Any
+
+
+@lru_cache(maxsize=256)
+def _kind(buckets: Buckets, params: tuple[torch.dtype, ...], grads: tuple[torch.dtype, ...]) -> _Kind:
+    of_grads, of_params = (max((d.itemsize for d in found), default=4) for found in (grads, params))
+    digest = agreement.digest(buckets.numels, params)
+    return _Kind(buckets, digest, (of_grads, of_params), kernels.dtypes(params), kernels.dtypes(grads))
 
 
 class _Step:
     """One call of the op: the tensors and numbers as kernels read them, and the phases."""
 
-    def __init__(self, args: ReduceUpdateGather, workspace: Workspace) -> None:
+    def __init__(self, args: ReduceUpdateGather, workspace: Workspace, kind: _Kind) -> None:
         self.args, self.workspace, self.rule = args, workspace, RULES[args.rule]
-        self.buckets = buckets_of(tuple(p.numel() for p in args.params), workspace.world)
+        self.buckets, self.widths = kind.buckets, kind.widths
         # Kernels read flat memory. Gradients of a wrong kind are refused before anything reads them.
         self.codes = [agreement.code(p, g) for p, g in zip(args.params, args.grads, strict=True)]
         self.params = [p if p.is_contiguous() else p.detach().contiguous() for p in args.params]
@@ -121,14 +139,11 @@ class _Step:
             g.contiguous() if g is not None and code == agreement.GIVEN else None
             for g, code in zip(args.grads, self.codes, strict=True)
         ]
-        params = [p.dtype for p in self.params]
-        grads = [p.dtype if g is None else g.dtype for p, g in zip(self.params, self.grads, strict=True)]
-        self.widths = [max((d.itemsize for d in found), default=4) for found in (grads, params)]
         self.numbers = args.numbers.float().contiguous()
         self.of_params, self.of_grads = kernels.pointers(self.params), kernels.pointers(self.grads)
-        self.param_dtypes, self.grad_dtypes = kernels.dtypes(params), kernels.dtypes(grads)
-        self.trusts = (c_float * len(params))()
-        self.norms = (c_double * (2 * len(params)))()
+        self.param_dtypes, self.grad_dtypes = kind.param_dtypes, kind.grad_dtypes
+        self.trusts = (c_float * len(self.params))()
+        self.norms = (c_double * (2 * len(self.params)))()
         self.squares = c_double()
         self.parts = (c_void_p * workspace.world)()
         self.sums: Tensor | None = None
@@ -145,7 +160,7 @@ class _Step:
             out_width=self.widths[1], squares=pointer(self.squares), scale=self.mean, world=workspace.world,
             rank=workspace.rank, rule=self.rule.code,
         )  # fmt: skip
-        self.key = f"{_digest(self.buckets, tuple(params)):x} {args.rule} {args.reduce_op}"
+        self.key = f"{kind.digest:x} {args.rule} {args.reduce_op}"
 
     def run(self) -> Tensor:
         args, by_norms = self.args, self.rule.by_norms
@@ -170,7 +185,9 @@ class _Step:
 
     def _agree(self, call: Call) -> Exception | None:
         """Whether all ranks can go on. Nothing has been written."""
-        found = agreement.problem(OP, _exchange(call, tell(self.args, self.codes)), self.args.names)
+        found = agreement.problem(
+            OP, _exchange(call, tell(self.args, self.buckets, self.codes)), self.args.names
+        )
         return ValueError(found) if found else None
 
     def _between(self, call: Call) -> Exception | None:

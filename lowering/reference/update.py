@@ -23,13 +23,12 @@ def update_by_reference(args: ReduceUpdateGather) -> Tensor:
     """The op. RuntimeError or ValueError on all ranks, before anything is written, if the ranks disagree."""
     from autofuse.lowering.ops.reduce_update_gather import OP
 
-    check(args)
+    buckets, dtype = args.buckets, math_dtype(args.params)
+    check(args, buckets, dtype)
     codes = [agreement.code(p, g) for p, g in zip(args.params, args.grads, strict=True)]
-    problem = agreement.problem(OP, _all_gather_numbers(args, tell(args, codes)), args.names)
+    problem = agreement.problem(OP, _all_gather_numbers(args, tell(args, buckets, codes)), args.names)
     if problem:
         raise ValueError(problem)
-    buckets = args.buckets
-    dtype = math_dtype(args.params)
     sums = _reduce(args, buckets, dtype) if buckets.offsets[-1] else args.numbers.new_empty(0, dtype=dtype)
     norm = args.numbers.new_empty(0, dtype=torch.float32)
     factor = 1.0
@@ -43,8 +42,8 @@ def update_by_reference(args: ReduceUpdateGather) -> Tensor:
     return norm.to(args.numbers.device)
 
 
-def check(args: ReduceUpdateGather) -> None:
-    """Raises ValueError for arguments that are wrong on this rank, whatever others have."""
+def check(args: ReduceUpdateGather, buckets: Buckets, dtype: torch.dtype) -> None:
+    """Raises ValueError for arguments that are wrong on this rank, whatever others have. dtype: of states."""
     rule = RULES[args.rule]
     extra = len(args.states) - len(rule.states)
     if extra not in (0, 1) or len(args.params) != len(args.grads) or len(args.numbers) != len(args.params):
@@ -54,7 +53,7 @@ def check(args: ReduceUpdateGather) -> None:
         )
     if args.order == "ring":
         raise ValueError("reduce_update_gather: sums are in rank order; use order='direct'")
-    owned, dtype = args.buckets.owned(args.rank), math_dtype(args.params)
+    owned = buckets.owned(args.rank)
     for state in args.states:
         if state.shape != (owned,) or state.dtype != dtype or not state.is_contiguous():
             raise ValueError(
@@ -63,17 +62,17 @@ def check(args: ReduceUpdateGather) -> None:
             )
 
 
-def tell(args: ReduceUpdateGather, codes: Sequence[int]) -> list[int]:
+def tell(args: ReduceUpdateGather, buckets: Buckets, codes: Sequence[int]) -> list[int]:
     """What this rank tells the others. codes: those of the gradients."""
     dtypes = *(p.dtype for p in args.params), *(None if g is None else g.dtype for g in args.grads)
     options = (args.rule, args.reduce_op, len(args.states), args.max_norm, args.error_if_nonfinite)
-    kind = _kind(args.buckets.numels, dtypes, options)
+    kind = _kind(buckets, dtypes, options)
     return agreement.told(kind, agreement.digest(args.numbers.cpu()), codes)
 
 
 @lru_cache(maxsize=256)
-def _kind(*values: Any) -> int:
-    return agreement.digest(*values)
+def _kind(buckets: Buckets, *values: Any) -> int:
+    return agreement.digest(buckets.numels, *values)
 
 
 def math_dtype(params: list[Tensor]) -> torch.dtype:
