@@ -19,7 +19,9 @@ if torch.cuda.is_available() and why_not() is None:
     from autofuse.native_kernels.triton.matmul_packets import PacketsConfig
     from tests.gpu.one_gpu import Call, Dense, Dropless, Experts, Holder, Publish, Ranks
 
-    CALLS: dict[str, Callable[[int], Call]] = {
+    CALLS: dict[str, Callable[[int], Call]]
+    CALLS_OF_ANY: dict[str, Callable[[int], Call]]  # number of ranks
+    CALLS = {
         "all_reduce": lambda w: Dense(w, "all_reduce", 1024, 512, 2048, ClusterReduceConfig()),
         "all_reduce of few rows": lambda w: Dense(
             w, "all_reduce", 256, 256, 1024, ClusterReduceConfig(bn=128, across=1, along=2, stages=5)
@@ -51,8 +53,28 @@ if torch.cuda.is_available() and why_not() is None:
         "words of a gather": lambda w: Dense(w, "gather", 16, 2048, 1024, WordsGatherConfig()),
         "words of a signalled gather": lambda w: Dense(w, "gather", 128, 1024, 1024, WordsGatherConfig()),
     }
+    CALLS_OF_ANY = {
+        "all_reduce": lambda w: Dense(
+            w, "all_reduce", 128 * w + 9, 512, 2048, ClusterReduceConfig(across=1, along=2)
+        ),
+        "reduce_scatter": lambda w: Dense(
+            w, "scatter", 72 * w, 512, 2056, ClusterReduceConfig(bn=128, across=1, along=2, stages=5, part=32)
+        ),
+        "gather": lambda w: Dense(
+            w,
+            "gather",
+            120 * w,
+            512,
+            2048,
+            ClusterGatherConfig(bn=64, across=1, along=2, stages=7, k_slices=4),
+        ),
+        "gather within": lambda w: Dense(w, "gather", 256 * w, 512, 2048, ClusterGatherConfig(within=True)),
+        "words": lambda w: Dense(w, "all_reduce", 5 * w + 1, 1024, 2048, WordsConfig(split=2)),
+        "packets": lambda w: Dense(w, "scatter", 2 * w, 1024, 2048, PacketsConfig()),
+        "words of a gather": lambda w: Dense(w, "gather", 8 * w, 2048, 1024, WordsGatherConfig()),
+    }
 else:
-    CALLS = {}
+    CALLS = CALLS_OF_ANY = {}
 
 WORLD, MARGIN = 2, 16
 NOT_PROMISED = ("words of a gather", "words of a signalled gather")  # that `gather_words` leaves room
@@ -109,4 +131,16 @@ def test_leaves_room(name: str, multiprocessors: int) -> None:
             assert placed == free, "blocks of the margin wait"
             ranks.launch(late)
         assert ranks.have_ended(10), f"hangs after rank {late} was late"
+        ranks.check()
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("world", [3, 5])
+@pytest.mark.parametrize("name", CALLS_OF_ANY)
+def test_odd_worlds(name: str, world: int, multiprocessors: int) -> None:
+    ranks = Ranks(CALLS_OF_ANY[name](world), multiprocessors // world // 8 * 8, 8)
+    for number in range(6):
+        for rank in range(world):
+            ranks.launch((rank + number) % world)
+        assert ranks.have_ended(10), "hangs"
         ranks.check()

@@ -55,7 +55,8 @@ def cases(op: str) -> Iterator[tuple[str, Constants, int]]:
     """Source, constants and bytes of shared memory of all ways; layouts, dtypes and traces by turns."""
     turns = cycle(product([False, True], DTYPES, [True, False], [True, False]))
     matmuls = cycle((1, 2, MOST_TERMS, 1, 1))
-    for m, world in product((8, 16, 40, 128, 512, 2048, 8192), (2, 4, 8)):
+    sizes = [*product((8, 16, 40, 128, 512, 2048, 8192), (2, 4, 8)), *product((512, 2048), (3, 5))]
+    for m, world in sizes:
         for way in ways_of(DenseProblem(op, m, K, N, world, torch.bfloat16, update=op == OPS[1])).values():
             config = way.config
             transposed, dtype, trace, other = next(turns)

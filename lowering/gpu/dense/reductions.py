@@ -6,6 +6,7 @@ x, w: a list each, of the operands of all terms of a sum.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
@@ -112,21 +113,24 @@ WORDS: Kernel[DenseProblem, WordsConfig] = Kernel(
 
 def _clusters_configs(problem: DenseProblem) -> Iterator[ClusterReduceConfig]:
     m = problem.m
-    if not problem.by_rows or problem.world % 2 or m <= MOST_ROWS or m < 64 * problem.world:
+    if not problem.by_rows or m <= MOST_ROWS or m < 64 * problem.world:
         return
-    yield ClusterReduceConfig(bn=128, stages=5)
-    yield ClusterReduceConfig()
+    # The blocks of a cluster share a block of the weight, for two owners; of x, if owners have no pairs.
+    config = partial(ClusterReduceConfig, across=1, along=2) if problem.world % 2 else ClusterReduceConfig
+    yield config(bn=128, stages=5)
+    yield config()
     if m > 1024:
-        yield ClusterReduceConfig(visit=8)
-        yield ClusterReduceConfig(visit=128)
-        yield ClusterReduceConfig(copied=True)
-        yield ClusterReduceConfig(visit=128, copied=True)
-        yield ClusterReduceConfig(across=1, along=2, visit=128, copied=True)
+        yield config(visit=8)
+        yield config(visit=128)
+        yield config(copied=True)
+        yield config(visit=128, copied=True)
+        if problem.world % 2 == 0:
+            yield config(across=1, along=2, visit=128, copied=True)
     else:
-        yield ClusterReduceConfig(bn=128, stages=5, part=32)
+        yield config(bn=128, stages=5, part=32)
     if problem.update:
         bn, stages = (256, 3) if m > 1024 else (128, 5)
-        yield ClusterReduceConfig(bn, stages=stages, update=True)
+        yield config(bn=bn, stages=stages, update=True)
 
 
 def _launch_clusters(
