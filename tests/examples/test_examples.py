@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -162,6 +163,34 @@ def test_moe() -> None:
         ("backward", "all_to_all_expert_matmul"): 1,
         ("backward", "expert_matmul_all_to_all"): 1,
     }
+
+
+DATA_PARALLEL = {"hidden": 64, "layers": 1, "batch": 2, "length": 16}
+
+
+def data_parallel(rank: int, world: int, dtype: str, optimizer: str, in_backward: bool) -> str:
+    printed = StringIO()
+    with patch.object(sys, "path", [str(EXAMPLES), *sys.path]), redirect_stdout(printed):
+        example = importlib.import_module("data_parallel")
+        settings = {**DATA_PARALLEL, "dtype": dtype, "optimizer": optimizer, "in_backward": in_backward}
+        example.run(Namespace(**settings, steps=3, rounds=1), torch.device("cpu"))
+    return printed.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "optimizer", "in_backward"),
+    [("float32", "AdamW", True), pytest.param("bfloat16", "LAMB", False, marks=pytest.mark.full)],
+)
+def test_data_parallel(
+    ranks: Callable[[int], RankPool], dtype: str, optimizer: str, in_backward: bool
+) -> None:
+    printed = ranks(2).run(data_parallel, dtype, optimizer, in_backward)[0]
+    assert ("losses: 3 compared" in printed) is (dtype == "float32")
+    (before, after) = re.search(r"of a rank: ([\d,]+) bytes .* ([\d,]+) sliced", printed).groups()
+    number = [int(text.replace(",", "")) for text in (before, after)]
+    share = 2 if dtype == "float32" else 2 * 4 / 12  # float32 and master weights against bfloat16
+    assert number[1] <= number[0] / share + 3 * 4 * 1024
+    assert "training step, median of 1" in printed
 
 
 def disagree(rank: int, world: int) -> None:
