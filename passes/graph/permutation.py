@@ -1,4 +1,4 @@
-"""Indices that are permutations. The op that makes an index decides, never the values.
+"""Indices that are permutations. The ops that make an index decide, never the values.
 
 The backward graph has the indices of the forward graph as inputs, without the ops that make them. Hence the
 joint graph of both is marked: the partition into two graphs keeps `meta` of a node that becomes an input.
@@ -9,6 +9,7 @@ from __future__ import annotations
 from torch import fx
 
 from .follow import aten, tensor
+from .segments import moves_segments
 
 _MARK = "autofuse_permutation"
 _SORTS = (aten.sort.default, aten.sort.stable)
@@ -41,4 +42,6 @@ def _is_made_one(index: fx.Node) -> bool:
     if index.target in _ORDERS:
         return True
     source = index.args[0] if index.args else None
-    return isinstance(source, fx.Node) and source.target in _SORTS and index.args[1:] == (1,)
+    if isinstance(source, fx.Node) and source.target in _SORTS:
+        return index.args[1:] == (1,)
+    return moves_segments(index)

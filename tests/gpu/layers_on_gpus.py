@@ -1,5 +1,6 @@
 """What the tests of compiled layers of experts run on ranks with GPUs."""
 
+from collections.abc import Callable
 from itertools import product
 
 import torch
@@ -34,13 +35,20 @@ def _step(model: nn.Module, call: nn.Module, x: Tensor) -> dict[str, Tensor]:
     return {name: t.clone() for name, t in found.items() if t is not None}
 
 
-def trained(rank: int, world: int, dropless: bool) -> dict[str, str]:
+LAYERS: dict[str, Callable[[], nn.Module]] = {
+    "fixed capacity": lambda: FixedCapacity("gated").bfloat16(),
+    "dropless, sorted": lambda: Dropless(sorts=True),
+    "dropless, counted": Dropless,
+}
+
+
+def trained(rank: int, world: int, kind: str) -> dict[str, str]:
     """What is wrong with a training step: sites that are kept, results that are not those of eager."""
     torch._dynamo.reset()
     torch.manual_seed(rank)
-    if not dropless:
+    if kind == "fixed capacity":
         _prefer_kernels(world)
-    model = (Dropless(sorts=True) if dropless else FixedCapacity("gated").bfloat16()).cuda()
+    model = LAYERS[kind]().cuda()
     x = torch.randn(TOKENS, D, device="cuda").bfloat16()
     # Inductor pads the 12 rows of an expert where it finds that faster, and such sites are kept.
     options = {"policy": "always", "shape_padding": False}

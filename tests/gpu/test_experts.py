@@ -115,10 +115,10 @@ def test_gradients_of_two_weights(gpu_ranks: Pools, world: int, name: str) -> No
     assert not (text := complaints(found)), text
 
 
-@pytest.mark.parametrize("dropless", [False, True])
+@pytest.mark.parametrize("kind", layers_on_gpus.LAYERS)
 @pytest.mark.parametrize("world", WORLDS)
-def test_training_of_a_compiled_layer(gpu_ranks: Pools, world: int, dropless: bool) -> None:
-    found = gpu_ranks(world).run(layers_on_gpus.trained, dropless, timeout=150)
+def test_training_of_a_compiled_layer(gpu_ranks: Pools, world: int, kind: str) -> None:
+    found = gpu_ranks(world).run(layers_on_gpus.trained, kind, timeout=150)
     assert not (text := complaints(found)), text
 
 

@@ -81,8 +81,9 @@ def expert_major(x: Tensor, counts: Tensor, world: int, sorts: bool = False) -> 
         return x[places], places, table.sum(0)
     starts = (counts.cumsum(0) - counts).view(world, LOCAL)
     sizes, starts = table.t().reshape(-1), starts.t().reshape(-1)
-    segment = torch.arange(sizes.shape[0]).repeat_interleave(sizes, output_size=x.shape[0])
-    places = starts[segment] + torch.arange(x.shape[0]) - (sizes.cumsum(0) - sizes)[segment]
+    segment = torch.arange(sizes.shape[0], device=x.device).repeat_interleave(sizes, output_size=x.shape[0])
+    rows = torch.arange(x.shape[0], device=x.device)
+    places = starts[segment] + rows - (sizes.cumsum(0) - sizes)[segment]
     return x[places], places, table.sum(0)
 
 

@@ -25,7 +25,8 @@ from autofuse.passes import Settings, fuse
 from autofuse.passes.matchers.combine import NOT_PERMUTED
 from autofuse.passes.report import GraphReport, Reason, Report
 
-from .experts import COMBINE, DISPATCH, TOKENS, D, Dropless, FixedCapacity
+from . import experts as experts_of_programs
+from .experts import COMBINE, DISPATCH, TOKENS, D, Dropless, FixedCapacity, expert_major
 from .harness import fake_group
 
 needs_grouped_mm = pytest.mark.skipif(not has_grouped_mm(), reason="this torch has no grouped_mm")
@@ -213,19 +214,28 @@ def test_a_reduction_of_more_terms_than_kernels_take() -> None:
 
 
 @needs_grouped_mm
-def test_the_gradient_of_dropless_projections() -> None:
-    """Rows move where the forward graph has sorted them to."""
+@pytest.mark.parametrize("sorts", [True, False])
+def test_the_gradient_of_dropless_projections(sorts: bool) -> None:
+    """Rows move where the forward graph has sorted them to, or has counted that they belong."""
     assert_expected_inline(
-        fused_calls(explained(lambda: Dropless(sorts=True), tokens())),
+        fused_calls(explained(lambda: Dropless(sorts=sorts), tokens())),
         """\
 all_to_all_expert_matmul(_, [_], [], 0, _, _, [..], [..], 1, 1, True, '0', 'direct')
 expert_matmul_all_to_all([_, _], [_, _], [], [], 'mm', 0, _, _, [..], [..], 1, 1, False, '0', 'direct')""",
     )
 
 
+@needs_grouped_mm
 def test_indices_that_are_no_permutation_are_none_in_the_backward_either() -> None:
-    """Places that were counted: nothing but their values says that they are one."""
-    report = explained(Dropless, tokens())
+    """Places that nothing but their values says are one."""
+
+    def rounded(rows: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+        _, places, sizes = expert_major(rows, *rest)
+        places = places.double().long()
+        return rows[places], places, sizes
+
+    with patch.object(experts_of_programs, "expert_major", rounded):
+        report = explained(Dropless, tokens())
     kept = [site.detail for site in report.kept if site.reason is Reason.NO_KERNEL_FOR_DEVICE]
     assert kept == [NOT_PERMUTED] * 4
 
