@@ -17,7 +17,7 @@ help:
 
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml setup.py $(wildcard native_kernels/cpu/*.cpp native_kernels/cpu/*.h)
+$(STAMP): pyproject.toml setup.py $(wildcard native_kernels/*/*.cpp native_kernels/cpu/*.h)
 	@test -x $(BIN)/python || { echo "creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@echo "installing torch $(TORCH) and autofuse into $(VENV) (some minutes the first time)"
 	@$(BIN)/python -m pip install -q --disable-pip-version-check "torch==$(TORCH)" "setuptools>=77" wheel

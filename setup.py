@@ -1,5 +1,6 @@
-"""Builds the CPU kernels as one shared library with a plain C ABI: it links neither Python nor libtorch,
-so that one binary serves every Python and every torch. Everything else is in pyproject.toml."""
+"""Builds the CPU kernels, and launches for GPUs, as shared libraries with a plain C ABI: they link neither
+Python nor libtorch, so that one binary serves every Python and every torch. Everything else is in
+pyproject.toml."""
 
 from glob import glob
 
@@ -10,7 +11,7 @@ WARNINGS = ["-Wall", "-Wextra"]
 
 
 class PlainWheel(bdist_wheel):
-    """The library is loaded with ctypes: the wheel depends on the platform and on no Python version."""
+    """The libraries are loaded with ctypes: the wheel depends on the platform and on no Python version."""
 
     def get_tag(self) -> tuple[str, str, str]:
         return "py3", "none", super().get_tag()[2]
@@ -27,7 +28,15 @@ setup(
             language="c++",
             py_limited_api=True,
             optional=True,  # without a compiler the package still installs; CPU sites are then kept
-        )
+        ),
+        Extension(
+            "autofuse.native_kernels.gpu._launch",
+            sources=["native_kernels/gpu/launch.cpp"],
+            extra_compile_args=["-std=c++17", "-O3", "-fvisibility=hidden", *WARNINGS],
+            language="c++",
+            py_limited_api=True,
+            optional=True,  # without it Python launches, which takes longer
+        ),
     ],
     cmdclass={"bdist_wheel": PlainWheel},
 )

@@ -17,6 +17,7 @@ from torch import fx
 
 from autofuse import lowering, passes
 from autofuse.lowering import torch_internals, watcher
+from autofuse.lowering.direct import generate_direct_calls
 from autofuse.lowering.torch_internals import CustomGraphPass, takes_is_inference
 from autofuse.options import measure_if_tuned, own_options, resolve
 from autofuse.options import settings as settings_of
@@ -210,6 +211,7 @@ def custom_pass(**options: Any) -> CustomPass:
 
 
 def _fuse(graph: fx.Graph, settings: passes.Settings, kind: str, number: int) -> None:
+    generate_direct_calls()
     report = passes.fuse_or_keep(graph, settings, kind, f"{kind} {number}")
     if any(site.fused for site in report.sites):
         torch_internals.forget_sparse(graph)

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-import autofuse.lowering.ops  # noqa: F401  (defines torch.ops.autofuse)
 from autofuse import config
 from autofuse.groups import Group, group_name
+from autofuse.lowering.direct import call
 from autofuse.lowering.ops.embedding_bag_all_to_all import MODES
 from autofuse.lowering.reference import embedding_layout
 from autofuse.lowering.torch_internals import resolve_group
@@ -62,8 +62,8 @@ def embedding_bag_all_to_all(
             raise ValueError(f"{op}: per_sample_weights are {bags[2][t].dtype}, their table {table.dtype}")
     name, sizes = _sizes(bags, [w.shape[1] for w in tables], columns, include_last_offset, layout, group, op)
     padding = -1 if padding_idx is None else padding_idx
-    result: Tensor = torch.ops.autofuse.embedding_bag_all_to_all(
-        tables, *bags, MODES.index(mode), include_last_offset, padding, dtype or tables[0].dtype, sizes,
+    result: Tensor = call(
+        op, tables, *bags, MODES.index(mode), include_last_offset, padding, dtype or tables[0].dtype, sizes,
         layout, name, config.order, "eager",
     )  # fmt: skip
     return result
@@ -112,8 +112,8 @@ def all_to_all_embedding_bag_backward(
     if list(grad.shape) != expected:
         raise ValueError(f"{op}: expected grad {expected} in layout {layout!r}, got {list(grad.shape)}")
     padding = -1 if padding_idx is None else padding_idx
-    results = torch.ops.autofuse.all_to_all_embedding_bag_backward(
-        grad, *bags, list(num_embeddings), list(dims), MODES.index(mode), include_last_offset, padding,
+    results = call(
+        op, grad, *bags, list(num_embeddings), list(dims), MODES.index(mode), include_last_offset, padding,
         dtype or grad.dtype, [False] * len(dims), sizes, layout, return_exchanged, name, config.order,
         "eager",
     )  # fmt: skip
@@ -154,9 +154,9 @@ def expert_matmul_all_to_all(
         )
     if not dropless and x.shape[1] % world:
         raise ValueError(f"{op}: {x.shape[1]} rows an expert are no multiple of {world} ranks; pad them")
-    (y,) = torch.ops.autofuse.expert_matmul_all_to_all(
-        [x], [w], [] if bias is None else [bias], [], "mm", 0, offsets, positions, *splits, 1, 1, False, name,
-        config.order, "eager",
+    (y,) = call(
+        op, [x], [w], [] if bias is None else [bias], [], "mm", 0, offsets, positions, *splits, 1, 1, False,
+        name, config.order, "eager",
     )  # fmt: skip
     result: Tensor = y
     return result
@@ -204,8 +204,8 @@ def all_to_all_expert_matmul(
     if offsets is not None and (x.dim() != 2 or x.shape[0] != sum(splits[1])):
         raise ValueError(f"{op}: expected x [{sum(splits[1])}, K] for its input_splits, got {tuple(x.shape)}")
     trains = torch.is_grad_enabled() and any(wi.requires_grad for wi in weights)
-    results = torch.ops.autofuse.all_to_all_expert_matmul(
-        x, weights, [] if bias is None else [bias], 0, offsets, positions, *splits, 1, 1,
+    results = call(
+        op, x, weights, [] if bias is None else [bias], 0, offsets, positions, *splits, 1, 1,
         return_exchanged or trains, name, config.order, "eager",
     )  # fmt: skip
     outputs = results[: len(weights)]

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-import autofuse.lowering.ops  # noqa: F401  (defines torch.ops.autofuse)
 from autofuse import config
 from autofuse.exchange_ops import (
     all_to_all_embedding_bag_backward,
@@ -21,6 +20,7 @@ from autofuse.exchange_ops import (
     expert_matmul_all_to_all,
 )
 from autofuse.groups import Group, group_name
+from autofuse.lowering.direct import call
 from autofuse.lowering.reference.layout import check_divisible
 from autofuse.lowering.reference.product import check_product
 from autofuse.lowering.torch_internals import group_size
@@ -55,9 +55,7 @@ def matmul_all_reduce(
     name = group_name(group, op)
     rows, operands, product = _term(x, w, bias, op)
     _check_reduce_op(reduce_op, op)
-    (y,) = torch.ops.autofuse.matmul_all_reduce(
-        [rows], [w], operands, product, reduce_op, False, name, config.order, "eager"
-    )
+    (y,) = call(op, [rows], [w], operands, product, reduce_op, False, name, config.order, "eager")
     return _like(y, [*x.shape[:-1], w.shape[1]])
 
 
@@ -91,8 +89,19 @@ def matmul_reduce_scatter(
     axis = _axis(dim, len(shape), op)
     check_divisible(shape[axis], 1, world, op, f"entries of dim {dim} of {shape}")
     cut, outer = _cut(shape, axis)
-    (part,) = torch.ops.autofuse.matmul_reduce_scatter(
-        [rows], [w], operands, product, reduce_op, cut, outer, False, name, config.order, "eager"
+    (part,) = call(
+        "matmul_reduce_scatter",
+        [rows],
+        [w],
+        operands,
+        product,
+        reduce_op,
+        cut,
+        outer,
+        False,
+        name,
+        config.order,
+        "eager",
     )
     shape[axis] //= world
     return _like(part, shape)
@@ -128,8 +137,19 @@ def matmul_all_gather(
     shape = [*x.shape[:-1], w.shape[1]]
     axis = _axis(dim, len(shape), op)
     cut, outer = _cut(shape, axis)
-    (whole,) = torch.ops.autofuse.matmul_all_gather(
-        [rows], [w], operands, product, cut, outer, False, replicated, name, config.order, "eager"
+    (whole,) = call(
+        "matmul_all_gather",
+        [rows],
+        [w],
+        operands,
+        product,
+        cut,
+        outer,
+        False,
+        replicated,
+        name,
+        config.order,
+        "eager",
     )
     shape[axis] *= group_size(name)
     return _like(whole, shape)
@@ -165,16 +185,26 @@ def all_gather_matmul(
     axis = _axis(dim, x.dim(), op)
     shape = list(x.shape)
     shape[axis] *= world
+    whole = x.detach().as_strided((math.prod(shape[:-1]), shape[-1]), (0, 0))  # of its shape, without memory
     for wi, b in zip(weights, biases, strict=True):
-        whole = x.new_empty(()).expand(math.prod(shape[:-1]), shape[-1])
         check_product([whole], [wi], [] if b is None else [b], "mm" if b is None else "addmm %0", op)
-    part = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    part = x.reshape(math.prod(x.shape[:-1]), x.shape[-1]) if x.dim() != 2 else x
     cut, outer = _cut(list(x.shape), axis)
     trains = torch.is_grad_enabled() and any(wi.requires_grad for wi in weights)
-    empty = x.new_empty(0)
-    given = [empty if b is None else b for b in biases] if any(b is not None for b in biases) else []
-    results = torch.ops.autofuse.all_gather_matmul(
-        part, weights, given, cut, outer, return_gathered or trains, name, config.order, "eager"
+    given: list[Tensor] = []
+    if any(b is not None for b in biases):
+        given = [x.new_empty(0) if b is None else b for b in biases]
+    results = call(
+        "all_gather_matmul",
+        part,
+        weights,
+        given,
+        cut,
+        outer,
+        return_gathered or trains,
+        name,
+        config.order,
+        "eager",
     )
     outputs = [
         _like(y, [*shape[:-1], wi.shape[1]]) for y, wi in zip(results[: len(weights)], weights, strict=True)

@@ -71,7 +71,7 @@ class _Meeting:
 def _reset(meeting: _Meeting) -> None:
     group, store, rank = meeting.group, meeting.store, meeting.rank
     gpus = _gpus() if has_triton() else None
-    made = gpus is not None and gpus.is_made(group)
+    made = gpus is not None and gpus.made_of(group) is not None
     mine = [made, *(visits(store, key, rank) for key in VISITS)]
     told = [json.loads(each) for each in meeting.all_gather(json.dumps(mine))]
     made_by, *counts = zip(*told, strict=True)

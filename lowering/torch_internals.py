@@ -3,11 +3,13 @@
 Every folder may import this module, and it imports none of them. Slow imports are inside functions.
 """
 
+import itertools
 import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from operator import attrgetter
 from typing import Any
 
 import sympy
@@ -127,6 +129,69 @@ def _unlike(val: torch.Tensor) -> torch.Tensor:
             return torch.empty(val.shape, dtype=val.dtype, device=val.device)
         shape, strides = (2, *val.shape), (val.storage_offset() + 1, *val.stride())
         return torch.empty_strided(shape, strides, dtype=val.dtype, device=val.device)[1]
+
+
+class _Codegen(dict[str, Any]):
+    """An entry of Inductor's registry of code for calls: a dict in torch 2.11, later an object."""
+
+    @property
+    def python(self) -> Any:
+        return self["python"]
+
+    cpp = None
+
+
+def generate_calls(names: Mapping[str, Callable[[str], str]]) -> None:
+    """Inductor's Python code calls `names[op](device type)` in place of these ops, past the dispatcher; none
+    where torch does not know of such code."""
+    try:
+        from torch._inductor.codegen.custom_extern_kernel_codegen import CUSTOM_EXTERN_KERNEL_CODEGEN
+    except ImportError:
+        return
+
+    def lines(name_of: Callable[[str], str]) -> Callable[[Any, Callable[[str], None]], None]:
+        def write(node: Any, writeline: Callable[[str], None]) -> None:
+            device = node.get_device()
+            args = ", ".join([*node.codegen_args(), *node.codegen_kwargs()])
+            name = name_of("" if device is None else device.type)
+            writeline(f"{node.get_name()} = {name}({args})")
+
+        return write
+
+    for op, name_of in names.items():
+        CUSTOM_EXTERN_KERNEL_CODEGEN[f"torch.ops.{op}.default"] = _Codegen(python=lines(name_of))
+
+
+def order_calls(namespace: str) -> None:
+    """From now on Inductor keeps the order of the ops of a namespace, and of collectives, as the graph has
+    it. By itself it does so for collectives alone: custom ops that do not depend on each other are ordered by
+    the memory that they need, which differs between ranks where their graphs do."""
+    from torch._inductor import comms, ir
+    from torch._inductor.dependencies import WeakDep
+    from torch._inductor.utils import contains_collective
+
+    stock = comms.decide_global_ordering_of_comms
+    if hasattr(stock, "stock"):
+        return
+    is_fake = {"is_fake": True} if "is_fake" in WeakDep.__dataclass_fields__ else {}
+
+    def is_ours(node: Any) -> bool:
+        inner: Any = getattr(node, "node", None)
+        overload = inner.op_overload if type(inner) is ir.FallbackKernel else None
+        return isinstance(overload, torch._ops.OpOverload) and overload.namespace == namespace
+
+    def decide(nodes: list[Any], *rest: Any) -> list[Any]:
+        if not any(map(is_ours, nodes)):
+            return stock(nodes, *rest)
+        ordered = [node for node in nodes if is_ours(node) or contains_collective(node)]
+        for before, node in itertools.pairwise(ordered):
+            changed = next(iter(node.get_buffer_names()))
+            for name in before.get_buffer_names():
+                node.add_fake_dep(WeakDep(name, mutating_buf=changed, **is_fake))
+        return nodes
+
+    decide.stock = stock  # type: ignore[attr-defined]
+    comms.decide_global_ordering_of_comms = decide
 
 
 def inductor_options() -> dict[str, Any]:
@@ -267,9 +332,38 @@ def register_autograd(
     library.impl(overload._schema.name.partition("::")[2], autograd, "Autograd", with_keyset=True)
 
 
+def nobody_intervenes() -> bool:
+    """Whether an op that is called now reaches its device's implementation with the arguments as they are,
+    if these are plain tensors: no mode, no transform, and nobody traces or compiles."""
+    return not (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._len_torch_function_stack()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+    )
+
+
 def current_raw_stream(device: int) -> int:
     """The address of the device's current CUDA stream, without a stream object, which takes microseconds."""
     return int(torch._C._cuda_getCurrentRawStream(device))
+
+
+def empty_strided(device_type: str) -> Callable[..., torch.Tensor]:
+    """`empty(shape, strides, dtype)` on the current device of a type, as Inductor's code calls it: without
+    the dispatcher's questions about factories."""
+    from torch._C._dynamo import guards
+
+    found: Callable[..., torch.Tensor] = getattr(guards, f"_empty_strided_{device_type}")
+    return found
+
+
+def settings_of(module: Any, *names: str) -> Callable[[], tuple[Any, ...]]:
+    """What users have set of these settings of a module of torch's kind. To ask for their values takes a
+    microsecond each."""
+    entries = [module._config[name] for name in names]
+    nested = hasattr(entries[0].user_override, "_value")  # as `autofuse.config` has it, torch 2.13 and later
+    value = attrgetter("user_override._value" if nested else "user_override")
+    return lambda: tuple(map(value, entries))
 
 
 def symmetric_memory(device_type: str) -> str | None:

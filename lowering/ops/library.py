@@ -24,6 +24,9 @@ LIBRARY = torch.library.Library("autofuse", "DEF")
 FUSED_OPS: dict[str, "FusedOp[Any]"] = {}
 """The registered ops by name."""
 
+IMPLEMENTATIONS: dict[str, dict[str, Callable[..., Any]]] = {}
+"""By name, what the dispatcher calls on each kind of device."""
+
 COMMON = ("group_name", "order", "site")
 """The fields that end every record of arguments."""
 
@@ -176,21 +179,6 @@ def register(op: FusedOp[A]) -> None:
     def reference(*given: Any) -> Any:
         return op.reference(op.parse(given))
 
-    def planned(run: Callable[[A], Any], *given: Any) -> Any:
-        arguments = op.parse(given)
-        try:
-            result = run(arguments)
-            if result is not NotImplemented:
-                return result
-            why = _gap_of(op, arguments) if run is on_gpu else NO_KERNEL
-        except (NotShared, SharedMemoryFull) as error:
-            why = str(error)
-            if why not in _warned:
-                _warned.add(why)
-                log.warning("autofuse::%s runs unfused: %s", op.name, error)
-        fell_back(op.key(arguments), why)
-        return op.reference(arguments)
-
     def on_cpu(arguments: A) -> Any:
         begun = Workspace.begun
         result = op.cpu(arguments)
@@ -199,21 +187,16 @@ def register(op: FusedOp[A]) -> None:
             ran(key, Run(key.shapes, Timed(_plan_of(op, arguments)), fused=True))
         return result
 
-    def on_gpu(arguments: A) -> Any:
-        if not has_triton() or op.gpu_gap(arguments) or op.gpu_dtype_gap(arguments):
-            return NotImplemented
-        assert op.cuda is not None
-        return op.cuda(arguments)
-
-    FUSED_OPS[op.name] = op
-    FAMILIES[op.name] = op.family
-    LIBRARY.define(op.schema)
     devices: dict[str, Callable[..., Any]] = {
-        "CPU": partial(planned, on_cpu),
-        "CUDA": reference if op.cuda is None else partial(planned, on_gpu),
+        "CPU": partial(_planned, op, on_cpu, lambda arguments: NO_KERNEL),
+        "CUDA": on_cuda(op),
         "XPU": reference,
         "PrivateUse1": reference,
     }
+    FUSED_OPS[op.name] = op
+    IMPLEMENTATIONS[op.name] = devices
+    FAMILIES[op.name] = op.family
+    LIBRARY.define(op.schema)
     for device, run in devices.items():
         LIBRARY.impl(op.name, run, device)
     qualified = f"autofuse::{op.name}"
@@ -221,6 +204,37 @@ def register(op: FusedOp[A]) -> None:
     if op.backward is not None:
         overload = getattr(torch.ops.autofuse, op.name).default
         register_autograd(LIBRARY, overload, partial(_backward, op), partial(_setup_context, op), devices)
+
+
+def on_cuda(op: FusedOp[A]) -> Callable[..., Any]:
+    """The op for tensors on GPUs."""
+    cuda = op.cuda
+    if cuda is None:
+        return lambda *given: op.reference(op.parse(given))
+
+    def run(arguments: A) -> Any:
+        if not has_triton() or op.gpu_gap(arguments) or op.gpu_dtype_gap(arguments):
+            return NotImplemented
+        return cuda(arguments)
+
+    return partial(_planned, op, run, partial(_gap_of, op))
+
+
+def _planned(op: FusedOp[A], run: Callable[[A], Any], why_not: Callable[[A], str], *given: Any) -> Any:
+    """What `run` returns, or where it declines, the reference."""
+    arguments = op.parse(given)
+    try:
+        result = run(arguments)
+        if result is not NotImplemented:
+            return result
+        why = why_not(arguments)
+    except (NotShared, SharedMemoryFull) as error:
+        why = str(error)
+        if why not in _warned:
+            _warned.add(why)
+            log.warning("autofuse::%s runs unfused: %s", op.name, error)
+    fell_back(op.key(arguments), why)
+    return op.reference(arguments)
 
 
 def _gap_of(op: FusedOp[A], arguments: A) -> str:

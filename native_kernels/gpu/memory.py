@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from .prepared import record
 from .state import MOST_SHARES, MOST_TERMS, STATE_LENGTH, STATE_WORDS, State
+from .triton_launch import launched
 
 SHARED_MEMORY = 227 * 1024
 """Bytes that a block may have."""
@@ -248,10 +250,11 @@ def launch(kernel: Any, programs: int, compile_only: bool, *args: Any, **setting
     key = (id(kernel), programs, *map(_kind, args), *settings.values())
     found = _launched.get(key)
     if found is None:
-        _launched[key] = kernel[(programs,)](*args, **settings)
-        return
-    constants = [settings[p.name] for p in kernel.params[len(args) :]]
-    found[(programs, 1, 1)](*args, *constants)
+        found = _launched[key] = kernel[(programs,)](*args, **settings)
+    else:
+        constants = [settings[p.name] for p in kernel.params[len(args) :]]
+        found[(programs, 1, 1)](*args, *constants)
+    record(lambda: launched(found, programs, args))
 
 
 _launched: dict[Hashable, Any] = {}

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import Tensor
+from torch._inductor.utils import run_and_get_code
 
 import autofuse
 from tests.passes.dense import group as everybody
@@ -117,6 +118,26 @@ def test_the_sequence_is_kept(program: Program, order: str) -> None:
     for graph in report.graphs:
         assert collectives(str(graph.before)) == collectives(str(graph.after))
         assert len(collectives(str(graph.before))) == len(graph.sites)
+
+
+def by_memory(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    """The less memory the others need beside the first one, the rather Inductor would run them before it."""
+    large = reduce(x @ w)
+    small, other = reduce(w[:, :16] @ x[:16]), reduce(w[:16] @ x.t()[:16].t())
+    return small.sum(), other.sum(), (large.sin() + 1).sum()
+
+
+@pytest.mark.parametrize("rows", [8, 512])
+def test_generated_code_keeps_the_order_of_the_graph(rows: int) -> None:
+    """Whatever the sizes, which may differ between ranks; calls are direct ones, and name no rank or way."""
+    torch._dynamo.reset()
+    with fake_group(2), autofuse.config.patch(policy="always"), torch.no_grad():
+        x, w = torch.ones(rows, 16), torch.ones(16, rows)
+        _, (code,) = run_and_get_code(torch.compile(by_memory, backend="autofuse"), x, w)
+    calls = [line.partition(" = ")[2] for line in code.splitlines() if ".autofuse.direct." in line]
+    assert [call.split("(")[0] for call in calls] == ["torch.ops.autofuse.direct.matmul_all_reduce_cpu"] * 3
+    operands = [re.findall(r"arg\d_1", call) for call in calls]
+    assert operands[0] == ["arg0_1", "arg1_1"] != operands[1], calls
 
 
 def _numbers(rank: int, world: int, program: Program) -> None:

@@ -18,7 +18,7 @@ class Stream:
 
 
 class Event:
-    recorded = ""
+    recorded, cuda_event = "", 5
 
     def record(self, stream: Stream) -> None:
         self.recorded = stream.name

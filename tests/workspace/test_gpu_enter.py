@@ -41,7 +41,7 @@ def _workspace(rank: int, world: int, limit_s: float = 10.0) -> Any:
         "rank": rank, "world": world, "group_name": "g",
         "failures": Mock(), "_kernels": set(), "_entered": set(), "_compared": set(),
         "calls": {}, "device": None, "_held": Mock(all=[Mock()], capacity=Need()), "_refusals": Refusals(),
-        "needs": {},
+        "needs": {}, "again": Mock(),
     }  # fmt: skip
     for name, value in fields.items():
         setattr(workspace, name, value)

@@ -100,6 +100,11 @@ def _always(config: Any, problem: Any) -> bool:
     return True
 
 
+def one_launch(config: Any) -> bool:
+    """Of kernels for which that is always so."""
+    return True
+
+
 @dataclass(frozen=True, eq=False)
 class Kernel(Generic[P, C]):
     """A GPU kernel: problems of type P, configurations of type C (frozen dataclasses with defaults)."""
@@ -122,6 +127,9 @@ class Kernel(Generic[P, C]):
     """Whether a configuration can run a problem, if there is enough memory."""
     is_copied: Callable[[C], bool] = _never
     """Whether copy engines move the data between ranks."""
+    is_one_launch: Callable[[C], bool] = _never
+    """Whether `launch` gives the driver one kernel and nothing else, of the same parameters in each call but
+    for the addresses of its operands."""
     is_update: Callable[[C], bool] = _never
     """Whether tiles are added at their owners as they arrive. Such a way runs where a user asks for it."""
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from autofuse.lowering.gpu.memory.workspace import GpuWorkspace
 from autofuse.lowering.runs import Note
+from autofuse.lowering.torch_internals import current_raw_stream, empty_strided
 from autofuse.native_kernels.gpu.memory import Need, PeerMemory
+from autofuse.native_kernels.gpu.prepared import Start, prepare, recording
 
 from .kernel import Launch, Problem, Way
 
@@ -47,7 +50,42 @@ class Launcher:
         self._launch = None if way.kernel is None else way.kernel.launch
         self._note = note
         self._at: Launch | None = None
-        self._new = False
+        self._new = self._tried = False
+        self._start: Start | None = None
+        self._unchanged = workspace.again.unchanged
+        self._index, self._empty = workspace.device.index, empty_strided(workspace.device.type)
+
+    @property
+    def is_short(self) -> bool:
+        """Whether `again` may launch."""
+        return self._start is not None
+
+    def goes_on(self) -> bool:
+        """Whether a call that is no such launch runs as those before it: it is not captured, the current GPU
+        is that of the group, and the settings are the same."""
+        return (
+            self._unchanged()
+            and torch.cuda.current_device() == self._index
+            and not torch.cuda.is_current_stream_capturing()
+        )
+
+    def again(
+        self, operands: Sequence[Tensor], shapes: Sequence[tuple[int, ...]], more: Sequence[Tensor] = ()
+    ) -> list[Tensor] | None:
+        """Launches what was launched before, with operands of the same layouts: those before the results,
+        then the results, which it allocates and returns, then more. None if the call has to go the long way:
+        `enter`, `launch`, `leave`."""
+        start = self._start
+        if start is None or not self._unchanged():
+            return None
+        dtype = operands[0].dtype
+        out = [self._empty(shape, (shape[1], 1), dtype) for shape in shapes]
+        addresses = [t.data_ptr() for t in operands]
+        for t in out:
+            addresses.append(t.data_ptr())
+        for t in more:
+            addresses.append(t.data_ptr())
+        return None if start(current_raw_stream(self._index), *addresses) else out
 
     def enter(self, programs: int = 0, trace: Tensor | None = None) -> PeerMemory | None:
         """The memory of the call; None if it cannot be captured. programs: that run at once, 0 for all."""
@@ -80,7 +118,20 @@ class Launcher:
             self._new = False
             launch(at._replace(compile_only=True), self._config, *operands)
             self._workspace.meet("")
-        return launch(at, self._config, *operands)
+        if self._tried or at.trace is not None:
+            return launch(at, self._config, *operands)
+        self._tried = True
+        with recording() as launches:
+            result = launch(at, self._config, *operands)
+        if self._way.kernel is not None and self._way.kernel.is_one_launch(self._config):
+            self._start = prepare(launches, _tensors(operands), self._workspace.again.guard)
+        return result
 
     def leave(self) -> None:
         self._workspace.leave()
+
+
+def _tensors(operands: Sequence[Any]) -> list[Tensor]:
+    """Those of a launch, one after another."""
+    lists = (each if isinstance(each, Sequence) else [each] for each in operands)
+    return [t for each in lists for t in each if isinstance(t, Tensor)]

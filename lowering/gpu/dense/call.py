@@ -6,7 +6,7 @@ equal on all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from autofuse import config
 from autofuse.lowering.gpu.choice.calls import Calls, GpuCall, remember
 from autofuse.lowering.gpu.choice.kernel import Way, replaced
+from autofuse.lowering.gpu.choice.quick import Quick
 from autofuse.lowering.gpu.memory.workspace import GpuWorkspace, current, workspace_for, workspace_of
 from autofuse.lowering.ops.all_gather_matmul import AllGatherMatmul
 from autofuse.lowering.ops.matmul_all_gather import MatmulAllGather
@@ -39,16 +40,20 @@ def run_reduce(op: str, args: ReduceArguments) -> Any:
         workspace = workspace_for(args.group_name, x[0].device)
         a = [xi.contiguous() for xi in x]
         capturing = torch.cuda.is_current_stream_capturing()
-        update = op == SCATTER and config.update
-        kind = (
-            op, *map(_layout, a), *map(_layout, b), args.reduce_op, args.dim, args.outer, args.order,
-            args.site, capturing, update,
-        )  # fmt: skip
+        kind = _reduce_kind(op, args, a, capturing)
         reduction = workspace.calls.get(kind)
         if reduction is None:
             call, prepared = _reduce_call(workspace, op, args, a)
             reduction = _settle(call, prepared, kind, capturing)
         return [reduction(a, b)]
+
+
+def _reduce_kind(op: str, args: ReduceArguments, a: Sequence[Tensor], capturing: bool) -> Hashable:
+    update = op == SCATTER and config.update
+    return (
+        op, *map(_layout, a), *map(_layout, args.w), args.reduce_op, args.dim, args.outer, args.order,
+        args.site, capturing, update,
+    )  # fmt: skip
 
 
 def reduce_call(op: str, args: ReduceArguments) -> GpuCall | None:
@@ -86,15 +91,20 @@ def run_gather(args: AllGatherMatmul) -> Any:
         part = x.contiguous()
         biases = [_row(args.bias_of(i)) for i in range(len(w))]
         capturing = torch.cuda.is_current_stream_capturing()
-        kind = (
-            GATHER, _layout(part), *map(_layout, w), args.outer, args.keep_gathered,
-            *(b is not None for b in biases), args.site, capturing,
-        )  # fmt: skip
+        kind = _gather_kind(args, part, capturing)
         gather = workspace.calls.get(kind)
         if gather is None:
             call, prepared = _gather_call(workspace, args, part)
             gather = _settle(call, prepared, kind, capturing)
         return gather(part, w, biases)
+
+
+def _gather_kind(args: AllGatherMatmul, part: Tensor, capturing: bool) -> Hashable:
+    biased = (args.bias_of(i) is not None for i in range(len(args.w)))
+    return (
+        GATHER, _layout(part), *map(_layout, args.w), args.outer, args.keep_gathered, *biased, args.site,
+        capturing,
+    )  # fmt: skip
 
 
 def gather_call(args: AllGatherMatmul) -> GpuCall | None:
@@ -132,14 +142,19 @@ def run_publish(args: MatmulAllGather) -> Any:
         workspace = workspace_for(args.group_name, x.device)
         a, bias = x.contiguous(), args.bias
         capturing = torch.cuda.is_current_stream_capturing()
-        kind = (
-            PUBLISH, _layout(a), _layout(w), args.dim, args.outer, bias is not None, args.site, capturing
-        )  # fmt: skip
+        kind = _publish_kind(args, a, capturing)
         publication = workspace.calls.get(kind)
         if publication is None:
             call, prepared = _publish_call(workspace, args, a)
             publication = _settle(call, prepared, kind, capturing)
         return [publication(a, w, bias)]
+
+
+def _publish_kind(args: MatmulAllGather, a: Tensor, capturing: bool) -> Hashable:
+    return (
+        PUBLISH, _layout(a), _layout(args.w[0]), args.dim, args.outer, args.bias is not None, args.site,
+        capturing,
+    )  # fmt: skip
 
 
 def publish_call(args: MatmulAllGather) -> GpuCall | None:
@@ -170,6 +185,68 @@ CALLS: Calls = {
     SCATTER: partial(reduce_call, SCATTER),
     GATHER: gather_call,
     PUBLISH: publish_call,
+}
+
+
+# --- Again, past the dispatcher (`lowering/direct.py`) ----------------------------------------------------
+
+
+def _sizes(x: Sequence[Tensor], w: Sequence[Tensor], more: Sequence[Tensor]) -> list[Hashable] | None:
+    """Of operands as kernels take them: none that is copied first."""
+    found: list[Hashable] = [x[0].device, x[0].dtype, len(x), len(more)]
+    for t in x:
+        if not t.is_contiguous():
+            return None
+        found.append(t.shape)
+    for t in w:
+        found += (t.shape, t.stride(), t.dtype)
+    for t in more:
+        if not t.is_contiguous():
+            return None
+        found += (t.shape, t.dtype)
+    return found
+
+
+def _kind(given: tuple[Any, ...]) -> Hashable:
+    x, w, more, *rest = given
+    sizes = _sizes([x] if isinstance(x, Tensor) else x, w, more)
+    return None if sizes is None else (*sizes, *rest)
+
+
+def _quick_reduce(op: str) -> Quick:
+    def made(workspace: GpuWorkspace, args: ReduceArguments) -> Any:
+        return workspace.calls.get(_reduce_kind(op, args, args.x, False))
+
+    def again(reduction: Reduction, given: tuple[Any, ...]) -> list[Tensor] | None:
+        out = reduction.again(given[0], given[1])
+        return None if out is None else [out]
+
+    return Quick(_kind, made, again)
+
+
+def _gather_made(workspace: GpuWorkspace, args: AllGatherMatmul) -> Any:
+    return workspace.calls.get(_gather_kind(args, args.x, False))
+
+
+def _gather_again(gather: Gather, given: tuple[Any, ...]) -> list[Tensor] | None:
+    part, w, bias, *_ = given
+    return gather.again(part, w, [b if b.numel() else None for b in bias] if bias else [None] * len(w))
+
+
+def _publish_made(workspace: GpuWorkspace, args: MatmulAllGather) -> Any:
+    return workspace.calls.get(_publish_kind(args, args.x[0], False))
+
+
+def _publish_again(publication: Publication, given: tuple[Any, ...]) -> list[Tensor] | None:
+    out = publication.again(given[0][0], given[1][0], given[2][0] if given[2] else None)
+    return None if out is None else [out]
+
+
+QUICK: Mapping[str, Quick] = {
+    REDUCE: _quick_reduce(REDUCE),
+    SCATTER: _quick_reduce(SCATTER),
+    GATHER: Quick(_kind, _gather_made, _gather_again),
+    PUBLISH: Quick(_kind, _publish_made, _publish_again),
 }
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from autofuse.lowering.gpu.choice.kernel import Kernel, Launch
+from autofuse.lowering.gpu.choice.kernel import Kernel, Launch, one_launch
 from autofuse.native_kernels.cuda.kernels import gather_words
 from autofuse.native_kernels.cuda.kernels.gather_matmul import (
     ClusterGatherConfig,
@@ -69,6 +69,7 @@ WORDS_GATHER: Kernel[DenseProblem, WordsGatherConfig] = Kernel(
     needs=lambda config, p: words_gather_needs(p.m, p.k, p.n, 2, p.world, config),
     host_us=lambda config: 40.0,
     launch=_launch_words_gather,
+    is_one_launch=one_launch,
     work=words_gather_work,
     source="cuda/kernels/gather_words.cu",
 )
@@ -100,6 +101,7 @@ FEW: Kernel[DenseProblem, FewConfig] = Kernel(
     needs=lambda config, p: few_needs(p.chunk, p.k, p.n, 2, p.world, config),
     host_us=lambda config: 60.0,
     launch=_launch_few,
+    is_one_launch=one_launch,
     work=few_work,
     source="triton/gather_matmul_few.py",
 )
@@ -136,6 +138,7 @@ PARTS: Kernel[DenseProblem, GatherConfig] = Kernel(
     work=parts_work,
     source="triton/gather_matmul.py",
     is_copied=lambda config: config.copied,
+    is_one_launch=lambda config: not config.copied,
 )
 
 
@@ -176,6 +179,7 @@ CLUSTERS_GATHER: Kernel[DenseProblem, ClusterGatherConfig] = Kernel(
     source="cuda/kernels/gather_matmul.cu",
     fits=lambda config, p: config.within or p.world % config.across == 0,
     is_copied=lambda config: config.copied,
+    is_one_launch=lambda config: not config.copied,
 )
 
 GATHERS: tuple[Kernel[DenseProblem, Any], ...] = (WORDS_GATHER, FEW, PARTS, CLUSTERS_GATHER)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from autofuse.lowering.gpu.choice.kernel import Kernel, Launch
+from autofuse.lowering.gpu.choice.kernel import Kernel, Launch, one_launch
 from autofuse.native_kernels.triton.matmul_gather import PublishConfig, launch_matmul_gather, publish_needs
 from autofuse.native_kernels.triton.matmul_gather_packets import (
     MOST_ROWS,
@@ -50,6 +50,7 @@ PACKETS: Kernel[DenseProblem, PublishPacketsConfig] = Kernel(
     needs=lambda config, p: publish_packets_needs(p.m, p.n, p.world, config),
     host_us=lambda config: 60.0,
     launch=_launch_packets,
+    is_one_launch=one_launch,
     work=publish_packets_work,
     source="triton/matmul_gather_packets.py",
 )
@@ -81,6 +82,7 @@ TILES: Kernel[DenseProblem, PublishConfig] = Kernel(
     needs=lambda config, p: publish_needs(p.m, p.n, p.outer, 2, p.world, config),
     host_us=lambda config: 100.0,
     launch=_launch_tiles,
+    is_one_launch=one_launch,
     work=publish_work,
     source="triton/matmul_gather.py",
 )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
-from autofuse.lowering.gpu.choice.kernel import Kernel, Launch
+from autofuse.lowering.gpu.choice.kernel import Kernel, Launch, one_launch
 from autofuse.native_kernels.cuda.kernels.matmul_reduce import (
     ClusterReduceConfig,
     cluster_reduce_needs,
@@ -72,6 +72,7 @@ PACKETS: Kernel[DenseProblem, PacketsConfig] = Kernel(
     needs=lambda config, p: packets_needs(p.m, p.n, p.world, config),
     host_us=lambda config: 60.0,
     launch=_launch_packets,
+    is_one_launch=one_launch,
     work=packets_work,
     source="triton/matmul_packets.py",
 )
@@ -106,6 +107,7 @@ WORDS: Kernel[DenseProblem, WordsConfig] = Kernel(
     needs=lambda config, p: words_needs(p.m, p.n, 2, p.world, p.everywhere, config),
     host_us=lambda config: 40.0,
     launch=_launch_words,
+    is_one_launch=one_launch,
     work=words_work,
     source="cuda/kernels/matmul_words.cu",
 )
@@ -151,6 +153,7 @@ CLUSTERS: Kernel[DenseProblem, ClusterReduceConfig] = Kernel(
     source="cuda/kernels/matmul_reduce.cu",
     fits=lambda config, p: p.world % config.across == 0,
     is_copied=lambda config: config.copied,
+    is_one_launch=lambda config: not config.copied,
     is_update=lambda config: config.update,
 )
 
@@ -189,6 +192,7 @@ TILES: Kernel[DenseProblem, ReduceConfig] = Kernel(
     needs=lambda config, p: reduce_needs(p.m, p.n, p.outer, 2, p.world, p.everywhere, config),
     host_us=lambda config: 100.0,
     launch=_launch_tiles,
+    is_one_launch=one_launch,
     work=tiles_work,
     source="triton/matmul_reduce.py",
     fits=_tiles_fit,

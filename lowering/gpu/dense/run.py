@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import takewhile
@@ -74,6 +75,7 @@ class Reduction:
         self, workspace: GpuWorkspace, way: Way, problem: DenseProblem, strides: tuple[int, ...], mean: bool,
         order: str, site: str, traced: bool = False, note: Note | None = None,
     ) -> None:  # fmt: skip
+        self.group = weakref.ref(workspace.group)
         self._workspace, self._way, self._problem = workspace, way, problem
         self._is_replaced, self._is_fused = way.replaced, way.fused
         self._launcher = Launcher(
@@ -81,8 +83,17 @@ class Reduction:
         )
         self._mean = mean
         self._how = Reduce(mean, problem.everywhere, problem.outer, ORDERS[order])
-        self._shape = [problem.m, problem.n]
-        self._shape[problem.dim] //= 1 if problem.everywhere else problem.world
+        shape = [problem.m, problem.n]
+        shape[problem.dim] //= 1 if problem.everywhere else problem.world
+        self._shape = tuple(shape)
+
+    def again(self, x: Sequence[Tensor], w: Sequence[Tensor]) -> Tensor | None:
+        """As `__call__`, of a call like one before that was not captured, in the shortest way; None where the
+        call has to be prepared anew."""
+        if self._launcher.is_short:
+            found = self._launcher.again((*x, *w), (self._shape,))
+            return None if found is None else found[0]
+        return self(x, w) if self._launcher.goes_on() else None
 
     def __call__(self, x: Sequence[Tensor], w: Sequence[Tensor], trace: Tensor | None = None) -> Tensor:
         memory = None if self._is_replaced else self._launcher.enter(self._problem.programs, trace)
@@ -135,12 +146,20 @@ class Gather:
         self, workspace: GpuWorkspace, way: Way, problem: DenseProblem, strides: tuple[int, ...], more: bool,
         keep: bool, site: str, traced: bool = False, biased: bool = False, note: Note | None = None,
     ) -> None:  # fmt: skip
+        self.group = weakref.ref(workspace.group)
         self._workspace, self._way, self._problem = workspace, way, problem
         self._is_replaced, self._is_fused = way.replaced, way.fused
         self._launcher = Launcher(
             workspace, way, problem.op, site, problem, (problem, strides, more, biased, traced), note=note
         )
         self._more, self._keep = more, keep
+        self._shapes = [(problem.m, n) for n in problem.columns]
+
+    def again(self, part: Tensor, w: Sequence[Tensor], bias: Sequence[Tensor | None]) -> list[Tensor] | None:
+        """As `Reduction.again`."""
+        if self._launcher.is_short and not self._more:
+            return self._launcher.again((part, *w), self._shapes, [b for b in bias if b is not None])
+        return self(part, w, bias) if self._launcher.goes_on() else None
 
     def __call__(
         self, part: Tensor, w: Sequence[Tensor], bias: Sequence[Tensor | None], trace: Tensor | None = None
@@ -199,12 +218,21 @@ class Publication:
         self, workspace: GpuWorkspace, way: Way, problem: DenseProblem, strides: tuple[int, ...],
         biased: bool, site: str, traced: bool = False, note: Note | None = None,
     ) -> None:  # fmt: skip
+        self.group = weakref.ref(workspace.group)
         self._workspace, self._problem, self._is_replaced = workspace, problem, way.replaced
         self._launcher = Launcher(
             workspace, way, problem.op, site, problem, (problem, strides, biased, traced), note=note
         )
-        self._shape = [problem.m, problem.n]
-        self._shape[problem.dim] *= problem.world
+        shape = [problem.m, problem.n]
+        shape[problem.dim] *= problem.world
+        self._shape = tuple(shape)
+
+    def again(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor | None:
+        """As `Reduction.again`."""
+        if self._launcher.is_short:
+            found = self._launcher.again((x, w), (self._shape,), () if bias is None else (bias,))
+            return None if found is None else found[0]
+        return self(x, w, bias) if self._launcher.goes_on() else None
 
     def __call__(self, x: Tensor, w: Tensor, bias: Tensor | None, trace: Tensor | None = None) -> Tensor:
         problem = self._problem

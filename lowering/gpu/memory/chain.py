@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ctypes import c_int64
 from functools import cache
 
 import torch
@@ -16,21 +17,24 @@ class Chain:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream: torch.cuda.Stream | None = None
-        self._last = -1  # its address
         self._event = torch.cuda.Event()
+        # Their addresses, which launches of `native_kernels/gpu/launch.cpp` read.
+        self.last, self.event = c_int64(-1), c_int64(0)
 
     def enter(self) -> None:
         """Before a launch: the current stream waits for the launch before."""
         raw = torch_internals.current_raw_stream(self._device.index)
-        if raw != self._last:
+        if raw != self.last.value:
             stream = torch.cuda.current_stream(self._device)
             if self._stream is not None:
                 stream.wait_event(self._event)
-            self._stream, self._last = stream, raw
+            self._stream, self.last.value = stream, raw
 
     def leave(self) -> None:
         """After the launch."""
         self._event.record(self._stream)
+        if not self.event.value:  # there is none before
+            self.event.value = int(self._event.cuda_event)
 
 
 @cache

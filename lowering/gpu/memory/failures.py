@@ -18,6 +18,7 @@ from torch import Tensor
 from autofuse.lowering import watcher
 from autofuse.lowering.cpu.rendezvous import Peer
 from autofuse.lowering.limits import silent_s
+from autofuse.native_kernels.gpu.prepared import Guard
 from autofuse.native_kernels.gpu.state import (
     BAD_INPUT_WORD,
     CODES_PER_SITE,
@@ -28,6 +29,7 @@ from autofuse.native_kernels.gpu.state import (
 )
 
 from .board import Board, Stage
+from .chain import Chain
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +58,7 @@ NOT_USED = "What this op and later ones returned is not to be used"
 class Failures:
     """Of one group, seen from this rank: `record` is the failure record, int32 in memory of the host.
 
-    limit_s: how long a wait of the latest call may take. text: why the group cannot be used; empty if it can.
+    limit_s: how long a wait of the latest call may take.
     """
 
     def __init__(
@@ -64,7 +66,8 @@ class Failures:
         limit_s: float,
     ) -> None:  # fmt: skip
         self.group_name, self.rank, self.peers = group_name, rank, peers
-        self.text = ""
+        self._text = ""
+        self.failed = ctypes.c_int32(0)
         self.limit_s = limit_s
         self._record, self._board = record, board
         self._words = (ctypes.c_int32 * RECORD_WORDS).from_address(record.data_ptr())
@@ -77,6 +80,21 @@ class Failures:
         self._looks = 0
         self._dead: set[int] = set()
         self._paused = False
+
+    @property
+    def text(self) -> str:
+        """Why the group cannot be used; empty if it can. `failed`, which launches read, says whether."""
+        return self._text
+
+    @text.setter
+    def text(self, text: str) -> None:
+        self._text = text
+        self.failed.value = bool(text)
+
+    def guard(self, generation: ctypes.c_int32, chain: Chain) -> Guard:
+        """What launches look at without Python."""
+        raised, bad_input = map(ctypes.addressof, (self._raised, self._bad_input))
+        return Guard(raised, bad_input, self.failed, generation, chain.last, chain.event)
 
     def number(self, site: str) -> int:
         """Of a site, as failure records have it."""

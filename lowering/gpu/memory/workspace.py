@@ -47,6 +47,7 @@ from autofuse.native_kernels.gpu.copy_engine import FIRST_PRESENCE, CopyEngine
 from autofuse.native_kernels.gpu.memory import Need, PeerMemory, Region, grown, new_state
 from autofuse.native_kernels.gpu.state import RECORD_WORDS, State
 
+from .again import Again
 from .allocation import LEAST, Memory, Refusals, allocate, apart
 from .board import Board
 from .chain import chain_of
@@ -99,6 +100,7 @@ class GpuWorkspace:
         self._held = Memory(self._described(regions, local), LEAST)
         weakref.finalize(self, self._held.end).atexit = False
         self.engine = CopyEngine(self.memory)
+        self.again = Again(self.failures, self._chain)
         watch(self.failures)
 
     def _introduce(self, why: str, board: str) -> None:
@@ -225,6 +227,8 @@ class GpuWorkspace:
             self._held.graphs.note(self.device.index)
         else:
             self._chain.enter()
+            if self.again.renew():
+                self.calls.clear()
             if self._limit != (limit := self._limit_s()):
                 self._limit = self.failures.limit_s = limit
                 self._state[State.LIMIT] = int(self._limit * 1e9)
@@ -286,6 +290,7 @@ class GpuWorkspace:
             for known in (self._kernels, self._entered, self._compared):
                 known.clear()
             self.calls.clear()
+            self.again.forget()
             self._refusals = Refusals()
             for each in agreements:
                 each.pop(self, None)
@@ -299,6 +304,7 @@ class GpuWorkspace:
         found = allocate(self._held, capacity, self.group, self.device, self.meet)
         self._held.replace(self._described(*found[:2]), capacity, keep=found[2])
         self.calls.clear()  # they know the memory of before
+        self.again.forget()
         self.engine.memory = self.memory
 
     def _described(self, regions: dict[str, Region], local: dict[str, Tensor]) -> PeerMemory:
@@ -361,8 +367,10 @@ def _make(group: ProcessGroup, device: torch.device) -> GpuWorkspace | Exception
         return error.with_traceback(None)
 
 
-def is_made(group: ProcessGroup) -> bool:
-    return isinstance(_workspaces.get(group), GpuWorkspace)
+def made_of(group: ProcessGroup) -> GpuWorkspace | None:
+    """The workspace of a group that has met."""
+    found = _workspaces.get(group)
+    return found if isinstance(found, GpuWorkspace) else None
 
 
 def reset(group: ProcessGroup, number: int, meet: Callable[[str], list[str]]) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from autofuse.lowering.torch_internals import current_raw_stream
 from autofuse.native_kernels.gpu.memory import EVENTS, SHARED_MEMORY, PeerMemory, Region
+from autofuse.native_kernels.gpu.prepared import MAP_BYTES, At
 
 from .compiler import Constants as Constants
 from .launcher import Kernel, kernel, macros, most_clusters, tensor_map
@@ -121,6 +122,13 @@ def map_operands(
 
 def set_map(params: ctypes.Structure, name: str, matrix: Tensor, box_rows: int, box_cols: int) -> None:
     ctypes.memmove(getattr(params, name), tensor_map(matrix, box_rows, box_cols), 128)
+    note(params, name, matrix, is_map=True)
+
+
+def note(params: Any, name: str, tensor: Tensor, index: int = 0, is_map: bool = False) -> None:
+    """For `gpu/prepared.py`: a field, or an entry of one, has this tensor's address, or a map of it."""
+    offset = getattr(type(params), name).offset + index * (MAP_BYTES if is_map else 8)
+    params.noted = [*getattr(params, "noted", ()), At(offset, tensor.data_ptr(), is_map)]
 
 
 def filled(template: P, site: int, trace: Tensor | None, **tensors: Tensor | None) -> P:
@@ -130,12 +138,14 @@ def filled(template: P, site: int, trace: Tensor | None, **tensors: Tensor | Non
     for name, tensor in (tensors | {"trace": trace}).items():
         if tensor is not None:
             setattr(params, name, tensor.data_ptr())
+            note(params, name, tensor)
     return params
 
 
 def map_weight(params: ctypes.Structure, w: Tensor, across: int) -> None:
     """Set `params.w`: a weight `[K, N]`, or a stack of weights."""
     ctypes.memmove(params.w, weight_map(w, across), 128)
+    note(params, "w", w, is_map=True)
 
 
 def weight_map(w: Tensor, across: int) -> bytes:
@@ -150,6 +160,8 @@ def map_terms(
     for i, (xi, wi) in enumerate(zip(x, w, strict=True)):
         ctypes.memmove(params.x[i], tensor_map(xi, rows // config.along, BK), 128)
         ctypes.memmove(params.w[i], weight_map(wi, config.bn // config.across), 128)
+        for name, matrix in (("x", xi), ("w", wi)):
+            note(params, name, matrix, i, is_map=True)
 
 
 def launch(found: Kernel, params: Any, cluster: int, threads: int = THREADS) -> None:

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autofuse.native_kernels.gpu.prepared import Launched, record
+
 from .compiler import KERNELS, Constants, compile_cubin, why_not
 
 _MOST_BOX = 256
@@ -78,6 +80,12 @@ class Kernel:
                 f"{self.name} could not be launched ({grid} blocks of {threads} threads in clusters of "
                 f"{cluster}, {self.shared_bytes} bytes of shared memory): {error!r}"
             )
+        record(
+            lambda: Launched(
+                int(self._function), grid, threads, self.shared_bytes, cluster, bytes(held), (0,),
+                tuple(getattr(params, "noted", ())), self,
+            )
+        )  # fmt: skip
 
     def _config(self, grid: int, cluster: int, threads: int, stream: int) -> Any:
         """A launch configuration; each stream has its own, since the driver may read it in another thread."""

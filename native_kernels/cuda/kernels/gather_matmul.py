@@ -22,6 +22,7 @@ from autofuse.native_kernels.cuda.host.gemm import (
     fields,
     filled,
     launch,
+    note,
     of_call,
     set_map,
     shared_bytes,
@@ -136,8 +137,11 @@ def launch_cluster_gather(
     for i, (wi, y) in enumerate(zip(w, out, strict=True)):
         ctypes.memmove(params.w[i], weight_map(wi, config.bn // config.across), 128)
         ctypes.memmove(params.y[i], tensor_map(y.view(-1, params.inner, widths[i]), BM, 64), 128)
+        note(params, "w", wi, i, is_map=True)
+        note(params, "y", y, i, is_map=True)
     for i, b in enumerate(bias):
         params.bias[i] = b.data_ptr()
+        note(params, "bias", b, i)
     if config.copied:
         assert engine is not None
         engine.push(part, slice_height, params.slices)

@@ -105,7 +105,8 @@ def _gather(tokens: int, world: int) -> Cell:
 
 def _logits(tokens: int, world: int) -> Cell:
     def replaced(given: Inputs) -> Tensor:
-        return funcol.wait_tensor(funcol.all_gather_tensor(given[0] @ given[1], 1, _world()))
+        gathered = funcol.wait_tensor(funcol.all_gather_tensor(given[0] @ given[1], 0, _world()))
+        return torch.cat(gathered.chunk(world), 1)
 
     return Cell(
         "matmul_all_gather", f"{tokens} tokens", _drawn((tokens, HIDDEN)),

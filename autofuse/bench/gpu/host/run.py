@@ -101,7 +101,6 @@ def _eager_us(call: Call, given: Sequence[Inputs], shared: Inputs) -> float:
 
 def _compiled_us(call: Call, kind: str, given: Sequence[Inputs], shared: Inputs) -> float:
     """Of a call in compiled code: a graph of many less a graph of one."""
-    runs.forget()
     torch._dynamo.reset()
 
     def calls(given: Sequence[Inputs], shared: Inputs) -> list[Tensor]:

@@ -1,0 +1,139 @@
+"""The fused ops past torch's dispatcher: for code that Inductor generates, and eager calls without gradients.
+
+The dispatcher takes as long as all else before a launch. A call that is like an earlier one finds what that
+has prepared, in `Direct`, by its operands' layouts and its other arguments. Nothing here is part of generated
+code but the name of the op, so that ranks share compiled code.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Hashable, Mapping
+from functools import cache, partial
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from autofuse.lowering.gpu.support import has_triton
+from autofuse.lowering.ops.library import FUSED_OPS, IMPLEMENTATIONS
+from autofuse.lowering.torch_internals import generate_calls, nobody_intervenes, order_calls, resolve_group
+
+if TYPE_CHECKING:
+    from autofuse.lowering.gpu.choice.quick import Quick
+
+MOST_KINDS = 4096
+"""Kinds of calls that an op remembers."""
+
+
+class Direct:
+    """An op on one kind of device: `direct(*arguments)`, as `torch.ops.autofuse.<name>` is called."""
+
+    def __init__(self, name: str, run: Callable[..., Any], quick: Quick | None) -> None:
+        self._op, self._run, self._quick = FUSED_OPS[name], run, quick
+        # Weakly: what is prepared ends with its group, with its memory, and when ways are chosen anew.
+        self._known: dict[Hashable, weakref.ref[Any]] = {}
+
+    def __call__(self, *given: Any) -> Any:
+        if self._quick is None:
+            return self._run(*given)
+        kind = self._quick.kind(given)
+        found = self._known.get(kind)
+        made = None if found is None else found()
+        if made is not None and made.group() is _group(given[-3]):
+            result = self._quick.again(made, given)
+            if result is not None:
+                return result
+        result = self._run(*given)
+        if kind is not None:
+            self._remember(kind, given)
+        return result
+
+    def _remember(self, kind: Hashable, given: tuple[Any, ...]) -> None:
+        from autofuse.lowering.gpu.memory.workspace import made_of
+
+        arguments = self._op.parse(given)
+        workspace = made_of(_group(given[-3]))
+        if workspace is None or self._op.gpu_gap(arguments) or self._op.gpu_dtype_gap(arguments):
+            return
+        assert self._quick is not None
+        made = self._quick.made(workspace, arguments)
+        if made is not None:
+            if len(self._known) == MOST_KINDS:  # sizes may change without end
+                self._known.clear()
+            self._known[kind] = weakref.ref(made)
+
+
+def _group(group: str | ProcessGroup) -> ProcessGroup:
+    return resolve_group(group) if isinstance(group, str) else group
+
+
+@cache
+def direct(name: str) -> Direct:
+    """The op of this name for tensors on GPUs."""
+    return Direct(name, IMPLEMENTATIONS[name]["CUDA"], _quick().get(name))
+
+
+@cache
+def _quick() -> Mapping[str, Quick]:
+    """Of the ops that have kernels to prepare; none without Triton."""
+    if not has_triton():
+        return {}
+    from autofuse.lowering.gpu.dense.call import QUICK
+
+    return QUICK
+
+
+def call(name: str, *given: Any) -> Any:
+    """The op of this name, for eager use: past the dispatcher if all that this would do is to find it."""
+    if nobody_intervenes() and _is_plain(given):
+        return direct(name)(*given)
+    return getattr(torch.ops.autofuse, name)(*given)
+
+
+def _is_plain(given: tuple[Any, ...]) -> bool:
+    """Whether all tensors are on GPUs, of no subclass, and none needs a gradient."""
+    trains = torch.is_grad_enabled()
+    for value in given:
+        for t in value if type(value) is list else (value,):
+            if isinstance(t, Tensor) and (
+                type(t) not in _PLAIN or not t.is_cuda or (trains and t.requires_grad)
+            ):
+                return False
+    return True
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+class _Calls(ModuleType):
+    """`torch.ops.autofuse.direct`, which generated code reaches without an import: `<op>_<device>`."""
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        op, _, device = name.rpartition("_")
+        if op not in IMPLEMENTATIONS or device not in DEVICES:
+            raise AttributeError(name)
+        found = direct(op) if device == "cuda" else IMPLEMENTATIONS[op][device.upper()]
+        setattr(self, name, found)
+        return found
+
+
+DEVICES = ("cpu", "cuda")
+
+
+def _name_in_code(op: str, device: str) -> str:
+    if device not in DEVICES:
+        return f"torch.ops.autofuse.{op}.default"
+    return f"torch.ops.autofuse.direct.{op}_{device}"
+
+
+@cache
+def generate_direct_calls() -> None:
+    """From now on Inductor generates such calls, in the order of the graph."""
+    order_calls("autofuse")
+    generate_calls({f"autofuse.{op}": partial(_name_in_code, op) for op in FUSED_OPS})
+
+
+setattr(torch.ops.autofuse, "direct", _Calls("direct"))  # noqa: B010  (it is no op)

@@ -1,0 +1,217 @@
+"""Kernels that are launched again: what the first launch decided, with other addresses, in one call of C.
+
+`recording()` notes the launches of a call, `prepare` makes one of them callable with the addresses of the
+operands alone. What cannot be prepared goes on through its launcher, as does everything without the library
+(`launch.cpp`, a plain C ABI as that of the CPU kernels) or without the driver's bindings.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from ctypes import c_int, c_int32, c_int64, c_uint32, c_uint64, c_void_p
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+from torch import Tensor
+
+ABI_VERSION = 1
+MOST_BYTES, MOST_PARAMS, MOST_OPERANDS = 4096, 128, 16
+FEW_OPERANDS = 4
+"""ctypes converts each argument: calls of few operands have an entry of their own."""
+
+MAP_BYTES = 128
+
+Address: TypeAlias = int
+
+
+class At(NamedTuple):
+    """Where the parameters of a launch have an address, alone or in a tensor map."""
+
+    offset: int
+    address: Address
+    is_map: bool
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A launch as the driver got it. params: their bytes; offsets: where each begins; cluster: 0 for none;
+    places: where addresses of operands may be; held: what must live as long as `function`."""
+
+    function: int
+    grid: int
+    threads: int
+    shared_bytes: int
+    cluster: int
+    params: bytes
+    offsets: tuple[int, ...]
+    places: tuple[At, ...]
+    held: Any = field(default=None, compare=False)
+
+
+_local = threading.local()
+
+
+@contextmanager
+def recording() -> Iterator[list[Launched | None]]:
+    """The launches of this thread inside of it; None for one that cannot be prepared."""
+    before = getattr(_local, "launches", None)
+    launches: list[Launched | None] = []
+    _local.launches = launches
+    try:
+        yield launches
+    finally:
+        _local.launches = before
+
+
+def record(launched: Callable[[], Launched | None]) -> None:
+    """Launchers call it with what tells what they have launched."""
+    launches = getattr(_local, "launches", None)
+    if launches is not None:
+        launches.append(launched())
+
+
+# --- The library ----------------------------------------------------------------------------------------
+
+
+class _Guard(ctypes.Structure):
+    _fields_ = tuple(
+        (name, c_void_p) for name in ("raised", "bad_input", "failed", "generation", "last", "event")
+    )
+
+
+class _Place(ctypes.Structure):
+    _fields_ = tuple((name, c_uint32) for name in ("operand", "offset", "is_map", "delta"))
+
+
+class _Driver(ctypes.Structure):
+    _fields_ = tuple(
+        (name, c_void_p) for name in ("launch_kernel", "record_event", "is_capturing", "replace_address")
+    )
+
+
+class _Prepared(ctypes.Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("driver", "guard", "function", "params", "offsets", "places")),
+        *((name, c_uint32) for name in ("grid", "threads", "shared_bytes", "cluster")),
+        *((name, c_uint32) for name in ("bytes", "param_count", "place_count")),
+        *((name, c_uint32) for name in ("operand_count", "aligned")),
+        ("generation", c_int32),
+    )
+
+
+FUNCTIONS = ("cuLaunchKernelEx", "cuEventRecord", "cuStreamIsCapturing", "cuTensorMapReplaceAddress")
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """None where it was not built."""
+    for file in sorted(Path(__file__).parent.glob("_launch*.so")):
+        try:
+            found = ctypes.CDLL(str(file))
+            if found.af_launch_abi_version() == ABI_VERSION:
+                return found
+        except (OSError, AttributeError):
+            continue
+    return None
+
+
+@cache
+def driver() -> _Driver | None:
+    """Addresses of the driver's functions; None without a driver that has them."""
+    try:
+        loaded = ctypes.CDLL("libcuda.so.1")
+        return _Driver(*(ctypes.cast(getattr(loaded, name), c_void_p).value for name in FUNCTIONS))
+    except (OSError, AttributeError):
+        return None
+
+
+def replaced(tensor_map: bytes, address: Address) -> bytes:
+    """The tensor map with another address."""
+    found = driver()
+    assert found is not None
+    store = ctypes.create_string_buffer(MAP_BYTES + 64)
+    at = -(-ctypes.addressof(store) // 64) * 64
+    ctypes.memmove(at, tensor_map, MAP_BYTES)
+    replace = ctypes.CFUNCTYPE(c_int, c_void_p, c_void_p)(found.replace_address)
+    if error := replace(at, address):
+        raise RuntimeError(f"cuTensorMapReplaceAddress failed: {error}")
+    return ctypes.string_at(at, MAP_BYTES)
+
+
+class Guard:
+    """The words by which a launch finds out, without Python, that it has to go the long way.
+
+    raised, bad_input: addresses of words of the failure record; failed, generation: words of the group;
+    last, event: words of the chain of the device.
+    """
+
+    def __init__(
+        self, raised: Address, bad_input: Address, failed: c_int32, generation: c_int32, last: c_int64,
+        event: c_int64,
+    ) -> None:  # fmt: skip
+        self.generation = generation
+        self._held = failed, last, event
+        words = (ctypes.addressof(each) for each in (failed, generation, last, event))
+        self.words = _Guard(raised, bad_input, *words)
+
+
+Start: TypeAlias = Callable[..., int]
+"""`start(stream, *addresses of the operands)`: 0, or why the launch must go the long way."""
+
+
+def prepare(launches: Sequence[Launched | None], operands: Sequence[Tensor], guard: Guard) -> Start | None:
+    """The launch of a call that makes one; None where that cannot be launched so."""
+    found, of_driver = library(), driver()
+    if found is None or of_driver is None or len(launches) != 1 or (launched := launches[0]) is None:
+        return None
+    if len(operands) > MOST_OPERANDS or len(launched.offsets) > MOST_PARAMS:
+        return None
+    places = _places(launched, operands)
+    if places is None or len(launched.params) > MOST_BYTES:
+        return None
+    aligned = sum((t.data_ptr() % 16 == 0) << i for i, t in enumerate(operands))
+    params = ctypes.create_string_buffer(launched.params, len(launched.params))
+    offsets = (c_uint32 * len(launched.offsets))(*launched.offsets)
+    table = (_Place * len(places))(*places)
+    prepared = _Prepared(
+        ctypes.addressof(of_driver), ctypes.addressof(guard.words), launched.function,
+        ctypes.addressof(params), ctypes.addressof(offsets), ctypes.addressof(table), launched.grid,
+        launched.threads, launched.shared_bytes, launched.cluster, len(launched.params), len(offsets),
+        len(places), len(operands), aligned, guard.generation.value,
+    )  # fmt: skip
+    few = len(operands) <= FEW_OPERANDS
+    most = FEW_OPERANDS if few else MOST_OPERANDS
+    prototype = ctypes.CFUNCTYPE(c_int, c_void_p, *[c_uint64] * (1 + most))
+    launch = prototype(("af_launch_few" if few else "af_launch", found))
+    at, rest = ctypes.addressof(prepared), (0,) * (most - len(operands))
+
+    def start(stream: int, *given: int) -> int:
+        result: int = launch(at, stream, *given, *rest)
+        return result
+
+    start.held = prepared, guard, params, offsets, table, launched.held  # type: ignore[attr-defined]
+    return start
+
+
+def _places(launched: Launched, operands: Sequence[Tensor]) -> list[_Place] | None:
+    """Addresses that lie in an operand move with it, all others stay; None where two operands have one."""
+    spans = []
+    for i, t in enumerate(operands):
+        if t.numel():
+            steps = zip(t.shape, t.stride(), strict=True)
+            length = (1 + sum((size - 1) * step for size, step in steps)) * t.element_size()
+            spans.append((i, t.data_ptr(), length))
+    found = []
+    for at in launched.places:
+        within = [(i, at.address - begin) for i, begin, length in spans if 0 <= at.address - begin < length]
+        if len(within) > 1 or (within and within[0][1] >= 1 << 32):
+            return None
+        if within:
+            found.append(_Place(within[0][0], at.offset, at.is_map, within[0][1]))
+    moved = {place.operand for place in found}
+    return found if len(moved) == len(spans) else None

@@ -1,0 +1,298 @@
+"""Launches that are made again, with a driver that only notes what it gets: the same as the long way gives.
+
+Kernels are not compiled; a tensor map is its address and zeros.
+"""
+
+import ctypes
+import struct
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock, patch
+
+import pytest
+
+pytest.importorskip("triton")
+
+import torch
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import make_backend
+from triton.runtime.jit import JITFunction, create_function_from_signature
+
+from autofuse.lowering.gpu.choice import launcher as lowering_launcher
+from autofuse.lowering.gpu.choice.kernel import Launch, Way, ways_of
+from autofuse.lowering.gpu.choice.launcher import Launcher, _tensors
+from autofuse.lowering.gpu.dense.reductions import Reduce
+from autofuse.lowering.gpu.dense.ways import GATHER, PUBLISH, REDUCE, SCATTER, DenseProblem
+from autofuse.native_kernels.cuda.host import gemm, launcher
+from autofuse.native_kernels.cuda.kernels import gather_matmul
+from autofuse.native_kernels.gpu import memory as gpu_memory
+from autofuse.native_kernels.gpu import prepared, triton_launch
+from autofuse.native_kernels.gpu.prepared import Guard, Launched, prepare, recording
+from tests.kernels.uses import CUDA, peer_memory
+
+pytestmark = pytest.mark.skipif(prepared.library() is None, reason="launch.cpp is not built")
+
+K, N, WORLD, STREAM, EVENT = 512, 2048, 2, 7, 99
+OPS = (REDUCE, SCATTER, GATHER, PUBLISH)
+STARTED, FAILED, OTHER_STREAM, CAPTURING, OTHER_MEMORY, MISPLACED, REFUSED = range(7)
+
+
+class Driver:
+    """launches: the bytes of every parameter, with grid, threads, shared bytes and cluster."""
+
+    def __init__(self) -> None:
+        self.launches: list[tuple[Any, ...]] = []
+        self.recorded: list[tuple[int, int]] = []
+        self.sizes: list[int] = []
+        self.capturing = self.error = 0
+        pointer, status = ctypes.c_void_p, ctypes.POINTER(ctypes.c_int)
+        kinds = ((pointer,) * 4, (pointer,) * 2, (pointer, status), (pointer, pointer))
+        functions = (self._launch, self._record, self._is_capturing, self._replace)
+        self._held = [
+            ctypes.CFUNCTYPE(ctypes.c_int, *kind)(f) for kind, f in zip(kinds, functions, strict=True)
+        ]
+        self.addresses = prepared._Driver(*(ctypes.cast(f, pointer).value for f in self._held))
+
+    def _launch(self, config: int, function: int, params: int, extra: None) -> int:
+        grid, _, _, threads, _, _, shared, stream, at, count = struct.unpack(
+            "7I4xQQI", ctypes.string_at(config, 52)
+        )
+        cluster = struct.unpack("i4x3I", ctypes.string_at(at, 20)) if count else (4, 0, 1, 1)
+        assert (cluster[0], *cluster[2:], stream, function) == (4, 1, 1, STREAM, 77)
+        pointers = ctypes.cast(params, ctypes.POINTER(ctypes.c_void_p))
+        given = [ctypes.string_at(pointers[i], size) for i, size in enumerate(self.sizes)]
+        self.launches.append((grid, threads, shared, cluster[1], given))
+        return self.error
+
+    def _record(self, event: int, stream: int) -> int:
+        self.recorded.append((event, stream))
+        return 0
+
+    def _is_capturing(self, stream: int, status: Any) -> int:
+        status[0] = self.capturing
+        return 0
+
+    def _replace(self, tensor_map: int, address: int) -> int:
+        assert tensor_map % 64 == 0
+        ctypes.memmove(tensor_map, struct.pack("Q", address), 8)
+        return 0
+
+
+class Words:
+    """What a guard looks at."""
+
+    def __init__(self) -> None:
+        self.raised, self.bad_input = ctypes.c_int32(), ctypes.c_int64()
+        self.failed, self.generation = ctypes.c_int32(), ctypes.c_int32(3)
+        self.last, self.event = ctypes.c_int64(STREAM), ctypes.c_int64(EVENT)
+        at = map(ctypes.addressof, (self.raised, self.bad_input))
+        self.guard = Guard(*at, self.failed, self.generation, self.last, self.event)
+
+
+class Compiled:
+    """A kernel of Triton that was not compiled; its metadata are those of its settings."""
+
+    function = 77
+
+    def __init__(self, signature: dict[str, str], warps: int) -> None:
+        self.src = SimpleNamespace(signature=signature)
+        descriptors = [kind for kind in signature.values() if kind.startswith("tensordesc")]
+        self.metadata = SimpleNamespace(
+            global_scratch_size=0, profile_scratch_size=0, num_ctas=1, launch_cooperative_grid=False,
+            launch_pdl=False, num_warps=warps, shared=4096, tensordesc_meta=[{}] * len(descriptors),
+        )  # fmt: skip
+
+    def __getitem__(self, grid: Any) -> Any:
+        return lambda *args: None
+
+
+def _jit(kernel: Any, *args: Any, grid: Any, warmup: bool, **settings: Any) -> Compiled:
+    backend = make_backend(GPUTarget("cuda", 90, 32))
+    bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+    bound, specialization, _ = bind(*args, **settings)
+    _, signature, *_ = kernel._pack_args(backend, settings, bound, specialization, None)
+    return Compiled(signature, settings["num_warps"])
+
+
+def _map(matrix: Tensor, *rest: Any) -> bytes:
+    return struct.pack("Q", matrix.data_ptr()).ljust(128, b"\0")
+
+
+def _kernel(source: str, name: str, constants: Any, shared_bytes: int) -> launcher.Kernel:
+    found = object.__new__(launcher.Kernel)
+    found._driver = Mock(cuLaunchKernelEx=lambda *args: (0,))
+    found.name, found.shared_bytes, found._function, found._configs, found.device = (
+        name,
+        shared_bytes,
+        77,
+        Mock(),
+        0,
+    )
+    return found
+
+
+@contextmanager
+def faked() -> Iterator[Driver]:
+    driver = Driver()
+    with ExitStack() as stack:
+        enter = stack.enter_context
+        enter(patch.object(prepared, "driver", lambda: driver.addresses))
+        enter(patch.object(JITFunction, "run", _jit))
+        enter(patch.object(gpu_memory, "_launched", {}))
+        enter(patch.object(triton_launch, "_tensor_map", lambda descriptor, meta: _map(descriptor.base)))
+        enter(patch.object(gemm, "current_raw_stream", lambda device: STREAM))
+        enter(patch.object(lowering_launcher, "current_raw_stream", lambda device: STREAM))
+        for module in CUDA:
+            enter(patch.object(module, "kernel", _kernel))
+        for module in (gemm, gather_matmul):
+            enter(patch.object(module, "tensor_map", _map))
+        yield driver
+
+
+def _operands(problem: DenseProblem) -> tuple[Any, ...]:
+    """As a kernel of the op is launched."""
+    m, world, dtype = problem.m, problem.world, problem.dtype
+
+    def new(rows: int, cols: int) -> Tensor:
+        return torch.empty(rows, cols, dtype=dtype)
+
+    if problem.op in (REDUCE, SCATTER):
+        lengths = problem.terms or (problem.k,)
+        x, w = [new(m, k) for k in lengths], [new(N, k).t() for k in lengths]
+        out = new(m // world if problem.op == SCATTER else m, N)
+        return x, w, out, Reduce(False, problem.everywhere, 1, 0)
+    if problem.op == PUBLISH:
+        return new(m, K), new(N, K).t(), new(m, world * N), torch.empty(N, dtype=dtype), 1, 1
+    w, out = [new(n, K).t() for n in problem.columns], [new(m, n) for n in problem.columns]
+    return new(m // world, K), w, out, [torch.empty(n, dtype=dtype) for n in problem.columns], 1, False
+
+
+def _long(way: Way, at: Launch, operands: tuple[Any, ...]) -> Launched:
+    """A launch the long way."""
+    assert way.kernel is not None
+    with recording() as launches:
+        way.kernel.launch(at, way.config, *operands)
+    (found,) = launches
+    assert found is not None
+    return found
+
+
+def _params(launched: Launched, sizes: list[int]) -> list[bytes]:
+    return [launched.params[at : at + size] for at, size in zip(launched.offsets, sizes, strict=True)]
+
+
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("m", [8, 128, 2048])
+def test_a_launch_again_has_the_parameters_of_the_long_way(op: str, m: int, several: bool) -> None:
+    """Every way of ours that is one launch, with operands at other places; several: terms or weights."""
+    problem = DenseProblem(op, m, K, N, WORLD, torch.bfloat16, dim=1 if op == PUBLISH else 0)
+    if several:
+        if op == PUBLISH or (op == GATHER and m <= 128):
+            return  # one each
+        many = {"n": N + 768, "widths": (N, 512, 256)} if op == GATHER else {"k": K + 64, "terms": (K, 64)}
+        problem = replace(problem, **many)
+    ways = [way for way in ways_of(problem).values() if way.kernel is not None]
+    assert ways
+    for way in ways:
+        assert way.kernel is not None
+        if way.is_copied:
+            assert not way.kernel.is_one_launch(way.config)
+            continue
+        assert way.kernel.is_one_launch(way.config), way.name
+        with faked() as driver:
+            words, first, second = Words(), _operands(problem), _operands(problem)
+            at = Launch(peer_memory(WORLD, way.need), Mock(), 5, None, False)
+            launched = _long(way, at, first)
+            start = prepare([launched], _tensors(first), words.guard)
+            assert start is not None, way.name
+            ends = [*launched.offsets[1:], len(launched.params)]
+            driver.sizes = [min(end - begin, 128) for begin, end in zip(launched.offsets, ends, strict=True)]
+            if len(launched.offsets) == 1:
+                driver.sizes = [len(launched.params)]
+            assert start(STREAM, *(t.data_ptr() for t in _tensors(second))) == STARTED
+            expected = _long(way, at, second)
+            ((*config, given),) = driver.launches
+            assert given == _params(expected, driver.sizes) != _params(launched, driver.sizes), way.name
+            assert config == [expected.grid, expected.threads, expected.shared_bytes, expected.cluster]
+            assert driver.recorded == [(EVENT, STREAM)]
+
+
+def test_what_makes_a_launch_go_the_long_way() -> None:
+    """Each word of the guard, a capture, an operand that is placed otherwise, and the driver's refusal."""
+    with faked() as driver:
+        words, x = Words(), torch.empty(64, dtype=torch.bfloat16)
+        params = struct.pack("QQ", x.data_ptr() + 32, 5)
+        places = (prepared.At(0, x.data_ptr() + 32, False),)
+        start = prepare([Launched(77, 4, 128, 0, 0, params, (0, 8), places)], [x], words.guard)
+        assert start is not None
+        driver.sizes = [8, 8]
+
+        def started(stream: int = STREAM, address: int = x.data_ptr()) -> int:
+            before = len(driver.recorded)
+            outcome = start(stream, address)
+            assert (len(driver.recorded) > before) == (outcome == STARTED)
+            return outcome
+
+        assert started(address=4096) == STARTED
+        assert driver.launches[-1] == (4, 128, 0, 0, [struct.pack("Q", 4096 + 32), struct.pack("Q", 5)])
+        for word, bad, outcome in (
+            (words.raised, 1, FAILED), (words.bad_input, 1 << 48, FAILED), (words.failed, 1, FAILED),
+            (words.generation, 4, OTHER_MEMORY), (words.last, STREAM + 1, OTHER_STREAM),
+            (words.event, 0, OTHER_STREAM),
+        ):  # fmt: skip
+            word.value, good = bad, word.value
+            assert started() == outcome
+            word.value = good
+        assert started(stream=8) == OTHER_STREAM
+        assert started(address=x.data_ptr() + 8) == MISPLACED
+        driver.capturing = 1
+        assert started() == CAPTURING
+        driver.capturing, driver.error = 0, 1
+        assert started() == REFUSED
+        driver.error = 0
+        assert started() == STARTED
+
+
+def test_what_cannot_be_prepared() -> None:
+    """Two launches, one that is not known, operands of which two have one address, or one is not passed."""
+    words, x = Words(), torch.empty(64)
+    launched = Launched(77, 1, 32, 0, 0, bytes(16), (0,), (prepared.At(0, x.data_ptr(), False),))
+    with faked():
+        assert prepare([launched], [x], words.guard) is not None
+        assert prepare([launched, launched], [x], words.guard) is None
+        assert prepare([None], [x], words.guard) is None
+        assert prepare([launched], [x, x[8:]], words.guard) is None
+        assert prepare([launched], [x, torch.empty(4)], words.guard) is None
+        assert prepare([replace(launched, params=bytes(8192))], [x], words.guard) is None
+    with patch.object(prepared, "library", lambda: None):
+        assert prepare([launched], [x], words.guard) is None
+
+
+def test_the_launcher_goes_on_the_short_way_until_a_setting_changes() -> None:
+    problem = DenseProblem(REDUCE, 8, K, N, WORLD, torch.bfloat16)
+    way = next(way for name, way in ways_of(problem).items() if name.startswith("words"))
+    memory, words = peer_memory(WORLD, way.need), Words()
+    unchanged = Mock(return_value=True)
+    workspace: Any = Mock(serial=False, device=torch.device("cpu"))
+    workspace.again = SimpleNamespace(guard=words.guard, unchanged=unchanged)
+    workspace.enter.return_value, workspace.enter_again.return_value = (memory, 5, False), memory
+    with faked() as driver:
+        made = Launcher(workspace, way, REDUCE, "site", problem, None)
+        x, w, out, how = _operands(problem)
+        again = partial(made.again, (*x, *w), [(8, N)])
+        assert again() is None
+        made.enter()
+        made.launch(x, w, out, how)
+        assert made.is_short
+        (found,) = again() or []
+        assert (found.shape, found.stride(), found.dtype) == (out.shape, out.stride(), out.dtype)
+        assert len(driver.launches) == 1
+        unchanged.return_value = False
+        assert again() is None
+        assert len(driver.launches) == 1
