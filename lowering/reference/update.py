@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from autofuse.lowering import agreement
 from autofuse.lowering.buckets import Buckets, Segment
-from autofuse.lowering.reference.layout import all_to_all
-from autofuse.lowering.update_rules import RULES, clip, trust
+from autofuse.lowering.reference.layout import all_gather, all_to_all
+from autofuse.lowering.update_rules import LR, RULES, SIGN, clip, trust
 
 if TYPE_CHECKING:
     from autofuse.lowering.ops.reduce_update_gather import ReduceUpdateGather
+
+Row: TypeAlias = Sequence[float]
+"""The numbers of a tensor."""
 
 
 def update_by_reference(args: ReduceUpdateGather) -> Tensor:
@@ -94,73 +97,101 @@ def _over_ranks(args: ReduceUpdateGather, values: Tensor) -> Tensor:
     """Sums of float64 values over the ranks, in rank order."""
     world, n = args.world, len(values)
     every = all_to_all(values.repeat(world), [n] * world, [n] * world, args.group_name).view(world, n)
-    return _in_rank_order(every)
-
-
-def _in_rank_order(parts: Tensor) -> Tensor:
-    total = parts[0].clone()
-    for part in parts[1:]:
-        total += part
-    return total
+    return _in_rank_order(every, values.dtype)
 
 
 def _reduce(args: ReduceUpdateGather, buckets: Buckets, dtype: torch.dtype) -> Tensor:
-    """The sums or means of the elements that this rank owns; 0 where a tensor has no gradient."""
+    """The sums or means of the elements that this rank owns; 0 where a tensor has no gradient. Gradients are
+    exchanged in their own dtype, if they have one."""
+    wire = _common([g.dtype for g in args.grads if g is not None], dtype)
     whole = torch.cat(
         [
-            torch.zeros_like(p, dtype=dtype).reshape(-1) if g is None else g.reshape(-1).to(dtype)
+            torch.zeros_like(p, dtype=wire).reshape(-1) if g is None else g.reshape(-1).to(wire)
             for p, g in zip(args.params, args.grads, strict=True)
         ]
     )
     sent = [buckets.owned(r) for r in range(args.world)]
     owned = sent[args.rank]
     received = all_to_all(whole, [owned] * args.world, sent, args.group_name)
-    total = _in_rank_order(received.view(args.world, owned))
+    total = _in_rank_order(received.view(args.world, owned), dtype)
     return total.mul_(1 / args.world) if args.reduce_op == "avg" else total
+
+
+def _in_rank_order(parts: Tensor, dtype: torch.dtype) -> Tensor:
+    total = parts[0].to(dtype, copy=True)
+    for part in parts[1:]:
+        total += part
+    return total
+
+
+def _common(dtypes: list[torch.dtype], otherwise: torch.dtype) -> torch.dtype:
+    return dtypes[0] if len(set(dtypes)) == 1 else otherwise
 
 
 def _update(args: ReduceUpdateGather, buckets: Buckets, sums: Tensor, factor: float) -> None:
     rule, rows = RULES[args.rule], args.numbers.tolist()
     states, master = args.states[: len(rule.states)], args.states[len(rule.states) :]
-    start, stop = buckets.starts[args.rank : args.rank + 2]
     flat = [p.detach().reshape(-1) for p in args.params]
-    new = torch.empty_like(sums)
-    norms = torch.zeros(len(rows), 2, dtype=torch.float64, device=sums.device)
-    directions: list[Tensor] = []
-
-    def parts() -> Iterator[tuple[Segment, slice]]:
-        for each in buckets.segments(start, stop):
-            if args.grads[each.tensor] is not None:
-                yield each, slice(each.at, each.at + each.length)
-
-    for each, at in parts():
-        row = rows[each.tensor]
-        p = new[at]
-        p.copy_(master[0][at] if master else flat[each.tensor][each.start : each.start + each.length])
-        u = rule.update(p, sums[at] * (factor * row[10]), [s[at] for s in states], row)
-        if u is not None:
-            directions.append(u)
-            norms[each.tensor] += torch.stack([p.double().square().sum(), u.double().square().sum()])
-    if rule.by_norms:
-        of_all = _over_ranks(args, norms.flatten()).view(-1, 2).tolist()
-        for (each, at), u in zip(parts(), directions, strict=True):
-            row = rows[each.tensor]
-            new[at].sub_(u, alpha=row[8] * trust(row, *of_all[each.tensor]))
+    owned = list(buckets.segments(*buckets.starts[args.rank : args.rank + 2]))
+    old = [sums[:0], *(flat[s.tensor][s.start : s.start + s.length].to(sums.dtype) for s in owned)]
+    new = master[0].clone() if master else torch.cat(old)
+    changed = [s for s in owned if args.grads[s.tensor] is not None]
+    direction = torch.empty_like(new) if rule.by_norms else None
+    for at, row in _runs(changed, rows):
+        u = rule.update(new[at], sums[at] * (factor * row[SIGN]), [s[at] for s in states], row)
+        if direction is not None and u is not None:
+            direction[at] = u
+    if direction is not None:
+        _apply(args, rows, changed, new, direction)
     if master:
-        for _, at in parts():
+        for at, _ in _runs(changed, rows):
             master[0][at] = new[at]
     _gather(args, buckets, new)
 
 
+def _runs(segments: Sequence[Segment], rows: Sequence[Row]) -> list[tuple[slice, Row]]:
+    """The elements of neighbours with equal rows, which are updated at once."""
+    runs: list[tuple[slice, Row]] = []
+    for each in segments:
+        start, row = each.at, rows[each.tensor]
+        if runs and runs[-1][0].stop == start and runs[-1][1] == row:
+            start = runs.pop()[0].start
+        runs.append((slice(start, each.at + each.length), row))
+    return runs
+
+
+def _apply(
+    args: ReduceUpdateGather,
+    rows: Sequence[Sequence[float]],
+    changed: Sequence[Segment],
+    new: Tensor,
+    u: Tensor,
+) -> None:
+    """The second phase of LAMB."""
+    at = [slice(s.at, s.at + s.length) for s in changed]
+    norms = torch.zeros(2, len(rows), dtype=torch.float64, device=new.device)
+    if changed:
+        tensors = torch.tensor([s.tensor for s in changed], device=new.device)
+        for norm, of in zip(norms, (new, u), strict=True):
+            parts = torch._foreach_norm([of[a] for a in at], 2, dtype=torch.float64)
+            norm.index_add_(0, tensors, torch.stack(list(parts)).square())
+    of_p, of_u = _over_ranks(args, norms.flatten()).view(2, -1).tolist()
+    for each, a in zip(changed, at, strict=True):
+        row, t = rows[each.tensor], each.tensor
+        new[a].sub_(u[a], alpha=row[LR] * trust(row, of_p[t], of_u[t]))
+
+
 def _gather(args: ReduceUpdateGather, buckets: Buckets, new: Tensor) -> None:
-    """Every rank gets what the owners have made of the parameters."""
-    world, sizes = args.world, [buckets.owned(r) for r in range(args.world)]
+    """Every rank gets what the owners have made of the parameters, in their dtype, if they have one."""
     if not buckets.offsets[-1]:
         return
-    whole = all_to_all(new.repeat(world), sizes, [len(new)] * world, args.group_name)
-    changed = []
-    for p, g, values in zip(args.params, args.grads, whole.split(list(buckets.numels)), strict=True):
-        if g is not None:
-            p.detach().copy_(values.view(p.shape))
-            changed.append(p)
-    torch.autograd.graph.increment_version([*changed, *args.states])
+    sizes = [buckets.owned(r) for r in range(args.world)]
+    padded = new.new_zeros(max(sizes), dtype=_common([p.dtype for p in args.params], new.dtype))
+    padded[: len(new)] = new
+    every = all_gather(padded.view(1, -1), 0, 1, args.world, args.group_name)
+    whole = torch.cat([part[:size] for part, size in zip(every, sizes, strict=True)])
+    pairs = zip(args.params, args.grads, whole.split(list(buckets.numels)), strict=True)
+    changed = [(p, values.view(p.shape)) for p, g, values in pairs if g is not None]
+    if changed:
+        torch._foreach_copy_([p.detach() for p, _ in changed], [values for _, values in changed])
+    torch.autograd.graph.increment_version([*(p for p, _ in changed), *args.states])
