@@ -1,6 +1,7 @@
 """Moves casts to the side of a collective where fewer bytes travel; the bits of the result stay the same.
 
-An all_gather and an all_to_all move values as they are. With views between:
+An all_gather and an all_to_all move values as they are. With views between, and rows that an index chooses or
+puts into an empty tensor:
 
     narrow(gather(x)) = gather(narrow(x))      where everyone who reads the gathered tensor casts it
     gather(widen(x)) = widen(gather(x))        the gradient of the former, and products in a wider dtype
@@ -10,13 +11,28 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import fx
 
 from .graph.anchors import Anchor, find_anchors
 from .graph.emit import Emitter, erase_unused, origin, relax_views
-from .graph.follow import SPLITS, WAIT, Shapes, aten, dtype_of, is_cast, is_view, prims, tensor, value
+from .graph.follow import (
+    SPLITS,
+    WAIT,
+    Shapes,
+    argument,
+    aten,
+    dtype_of,
+    is_cast,
+    is_view,
+    prims,
+    tensor,
+    value,
+)
+from .graph.permutation import is_permutation
+from .matchers.placement import is_blank, row_index
 
 _MOVING = ("all_gather", "all_to_all")
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -25,45 +41,57 @@ _JOINS = {aten.cat.default, aten.stack.default}
 _PARTS = {*SPLITS, operator.getitem}
 
 
+@dataclass(frozen=True)
+class Widened:
+    """A tensor that `steps`, the last first, make of a cast to a wider dtype."""
+
+    cast: fx.Node
+    steps: tuple[fx.Node, ...]
+
+    @classmethod
+    def above(cls, node: fx.Node) -> Widened | None:
+        steps: list[fx.Node] = []
+        while (place := _place(node)) is not None:
+            steps.append(node)
+            node = node.args[place]
+        widens = _is_from(node, lambda source, result: source < result)
+        return cls(node, tuple(steps)) if widens else None
+
+    def without(self, emitter: Emitter) -> fx.Node:
+        """The same of what was cast."""
+        made = self.cast.all_input_nodes[0]
+        for step in reversed(self.steps):
+            made = _moved(emitter, step, made)
+        return made
+
+
 def narrow_collectives(graph: fx.Graph) -> None:
     """Move the casts of `graph` in place."""
     moved = False
     for anchor in find_anchors(graph):
         if anchor.kind in _MOVING and tensor(anchor.node) is not None:
-            moved = _widen_behind(anchor) or _narrow_before(anchor) or moved
+            moved = _narrow_before(anchor) or _widen_behind(anchor) or moved
     if moved:
         relax_views(graph)  # what a cast had made contiguous may no longer be
 
 
 def _widen_behind(anchor: Anchor) -> bool:
     """Send what is widened before the collective as it was; whether there is such a cast."""
-    views: list[fx.Node] = []
-    cast = anchor.input
-    while is_view(cast) and cast.target not in _JOINS | _PARTS and not _has_dtype(cast):
-        views.append(cast)
-        cast = cast.args[0]
-    if not _is_from(cast, lambda source, result: source < result):
+    widened = Widened.above(anchor.input)
+    if widened is None:
         return False
-    source, wide = cast.args[0], dtype_of(cast)
-    assert isinstance(source, fx.Node)
-    narrow = dtype_of(source)
-    emitter = Emitter(anchor.node, Shapes())
-    sent = source
-    for view in reversed(views):
-        target = aten.reshape.default if view.target is aten._unsafe_view.default else view.target
-        target = aten.reshape.default if target is aten.view.default else target
-        sent = emitter.call(target, sent, *view.args[1:], **view.kwargs)
     before = {node: node.meta["val"] for node in anchor.results}
-    _send(emitter, anchor, sent, narrow)
+    emitter = Emitter(anchor.node, Shapes())
+    sent = widened.without(emitter)
+    _send(emitter, anchor, sent, dtype_of(sent))
     for node, val in before.items():
         users = [u for u in node.users if u not in before and u.target is not aten.sym_size.int]
         if users:
             with node.graph.inserting_after(node):
-                widened = node.graph.call_function(_CAST, (node, wide))
-            widened.meta.update(origin(cast.meta), val=val)
+                cast = node.graph.call_function(_CAST, (node, val.dtype))
+            cast.meta.update(origin(widened.cast.meta), val=val)
             for user in users:
-                user.replace_input_with(node, widened)
-    erase_unused([views[0] if views else cast])
+                user.replace_input_with(node, cast)
     return True
 
 
@@ -77,7 +105,7 @@ def _narrow_before(anchor: Anchor) -> bool:
                 continue
             if _is_from(user, lambda source, result: source > result):
                 casts.append(user)
-            elif user.target is WAIT or (is_view(user) and not _has_dtype(user)):
+            elif user.target is WAIT or _keeps_dtype(user) or (_chooses(user) and user.args[0] is node):
                 moved.append(user)
             else:
                 return False
@@ -87,7 +115,12 @@ def _narrow_before(anchor: Anchor) -> bool:
         return False
     (narrow,) = dtypes
     emitter = Emitter(anchor.node, Shapes())
-    _send(emitter, anchor, emitter.call(_CAST, anchor.input, narrow), narrow)
+    widened = Widened.above(anchor.input)
+    if widened is not None and dtype_of(widened.cast.all_input_nodes[0]) == narrow:  # there and back again
+        sent = widened.without(emitter)
+    else:
+        sent = emitter.call(_CAST, anchor.input, narrow)
+    _send(emitter, anchor, sent, narrow)
     for node in moved:
         _retype(node, narrow)
     for cast in casts:
@@ -108,9 +141,42 @@ def _is_from(node: fx.Node, changes: Callable[[int, int], bool]) -> bool:
     return changes(source.itemsize, result.itemsize)
 
 
-def _has_dtype(view: fx.Node) -> bool:
-    """Whether the node names the dtype that it does not change."""
-    return view.target in (_CAST, aten._to_copy.default, aten.to.dtype) or "dtype" in view.kwargs
+def _place(node: fx.Node) -> int | None:
+    """Which argument a node moves and does nothing else with, if it moves one tensor."""
+    if _keeps_dtype(node) or _chooses(node):
+        return None if node.target in _JOINS | _PARTS else 0
+    if node.target is not aten.index_put.default:
+        return None
+    # Where rows are added, none must be added to another in the narrow dtype.
+    base, index = node.args[0], row_index(node.args[1])
+    once = not argument(node, 3, "accumulate", False) or (
+        isinstance(index, fx.Node) and is_permutation(index)
+    )
+    return 2 if is_blank(base) and once else None
+
+
+def _moved(emitter: Emitter, step: fx.Node, source: fx.Node) -> fx.Node:
+    """What a step makes of another source, of another dtype."""
+    if step.target is aten.index_put.default:
+        base, val = step.args[0], tensor(source)
+        assert isinstance(base, fx.Node)
+        assert val is not None
+        given = base.kwargs | {"dtype": val.dtype, "device": val.device}
+        blank = emitter.call(base.target, *base.args, **given)
+        return emitter.call(step.target, blank, step.args[1], source, *step.args[3:], **step.kwargs)
+    reshapes = step.target in (aten.view.default, aten._unsafe_view.default)
+    target = aten.reshape.default if reshapes else step.target
+    return emitter.call(target, source, *step.args[1:], **step.kwargs)
+
+
+def _chooses(node: fx.Node) -> bool:
+    return node.target in (aten.index.Tensor, aten.index_select.default)
+
+
+def _keeps_dtype(node: fx.Node) -> bool:
+    """Whether the node is a view, of whatever dtype."""
+    named = node.target in (_CAST, aten._to_copy.default, aten.to.dtype) or "dtype" in node.kwargs
+    return is_view(node) and not named
 
 
 def _send(emitter: Emitter, anchor: Anchor, sent: fx.Node, dtype: torch.dtype | None) -> None:
@@ -118,7 +184,9 @@ def _send(emitter: Emitter, anchor: Anchor, sent: fx.Node, dtype: torch.dtype | 
     val = tensor(sent)
     if val is not None and not val.is_contiguous():
         sent = emitter.call(aten.clone.default, sent, memory_format=torch.contiguous_format)
+    before = anchor.input
     anchor.node.update_arg(0, sent)
+    erase_unused([before])
     for node in anchor.results:
         _retype(node, dtype)
 

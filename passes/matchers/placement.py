@@ -62,14 +62,20 @@ def _put(put: fx.Node, shapes: Shapes) -> Placement | None:
             return None
         if put.target is not aten.index_add.default:
             index = _repeated_index(index)
-    filled = isinstance(base, fx.Node) and base.target in _FULL and base.args[-1] == 0
-    zero = isinstance(base, fx.Node) and (base.target in _ZEROS or filled)
-    empty = isinstance(base, fx.Node) and base.target in _EMPTY and not adds
-    if not (zero or empty) or not isinstance(rows, fx.Node) or not _is_index(index):
+    if not is_blank(base) or (adds and base.target in _EMPTY):
+        return None
+    if not isinstance(rows, fx.Node) or not _is_index(index):
         return None
     assert isinstance(index, fx.Node)
     permutes = permutes_all(index, put, shapes)
     return Placement(put, rows, (index,), lambda emitter: index, permutes)
+
+
+def is_blank(node: object) -> bool:
+    """Whether the node is an empty tensor, or one of zeros."""
+    if not isinstance(node, fx.Node):
+        return False
+    return node.target in (*_EMPTY, *_ZEROS) or (node.target in _FULL and node.args[-1] == 0)
 
 
 def _choice(node: fx.Node, shapes: Shapes) -> Placement | None:

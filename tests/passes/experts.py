@@ -90,12 +90,13 @@ def expert_major(x: Tensor, counts: Tensor, world: int, sorts: bool = False) -> 
 class Dropless(nn.Module):
     """Top-2 routing; splits depend on the data; experts as grouped matmuls.
 
-    Rows are brought into the order of experts by a sort, or by places that are counted.
+    Rows are brought into the order of experts by a sort, or by places that are counted. wide: they are
+    exchanged in float32, as the program has it, and cast for the experts (torchtitan).
     """
 
-    def __init__(self, sorts: bool = False) -> None:
+    def __init__(self, sorts: bool = False, wide: bool = False) -> None:
         super().__init__()
-        self.sorts = sorts
+        self.sorts, self.wide = sorts, wide
         self.world = dist.get_world_size()
         self.gate = nn.Linear(D, LOCAL * self.world, bias=False)
         self.w1 = nn.Parameter(torch.randn(LOCAL, D, H) * 0.1)
@@ -113,12 +114,14 @@ class Dropless(nn.Module):
             received = exchange(counts.view(self.world, -1)).reshape(-1)
             inputs = counts.view(self.world, -1).sum(1).tolist()
             outputs = received.view(self.world, -1).sum(1).tolist()
-        rows = exchange(x[token], outputs, inputs)
+        sent = x.float() if self.wide else x
+        rows = exchange(sent[token], outputs, inputs)
         shape = rows.shape
         rows, places, sizes = expert_major(rows, received, self.world, self.sorts)
         ends = sizes.cumsum(0).to(torch.int32)
+        rows = rows.bfloat16()
         h = F.silu(torch._grouped_mm(rows, self.w1, offs=ends)) * torch._grouped_mm(rows, self.w3, offs=ends)
-        y = torch._grouped_mm(h, self.w2, offs=ends)
+        y = torch._grouped_mm(h, self.w2, offs=ends).type_as(sent)
         back = y.new_empty(shape)
         back[places] = y
         back = exchange(back, inputs, outputs)
@@ -159,6 +162,13 @@ PROGRAMS: dict[str, Program] = {
     ),
     "dropless, sorted, training": Program(
         model(lambda: Dropless(sorts=True), torch.bfloat16, grad=True),
+        TRAINED,
+        {"forward": ["no_compute"]},
+        grad=True,
+        tolerance=0.03,
+    ),
+    "dropless, wide, training": Program(
+        model(lambda: Dropless(wide=True), torch.bfloat16, grad=True),
         TRAINED,
         {"forward": ["no_compute"]},
         grad=True,

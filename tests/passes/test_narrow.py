@@ -44,6 +44,30 @@ def both(x: Tensor) -> Tensor:
     return gather(x.half().sin().float())[2:].half().relu()
 
 
+def chosen(x: Tensor) -> Tensor:
+    """Rows that an index chooses behind the exchange, others before."""
+    rows = x.abs().sum(1).long() % 8
+    return exchange(x.bfloat16()[rows].float())[rows, :].bfloat16().relu()
+
+
+def placed(x: Tensor) -> Tensor:
+    """Rows that an index puts into an empty buffer."""
+    rows = x.sum(1).argsort()
+    return exchange(torch.empty(8, 6).index_put((rows,), x.bfloat16().float())) * 2
+
+
+def added(x: Tensor) -> Tensor:
+    """Rows that are added to each other in the wide dtype; narrowed behind the exchange."""
+    rows = x.abs().sum(1).long() % 8
+    return exchange(torch.zeros(8, 6).index_put((rows,), x.bfloat16().float(), accumulate=True)) * 2
+
+
+def added_once(x: Tensor) -> Tensor:
+    """Rows that are added to nothing."""
+    rows = x.sum(1).argsort()
+    return exchange(torch.zeros(8, 6).index_put((rows,), x.bfloat16().float(), accumulate=True)) * 2
+
+
 def read_wide(x: Tensor) -> tuple[Tensor, Tensor]:
     whole = gather(x)
     return whole.bfloat16().relu(), whole.sum()
@@ -103,8 +127,15 @@ mul: [8, 6] = aten.mul.Tensor(convert_element_type_default, 2)""",
     )
 
 
+def test_rows_move_with_the_cast() -> None:
+    for fn in (chosen, placed, added_once):
+        lines = rewritten(fn, torch.zeros(8, 6)).splitlines()
+        (sent,) = (i for i, line in enumerate(lines) if "all_to_all_single.default" in line)
+        assert not any("default(" in line and "torch.float32)" in line for line in lines[:sent]), (fn, lines)
+
+
 def test_a_cast_stays_where_not_all_read_it() -> None:
-    for fn in (read_wide, returned, two_dtypes, reduced):
+    for fn in STAYING:
         assert collectives(fn, torch.zeros(8, 6)) == collectives(fn, torch.zeros(8, 6), policy="never"), fn
 
 
@@ -128,10 +159,14 @@ def trained(x: Tensor) -> Tensor:
     return funcol.all_to_all_single_autograd(x, sent, sent, group()).bfloat16().relu()
 
 
+MOVED = (narrowed, narrowed_parts, widened, both, chosen, placed, added_once, trained)
+STAYING = (read_wide, returned, two_dtypes, reduced, added)
+
+
 def _alike(rank: int, world: int) -> list[str]:
     """Programs whose results differ from those of eager in a bit, a shape or a stride."""
     wrong = []
-    for fn in (narrowed, narrowed_parts, widened, both, read_wide, returned, two_dtypes, reduced, trained):
+    for fn in (*MOVED, *STAYING):
         torch._dynamo.reset()
         x = torch.randn(8, 6, generator=torch.Generator().manual_seed(rank))
         if fn is narrowed:

@@ -165,8 +165,9 @@ def fused_calls(report: Report) -> str:
         lambda: FixedCapacity("bmm").bfloat16(),
         lambda: FixedCapacity("gated").bfloat16(),
         pytest.param(lambda: Dropless(sorts=True), marks=needs_grouped_mm),
+        pytest.param(lambda: Dropless(wide=True), marks=needs_grouped_mm),
     ],
-    ids=["fixed capacity", "fixed capacity, gated", "dropless"],
+    ids=["fixed capacity", "fixed capacity, gated", "dropless", "dropless, exchanged in float32"],
 )
 def test_both_graphs_of_a_layer_of_experts_are_fused(build: Callable[[], Callable[..., Any]]) -> None:
     report = explained(build, tokens())
