@@ -84,5 +84,5 @@ def _tune_gpus(
             )
         else:
             found = ways.problems(sizes or ["8192,8192"], tokens or ways.TOKENS, dtypes, world)
-        told(ways.tune_ways(found, seconds, again or not layers, told))
+        told(ways.tune_ways(found, seconds, again or not layers, layers, told))
         told(f"written to {own_file(torch.device('cuda', torch.cuda.current_device()))}")

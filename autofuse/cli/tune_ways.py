@@ -50,11 +50,13 @@ def mixed(found: list[DenseProblem]) -> list[DenseProblem]:
     return found
 
 
-def tune_ways(found: Sequence[DenseProblem], seconds: float, again: bool, told: Callable[[str], None]) -> str:
+def tune_ways(
+    found: Sequence[DenseProblem], seconds: float, again: bool, worth: bool, told: Callable[[str], None]
+) -> str:
     """Measures the problems until `seconds` have passed; all ranks call it together. Returns a summary.
 
-    again: also those whose point says that it was measured with the kernels as they are. Each point is
-    written at once.
+    again: also those whose point says that it was measured with the kernels as they are. worth: only ways
+    that may be the fastest, and torch's. Each point is written at once.
     """
     group = dist.group.WORLD
     assert group is not None
@@ -64,9 +66,10 @@ def tune_ways(found: Sequence[DenseProblem], seconds: float, again: bool, told: 
     for number, problem in enumerate(wanted, 1):
         if slowest(time.monotonic() - begun, group) > seconds:
             break
-        point, _ = tune_problem(problem.op, problem.m, problem.k, problem.n, problem.dtype)
+        point, _ = tune_problem(problem.op, problem.m, problem.k, problem.n, problem.dtype, worth)
         best = ", ".join(f"{us:.1f} us, {way}" for way, us in point.times[:1]) or "not measured"
-        told(f"{number}/{len(wanted)} {problem.op} m={problem.m} k={problem.k} n={problem.n}: {best}")
+        sizes = f"m={problem.m} k={problem.k} n={problem.n}"
+        told(f"{number}/{len(wanted)}, {time.monotonic() - begun:.0f} s: {problem.op} {sizes}: {best}")
         measured += 1
         torch.cuda.empty_cache()  # sizes differ: what is kept for one is of no use for another
     left = len(wanted) - measured

@@ -15,7 +15,7 @@ def points(monkeypatch: pytest.MonkeyPatch) -> list[Point]:
     """What is kept of problems that take a second each."""
     kept, now = list[Point](), [0.0]
 
-    def tune_problem(op: str, m: int, k: int, n: int, dtype: object) -> tuple[Point, str]:
+    def tune_problem(op: str, m: int, k: int, n: int, dtype: object, worth: bool) -> tuple[Point, str]:
         now[0] += 1
         problem = next(each for each in PROBLEMS if (each.op, each.m, each.k, each.n) == (op, m, k, n))
         kept[:] = [point for point in kept if (point.op, *point.sizes) != (op, m, k, n, 2)]
@@ -43,15 +43,15 @@ def test_a_run_goes_on_where_another_was_stopped(points: list[Point]) -> None:
     assert len(PROBLEMS) == 8  # one token is reduced, but neither scattered nor gathered
     told = list[str]()
     assert (
-        ways.tune_ways(PROBLEMS, 4.5, False, told.append)
+        ways.tune_ways(PROBLEMS, 4.5, False, True, told.append)
         == "5 measured, 0 known before, 3 left: run it again"
     )
-    assert ways.tune_ways(PROBLEMS, 4.5, False, told.append) == "3 measured, 5 known before, 0 left"
-    assert ways.tune_ways(PROBLEMS, 4.5, False, told.append) == "0 measured, 8 known before, 0 left"
+    assert ways.tune_ways(PROBLEMS, 4.5, False, True, told.append) == "3 measured, 5 known before, 0 left"
+    assert ways.tune_ways(PROBLEMS, 4.5, False, True, told.append) == "0 measured, 8 known before, 0 left"
     assert len(told) == len(points) == 8
     points[3] = replace(points[3], sources=tuple((kind, "changed") for kind, _ in points[3].sources))
-    assert ways.tune_ways(PROBLEMS, 4.5, False, told.append) == "1 measured, 7 known before, 0 left"
-    assert ways.tune_ways(PROBLEMS, 100, True, told.append) == "8 measured, 0 known before, 0 left"
+    assert ways.tune_ways(PROBLEMS, 4.5, False, True, told.append) == "1 measured, 7 known before, 0 left"
+    assert ways.tune_ways(PROBLEMS, 100, True, True, told.append) == "8 measured, 0 known before, 0 left"
 
 
 def test_layers_are_mixed_alike_on_all_ranks() -> None:

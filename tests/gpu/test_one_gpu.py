@@ -71,7 +71,7 @@ if torch.cuda.is_available() and why_not() is None:
         "gather within": lambda w: Dense(w, "gather", 256 * w, 512, 2048, ClusterGatherConfig(within=True)),
         "words": lambda w: Dense(w, "all_reduce", 5 * w + 1, 1024, 2048, WordsConfig(split=2)),
         "packets": lambda w: Dense(w, "scatter", 2 * w, 1024, 2048, PacketsConfig()),
-        "words of a gather": lambda w: Dense(w, "gather", 8 * w, 2048, 1024, WordsGatherConfig()),
+        "words of a gather": lambda w: Dense(w, "gather", 8 * w, 2048, 512, WordsGatherConfig(pieces=2)),
     }
 else:
     CALLS = CALLS_OF_ANY = {}

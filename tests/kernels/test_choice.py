@@ -282,7 +282,7 @@ def test_tuning_keeps_what_could_be_measured(
     kept = Mock(return_value=tmp_path)
     for name, value in {
         "workspace_for": lambda *at: workspace,
-        "measure": lambda workspace, problem, trials: Point.of(problem, times),
+        "measure": lambda workspace, problem, trials, worth: Point.of(problem, times),
         "keep": kept,
         "own_file": lambda device: tmp_path,
     }.items():

@@ -28,8 +28,7 @@ Trials: TypeAlias = Callable[[GpuWorkspace, Any], Mapping[str, Call]]
 """Calls of a problem, by way: on random operands, or on those of a call."""
 
 WORTH = 1.5
-"""Ways that are predicted to take longer than the fastest by more than this are not measured at a first call.
-"""
+"""Ways that are predicted to take longer than the fastest by more than this are measured on demand only."""
 
 
 @dataclass
@@ -45,10 +44,12 @@ _done: WeakKeyDictionary[GpuWorkspace, _Done] = WeakKeyDictionary()
 agreements.append(_done)
 
 
-def measure(workspace: GpuWorkspace, problem: Problem, trials: Trials) -> Point:
-    """Microseconds of every way, as `time_ways` has them. All ranks call it together."""
+def measure(workspace: GpuWorkspace, problem: Problem, trials: Trials, worth: bool = False) -> Point:
+    """Microseconds of every way, as `time_ways` has them; with `worth` of those that may be the fastest, and
+    of torch's. All ranks call it together."""
     calls = together(lambda: trials(workspace, problem), workspace.group)
-    return _measured(workspace, problem, calls)
+    names = _worth(workspace, problem) if worth else calls.keys()
+    return _measured(workspace, problem, {name: call for name, call in calls.items() if name in names})
 
 
 def measure_once(

@@ -36,8 +36,10 @@ def trials(workspace: GpuWorkspace, problem: DenseProblem) -> Mapping[str, Call]
     return {way: call(way) for way in ways_of(problem)}
 
 
-def tune_problem(op: str, m: int, k: int, n: int, dtype: torch.dtype) -> tuple[Point, Path]:
-    """Measures `[m, k] @ [k, n]` of every rank of the world.
+def tune_problem(
+    op: str, m: int, k: int, n: int, dtype: torch.dtype, worth: bool = False
+) -> tuple[Point, Path]:
+    """Measures `[m, k] @ [k, n]` of every rank of the world; `worth` as `measure` has it.
 
     Rank 0 adds the point, if anything could be measured, to the user's own file, whose path is returned, too.
     """
@@ -45,5 +47,5 @@ def tune_problem(op: str, m: int, k: int, n: int, dtype: torch.dtype) -> tuple[P
     assert group is not None
     workspace = workspace_for(group.group_name, torch.device("cuda", torch.cuda.current_device()))
     problem = DenseProblem(op, m, k, n, workspace.world, dtype, workspace.programs)
-    point = measure(workspace, problem, trials)
+    point = measure(workspace, problem, trials, worth)
     return point, keep(workspace, point) if point.times else own_file(workspace.device)
