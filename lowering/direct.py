@@ -81,9 +81,10 @@ def _quick() -> Mapping[str, Quick]:
     """Of the ops that have kernels to prepare; none without Triton."""
     if not has_triton():
         return {}
-    from autofuse.lowering.gpu.dense.call import QUICK
+    from autofuse.lowering.gpu.dense.call import QUICK as DENSE
+    from autofuse.lowering.gpu.experts.call import QUICK as EXPERTS
 
-    return QUICK
+    return {**DENSE, **EXPERTS}
 
 
 def call(name: str, *given: Any) -> Any:

@@ -5,7 +5,7 @@ Kernels are not compiled; a tensor map is its address and zeros.
 
 import ctypes
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -24,12 +24,14 @@ from triton.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from autofuse.lowering.gpu.choice import launcher as lowering_launcher
-from autofuse.lowering.gpu.choice.kernel import Launch, Way, ways_of
-from autofuse.lowering.gpu.choice.launcher import Launcher, _tensors
+from autofuse.lowering.gpu.choice.kernel import Launch, Problem, Way, ways_of
+from autofuse.lowering.gpu.choice.launcher import Launcher, _tensors, contiguous
 from autofuse.lowering.gpu.dense.reductions import Reduce
 from autofuse.lowering.gpu.dense.ways import GATHER, PUBLISH, REDUCE, SCATTER, DenseProblem
+from autofuse.lowering.gpu.experts.kernels import Fixed
+from autofuse.lowering.gpu.experts.ways import COMBINE, DISPATCH, ExpertProblem
 from autofuse.native_kernels.cuda.host import gemm, launcher
-from autofuse.native_kernels.cuda.kernels import gather_matmul
+from autofuse.native_kernels.cuda.kernels import expert_dispatch, gather_matmul
 from autofuse.native_kernels.gpu import memory as gpu_memory
 from autofuse.native_kernels.gpu import prepared, triton_launch
 from autofuse.native_kernels.gpu.prepared import Guard, Launched, prepare, recording
@@ -149,7 +151,7 @@ def faked() -> Iterator[Driver]:
         enter(patch.object(lowering_launcher, "current_raw_stream", lambda device: STREAM))
         for module in CUDA:
             enter(patch.object(module, "kernel", _kernel))
-        for module in (gemm, gather_matmul):
+        for module in (gemm, gather_matmul, expert_dispatch):
             enter(patch.object(module, "tensor_map", _map))
         yield driver
 
@@ -197,6 +199,34 @@ def test_a_launch_again_has_the_parameters_of_the_long_way(op: str, m: int, seve
             return  # one each
         many = {"n": N + 768, "widths": (N, 512, 256)} if op == GATHER else {"k": K + 64, "terms": (K, 64)}
         problem = replace(problem, **many)
+    check_ways(problem, lambda: _operands(problem))
+
+
+@pytest.mark.parametrize("op", [COMBINE, DISPATCH])
+@pytest.mark.parametrize("rows", [32, 1024])
+@pytest.mark.parametrize("biased", [False, True])
+def test_launches_of_experts(op: str, rows: int, biased: bool) -> None:
+    """As the above, of a sum of two products, and with two weights."""
+    count, k, n = 2, 256, 512
+    weights, k_all = (1, 2 * k) if op == COMBINE else (2, k)
+    problem = ExpertProblem(op, count, rows, k_all, n, WORLD, torch.bfloat16, weights=weights)
+
+    def new(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.bfloat16)
+
+    def operands() -> tuple[Any, ...]:
+        w, bias = [new(count, k, n) for _ in range(2)], [new(count, n) for _ in range(2 * biased)]
+        if op == COMBINE:
+            x, out = [new(count, rows, k) for _ in range(2)], new(WORLD, count, rows // WORLD, n)
+            return x, w, out, bias[0] if biased else None, Fixed(1)
+        out = [new(count, rows, n) for _ in range(2)]
+        return new(WORLD, count, rows // WORLD, k), w, out, bias, Fixed(1)
+
+    check_ways(problem, operands)
+
+
+def check_ways(problem: Problem, operands: Callable[[], tuple[Any, ...]]) -> None:
+    """All ways of a problem."""
     ways = [way for way in ways_of(problem).values() if way.kernel is not None]
     assert ways
     for way in ways:
@@ -206,7 +236,7 @@ def test_a_launch_again_has_the_parameters_of_the_long_way(op: str, m: int, seve
             continue
         assert way.kernel.is_one_launch(way.config), way.name
         with faked() as driver:
-            words, first, second = Words(), _operands(problem), _operands(problem)
+            words, first, second = Words(), operands(), operands()
             at = Launch(peer_memory(WORLD, way.need), Mock(), 5, None, False)
             launched = _long(way, at, first)
             start = prepare([launched], _tensors(first), words.guard)
@@ -285,7 +315,7 @@ def test_the_launcher_goes_on_the_short_way_until_a_setting_changes() -> None:
     with faked() as driver:
         made = Launcher(workspace, way, REDUCE, "site", problem, None)
         x, w, out, how = _operands(problem)
-        again = partial(made.again, (*x, *w), [(8, N)])
+        again = partial(made.again, (*x, *w), [contiguous(8, N)])
         assert again() is None
         made.enter()
         made.launch(x, w, out, how)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +21,8 @@ from .launcher import NOT_CAPTURED
 from .measure import Trials, measure_once
 from .points import Point
 from .timer import Call
+
+M = TypeVar("M")
 
 MOST_CALLS = 4096
 """Kinds of calls that are kept, of one group."""
@@ -45,6 +47,11 @@ class GpuCall:
     unfused: Callable[[], Any] | None = None
     trials: Trials | None = None
     changed: Sequence[Tensor] = ()
+
+    @property
+    def kind(self) -> Hashable:
+        """All by which `workspace.calls` knows calls that go on in the way that is settled."""
+        return "settled", self.op, self.arguments.site, self.problem, self.variant
 
     def decide(self, capturing: bool) -> tuple[Way, bool]:
         """The way that policy `auto` takes, and whether the next call like this one takes it, too."""
@@ -87,7 +94,9 @@ def run_call(call: GpuCall | None) -> Any:
         return NotImplemented
     with current(call.workspace.device):
         capturing = torch.cuda.is_current_stream_capturing()
-        way, _ = call.decide(capturing)
+        way, settled = call.decide(capturing)
+        if settled and not capturing and call.kind not in call.workspace.calls:
+            remember(call.workspace, call.kind, way)
         found = None if way.replaced else call.run(way)
         if found is None and not way.replaced:
             call.note(way, capturing).fell_back(NOT_CAPTURED)
@@ -108,6 +117,15 @@ def remember(workspace: GpuWorkspace, kind: Hashable, made: Any) -> None:
     if len(workspace.calls) == MOST_CALLS:  # sizes may change without end
         workspace.calls.clear()
     workspace.calls[kind] = made
+
+
+def once(workspace: GpuWorkspace, kind: Hashable, make: Callable[[], M]) -> M:
+    """What calls of this kind have made before; else it is made."""
+    made: M | None = workspace.calls.get(kind)
+    if made is None:
+        made = make()
+        remember(workspace, kind, made)
+    return made
 
 
 Calls: TypeAlias = Mapping[str, Callable[[Any], GpuCall | None]]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
-from typing import Any
+from math import prod
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,7 +18,15 @@ from autofuse.native_kernels.gpu.prepared import Start, prepare, recording
 
 from .kernel import Launch, Problem, Way
 
+Contiguous: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
+"""Shape and strides."""
+
 NOT_CAPTURED = "captured before its kernel or its memory was ready"
+
+
+def contiguous(*shape: int) -> Contiguous:
+    """Of a tensor without gaps."""
+    return shape, (*(prod(shape[i:]) for i in range(1, len(shape))), 1)
 
 
 class Launcher:
@@ -70,7 +79,7 @@ class Launcher:
         )
 
     def again(
-        self, operands: Sequence[Tensor], shapes: Sequence[tuple[int, ...]], more: Sequence[Tensor] = ()
+        self, operands: Sequence[Tensor], results: Sequence[Contiguous], more: Sequence[Tensor] = ()
     ) -> list[Tensor] | None:
         """Launches what was launched before, with operands of the same layouts: those before the results,
         then the results, which it allocates and returns, then more. None if the call has to go the long way:
@@ -79,7 +88,7 @@ class Launcher:
         if start is None or not self._unchanged():
             return None
         dtype = operands[0].dtype
-        out = [self._empty(shape, (shape[1], 1), dtype) for shape in shapes]
+        out = [self._empty(*sizes, dtype) for sizes in results]
         addresses = [t.data_ptr() for t in operands]
         for t in out:
             addresses.append(t.data_ptr())

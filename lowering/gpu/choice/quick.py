@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
+
+from torch import Tensor
 
 
 class Quick(NamedTuple):
@@ -17,3 +19,19 @@ class Quick(NamedTuple):
     kind: Callable[[tuple[Any, ...]], Hashable]
     made: Callable[[Any, Any], Any]
     again: Callable[[Any, tuple[Any, ...]], Any]
+
+
+def sizes_of(x: Sequence[Tensor], w: Sequence[Tensor], more: Sequence[Tensor]) -> tuple[Hashable, ...] | None:
+    """Of operands of matmuls; None unless all but w are as kernels take them: none is copied first."""
+    found: list[Hashable] = [x[0].device, x[0].dtype, len(x), len(more)]
+    for t in x:
+        if not t.is_contiguous():
+            return None
+        found.append(t.shape)
+    for t in w:
+        found += (t.shape, t.stride(), t.dtype)
+    for t in more:
+        if not t.is_contiguous():
+            return None
+        found += (t.shape, t.dtype)
+    return tuple(found)

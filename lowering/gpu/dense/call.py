@@ -16,7 +16,7 @@ from torch import Tensor
 from autofuse import config
 from autofuse.lowering.gpu.choice.calls import Calls, GpuCall, remember
 from autofuse.lowering.gpu.choice.kernel import Way, replaced
-from autofuse.lowering.gpu.choice.quick import Quick
+from autofuse.lowering.gpu.choice.quick import Quick, sizes_of
 from autofuse.lowering.gpu.memory.workspace import GpuWorkspace, current, workspace_for, workspace_of
 from autofuse.lowering.ops.all_gather_matmul import AllGatherMatmul
 from autofuse.lowering.ops.matmul_all_gather import MatmulAllGather
@@ -191,25 +191,9 @@ CALLS: Calls = {
 # --- Again, past the dispatcher (`lowering/direct.py`) ----------------------------------------------------
 
 
-def _sizes(x: Sequence[Tensor], w: Sequence[Tensor], more: Sequence[Tensor]) -> list[Hashable] | None:
-    """Of operands as kernels take them: none that is copied first."""
-    found: list[Hashable] = [x[0].device, x[0].dtype, len(x), len(more)]
-    for t in x:
-        if not t.is_contiguous():
-            return None
-        found.append(t.shape)
-    for t in w:
-        found += (t.shape, t.stride(), t.dtype)
-    for t in more:
-        if not t.is_contiguous():
-            return None
-        found += (t.shape, t.dtype)
-    return found
-
-
 def _kind(given: tuple[Any, ...]) -> Hashable:
     x, w, more, *rest = given
-    sizes = _sizes([x] if isinstance(x, Tensor) else x, w, more)
+    sizes = sizes_of([x] if isinstance(x, Tensor) else x, w, more)
     return None if sizes is None else (*sizes, *rest)
 
 

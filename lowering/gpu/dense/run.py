@@ -14,7 +14,7 @@ from torch import Tensor
 from autofuse import config as settings
 from autofuse.lowering import torch_internals
 from autofuse.lowering.gpu.choice.kernel import ORDERS, Way
-from autofuse.lowering.gpu.choice.launcher import Launcher
+from autofuse.lowering.gpu.choice.launcher import Launcher, contiguous
 from autofuse.lowering.gpu.memory.workspace import GpuWorkspace
 from autofuse.lowering.reference.layout import parts, whole
 from autofuse.lowering.runs import Note
@@ -85,13 +85,13 @@ class Reduction:
         self._how = Reduce(mean, problem.everywhere, problem.outer, ORDERS[order])
         shape = [problem.m, problem.n]
         shape[problem.dim] //= 1 if problem.everywhere else problem.world
-        self._shape = tuple(shape)
+        self._result = contiguous(*shape)
 
     def again(self, x: Sequence[Tensor], w: Sequence[Tensor]) -> Tensor | None:
         """As `__call__`, of a call like one before that was not captured, in the shortest way; None where the
         call has to be prepared anew."""
         if self._launcher.is_short:
-            found = self._launcher.again((*x, *w), (self._shape,))
+            found = self._launcher.again((*x, *w), (self._result,))
             return None if found is None else found[0]
         return self(x, w) if self._launcher.goes_on() else None
 
@@ -100,7 +100,7 @@ class Reduction:
         if memory is None:
             return self._unfused(_sum(x, w))
         if self._is_fused:
-            out = x[0].new_empty(self._shape)
+            out = x[0].new_empty(self._result[0])
             self._launcher.launch(x, w, out, self._how)
         else:
             out = self._by_torch(memory, x, w)
@@ -153,12 +153,12 @@ class Gather:
             workspace, way, problem.op, site, problem, (problem, strides, more, biased, traced), note=note
         )
         self._more, self._keep = more, keep
-        self._shapes = [(problem.m, n) for n in problem.columns]
+        self._results = [contiguous(problem.m, n) for n in problem.columns]
 
     def again(self, part: Tensor, w: Sequence[Tensor], bias: Sequence[Tensor | None]) -> list[Tensor] | None:
         """As `Reduction.again`."""
         if self._launcher.is_short and not self._more:
-            return self._launcher.again((part, *w), self._shapes, [b for b in bias if b is not None])
+            return self._launcher.again((part, *w), self._results, [b for b in bias if b is not None])
         return self(part, w, bias) if self._launcher.goes_on() else None
 
     def __call__(
@@ -225,12 +225,12 @@ class Publication:
         )
         shape = [problem.m, problem.n]
         shape[problem.dim] *= problem.world
-        self._shape = tuple(shape)
+        self._result = contiguous(*shape)
 
     def again(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor | None:
         """As `Reduction.again`."""
         if self._launcher.is_short:
-            found = self._launcher.again((x, w), (self._shape,), () if bias is None else (bias,))
+            found = self._launcher.again((x, w), (self._result,), () if bias is None else (bias,))
             return None if found is None else found[0]
         return self(x, w, bias) if self._launcher.goes_on() else None
 
@@ -239,7 +239,7 @@ class Publication:
         memory = None if self._is_replaced else self._launcher.enter(problem.programs, trace)
         if memory is None:
             return self._unfused(torch.mm(x, w) if bias is None else torch.addmm(bias, x, w))
-        out = x.new_empty(self._shape)
+        out = x.new_empty(self._result[0])
         self._launcher.launch(x, w, out, bias, problem.dim, problem.outer)
         self._launcher.leave()
         return out

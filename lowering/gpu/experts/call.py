@@ -6,6 +6,7 @@ returned, and the reference runs. Only arguments decide that are equal on all ra
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import torch
@@ -13,13 +14,26 @@ from torch import Tensor
 
 from autofuse.lowering.gpu.choice.calls import Calls, GpuCall, run_call
 from autofuse.lowering.gpu.choice.kernel import DTYPES, Way
-from autofuse.lowering.gpu.memory.workspace import workspace_of
+from autofuse.lowering.gpu.choice.quick import Quick, sizes_of
+from autofuse.lowering.gpu.memory.workspace import GpuWorkspace, workspace_of
 from autofuse.lowering.ops.all_to_all_expert_matmul import AllToAllExpertMatmul
 from autofuse.lowering.ops.expert_matmul_all_to_all import ExpertMatmulAllToAll
 from autofuse.lowering.reference.expert_rows import check_capacity
 
 from .dropless import dropless_combine, dropless_dispatch, dropless_problem_of
-from .fixed import at_once, combine, dispatch, layouts, of_sum, problem_of
+from .fixed import (
+    Combine,
+    Dispatch,
+    at_once,
+    combine,
+    combine_variant,
+    dispatch,
+    dispatch_variant,
+    layouts,
+    made,
+    of_sum,
+    problem_of,
+)
 from .kernels import Rows
 from .measure import trials
 from .unfused import can_group, combine_unfused, dispatch_unfused
@@ -53,7 +67,7 @@ def combine_call(args: ExpertMatmulAllToAll) -> GpuCall | None:
         out = combine(workspace, way, problem, a, w, biases[0], order, site)
         return None if out is None else [out]
 
-    variant = layouts(w), biases[0] is None, order
+    variant = combine_variant(w, biases[0], order)
     return GpuCall(COMBINE, args, workspace, problem, run, variant, trials=trials)
 
 
@@ -101,7 +115,8 @@ def dispatch_call(args: AllToAllExpertMatmul) -> GpuCall | None:
     def run(way: Way) -> list[Tensor] | None:
         return dispatch(workspace, way, problem, parts, w, biases, keep_exchanged, site)
 
-    variant = w[0].stride(), biases[0] is None, keep_exchanged or len(w) > count
+    more = keep_exchanged or len(w) > count
+    variant = dispatch_variant(w, biases, more), len(w), keep_exchanged
     return GpuCall(DISPATCH, args, workspace, problem, run, variant, trials=trials)
 
 
@@ -130,6 +145,46 @@ def _dropless_dispatch_call(args: AllToAllExpertMatmul) -> GpuCall | None:
 
 
 CALLS: Calls = {COMBINE: combine_call, DISPATCH: dispatch_call}
+
+
+# --- Again, past the dispatcher (`lowering/direct.py`) ----------------------------------------------------
+
+
+def _combine_kind(given: tuple[Any, ...]) -> Hashable:
+    x, w, bias, _, product, _, offsets, _, _, splits, *rest = given
+    sizes = None if offsets is not None or splits else sizes_of(x, w, bias)
+    return None if sizes is None else (*sizes, product, *rest)
+
+
+def _combine_again(made: Combine, given: tuple[Any, ...]) -> list[Tensor] | None:
+    x, w, bias, *_ = given
+    return made.again(x, w, bias[0] if bias and bias[0].numel() else None)
+
+
+def _dispatch_kind(given: tuple[Any, ...]) -> Hashable:
+    x, w, bias, _, offsets, _, _, splits, *rest = given
+    sizes = None if offsets is not None or splits else sizes_of([x], w, bias)
+    return None if sizes is None else (*sizes, *rest)
+
+
+def _dispatch_again(made: Dispatch, given: tuple[Any, ...]) -> list[Tensor] | None:
+    x, w, bias, *_ = given
+    return made.again(x, w, [b if b.numel() else None for b in bias] or [None] * len(w))
+
+
+def _made(workspace: GpuWorkspace, args: ExpertMatmulAllToAll | AllToAllExpertMatmul) -> Any:
+    """What runs calls like this one, once their way is settled and is one of ours."""
+    call = combine_call(args) if isinstance(args, ExpertMatmulAllToAll) else dispatch_call(args)
+    way = None if call is None else workspace.calls.get(call.kind)
+    if call is None or way is None:
+        return None
+    return workspace.calls.get(made(call.op, way, call.problem, call.variant, args.site))
+
+
+QUICK: Mapping[str, Quick] = {
+    COMBINE: Quick(_combine_kind, _made, _combine_again),
+    DISPATCH: Quick(_dispatch_kind, _made, _dispatch_again),
+}
 
 
 def _rows(args: ExpertMatmulAllToAll | AllToAllExpertMatmul) -> Rows:

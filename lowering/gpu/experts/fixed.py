@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -11,8 +12,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from autofuse.lowering.gpu.choice.calls import once
 from autofuse.lowering.gpu.choice.kernel import ORDERS, Way
-from autofuse.lowering.gpu.choice.launcher import Launcher
+from autofuse.lowering.gpu.choice.launcher import Launcher, contiguous
 from autofuse.lowering.gpu.memory.workspace import GpuWorkspace
 from autofuse.lowering.reference.experts import batched_matmul
 from autofuse.native_kernels.cuda.host.experts import MOST_WEIGHTS
@@ -87,58 +89,128 @@ def layouts(w: Sequence[Tensor]) -> Hashable:
     return tuple((wi.shape[1], wi.stride()) for wi in w)
 
 
-def combine(
-    workspace: GpuWorkspace,
-    way: Way,
-    problem: ExpertProblem,
-    x: Sequence[Tensor],
-    w: Sequence[Tensor],
-    bias: Tensor | None,
-    order: str,
-    site: str,
-    trace: Tensor | None = None,
-) -> Tensor | None:
-    """`[W, E, outer * run, N]` of a sum of products, in a fused way; None if that cannot be captured."""
-    variant = problem, layouts(w), bias is None, order, trace is None
-    launcher = Launcher(workspace, way, COMBINE, site, problem, variant)
-    if launcher.enter(trace=trace) is None:
-        return None
-    out = x[0].new_empty(problem.world, problem.experts, problem.outer * problem.run, problem.columns)
-    launcher.launch(x, w, out, bias, Fixed(problem.outer, ORDERS[order]))
-    launcher.leave()
-    return out
+class Combine:
+    """Calls of one kind: `combine(x, w, bias)`, `[W, E, outer * run, N]` of a sum of products.
+
+    What is equal in all of them is decided once.
+    """
+
+    def __init__(
+        self, workspace: GpuWorkspace, way: Way, problem: ExpertProblem, variant: Hashable, order: str,
+        site: str,
+    ) -> None:  # fmt: skip
+        self.group = weakref.ref(workspace.group)
+        self._launcher = Launcher(workspace, way, COMBINE, site, problem, (problem, variant))
+        self._how = Fixed(problem.outer, ORDERS[order])
+        self._result = contiguous(
+            problem.world, problem.experts, problem.outer * problem.run, problem.columns
+        )
+
+    def again(self, x: Sequence[Tensor], w: Sequence[Tensor], bias: Tensor | None) -> list[Tensor] | None:
+        """As `__call__`, of a call like one before that was not captured, in the shortest way; None where the
+        call has to be prepared anew."""
+        if self._launcher.is_short:
+            return self._launcher.again((*x, *w), (self._result,), () if bias is None else (bias,))
+        return self(x, w, bias) if self._launcher.goes_on() else None
+
+    def __call__(
+        self, x: Sequence[Tensor], w: Sequence[Tensor], bias: Tensor | None, trace: Tensor | None = None
+    ) -> list[Tensor] | None:
+        """None if that cannot be captured."""
+        if self._launcher.enter(trace=trace) is None:
+            return None
+        out = x[0].new_empty(self._result[0])
+        self._launcher.launch(x, w, out, bias, self._how)
+        self._launcher.leave()
+        return [out]
 
 
-def dispatch(
-    workspace: GpuWorkspace,
-    way: Way,
-    problem: ExpertProblem,
-    parts: Tensor,
-    w: Sequence[Tensor],
-    bias: Sequence[Tensor | None],
-    keep: bool,
-    site: str,
-    trace: Tensor | None = None,
-) -> list[Tensor] | None:
-    """Products with all weights and, with `keep`, X, in a fused way; None if that cannot be captured.
+class Dispatch:
+    """Calls of one kind: `dispatch(parts, w, bias)`, products with all weights and, with `keep`, X.
 
     The first `problem.weights` are multiplied while the rows arrive, the others afterwards.
     """
-    count = problem.weights
-    more = keep or len(w) > count
-    variant = problem, w[0].stride(), bias[0] is None, more, trace is None
-    launcher = Launcher(workspace, way, DISPATCH, site, problem, variant)
-    memory = launcher.enter(trace=trace)
-    if memory is None:
-        return None
-    outputs = [parts.new_empty(problem.experts, problem.rows, problem.columns) for _ in range(count)]
-    biases = [b for b in bias[:count] if b is not None]
-    launcher.launch(parts, w[:count], outputs, biases, Fixed(problem.outer, keep=more))
-    if more:
-        x = exchanged(memory, parts, problem.outer, way.config)
-        if way.is_copied:
-            workspace.engine.give_credit()
-        rest = zip(w[count:], bias[count:], strict=True)
-        outputs += [batched_matmul(x, wi, b) for wi, b in rest] + [x] * keep
-    launcher.leave()
-    return outputs
+
+    def __init__(
+        self, workspace: GpuWorkspace, way: Way, problem: ExpertProblem, variant: Hashable, more: bool,
+        keep: bool, site: str,
+    ) -> None:  # fmt: skip
+        self.group = weakref.ref(workspace.group)
+        self._workspace, self._way, self._problem = workspace, way, problem
+        self._more, self._keep = more, keep
+        self._launcher = Launcher(workspace, way, DISPATCH, site, problem, (problem, variant))
+        self._result = contiguous(problem.experts, problem.rows, problem.columns)
+
+    def again(self, parts: Tensor, w: Sequence[Tensor], bias: Sequence[Tensor | None]) -> list[Tensor] | None:
+        """As `Combine.again`."""
+        if self._launcher.is_short and not self._more:
+            biases = [b for b in bias if b is not None]
+            return self._launcher.again((parts, *w), [self._result] * len(w), biases)
+        return self(parts, w, bias) if self._launcher.goes_on() else None
+
+    def __call__(
+        self, parts: Tensor, w: Sequence[Tensor], bias: Sequence[Tensor | None], trace: Tensor | None = None
+    ) -> list[Tensor] | None:
+        """None if that cannot be captured."""
+        problem, launcher = self._problem, self._launcher
+        count = problem.weights
+        memory = launcher.enter(trace=trace)
+        if memory is None:
+            return None
+        outputs = [parts.new_empty(self._result[0]) for _ in range(count)]
+        biases = [b for b in bias[:count] if b is not None]
+        launcher.launch(parts, w[:count], outputs, biases, Fixed(problem.outer, keep=self._more))
+        if self._more:
+            x = exchanged(memory, parts, problem.outer, self._way.config)
+            if self._way.is_copied:
+                self._workspace.engine.give_credit()
+            rest = zip(w[count:], bias[count:], strict=True)
+            outputs += [batched_matmul(x, wi, b) for wi, b in rest] + [x] * self._keep
+        launcher.leave()
+        return outputs
+
+
+def made(op: str, way: Way, problem: Hashable, variant: Hashable, site: str) -> Hashable:
+    """Under which `workspace.calls` has a `Combine` or `Dispatch` that is not traced."""
+    return "made", op, way.name, problem, (variant, True), site
+
+
+def combine_variant(w: Sequence[Tensor], bias: Tensor | None, order: str) -> Hashable:
+    """What kernels are compiled for, besides a problem."""
+    return layouts(w), bias is None, order
+
+
+def dispatch_variant(w: Sequence[Tensor], bias: Sequence[Tensor | None], more: bool) -> Hashable:
+    """The same; more: X is read after the kernel."""
+    return w[0].stride(), bias[0] is None, more
+
+
+def combine(
+    workspace: GpuWorkspace, way: Way, problem: ExpertProblem, x: Sequence[Tensor], w: Sequence[Tensor],
+    bias: Tensor | None, order: str, site: str, trace: Tensor | None = None,
+) -> Tensor | None:  # fmt: skip
+    """A call of `Combine`."""
+    variant = combine_variant(w, bias, order)
+
+    def make() -> Combine:
+        return Combine(workspace, way, problem, (variant, trace is None), order, site)
+
+    kind = made(COMBINE, way, problem, variant, site)
+    found = (make() if trace is not None else once(workspace, kind, make))(x, w, bias, trace)
+    return None if found is None else found[0]
+
+
+def dispatch(
+    workspace: GpuWorkspace, way: Way, problem: ExpertProblem, parts: Tensor, w: Sequence[Tensor],
+    bias: Sequence[Tensor | None], keep: bool, site: str, trace: Tensor | None = None,
+) -> list[Tensor] | None:  # fmt: skip
+    """A call of `Dispatch`."""
+    more = keep or len(w) > problem.weights
+    variant = dispatch_variant(w, bias, more)
+
+    def make() -> Dispatch:
+        return Dispatch(workspace, way, problem, (variant, trace is None), more, keep, site)
+
+    # Calls that differ in what they return beside the products are of two kinds.
+    kind = made(DISPATCH, way, problem, (variant, len(w), keep), site)
+    return (make() if trace is not None else once(workspace, kind, make))(parts, w, bias, trace)

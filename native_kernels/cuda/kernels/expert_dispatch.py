@@ -21,6 +21,7 @@ from autofuse.native_kernels.cuda.host.gemm import (
     fields,
     filled,
     launch,
+    note,
     of_call,
     set_map,
     views,
@@ -138,6 +139,10 @@ def launch_expert_dispatch(
     for i, (wi, y) in enumerate(zip(w, out, strict=True)):
         ctypes.memmove(params.w[i], weight_map(wi, config.bn // config.across), 128)
         ctypes.memmove(params.y[i], tensor_map(y if run < BM else y.view(-1, run, n), height, 64), 128)
+        note(params, "w", wi, i, is_map=True)
+        note(params, "y", y, i, is_map=True)
+    for i, b in enumerate(bias):
+        note(params, "bias", b, i)
     if run >= BM:
         set_map(params, "x", x[memory.rank].view(-1, run, k), height // config.along, BK)
     if config.copied:
