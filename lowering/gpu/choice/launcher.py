@@ -61,8 +61,6 @@ class Launcher:
         self._at: Launch | None = None
         self._new = self._tried = False
         self._start: Start | None = None
-        self._unchanged = workspace.again.unchanged
-        self._index, self._empty = workspace.device.index, empty_strided(workspace.device.type)
 
     @property
     def is_short(self) -> bool:
@@ -73,8 +71,8 @@ class Launcher:
         """Whether a call that is no such launch runs as those before it: it is not captured, the current GPU
         is that of the group, and the settings are the same."""
         return (
-            self._unchanged()
-            and torch.cuda.current_device() == self._index
+            self._workspace.again.unchanged()
+            and torch.cuda.current_device() == self._workspace.device.index
             and not torch.cuda.is_current_stream_capturing()
         )
 
@@ -133,7 +131,10 @@ class Launcher:
         with recording() as launches:
             result = launch(at, self._config, *operands)
         if self._way.kernel is not None and self._way.kernel.is_one_launch(self._config):
-            self._start = prepare(launches, _tensors(operands), self._workspace.again.guard)
+            workspace = self._workspace
+            self._unchanged, self._index = workspace.again.unchanged, workspace.device.index
+            self._empty = empty_strided(workspace.device.type)
+            self._start = prepare(launches, _tensors(operands), workspace.again.guard)
         return result
 
     def leave(self) -> None:
