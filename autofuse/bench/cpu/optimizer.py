@@ -29,6 +29,9 @@ OURS = "autofuse"
 BUCKET_BYTES = 25 << 20
 """Of the flat buffers, as in DDP."""
 
+BLOCK_S, MOST_CALLS = 0.02, 64
+"""Steps are timed in blocks of about this length: ranks leave a barrier up to milliseconds apart."""
+
 RATES: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.01}
 Shapes = Sequence[tuple[int, ...]]
 
@@ -153,14 +156,14 @@ def _measure(name: str, shapes: Shapes, rule: str, dtype: str, options: Options)
     steps = dict(_peers(rule, shapes, getattr(torch, dtype)))
     _check(steps, rule)
     for step, _ in steps.values():
-        _block(step, 1)
-    (each,) = _largest([sum(_block(step, 1) for step, _ in steps.values())])
-    rounds = max(5, min(40, math.ceil(options.seconds / each)))
-    calls = max(1, min(20, int(options.seconds / each / rounds)))
+        _block(step, 2)
+    each = _largest([_block(step, 2) for step, _ in steps.values()])
+    calls = [max(1, min(MOST_CALLS, round(BLOCK_S / seconds))) for seconds in each]
+    a_round = sum(count * seconds for count, seconds in zip(calls, each, strict=True))
     times: dict[str, list[float]] = {peer: [] for peer in steps}
-    for _ in range(rounds):
-        for peer, (step, _) in steps.items():
-            times[peer].append(_block(step, calls))
+    for _ in range(max(5, min(40, math.ceil(options.seconds / a_round)))):
+        for (peer, (step, _)), count in zip(steps.items(), calls, strict=True):
+            times[peer].append(_block(step, count))
     us = {peer: 1e6 * statistics.median(_largest(found)) for peer, found in times.items()}
     return Row(name, rule, dtype, dist.get_world_size(), sum(map(math.prod, shapes)), us)
 
