@@ -10,10 +10,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from autofuse.lowering.gpu.choice.kernel import Kernel, Launch
+from autofuse.lowering.gpu.dense import gathers, publishes, reductions
+from autofuse.lowering.gpu.dense.ways import GATHER, PUBLISH, REDUCE, SCATTER, DenseProblem
 from autofuse.native_kernels.cuda.host.gemm import CLUSTERS
 from autofuse.native_kernels.cuda.host.launcher import kernel, macros
 from autofuse.native_kernels.cuda.kernels.dropless_combine import (
@@ -35,31 +39,19 @@ from autofuse.native_kernels.cuda.kernels.expert_dispatch import (
     dispatch_needs,
     launch_expert_dispatch,
 )
-from autofuse.native_kernels.cuda.kernels.gather_matmul import (
-    ClusterGatherConfig,
-    cluster_gather_needs,
-    launch_cluster_gather,
-)
-from autofuse.native_kernels.cuda.kernels.gather_words import (
-    WordsGatherConfig,
-    launch_gather_words,
-    words_gather_needs,
-)
-from autofuse.native_kernels.cuda.kernels.matmul_reduce import (
-    ClusterReduceConfig,
-    cluster_reduce_needs,
-    launch_cluster_reduce,
-)
-from autofuse.native_kernels.cuda.kernels.matmul_words import WordsConfig, launch_matmul_words, words_needs
+from autofuse.native_kernels.cuda.kernels.gather_matmul import ClusterGatherConfig
+from autofuse.native_kernels.cuda.kernels.gather_words import WordsGatherConfig
+from autofuse.native_kernels.cuda.kernels.matmul_reduce import ClusterReduceConfig
+from autofuse.native_kernels.cuda.kernels.matmul_words import WordsConfig
 from autofuse.native_kernels.gpu.copy_engine import FIRST_PRESENCE
 from autofuse.native_kernels.gpu.memory import SHARED_MEMORY, Need, PeerMemory, Region, new_state
 from autofuse.native_kernels.gpu.state import RECORD_WORDS, Record, State
-from autofuse.native_kernels.triton.matmul_gather_packets import (
-    PublishPacketsConfig,
-    launch_matmul_gather_packets,
-    publish_packets_needs,
-)
-from autofuse.native_kernels.triton.matmul_packets import PacketsConfig, launch_matmul_packets, packets_needs
+from autofuse.native_kernels.triton.gather_matmul import GatherConfig
+from autofuse.native_kernels.triton.gather_matmul_few import FewConfig
+from autofuse.native_kernels.triton.matmul_gather import PublishConfig
+from autofuse.native_kernels.triton.matmul_gather_packets import PublishPacketsConfig
+from autofuse.native_kernels.triton.matmul_packets import PacketsConfig
+from autofuse.native_kernels.triton.matmul_reduce import ReduceConfig
 
 BF16 = torch.bfloat16
 MOST_ERROR = 4e-3
@@ -118,9 +110,7 @@ class Call:
     def __init__(self, world: int, cluster: int) -> None:
         self.world, self.cluster = world, cluster
 
-    @property
-    def need(self) -> Need:
-        raise NotImplementedError
+    need: Need
 
     def launch(self, memory: PeerMemory) -> None:
         raise NotImplementedError
@@ -142,81 +132,57 @@ class Call:
             assert error < MOST_ERROR, f"rank {rank}: error {error}"
 
 
-class Dense(Call):
-    """`x[r] @ w[r]` of every rank, reduced, or of the gathered x."""
+KERNELS: dict[type, Kernel[DenseProblem, Any]] = {
+    PacketsConfig: reductions.PACKETS,
+    WordsConfig: reductions.WORDS,
+    ClusterReduceConfig: reductions.CLUSTERS,
+    ReduceConfig: reductions.TILES,
+    WordsGatherConfig: gathers.WORDS_GATHER,
+    FewConfig: gathers.FEW,
+    GatherConfig: gathers.PARTS,
+    ClusterGatherConfig: gathers.CLUSTERS_GATHER,
+    PublishPacketsConfig: publishes.PACKETS,
+    PublishConfig: publishes.TILES,
+}
 
-    def __init__(self, world: int, op: str, m: int, k: int, n: int, config: object) -> None:
+
+class Dense(Call):
+    """A dense op; m, k, n: of a rank's matmul, of a gather with the rows of all. Logits gather columns."""
+
+    def __init__(self, world: int, op: str, m: int, k: int, n: int, config: Any) -> None:
         # The pieces of a tile of `gather_words` need as much room as a cluster of so many blocks.
         together = config.pieces if isinstance(config, WordsGatherConfig) else getattr(config, "cluster", 1)
         super().__init__(world, together)
-        self.op, self.m, self.k, self.n, self.config = op, m, k, n, config
-        rows = m // world if op == "gather" else m
-        self.x = [randn(r, rows, k) for r in range(world)]
+        self.op, self.config = op, config
+        self._kernel = KERNELS[type(config)]
+        self.need = self._kernel.needs(config, DenseProblem(op, m, k, n, world, BF16))
+        self.x = [randn(r, m // world if op == GATHER else m, k) for r in range(world)]
         self.w = [randn(100 + r, n, k).t() / k**0.5 for r in range(world)]
         self._wanted = [self._compute(r) for r in range(world)]
         self.new_outputs()
 
     def _compute(self, rank: int) -> Tensor:
-        if self.op == "gather":
+        if self.op == GATHER:
             return torch.cat(self.x).double() @ self.w[rank].double()
-        total = sum((x.double() @ w.double() for x, w in zip(self.x, self.w, strict=True)), torch.zeros(()))
-        return total if self.op == "all_reduce" else total.chunk(self.world)[rank]
+        products = [x.double() @ w.double() for x, w in zip(self.x, self.w, strict=True)]
+        if self.op == PUBLISH:
+            return torch.cat(products, 1)
+        total = sum(products, torch.zeros((), device="cuda"))
+        return total if self.op == REDUCE else total.chunk(self.world)[rank]
 
     def wanted(self, rank: int) -> Tensor:
         return self._wanted[rank]
 
-    @property
-    def need(self) -> Need:
-        config, everywhere = self.config, self.op == "all_reduce"
-        if isinstance(config, ClusterReduceConfig):
-            return cluster_reduce_needs(self.m, self.n, 1, 2, self.world, everywhere, config)
-        if isinstance(config, WordsConfig):
-            return words_needs(self.m, self.n, 2, self.world, everywhere, config)
-        if isinstance(config, WordsGatherConfig):
-            return words_gather_needs(self.m, self.k, self.n, 2, self.world, config)
-        if isinstance(config, PacketsConfig):
-            return packets_needs(self.m, self.n, self.world, config)
-        assert isinstance(config, ClusterGatherConfig)
-        return cluster_gather_needs(self.m // self.world, self.k, 2, self.world, config)
-
     def launch(self, memory: PeerMemory) -> None:
-        config, r, everywhere = self.config, memory.rank, self.op == "all_reduce"
-        if isinstance(config, ClusterReduceConfig):
-            launch_cluster_reduce(
-                memory, [self.x[r]], [self.w[r]], self.out[r], False, everywhere, 1, 0, config
-            )
-        elif isinstance(config, WordsConfig):
-            launch_matmul_words(memory, self.x[r], self.w[r], self.out[r], False, everywhere, config)
-        elif isinstance(config, WordsGatherConfig):
-            launch_gather_words(memory, self.x[r], self.w[r], self.out[r], config)
-        elif isinstance(config, PacketsConfig):
-            launch_matmul_packets(memory, [self.x[r]], [self.w[r]], self.out[r], False, everywhere, config)
-        else:
-            assert isinstance(config, ClusterGatherConfig)
-            launch_cluster_gather(memory, self.x[r], [self.w[r]], [self.out[r]], 1, config)
-
-
-class Publish(Call):
-    """`[x[0] @ w[0], x[1] @ w[1], ...]` of all ranks, by packets."""
-
-    def __init__(self, world: int, m: int, k: int, n: int) -> None:
-        super().__init__(world, 1)
-        self.m, self.n, self.config = m, n, PublishPacketsConfig()
-        self.x = [randn(r, m, k) for r in range(world)]
-        self.w = [randn(100 + r, n, k).t() / k**0.5 for r in range(world)]
-        self._wanted = torch.cat([x.double() @ w.double() for x, w in zip(self.x, self.w, strict=True)], 1)
-        self.new_outputs()
-
-    def wanted(self, rank: int) -> Tensor:
-        return self._wanted
-
-    @property
-    def need(self) -> Need:
-        return publish_packets_needs(self.m, self.n, self.world, self.config)
-
-    def launch(self, memory: PeerMemory) -> None:
-        r = memory.rank
-        launch_matmul_gather_packets(memory, self.x[r], self.w[r], self.out[r], 1, 1, self.config, 0)
+        x, w, out = self.x[memory.rank], self.w[memory.rank], self.out[memory.rank]
+        operands: dict[str, tuple[Any, ...]] = {
+            REDUCE: ([x], [w], out, reductions.Reduce(mean=False, everywhere=True, outer=1, order=0)),
+            SCATTER: ([x], [w], out, reductions.Reduce(mean=False, everywhere=False, outer=1, order=0)),
+            GATHER: (x, [w], [out], (), 1, False),
+            PUBLISH: (x, w, out, None, 1, 1),
+        }
+        at = Launch(memory, None, 0, None, False)  # type: ignore[arg-type]  # no copy engine
+        self._kernel.launch(at, self.config, *operands[self.op])
 
 
 class Experts(Call):

@@ -16,24 +16,40 @@ if torch.cuda.is_available() and why_not() is None:
     from autofuse.native_kernels.cuda.kernels.gather_words import WordsGatherConfig
     from autofuse.native_kernels.cuda.kernels.matmul_reduce import ClusterReduceConfig
     from autofuse.native_kernels.cuda.kernels.matmul_words import WordsConfig
+    from autofuse.native_kernels.triton.gather_matmul import GatherConfig
+    from autofuse.native_kernels.triton.gather_matmul_few import FewConfig
+    from autofuse.native_kernels.triton.matmul_gather import PublishConfig
+    from autofuse.native_kernels.triton.matmul_gather_packets import PublishPacketsConfig
     from autofuse.native_kernels.triton.matmul_packets import PacketsConfig
-    from tests.gpu.one_gpu import Call, Dense, Dropless, Experts, Holder, Publish, Ranks
+    from autofuse.native_kernels.triton.matmul_reduce import ReduceConfig
+    from tests.gpu.one_gpu import (
+        GATHER,
+        PUBLISH,
+        REDUCE,
+        SCATTER,
+        Call,
+        Dense,
+        Dropless,
+        Experts,
+        Holder,
+        Ranks,
+    )
 
     CALLS: dict[str, Callable[[int], Call]]
     CALLS_OF_ANY: dict[str, Callable[[int], Call]]  # number of ranks
     CALLS = {
-        "all_reduce": lambda w: Dense(w, "all_reduce", 1024, 512, 2048, ClusterReduceConfig()),
+        "all_reduce": lambda w: Dense(w, REDUCE, 1024, 512, 2048, ClusterReduceConfig()),
         "all_reduce of few rows": lambda w: Dense(
-            w, "all_reduce", 256, 256, 1024, ClusterReduceConfig(bn=128, across=1, along=2, stages=5)
+            w, REDUCE, 256, 256, 1024, ClusterReduceConfig(bn=128, across=1, along=2, stages=5)
         ),
-        "reduce_scatter": lambda w: Dense(w, "scatter", 1024, 512, 2048, ClusterReduceConfig(across=1)),
-        "gather": lambda w: Dense(w, "gather", 1024, 512, 4096, ClusterGatherConfig()),
+        "reduce_scatter": lambda w: Dense(w, SCATTER, 1024, 512, 2048, ClusterReduceConfig(across=1)),
+        "gather": lambda w: Dense(w, GATHER, 1024, 512, 4096, ClusterGatherConfig()),
         "gather in slices": lambda w: Dense(
-            w, "gather", 1024, 1024, 4096, ClusterGatherConfig(across=1, slices=2, k_slices=2)
+            w, GATHER, 1024, 1024, 4096, ClusterGatherConfig(across=1, slices=2, k_slices=2)
         ),
-        "gather within": lambda w: Dense(w, "gather", 2048, 512, 2048, ClusterGatherConfig(within=True)),
+        "gather within": lambda w: Dense(w, GATHER, 2048, 512, 2048, ClusterGatherConfig(within=True)),
         "gather of few rows": lambda w: Dense(
-            w, "gather", 128, 512, 8192, ClusterGatherConfig(bn=64, across=1, along=2, stages=5)
+            w, GATHER, 128, 512, 8192, ClusterGatherConfig(bn=64, across=1, along=2, stages=5)
         ),
         "combine": lambda w: Experts(w, 8, 256, 512, 1024, CombineConfig()),
         "combine of few rows": lambda w: Experts(w, 8, 8, 512, 1024, CombineConfig(bn=64, across=1, along=2)),
@@ -43,22 +59,30 @@ if torch.cuda.is_available() and why_not() is None:
         ),
         "dropless combine": lambda w: Dropless(w, 5, 2000, 512, 1024, True),
         "dropless dispatch": lambda w: Dropless(w, 5, 2000, 512, 1024, False),
-        "words": lambda w: Dense(w, "all_reduce", 16, 1024, 8192, WordsConfig()),
-        "words of a split K": lambda w: Dense(w, "scatter", 40, 1024, 2048, WordsConfig(split=2)),
-        "words once": lambda w: Dense(w, "all_reduce", 8, 1024, 4096, WordsConfig(once=True)),
-        "packets": lambda w: Dense(w, "all_reduce", 8, 1024, 4096, PacketsConfig()),
-        "packets once": lambda w: Dense(w, "all_reduce", 1, 1024, 4096, PacketsConfig(bn=32, once=True)),
-        "packets of a scatter": lambda w: Dense(w, "scatter", 16, 1024, 8192, PacketsConfig()),
-        "packets of a matmul_all_gather": lambda w: Publish(w, 8, 1024, 4096),
-        "words of a gather": lambda w: Dense(w, "gather", 16, 2048, 1024, WordsGatherConfig()),
-        "words of a signalled gather": lambda w: Dense(w, "gather", 128, 1024, 1024, WordsGatherConfig()),
+        "words": lambda w: Dense(w, REDUCE, 16, 1024, 8192, WordsConfig()),
+        "words of a split K": lambda w: Dense(w, SCATTER, 40, 1024, 2048, WordsConfig(split=2)),
+        "words once": lambda w: Dense(w, REDUCE, 8, 1024, 4096, WordsConfig(once=True)),
+        "packets": lambda w: Dense(w, REDUCE, 8, 1024, 4096, PacketsConfig()),
+        "packets once": lambda w: Dense(w, REDUCE, 1, 1024, 4096, PacketsConfig(bn=32, once=True)),
+        "packets of a scatter": lambda w: Dense(w, SCATTER, 16, 1024, 8192, PacketsConfig()),
+        "packets of a matmul_all_gather": lambda w: Dense(w, PUBLISH, 8, 1024, 4096, PublishPacketsConfig()),
+        "tiles": lambda w: Dense(w, REDUCE, 1024, 512, 2048, ReduceConfig(bt=32)),
+        "tiles of a few rows": lambda w: Dense(
+            w, REDUCE, 96, 512, 4096, ReduceConfig(bn=64, bk=128, warps=4, stages=4, bt=32, by_rows=False)
+        ),
+        "tiles of a scatter": lambda w: Dense(w, SCATTER, 1024, 512, 2048, ReduceConfig(bt=32, visit=8)),
+        "tiles of a matmul_all_gather": lambda w: Dense(w, PUBLISH, 512, 512, 2048, PublishConfig()),
+        "parts": lambda w: Dense(w, GATHER, 1024, 512, 4096, GatherConfig()),
+        "few": lambda w: Dense(w, GATHER, 32, 1024, 2048, FewConfig(bn=64, pieces=1, movers=16)),
+        "words of a gather": lambda w: Dense(w, GATHER, 16, 2048, 1024, WordsGatherConfig()),
+        "words of a signalled gather": lambda w: Dense(w, GATHER, 128, 1024, 1024, WordsGatherConfig()),
     }
     CALLS_OF_ANY = {
         "all_reduce": lambda w: Dense(
-            w, "all_reduce", 128 * w + 9, 512, 2048, ClusterReduceConfig(across=1, along=2)
+            w, REDUCE, 128 * w + 9, 512, 2048, ClusterReduceConfig(across=1, along=2)
         ),
         "reduce_scatter": lambda w: Dense(
-            w, "scatter", 72 * w, 512, 2056, ClusterReduceConfig(bn=128, across=1, along=2, stages=5, part=32)
+            w, SCATTER, 72 * w, 512, 2056, ClusterReduceConfig(bn=128, across=1, along=2, stages=5, part=32)
         ),
         "gather": lambda w: Dense(
             w,
@@ -68,10 +92,10 @@ if torch.cuda.is_available() and why_not() is None:
             2048,
             ClusterGatherConfig(bn=64, across=1, along=2, stages=7, k_slices=4),
         ),
-        "gather within": lambda w: Dense(w, "gather", 256 * w, 512, 2048, ClusterGatherConfig(within=True)),
-        "words": lambda w: Dense(w, "all_reduce", 5 * w + 1, 1024, 2048, WordsConfig(split=2)),
-        "packets": lambda w: Dense(w, "scatter", 2 * w, 1024, 2048, PacketsConfig()),
-        "words of a gather": lambda w: Dense(w, "gather", 8 * w, 2048, 512, WordsGatherConfig(pieces=2)),
+        "gather within": lambda w: Dense(w, GATHER, 256 * w, 512, 2048, ClusterGatherConfig(within=True)),
+        "words": lambda w: Dense(w, REDUCE, 5 * w + 1, 1024, 2048, WordsConfig(split=2)),
+        "packets": lambda w: Dense(w, SCATTER, 2 * w, 1024, 2048, PacketsConfig()),
+        "words of a gather": lambda w: Dense(w, GATHER, 8 * w, 2048, 512, WordsGatherConfig(pieces=2)),
     }
 else:
     CALLS = CALLS_OF_ANY = {}
