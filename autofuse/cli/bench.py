@@ -9,6 +9,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from autofuse import torchrun
 from autofuse.cli.gpu_ranks import OPS, layer
 from autofuse.cli.terminal import check_folders, one_of, progress_bar, user_errors, write
 
@@ -179,13 +180,15 @@ def optimizer(
     dtype: Annotated[
         list[str] | None, typer.Option(help="Only float32 or bfloat16; without it both.")
     ] = None,
+    device: Annotated[str, typer.Option(help="cpu; or cuda, the GPUs of torchrun.")] = "cpu",
     lamb: Annotated[bool, typer.Option(help="Measure LAMB, too.")] = True,
     seconds: Annotated[float, typer.Option(help="Time for a row, about.")] = 3.0,
     json: Json = None,
     markdown: Markdown = None,
 ) -> None:
-    """An optimizer's step with its exchange of gradients on CPU ranks: ours, and all that torch ships."""
+    """An optimizer's step with its exchange of gradients: ours, and all that torch ships."""
     with user_errors():
+        one_of(device, ("cpu", "cuda"), "--device")
         dtypes = tuple(dtype or ("float32", "bfloat16"))
         for name in dtypes:
             one_of(name, ("float32", "bfloat16"), "--dtype")
@@ -194,11 +197,19 @@ def optimizer(
         check_folders(json, markdown)
         import torch
 
-        from autofuse.bench.cpu.optimizer import Options, run, table
+        from autofuse.bench.cpu.optimizer import Options, run, run_on_gpus, table
         from autofuse.bench.cpu.run import cores
 
         load = os.getloadavg()[0]
-        measured = run(ranks, Options(tuple(rows or ()), dtypes, lamb, seconds))
+        options = Options(tuple(rows or ()), dtypes, lamb, seconds)
+        if device == "cuda":
+            torchrun.join("bench optimizer --device cuda")
+            measured = run_on_gpus(options)
+            torch.distributed.destroy_process_group()
+            if int(os.environ["RANK"]):
+                return
+        else:
+            measured = run(ranks, options)
         about = f"{cores()} cores, torch {torch.__version__}, load average before the run {load:.1f}"
         text = f"{table(measured)}\n\n{about}"
         typer.echo(text)

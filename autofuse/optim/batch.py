@@ -74,9 +74,9 @@ class Batch:
         grads = [_readable(p) for p in self.params]
         kinds = {id(row): row for row in rows}
         order = {key: i for i, key in enumerate(kinds)}
-        numbers = torch.tensor(list(kinds.values()), dtype=torch.float64)
+        numbers = torch.tensor(list(kinds.values()), dtype=torch.float64, device="cpu")
         if len(kinds) > 1:
-            numbers = numbers[torch.tensor([order[id(row)] for row in rows])]
+            numbers = numbers[torch.tensor([order[id(row)] for row in rows], device="cpu")]
         else:
             numbers = numbers.expand(len(rows), -1)
         norm: Tensor = torch.ops.autofuse.reduce_update_gather(

@@ -168,7 +168,8 @@ class _Step:
         if not args.wants_norm and not by_norms:
             self._exchange(OP, kernels.UPDATE, self._agree)
         else:
-            self.sums = torch.empty(self.buckets.owned(self.workspace.rank), dtype=torch.float32)
+            owned = self.buckets.owned(self.workspace.rank)
+            self.sums = torch.empty(owned, dtype=torch.float32, device="cpu")
             self._exchange(REDUCTION, kernels.SUM if args.wants_norm else kernels.DIRECT, self._agree)
             self.work.from_sums, self.work.scale = True, 1.0
             self._exchange(GATHER, kernels.APPLY if by_norms else kernels.UPDATE, self._between)

@@ -1,4 +1,4 @@
-"""`autofuse bench optimizer`: a step with its exchange of gradients, ours and what torch has, on CPU ranks.
+"""`autofuse bench optimizer`: a step with its exchange of gradients, ours and what torch has.
 
 All peers get the same gradients and are timed in turn, block by block, in one process a rank. None of them
 includes a backward: what could be hidden behind one is not.
@@ -73,6 +73,14 @@ CELLS: dict[str, Shapes] = {
     "GPT-2, 3 layers": _gpt2(3),
     "Llama-1B, 1 layer": _llama(1),
 }
+ON_GPUS: dict[str, Shapes] = {
+    **{f"2^{n}": [(1 << n,)] for n in (10, 14, 18, 22, 26, 28)},
+    "64 of 2^10": [(1 << 10,)] * 64,
+    "BERT-large": [(30522, 1024), (512, 1024), *_bert(24)],
+    "GPT-2": [(50257, 768), (1024, 768), *_gpt2(12)],
+    "Llama-1B": [(128256, 2048), *_llama(16)],
+}
+"""On GPUs also what is too large for a CPU."""
 
 
 @dataclass(frozen=True)
@@ -134,22 +142,33 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
+def run_on_gpus(options: Options) -> list[Row]:
+    """The rows of the group of torchrun, which has been joined."""
+    warnings.filterwarnings("ignore")
+    with torch.device("cuda", torch.cuda.current_device()):
+        return _rows(ON_GPUS, options)
+
+
 def _rank(rank: int, world: int, directory: str, options: Options) -> None:
     warnings.filterwarnings("ignore")
     torch.set_num_threads(options.threads)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
     dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=world)
-    rows = [
-        _measure(name, shapes, rule, dtype, options)
-        for name, shapes in CELLS.items()
-        if not options.rows or any(part in name for part in options.rows)
-        for rule in ("AdamW", *(["LAMB"] if options.lamb else []))
-        for dtype in options.dtypes
-    ]
+    rows = _rows(CELLS, options)
     if rank == 0:
         Path(directory, "rows.json").write_text(json.dumps([asdict(row) for row in rows]))
     dist.barrier()
     dist.destroy_process_group()
+
+
+def _rows(cells: dict[str, Shapes], options: Options) -> list[Row]:
+    return [
+        _measure(name, shapes, rule, dtype, options)
+        for name, shapes in cells.items()
+        if not options.rows or any(part in name for part in options.rows)
+        for rule in ("AdamW", *(["LAMB"] if options.lamb else []))
+        for dtype in options.dtypes
+    ]
 
 
 def _measure(name: str, shapes: Shapes, rule: str, dtype: str, options: Options) -> Row:
@@ -201,7 +220,8 @@ def _peers(rule: str, shapes: Shapes, dtype: torch.dtype) -> Iterator[tuple[str,
 
 def _params(shapes: Shapes, dtype: torch.dtype) -> list[Tensor]:
     """With gradients that differ from rank to rank."""
-    weights, grads = torch.Generator().manual_seed(0), torch.Generator().manual_seed(1 + dist.get_rank())
+    device = torch.get_default_device()
+    weights, grads = (torch.Generator(device).manual_seed(seed) for seed in (0, 1 + dist.get_rank()))
     params = [torch.randn(s, generator=weights).to(dtype).requires_grad_() for s in shapes]
     for p in params:
         p.grad = torch.randn(p.shape, generator=grads).to(dtype)
@@ -308,11 +328,18 @@ def _check(steps: dict[str, Peer], rule: str) -> None:
 
 def _block(step: Callable[[], object], calls: int) -> float:
     """Seconds a call, from a barrier on."""
+    _finish()
     dist.barrier()
     begin = time.perf_counter()
     for _ in range(calls):
         step()
+    _finish()
     return (time.perf_counter() - begin) / calls
+
+
+def _finish() -> None:
+    if torch.get_default_device().type == "cuda":
+        torch.cuda.synchronize()
 
 
 def _largest(values: Sequence[float]) -> list[float]:
