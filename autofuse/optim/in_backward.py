@@ -47,6 +47,7 @@ class Backward:
         finally:
             self._syncs = before
 
+    @torch.compiler.disable
     def _arrived(self, number: int) -> None:
         if not self._syncs:
             return

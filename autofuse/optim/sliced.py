@@ -102,6 +102,7 @@ class SlicedOptimizer(State, torch.optim.Optimizer):
             self._names[param] = name
         super().add_param_group(param_group)
 
+    @torch.compiler.disable
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Exchanges the gradients and updates the parameters; all ranks of the group call it together.

@@ -101,3 +101,25 @@ def _wrong(rank: int, world: int) -> None:
 
 def test_wrong(ranks: Ranks) -> None:
     ranks(2).run(_wrong)
+
+
+def _compiled(rank: int, world: int) -> None:
+    pairs = both()
+    for network, optimizer in pairs:
+
+        def step(x: Tensor, network: nn.Module = network, optimizer: Any = optimizer) -> None:
+            loss_of(network, x).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        torch._dynamo.reset()
+        compiled = torch.compile(step, backend="eager")
+        for number in range(3):
+            compiled(batch(rank, number))
+    same(pairs)
+    assert [b.steps for _, optimizer in pairs for b in optimizer._batches] == [[3] * 4, [3] * 2, [3], [3]]
+
+
+def test_compiled_steps(ranks: Ranks) -> None:
+    """Dynamo breaks the graph round the exchange."""
+    ranks(2).run(_compiled)
