@@ -82,10 +82,9 @@ def _quick() -> Mapping[str, Quick]:
     if not has_triton():
         return {}
     from autofuse.lowering.gpu.dense.call import QUICK as DENSE
-    from autofuse.lowering.gpu.embedding.call import QUICK as EMBEDDING
     from autofuse.lowering.gpu.experts.call import QUICK as EXPERTS
 
-    return {**DENSE, **EMBEDDING, **EXPERTS}
+    return {**DENSE, **EXPERTS}
 
 
 def call(name: str, *given: Any) -> Any:

@@ -511,4 +511,57 @@ FRONT_END = (
     ),
 )
 
-MUTATIONS = (*PASSES, *PLANS, *EXECUTORS, *PROTOCOL, *KERNELS, *CHOICE, *FRONT_END)
+UPDATE = _of("ops", "reduce_update_gather")
+OPTIMIZERS = (
+    Mutation(
+        "gradients of the last rank are not added",
+        "optimizer.cpp",
+        "for (int r = 0; r < w.world; ++r) {",
+        "for (int r = 0; r < w.world - 1; ++r) {",
+        UPDATE,
+    ),
+    Mutation(
+        "the variance of Adam is not corrected",
+        "optimizer.cpp",
+        "(std::sqrt(second) * root + eps)",
+        "(std::sqrt(second) + eps)",
+        UPDATE,
+    ),
+    Mutation(
+        "a gradient that some ranks lack is none on all",
+        "agreement.py",
+        "if not bad and len(set(codes)) > 1:",
+        "if not bad and len(set(codes)) > 2:",
+        UPDATE,
+    ),
+    Mutation(
+        "a tensor is adapted by the norms of one rank",
+        "update_executor.py",
+        "totals = [sum(values) for values in zip(*of_ranks, strict=True)]",
+        "totals = [values[0] for values in zip(*of_ranks, strict=True)]",
+        UPDATE,
+    ),
+    Mutation(
+        "clipped steps go on without their factor",
+        "update_executor.py",
+        "self.work.scale = clip(self.norm, args.max_norm)",
+        "self.work.scale = 1.0",
+        UPDATE,
+    ),
+    Mutation(
+        "an updated batch does not wait for those before",
+        "in_backward.py",
+        "while self._next < len(self._batches) and self._missing[self._next] == 0:",
+        "if self._missing[number] == 0:",
+        _of("optim", "in_backward"),
+    ),
+    Mutation(
+        "the state of another group's slice is loaded",
+        "state.py",
+        "elif span is not None and tuple(span) != (start, stop, numel):",
+        "elif span is not None and len(span) != 3:",
+        _of("optim", "optimizers"),
+    ),
+)
+
+MUTATIONS = (*PASSES, *PLANS, *EXECUTORS, *OPTIMIZERS, *PROTOCOL, *KERNELS, *CHOICE, *FRONT_END)

@@ -17,13 +17,14 @@ from tests.ranks import RankPool
 Ranks = Callable[[int], RankPool]
 
 
-def both() -> list[tuple[nn.Sequential, Any]]:
-    """The same model twice: updated behind the backward, and in it, in several batches."""
+def both(backwards: bool = False) -> list[tuple[nn.Sequential, Any]]:
+    """The same model twice: updated behind the backward, and in it, in several batches. backwards: parameters
+    are given such that the last batch is the first to have its gradients."""
     pairs = []
     with patch.object(in_backward, "BATCH_BYTES", 700):
         for inside in (False, True):
             network = model()
-            named = network.named_parameters()
+            named = list(network.named_parameters())[:: -1 if backwards else 1]
             pairs.append((network, autofuse.optim.AdamW(named, in_backward=inside, **OPTIONS["AdamW"])))
     assert len(pairs[1][1]._batches) == 3
     return pairs
@@ -69,8 +70,18 @@ def _updates(rank: int, world: int) -> None:
     assert [int(states["step"]) for _, states in sorted(state.items())] == [5, 5, 4, 4]
 
 
+def _backwards(rank: int, world: int) -> None:
+    pairs = both(backwards=True)
+    for network, optimizer in pairs:
+        loss_of(network, batch(rank, 0)).backward()
+        optimizer.step()
+    same(pairs)
+    assert all(batch.steps == [1] * len(batch.params) for batch in pairs[1][1]._batches)
+
+
 def test_updates(ranks: Ranks) -> None:
     ranks(3).run(_updates)
+    ranks(3).run(_backwards)
 
 
 def _wrong(rank: int, world: int) -> None:
