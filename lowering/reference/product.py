@@ -3,6 +3,7 @@
     mm                        P = sum_i x[i] @ w[i]             every term rounded to the dtype of x
     addmm %0                  P = operands[0] + x[0] @ w[0]     torch.addmm; further terms are added as in mm
     addmm %0 0.5 2            P = 0.5 * operands[0] + 2 * x[0] @ w[0]     beta and alpha of torch.addmm
+    rows                      P = w[0][x[0]], rows of a table; x[0]: [M, 1], int64, w[0]: [V, N]; alone
     scaled_mm %0 %1 bfloat16  P = scaled_mm(x[0], w[0], operands[0], operands[1], out_dtype=bfloat16)
     add sub mul div           with `%i` (an operand) or a number: P = P op it
     neg; relu; to bfloat16
@@ -31,7 +32,7 @@ _BINARY: dict[str, Callable[..., Tensor]] = {
     "mul": torch.mul,
     "div": torch.div,
 }
-_CONTRACTIONS = {"mm": 0, "addmm": 1, "scaled_mm": 2}
+_CONTRACTIONS = {"mm": 0, "addmm": 1, "scaled_mm": 2, "rows": 0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,7 @@ def parse(product: str) -> Product:
                 return Product(name, inputs, _dtype(dtype, product), stages)
             case "addmm", [beta, alpha]:
                 return Product(name, inputs, None, stages, _number(beta, product), _number(alpha, product))
-            case "mm" | "addmm", []:
+            case "mm" | "addmm" | "rows", []:
                 return Product(name, inputs, None, stages)
     takes = {"scaled_mm": " and a dtype", "addmm": ", then beta and alpha or neither"}
     raise _malformed(product, f"{name} takes {count} operands{takes.get(name, '')}")
@@ -135,6 +136,8 @@ def product_reference(
 def _contract(p: Product, x: Sequence[Tensor], w: Sequence[Tensor], operands: Sequence[Tensor]) -> Tensor:
     if p.contraction == "mm":
         total = torch.mm(x[0], w[0])
+    elif p.contraction == "rows":
+        total = torch.index_select(w[0], 0, x[0].squeeze(1))
     elif p.contraction == "addmm":
         total = torch.addmm(operands[p.inputs[0]], x[0], w[0], beta=p.beta, alpha=p.alpha)
     else:
@@ -180,13 +183,15 @@ def evaluate(
 ) -> None:
     """Stores `P` in `out: [M, N]`, whose dtype is P's; straight from the matmul where no dtype changes."""
     p = parse(product)
-    uniform = x[0].dtype == out.dtype and all(stage.dtype is None for stage in p.stages)
+    uniform = w[0].dtype == out.dtype and all(stage.dtype is None for stage in p.stages)
     if not uniform or p.contraction == "scaled_mm":
         out.copy_(product_reference(x, w, operands, product))
         return
     # Promotion only widens: when both ends have one dtype, so has everything between, and all fits in `out`.
     if p.contraction == "addmm":
         torch.addmm(operands[p.inputs[0]], x[0], w[0], beta=p.beta, alpha=p.alpha, out=out)
+    elif p.contraction == "rows":
+        torch.index_select(w[0], 0, x[0].squeeze(1), out=out)
     else:
         multiply(out, x[0], w[0])
     for xi, wi in zip(x[1:], w[1:], strict=True):
@@ -252,10 +257,14 @@ def product_backward(
 ) -> tuple[list[Tensor | None], list[Tensor | None], list[Tensor | None]]:
     """Gradients of x, w and operands (those that `needs` asks for, else None) from that of `P: [M, N]`.
 
-    `dx[i] = g @ w[i]^T`, `dw[i] = x[i]^T @ g`, where `g` is `grad` taken back through the stages. Of the
+    `dx[i] = g @ w[i]^T`, `dw[i] = x[i]^T @ g`, where `g` is `grad` taken back through the stages; of `rows`
+    the rows of `g` are added up where they were read. Of the
     operands only those that are added or subtracted have one; RuntimeError where another one needs it.
     """
-    grad, found = epilogue_backward(grad, operands, product, x[0].dtype, needs[2])
+    grad, found = epilogue_backward(grad, operands, product, w[0].dtype, needs[2])
+    if parse(product).contraction == "rows":
+        table = torch.zeros_like(w[0]).index_add_(0, x[0].squeeze(1), grad) if needs[1][0] else None
+        return [None], [table], found
     dx = [grad @ wi.t() if need else None for wi, need in zip(w, needs[0], strict=True)]
     dw = [xi.t() @ grad if need else None for xi, need in zip(x, needs[1], strict=True)]
     return dx, dw, found

@@ -21,10 +21,11 @@ from autofuse.passes.graph.follow import aten, tensor
 from autofuse.passes.graph.layout import Cut, Layout, Size, prod, same_size
 from autofuse.passes.report import Reason, Reject
 
+from .contractions import Product
 from .match import Context, Found, Match, Work, check_dtype, fill_biases, replace_result, values
 from .operands import Operand, materialise, two_dimensional
 from .placement import Placement, find_placement
-from .product import Product, extra_users, hand_out_product, match_product
+from .product import extra_users, hand_out_product, match_product
 from .rows import Rows, cut_into_parts, is_natural, positions, split_rows, whole_rows
 
 PATTERN = "expert_matmul_all_to_all"

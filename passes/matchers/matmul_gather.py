@@ -23,9 +23,10 @@ from autofuse.passes.graph.follow import SPLITS, Shapes, argument, aten, is_view
 from autofuse.passes.graph.layout import Digit, Layout, Size, compose, exact_quotient, merge, prod
 from autofuse.passes.report import Reason, Reject
 
+from .contractions import ROWS, Product
 from .match import Context, Found, Match, Work, check_dtype, values
 from .operands import materialise, two_dimensional
-from .product import Product, extra_users, hand_out_product, match_product
+from .product import extra_users, hand_out_product, match_product
 from .readers import Reader, find_cast_readers, reread
 
 PATTERN = "matmul_all_gather"
@@ -63,6 +64,8 @@ def match_matmul_gather(anchor: Anchor, context: Context) -> Found:
     found = match_product(anchor.input, shapes)
     if isinstance(found, Reject):
         return found
+    if found.stages[0] == ROWS:
+        return Reject(Reason.NO_COMPUTE, "rows of a table are gathered, and no matmul")
     if (total := prod(found.layout.shape)) != prod(found.shape):
         return Reject(Reason.LAYOUT, f"{total} of {prod(found.shape)} elements of the matmul are gathered")
     reject = check_dtype(found.dtype)

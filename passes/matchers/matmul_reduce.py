@@ -18,9 +18,10 @@ from autofuse.passes.graph.emit import Emitter
 from autofuse.passes.graph.layout import Cut, Layout, Size, cut_out, exact_quotient, leading_digit, prod
 from autofuse.passes.report import Reason, Reject
 
+from .contractions import ROWS, Product
 from .match import Context, Found, Match, Work, check_dtype, replace_result, values
 from .operands import materialise, two_dimensional
-from .product import Product, extra_users, hand_out_product, match_product
+from .product import extra_users, hand_out_product, match_product
 
 
 def match_all_reduce(anchor: Anchor, context: Context) -> Found:
@@ -70,10 +71,12 @@ def leading_cut(found: Product, world: int) -> Cut | Reject:
 def _match(anchor: Anchor, context: Context, found: Product, pattern: str, cut: Cut | None) -> Match:
     early = extra_users(anchor.node, anchor.input, found)
     rows, columns = found.shape
-    matmuls = tuple((rows, context.shapes.known(x)[-1], columns) for x in found.x)
+    nbytes = prod(found.shape) * found.dtype.itemsize
+    reads = found.stages[0] == ROWS
+    matmuls = tuple((rows, context.shapes.known(x)[-1], columns) for x in found.x if not reads)
     return Match(
         pattern,
-        Work(matmuls, bytes_kept=prod(found.shape) * found.dtype.itemsize if early else 0),
+        Work(matmuls, bytes_read=nbytes if reads else 0, bytes_kept=nbytes if early else 0),
         context.shapes,
         partial(_rewrite, anchor, context, found, pattern, cut, bool(early)),
         (*found.x, *found.w, *(o.node for o in found.operands)),
@@ -104,7 +107,10 @@ def _rewrite(
     emitter: Emitter,
 ) -> None:
     operands = [materialise(emitter, o) for o in found.operands]
-    x = [two_dimensional(emitter, n) for n in found.x]
+    if found.stages[0] == ROWS:
+        x = [emitter.reshape(n, (found.shape[0], 1)) for n in found.x]
+    else:
+        x = [two_dimensional(emitter, n) for n in found.x]
     w = [two_dimensional(emitter, n) for n in found.w]
     place = [] if cut is None else [cut.dim, emitter.size(cut.outer)]
     args = [x, w, operands, found.text, anchor.reduce_op, *place, keep]

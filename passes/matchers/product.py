@@ -6,19 +6,19 @@ the layout of the matched node relative to the product `P: [M, N]`, or `[E, R, N
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import torch
 from torch import fx
 
 from autofuse.passes.graph.anchors import is_fused
 from autofuse.passes.graph.emit import Emitter
-from autofuse.passes.graph.follow import Shapes, argument, dtype_of, follow, is_cast, is_view, tensor
-from autofuse.passes.graph.layout import Digit, Layout, Size, compose, same_shape
+from autofuse.passes.graph.follow import Shapes, argument, dtype_of, follow, is_cast, is_view
+from autofuse.passes.graph.layout import Digit, Layout, Size, compose, merge, same_shape
 from autofuse.passes.graph.paths import between
 from autofuse.passes.report import Reason, Reject
 
-from .matmuls import grouped_offsets, one_weight
+from .contractions import CONTRACTIONS, ROWS, Product, contraction
 from .operands import Operand, broadcast
 
 aten = torch.ops.aten
@@ -34,47 +34,6 @@ _BINARY = {
     aten.div.Scalar: "div",
 }
 _UNARY = {aten.neg.default: "neg", aten.relu.default: "relu"}
-_CONTRACTIONS = {
-    aten.mm.default,
-    aten.addmm.default,
-    aten.bmm.default,
-    aten.baddbmm.default,
-    aten._scaled_mm.default,
-    aten._grouped_mm.default,
-}
-
-
-@dataclass(frozen=True)
-class Product:
-    """`stages` (the first is the contraction) applied to `x[i] @ w[i]`."""
-
-    x: tuple[fx.Node, ...]
-    w: tuple[fx.Node, ...]
-    stages: tuple[str, ...]
-    operands: tuple[Operand, ...]
-    shape: tuple[Size, ...]
-    dtype: torch.dtype
-    layout: Layout
-    """The layout of the matched node relative to P."""
-    last: fx.Node
-    """The last node of the epilogue, which has layout `last_layout` relative to P."""
-    last_layout: Layout
-    offsets: fx.Node | None = None
-    """Of a grouped matmul: the ends of the row ranges of the experts."""
-    inner: frozenset[fx.Node] = field(default=frozenset())
-    """Nodes before `last`, which may have no users outside of the product."""
-    bias: tuple[fx.Node | None, ...] = ()
-    """Of experts: one bias for each matmul."""
-    listed: int = 0
-    """Number of experts that each have a matmul of their own. `x`, `w` and `bias` then list, for each term of
-    the sum, the entries of all experts."""
-    heads: tuple[tuple[fx.Node, Layout], ...] = ()
-    """Of listed experts, if the epilogue ends before they are joined: the last node of each expert's
-    epilogue, with its layout relative to `[1, R, N]`."""
-
-    @property
-    def text(self) -> str:
-        return "; ".join(self.stages)
 
 
 def match_product(
@@ -99,7 +58,7 @@ def _match(
     node: fx.Node, shapes: Shapes, batched: bool, shape: tuple[Size, ...] | None = None
 ) -> Product | Reject:
     def is_leaf(n: fx.Node) -> bool:
-        return n.target in _CONTRACTIONS or _is_stage(n) or is_fused(n)
+        return n.target in CONTRACTIONS or _is_stage(n) or is_fused(n)
 
     followed = follow(node, is_leaf, shapes, shape=shape)
     if followed is None:
@@ -136,7 +95,7 @@ def _moves_a_matmul(n: fx.Node) -> bool:
     work = [n]
     while work:
         node = work.pop()
-        if node.target in _CONTRACTIONS:
+        if node.target in CONTRACTIONS:
             return True
         if node not in seen and (is_view(node) or _is_stage(node)):
             seen.add(node)
@@ -145,18 +104,21 @@ def _moves_a_matmul(n: fx.Node) -> bool:
 
 
 def _is_stage(n: fx.Node) -> bool:
-    return n.target in _BINARY or n.target in _UNARY or n.target is aten.where.self or is_cast(n)
+    others = aten.where.self, aten.index_put.default
+    return n.target in _BINARY or n.target in _UNARY or n.target in others or is_cast(n)
 
 
 def _leaf(n: fx.Node, shapes: Shapes, batched: bool) -> Product | Reject:
     if is_fused(n):
         return Reject(Reason.NO_COMPUTE, f"the matmul above {n.name} is part of {n.args[0].target} already")
-    if n.target in _CONTRACTIONS:
-        return _contraction(n, shapes, batched)
+    if n.target in CONTRACTIONS:
+        return contraction(n, shapes, batched)
     if n.target in _BINARY:
         return _binary(n, shapes, batched)
     if n.target is aten.where.self:
         return _where(n, shapes, batched)
+    if n.target is aten.index_put.default:
+        return _filled(n, shapes, batched)
     return _unary(n, shapes, batched)
 
 
@@ -194,63 +156,6 @@ def list_experts(parts: list[Product], node: fx.Node) -> Product | Reject:
         listed=len(parts),
         heads=tuple((p.last, p.last_layout) for p in parts),
     )
-
-
-def _contraction(n: fx.Node, shapes: Shapes, batched: bool) -> Product | Reject:
-    shape = shapes.known(n)
-    dtype = dtype_of(n)
-    assert dtype is not None
-    args = n.args
-    operands: tuple[Operand, ...] = ()
-    stage = "mm"
-    bias: fx.Node | None = None
-    if n.target in (aten.addmm.default, aten.baddbmm.default):
-        bias, x, w = args[:3]
-        beta, alpha = argument(n, 3, "beta", 1), argument(n, 4, "alpha", 1)
-        if not isinstance(beta, (int, float)) or not isinstance(alpha, (int, float)):
-            return Reject(Reason.UNSUPPORTED_VARIANT, f"{n.name} scales its terms by numbers not known yet")
-        added = shapes.known(bias)
-        # One vector, or one vector for each expert.
-        vectors = (shape[0], 1, shape[2]) if len(shape) == 3 else shape[1:]
-        if not (batched and beta == alpha == 1 and same_shape(added, vectors)):
-            if len(shape) == 3 and shape[0] != 1:
-                return Reject(Reason.UNSUPPORTED_VARIANT, f"{n.name} has a bias that is no vector an expert")
-            operands = (Operand(bias, shape=added[-2:] if len(added) > 2 else None),)
-            stage = "addmm %0" if beta == alpha == 1 else f"addmm %0 {beta} {alpha}"
-            bias = None
-    elif n.target is aten._scaled_mm.default:
-        x, w, scale_a, scale_b = args[:4]
-        out_dtype = argument(n, 6, "out_dtype")
-        extras = [argument(n, 4, "bias"), argument(n, 5, "scale_result")]
-        scalar = all((t := tensor(s)) is not None and t.numel() == 1 for s in (scale_a, scale_b))
-        if any(e is not None for e in extras) or out_dtype is None or not scalar:
-            return Reject(
-                Reason.UNSUPPORTED_VARIANT, f"{n.name}: only scalar scales, no bias, explicit dtype"
-            )
-        operands = (Operand(scale_a), Operand(scale_b))
-        stage = f"scaled_mm %0 %1 {str(out_dtype).removeprefix('torch.')}"
-    else:
-        x, w = args[:2]
-    layout = Layout.of(shape)
-    if n.target is aten._grouped_mm.default:
-        offsets = grouped_offsets(n)
-        if offsets is None or not batched:
-            return Reject(Reason.NO_COMPUTE, f"{n.name} is no grouped matmul of rows")
-        return Product((x,), (w,), (stage,), operands, shape, dtype, layout, n, layout, offsets, bias=(None,))
-    if n.target in (aten.bmm.default, aten.baddbmm.default) and not batched:
-        weight = one_weight(w)
-        if weight is None:
-            return Reject(Reason.NO_COMPUTE, f"{n.name} is a batch of matmuls")
-        w = weight
-        batch, shape = shape, (shape[0] * shape[1], shape[2])
-        flat = Layout.of(shape).reshape(batch)
-        assert flat is not None
-        layout = flat
-    if len(shape) == 2 and batched:  # one expert
-        shape = (1, *shape)
-        layout = Layout(Layout.of(shape).dims[1:])
-    biases = (bias,) if batched else ()
-    return Product((x,), (w,), (stage,), operands, shape, dtype, layout, n, layout, bias=biases)
 
 
 def _unary(n: fx.Node, shapes: Shapes, batched: bool) -> Product | Reject:
@@ -360,6 +265,31 @@ def _where(n: fx.Node, shapes: Shapes, batched: bool) -> Product | Reject:
     return reject
 
 
+def _filled(n: fx.Node, shapes: Shapes, batched: bool) -> Product | Reject:
+    """`P[mask] = number`, of a mask of rows."""
+    source, masks, number = n.args[:3]
+    assert isinstance(source, fx.Node)
+    mask = masks[0] if isinstance(masks, (list, tuple)) and len(masks) == 1 else None
+    found = Reject(Reason.NO_COMPUTE, f"{n.name} puts values into {source.name}")
+    if not isinstance(mask, fx.Node) or dtype_of(mask) != torch.bool or argument(n, 3, "accumulate", False):
+        return found
+    below = _match(source, shapes, batched)
+    if isinstance(below, Reject):
+        return below
+    fill, have = constant(number, below.dtype), shapes.of(mask)
+    natural = merge(below.layout.digits) == merge(Layout.of(below.shape).digits)
+    of_rows = have is not None and same_shape(have, below.layout.shape[:-1])
+    if fill is None or not natural or not of_rows or len(below.shape) != 2:
+        return found
+    return _extend(
+        below,
+        source,
+        n,
+        f"masked_fill %{len(below.operands)} {fill}",
+        Operand(mask, shape=(below.shape[0], 1)),
+    )
+
+
 def _side(arg: object, n: fx.Node, shapes: Shapes, batched: bool) -> Product | Reject | None:
     """The product on one side of a binary op; a Reject if the op broadcasts it, None for a number."""
     if not isinstance(arg, fx.Node) or shapes.of(arg) is None:
@@ -375,10 +305,11 @@ def _sum(a: Product, b: Product, n: fx.Node) -> Product | None:
     impossible."""
     if len(b.stages) == 1 and b.stages[0].startswith("addmm"):
         a, b = b, a
-    if len(a.stages) != 1 or b.stages != ("mm",) or a.stages[0].startswith("scaled") or a.dtype != b.dtype:
+    if len(a.stages) != 1 or b.stages != ("mm",) or a.stages[0].startswith(("scaled", ROWS)):
         return None
     if (
-        a.layout != b.layout
+        a.dtype != b.dtype
+        or a.layout != b.layout
         or a.offsets is not b.offsets
         or a.listed
         or b.listed

@@ -23,6 +23,7 @@ from . import (
     ulysses,
     uneven,
     views,
+    vocabularies,
 )
 from .harness import compare, explain, sites
 from .tiers import full_tier
@@ -31,7 +32,7 @@ Ranks = Callable[[int], RankPool]
 
 MODULES = (
     *(dense, gathered_products, contractions, epilogues, views, training),
-    *(recommendation, pooled_exchange, experts, expert_loops, ulysses, uneven),
+    *(recommendation, pooled_exchange, experts, expert_loops, ulysses, uneven, vocabularies),
 )
 CASES = [(m, name) for m in MODULES for name in m.PROGRAMS]
 

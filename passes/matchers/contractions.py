@@ -1,0 +1,133 @@
+"""The contractions that a product begins with: matmuls, and rows that an embedding reads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from autofuse.passes.graph.follow import Shapes, argument, aten, dtype_of, tensor
+from autofuse.passes.graph.layout import Layout, Size, prod, same_shape
+from autofuse.passes.report import Reason, Reject
+
+from .matmuls import grouped_offsets, one_weight
+from .operands import Operand
+
+CONTRACTIONS = {
+    aten.mm.default,
+    aten.addmm.default,
+    aten.bmm.default,
+    aten.baddbmm.default,
+    aten._scaled_mm.default,
+    aten._grouped_mm.default,
+    aten.embedding.default,
+}
+ROWS = "rows"
+"""The contraction of a product whose x are the places of rows of w."""
+
+
+@dataclass(frozen=True)
+class Product:
+    """`stages` (the first is the contraction) applied to `x[i] @ w[i]`."""
+
+    x: tuple[fx.Node, ...]
+    w: tuple[fx.Node, ...]
+    stages: tuple[str, ...]
+    operands: tuple[Operand, ...]
+    shape: tuple[Size, ...]
+    dtype: torch.dtype
+    layout: Layout
+    """The layout of the matched node relative to P."""
+    last: fx.Node
+    """The last node of the epilogue, which has layout `last_layout` relative to P."""
+    last_layout: Layout
+    offsets: fx.Node | None = None
+    """Of a grouped matmul: the ends of the row ranges of the experts."""
+    inner: frozenset[fx.Node] = field(default=frozenset())
+    """Nodes before `last`, which may have no users outside of the product."""
+    bias: tuple[fx.Node | None, ...] = ()
+    """Of experts: one bias for each matmul."""
+    listed: int = 0
+    """Number of experts that each have a matmul of their own. `x`, `w` and `bias` then list, for each term of
+    the sum, the entries of all experts."""
+    heads: tuple[tuple[fx.Node, Layout], ...] = ()
+    """Of listed experts, if the epilogue ends before they are joined: the last node of each expert's
+    epilogue, with its layout relative to `[1, R, N]`."""
+
+    @property
+    def text(self) -> str:
+        return "; ".join(self.stages)
+
+
+def _rows(n: fx.Node, shapes: Shapes) -> Product | Reject:
+    """Rows that an embedding reads: one for each index."""
+    table, indices = n.args[:2]
+    assert isinstance(table, fx.Node)
+    assert isinstance(indices, fx.Node)
+    dtype, shape = dtype_of(n), shapes.known(n)
+    if dtype is None or dtype_of(indices) != torch.int64:
+        return Reject(Reason.LAYOUT, f"the indices of {n.name} are not int64")
+    flat = (prod(shape[:-1]), shape[-1])
+    layout = Layout.of(flat).reshape(shape)
+    assert layout is not None
+    return Product((indices,), (table,), (ROWS,), (), flat, dtype, layout, n, layout)
+
+
+def contraction(n: fx.Node, shapes: Shapes, batched: bool) -> Product | Reject:
+    if n.target is aten.embedding.default:
+        return Reject(Reason.NO_COMPUTE, f"{n.name} is no matmul") if batched else _rows(n, shapes)
+    shape = shapes.known(n)
+    dtype = dtype_of(n)
+    assert dtype is not None
+    args = n.args
+    operands: tuple[Operand, ...] = ()
+    stage = "mm"
+    bias: fx.Node | None = None
+    if n.target in (aten.addmm.default, aten.baddbmm.default):
+        bias, x, w = args[:3]
+        beta, alpha = argument(n, 3, "beta", 1), argument(n, 4, "alpha", 1)
+        if not isinstance(beta, (int, float)) or not isinstance(alpha, (int, float)):
+            return Reject(Reason.UNSUPPORTED_VARIANT, f"{n.name} scales its terms by numbers not known yet")
+        added = shapes.known(bias)
+        # One vector, or one vector for each expert.
+        vectors = (shape[0], 1, shape[2]) if len(shape) == 3 else shape[1:]
+        if not (batched and beta == alpha == 1 and same_shape(added, vectors)):
+            if len(shape) == 3 and shape[0] != 1:
+                return Reject(Reason.UNSUPPORTED_VARIANT, f"{n.name} has a bias that is no vector an expert")
+            operands = (Operand(bias, shape=added[-2:] if len(added) > 2 else None),)
+            stage = "addmm %0" if beta == alpha == 1 else f"addmm %0 {beta} {alpha}"
+            bias = None
+    elif n.target is aten._scaled_mm.default:
+        x, w, scale_a, scale_b = args[:4]
+        out_dtype = argument(n, 6, "out_dtype")
+        extras = [argument(n, 4, "bias"), argument(n, 5, "scale_result")]
+        scalar = all((t := tensor(s)) is not None and t.numel() == 1 for s in (scale_a, scale_b))
+        if any(e is not None for e in extras) or out_dtype is None or not scalar:
+            return Reject(
+                Reason.UNSUPPORTED_VARIANT, f"{n.name}: only scalar scales, no bias, explicit dtype"
+            )
+        operands = (Operand(scale_a), Operand(scale_b))
+        stage = f"scaled_mm %0 %1 {str(out_dtype).removeprefix('torch.')}"
+    else:
+        x, w = args[:2]
+    layout = Layout.of(shape)
+    if n.target is aten._grouped_mm.default:
+        offsets = grouped_offsets(n)
+        if offsets is None or not batched:
+            return Reject(Reason.NO_COMPUTE, f"{n.name} is no grouped matmul of rows")
+        return Product((x,), (w,), (stage,), operands, shape, dtype, layout, n, layout, offsets, bias=(None,))
+    if n.target in (aten.bmm.default, aten.baddbmm.default) and not batched:
+        weight = one_weight(w)
+        if weight is None:
+            return Reject(Reason.NO_COMPUTE, f"{n.name} is a batch of matmuls")
+        w = weight
+        batch, shape = shape, (shape[0] * shape[1], shape[2])
+        flat = Layout.of(shape).reshape(batch)
+        assert flat is not None
+        layout = flat
+    if len(shape) == 2 and batched:  # one expert
+        shape = (1, *shape)
+        layout = Layout(Layout.of(shape).dims[1:])
+    biases = (bias,) if batched else ()
+    return Product((x,), (w,), (stage,), operands, shape, dtype, layout, n, layout, bias=biases)
