@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 MOST_KINDS = 4096
 """Kinds of calls that an op remembers."""
 
+MOST_TRIES = 64
+"""So often it is looked for what calls of a kind have prepared: to look takes as long as a call."""
+
 
 class Direct:
     """An op on one kind of device: `direct(*arguments)`, as `torch.ops.autofuse.<name>` is called."""
@@ -35,6 +38,7 @@ class Direct:
         self._op, self._run, self._quick = FUSED_OPS[name], run, quick
         # Weakly: what is prepared ends with its group, with its memory, and when ways are chosen anew.
         self._known: dict[Hashable, weakref.ref[Any]] = {}
+        self._tried: dict[Hashable, int] = {}
 
     def __call__(self, *given: Any) -> Any:
         if self._quick is None:
@@ -47,13 +51,17 @@ class Direct:
             if result is not None:
                 return result
         result = self._run(*given)
-        if kind is not None:
+        if kind is not None and self._tried.get(kind, 0) < MOST_TRIES:
             self._remember(kind, given)
         return result
 
     def _remember(self, kind: Hashable, given: tuple[Any, ...]) -> None:
         from autofuse.lowering.gpu.memory.workspace import made_of
 
+        if len(self._tried) == MOST_KINDS:  # sizes may change without end
+            self._tried.clear()
+            self._known.clear()
+        self._tried[kind] = self._tried.get(kind, 0) + 1
         arguments = self._op.parse(given)
         workspace = made_of(_group(given[-3]))
         if workspace is None or self._op.gpu_gap(arguments) or self._op.gpu_dtype_gap(arguments):
@@ -61,8 +69,6 @@ class Direct:
         assert self._quick is not None
         made = self._quick.made(workspace, arguments)
         if made is not None:
-            if len(self._known) == MOST_KINDS:  # sizes may change without end
-                self._known.clear()
             self._known[kind] = weakref.ref(made)
 
 

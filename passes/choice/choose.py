@@ -51,13 +51,11 @@ Symbols: TypeAlias = Mapping[sympy.Symbol, Known]
 
 _COEFFICIENT = re.compile(r"\d+\.\d+(e[+-]?\d+)?")
 
-SHORT_US = 150.0
-"""On GPUs, a time of compute and collective apart. The host needs 10 to 20 us longer to launch a fused op,
-and programs of calls shorter than this time wait for the host. Measured on 4 H200: layers of Llama-70B, not
-captured, became 4 % slower at 512 tokens, where the two kinds of site take 85 and 144 us apart."""
 SHORT_EXCHANGE_US = 400.0
-"""The same time for embedding bags and experts, whose calls have more arguments: on 2 H200, the forward of a
-small mixture of experts became 0.1 to 0.2 ms longer for each of its sites."""
+"""On GPUs, a time of compute and collective apart, of embedding bags and experts, whose calls have more
+arguments. On 2 H200, the forward of a small mixture of experts that is not captured in CUDA graphs became 0.1
+to 0.2 ms longer for each of its sites: programs of calls shorter than this time wait for the host. It was not
+measured anew since such calls are prepared."""
 
 NEVER_SHORT = "all_to_all_embedding_bag_update"
 """On GPUs, sites of this pattern are fused at any size: unfused, each table takes some 20 kernels."""
@@ -147,18 +145,19 @@ def on_gpu(choice: Choice, pattern: str, work: Work, captured: bool) -> Choice:
     """The choice for a site on GPUs.
 
     The unfused program is one of the ways of a fused op, and every call takes the fastest way, so that the
-    site is fused. The exceptions: where the unfused program is known to be the fastest; and a short call that
-    is not captured in a CUDA graph waits for the host, and the host needs longer for a fused op. If sizes
-    depend on data, the time to read the weights is a lower bound of a call.
+    site is fused. The exceptions: where the unfused program is known to be the fastest; and a short
+    exchange that is not captured in a CUDA graph waits for the host, which may need longer for a fused op. If
+    sizes depend on data, the time to read the weights is a lower bound of a call.
     """
     if choice.why:
         return choice
+    if captured or "all_to_all" not in pattern or pattern == NEVER_SHORT:
+        return replace(choice, fuse=True)
     lasts, known = choice.apart_us, choice.prediction.wins != "not known"
     if not known:
         weights = (work.count * k * n * 2 for _, k, n in work.matmuls)
         lasts = sum(w for w in weights if isinstance(w, int)) / MEMORY_BYTES_US
-    short = SHORT_EXCHANGE_US if "all_to_all" in pattern else SHORT_US
-    if captured or pattern == NEVER_SHORT or lasts is None or lasts >= short:
+    if lasts is None or lasts >= SHORT_EXCHANGE_US:
         return replace(choice, fuse=True)
     times = f"{lasts:.1f} us apart" if known else f"its weights are read in {lasts:.1f} us"
     why = f"{times}, too short to be launched one by one; see `captured`"

@@ -176,20 +176,20 @@ def test_compiled_graphs_are_cached_under_the_table(tmp_path: Path, monkeypatch:
     assert uuid() not in (plain, first)
 
 
-def test_short_calls_on_gpus_are_fused_where_they_are_captured() -> None:
-    """Else the GPU would wait for the host; nothing is decided of dynamic sizes."""
+def test_short_exchanges_on_gpus_are_fused_where_they_are_captured() -> None:
+    """Else the GPU would wait for the host; nothing is decided of dynamic sizes, and all others are fused."""
     predicted = Prediction(107.7, 144.4, "", "", "always", "h200")
-    short, long, dynamic = (Choice(predicted, False, apart) for apart in (144.4, 197.0, None))
+    short, long, dynamic = (Choice(predicted, False, apart) for apart in (144.4, 497.0, None))
 
-    def decided(captured: bool) -> list[bool]:
-        of = (on_gpu(choice, "matmul_all_reduce", Work(), captured) for choice in (short, long, dynamic))
-        return [choice.fuse for choice in of]
+    def decided(pattern: str, captured: bool) -> list[bool]:
+        return [on_gpu(choice, pattern, Work(), captured).fuse for choice in (short, long, dynamic)]
 
-    assert decided(captured=True) == [True] * 3
-    assert decided(captured=False) == [False, True, True]
-    assert not on_gpu(long, "expert_matmul_all_to_all", Work(), captured=False).fuse
-    assert on_gpu(short, "all_to_all_embedding_bag_update", Work(), captured=False).fuse
-    assert "144.4 us apart" in on_gpu(short, "matmul_all_reduce", Work(), captured=False).why
+    experts = "expert_matmul_all_to_all"
+    assert decided(experts, captured=True) == [True] * 3
+    assert decided(experts, captured=False) == [False, True, True]
+    assert "144.4 us apart" in on_gpu(short, experts, Work(), captured=False).why
+    for pattern in ("matmul_all_reduce", "all_gather_matmul", "all_to_all_embedding_bag_update"):
+        assert decided(pattern, captured=False) == [True] * 3
 
 
 def test_calls_on_gpus_of_unknown_size_last_as_long_as_their_weights_are_read() -> None:

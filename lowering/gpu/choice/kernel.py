@@ -32,6 +32,10 @@ ORDERS = {"direct": 0, "ring": 1, "oblivious": 2}
 CUBLAS_NCCL = "cublas+nccl"
 """What the ops of matmuls replace."""
 
+ONE_LAUNCH_US = 15.0
+"""What the host takes for a call that is launched again in one call of C (`lowering/direct.py`), about;
+measured on 2 H200."""
+
 MOST_BYTES = 1 << 30
 """A way that needs a larger region than this is left out, unless `Problem.most_bytes` says otherwise."""
 
