@@ -88,9 +88,10 @@ def _quick() -> Mapping[str, Quick]:
     if not has_triton():
         return {}
     from autofuse.lowering.gpu.dense.call import QUICK as DENSE
+    from autofuse.lowering.gpu.embedding.call import QUICK as EMBEDDING
     from autofuse.lowering.gpu.experts.call import QUICK as EXPERTS
 
-    return {**DENSE, **EXPERTS}
+    return {**DENSE, **EMBEDDING, **EXPERTS}
 
 
 def call(name: str, *given: Any) -> Any:

@@ -11,6 +11,7 @@ import torch
 from autofuse.lowering import torch_internals
 from autofuse.native_kernels.cuda.host import compiler
 from autofuse.native_kernels.gpu.state import MOST_TERMS as MOST_TERMS
+from autofuse.native_kernels.gpu.state import MOST_WEIGHTS as MOST_WEIGHTS
 
 from . import links
 

@@ -101,7 +101,7 @@ def _others(task: Task, predictor: Predictor) -> float:
 def _together(task: Task) -> int:
     """How many weights of a gather kernels multiply while parts arrive; layouts are not known yet."""
     from autofuse.lowering.gpu.dense.ways import FEW_ROWS
-    from autofuse.native_kernels.gpu.state import MOST_WEIGHTS
+    from autofuse.lowering.gpu.support import MOST_WEIGHTS
 
     fit = takewhile(lambda sizes: sizes[2] % 8 == 0, task.matmuls[1:MOST_WEIGHTS])
     return 1 if task.matmuls[0][0] <= FEW_ROWS else 1 + len([*fit])

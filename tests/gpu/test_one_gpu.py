@@ -72,7 +72,7 @@ if torch.cuda.is_available() and why_not() is None:
         ),
         "tiles of a scatter": lambda w: Dense(w, SCATTER, 1024, 512, 2048, ReduceConfig(bt=32, visit=8)),
         "tiles of a matmul_all_gather": lambda w: Dense(w, PUBLISH, 512, 512, 2048, PublishConfig()),
-        "parts": lambda w: Dense(w, GATHER, 1024, 512, 4096, GatherConfig()),
+        "parts": lambda w: Dense(w, GATHER, 1024, 512, 4096, GatherConfig(movers=16)),
         "few": lambda w: Dense(w, GATHER, 32, 1024, 2048, FewConfig(bn=64, pieces=1, movers=16)),
         "words of a gather": lambda w: Dense(w, GATHER, 16, 2048, 1024, WordsGatherConfig()),
         "words of a signalled gather": lambda w: Dense(w, GATHER, 128, 1024, 1024, WordsGatherConfig()),

@@ -7,7 +7,7 @@ are those that the op promises.
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import torch
 import torch.distributed as dist
@@ -199,8 +199,10 @@ class FakeWorkspace:
         self.memory, self.rank = memory, memory.rank
         self.group_name = dist.group.WORLD.group_name
         self.engine = None
+        self.group, self.calls, self.again = dist.group.WORLD, dict[Any, Any](), Mock()
+        self.device = torch.device("cpu")
         self.descriptors = Descriptors(
-            lambda to, words: to[: len(words)].copy_(torch.tensor(words)),
+            lambda to, words: to[: len(words) // 8].copy_(torch.frombuffer(words, dtype=torch.int64)),
             lambda size: torch.zeros(size, dtype=torch.int64),
         )
 

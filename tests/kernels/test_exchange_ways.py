@@ -1,5 +1,6 @@
 """Ways of embedding_bag_all_to_all on GPUs, where its rows go, and where descriptors of its tables lie."""
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,12 +15,13 @@ from torch import Tensor
 from autofuse.lowering.gpu.choice import choose as choices
 from autofuse.lowering.gpu.choice.kernel import MOST_BYTES, ways_of
 from autofuse.lowering.gpu.choice.points import Point, read, write
+from autofuse.lowering.gpu.embedding.again import Words
 from autofuse.lowering.gpu.embedding.kernels import BAGS, MERGED_NCCL
 from autofuse.lowering.gpu.embedding.places import backward_places, places_of
 from autofuse.lowering.gpu.embedding.ways import BACKWARD, OP, TORCH_NCCL, ExchangeProblem
 from autofuse.lowering.gpu.memory.descriptors import SLOTS, Descriptors
 from autofuse.lowering.reference import embedding_layout
-from autofuse.native_kernels.triton.embedding_tables import exchange_needs
+from autofuse.native_kernels.triton.embedding_tables import Tables, exchange_needs
 
 BF16 = torch.bfloat16
 
@@ -115,10 +117,14 @@ def test_places_are_those_of_the_layout(layout: str) -> None:
             assert torch.equal(own[:, t], rows)
 
 
+def words(*values: int) -> bytes:
+    return array("q", values).tobytes()
+
+
 def descriptors_in(puts: list[tuple[int, ...]]) -> Descriptors:
-    def put(to: Tensor, words: Sequence[int]) -> None:
-        puts.append(tuple(words))
-        to[: len(words)] = torch.tensor(words)
+    def put(to: Tensor, words: bytes) -> None:
+        puts.append(tuple(array("q", words)))
+        to[: len(puts[-1])] = torch.tensor(puts[-1])
 
     return Descriptors(put, lambda size: torch.zeros(size, dtype=torch.int64))
 
@@ -128,19 +134,19 @@ def test_descriptors_are_put_once() -> None:
     descriptors = descriptors_in(puts)
     for _ in range(3):
         for call in ((1, 2, 3), (4, 5, 6)):
-            assert descriptors.place(call, False)[:3].tolist() == list(call)
+            assert descriptors.place(words(*call), False)[:3].tolist() == list(call)
     assert puts == [(1, 2, 3), (4, 5, 6)]
-    assert descriptors.place(tuple(range(9)), False)[:9].tolist() == list(range(9))  # it grows, and forgets
-    assert descriptors.place((1, 2, 3), False)[:3].tolist() == [1, 2, 3]
+    assert descriptors.place(words(*range(9)), False)[:9].tolist() == list(range(9))  # it grows, and forgets
+    assert descriptors.place(words(1, 2, 3), False)[:3].tolist() == [1, 2, 3]
 
 
 def test_descriptors_of_captured_calls_stay() -> None:
     puts: list[tuple[int, ...]] = []
     descriptors = descriptors_in(puts)
-    descriptors.place((0, 0), False)
-    captured = descriptors.place((0, 0), True)
+    descriptors.place(words(0, 0), False)
+    captured = descriptors.place(words(0, 0), True)
     for i in range(1, 3 * SLOTS):
-        assert descriptors.place((0, i), False)[:2].tolist() == [0, i]
+        assert descriptors.place(words(0, i), False)[:2].tolist() == [0, i]
     assert captured[:2].tolist() == [0, 0]
     assert len(puts) == 3 * SLOTS
 
@@ -148,20 +154,52 @@ def test_descriptors_of_captured_calls_stay() -> None:
 def test_a_captured_call_that_finds_no_descriptor_puts_it_in_the_graph() -> None:
     puts: list[tuple[int, ...]] = []
     descriptors = descriptors_in(puts)
-    descriptors.place((0, 0), False)
-    first, second = descriptors.place((1, 1), True), descriptors.place((1, 1), True)
+    descriptors.place(words(0, 0), False)
+    first, second = descriptors.place(words(1, 1), True), descriptors.place(words(1, 1), True)
     assert puts == [(0, 0), (1, 1), (1, 1)]
     assert first.data_ptr() == second.data_ptr()
     for i in range(2 * SLOTS):  # no other call gets that place
-        assert descriptors.place((2, i), False).data_ptr() != first.data_ptr()
+        assert descriptors.place(words(2, i), False).data_ptr() != first.data_ptr()
 
 
 def test_when_graphs_hold_all_slots_descriptors_are_put_at_every_call() -> None:
     puts: list[tuple[int, ...]] = []
     descriptors = descriptors_in(puts)
     for i in range(SLOTS):
-        descriptors.place((i, i), False)
-        descriptors.place((i, i), True)
+        descriptors.place(words(i, i), False)
+        descriptors.place(words(i, i), True)
     for _ in range(2):
-        assert descriptors.place((7, 77), False)[:2].tolist() == [7, 77]
+        assert descriptors.place(words(7, 77), False)[:2].tolist() == [7, 77]
     assert len(puts) == SLOTS + 2
+
+
+def test_descriptors_of_a_call_like_one_before() -> None:
+    """Other indices are put into those of before; anything else is found out."""
+    weights = [torch.randn(10, 8), torch.randn(20, 8)]
+    offsets = [torch.arange(4)] * 2
+
+    def indices(*counts: int) -> list[Tensor]:
+        return [torch.zeros(n, dtype=torch.int64) for n in counts]
+
+    places = places_of("bsc", 0, 2, [16, 16], [8, 8])
+    known = Words(Tables(weights, indices(5, 6), offsets, []), places)
+
+    def check(weights: list[Tensor], given: list[Tensor], offsets: list[Tensor]) -> None:
+        expected = Tables(weights, given, offsets, []).words(places)
+        assert known.of(weights, given, offsets) == words(*expected)
+
+    check(weights, indices(7, 0), offsets)
+    check([w.view(w.shape) for w in weights], indices(1, 2), [o.view(-1) for o in offsets[:1]] * 2)
+    check(weights, indices(3, 4), offsets)
+    for others in (
+        ([weights[0], weights[1][:10]], indices(5, 6), offsets),
+        ([weights[0].clone(), weights[1]], indices(5, 6), offsets),
+        (weights, indices(5, 6), [offsets[0], offsets[0].clone()]),
+        (weights, indices(5, 6), [torch.arange(5)[:4]] * 2),
+        (weights, [i.int() for i in indices(5, 6)], offsets),
+        (weights, [torch.zeros(10, dtype=torch.int64)[::2], indices(6)[0]], offsets),
+        (weights, indices(5), offsets),
+    ):
+        assert known.of(*others) is None
+    weights[1].data = torch.randn(20, 8)
+    assert known.of(weights, indices(5, 6), offsets) is None

@@ -67,6 +67,10 @@ class Launcher:
         """Whether `again` may launch."""
         return self._start is not None
 
+    def is_next(self) -> bool:
+        """Whether the last fused call of the GPU was made on the current stream."""
+        return self._workspace.again.is_last(current_raw_stream(self._workspace.device.index))
+
     def goes_on(self) -> bool:
         """Whether a call that is no such launch runs as those before it: it is not captured, the current GPU
         is that of the group, and the settings are the same."""
@@ -77,15 +81,17 @@ class Launcher:
         )
 
     def again(
-        self, operands: Sequence[Tensor], results: Sequence[Contiguous], more: Sequence[Tensor] = ()
-    ) -> list[Tensor] | None:
+        self, operands: Sequence[Tensor], results: Sequence[Contiguous], more: Sequence[Tensor] = (),
+        dtype: torch.dtype | None = None,
+    ) -> list[Tensor] | None:  # fmt: skip
         """Launches what was launched before, with operands of the same layouts: those before the results,
-        then the results, which it allocates and returns, then more. None if the call has to go the long way:
+        then the results, which it allocates and returns, then more. dtype: of the results; None: of the first
+        operand. None if the call has to go the long way:
         `enter`, `launch`, `leave`."""
         start = self._start
         if start is None or not self._unchanged():
             return None
-        dtype = operands[0].dtype
+        dtype = dtype or operands[0].dtype
         out = [self._empty(*sizes, dtype) for sizes in results]
         addresses = [t.data_ptr() for t in operands]
         for t in out:

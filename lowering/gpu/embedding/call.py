@@ -6,7 +6,7 @@ they are in every call like this one. An update is the backward's kernel, with a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,8 @@ from torch import Tensor
 
 from autofuse.lowering.gpu.choice.calls import Calls, GpuCall, run_call
 from autofuse.lowering.gpu.choice.kernel import Way
-from autofuse.lowering.gpu.memory.workspace import workspace_of
+from autofuse.lowering.gpu.choice.quick import Quick
+from autofuse.lowering.gpu.memory.workspace import GpuWorkspace, workspace_of
 from autofuse.lowering.ops.all_to_all_embedding_bag_backward import AllToAllEmbeddingBagBackward
 from autofuse.lowering.ops.all_to_all_embedding_bag_update import AllToAllEmbeddingBagUpdate
 from autofuse.lowering.ops.embedding_bag_all_to_all import EmbeddingBagAllToAll
@@ -24,7 +25,7 @@ from autofuse.lowering.reference import embedding_layout as layouts
 from autofuse.lowering.torch_internals import resolve_group
 from autofuse.native_kernels.triton.embedding_tables import DTYPE_BITS, Tables
 
-from .run import exchange, exchange_backward
+from .run import Exchange, exchange, exchange_backward, made
 from .ways import BACKWARD, OP, UPDATE, ExchangeProblem
 
 
@@ -112,6 +113,36 @@ def embedding_update_call(args: AllToAllEmbeddingBagUpdate) -> GpuCall | None:
         return found[-1] if keep else grad.new_empty(0)
 
     return GpuCall(problem.op, args, workspace, problem, run, changed=(*weights, *states))
+
+
+def _kind(given: tuple[Any, ...]) -> Hashable:
+    weights, indices, offsets, samples, *rest = given
+    if samples:
+        return None
+    columns = tuple(rest[4])
+    return (
+        weights[0].device, weights[0].dtype, len(weights), indices[0].dtype, offsets[0].shape, *rest[:4],
+        columns, *rest[5:],
+    )  # fmt: skip
+
+
+def _made(workspace: GpuWorkspace, args: EmbeddingBagAllToAll) -> Any:
+    call = embedding_call(args)
+    way = None if call is None else workspace.calls.get(call.kind)
+    if call is None or way is None:
+        return None
+    tables = tables_of(
+        args.weights, args.indices, args.offsets, args.per_sample_weights, args.mode,
+        args.include_last_offset, args.padding_idx,
+    )  # fmt: skip
+    return workspace.calls.get(made(way, call.problem, tables, args.site))
+
+
+def _again(found: Exchange, given: tuple[Any, ...]) -> Tensor | None:
+    return found.again(given[0], given[1], given[2])
+
+
+QUICK: Mapping[str, Quick] = {OP: Quick(_kind, _made, _again)}
 
 
 CALLS: Calls = {OP: embedding_call, BACKWARD: embedding_backward_call, UPDATE: embedding_update_call}

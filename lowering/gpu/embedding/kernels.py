@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from autofuse.lowering.gpu.choice.kernel import Kernel, Launch
+from autofuse.lowering.gpu.choice.kernel import Kernel, Launch, one_launch
 from autofuse.native_kernels.gpu.memory import Need
 from autofuse.native_kernels.triton.embedding_backward import launch_embedding_backward
 from autofuse.native_kernels.triton.embedding_entries import sorted_entries
@@ -69,6 +69,7 @@ BAGS: Kernel[ExchangeProblem, BagsConfig] = Kernel(
     needs=_bags_needs,
     host_us=lambda config: HOST_US,
     launch=_launch_bags,
+    is_one_launch=one_launch,
     work=kernel_work,
     source="triton/embedding_exchange.py",
 )

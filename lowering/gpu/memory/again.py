@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from ctypes import c_int32
+from typing import Any
 
 from autofuse import config
 from autofuse.lowering.torch_internals import settings_of
@@ -18,7 +20,7 @@ class Again:
     """Of one group. guard: what a launch looks at without Python."""
 
     def __init__(self, failures: Failures, chain: Chain) -> None:
-        self._generation = c_int32(0)
+        self._generation, self._chain = c_int32(0), chain
         self._settings = _settings()
         self.guard = failures.guard(self._generation, chain)
 
@@ -31,6 +33,11 @@ class Again:
         before, self._settings = self._settings, _settings()
         return before != self._settings
 
-    def forget(self) -> None:
+    def is_last(self, stream: int) -> bool:
+        """Whether the last fused call of the GPU was made on this stream."""
+        return self._chain.last.value == stream
+
+    def forget(self, calls: dict[Hashable, Any]) -> None:
         """Nothing that was prepared is launched again: the memory is another one, or as at first."""
+        calls.clear()
         self._generation.value += 1

@@ -1,21 +1,21 @@
 """Descriptors of tables on the device: written once, as long as they do not change.
 
-A descriptor is a list of int64 words: addresses, sizes and strides of the tables of a call. Calls of a group
-run one after another, so that a later call may overwrite what an earlier one has read. A captured call keeps
-the descriptor that it found. If it found none, the graph writes the descriptor at every replay, to a slot
-that such calls share.
+A descriptor is a list of int64 words, in bytes: addresses, sizes and strides of the tables of a call. Calls
+of a group run one after another, so that a later call may overwrite what an earlier one has read. A captured
+call keeps the descriptor that it found. If it found none, the graph writes the descriptor at every replay, to
+a slot that such calls share.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from torch import Tensor
 
 SLOTS = 32
 """Descriptors that are remembered."""
 
-Put = Callable[[Tensor, Sequence[int]], None]
+Put = Callable[[Tensor, bytes], None]
 
 
 class Descriptors:
@@ -26,10 +26,10 @@ class Descriptors:
         self._slots: list[Tensor] = []
         self._kept: list[list[Tensor]] = []  # captured graphs may read them
         self._size = 0
-        self._known: dict[tuple[int, ...], int] = {}  # the last one used is the last one
+        self._known: dict[bytes, int] = {}  # the last one used is the last one
         self._captured: set[int] = set()
 
-    def place(self, words: tuple[int, ...], capturing: bool) -> Tensor:
+    def place(self, words: bytes, capturing: bool) -> Tensor:
         """The device's copy of a descriptor, until a later call with another one.
 
         Not to be called first with so many words while a graph is captured: that allocates.
@@ -40,8 +40,8 @@ class Descriptors:
             if capturing:
                 self._captured.add(slot)
             return self._slots[slot]
-        if len(words) > self._size:
-            self._grow(len(words))
+        if len(words) > 8 * self._size:
+            self._grow(len(words) // 8)
         slot = None if capturing else self._free()
         found = self._slots[SLOTS if slot is None else slot]
         self._put(found, words)

@@ -99,8 +99,7 @@ class GpuWorkspace:
         self._state = new_state(self._record, presence, self._firm, device)
         self._held = Memory(self._described(regions, local), LEAST)
         weakref.finalize(self, self._held.end).atexit = False
-        self.engine = CopyEngine(self.memory)
-        self.again = Again(self.failures, self._chain)
+        self.engine, self.again = CopyEngine(self.memory), Again(self.failures, self._chain)
         watch(self.failures)
 
     def _introduce(self, why: str, board: str) -> None:
@@ -289,8 +288,7 @@ class GpuWorkspace:
             self._prefix, self._meetings = f"{self._prefix.partition('/reset')[0]}/reset/{number}", 0
             for known in (self._kernels, self._entered, self._compared):
                 known.clear()
-            self.calls.clear()
-            self.again.forget()
+            self.again.forget(self.calls)
             self._refusals = Refusals()
             for each in agreements:
                 each.pop(self, None)
@@ -303,8 +301,7 @@ class GpuWorkspace:
         capacity = grown(need | self.capacity)
         found = allocate(self._held, capacity, self.group, self.device, self.meet)
         self._held.replace(self._described(*found[:2]), capacity, keep=found[2])
-        self.calls.clear()  # they know the memory of before
-        self.again.forget()
+        self.again.forget(self.calls)  # they know the memory of before
         self.engine.memory = self.memory
 
     def _described(self, regions: dict[str, Region], local: dict[str, Tensor]) -> PeerMemory:

@@ -5,7 +5,6 @@ captured CUDA graph contains the values.
 """
 
 import ctypes
-from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -20,12 +19,12 @@ class _Params(ctypes.Structure):
     _fields_ = (("to", ctypes.c_void_p), ("count", ctypes.c_int64), ("words", ctypes.c_int64 * MOST))
 
 
-def put_words(to: Tensor, words: Sequence[int]) -> None:
-    """Store `words` to the beginning of `to` (int64, on the current device), on the current stream."""
+def put_words(to: Tensor, words: bytes) -> None:
+    """Store `words`, int64, to the beginning of `to` (on the current device), on the current stream."""
     run = kernel("put_words.cu", "put_words", macros(_Params, {"MOST": MOST}), 0)
     stream = current_raw_stream(run.device)
-    for first in range(0, len(words), MOST):
-        some = words[first : first + MOST]
-        params = _Params(to.data_ptr() + 8 * first, len(some))
-        params.words[: len(some)] = some
+    for first in range(0, len(words), 8 * MOST):
+        some = words[first : first + 8 * MOST]
+        params = _Params(to.data_ptr() + first, len(some) // 8)
+        ctypes.memmove(params.words, some, len(some))
         run.launch(1, 1, 256, params, stream)

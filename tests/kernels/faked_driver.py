@@ -1,0 +1,143 @@
+"""A CUDA driver that only notes what it gets, for launches without a GPU.
+
+Kernels are not compiled; a tensor map is its address and zeros.
+"""
+
+import ctypes
+import struct
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock, patch
+
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import make_backend
+from triton.runtime.jit import JITFunction, create_function_from_signature
+
+from autofuse.lowering.gpu.choice import launcher as lowering_launcher
+from autofuse.native_kernels.cuda.host import gemm, launcher
+from autofuse.native_kernels.cuda.kernels import expert_dispatch, gather_matmul
+from autofuse.native_kernels.gpu import memory as gpu_memory
+from autofuse.native_kernels.gpu import prepared, triton_launch
+from autofuse.native_kernels.gpu.prepared import Guard
+from tests.kernels.uses import CUDA
+
+STREAM, EVENT = 7, 99
+
+
+class Driver:
+    """launches: the bytes of every parameter, with grid, threads, shared bytes and cluster."""
+
+    def __init__(self) -> None:
+        self.launches: list[tuple[Any, ...]] = []
+        self.recorded: list[tuple[int, int]] = []
+        self.sizes: list[int] = []
+        self.puts = 0
+        self.capturing = self.error = 0
+        pointer, status = ctypes.c_void_p, ctypes.POINTER(ctypes.c_int)
+        kinds = ((pointer,) * 4, (pointer,) * 2, (pointer, status), (pointer, pointer))
+        functions = (self._launch, self._record, self._is_capturing, self._replace)
+        self._held = [
+            ctypes.CFUNCTYPE(ctypes.c_int, *kind)(f) for kind, f in zip(kinds, functions, strict=True)
+        ]
+        self.addresses = prepared._Driver(*(ctypes.cast(f, pointer).value for f in self._held))
+
+    def _launch(self, config: int, function: int, params: int, extra: None) -> int:
+        grid, _, _, threads, _, _, shared, stream, at, count = struct.unpack(
+            "7I4xQQI", ctypes.string_at(config, 52)
+        )
+        cluster = struct.unpack("i4x3I", ctypes.string_at(at, 20)) if count else (4, 0, 1, 1)
+        assert (cluster[0], *cluster[2:], stream, function) == (4, 1, 1, STREAM, 77)
+        pointers = ctypes.cast(params, ctypes.POINTER(ctypes.c_void_p))
+        given = [ctypes.string_at(pointers[i], size) for i, size in enumerate(self.sizes)]
+        self.launches.append((grid, threads, shared, cluster[1], given))
+        return self.error
+
+    def put(self, to: Tensor, words: bytes) -> None:
+        self.puts += 1
+
+    def _record(self, event: int, stream: int) -> int:
+        self.recorded.append((event, stream))
+        return 0
+
+    def _is_capturing(self, stream: int, status: Any) -> int:
+        status[0] = self.capturing
+        return 0
+
+    def _replace(self, tensor_map: int, address: int) -> int:
+        assert tensor_map % 64 == 0
+        ctypes.memmove(tensor_map, struct.pack("Q", address), 8)
+        return 0
+
+
+class Words:
+    """What a guard looks at."""
+
+    def __init__(self) -> None:
+        self.raised, self.bad_input = ctypes.c_int32(), ctypes.c_int64()
+        self.failed, self.generation = ctypes.c_int32(), ctypes.c_int32(3)
+        self.last, self.event = ctypes.c_int64(STREAM), ctypes.c_int64(EVENT)
+        at = map(ctypes.addressof, (self.raised, self.bad_input))
+        self.guard = Guard(*at, self.failed, self.generation, self.last, self.event)
+
+
+class Compiled:
+    """A kernel of Triton that was not compiled; its metadata are those of its settings."""
+
+    function = 77
+
+    def __init__(self, signature: dict[str, str], warps: int) -> None:
+        self.src = SimpleNamespace(signature=signature)
+        descriptors = [kind for kind in signature.values() if kind.startswith("tensordesc")]
+        self.metadata = SimpleNamespace(
+            global_scratch_size=0, profile_scratch_size=0, num_ctas=1, launch_cooperative_grid=False,
+            launch_pdl=False, num_warps=warps, shared=4096, tensordesc_meta=[{}] * len(descriptors),
+        )  # fmt: skip
+
+    def __getitem__(self, grid: Any) -> Any:
+        return lambda *args: None
+
+
+def _jit(kernel: Any, *args: Any, grid: Any, warmup: bool, **settings: Any) -> Compiled:
+    backend = make_backend(GPUTarget("cuda", 90, 32))
+    bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+    bound, specialization, _ = bind(*args, **settings)
+    _, signature, *_ = kernel._pack_args(backend, settings, bound, specialization, None)
+    return Compiled(signature, settings["num_warps"])
+
+
+def _map(matrix: Tensor, *rest: Any) -> bytes:
+    return struct.pack("Q", matrix.data_ptr()).ljust(128, b"\0")
+
+
+def _kernel(source: str, name: str, constants: Any, shared_bytes: int) -> launcher.Kernel:
+    found = object.__new__(launcher.Kernel)
+    found._driver = Mock(cuLaunchKernelEx=lambda *args: (0,))
+    found.name, found.shared_bytes, found._function, found._configs, found.device = (
+        name,
+        shared_bytes,
+        77,
+        Mock(),
+        0,
+    )
+    return found
+
+
+@contextmanager
+def faked() -> Iterator[Driver]:
+    driver = Driver()
+    with ExitStack() as stack:
+        enter = stack.enter_context
+        enter(patch.object(prepared, "driver", lambda: driver.addresses))
+        enter(patch.object(JITFunction, "run", _jit))
+        enter(patch.object(gpu_memory, "_launched", {}))
+        enter(patch.object(triton_launch, "_tensor_map", lambda descriptor, meta: _map(descriptor.base)))
+        enter(patch.object(gemm, "current_raw_stream", lambda device: STREAM))
+        enter(patch.object(lowering_launcher, "current_raw_stream", lambda device: STREAM))
+        for module in CUDA:
+            enter(patch.object(module, "kernel", _kernel))
+        for module in (gemm, gather_matmul, expert_dispatch):
+            enter(patch.object(module, "tensor_map", _map))
+        yield driver

@@ -1,0 +1,147 @@
+"""Every op's calls go on in one launch once one has been made; the driver only notes what it gets."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock, patch
+
+import pytest
+
+pytest.importorskip("triton")
+
+import torch
+from torch import Tensor
+
+from autofuse.lowering.gpu.choice.kernel import Way, ways_of
+from autofuse.lowering.gpu.dense import call as dense
+from autofuse.lowering.gpu.dense.run import Gather, Publication, Reduction
+from autofuse.lowering.gpu.dense.ways import GATHER, PUBLISH, REDUCE, SCATTER, DenseProblem
+from autofuse.lowering.gpu.embedding import call as embedding
+from autofuse.lowering.gpu.embedding.call import tables_of
+from autofuse.lowering.gpu.embedding.run import Exchange
+from autofuse.lowering.gpu.embedding.ways import OP as EMBEDDING
+from autofuse.lowering.gpu.embedding.ways import ExchangeProblem
+from autofuse.lowering.gpu.experts import call as experts
+from autofuse.lowering.gpu.experts.fixed import Combine, Dispatch
+from autofuse.lowering.gpu.experts.ways import COMBINE, DISPATCH, ExpertProblem
+from autofuse.lowering.gpu.memory.descriptors import Descriptors
+from autofuse.native_kernels.gpu import prepared
+from tests.kernels.faked_driver import Driver, Words, faked
+from tests.kernels.uses import peer_memory
+
+pytestmark = pytest.mark.skipif(prepared.library() is None, reason="launch.cpp is not built")
+
+K, N, WORLD = 512, 2048, 2
+
+
+def _workspace(driver: Driver, way: Way) -> Any:
+    """As `GpuWorkspace`, of one rank of two."""
+    words = Words()
+    memory = peer_memory(WORLD, way.need)
+    found: Any = Mock(serial=False, device=torch.device("cpu", 0), rank=0, calls={})
+    found.again = SimpleNamespace(
+        guard=words.guard, unchanged=lambda: True, is_last=lambda stream: words.last.value == stream
+    )
+    found.enter.return_value, found.enter_again.return_value = (memory, 5, False), memory
+    found.group = Group()
+    found.descriptors = Descriptors(driver.put, lambda size: torch.zeros(size, dtype=torch.int64))
+    return found
+
+
+class Group:
+    """In place of a process group."""
+
+
+def _rows(*shape: int) -> Tensor:
+    return torch.empty(shape, dtype=torch.bfloat16)
+
+
+def _dense(op: str, m: int, way: str, given: tuple[Any, ...], **more: Any) -> tuple[Any, ...]:
+    problem = DenseProblem(op, m, K, N, WORLD, torch.bfloat16, **more)
+    return problem, way, lambda workspace, found: MAKE[op](workspace, found, problem), dense.QUICK[op], given
+
+
+MAKE: dict[str, Callable[..., Any]] = {
+    REDUCE: lambda *at: Reduction(*at, (1, K), False, "direct", "s"),
+    SCATTER: lambda *at: Reduction(*at, (1, K), False, "direct", "s"),
+    GATHER: lambda *at: Gather(*at, (1, K), False, False, "s", biased=True),
+    PUBLISH: lambda *at: Publication(*at, (1, K), True, "s"),
+}
+END = ("g", "direct", "s")
+WEIGHT, BIAS = _rows(N, K).t(), _rows(N)
+EXPERTS = [_rows(2, 256, 512)], [_rows(2, 512)]
+FIXED = ExpertProblem(COMBINE, 2, 64, 256, 512, WORLD, torch.bfloat16)
+BAGS = ExchangeProblem(64, (32, 32), "bsc", torch.bfloat16, 132)
+CALLS = {
+    REDUCE: _dense(REDUCE, 8, "words", ([_rows(8, K)], [WEIGHT], [], "mm", "sum", False, *END)),
+    SCATTER: _dense(SCATTER, 8, "packets", ([_rows(8, K)], [WEIGHT], [], "mm", "sum", 0, 1, False, *END)),
+    GATHER: _dense(GATHER, 64, "few", (_rows(32, K), [WEIGHT], [BIAS], 0, 1, False, *END)),
+    PUBLISH: _dense(
+        PUBLISH, 8, "packets", ([_rows(8, K)], [WEIGHT], [BIAS], "addmm %0", 1, 1, False, False, *END), dim=1
+    ),
+    COMBINE: (
+        FIXED,
+        "clusters",
+        lambda workspace, way: Combine(workspace, way, FIXED, None, "direct", "s"),
+        experts.QUICK[COMBINE],
+        ([_rows(2, 64, 256)], *EXPERTS, [], "mm", 0, None, None, [], [], 1, 1, False, *END),
+    ),
+    DISPATCH: (
+        replace(FIXED, op=DISPATCH),
+        "clusters",
+        lambda workspace, way: Dispatch(workspace, way, replace(FIXED, op=DISPATCH), None, False, False, "s"),
+        experts.QUICK[DISPATCH],
+        (_rows(WORLD, 2, 32, 256), *EXPERTS, 0, None, None, [], [], 1, 1, False, *END),
+    ),
+    EMBEDDING: (
+        BAGS,
+        "bags",
+        lambda workspace, way: Exchange(workspace, way, BAGS, None, [16, 16], "s"),
+        embedding.QUICK[EMBEDDING],
+        (
+            [_rows(10, 16), _rows(20, 16)], [torch.zeros(9, dtype=torch.int64)] * 2,
+            [torch.arange(128)] * 2, [], 0, False, -1, torch.bfloat16, [32, 32], "bsc", *END,
+        ),
+    ),
+}  # fmt: skip
+
+
+def _run(op: str, made: Any, given: tuple[Any, ...]) -> Any:
+    """The long way."""
+    x, w, more, *_ = given
+    if op in (REDUCE, SCATTER):
+        return [made(x, w)]
+    if op == PUBLISH:
+        return [made(x[0], w[0], more[0])]
+    if op == EMBEDDING:
+        return made(tables_of(*given[:4], 0, False, -1))
+    return made(x, w, more[0] if op == COMBINE else more)
+
+
+@pytest.mark.parametrize("op", list(CALLS))
+def test_a_call_goes_on_the_short_way(op: str) -> None:
+    """Of every op: as `lowering/direct.py` asks for it, with the result of the long way."""
+    problem, kind, make, quick, given = CALLS[op]
+    way = next(way for name, way in ways_of(problem).items() if name.split()[0] == kind and not way.is_copied)
+    cuda = {"is_current_stream_capturing": lambda: False, "current_device": lambda: 0}
+    with faked() as driver, patch.multiple(torch.cuda, **cuda):
+        workspace = _workspace(driver, way)
+        made = make(workspace, way)
+        assert made.group() is workspace.group
+        long = _run(op, made, given)
+        assert not driver.launches
+        key = quick.kind(given)
+        assert key == quick.kind(given)
+        assert {key: 1}
+        short = quick.again(made, given)
+        assert short is not None
+        assert len(driver.launches) == 1
+        for a, b in zip(*([t] if isinstance(t, Tensor) else t for t in (short, long)), strict=True):
+            assert (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
+        if op == EMBEDDING:
+            others = [torch.zeros(7, dtype=torch.int64) for _ in range(2)]
+            puts = driver.puts
+            assert quick.again(made, (given[0], others, *given[2:])) is not None
+            assert driver.puts == puts + 1
+            assert quick.kind((*given[:3], others, *given[4:])) is None
