@@ -19,15 +19,17 @@ Returns the norm of all gradients, before they are clipped, if `max_norm` or `er
 it, else an empty tensor. The op has no gradient. Sums are in rank order, so a plan is `direct` or
 `oblivious`."""
 
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
 
 from autofuse.lowering.buckets import Buckets, buckets_of
+from autofuse.lowering.cpu.update_executor import piece_shapes, run_update
 from autofuse.lowering.ops.library import FusedOp, register
 from autofuse.lowering.orders import PlanShape
 from autofuse.lowering.plan import Family
+from autofuse.lowering.reference.update import update_by_reference
 from autofuse.lowering.torch_internals import group_size, resolve_group
 
 OP = "reduce_update_gather"
@@ -70,21 +72,7 @@ def _fake(args: ReduceUpdateGather) -> Tensor:
     return torch.empty(() if args.wants_norm else (0,), device=args.numbers.device)
 
 
-def _reference(args: ReduceUpdateGather) -> Tensor:
-    from autofuse.lowering.reference.update import update_by_reference
-
-    return update_by_reference(args)
-
-
-def _cpu(args: ReduceUpdateGather) -> Any:
-    from autofuse.lowering.cpu.update_executor import run_update
-
-    return run_update(args)
-
-
 def _plan_shape(args: ReduceUpdateGather) -> PlanShape:
-    from autofuse.lowering.cpu.update_executor import piece_shapes
-
     return piece_shapes(OP, args.order, args.buckets)[0]
 
 
@@ -96,8 +84,8 @@ register(
         family=Family.REDUCE,
         replaces="all_reduce",
         fake=_fake,
-        reference=_reference,
-        cpu=_cpu,
+        reference=update_by_reference,
+        cpu=run_update,
         plan_shape=_plan_shape,
         shapes=lambda args: ((sum(p.numel() for p in args.params),),),
     )

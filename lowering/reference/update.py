@@ -18,14 +18,14 @@ from autofuse.lowering.update_rules import LR, RULES, SIGN, clip, trust
 if TYPE_CHECKING:
     from autofuse.lowering.ops.reduce_update_gather import ReduceUpdateGather
 
+OP = "reduce_update_gather"
+
 Row: TypeAlias = Sequence[float]
 """The numbers of a tensor."""
 
 
 def update_by_reference(args: ReduceUpdateGather) -> Tensor:
     """The op. RuntimeError or ValueError on all ranks, before anything is written, if the ranks disagree."""
-    from autofuse.lowering.ops.reduce_update_gather import OP
-
     buckets, dtype = args.buckets, math_dtype(args.params)
     check(args, buckets, dtype)
     codes = [agreement.code(p, g) for p, g in zip(args.params, args.grads, strict=True)]
