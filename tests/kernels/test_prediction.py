@@ -50,6 +50,8 @@ PROBLEMS: list[Problem] = [
         for size in ((2048, 3072), (1280, 8192))
         for world in (2, 4, 8)
     ),
+    *(replace(dense(op, 1024, 4096), terms=(3072, 512, 512)) for op in (REDUCE, SCATTER)),
+    replace(dense(GATHER, 1024, n=6144), widths=(4096, 1024, 1024)),
     *(ExpertProblem(op, 8, rows, 2048, 1024, 4, BF16) for op in (COMBINE, DISPATCH) for rows in (16, 1024)),
     *(DroplessProblem(op + DROPLESS, 8, 2048, 1024, 4, BF16) for op in (COMBINE, DISPATCH)),
     *(ExchangeProblem(512, (1024,) * 4, "bsc", BF16, op=op) for op in (OP, BACKWARD, UPDATE)),
@@ -58,6 +60,24 @@ PROBLEMS: list[Problem] = [
 
 def times(predictor: Predictor, problem: Problem) -> dict[str, float]:
     return {each.way: each.us for each in predictor.times(problem)}
+
+
+SEVERAL = [
+    (replace(dense(SCATTER, 1024, 4096), terms=(3072, 1024)), dense(SCATTER, 1024, 4096)),
+    (replace(dense(GATHER, 1024, n=6144), widths=(4096, 1024, 1024)), dense(GATHER, 1024, n=6144)),
+]
+
+
+@pytest.mark.parametrize(("several", "one"), SEVERAL, ids=str)
+def test_points_of_several_matmuls_are_their_own(several: DenseProblem, one: DenseProblem) -> None:
+    """At a point its own time comes out; a point of one matmul of their total size counts as farther away."""
+    way = next(name for name, way in ways_of(several).items() if way.fused)
+    predicted = times(predictor_of(()), several)
+    for name in (way, CUBLAS_NCCL):
+        point = Point.of(several, {name: 3 * predicted[name]})
+        assert times(predictor_of((point,)), several)[name] == pytest.approx(3 * predicted[name], rel=1e-3)
+        assert times(predictor_of((point,)), one)[name] == times(predictor_of(()), one)[name]
+        assert 1 < factor(several, Point.of(one, {name: 3 * times(predictor_of(()), one)[name]}), name) < 3
 
 
 def factor(problem: Problem, point: Point, way: str) -> float:
