@@ -131,23 +131,12 @@ def _unlike(val: torch.Tensor) -> torch.Tensor:
         return torch.empty_strided(shape, strides, dtype=val.dtype, device=val.device)[1]
 
 
-class _Codegen(dict[str, Any]):
-    """An entry of Inductor's registry of code for calls: a dict in torch 2.11, later an object."""
-
-    @property
-    def python(self) -> Any:
-        return self["python"]
-
-    cpp = None
-
-
 def generate_calls(names: Mapping[str, Callable[[str], str]]) -> None:
-    """Inductor's Python code calls `names[op](device type)` in place of these ops, past the dispatcher; none
-    where torch does not know of such code."""
-    try:
-        from torch._inductor.codegen.custom_extern_kernel_codegen import CUSTOM_EXTERN_KERNEL_CODEGEN
-    except ImportError:
-        return
+    """Inductor's Python code calls `names[op](device type)` in place of these ops, past the dispatcher."""
+    from torch._inductor.codegen.custom_extern_kernel_codegen import (
+        CUSTOM_EXTERN_KERNEL_CODEGEN,
+        CustomCodegen,
+    )
 
     def lines(name_of: Callable[[str], str]) -> Callable[[Any, Callable[[str], None]], None]:
         def write(node: Any, writeline: Callable[[str], None]) -> None:
@@ -159,21 +148,18 @@ def generate_calls(names: Mapping[str, Callable[[str], str]]) -> None:
         return write
 
     for op, name_of in names.items():
-        CUSTOM_EXTERN_KERNEL_CODEGEN[f"torch.ops.{op}.default"] = _Codegen(python=lines(name_of))
+        CUSTOM_EXTERN_KERNEL_CODEGEN[f"torch.ops.{op}.default"] = CustomCodegen(lines(name_of))
 
 
 def order_calls(namespace: str) -> None:
-    """From now on Inductor keeps the order of the ops of a namespace, and of collectives, as the graph has
-    it. By itself it does so for collectives alone: custom ops that do not depend on each other are ordered by
-    the memory that they need, which differs between ranks where their graphs do."""
+    """From now on (call it once) Inductor keeps the order of the ops of a namespace, and of collectives, as
+    the graph has it. By itself it does so for collectives alone: custom ops that do not depend on each other
+    are ordered by the memory that they need, which differs between ranks where their graphs do."""
     from torch._inductor import comms, ir
     from torch._inductor.dependencies import WeakDep
     from torch._inductor.utils import contains_collective
 
     stock = comms.decide_global_ordering_of_comms
-    if hasattr(stock, "stock"):
-        return
-    is_fake = {"is_fake": True} if "is_fake" in WeakDep.__dataclass_fields__ else {}
 
     def is_ours(node: Any) -> bool:
         inner: Any = getattr(node, "node", None)
@@ -187,10 +173,9 @@ def order_calls(namespace: str) -> None:
         for before, node in itertools.pairwise(ordered):
             changed = next(iter(node.get_buffer_names()))
             for name in before.get_buffer_names():
-                node.add_fake_dep(WeakDep(name, mutating_buf=changed, **is_fake))
+                node.add_fake_dep(WeakDep(name, mutating_buf=changed, is_fake=True))
         return nodes
 
-    decide.stock = stock  # type: ignore[attr-defined]
     comms.decide_global_ordering_of_comms = decide
 
 

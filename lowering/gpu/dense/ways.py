@@ -90,8 +90,8 @@ class DenseProblem:
             if self.dtype is torch.bfloat16 and whole and self.world in (2, 4, 8):
                 need = Need(finished=nbytes)
                 if nbytes <= MOST_ONE_SHOT_BYTES:
-                    ways.append(Way(ONE_SHOT, 45.0, one_shot_work, need=need))
-                ways.append(Way(TWO_SHOT, 55.0, two_shot_work, need=need))
+                    ways.append(Way(ONE_SHOT, 60.0, one_shot_work, need=need))
+                ways.append(Way(TWO_SHOT, 70.0, two_shot_work, need=need))
         elif self.m >= 1024 and self._is_plain and self.dtype is torch.bfloat16:
             ways.append(Way(ASYNC_TP, 300.0, async_tp_work))
         return ways
