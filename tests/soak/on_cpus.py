@@ -12,8 +12,9 @@ import torch.distributed as dist
 
 from autofuse import config, ops
 from autofuse.lowering.cpu.workspace import Call
+from autofuse.lowering.update_rules import sgd_numbers
 from tests.ranks import fresh_group
-from tests.robustness.seven import MAKERS, Case
+from tests.robustness.seven import MAKERS, Case, integers
 from tests.soak.counts import Counts
 
 SIZES = (1, 2, 3, 5, 8, 13, 31)
@@ -23,6 +24,27 @@ LONGEST_PAUSE_S = 0.1
 PAUSES_A_SIGNAL = 1 / 20_000
 CALLS_BETWEEN_LOOKS = 200
 TIMEOUT_S = 60.0
+
+
+def update(rank: int, world: int, size: int, group: str) -> Case:
+    """A step of SGD from 0 with lr = -1, by which parameters become sums; some in two phases."""
+    sizes = (size, 0, 700 * size)
+    grads = [[integers(10 * r + i, n) for i, n in enumerate(sizes)] for r in range(world)]
+    numbers = torch.tensor([sgd_numbers(1, -1.0, 0.0, 0.0, 0.0, False)] * len(sizes), dtype=torch.float64)
+    exact = torch.cat([sum(of_ranks) for of_ranks in zip(*grads, strict=True)]).double()  # type: ignore[arg-type]
+
+    def run(factor: float) -> torch.Tensor:
+        params = [torch.zeros(n) for n in sizes]
+        torch.ops.autofuse.reduce_update_gather(
+            params, [g * factor for g in grads[rank]], [], numbers, "sgd", "sum", 1e9 * (size % 2), False,
+            ["a", "b", "c"], group, "direct", "soak",
+        )  # fmt: skip
+        return torch.cat(params)
+
+    return Case(run, exact, replicated=True)
+
+
+CASES = (*MAKERS.values(), update)
 
 
 def episode(
@@ -59,7 +81,7 @@ def episode(
 def _calls(counts: Counts, common: random.Random, cases: list[list[Case]], end: float) -> None:
     while not _rank_0_says(time.monotonic() > end):
         for _ in range(CALLS_BETWEEN_LOOKS):
-            group, number = common.randrange(GROUPS), common.randrange(len(SIZES) * len(MAKERS))
+            group, number = common.randrange(GROUPS), common.randrange(len(SIZES) * len(CASES))
             factor, order = common.randrange(1, 8), common.choice(ORDERS)
             if group == len(cases):
                 continue  # the last rank of an odd number has no neighbour
@@ -83,4 +105,4 @@ def _paired(rank: int, world: int) -> list[list[Case]]:
 
 
 def _cases(rank: int, world: int, group: str) -> list[Case]:
-    return [maker(rank, world, size, group) for size in SIZES for maker in MAKERS.values()]
+    return [maker(rank, world, size, group) for size in SIZES for maker in CASES]
