@@ -23,6 +23,7 @@ from autofuse.lowering import torch_internals
 from autofuse.lowering.cpu.workspace import SMALLEST_BUFFER
 from autofuse.lowering.gpu.support import has_triton, why_not
 from autofuse.native_kernels import cpu
+from autofuse.native_kernels.gpu import prepared
 
 SUPPORTED = ((2, 11), (2, 15))
 SHARED_MEMORY = Path("/dev/shm")
@@ -103,6 +104,15 @@ def _gpus() -> Iterator[Check]:
             unfit.setdefault(why, []).append(str(i))
     advice = "; ".join(f"collectives on GPU {', '.join(gpus)} are kept: {why}" for why, gpus in unfit.items())
     yield Check("gpus", "limited" if unfit else "ok", f"{count} x {names}", advice)
+    if prepared.library() is None:
+        yield Check(
+            "launches",
+            "limited",
+            "by Python, which takes longer",
+            "install a C++ compiler, reinstall autofuse",
+        )
+    else:
+        yield Check("launches", "ok", "by the native library")
     pairs = [(i, j) for i in range(count) for j in range(count) if i != j]
     if pairs:
         apart = [f"{i}-{j}" for i, j in pairs if not torch.cuda.can_device_access_peer(i, j)]

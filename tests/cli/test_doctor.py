@@ -101,6 +101,9 @@ def test_gpus_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     assert only(checks._gpus)["gpus"] == Check("gpus", "limited", found, advice)
     monkeypatch.setattr(checks, "why_not", lambda device: "no Triton")
     assert only(checks._gpus)["gpus"].advice == "collectives on GPU 0, 1, 2 are kept: no Triton"
+    for built, state in ((None, "limited"), (object(), "ok")):
+        monkeypatch.setattr(checks.prepared, "library", lambda built=built: built)
+        assert only(checks._gpus)["launches"].state == state
 
 
 def test_links_between_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
