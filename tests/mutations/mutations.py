@@ -94,8 +94,8 @@ PASSES = (
     Mutation(
         "captured calls are kept for being short",
         "choose.py",
-        "if captured or pattern == NEVER_SHORT",
-        "if pattern == NEVER_SHORT",
+        'if captured or "all_to_all" not in pattern',
+        'if "all_to_all" not in pattern',
         _of("passes", "on_gpus", "choose"),
     ),
     Mutation(
@@ -564,4 +564,35 @@ OPTIMIZERS = (
     ),
 )
 
-MUTATIONS = (*PASSES, *PLANS, *EXECUTORS, *OPTIMIZERS, *PROTOCOL, *KERNELS, *CHOICE, *FRONT_END)
+LAUNCHES = (
+    Mutation(
+        "what was prepared runs calls of another group of that name",
+        "direct.py",
+        "if made is not None and made.group() is _group(given[-3]):",
+        "if made is not None:",
+        _of("ops", "direct"),
+    ),
+    Mutation(
+        "fused ops are ordered by memory",
+        "torch_internals.py",
+        "ordered = [node for node in nodes if is_ours(node) or contains_collective(node)]",
+        "ordered = [node for node in nodes if contains_collective(node)]",
+        _of("robustness", "order"),
+    ),
+    Mutation(
+        "a launch again has the tensor map of the first",
+        "gemm.py",
+        "    note(params, name, matrix, is_map=True)\n",
+        "",
+        _of("kernels", "prepared"),
+    ),
+    Mutation(
+        "a call like one before has its numbers of indices",
+        "again.py",
+        'words[self._first + 3 :: WORDS_TABLE] = array("q", map(torch.numel, indices))',
+        "pass",
+        _of("kernels", "exchange_ways"),
+    ),
+)
+
+MUTATIONS = (*LAUNCHES, *PASSES, *PLANS, *EXECUTORS, *OPTIMIZERS, *PROTOCOL, *KERNELS, *CHOICE, *FRONT_END)

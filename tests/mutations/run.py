@@ -56,15 +56,19 @@ def build(tree: Path) -> None:
     subprocess.run(command, cwd=tree, capture_output=True, check=True)
 
 
+LIBRARIES = ("native_kernels/cpu/_cpu*.so", "native_kernels/gpu/_launch*.so")
+
+
 def copy(tree: Path, to: Path) -> None:
-    """The tracked files, and the CPU kernels as they were built."""
+    """The tracked files, and the libraries as they were built."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=tree, capture_output=True, text=True, check=True)
     for name in filter(None, listed.stdout.split("\0")):
         target = to / name
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(tree / name, target, follow_symlinks=False)
-    for library in (tree / "native_kernels/cpu").glob("_cpu*.so"):
-        shutil.copy2(library, to / "native_kernels/cpu" / library.name)
+    for name in LIBRARIES:
+        for library in tree.glob(name):
+            shutil.copy2(library, to / library.relative_to(tree))
 
 
 def shortened(test: str) -> str:
@@ -131,7 +135,7 @@ def main() -> int:
     if options.check or wrong:
         print(f"{len(chosen)} mutations, {wrong} of them cannot be applied")
         return int(wrong > 0)
-    if not list((options.old / "native_kernels/cpu").glob("_cpu*.so")):
+    if not all(any(options.old.glob(name)) for name in LIBRARIES):
         build(options.old)
     print(f"| mutation | file | {options.suite} suite | s |\n|---|---|---|---|", flush=True)
     with ThreadPoolExecutor(options.jobs) as pool:
