@@ -199,6 +199,8 @@ def test_the_launcher_goes_on_the_short_way_until_a_setting_changes() -> None:
         assert again() is None
         made.enter()
         made.launch(x, w, out, how)
+        assert not made.is_short
+        made.launch(x, w, out, how)
         assert made.is_short
         (found,) = again() or []
         assert (found.shape, found.stride(), found.dtype) == (out.shape, out.stride(), out.dtype)

@@ -129,7 +129,8 @@ def test_a_call_goes_on_the_short_way(op: str) -> None:
         workspace = _workspace(driver, way)
         made = make(workspace, way)
         assert made.group() is workspace.group
-        long = _run(op, made, given)
+        for _ in range(2):
+            long = _run(op, made, given)
         assert not driver.launches
         key = quick.kind(given)
         assert key == quick.kind(given)
