@@ -6,6 +6,7 @@ Every folder may import this module, and it imports none of them. Slow imports a
 import itertools
 import os
 import sys
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -149,6 +150,20 @@ def generate_calls(names: Mapping[str, Callable[[str], str]]) -> None:
 
     for op, name_of in names.items():
         CUSTOM_EXTERN_KERNEL_CODEGEN[f"torch.ops.{op}.default"] = CustomCodegen(lines(name_of))
+
+
+@contextmanager
+def compiling_variants() -> Iterator[None]:
+    """Inside, one function is compiled with several backends: nothing comes from AOTAutograd's cache, whose
+    key might not know all of their passes; splits that are read from tensors stay in the graph."""
+    from torch._dynamo import config as dynamo_config
+    from torch._functorch import config as functorch_config
+
+    with (
+        functorch_config.patch(enable_autograd_cache=False, enable_remote_autograd_cache=False),
+        dynamo_config.patch(capture_scalar_outputs=True, recompile_limit=64),
+    ):
+        yield
 
 
 def order_calls(namespace: str) -> None:
@@ -417,6 +432,20 @@ def symmetric_all_reduce(x: torch.Tensor, group_name: str, once: bool) -> torch.
     if once:
         return torch.ops.symm_mem.one_shot_all_reduce(x, "sum", group_name)
     return torch.ops.symm_mem.two_shot_all_reduce_(x, "sum", group_name)
+
+
+def symmetric_all_reduce_into(out: torch.Tensor, x: torch.Tensor, group_name: str) -> None:
+    """The sum over the ranks of `x`, which is symmetric memory, in two steps; `out` is ordinary memory."""
+    torch.ops.symm_mem.two_shot_all_reduce_out(x, "sum", group_name, out)
+
+
+def enable_symmetric_memory(group: ProcessGroup) -> None:
+    """Let Inductor's async tensor parallelism use symmetric memory for the group; newer torch always does."""
+    from torch.distributed import _symmetric_memory
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        _symmetric_memory.enable_symm_mem_for_group(group.group_name)
 
 
 def async_tp_matmul_reduce_scatter(x: torch.Tensor, w: torch.Tensor, group_name: str) -> torch.Tensor:

@@ -174,6 +174,31 @@ def host(rows: Rows = None, json: Json = None, markdown: Markdown = None) -> Non
 
 
 @app.command()
+def models(
+    rows: Rows = None,
+    quick: Annotated[bool, typer.Option(help="Tiny models, few samples.")] = False,
+    device: Annotated[str, typer.Option(help="cuda or, only with --quick, cpu.")] = "cuda",
+    layers: Annotated[int, typer.Option(help="Layers of models that serve.", min=1)] = 20,
+    train_layers: Annotated[int, typer.Option(help="Layers of models that train.", min=1)] = 4,
+    seconds: Annotated[float, typer.Option(help="Begin nothing new after so long.")] = float("inf"),
+    json: Json = None,
+    markdown: Markdown = None,
+) -> None:
+    """Layers of models on the ranks of torchrun, end to end: ours, and all that torch ships. Rows that are in
+    the JSON file already are not measured again."""
+    with user_errors():
+        one_of(device, ("cuda", "cpu"), "--device")
+        if device == "cpu" and not quick:
+            raise ValueError("--device cpu: the models are too large; add --quick")
+        check_folders(json, markdown)
+        from autofuse.bench.models.run import Options, join, run
+
+        options = Options(tuple(rows or ()), quick, device, (layers, train_layers), seconds)
+        join(options)
+    run(options, json, markdown)
+
+
+@app.command()
 def optimizer(
     ranks: Annotated[list[int], typer.Option(help="Size of a group; repeat for several.")] = [2],  # noqa: B006
     rows: Rows = None,

@@ -33,7 +33,7 @@ LINK_GB_PER_S = {4: 356.0, 8: 346.0}
 """Rates of the links of H200 by the number of ranks, used only if they cannot be measured."""
 
 
-def join(command: str, check: Callable[[int], object]) -> None:
+def join(command: str, check: Callable[[int], object], device_type: str = "cuda") -> None:
     """Joins the group of torchrun. ValueError if there is none, no GPU, or `check(world)` says so."""
 
     def check_world(world: int) -> None:
@@ -41,7 +41,7 @@ def join(command: str, check: Callable[[int], object]) -> None:
             raise ValueError("one rank has no peers; start 2 ranks or more")
         check(world)
 
-    torchrun.join(f"bench {command}", check_world, 2 * TIMEOUT_S)
+    torchrun.join(f"bench {command}", check_world, 2 * TIMEOUT_S, device_type)
     # Collectives are being renamed, and the oldest torch that is supported has only the old names.
     warnings.filterwarnings("ignore", category=FutureWarning)
     torch.manual_seed(1 + dist.get_rank())
@@ -148,6 +148,7 @@ def leave(report: Callable[[], str], file: Path | None) -> NoReturn:
         if file is not None:
             file.write_text(text + "\n")
     dist.barrier()
-    torch.cuda.synchronize()
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
     sys.stderr.flush()
     os._exit(0)

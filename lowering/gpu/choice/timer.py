@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -37,9 +38,14 @@ WRONG = 0.05
 """An error from which on a result is no result, and not timed; bfloat16 is good for a tenth of it."""
 
 
+def _on_gpus() -> bool:
+    """Whether the ranks have GPUs; the benchmark of models also runs on CPU ranks."""
+    return torch.cuda.is_initialized()
+
+
 def every(values: Sequence[float], group: ProcessGroup | None = None) -> list[list[float]]:
     """The `values` of every rank."""
-    mine = torch.tensor(values, dtype=torch.float64, device="cuda")
+    mine = torch.tensor(values, dtype=torch.float64, device="cuda" if _on_gpus() else "cpu")
     ranks = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(ranks, mine, group=group)
     found: list[list[float]] = torch.stack(ranks).tolist()
@@ -56,7 +62,8 @@ def together(work: Callable[[], T], group: ProcessGroup | None = None) -> T:
     failure, result = "", None
     try:
         result = work()
-        torch.cuda.synchronize()
+        if _on_gpus():
+            torch.cuda.synchronize()
     except Exception as error:  # a variant may raise anything, and the others are still worth timing
         failure = f"{type(error).__name__}: {error}".strip().splitlines()[0][:300]
     if slowest(float(bool(failure)), group):
@@ -67,7 +74,13 @@ def together(work: Callable[[], T], group: ProcessGroup | None = None) -> T:
 
 
 def sample(run: Callable[[], object], times: int, group: ProcessGroup | None = None) -> float:
-    """Microseconds of `times` runs on this rank, from a barrier of the GPUs on."""
+    """Microseconds of `times` runs on this rank, from a barrier of the GPUs (CPU ranks: of the hosts) on."""
+    if not _on_gpus():
+        dist.barrier(group)
+        begun = time.perf_counter()
+        for _ in range(times):
+            run()
+        return (time.perf_counter() - begun) * 1e6
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
     dist.all_reduce(torch.zeros(1, device="cuda"), group=group)  # on the stream: hosts leave later, and apart

@@ -1,0 +1,49 @@
+"""The ways to compile a model, by name."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from autofuse.bench.models.collectives import in_symmetric_memory, without
+from autofuse.bench.models.work import Forward
+
+_BEFORE = "post_grad_custom_pre_pass"
+
+
+@dataclass(frozen=True)
+class Variant:
+    """options: of the backend; captured: changes to them where the caller captures the step in a CUDA graph,
+    for which it is then compiled again. An empty backend: eager."""
+
+    backend: str = "inductor"
+    options: Mapping[str, Any] = field(default_factory=dict)
+    captured: Mapping[str, Any] = field(default_factory=dict)
+
+    def compiled(self, forward: Forward, captured: bool = False) -> Forward:
+        """As a function with code of its own: dynamo keeps what it compiles apart from the others'."""
+        if not self.backend:
+            return forward
+        options = {**self.options, **(self.captured if captured else {})} or None
+
+        def call(*args: Any) -> Any:
+            return forward(*args)
+
+        own = types.FunctionType(call.__code__.replace(), call.__globals__, closure=call.__closure__)
+        compiled: Forward = torch.compile(own, backend=self.backend, options=options, dynamic=False)
+        return compiled
+
+
+VARIANTS = {
+    "eager": Variant(""),
+    "inductor": Variant(),
+    "async TP": Variant(options={"_micro_pipeline_tp": True}),
+    "one-shot": Variant(options={_BEFORE: in_symmetric_memory(once=True)}),
+    "two-shot": Variant(options={_BEFORE: in_symmetric_memory(once=False)}),
+    "autofuse": Variant("autofuse", captured={"captured": True}),
+    "ceiling": Variant(options={_BEFORE: without()}),
+}

@@ -1,0 +1,100 @@
+"""A cell of the benchmark of models: what is compiled, a step of it, and what the step should give."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+Forward: TypeAlias = Callable[..., Any]
+
+ALWAYS = ("eager", "inductor", "autofuse", "ceiling")
+
+
+@dataclass(frozen=True)
+class Work:
+    """forward: what is compiled; step: one step with the compiled forward, and this rank's results that are
+    compared; exact: the same results in a wider dtype."""
+
+    forward: Forward
+    step: Callable[[Forward], Sequence[Tensor]]
+    exact: Callable[[], Sequence[Tensor]]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """others: variants beside those of every cell; captured: the step is timed in CUDA graphs, too."""
+
+    name: str
+    make: Callable[[torch.device], Work]
+    others: tuple[str, ...] = ()
+    captured: bool = False
+
+    @property
+    def variants(self) -> tuple[str, ...]:
+        return (*ALWAYS[:2], *self.others, *ALWAYS[2:])
+
+
+def dtype_on(device: torch.device) -> torch.dtype:
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def wider(dtype: torch.dtype) -> torch.dtype:
+    """In which a reference is computed."""
+    return torch.float64 if dtype == torch.float32 else torch.float32
+
+
+def world_group() -> dist.ProcessGroup:
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
+
+
+def local(x: Any) -> Tensor:
+    """This rank's part of a DTensor; any other tensor as it is."""
+    part: Tensor = x.to_local() if hasattr(x, "to_local") else x
+    return part.wait() if hasattr(part, "wait") else part
+
+
+def gradients(model: nn.Module) -> list[Tensor]:
+    """Of all parameters that have one; of a DTensor the local part."""
+    return [local(p.grad) for p in model.parameters() if p.grad is not None]
+
+
+def training_work(
+    model: nn.Module,
+    inputs: Sequence[Any],
+    target: Tensor,
+    exact: Callable[[], tuple[nn.Module, Sequence[Any]]],
+) -> Work:
+    """Forward and backward of `mean(y * target)`, without an optimizer. exact: a model in a wider dtype, and
+    its inputs."""
+
+    def step_of(model: nn.Module, call: Forward, inputs: Sequence[Any]) -> list[Tensor]:
+        model.zero_grad(set_to_none=True)
+        y = local(call(*inputs))
+        (y * target).mean().backward()
+        return [y.detach(), *gradients(model)]
+
+    def reference() -> list[Tensor]:
+        wide, wide_inputs = exact()
+        return step_of(wide, wide, wide_inputs)
+
+    return Work(model, lambda call: step_of(model, call, inputs), reference)
+
+
+def serving_work(model: nn.Module, inputs: Sequence[Any], exact: Callable[[], Sequence[Tensor]]) -> Work:
+    """The forward, without gradients."""
+
+    def step(call: Forward) -> list[Tensor]:
+        with torch.no_grad():
+            return [local(call(*inputs))]
+
+    def reference() -> Sequence[Tensor]:
+        with torch.no_grad():
+            return exact()
+
+    return Work(model, step, reference)
