@@ -17,13 +17,15 @@ from autofuse.bench.models import run as models_run
 from autofuse.bench.models.rows import Measured, Row
 from autofuse.bench.models.run import OUT_OF_TIME, Options, begun, chosen, measure
 from autofuse.bench.models.table import report
+from autofuse.bench.models.variants import VARIANTS
 from autofuse.bench.models.work import Cell, Work
 from autofuse.lowering import torch_internals
 from autofuse.lowering.gpu.choice.timing import Effort
+from autofuse.options import resolve
 from tests.ranks import RankPool
 
 CPU = torch.device("cpu")
-SHOTS = ("one-shot", "two-shot")
+MACHINE = {"world": 2, "gpu": "CPU", "torch": "2"}
 
 
 _shot: list[bool] = []
@@ -73,7 +75,7 @@ def test_a_model_goes_through(ranks: Callable[[int], RankPool]) -> None:
     assert row.variants["ceiling"].error is None
     assert (row.variants["autofuse"].error or 1.0) < 1e-5
     assert all(measured.us and measured.host_us for measured in row.variants.values())
-    assert row.name in report({"machine": {"world": 2, "gpu": "CPU", "torch": "2"}, "rows": rows})
+    assert row.name in report({"machine": MACHINE, "rows": rows})
 
 
 @pytest.mark.full
@@ -114,6 +116,31 @@ def _wrong(rank: int, world: int) -> Any:
     return row.to_json()
 
 
+def _no_reference(rank: int, world: int) -> Any:
+    def exact() -> list[torch.Tensor]:
+        raise RuntimeError("no memory")
+
+    def step(call: Any) -> list[torch.Tensor]:
+        return [call(torch.ones(2))]
+
+    cell = Cell("odd", lambda device: Work(torch.neg, step, exact))
+    with patch.object(Cell, "variants", ("eager",)):
+        row = measure(cell, CPU, Effort(1, 1.0), time.monotonic() + 50)
+    return row.to_json()
+
+
+def test_without_a_reference_there_are_times(ranks: Callable[[int], RankPool]) -> None:
+    row = ranks(2).run(_no_reference)[0]
+    assert "no memory" in row["exact_failed"]
+    assert row["variants"]["eager"]["us"]
+    assert "- odd, errors: RuntimeError: no memory" in report({"machine": MACHINE, "rows": [row]})
+
+
+def test_options_of_ours_exist() -> None:
+    ours = VARIANTS["autofuse"]
+    resolve(None, {**ours.options, **ours.captured})
+
+
 def test_names_of_cells() -> None:
     def names(*rows: str) -> list[str]:
         return [cell.name for cell in chosen(Options(rows), 2)]
@@ -150,7 +177,7 @@ def test_shares_and_table() -> None:
     nothing = replace(ROW, variants={**ROW.variants, "ceiling": Measured(us=100.0)})
     assert (nothing.share("us"), nothing.share("graph_us"), nothing.speedup("us")) == (None, None, 1.25)
     assert Row.from_json(json.loads(json.dumps(ROW.to_json()))) == ROW
-    text = report({"machine": {"world": 2, "gpu": "X", "torch": "2"}, "rows": [ROW.to_json()]})
+    text = report({"machine": MACHINE, "rows": [ROW.to_json()]})
     assert "| inductor   | 1.25" in text
     assert "| two-shot   | 1.14" in text
     assert "share 0.50" in text

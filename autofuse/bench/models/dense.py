@@ -27,6 +27,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.utils.checkpoint import checkpoint
 
 from autofuse.bench.models.work import Cell, Work, dtype_on, serving_work, training_work, wider, world_group
 from autofuse.lowering.torch_internals import enable_symmetric_memory
@@ -110,6 +111,15 @@ class Layer(nn.Module):
         return x + self.mlp(self.norm2(x))
 
 
+class Checkpointed(nn.Sequential):
+    """Layers that compute their forward again in the backward: wide attention over all tokens is large."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return x
+
+
 def all_reduced(x: Tensor) -> Tensor:
     total: Tensor = funcol.all_reduce(x, "sum", world_group())
     return total
@@ -155,7 +165,7 @@ def training(sizes: Sizes, layers: int, sequence_parallel: bool, tokens: int, de
         x, target = (each.chunk(world, 1)[rank].contiguous() for each in (x, target))
 
     def exact() -> tuple[nn.Module, Sequence[Tensor]]:
-        return copy.deepcopy(model).to(wider(dtype)), [x.to(wider(dtype))]
+        return Checkpointed(*copy.deepcopy(model).to(wider(dtype))), [x.to(wider(dtype))]
 
     return training_work(model, [x], target, exact)
 

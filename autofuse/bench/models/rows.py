@@ -41,6 +41,8 @@ class Row:
     variants: Mapping[str, Measured]
     sites: Mapping[str, Any] = field(default_factory=dict)
     complete: bool = True
+    exact_failed: str = ""
+    """Why there are no errors."""
 
     def time(self, variant: str, launched: str) -> float | None:
         found: float | None = getattr(self.variants.get(variant, Measured()), launched)
@@ -82,7 +84,7 @@ class Row:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Row:
         variants = {name: Measured(**values) for name, values in data["variants"].items()}
-        return cls(data["name"], variants, data["sites"], data["complete"])
+        return cls(data["name"], variants, data["sites"], data["complete"], data["exact_failed"])
 
 
 def sites_of(report: Report) -> dict[str, Any]:

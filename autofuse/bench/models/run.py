@@ -126,9 +126,14 @@ def measure(cell: Cell, device: torch.device, effort: Effort, until: float) -> R
     """The row of a cell; all ranks measure together."""
     try:
         work = together(lambda: cell.make(device))
-        exact = together(work.exact)
     except RuntimeError as error:
         return Row(cell.name, {name: Measured(failed=str(error)) for name in cell.variants})
+    exact_failed, exact = "", None
+    try:
+        exact = together(work.exact)
+    except RuntimeError as error:
+        exact_failed = str(error)
+    torch.cuda.empty_cache()  # others than torch's allocator need memory, too
     captures = cell.captured and device.type == "cuda"
     found: dict[str, Measured] = {}
     steps: dict[str, Callable[[int], Any]] = {}
@@ -150,11 +155,11 @@ def measure(cell: Cell, device: torch.device, effort: Effort, until: float) -> R
         profiled = captured[name] if captures else steps[name]
         found[name] = _timed(found[name], times[name], graphs.get(name), _kernels(profiled, device))
     complete = all(measured.failed != OUT_OF_TIME for measured in found.values())
-    return Row(cell.name, found, sites_of(sites), complete)
+    return Row(cell.name, found, sites_of(sites), complete, exact_failed)
 
 
 def ready(
-    name: str, work: Work, exact: Sequence[Tensor], captures: bool, limit: float
+    name: str, work: Work, exact: Sequence[Tensor] | None, captures: bool, limit: float
 ) -> tuple[Measured, Callable[[int], Any] | None, Callable[[int], Any] | None]:
     """A variant after its first steps, and its step; another for CUDA graphs, if it is compiled anew for
     them."""
@@ -164,7 +169,7 @@ def ready(
     def first(in_graphs: bool) -> tuple[Callable[[int], Any], float | None]:
         forward = variant.compiled(work.forward, in_graphs)
         results = work.step(forward)
-        error = None if name == "ceiling" else error_of(results, exact)
+        error = None if name == "ceiling" or exact is None else error_of(results, exact)
         work.step(forward)
         return lambda _: work.step(forward), error
 

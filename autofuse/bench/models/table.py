@@ -96,4 +96,5 @@ def _failed(rows: Sequence[Row]) -> str:
         for where, why in (("", measured.failed), (" in a graph", measured.graph_failed))
         if why
     ]
+    lines += [f"- {row.name}, errors: {row.exact_failed}" for row in rows if row.exact_failed]
     return "\n".join(["Failed:", "", *lines]) if lines else ""
