@@ -55,7 +55,7 @@ def join(options: Options) -> None:
 def chosen(options: Options, world: int) -> list[Cell]:
     """In the order of `rows`. ValueError if there is no such cell, or if the ranks cannot share out heads."""
     if options.quick:
-        found = dense.cells(["tiny"], (2, 2), [64], [4], [64])
+        found = dense.cells(["tiny"], (min(2, options.layers[0]), 2), [64], [4], [64])
     else:
         if world not in (2, 4, 8):
             raise ValueError(f"{world} ranks cannot share out the heads of the models; start 2, 4 or 8 ranks")
