@@ -7,6 +7,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+ALIGNED = 8
+"""Elements of 16 bytes: what begins elsewhere is no operand of TMA, so that its way may be another one."""
+
 
 class Quick(NamedTuple):
     """Of one op.
@@ -27,9 +30,9 @@ def sizes_of(x: Sequence[Tensor], w: Sequence[Tensor], more: Sequence[Tensor]) -
     for t in x:
         if not t.is_contiguous():
             return None
-        found.append(t.shape)
+        found += (t.shape, t.storage_offset() % ALIGNED)
     for t in w:
-        found += (t.shape, t.stride(), t.dtype)
+        found += (t.shape, t.stride(), t.storage_offset() % ALIGNED, t.dtype)
     for t in more:
         if not t.is_contiguous():
             return None
