@@ -205,6 +205,10 @@ def test_the_launcher_goes_on_the_short_way_until_a_setting_changes() -> None:
         (found,) = again() or []
         assert (found.shape, found.stride(), found.dtype) == (out.shape, out.stride(), out.dtype)
         assert len(driver.launches) == 1
+        elsewhere = Mock(get_device=lambda: 1, data_ptr=lambda: out.data_ptr())  # on another current GPU
+        with patch.object(made, "_empty", lambda *sizes: elsewhere):
+            assert again() is None
+        assert len(driver.launches) == 1
         unchanged.return_value = False
         assert again() is None
         assert len(driver.launches) == 1

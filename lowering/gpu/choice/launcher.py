@@ -93,6 +93,8 @@ class Launcher:
             return None
         dtype = dtype or operands[0].dtype
         out = [self._empty(*sizes, dtype) for sizes in results]
+        if out[0].get_device() != operands[0].get_device():  # the current GPU is another one
+            return None
         addresses = [t.data_ptr() for t in operands]
         for t in out:
             addresses.append(t.data_ptr())
