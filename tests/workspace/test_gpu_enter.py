@@ -102,14 +102,14 @@ def test_ranks_that_disagree_all_raise_with_both_texts(ranks: Ranks) -> None:
 
 def _is_reset(rank: int, world: int) -> list[bool]:
     """Ranks that have come to different calls meet in the same ones after a reset."""
-    workspace = _workspace(rank, world, 0.3)
+    workspace = _workspace(rank, world, 1)
     _enter(workspace)
     told = []
     if rank == 0:
         try:
             _enter(workspace, m=16)
         except RuntimeError as error:
-            told.append("waited 0.3 s for ranks [1]" in str(error))
+            told.append("waited 1 s for ranks [1]" in str(error))
         workspace._peers = [Mock(is_dead=lambda: False)] * world
     dist.barrier()
     for kept in agreements:
