@@ -9,6 +9,7 @@ graph from a compile cache has, too.
 from __future__ import annotations
 
 import threading
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -91,6 +92,15 @@ class Ran:
     fell_back: tuple[FallBack, ...] = ()
 
 
+def is_new(kind: Hashable) -> bool:
+    """Whether calls of this kind have not been asked for; from now on they have."""
+    with _lock:
+        found = kind not in _kinds
+        if found:
+            _remember(_kinds, kind, None)
+        return found
+
+
 def ran(key: SiteKey, run: Run) -> None:
     """This runs such calls from now on."""
     with _lock:
@@ -135,12 +145,13 @@ def of_op(op: str) -> list[Run]:
 def forget() -> None:
     """As if nothing had run yet."""
     with _lock:
-        _runs.clear()
-        _fell_back.clear()
+        for each in (_runs, _fell_back, _kinds):
+            each.clear()
 
 
 _runs: dict[tuple[SiteKey, bool], Run] = {}
 _fell_back: dict[tuple[SiteKey, str], int] = {}
+_kinds: dict[Hashable, None] = {}
 _lock = threading.Lock()
 
 

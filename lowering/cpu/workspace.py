@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Sequence
 from types import TracebackType
-from typing import ClassVar, NoReturn
+from typing import NoReturn
 from weakref import WeakKeyDictionary
 
 import torch
@@ -70,10 +70,6 @@ class Workspace:
     `workspace_for` makes it, on all ranks of the group together. After an error it stays unusable, because no
     rank knows how far the others came: every later call raises the first error again.
     """
-
-    begun: ClassVar[int] = 0
-    """Number of calls, of all groups, that were of a new kind or made memory grow. If it has not changed, the
-    last call was like one before."""
 
     def __init__(self, group_name: str, rank: int, world: int, store: Store) -> None:
         self.group_name = group_name
@@ -238,7 +234,6 @@ class Call:
         self._hash, text = known
         cpu.publish(self._header[ws.rank], self.epoch, self._hash, text, len(text))
         if new or self.nbytes > ws.capacity:
-            Workspace.begun += 1
             self.exchange([])
             if self.nbytes > ws.capacity:
                 self._grow(self.nbytes)

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from autofuse.lowering.cpu.rendezvous import NotShared
-from autofuse.lowering.cpu.workspace import SharedMemoryFull, Workspace
+from autofuse.lowering.cpu.workspace import SharedMemoryFull
 from autofuse.lowering.gpu.support import has_triton
 from autofuse.lowering.orders import PlanShape
 from autofuse.lowering.plan import FAMILIES, Family
-from autofuse.lowering.runs import Run, SiteKey, Timed, fell_back, ran
+from autofuse.lowering.runs import Run, SiteKey, Timed, fell_back, is_new, ran
 from autofuse.lowering.torch_internals import register_autograd, resolve_group
 
 log = logging.getLogger(__name__)
@@ -180,9 +180,10 @@ def register(op: FusedOp[A]) -> None:
         return op.reference(op.parse(given))
 
     def on_cpu(arguments: A) -> Any:
-        begun = Workspace.begun
         result = op.cpu(arguments)
-        if Workspace.begun != begun and result is not NotImplemented:
+        *_, group_name, order, site = arguments
+        shapes = tuple(map(tuple, op.shapes(arguments)))
+        if result is not NotImplemented and is_new((op.name, site, group_name, order, shapes)):
             key = op.key(arguments)
             ran(key, Run(key.shapes, Timed(_plan_of(op, arguments)), fused=True))
         return result

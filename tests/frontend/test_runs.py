@@ -235,6 +235,19 @@ def _runs(rank: int, world: int, folder: str) -> None:
             assert site.runs[0].way.name == "plan, direct"
 
 
+def _calls_one_place(rank: int, world: int) -> None:
+    """Calls of one op and place that differ in K alone, which plans do not know."""
+    runs.forget()
+    for k in (6, 16, 6):
+        autofuse.ops.matmul_all_reduce(torch.ones(8, k), torch.ones(k, 4))
+    sizes = [run.shapes for run in runs.of_op(OP)]
+    assert sizes == [((8, 6), (6, 4)), ((8, 16), (16, 4))]
+
+
+def test_calls_of_one_place_are_told_by_all_their_sizes(ranks: Ranks) -> None:
+    ranks(2).run(_calls_one_place)
+
+
 def _gets_room_later(rank: int, world: int) -> None:
     """The first calls find no shared memory for what they need; a later one does."""
     runs.forget()
