@@ -294,20 +294,24 @@ def are_missing(packets, tag):
 
 
 @triton.jit
+def poll_packets(at, tag, mask):
+    """The packets at `at` as they are now, and whether any of them has another tag."""
+    packets = tl.load(at, mask=mask, other=tag.to(tl.int64) << 32, volatile=True)
+    return packets, are_missing(packets, tag)
+
+
+@triton.jit
 def take_packets(at, epoch, mask, state, code, sources, index):
     """The packets at `at` (int64, memory of this rank) once all carry the epoch's tag; bounded as `wait` is.
 
     sources: the rank that each packet comes from.
     """
     tag = tag_of(epoch)
-    nothing = tag.to(tl.int64) << 32
-    packets = tl.load(at, mask=mask, other=nothing, volatile=True)
-    missing = are_missing(packets, tag)
+    packets, missing = poll_packets(at, tag, mask)
     begun = tl.full((), 0, tl.int64)
     polls = 0
     while missing:
-        packets = tl.load(at, mask=mask, other=nothing, volatile=True)
-        missing = are_missing(packets, tag)
+        packets, missing = poll_packets(at, tag, mask)
         polls += 1
         if missing & (polls % UNTIMED == 0):
             if polls == UNTIMED:

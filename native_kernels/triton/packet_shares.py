@@ -22,10 +22,10 @@ from .comm import (
     STATE_EPOCH,
     STATE_FINISHED,
     UNTIMED,
-    are_missing,
     clear,
     late_since,
     nanoseconds,
+    poll_packets,
     tag_of,
     tell_overlap,
 )
@@ -115,17 +115,14 @@ def take_or_help(
     peer has not started. Returns the packets, the share of A or -1, that of B or -1, and 1 if it leaves.
     """
     tag = tag_of(epoch)
-    nothing = tag.to(tl.int64) << 32
     share = tl.full((), -1, tl.int32)
     other = tl.full((), -1, tl.int32)
     left = tl.full((), 0, tl.int32)
     begun = tl.full((), 0, tl.int64)
     polls = 0
-    packets = tl.load(at, mask=mask, other=nothing, volatile=True)
-    missing = are_missing(packets, tag)
+    packets, missing = poll_packets(at, tag, mask)
     while missing:
-        packets = tl.load(at, mask=mask, other=nothing, volatile=True)
-        missing = are_missing(packets, tag)
+        packets, missing = poll_packets(at, tag, mask)
         polls += 1
         if missing & (polls % UNTIMED == 0):
             if polls == UNTIMED:

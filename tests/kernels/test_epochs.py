@@ -17,7 +17,15 @@ import triton.language as tl
 from autofuse.native_kernels.cuda.host.compiler import INCLUDE, KERNELS
 from autofuse.native_kernels.gpu.memory import Need
 from autofuse.native_kernels.gpu.state import BAD_INPUT_WORD, Wait
-from autofuse.native_kernels.triton.comm import STATE_EPOCH, begin, finish
+from autofuse.native_kernels.triton.comm import (
+    STATE_EPOCH,
+    begin,
+    finish,
+    half_of,
+    peer,
+    put_packets,
+    take_packets,
+)
 from autofuse.native_kernels.triton.packet_shares import end_packets, further, look
 from autofuse.native_kernels.triton.shares import STATE_STARTED, A, start
 from tests.kernels.backward_calls import Backward, run_backwards
@@ -111,6 +119,35 @@ def test_calls_that_overlap_are_told(interpreters: Interpreters, first: int) -> 
         assert told[:3] == [0, 0, 0]
         assert [each >> 48 for each in told[3:]] == [Wait.OVERLAP] * 3
         assert {each & 0xFFFFFFFF for each in told[3:]} == {(first + 1) % 2**32}
+
+
+@triton.jit
+def _swapping(packets, out, state, rank, half):
+    """A kernel of one's own: 64 pairs for the other rank, and 64 from there."""
+    epoch = begin(state)
+    at = half_of(epoch) * half + tl.arange(0, 64)
+    pairs = (rank * 1000 + tl.arange(0, 64)).to(tl.uint32)
+    put_packets(peer(packets, 1 - rank, tl.int64) + at, pairs, epoch, at >= 0)
+    found = take_packets(peer(packets, rank, tl.int64) + at, epoch, at >= 0, state, 0, at * 0 + 1 - rank, 0)
+    tl.store(out + tl.arange(0, 64), (found & 0xFFFFFFFF).to(tl.int32))
+    finish(state, epoch, 1)
+
+
+def _swaps(rank: int, world: int, first: int) -> list[list[int]]:
+    memory, found = peer_memory(rank, world, Need(packets=2 * 64 * 8)), []
+    memory.epoch.fill_(first)
+    for _ in range(4):
+        out = torch.zeros(64, dtype=torch.int32)
+        half = memory.packets.half(torch.int64)
+        _swapping[(1,)](memory.packets.addresses, out, memory.state, rank, half)
+        found.append(out.tolist())
+    return found
+
+
+@pytest.mark.parametrize("first", [0, 2**32 - 3])
+def test_packets_of_a_kernel_of_ones_own(interpreters: Interpreters, first: int) -> None:
+    found = interpreters(2).run(_swaps, first)
+    assert found == [[[1000 * (1 - rank) + i for i in range(64)]] * 4 for rank in range(2)]
 
 
 def test_cuda_counts_on(tmp_path: Path) -> None:
