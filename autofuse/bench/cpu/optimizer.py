@@ -80,7 +80,7 @@ ON_GPUS: dict[str, Shapes] = {
     "GPT-2": [(50257, 768), (1024, 768), *_gpt2(12)],
     "Llama-1B": [(128256, 2048), *_llama(16)],
 }
-"""On GPUs also what is too large for a CPU."""
+"""The shapes of each row on GPUs; some take too long on a CPU."""
 
 
 @dataclass(frozen=True)

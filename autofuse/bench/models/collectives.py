@@ -68,7 +68,7 @@ def _nothing(node: fx.Node) -> fx.Node | None:
     if node.target is _functional.all_to_all_single.default:
         if tuple(map(str, value.shape)) == tuple(map(str, before.shape)):
             return source
-        # As many rows, since what comes is what is sent; but the graph does not know it.
+        # A rank receives as many rows as it sends. The graph has two symbols for the two numbers.
         total: Any = reduce(partial(_added, node.graph), node.args[1])
         return _call(node, _aten.as_strided.default, source, [total, *value.shape[1:]], list(value.stride()))
     raise RuntimeError(f"the ceiling does not know {node.target}")

@@ -18,8 +18,8 @@ TOP = 2
 
 
 class Experts(nn.Module):
-    """`experts` gated experts `w2(silu(w1 x) * w3 x)`, of which every rank has `experts / world`. The router
-    computes in float32. exact: experts by plain matmuls, in the dtype of the weights."""
+    """A mixture of `experts` gated experts `w2(silu(w1 x) * w3 x)`; each rank has `experts / world` of them.
+    The router computes in float32. exact: the experts run as plain matmuls, in the dtype of the weights."""
 
     w1: nn.Parameter
     w3: nn.Parameter

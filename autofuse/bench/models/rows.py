@@ -15,7 +15,7 @@ LAUNCHES = ("us", "graph_us")
 
 @dataclass(frozen=True)
 class Measured:
-    """A variant. Microseconds a step, of the slowest rank; None for what was not measured."""
+    """The times of a variant, in microseconds a step of the slowest rank; None: not measured."""
 
     us: float | None = None
     """The host launches every kernel."""

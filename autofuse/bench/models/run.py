@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 WRONG = 0.05
 WORSE = 4.0
-"""A result is wrong whose error is more than this, and than so many times eager's."""
+"""A result is wrong if its error exceeds the first number, and the second times the error of eager."""
 OUT_OF_TIME = "not begun: out of time"
 
 

@@ -15,7 +15,7 @@ LEAST_SHARE = 0.01
 
 
 def report(data: Mapping[str, Any]) -> str:
-    """Times, what they are made of, means, sites, and what failed."""
+    """The tables of times, of kernel and host time, of means, of sites, and of failures, as markdown."""
     about, rows = data["machine"], [Row.from_json(row) for row in data["rows"]]
     head = (
         f"{about['world']} x {about['gpu']}, torch {about['torch']}. Microseconds of a step, the median, of "

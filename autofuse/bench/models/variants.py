@@ -25,7 +25,7 @@ class Variant:
     captured: Mapping[str, Any] = field(default_factory=dict)
 
     def compiled(self, forward: Forward, captured: bool = False) -> Forward:
-        """As a function with code of its own: dynamo keeps what it compiles apart from the others'."""
+        """The compiled forward, behind a new code object: dynamo caches compiled code by code object."""
         if not self.backend:
             return forward
         options = {**self.options, **(self.captured if captured else {})} or None

@@ -1,4 +1,4 @@
-"""A cell of the benchmark of models: what is compiled, a step of it, and what the step should give."""
+"""A cell of `bench models`: a function to compile, a step that calls it, and the exact results."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ ALWAYS = ("eager", "inductor", "autofuse", "ceiling")
 
 @dataclass(frozen=True)
 class Work:
-    """forward: what is compiled; step: one step with the compiled forward, and this rank's results that are
-    compared; exact: the same results in a wider dtype."""
+    """forward: the function that variants compile. step: runs one step with a compiled forward, and returns
+    the results of this rank that are compared. exact: the same results in a wider dtype."""
 
     forward: Forward
     step: Callable[[Forward], Sequence[Tensor]]

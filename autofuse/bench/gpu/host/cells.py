@@ -1,4 +1,4 @@
-"""The calls whose host time is measured: a fused op, and what it replaces, as a user writes both.
+"""The calls of `bench host`: each fused op, and the ops that it replaces, as a user writes them.
 
     matmul_all_reduce, matmul_reduce_scatter      mm, collective, wait
     all_gather_matmul, matmul_all_gather          collective, wait, mm; mm, collective, wait
@@ -34,8 +34,8 @@ EXPERTS, WIDTH = 2, 1024
 
 @dataclass(frozen=True)
 class Cell:
-    """A call. make: its own operands, on `device`, and those that calls share; ours, replaced: what is
-    called with the own ones and the shared ones in a row."""
+    """A call. make: makes the operands of one call; shared: makes those that all calls share. ours: calls the
+    fused op, replaced: the ops that it replaces; both take the operands of the call, then the shared ones."""
 
     op: str
     size: str
