@@ -1,0 +1,109 @@
+"""Dense ops, and the way of a call through the dispatcher and autograd."""
+
+from collections.abc import Callable, Mapping
+from operator import attrgetter
+from typing import Any
+
+import torch
+
+
+def scaled_mm(
+    x: torch.Tensor, w: torch.Tensor, scale_x: torch.Tensor, scale_w: torch.Tensor, dtype: torch.dtype | None
+) -> torch.Tensor:
+    """`(x * scale_x) @ (w * scale_w)` of low-precision floats."""
+    return torch._scaled_mm(x, w, scale_x, scale_w, out_dtype=dtype)
+
+
+def has_grouped_mm() -> bool:
+    """Whether this release of torch has `torch._grouped_mm`."""
+    return hasattr(torch, "_grouped_mm")
+
+
+def grouped_mm(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """`x: [R, K]` times `w: [E, K, N]`. Expert e has the rows from `ends[e - 1]` to `ends[e]` (int32)."""
+    result: torch.Tensor = torch._grouped_mm(x, w, offs=ends)
+    return result
+
+
+def register_autograd(
+    library: torch.library.Library,
+    overload: torch._ops.OpOverload,
+    backward: Callable[..., Any],
+    setup_context: Callable[..., None],
+    devices: Mapping[str, Callable[..., Any]],
+) -> None:
+    """As `torch.library.register_autograd`, but calls without gradients call the function of their device. A
+    second pass through the dispatcher takes as long as all other work before a launch.
+    """
+    from torch._library.autograd import Info, make_autograd_impl
+
+    record = make_autograd_impl(overload, Info(backward, setup_context))
+    keys, below = torch._C.DispatchKey, torch._C._after_autograd_keyset
+    direct = {
+        torch._C.DispatchKeySet(getattr(keys, device)).raw_repr(): run for device, run in devices.items()
+    }
+
+    def autograd(keyset: Any, *args: Any) -> Any:
+        if not torch.is_grad_enabled():
+            run = direct.get((keyset & below).raw_repr())
+            if run is not None:
+                return run(*args)
+        return record(keyset, *args)
+
+    library.impl(overload._schema.name.partition("::")[2], autograd, "Autograd", with_keyset=True)
+
+
+def nobody_intervenes() -> bool:
+    """Whether an op that is called now reaches its device's implementation with the arguments as they are,
+    if these are plain tensors: no mode, no transform, and nobody traces or compiles."""
+    return not (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._len_torch_function_stack()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+    )
+
+
+def current_raw_stream(device: int) -> int:
+    """The address of the device's current CUDA stream, without a stream object, which takes microseconds."""
+    return int(torch._C._cuda_getCurrentRawStream(device))
+
+
+def empty_strided(device_type: str) -> Callable[..., torch.Tensor]:
+    """`empty(shape, strides, dtype)` on the current device of a type, as Inductor's code calls it: without
+    the dispatcher's questions about factories."""
+    from torch._C._dynamo import guards
+
+    found: Callable[..., torch.Tensor] = getattr(guards, f"_empty_strided_{device_type}")
+    return found
+
+
+def settings_of(module: Any, *names: str) -> Callable[[], tuple[Any, ...]]:
+    """What users have set of these settings of a module of torch's kind. To ask for their values takes a
+    microsecond each."""
+    entries = [module._config[name] for name in names]
+    nested = hasattr(entries[0].user_override, "_value")  # as `autofuse.config` has it, torch 2.13 and later
+    value = attrgetter("user_override._value" if nested else "user_override")
+    return lambda: tuple(map(value, entries))
+
+
+def gpu_sleep(cycles: int) -> None:
+    """The current stream of the current GPU has nothing but this to do."""
+    torch.cuda._sleep(cycles)
+
+
+def auto_functionalized() -> Any:
+    """The higher-order op that calls an op on copies of the arguments that it changes, and returns them."""
+    return torch.ops.higher_order.auto_functionalized_v2
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The short name of a dtype, `bf16`."""
+    from torch.fx.graph import dtype_abbrs
+
+    return dtype_abbrs.get(dtype, str(dtype).removeprefix("torch."))
+
+
+def after_backward(function: Callable[[], None]) -> None:
+    """Calls `function` when the backward that now runs has ended."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)

@@ -1,0 +1,48 @@
+"""Sizes of a graph that are symbols."""
+
+import sys
+from typing import Any
+
+import sympy
+import torch
+
+
+def size_hint(size: int | torch.SymInt, unbacked: int) -> int:
+    """The value of `size` while tracing, with `unbacked` for symbols without a value."""
+    if isinstance(size, int):
+        return size
+    expr = size.node.shape_env.replace(size.node.expr).xreplace(symbol_hints(size))
+    return int(expr.xreplace(dict.fromkeys(expr.free_symbols, sympy.Integer(unbacked))))
+
+
+def symbol_hints(size: torch.SymInt) -> dict[sympy.Symbol, Any]:
+    """The values of the symbols of a graph while it was traced."""
+    shape_env = size.node.shape_env
+    # torch 2.11 calls it var_to_val, later releases backed_var_to_val.
+    name = "backed_var_to_val" if hasattr(shape_env, "backed_var_to_val") else "var_to_val"
+    return dict(getattr(shape_env, name))
+
+
+def floor_divide(a: sympy.Expr, b: int) -> sympy.Expr:
+    """`a // b` in the form that sizes of a graph have."""
+    from torch.utils._sympy.functions import FloorDiv
+
+    return FloorDiv(a, sympy.Integer(b))
+
+
+def floor_division(size: sympy.Expr) -> tuple[sympy.Expr, sympy.Expr] | None:
+    """`(a, b)` of a size `a // b`."""
+    from torch.utils._sympy.functions import FloorDiv
+
+    return (size.args[0], size.args[1]) if isinstance(size, FloorDiv) else None
+
+
+def symbol_ranges(size: torch.SymInt) -> dict[sympy.Symbol, tuple[int, int]]:
+    """The least and the largest value of every integer symbol of a graph. An unknown end is a number that no
+    size reaches."""
+    ranges = {}
+    for symbol, known in size.node.shape_env.var_to_range.items():
+        if not known.is_bool and symbol.is_integer:
+            ends = (max(known.lower, 0), min(known.upper, sys.maxsize))
+            ranges[symbol] = int(ends[0]), int(ends[1])
+    return ranges
