@@ -55,7 +55,7 @@ def matmul_all_reduce(
     name = group_name(group, op)
     rows, operands, product = _term(x, w, bias, op)
     _check_reduce_op(reduce_op, op)
-    (y,) = call(op, [rows], [w], operands, product, reduce_op, False, name, config.order, "eager")
+    (y,) = call(op, [rows], [w], operands, product, reduce_op, False, [], "", "", name, config.order, "eager")
     return _like(y, [*x.shape[:-1], w.shape[1]])
 
 
@@ -99,6 +99,9 @@ def matmul_reduce_scatter(
         cut,
         outer,
         False,
+        [],
+        "",
+        "",
         name,
         config.order,
         "eager",

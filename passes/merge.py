@@ -29,7 +29,7 @@ _GATHER = torch.ops.autofuse.all_gather_matmul.default
 
 
 def merge_fused(graph: fx.Graph) -> None:
-    """Merge the fused ops of `graph` in place."""
+    """Merge the fused ops of `graph` in place. Reductions have no tails yet."""
     for node in list(graph.nodes):
         if not node._erased and _is_plain_sum(node) and not _is_inner(node):
             _merge_sum(node)
@@ -58,8 +58,8 @@ class Term:
     @property
     def key(self) -> tuple[Any, ...]:
         """Values that must be equal for terms that are merged."""
-        place = self.op.args[4:-2]  # reduce op, dim, outer, keep, group
-        return (self.op.target, *place, self.layout, Shapes().of(self.item))
+        place = self.op.args[4:-6]  # reduce op, dim, outer, keep
+        return (self.op.target, *place, self.op.args[-3], self.layout, Shapes().of(self.item))
 
 
 def _is_plain_sum(node: fx.Node) -> bool:

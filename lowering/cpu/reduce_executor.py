@@ -19,6 +19,7 @@ from autofuse.lowering.cpu.tiles import Buffer, Cut, Run, with_tiles
 from autofuse.lowering.orders import PlanShape
 from autofuse.lowering.plan import Action, Compute, Copy, Plan, Reduce, Send, Signal, Store, Tile, Wait
 from autofuse.lowering.reference.product import evaluate
+from autofuse.lowering.reference.tail import check_tail, tail_reference
 from autofuse.lowering.torch_internals import group_size
 from autofuse.native_kernels.cpu import accumulate_rows, reduce_rows
 
@@ -133,7 +134,12 @@ def reduce_plan_shape(op: str, args: "Reduction") -> PlanShape:
 
 def run_reduce(op: str, args: "Reduction") -> Any:
     """Both ops, as `docs/ops.md` defines them; NotImplemented for a dtype without a kernel."""
-    return run(op, args, Kind.of(op, args))
+    results = run(op, args, Kind.of(op, args))
+    if results is NotImplemented or not args.tail:
+        return results
+    reduced, *product = results
+    check_tail(reduced.shape, args.tail_operands, args.tail, op, args.dim == 0)
+    return [*tail_reference(reduced, args.tail_operands, args.tail), *product]
 
 
 class _Builder:

@@ -86,7 +86,7 @@ def _backward(ctx: Any, args: AllGatherMatmul, grads: list[Tensor | None]) -> di
     if ctx.needs.x and used:
         dx = torch.ops.autofuse.matmul_reduce_scatter(
             [g.contiguous() for g in used.values()], [w[i].t() for i in used], [] if of_x is None else [of_x],
-            "mm" if of_x is None else "mm; add %0", "sum", *place, False, group_name, args.order,
+            "mm" if of_x is None else "mm; add %0", "sum", *place, False, [], "", "", group_name, args.order,
             args.site + "'",
         )[0]  # fmt: skip
     elif ctx.needs.x and of_x is not None:

@@ -8,6 +8,8 @@
     wgrad     dw[i] = x[i]^T @ G
 
 With `avg` both sums are means. With `keep_product` P is returned too and its own gradient is added to G.
+A `tail` (`reference/tail.py`) is applied to Y; its kept values are returned between Y and P. It has no
+gradient. `proof`: what proves that its operands are replicated, empty if nothing does.
 """
 
 from typing import Any, NamedTuple
@@ -20,6 +22,7 @@ from autofuse.lowering.ops.library import FusedOp, Gap, register
 from autofuse.lowering.plan import Family
 from autofuse.lowering.reference.layout import all_reduce
 from autofuse.lowering.reference.product import product_backward, product_reference
+from autofuse.lowering.reference.tail import check_tail, tail_reference
 from autofuse.lowering.torch_internals import group_size
 
 OP = "matmul_all_reduce"
@@ -34,6 +37,9 @@ class MatmulAllReduce(NamedTuple):
     product: str
     reduce_op: str
     keep_product: bool
+    tail_operands: list[Tensor]
+    tail: str
+    proof: str
     group_name: str
     order: str
     site: str
@@ -54,13 +60,16 @@ class MatmulAllReduce(NamedTuple):
 
 def _fake(args: MatmulAllReduce) -> list[Tensor]:
     p = product_reference(args.x, args.w, args.operands, args.product)
-    return [p.new_empty(p.shape) for _ in range(1 + args.keep_product)]
+    results = tail_reference(p.new_empty(p.shape), args.tail_operands, args.tail)
+    return [*results, p.new_empty(p.shape)] if args.keep_product else results
 
 
 def _reference(args: MatmulAllReduce) -> list[Tensor]:
     p = product_reference(args.x, args.w, args.operands, args.product)
     reduced = all_reduce(p, args.reduce_op, group_size(args.group_name), args.group_name)
-    return [reduced, p] if args.keep_product else [reduced]
+    check_tail(p.shape, args.tail_operands, args.tail, OP)
+    results = tail_reference(reduced, args.tail_operands, args.tail)
+    return [*results, p] if args.keep_product else results
 
 
 def _cuda(args: MatmulAllReduce) -> Any:
@@ -70,6 +79,7 @@ def _cuda(args: MatmulAllReduce) -> Any:
 
 
 def _backward(ctx: Any, args: MatmulAllReduce, grads: list[Tensor | None]) -> dict[str, Any]:
+    refuse_tail(OP, args.tail)
     of_y, of_p = (*grads, None)[:2]
     if of_y is not None:
         of_y = all_reduce(of_y, args.reduce_op, group_size(args.group_name), args.group_name)
@@ -77,6 +87,14 @@ def _backward(ctx: Any, args: MatmulAllReduce, grads: list[Tensor | None]) -> di
     assert g is not None  # autograd runs a backward only if an output has a gradient
     dx, dw, of_operands = product_backward(g, args.x, args.w, args.operands, args.product, ctx.needs[:3])
     return {"x": dx, "w": dw, "operands": of_operands}
+
+
+def refuse_tail(op: str, tail: str) -> None:
+    if tail:
+        raise RuntimeError(
+            f"{op}: a tail has no gradient ({tail!r}); tails are for graphs behind autograd, "
+            "pass tail='' and apply its stages to the result"
+        )
 
 
 REDUCE_GAPS: tuple[Gap[Any], ...] = (
@@ -90,6 +108,11 @@ REDUCE_GAPS: tuple[Gap[Any], ...] = (
         lambda args: args.keep_product,
         "the matmul is read elsewhere, too",
         "read the result of the collective instead, if that will do",
+    ),
+    Gap(
+        lambda args: bool(args.tail),
+        "no GPU kernel applies the stages behind a reduction",
+        "leave them in the graph: tails are for CPU ranks",
     ),
 )
 

@@ -9,6 +9,8 @@
     wgrad     dw[i] = x[i]^T @ G
 
 With `avg` G is divided by W. With `keep_product` P is returned too and its own gradient is added to G.
+A `tail` (`reference/tail.py`) is applied to y; its kept values are returned between y and P. It has no
+gradient. Its norms need whole rows (dim 0). `proof` is empty: no rank applies it for another one.
 """
 
 from typing import Any, NamedTuple
@@ -18,10 +20,11 @@ from torch import Tensor
 
 from autofuse.lowering.cpu.reduce_executor import reduce_plan_shape, run_reduce
 from autofuse.lowering.ops.library import FusedOp, SymInt, register
-from autofuse.lowering.ops.matmul_all_reduce import REDUCE_GAPS
+from autofuse.lowering.ops.matmul_all_reduce import REDUCE_GAPS, refuse_tail
 from autofuse.lowering.plan import Family
 from autofuse.lowering.reference.layout import all_gather, reduce_scatter
 from autofuse.lowering.reference.product import parse, product_backward, product_reference
+from autofuse.lowering.reference.tail import check_tail, tail_reference
 from autofuse.lowering.torch_internals import group_size
 
 OP = "matmul_reduce_scatter"
@@ -38,6 +41,9 @@ class MatmulReduceScatter(NamedTuple):
     dim: int
     outer: SymInt
     keep_product: bool
+    tail_operands: list[Tensor]
+    tail: str
+    proof: str
     group_name: str
     order: str
     site: str
@@ -51,15 +57,17 @@ def _fake(args: MatmulReduceScatter) -> list[Tensor]:
     p = product_reference(args.x, args.w, args.operands, args.product)
     shape = list(p.shape)
     shape[args.dim] = shape[args.dim] // group_size(args.group_name)
-    part = p.new_empty(shape)
-    return [part, p.new_empty(p.shape)] if args.keep_product else [part]
+    results = tail_reference(p.new_empty(shape), args.tail_operands, args.tail)
+    return [*results, p.new_empty(p.shape)] if args.keep_product else results
 
 
 def _reference(args: MatmulReduceScatter) -> list[Tensor]:
     p = product_reference(args.x, args.w, args.operands, args.product)
     world = group_size(args.group_name)
     part = reduce_scatter(p, args.reduce_op, args.dim, args.outer, world, args.group_name)
-    return [part, p] if args.keep_product else [part]
+    check_tail(part.shape, args.tail_operands, args.tail, OP, args.dim == 0)
+    results = tail_reference(part, args.tail_operands, args.tail)
+    return [*results, p] if args.keep_product else results
 
 
 def _cuda(args: MatmulReduceScatter) -> Any:
@@ -69,6 +77,7 @@ def _cuda(args: MatmulReduceScatter) -> Any:
 
 
 def _backward(ctx: Any, args: MatmulReduceScatter, grads: list[Tensor | None]) -> dict[str, Any]:
+    refuse_tail(OP, args.tail)
     x, w, operands, product = args.x, args.w, args.operands, args.product
     world = group_size(args.group_name)
     of_y, of_p = (*grads, None)[:2]

@@ -26,6 +26,8 @@ from torch import Tensor
 from autofuse.lowering.cpu.matmul import multiply
 from autofuse.lowering.torch_internals import scaled_mm
 
+from . import words
+
 _BINARY: dict[str, Callable[..., Tensor]] = {
     "add": torch.add,
     "sub": torch.sub,
@@ -63,67 +65,48 @@ class Product:
 @cache
 def parse(product: str) -> Product:
     """The parsed form of a product string. Raises ValueError for a string that is not one."""
+    try:
+        return _parse(product)
+    except ValueError as error:
+        raise ValueError(
+            f"malformed product {product!r}: {error}; expected e.g. 'mm; mul %0; to bfloat16'"
+        ) from None
+
+
+def _parse(product: str) -> Product:
     first, *rest = [stage.split() for stage in product.split(";")]
     if not first or first[0] not in _CONTRACTIONS:
-        raise _malformed(product, f"it starts with none of {', '.join(_CONTRACTIONS)}")
+        raise ValueError(f"it starts with none of {', '.join(_CONTRACTIONS)}")
     name, count = first[0], _CONTRACTIONS[first[0]]
-    inputs = tuple(_operand(word, product) for word in first[1 : 1 + count])
-    stages = tuple(_stage(words, product) for words in rest)
+    inputs = tuple(map(words.operand, first[1 : 1 + count]))
+    stages = tuple(map(_stage, rest))
     if len(inputs) == count:
         match name, first[1 + count :]:
             case "scaled_mm", [dtype]:
-                return Product(name, inputs, _dtype(dtype, product), stages)
+                return Product(name, inputs, words.dtype(dtype), stages)
             case "addmm", [beta, alpha]:
-                return Product(name, inputs, None, stages, _number(beta, product), _number(alpha, product))
+                return Product(name, inputs, None, stages, words.number(beta), words.number(alpha))
             case "mm" | "addmm" | "rows", []:
                 return Product(name, inputs, None, stages)
     takes = {"scaled_mm": " and a dtype", "addmm": ", then beta and alpha or neither"}
-    raise _malformed(product, f"{name} takes {count} operands{takes.get(name, '')}")
+    raise ValueError(f"{name} takes {count} operands{takes.get(name, '')}")
 
 
-def _stage(words: list[str], product: str) -> Stage:
-    match words:
+def _stage(stage: list[str]) -> Stage:
+    match stage:
         case [("neg" | "relu") as name]:
             return Stage(name)
         case [("where" | "masked_fill") as name, mask, value] if value.startswith("%"):
-            return Stage(name, operand=_operand(value, product), mask=_operand(mask, product))
+            return Stage(name, operand=words.operand(value), mask=words.operand(mask))
         case [("where" | "masked_fill") as name, mask, value]:
-            return Stage(name, number=_number(value, product), mask=_operand(mask, product))
+            return Stage(name, number=words.number(value), mask=words.operand(mask))
         case ["to", dtype]:
-            return Stage("to", dtype=_dtype(dtype, product))
+            return Stage("to", dtype=words.dtype(dtype))
         case [("add" | "sub" | "mul" | "div") as name, value] if value.startswith("%"):
-            return Stage(name, operand=_operand(value, product))
+            return Stage(name, operand=words.operand(value))
         case [("add" | "sub" | "mul" | "div") as name, value]:
-            return Stage(name, number=_number(value, product))
-        case [("masked_fill" | "where") as name, mask, value]:
-            return Stage(name, operand=_operand(mask, product), number=_number(value, product))
-    raise _malformed(product, f"unknown stage '{' '.join(words)}'")
-
-
-def _operand(word: str, product: str) -> int:
-    if word.startswith("%") and word[1:].isdigit():
-        return int(word[1:])
-    raise _malformed(product, f"'{word}' is not an operand such as %0")
-
-
-def _number(word: str, product: str) -> float | int:
-    for kind in (int, float):
-        try:
-            return kind(word)
-        except ValueError:
-            continue
-    raise _malformed(product, f"'{word}' is neither a number nor an operand such as %0")
-
-
-def _dtype(word: str, product: str) -> torch.dtype:
-    dtype = getattr(torch, word, None)
-    if not isinstance(dtype, torch.dtype):
-        raise _malformed(product, f"'{word}' is not a dtype")
-    return dtype
-
-
-def _malformed(product: str, why: str) -> ValueError:
-    return ValueError(f"malformed product {product!r}: {why}; expected e.g. 'mm; mul %0; to bfloat16'")
+            return Stage(name, number=words.number(value))
+    raise ValueError(f"unknown stage '{' '.join(stage)}'")
 
 
 def product_reference(

@@ -93,8 +93,8 @@ def _arguments(
     operands = values(o.node for o in found.operands)
     terms = (values(found.x), values(found.w), operands, found.text, anchor.reduce_op)
     if cut is None:
-        return MatmulAllReduce(*terms, keep, *context.common)
-    return MatmulReduceScatter(*terms, cut.dim, cut.outer, keep, *context.common)
+        return MatmulAllReduce(*terms, keep, [], "", "", *context.common)
+    return MatmulReduceScatter(*terms, cut.dim, cut.outer, keep, [], "", "", *context.common)
 
 
 def _rewrite(
@@ -113,7 +113,7 @@ def _rewrite(
         x = [two_dimensional(emitter, n) for n in found.x]
     w = [two_dimensional(emitter, n) for n in found.w]
     place = [] if cut is None else [cut.dim, emitter.size(cut.outer)]
-    args = [x, w, operands, found.text, anchor.reduce_op, *place, keep]
+    args = [x, w, operands, found.text, anchor.reduce_op, *place, keep, [], "", ""]
     op = getattr(torch.ops.autofuse, pattern).default
     fused = emitter.call(op, *args, context.group, context.order, context.site)
     part = Layout.of(found.shape) if cut is None else cut.rest

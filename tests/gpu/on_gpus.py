@@ -136,7 +136,7 @@ def sums(rank: int, world: int, op: str, m: int, n: int, terms: tuple[int, ...])
     place = (0, 1) if op == "matmul_reduce_scatter" else ()
     out = getattr(torch.ops.autofuse, op)(
         [t.contiguous() for t in x.split(terms, 1)], list(w.split(terms)), [], "mm", "sum", *place, False,
-        dist.group.WORLD.group_name, "direct", "sums",
+        [], "", "", dist.group.WORLD.group_name, "direct", "sums",
     )[0]  # fmt: skip
     return error_of(out, reference(op, x, w))
 
@@ -232,7 +232,7 @@ def on_streams(rank: int, world: int) -> float:
         with torch.cuda.stream(streams[call % 2]):
             outputs.append(
                 torch.ops.autofuse.matmul_all_reduce(
-                    [x], [w], [], "mm", "sum", False, dist.group.WORLD.group_name, "direct", "s"
+                    [x], [w], [], "mm", "sum", False, [], "", "", dist.group.WORLD.group_name, "direct", "s"
                 )[0]
             )
     torch.cuda.synchronize()
@@ -252,7 +252,7 @@ def in_pairs(rank: int, world: int) -> float:
         dist.all_reduce(wanted, group=group)
         for _ in range(20):
             out = torch.ops.autofuse.matmul_all_reduce(
-                [x], [w], [], "mm", "sum", False, group.group_name, "direct", "p"
+                [x], [w], [], "mm", "sum", False, [], "", "", group.group_name, "direct", "p"
             )[0]
         worst = max(worst, error_of(out, wanted))
     return worst
@@ -372,7 +372,7 @@ def tma_less(rank: int, world: int) -> float:
     """Odd sizes, which no TMA loads: the unfused way answers."""
     x, w = operands("matmul_all_reduce", 5, 33, 77, rank, world, False, torch.bfloat16)
     out = torch.ops.autofuse.matmul_all_reduce(
-        [x], [w], [], "mm", "sum", False, dist.group.WORLD.group_name, "direct", "t"
+        [x], [w], [], "mm", "sum", False, [], "", "", dist.group.WORLD.group_name, "direct", "t"
     )[0]
     return error_of(out, reference("matmul_all_reduce", x, w))
 

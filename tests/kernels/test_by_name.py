@@ -56,8 +56,11 @@ CALLS: dict[str, tuple[str, tuple[Any, ...]]] = {
 }  # fmt: skip
 
 DENSE: dict[str, tuple[str, tuple[Any, ...]]] = {
-    "reduce": (REDUCE, ([_bf16(1, 64)], [_bf16(64, 24)], [], "mm", "sum", False, *SITE)),
-    "scatter": (SCATTER, ([_bf16(8, 64)], [_bf16(64, 8192)], [], "mm", "avg", 0, 1, False, *SITE)),
+    "reduce": (REDUCE, ([_bf16(1, 64)], [_bf16(64, 24)], [], "mm", "sum", False, [], "", "", *SITE)),
+    "scatter": (
+        SCATTER,
+        ([_bf16(8, 64)], [_bf16(64, 8192)], [], "mm", "avg", 0, 1, False, [], "", "", *SITE),
+    ),
     "gather": (GATHER, (_bf16(8, 64), [_bf16(64, 8192)] * 2, [], 0, 1, True, *SITE)),
 }
 

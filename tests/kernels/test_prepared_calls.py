@@ -74,8 +74,10 @@ EXPERTS = [_rows(2, 256, 512)], [_rows(2, 512)]
 FIXED = ExpertProblem(COMBINE, 2, 64, 256, 512, WORLD, torch.bfloat16)
 BAGS = ExchangeProblem(64, (32, 32), "bsc", torch.bfloat16, 132)
 CALLS = {
-    REDUCE: _dense(REDUCE, 8, "words", ([_rows(8, K)], [WEIGHT], [], "mm", "sum", False, *END)),
-    SCATTER: _dense(SCATTER, 8, "packets", ([_rows(8, K)], [WEIGHT], [], "mm", "sum", 0, 1, False, *END)),
+    REDUCE: _dense(REDUCE, 8, "words", ([_rows(8, K)], [WEIGHT], [], "mm", "sum", False, [], "", "", *END)),
+    SCATTER: _dense(
+        SCATTER, 8, "packets", ([_rows(8, K)], [WEIGHT], [], "mm", "sum", 0, 1, False, [], "", "", *END)
+    ),
     GATHER: _dense(GATHER, 64, "few", (_rows(32, K), [WEIGHT], [BIAS], 0, 1, False, *END)),
     PUBLISH: _dense(
         PUBLISH, 8, "packets", ([_rows(8, K)], [WEIGHT], [BIAS], "addmm %0", 1, 1, False, False, *END), dim=1

@@ -82,7 +82,7 @@ def _timed(name: str, us: float, known: str = MEASURED) -> Timed:
 
 
 def _reduce(m: int) -> Any:
-    given = [_bf16(m, K)], [_bf16(K, N)], [], "mm", "sum", False, *SITE
+    given = [_bf16(m, K)], [_bf16(K, N)], [], "mm", "sum", False, [], "", "", *SITE
     return dense.run_reduce(REDUCE, FUSED_OPS[REDUCE].parse(given))
 
 

@@ -48,13 +48,26 @@ def test_a_call_like_an_earlier_one_is_run_by_what_that_prepared() -> None:
         return made.calls if given[0][0].dtype is torch.bfloat16 else None
 
     quick = Quick(
-        lambda given: (given[0][0].shape[0], *given[3:]) if given[0] else None,
+        lambda given: (given[0][0].shape[0], given[3], *given[-3:]) if given[0] else None,
         lambda found, args: held.get((found.name, args.x[0].shape[0])),
         again,
     )
 
     def call(x: Tensor | None = X, group: str = "a", product: str = "mm") -> Any:
-        given = [[] if x is None else [x], [X.t()], [], product, "sum", False, group, "direct", "eager"]
+        given = [
+            [] if x is None else [x],
+            [X.t()],
+            [],
+            product,
+            "sum",
+            False,
+            [],
+            "",
+            "",
+            group,
+            "direct",
+            "eager",
+        ]
         return direct(*given)
 
     with (

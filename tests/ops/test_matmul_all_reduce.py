@@ -43,7 +43,7 @@ def _call(
     order: str = "direct",
 ) -> list[Tensor]:
     result: list[Tensor] = torch.ops.autofuse.matmul_all_reduce(
-        x, w, operands, product, reduce_op, keep, world_group(), order, "test"
+        x, w, operands, product, reduce_op, keep, [], "", "", world_group(), order, "test"
     )
     return result
 
@@ -176,7 +176,7 @@ def _opcheck(rank: int, world: int) -> None:
     for keep in (False, True):
         x, w = seeded(rank, 6, 4).requires_grad_(), seeded(rank + 5, 4, 8).requires_grad_()
         bias = seeded(rank + 9, 8).requires_grad_()
-        args = ([x], [w], [bias], "addmm %0", "sum", keep, world_group(), "direct", "opcheck")
+        args = ([x], [w], [bias], "addmm %0", "sum", keep, [], "", "", world_group(), "direct", "opcheck")
         torch.library.opcheck(torch.ops.autofuse.matmul_all_reduce.default, args)
 
 

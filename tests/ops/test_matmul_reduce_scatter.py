@@ -52,7 +52,7 @@ def _call(
     order: str = "direct",
 ) -> list[Tensor]:
     result: list[Tensor] = torch.ops.autofuse.matmul_reduce_scatter(
-        x, w, operands, product, reduce_op, dim, outer, keep, world_group(), order, "test"
+        x, w, operands, product, reduce_op, dim, outer, keep, [], "", "", world_group(), order, "test"
     )
     return result
 
@@ -177,7 +177,7 @@ def _opcheck(rank: int, world: int) -> None:
     for dim, outer, keep in [(0, 1, False), (0, 2, True), (1, 1, True)]:
         x, w = seeded(rank, 8, 4).requires_grad_(), seeded(rank + 5, 4, 8).requires_grad_()
         none: list[Tensor] = []
-        args = ([x], [w], none, "mm", "sum", dim, outer, keep, world_group(), "direct", "opcheck")
+        args = ([x], [w], none, "mm", "sum", dim, outer, keep, [], "", "", world_group(), "direct", "opcheck")
         torch.library.opcheck(torch.ops.autofuse.matmul_reduce_scatter.default, args)
 
 

@@ -13,6 +13,7 @@ from autofuse.lowering.verify import verify
 from tests.passes.harness import fake_group
 
 WORLD = 4
+NO_TAIL = [], "", ""
 
 
 @pytest.fixture(autouse=True)
@@ -45,10 +46,12 @@ def test_every_op_has_one() -> None:
 @pytest.mark.parametrize("order", ["direct", "ring", "oblivious"])
 def test_reductions(order: str) -> None:
     arguments = [meta(8, 16)], [meta(16, 12)], [], "mm", "sum"
-    assert shape_of("matmul_all_reduce", *arguments, False, order=order).one_shot == (order == "direct")
+    assert shape_of("matmul_all_reduce", *arguments, False, *NO_TAIL, order=order).one_shot == (
+        order == "direct"
+    )
     large = [meta(4096, 16)], [meta(16, 1024)], [], "mm; to bfloat16", "sum"
-    assert not shape_of("matmul_all_reduce", *large, False, order=order).one_shot
-    shape = shape_of("matmul_reduce_scatter", *large, 0, 2, False, order=order)
+    assert not shape_of("matmul_all_reduce", *large, False, *NO_TAIL, order=order).one_shot
+    shape = shape_of("matmul_reduce_scatter", *large, 0, 2, False, *NO_TAIL, order=order)
     assert shape.chunks == (((1024, 1024),) * WORLD,)
     assert len(shape.plan(0).tiles(0)) == 2  # of a MiB
 

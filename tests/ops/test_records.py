@@ -69,6 +69,7 @@ def test_an_op_without_a_kernel_takes_nothing() -> None:
 
 
 REDUCE = ([X], [W], [], "mm", "sum")
+NO_TAIL = ([], "", "")
 GATHER = (X, [W], [], 0, 1, False)
 COMBINE = ([ROWS], [EXPERTS], [], [], "mm", 0, None, None, [], [], 1, 1, False)
 DISPATCH = (PARTS, [EXPERTS], [], 0, None, None, [], [], 1, 1, False)
@@ -78,12 +79,17 @@ ENDS = torch.tensor([3, 8], dtype=torch.int32)
 @pytest.mark.parametrize(
     ("op", "arguments", "gap"),
     [
-        ("matmul_all_reduce", (*REDUCE, False), ""),
-        ("matmul_all_reduce", (*REDUCE, True), "the matmul is read elsewhere, too"),
-        ("matmul_all_reduce", ([X], [W], [], "mm; neg", "sum", False), "not 'mm; neg' of 1"),
-        ("matmul_reduce_scatter", ([X] * 4, [W] * 4, [], "mm", "sum", 0, 1, False), ""),
-        ("matmul_reduce_scatter", ([X] * 5, [W] * 5, [], "mm", "sum", 0, 1, False), "not 'mm' of 5"),
-        ("matmul_reduce_scatter", (*REDUCE, 1, 1, False), ""),
+        ("matmul_all_reduce", (*REDUCE, False, *NO_TAIL), ""),
+        ("matmul_all_reduce", (*REDUCE, False, [], "relu", ""), "no GPU kernel applies the stages behind"),
+        ("matmul_all_reduce", (*REDUCE, True, *NO_TAIL), "the matmul is read elsewhere, too"),
+        ("matmul_all_reduce", ([X], [W], [], "mm; neg", "sum", False, *NO_TAIL), "not 'mm; neg' of 1"),
+        ("matmul_reduce_scatter", ([X] * 4, [W] * 4, [], "mm", "sum", 0, 1, False, *NO_TAIL), ""),
+        (
+            "matmul_reduce_scatter",
+            ([X] * 5, [W] * 5, [], "mm", "sum", 0, 1, False, *NO_TAIL),
+            "not 'mm' of 5",
+        ),
+        ("matmul_reduce_scatter", (*REDUCE, 1, 1, False, *NO_TAIL), ""),
         ("all_gather_matmul", GATHER, ""),
         ("all_gather_matmul", (X, [W] * 2, [X.new_empty(0), X.new_empty(6)], 0, 1, True), ""),
         ("all_gather_matmul", (X, [W], [], 1, 1, False), "not what it contracts"),
@@ -129,6 +135,6 @@ def test_gaps(op: str, arguments: tuple[Any, ...], gap: str) -> None:
 
 def test_dtypes() -> None:
     op = FUSED_OPS["matmul_all_reduce"]
-    wide = op.parse(([X.float()], [W.float()], [], "mm", "sum", False, *SITE))
+    wide = op.parse(([X.float()], [W.float()], [], "mm", "sum", False, *NO_TAIL, *SITE))
     assert op.gpu_dtype_gap(wide) == "float32 is exchanged; GPU kernels take bfloat16 and float16"
-    assert not op.gpu_dtype_gap(op.parse((*REDUCE, False, *SITE)))
+    assert not op.gpu_dtype_gap(op.parse((*REDUCE, False, *NO_TAIL, *SITE)))

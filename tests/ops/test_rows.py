@@ -35,7 +35,9 @@ def _check(rank: int, world: int, order: str, dtype: torch.dtype) -> None:
         poison(world_group())
         place = () if dim is None else (dim, outer)
         op = torch.ops.autofuse.matmul_all_reduce if dim is None else torch.ops.autofuse.matmul_reduce_scatter
-        out, kept = op([places], [table], [mask], PRODUCT, "sum", *place, True, world_group(), order, "test")
+        out, kept = op(
+            [places], [table], [mask], PRODUCT, "sum", *place, True, [], "", "", world_group(), order, "test"
+        )
         every = torch.stack([_exact(r, m, n, dtype) for r in range(world)])
         wanted = every.sum(0)
         if dim is not None:
@@ -55,7 +57,7 @@ def _gradients(rank: int, world: int) -> None:
     places, table, mask = _inputs(rank, m, n, torch.float32)
     leaf = table.requires_grad_()
     (out,) = torch.ops.autofuse.matmul_reduce_scatter(
-        [places], [leaf], [mask], PRODUCT, "sum", 0, 1, False, world_group(), "direct", "test"
+        [places], [leaf], [mask], PRODUCT, "sum", 0, 1, False, [], "", "", world_group(), "direct", "test"
     )
     (out * (1 + rank)).sum().backward()
     of_rows = (1.0 + torch.arange(world)).repeat_interleave(6)[:, None].expand(m, n).masked_fill(mask, 0) / 2

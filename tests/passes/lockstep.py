@@ -12,6 +12,7 @@ from torch import Tensor, fx
 
 import autofuse.lowering.ops  # noqa: F401  (defines torch.ops.autofuse)
 from autofuse.lowering.reference.product import product_reference
+from autofuse.lowering.reference.tail import tail_reference
 
 c10d, fused = torch.ops._c10d_functional, torch.ops.autofuse
 Calls = Sequence[tuple[Any, ...]]
@@ -61,7 +62,8 @@ def _matmul_all_reduce(calls: Calls) -> list[list[Tensor]]:
     products = [product_reference(*call[:4]) for call in calls]
     _, _, _, _, op, keep, *_ = calls[0]
     whole = _reduce(products, op)
-    return [[whole, p] if keep else [whole] for p in products]
+    results = [tail_reference(whole, call[6], call[7]) for call in calls]
+    return [[*found, p] if keep else found for found, p in zip(results, products, strict=True)]
 
 
 def _matmul_reduce_scatter(calls: Calls) -> list[list[Tensor]]:
@@ -69,7 +71,8 @@ def _matmul_reduce_scatter(calls: Calls) -> list[list[Tensor]]:
     _, _, _, _, op, dim, outer, keep, *_ = calls[0]
     parts = _reduce(products, op).unflatten(dim, (outer, len(calls), -1)).unbind(dim + 1)
     parts = [part.flatten(dim, dim + 1) for part in parts]
-    return [[part, p] if keep else [part] for part, p in zip(parts, products, strict=True)]
+    results = [tail_reference(part, call[8], call[9]) for part, call in zip(parts, calls, strict=True)]
+    return [[*found, p] if keep else found for found, p in zip(results, products, strict=True)]
 
 
 def _all_gather_matmul(calls: Calls) -> list[list[Tensor]]:

@@ -71,7 +71,7 @@ def test_the_fused_op_reads_the_node(op: str) -> None:
         (fused,) = (n for n in gm.graph.nodes if "autofuse" in str(n.target))
     assert (site.fused, site.world) == (True, 4)
     assert_expected_inline(
-        str(fused.args), """([x_1], [w_1], [], 'mm', 'sum', False, tp, 'direct', 'all_reduce')"""
+        str(fused.args), """([x_1], [w_1], [], 'mm', 'sum', False, [], '', '', tp, 'direct', 'all_reduce')"""
     )
 
 

@@ -56,7 +56,7 @@ def test_lines_know_their_site() -> None:
         """\
 - arg0_1: f32[8, 4] = placeholder
 - arg1_1: f32[4, 6] = placeholder
-0 matmul_all_reduce_default = autofuse.matmul_all_reduce([arg0_1], [arg1_1], [], 'mm', 'sum', False, ...)
+0 matmul_all_reduce_default = autofuse.matmul_all_reduce([arg0_1], [arg1_1], [], 'mm', 'sum', False, [], '', '', ...)
 0 getitem: f32[8, 6] = matmul_all_reduce_default[0]
 0 relu: f32[8, 6] = aten.relu(getitem)
 1 all_reduce_1: f32[8, 6] = _c10d_functional.all_reduce(relu, 'max', '0')

@@ -203,7 +203,8 @@ def test_the_gradient_of_projections_of_one_gather_is_one_reduction() -> None:
     """A sum of three matmuls; each has an inner length of its own."""
     assert_expected_inline(
         fused_calls(explained(lambda: Projections(64, 16, 16), tokens())),
-        """matmul_reduce_scatter([_, _, _], [_, _, _], [], 'mm', 'sum', 0, 1, False, '0', 'direct')""",
+        """\
+matmul_reduce_scatter([_, _, _], [_, _, _], [], 'mm', 'sum', 0, 1, False, [], '', '', '0', 'direct')""",
     )
 
 

@@ -99,7 +99,7 @@ def test_gpus_leave_what_is_empty(op: str) -> None:
             given = FUSED_OPS[op].arguments([x], [w], [], "mm", 0, 1, False, False, *last)
             assert run_publish(given) is NotImplemented
         elif op == "matmul_all_reduce":
-            given = FUSED_OPS[op].arguments([x], [w], [], "mm", "sum", False, *last)
+            given = FUSED_OPS[op].arguments([x], [w], [], "mm", "sum", False, [], "", "", *last)
             assert run_reduce(op, given) is NotImplemented
         else:
             continue

@@ -197,6 +197,10 @@ def _kind(given: tuple[Any, ...]) -> Hashable:
     return None if sizes is None else (*sizes, *rest)
 
 
+def _reduce_kind_of(given: tuple[Any, ...]) -> Hashable:
+    return None if given[-5] else _kind((*given[:-6], *given[-3:]))  # without a tail, its operands and proof
+
+
 def _quick_reduce(op: str) -> Quick:
     def made(workspace: GpuWorkspace, args: ReduceArguments) -> Any:
         return workspace.calls.get(_reduce_kind(op, args, args.x, False))
@@ -205,7 +209,7 @@ def _quick_reduce(op: str) -> Quick:
         out = reduction.again(given[0], given[1])
         return None if out is None else [out]
 
-    return Quick(_kind, made, again)
+    return Quick(_reduce_kind_of, made, again)
 
 
 def _gather_made(workspace: GpuWorkspace, args: AllGatherMatmul) -> Any:

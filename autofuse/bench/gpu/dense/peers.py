@@ -201,9 +201,9 @@ def arguments(cell: Cell, given: Operands, w: Tensor, order: str = "direct") -> 
     """The arguments of the fused op."""
     x, group = given.x, (given.group_name, order, "bench")
     if cell.op == "matmul_all_reduce":
-        return [x], [w], [], "mm", "sum", False, *group
+        return [x], [w], [], "mm", "sum", False, [], "", "", *group
     if cell.op == "matmul_reduce_scatter":
-        return [x], [w], [], "mm", "sum", 0, 1, False, *group
+        return [x], [w], [], "mm", "sum", 0, 1, False, [], "", "", *group
     if cell.publishes:
         return [x], [w], [], "mm", 1, 1, False, False, *group
     return x, [w], [], 0, 1, False, *group
