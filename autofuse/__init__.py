@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from autofuse import config, ops, optim
     from autofuse.backend import custom_pass
     from autofuse.collectives import register_collective
+    from autofuse.declarations import replicated
     from autofuse.enabling import disable, enable
     from autofuse.holdings import memory_summary
     from autofuse.inspection import debug, explain, rewrite
@@ -39,6 +40,7 @@ __all__ = [
     "optim",
     "optimizer_in_backward",
     "register_collective",
+    "replicated",
     "reset",
     "rewrite",
     "warmup",
@@ -59,6 +61,7 @@ _HOME = {
     "memory_summary": "autofuse.holdings",
     "optimizer_in_backward": "autofuse.table_optimizers",
     "register_collective": "autofuse.collectives",
+    "replicated": "autofuse.declarations",
     "reset": "autofuse.recovery",
     "rewrite": "autofuse.inspection",
     "warmup": "autofuse.warm_up",

@@ -16,12 +16,15 @@ from typing import Any
 from torch import fx
 
 from autofuse import lowering, passes
+from autofuse.agreeing import Agreed
+from autofuse.declarations import Given, given
 from autofuse.lowering import torch_internals, watcher
 from autofuse.lowering.direct import generate_direct_calls
 from autofuse.lowering.torch_internals import CustomGraphPass, takes_is_inference
 from autofuse.options import measure_if_tuned, own_options, resolve
 from autofuse.options import settings as settings_of
-from autofuse.passes.report import GraphReport, Reason, Report, listening, publish
+from autofuse.passes.report import GraphReport, Reason, Report, Schedule, listening, publish
+from autofuse.passes.schedules.schedule import SPLIT, Proof
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +55,9 @@ def compile_fused(
     """Compiles a graph of dynamo with Inductor and our passes. `patches`: changes to Inductor's
     configuration. `region`: the user's name of what is compiled."""
     measure_if_tuned(patches)
-    fusion, patches = fusion_pass(next(_numbers), settings, patches)
+    inputs = given_inputs(gm, example_inputs, settings)
+    fusion, patches = fusion_pass(next(_numbers), settings, patches, inputs)
+    as_written = None if inputs is None else fx.GraphModule(gm, copy.deepcopy(gm.graph))
     groups: set[str] = set()
 
     def compile_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
@@ -63,7 +68,19 @@ def compile_fused(
                 _report_hit(gm, example_inputs, kwargs)
         return compiled
 
-    return _checked(torch_internals.compile_fx(gm, example_inputs, compile_graph, patches, region), groups)
+    compiled = torch_internals.compile_fx(gm, example_inputs, compile_graph, patches, region)
+    if fusion.proofs:
+        assert as_written is not None
+        assert inputs is not None
+        compiled = Agreed(compiled, as_written, fusion.proofs, inputs)
+    return _checked(compiled, groups)
+
+
+def given_inputs(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], settings: passes.Settings
+) -> Given | None:
+    """What is known of the inputs of a graph of dynamo, if its schedule may rest on that."""
+    return given(gm, example_inputs) if settings.schedule == SPLIT else None
 
 
 def _report_hit(gm: fx.GraphModule, example_inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -105,13 +122,16 @@ def group_names(gm: fx.GraphModule) -> set[str]:
 
 
 def fusion_pass(
-    number: int, settings: passes.Settings, patches: Mapping[str, Any] = MappingProxyType({})
+    number: int,
+    settings: passes.Settings,
+    patches: Mapping[str, Any] = MappingProxyType({}),
+    inputs: Given | None = None,
 ) -> tuple["FusionPass", dict[str, Any]]:
     """The pass for graph `number`, and `patches` with the changes to Inductor's configuration that install
-    it."""
+    it. `inputs`: of the graph of dynamo; without them nothing is scheduled anew."""
     before, joint = "post_grad_custom_pre_pass", "joint_custom_post_pass"
     fusion = FusionPass(settings, _configured(before, patches), number)
-    return fusion, {**patches, before: fusion, joint: MarkingPass(_configured(joint, patches))}
+    return fusion, {**patches, before: fusion, joint: JointPass(_configured(joint, patches), fusion, inputs)}
 
 
 def _configured(name: str, patches: Mapping[str, Any]) -> tuple[Callable[..., None], ...]:
@@ -120,7 +140,7 @@ def _configured(name: str, patches: Mapping[str, Any]) -> tuple[Callable[..., No
     others = found if isinstance(found, (list, tuple)) else (found,) if found else ()
     # One fusion is enough: another of ours would report what this one has kept a second time. The
     # configuration has one while a graph is compiled, in torch before 2.13 on all threads.
-    return tuple(other for other in others if not isinstance(other, (CustomPass, FusionPass, MarkingPass)))
+    return tuple(other for other in others if not isinstance(other, (CustomPass, FusionPass, JointPass)))
 
 
 def graph_kind(kwargs: Mapping[str, Any]) -> str:
@@ -131,20 +151,30 @@ def graph_kind(kwargs: Mapping[str, Any]) -> str:
     return "inference" if kwargs.get("is_inference") else "forward"
 
 
-class MarkingPass(CustomGraphPass):
-    """Runs the user's passes of joint graphs, then marks indices that are permutations for backward
-    graphs."""
+class JointPass(CustomGraphPass):
+    """Runs the user's passes of joint graphs, chooses the schedule, and marks indices that are permutations
+    for backward graphs."""
 
-    def __init__(self, others: tuple[Callable[..., None], ...]) -> None:
+    def __init__(
+        self, others: tuple[Callable[..., None], ...], fusion: "FusionPass", inputs: Given | None
+    ) -> None:
         self.others = others
+        self.fusion = fusion
+        self.inputs = inputs
 
     def __call__(self, graph: fx.Graph) -> None:
         for other in self.others:
             other(graph)
+        if self.inputs is not None:
+            schedule = self.fusion.settings.schedule
+            told, proofs = passes.reschedule_or_not(graph, schedule, self.inputs.of_joint(graph))
+            self.fusion.schedules += told
+            self.fusion.proofs += proofs
         passes.unless_faulty(passes.mark_permutations, graph)
 
     def uuid(self) -> str | None:
-        """Empty: the marks are part of the identity of the graph's `FusionPass`."""
+        """Neither marks nor schedules are part of it: the marks are part of the identity of the graph's
+        `FusionPass`, and the graphs that Inductor knows by their code are those of the schedule."""
         return _identity((_sources_digest(),), self.others)
 
 
@@ -160,6 +190,8 @@ class FusionPass(CustomGraphPass):
         self.kind = "inference"
         self.circumstances: str | None = ""
         self.ran = False
+        self.schedules: list[Schedule] = []
+        self.proofs: list[Proof] = []
 
     @contextmanager
     def compiling(self, kind: str, circumstances: str | None = "") -> Iterator[None]:
@@ -175,7 +207,8 @@ class FusionPass(CustomGraphPass):
                 other(graph, is_inference=self.kind == "inference")
             else:
                 other(graph)
-        _fuse(graph, self.settings, self.kind, self.number)
+        told = () if self.kind == "backward" else tuple(self.schedules)
+        _fuse(graph, self.settings, self.kind, self.number, told)
 
     def uuid(self) -> str | None:
         """Covers everything that a rewrite depends on, equal on all ranks. None (never cached) if a pass of
@@ -205,14 +238,20 @@ def custom_pass(**options: Any) -> CustomPass:
     """The fusion as a pass for `torch._inductor.config.post_grad_custom_pre_pass`, `..._post_pass`, or a list
     of passes of another compiler. It takes the options of autofuse; see the guide.
 
-    Raises ValueError for an unknown option and for a bad value.
+    Raises ValueError for an unknown option and for a bad value. `schedule` is none of them: such a pass sees
+    no joint graphs.
     """
+    if "schedule" in options:
+        raise ValueError("custom_pass: a schedule is chosen in joint graphs, which this pass does not see")
     return CustomPass(replace(settings_of(**own_options(options)), lines=False))
 
 
-def _fuse(graph: fx.Graph, settings: passes.Settings, kind: str, number: int) -> None:
+def _fuse(
+    graph: fx.Graph, settings: passes.Settings, kind: str, number: int, told: tuple[Schedule, ...] = ()
+) -> None:
     generate_direct_calls()
     report = passes.fuse_or_keep(graph, settings, kind, f"{kind} {number}")
+    report = replace(report, schedules=told)
     if any(site.fused for site in report.sites):
         torch_internals.forget_sparse(graph)
     record(report)

@@ -17,6 +17,10 @@ patterns: str = Config(default="all", env_name_default="AUTOFUSE_PATTERNS")
 order: str = Config(default="direct", env_name_default="AUTOFUSE_ORDER")
 """Order of the tiles of a plan: `direct`, `ring`, or `oblivious` (the control of every measurement)."""
 
+schedule: str = Config(default="auto", env_name_default="AUTOFUSE_SCHEDULE")
+"""`split`: what lies between two all_reduces is computed on slices, each rank its own, where that is proven
+to be the same (`autofuse.replicated`). `unchanged` and `auto`: on all ranks, as the program has it."""
+
 table: str = Config(default="", env_name_default="AUTOFUSE_TABLE")
 """File with constants for the cost model, as `autofuse tune` writes it; equal on all ranks. It wins over the
 tables in the cache folder (`~/.cache/autofuse`), which win over those that come with autofuse."""

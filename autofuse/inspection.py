@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autofuse import passes
 from autofuse.backend import autofuse as own_backend
-from autofuse.backend import fusion_pass, graph_kind, record
+from autofuse.backend import fusion_pass, given_inputs, graph_kind, record
 from autofuse.enabling import enabled
 from autofuse.lowering import torch_internals
 from autofuse.options import resolve, settings
@@ -132,7 +132,8 @@ def _compile_without_code(
     mode: str | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Callable[..., Any]:
-    fusion, patches = fusion_pass(number, *resolve(mode, options))
+    chosen, patches = resolve(mode, options)
+    fusion, patches = fusion_pass(number, chosen, patches, given_inputs(gm, example_inputs, chosen))
 
     def compile_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
         # Taken before the passes, which may leave outputs of a fused op without metadata.

@@ -11,16 +11,18 @@ from autofuse.lowering import torch_internals
 from autofuse.lowering.ops.library import FUSED_OPS
 from autofuse.passes import Settings
 from autofuse.passes.choice.device_table import tables
+from autofuse.passes.schedules.schedule import SCHEDULES
 
 POLICIES = ("auto", "always", "never")
 ORDERS = ("direct", "ring", "oblivious")
-OWN_OPTIONS = ("policy", "patterns", "order", "table", "captured", "timeout_s")
+OWN_OPTIONS = ("policy", "patterns", "order", "schedule", "table", "captured", "timeout_s")
 
 _CUDAGRAPHS = "triton.cudagraphs"
 
 
 def settings(inductor: Mapping[str, Any] | None = None, /, **changes: Any) -> Settings:
-    """The settings of `autofuse.config`, changed by `policy`, `patterns`, `order`, `table` and `captured`.
+    """The settings of `autofuse.config`, changed by `policy`, `patterns`, `order`, `schedule`, `table`
+    and `captured`.
 
     `inductor`: changes to Inductor's settings, which may turn on CUDA graphs. Raises ValueError for a value
     that is not allowed, and for a bad table.
@@ -36,7 +38,9 @@ def settings(inductor: Mapping[str, Any] | None = None, /, **changes: Any) -> Se
     captured = changes.get("captured", config.captured)
     _check("captured", captured, (True, False))
     graphs = _cudagraphs(inductor or {})
-    return Settings(policy, patterns, order, tables(os.fspath(table)), captured or graphs)
+    schedule = changes.get("schedule", config.schedule)
+    _check("schedule", schedule, SCHEDULES)
+    return Settings(policy, patterns, order, tables(os.fspath(table)), captured or graphs, schedule)
 
 
 def resolve(mode: str | None, options: Mapping[str, Any] | None) -> tuple[Settings, dict[str, Any]]:

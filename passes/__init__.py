@@ -3,7 +3,7 @@
 from .circumstances import circumstances, circumstances_of_any_graph
 from .fuse import fuse
 from .graph.permutation import mark_permutations
-from .safely import fuse_or_keep, unless_faulty
+from .safely import fuse_or_keep, reschedule_or_not, unless_faulty
 from .settings import Settings
 
 __all__ = [
@@ -13,5 +13,6 @@ __all__ = [
     "fuse",
     "fuse_or_keep",
     "mark_permutations",
+    "reschedule_or_not",
     "unless_faulty",
 ]

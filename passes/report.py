@@ -227,6 +227,28 @@ class Listing:
 
 
 @dataclass(frozen=True)
+class Schedule:
+    """How the all_reduces of one group in a graph are computed, with what lies between them.
+
+    Attributes:
+        name: `split` if it is computed on slices, else `unchanged`.
+        world: the number of ranks.
+        reductions: how many all_reduces have become reduce_scatters.
+        gathers: how many all_gathers there are instead.
+        bytes_reduced, bytes_gathered: of the whole tensors.
+        refused: why the other all_reduces stay whole.
+    """
+
+    name: str
+    world: int
+    reductions: int
+    gathers: int
+    bytes_reduced: int
+    bytes_gathered: int
+    refused: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class GraphReport:
     """One compiled graph: its nodes before and after the rewrite, and its collectives."""
 
@@ -238,6 +260,8 @@ class GraphReport:
     sites: tuple[Site, ...]
     seconds: float = 0.0
     """Duration of the pass, without the time to print the graphs."""
+    schedules: tuple[Schedule, ...] = ()
+    """Of the joint graph, one for each group; told with the forward graph."""
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict())
@@ -253,7 +277,12 @@ class GraphReport:
     def _from_dict(cls, data: dict) -> "GraphReport":
         sites = tuple(Site._from_dict(site) for site in data["sites"])
         before, after = (Listing._from_dict(data[name]) for name in ("before", "after"))
-        return cls(**{**data, "before": before, "after": after, "sites": sites})
+        schedules = tuple(
+            Schedule(**{**each, "refused": _tuples(each["refused"])}) for each in data.get("schedules", ())
+        )
+        return cls(
+            **{**data, "before": before, "after": after, "sites": sites, "schedules": schedules},
+        )
 
 
 @dataclass

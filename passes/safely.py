@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 from torch import fx
 
 from .fuse import Fault, fuse
-from .report import GraphReport, Listing
+from .report import GraphReport, Listing, Schedule
+from .schedules.layouts import Input
+from .schedules.schedule import SPLIT, Proof, no_proofs, reschedule
 from .settings import Settings
 
 log = logging.getLogger(__name__)
@@ -35,6 +37,24 @@ def fuse_or_keep(graph: fx.Graph, settings: Settings, kind: str, name: str) -> G
             if site in faults:  # not even a report of kept sites can be made
                 return GraphReport(name, kind, Listing(), Listing(), ())
             faults[site] = f"{type(cause).__name__}: {cause}"
+
+
+def reschedule_or_not(
+    joint: fx.Graph, schedule: str, inputs: Mapping[fx.Node, Input]
+) -> tuple[list[Schedule], list[Proof]]:
+    """As `reschedule`, but an exception leaves the graph as it was, and is logged.
+
+    The ranks of the groups still meet: another rank may have had no fault.
+    """
+    if schedule != SPLIT:
+        return [], []
+    before = copy.deepcopy(joint)
+    try:
+        return reschedule(joint, inputs)
+    except Exception:
+        log.exception("a fault in autofuse; the schedule of a graph stays as it was")
+        _restore(joint, before)
+        return [], no_proofs(joint)
 
 
 def unless_faulty(step: Callable[[fx.Graph], T], graph: fx.Graph) -> T | None:

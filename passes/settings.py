@@ -17,6 +17,8 @@ class Settings:
         order: the order of the plans.
         tables: device tables of the cost model; the first table that fits a device is used.
         captured: whether the caller runs the graph in CUDA graphs.
+        schedule: `split` computes between all_reduces on slices where that is proven legal; `unchanged` and
+            `auto` do not.
         lines: whether fused ops name the line of their site; otherwise they name the collective only.
     """
 
@@ -25,4 +27,5 @@ class Settings:
     order: str = "direct"
     tables: tuple[DeviceTable, ...] = field(default_factory=shipped, repr=False)
     captured: bool = False
+    schedule: str = "auto"
     lines: bool = True

@@ -19,6 +19,9 @@ def text_of(report: Report) -> str:
     lines = [f"autofuse: {counted(site.state for site in report.sites)} in {graphs}"]
     if report.sites:
         lines += ["", *_table([_HEADER, *map(_row, report.sites)])]
+    schedules = _schedules(report)
+    if schedules:
+        lines += ["", "schedules:", *schedules]
     ran = _what_ran(report)
     if ran:
         lines += ["", "what has run until now:", *ran]
@@ -29,6 +32,20 @@ def text_of(report: Report) -> str:
         lines += ["", "graph breaks (no site can span one):"]
         lines += dict.fromkeys(f"  {_break_line(text)}" for text in report.graph_breaks)
     return "\n".join(lines)
+
+
+def _schedules(report: Report) -> list[str]:
+    """What became of the all_reduces of each graph, and why some stay whole."""
+    lines: list[str] = []
+    for graph in report.graphs:
+        for each in graph.schedules:
+            lines.append(
+                f"  {graph.name}, {each.world} ranks: {each.name}, {each.reductions} all_reduces "
+                f"({each.bytes_reduced} bytes) scatter, {each.gathers} all_gathers "
+                f"({each.bytes_gathered} bytes)"
+            )
+            lines += [f"    whole: {why}" for why in each.refused]
+    return lines
 
 
 def _what_ran(report: Report) -> list[str]:

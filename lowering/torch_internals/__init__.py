@@ -29,6 +29,7 @@ from .groups import (
     fake_store,
     finished_work,
     group_ranks,
+    group_ranks_of,
     group_size,
     group_spans_hosts,
     group_store,
@@ -38,6 +39,12 @@ from .groups import (
     resolve_group,
     sharded_vector,
     traced_group,
+)
+from .inputs import (
+    input_source,
+    placements,
+    position_of_input,
+    tangent_of,
 )
 from .ops import (
     after_backward,
@@ -99,6 +106,7 @@ __all__ = [
     "gpu_sleep",
     "graph_break_counts",
     "group_ranks",
+    "group_ranks_of",
     "group_size",
     "group_spans_hosts",
     "group_store",
@@ -109,10 +117,13 @@ __all__ = [
     "inductor_mode_options",
     "inductor_option",
     "inductor_options",
+    "input_source",
     "local_shards",
     "log_artifact",
     "nobody_intervenes",
     "order_calls",
+    "placements",
+    "position_of_input",
     "propagate_fakes",
     "register_autograd",
     "resolve_group",
@@ -133,5 +144,6 @@ __all__ = [
     "symmetric_memory",
     "symmetric_views",
     "takes_is_inference",
+    "tangent_of",
     "traced_group",
 ]

@@ -60,6 +60,14 @@ def group_world(group: str | ProcessGroup) -> int | None:
         return None
 
 
+def group_ranks_of(group: str | ProcessGroup) -> frozenset[int]:
+    """The ranks of a group, as numbers of the whole job; none if there is no group of that name."""
+    try:
+        return frozenset(torch.distributed.get_process_group_ranks(resolve_group(group)))
+    except (RuntimeError, ValueError, KeyError):
+        return frozenset()
+
+
 def group_ranks() -> dict[str, list[int]]:
     """The ranks of every group of this process, by the group's name."""
     from torch.distributed.distributed_c10d import _world

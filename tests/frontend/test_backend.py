@@ -10,7 +10,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.utils import fresh_cache
 
 import autofuse
-from autofuse.backend import FusionPass, MarkingPass, fusion_pass
+from autofuse.backend import FusionPass, JointPass, fusion_pass
 from autofuse.options import settings
 from tests.frontend.models import both_ways, one_way, operands
 
@@ -118,7 +118,8 @@ def test_a_joint_pass_of_the_user_keeps_running(group: str) -> None:
         torch.compile(both_ways, backend="autofuse", options=options)(x, w, group).sum().backward()
     assert mine.graphs == 1
     assert kinds(report) == ["forward", "backward"]
-    assert MarkingPass((mine,)).uuid() not in (None, MarkingPass(()).uuid())
+    fusion = FusionPass(settings(), (), 0)
+    assert JointPass((mine,), fusion, None).uuid() not in (None, JointPass((), fusion, None).uuid())
 
 
 def test_bad_options_raise_through_torch_compile(group: str) -> None:

@@ -16,7 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.torch_version import TorchVersion
 
 import autofuse
-from autofuse.backend import fusion_pass, graph_kind
+from autofuse.backend import fusion_pass, given_inputs, graph_kind
 from autofuse.lowering import torch_internals
 from autofuse.options import resolve
 from autofuse.passes.report import Report
@@ -72,7 +72,9 @@ def passes_only(policy: str = "always", **options: Any) -> Callable[..., Any]:
     numbers = itertools.count()
 
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        fusion, patches = fusion_pass(next(numbers), *resolve(None, {"policy": policy, **options}))
+        settings, patches = resolve(None, {"policy": policy, **options})
+        inputs = given_inputs(gm, example_inputs, settings)
+        fusion, patches = fusion_pass(next(numbers), settings, patches, inputs)
 
         def compile_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
             with fusion.compiling(graph_kind(kwargs)):

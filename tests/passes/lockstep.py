@@ -90,6 +90,7 @@ _COLLECTIVES: dict[object, Callable[[Calls], Sequence[Any]]] = {
     c10d.all_reduce.default: _all_reduce,
     c10d.reduce_scatter_tensor.default: _reduce_scatter,
     c10d.all_gather_into_tensor.default: _all_gather,
+    fused.own_part.default: lambda calls: list(calls[0][0].chunk(len(calls), calls[0][1])),
     c10d.wait_tensor.default: lambda calls: [x for (x,) in calls],
     fused.matmul_all_reduce.default: _matmul_all_reduce,
     fused.matmul_reduce_scatter.default: _matmul_reduce_scatter,

@@ -1,0 +1,99 @@
+"""Chooses and applies the schedule of a joint graph, and tells what it did and what was refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import fx
+from torch.distributed import ProcessGroup
+
+from autofuse.lowering.torch_internals import group_world
+from autofuse.passes.graph.anchors import Anchor, find_anchors
+from autofuse.passes.report import Schedule
+
+from .layouts import Input, Layouts
+from .split import Stream, find_stream, split, stream_dim
+
+SPLIT, UNCHANGED, AUTO = "split", "unchanged", "auto"
+SCHEDULES = (AUTO, UNCHANGED, SPLIT)
+"""What the option `schedule` may be."""
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What must hold on all ranks of a group, or a graph may not run as it was scheduled.
+
+    Attributes:
+        group: the group.
+        digest: of all that the proof rests on; equal on all ranks. Empty if there is no proof.
+        inputs: names of the inputs of the graph that must have the same values.
+    """
+
+    group: str | ProcessGroup
+    digest: str
+    inputs: tuple[str, ...]
+
+
+def reschedule(joint: fx.Graph, inputs: Mapping[fx.Node, Input]) -> tuple[list[Schedule], list[Proof]]:
+    """Splits what can be split in a joint graph, in place. Every group with an all_reduce has a proof, on
+    every rank."""
+    told: list[Schedule] = []
+    proofs: list[Proof] = []
+    for group, anchors in _all_reduces(joint).items():
+        world = group_world(group)
+        assert world is not None
+        layouts = Layouts(joint, group, inputs)
+        stream = find_stream(joint, anchors, world, layouts.replicated)
+        told.append(_told(stream, anchors, layouts, world))
+        if stream is None:
+            proofs.append(Proof(group, "", ()))
+            continue
+        rests_on = stream.rests_on
+        names = {inputs[n].name for n in layouts.inputs_of(rests_on) if n in inputs}
+        proofs.append(Proof(group, layouts.proof(rests_on), tuple(sorted(names))))
+        split(joint, stream)
+    return told, proofs
+
+
+def no_proofs(joint: fx.Graph) -> list[Proof]:
+    """Of a graph that is left as it is: other ranks may have proofs, and must hear that this one has none."""
+    return [Proof(group, "", ()) for group in _all_reduces(joint)]
+
+
+def _all_reduces(joint: fx.Graph) -> dict[str | ProcessGroup, list[Anchor]]:
+    """By group, of groups of several ranks."""
+    found: dict[str | ProcessGroup, list[Anchor]] = {}
+    for anchor in find_anchors(joint):
+        group = anchor.known_group
+        if anchor.kind == "all_reduce" and group is not None and (group_world(group) or 1) > 1:
+            found.setdefault(group, []).append(anchor)
+    return found
+
+
+def _told(stream: Stream | None, anchors: list[Anchor], layouts: Layouts, world: int) -> Schedule:
+    done = {} if stream is None else {a.node: a for a in stream.reductions.values()}
+    refused = dict.fromkeys(_why_not(anchor, layouts, world) for anchor in anchors if anchor.node not in done)
+    gathered = [] if stream is None else stream.gathered
+    return Schedule(
+        name=UNCHANGED if stream is None else SPLIT,
+        world=world,
+        reductions=len(done),
+        gathers=len(gathered),
+        bytes_reduced=0 if stream is None else stream.bytes_reduced,
+        bytes_gathered=0 if stream is None else stream.bytes_gathered,
+        refused=tuple(refused),
+    )
+
+
+def _why_not(anchor: Anchor, layouts: Layouts, world: int) -> str:
+    """Why an all_reduce stays whole."""
+    place = anchor.source or anchor.kind
+    readers = [user for wait in anchor.waits for user in wait.users]
+    for reader in readers:
+        for read in reader.all_input_nodes:
+            if read not in anchor.waits and not layouts.replicated(read):
+                return f"{place}: {layouts.why(read)}"
+    if stream_dim(anchor, world) is None:
+        return f"{place}: its rows cannot be cut into {world} equal parts of known size"
+    return f"{place}: too little of what reads it can be computed on slices"

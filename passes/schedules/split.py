@@ -1,0 +1,287 @@
+"""Computes what lies between two all_reduces on slices: sequence parallelism in a tensor-parallel graph.
+
+    all_reduce(p) -> f -> readers          reduce_scatter(p) -> f on the slice -> all_gather -> readers
+
+These are CoCoNet's transformations split (section 3.1) and reorder (3.2), along the whole residual stream:
+
+    p0        p1                            p0         p1
+    | AR      | AR                          | RS       | RS
+    h0 -----> + --> norm --> mm             h0_r ----> + --> norm --> AG --> mm
+    |                                       |
+    norm --> mm                             norm --> AG --> mm
+
+split      all_reduce = all_gather(reduce_scatter). Legal if rows have W equal parts.
+reorder    all_gather moves down through pointwise ops, casts, views, and reductions along other dims. Legal
+           if everything that they read is the same on all ranks: any rank would have computed the same for
+           a row. An operand with rows is cut, one that broadcasts along them is read whole.
+sums       A sum along the cut dim (the gradient of a norm's weight) becomes a partial sum and an all_reduce.
+state      Values that the backward reads stay slices. So the pass runs on the joint graph of forward and
+           backward, before it is cut into the two.
+
+The order of the collectives of a group is that of the graph, on all ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from autofuse.lowering import own_part as _own_part  # noqa: F401  (registers torch.ops.autofuse.own_part)
+from autofuse.passes.graph.anchors import Anchor
+from autofuse.passes.graph.emit import Emitter
+from autofuse.passes.graph.follow import WAIT, Shapes, aten, tensor
+
+from .slices import cut_dim, is_free, leading_dim, needs_part, on_slices, static_shape, sums_cut_dim
+
+c10d = torch.ops._c10d_functional
+
+MOST_GATHERED = 1.25
+"""A stream may gather so many times the bytes that it scatters: more than 1, since its first and its last
+value may be gathered, too."""
+
+IsReplicated = Callable[[fx.Node], bool]
+"""Whether a value of the graph is proven to be the same on all ranks of the group."""
+
+
+@dataclass
+class Stream:
+    """The values of one group that can be computed on slices.
+
+    Attributes:
+        group: of the collectives, as they name it.
+        cuts: the values, each with the dim along which it is cut.
+        reductions: by its result, each all_reduce that becomes a reduce_scatter.
+        sums: sums along the cut dim.
+    """
+
+    group: str | fx.Node
+    world: int
+    cuts: dict[fx.Node, int] = field(default_factory=dict)
+    reductions: dict[fx.Node, Anchor] = field(default_factory=dict)
+    sums: list[fx.Node] = field(default_factory=list)
+
+    @property
+    def gathered(self) -> list[fx.Node]:
+        """The cut values with readers that need the whole."""
+        inside = {*self.cuts, *self.sums}
+        return [node for node in self.cuts if any(user not in inside for user in node.users)]
+
+    @property
+    def rests_on(self) -> list[fx.Node]:
+        """The values that must be the same on all ranks."""
+        return [node for node in self.cuts if node not in self.reductions] + self.sums
+
+    @property
+    def bytes_reduced(self) -> int:
+        return sum(map(_nbytes, self.reductions))
+
+    @property
+    def bytes_gathered(self) -> int:
+        return sum(map(_nbytes, self.gathered))
+
+
+def find_stream(
+    graph: fx.Graph, anchors: Sequence[Anchor], world: int, replicated: IsReplicated
+) -> Stream | None:
+    """The values between the all_reduces `anchors` of one group that can be computed on slices."""
+    # More waits are waits for the first.
+    fitting = [a for a in anchors if a.reduce_op in ("sum", "avg") and len(a.node.users) == 1 and a.waits]
+    while True:
+        stream = _grow(graph, Stream(anchors[0].group, world), fitting, replicated)
+        whole = [anchor for anchor in fitting if any(wait in stream.gathered for wait in anchor.waits)]
+        if not whole:
+            break
+        # Slices of sums that are needed whole save nothing: they stay all_reduces.
+        fitting = [anchor for anchor in fitting if anchor not in whole]
+    _leave_out(stream)
+    return stream if stream.reductions else None
+
+
+def _grow(graph: fx.Graph, stream: Stream, anchors: Sequence[Anchor], replicated: IsReplicated) -> Stream:
+    """Fills the stream with everything that can be computed on slices of the results of `anchors`."""
+    results = {anchor.waits[0]: anchor for anchor in anchors}
+    for node in graph.nodes:
+        if node in results:
+            dim = stream_dim(results[node], stream.world)
+            if dim is not None:
+                stream.cuts[node] = dim
+                stream.reductions[node] = results[node]
+        elif any(source in stream.cuts for source in node.all_input_nodes) and replicated(node):
+            dim = cut_dim(node, stream.cuts, stream.world)
+            if dim is not None:
+                stream.cuts[node] = dim
+            elif sums_cut_dim(node, stream.cuts):
+                stream.sums.append(node)
+    _draw_back(stream)
+    return stream
+
+
+def stream_dim(anchor: Anchor, world: int) -> int | None:
+    """The dim along which the result of an all_reduce can be cut; None if it cannot."""
+    shape, val = static_shape(anchor.node), tensor(anchor.node)
+    floats = val is not None and val.is_floating_point()
+    return leading_dim(shape, world) if floats and shape is not None else None
+
+
+def _draw_back(stream: Stream) -> None:
+    """Takes out what is not worth a slice: views whose readers need the whole, and reductions whose result
+    nothing on slices reads."""
+    for node in reversed(list(stream.cuts)):
+        inside = any(user in stream.cuts or user in stream.sums for user in node.users)
+        if not inside and (is_free(node) or node in stream.reductions):
+            del stream.cuts[node]
+            stream.reductions.pop(node, None)
+
+
+def _leave_out(stream: Stream) -> None:
+    """Takes out parts of the stream that gather too much, as where the backward reads the whole of many
+    values."""
+    for part in _parts(stream):
+        reduced = sum(_nbytes(node) for node in part if node in stream.reductions)
+        gathered = sum(_nbytes(node) for node in stream.gathered if node in part)
+        if gathered > MOST_GATHERED * reduced:
+            for node in part:
+                del stream.cuts[node]
+                stream.reductions.pop(node, None)
+            stream.sums = [node for node in stream.sums if node.args[0] not in part]
+
+
+def _parts(stream: Stream) -> list[set[fx.Node]]:
+    """The connected parts of the stream."""
+    parts: list[set[fx.Node]] = []
+    left = dict.fromkeys(stream.cuts)
+    while left:
+        part, work = set(), [next(iter(left))]
+        while work:
+            node = work.pop()
+            if node in left:
+                del left[node]
+                part.add(node)
+                work += [*node.all_input_nodes, *node.users]
+        parts.append(part)
+    return parts
+
+
+def split(graph: fx.Graph, stream: Stream) -> None:
+    """Rewrites the stream in place."""
+    slices: dict[fx.Node, fx.Node] = {}
+    parts: dict[tuple[fx.Node, int], fx.Node] = {}
+    wholes = set(stream.gathered)
+    ends: list[fx.Node] = []
+    for node in list(graph.nodes):
+        if node in stream.cuts:
+            emitter = Emitter(node, Shapes())
+            if node in stream.reductions:
+                slices[node] = _scattered(emitter, stream, node)
+            elif node.target is WAIT:
+                slices[node] = slices[node.args[0]]
+            else:
+                slices[node] = _on_slices(emitter, stream, node, slices, parts)
+            _mark(emitter, node)
+            if node in wholes:
+                emitter = Emitter(node.next, Shapes())
+                whole = _gathered(emitter, stream, slices[node], stream.cuts[node])
+                outside = [u for u in node.users if u not in stream.cuts and u not in stream.sums]
+                _mark(emitter, _latest(node, outside))
+                for user in outside:
+                    user.replace_input_with(node, whole)
+        elif node in stream.sums:
+            emitter = Emitter(node, Shapes())
+            source = node.args[0]
+            assert isinstance(source, fx.Node)
+            partial = emitter.call(node.target, slices[source], *node.args[1:], **node.kwargs)
+            total = emitter.call(c10d.all_reduce.default, partial, "sum", stream.group)
+            _mark(emitter, node)
+            node.replace_all_uses_with(emitter.call(c10d.wait_tensor.default, total))
+            _mark(emitter, node)
+        else:
+            continue
+        ends.append(node)
+    for node in reversed(ends):
+        graph.erase_node(node)
+        if node in stream.reductions:
+            graph.erase_node(stream.reductions[node].node)
+    graph.lint()
+
+
+def _scattered(emitter: Emitter, stream: Stream, node: fx.Node) -> fx.Node:
+    """This rank's part of the sum, in place of the whole."""
+    anchor, dim, shape = stream.reductions[node], stream.cuts[node], static_shape(node)
+    assert shape is not None
+    part = [s // stream.world if d == dim else s for d, s in enumerate(shape)]
+    op, world = anchor.reduce_op, stream.world
+    if math.prod(shape[:dim]) == 1:
+        rows = emitter.reshape(anchor.input, shape[dim:])
+        sums = emitter.call(c10d.reduce_scatter_tensor.default, rows, op, world, stream.group)
+        return emitter.reshape(emitter.call(c10d.wait_tensor.default, sums), part)
+    pieces = emitter.call(aten.split.Tensor, anchor.input, part[dim], dim)
+    rows = emitter.call(aten.cat.default, [emitter.item(pieces, r) for r in range(world)])
+    sums = emitter.call(c10d.reduce_scatter_tensor.default, rows, op, world, stream.group)
+    return emitter.call(c10d.wait_tensor.default, sums)
+
+
+def _gathered(emitter: Emitter, stream: Stream, part: fx.Node, dim: int) -> fx.Node:
+    """The whole value, of all parts along `dim`."""
+    shape = static_shape(part)
+    assert shape is not None
+    whole = [s * stream.world if d == dim else s for d, s in enumerate(shape)]
+    rows = emitter.reshape(part, shape[dim:]) if math.prod(shape[:dim]) == 1 else part
+    gathered = emitter.call(c10d.all_gather_into_tensor.default, rows, stream.world, stream.group)
+    gathered = emitter.call(c10d.wait_tensor.default, gathered)
+    if rows is not part or dim == 0:
+        return emitter.reshape(gathered, whole)
+    pieces = emitter.call(aten.split.Tensor, gathered, shape[0])
+    return emitter.call(aten.cat.default, [emitter.item(pieces, r) for r in range(stream.world)], dim)
+
+
+def _on_slices(
+    emitter: Emitter,
+    stream: Stream,
+    node: fx.Node,
+    slices: dict[fx.Node, fx.Node],
+    parts: dict[tuple[fx.Node, int], fx.Node],
+) -> fx.Node:
+    """The node on slices. `parts`: of values that are not cut, each with the dim."""
+    dim = stream.cuts[node]
+
+    def part_of(read: fx.Node) -> fx.Node:
+        if read in slices:
+            return slices[read]
+        place = needs_part(node, read, dim)
+        if place is None:
+            return read
+        if (read, place) not in parts:
+            # Behind the value, so that every later reader has it.
+            behind = Emitter(read.next, Shapes())
+            while behind.anchor.op == "placeholder":
+                behind = Emitter(behind.anchor.next, Shapes())
+            parts[read, place] = behind.call(torch.ops.autofuse.own_part.default, read, place, stream.group)
+            _mark(behind, read)
+        return parts[read, place]
+
+    args = fx.node.map_arg(on_slices(node, dim, stream.world), part_of)
+    kwargs = fx.node.map_arg(node.kwargs, part_of)
+    return emitter.call(node.target, *args, **kwargs)
+
+
+def _mark(emitter: Emitter, node: fx.Node) -> None:
+    """New nodes belong to the same half of the joint graph as `node`."""
+    for new in emitter.new:
+        for key, value in node.meta.items():
+            if key not in ("val", "tensor_meta", "desc"):
+                new.meta.setdefault(key, value)
+
+
+def _latest(node: fx.Node, users: list[fx.Node]) -> fx.Node:
+    """`node`, or one of its users if none belongs to the forward half."""
+    backward = [user for user in users if user.meta.get("partitioner_tag") == "is_backward"]
+    return backward[0] if len(backward) == len(users) else node
+
+
+def _nbytes(node: fx.Node) -> int:
+    val, shape = tensor(node), static_shape(node)
+    return 0 if val is None or shape is None else math.prod(shape) * val.itemsize

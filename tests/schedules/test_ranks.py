@@ -1,0 +1,148 @@
+"""Whole models on real ranks: split schedules against eager, and what ranks that disagree do."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autofuse
+from tests.passes.harness import passes_only
+from tests.ranks import RankPool
+
+from .model import Transformer, loss_of, transformer
+
+Ranks = Callable[[int], RankPool]
+OPTIONS = {"policy": "always", "schedule": "split"}
+MATMULS = 4
+"""All_reduces of the forward; the backward has as many."""
+
+
+def tokens_of(shape: tuple[int, int]) -> Tensor:
+    return torch.randint(0, 24, shape, generator=torch.Generator().manual_seed(5))
+
+
+def trained(model: nn.Module, tokens: Tensor, compiled: bool) -> tuple[Tensor, dict[str, Tensor]]:
+    torch._dynamo.reset()
+    step = torch.compile(loss_of, backend=passes_only(**OPTIONS)) if compiled else loss_of
+    model.zero_grad()
+    loss = step(model, tokens)
+    loss.backward()
+    return loss.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def _train(rank: int, world: int, shape: tuple[int, int], norm: str) -> None:
+    model, tokens = transformer(rank, world, getattr(nn, norm)), tokens_of(shape)
+    loss, expected = trained(model, tokens, compiled=False)
+    # First without a declaration: what is compiled then must not be found again.
+    for declared in (False, True):
+        if declared:
+            autofuse.replicated(model, parameters=Transformer.SAME, inputs=["tokens"], gradients=True)
+        with autofuse.debug() as report:
+            found, grads = trained(model, tokens, compiled=True)
+        torch.testing.assert_close(found, loss)
+        assert grads.keys() == expected.keys()
+        for name, grad in grads.items():
+            torch.testing.assert_close(grad, expected[name], rtol=1e-4, atol=1e-6, msg=name)
+        (told,) = report.graphs[0].schedules
+        kinds = [site.pattern for site in report.fused]
+        if declared:
+            assert (told.name, told.reductions, told.gathers, told.refused) == (
+                "split",
+                2 * MATMULS,
+                2 * MATMULS + 1,
+                (),
+            )
+            assert kinds.count("matmul_reduce_scatter") == 2 * MATMULS
+            assert kinds.count("all_gather_matmul") == 2 * MATMULS
+        else:
+            assert told.name == "unchanged"
+            assert "autofuse.replicated(model" in told.refused[0]
+            assert kinds.count("matmul_all_reduce") == 2 * MATMULS
+
+
+@pytest.mark.parametrize(
+    ("world", "shape", "norm"),
+    [(2, (1, 6), "RMSNorm"), (2, (3, 8), "LayerNorm"), (4, (4, 3), "RMSNorm")],
+)
+def test_training(ranks: Ranks, world: int, shape: tuple[int, int], norm: str) -> None:
+    ranks(world).run(_train, shape, norm, timeout=120)
+
+
+def _declared_wrongly(rank: int, world: int) -> list[str]:
+    model, tokens = transformer(rank, world), tokens_of((2, 4))
+    torch._dynamo.reset()
+    autofuse.replicated(model, parameters=Transformer.SAME, inputs=["tokens"], check_every=2)
+    compiled = torch.compile(model, backend="autofuse", options=OPTIONS)
+    told = []
+    with torch.no_grad():
+        for call in range(4):
+            if call == 1 and rank == 1:
+                model.blocks[0].norm2.weight += 1
+            try:
+                compiled(tokens)
+                told.append("")
+            except RuntimeError as error:
+                told.append(str(error))
+    return told
+
+
+def test_values_that_differ_raise_on_all_ranks(ranks: Ranks) -> None:
+    for told in ranks(2).run(_declared_wrongly, timeout=120):
+        assert told[:2] == ["", ""]  # it is compared in every second call
+        assert "blocks.0.norm2.weight was declared to be the same on all ranks" in told[2]
+        assert "rank 1 of the group has other values than rank 0" in told[2]
+
+
+def _other_constants(rank: int, world: int, constants: list[float], declaring: list[int]) -> tuple[str, str]:
+    """A constant that only the code of a rank knows."""
+    torch._dynamo.reset()
+    model, tokens = transformer(rank, world), tokens_of((2, 4))
+    constant = constants[rank]
+
+    class Shifted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = model
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            h = model.words(tokens)
+            for block in model.blocks:
+                h = block(h) + constant
+            return model.head(model.norm(h))
+
+    shifted = Shifted()
+    names = [f"inner.{name}" for name in ("words.*", "*norm*", "head.*")]
+    if rank in declaring:
+        autofuse.replicated(shifted, parameters=names, inputs=["tokens"])
+    warnings: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("autofuse.agreeing").addHandler(handler)
+    with torch.no_grad(), autofuse.debug() as report:
+        found = torch.compile(shifted, backend="autofuse", options=OPTIONS)(tokens)
+        torch.testing.assert_close(found, shifted(tokens), rtol=1e-4, atol=1e-5)
+    logging.getLogger("autofuse.agreeing").removeHandler(handler)
+    return report.graphs[0].schedules[0].name, "".join(warnings)
+
+
+@pytest.mark.parametrize(
+    ("constants", "declaring", "names"),
+    [
+        ([0.5, 0.5], [0, 1], ["split", "split"]),
+        ([0.5, 0.75], [0, 1], ["split", "split"]),
+        ([0.5, 0.5], [1], ["unchanged", "split"]),
+    ],
+    ids=["equal", "another constant", "one rank declares"],
+)
+def test_ranks_agree_first(
+    ranks: Ranks, constants: list[float], declaring: list[int], names: list[str]
+) -> None:
+    found = ranks(2).run(_other_constants, constants, declaring, timeout=120)
+    assert [name for name, _ in found] == names
+    agree = constants[0] == constants[1] and declaring == [0, 1]
+    for _, warning in found:
+        assert ("its ranks have different constants" in warning) != agree

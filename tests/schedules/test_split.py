@@ -1,0 +1,55 @@
+"""What lies between all_reduces is computed on slices: random streams, in one process."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from autofuse.passes.schedules import split
+from autofuse.passes.schedules.layouts import REPLICATED, Input
+from autofuse.passes.schedules.schedule import reschedule
+from tests.passes import lockstep
+from tests.passes.harness import fake_group
+from tests.passes.test_chains import drawn
+
+from .streams import NAMES, SAME, Drawn, arguments, program, streams
+
+
+def traced(stream: Drawn) -> fx.GraphModule:
+    with torch.no_grad():
+        return make_fx(program(stream), tracing_mode="fake")(*arguments(stream, 0))
+
+
+def inputs_of(gm: fx.GraphModule, world: int) -> dict[fx.Node, Input]:
+    everyone = frozenset(range(world))
+    found = {}
+    for node, name in zip(gm.graph.find_nodes(op="placeholder"), NAMES, strict=False):
+        found[node] = Input(name, ((everyone, REPLICATED),) if name in SAME else ())
+    return found
+
+
+def test_random_streams_compute_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = []
+    monkeypatch.setattr(split, "MOST_GATHERED", math.inf)  # also what is legal, but not worth it
+
+    @drawn(250)
+    @given(streams())
+    def check(stream: Drawn) -> None:
+        with fake_group(stream.world):
+            gm = traced(stream)
+            args = [arguments(stream, rank) for rank in range(stream.world)]
+            before = lockstep.run(gm, args)
+            told, proofs = reschedule(gm.graph, inputs_of(gm, stream.world))
+            gm.recompile()
+            for ours, theirs in zip(lockstep.run(gm, args), before, strict=True):
+                torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+        counts.append(sum(each.reductions for each in told))
+        assert all(bool(p.digest) == (t.reductions > 0) for p, t in zip(proofs, told, strict=True))
+
+    check()
+    assert sum(count > 0 for count in counts) > len(counts) / 8
