@@ -6,6 +6,8 @@ declared before the graph runs for the first time.
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -28,8 +30,9 @@ from autofuse.passes.schedules.layouts import LOCAL, REPLICATED, Input, Layout
 
 @dataclass(frozen=True)
 class Declaration:
-    """What `replicated` was told about one model."""
+    """What `replicated` was told about one model. `positions`: the names of what its forward takes."""
 
+    positions: tuple[str, ...]
     ranks: frozenset[int]
     parameters: tuple[str, ...]
     inputs: tuple[str, ...]
@@ -55,8 +58,8 @@ def replicated(
         model: the model whose values they are.
         parameters: names of its parameters and buffers, as `model.named_parameters()` has them; `*` and `?`
             match as in file names. DTensors need no declaration: their placements are known.
-        inputs: names of arguments of the compiled function. Tensors in a list or dict that is an argument go
-            by the name of the argument.
+        inputs: names of arguments of the model, or of the compiled function. Tensors in a list or dict that
+            is an argument go by the name of the argument.
         gradients: that the gradients of all outputs are the same, too, as they are if every rank computes
             the same loss from the same outputs.
         group: a ProcessGroup, a one-dimensional DeviceMesh, the name of a group, or None for all ranks.
@@ -81,7 +84,8 @@ def replicated(
         if pattern != "*" and not any(fnmatchcase(name, pattern) for name in names):
             raise ValueError(f"replicated: no parameter or buffer of the model matches {pattern!r}")
     ranks = group_ranks_of(group_name(group, "replicated"))
-    known = Declaration(ranks, patterns, _names(inputs, "inputs"), gradients, check_every)
+    positions = tuple(inspect.signature(model.forward).parameters)
+    known = Declaration(positions, ranks, patterns, _names(inputs, "inputs"), gradients, check_every)
     _declared.setdefault(model, []).append(known)
 
 
@@ -160,6 +164,13 @@ def _input(
         name = declared[0][0] if declared else path
         over = tuple((each.ranks, REPLICATED) for _, each in declared)
         return Input(name, over, "if it is the same on all ranks, declare autofuse.replicated(model)")
+    # A wrapper of the model may take `*args`, which keeps positions, and `**kwargs`, which keeps names.
+    for each in of_models:
+        index = re.match(r"L\['args'\]\[(\d+)\]", path)
+        if index is not None and int(index.group(1)) < len(each.positions):
+            argument = each.positions[int(index.group(1))]
+        elif key := re.match(r"L\['kwargs'\]\['(\w+)'\]", path):
+            argument = key.group(1)
     over = tuple((each.ranks, REPLICATED) for each in of_models if argument in each.inputs)
     unlock = f"if it is the same on all ranks, declare autofuse.replicated(model, inputs=[{argument!r}])"
     return Input(path, over, unlock)

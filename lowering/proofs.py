@@ -22,4 +22,5 @@ def exchange(group: str | ProcessGroup, text: str) -> list[str]:
     store, rank = group_store(group), group.rank()
     limit = limit_s(default_limit_s(group, torch.device("cpu")))
     prefix = f"{VISITS}/{visit(store, VISITS, rank)}"
-    return all_gather(store, prefix, rank, [None] * group.size(), text, limit)
+    purpose = "to compare what the schedules of their graphs rest on"
+    return all_gather(store, prefix, rank, [None] * group.size(), text, limit, None, purpose)

@@ -88,11 +88,13 @@ def all_gather(
     peers: Sequence[Peer | None],
     value: str,
     timeout_s: float,
-    device: str = "cpu",
+    device: str | None = "cpu",
+    purpose: str = "to set up shared memory",
 ) -> list[str]:
     """One string of every rank, through `store`.
 
-    peers: the process of each rank, None while that is not known.
+    peers: the process of each rank, None while that is not known. device: ranks that have declined to share
+    memory of such devices will not come; None if all ranks come.
 
     Raises Declined when a rank will never come, RuntimeError naming the ranks that died or did not come
     within `timeout_s`.
@@ -106,7 +108,7 @@ def all_gather(
         if not missing:
             return [store.get(f"{prefix}/{r}").decode() for r in range(len(peers))]
         for r in missing:
-            if why := notes.declined(store, r, device):
+            if device is not None and (why := notes.declined(store, r, device)):
                 raise Declined(f"rank {r} leaves its collectives as they are: {why}")
         for r in missing:
             peer = peers[r]
@@ -114,7 +116,7 @@ def all_gather(
                 raise RuntimeError(f"rank {r} (pid {peer.pid}) has died while the group was meeting")
         if time.monotonic() > deadline:
             raise RuntimeError(
-                f"rank {rank} waited {timeout_s:g} s for ranks {missing} to set up shared memory: did they "
+                f"rank {rank} waited {timeout_s:g} s for ranks {missing} {purpose}: did they "
                 f"skip the call, or are they still compiling? AUTOFUSE_TIMEOUT_S sets the limit; "
                 f"{'; '.join(notes.kept_by(store, r) for r in missing)}"
             )

@@ -171,12 +171,9 @@ def _dims(node: fx.Node, dims: int) -> set[int]:
 
 
 def _of_reshape(given: tuple[int, ...], shape: tuple[int, ...], dim: int, world: int) -> int | None:
-    """The dim of `shape` that begins where `dim` of `given` does and is cut into the same parts."""
+    """The dim of `shape` that begins where `dim` of `given` does: its parts are the same elements."""
     before = math.prod(given[:dim])
     for place, size in enumerate(shape):
         if math.prod(shape[:place]) == before and size != 1:
-            same = size == given[dim]
-            # Parts in one piece stay so, whatever the rows are grouped into.
-            in_one_piece = before == 1 and size % world == 0 and math.prod(shape) == math.prod(given)
-            return place if same or in_one_piece else None
+            return place if size % world == 0 else None
     return None

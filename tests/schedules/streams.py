@@ -45,6 +45,13 @@ def _rows(h: Tensor, other: Tensor, inputs: dict[str, Tensor]) -> Tensor:
     return (h.reshape(-1, WIDTH) * 0.5).reshape(h.shape).permute(*range(h.dim())).clone()
 
 
+def _pairs(h: Tensor, other: Tensor, inputs: dict[str, Tensor]) -> Tensor:
+    """Two rows as one, where there is an even number."""
+    odd = h.shape[-2] % 2
+    pairs = h if odd else h.reshape(*h.shape[:-2], h.shape[-2] // 2, 2 * WIDTH)
+    return torch.sigmoid(pairs).reshape(h.shape)
+
+
 STEPS: dict[str, Callable[[Tensor, Tensor, dict[str, Tensor]], Tensor]] = {
     "add": lambda h, other, inputs: h + other,
     "scale": lambda h, other, inputs: 0.5 * h - 1,
@@ -52,6 +59,7 @@ STEPS: dict[str, Callable[[Tensor, Tensor, dict[str, Tensor]], Tensor]] = {
     "rms": _rms,
     "layer": _layer,
     "rows": _rows,
+    "pairs": _pairs,
     "mix": lambda h, other, inputs: h * inputs["mask"],
     "weigh": lambda h, other, inputs: h + (h * other).sum(tuple(range(h.dim() - 1))),
     "most": lambda h, other, inputs: h - h.amax(-1, keepdim=True) + other.mean(-1).unsqueeze(-1),
