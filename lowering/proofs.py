@@ -1,16 +1,22 @@
-"""What the ranks of a group tell each other before a graph runs whose schedule rests on a proof."""
+"""What the ranks of a group tell each other before a graph or a call runs whose schedule rests on a proof."""
 
 from __future__ import annotations
+
+import hashlib
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from autofuse.lowering.cpu.rendezvous import all_gather, visit
+from autofuse.lowering.cpu.workspace import Workspace, workspace_for
 from autofuse.lowering.limits import default_limit_s, limit_s
 from autofuse.lowering.torch_internals import group_store, resolve_group
 
 VISITS = "autofuse/proofs"
+
+_agreed: WeakKeyDictionary[Workspace, dict[tuple[str, str], bool]] = WeakKeyDictionary()
 
 
 def exchange(group: str | ProcessGroup, text: str) -> list[str]:
@@ -24,3 +30,19 @@ def exchange(group: str | ProcessGroup, text: str) -> list[str]:
     prefix = f"{VISITS}/{visit(store, VISITS, rank)}"
     purpose = "to compare what the schedules of their graphs rest on"
     return all_gather(store, prefix, rank, [None] * group.size(), text, limit, None, purpose)
+
+
+def agreed(group_name: str, call: str, proof: str) -> bool:
+    """Whether all ranks have this proof, and not an empty one, for calls of this kind on CPU ranks.
+
+    All ranks call this before the first call of the kind; they meet in their shared memory.
+    """
+    workspace = workspace_for(group_name)
+    known = _agreed.setdefault(workspace, {})
+    found = known.get((call, proof))
+    if found is None:
+        digest = int.from_bytes(hashlib.blake2b(proof.encode(), digest_size=8).digest(), "little") >> 1
+        with workspace.call("agree on a proof", "", call, 0) as meeting:
+            of_ranks = meeting.exchange([digest if proof else 0])
+        found = known[call, proof] = bool(proof) and all(value == of_ranks[0] for value in of_ranks)
+    return found

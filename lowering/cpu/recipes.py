@@ -21,7 +21,8 @@ Spec: TypeAlias = tuple[tuple[torch.Size, torch.dtype], ...]
 
 @dataclass(slots=True)
 class State:
-    """The tensors of one call. `product` is empty unless it is kept, or computed in one piece."""
+    """The tensors of one call. `product` is empty unless it is kept, or computed in one piece. `results` are
+    those of a tail."""
 
     call: Call
     x: Sequence[Tensor]
@@ -29,6 +30,8 @@ class State:
     operands: Sequence[Tensor]
     out: Tensor
     product: Tensor
+    tail_operands: Sequence[Tensor] = ()
+    results: Sequence[Tensor] = ()
 
 
 Step: TypeAlias = Callable[[State], object]
@@ -36,7 +39,11 @@ Step: TypeAlias = Callable[[State], object]
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """A call of given shapes. `whole`: the product is computed in one piece before the plan starts."""
+    """A call of given shapes.
+
+    `whole`: the product is computed in one piece before the plan starts. `results`: shapes and dtypes of what
+    a tail returns in place of the output, which is then memory for sums.
+    """
 
     shape: tuple[int, int]
     out_shape: tuple[int, int]
@@ -45,6 +52,7 @@ class Recipe:
     nbytes: int
     steps: tuple[Step, ...]
     whole: bool = False
+    results: tuple[tuple[tuple[int, int], torch.dtype], ...] = ()
 
 
 class Kind(Hashable, Protocol):
@@ -97,11 +105,12 @@ def spec(tensors: Sequence[Tensor]) -> Spec:
 
 def infer_product(kind: Kind) -> Tensor:
     """The product without its values."""
-    weights = [t.mT.contiguous().mT for t in _meta(kind.w)]  # column-major, as scaled_mm wants them
-    return product_reference(_meta(kind.x), weights, _meta(kind.operands), kind.product)
+    weights = [t.mT.contiguous().mT for t in meta(kind.w)]  # column-major, as scaled_mm wants them
+    return product_reference(meta(kind.x), weights, meta(kind.operands), kind.product)
 
 
-def _meta(spec: Spec) -> list[Tensor]:
+def meta(spec: Spec) -> list[Tensor]:
+    """Tensors without their values."""
     return [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in spec]
 
 
@@ -112,7 +121,7 @@ def recipe_of(kind: Kind, world: int, rank: int) -> Recipe | None:
     return kind.recipe(p, world, rank) if p.dtype in DTYPES else None
 
 
-def run(op: str, args: Arguments, kind: Kind) -> Any:
+def run(op: str, args: Arguments, kind: Kind, tail_operands: Sequence[Tensor] = ()) -> Any:
     """A call of an op, as `docs/ops.md` defines it; NotImplemented for a dtype without a kernel."""
     workspace = workspace_for(args.group_name)
     recipe = recipe_of(kind, workspace.world, workspace.rank)
@@ -121,10 +130,12 @@ def run(op: str, args: Arguments, kind: Kind) -> Any:
     x, keep = args.x, args.keep_product
     out = x[0].new_empty(recipe.out_shape, dtype=recipe.dtype)
     product = x[0].new_empty(recipe.shape if keep or recipe.whole else (0, 0), dtype=recipe.dtype)
+    results = [x[0].new_empty(shape, dtype=dtype) for shape, dtype in recipe.results]
     if recipe.whole:
         evaluate(product, x, args.w, args.operands, args.product)
     with workspace.call(op, args.site, recipe.key, recipe.nbytes) as call:
-        state = State(call, x, args.w, args.operands, out, product)
+        state = State(call, x, args.w, args.operands, out, product, tail_operands, results)
         for step in recipe.steps:
             step(state)
-    return [out, product] if keep else [out]
+    results = results or [out]
+    return [*results, product] if keep else results

@@ -16,7 +16,7 @@ torch, every stage rounds to its dtype; norms take float32. Operands broadcast a
 are `[V, kept values in the order of their stages]`. A tail has no gradient.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -107,14 +107,21 @@ def tail_reference(value: Tensor, operands: Sequence[Tensor], tail: str) -> list
 
     No two of them are one tensor.
     """
-    kept: list[Tensor] = []
-    for stage in parse(tail):
-        value, *more = _apply(stage, value, operands)
+    results, kept = [value], list[Tensor]()
+    for _, results[0], more in steps(value, operands, tail):
         kept += more
-    results = [value]
     for t in kept:
         results.append(t.clone() if any(t is other for other in results) else t)
     return results
+
+
+def steps(
+    value: Tensor, operands: Sequence[Tensor], tail: str
+) -> Iterator[tuple[TailStage, Tensor, tuple[Tensor, ...]]]:
+    """Stage by stage: V behind it, and what it returns besides."""
+    for stage in parse(tail):
+        value, *more = _apply(stage, value, operands)
+        yield stage, value, tuple(more)
 
 
 def _apply(stage: TailStage, value: Tensor, operands: Sequence[Tensor]) -> tuple[Tensor, ...]:

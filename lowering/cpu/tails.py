@@ -1,0 +1,87 @@
+"""Tails on CPU ranks: by C++ where it has every stage and dtype, else by the reference's ops."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from autofuse.lowering.reference.tail import TailStage, steps, tail_reference
+from autofuse.native_kernels.cpu import DTYPES, reduce_rows
+from autofuse.native_kernels.cpu.tail import CODES, bits, fits, run_tail
+
+Parts = Sequence[Tensor]
+"""Tensors `[rows, columns]` whose sum, scaled and rounded once, is a run of columns of V."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tail:
+    """A tail of `V: [rows, N]` in `dtype`, with operands of given dtypes.
+
+    `results`: dtype and columns of V behind the tail and of what it keeps. `stages`: as the C++ kernel reads
+    them; None where it lacks a stage or a dtype.
+    """
+
+    text: str
+    dtype: torch.dtype
+    results: tuple[tuple[torch.dtype, int], ...]
+    stages: tuple[int, ...] | None
+
+    def apply(
+        self, source: Sequence[Parts], scale: float, operands: Sequence[Tensor], results: Sequence[Tensor]
+    ) -> None:
+        """From the parts of each run of columns to the results, of the same rows. Operands broadcast against
+        these rows."""
+        if self.stages is not None and all(map(fits, operands)):
+            run_tail(source, scale, self.dtype, operands, self.stages, results)
+            return
+        runs = [torch.empty(parts[0].shape, dtype=self.dtype) for parts in source]
+        for run, parts in zip(runs, source, strict=True):
+            reduce_rows(run, parts, scale)
+        found = tail_reference(torch.cat(runs, 1), operands, self.text)
+        for result, value in zip(results, found, strict=True):
+            result.copy_(value)
+
+
+@lru_cache(maxsize=2048)
+def tail_of(
+    text: str, dtype: torch.dtype, columns: int, operands: tuple[tuple[int, torch.dtype], ...]
+) -> Tail:
+    """operands: how many dims each has, and its dtype."""
+    value = torch.empty((2, columns), dtype=dtype, device="meta")
+    given = [torch.empty((1,) * dims, dtype=t, device="meta") for dims, t in operands]
+    found: list[tuple[torch.dtype, int]] = []
+    words: list[int] | None = []
+    before = dtype
+    for stage, after, more in steps(value, given, text):
+        found += [(t.dtype, t.shape[1]) for t in more]
+        other = operands[stage.operand] if stage.operand is not None else None
+        of_stage = _words(stage, before, after.dtype, other)
+        words = None if words is None or of_stage is None else [*words, *of_stage]
+        before = after.dtype
+    stages = None if words is None or dtype not in DTYPES else tuple(words)
+    return Tail(text, dtype, ((before, columns), *found), stages)
+
+
+def _words(
+    stage: TailStage, before: torch.dtype, dtype: torch.dtype, other: tuple[int, torch.dtype] | None
+) -> tuple[int, ...] | None:
+    """A stage as the kernel reads it, None if it does not have it.
+
+    before, dtype: dtypes of V before and behind it; other: dims and dtype of its operand. (An operand without
+    dims is rounded to the dtype of V by some ops of torch and not by others; numbers by sums.)
+    """
+    if stage.name not in CODES or dtype not in DTYPES:
+        return None
+    if other is not None and (other[1] not in DTYPES or (other[0] == 0 and other[1] != before)):
+        return None
+    number = 0 if stage.number is None else stage.number
+    if stage.name in ("add", "sub", "rsub"):
+        number = torch.tensor(number, dtype=before).item()
+    try:
+        of_number = bits(number)
+    except OverflowError:
+        return None
+    operand = int(stage.keep) if stage.is_norm else -1 if stage.operand is None else stage.operand
+    return CODES[stage.name], DTYPES[dtype], operand, -1 if stage.mask is None else stage.mask, of_number
