@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 from autofuse.lowering import ops as _ops  # noqa: F401  (registers torch.ops.autofuse)
 from autofuse.lowering.notes import place, tell_kept
 from autofuse.lowering.orders import PlanShape
+from autofuse.lowering.runs import SiteKey
 from autofuse.lowering.torch_internals import group_world
 
 from . import opaque
@@ -32,7 +33,8 @@ from .narrow import narrow_collectives
 from .plan_shape import plan_shape
 from .report import GraphReport, Listing, Prediction, Reason, Reject, Site, listening
 from .settings import Settings
-from .site_key import fused_ops, site_keys
+from .site_key import fused_ops, ops_now, site_keys
+from .tails import Tail, absorb_tails
 
 log = logging.getLogger(__name__)
 
@@ -109,9 +111,10 @@ def fuse(
     opaque.put_back(stand_ins)
     if any(site.fused for site in sites):
         ops = fused_ops(new)
-        _finish(graph, changed)
-        keys = site_keys(graph, ops)
-        sites = [replace(site, key=keys.get(i)) for i, site in enumerate(sites)]
+        tails = _finish(graph, changed)
+        ops = ops_now(graph, ops)
+        keys = site_keys(ops)
+        sites = [_finished(site, keys.get(i), tails.get(ops.get(i))) for i, site in enumerate(sites)]
     seconds = time.perf_counter() - start
     before, after = tie(before, show(graph), changed, collectives)
     return GraphReport(name, kind, before, after, tuple(sites), seconds)
@@ -187,13 +190,24 @@ def _plan_of(nodes: Iterable[fx.Node], symbols: Symbols) -> PlanShape | None:
     return next(filter(None, (plan_shape(node, hints) for node in nodes)), None)
 
 
-def _finish(graph: fx.Graph, changed: dict[str, int]) -> None:
-    """Merge fused ops that can be one, and make the graph valid. `changed`: sites by names of nodes."""
+def _finish(graph: fx.Graph, changed: dict[str, int]) -> dict[fx.Node, Tail]:
+    """Merge fused ops that can be one, absorb the tails of reductions, and make the graph valid.
+
+    `changed`: sites by names of nodes. Returns what became of the tails, by the op.
+    """
     owners = owners_of(graph, changed)
     merge_fused(graph)
+    tails = absorb_tails(graph)
     tie_merged(graph, owners, changed)
     relax_views(graph)
     graph.lint()
+    return tails
+
+
+def _finished(site: Site, key: SiteKey | None, tail: Tail | None) -> Site:
+    if tail is None:
+        return replace(site, key=key)
+    return replace(site, key=key, tail=tail.text, tail_form=tail.form, tail_end=tail.end)
 
 
 def _report(

@@ -29,7 +29,7 @@ _GATHER = torch.ops.autofuse.all_gather_matmul.default
 
 
 def merge_fused(graph: fx.Graph) -> None:
-    """Merge the fused ops of `graph` in place. Reductions have no tails yet."""
+    """Merge the fused ops of `graph` in place. Reductions have no tails yet: those come after it."""
     for node in list(graph.nodes):
         if not node._erased and _is_plain_sum(node) and not _is_inner(node):
             _merge_sum(node)

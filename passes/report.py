@@ -137,6 +137,12 @@ class Site:
     sizes depend on data."""
     key: SiteKey | None = None
     """By what calls of the site are known; None if kept."""
+    tail: str = ""
+    """The stages behind the reduction that the op applies, as docs/ops.md has them; empty if none."""
+    tail_form: str = ""
+    """`every`: each rank applies the tail to all rows. `owner`: the owner of a row applies it, if the ranks agree."""
+    tail_end: str = ""
+    """Why the tail ends there, or why there is none."""
     ran: Ran | None = field(default=None, compare=False)
     """What had run when the site was written to JSON or pickled. None: what this process has run until now.
     """

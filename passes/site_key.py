@@ -23,13 +23,20 @@ def fused_ops(sites: Mapping[int, Iterable[fx.Node]]) -> dict[int, tuple[fx.Node
     }
 
 
-def site_keys(graph: fx.Graph, ops: Mapping[int, tuple[fx.Node, frozenset[str]]]) -> dict[int, SiteKey]:
-    """By site, what its calls are known by. An op that has been merged is found by its inputs."""
+def ops_now(graph: fx.Graph, ops: Mapping[int, tuple[fx.Node, frozenset[str]]]) -> dict[int, fx.Node]:
+    """By site, its op. One that has been merged, or has got a tail, is found by its inputs."""
     ours = [node for node in graph.nodes if is_fused_op(node)]
-    found: dict[int, SiteKey | None] = {}
+    found: dict[int, fx.Node] = {}
     for i, (op, inputs) in ops.items():
         node = op if not op._erased else max(ours, key=lambda n: len(inputs & _names(n)), default=None)
-        found[i] = None if node is None else _key(node)
+        if node is not None:
+            found[i] = node
+    return found
+
+
+def site_keys(ops: Mapping[int, fx.Node]) -> dict[int, SiteKey]:
+    """By site, what the calls of its op are known by."""
+    found = {i: _key(node) for i, node in ops.items()}
     return {i: key for i, key in found.items() if key is not None}
 
 

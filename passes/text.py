@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from autofuse.lowering.reference.tail import parse
 from autofuse.lowering.runs import Ran
 
 from .ran import counted, lines_of
@@ -82,13 +83,20 @@ _HEADER = (
 
 
 def _row(site: Site) -> tuple[str, ...]:
-    why = ": ".join(filter(None, (site.reason.value if site.reason else "", site.detail)))
+    why = ": ".join(filter(None, (site.reason.value if site.reason else "", site.detail))) or tail_line(site)
     fused_into = site.op.removeprefix("autofuse::") if site.op else "-"
     now = site.state.value if site.fused else "-"
     numbers = (_number(x) for x in (site.world, site.nbytes))
     times = _times(site.prediction)
     place = _place(site)
     return (site.graph, site.collective, fused_into, now, site.order or "-", *numbers, *times, place, why)
+
+
+def tail_line(site: Site) -> str:
+    """The tail of a fused site, or why it has none; empty if no tail can follow."""
+    if not site.tail:
+        return f"no tail: {site.tail_end}" if site.tail_end else ""
+    return f"tail: {', '.join(stage.name for stage in parse(site.tail))} ({site.tail_form})"
 
 
 def _place(site: Site) -> str:

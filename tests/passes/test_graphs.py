@@ -167,11 +167,11 @@ permute: [12, 16] = aten.permute.default(arg1, [1, 0])
 relu: [2, 8, 12] = aten.relu.default(arg0)
 view_2: [16, 12] = aten.reshape.default(relu, [16, 12])
 permute_1: [12, 16] = aten.permute.default(arg2, [1, 0])
-matmul_reduce_scatter_default_2:  = autofuse.matmul_reduce_scatter.default([view, view_2], [permute, permute_1], [], 'mm', 'sum', 0, 2, False, [], '', '', '0', 'direct', SITE)
-getitem_10: [4, 16] = getitem(matmul_reduce_scatter_default_2, 0)
-reshape_default_1: [2, 2, 16] = aten.reshape.default(getitem_10, [2, 2, 16])
-add_1: [2, 2, 16] = aten.add.Tensor(arg3, reshape_default_1)
-return (add_1,)""",
+reshape_default_2: [4, 16] = aten.reshape.default(arg3, [4, 16])
+matmul_reduce_scatter_default_3:  = autofuse.matmul_reduce_scatter.default([view, view_2], [permute, permute_1], [], 'mm', 'sum', 0, 2, False, [reshape_default_2], 'add %0', '', '0', 'direct', SITE)
+getitem_11: [4, 16] = getitem(matmul_reduce_scatter_default_3, 0)
+reshape_default_3: [2, 2, 16] = aten.reshape.default(getitem_11, [2, 2, 16])
+return (reshape_default_3,)""",
     )
 
 

@@ -1,0 +1,247 @@
+"""Tails: which stages behind a reduction its op takes, and that the bits stay those of the graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed._functional_collectives as funcol
+import torch.nn.functional as F
+from expecttest import assert_expected_inline
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import autofuse
+from autofuse.passes.report import Site
+
+from .chains import ReduceForward
+from .dense import group
+from .harness import fake_group, passes_only
+from .test_graphs import rewritten
+
+N = 16
+Norm = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def linear_sum(x: Tensor, w: Tensor) -> Tensor:
+    """A row-parallel linear; with a gradient where one is asked for."""
+    y = F.linear(x, w)
+    return ReduceForward.apply(y, "sum") if y.requires_grad else funcol.all_reduce(y, "sum", group())
+
+
+# --- norms as models spell them -----------------------------------------------------------------------
+
+
+def rms_norm(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    """torchtitan's."""
+    return F.rms_norm(x, (N,), w, 1e-5)
+
+
+def llama(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    """LlamaRMSNorm and MistralRMSNorm: rounded before gamma."""
+    wide = x.to(torch.float32)
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+    return w * wide.to(x.dtype)
+
+
+def gemma(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    """GemmaRMSNorm: times gamma + 1, rounded behind it."""
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+    return (wide * (1.0 + w.float())).type_as(x)
+
+
+def squares(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    """x * x, and the scale on the left."""
+    wide = x.float()
+    return (torch.rsqrt((wide * wide).mean(2, keepdim=True) + 0.5) * wide).to(x.dtype)
+
+
+def layer_norm(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    """BertSelfOutput's."""
+    return F.layer_norm(x, (N,), w, b, 1e-12)
+
+
+NORMS = {
+    rms_norm: "rms 9.999999747378752e-06{keep}; mul %1{bf16}",
+    llama: "rms 1e-06{keep}{bf16}; mul %1",
+    gemma: "rms 1e-06{keep}; mul %1{bf16}",
+    squares: "rms 0.5{keep}{bf16}",
+    layer_norm: "standardize 1e-12{keep}; mul %1; add %2{bf16}",
+}
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("norm", NORMS, ids=lambda norm: norm.__name__)
+def test_norms(norm: Norm, dtype: torch.dtype, training: bool) -> None:
+    def fn(x: Tensor, a: Tensor, r: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        r = r + linear_sum(x, a)
+        return norm(r, w, b), r
+
+    shapes = (2, 8, 12), (N, 12), (2, 8, N), (N,), (N,)
+    narrow = dtype != torch.float32
+    words = NORMS[norm].format(keep=" keep" * training, bf16="; to bfloat16" * narrow)
+    (site,) = check(fn, *arguments(*shapes, dtype=dtype, grad=training))
+    assert site.tail == "add %0; keep; " + "to float32; " * narrow + words
+
+
+def test_graph_of_llama() -> None:
+    def fn(x: Tensor, a: Tensor, r: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        r = r + funcol.all_reduce(F.linear(x, a), "sum", group())
+        return llama(r, w, w), r
+
+    shapes = (2, 8, 12), (N, 12), (2, 8, N), (N,)
+    assert_expected_inline(
+        rewritten(fn, *arguments(*shapes, dtype=torch.bfloat16)),
+        """\
+view: [16, 12] = aten.reshape.default(arg0, [16, 12])
+permute: [12, 16] = aten.permute.default(arg1, [1, 0])
+reshape_default_1: [16, 16] = aten.reshape.default(arg2, [16, 16])
+matmul_all_reduce_default_1:  = autofuse.matmul_all_reduce.default([view], [permute], [], 'mm', 'sum', False, [reshape_default_1, arg3], 'add %0; keep; to float32; rms 1e-06; to bfloat16; mul %1', '', '0', 'direct', SITE)
+getitem_1: [16, 16] = getitem(matmul_all_reduce_default_1, 0)
+reshape_default_2: [2, 8, 16] = aten.reshape.default(getitem_1, [2, 8, 16])
+getitem_2: [16, 16] = getitem(matmul_all_reduce_default_1, 1)
+reshape_default_3: [2, 8, 16] = aten.reshape.default(getitem_2, [2, 8, 16])
+return (reshape_default_2, reshape_default_3)""",
+    )
+
+
+# --- what is absorbed, and what is not ----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    """`fn(y, r, v)`: y: [2, 8, N] is the sum, r: [2, 8, N], v: [N]."""
+
+    fn: Callable[[Tensor, Tensor, Tensor], Any]
+    tail: str
+    end: str = ""
+
+
+def normed(x: Tensor, eps: Any = 1e-6) -> Tensor:
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+
+
+def in_place(y: Tensor, r: Tensor, v: Tensor) -> Tensor:
+    r.add_(y)
+    return normed(r)
+
+
+def padded(y: Tensor, r: Tensor, v: Tensor) -> Tensor:
+    """Positions as a mask of rows."""
+    return normed((y + r).masked_fill(r[:, :, :1] > 0, 0.25))
+
+
+CASES = {
+    "a residual alone": Case(lambda y, r, v: (y + r).sum(), "add %0"),
+    "a bias, a cast and a scale are left": Case(lambda y, r, v: (y + v).double() * 2, "", "neither a norm"),
+    "all stages": Case(
+        lambda y, r, v: torch.where(r > 0, -(2 - (y - r) / 3).relu() * v, r), 
+        "sub %0; div 3; rsub 2; relu; neg; mul %1; where %2 %3",
+    ),
+    "the reduced value is returned, too": Case(lambda y, r, v: (y, normed(y + r)), "keep; add %0; rms 1e-06"),
+    "the normed value is returned, too": Case(
+        lambda y, r, v: (n := normed(y + r), n * v), "add %0; rms 1e-06", "read mul"
+    ),
+    "the statistics are returned, too": Case(
+        lambda y, r, v: (s := torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1), y * s * v, y),
+        "keep; rms 1 keep; mul %0",
+    ),
+    "a view is returned, too": Case(
+        lambda y, r, v: ((s := y + r).view(-1, 4), normed(s)), "add %0; keep; rms 1e-06"
+    ),
+    "norms of two eps": Case(lambda y, r, v: (normed(s := y + r), normed(s, 1)), "add %0", "several norms"),
+    "two norms that differ in gamma": Case(
+        lambda y, r, v: ((n := normed(y + r)) * v, n * (v + 1)), "add %0; rms 1e-06"
+    ),
+    "two norms, one behind the other": Case(
+        lambda y, r, v: normed(normed(y) * v + r), "rms 1e-06; mul %0; add %1; rms 1e-06"
+    ),
+    "two ways to a norm": Case(
+        lambda y, r, v: (normed(y + r), normed(y - r)), "", "neither a norm"
+    ),
+    "an operand made of the sum": Case(
+        lambda y, r, v: normed(y * y.sum(0, keepdim=True)), "", "read getitem"
+    ),
+    "the sum with itself": Case(lambda y, r, v: normed(y + y), "", "the sum itself"),
+    "an operand that is computed later": Case(
+        lambda y, r, v: (y + (r @ r.mT @ r).tanh()), "add %0"
+    ),
+    "an operand behind a later collective": Case(
+        lambda y, r, v: normed(y + funcol.all_reduce(r, "sum", group())), "", "later collective"
+    ),
+    "an alpha": Case(lambda y, r, v: torch.add(y, r, alpha=2), "", "no stage"),
+    "a larger residual": Case(lambda y, r, v: y + r.unsqueeze(1), "", "changes the shape"),
+    "a residual that is broadcast": Case(lambda y, r, v: y + r[:1], "add %0"),
+    "a residual in place": Case(in_place, "add %0; keep; rms 1e-06"),
+    "integers": Case(lambda y, r, v: (y + r).to(torch.int32) + 1, "add %0", "no stage"),
+    "float64": Case(lambda y, r, v: y + r.double(), "", "no stage"),
+    "a mask of rows": Case(padded, "add %0; masked_fill %1 0.25; rms 1e-06"),
+    "numbers that are not finite": Case(
+        lambda y, r, v: (y + r).masked_fill(r > 0, -torch.inf) * torch.nan, "add %0; masked_fill %1 -inf; mul nan"
+    ),
+    "a norm over tokens": Case(lambda y, r, v: y * torch.rsqrt(y.pow(2).mean(1, keepdim=True) + 1), ""),
+    "a norm over both": Case(lambda y, r, v: F.layer_norm(y, (8, N)), ""),
+    "a norm of heads": Case(lambda y, r, v: normed(y.view(2, 8, 4, 4)), ""),
+    "a norm of rows that are viewed": Case(lambda y, r, v: normed(y.view(4, 4, N)), "rms 1e-06"),
+    "another divisor": Case(
+        lambda y, r, v: y * torch.rsqrt(y.pow(2).sum(-1, keepdim=True) / (N - 1) + 1), ""
+    ),
+    "Bessel's correction": Case(
+        lambda y, r, v: (y - y.mean(-1, keepdim=True)) * torch.rsqrt(y.var(-1, keepdim=True) + 1), ""
+    ),
+    "eps that is a tensor": Case(lambda y, r, v: normed(y, v[0]), ""),
+    "cubes": Case(lambda y, r, v: y * torch.rsqrt(y.pow(3).mean(-1, keepdim=True) + 9), ""),
+    "no keepdim": Case(lambda y, r, v: y * torch.rsqrt(y.pow(2).mean(-1) + 1)[..., None], ""),
+    "a mean that is returned, too": Case(
+        lambda y, r, v: (m := y.pow(2).mean(-1, keepdim=True), y * torch.rsqrt(m + 1)), ""
+    ),
+    "the scale of another value": Case(
+        lambda y, r, v: r * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1), ""
+    ),
+    "transposed": Case(lambda y, r, v: y.mT + r.mT, "", "changes the shape"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_cases(name: str) -> None:
+    case = CASES[name]
+
+    def fn(x: Tensor, a: Tensor, r: Tensor, v: Tensor) -> Any:
+        return case.fn(funcol.all_reduce(F.linear(x, a), "sum", group()), r, v)
+
+    site = check(fn, *arguments((2, 8, 12), (N, 12), (2, 8, N), (N,)))[0]
+    assert (site.tail, case.end in site.tail_end) == (case.tail, True), site.tail_end
+
+
+def arguments(
+    *shapes: tuple[int, ...], dtype: torch.dtype = torch.float32, grad: bool = False
+) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator).to(dtype).requires_grad_(grad) for shape in shapes]
+
+
+def check(fn: Callable[..., Any], *args: Tensor, dynamic: bool | None = None) -> list[Site]:
+    """The reductions of a function whose rewritten graphs yield the bits of the graphs as they were.
+
+    The ranks of the group are made up: its sums are their terms. Gradients and inputs are compared, too.
+    """
+    grad = any(a.requires_grad for a in args)
+    found = []
+    with fake_group(4), torch.set_grad_enabled(grad), autofuse.debug() as report:
+        for policy in ("never", "always"):
+            torch._dynamo.reset()
+            call = torch.compile(fn, backend=passes_only(policy), dynamic=dynamic)
+            own = [a.detach().clone().requires_grad_(grad) for a in args]
+            out = call(*own)
+            results = [out] if isinstance(out, Tensor) else list(out)
+            if grad:
+                sum((o * (i + 1)).float().sum() for i, o in enumerate(results)).backward()
+                results += [a.grad for a in own if a.grad is not None]
+            found.append([r.detach() for r in (*results, *own)])  # own: what was changed in place
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0, equal_nan=True)
+    return [site for site in report.fused if site.pattern != "all_gather_matmul"]
