@@ -140,7 +140,7 @@ class Site:
     tail: str = ""
     """The stages behind the reduction that the op applies, as docs/ops.md has them; empty if none."""
     tail_form: str = ""
-    """`every`: each rank applies the tail to all rows. `owner`: the owner of a row applies it, if the ranks agree."""
+    """`every`: each rank applies it to all rows. `owner`: the owner of a row applies it, if ranks agree."""
     tail_end: str = ""
     """Why the tail ends there, or why there is none."""
     ran: Ran | None = field(default=None, compare=False)

@@ -78,6 +78,29 @@ return (add,)""",
     )
 
 
+def test_residual_and_rms_norm() -> None:
+    def fn(x: Tensor, a: Tensor, r: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        r = r + funcol.all_reduce(F.linear(x, a), "sum", group())
+        wide = r.float()
+        return w * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).bfloat16(), r
+
+    assert_expected_inline(
+        rewritten(
+            fn, *(torch.zeros(s, dtype=torch.bfloat16) for s in ((2, 8, 12), (16, 12), (2, 8, 16), (16,)))
+        ),
+        """\
+view: [16, 12] = aten.reshape.default(arg0, [16, 12])
+permute: [12, 16] = aten.permute.default(arg1, [1, 0])
+reshape_default_1: [16, 16] = aten.reshape.default(arg2, [16, 16])
+matmul_all_reduce_default_1:  = autofuse.matmul_all_reduce.default([view], [permute], [], 'mm', 'sum', False, [reshape_default_1, arg3], 'add %0; keep; to float32; rms 1e-06; to bfloat16; mul %1', '', '0', 'direct', SITE)
+getitem_1: [16, 16] = getitem(matmul_all_reduce_default_1, 0)
+reshape_default_2: [2, 8, 16] = aten.reshape.default(getitem_1, [2, 8, 16])
+getitem_2: [16, 16] = getitem(matmul_all_reduce_default_1, 1)
+reshape_default_3: [2, 8, 16] = aten.reshape.default(getitem_2, [2, 8, 16])
+return (reshape_default_2, reshape_default_3)""",
+    )
+
+
 def test_matmul_reduce_scatter_on_dim_1() -> None:
     def fn(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
         y = F.linear(x, w)

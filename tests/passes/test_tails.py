@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
-from expecttest import assert_expected_inline
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -20,7 +19,6 @@ from autofuse.passes.report import Site
 from .chains import ReduceForward
 from .dense import group
 from .harness import fake_group, passes_only
-from .test_graphs import rewritten
 
 N = 16
 Norm = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -89,27 +87,6 @@ def test_norms(norm: Norm, dtype: torch.dtype, training: bool) -> None:
     assert site.tail == "add %0; keep; " + "to float32; " * narrow + words
 
 
-def test_graph_of_llama() -> None:
-    def fn(x: Tensor, a: Tensor, r: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-        r = r + funcol.all_reduce(F.linear(x, a), "sum", group())
-        return llama(r, w, w), r
-
-    shapes = (2, 8, 12), (N, 12), (2, 8, N), (N,)
-    assert_expected_inline(
-        rewritten(fn, *arguments(*shapes, dtype=torch.bfloat16)),
-        """\
-view: [16, 12] = aten.reshape.default(arg0, [16, 12])
-permute: [12, 16] = aten.permute.default(arg1, [1, 0])
-reshape_default_1: [16, 16] = aten.reshape.default(arg2, [16, 16])
-matmul_all_reduce_default_1:  = autofuse.matmul_all_reduce.default([view], [permute], [], 'mm', 'sum', False, [reshape_default_1, arg3], 'add %0; keep; to float32; rms 1e-06; to bfloat16; mul %1', '', '0', 'direct', SITE)
-getitem_1: [16, 16] = getitem(matmul_all_reduce_default_1, 0)
-reshape_default_2: [2, 8, 16] = aten.reshape.default(getitem_1, [2, 8, 16])
-getitem_2: [16, 16] = getitem(matmul_all_reduce_default_1, 1)
-reshape_default_3: [2, 8, 16] = aten.reshape.default(getitem_2, [2, 8, 16])
-return (reshape_default_2, reshape_default_3)""",
-    )
-
-
 # --- what is absorbed, and what is not ----------------------------------------------------------------
 
 
@@ -140,7 +117,7 @@ CASES = {
     "a residual alone": Case(lambda y, r, v: (y + r).sum(), "add %0"),
     "a bias, a cast and a scale are left": Case(lambda y, r, v: (y + v).double() * 2, "", "neither a norm"),
     "all stages": Case(
-        lambda y, r, v: torch.where(r > 0, -(2 - (y - r) / 3).relu() * v, r), 
+        lambda y, r, v: torch.where(r > 0, -(2 - (y - r) / 3).relu() * v, r),
         "sub %0; div 3; rsub 2; relu; neg; mul %1; where %2 %3",
     ),
     "the reduced value is returned, too": Case(lambda y, r, v: (y, normed(y + r)), "keep; add %0; rms 1e-06"),
@@ -182,7 +159,8 @@ CASES = {
     "float64": Case(lambda y, r, v: y + r.double(), "", "no stage"),
     "a mask of rows": Case(padded, "add %0; masked_fill %1 0.25; rms 1e-06"),
     "numbers that are not finite": Case(
-        lambda y, r, v: (y + r).masked_fill(r > 0, -torch.inf) * torch.nan, "add %0; masked_fill %1 -inf; mul nan"
+        lambda y, r, v: (y + r).masked_fill(r > 0, -torch.inf) * torch.nan,
+        "add %0; masked_fill %1 -inf; mul nan",
     ),
     "a norm over tokens": Case(lambda y, r, v: y * torch.rsqrt(y.pow(2).mean(1, keepdim=True) + 1), ""),
     "a norm over both": Case(lambda y, r, v: F.layer_norm(y, (8, N)), ""),
@@ -216,6 +194,49 @@ def test_cases(name: str) -> None:
 
     site = check(fn, *arguments((2, 8, 12), (N, 12), (2, 8, N), (N,)))[0]
     assert (site.tail, case.end in site.tail_end) == (case.tail, True), site.tail_end
+
+
+def test_views_between() -> None:
+    """Rows are tokens, then [B, S, N], of sizes that are not known; the residual is flat."""
+
+    def fn(x: Tensor, a: Tensor, r: Tensor) -> Tensor:
+        y = funcol.all_reduce(F.linear(x.flatten(0, 1), a), "sum", group())
+        y = (y + r.flatten(0, 1)).view(x.shape[0], x.shape[1], N)
+        return y * torch.rsqrt((y * y).mean(-1, keepdim=True) + 1e-6) * 2
+
+    (site,) = check(fn, *arguments((3, 5, 12), (N, 12), (3, 5, N)), dynamic=True)
+    assert site.tail == "add %0; rms 1e-06; mul 2"
+
+
+@pytest.mark.parametrize(("dim", "tail"), [(0, "add %0; rms 1e-06"), (1, "add %0; rms 1e-06"), (2, "add %0")])
+def test_parts(dim: int, tail: str) -> None:
+    """A part has whole rows unless columns were scattered."""
+
+    def fn(x: Tensor, a: Tensor, r: Tensor) -> Tensor:
+        return normed(funcol.reduce_scatter_tensor(F.linear(x, a), "avg", dim, group()) + r)
+
+    shape = [4, 8, N]
+    shape[dim] //= 4
+    with fake_group(4), torch.no_grad(), autofuse.debug() as report:
+        torch.compile(fn, backend=passes_only())(*arguments((4, 8, 12), (N, 12), tuple(shape)))
+    assert [site.tail for site in report.sites] == [tail]
+
+
+def test_memory_that_changes() -> None:
+    """A residual and a weight that are overwritten behind the op must be read where they are read."""
+
+    def fn(x: Tensor, a: Tensor, r: Tensor, v: Tensor) -> Tensor:
+        y = funcol.all_reduce(torch.mm(x, a), "sum", group()) + r
+        v.copy_(r[0])
+        return normed(y) * v
+
+    args = arguments((8, 12), (12, N), (8, N), (N,))
+    with fake_group(4), torch.no_grad(), autofuse.config.patch(policy="always"):
+        expected = fn(*(a.clone() for a in args))
+        gm = make_fx(fn, tracing_mode="fake")(*args)
+        (site,) = autofuse.rewrite(gm).sites
+        assert (site.tail, site.tail_end) == ("add %0", "pow_1, mul read add")
+        torch.testing.assert_close(gm(*args), expected)
 
 
 def arguments(
