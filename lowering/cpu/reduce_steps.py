@@ -15,7 +15,7 @@ from torch import Tensor
 from autofuse.lowering.cpu.recipes import State, Step
 from autofuse.lowering.cpu.tiles import Buffer, Cut, Run
 from autofuse.lowering.plan import Action, Compute, Copy, Plan, Reduce, Send, Signal, Store, Tile, Wait
-from autofuse.lowering.reference.product import evaluate
+from autofuse.lowering.reference.product import evaluate, is_grouped, part
 from autofuse.native_kernels.cpu import accumulate_rows, reduce_rows
 
 
@@ -31,6 +31,7 @@ class ReduceSteps:
         self.plan, self.cut, self.dim, self.whole = plan, cut, dim, whole
         self.product, self.keep, self.dtype = product, keep, dtype
         self.sums = self.shape = shape
+        self.rows = plan.world * shape[0] if dim == 0 and plan.op != "matmul_all_reduce" else shape[0]
         self.scale = 1 / plan.world if reduce_op == "avg" else 1.0
         self.ring = plan.order.value == "ring"
         self.everywhere = plan.op == "matmul_all_reduce"
@@ -87,10 +88,15 @@ class ReduceSteps:
         if self.whole:
             return lambda s, target: target.copy_(run.read(s.product, dim))
 
+        tokens = run.read(torch.arange(self.rows), 0) if dim == 0 and is_grouped(product) else None
+
         def compute(s: State, target: Tensor) -> None:
-            x = [run.read(t, 0) for t in s.x] if dim == 0 else s.x
-            w = [run.read(t, 1) for t in s.w] if dim == 1 else s.w
-            operands = [run.read_operand(t, dim) for t in s.operands]
+            w = [run.read(t, t.dim() - 1) for t in s.w] if dim == 1 else s.w
+            if tokens is not None:
+                x, operands = part(s.x, s.operands, product, tokens)
+            else:
+                x = [run.read(t, 0) for t in s.x] if dim == 0 else list(s.x)
+                operands = [run.read_operand(t, dim) for t in s.operands]
             evaluate(target, x, w, operands, product)
             if keep:
                 run.write(s.product, dim, target)

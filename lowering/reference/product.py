@@ -4,6 +4,7 @@
     addmm %0                  P = operands[0] + x[0] @ w[0]     torch.addmm; further terms are added as in mm
     addmm %0 0.5 2            P = 0.5 * operands[0] + 2 * x[0] @ w[0]     beta and alpha of torch.addmm
     rows                      P = w[0][x[0]], rows of a table; x[0]: [M, 1], int64, w[0]: [V, N]; alone
+    grouped %0                P = rows of experts, which are then added up: `reference/grouped.py`
     scaled_mm %0 %1 bfloat16  P = scaled_mm(x[0], w[0], operands[0], operands[1], out_dtype=bfloat16)
     add sub mul div           with `%i` (an operand) or a number: P = P op it
     neg; relu; to bfloat16
@@ -27,6 +28,8 @@ from autofuse.lowering.cpu.matmul import multiply
 from autofuse.lowering.torch_internals import scaled_mm
 
 from . import words
+from .grouped import CONTRACTION as GROUPED
+from .grouped import ROW_STAGES, change_rows, grouped, of_tokens
 
 _BINARY: dict[str, Callable[..., Tensor]] = {
     "add": torch.add,
@@ -34,13 +37,13 @@ _BINARY: dict[str, Callable[..., Tensor]] = {
     "mul": torch.mul,
     "div": torch.div,
 }
-_CONTRACTIONS = {"mm": 0, "addmm": 1, "scaled_mm": 2, "rows": 0}
+_CONTRACTIONS = {"mm": 0, "addmm": 1, "scaled_mm": 2, "rows": 0, GROUPED: 0}
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
     """One pointwise step: `operand` or `number` for add, sub, mul, div; with a `mask` for where and
-    masked_fill; `dtype` for to; none for neg and relu."""
+    masked_fill; `dtype` for to; none for neg and relu. In `grouped.ROW_STAGES` `mask` is an index."""
 
     name: str
     operand: int | None = None
@@ -78,15 +81,20 @@ def _parse(product: str) -> Product:
     if not first or first[0] not in _CONTRACTIONS:
         raise ValueError(f"it starts with none of {', '.join(_CONTRACTIONS)}")
     name, count = first[0], _CONTRACTIONS[first[0]]
+    if name == GROUPED:
+        count = min(1, len(first) - 1)
     inputs = tuple(map(words.operand, first[1 : 1 + count]))
     stages = tuple(map(_stage, rest))
+    changes = [stage.name for stage in stages if stage.name in ROW_STAGES]
+    if changes and name != GROUPED:
+        raise ValueError(f"'{changes[0]}' follows {GROUPED} alone")
     if len(inputs) == count:
         match name, first[1 + count :]:
             case "scaled_mm", [dtype]:
                 return Product(name, inputs, words.dtype(dtype), stages)
             case "addmm", [beta, alpha]:
                 return Product(name, inputs, None, stages, words.number(beta), words.number(alpha))
-            case "mm" | "addmm" | "rows", []:
+            case "mm" | "addmm" | "rows" | "grouped", []:
                 return Product(name, inputs, None, stages)
     takes = {"scaled_mm": " and a dtype", "addmm": ", then beta and alpha or neither"}
     raise ValueError(f"{name} takes {count} operands{takes.get(name, '')}")
@@ -100,6 +108,12 @@ def _stage(stage: list[str]) -> Stage:
             return Stage(name, operand=words.operand(value), mask=words.operand(mask))
         case [("where" | "masked_fill") as name, mask, value]:
             return Stage(name, number=words.number(value), mask=words.operand(mask))
+        case ["take", index]:
+            return Stage("take", mask=words.operand(index))
+        case [("sum" | "fold") as name, count] if count.isdigit() and int(count) > 0:
+            return Stage(name, number=int(count))
+        case ["index_add", base, index]:
+            return Stage("index_add", operand=words.operand(base), mask=words.operand(index))
         case ["to", dtype]:
             return Stage("to", dtype=words.dtype(dtype))
         case [("add" | "sub" | "mul" | "div") as name, value] if value.startswith("%"):
@@ -112,7 +126,7 @@ def _stage(stage: list[str]) -> Stage:
 def product_reference(
     x: Sequence[Tensor], w: Sequence[Tensor], operands: Sequence[Tensor], product: str
 ) -> Tensor:
-    """`P: [M, N]` with plain torch ops, on any device; works on fake tensors and is differentiable."""
+    """`P: [M, N]` with plain torch ops, on any device, also of fake tensors. Experts have no gradient."""
     return epilogue(_contract(parse(product), x, w, operands), operands, product)
 
 
@@ -123,6 +137,10 @@ def _contract(p: Product, x: Sequence[Tensor], w: Sequence[Tensor], operands: Se
         total = torch.index_select(w[0], 0, x[0].squeeze(1))
     elif p.contraction == "addmm":
         total = torch.addmm(operands[p.inputs[0]], x[0], w[0], beta=p.beta, alpha=p.alpha)
+    elif p.contraction == GROUPED:
+        ends = operands[p.inputs[0]] if p.inputs else None
+        terms = [grouped(xi, wi, ends) for xi, wi in zip(x, w, strict=True)]
+        return sum(terms[1:], terms[0])
     else:
         a, b = (operands[i] for i in p.inputs)
         total = scaled_mm(x[0], w[0], a, b, p.out_dtype)
@@ -140,6 +158,9 @@ def epilogue(value: Tensor, operands: Sequence[Tensor], product: str) -> Tensor:
 
 def _apply(stage: Stage, value: Tensor, operands: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
     """One stage that keeps the dtype or widens it; `out` may be `value` itself."""
+    if stage.name in ROW_STAGES:
+        base, index = (operands[i] if i is not None else None for i in (stage.operand, stage.mask))
+        return change_rows(stage.name, value, base, index, stage.number)
     if stage.name == "neg":
         return torch.neg(value, out=out)
     if stage.name == "relu":
@@ -167,7 +188,7 @@ def evaluate(
     """Stores `P` in `out: [M, N]`, whose dtype is P's; straight from the matmul where no dtype changes."""
     p = parse(product)
     uniform = w[0].dtype == out.dtype and all(stage.dtype is None for stage in p.stages)
-    if not uniform or p.contraction == "scaled_mm":
+    if not uniform or p.contraction in ("scaled_mm", GROUPED):
         out.copy_(product_reference(x, w, operands, product))
         return
     # Promotion only widens: when both ends have one dtype, so has everything between, and all fits in `out`.
@@ -181,6 +202,20 @@ def evaluate(
         torch.add(out, torch.mm(xi, wi), out=out)
     for stage in p.stages:
         _apply(stage, out, operands, out=out)
+
+
+def part(
+    x: Sequence[Tensor], operands: Sequence[Tensor], product: str, rows: Tensor
+) -> tuple[list[Tensor], list[Tensor]]:
+    """x and operands of the rows `rows` (ascending) of a product that begins with `grouped`."""
+    p = parse(product)
+    stages = [(s.name, s.operand, s.mask, s.number) for s in p.stages]
+    return of_tokens(rows, x, operands, p.inputs, stages)
+
+
+def is_grouped(product: str) -> bool:
+    """Whether the rows of the product are no rows of x."""
+    return product.startswith(GROUPED)
 
 
 def check_product(
@@ -244,6 +279,8 @@ def product_backward(
     the rows of `g` are added up where they were read. Of the
     operands only those that are added or subtracted have one; RuntimeError where another one needs it.
     """
+    if is_grouped(product):
+        raise RuntimeError(f"product {product!r} has no gradient; it is for graphs behind autograd")
     grad, found = epilogue_backward(grad, operands, product, w[0].dtype, needs[2])
     if parse(product).contraction == "rows":
         table = torch.zeros_like(w[0]).index_add_(0, x[0].squeeze(1), grad) if needs[1][0] else None

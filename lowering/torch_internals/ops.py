@@ -25,6 +25,13 @@ def grouped_mm(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor) -> torch.Te
     return result
 
 
+def has_values(t: torch.Tensor) -> bool:
+    """Whether the tensor is more than its shape and dtype, as while a graph is traced."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return not (t.is_meta or isinstance(t, FakeTensor))
+
+
 def register_autograd(
     library: torch.library.Library,
     overload: torch._ops.OpOverload,

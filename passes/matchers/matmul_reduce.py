@@ -22,6 +22,7 @@ from .contractions import ROWS, Product
 from .match import Context, Found, Match, Work, check_dtype, replace_result, values
 from .operands import materialise, two_dimensional
 from .product import extra_users, hand_out_product, match_product
+from .token_sums import GROUPED
 
 
 def match_all_reduce(anchor: Anchor, context: Context) -> Found:
@@ -70,13 +71,14 @@ def leading_cut(found: Product, world: int) -> Cut | Reject:
 
 def _match(anchor: Anchor, context: Context, found: Product, pattern: str, cut: Cut | None) -> Match:
     early = extra_users(anchor.node, anchor.input, found)
-    rows, columns = found.shape
     nbytes = prod(found.shape) * found.dtype.itemsize
     reads = found.stages[0] == ROWS
-    matmuls = tuple((rows, context.shapes.known(x)[-1], columns) for x in found.x if not reads)
+    experts = context.shapes.known(found.w[0])[0] if found.stages[0].startswith(GROUPED) else 1
+    sizes = [context.shapes.known(x) for x in found.x if not reads]
+    matmuls = tuple((prod(x[:-1]), x[-1], found.shape[1]) for x in sizes)
     return Match(
         pattern,
-        Work(matmuls, bytes_read=nbytes if reads else 0, bytes_kept=nbytes if early else 0),
+        Work(matmuls, experts, bytes_read=nbytes if reads else 0, bytes_kept=nbytes if early else 0),
         context.shapes,
         partial(_rewrite, anchor, context, found, pattern, cut, bool(early)),
         (*found.x, *found.w, *(o.node for o in found.operands)),
@@ -107,11 +109,12 @@ def _rewrite(
     emitter: Emitter,
 ) -> None:
     operands = [materialise(emitter, o) for o in found.operands]
+    grouped = found.stages[0].startswith(GROUPED)
     if found.stages[0] == ROWS:
         x = [emitter.reshape(n, (found.shape[0], 1)) for n in found.x]
     else:
         x = [two_dimensional(emitter, n) for n in found.x]
-    w = [two_dimensional(emitter, n) for n in found.w]
+    w = list(found.w) if grouped else [two_dimensional(emitter, n) for n in found.w]
     place = [] if cut is None else [cut.dim, emitter.size(cut.outer)]
     args = [x, w, operands, found.text, anchor.reduce_op, *place, keep, [], "", ""]
     op = getattr(torch.ops.autofuse, pattern).default

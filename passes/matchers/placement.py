@@ -61,7 +61,7 @@ def _put(put: fx.Node, shapes: Shapes) -> Placement | None:
         if dim != 0 or put.kwargs.get("alpha", 1) != 1:
             return None
         if put.target is not aten.index_add.default:
-            index = _repeated_index(index)
+            index = repeated_index(index)
     if not is_blank(base) or (adds and base.target in _EMPTY):
         return None
     if not isinstance(rows, fx.Node) or not _is_index(index):
@@ -88,7 +88,7 @@ def _choice(node: fx.Node, shapes: Shapes) -> Placement | None:
         dim, index = node.args[1:3]
         if dim != 0:
             return None
-        index = _repeated_index(index) if node.target is aten.gather.default else index
+        index = repeated_index(index) if node.target is aten.gather.default else index
     if not isinstance(rows, fx.Node) or not _is_index(index):
         return None
     assert isinstance(index, fx.Node)
@@ -113,7 +113,7 @@ def row_index(indices: object) -> object:
     return indices[0] if isinstance(indices, (list, tuple)) and len(indices) == 1 else None
 
 
-def _repeated_index(index: object) -> fx.Node | None:
+def repeated_index(index: object) -> fx.Node | None:
     """The vector that an index of `[rows, N]` repeats along its columns."""
     if not isinstance(index, fx.Node) or index.target is not aten.expand.default:
         return None

@@ -7,6 +7,9 @@ the layout of the matched node relative to the product `P: [M, N]`, or `[E, R, N
 from __future__ import annotations
 
 from dataclasses import replace
+from enum import Enum
+from functools import partial
+from typing import TypeAlias
 
 import torch
 from torch import fx
@@ -20,6 +23,7 @@ from autofuse.passes.report import Reason, Reject
 
 from .contractions import CONTRACTIONS, ROWS, Product, contraction
 from .operands import Operand, broadcast
+from .token_sums import CHOICES, GROUPED, added_rows, adds_rows, chosen_rows, rows_of_experts
 
 aten = torch.ops.aten
 
@@ -33,6 +37,16 @@ _BINARY = {
     aten.div.Tensor: "div",
     aten.div.Scalar: "div",
 }
+
+
+class Batch(Enum):
+    """What a product may be besides a matmul and, with True, matmuls of experts: their rows, `[R, N]`."""
+
+    ROWS = "rows"
+
+
+Batched: TypeAlias = bool | Batch
+
 _UNARY = {aten.neg.default: "neg", aten.relu.default: "relu"}
 
 
@@ -55,10 +69,11 @@ def match_product(
 
 
 def _match(
-    node: fx.Node, shapes: Shapes, batched: bool, shape: tuple[Size, ...] | None = None
+    node: fx.Node, shapes: Shapes, batched: Batched, shape: tuple[Size, ...] | None = None
 ) -> Product | Reject:
     def is_leaf(n: fx.Node) -> bool:
-        return n.target in CONTRACTIONS or _is_stage(n) or is_fused(n)
+        more = n.target in CHOICES if batched is Batch.ROWS else not batched and adds_rows(n)
+        return more or n.target in CONTRACTIONS or _is_stage(n) or is_fused(n)
 
     followed = follow(node, is_leaf, shapes, shape=shape)
     if followed is None:
@@ -108,11 +123,15 @@ def _is_stage(n: fx.Node) -> bool:
     return n.target in _BINARY or n.target in _UNARY or n.target in others or is_cast(n)
 
 
-def _leaf(n: fx.Node, shapes: Shapes, batched: bool) -> Product | Reject:
+def _leaf(n: fx.Node, shapes: Shapes, batched: Batched) -> Product | Reject:
     if is_fused(n):
         return Reject(Reason.NO_COMPUTE, f"the matmul above {n.name} is part of {n.args[0].target} already")
+    if batched is Batch.ROWS and n.target in CHOICES:
+        return chosen_rows(n, shapes, partial(_match, shapes=shapes, batched=batched), _extend)
+    if not batched and adds_rows(n):
+        return added_rows(n, shapes, partial(_match, shapes=shapes, batched=Batch.ROWS), _extend)
     if n.target in CONTRACTIONS:
-        return contraction(n, shapes, batched)
+        return rows_of_experts(n, shapes) if batched is Batch.ROWS else contraction(n, shapes, bool(batched))
     if n.target in _BINARY:
         return _binary(n, shapes, batched)
     if n.target is aten.where.self:
@@ -158,7 +177,7 @@ def list_experts(parts: list[Product], node: fx.Node) -> Product | Reject:
     )
 
 
-def _unary(n: fx.Node, shapes: Shapes, batched: bool) -> Product | Reject:
+def _unary(n: fx.Node, shapes: Shapes, batched: Batched) -> Product | Reject:
     """A function of one argument, or a cast."""
     source = n.args[0]
     assert isinstance(source, fx.Node)
@@ -201,7 +220,7 @@ def hand_out_product(emitter: Emitter, whole: fx.Node, found: Product) -> None:
     emitter.replace(found.last, emitter.rebuild(whole, Layout.of(found.shape), found.last_layout, shape))
 
 
-def _binary(n: fx.Node, shapes: Shapes, batched: bool) -> Product | Reject:
+def _binary(n: fx.Node, shapes: Shapes, batched: Batched) -> Product | Reject:
     name = _BINARY[n.target]
     if argument(n, 2, "alpha", 1) != 1 or n.kwargs.get("rounding_mode") is not None:
         return Reject(Reason.UNSUPPORTED_VARIANT, f"{n.name} has an alpha or a rounding mode")
@@ -239,7 +258,7 @@ def _inner_length(found: Product | Reject | None, shapes: Shapes) -> int:
     return sum(length for length in lengths if isinstance(length, int))
 
 
-def _where(n: fx.Node, shapes: Shapes, batched: bool) -> Product | Reject:
+def _where(n: fx.Node, shapes: Shapes, batched: Batched) -> Product | Reject:
     """`where(mask, P, value)` or `where(mask, value, P)`."""
     mask, left, right = n.args
     first = _side(left, n, shapes, batched)
@@ -265,7 +284,7 @@ def _where(n: fx.Node, shapes: Shapes, batched: bool) -> Product | Reject:
     return reject
 
 
-def _filled(n: fx.Node, shapes: Shapes, batched: bool) -> Product | Reject:
+def _filled(n: fx.Node, shapes: Shapes, batched: Batched) -> Product | Reject:
     """`P[mask] = number`, of a mask of rows."""
     source, masks, number = n.args[:3]
     assert isinstance(source, fx.Node)
@@ -290,7 +309,7 @@ def _filled(n: fx.Node, shapes: Shapes, batched: bool) -> Product | Reject:
     )
 
 
-def _side(arg: object, n: fx.Node, shapes: Shapes, batched: bool) -> Product | Reject | None:
+def _side(arg: object, n: fx.Node, shapes: Shapes, batched: Batched) -> Product | Reject | None:
     """The product on one side of a binary op; a Reject if the op broadcasts it, None for a number."""
     if not isinstance(arg, fx.Node) or shapes.of(arg) is None:
         return None
@@ -305,7 +324,9 @@ def _sum(a: Product, b: Product, n: fx.Node) -> Product | None:
     impossible."""
     if len(b.stages) == 1 and b.stages[0].startswith("addmm"):
         a, b = b, a
-    if len(a.stages) != 1 or b.stages != ("mm",) or a.stages[0].startswith(("scaled", ROWS)):
+    experts = a.stages[0].startswith(GROUPED) and a.stages == b.stages and a.operands == b.operands
+    alike = experts or (b.stages == ("mm",) and not a.stages[0].startswith(("scaled", ROWS, GROUPED)))
+    if len(a.stages) != 1 or not alike:
         return None
     if (
         a.dtype != b.dtype

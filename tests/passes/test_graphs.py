@@ -389,3 +389,26 @@ permute_default: [2, 4, 2, 3, 5] = aten.permute.default(reshape_default, [1, 0, 
 reshape_default_1: [2, 8, 3, 5] = aten.reshape.default(permute_default, [2, 8, 3, 5])
 return (reshape_default_1,)""",
     )
+
+
+def test_experts_all_reduce() -> None:
+    def fn(x: Tensor, w: Tensor, ends: Tensor, scores: Tensor, order: Tensor) -> Tensor:
+        rows = torch._grouped_mm(x, w.mT, offs=ends) * scores.unsqueeze(-1)
+        tokens = rows[order].view(-1, 2, 16).sum(1).to(x.dtype)
+        return funcol.all_reduce(tokens.view(2, 3, 16), "sum", group()).relu()
+
+    x, w = torch.zeros(12, 8, dtype=torch.bfloat16), torch.zeros(4, 16, 8, dtype=torch.bfloat16)
+    ends, order = torch.zeros(4, dtype=torch.int32), torch.arange(12)
+    assert_expected_inline(
+        rewritten(fn, x, w, ends, torch.zeros(12), order),
+        """\
+permute: [4, 8, 16] = aten.permute.default(arg0, [0, 2, 1])
+unsqueeze: [12, 1] = aten.unsqueeze.default(arg1, -1)
+reshape_default: [4, 1] = aten.reshape.default(arg2, [4, 1])
+reshape_default_1: [12, 1] = aten.reshape.default(arg3, [12, 1])
+matmul_all_reduce_default:  = autofuse.matmul_all_reduce.default([arg4], [permute], [reshape_default, unsqueeze, reshape_default_1], 'grouped %0; mul %1; take %2; sum 2; to bfloat16', 'sum', False, [], '', '', '0', 'direct', SITE)
+getitem: [6, 16] = getitem(matmul_all_reduce_default, 0)
+reshape_default_2: [2, 3, 16] = aten.reshape.default(getitem, [2, 3, 16])
+relu: [2, 3, 16] = aten.relu.default(reshape_default_2)
+return (relu,)""",
+    )

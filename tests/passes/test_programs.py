@@ -19,6 +19,7 @@ from . import (
     gathered_products,
     pooled_exchange,
     recommendation,
+    tensor_parallel_experts,
     training,
     ulysses,
     uneven,
@@ -32,7 +33,8 @@ Ranks = Callable[[int], RankPool]
 
 MODULES = (
     *(dense, gathered_products, contractions, epilogues, views, training),
-    *(recommendation, pooled_exchange, experts, expert_loops, ulysses, uneven, vocabularies),
+    *(recommendation, pooled_exchange, experts, expert_loops, tensor_parallel_experts, ulysses),
+    *(uneven, vocabularies),
 )
 CASES = [(m, name) for m in MODULES for name in m.PROGRAMS]
 

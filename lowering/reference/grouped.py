@@ -1,0 +1,132 @@
+"""Products of experts: rows are multiplied by the weight of their expert, then added up token by token.
+
+    grouped %0       V = x[0] @ w[0][expert of the row]    x[0]: [R, K]   w[0]: [E, K, N]   V: [R, N]
+                     operands[0]: [E, 1], int32, the ends of the experts' ranges of rows; rows behind are 0
+    grouped          all experts have equally many rows
+    take %i          V = V[operands[i]]                    operands[i]: [R', 1], int64
+    sum 2            V = V.view(-1, 2, N).sum(1)           tokens that have two rows each
+    fold 4           V = V.view(4, -1, N).sum(0)           four experts that have all tokens each
+    index_add %i %j  V = operands[i].index_add(0, operands[j], V)    operands[i]: [T, 1] or [T, N];
+                     operands[j]: [R, 1], int64, the token of each row
+
+Columns of the result need columns of the weights and operands. `of_tokens` has what some rows need.
+"""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from autofuse.lowering.cpu.matmul import multiply
+from autofuse.lowering.torch_internals import grouped_mm, has_grouped_mm, has_values
+
+CONTRACTION = "grouped"
+ROW_STAGES = ("take", "sum", "fold", "index_add")
+"""Those that change the number of rows."""
+
+Step: TypeAlias = tuple[str, int | None, int | None, float | int | None]
+"""A stage: name, operand, index (or mask) and number."""
+
+
+def grouped(x: Tensor, w: Tensor, ends: Tensor | None) -> Tensor:
+    """`[R, N]`; `ends` is None where all experts have equally many rows. No gradient."""
+    if not has_values(x):
+        return torch.mm(x, w[0])
+    if x.is_cuda and ends is not None and x.dtype == torch.bfloat16 and has_grouped_mm():
+        return grouped_mm(x, w, ends.flatten())
+    if ends is None:
+        _ranges(x.shape[0], w.shape[0], None)
+        return torch.bmm(x.view(w.shape[0], -1, x.shape[1]), w).flatten(0, 1)
+    out = x.new_empty(x.shape[0], w.shape[-1])
+    for rows, expert in zip(_ranges(x.shape[0], w.shape[0], ends), w, strict=True):
+        if rows.start < rows.stop:
+            multiply(out[rows], x[rows], expert)
+    out[x.shape[0] if ends is None else int(ends[-1]) :] = 0
+    return out
+
+
+def _ranges(count: int, experts: int, ends: Tensor | None) -> list[slice]:
+    """The rows of each expert. ValueError if there are none."""
+    if ends is None:
+        if count % experts:
+            raise ValueError(
+                f"{count} rows are no multiple of {experts} experts; pass the ends of their ranges"
+            )
+        stops = [count // experts * (e + 1) for e in range(experts)]
+    else:
+        stops = ends.flatten().tolist()
+    starts = [0, *stops]
+    if len(stops) != experts or any(a > b for a, b in pairwise(starts)) or starts[-1] > count:
+        raise ValueError(f"expected ascending ends of {experts} experts, at most {count} rows; got {stops}")
+    return [slice(a, b) for a, b in pairwise(starts)]
+
+
+def change_rows(
+    name: str, value: Tensor, operand: Tensor | None, index: Tensor | None, number: float | int | None
+) -> Tensor:
+    """One of ROW_STAGES applied to `value`."""
+    n = value.shape[1]
+    if name == "take":
+        assert index is not None
+        return value.index_select(0, index.squeeze(1))
+    if name == "index_add":
+        assert operand is not None
+        assert index is not None
+        base = operand.expand(operand.shape[0], n)
+        return base.index_add(0, index.squeeze(1), value)
+    count = int(number or 0)
+    return value.reshape(-1, count, n).sum(1) if name == "sum" else value.reshape(count, -1, n).sum(0)
+
+
+def of_tokens(
+    tokens: Tensor,
+    x: Sequence[Tensor],
+    operands: Sequence[Tensor],
+    inputs: Sequence[int],
+    stages: Sequence[Step],
+) -> tuple[list[Tensor], list[Tensor]]:
+    """x and operands from which the same product is rows `tokens` (ascending) of the whole.
+
+    inputs: the operands of the contraction.
+    """
+    found = list(operands)
+    counts = [x[0].shape[0]]  # rows before each stage
+    for name, operand, index, number in stages:
+        after = {"take": index, "index_add": operand}.get(name)
+        divisor = int(number or 1) if name in ("sum", "fold") else 1
+        counts.append(counts[-1] // divisor if after is None else operands[after].shape[0])
+    rows = tokens
+
+    def keep(i: int | None, rows: Tensor) -> None:
+        if i is not None and found[i].dim() == 2 and found[i].shape[0] > 1:
+            found[i] = found[i][rows]
+
+    for (name, operand, index, number), count in zip(reversed(stages), counts[-2::-1], strict=True):
+        if name == "index_add":
+            assert operand is not None
+            assert index is not None
+            place = tokens.new_full((found[operand].shape[0],), -1)
+            place[rows] = torch.arange(rows.shape[0])
+            found[operand] = found[operand][rows]
+            whole = place[operands[index].squeeze(1)]
+            rows = (whole >= 0).nonzero().squeeze(1)
+            found[index] = whole[rows].unsqueeze(1)
+        elif name == "take":
+            assert index is not None
+            chosen = operands[index].squeeze(1)[rows]
+            rows, where = chosen.unique(return_inverse=True)
+            found[index] = where.unsqueeze(1)
+        elif name == "sum":
+            each = int(number or 0)
+            rows = (rows[:, None] * each + torch.arange(each)).flatten()
+        elif name == "fold":
+            experts = int(number or 0)
+            rows = (torch.arange(experts)[:, None] * (count // experts) + rows).flatten()
+        else:
+            keep(operand, rows)
+            keep(index, rows)
+    for i in inputs:
+        found[i] = torch.searchsorted(rows, found[i].to(torch.int64)).to(found[i].dtype)
+    return [t[rows] for t in x], found

@@ -1,0 +1,150 @@
+"""Rows of experts that are added up token by token: `grouped` products (`lowering/reference/grouped.py`).
+
+sum(P[order].view(T, k, N), 1)          rows in the order of tokens, k each
+sum(P: [E, T, N], 0)                    all experts have all tokens
+index_add(base, 0, token, P)            and index_put and scatter_add that add
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TypeAlias
+
+import torch
+from torch import fx
+
+from autofuse.passes.graph.follow import Shapes, argument, aten, dtype_of, tensor
+from autofuse.passes.graph.layout import Layout, Size, exact_quotient, prod, same_shape, same_size
+from autofuse.passes.report import Reason, Reject
+
+from .contractions import Product, contraction
+from .operands import Operand
+from .placement import repeated_index, row_index
+from .rows import is_natural
+
+GROUPED = "grouped"
+CHOICES = (aten.index.Tensor, aten.index_select.default)
+"""Ops that may choose rows of experts."""
+_SUM = aten.sum.dim_IntList
+_ADDS = (aten.index_add.default, aten.index_put.default, aten.scatter_add.default)
+
+Extend: TypeAlias = Callable[..., Product]
+MatchRows: TypeAlias = Callable[[fx.Node], "Product | Reject"]
+
+
+def adds_rows(n: fx.Node) -> bool:
+    """Whether the node may add rows up to tokens."""
+    if n.target is aten.index_put.default:
+        return bool(argument(n, 3, "accumulate", False))
+    return n.target is _SUM or n.target in _ADDS
+
+
+def rows_of_experts(n: fx.Node, shapes: Shapes) -> Product | Reject:
+    """The contraction of a grouped or batched matmul as rows `[R, N]`."""
+    if n.target not in (aten._grouped_mm.default, aten.bmm.default):
+        return Reject(Reason.NO_COMPUTE, f"{n.name} is no matmul of several experts")
+    found = contraction(n, shapes, batched=True)
+    if isinstance(found, Reject):
+        return found
+    shape = (prod(found.shape[:-1]), found.shape[-1])
+    layout = Layout.of(shape).reshape(shapes.known(n))
+    assert layout is not None
+    experts, operands = shapes.known(found.w[0])[0], found.operands
+    stage = GROUPED
+    if found.offsets is not None:
+        stage = f"{GROUPED} %0"
+        operands = (Operand(found.offsets, shape=(experts, 1)),)
+    return replace(
+        found, stages=(stage,), operands=operands, shape=shape, layout=layout, last_layout=layout,
+        offsets=None, bias=(),
+    )  # fmt: skip
+
+
+def chosen_rows(n: fx.Node, shapes: Shapes, match: MatchRows, extend: Extend) -> Product | Reject:
+    """Rows that an index puts into another order."""
+    source = n.args[0]
+    chosen = row_index(n.args[1]) if n.target is aten.index.Tensor else n.args[2] if n.args[1] == 0 else None
+    if not isinstance(source, fx.Node) or not _is_index(chosen):
+        return Reject(Reason.LAYOUT, f"{n.name} chooses other things than rows")
+    found = match(source)
+    if isinstance(found, Reject):
+        return found
+    if not _are_rows(found, source, shapes):
+        return Reject(Reason.LAYOUT, f"{source.name} is no list of rows of experts")
+    count = shapes.known(n)[0]
+    stage = f"take %{len(found.operands)}"
+    return _as_tokens(extend(found, source, n, stage, Operand(chosen, shape=(count, 1))), n, count, shapes)
+
+
+def added_rows(n: fx.Node, shapes: Shapes, match: MatchRows, extend: Extend) -> Product | Reject:
+    """The sum over the rows of each token."""
+    if n.target is _SUM:
+        return _sum(n, shapes, match, extend)
+    base, rows, index = _put(n)
+    val = tensor(base)
+    if not isinstance(rows, fx.Node) or not isinstance(base, fx.Node) or not _is_index(index) or val is None:
+        return Reject(Reason.NO_COMPUTE, f"{n.name} adds up other things than rows")
+    found = match(rows)
+    if isinstance(found, Reject):
+        return found
+    if not _are_rows(found, rows, shapes) or val.dim() != 2 or dtype_of(base) != found.dtype:
+        return Reject(Reason.LAYOUT, f"{rows.name} is no list of rows of experts")
+    count = shapes.known(rows)[0]
+    stage = f"index_add %{len(found.operands)} %{len(found.operands) + 1}"
+    given = (Operand(base), Operand(index, shape=(count, 1)))
+    return _as_tokens(extend(found, rows, n, stage, *given), n, shapes.known(base)[0], shapes)
+
+
+def _sum(n: fx.Node, shapes: Shapes, match: MatchRows, extend: Extend) -> Product | Reject:
+    source, dims = n.args[:2]
+    assert isinstance(source, fx.Node)
+    shape = shapes.known(source)
+    if not isinstance(dims, (list, tuple)) or len(dims) != 1 or len(shape) < 3:
+        return Reject(Reason.NO_COMPUTE, f"{n.name} is a sum over other things than rows")
+    dim = dims[0] % len(shape)
+    count = shape[dim]
+    found = match(source)
+    if isinstance(found, Reject):
+        return found
+    rows, columns = found.shape
+    tokens = exact_quotient(rows, count)
+    if not isinstance(count, int) or tokens is None or not is_natural(found.layout, found.shape):
+        return Reject(Reason.LAYOUT, f"{n.name} is a sum over no rows of each token")
+    if dtype_of(n) != found.dtype:
+        return Reject(Reason.UNSUPPORTED_VARIANT, f"{n.name} adds up in another dtype")
+    if same_size(prod(shape[dim + 1 :]), columns):
+        stage = f"sum {count}"
+    elif all(same_size(s, 1) for s in shape[:dim]):
+        stage = f"fold {count}"
+    else:
+        return Reject(Reason.LAYOUT, f"{n.name} is a sum over no rows of each token")
+    return _as_tokens(extend(found, source, n, stage), n, tokens, shapes)
+
+
+def _put(n: fx.Node) -> tuple[object, object, object]:
+    """Base, rows and index of an op that adds rows."""
+    if n.target is aten.index_put.default:
+        return n.args[0], n.args[2], row_index(n.args[1])
+    base, dim, index, rows = n.args[:4]
+    if dim != 0 or argument(n, 4, "alpha", 1) != 1:
+        return base, None, None
+    return base, rows, repeated_index(index) if n.target is aten.scatter_add.default else index
+
+
+def _as_tokens(found: Product, n: fx.Node, tokens: Size, shapes: Shapes) -> Product | Reject:
+    """The product whose last stage, `n`, has `tokens` rows."""
+    shape = (tokens, found.shape[1])
+    layout = Layout.of(shape).reshape(shapes.known(n))
+    if layout is None:
+        return Reject(Reason.LAYOUT, f"{n.name} is no list of tokens")
+    return replace(found, shape=shape, layout=layout, last_layout=layout)
+
+
+def _are_rows(found: Product, node: fx.Node, shapes: Shapes) -> bool:
+    return is_natural(found.layout, found.shape) and same_shape(shapes.of(node), found.shape)
+
+
+def _is_index(index: object) -> bool:
+    val = tensor(index)
+    return val is not None and val.dim() == 1 and val.dtype == torch.int64

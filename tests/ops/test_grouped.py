@@ -1,0 +1,107 @@
+"""Reductions of rows of experts that are added up token by token (the product `grouped`), against float64."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from autofuse.lowering.cpu.reduce_executor import FEW_ROWS
+from autofuse.lowering.reference.layout import parts
+from autofuse.lowering.reference.product import parse, product_reference
+from tests.ops.dense import DTYPES, ORDERS, poison, seeded, world_group
+from tests.ranks import RankPool
+
+EXPERTS, K, TOP = 3, 20, 2
+TAKEN = "grouped %0; mul %1; take %2; sum 2; mul 0.5"
+ADDED = "grouped %0; mul %1; index_add %3 %2"
+EVERY = "grouped; mul %0; fold 3; add %1"
+CASES = [
+    (None, 1, 13, 5, TAKEN),
+    (None, 1, 0, 5, ADDED),
+    (None, 1, 40, 1100, ADDED),
+    (None, 1, 7, 30, EVERY),
+    (0, 1, FEW_ROWS * EXPERTS, 9, TAKEN),
+    (0, 2, 4 * FEW_ROWS, 6, ADDED),
+    (0, 1, FEW_ROWS, 8, EVERY),
+    (0, 1, 5, 8, ADDED),
+    (1, 1, 11, 20, TAKEN),
+    (1, 3, 11, 4, EVERY),
+]
+"""Dim and outer of the scatter, tokens and columns (of a rank's part along dim), product."""
+
+
+def _inputs(
+    rank: int, t: int, n: int, product: str, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Experts of uneven numbers of rows, of which one has none; rows behind the last one belong to none."""
+    generator = torch.Generator().manual_seed(rank)
+    w = seeded(rank, EXPERTS, n, K, dtype=dtype).mT
+    if product == EVERY:
+        x = seeded(rank + 5, EXPERTS * t, K, dtype=dtype)
+        return x, w, [seeded(2, EXPERTS * t, 1, dtype=dtype), seeded(3, t, n, dtype=dtype)]
+    rows = t * TOP
+    ends = torch.tensor([[rows // 4], [rows // 4], [rows - rows // 8]], dtype=torch.int32)
+    order = torch.randperm(rows, generator=generator)
+    where = order.argsort() if product == TAKEN else order // TOP
+    operands = [ends, seeded(2, rows, 1, dtype=dtype), where[:, None], seeded(3, t, n, dtype=dtype)]
+    return seeded(rank + 5, rows, K, dtype=dtype), w, operands
+
+
+def _exact(rank: int, t: int, n: int, product: str, dtype: torch.dtype, magnitude: bool = False) -> Tensor:
+    """In float64; `magnitude`: of the absolute values, in which errors are measured."""
+    x, w, operands = _inputs(rank, t, n, product, dtype)
+    given = [o.double() if o.is_floating_point() else o for o in (x, w, *operands)]
+    x, w, *operands = (o.abs() for o in given) if magnitude else given
+    return product_reference([x], [w], operands, product)
+
+
+def _by_hand(rank: int, world: int) -> None:
+    """The definition, row by row."""
+    x, w, (ends, scales, tokens, base) = _inputs(0, 6, 4, ADDED, torch.float64)
+    out = base.clone()
+    for row in range(x.shape[0]):
+        for expert in range(EXPERTS):
+            if ([0, *ends.flatten().tolist()][expert]) <= row < int(ends[expert]):
+                out[tokens[row]] += x[row] @ w[expert] * scales[row]
+    torch.testing.assert_close(product_reference([x], [w], [ends, scales, tokens, base], ADDED), out)
+
+
+def _check(rank: int, world: int, order: str, dtype: torch.dtype) -> None:
+    for dim, outer, tokens, columns, product in CASES:
+        t = tokens * outer * world if dim == 0 else tokens
+        n = columns * outer * world if dim == 1 else columns
+        x, w, operands = _inputs(rank, t, n, product, dtype)
+        poison(world_group())
+        place = () if dim is None else (dim, outer)
+        op = torch.ops.autofuse.matmul_all_reduce if dim is None else torch.ops.autofuse.matmul_reduce_scatter
+        (out,) = op(
+            [x], [w], operands, product, "sum", *place, False, [], "", "", world_group(), order, "test"
+        )
+        wanted, bound = (
+            torch.stack([_exact(r, t, n, product, dtype, magnitude) for r in range(world)]).sum(0)
+            for magnitude in (False, True)
+        )
+        if dim is not None:
+            wanted, bound = (parts(every, dim, outer, world)[rank] for every in (wanted, bound))
+        error = (out.double() - wanted).abs() / bound / torch.finfo(dtype).eps
+        assert out.shape == wanted.shape
+        assert error.numel() == 0 or error.max() < 4, (dim, outer, product, error.max())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("order", ORDERS)
+def test_against_float64(ranks: Callable[[int], RankPool], order: str, dtype: torch.dtype) -> None:
+    ranks(3 if order == "direct" else 2).run(_check, order, dtype)
+
+
+def test_by_hand() -> None:
+    _by_hand(0, 1)
+
+
+@pytest.mark.parametrize(
+    "product", ["mm; take %0", "grouped; sum 0", "grouped; sum x", "grouped; index_add %0"]
+)
+def test_malformed(product: str) -> None:
+    with pytest.raises(ValueError, match="malformed product"):
+        parse(product)

@@ -1,0 +1,120 @@
+"""Programs of experts under tensor parallelism: every rank has a part of each, and results are summed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed._functional_collectives as funcol
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .dense import AR, RS, group
+from .harness import Program
+
+EXPERTS, D, H, TOKENS, TOP = 4, 16, 24, 12, 2
+
+
+class _Copied(torch.autograd.Function):
+    """What all ranks have alike: the gradient is summed over the ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return funcol.all_reduce(grad.contiguous(), "sum", group())
+
+
+class _Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return funcol.all_reduce(x, "sum", group())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+class Experts(nn.Module):
+    """how: the spelling of the sum over the experts of a token; `scattered`: over the tokens of ranks."""
+
+    def __init__(self, how: str, scattered: bool = False) -> None:
+        super().__init__()
+        self.how, self.scattered = how, scattered
+        self.gate = nn.Linear(D, EXPERTS, bias=False)
+        self.up = nn.Parameter(torch.randn(EXPERTS, 2 * H, D) * 0.2)
+        self.down = nn.Parameter(torch.randn(EXPERTS, D, H) * 0.2)
+
+    def act(self, h: Tensor) -> Tensor:
+        gate, up = h.chunk(2, -1)
+        return F.silu(gate) * up
+
+    def routed(self, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+        if self.how == "every":
+            hot = torch.zeros(x.shape[0], EXPERTS, dtype=x.dtype).scatter(1, chosen, scores.to(x.dtype))
+            every = x.expand(EXPERTS, *x.shape)
+            out = torch.bmm(self.act(torch.bmm(every, self.up.mT)), self.down.mT)
+            return (out * hot.t().unsqueeze(-1)).sum(0)
+        experts, order = torch.sort(chosen.view(-1))
+        token, score = order // TOP, scores.view(-1)[order]
+        ends = torch.histc(experts.float(), bins=EXPERTS, min=0, max=EXPERTS - 1).cumsum(0, dtype=torch.int32)
+        h = self.act(torch._grouped_mm(x[token], self.up.mT, offs=ends))
+        out = torch._grouped_mm(h, self.down.mT, offs=ends) * score.unsqueeze(-1)
+        if self.how == "index_add":
+            return torch.zeros_like(x).index_add(0, token, out.to(x.dtype))
+        if self.how == "scatter_add":
+            return torch.zeros_like(x).scatter_add(0, token.unsqueeze(-1).expand(-1, D), out.to(x.dtype))
+        back = torch.empty_like(order)
+        back[order] = torch.arange(order.shape[0])
+        return out[back].view(-1, TOP, D).sum(1).to(x.dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.requires_grad:
+            x = _Copied.apply(x)
+        scores, chosen = self.gate(x).float().softmax(-1).topk(TOP, -1)
+        out = self.routed(x, scores / scores.sum(-1, keepdim=True), chosen)
+        if self.scattered:
+            if out.requires_grad:
+                return funcol.reduce_scatter_tensor_autograd(out, "sum", 0, group()).relu()
+            return funcol.reduce_scatter_tensor(out, "sum", 0, group()).relu()
+        return (_Summed.apply(out) if out.requires_grad else funcol.all_reduce(out, "sum", group())).relu()
+
+
+def build(
+    how: str, dtype: torch.dtype = torch.bfloat16, scattered: bool = False, grad: bool = False
+) -> Callable[[int, int], tuple[Callable[..., Any], tuple[Any, ...]]]:
+    def make(world: int, rank: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        torch.manual_seed(rank)
+        model = Experts(how, scattered).to(dtype)
+        torch.manual_seed(0)
+        with torch.no_grad():
+            model.gate.weight.normal_()
+        return model, (torch.randn(TOKENS, D, dtype=dtype, requires_grad=grad),)
+
+    return make
+
+
+READ = {"forward": ["extra_users"]}
+
+PROGRAMS: dict[str, Program] = {
+    "sum over top k": Program(build("sum"), {"inference": [AR]}, tolerance=0.02, worlds=(2, 4)),
+    "index_add": Program(build("index_add"), {"inference": [AR]}, tolerance=0.02),
+    "scatter_add, scattered": Program(
+        build("scatter_add", scattered=True), {"inference": [RS]}, tolerance=0.02
+    ),
+    "every expert": Program(build("every", torch.float32), {"inference": [AR]}),
+    "training": Program(build("sum", grad=True), {"backward": [AR]}, READ, grad=True, tolerance=0.03),
+    "index_add, scattered, training": Program(
+        build("index_add", scattered=True, grad=True),
+        {"backward": [AR]},
+        {"forward": ["extra_users"], "backward": ["no_compute"]},
+        grad=True,
+        tolerance=0.03,
+    ),
+    "every expert, training": Program(
+        build("every", torch.float32, grad=True), {"backward": [AR]}, READ, grad=True
+    ),
+}
