@@ -201,7 +201,11 @@ class _Walk:
         return tuple(found)
 
     def full(self, step: Step) -> bool:
-        return any(o.shape is not None and same_shape(o.shape, self.size) for o in step.operands)
+        """Whether an operand has the size of V. Of one row, a bias is smaller in that it has fewer dims."""
+        shape = self.shapes.of(step.node)
+        return any(
+            same_shape(o.shape, self.size) or same_shape(self.shapes.of(o.node), shape) for o in step.operands
+        )
 
     def cone(self, step: Step) -> set[fx.Node]:
         """The nodes behind the op that operands of the step are computed by."""

@@ -208,6 +208,15 @@ def test_views_between() -> None:
     assert site.tail == "add %0; rms 1e-06; mul 2"
 
 
+@pytest.mark.parametrize(("operand", "tail"), [((1, 1, N), "add %0"), ((N,), "")], ids=["residual", "bias"])
+def test_one_row(operand: tuple[int, ...], tail: str) -> None:
+    def fn(x: Tensor, a: Tensor, r: Tensor) -> Tensor:
+        return funcol.all_reduce(F.linear(x, a), "sum", group()) + r
+
+    (site,) = check(fn, *arguments((1, 1, 12), (N, 12), operand))
+    assert site.tail == tail
+
+
 @pytest.mark.parametrize(("dim", "tail"), [(0, "add %0; rms 1e-06"), (1, "add %0; rms 1e-06"), (2, "add %0")])
 def test_parts(dim: int, tail: str) -> None:
     """A part has whole rows unless columns were scattered."""
