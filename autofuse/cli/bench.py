@@ -220,30 +220,57 @@ def optimizer(
         if min(ranks) < 2:
             raise ValueError(f"--ranks {min(ranks)}: expected 2 ranks or more")
         check_folders(json, markdown)
-        import torch
-
         from autofuse.bench.cpu.optimizer import Options, run, run_on_gpus, table
-        from autofuse.bench.cpu.run import cores
 
         load = os.getloadavg()[0]
         options = Options(tuple(rows or ()), dtypes, lamb, seconds)
         if device == "cuda":
             torchrun.join("bench optimizer --device cuda")
             measured = run_on_gpus(options)
-            torch.distributed.destroy_process_group()
-            if int(os.environ["RANK"]):
-                return
         else:
             measured = run(ranks, options)
-        about = f"{cores()} cores, torch {torch.__version__}, load average before the run {load:.1f}"
-        text = f"{table(measured)}\n\n{about}"
-        typer.echo(text)
-        if markdown is not None:
-            write(markdown, text + "\n")
-        if json is not None:
-            machine = {"torch": torch.__version__, "cores": cores(), "load": load}
-            all_rows = [{**asdict(row), "best_other": row.best} for row in measured]
-            write(json, json_module.dumps({**machine, "rows": all_rows}, indent=1) + "\n")
+        all_rows = [{**asdict(row), "best_other": row.best} for row in measured]
+        _tell(table(measured), all_rows, load, json, markdown)
+
+
+@app.command()
+def schedules(
+    ranks: Annotated[list[int], typer.Option(help="Size of a group; repeat for several.")] = [2],  # noqa: B006
+    rows: Rows = None,
+    hidden: Annotated[int, typer.Option(help="Hidden size.", min=8)] = 2048,
+    ratio: Annotated[float, typer.Option(help="K over all ranks, in hidden sizes.", min=0.1)] = 1.0,
+    tokens: Annotated[
+        list[int] | None, typer.Option(help="Only so many tokens; repeat for several.", min=1)
+    ] = None,
+    dtype: Annotated[
+        list[str] | None, typer.Option(help="Only float32 or bfloat16; without it both.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu; or cuda, the GPUs of torchrun.")] = "cpu",
+    seconds: Annotated[float, typer.Option(help="Time for a row, about.")] = 3.0,
+    json: Json = None,
+    markdown: Markdown = None,
+) -> None:
+    """Every schedule of matmul, all_reduce, residual and norm, and of two of them with an MLP between."""
+    with user_errors():
+        one_of(device, ("cpu", "cuda"), "--device")
+        on_gpus = device == "cuda"
+        dtypes = tuple(dtype or (("bfloat16",) if on_gpus else ("float32", "bfloat16")))
+        for name in dtypes:
+            one_of(name, ("float32", "bfloat16"), "--dtype")
+        if min(ranks) < 2:
+            raise ValueError(f"--ranks {min(ranks)}: expected 2 ranks or more")
+        check_folders(json, markdown)
+        from autofuse.bench.schedules import MOST_ON_CPUS, TOKENS, Options, run, run_on_gpus, table
+
+        counts = tuple(tokens or (t for t in TOKENS if on_gpus or t <= MOST_ON_CPUS))
+        options = Options(hidden, ratio, counts, dtypes, tuple(rows or ()), seconds)
+        load = os.getloadavg()[0]
+        if on_gpus:
+            torchrun.join("bench schedules --device cuda")
+            measured = run_on_gpus(options)
+        else:
+            measured = run(ranks, options)
+        _tell(table(measured), [{**asdict(row), "gain": row.gain} for row in measured], load, json, markdown)
 
 
 def _around_all_to_all(
@@ -262,6 +289,28 @@ def _around_all_to_all(
         options = Options(benchmark, tuple(rows or ()), quick, tune)
         join(options)
     run(options, json, markdown)
+
+
+def _tell(
+    text: str, rows: list[dict[str, object]], load: float, json: Path | None, markdown: Path | None
+) -> None:
+    """Print a table, and write it and its rows; of the ranks of torchrun the first one does. `load`: the load
+    average before the run, since a reader of the numbers must see whether something else was running."""
+    import torch
+
+    from autofuse.bench.cpu.run import cores
+
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+        if int(os.environ["RANK"]):
+            return
+    text += f"\n\n{cores()} cores, torch {torch.__version__}, load average before the run {load:.1f}"
+    typer.echo(text)
+    if markdown is not None:
+        write(markdown, text + "\n")
+    if json is not None:
+        machine = {"torch": torch.__version__, "cores": cores(), "load": load}
+        write(json, json_module.dumps({**machine, "rows": rows}, indent=1) + "\n")
 
 
 def _check_tune(tune: bool, quick: bool) -> None:
