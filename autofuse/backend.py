@@ -24,7 +24,7 @@ from autofuse.lowering.torch_internals import CustomGraphPass, takes_is_inferenc
 from autofuse.options import measure_if_tuned, own_options, resolve
 from autofuse.options import settings as settings_of
 from autofuse.passes.report import GraphReport, Reason, Report, Schedule, listening, publish
-from autofuse.passes.schedules.schedule import SPLIT, Proof
+from autofuse.passes.schedules.schedule import SPLIT, Basis
 
 log = logging.getLogger(__name__)
 
@@ -55,32 +55,30 @@ def compile_fused(
     """Compiles a graph of dynamo with Inductor and our passes. `patches`: changes to Inductor's
     configuration. `region`: the user's name of what is compiled."""
     measure_if_tuned(patches)
-    inputs = given_inputs(gm, example_inputs, settings)
-    fusion, patches = fusion_pass(next(_numbers), settings, patches, inputs)
-    as_written = None if inputs is None else fx.GraphModule(gm, copy.deepcopy(gm.graph))
+    inputs = given(gm, example_inputs)
+    basis = Basis(inputs.of_graph)
+    fusion, patches = fusion_pass(next(_numbers), settings, patches, basis)
+    as_written = fx.GraphModule(gm, copy.deepcopy(gm.graph)) if may_rest(settings, inputs) else None
     groups: set[str] = set()
 
     def compile_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
         groups.update(group_names(gm))
-        with fusion.compiling(graph_kind(kwargs), passes.unless_faulty(passes.circumstances, gm.graph)):
+        about = functools.partial(passes.circumstances, inputs=inputs.of_graph)
+        with fusion.compiling(graph_kind(kwargs), passes.unless_faulty(about, gm.graph)):
             compiled = torch_internals.compile_fx_inner(gm, example_inputs, **kwargs)
             if not fusion.ran and (listening() or log.isEnabledFor(logging.INFO)):
                 _report_hit(gm, example_inputs, kwargs)
         return compiled
 
     compiled = torch_internals.compile_fx(gm, example_inputs, compile_graph, patches, region)
-    if fusion.proofs:
-        assert as_written is not None
-        assert inputs is not None
-        compiled = Agreed(compiled, as_written, fusion.proofs, inputs)
+    if basis.proofs and as_written is not None:
+        compiled = Agreed(compiled, as_written, tuple(basis.proofs), inputs)
     return _checked(compiled, groups)
 
 
-def given_inputs(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], settings: passes.Settings
-) -> Given | None:
-    """What is known of the inputs of a graph of dynamo, if its schedule may rest on that."""
-    return given(gm, example_inputs) if settings.schedule == SPLIT else None
+def may_rest(settings: passes.Settings, inputs: Given) -> bool:
+    """Whether the schedule of a graph may rest on proofs that its ranks must compare before it runs."""
+    return settings.schedule == SPLIT or any(known.declared and known.over for known in inputs.inputs)
 
 
 def _report_hit(gm: fx.GraphModule, example_inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -125,13 +123,13 @@ def fusion_pass(
     number: int,
     settings: passes.Settings,
     patches: Mapping[str, Any] = MappingProxyType({}),
-    inputs: Given | None = None,
+    basis: Basis | None = None,
 ) -> tuple["FusionPass", dict[str, Any]]:
     """The pass for graph `number`, and `patches` with the changes to Inductor's configuration that install
-    it. `inputs`: of the graph of dynamo; without them nothing is scheduled anew."""
+    it. `basis`: what its schedule may rest on."""
     before, joint = "post_grad_custom_pre_pass", "joint_custom_post_pass"
-    fusion = FusionPass(settings, _configured(before, patches), number)
-    return fusion, {**patches, before: fusion, joint: JointPass(_configured(joint, patches), fusion, inputs)}
+    fusion = FusionPass(settings, _configured(before, patches), number, basis)
+    return fusion, {**patches, before: fusion, joint: JointPass(_configured(joint, patches), fusion)}
 
 
 def _configured(name: str, patches: Mapping[str, Any]) -> tuple[Callable[..., None], ...]:
@@ -155,21 +153,15 @@ class JointPass(CustomGraphPass):
     """Runs the user's passes of joint graphs, chooses the schedule, and marks indices that are permutations
     for backward graphs."""
 
-    def __init__(
-        self, others: tuple[Callable[..., None], ...], fusion: "FusionPass", inputs: Given | None
-    ) -> None:
+    def __init__(self, others: tuple[Callable[..., None], ...], fusion: "FusionPass") -> None:
         self.others = others
         self.fusion = fusion
-        self.inputs = inputs
 
     def __call__(self, graph: fx.Graph) -> None:
         for other in self.others:
             other(graph)
-        if self.inputs is not None:
-            schedule = self.fusion.settings.schedule
-            told, proofs = passes.reschedule_or_not(graph, schedule, self.inputs.of_joint(graph))
-            self.fusion.schedules += told
-            self.fusion.proofs += proofs
+        fusion = self.fusion
+        fusion.schedules += passes.reschedule_or_not(graph, fusion.settings.schedule, fusion.basis)
         passes.unless_faulty(passes.mark_permutations, graph)
 
     def uuid(self) -> str | None:
@@ -182,16 +174,20 @@ class FusionPass(CustomGraphPass):
     """Runs the passes that the user configured, then the fusion, and publishes the report."""
 
     def __init__(
-        self, settings: passes.Settings, others: tuple[Callable[..., None], ...], number: int
+        self,
+        settings: passes.Settings,
+        others: tuple[Callable[..., None], ...],
+        number: int,
+        basis: Basis | None = None,
     ) -> None:
         self.settings = settings
+        self.basis = basis or Basis()
         self.others = others
         self.number = number
         self.kind = "inference"
         self.circumstances: str | None = ""
         self.ran = False
         self.schedules: list[Schedule] = []
-        self.proofs: list[Proof] = []
 
     @contextmanager
     def compiling(self, kind: str, circumstances: str | None = "") -> Iterator[None]:
@@ -208,7 +204,7 @@ class FusionPass(CustomGraphPass):
             else:
                 other(graph)
         told = () if self.kind == "backward" else tuple(self.schedules)
-        _fuse(graph, self.settings, self.kind, self.number, told)
+        _fuse(graph, self.settings, self.kind, self.number, told, self.basis)
 
     def uuid(self) -> str | None:
         """Covers everything that a rewrite depends on, equal on all ranks. None (never cached) if a pass of
@@ -247,10 +243,15 @@ def custom_pass(**options: Any) -> CustomPass:
 
 
 def _fuse(
-    graph: fx.Graph, settings: passes.Settings, kind: str, number: int, told: tuple[Schedule, ...] = ()
+    graph: fx.Graph,
+    settings: passes.Settings,
+    kind: str,
+    number: int,
+    told: tuple[Schedule, ...] = (),
+    basis: Basis | None = None,
 ) -> None:
     generate_direct_calls()
-    report = passes.fuse_or_keep(graph, settings, kind, f"{kind} {number}")
+    report = passes.fuse_or_keep(graph, settings, kind, f"{kind} {number}", basis)
     report = replace(report, schedules=told)
     if any(site.fused for site in report.sites):
         torch_internals.forget_sparse(graph)
@@ -283,7 +284,17 @@ def _settings_text(settings: passes.Settings) -> str:
     # The order in which a set is printed differs between processes.
     patterns = None if settings.patterns is None else sorted(settings.patterns)
     tables = [table.digest for table in settings.tables]
-    return repr((settings.policy, patterns, settings.order, tables, settings.captured, settings.lines))
+    return repr(
+        (
+            settings.policy,
+            patterns,
+            settings.order,
+            tables,
+            settings.captured,
+            settings.schedule,
+            settings.lines,
+        )
+    )
 
 
 @functools.cache

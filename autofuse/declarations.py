@@ -112,17 +112,18 @@ class Given:
     gradients: frozenset[frozenset[int]]
     check_every: int
 
-    def of_joint(self, joint: fx.Graph) -> dict[fx.Node, Input]:
-        """By the inputs of the joint graph that is made of it."""
+    def of_graph(self, graph: fx.Graph) -> dict[fx.Node, Input]:
+        """By the inputs of a joint, forward or backward graph that is made of it."""
         found: dict[fx.Node, Input] = {}
-        for node in joint.find_nodes(op="placeholder"):
+        for node in graph.find_nodes(op="placeholder"):
             position = position_of_input(node)
             if position is not None and position < len(self.inputs):
                 found[node] = self.inputs[position]
             elif (output := tangent_of(node)) is not None:
                 over = tuple((ranks, REPLICATED) for ranks in self.gradients)
                 name = f"the gradient of output {output}"
-                found[node] = Input(name, over, "declare autofuse.replicated(model, gradients=True)")
+                unlock = "declare autofuse.replicated(model, gradients=True)"
+                found[node] = Input(name, over, unlock)
         return found
 
 
@@ -163,7 +164,8 @@ def _input(
     if isinstance(value, nn.Parameter) or declared:
         name = declared[0][0] if declared else path
         over = tuple((each.ranks, REPLICATED) for _, each in declared)
-        return Input(name, over, "if it is the same on all ranks, declare autofuse.replicated(model)")
+        unlock = "if it is the same on all ranks, declare autofuse.replicated(model)"
+        return Input(name, over, unlock, declared=True)
     # A wrapper of the model may take `*args`, which keeps positions, and `**kwargs`, which keeps names.
     for each in of_models:
         index = re.match(r"L\['args'\]\[(\d+)\]", path)
@@ -173,7 +175,7 @@ def _input(
             argument = key.group(1)
     over = tuple((each.ranks, REPLICATED) for each in of_models if argument in each.inputs)
     unlock = f"if it is the same on all ranks, declare autofuse.replicated(model, inputs=[{argument!r}])"
-    return Input(path, over, unlock)
+    return Input(path, over, unlock, declared=True)
 
 
 def _layout(kind: str, dim: int | None) -> Layout:

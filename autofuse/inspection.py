@@ -15,11 +15,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autofuse import passes
 from autofuse.backend import autofuse as own_backend
-from autofuse.backend import fusion_pass, given_inputs, graph_kind, record
+from autofuse.backend import fusion_pass, graph_kind, record
+from autofuse.declarations import given
 from autofuse.enabling import enabled
 from autofuse.lowering import torch_internals
 from autofuse.options import resolve, settings
 from autofuse.passes.report import Report, collecting
+from autofuse.passes.schedules.schedule import Basis
 from autofuse.progress import Progress, silent
 from autofuse.table_optimizers import UpdatedEmbeddingBag
 
@@ -133,7 +135,8 @@ def _compile_without_code(
     options: Mapping[str, Any] | None = None,
 ) -> Callable[..., Any]:
     chosen, patches = resolve(mode, options)
-    fusion, patches = fusion_pass(number, chosen, patches, given_inputs(gm, example_inputs, chosen))
+    basis = Basis(given(gm, example_inputs).of_graph)
+    fusion, patches = fusion_pass(number, chosen, patches, basis)
 
     def compile_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
         # Taken before the passes, which may leave outputs of a fused op without metadata.

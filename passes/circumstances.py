@@ -8,6 +8,7 @@ the cache key of a compiled graph.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import fx
@@ -20,18 +21,21 @@ from autofuse.lowering.notes import place
 from .graph.anchors import find_anchors
 from .graph.permutation import marked_inputs
 from .opaque import all_registrations, registrations
+from .schedules.layouts import Input
+
+Inputs = Callable[[fx.Graph], Mapping[fx.Node, Input]]
 
 
-def circumstances(graph: fx.Graph) -> str:
+def circumstances(graph: fx.Graph, inputs: Inputs = lambda graph: {}) -> str:
     """The machine, its kernels, the groups and source lines of the graph's collectives, the user-defined
-    collectives, and the inputs that are permutations; of the graphs of its subgraphs, too. No rank and no
-    folder."""
+    collectives, the inputs that are permutations, and the layouts of `inputs` over the groups; of the graphs
+    of its subgraphs, too. No rank and no folder."""
     module = graph.owning_module
     inner = () if module is None else [m.graph for m in module.modules() if isinstance(m, fx.GraphModule)]
-    return repr([_circumstances(each) for each in inner or (graph,)])
+    return repr([_circumstances(each, inputs) for each in inner or (graph,)])
 
 
-def _circumstances(graph: fx.Graph) -> str:
+def _circumstances(graph: fx.Graph, inputs: Inputs) -> str:
     anchors = find_anchors(graph)
     groups = {a.group for a in anchors if isinstance(a.group, str)}
     known = {g: w for g in sorted(groups) if (w := torch_internals.group_world(g)) is not None}
@@ -40,7 +44,9 @@ def _circumstances(graph: fx.Graph) -> str:
     sites = [place(a.source or a.kind) for a in anchors]
     devices = {a.node.meta["val"].device for a in anchors if isinstance(a.node.meta.get("val"), torch.Tensor)}
     machine = _machine({d for d in devices if d.type != "cpu"})
-    return repr((*machine, known, spans, sites, registrations(graph), marked_inputs(graph)))
+    ranks = [torch_internals.group_ranks_of(group) for group in known]
+    layouts = [[str(each.layout(r)) for r in ranks] for each in inputs(graph).values()]
+    return repr((*machine, known, spans, sites, registrations(graph), marked_inputs(graph), layouts))
 
 
 def circumstances_of_any_graph() -> str:

@@ -32,6 +32,7 @@ from .merge import merge_fused
 from .narrow import narrow_collectives
 from .plan_shape import plan_shape
 from .report import GraphReport, Listing, Prediction, Reason, Reject, Site, listening
+from .schedules.schedule import UNCHANGED, Basis, Prover
 from .settings import Settings
 from .site_key import fused_ops, ops_now, site_keys
 from .tails import Tail, absorb_tails
@@ -76,12 +77,14 @@ def fuse(
     kind: str,
     name: str,
     faults: Mapping[int | None, str] = MappingProxyType({}),
+    basis: Basis | None = None,
 ) -> GraphReport:
     """Rewrite in place every site that is legal and that the policy fuses. ValueError without `meta["val"]`.
 
     The report lists the nodes of the graph only while reports are collected: printing them takes long.
     `faults`: of an earlier try, by the index of the site that it keeps, None for all. `Fault` or another
-    exception leaves the graph as it is at that moment; see `fuse_or_keep`.
+    exception leaves the graph as it is at that moment; see `fuse_or_keep`. `basis`: what forms of tails may
+    rest on; by default nothing is known of inputs.
     """
     show = listing if listening() else lambda graph: Listing()
     before = show(graph)
@@ -111,7 +114,7 @@ def fuse(
     opaque.put_back(stand_ins)
     if any(site.fused for site in sites):
         ops = fused_ops(new)
-        tails = _finish(graph, changed)
+        tails = _finish(graph, changed, settings.schedule, kind, basis or Basis())
         ops = ops_now(graph, ops)
         keys = site_keys(ops)
         sites = [_finished(site, keys.get(i), tails.get(ops.get(i))) for i, site in enumerate(sites)]
@@ -190,14 +193,16 @@ def _plan_of(nodes: Iterable[fx.Node], symbols: Symbols) -> PlanShape | None:
     return next(filter(None, (plan_shape(node, hints) for node in nodes)), None)
 
 
-def _finish(graph: fx.Graph, changed: dict[str, int]) -> dict[fx.Node, Tail]:
+def _finish(
+    graph: fx.Graph, changed: dict[str, int], schedule: str, kind: str, basis: Basis
+) -> dict[fx.Node, Tail]:
     """Merge fused ops that can be one, absorb the tails of reductions, and make the graph valid.
 
     `changed`: sites by names of nodes. Returns what became of the tails, by the op.
     """
     owners = owners_of(graph, changed)
     merge_fused(graph)
-    tails = absorb_tails(graph)
+    tails = {} if schedule == UNCHANGED else absorb_tails(graph, Prover(graph, schedule, kind, basis))
     tie_merged(graph, owners, changed)
     relax_views(graph)
     graph.lint()

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TypeVar
 
 from torch import fx
 
 from .fuse import Fault, fuse
 from .report import GraphReport, Listing, Schedule
-from .schedules.layouts import Input
-from .schedules.schedule import SPLIT, Proof, no_proofs, reschedule
+from .schedules.schedule import SPLIT, Basis, no_proofs, reschedule
 from .settings import Settings
 
 log = logging.getLogger(__name__)
@@ -20,7 +19,9 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-def fuse_or_keep(graph: fx.Graph, settings: Settings, kind: str, name: str) -> GraphReport:
+def fuse_or_keep(
+    graph: fx.Graph, settings: Settings, kind: str, name: str, basis: Basis | None = None
+) -> GraphReport:
     """As `fuse`, but an exception keeps the site where it was raised, or all sites, and is logged.
 
     The graph then becomes what it was, with new nodes, and `fuse` begins again without the site.
@@ -29,7 +30,7 @@ def fuse_or_keep(graph: fx.Graph, settings: Settings, kind: str, name: str) -> G
     faults: dict[int | None, str] = {}
     while True:
         try:
-            return fuse(graph, settings, kind, name, faults)
+            return fuse(graph, settings, kind, name, faults, basis)
         except Exception as error:
             site, cause = (error.site, error.__cause__) if isinstance(error, Fault) else (None, error)
             log.error("%s: a fault in autofuse; what it concerns is kept", name, exc_info=cause)
@@ -39,22 +40,21 @@ def fuse_or_keep(graph: fx.Graph, settings: Settings, kind: str, name: str) -> G
             faults[site] = f"{type(cause).__name__}: {cause}"
 
 
-def reschedule_or_not(
-    joint: fx.Graph, schedule: str, inputs: Mapping[fx.Node, Input]
-) -> tuple[list[Schedule], list[Proof]]:
+def reschedule_or_not(joint: fx.Graph, schedule: str, basis: Basis) -> list[Schedule]:
     """As `reschedule`, but an exception leaves the graph as it was, and is logged.
 
     The ranks of the groups still meet: another rank may have had no fault.
     """
     if schedule != SPLIT:
-        return [], []
+        return []
     before = copy.deepcopy(joint)
     try:
-        return reschedule(joint, inputs)
+        return reschedule(joint, basis)
     except Exception:
         log.exception("a fault in autofuse; the schedule of a graph stays as it was")
         _restore(joint, before)
-        return [], no_proofs(joint)
+        basis.proofs += no_proofs(joint)
+        return []
 
 
 def unless_faulty(step: Callable[[fx.Graph], T], graph: fx.Graph) -> T | None:

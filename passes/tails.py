@@ -12,8 +12,9 @@ stages cost Inductor nothing, since it fuses them with what follows.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
 import torch
 from torch import fx
@@ -51,6 +52,9 @@ _MOST_AHEAD = 16
 """How many stages the walk looks ahead for a norm."""
 
 
+Prove: TypeAlias = Callable[[Any, Sequence[fx.Node], str], str]
+
+
 @dataclass(frozen=True)
 class Tail:
     """What became of the stages behind a reduction. `text`: those that were absorbed, empty if none.
@@ -85,14 +89,18 @@ class Step:
         return self.statistics if read else ()
 
 
-def absorb_tails(graph: fx.Graph) -> dict[fx.Node, Tail]:
-    """Absorb the tails of the reductions of `graph` in place. By reduction, what became of its tail."""
+def absorb_tails(graph: fx.Graph, prove: Prove) -> dict[fx.Node, Tail]:
+    """Absorb the tails of the reductions of `graph` in place. By reduction, what became of its tail.
+
+    `prove(group, operands, tail)`: what proves that the operands of a tail are replicated, if owners shall
+    apply it; else an empty text.
+    """
     changing = [n for n in graph.nodes if _changes_memory(n)]
     found: dict[fx.Node, Tail] = {}
     for op in list(graph.nodes):
         val = op.meta.get("val") if op.target in _REDUCTIONS else None
         if isinstance(val, (list, tuple)) and val[0].device.type == "cpu":
-            new, tail = _absorb(op, changing)
+            new, tail = _absorb(op, changing, prove)
             found[new] = tail
     return found
 
@@ -101,7 +109,7 @@ def _changes_memory(n: fx.Node) -> bool:
     return isinstance(n.target, torch._ops.OpOverload) and n.target._schema.is_mutable
 
 
-def _absorb(op: fx.Node, changing: Sequence[fx.Node]) -> tuple[fx.Node, Tail]:
+def _absorb(op: fx.Node, changing: Sequence[fx.Node], prove: Prove) -> tuple[fx.Node, Tail]:
     """The reduction that stands for `op` behind the rewrite, and its tail."""
     items = {item.args[1]: item for item in op.users}
     given = arguments(op)
@@ -113,16 +121,17 @@ def _absorb(op: fx.Node, changing: Sequence[fx.Node]) -> tuple[fx.Node, Tail]:
     if not any(step.statistics or walk.full(step) for step in steps):
         nothing = "neither a norm nor an operand of full size follows"
         return op, Tail("", f"{nothing}: {end}" if end else nothing)
-    return _rewrite(op, items, given, steps, walk, end)
+    return _rewrite(op, items, given, steps, walk, end, prove)
 
 
 def _rewrite(
     op: fx.Node,
     items: dict[object, fx.Node],
-    given: dict[str, object],
+    given: dict[str, Any],
     steps: Sequence[Step],
     walk: _Walk,
     end: str,
+    prove: Prove,
 ) -> tuple[fx.Node, Tail]:
     for node in sorted({n for step in steps for n in walk.cone(step)}):
         op.prepend(node)
@@ -143,9 +152,10 @@ def _rewrite(
             last = step.node
         text = "; ".join(words)
         parse(text)
-        fused = emitter.call(
-            op.target, *(given | {"tail_operands": operands, "tail": text, "proof": ""}).values()
-        )
+        read = [o.node for step in steps for o in step.operands]
+        proof = prove(given["group_name"], read, text) if op.target is _REDUCTIONS[0] else ""
+        tail = {"tail_operands": operands, "tail": text, "proof": proof}
+        fused = emitter.call(op.target, *(given | tail).values())
         old = [last, *kept]
         for i, node in enumerate(old):
             item = emitter.item(fused, i)
@@ -162,7 +172,7 @@ def _rewrite(
         return op, Tail("", str(error))
     emitter.commit()
     erase_unused([*old, items[0]])
-    return fused, Tail(text, end)
+    return fused, Tail(text, end, proof)
 
 
 def _readers(holders: Iterable[fx.Node]) -> Iterator[fx.Node]:

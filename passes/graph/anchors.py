@@ -80,7 +80,7 @@ class Anchor:
     @cached_property
     def known_group(self) -> str | ProcessGroup | None:
         """The name, or the group that the node yielded while the graph was traced; None if unknown."""
-        return self.group if isinstance(self.group, str) else traced_group(value(self.group))
+        return group_of(self.group)
 
     @cached_property
     def reduce_op(self) -> str | None:
@@ -141,6 +141,12 @@ class Anchor:
         if val is None or any(s is None for s in sizes):
             return None
         return math.prod(s for s in sizes if s is not None) * val.element_size()
+
+
+def group_of(argument: object) -> str | ProcessGroup | None:
+    """The group that an argument of a collective or a fused op names, or yielded while the graph was traced;
+    None if that is unknown."""
+    return argument if isinstance(argument, str) else traced_group(value(argument))
 
 
 def source_of(node: fx.Node) -> str | None:

@@ -25,8 +25,9 @@ import torch
 from torch import fx
 
 from autofuse.lowering.torch_internals import group_ranks_of
-from autofuse.passes.graph.anchors import Anchor, find_anchors, fused_op
+from autofuse.passes.graph.anchors import Anchor, find_anchors, fused_op, group_of
 from autofuse.passes.graph.follow import WAIT, aten, value
+from autofuse.passes.graph.functional import arguments
 
 
 @dataclass(frozen=True)
@@ -45,8 +46,8 @@ REPLICATED, LOCAL, UNKNOWN = Layout("replicated"), Layout("local"), Layout("unkn
 _EVERYWHERE = ("all_reduce", "all_reduce_", "all_gather", "broadcast")
 """Collectives whose results are the same on all ranks of their group."""
 
-_FUSED_EVERYWHERE = ("matmul_all_reduce",)
-"""Fused ops whose first result is."""
+_REDUCTION = "matmul_all_reduce"
+"""The fused op whose results are, but for the product."""
 
 _KNOWN = ("aten", "prims")
 """Namespaces whose ops compute the same from the same, but for those that are tagged as random."""
@@ -68,11 +69,13 @@ class Input:
         name: in reports, and in digests: the same on all ranks.
         over: layouts over groups of ranks.
         unlock: the declaration that would make it replicated.
+        declared: whether users say so, and nothing else.
     """
 
     name: str
     over: tuple[tuple[frozenset[int], Layout], ...] = ()
     unlock: str = ""
+    declared: bool = False
 
     def layout(self, ranks: frozenset[int]) -> Layout:
         """Replicated over a group is replicated over each part of it."""
@@ -86,25 +89,32 @@ class Layouts:
     """The layouts of all values of a graph over one group."""
 
     def __init__(self, graph: fx.Graph, group: Any, inputs: Mapping[fx.Node, Input]) -> None:
+        self.graph, self.group = graph, group
         self._inputs = inputs
         self._ranks = group_ranks_of(group)
-        self._group = group
         self._anchors = {anchor.node: i for i, anchor in enumerate(find_anchors(graph))}
         self._anchor = {anchor.node: anchor for anchor in find_anchors(graph)}
         self._found: dict[fx.Node, Layout] = {}
         self._digests: dict[fx.Node, str] = {}
-        for node in graph.nodes:
-            self._found[node] = self._infer(node)
 
     def of(self, node: fx.Node) -> Layout:
-        return self._found.get(node, UNKNOWN)
+        """Also of nodes that were inserted later. Iterative: a cone may be thousands of nodes deep."""
+        stack = [node]
+        while stack:
+            top = stack[-1]
+            missing = [n for n in top.all_input_nodes if n not in self._found]
+            if missing:
+                stack += missing
+            else:
+                self._found[stack.pop()] = self._infer(top)
+        return self._found[node]
 
     def replicated(self, node: fx.Node) -> bool:
         return self.of(node) == REPLICATED
 
-    def proof(self, nodes: Iterable[fx.Node]) -> str:
-        """A digest of everything that the proofs that these values are replicated rest on."""
-        return _digest(sorted({self._digest_of(node) for node in nodes}))
+    def proof(self, nodes: Iterable[fx.Node], more: str = "") -> str:
+        """A digest of everything that the proofs that these values are replicated rest on, and of `more`."""
+        return _digest([more, *sorted({self._digest_of(node) for node in nodes})])
 
     def inputs_of(self, nodes: Iterable[fx.Node]) -> set[fx.Node]:
         """The inputs of the graph that the proofs rest on."""
@@ -114,14 +124,14 @@ class Layouts:
             node = work.pop()
             if node not in seen:
                 seen.add(node)
-                work += [] if self._ends_proof(node) else node.all_input_nodes
+                work += self._rests_on(node)
         return {node for node in seen if node.op == "placeholder"}
 
     def why(self, node: fx.Node) -> str:
         """The first value on which no proof of `node` could rest, and the declaration that would help."""
         while True:
             before = [n for n in node.all_input_nodes if not self.replicated(n)]
-            if not before or node in self._anchors:
+            if not before or node in self._anchor:
                 break
             node = before[0]
         known = self._inputs.get(node)
@@ -158,10 +168,16 @@ class Layouts:
 
     def _of_item(self, node: fx.Node, source: fx.Node) -> Layout:
         op = fused_op(source)
-        if op is not None:
-            same = op.name in _FUSED_EVERYWHERE and node.args[1:] == (0,)
-            return REPLICATED if same and group_ranks_of(source.args[-3]) == self._ranks else UNKNOWN
-        return self.of(source)
+        if op is None:
+            return self.of(source)
+        given = arguments(source)
+        group = None if given is None else group_of(given["group_name"])
+        if op.name != _REDUCTION or given is None or group is None or group_ranks_of(group) != self._ranks:
+            return UNKNOWN
+        results = source.meta["val"]
+        is_product = given["keep_product"] and node.args[1] == len(results) - 1
+        same = not is_product and all(self.replicated(operand) for operand in given["tail_operands"])
+        return REPLICATED if same else UNKNOWN
 
     def _constant(self, node: fx.Node) -> torch.Tensor | None:
         module = node.graph.owning_module
@@ -174,7 +190,7 @@ class Layouts:
         stack = [node]
         while stack:
             top = stack[-1]
-            inputs = [] if self._ends_proof(top) else top.all_input_nodes
+            inputs = self._rests_on(top)
             missing = [n for n in inputs if n not in self._digests]
             if missing:
                 stack += missing
@@ -182,8 +198,13 @@ class Layouts:
                 self._digests[stack.pop()] = self._one_digest(top)
         return self._digests[node]
 
-    def _ends_proof(self, node: fx.Node) -> bool:
-        return node.op != "call_function" or node in self._anchor or fused_op(node) is not None
+    def _rests_on(self, node: fx.Node) -> list[fx.Node]:
+        """The inputs by which a proof goes on."""
+        if node.op != "call_function" or node in self._anchor:
+            return []
+        if fused_op(node) is not None:
+            return list((arguments(node) or {}).get("tail_operands", ()))
+        return node.all_input_nodes
 
     def _one_digest(self, node: fx.Node) -> str:
         if node.op == "placeholder":
@@ -191,8 +212,12 @@ class Layouts:
         if node.op == "get_attr":
             constant = self._constant(node)
             return _digest(["constant", None if constant is None else bits(constant)])
-        if self._ends_proof(node):
-            return _digest(["collective", self._anchors.get(node, str(node.target))])
+        if node in self._anchor:
+            return _digest(["collective", self._anchors[node]])
+        if fused_op(node) is not None:
+            given = arguments(node) or {}
+            tail = given.get("tail", ""), [self._digests[n] for n in self._rests_on(node)]
+            return _digest([str(node.target), given.get("site"), tail])
         plain = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: self._digests[n])
         return _digest([str(node.target), _on_any_rank(plain)])
 

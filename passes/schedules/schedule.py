@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from torch import fx
 from torch.distributed import ProcessGroup
 
-from autofuse.lowering.torch_internals import group_world
-from autofuse.passes.graph.anchors import Anchor, find_anchors
+from autofuse.lowering.torch_internals import group_ranks_of, group_world
+from autofuse.passes.graph.anchors import Anchor, find_anchors, group_of
 from autofuse.passes.report import Schedule
 
 from .layouts import Input, Layouts
 from .split import Stream, find_stream, split, stream_dim
 
-SPLIT, UNCHANGED, AUTO = "split", "unchanged", "auto"
-SCHEDULES = (AUTO, UNCHANGED, SPLIT)
+AUTO, UNCHANGED, EVERY, OWNER, SPLIT = "auto", "unchanged", "every", "owner", "split"
+SCHEDULES = (AUTO, UNCHANGED, EVERY, OWNER, SPLIT)
 """What the option `schedule` may be."""
 
 
@@ -35,11 +35,62 @@ class Proof:
     inputs: tuple[str, ...]
 
 
-def reschedule(joint: fx.Graph, inputs: Mapping[fx.Node, Input]) -> tuple[list[Schedule], list[Proof]]:
+@dataclass
+class Basis:
+    """What schedules of a graph rest on.
+
+    Attributes:
+        inputs: what is known of the inputs of a graph.
+        proofs: those that schedules rest on until now.
+    """
+
+    inputs: Callable[[fx.Graph], Mapping[fx.Node, Input]] = lambda graph: {}
+    proofs: list[Proof] = field(default_factory=list)
+
+    def prove(self, layouts: Layouts, nodes: Sequence[fx.Node], more: str, checked: bool) -> str:
+        """A digest of the proofs that these values are replicated, and of `more`; empty if they are not.
+
+        checked: the ranks will compare the bits of declared values before the graph runs. If they will not,
+        a proof may rest on values alone that were compared with an earlier graph.
+        """
+        if not all(map(layouts.replicated, nodes)):
+            return ""
+        known = self.inputs(layouts.graph)
+        names = {known[n].name for n in layouts.inputs_of(nodes) if n in known and known[n].declared}
+        digest = layouts.proof(nodes, more)
+        if not checked and names - {name for proof in self.proofs for name in proof.inputs}:
+            return ""
+        if names and checked:
+            self.proofs.append(Proof(layouts.group, digest, tuple(sorted(names))))
+        return digest
+
+
+class Prover:
+    """Says which form the tails of a graph have: `prover(op, operands, tail)` is the proof by which owners
+    apply the tail, empty if every rank does."""
+
+    def __init__(self, graph: fx.Graph, schedule: str, kind: str, basis: Basis) -> None:
+        self._graph, self._kind, self._basis = graph, kind, basis
+        self._owners = schedule == OWNER
+        self._layouts: dict[frozenset[int], Layouts] = {}
+
+    def __call__(self, named: object, operands: Sequence[fx.Node], tail: str) -> str:
+        group = group_of(named)
+        if not self._owners or group is None:
+            return ""
+        ranks = group_ranks_of(group)
+        if ranks not in self._layouts:
+            inputs = self._basis.inputs(self._graph)
+            self._layouts[ranks] = Layouts(self._graph, group, inputs)
+        checked = self._kind != "backward"
+        return self._basis.prove(self._layouts[ranks], operands, tail, checked)
+
+
+def reschedule(joint: fx.Graph, basis: Basis) -> list[Schedule]:
     """Splits what can be split in a joint graph, in place. Every group with an all_reduce has a proof, on
     every rank."""
+    inputs = basis.inputs(joint)
     told: list[Schedule] = []
-    proofs: list[Proof] = []
     for group, anchors in _all_reduces(joint).items():
         world = group_world(group)
         assert world is not None
@@ -47,13 +98,13 @@ def reschedule(joint: fx.Graph, inputs: Mapping[fx.Node, Input]) -> tuple[list[S
         stream = find_stream(joint, anchors, world, layouts.replicated)
         told.append(_told(stream, anchors, layouts, world))
         if stream is None:
-            proofs.append(Proof(group, "", ()))
+            basis.proofs.append(Proof(group, "", ()))
             continue
         rests_on = stream.rests_on
         names = {inputs[n].name for n in layouts.inputs_of(rests_on) if n in inputs}
-        proofs.append(Proof(group, layouts.proof(rests_on), tuple(sorted(names))))
+        basis.proofs.append(Proof(group, layouts.proof(rests_on), tuple(sorted(names))))
         split(joint, stream)
-    return told, proofs
+    return told
 
 
 def no_proofs(joint: fx.Graph) -> list[Proof]:

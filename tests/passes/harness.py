@@ -16,10 +16,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.torch_version import TorchVersion
 
 import autofuse
-from autofuse.backend import fusion_pass, given_inputs, graph_kind
+from autofuse.backend import fusion_pass, graph_kind
+from autofuse.declarations import given
 from autofuse.lowering import torch_internals
 from autofuse.options import resolve
 from autofuse.passes.report import Report
+from autofuse.passes.schedules.schedule import Basis
 
 
 @dataclass(frozen=True)
@@ -72,9 +74,9 @@ def passes_only(policy: str = "always", **options: Any) -> Callable[..., Any]:
     numbers = itertools.count()
 
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        basis = Basis(given(gm, example_inputs).of_graph)
         settings, patches = resolve(None, {"policy": policy, **options})
-        inputs = given_inputs(gm, example_inputs, settings)
-        fusion, patches = fusion_pass(next(numbers), settings, patches, inputs)
+        fusion, patches = fusion_pass(next(numbers), settings, patches, basis)
 
         def compile_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
             with fusion.compiling(graph_kind(kwargs)):

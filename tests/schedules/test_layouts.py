@@ -195,7 +195,7 @@ def test_wrong_declarations() -> None:
             autofuse.replicated(model, check_every=-1)
         with pytest.raises(TypeError, match=r"expected a torch.nn.Module, got Tensor"):
             autofuse.replicated(torch.ones(2))  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="schedule='slit': expected one of 'auto', 'unchanged', 'split'"):
+    with pytest.raises(ValueError, match="schedule='slit': expected one of 'auto', 'unchanged', 'every'"):
         autofuse.enable(schedule="slit")
     with pytest.raises(ValueError, match="custom_pass"):
         autofuse.custom_pass(schedule="split")

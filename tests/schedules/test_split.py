@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from autofuse.passes.schedules import split
 from autofuse.passes.schedules.layouts import REPLICATED, Input
-from autofuse.passes.schedules.schedule import reschedule
+from autofuse.passes.schedules.schedule import Basis, reschedule
 from tests.passes import lockstep
 from tests.passes.harness import fake_group
 from tests.passes.test_chains import drawn
@@ -44,12 +44,13 @@ def test_random_streams_compute_the_same(monkeypatch: pytest.MonkeyPatch) -> Non
             gm = traced(stream)
             args = [arguments(stream, rank) for rank in range(stream.world)]
             before = lockstep.run(gm, args)
-            told, proofs = reschedule(gm.graph, inputs_of(gm, stream.world))
+            basis = Basis(lambda _: inputs_of(gm, stream.world))
+            told = reschedule(gm.graph, basis)
             gm.recompile()
             for ours, theirs in zip(lockstep.run(gm, args), before, strict=True):
                 torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
         counts.append(sum(each.reductions for each in told))
-        assert all(bool(p.digest) == (t.reductions > 0) for p, t in zip(proofs, told, strict=True))
+        assert all(bool(p.digest) == (t.reductions > 0) for p, t in zip(basis.proofs, told, strict=True))
 
     check()
     assert sum(count > 0 for count in counts) > len(counts) / 8
