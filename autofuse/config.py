@@ -18,8 +18,10 @@ order: str = Config(default="direct", env_name_default="AUTOFUSE_ORDER")
 """Order of the tiles of a plan: `direct`, `ring`, or `oblivious` (the control of every measurement)."""
 
 schedule: str = Config(default="auto", env_name_default="AUTOFUSE_SCHEDULE")
-"""`split`: what lies between two all_reduces is computed on slices, each rank its own, where that is proven
-to be the same (`autofuse.replicated`). `unchanged` and `auto`: on all ranks, as the program has it."""
+"""Who computes what lies behind a reduction (docs/schedules.md): `unchanged`: Inductor's code; `every`: the
+fused op, on all ranks; `owner`: the owner of each row, where that is proven to be the same
+(`autofuse.replicated`); `split`: each rank its slice, up to the next matmul, where that is proven. Equal on all
+ranks."""
 
 table: str = Config(default="", env_name_default="AUTOFUSE_TABLE")
 """File with constants for the cost model, as `autofuse tune` writes it; equal on all ranks. It wins over the

@@ -17,8 +17,7 @@ class Settings:
         order: the order of the plans.
         tables: device tables of the cost model; the first table that fits a device is used.
         captured: whether the caller runs the graph in CUDA graphs.
-        schedule: `split` computes between all_reduces on slices where that is proven legal; `unchanged` and
-            `auto` do not.
+        schedule: who computes what lies behind a reduction (docs/schedules.md).
         lines: whether fused ops name the line of their site; otherwise they name the collective only.
     """
 

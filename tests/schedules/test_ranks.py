@@ -25,9 +25,11 @@ def tokens_of(shape: tuple[int, int]) -> Tensor:
     return torch.randint(0, 24, shape, generator=torch.Generator().manual_seed(5))
 
 
-def trained(model: nn.Module, tokens: Tensor, compiled: bool) -> tuple[Tensor, dict[str, Tensor]]:
+def trained(model: nn.Module, tokens: Tensor, schedule: str | None) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss and gradients, eagerly or under a schedule."""
     torch._dynamo.reset()
-    step = torch.compile(loss_of, backend=passes_only(**OPTIONS)) if compiled else loss_of
+    backend = passes_only(policy="always", schedule=schedule)
+    step = loss_of if schedule is None else torch.compile(loss_of, backend=backend)
     model.zero_grad()
     loss = step(model, tokens)
     loss.backward()
@@ -36,13 +38,13 @@ def trained(model: nn.Module, tokens: Tensor, compiled: bool) -> tuple[Tensor, d
 
 def _train(rank: int, world: int, shape: tuple[int, int], norm: str) -> None:
     model, tokens = transformer(rank, world, getattr(nn, norm)), tokens_of(shape)
-    loss, expected = trained(model, tokens, compiled=False)
+    loss, expected = trained(model, tokens, None)
     # First without a declaration: what is compiled then must not be found again.
     for declared in (False, True):
         if declared:
             autofuse.replicated(model, parameters=Transformer.SAME, inputs=["tokens"], gradients=True)
         with autofuse.debug() as report:
-            found, grads = trained(model, tokens, compiled=True)
+            found, grads = trained(model, tokens, "split")
         torch.testing.assert_close(found, loss)
         assert grads.keys() == expected.keys()
         for name, grad in grads.items():
@@ -66,10 +68,38 @@ def _train(rank: int, world: int, shape: tuple[int, int], norm: str) -> None:
 
 @pytest.mark.parametrize(
     ("world", "shape", "norm"),
-    [(2, (1, 6), "RMSNorm"), (2, (3, 8), "LayerNorm"), (4, (4, 3), "RMSNorm")],
+    [
+        (2, (1, 6), "RMSNorm"),
+        (2, (3, 8), "LayerNorm"),
+        pytest.param(4, (4, 3), "RMSNorm", marks=pytest.mark.full),
+    ],
 )
 def test_training(ranks: Ranks, world: int, shape: tuple[int, int], norm: str) -> None:
     ranks(world).run(_train, shape, norm, timeout=120)
+
+
+def _forms(rank: int, world: int, schedule: str, declared: bool) -> list[str]:
+    """The forms of the tails of a forward and a backward, which compute what eager does."""
+    torch._dynamo.reset()
+    model, tokens = transformer(rank, world), tokens_of((2, 3))
+    loss, expected = trained(model, tokens, None)
+    if declared:
+        autofuse.replicated(model, parameters=Transformer.SAME, inputs=["tokens"])
+    with autofuse.debug() as report:
+        found, grads = trained(model, tokens, schedule)
+    torch.testing.assert_close(found, loss)
+    for name, grad in grads.items():
+        torch.testing.assert_close(grad, expected[name], rtol=1e-4, atol=1e-6, msg=name)
+    return [site.tail_form for site in report.graphs[0].sites]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "declared", "form"),
+    [("owner", True, "owner"), ("owner", False, "every"), ("every", True, "every"), ("unchanged", True, "")],
+)
+def test_forms_of_tails(ranks: Ranks, schedule: str, declared: bool, form: str) -> None:
+    for forms in ranks(2).run(_forms, schedule, declared, timeout=120):
+        assert forms == [form] * MATMULS
 
 
 def _declared_wrongly(rank: int, world: int) -> list[str]:
