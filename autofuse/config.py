@@ -20,8 +20,8 @@ order: str = Config(default="direct", env_name_default="AUTOFUSE_ORDER")
 schedule: str = Config(default="auto", env_name_default="AUTOFUSE_SCHEDULE")
 """Who computes what lies behind a reduction (docs/schedules.md): `unchanged`: Inductor's code; `every`: the
 fused op, on all ranks; `owner`: the owner of each row, where that is proven to be the same
-(`autofuse.replicated`); `split`: each rank its slice, up to the next matmul, where that is proven. Equal on all
-ranks."""
+(`autofuse.replicated`); `split`: each rank its slice, up to the next matmul, where that is proven. Equal on
+all ranks."""
 
 table: str = Config(default="", env_name_default="AUTOFUSE_TABLE")
 """File with constants for the cost model, as `autofuse tune` writes it; equal on all ranks. It wins over the

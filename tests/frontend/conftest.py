@@ -13,7 +13,9 @@ from autofuse.passes.graph.listing import listing
 from autofuse.passes.report import GraphReport, Reason, Site
 
 
-def report_collectives(graph: fx.Graph, settings: passes.Settings, kind: str, name: str) -> GraphReport:
+def report_collectives(
+    graph: fx.Graph, settings: passes.Settings, kind: str, name: str, basis: object = None
+) -> GraphReport:
     """Keeps every collective, because of the policy."""
     sites = tuple(
         Site(
