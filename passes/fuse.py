@@ -22,8 +22,9 @@ from autofuse.lowering.torch_internals import group_world
 
 from . import opaque
 from .choice.choose import Symbols, choose, symbols_of
-from .graph.anchors import Anchor, find_anchors
+from .graph.anchors import Anchor, find_anchors, group_of, is_fused_op
 from .graph.emit import CannotEmit, Emitter, erase_unused, order_nodes, relax_views
+from .graph.functional import arguments
 from .graph.listing import listing, owners_of, tie, tie_merged
 from .legality import check_match, check_metadata, check_place, group_size
 from .matchers import matchers_of
@@ -32,6 +33,7 @@ from .merge import merge_fused
 from .narrow import narrow_collectives
 from .plan_shape import plan_shape
 from .report import GraphReport, Listing, Prediction, Reason, Reject, Site, listening
+from .schedules.layouts import UNKNOWN, Layouts
 from .schedules.schedule import UNCHANGED, Basis, Prover
 from .settings import Settings
 from .site_key import fused_ops, ops_now, site_keys
@@ -86,8 +88,9 @@ def fuse(
     exception leaves the graph as it is at that moment; see `fuse_or_keep`. `basis`: what forms of tails may
     rest on; by default nothing is known of inputs.
     """
-    show = listing if listening() else lambda graph: Listing()
-    before = show(graph)
+    basis = basis or Basis()
+    listens = listening()
+    before = _shown(graph, basis) if listens else Listing()
     start = time.perf_counter()
     if settings.policy != "never":
         narrow_collectives(graph)
@@ -114,13 +117,31 @@ def fuse(
     opaque.put_back(stand_ins)
     if any(site.fused for site in sites):
         ops = fused_ops(new)
-        tails = _finish(graph, changed, settings.schedule, kind, basis or Basis())
+        tails = _finish(graph, changed, settings.schedule, kind, basis)
         ops = ops_now(graph, ops)
         keys = site_keys(ops)
         sites = [_finished(site, keys.get(i), tails.get(ops.get(i))) for i, site in enumerate(sites)]
     seconds = time.perf_counter() - start
-    before, after = tie(before, show(graph), changed, collectives)
+    after = _shown(graph, basis) if listens else Listing()
+    before, after = tie(before, after, changed, collectives)
     return GraphReport(name, kind, before, after, tuple(sites), seconds)
+
+
+def _shown(graph: fx.Graph, basis: Basis) -> Listing:
+    """The nodes of the graph, with what is proven of their layouts."""
+    groups = [anchor.known_group for anchor in find_anchors(graph)]
+    given = [arguments(node) for node in graph.nodes if is_fused_op(node)]
+    groups += [group_of(each["group_name"]) for each in given if each is not None]
+    known = [group for group in groups if group is not None]
+    if not known:
+        return listing(graph)
+    layouts = Layouts(graph, known[0], basis.inputs(graph))
+
+    def layout_of(node: fx.Node) -> str:
+        found = layouts.of(node)
+        return "" if found == UNKNOWN or node.op == "output" else str(found)
+
+    return listing(graph, layout_of)
 
 
 def _faulty(anchor: Anchor, fault: str) -> Kept:

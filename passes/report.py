@@ -203,6 +203,8 @@ class Line:
     """`file:line` of the user's code, if known."""
     site: int | None
     """Index of the site that the node belongs to, or whose rewrite erased, inserted or changed the node."""
+    layout: str = ""
+    """Over the ranks of the graph's first collective, if it is proven: `replicated`, `local`, `sliced(0)`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
@@ -15,9 +15,9 @@ from autofuse.passes.report import Line, Listing
 from .anchors import is_fused_op, source_of
 
 
-def listing(graph: fx.Graph) -> Listing:
+def listing(graph: fx.Graph, layout_of: Callable[[fx.Node], str] = lambda node: "") -> Listing:
     """One line for each node, in the order of the graph. Slow for large graphs."""
-    return Listing(tuple(Line(node.name, _text(node), source_of(node), None) for node in graph.nodes))
+    return Listing(tuple(Line(n.name, _text(n), source_of(n), None, layout_of(n)) for n in graph.nodes))
 
 
 def owners_of(graph: fx.Graph, changed: Mapping[str, int]) -> dict[str, int]:

@@ -16,7 +16,7 @@ import autofuse
 from autofuse import Reason, Report
 from autofuse.lowering.runs import FallBack, Ran, Run, Timed
 from autofuse.passes.page.diff import blocks
-from autofuse.passes.report import GraphReport, Line, Listing, Prediction, Site
+from autofuse.passes.report import GraphReport, Line, Listing, Prediction, Schedule, Site
 from tests.frontend.models import operands
 from tests.frontend.test_report import KEPT, SITE
 
@@ -47,6 +47,20 @@ def large(sites: int = 100) -> Report:
         found.append(dataclasses.replace(site, source=f"/home/me/model.py:{i}"))
     graph = GraphReport("forward 0", "forward", Listing(tuple(before)), Listing(tuple(after)), tuple(found))
     return Report([graph], ["async_op=True for distributed collectives\nHint: do not"])
+
+
+def test_layouts_and_schedules_are_shown(tmp_path: Path) -> None:
+    whole = Line("add", "add = aten.add(x, y)", None, None, "replicated")
+    part = Line("mm", "mm = aten.mm(x, w)", None, None)
+    told = Schedule("split", 2, 4, 5, 8192, 10240, ("model.py:3: x is <unknown>",))
+    nodes = Listing((whole, part))
+    graph = GraphReport("forward 0", "forward", nodes, nodes, (), 0.0, (told,))
+    Report([graph]).save_html(tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    assert page.count("<u>replicated</u>") == 1
+    assert "Schedule of 2 ranks: split, 4 all_reduces of" in page
+    assert "Whole: model.py:3: x is &lt;unknown&gt;" in page
+    assert GraphReport.from_json(graph.to_json()) == graph
 
 
 def test_a_text_has_every_node_once_or_on_both_sides() -> None:
