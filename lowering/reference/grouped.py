@@ -26,8 +26,22 @@ CONTRACTION = "grouped"
 ROW_STAGES = ("take", "sum", "fold", "index_add")
 """Those that change the number of rows."""
 
+BLOCK, LEAST_COLUMNS = 1 << 18, 32
+"""Elements, and columns at least, of rows of experts that stages are applied to at a time. Measured with 2048
+rows of 1024 columns: 8.9 ms a call, in one piece 9.3 ms."""
+
 Step: TypeAlias = tuple[str, int | None, int | None, float | int | None]
 """A stage: name, operand, index (or mask) and number."""
+
+
+def blocks(value: Tensor, stages: Sequence[str]) -> list[slice]:
+    """Columns to which the stages behind a contraction are applied at a time, so that results stay in caches.
+
+    The time of an index_add is one of rows, so that it takes all columns.
+    """
+    rows, columns = value.shape
+    step = max(1, columns if "index_add" in stages else max(LEAST_COLUMNS, BLOCK // max(1, rows)))
+    return [slice(c, min(c + step, columns)) for c in range(0, columns, step)]
 
 
 def grouped(x: Tensor, w: Tensor, ends: Tensor | None) -> Tensor:
@@ -77,7 +91,7 @@ def change_rows(
         base = operand.expand(operand.shape[0], n)
         return base.index_add(0, index.squeeze(1), value)
     count = int(number or 0)
-    return value.reshape(-1, count, n).sum(1) if name == "sum" else value.reshape(count, -1, n).sum(0)
+    return value.unflatten(0, (-1, count)).sum(1) if name == "sum" else value.unflatten(0, (count, -1)).sum(0)
 
 
 def of_tokens(

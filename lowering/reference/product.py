@@ -29,7 +29,7 @@ from autofuse.lowering.torch_internals import scaled_mm
 
 from . import words
 from .grouped import CONTRACTION as GROUPED
-from .grouped import ROW_STAGES, change_rows, grouped, of_tokens
+from .grouped import ROW_STAGES, blocks, change_rows, grouped, of_tokens
 
 _BINARY: dict[str, Callable[..., Tensor]] = {
     "add": torch.add,
@@ -188,7 +188,13 @@ def evaluate(
     """Stores `P` in `out: [M, N]`, whose dtype is P's; straight from the matmul where no dtype changes."""
     p = parse(product)
     uniform = w[0].dtype == out.dtype and all(stage.dtype is None for stage in p.stages)
-    if not uniform or p.contraction in ("scaled_mm", GROUPED):
+    if p.contraction == GROUPED:
+        total = _contract(p, x, w, operands)
+        for span in blocks(total, [stage.name for stage in p.stages]):
+            of_span = [t[..., span] if t.dim() and t.shape[-1] > 1 else t for t in operands]
+            out[:, span].copy_(epilogue(total[:, span], of_span, product))
+        return
+    if not uniform or p.contraction == "scaled_mm":
         out.copy_(product_reference(x, w, operands, product))
         return
     # Promotion only widens: when both ends have one dtype, so has everything between, and all fits in `out`.

@@ -28,6 +28,7 @@ from .match import Context, Found, Match, Work, check_dtype, values
 from .operands import materialise, two_dimensional
 from .product import extra_users, hand_out_product, match_product
 from .readers import Reader, find_cast_readers, reread
+from .token_sums import GROUPED
 
 PATTERN = "matmul_all_gather"
 
@@ -66,6 +67,8 @@ def match_matmul_gather(anchor: Anchor, context: Context) -> Found:
         return found
     if found.stages[0] == ROWS:
         return Reject(Reason.NO_COMPUTE, "rows of a table are gathered, and no matmul")
+    if found.stages[0].startswith(GROUPED):
+        return Reject(Reason.UNSUPPORTED_VARIANT, "rows of experts are added up before a gather")
     if (total := prod(found.layout.shape)) != prod(found.shape):
         return Reject(Reason.LAYOUT, f"{total} of {prod(found.shape)} elements of the matmul are gathered")
     reject = check_dtype(found.dtype)

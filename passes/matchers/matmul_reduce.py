@@ -24,6 +24,11 @@ from .operands import materialise, two_dimensional
 from .product import extra_users, hand_out_product, match_product
 from .token_sums import GROUPED
 
+STAGE_PASSES = {"matmul_all_reduce": 8, "matmul_reduce_scatter": 4}
+"""By pattern, the times that rows of experts, in float32, are moved more than in an unfused program, where
+Inductor makes one loop of the stages that add them up. Measured on 2 CPU ranks: with 1024 tokens of 1024
+columns an all_reduce loses a twentieth or more, with 4096 tokens a reduce_scatter gains a tenth."""
+
 
 def match_all_reduce(anchor: Anchor, context: Context) -> Found:
     size = prod(context.shapes.known(anchor.input))
@@ -71,14 +76,18 @@ def leading_cut(found: Product, world: int) -> Cut | Reject:
 
 def _match(anchor: Anchor, context: Context, found: Product, pattern: str, cut: Cut | None) -> Match:
     early = extra_users(anchor.node, anchor.input, found)
+    grouped = found.stages[0].startswith(GROUPED)
     nbytes = prod(found.shape) * found.dtype.itemsize
     reads = found.stages[0] == ROWS
-    experts = context.shapes.known(found.w[0])[0] if found.stages[0].startswith(GROUPED) else 1
+    experts = context.shapes.known(found.w[0])[0] if grouped else 1
     sizes = [context.shapes.known(x) for x in found.x if not reads]
     matmuls = tuple((prod(x[:-1]), x[-1], found.shape[1]) for x in sizes)
+    kept = nbytes if early else 0
+    if grouped:
+        kept += STAGE_PASSES[pattern] * 4 * matmuls[0][0] * found.shape[1]
     return Match(
         pattern,
-        Work(matmuls, experts, bytes_read=nbytes if reads else 0, bytes_kept=nbytes if early else 0),
+        Work(matmuls, experts, bytes_read=nbytes if reads else 0, bytes_kept=kept),
         context.shapes,
         partial(_rewrite, anchor, context, found, pattern, cut, bool(early)),
         (*found.x, *found.w, *(o.node for o in found.operands)),

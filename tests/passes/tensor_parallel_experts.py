@@ -97,7 +97,17 @@ def build(
     return make
 
 
+def gathered(x: Tensor, w: Tensor) -> Tensor:
+    """Tokens that ranks gather, whose rows are no rows of the matmul."""
+    return funcol.all_gather_tensor(torch.bmm(x, w).sum(0), 0, group()).relu()
+
+
+def given(world: int, rank: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    return gathered, (torch.randn(2, TOKENS, D), torch.randn(2, D, H))
+
+
 READ = {"forward": ["extra_users"]}
+"""The backward reads the rows before they are weighted, for the gradient of the weights."""
 
 PROGRAMS: dict[str, Program] = {
     "sum over top k": Program(build("sum"), {"inference": [AR]}, tolerance=0.02, worlds=(2, 4)),
@@ -106,6 +116,7 @@ PROGRAMS: dict[str, Program] = {
         build("scatter_add", scattered=True), {"inference": [RS]}, tolerance=0.02
     ),
     "every expert": Program(build("every", torch.float32), {"inference": [AR]}),
+    "gathered": Program(given, kept={"inference": ["unsupported_variant"]}),
     "training": Program(build("sum", grad=True), {"backward": [AR]}, READ, grad=True, tolerance=0.03),
     "index_add, scattered, training": Program(
         build("index_add", scattered=True, grad=True),
