@@ -3,21 +3,38 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from autofuse.lowering.cpu.recipes import Spec, State
+from autofuse.lowering.cpu.tiles import Run
 from autofuse.lowering.reference.tail import TailStage, steps, tail_reference
 from autofuse.native_kernels.cpu import DTYPES, reduce_rows
-from autofuse.native_kernels.cpu.tail import CODES, bits, fits, run_tail
+from autofuse.native_kernels.cpu.tail import CODES, TailCall, bits, fits
 
-Parts = Sequence[Tensor]
-"""Tensors `[rows, columns]` whose sum, scaled and rounded once, is a run of columns of V."""
+
+class Place(Protocol):
+    """Where a matrix lies in a call; its columns are adjacent, `stride` elements lie between its rows."""
+
+    @property
+    def shape(self) -> tuple[int, int]: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def stride(self) -> int: ...
+
+    def tensor(self, s: State) -> Tensor: ...
+
+    def address(self, s: State) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Tail:
-    """A tail of `V: [rows, N]` in `dtype`, with operands of given dtypes.
+    """A tail of V in `dtype`, with operands of given dtypes.
 
     `results`: dtype and columns of V behind the tail and of what it keeps. `stages`: as the C++ kernel reads
     them; None where it lacks a stage or a dtype.
@@ -28,20 +45,42 @@ class Tail:
     results: tuple[tuple[torch.dtype, int], ...]
     stages: tuple[int, ...] | None
 
-    def apply(
-        self, source: Sequence[Parts], scale: float, operands: Sequence[Tensor], results: Sequence[Tensor]
+
+class ApplyTail:
+    """A step: the tail of some rows, from the parts of each run of columns to the results of these rows."""
+
+    def __init__(
+        self,
+        tail: Tail,
+        run: Run,
+        scale: float,
+        source: Sequence[Sequence[Place]],
+        operands: Spec,
+        results: Sequence[Place],
     ) -> None:
-        """From the parts of each run of columns to the results, of the same rows. Operands broadcast against
-        these rows."""
-        if self.stages is not None and all(map(fits, operands)):
-            run_tail(source, scale, self.dtype, operands, self.stages, results)
+        self._tail, self._run, self._scale, self._source, self._results = tail, run, scale, source, results
+        self._parts = [part for parts in source for part in parts]
+        self._kernel: TailCall | None = None
+        if tail.stages is not None:
+            segments = [(parts[0].shape[1], [(p.stride, p.dtype) for p in parts]) for parts in source]
+            strides = [result.stride for result in results]
+            self._kernel = TailCall(
+                run.start, run.length, tail.dtype, scale, segments, operands, tail.stages, strides
+            )
+
+    def __call__(self, s: State) -> None:
+        if self._kernel is not None and all(map(fits, s.tail_operands)):
+            addresses = [part.address(s) for part in self._parts]
+            self._kernel(addresses, s.tail_operands, [result.address(s) for result in self._results])
             return
-        runs = [torch.empty(parts[0].shape, dtype=self.dtype) for parts in source]
-        for run, parts in zip(runs, source, strict=True):
-            reduce_rows(run, parts, scale)
-        found = tail_reference(torch.cat(runs, 1), operands, self.text)
-        for result, value in zip(results, found, strict=True):
-            result.copy_(value)
+        runs = []
+        for parts in self._source:
+            runs.append(torch.empty(parts[0].shape, dtype=self._tail.dtype))
+            reduce_rows(runs[-1], [part.tensor(s) for part in parts], self._scale)
+        operands = [self._run.read_operand(t, 0) for t in s.tail_operands]
+        found = tail_reference(torch.cat(runs, 1), operands, self._tail.text)
+        for result, value in zip(self._results, found, strict=True):
+            result.tensor(s).copy_(value)
 
 
 @lru_cache(maxsize=2048)

@@ -178,6 +178,10 @@ class Call:
         typed = ws._typed.get(dtype) or _typed(ws, dtype)
         return typed[rank].as_strided(shape, stride[::-1], (self._offset + offset) // itemsize)
 
+    def address(self, rank: int, offset: int) -> int:
+        """Of such a tensor."""
+        return cpu.address(self._ws._data[rank]) + self._offset + offset
+
     def signal(self, dest: int, slot: int) -> None:
         """Signal `dest` that all stores of this rank so far have arrived."""
         assert 0 <= slot < SLOTS, slot

@@ -1,5 +1,6 @@
-// Tails: the stages behind a reduction, a row at a time in float32. After every stage the row is rounded to the
-// dtype of the stage, as eager torch rounds. A row stays in the caches from the sum over the ranks to the results.
+// Tails: the stages behind a reduction, a row at a time in float32. After every stage values are rounded to the
+// dtype of the stage, as eager torch rounds. Values stay in registers from the sum over the ranks up to a norm, and
+// in the caches between norms.
 //
 // A job is one array of words, which `tail.py` writes and `read` takes apart:
 //   rows, columns, dtype of V, scale, segments, parts, operands, stages, results
@@ -17,13 +18,15 @@ namespace {
 
 using namespace af;
 
-constexpr int64_t kBlock = 256;  // columns at a time: operands are widened into a buffer of so many
-constexpr int kBool = 3;         // the dtype of masks
-
-#define AF_LAMBDA __attribute__((always_inline))
+constexpr int kVectors = 4;                       // vectors of V that stay in registers between stages
+constexpr int64_t kBlock = kVectors * kLanes;     // columns
+constexpr int kBool = 3;                          // the dtype of masks
 
 enum Code : int64_t { kAdd, kSub, kRsub, kMul, kDiv, kNeg, kRelu, kTo, kWhere, kFill, kRms, kStandardize, kKeep };
-enum Keeps : int64_t { kNothing = -1, kStatistics = 1 };  // of a norm, in place of its operand
+constexpr int64_t kStatistics = 1;                // in place of its operand: a norm keeps its statistics
+
+typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
+typedef Floats Block[kVectors];
 
 struct Part { const char* data; int64_t stride; int dtype; };
 struct Segment { int64_t columns; const Part* parts; };
@@ -46,258 +49,275 @@ struct Job {
 
 AF_INLINE int64_t width(int dtype) { return dtype == kFloat32 ? 4 : dtype == kBool ? 1 : 2; }
 
-AF_INLINE int64_t lanes(int64_t left) { return left < kLanes ? left : kLanes; }
-
-template <class T> AF_INLINE void widen_block(float* to, const char* from, int64_t n) {
-  const T* x = reinterpret_cast<const T*>(from);
-  int64_t i = 0;
-  Floats v;
-  for (; i + kLanes <= n; i += kLanes) load(x + i, v), store(to + i, v);
-  if (i < n) load(x + i, v, n - i), store(to + i, v, n - i);
-}
-
-AF_INLINE void widen_block(float* to, const char* from, int dtype, int64_t n) {
-  if (dtype == kFloat32) {
-    widen_block<float>(to, from, n);
-  } else if (dtype == kBFloat16) {
-    widen_block<Bf16>(to, from, n);
-  } else {
-    widen_block<Fp16>(to, from, n);
-  }
-}
-
-template <class T> AF_INLINE void add_block(float* to, const char* from, int64_t n) {
-  const T* x = reinterpret_cast<const T*>(from);
-  Floats sum, v;
-  for (int64_t i = 0; i < n; i += kLanes) {
-    const int64_t count = lanes(n - i);
-    load(to + i, sum, count);
-    load(x + i, v, count);
-    store(to + i, sum + v, count);
-  }
-}
-
-template <class T> AF_INLINE void narrow_block(char* to, const float* from, int64_t n) {
-  T* y = reinterpret_cast<T*>(to);
-  int64_t i = 0;
-  Floats v;
-  for (; i + kLanes <= n; i += kLanes) load(from + i, v), store(y + i, v);
-  if (i < n) load(from + i, v, n - i), store(y + i, v, n - i);
-}
-
-AF_INLINE void narrow_block(char* to, const float* from, int dtype, int64_t n) {
-  if (dtype == kFloat32) {
-    narrow_block<float>(to, from, n);
-  } else if (dtype == kBFloat16) {
-    narrow_block<Bf16>(to, from, n);
-  } else {
-    narrow_block<Fp16>(to, from, n);
-  }
-}
-
-// `value` has whole vectors: what lies behind the row is computed along and never stored.
-template <class T> AF_INLINE void round_block(float* value, int64_t n) {
-  Floats v;
-  for (int64_t i = 0; i < n; i += kLanes) {
-    load(value + i, v);
-    round_to<T>(v);
-    store(value + i, v);
-  }
-}
-
-AF_INLINE void round_block(float* value, int dtype, int64_t n) {
-  if (dtype == kBFloat16) round_block<Bf16>(value, n);
-  if (dtype == kFloat16) round_block<Fp16>(value, n);
-}
-
-template <class F> AF_INLINE void map(float* value, int64_t n, const F& f) {
-  Floats v;
-  for (int64_t i = 0; i < n; i += kLanes) {
-    load(value + i, v);
-    f(v);
-    store(value + i, v);
-  }
-}
-
-template <class F> AF_INLINE void map(float* value, const float* other, int64_t n, const F& f) {
-  Floats v, o;
-  for (int64_t i = 0; i < n; i += kLanes) {
-    load(value + i, v);
-    load(other + i, o);
-    f(v, o);
-    store(value + i, v);
-  }
-}
-
 AF_INLINE void splat(float x, Floats& out) { out = x - Floats{}; }  // not 0 + x: that of -0 is 0
 
-AF_INLINE float total(const Floats& values) {
+// Lanes of vector `k` of a block of `n` columns; all of a block that is full.
+template <bool kFull> AF_INLINE int64_t lanes(int64_t n, int k) {
+  const int64_t left = n - k * kLanes;
+  return kFull || left > kLanes ? kLanes : left < 0 ? 0 : left;
+}
+
+template <class T, bool kFull> AF_INLINE void load_block(const char* from, Block& v, int64_t n) {
+  const T* x = reinterpret_cast<const T*>(from);
+  for (int k = 0; k < kVectors; ++k) load(x + k * kLanes, v[k], lanes<kFull>(n, k));
+}
+
+template <bool kFull> AF_INLINE void load_block(const char* from, int dtype, Block& v, int64_t n) {
+  if (dtype == kFloat32) {
+    load_block<float, kFull>(from, v, n);
+  } else if (dtype == kBFloat16) {
+    load_block<Bf16, kFull>(from, v, n);
+  } else {
+    load_block<Fp16, kFull>(from, v, n);
+  }
+}
+
+template <class T, bool kFull> AF_INLINE void store_block(char* to, const Block& v, int64_t n) {
+  T* y = reinterpret_cast<T*>(to);
+  for (int k = 0; k < kVectors; ++k) store(y + k * kLanes, v[k], lanes<kFull>(n, k));
+}
+
+// Of values that are rounded already: the upper halves of their bits.
+template <bool kFull> AF_INLINE void store_upper_halves(char* to, const Block& v, int64_t n) {
+  for (int k = 0; k < kVectors; ++k) {
+    const Halves upper = __builtin_convertvector((Words)v[k] >> 16, Halves);
+    std::memcpy(to + k * sizeof(upper), &upper, 2 * lanes<kFull>(n, k));
+  }
+}
+
+template <bool kFull> AF_INLINE void store_block(char* to, int dtype, const Block& v, int64_t n) {
+  if (dtype == kFloat32) {
+    store_block<float, kFull>(to, v, n);
+  } else if (dtype == kBFloat16) {
+    store_upper_halves<kFull>(to, v, n);
+  } else {
+    store_block<Fp16, kFull>(to, v, n);
+  }
+}
+
+AF_INLINE void round_block(Block& v, int dtype) {
+  if (dtype == kBFloat16) {
+    for (int k = 0; k < kVectors; ++k) {
+      const Words bits = (Words)v[k];
+      const Words rounded = (bits + 0x7fff + ((bits >> 16) & 1)) & 0xffff0000u;
+      v[k] = v[k] == v[k] ? (Floats)rounded : (Floats)(bits | 0x400000u);
+    }
+  } else if (dtype == kFloat16) {
+    for (int k = 0; k < kVectors; ++k) round_to<Fp16>(v[k]);
+  }
+}
+
+template <bool kFull>
+AF_INLINE void load_operand(const Operand& o, int64_t r, int64_t at, Block& v, int64_t n) {
+  const char* from = o.data + (r * o.row_stride + at * o.column_stride) * width(o.dtype);
+  if (o.column_stride != 0) return load_block<kFull>(from, o.dtype, v, n);
+  load_block<false>(from, o.dtype, v, 1);
+  splat(v[0][0], v[0]);
+  for (int k = 1; k < kVectors; ++k) v[k] = v[0];
+}
+
+template <bool kFull>
+AF_INLINE void choose(const Operand& m, int64_t r, int64_t at, Block& v, const Block& set, const Block& unset,
+                      int64_t n) {
+  const auto* from = reinterpret_cast<const uint8_t*>(m.data) + r * m.row_stride + at * m.column_stride;
+  for (int k = 0; k < kVectors; ++k) {
+    Bytes mask{};
+    if (m.column_stride != 0) {
+      std::memcpy(&mask, from + k * kLanes, lanes<kFull>(n, k));
+    } else {
+      mask += *from;
+    }
+    v[k] = __builtin_convertvector(mask, Words) != 0 ? set[k] : unset[k];
+  }
+}
+
+// One pointwise stage on columns [at, at + n) of row `r`. Stages are apart, so that none is contracted with the
+// next one into a multiplication and addition that rounds once.
+template <bool kFull> AF_INLINE void pointwise(const Job& job, const Stage& s, int64_t r, int64_t at, Block& v, int64_t n) {
+  Block o;
+  if (s.operand >= 0) {
+    load_operand<kFull>(job.operands[s.operand], r, at, o, n);
+  } else {
+    for (int k = 0; k < kVectors; ++k) splat(s.number, o[k]);
+  }
+  switch (s.code) {
+    case kAdd: for (int k = 0; k < kVectors; ++k) v[k] = v[k] + o[k]; break;
+    case kSub: for (int k = 0; k < kVectors; ++k) v[k] = v[k] - o[k]; break;
+    case kRsub: for (int k = 0; k < kVectors; ++k) v[k] = o[k] - v[k]; break;
+    case kMul: for (int k = 0; k < kVectors; ++k) v[k] = v[k] * o[k]; break;
+    case kDiv: for (int k = 0; k < kVectors; ++k) v[k] = v[k] / o[k]; break;
+    case kNeg: for (int k = 0; k < kVectors; ++k) v[k] = -v[k]; break;
+    case kRelu: for (int k = 0; k < kVectors; ++k) v[k] = v[k] < 0 ? Floats{} : v[k]; break;
+    case kWhere: choose<kFull>(job.operands[s.mask], r, at, v, v, o, n); break;
+    case kFill: choose<kFull>(job.operands[s.mask], r, at, v, o, v, n); break;
+    default: break;
+  }
+  round_block(v, s.dtype);
+}
+
+// A run of pointwise stages and keeps, up to the next norm or the end.
+struct Run {
+  const Stage* begin;
+  const Stage* end;
+  int dtype;           // of V before it
+  int64_t kept;        // results before it
+  const Stage* before; // the norm before it, or null
+  float mean, scale;   // of that norm
+};
+
+AF_INLINE bool is_norm(const Stage& s) { return s.code == kRms || s.code == kStandardize; }
+
+// The run on columns [at, at + n) of row `r`, and what follows: sums for the norm behind it, or the result.
+template <bool kFull>
+AF_INLINE void run_block(Job& job, const Run& run, int64_t r, int64_t at, Block& v, int64_t n, Block& sums) {
+  if (run.before != nullptr) {
+    Floats mean, scale;
+    splat(run.mean, mean);
+    splat(run.scale, scale);
+    if (run.before->code == kRms) {
+      for (int k = 0; k < kVectors; ++k) v[k] = v[k] * scale;
+    } else {
+      for (int k = 0; k < kVectors; ++k) v[k] = (v[k] - mean) * scale;
+    }
+  }
+  int dtype = run.dtype;
+  int64_t kept = run.kept;
+  for (const Stage* s = run.begin; s != run.end; ++s) {
+    if (s->code == kKeep) {
+      const Result& result = job.results[kept++];
+      store_block<kFull>(result.data + (r * result.stride + at) * width(dtype), dtype, v, n);
+    } else {
+      pointwise<kFull>(job, *s, r, at, v, n);
+      dtype = s->dtype;
+    }
+  }
+  const Stage* next = run.end;
+  if (next == job.stages.data() + job.stages.size()) {
+    const Result& result = job.results[0];
+    store_block<kFull>(result.data + (r * result.stride + at) * width(dtype), dtype, v, n);
+    return;
+  }
+  store_block<float, kFull>(reinterpret_cast<char*>(job.row.data() + at), v, n);
+  if (!kFull) {  // lanes behind the row do not count
+    for (int k = 0; k < kVectors; ++k) load(job.row.data() + at + k * kLanes, v[k], lanes<kFull>(n, k));
+  }
+  if (next->code == kRms) {
+    for (int k = 0; k < kVectors; ++k) sums[k] += v[k] * v[k];
+  } else {
+    for (int k = 0; k < kVectors; ++k) sums[k] += v[k];
+  }
+}
+
+// V of columns [at, at + n) of a segment: its parts are added in their order, scaled, and rounded once.
+template <bool kFull> AF_INLINE void sum_block(const Job& job, const Segment& s, int64_t r, int64_t at, Block& v, int64_t n) {
+  for (int64_t p = 0; p < job.n_parts; ++p) {
+    const Part& part = s.parts[p];
+    const char* from = part.data + (r * part.stride + at) * width(part.dtype);
+    if (p == 0) {
+      load_block<kFull>(from, part.dtype, v, n);
+    } else {
+      Block more;
+      load_block<kFull>(from, part.dtype, more, n);
+      for (int k = 0; k < kVectors; ++k) v[k] += more[k];
+    }
+  }
+  if (job.scale != 1) {
+    for (int k = 0; k < kVectors; ++k) v[k] *= job.scale;
+  }
+  round_block(v, job.dtype);
+}
+
+template <bool kFull>
+AF_INLINE void first_block(Job& job, const Run& run, const Segment& s, int64_t start, int64_t r, int64_t at, int64_t n,
+                           Block& sums) {
+  Block v{};
+  sum_block<kFull>(job, s, r, at, v, n);
+  run_block<kFull>(job, run, r, start + at, v, n, sums);
+}
+
+template <bool kFull> AF_INLINE void next_block(Job& job, const Run& run, int64_t r, int64_t at, int64_t n, Block& sums) {
+  Block v;
+  load_block<float, kFull>(reinterpret_cast<const char*>(job.row.data() + at), v, n);
+  run_block<kFull>(job, run, r, at, v, n, sums);
+}
+
+AF_INLINE float total(const Block& sums) {
   float part[kLanes];
-  std::memcpy(part, &values, sizeof(part));
+  Floats all = sums[0];
+  for (int k = 1; k < kVectors; ++k) all += sums[k];
+  std::memcpy(part, &all, sizeof(part));
   for (int half = kLanes / 2; half > 0; half /= 2) {
     for (int lane = 0; lane < half; ++lane) part[lane] += part[lane + half];
   }
   return part[0];
 }
 
-// The sum of f(V) over a row, in 64 running sums.
-template <class F> AF_INLINE float sum_row(const float* value, int64_t n, const F& f) {
-  Floats sums[4] = {}, v;
-  int64_t i = 0;
-  for (; i + 4 * kLanes <= n; i += 4 * kLanes) {
-    for (int k = 0; k < 4; ++k) {
-      load(value + i + k * kLanes, v);
-      f(v);
-      sums[k] += v;
+// The sum of squares of the row's distances from `mean`.
+AF_INLINE float spread(const Job& job, float mean) {
+  Block sums{};
+  Floats middle;
+  splat(mean, middle);
+  for (int64_t at = 0; at < job.columns; at += kLanes) {
+    Floats v;
+    const int64_t left = job.columns - at;
+    load(job.row.data() + at, v);
+    v -= middle;
+    v *= v;
+    if (left < kLanes) {
+      for (int64_t lane = left; lane < kLanes; ++lane) v[lane] = 0;
     }
+    sums[at / kLanes % kVectors] += v;
   }
-  for (; i + kLanes <= n; i += kLanes) {
-    load(value + i, v);
-    f(v);
-    sums[0] += v;
-  }
-  const Floats all = (sums[0] + sums[1]) + (sums[2] + sums[3]);
-  float sum = total(all);
-  if (i < n) {
-    load(value + i, v, n - i);
-    f(v);
-    for (int64_t lane = 0; lane < n - i; ++lane) sum += v[lane];
-  }
-  return sum;
-}
-
-// Columns [at, at + n) of row `r` of an operand as float32: in place, or in `buffer`.
-AF_INLINE const float* operand_block(const Operand& o, int64_t r, int64_t at, int64_t n, float* buffer) {
-  const char* from = o.data + (r * o.row_stride + at * o.column_stride) * width(o.dtype);
-  if (o.column_stride == 0) {
-    float one;
-    Floats all;
-    widen_block(&one, from, o.dtype, 1);
-    splat(one, all);
-    for (int64_t i = 0; i < n; i += kLanes) store(buffer + i, all);
-    return buffer;
-  }
-  if (o.dtype == kFloat32 && n % kLanes == 0) return reinterpret_cast<const float*>(from);
-  widen_block(buffer, from, o.dtype, n);  // lanes behind the row are computed along
-  return buffer;
-}
-
-AF_INLINE void choose(float* value, const Operand& m, int64_t r, int64_t at, int64_t n, const float* other, bool where) {
-  const auto* mask = reinterpret_cast<const uint8_t*>(m.data) + r * m.row_stride + at * m.column_stride;
-  for (int64_t i = 0; i < n; ++i) {
-    const bool set = mask[i * m.column_stride] != 0;
-    value[i] = set == where ? value[i] : other[i];
-  }
-}
-
-AF_INLINE void pointwise(Job& job, const Stage& s, int64_t r, int64_t at, int64_t n) {
-  alignas(64) float buffer[kBlock];
-  if (n % kLanes != 0) std::memset(buffer, 0, sizeof(buffer));
-  float* value = job.row.data() + at;
-  const float* other = buffer;
-  if (s.operand >= 0) {
-    other = operand_block(job.operands[s.operand], r, at, n, buffer);
-  } else if (s.code <= kDiv || s.code == kWhere || s.code == kFill) {
-    Floats all;
-    splat(s.number, all);
-    for (int64_t i = 0; i < n; i += kLanes) store(buffer + i, all);
-  }
-  switch (s.code) {
-    case kAdd: map(value, other, n, [](Floats& v, const Floats& o) AF_LAMBDA { v = v + o; }); break;
-    case kSub: map(value, other, n, [](Floats& v, const Floats& o) AF_LAMBDA { v = v - o; }); break;
-    case kRsub: map(value, other, n, [](Floats& v, const Floats& o) AF_LAMBDA { v = o - v; }); break;
-    case kMul: map(value, other, n, [](Floats& v, const Floats& o) AF_LAMBDA { v = v * o; }); break;
-    case kDiv: map(value, other, n, [](Floats& v, const Floats& o) AF_LAMBDA { v = v / o; }); break;
-    case kNeg: map(value, n, [](Floats& v) AF_LAMBDA { v = -v; }); break;
-    case kRelu: map(value, n, [](Floats& v) AF_LAMBDA { v = v < 0 ? Floats{} : v; }); break;
-    case kWhere: choose(value, job.operands[s.mask], r, at, n, other, true); break;
-    case kFill: choose(value, job.operands[s.mask], r, at, n, other, false); break;
-    default: break;
-  }
-  round_block(value, s.dtype, n);
-}
-
-// V of row `r`: the parts are added in their order, scaled, and rounded once.
-AF_INLINE void sum_parts(Job& job, int64_t r) {
-  float* value = job.row.data();
-  for (const Segment& s : job.segments) {
-    for (int64_t at = 0; at < s.columns; at += kBlock) {
-      const int64_t n = s.columns - at < kBlock ? s.columns - at : kBlock;
-      for (int64_t p = 0; p < job.n_parts; ++p) {
-        const Part& part = s.parts[p];
-        const char* from = part.data + (r * part.stride + at) * width(part.dtype);
-        if (p == 0) {
-          widen_block(value + at, from, part.dtype, n);
-        } else if (part.dtype == kFloat32) {
-          add_block<float>(value + at, from, n);
-        } else if (part.dtype == kBFloat16) {
-          add_block<Bf16>(value + at, from, n);
-        } else {
-          add_block<Fp16>(value + at, from, n);
-        }
-      }
-    }
-    value += s.columns;
-  }
-  value = job.row.data();
-  Floats scale;
-  splat(job.scale, scale);
-  if (job.scale != 1) map(value, job.columns, [&](Floats& v) AF_LAMBDA { v *= scale; });
-  round_block(value, job.dtype, job.columns);
+  return total(sums);
 }
 
 AF_INLINE void keep_number(const Result& result, int64_t r, float number) {
   reinterpret_cast<float*>(result.data)[r * result.stride] = number;
 }
 
-AF_INLINE int64_t norm(Job& job, const Stage& s, int64_t r, int64_t kept) {
-  float* value = job.row.data();
-  const int64_t n = job.columns;
-  Floats mean{};
-  float variance;
-  const bool keeps = s.operand == kStatistics;
-  if (s.code == kRms) {
-    variance = sum_row(value, n, [](Floats& v) AF_LAMBDA { v *= v; }) / n;
-  } else {
-    const float m = sum_row(value, n, [](Floats&) AF_LAMBDA {}) / n;
-    splat(m, mean);
-    variance = sum_row(value, n, [&](Floats& v) AF_LAMBDA { v = (v - mean) * (v - mean); }) / n;
-    if (keeps) keep_number(job.results[kept++], r, m);
+// The statistics of the norm that the run before has summed for; the run behind it is the next one.
+AF_INLINE void measure(Job& job, Run& run, int64_t r, const Block& sums) {
+  const Stage& norm = *run.end;
+  float mean = total(sums) / job.columns, variance = mean;
+  if (norm.code == kStandardize) variance = spread(job, mean) / job.columns;
+  for (const Stage* s = run.begin; s != run.end; ++s) run.kept += s->code == kKeep;
+  run.mean = mean;
+  run.scale = 1 / std::sqrt(variance + norm.number);
+  if (norm.operand == kStatistics) {
+    if (norm.code == kStandardize) keep_number(job.results[run.kept++], r, mean);
+    keep_number(job.results[run.kept++], r, run.scale);
   }
-  const float root = 1 / std::sqrt(variance + s.number);
-  Floats scale;
-  splat(root, scale);
-  if (s.code == kRms) {
-    map(value, n, [&](Floats& v) AF_LAMBDA { v *= scale; });
-  } else {
-    map(value, n, [&](Floats& v) AF_LAMBDA { v = (v - mean) * scale; });
-  }
-  if (keeps) keep_number(job.results[kept++], r, root);
-  return kept;
+  run.before = run.end;
+  run.begin = run.end + 1;
+  run.dtype = norm.dtype;
 }
 
-AF_INLINE void store_row(const Job& job, const Result& result, int64_t r, int dtype) {
-  narrow_block(result.data + r * result.stride * width(dtype), job.row.data(), dtype, job.columns);
+AF_INLINE const Stage* end_of(const Job& job, const Stage* from) {
+  const Stage* end = job.stages.data() + job.stages.size();
+  while (from != end && !is_norm(*from)) ++from;
+  return from;
 }
 
 AF_INLINE void tail(Job& job) {
+  const Stage* end = job.stages.data() + job.stages.size();
   for (int64_t r = 0; r < job.rows; ++r) {
-    sum_parts(job, r);
-    int64_t kept = 1;
-    int dtype = job.dtype;
-    for (const Stage& s : job.stages) {
-      if (s.code == kKeep) {
-        store_row(job, job.results[kept++], r, dtype);
-      } else if (s.code == kRms || s.code == kStandardize) {
-        kept = norm(job, s, r, kept);
-      } else {
-        for (int64_t at = 0; at < job.columns; at += kBlock) {
-          pointwise(job, s, r, at, job.columns - at < kBlock ? job.columns - at : kBlock);
-        }
-      }
-      dtype = s.dtype;
+    Run run{job.stages.data(), end_of(job, job.stages.data()), job.dtype, 1, nullptr, 0, 0};
+    Block sums{};
+    int64_t start = 0;
+    for (const Segment& s : job.segments) {
+      int64_t at = 0;
+      for (; at + kBlock <= s.columns; at += kBlock) first_block<true>(job, run, s, start, r, at, kBlock, sums);
+      if (at < s.columns) first_block<false>(job, run, s, start, r, at, s.columns - at, sums);
+      start += s.columns;
     }
-    store_row(job, job.results[0], r, dtype);
+    while (run.end != end) {
+      measure(job, run, r, sums);
+      run.end = end_of(job, run.begin);
+      for (Floats& sum : sums) sum = Floats{};
+      int64_t at = 0;
+      for (; at + kBlock <= job.columns; at += kBlock) next_block<true>(job, run, r, at, kBlock, sums);
+      if (at < job.columns) next_block<false>(job, run, r, at, job.columns - at, sums);
+    }
   }
 }
 

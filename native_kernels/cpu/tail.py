@@ -1,10 +1,8 @@
-"""Tails by C++: the stages behind a reduction, a row at a time in float32, rounded as eager torch rounds."""
+"""Tails by C++: the stages behind a reduction, in float32, rounded as eager torch rounds after each stage."""
 
 import struct
 from collections.abc import Sequence
 from ctypes import c_int64, c_void_p
-from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,61 +17,79 @@ _STAGES = (
     "rms", "standardize", "keep",
 )  # fmt: skip
 CODES = {name: code for code, name in enumerate(_STAGES)}
-"""Stages that the machine has."""
+"""Stages that the kernel has."""
 
-_MASK = 3
+Segment = tuple[int, Sequence[tuple[int, torch.dtype]]]
+"""A run of columns: how many, and of each of its parts the elements between rows, and the dtype."""
+
+_DTYPES = {**DTYPES, torch.bool: 3}
 
 
 def bits(number: float) -> int:
-    """A float32 as the machine reads it."""
+    """A float32 as the kernel reads it."""
     found: int = struct.unpack("<I", struct.pack("<f", number))[0]
     return found
 
 
-@cache
-def _array(n: int) -> Any:
-    return c_int64 * n
+class TailCall:
+    """Calls that differ in addresses alone: `call(parts, operands, results)`.
 
+    V is `dtype(scale * (part + part + ...))` in runs of columns, of `rows` rows from `row` on, where operands
+    are read. `stages` are five words each: code, dtype behind it, operand or -1, mask or -1, bits of a
+    number; for a norm, operand 1 says that its statistics are kept. `results`: elements between rows of each.
+    """
 
-def operand_words(t: Tensor) -> tuple[int, int, int, int]:
-    """`t` broadcasts against rows of a matrix: [], [N], [1, N], [M, 1] or [M, N], columns adjacent."""
-    columns = t.shape[-1] if t.dim() else 1
-    row = t.stride(0) if t.dim() == 2 and t.shape[0] > 1 else 0
-    return t.data_ptr(), row, int(columns > 1), _MASK if t.dtype == torch.bool else DTYPES[t.dtype]
+    def __init__(
+        self,
+        row: int,
+        rows: int,
+        dtype: torch.dtype,
+        scale: float,
+        segments: Sequence[Segment],
+        operands: Sequence[tuple[torch.Size, torch.dtype]],
+        stages: Sequence[int],
+        results: Sequence[int],
+    ) -> None:
+        columns = sum(n for n, _ in segments)
+        words = [
+            *(rows, columns, DTYPES[dtype], bits(scale)),
+            *(len(segments), len(segments[0][1]), len(operands), len(stages) // 5, len(results)),
+        ]
+        self._row = row
+        self._parts: list[int] = []
+        for n, parts in segments:
+            words.append(n)
+            for stride, of in parts:
+                self._parts.append(len(words))
+                words += (0, stride, DTYPES[of])
+        self._operands: list[tuple[int, int]] = []
+        for shape, of in operands:
+            n = shape[-1] if shape else 1
+            stride = n if len(shape) == 2 and shape[0] > 1 else 0
+            self._operands.append((len(words), of.itemsize))
+            words += (0, stride, int(n > 1), _DTYPES[of])
+        words += stages
+        self._results: list[int] = []
+        for stride in results:
+            self._results.append(len(words))
+            words += (0, stride)
+        self._words = (c_int64 * len(words))(*words)
+
+    def __call__(self, parts: Sequence[int], operands: Sequence[Tensor], results: Sequence[int]) -> None:
+        """Addresses of the parts, run by run, and of the results; all rows of the operands."""
+        words = type(self._words).from_buffer_copy(self._words)
+        for at, address in zip(self._parts, parts, strict=True):
+            words[at] = address
+        for (at, itemsize), t in zip(self._operands, operands, strict=True):
+            words[at] = t.data_ptr()
+            if words[at + 1]:  # it has rows
+                words[at + 1] = stride = t.stride(0)
+                words[at] += self._row * stride * itemsize
+        for at, address in zip(self._results, results, strict=True):
+            words[at] = address
+        _tail(words)
 
 
 def fits(t: Tensor) -> bool:
-    """Whether `operand_words` can describe it: columns are adjacent."""
+    """Whether the kernel can read an operand: its columns are adjacent."""
     return t.dim() == 0 or t.shape[-1] == 1 or t.stride(-1) == 1
-
-
-def run_tail(
-    source: Sequence[Sequence[Tensor]],
-    scale: float,
-    dtype: torch.dtype,
-    operands: Sequence[Tensor],
-    stages: Sequence[int],
-    results: Sequence[Tensor],
-) -> None:
-    """Applies `stages` to V and stores `results`: V, then what is kept.
-
-    `source[i]` are the parts of the i-th run of columns of V: `V = dtype(scale * (part + part + ...))`, added
-    in their order. `stages` are five words for each stage: code, dtype, operand or -1, mask or -1, bits of a
-    number; for a norm, operand 1 says that its statistics are kept.
-    """
-    first = results[0]
-    rows, columns = first.shape
-    words = [
-        *(rows, columns, DTYPES[dtype], bits(scale)),
-        *(len(source), len(source[0]), len(operands), len(stages) // 5, len(results)),
-    ]
-    for parts in source:
-        words.append(parts[0].shape[1])
-        for part in parts:
-            words += (part.data_ptr(), part.stride(0), DTYPES[part.dtype])
-    for t in operands:
-        words += operand_words(t)
-    words += stages
-    for t in results:
-        words += (t.data_ptr(), t.stride(0))
-    _tail(_array(len(words))(*words))

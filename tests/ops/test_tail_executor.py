@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from autofuse.lowering.cpu.reduce_executor import partition
 from autofuse.lowering.reference.layout import parts
 from autofuse.lowering.reference.tail import tail_reference
 from tests.ops.dense import DTYPES, ORDERS, poison, same_on_all_ranks, seeded, world_group
@@ -104,6 +105,14 @@ def _all_reduce(rank: int, world: int, order: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("order", ORDERS)
 def test_all_reduce(ranks: Ranks, world: int, order: str, dtype: torch.dtype) -> None:
     ranks(world).run(_all_reduce, order, dtype, timeout=200)
+
+
+def test_owners_own_rows() -> None:
+    for world in (2, 3):
+        given = ("matmul_all_reduce", 1031, 700, 4, 0, 1, world, "direct")
+        chunks = partition(*given, owner=True).shape.chunks[0]
+        assert [columns for _, columns in chunks] == [700] * world
+        assert sum(rows for rows, _ in chunks) == 1031
 
 
 def _reduce_scatter(rank: int, world: int, order: str, dtype: torch.dtype) -> None:

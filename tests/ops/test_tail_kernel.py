@@ -2,6 +2,8 @@
 
 import math
 from itertools import pairwise
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -9,12 +11,28 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from autofuse.lowering.cpu.tails import tail_of
+from autofuse.lowering.cpu.recipes import State, spec
+from autofuse.lowering.cpu.tails import ApplyTail, tail_of
+from autofuse.lowering.cpu.tiles import Run
 from autofuse.lowering.reference.tail import tail_reference
 from autofuse.native_kernels.cpu.tail import bits
 from tests.ops.dense import DTYPES, seeded
 
 SHAPES = ["", "n", "1n", "m1", "mn"]
+
+
+class Given:
+    """A matrix that is at hand."""
+
+    def __init__(self, t: Tensor) -> None:
+        self.dtype, self.stride, self._t = t.dtype, t.stride(0), t
+        self.shape = (t.shape[0], t.shape[1])
+
+    def tensor(self, s: State) -> Tensor:
+        return self._t
+
+    def address(self, s: State) -> int:
+        return self._t.data_ptr()
 
 
 def _apply(tail: str, parts: list[Tensor], scale: float, operands: list[Tensor]) -> list[Tensor]:
@@ -24,9 +42,10 @@ def _apply(tail: str, parts: list[Tensor], scale: float, operands: list[Tensor])
     found = tail_of(tail, parts[0].dtype, n, dims)
     assert found.stages is not None, tail
     cuts = sorted({0, n // 3, n // 2, n})
-    source = [[p[:, a:b] for p in parts] for a, b in pairwise(cuts)]
+    source = [[Given(p[:, a:b]) for p in parts] for a, b in pairwise(cuts)]
     results = [torch.full((m, width), math.nan, dtype=dtype) for dtype, width in found.results]
-    found.apply(source, scale, operands, results)
+    state = cast(State, SimpleNamespace(tail_operands=operands))
+    ApplyTail(found, Run(0, m), scale, source, spec(operands), [Given(t) for t in results])(state)
     return results
 
 
