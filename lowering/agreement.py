@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 MISSING, GIVEN, WRONG = range(3)
@@ -23,12 +24,20 @@ _BAD = sum(2 << 2 * i for i in range(_PER_WORD))
 """The bits of WRONG."""
 
 
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""What a gradient may be besides what its parameter is."""
+
+
+class Disagreement(ValueError):
+    """The ranks cannot go on, and all of them know."""
+
+
 def code(param: Tensor, grad: Tensor | None) -> int:
     """That of a gradient."""
     if grad is None:
         return MISSING
-    fits = grad.shape == param.shape and grad.device == param.device and grad.is_floating_point()
-    return GIVEN if fits else WRONG
+    fits = grad.shape == param.shape and grad.device == param.device and grad.layout == torch.strided
+    return GIVEN if fits and grad.dtype in (param.dtype, *DTYPES) else WRONG
 
 
 def digest(*values: object) -> int:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 BUCKET = 1024
 
@@ -34,6 +34,9 @@ class Buckets:
 
     numels: tuple[int, ...]
     world: int
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return buckets_of, (self.numels, self.world)
 
     @cached_property
     def offsets(self) -> list[int]:

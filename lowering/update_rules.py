@@ -14,7 +14,8 @@
               u = m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps) + decay * p
               p -= lr * trust * u,  trust = |p| / |u| of the tensor; 1 if a norm is 0 or it is excluded
 
-All is computed in float32 (float64 for parameters of float64). `sign` of every rule is -1 to maximize.
+All is computed in float32 (float64 for parameters of float64). `sign` of every rule is -1 to maximize. The
+last number of a row is for nothing but the comparison of rows over the ranks.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from torch import Tensor
 NUMBERS = 12
 """Length of the row of a tensor."""
 
-_KEEP, _DECAY, _TAKE1, _KEEP2, _TAKE2, _ROOT, _EPS, _STEP, LR, ADAPTS, SIGN = range(11)
+_KEEP, _DECAY, _TAKE1, _KEEP2, _TAKE2, _ROOT, _EPS, _STEP, LR, ADAPTS, SIGN, SEAL = range(12)
 _SGD_LR, _SGD_DECAY, _M_KEEP, _M_TAKE, _OF_G, _OF_M = range(6)
 
 

@@ -10,9 +10,12 @@ from torch import Tensor
 import autofuse.lowering.ops  # noqa: F401  (defines torch.ops.autofuse)
 from autofuse.lowering.buckets import buckets_of
 from autofuse.lowering.torch_internals import resolve_group
-from autofuse.lowering.update_rules import RULES
+from autofuse.lowering.update_rules import RULES, SEAL
 
 MASTER = "master"
+
+Row = Sequence[float]
+"""The numbers of a parameter for its next update."""
 
 
 class Batch:
@@ -33,18 +36,22 @@ class Batch:
         master: bool,
     ) -> None:
         self.groups = list(groups)
-        self.params, self.names, self.rule, self.group_name = list(params), list(names), rule, group_name
+        self.params, self.names, self.group_name = list(params), list(names), group_name
         group = resolve_group(group_name)
         self.buckets = buckets_of(tuple(p.numel() for p in params), group.size())
         self.rank, self.steps = group.rank(), [0] * len(params)
-        self.keys = (*RULES[rule].states, *([MASTER] if master else ()))
-        wide = params[0].dtype == torch.float64
-        dtype, device = torch.float64 if wide else torch.float32, params[0].device
+        self.follow(rule, master)
+
+    def follow(self, rule: str, master: bool) -> None:
+        """Makes the states of a rule, before any update."""
+        self.rule, self.keys = rule, (*RULES[rule].states, *([MASTER] if master else ()))
+        wide = self.params[0].dtype == torch.float64
+        dtype, device = torch.float64 if wide else torch.float32, self.params[0].device
         owned = self.buckets.owned(self.rank)
         self.states = [torch.zeros(owned, dtype=dtype, device=device) for _ in RULES[rule].states]
         if master:
             self.states.append(torch.empty(owned, dtype=dtype, device=device))
-            for number in range(len(params)):
+            for number in range(len(self.params)):
                 self.renew_master(number)
 
     def part(self, number: int) -> tuple[int, int]:
@@ -64,32 +71,36 @@ class Batch:
 
     def step(
         self,
-        rows: Sequence[Sequence[float]],
+        params: list[Tensor],
+        grads: list[Tensor | None],
+        states: list[Tensor],
+        rows: Sequence[Row],
+        seal: float,
         average: bool,
         max_norm: float,
         error_if_nonfinite: bool,
         site: str,
     ) -> Tensor:
-        """Updates all parameters that have gradients. rows: the numbers of each for its next update."""
-        grads = [_readable(p) for p in self.params]
+        """Updates all that have gradients. params, states: those of the batch, or what stands for them in a
+        compiled step. seal: a number that must be equal on all ranks."""
         kinds = {id(row): row for row in rows}
         order = {key: i for i, key in enumerate(kinds)}
         numbers = torch.tensor(list(kinds.values()), dtype=torch.float64, device="cpu")
+        numbers[:, SEAL] = seal
         if len(kinds) > 1:
             numbers = numbers[torch.tensor([order[id(row)] for row in rows], device="cpu")]
         else:
             numbers = numbers.expand(len(rows), -1)
         norm: Tensor = torch.ops.autofuse.reduce_update_gather(
-            self.params, grads, self.states, numbers, self.rule, "avg" if average else "sum", max_norm,
+            params, grads, states, numbers, self.rule, "avg" if average else "sum", max_norm,
             error_if_nonfinite, self.names, self.group_name, "direct", site,
         )  # fmt: skip
         self.steps = [t + (g is not None) for t, g in zip(self.steps, grads, strict=True)]
         return norm
 
 
-def _readable(param: Tensor) -> Tensor | None:
+def dense(param: Tensor, grad: Tensor | None) -> Tensor | None:
     """The gradient. A sparse one, which no op takes, is replaced by one that all ranks refuse."""
-    grad = param.grad
     if grad is not None and grad.layout != torch.strided:
         return param.new_empty(param.numel() + 1)
     return grad

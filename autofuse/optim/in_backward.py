@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from autofuse.lowering.torch_internals import after_backward
+from autofuse.lowering.torch_internals import after_backward, backward_number
 from autofuse.optim.batch import Batch
 
 BATCH_BYTES = 25 << 20
 """Of the gradients of a batch, as in a bucket of DDP."""
+
+NONE = -1
+"""The number of no backward."""
 
 
 class Backward:
@@ -20,14 +24,18 @@ class Backward:
 
     A batch waits for those before it. What is left when the backward ends runs then: parameters without a
     gradient on all ranks stay as they are.
+
+    Attributes:
+        has_run: whether a batch has been updated since this was last set to False.
     """
 
-    def __init__(self, step: Callable[[Batch], None], meet: Callable[[], None]) -> None:
-        self._step, self._meet = step, meet
+    def __init__(self, step: Callable[[Batch], None]) -> None:
+        self._step = step
         self._batches: list[Batch] = []
         self._missing: list[int] = []
         self._next = 0
-        self._running, self._syncs = False, True
+        self._running, self._syncs = NONE, True
+        self.has_run = False
 
     def watch(self, batches: list[Batch]) -> None:
         """From the next backward on these are updated, too."""
@@ -51,28 +59,30 @@ class Backward:
     def _arrived(self, number: int) -> None:
         if not self._syncs:
             return
-        if not self._running:
-            self._running = True
+        # A backward that has raised an exception never ended.
+        if self._running != (current := backward_number()):
+            self._running, self._next = current, 0
             self._missing = [len(batch.params) for batch in self._batches]
-            after_backward(self._finish)
+            after_backward(partial(self._finish, current))
         self._missing[number] -= 1
         while self._next < len(self._batches) and self._missing[self._next] == 0:
             self._run()
 
-    def _finish(self) -> None:
-        while self._running and self._next < len(self._batches):
-            self._run()
-        self._running, self._next = False, 0
+    def _finish(self, backward: int) -> None:
+        if self._running == backward:
+            while self._next < len(self._batches):
+                self._run()
+            self._running, self._next = NONE, 0
 
     @torch.no_grad()
     def _run(self) -> None:
         batch = self._batches[self._next]
         self._next += 1
+        self.has_run = True
         try:
-            self._meet()
             self._step(batch)
         except BaseException:
-            self._running, self._next = False, 0
+            self._running, self._next = NONE, 0
             raise
         for param in batch.params:
             param.grad = None

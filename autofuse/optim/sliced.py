@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, suppress
 from typing import Any, TypedDict
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from autofuse.groups import Group, group_name
-from autofuse.lowering.torch_internals import resolve_group
-from autofuse.optim.batch import Batch
+from autofuse.lowering import agreement
+from autofuse.lowering.torch_internals import group_size
+from autofuse.lowering.update_rules import NUMBERS
+from autofuse.optim.batch import Batch, Row, dense
+from autofuse.optim.differences import Told, raise_difference
 from autofuse.optim.in_backward import Backward, cut
 from autofuse.optim.state import State
+from autofuse.optim.traced import constant_in_graphs, number_of, optimizer_step
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+IMPLEMENTATIONS = frozenset({"foreach", "fused", "capturable", "differentiable"})
+"""Arguments of torch's optimizers that ours have not."""
 
 
 class Common(TypedDict, total=False):
@@ -51,29 +58,52 @@ class SlicedOptimizer(State, torch.optim.Optimizer):
 
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any], common: Common) -> None:
         unknown = common.keys() - Common.__annotations__.keys()
+        if unknown & IMPLEMENTATIONS:
+            raise TypeError(
+                f"{type(self).__name__}: {sorted(unknown & IMPLEMENTATIONS)} choose between "
+                "implementations of torch; this optimizer has one, in which rates may change and steps be "
+                "compiled: leave them out"
+            )
         if unknown:
             raise TypeError(f"{type(self).__name__}: unexpected arguments {sorted(unknown)}")
         self._group_name = group_name(common.get("group"), type(self).__name__)
         self._average = common.get("average", True)
-        self._max_norm = common.get("max_norm") or 0.0
+        max_norm = common.get("max_norm")
+        if max_norm is not None and (isinstance(max_norm, bool) or not 0 < max_norm < math.inf):
+            raise ValueError(f"max_norm={max_norm!r}: expected a positive number or None")
+        self._max_norm = float(max_norm or 0)
         self._error_if_nonfinite = common.get("error_if_nonfinite", False)
         self._master_weights = common.get("master_weights", False)
-        if isinstance(self._max_norm, bool) or not 0 <= self._max_norm < math.inf:
-            raise ValueError(f"max_norm={self._max_norm!r}: expected a positive number or None")
+        self._in_backward = common.get("in_backward", False)
         self._batches: list[Batch] = []
-        self._met = 0
+        self._met = False
         self._waiting: list[Tensor] = []
         self._known = 0
+        self._every: list[Tensor] = []
         self._names: dict[Tensor, str] = {}
-        self._backward = Backward(self._run, self._meet) if common.get("in_backward") else None
-        if self._backward is not None and (self._max_norm or self._error_if_nonfinite):
+        if self._in_backward and self._wants_norm:
             raise ValueError(
                 f"{type(self).__name__}: max_norm and error_if_nonfinite need all gradients before the first "
                 "update; leave in_backward out"
             )
+        self._begin()
+        self._refuse_set(params)
         super().__init__(params, defaults)
-        if self._backward is not None:
+        if self._in_backward:
             self._place()
+
+    def _begin(self) -> None:
+        """What no copy of this optimizer shares with it."""
+        self._number = number_of(self)
+        self._problem: Exception | None = None
+        self._digest = (-1, 0)
+        self._backward = Backward(self._run_in_backward) if self._in_backward else None
+        if self._backward is not None:
+            self._backward.watch(self._batches)
+
+    @property
+    def _wants_norm(self) -> bool:
+        return self._max_norm > 0 or self._error_if_nonfinite
 
     @abstractmethod
     def _rule(self, options: dict[str, Any]) -> str:
@@ -83,50 +113,89 @@ class SlicedOptimizer(State, torch.optim.Optimizer):
     def _numbers(self, options: dict[str, Any], t: int) -> list[float]:
         """The row of its parameters for update t."""
 
+    def _refuse_set(self, params: Any) -> None:
+        if isinstance(params, (set, frozenset)):
+            raise TypeError(
+                f"{type(self).__name__}: the order of a set differs from rank to rank; give a list"
+            )
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's. Its parameters are updated from the next step on."""
         params = param_group["params"]
+        if isinstance(params, (set, frozenset)):
+            raise TypeError(
+                f"{type(self).__name__}: the order of a set differs from rank to rank; give a list"
+            )
         given = [params] if isinstance(params, Tensor) else list(params)
-        param_group = {**param_group, "params": given}
         pairs = [each if isinstance(each, tuple) else (None, each) for each in given]
+        names = dict(self._names)
         for name, param in pairs:
             if not isinstance(param, Tensor):
                 continue  # torch says what is wrong with it
-            name = name or f"parameter {len(self._names)} {list(param.shape)}"
-            if param in self._names:
+            name = name or f"parameter {len(names)} {list(param.shape)}"
+            if param in names:
                 raise ValueError(
-                    f"{type(self).__name__}: {self._names[param]} is given twice, the second time as {name}"
+                    f"{type(self).__name__}: {names[param]} is given twice, the second time as {name}"
                 )
             if param.dtype not in DTYPES or param.layout != torch.strided:
                 raise ValueError(f"{type(self).__name__}: {name} is {param.dtype} and {param.layout}")
-            self._names[param] = name
-        super().add_param_group(param_group)
+            names[param] = name
+        super().add_param_group({**param_group, "params": given})
+        self._names = names
+        self._every = [p for options in self.param_groups for p in options["params"]]
 
-    @torch.compiler.disable
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Exchanges the gradients and updates the parameters; all ranks of the group call it together.
 
-        With `in_backward` the backward has done it; call this all the same, for schedulers and for parameters
-        that are new or no longer frozen. Parameters without a gradient on any rank stay as they are. Raises
-        the same error on all ranks, before anything has changed, if ranks have gradients of other parameters,
-        sparse ones, or other rates.
+        With `in_backward` the backward has done it; call this all the same, for schedulers, for parameters
+        that are new or no longer frozen, and for gradients that no backward has used. Parameters without a
+        gradient on any rank stay as they are. Raises the same error on all ranks, before anything has
+        changed, if ranks have gradients of other parameters, sparse ones, or other rates.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if getattr(self, "found_inf", None) is not None:
-            raise RuntimeError(
-                f"{type(self).__name__}: a GradScaler decides on every rank by itself whether to step; "
-                "train in bfloat16, or scale the loss by a constant"
-            )
-        self._place()
-        if self._backward is None:
-            self._meet()
-            for batch in self._batches:
-                self._run(batch)
+        self._ready()
+        if torch.compiler.is_compiling():
+            # Reads make guards: other parameters are another graph. Rates must not be read.
+            _ = len(self._every), [p.requires_grad for p in self._waiting]
+            params = [p for batch in self._batches for p in batch.params]
+            states = [s for batch in self._batches for s in batch.states]
+            grads = [p.grad for p in params]
+            optimizer_step(params, grads, states, self._wants_norm, self._number)
+        else:
+            params = [p for batch in self._batches for p in batch.params]
+            self.run(params, [p.grad for p in params], [s for b in self._batches for s in b.states])
+        if self._in_backward:
+            self.zero_grad()
         return loss
+
+    def run(self, params: list[Tensor], grads: list[Tensor | None], states: list[Tensor]) -> Tensor:
+        """The step with these in place of the parameters of all batches, of their gradients and states."""
+        grads = [*map(dense, params, grads)]
+        if self._backward is None or not self._batches:
+            return self._run(self._batches, params, grads, states)
+        if not self._backward.has_run:  # on this rank, but others may have
+            at, own = 0, 0
+            for batch in self._batches:
+                end, last = at + len(batch.params), own + len(batch.states)
+                self._run([batch], params[at:end], grads[at:end], states[own:last])
+                at, own = end, last
+        self._backward.has_run = False
+        return torch.empty(0)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's; part of a graph in a compiled step."""
+        if not torch.compiler.is_compiling():
+            super().zero_grad(set_to_none)
+            return
+        for param in self._every:
+            if set_to_none:
+                param.grad = None
+            elif param.grad is not None:
+                param.grad.zero_()
 
     def no_sync(self) -> AbstractContextManager[None]:
         """With `in_backward`: backwards in this context add up gradients, and update nothing."""
@@ -136,32 +205,109 @@ class SlicedOptimizer(State, torch.optim.Optimizer):
             )
         return self._backward.no_sync()
 
-    def _run(self, batch: Batch) -> None:
+    @constant_in_graphs
+    def _ready(self) -> None:
+        """Makes batches. What is wrong is told to all ranks where they meet."""
+        with suppress(ValueError):
+            self._place()
+
+    def _run_in_backward(self, batch: Batch) -> None:
+        self._run([batch], batch.params, [dense(p, p.grad) for p in batch.params], batch.states)
+
+    def _run(
+        self,
+        batches: Sequence[Batch],
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor | None],
+        states: Sequence[Tensor],
+    ) -> Tensor:
+        """Updates batches, all or none. The first exchange tells the other ranks of all of them."""
+        self._refuse_scaler()
+        self._meet()
+        norm = torch.empty(0)
+        rows: list[list[Row]] = []
+        problem = self._problem
+        try:
+            rows = [self._rows(batch) for batch in batches]
+        except Exception as error:
+            problem = problem or error
+        pairs = [*zip(params, grads, strict=True)]
+        later = pairs[len(batches[0].params) :] if batches else []
+        codes = [agreement.code(p, g) for p, g in later]
+        refused = problem is not None or agreement.WRONG in codes
+        if refused and batches:
+            batches, rows = batches[:1], [[[0.0] * NUMBERS] * len(batches[0].params)]
+        site = f"autofuse.optim.{type(self).__name__}"
+        at, own = 0, 0
+        try:
+            if refused and group_size(self._group_name) == 1:
+                raise agreement.Disagreement(str(problem))
+            for batch, each in zip(batches, rows, strict=True):
+                end, last = at + len(batch.params), own + len(batch.states)
+                norm = batch.step(
+                    list(params[at:end]), list(grads[at:end]), list(states[own:last]), each,
+                    self._seal(refused, rows, codes, later), self._average, self._max_norm,
+                    self._error_if_nonfinite, site,
+                )  # fmt: skip
+                at, own = end, last
+        except agreement.Disagreement as error:
+            told = Told(
+                str(problem or ""), self._lines(), self._rates(), [agreement.code(p, g) for p, g in pairs]
+            )
+            names = [name for batch in self._batches for name in batch.names]
+            raise_difference(type(self).__name__, told, names, self._group_name, problem or error)
+        if self._wants_norm:
+            self.grad_norm = norm
+        return norm
+
+    def _rows(self, batch: Batch) -> list[Row]:
         known: dict[tuple[int, int], list[float]] = {}
-        rows = []
+        rows: list[Row] = []
         for param, group, t in zip(batch.params, batch.groups, batch.steps, strict=True):
             key = group, t + 1
             if key not in known:
                 options = self.param_groups[group]
                 if self._rule(options) != batch.rule:
                     raise ValueError(
-                        f"{type(self).__name__}: the group of {self._names[param]} was made for the rule "
-                        f"{batch.rule}; its options now ask for {self._rule(options)}"
+                        f"the group of {self._names[param]} was made for the rule {batch.rule}; its options "
+                        f"now ask for {self._rule(options)}"
                     )
-                known[key] = self._numbers(options, t + 1)
+                try:
+                    known[key] = [float(number) for number in self._numbers(options, t + 1)]
+                except Exception as error:
+                    raise ValueError(f"the options of the group of {self._names[param]}: {error}") from error
             rows.append(known[key])
-        site = f"autofuse.optim.{type(self).__name__}"
-        norm = batch.step(rows, self._average, self._max_norm, self._error_if_nonfinite, site)
-        self.grad_norm = norm if norm.dim() == 0 else None
+        return rows
+
+    def _seal(
+        self,
+        refused: bool,
+        rows: list[list[Row]],
+        codes: list[int],
+        later: Sequence[tuple[Tensor, Tensor | None]],
+    ) -> float:
+        """A number that is equal on all ranks if they can make this step, as far as the first batch does not
+        tell by itself."""
+        if refused:
+            return -1.0 - torch.distributed.get_rank()
+        dtypes = [None if g is None else g.dtype for _, g in later]
+        of_rows = [[*{id(row): row for row in each}.values()] for each in rows[1:]]
+        return float(agreement.digest(self._kind, of_rows, codes, dtypes) >> 11)  # a float64 has 53 bits
+
+    def _refuse_scaler(self) -> None:
+        if getattr(self, "found_inf", None) is not None:
+            self.found_inf = None
+            raise RuntimeError(
+                f"{type(self).__name__}: a GradScaler decides on every rank by itself whether to step; "
+                "train in bfloat16, or scale the loss by a constant"
+            )
 
     def _place(self) -> None:
         """Makes batches of the parameters that have none yet and require gradients. No communication."""
-        count = sum(len(options["params"]) for options in self.param_groups)
-        if count != self._known:
-            self._known = count
+        if len(self._every) != self._known:
             placed = {id(p) for batch in self._batches for p in batch.params}
-            every = (p for options in self.param_groups for p in options["params"])
-            self._waiting = [p for p in every if id(p) not in placed]
+            self._waiting = [p for p in self._every if id(p) not in placed]
+            self._known = len(self._every)
         if not any(p.requires_grad for p in self._waiting):
             return
         group_of = {id(p): i for i, options in enumerate(self.param_groups) for p in options["params"]}
@@ -170,6 +316,13 @@ class SlicedOptimizer(State, torch.optim.Optimizer):
             if param.requires_grad:
                 rule = self._rule(self.param_groups[group_of[id(param)]])
                 kinds.setdefault((rule, param.device, param.dtype == torch.float64), []).append(param)
+        if self._wants_norm and len(self._batches) + len(kinds) > 1:
+            other = self._names[[*kinds.values()][-1][0]]
+            self._problem = ValueError(
+                "max_norm and error_if_nonfinite need parameters of one device, all of them float64 or none, "
+                f"of one rule, and given from the first step on, and not {other}"
+            )
+            raise self._problem
         self._waiting = [p for p in self._waiting if not p.requires_grad]
         for (rule, *_), params in kinds.items():
             for part in cut(params) if self._backward is not None else [params]:
@@ -179,35 +332,37 @@ class SlicedOptimizer(State, torch.optim.Optimizer):
                 self._batches.append(made)
                 if self._backward is not None:
                     self._backward.watch([made])
-        if len(self._batches) > 1 and (self._max_norm or self._error_if_nonfinite):
-            raise ValueError(
-                f"{type(self).__name__}: max_norm and error_if_nonfinite need parameters of one device, "
-                "all of them float64 or none, of one rule, and given from the first step on"
-            )
 
     def _meet(self) -> None:
-        """Raises ValueError on all ranks if they have other parameters."""
-        new = self._batches[self._met :]
-        if not new:
-            return
+        """Raises ValueError on all ranks if they have other parameters. Later steps tell by their seal."""
+        if not self._met:
+            told = Told("" if self._batches else str(self._problem or ""), self._lines(), [], [])
+            raise_difference(type(self).__name__, told, [], self._group_name, None)
+            self._met = bool(self._batches)
+
+    @property
+    def _kind(self) -> int:
+        """Digest of all parameters."""
+        if self._digest[0] != len(self._batches):
+            self._digest = len(self._batches), agreement.digest(*self._lines())
+        return self._digest[1]
+
+    def _lines(self) -> list[str]:
+        """Every parameter."""
         sharing = f"master {self._master_weights}, average {self._average}, max_norm {self._max_norm}"
-        mine = [
+        return [
             f"{name} {list(p.shape)} {p.dtype} on {p.device.type} ({batch.rule}, {sharing})"
-            for batch in new
+            for batch in self._batches
             for p, name in zip(batch.params, batch.names, strict=True)
         ]
-        group = resolve_group(self._group_name)
-        told: list[Any] = [None] * group.size()
-        dist.all_gather_object(told, mine, group)
-        for rank, theirs in enumerate(told):
-            longest = max(len(told[0]), len(theirs))
-            for i in range(longest):
-                pair = [lines[i] if i < len(lines) else "no parameter" for lines in (told[0], theirs)]
-                if pair[0] != pair[1]:
-                    self._known = 0
-                    del self._batches[self._met :]
-                    raise ValueError(
-                        f"{type(self).__name__}: the ranks have other parameters: rank 0 has {pair[0]}, rank "
-                        f"{rank} has {pair[1]}"
-                    )
-        self._met = len(self._batches)
+
+    def _rates(self) -> list[str]:
+        """Every parameter, with what its next update depends on."""
+        options = [
+            {k: v for k, v in o.items() if k not in ("params", "param_names")} for o in self.param_groups
+        ]
+        return [
+            f"{name} with {options[group]} at update {t + 1}"
+            for batch in self._batches
+            for name, group, t in zip(batch.names, batch.groups, batch.steps, strict=True)
+        ]

@@ -15,14 +15,33 @@ from autofuse.optim.batch import MASTER, Batch
 SPAN = "span"
 """The elements of the parameter, in row-major order, that the state of a rank is for: start, stop, number."""
 
+COPIED = (
+    "grad_norm", "_group_name", "_average", "_max_norm", "_error_if_nonfinite", "_master_weights",
+    "_in_backward", "_batches", "_met", "_waiting", "_known", "_every", "_names",
+)  # fmt: skip
+"""What a copy of an optimizer has besides what torch copies."""
+
 
 class State(torch.optim.Optimizer):
     """The state of an optimizer. It is made when it is asked for, or at the first step."""
 
     _batches: list[Batch]
     _group_name: str
+    _master_weights: bool
     _names: dict[Tensor, str]
-    _place: Callable[[], None]
+    _ready: Callable[[], None]
+    _meet: Callable[[], None]
+    _begin: Callable[[], None]
+    _rule: Callable[[dict[str, Any]], str]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without hooks, as torch's."""
+        return super().__getstate__() | {key: getattr(self, key) for key in COPIED}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if "_batches" in state:  # torch calls this for a part of the state, too
+            self._begin()
 
     def state_dict(self) -> dict[str, Any]:
         """The state of this rank, for the same rank of a group of the same size. No communication.
@@ -30,13 +49,19 @@ class State(torch.optim.Optimizer):
         For each parameter `step` and flat tensors of the elements that this rank owns, which `span` tells.
         The tensors are views: clone what is to stay as it is.
         """
-        self._place()
+        self._ready()
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
         found = {}
         for batch, i, number in self._numbered():
             start, stop = batch.part(i)
             span = (start, stop, batch.params[i].numel())
             found[number] = {"step": torch.tensor(float(batch.steps[i])), SPAN: span, **batch.slices(i)}
-        return {"state": found, "param_groups": self._packed_groups()}
+        state_dict: dict[str, Any] = {"state": found, "param_groups": self._packed_groups()}
+        for behind in self._optimizer_state_dict_post_hooks.values():
+            changed = behind(self, state_dict)
+            state_dict = state_dict if changed is None else changed
+        return state_dict
 
     def full_state_dict(self) -> dict[str, Any]:
         """The state of all ranks: what torch's optimizer of this name has as its state_dict, in float32.
@@ -44,7 +69,8 @@ class State(torch.optim.Optimizer):
         All ranks call it together, and all get it. torch's optimizer loads it, and so does one of a group of
         any size. Master weights are a state of their own, which torch ignores.
         """
-        self._place()
+        self._ready()
+        self._meet()
         whole = {id(batch): self._gathered(batch) for batch in self._batches}
         found: dict[int, dict[str, Any]] = {}
         for batch, i, number in self._numbered():
@@ -62,14 +88,15 @@ class State(torch.optim.Optimizer):
         `load_state_dict` of that. No communication. Parameters are told apart by their names, if the
         optimizer was given named parameters, else by their numbers.
         """
-        self._place()
+        self._ready()
         group = resolve_group(self._group_name)
         states: dict[str, Any] = {}
         for batch, i, number in self._numbered():
             parts = [batch.buckets.part(r, i) for r in range(group.size())]
             found: dict[str, Any] = {"step": torch.tensor(float(batch.steps[i]))}
             for key, flat in batch.slices(i).items():
-                found[key] = sharded_vector(flat, parts, batch.params[i].numel(), group)
+                numel = batch.params[i].numel()
+                found[key] = sharded_vector(flat, parts, numel, group) if numel else flat
             states[self._key(number, batch.params[i])] = found
         # A tuple is one entry of the checkpoint. Ranks without shards of some tensor would look for a list in
         # vain, since torch takes the checkpoint for one of its version 2.3 then.
@@ -83,39 +110,59 @@ class State(torch.optim.Optimizer):
         local state of other ranks or of a group of another size.
         """
         given = dict(state_dict["state"])
-        super().load_state_dict({"state": {}, "param_groups": list(state_dict["param_groups"])})
-        self._place()
+        self._ready()
+        found: list[tuple[Batch, int, dict[str, Any]]] = []
         for batch, i, number in self._numbered():
-            name = self._names[batch.params[i]]
             keys = (number, str(number), self._key(number, batch.params[i]))
-            saved: dict[str, Any] = next((given[key] for key in keys if key in given), {})
+            found.append((batch, i, next((given[key] for key in keys if key in given), {})))
+            self._check(*found[-1])
+        super().load_state_dict({"state": {}, "param_groups": list(state_dict["param_groups"])})
+        for batch in self._batches:
+            rules = {self._rule(self.param_groups[group]) for group in batch.groups}
+            if rules != {batch.rule}:
+                if len(rules) > 1:
+                    raise ValueError(
+                        f"the state asks for rules {sorted(rules)}, this optimizer for {batch.rule}"
+                    )
+                batch.follow(rules.pop(), self._master_weights)
+        for batch, i, saved in found:
             moved = any(isinstance(value, Tensor) for key, value in saved.items() if key in batch.keys)
             batch.steps[i] = int(saved["step"]) if "step" in saved else int(moved)
             for key, mine in batch.slices(i).items():
                 value = saved.get(key)
                 if value is not None:
-                    self._load(mine, value, batch, i, saved.get(SPAN), name)
+                    self._load(mine, value, batch, i, saved.get(SPAN))
                 elif key == MASTER:
                     batch.renew_master(i)
                 else:
                     mine.zero_()
 
-    def _load(self, mine: Tensor, value: Any, batch: Batch, i: int, span: Any, name: str) -> None:
-        numel, (start, stop) = batch.params[i].numel(), batch.part(i)
-        shards = local_shards(value)
-        if shards is not None:
-            for shard in shards:
-                mine.copy_(shard)
-        elif span is not None and tuple(span) != (start, stop, numel):
+    def _check(self, batch: Batch, i: int, saved: dict[str, Any]) -> None:
+        """Raises ValueError for a state that is not that of the parameter on this rank."""
+        name, numel, (start, stop) = batch.names[i], batch.params[i].numel(), batch.part(i)
+        span = saved.get(SPAN)
+        if span is not None and tuple(span) != (start, stop, numel):
             raise ValueError(
                 f"the state of {name} is of its elements {span[0]} to {span[1]} of {span[2]}, this rank owns "
                 f"{start} to {stop} of {numel}: it is the state_dict of another rank or of a group of "
                 "another size; use full_state_dict or sharded_state_dict"
             )
-        elif span is None and value.numel() != numel:
-            raise ValueError(f"the state of {name} has {value.numel()} elements, the parameter {numel}")
+        for key, value in saved.items():
+            if not isinstance(value, Tensor) or key == "step":
+                continue
+            shards, expected = local_shards(value), numel if span is None else stop - start
+            if shards is not None:
+                value, expected = torch.cat([*shards, torch.empty(0)]), stop - start
+            if value.numel() != expected:
+                raise ValueError(f"the state of {name} has {value.numel()} elements, expected {expected}")
+
+    def _load(self, mine: Tensor, value: Any, batch: Batch, i: int, span: Any) -> None:
+        shards = local_shards(value)
+        if shards is not None:
+            for shard in shards:
+                mine.copy_(shard)
         else:
-            mine.copy_(value.reshape(-1)[slice(start, stop) if span is None else slice(None)])
+            mine.copy_(value.reshape(-1)[slice(*batch.part(i)) if span is None else slice(None)])
 
     def _gathered(self, batch: Batch) -> dict[str, Tensor]:
         world = batch.buckets.world

@@ -97,9 +97,11 @@ def _recipe(shape: PlanShape, rank: int) -> _Recipe:
 def run_update(args: ReduceUpdateGather) -> Any:
     """The op; NotImplemented for a dtype without a kernel."""
     params = [p.dtype for p in args.params]
-    grads = [p if g is None else g.dtype for p, g in zip(params, args.grads, strict=True)]
-    if not {*params, *grads} <= DTYPES.keys():
+    if not {*params} <= DTYPES.keys():
         return NotImplemented
+    # Gradients of other dtypes are refused; all ranks must come to where that happens.
+    pairs = zip(params, args.grads, strict=True)
+    grads = [g.dtype if g is not None and g.dtype in DTYPES else p for p, g in pairs]
     workspace = workspace_for(args.group_name)
     kind = _kind(
         buckets_of(tuple(p.numel() for p in args.params), workspace.world), *map(tuple, (params, grads))
@@ -189,7 +191,7 @@ class _Step:
         found = agreement.problem(
             OP, _exchange(call, tell(self.args, self.buckets, self.codes)), self.args.names
         )
-        return ValueError(found) if found else None
+        return agreement.Disagreement(found) if found else None
 
     def _between(self, call: Call) -> Exception | None:
         """From the first phase to the second: the norms that all elements depend on."""

@@ -31,7 +31,7 @@ def update_by_reference(args: ReduceUpdateGather) -> Tensor:
     codes = [agreement.code(p, g) for p, g in zip(args.params, args.grads, strict=True)]
     problem = agreement.problem(OP, _all_gather_numbers(args, tell(args, buckets, codes)), args.names)
     if problem:
-        raise ValueError(problem)
+        raise agreement.Disagreement(problem)
     sums = _reduce(args, buckets, dtype) if buckets.offsets[-1] else args.numbers.new_empty(0, dtype=dtype)
     norm = args.numbers.new_empty(0, dtype=torch.float32)
     factor = 1.0

@@ -49,6 +49,7 @@ from .inputs import (
 from .ops import (
     after_backward,
     auto_functionalized,
+    backward_number,
     current_raw_stream,
     dtype_name,
     empty_strided,
@@ -88,6 +89,7 @@ __all__ = [
     "async_tp_all_gather_matmul",
     "async_tp_matmul_reduce_scatter",
     "auto_functionalized",
+    "backward_number",
     "compile_fx",
     "compile_fx_inner",
     "compiles_for_a_file",

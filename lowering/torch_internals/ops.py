@@ -111,6 +111,11 @@ def dtype_name(dtype: torch.dtype) -> str:
     return dtype_abbrs.get(dtype, str(dtype).removeprefix("torch."))
 
 
+def backward_number() -> int:
+    """That of the backward that now runs; each has its own."""
+    return int(torch._C._current_graph_task_id())
+
+
 def after_backward(function: Callable[[], None]) -> None:
     """Calls `function` when the backward that now runs has ended."""
     torch.autograd.Variable._execution_engine.queue_callback(function)

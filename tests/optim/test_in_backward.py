@@ -115,6 +115,7 @@ def test_wrong(ranks: Ranks) -> None:
 
 
 def _compiled(rank: int, world: int) -> None:
+    """In one graph, or with breaks round updates in the backward."""
     pairs = both()
     for network, optimizer in pairs:
 
@@ -132,5 +133,4 @@ def _compiled(rank: int, world: int) -> None:
 
 
 def test_compiled_steps(ranks: Ranks) -> None:
-    """Dynamo breaks the graph round the exchange."""
     ranks(2).run(_compiled)
