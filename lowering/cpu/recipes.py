@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from autofuse.lowering.cpu.workspace import Call, workspace_for
-from autofuse.lowering.reference.product import evaluate, product_reference
+from autofuse.lowering.reference.product import evaluate, is_grouped, product_reference
 from autofuse.native_kernels.cpu import DTYPES
 
 Spec: TypeAlias = tuple[tuple[torch.Size, torch.dtype], ...]
@@ -22,7 +22,7 @@ Spec: TypeAlias = tuple[tuple[torch.Size, torch.dtype], ...]
 @dataclass(slots=True)
 class State:
     """The tensors of one call. `product` is empty unless it is kept, or computed in one piece. `results` are
-    those of a tail."""
+    those of a tail. `kept`: what `keep_product` returns."""
 
     call: Call
     x: Sequence[Tensor]
@@ -32,6 +32,7 @@ class State:
     product: Tensor
     tail_operands: Sequence[Tensor] = ()
     results: Sequence[Tensor] = ()
+    kept: Tensor | None = None
 
 
 Step: TypeAlias = Callable[[State], object]
@@ -130,12 +131,17 @@ def run(op: str, args: Arguments, kind: Kind, tail_operands: Sequence[Tensor] = 
     x, keep = args.x, args.keep_product
     out = x[0].new_empty(recipe.out_shape, dtype=recipe.dtype)
     product = x[0].new_empty(recipe.shape if keep or recipe.whole else (0, 0), dtype=recipe.dtype)
+    # Rows that belong to no token are computed by nobody.
+    kept = (
+        x[0].new_zeros(x[0].shape[0], args.w[0].shape[-1]) if is_grouped(args.product) and keep else product
+    )
     results = [x[0].new_empty(shape, dtype=dtype) for shape, dtype in recipe.results]
     if recipe.whole:
-        evaluate(product, x, args.w, args.operands, args.product)
+        rows = evaluate(product, x, args.w, args.operands, args.product)
+        kept = rows if is_grouped(args.product) else kept
     with workspace.call(op, args.site, recipe.key, recipe.nbytes) as call:
-        state = State(call, x, args.w, args.operands, out, product, tail_operands, results)
+        state = State(call, x, args.w, args.operands, out, product, tail_operands, results, kept)
         for step in recipe.steps:
             step(state)
     results = results or [out]
-    return [*results, product] if keep else results
+    return [*results, kept] if keep else results

@@ -93,13 +93,18 @@ class ReduceSteps:
         def compute(s: State, target: Tensor) -> None:
             w = [run.read(t, t.dim() - 1) for t in s.w] if dim == 1 else s.w
             if tokens is not None:
-                x, operands = part(s.x, s.operands, product, tokens)
+                x, operands, rows = part(s.x, s.operands, product, tokens)
             else:
                 x = [run.read(t, 0) for t in s.x] if dim == 0 else list(s.x)
                 operands = [run.read_operand(t, dim) for t in s.operands]
-            evaluate(target, x, w, operands, product)
-            if keep:
-                run.write(s.product, dim, target)
+            made = evaluate(target, x, w, operands, product)
+            if not keep:
+                return
+            assert s.kept is not None
+            if tokens is not None:
+                s.kept[rows] = made
+            else:
+                run.write(s.kept, dim, made)
 
         return compute
 

@@ -21,7 +21,7 @@ from autofuse.lowering.gpu.support import MOST_TERMS
 from autofuse.lowering.ops.library import FusedOp, Gap, register
 from autofuse.lowering.plan import Family
 from autofuse.lowering.reference.layout import all_reduce
-from autofuse.lowering.reference.product import product_backward, product_reference
+from autofuse.lowering.reference.product import product_backward, with_kept
 from autofuse.lowering.reference.tail import check_tail, tail_reference
 from autofuse.lowering.torch_internals import group_size
 
@@ -59,17 +59,17 @@ class MatmulAllReduce(NamedTuple):
 
 
 def _fake(args: MatmulAllReduce) -> list[Tensor]:
-    p = product_reference(args.x, args.w, args.operands, args.product)
+    p, kept = with_kept(args.x, args.w, args.operands, args.product)
     results = tail_reference(p.new_empty(p.shape), args.tail_operands, args.tail)
-    return [*results, p.new_empty(p.shape)] if args.keep_product else results
+    return [*results, kept.new_empty(kept.shape)] if args.keep_product else results
 
 
 def _reference(args: MatmulAllReduce) -> list[Tensor]:
-    p = product_reference(args.x, args.w, args.operands, args.product)
+    p, kept = with_kept(args.x, args.w, args.operands, args.product)
     reduced = all_reduce(p, args.reduce_op, group_size(args.group_name), args.group_name)
     check_tail(p.shape, args.tail_operands, args.tail, OP)
     results = tail_reference(reduced, args.tail_operands, args.tail)
-    return [*results, p] if args.keep_product else results
+    return [*results, kept] if args.keep_product else results
 
 
 def _cuda(args: MatmulAllReduce) -> Any:

@@ -23,7 +23,7 @@ from autofuse.lowering.ops.library import FusedOp, SymInt, register
 from autofuse.lowering.ops.matmul_all_reduce import REDUCE_GAPS, refuse_tail
 from autofuse.lowering.plan import Family
 from autofuse.lowering.reference.layout import all_gather, reduce_scatter
-from autofuse.lowering.reference.product import parse, product_backward, product_reference
+from autofuse.lowering.reference.product import parse, product_backward, with_kept
 from autofuse.lowering.reference.tail import check_tail, tail_reference
 from autofuse.lowering.torch_internals import group_size
 
@@ -54,20 +54,20 @@ class MatmulReduceScatter(NamedTuple):
 
 
 def _fake(args: MatmulReduceScatter) -> list[Tensor]:
-    p = product_reference(args.x, args.w, args.operands, args.product)
+    p, kept = with_kept(args.x, args.w, args.operands, args.product)
     shape = list(p.shape)
     shape[args.dim] = shape[args.dim] // group_size(args.group_name)
     results = tail_reference(p.new_empty(shape), args.tail_operands, args.tail)
-    return [*results, p.new_empty(p.shape)] if args.keep_product else results
+    return [*results, kept.new_empty(kept.shape)] if args.keep_product else results
 
 
 def _reference(args: MatmulReduceScatter) -> list[Tensor]:
-    p = product_reference(args.x, args.w, args.operands, args.product)
+    p, kept = with_kept(args.x, args.w, args.operands, args.product)
     world = group_size(args.group_name)
     part = reduce_scatter(p, args.reduce_op, args.dim, args.outer, world, args.group_name)
     check_tail(part.shape, args.tail_operands, args.tail, OP, args.dim == 0)
     results = tail_reference(part, args.tail_operands, args.tail)
-    return [*results, p] if args.keep_product else results
+    return [*results, kept] if args.keep_product else results
 
 
 def _cuda(args: MatmulReduceScatter) -> Any:

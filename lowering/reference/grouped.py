@@ -100,8 +100,8 @@ def of_tokens(
     operands: Sequence[Tensor],
     inputs: Sequence[int],
     stages: Sequence[Step],
-) -> tuple[list[Tensor], list[Tensor]]:
-    """x and operands from which the same product is rows `tokens` (ascending) of the whole.
+) -> tuple[list[Tensor], list[Tensor], Tensor]:
+    """x and operands from which the same product is rows `tokens` (ascending) of the whole; the rows of x.
 
     inputs: the operands of the contraction.
     """
@@ -143,4 +143,4 @@ def of_tokens(
             keep(index, rows)
     for i in inputs:
         found[i] = torch.searchsorted(rows, found[i].to(torch.int64)).to(found[i].dtype)
-    return [t[rows] for t in x], found
+    return [t[rows] for t in x], found, rows

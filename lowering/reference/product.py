@@ -182,10 +182,24 @@ def fill(stage: Stage, value: Tensor, operands: Sequence[Tensor], number: float 
     return value.masked_fill(mask if stage.name == "masked_fill" else ~mask, number)
 
 
+def with_kept(
+    x: Sequence[Tensor], w: Sequence[Tensor], operands: Sequence[Tensor], product: str
+) -> tuple[Tensor, Tensor]:
+    """`P`, and what `keep_product` returns: P, or the rows of experts before any stage."""
+    if not is_grouped(product):
+        p = product_reference(x, w, operands, product)
+        return p, p
+    rows = _contract(parse(product), x, w, operands)
+    return epilogue(rows, operands, product), rows
+
+
 def evaluate(
     out: Tensor, x: Sequence[Tensor], w: Sequence[Tensor], operands: Sequence[Tensor], product: str
-) -> None:
-    """Stores `P` in `out: [M, N]`, whose dtype is P's; straight from the matmul where no dtype changes."""
+) -> Tensor:
+    """Stores `P` in `out: [M, N]`, whose dtype is P's; straight from the matmul where no dtype changes.
+
+    Returns what `with_kept` keeps.
+    """
     p = parse(product)
     uniform = w[0].dtype == out.dtype and all(stage.dtype is None for stage in p.stages)
     if p.contraction == GROUPED:
@@ -193,10 +207,10 @@ def evaluate(
         for span in blocks(total, [stage.name for stage in p.stages]):
             of_span = [t[..., span] if t.dim() and t.shape[-1] > 1 else t for t in operands]
             out[:, span].copy_(epilogue(total[:, span], of_span, product))
-        return
+        return total
     if not uniform or p.contraction == "scaled_mm":
         out.copy_(product_reference(x, w, operands, product))
-        return
+        return out
     # Promotion only widens: when both ends have one dtype, so has everything between, and all fits in `out`.
     if p.contraction == "addmm":
         torch.addmm(operands[p.inputs[0]], x[0], w[0], beta=p.beta, alpha=p.alpha, out=out)
@@ -208,12 +222,13 @@ def evaluate(
         torch.add(out, torch.mm(xi, wi), out=out)
     for stage in p.stages:
         _apply(stage, out, operands, out=out)
+    return out
 
 
 def part(
     x: Sequence[Tensor], operands: Sequence[Tensor], product: str, rows: Tensor
-) -> tuple[list[Tensor], list[Tensor]]:
-    """x and operands of the rows `rows` (ascending) of a product that begins with `grouped`."""
+) -> tuple[list[Tensor], list[Tensor], Tensor]:
+    """x, operands and rows of x that make the rows `rows` (ascending) of a product of experts."""
     p = parse(product)
     stages = [(s.name, s.operand, s.mask, s.number) for s in p.stages]
     return of_tokens(rows, x, operands, p.inputs, stages)

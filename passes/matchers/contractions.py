@@ -51,6 +51,8 @@ class Product:
     listed: int = 0
     """Number of experts that each have a matmul of their own. `x`, `w` and `bias` then list, for each term of
     the sum, the entries of all experts."""
+    rows: fx.Node | None = None
+    """Of a `grouped` product of one term: the contraction, which may be read elsewhere, too."""
     heads: tuple[tuple[fx.Node, Layout], ...] = ()
     """Of listed experts, if the epilogue ends before they are joined: the last node of each expert's
     epilogue, with its layout relative to `[1, R, N]`."""

@@ -22,7 +22,7 @@ from .contractions import ROWS, Product
 from .match import Context, Found, Match, Work, check_dtype, replace_result, values
 from .operands import materialise, two_dimensional
 from .product import extra_users, hand_out_product, match_product
-from .token_sums import GROUPED
+from .token_sums import GROUPED, readers_of_rows
 
 STAGE_PASSES = {"matmul_all_reduce": 8, "matmul_reduce_scatter": 4}
 """By pattern, the times that rows of experts, in float32, are moved more than in an unfused program, where
@@ -74,8 +74,12 @@ def leading_cut(found: Product, world: int) -> Cut | Reject:
     return cut
 
 
-def _match(anchor: Anchor, context: Context, found: Product, pattern: str, cut: Cut | None) -> Match:
+def _match(anchor: Anchor, context: Context, found: Product, pattern: str, cut: Cut | None) -> Found:
     early = extra_users(anchor.node, anchor.input, found)
+    readers = readers_of_rows(found)
+    if early and found.rows is not None:
+        return Reject(Reason.EXTRA_USERS, f"the tokens are also read by {early[0].name}")
+    early = early or readers
     grouped = found.stages[0].startswith(GROUPED)
     nbytes = prod(found.shape) * found.dtype.itemsize
     reads = found.stages[0] == ROWS
@@ -132,7 +136,11 @@ def _rewrite(
     target = found.layout if cut is None else without(found.layout, cut)
     result = emitter.rebuild(emitter.item(fused, 0), part, target, context.shapes.of(anchor.node))
     if keep:
-        hand_out_product(emitter, emitter.item(fused, 1), found)
+        if found.rows is None:
+            hand_out_product(emitter, emitter.item(fused, 1), found)
+        else:
+            shape = context.shapes.known(found.rows)
+            emitter.replace(found.rows, emitter.reshape(emitter.item(fused, 1), shape))
     replace_result(emitter, anchor, result)
 
 

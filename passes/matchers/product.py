@@ -61,7 +61,7 @@ def match_product(
     if isinstance(found, Reject):
         return found
     taken = found.inner | {found.last, *(head for head, _ in found.heads)}
-    for inner in found.inner:
+    for inner in found.inner - {found.rows}:
         outside = [u for u in inner.users if u not in taken]
         if outside:
             return Reject(Reason.EXTRA_USERS, f"{inner.name} is also read by {outside[0].name}")
@@ -340,7 +340,7 @@ def _sum(a: Product, b: Product, n: fx.Node) -> Product | None:
         return None
     paths = (between(i, p.last) for i in n.all_input_nodes for p in (a, b) if i is p.last or p.last < i)
     inner = frozenset({a.last, b.last}).union(a.inner, b.inner, *paths)
-    sums = replace(a, x=a.x + b.x, w=a.w + b.w, bias=a.bias + b.bias)
+    sums = replace(a, x=a.x + b.x, w=a.w + b.w, bias=a.bias + b.bias, rows=None)
     return replace(sums, last=n, last_layout=a.layout, inner=inner)
 
 

@@ -57,7 +57,7 @@ def rows_of_experts(n: fx.Node, shapes: Shapes) -> Product | Reject:
         operands = (Operand(found.offsets, shape=(experts, 1)),)
     return replace(
         found, stages=(stage,), operands=operands, shape=shape, layout=layout, last_layout=layout,
-        offsets=None, bias=(),
+        offsets=None, bias=(), rows=n,
     )  # fmt: skip
 
 
@@ -148,3 +148,11 @@ def _are_rows(found: Product, node: fx.Node, shapes: Shapes) -> bool:
 def _is_index(index: object) -> bool:
     val = tensor(index)
     return val is not None and val.dim() == 1 and val.dtype == torch.int64
+
+
+def readers_of_rows(found: Product) -> tuple[fx.Node, ...]:
+    """Users of the contraction of a grouped product that are no stages of it."""
+    if found.rows is None:
+        return ()
+    taken = found.inner | {found.last}
+    return tuple(u for u in found.rows.users if u not in taken)

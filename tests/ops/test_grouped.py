@@ -75,8 +75,18 @@ def _check(rank: int, world: int, order: str, dtype: torch.dtype) -> None:
         poison(world_group())
         place = () if dim is None else (dim, outer)
         op = torch.ops.autofuse.matmul_all_reduce if dim is None else torch.ops.autofuse.matmul_reduce_scatter
-        (out,) = op(
-            [x], [w], operands, product, "sum", *place, False, [], "", "", world_group(), order, "test"
+        out, rows = op(
+            [x], [w], operands, product, "sum", *place, True, [], "", "", world_group(), order, "test"
+        )
+        kept, size = (
+            product_reference([f(x.double())], [f(w.double())], operands, product.partition(";")[0])
+            for f in (torch.clone, torch.abs)
+        )
+        assert rows.shape == kept.shape
+        assert ((rows.double() - kept).abs() <= 4 * torch.finfo(dtype).eps * size).all(), (
+            dim,
+            outer,
+            product,
         )
         wanted, bound = (
             torch.stack([_exact(r, t, n, product, dtype, magnitude) for r in range(world)]).sum(0)

@@ -106,9 +106,6 @@ def given(world: int, rank: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     return gathered, (torch.randn(2, TOKENS, D), torch.randn(2, D, H))
 
 
-READ = {"forward": ["extra_users"]}
-"""The backward reads the rows before they are weighted, for the gradient of the weights."""
-
 PROGRAMS: dict[str, Program] = {
     "sum over top k": Program(build("sum"), {"inference": [AR]}, tolerance=0.02, worlds=(2, 4)),
     "index_add": Program(build("index_add"), {"inference": [AR]}, tolerance=0.02),
@@ -117,15 +114,17 @@ PROGRAMS: dict[str, Program] = {
     ),
     "every expert": Program(build("every", torch.float32), {"inference": [AR]}),
     "gathered": Program(given, kept={"inference": ["unsupported_variant"]}),
-    "training": Program(build("sum", grad=True), {"backward": [AR]}, READ, grad=True, tolerance=0.03),
+    "training": Program(
+        build("sum", grad=True), {"forward": [AR], "backward": [AR]}, grad=True, tolerance=0.03
+    ),
     "index_add, scattered, training": Program(
         build("index_add", scattered=True, grad=True),
-        {"backward": [AR]},
-        {"forward": ["extra_users"], "backward": ["no_compute"]},
+        {"forward": [RS], "backward": [AR]},
+        {"backward": ["no_compute"]},
         grad=True,
         tolerance=0.03,
     ),
     "every expert, training": Program(
-        build("every", torch.float32, grad=True), {"backward": [AR]}, READ, grad=True
+        build("every", torch.float32, grad=True), {"forward": [AR], "backward": [AR]}, grad=True
     ),
 }
