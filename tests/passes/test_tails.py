@@ -249,20 +249,25 @@ def test_parts(dim: int, tail: str) -> None:
     assert [site.tail for site in report.sites] == [tail]
 
 
-def test_memory_that_changes() -> None:
-    """A residual and a weight that are overwritten behind the op must be read where they are read."""
+@pytest.mark.parametrize(
+    ("last", "end"),
+    [(lambda y, v: y * v, "memory changes before mul"), (lambda y, v: normed(y), "pow_1, mul read add")],
+    ids=["a stage", "a norm"],
+)
+def test_memory_that_changes(last: Callable[[Tensor, Tensor], Tensor], end: str) -> None:
+    """A weight that is overwritten behind the op must be read where it is read."""
 
     def fn(x: Tensor, a: Tensor, r: Tensor, v: Tensor) -> Tensor:
         y = funcol.all_reduce(torch.mm(x, a), "sum", group()) + r
         v.copy_(r[0])
-        return normed(y) * v
+        return last(y, v)
 
     args = arguments((8, 12), (12, N), (8, N), (N,))
     with fake_group(4), torch.no_grad(), autofuse.config.patch(policy="always"):
         expected = fn(*(a.clone() for a in args))
         gm = make_fx(fn, tracing_mode="fake")(*args)
         (site,) = autofuse.rewrite(gm).sites
-        assert (site.tail, site.tail_end) == ("add %0", "pow_1, mul read add")
+        assert (site.tail, site.tail_end) == ("add %0", end)
         torch.testing.assert_close(gm(*args), expected)
 
 
