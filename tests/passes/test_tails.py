@@ -103,6 +103,11 @@ def normed(x: Tensor, eps: Any = 1e-6) -> Tensor:
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
 
 
+def standardized(x: Tensor, correction: int) -> Tensor:
+    var, mean = torch.var_mean(x, -1, correction=correction, keepdim=True)
+    return (x - mean) * torch.rsqrt(var + 1)
+
+
 def in_place(y: Tensor, r: Tensor, v: Tensor) -> Tensor:
     r.add_(y)
     return normed(r)
@@ -169,8 +174,10 @@ CASES = {
     "another divisor": Case(
         lambda y, r, v: y * torch.rsqrt(y.pow(2).sum(-1, keepdim=True) / (N - 1) + 1), ""
     ),
-    "Bessel's correction": Case(
-        lambda y, r, v: (y - y.mean(-1, keepdim=True)) * torch.rsqrt(y.var(-1, keepdim=True) + 1), ""
+    "Bessel's correction": Case(lambda y, r, v: standardized(y, 1), ""),
+    "no correction": Case(lambda y, r, v: standardized(y, 0), "standardize 1"),
+    "rows are scaled as columns": Case(
+        lambda y, r, v: (y := y.view(N, N)) * torch.rsqrt(y.pow(2).mean(-1) + 1), ""
     ),
     "eps that is a tensor": Case(lambda y, r, v: normed(y, v[0]), ""),
     "cubes": Case(lambda y, r, v: y * torch.rsqrt(y.pow(3).mean(-1, keepdim=True) + 9), ""),
