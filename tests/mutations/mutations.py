@@ -630,4 +630,74 @@ LAUNCHES = (
     ),
 )
 
-MUTATIONS = (*LAUNCHES, *PASSES, *PLANS, *EXECUTORS, *OPTIMIZERS, *PROTOCOL, *KERNELS, *CHOICE, *FRONT_END)
+SCHEDULES = (
+    Mutation(
+        "a value that differs between ranks is cut",
+        "split.py",
+        "for source in node.all_input_nodes) and replicated(node):",
+        "for source in node.all_input_nodes):",
+        _of("schedules", "split"),
+    ),
+    Mutation(
+        "an operand with rows is read whole",
+        "slices.py",
+        "return place if place >= 0 and given[place] == whole[dim] and given[place] != 1 else None",
+        "return None",
+        _of("schedules", "split"),
+    ),
+    Mutation(
+        "a reduction over the cut dim is computed on slices",
+        "slices.py",
+        "    if dim in reduced:\n",
+        "    if False:\n",
+        _of("schedules", "split"),
+    ),
+    Mutation(
+        "a view cuts a dim into unequal parts",
+        "slices.py",
+        "return place if size % world == 0 else None",
+        "return place",
+        _of("schedules", "split"),
+    ),
+    Mutation(
+        "constants are no part of a proof",
+        "layouts.py",
+        "return _digest([str(node.target), _on_any_rank(plain)])",
+        "return _digest([str(node.target)])",
+        _of("schedules", "layouts", "ranks"),
+    ),
+    Mutation(
+        "unwritten memory counts as replicated",
+        "layouts.py",
+        "known = target.namespace in _KNOWN and target not in _UNWRITTEN",
+        "known = target.namespace in _KNOWN",
+        _of("schedules", "layouts"),
+    ),
+    Mutation(
+        "ranks with other proofs run what they compiled",
+        "agreeing.py",
+        "if any(digest != proof.digest for digest, _ in of_ranks):",
+        "if False:",
+        _of("schedules", "ranks"),
+    ),
+    Mutation(
+        "results of a tail are replicated whatever its operands are",
+        "layouts.py",
+        'same = not is_product and all(self.replicated(operand) for operand in given["tail_operands"])',
+        "same = not is_product",
+        _of("schedules", "ranks"),
+    ),
+)
+
+MUTATIONS = (
+    *LAUNCHES,
+    *PASSES,
+    *SCHEDULES,
+    *PLANS,
+    *EXECUTORS,
+    *OPTIMIZERS,
+    *PROTOCOL,
+    *KERNELS,
+    *CHOICE,
+    *FRONT_END,
+)

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -18,6 +18,9 @@ from tests.passes.harness import fake_group
 from tests.passes.test_chains import drawn
 
 from .streams import NAMES, SAME, Drawn, arguments, program, streams
+
+
+REDUCE = ("reduce", -1, -1)
 
 
 def traced(stream: Drawn) -> fx.GraphModule:
@@ -38,6 +41,7 @@ def test_random_streams_compute_the_same(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(split, "MOST_GATHERED", math.inf)  # also what is legal, but not worth it
 
     @drawn(250)
+    @example(Drawn(4, (1, 4), (REDUCE, ("pairs", -1, -1), ("rms", -1, -1), REDUCE, ("add", -1, -2)), ()))
     @given(streams())
     def check(stream: Drawn) -> None:
         with fake_group(stream.world):
