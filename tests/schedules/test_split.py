@@ -19,7 +19,6 @@ from tests.passes.test_chains import drawn
 
 from .streams import NAMES, SAME, Drawn, arguments, program, streams
 
-
 REDUCE = ("reduce", -1, -1)
 
 
