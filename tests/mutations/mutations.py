@@ -197,7 +197,7 @@ PLANS = (
 EXECUTORS = (
     Mutation(
         "partial sums of a ring are rounded at every rank",
-        "reduce_executor.py",
+        "reduce_steps.py",
         "tiles, torch.float32 if self.ring else dtype)",
         "tiles, dtype)",
         DENSE[:2],
@@ -593,8 +593,8 @@ OPTIMIZERS = (
     Mutation(
         "the state of another group's slice is loaded",
         "state.py",
-        "elif span is not None and tuple(span) != (start, stop, numel):",
-        "elif span is not None and len(span) != 3:",
+        "if span is not None and tuple(span) != (start, stop, numel):",
+        "if span is not None and len(span) != 3:",
         _of("optim", "optimizers"),
     ),
 )
@@ -609,7 +609,7 @@ LAUNCHES = (
     ),
     Mutation(
         "fused ops are ordered by memory",
-        "torch_internals.py",
+        "compiler.py",
         "ordered = [node for node in nodes if is_ours(node) or contains_collective(node)]",
         "ordered = [node for node in nodes if contains_collective(node)]",
         _of("robustness", "order"),
