@@ -23,7 +23,6 @@ from autofuse.optim.traced import constant_in_graphs, number_of, optimizer_step
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
-
 IMPLEMENTATIONS = frozenset({"foreach", "fused", "capturable", "differentiable"})
 """Arguments of torch's optimizers that ours have not."""
 
@@ -122,10 +121,7 @@ class SlicedOptimizer(State, torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's. Its parameters are updated from the next step on."""
         params = param_group["params"]
-        if isinstance(params, (set, frozenset)):
-            raise TypeError(
-                f"{type(self).__name__}: the order of a set differs from rank to rank; give a list"
-            )
+        self._refuse_set(params)
         given = [params] if isinstance(params, Tensor) else list(params)
         pairs = [each if isinstance(each, tuple) else (None, each) for each in given]
         names = dict(self._names)

@@ -38,7 +38,7 @@ def number_of(optimizer: Steps) -> int:
 
 def constant_in_graphs(function: F) -> F:
     """Called when a graph is traced, not when it runs."""
-    marked: F = torch._dynamo.assume_constant_result(function)
+    marked: F = torch.compiler.assume_constant_result(function)
     return marked
 
 

@@ -134,7 +134,8 @@ def explained(build: Callable[[], Callable[..., Any]], *args: Tensor) -> Report:
     """The report of a training step of tensors on GPUs."""
 
     def fuse_moved(graph: fx.Graph, *rest: Any) -> GraphReport:
-        return fuse(moved(graph), *rest)
+        *known, basis = rest
+        return fuse(moved(graph), *known, basis=basis)
 
     with (
         fake_group(WORLD),
