@@ -34,7 +34,7 @@ from .narrow import narrow_collectives
 from .plan_shape import plan_shape
 from .report import GraphReport, Listing, Prediction, Reason, Reject, Site, listening
 from .schedules.layouts import UNKNOWN, Layouts
-from .schedules.schedule import UNCHANGED, Basis, Prover
+from .schedules.schedule import WITH_TAILS, Basis, Prover
 from .settings import Settings
 from .site_key import fused_ops, ops_now, site_keys
 from .tails import Tail, absorb_tails
@@ -223,7 +223,8 @@ def _finish(
     """
     owners = owners_of(graph, changed)
     merge_fused(graph)
-    tails = {} if schedule == UNCHANGED else absorb_tails(graph, Prover(graph, schedule, kind, basis))
+    prover = Prover(graph, schedule, kind, basis)
+    tails = absorb_tails(graph, prover) if schedule in WITH_TAILS else {}
     tie_merged(graph, owners, changed)
     relax_views(graph)
     graph.lint()

@@ -20,12 +20,12 @@ from .dense import group
 from .harness import fake_group
 
 
-def rewritten(fn: Callable[..., Any], *args: Any, policy: str = "always") -> str:
+def rewritten(fn: Callable[..., Any], *args: Any, policy: str = "always", schedule: str = "auto") -> str:
     """One line a node of the inference graph of `fn` under a fake group of 4."""
     lines: list[str] = []
 
     def backend(gm: fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
-        _fusion, patches = fusion_pass(0, settings(policy=policy))
+        _fusion, patches = fusion_pass(0, settings(policy=policy, schedule=schedule))
 
         def compile_graph(gm: fx.GraphModule, example_inputs: Any, **kwargs: Any) -> Any:
             torch_internals.run_post_grad_passes(gm, example_inputs, kwargs.get("is_inference", False))
@@ -86,7 +86,9 @@ def test_residual_and_rms_norm() -> None:
 
     assert_expected_inline(
         rewritten(
-            fn, *(torch.zeros(s, dtype=torch.bfloat16) for s in ((2, 8, 12), (16, 12), (2, 8, 16), (16,)))
+            fn,
+            *(torch.zeros(s, dtype=torch.bfloat16) for s in ((2, 8, 12), (16, 12), (2, 8, 16), (16,))),
+            schedule="every",
         ),
         """\
 view: [16, 12] = aten.reshape.default(arg0, [16, 12])
@@ -190,11 +192,11 @@ permute: [12, 16] = aten.permute.default(arg1, [1, 0])
 relu: [2, 8, 12] = aten.relu.default(arg0)
 view_2: [16, 12] = aten.reshape.default(relu, [16, 12])
 permute_1: [12, 16] = aten.permute.default(arg2, [1, 0])
-reshape_default_2: [4, 16] = aten.reshape.default(arg3, [4, 16])
-matmul_reduce_scatter_default_3:  = autofuse.matmul_reduce_scatter.default([view, view_2], [permute, permute_1], [], 'mm', 'sum', 0, 2, False, [reshape_default_2], 'add %0', '', '0', 'direct', SITE)
-getitem_11: [4, 16] = getitem(matmul_reduce_scatter_default_3, 0)
-reshape_default_3: [2, 2, 16] = aten.reshape.default(getitem_11, [2, 2, 16])
-return (reshape_default_3,)""",
+matmul_reduce_scatter_default_2:  = autofuse.matmul_reduce_scatter.default([view, view_2], [permute, permute_1], [], 'mm', 'sum', 0, 2, False, [], '', '', '0', 'direct', SITE)
+getitem_10: [4, 16] = getitem(matmul_reduce_scatter_default_2, 0)
+reshape_default_1: [2, 2, 16] = aten.reshape.default(getitem_10, [2, 2, 16])
+add_1: [2, 2, 16] = aten.add.Tensor(arg3, reshape_default_1)
+return (add_1,)""",
     )
 
 

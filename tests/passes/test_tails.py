@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,12 @@ from .harness import fake_group, passes_only
 
 N = 16
 Norm = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+@pytest.fixture(autouse=True)
+def _with_tails() -> Iterator[None]:
+    with autofuse.config.patch(schedule="every"):
+        yield
 
 
 def linear_sum(x: Tensor, w: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ BACKENDS = ["passes", pytest.param("autofuse", marks=pytest.mark.full)]
 
 
 def backend_of(name: str) -> Any:
-    return passes_only() if name == "passes" else "autofuse"
+    return passes_only(schedule="every") if name == "passes" else "autofuse"
 
 
 def errors(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> list[float]:
@@ -92,7 +92,7 @@ def train(rank: int, world: int, dtype: torch.dtype, backend: str) -> tuple[list
     x = torch.randn(2, 6, HIDDEN, dtype=dtype)
     torch._dynamo.reset()
     results = []
-    with autofuse.debug() as report, autofuse.config.patch(policy="always"):
+    with autofuse.debug() as report, autofuse.config.patch(policy="always", schedule="every"):
         for call in (model, torch.compile(model, backend=backend_of(backend))):
             own = x.clone().requires_grad_()
             model.zero_grad()
@@ -203,7 +203,7 @@ def compare(rank: int, world: int, stacks: list[Stack]) -> list[tuple[list[float
         results = []
         torch._dynamo.reset()
         with autofuse.debug() as report, torch.set_grad_enabled(stack.training):
-            for call in (outputs, torch.compile(outputs, backend=passes_only())):
+            for call in (outputs, torch.compile(outputs, backend=passes_only(schedule="every"))):
                 out = call(stack, *args)
                 loss = sum(
                     ((o.float().flatten() * torch.arange(o.numel()).cos()).sum() for o in out),
