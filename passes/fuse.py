@@ -21,6 +21,7 @@ from autofuse.lowering.runs import SiteKey
 from autofuse.lowering.torch_internals import group_world
 
 from . import opaque
+from .between import fusing_order
 from .choice.choose import Symbols, choose, symbols_of
 from .graph.anchors import Anchor, find_anchors, group_of, is_fused_op
 from .graph.emit import CannotEmit, Emitter, erase_unused, order_nodes, relax_views
@@ -99,20 +100,32 @@ def fuse(
     check_metadata(anchors)
     collectives = {node.name: i for i, anchor in enumerate(anchors) for node in anchor.results}
     symbols = symbols_of(graph)
-    sites: list[Site] = []
+    found: dict[int, Site] = {}
     changed: dict[str, int] = {}
     new: dict[int, list[fx.Node]] = {}
-    for i, anchor in enumerate(anchors):
+
+    def legal(i: int, taken: frozenset[fx.Node]) -> tuple[Match, int] | None:
+        if i in faults or None in faults:
+            return None
+        try:
+            found = _find(anchors[i], settings, taken)
+        except Exception as error:
+            raise Fault(i) from error
+        return None if isinstance(found, Kept) else found
+
+    for i in fusing_order(anchors, settings, symbols, legal):
+        anchor = anchors[i]
         nbytes = anchor.nbytes  # the rewrite erases the node and its arguments
         fault = faults.get(i) or faults.get(None)
         try:
             outcome = _faulty(anchor, fault) if fault else _fuse_site(graph, anchor, settings, symbols)
         except Exception as error:
             raise Fault(i) from error
-        sites.append(_report(anchor, nbytes, outcome, settings, name))
+        found[i] = _report(anchor, nbytes, outcome, settings, name)
         if isinstance(outcome, Fused):
             changed.update((node, i) for node in outcome.touched)
             new[i] = outcome.new
+    sites = [found[i] for i in range(len(anchors))]
     _tell_kept(anchors, sites)
     opaque.put_back(stand_ins)
     if any(site.fused for site in sites):
@@ -167,8 +180,13 @@ def _fuse_site(graph: fx.Graph, anchor: Anchor, settings: Settings, symbols: Sym
     return Fused(match.pattern, world, prediction, plan, emitter.touched, emitter.new)
 
 
-def _find(anchor: Anchor, settings: Settings) -> Kept | tuple[Match, int]:
-    """The first legal match and the size of its group; else the first reason other than NO_COMPUTE."""
+def _find(
+    anchor: Anchor, settings: Settings, taken: frozenset[fx.Node] = frozenset()
+) -> Kept | tuple[Match, int]:
+    """The first legal match and the size of its group; else the first reason other than NO_COMPUTE.
+
+    `taken`: matmuls that an all_gather leaves to reductions.
+    """
     matchers = matchers_of(anchor.kind)
     only = matchers[0].pattern if len(matchers) == 1 else None
     world = group_size(anchor)
@@ -179,7 +197,7 @@ def _find(anchor: Anchor, settings: Settings) -> Kept | tuple[Match, int]:
         return Kept(only, nowhere, world)
     kept: Kept | None = None
     for matcher in matchers:
-        found = matcher.match(anchor, context_of(anchor, world, settings))
+        found = matcher.match(anchor, context_of(anchor, world, settings, taken))
         reject = check_match(anchor, found, settings, world) if isinstance(found, Match) else found
         if isinstance(found, Match) and reject is None:
             return found, world

@@ -9,7 +9,7 @@
     wgrad     dw[i] = X^T @ dY[i]                        X is gathered again unless it was kept
               db[i] = sum of dY[i]
 
-With `keep_gathered` X is the last output, and dX its gradient.
+With `keep_gathered` X is the last output, and dX its gradient; there may then be no weight at all.
 """
 
 from typing import Any, NamedTuple
@@ -128,6 +128,11 @@ register(
         exchanged=lambda args: args.x.dtype,
         gpu_gaps=(
             Gap(
+                lambda args: not args.w,
+                "GPU kernels gather for a matmul, and the reduction behind it has taken the only one",
+                "nothing: of two collectives round one matmul, the one that gains more gets it",
+            ),
+            Gap(
                 lambda args: args.dim != 0,
                 "GPU kernels gather the rows of a matmul, not what it contracts",
                 "gather along another dim",
@@ -138,6 +143,6 @@ register(
                 "give it the shape `[N]`, or add it behind the matmul",
             ),
         ),
-        shapes=lambda args: (args.x.shape, args.w[0].shape),
+        shapes=lambda args: (args.x.shape, *(wi.shape for wi in args.w[:1])),
     )
 )

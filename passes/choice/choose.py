@@ -109,6 +109,17 @@ def choose(
     return choice.prediction, _why_kept(choice, settings.policy)
 
 
+def saved_us(anchor: Anchor, match: Match, world: int, settings: Settings, symbols: Symbols) -> float | None:
+    """Microseconds that the fused op is predicted to save, at least 0; None if a size is not static."""
+    device = anchor.node.meta["val"].device
+    table = table_for(settings.tables, device)
+    choice = predict(anchor, match, world, settings.order, table, symbols, False, predictor_on(device))
+    known = choice.prediction
+    if choice.apart_us is None or known.fused_us is None:
+        return None
+    return max(0.0, choice.apart_us - known.fused_us)
+
+
 def _why_kept(choice: Choice, policy: str) -> Reject | None:
     if policy == "never":
         return Reject(Reason.POLICY_NEVER, "")

@@ -3,6 +3,8 @@
 The gather adds one digit, the rank, to the index of a part. The layout of a matmul's operand tells where in
 its rows or columns this digit lies; the rest of the layout is applied to the part before the fused op. A cast
 of the gathered tensor commutes with the gather: `cast(AG(x)) = AG(cast(x))`, element by element.
+
+Where a reduction has taken the only matmul that reads the gathered tensor, the op gathers without a weight.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ import torch
 from torch import fx
 
 from autofuse.lowering.ops.all_gather_matmul import AllGatherMatmul
-from autofuse.passes.graph.anchors import Anchor
+from autofuse.lowering.plan import Family
+from autofuse.passes.graph.anchors import Anchor, fused_op
 from autofuse.passes.graph.emit import Emitter
 from autofuse.passes.graph.follow import aten, dtype_of, is_cast, is_view
 from autofuse.passes.graph.layout import Cut, Digit, Layout, Size, cut_out, exact_quotient, prod
@@ -50,39 +53,67 @@ class Consumer:
 def match_all_gather(anchor: Anchor, context: Context) -> Found:
     shapes = context.shapes
     readers, cast = find_cast_readers(anchor, shapes)
-    consumers = [c for r in readers if (c := _consumer(r)) is not None]
-    if not consumers:
+    free = [r for r in readers if r.user not in context.taken]
+    consumers = [c for r in free if (c := _consumer(r)) is not None]
+    if not consumers and not any(_is_reduced(r, context) for r in readers):
         return _no_consumer(readers)
     gathered = shapes.known(anchor.node)
     length = exact_quotient(gathered[0], context.world)
     if length is None:
         return Reject(Reason.UNEVEN, f"dim 0 of size {gathered[0]} has no {context.world} equal parts")
-    chosen = _choose(anchor, consumers, prod(gathered), Digit(0, length, context.world))
-    if isinstance(chosen, Reject):
-        return chosen
-    consumers, cut = chosen
-    first = consumers[0]
-    dtype = dtype_of(first.reader.view)
+    rank = Digit(0, length, context.world)
+    if consumers:
+        chosen = _choose(anchor, consumers, prod(gathered), rank)
+        if isinstance(chosen, Reject):
+            return chosen
+        consumers, cut = chosen
+        layout = consumers[0].layout
+    else:
+        layout = _as_matrix(gathered)
+        cut = _cut(layout, rank)
+    dtype = cast or dtype_of(anchor.node)
     reject = check_dtype(dtype)
     if dtype is None or reject is not None:
         return reject or Reject(Reason.DTYPE, "the dtype is not known")
     fused = {c.reader for c in consumers}
     others = [r for r in readers if r not in fused]
-    rows, inner = first.layout.shape
+    rows, inner = layout.shape
     sizes = tuple((rows, inner, shapes.known(c.w)[-2 if c.swapped else -1]) for c in consumers)
+    read = consumers[0].reader.view if consumers else anchor.node
     return Match(
         PATTERN,
         Work(sizes, bytes_kept=prod((rows, inner, dtype.itemsize)) if others else 0),
         context.shapes,
-        partial(_rewrite, anchor, context, consumers, others, cut, cast),
+        partial(_rewrite, anchor, context, consumers, others, layout, cut, cast),
         (anchor.input, *(n for c in consumers for n in c.inputs)),
-        arguments=_arguments(context, consumers, cut, bool(others)),
+        arguments=_arguments(context, read, consumers, cut, bool(others)),
     )
 
 
-def _arguments(context: Context, consumers: list[Consumer], cut: Cut, keep: bool) -> AllGatherMatmul:
+def _is_reduced(reader: Reader, context: Context) -> bool:
+    """Whether the reader is a matmul that a reduction takes or has taken."""
+    op = fused_op(reader.user)
+    return reader.user in context.taken or (op is not None and op.family is Family.REDUCE)
+
+
+def _as_matrix(shape: tuple[Size, ...]) -> Layout:
+    """The layout of a tensor as a matrix with its first dim as rows."""
+    layout = Layout.of(shape).reshape((shape[0], prod(shape[1:])))
+    assert layout is not None
+    return layout
+
+
+def _cut(layout: Layout, rank: Digit) -> Cut:
+    cut = cut_out(layout, rank)
+    assert cut is not None
+    return cut
+
+
+def _arguments(
+    context: Context, read: fx.Node, consumers: list[Consumer], cut: Cut, keep: bool
+) -> AllGatherMatmul:
     """The arguments of the fused op, as far as they are known before the rewrite: x is gathered here."""
-    (x,), w = values([consumers[0].reader.view]), values(c.w for c in consumers)
+    (x,), w = values([read]), values(c.w for c in consumers)
     # The bias of a transposed product is a column.
     biases = zip(values(c.bias for c in consumers), consumers, strict=True)
     bias = [b.unsqueeze(-1) if c.swapped and c.bias is not None else b for b, c in biases]
@@ -166,6 +197,7 @@ def _rewrite(
     context: Context,
     consumers: list[Consumer],
     others: list[Reader],
+    layout: Layout,
     cut: Cut,
     cast: torch.dtype | None,
     emitter: Emitter,
@@ -184,7 +216,7 @@ def _rewrite(
         *(context.group, context.order, context.site),
     )
     if others:
-        reread(emitter, emitter.item(fused, len(consumers)), consumers[0].layout, others)
+        reread(emitter, emitter.item(fused, len(consumers)), layout, others)
     for i, c in enumerate(consumers):
         out = emitter.item(fused, i)
         out = emitter.call(aten.permute.default, out, [1, 0]) if c.swapped else out

@@ -27,6 +27,8 @@ class Context:
     order: str
     site: str
     shapes: Shapes
+    taken: frozenset[fx.Node] = frozenset()
+    """Matmuls behind an all_gather that reductions are going to take."""
 
     @property
     def common(self) -> tuple[str, str, str]:
@@ -34,12 +36,14 @@ class Context:
         return str(self.group), self.order, self.site
 
 
-def context_of(anchor: Anchor, world: int, settings: Settings) -> Context:
+def context_of(
+    anchor: Anchor, world: int, settings: Settings, taken: frozenset[fx.Node] = frozenset()
+) -> Context:
     """The context of a collective over `world` ranks."""
     # Not the name of the node: it counts the collectives of a graph, and graphs may break differently on
     # ranks.
     site = (anchor.source if settings.lines else None) or anchor.kind
-    return Context(anchor.group, world, settings.order, site, _shapes(anchor, world))
+    return Context(anchor.group, world, settings.order, site, _shapes(anchor, world), taken)
 
 
 def _shapes(anchor: Anchor, world: int) -> Shapes:

@@ -73,7 +73,7 @@ def _match(
 ) -> Product | Reject:
     def is_leaf(n: fx.Node) -> bool:
         more = n.target in CHOICES if batched is Batch.ROWS else not batched and adds_rows(n)
-        return more or n.target in CONTRACTIONS or _is_stage(n) or is_fused(n)
+        return more or n.target in CONTRACTIONS or is_stage(n) or is_fused(n)
 
     followed = follow(node, is_leaf, shapes, shape=shape)
     if followed is None:
@@ -112,13 +112,13 @@ def _moves_a_matmul(n: fx.Node) -> bool:
         node = work.pop()
         if node.target in CONTRACTIONS:
             return True
-        if node not in seen and (is_view(node) or _is_stage(node)):
+        if node not in seen and (is_view(node) or is_stage(node)):
             seen.add(node)
             work.extend(node.all_input_nodes)
     return False
 
 
-def _is_stage(n: fx.Node) -> bool:
+def is_stage(n: fx.Node) -> bool:
     others = aten.where.self, aten.index_put.default
     return n.target in _BINARY or n.target in _UNARY or n.target in others or is_cast(n)
 

@@ -25,6 +25,7 @@ from autofuse.passes import Settings, fuse
 from autofuse.passes.matchers.combine import NOT_PERMUTED
 from autofuse.passes.report import GraphReport, Reason, Report
 
+from . import between
 from . import experts as experts_of_programs
 from .experts import COMBINE, DISPATCH, TOKENS, D, Dropless, FixedCapacity, expert_major
 from .harness import fake_group
@@ -266,3 +267,22 @@ def test_logits(how: str, dtype: torch.dtype, why: str) -> None:
     assert site.pattern == "matmul_all_gather"
     assert site.fused == (not why), site
     assert site.detail.startswith(why)
+
+
+@pytest.mark.parametrize(
+    ("program", "shapes", "ops"),
+    [
+        (between.two, ((8, 16), (32, 16), (64, 16)), ["all_gather_matmul", "matmul_reduce_scatter"]),
+        (between.one, ((8, 4096), (64, 4096)), ["all_gather_matmul", None]),
+        (between.one, ((8, 64), (4096, 64)), [None, "matmul_reduce_scatter"]),
+    ],
+    ids=["the gather has another", "more is gathered", "more is reduced"],
+)
+def test_a_matmul_between_two_collectives(
+    program: Callable[..., Any], shapes: tuple[tuple[int, int], ...], ops: list[str | None]
+) -> None:
+    """Both are fused where the gather has another matmul; else the one that gains more."""
+    with fake_group(WORLD), FakeTensorMode(), patch.object(support, "why_not", lambda device: None):
+        graph = moved(make_fx(program)(*(torch.empty(s, dtype=torch.bfloat16) for s in shapes)).graph)
+        found = fuse(graph, Settings(policy="auto"), "inference", "0").sites
+    assert [site.op and site.op.removeprefix("autofuse::") for site in found] == ops, found

@@ -11,6 +11,7 @@ import torch
 from tests.ranks import RankPool
 
 from . import (
+    between,
     contractions,
     dense,
     epilogues,
@@ -34,7 +35,7 @@ Ranks = Callable[[int], RankPool]
 MODULES = (
     *(dense, gathered_products, contractions, epilogues, views, training),
     *(recommendation, pooled_exchange, experts, expert_loops, tensor_parallel_experts, ulysses),
-    *(uneven, vocabularies),
+    *(uneven, vocabularies, between),
 )
 CASES = [(m, name) for m in MODULES for name in m.PROGRAMS]
 

@@ -1,0 +1,118 @@
+"""Matmuls between an all_gather and a reduction: which of the two takes them.
+
+    reduce(AG(x) @ w)
+
+The reduction takes the matmul if it and what is left of the gather gain at least as much as the gather with
+the matmul. What is left: the gather's op has the other matmuls that read AG(x), or on CPU ranks none, and
+hands out AG(x). Such a reduction is fused before the gather, which otherwise comes first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeAlias
+
+from torch import fx
+
+from .choice.choose import Symbols, saved_us
+from .graph.anchors import Anchor
+from .graph.follow import SPLITS, aten, is_cast, is_view
+from .matchers.contractions import CONTRACTIONS
+from .matchers.match import Match
+from .matchers.product import is_stage
+from .settings import Settings
+
+Shared: TypeAlias = dict[int, dict[int, frozenset[fx.Node]]]
+"""By reduction, by all_gather (both as indices of anchors): the matmuls between them."""
+
+Find: TypeAlias = Callable[[int, frozenset[fx.Node]], "tuple[Match, int] | None"]
+"""The legal match of a site whose all_gather leaves given matmuls to reductions, and its number of ranks."""
+
+_REDUCTIONS = ("all_reduce", "reduce_scatter")
+_JOINS = (aten.cat.default, aten.stack.default)
+
+
+def fusing_order(
+    anchors: Sequence[Anchor], settings: Settings, symbols: Symbols, find: Find
+) -> Iterator[int]:
+    """The indices of all sites: a reduction that takes a matmul before the gather in front of it."""
+    shared = shared_matmuls(anchors)
+    taken: dict[int, frozenset[fx.Node]] = {}
+    early: dict[int, list[int]] = {}
+    for reduction, gathers in shared.items():
+        left = {g: taken.get(g, frozenset()) | matmuls for g, matmuls in gathers.items()}
+        if _reduction_first(anchors, reduction, left, settings, symbols, find):
+            taken |= left
+            early.setdefault(min(gathers), []).append(reduction)
+    done = {r for reductions in early.values() for r in reductions}
+    for i in range(len(anchors)):
+        yield from early.get(i, ())
+        if i not in done:
+            yield i
+
+
+def shared_matmuls(anchors: Sequence[Anchor]) -> Shared:
+    gathered = {node: i for i, a in enumerate(anchors) if a.kind == "all_gather" for node in a.results}
+    shared: Shared = {}
+    for i, anchor in enumerate(anchors):
+        if not gathered or anchor.kind not in _REDUCTIONS:
+            continue
+        matmuls = _above([anchor.input], CONTRACTIONS.__contains__, lambda n: is_view(n) or is_stage(n))
+        for matmul in matmuls:
+            for node in _above(matmul.all_input_nodes, None, lambda n: is_view(n) or is_cast(n)):
+                if node in gathered and gathered[node] < i:
+                    found = shared.setdefault(i, {})
+                    found[gathered[node]] = found.get(gathered[node], frozenset()) | {matmul}
+    return shared
+
+
+def _above(
+    nodes: Sequence[fx.Node], wanted: Callable[[object], bool] | None, leads: Callable[[fx.Node], bool]
+) -> list[fx.Node]:
+    """The nodes that are reached from `nodes` upwards through those that lead on: those that call what is
+    wanted, and no further; without it the ends of the ways."""
+    found: dict[fx.Node, None] = {}
+    seen: set[fx.Node] = set()
+    work = list(nodes)
+    while work:
+        node = work.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if wanted is not None and wanted(node.target):
+            found[node] = None
+        elif leads(node) or node.target in _JOINS or node.target in SPLITS:
+            work += node.all_input_nodes
+        elif wanted is None:
+            found[node] = None
+    return list(found)
+
+
+def _reduction_first(
+    anchors: Sequence[Anchor],
+    reduction: int,
+    left: dict[int, frozenset[fx.Node]],
+    settings: Settings,
+    symbols: Symbols,
+    find: Find,
+) -> bool:
+    """Whether the reduction takes the matmuls, `left` by gathers."""
+
+    def saved(i: int, taken: frozenset[fx.Node]) -> float | None:
+        found = find(i, taken)
+        return 0.0 if found is None else saved_us(anchors[i], *found, settings, symbols)
+
+    own = find(reduction, frozenset())
+    if own is None:
+        return False
+    if settings.policy != "auto" and all(find(g, taken) is not None for g, taken in left.items()):
+        return True
+    gains = [
+        saved(reduction, frozenset()),
+        *(saved(g, taken) for g, taken in left.items()),
+        *(saved(g, frozenset()) for g in left),
+    ]
+    known = [gain for gain in gains if gain is not None]
+    if len(known) < len(gains):
+        return True
+    return sum(known[: 1 + len(left)]) >= sum(known[1 + len(left) :])

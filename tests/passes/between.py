@@ -1,0 +1,85 @@
+"""Matmuls between an all_gather and a reduction: both are fused."""
+
+from __future__ import annotations
+
+import torch.distributed._functional_collectives as funcol
+import torch.nn.functional as F
+from torch import Tensor
+
+from .dense import AG, AR, BF16, RS, D, H, gathered, group, plain, reduced, scattered
+from .harness import Program
+
+X = (8, D)
+BOTH, SUM = [AG, RS], [AG, AR]
+
+
+def one(x: Tensor, w: Tensor) -> Tensor:
+    return scattered(F.linear(gathered(x), w))
+
+
+def one_summed(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    """3-D, gathered along the sequence."""
+    return reduced(F.linear(gathered(x, 1), w, b)).relu()
+
+
+def columns(x: Tensor, w: Tensor) -> Tensor:
+    """What is gathered is contracted."""
+    return scattered(F.linear(gathered(x, 1), w))
+
+
+def two(x: Tensor, v: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    """The gather keeps a matmul."""
+    whole = gathered(x)
+    return F.linear(whole, v).relu(), scattered(F.linear(whole, w))
+
+
+def both_reduced(x: Tensor, v: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    whole = gathered(x)
+    return reduced(F.linear(whole, v)), scattered(F.linear(whole, w))
+
+
+def weight(x: Tensor, w: Tensor) -> Tensor:
+    """A weight that is gathered, from flat parts."""
+    return reduced(F.linear(x, gathered(w).view(H, D)))
+
+
+def gradient(x: Tensor, g: Tensor) -> Tensor:
+    """Of a weight: what is gathered is contracted, and read elsewhere, too."""
+    whole = gathered(x)
+    return scattered(g.t() @ whole) + whole.sum()
+
+
+def a_sum(x: Tensor, z: Tensor, v: Tensor, w: Tensor) -> Tensor:
+    return scattered(F.linear(gathered(x), v) + F.linear(z, w))
+
+
+def wide(x: Tensor, w: Tensor) -> Tensor:
+    """Narrowed behind the gather; the product is widened."""
+    return reduced(F.linear(gathered(x.sin()).bfloat16(), w.bfloat16()).float())
+
+
+def trained(x: Tensor, w: Tensor) -> Tensor:
+    whole = funcol.all_gather_tensor_autograd(x, 0, group())
+    return funcol.reduce_scatter_tensor_autograd(F.linear(whole, w), "sum", 0, group()).sin()
+
+
+def same(*patterns: str) -> dict[str, list[str]]:
+    return {"inference": list(patterns)}
+
+
+PROGRAMS: dict[str, Program] = {
+    "one": Program(plain(one, X, (H, D)), same(*BOTH), worlds=(2, 4)),
+    "one, bf16": Program(plain(one, X, (H, D), dtype=BF16), same(*BOTH), tolerance=0.02),
+    "one, dynamic": Program(plain(one, X, (H, D)), same(*BOTH), dynamic=True),
+    "one, summed": Program(plain(one_summed, (2, 3, D), (H, D), (H,)), same(*SUM), worlds=(2, 4)),
+    "columns": Program(plain(columns, X, lambda world: (H, D * world)), same(*BOTH), worlds=(2, 4)),
+    "two": Program(plain(two, X, (5, D), (H, D)), same(*BOTH)),
+    "both reduced": Program(plain(both_reduced, X, (5, D), (H, D)), same(AG, AR, RS), worlds=(2, 4)),
+    "weight": Program(plain(weight, X, lambda world: (H * D // world,)), same(*SUM), worlds=(2, 4)),
+    "gradient": Program(plain(gradient, X, lambda world: (8 * world, H)), same(*BOTH)),
+    "a sum": Program(plain(a_sum, X, lambda world: (8 * world, 5), (H, D), (H, 5)), same(*BOTH)),
+    "narrowed": Program(plain(wide, X, (H, D)), same(*SUM), tolerance=0.02),
+    "training": Program(
+        plain(trained, X, (H, D), grad=True), {"forward": BOTH, "backward": BOTH}, grad=True, worlds=(2, 4)
+    ),
+}
