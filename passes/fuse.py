@@ -23,6 +23,7 @@ from autofuse.lowering.torch_internals import group_world
 from . import opaque
 from .between import fusing_order
 from .choice.choose import Symbols, choose, symbols_of
+from .gathered_once import gather_once
 from .graph.anchors import Anchor, find_anchors, group_of, is_fused_op
 from .graph.emit import CannotEmit, Emitter, erase_unused, order_nodes, relax_views
 from .graph.functional import arguments
@@ -104,7 +105,7 @@ def fuse(
     changed: dict[str, int] = {}
     new: dict[int, list[fx.Node]] = {}
 
-    def legal(i: int, taken: frozenset[fx.Node]) -> tuple[Match, int] | None:
+    def legal(i: int, taken: frozenset[fx.Node] = frozenset()) -> tuple[Match, int] | None:
         if i in faults or None in faults:
             return None
         try:
@@ -113,18 +114,24 @@ def fuse(
             raise Fault(i) from error
         return None if isinstance(found, Kept) else found
 
+    sizes = [anchor.nbytes for anchor in anchors]  # the rewrite erases nodes and their arguments
+    again = {} if settings.policy == "never" else gather_once(anchors, lambda i: (legal(i) or (None,))[0])
     for i in fusing_order(anchors, settings, symbols, legal):
+        if i in again:
+            continue
         anchor = anchors[i]
-        nbytes = anchor.nbytes  # the rewrite erases the node and its arguments
         fault = faults.get(i) or faults.get(None)
         try:
             outcome = _faulty(anchor, fault) if fault else _fuse_site(graph, anchor, settings, symbols)
         except Exception as error:
             raise Fault(i) from error
-        found[i] = _report(anchor, nbytes, outcome, settings, name)
+        found[i] = _report(anchor, sizes[i], outcome, settings, name)
         if isinstance(outcome, Fused):
             changed.update((node, i) for node in outcome.touched)
             new[i] = outcome.new
+    for i, first in again.items():
+        anchor = anchors[i]
+        found[i] = replace(found[first], collective=anchor.name, source=anchor.source, nbytes=sizes[i])
     sites = [found[i] for i in range(len(anchors))]
     _tell_kept(anchors, sites)
     opaque.put_back(stand_ins)
@@ -133,7 +140,10 @@ def fuse(
         tails = _finish(graph, changed, settings.schedule, kind, basis)
         ops = ops_now(graph, ops)
         keys = site_keys(ops)
-        sites = [_finished(site, keys.get(i), tails.get(ops.get(i))) for i, site in enumerate(sites)]
+        own = [again.get(i, i) for i in range(len(sites))]
+        sites = [
+            _finished(site, keys.get(i), tails.get(ops.get(i))) for i, site in zip(own, sites, strict=True)
+        ]
     seconds = time.perf_counter() - start
     after = _shown(graph, basis) if listens else Listing()
     before, after = tie(before, after, changed, collectives)

@@ -16,7 +16,7 @@ from torch import fx
 
 from .graph.anchors import is_fused
 from .graph.emit import Emitter, erase_unused, order_nodes
-from .graph.follow import Shapes, argument, aten, dtype_of, follow, is_view
+from .graph.follow import Shapes, argument, aten, dtype_of, follow, is_cast, is_view
 from .graph.layout import Layout
 from .graph.paths import between, collective_above
 from .matchers.match import fill_biases
@@ -143,19 +143,24 @@ def _rewrite_sum(terms: Sequence[Term]) -> None:
 def _is_twin(node: fx.Node, first: fx.Node) -> bool:
     """Whether `node` gathers the input of `first`, with weights that no later collective computes."""
     place = slice(3, 5), slice(6, 8)
-    if any(node.args[p] != first.args[p] for p in place) or not _same_value(node.args[0], first.args[0]):
+    if any(node.args[p] != first.args[p] for p in place) or not same_value(node.args[0], first.args[0]):
         return False
     inputs = [n for n in node.all_input_nodes if n is not node.args[0]]
     return all(collective_above(n, first.prev) is None for n in inputs)
 
 
-def _same_value(a: object, b: object) -> bool:
-    """Whether two arguments are the same node, or the same view of one node."""
+def same_value(a: object, b: object) -> bool:
+    """Whether two arguments are the same node, or the same view or cast of one node."""
     if a is b or not isinstance(a, fx.Node) or not isinstance(b, fx.Node):
         return a is b or a == b
-    if not is_view(a) or a.target != b.target or a.kwargs != b.kwargs or len(a.args) != len(b.args):
+    if (
+        not (is_view(a) or is_cast(a))
+        or a.target != b.target
+        or a.kwargs != b.kwargs
+        or len(a.args) != len(b.args)
+    ):
         return False
-    return all(map(_same_value, a.args, b.args))
+    return all(map(same_value, a.args, b.args))
 
 
 def _merge_gathers(ops: Sequence[fx.Node]) -> None:

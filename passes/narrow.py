@@ -1,7 +1,7 @@
 """Moves casts to the side of a collective where fewer bytes travel; the bits of the result stay the same.
 
-An all_gather and an all_to_all move values as they are. With views between, and rows that an index chooses or
-puts into an empty tensor:
+An all_gather, an all_to_all and a broadcast move values as they are. With views between, and rows that an
+index chooses or puts into an empty tensor:
 
     narrow(gather(x)) = gather(narrow(x))      where everyone who reads the gathered tensor casts it
     gather(widen(x)) = widen(gather(x))        the gradient of the former, and products in a wider dtype
@@ -34,7 +34,7 @@ from .graph.follow import (
 from .graph.permutation import is_permutation
 from .matchers.placement import is_blank, row_index
 
-_MOVING = ("all_gather", "all_to_all")
+_MOVING = ("all_gather", "all_to_all", "broadcast")
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _CAST = prims.convert_element_type.default
 _JOINS = {aten.cat.default, aten.stack.default}

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from torch import Tensor
@@ -63,6 +66,36 @@ def trained(x: Tensor, w: Tensor) -> Tensor:
     return funcol.reduce_scatter_tensor_autograd(F.linear(whole, w), "sum", 0, group()).sin()
 
 
+def twice(x: Tensor, v: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    """One tensor that is gathered for dgrad and for wgrad, in bfloat16 each time."""
+    x = x.sin()
+    return F.linear(gathered(x).bfloat16(), v.bfloat16()), g.bfloat16().t() @ gathered(x).bfloat16()
+
+
+def twice_reduced(x: Tensor, v: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    return F.linear(gathered(x), v), scattered(g.t() @ gathered(x))
+
+
+class Megatron(torch.autograd.Function):
+    """Gathers in the backward again, for the gradient of the weight; autograd's partitioner gathers once."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return F.linear(gathered(x), w)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, w = ctx.saved_tensors
+        return scattered(grad @ w), grad.t() @ gathered(x)
+
+
+def megatron(x: Tensor, v: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    """q and k of one input."""
+    x = x.sin()
+    return Megatron.apply(x, v).relu(), Megatron.apply(x, w).relu()
+
+
 def same(*patterns: str) -> dict[str, list[str]]:
     return {"inference": list(patterns)}
 
@@ -79,6 +112,15 @@ PROGRAMS: dict[str, Program] = {
     "gradient": Program(plain(gradient, X, lambda world: (8 * world, H)), same(*BOTH)),
     "a sum": Program(plain(a_sum, X, lambda world: (8 * world, 5), (H, D), (H, 5)), same(*BOTH)),
     "narrowed": Program(plain(wide, X, (H, D)), same(*SUM), tolerance=0.02),
+    "gathered twice": Program(
+        plain(twice, X, (H, D), lambda world: (8 * world, 5)), same(AG, AG), worlds=(2, 4), tolerance=0.02
+    ),
+    "gathered twice, reduced": Program(
+        plain(twice_reduced, X, (H, D), lambda world: (8 * world, 4)), same(AG, AG, RS)
+    ),
+    "gathered again in the backward": Program(
+        plain(megatron, X, (H, D), (5, D), grad=True), {"forward": [AG], "backward": [RS, RS]}, grad=True
+    ),
     "training": Program(
         plain(trained, X, (H, D), grad=True), {"forward": BOTH, "backward": BOTH}, grad=True, worlds=(2, 4)
     ),

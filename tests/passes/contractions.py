@@ -221,8 +221,6 @@ PROGRAMS: dict[str, Program] = {
     "heads of one weight": fuses(AG, heads_of_one_weight, G3, (3, 8, H)),
     "gathered, autocast": fuses(AG, gathered_under_autocast, G3, W2, W2, tolerance=0.02),
     "between two matmuls": fuses(AR, between_two, X3, W2, WT),
-    "gather, matmul, scatter": Program(
-        plain(gather_scatter, G2, W2), {"inference": [AG]}, {"inference": ["no_compute"]}
-    ),
+    "gather, matmul, scatter": Program(plain(gather_scatter, G2, W2), BOTH),
     "gather, two matmuls, scatter": Program(plain(gather_two_scatter, G2, W2, WT), BOTH),
 }

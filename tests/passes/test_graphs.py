@@ -261,10 +261,10 @@ def test_gathers_of_one_input() -> None:
 permute: [12, 16] = aten.permute.default(arg0, [1, 0])
 relu: [8, 12] = aten.relu.default(arg1)
 permute_1: [12, 8] = aten.permute.default(relu, [1, 0])
-all_gather_matmul_default_2:  = autofuse.all_gather_matmul.default(arg2, [permute, permute_1], [], 0, 1, False, '0', 'direct', SITE)
-getitem_2: [12, 16] = getitem(all_gather_matmul_default_2, 0)
-getitem_3: [12, 8] = getitem(all_gather_matmul_default_2, 1)
-return (getitem_2, getitem_3)""",
+all_gather_matmul_default:  = autofuse.all_gather_matmul.default(arg2, [permute, permute_1], [], 0, 1, False, '0', 'direct', SITE)
+getitem: [12, 16] = getitem(all_gather_matmul_default, 0)
+getitem_1: [12, 8] = getitem(all_gather_matmul_default, 1)
+return (getitem, getitem_1)""",
     )
 
 

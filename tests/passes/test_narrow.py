@@ -30,6 +30,10 @@ def narrowed(x: Tensor) -> Tensor:
     return exchange(x).view(4, -1, 6).transpose(0, 1).bfloat16().relu()
 
 
+def sent_to_all(x: Tensor) -> Tensor:
+    return funcol.wait_tensor(funcol.broadcast(x, 0, group())).t().bfloat16().relu()
+
+
 def narrowed_parts(x: Tensor) -> Tensor:
     """Split and joined between the gather and two casts."""
     whole = gather(x, 1)
@@ -95,7 +99,7 @@ def dispatched(x: Tensor, w: Tensor) -> Tensor:
 def collectives(fn: Callable[..., Any], *args: Tensor, policy: str = "always") -> str:
     """The collectives and the casts of the rewritten graph."""
     lines = rewritten(fn, *args, policy=policy).splitlines()
-    words = ("_c10d_functional.all", "convert_element_type", "autofuse.")
+    words = ("_c10d_functional.all", "_c10d_functional.broadcast", "convert_element_type", "autofuse.")
     found = (line.replace("torch.", "") for line in lines if any(word in line for word in words))
     return "\n".join(line[:100] for line in found)
 
@@ -112,6 +116,12 @@ all_to_all_single: [8, 6] = _c10d_functional.all_to_all_single.default(convert_e
         """\
 convert_element_type_default: [8, 6] = prims.convert_element_type.default(arg0, bfloat16)
 all_gather_into_tensor: [32, 6] = _c10d_functional.all_gather_into_tensor.default(convert_element_ty""",
+    )
+    assert_expected_inline(
+        collectives(sent_to_all, torch.zeros(8, 6)),
+        """\
+convert_element_type_default: [8, 6] = prims.convert_element_type.default(arg0, bfloat16)
+broadcast: [8, 6] = _c10d_functional.broadcast.default(convert_element_type_default, 0, '0')""",
     )
 
 
@@ -159,7 +169,7 @@ def trained(x: Tensor) -> Tensor:
     return funcol.all_to_all_single_autograd(x, sent, sent, group()).bfloat16().relu()
 
 
-MOVED = (narrowed, narrowed_parts, widened, both, chosen, placed, added_once, trained)
+MOVED = (narrowed, sent_to_all, narrowed_parts, widened, both, chosen, placed, added_once, trained)
 STAYING = (read_wide, returned, two_dtypes, reduced, added)
 
 

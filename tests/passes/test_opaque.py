@@ -53,7 +53,7 @@ def combined_with_splits(x: Tensor, w: Tensor) -> Tensor:
 def mixed(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     """Kept, fused, kept: the kept ones read and are read by what is rewritten."""
     whole = engine.all_gather(x.sin(), 1, 2, "tp:0")
-    part = engine.reduce_scatter(F.linear(whole, w) + whole[..., :4], 1, 2, "tp:0")
+    part = engine.reduce_scatter(F.linear(whole, w).sin() + whole[..., :4], 1, 2, "tp:0")
     return engine.reduce_scatter(engine.all_reduce(part, "tp:0").cos(), -1, 2, "tp:0"), whole.transpose(0, 1)
 
 
@@ -172,7 +172,7 @@ def test_reasons(fn: Callable[..., Any], reason: str, detail: str) -> None:
 
 def test_graph_of_one_fused_and_one_kept() -> None:
     def fn(x: Tensor, w: Tensor) -> Tensor:
-        return engine.all_reduce(F.linear(engine.all_gather(x, 1, 4, "tp:0"), w).relu(), "tp:0")
+        return engine.all_reduce(F.linear(engine.all_gather(x, 1, 4, "tp:0"), w).tanh(), "tp:0")
 
     assert_expected_inline(
         rewritten(fn, torch.zeros(2, 3, 8), torch.zeros(4, 8)),
@@ -184,8 +184,8 @@ permute: [8, 4] = aten.permute.default(arg1, [1, 0])
 all_gather_matmul_default:  = autofuse.all_gather_matmul.default(reshape_default, [permute], [], 0, 2, False, '0', 'direct', SITE)
 getitem: [24, 4] = getitem(all_gather_matmul_default, 0)
 view_1: [2, 12, 4] = aten.reshape.default(getitem, [2, 12, 4])
-relu: [2, 12, 4] = aten.relu.default(view_1)
-all_reduce_default_1: [2, 12, 4] = engine.all_reduce.default(relu, 'tp:0')
+tanh: [2, 12, 4] = aten.tanh.default(view_1)
+all_reduce_default_1: [2, 12, 4] = engine.all_reduce.default(tanh, 'tp:0')
 return (all_reduce_default_1,)""",
     )
 
