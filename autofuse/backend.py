@@ -284,8 +284,8 @@ def _settings_text(settings: passes.Settings) -> str:
     # The order in which a set is printed differs between processes.
     patterns = None if settings.patterns is None else sorted(settings.patterns)
     tables = [table.digest for table in settings.tables]
-    known = settings.policy, patterns, settings.order, tables, settings.captured
-    return repr((*known, settings.schedule, settings.lines))
+    known = settings.policy, patterns, settings.order, tables, settings.schedule
+    return repr((*known, settings.lines))
 
 
 @functools.cache

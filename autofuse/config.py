@@ -36,11 +36,6 @@ measure_s: float = float(os.environ.get("AUTOFUSE_MEASURE_S", "120"))
 """On GPUs: seconds that a group measures for `measure`; from then on predictions decide. Equal on all ranks.
 `AUTOFUSE_MEASURE_S`."""
 
-captured: bool = Config(default=False, env_name_default="AUTOFUSE_CAPTURED")
-"""On GPUs: you capture the compiled code in CUDA graphs yourself (`mode="reduce-overhead"` says the same of
-Inductor). Policy `auto` then fuses short calls with an all_to_all, too; otherwise it keeps them, since the
-GPU would wait for its host. Equal on all ranks."""
-
 update: bool = Config(default=False, env_name_default="AUTOFUSE_UPDATE")
 """On GPUs: matmul_reduce_scatter of many tokens adds tiles at their owner in the order of their arrival
 (`update` of a plan). Each sum is rounded, so two runs may give different bits. Equal on all ranks."""

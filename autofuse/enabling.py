@@ -113,6 +113,6 @@ def _fusing(stock: Callable[..., Any]) -> Callable[..., Any]:
         patches = {**self.config, **patched.get("config_patches", {})}
         # torch before 2.13 has no names of regions.
         region = getattr(self, "name", None)
-        return compile_fused(model_, inputs_, settings(patches, **options), patches, region)
+        return compile_fused(model_, inputs_, settings(**options), patches, region)
 
     return compile_stock

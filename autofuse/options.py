@@ -15,17 +15,15 @@ from autofuse.passes.schedules.schedule import SCHEDULES
 
 POLICIES = ("auto", "always", "never")
 ORDERS = ("direct", "ring", "oblivious")
-OWN_OPTIONS = ("policy", "patterns", "order", "schedule", "table", "captured", "timeout_s")
+OWN_OPTIONS = ("policy", "patterns", "order", "schedule", "table", "timeout_s")
 
 _CUDAGRAPHS = "triton.cudagraphs"
 
 
-def settings(inductor: Mapping[str, Any] | None = None, /, **changes: Any) -> Settings:
-    """The settings of `autofuse.config`, changed by `policy`, `patterns`, `order`, `schedule`, `table`
-    and `captured`.
+def settings(**changes: Any) -> Settings:
+    """The settings of `autofuse.config`, changed by `policy`, `patterns`, `order`, `schedule` and `table`.
 
-    `inductor`: changes to Inductor's settings, which may turn on CUDA graphs. Raises ValueError for a value
-    that is not allowed, and for a bad table.
+    Raises ValueError for a value that is not allowed, and for a bad table.
     """
     policy = changes.get("policy", config.policy)
     order = changes.get("order", config.order)
@@ -35,12 +33,9 @@ def settings(inductor: Mapping[str, Any] | None = None, /, **changes: Any) -> Se
     table = changes.get("table", config.table)
     if not isinstance(table, (str, os.PathLike)):
         raise ValueError(f"table={table!r}: expected the path of a file")
-    captured = changes.get("captured", config.captured)
-    _check("captured", captured, (True, False))
-    graphs = _cudagraphs(inductor or {})
     schedule = changes.get("schedule", config.schedule)
     _check("schedule", schedule, SCHEDULES)
-    return Settings(policy, patterns, order, tables(os.fspath(table)), captured or graphs, schedule)
+    return Settings(policy, patterns, order, tables(os.fspath(table)), schedule)
 
 
 def resolve(mode: str | None, options: Mapping[str, Any] | None) -> tuple[Settings, dict[str, Any]]:
@@ -53,7 +48,7 @@ def resolve(mode: str | None, options: Mapping[str, Any] | None) -> tuple[Settin
         modes = torch_internals.inductor_mode_options()
         _check("mode", mode, modes)
         inductor = {**modes[mode], **inductor}
-    return settings(inductor, **own), inductor
+    return settings(**own), inductor
 
 
 def measure_if_tuned(inductor: Mapping[str, Any]) -> None:

@@ -16,7 +16,6 @@ class Settings:
         patterns: names of the patterns that may be fused; None for all.
         order: the order of the plans.
         tables: device tables of the cost model; the first table that fits a device is used.
-        captured: whether the caller runs the graph in CUDA graphs.
         schedule: who computes what lies behind a reduction (docs/schedules.md).
         lines: whether fused ops name the line of their site; otherwise they name the collective only.
     """
@@ -25,6 +24,5 @@ class Settings:
     patterns: frozenset[str] | None = None
     order: str = "direct"
     tables: tuple[DeviceTable, ...] = field(default_factory=shipped, repr=False)
-    captured: bool = False
     schedule: str = "auto"
     lines: bool = True

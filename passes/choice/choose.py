@@ -34,7 +34,7 @@ from autofuse.lowering import torch_internals
 from autofuse.passes.graph.anchors import Anchor
 from autofuse.passes.graph.follow import expression, tensor
 from autofuse.passes.graph.layout import Size, prod
-from autofuse.passes.matchers.match import Match, Work
+from autofuse.passes.matchers.match import Match
 from autofuse.passes.report import Prediction, Reason, Reject, listening
 from autofuse.passes.settings import Settings
 
@@ -51,21 +51,9 @@ Symbols: TypeAlias = Mapping[sympy.Symbol, Known]
 
 _COEFFICIENT = re.compile(r"\d+\.\d+(e[+-]?\d+)?")
 
-SHORT_EXCHANGE_US = 400.0
-"""On GPUs, a time of compute and collective apart, of embedding bags and experts, whose calls have more
-arguments. On 2 H200, the forward of a small mixture of experts that is not captured in CUDA graphs became 0.1
-to 0.2 ms longer for each of its sites: programs of calls shorter than this time wait for the host. It was not
-measured anew since such calls are prepared."""
-
-NEVER_SHORT = "all_to_all_embedding_bag_update"
-"""On GPUs, sites of this pattern are fused at any size: unfused, each table takes some 20 kernels."""
-
 TORCH_MARGIN = 0.1
 """On GPUs, a site of static size is kept if what it replaces is predicted to be the fastest of all ways, and
 our fastest kernel to take by this part longer: so much that a measurement is not expected to turn it."""
-
-MEMORY_BYTES_US = 4e6
-"""Upper bound, roughly, of the bytes that a GPU reads from its memory in a microsecond."""
 
 MARGIN = 0.05
 """A site is fused despite a predicted loss of up to this part at some sizes, if other sizes gain."""
@@ -105,7 +93,7 @@ def choose(
     table = table_for(settings.tables, device)
     choice = predict(anchor, match, world, settings.order, table, symbols, listening(), predictor_on(device))
     if device.type == "cuda":
-        choice = on_gpu(choice, match.pattern, match.work, settings.captured)
+        choice = on_gpu(choice)
     return choice.prediction, _why_kept(choice, settings.policy)
 
 
@@ -152,27 +140,13 @@ def predict(
     return _predict(task, table, os.cpu_count() or 1, known, len(known) == len(free), uneven, text)
 
 
-def on_gpu(choice: Choice, pattern: str, work: Work, captured: bool) -> Choice:
+def on_gpu(choice: Choice) -> Choice:
     """The choice for a site on GPUs.
 
-    The unfused program is one of the ways of a fused op, and every call takes the fastest way, so that the
-    site is fused. The exceptions: where the unfused program is known to be the fastest; and a short
-    exchange that is not captured in a CUDA graph waits for the host, which may need longer for a fused op. If
-    sizes depend on data, the time to read the weights is a lower bound of a call.
+    The unfused program is one of the ways of a fused op, and every call takes the fastest way. So the site is
+    fused, except where the unfused program is known to be the fastest.
     """
-    if choice.why:
-        return choice
-    if captured or "all_to_all" not in pattern or pattern == NEVER_SHORT:
-        return replace(choice, fuse=True)
-    lasts, known = choice.apart_us, choice.prediction.wins != "not known"
-    if not known:
-        weights = (work.count * k * n * 2 for _, k, n in work.matmuls)
-        lasts = sum(w for w in weights if isinstance(w, int)) / MEMORY_BYTES_US
-    if lasts is None or lasts >= SHORT_EXCHANGE_US:
-        return replace(choice, fuse=True)
-    times = f"{lasts:.1f} us apart" if known else f"its weights are read in {lasts:.1f} us"
-    why = f"{times}, too short to be launched one by one; see `captured`"
-    return replace(choice, fuse=False, why=why)
+    return choice if choice.why else replace(choice, fuse=True)
 
 
 def _task(anchor: Anchor, match: Match, world: int, order: str) -> Task:

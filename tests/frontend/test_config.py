@@ -89,14 +89,3 @@ def test_settings_hold_on_all_threads() -> None:
     with config.patch(timeout_s=3.5, measure=True, policy="never"):
         assert elsewhere() == [3.5, True, "never"]
     assert elsewhere() == before
-
-
-def test_captured_by_inductor_or_by_somebody_else() -> None:
-    assert not settings().captured
-    assert resolve("reduce-overhead", None)[0].captured
-    assert resolve(None, {"captured": True})[0].captured
-    assert not resolve("reduce-overhead", {"triton.cudagraphs": False})[0].captured
-    with autofuse.config.patch(captured=True):
-        assert settings().captured
-    with pytest.raises(ValueError, match="captured='yes': expected one of True, False"):
-        settings(captured="yes")

@@ -193,7 +193,7 @@ def compiled_steps(rank: int, world: int, case: Case, rowwise: bool) -> tuple[st
             return (y.float() * grad.float()).sum()
 
     found = []
-    with autofuse.config.patch(captured=True, policy="always"), autofuse.debug() as report:
+    with autofuse.config.patch(policy="always"), autofuse.debug() as report:
         for backend in (None, "autofuse"):
             model = Model()
             optimizer = autofuse.RowwiseAdagrad(LR, EPS) if rowwise else autofuse.SGD(LR)

@@ -41,8 +41,8 @@ def choose(asked: Problem, points: Points) -> str:
     return choices.choose(asked, choices.predictor_of(points)).way
 
 
-def choose_uncaptured(asked: Problem, points: Points) -> str:
-    return choices.choose_uncaptured(asked, choices.predictor_of(points)).way
+def choose_launched(asked: Problem, points: Points) -> str:
+    return choices.choose(asked, choices.predictor_of(points), launched=True).way
 
 
 @pytest.mark.parametrize("point", SHIPPED, ids=lambda p: f"{p.op}-{p.m}-{p.k}-{p.n}-{p.world}")
@@ -71,7 +71,7 @@ def test_ways_need_memory_that_calls_can_share(op: str, m: int, world: int) -> N
 def test_who_asks_for_updates_gets_them() -> None:
     asked = replace(problem("matmul_reduce_scatter", 2048), update=True)
     points = (Point.of(asked, {"clusters": 2.0, CUBLAS_NCCL: 1.0}),)
-    assert choose(asked, points) == choose_uncaptured(asked, points) == "clusters update=1"
+    assert choose(asked, points) == choose_launched(asked, points) == "clusters update=1"
     assert "update" not in choose(replace(asked, m=8), points)
     for other in (replace(asked, update=False), replace(asked, m=128, world=2)):
         assert not any(way.is_update for way in ways_of(other).values())
@@ -123,7 +123,7 @@ def test_what_is_kept_of_new_sizes_is_bounded(monkeypatch: pytest.MonkeyPatch) -
                     way, settled = choices.way_of(problem("matmul_all_reduce", m), rank, "variant", False)
                     rank.calls |= {kind: way} if settled else {}
                 agreed = choices._agreed[rank]
-                assert len(agreed.uncaptured) <= len(agreed.chosen) == len(agreed.seen) <= 4
+                assert len(agreed.launched) <= len(agreed.chosen) == len(agreed.seen) <= 4
                 found.add((way.name, settled, *agreed.chosen))
             assert len(found) == 1
 
@@ -221,11 +221,11 @@ def test_what_the_host_needs_counts_outside_of_graphs() -> None:
         point(many, {"clusters": 130.0, "clusters copied=1": 120.0, "cublas+nccl": 180.0}),
     )
     # One launch takes the host less than what it replaces, copies take it 300 us.
-    assert choose(few, points) == choose_uncaptured(few, points) == "packets"
-    assert (choose(many, points), choose_uncaptured(many, points)) == ("clusters copied=1", "clusters")
+    assert choose(few, points) == choose_launched(few, points) == "packets"
+    assert (choose(many, points), choose_launched(many, points)) == ("clusters copied=1", "clusters")
     # Which hides behind the time of the GPU.
     long = (point(many, {"clusters": 490.0, "clusters copied=1": 420.0, "cublas+nccl": 980.0}),)
-    assert choose_uncaptured(many, long) == "clusters copied=1"
+    assert choose_launched(many, long) == "clusters copied=1"
 
 
 def test_the_own_file_lies_apart_from_those_of_the_cost_model(

@@ -32,11 +32,11 @@ def choose(asked: Problem, *points: Point) -> str:
     return choices.choose(asked, choices.predictor_of(points)).way
 
 
-def test_what_the_host_needs_counts_outside_of_graphs() -> None:
+def test_one_launch_costs_the_host_nothing_that_counts() -> None:
     times = dict.fromkeys(ways_of(PROBLEM), 99.0)
     short = choices.predictor_of((Point.of(PROBLEM, times | {"clusters": 10.0, CUBLAS_NCCL: 20.0}),))
-    assert choices.choose(PROBLEM, short).way == "clusters"
-    assert choices.choose_uncaptured(PROBLEM, short).way == CUBLAS_NCCL
+    for launched in (False, True):
+        assert choices.choose(PROBLEM, short, launched=launched).way == "clusters"
 
 
 @pytest.mark.parametrize("op", [COMBINE, DISPATCH])

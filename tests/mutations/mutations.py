@@ -482,8 +482,8 @@ CHOICE = (
     Mutation(
         "the host's time is added to the GPU's",
         "choose.py|choice.py",
-        "(max(us, ways[each.way].host_us), us) if",
-        "(us + ways[each.way].host_us, us) if",
+        "(max(us, MANY_LAUNCHES_US) if",
+        "(us + MANY_LAUNCHES_US if",
         _of("kernels", "choice", "prediction"),
         ("(max(us, here[way].host_us), us, way)", "(us + here[way].host_us, us, way)"),
     ),
@@ -512,8 +512,8 @@ FRONT_END = (
     Mutation(
         "graphs are cached whatever the order",
         "backend.py",
-        "settings.policy, patterns, settings.order, tables, settings.captured",
-        "settings.policy, patterns, tables, settings.captured",
+        "settings.policy, patterns, settings.order, tables, settings.schedule",
+        "settings.policy, patterns, tables, settings.schedule",
         (*_of("frontend", "backend"), *_of("robustness", "caches")),
     ),
     Mutation(

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import sympy
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
@@ -17,11 +16,8 @@ from torch import Tensor
 import autofuse
 from autofuse.backend import fusion_pass
 from autofuse.options import settings
-from autofuse.passes.choice.choose import Choice, on_gpu
 from autofuse.passes.choice.cost_model import Task
 from autofuse.passes.choice.device_table import DeviceTable, shipped
-from autofuse.passes.matchers.match import Work
-from autofuse.passes.report import Prediction
 from tests.passes.harness import fake_group
 from tests.ranks import RankPool
 
@@ -174,28 +170,3 @@ def test_compiled_graphs_are_cached_under_the_table(tmp_path: Path, monkeypatch:
     (tmp_path / "autofuse").mkdir()
     (tmp_path / "autofuse" / "cpu.json").write_text(changed.to_json())
     assert uuid() not in (plain, first)
-
-
-def test_short_exchanges_on_gpus_are_fused_where_they_are_captured() -> None:
-    """Else the GPU would wait for the host; nothing is decided of dynamic sizes, and all others are fused."""
-    predicted = Prediction(107.7, 144.4, "", "", "always", "h200")
-    short, long, dynamic = (Choice(predicted, False, apart) for apart in (144.4, 497.0, None))
-
-    def decided(pattern: str, captured: bool) -> list[bool]:
-        return [on_gpu(choice, pattern, Work(), captured).fuse for choice in (short, long, dynamic)]
-
-    experts = "expert_matmul_all_to_all"
-    assert decided(experts, captured=True) == [True] * 3
-    assert decided(experts, captured=False) == [False, True, True]
-    assert "144.4 us apart" in on_gpu(short, experts, Work(), captured=False).why
-    for pattern in ("matmul_all_reduce", "all_gather_matmul", "all_to_all_embedding_bag_update"):
-        assert decided(pattern, captured=False) == [True] * 3
-
-
-def test_calls_on_gpus_of_unknown_size_last_as_long_as_their_weights_are_read() -> None:
-    unknown = Choice(Prediction(None, None, "", "", "not known", "h200"), True)
-    rows = sympy.Symbol("u0", integer=True)
-    few, many = (Work(((rows, 4096, 2048),), experts) for experts in (32, 128))
-    assert "134.2 us" in on_gpu(unknown, "expert_matmul_all_to_all", few, captured=False).why
-    assert on_gpu(unknown, "expert_matmul_all_to_all", many, captured=False).fuse
-    assert on_gpu(unknown, "expert_matmul_all_to_all", few, captured=True).fuse

@@ -16,7 +16,6 @@ from autofuse.passes.choice.choose import _predict_ways, on_gpu
 from autofuse.passes.choice.cost_model import Task
 from autofuse.passes.choice.crossover import Known
 from autofuse.passes.choice.ways import predictor_on, times
-from autofuse.passes.matchers.match import Work
 
 M, K, N, WORLD = 512, 2048, 8192, 4
 REDUCE = Task("matmul_all_reduce", WORLD, "bfloat16", "direct", M * N * 2, ((M, K, N),))
@@ -132,17 +131,16 @@ def test_what_has_no_ways_is_left_to_the_cost_model(other: dict[str, object], pr
 def test_a_static_site_is_kept_where_what_it_replaces_is_the_fastest(
     us: tuple[float, float, float], fused: bool, predictor: Predictor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whether it is captured or not; us: of the fused op, of our fastest kernel, and of what it replaces."""
+    """us: of the fused op, of our fastest kernel, and of what it replaces."""
     monkeypatch.setattr(ways, "times", lambda task, predictor: us)
     for known in ((), ((ROWS, Known(1, 8192, 512)),)):
         found = _predict_ways.__wrapped__(REDUCE, predictor, known, False)
         assert found is not None
-        choice = on_gpu(found, REDUCE.op, Work(), captured=True)
+        choice = on_gpu(found)
         assert choice.fuse == (fused or bool(known))
         assert bool(choice.why) != choice.fuse
         if choice.why:
             assert "24.0 us; our fastest kernel 40.0 us" in choice.why
-            assert on_gpu(found, REDUCE.op, Work(), captured=False) == choice
 
 
 def test_dynamic_sizes_are_fused_whatever_their_hints(predictor: Predictor) -> None:

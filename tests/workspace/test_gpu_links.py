@@ -15,7 +15,7 @@ from torch import Tensor
 from autofuse.lowering import torch_internals
 from autofuse.lowering.cpu.rendezvous import NotShared
 from autofuse.lowering.gpu import links, support
-from autofuse.lowering.gpu.choice.choose import choose, choose_uncaptured, predictor_of
+from autofuse.lowering.gpu.choice.choose import choose, predictor_of
 from autofuse.lowering.gpu.choice.kernel import ways_of
 from autofuse.lowering.gpu.choice.launcher import Launcher
 from autofuse.lowering.gpu.choice.points import Point
@@ -169,8 +169,8 @@ def test_ways_of_copy_engines(op: str) -> None:
     assert {"parts", "clusters copied=1"} & set(copied)
     times = {name: 1.0 + i for i, name in enumerate([*copied, *(w for w in ways if w not in copied)])}
     predictor = predictor_of((Point.of(problem, times),))
-    for ask in (choose, choose_uncaptured):
-        assert ways[ask(problem, predictor).way].is_copied or ask is choose_uncaptured
-        assert not ways[ask(problem, predictor, serial=True).way].is_copied
+    for launched in (False, True):
+        assert ways[choose(problem, predictor, launched=launched).way].is_copied != launched
+        assert not ways[choose(problem, predictor, serial=True, launched=launched).way].is_copied
     with pytest.raises(RuntimeError, match="CUDA_LAUNCH_BLOCKING"):
         Launcher(MagicMock(serial=True), ways[copied[0]], op, "here", problem, ())

@@ -25,26 +25,25 @@ CAUTION = 1.03
 """A way that was not measured at a problem is not taken for so much less time than one that was: of many
 predictions the least is rather too low."""
 
+MANY_LAUNCHES_US = 300.0
+"""About how long the host is busy with a call of many launches, see `Way.launches_many`: 160 to 300 us,
+measured beside 2 and 4 H200. All other ways take the host less than what the op replaces."""
 
 MOST_PROBLEMS = 4096
 """Problems whose ways a group keeps."""
 
 
-def choose(problem: Problem, predictor: Predictor, serial: bool = False) -> Predicted:
-    """The way that takes the GPUs least. serial: see `_possible`."""
-    return min(_possible(problem, predictor, serial), key=_us)
+def choose(problem: Problem, predictor: Predictor, serial: bool = False, launched: bool = False) -> Predicted:
+    """The way that takes the GPUs least. serial: see `_possible`.
 
-
-def choose_uncaptured(problem: Problem, predictor: Predictor, serial: bool = False) -> Predicted:
-    """As `choose`, of calls that the host launches one by one: the time to launch a way counts, too.
-
-    A call then lasts as long as the slower of host and GPU.
+    launched: the host launches the call, which is in no CUDA graph. A way of many launches then lasts as
+    long as the slower of host and GPU.
     """
     ways = ways_of(problem)
 
     def lasts(each: Predicted) -> tuple[float, float]:
         us = _us(each)
-        return (max(us, ways[each.way].host_us), us) if problem.host_counts else (us, us)
+        return (max(us, MANY_LAUNCHES_US) if launched and ways[each.way].launches_many else us), us
 
     return min(_possible(problem, predictor, serial), key=lasts)
 
@@ -92,18 +91,18 @@ def times_of(problem: Problem, workspace: GpuWorkspace) -> list[Timed]:
 def way_of(problem: Problem, workspace: GpuWorkspace, variant: Hashable, capturing: bool) -> tuple[Way, bool]:
     """The way of a call, the same on all ranks, and whether the next call like it takes it, too.
 
-    In a CUDA graph the host costs nothing. The first call of a variant is made as if in a graph, so that its
-    kernels are compiled for a graph that is captured later.
+    In a CUDA graph the host costs nothing (see `choose`). The first call of a variant is made as if in a
+    graph, so that its kernels are compiled for a graph that is captured later.
     """
     agreed = _agreement(workspace)
     if capturing or (problem, variant) not in agreed.seen:
         way = chosen(problem, workspace)
         _agreement(workspace).seen.add((problem, variant))
         return way, capturing
-    if problem not in agreed.uncaptured:
-        found = choose_uncaptured(problem, agreed.predictor, workspace.serial)
-        agreed.uncaptured[problem] = ways_of(problem)[found.way]
-    return agreed.uncaptured[problem], True
+    if problem not in agreed.launched:
+        found = choose(problem, agreed.predictor, workspace.serial, launched=True)
+        agreed.launched[problem] = ways_of(problem)[found.way]
+    return agreed.launched[problem], True
 
 
 def predictor_for(workspace: GpuWorkspace) -> Predictor:
@@ -138,7 +137,7 @@ def keep(workspace: GpuWorkspace, point: Point) -> Path:
 class _Agreement:
     predictor: Predictor
     chosen: dict[Problem, Way] = field(default_factory=dict)
-    uncaptured: dict[Problem, Way] = field(default_factory=dict)
+    launched: dict[Problem, Way] = field(default_factory=dict)
     seen: set[Hashable] = field(default_factory=set)
 
 

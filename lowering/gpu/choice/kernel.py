@@ -32,10 +32,6 @@ ORDERS = {"direct": 0, "ring": 1, "oblivious": 2}
 CUBLAS_NCCL = "cublas+nccl"
 """What the ops of matmuls replace."""
 
-ONE_LAUNCH_US = 15.0
-"""What the host takes for a call that is launched again in one call of C (`lowering/direct.py`), about;
-measured on 2 H200."""
-
 MOST_BYTES = 1 << 30
 """A way that needs a larger region than this is left out, unless `Problem.most_bytes` says otherwise."""
 
@@ -56,9 +52,6 @@ class Problem(Hashable, Protocol):
     def n(self) -> int: ...
     @property
     def world(self) -> int: ...
-
-    host_counts: ClassVar[bool]
-    """Outside of CUDA graphs the choice also counts the time in which the host launches a way."""
 
     is_whole: ClassVar[bool]
     """Whether it has all sizes that its time depends on. If not, only comparisons of ways mean something."""
@@ -119,8 +112,6 @@ class Kernel(Generic[P, C]):
     """Configurations that are worth measuring for a problem."""
     needs: Callable[[C, P], Need]
     """Memory of a call. Without the regions whose size only a call knows (rows of dropless experts)."""
-    host_us: Callable[[C], float]
-    """About how long the host is busy with a call; measured beside H200s with torch 2.11 on 4 ranks."""
     launch: Callable[..., Any]
     """`launch(Launch, configuration, ...)`; all kernels of an op take the same operands."""
     work: Callable[[C, P], Work]
@@ -147,12 +138,13 @@ class Way:
     """
 
     name: str
-    host_us: float
     work: Callable[[Any], Sequence[Work]]
     kernel: Kernel[Any, Any] | None = None
     config: Any = None
     need: Need = field(default_factory=Need)
     replaced: bool = False
+    by_streams: bool = False
+    """A library's pipeline over several streams, such as torch's async TP."""
 
     @property
     def fused(self) -> bool:
@@ -166,6 +158,11 @@ class Way:
     @property
     def is_copied(self) -> bool:
         return self.kernel is not None and self.kernel.is_copied(self.config)
+
+    @property
+    def launches_many(self) -> bool:
+        """Whether the host is busy with it for much longer than with one kernel."""
+        return self.is_copied or self.by_streams
 
     @property
     def is_update(self) -> bool:
@@ -184,9 +181,7 @@ def ways_of(problem: Problem) -> Mapping[str, Way]:
             need = kernel.needs(config, problem)
             if _has_room(need, problem) and kernel.fits(config, problem):
                 name = settings_of(kernel.kind, config)
-                found[name] = Way(
-                    name, kernel.host_us(config), _work_of(kernel, config), kernel, config, need
-                )
+                found[name] = Way(name, _work_of(kernel, config), kernel, config, need)
     return found
 
 

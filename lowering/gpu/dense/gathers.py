@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from autofuse.lowering.gpu.choice.kernel import ONE_LAUNCH_US, Kernel, Launch, one_launch
+from autofuse.lowering.gpu.choice.kernel import Kernel, Launch, one_launch
 from autofuse.native_kernels.cuda.kernels import gather_words
 from autofuse.native_kernels.cuda.kernels.gather_matmul import (
     ClusterGatherConfig,
@@ -67,7 +67,6 @@ WORDS_GATHER: Kernel[DenseProblem, WordsGatherConfig] = Kernel(
     "words",
     _words_gather_configs,
     needs=lambda config, p: words_gather_needs(p.m, p.k, p.n, 2, p.world, config),
-    host_us=lambda config: ONE_LAUNCH_US,
     launch=_launch_words_gather,
     is_one_launch=one_launch,
     work=words_gather_work,
@@ -99,7 +98,6 @@ FEW: Kernel[DenseProblem, FewConfig] = Kernel(
     "few",
     _few_configs,
     needs=lambda config, p: few_needs(p.chunk, p.k, p.n, 2, p.world, config),
-    host_us=lambda config: ONE_LAUNCH_US,
     launch=_launch_few,
     is_one_launch=one_launch,
     work=few_work,
@@ -133,7 +131,6 @@ PARTS: Kernel[DenseProblem, GatherConfig] = Kernel(
     "parts",
     _parts_configs,
     needs=lambda config, p: gather_needs(p.chunk, p.k, p.columns, p.outer, 2, p.world, config),
-    host_us=lambda config: 185.0 if config.copied else ONE_LAUNCH_US,
     launch=_launch_parts,
     work=parts_work,
     source="triton/gather_matmul.py",
@@ -173,7 +170,6 @@ CLUSTERS_GATHER: Kernel[DenseProblem, ClusterGatherConfig] = Kernel(
     "clusters",
     _clusters_gather_configs,
     needs=lambda config, p: cluster_gather_needs(p.chunk, p.k, 2, p.world, config),
-    host_us=lambda config: 160.0 if config.copied else ONE_LAUNCH_US,
     launch=_launch_clusters_gather,
     work=clusters_gather_work,
     source="cuda/kernels/gather_matmul.cu",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from autofuse.lowering.gpu.choice.kernel import ONE_LAUNCH_US, Kernel, Launch, one_launch
+from autofuse.lowering.gpu.choice.kernel import Kernel, Launch, one_launch
 from autofuse.native_kernels.triton.matmul_gather import PublishConfig, launch_matmul_gather, publish_needs
 from autofuse.native_kernels.triton.matmul_gather_packets import (
     MOST_ROWS,
@@ -48,7 +48,6 @@ PACKETS: Kernel[DenseProblem, PublishPacketsConfig] = Kernel(
     "packets",
     _packets_configs,
     needs=lambda config, p: publish_packets_needs(p.m, p.n, p.world, config),
-    host_us=lambda config: ONE_LAUNCH_US,
     launch=_launch_packets,
     is_one_launch=one_launch,
     work=publish_packets_work,
@@ -80,7 +79,6 @@ TILES: Kernel[DenseProblem, PublishConfig] = Kernel(
     "tiles",
     _tiles_configs,
     needs=lambda config, p: publish_needs(p.m, p.n, p.outer, 2, p.world, config),
-    host_us=lambda config: ONE_LAUNCH_US,
     launch=_launch_tiles,
     is_one_launch=one_launch,
     work=publish_work,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
-from autofuse.lowering.gpu.choice.kernel import ONE_LAUNCH_US, Kernel, Launch, one_launch
+from autofuse.lowering.gpu.choice.kernel import Kernel, Launch, one_launch
 from autofuse.native_kernels.cuda.kernels.matmul_reduce import (
     ClusterReduceConfig,
     cluster_reduce_needs,
@@ -70,7 +70,6 @@ PACKETS: Kernel[DenseProblem, PacketsConfig] = Kernel(
     "packets",
     _packets_configs,
     needs=lambda config, p: packets_needs(p.m, p.n, p.world, config),
-    host_us=lambda config: ONE_LAUNCH_US,
     launch=_launch_packets,
     is_one_launch=one_launch,
     work=packets_work,
@@ -105,7 +104,6 @@ WORDS: Kernel[DenseProblem, WordsConfig] = Kernel(
     "words",
     _words_configs,
     needs=lambda config, p: words_needs(p.m, p.n, 2, p.world, p.everywhere, config),
-    host_us=lambda config: ONE_LAUNCH_US,
     launch=_launch_words,
     is_one_launch=one_launch,
     work=words_work,
@@ -147,7 +145,6 @@ CLUSTERS: Kernel[DenseProblem, ClusterReduceConfig] = Kernel(
     _clusters_configs,
     needs=lambda config, p: cluster_reduce_needs(p.m, p.n, p.outer, 2, p.world, p.everywhere, config),
     # Copies were not measured: four calls of the driver for each slice and peer.
-    host_us=lambda config: 300.0 if config.copied else ONE_LAUNCH_US,
     launch=_launch_clusters,
     work=clusters_work,
     source="cuda/kernels/matmul_reduce.cu",
@@ -190,7 +187,6 @@ TILES: Kernel[DenseProblem, ReduceConfig] = Kernel(
     "tiles",
     _tiles_configs,
     needs=lambda config, p: reduce_needs(p.m, p.n, p.outer, 2, p.world, p.everywhere, config),
-    host_us=lambda config: ONE_LAUNCH_US,
     launch=_launch_tiles,
     is_one_launch=one_launch,
     work=tiles_work,

@@ -56,7 +56,6 @@ class DenseProblem:
     terms: tuple[int, ...] = ()
     widths: tuple[int, ...] = ()
 
-    host_counts: ClassVar[bool] = True
     is_whole: ClassVar[bool] = True
     most_bytes: ClassVar[int] = MOST_BYTES
 
@@ -80,7 +79,7 @@ class DenseProblem:
         return self.m // self.world
 
     def library_ways(self) -> Sequence[Way]:
-        ways = [Way(CUBLAS_NCCL, 45.0, nccl_work, replaced=True)]
+        ways = [Way(CUBLAS_NCCL, nccl_work, replaced=True)]
         if self.op == PUBLISH:
             return ways
         nbytes = self.m * self.n * 2
@@ -90,10 +89,10 @@ class DenseProblem:
             if self.dtype is torch.bfloat16 and whole and self.world in (2, 4, 8):
                 need = Need(finished=nbytes)
                 if nbytes <= MOST_ONE_SHOT_BYTES:
-                    ways.append(Way(ONE_SHOT, 60.0, one_shot_work, need=need))
-                ways.append(Way(TWO_SHOT, 70.0, two_shot_work, need=need))
+                    ways.append(Way(ONE_SHOT, one_shot_work, need=need))
+                ways.append(Way(TWO_SHOT, two_shot_work, need=need))
         elif self.m >= 1024 and self._is_plain and self.dtype is torch.bfloat16:
-            ways.append(Way(ASYNC_TP, 300.0, async_tp_work))
+            ways.append(Way(ASYNC_TP, async_tp_work, by_streams=True))
         return ways
 
     @property

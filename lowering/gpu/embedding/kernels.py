@@ -34,9 +34,6 @@ if TYPE_CHECKING:
 MERGED_NCCL = "merged+nccl"
 """All tables in one kernel, and the collective with a copy."""
 
-HOST_US = 100.0
-"""The host's time for any of these kernels. It was not measured, and nothing is chosen by it."""
-
 
 def _bags_configs(problem: ExchangeProblem) -> Iterator[BagsConfig]:
     """Differ in how many rows are on their way in a multiprocessor, and to how many threads."""
@@ -67,7 +64,6 @@ BAGS: Kernel[ExchangeProblem, BagsConfig] = Kernel(
     "bags",
     _bags_configs,
     needs=_bags_needs,
-    host_us=lambda config: HOST_US,
     launch=_launch_bags,
     is_one_launch=one_launch,
     work=kernel_work,
@@ -87,7 +83,6 @@ MERGED_BAGS: Kernel[ExchangeProblem, BagsConfig] = Kernel(
     MERGED_NCCL,
     configs=lambda problem: [BagsConfig()],
     needs=lambda config, problem: Need(),
-    host_us=lambda config: HOST_US,
     launch=_launch_merged,
     work=merged_work,
     source="triton/embedding_exchange.py",
@@ -118,7 +113,6 @@ STRIPS: Kernel[ExchangeProblem, BackwardConfig] = Kernel(
     "strips",
     _strips_configs,
     needs=lambda config, p: backward_needs(p.b, p.columns, p.dtype.itemsize),
-    host_us=lambda config: HOST_US,
     launch=_launch_strips,
     work=kernel_work,
     source="triton/embedding_backward.py",
@@ -128,7 +122,6 @@ MERGED_STRIPS: Kernel[ExchangeProblem, BackwardConfig] = Kernel(
     MERGED_NCCL,
     configs=lambda problem: [BackwardConfig()],
     needs=lambda config, problem: Need(),
-    host_us=lambda config: HOST_US,
     launch=_launch_strips,
     work=merged_work,
     source="triton/embedding_backward.py",

@@ -39,8 +39,6 @@ class ExchangeProblem:
 
     k: ClassVar[int] = 1
     """Measured points have m bags in all, and n columns a rank."""
-    host_counts: ClassVar[bool] = False
-    """What the op replaces launches several kernels for every table."""
     is_whole: ClassVar[bool] = False
     """Ranks do not know the indices of each other."""
     most_bytes: ClassVar[int] = 2 * MOST_BYTES
@@ -59,7 +57,7 @@ class ExchangeProblem:
         return max(1, *self.columns)
 
     def library_ways(self) -> Sequence[Way]:
-        return (Way(TORCH_NCCL, 300.0, torch_work, replaced=True),)
+        return (Way(TORCH_NCCL, torch_work, replaced=True),)
 
     def kernels(self) -> Sequence[Kernel[ExchangeProblem, Any]]:
         columns = sum(self.columns) if self.op == OP else self.world * self.n

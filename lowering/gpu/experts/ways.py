@@ -22,8 +22,8 @@ DROPLESS = ", dropless"
 MOST_BYTES = 4 << 30
 """A way that needs a larger region than this is left out."""
 
-_REPLACED = (Way(CUBLAS_NCCL, 45.0, fixed_nccl_work, replaced=True),)
-_REPLACED_DROPLESS = (Way(CUBLAS_NCCL, 45.0, dropless_nccl_work, replaced=True),)
+_REPLACED = (Way(CUBLAS_NCCL, fixed_nccl_work, replaced=True),)
+_REPLACED_DROPLESS = (Way(CUBLAS_NCCL, dropless_nccl_work, replaced=True),)
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,6 @@ class ExpertProblem:
     aligned: bool = True
     weights: int = 1
 
-    host_counts: ClassVar[bool] = True
     is_whole: ClassVar[bool] = True
     most_bytes: ClassVar[int] = MOST_BYTES
 
@@ -106,7 +105,6 @@ class DroplessProblem:
     weights: int = 1
 
     m: ClassVar[int] = 1
-    host_counts: ClassVar[bool] = True
     is_whole: ClassVar[bool] = False
     """Ranks do not know the rows of each other."""
     most_bytes: ClassVar[int] = MOST_BYTES
