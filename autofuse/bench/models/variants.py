@@ -44,6 +44,6 @@ VARIANTS = {
     "async TP": Variant(options={"_micro_pipeline_tp": True}),
     "one-shot": Variant(options={_BEFORE: in_symmetric_memory(once=True)}),
     "two-shot": Variant(options={_BEFORE: in_symmetric_memory(once=False)}),
-    "autofuse": Variant("autofuse", captured={"captured": True}),
+    "autofuse": Variant("autofuse"),
     "ceiling": Variant(options={_BEFORE: without()}),
 }
