@@ -22,7 +22,7 @@ from autofuse.bench.gpu.host.run import host_us
 from autofuse.bench.models import dense, dlrm, moe
 from autofuse.bench.models.rows import Measured, Row, sites_of
 from autofuse.bench.models.table import report
-from autofuse.bench.models.variants import VARIANTS, Variant
+from autofuse.bench.models.variants import VARIANTS
 from autofuse.bench.models.work import Cell, Work
 from autofuse.lowering.gpu.choice.timer import slowest, time_all, together
 from autofuse.lowering.gpu.choice.timing import Effort, Timing
@@ -137,55 +137,46 @@ def measure(cell: Cell, device: torch.device, effort: Effort, until: float) -> R
     captures = cell.captured and device.type == "cuda"
     found: dict[str, Measured] = {}
     steps: dict[str, Callable[[int], Any]] = {}
-    captured: dict[str, Callable[[int], Any]] = {}
     with autofuse.debug() as sites:
         for name in cell.variants:
             if over(until):
                 found[name] = Measured(failed=OUT_OF_TIME)
                 continue
             limit = max(WRONG, WORSE * (found.get("eager", Measured()).error or 0.0))
-            found[name], step, in_graphs = ready(name, work, exact, captures, limit)
+            found[name], step = ready(name, work, exact, limit)
             if step is not None:
-                steps[name], captured[name] = step, in_graphs or step
+                steps[name] = step
     del exact
     found = {name: replace(measured, host_us=_host(steps.get(name))) for name, measured in found.items()}
     times = time_all(steps, 1, effort, eager=set(steps))
-    graphs = time_all(captured, 1, effort) if captures else {}
+    graphs = time_all(steps, 1, effort) if captures else {}
     for name in steps:
-        profiled = captured[name] if captures else steps[name]
-        found[name] = _timed(found[name], times[name], graphs.get(name), _kernels(profiled, device))
+        found[name] = _timed(found[name], times[name], graphs.get(name), _kernels(steps[name], device))
     complete = all(measured.failed != OUT_OF_TIME for measured in found.values())
     return Row(cell.name, found, sites_of(sites), complete, exact_failed)
 
 
 def ready(
-    name: str, work: Work, exact: Sequence[Tensor] | None, captures: bool, limit: float
-) -> tuple[Measured, Callable[[int], Any] | None, Callable[[int], Any] | None]:
-    """A variant after its first steps, and its step; another for CUDA graphs, if it is compiled anew for
-    them."""
-    variant: Variant = VARIANTS[name]
+    name: str, work: Work, exact: Sequence[Tensor] | None, limit: float
+) -> tuple[Measured, Callable[[int], Any] | None]:
+    """A variant after its first steps, and its step."""
     start = time.monotonic()
 
-    def first(in_graphs: bool) -> tuple[Callable[[int], Any], float | None]:
-        forward = variant.compiled(work.forward, in_graphs)
+    def first() -> tuple[Callable[[int], Any], float | None]:
+        forward = VARIANTS[name].compiled(work.forward)
         results = work.step(forward)
         error = None if name == "ceiling" or exact is None else error_of(results, exact)
         work.step(forward)
         return lambda _: work.step(forward), error
 
-    def checked(in_graphs: bool) -> tuple[Callable[[int], Any], float | None]:
-        step, mine = together(lambda: first(in_graphs))
+    try:
+        step, mine = together(first)
         error = None if mine is None else slowest(mine if mine == mine else float("inf"))
         if error is not None and not error <= limit:
             raise RuntimeError(f"the result is wrong: its error is {error:.1e}")
-        return step, error
-
-    try:
-        step, error = checked(False)
-        again = checked(True)[0] if captures and variant.captured else None
     except RuntimeError as failure:
-        return Measured(failed=str(failure), ready_s=time.monotonic() - start), None, None
-    return Measured(error=error, ready_s=time.monotonic() - start), step, again
+        return Measured(failed=str(failure), ready_s=time.monotonic() - start), None
+    return Measured(error=error, ready_s=time.monotonic() - start), step
 
 
 def error_of(results: Sequence[Tensor], exact: Sequence[Tensor]) -> float:

@@ -17,24 +17,23 @@ _BEFORE = "post_grad_custom_pre_pass"
 
 @dataclass(frozen=True)
 class Variant:
-    """options: of the backend; captured: changes to them where the caller captures the step in a CUDA graph,
-    for which it is then compiled again. An empty backend: eager."""
+    """options: of the backend. An empty backend: eager."""
 
     backend: str = "inductor"
     options: Mapping[str, Any] = field(default_factory=dict)
-    captured: Mapping[str, Any] = field(default_factory=dict)
 
-    def compiled(self, forward: Forward, captured: bool = False) -> Forward:
+    def compiled(self, forward: Forward) -> Forward:
         """The compiled forward, behind a new code object: dynamo caches compiled code by code object."""
         if not self.backend:
             return forward
-        options = {**self.options, **(self.captured if captured else {})} or None
 
         def call(*args: Any) -> Any:
             return forward(*args)
 
         own = types.FunctionType(call.__code__.replace(), call.__globals__, closure=call.__closure__)
-        compiled: Forward = torch.compile(own, backend=self.backend, options=options, dynamic=False)
+        compiled: Forward = torch.compile(
+            own, backend=self.backend, options=dict(self.options) or None, dynamic=False
+        )
         return compiled
 
 
