@@ -1,7 +1,7 @@
 """Kernels that are launched again: what the first launch decided, with other addresses, in one call of C.
 
-`recording()` notes the launches of a call, `prepare` makes one of them callable with the addresses of the
-operands alone. What cannot be prepared goes on through its launcher, as does everything without the library
+`recording()` notes the launches of a call, `prepare` makes them callable with the addresses of the operands
+alone. What cannot be prepared goes on through its launcher, as does everything without the library
 (`launch.cpp`, a plain C ABI as that of the CPU kernels) or without the driver's bindings.
 """
 
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 MOST_BYTES, MOST_PARAMS, MOST_OPERANDS = 4096, 128, 16
 FEW_OPERANDS = 4
 """ctypes converts each argument: calls of few operands have an entry of their own."""
@@ -100,7 +100,7 @@ class _Prepared(ctypes.Structure):
         *((name, c_uint32) for name in ("grid", "threads", "shared_bytes", "cluster")),
         *((name, c_uint32) for name in ("bytes", "param_count", "place_count")),
         *((name, c_uint32) for name in ("operand_count", "aligned")),
-        ("generation", c_int32),
+        *((name, c_int32) for name in ("generation", "follows")),
     )
 
 
@@ -165,9 +165,39 @@ Start: TypeAlias = Callable[..., int]
 
 
 def prepare(launches: Sequence[Launched | None], operands: Sequence[Tensor], guard: Guard) -> Start | None:
-    """The launch of a call that makes one; None where that cannot be launched so."""
+    """The launches of a call, one behind the other; None where they cannot be launched so."""
+    found = [_prepared(launched, operands, guard, i > 0) for i, launched in enumerate(launches)]
+    made = [each for each in found if each is not None]
+    moved = {operand for each in made for operand in each.moved}
+    if not made or len(made) < len(found) or moved != {i for i, t in enumerate(operands) if t.numel()}:
+        return None
+    first, *rest = (each.start for each in made)
+    if not rest:
+        return first
+
+    def start(stream: int, *given: int) -> int:
+        if result := first(stream, *given):
+            return result
+        for each in rest:
+            if error := each(stream, *given):  # the call has begun: it cannot go the long way
+                raise RuntimeError(f"the driver refuses the second kernel of a fused op ({error})")
+        return 0
+
+    return start
+
+
+class _One(NamedTuple):
+    """A prepared launch, and the operands whose addresses it takes."""
+
+    start: Start
+    moved: frozenset[int]
+
+
+def _prepared(
+    launched: Launched | None, operands: Sequence[Tensor], guard: Guard, follows: bool
+) -> _One | None:
     found, of_driver = library(), driver()
-    if found is None or of_driver is None or len(launches) != 1 or (launched := launches[0]) is None:
+    if found is None or of_driver is None or launched is None:
         return None
     if len(operands) > MOST_OPERANDS or len(launched.offsets) > MOST_PARAMS:
         return None
@@ -182,7 +212,7 @@ def prepare(launches: Sequence[Launched | None], operands: Sequence[Tensor], gua
         ctypes.addressof(of_driver), ctypes.addressof(guard.words), launched.function,
         ctypes.addressof(params), ctypes.addressof(offsets), ctypes.addressof(table), launched.grid,
         launched.threads, launched.shared_bytes, launched.cluster, len(launched.params), len(offsets),
-        len(places), len(operands), aligned, guard.generation.value,
+        len(places), len(operands), aligned, guard.generation.value, follows,
     )  # fmt: skip
     few = len(operands) <= FEW_OPERANDS
     most = FEW_OPERANDS if few else MOST_OPERANDS
@@ -195,7 +225,7 @@ def prepare(launches: Sequence[Launched | None], operands: Sequence[Tensor], gua
         return result
 
     start.held = prepared, guard, params, offsets, table, launched.held  # type: ignore[attr-defined]
-    return start
+    return _One(start, frozenset(place.operand for place in places))
 
 
 def _places(launched: Launched, operands: Sequence[Tensor]) -> list[_Place] | None:
@@ -213,5 +243,4 @@ def _places(launched: Launched, operands: Sequence[Tensor]) -> list[_Place] | No
             return None
         if within:
             found.append(_Place(within[0][0], at.offset, at.is_map, within[0][1]))
-    moved = {place.operand for place in found}
-    return found if len(moved) == len(spans) else None
+    return found

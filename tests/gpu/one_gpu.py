@@ -178,7 +178,7 @@ class Dense(Call):
         operands: dict[str, tuple[Any, ...]] = {
             REDUCE: ([x], [w], out, reductions.Reduce(mean=False, everywhere=True, outer=1, order=0)),
             SCATTER: ([x], [w], out, reductions.Reduce(mean=False, everywhere=False, outer=1, order=0)),
-            GATHER: (x, [w], [out], (), 1, False),
+            GATHER: (x, [w], [out], None, (), 1),
             PUBLISH: (x, w, out, None, 1, 1),
         }
         at = Launch(memory, None, 0, None, False)  # type: ignore[arg-type]  # no copy engine

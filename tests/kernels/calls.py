@@ -28,6 +28,7 @@ from autofuse.native_kernels.gpu.state import RECORD_WORDS, Record, State
 from autofuse.native_kernels.triton import interpreter
 from autofuse.native_kernels.triton.gather_matmul import GatherConfig, gather_needs, launch_gather_matmul
 from autofuse.native_kernels.triton.gather_matmul_few import FewConfig, few_needs, launch_gather_matmul_few
+from autofuse.native_kernels.triton.kept_rows import launch_kept_rows
 from autofuse.native_kernels.triton.matmul_gather import PublishConfig, launch_matmul_gather, publish_needs
 from autofuse.native_kernels.triton.matmul_gather_packets import (
     PublishPacketsConfig,
@@ -229,11 +230,9 @@ class Gather:
             expected = gathered_x.double() @ w[i].double()
             expected = expected + bias[i].double() if bias else expected
             check(y, expected.to(self.dtype), self, memory)
-        rows = world * self.chunk
-        half = gathered[-rows:] if memory.state[3] % 2 else gathered[:rows]
-        for r, part in enumerate(half.split(self.chunk)):
-            if r != rank or isinstance(config, FewConfig):
-                check(part, parts[r], self, memory)
+        kept = nan(world * self.chunk, self.k, self.dtype)
+        launch_kept_rows(memory, gathered, parts[rank], self.outer, kept)
+        check(kept, gathered_x, self, memory)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ Kernels are not compiled; a tensor map is its address and zeros.
 
 import ctypes
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -28,13 +28,16 @@ STREAM, EVENT = 7, 99
 
 
 class Driver:
-    """launches: the bytes of every parameter, with grid, threads, shared bytes and cluster."""
+    """launches: the bytes of every parameter, with grid, threads, shared bytes and cluster; sizes: how many
+    each parameter has, of the launches of a call in turn."""
 
     def __init__(self) -> None:
         self.launches: list[tuple[Any, ...]] = []
         self.recorded: list[tuple[int, int]] = []
-        self.sizes: list[int] = []
+        self.sizes: list[list[int]] = []
         self.puts = 0
+        self.during: Callable[[], None] = lambda: None
+        """Called behind a launch."""
         self.capturing = self.error = 0
         pointer, status = ctypes.c_void_p, ctypes.POINTER(ctypes.c_int)
         kinds = ((pointer,) * 4, (pointer,) * 2, (pointer, status), (pointer, pointer))
@@ -51,9 +54,14 @@ class Driver:
         cluster = struct.unpack("i4x3I", ctypes.string_at(at, 20)) if count else (4, 0, 1, 1)
         assert (cluster[0], *cluster[2:], stream, function) == (4, 1, 1, STREAM, 77)
         pointers = ctypes.cast(params, ctypes.POINTER(ctypes.c_void_p))
-        given = [ctypes.string_at(pointers[i], size) for i, size in enumerate(self.sizes)]
+        given = [ctypes.string_at(pointers[i], size) for i, size in enumerate(self._sizes())]
         self.launches.append((grid, threads, shared, cluster[1], given))
-        return self.error
+        error = self.error
+        self.during()
+        return error
+
+    def _sizes(self) -> list[int]:
+        return self.sizes[len(self.launches) % len(self.sizes)] if self.sizes else []
 
     def put(self, to: Tensor, words: bytes) -> None:
         self.puts += 1

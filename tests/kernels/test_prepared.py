@@ -36,8 +36,8 @@ OPS = (REDUCE, SCATTER, GATHER, PUBLISH)
 STARTED, FAILED, OTHER_STREAM, CAPTURING, OTHER_MEMORY, MISPLACED, REFUSED = range(7)
 
 
-def _operands(problem: DenseProblem) -> tuple[Any, ...]:
-    """As a kernel of the op is launched."""
+def _operands(problem: DenseProblem, keeps: bool = False) -> tuple[Any, ...]:
+    """As a kernel of the op is launched. keeps: a gather stores X, too."""
     m, world, dtype = problem.m, problem.world, problem.dtype
 
     def new(rows: int, cols: int) -> Tensor:
@@ -51,16 +51,17 @@ def _operands(problem: DenseProblem) -> tuple[Any, ...]:
     if problem.op == PUBLISH:
         return new(m, K), new(N, K).t(), new(m, world * N), torch.empty(N, dtype=dtype), 1, 1
     w, out = [new(n, K).t() for n in problem.columns], [new(m, n) for n in problem.columns]
-    return new(m // world, K), w, out, [torch.empty(n, dtype=dtype) for n in problem.columns], 1, False
+    biases = [torch.empty(n, dtype=dtype) for n in problem.columns]
+    return new(m // world, K), w, out, new(m, K) if keeps else None, biases, 1
 
 
-def _long(way: Way, at: Launch, operands: tuple[Any, ...]) -> Launched:
-    """A launch the long way."""
+def _long(way: Way, at: Launch, operands: tuple[Any, ...]) -> list[Launched]:
+    """The launches of a call the long way."""
     assert way.kernel is not None
     with recording() as launches:
         way.kernel.launch(at, way.config, *operands)
-    (found,) = launches
-    assert found is not None
+    found = [launched for launched in launches if launched is not None]
+    assert len(found) == len(launches)
     return found
 
 
@@ -72,14 +73,15 @@ def _params(launched: Launched, sizes: list[int]) -> list[bytes]:
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("m", [8, 128, 2048])
 def test_a_launch_again_has_the_parameters_of_the_long_way(op: str, m: int, several: bool) -> None:
-    """Every way of ours that is one launch, with operands at other places; several: terms or weights."""
+    """Every way of ours that only launches, with operands at other places; several: terms or weights."""
     problem = DenseProblem(op, m, K, N, WORLD, torch.bfloat16, dim=1 if op == PUBLISH else 0)
     if several:
         if op == PUBLISH or (op == GATHER and m <= 128):
             return  # one each
         many = {"n": N + 768, "widths": (N, 512, 256)} if op == GATHER else {"k": K + 64, "terms": (K, 64)}
         problem = replace(problem, **many)
-    check_ways(problem, lambda: _operands(problem))
+    for keeps in (False, True)[: 1 + (op == GATHER)]:
+        check_ways(problem, lambda keeps=keeps: _operands(problem, keeps))  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("op", [COMBINE, DISPATCH])
@@ -112,25 +114,32 @@ def check_ways(problem: Problem, operands: Callable[[], tuple[Any, ...]]) -> Non
     for way in ways:
         assert way.kernel is not None
         if way.is_copied:
-            assert not way.kernel.is_one_launch(way.config)
+            assert not way.kernel.only_launches(way.config)
             continue
-        assert way.kernel.is_one_launch(way.config), way.name
+        assert way.kernel.only_launches(way.config), way.name
         with faked() as driver:
             words, first, second = Words(), operands(), operands()
             at = Launch(peer_memory(WORLD, way.need), Mock(), 5, None, False)
             launched = _long(way, at, first)
-            start = prepare([launched], _tensors(first), words.guard)
+            start = prepare(launched, _tensors(first), words.guard)
             assert start is not None, way.name
-            ends = [*launched.offsets[1:], len(launched.params)]
-            driver.sizes = [min(end - begin, 128) for begin, end in zip(launched.offsets, ends, strict=True)]
-            if len(launched.offsets) == 1:
-                driver.sizes = [len(launched.params)]
+            driver.sizes = [_sizes(each) for each in launched]
             assert start(STREAM, *(t.data_ptr() for t in _tensors(second))) == STARTED
             expected = _long(way, at, second)
-            ((*config, given),) = driver.launches
-            assert given == _params(expected, driver.sizes) != _params(launched, driver.sizes), way.name
-            assert config == [expected.grid, expected.threads, expected.shared_bytes, expected.cluster]
-            assert driver.recorded == [(EVENT, STREAM)]
+            for before, after, sizes, (*config, given) in zip(
+                launched, expected, driver.sizes, driver.launches, strict=True
+            ):
+                assert given == _params(after, sizes) != _params(before, sizes), way.name
+                assert config == [after.grid, after.threads, after.shared_bytes, after.cluster]
+            assert driver.recorded == [(EVENT, STREAM)] * len(launched)
+
+
+def _sizes(launched: Launched) -> list[int]:
+    """Bytes of each parameter that are compared."""
+    ends = [*launched.offsets[1:], len(launched.params)]
+    if len(launched.offsets) == 1:
+        return [len(launched.params)]
+    return [min(end - begin, 128) for begin, end in zip(launched.offsets, ends, strict=True)]
 
 
 def test_what_makes_a_launch_go_the_long_way() -> None:
@@ -141,7 +150,7 @@ def test_what_makes_a_launch_go_the_long_way() -> None:
         places = (prepared.At(0, x.data_ptr() + 32, False),)
         start = prepare([Launched(77, 4, 128, 0, 0, params, (0, 8), places)], [x], words.guard)
         assert start is not None
-        driver.sizes = [8, 8]
+        driver.sizes = [[8, 8]]
 
         def started(stream: int = STREAM, address: int = x.data_ptr()) -> int:
             before = len(driver.recorded)
@@ -170,18 +179,38 @@ def test_what_makes_a_launch_go_the_long_way() -> None:
 
 
 def test_what_cannot_be_prepared() -> None:
-    """Two launches, one that is not known, operands of which two have one address, or one is not passed."""
+    """A launch that is not known, operands of which two have one address, or one is not passed."""
     words, x = Words(), torch.empty(64)
     launched = Launched(77, 1, 32, 0, 0, bytes(16), (0,), (prepared.At(0, x.data_ptr(), False),))
     with faked():
         assert prepare([launched], [x], words.guard) is not None
-        assert prepare([launched, launched], [x], words.guard) is None
-        assert prepare([None], [x], words.guard) is None
+        assert prepare([], [x], words.guard) is None
+        for launches in ([None], [launched, None], [None, launched]):
+            assert prepare(launches, [x], words.guard) is None
         assert prepare([launched], [x, x[8:]], words.guard) is None
         assert prepare([launched], [x, torch.empty(4)], words.guard) is None
         assert prepare([replace(launched, params=bytes(8192))], [x], words.guard) is None
     with patch.object(prepared, "library", lambda: None):
         assert prepare([launched], [x], words.guard) is None
+
+
+def test_a_second_kernel_follows_whatever_has_happened() -> None:
+    """The call has begun: peers know. What the driver refuses then is raised."""
+    words, x = Words(), torch.empty(64)
+    launched = Launched(77, 1, 32, 0, 0, bytes(16), (0,), (prepared.At(0, x.data_ptr(), False),))
+    with faked() as driver:
+        start = prepare([launched, launched], [x], words.guard)
+        assert start is not None
+        assert start(STREAM, x.data_ptr()) == STARTED
+        assert len(driver.launches) == 2
+        driver.during = lambda: setattr(words.raised, "value", 1)
+        assert start(STREAM, x.data_ptr()) == STARTED
+        assert start(STREAM, x.data_ptr()) == FAILED
+        assert len(driver.launches) == 4
+        words.raised.value = 0
+        driver.during = lambda: setattr(driver, "error", 1)
+        with pytest.raises(RuntimeError, match="second kernel"):
+            start(STREAM, x.data_ptr())
 
 
 def test_the_launcher_goes_on_the_short_way_until_a_setting_changes() -> None:

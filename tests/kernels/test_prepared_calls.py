@@ -57,15 +57,26 @@ def _rows(*shape: int) -> Tensor:
     return torch.empty(shape, dtype=torch.bfloat16)
 
 
-def _dense(op: str, m: int, way: str, given: tuple[Any, ...], **more: Any) -> tuple[Any, ...]:
+def _dense(call: str, m: int, way: str, given: tuple[Any, ...], **more: Any) -> tuple[Any, ...]:
+    op = call.removesuffix(", kept")
     problem = DenseProblem(op, m, K, N, WORLD, torch.bfloat16, **more)
-    return problem, way, lambda workspace, found: MAKE[op](workspace, found, problem), dense.QUICK[op], given
+    return (
+        problem,
+        way,
+        lambda workspace, found: MAKE[call](workspace, found, problem),
+        dense.QUICK[op],
+        given,
+    )
 
+
+KEPT = f"{GATHER}, kept"
+"""X is kept, which a second kernel stores, and a second weight is multiplied by torch."""
 
 MAKE: dict[str, Callable[..., Any]] = {
     REDUCE: lambda *at: Reduction(*at, (1, K), False, "direct", "s"),
     SCATTER: lambda *at: Reduction(*at, (1, K), False, "direct", "s"),
     GATHER: lambda *at: Gather(*at, (1, K), False, False, "s", biased=True),
+    KEPT: lambda *at: Gather(*at, (1, K), True, True, "s", biased=True),
     PUBLISH: lambda *at: Publication(*at, (1, K), True, "s"),
 }
 END = ("g", "direct", "s")
@@ -79,6 +90,7 @@ CALLS = {
         SCATTER, 8, "packets", ([_rows(8, K)], [WEIGHT], [], "mm", "sum", 0, 1, False, [], "", "", *END)
     ),
     GATHER: _dense(GATHER, 64, "few", (_rows(32, K), [WEIGHT], [BIAS], 0, 1, False, *END)),
+    KEPT: _dense(KEPT, 64, "few", (_rows(32, K), [WEIGHT, WEIGHT], [BIAS, BIAS], 0, 1, True, *END)),
     PUBLISH: _dense(
         PUBLISH, 8, "packets", ([_rows(8, K)], [WEIGHT], [BIAS], "addmm %0", 1, 1, False, False, *END), dim=1
     ),
@@ -146,7 +158,7 @@ def test_a_call_goes_on_the_short_way(op: str) -> None:
         assert {key: 1}
         short = quick.again(made, given)
         assert short is not None
-        assert len(driver.launches) == 1
+        assert len(driver.launches) == 1 + (op == KEPT)
         for a, b in zip(*([t] if isinstance(t, Tensor) else t for t in (short, long)), strict=True):
             assert (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
         for i in range(2 * (op != EMBEDDING)):  # no operand of TMA: its way may be another one

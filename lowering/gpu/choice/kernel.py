@@ -97,7 +97,7 @@ def _always(config: Any, problem: Any) -> bool:
     return True
 
 
-def one_launch(config: Any) -> bool:
+def only_kernels(config: Any) -> bool:
     """Of kernels for which that is always so."""
     return True
 
@@ -122,8 +122,8 @@ class Kernel(Generic[P, C]):
     """Whether a configuration can run a problem, if there is enough memory."""
     is_copied: Callable[[C], bool] = _never
     """Whether copy engines move the data between ranks."""
-    is_one_launch: Callable[[C], bool] = _never
-    """Whether `launch` gives the driver one kernel and nothing else, of the same parameters in each call but
+    only_launches: Callable[[C], bool] = _never
+    """Whether `launch` gives the driver kernels and nothing else, with the same parameters in each call but
     for the addresses of its operands."""
     is_update: Callable[[C], bool] = _never
     """Whether tiles are added at their owners as they arrive. Such a way runs where a user asks for it."""

@@ -138,7 +138,7 @@ class Launcher:
             return launch(at, self._config, *operands)
         with recording() as launches:
             result = launch(at, self._config, *operands)
-        if self._way.kernel is not None and self._way.kernel.is_one_launch(self._config):
+        if self._way.kernel is not None and self._way.kernel.only_launches(self._config):
             workspace = self._workspace
             self._unchanged, self._index = workspace.again.unchanged, workspace.device.index
             self._empty = empty_strided(workspace.device.type)

@@ -1,7 +1,7 @@
-"""The kernels of all_gather_matmul: `launch(at, config, part, w, out, bias, outer, more)`.
+"""The kernels of all_gather_matmul: `launch(at, config, part, w, out, kept, bias, outer)`.
 
 w, out, bias: a list each, with an entry a weight; bias may be empty. Kernels of few rows take one weight.
-They return memory that holds the gathered rows where these are asked for (`more`).
+kept: where X is stored for the caller; None where nobody keeps it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from autofuse.lowering.gpu.choice.kernel import Kernel, Launch, one_launch
+from autofuse.lowering.gpu.choice.kernel import Kernel, Launch, only_kernels
 from autofuse.native_kernels.cuda.kernels import gather_words
 from autofuse.native_kernels.cuda.kernels.gather_matmul import (
     ClusterGatherConfig,
@@ -26,11 +26,18 @@ from autofuse.native_kernels.cuda.kernels.gather_words import (
 from autofuse.native_kernels.gpu.memory import cdiv
 from autofuse.native_kernels.triton.gather_matmul import GatherConfig, gather_needs, launch_gather_matmul
 from autofuse.native_kernels.triton.gather_matmul_few import FewConfig, few_needs, launch_gather_matmul_few
+from autofuse.native_kernels.triton.kept_rows import launch_kept_rows
 
 from .work import clusters_gather_work, few_work, parts_work, words_gather_work
 
 if TYPE_CHECKING:
     from .ways import DenseProblem
+
+
+def _keep(at: Launch, gathered: Tensor, part: Tensor, kept: Tensor | None, outer: int) -> None:
+    """Copies X out of the memory where its parts have arrived."""
+    if kept is not None:
+        launch_kept_rows(at.memory, gathered, part, outer, kept, at.compile_only)
 
 
 def _words_gather_configs(problem: DenseProblem) -> Iterator[WordsGatherConfig]:
@@ -47,20 +54,10 @@ def _words_gather_configs(problem: DenseProblem) -> Iterator[WordsGatherConfig]:
 
 def _launch_words_gather(
     at: Launch, config: WordsGatherConfig, part: Tensor, w: Sequence[Tensor], out: Sequence[Tensor],
-    bias: Sequence[Tensor], outer: int, more: bool,
-) -> Tensor:  # fmt: skip
-    return launch_gather_words(
-        at.memory,
-        part,
-        w[0],
-        out[0],
-        config,
-        at.site,
-        at.trace,
-        at.compile_only,
-        bias[0] if bias else None,
-        more,
-    )
+    kept: Tensor | None, bias: Sequence[Tensor], outer: int,
+) -> None:  # fmt: skip
+    only = bias[0] if bias else None
+    launch_gather_words(at.memory, part, w[0], out[0], config, at.site, at.trace, at.compile_only, only, kept)
 
 
 WORDS_GATHER: Kernel[DenseProblem, WordsGatherConfig] = Kernel(
@@ -68,7 +65,7 @@ WORDS_GATHER: Kernel[DenseProblem, WordsGatherConfig] = Kernel(
     _words_gather_configs,
     needs=lambda config, p: words_gather_needs(p.m, p.k, p.n, 2, p.world, config),
     launch=_launch_words_gather,
-    is_one_launch=one_launch,
+    only_launches=only_kernels,
     work=words_gather_work,
     source="cuda/kernels/gather_words.cu",
 )
@@ -87,11 +84,13 @@ def _few_configs(problem: DenseProblem) -> Iterator[FewConfig]:
 
 def _launch_few(
     at: Launch, config: FewConfig, part: Tensor, w: Sequence[Tensor], out: Sequence[Tensor],
-    bias: Sequence[Tensor], outer: int, more: bool,
-) -> Tensor:  # fmt: skip
-    return launch_gather_matmul_few(
-        at.memory, part, w[0], out[0], config, at.site, at.trace, at.compile_only, bias[0] if bias else None
+    kept: Tensor | None, bias: Sequence[Tensor], outer: int,
+) -> None:  # fmt: skip
+    only = bias[0] if bias else None
+    gathered = launch_gather_matmul_few(
+        at.memory, part, w[0], out[0], config, at.site, at.trace, at.compile_only, only
     )
+    _keep(at, gathered, part, kept, outer)
 
 
 FEW: Kernel[DenseProblem, FewConfig] = Kernel(
@@ -99,7 +98,7 @@ FEW: Kernel[DenseProblem, FewConfig] = Kernel(
     _few_configs,
     needs=lambda config, p: few_needs(p.chunk, p.k, p.n, 2, p.world, config),
     launch=_launch_few,
-    is_one_launch=one_launch,
+    only_launches=only_kernels,
     work=few_work,
     source="triton/gather_matmul_few.py",
 )
@@ -120,11 +119,13 @@ def _parts_configs(problem: DenseProblem) -> Iterator[GatherConfig]:
 
 def _launch_parts(
     at: Launch, config: GatherConfig, part: Tensor, w: Sequence[Tensor], out: Sequence[Tensor],
-    bias: Sequence[Tensor], outer: int, more: bool,
-) -> Tensor:  # fmt: skip
-    return launch_gather_matmul(
-        at.memory, part, w, out, outer, config, at.engine, not more, at.site, at.trace, at.compile_only, bias
+    kept: Tensor | None, bias: Sequence[Tensor], outer: int,
+) -> None:  # fmt: skip
+    credit = kept is None
+    gathered = launch_gather_matmul(
+        at.memory, part, w, out, outer, config, at.engine, credit, at.site, at.trace, at.compile_only, bias
     )
+    _keep(at, gathered, part, kept, outer)
 
 
 PARTS: Kernel[DenseProblem, GatherConfig] = Kernel(
@@ -135,7 +136,7 @@ PARTS: Kernel[DenseProblem, GatherConfig] = Kernel(
     work=parts_work,
     source="triton/gather_matmul.py",
     is_copied=lambda config: config.copied,
-    is_one_launch=lambda config: not config.copied,
+    only_launches=lambda config: not config.copied,
 )
 
 
@@ -159,11 +160,13 @@ def _clusters_gather_configs(problem: DenseProblem) -> Iterator[ClusterGatherCon
 
 def _launch_clusters_gather(
     at: Launch, config: ClusterGatherConfig, part: Tensor, w: Sequence[Tensor], out: Sequence[Tensor],
-    bias: Sequence[Tensor], outer: int, more: bool,
-) -> Tensor:  # fmt: skip
-    return launch_cluster_gather(
-        at.memory, part, w, out, outer, config, at.engine, not more, at.site, at.trace, at.compile_only, bias
+    kept: Tensor | None, bias: Sequence[Tensor], outer: int,
+) -> None:  # fmt: skip
+    credit = kept is None
+    gathered = launch_cluster_gather(
+        at.memory, part, w, out, outer, config, at.engine, credit, at.site, at.trace, at.compile_only, bias
     )
+    _keep(at, gathered, part, kept, outer)
 
 
 CLUSTERS_GATHER: Kernel[DenseProblem, ClusterGatherConfig] = Kernel(
@@ -175,7 +178,7 @@ CLUSTERS_GATHER: Kernel[DenseProblem, ClusterGatherConfig] = Kernel(
     source="cuda/kernels/gather_matmul.cu",
     fits=lambda config, p: config.within or p.world % config.across == 0,
     is_copied=lambda config: config.copied,
-    is_one_launch=lambda config: not config.copied,
+    only_launches=lambda config: not config.copied,
 )
 
 GATHERS: tuple[Kernel[DenseProblem, Any], ...] = (WORDS_GATHER, FEW, PARTS, CLUSTERS_GATHER)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from autofuse.lowering.gpu.choice.kernel import Kernel, Launch, one_launch
+from autofuse.lowering.gpu.choice.kernel import Kernel, Launch, only_kernels
 from autofuse.native_kernels.triton.matmul_gather import PublishConfig, launch_matmul_gather, publish_needs
 from autofuse.native_kernels.triton.matmul_gather_packets import (
     MOST_ROWS,
@@ -49,7 +49,7 @@ PACKETS: Kernel[DenseProblem, PublishPacketsConfig] = Kernel(
     _packets_configs,
     needs=lambda config, p: publish_packets_needs(p.m, p.n, p.world, config),
     launch=_launch_packets,
-    is_one_launch=one_launch,
+    only_launches=only_kernels,
     work=publish_packets_work,
     source="triton/matmul_gather_packets.py",
 )
@@ -80,7 +80,7 @@ TILES: Kernel[DenseProblem, PublishConfig] = Kernel(
     _tiles_configs,
     needs=lambda config, p: publish_needs(p.m, p.n, p.outer, 2, p.world, config),
     launch=_launch_tiles,
-    is_one_launch=one_launch,
+    only_launches=only_kernels,
     work=publish_work,
     source="triton/matmul_gather.py",
 )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
-from autofuse.lowering.gpu.choice.kernel import Kernel, Launch, one_launch
+from autofuse.lowering.gpu.choice.kernel import Kernel, Launch, only_kernels
 from autofuse.native_kernels.cuda.kernels.matmul_reduce import (
     ClusterReduceConfig,
     cluster_reduce_needs,
@@ -71,7 +71,7 @@ PACKETS: Kernel[DenseProblem, PacketsConfig] = Kernel(
     _packets_configs,
     needs=lambda config, p: packets_needs(p.m, p.n, p.world, config),
     launch=_launch_packets,
-    is_one_launch=one_launch,
+    only_launches=only_kernels,
     work=packets_work,
     source="triton/matmul_packets.py",
 )
@@ -105,7 +105,7 @@ WORDS: Kernel[DenseProblem, WordsConfig] = Kernel(
     _words_configs,
     needs=lambda config, p: words_needs(p.m, p.n, 2, p.world, p.everywhere, config),
     launch=_launch_words,
-    is_one_launch=one_launch,
+    only_launches=only_kernels,
     work=words_work,
     source="cuda/kernels/matmul_words.cu",
 )
@@ -150,7 +150,7 @@ CLUSTERS: Kernel[DenseProblem, ClusterReduceConfig] = Kernel(
     source="cuda/kernels/matmul_reduce.cu",
     fits=lambda config, p: p.world % config.across == 0,
     is_copied=lambda config: config.copied,
-    is_one_launch=lambda config: not config.copied,
+    only_launches=lambda config: not config.copied,
     is_update=lambda config: config.update,
 )
 
@@ -188,7 +188,7 @@ TILES: Kernel[DenseProblem, ReduceConfig] = Kernel(
     _tiles_configs,
     needs=lambda config, p: reduce_needs(p.m, p.n, p.outer, 2, p.world, p.everywhere, config),
     launch=_launch_tiles,
-    is_one_launch=one_launch,
+    only_launches=only_kernels,
     work=tiles_work,
     source="triton/matmul_reduce.py",
     fits=_tiles_fit,

@@ -154,12 +154,17 @@ class Gather:
         )
         self._more, self._keep = more, keep
         self._results = [contiguous(problem.m, n) for n in problem.columns]
+        if more:
+            self._results.append(contiguous(problem.m, problem.k))
 
     def again(self, part: Tensor, w: Sequence[Tensor], bias: Sequence[Tensor | None]) -> list[Tensor] | None:
         """As `Reduction.again`."""
-        if self._launcher.is_short and not self._more:
-            return self._launcher.again((part, *w), self._results, [b for b in bias if b is not None])
-        return self(part, w, bias) if self._launcher.goes_on() else None
+        if not self._launcher.is_short:
+            return self(part, w, bias) if self._launcher.goes_on() else None
+        count = len(self._problem.columns)
+        biases = [b for b in bias[:count] if b is not None]
+        outputs = self._launcher.again((part, *w[:count]), self._results, biases)
+        return self._completed(outputs, w, bias) if outputs and self._more else outputs
 
     def __call__(
         self, part: Tensor, w: Sequence[Tensor], bias: Sequence[Tensor | None], trace: Tensor | None = None
@@ -167,41 +172,35 @@ class Gather:
         memory = None if self._is_replaced else self._launcher.enter(self._problem.programs, trace)
         if memory is None:
             return self._unfused(part, w, bias)
-        outputs = self._fused(memory, part, w, bias) if self._is_fused else self._by_torch(part, w, bias)
+        outputs = self._fused(part, w, bias) if self._is_fused else self._by_torch(part, w, bias)
         self._launcher.leave()
         return outputs
 
-    def _fused(
-        self, memory: PeerMemory, part: Tensor, w: Sequence[Tensor], bias: Sequence[Tensor | None]
-    ) -> list[Tensor]:
+    def _fused(self, part: Tensor, w: Sequence[Tensor], bias: Sequence[Tensor | None]) -> list[Tensor]:
         problem = self._problem
-        outputs = [part.new_empty(problem.m, n) for n in problem.columns]
-        count = len(outputs)
+        count = len(problem.columns)
+        outputs = [part.new_empty(sizes) for sizes, _ in self._results]
+        kept = outputs[-1] if self._more else None
         biases = [b for b in bias[:count] if b is not None]
-        gathered = self._launcher.launch(part, w[:count], outputs, biases, problem.outer, self._more)
-        if not self._more:
+        self._launcher.launch(part, w[:count], outputs[:count], kept, biases, problem.outer)
+        if kept is None:
             return outputs
-        x = self._copied(gathered, part, memory)
         if self._way.is_copied:
             self._workspace.engine.give_credit()
-        return [*outputs, *_multiply(x, w[count:], bias[count:])] + [x] * self._keep
+        return self._completed(outputs, w, bias)
+
+    def _completed(
+        self, outputs: list[Tensor], w: Sequence[Tensor], bias: Sequence[Tensor | None]
+    ) -> list[Tensor]:
+        """The products of the kernel and X, followed by what is asked for."""
+        *products, x = outputs
+        count = len(products)
+        return [*products, *_multiply(x, w[count:], bias[count:])] + [x] * self._keep
 
     def _by_torch(self, part: Tensor, w: Sequence[Tensor], bias: Sequence[Tensor | None]) -> list[Tensor]:
         x, products = torch_internals.async_tp_all_gather_matmul(part, w, self._workspace.group_name)
         outputs = [y if b is None else y.add_(b) for y, b in zip(products, bias, strict=True)]
         return outputs + [x] * self._keep
-
-    def _copied(self, gathered: Tensor, part: Tensor, memory: PeerMemory) -> Tensor:
-        """X out of the memory where its parts have arrived in the call before: one half of it, or all."""
-        k, rows = part.shape[1], memory.world * part.shape[0]
-        if gathered.shape[0] == rows:
-            x = gathered.clone()
-        else:  # only the device knows how many calls there were
-            halves = gathered.as_strided((2, rows * k), ((gathered.shape[0] - rows) * k, 1))
-            x = halves.index_select(0, memory.epoch % 2)
-        x = x.view(memory.world, *part.shape)
-        x[memory.rank] = part
-        return whole(x, 0, self._problem.outer)
 
     def _unfused(self, part: Tensor, w: Sequence[Tensor], bias: Sequence[Tensor | None]) -> list[Tensor]:
         problem, group = self._problem, self._workspace.group

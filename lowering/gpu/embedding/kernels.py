@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from autofuse.lowering.gpu.choice.kernel import Kernel, Launch, one_launch
+from autofuse.lowering.gpu.choice.kernel import Kernel, Launch, only_kernels
 from autofuse.native_kernels.gpu.memory import Need
 from autofuse.native_kernels.triton.embedding_backward import launch_embedding_backward
 from autofuse.native_kernels.triton.embedding_entries import sorted_entries
@@ -65,7 +65,7 @@ BAGS: Kernel[ExchangeProblem, BagsConfig] = Kernel(
     _bags_configs,
     needs=_bags_needs,
     launch=_launch_bags,
-    is_one_launch=one_launch,
+    only_launches=only_kernels,
     work=kernel_work,
     source="triton/embedding_exchange.py",
 )

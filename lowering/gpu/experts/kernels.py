@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
-from autofuse.lowering.gpu.choice.kernel import Kernel, Launch, one_launch
+from autofuse.lowering.gpu.choice.kernel import Kernel, Launch, only_kernels
 from autofuse.native_kernels.cuda.host.gemm import BM
 from autofuse.native_kernels.cuda.kernels.dropless_combine import DroplessConfig, launch_dropless_combine
 from autofuse.native_kernels.cuda.kernels.dropless_dispatch import launch_dropless_dispatch
@@ -91,7 +91,7 @@ COMBINE_CLUSTERS: Kernel[ExpertProblem, CombineConfig] = Kernel(
     _combine_configs,
     needs=lambda config, p: combine_needs(p.experts, p.rows, p.columns, p.outer, p.world, config),
     launch=_launch_combine,
-    is_one_launch=one_launch,
+    only_launches=only_kernels,
     work=fixed_work,
     source="cuda/kernels/expert_combine.cu",
     fits=_combine_fits,
@@ -142,7 +142,7 @@ DISPATCH_CLUSTERS: Kernel[ExpertProblem, DispatchConfig] = Kernel(
     source="cuda/kernels/expert_dispatch.cu",
     fits=_dispatch_fits,
     is_copied=lambda config: config.copied,
-    is_one_launch=lambda config: not config.copied,
+    only_launches=lambda config: not config.copied,
 )
 
 

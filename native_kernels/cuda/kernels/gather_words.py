@@ -138,10 +138,10 @@ def launch_gather_words(
     trace: Tensor | None = None,
     compile_only: bool = False,
     bias: Tensor | None = None,
-    keep: bool = False,
-) -> Tensor:
-    """As `launch_gather_matmul_few` of `native_kernels.triton`, with `W * C <= 128`; returns X [W * C, K]
-    with `keep`, else nothing of use.
+    kept: Tensor | None = None,
+) -> None:
+    """As `launch_gather_matmul_few` of `native_kernels.triton`, with `W * C <= 128`; kept: where X [W * C, K]
+    is stored.
 
     trace: two rows of events a program, of who multiplies and of who loads x.
     """
@@ -149,14 +149,12 @@ def launch_gather_words(
     found, template = _prepared(
         memory, chunk, k, n, w.stride(1) != 1, part.dtype, bias is not None, config, trace is not None
     )
-    kept = part.new_empty(memory.world * chunk if keep else 0, k)
     if compile_only:
-        return kept
-    params = filled(template, site, trace, part=part, out=out, bias=bias, kept=kept if keep else None)
+        return
+    params = filled(template, site, trace, part=part, out=out, bias=bias, kept=kept)
     params.out_pitch = out.stride(0) * out.element_size()
     map_weight(params, w, COLS)
     launch(found, params, 1)
-    return kept
 
 
 @per_memory
