@@ -158,16 +158,6 @@ def test_modes_and_dynamic_sizes(group: str) -> None:
     assert [site.fused for site in report.sites] == [True]
 
 
-def test_a_mode_with_cuda_graphs_says_that_calls_are_captured(group: str) -> None:
-    with autofuse.enable(), patch("autofuse.backend.FusionPass", side_effect=RuntimeError) as made:
-        with pytest.raises(RuntimeError):
-            compile_one(group, mode="reduce-overhead")
-        assert made.call_args.args[0].captured
-        with pytest.raises(RuntimeError):
-            compile_one(group)
-        assert not made.call_args.args[0].captured
-
-
 @pytest.mark.parametrize("backend", ["inductor", "autofuse"])
 def test_modes_that_tune_measure_ways(group: str, backend: str) -> None:
     with autofuse.enable(), patch("autofuse.backend.FusionPass", side_effect=RuntimeError):

@@ -75,7 +75,8 @@ def _inputs(
     found = [*sorted(INCLUDE.glob("*.cuh")), *sorted(folder.glob("*.cuh"))]
     headers = {path.name: path.read_bytes() for path in found}
     macros = [f"-D{name}={value}" for name, value in (*state.macros().items(), *constants)]
-    options = [f"--gpu-architecture={arch}", "--std=c++17", "-default-device", *macros]
+    # Lines for profilers and sanitizers; the code stays the same.
+    options = [f"--gpu-architecture={arch}", "--std=c++17", "-default-device", "-lineinfo", *macros]
     return (folder / source).read_bytes(), headers, options
 
 
