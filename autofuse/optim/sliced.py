@@ -53,7 +53,8 @@ class SlicedOptimizer(State, torch.optim.Optimizer):
     _step_supports_amp_scaling = True  # so that a GradScaler calls step() in any case, which then refuses it
 
     grad_norm: Tensor | None = None
-    """Of the last step, before clipping: fp32 [], with `max_norm` or `error_if_nonfinite`."""
+    """Of the last step, before clipping: fp32 [] where the parameters are, with `max_norm` or
+    `error_if_nonfinite`."""
 
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any], common: Common) -> None:
         unknown = common.keys() - Common.__annotations__.keys()
@@ -254,7 +255,7 @@ class SlicedOptimizer(State, torch.optim.Optimizer):
             raise_difference(type(self).__name__, told, names, self._group_name, problem or error)
         if self._wants_norm:
             self.grad_norm = norm
-        return norm
+        return norm if self._wants_norm else torch.empty(0)
 
     def _rows(self, batch: Batch) -> list[Row]:
         known: dict[tuple[int, int], list[float]] = {}

@@ -51,7 +51,9 @@ def _step(
 def _fake(
     params: list[Tensor], grads: list[Tensor | None], states: list[Tensor], wants_norm: bool, optimizer: int
 ) -> Tensor:
-    return torch.empty(() if wants_norm else (0,), device="cpu")
+    if wants_norm and params:
+        return torch.empty((), device=params[0].device)
+    return torch.empty(0, device="cpu")
 
 
 LIBRARY.define(

@@ -16,8 +16,8 @@ Nothing is written on any rank unless all ranks have agreed on which tensors hav
 with `error_if_nonfinite` also only if the norm is finite.
 
 Returns the norm of all gradients, before they are clipped, if `max_norm` or `error_if_nonfinite` ask for
-it, else an empty tensor. The op has no gradient. Sums are in rank order, so a plan is `direct` or
-`oblivious`."""
+it, on the device of the parameters, else an empty tensor. The op has no gradient. Sums are in rank order, so
+a plan is `direct` or `oblivious`."""
 
 from typing import Annotated, NamedTuple
 
@@ -64,12 +64,17 @@ class ReduceUpdateGather(NamedTuple):
         return buckets_of(tuple(p.numel() for p in self.params), self.world)
 
     @property
+    def device(self) -> torch.device:
+        """Of the parameters, and of the norm."""
+        return self.params[0].device if self.params else self.numbers.device
+
+    @property
     def wants_norm(self) -> bool:
         return self.max_norm > 0 or self.error_if_nonfinite
 
 
 def _fake(args: ReduceUpdateGather) -> Tensor:
-    return torch.empty(() if args.wants_norm else (0,), device=args.numbers.device)
+    return torch.empty(() if args.wants_norm else (0,), device=args.device)
 
 
 def _plan_shape(args: ReduceUpdateGather) -> PlanShape:

@@ -13,7 +13,7 @@ from torch import Tensor
 from autofuse.lowering import agreement
 from autofuse.lowering.buckets import Buckets, Segment
 from autofuse.lowering.reference.layout import all_gather, all_to_all
-from autofuse.lowering.update_rules import LR, RULES, SIGN, clip, trust
+from autofuse.lowering.update_rules import LR, RULES, SIGN, trust
 
 if TYPE_CHECKING:
     from autofuse.lowering.ops.reduce_update_gather import ReduceUpdateGather
@@ -32,17 +32,22 @@ def update_by_reference(args: ReduceUpdateGather) -> Tensor:
     problem = agreement.problem(OP, _all_gather_numbers(args, tell(args, buckets, codes)), args.names)
     if problem:
         raise agreement.Disagreement(problem)
-    sums = _reduce(args, buckets, dtype) if buckets.offsets[-1] else args.numbers.new_empty(0, dtype=dtype)
-    norm = args.numbers.new_empty(0, dtype=torch.float32)
-    factor = 1.0
+    norm = torch.empty(0, device=args.device)
+    sums = _reduce(args, buckets, dtype) if buckets.offsets[-1] else norm.to(dtype)
+    factor: float | Tensor = 1.0
     if args.wants_norm:
         squares = _over_ranks(args, sums.double().square().sum().reshape(1))
         norm = squares[0].sqrt().float()
         if args.error_if_nonfinite and not math.isfinite(float(norm)):
             raise agreement.not_finite(OP, float(norm))
-        factor = clip(float(norm), args.max_norm)
+        factor = _clip(norm, args.max_norm).to(dtype)
     _update(args, buckets, sums, factor)
-    return norm.to(args.numbers.device)
+    return norm
+
+
+def _clip(norm: Tensor, max_norm: float) -> Tensor:
+    """`update_rules.clip` where the norm is: the host need not wait for it."""
+    return (max_norm / (norm.double() + 1e-6)).clamp(max=1) if max_norm else torch.ones_like(norm)
 
 
 def check(args: ReduceUpdateGather, buckets: Buckets, dtype: torch.dtype) -> None:
@@ -84,8 +89,8 @@ def math_dtype(params: list[Tensor]) -> torch.dtype:
 
 
 def _all_gather_numbers(args: ReduceUpdateGather, values: list[int]) -> list[list[int]]:
-    device, world = args.numbers.device if not args.params else args.params[0].device, args.world
-    told = torch.tensor(values, dtype=torch.int64, device=device)
+    world = args.world
+    told = torch.tensor(values, dtype=torch.int64, device=args.device)
     return (
         all_to_all(told.repeat(world), [len(values)] * world, [len(values)] * world, args.group_name)
         .view(world, len(values))
@@ -128,7 +133,7 @@ def _common(dtypes: list[torch.dtype], otherwise: torch.dtype) -> torch.dtype:
     return dtypes[0] if len(set(dtypes)) == 1 else otherwise
 
 
-def _update(args: ReduceUpdateGather, buckets: Buckets, sums: Tensor, factor: float) -> None:
+def _update(args: ReduceUpdateGather, buckets: Buckets, sums: Tensor, factor: float | Tensor) -> None:
     rule, rows = RULES[args.rule], args.numbers.tolist()
     states, master = args.states[: len(rule.states)], args.states[len(rule.states) :]
     flat = [p.detach().reshape(-1) for p in args.params]

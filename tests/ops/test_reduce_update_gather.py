@@ -10,11 +10,13 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autofuse.lowering import update_rules
 from autofuse.lowering.buckets import BUCKET, buckets_of
 from autofuse.lowering.cpu import update_executor
 from autofuse.lowering.ops.library import FUSED_OPS
+from autofuse.optim import traced  # noqa: F401  (defines optimizer_step)
 from tests.ranks import RankPool
 
 Ranks = Callable[[int], RankPool]
@@ -261,3 +263,15 @@ def _refused(rank: int, world: int) -> None:
 
 def test_refused(ranks: Ranks) -> None:
     ranks(2).run(_refused)
+
+
+def test_norm_where_the_parameters_are() -> None:
+    """No host waits for it, and graphs know where it is."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        p = torch.empty(3, device="cuda")
+        numbers = torch.empty(1, update_rules.NUMBERS, dtype=torch.float64, device="cpu")
+        norm = torch.ops.autofuse.reduce_update_gather(
+            [p], [p], [], numbers, "sgd", "sum", 1.0, False, ["p"], "group", "direct", "here"
+        )
+        step = torch.ops.autofuse.optimizer_step([p], [p], [], True, 0)
+    assert (norm.shape, norm.device) == (step.shape, step.device) == ((), p.device)
