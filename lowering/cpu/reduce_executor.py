@@ -13,7 +13,8 @@ from autofuse.lowering.cpu.tiles import Cut, with_tiles
 from autofuse.lowering.notes import place
 from autofuse.lowering.orders import PlanShape
 from autofuse.lowering.proofs import agreed
-from autofuse.lowering.reference.product import is_grouped
+from autofuse.lowering.reference.bags import of_any_number
+from autofuse.lowering.reference.product import is_grouped, parse
 from autofuse.lowering.torch_internals import group_size
 
 if TYPE_CHECKING:
@@ -61,17 +62,18 @@ def partition(
     order: str,
     owner: bool = False,
     experts: float = 0,
+    bags: bool = False,
 ) -> Partition:
     """How `P: [m, n]` of `itemsize` bytes an element is cut. Raises ValueError if it cannot be cut evenly.
 
     `dim` and `outer` say where a reduce_scatter cuts; an all_reduce chooses for itself. `owner`: owners of
     rows apply the tail of an all_reduce, so that it is cut along rows. `experts`: of a product of experts,
     their number for each row that a token has. The rows of tokens lie apart, so that an all_reduce cuts
-    columns.
+    columns. `bags`: of a product of embedding bags, which are pooled over all columns.
     """
     everywhere = op == "matmul_all_reduce"
     if everywhere:
-        dim, outer = (0 if owner or (m >= max(4 * n, world) and not experts) else 1), 1
+        dim, outer = (0 if owner or bags or (m >= max(4 * n, world) and not experts) else 1), 1
     elif (m, n)[dim] % (outer * world):
         raise ValueError(
             f"{op}: dim {dim} of [{m}, {n}] cannot be cut into {world} equal parts (outer={outer}); "
@@ -82,7 +84,9 @@ def partition(
         everywhere and not owner and order == "direct" and m * n * itemsize * (world - 2) <= ONE_SHOT_BYTES
     )
     # Columns in stretches would need a copy of the weights: cut up the product instead.
-    whole = not one_shot and (cut.inner < FEW_ROWS * max(1, experts) if dim == 0 else outer > 1)
+    stretches = outer > 1 or dim == 1
+    few = cut.inner < FEW_ROWS * max(1, experts) if dim == 0 else outer > 1
+    whole = not one_shot and (stretches if bags else few)
     if one_shot:  # one chunk of everything, for all ranks
         cut = Cut(1, world, (0, *[(m, n)[dim]] * world))
     extents = tuple((cut.length(c), n) if dim == 0 else (m, cut.length(c)) for c in range(world))
@@ -114,8 +118,11 @@ class Kind(NamedTuple):
     def of(cls, op: str, args: "Reduction") -> "Kind":
         """That of a call whose proof holds on all ranks."""
         owner = bool(args.tail and args.proof) and op == "matmul_all_reduce" and args.order != "ring"
+        x, operands, pooling = args.x, args.operands, parse(args.product).pooling
+        if pooling is not None:
+            x, operands = of_any_number(x, operands, pooling)
         return cls(
-            op, spec(args.x), spec(args.w), spec(args.operands), args.product, args.reduce_op, args.dim,
+            op, spec(x), spec(args.w), spec(operands), args.product, args.reduce_op, args.dim,
             args.outer, args.keep_product, args.order, args.tail, spec(args.tail_operands), owner,
         )  # fmt: skip
 
@@ -124,8 +131,9 @@ class Kind(NamedTuple):
         grouped = is_grouped(self.product)
         experts = self.w[0][0][0] * m / max(1, self.x[0][0][0]) if grouped else 0
         return partition(
-            self.op, m, n, p.dtype.itemsize, self.dim, self.outer, world, self.order, self.owner, experts
-        )
+            self.op, m, n, p.dtype.itemsize, self.dim, self.outer, world, self.order, self.owner, experts,
+            parse(self.product).pooling is not None,
+        )  # fmt: skip
 
     def recipe(self, p: Tensor, world: int, rank: int) -> Recipe:
         if self.reduce_op not in ("sum", "avg"):

@@ -15,7 +15,7 @@ from torch import Tensor
 from autofuse.lowering.cpu.recipes import State, Step
 from autofuse.lowering.cpu.tiles import Buffer, Cut, Run
 from autofuse.lowering.plan import Action, Compute, Copy, Plan, Reduce, Send, Signal, Store, Tile, Wait
-from autofuse.lowering.reference.product import evaluate, is_grouped, part
+from autofuse.lowering.reference.product import evaluate, looks_up, part
 from autofuse.native_kernels.cpu import accumulate_rows, reduce_rows
 
 
@@ -88,7 +88,7 @@ class ReduceSteps:
         if self.whole:
             return lambda s, target: target.copy_(run.read(s.product, dim))
 
-        tokens = run.read(torch.arange(self.rows), 0) if dim == 0 and is_grouped(product) else None
+        tokens = run.read(torch.arange(self.rows), 0) if dim == 0 and looks_up(product) else None
 
         def compute(s: State, target: Tensor) -> None:
             w = [run.read(t, t.dim() - 1) for t in s.w] if dim == 1 else s.w

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from autofuse.lowering.cpu.reduce_executor import reduce_plan_shape, run_reduce
 from autofuse.lowering.ops.library import FusedOp, SymInt, register
-from autofuse.lowering.ops.matmul_all_reduce import REDUCE_GAPS, refuse_tail
+from autofuse.lowering.ops.matmul_all_reduce import REDUCE_GAPS, refuse_tail, sizes_of_call
 from autofuse.lowering.plan import Family
 from autofuse.lowering.reference.layout import all_gather, reduce_scatter
 from autofuse.lowering.reference.product import parse, product_backward, with_kept
@@ -114,6 +114,6 @@ register(
         cuda=_cuda,
         exchanged=lambda args: args.x[0].dtype,
         gpu_gaps=REDUCE_GAPS,
-        shapes=lambda args: (args.x[0].shape, args.w[0].shape),
+        shapes=sizes_of_call,
     )
 )

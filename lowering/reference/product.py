@@ -28,6 +28,8 @@ from autofuse.lowering.cpu.matmul import multiply
 from autofuse.lowering.torch_internals import scaled_mm
 
 from . import words
+from .bags import CONTRACTION as BAGS
+from .bags import Pooling, of_bags, pool_into, pooled
 from .grouped import CONTRACTION as GROUPED
 from .grouped import ROW_STAGES, blocks, change_rows, grouped, of_tokens
 
@@ -37,7 +39,7 @@ _BINARY: dict[str, Callable[..., Tensor]] = {
     "mul": torch.mul,
     "div": torch.div,
 }
-_CONTRACTIONS = {"mm": 0, "addmm": 1, "scaled_mm": 2, "rows": 0, GROUPED: 0}
+_CONTRACTIONS = {"mm": 0, "addmm": 1, "scaled_mm": 2, "rows": 0, GROUPED: 0, BAGS: 0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +57,7 @@ class Stage:
 @dataclass(frozen=True, slots=True)
 class Product:
     """A parsed product. `inputs` are the operands of the contraction, `out_dtype` is that of scaled_mm,
-    `beta` and `alpha` are those of addmm."""
+    `beta` and `alpha` are those of addmm, `pooling` is that of bags."""
 
     contraction: str
     inputs: tuple[int, ...]
@@ -63,6 +65,7 @@ class Product:
     stages: tuple[Stage, ...]
     beta: float | int = 1
     alpha: float | int = 1
+    pooling: Pooling | None = None
 
 
 @cache
@@ -94,6 +97,8 @@ def _parse(product: str) -> Product:
                 return Product(name, inputs, words.dtype(dtype), stages)
             case "addmm", [beta, alpha]:
                 return Product(name, inputs, None, stages, words.number(beta), words.number(alpha))
+            case "bags", options:
+                return Product(name, inputs, None, stages, pooling=Pooling.parse(options))
             case "mm" | "addmm" | "rows" | "grouped", []:
                 return Product(name, inputs, None, stages)
     takes = {"scaled_mm": " and a dtype", "addmm": ", then beta and alpha or neither"}
@@ -135,6 +140,8 @@ def _contract(p: Product, x: Sequence[Tensor], w: Sequence[Tensor], operands: Se
         total = torch.mm(x[0], w[0])
     elif p.contraction == "rows":
         total = torch.index_select(w[0], 0, x[0].squeeze(1))
+    elif p.pooling is not None:
+        return pooled(x, w, operands, p.pooling)
     elif p.contraction == "addmm":
         total = torch.addmm(operands[p.inputs[0]], x[0], w[0], beta=p.beta, alpha=p.alpha)
     elif p.contraction == GROUPED:
@@ -208,7 +215,8 @@ def evaluate(
             of_span = [t[..., span] if t.dim() and t.shape[-1] > 1 else t for t in operands]
             out[:, span].copy_(epilogue(total[:, span], of_span, product))
         return total
-    if not uniform or p.contraction == "scaled_mm":
+    in_place = p.pooling is None or out.is_contiguous()
+    if not uniform or p.contraction == "scaled_mm" or not in_place:
         out.copy_(product_reference(x, w, operands, product))
         return out
     # Promotion only widens: when both ends have one dtype, so has everything between, and all fits in `out`.
@@ -216,6 +224,9 @@ def evaluate(
         torch.addmm(operands[p.inputs[0]], x[0], w[0], beta=p.beta, alpha=p.alpha, out=out)
     elif p.contraction == "rows":
         torch.index_select(w[0], 0, x[0].squeeze(1), out=out)
+    elif p.pooling is not None:
+        pool_into(out, x, w, operands, p.pooling)
+        x = w = []
     else:
         multiply(out, x[0], w[0])
     for xi, wi in zip(x[1:], w[1:], strict=True):
@@ -228,15 +239,23 @@ def evaluate(
 def part(
     x: Sequence[Tensor], operands: Sequence[Tensor], product: str, rows: Tensor
 ) -> tuple[list[Tensor], list[Tensor], Tensor]:
-    """x, operands and rows of x that make the rows `rows` (ascending) of a product of experts."""
+    """x and operands that make the rows `rows` (ascending) of a product that looks up rows, and the rows of
+    `with_kept` that they make."""
     p = parse(product)
+    if p.pooling is not None:
+        return *of_bags(rows, x, operands, p.pooling), rows
     stages = [(s.name, s.operand, s.mask, s.number) for s in p.stages]
     return of_tokens(rows, x, operands, p.inputs, stages)
 
 
 def is_grouped(product: str) -> bool:
-    """Whether the rows of the product are no rows of x."""
+    """Whether the product is one of experts."""
     return product.startswith(GROUPED)
+
+
+def looks_up(product: str) -> bool:
+    """Whether the rows of the product are no rows of x."""
+    return product.startswith((GROUPED, BAGS))
 
 
 def check_product(
@@ -300,7 +319,7 @@ def product_backward(
     the rows of `g` are added up where they were read. Of the
     operands only those that are added or subtracted have one; RuntimeError where another one needs it.
     """
-    if is_grouped(product):
+    if looks_up(product):
         raise RuntimeError(f"product {product!r} has no gradient; it is for graphs behind autograd")
     grad, found = epilogue_backward(grad, operands, product, w[0].dtype, needs[2])
     if parse(product).contraction == "rows":

@@ -126,7 +126,7 @@ class Shapes:
         pieces = node.args[0] if node.target is aten.cat.default else None
         if not isinstance(pieces, (list, tuple)) or not all(isinstance(p, fx.Node) for p in pieces):
             return
-        split = pieces[0].args[0]
+        split = pieces[0].args[0] if pieces[0].args else None
         source = split.args[0] if isinstance(split, fx.Node) and split.target is aten.split.Tensor else None
         val, length = tensor(source), tensor(pieces[0])
         if (

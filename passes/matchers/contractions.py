@@ -1,4 +1,4 @@
-"""The contractions that a product begins with: matmuls, and rows that an embedding reads."""
+"""The contractions that a product begins with: matmuls, rows that an embedding reads, and pooled rows."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
+from autofuse.lowering.reference.bags import Pooling
 from autofuse.passes.graph.follow import Shapes, argument, aten, dtype_of, tensor
 from autofuse.passes.graph.layout import Layout, Size, prod, same_shape
 from autofuse.passes.report import Reason, Reject
 
+from .embedding import Bag, check_bags, read_bag
 from .matmuls import grouped_offsets, one_weight
 from .operands import Operand
 
@@ -53,6 +55,8 @@ class Product:
     the sum, the entries of all experts."""
     rows: fx.Node | None = None
     """Of a `grouped` product of one term: the contraction, which may be read elsewhere, too."""
+    bags: tuple[Bag, ...] = ()
+    """Of a `bags` product: those of all tables."""
     heads: tuple[tuple[fx.Node, Layout], ...] = ()
     """Of listed experts, if the epilogue ends before they are joined: the last node of each expert's
     epilogue, with its layout relative to `[1, R, N]`."""
@@ -74,6 +78,29 @@ def _rows(n: fx.Node, shapes: Shapes) -> Product | Reject:
     layout = Layout.of(flat).reshape(shape)
     assert layout is not None
     return Product((indices,), (table,), (ROWS,), (), flat, dtype, layout, n, layout)
+
+
+def bags_of(n: fx.Node) -> list[Bag]:
+    """The bags whose pooled rows `n` is, or joins along their columns; [] if it is something else."""
+    joins = n.target is aten.cat.default and argument(n, 1, "dim", 0) in (1, -1)
+    found = [read_bag(part) for part in (n.args[0] if joins else [n])]
+    return [bag for bag in found if bag is not None] if all(found) else []
+
+
+def pooled_rows(n: fx.Node, shapes: Shapes) -> Product | Reject:
+    """Rows of tables that embedding bags pool."""
+    bags, dtype, shape = bags_of(n), dtype_of(n), shapes.known(n)
+    assert dtype is not None
+    reject = check_bags(bags, dtype)
+    if reject is not None:
+        return reject
+    first = bags[0]
+    weights = [b.per_sample_weights for b in bags if b.per_sample_weights is not None]
+    stage = Pooling(first.mode, first.include_last_offset, first.padding_idx, bool(weights)).text
+    operands = tuple(map(Operand, [*(b.offsets for b in bags), *weights]))
+    x, w = tuple(b.indices for b in bags), tuple(b.weight for b in bags)
+    layout, inner = Layout.of(shape), frozenset(b.pooled for b in bags) - {n}
+    return Product(x, w, (stage,), operands, shape, dtype, layout, n, layout, inner=inner, bags=tuple(bags))
 
 
 def contraction(n: fx.Node, shapes: Shapes, batched: bool) -> Product | Reject:

@@ -98,7 +98,7 @@ def match_embedding(anchor: Anchor, context: Context) -> Found:
         return followed
     bags, layout, wire = followed
     first = bags[0]
-    reject = _check(bags, wire)
+    reject = check_bags(bags, wire)
     if reject is not None:
         return reject
     outside = outside_reader(anchor, [b.pooled for b in bags])
@@ -174,7 +174,8 @@ def _follow_bags(root: fx.Node, shapes: Shapes) -> tuple[list[Bag], Layout, torc
     return bags, followed.layout, wire
 
 
-def _check(bags: list[Bag], wire: torch.dtype) -> Reject | None:
+def check_bags(bags: list[Bag], wire: torch.dtype) -> Reject | None:
+    """Why no fused op pools the bags and sends them in the dtype `wire`; None if one does."""
     first = bags[0]
     if any(b.shared != first.shared for b in bags):
         return Reject(Reason.UNSUPPORTED_VARIANT, "the tables differ in mode, options or dtypes")
@@ -241,7 +242,7 @@ def _rewrite(
             reread(emitter, fused, have, [replace(reader, layout=want)])
         replace_result(emitter, anchor, emitter.rebuild(fused, have, layout, shapes.of(anchor.node)))
     for bag in bags:
-        _replace_extras(emitter, bag)
+        replace_extras(emitter, bag)
 
 
 def _order_read(
@@ -259,7 +260,7 @@ def _order_read(
     return "sbt"
 
 
-def _replace_extras(emitter: Emitter, bag: Bag) -> None:
+def replace_extras(emitter: Emitter, bag: Bag) -> None:
     """Compute the other results of a bag that the backward reads: offset2bag, bag sizes, zeros."""
     for user in list(bag.node.users):
         index = user.args[1]

@@ -65,7 +65,7 @@ def match_matmul_gather(anchor: Anchor, context: Context) -> Found:
     found = match_product(anchor.input, shapes)
     if isinstance(found, Reject):
         return found
-    if found.stages[0] == ROWS:
+    if found.stages[0] == ROWS or found.bags:
         return Reject(Reason.NO_COMPUTE, "rows of a table are gathered, and no matmul")
     if found.stages[0].startswith(GROUPED):
         return Reject(Reason.UNSUPPORTED_VARIANT, "rows of experts are added up before a gather")

@@ -19,6 +19,7 @@ from autofuse.passes.graph.layout import Cut, Layout, Size, cut_out, exact_quoti
 from autofuse.passes.report import Reason, Reject
 
 from .contractions import ROWS, Product
+from .embedding import replace_extras
 from .match import Context, Found, Match, Work, check_dtype, replace_result, values
 from .operands import materialise, two_dimensional
 from .product import extra_users, hand_out_product, match_product
@@ -82,8 +83,8 @@ def _match(anchor: Anchor, context: Context, found: Product, pattern: str, cut: 
     early = early or readers
     grouped = found.stages[0].startswith(GROUPED)
     nbytes = prod(found.shape) * found.dtype.itemsize
-    reads = found.stages[0] == ROWS
-    experts = context.shapes.known(found.w[0])[0] if grouped else 1
+    reads = found.stages[0] == ROWS or bool(found.bags)
+    experts = context.shapes.known(found.w[0])[0] if grouped else max(1, len(found.bags))
     sizes = [context.shapes.known(x) for x in found.x if not reads]
     matmuls = tuple((prod(x[:-1]), x[-1], found.shape[1]) for x in sizes)
     kept = nbytes if early else 0
@@ -125,6 +126,8 @@ def _rewrite(
     grouped = found.stages[0].startswith(GROUPED)
     if found.stages[0] == ROWS:
         x = [emitter.reshape(n, (found.shape[0], 1)) for n in found.x]
+    elif found.bags:
+        x = list(found.x)
     else:
         x = [two_dimensional(emitter, n) for n in found.x]
     w = list(found.w) if grouped else [two_dimensional(emitter, n) for n in found.w]
@@ -142,6 +145,8 @@ def _rewrite(
             shape = context.shapes.known(found.rows)
             emitter.replace(found.rows, emitter.reshape(emitter.item(fused, 1), shape))
     replace_result(emitter, anchor, result)
+    for bag in found.bags:
+        replace_extras(emitter, bag)
 
 
 def without(layout: Layout, cut: Cut) -> Layout:

@@ -14,6 +14,7 @@ from typing import TypeAlias
 import torch
 from torch import fx
 
+from autofuse.lowering.reference.bags import CONTRACTION as BAGS
 from autofuse.passes.graph.anchors import is_fused
 from autofuse.passes.graph.emit import Emitter
 from autofuse.passes.graph.follow import Shapes, argument, dtype_of, follow, is_cast, is_view
@@ -21,7 +22,7 @@ from autofuse.passes.graph.layout import Digit, Layout, Size, compose, merge, sa
 from autofuse.passes.graph.paths import between
 from autofuse.passes.report import Reason, Reject
 
-from .contractions import CONTRACTIONS, ROWS, Product, contraction
+from .contractions import CONTRACTIONS, ROWS, Product, bags_of, contraction, pooled_rows
 from .operands import Operand, broadcast
 from .token_sums import CHOICES, GROUPED, added_rows, adds_rows, chosen_rows, rows_of_experts
 
@@ -73,7 +74,13 @@ def _match(
 ) -> Product | Reject:
     def is_leaf(n: fx.Node) -> bool:
         more = n.target in CHOICES if batched is Batch.ROWS else not batched and adds_rows(n)
-        return more or n.target in CONTRACTIONS or is_stage(n) or is_fused(n)
+        return (
+            more
+            or n.target in CONTRACTIONS
+            or is_stage(n)
+            or is_fused(n)
+            or (not batched and bool(bags_of(n)))
+        )
 
     followed = follow(node, is_leaf, shapes, shape=shape)
     if followed is None:
@@ -130,6 +137,8 @@ def _leaf(n: fx.Node, shapes: Shapes, batched: Batched) -> Product | Reject:
         return chosen_rows(n, shapes, partial(_match, shapes=shapes, batched=batched), _extend)
     if not batched and adds_rows(n):
         return added_rows(n, shapes, partial(_match, shapes=shapes, batched=Batch.ROWS), _extend)
+    if bags_of(n):
+        return pooled_rows(n, shapes)
     if n.target in CONTRACTIONS:
         return rows_of_experts(n, shapes) if batched is Batch.ROWS else contraction(n, shapes, bool(batched))
     if n.target in _BINARY:
@@ -325,7 +334,7 @@ def _sum(a: Product, b: Product, n: fx.Node) -> Product | None:
     if len(b.stages) == 1 and b.stages[0].startswith("addmm"):
         a, b = b, a
     experts = a.stages[0].startswith(GROUPED) and a.stages == b.stages and a.operands == b.operands
-    alike = experts or (b.stages == ("mm",) and not a.stages[0].startswith(("scaled", ROWS, GROUPED)))
+    alike = experts or (b.stages == ("mm",) and not a.stages[0].startswith(("scaled", ROWS, GROUPED, BAGS)))
     if len(a.stages) != 1 or not alike:
         return None
     if (

@@ -20,6 +20,7 @@ from . import (
     gathered_products,
     pooled_exchange,
     recommendation,
+    sharded_bags,
     tensor_parallel_experts,
     training,
     ulysses,
@@ -35,7 +36,7 @@ Ranks = Callable[[int], RankPool]
 MODULES = (
     *(dense, gathered_products, contractions, epilogues, views, training),
     *(recommendation, pooled_exchange, experts, expert_loops, tensor_parallel_experts, ulysses),
-    *(uneven, vocabularies, between),
+    *(uneven, vocabularies, between, sharded_bags),
 )
 CASES = [(m, name) for m in MODULES for name in m.PROGRAMS]
 
