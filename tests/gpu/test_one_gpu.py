@@ -85,12 +85,7 @@ if torch.cuda.is_available() and why_not() is None:
             w, SCATTER, 72 * w, 512, 2056, ClusterReduceConfig(bn=128, across=1, along=2, stages=5, part=32)
         ),
         "gather": lambda w: Dense(
-            w,
-            "gather",
-            120 * w,
-            512,
-            2048,
-            ClusterGatherConfig(bn=64, across=1, along=2, stages=7, k_slices=4),
+            w, GATHER, 120 * w, 512, 2048, ClusterGatherConfig(bn=64, along=2, stages=7, across=1, k_slices=4)
         ),
         "gather within": lambda w: Dense(w, GATHER, 256 * w, 512, 2048, ClusterGatherConfig(within=True)),
         "words": lambda w: Dense(w, REDUCE, 5 * w + 1, 1024, 2048, WordsConfig(split=2)),
