@@ -65,7 +65,7 @@ def together(work: Callable[[], T], group: ProcessGroup | None = None) -> T:
         if _on_gpus():
             torch.cuda.synchronize()
     except Exception as error:  # a variant may raise anything, and the others are still worth timing
-        failure = f"{type(error).__name__}: {error}".strip().splitlines()[0][:300]
+        failure = " ".join(f"{type(error).__name__}: {error}".split())[:300]
     if slowest(float(bool(failure)), group):
         failures = [""] * dist.get_world_size(group)
         dist.all_gather_object(failures, failure, group=group)
