@@ -131,10 +131,9 @@ def run(op: str, args: Arguments, kind: Kind, tail_operands: Sequence[Tensor] = 
     x, keep = args.x, args.keep_product
     out = x[0].new_empty(recipe.out_shape, dtype=recipe.dtype)
     product = x[0].new_empty(recipe.shape if keep or recipe.whole else (0, 0), dtype=recipe.dtype)
-    # Rows that belong to no token are computed by nobody.
-    kept = (
-        x[0].new_zeros(x[0].shape[0], args.w[0].shape[-1]) if is_grouped(args.product) and keep else product
-    )
+    kept = product
+    if is_grouped(args.product) and keep:
+        kept = x[0].new_empty(x[0].shape[0], args.w[0].shape[-1])
     results = [x[0].new_empty(shape, dtype=dtype) for shape, dtype in recipe.results]
     if recipe.whole:
         rows = evaluate(product, x, args.w, args.operands, args.product)

@@ -15,7 +15,8 @@ from torch import Tensor
 from autofuse.lowering.cpu.recipes import State, Step
 from autofuse.lowering.cpu.tiles import Buffer, Cut, Run
 from autofuse.lowering.plan import Action, Compute, Copy, Plan, Reduce, Send, Signal, Store, Tile, Wait
-from autofuse.lowering.reference.product import evaluate, looks_up, part
+from autofuse.lowering.reference.bags import of_bags
+from autofuse.lowering.reference.product import evaluate, parse
 from autofuse.native_kernels.cpu import accumulate_rows, reduce_rows
 
 
@@ -88,22 +89,19 @@ class ReduceSteps:
         if self.whole:
             return lambda s, target: target.copy_(run.read(s.product, dim))
 
-        tokens = run.read(torch.arange(self.rows), 0) if dim == 0 and looks_up(product) else None
+        pooling = parse(product).pooling
+        bags = run.read(torch.arange(self.rows), 0) if pooling is not None else None
 
         def compute(s: State, target: Tensor) -> None:
             w = [run.read(t, t.dim() - 1) for t in s.w] if dim == 1 else s.w
-            if tokens is not None:
-                x, operands, rows = part(s.x, s.operands, product, tokens)
+            if bags is not None and pooling is not None:
+                x, operands = of_bags(bags, s.x, s.operands, pooling)
             else:
                 x = [run.read(t, 0) for t in s.x] if dim == 0 else list(s.x)
                 operands = [run.read_operand(t, dim) for t in s.operands]
             made = evaluate(target, x, w, operands, product)
-            if not keep:
-                return
-            assert s.kept is not None
-            if tokens is not None:
-                s.kept[rows] = made
-            else:
+            if keep:
+                assert s.kept is not None
                 run.write(s.kept, dim, made)
 
         return compute

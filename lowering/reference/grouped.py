@@ -9,12 +9,11 @@
     index_add %i %j  V = operands[i].index_add(0, operands[j], V)    operands[i]: [T, 1] or [T, N];
                      operands[j]: [R, 1], int64, the token of each row
 
-Columns of the result need columns of the weights and operands. `of_tokens` has what some rows need.
+Columns of the result need columns of the weights and operands.
 """
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -29,9 +28,6 @@ ROW_STAGES = ("take", "sum", "fold", "index_add")
 BLOCK, LEAST_COLUMNS = 1 << 18, 32
 """Elements, and columns at least, of rows of experts that stages are applied to at a time. Measured with 2048
 rows of 1024 columns: 8.9 ms a call, in one piece 9.3 ms."""
-
-Step: TypeAlias = tuple[str, int | None, int | None, float | int | None]
-"""A stage: name, operand, index (or mask) and number."""
 
 
 def blocks(value: Tensor, stages: Sequence[str]) -> list[slice]:
@@ -92,55 +88,3 @@ def change_rows(
         return base.index_add(0, index.squeeze(1), value)
     count = int(number or 0)
     return value.unflatten(0, (-1, count)).sum(1) if name == "sum" else value.unflatten(0, (count, -1)).sum(0)
-
-
-def of_tokens(
-    tokens: Tensor,
-    x: Sequence[Tensor],
-    operands: Sequence[Tensor],
-    inputs: Sequence[int],
-    stages: Sequence[Step],
-) -> tuple[list[Tensor], list[Tensor], Tensor]:
-    """x and operands from which the same product is rows `tokens` (ascending) of the whole; the rows of x.
-
-    inputs: the operands of the contraction.
-    """
-    found = list(operands)
-    counts = [x[0].shape[0]]  # rows before each stage
-    for name, operand, index, number in stages:
-        after = {"take": index, "index_add": operand}.get(name)
-        divisor = int(number or 1) if name in ("sum", "fold") else 1
-        counts.append(counts[-1] // divisor if after is None else operands[after].shape[0])
-    rows = tokens
-
-    def keep(i: int | None, rows: Tensor) -> None:
-        if i is not None and found[i].dim() == 2 and found[i].shape[0] > 1:
-            found[i] = found[i][rows]
-
-    for (name, operand, index, number), count in zip(reversed(stages), counts[-2::-1], strict=True):
-        if name == "index_add":
-            assert operand is not None
-            assert index is not None
-            place = tokens.new_full((found[operand].shape[0],), -1)
-            place[rows] = torch.arange(rows.shape[0])
-            found[operand] = found[operand][rows]
-            whole = place[operands[index].squeeze(1)]
-            rows = (whole >= 0).nonzero().squeeze(1)
-            found[index] = whole[rows].unsqueeze(1)
-        elif name == "take":
-            assert index is not None
-            chosen = operands[index].squeeze(1)[rows]
-            rows, where = chosen.unique(return_inverse=True)
-            found[index] = where.unsqueeze(1)
-        elif name == "sum":
-            each = int(number or 0)
-            rows = (rows[:, None] * each + torch.arange(each)).flatten()
-        elif name == "fold":
-            experts = int(number or 0)
-            rows = (torch.arange(experts)[:, None] * (count // experts) + rows).flatten()
-        else:
-            keep(operand, rows)
-            keep(index, rows)
-    for i in inputs:
-        found[i] = torch.searchsorted(rows, found[i].to(torch.int64)).to(found[i].dtype)
-    return [t[rows] for t in x], found, rows

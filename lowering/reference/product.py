@@ -25,13 +25,14 @@ import torch
 from torch import Tensor
 
 from autofuse.lowering.cpu.matmul import multiply
+from autofuse.lowering.cpu.token_sums import add_up
 from autofuse.lowering.torch_internals import scaled_mm
 
 from . import words
 from .bags import CONTRACTION as BAGS
-from .bags import Pooling, of_bags, pool_into, pooled
+from .bags import Pooling, pool_into, pooled
 from .grouped import CONTRACTION as GROUPED
-from .grouped import ROW_STAGES, blocks, change_rows, grouped, of_tokens
+from .grouped import ROW_STAGES, blocks, change_rows, grouped
 
 _BINARY: dict[str, Callable[..., Tensor]] = {
     "add": torch.add,
@@ -211,6 +212,10 @@ def evaluate(
     uniform = w[0].dtype == out.dtype and all(stage.dtype is None for stage in p.stages)
     if p.contraction == GROUPED:
         total = _contract(p, x, w, operands)
+        if done := add_up(out, total, operands, p.stages):
+            for stage in p.stages[done:]:
+                _apply(stage, out, operands, out=out)
+            return total
         for span in blocks(total, [stage.name for stage in p.stages]):
             of_span = [t[..., span] if t.dim() and t.shape[-1] > 1 else t for t in operands]
             out[:, span].copy_(epilogue(total[:, span], of_span, product))
@@ -236,26 +241,9 @@ def evaluate(
     return out
 
 
-def part(
-    x: Sequence[Tensor], operands: Sequence[Tensor], product: str, rows: Tensor
-) -> tuple[list[Tensor], list[Tensor], Tensor]:
-    """x and operands that make the rows `rows` (ascending) of a product that looks up rows, and the rows of
-    `with_kept` that they make."""
-    p = parse(product)
-    if p.pooling is not None:
-        return *of_bags(rows, x, operands, p.pooling), rows
-    stages = [(s.name, s.operand, s.mask, s.number) for s in p.stages]
-    return of_tokens(rows, x, operands, p.inputs, stages)
-
-
 def is_grouped(product: str) -> bool:
     """Whether the product is one of experts."""
     return product.startswith(GROUPED)
-
-
-def looks_up(product: str) -> bool:
-    """Whether the rows of the product are no rows of x."""
-    return product.startswith((GROUPED, BAGS))
 
 
 def check_product(
@@ -319,7 +307,7 @@ def product_backward(
     the rows of `g` are added up where they were read. Of the
     operands only those that are added or subtracted have one; RuntimeError where another one needs it.
     """
-    if looks_up(product):
+    if is_grouped(product) or parse(product).pooling is not None:
         raise RuntimeError(f"product {product!r} has no gradient; it is for graphs behind autograd")
     grad, found = epilogue_backward(grad, operands, product, w[0].dtype, needs[2])
     if parse(product).contraction == "rows":

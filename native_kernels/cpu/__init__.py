@@ -50,6 +50,11 @@ def why_not() -> str:
     return _why_not
 
 
+def has(name: str) -> bool:
+    """Whether the library was loaded and has the C function `name`."""
+    return getattr(_library, name, None) is not None
+
+
 def function(name: str, restype: Any, argtypes: Sequence[Any]) -> Callable[..., Any]:
     """The C function `name` with its types declared. Without the library: a function that raises
     RuntimeError with the reason, so that modules can bind their kernels when they are imported."""

@@ -280,6 +280,8 @@ def _traffic(task: Task, arithmetic: Arithmetic) -> _Traffic:
     if family is Family.CONSUME:
         return _Traffic((world - 1) * chunk, 2 * chunk + sent + task.kept, 1, _second)
     whole = _few_rows_a_part(task, arithmetic)
+    if task.matmuls and task.count != 1:  # tokens of experts are cut from a product in one piece
+        whole = _first if task.op == "matmul_reduce_scatter" else _second
     if ring:
         wide = 4 // _itemsize(task.dtype)
         linked, copied, waits = (world - 1) * chunk * wide, (world - 1) * chunk * wide + 2 * sent, world - 1

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from autofuse.lowering.cpu.reduce_executor import FEW_ROWS
+from autofuse.lowering.cpu.token_sums import add_up
 from autofuse.lowering.reference.layout import parts
-from autofuse.lowering.reference.product import parse, product_reference
+from autofuse.lowering.reference.product import epilogue, parse, product_reference
 from tests.ops.dense import DTYPES, ORDERS, poison, seeded, world_group
 from tests.ranks import RankPool
 
@@ -115,3 +116,52 @@ def test_by_hand() -> None:
 def test_malformed(product: str) -> None:
     with pytest.raises(ValueError, match="malformed product"):
         parse(product)
+
+
+FORMS = [
+    ("grouped; mul %0; take %1; sum 2; to bfloat16", torch.bfloat16, torch.float32, torch.bfloat16, 4),
+    ("grouped; mul %0; take %1; mul %2; sum 3; mul 0.5; add %3", *[torch.float32] * 3, 4),
+    ("grouped; take %1; mul %2; sum 3", torch.float16, torch.float16, torch.float16, 3),
+    ("grouped; mul %0; sum 2", torch.bfloat16, torch.bfloat16, torch.bfloat16, 2),
+    ("grouped; mul %0; fold 4; relu", torch.float32, torch.float32, torch.float32, 2),
+    ("grouped; sum 2; to float16", torch.float32, torch.float32, torch.float16, 2),
+    ("grouped; mul %0; index_add %3 %1", *[torch.float32] * 3, 0),
+    ("grouped; neg; sum 2", *[torch.float32] * 3, 0),
+    ("grouped; sum 2; to float32; mul %3", torch.bfloat16, torch.float32, torch.float32, 0),
+]
+"""Product, dtypes of rows, factors and result, and how many of its stages are one loop."""
+
+
+def test_rows_that_one_loop_adds() -> None:
+    """As torch's ops, to the bit where two rows are added."""
+    for product, of_rows, of_factors, of_out, count in FORMS:
+        for columns in (1, 64, 150):
+            stages = parse(product).stages
+            (k,) = (int(s.number or 1) for s in stages if s.name in ("sum", "fold", "index_add"))
+            taken = torch.randperm(24, generator=torch.Generator().manual_seed(0))[:, None]
+            factors = [seeded(seed, 24, 1, dtype=of_factors) for seed in (2, 3)]
+            rows, base = seeded(1, 24, columns, dtype=of_rows), seeded(4, 24 // k, columns, dtype=of_out)
+            operands = [factors[0], taken, factors[1], base]
+            whole = torch.full((24 // k, columns + 9), 7, dtype=of_out)
+            out = whole[:, 2 : 2 + columns]
+            done = add_up(out, rows, operands, stages)
+            assert done == count, product
+            if not done:
+                continue
+            first = "; ".join(product.split("; ")[: 1 + done])
+            assert k != 2 or torch.equal(out, epilogue(rows, operands, first)), product
+            given = [t.double() if t.is_floating_point() else t for t in (rows, *operands)]
+            sized = [t.abs() for t in given]
+            exact, size = (epilogue(t[0], t[1:], first.partition("; to")[0]) for t in (given, sized))
+            least = torch.finfo(of_out).tiny
+            assert ((out.double() - exact).abs() <= 3 * (size + least) * torch.finfo(of_out).eps).all(), (
+                product
+            )
+            assert (whole[:, :2] == 7).all()
+            assert (whole[:, 2 + columns :] == 7).all()
+
+
+def test_a_row_that_is_none() -> None:
+    rows, taken = torch.zeros(4, 8), torch.tensor([[0], [4]])
+    with pytest.raises(IndexError, match="none of 4"):
+        add_up(torch.empty(1, 8), rows, [taken], parse("grouped; take %0; sum 2").stages)

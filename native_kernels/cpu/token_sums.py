@@ -1,0 +1,63 @@
+"""Rows that are weighted and added up token by token; on one thread."""
+
+from collections.abc import Sequence
+from ctypes import c_int, c_int64, c_void_p
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from autofuse.native_kernels.cpu import DTYPES, function, has
+
+_NAME = "af_add_rows"
+_add_rows = function(_NAME, c_int, [c_void_p])
+
+Scale: TypeAlias = tuple[Tensor, torch.dtype]
+"""A factor for each row, `[n, 1]`, and the dtype to which products with it are rounded."""
+
+
+def can_add_rows() -> bool:
+    """Whether the library, which may be older, has the kernel."""
+    return has(_NAME)
+
+
+def add_rows(
+    out: Tensor,
+    rows: Tensor,
+    index: Tensor | None,
+    before: Scale | None,
+    behind: Scale | None,
+    k: int,
+    fold: bool,
+) -> None:
+    """`out[t] = sum over j < k of before[r] * rows[r] * behind[i]`, where `r = index[i]`.
+
+    `i` is entry `t * k + j`, with `fold` `j * T + t`; without an index `r = i`. `out: [T, N]` and
+    `rows: [R, N]` have adjacent columns; `index: [T * k, 1]`, int64. Adds in float32. Raises IndexError for a
+    row that is none.
+    """
+    given = index if index is not None else rows[:0]
+    words = [
+        *(
+            out.data_ptr(),
+            out.stride(0),
+            DTYPES[out.dtype],
+            rows.data_ptr(),
+            rows.stride(0),
+            DTYPES[rows.dtype],
+        ),
+        *(given.data_ptr() if index is not None else 0, given.stride(0)),
+        *_scale(before, rows.shape[0]),
+        *_scale(behind, out.shape[0] * k),
+        *(int(fold), *out.shape, k, rows.shape[0]),
+    ]
+    if not _add_rows((c_int64 * len(words))(*words)):
+        raise IndexError(f"a token takes a row that is none of {rows.shape[0]}")
+
+
+def _scale(scale: Scale | None, count: int) -> Sequence[int]:
+    if scale is None:
+        return (0, 0, 0, 0)
+    factors, rounded = scale
+    stride = factors.stride(0) if factors.shape[0] == count else 0
+    return (factors.data_ptr(), stride, DTYPES[factors.dtype], DTYPES[rounded])
