@@ -19,7 +19,7 @@ Returns the norm of all gradients, before they are clipped, if `max_norm` or `er
 it, on the device of the parameters, else an empty tensor. The op has no gradient. Sums are in rank order, so
 a plan is `direct` or `oblivious`."""
 
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -73,6 +73,12 @@ class ReduceUpdateGather(NamedTuple):
         return self.max_norm > 0 or self.error_if_nonfinite
 
 
+def _run_on_gpus(args: ReduceUpdateGather) -> Any:
+    from autofuse.lowering.gpu.optimizer.call import run_update
+
+    return run_update(args)
+
+
 def _fake(args: ReduceUpdateGather) -> Tensor:
     return torch.empty(() if args.wants_norm else (0,), device=args.device)
 
@@ -91,6 +97,7 @@ register(
         fake=_fake,
         reference=update_by_reference,
         cpu=run_update,
+        cuda=_run_on_gpus,
         plan_shape=_plan_shape,
         shapes=lambda args: ((sum(p.numel() for p in args.params),),),
     )

@@ -24,14 +24,16 @@ Row: TypeAlias = Sequence[float]
 """The numbers of a tensor."""
 
 
-def update_by_reference(args: ReduceUpdateGather) -> Tensor:
-    """The op. RuntimeError or ValueError on all ranks, before anything is written, if the ranks disagree."""
+def update_by_reference(args: ReduceUpdateGather, agreed: bool = False) -> Tensor:
+    """The op. RuntimeError or ValueError on all ranks, before anything is written, if the ranks disagree.
+    agreed: it is known that they do not."""
     buckets, dtype = args.buckets, math_dtype(args.params)
-    check(args, buckets, dtype)
-    codes = [agreement.code(p, g) for p, g in zip(args.params, args.grads, strict=True)]
-    problem = agreement.problem(OP, _all_gather_numbers(args, tell(args, buckets, codes)), args.names)
-    if problem:
-        raise agreement.Disagreement(problem)
+    if not agreed:
+        check(args, buckets, dtype)
+        codes = [agreement.code(p, g) for p, g in zip(args.params, args.grads, strict=True)]
+        problem = agreement.problem(OP, _all_gather_numbers(args, tell(args, buckets, codes)), args.names)
+        if problem:
+            raise agreement.Disagreement(problem)
     norm = torch.empty(0, device=args.device)
     sums = _reduce(args, buckets, dtype) if buckets.offsets[-1] else norm.to(dtype)
     factor: float | Tensor = 1.0
@@ -75,7 +77,8 @@ def tell(args: ReduceUpdateGather, buckets: Buckets, codes: Sequence[int]) -> li
     dtypes = *(p.dtype for p in args.params), *(None if g is None else g.dtype for g in args.grads)
     options = (args.rule, args.reduce_op, len(args.states), args.max_norm, args.error_if_nonfinite)
     kind = _kind(buckets, dtypes, options)
-    return agreement.told(kind, agreement.digest(args.numbers.cpu()), codes)
+    numbers = 0 if args.numbers.is_cuda else agreement.digest(args.numbers)
+    return agreement.told(kind, numbers, codes)
 
 
 @lru_cache(maxsize=256)

@@ -1,15 +1,22 @@
 """autofuse.optim on GPUs, beside torch's optimizers in float64 on the batches of all ranks."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import autofuse
+from autofuse.lowering.buckets import buckets_of
+from autofuse.lowering.gpu.choice.calls import GpuCall, captured_too
+from autofuse.lowering.gpu.choice.kernel import ways_of
+from autofuse.lowering.update_rules import adam_numbers
 from tests.gpu.conftest import WORLDS
 from tests.ranks import RankPool
 
@@ -24,6 +31,26 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def _loss(network: nn.Module, x: Tensor) -> Tensor:
     y: Tensor = network(x.to(next(network.parameters()).dtype))
     return (y - 1).square().mean()
+
+
+@contextmanager
+def in_way(name: str) -> Iterator[list[str]]:
+    """Calls that the kernel takes run in this way; which ones ran."""
+    ran: list[str] = []
+
+    def run(call: GpuCall) -> Any:
+        ran.append(name)
+        return captured_too(call.run(ways_of(call.problem)[name]), call.op, ways_of(call.problem)[name])
+
+    with patch("autofuse.lowering.gpu.optimizer.call.run_call", run):
+        yield ran
+
+
+def _train_in_way(rank: int, world: int, way: str, name: str, options: dict[str, Any]) -> float:
+    with in_way(way) as ran:
+        total = _train(rank, world, name, options)
+    assert len(ran) >= 5
+    return total
 
 
 def _train(rank: int, world: int, name: str, options: dict[str, Any]) -> float:
@@ -72,3 +99,81 @@ def test_as_torch(
 ) -> None:
     sums = gpu_ranks(world).run(_train, name, options, timeout=120)
     assert sums == [sums[0]] * world
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize(
+    ("way", "name", "options"),
+    [
+        ("buckets", "AdamW", {}),
+        ("buckets group=2 per_sm=3", "AdamW", {"master_weights": True}),
+        ("buckets", "AdamW", {"in_backward": True}),
+        ("buckets", "SGD", {}),
+    ],
+)
+def test_kernel_as_torch(
+    gpu_ranks: Callable[[int], RankPool], world: int, way: str, name: str, options: dict[str, Any]
+) -> None:
+    sums = gpu_ranks(world).run(_train_in_way, way, name, options, timeout=120)
+    assert sums == [sums[0]] * world
+
+
+def _many(rank: int, world: int, dtype: torch.dtype) -> None:
+    """A tensor longer than a launch takes, others, a straggler; then a graph, whose numbers change."""
+    sizes = (3 << 25, 1000, 12, 70_000)
+    buckets, group = buckets_of(sizes, world), dist.group.WORLD
+    assert group is not None
+    generators = [torch.Generator("cuda").manual_seed(r) for r in range(world)]
+    every = [[torch.randn(n, generator=g, device="cuda").to(dtype) for n in sizes] for g in generators]
+    params = [torch.ones(n, device="cuda", dtype=dtype) for n in sizes]
+    states = [torch.zeros(buckets.owned(rank), device="cuda") for _ in range(2)]
+    exact = [p.double() for p in params]
+    m, v = [torch.zeros_like(p) for p in exact], [torch.zeros_like(p) for p in exact]
+    means = [sum(t.double() for t in of) / world for of in zip(*every, strict=True)]
+
+    def numbers(t: int) -> Tensor:
+        return torch.tensor([adam_numbers(t, 0.1, (0.9, 0.99), 1e-3, 0.1, True)] * len(sizes))
+
+    def step(rates: Tensor) -> None:
+        torch.ops.autofuse.reduce_update_gather(
+            params, every[rank], states, rates, "adam", "avg", 0.0, False, [f"p{n}" for n in sizes],
+            group.group_name, "direct", "many",
+        )  # fmt: skip
+
+    def check(t: int) -> None:
+        row = numbers(t)[0].double().tolist()
+        for p, g, a, b, got in zip(exact, means, m, v, params, strict=True):
+            a += row[2] * (g - a)
+            b.mul_(row[3]).addcmul_(g, g, value=row[4])
+            p.mul_(row[0]).addcdiv_(a, b.sqrt() * row[5] + row[6], value=-row[7])
+            torch.testing.assert_close(got.double(), p, rtol=2 * torch.finfo(dtype).eps, atol=1e-5)
+            p.copy_(got)
+        told = [torch.empty_like(params[1]) for _ in range(world)]
+        dist.all_gather(told, params[1])
+        assert all(torch.equal(each, params[1]) for each in told)
+
+    with in_way("buckets"):
+        for t in (1, 2, 3):
+            if t == 2 and rank:
+                torch.cuda._sleep(50_000_000)
+            step(numbers(t))
+            check(t)
+        given = numbers(4).cuda()
+        step(given)
+        check(4)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            step(given)
+        for t in (5, 6):
+            given.copy_(numbers(t))
+            graph.replay()
+            check(t)
+        autofuse.check()
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kernel_of_many_elements(
+    gpu_ranks: Callable[[int], RankPool], world: int, dtype: torch.dtype
+) -> None:
+    gpu_ranks(world).run(_many, dtype, timeout=120)

@@ -1,0 +1,1 @@
+"""The optimizer's step on GPUs: its kernel, beside plain torch with NCCL."""

@@ -1,0 +1,151 @@
+"""reduce_update_gather on GPUs: the hosts agree, then a way runs.
+
+Hosts compare through shared memory which tensors have gradients, and all else that must be equal. No GPU is
+waited for.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autofuse.lowering import agreement
+from autofuse.lowering.buckets import Buckets
+from autofuse.lowering.cpu.rendezvous import NotShared
+from autofuse.lowering.cpu.workspace import VALUES, workspace_for
+from autofuse.lowering.gpu.choice.calls import Calls, GpuCall, once, run_call
+from autofuse.lowering.gpu.choice.kernel import Way
+from autofuse.lowering.gpu.choice.launcher import Launcher
+from autofuse.lowering.gpu.memory.workspace import GpuWorkspace, current, workspace_of
+from autofuse.lowering.ops.reduce_update_gather import ReduceUpdateGather
+from autofuse.lowering.reference.update import check, math_dtype, tell, update_by_reference
+from autofuse.lowering.update_rules import RULES
+
+from .tables import bucket_words, longest_run, rates_of, tensor_words, unit_of
+from .ways import DTYPES, OP, UpdateProblem
+
+ALIGNED = 16
+"""Bytes: where tensors begin, as the kernel loads them."""
+
+
+def run_update(args: ReduceUpdateGather) -> Any:
+    """The op; NotImplemented for what is left to the reference. Disagreement on all ranks, as there."""
+    if not args.params or args.world == 1:
+        return NotImplemented
+    if torch.cuda.is_current_stream_capturing() and not args.numbers.is_cuda:
+        return NotImplemented  # replays would go on with the numbers of this update
+    call = update_call(args)
+    return run_call(call) if call is not None else update_by_reference(args, agreed=True)
+
+
+def update_call(args: ReduceUpdateGather) -> GpuCall | None:
+    """The op as the kernel takes it, on which the ranks agree; None for what it does not take."""
+    workspace = workspace_of(args.group_name, args.params[0])
+    with current(workspace.device):
+        if not torch.cuda.is_current_stream_capturing():
+            agree(workspace, args)
+        problem = problem_of(workspace, args)
+        return None if problem is None else call_of(workspace, problem, args)
+
+
+def agree(workspace: GpuWorkspace, args: ReduceUpdateGather) -> None:
+    """Raises Disagreement on all ranks where they cannot go on. Nothing has been written."""
+    check(args, args.buckets, math_dtype(args.params))
+    codes = [agreement.code(p, g) for p, g in zip(args.params, args.grads, strict=True)]
+    told = _told_by_all(workspace, args.site, tell(args, args.buckets, codes))
+    problem = agreement.problem(OP, told, args.names)
+    if problem:
+        raise agreement.Disagreement(problem)
+
+
+def _told_by_all(workspace: GpuWorkspace, site: str, values: Sequence[int]) -> list[list[int]]:
+    """Through shared memory of the hosts, or through a store, which takes longer."""
+    try:
+        with workspace_for(workspace.group_name).call(OP, site, "gradients of all ranks", 0) as call:
+            found: list[list[int]] = [[] for _ in range(workspace.world)]
+            lengths = [n for (n,) in call.exchange([len(values)])]
+            for at in range(0, max(lengths), VALUES):
+                for mine, part in zip(found, call.exchange(values[at : at + VALUES]), strict=True):
+                    mine += part
+            return found
+    except NotShared:
+        return [json.loads(each) for each in workspace.meet(json.dumps(list(values)))]
+
+
+def problem_of(workspace: GpuWorkspace, args: ReduceUpdateGather) -> UpdateProblem | None:
+    """The call as the kernel takes it; None if it does not. The same on all ranks, since they agree."""
+    rule = RULES[args.rule]
+    grads, params = {g.dtype for g in args.grads if g is not None}, {p.dtype for p in args.params}
+    if args.wants_norm or rule.by_norms or len(grads) != 1 or len(params) != 1:
+        return None
+    dtypes = grads.pop(), params.pop()
+    if not {*dtypes} <= {*DTYPES}:
+        return None
+    buckets = args.buckets
+    return UpdateProblem(
+        buckets.offsets[-1], longest_run(buckets), args.rule, dtypes, len(args.states), workspace.world,
+        workspace.programs,
+    )  # fmt: skip
+
+
+def call_of(workspace: GpuWorkspace, problem: UpdateProblem, args: ReduceUpdateGather) -> GpuCall:
+    """The call in all its ways."""
+
+    def run(way: Way) -> Tensor | None:
+        return _run(workspace, problem, args, way)
+
+    return GpuCall(
+        OP, args, workspace, problem, run, unfused=lambda: update_by_reference(args, agreed=True),
+        changed=(*args.params, *args.states),
+    )  # fmt: skip
+
+
+def _run(
+    workspace: GpuWorkspace, problem: UpdateProblem, args: ReduceUpdateGather, way: Way
+) -> Tensor | None:
+    """In the kernel; None if it cannot be captured."""
+    buckets, rule = args.buckets, RULES[args.rule]
+    unit = unit_of(buckets)
+    variant = (problem, unit)
+    launcher = Launcher(workspace, way, OP, args.site, problem, variant)
+    if launcher.enter() is None:
+        return None
+    capturing = torch.cuda.is_current_stream_capturing()
+    params = [_aligned(p.detach()) for p in args.params]
+    grads = [None if g is None else _aligned(g) for g in args.grads]
+    values, rows = (b"", range(len(params))) if args.numbers.is_cuda else rates_of(args.numbers)
+    words = tensor_words(buckets, workspace.rank, grads, params, rows)
+    # In one piece: a captured graph has one place for what it writes anew.
+    values += bytes(-len(values) % ALIGNED)
+    placed = workspace.descriptors.place(values + words, capturing)
+    rates = args.numbers.float().contiguous() if args.numbers.is_cuda else placed.view(torch.float32)
+    own, states = len(rule.states), [s.detach() for s in args.states]
+    launcher.launch(
+        placed[len(values) // 8 :], _buckets_on_device(workspace, buckets), rates, states[:own],
+        states[own] if len(states) > own else None,
+        problem.longest, problem.dtypes, unit, rule.code, args.reduce_op == "avg",
+    )  # fmt: skip
+    launcher.leave()
+    for p, used, g in zip(args.params, params, args.grads, strict=True):
+        if g is not None and used.data_ptr() != p.data_ptr():
+            p.detach().copy_(used)
+    changed = [p for p, g in zip(args.params, args.grads, strict=True) if g is not None]
+    torch.autograd.graph.increment_version([*changed, *args.states])
+    return torch.empty(0, device=args.device)
+
+
+def _aligned(t: Tensor) -> Tensor:
+    """Contiguous, and where the kernel expects it."""
+    t = t.detach().contiguous()
+    return t if t.data_ptr() % ALIGNED == 0 else t.clone()
+
+
+def _buckets_on_device(workspace: GpuWorkspace, buckets: Buckets) -> Tensor:
+    return once(workspace, (OP, buckets), lambda: bucket_words(buckets).to(workspace.device))
+
+
+CALLS: Calls = {OP: update_call}

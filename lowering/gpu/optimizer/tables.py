@@ -1,0 +1,82 @@
+"""What the kernel of reduce_update_gather is told of tensors: buckets, addresses, numbers."""
+
+from __future__ import annotations
+
+import math
+import struct
+from array import array
+from bisect import bisect_right
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+
+from autofuse.lowering.buckets import BUCKET, Buckets
+from autofuse.native_kernels.triton.update_exchange import FIELDS, LENGTH, TENSOR_BIT
+
+assert LENGTH.value == BUCKET
+
+
+@lru_cache(maxsize=256)
+def runs_of(buckets: Buckets) -> list[int]:
+    """The number of the bucket with which the run of each rank begins, and of all buckets."""
+    before = [0, *accumulate(-(-n // BUCKET) for n in buckets.numels)]
+    found = []
+    for position in buckets.starts:
+        tensor = bisect_right(buckets.offsets, position) - 1
+        found.append(before[tensor] + -(-(position - buckets.offsets[tensor]) // BUCKET))
+    return found
+
+
+def longest_run(buckets: Buckets) -> int:
+    """The most buckets that a rank owns."""
+    runs = runs_of(buckets)
+    return max(end - begin for begin, end in pairwise(runs))
+
+
+def bucket_words(buckets: Buckets) -> Tensor:
+    """A word for each bucket of all tensors, in order."""
+    counts = torch.tensor([-(-n // BUCKET) for n in buckets.numels], dtype=torch.int64, device="cpu")
+    tensors = torch.repeat_interleave(torch.arange(len(counts), device="cpu"), counts)
+    before = torch.cat([counts.new_zeros(1), counts.cumsum(0)])[:-1]
+    numbers = torch.arange(len(tensors), device="cpu") - before[tensors]
+    return tensors << TENSOR_BIT.value | numbers
+
+
+def unit_of(buckets: Buckets) -> int:
+    """Elements that are loaded and stored together."""
+    return math.gcd(4, *buckets.numels)
+
+
+def tensor_words(
+    buckets: Buckets,
+    rank: int,
+    grads: Sequence[Tensor | None],
+    params: Sequence[Tensor],
+    rows: Sequence[int],
+) -> bytes:
+    """What the kernel calls words. Gradients and parameters are contiguous; rows: of numbers, by tensor."""
+    unit, start = unit_of(buckets), buckets.starts[rank]
+    words = array("q", runs_of(buckets))
+    for g, p, row, first in zip(grads, params, rows, buckets.offsets, strict=False):
+        words.extend(
+            (0 if g is None else g.data_ptr(), p.data_ptr(), (first - start) // unit, p.numel() // unit, row)
+        )
+    assert len(words) == len(buckets.starts) + FIELDS.value * len(params)
+    return words.tobytes()
+
+
+def rates_of(numbers: Tensor) -> tuple[bytes, list[int]]:
+    """Different rows of numbers, fp32, and which of them each tensor has."""
+    if len(numbers) and not numbers.stride(0):
+        numbers, count = numbers[:1], len(numbers)
+        return _floats(numbers.flatten().tolist()), [0] * count
+    known: dict[tuple[float, ...], int] = {}
+    rows = [known.setdefault(tuple(row), len(known)) for row in numbers.tolist()]
+    return _floats([number for row in known for number in row]), rows
+
+
+def _floats(values: Sequence[float]) -> bytes:
+    return struct.pack(f"{len(values)}f", *values)

@@ -1,0 +1,231 @@
+"""Calls of `update_exchange` on ranks that are CPU processes, beside the rules in float64."""
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autofuse.lowering.buckets import buckets_of
+from autofuse.lowering.gpu.choice.kernel import ways_of
+from autofuse.lowering.gpu.optimizer.call import update_call
+from autofuse.lowering.gpu.optimizer.tables import (
+    bucket_words,
+    longest_run,
+    rates_of,
+    tensor_words,
+    unit_of,
+)
+from autofuse.lowering.ops.reduce_update_gather import ReduceUpdateGather
+from autofuse.lowering.update_rules import RULES, SIGN, adam_numbers, sgd_numbers
+from autofuse.native_kernels.gpu.memory import Need, PeerMemory
+from autofuse.native_kernels.gpu.state import State
+from autofuse.native_kernels.triton.update_exchange import (
+    UpdateConfig,
+    launch_update_exchange,
+    update_needs,
+)
+from tests.kernels.calls import SITE, peer_memory, placed, straggling
+from tests.kernels.embedding_calls import FakeWorkspace
+
+CONFIG = UpdateConfig(group=2, slice_items=2, per_sm=2)
+LR = 0.125
+
+
+@dataclass(frozen=True)
+class Update:
+    """`numels`: of the tensors; `missing`: numbers of those without a gradient; `piece`: most buckets."""
+
+    numels: tuple[int, ...]
+    rule: str = "adam"
+    dtypes: tuple[torch.dtype, torch.dtype] = (torch.float32, torch.float32)
+    master: bool = False
+    missing: tuple[int, ...] = ()
+    mean: bool = True
+    rows: int = 1
+    config: UpdateConfig = field(default=CONFIG)
+
+    def need(self, world: int) -> Need:
+        sizes = (d.itemsize for d in self.dtypes)
+        return update_needs(self.config, longest_run(buckets_of(self.numels, world)), *sizes, world)
+
+    def grads(self, rank: int, seed: int) -> list[Tensor | None]:
+        generator = torch.Generator().manual_seed(1000 * seed + rank)
+        found = [torch.randint(-8, 9, (n,), generator=generator) / 4 for n in self.numels]
+        return [None if i in self.missing else g.to(self.dtypes[0]) for i, g in enumerate(found)]
+
+    def params(self, seed: int) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        return [(torch.randint(-8, 9, (n,), generator=generator) / 4).to(self.dtypes[1]) for n in self.numels]
+
+    def numbers(self) -> Tensor:
+        kinds = []
+        for i in range(self.rows):
+            lr, t = LR * (1 + i), 3 + i
+            if self.rule in ("adam", "amsgrad"):
+                kinds.append(adam_numbers(t, lr, (0.5, 0.75), 2.0**-6, 0.25, bool(i % 2), bool(i % 3)))
+            else:
+                kinds.append(sgd_numbers(t, lr, 0.5, 0.25, 0.125, bool(i % 2), bool(i % 3)))
+        if self.rows == 1:
+            return torch.tensor(kinds, dtype=torch.float64).expand(len(self.numels), -1)
+        return torch.tensor([kinds[t % self.rows] for t in range(len(self.numels))], dtype=torch.float64)
+
+    def states(self, seed: int) -> list[Tensor]:
+        """Of all elements; the last one is what `master` has."""
+        generator = torch.Generator().manual_seed(seed + 7)
+        total, count = sum(self.numels), len(RULES[self.rule].states)
+        found = [torch.randint(0, 9, (total,), generator=generator) / 8 for _ in range(count)]
+        return (
+            [*found, torch.cat([p.float() + 2.0**-12 for p in self.params(seed)])] if self.master else found
+        )
+
+    def expected(self, world: int, seed: int) -> tuple[list[Tensor], list[Tensor]]:
+        """All parameters and all states, in fp64."""
+        rule, numbers, buckets = RULES[self.rule], self.numbers().tolist(), buckets_of(self.numels, world)
+        states, params = [s.double() for s in self.states(seed)], [p.double() for p in self.params(seed)]
+        of_ranks = [self.grads(r, seed) for r in range(world)]
+        for t, p in enumerate(params):
+            at = slice(*buckets.offsets[t : t + 2])
+            if t in self.missing:
+                continue
+            g = sum((of[t].double() for of in of_ranks), torch.zeros(p.shape, dtype=torch.float64))  # type: ignore[union-attr]
+            if self.master:
+                p.copy_(states[-1][at])
+            scale = numbers[t][SIGN] / (world if self.mean else 1)
+            rule.update(p, g * scale, [s[at] for s in states[: len(rule.states)]], numbers[t])
+            if self.master:
+                states[-1][at] = p
+        return params, states
+
+    def run(self, memory: PeerMemory, seed: int) -> tuple[list[Tensor], list[Tensor]]:
+        """This rank's parameters and its part of the states."""
+        buckets = buckets_of(self.numels, memory.world)
+        mine = slice(*buckets.starts[memory.rank : memory.rank + 2])
+        params, states = self.params(seed), [s[mine].clone() for s in self.states(seed)]
+        rates, rows = rates_of(self.numbers())
+        words = tensor_words(buckets, memory.rank, grads := self.grads(memory.rank, seed), params, rows)
+        launch_update_exchange(
+            memory, torch.frombuffer(bytearray(words), dtype=torch.int64), bucket_words(buckets),
+            torch.frombuffer(bytearray(rates), dtype=torch.float32), states[: len(states) - self.master],
+            states[-1] if self.master else None, longest_run(buckets), self.dtypes, unit_of(buckets),
+            RULES[self.rule].code, self.mean, self.config, SITE,
+        )  # fmt: skip
+        assert len(grads) == len(params)
+        return params, states
+
+    def check(self, memory: PeerMemory, seed: int) -> None:
+        assert not memory.record.any(), f"gave up: {memory.record.tolist()}"
+        params, states = self.run(memory, seed)
+        assert not memory.record.any(), f"gave up: {memory.record.tolist()}"
+        of_params, of_states = self.expected(memory.world, seed)
+        starts = buckets_of(self.numels, memory.world).starts
+        mine = slice(*starts[memory.rank : memory.rank + 2])
+        for t, (got, expected) in enumerate(zip(params, of_params, strict=True)):
+            eps = torch.finfo(self.dtypes[1]).eps
+            torch.testing.assert_close(
+                got.double(), expected, rtol=eps, atol=2e-6, msg=lambda m, t=t: f"{self} tensor {t}: {m}"
+            )
+        for got, expected in zip(states, of_states, strict=True):
+            torch.testing.assert_close(got.double(), expected[mine], rtol=1e-6, atol=1e-6)
+        of_ranks: list[list[Tensor]] = [[] for _ in range(memory.world)]
+        dist.all_gather_object(of_ranks, params)
+        for theirs in of_ranks:
+            assert all(map(torch.equal, params, theirs)), "ranks have other parameters"
+
+
+def run_updates(
+    rank: int, world: int, calls: Sequence[Update], late: int | None = None, firm: int = 1
+) -> None:
+    """One call after another on one memory, by ranks that straggle."""
+    need = Need()
+    for call in calls:
+        need |= call.need(world)
+    memory = peer_memory(rank, world, need)
+    memory.state[State.FIRM] = firm
+    launches = 0
+    with straggling(rank), placed(rank, memory, late) as given:
+        for number, call in enumerate(calls):
+            call.check(given, number)
+            longest = longest_run(buckets_of(call.numels, world))
+            launches += -(-max(longest, 1) // call.config.run(world))
+    assert memory.state[State.EPOCH : State.FIRM].tolist() == [launches] + 10 * [0]
+    dist.barrier()
+    assert not memory.signals.views[rank].any(), "counters are left over"
+    assert not memory.done.any()
+    assert not memory.claims.any()
+
+
+def run_op(rank: int, world: int, call: Update) -> None:
+    """A call as the op makes it on GPUs: the hosts agree, then the kernel runs, or nothing does."""
+    memory = peer_memory(rank, world, call.need(world))
+    workspace: Any = FakeWorkspace(memory)
+    workspace.world, workspace.programs = world, 1
+    buckets = buckets_of(call.numels, world)
+    mine = slice(*buckets.starts[rank : rank + 2])
+    for step in range(3):
+        params, states = call.params(step), [s[mine].clone() for s in call.states(step)]
+        missing = step == 1 and rank == 1
+        grads = [None, *call.grads(rank, step)[1:]] if missing else call.grads(rank, step)
+        numbers = call.numbers() * (1 + (step == 2 and rank == 0))
+        given = ReduceUpdateGather(
+            params, grads, states, numbers, call.rule, "avg" if call.mean else "sum", 0.0, False,
+            [f"p{t}" for t in range(len(params))], workspace.group_name, "direct", "here",
+        )  # fmt: skip
+        before = [t.clone() for t in (*params, *states)]
+        with (
+            patch.object(torch.cuda, "is_current_stream_capturing", lambda: False),
+            patch("autofuse.lowering.gpu.optimizer.call.workspace_of", lambda *_: workspace),
+            patch("autofuse.lowering.gpu.optimizer.call.current", nullcontext),
+        ):
+            if step:
+                says = "p0 has no gradient on ranks \\[1\\]" if step == 1 else "other rates"
+                with pytest.raises(ValueError, match=says):
+                    update_call(given)
+                assert all(map(torch.equal, before, (*params, *states)))
+                continue
+            found = update_call(given)
+            assert found is not None
+            way = replace(ways_of(found.problem)["buckets"], config=call.config)
+            assert found.run(way) is not None
+        of_params, of_states = call.expected(world, step)
+        for got, expected in zip(params, of_params, strict=True):
+            torch.testing.assert_close(got.double(), expected, rtol=1e-6, atol=2e-6)
+            assert got._version
+        for got, expected in zip(states, of_states, strict=True):
+            torch.testing.assert_close(got.double(), expected[mine], rtol=1e-6, atol=1e-6)
+    dist.barrier()
+
+
+def give_up(rank: int, world: int, call: Update, lost: int) -> list[int]:
+    """The failure record of a rank where rank `lost` never makes the call."""
+    memory = peer_memory(rank, world, call.need(world), polls=50)
+    if rank != lost:
+        call.run(memory, 0)
+        assert memory.state[State.EPOCH : State.FIRM].tolist() == [1] + 10 * [0], "the epoch did not end"
+    dist.barrier()
+    return memory.record.tolist()
+
+
+def cases() -> dict[str, Update]:
+    bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
+    many = (4096, 20, 1, 1024, 2000, 64)
+    aligned = (4096, 20, 1024, 2000, 64)
+    return {
+        "adam": Update(aligned),
+        "odd lengths": Update(many, mean=False, rows=2),
+        "bf16": Update(aligned, "adam", (bf16, bf16)),
+        "amsgrad, master": Update(many, "amsgrad", (bf16, bf16), True, rows=3),
+        "fp16 of fp32": Update(aligned, "momentum", (fp16, fp32), rows=2),
+        "momentum, master": Update(many, "momentum", (fp16, fp16), True),
+        "sgd, missing": Update(many, "sgd", (bf16, fp32), missing=(0, 3)),
+        "none given": Update((3, 1025), missing=(0, 1)),
+        "one bucket": Update((5,)),
+        "empty tensors": Update((0, 7, 0, 2050, 0), rows=2),
+        "pieces": Update(many, config=replace(CONFIG, piece=4)),
+        "items of one": Update(aligned, "momentum", config=UpdateConfig(group=1, slice_items=1, per_sm=1)),
+    }

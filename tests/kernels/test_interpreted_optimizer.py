@@ -1,0 +1,61 @@
+"""update_exchange on ranks that interpret it, against the rules in fp64."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from autofuse.lowering.gpu.choice.choose import choose, predictor_of
+from autofuse.lowering.gpu.choice.kernel import ways_of
+from autofuse.lowering.gpu.choice.points import Point
+from autofuse.lowering.gpu.optimizer.ways import TORCH_NCCL, UpdateProblem
+from autofuse.native_kernels.gpu.state import CODES_PER_SITE, Record, Wait
+from tests.kernels.calls import SITE
+from tests.kernels.optimizer_calls import cases, give_up, run_op, run_updates
+from tests.ranks import RankPool
+
+Interpreters = Callable[[int], RankPool]
+
+
+@pytest.mark.parametrize("part", range(3))
+def test_exact(interpreters: Interpreters, part: int) -> None:
+    """Calls use the halves of the memory by turns."""
+    interpreters(2).run(run_updates, list(cases().values())[part::3], timeout=120)
+
+
+@pytest.mark.parametrize(("world", "step"), [(3, 3), pytest.param(4, 1, marks=pytest.mark.full)])
+def test_back_to_back(interpreters: Interpreters, world: int, step: int) -> None:
+    interpreters(world).run(run_updates, [*cases().values()][1::step], timeout=300)
+
+
+@pytest.mark.parametrize("seed", [0, 1, pytest.param(2, marks=pytest.mark.full)])
+def test_programs_that_are_placed_late(interpreters: Interpreters, seed: int) -> None:
+    calls = [cases()[name] for name in ("bf16", "one bucket", "pieces")]
+    interpreters(2).run(run_updates, calls, seed, timeout=120)
+
+
+@pytest.mark.parametrize("name", ["odd lengths", "pieces"])
+def test_as_the_op_runs_it(interpreters: Interpreters, name: str) -> None:
+    """Nothing is written, nor launched, where ranks disagree."""
+    interpreters(2).run(run_op, cases()[name], timeout=120)
+
+
+@pytest.mark.parametrize("world", [2, 4, 8])
+@pytest.mark.parametrize("size", [1, 1 << 10, 1 << 20, 1 << 30])
+def test_kernel_runs_where_it_was_measured(world: int, size: int) -> None:
+    problem = UpdateProblem(size, -(-size // 1024 // world) + 1, "adam", (torch.bfloat16,) * 2, 2, world)
+    assert choose(problem, predictor_of([])).way == TORCH_NCCL
+    times = {name: 10.0 if name == "buckets" else 20.0 for name in ways_of(problem)}
+    assert len(times) == 3
+    assert choose(problem, predictor_of([Point.of(problem, times)])).way == "buckets"
+
+
+def test_a_lost_rank(interpreters: Interpreters) -> None:
+    """It is named, and the kernel ends."""
+    records = interpreters(3).run(give_up, cases()["one bucket"], 1, timeout=60)
+    for rank in (0, 2):
+        assert records[rank][Record.RAISED] == 1
+        assert records[rank][Record.SOURCE] == 1
+        assert records[rank][Record.CODE] in {
+            SITE * CODES_PER_SITE + what for what in (Wait.REDUCING, Wait.COPYING)
+        }

@@ -1,0 +1,87 @@
+"""What the compiler makes of update_exchange for sm_90; no GPU is needed. The rules are those of
+test_ptx_embedding.py."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from autofuse.lowering.gpu.choice.kernel import ways_of
+from autofuse.lowering.gpu.optimizer.ways import UpdateProblem
+from autofuse.lowering.update_rules import RULES
+from autofuse.native_kernels.triton.update_exchange import (
+    UpdateConfig,
+    launch_update_exchange,
+    update_needs,
+)
+from tests.kernels.test_ptx import ACQUIRE, GPU_SCOPE, Kernel, compile_launch
+from tests.kernels.test_ptx_embedding import (
+    COUNT,
+    SIGNAL,
+    check_signals,
+    check_waits,
+    memory_for,
+    used,
+)
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+MOST = 1000
+CONFIGS = [
+    way.config
+    for way in ways_of(UpdateProblem(1 << 20, MOST, "adam", (BF16, BF16), 2, 2)).values()
+    if way.fused
+]
+
+
+def compiled(
+    rule: str, dtypes: tuple[torch.dtype, torch.dtype], master: bool, world: int, config: UpdateConfig
+) -> tuple[Kernel, bytes]:
+    grad, param = dtypes
+    memory = memory_for(update_needs(config, MOST, grad.itemsize, param.itemsize, world), world)
+    words, state = torch.empty(256, dtype=torch.int64), torch.empty(1024)
+    states = [state] * len(RULES[rule].states)
+    return compile_launch(
+        lambda: launch_update_exchange(
+            memory, words, words, state, states, state if master else None, MOST, dtypes, 4,
+            RULES[rule].code, True, config,
+        )
+    )  # fmt: skip
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("rule", "dtypes", "master", "world"),
+    [
+        ("adam", (BF16, BF16), False, 2),
+        ("adam", (FP32, FP32), False, 4),
+        pytest.param("adam", (BF16, BF16), True, 8, marks=pytest.mark.full),
+        pytest.param("amsgrad", (FP16, FP16), True, 8, marks=pytest.mark.full),
+        pytest.param("momentum", (BF16, FP32), False, 2, marks=pytest.mark.full),
+        pytest.param("sgd", (FP32, FP32), False, 8, marks=pytest.mark.full),
+    ],
+)
+def test_rules(
+    rule: str, dtypes: tuple[torch.dtype, torch.dtype], master: bool, world: int, tmp_path: Path
+) -> None:
+    """Memory is read and written 8 bytes or more at a time, and hardly a register is spilled."""
+    config = CONFIGS[world % 4 // 2]
+    kernel, cubin = compiled(rule, dtypes, master, world, config)
+    where = f"{rule}, {dtypes}, {config}"
+    for each in (SIGNAL, COUNT, ACQUIRE):
+        assert kernel.find(each), where
+    check_signals(kernel, where)
+    check_waits(kernel, where)
+    for at in kernel.find(GPU_SCOPE):  # `signal_all` has registers of its own, and no such scope
+        assert not kernel.is_from_memory(kernel.lines[at]), f"{where}: {kernel.lines[at]}"
+    found = used(cubin, tmp_path)
+    assert found["REG"] <= config.registers
+    assert found["STACK"] <= 16, f"{where}: {found['STACK']} bytes are spilled"
+    text = "\n".join(kernel.lines)
+    assert "ld.global.b16" not in text
+    assert "st.global.b16" not in text
+    if torch.bfloat16 in dtypes or torch.float16 in dtypes:
+        assert "ld.global.v2.b32" in text
+        assert "st.global.v2.b32" in text
+    if rule != "sgd":
+        assert "ld.global.v4.b32" in text
+        assert "st.global.v4.b32" in text
