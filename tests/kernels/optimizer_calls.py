@@ -168,7 +168,9 @@ def run_op(rank: int, world: int, call: Update) -> None:
     buckets = buckets_of(call.numels, world)
     mine = slice(*buckets.starts[rank : rank + 2])
     for step in range(3):
-        params, states = call.params(step), [s[mine].clone() for s in call.states(step)]
+        first, *rest = call.params(step)
+        params = [torch.stack([first, first], 1)[:, 0], *rest]  # not contiguous
+        states = [s[mine].clone() for s in call.states(step)]
         missing = step == 1 and rank == 1
         grads = [None, *call.grads(rank, step)[1:]] if missing else call.grads(rank, step)
         numbers = call.numbers() * (1 + (step == 2 and rank == 0))
@@ -181,6 +183,7 @@ def run_op(rank: int, world: int, call: Update) -> None:
             patch.object(torch.cuda, "is_current_stream_capturing", lambda: False),
             patch("autofuse.lowering.gpu.optimizer.call.workspace_of", lambda *_: workspace),
             patch("autofuse.lowering.gpu.optimizer.call.current", nullcontext),
+            patch("autofuse.lowering.gpu.optimizer.call.apart", lambda _, work: work()),
         ):
             if step:
                 says = "p0 has no gradient on ranks \\[1\\]" if step == 1 else "other rates"

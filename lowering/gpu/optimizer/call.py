@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -17,9 +18,10 @@ from autofuse.lowering import agreement
 from autofuse.lowering.buckets import Buckets
 from autofuse.lowering.cpu.rendezvous import NotShared
 from autofuse.lowering.cpu.workspace import VALUES, workspace_for
-from autofuse.lowering.gpu.choice.calls import Calls, GpuCall, once, run_call
+from autofuse.lowering.gpu.choice.calls import Calls, GpuCall, run_call
 from autofuse.lowering.gpu.choice.kernel import Way
 from autofuse.lowering.gpu.choice.launcher import Launcher
+from autofuse.lowering.gpu.memory.allocation import apart
 from autofuse.lowering.gpu.memory.workspace import GpuWorkspace, current, workspace_of
 from autofuse.lowering.ops.reduce_update_gather import ReduceUpdateGather
 from autofuse.lowering.reference.update import check, math_dtype, tell, update_by_reference
@@ -109,13 +111,12 @@ def _run(
 ) -> Tensor | None:
     """In the kernel; None if it cannot be captured."""
     buckets, rule = args.buckets, RULES[args.rule]
-    unit = unit_of(buckets)
-    variant = (problem, unit)
-    launcher = Launcher(workspace, way, OP, args.site, problem, variant)
-    if launcher.enter() is None:
+    unit, capturing = unit_of(buckets), torch.cuda.is_current_stream_capturing()
+    table = _table(workspace, buckets, capturing)
+    launcher = Launcher(workspace, way, OP, args.site, problem, (problem, unit))
+    if table is None or launcher.enter() is None:
         return None
-    capturing = torch.cuda.is_current_stream_capturing()
-    params = [_aligned(p.detach()) for p in args.params]
+    params = [_aligned(p) for p in args.params]
     grads = [None if g is None else _aligned(g) for g in args.grads]
     values, rows = (b"", range(len(params))) if args.numbers.is_cuda else rates_of(args.numbers)
     words = tensor_words(buckets, workspace.rank, grads, params, rows)
@@ -125,13 +126,12 @@ def _run(
     rates = args.numbers.float().contiguous() if args.numbers.is_cuda else placed.view(torch.float32)
     own, states = len(rule.states), [s.detach() for s in args.states]
     launcher.launch(
-        placed[len(values) // 8 :], _buckets_on_device(workspace, buckets), rates, states[:own],
-        states[own] if len(states) > own else None,
+        placed[len(values) // 8 :], table, rates, states[:own], states[own] if len(states) > own else None,
         problem.longest, problem.dtypes, unit, rule.code, args.reduce_op == "avg",
     )  # fmt: skip
     launcher.leave()
     for p, used, g in zip(args.params, params, args.grads, strict=True):
-        if g is not None and used.data_ptr() != p.data_ptr():
+        if g is not None and used is not p:
             p.detach().copy_(used)
     changed = [p for p, g in zip(args.params, args.grads, strict=True) if g is not None]
     torch.autograd.graph.increment_version([*changed, *args.states])
@@ -140,12 +140,20 @@ def _run(
 
 def _aligned(t: Tensor) -> Tensor:
     """Contiguous, and where the kernel expects it."""
-    t = t.detach().contiguous()
-    return t if t.data_ptr() % ALIGNED == 0 else t.clone()
+    if not t.is_contiguous():
+        t = t.detach().contiguous()
+    return t if t.data_ptr() % ALIGNED == 0 else t.detach().clone()
 
 
-def _buckets_on_device(workspace: GpuWorkspace, buckets: Buckets) -> Tensor:
-    return once(workspace, (OP, buckets), lambda: bucket_words(buckets).to(workspace.device))
+def _table(workspace: GpuWorkspace, buckets: Buckets, capturing: bool) -> Tensor | None:
+    """The words of buckets on the device; None while a graph is captured, if they are not there yet. They are
+    kept as long as the group, since graphs read them."""
+    known = _tables.setdefault(workspace, {})
+    if buckets not in known and not capturing:
+        known[buckets] = apart(workspace.device, lambda: bucket_words(buckets).to(workspace.device))
+    return known.get(buckets)
 
+
+_tables: WeakKeyDictionary[GpuWorkspace, dict[Buckets, Tensor]] = WeakKeyDictionary()
 
 CALLS: Calls = {OP: update_call}
