@@ -18,7 +18,7 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from autofuse.lowering.gpu.choice import launcher as lowering_launcher
 from autofuse.native_kernels.cuda.host import gemm, launcher
-from autofuse.native_kernels.cuda.kernels import expert_dispatch, gather_matmul
+from autofuse.native_kernels.cuda.kernels import dropless_dispatch, expert_dispatch, gather_matmul
 from autofuse.native_kernels.gpu import memory as gpu_memory
 from autofuse.native_kernels.gpu import prepared, triton_launch
 from autofuse.native_kernels.gpu.prepared import Guard
@@ -146,6 +146,6 @@ def faked() -> Iterator[Driver]:
         enter(patch.object(lowering_launcher, "current_raw_stream", lambda device: STREAM))
         for module in CUDA:
             enter(patch.object(module, "kernel", _kernel))
-        for module in (gemm, gather_matmul, expert_dispatch):
+        for module in (gemm, gather_matmul, expert_dispatch, dropless_dispatch):
             enter(patch.object(module, "tensor_map", _map))
         yield driver

@@ -23,9 +23,14 @@ from autofuse.lowering.gpu.embedding.run import Exchange
 from autofuse.lowering.gpu.embedding.ways import OP as EMBEDDING
 from autofuse.lowering.gpu.embedding.ways import ExchangeProblem
 from autofuse.lowering.gpu.experts import call as experts
+from autofuse.lowering.gpu.experts import dropless
+from autofuse.lowering.gpu.experts.dropless import DroplessCombine, DroplessDispatch
 from autofuse.lowering.gpu.experts.fixed import Combine, Dispatch
-from autofuse.lowering.gpu.experts.ways import COMBINE, DISPATCH, ExpertProblem
+from autofuse.lowering.gpu.experts.kernels import Rows
+from autofuse.lowering.gpu.experts.ways import COMBINE, DISPATCH, DROPLESS, DroplessProblem, ExpertProblem
 from autofuse.lowering.gpu.memory.descriptors import Descriptors
+from autofuse.native_kernels.cuda.kernels.dropless_combine import dropless_combine_needs
+from autofuse.native_kernels.cuda.kernels.dropless_dispatch import dropless_dispatch_needs
 from autofuse.native_kernels.gpu import prepared
 from tests.kernels.faked_driver import Driver, Words, faked
 from tests.kernels.uses import peer_memory
@@ -119,6 +124,46 @@ CALLS = {
         ),
     ),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("op", [COMBINE, DISPATCH])
+def test_dropless_calls_of_any_number_of_rows_are_of_one_kind(op: str) -> None:
+    """They find what earlier ones have prepared, and tell the kernel their own rows."""
+    problem = DroplessProblem(op + DROPLESS, 2, 256, 512, WORLD, torch.bfloat16, 132)
+    way = next(way for name, way in ways_of(problem).items() if name.startswith("clusters"))
+    needs = dropless_combine_needs if op == COMBINE else dropless_dispatch_needs
+    w, cuda = torch.empty(2, 256, 512, dtype=torch.bfloat16), {"is_current_stream_capturing": lambda: False}
+    quick = experts.QUICK[op]
+
+    def given(rows: int, received: int, offsets: torch.dtype = torch.int32) -> tuple[Any, ...]:
+        ends, x = torch.zeros(2, dtype=offsets), _rows(rows, 256)
+        places = torch.arange(rows if op == COMBINE else received)
+        splits = [received, 0], [rows - 1, 1]
+        if op == COMBINE:
+            return [x], [w], [], [], "mm", 0, ends, places, *splits, 0, 1, False, *END
+        return x, [w], [], 0, ends, places, *splits, 0, 1, False, *END
+
+    def telling(workspace: Any, op: str, site: str, rows: int) -> int:
+        return rows
+
+    with faked(), patch.multiple(torch.cuda, **cuda, current_device=lambda: 0):
+        workspace = _workspace(Driver(), replace(way, need=needs(1 << 12, 512, WORLD)))
+        called: Any = DroplessCombine if op == COMBINE else DroplessDispatch
+        made = called(op, workspace, way, problem, None, "s")
+        with patch.object(dropless, "told_by_all", side_effect=telling) as told:
+            assert quick.again(made, given(100, 120)) is None  # nothing has been prepared
+            x, rows = _rows(100, 256), Rows(torch.zeros(2, dtype=torch.int32), None, [120, 0], [99, 1])
+            made(*(([x], [w], None, rows) if op == COMBINE else (x, [w], [None], rows, False)))
+            for sent, received, times in ((100, 120, 1), (7, 2000, 2)):
+                (out,) = quick.again(made, given(sent, received))
+                assert out.shape == (received, 512)
+                assert workspace.enter.call_count == times  # a kernel's memory has grown, or not
+            assert told.call_count == 3
+        assert quick.kind(given(100, 120)) == quick.kind(given(7, 2000))
+        assert quick.kind(given(100, 120, torch.int64)) is None  # it is converted first
+        wrong = list(given(100, 120))
+        wrong[9 if op == COMBINE else 6] = [1, 2]
+        assert quick.again(made, tuple(wrong)) is None
 
 
 def _run(op: str, made: Any, given: tuple[Any, ...]) -> Any:

@@ -14,13 +14,21 @@ from torch import Tensor
 
 from autofuse.lowering.gpu.choice.calls import Calls, GpuCall, run_call
 from autofuse.lowering.gpu.choice.kernel import DTYPES, Way
-from autofuse.lowering.gpu.choice.quick import Quick, sizes_of
+from autofuse.lowering.gpu.choice.quick import ALIGNED, Quick, sizes_of
 from autofuse.lowering.gpu.memory.workspace import GpuWorkspace, workspace_of
 from autofuse.lowering.ops.all_to_all_expert_matmul import AllToAllExpertMatmul
 from autofuse.lowering.ops.expert_matmul_all_to_all import ExpertMatmulAllToAll
 from autofuse.lowering.reference.expert_rows import check_capacity
 
-from .dropless import dropless_combine, dropless_dispatch, dropless_problem_of
+from .dropless import (
+    DroplessCombine,
+    DroplessDispatch,
+    dropless_combine,
+    dropless_combine_variant,
+    dropless_dispatch,
+    dropless_dispatch_variant,
+    dropless_problem_of,
+)
 from .fixed import (
     Combine,
     Dispatch,
@@ -29,7 +37,6 @@ from .fixed import (
     combine_variant,
     dispatch,
     dispatch_variant,
-    layouts,
     made,
     of_sum,
     problem_of,
@@ -88,7 +95,7 @@ def _dropless_combine_call(args: ExpertMatmulAllToAll) -> GpuCall | None:
     def unfused() -> list[Tensor]:
         return [combine_unfused(a, w, biases[0], rows, group_name)]
 
-    variant = layouts(w), biases[0] is None
+    variant = dropless_combine_variant(w, biases[0])
     grouped = rows.offsets is not None and can_group(problem)
     return GpuCall(COMBINE, args, workspace, problem, run, variant, unfused if grouped else None)
 
@@ -140,7 +147,7 @@ def _dropless_dispatch_call(args: AllToAllExpertMatmul) -> GpuCall | None:
     def unfused() -> list[Tensor]:
         return dispatch_unfused(parts, w, biases, rows, keep_exchanged, group_name)
 
-    variant = w[0].stride(), biases[0] is None, keep_exchanged or len(w) > count
+    variant = dropless_dispatch_variant(w, biases)
     return GpuCall(DISPATCH, args, workspace, problem, run, variant, unfused if can_group(problem) else None)
 
 
@@ -151,25 +158,59 @@ CALLS: Calls = {COMBINE: combine_call, DISPATCH: dispatch_call}
 
 
 def _combine_kind(given: tuple[Any, ...]) -> Hashable:
-    x, w, bias, _, product, _, offsets, _, _, splits, *rest = given
-    sizes = None if offsets is not None or splits else sizes_of(x, w, bias)
+    x, w, bias, _, product, _, offsets, positions, _, splits, *rest = given
+    if splits:
+        sizes = _ragged_sizes(x, w, bias, offsets, positions)
+    else:
+        sizes = None if offsets is not None else sizes_of(x, w, bias)
     return None if sizes is None else (*sizes, product, *rest)
 
 
-def _combine_again(made: Combine, given: tuple[Any, ...]) -> list[Tensor] | None:
-    x, w, bias, *_ = given
-    return made.again(x, w, bias[0] if bias and bias[0].numel() else None)
+def _combine_again(made: Combine | DroplessCombine, given: tuple[Any, ...]) -> list[Tensor] | None:
+    x, w, bias, _, _, _, offsets, positions, received, sent, *_ = given
+    only = bias[0] if bias and bias[0].numel() else None
+    if isinstance(made, DroplessCombine):
+        return made.again(x, w, only, Rows(offsets, positions, received, sent))
+    return made.again(x, w, only)
 
 
 def _dispatch_kind(given: tuple[Any, ...]) -> Hashable:
-    x, w, bias, _, offsets, _, _, splits, *rest = given
-    sizes = None if offsets is not None or splits else sizes_of([x], w, bias)
+    x, w, bias, _, offsets, positions, _, splits, *rest = given
+    if splits:
+        sizes = _ragged_sizes([x], w, bias, offsets, positions)
+    else:
+        sizes = None if offsets is not None else sizes_of([x], w, bias)
     return None if sizes is None else (*sizes, *rest)
 
 
-def _dispatch_again(made: Dispatch, given: tuple[Any, ...]) -> list[Tensor] | None:
-    x, w, bias, *_ = given
-    return made.again(x, w, [b if b.numel() else None for b in bias] or [None] * len(w))
+def _dispatch_again(made: Dispatch | DroplessDispatch, given: tuple[Any, ...]) -> list[Tensor] | None:
+    x, w, bias, _, offsets, positions, received, sent, _, _, keep, *_ = given
+    biases = [b if b.numel() else None for b in bias] or [None] * len(w)
+    if isinstance(made, DroplessDispatch):
+        return made.again(x, w, biases, Rows(offsets, positions, received, sent), keep)
+    return made.again(x, w, biases)
+
+
+def _ragged_sizes(
+    x: list[Tensor], w: list[Tensor], bias: list[Tensor], offsets: Tensor | None, positions: Tensor | None
+) -> tuple[Hashable, ...] | None:
+    """As `sizes_of`, of any number of rows; None also where offsets and positions are not as kernels take
+    them."""
+    found: list[Hashable] = [x[0].device, x[0].dtype, len(x), len(bias), offsets is None, positions is None]
+    for given, dtype in ((offsets, torch.int32), (positions, torch.int64)):
+        if given is not None and (given.dtype is not dtype or not given.is_contiguous()):
+            return None
+    for t in x:
+        if not t.is_contiguous():
+            return None
+        found += (t.shape[1], t.storage_offset() % ALIGNED)
+    for t in w:
+        found += (t.shape, t.stride(), t.storage_offset() % ALIGNED, t.dtype)
+    for t in bias:
+        if not t.is_contiguous():
+            return None
+        found += (t.shape, t.dtype)
+    return tuple(found)
 
 
 def _made(workspace: GpuWorkspace, args: ExpertMatmulAllToAll | AllToAllExpertMatmul) -> Any:

@@ -9,7 +9,10 @@ replay.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
+from typing import TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
@@ -18,6 +21,7 @@ from torch import Tensor
 from autofuse import config
 from autofuse.lowering.cpu.rendezvous import NotShared
 from autofuse.lowering.cpu.workspace import workspace_for
+from autofuse.lowering.gpu.choice.calls import once
 from autofuse.lowering.gpu.choice.kernel import Way
 from autofuse.lowering.gpu.choice.launcher import Launcher
 from autofuse.lowering.gpu.memory.workspace import GpuWorkspace, agreements
@@ -26,8 +30,9 @@ from autofuse.native_kernels.cuda.kernels.dropless_dispatch import (
     dropless_dispatch_needs,
     dropless_exchanged,
 )
+from autofuse.native_kernels.gpu.memory import Need
 
-from .fixed import is_stack, layouts
+from .fixed import is_stack, layouts, made
 from .kernels import Rows
 from .unfused import grouped_product
 from .ways import COMBINE, DISPATCH, DROPLESS, DroplessProblem
@@ -37,6 +42,10 @@ LEAST_ROWS = 1024
 
 MOST_WORST = 2 << 30
 """Bytes of the inbox up to which there is room for the worst case."""
+
+
+Needs: TypeAlias = Callable[[int, int, int], Need]
+"""Of rows, columns and ranks."""
 
 
 def dropless_problem_of(
@@ -50,87 +59,145 @@ def dropless_problem_of(
     )
 
 
-def dropless_combine(
-    workspace: GpuWorkspace,
-    way: Way,
-    problem: DroplessProblem,
-    x: Sequence[Tensor],
-    w: Sequence[Tensor],
-    bias: Tensor | None,
-    rows: Rows,
-    site: str,
-    trace: Tensor | None = None,
-) -> Tensor | None:
-    """`[sum(rows.received), N]` of a sum of products, in a fused way; None if that cannot be captured.
+class _Calls:
+    """Calls of one kind, in one way: what is equal in all of them is decided once.
 
-    RuntimeError without room.
+    variant: what kernels are compiled for, besides a problem.
     """
-    received, n = sum(rows.received), problem.columns
-    room = _room_for(workspace, COMBINE, site, n, received, received)
-    if not room:
-        return None
-    variant = (problem, layouts(w), bias is None, trace is None), room
-    launcher = Launcher(
-        workspace,
-        way,
-        COMBINE,
-        site,
-        problem,
-        variant,
-        lambda: dropless_combine_needs(room, n, problem.world),
-    )
-    if launcher.enter(trace=trace) is None:
-        return None
-    out = x[0].new_empty(received, n)
-    launcher.launch(x, w, out, bias, rows)
-    launcher.leave()
-    return out
+
+    def __init__(
+        self,
+        op: str,
+        workspace: GpuWorkspace,
+        way: Way,
+        problem: DroplessProblem,
+        variant: Hashable,
+        site: str,
+    ) -> None:
+        self.group = weakref.ref(workspace.group)
+        self._op, self._workspace, self._way = op, workspace, way
+        self._problem, self._variant, self._site = problem, variant, site
+        self._launchers: dict[int, Launcher] = {}  # by room, which only grows
+        self._last: Launcher | None = None
+
+    def goes_on(self) -> bool:
+        return self._last is not None and self._last.goes_on()
+
+    def _launcher(self, columns: int, rows: int, worst: int, needs: Needs) -> Launcher | None:
+        """That of a call with so many rows; None where memory would have to grow in a captured graph."""
+        workspace, problem = self._workspace, self._problem
+        room = _room_for(workspace, self._op, self._site, columns, rows, worst)
+        if not room:
+            return None
+        self._last = self._launchers.get(room)
+        if self._last is None:
+            need = partial(needs, room, columns, problem.world)
+            self._last = self._launchers[room] = Launcher(
+                workspace, self._way, self._op, self._site, problem, (problem, self._variant, room), need
+            )
+        return self._last
+
+
+class DroplessCombine(_Calls):
+    """`combine(x, w, bias, rows)`: `[sum(rows.received), N]` of a sum of products."""
+
+    def again(
+        self, x: Sequence[Tensor], w: Sequence[Tensor], bias: Tensor | None, rows: Rows
+    ) -> list[Tensor] | None:
+        """As `__call__`, of a call like one before that was not captured; None where the call has to be
+        prepared anew."""
+        if x[0].shape[0] != sum(rows.sent) or not self.goes_on():
+            return None
+        return self(x, w, bias, rows)
+
+    def __call__(
+        self, x: Sequence[Tensor], w: Sequence[Tensor], bias: Tensor | None, rows: Rows,
+        trace: Tensor | None = None,
+    ) -> list[Tensor] | None:  # fmt: skip
+        """None if that cannot be captured. RuntimeError without room."""
+        received, n = sum(rows.received), self._problem.columns
+        launcher = self._launcher(n, received, received, dropless_combine_needs)
+        if launcher is None or launcher.enter(trace=trace) is None:
+            return None
+        out = x[0].new_empty(received, n)
+        launcher.launch(x, w, out, bias, rows)
+        launcher.leave()
+        return [out]
+
+
+class DroplessDispatch(_Calls):
+    """`dispatch(x, w, bias, rows, keep)`: products `[sum(rows.received), N_i]` with all weights and, with
+    `keep`, X. The first `problem.weights` are multiplied while the rows arrive, the others afterwards."""
+
+    def again(
+        self, x: Tensor, w: Sequence[Tensor], bias: Sequence[Tensor | None], rows: Rows, keep: bool
+    ) -> list[Tensor] | None:
+        """As `DroplessCombine.again`."""
+        if rows.positions is not None and rows.positions.shape[0] != sum(rows.received):
+            return None
+        return self(x, w, bias, rows, keep) if self.goes_on() else None
+
+    def __call__(
+        self, x: Tensor, w: Sequence[Tensor], bias: Sequence[Tensor | None], rows: Rows, keep: bool,
+        trace: Tensor | None = None,
+    ) -> list[Tensor] | None:  # fmt: skip
+        """None if that cannot be captured. RuntimeError without room."""
+        problem = self._problem
+        received, sent, k, count = sum(rows.received), sum(rows.sent), problem.k, problem.weights
+        launcher = self._launcher(k, max(received, sent), problem.world * sent, dropless_dispatch_needs)
+        memory = None if launcher is None else launcher.enter(trace=trace)
+        if launcher is None or memory is None:
+            return None
+        outputs = [x.new_empty(received, problem.columns) for _ in range(count)]
+        biases = [b for b in bias[:count] if b is not None]
+        launcher.launch(x, w[:count], outputs, biases, rows)
+        if keep or len(w) > count:
+            assert rows.offsets is not None
+            exchanged = dropless_exchanged(memory, received, k, x.dtype)
+            rest = zip(w[count:], bias[count:], strict=True)
+            outputs += [grouped_product(exchanged, wi, b, rows.offsets) for wi, b in rest]
+            outputs += [exchanged] * keep
+        launcher.leave()
+        return outputs
+
+
+def dropless_combine(
+    workspace: GpuWorkspace, way: Way, problem: DroplessProblem, x: Sequence[Tensor], w: Sequence[Tensor],
+    bias: Tensor | None, rows: Rows, site: str, trace: Tensor | None = None,
+) -> Tensor | None:  # fmt: skip
+    """A call of `DroplessCombine`."""
+    variant = dropless_combine_variant(w, bias)
+
+    def make() -> DroplessCombine:
+        return DroplessCombine(COMBINE, workspace, way, problem, (variant, trace is None), site)
+
+    kind = made(COMBINE, way, problem, variant, site)
+    found = (make() if trace is not None else once(workspace, kind, make))(x, w, bias, rows, trace)
+    return None if found is None else found[0]
 
 
 def dropless_dispatch(
-    workspace: GpuWorkspace,
-    way: Way,
-    problem: DroplessProblem,
-    x: Tensor,
-    w: Sequence[Tensor],
-    bias: Sequence[Tensor | None],
-    rows: Rows,
-    keep: bool,
-    site: str,
-    trace: Tensor | None = None,
-) -> list[Tensor] | None:
-    """Products `[sum(rows.received), N_i]` with all weights and, with `keep`, X; as `dropless_combine`.
+    workspace: GpuWorkspace, way: Way, problem: DroplessProblem, x: Tensor, w: Sequence[Tensor],
+    bias: Sequence[Tensor | None], rows: Rows, keep: bool, site: str, trace: Tensor | None = None,
+) -> list[Tensor] | None:  # fmt: skip
+    """A call of `DroplessDispatch`."""
+    variant = dropless_dispatch_variant(w, bias)
 
-    The first `problem.weights` are multiplied while the rows arrive, the others afterwards.
-    """
-    received, k, count = sum(rows.received), problem.k, problem.weights
-    sent = sum(rows.sent)
-    room = _room_for(workspace, DISPATCH, site, k, max(received, sent), problem.world * sent)
-    if not room:
-        return None
-    variant = (problem, w[0].stride(), bias[0] is None, trace is None), room
-    launcher = Launcher(
-        workspace,
-        way,
-        DISPATCH,
-        site,
-        problem,
-        variant,
-        lambda: dropless_dispatch_needs(room, k, problem.world),
-    )
-    memory = launcher.enter(trace=trace)
-    if memory is None:
-        return None
-    outputs = [x.new_empty(received, problem.columns) for _ in range(count)]
-    biases = [b for b in bias[:count] if b is not None]
-    launcher.launch(x, w[:count], outputs, biases, rows)
-    if keep or len(w) > count:
-        assert rows.offsets is not None
-        exchanged = dropless_exchanged(memory, received, k, x.dtype)
-        rest = zip(w[count:], bias[count:], strict=True)
-        outputs += [grouped_product(exchanged, wi, b, rows.offsets) for wi, b in rest] + [exchanged] * keep
-    launcher.leave()
-    return outputs
+    def make() -> DroplessDispatch:
+        return DroplessDispatch(DISPATCH, workspace, way, problem, (variant, trace is None), site)
+
+    kind = made(DISPATCH, way, problem, variant, site)
+    return (make() if trace is not None else once(workspace, kind, make))(x, w, bias, rows, keep, trace)
+
+
+def dropless_combine_variant(w: Sequence[Tensor], bias: Tensor | None) -> Hashable:
+    """What kernels are compiled for, besides a problem."""
+    return layouts(w), bias is None
+
+
+def dropless_dispatch_variant(w: Sequence[Tensor], bias: Sequence[Tensor | None]) -> Hashable:
+    """The same."""
+    return w[0].stride(), bias[0] is None
 
 
 def _room_for(workspace: GpuWorkspace, op: str, site: str, columns: int, rows: int, worst: int) -> int:
