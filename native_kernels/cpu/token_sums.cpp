@@ -1,6 +1,7 @@
 // Rows that are weighted and added up token by token, in float32: the mixture of the experts of a token.
 //
 // out[t] = sum over j < k of scale[r] * rows[r] * scale2[t * k + j],   r = index[t * k + j]
+// out[index[r]] += scale[r] * rows[r], row by row, in float32           (put)
 //
 // Behind each product and behind the sum values are rounded to the dtype that it has in a graph.
 #include "block.h"
@@ -56,7 +57,35 @@ AF_INLINE void add(Job& job) {
   }
 }
 
+template <bool kFull> AF_INLINE void put_block(const Job& job, int64_t r, int64_t t, int64_t c, int64_t n) {
+  char* to = job.out + (t * job.out_stride + c) * width(kFloat32);
+  Block v, sum;
+  load_block<kFull>(job.rows + (r * job.row_stride + c) * width(job.rows_dtype), job.rows_dtype, v, n);
+  multiply(job.before, r, v);
+  load_block<float, kFull>(to, sum, n);
+  for (int i = 0; i < kVectors; ++i) sum[i] += v[i];
+  store_block<float, kFull>(to, sum, n);
+}
+
+AF_INLINE void put(Job& job) {
+  const int64_t whole = job.columns / kBlock * kBlock;
+  for (int64_t r = 0; r < job.n_rows; ++r) {
+    const int64_t t = job.index[r * job.index_stride];
+    for (int64_t c = 0; c < whole; c += kBlock) put_block<true>(job, r, t, c, kBlock);
+    if (whole < job.columns) put_block<false>(job, r, t, whole, job.columns - whole);
+  }
+}
+
 AF_DISPATCH(leaf, Job, add)
+AF_DISPATCH(put_leaf, Job, put)
+
+bool is_index(const Job& job, int64_t entries, int64_t limit) {
+  for (int64_t i = 0; i < entries; ++i) {
+    const int64_t at = job.index[i * job.index_stride];
+    if (at < 0 || at >= limit) return false;
+  }
+  return true;
+}
 
 Scale scale_from(const int64_t* words) {
   return {reinterpret_cast<const char*>(words[0]), words[1], int(words[2]), int(words[3])};
@@ -64,8 +93,9 @@ Scale scale_from(const int64_t* words) {
 
 }  // namespace
 
-// Whether all entries of the index are rows. words: out, row stride, dtype; rows, row stride, dtype; index, stride; two scales of four words; fold, tokens,
-// columns, k, number of rows. Strides are in elements.
+// Whether all entries of the index are rows, or tokens where k is 0: rows are then put. words: out, row stride,
+// dtype; rows, row stride, dtype; index, stride; two scales of four words; fold, tokens, columns, k, number of
+// rows. Strides are in elements.
 AF_EXPORT int af_add_rows(const int64_t* words) {
   Job job{};
   job.out = reinterpret_cast<char*>(words[0]);
@@ -83,12 +113,9 @@ AF_EXPORT int af_add_rows(const int64_t* words) {
   job.columns = words[18];
   job.k = words[19];
   job.n_rows = words[20];
-  if (job.index != nullptr) {
-    for (int64_t i = 0; i < job.tokens * job.k; ++i) {
-      const int64_t row = job.index[i * job.index_stride];
-      if (row < 0 || row >= job.n_rows) return 0;
-    }
-  }
-  leaf()(job);
+  const bool puts = job.k == 0;
+  const int64_t entries = job.index == nullptr ? 0 : puts ? job.n_rows : job.tokens * job.k;
+  if (!is_index(job, entries, puts ? job.tokens : job.n_rows)) return 0;
+  (puts ? put_leaf() : leaf())(job);
   return 1;
 }

@@ -36,23 +36,34 @@ def add_rows(
     `rows: [R, N]` have adjacent columns; `index: [T * k, 1]`, int64. Adds in float32. Raises IndexError for a
     row that is none.
     """
-    given = index if index is not None else rows[:0]
+    _run(out, rows, index, before, behind, int(fold), k)
+
+
+def put_rows(out: Tensor, rows: Tensor, index: Tensor, before: Scale | None) -> None:
+    """`out[index[r]] += before[r] * rows[r]`, row by row; out is float32, `index: [R, 1]`. Else as above."""
+    _run(out, rows, index, before, None, 0, 0)
+
+
+def _run(
+    out: Tensor,
+    rows: Tensor,
+    index: Tensor | None,
+    before: Scale | None,
+    behind: Scale | None,
+    fold: int,
+    k: int,
+) -> None:
     words = [
-        *(
-            out.data_ptr(),
-            out.stride(0),
-            DTYPES[out.dtype],
-            rows.data_ptr(),
-            rows.stride(0),
-            DTYPES[rows.dtype],
-        ),
-        *(given.data_ptr() if index is not None else 0, given.stride(0)),
+        *(out.data_ptr(), out.stride(0), DTYPES[out.dtype]),
+        *(rows.data_ptr(), rows.stride(0), DTYPES[rows.dtype]),
+        *((0, 0) if index is None else (index.data_ptr(), index.stride(0))),
         *_scale(before, rows.shape[0]),
         *_scale(behind, out.shape[0] * k),
-        *(int(fold), *out.shape, k, rows.shape[0]),
+        *(fold, *out.shape, k, rows.shape[0]),
     ]
     if not _add_rows((c_int64 * len(words))(*words)):
-        raise IndexError(f"a token takes a row that is none of {rows.shape[0]}")
+        few, many = (rows, "rows") if k else (out, "tokens")
+        raise IndexError(f"an index names none of {few.shape[0]} {many}")
 
 
 def _scale(scale: Scale | None, count: int) -> Sequence[int]:

@@ -25,10 +25,6 @@ from .operands import materialise, two_dimensional
 from .product import extra_users, hand_out_product, match_product
 from .token_sums import GROUPED, readers_of_rows
 
-STAGE_PASSES = 8
-"""The times that rows of experts, in float32, are moved more than in an unfused program, where Inductor makes
-one loop of the stages. Only where an index says to which token a row is added: sums have their own loop."""
-
 
 def match_all_reduce(anchor: Anchor, context: Context) -> Found:
     size = prod(context.shapes.known(anchor.input))
@@ -87,8 +83,6 @@ def _match(anchor: Anchor, context: Context, found: Product, pattern: str, cut: 
     sizes = [context.shapes.known(x) for x in found.x if not reads]
     matmuls = tuple((prod(x[:-1]), x[-1], found.shape[1]) for x in sizes)
     kept = nbytes if early else 0
-    if any(stage.startswith("index_add") for stage in found.stages):
-        kept += STAGE_PASSES * 4 * matmuls[0][0] * found.shape[1]
     return Match(
         pattern,
         Work(matmuls, experts, bytes_read=nbytes if reads else 0, bytes_kept=kept),

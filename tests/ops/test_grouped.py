@@ -125,7 +125,10 @@ FORMS = [
     ("grouped; mul %0; sum 2", torch.bfloat16, torch.bfloat16, torch.bfloat16, 2),
     ("grouped; mul %0; fold 4; relu", torch.float32, torch.float32, torch.float32, 2),
     ("grouped; sum 2; to float16", torch.float32, torch.float32, torch.float16, 2),
-    ("grouped; mul %0; index_add %3 %1", *[torch.float32] * 3, 0),
+    ("grouped; mul %0; index_add %3 %4; mul 2", *[torch.float32] * 3, 2),
+    ("grouped; mul %0; to bfloat16; index_add %3 %4", torch.bfloat16, torch.float32, torch.bfloat16, 3),
+    ("grouped; index_add %3 %4", *[torch.float16] * 3, 1),
+    ("grouped; mul %0; index_add %3 %4; to bfloat16", *[torch.float32] * 2, torch.bfloat16, 3),
     ("grouped; neg; sum 2", *[torch.float32] * 3, 0),
     ("grouped; sum 2; to float32; mul %3", torch.bfloat16, torch.float32, torch.float32, 0),
 ]
@@ -137,11 +140,12 @@ def test_rows_that_one_loop_adds() -> None:
     for product, of_rows, of_factors, of_out, count in FORMS:
         for columns in (1, 64, 150):
             stages = parse(product).stages
-            (k,) = (int(s.number or 1) for s in stages if s.name in ("sum", "fold", "index_add"))
+            (k,) = (int(s.number or 2) for s in stages if s.name in ("sum", "fold", "index_add"))
             taken = torch.randperm(24, generator=torch.Generator().manual_seed(0))[:, None]
             factors = [seeded(seed, 24, 1, dtype=of_factors) for seed in (2, 3)]
-            rows, base = seeded(1, 24, columns, dtype=of_rows), seeded(4, 24 // k, columns, dtype=of_out)
-            operands = [factors[0], taken, factors[1], base]
+            of_base = of_factors if product.endswith("; to bfloat16") else of_out
+            rows, base = seeded(1, 24, columns, dtype=of_rows), seeded(4, 24 // k, columns, dtype=of_base)
+            operands = [factors[0], taken, factors[1], base, taken // 2]
             whole = torch.full((24 // k, columns + 9), 7, dtype=of_out)
             out = whole[:, 2 : 2 + columns]
             done = add_up(out, rows, operands, stages)
@@ -152,7 +156,8 @@ def test_rows_that_one_loop_adds() -> None:
             assert k != 2 or torch.equal(out, epilogue(rows, operands, first)), product
             given = [t.double() if t.is_floating_point() else t for t in (rows, *operands)]
             sized = [t.abs() for t in given]
-            exact, size = (epilogue(t[0], t[1:], first.partition("; to")[0]) for t in (given, sized))
+            exactly = "; ".join(part for part in first.split("; ") if not part.startswith("to "))
+            exact, size = (epilogue(t[0], t[1:], exactly) for t in (given, sized))
             least = torch.finfo(of_out).tiny
             assert ((out.double() - exact).abs() <= 3 * (size + least) * torch.finfo(of_out).eps).all(), (
                 product
@@ -163,5 +168,7 @@ def test_rows_that_one_loop_adds() -> None:
 
 def test_a_row_that_is_none() -> None:
     rows, taken = torch.zeros(4, 8), torch.tensor([[0], [4]])
-    with pytest.raises(IndexError, match="none of 4"):
+    with pytest.raises(IndexError, match="none of 4 rows"):
         add_up(torch.empty(1, 8), rows, [taken], parse("grouped; take %0; sum 2").stages)
+    with pytest.raises(IndexError, match="none of 1 tokens"):
+        add_up(torch.empty(1, 8), rows[:2], [rows[:1], taken], parse("grouped; index_add %0 %1").stages)
