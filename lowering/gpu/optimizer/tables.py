@@ -58,14 +58,21 @@ def tensor_words(
     rows: Sequence[int],
 ) -> bytes:
     """What the kernel calls words. Gradients and parameters are contiguous; rows: of numbers, by tensor."""
+    words = array("q", _template(buckets, rank, tuple(rows)))
+    first = len(buckets.starts)
+    words[first :: FIELDS.value] = array("q", [0 if g is None else g.data_ptr() for g in grads])
+    words[first + 1 :: FIELDS.value] = array("q", [p.data_ptr() for p in params])
+    return words.tobytes()
+
+
+@lru_cache(maxsize=64)
+def _template(buckets: Buckets, rank: int, rows: tuple[int, ...]) -> array[int]:
+    """The words without addresses."""
     unit, start = unit_of(buckets), buckets.starts[rank]
     words = array("q", runs_of(buckets))
-    for g, p, row, first in zip(grads, params, rows, buckets.offsets, strict=False):
-        words.extend(
-            (0 if g is None else g.data_ptr(), p.data_ptr(), (first - start) // unit, p.numel() // unit, row)
-        )
-    assert len(words) == len(buckets.starts) + FIELDS.value * len(params)
-    return words.tobytes()
+    for numel, row, first in zip(buckets.numels, rows, buckets.offsets, strict=False):
+        words.extend((0, 0, (first - start) // unit, numel // unit, row))
+    return words
 
 
 def rates_of(numbers: Tensor) -> tuple[bytes, list[int]]:
