@@ -15,25 +15,28 @@ import statistics
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as funcol
-import torch.nn.functional as F
-from torch import Tensor, multiprocessing, nn
+from torch import Tensor, multiprocessing
 
 import autofuse
 from autofuse.bench.cpu.run import cores
+from autofuse.bench.gpu.driver import TIMEOUT_S, leave, written
+from autofuse.bench.models import run as models
+from autofuse.bench.pieces import MODELS, Way, Weights, ways
+from autofuse.lowering.gpu.choice.timer import Call, time_all, together
+from autofuse.lowering.gpu.choice.timing import QUICK, Effort, calls_for, matmul_us
+from autofuse.lowering.torch_internals import compiling_variants, enable_symmetric_memory
 from autofuse.passes.schedules.schedule import AUTO, SCHEDULES
 
-INDUCTOR = "inductor"
-TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
-MOST_ON_CPUS = 1024
-EPSILON = 1e-6
+TOKENS_ON_CPUS = (1, 4, 16, 64, 128, 256, 512, 1024)
+TOKENS_ON_GPUS = (8, 2048, 64, 512, 1, 8192)
+"""What tells most comes first: time may run out."""
 BLOCK_S, MOST_CALLS = 0.03, 64
 """Calls are timed in blocks of about this length: ranks leave a barrier up to milliseconds apart."""
 
@@ -43,15 +46,16 @@ ERROR = 0.05
 
 @dataclass(frozen=True)
 class Options:
-    """What to measure; equal on all ranks. `ratio`: K over all ranks, in units of the hidden size."""
+    """What to measure; equal on all ranks. `ratios`: K over all ranks, in hidden sizes."""
 
-    hidden: int
-    ratio: float
+    hidden: tuple[int, ...]
+    ratios: tuple[float, ...]
     tokens: tuple[int, ...]
     dtypes: tuple[str, ...]
     rows: tuple[str, ...]
     seconds: float
-    """That are spent on a row, about."""
+    """That are spent on a row, about; on CPU ranks alone."""
+    quick: bool = False
     threads: int = 1
 
 
@@ -65,47 +69,26 @@ class Row:
     dtype: str
     us: dict[str, float]
     did: dict[str, str]
+    hidden: int
+    ratio: float
+    failed: dict[str, str] = field(default_factory=dict)
 
     @property
-    def gain(self) -> float:
-        """How many times as long as `auto` Inductor takes."""
-        return self.us[INDUCTOR] / self.us[AUTO]
+    def cell(self) -> str:
+        return f"{self.name} {self.tokens} {self.dtype} {self.hidden} x {self.ratio:g}"
 
+    @property
+    def gain(self) -> float | None:
+        """How many times as long as `auto` the fastest that is not ours takes."""
+        others = [us for name, us in self.us.items() if name not in SCHEDULES]
+        return min(others) / self.us[AUTO] if others and AUTO in self.us else None
 
-class Piece(nn.Module):
-    """`residual`, `gamma` and the results are the same on all ranks."""
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "gain": self.gain}
 
-    def __init__(self, inner: int, hidden: int, group: dist.ProcessGroup) -> None:
-        super().__init__()
-        self.group = group
-        self.weight = nn.Parameter(torch.randn(hidden, inner) / math.sqrt(inner))
-        self.norm = nn.Parameter(torch.ones(hidden))
-
-    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        product = F.linear(x, self.weight)
-        h = residual + funcol.wait_tensor(funcol.all_reduce(product, "sum", self.group))
-        wide = h.float()
-        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPSILON)
-        return normed.to(h.dtype) * self.norm, h
-
-
-class Layer(nn.Module):
-    """A piece, the first matmul of an MLP, a piece, and the first matmul of the next layer."""
-
-    def __init__(self, inner: int, hidden: int, group: dist.ProcessGroup) -> None:
-        super().__init__()
-        self.first = Piece(inner, hidden, group)
-        self.up = nn.Parameter(torch.randn(inner, hidden) / math.sqrt(hidden))
-        self.second = Piece(inner, hidden, group)
-        self.next = nn.Parameter(torch.randn(inner, hidden) / math.sqrt(hidden))
-
-    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor]:
-        normed, h = self.first(x, residual)
-        normed, _ = self.second(F.silu(F.linear(normed, self.up)), h)
-        return (F.linear(normed, self.next),)
-
-
-MODELS: dict[str, type[Piece | Layer]] = {"piece": Piece, "layer": Layer}
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Row:
+        return cls(**{name: value for name, value in data.items() if name != "gain"})
 
 
 def run(worlds: Sequence[int], options: Options) -> list[Row]:
@@ -119,65 +102,108 @@ def run(worlds: Sequence[int], options: Options) -> list[Row]:
     return rows
 
 
-def run_on_gpus(options: Options) -> list[Row]:
-    """The rows of the group of torchrun, which has been joined."""
+def run_on_gpus(options: Options, until: float, json_file: Path | None, markdown: Path | None) -> NoReturn:
+    """Measures on the group of torchrun, which has been joined, and begins no row after `until`. Rank 0
+    prints and writes the table, and the JSON file after every row. Ends the process."""
+    data = models.begun(models.Options(device="cuda"), json_file)
+    assert dist.group.WORLD is not None
+    enable_symmetric_memory(dist.group.WORLD)
     with torch.device("cuda", torch.cuda.current_device()):
-        return list(_rows(options))
+        rows = resumed(options, until, data, json_file)
+    leave(lambda: table(rows), markdown)
+
+
+def resumed(options: Options, until: float, data: dict[str, Any], json_file: Path | None) -> list[Row]:
+    """The rows that `data` has, and those that are measured now."""
+    rows = [Row.from_json(row) for row in data["rows"]]
+    for row in _rows(options, [row.cell for row in rows], until):
+        rows.append(row)
+        data["rows"] = [row.to_json() for row in rows]
+        written(row.cell, data, json_file)
+    return rows
 
 
 def table(rows: Sequence[Row]) -> str:
-    """The rows as a table in Markdown."""
-    names = list(dict.fromkeys(name for row in rows for name in row.us))
-    lines = [
-        f"| ranks | dtype | what | tokens | {' | '.join(f'{name} us' for name in names)} | Inductor / auto |"
-    ]
-    lines.append("|---" * (len(names) + 5) + "|")
+    """The rows as a table in Markdown, and what failed."""
+    rows = sorted(rows, key=lambda row: (row.world, row.dtype, row.name, row.hidden, row.ratio, row.tokens))
+    names = list(dict.fromkeys(name for row in rows for name in (*row.us, *row.failed)))
+    titles = " | ".join(f"{name} us" for name in names)
+    lines = [f"| ranks | dtype | what | hidden | K | tokens | {titles} | best other / auto |"]
+    lines.append("|---" * (len(names) + 7) + "|")
     for row in rows:
-        best = min(row.us.values())
-        times = (f"**{us:,.0f}**" if us == best else f"{us:,.0f}" for us in map(row.us.__getitem__, names))
-        cells = [str(row.world), row.dtype, row.name, str(row.tokens), *times, f"{row.gain:.2f}"]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        best = min(row.us.values(), default=0.0)
+        spec = ",.0f" if best >= 100 else ".1f"
+        times = [format(row.us[name], spec) if name in row.us else "-" for name in names]
+        times = [f"**{t}**" if row.us.get(n) == best else t for n, t in zip(names, times, strict=True)]
+        size = (str(row.hidden), f"{row.ratio * row.hidden:.0f}", str(row.tokens))
+        gain = "-" if row.gain is None else f"{row.gain:.2f}"
+        lines.append("| " + " | ".join([str(row.world), row.dtype, row.name, *size, *times, gain]) + " |")
+    failed = [f"- {row.cell}, {name}: {why}" for row in rows for name, why in row.failed.items()]
+    return "\n".join([*lines, *(["", "Failed:", "", *failed] if failed else [])])
 
 
 def _rank(rank: int, world: int, directory: str, options: Options) -> None:
     torch.set_num_threads(options.threads)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
     dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=world)
-    rows = list(_rows(options))
+    rows = list(_rows(options, [], math.inf))
     if rank == 0:
         Path(directory, "rows.json").write_text(json.dumps([asdict(row) for row in rows]))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def _rows(options: Options) -> Iterator[Row]:
+def _rows(options: Options, known: Sequence[str], until: float) -> Iterator[Row]:
+    """Those that are not known."""
     warnings.filterwarnings("ignore")
-    for dtype in options.dtypes:
-        for name in MODELS:
-            for tokens in options.tokens:
-                if not options.rows or any(part in f"{name} {tokens} {dtype}" for part in options.rows):
-                    yield _measure(name, tokens, dtype, options)
+    cells = [
+        Row(name, dist.get_world_size(), tokens, dtype, {}, {}, hidden, ratio)
+        for dtype in options.dtypes
+        for name in MODELS
+        for tokens in options.tokens
+        for hidden in options.hidden
+        for ratio in options.ratios
+    ]
+    with autofuse.config.patch(timeout_s=TIMEOUT_S), compiling_variants(), torch.no_grad():
+        for cell in cells:
+            if cell.cell in known or (options.rows and not any(part in cell.cell for part in options.rows)):
+                continue
+            if models.over(until):
+                return
+            yield _measure(cell, options)
+            models.cleared()
 
 
-def _measure(name: str, tokens: int, dtype: str, options: Options) -> Row:
+def _measure(cell: Row, options: Options) -> Row:
+    """The row of a cell, which has no times yet."""
     group = dist.group.WORLD
     assert group is not None
-    world = group.size()
-    inner = round(options.ratio * options.hidden) // world
+    on_gpus = torch.get_default_device().type == "cuda"
+    inner = round(cell.ratio * cell.hidden) // cell.world
     torch.manual_seed(1 + group.rank())
-    model = MODELS[name](inner, options.hidden, group).to(getattr(torch, dtype))
+    dtype = getattr(torch, cell.dtype)
+    model = MODELS[cell.name](inner, cell.hidden, group).to(dtype)
     autofuse.replicated(model, parameters=["*norm"], inputs=["residual"])
-    x = torch.randn(tokens, inner).to(getattr(torch, dtype))
-    residual = torch.randn(tokens, options.hidden, generator=_generator()).to(x.dtype)
-    calls: dict[str, Callable[[], Any]] = {}
+    weights = Weights(model, cold=on_gpus)
+    x = torch.randn(cell.tokens, inner).to(dtype)
+    residual = torch.randn(cell.tokens, cell.hidden, generator=_generator()).to(dtype)
+    calls: dict[str, Call] = {}
     did: dict[str, str] = {}
-    with torch.no_grad():
-        for schedule in (INDUCTOR, *SCHEDULES):
-            calls[schedule], did[schedule] = _compiled(model, schedule, (x, residual))
-        _check(calls)
-        us = _timed(calls, options.seconds)
-    return Row(name, world, tokens, dtype, us, did)
+    failed: dict[str, str] = {}
+    expected: list[Tensor] = []
+    for name, way in ways(model, cell.tokens, on_gpus).items():
+        try:
+            calls[name], did[name] = together(lambda w=way: _compiled(w, weights, (x, residual), expected))  # type: ignore[misc]
+        except RuntimeError as error:
+            failed[name] = str(error)
+    if on_gpus:
+        count = calls_for(matmul_us(cell.tokens, inner, cell.hidden) + 10)
+        times = time_all(calls, count, QUICK if options.quick else Effort())
+        us = {name: t.us for name, t in times.items() if t.us is not None and not t.eager}
+        failed |= {name: t.failed or "could not be captured" for name, t in times.items() if name not in us}
+    else:
+        us = _timed({name: lambda c=call: c(0) for name, call in calls.items()}, options.seconds)  # type: ignore[misc]
+    return replace(cell, us=us, did=did, failed=failed)
 
 
 def _generator() -> torch.Generator:
@@ -185,28 +211,26 @@ def _generator() -> torch.Generator:
     return torch.Generator(torch.get_default_device()).manual_seed(0)
 
 
-def _compiled(model: nn.Module, schedule: str, args: tuple[Tensor, ...]) -> tuple[Callable[[], Any], str]:
-    """A call of the model under a schedule, and what became of its collectives."""
-    torch.compiler.reset()
-    if schedule == INDUCTOR:
-        compiled = torch.compile(model, dynamic=False)
-        compiled(*args)
-        return lambda: compiled(*args), ""
-    options: dict[str, Any] = {"policy": "always", "schedule": schedule}
-    compiled = torch.compile(model, backend="autofuse", dynamic=False, options=options)
+def _compiled(
+    way: Way, weights: Weights, args: tuple[Tensor, Tensor], expected: list[Tensor]
+) -> tuple[Call, str]:
+    """Calls of a model that was compiled in some way, and what became of its collectives. RuntimeError if
+    results are not as `expected`, which the first one to be compiled sets."""
+    compiled = way.compiled()
+
+    def call(i: int) -> Any:
+        weights.take(i)
+        return compiled(*args)
+
     with autofuse.debug() as report:
-        compiled(*args)
+        results = call(0)
+    expected += [] if expected else [result.clone() for result in results]
+    for ours, theirs in zip(results, expected, strict=True):
+        far = float((ours.float() - theirs.float()).abs().max() / theirs.float().abs().max())
+        if not far <= ERROR:
+            raise RuntimeError(f"its result is {far:.2g} away from that of Inductor")
     sites = [site.pattern or site.collective for site in report.sites]
-    return lambda: compiled(*args), ", ".join(sites)
-
-
-def _check(calls: dict[str, Callable[[], Any]]) -> None:
-    expected = calls[INDUCTOR]()
-    for schedule, call in calls.items():
-        for ours, theirs in zip(call(), expected, strict=True):
-            far = float((ours.float() - theirs.float()).abs().max() / theirs.float().abs().max())
-            if not far <= ERROR:
-                raise RuntimeError(f"schedule {schedule}: its result is {far:.2g} away from that of Inductor")
+    return call, ", ".join(sites) if way.ours else ""
 
 
 def _timed(calls: dict[str, Callable[[], Any]], seconds: float) -> dict[str, float]:

@@ -1,8 +1,10 @@
 """`autofuse bench`: the rows of the CPU benchmark, as a table and as JSON. The subcommands measure GPUs."""
 
 import json as json_module
+import math
 import os
 import platform
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -237,20 +239,27 @@ def optimizer(
 def schedules(
     ranks: Annotated[list[int], typer.Option(help="Size of a group; repeat for several.")] = [2],  # noqa: B006
     rows: Rows = None,
-    hidden: Annotated[int, typer.Option(help="Hidden size.", min=8)] = 2048,
-    ratio: Annotated[float, typer.Option(help="K over all ranks, in hidden sizes.", min=0.1)] = 1.0,
+    hidden: Annotated[list[int] | None, typer.Option(help="Hidden size; repeat for several.", min=8)] = None,
+    ratio: Annotated[
+        list[float] | None,
+        typer.Option(help="K over all ranks, in hidden sizes; repeat for several.", min=0.1),
+    ] = None,
     tokens: Annotated[
         list[int] | None, typer.Option(help="Only so many tokens; repeat for several.", min=1)
     ] = None,
     dtype: Annotated[
-        list[str] | None, typer.Option(help="Only float32 or bfloat16; without it both.")
+        list[str] | None, typer.Option(help="Only float32 or bfloat16; without it both, on GPUs bfloat16.")
     ] = None,
     device: Annotated[str, typer.Option(help="cpu; or cuda, the GPUs of torchrun.")] = "cpu",
-    seconds: Annotated[float, typer.Option(help="Time for a row, about.")] = 3.0,
+    quick: Annotated[bool, typer.Option(help="Few, small cells and few samples.")] = False,
+    seconds: Annotated[
+        float | None, typer.Option(help="Time for a row, about; on GPUs: begin no row after so long.")
+    ] = None,
     json: Json = None,
     markdown: Markdown = None,
 ) -> None:
-    """Every schedule of matmul, all_reduce, residual and norm, and of two of them with an MLP between."""
+    """Every schedule of matmul, all_reduce, residual and norm, and of two of them with an MLP between. On
+    GPUs, rows that are in the JSON file already are not measured again."""
     with user_errors():
         one_of(device, ("cpu", "cuda"), "--device")
         on_gpus = device == "cuda"
@@ -260,17 +269,26 @@ def schedules(
         if min(ranks) < 2:
             raise ValueError(f"--ranks {min(ranks)}: expected 2 ranks or more")
         check_folders(json, markdown)
-        from autofuse.bench.schedules import MOST_ON_CPUS, TOKENS, Options, run, run_on_gpus, table
+        from autofuse.bench import schedules as bench
 
-        counts = tuple(tokens or (t for t in TOKENS if on_gpus or t <= MOST_ON_CPUS))
-        options = Options(hidden, ratio, counts, dtypes, tuple(rows or ()), seconds)
+        sizes = (64,) if quick else (4096, 8192) if on_gpus else (2048,)
+        counts = (2, 8) if quick else bench.TOKENS_ON_GPUS if on_gpus else bench.TOKENS_ON_CPUS
+        options = bench.Options(
+            tuple(hidden or sizes),
+            tuple(ratio or ((1.0, 3.5) if on_gpus else (1.0,))),
+            tuple(tokens or counts),
+            dtypes,
+            tuple(rows or ()),
+            0.0 if quick else 3.0 if seconds is None else seconds,
+            quick,
+        )
         load = os.getloadavg()[0]
         if on_gpus:
+            until = time.monotonic() + (math.inf if seconds is None else seconds)
             torchrun.join("bench schedules --device cuda")
-            measured = run_on_gpus(options)
-        else:
-            measured = run(ranks, options)
-        _tell(table(measured), [{**asdict(row), "gain": row.gain} for row in measured], load, json, markdown)
+            bench.run_on_gpus(options, until, json, markdown)
+        measured = bench.run(ranks, options)
+        _tell(bench.table(measured), [row.to_json() for row in measured], load, json, markdown)
 
 
 def _around_all_to_all(

@@ -1,24 +1,75 @@
-"""The benchmark of schedules: each does what its name says, all agree, and the table names the fastest."""
+"""The benchmark of schedules: each does what its name says, all agree, rows are kept, the table names the
+fastest."""
 
+import json
+import math
 from collections.abc import Callable
+from pathlib import Path
+from unittest.mock import patch
 
-from autofuse.bench.schedules import INDUCTOR, Options, Row, _measure, table
+import pytest
+import torch
+
+from autofuse.bench import schedules
+from autofuse.bench.pieces import INDUCTOR, Piece, Weights, ways
+from autofuse.bench.schedules import Options, Row, resumed, table
 from autofuse.passes.schedules.schedule import SCHEDULES
 from tests.ranks import RankPool
 
 
-def _rows(rank: int, world: int) -> Row:
-    return _measure("layer", 8, "float32", Options(32, 1.0, (8,), ("float32",), (), 0.0))
+def _rows(rank: int, world: int, file: str) -> tuple[list[Row], list[Row], str]:
+    options = Options((32,), (1.0,), (8,), ("float32",), (), 0.0)
+    first = resumed(options, math.inf, {"rows": []}, Path(file))
+    before = Path(file).read_text() if rank == 0 else ""
+    with patch.object(schedules, "_measure", side_effect=AssertionError("measured again")):
+        again = resumed(options, math.inf, {"rows": [row.to_json() for row in first]}, None)
+    return first, again, before
 
 
-def test_a_row(ranks: Callable[[int], RankPool]) -> None:
-    row, other = ranks(2).run(_rows, timeout=180)
-    assert row == other
-    assert list(row.us) == [INDUCTOR, *SCHEDULES]
-    assert row.did["unchanged"] == "matmul_all_reduce, matmul_all_reduce"
-    assert row.did["split"] == ", ".join(2 * ["matmul_reduce_scatter", "all_gather_matmul"])
+def test_rows(ranks: Callable[[int], RankPool], tmp_path: Path) -> None:
+    (rows, again, text), (others, _, _) = ranks(2).run(_rows, str(tmp_path / "rows.json"), timeout=240)
+    assert rows == others == again == [Row.from_json(row) for row in json.loads(text)["rows"]]
+    piece, layer = rows
+    assert list(piece.us) == [INDUCTOR, "sliced", *SCHEDULES]
+    assert not piece.failed
+    assert list(layer.us) == [INDUCTOR, *SCHEDULES]
+    assert not layer.failed
+    assert layer.did["unchanged"] == "matmul_all_reduce, matmul_all_reduce"
+    assert layer.did["split"] == ", ".join(2 * ["matmul_reduce_scatter", "all_gather_matmul"])
+
+
+class _Group:
+    def size(self) -> int:
+        return 2
+
+
+@pytest.mark.parametrize(("tokens", "cut"), [(1, []), (2, ["sliced", "sliced, async TP"])])
+def test_ways_of_gpus(tokens: int, cut: list[str]) -> None:
+    piece = Piece(8, 8, _Group())  # type: ignore[arg-type]
+    found = ways(piece, tokens, on_gpus=True)
+    assert list(found) == [INDUCTOR, "one-shot", "two-shot", *cut, "auto", "unchanged", "split"]
+    assert found["auto"].variant.options == {"policy": "auto", "schedule": "auto"}
+    assert found["split"].variant.options == {"policy": "always", "schedule": "split"}
+
+
+def test_weights_take_turns() -> None:
+    piece = Piece(8, 4, _Group())  # type: ignore[arg-type]
+    first = piece.weight.detach().clone()
+    with patch("autofuse.bench.pieces.copies_of", return_value=3):
+        weights = Weights(piece, cold=True)
+    seen = []
+    for i in range(4):
+        weights.take(i)
+        seen.append((piece.weight.data_ptr(), piece.weight.detach().clone()))
+    assert len({pointer for pointer, _ in seen[:3]}) == 3
+    assert seen[3][0] == seen[0][0]
+    assert torch.equal(seen[0][1], first)
+    assert not torch.equal(seen[1][1], first)
 
 
 def test_the_table() -> None:
-    row = Row("piece", 2, 64, "float32", {INDUCTOR: 400.0, "auto": 250.0, "split": 200.0}, {})
-    assert "| 2 | float32 | piece | 64 | 400 | 250 | **200** | 1.60 |" in table([row])
+    times = {INDUCTOR: 400.0, "sliced": 350.0, "auto": 250.0, "split": 200.0}
+    row = Row("piece", 2, 64, "float32", times, {}, 32, 3.5, {"two-shot": "no memory"})
+    text = table([row])
+    assert "| 2 | float32 | piece | 32 | 112 | 64 | 400 | 350 | 250 | **200** | - | 1.40 |" in text
+    assert "- piece 64 float32 32 x 3.5, two-shot: no memory" in text

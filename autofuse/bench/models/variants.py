@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +30,11 @@ class Variant:
         def call(*args: Any) -> Any:
             return forward(*args)
 
+        return self.compile(call)
+
+    def compile(self, call: Callable[..., Any]) -> Forward:
+        """As `compiled`, of a plain function, whose arguments keep their names."""
+        assert isinstance(call, types.FunctionType)
         own = types.FunctionType(call.__code__.replace(), call.__globals__, closure=call.__closure__)
         compiled: Forward = torch.compile(
             own, backend=self.backend, options=dict(self.options) or None, dynamic=False
