@@ -30,7 +30,10 @@ from autofuse.passes.choice import device_table
 COPIED = ("matmul_all_reduce", "matmul_reduce_scatter", "all_gather_matmul")
 """Ops of which copy engines move data."""
 OPS = (*COPIED, "matmul_all_gather")
-SHIPPED: Points = tuple(p for path in sorted(_SHIPPED.glob("*.json")) for p in read(path))
+SHIPPED: Points = tuple(
+    replace(p, sources=()) for path in sorted(_SHIPPED.glob("*.json")) for p in read(path)
+)
+"""As if kernels and libraries were those that were measured."""
 
 
 def problem(op: str, m: int, k: int = 2048, n: int = 8192, world: int = 4) -> DenseProblem:
