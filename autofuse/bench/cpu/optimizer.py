@@ -15,6 +15,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,10 @@ from torch import Tensor, multiprocessing
 
 from autofuse import optim
 from autofuse.bench.cpu.run import cores
+from autofuse.lowering.buckets import buckets_of
+from autofuse.lowering.update_rules import adam_numbers
 
-OURS = "autofuse"
+OURS, OP = "autofuse", "reduce_update_gather"
 BUCKET_BYTES = 25 << 20
 """Of the flat buffers, as in DDP."""
 
@@ -109,7 +112,7 @@ class Row:
     @property
     def best(self) -> tuple[str, float]:
         """The fastest of torch's, and how many times as long as ours it takes."""
-        name = min((n for n in self.us if n != OURS), key=lambda n: self.us[n])
+        name = min((n for n in self.us if not n.startswith(OURS)), key=lambda n: self.us[n])
         return name, self.us[name] / self.us[OURS]
 
 
@@ -200,6 +203,14 @@ def _peers(rule: str, shapes: Shapes, dtype: torch.dtype) -> Iterator[tuple[str,
         yield "all_reduce + foreach LAMB", (_foreach_lamb(params), params)
         return
 
+    if params[0].is_cuda:
+        from autofuse.lowering.gpu import by_name
+
+        for way in by_name.names(OP, _arguments(params), False):
+            made = _params(shapes, dtype)
+            arguments = _arguments(made)
+            yield f"{OURS} {way}", (partial(by_name.run, way, OP, arguments), made)
+
     params = _params(shapes, dtype)
     each = torch.optim.AdamW(params, fused=True, **RATES)
     yield "all_reduce a tensor", (_after(_reduce_each, params, each), params)
@@ -216,6 +227,20 @@ def _peers(rule: str, shapes: Shapes, dtype: torch.dtype) -> Iterator[tuple[str,
     if len(params) >= dist.get_world_size():
         zero = ZeroRedundancyOptimizer(params, torch.optim.AdamW, fused=True, **RATES)
         yield "ZeroRedundancyOptimizer", (_after(_reduce_buckets, params, zero), params)
+
+
+def _arguments(params: list[Tensor]) -> tuple[Any, ...]:
+    """Of the op: the first update of AdamW."""
+    group = dist.group.WORLD
+    assert group is not None
+    owned = buckets_of(tuple(p.numel() for p in params), group.size()).owned(group.rank())
+    row = adam_numbers(1, RATES["lr"], (0.9, 0.999), 1e-8, RATES["weight_decay"], True)
+    numbers = torch.tensor([row], dtype=torch.float64, device="cpu").expand(len(params), -1)
+    names = [f"parameter {i}" for i in range(len(params))]
+    return (
+        [p.detach() for p in params], _grads(params), [torch.zeros(owned) for _ in range(2)], numbers, "adam",
+        "avg", 0.0, False, names, group.group_name, "direct", "bench",
+    )  # fmt: skip
 
 
 def _params(shapes: Shapes, dtype: torch.dtype) -> list[Tensor]:
