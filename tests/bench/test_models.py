@@ -150,8 +150,7 @@ def test_without_a_reference_there_are_times(ranks: Callable[[int], RankPool]) -
 
 
 def test_options_of_ours_exist() -> None:
-    ours = VARIANTS["autofuse"]
-    resolve(None, {**ours.options, **ours.captured})
+    resolve(None, VARIANTS["autofuse"].options)
 
 
 def test_names_of_cells() -> None:

@@ -13,6 +13,7 @@ import torch
 from autofuse.bench import schedules
 from autofuse.bench.pieces import INDUCTOR, Layer, Piece, Way, Weights, ways
 from autofuse.bench.schedules import Options, Row, resumed, table
+from autofuse.options import resolve
 from autofuse.passes.schedules.schedule import SCHEDULES
 from tests.ranks import RankPool
 
@@ -55,6 +56,9 @@ def test_ways_of_gpus(tokens: int, cut: list[str]) -> None:
     piece = Piece(8, 8, _Group())  # type: ignore[arg-type]
     found = ways(piece, tokens, on_gpus=True)
     assert list(found) == [INDUCTOR, "one-shot", "two-shot", *cut, "auto", "unchanged", "split"]
+    for way in found.values():
+        if way.ours:
+            resolve(None, way.variant.options)
     assert found["auto"].variant.options == {"policy": "auto", "schedule": "auto"}
     assert found["split"].variant.options == {"policy": "always", "schedule": "split"}
 
