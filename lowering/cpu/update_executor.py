@@ -59,7 +59,7 @@ def piece_shapes(op: str, order: str, buckets: Buckets) -> list[PlanShape]:
 
 
 @dataclass(frozen=True)
-class _Part:
+class Part:
     """The segments of a tile, for the kernels, and where the tile begins in the run of its owner."""
 
     segments: Any
@@ -68,15 +68,15 @@ class _Part:
 
 
 @lru_cache(maxsize=1 << 14)
-def _part(buckets: Buckets, piece: int, tile: Tile) -> _Part:
+def part_of(buckets: Buckets, piece: int, tile: Tile) -> Part:
     start, stop = buckets.starts[tile.chunk : tile.chunk + 2]
     at = piece * TILE * TILES + tile.cols.start
     found = list(buckets.segments(start + at, min(stop, start + at + len(tile.cols))))
-    return _Part(kernels.segments(found), len(found), at)
+    return Part(kernels.segments(found), len(found), at)
 
 
 @dataclass(frozen=True)
-class _Recipe:
+class Recipe:
     """What follows from a plan."""
 
     actions: tuple[tuple[Action, int], ...]
@@ -86,12 +86,12 @@ class _Recipe:
 
 
 @lru_cache(maxsize=1024)
-def _recipe(shape: PlanShape, rank: int) -> _Recipe:
+def recipe_of(shape: PlanShape, rank: int) -> Recipe:
     plan = shape.plan(rank)
     tiles = [plan.tiles(c) for c in range(plan.world)]
     inbox = Buffer(0, plan.world, tiles, torch.float32)
     outbox = Buffer(inbox.end, 1, tiles, torch.float32)
-    return _Recipe(tuple(with_tiles(plan.actions)), plan.agreement, inbox, outbox)
+    return Recipe(tuple(with_tiles(plan.actions)), plan.agreement, inbox, outbox)
 
 
 def run_update(args: ReduceUpdateGather) -> Any:
@@ -204,7 +204,7 @@ class _Step:
             if self.rule.by_norms:
                 for piece, shape in enumerate(piece_shapes(GATHER, args.order, self.buckets)):
                     for tile in shape.plan(rank).tiles(rank):
-                        self._update(_part(self.buckets, piece, tile), kernels.DIRECT, None)
+                        self._update(part_of(self.buckets, piece, tile), kernels.DIRECT, None)
                 self.work.scale = 1.0
         if self.rule.by_norms:
             of_ranks = _exchange_floats(call, self.norms[:])
@@ -218,7 +218,7 @@ class _Step:
         it: all ranks find the same, and the workspace stays usable."""
         rank, error = self.workspace.rank, None
         for piece, shape in enumerate(piece_shapes(op, self.args.order, self.buckets)):
-            recipe = _recipe(shape, rank)
+            recipe = recipe_of(shape, rank)
             key = f"{self.key}, {op}, {recipe.agreement}"
             with self.workspace.call(OP, self.args.site, key, recipe.outbox.end) as call:
                 error = before(call) if piece == 0 else None
@@ -227,7 +227,7 @@ class _Step:
             if error is not None:
                 raise error
 
-    def _piece(self, call: Call, piece: int, recipe: _Recipe, what: int) -> None:
+    def _piece(self, call: Call, piece: int, recipe: Recipe, what: int) -> None:
         """Runs one plan. A REDUCE plan works on own tiles in Reduce, a PUBLISH plan in Compute."""
         rank, world, inbox, outbox = self.workspace.rank, self.workspace.world, recipe.inbox, recipe.outbox
         base = [call.tensor(r, 0, (recipe.outbox.end,), torch.uint8).data_ptr() for r in range(world)]
@@ -240,24 +240,24 @@ class _Step:
                     call.wait(source, slot, awaited)
                 case Compute(tile=tile, dest=dest) if dest != rank:
                     there = base[dest] + inbox.offset(tile, rank)
-                    self._copy(there, True, _part(self.buckets, piece, tile))
+                    self._copy(there, True, part_of(self.buckets, piece, tile))
                 case Copy(tile=tile, source=source):
                     there = base[source] + outbox.offset(tile, 0)
-                    self._copy(there, False, _part(self.buckets, piece, tile))
+                    self._copy(there, False, part_of(self.buckets, piece, tile))
                 case Reduce(tile=tile) | Compute(tile=tile):
                     if self.work.from_sums or isinstance(action, Reduce):
                         for r in range(world):
                             self.parts[r] = base[rank] + inbox.offset(tile, r)
                         out = base[rank] + outbox.offset(tile, 0) if hands_out else None
-                        self._update(_part(self.buckets, piece, tile), what, out)
+                        self._update(part_of(self.buckets, piece, tile), what, out)
 
-    def _copy(self, there: int, sent: bool, part: _Part) -> None:
+    def _copy(self, there: int, sent: bool, part: Part) -> None:
         """Gradients that are sent to their owner, or parameters that come from there."""
         tensors, dtypes = (self.of_grads, self.grad_dtypes) if sent else (self.of_params, self.param_dtypes)
         width = self.widths[0 if sent else 1]
         kernels.copy_segments(there, width, part.segments, part.count, tensors, dtypes, self.of_grads, sent)
 
-    def _update(self, part: _Part, what: int, out: int | None) -> None:
+    def _update(self, part: Part, what: int, out: int | None) -> None:
         work = self.work
         work.segments, work.n_segments = addressof(part.segments), part.count
         for i, state in enumerate(self.states):

@@ -17,6 +17,7 @@ from .gather_matmul import match_all_gather
 from .match import Context, Found
 from .matmul_gather import match_matmul_gather
 from .matmul_reduce import match_all_reduce, match_reduce_scatter
+from .optimizer_update import match_update
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class Matcher:
 
 MATCHERS = [
     Matcher("matmul_all_reduce", match_all_reduce),
+    Matcher("all_reduce_update", match_update),
     Matcher("matmul_reduce_scatter", match_reduce_scatter),
     Matcher("all_gather_matmul", match_all_gather),
     Matcher("matmul_all_gather", match_matmul_gather),

@@ -122,7 +122,7 @@ def _run(rank: int, world: int, case: Case) -> list[Tensor]:
     op = FUSED_OPS[OP]
     run = getattr(torch.ops.autofuse, OP) if case.fused else lambda *given: op.reference(op.parse(given))
     sizes = {"TILE": case.tile[0], "TILES": case.tile[1]}
-    for cached in (update_executor._part, update_executor.piece_shapes):
+    for cached in (update_executor.part_of, update_executor.piece_shapes):
         cached.cache_clear()
     with patch.multiple(update_executor, **sizes):
         for t in range(1, STEPS + 1):
@@ -137,7 +137,7 @@ def _run(rank: int, world: int, case: Case) -> list[Tensor]:
             assert [p._version > v for p, v in zip(params, versions, strict=True)] == [
                 has for *_, has in case.tensors
             ]
-    for cached in (update_executor._part, update_executor.piece_shapes):
+    for cached in (update_executor.part_of, update_executor.piece_shapes):
         cached.cache_clear()
     return params
 

@@ -1,0 +1,112 @@
+"""Runs all_reduce_update on CPU ranks that share memory.
+
+The plans and the memory are those of reduce_update_gather (`update_executor`), but an owner's outbox has sums
+in place of new parameters, and whoever reads a tile of sums applies the rule to it."""
+
+from __future__ import annotations
+
+from ctypes import addressof, byref, c_double, c_float, c_void_p, pointer
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from autofuse.lowering.buckets import Buckets, buckets_of
+from autofuse.lowering.cpu.update_executor import Part, Recipe, part_of, piece_shapes, recipe_of
+from autofuse.lowering.cpu.workspace import Call, workspace_for
+from autofuse.lowering.plan import Compute, Copy, Reduce, Signal, Wait
+from autofuse.lowering.update_rules import NUMBERS, RULES
+from autofuse.native_kernels.cpu import optimizer as kernels
+
+if TYPE_CHECKING:
+    from autofuse.lowering.ops.all_reduce_update import AllReduceUpdate
+
+OP = "all_reduce_update"
+WIDTH = 4  # bytes of an element
+
+
+def run_whole_update(args: AllReduceUpdate) -> Tensor:
+    """The op, on float32."""
+    workspace = workspace_for(args.group_name)
+    buckets = buckets_of((args.grad.numel(),), workspace.world)
+    step = _Step(args, buckets, workspace.world, workspace.rank)
+    for piece, shape in enumerate(piece_shapes(OP, args.order, buckets)):
+        recipe = recipe_of(shape, workspace.rank)
+        key = f"{tuple(args.grad.shape)} {args.reduce_op}, {recipe.agreement}"
+        with workspace.call(OP, args.site, key, recipe.outbox.end) as call:
+            step.piece(call, piece, recipe)
+    return step.finish()
+
+
+class _Step:
+    """One call of the op: its tensors as kernels read them."""
+
+    def __init__(self, args: AllReduceUpdate, buckets: Buckets, world: int, rank: int) -> None:
+        self.args, self.buckets, self.world, self.rank = args, buckets, world, rank
+        self.given = [args.params[0], *args.states]
+        # Kernels read flat memory; the sum comes in the order of the elements of the parameter.
+        self.flat = [t if t.is_contiguous() else t.detach().contiguous() for t in self.given]
+        self.grad, self.numbers = args.grad.contiguous(), args.numbers.float().contiguous()
+        self.sum = torch.empty_like(self.grad) if args.keep_sum else None
+        self.scale = 1 / world if args.reduce_op == "avg" else 1.0
+        self.params_of, self.grads_of = kernels.pointers(self.flat[:1]), kernels.pointers([self.grad])
+        self.dtypes = kernels.dtypes([torch.float32])
+        self.parts, self.squares, self.trust = (c_void_p * world)(), c_double(), c_float()
+        self.work = kernels.Work(
+            params_of=addressof(self.params_of), grads_of=addressof(self.grads_of),
+            param_dtypes_of=addressof(self.dtypes), grad_dtypes_of=addressof(self.dtypes),
+            numbers_of=self.numbers.data_ptr(), row=NUMBERS, trust_of=addressof(self.trust),
+            parts=addressof(self.parts), part_width=WIDTH, out_width=WIDTH, squares=pointer(self.squares),
+            world=world, rank=rank, rule=RULES[args.rule].code,
+        )  # fmt: skip
+
+    def piece(self, call: Call, piece: int, recipe: Recipe) -> None:
+        inbox, outbox = recipe.inbox, recipe.outbox
+        base = [call.tensor(r, 0, (outbox.end,), torch.uint8).data_ptr() for r in range(self.world)]
+        for action, awaited in recipe.actions:
+            match action:
+                case Signal(dest=dest, slot=slot):
+                    call.signal(dest, slot)
+                case Wait(source=source, slot=slot):
+                    call.wait(source, slot, awaited)
+                case Compute(tile=tile, dest=dest) if dest != self.rank:
+                    there = base[dest] + inbox.offset(tile, self.rank)
+                    self._copy(there, part_of(self.buckets, piece, tile), self.grads_of, True)
+                case Reduce(tile=tile):
+                    for r in range(self.world):
+                        self.parts[r] = base[self.rank] + inbox.offset(tile, r)
+                    part, there = part_of(self.buckets, piece, tile), base[self.rank] + outbox.offset(tile, 0)
+                    self._run(part, there, kernels.SUM)
+                    self._apply(part, there)
+                case Copy(tile=tile, source=source):
+                    there = base[source] + outbox.offset(tile, 0)
+                    self._apply(part_of(self.buckets, piece, tile), there)
+
+    def _apply(self, part: Part, sums: int) -> None:
+        self._run(part, sums, kernels.UPDATE)
+        if self.sum is not None:
+            self._copy(sums, part, kernels.pointers([self.sum]), False)
+
+    def _copy(self, there: int, part: Part, tensors: Any, sent: bool) -> None:
+        kernels.copy_segments(
+            there, WIDTH, part.segments, part.count, tensors, self.dtypes, self.grads_of, sent
+        )
+
+    def _run(self, part: Part, sums: int, action: int) -> None:
+        """Sums what ranks have sent, or applies the rule to sums. There is one tensor: one segment a tile."""
+        if not part.count:
+            return
+        work, start = self.work, part.segments[1]
+        work.segments, work.n_segments = addressof(part.segments), part.count
+        for i, state in enumerate(self.flat[1:]):
+            work.states[i] = state.data_ptr() + WIDTH * start
+        work.from_sums, work.scale = action == kernels.UPDATE, 1.0 if action == kernels.UPDATE else self.scale
+        work.sums, work.action = sums, action
+        kernels.update(byref(work))
+
+    def finish(self) -> Tensor:
+        for given, flat in zip(self.given, self.flat, strict=True):
+            if flat is not given:
+                given.detach().copy_(flat)
+        torch.autograd.graph.increment_version(self.given)
+        return self.grad.new_empty(0) if self.sum is None else self.sum

@@ -1,0 +1,196 @@
+"""What pointwise nodes compute, as polynomials: whether they are the rule of an optimizer, and its numbers.
+
+A polynomial is a dict from a product of atoms, in sorted order, to its coefficient, a number or a sympy
+expression in symbols for tensors of no dims. Atoms: `g` the gradient, a leaf for each tensor that the
+rule changes as it was, `new` ones for what it becomes, `R` the root of the new second moment, and `Q` for
+1 / (a R + e), of which there is one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import sympy
+import torch
+from torch import fx
+
+from autofuse.passes.graph.follow import aten, tensor
+
+Coefficient: TypeAlias = Any
+"""float, or sympy.Expr."""
+
+Polynomial: TypeAlias = dict[tuple[str, ...], Coefficient]
+
+TOLERANCE = 1e-6
+"""Of coefficients that a rule needs equal: several roundings of a float32."""
+
+
+class NotARule(Exception):
+    """The nodes compute something else."""
+
+
+def number(value: Coefficient) -> Polynomial:
+    return {(): value}
+
+
+def atom(name: str) -> Polynomial:
+    return {(name,): 1.0}
+
+
+def plus(a: Polynomial, b: Polynomial, scale: Coefficient = 1.0) -> Polynomial:
+    total = dict(a)
+    for key, value in b.items():
+        total[key] = total.get(key, 0.0) + value * scale
+    return {key: value for key, value in total.items() if value != 0}
+
+
+def times(a: Polynomial, b: Polynomial) -> Polynomial:
+    total: Polynomial = {}
+    for key, value in a.items():
+        total = plus(total, {tuple(sorted(key + other)): factor * value for other, factor in b.items()})
+    return total
+
+
+def constant(a: Polynomial) -> Coefficient | None:
+    """The value of a polynomial without atoms."""
+    return a.get((), 0.0) if a.keys() <= {()} else None
+
+
+def equal(a: Coefficient, b: Coefficient) -> bool:
+    """Whether coefficients are equal but for roundings; symbols must be the same."""
+    difference = sympy.expand(sympy.sympify(a) - sympy.sympify(b))
+    if not difference.is_number or not sympy.sympify(b).is_number:
+        return bool(difference == 0)
+    return bool(abs(float(difference)) <= TOLERANCE * max(1e-30, abs(float(a)), abs(float(b))))
+
+
+@dataclass
+class Algebra:
+    """Evaluates nodes. known: nodes that are atoms. second: the atom of the new second moment."""
+
+    known: Mapping[fx.Node, str]
+    second: str | None = None
+    quotient: tuple[Coefficient, Coefficient] | None = None
+    scalars: dict[str, fx.Node] = field(default_factory=dict)
+
+    def of(self, value: object, root: bool = False) -> Polynomial:
+        """Raises NotARule. root: `value` is what becomes of an atom, not the atom."""
+        if isinstance(value, (int, float)):
+            return number(float(value))
+        if not isinstance(value, fx.Node):
+            raise NotARule(f"{value!r} is no operand of a rule")
+        if not root and value in self.known:
+            return atom(self.known[value])
+        val = tensor(value)
+        if val is None:
+            raise NotARule(f"{value.name} is a number that is not known")
+        if not val.dim():
+            symbol = sympy.Symbol(f"scalar_{value.name}", positive=True)
+            self.scalars[symbol.name] = value
+            return number(symbol)
+        rule = rule_of(value)
+        if value.op != "call_function" or rule is None or val.dtype != torch.float32:
+            raise NotARule(f"{value.name} is no step of a rule")
+        return rule(self, *value.args, **value.kwargs)
+
+    def root(self, a: object) -> Polynomial:
+        of = self.of(a)
+        scale = constant(of)
+        if scale is not None:
+            return number(sympy.sqrt(scale) if isinstance(scale, sympy.Expr) else math.sqrt(scale))
+        if self.second is None or of.keys() != {(self.second,)}:
+            raise NotARule("a root that is not of the second moment")
+        return times(atom("R"), self.root_of(of[(self.second,)]))
+
+    def root_of(self, value: Coefficient) -> Polynomial:
+        if isinstance(value, sympy.Expr):
+            return number(sympy.sqrt(value))
+        if value <= 0:
+            raise NotARule("the root of a negative multiple")
+        return number(math.sqrt(value))
+
+    def over(self, a: Polynomial, b: Polynomial) -> Polynomial:
+        divisor = constant(b)
+        if divisor is not None:
+            if divisor == 0:
+                raise NotARule("a division by 0")
+            return times(a, number(1 / divisor))
+        if not b.keys() <= {(), ("R",)}:
+            raise NotARule("a division by what is no root of the second moment")
+        if self.quotient is None:
+            self.quotient = (b[("R",)], b.get((), 0.0))
+        elif not all(map(equal, self.quotient, (b[("R",)], b.get((), 0.0)))):
+            raise NotARule("two different divisions")
+        return times(a, atom("Q"))
+
+
+def _scaled(sign: float) -> Callable[..., Polynomial]:
+    def evaluate(algebra: Algebra, a: object, b: object, alpha: object = 1) -> Polynomial:
+        return plus(algebra.of(a), times(algebra.of(b), algebra.of(alpha)), sign)
+
+    return evaluate
+
+
+def _same(algebra: Algebra, a: object, **options: object) -> Polynomial:
+    return algebra.of(a)
+
+
+def _power(algebra: Algebra, a: object, exponent: object) -> Polynomial:
+    if exponent == 0.5:
+        return algebra.root(a)
+    if exponent != 2:
+        raise NotARule(f"a power of {exponent}")
+    return times(algebra.of(a), algebra.of(a))
+
+
+def _addcmul(algebra: Algebra, a: object, b: object, c: object, value: object = 1) -> Polynomial:
+    product = times(algebra.of(b), algebra.of(c))
+    return plus(algebra.of(a), times(product, algebra.of(value)))
+
+
+def _addcdiv(algebra: Algebra, a: object, b: object, c: object, value: object = 1) -> Polynomial:
+    quotient = algebra.over(algebra.of(b), algebra.of(c))
+    return plus(algebra.of(a), times(quotient, algebra.of(value)))
+
+
+def _lerp(algebra: Algebra, a: object, b: object, weight: object) -> Polynomial:
+    start = algebra.of(a)
+    return plus(start, times(plus(algebra.of(b), start, -1.0), algebra.of(weight)))
+
+
+_RULES: dict[object, Callable[..., Polynomial]] = {
+    aten.add.Tensor: _scaled(1.0),
+    aten.add.Scalar: _scaled(1.0),
+    aten.sub.Tensor: _scaled(-1.0),
+    aten.sub.Scalar: _scaled(-1.0),
+    aten.mul.Tensor: lambda algebra, a, b: times(algebra.of(a), algebra.of(b)),
+    aten.mul.Scalar: lambda algebra, a, b: times(algebra.of(a), algebra.of(b)),
+    aten.div.Tensor: lambda algebra, a, b: algebra.over(algebra.of(a), algebra.of(b)),
+    aten.div.Scalar: lambda algebra, a, b: algebra.over(algebra.of(a), algebra.of(b)),
+    aten.neg.default: lambda algebra, a: times(algebra.of(a), number(-1.0)),
+    aten.reciprocal.default: lambda algebra, a: algebra.over(number(1.0), algebra.of(a)),
+    aten.square.default: lambda algebra, a: times(algebra.of(a), algebra.of(a)),
+    aten.sqrt.default: lambda algebra, a: algebra.root(a),
+    aten.pow.Tensor_Scalar: _power,
+    aten.addcmul.default: _addcmul,
+    aten.addcdiv.default: _addcdiv,
+    aten.lerp.Scalar: _lerp,
+    aten.copy.default: lambda algebra, a, b: algebra.of(b),
+    aten.clone.default: _same,
+    aten.detach.default: _same,
+    aten.alias.default: _same,
+}
+"""What pointwise ops compute of their arguments."""
+
+
+def _fma(algebra: Algebra, a: object, b: object, c: object) -> Polynomial:
+    return plus(times(algebra.of(a), algebra.of(b)), algebra.of(c))
+
+
+def rule_of(node: fx.Node) -> Callable[..., Polynomial] | None:
+    """What the op of a node computes; None if no update has it. Inductor defines its fma late, so that it is
+    known by name."""
+    return _fma if str(node.target) == "prims.fma.default" else _RULES.get(node.target)

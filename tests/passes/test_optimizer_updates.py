@@ -1,0 +1,203 @@
+"""Steps of optimizers written in tensor ops behind an all_reduce: on real ranks, compiled, against eager."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+from torch import Tensor
+
+import autofuse
+from tests.ranks import RankPool
+
+from .harness import passes_only
+
+Ranks = Callable[[int], RankPool]
+State = dict[str, Tensor]
+
+UPDATE = "all_reduce_update"
+STEPS, LR, EPS, DECAY, B1, B2 = 3, 1e-2, 1e-8, 0.1, 0.9, 0.99
+
+
+def reduced(s: State, op: str = "avg") -> Tensor:
+    return funcol.all_reduce(s["g"], op, dist.group.WORLD)
+
+
+def adamw(s: State) -> None:
+    """As torch.optim has it."""
+    g, m, v, t = reduced(s), s["m"], s["v"], 2.0
+    s["p"].mul_(1 - LR * DECAY)
+    m.lerp_(g, 1 - B1)
+    v.mul_(B2).addcmul_(g, g, value=1 - B2)
+    denominator = (v.sqrt() / (1 - B2**t) ** 0.5).add_(EPS)
+    s["p"].addcdiv_(m, denominator, value=-LR / (1 - B1**t))
+
+
+def adamw_of_tensors(s: State) -> None:
+    """The step and the rate are tensors, and the update is written out."""
+    s["t"].add_(1)
+    g = reduced(s, "sum")
+    m, v = B1 * s["m"] + (1 - B1) * g, B2 * s["v"] + (1 - B2) * g**2
+    u = (m / (1 - B1 ** s["t"])) / (torch.sqrt(v / (1 - B2 ** s["t"])) + EPS)
+    s["p"].copy_(s["p"] - s["lr"] * (u + DECAY * s["p"]))
+    s["m"].copy_(m)
+    s["v"].copy_(v)
+
+
+def adam_with_decay(s: State) -> None:
+    g = reduced(s) + DECAY * s["p"]
+    s["m"].mul_(B1).add_(g, alpha=1 - B1)
+    s["v"].mul_(B2).addcmul_(g, g, value=1 - B2)
+    s["p"].addcdiv_(s["m"] / 0.1, (s["v"] / 0.02).sqrt().add_(EPS), value=-LR)
+
+
+def momentum(s: State) -> None:
+    g = reduced(s).add(s["p"], alpha=DECAY)
+    s["m"].mul_(0.9).add_(g)
+    s["p"].add_(s["m"], alpha=-LR)
+
+
+def nesterov(s: State) -> None:
+    g = reduced(s)
+    s["m"].mul_(0.9).add_(g, alpha=0.8)
+    s["p"].add_(g + 0.9 * s["m"], alpha=-LR)
+
+
+def sgd(s: State) -> None:
+    s["p"].sub_(LR * reduced(s))
+
+
+def in_place(s: State) -> None:
+    dist.all_reduce(s["g"])
+    s["p"].sub_(LR * s["g"])
+
+
+def sum_is_read(s: State) -> Tensor:
+    g = reduced(s)
+    s["p"].sub_(LR * g)
+    return g.square().sum()
+
+
+def between_is_read(s: State) -> Tensor:
+    g = reduced(s)
+    u = LR * g
+    s["p"].sub_(u)
+    return u.sin() + s["p"]
+
+
+_FUSED = (
+    adamw,
+    adamw_of_tensors,
+    adam_with_decay,
+    momentum,
+    nesterov,
+    sgd,
+    in_place,
+    sum_is_read,
+    between_is_read,
+)
+FUSED = {f.__name__: f for f in _FUSED}
+
+
+def cubed(s: State) -> None:
+    g = reduced(s)
+    s["p"].sub_(LR * g * g * g)
+
+
+def no_mean(s: State) -> None:
+    """The first moment takes more than it gives."""
+    g = reduced(s)
+    s["m"].mul_(0.9).add_(g, alpha=0.5)
+    s["v"].mul_(B2).addcmul_(g, g, value=1 - B2)
+    s["p"].addcdiv_(s["m"], s["v"].sqrt().add_(EPS), value=-LR)
+
+
+def rooted_before(s: State) -> None:
+    """The root is of the second moment as it was."""
+    g = reduced(s)
+    root = s["v"].sqrt().add_(EPS)
+    s["m"].lerp_(g, 1 - B1)
+    s["v"].mul_(B2).addcmul_(g, g, value=1 - B2)
+    s["p"].addcdiv_(s["m"], root, value=-LR)
+
+
+def of_two_parameters(s: State) -> None:
+    g = reduced(s)
+    s["p"].sub_(LR * (g + s["m"]))
+
+
+KEPT = {f.__name__: f for f in (cubed, no_mean, rooted_before, of_two_parameters)}
+
+
+def make(rank: int, shape: tuple[int, ...], layout: str) -> State:
+    torch.manual_seed(5)
+    s = {name: torch.randn(shape) for name in "pm"}
+    s["v"], s["t"], s["lr"] = torch.rand(shape), torch.tensor(1.0), torch.tensor(LR)
+    if layout == "transposed":
+        s |= {name: s[name].t().contiguous().t() for name in "pv"}
+    torch.manual_seed(50 + rank)
+    return s | {"g": torch.randn(shape)}
+
+
+def check(
+    rank: int,
+    world: int,
+    step: Callable[[State], Any],
+    shape: tuple[int, ...],
+    layout: str,
+    how: dict[str, Any],
+) -> list[tuple[Any, str]]:
+    """Compiled it leaves the tensors that eager leaves, to roundings; the sites."""
+    torch._dynamo.reset()
+    expected, found = make(rank, shape, layout), make(rank, shape, layout)
+    call, outs = torch.compile(step, fullgraph=True, **how), []
+    with autofuse.debug() as report, torch.no_grad():
+        for _ in range(STEPS):
+            for s, f in ((expected, step), (found, call)):
+                outs.append(f(s))
+            if outs[-1] is not None:
+                torch.testing.assert_close(*outs[-2:])
+            for name, want in expected.items():
+                torch.testing.assert_close(found[name], want, rtol=2e-5, atol=2e-6)
+    return [
+        (site.pattern if site.fused else site.reason and site.reason.value, site.detail)
+        for site in report.sites
+    ]
+
+
+def _how(generated: bool) -> dict[str, Any]:
+    if generated:
+        return {"backend": "autofuse", "options": {"policy": "always"}}
+    return {"backend": passes_only()}
+
+
+@pytest.mark.parametrize("generated", [False, pytest.param(True, marks=pytest.mark.full)])
+@pytest.mark.parametrize("name", FUSED)
+def test_fused(ranks: Ranks, name: str, generated: bool) -> None:
+    for shape, layout in (
+        (((7, 300), "transposed"), ((1500, 700), "")) if name == "adamw" else (((31, 65), ""),)
+    ):
+        found = ranks(2).run(_run, name, shape, layout, generated, timeout=200)
+        assert found == [[(UPDATE, "")]] * 2
+
+
+def test_on_four_ranks(ranks: Ranks) -> None:
+    assert ranks(4).run(_run, "adamw", (5, 1111), "", False, timeout=200) == [[(UPDATE, "")]] * 4
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_kept(ranks: Ranks, name: str) -> None:
+    for sites in ranks(2).run(_run, name, (31, 65), "", False, timeout=200):
+        ((reason, detail),) = sites
+        assert reason == "unsupported_variant"
+        assert detail.startswith("no update of an optimizer that is known")
+
+
+def _run(
+    rank: int, world: int, name: str, shape: tuple[int, ...], layout: str, generated: bool
+) -> list[tuple[Any, str]]:
+    return check(rank, world, {**FUSED, **KEPT}[name], shape, layout, _how(generated))
