@@ -11,9 +11,10 @@ import torch
 from torch import fx
 
 from autofuse.passes.graph.anchors import Anchor
-from autofuse.passes.graph.emit import Emitter
+from autofuse.passes.graph.emit import CannotEmit, Emitter
 from autofuse.passes.graph.follow import aten, prims, tensor
 from autofuse.passes.graph.functional import call_on_copies
+from autofuse.passes.graph.paths import depends_on
 from autofuse.passes.report import Reason, Reject
 
 from .match import Context, Found, Match, Work, replace_result
@@ -47,6 +48,10 @@ def match_update(anchor: Anchor, context: Context) -> Found:
         found = _update(anchor, becomes)
     except NotARule as error:
         return Reject(Reason.UNSUPPORTED_VARIANT, f"no update of an optimizer that is known: {error}")
+    late = depends_on(anchor, found.scalars.values())
+    if late is not None:
+        why = f"{late.name}, by which the update is scaled, is computed from what is reduced"
+        return Reject(Reason.UNSUPPORTED_VARIANT, why)
     inputs = (anchor.input, *found.changed, *found.scalars.values())
     return Match(PATTERN, Work(), context.shapes, partial(_rewrite, anchor, context, found), inputs)
 
@@ -89,8 +94,8 @@ def _check(anchor: Anchor, context: Context, becomes: dict[fx.Node, fx.Node]) ->
         return Reject(Reason.UNSUPPORTED_VARIANT, "sums before an update are in rank order")
     given = tensor(anchor.input)
     assert given is not None
-    if not all(isinstance(size, int) for size in given.shape) or not given.numel():
-        return Reject(Reason.UNSUPPORTED_VARIANT, "an update of tensors whose sizes vary")
+    if not all(isinstance(size, int) for size in given.shape) or not given.dim():
+        return Reject(Reason.UNSUPPORTED_VARIANT, "an update of tensors of no dims, or whose sizes vary")
     for node in (anchor.input, *becomes):
         val = tensor(node)
         if val is None or val.dtype != torch.float32:
@@ -173,6 +178,7 @@ def _adam(algebra: Algebra, left: dict[fx.Node, Polynomial], second: Sequence[fx
     old_p, old_m, old_v = (f"old {n.name}" for n in (p, m, v))
     keep1, take1, decayed = _only(left[m], (old_m,), ("g",), (old_p,))
     _need(equal(keep1 + take1, 1.0), "the first moment is no mean")
+    _need(take1 != 0, "the first moment does not depend on the sum")
     decay = decayed / take1
     keep2, take2, mixed, of_square = _only(
         left[v], (old_v,), ("g", "g"), tuple(sorted(("g", old_p))), (old_p, old_p)
@@ -245,9 +251,11 @@ def _scalar(emitter: Emitter, value: sympy.Expr, scalars: dict[str, fx.Node]) ->
     """An expression in tensors of no dims."""
     if isinstance(value, sympy.Symbol):
         return scalars[value.name]
-    if isinstance(value, sympy.Pow):
+    if isinstance(value, sympy.Pow) and value.exp.is_number:
         base = _scalar(emitter, value.base, scalars)
         return emitter.call(aten.pow.Tensor_Scalar, base, float(value.exp))
+    if not isinstance(value, (sympy.Mul, sympy.Add)):
+        raise CannotEmit(f"{value} is no sum, product or power")
     target = aten.mul.Tensor if isinstance(value, sympy.Mul) else aten.add.Tensor
     of_numbers = [float(a) for a in value.args if a.is_number]
     nodes = [_scalar(emitter, a, scalars) for a in value.args if not a.is_number]

@@ -88,7 +88,7 @@ class Algebra:
         if val is None:
             raise NotARule(f"{value.name} is a number that is not known")
         if not val.dim():
-            symbol = sympy.Symbol(f"scalar_{value.name}", positive=True)
+            symbol = sympy.Symbol(f"scalar_{value.name}", real=True)
             self.scalars[symbol.name] = value
             return number(symbol)
         rule = rule_of(value)
