@@ -53,7 +53,11 @@ def match_update(anchor: Anchor, context: Context) -> Found:
         why = f"{late.name}, by which the update is scaled, is computed from what is reduced"
         return Reject(Reason.UNSUPPORTED_VARIANT, why)
     inputs = (anchor.input, *found.changed, *found.scalars.values())
-    return Match(PATTERN, Work(), context.shapes, partial(_rewrite, anchor, context, found), inputs)
+    given = tensor(anchor.input)
+    assert given is not None
+    # Measured: what changes is read and written as fast as bags read half as much.
+    work = Work(bytes_read=len(found.changed) * given.numel() * given.element_size())
+    return Match(PATTERN, work, context.shapes, partial(_rewrite, anchor, context, found), inputs)
 
 
 def _below(anchor: Anchor) -> set[fx.Node]:
