@@ -15,6 +15,10 @@ from .graph.paths import collective_above
 from .matchers.match import Match
 from .merge import same_value
 
+NEAR = 2
+"""How many collectives later the other one may be. Programs gather anew far behind, such as in a backward,
+in order not to hold what was gathered."""
+
 
 def gather_once(anchors: Sequence[Anchor], find: Callable[[int], Match | None]) -> dict[int, int]:
     """Let the readers of a later gather read an equal, earlier one, and erase the later one.
@@ -27,7 +31,7 @@ def gather_once(anchors: Sequence[Anchor], find: Callable[[int], Match | None]) 
     for i, anchor in enumerate(anchors):
         if anchor.kind != "all_gather" or not anchor.waits:
             continue
-        earlier = next((j for j in first if _is_again(anchor, anchors[j])), None)
+        earlier = next((j for j in first if i - j <= NEAR and _is_again(anchor, anchors[j])), None)
         if earlier is None:
             first.append(i)
             continue

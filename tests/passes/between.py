@@ -76,6 +76,13 @@ def twice_reduced(x: Tensor, v: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     return F.linear(gathered(x), v), scattered(g.t() @ gathered(x))
 
 
+def far_apart(x: Tensor, v: Tensor, g: Tensor) -> tuple[Tensor, ...]:
+    """Between the gathers of one tensor there are others, so that it is not held meanwhile."""
+    first = F.linear(gathered(x), v)
+    others = [gathered(x + i).sum(0) for i in (1, 2)]
+    return first, *others, g.t() @ gathered(x)
+
+
 class Megatron(torch.autograd.Function):
     """Gathers in the backward again, for the gradient of the weight; autograd's partitioner gathers once."""
 

@@ -44,3 +44,8 @@ aten.mm(permute_1, getitem)""",
 autofuse.all_gather_matmul(arg1, [permute], [], 0, 1, True
 autofuse.matmul_reduce_scatter([permute_1], [getitem_1], [], 'mm', 'sum', 0, 1, False, [], '', ''""",
     )
+
+
+def test_what_is_gathered_again_far_behind() -> None:
+    found = calls(between.far_apart, (8, 16), (24, 16), (32, 4))
+    assert found.count("autofuse.all_gather_matmul(") == 2, found

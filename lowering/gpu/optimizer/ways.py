@@ -43,7 +43,6 @@ class UpdateProblem:
     op: str = OP
 
     k: ClassVar[int] = 1
-    host_counts: ClassVar[bool] = False
     is_whole: ClassVar[bool] = False
     """The lengths of tensors count, too."""
     most_bytes: ClassVar[int] = MOST_BYTES
