@@ -18,7 +18,7 @@ MISTAKES = {
     "bad world": (["explain", "--world", "0", __file__], "expected at least one rank, got a world of 0"),
     "bad rank": (["explain", "--world", "2", "--rank", "2", __file__], "expected 0 to 1"),
     "bad policy": (["explain", "--policy", "often", __file__], "expected one of 'auto', 'always', 'never'"),
-    "unknown op": (["plan", "matmul"], "expected one of all_gather_matmul, embedding_bag_all_to_all"),
+    "unknown op": (["plan", "matmul"], "expected one of all_gather_matmul, all_reduce_update"),
     "unknown order": (["plan", "matmul_all_reduce", "--order", "random"], "expected one of ring, direct"),
     "bad shape": (["plan", "matmul_all_reduce", "--shape", "512"], "expected ROWSxCOLS"),
     "bad world of a plan": (["plan", "matmul_all_reduce", "--world", "0"], "expected 1 to 256 ranks"),
