@@ -101,7 +101,7 @@ def fuse(
     check_metadata(anchors)
     collectives = {node.name: i for i, anchor in enumerate(anchors) for node in anchor.results}
     symbols = symbols_of(graph)
-    found: dict[int, Site] = {}
+    reported: dict[int, Site] = {}
     changed: dict[str, int] = {}
     new: dict[int, list[fx.Node]] = {}
 
@@ -115,7 +115,7 @@ def fuse(
         return None if isinstance(found, Kept) else found
 
     sizes = [anchor.nbytes for anchor in anchors]  # the rewrite erases nodes and their arguments
-    again = {} if settings.policy == "never" else gather_once(anchors, lambda i: (legal(i) or (None,))[0])
+    again = {} if settings.policy == "never" else gather_once(anchors, legal)
     for i in fusing_order(anchors, settings, symbols, legal):
         if i in again:
             continue
@@ -125,14 +125,14 @@ def fuse(
             outcome = _faulty(anchor, fault) if fault else _fuse_site(graph, anchor, settings, symbols)
         except Exception as error:
             raise Fault(i) from error
-        found[i] = _report(anchor, sizes[i], outcome, settings, name)
+        reported[i] = _report(anchor, sizes[i], outcome, settings, name)
         if isinstance(outcome, Fused):
             changed.update((node, i) for node in outcome.touched)
             new[i] = outcome.new
     for i, first in again.items():
         anchor = anchors[i]
-        found[i] = replace(found[first], collective=anchor.name, source=anchor.source, nbytes=sizes[i])
-    sites = [found[i] for i in range(len(anchors))]
+        reported[i] = replace(reported[first], collective=anchor.name, source=anchor.source, nbytes=sizes[i])
+    sites = [reported[i] for i in range(len(anchors))]
     _tell_kept(anchors, sites)
     opaque.put_back(stand_ins)
     if any(site.fused for site in sites):

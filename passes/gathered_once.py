@@ -20,11 +20,11 @@ NEAR = 2
 in order not to hold what was gathered."""
 
 
-def gather_once(anchors: Sequence[Anchor], find: Callable[[int], Match | None]) -> dict[int, int]:
+def gather_once(anchors: Sequence[Anchor], find: Callable[[int], tuple[Match, int] | None]) -> dict[int, int]:
     """Let the readers of a later gather read an equal, earlier one, and erase the later one.
 
-    Only gathers that a fused op could replace; `find` returns its match. Returns, by the index of the later
-    one, that of the earlier.
+    Only gathers that a fused op could replace; `find` returns its match and its number of ranks. Returns, by
+    the index of the later one, that of the earlier.
     """
     first: list[int] = []
     again: dict[int, int] = {}
@@ -36,7 +36,7 @@ def gather_once(anchors: Sequence[Anchor], find: Callable[[int], Match | None]) 
             first.append(i)
             continue
         found, before = find(i), find(earlier)
-        if found is None or before is None or not _may_stand_at(anchors[earlier], found):
+        if found is None or before is None or not _may_stand_at(anchors[earlier], found[0]):
             continue
         _read(anchors[earlier], anchor)
         again[i] = earlier

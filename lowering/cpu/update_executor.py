@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from ctypes import addressof, byref, c_double, c_float, c_void_p, pointer
 from dataclasses import dataclass
 from functools import lru_cache
@@ -30,7 +30,8 @@ from torch import Tensor
 from autofuse.lowering import agreement
 from autofuse.lowering.buckets import Buckets, buckets_of
 from autofuse.lowering.cpu.tiles import Buffer, with_tiles
-from autofuse.lowering.cpu.workspace import VALUES, Call, Workspace, workspace_for
+from autofuse.lowering.cpu.told import exchange_all
+from autofuse.lowering.cpu.workspace import Call, Workspace, workspace_for
 from autofuse.lowering.orders import PlanShape
 from autofuse.lowering.plan import Action, Compute, Copy, Reduce, Signal, Tile, Wait
 from autofuse.lowering.reference.update import check, tell
@@ -92,6 +93,33 @@ def recipe_of(shape: PlanShape, rank: int) -> Recipe:
     inbox = Buffer(0, plan.world, tiles, torch.float32)
     outbox = Buffer(inbox.end, 1, tiles, torch.float32)
     return Recipe(tuple(with_tiles(plan.actions)), plan.agreement, inbox, outbox)
+
+
+def moves(
+    call: Call, recipe: Recipe, world: int, rank: int, parts: Any
+) -> Iterator[tuple[Compute | Copy | Reduce, Tile, int]]:
+    """Runs a plan but for its work on tiles, which it yields in order: the action, its tile, and an address.
+
+    The address is where a tile is sent to (Compute for another rank), where it lies at its owner (Copy), or
+    where the owner hands it out (Reduce, and Compute for itself). For an owner `parts` are set to what all
+    ranks have sent of the tile.
+    """
+    inbox, outbox = recipe.inbox, recipe.outbox
+    base = [call.tensor(r, 0, (outbox.end,), torch.uint8).data_ptr() for r in range(world)]
+    for action, awaited in recipe.actions:
+        match action:
+            case Signal(dest=dest, slot=slot):
+                call.signal(dest, slot)
+            case Wait(source=source, slot=slot):
+                call.wait(source, slot, awaited)
+            case Compute(tile=tile, dest=dest) if dest != rank:
+                yield action, tile, base[dest] + inbox.offset(tile, rank)
+            case Copy(tile=tile, source=source):
+                yield action, tile, base[source] + outbox.offset(tile, 0)
+            case Reduce(tile=tile) | Compute(tile=tile):
+                for r in range(world):
+                    parts[r] = base[rank] + inbox.offset(tile, r)
+                yield action, tile, base[rank] + outbox.offset(tile, 0)
 
 
 def run_update(args: ReduceUpdateGather) -> Any:
@@ -188,9 +216,8 @@ class _Step:
 
     def _agree(self, call: Call) -> Exception | None:
         """Whether all ranks can go on. Nothing has been written."""
-        found = agreement.problem(
-            OP, _exchange(call, tell(self.args, self.buckets, self.codes)), self.args.names
-        )
+        told = exchange_all(call, tell(self.args, self.buckets, self.codes))
+        found = agreement.problem(OP, told, self.args.names)
         return agreement.Disagreement(found) if found else None
 
     def _between(self, call: Call) -> Exception | None:
@@ -229,27 +256,17 @@ class _Step:
 
     def _piece(self, call: Call, piece: int, recipe: Recipe, what: int) -> None:
         """Runs one plan. A REDUCE plan works on own tiles in Reduce, a PUBLISH plan in Compute."""
-        rank, world, inbox, outbox = self.workspace.rank, self.workspace.world, recipe.inbox, recipe.outbox
-        base = [call.tensor(r, 0, (recipe.outbox.end,), torch.uint8).data_ptr() for r in range(world)]
+        rank, world = self.workspace.rank, self.workspace.world
         hands_out = what != kernels.SUM and what != kernels.DIRECT and world > 1
-        for action, awaited in recipe.actions:
+        for action, tile, there in moves(call, recipe, world, rank, self.parts):
+            part = part_of(self.buckets, piece, tile)
             match action:
-                case Signal(dest=dest, slot=slot):
-                    call.signal(dest, slot)
-                case Wait(source=source, slot=slot):
-                    call.wait(source, slot, awaited)
-                case Compute(tile=tile, dest=dest) if dest != rank:
-                    there = base[dest] + inbox.offset(tile, rank)
-                    self._copy(there, True, part_of(self.buckets, piece, tile))
-                case Copy(tile=tile, source=source):
-                    there = base[source] + outbox.offset(tile, 0)
-                    self._copy(there, False, part_of(self.buckets, piece, tile))
-                case Reduce(tile=tile) | Compute(tile=tile):
-                    if self.work.from_sums or isinstance(action, Reduce):
-                        for r in range(world):
-                            self.parts[r] = base[rank] + inbox.offset(tile, r)
-                        out = base[rank] + outbox.offset(tile, 0) if hands_out else None
-                        self._update(part_of(self.buckets, piece, tile), what, out)
+                case Compute(dest=dest) if dest != rank:
+                    self._copy(there, True, part)
+                case Copy():
+                    self._copy(there, False, part)
+                case _ if self.work.from_sums or isinstance(action, Reduce):
+                    self._update(part, what, there if hands_out else None)
 
     def _copy(self, there: int, sent: bool, part: Part) -> None:
         """Gradients that are sent to their owner, or parameters that come from there."""
@@ -270,15 +287,7 @@ class _Step:
         kernels.update(byref(work))
 
 
-def _exchange(call: Call, values: Sequence[int]) -> list[list[int]]:
-    """An exchange of any number of values."""
-    if len(values) <= VALUES:
-        return call.exchange(values)
-    parts = [call.exchange(values[at : at + VALUES]) for at in range(0, len(values), VALUES)]
-    return [[value for row in rows for value in row] for rows in zip(*parts, strict=True)]
-
-
 def _exchange_floats(call: Call, values: Sequence[float]) -> list[tuple[float, ...]]:
     n = len(values)
     bits = struct.unpack(f"{n}q", struct.pack(f"{n}d", *values))
-    return [struct.unpack(f"{n}d", struct.pack(f"{n}q", *row)) for row in _exchange(call, bits)]
+    return [struct.unpack(f"{n}d", struct.pack(f"{n}q", *row)) for row in exchange_all(call, bits)]

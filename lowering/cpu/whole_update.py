@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from autofuse.lowering.buckets import Buckets, buckets_of
-from autofuse.lowering.cpu.update_executor import Part, Recipe, part_of, piece_shapes, recipe_of
+from autofuse.lowering.cpu.update_executor import Part, Recipe, moves, part_of, piece_shapes, recipe_of
 from autofuse.lowering.cpu.workspace import Call, workspace_for
-from autofuse.lowering.plan import Compute, Copy, Reduce, Signal, Wait
+from autofuse.lowering.plan import Compute, Copy, Reduce
 from autofuse.lowering.update_rules import NUMBERS, RULES
 from autofuse.native_kernels.cpu import optimizer as kernels
 
@@ -61,26 +61,16 @@ class _Step:
         )  # fmt: skip
 
     def piece(self, call: Call, piece: int, recipe: Recipe) -> None:
-        inbox, outbox = recipe.inbox, recipe.outbox
-        base = [call.tensor(r, 0, (outbox.end,), torch.uint8).data_ptr() for r in range(self.world)]
-        for action, awaited in recipe.actions:
+        for action, tile, there in moves(call, recipe, self.world, self.rank, self.parts):
+            part = part_of(self.buckets, piece, tile)
             match action:
-                case Signal(dest=dest, slot=slot):
-                    call.signal(dest, slot)
-                case Wait(source=source, slot=slot):
-                    call.wait(source, slot, awaited)
-                case Compute(tile=tile, dest=dest) if dest != self.rank:
-                    there = base[dest] + inbox.offset(tile, self.rank)
-                    self._copy(there, part_of(self.buckets, piece, tile), self.grads_of, True)
-                case Reduce(tile=tile):
-                    for r in range(self.world):
-                        self.parts[r] = base[self.rank] + inbox.offset(tile, r)
-                    part, there = part_of(self.buckets, piece, tile), base[self.rank] + outbox.offset(tile, 0)
+                case Compute(dest=dest) if dest != self.rank:
+                    self._copy(there, part, self.grads_of, True)
+                case Reduce():
                     self._run(part, there, kernels.SUM)
                     self._apply(part, there)
-                case Copy(tile=tile, source=source):
-                    there = base[source] + outbox.offset(tile, 0)
-                    self._apply(part_of(self.buckets, piece, tile), there)
+                case Copy():
+                    self._apply(part, there)
 
     def _apply(self, part: Part, sums: int) -> None:
         self._run(part, sums, kernels.UPDATE)

@@ -231,11 +231,11 @@ def evaluate(
         torch.index_select(w[0], 0, x[0].squeeze(1), out=out)
     elif p.pooling is not None:
         pool_into(out, x, w, operands, p.pooling)
-        x = w = []
     else:
         multiply(out, x[0], w[0])
-    for xi, wi in zip(x[1:], w[1:], strict=True):
-        torch.add(out, torch.mm(xi, wi), out=out)
+    if p.pooling is None:  # of bags, the tables are no terms of a sum
+        for xi, wi in zip(x[1:], w[1:], strict=True):
+            torch.add(out, torch.mm(xi, wi), out=out)
     for stage in p.stages:
         _apply(stage, out, operands, out=out)
     return out

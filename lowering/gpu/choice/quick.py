@@ -24,13 +24,18 @@ class Quick(NamedTuple):
     again: Callable[[Any, tuple[Any, ...]], Any]
 
 
-def sizes_of(x: Sequence[Tensor], w: Sequence[Tensor], more: Sequence[Tensor]) -> tuple[Hashable, ...] | None:
-    """Of operands of matmuls; None unless all but w are as kernels take them: none is copied first."""
+def sizes_of(
+    x: Sequence[Tensor], w: Sequence[Tensor], more: Sequence[Tensor], any_rows: bool = False
+) -> tuple[Hashable, ...] | None:
+    """Of operands of matmuls; None unless all but w are as kernels take them: none is copied first.
+
+    any_rows: calls whose x differ in their number of rows alone are alike.
+    """
     found: list[Hashable] = [x[0].device, x[0].dtype, len(x), len(more)]
     for t in x:
         if not t.is_contiguous():
             return None
-        found += (t.shape, t.storage_offset() % ALIGNED)
+        found += (t.shape[1:] if any_rows else t.shape, t.storage_offset() % ALIGNED)
     for t in w:
         found += (t.shape, t.stride(), t.storage_offset() % ALIGNED, t.dtype)
     for t in more:

@@ -6,7 +6,7 @@ kept: where X is stored for the caller; None where nobody keeps it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -38,6 +38,33 @@ def _keep(at: Launch, gathered: Tensor, part: Tensor, kept: Tensor | None, outer
     """Copies X out of the memory where its parts have arrived."""
     if kept is not None:
         launch_kept_rows(at.memory, gathered, part, outer, kept, at.compile_only)
+
+
+def _of_many_rows(launch: Callable[..., Tensor]) -> Callable[..., None]:
+    """The launch of a kernel that takes several weights. It gives credit unless X is copied behind it."""
+
+    def start(
+        at: Launch, config: GatherConfig | ClusterGatherConfig, part: Tensor, w: Sequence[Tensor],
+        out: Sequence[Tensor], kept: Tensor | None, bias: Sequence[Tensor], outer: int,
+    ) -> None:  # fmt: skip
+        credit = kept is None
+        gathered = launch(
+            at.memory,
+            part,
+            w,
+            out,
+            outer,
+            config,
+            at.engine,
+            credit,
+            at.site,
+            at.trace,
+            at.compile_only,
+            bias,
+        )
+        _keep(at, gathered, part, kept, outer)
+
+    return start
 
 
 def _words_gather_configs(problem: DenseProblem) -> Iterator[WordsGatherConfig]:
@@ -117,22 +144,11 @@ def _parts_configs(problem: DenseProblem) -> Iterator[GatherConfig]:
         yield GatherConfig(bn=128, stages=4, movers=16, slices=4)
 
 
-def _launch_parts(
-    at: Launch, config: GatherConfig, part: Tensor, w: Sequence[Tensor], out: Sequence[Tensor],
-    kept: Tensor | None, bias: Sequence[Tensor], outer: int,
-) -> None:  # fmt: skip
-    credit = kept is None
-    gathered = launch_gather_matmul(
-        at.memory, part, w, out, outer, config, at.engine, credit, at.site, at.trace, at.compile_only, bias
-    )
-    _keep(at, gathered, part, kept, outer)
-
-
 PARTS: Kernel[DenseProblem, GatherConfig] = Kernel(
     "parts",
     _parts_configs,
     needs=lambda config, p: gather_needs(p.chunk, p.k, p.columns, p.outer, 2, p.world, config),
-    launch=_launch_parts,
+    launch=_of_many_rows(launch_gather_matmul),
     work=parts_work,
     source="triton/gather_matmul.py",
     is_copied=lambda config: config.copied,
@@ -158,22 +174,11 @@ def _clusters_gather_configs(problem: DenseProblem) -> Iterator[ClusterGatherCon
         yield ClusterGatherConfig(within=True, slices=2, copied=True)
 
 
-def _launch_clusters_gather(
-    at: Launch, config: ClusterGatherConfig, part: Tensor, w: Sequence[Tensor], out: Sequence[Tensor],
-    kept: Tensor | None, bias: Sequence[Tensor], outer: int,
-) -> None:  # fmt: skip
-    credit = kept is None
-    gathered = launch_cluster_gather(
-        at.memory, part, w, out, outer, config, at.engine, credit, at.site, at.trace, at.compile_only, bias
-    )
-    _keep(at, gathered, part, kept, outer)
-
-
 CLUSTERS_GATHER: Kernel[DenseProblem, ClusterGatherConfig] = Kernel(
     "clusters",
     _clusters_gather_configs,
     needs=lambda config, p: cluster_gather_needs(p.chunk, p.k, 2, p.world, config),
-    launch=_launch_clusters_gather,
+    launch=_of_many_rows(launch_cluster_gather),
     work=clusters_gather_work,
     source="cuda/kernels/gather_matmul.cu",
     fits=lambda config, p: config.within or p.world % config.across == 0,

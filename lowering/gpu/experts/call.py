@@ -14,7 +14,7 @@ from torch import Tensor
 
 from autofuse.lowering.gpu.choice.calls import Calls, GpuCall, run_call
 from autofuse.lowering.gpu.choice.kernel import DTYPES, Way
-from autofuse.lowering.gpu.choice.quick import ALIGNED, Quick, sizes_of
+from autofuse.lowering.gpu.choice.quick import Quick, sizes_of
 from autofuse.lowering.gpu.memory.workspace import GpuWorkspace, workspace_of
 from autofuse.lowering.ops.all_to_all_expert_matmul import AllToAllExpertMatmul
 from autofuse.lowering.ops.expert_matmul_all_to_all import ExpertMatmulAllToAll
@@ -194,23 +194,12 @@ def _dispatch_again(made: Dispatch | DroplessDispatch, given: tuple[Any, ...]) -
 def _ragged_sizes(
     x: list[Tensor], w: list[Tensor], bias: list[Tensor], offsets: Tensor | None, positions: Tensor | None
 ) -> tuple[Hashable, ...] | None:
-    """As `sizes_of`, of any number of rows; None also where offsets and positions are not as kernels take
-    them."""
-    found: list[Hashable] = [x[0].device, x[0].dtype, len(x), len(bias), offsets is None, positions is None]
+    """As `sizes_of`; None also where offsets or positions are not as kernels take them."""
     for given, dtype in ((offsets, torch.int32), (positions, torch.int64)):
         if given is not None and (given.dtype is not dtype or not given.is_contiguous()):
             return None
-    for t in x:
-        if not t.is_contiguous():
-            return None
-        found += (t.shape[1], t.storage_offset() % ALIGNED)
-    for t in w:
-        found += (t.shape, t.stride(), t.storage_offset() % ALIGNED, t.dtype)
-    for t in bias:
-        if not t.is_contiguous():
-            return None
-        found += (t.shape, t.dtype)
-    return tuple(found)
+    sizes = sizes_of(x, w, bias, any_rows=True)
+    return None if sizes is None else (*sizes, offsets is None, positions is None)
 
 
 def _made(workspace: GpuWorkspace, args: ExpertMatmulAllToAll | AllToAllExpertMatmul) -> Any:

@@ -19,11 +19,10 @@ import torch
 from torch import Tensor
 
 from autofuse import config
-from autofuse.lowering.cpu.rendezvous import NotShared
-from autofuse.lowering.cpu.workspace import workspace_for
 from autofuse.lowering.gpu.choice.calls import once
 from autofuse.lowering.gpu.choice.kernel import Way
 from autofuse.lowering.gpu.choice.launcher import Launcher
+from autofuse.lowering.gpu.memory.told import values_of_all
 from autofuse.lowering.gpu.memory.workspace import GpuWorkspace, agreements
 from autofuse.native_kernels.cuda.kernels.dropless_combine import dropless_combine_needs
 from autofuse.native_kernels.cuda.kernels.dropless_dispatch import (
@@ -231,12 +230,8 @@ def _room_for(workspace: GpuWorkspace, op: str, site: str, columns: int, rows: i
 
 
 def told_by_all(workspace: GpuWorkspace, op: str, site: str, rows: int) -> int:
-    """The most rows that a rank has. Told through shared memory, or through a store, which takes longer."""
-    try:
-        with workspace_for(workspace.group_name).call(op, site, "rows of all ranks", 0) as call:
-            return max(of_rank for (of_rank,) in call.exchange([rows]))
-    except NotShared:
-        return max(map(int, workspace.meet(str(rows))))
+    """The most rows that a rank has."""
+    return max(most for (most,) in values_of_all(workspace, op, site, "rows of all ranks", [rows]))
 
 
 _rooms: WeakKeyDictionary[GpuWorkspace, dict[tuple[str, int], int]] = WeakKeyDictionary()

@@ -6,8 +6,6 @@ waited for.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
 from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -17,13 +15,12 @@ from torch import Tensor
 
 from autofuse.lowering import agreement
 from autofuse.lowering.buckets import Buckets
-from autofuse.lowering.cpu.rendezvous import NotShared
-from autofuse.lowering.cpu.workspace import VALUES, workspace_for
 from autofuse.lowering.gpu.choice.calls import Calls, GpuCall, run_call
 from autofuse.lowering.gpu.choice.kernel import Way
 from autofuse.lowering.gpu.choice.launcher import Launcher
 from autofuse.lowering.gpu.choice.points import shipped
 from autofuse.lowering.gpu.memory.allocation import apart
+from autofuse.lowering.gpu.memory.told import values_of_all
 from autofuse.lowering.gpu.memory.workspace import GpuWorkspace, current, workspace_of
 from autofuse.lowering.ops.reduce_update_gather import ReduceUpdateGather
 from autofuse.lowering.reference.update import check, math_dtype, tell, update_by_reference
@@ -66,24 +63,10 @@ def agree(workspace: GpuWorkspace, args: ReduceUpdateGather) -> None:
     """Raises Disagreement on all ranks where they cannot go on. Nothing has been written."""
     check(args, args.buckets, math_dtype(args.params))
     codes = [agreement.code(p, g) for p, g in zip(args.params, args.grads, strict=True)]
-    told = _told_by_all(workspace, args.site, tell(args, args.buckets, codes))
+    told = values_of_all(workspace, OP, args.site, "gradients of all ranks", tell(args, args.buckets, codes))
     problem = agreement.problem(OP, told, args.names)
     if problem:
         raise agreement.Disagreement(problem)
-
-
-def _told_by_all(workspace: GpuWorkspace, site: str, values: Sequence[int]) -> list[list[int]]:
-    """Through shared memory of the hosts, or through a store, which takes longer."""
-    try:
-        with workspace_for(workspace.group_name).call(OP, site, "gradients of all ranks", 0) as call:
-            found: list[list[int]] = [[] for _ in range(workspace.world)]
-            lengths = [n for (n,) in call.exchange([len(values)])]
-            for at in range(0, max(lengths), VALUES):
-                for mine, part in zip(found, call.exchange(values[at : at + VALUES]), strict=True):
-                    mine += part
-            return found
-    except NotShared:
-        return [json.loads(each) for each in workspace.meet(json.dumps(list(values)))]
 
 
 def problem_of(workspace: GpuWorkspace, args: ReduceUpdateGather) -> UpdateProblem | None:

@@ -1,0 +1,18 @@
+"""Exchanges of any number of values in a call on CPU ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .workspace import VALUES, Call
+
+
+def exchange_all(call: Call, values: Sequence[int]) -> list[list[int]]:
+    """The integers of 64 bits of every rank. Ranks may have different numbers of them; all call it together."""
+    first = VALUES - 1  # behind their number
+    rows = call.exchange([len(values), *values[:first]])
+    found = [row[1:] for row in rows]
+    for at in range(first, max(row[0] for row in rows), VALUES):
+        for mine, part in zip(found, call.exchange(values[at : at + VALUES]), strict=True):
+            mine += part
+    return found

@@ -1,0 +1,26 @@
+"""What the hosts of a group tell each other before a call."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from autofuse.lowering.cpu.rendezvous import NotShared
+from autofuse.lowering.cpu.told import exchange_all
+from autofuse.lowering.cpu.workspace import workspace_for
+
+from .workspace import GpuWorkspace
+
+
+def values_of_all(
+    workspace: GpuWorkspace, op: str, site: str, what: str, values: Sequence[int]
+) -> list[list[int]]:
+    """The values of each rank; any number of integers of 64 bits. All ranks call it together.
+
+    The hosts use memory that they share, or else the store of the group, which takes longer.
+    """
+    try:
+        with workspace_for(workspace.group_name).call(op, site, what, 0) as call:
+            return exchange_all(call, values)
+    except NotShared:
+        return [json.loads(each) for each in workspace.meet(json.dumps(list(values)))]
