@@ -12,8 +12,11 @@ from autofuse.lowering.torch_internals import resolve_group
 
 
 class Told(NamedTuple):
-    """What a rank tells. problem: why it cannot go on. The others have an entry for each parameter: what it
-    is, what its next update depends on, and the code of its gradient."""
+    """What each rank sends to the others for a comparison.
+
+    problem: why this rank cannot continue, or empty. The lists have one entry for each parameter. lines: what
+    it is; rates: what its next update depends on; codes: the code of its gradient.
+    """
 
     problem: str
     lines: list[str]

@@ -8,7 +8,7 @@ from .workspace import VALUES, Call
 
 
 def exchange_all(call: Call, values: Sequence[int]) -> list[list[int]]:
-    """The integers of 64 bits of every rank. Ranks may have different numbers of them; all call it together."""
+    """The 64-bit integers of every rank. Their number may differ. All ranks call this together."""
     first = VALUES - 1  # behind their number
     rows = call.exchange([len(values), *values[:first]])
     found = [row[1:] for row in rows]

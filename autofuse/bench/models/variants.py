@@ -33,7 +33,7 @@ class Variant:
         return self.compile(call)
 
     def compile(self, call: Callable[..., Any]) -> Forward:
-        """As `compiled`, of a plain function, whose arguments keep their names."""
+        """Compiles a plain function for this variant, as `compiled` does. The arguments keep their names."""
         assert isinstance(call, types.FunctionType)
         own = types.FunctionType(call.__code__.replace(), call.__globals__, closure=call.__closure__)
         compiled: Forward = torch.compile(

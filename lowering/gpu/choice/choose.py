@@ -26,8 +26,8 @@ CAUTION = 1.03
 predictions the least is rather too low."""
 
 MANY_LAUNCHES_US = 300.0
-"""About how long the host is busy with a call of many launches, see `Way.launches_many`: 160 to 300 us,
-measured beside 2 and 4 H200. All other ways take the host less than what the op replaces."""
+"""Time of the host for a call of a way with `launches_many`. It was measured as 160 to 300 us on machines
+with 2 and 4 H200. All other ways take the host less time than the computation that the op replaces."""
 
 MOST_PROBLEMS = 4096
 """Problems whose ways a group keeps."""

@@ -192,7 +192,8 @@ class Gather:
     def _completed(
         self, outputs: list[Tensor], w: Sequence[Tensor], bias: Sequence[Tensor | None]
     ) -> list[Tensor]:
-        """The products of the kernel and X, followed by what is asked for."""
+        """The results of the op. outputs: the products of the kernel, then X. This adds the products with the
+        other weights, and keeps X only if the caller asked for it."""
         *products, x = outputs
         count = len(products)
         return [*products, *_multiply(x, w[count:], bias[count:])] + [x] * self._keep

@@ -59,7 +59,7 @@ def dropless_problem_of(
 
 
 class _Calls:
-    """Calls of one kind, in one way: what is equal in all of them is decided once.
+    """The calls of one site in one way, with any number of rows. What all calls share is decided once.
 
     variant: what kernels are compiled for, besides a problem.
     """

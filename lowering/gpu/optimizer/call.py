@@ -40,7 +40,10 @@ def is_measured() -> bool:
 
 
 def run_update(args: ReduceUpdateGather) -> Any:
-    """The op; NotImplemented for what is left to the reference. Disagreement on all ranks, as there."""
+    """Runs the op. Returns NotImplemented where the reference has to run it.
+
+    Raises Disagreement on all ranks if the ranks disagree, as the reference does.
+    """
     if not args.params or args.world == 1 or not is_measured():
         return NotImplemented
     if torch.cuda.is_current_stream_capturing() and not args.numbers.is_cuda:
@@ -50,7 +53,7 @@ def run_update(args: ReduceUpdateGather) -> Any:
 
 
 def update_call(args: ReduceUpdateGather) -> GpuCall | None:
-    """The op as the kernel takes it, on which the ranks agree; None for what it does not take."""
+    """The call for the kernel, after the ranks have agreed on it; None if the kernel does not support it."""
     workspace = workspace_of(args.group_name, args.params[0])
     with current(workspace.device):
         if not torch.cuda.is_current_stream_capturing():
