@@ -63,7 +63,8 @@ class Tiles:
 
     tiles: pieces that programs take, one program a multiprocessor; flops, load: operations and loaded bytes
     of one; memory: bytes that the GPU reads and writes; sent: bytes to peers, or from them, the more of both;
-    added: bytes read and written behind the exchange; hops: exchanges that follow one another.
+    added: bytes read and written behind the exchange; hops: exchanges that follow one another; copies: of
+    copy engines, each of which waits for a flag, copies and sets a flag, before the next one starts.
     """
 
     model: str
@@ -74,10 +75,12 @@ class Tiles:
     sent: float
     added: float
     hops: int
+    copies: int = 0
 
     CONSTANTS: ClassVar[Start] = {
         "start_us": (4.0, 0.7),
         "hop_us": (1.5, 0.5),
+        "copy_us": (8.0, 0.3),
         "flops": (0.65, 0.3),
         "load": (1.0, 0.7),
         "memory": (0.83, 0.2),
@@ -95,11 +98,9 @@ class Tiles:
             waves * self.load / (gpu.loads * c["load"]),
             self.memory / (gpu.memory * c["memory"]),
         )
-        exchanged = self.sent / (gpu.link * c["link"])
+        exchanged = self.sent / (gpu.link * c["link"]) + self.copies * c["copy_us"]
         # Nothing can be hidden behind the first wave, or beside the last one.
-        exposed = (
-            min(1.0, c["exposed"]) * min(computed, exchanged) / max(1.0, self.tiles / gpu.multiprocessors)
-        )
+        exposed = min(1.0, c["exposed"]) * min(computed, exchanged) / waves
         added = self.added / (gpu.memory * c["added"])
         return c["start_us"] + self.hops * c["hop_us"] + _longest(computed, exchanged) + exposed + added
 

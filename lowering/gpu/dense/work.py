@@ -28,7 +28,8 @@ SUM = 4
 
 def _tiles(
     p: DenseProblem, model: str, rows: int, columns: int, sent: float, *, high: int = 0, wide: int = 0,
-    pieces: int = 1, hops: int = 1, added: float = 0.0, load: tuple[float, float] = (1.0, 1.0),
+    pieces: int = 1, hops: int = 1, copies: int = 0, added: float = 0.0,
+    load: tuple[float, float] = (1.0, 1.0),
 ) -> Tiles:  # fmt: skip
     """Tiles of the product: `rows * columns`, of `high` rows and `wide` columns, in pieces of K.
 
@@ -37,7 +38,7 @@ def _tiles(
     loaded = (high * load[0] + wide * load[1]) * p.k * 2 / pieces
     return Tiles(
         f"{p.op} {model}", rows * columns * pieces, 2 * max(high, LEAST) * wide * p.k / pieces, loaded,
-        _matrices(p), sent, added, hops,
+        _matrices(p), sent, added, hops, copies,
     )  # fmt: skip
 
 
@@ -74,10 +75,12 @@ def words_work(config: WordsConfig, p: DenseProblem) -> Work:
 
 def clusters_work(config: ClusterReduceConfig, p: DenseProblem) -> Work:
     sent, hops = _reduced(p)
+    rows, columns = cdiv(p.m, BM), cdiv(p.n, config.bn)
+    copies = cdiv(rows * columns * (p.world - 1), p.world * config.slice) if config.copied else 0
     return _tiles(
-        p, "clusters copied" if config.copied else "clusters", cdiv(p.m, BM), cdiv(p.n, config.bn), sent,
-        high=BM, wide=config.bn, hops=hops, added=2.0 * p.m * p.n * (1 + 1 / p.world),
-        load=(1 / config.along, 1 / config.across),
+        p, "clusters copied" if config.copied else "clusters", rows, columns, sent, high=BM, wide=config.bn,
+        hops=hops, added=2.0 * p.m * p.n * (1 + 1 / p.world), load=(1 / config.along, 1 / config.across),
+        copies=copies,
     )  # fmt: skip
 
 
@@ -112,7 +115,7 @@ def parts_work(config: GatherConfig, p: DenseProblem) -> Work:
     return _tiles(
         p, "parts copied" if config.copied else "parts", p.world * cdiv(p.chunk, config.bm),
         _wide(p, config.bn), _gathered(p), high=config.bm, wide=config.bn, pieces=config.pieces,
-        added=SUM * p.m * p.n * (config.pieces - 1),
+        added=SUM * p.m * p.n * (config.pieces - 1), copies=_copies(p, config.slices) if config.copied else 0,
     )  # fmt: skip
 
 
@@ -121,7 +124,13 @@ def clusters_gather_work(config: ClusterGatherConfig, p: DenseProblem) -> Work:
     return _tiles(
         p, "clusters copied" if config.copied else "clusters", rows, _wide(p, config.bn), _gathered(p),
         high=BM, wide=config.bn, load=(1 / config.along, 1 / config.across),
+        copies=_copies(p, config.slices) if config.copied else 0,
     )  # fmt: skip
+
+
+def _copies(p: DenseProblem, slices: int) -> int:
+    """Of a rank's part, in slices, to all peers."""
+    return slices * (p.world - 1)
 
 
 def _wide(p: DenseProblem, bn: int) -> int:
@@ -170,7 +179,7 @@ def nccl_work(p: DenseProblem) -> tuple[Work, ...]:
 
 
 def one_shot_work(p: DenseProblem) -> tuple[Work, ...]:
-    return *_products(p), Shots("one_shot", _reduced(p, once=True)[0], 0.0, p.world)
+    return *_products(p), Shots("one_shot", _reduced(p, once=True)[0], 4.0 * p.m * p.n, p.world)
 
 
 def two_shot_work(p: DenseProblem) -> tuple[Work, ...]:

@@ -31,8 +31,9 @@ def _tiles(p: ExpertProblem | DroplessProblem, rows: int, config: Any) -> Tiles:
     high, columns = _height(rows), cdiv(p.columns, config.bn) * p.weights
     sent = _exchanged(p, rows)
     memory = 2.0 * (p.k * p.n + p.experts * rows * (p.k + p.columns * p.weights))
+    copied = getattr(config, "copied", False)
     return Tiles(
-        f"{p.op} clusters copied" if getattr(config, "copied", False) else f"{p.op} clusters",
+        f"{p.op} clusters copied" if copied else f"{p.op} clusters",
         p.experts * cdiv(rows, high) * columns,
         2 * max(high, LEAST) * config.bn * p.k,
         (high / config.along + config.bn / config.across) * p.k * 2,
@@ -40,6 +41,7 @@ def _tiles(p: ExpertProblem | DroplessProblem, rows: int, config: Any) -> Tiles:
         sent,
         2 * sent if p.op.startswith("expert_matmul") else 0.0,
         1,
+        config.slices * (p.world - 1) if copied else 0,
     )
 
 
