@@ -50,13 +50,18 @@ def samples_of(measured: Iterable[tuple[Problem, Mapping[str, float]]]) -> list[
 def fit(gpu: Gpu, samples: Sequence[Sample], factors: bool = True) -> Model:
     """The model with the least squared logarithms of predicted over measured times, summed over the samples.
 
-    Works that share constants, directly or through others, are fitted together. factors: whether
-    configurations get factors, too.
+    Works that share constants, directly or through others, are fitted together, and so are the ways of a
+    problem that does not know all of its sizes: only their ratios count. factors: whether configurations get
+    factors, too.
     """
     uses = [_uses(gpu, sample) for sample in samples]
+    together: dict[Problem, set[str]] = {}
+    for sample, use in zip(samples, uses, strict=True):
+        if not sample.problem.is_whole:
+            together.setdefault(sample.problem, set()).update(use)
     constants: dict[str, Constants] = {}
     found: dict[str, float] = {}
-    for group in _groups(uses):
+    for group in _groups([*map(set, uses), *together.values()]):
         chosen = [(sample, use) for sample, use in zip(samples, uses, strict=True) if group & use.keys()]
         fitted = _Fit(gpu, chosen, factors).run()
         constants |= fitted.constants
@@ -80,11 +85,11 @@ def _uses(gpu: Gpu, sample: Sample) -> Uses:
     return found
 
 
-def _groups(uses: Sequence[Uses]) -> list[set[str]]:
+def _groups(uses: Sequence[set[str]]) -> list[set[str]]:
     """Models that are used together."""
     groups: list[set[str]] = []
     for use in uses:
-        joined = set(use)
+        joined = {*use}
         apart = []
         for group in groups:
             if group & joined:

@@ -3,13 +3,15 @@
 from collections.abc import Callable
 
 import pytest
+import torch
 
 from autofuse.bench.cpu.optimizer import CELLS, OURS, Options, Row, _measure, table
 from tests.ranks import RankPool
 
 
 def _rows(rank: int, world: int, rule: str, dtype: str) -> Row:
-    return _measure("64 of 2^10", CELLS["64 of 2^10"], rule, dtype, Options((), (dtype,), True, 0.0))
+    options = Options((), (dtype,), True, 0.0)
+    return _measure("64 of 2^10", CELLS["64 of 2^10"], rule, dtype, options, torch.device("cpu"))
 
 
 @pytest.mark.parametrize(("rule", "dtype"), [("AdamW", "bfloat16"), ("LAMB", "float32")])

@@ -148,8 +148,7 @@ def table(rows: Sequence[Row]) -> str:
 def run_on_gpus(options: Options) -> list[Row]:
     """The rows of the group of torchrun, which has been joined."""
     warnings.filterwarnings("ignore")
-    with torch.device("cuda", torch.cuda.current_device()):
-        return _rows(ON_GPUS, options)
+    return _rows(ON_GPUS, options, torch.device("cuda", torch.cuda.current_device()))
 
 
 def _rank(rank: int, world: int, directory: str, options: Options) -> None:
@@ -157,16 +156,16 @@ def _rank(rank: int, world: int, directory: str, options: Options) -> None:
     torch.set_num_threads(options.threads)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
     dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=world)
-    rows = _rows(CELLS, options)
+    rows = _rows(CELLS, options, torch.device("cpu"))
     if rank == 0:
         Path(directory, "rows.json").write_text(json.dumps([asdict(row) for row in rows]))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def _rows(cells: dict[str, Shapes], options: Options) -> list[Row]:
+def _rows(cells: dict[str, Shapes], options: Options, device: torch.device) -> list[Row]:
     return [
-        _measure(name, shapes, rule, dtype, options)
+        _measure(name, shapes, rule, dtype, options, device)
         for name, shapes in cells.items()
         if not options.rows or any(part in name for part in options.rows)
         for rule in ("AdamW", *(["LAMB"] if options.lamb else []))
@@ -174,19 +173,19 @@ def _rows(cells: dict[str, Shapes], options: Options) -> list[Row]:
     ]
 
 
-def _measure(name: str, shapes: Shapes, rule: str, dtype: str, options: Options) -> Row:
-    steps = dict(_peers(rule, shapes, getattr(torch, dtype)))
+def _measure(name: str, shapes: Shapes, rule: str, dtype: str, options: Options, device: torch.device) -> Row:
+    steps = dict(_peers(rule, shapes, getattr(torch, dtype), device))
     _check(steps, rule)
     for step, _ in steps.values():
-        _block(step, 2)
-    each = _largest([_block(step, 2) for step, _ in steps.values()])
+        _block(step, 2, device)
+    each = _largest([_block(step, 2, device) for step, _ in steps.values()], device)
     calls = [max(1, min(MOST_CALLS, round(BLOCK_S / seconds))) for seconds in each]
     a_round = sum(count * seconds for count, seconds in zip(calls, each, strict=True))
     times: dict[str, list[float]] = {peer: [] for peer in steps}
     for _ in range(max(5, min(40, math.ceil(options.seconds / a_round)))):
         for (peer, (step, _)), count in zip(steps.items(), calls, strict=True):
-            times[peer].append(_block(step, count))
-    us = {peer: 1e6 * statistics.median(_largest(found)) for peer, found in times.items()}
+            times[peer].append(_block(step, count, device))
+    us = {peer: 1e6 * statistics.median(_largest(found, device)) for peer, found in times.items()}
     return Row(name, rule, dtype, dist.get_world_size(), sum(map(math.prod, shapes)), us)
 
 
@@ -194,12 +193,12 @@ Peer = tuple[Callable[[], object], list[Tensor]]
 """A step, and the parameters that it changes."""
 
 
-def _peers(rule: str, shapes: Shapes, dtype: torch.dtype) -> Iterator[tuple[str, Peer]]:
-    params = _params(shapes, dtype)
+def _peers(rule: str, shapes: Shapes, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, Peer]]:
+    params = _params(shapes, dtype, device)
     ours = getattr(optim, rule)(params, **RATES)
     yield OURS, (ours.step, params)
     if rule == "LAMB":
-        params = _params(shapes, dtype)
+        params = _params(shapes, dtype, device)
         yield "all_reduce + foreach LAMB", (_foreach_lamb(params), params)
         return
 
@@ -207,23 +206,23 @@ def _peers(rule: str, shapes: Shapes, dtype: torch.dtype) -> Iterator[tuple[str,
         from autofuse.lowering.gpu import by_name
 
         for way in by_name.names(OP, _arguments(params), False):
-            made = _params(shapes, dtype)
+            made = _params(shapes, dtype, device)
             arguments = _arguments(made)
             yield f"{OURS} {way}", (partial(by_name.run, way, OP, arguments), made)
 
-    params = _params(shapes, dtype)
+    params = _params(shapes, dtype, device)
     each = torch.optim.AdamW(params, fused=True, **RATES)
     yield "all_reduce a tensor", (_after(_reduce_each, params, each), params)
 
-    params = _params(shapes, dtype)
+    params = _params(shapes, dtype, device)
     bucketed = torch.optim.AdamW(params, fused=True, **RATES)
     yield "flat buckets", (_after(_reduce_buckets, params, bucketed), params)
 
-    yield "reduce_scatter, slice, all_gather", _flat(shapes, dtype)
+    yield "reduce_scatter, slice, all_gather", _flat(shapes, dtype, device)
 
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-    params = _params(shapes, dtype)
+    params = _params(shapes, dtype, device)
     if len(params) >= dist.get_world_size():
         zero = ZeroRedundancyOptimizer(params, torch.optim.AdamW, fused=True, **RATES)
         yield "ZeroRedundancyOptimizer", (_after(_reduce_buckets, params, zero), params)
@@ -238,18 +237,18 @@ def _arguments(params: list[Tensor]) -> tuple[Any, ...]:
     numbers = torch.tensor([row], dtype=torch.float64, device="cpu").expand(len(params), -1)
     names = [f"parameter {i}" for i in range(len(params))]
     return (
-        [p.detach() for p in params], _grads(params), [torch.zeros(owned) for _ in range(2)], numbers, "adam",
-        "avg", 0.0, False, names, group.group_name, "direct", "bench",
+        [p.detach() for p in params], _grads(params),
+        [torch.zeros(owned, device=params[0].device) for _ in range(2)], numbers, "adam", "avg", 0.0, False,
+        names, group.group_name, "direct", "bench",
     )  # fmt: skip
 
 
-def _params(shapes: Shapes, dtype: torch.dtype) -> list[Tensor]:
+def _params(shapes: Shapes, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
     """With gradients that differ from rank to rank."""
-    device = torch.get_default_device()
     weights, grads = (torch.Generator(device).manual_seed(seed) for seed in (0, 1 + dist.get_rank()))
-    params = [torch.randn(s, generator=weights).to(dtype).requires_grad_() for s in shapes]
+    params = [torch.randn(s, generator=weights, device=device).to(dtype).requires_grad_() for s in shapes]
     for p in params:
-        p.grad = torch.randn(p.shape, generator=grads).to(dtype)
+        p.grad = torch.randn(p.shape, generator=grads, device=device).to(dtype)
     return params
 
 
@@ -290,12 +289,12 @@ def _reduce_buckets(params: list[Tensor]) -> None:
             nbytes += g.nbytes
 
 
-def _flat(shapes: Shapes, dtype: torch.dtype) -> Peer:
+def _flat(shapes: Shapes, dtype: torch.dtype, device: torch.device) -> Peer:
     """Gradients and parameters are views of two flat tensors, which is what ZeRO implementations keep."""
     world, rank = dist.get_world_size(), dist.get_rank()
-    made = _params(shapes, dtype)
+    made = _params(shapes, dtype, device)
     length = -(-sum(p.numel() for p in made) // world) * world
-    weights, grads = torch.zeros(length, dtype=dtype), torch.zeros(length, dtype=dtype)
+    weights, grads = (torch.zeros(length, dtype=dtype, device=device) for _ in range(2))
     params, at = [], 0
     for p in made:
         params.append(weights[at : at + p.numel()].view(p.shape).copy_(p.detach()))
@@ -351,23 +350,23 @@ def _check(steps: dict[str, Peer], rule: str) -> None:
             assert far <= 0.05, f"{rule}: {peer} is {far} away from ours"
 
 
-def _block(step: Callable[[], object], calls: int) -> float:
+def _block(step: Callable[[], object], calls: int, device: torch.device) -> float:
     """Seconds a call, from a barrier on."""
-    _finish()
+    _finish(device)
     dist.barrier()
     begin = time.perf_counter()
     for _ in range(calls):
         step()
-    _finish()
+    _finish(device)
     return (time.perf_counter() - begin) / calls
 
 
-def _finish() -> None:
-    if torch.get_default_device().type == "cuda":
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
         torch.cuda.synchronize()
 
 
-def _largest(values: Sequence[float]) -> list[float]:
-    result = torch.tensor(values, dtype=torch.float64)
+def _largest(values: Sequence[float], device: torch.device) -> list[float]:
+    result = torch.tensor(values, dtype=torch.float64, device=device)
     dist.all_reduce(result, dist.ReduceOp.MAX)
     return [float(v) for v in result]

@@ -8,6 +8,7 @@ import torch
 
 from autofuse.bench.gpu.experts.cells import COMBINE, DISPATCH, MODELS
 from autofuse.fit_ways import fit, samples_of
+from autofuse.lowering.buckets import BUCKET
 from autofuse.lowering.gpu.choice import model
 from autofuse.lowering.gpu.choice.gpu import described, gpu_name
 from autofuse.lowering.gpu.choice.kernel import Problem
@@ -15,6 +16,9 @@ from autofuse.lowering.gpu.choice.points import Point, shipped
 from autofuse.lowering.gpu.dense.ways import GATHER, PUBLISH, REDUCE, SCATTER, DenseProblem
 from autofuse.lowering.gpu.embedding.ways import BACKWARD, OP, UPDATE, ExchangeProblem
 from autofuse.lowering.gpu.experts.ways import DROPLESS, DroplessProblem, ExpertProblem
+from autofuse.lowering.gpu.optimizer.ways import OP as STEP
+from autofuse.lowering.gpu.optimizer.ways import UpdateProblem
+from autofuse.lowering.update_rules import RULES
 
 DENSE = (REDUCE, SCATTER, GATHER, PUBLISH)
 _DTYPE = torch.bfloat16
@@ -32,12 +36,22 @@ def problem_at(point: Point) -> Problem | None:
         return DenseProblem(op, m, k, n, world, _DTYPE)
     if op in (OP, BACKWARD, UPDATE):
         return ExchangeProblem(m // world, (n,) * world, "bsc", _DTYPE, op=op)
+    if op.startswith(STEP):
+        return _step_at(op.removeprefix(f"{STEP} "), m, n, world)
     columns = COLUMNS.get((op.removesuffix(DROPLESS), k))
     if columns is None or n % columns:
         return None
     if op.endswith(DROPLESS):
         return DroplessProblem(op, n // columns, k, columns, world, _DTYPE)
     return ExpertProblem(op, n // columns, m, k, columns, world, _DTYPE)
+
+
+def _step_at(rule: str, elements: int, element_bytes: int, world: int) -> UpdateProblem:
+    """The step of a tensor whose gradient and parameter have one dtype."""
+    states = len(RULES[rule].states)
+    dtype = torch.float32 if element_bytes - 4 * states == 8 else torch.bfloat16
+    owned = -(-elements // world)
+    return UpdateProblem(elements, -(-owned // BUCKET), rule, (dtype, dtype), states, world)
 
 
 def weight_of(point: Point) -> tuple[int, int]:

@@ -24,9 +24,6 @@ OP = "reduce_update_gather"
 TORCH_NCCL = "torch+nccl"
 """What the kernel replaces: flat copies, collectives, and kernels of torch."""
 
-UNMEASURED = 2.0
-"""The formula of the kernel takes so many times as long as that of torch: it runs where it was measured."""
-
 
 @dataclass(frozen=True)
 class UpdateProblem:
@@ -57,7 +54,7 @@ class UpdateProblem:
         return sum(dtype.itemsize for dtype in self.dtypes) + 4 * self.states
 
     def library_ways(self) -> Sequence[Way]:
-        return (Way(TORCH_NCCL, lambda problem: (_work("torch", 1.0, problem),), replaced=True),)
+        return (Way(TORCH_NCCL, lambda problem: (_work("torch", problem),), replaced=True),)
 
     def kernels(self) -> Sequence[Kernel[UpdateProblem, Any]]:
         return (BUCKETS,) if self.world <= 8 and self.elements else ()
@@ -70,14 +67,14 @@ class UpdateProblem:
         return f"{self.op} {self.rule}"
 
     def rounded(self) -> None:
-        """No GPU has run the kernel yet: a training does not try it. `autofuse bench optimizer` runs it."""
+        """A step changes parameters, so that no training tries the ways. `autofuse bench optimizer` does."""
 
 
-def _work(name: str, times: float, p: UpdateProblem) -> Work:
+def _work(name: str, p: UpdateProblem) -> Work:
     grad, param = (dtype.itemsize for dtype in p.dtypes)
     touched = p.elements * (2 * grad + 2 * param + 8 * p.states / p.world)
     sent = p.elements * (grad + param) * (p.world - 1) / p.world
-    return Rows(f"{p.op} {name}", times * touched, times * sent, False)
+    return Rows(f"{p.op} {name}", touched, sent, False)
 
 
 def _configs(problem: UpdateProblem) -> Iterator[UpdateConfig]:
@@ -107,7 +104,7 @@ BUCKETS: Kernel[UpdateProblem, UpdateConfig] = Kernel(
     _configs,
     needs=_needs,
     launch=_launch,
-    work=lambda config, problem: _work("kernel", UNMEASURED, problem),
+    work=lambda config, problem: _work("kernel", problem),
     source="triton/update_exchange.py",
 )
 
