@@ -28,6 +28,8 @@ STALE = 1.0
 away."""
 RANKS = 0.5
 """Doublings of the sizes that a doubling of the ranks counts as."""
+SIBLING = 1.0
+"""Doublings that a weight counts as farther where other configurations of the kernel alone were measured."""
 MOST_WEIGHTS = 8
 """So many of the nearest weights correct a prediction: it bounds the time of a choice."""
 _AT = 1e-3
@@ -100,11 +102,15 @@ class Predictor:
         tokens = math.log2(problem.m)
         total, weights, measured = 0.0, DOUBT, False
         for apart, curves in near:
-            times = curves.times.get(way.name)
-            if times is None:
+            own = curves.times.get(way.name)
+            found = (
+                self._like(curves, tokens, way, problem)
+                if own is None
+                else self._along(own, tokens, way, problem)
+            )
+            if found is None:
                 continue
-            distance, error = self._along(times, tokens, way, problem)
-            distance += apart
+            distance, error = found[0] + apart, found[1]
             measured = measured or distance < _AT
             weight = math.exp(-distance / FADES) / max(distance, _AT)
             total, weights = total + weight * error, weights + weight
@@ -113,6 +119,19 @@ class Predictor:
                 break
         us = self.model.us(way, problem) * math.exp(total / weights)
         return Predicted(way.name, us, measured)
+
+    def _like(self, curves: _Curves, tokens: float, way: Way, problem: Problem) -> tuple[float, float] | None:
+        """What `_along` says of other configurations of the kernel, on average; None if there are none."""
+        ways = ways_of(problem)
+        alike = [
+            self._along(times, tokens, ways[name], problem)
+            for name, times in curves.times.items()
+            if name in ways and way.fused and _family(name) == _family(way.name)
+        ]
+        if not alike:
+            return None
+        distances, errors = zip(*alike, strict=True)
+        return SIBLING + min(distances), sum(errors) / len(errors)
 
     def _along(
         self, times: Sequence[_Time], tokens: float, way: Way, problem: Problem
@@ -133,6 +152,11 @@ class Predictor:
     def _error(self, time: _Time, way: Way, problem: Problem) -> float:
         model = shipped(time.at.gpu) if time.at.gpu else self.model
         return 0.0 if model is None else math.log(time.us / model.us(way, problem.at(*time.at.sizes)))
+
+
+def _family(way: str) -> tuple[str, bool]:
+    """Configurations of one kernel, and of one kind of copies, have a formula in common."""
+    return way.split(" ")[0], "copied=1" in way
 
 
 def _apart(a: int, b: int) -> float:
