@@ -54,25 +54,25 @@ def run_update(args: ReduceUpdateGather) -> Any:
 
 def update_call(args: ReduceUpdateGather) -> GpuCall | None:
     """The call for the kernel, after the ranks have agreed on it; None if the kernel does not support it."""
-    workspace = workspace_of(args.group_name, args.params[0])
+    workspace, buckets = workspace_of(args.group_name, args.params[0]), args.buckets
     with current(workspace.device):
         if not torch.cuda.is_current_stream_capturing():
-            agree(workspace, args)
-        problem = problem_of(workspace, args)
-        return None if problem is None else call_of(workspace, problem, args)
+            agree(workspace, args, buckets)
+        problem = problem_of(workspace, args, buckets)
+        return None if problem is None else call_of(workspace, problem, args, buckets)
 
 
-def agree(workspace: GpuWorkspace, args: ReduceUpdateGather) -> None:
+def agree(workspace: GpuWorkspace, args: ReduceUpdateGather, buckets: Buckets) -> None:
     """Raises Disagreement on all ranks where they cannot go on. Nothing has been written."""
-    check(args, args.buckets, math_dtype(args.params))
+    check(args, buckets, math_dtype(args.params))
     codes = [agreement.code(p, g) for p, g in zip(args.params, args.grads, strict=True)]
-    told = values_of_all(workspace, OP, args.site, "gradients of all ranks", tell(args, args.buckets, codes))
+    told = values_of_all(workspace, OP, args.site, "gradients of all ranks", tell(args, buckets, codes))
     problem = agreement.problem(OP, told, args.names)
     if problem:
         raise agreement.Disagreement(problem)
 
 
-def problem_of(workspace: GpuWorkspace, args: ReduceUpdateGather) -> UpdateProblem | None:
+def problem_of(workspace: GpuWorkspace, args: ReduceUpdateGather, buckets: Buckets) -> UpdateProblem | None:
     """The call as the kernel takes it; None if it does not. The same on all ranks, since they agree."""
     rule = RULES[args.rule]
     grads, params = {g.dtype for g in args.grads if g is not None}, {p.dtype for p in args.params}
@@ -81,18 +81,19 @@ def problem_of(workspace: GpuWorkspace, args: ReduceUpdateGather) -> UpdateProbl
     dtypes = grads.pop(), params.pop()
     if not {*dtypes} <= {*DTYPES}:
         return None
-    buckets = args.buckets
     return UpdateProblem(
         buckets.offsets[-1], longest_run(buckets), args.rule, dtypes, len(args.states), workspace.world,
         workspace.programs,
     )  # fmt: skip
 
 
-def call_of(workspace: GpuWorkspace, problem: UpdateProblem, args: ReduceUpdateGather) -> GpuCall:
+def call_of(
+    workspace: GpuWorkspace, problem: UpdateProblem, args: ReduceUpdateGather, buckets: Buckets
+) -> GpuCall:
     """The call in all its ways."""
 
     def run(way: Way) -> Tensor | None:
-        return _run(workspace, problem, args, way)
+        return _run(workspace, problem, args, buckets, way)
 
     return GpuCall(
         OP, args, workspace, problem, run, unfused=lambda: update_by_reference(args, agreed=True),
@@ -101,10 +102,10 @@ def call_of(workspace: GpuWorkspace, problem: UpdateProblem, args: ReduceUpdateG
 
 
 def _run(
-    workspace: GpuWorkspace, problem: UpdateProblem, args: ReduceUpdateGather, way: Way
+    workspace: GpuWorkspace, problem: UpdateProblem, args: ReduceUpdateGather, buckets: Buckets, way: Way
 ) -> Tensor | None:
     """In the kernel; None if it cannot be captured."""
-    buckets, rule = args.buckets, RULES[args.rule]
+    rule = RULES[args.rule]
     unit, capturing = unit_of(buckets), torch.cuda.is_current_stream_capturing()
     table = _table(workspace, buckets, capturing)
     launcher = Launcher(workspace, way, OP, args.site, problem, (problem, unit))
