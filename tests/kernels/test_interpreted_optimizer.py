@@ -8,7 +8,7 @@ import torch
 from autofuse.lowering.gpu.choice.choose import choose, predictor_of
 from autofuse.lowering.gpu.choice.kernel import ways_of
 from autofuse.lowering.gpu.choice.points import Point
-from autofuse.lowering.gpu.optimizer.ways import TORCH_NCCL, UpdateProblem
+from autofuse.lowering.gpu.optimizer.ways import UpdateProblem
 from autofuse.native_kernels.gpu.state import CODES_PER_SITE, Record, Wait
 from tests.kernels.calls import SITE
 from tests.kernels.optimizer_calls import cases, give_up, run_op, run_updates
@@ -42,12 +42,13 @@ def test_as_the_op_runs_it(interpreters: Interpreters, name: str) -> None:
 
 @pytest.mark.parametrize("world", [2, 4, 8])
 @pytest.mark.parametrize("size", [1, 1 << 10, 1 << 20, 1 << 30])
-def test_kernel_runs_where_it_was_measured(world: int, size: int) -> None:
+def test_points_decide(world: int, size: int) -> None:
+    """Without points the kernel is predicted to be faster, as it was wherever both were measured."""
     problem = UpdateProblem(size, -(-size // 1024 // world) + 1, "adam", (torch.bfloat16,) * 2, 2, world)
-    assert choose(problem, predictor_of([])).way == TORCH_NCCL
-    times = {name: 10.0 if name == "buckets" else 20.0 for name in ways_of(problem)}
-    assert len(times) == 3
-    assert choose(problem, predictor_of([Point.of(problem, times)])).way == "buckets"
+    assert choose(problem, predictor_of([])).way.startswith("buckets")
+    for fastest in ways_of(problem):
+        times = {name: 10.0 if name == fastest else 20.0 for name in ways_of(problem)}
+        assert choose(problem, predictor_of([Point.of(problem, times)])).way == fastest
 
 
 def test_a_lost_rank(interpreters: Interpreters) -> None:
