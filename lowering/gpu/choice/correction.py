@@ -19,14 +19,14 @@ from .kernel import Problem, Way, ways_of
 from .model import Model, shipped
 from .points import Point, Points
 
-FADES = 2.0
+FADES = 1.5
 """Doublings of the sizes, in total, over which a point's weight falls to 1 / e."""
 DOUBT = 0.1
-"""Weight of the prediction itself; that of a point is 0.6 at a distance of 1 doubling, 0.18 at 2."""
+"""Weight of the prediction itself; that of a point is 0.51 at a distance of 1 doubling, 0.13 at 2."""
 STALE = 1.0
 """Doublings that a time of another source of its kernel, of another GPU or of another cut counts as farther
 away."""
-RANKS = 0.5
+RANKS = 2.0
 """Doublings of the sizes that a doubling of the ranks counts as."""
 SIBLING = 1.0
 """Doublings that a weight counts as farther where other configurations of the kernel alone were measured."""

@@ -26,6 +26,8 @@ LEAST = 64
 CUBLAS = "cublas"
 _CUBLAS_TILES = ((128, 256, 1.0), (128, 128, 0.92), (64, 256, 0.9), (64, 128, 0.8), (64, 64, 0.65))
 """Rows, columns, and the rate over that of the first."""
+_IN_FOURS = 120 / 132
+"""Part of the multiprocessors that clusters of 4 blocks run on: a GPC has no multiple of 4 of them."""
 _LEAST_FULL = 0.5
 """Part of a wave's time that few tiles take, at least, in pieces of K."""
 
@@ -51,7 +53,7 @@ def _longest(*times: float) -> float:
     return most * sum((t / most) ** SHARPNESS for t in times) ** (1 / SHARPNESS) if most else 0.0
 
 
-def _waves(tiles: float, programs: int, rounding: float) -> float:
+def _waves(tiles: float, programs: float, rounding: float) -> float:
     """Waves of tiles, at least one; how much of a last one that is not full counts is `rounding`, up to 1."""
     waves = max(1.0, tiles / programs)
     return waves + min(1.0, rounding) * (math.ceil(waves - 1e-9) - waves)
@@ -64,7 +66,8 @@ class Tiles:
     tiles: pieces that programs take, one program a multiprocessor; flops, load: operations and loaded bytes
     of one; memory: bytes that the GPU reads and writes; sent: bytes to peers, or from them, the more of both;
     added: bytes read and written behind the exchange; hops: exchanges that follow one another; copies: of
-    copy engines, each of which waits for a flag, copies and sets a flag, before the next one starts.
+    copy engines, each of which waits for a flag, copies and sets a flag, before the next one starts; cluster:
+    programs that are placed together.
     """
 
     model: str
@@ -76,6 +79,7 @@ class Tiles:
     added: float
     hops: int
     copies: int = 0
+    cluster: int = 1
 
     CONSTANTS: ClassVar[Start] = {
         "start_us": (4.0, 0.7),
@@ -92,7 +96,8 @@ class Tiles:
 
     def us(self, constants: Callable[[str, Start], Constants], gpu: Gpu) -> float:
         c = constants(self.model, self.CONSTANTS)
-        waves = _waves(self.tiles, gpu.multiprocessors, c["round"])
+        programs = gpu.multiprocessors * (_IN_FOURS if self.cluster > 2 else 1)
+        waves = _waves(self.tiles, programs, c["round"])
         computed = _longest(
             waves * self.flops / (gpu.flops * c["flops"]),
             waves * self.load / (gpu.loads * c["load"]),

@@ -29,7 +29,7 @@ SUM = 4
 def _tiles(
     p: DenseProblem, model: str, rows: int, columns: int, sent: float, *, high: int = 0, wide: int = 0,
     pieces: int = 1, hops: int = 1, copies: int = 0, added: float = 0.0,
-    load: tuple[float, float] = (1.0, 1.0),
+    load: tuple[float, float] = (1.0, 1.0), cluster: int = 1,
 ) -> Tiles:  # fmt: skip
     """Tiles of the product: `rows * columns`, of `high` rows and `wide` columns, in pieces of K.
 
@@ -38,7 +38,7 @@ def _tiles(
     loaded = (high * load[0] + wide * load[1]) * p.k * 2 / pieces
     return Tiles(
         f"{p.op} {model}", rows * columns * pieces, 2 * max(high, LEAST) * wide * p.k / pieces, loaded,
-        _matrices(p), sent, added, hops, copies,
+        _matrices(p), sent, added, hops, copies, cluster,
     )  # fmt: skip
 
 
@@ -80,7 +80,7 @@ def clusters_work(config: ClusterReduceConfig, p: DenseProblem) -> Work:
     return _tiles(
         p, "clusters copied" if config.copied else "clusters", rows, columns, sent, high=BM, wide=config.bn,
         hops=hops, added=2.0 * p.m * p.n * (1 + 1 / p.world), load=(1 / config.along, 1 / config.across),
-        copies=copies,
+        copies=copies, cluster=config.cluster,
     )  # fmt: skip
 
 
@@ -124,7 +124,7 @@ def clusters_gather_work(config: ClusterGatherConfig, p: DenseProblem) -> Work:
     return _tiles(
         p, "clusters copied" if config.copied else "clusters", rows, _wide(p, config.bn), _gathered(p),
         high=BM, wide=config.bn, load=(1 / config.along, 1 / config.across),
-        copies=_copies(p, config.slices) if config.copied else 0,
+        copies=_copies(p, config.slices) if config.copied else 0, cluster=config.cluster,
     )  # fmt: skip
 
 
