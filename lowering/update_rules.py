@@ -23,6 +23,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -44,20 +45,24 @@ class Rule:
     by_norms: bool = False
 
 
+Number: TypeAlias = float | Tensor
+"""Or fp64 tensors of as many elements as there are parameters."""
+
+
 def adam_numbers(
-    t: float,
-    lr: float,
+    t: Number,
+    lr: Number,
     betas: tuple[float, float],
     eps: float,
     weight_decay: float,
     decoupled: bool,
     maximize: bool = False,
-) -> list[float]:
+) -> list[Number]:
     """The row of a tensor, for `adam` and `amsgrad`."""
-    keep, decay = (1 - lr * weight_decay, 0.0) if decoupled else (1.0, weight_decay)
+    keep: Number = 1 - lr * weight_decay if decoupled else 1.0
     return [
         keep,
-        decay,
+        0.0 if decoupled else weight_decay,
         *_moments(t, betas, eps),
         lr / (1 - betas[0] ** t),
         lr,
@@ -68,14 +73,14 @@ def adam_numbers(
 
 
 def lamb_numbers(
-    t: float,
-    lr: float,
+    t: Number,
+    lr: Number,
     betas: tuple[float, float],
     eps: float,
     weight_decay: float,
     adapts: bool,
     maximize: bool = False,
-) -> list[float]:
+) -> list[Number]:
     """The row of a tensor, for `lamb`. `adapts`: it is not excluded."""
     first = 1 / (1 - betas[0] ** t)
     sign = -1.0 if maximize else 1.0
@@ -83,22 +88,30 @@ def lamb_numbers(
 
 
 def sgd_numbers(
-    t: float,
-    lr: float,
+    t: Number,
+    lr: Number,
     momentum: float,
     dampening: float,
     weight_decay: float,
     nesterov: bool,
     maximize: bool = False,
-) -> list[float]:
+) -> list[Number]:
     """The row of a tensor, for `sgd` and `momentum`."""
-    keep, take = (0.0, 1.0) if t == 1 else (momentum, 1 - dampening)
+    keep, take = _first(t, 0.0, momentum), _first(t, 1.0, 1 - dampening)
     of_g, of_m = (1.0, momentum) if nesterov else (0.0, 1.0)
     return [lr, weight_decay, keep, take, of_g, of_m, 0.0, 0.0, lr, 0.0, -1.0 if maximize else 1.0, 0.0]
 
 
-def _moments(t: float, betas: tuple[float, float], eps: float) -> list[float]:
-    return [1 - betas[0], betas[1], 1 - betas[1], 1 / math.sqrt(1 - betas[1] ** t), eps]
+def _first(t: Number, value: float, later: float) -> Number:
+    if isinstance(t, Tensor):
+        return torch.where(t == 1, value, later)
+    return value if t == 1 else later
+
+
+def _moments(t: Number, betas: tuple[float, float], eps: float) -> list[Number]:
+    rest = 1 - betas[1] ** t
+    root = rest.sqrt() if isinstance(rest, Tensor) else math.sqrt(rest)
+    return [1 - betas[0], betas[1], 1 - betas[1], 1 / root, eps]
 
 
 def trust(row: Sequence[float], of_p: float, of_u: float) -> float:

@@ -10,12 +10,10 @@ from torch import Tensor
 import autofuse.lowering.ops  # noqa: F401  (defines torch.ops.autofuse)
 from autofuse.lowering.buckets import buckets_of
 from autofuse.lowering.torch_internals import resolve_group
-from autofuse.lowering.update_rules import RULES, SEAL
+from autofuse.lowering.update_rules import RULES
+from autofuse.optim.on_device import OnDevice
 
 MASTER = "master"
-
-Row = Sequence[float]
-"""The numbers of a parameter for its next update."""
 
 
 class Batch:
@@ -23,7 +21,7 @@ class Batch:
     params, names: in one order on all ranks. groups: number of the param group of each.
     keys: names of the states, in the order of `states`; the last one is "master" if there is one.
     states: flat, of the elements that this rank owns.
-    steps: how often each parameter has been updated.
+    on_device: their numbers of updates and rates, if steps may be captured; else None.
     """
 
     def __init__(
@@ -34,12 +32,14 @@ class Batch:
         rule: str,
         group_name: str,
         master: bool,
+        capturable: bool,
     ) -> None:
         self.groups = list(groups)
         self.params, self.names, self.group_name = list(params), list(names), group_name
         group = resolve_group(group_name)
         self.buckets = buckets_of(tuple(p.numel() for p in params), group.size())
-        self.rank, self.steps = group.rank(), [0] * len(params)
+        self.rank, self._steps = group.rank(), [0] * len(params)
+        self.on_device = OnDevice(self.groups, self.params[0].device) if capturable else None
         self.follow(rule, master)
 
     def follow(self, rule: str, master: bool) -> None:
@@ -53,6 +53,17 @@ class Batch:
             self.states.append(torch.empty(owned, dtype=dtype, device=device))
             for number in range(len(self.params)):
                 self.renew_master(number)
+
+    @property
+    def steps(self) -> list[int]:
+        """How often each parameter has been updated. Waits for the device if steps may be captured."""
+        return self._steps if self.on_device is None else [int(t) for t in self.on_device.counts.tolist()]
+
+    @steps.setter
+    def steps(self, counts: list[int]) -> None:
+        self._steps = counts
+        if self.on_device is not None:
+            self.on_device.counts.copy_(torch.tensor(counts))
 
     def part(self, number: int) -> tuple[int, int]:
         """The elements [start, stop) of a parameter that this rank owns."""
@@ -74,28 +85,22 @@ class Batch:
         params: list[Tensor],
         grads: list[Tensor | None],
         states: list[Tensor],
-        rows: Sequence[Row],
-        seal: float,
+        numbers: Tensor,
         average: bool,
         max_norm: float,
         error_if_nonfinite: bool,
         site: str,
     ) -> Tensor:
         """Updates all that have gradients. params, states: those of the batch, or what stands for them in a
-        compiled step. seal: a number that must be equal on all ranks."""
-        kinds = {id(row): row for row in rows}
-        order = {key: i for i, key in enumerate(kinds)}
-        numbers = torch.tensor(list(kinds.values()), dtype=torch.float64, device="cpu")
-        numbers[:, SEAL] = seal
-        if len(kinds) > 1:
-            numbers = numbers[torch.tensor([order[id(row)] for row in rows], device="cpu")]
-        else:
-            numbers = numbers.expand(len(rows), -1)
+        compiled step. numbers: the row of each parameter."""
         norm: Tensor = torch.ops.autofuse.reduce_update_gather(
             params, grads, states, numbers, self.rule, "avg" if average else "sum", max_norm,
             error_if_nonfinite, self.names, self.group_name, "direct", site,
         )  # fmt: skip
-        self.steps = [t + (g is not None) for t, g in zip(self.steps, grads, strict=True)]
+        if self.on_device is None:
+            self._steps = [t + (g is not None) for t, g in zip(self._steps, grads, strict=True)]
+        else:
+            self.on_device.advance()
         return norm
 
 

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from autofuse.lowering import agreement
 from autofuse.lowering.torch_internals import resolve_group
+from autofuse.optim.batch import Batch
 
 
 class Told(NamedTuple):
@@ -51,3 +52,22 @@ def raise_difference(
         raise ValueError(problem) from error
     if error is not None:
         raise error
+
+
+def lines_of(batches: Sequence[Batch], sharing: str) -> list[str]:
+    """Every parameter. sharing: what all of them share."""
+    return [
+        f"{name} {list(p.shape)} {p.dtype} on {p.device.type} ({batch.rule}, {sharing})"
+        for batch in batches
+        for p, name in zip(batch.params, batch.names, strict=True)
+    ]
+
+
+def rates_of(batches: Sequence[Batch], param_groups: Sequence[dict[str, Any]]) -> list[str]:
+    """Every parameter, with what its next update depends on."""
+    options = [{k: v for k, v in o.items() if k not in ("params", "param_names")} for o in param_groups]
+    return [
+        f"{name} with {options[group]} at update {t + 1}"
+        for batch in batches
+        for name, group, t in zip(batch.names, batch.groups, batch.steps, strict=True)
+    ]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from typing_extensions import Unpack
 
-from autofuse.lowering.update_rules import adam_numbers, lamb_numbers, sgd_numbers
+from autofuse.lowering.update_rules import Number, adam_numbers, lamb_numbers, sgd_numbers
 from autofuse.optim.sliced import Common, SlicedOptimizer
 
 
@@ -39,9 +39,9 @@ class AdamW(SlicedOptimizer):
     def _rule(self, options: dict[str, Any]) -> str:
         return "amsgrad" if options["amsgrad"] else "adam"
 
-    def _numbers(self, options: dict[str, Any], t: int) -> list[float]:
+    def _numbers(self, options: dict[str, Any], t: Number, lr: Number) -> Sequence[Number]:
         return adam_numbers(
-            t, float(options["lr"]), options["betas"], options["eps"], options["weight_decay"],
+            t, lr, options["betas"], options["eps"], options["weight_decay"],
             self._decoupled, options["maximize"],
         )  # fmt: skip
 
@@ -93,9 +93,9 @@ class SGD(SlicedOptimizer):
     def _rule(self, options: dict[str, Any]) -> str:
         return "momentum" if options["momentum"] else "sgd"
 
-    def _numbers(self, options: dict[str, Any], t: int) -> list[float]:
+    def _numbers(self, options: dict[str, Any], t: Number, lr: Number) -> Sequence[Number]:
         return sgd_numbers(
-            t, float(options["lr"]), options["momentum"], options["dampening"], options["weight_decay"],
+            t, lr, options["momentum"], options["dampening"], options["weight_decay"],
             options["nesterov"], options["maximize"],
         )  # fmt: skip
 
@@ -106,6 +106,8 @@ class LAMB(SlicedOptimizer):
     With u = m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps) + weight_decay * p: p -= lr * |p| / |u| * u. The
     factor is 1 where a norm is 0, and in param groups with `adapt=False` (usual for biases and norms).
     """
+
+    _can_be_captured = False
 
     def __init__(
         self,
@@ -130,9 +132,9 @@ class LAMB(SlicedOptimizer):
     def _rule(self, options: dict[str, Any]) -> str:
         return "lamb"
 
-    def _numbers(self, options: dict[str, Any], t: int) -> list[float]:
+    def _numbers(self, options: dict[str, Any], t: Number, lr: Number) -> Sequence[Number]:
         return lamb_numbers(
-            t, float(options["lr"]), options["betas"], options["eps"], options["weight_decay"],
+            t, lr, options["betas"], options["eps"], options["weight_decay"],
             options["adapt"], options["maximize"],
         )  # fmt: skip
 

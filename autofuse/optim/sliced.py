@@ -14,16 +14,18 @@ from torch import Tensor
 from autofuse.groups import Group, group_name
 from autofuse.lowering import agreement
 from autofuse.lowering.torch_internals import group_size
-from autofuse.lowering.update_rules import NUMBERS
-from autofuse.optim.batch import Batch, Row, dense
-from autofuse.optim.differences import Told, raise_difference
+from autofuse.lowering.update_rules import NUMBERS, Number
+from autofuse.optim.batch import Batch, dense
+from autofuse.optim.differences import Told, lines_of, raise_difference, rates_of
 from autofuse.optim.in_backward import Backward, cut
+from autofuse.optim.numbers import Row, check_rules, numbers_of, rows_on_host
+from autofuse.optim.on_device import is_captured
 from autofuse.optim.state import State
 from autofuse.optim.traced import constant_in_graphs, number_of, optimizer_step
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
-IMPLEMENTATIONS = frozenset({"foreach", "fused", "capturable", "differentiable"})
+IMPLEMENTATIONS = frozenset({"foreach", "fused", "differentiable"})
 """Arguments of torch's optimizers that ours have not."""
 
 
@@ -37,6 +39,7 @@ class Common(TypedDict, total=False):
         error_if_nonfinite: a step raises on all ranks, and changes nothing, if the norm is not finite.
         master_weights: parameters are also kept in float32, a slice on each rank, and rounded anew each step.
         in_backward: parameters are updated as soon as their gradients are there, and gradients are freed.
+        capturable: numbers of updates are kept on the device, so that CUDA graphs can replay a step.
     """
 
     group: Group
@@ -45,12 +48,15 @@ class Common(TypedDict, total=False):
     error_if_nonfinite: bool
     master_weights: bool
     in_backward: bool
+    capturable: bool
 
 
 class SlicedOptimizer(State, torch.optim.Optimizer):
     """The base class. All ranks of the group hold the same parameters in one order, and step together."""
 
     _step_supports_amp_scaling = True  # so that a GradScaler calls step() in any case, which then refuses it
+
+    _can_be_captured = True
 
     grad_norm: Tensor | None = None
     """Of the last step, before clipping: fp32 [] where the parameters are, with `max_norm` or
@@ -86,6 +92,12 @@ class SlicedOptimizer(State, torch.optim.Optimizer):
                 f"{type(self).__name__}: max_norm and error_if_nonfinite need all gradients before the first "
                 "update; leave in_backward out"
             )
+        self._capturable = common.get("capturable", False)
+        if self._capturable and (self._in_backward or self._wants_norm or not self._can_be_captured):
+            raise ValueError(
+                f"{type(self).__name__}: no step of LAMB, and none with in_backward, max_norm or "
+                "error_if_nonfinite, can be capturable"
+            )
         self._begin()
         self._refuse_set(params)
         super().__init__(params, defaults)
@@ -110,8 +122,8 @@ class SlicedOptimizer(State, torch.optim.Optimizer):
         """The rule of a param group."""
 
     @abstractmethod
-    def _numbers(self, options: dict[str, Any], t: int) -> list[float]:
-        """The row of its parameters for update t."""
+    def _numbers(self, options: dict[str, Any], t: Number, lr: Number) -> Sequence[Number]:
+        """The row of its parameters for update t, with this learning rate."""
 
     def _refuse_set(self, params: Any) -> None:
         if isinstance(params, (set, frozenset)):
@@ -220,12 +232,18 @@ class SlicedOptimizer(State, torch.optim.Optimizer):
     ) -> Tensor:
         """Updates batches, all or none. The first exchange tells the other ranks of all of them."""
         self._refuse_scaler()
+        if is_captured(self._batches, self._capturable and self._met, type(self).__name__):
+            return self._captured(batches, params, grads, states)
         self._meet()
         norm = torch.empty(0)
         rows: list[list[Row]] = []
         problem = self._problem
         try:
-            rows = [self._rows(batch) for batch in batches]
+            at = 0
+            for batch in batches:
+                end = at + len(batch.params)
+                rows.append(self._rows(batch, grads[at:end]))
+                at = end
         except Exception as error:
             problem = problem or error
         pairs = [*zip(params, grads, strict=True)]
@@ -234,7 +252,6 @@ class SlicedOptimizer(State, torch.optim.Optimizer):
         refused = problem is not None or agreement.WRONG in codes
         if refused and batches:
             batches, rows = batches[:1], [[[0.0] * NUMBERS] * len(batches[0].params)]
-        site = f"autofuse.optim.{type(self).__name__}"
         at, own = 0, 0
         try:
             if refused and group_size(self._group_name) == 1:
@@ -242,39 +259,57 @@ class SlicedOptimizer(State, torch.optim.Optimizer):
             for batch, each in zip(batches, rows, strict=True):
                 end, last = at + len(batch.params), own + len(batch.states)
                 norm = batch.step(
-                    list(params[at:end]), list(grads[at:end]), list(states[own:last]), each,
-                    self._seal(refused, rows, codes, later), self._average, self._max_norm,
-                    self._error_if_nonfinite, site,
+                    list(params[at:end]), list(grads[at:end]), list(states[own:last]),
+                    numbers_of(each, self._seal(refused, rows, codes, later)), self._average,
+                    self._max_norm, self._error_if_nonfinite, self._site,
                 )  # fmt: skip
                 at, own = end, last
         except agreement.Disagreement as error:
             told = Told(
-                str(problem or ""), self._lines(), self._rates(), [agreement.code(p, g) for p, g in pairs]
-            )
+                str(problem or ""), lines_of(self._batches, self._sharing),
+                rates_of(self._batches, self.param_groups), [agreement.code(p, g) for p, g in pairs],
+            )  # fmt: skip
             names = [name for batch in self._batches for name in batch.names]
             raise_difference(type(self).__name__, told, names, self._group_name, problem or error)
         if self._wants_norm:
             self.grad_norm = norm
         return norm if self._wants_norm else torch.empty(0)
 
-    def _rows(self, batch: Batch) -> list[Row]:
-        known: dict[tuple[int, int], list[float]] = {}
-        rows: list[Row] = []
-        for param, group, t in zip(batch.params, batch.groups, batch.steps, strict=True):
-            key = group, t + 1
-            if key not in known:
-                options = self.param_groups[group]
-                if self._rule(options) != batch.rule:
-                    raise ValueError(
-                        f"the group of {self._names[param]} was made for the rule {batch.rule}; its options "
-                        f"now ask for {self._rule(options)}"
-                    )
-                try:
-                    known[key] = [float(number) for number in self._numbers(options, t + 1)]
-                except Exception as error:
-                    raise ValueError(f"the options of the group of {self._names[param]}: {error}") from error
-            rows.append(known[key])
-        return rows
+    def _captured(
+        self,
+        batches: Sequence[Batch],
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor | None],
+        states: Sequence[Tensor],
+    ) -> Tensor:
+        """Updates batches with numbers that are read on the device. Ranks compare nothing in replays."""
+        at, own = 0, 0
+        for batch in batches:
+            end, last = at + len(batch.params), own + len(batch.states)
+            batch.step(
+                list(params[at:end]), list(grads[at:end]), list(states[own:last]),
+                self._on_device(batch, grads[at:end]), self._average, 0.0, False, self._site,
+            )  # fmt: skip
+            at, own = end, last
+        return torch.empty(0)
+
+    def _on_device(self, batch: Batch, grads: Sequence[Tensor | None]) -> Tensor:
+        """The rows of a batch, on its device."""
+        assert batch.on_device is not None
+        batch.on_device.prepare([g is not None for g in grads])
+        return batch.on_device.fill(self.param_groups, self._numbers)
+
+    @property
+    def _site(self) -> str:
+        return f"autofuse.optim.{type(self).__name__}"
+
+    def _rows(self, batch: Batch, grads: Sequence[Tensor | None]) -> list[Row]:
+        check_rules(batch, self.param_groups, self._rule)
+        if batch.on_device is None:
+            return rows_on_host(batch, self.param_groups, self._numbers)
+        kinds: dict[Row, Row] = {}
+        every = [tuple(row) for row in self._on_device(batch, grads).tolist()]
+        return [kinds.setdefault(row, row) for row in every]
 
     def _seal(
         self,
@@ -325,7 +360,9 @@ class SlicedOptimizer(State, torch.optim.Optimizer):
             for part in cut(params) if self._backward is not None else [params]:
                 names = [self._names[p] for p in part]
                 groups = [group_of[id(p)] for p in part]
-                made = Batch(part, names, groups, rule, self._group_name, self._master_weights)
+                made = Batch(
+                    part, names, groups, rule, self._group_name, self._master_weights, self._capturable
+                )
                 self._batches.append(made)
                 if self._backward is not None:
                     self._backward.watch([made])
@@ -333,33 +370,22 @@ class SlicedOptimizer(State, torch.optim.Optimizer):
     def _meet(self) -> None:
         """Raises ValueError on all ranks if they have other parameters. Later steps tell by their seal."""
         if not self._met:
-            told = Told("" if self._batches else str(self._problem or ""), self._lines(), [], [])
+            told = Told(
+                "" if self._batches else str(self._problem or ""),
+                lines_of(self._batches, self._sharing),
+                [],
+                [],
+            )
             raise_difference(type(self).__name__, told, [], self._group_name, None)
             self._met = bool(self._batches)
+
+    @property
+    def _sharing(self) -> str:
+        return f"master {self._master_weights}, average {self._average}, max_norm {self._max_norm}"
 
     @property
     def _kind(self) -> int:
         """Digest of all parameters."""
         if self._digest[0] != len(self._batches):
-            self._digest = len(self._batches), agreement.digest(*self._lines())
+            self._digest = len(self._batches), agreement.digest(*lines_of(self._batches, self._sharing))
         return self._digest[1]
-
-    def _lines(self) -> list[str]:
-        """Every parameter."""
-        sharing = f"master {self._master_weights}, average {self._average}, max_norm {self._max_norm}"
-        return [
-            f"{name} {list(p.shape)} {p.dtype} on {p.device.type} ({batch.rule}, {sharing})"
-            for batch in self._batches
-            for p, name in zip(batch.params, batch.names, strict=True)
-        ]
-
-    def _rates(self) -> list[str]:
-        """Every parameter, with what its next update depends on."""
-        options = [
-            {k: v for k, v in o.items() if k not in ("params", "param_names")} for o in self.param_groups
-        ]
-        return [
-            f"{name} with {options[group]} at update {t + 1}"
-            for batch in self._batches
-            for name, group, t in zip(batch.names, batch.groups, batch.steps, strict=True)
-        ]

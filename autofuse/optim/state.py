@@ -17,7 +17,7 @@ SPAN = "span"
 
 COPIED = (
     "grad_norm", "_group_name", "_average", "_max_norm", "_error_if_nonfinite", "_master_weights",
-    "_in_backward", "_batches", "_met", "_waiting", "_known", "_every", "_names",
+    "_in_backward", "_capturable", "_batches", "_met", "_waiting", "_known", "_every", "_names",
 )  # fmt: skip
 """What a copy of an optimizer has besides what torch copies."""
 
@@ -52,11 +52,11 @@ class State(torch.optim.Optimizer):
         self._ready()
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
-        found = {}
+        found, steps = {}, self._steps()
         for batch, i, number in self._numbered():
             start, stop = batch.part(i)
             span = (start, stop, batch.params[i].numel())
-            found[number] = {"step": torch.tensor(float(batch.steps[i])), SPAN: span, **batch.slices(i)}
+            found[number] = {"step": torch.tensor(float(steps[batch][i])), SPAN: span, **batch.slices(i)}
         state_dict: dict[str, Any] = {"state": found, "param_groups": self._packed_groups()}
         for behind in self._optimizer_state_dict_post_hooks.values():
             changed = behind(self, state_dict)
@@ -73,12 +73,13 @@ class State(torch.optim.Optimizer):
         self._meet()
         whole = {id(batch): self._gathered(batch) for batch in self._batches}
         found: dict[int, dict[str, Any]] = {}
+        steps = self._steps()
         for batch, i, number in self._numbered():
-            if batch.steps[i]:
+            if steps[batch][i]:
                 first, end = batch.buckets.offsets[i : i + 2]
                 shape = batch.params[i].shape
                 states = {key: flat[first:end].view(shape) for key, flat in whole[id(batch)].items()}
-                found[number] = {"step": torch.tensor(float(batch.steps[i])), **states}
+                found[number] = {"step": torch.tensor(float(steps[batch][i])), **states}
         return {"state": found, "param_groups": self._packed_groups()}
 
     def sharded_state_dict(self) -> dict[str, Any]:
@@ -89,11 +90,11 @@ class State(torch.optim.Optimizer):
         optimizer was given named parameters, else by their numbers.
         """
         self._ready()
-        group = resolve_group(self._group_name)
+        group, steps = resolve_group(self._group_name), self._steps()
         states: dict[str, Any] = {}
         for batch, i, number in self._numbered():
             parts = [batch.buckets.part(r, i) for r in range(group.size())]
-            found: dict[str, Any] = {"step": torch.tensor(float(batch.steps[i]))}
+            found: dict[str, Any] = {"step": torch.tensor(float(steps[batch][i]))}
             for key, flat in batch.slices(i).items():
                 numel = batch.params[i].numel()
                 found[key] = sharded_vector(flat, parts, numel, group) if numel else flat
@@ -125,9 +126,10 @@ class State(torch.optim.Optimizer):
                         f"the state asks for rules {sorted(rules)}, this optimizer for {batch.rule}"
                     )
                 batch.follow(rules.pop(), self._master_weights)
+        steps = self._steps()
         for batch, i, saved in found:
             moved = any(isinstance(value, Tensor) for key, value in saved.items() if key in batch.keys)
-            batch.steps[i] = int(saved["step"]) if "step" in saved else int(moved)
+            steps[batch][i] = int(saved["step"]) if "step" in saved else int(moved)
             for key, mine in batch.slices(i).items():
                 value = saved.get(key)
                 if value is not None:
@@ -136,6 +138,12 @@ class State(torch.optim.Optimizer):
                     batch.renew_master(i)
                 else:
                     mine.zero_()
+        for batch, counts in steps.items():
+            batch.steps = counts
+
+    def _steps(self) -> dict[Batch, list[int]]:
+        """How often each parameter has been updated."""
+        return {batch: batch.steps for batch in self._batches}
 
     def _check(self, batch: Batch, i: int, saved: dict[str, Any]) -> None:
         """Raises ValueError for a state that is not that of the parameter on this rank."""

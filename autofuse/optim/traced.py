@@ -58,7 +58,8 @@ def _fake(
 
 LIBRARY.define(
     "optimizer_step(Tensor(a!)[] params, Tensor?[] grads, Tensor(b!)[] states, bool wants_norm, "
-    "int optimizer) -> Tensor"
+    "int optimizer) -> Tensor",
+    tags=(torch.Tag.cudagraph_unsafe,),  # numbers are read on the host
 )
 LIBRARY.impl("optimizer_step", _step, "CompositeExplicitAutograd")
 torch.library.register_fake("autofuse::optimizer_step", _fake, lib=LIBRARY)

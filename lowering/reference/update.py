@@ -27,6 +27,11 @@ Row: TypeAlias = Sequence[float]
 def update_by_reference(args: ReduceUpdateGather, agreed: bool = False) -> Tensor:
     """The op. RuntimeError or ValueError on all ranks, before anything is written, if the ranks disagree.
     agreed: it is known that they do not."""
+    if args.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"{OP}: no kernel can run this step while it is captured in a CUDA graph: it takes 2 to 8 GPUs "
+            "of one host, gradients of one dtype, parameters of one dtype, and a step before the capture"
+        )
     buckets, dtype = args.buckets, math_dtype(args.params)
     if not agreed:
         check(args, buckets, dtype)

@@ -178,3 +178,60 @@ def test_kernel_of_many_elements(
     gpu_ranks: Callable[[int], RankPool], world: int, dtype: torch.dtype
 ) -> None:
     gpu_ranks(world).run(_many, dtype, timeout=120)
+
+
+def _captured(rank: int, world: int, name: str) -> float:
+    """Steps of a graph, with a rate that changes, beside torch's."""
+    torch.manual_seed(3)
+    sizes, rate = (1000, 4, 70_000), torch.tensor(OPTIONS[name]["lr"], device="cuda")
+    params = [nn.Parameter(torch.randn(n, device="cuda")) for n in sizes]
+    exact = [p.detach().double().requires_grad_() for p in params]
+    for p in params:
+        p.grad = torch.empty_like(p)
+    refused = getattr(autofuse.optim, name)(params, **OPTIONS[name])
+    ours = getattr(autofuse.optim, name)(params, **OPTIONS[name] | {"lr": rate}, capturable=True)
+    torchs = getattr(torch.optim, name)(exact, **OPTIONS[name])
+
+    def gradients(step: int) -> None:
+        every = [torch.Generator("cuda").manual_seed(9 * step + r) for r in range(world)]
+        for p, e in zip(params, exact, strict=True):
+            parts = [torch.randn(len(p), generator=g, device="cuda") for g in every]
+            assert p.grad is not None
+            p.grad.copy_(parts[rank])
+            e.grad = sum(part.double() for part in parts) / world
+
+    def check() -> None:
+        torchs.step()
+        for p, e in zip(params, exact, strict=True):
+            torch.testing.assert_close(p.detach().double(), e.detach(), rtol=1e-4, atol=1e-5)
+
+    for step in range(2):
+        gradients(step)
+        ours.step()
+        check()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        with pytest.raises(RuntimeError, match="capturable=True"):
+            refused.step()
+        ours.step()
+    for step in range(2, 6):
+        gradients(step)
+        if step == 4:
+            rate.mul_(0.5)
+            torchs.param_groups[0]["lr"] *= 0.5
+        graph.replay()
+        check()
+    assert ours.state_dict()["state"][0]["step"] == 6
+    gradients(6)
+    ours.step()
+    check()
+    autofuse.check()
+    return float(sum(p.double().sum() for p in params))
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_captured(gpu_ranks: Callable[[int], RankPool], world: int, name: str) -> None:
+    sums = gpu_ranks(world).run(_captured, name, timeout=120)
+    assert sums == [sums[0]] * world

@@ -1,0 +1,60 @@
+"""The numbers of the parameters of a batch for their next update, from the options of their param groups."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from autofuse.lowering.update_rules import SEAL, Number
+from autofuse.optim.batch import Batch
+
+Row: TypeAlias = Sequence[float]
+"""The numbers of a parameter (`lowering.update_rules`)."""
+Options: TypeAlias = dict[str, Any]
+
+
+class RowOf(Protocol):
+    """The row of the parameters with these options, for update t, with a learning rate of lr."""
+
+    def __call__(self, options: Options, t: Number, lr: Number) -> Sequence[Number]: ...
+
+
+def check_rules(batch: Batch, param_groups: Sequence[Options], rule_of: Callable[[Options], str]) -> None:
+    """Raises ValueError where options ask for another rule than that of the batch."""
+    for group in dict.fromkeys(batch.groups):
+        if (rule := rule_of(param_groups[group])) != batch.rule:
+            name = batch.names[batch.groups.index(group)]
+            raise ValueError(
+                f"the group of {name} was made for the rule {batch.rule}; its options now ask for {rule}"
+            )
+
+
+def rows_on_host(batch: Batch, param_groups: Sequence[Options], row_of: RowOf) -> list[Row]:
+    """One for each parameter; equal ones are one object."""
+    known: Mapping[tuple[int, int], Row] = {
+        (group, t): _row(batch, param_groups[group], group, t + 1, row_of)
+        for group, t in dict.fromkeys(zip(batch.groups, batch.steps, strict=True))
+    }
+    return [known[key] for key in zip(batch.groups, batch.steps, strict=True)]
+
+
+def _row(batch: Batch, options: Options, group: int, t: int, row_of: RowOf) -> Row:
+    try:
+        return [float(number) for number in row_of(options, t, float(options["lr"]))]
+    except Exception as error:
+        name = batch.names[batch.groups.index(group)]
+        raise ValueError(f"the options of the group of {name}: {error}") from error
+
+
+def numbers_of(rows: Sequence[Row], seal: float) -> Tensor:
+    """The rows as the op takes them. seal: a number that must be equal on all ranks."""
+    kinds = {id(row): row for row in rows}
+    order = {key: i for i, key in enumerate(kinds)}
+    numbers = torch.tensor(list(kinds.values()), dtype=torch.float64, device="cpu")
+    numbers[:, SEAL] = seal
+    if len(kinds) > 1:
+        return numbers[torch.tensor([order[id(row)] for row in rows], device="cpu")]
+    return numbers.expand(len(rows), -1)
