@@ -209,6 +209,7 @@ def optimizer(
     ] = None,
     device: Annotated[str, typer.Option(help="cpu; or cuda, the GPUs of torchrun.")] = "cpu",
     lamb: Annotated[bool, typer.Option(help="Measure LAMB, too.")] = True,
+    captured: Annotated[bool, typer.Option(help="On GPUs, replay steps from CUDA graphs.")] = False,
     seconds: Annotated[float, typer.Option(help="Time for a row, about.")] = 3.0,
     json: Json = None,
     markdown: Markdown = None,
@@ -222,10 +223,13 @@ def optimizer(
         if min(ranks) < 2:
             raise ValueError(f"--ranks {min(ranks)}: expected 2 ranks or more")
         check_folders(json, markdown)
-        from autofuse.bench.cpu.optimizer import Options, run, run_on_gpus, table
+        from autofuse.bench.optimizer.rows import Options, table
+        from autofuse.bench.optimizer.run import run, run_on_gpus
 
         load = os.getloadavg()[0]
-        options = Options(tuple(rows or ()), dtypes, lamb, seconds)
+        if captured and device == "cpu":
+            raise ValueError("--captured: expected --device cuda")
+        options = Options(tuple(rows or ()), dtypes, lamb, seconds, captured=captured)
         if device == "cuda":
             torchrun.join("bench optimizer --device cuda")
             measured = run_on_gpus(options)

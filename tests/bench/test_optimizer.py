@@ -5,7 +5,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from autofuse.bench.cpu.optimizer import CELLS, OURS, Options, Row, _measure, table
+from autofuse.bench.optimizer.cells import CELLS
+from autofuse.bench.optimizer.rows import OURS, Options, Row, table
+from autofuse.bench.optimizer.run import _measure
 from tests.ranks import RankPool
 
 

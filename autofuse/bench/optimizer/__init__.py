@@ -1,0 +1,1 @@
+"""`autofuse bench optimizer`: steps of optimizers with their exchange of gradients."""

@@ -1,0 +1,179 @@
+"""Steps of optimizers with their exchange of gradients: ours, and what torch has."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autofuse import optim
+from autofuse.lowering.buckets import buckets_of
+from autofuse.lowering.update_rules import adam_numbers
+
+from .cells import Shapes
+from .rows import OURS
+
+OP = "reduce_update_gather"
+BUCKET_BYTES = 25 << 20
+"""Of the flat buffers, as in DDP."""
+RATES: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.01}
+
+Peer = tuple[Callable[[], object], list[Tensor]]
+"""A step, and the parameters that it changes."""
+
+
+def peers(
+    rule: str, shapes: Shapes, dtype: torch.dtype, device: torch.device, captured: bool
+) -> Iterator[tuple[str, Peer]]:
+    """Peers by name, ours first. captured: those that a CUDA graph can replay."""
+    rates = RATES | ({"capturable": True} if captured else {})
+    params = _params(shapes, dtype, device)
+    ours = getattr(optim, rule)(params, **rates)
+    yield OURS, (ours.step, params)
+    if rule == "LAMB":
+        params = _params(shapes, dtype, device)
+        yield "all_reduce + foreach LAMB", (_foreach_lamb(params), params)
+        return
+
+    if params[0].is_cuda and not captured:
+        from autofuse.lowering.gpu import by_name
+
+        for way in by_name.names(OP, _arguments(params), False):
+            made = _params(shapes, dtype, device)
+            arguments = _arguments(made)
+            yield f"{OURS} {way}", (partial(by_name.run, way, OP, arguments), made)
+
+    params = _params(shapes, dtype, device)
+    each = torch.optim.AdamW(params, fused=True, **rates)
+    yield "all_reduce a tensor", (_after(_reduce_each, params, each), params)
+
+    params = _params(shapes, dtype, device)
+    bucketed = torch.optim.AdamW(params, fused=True, **rates)
+    yield "flat buckets", (_after(_reduce_buckets, params, bucketed), params)
+
+    yield "reduce_scatter, slice, all_gather", _flat(shapes, dtype, device, rates)
+
+    if captured:
+        return
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    params = _params(shapes, dtype, device)
+    if len(params) >= dist.get_world_size():
+        zero = ZeroRedundancyOptimizer(params, torch.optim.AdamW, fused=True, **RATES)
+        yield "ZeroRedundancyOptimizer", (_after(_reduce_buckets, params, zero), params)
+
+
+def _arguments(params: list[Tensor]) -> tuple[Any, ...]:
+    """Of the op: the first update of AdamW."""
+    group = dist.group.WORLD
+    assert group is not None
+    owned = buckets_of(tuple(p.numel() for p in params), group.size()).owned(group.rank())
+    row = adam_numbers(1, RATES["lr"], (0.9, 0.999), 1e-8, RATES["weight_decay"], True)
+    numbers = torch.tensor([row], dtype=torch.float64, device="cpu").expand(len(params), -1)
+    names = [f"parameter {i}" for i in range(len(params))]
+    return (
+        [p.detach() for p in params], _grads(params),
+        [torch.zeros(owned, device=params[0].device) for _ in range(2)], numbers, "adam", "avg", 0.0, False,
+        names, group.group_name, "direct", "bench",
+    )  # fmt: skip
+
+
+def _params(shapes: Shapes, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    """With gradients that differ from rank to rank."""
+    weights, grads = (torch.Generator(device).manual_seed(seed) for seed in (0, 1 + dist.get_rank()))
+    params = [torch.randn(s, generator=weights, device=device).to(dtype).requires_grad_() for s in shapes]
+    for p in params:
+        p.grad = torch.randn(p.shape, generator=grads, device=device).to(dtype)
+    return params
+
+
+def _after(
+    reduce: Callable[[list[Tensor]], None], params: list[Tensor], optimizer: Any
+) -> Callable[[], object]:
+    def step() -> None:
+        reduce(params)
+        optimizer.step()
+
+    return step
+
+
+def _grads(params: Sequence[Tensor]) -> list[Tensor]:
+    return [p.grad for p in params if p.grad is not None]
+
+
+def _reduce_each(params: list[Tensor]) -> None:
+    works = [dist.all_reduce(g, async_op=True) for g in _grads(params)]
+    for work in works:
+        work.wait()
+    torch._foreach_div_(_grads(params), dist.get_world_size())
+
+
+def _reduce_buckets(params: list[Tensor]) -> None:
+    bucket: list[Tensor] = []
+    nbytes = 0
+    for g in [*_grads(params), None]:
+        if bucket and (g is None or nbytes + g.nbytes > BUCKET_BYTES):
+            flat = torch.cat([t.view(-1) for t in bucket])
+            dist.all_reduce(flat)
+            flat.div_(dist.get_world_size())
+            parts = flat.split([t.numel() for t in bucket])
+            torch._foreach_copy_([t.view(-1) for t in bucket], list(parts))
+            bucket, nbytes = [], 0
+        if g is not None:
+            bucket.append(g)
+            nbytes += g.nbytes
+
+
+def _flat(shapes: Shapes, dtype: torch.dtype, device: torch.device, rates: dict[str, Any]) -> Peer:
+    """Gradients and parameters are views of two flat tensors, which is what ZeRO implementations keep."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    made = _params(shapes, dtype, device)
+    length = -(-sum(p.numel() for p in made) // world) * world
+    weights, grads = (torch.zeros(length, dtype=dtype, device=device) for _ in range(2))
+    params, at = [], 0
+    for p in made:
+        params.append(weights[at : at + p.numel()].view(p.shape).copy_(p.detach()))
+        grads[at : at + p.numel()].view(p.shape).copy_(p.grad)  # type: ignore[arg-type]
+        at += p.numel()
+    mine = weights.view(world, -1)[rank].detach().requires_grad_()
+    optimizer = torch.optim.AdamW([mine], fused=True, **rates)
+
+    def step() -> None:
+        mine.grad = torch.empty_like(mine)
+        dist.reduce_scatter_tensor(mine.grad, grads)
+        mine.grad.div_(world)
+        optimizer.step()
+        dist.all_gather_into_tensor(weights, mine.detach())
+
+    return step, params
+
+
+def _foreach_lamb(params: list[Tensor]) -> Callable[[], object]:
+    m, v = [torch.zeros_like(p) for p in params], [torch.zeros_like(p) for p in params]
+    t = 0
+
+    @torch.no_grad()
+    def step() -> None:
+        nonlocal t
+        t += 1
+        _reduce_buckets(params)
+        grads = _grads(params)
+        torch._foreach_lerp_(m, grads, 0.1)
+        torch._foreach_mul_(v, 0.999)
+        torch._foreach_addcmul_(v, grads, grads, 0.001)
+        root = torch._foreach_sqrt(v)
+        torch._foreach_div_(root, math.sqrt(1 - 0.999**t))
+        torch._foreach_add_(root, 1e-6)
+        u = torch._foreach_div(m, root)
+        torch._foreach_div_(u, 1 - 0.9**t)
+        torch._foreach_add_(u, params, alpha=RATES["weight_decay"])
+        factors = torch._foreach_div(torch._foreach_norm(params), torch._foreach_norm(u))
+        torch._foreach_mul_(u, factors)
+        torch._foreach_sub_(params, u, alpha=RATES["lr"])
+
+    return step

@@ -1,0 +1,139 @@
+"""`autofuse bench optimizer`: a step with its exchange of gradients, ours and what torch has.
+
+All peers get the same gradients and are timed in turn, block by block, in one process a rank. None of them
+includes a backward: what could be hidden behind one is not.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import multiprocessing
+
+from autofuse.bench.cpu.run import cores
+
+from .cells import CELLS, ON_GPUS, Shapes
+from .peers import Peer, peers
+from .rows import OURS, Options, Row
+
+BLOCK_S, MOST_CALLS = 0.02, 64
+"""Steps are timed in blocks of about this length: ranks leave a barrier up to milliseconds apart."""
+
+WARM = 3
+"""Steps before one is captured."""
+
+
+def run(worlds: Sequence[int], options: Options) -> list[Row]:
+    """The rows of groups of so many ranks each, which share out the cores of this process."""
+    rows: list[Row] = []
+    for world in worlds:
+        threads = max(1, cores() // world)
+        with tempfile.TemporaryDirectory(prefix="autofuse-bench-") as directory:
+            chosen = replace(options, threads=threads)
+            multiprocessing.spawn(_rank, (world, directory, chosen), nprocs=world)
+            rows += [Row(**row) for row in json.loads(Path(directory, "rows.json").read_text())]
+    return rows
+
+
+def run_on_gpus(options: Options) -> list[Row]:
+    """The rows of the group of torchrun, which has been joined."""
+    warnings.filterwarnings("ignore")
+    return _rows(ON_GPUS, options, torch.device("cuda", torch.cuda.current_device()))
+
+
+def _rank(rank: int, world: int, directory: str, options: Options) -> None:
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(options.threads)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
+    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=world)
+    rows = _rows(CELLS, options, torch.device("cpu"))
+    if rank == 0:
+        Path(directory, "rows.json").write_text(json.dumps([asdict(row) for row in rows]))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _rows(cells: Mapping[str, Shapes], options: Options, device: torch.device) -> list[Row]:
+    return [
+        _measure(name, shapes, rule, dtype, options, device)
+        for name, shapes in cells.items()
+        if not options.rows or any(part in name for part in options.rows)
+        for rule in ("AdamW", *(["LAMB"] if options.lamb and not options.captured else []))
+        for dtype in options.dtypes
+    ]
+
+
+def _measure(name: str, shapes: Shapes, rule: str, dtype: str, options: Options, device: torch.device) -> Row:
+    compared = dict(peers(rule, shapes, getattr(torch, dtype), device, options.captured))
+    _check(compared, rule)
+    steps = {peer: _replay(step) if options.captured else step for peer, (step, _) in compared.items()}
+    for step in steps.values():
+        _block(step, 2, device)
+    each = _largest([_block(step, 2, device) for step in steps.values()], device)
+    calls = [max(1, min(MOST_CALLS, round(BLOCK_S / seconds))) for seconds in each]
+    a_round = sum(count * seconds for count, seconds in zip(calls, each, strict=True))
+    times: dict[str, list[float]] = {peer: [] for peer in steps}
+    for _ in range(max(5, min(40, math.ceil(options.seconds / a_round)))):
+        for (peer, step), count in zip(steps.items(), calls, strict=True):
+            times[peer].append(_block(step, count, device))
+    us = {peer: 1e6 * statistics.median(_largest(found, device)) for peer, found in times.items()}
+    elements = sum(map(math.prod, shapes))
+    return Row(name, rule, dtype, dist.get_world_size(), elements, us, options.captured)
+
+
+def _replay(step: Callable[[], object]) -> Callable[[], object]:
+    """The step as a CUDA graph."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(WARM):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
+def _check(steps: dict[str, Peer], rule: str) -> None:
+    """One step of all peers gives nearly the same parameters."""
+    for step, _ in steps.values():
+        step()
+    ours = steps[OURS][1]
+    for peer, (_, params) in steps.items():
+        for a, b in zip(ours, params, strict=True):
+            far = float((a.detach().float() - b.detach().float()).abs().max())
+            assert far <= 0.05, f"{rule}: {peer} is {far} away from ours"
+
+
+def _block(step: Callable[[], object], calls: int, device: torch.device) -> float:
+    """Seconds a call, from a barrier on."""
+    _finish(device)
+    dist.barrier()
+    begin = time.perf_counter()
+    for _ in range(calls):
+        step()
+    _finish(device)
+    return (time.perf_counter() - begin) / calls
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def _largest(values: Sequence[float], device: torch.device) -> list[float]:
+    result = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(result, dist.ReduceOp.MAX)
+    return [float(v) for v in result]
