@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .workspace import VALUES, Call
+from .control import VALUES
+from .workspace import Call
 
 
 def exchange_all(call: Call, values: Sequence[int]) -> list[list[int]]:

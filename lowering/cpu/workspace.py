@@ -1,19 +1,11 @@
 """Symmetric memory plus signals that one group owns: `workspace_for(group_name).call(...)`.
 
-Every rank has two segments that all ranks map. The *control* segment has a fixed size:
-
-    headers[2]      the call of this rank, by parity of the epoch: epoch, hash, text
-    failures        why this rank has given up, and for which rank it waits (`failures.py`)
-    values[2]       the values of an `exchange`, by parity of the meeting: length, then up to 512 int64
-    meetings[W]     slots: the last meeting of rank `source`
-    signals[W][64]  slots: the epoch in which rank `source` has raised signal `slot`
-
-The *data* segment holds two buffers, by parity of the epoch, and grows on demand. The numbers in slots
-(epochs, meetings) only grow, so that no slot is ever reset. Two copies of everything are enough: in each call
-every rank waits for every other rank, so that no rank can be two calls (or meetings) ahead of another.
+Every rank has two segments that all ranks map: a *control* segment (`control.py`), and a *data* segment,
+which holds two buffers, by parity of the epoch, and grows on demand. The numbers in slots (epochs, meetings)
+only grow, so that no slot is ever reset. Two copies of everything are enough: in each call every rank waits
+for every other rank, so that no rank can be two calls (or meetings) ahead of another.
 """
 
-import ctypes
 import hashlib
 import logging
 import os
@@ -31,6 +23,7 @@ from torch.distributed import ProcessGroup, Store
 
 from autofuse.lowering import notes
 from autofuse.lowering.cpu import identities, rendezvous
+from autofuse.lowering.cpu.control import VALUES, Control, epoch_of, nbytes_of, text_of
 from autofuse.lowering.cpu.failures import Failures
 from autofuse.lowering.cpu.rendezvous import Declined
 from autofuse.lowering.cpu.rendezvous import GroupSpansHosts as GroupSpansHosts
@@ -40,17 +33,7 @@ from autofuse.native_kernels import cpu
 
 log = logging.getLogger(__name__)
 
-SLOTS = 64  # signals from one rank to another
-VALUES = 512  # most int64 that a rank can exchange at a time
 ALIGNMENT = 64  # of every tensor in a buffer
-
-_LINE = 64
-_HEADER = 1024
-_FAILURE = 2 * _HEADER
-_VALUES = 4096
-_ROW = VALUES + 8  # int64 of one parity, in whole cache lines
-_Row = ctypes.c_int64 * _ROW
-_MEETINGS = _VALUES + 2 * _ROW * 8
 
 SMALLEST_BUFFER = 1 << 16
 _LARGEST_STEP = 1 << 26  # buffers grow in steps of at most a quarter, and of at most this
@@ -90,20 +73,12 @@ class Workspace:
         group = resolve_group(group_name)
         self._default_limit = default_limit_s(group, torch.device("cpu"))
 
-        nbytes = _MEETINGS + world * (1 + SLOTS) * _LINE
-        self._peers, self._control, unlink = rendezvous.meet(
-            store, group_name, rank, identities.known(group), nbytes, limit_s(self._default_limit)
+        self._peers, self._segments, unlink = rendezvous.meet(
+            store, group_name, rank, identities.known(group), nbytes_of(world), limit_s(self._default_limit)
         )
         identities.remember(group, self._peers)
-        self._base = base = [cpu.address(t) for t in self._control]
-        self._values = [[_Row.from_address(b + _VALUES + p * _ROW * 8) for b in base] for p in (0, 1)]
-        self._headers = [[b + parity * _HEADER for b in base] for parity in (0, 1)]
-        self._failures = Failures(rank, self._peers, [b + _FAILURE for b in base], _VALUES - _FAILURE)
-        mine, signals = base[rank], _MEETINGS + world * _LINE
-        self._meetings_in = [mine + _MEETINGS + source * _LINE for source in range(world)]
-        self._meetings_out = [b + _MEETINGS + rank * _LINE for b in base]
-        self._signals_in = [mine + signals + source * SLOTS * _LINE for source in range(world)]
-        self._signals_out = [b + signals + rank * SLOTS * _LINE for b in base]
+        self._control = control = Control(rank, self._segments)
+        self._failures = Failures(rank, self._peers, control.failures, control.failure_bytes)
         try:
             with self.call("set up shared memory", "workspace", "", SMALLEST_BUFFER):
                 unlink()
@@ -184,15 +159,13 @@ class Call:
 
     def signal(self, dest: int, slot: int) -> None:
         """Signal `dest` that all stores of this rank so far have arrived."""
-        assert 0 <= slot < SLOTS, slot
-        cpu.signal(self._ws._signals_out[dest] + slot * _LINE, self.epoch)
+        cpu.signal(self._ws._control.signal_to(dest, slot), self.epoch)
 
     def wait(self, source: int, slot: int, tile: int = -1) -> None:
         """Wait until `source` has signalled `slot` in this epoch. Raises RuntimeError when it does not come
         in time, when `source` has died or failed, or when it is in a different call.
         `tile` is for the error text."""
-        assert 0 <= slot < SLOTS, slot
-        self._await(self._ws._signals_in[source] + slot * _LINE, self.epoch, source, tile)
+        self._await(self._ws._control.signal_from(source, slot), self.epoch, source, tile)
 
     def exchange(self, values: Sequence[int]) -> list[list[int]]:
         """All-gather of up to 512 int64 a rank; the number may differ from rank to rank. Also a barrier."""
@@ -201,13 +174,14 @@ class Call:
         ws = self._ws
         ws._meeting += 1
         parity = ws._meeting & 1
-        ws._values[parity][ws.rank][: 1 + len(values)] = [len(values), *values]
+        control = ws._control
+        control.values[parity][ws.rank][: 1 + len(values)] = [len(values), *values]
         for dest in range(ws.world):
-            cpu.signal(ws._meetings_out[dest], ws._meeting)
+            cpu.signal(control.meetings_out[dest], ws._meeting)
         result = []
         for source in range(ws.world):
-            self._await(ws._meetings_in[source], ws._meeting, source, -1)
-            row = ws._values[parity][source]
+            self._await(control.meetings_in[source], ws._meeting, source, -1)
+            row = control.values[parity][source]
             result.append(row[1 : 1 + row[0]])
         return result
 
@@ -227,7 +201,7 @@ class Call:
         self.epoch = ws._epoch
         parity = self.epoch & 1
         self._offset = parity * ws.capacity
-        self._header = ws._headers[parity]
+        self._header = ws._control.headers[parity]
         key = (self.op, self.site, self._key, self.nbytes)
         known = ws._keys.get(key)
         new = known is None
@@ -311,7 +285,7 @@ class Call:
                 self._raise(problem, tile)
         ws._failures.await_(None)
         if status == cpu.MISMATCH:
-            ours, theirs = _text(self._header[ws.rank]), _text(self._header[source])
+            ours, theirs = text_of(self._header[ws.rank]), text_of(self._header[source])
             self._raise(f"the ranks disagree: rank {ws.rank} runs {ours}, rank {source} runs {theirs}", tile)
 
     def _whereabouts(self, source: int) -> str:
@@ -319,12 +293,12 @@ class Call:
         kept."""
         ws = self._ws
         lost = ws._failures.lost(source)
-        epoch, header = max((ctypes.c_uint64.from_address(h[lost]).value, h[lost]) for h in ws._headers)
+        epoch, header = max((epoch_of(h[lost]), h[lost]) for h in ws._control.headers)
         kept = notes.kept_by(ws._store, lost, self.site)
         via = f"rank {source}, which waits for rank {lost}" if lost != source else f"rank {source}"
         return (
             f"{via}; it is late or has skipped this call (AUTOFUSE_TIMEOUT_S sets the limit). Its latest "
-            f"call on this group is epoch {epoch}, {_text(header)}; {kept}"
+            f"call on this group is epoch {epoch}, {text_of(header)}; {kept}"
         )
 
     def _raise(self, problem: str, tile: int) -> NoReturn:
@@ -414,8 +388,3 @@ def _typed(workspace: Workspace, dtype: torch.dtype) -> list[Tensor]:
     with torch.inference_mode(False):
         workspace._typed[dtype] = [t.view(dtype) for t in workspace._data]
     return workspace._typed[dtype]
-
-
-def _text(header: int) -> str:
-    length = ctypes.c_uint64.from_address(header + 16).value
-    return ctypes.string_at(header + 24, length).decode(errors="replace")

@@ -52,9 +52,9 @@ def episode(
 ) -> None:
     """Calls for some seconds, the same on all ranks.
 
-    victim: the rank that is killed `after_s` behind the first call, wherever it is then; -1: none. Before that
-    call nobody knows its process, and peers wait for it until the timeout. A survivor ends its process as soon
-    as a call raises, as a job would.
+    victim: the rank that is killed `after_s` behind the first call, wherever it is then; -1: none. Before
+    that call nobody knows its process, and peers wait for it until the timeout. A survivor ends its process
+    as soon as a call raises, as a job would.
     """
     counts, common, own = Counts(), random.Random(seed), random.Random(seed * 97 + rank)
     cases = [_cases(rank, world, fresh_group()) for _ in range(GROUPS - 1)] + _paired(rank, world)
