@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from autofuse.enabling import disable, enable
     from autofuse.holdings import memory_summary
     from autofuse.inspection import debug, explain, rewrite
-    from autofuse.passes.report import Reason, Report, Site
+    from autofuse.passes.reasons import Reason
+    from autofuse.passes.report import Report, Site
     from autofuse.recovery import check, reset
     from autofuse.table_optimizers import SGD, RowwiseAdagrad, optimizer_in_backward
     from autofuse.warm_up import warmup

@@ -23,7 +23,8 @@ from autofuse.lowering.direct import generate_direct_calls
 from autofuse.lowering.torch_internals import CustomGraphPass, takes_is_inference
 from autofuse.options import measure_if_tuned, own_options, resolve
 from autofuse.options import settings as settings_of
-from autofuse.passes.report import GraphReport, Reason, Report, Schedule, listening, publish
+from autofuse.passes.reasons import Reason
+from autofuse.passes.report import GraphReport, Report, Schedule, listening, publish
 from autofuse.passes.schedules.schedule import SPLIT, Basis
 
 log = logging.getLogger(__name__)

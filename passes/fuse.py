@@ -34,7 +34,8 @@ from .matchers.match import Match, context_of
 from .merge import merge_fused
 from .narrow import narrow_collectives
 from .plan_shape import plan_shape
-from .report import GraphReport, Listing, Prediction, Reason, Reject, Site, listening
+from .reasons import Reason, Reject
+from .report import GraphReport, Listing, Prediction, Site, listening
 from .schedules.layouts import UNKNOWN, Layouts
 from .schedules.schedule import WITH_TAILS, Basis, Prover
 from .settings import Settings

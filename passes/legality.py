@@ -20,7 +20,7 @@ from .graph.follow import tensor
 from .graph.paths import collective_above, collective_between
 from .matchers import matchers_of
 from .matchers.match import Match
-from .report import Reason, Reject
+from .reasons import Reason, Reject
 from .settings import Settings
 
 

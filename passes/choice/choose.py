@@ -35,7 +35,8 @@ from autofuse.passes.graph.anchors import Anchor
 from autofuse.passes.graph.follow import expression, tensor
 from autofuse.passes.graph.layout import Size, prod
 from autofuse.passes.matchers.match import Match
-from autofuse.passes.report import Prediction, Reason, Reject, listening
+from autofuse.passes.reasons import Reason, Reject
+from autofuse.passes.report import Prediction, listening
 from autofuse.passes.settings import Settings
 
 from . import ways

@@ -19,7 +19,7 @@ from autofuse.passes.graph.anchors import Anchor
 from autofuse.passes.graph.emit import Emitter
 from autofuse.passes.graph.follow import aten, tensor
 from autofuse.passes.graph.layout import Cut, Layout, Size, prod, same_size
-from autofuse.passes.report import Reason, Reject
+from autofuse.passes.reasons import Reason, Reject
 
 from .contractions import Product
 from .match import Context, Found, Match, Work, check_dtype, fill_biases, replace_result, values

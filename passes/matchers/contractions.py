@@ -10,7 +10,7 @@ from torch import fx
 from autofuse.lowering.reference.bags import Pooling
 from autofuse.passes.graph.follow import Shapes, argument, aten, dtype_of, tensor
 from autofuse.passes.graph.layout import Layout, Size, prod, same_shape
-from autofuse.passes.report import Reason, Reject
+from autofuse.passes.reasons import Reason, Reject
 
 from .embedding import Bag, check_bags, read_bag
 from .matmuls import grouped_offsets, one_weight

@@ -25,7 +25,7 @@ from autofuse.passes.graph.layout import (
     same_size,
 )
 from autofuse.passes.graph.paths import depends_on
-from autofuse.passes.report import Reason, Reject
+from autofuse.passes.reasons import Reason, Reject
 
 from .combine import NOT_PERMUTED, batched, like, parts_of
 from .match import Context, Found, Match, Work, check_dtype, fill_biases, hand_out, replace_result, values

@@ -32,7 +32,7 @@ from autofuse.passes.graph.layout import (
     same_size,
 )
 from autofuse.passes.graph.paths import outside_reader
-from autofuse.passes.report import Reason, Reject
+from autofuse.passes.reasons import Reason, Reject
 
 from .match import Context, Found, Match, Work, check_dtype, replace_result
 from .readers import find_cast_readers, find_readers, reread

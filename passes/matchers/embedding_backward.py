@@ -12,7 +12,7 @@ from autofuse.lowering.ops.all_to_all_embedding_bag_backward import AllToAllEmbe
 from autofuse.passes.graph.anchors import Anchor
 from autofuse.passes.graph.emit import Emitter
 from autofuse.passes.graph.follow import argument, aten, dtype_of
-from autofuse.passes.report import Reason, Reject
+from autofuse.passes.reasons import Reason, Reject
 
 from .embedding_columns import Exchanged, has_last_offset, match_columns, sent
 from .match import Context, Found, Match, values

@@ -27,7 +27,7 @@ from autofuse.passes.graph.layout import (
     prod,
     same_size,
 )
-from autofuse.passes.report import Reason, Reject
+from autofuse.passes.reasons import Reason, Reject
 
 from .match import Context, Work, check_dtype
 from .readers import Reader, find_cast_readers

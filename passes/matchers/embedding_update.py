@@ -13,7 +13,7 @@ from autofuse.passes.graph.emit import Emitter
 from autofuse.passes.graph.follow import dtype_of
 from autofuse.passes.graph.functional import arguments, call_on_copies, called, new_bases
 from autofuse.passes.graph.paths import depends_on
-from autofuse.passes.report import Reason, Reject
+from autofuse.passes.reasons import Reason, Reject
 
 from .embedding_columns import Exchanged, match_columns, sent
 from .match import Context, Found, Match, check_dtype

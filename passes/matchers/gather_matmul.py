@@ -22,7 +22,7 @@ from autofuse.passes.graph.emit import Emitter
 from autofuse.passes.graph.follow import aten, dtype_of, is_cast, is_view
 from autofuse.passes.graph.layout import Cut, Digit, Layout, Size, cut_out, exact_quotient, prod
 from autofuse.passes.graph.paths import collective_above, depends_on
-from autofuse.passes.report import Reason, Reject
+from autofuse.passes.reasons import Reason, Reject
 
 from .match import Context, Found, Match, Work, check_dtype, fill_biases, values
 from .matmuls import linear_operands, one_weight

@@ -14,7 +14,7 @@ from autofuse.passes.graph.anchors import Anchor
 from autofuse.passes.graph.emit import Emitter
 from autofuse.passes.graph.follow import Shapes, aten, expression, tensor
 from autofuse.passes.graph.layout import Size, same_size
-from autofuse.passes.report import Reason, Reject
+from autofuse.passes.reasons import Reason, Reject
 from autofuse.passes.settings import Settings
 
 

@@ -21,7 +21,7 @@ from autofuse.passes.graph.anchors import Anchor
 from autofuse.passes.graph.emit import Emitter
 from autofuse.passes.graph.follow import SPLITS, Shapes, argument, aten, is_view
 from autofuse.passes.graph.layout import Digit, Layout, Size, compose, exact_quotient, merge, prod
-from autofuse.passes.report import Reason, Reject
+from autofuse.passes.reasons import Reason, Reject
 
 from .contractions import ROWS, Product
 from .match import Context, Found, Match, Work, check_dtype, values

@@ -16,7 +16,7 @@ from autofuse.lowering.ops.matmul_reduce_scatter import MatmulReduceScatter
 from autofuse.passes.graph.anchors import Anchor
 from autofuse.passes.graph.emit import Emitter
 from autofuse.passes.graph.layout import Cut, Layout, Size, cut_out, exact_quotient, leading_digit, prod
-from autofuse.passes.report import Reason, Reject
+from autofuse.passes.reasons import Reason, Reject
 
 from .contractions import ROWS, Product
 from .embedding import replace_extras

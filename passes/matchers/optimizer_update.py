@@ -15,7 +15,7 @@ from autofuse.passes.graph.emit import CannotEmit, Emitter
 from autofuse.passes.graph.follow import aten, prims, tensor
 from autofuse.passes.graph.functional import call_on_copies
 from autofuse.passes.graph.paths import depends_on
-from autofuse.passes.report import Reason, Reject
+from autofuse.passes.reasons import Reason, Reject
 
 from .match import Context, Found, Match, Work, replace_result
 from .update_algebra import Algebra, Coefficient, NotARule, Polynomial, equal, rule_of

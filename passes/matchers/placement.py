@@ -12,7 +12,7 @@ from autofuse.passes.graph.emit import Emitter
 from autofuse.passes.graph.follow import Shapes, argument, aten, dtype_of, tensor
 from autofuse.passes.graph.layout import same_size
 from autofuse.passes.graph.permutation import is_permutation
-from autofuse.passes.report import Reason, Reject
+from autofuse.passes.reasons import Reason, Reject
 
 _EMPTY = (aten.empty.memory_format, aten.new_empty.default, aten.empty_like.default)
 _ZEROS = (aten.zeros.default, aten.new_zeros.default, aten.zeros_like.default)

@@ -20,7 +20,7 @@ from autofuse.passes.graph.emit import Emitter
 from autofuse.passes.graph.follow import Shapes, argument, dtype_of, follow, is_cast, is_view
 from autofuse.passes.graph.layout import Digit, Layout, Size, compose, merge, same_shape
 from autofuse.passes.graph.paths import between
-from autofuse.passes.report import Reason, Reject
+from autofuse.passes.reasons import Reason, Reject
 
 from .contractions import CONTRACTIONS, ROWS, Product, bags_of, contraction, pooled_rows
 from .operands import Operand, broadcast

@@ -30,7 +30,7 @@ from autofuse.passes.graph.layout import (
     regroup,
     same_size,
 )
-from autofuse.passes.report import Reason, Reject
+from autofuse.passes.reasons import Reason, Reject
 
 from .placement import Placement
 

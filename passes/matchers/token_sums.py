@@ -16,7 +16,7 @@ from torch import fx
 
 from autofuse.passes.graph.follow import Shapes, argument, aten, dtype_of, tensor
 from autofuse.passes.graph.layout import Layout, Size, exact_quotient, prod, same_shape, same_size
-from autofuse.passes.report import Reason, Reject
+from autofuse.passes.reasons import Reason, Reject
 
 from .contractions import Product, contraction
 from .operands import Operand

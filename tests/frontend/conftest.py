@@ -10,7 +10,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from autofuse import config, passes
 from autofuse.passes.graph.listing import listing
-from autofuse.passes.report import GraphReport, Reason, Site
+from autofuse.passes.reasons import Reason
+from autofuse.passes.report import GraphReport, Site
 
 
 def report_collectives(

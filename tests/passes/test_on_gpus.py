@@ -23,7 +23,8 @@ from autofuse.lowering.gpu import support
 from autofuse.lowering.torch_internals import has_grouped_mm
 from autofuse.passes import Settings, fuse
 from autofuse.passes.matchers.combine import NOT_PERMUTED
-from autofuse.passes.report import GraphReport, Reason, Report
+from autofuse.passes.reasons import Reason
+from autofuse.passes.report import GraphReport, Report
 
 from . import between
 from . import experts as experts_of_programs
