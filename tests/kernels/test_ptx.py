@@ -29,6 +29,7 @@ from autofuse.native_kernels.cuda.kernels.matmul_reduce import ClusterReduceConf
 from autofuse.native_kernels.cuda.kernels.matmul_words import WordsConfig
 from autofuse.native_kernels.gpu.memory import EVENTS, SHARED_MEMORY, PeerMemory, Region
 from autofuse.native_kernels.gpu.state import MOST_TERMS, STATE_LENGTH
+from autofuse.native_kernels.triton.exchange_sums import SumsConfig
 from autofuse.native_kernels.triton.gather_matmul import launch_gather_matmul
 from autofuse.native_kernels.triton.gather_matmul_few import FewConfig, launch_gather_matmul_few
 from autofuse.native_kernels.triton.matmul_gather import PublishConfig, launch_matmul_gather
@@ -190,6 +191,10 @@ def compiled(problem: DenseProblem, way: Way, transposed: bool, trace: bool, mat
     return compile_launch(lambda: launch(problem, way, transposed, trace, matmuls))[0]
 
 
+ELSEWHERE = (WordsConfig, WordsGatherConfig, ClusterReduceConfig, ClusterGatherConfig, SumsConfig)
+"""Configurations of kernels that test_cuda_ptx and test_ptx_sums have."""
+
+
 def cases() -> Iterator[tuple[DenseProblem, Way, bool, bool]]:
     """All ways for few and many tokens on 2, 4 and 8 ranks; weight layouts, dtypes and traces by turns."""
     turns = cycle(product([False, True], DTYPES, [True, False]))
@@ -198,10 +203,8 @@ def cases() -> Iterator[tuple[DenseProblem, Way, bool, bool]]:
         columns = [replace(problem, dim=1)] if op == "matmul_reduce_scatter" and m == 4096 else []
         for each in [problem, *columns]:
             for way in (way for way in ways_of(each).values() if way.fused):
-                if isinstance(
-                    way.config, WordsConfig | WordsGatherConfig | ClusterReduceConfig | ClusterGatherConfig
-                ):
-                    continue  # test_cuda_ptx has them
+                if isinstance(way.config, ELSEWHERE):
+                    continue
                 trace, dtype, transposed = next(turns)
                 yield replace(each, dtype=dtype), way, transposed, trace
         next(turns)  # so that not every world has the same turn

@@ -29,6 +29,7 @@ from autofuse.native_kernels.triton import (
     embedding_backward,
     embedding_exchange,
     embedding_tables,
+    exchange_sums,
     gather_matmul,
     gather_matmul_few,
     matmul_gather,
@@ -47,6 +48,7 @@ TRITON = (
     gather_matmul_few,
     embedding_exchange,
     embedding_backward,
+    exchange_sums,
 )
 CUDA = (
     cuda_reduce,
@@ -146,6 +148,22 @@ def dense(world: int, m: int, k: int, n: int, dtype: torch.dtype) -> Iterator[Us
 
         needs = matmul_reduce.reduce_needs(m * world, n, 1, 2, world, everywhere, reduce)
         yield Use("tiles", needs, used)
+
+    for everywhere, once in ((True, True), (True, False), (False, False)):
+        sums = exchange_sums.SumsConfig(once=once)
+
+        def used(memory: PeerMemory, config: Any = sums, everywhere: bool = everywhere) -> Used:
+            p = launched(
+                exchange_sums.launch_exchange_sums, memory, full, full, False, everywhere, config
+            )  # fmt: skip
+            nbytes = world * p["items"] * config.length * 2
+            return {
+                "inbox": halves(p["inbox_half"] * 16, nbytes),
+                "finished": halves(p["finished_half"] * 16, nbytes * (everywhere and not config.once)),
+                "signals": halves(p["signals_half"] * 4, 2 * world * p["slices"] * 4),
+            }
+
+        yield Use("sums", exchange_sums.sums_needs(full.numel(), 2, world, everywhere, sums), used)
 
     for config in (cuda_reduce.ClusterReduceConfig(), cuda_reduce.ClusterReduceConfig(bn=128, update=True)):
 

@@ -192,6 +192,33 @@ class Shots:
 
 
 @dataclass(frozen=True)
+class Exchange:
+    """Matmuls of cuBLAS, then an exchange in a kernel of ours. sent: bytes on the link; copied: that the GPU
+    reads and writes for it; hops: exchanges that follow one another."""
+
+    model: str
+    products: tuple[Product, ...]
+    sent: float
+    copied: float
+    hops: int
+
+    CONSTANTS: ClassVar[Start] = {
+        "start_us": (40.0, 1.5),
+        "hop_us": (3.0, 0.7),
+        "link": (0.6, 0.5),
+        "added": (0.5, 1.0),
+    }
+
+    def us(self, constants: Callable[[str, Start], Constants], gpu: Gpu) -> float:
+        c = constants(self.model, self.CONSTANTS)
+        computed = sum(product.us(constants, gpu) for product in self.products)
+        copied = self.copied / (gpu.memory * c["added"])
+        return (
+            computed + c["start_us"] + self.hops * c["hop_us"] + self.sent / (gpu.link * c["link"]) + copied
+        )
+
+
+@dataclass(frozen=True)
 class Chunks:
     """torch's async tensor parallelism: a matmul for each rank's rows, and copies beside them."""
 

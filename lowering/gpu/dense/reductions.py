@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from autofuse.lowering.gpu.choice.kernel import Kernel, Launch, only_kernels
@@ -24,6 +25,7 @@ from autofuse.native_kernels.cuda.kernels.matmul_words import (
     words_needs,
 )
 from autofuse.native_kernels.gpu.memory import cdiv
+from autofuse.native_kernels.triton.exchange_sums import SumsConfig, launch_exchange_sums, sums_needs
 from autofuse.native_kernels.triton.matmul_packets import (
     PacketsConfig,
     launch_matmul_packets,
@@ -31,7 +33,7 @@ from autofuse.native_kernels.triton.matmul_packets import (
 )
 from autofuse.native_kernels.triton.matmul_reduce import ReduceConfig, launch_matmul_reduce, reduce_needs
 
-from .work import clusters_work, packets_work, tiles_work, words_work
+from .work import clusters_work, packets_work, sums_work, tiles_work, words_work
 
 if TYPE_CHECKING:
     from .ways import DenseProblem
@@ -194,4 +196,41 @@ TILES: Kernel[DenseProblem, ReduceConfig] = Kernel(
     fits=_tiles_fit,
 )
 
-REDUCTIONS: tuple[Kernel[DenseProblem, Any], ...] = (PACKETS, WORDS, CLUSTERS, TILES)
+
+def _sums_configs(problem: DenseProblem) -> Iterator[SumsConfig]:
+    if problem.m * problem.n % 8 or not (problem.everywhere or _is_chunked(problem)):
+        return
+    # In one exchange each rank receives as much as in two from W - 1 ranks, half of that from one.
+    if problem.everywhere and (problem.world == 2 or problem.m <= MOST_ROWS):
+        yield SumsConfig(once=True)
+        yield SumsConfig(once=True, length=4096, slice_items=8)
+    if not problem.everywhere or problem.world > 2:
+        yield SumsConfig()
+        yield SumsConfig(length=4096, slice_items=8)
+
+
+def _is_chunked(problem: DenseProblem) -> bool:
+    """Whether the part of each rank is elements side by side, that begin at a multiple of 16 bytes."""
+    rows = problem.by_rows and problem.outer == 1 and problem.m % problem.world == 0
+    return rows and problem.m // problem.world * problem.n % 8 == 0
+
+
+def _launch_sums(
+    at: Launch, config: SumsConfig, x: Sequence[Tensor], w: Sequence[Tensor], out: Tensor, how: Reduce
+) -> None:
+    product = torch.mm(x[0], w[0])
+    for a, b in zip(x[1:], w[1:], strict=True):
+        product.addmm_(a, b)
+    launch_exchange_sums(at.memory, product, out, how.mean, how.everywhere, config, at.site, at.compile_only)
+
+
+SUMS: Kernel[DenseProblem, SumsConfig] = Kernel(
+    "sums",
+    _sums_configs,
+    needs=lambda config, p: sums_needs(p.m * p.n, 2, p.world, p.everywhere, config),
+    launch=_launch_sums,
+    work=sums_work,
+    source="triton/exchange_sums.py",
+)
+
+REDUCTIONS: tuple[Kernel[DenseProblem, Any], ...] = (PACKETS, WORDS, CLUSTERS, TILES, SUMS)

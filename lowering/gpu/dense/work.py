@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from autofuse.lowering.gpu.choice.work import LEAST, Chunks, Collective, Product, Shots, Tiles, Work
+from autofuse.lowering.gpu.choice.work import LEAST, Chunks, Collective, Exchange, Product, Shots, Tiles, Work
 from autofuse.native_kernels.cuda.kernels.gather_matmul import ClusterGatherConfig
 from autofuse.native_kernels.cuda.kernels.gather_words import WordsGatherConfig
 from autofuse.native_kernels.cuda.kernels.matmul_reduce import ClusterReduceConfig
 from autofuse.native_kernels.cuda.kernels.matmul_words import WordsConfig
 from autofuse.native_kernels.gpu.memory import cdiv
+from autofuse.native_kernels.triton.exchange_sums import SumsConfig
 from autofuse.native_kernels.triton.gather_matmul import GatherConfig
 from autofuse.native_kernels.triton.gather_matmul_few import FewConfig
 from autofuse.native_kernels.triton.matmul_gather import PublishConfig
@@ -90,6 +91,13 @@ def tiles_work(config: ReduceConfig, p: DenseProblem) -> Work:
         p, "tiles", cdiv(p.m, config.bm), cdiv(p.n, config.bn), sent, high=config.bm, wide=config.bn,
         hops=hops, added=2.0 * p.m * p.n * (1 + 1 / p.world),
     )  # fmt: skip
+
+
+def sums_work(config: SumsConfig, p: DenseProblem) -> Work:
+    """cuBLAS, then the exchange."""
+    sent, hops = _reduced(p, config.once)
+    summed = 2.0 * p.m * p.n * (1 if p.everywhere else 1 / p.world)
+    return Exchange(f"{p.op} sums", _products(p), sent, 2 * sent + summed, hops)
 
 
 def _gathered(p: DenseProblem) -> float:

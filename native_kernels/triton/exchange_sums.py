@@ -1,0 +1,281 @@
+"""Sums over the ranks of a matrix that is in ordinary memory: cuBLAS multiplies, this kernel exchanges.
+
+    Y = sum over ranks of P, fp32, in rank order, rounded once
+
+The elements are cut into items, and the items into chunks, one an owner; with ONCE every rank owns all items.
+A slice is some items that one signal covers.
+
+A. A program stores items of its P in the inbox of their owner, with ONCE in the inbox of every peer. The
+   program that counts the last item of a slice signals.
+B. Tickets, in the order of the own items: wait for the slice from all ranks, add, and store the sum in the
+   output and, for an all_reduce that is not ONCE, in `finished` of all peers; its last item signals all.
+C. Tickets behind those: wait for a slice of a peer's chunk, and copy its items to the output.
+
+A waits for nobody, B for A of the peers, C for B. With two ranks ONCE sends as many bytes in one exchange as
+the other form does in two.
+
+A rank has two halves each of the inbox [W, items, length], `finished` likewise, and of the counters
+[2 * W, slices]: parts, then sums, by their source.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from autofuse.native_kernels.gpu.memory import Need, PeerMemory, cdiv, launch
+
+from .comm import (
+    CODES_PER_SITE,
+    COPYING,
+    REDUCING,
+    STATE_TICKETS,
+    begin,
+    half_of,
+    is_last,
+    peer,
+    signal_all,
+    wait_all,
+)
+from .embedding_exchange import clear, count_item
+from .shares import (
+    STATE_STARTED,
+    A,
+    announce,
+    claim,
+    end_shares,
+    first_share,
+    further,
+    look,
+    multiprocessor,
+    start,
+    stays,
+)
+
+UNIT = tl.constexpr(8)
+"""Elements that are loaded and stored together: 16 bytes."""
+
+
+@dataclass(frozen=True)
+class SumsConfig:
+    """once: every rank adds up everything; length: elements of an item; slice_items: items of a slice."""
+
+    once: bool = False
+    length: int = 2048
+    slice_items: int = 16
+    warps: int = 4
+    per_sm: int = 4
+
+    @property
+    def registers(self) -> int:
+        """Of a thread, such that all programs fit."""
+        return min(255, 65536 // (32 * self.warps * self.per_sm) // 8 * 8)
+
+    def items(self, elements: int, world: int, all_ranks: bool) -> int:
+        """Of a chunk."""
+        if not all_ranks:
+            return cdiv(elements // world, self.length)
+        return cdiv(elements, self.length * (1 if self.once else world))
+
+    def slices(self, items: int) -> int:
+        """Of a chunk."""
+        return cdiv(items, self.slice_items)
+
+
+def sums_needs(elements: int, itemsize: int, world: int, all_ranks: bool, config: SumsConfig) -> Need:
+    """The memory of a call on a matrix of so many elements."""
+    items = config.items(elements, world, all_ranks)
+    slices, region = config.slices(items), 2 * world * items * config.length * itemsize
+    return Need(
+        inbox=region,
+        finished=region if all_ranks and not config.once else 0,
+        signals=2 * 4 * 2 * world * slices,
+        done=world * slices,
+    )
+
+
+@triton.jit
+def count_once(done, signals, item, slice_items, slices, items, rank, signal_at, W: tl.constexpr):
+    """Count an item that is stored in the memory of all peers; the last one of a slice signals all.
+
+    done: the counter of slice 0; signal_at: where peers have the counter of slice 0 of this rank.
+    """
+    tl.debug_barrier()
+    piece = item // slice_items
+    count = tl.minimum(slice_items, items - piece * slice_items)
+    if tl.atomic_add(done + piece, 1, sem="release", scope="gpu") == count - 1:
+        tl.atomic_add(done + piece, -count, sem="acquire", scope="gpu")
+        signal_all(signals, W, signal_at + piece, rank)
+
+
+@triton.jit
+def slot(region, half, source, item, items, length, DTYPE: tl.constexpr):
+    """The place of an item of `source` in the memory of a rank."""
+    at = (source * items + item).to(tl.int64) * length
+    return tl.multiple_of(region.to(tl.pointer_type(DTYPE)), 16) + half + at
+
+
+@triton.jit
+def place(first, item, chunk, elements, LENGTH: tl.constexpr):
+    """Where an item of a chunk begins, in elements, and which of its elements exist. Units count `first`,
+    where the chunk begins, `chunk`, its length, and `elements`, that of the matrix."""
+    skipped = item * (LENGTH // UNIT)
+    begun = first + skipped
+    count = tl.minimum(chunk - skipped, elements - begun) * UNIT
+    return begun * UNIT, tl.arange(0, LENGTH) < count
+
+
+@triton.jit(
+    do_not_specialize=[
+        "elements", "chunk", "items", "slice_items", "slices", "rank", "site", "inbox_half",
+        "finished_half", "signals_half",
+    ]
+)  # fmt: skip
+def exchange_sums(
+    product, out, inbox, finished, signals, done, state,
+    elements, chunk, items, slice_items, slices, rank, site, inbox_half, finished_half, signals_half,
+    PROGRAMS: tl.constexpr, PER_SM: tl.constexpr, W: tl.constexpr, ALL: tl.constexpr, ONCE: tl.constexpr,
+    MEAN: tl.constexpr, LENGTH: tl.constexpr,
+):  # fmt: skip
+    """Grid: PROGRAMS, PER_SM a multiprocessor.
+
+    product: [elements]; chunk: elements of an owner; items: of a chunk; out: [elements], without ALL the own
+    chunk; inbox, finished, signals: int64 [W], addresses of those of all ranks. elements, chunk, inbox_half
+    and finished_half count in units.
+    """
+    dtype: tl.constexpr = product.dtype.element_ty
+    TWICE: tl.constexpr = ALL and not ONCE
+    program = tl.program_id(0)
+    asked = claim(state, A, program, program)
+    start(state)
+    epoch = begin(state)
+    half = half_of(epoch) * tl.cast(inbox_half, tl.int64) * UNIT
+    summed_half = half_of(epoch) * tl.cast(finished_half, tl.int64) * UNIT
+    first_signal = half_of(epoch) * signals_half
+    lane = tl.arange(0, LENGTH)
+    share = first_share(asked, state, A, PROGRAMS, program, PROGRAMS)
+    while share >= 0:
+        if share == 0:
+            announce(state, rank, W, begin(state))
+        counted = tl.full((), -1, tl.int32)
+        for unit in range(share, items if ONCE else (W - 1) * items, PROGRAMS):
+            step, item = unit // items, unit % items
+            owner = (rank + 1 + step) % W
+            begun, inside = place((0 if ONCE else owner) * chunk, item, chunk, elements, LENGTH)
+            values = tl.load(product + begun + lane, mask=inside)
+            # The stores of the item before have arrived by now, so that counting it does not wait.
+            if counted >= 0:
+                if ONCE:
+                    count_once(done, signals, counted, slice_items, slices, items, rank,
+                               first_signal + rank * slices, W)  # fmt: skip
+                else:
+                    count_item(done, signals, counted, slices, slice_items, items, 1, rank, first_signal, W)
+            if ONCE:
+                for p in tl.static_range(1, W):
+                    there = tl.load(inbox + (rank + p) % W)
+                    tl.store(slot(there, half, rank, item, items, LENGTH, dtype) + lane, values, mask=inside)
+                counted = item
+            else:
+                there = tl.load(inbox + owner)
+                tl.store(slot(there, half, rank, item, items, LENGTH, dtype) + lane, values, mask=inside)
+                counted = step * slices + item // slice_items
+        if counted >= 0:
+            if ONCE:
+                count_once(done, signals, counted, slice_items, slices, items, rank,
+                           first_signal + rank * slices, W)  # fmt: skip
+            else:
+                count_item(done, signals, counted, slices, slice_items, items, 1, rank, first_signal, W)
+        share = further(look(state, STATE_STARTED), PROGRAMS, state, A, PROGRAMS, program)
+    units = tl.cast(items * (W if TWICE else 1), tl.int32)
+    unit = units
+    if stays(state, multiprocessor(PROGRAMS // PER_SM), PER_SM, rank, W, epoch):
+        unit = tl.atomic_add(state + STATE_TICKETS, 1).to(tl.int32)
+    arrived = peer(signals, rank, tl.int32) + first_signal
+    own = tl.load(inbox + rank)
+    code = site * CODES_PER_SITE + REDUCING
+    known, counted = tl.full((), -1, tl.int32), tl.full((), -1, tl.int32)
+    mine = (0 if ONCE else rank) * chunk
+    while unit < items:
+        item = unit
+        unit = tl.atomic_add(state + STATE_TICKETS, 1).to(tl.int32)
+        piece = item // slice_items
+        if piece != known:
+            wait_all(arrived + piece, slices, rank, 1, state, code, 0, piece, epoch)
+            others = W - 1 - rank
+            wait_all(
+                arrived + (rank + 1) * slices + piece, slices, others, 1, state, code, rank + 1, piece, epoch
+            )
+            known = piece
+        begun, inside = place(mine, item, chunk, elements, LENGTH)
+        total = tl.zeros((LENGTH,), tl.float32)
+        for r in tl.static_range(W):
+            theirs = slot(own, half, r, item, items, LENGTH, dtype)
+            part = tl.load(tl.where(r == rank, product + begun, theirs) + lane, mask=inside, other=0.0)
+            total += part.to(tl.float32)
+        if MEAN:
+            total /= W
+        value = total.to(dtype)
+        tl.store(out + (begun if ALL else item * LENGTH) + lane, value, mask=inside)
+        if TWICE:
+            if counted >= 0:
+                count_once(done + (W - 1) * slices, signals, counted, slice_items, slices, items, rank,
+                           first_signal + (W + rank) * slices, W)  # fmt: skip
+            for p in tl.static_range(1, W):
+                there = tl.load(finished + (rank + p) % W)
+                to = slot(there, summed_half, rank, item, items, LENGTH, dtype)
+                tl.store(to + lane, value, mask=inside)
+            counted = item
+    if TWICE:
+        if counted >= 0:  # before it waits for what peers send after they have this
+            count_once(done + (W - 1) * slices, signals, counted, slice_items, slices, items, rank,
+                       first_signal + (W + rank) * slices, W)  # fmt: skip
+        own = tl.load(finished + rank)
+        code = site * CODES_PER_SITE + COPYING
+        while unit < units:
+            item = (unit - items) // (W - 1)
+            source = (rank + 1 + (unit - items) % (W - 1)) % W
+            unit = tl.atomic_add(state + STATE_TICKETS, 1).to(tl.int32)
+            piece = item // slice_items
+            wait_all(arrived + (W + source) * slices + piece, 0, 1, 1, state, code, source, piece, epoch)
+            begun, inside = place(source * chunk, item, chunk, elements, LENGTH)
+            value = tl.load(slot(own, summed_half, source, item, items, LENGTH, dtype) + lane, mask=inside)
+            tl.store(out + begun + lane, value, mask=inside)
+    tl.debug_barrier()
+    if is_last(state, PROGRAMS):
+        clear(peer(signals, rank, tl.int32) + first_signal, 2 * W * slices, 256)
+        end_shares(state, epoch, PROGRAMS)
+
+
+def launch_exchange_sums(
+    memory: PeerMemory,
+    product: Tensor,
+    out: Tensor,
+    mean: bool,
+    all_ranks: bool,
+    config: SumsConfig,
+    site: int = 0,
+    compile_only: bool = False,
+) -> None:
+    """`out = sum (mean) over ranks of product`: all of it, or this rank's chunk of equally many elements.
+
+    product, out: contiguous, of one 16-bit dtype; they and the chunks begin and end at multiples of 16 bytes.
+    memory: at least what `sums_needs` says. Every rank of the group makes the same calls.
+    """
+    world, elements, dtype, unit = memory.world, product.numel(), product.dtype, UNIT.value
+    items, programs = config.items(elements, world, all_ranks), memory.programs * config.per_sm
+    if not all_ranks:
+        chunk = elements // world
+    else:
+        chunk = elements if config.once else items * config.length
+    launch(
+        exchange_sums, programs, compile_only,
+        product, out, memory.inbox.addresses, memory.finished.addresses, memory.signals.addresses,
+        memory.done, memory.state,
+        elements // unit, chunk // unit, items, config.slice_items, config.slices(items), memory.rank, site,
+        memory.inbox.half(dtype) // unit, memory.finished.half(dtype) // unit,
+        memory.signals.half(torch.int32),
+        PROGRAMS=programs, PER_SM=config.per_sm, W=world, ALL=all_ranks, ONCE=config.once,
+        MEAN=mean, LENGTH=config.length, num_warps=config.warps, num_stages=1, maxnreg=config.registers,
+    )  # fmt: skip
