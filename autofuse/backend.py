@@ -235,10 +235,10 @@ def custom_pass(**options: Any) -> CustomPass:
     """The fusion as a pass for `torch._inductor.config.post_grad_custom_pre_pass`, `..._post_pass`, or a list
     of passes of another compiler. It takes the options of autofuse; see the guide.
 
-    Raises ValueError for an unknown option and for a bad value. `schedule` is none of them: such a pass sees
-    no joint graphs.
+    Raises ValueError for an unknown option and for a bad value. `schedule` and `prefer` are none of them:
+    such a pass sees no joint graphs.
     """
-    if "schedule" in options:
+    if not options.keys().isdisjoint(("schedule", "prefer")):
         raise ValueError("custom_pass: a schedule is chosen in joint graphs, which this pass does not see")
     return CustomPass(replace(settings_of(**own_options(options)), lines=False))
 
@@ -253,7 +253,8 @@ def _fuse(
 ) -> None:
     generate_direct_calls()
     report = passes.fuse_or_keep(graph, settings, kind, f"{kind} {number}", basis)
-    report = replace(report, schedules=told)
+    saved = passes.unless_faulty(passes.saved_bytes, graph) if kind == "forward" else None
+    report = replace(report, schedules=told, saved_bytes=saved)
     if any(site.fused for site in report.sites):
         torch_internals.forget_sparse(graph)
     record(report)

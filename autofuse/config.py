@@ -23,6 +23,10 @@ fused op, on all ranks; `owner`: the owner of each row, where that is proven to 
 (`autofuse.replicated`); `split`: each rank its slice, up to the next matmul, where that is proven. Equal on
 all ranks."""
 
+prefer: str = Config(default="time", env_name_default="AUTOFUSE_PREFER")
+"""What the schedule `auto` prefers: `time`, or `memory`: the schedule that saves least for the backward.
+Equal on all ranks."""
+
 table: str = Config(default="", env_name_default="AUTOFUSE_TABLE")
 """File with constants for the cost model, as `autofuse tune` writes it; equal on all ranks. It wins over the
 tables in the cache folder (`~/.cache/autofuse`), which win over those that come with autofuse."""

@@ -11,17 +11,19 @@ from autofuse.lowering import torch_internals
 from autofuse.lowering.ops.library import FUSED_OPS
 from autofuse.passes import Settings
 from autofuse.passes.choice.device_table import tables
-from autofuse.passes.schedules.schedule import SCHEDULES
+from autofuse.passes.schedules.schedule import AUTO, SCHEDULES, SPLIT
 
 POLICIES = ("auto", "always", "never")
 ORDERS = ("direct", "ring", "oblivious")
-OWN_OPTIONS = ("policy", "patterns", "order", "schedule", "table", "timeout_s")
+TIME, MEMORY = "time", "memory"
+OWN_OPTIONS = ("policy", "patterns", "order", "schedule", "prefer", "table", "timeout_s")
 
 _CUDAGRAPHS = "triton.cudagraphs"
 
 
 def settings(**changes: Any) -> Settings:
-    """The settings of `autofuse.config`, changed by `policy`, `patterns`, `order`, `schedule` and `table`.
+    """The settings of `autofuse.config`, changed by `policy`, `patterns`, `order`, `schedule`, `prefer` and
+    `table`.
 
     Raises ValueError for a value that is not allowed, and for a bad table.
     """
@@ -35,6 +37,10 @@ def settings(**changes: Any) -> Settings:
         raise ValueError(f"table={table!r}: expected the path of a file")
     schedule = changes.get("schedule", config.schedule)
     _check("schedule", schedule, SCHEDULES)
+    prefer = changes.get("prefer", config.prefer)
+    _check("prefer", prefer, (TIME, MEMORY))
+    if schedule == AUTO and prefer == MEMORY:
+        schedule = SPLIT  # what it saves is a slice of what any other schedule saves
     return Settings(policy, patterns, order, tables(os.fspath(table)), schedule)
 
 

@@ -4,6 +4,7 @@ from .circumstances import circumstances, circumstances_of_any_graph
 from .fuse import fuse
 from .graph.permutation import mark_permutations
 from .safely import fuse_or_keep, reschedule_or_not, unless_faulty
+from .schedules.saved import saved_bytes
 from .settings import Settings
 
 __all__ = [
@@ -14,5 +15,6 @@ __all__ = [
     "fuse_or_keep",
     "mark_permutations",
     "reschedule_or_not",
+    "saved_bytes",
     "unless_faulty",
 ]

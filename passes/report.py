@@ -204,6 +204,9 @@ class GraphReport:
     """Duration of the pass, without the time to print the graphs."""
     schedules: tuple[Schedule, ...] = ()
     """Of the joint graph, one for each group; told with the forward graph."""
+    saved_bytes: int | None = None
+    """Of what a forward graph computes and saves for its backward; None of other graphs, and where sizes are
+    not known."""
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict())

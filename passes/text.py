@@ -46,6 +46,8 @@ def _schedules(report: Report) -> list[str]:
                 f"({each.bytes_gathered} bytes)"
             )
             lines += [f"    whole: {why}" for why in each.refused]
+        if graph.schedules and graph.saved_bytes is not None:
+            lines.append(f"  {graph.name} saves {graph.saved_bytes} bytes for the backward, inputs aside")
     return lines
 
 

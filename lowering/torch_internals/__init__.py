@@ -22,6 +22,7 @@ from .compiler import (
     order_calls,
     propagate_fakes,
     run_post_grad_passes,
+    saved_for_backward,
     structured_log_on,
     takes_is_inference,
 )
@@ -132,6 +133,7 @@ __all__ = [
     "register_autograd",
     "resolve_group",
     "run_post_grad_passes",
+    "saved_for_backward",
     "scaled_mm",
     "settings_of",
     "sharded_vector",

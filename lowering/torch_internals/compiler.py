@@ -228,3 +228,16 @@ def first_shapes_are_static() -> AbstractContextManager[None]:
     from torch._dynamo import config
 
     return config.patch(automatic_dynamic_shapes=False)
+
+
+def saved_for_backward(graph: fx.Graph) -> list[fx.Node] | None:
+    """The values that a forward graph returns for its backward, inputs aside; None where nothing tells which
+    of its results these are."""
+    context = torch._guards.TracingContext.try_get()
+    about = None if context is None else context.fw_metadata
+    if about is None:
+        return None
+    (output,) = graph.find_nodes(op="output")
+    returned = output.args[0][about.num_forward :]
+    computed = (node for node in returned if isinstance(node, fx.Node) and node.op != "placeholder")
+    return list(dict.fromkeys(computed))

@@ -25,10 +25,12 @@ def tokens_of(shape: tuple[int, int]) -> Tensor:
     return torch.randint(0, 24, shape, generator=torch.Generator().manual_seed(5))
 
 
-def trained(model: nn.Module, tokens: Tensor, schedule: str | None) -> tuple[Tensor, dict[str, Tensor]]:
+def trained(
+    model: nn.Module, tokens: Tensor, schedule: str | None, prefer: str = "time"
+) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss and gradients, eagerly or under a schedule."""
     torch._dynamo.reset()
-    backend = passes_only(policy="always", schedule=schedule)
+    backend = passes_only(policy="always", schedule=schedule, prefer=prefer)
     step = loss_of if schedule is None else torch.compile(loss_of, backend=backend)
     model.zero_grad()
     loss = step(model, tokens)
@@ -39,12 +41,16 @@ def trained(model: nn.Module, tokens: Tensor, schedule: str | None) -> tuple[Ten
 def _train(rank: int, world: int, shape: tuple[int, int], norm: str) -> None:
     model, tokens = transformer(rank, world, getattr(nn, norm)), tokens_of(shape)
     loss, expected = trained(model, tokens, None)
+    saved = []
     # First without a declaration: what is compiled then must not be found again.
     for declared in (False, True):
         if declared:
             autofuse.replicated(model, parameters=Transformer.SAME, inputs=["tokens"], gradients=True)
         with autofuse.debug() as report:
-            found, grads = trained(model, tokens, "split")
+            found, grads = (
+                trained(model, tokens, "auto", "memory") if declared else trained(model, tokens, "split")
+            )
+        saved.append(report.graphs[0].saved_bytes)
         torch.testing.assert_close(found, loss)
         assert grads.keys() == expected.keys()
         for name, grad in grads.items():
@@ -64,6 +70,8 @@ def _train(rank: int, world: int, shape: tuple[int, int], norm: str) -> None:
             assert told.name == "unchanged"
             assert "autofuse.replicated(model" in told.refused[0]
             assert kinds.count("matmul_all_reduce") == 2 * MATMULS
+    whole, sliced = saved
+    assert 0 < sliced < whole
 
 
 @pytest.mark.parametrize(
