@@ -6,7 +6,7 @@ in place of new parameters, and whoever reads a tile of sums applies the rule to
 from __future__ import annotations
 
 from ctypes import addressof, byref, c_double, c_float, c_void_p, pointer
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from autofuse.lowering.ops.all_reduce_update import AllReduceUpdate
 
 OP = "all_reduce_update"
-WIDTH = 4  # bytes of an element
+WIDTH = 4  # bytes of an element of states and sums, and between those of gradients
 
 
 def run_whole_update(args: AllReduceUpdate) -> Tensor:
-    """The op, on float32."""
+    """The op. States are float32; gradient and parameter have any dtype of the kernels."""
     workspace = workspace_for(args.group_name)
     buckets = buckets_of((args.grad.numel(),), workspace.world)
     step = _Step(args, buckets, workspace.world, workspace.rank)
@@ -50,11 +50,11 @@ class _Step:
         self.sum = torch.empty_like(self.grad) if args.keep_sum else None
         self.scale = 1 / world if args.reduce_op == "avg" else 1.0
         self.params_of, self.grads_of = kernels.pointers(self.flat[:1]), kernels.pointers([self.grad])
-        self.dtypes = kernels.dtypes([torch.float32])
+        self.of_param, self.of_grad = (kernels.dtypes([t.dtype]) for t in (self.flat[0], self.grad))
         self.parts, self.squares, self.trust = (c_void_p * world)(), c_double(), c_float()
         self.work = kernels.Work(
             params_of=addressof(self.params_of), grads_of=addressof(self.grads_of),
-            param_dtypes_of=addressof(self.dtypes), grad_dtypes_of=addressof(self.dtypes),
+            param_dtypes_of=addressof(self.of_param), grad_dtypes_of=addressof(self.of_grad),
             numbers_of=self.numbers.data_ptr(), row=NUMBERS, trust_of=addressof(self.trust),
             parts=addressof(self.parts), part_width=WIDTH, out_width=WIDTH, squares=pointer(self.squares),
             world=world, rank=rank, rule=RULES[args.rule].code,
@@ -65,22 +65,30 @@ class _Step:
             part = part_of(self.buckets, piece, tile)
             match action:
                 case Compute(dest=dest) if dest != self.rank:
-                    self._copy(there, part, self.grads_of, True)
+                    kernels.copy_segments(
+                        there,
+                        WIDTH,
+                        part.segments,
+                        part.count,
+                        self.grads_of,
+                        self.of_grad,
+                        self.grads_of,
+                        True,
+                    )
                 case Reduce():
                     self._run(part, there, kernels.SUM)
+                    if self.grad.dtype != torch.float32:
+                        sums = _floats(there, part)
+                        sums.copy_(sums.to(self.grad.dtype))  # the collective rounds
                     self._apply(part, there)
                 case Copy():
                     self._apply(part, there)
 
     def _apply(self, part: Part, sums: int) -> None:
         self._run(part, sums, kernels.UPDATE)
-        if self.sum is not None:
-            self._copy(sums, part, kernels.pointers([self.sum]), False)
-
-    def _copy(self, there: int, part: Part, tensors: Any, sent: bool) -> None:
-        kernels.copy_segments(
-            there, WIDTH, part.segments, part.count, tensors, self.dtypes, self.grads_of, sent
-        )
+        if self.sum is not None and part.count:
+            start, count = part.segments[1:3]
+            self.sum.view(-1)[start : start + count] = _floats(sums, part)
 
     def _run(self, part: Part, sums: int, action: int) -> None:
         """Sums what ranks have sent, or applies the rule to sums. There is one tensor: one segment a tile."""
@@ -100,3 +108,8 @@ class _Step:
                 given.detach().copy_(flat)
         torch.autograd.graph.increment_version(self.given)
         return self.grad.new_empty(0) if self.sum is None else self.sum
+
+
+def _floats(sums: int, part: Part) -> Tensor:
+    """The sums of a tile, at an address."""
+    return torch.frombuffer((c_float * part.segments[2]).from_address(sums), dtype=torch.float32)

@@ -5,7 +5,8 @@
 
 Each rank updates all elements of its own tensors, by its own `numbers` (a row of `lowering.update_rules`):
 nothing but the sum depends on other ranks, so that what a program can see is what it would be without the op.
-All tensors are float32. Rules with norms (LAMB) have no such form.
+States are float32, and so is what the rule computes. The sum is rounded to the dtype of the gradient, the new
+parameter to that of the parameter. Rules with norms (LAMB) have no such form.
 
 Returns the sum if `keep_sum`, else an empty tensor. The op has no gradient, and its plan is `direct` or
 `oblivious`."""
@@ -24,6 +25,7 @@ from autofuse.lowering.plan import Family
 from autofuse.lowering.reference.layout import all_reduce
 from autofuse.lowering.torch_internals import group_size
 from autofuse.lowering.update_rules import RULES
+from autofuse.native_kernels.cpu import DTYPES
 
 OP = "all_reduce_update"
 
@@ -51,7 +53,10 @@ def _reference(args: AllReduceUpdate) -> Tensor:
     world = group_size(args.group_name)
     reduced = all_reduce(args.grad, args.reduce_op, world, args.group_name)
     states, param = [s.detach() for s in args.states], args.params[0].detach()
-    RULES[args.rule].update(param, reduced, states, args.numbers.tolist())
+    new = param.float()
+    RULES[args.rule].update(new, reduced.float(), states, args.numbers.tolist())
+    if new is not param:
+        param.copy_(new)
     torch.autograd.graph.increment_version([*args.params, *args.states])
     return reduced if args.keep_sum else args.grad.new_empty(0)
 
@@ -62,8 +67,9 @@ def _plan_shape(args: AllReduceUpdate) -> PlanShape:
 
 
 def _cpu(args: AllReduceUpdate) -> Any:
-    tensors = (*args.params, *args.states, args.grad)
-    return run_whole_update(args) if all(t.dtype == torch.float32 for t in tensors) else NotImplemented
+    known = {args.params[0].dtype, args.grad.dtype} <= DTYPES.keys()
+    wide = all(state.dtype == torch.float32 for state in args.states)
+    return run_whole_update(args) if known and wide else NotImplemented
 
 
 register(

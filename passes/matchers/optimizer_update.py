@@ -18,7 +18,16 @@ from autofuse.passes.graph.paths import depends_on
 from autofuse.passes.reasons import Reason, Reject
 
 from .match import Context, Found, Match, Work, replace_result
-from .update_algebra import Algebra, Coefficient, NotARule, Polynomial, equal, rule_of
+from .update_algebra import (
+    NARROW,
+    Algebra,
+    Coefficient,
+    NotARule,
+    Polynomial,
+    before_rounding,
+    equal,
+    rule_of,
+)
 
 PATTERN = "all_reduce_update"
 
@@ -73,12 +82,17 @@ def _below(anchor: Anchor) -> set[fx.Node]:
 
 
 def _changed(anchor: Anchor) -> dict[fx.Node, fx.Node]:
-    """What inputs of the graph become by the sum: new values by input."""
+    """What inputs of the graph become by the sum: new values by input. A parameter of 16 bits that is rounded
+    from another one is none of them: what follows from the other is left in the graph."""
     below = _below(anchor)
     copies = anchor.node.graph.find_nodes(op="call_function", target=aten.copy_.default)
     pairs = [(n.args[0], n.args[1]) for n in copies if not _is_sum(anchor, n.args[1])]
+    values = {new for _, new in pairs}
     return {
-        to: new for to, new in pairs if new in below and isinstance(to, fx.Node) and to.op == "placeholder"
+        to: new
+        for to, new in pairs
+        if isinstance(to, fx.Node) and to.op == "placeholder" and isinstance(new, fx.Node)
+        if before_rounding(new) in below and (new in below or before_rounding(new) not in values)
     }
 
 
@@ -102,7 +116,7 @@ def _check(anchor: Anchor, context: Context, becomes: dict[fx.Node, fx.Node]) ->
         return Reject(Reason.UNSUPPORTED_VARIANT, "an update of tensors of no dims, or whose sizes vary")
     for node in (anchor.input, *becomes):
         val = tensor(node)
-        if val is None or val.dtype != torch.float32:
+        if val is None or val.dtype not in (torch.float32, *NARROW):
             return Reject(Reason.DTYPE, f"{node.name} is updated in {val.dtype if val is not None else None}")
         if val.shape != given.shape:
             return Reject(Reason.LAYOUT, f"{node.name} has another shape than what is reduced")
@@ -121,15 +135,17 @@ def _update(anchor: Anchor, becomes: dict[fx.Node, fx.Node]) -> Update:
     late: list[fx.Node] = []
     for node, value in becomes.items():
         try:
-            left[node] = algebra.of(value, root=True)
+            left[node] = algebra.of(before_rounding(value), root=True)
         except NotARule:
             late.append(node)  # a parameter: its divisor needs the second moment
     second = [n for n, of in left.items() if ("g", "g") in of]
     if len(second) == 1:
         algebra.second = f"new {second[0].name}"
     for node in late:
-        left[node] = algebra.of(becomes[node], root=True)
+        left[node] = algebra.of(before_rounding(becomes[node]), root=True)
     rule, order, numbers = _adam(algebra, left, second) if second else _sgd(left)
+    narrow = [n.name for n in order[1:] if (val := tensor(n)) is None or val.dtype in NARROW]
+    _need(not narrow, f"states of 16 bits: {', '.join(narrow)}")
     return Update(
         rule, numbers, {n: becomes[n] for n in order}, algebra.scalars, _is_read(anchor, becomes.values())
     )
@@ -141,7 +157,7 @@ def _is_read(anchor: Anchor, values: object) -> bool:
     ends = set(values)  # type: ignore[call-overload]
     for node in (*anchor.results, *inside - ends):
         for user in node.users:
-            if user not in inside and user not in anchor.results:
+            if user not in inside and user not in ends and user not in anchor.results:
                 return True
     below_ends = [n for end in ends for n in end.users if n in inside]
     needed = set(ends)

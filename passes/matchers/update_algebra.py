@@ -17,7 +17,7 @@ import sympy
 import torch
 from torch import fx
 
-from autofuse.passes.graph.follow import aten, tensor
+from autofuse.passes.graph.follow import aten, prims, tensor
 
 Coefficient: TypeAlias = Any
 """float, or sympy.Expr."""
@@ -30,6 +30,24 @@ TOLERANCE = 1e-6
 
 class NotARule(Exception):
     """The nodes compute something else."""
+
+
+NARROW = (torch.bfloat16, torch.float16)
+"""Dtypes besides float32 that a gradient and a parameter may have."""
+
+_CASTS = {prims.convert_element_type.default: 0, aten.copy.default: 1}
+"""Ops that may round, and which argument."""
+
+
+def before_rounding(value: fx.Node) -> fx.Node:
+    """What the new value of a parameter of 16 bits is rounded from; of others the value."""
+    source = value.args[_CASTS[value.target]] if _is_rounded(value) else value
+    return source if isinstance(source, fx.Node) else value
+
+
+def _is_rounded(node: fx.Node) -> bool:
+    val = tensor(node) if node.target in _CASTS else None
+    return val is not None and val.dtype in NARROW
 
 
 def number(value: Coefficient) -> Polynomial:
@@ -134,7 +152,7 @@ def _scaled(sign: float) -> Callable[..., Polynomial]:
     return evaluate
 
 
-def _same(algebra: Algebra, a: object, **options: object) -> Polynomial:
+def _same(algebra: Algebra, a: object, *options: object, **more: object) -> Polynomial:
     return algebra.of(a)
 
 
@@ -179,6 +197,7 @@ _RULES: dict[object, Callable[..., Polynomial]] = {
     aten.addcdiv.default: _addcdiv,
     aten.lerp.Scalar: _lerp,
     aten.copy.default: lambda algebra, a, b: algebra.of(b),
+    prims.convert_element_type.default: _same,
     aten.clone.default: _same,
     aten.detach.default: _same,
     aten.alias.default: _same,
@@ -192,5 +211,7 @@ def _fma(algebra: Algebra, a: object, b: object, c: object) -> Polynomial:
 
 def rule_of(node: fx.Node) -> Callable[..., Polynomial] | None:
     """What the op of a node computes; None if no update has it. Inductor defines its fma late, so that it is
-    known by name."""
+    known by name. What is rounded to 16 bits is a value of its own."""
+    if _is_rounded(node):
+        return None
     return _fma if str(node.target) == "prims.fma.default" else _RULES.get(node.target)

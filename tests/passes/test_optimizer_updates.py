@@ -89,7 +89,33 @@ def between_is_read(s: State) -> Tensor:
     return u.sin() + s["p"]
 
 
+def narrow(s: State) -> None:
+    """Gradient and parameter have 16 bits, the states 32."""
+    g, p = reduced(s).float(), s["p"].float()
+    s["m"].lerp_(g, 1 - B1)
+    s["v"].mul_(B2).addcmul_(g, g, value=1 - B2)
+    s["p"].copy_(p - LR * (s["m"] / (s["v"].sqrt() + 0.1) + DECAY * p))
+
+
+def narrow_sum_is_read(s: State) -> Tensor:
+    g = reduced(s)
+    s["p"].sub_(LR * g.float())
+    return g.square().sum()
+
+
+def master(s: State) -> None:
+    """The parameter of 16 bits is rounded from one of 32."""
+    g = reduced(s).float()
+    s["m"].lerp_(g, 1 - B1)
+    s["v"].mul_(B2).addcmul_(g, g, value=1 - B2)
+    s["w"].addcdiv_(s["m"], s["v"].sqrt().add_(0.1), value=-LR)
+    s["p"].copy_(s["w"])
+
+
 _FUSED = (
+    narrow,
+    narrow_sum_is_read,
+    master,
     adamw,
     adamw_of_tensors,
     adam_with_decay,
@@ -136,7 +162,22 @@ def clipped(s: State) -> None:
     s["p"].sub_(g * (LR / (g.norm() + EPS)))
 
 
-KEPT = {f.__name__: f for f in (cubed, clipped, no_mean, rooted_before, of_two_parameters)}
+def narrow_states(s: State) -> None:
+    g = reduced(s).float()
+    m = 0.9 * s["m16"].float() + g
+    s["m16"].copy_(m)
+    s["p"].copy_(s["p"].float() - LR * m)
+
+
+def narrow_between(s: State) -> None:
+    """The scaled gradient is rounded."""
+    g = reduced(s) * 0.3
+    s["p"].copy_(s["p"].float() - g.float())
+
+
+_KEPT = (cubed, clipped, no_mean, rooted_before, of_two_parameters, narrow_states, narrow_between)
+KEPT = {f.__name__: f for f in _KEPT}
+NARROW = ("narrow", "narrow_sum_is_read", "master", "narrow_states", "narrow_between")
 
 
 def make(rank: int, shape: tuple[int, ...], layout: str) -> State:
@@ -145,8 +186,10 @@ def make(rank: int, shape: tuple[int, ...], layout: str) -> State:
     s["v"], s["t"], s["lr"] = torch.rand(shape), torch.tensor(1.0), torch.tensor(LR)
     if layout == "transposed":
         s |= {name: s[name].t().contiguous().t() for name in "pv"}
+    if layout == "narrow":
+        s |= {"w": s["p"].clone(), "p": s["p"].bfloat16(), "m16": s["m"].bfloat16()}
     torch.manual_seed(50 + rank)
-    return s | {"g": torch.randn(shape)}
+    return s | {"g": torch.randn(shape, dtype=s["p"].dtype)}
 
 
 def check(
@@ -168,7 +211,8 @@ def check(
             if outs[-1] is not None:
                 torch.testing.assert_close(*outs[-2:])
             for name, want in expected.items():
-                torch.testing.assert_close(found[name], want, rtol=2e-5, atol=2e-6)
+                rtol = 2e-5 if want.dtype == torch.float32 else 2.0**-7
+                torch.testing.assert_close(found[name], want, rtol=rtol, atol=2e-6)
     return [
         (site.pattern if site.fused else site.reason and site.reason.value, site.detail)
         for site in report.sites
@@ -181,11 +225,15 @@ def _how(generated: bool) -> dict[str, Any]:
     return {"backend": passes_only()}
 
 
+def layout_of(name: str) -> str:
+    return "narrow" if name in NARROW else ""
+
+
 @pytest.mark.parametrize("generated", [False, pytest.param(True, marks=pytest.mark.full)])
 @pytest.mark.parametrize("name", FUSED)
 def test_fused(ranks: Ranks, name: str, generated: bool) -> None:
     for shape, layout in (
-        (((7, 300), "transposed"), ((1500, 700), "")) if name == "adamw" else (((31, 65), ""),)
+        (((7, 300), "transposed"), ((1500, 700), "")) if name == "adamw" else (((31, 65), layout_of(name)),)
     ):
         found = ranks(2).run(_run, name, shape, layout, generated, timeout=200)
         assert found == [[(UPDATE, "")]] * 2
@@ -197,7 +245,7 @@ def test_on_four_ranks(ranks: Ranks) -> None:
 
 @pytest.mark.parametrize("name", KEPT)
 def test_kept(ranks: Ranks, name: str) -> None:
-    for sites in ranks(2).run(_run, name, (31, 65), "", False, timeout=200):
+    for sites in ranks(2).run(_run, name, (31, 65), layout_of(name), False, timeout=200):
         ((reason, detail),) = sites
         assert reason == "unsupported_variant"
         assert detail.startswith("no update of an optimizer that is known") or name == "clipped"
