@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -22,7 +22,7 @@ from autofuse.lowering.torch_internals import group_world
 
 from . import opaque
 from .between import fusing_order
-from .choice.choose import Symbols, choose, symbols_of
+from .choice.choose import Symbols, choose, saved_us, symbols_of
 from .gathered_once import gather_once
 from .graph.anchors import Anchor, find_anchors, group_of, is_fused_op
 from .graph.emit import CannotEmit, Emitter, erase_unused, order_nodes, relax_views
@@ -58,7 +58,8 @@ class Kept:
 @dataclass(frozen=True)
 class Fused:
     """A collective that a fused op replaces. `touched`: names of the new, erased and changed nodes; `new`:
-    the new ones. Both are empty unless reports are collected."""
+    the new ones. Both are empty unless reports are collected. `instead_of`: where another op was legal, too,
+    what both were predicted to save."""
 
     pattern: str
     world: int
@@ -66,6 +67,7 @@ class Fused:
     plan: PlanShape | None
     touched: list[str]
     new: list[fx.Node]
+    instead_of: str = ""
 
 
 class Fault(Exception):
@@ -110,10 +112,10 @@ def fuse(
         if i in faults or None in faults:
             return None
         try:
-            found = _find(anchors[i], settings, taken)
+            found = _find(anchors[i], settings, symbols, taken)
         except Exception as error:
             raise Fault(i) from error
-        return None if isinstance(found, Kept) else found
+        return None if isinstance(found, Kept) else found[:2]
 
     sizes = [anchor.nbytes for anchor in anchors]  # the rewrite erases nodes and their arguments
     again = {} if settings.policy == "never" else gather_once(anchors, legal)
@@ -175,10 +177,10 @@ def _faulty(anchor: Anchor, fault: str) -> Kept:
 
 def _fuse_site(graph: fx.Graph, anchor: Anchor, settings: Settings, symbols: Symbols) -> Kept | Fused:
     """Find, check, choose and rewrite one site. The first step that returns a reason keeps it."""
-    found = _find(anchor, settings)
+    found = _find(anchor, settings, symbols)
     if isinstance(found, Kept):
         return found
-    match, world = found
+    match, world, instead_of = found
     prediction, unwanted = choose(anchor, match, world, settings, symbols)
     if unwanted is not None:
         return Kept(match.pattern, unwanted, world, prediction)
@@ -188,13 +190,14 @@ def _fuse_site(graph: fx.Graph, anchor: Anchor, settings: Settings, symbols: Sym
     if not listening():
         return Fused(match.pattern, world, prediction, None, [], [])
     plan = _plan_of(emitter.new, symbols)
-    return Fused(match.pattern, world, prediction, plan, emitter.touched, emitter.new)
+    return Fused(match.pattern, world, prediction, plan, emitter.touched, emitter.new, instead_of)
 
 
 def _find(
-    anchor: Anchor, settings: Settings, taken: frozenset[fx.Node] = frozenset()
-) -> Kept | tuple[Match, int]:
-    """The first legal match and the size of its group; else the first reason other than NO_COMPUTE.
+    anchor: Anchor, settings: Settings, symbols: Symbols, taken: frozenset[fx.Node] = frozenset()
+) -> Kept | tuple[Match, int, str]:
+    """A legal match, the size of its group, and what it is taken instead of; else the first reason other than
+    NO_COMPUTE. The first match is taken, or one that competes with it and is predicted to save more.
 
     `taken`: matmuls that an all_gather leaves to reductions.
     """
@@ -207,17 +210,37 @@ def _find(
     if nowhere is not None:
         return Kept(only, nowhere, world)
     kept: Kept | None = None
+    legal: list[Match] = []
     for matcher in matchers:
+        if legal and not matcher.competes:
+            continue
         found = matcher.match(anchor, context_of(anchor, world, settings, taken))
         reject = check_match(anchor, found, settings, world) if isinstance(found, Match) else found
         if isinstance(found, Match) and reject is None:
-            return found, world
+            legal.append(found)
+            continue
         assert reject is not None
         telling = reject.reason is not Reason.NO_COMPUTE
         if kept is None or (telling and kept.why.reason is Reason.NO_COMPUTE):
             kept = Kept(matcher.pattern if telling else only, reject, world)
+    if legal:
+        match, instead_of = _best(anchor, legal, world, settings, symbols)
+        return match, world, instead_of
     assert kept is not None
     return kept
+
+
+def _best(
+    anchor: Anchor, legal: Sequence[Match], world: int, settings: Settings, symbols: Symbols
+) -> tuple[Match, str]:
+    """The match that is predicted to save most, the first of several; what it is taken instead of."""
+    first, *others = legal
+    if not others:
+        return first, ""
+    saved = [saved_us(anchor, match, world, settings, symbols) or 0.0 for match in legal]
+    best = saved.index(max(saved))
+    text = ", ".join(f"{match.pattern} {us:.1f} us" for match, us in zip(legal, saved, strict=True))
+    return legal[best], f"predicted to save: {text}"
 
 
 def _rewrite(graph: fx.Graph, anchor: Anchor, match: Match) -> Emitter | Reject:
@@ -275,7 +298,7 @@ def _report(
         op=f"autofuse::{outcome.pattern}" if fused else None,
         fused=fused,
         reason=None if isinstance(outcome, Fused) else outcome.why.reason,
-        detail="" if isinstance(outcome, Fused) else outcome.why.detail,
+        detail=outcome.instead_of if isinstance(outcome, Fused) else outcome.why.detail,
         graph=graph,
         collective=anchor.name,
         source=anchor.source,

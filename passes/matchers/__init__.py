@@ -28,10 +28,13 @@ class Matcher:
         pattern: name of the fused op that replaces the pattern.
         match: returns a `Match` for a collective of the kind that this op replaces, or a `Reject` with the
             reason.
+        competes: whether it is tried, too, where a matcher before it has found a match; the one that is
+            predicted to save more is taken.
     """
 
     pattern: str
     match: Callable[[Anchor, Context], Found]
+    competes: bool = False
 
     @property
     def collective(self) -> str:
@@ -41,7 +44,7 @@ class Matcher:
 
 MATCHERS = [
     Matcher("matmul_all_reduce", match_all_reduce),
-    Matcher("all_reduce_update", match_update),
+    Matcher("all_reduce_update", match_update, competes=True),
     Matcher("matmul_reduce_scatter", match_reduce_scatter),
     Matcher("all_gather_matmul", match_all_gather),
     Matcher("matmul_all_gather", match_matmul_gather),

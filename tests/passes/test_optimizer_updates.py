@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ import torch.distributed._functional_collectives as funcol
 from torch import Tensor
 
 import autofuse
+from autofuse.passes.choice.choose import saved_us
+from autofuse.passes.matchers.match import Match
 from tests.ranks import RankPool
 
 from .harness import passes_only
@@ -255,3 +258,34 @@ def _run(
     rank: int, world: int, name: str, shape: tuple[int, ...], layout: str, generated: bool
 ) -> list[tuple[Any, str]]:
     return check(rank, world, {**FUSED, **KEPT}[name], shape, layout, _how(generated))
+
+
+def _product(rank: int, world: int, better: str | None) -> list[tuple[str, str]]:
+    """A gradient that is a product: the sites, whose results are those of eager. better: what is said to save
+    more than predicted."""
+    torch._dynamo.reset()
+    torch.manual_seed(rank)
+    x, y, p = torch.randn(16, 300), torch.randn(16, 300), torch.zeros(300, 300)
+
+    def step(x: Tensor, y: Tensor, p: Tensor) -> None:
+        p.sub_(LR * funcol.all_reduce(x.t() @ y, "avg", dist.group.WORLD))
+
+    def saved(anchor: Any, match: Match, *more: Any) -> float | None:
+        return 1e9 if match.pattern == better else saved_us(anchor, match, *more)
+
+    expected, found = p.clone(), p.clone()
+    with autofuse.debug() as report, torch.no_grad(), patch("autofuse.passes.fuse.saved_us", saved):
+        step(x, y, expected)
+        torch.compile(step, fullgraph=True, backend=passes_only())(x, y, found)
+    torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-6)
+    return [(site.pattern, site.detail) for site in report.fused]
+
+
+@pytest.mark.parametrize("better", [None, UPDATE])
+def test_product_and_update_compete(ranks: Ranks, better: str | None) -> None:
+    """The op that is predicted to save more is taken, and the report says what both would save."""
+    ((pattern, detail),) = ranks(2).run(_product, better, timeout=120)[0]
+    saved = dict(each.rsplit(" ", 2)[:2] for each in detail.removeprefix("predicted to save: ").split(", "))
+    assert saved.keys() == {"matmul_all_reduce", UPDATE}
+    assert float(saved[pattern]) == max(map(float, saved.values()))
+    assert better in (None, pattern)
