@@ -511,6 +511,13 @@ KERNELS = (
         "return (owner + world - run % world) % world < last - run;",
         _of("kernels", "expert_order"),
     ),
+    Mutation(
+        "a rank that adds everything begins at its own chunk",
+        "exchange_sums.py",
+        "mine = (0 if ONCE else rank) * chunk",
+        "mine = rank * chunk",
+        _of("kernels", "interpreted_sums"),
+    ),
 )
 
 CHOICE = (
@@ -631,6 +638,34 @@ OPTIMIZERS = (
         "if span is not None and tuple(span) != (start, stop, numel):",
         "if span is not None and len(span) != 3:",
         _of("optim", "optimizers"),
+    ),
+    Mutation(
+        "a step that can be captured has the numbers of the next update",
+        "on_device.py",
+        "self.counts[start:stop] + 1",
+        "self.counts[start:stop] + 2",
+        _of("optim", "optimizers"),
+    ),
+    Mutation(
+        "a sum of 16 bits is not rounded before the update",
+        "whole_update.py",
+        "sums.copy_(sums.to(self.grad.dtype))",
+        "sums.to(self.grad.dtype)",
+        _of("passes", "optimizer_updates"),
+    ),
+    Mutation(
+        "an update has states of 16 bits",
+        "optimizer_update.py",
+        "_need(not narrow, ",
+        "_need(True, ",
+        _of("passes", "optimizer_updates"),
+    ),
+    Mutation(
+        "of two ops the one is taken that saves less",
+        "fuse.py",
+        "best = saved.index(max(saved))",
+        "best = saved.index(min(saved))",
+        _of("passes", "optimizer_updates"),
     ),
 )
 
