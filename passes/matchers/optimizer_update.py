@@ -144,8 +144,6 @@ def _update(anchor: Anchor, becomes: dict[fx.Node, fx.Node]) -> Update:
     for node in late:
         left[node] = algebra.of(before_rounding(becomes[node]), root=True)
     rule, order, numbers = _adam(algebra, left, second) if second else _sgd(left)
-    narrow = [n.name for n in order[1:] if (val := tensor(n)) is None or val.dtype in NARROW]
-    _need(not narrow, f"states of 16 bits: {', '.join(narrow)}")
     return Update(
         rule, numbers, {n: becomes[n] for n in order}, algebra.scalars, _is_read(anchor, becomes.values())
     )

@@ -654,13 +654,6 @@ OPTIMIZERS = (
         _of("passes", "optimizer_updates"),
     ),
     Mutation(
-        "an update has states of 16 bits",
-        "optimizer_update.py",
-        "_need(not narrow, ",
-        "_need(True, ",
-        _of("passes", "optimizer_updates"),
-    ),
-    Mutation(
         "of two ops the one is taken that saves less",
         "fuse.py",
         "best = saved.index(max(saved))",
