@@ -5,6 +5,7 @@ from typing import Any
 
 import sympy
 import torch
+from torch import fx
 
 
 def size_hint(size: int | torch.SymInt, unbacked: int) -> int:
@@ -46,3 +47,29 @@ def symbol_ranges(size: torch.SymInt) -> dict[sympy.Symbol, tuple[int, int]]:
             ends = (max(known.lower, 0), min(known.upper, sys.maxsize))
             ranges[symbol] = int(ends[0]), int(ends[1])
     return ranges
+
+
+def seen_symbols(graph: fx.Graph) -> set[sympy.Symbol]:
+    """The symbols of a graph that had a value while it was traced: graphs can be guarded by them."""
+    size = _any_symbol(graph)
+    return set() if size is None else set(symbol_hints(size))
+
+
+def guard_multiple(graph: fx.Graph, size: sympy.Expr, factor: int) -> bool:
+    """Whether the size is a multiple of `factor` in all calls of this graph: calls for which the answer is
+    another find, or compile, another graph."""
+    from torch.utils._sympy.functions import Mod
+
+    symbol = _any_symbol(graph)
+    assert symbol is not None
+    expr = sympy.Eq(Mod(size, sympy.Integer(factor)), 0)
+    return bool(symbol.node.shape_env.evaluate_expr(expr))
+
+
+def _any_symbol(graph: fx.Graph) -> torch.SymInt | None:
+    for node in graph.nodes:
+        val = node.meta.get("val")
+        for size in val.shape if isinstance(val, torch.Tensor) else [val]:
+            if isinstance(size, torch.SymInt):
+                return size
+    return None

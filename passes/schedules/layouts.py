@@ -21,12 +21,13 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 
 from autofuse.lowering.torch_internals import group_ranks_of
 from autofuse.passes.graph.anchors import Anchor, find_anchors, fused_op, group_of
-from autofuse.passes.graph.follow import WAIT, aten, value
+from autofuse.passes.graph.follow import WAIT, aten, expression, tensor, value
 from autofuse.passes.graph.functional import arguments
 
 
@@ -85,6 +86,9 @@ class Input:
         return UNKNOWN
 
 
+_NOTHING = Input("")
+
+
 class Layouts:
     """The layouts of all values of a graph over one group."""
 
@@ -96,6 +100,7 @@ class Layouts:
         self._anchor = {anchor.node: anchor for anchor in find_anchors(graph)}
         self._found: dict[fx.Node, Layout] = {}
         self._digests: dict[fx.Node, str] = {}
+        self._symbols = self._shared_symbols()
 
     def of(self, node: fx.Node) -> Layout:
         """Also of nodes that were inserted later. Iterative: a cone may be thousands of nodes deep."""
@@ -138,7 +143,34 @@ class Layouts:
         name = known.name if known is not None else node.name
         return f"{name} is {self.of(node)}" + (f": {known.unlock}" if known and known.unlock else "")
 
+    def _is_same_size(self, node: fx.Node) -> bool:
+        """Whether the node is a size that has one value on all ranks."""
+        val = value(node)
+        return isinstance(val, torch.SymInt) and _symbols_of(val) <= self._symbols
+
+    def _shared_symbols(self) -> set[sympy.Symbol]:
+        """The symbols that have one value on all ranks: lengths of inputs that are the same on all, and the
+        one symbol in the shape of a value that all ranks add up."""
+        found: set[sympy.Symbol] = set()
+        for node in self.graph.nodes:
+            known = tensor(node)
+            if known is None:
+                continue
+            if (
+                node.op == "placeholder"
+                and self._inputs.get(node, _NOTHING).layout(self._ranks) == REPLICATED
+            ):
+                sizes = [expression(s) for s in known.shape]
+                found |= {size for size in sizes if isinstance(size, sympy.Symbol)}
+            elif node in self._anchor and self._anchor[node].kind == "all_reduce":
+                symbols = set().union(*map(_symbols_of, known.shape))
+                same = self._of_collective(self._anchor[node]) == REPLICATED
+                found |= symbols if same and len(symbols) == 1 else set()
+        return found
+
     def _infer(self, node: fx.Node) -> Layout:
+        if self._is_same_size(node):
+            return REPLICATED
         if node.op == "placeholder":
             known = self._inputs.get(node)
             return UNKNOWN if known is None else known.layout(self._ranks)
@@ -200,6 +232,8 @@ class Layouts:
 
     def _rests_on(self, node: fx.Node) -> list[fx.Node]:
         """The inputs by which a proof goes on."""
+        if self._is_same_size(node):
+            return []
         if node.op != "call_function" or node in self._anchor:
             return []
         if fused_op(node) is not None:
@@ -207,6 +241,8 @@ class Layouts:
         return node.all_input_nodes
 
     def _one_digest(self, node: fx.Node) -> str:
+        if self._is_same_size(node):
+            return _digest(["size", str(expression(value(node)))])
         if node.op == "placeholder":
             return _digest(["input", self._inputs[node].name if node in self._inputs else ""])
         if node.op == "get_attr":
@@ -220,6 +256,10 @@ class Layouts:
             return _digest([str(node.target), given.get("site"), tail])
         plain = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: self._digests[n])
         return _digest([str(node.target), _on_any_rank(plain)])
+
+
+def _symbols_of(size: int | torch.SymInt) -> set[sympy.Symbol]:
+    return set(sympy.sympify(expression(size)).free_symbols)
 
 
 def bits(t: torch.Tensor) -> str:

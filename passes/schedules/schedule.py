@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 from torch import fx
 from torch.distributed import ProcessGroup
 
-from autofuse.lowering.torch_internals import group_ranks_of, group_world
+from autofuse.lowering.torch_internals import group_ranks_of, group_world, guard_multiple, seen_symbols
 from autofuse.passes.graph.anchors import Anchor, find_anchors, group_of
 from autofuse.passes.report import Schedule
 
 from .layouts import Input, Layouts
+from .slices import Fit
 from .split import Stream, find_stream, split, stream_dim
 
 AUTO, UNCHANGED, EVERY, OWNER, SPLIT = "auto", "unchanged", "every", "owner", "split"
@@ -99,8 +100,13 @@ def reschedule(joint: fx.Graph, basis: Basis) -> list[Schedule]:
         world = group_world(group)
         assert world is not None
         layouts = Layouts(joint, group, inputs)
-        stream = find_stream(joint, anchors, world, layouts.replicated)
-        told.append(_told(stream, anchors, layouts, world))
+        fit = Fit(world, seen_symbols(joint))
+        stream = find_stream(joint, anchors, fit, layouts.replicated)
+        if stream is not None and not all(guard_multiple(joint, s, world) for s in fit.assumed):
+            # Calls with other numbers of rows find another graph.
+            fit = Fit(world)
+            stream = find_stream(joint, anchors, fit, layouts.replicated)
+        told.append(_told(stream, anchors, layouts, fit))
         if stream is None:
             basis.proofs.append(Proof(group, "", ()))
             continue
@@ -126,13 +132,13 @@ def _all_reduces(joint: fx.Graph) -> dict[str | ProcessGroup, list[Anchor]]:
     return found
 
 
-def _told(stream: Stream | None, anchors: list[Anchor], layouts: Layouts, world: int) -> Schedule:
+def _told(stream: Stream | None, anchors: list[Anchor], layouts: Layouts, fit: Fit) -> Schedule:
     done = {} if stream is None else {a.node: a for a in stream.reductions.values()}
-    refused = dict.fromkeys(_why_not(anchor, layouts, world) for anchor in anchors if anchor.node not in done)
+    refused = dict.fromkeys(_why_not(anchor, layouts, fit) for anchor in anchors if anchor.node not in done)
     gathered = [] if stream is None else stream.gathered
     return Schedule(
         name=UNCHANGED if stream is None else SPLIT,
-        world=world,
+        world=fit.world,
         reductions=len(done),
         gathers=len(gathered),
         bytes_reduced=0 if stream is None else stream.bytes_reduced,
@@ -141,7 +147,7 @@ def _told(stream: Stream | None, anchors: list[Anchor], layouts: Layouts, world:
     )
 
 
-def _why_not(anchor: Anchor, layouts: Layouts, world: int) -> str:
+def _why_not(anchor: Anchor, layouts: Layouts, fit: Fit) -> str:
     """Why an all_reduce stays whole."""
     place = anchor.source or anchor.kind
     readers = [user for wait in anchor.waits for user in wait.users]
@@ -149,6 +155,6 @@ def _why_not(anchor: Anchor, layouts: Layouts, world: int) -> str:
         for read in reader.all_input_nodes:
             if read not in anchor.waits and not layouts.replicated(read):
                 return f"{place}: {layouts.why(read)}"
-    if stream_dim(anchor, world) is None:
-        return f"{place}: its rows cannot be cut into {world} equal parts of known size"
+    if stream_dim(anchor, fit) is None:
+        return f"{place}: its rows cannot be cut into {fit.world} equal parts"
     return f"{place}: too little of what reads it can be computed on slices"

@@ -6,15 +6,18 @@ is the `r`-th. `cut_dim` says along which dim the result of an op is cut, given 
 
 from __future__ import annotations
 
-import math
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+import sympy
 import torch
 from torch import fx
 
+from autofuse.lowering.torch_internals import floor_divide
 from autofuse.passes.graph.follow import WAIT, argument, aten, expression, is_cast, tensor, value
+from autofuse.passes.graph.layout import Size, exact_quotient, prod, same_shape, same_size
 
 Cuts: TypeAlias = Mapping[fx.Node, int]
 """The cut values, each with the dim."""
@@ -42,50 +45,102 @@ _PERMUTES = {aten.permute.default}
 _WITH_SHAPE = {aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.expand.default}
 
 
-def static_shape(node: fx.Node) -> tuple[int, ...] | None:
-    """The shape of the node's value, or of the first of its values; None if it has symbols."""
+@dataclass
+class Fit:
+    """Which sizes have `world` equal parts.
+
+    Attributes:
+        assumable: the symbols of which it may be assumed.
+        assumed: the sizes of which it was; a graph for which it does not hold must not run.
+    """
+
+    world: int
+    assumable: Collection[sympy.Symbol] = ()
+    assumed: set[sympy.Expr] = field(default_factory=set)
+
+    def __call__(self, size: Size) -> bool:
+        if isinstance(size, int) or exact_quotient(size, self.world) is not None:
+            return exact_quotient(size, self.world) is not None
+        if not size.free_symbols <= set(self.assumable):
+            return False
+        self.assumed.add(size)
+        return True
+
+
+def part_of(size: Size, world: int) -> Size:
+    """A part of a size that has `world` equal ones."""
+    exact = exact_quotient(size, world)
+    return floor_divide(sympy.sympify(size), world) if exact is None else exact
+
+
+def shape_of(node: fx.Node) -> tuple[Size, ...] | None:
+    """The shape of the node's value, or of the first of its values."""
     val = value(node)
     first = val[0] if isinstance(val, (list, tuple)) and val else val
     if not isinstance(first, torch.Tensor):
         return None
-    sizes = [expression(s) for s in first.shape]
-    return tuple(s for s in sizes if isinstance(s, int)) if all(isinstance(s, int) for s in sizes) else None
+    return tuple(expression(s) for s in first.shape)
 
 
-def leading_dim(shape: tuple[int, ...], world: int) -> int | None:
+def static_shape(node: fx.Node) -> tuple[int, ...] | None:
+    """As `shape_of`; None if it has symbols."""
+    sizes = shape_of(node)
+    if sizes is None or not all(isinstance(s, int) for s in sizes):
+        return None
+    return tuple(s for s in sizes if isinstance(s, int))
+
+
+def in_one_piece(shape: tuple[Size, ...], dim: int) -> bool:
+    """Whether parts along `dim` lie in one piece each."""
+    return bool(prod(shape[:dim]) == 1)
+
+
+def leading_dim(shape: tuple[Size, ...], fit: Fit) -> int | None:
     """The dim along which rows of `[..., N]` are cut: the first that leaves parts in one piece, else the
-    first that has `world` equal parts."""
-    fitting = [d for d in range(len(shape) - 1) if shape[d] and shape[d] % world == 0]
-    whole = [d for d in fitting if math.prod(shape[:d]) == 1]
-    return next(iter(whole or fitting), None)
+    first that has equal parts."""
+    dims = [d for d in range(len(shape) - 1) if shape[d] != 0]
+    for d in dims:
+        if in_one_piece(shape, d) and fit(shape[d]):
+            return d
+    return next((d for d in dims if _can_gather(shape, d) and fit(shape[d])), None)
 
 
-def cut_dim(node: fx.Node, cuts: Cuts, world: int) -> int | None:
+def cut_dim(node: fx.Node, cuts: Cuts, fit: Fit) -> int | None:
     """The dim along which the result of `node` is cut if its inputs are cut as in `cuts`; None if the op
     cannot be computed on slices."""
-    shape = static_shape(node)
+    shape = shape_of(node)
+    dim = _cut_dim(node, shape, cuts, fit)
+    return dim if dim is not None and shape is not None and _can_gather(shape, dim) else None
+
+
+def _can_gather(shape: tuple[Size, ...], dim: int) -> bool:
+    """Parts that are not in one piece are gathered by a split and a cat, of known sizes."""
+    return in_one_piece(shape, dim) or all(isinstance(s, int) for s in shape)
+
+
+def _cut_dim(node: fx.Node, shape: tuple[Size, ...] | None, cuts: Cuts, fit: Fit) -> int | None:
     if shape is None or node.op != "call_function":
         return None
     source = node.args[0] if node.args else None
     if not isinstance(source, fx.Node) or source not in cuts:
         return _of_pointwise(node, shape, cuts) if is_pointwise(node) else None
-    given = static_shape(source)
+    given = shape_of(source)
     assert given is not None
     dim = cuts[source]
     if is_pointwise(node):
         return _of_pointwise(node, shape, cuts)
     if node.target in _COPIES or node.target is operator.getitem:
-        return dim if shape == given else _of_item(node, given, shape, dim)
+        return dim if same_shape(shape, given) else _of_item(node, given, shape, dim)
     if node.target in _REDUCTIONS:
         return _of_reduction(node, len(given), dim)
     if node.target in _RESHAPES:
-        return _of_reshape(given, shape, dim, world)
+        return _of_reshape(given, shape, dim, fit)
     if node.target in _PERMUTES:
         order: list[int] = [d % len(given) for d in node.args[1]]
         return order.index(dim)
     if node.target is aten.expand.default:
         place = dim + len(shape) - len(given)
-        return place if shape[place] == given[dim] else None
+        return place if same_size(shape[place], given[dim]) else None
     return None
 
 
@@ -117,40 +172,44 @@ def is_free(node: fx.Node) -> bool:
 def needs_part(node: fx.Node, read: fx.Node, dim: int) -> int | None:
     """The dim along which `node`, cut along `dim`, needs only its part of the uncut `read`; None if it reads
     all of it."""
-    whole, given = static_shape(node), static_shape(read)
+    whole, given = shape_of(node), shape_of(read)
     if whole is None or not given:
         return None
     place = dim - len(whole) + len(given)
-    return place if place >= 0 and given[place] == whole[dim] and given[place] != 1 else None
+    return place if place >= 0 and same_size(given[place], whole[dim]) and given[place] != 1 else None
 
 
-def on_slices(node: fx.Node, dim: int, world: int) -> tuple[Any, ...]:
-    """The arguments of `node` for a result that is cut along `dim`, with the inputs as they are."""
+def on_slices(node: fx.Node, dim: int, world: int, size: Callable[[Size], int | fx.Node]) -> tuple[Any, ...]:
+    """The arguments of `node` for a result that is cut along `dim`, with the inputs as they are.
+
+    size: a size as an argument.
+    """
     if node.target not in _WITH_SHAPE:
         return node.args
-    shape = static_shape(node)
+    shape = shape_of(node)
     assert shape is not None
-    return (node.args[0], [s // world if d == dim else s for d, s in enumerate(shape)], *node.args[2:])
+    part = [size(part_of(s, world) if d == dim else s) for d, s in enumerate(shape)]
+    return (node.args[0], part, *node.args[2:])
 
 
-def _of_pointwise(node: fx.Node, shape: tuple[int, ...], cuts: Cuts) -> int | None:
+def _of_pointwise(node: fx.Node, shape: tuple[Size, ...], cuts: Cuts) -> int | None:
     """Pointwise ops broadcast: dims are counted from the last one."""
     found = set()
     for source in node.all_input_nodes:
         if source in cuts:
-            given = static_shape(source)
+            given = shape_of(source)
             if given is None or not isinstance(value(source), torch.Tensor):
                 return None
             place = cuts[source] + len(shape) - len(given)
-            if shape[place] != given[cuts[source]]:
+            if not same_size(shape[place], given[cuts[source]]):
                 return None
             found.add(place)
     return found.pop() if len(found) == 1 else None
 
 
-def _of_item(node: fx.Node, given: tuple[int, ...], shape: tuple[int, ...], dim: int) -> int | None:
+def _of_item(node: fx.Node, given: tuple[Size, ...], shape: tuple[Size, ...], dim: int) -> int | None:
     """Results of one op that are all reduced likewise have one shape."""
-    return dim if node.target is operator.getitem and shape == given else None
+    return dim if node.target is operator.getitem and same_shape(shape, given) else None
 
 
 def _of_reduction(node: fx.Node, dims: int, dim: int) -> int | None:
@@ -170,10 +229,10 @@ def _dims(node: fx.Node, dims: int) -> set[int]:
     return {d % dims for d in (given if isinstance(given, (list, tuple)) else [given])}
 
 
-def _of_reshape(given: tuple[int, ...], shape: tuple[int, ...], dim: int, world: int) -> int | None:
+def _of_reshape(given: tuple[Size, ...], shape: tuple[Size, ...], dim: int, fit: Fit) -> int | None:
     """The dim of `shape` that begins where `dim` of `given` does: its parts are the same elements."""
-    before = math.prod(given[:dim])
+    before = prod(given[:dim])
     for place, size in enumerate(shape):
-        if math.prod(shape[:place]) == before and size != 1:
-            return place if size % world == 0 else None
+        if same_size(prod(shape[:place]), before) and size != 1:
+            return place if fit(size) else None
     return None

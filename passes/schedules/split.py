@@ -10,7 +10,7 @@ These are CoCoNet's transformations split (section 3.1) and reorder (3.2), along
     |                                       |
     norm --> mm                             norm --> AG --> mm
 
-split      all_reduce = all_gather(reduce_scatter). Legal if rows have W equal parts.
+split      all_reduce = all_gather(reduce_scatter). Legal if rows have W equal parts: known, or guarded.
 reorder    all_gather moves down through pointwise ops, casts, views, and reductions along other dims. Legal
            if everything that they read is the same on all ranks: any rank would have computed the same for
            a row. An operand with rows is cut, one that broadcasts along them is read whole.
@@ -23,25 +23,41 @@ The order of the collectives of a group is that of the graph, on all ranks.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import sympy
 import torch
 from torch import fx
 
 from autofuse.lowering import own_part as _own_part  # noqa: F401  (registers torch.ops.autofuse.own_part)
+from autofuse.lowering.torch_internals import size_hint
 from autofuse.passes.graph.anchors import Anchor
 from autofuse.passes.graph.emit import Emitter
 from autofuse.passes.graph.follow import WAIT, Shapes, aten, tensor
+from autofuse.passes.graph.layout import prod
 
-from .slices import cut_dim, is_free, leading_dim, needs_part, on_slices, static_shape, sums_cut_dim
+from .slices import (
+    Fit,
+    cut_dim,
+    in_one_piece,
+    is_free,
+    leading_dim,
+    needs_part,
+    on_slices,
+    part_of,
+    shape_of,
+    sums_cut_dim,
+)
 
 c10d = torch.ops._c10d_functional
 
 MOST_GATHERED = 1.25
 """A stream may gather so many times the bytes that it scatters: more than 1, since its first and its last
 value may be gathered, too."""
+
+USUAL = 64
+"""Sizes that are symbols count as this in that comparison: ranks may have seen different ones first."""
 
 IsReplicated = Callable[[fx.Node], bool]
 """Whether a value of the graph is proven to be the same on all ranks of the group."""
@@ -77,21 +93,22 @@ class Stream:
 
     @property
     def bytes_reduced(self) -> int:
-        return sum(map(_nbytes, self.reductions))
+        return sum(map(_bytes_seen, self.reductions))
 
     @property
     def bytes_gathered(self) -> int:
-        return sum(map(_nbytes, self.gathered))
+        return sum(map(_bytes_seen, self.gathered))
 
 
 def find_stream(
-    graph: fx.Graph, anchors: Sequence[Anchor], world: int, replicated: IsReplicated
+    graph: fx.Graph, anchors: Sequence[Anchor], fit: Fit, replicated: IsReplicated
 ) -> Stream | None:
-    """The values between the all_reduces `anchors` of one group that can be computed on slices."""
+    """The values between the all_reduces `anchors` of one group that can be computed on slices, if what
+    `fit` assumes holds."""
     # More waits are waits for the first.
     fitting = [a for a in anchors if a.reduce_op in ("sum", "avg") and len(a.node.users) == 1 and a.waits]
     while True:
-        stream = _grow(graph, Stream(anchors[0].group, world), fitting, replicated)
+        stream = _grow(graph, Stream(anchors[0].group, fit.world), fitting, fit, replicated)
         whole = [anchor for anchor in fitting if any(wait in stream.gathered for wait in anchor.waits)]
         if not whole:
             break
@@ -101,17 +118,19 @@ def find_stream(
     return stream if stream.reductions else None
 
 
-def _grow(graph: fx.Graph, stream: Stream, anchors: Sequence[Anchor], replicated: IsReplicated) -> Stream:
+def _grow(
+    graph: fx.Graph, stream: Stream, anchors: Sequence[Anchor], fit: Fit, replicated: IsReplicated
+) -> Stream:
     """Fills the stream with everything that can be computed on slices of the results of `anchors`."""
     results = {anchor.waits[0]: anchor for anchor in anchors}
     for node in graph.nodes:
         if node in results:
-            dim = stream_dim(results[node], stream.world)
+            dim = stream_dim(results[node], fit)
             if dim is not None:
                 stream.cuts[node] = dim
                 stream.reductions[node] = results[node]
         elif any(source in stream.cuts for source in node.all_input_nodes) and replicated(node):
-            dim = cut_dim(node, stream.cuts, stream.world)
+            dim = cut_dim(node, stream.cuts, fit)
             if dim is not None:
                 stream.cuts[node] = dim
             elif sums_cut_dim(node, stream.cuts):
@@ -120,11 +139,11 @@ def _grow(graph: fx.Graph, stream: Stream, anchors: Sequence[Anchor], replicated
     return stream
 
 
-def stream_dim(anchor: Anchor, world: int) -> int | None:
+def stream_dim(anchor: Anchor, fit: Fit) -> int | None:
     """The dim along which the result of an all_reduce can be cut; None if it cannot."""
-    shape, val = static_shape(anchor.node), tensor(anchor.node)
+    shape, val = shape_of(anchor.node), tensor(anchor.node)
     floats = val is not None and val.is_floating_point()
-    return leading_dim(shape, world) if floats and shape is not None else None
+    return leading_dim(shape, fit) if floats and shape is not None else None
 
 
 def _draw_back(stream: Stream) -> None:
@@ -184,7 +203,7 @@ def split(graph: fx.Graph, stream: Stream) -> None:
             _mark(emitter, node)
             if node in wholes:
                 emitter = Emitter(node.next, Shapes())
-                whole = _gathered(emitter, stream, slices[node], stream.cuts[node])
+                whole = _gathered(emitter, stream, node, slices[node])
                 outside = [u for u in node.users if u not in stream.cuts and u not in stream.sums]
                 _mark(emitter, _latest(node, outside))
                 for user in outside:
@@ -210,11 +229,11 @@ def split(graph: fx.Graph, stream: Stream) -> None:
 
 def _scattered(emitter: Emitter, stream: Stream, node: fx.Node) -> fx.Node:
     """This rank's part of the sum, in place of the whole."""
-    anchor, dim, shape = stream.reductions[node], stream.cuts[node], static_shape(node)
+    anchor, dim, shape = stream.reductions[node], stream.cuts[node], shape_of(node)
     assert shape is not None
-    part = [s // stream.world if d == dim else s for d, s in enumerate(shape)]
+    part = [part_of(s, stream.world) if d == dim else s for d, s in enumerate(shape)]
     op, world = anchor.reduce_op, stream.world
-    if math.prod(shape[:dim]) == 1:
+    if in_one_piece(shape, dim):
         rows = emitter.reshape(anchor.input, shape[dim:])
         sums = emitter.call(c10d.reduce_scatter_tensor.default, rows, op, world, stream.group)
         return emitter.reshape(emitter.call(c10d.wait_tensor.default, sums), part)
@@ -224,12 +243,12 @@ def _scattered(emitter: Emitter, stream: Stream, node: fx.Node) -> fx.Node:
     return emitter.call(c10d.wait_tensor.default, sums)
 
 
-def _gathered(emitter: Emitter, stream: Stream, part: fx.Node, dim: int) -> fx.Node:
-    """The whole value, of all parts along `dim`."""
-    shape = static_shape(part)
+def _gathered(emitter: Emitter, stream: Stream, node: fx.Node, part: fx.Node) -> fx.Node:
+    """The whole value, of all parts."""
+    dim, shape, whole = stream.cuts[node], shape_of(part), shape_of(node)
     assert shape is not None
-    whole = [s * stream.world if d == dim else s for d, s in enumerate(shape)]
-    rows = emitter.reshape(part, shape[dim:]) if math.prod(shape[:dim]) == 1 else part
+    assert whole is not None
+    rows = emitter.reshape(part, shape[dim:]) if in_one_piece(shape, dim) else part
     gathered = emitter.call(c10d.all_gather_into_tensor.default, rows, stream.world, stream.group)
     gathered = emitter.call(c10d.wait_tensor.default, gathered)
     if rows is not part or dim == 0:
@@ -248,7 +267,7 @@ def _on_slices(
     """The node on slices. `parts`: of values that are not cut, each with the dim."""
     dim = stream.cuts[node]
 
-    def part_of(read: fx.Node) -> fx.Node:
+    def own(read: fx.Node) -> fx.Node:
         if read in slices:
             return slices[read]
         place = needs_part(node, read, dim)
@@ -263,8 +282,8 @@ def _on_slices(
             _mark(behind, read)
         return parts[read, place]
 
-    args = fx.node.map_arg(on_slices(node, dim, stream.world), part_of)
-    kwargs = fx.node.map_arg(node.kwargs, part_of)
+    args = fx.node.map_arg(on_slices(node, dim, stream.world, emitter.size), own)
+    kwargs = fx.node.map_arg(node.kwargs, own)
     return emitter.call(node.target, *args, **kwargs)
 
 
@@ -283,5 +302,14 @@ def _latest(node: fx.Node, users: list[fx.Node]) -> fx.Node:
 
 
 def _nbytes(node: fx.Node) -> int:
-    val, shape = tensor(node), static_shape(node)
-    return 0 if val is None or shape is None else math.prod(shape) * val.itemsize
+    val, shape = tensor(node), shape_of(node)
+    if val is None or shape is None:
+        return 0
+    size = sympy.sympify(prod(shape))
+    return int(size.xreplace(dict.fromkeys(size.free_symbols, sympy.Integer(USUAL)))) * val.itemsize
+
+
+def _bytes_seen(node: fx.Node) -> int:
+    """At the sizes that the graph was traced with."""
+    val = tensor(node)
+    return 0 if val is None else size_hint(val.numel(), USUAL) * val.itemsize

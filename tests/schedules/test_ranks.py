@@ -86,6 +86,43 @@ def test_training(ranks: Ranks, world: int, shape: tuple[int, int], norm: str) -
     ranks(world).run(_train, shape, norm, timeout=120)
 
 
+def _any_lengths(rank: int, world: int, batch: int) -> tuple[int, list[tuple[str, str]]]:
+    """Losses and gradients at several numbers of tokens: the number of graphs, and of each the schedule and
+    why not."""
+    torch._dynamo.reset()
+    model = transformer(rank, world)
+    autofuse.replicated(model, parameters=Transformer.SAME, inputs=["tokens"], gradients=True)
+    backend = passes_only(policy="always", schedule="split")
+    step = torch.compile(loss_of, backend=backend, dynamic=True)
+    with autofuse.debug() as report:
+        for length in (2 * world, 5 * world, 2 * world + 1, 3 * world):
+            tokens = tokens_of((batch, length))
+            model.zero_grad()
+            loss = loss_of(model, tokens)
+            loss.backward()
+            expected = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+            model.zero_grad()
+            found = step(model, tokens)
+            found.backward()
+            torch.testing.assert_close(found, loss)
+            for name, p in model.named_parameters():
+                if name in expected:
+                    torch.testing.assert_close(p.grad, expected[name], rtol=1e-4, atol=1e-6, msg=name)
+    told = [graph.schedules[0] for graph in report.graphs if graph.schedules]
+    kinds = [site.pattern for site in report.fused if site.graph == report.graphs[0].name]
+    return kinds.count("matmul_reduce_scatter"), [(each.name, "".join(each.refused[:1])) for each in told]
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full)])
+def test_lengths_that_are_symbols(ranks: Ranks, world: int) -> None:
+    for fused, told in ranks(world).run(_any_lengths, 1, timeout=240):
+        (split, _), (whole, why) = (
+            told  # one graph for all multiples of the number of ranks, one for the rest
+        )
+        assert (split, whole, fused) == ("split", "unchanged", MATMULS)
+        assert f"its rows cannot be cut into {world} equal parts" in why
+
+
 EVERYTHING, NORMS, NOTHING = Transformer.SAME, ("*norm*",), ()
 
 
