@@ -45,11 +45,12 @@ class OnDevice:
 
     def fill(self, param_groups: Sequence[dict[str, Any]], row_of: RowOf) -> Tensor:
         """The rates of the next update. A graph keeps the numbers of the host that it was captured with; a
-        learning rate that is a tensor is read when the graph is replayed."""
+        learning rate that is a tensor of the device is read when the graph is replayed."""
         for start, stop, group in self._runs:
             options = param_groups[group]
             t, lr = self.counts[start:stop] + 1, options["lr"]
-            lr = lr.to(t).expand_as(t) if isinstance(lr, Tensor) else lr
+            if isinstance(lr, Tensor):
+                lr = lr.double().expand_as(t) if lr.device == t.device else float(lr)
             for column, number in enumerate(row_of(options, t, lr)):
                 if isinstance(number, Tensor) and number.dim():
                     self.rates[start:stop, column] = number
