@@ -695,6 +695,13 @@ LAUNCHES = (
 
 SCHEDULES = (
     Mutation(
+        "any number of rows that is a symbol is cut",
+        "schedule.py",
+        "not all(guard_multiple(joint, s, world) for s in fit.assumed)",
+        "not all(guard_multiple(joint, s, 1) for s in fit.assumed)",
+        _of("schedules", "ranks"),
+    ),
+    Mutation(
         "a value that differs between ranks is cut",
         "split.py",
         "for source in node.all_input_nodes) and replicated(node):",
