@@ -711,7 +711,7 @@ SCHEDULES = (
     Mutation(
         "an operand with rows is read whole",
         "slices.py",
-        "return place if place >= 0 and given[place] == whole[dim] and given[place] != 1 else None",
+        "return place if place >= 0 and same_size(given[place], whole[dim]) and given[place] != 1 else None",
         "return None",
         _of("schedules", "split"),
     ),
@@ -725,7 +725,7 @@ SCHEDULES = (
     Mutation(
         "a view cuts a dim into unequal parts",
         "slices.py",
-        "return place if size % world == 0 else None",
+        "return place if fit(size) else None",
         "return place",
         _of("schedules", "split"),
     ),
