@@ -105,6 +105,9 @@ class Algebra:
         val = tensor(value)
         if val is None:
             raise NotARule(f"{value.name} is a number that is not known")
+        constant = _constant_of(value)
+        if constant is not None:
+            return number(float(constant))
         if not val.dim():
             symbol = sympy.Symbol(f"scalar_{value.name}", real=True)
             self.scalars[symbol.name] = value
@@ -156,6 +159,21 @@ def _same(algebra: Algebra, a: object, *options: object, **more: object) -> Poly
     return algebra.of(a)
 
 
+def _constant_of(node: object) -> int | float | bool | None:
+    """The value of a tensor that is filled with one number."""
+    filled = isinstance(node, fx.Node) and node.target is aten.full.default
+    found = node.args[1] if filled and isinstance(node, fx.Node) else None
+    return found if isinstance(found, (int, float)) else None
+
+
+def _chosen(algebra: Algebra, condition: object, a: object, b: object) -> Polynomial:
+    """What torch 2.11 makes of lerp has a condition on the weight, a number."""
+    constant = _constant_of(condition)
+    if constant is None:
+        raise NotARule("a choice by the values of a tensor")
+    return algebra.of(a if constant else b)
+
+
 def _power(algebra: Algebra, a: object, exponent: object) -> Polynomial:
     if exponent == 0.5:
         return algebra.root(a)
@@ -196,6 +214,7 @@ _RULES: dict[object, Callable[..., Polynomial]] = {
     aten.addcmul.default: _addcmul,
     aten.addcdiv.default: _addcdiv,
     aten.lerp.Scalar: _lerp,
+    aten.where.self: _chosen,
     aten.copy.default: lambda algebra, a, b: algebra.of(b),
     prims.convert_element_type.default: _same,
     aten.clone.default: _same,
