@@ -22,6 +22,8 @@ from unittest.mock import patch
 START_S = 200.0  # the server of ranks imports torch and compiles, on a loaded machine
 GRACE_S = 10.0  # how long the other ranks may go on once one has failed
 WAIT_S = 20.0  # how long a fused op waits for a peer, in the ranks
+ONE_GPU = os.environ.get("ONE_GPU", "0") == "1"
+"""Ranks share one GPU, in turns of some milliseconds, and gloo joins them: for results, not for times."""
 _ENVIRONMENT = {"AUTOFUSE_TIMEOUT_S": str(WAIT_S), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
 
 
@@ -213,7 +215,11 @@ def _join(rank: int, world: int, directory: str, backend: str) -> None:
 
     torch.set_num_threads(1)
     if backend == "nccl":
-        torch.cuda.set_device(rank)
+        torch.cuda.set_device(0 if ONE_GPU else rank)
+        if ONE_GPU:
+            from tests.gpu.one_gpu_ranks import share_gpu
+
+            backend = share_gpu()
     dist.init_process_group(backend, init_method=f"file://{directory}/store", rank=rank, world_size=world)
 
 

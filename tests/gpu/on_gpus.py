@@ -59,7 +59,9 @@ def poison() -> None:
     """All that the workspace's kernels do not read before it is written becomes NaN."""
     from autofuse.lowering.gpu.memory.workspace import workspace_for
 
-    memory = workspace_for(dist.group.WORLD.group_name, torch.device("cuda", dist.get_rank())).memory
+    memory = workspace_for(
+        dist.group.WORLD.group_name, torch.device("cuda", torch.cuda.current_device())
+    ).memory
     torch.cuda.synchronize()
     dist.barrier()
     for region in (memory.inbox, memory.finished, memory.copies):
