@@ -17,10 +17,13 @@ from tests.gpu import (
     dropless_on_gpus,
     embedding_on_gpus,
     experts_on_gpus,
+    one_gpu_ranks,
+    test_optimizer,
     update_on_gpus,
 )
 from tests.gpu.on_gpus import MOST_ERROR, error_of
 from tests.ops.bags import Case as Bags
+from tests.ranks import ONE_GPU
 
 SIZES = {  # m, k, n
     "matmul_all_reduce": [(4, 264, 520), (72, 264, 4360), (520, 264, 520)],
@@ -30,7 +33,7 @@ SIZES = {  # m, k, n
 }
 
 
-PARTS = (*SIZES, "experts", "bags")
+PARTS = (*SIZES, "experts", "bags", "optimizer")
 most = 0
 """Ways of one kernel that are run at a size; 0: all."""
 
@@ -39,7 +42,9 @@ def main() -> None:
     global most
     part, most = sys.argv[1], int(sys.argv[2])
     rank = int(os.environ["LOCAL_RANK"])
-    torch.cuda.set_device(rank)
+    torch.cuda.set_device(0 if ONE_GPU else rank)
+    if ONE_GPU:
+        one_gpu_ranks.share_gpu()
     # Not NCCL, whose kernels the sanitizer would look at, too.
     dist.init_process_group("gloo")
     world = dist.get_world_size()
@@ -47,6 +52,10 @@ def main() -> None:
         experts(rank, world)
     elif part == "bags":
         bags(rank)
+    elif part == "optimizer":
+        for way, dtype in product(("buckets", "buckets group=2 per_sm=3"), (torch.float32, torch.bfloat16)):
+            test_optimizer.many(rank, world, dtype, 50_000, way)
+            report(rank, f"{way} {dtype}", "")
     else:
         dense(part, rank, world)
     dist.barrier()

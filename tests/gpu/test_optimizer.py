@@ -119,9 +119,12 @@ def test_kernel_as_torch(
     assert sums == [sums[0]] * world
 
 
-def _many(rank: int, world: int, dtype: torch.dtype) -> None:
+MANY = 3 << 25
+
+
+def many(rank: int, world: int, dtype: torch.dtype, longest: int = MANY, way: str = "buckets") -> None:
     """A tensor longer than a launch takes, others, a straggler; then a graph, whose numbers change."""
-    sizes = (3 << 25, 1000, 12, 70_000)
+    sizes = (longest, 1000, 12, 70_000)
     buckets, group = buckets_of(sizes, world), dist.group.WORLD
     assert group is not None
     generators = [torch.Generator("cuda").manual_seed(r) for r in range(world)]
@@ -153,7 +156,7 @@ def _many(rank: int, world: int, dtype: torch.dtype) -> None:
         dist.all_gather(told, params[1])
         assert all(torch.equal(each, params[1]) for each in told)
 
-    with in_way("buckets"):
+    with in_way(way):
         for t in (1, 2, 3):
             if t == 2 and rank:
                 torch.cuda._sleep(50_000_000)
@@ -177,7 +180,7 @@ def _many(rank: int, world: int, dtype: torch.dtype) -> None:
 def test_kernel_of_many_elements(
     gpu_ranks: Callable[[int], RankPool], world: int, dtype: torch.dtype
 ) -> None:
-    gpu_ranks(world).run(_many, dtype, timeout=120)
+    gpu_ranks(world).run(many, dtype, timeout=120)
 
 
 def _captured(rank: int, world: int, name: str) -> float:
