@@ -90,8 +90,9 @@ def _quick() -> Mapping[str, Quick]:
     from autofuse.lowering.gpu.dense.call import QUICK as DENSE
     from autofuse.lowering.gpu.embedding.call import QUICK as EMBEDDING
     from autofuse.lowering.gpu.experts.call import QUICK as EXPERTS
+    from autofuse.lowering.gpu.optimizer.again import QUICK as OPTIMIZER
 
-    return {**DENSE, **EMBEDDING, **EXPERTS}
+    return {**DENSE, **EMBEDDING, **EXPERTS, **OPTIMIZER}
 
 
 def call(name: str, *given: Any) -> Any:
@@ -107,13 +108,13 @@ def _is_plain(given: tuple[Any, ...]) -> bool:
     for value in given:
         for t in value if type(value) is list else (value,):
             if isinstance(t, Tensor) and (
-                type(t) not in _PLAIN or not t.is_cuda or (trains and t.requires_grad)
+                type(t) not in PLAIN or not t.is_cuda or (trains and t.requires_grad)
             ):
                 return False
     return True
 
 
-_PLAIN = (Tensor, torch.nn.Parameter)
+PLAIN = (Tensor, torch.nn.Parameter)
 
 
 class _Calls(ModuleType):

@@ -9,7 +9,8 @@ from torch import Tensor
 
 import autofuse.lowering.ops  # noqa: F401  (defines torch.ops.autofuse)
 from autofuse.lowering.buckets import buckets_of
-from autofuse.lowering.torch_internals import resolve_group
+from autofuse.lowering.direct import PLAIN, direct
+from autofuse.lowering.torch_internals import nobody_intervenes, resolve_group
 from autofuse.lowering.update_rules import RULES
 from autofuse.optim.on_device import OnDevice
 
@@ -39,6 +40,7 @@ class Batch:
         group = resolve_group(group_name)
         self.buckets = buckets_of(tuple(p.numel() for p in params), group.size())
         self.rank, self._steps = group.rank(), [0] * len(params)
+        self._on_gpu = all(p.is_cuda and type(p) in PLAIN for p in params)
         self.on_device = OnDevice(self.groups, self.params[0].device) if capturable else None
         self.follow(rule, master)
 
@@ -93,7 +95,10 @@ class Batch:
     ) -> Tensor:
         """Updates all that have gradients. params, states: those of the batch, or what stands for them in a
         compiled step. numbers: the row of each parameter."""
-        norm: Tensor = torch.ops.autofuse.reduce_update_gather(
+        # All tensors that need gradients are changed without one: only what is no plain tensor intervenes.
+        plain = self._on_gpu and nobody_intervenes()
+        update = direct("reduce_update_gather") if plain else torch.ops.autofuse.reduce_update_gather
+        norm: Tensor = update(
             params, grads, states, numbers, self.rule, "avg" if average else "sum", max_norm,
             error_if_nonfinite, self.names, self.group_name, "direct", site,
         )  # fmt: skip

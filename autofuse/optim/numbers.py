@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
-from autofuse.lowering.update_rules import SEAL, Number
+from autofuse.lowering.update_rules import NUMBERS, SEAL, Number
 from autofuse.optim.batch import Batch
 
 Row: TypeAlias = Sequence[float]
@@ -52,9 +54,10 @@ def _row(batch: Batch, options: Options, group: int, t: int, row_of: RowOf) -> R
 def numbers_of(rows: Sequence[Row], seal: float) -> Tensor:
     """The rows as the op takes them. seal: a number that must be equal on all ranks."""
     kinds = {id(row): row for row in rows}
+    values = array("d", chain.from_iterable(kinds.values()))
+    values[SEAL::NUMBERS] = array("d", [seal] * len(kinds))
+    numbers = torch.frombuffer(values, dtype=torch.float64)
+    if len(kinds) == 1:
+        return numbers.expand(len(rows), NUMBERS)
     order = {key: i for i, key in enumerate(kinds)}
-    numbers = torch.tensor(list(kinds.values()), dtype=torch.float64, device="cpu")
-    numbers[:, SEAL] = seal
-    if len(kinds) > 1:
-        return numbers[torch.tensor([order[id(row)] for row in rows], device="cpu")]
-    return numbers.expand(len(rows), -1)
+    return numbers.view(-1, NUMBERS)[torch.tensor([order[id(row)] for row in rows], device="cpu")]

@@ -235,7 +235,7 @@ class SlicedOptimizer(State, torch.optim.Optimizer):
         if is_captured(self._batches, self._capturable and self._met, type(self).__name__):
             return self._captured(batches, params, grads, states)
         self._meet()
-        norm = torch.empty(0)
+        norm = None
         rows: list[list[Row]] = []
         problem = self._problem
         try:
@@ -271,9 +271,10 @@ class SlicedOptimizer(State, torch.optim.Optimizer):
             )  # fmt: skip
             names = [name for batch in self._batches for name in batch.names]
             raise_difference(type(self).__name__, told, names, self._group_name, problem or error)
-        if self._wants_norm:
+        if self._wants_norm and norm is not None:
             self.grad_norm = norm
-        return norm if self._wants_norm else torch.empty(0)
+            return norm
+        return torch.empty(0)
 
     def _captured(
         self,
@@ -322,9 +323,11 @@ class SlicedOptimizer(State, torch.optim.Optimizer):
         tell by itself."""
         if refused:
             return -1.0 - torch.distributed.get_rank()
+        if not later:
+            return _seal_of(self._kind)
         dtypes = [None if g is None else g.dtype for _, g in later]
         of_rows = [[*{id(row): row for row in each}.values()] for each in rows[1:]]
-        return float(agreement.digest(self._kind, of_rows, codes, dtypes) >> 11)  # a float64 has 53 bits
+        return _seal_of(self._kind, of_rows, codes, dtypes)
 
     def _refuse_scaler(self) -> None:
         if getattr(self, "found_inf", None) is not None:
@@ -389,3 +392,7 @@ class SlicedOptimizer(State, torch.optim.Optimizer):
         if self._digest[0] != len(self._batches):
             self._digest = len(self._batches), agreement.digest(*lines_of(self._batches, self._sharing))
         return self._digest[1]
+
+
+def _seal_of(*values: object) -> float:
+    return float(agreement.digest(*values) >> 11)  # a float64 has 53 bits

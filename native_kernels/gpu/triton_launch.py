@@ -84,9 +84,12 @@ class _Params:
         if kind in _INTEGERS and isinstance(arg, int):
             self.append(_INTEGERS[kind], arg)
             return True
+        if kind == "fp32" and isinstance(arg, float):
+            self.append("f", arg)
+            return True
         return False
 
-    def append(self, code: str, value: int) -> None:
+    def append(self, code: str, value: float) -> None:
         self._begin(struct.calcsize(code))
         self.data += struct.pack(code, value)
 

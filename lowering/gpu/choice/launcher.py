@@ -102,6 +102,14 @@ class Launcher:
             addresses.append(t.data_ptr())
         return None if start(current_raw_stream(self._index), *addresses) else out
 
+    def starts(self, *addresses: int) -> bool:
+        """Whether it has launched what was launched before, with the operands at these addresses, aligned as
+        theirs were. If not, the call has to go the long way."""
+        start = self._start
+        return (
+            start is not None and self._unchanged() and not start(current_raw_stream(self._index), *addresses)
+        )
+
     def enter(self, programs: int = 0, trace: Tensor | None = None) -> PeerMemory | None:
         """The memory of the call; None if it cannot be captured. programs: that run at once, 0 for all."""
         at = self._at

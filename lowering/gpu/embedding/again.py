@@ -20,7 +20,8 @@ _shape, _dtype = Tensor.shape.__get__, Tensor.dtype.__get__  # type: ignore[attr
 
 
 class Same:
-    """Tensors that a call had. `ask`: whether others are laid out like them, at the same places."""
+    """Tensors that a call had, and their addresses. `ask`: whether others are laid out like them, at the same
+    places."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._remember(tensors)
@@ -28,7 +29,7 @@ class Same:
 
     def _remember(self, tensors: Sequence[Tensor]) -> None:
         self._ids = list(map(id, tensors))
-        self._addresses = [t.data_ptr() for t in tensors]
+        self.addresses = [t.data_ptr() for t in tensors]
         # An id may be given again once its tensor has ended.
         self._held = [weakref.ref(t, self._end) for t in tensors]
 
@@ -36,7 +37,7 @@ class Same:
         self._ids = []
 
     def ask(self, tensors: Sequence[Tensor]) -> bool:
-        if [t.data_ptr() for t in tensors] != self._addresses:
+        if [t.data_ptr() for t in tensors] != self.addresses:
             return False
         if list(map(id, tensors)) == self._ids:
             return True

@@ -6,7 +6,8 @@ waited for.
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Sequence
+from functools import cache, partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -15,8 +16,9 @@ from torch import Tensor
 
 from autofuse.lowering import agreement
 from autofuse.lowering.buckets import Buckets
-from autofuse.lowering.gpu.choice.calls import Calls, GpuCall, run_call
-from autofuse.lowering.gpu.choice.kernel import Way
+from autofuse.lowering.gpu.choice.calls import Calls, GpuCall, once, remember, run_call
+from autofuse.lowering.gpu.choice.choose import times_of
+from autofuse.lowering.gpu.choice.kernel import Way, ways_of
 from autofuse.lowering.gpu.choice.launcher import Launcher
 from autofuse.lowering.gpu.choice.points import shipped
 from autofuse.lowering.gpu.memory.allocation import apart
@@ -26,11 +28,9 @@ from autofuse.lowering.ops.reduce_update_gather import ReduceUpdateGather
 from autofuse.lowering.reference.update import check, math_dtype, tell, update_by_reference
 from autofuse.lowering.update_rules import RULES
 
-from .tables import bucket_words, longest_run, rates_of, tensor_words, unit_of
+from .again import TOLD, Step, step_kind
+from .tables import ALIGNED, bucket_words, longest_run, rates_of, tensor_words, unit_of
 from .ways import DTYPES, OP, UpdateProblem
-
-ALIGNED = 16
-"""Bytes: where tensors begin, as the kernel loads them."""
 
 
 @cache
@@ -49,27 +49,39 @@ def run_update(args: ReduceUpdateGather) -> Any:
     if torch.cuda.is_current_stream_capturing() and not args.numbers.is_cuda:
         return NotImplemented  # replays would go on with the numbers of this update
     call = update_call(args)
-    return run_call(call) if call is not None else update_by_reference(args, agreed=True)
+    if call is None:
+        return update_by_reference(args, agreed=True)
+    if args.numbers.is_cuda:  # what may be captured later must have run before, in a way that can be
+        found = call.run(_fastest_kernel(call))
+        return call.replaced() if found is None else found
+    return run_call(call)
+
+
+def _fastest_kernel(call: GpuCall) -> Way:
+    ways = ways_of(call.problem)
+    return next(way for t in times_of(call.problem, call.workspace) if (way := ways[t.name]).fused)
 
 
 def update_call(args: ReduceUpdateGather) -> GpuCall | None:
     """The call for the kernel, after the ranks have agreed on it; None if the kernel does not support it."""
     workspace, buckets = workspace_of(args.group_name, args.params[0]), args.buckets
     with current(workspace.device):
-        if not torch.cuda.is_current_stream_capturing():
-            agree(workspace, args, buckets)
+        capturing = torch.cuda.is_current_stream_capturing()
+        told = () if capturing else agree(workspace, args, buckets)
         problem = problem_of(workspace, args, buckets)
-        return None if problem is None else call_of(workspace, problem, args, buckets)
+        return None if problem is None else call_of(workspace, problem, args, buckets, told)
 
 
-def agree(workspace: GpuWorkspace, args: ReduceUpdateGather, buckets: Buckets) -> None:
-    """Raises Disagreement on all ranks where they cannot go on. Nothing has been written."""
+def agree(workspace: GpuWorkspace, args: ReduceUpdateGather, buckets: Buckets) -> list[int]:
+    """What this rank has told the others. Raises Disagreement on all ranks where they cannot go on. Nothing
+    has been written."""
     check(args, buckets, math_dtype(args.params))
     codes = [agreement.code(p, g) for p, g in zip(args.params, args.grads, strict=True)]
-    told = values_of_all(workspace, OP, args.site, "gradients of all ranks", tell(args, buckets, codes))
-    problem = agreement.problem(OP, told, args.names)
+    mine = tell(args, buckets, codes)
+    problem = agreement.problem(OP, values_of_all(workspace, OP, args.site, TOLD, mine), args.names)
     if problem:
         raise agreement.Disagreement(problem)
+    return mine
 
 
 def problem_of(workspace: GpuWorkspace, args: ReduceUpdateGather, buckets: Buckets) -> UpdateProblem | None:
@@ -88,12 +100,13 @@ def problem_of(workspace: GpuWorkspace, args: ReduceUpdateGather, buckets: Bucke
 
 
 def call_of(
-    workspace: GpuWorkspace, problem: UpdateProblem, args: ReduceUpdateGather, buckets: Buckets
-) -> GpuCall:
-    """The call in all its ways."""
+    workspace: GpuWorkspace, problem: UpdateProblem, args: ReduceUpdateGather, buckets: Buckets,
+    told: Sequence[int],
+) -> GpuCall:  # fmt: skip
+    """The call in all its ways. told: what this rank has told the others."""
 
     def run(way: Way) -> Tensor | None:
-        return _run(workspace, problem, args, buckets, way)
+        return _run(workspace, problem, buckets, told, way, args)
 
     return GpuCall(
         OP, args, workspace, problem, run, unfused=lambda: update_by_reference(args, agreed=True),
@@ -102,13 +115,17 @@ def call_of(
 
 
 def _run(
-    workspace: GpuWorkspace, problem: UpdateProblem, args: ReduceUpdateGather, buckets: Buckets, way: Way
-) -> Tensor | None:
+    workspace: GpuWorkspace, problem: UpdateProblem, buckets: Buckets, told: Sequence[int], way: Way,
+    args: ReduceUpdateGather,
+) -> Tensor | None:  # fmt: skip
     """In the kernel; None if it cannot be captured."""
-    rule = RULES[args.rule]
+    rule, mean, own = RULES[args.rule], args.reduce_op == "avg", len(RULES[args.rule].states)
     unit, capturing = unit_of(buckets), torch.cuda.is_current_stream_capturing()
     table = _table(workspace, buckets, capturing)
-    launcher = Launcher(workspace, way, OP, args.site, problem, (problem, unit))
+    kind = OP, way.name, args.site, problem, unit, mean, len(args.states), args.numbers.is_cuda, capturing
+    launcher = once(
+        workspace, kind, lambda: Launcher(workspace, way, OP, args.site, problem, (problem, unit))
+    )
     if table is None or launcher.enter() is None:
         return None
     params = [_aligned(p) for p in args.params]
@@ -116,15 +133,19 @@ def _run(
     values, rows = (b"", range(len(params))) if args.numbers.is_cuda else rates_of(args.numbers)
     words = tensor_words(buckets, workspace.rank, grads, params, rows)
     # In one piece: a captured graph has one place for what it writes anew.
-    values += bytes(-len(values) % ALIGNED)
-    placed = workspace.descriptors.place(values + words, capturing)
-    rates = args.numbers.float().contiguous() if args.numbers.is_cuda else placed.view(torch.float32)
-    own, states = len(rule.states), [s.detach() for s in args.states]
+    placed, count = workspace.descriptors.place(values + words, capturing), len(values) // 8
+    rates = args.numbers.float().contiguous() if not count else placed[:count].view(torch.float32)
+    states = [s.detach() for s in args.states]
     launcher.launch(
-        placed[len(values) // 8 :], table, rates, states[:own], states[own] if len(states) > own else None,
-        problem.longest, problem.dtypes, unit, rule.code, args.reduce_op == "avg",
+        placed[count:], table, rates, states[:own], states[own] if len(states) > own else None,
+        problem.longest, problem.dtypes, unit, rule.code, mean,
     )  # fmt: skip
     launcher.leave()
+    pairs = [*zip(args.params, params, strict=True), *zip(args.grads, grads, strict=True)]
+    like = step_kind(args)
+    if launcher.is_short and like is not None and all(t is not None and t is used for t, used in pairs):
+        long = partial(_run, workspace, problem, buckets, told, way)
+        remember(workspace, like, Step(workspace, launcher, args, told, words, rows, table, long))
     for p, used, g in zip(args.params, params, args.grads, strict=True):
         if g is not None and used is not p:
             p.detach().copy_(used)

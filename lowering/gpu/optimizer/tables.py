@@ -18,6 +18,9 @@ from autofuse.native_kernels.triton.update_exchange import FIELDS, LENGTH, TENSO
 
 assert LENGTH.value == BUCKET
 
+ALIGNED = 16
+"""Bytes: where tensors begin, as the kernel loads them."""
+
 
 @lru_cache(maxsize=256)
 def runs_of(buckets: Buckets) -> list[int]:
@@ -76,14 +79,15 @@ def _template(buckets: Buckets, rank: int, rows: tuple[int, ...]) -> array[int]:
 
 
 def rates_of(numbers: Tensor) -> tuple[bytes, list[int]]:
-    """Different rows of numbers, fp32, and which of them each tensor has."""
-    if len(numbers) and not numbers.stride(0):
-        numbers, count = numbers[:1], len(numbers)
-        return _floats(numbers.flatten().tolist()), [0] * count
+    """Different rows of numbers, fp32, up to a place where a tensor may begin; and which of them each tensor
+    has."""
+    if numbers.shape[0] and not numbers.stride(0):
+        return _floats(numbers.numpy()[0].tolist()), [0] * numbers.shape[0]
     known: dict[tuple[float, ...], int] = {}
     rows = [known.setdefault(tuple(row), len(known)) for row in numbers.tolist()]
     return _floats([number for row in known for number in row]), rows
 
 
 def _floats(values: Sequence[float]) -> bytes:
-    return struct.pack(f"{len(values)}f", *values)
+    found = struct.pack(f"{len(values)}f", *values)
+    return found + bytes(-len(found) % ALIGNED)

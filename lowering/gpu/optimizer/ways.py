@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from autofuse.lowering.gpu.choice.kernel import MOST_BYTES, Kernel, Launch, Way
+from autofuse.lowering.gpu.choice.kernel import MOST_BYTES, Kernel, Launch, Way, only_kernels
 from autofuse.lowering.gpu.choice.work import Rows, Work
 from autofuse.native_kernels.gpu.memory import Need
 from autofuse.native_kernels.triton.update_exchange import (
@@ -104,6 +104,7 @@ BUCKETS: Kernel[UpdateProblem, UpdateConfig] = Kernel(
     _configs,
     needs=_needs,
     launch=_launch,
+    only_launches=only_kernels,
     work=lambda config, problem: _work("kernel", problem),
     source="triton/update_exchange.py",
 )

@@ -1,0 +1,114 @@
+"""Steps of an optimizer that are like one before: the same parameters, and gradients that are laid out alike.
+
+The hosts still tell each other that they make the step. What the kernel is told of tensors differs from
+before in the addresses of gradients and in the rates.
+"""
+
+from __future__ import annotations
+
+import weakref
+from array import array
+from collections.abc import Callable, Hashable, Sequence
+from functools import reduce
+from operator import or_
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autofuse.lowering import agreement
+from autofuse.lowering.gpu.choice.launcher import Launcher
+from autofuse.lowering.gpu.choice.quick import Quick
+from autofuse.lowering.gpu.embedding.again import Same
+from autofuse.lowering.gpu.memory.told import values_of_all
+from autofuse.lowering.gpu.memory.workspace import GpuWorkspace
+from autofuse.lowering.ops.reduce_update_gather import ReduceUpdateGather
+from autofuse.native_kernels.triton.update_exchange import FIELDS
+
+from .tables import ALIGNED, rates_of
+from .ways import OP
+
+_dtype = Tensor.dtype.__get__  # type: ignore[attr-defined]
+
+TOLD = "gradients of all ranks"
+"""What the hosts exchange, for messages."""
+
+
+class Step:
+    """A step that the kernel has made, with a gradient for each parameter.
+
+    told: what this rank has told the others; rates, words, rows: what the kernel was told, and which rates
+    each tensor has; table: where the buckets are; long: makes a step on which the ranks have agreed.
+    """
+
+    def __init__(
+        self, workspace: GpuWorkspace, launcher: Launcher, args: ReduceUpdateGather, told: Sequence[int],
+        words: bytes, rows: Sequence[int], table: Tensor, long: Callable[[ReduceUpdateGather], Tensor | None],
+    ) -> None:  # fmt: skip
+        self.group = weakref.ref(workspace.group)
+        self._workspace, self._launcher, self._long = workspace, launcher, long
+        self._kind, _, *self._codes = told
+        self._params, self._states = Same(args.params), Same(args.states)
+        self._numels = [p.numel() for p in args.params]
+        self._dtypes = {g.dtype for g in args.grads if g is not None}
+        self._words, self._rows, self._table = array("q", words), [*rows], table
+        self._first = len(self._words) - FIELDS.value * len(args.params)
+        self._nothing = torch.empty(0, device=args.device)
+
+    def again(self, args: ReduceUpdateGather) -> Tensor | None:
+        """What the op returns; None where the step has to go the whole way. Then this rank has told the
+        others nothing. Raises Disagreement on all ranks, as the whole way does."""
+        # What is put must come after the last fused call, which may read what lay there.
+        if not (self._launcher.is_short and self._launcher.is_next() and self._launcher.goes_on()):
+            return None
+        grads = self._addresses(args.grads)
+        if grads is None or not self._params.ask(args.params) or not self._states.ask(args.states):
+            return None
+        rates, rows = rates_of(args.numbers)
+        if rows != self._rows:
+            return None
+        self._agree(args)
+        words = self._words[:]
+        words[self._first :: FIELDS.value] = array("q", grads)
+        at = self._workspace.descriptors.place(rates + words.tobytes(), False).data_ptr()
+        if not self._launcher.starts(at + len(rates), self._table.data_ptr(), at, *self._states.addresses):
+            return self._long(args)
+        torch.autograd.graph.increment_version([*args.params, *args.states])
+        return self._nothing
+
+    def _addresses(self, grads: Sequence[Tensor | None]) -> list[int] | None:
+        """None for gradients that kernels do not take as they are, or of other dtypes than before."""
+        if set(map(type, grads)) != {Tensor} or set(map(_dtype, grads)) != self._dtypes:
+            return None
+        if list(map(Tensor.numel, grads)) != self._numels or not all(map(Tensor.is_contiguous, grads)):  # type: ignore[arg-type]
+            return None
+        found = [g.data_ptr() for g in grads]  # type: ignore[union-attr]
+        return None if reduce(or_, found) % ALIGNED else found
+
+    def _agree(self, args: ReduceUpdateGather) -> None:
+        values = [self._kind, agreement.digest(args.numbers), *self._codes]
+        told = values_of_all(self._workspace, OP, args.site, TOLD, values)
+        if any(theirs != told[0] for theirs in told):
+            raise agreement.Disagreement(agreement.problem(OP, told, args.names))
+
+
+def step_kind(args: ReduceUpdateGather) -> Hashable:
+    """Of steps that a `Step` may make again; None for those that none makes."""
+    if args.numbers.is_cuda or args.wants_norm:
+        return None
+    return OP, "step", *map(id, args.params), args.rule, args.reduce_op, args.group_name, args.site
+
+
+def _kind(given: tuple[Any, ...]) -> Hashable:
+    return step_kind(ReduceUpdateGather(*given))
+
+
+def _made(workspace: GpuWorkspace, args: ReduceUpdateGather) -> Any:
+    return workspace.calls.get(step_kind(args))
+
+
+def _again(step: Step, given: tuple[Any, ...]) -> Tensor | None:
+    return step.again(ReduceUpdateGather(*given))
+
+
+QUICK = {OP: Quick(_kind, _made, _again)}
