@@ -370,9 +370,9 @@ class SlicedOptimizer(State, torch.optim.Optimizer):
                 if self._backward is not None:
                     self._backward.watch([made])
 
-    def _meet(self) -> None:
+    def _meet(self, again: bool = False) -> None:
         """Raises ValueError on all ranks if they have other parameters. Later steps tell by their seal."""
-        if not self._met:
+        if again or not self._met:
             told = Told(
                 "" if self._batches else str(self._problem or ""),
                 lines_of(self._batches, self._sharing),

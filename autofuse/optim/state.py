@@ -30,7 +30,7 @@ class State(torch.optim.Optimizer):
     _master_weights: bool
     _names: dict[Tensor, str]
     _ready: Callable[[], None]
-    _meet: Callable[[], None]
+    _meet: Callable[[bool], None]
     _begin: Callable[[], None]
     _rule: Callable[[dict[str, Any]], str]
 
@@ -67,10 +67,11 @@ class State(torch.optim.Optimizer):
         """The state of all ranks: what torch's optimizer of this name has as its state_dict, in float32.
 
         All ranks call it together, and all get it. torch's optimizer loads it, and so does one of a group of
-        any size. Master weights are a state of their own, which torch ignores.
+        any size. Master weights are a state of their own, which torch ignores. ValueError on all ranks if they
+        have other parameters.
         """
         self._ready()
-        self._meet()
+        self._meet(True)
         whole = {id(batch): self._gathered(batch) for batch in self._batches}
         found: dict[int, dict[str, Any]] = {}
         steps = self._steps()

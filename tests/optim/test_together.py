@@ -232,6 +232,12 @@ def _arguments(rank: int, world: int) -> None:
     with pytest.raises(ValueError, match=r"parameter 3 .* has 2 elements"):
         ours.load_state_dict(wrong)
     assert float(ours.param_groups[0]["lr"]) < 1
+    longer = SGD(model().parameters(), 0.1)
+    longer.full_state_dict()
+    if rank:
+        longer.add_param_group({"params": [late]})
+    with pytest.raises(ValueError, match="other parameters: rank 0 has no parameter, rank 1 has parameter 4"):
+        longer.full_state_dict()
     # A GradScaler is refused once, and does not stay.
     scaler = torch.amp.GradScaler("cpu")
     optimizer = SGD(network.parameters(), 0.1)
