@@ -210,6 +210,7 @@ def optimizer(
     device: Annotated[str, typer.Option(help="cpu; or cuda, the GPUs of torchrun.")] = "cpu",
     lamb: Annotated[bool, typer.Option(help="Measure LAMB, too.")] = True,
     captured: Annotated[bool, typer.Option(help="On GPUs, replay steps from CUDA graphs.")] = False,
+    clipped: Annotated[bool, typer.Option(help="Clip gradients by their global norm.")] = False,
     seconds: Annotated[float, typer.Option(help="Time for a row, about.")] = 3.0,
     json: Json = None,
     markdown: Markdown = None,
@@ -227,9 +228,9 @@ def optimizer(
         from autofuse.bench.optimizer.run import run, run_on_gpus
 
         load = os.getloadavg()[0]
-        if captured and device == "cpu":
-            raise ValueError("--captured: expected --device cuda")
-        options = Options(tuple(rows or ()), dtypes, lamb, seconds, captured=captured)
+        if captured and (device == "cpu" or clipped):
+            raise ValueError("--captured: expected --device cuda, and no --clipped")
+        options = Options(tuple(rows or ()), dtypes, lamb, seconds, captured=captured, clipped=clipped)
         if device == "cuda":
             torchrun.join("bench optimizer --device cuda")
             measured = run_on_gpus(options)

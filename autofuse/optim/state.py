@@ -67,8 +67,8 @@ class State(torch.optim.Optimizer):
         """The state of all ranks: what torch's optimizer of this name has as its state_dict, in float32.
 
         All ranks call it together, and all get it. torch's optimizer loads it, and so does one of a group of
-        any size. Master weights are a state of their own, which torch ignores. ValueError on all ranks if they
-        have other parameters.
+        any size. Master weights are a state of their own, which torch ignores. ValueError on all ranks if
+        they have other parameters.
         """
         self._ready()
         self._meet(True)

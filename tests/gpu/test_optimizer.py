@@ -43,7 +43,7 @@ def in_way(name: str) -> Iterator[list[str]]:
         return captured_too(call.run(ways_of(call.problem)[name]), call.op, ways_of(call.problem)[name])
 
     room = "autofuse.lowering.gpu.optimizer.call"
-    with patch(f"{room}.run_call", run), patch(f"{room}.is_measured", lambda: True):
+    with patch(f"{room}.run_call", run), patch(f"{room}.is_measured", lambda _: True):
         yield ran
 
 
@@ -110,6 +110,8 @@ def test_as_torch(
         ("buckets group=2 per_sm=3", "AdamW", {"master_weights": True}),
         ("buckets", "AdamW", {"in_backward": True}),
         ("buckets", "SGD", {}),
+        ("clipped", "AdamW", {"max_norm": 0.1}),
+        ("clipped group=2 per_sm=3", "SGD", {"max_norm": 0.1, "master_weights": True}),
     ],
 )
 def test_kernel_as_torch(

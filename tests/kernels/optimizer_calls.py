@@ -1,7 +1,8 @@
 """Calls of `update_exchange` on ranks that are CPU processes, beside the rules in float64."""
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest.mock import patch
@@ -22,9 +23,10 @@ from autofuse.lowering.gpu.optimizer.tables import (
     unit_of,
 )
 from autofuse.lowering.ops.reduce_update_gather import ReduceUpdateGather
-from autofuse.lowering.update_rules import RULES, SIGN, adam_numbers, sgd_numbers
+from autofuse.lowering.update_rules import RULES, SIGN, adam_numbers, clip, sgd_numbers
 from autofuse.native_kernels.gpu.memory import Need, PeerMemory
 from autofuse.native_kernels.gpu.state import State
+from autofuse.native_kernels.triton.clipped_update import launch_clipped_update, squares_of
 from autofuse.native_kernels.triton.update_exchange import (
     UpdateConfig,
     launch_update_exchange,
@@ -39,7 +41,8 @@ LR = 0.125
 
 @dataclass(frozen=True)
 class Update:
-    """`numels`: of the tensors; `missing`: numbers of those without a gradient; `piece`: most buckets."""
+    """`numels`: of the tensors; `missing`: numbers of those without a gradient; `max_norm`: None in a step
+    that needs no norm, 0 where it clips nothing."""
 
     numels: tuple[int, ...]
     rule: str = "adam"
@@ -49,6 +52,7 @@ class Update:
     mean: bool = True
     rows: int = 1
     config: UpdateConfig = field(default=CONFIG)
+    max_norm: float | None = None
 
     def need(self, world: int) -> Need:
         sizes = (d.itemsize for d in self.dtypes)
@@ -84,20 +88,32 @@ class Update:
             [*found, torch.cat([p.float() + 2.0**-12 for p in self.params(seed)])] if self.master else found
         )
 
+    def means(self, world: int, seed: int) -> list[Tensor]:
+        """Reduced gradients, in fp64; 0 of tensors that have none."""
+        zero = [torch.zeros(n, dtype=torch.float64) for n in self.numels]
+        for rank in range(world):
+            for total, g in zip(zero, self.grads(rank, seed), strict=True):
+                total += 0.0 if g is None else g.double()
+        return [total / (world if self.mean else 1) for total in zero]
+
+    def norm(self, world: int, seed: int) -> float:
+        """Of all reduced gradients."""
+        return math.sqrt(sum(float(g.square().sum()) for g in self.means(world, seed)))
+
     def expected(self, world: int, seed: int) -> tuple[list[Tensor], list[Tensor]]:
         """All parameters and all states, in fp64."""
         rule, numbers, buckets = RULES[self.rule], self.numbers().tolist(), buckets_of(self.numels, world)
         states, params = [s.double() for s in self.states(seed)], [p.double() for p in self.params(seed)]
-        of_ranks = [self.grads(r, seed) for r in range(world)]
+        means = self.means(world, seed)
+        factor = clip(self.norm(world, seed), self.max_norm or 0.0)
         for t, p in enumerate(params):
             at = slice(*buckets.offsets[t : t + 2])
             if t in self.missing:
                 continue
-            g = sum((of[t].double() for of in of_ranks), torch.zeros(p.shape, dtype=torch.float64))  # type: ignore[union-attr]
             if self.master:
                 p.copy_(states[-1][at])
-            scale = numbers[t][SIGN] / (world if self.mean else 1)
-            rule.update(p, g * scale, [s[at] for s in states[: len(rule.states)]], numbers[t])
+            g = means[t] * factor * numbers[t][SIGN]
+            rule.update(p, g, [s[at] for s in states[: len(rule.states)]], numbers[t])
             if self.master:
                 states[-1][at] = p
         return params, states
@@ -109,12 +125,28 @@ class Update:
         params, states = self.params(seed), [s[mine].clone() for s in self.states(seed)]
         rates, rows = rates_of(self.numbers())
         words = tensor_words(buckets, memory.rank, grads := self.grads(memory.rank, seed), params, rows)
-        launch_update_exchange(
-            memory, torch.frombuffer(bytearray(words), dtype=torch.int64), bucket_words(buckets),
+        given = (
+            torch.frombuffer(bytearray(words), dtype=torch.int64), bucket_words(buckets),
             torch.frombuffer(bytearray(rates), dtype=torch.float32), states[: len(states) - self.master],
-            states[-1] if self.master else None, longest_run(buckets), self.dtypes, unit_of(buckets),
-            RULES[self.rule].code, self.mean, self.config, SITE,
+            states[-1] if self.master else None,
         )  # fmt: skip
+        most = longest_run(buckets)
+        how = most, self.dtypes, unit_of(buckets), RULES[self.rule].code, self.mean
+        if self.max_norm is None:
+            launch_update_exchange(memory, *given, *how, self.config, SITE)
+        else:
+            norm, before = torch.full((), math.nan), [p.clone() for p in params]
+            squares = torch.full((squares_of(self.config, most, memory.world),), math.nan).double()
+            sums = torch.full((buckets.owned(memory.rank),), math.nan)
+
+            def check() -> None:
+                torch.testing.assert_close(float(norm), self.norm(memory.world, seed), rtol=1e-6, atol=0)
+                assert all(map(torch.equal, before, params)), "a parameter has changed before"
+
+            clipping = sums, squares, norm
+            launch_clipped_update(
+                memory, *given, *clipping, *how, self.max_norm, check, self.config, SITE
+            )  # fmt: skip
         assert len(grads) == len(params)
         return params, states
 
@@ -152,12 +184,26 @@ def run_updates(
         for number, call in enumerate(calls):
             call.check(given, number)
             longest = longest_run(buckets_of(call.numels, world))
-            launches += -(-max(longest, 1) // call.config.run(world))
+            pieces = -(-max(longest, 1) // call.config.run(world))
+            launches += pieces if call.max_norm is None else 2 * pieces
     assert memory.state[State.EPOCH : State.FIRM].tolist() == [launches] + 10 * [0]
     dist.barrier()
     assert not memory.signals.views[rank].any(), "counters are left over"
     assert not memory.done.any()
     assert not memory.claims.any()
+
+
+@contextmanager
+def as_on_gpus(workspace: Any) -> Iterator[None]:
+    """Ops of tensors on CPUs go the way of those on GPUs."""
+    call = "autofuse.lowering.gpu.optimizer.call"
+    with (
+        patch.object(torch.cuda, "is_current_stream_capturing", lambda: False),
+        patch(f"{call}.workspace_of", lambda *_: workspace),
+        patch(f"{call}.current", nullcontext),
+        patch(f"{call}.apart", lambda _, work: work()),
+    ):
+        yield
 
 
 def run_op(rank: int, world: int, call: Update) -> None:
@@ -166,7 +212,7 @@ def run_op(rank: int, world: int, call: Update) -> None:
     workspace: Any = FakeWorkspace(memory)
     workspace.world, workspace.programs = world, 1
     buckets = buckets_of(call.numels, world)
-    mine = slice(*buckets.starts[rank : rank + 2])
+    mine, kind = slice(*buckets.starts[rank : rank + 2]), "buckets" if call.max_norm is None else "clipped"
     for step in range(3):
         first, *rest = call.params(step)
         params = [torch.stack([first, first], 1)[:, 0], *rest]  # not contiguous
@@ -175,16 +221,12 @@ def run_op(rank: int, world: int, call: Update) -> None:
         grads = [None, *call.grads(rank, step)[1:]] if missing else call.grads(rank, step)
         numbers = call.numbers() * (1 + (step == 2 and rank == 0))
         given = ReduceUpdateGather(
-            params, grads, states, numbers, call.rule, "avg" if call.mean else "sum", 0.0, False,
+            params, grads, states, numbers, call.rule, "avg" if call.mean else "sum", call.max_norm or 0.0,
+            call.max_norm == 0,
             [f"p{t}" for t in range(len(params))], workspace.group_name, "direct", "here",
         )  # fmt: skip
         before = [t.clone() for t in (*params, *states)]
-        with (
-            patch.object(torch.cuda, "is_current_stream_capturing", lambda: False),
-            patch("autofuse.lowering.gpu.optimizer.call.workspace_of", lambda *_: workspace),
-            patch("autofuse.lowering.gpu.optimizer.call.current", nullcontext),
-            patch("autofuse.lowering.gpu.optimizer.call.apart", lambda _, work: work()),
-        ):
+        with as_on_gpus(workspace):
             if step:
                 says = "p0 has no gradient on ranks \\[1\\]" if step == 1 else "other rates"
                 with pytest.raises(ValueError, match=says):
@@ -193,14 +235,40 @@ def run_op(rank: int, world: int, call: Update) -> None:
                 continue
             found = update_call(given)
             assert found is not None
-            way = replace(ways_of(found.problem)["buckets"], config=call.config)
-            assert found.run(way) is not None
+            way = replace(ways_of(found.problem)[kind], config=call.config)
+            norm = found.run(way)
+            if call.max_norm is not None:
+                torch.testing.assert_close(float(norm), call.norm(world, step), rtol=1e-6, atol=0)
         of_params, of_states = call.expected(world, step)
         for got, expected in zip(params, of_params, strict=True):
             torch.testing.assert_close(got.double(), expected, rtol=1e-6, atol=2e-6)
             assert got._version
         for got, expected in zip(states, of_states, strict=True):
             torch.testing.assert_close(got.double(), expected[mine], rtol=1e-6, atol=1e-6)
+    dist.barrier()
+
+
+def refuse(rank: int, world: int, call: Update) -> None:
+    """No rank changes anything where the norm is not finite and that is an error."""
+    memory = peer_memory(rank, world, call.need(world))
+    workspace: Any = FakeWorkspace(memory)
+    workspace.world, workspace.programs = world, 1
+    buckets = buckets_of(call.numels, world)
+    params, grads = call.params(0), call.grads(rank, 0)
+    states = [s[slice(*buckets.starts[rank : rank + 2])].clone() for s in call.states(0)]
+    if rank and grads[0] is not None:
+        grads[0][0] = math.inf
+    given = ReduceUpdateGather(
+        params, grads, states, call.numbers(), call.rule, "avg", 1.0, True,
+        [f"p{t}" for t in range(len(params))], workspace.group_name, "direct", "here",
+    )  # fmt: skip
+    before = [t.clone() for t in (*params, *states)]
+    with as_on_gpus(workspace):
+        found = update_call(given)
+        assert found is not None
+        with pytest.raises(RuntimeError, match="the norm of all gradients is inf; no parameter has changed"):
+            found.run(replace(ways_of(found.problem)["clipped"], config=call.config))
+    assert all(map(torch.equal, before, (*params, *states)))
     dist.barrier()
 
 
@@ -230,5 +298,9 @@ def cases() -> dict[str, Update]:
         "one bucket": Update((5,)),
         "empty tensors": Update((0, 7, 0, 2050, 0), rows=2),
         "pieces": Update(many, config=replace(CONFIG, piece=4)),
+        "clipped": Update(aligned, max_norm=1.5),
+        "clipped, odd lengths": Update(many, "momentum", (bf16, bf16), True, (1,), False, 2, max_norm=0.25),
+        "clipped, pieces": Update(many, config=replace(CONFIG, piece=4), max_norm=2.0),
+        "norm of one bucket": Update((5,), "sgd", max_norm=0.0),
         "items of one": Update(aligned, "momentum", config=UpdateConfig(group=1, slice_items=1, per_sm=1)),
     }

@@ -11,7 +11,7 @@ from autofuse.lowering.gpu.choice.points import Point
 from autofuse.lowering.gpu.optimizer.ways import UpdateProblem
 from autofuse.native_kernels.gpu.state import CODES_PER_SITE, Record, Wait
 from tests.kernels.calls import SITE
-from tests.kernels.optimizer_calls import cases, give_up, run_op, run_updates
+from tests.kernels.optimizer_calls import cases, give_up, refuse, run_op, run_updates
 from tests.ranks import RankPool
 
 Interpreters = Callable[[int], RankPool]
@@ -30,14 +30,18 @@ def test_back_to_back(interpreters: Interpreters, world: int, step: int) -> None
 
 @pytest.mark.parametrize("seed", [0, 1, pytest.param(2, marks=pytest.mark.full)])
 def test_programs_that_are_placed_late(interpreters: Interpreters, seed: int) -> None:
-    calls = [cases()[name] for name in ("bf16", "one bucket", "pieces")]
+    calls = [cases()[name] for name in ("bf16", "one bucket", "clipped", "pieces", "clipped, pieces")]
     interpreters(2).run(run_updates, calls, seed, timeout=120)
 
 
-@pytest.mark.parametrize("name", ["odd lengths", "pieces"])
+@pytest.mark.parametrize("name", ["odd lengths", "pieces", "clipped", "norm of one bucket"])
 def test_as_the_op_runs_it(interpreters: Interpreters, name: str) -> None:
     """Nothing is written, nor launched, where ranks disagree."""
     interpreters(2).run(run_op, cases()[name], timeout=120)
+
+
+def test_a_norm_that_is_not_finite(interpreters: Interpreters) -> None:
+    interpreters(2).run(refuse, cases()["clipped"], timeout=60)
 
 
 @pytest.mark.parametrize("world", [2, 4, 8])

@@ -80,7 +80,7 @@ def ranks() -> Iterator[tuple[Ranks, Driver]]:
         cuda = {"is_current_stream_capturing": lambda: False, "current_device": lambda: 0}
         parts = {
             "workspace_of": lambda *_: found.workspace, "current": lambda _: nullcontext(),
-            "is_measured": lambda: True, "run_call": run, "values_of_all": found.tell,
+            "is_measured": lambda _: True, "run_call": run, "values_of_all": found.tell,
             "apart": lambda _, work: work(),
         }  # fmt: skip
         with (

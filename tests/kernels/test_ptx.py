@@ -166,7 +166,13 @@ def launch(problem: DenseProblem, way: Way, transposed: bool, trace: bool, matmu
 
 
 def compile_launch(launch: Callable[[], None]) -> tuple[Kernel, bytes]:
-    """The kernel that `launch` asks for, specialised to its arguments, and its cubin; nothing is launched."""
+    """The first kernel that `launch` asks for, and its cubin."""
+    return compile_launches(launch)[0]
+
+
+def compile_launches(launch: Callable[[], None]) -> list[tuple[Kernel, bytes]]:
+    """The kernels that `launch` asks for, specialised to their arguments, and their cubins; nothing is
+    launched."""
     found: list[tuple[Kernel, bytes]] = []
 
     def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
@@ -182,7 +188,7 @@ def compile_launch(launch: Callable[[], None]) -> tuple[Kernel, bytes]:
 
     with patch.object(JITFunction, "run", run):
         launch()
-    return found[0]
+    return found
 
 
 @cache

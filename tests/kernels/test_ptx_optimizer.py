@@ -1,5 +1,5 @@
-"""What the compiler makes of update_exchange for sm_90; no GPU is needed. The rules are those of
-test_ptx_embedding.py."""
+"""What the compiler makes of update_exchange and clipped_update for sm_90; no GPU is needed. The rules are
+those of test_ptx_embedding.py."""
 
 from pathlib import Path
 
@@ -9,12 +9,13 @@ import torch
 from autofuse.lowering.gpu.choice.kernel import ways_of
 from autofuse.lowering.gpu.optimizer.ways import UpdateProblem
 from autofuse.lowering.update_rules import RULES
+from autofuse.native_kernels.triton.clipped_update import launch_clipped_update
 from autofuse.native_kernels.triton.update_exchange import (
     UpdateConfig,
     launch_update_exchange,
     update_needs,
 )
-from tests.kernels.test_ptx import ACQUIRE, GPU_SCOPE, Kernel, compile_launch
+from tests.kernels.test_ptx import ACQUIRE, GPU_SCOPE, Kernel, compile_launches
 from tests.kernels.test_ptx_embedding import (
     COUNT,
     SIGNAL,
@@ -34,39 +35,58 @@ CONFIGS = [
 
 
 def compiled(
-    rule: str, dtypes: tuple[torch.dtype, torch.dtype], master: bool, world: int, config: UpdateConfig
-) -> tuple[Kernel, bytes]:
+    rule: str, dtypes: tuple[torch.dtype, torch.dtype], master: bool, world: int, config: UpdateConfig,
+    clips: bool,
+) -> list[tuple[Kernel, bytes]]:  # fmt: skip
     grad, param = dtypes
     memory = memory_for(update_needs(config, MOST, grad.itemsize, param.itemsize, world), world)
     words, state = torch.empty(256, dtype=torch.int64), torch.empty(1024)
     states = [state] * len(RULES[rule].states)
-    return compile_launch(
-        lambda: launch_update_exchange(
-            memory, words, words, state, states, state if master else None, MOST, dtypes, 4,
-            RULES[rule].code, True, config,
-        )
-    )  # fmt: skip
+    given = words, words, state, states, state if master else None
+    how = MOST, dtypes, 4, RULES[rule].code, True
+    if not clips:
+        return compile_launches(lambda: launch_update_exchange(memory, *given, *how, config))
+    clipping = state, state.double(), state[:1]
+    return compile_launches(
+        lambda: launch_clipped_update(memory, *given, *clipping, *how, 1.0, lambda: None, config)
+    )
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    ("rule", "dtypes", "master", "world"),
+    ("rule", "dtypes", "master", "world", "clips"),
     [
-        ("adam", (BF16, BF16), False, 2),
-        ("adam", (FP32, FP32), False, 4),
-        pytest.param("adam", (BF16, BF16), True, 8, marks=pytest.mark.full),
-        pytest.param("amsgrad", (FP16, FP16), True, 8, marks=pytest.mark.full),
-        pytest.param("momentum", (BF16, FP32), False, 2, marks=pytest.mark.full),
-        pytest.param("sgd", (FP32, FP32), False, 8, marks=pytest.mark.full),
+        ("adam", (BF16, BF16), False, 2, False),
+        ("adam", (FP32, FP32), False, 4, False),
+        ("adam", (BF16, BF16), False, 2, True),
+        pytest.param("adam", (BF16, BF16), True, 8, False, marks=pytest.mark.full),
+        pytest.param("amsgrad", (FP16, FP16), True, 8, False, marks=pytest.mark.full),
+        pytest.param("momentum", (BF16, FP32), False, 2, False, marks=pytest.mark.full),
+        pytest.param("sgd", (FP32, FP32), False, 8, False, marks=pytest.mark.full),
+        pytest.param("adam", (FP32, FP32), True, 4, True, marks=pytest.mark.full),
+        pytest.param("sgd", (BF16, FP32), False, 8, True, marks=pytest.mark.full),
     ],
 )
 def test_rules(
-    rule: str, dtypes: tuple[torch.dtype, torch.dtype], master: bool, world: int, tmp_path: Path
+    rule: str, dtypes: tuple[torch.dtype, torch.dtype], master: bool, world: int, clips: bool, tmp_path: Path
 ) -> None:
-    """Memory is read and written 8 bytes or more at a time, and hardly a register is spilled."""
     config = CONFIGS[world % 4 // 2]
-    kernel, cubin = compiled(rule, dtypes, master, world, config)
-    where = f"{rule}, {dtypes}, {config}"
+    kernels = compiled(rule, dtypes, master, world, config, clips)
+    assert len(kernels) == 1 + clips
+    for kernel, cubin in kernels:
+        check(kernel, cubin, f"{kernel.name}, {rule}, {dtypes}, {config}", config, tmp_path)
+        text = "\n".join(kernel.lines)
+        exchanged = {"sum_gradients": dtypes[:1], "update_parameters": dtypes[1:]}.get(kernel.name, dtypes)
+        if any(dtype.itemsize == 2 for dtype in exchanged):
+            assert "ld.global.v2.b32" in text
+            assert "st.global.v2.b32" in text
+        if rule != "sgd" and kernel.name != "sum_gradients":
+            assert "ld.global.v4.b32" in text
+            assert "st.global.v4.b32" in text
+
+
+def check(kernel: Kernel, cubin: bytes, where: str, config: UpdateConfig, tmp_path: Path) -> None:
+    """Memory is read and written 8 bytes or more at a time, and hardly a register is spilled."""
     for each in (SIGNAL, COUNT, ACQUIRE):
         assert kernel.find(each), where
     check_signals(kernel, where)
@@ -79,9 +99,3 @@ def test_rules(
     text = "\n".join(kernel.lines)
     assert "ld.global.b16" not in text
     assert "st.global.b16" not in text
-    if torch.bfloat16 in dtypes or torch.float16 in dtypes:
-        assert "ld.global.v2.b32" in text
-        assert "st.global.v2.b32" in text
-    if rule != "sgd":
-        assert "ld.global.v4.b32" in text
-        assert "st.global.v4.b32" in text

@@ -16,11 +16,12 @@ from autofuse.lowering.buckets import buckets_of
 from autofuse.lowering.update_rules import adam_numbers
 
 from .cells import Shapes
-from .rows import OURS
+from .rows import OURS, Options
 
 OP = "reduce_update_gather"
 BUCKET_BYTES = 25 << 20
 """Of the flat buffers, as in DDP."""
+MAX_NORM = 1.0
 RATES: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.01}
 
 Peer = tuple[Callable[[], object], list[Tensor]]
@@ -28,12 +29,13 @@ Peer = tuple[Callable[[], object], list[Tensor]]
 
 
 def peers(
-    rule: str, shapes: Shapes, dtype: torch.dtype, device: torch.device, captured: bool
+    rule: str, shapes: Shapes, dtype: torch.dtype, device: torch.device, options: Options
 ) -> Iterator[tuple[str, Peer]]:
-    """Peers by name, ours first. captured: those that a CUDA graph can replay."""
+    """Peers by name, ours first; captured: those that a CUDA graph can replay."""
+    captured, max_norm = options.captured, MAX_NORM if options.clipped else None
     rates = RATES | ({"capturable": True} if captured else {})
     params = _params(shapes, dtype, device)
-    ours = getattr(optim, rule)(params, **rates)
+    ours = getattr(optim, rule)(params, max_norm=max_norm, **rates)
     yield OURS, (ours.step, params)
     if rule == "LAMB":
         params = _params(shapes, dtype, device)
@@ -43,20 +45,20 @@ def peers(
     if params[0].is_cuda and not captured:
         from autofuse.lowering.gpu import by_name
 
-        for way in by_name.names(OP, _arguments(params), False):
+        for way in by_name.names(OP, _arguments(params, max_norm), False):
             made = _params(shapes, dtype, device)
-            arguments = _arguments(made)
+            arguments = _arguments(made, max_norm)
             yield f"{OURS} {way}", (partial(by_name.run, way, OP, arguments), made)
 
     params = _params(shapes, dtype, device)
     each = torch.optim.AdamW(params, fused=True, **rates)
-    yield "all_reduce a tensor", (_after(_reduce_each, params, each), params)
+    yield "all_reduce a tensor", (_after(_reduce_each, params, each, max_norm), params)
 
     params = _params(shapes, dtype, device)
     bucketed = torch.optim.AdamW(params, fused=True, **rates)
-    yield "flat buckets", (_after(_reduce_buckets, params, bucketed), params)
+    yield "flat buckets", (_after(_reduce_buckets, params, bucketed, max_norm), params)
 
-    yield "reduce_scatter, slice, all_gather", _flat(shapes, dtype, device, rates)
+    yield "reduce_scatter, slice, all_gather", _flat(shapes, dtype, device, rates, max_norm)
 
     if captured:
         return
@@ -65,10 +67,10 @@ def peers(
     params = _params(shapes, dtype, device)
     if len(params) >= dist.get_world_size():
         zero = ZeroRedundancyOptimizer(params, torch.optim.AdamW, fused=True, **RATES)
-        yield "ZeroRedundancyOptimizer", (_after(_reduce_buckets, params, zero), params)
+        yield "ZeroRedundancyOptimizer", (_after(_reduce_buckets, params, zero, max_norm), params)
 
 
-def _arguments(params: list[Tensor]) -> tuple[Any, ...]:
+def _arguments(params: list[Tensor], max_norm: float | None) -> tuple[Any, ...]:
     """Of the op: the first update of AdamW."""
     group = dist.group.WORLD
     assert group is not None
@@ -78,7 +80,8 @@ def _arguments(params: list[Tensor]) -> tuple[Any, ...]:
     names = [f"parameter {i}" for i in range(len(params))]
     return (
         [p.detach() for p in params], _grads(params),
-        [torch.zeros(owned, device=params[0].device) for _ in range(2)], numbers, "adam", "avg", 0.0, False,
+        [torch.zeros(owned, device=params[0].device) for _ in range(2)], numbers, "adam", "avg",
+        max_norm or 0.0, False,
         names, group.group_name, "direct", "bench",
     )  # fmt: skip
 
@@ -93,10 +96,12 @@ def _params(shapes: Shapes, dtype: torch.dtype, device: torch.device) -> list[Te
 
 
 def _after(
-    reduce: Callable[[list[Tensor]], None], params: list[Tensor], optimizer: Any
+    reduce: Callable[[list[Tensor]], None], params: list[Tensor], optimizer: Any, max_norm: float | None
 ) -> Callable[[], object]:
     def step() -> None:
         reduce(params)
+        if max_norm is not None:
+            torch.nn.utils.clip_grad_norm_(params, max_norm)
         optimizer.step()
 
     return step
@@ -129,7 +134,9 @@ def _reduce_buckets(params: list[Tensor]) -> None:
             nbytes += g.nbytes
 
 
-def _flat(shapes: Shapes, dtype: torch.dtype, device: torch.device, rates: dict[str, Any]) -> Peer:
+def _flat(
+    shapes: Shapes, dtype: torch.dtype, device: torch.device, rates: dict[str, Any], max_norm: float | None
+) -> Peer:
     """Gradients and parameters are views of two flat tensors, which is what ZeRO implementations keep."""
     world, rank = dist.get_world_size(), dist.get_rank()
     made = _params(shapes, dtype, device)
@@ -147,6 +154,10 @@ def _flat(shapes: Shapes, dtype: torch.dtype, device: torch.device, rates: dict[
         mine.grad = torch.empty_like(mine)
         dist.reduce_scatter_tensor(mine.grad, grads)
         mine.grad.div_(world)
+        if max_norm is not None:
+            squares = torch.linalg.vector_norm(mine.grad, dtype=torch.float32).square()
+            dist.all_reduce(squares)
+            mine.grad.mul_((max_norm / (squares.sqrt() + 1e-6)).clamp(max=1))
         optimizer.step()
         dist.all_gather_into_tensor(weights, mine.detach())
 

@@ -20,6 +20,8 @@ class Options:
     threads: int = 1
     captured: bool = False
     """Whether steps are replayed from CUDA graphs."""
+    clipped: bool = False
+    """Whether gradients are clipped by their global norm."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,7 @@ class Row:
     elements: int
     us: dict[str, float]
     captured: bool = False
+    clipped: bool = False
 
     @property
     def best(self) -> tuple[str, float]:
@@ -53,7 +56,7 @@ def table(rows: Sequence[Row]) -> str:
     for row in rows:
         of_peers = [f"{row.us[p]:,.0f}" if p in row.us else "" for p in peers]
         name, ratio = row.best
-        tensors = f"{row.name}, captured" if row.captured else row.name
+        tensors = ", ".join([row.name, *["captured"] * row.captured, *["clipped"] * row.clipped])
         cells = [str(row.world), row.rule, row.dtype, tensors, *of_peers, f"{ratio:.2f} ({name})"]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)

@@ -69,13 +69,18 @@ def _rows(cells: Mapping[str, Shapes], options: Options, device: torch.device) -
         _measure(name, shapes, rule, dtype, options, device)
         for name, shapes in cells.items()
         if not options.rows or any(part in name for part in options.rows)
-        for rule in ("AdamW", *(["LAMB"] if options.lamb and not options.captured else []))
+        for rule in ("AdamW", *(["LAMB"] if options.lamb and not _is_special(options) else []))
         for dtype in options.dtypes
     ]
 
 
+def _is_special(options: Options) -> bool:
+    """Whether steps are such as no LAMB can make, or none of torch's is written for."""
+    return options.captured or options.clipped
+
+
 def _measure(name: str, shapes: Shapes, rule: str, dtype: str, options: Options, device: torch.device) -> Row:
-    compared = dict(peers(rule, shapes, getattr(torch, dtype), device, options.captured))
+    compared = dict(peers(rule, shapes, getattr(torch, dtype), device, options))
     _check(compared, rule)
     steps = {peer: _replay(step) if options.captured else step for peer, (step, _) in compared.items()}
     for step in steps.values():
@@ -89,7 +94,7 @@ def _measure(name: str, shapes: Shapes, rule: str, dtype: str, options: Options,
             times[peer].append(_block(step, count, device))
     us = {peer: 1e6 * statistics.median(_largest(found, device)) for peer, found in times.items()}
     elements = sum(map(math.prod, shapes))
-    return Row(name, rule, dtype, dist.get_world_size(), elements, us, options.captured)
+    return Row(name, rule, dtype, dist.get_world_size(), elements, us, options.captured, options.clipped)
 
 
 def _replay(step: Callable[[], object]) -> Callable[[], object]:

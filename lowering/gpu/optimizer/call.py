@@ -6,6 +6,7 @@ waited for.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import cache, partial
 from typing import Any
@@ -30,13 +31,14 @@ from autofuse.lowering.update_rules import RULES
 
 from .again import TOLD, Step, step_kind
 from .tables import ALIGNED, bucket_words, longest_run, rates_of, tensor_words, unit_of
-from .ways import DTYPES, OP, UpdateProblem
+from .ways import DTYPES, OP, WITH_CLIPPING, Clipping, UpdateProblem
 
 
 @cache
-def is_measured() -> bool:
+def is_measured(clips: bool) -> bool:
     """Whether points of the kernel are shipped. Before that no step takes it, and the reference agrees."""
-    return any(point.op.startswith(OP) for point in shipped(""))
+    points = (point.op for point in shipped("") if point.op.startswith(OP))
+    return any(op.endswith(WITH_CLIPPING) == clips for op in points)
 
 
 def run_update(args: ReduceUpdateGather) -> Any:
@@ -44,7 +46,7 @@ def run_update(args: ReduceUpdateGather) -> Any:
 
     Raises Disagreement on all ranks if the ranks disagree, as the reference does.
     """
-    if not args.params or args.world == 1 or not is_measured():
+    if not args.params or args.world == 1 or not is_measured(args.wants_norm):
         return NotImplemented
     if torch.cuda.is_current_stream_capturing() and not args.numbers.is_cuda:
         return NotImplemented  # replays would go on with the numbers of this update
@@ -88,14 +90,14 @@ def problem_of(workspace: GpuWorkspace, args: ReduceUpdateGather, buckets: Bucke
     """The call as the kernel takes it; None if it does not. The same on all ranks, since they agree."""
     rule = RULES[args.rule]
     grads, params = {g.dtype for g in args.grads if g is not None}, {p.dtype for p in args.params}
-    if args.wants_norm or rule.by_norms or len(grads) != 1 or len(params) != 1:
+    if rule.by_norms or len(grads) != 1 or len(params) != 1:
         return None
     dtypes = grads.pop(), params.pop()
     if not {*dtypes} <= {*DTYPES}:
         return None
     return UpdateProblem(
         buckets.offsets[-1], longest_run(buckets), args.rule, dtypes, len(args.states), workspace.world,
-        workspace.programs,
+        workspace.programs, clips=args.wants_norm,
     )  # fmt: skip
 
 
@@ -136,11 +138,18 @@ def _run(
     placed, count = workspace.descriptors.place(values + words, capturing), len(values) // 8
     rates = args.numbers.float().contiguous() if not count else placed[:count].view(torch.float32)
     states = [s.detach() for s in args.states]
-    launcher.launch(
-        placed[count:], table, rates, states[:own], states[own] if len(states) > own else None,
-        problem.longest, problem.dtypes, unit, rule.code, mean,
-    )  # fmt: skip
-    launcher.leave()
+    result, clipping = torch.empty(0, device=args.device), list[Clipping]()
+    if problem.clips:
+        result = torch.empty((), device=args.device)
+        check = partial(_check, result) if args.error_if_nonfinite else _nothing
+        clipping.append(Clipping(buckets.owned(workspace.rank), result, args.max_norm, check))
+    try:
+        launcher.launch(
+            placed[count:], table, rates, states[:own], states[own] if len(states) > own else None,
+            problem.longest, problem.dtypes, unit, rule.code, mean, *clipping,
+        )  # fmt: skip
+    finally:
+        launcher.leave()
     pairs = [*zip(args.params, params, strict=True), *zip(args.grads, grads, strict=True)]
     like = step_kind(args)
     if launcher.is_short and like is not None and all(t is not None and t is used for t, used in pairs):
@@ -151,7 +160,18 @@ def _run(
             p.detach().copy_(used)
     changed = [p for p, g in zip(args.params, args.grads, strict=True) if g is not None]
     torch.autograd.graph.increment_version([*changed, *args.states])
-    return torch.empty(0, device=args.device)
+    return result
+
+
+def _check(norm: Tensor) -> None:
+    """Waits for the norm, which is the same on all ranks. RuntimeError if it is not finite."""
+    found = float(norm)
+    if not math.isfinite(found):
+        raise agreement.not_finite(OP, found)
+
+
+def _nothing() -> None:
+    """What a step checks that takes any norm."""
 
 
 def _aligned(t: Tensor) -> Tensor:
