@@ -30,13 +30,14 @@ class Segment(NamedTuple):
 @dataclass(frozen=True, eq=False)
 class Buckets:
     """The table of tensors of so many elements each, of `world` owners. `buckets_of` makes it; as a key of a
-    cache it stands for itself, since there may be thousands of tensors."""
+    cache it stands for itself, since there may be thousands of tensors. bucket: its most elements."""
 
     numels: tuple[int, ...]
     world: int
+    bucket: int = BUCKET
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return buckets_of, (self.numels, self.world)
+        return buckets_of, (self.numels, self.world, self.bucket)
 
     @cached_property
     def offsets(self) -> list[int]:
@@ -55,7 +56,7 @@ class Buckets:
             return self.offsets[-1]
         tensor = bisect_right(self.offsets, position) - 1
         first, end = self.offsets[tensor : tensor + 2]
-        return min(end, first + -(-(position - first) // BUCKET) * BUCKET)
+        return min(end, first + -(-(position - first) // self.bucket) * self.bucket)
 
     def owned(self, rank: int) -> int:
         """Number of elements that `rank` owns."""
@@ -89,6 +90,6 @@ class Buckets:
 
 
 @lru_cache(maxsize=256)
-def buckets_of(numels: tuple[int, ...], world: int) -> Buckets:
-    """The table; made once."""
-    return Buckets(numels, world)
+def buckets_of(numels: tuple[int, ...], world: int, bucket: int = BUCKET) -> Buckets:
+    """The table; made once. With buckets of one element, owners of a tensor of `world * n` have `n` each."""
+    return Buckets(numels, world, bucket)

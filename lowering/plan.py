@@ -59,7 +59,12 @@ FAMILIES: dict[str, Family] = {}
 ALIKE = (Family.REDUCE, Family.GATHER, Family.PUBLISH)
 """Families in which all ranks have the same chunks; in the others, ranks differ in what they send."""
 
-EVERYWHERE = ("matmul_all_reduce", "reduce_update_gather", "all_reduce_update")
+EVERYWHERE = (
+    "matmul_all_reduce",
+    "reduce_update_gather",
+    "all_reduce_update",
+    "reduce_scatter_update_all_gather",
+)
 """Ops of REDUCE whose finished tiles all ranks get."""
 
 

@@ -33,6 +33,7 @@ from .matchers import matchers_of
 from .matchers.match import Match, context_of
 from .merge import merge_fused
 from .narrow import narrow_collectives
+from .pieces import forward_pieces
 from .plan_shape import plan_shape
 from .reasons import Reason, Reject
 from .report import GraphReport, Listing, Prediction, Site, listening
@@ -59,7 +60,7 @@ class Kept:
 class Fused:
     """A collective that a fused op replaces. `touched`: names of the new, erased and changed nodes; `new`:
     the new ones. Both are empty unless reports are collected. `instead_of`: where another op was legal, too,
-    what both were predicted to save."""
+    what both were predicted to save. `takes`: other collectives that the op replaces, too."""
 
     pattern: str
     world: int
@@ -68,6 +69,7 @@ class Fused:
     touched: list[str]
     new: list[fx.Node]
     instead_of: str = ""
+    takes: tuple[fx.Node, ...] = ()
 
 
 class Fault(Exception):
@@ -99,6 +101,7 @@ def fuse(
     start = time.perf_counter()
     if settings.policy != "never":
         narrow_collectives(graph)
+        forward_pieces(graph)
     stand_ins = opaque.stand_in(graph)
     anchors = find_anchors(graph)
     check_metadata(anchors)
@@ -132,6 +135,7 @@ def fuse(
         if isinstance(outcome, Fused):
             changed.update((node, i) for node in outcome.touched)
             new[i] = outcome.new
+            again |= {j: i for j, other in enumerate(anchors) if other.node in outcome.takes}
     for i, first in again.items():
         anchor = anchors[i]
         reported[i] = replace(reported[first], collective=anchor.name, source=anchor.source, nbytes=sizes[i])
@@ -188,9 +192,11 @@ def _fuse_site(graph: fx.Graph, anchor: Anchor, settings: Settings, symbols: Sym
     if isinstance(emitter, Reject):
         return Kept(match.pattern, emitter, world, prediction)
     if not listening():
-        return Fused(match.pattern, world, prediction, None, [], [])
+        return Fused(match.pattern, world, prediction, None, [], [], takes=match.takes)
     plan = _plan_of(emitter.new, symbols)
-    return Fused(match.pattern, world, prediction, plan, emitter.touched, emitter.new, instead_of)
+    return Fused(
+        match.pattern, world, prediction, plan, emitter.touched, emitter.new, instead_of, match.takes
+    )
 
 
 def _find(

@@ -78,7 +78,7 @@ class _Step:
                 case Reduce():
                     self._run(part, there, kernels.SUM)
                     if self.grad.dtype != torch.float32:
-                        sums = _floats(there, part)
+                        sums = floats(there, part)
                         sums.copy_(sums.to(self.grad.dtype))  # the collective rounds
                     self._apply(part, there)
                 case Copy():
@@ -88,7 +88,7 @@ class _Step:
         self._run(part, sums, kernels.UPDATE)
         if self.sum is not None and part.count:
             start, count = part.segments[1:3]
-            self.sum.view(-1)[start : start + count] = _floats(sums, part)
+            self.sum.view(-1)[start : start + count] = floats(sums, part)
 
     def _run(self, part: Part, sums: int, action: int) -> None:
         """Sums what ranks have sent, or applies the rule to sums. There is one tensor: one segment a tile."""
@@ -110,6 +110,6 @@ class _Step:
         return self.grad.new_empty(0) if self.sum is None else self.sum
 
 
-def _floats(sums: int, part: Part) -> Tensor:
+def floats(sums: int, part: Part) -> Tensor:
     """The sums of a tile, at an address."""
     return torch.frombuffer((c_float * part.segments[2]).from_address(sums), dtype=torch.float32)

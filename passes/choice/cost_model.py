@@ -45,7 +45,7 @@ from autofuse.lowering.cpu.gather_executor import FEW_ROWS as FEW_ROWS_A_PART
 from autofuse.lowering.cpu.reduce_executor import ONE_SHOT_BYTES
 from autofuse.lowering.cpu.support import FEW_ROWS, LONG_ROWS, VERY_FEW_ROWS
 from autofuse.lowering.ops.library import FUSED_OPS
-from autofuse.lowering.plan import Family
+from autofuse.lowering.plan import EVERYWHERE, Family
 from autofuse.passes.graph.layout import Size
 
 from .device_table import DeviceTable
@@ -185,10 +185,16 @@ class Model:
         return self._share(task.world) * compute + self.collective(task)
 
     def collective(self, task: Task) -> Value:
-        """Microseconds of the collective alone."""
+        """Microseconds of the collectives alone. An op that scatters a sum and hands all of it out stands for
+        an all_gather of as many bytes, too."""
         kind = FUSED_OPS[task.op].replaces
         moved = task.sent * task.world if kind == "all_gather" else task.sent
-        return self._ranked(kind, "start_us", task.world) + moved / self._ranked(kind, "rate", task.world)
+        kinds = (kind, "all_gather") if kind == "reduce_scatter" and task.op in EVERYWHERE else (kind,)
+        total: Value = 0.0
+        for each in kinds:
+            rate = self._ranked(each, "rate", task.world)
+            total = total + self._ranked(each, "start_us", task.world) + moved / rate
+        return total
 
     def compute(self, task: Task, arithmetic: Arithmetic, fused: bool) -> Value:
         """Microseconds of the compute on a core of its own."""

@@ -76,6 +76,8 @@ def call_on_copies(
     """
     changing = [a.name for a in op._schema.arguments if a.alias_info is not None]
     bases = [base for name in changing for base in given[name]]
+    if not bases:
+        return emitter.call(op, *(given[a.name] for a in op._schema.arguments)), {}
     rest: dict[str, Any] = {name: value for name, value in given.items() if name not in changing}
     for name in changing:
         rest[f"_{name}_length"] = len(given[name])

@@ -18,6 +18,7 @@ from .match import Context, Found
 from .matmul_gather import match_matmul_gather
 from .matmul_reduce import match_all_reduce, match_reduce_scatter
 from .optimizer_update import match_update
+from .sliced_update import match_sliced_update
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ MATCHERS = [
     Matcher("matmul_all_reduce", match_all_reduce),
     Matcher("all_reduce_update", match_update, competes=True),
     Matcher("matmul_reduce_scatter", match_reduce_scatter),
+    Matcher("reduce_scatter_update_all_gather", match_sliced_update, competes=True),
     Matcher("all_gather_matmul", match_all_gather),
     Matcher("matmul_all_gather", match_matmul_gather),
     Matcher("expert_matmul_all_to_all", match_combine),

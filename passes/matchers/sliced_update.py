@@ -1,0 +1,138 @@
+"""reduce_scatter -> update of this rank's slice -> all_gather of the parameter: ZeRO-1 in tensor ops.
+
+The fused op updates the slices that the graph has, so that nothing need be known of what they are slices of.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import fx
+
+from autofuse.passes.graph.anchors import Anchor, find_anchors
+from autofuse.passes.graph.emit import Emitter
+from autofuse.passes.graph.follow import aten, tensor
+from autofuse.passes.graph.functional import call_on_copies
+from autofuse.passes.graph.paths import depends_on
+from autofuse.passes.reasons import Reason, Reject
+
+from .match import Context, Found, Match, Work
+from .update_algebra import before_rounding, rule_of
+from .update_rule import Update, below, changed, check_update, find_update, numbers_of
+
+PATTERN = "reduce_scatter_update_all_gather"
+
+
+def match_sliced_update(anchor: Anchor, context: Context) -> Found:
+    by_sum, states = below(anchor), changed(anchor)
+    gathers = [a for a in find_anchors(anchor.node.graph) if a.kind == "all_gather" and _updated(a) in by_sum]
+    if not gathers:
+        if states:
+            return Reject(Reason.UNSUPPORTED_VARIANT, "the updated slice is not gathered in this graph")
+        return Reject(Reason.NO_COMPUTE, "no tensor is updated by what is reduced, and gathered")
+    if len(gathers) > 1:
+        names = ", ".join(gather.node.name for gather in gathers)
+        return Reject(Reason.EXTRA_USERS, f"what is reduced is gathered {len(gathers)} times: {names}")
+    (gather,) = gathers
+    if gather.group != anchor.group:
+        return Reject(Reason.UNSUPPORTED_VARIANT, f"{gather.node.name} is over another group")
+    param = next((to for to, new in states.items() if before_rounding(new) is _updated(gather)), None)
+    written = param is not None
+    if param is None:
+        param = _read(anchor, (gather.input, *states.values()), states)
+    if isinstance(param, Reject):
+        return param
+    becomes = states if written else {**states, param: gather.input}
+    reject = check_update(anchor, context, becomes) or _check(anchor, gather, becomes, param, written)
+    if reject is not None:
+        return reject
+    found = find_update(anchor, becomes)
+    if isinstance(found, Reject):
+        return found
+    if found.keep:
+        return Reject(Reason.EXTRA_USERS, "something besides the update reads what is reduced")
+    if next(iter(found.changed)) is not param:
+        return Reject(Reason.UNSUPPORTED_VARIANT, f"{gather.node.name} gathers a state of the optimizer")
+    inputs = (anchor.input, *found.changed, *found.scalars.values())
+    mine = tensor(anchor.node)
+    assert mine is not None
+    work = Work(bytes_read=len(found.changed) * mine.numel() * mine.element_size())
+    apply = partial(_rewrite, anchor, gather, context, found, written)
+    return Match(PATTERN, work, context.shapes, apply, inputs, takes=(gather.node,))
+
+
+def _updated(gather: Anchor) -> fx.Node:
+    """What is gathered, before it is rounded."""
+    return before_rounding(gather.input)
+
+
+def _read(anchor: Anchor, values: tuple[fx.Node, ...], states: dict[fx.Node, fx.Node]) -> fx.Node | Reject:
+    """The one tensor besides the states of which the new values are computed: the slice of the parameter."""
+    seen: set[fx.Node] = set()
+    leaves: dict[fx.Node, None] = {}
+    work = [before_rounding(value) for value in values]
+    while work:
+        node = work.pop()
+        val = tensor(node)
+        if node in seen or node in anchor.results or val is None or not val.dim():
+            continue
+        seen.add(node)
+        if node.op == "call_function" and rule_of(node) is not None:
+            work += node.all_input_nodes
+        elif node not in states and node.target is not aten.full.default:
+            leaves[node] = None
+    if len(leaves) != 1:
+        what = ", ".join(leaf.name for leaf in leaves) or "no tensor"
+        return Reject(Reason.UNSUPPORTED_VARIANT, f"what is gathered is computed from {what}")
+    (param,) = leaves
+    if depends_on(anchor, [param]) is not None:
+        return Reject(Reason.UNSUPPORTED_VARIANT, f"{param.name} is computed from what is reduced")
+    return param
+
+
+def _check(
+    anchor: Anchor, gather: Anchor, becomes: dict[fx.Node, fx.Node], param: fx.Node, written: bool
+) -> Reject | None:
+    given, out = tensor(param), tensor(gather.input)
+    assert given is not None
+    assert out is not None
+    if out.dtype != given.dtype and not (written and given.dtype == torch.float32):
+        return Reject(Reason.DTYPE, f"a parameter of {given.dtype} is gathered in {out.dtype}")
+    for node in becomes:
+        val = tensor(node)
+        if node is not param and val is not None and val.dtype != torch.float32:
+            return Reject(Reason.DTYPE, f"{node.name}, a state, is {val.dtype}")
+    value = gather.input
+    other = next((u for u in value.users if u is not gather.node), None)
+    if not written and other is not None:
+        return Reject(Reason.EXTRA_USERS, f"{other.name} reads the new slice of the parameter, too")
+    return None
+
+
+def _rewrite(
+    anchor: Anchor, gather: Anchor, context: Context, found: Update, written: bool, emitter: Emitter
+) -> None:
+    param, *states = found.changed
+    out = tensor(gather.input)
+    assert out is not None
+    gathered, becomes = call_on_copies(
+        emitter,
+        torch.ops.autofuse.reduce_scatter_update_all_gather.default,
+        {
+            "param": None if written else param,
+            "states": [*states, param] if written else states,
+            "grad": anchor.input,
+            "numbers": numbers_of(emitter, found),
+            "rule": found.rule,
+            "reduce_op": anchor.reduce_op,
+            "gathered": out.dtype,
+            "group_name": context.group,
+            "order": context.order,
+            "site": context.site,
+        },
+    )
+    for base, new in becomes.items():
+        emitter.replace(found.changed[base], new)
+    for node in gather.results:
+        emitter.replace(node, gathered)

@@ -1,0 +1,252 @@
+"""What tensors of an optimizer become by a sum over ranks: the rule, and its numbers as nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import sympy
+import torch
+from torch import fx
+
+from autofuse.passes.graph.anchors import Anchor
+from autofuse.passes.graph.emit import CannotEmit, Emitter
+from autofuse.passes.graph.follow import aten, prims, tensor
+from autofuse.passes.graph.paths import depends_on
+from autofuse.passes.reasons import Reason, Reject
+
+from .match import Context
+from .update_algebra import (
+    NARROW,
+    Algebra,
+    Coefficient,
+    NotARule,
+    Polynomial,
+    before_rounding,
+    equal,
+    rule_of,
+)
+
+
+@dataclass(frozen=True)
+class Update:
+    """A rule with its numbers. changed: the parameter, then states, and what they become.
+
+    keep: something else reads the sum, too.
+    """
+
+    rule: str
+    numbers: tuple[Coefficient, ...]
+    changed: dict[fx.Node, fx.Node]
+    scalars: dict[str, fx.Node]
+    keep: bool
+
+
+Known = tuple[str, list[fx.Node], tuple[Coefficient, ...]]
+"""A rule, the tensors in its order, and its numbers."""
+
+
+def below(anchor: Anchor) -> set[fx.Node]:
+    """What pointwise ops of a rule make of the sum."""
+    found: set[fx.Node] = set()
+    work = list(anchor.results)
+    while work:
+        for user in work.pop().users:
+            if user not in found and rule_of(user) is not None:
+                found.add(user)
+                work.append(user)
+    return found
+
+
+def changed(anchor: Anchor) -> dict[fx.Node, fx.Node]:
+    """What inputs of the graph become by the sum: new values by input. A parameter of 16 bits that is rounded
+    from another one is none of them: what follows from the other is left in the graph."""
+    by_sum = below(anchor)
+    copies = anchor.node.graph.find_nodes(op="call_function", target=aten.copy_.default)
+    pairs = [(n.args[0], n.args[1]) for n in copies if not _is_sum(anchor, n.args[1])]
+    values = {new for _, new in pairs}
+    return {
+        to: new
+        for to, new in pairs
+        if isinstance(to, fx.Node) and to.op == "placeholder" and isinstance(new, fx.Node)
+        if before_rounding(new) in by_sum and (new in by_sum or before_rounding(new) not in values)
+    }
+
+
+def _is_sum(anchor: Anchor, node: object) -> bool:
+    """Whether the node is a copy of the sum, such as that which becomes the gradient."""
+    while isinstance(node, fx.Node) and node not in anchor.results and node.target is aten.copy.default:
+        node = node.args[1]
+    return node in anchor.results
+
+
+def check_update(anchor: Anchor, context: Context, becomes: dict[fx.Node, fx.Node]) -> Reject | None:
+    """Why no fused op can update the keys of `becomes` by what is reduced, whatever the rule."""
+    if anchor.reduce_op not in ("sum", "avg"):
+        return Reject(Reason.REDUCE_OP, f"the reduction is {anchor.reduce_op!r}")
+    if isinstance(context.group, fx.Node):
+        return Reject(Reason.UNSUPPORTED_VARIANT, "the group is a value of the graph")
+    if context.order == "ring":
+        return Reject(Reason.UNSUPPORTED_VARIANT, "sums before an update are in rank order")
+    given = tensor(anchor.node)
+    assert given is not None
+    if not all(isinstance(size, int) for size in given.shape) or not given.dim():
+        return Reject(Reason.UNSUPPORTED_VARIANT, "an update of tensors of no dims, or whose sizes vary")
+    for node in (anchor.node, *becomes):
+        val = tensor(node)
+        if val is None or val.dtype not in (torch.float32, *NARROW):
+            return Reject(Reason.DTYPE, f"{node.name} is updated in {val.dtype if val is not None else None}")
+        if val.shape != given.shape:
+            return Reject(Reason.LAYOUT, f"{node.name} has another shape than what is reduced")
+    if len(set(becomes.values())) < len(becomes):
+        return Reject(Reason.UNSUPPORTED_VARIANT, "two tensors become one value")
+    return None
+
+
+def find_update(anchor: Anchor, becomes: dict[fx.Node, fx.Node]) -> Update | Reject:
+    """The rule by which all of `becomes` change."""
+    old = {node: f"old {node.name}" for node in becomes}
+    new = {value: f"new {node.name}" for node, value in becomes.items()}
+    algebra = Algebra({**dict.fromkeys(anchor.results, "g"), **old, **new})
+    try:
+        rule, order, numbers = _rule_of(algebra, becomes)
+        reject = None
+    except NotARule as error:
+        reject = Reject(Reason.UNSUPPORTED_VARIANT, f"no update of an optimizer that is known: {error}")
+    late = depends_on(anchor, algebra.scalars.values())
+    if late is not None:
+        why = f"{late.name}, by which the update is scaled, is computed from what is reduced"
+        return Reject(
+            Reason.UNSUPPORTED_VARIANT, f"{why}, as clipping by a norm does: no op reduces and updates then"
+        )
+    if reject is not None:
+        return reject
+    return Update(
+        rule, numbers, {n: becomes[n] for n in order}, algebra.scalars, _is_read(anchor, becomes.values())
+    )
+
+
+def _rule_of(algebra: Algebra, becomes: dict[fx.Node, fx.Node]) -> Known:
+    """Raises NotARule."""
+    left: dict[fx.Node, Polynomial] = {}
+    late: list[fx.Node] = []
+    for node, value in becomes.items():
+        try:
+            left[node] = algebra.of(before_rounding(value), root=True)
+        except NotARule:
+            late.append(node)  # a parameter: its divisor needs the second moment
+    second = [n for n, of in left.items() if ("g", "g") in of]
+    if len(second) == 1:
+        algebra.second = f"new {second[0].name}"
+    for node in late:
+        left[node] = algebra.of(before_rounding(becomes[node]), root=True)
+    return _adam(algebra, left, second) if second else _sgd(left)
+
+
+def _is_read(anchor: Anchor, values: object) -> bool:
+    """Whether anything but the update reads the sum, or what lies between."""
+    inside = below(anchor)
+    ends = set(values)  # type: ignore[call-overload]
+    for node in (*anchor.results, *inside - ends):
+        for user in node.users:
+            if user not in inside and user not in ends and user not in anchor.results:
+                return True
+    below_ends = [n for end in ends for n in end.users if n in inside]
+    needed = set(ends)
+    work = list(ends)
+    while work:
+        for above in work.pop().all_input_nodes:
+            if above in inside and above not in needed:
+                needed.add(above)
+                work.append(above)
+    return any(n not in needed for n in (*inside, *below_ends))
+
+
+def _only(of: Polynomial, *keys: tuple[str, ...]) -> list[Coefficient]:
+    """The coefficients of `keys`; NotARule if there are others."""
+    if not of.keys() <= set(keys):
+        raise NotARule("a term of no rule: " + " ".join(next(k for k in of if k not in keys)))
+    return [of.get(key, 0.0) for key in keys]
+
+
+def _need(holds: bool, why: str) -> None:
+    if not holds:
+        raise NotARule(why)
+
+
+def _adam(algebra: Algebra, left: dict[fx.Node, Polynomial], second: Sequence[fx.Node]) -> Known:
+    _need(
+        len(left) == 3 and len(second) == 1, f"{len(left)} tensors change, of them {len(second)} by squares"
+    )
+    (v,) = second
+    param = [n for n in left if any("Q" in key for key in left[n])]
+    _need(len(param) == 1 and algebra.quotient is not None, "no parameter is divided by a root")
+    (p,) = param
+    (m,) = (n for n in left if n not in (p, v))
+    old_p, old_m, old_v = (f"old {n.name}" for n in (p, m, v))
+    keep1, take1, decayed = _only(left[m], (old_m,), ("g",), (old_p,))
+    _need(equal(keep1 + take1, 1.0), "the first moment is no mean")
+    _need(take1 != 0, "the first moment does not depend on the sum")
+    decay = decayed / take1
+    keep2, take2, mixed, of_square = _only(
+        left[v], (old_v,), ("g", "g"), tuple(sorted(("g", old_p))), (old_p, old_p)
+    )
+    fits = equal(mixed, 2 * take2 * decay) and equal(of_square, take2 * decay * decay)
+    _need(fits, "moments of different gradients")
+    keep, step = _only(left[p], (old_p,), tuple(sorted(("Q", f"new {m.name}"))))
+    assert algebra.quotient is not None
+    root, eps = algebra.quotient
+    return "adam", [p, m, v], (keep, decay, take1, keep2, take2, root, eps, -step, 0.0, 0.0, 1.0, 0.0)
+
+
+def _sgd(left: dict[fx.Node, Polynomial]) -> Known:
+    if len(left) == 1:
+        ((p, of),) = left.items()
+        keep, step = _only(of, (f"old {p.name}",), ("g",))
+        _need(step != 0, "the parameter does not depend on the sum")
+        return "sgd", [p], (-step, (keep - 1) / step, *(0.0,) * 8, 1.0, 0.0)
+    _need(len(left) == 2, f"{len(left)} tensors change")
+    found = [n for n, of in left.items() for o in left if o is not n and (f"new {o.name}",) in of]
+    _need(len(found) == 1, "no tensor changes by another")
+    (p,) = found
+    (m,) = (n for n in left if n is not p)
+    old_p, old_m = f"old {p.name}", f"old {m.name}"
+    m_keep, take, decayed = _only(left[m], (old_m,), ("g",), (old_p,))
+    _need(take != 0, "the momentum does not depend on the sum")
+    decay = decayed / take
+    keep, of_g, of_m = _only(left[p], (old_p,), ("g",), (f"new {m.name}",))
+    _need(equal(keep, 1.0 + of_g * decay), "a decay that is in no gradient")
+    return "momentum", [p, m], (1.0, decay, m_keep, take, -of_g, -of_m, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0)
+
+
+def numbers_of(emitter: Emitter, found: Update) -> fx.Node:
+    """The row of the rule (`lowering.update_rules`), a vector."""
+    return emitter.call(aten.cat.default, [_number(emitter, value, found.scalars) for value in found.numbers])
+
+
+def _number(emitter: Emitter, value: Coefficient, scalars: dict[str, fx.Node]) -> fx.Node:
+    """A coefficient as a tensor of one element."""
+    if not isinstance(value, sympy.Expr) or value.is_number:
+        options = {"dtype": torch.float32, "device": torch.device("cpu"), "pin_memory": False}
+        return emitter.call(aten.full.default, [1], float(value), **options)
+    node = _scalar(emitter, value, scalars)
+    node = emitter.call(prims.convert_element_type.default, node, torch.float32)
+    return emitter.call(aten.reshape.default, node, [1])
+
+
+def _scalar(emitter: Emitter, value: sympy.Expr, scalars: dict[str, fx.Node]) -> fx.Node:
+    """An expression in tensors of no dims."""
+    if isinstance(value, sympy.Symbol):
+        return scalars[value.name]
+    if isinstance(value, sympy.Pow) and value.exp.is_number:
+        base = _scalar(emitter, value.base, scalars)
+        return emitter.call(aten.pow.Tensor_Scalar, base, float(value.exp))
+    if not isinstance(value, (sympy.Mul, sympy.Add)):
+        raise CannotEmit(f"{value} is no sum, product or power")
+    target = aten.mul.Tensor if isinstance(value, sympy.Mul) else aten.add.Tensor
+    of_numbers = [float(a) for a in value.args if a.is_number]
+    nodes = [_scalar(emitter, a, scalars) for a in value.args if not a.is_number]
+    total = nodes[0]
+    for other in [*nodes[1:], *of_numbers]:
+        total = emitter.call(target, total, other)
+    return total
