@@ -116,9 +116,8 @@ def find_update(anchor: Anchor, becomes: dict[fx.Node, fx.Node]) -> Update | Rej
     late = depends_on(anchor, algebra.scalars.values())
     if late is not None:
         why = f"{late.name}, by which the update is scaled, is computed from what is reduced"
-        return Reject(
-            Reason.UNSUPPORTED_VARIANT, f"{why}, as clipping by a norm does: no op reduces and updates then"
-        )
+        cause = "as for clipping or a trust ratio: all must be reduced before any is updated"
+        return Reject(Reason.UNSUPPORTED_VARIANT, f"{why}, {cause}")
     if reject is not None:
         return reject
     return Update(

@@ -180,13 +180,42 @@ def clipped(s: State) -> None:
     s["p"].sub_(g * (LR / (g.norm() + EPS)))
 
 
+def clipped_gradient(s: State) -> None:
+    """As torch.nn.utils.clip_grad_norm_ does."""
+    g = reduced(s)
+    g = g * torch.clamp(0.1 / (g.norm() + 1e-6), max=1.0)
+    s["m"].lerp_(g, 1 - B1)
+    s["v"].mul_(B2).addcmul_(g, g, value=1 - B2)
+    s["p"].addcdiv_(s["m"], s["v"].sqrt().add_(EPS), value=-LR)
+
+
+def clipped_by_all(s: State) -> None:
+    """By the norm of two gradients, each with an all_reduce of its own."""
+    gradients = [reduced(s), funcol.all_reduce(s["v"], "avg", dist.group.WORLD)]
+    norm = torch.stack([g.norm() for g in gradients]).norm()
+    factor = torch.clamp(0.1 / (norm + 1e-6), max=1.0)
+    for p, g in zip((s["p"], s["m"]), gradients, strict=True):
+        p.sub_(LR * (g * factor))
+
+
 def narrow_between(s: State) -> None:
     """The scaled gradient is rounded."""
     g = reduced(s) * 0.3
     s["p"].copy_(s["p"].float() - g.float())
 
 
-_KEPT = (cubed, clipped, no_mean, rooted_before, of_two_parameters, narrow_moments, narrow_between)
+def lamb(s: State) -> None:
+    g = reduced(s)
+    s["m"].lerp_(g, 1 - B1)
+    s["v"].mul_(B2).addcmul_(g, g, value=1 - B2)
+    u = s["m"] / (s["v"].sqrt() + EPS) + DECAY * s["p"]
+    of_p, of_u = s["p"].norm(), u.norm()
+    trust = torch.where(of_p > 0, torch.where(of_u > 0, of_p / of_u, 1.0), 1.0)
+    s["p"].sub_(LR * trust * u)
+
+
+_SCALED = (clipped, clipped_gradient, clipped_by_all, lamb)
+_KEPT = (*_SCALED, cubed, no_mean, rooted_before, of_two_parameters, narrow_moments, narrow_between)
 KEPT = {f.__name__: f for f in _KEPT}
 
 
@@ -256,9 +285,13 @@ def test_on_four_ranks(ranks: Ranks) -> None:
 @pytest.mark.parametrize("name", KEPT)
 def test_kept(ranks: Ranks, name: str) -> None:
     for sites in ranks(2).run(_run, name, (31, 65), layout_of(name), False, timeout=200):
-        ((reason, detail),) = sites
-        assert reason == "unsupported_variant"
-        assert detail.startswith("no update of an optimizer that is known") or name == "clipped"
+        assert len(sites) == (2 if name == "clipped_by_all" else 1)
+        for reason, detail in sites:
+            assert reason == "unsupported_variant"
+            if KEPT[name] in _SCALED:
+                assert "by which the update is scaled, is computed from what is reduced" in detail
+            else:
+                assert detail.startswith("no update of an optimizer that is known")
 
 
 def _run(

@@ -111,7 +111,14 @@ def master(s: State) -> None:
     s["p16"].copy_(gathered(s["w"].bfloat16()))
 
 
-_FUSED = (adamw, in_place, flat, columns, momentum, of_tensors, narrow, narrow_slice, master)
+def two(s: State) -> None:
+    """All gradients are reduced before the first parameter is updated."""
+    gradients = [reduced(s), reduced(s, "sum", "g16").float()]
+    s["p"].copy_(gathered(adam(s, chunk(s), gradients[0])))
+    s["p16"].copy_(gathered((chunk(s, "p16").float() - LR * gradients[1]).bfloat16()))
+
+
+_FUSED = (adamw, in_place, flat, columns, momentum, of_tensors, narrow, narrow_slice, master, two)
 FUSED = {f.__name__: f for f in _FUSED}
 
 
@@ -166,7 +173,7 @@ KEPT = {
     slice_is_read: ("extra_users", "reads the new slice"),
     gathered_twice: ("extra_users", "gathered 2 times"),
     of_two_parameters: ("unsupported_variant", "is computed from"),
-    clipped: ("unsupported_variant", "is computed from what is reduced, as clipping"),
+    clipped: ("unsupported_variant", "is computed from what is reduced, as for clipping"),
     state_is_gathered: ("unsupported_variant", "gathers a state"),
     cubed: ("unsupported_variant", "no update of an optimizer that is known"),
 }
@@ -210,13 +217,14 @@ def check(
 
 GENERATED = {"backend": "autofuse", "options": {"policy": "always"}}
 BOTH = [("reduce_scatter", UPDATE, ""), ("all_gather", UPDATE, "")]
+TWICE = [site for site in BOTH for _ in range(2)]
 
 
 @pytest.mark.parametrize("generated", [False, pytest.param(True, marks=pytest.mark.full)])
 @pytest.mark.parametrize("name", FUSED)
 def test_fused(ranks: Ranks, name: str, generated: bool) -> None:
     how = GENERATED if generated else {}
-    assert ranks(2).run(_run, name, (62, 66), how, timeout=200) == [BOTH] * 2
+    assert ranks(2).run(_run, name, (62, 66), how, timeout=200) == [BOTH if name != "two" else TWICE] * 2
 
 
 @pytest.mark.parametrize(("world", "shape"), [(3, (9, 111)), (2, (1500, 1400))])
