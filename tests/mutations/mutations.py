@@ -591,6 +591,41 @@ FRONT_END = (
 UPDATE = _of("ops", "reduce_update_gather")
 OPTIMIZERS = (
     Mutation(
+        "a prepared step does not ask the other ranks",
+        "again.py",
+        "        self._agree(args)\n",
+        "",
+        _of("kernels", "prepared_steps"),
+    ),
+    Mutation(
+        "a prepared step takes gradients that begin anywhere",
+        "again.py",
+        "return None if reduce(or_, found) % ALIGNED else found",
+        "return found",
+        _of("kernels", "prepared_steps"),
+    ),
+    Mutation(
+        "numbers on the device go the fastest way, of torch too",
+        "call.py",
+        "if (way := ways[t.name]).fused)",
+        "if (way := ways[t.name]))",
+        _of("kernels", "prepared_steps"),
+    ),
+    Mutation(
+        "the norm is computed before all sums are there",
+        "clipped_update.py",
+        "if count_sum(counter) == items - 1:",
+        "if count_sum(counter) == tl.maximum(items - 2, 0):",
+        _of("kernels", "interpreted_optimizer"),
+    ),
+    Mutation(
+        "gradients are not scaled by the factor of their norm",
+        "clipped_update.py",
+        "* (factor * ratio(rates, row, 10))",
+        "* ratio(rates, row, 10)",
+        _of("kernels", "interpreted_optimizer"),
+    ),
+    Mutation(
         "gradients of the last rank are not added",
         "optimizer.cpp",
         "for (int r = 0; r < w.world; ++r) {",
