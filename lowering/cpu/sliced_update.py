@@ -87,7 +87,8 @@ class _Step:
         work = self.work
         work.segments, work.n_segments = addressof(part.segments), part.count
         for i in range(len(RULES[self.args.rule].states)):
-            work.states[i] = self.flat[i].data_ptr() + WIDTH * part.at
+            state = self.flat[i]
+            work.states[i] = state.data_ptr() + WIDTH * (self.args.offset(state) + part.at)
         if self.master is not None:
             work.master = self.master + WIDTH * part.at
         work.from_sums, work.scale, work.sums, work.out = False, self.scale, there, there

@@ -7,10 +7,11 @@
     grad: [W * n, ...]   param, states, sum, new: [n, ...]   gathered: [W * n, ...] of dtype `gathered`
 
 Each rank updates the slices that it gives, whatever they are slices of, by its own `numbers` (a row of
-`lowering.update_rules`). States are float32, and so is what the rule computes. If `param` is None, the slice
-of the parameter is the last of `states` and becomes `new`; a float32 one is then a master weight where
-`gathered` is narrower. Otherwise the parameter has the dtype `gathered`. The sum is rounded to the dtype of
-the gradient, `new` to those of the parameter and of `gathered`. Rules with norms (LAMB) have no such form.
+`lowering.update_rules`). In a state of more elements the slice begins at element `start`. States are float32,
+and so is what the rule computes. If `param` is None, the slice of the parameter is the last of `states` and
+becomes `new`; a float32 one is then a master weight where `gathered` is narrower. Otherwise the parameter has
+the dtype `gathered`. The sum is rounded to the dtype of the gradient, `new` to those of the parameter and of
+`gathered`. Rules with norms (LAMB) have no such form.
 
 Returns what is gathered. The op has no gradient, and its plan is `direct` or `oblivious`."""
 
@@ -43,6 +44,7 @@ class ReduceScatterUpdateAllGather(NamedTuple):
     rule: str
     reduce_op: str
     gathered: torch.dtype
+    start: int
     group_name: str
     order: str
     site: str
@@ -51,6 +53,10 @@ class ReduceScatterUpdateAllGather(NamedTuple):
     def slice(self) -> Tensor:
         """Of the parameter."""
         return self.states[-1] if self.param is None else self.param
+
+    def offset(self, state: Tensor) -> int:
+        """Where the slice begins in a state."""
+        return 0 if state.numel() == self.slice.numel() else self.start
 
     @property
     def buckets(self) -> Buckets:
@@ -66,9 +72,14 @@ def _reference(args: ReduceScatterUpdateAllGather) -> Tensor:
     world, rows = group_size(args.group_name), args.grad.unsqueeze(-1).flatten(1)
     total = reduce_scatter(rows, args.reduce_op, 0, 1, world, args.group_name)
     param, rule = args.slice.detach(), RULES[args.rule]
-    new = param.to(torch.float32, copy=True)
+    new = param.to(torch.float32, copy=True).contiguous()
     states = [s.detach() for s in args.states[: len(rule.states)]]
-    rule.update(new, total.view(new.shape).float(), states, args.numbers.tolist())
+    flat = [s.contiguous().view(-1) for s in states]
+    slices = [s[args.offset(s) :][: new.numel()] for s in flat]
+    rule.update(new.view(-1), total.view(-1).float(), slices, args.numbers.tolist())
+    for state, changed in zip(states, flat, strict=True):
+        if not state.is_contiguous():
+            state.copy_(changed.view(state.shape))
     if args.param is None:
         param.copy_(new)
     torch.autograd.graph.increment_version(args.states)

@@ -5,6 +5,7 @@ The fused op updates the slices that the graph has, so that nothing need be know
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -15,6 +16,7 @@ from autofuse.passes.graph.emit import Emitter
 from autofuse.passes.graph.follow import aten, tensor
 from autofuse.passes.graph.functional import call_on_copies
 from autofuse.passes.graph.paths import depends_on
+from autofuse.passes.pieces import SCATTER, piece_of, stored, unshaped
 from autofuse.passes.reasons import Reason, Reject
 
 from .match import Context, Found, Match, Work
@@ -24,8 +26,19 @@ from .update_rule import Update, below, changed, check_update, find_update, numb
 PATTERN = "reduce_scatter_update_all_gather"
 
 
+@dataclass(frozen=True)
+class Whole:
+    """A state of which the graph updates a piece: the input, where the piece begins, and what it becomes."""
+
+    state: fx.Node
+    start: int
+    value: fx.Node
+
+
 def match_sliced_update(anchor: Anchor, context: Context) -> Found:
-    by_sum, states = below(anchor), changed(anchor)
+    by_sum = below(anchor)
+    wholes = _wholes(anchor, by_sum)
+    states = {**changed(anchor), **{piece: unshaped(whole.value).args[1] for piece, whole in wholes.items()}}
     gathers = [a for a in find_anchors(anchor.node.graph) if a.kind == "all_gather" and _updated(a) in by_sum]
     if not gathers:
         if states:
@@ -45,6 +58,7 @@ def match_sliced_update(anchor: Anchor, context: Context) -> Found:
         return param
     becomes = states if written else {**states, param: gather.input}
     reject = check_update(anchor, context, becomes) or _check(anchor, gather, becomes, param, written)
+    reject = reject or _check_wholes(wholes, states, by_sum)
     if reject is not None:
         return reject
     found = find_update(anchor, becomes)
@@ -52,19 +66,61 @@ def match_sliced_update(anchor: Anchor, context: Context) -> Found:
         return found
     if found.keep:
         return Reject(Reason.EXTRA_USERS, "something besides the update reads what is reduced")
-    if next(iter(found.changed)) is not param:
-        return Reject(Reason.UNSUPPORTED_VARIANT, f"{gather.node.name} gathers a state of the optimizer")
-    inputs = (anchor.input, *found.changed, *found.scalars.values())
+    if next(iter(found.changed)) is not param or param in wholes:
+        return Reject(
+            Reason.UNSUPPORTED_VARIANT,
+            f"{gather.node.name} gathers a state of the optimizer, or of a tensor that is whole",
+        )
+    given = [wholes[node].state if node in wholes else node for node in found.changed]
+    inputs = (anchor.input, *given, *found.scalars.values())
     mine = tensor(anchor.node)
     assert mine is not None
     work = Work(bytes_read=len(found.changed) * mine.numel() * mine.element_size())
-    apply = partial(_rewrite, anchor, gather, context, found, written)
+    apply = partial(_rewrite, anchor, gather, context, found, wholes, written)
     return Match(PATTERN, work, context.shapes, apply, inputs, takes=(gather.node,))
 
 
 def _updated(gather: Anchor) -> fx.Node:
     """What is gathered, before it is rounded."""
     return before_rounding(gather.input)
+
+
+def _wholes(anchor: Anchor, by_sum: set[fx.Node]) -> dict[fx.Node, Whole]:
+    """By the piece that is read: inputs of the graph of which a piece becomes something by the sum."""
+    graph, found = anchor.node.graph, {}
+    pieces = {piece: node for node in graph.nodes if (piece := piece_of(node)) is not None}
+    for copy in graph.find_nodes(op="call_function", target=aten.copy_.default):
+        state, value = copy.args
+        scatter = unshaped(value)
+        place = stored(scatter) if scatter.target is SCATTER and scatter.args[1] in by_sum else None
+        if place is None or unshaped(scatter.args[0]) is not state or not _alone(value, scatter):
+            continue
+        piece = pieces.get(place._replace(source=state))
+        if piece is not None:
+            found[piece] = Whole(state, place.start, value)
+    return found
+
+
+def _alone(value: fx.Node, scatter: fx.Node) -> bool:
+    """Whether nothing but the value reads the slice_scatter that it is a reshape of."""
+    while value is not scatter:
+        value = value.args[0]
+        if len(value.users) > 1:
+            return False
+    return True
+
+
+def _check_wholes(
+    wholes: dict[fx.Node, Whole], states: dict[fx.Node, fx.Node], by_sum: set[fx.Node]
+) -> Reject | None:
+    if len({whole.start for whole in wholes.values()}) > 1:
+        return Reject(Reason.LAYOUT, "slices of states begin at different places")
+    for piece, whole in wholes.items():
+        scatter = unshaped(whole.value)
+        other = next((u for u in states[piece].users if u is not scatter and u not in by_sum), None)
+        if other is not None:
+            return Reject(Reason.EXTRA_USERS, f"{other.name} reads the new slice of {whole.state.name}, too")
+    return None
 
 
 def _read(anchor: Anchor, values: tuple[fx.Node, ...], states: dict[fx.Node, fx.Node]) -> fx.Node | Reject:
@@ -111,9 +167,16 @@ def _check(
 
 
 def _rewrite(
-    anchor: Anchor, gather: Anchor, context: Context, found: Update, written: bool, emitter: Emitter
+    anchor: Anchor,
+    gather: Anchor,
+    context: Context,
+    found: Update,
+    wholes: dict[fx.Node, Whole],
+    written: bool,
+    emitter: Emitter,
 ) -> None:
-    param, *states = found.changed
+    param, *slices = found.changed
+    states = [wholes[node].state if node in wholes else node for node in slices]
     out = tensor(gather.input)
     assert out is not None
     gathered, becomes = call_on_copies(
@@ -127,12 +190,14 @@ def _rewrite(
             "rule": found.rule,
             "reduce_op": anchor.reduce_op,
             "gathered": out.dtype,
+            "start": next((whole.start for whole in wholes.values()), 0),
             "group_name": context.group,
             "order": context.order,
             "site": context.site,
         },
     )
+    values = found.changed | {whole.state: whole.value for whole in wholes.values()}
     for base, new in becomes.items():
-        emitter.replace(found.changed[base], new)
+        emitter.replace(values[base], new)
     for node in gather.results:
         emitter.replace(node, gathered)

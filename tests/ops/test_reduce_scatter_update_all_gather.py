@@ -65,13 +65,23 @@ def _check(
     # The collective rounds the sum.
     update_rules.RULES[rule].update(new, total.to(of_grad).double(), exact, numbers.double().tolist())
 
+    start = 0
+    if seed % 3 == 0 and states:  # states of all ranks, of which the slice of this rank is a part
+        start = rank * states[0].numel()
+        states = [torch.cat([s] * world) for s in states]
+        exact = [
+            torch.cat([e if r == rank else s.double()[:n] for r in range(world)])
+            for s, e in zip(states, exact, strict=True)
+        ]
+    if seed % 4 == 0:
+        states = [s.t().contiguous().t() for s in states]
     changed = [*states, param] if written else states
     versions = [s._version for s in changed]
     op = FUSED_OPS[OP]
     run = getattr(torch.ops.autofuse, OP) if fused else lambda *given: op.reference(op.parse(given))
     out = run(
         None if written else param, changed, grads[rank].to(of_grad), numbers, rule, reduce_op, gathered,
-        dist.group.WORLD.group_name, order, "test",
+        start, dist.group.WORLD.group_name, order, "test",
     )  # fmt: skip
 
     what = (shape, rule, kind, reduce_op, order)

@@ -18,8 +18,8 @@ from .harness import passes_only
 
 Ranks = Callable[[int], RankPool]
 State = dict[str, Any]
-"""Tensors, and the numbers `rank` and `world`. Whole: p, p16, g, g16. Slices of the rank: m, v, w and w16,
-which are parameters. Sums of g16 are exact in its dtype: nothing else is equal whatever the order."""
+"""Tensors, and the numbers `rank` and `world`. Whole: p, p16, g, g16, M, V. Slices of the rank: m, v, and
+parameters w, w16. Sums of g16 are exact in its dtype: nothing else is equal whatever the order."""
 
 UPDATE = "reduce_scatter_update_all_gather"
 STEPS, LR, EPS, DECAY, B1, B2 = 3, 1e-2, 1e-8, 0.1, 0.9, 0.99
@@ -65,6 +65,21 @@ def flat(s: State) -> None:
     p = s["p"].view(-1).chunk(s["world"])[s["rank"]]
     p.sub_(g + DECAY * s["p"].view(-1).chunk(s["world"])[s["rank"]], alpha=LR)
     dist.all_gather_into_tensor(s["p"].view(-1), p)
+
+
+def whole_states(s: State) -> None:
+    """Of which views change in place."""
+    slices = {name: chunk(s, name.upper()) for name in "mv"}
+    p = chunk(s)
+    p.copy_(adam(slices, p, reduced(s)))
+    dist.all_gather_into_tensor(s["p"], p)
+
+
+def flat_states(s: State) -> None:
+    g = funcol.reduce_scatter_tensor(s["g"].flatten(), "sum", 0, dist.group.WORLD)
+    m, p = (s[name].view(-1).chunk(s["world"])[s["rank"]] for name in "Mp")
+    m.mul_(0.9).add_(g)
+    s["p"].copy_(gathered(p - LR * m).view_as(s["p"]))
 
 
 def columns(s: State) -> None:
@@ -118,7 +133,20 @@ def two(s: State) -> None:
     s["p16"].copy_(gathered((chunk(s, "p16").float() - LR * gradients[1]).bfloat16()))
 
 
-_FUSED = (adamw, in_place, flat, columns, momentum, of_tensors, narrow, narrow_slice, master, two)
+_FUSED = (
+    whole_states,
+    flat_states,
+    adamw,
+    in_place,
+    flat,
+    columns,
+    momentum,
+    of_tensors,
+    narrow,
+    narrow_slice,
+    master,
+    two,
+)
 FUSED = {f.__name__: f for f in _FUSED}
 
 
@@ -156,6 +184,15 @@ def clipped(s: State) -> None:
     s["p"].copy_(gathered(adam(s, chunk(s), g)))
 
 
+def another_slice(s: State) -> None:
+    """Two states of one tensor."""
+    m, v = s["M"].chunk(s["world"])
+    m.mul_(0.9).add_(reduced(s))
+    new = chunk(s) - LR * m
+    v.add_(m)
+    s["p"].copy_(gathered(new))
+
+
 def state_is_gathered(s: State) -> None:
     s["m"].mul_(0.9).add_(reduced(s))
     s["w"].add_(s["m"], alpha=-LR)
@@ -174,6 +211,7 @@ KEPT = {
     gathered_twice: ("extra_users", "gathered 2 times"),
     of_two_parameters: ("unsupported_variant", "is computed from"),
     clipped: ("unsupported_variant", "is computed from what is reduced, as for clipping"),
+    another_slice: ("unsupported_variant", "is computed from"),
     state_is_gathered: ("unsupported_variant", "gathers a state"),
     cubed: ("unsupported_variant", "no update of an optimizer that is known"),
 }
@@ -187,6 +225,7 @@ def make(rank: int, world: int, shape: tuple[int, int]) -> State:
     torch.manual_seed(50 + rank)
     g, m, v = torch.randn(shape), torch.randn(n, shape[1]), torch.rand(n, shape[1])
     w = p[rank * n :][:n].clone()
+    s |= {"M": torch.randn(shape), "V": torch.rand(shape)}
     s |= {"g": g, "g16": (4 * g).round().bfloat16(), "m": m, "v": v, "w": w, "w16": w.bfloat16()}
     return s | {"rank": rank, "world": world}
 
