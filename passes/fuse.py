@@ -38,7 +38,8 @@ from .plan_shape import plan_shape
 from .reasons import Reason, Reject
 from .report import GraphReport, Listing, Prediction, Site, listening
 from .schedules.layouts import UNKNOWN, Layouts
-from .schedules.schedule import WITH_TAILS, Basis, Prover
+from .schedules.schedule import AUTO, WITH_TAILS, Basis, Prover, fixed
+from .schedules.search import Search
 from .settings import Settings
 from .site_key import fused_ops, ops_now, site_keys
 from .tails import Tail, absorb_tails
@@ -144,7 +145,7 @@ def fuse(
     opaque.put_back(stand_ins)
     if any(site.fused for site in sites):
         ops = fused_ops(new)
-        tails = _finish(graph, changed, settings.schedule, kind, basis)
+        tails = _finish(graph, changed, settings, kind, basis, symbols)
         ops = ops_now(graph, ops)
         keys = site_keys(ops)
         own = [again.get(i, i) for i in range(len(sites))]
@@ -273,7 +274,7 @@ def _plan_of(nodes: Iterable[fx.Node], symbols: Symbols) -> PlanShape | None:
 
 
 def _finish(
-    graph: fx.Graph, changed: dict[str, int], schedule: str, kind: str, basis: Basis
+    graph: fx.Graph, changed: dict[str, int], settings: Settings, kind: str, basis: Basis, symbols: Symbols
 ) -> dict[fx.Node, Tail]:
     """Merge fused ops that can be one, absorb the tails of reductions, and make the graph valid.
 
@@ -281,8 +282,12 @@ def _finish(
     """
     owners = owners_of(graph, changed)
     merge_fused(graph)
-    prover = Prover(graph, schedule, kind, basis)
-    tails = absorb_tails(graph, prover) if schedule in WITH_TAILS else {}
+    prover, schedule = Prover(graph, kind, basis), settings.schedule
+    tails = {}
+    if schedule == AUTO:
+        tails = absorb_tails(graph, Search(prover, settings, symbols))
+    elif schedule in WITH_TAILS:
+        tails = absorb_tails(graph, fixed(schedule, prover))
     tie_merged(graph, owners, changed)
     relax_views(graph)
     graph.lint()
@@ -292,7 +297,10 @@ def _finish(
 def _finished(site: Site, key: SiteKey | None, tail: Tail | None) -> Site:
     if tail is None:
         return replace(site, key=key)
-    return replace(site, key=key, tail=tail.text, tail_form=tail.form, tail_end=tail.end)
+    return replace(
+        site, key=key, tail=tail.text, tail_form=tail.form, tail_end=tail.end, considered=tail.considered,
+        behind=tail.behind,
+    )  # fmt: skip
 
 
 def _report(

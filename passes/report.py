@@ -40,6 +40,18 @@ class Prediction:
 
 
 @dataclass(frozen=True)
+class Considered:
+    """A schedule of a fused reduction and what lies behind it (docs/schedules.md)."""
+
+    name: str
+    us: float | None
+    """Its predicted time at the sizes seen while tracing; None if it is illegal, or not predicted."""
+    taken: bool = False
+    why: str = ""
+    """Why it is illegal or not predicted; of the one that is taken, why no other is."""
+
+
+@dataclass(frozen=True)
 class Site:
     """One collective of a compiled graph, fused or kept."""
 
@@ -77,6 +89,10 @@ class Site:
     """`every`: each rank applies it to all rows. `owner`: the owner of a row applies it, if ranks agree."""
     tail_end: str = ""
     """Why the tail ends there, or why there is none."""
+    considered: tuple[Considered, ...] = ()
+    """The schedules that `auto` has considered, if something is behind the reduction that could be a tail."""
+    behind: str = ""
+    """What is behind it then, as a tail."""
     ran: Ran | None = field(default=None, compare=False)
     """What had run when the site was written to JSON or pickled. None: what this process has run until now.
     """
@@ -122,7 +138,10 @@ class Site:
         plan = None if data["plan"] is None else PlanShape(**{k: _tuples(v) for k, v in data["plan"].items()})
         key = None if data.get("key") is None else SiteKey(**{k: _tuples(v) for k, v in data["key"].items()})
         ran = None if data.get("ran") is None else _ran_of(data["ran"])
-        known |= {"prediction": prediction, "plan": plan, "key": key, "ran": ran}
+        considered = tuple(Considered(**each) for each in data.get("considered", ()))
+        known |= {
+            "prediction": prediction, "plan": plan, "key": key, "ran": ran, "considered": considered
+        }  # fmt: skip
         return cls(**{**known, "reason": _reason(data["reason"])})
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from autofuse.lowering.reference.tail import parse
@@ -23,6 +24,9 @@ def text_of(report: Report) -> str:
     schedules = _schedules(report)
     if schedules:
         lines += ["", "schedules:", *schedules]
+    considered = _considered(report)
+    if considered:
+        lines += ["", "schedules of reductions and what is behind them, in predicted us:", *considered]
     ran = _what_ran(report)
     if ran:
         lines += ["", "what has run until now:", *ran]
@@ -49,6 +53,27 @@ def _schedules(report: Report) -> list[str]:
         if graph.schedules and graph.saved_bytes is not None:
             lines.append(f"  {graph.name} saves {graph.saved_bytes} bytes for the backward, inputs aside")
     return lines
+
+
+def _considered(report: Report) -> list[str]:
+    """A line a schedule; clusters for which they are the same are told together."""
+    found = Counter(
+        (site.graph, site.pattern, site.world, site.behind, site.considered)
+        for site in report.fused
+        if site.considered
+    )
+    lines: list[str] = []
+    for (graph, op, world, behind, schedules), count in found.items():
+        times = f" ({count} times)" if count > 1 else ""
+        lines.append(f"  {graph}, {op} of {world} ranks, then {_stages(behind)}{times}")
+        for each in schedules:
+            mark, us = "*" if each.taken else " ", _number(each.us)
+            lines.append(f"  {mark} {each.name:<9} {us:>10}  {each.why}".rstrip())
+    return lines
+
+
+def _stages(tail: str) -> str:
+    return ", ".join(stage.name for stage in parse(tail))
 
 
 def _what_ran(report: Report) -> list[str]:
@@ -98,7 +123,7 @@ def tail_line(site: Site) -> str:
     """The tail of a fused site, or why it has none; empty if no tail can follow."""
     if not site.tail:
         return f"no tail: {site.tail_end}" if site.tail_end else ""
-    return f"tail: {', '.join(stage.name for stage in parse(site.tail))} ({site.tail_form})"
+    return f"tail: {_stages(site.tail)} ({site.tail_form})"
 
 
 def _place(site: Site) -> str:

@@ -182,7 +182,7 @@ class Model:
     def apart(self, task: Task, arithmetic: Arithmetic) -> Value:
         """Microseconds of compute and collective one after the other."""
         compute = self.compute(task, arithmetic, fused=False)
-        return self._share(task.world) * compute + self.collective(task)
+        return self.share(task.world) * compute + self.collective(task)
 
     def collective(self, task: Task) -> Value:
         """Microseconds of the collectives alone. An op that scatters a sum and hands all of it out stands for
@@ -207,23 +207,23 @@ class Model:
             total = total + task.count * constants["pooling.start_us"] + moved
         return total
 
-    def fused(self, task: Task, arithmetic: Arithmetic) -> Value:
-        """Microseconds of the fused op."""
+    def fused(self, task: Task, arithmetic: Arithmetic, owners: bool = False) -> Value:
+        """Microseconds of the fused op. `owners`: owners of rows reduce them, never all ranks in one shot."""
         compute = self.compute(task, arithmetic, fused=True)
         time = self._fused(task, compute, _traffic(task, arithmetic), arithmetic)
-        if task.op != "matmul_all_reduce" or task.order != "direct":
+        if task.op != "matmul_all_reduce" or task.order != "direct" or owners:
             return time
         one_shot = self._fused(task, compute, _one_shot(task), arithmetic)
         return arithmetic.where(task.sent * (task.world - 2), ONE_SHOT_BYTES, one_shot, time)
 
     def _fused(self, task: Task, compute: Value, traffic: _Traffic, arithmetic: Arithmetic) -> Value:
         world, constants = task.world, self.table.constants
-        link = self._ranked("link", self.store, world)
+        link = self.link(world)
         start = self._ranked(f"fused.{FUSED_OPS[task.op].replaces}", "start_us", world)
         start = start + traffic.waits * constants["fused.signal_us"]
         if not self.table.overlaps:
             moved = (traffic.linked + traffic.copied) / link
-            return start + self._share(world) * (compute + moved)
+            return start + self.share(world) * (compute + moved)
         exchange = traffic.linked * ((world - 1) if task.order == "oblivious" else 1) / link
         # max(c, x) + min(c, x) / W, without a condition on which is larger.
         overlapped = arithmetic.largest(compute + exchange / world, exchange + compute / world)
@@ -246,9 +246,13 @@ class Model:
             time = arithmetic.where(m, limit, few, time)
         return constants[prefix + "start_us"] + time
 
-    def _share(self, world: int) -> float:
+    def share(self, world: int) -> float:
         """The number of ranks that work on one core."""
         return 1 if self.table.overlaps else max(1, world / self.cores)
+
+    def link(self, world: int) -> float:
+        """Bytes a microsecond that one rank sends or receives in a fused op."""
+        return self._ranked("link", self.store, world)
 
     def _ranked(self, prefix: str, name: str, world: int) -> float:
         return self.table.ranked(prefix, name, world, self.cores)

@@ -104,7 +104,7 @@ class Layouts:
 
     def of(self, node: fx.Node) -> Layout:
         """Also of nodes that were inserted later. Iterative: a cone may be thousands of nodes deep."""
-        stack = [node]
+        stack = [] if node in self._found else [node]
         while stack:
             top = stack[-1]
             missing = [n for n in top.all_input_nodes if n not in self._found]

@@ -11,6 +11,7 @@ from torch.distributed import ProcessGroup
 from autofuse.lowering.torch_internals import group_ranks_of, group_world, guard_multiple, seen_symbols
 from autofuse.passes.graph.anchors import Anchor, find_anchors, group_of
 from autofuse.passes.report import Schedule
+from autofuse.passes.tails import Candidate, Decide, Decision
 
 from .layouts import Input, Layouts
 from .slices import Fit
@@ -21,8 +22,7 @@ SCHEDULES = (AUTO, UNCHANGED, EVERY, OWNER, SPLIT)
 """What the option `schedule` may be."""
 
 WITH_TAILS = (EVERY, OWNER, SPLIT)
-"""Those under which fused ops apply tails. Measured: on 2 CPU ranks a tail takes 2 % longer than Inductor's
-code behind the op (docs/schedules.md), so that `auto` leaves it there."""
+"""Those under which fused ops apply every tail that they can; with `auto` those that `search.py` chooses."""
 
 
 @dataclass(frozen=True)
@@ -58,37 +58,68 @@ class Basis:
         checked: the ranks will compare the bits of declared values before the graph runs. If they will not,
         a proof may rest on values alone that were compared with an earlier graph.
         """
-        if not all(map(layouts.replicated, nodes)):
+        if self.why_not(layouts, nodes, checked):
             return ""
-        known = self.inputs(layouts.graph)
-        names = {known[n].name for n in layouts.inputs_of(nodes) if n in known and known[n].declared}
-        digest = layouts.proof(nodes, more)
-        if not checked and names - {name for proof in self.proofs for name in proof.inputs}:
-            return ""
+        names, digest = self._declared(layouts, nodes), layouts.proof(nodes, more)
         if names and checked:
             self.proofs.append(Proof(layouts.group, digest, tuple(sorted(names))))
         return digest
 
+    def why_not(self, layouts: Layouts, nodes: Sequence[fx.Node], checked: bool) -> str:
+        """Why there is no such proof; empty if there is one."""
+        for node in nodes:
+            if not layouts.replicated(node):
+                return layouts.why(node)
+        compared = {name for proof in self.proofs for name in proof.inputs}
+        new = () if checked else sorted(self._declared(layouts, nodes) - compared)
+        return f"no earlier graph compares {new[0]}, and a backward cannot" if new else ""
+
+    def _declared(self, layouts: Layouts, nodes: Sequence[fx.Node]) -> set[str]:
+        known = self.inputs(layouts.graph)
+        return {known[n].name for n in layouts.inputs_of(nodes) if n in known and known[n].declared}
+
 
 class Prover:
-    """Says which form the tails of a graph have: `prover(op, operands, tail)` is the proof by which owners
-    apply the tail, empty if every rank does."""
+    """Proves that owners may apply the tails of a graph."""
 
-    def __init__(self, graph: fx.Graph, schedule: str, kind: str, basis: Basis) -> None:
-        self._graph, self._kind, self._basis = graph, kind, basis
-        self._owners = schedule == OWNER
+    def __init__(self, graph: fx.Graph, kind: str, basis: Basis) -> None:
+        self._graph, self._basis = graph, basis
+        self._checked = kind != "backward"
         self._layouts: dict[frozenset[int], Layouts] = {}
 
-    def __call__(self, named: object, operands: Sequence[fx.Node], tail: str) -> str:
-        group = group_of(named)
-        if not self._owners or group is None:
+    def prove(self, candidate: Candidate) -> str:
+        """The proof by which owners apply the tail; empty if every rank does."""
+        layouts = None if self._not_by_owners(candidate) else self._over(candidate.group)
+        if layouts is None:
             return ""
+        return self._basis.prove(layouts, candidate.operands, candidate.text, self._checked)
+
+    def why_not(self, candidate: Candidate) -> str:
+        """Why there is no proof; empty if there is one."""
+        layouts = self._over(candidate.group)
+        if self._not_by_owners(candidate) or layouts is None:
+            return self._not_by_owners(candidate) or "its group is not known"
+        return self._basis.why_not(layouts, candidate.operands, self._checked)
+
+    @staticmethod
+    def _not_by_owners(candidate: Candidate) -> str:
+        if not candidate.whole:
+            return "every rank has the rows that it owns alone"
+        return "owners apply no tails in the order ring" if candidate.given["order"] == "ring" else ""
+
+    def _over(self, named: object) -> Layouts | None:
+        group = group_of(named)
+        if group is None:
+            return None
         ranks = group_ranks_of(group)
         if ranks not in self._layouts:
-            inputs = self._basis.inputs(self._graph)
-            self._layouts[ranks] = Layouts(self._graph, group, inputs)
-        checked = self._kind != "backward"
-        return self._basis.prove(self._layouts[ranks], operands, tail, checked)
+            self._layouts[ranks] = Layouts(self._graph, group, self._basis.inputs(self._graph))
+        return self._layouts[ranks]
+
+
+def fixed(schedule: str, prover: Prover) -> Decide:
+    """Decides about tails as a schedule of `WITH_TAILS` does."""
+    return lambda candidate: Decision(True, prover.prove(candidate) if schedule == OWNER else "")
 
 
 def reschedule(joint: fx.Graph, basis: Basis) -> list[Schedule]:

@@ -7,13 +7,13 @@ others read, too, is kept: the op returns it. The walk ends at what is no stage,
 known before the op, and where several users could go on. Dtypes stay those of the graph after every stage.
 
 A tail is absorbed on CPU ranks if it has a norm or an operand of full size, such as a residual: the other
-stages cost Inductor nothing, since it fuses them with what follows.
+stages cost Inductor nothing, since it fuses them with what follows. The schedule decides whether it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -24,6 +24,7 @@ from autofuse.passes.graph.emit import CannotEmit, Emitter, erase_unused
 from autofuse.passes.graph.follow import dtype_of
 from autofuse.passes.graph.functional import arguments
 from autofuse.passes.matchers.operands import materialise
+from autofuse.passes.report import Considered
 
 from .step import Step
 from .walk import Walk, readers_of
@@ -34,35 +35,79 @@ _REDUCTIONS = (
 )
 
 
-Prove: TypeAlias = Callable[[Any, Sequence[fx.Node], str], str]
+@dataclass(frozen=True)
+class Candidate:
+    """A tail that a reduction could take.
+
+    Attributes:
+        op, given: the fused op, and its arguments.
+        text: the tail.
+        stages: what it is made of.
+        operands: the values that it reads.
+        kept: the values that it returns besides its last one.
+        reduced: the sum.
+    """
+
+    op: fx.Node
+    given: Mapping[str, Any]
+    text: str
+    stages: tuple[Step, ...]
+    operands: tuple[fx.Node, ...]
+    kept: tuple[fx.Node, ...]
+    reduced: fx.Node
+
+    @property
+    def group(self) -> Any:
+        return self.given["group_name"]
+
+    @property
+    def whole(self) -> bool:
+        """Whether every rank gets all rows."""
+        return self.op.target is _REDUCTIONS[0]
+
+    @property
+    def results(self) -> tuple[fx.Node, ...]:
+        return (self.stages[-1].node, *self.kept)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Whether the op takes a tail. `proof`: by which owners apply it, empty if every rank does."""
+
+    absorb: bool
+    proof: str = ""
+    considered: tuple[Considered, ...] = ()
+
+
+Decide: TypeAlias = Callable[[Candidate], Decision]
 
 
 @dataclass(frozen=True)
 class Tail:
     """What became of the stages behind a reduction. `text`: those that were absorbed, empty if none.
-    `end`: why the tail ends there, or why there is none. `proof`: as the op has it."""
+    `end`: why the tail ends there, or why there is none. `proof`: as the op has it. `considered`: the
+    schedules among which `behind` was left or taken."""
 
     text: str
     end: str
     proof: str = ""
+    considered: tuple[Considered, ...] = ()
+    behind: str = ""
 
     @property
     def form(self) -> str:
         return "" if not self.text else "owner" if self.proof else "every"
 
 
-def absorb_tails(graph: fx.Graph, prove: Prove) -> dict[fx.Node, Tail]:
-    """Absorb the tails of the reductions of `graph` in place. By reduction, what became of its tail.
-
-    `prove(group, operands, tail)`: what proves that the operands of a tail are replicated, if owners shall
-    apply it; else an empty text.
-    """
+def absorb_tails(graph: fx.Graph, decide: Decide) -> dict[fx.Node, Tail]:
+    """Absorb those tails of the reductions of `graph` for which `decide` says so, in place. By reduction,
+    what became of its tail."""
     changing = [n for n in graph.nodes if _changes_memory(n)]
     found: dict[fx.Node, Tail] = {}
     for op in list(graph.nodes):
         val = op.meta.get("val") if op.target in _REDUCTIONS else None
         if isinstance(val, (list, tuple)) and val[0].device.type == "cpu":
-            new, tail = _absorb(op, changing, prove)
+            new, tail = _absorb(op, changing, decide)
             found[new] = tail
     return found
 
@@ -71,7 +116,7 @@ def _changes_memory(n: fx.Node) -> bool:
     return isinstance(n.target, torch._ops.OpOverload) and n.target._schema.is_mutable
 
 
-def _absorb(op: fx.Node, changing: Sequence[fx.Node], prove: Prove) -> tuple[fx.Node, Tail]:
+def _absorb(op: fx.Node, changing: Sequence[fx.Node], decide: Decide) -> tuple[fx.Node, Tail]:
     """The reduction that stands for `op` behind the rewrite, and its tail."""
     items = {item.args[1]: item for item in op.users}
     given = arguments(op)
@@ -83,42 +128,47 @@ def _absorb(op: fx.Node, changing: Sequence[fx.Node], prove: Prove) -> tuple[fx.
     if not any(step.statistics or walk.full(step) for step in steps):
         nothing = "neither a norm nor an operand of full size follows"
         return op, Tail("", f"{nothing}: {end}" if end else nothing)
-    return _rewrite(op, items, given, steps, walk, end, prove)
+    candidate = _candidate(op, given, walk, steps)
+    decision = decide(candidate)
+    fused, tail = op, Tail("", "")
+    if decision.absorb:
+        fused, tail = _rewrite(candidate, items, walk, end, decision.proof)
+    if not decision.considered:
+        return fused, tail
+    return fused, replace(tail, considered=decision.considered, behind=candidate.text)
 
 
-def _rewrite(
-    op: fx.Node,
-    items: dict[object, fx.Node],
-    given: dict[str, Any],
-    steps: Sequence[Step],
-    walk: Walk,
-    end: str,
-    prove: Prove,
-) -> tuple[fx.Node, Tail]:
-    for node in sorted({n for step in steps for n in walk.cone(step)}):
-        op.prepend(node)
-    emitter = Emitter(op, walk.shapes)
+def _candidate(op: fx.Node, given: dict[str, Any], walk: Walk, steps: Sequence[Step]) -> Candidate:
     words: list[str] = []
     kept: list[fx.Node] = []
     operands: list[fx.Node] = []
-    last = items[0]
+    last = walk.item
+    for step in steps:
+        if any(u not in step.inner for u in readers_of(walk.holders(last))):
+            words.append("keep")
+            kept.append(last)
+        numbers = [f"%{len(operands) + i}" for i in range(len(step.operands))]
+        operands += [o.node for o in step.operands]
+        words.append(step.text.format(*numbers) + (" keep" if step.returned else ""))
+        kept += step.returned
+        last = step.node
+    text = "; ".join(words)
+    parse(text)
+    return Candidate(op, given, text, tuple(steps), tuple(operands), tuple(kept), walk.item)
+
+
+def _rewrite(
+    candidate: Candidate, items: dict[object, fx.Node], walk: Walk, end: str, proof: str
+) -> tuple[fx.Node, Tail]:
+    op, text = candidate.op, candidate.text
+    for node in sorted({n for step in candidate.stages for n in walk.cone(step)}):
+        op.prepend(node)
+    emitter = Emitter(op, walk.shapes)
     try:
-        for step in steps:
-            if any(u not in step.inner for u in readers_of(walk.holders(last))):
-                words.append("keep")
-                kept.append(last)
-            numbers = [f"%{len(operands) + i}" for i in range(len(step.operands))]
-            operands += [materialise(emitter, o) for o in step.operands]
-            words.append(step.text.format(*numbers) + (" keep" if step.returned else ""))
-            kept += step.returned
-            last = step.node
-        text = "; ".join(words)
-        parse(text)
-        read = [o.node for step in steps for o in step.operands]
-        proof = prove(given["group_name"], read, text) if op.target is _REDUCTIONS[0] else ""
+        operands = [materialise(emitter, o) for step in candidate.stages for o in step.operands]
         tail = {"tail_operands": operands, "tail": text, "proof": proof}
-        fused = emitter.call(op.target, *(given | tail).values())
-        old = [last, *kept]
+        fused = emitter.call(op.target, *(dict(candidate.given) | tail).values())
+        old = list(candidate.results)
         for i, node in enumerate(old):
             item = emitter.item(fused, i)
             if dtype_of(item) != dtype_of(node):
