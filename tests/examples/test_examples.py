@@ -68,7 +68,8 @@ def fused(printed: str) -> Counter[tuple[str, str]]:
     """How often the printed report has each (kind of graph, fused op); "-" is for what was kept."""
     rows = [line.split() for line in printed.splitlines()]
     kinds = ("forward", "backward", "inference")
-    return Counter((row[0], row[3]) for row in rows if len(row) > 3 and row[0] in kinds)
+    in_table = (row for row in rows if len(row) > 3 and row[0] in kinds and row[1].isdigit())
+    return Counter((row[0], row[3]) for row in in_table)
 
 
 LLAMA = {"hidden": 128, "layers": 1, "batch": 2, "length": 16, "prompt": 4, "tokens": 4}

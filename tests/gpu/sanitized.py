@@ -53,8 +53,10 @@ def main() -> None:
     elif part == "bags":
         bags(rank)
     elif part == "optimizer":
-        for way, dtype in product(("buckets", "buckets group=2 per_sm=3"), (torch.float32, torch.bfloat16)):
-            test_optimizer.many(rank, world, dtype, 50_000, way)
+        kernels = product(("buckets", "clipped"), ("", " group=2 per_sm=3"), (torch.float32, torch.bfloat16))
+        for kernel, rest, dtype in kernels:
+            way, clip = kernel + rest, 0.1 if kernel == "clipped" else 0.0
+            test_optimizer.many(rank, world, dtype, 50_000, way, clip)
             report(rank, f"{way} {dtype}", "")
     else:
         dense(part, rank, world)

@@ -16,6 +16,8 @@ import autofuse
 from autofuse.lowering.buckets import buckets_of
 from autofuse.lowering.gpu.choice.calls import GpuCall, captured_too
 from autofuse.lowering.gpu.choice.kernel import ways_of
+from autofuse.lowering.gpu.optimizer.again import Step
+from autofuse.lowering.ops.reduce_update_gather import ReduceUpdateGather
 from autofuse.lowering.update_rules import adam_numbers
 from tests.gpu.conftest import WORLDS
 from tests.ranks import RankPool
@@ -35,15 +37,25 @@ def _loss(network: nn.Module, x: Tensor) -> Tensor:
 
 @contextmanager
 def in_way(name: str) -> Iterator[list[str]]:
-    """Calls that the kernel takes run in this way; which ones ran."""
+    """Calls that the kernel takes run in this way; which ones ran, prepared steps among them."""
     ran: list[str] = []
+    prepared = Step.again
 
     def run(call: GpuCall) -> Any:
         ran.append(name)
         return captured_too(call.run(ways_of(call.problem)[name]), call.op, ways_of(call.problem)[name])
 
+    def again(step: Step, args: ReduceUpdateGather) -> Tensor | None:
+        result = prepared(step, args)
+        ran.extend(() if result is None else (name,))
+        return result
+
     room = "autofuse.lowering.gpu.optimizer.call"
-    with patch(f"{room}.run_call", run), patch(f"{room}.is_measured", lambda _: True):
+    with (
+        patch(f"{room}.run_call", run),
+        patch(f"{room}.is_measured", lambda _: True),
+        patch.object(Step, "again", again),
+    ):
         yield ran
 
 
@@ -124,8 +136,13 @@ def test_kernel_as_torch(
 MANY = 3 << 25
 
 
-def many(rank: int, world: int, dtype: torch.dtype, longest: int = MANY, way: str = "buckets") -> None:
-    """A tensor longer than a launch takes, others, a straggler; then a graph, whose numbers change."""
+def many(
+    rank: int, world: int, dtype: torch.dtype, longest: int = MANY, way: str = "buckets", clip: float = 0
+) -> None:
+    """A tensor longer than a launch takes, others, a straggler; then a graph, whose numbers change.
+
+    clip: the gradients are clipped to this norm, if it is not 0.
+    """
     sizes = (longest, 1000, 12, 70_000)
     buckets, group = buckets_of(sizes, world), dist.group.WORLD
     assert group is not None
@@ -135,14 +152,17 @@ def many(rank: int, world: int, dtype: torch.dtype, longest: int = MANY, way: st
     states = [torch.zeros(buckets.owned(rank), device="cuda") for _ in range(2)]
     exact = [p.double() for p in params]
     m, v = [torch.zeros_like(p) for p in exact], [torch.zeros_like(p) for p in exact]
-    means = [sum(t.double() for t in of) / world for of in zip(*every, strict=True)]
+    means = [torch.stack([t.double() for t in of]).mean(0) for of in zip(*every, strict=True)]
+    if clip:
+        norm = torch.nn.utils.get_total_norm(means)
+        means = [t * min(1.0, clip / (float(norm) + 1e-6)) for t in means]
 
     def numbers(t: int) -> Tensor:
         return torch.tensor([adam_numbers(t, 0.1, (0.9, 0.99), 1e-3, 0.1, True)] * len(sizes))
 
     def step(rates: Tensor) -> None:
         torch.ops.autofuse.reduce_update_gather(
-            params, every[rank], states, rates, "adam", "avg", 0.0, False, [f"p{n}" for n in sizes],
+            params, every[rank], states, rates, "adam", "avg", clip, False, [f"p{n}" for n in sizes],
             group.group_name, "direct", "many",
         )  # fmt: skip
 
