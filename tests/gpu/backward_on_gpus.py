@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tests.gpu.embedding_on_gpus import on_device, problem_of, some_of
-from tests.gpu.on_gpus import poison
+from tests.gpu.on_gpus import capturable, poison
 from tests.gpu.telling import about, first_wrong
 from tests.ops.bags import Case, arrange, doubled, inputs_of, pooled
 from tests.ranks import fresh_group
@@ -150,7 +150,7 @@ def many_calls(rank: int, world: int, cases: list[Case], calls: int) -> str:
 def replayed(rank: int, world: int, case: Case, replays: int) -> str:
     """A captured graph of all ways, replayed, with an eager call in between; what is wrong."""
     inputs, grad, reference = on_device(case, rank), grad_on_device(case, rank), wanted(case, rank)
-    ways = kernels_of(case)
+    ways = capturable(kernels_of(case))
     for way in ways:
         call(way, case, inputs, grad)
     torch.cuda.synchronize()

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.gpu.on_gpus import poison
+from tests.gpu.on_gpus import capturable, poison
 from tests.gpu.telling import about, first_wrong
 from tests.ops.bags import Case, arrange, bound, doubled, inputs_of, pooled
 from tests.ranks import fresh_group
@@ -118,7 +118,7 @@ def replayed(rank: int, world: int, case: Case, replays: int) -> str:
     """A captured graph of all ways, also at addresses that they have not seen, replayed; what is wrong."""
     inputs, reference = on_device(case, rank), wanted(case, rank)
     others = tuple([t.clone() for t in kind] for kind in inputs)  # at other addresses
-    ways = kernels_of(case)
+    ways = capturable(kernels_of(case))
     for way in ways:
         call(way, case, inputs)
     torch.cuda.synchronize()

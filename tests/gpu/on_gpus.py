@@ -12,12 +12,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 import autofuse
-from tests.ranks import fresh_group
+from tests.ranks import ONE_GPU, fresh_group
 
 if TYPE_CHECKING:
     from autofuse.timeline import Timeline
 
 MOST_ERROR = 4e-3  # of bfloat16, whose roundings are 2**-9 each: of the partial sums and of the result
+
+
+def capturable(ways: Sequence[str]) -> list[str]:
+    """Those that a CUDA graph can hold: ranks on one GPU have no NCCL."""
+    return [way for way in ways if not (ONE_GPU and "nccl" in way)]
 
 
 def operands(

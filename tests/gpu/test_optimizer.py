@@ -137,11 +137,12 @@ MANY = 3 << 25
 
 
 def many(
-    rank: int, world: int, dtype: torch.dtype, longest: int = MANY, way: str = "buckets", clip: float = 0
-) -> None:
+    rank: int, world: int, dtype: torch.dtype, longest: int = MANY, way: str = "buckets", clip: float = 0,
+    replays: int = 2,
+) -> None:  # fmt: skip
     """A tensor longer than a launch takes, others, a straggler; then a graph, whose numbers change.
 
-    clip: the gradients are clipped to this norm, if it is not 0.
+    clip: the gradients are clipped to this norm, if it is not 0. replays: without any, nothing is captured.
     """
     sizes = (longest, 1000, 12, 70_000)
     buckets, group = buckets_of(sizes, world), dist.group.WORLD
@@ -188,9 +189,10 @@ def many(
         step(given)
         check(4)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            step(given)
-        for t in (5, 6):
+        if replays:
+            with torch.cuda.graph(graph):
+                step(given)
+        for t in range(5, 5 + replays):
             given.copy_(numbers(t))
             graph.replay()
             check(t)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from tests.gpu.backward_on_gpus import bag_gradients, grad_on_device, wanted
 from tests.gpu.embedding_on_gpus import on_device, problem_of, some_of
+from tests.gpu.on_gpus import capturable
 from tests.gpu.telling import about, first_wrong
 from tests.ops.bags import Case
 
@@ -122,7 +123,7 @@ def all_ways(rank: int, world: int, case: Case, rowwise: bool, number: int | Non
 
 def replayed(rank: int, world: int, case: Case, rowwise: bool, replays: int) -> str:
     """A captured graph of all ways: every replay is an update, at the rate of its time."""
-    grad, ways = grad_on_device(case, rank), kernels_of(case)
+    grad, ways = grad_on_device(case, rank), capturable(kernels_of(case))
     before = Tables.of(case, rank, rowwise)
     eager, graphed = ([before.copy() for _ in ways] for _ in range(2))
     for way, tables in zip(ways, graphed, strict=True):

@@ -24,7 +24,7 @@ from autofuse.lowering.gpu.optimizer.tables import rates_of, tensor_words
 from autofuse.lowering.gpu.optimizer.ways import UpdateProblem
 from autofuse.lowering.ops import reduce_update_gather as op
 from autofuse.lowering.ops.library import FUSED_OPS, on_cuda
-from autofuse.lowering.ops.reduce_update_gather import OP
+from autofuse.lowering.ops.reduce_update_gather import OP, ReduceUpdateGather
 from autofuse.lowering.runs import Timed
 from autofuse.lowering.update_rules import RULES, adam_numbers, sgd_numbers
 from autofuse.native_kernels.gpu import prepared
@@ -47,6 +47,7 @@ class Ranks:
         words, self.put, self.group = Words(), list[bytes](), Group()
         self.other: list[int] | None = None
         self.told = 0
+        self.is_first, self.ran_as_chosen = False, 0
         self.workspace: Any = Mock(
             serial=False, device=torch.device("cpu", 0), rank=0, world=WORLD, programs=132, calls={}
         )
@@ -73,6 +74,7 @@ class Ranks:
 @contextmanager
 def ranks() -> Iterator[tuple[Ranks, Driver]]:
     def run(made: GpuCall) -> Any:
+        found.ran_as_chosen += 1
         return made.run(ways_of(made.problem)["buckets"])
 
     with faked() as driver:
@@ -81,7 +83,7 @@ def ranks() -> Iterator[tuple[Ranks, Driver]]:
         parts = {
             "workspace_of": lambda *_: found.workspace, "current": lambda _: nullcontext(),
             "is_measured": lambda _: True, "run_call": run, "values_of_all": found.tell,
-            "apart": lambda _, work: work(),
+            "apart": lambda _, work: work(), "is_first": lambda *_: found.is_first,
         }  # fmt: skip
         with (
             patch.multiple(torch.cuda, **cuda),
@@ -222,3 +224,14 @@ def test_numbers_on_the_device_are_for_a_kernel() -> None:
     made = GpuCall(OP, None, Mock(), problem, lambda way: None)
     with patch.object(call, "times_of", lambda *_: [Timed("torch+nccl"), Timed("buckets")]):
         assert call._fastest_kernel(made).name == "buckets"
+
+
+def test_the_first_step_runs_in_a_kernel() -> None:
+    """So that the next one can be captured, though torch's way be faster."""
+    kernel = Mock(
+        return_value=ways_of(UpdateProblem(6000, 3, "adam", (torch.float32,) * 2, 2, WORLD))["buckets"]
+    )
+    with ranks() as (found, _), patch.object(call, "_fastest_kernel", kernel):
+        for found.is_first, count in ((True, 0), (False, 1), (False, 2)):
+            call.run_update(ReduceUpdateGather(*_given()))
+            assert (kernel.call_count, found.ran_as_chosen) == (1, count)

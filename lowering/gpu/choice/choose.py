@@ -94,15 +94,23 @@ def way_of(problem: Problem, workspace: GpuWorkspace, variant: Hashable, capturi
     In a CUDA graph the host costs nothing (see `choose`). The first call of a variant is made as if in a
     graph, so that its kernels are compiled for a graph that is captured later.
     """
+    if is_first(problem, workspace, variant) or capturing:
+        return chosen(problem, workspace), capturing
     agreed = _agreement(workspace)
-    if capturing or (problem, variant) not in agreed.seen:
-        way = chosen(problem, workspace)
-        _agreement(workspace).seen.add((problem, variant))
-        return way, capturing
     if problem not in agreed.launched:
         found = choose(problem, agreed.predictor, workspace.serial, launched=True)
         agreed.launched[problem] = ways_of(problem)[found.way]
     return agreed.launched[problem], True
+
+
+def is_first(problem: Problem, workspace: GpuWorkspace, variant: Hashable) -> bool:
+    """Whether the group has made no call like it before, as all ranks know. From now on it has."""
+    chosen(problem, workspace)  # may forget all that was seen
+    seen = _agreement(workspace).seen
+    if (problem, variant) in seen:
+        return False
+    seen.add((problem, variant))
+    return True
 
 
 def predictor_for(workspace: GpuWorkspace) -> Predictor:

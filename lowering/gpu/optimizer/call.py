@@ -18,7 +18,7 @@ from torch import Tensor
 from autofuse.lowering import agreement
 from autofuse.lowering.buckets import Buckets
 from autofuse.lowering.gpu.choice.calls import Calls, GpuCall, once, remember, run_call
-from autofuse.lowering.gpu.choice.choose import times_of
+from autofuse.lowering.gpu.choice.choose import is_first, times_of
 from autofuse.lowering.gpu.choice.kernel import Way, ways_of
 from autofuse.lowering.gpu.choice.launcher import Launcher
 from autofuse.lowering.gpu.choice.points import shipped
@@ -53,7 +53,8 @@ def run_update(args: ReduceUpdateGather) -> Any:
     call = update_call(args)
     if call is None:
         return update_by_reference(args, agreed=True)
-    if args.numbers.is_cuda:  # what may be captured later must have run before, in a way that can be
+    # What may be captured later must have run before, in a way that can be.
+    if args.numbers.is_cuda or is_first(call.problem, call.workspace, call.variant):
         found = call.run(_fastest_kernel(call))
         return call.replaced() if found is None else found
     return run_call(call)
@@ -111,8 +112,8 @@ def call_of(
         return _run(workspace, problem, buckets, told, way, args)
 
     return GpuCall(
-        OP, args, workspace, problem, run, unfused=lambda: update_by_reference(args, agreed=True),
-        changed=(*args.params, *args.states),
+        OP, args, workspace, problem, run, variant=unit_of(buckets), changed=(*args.params, *args.states),
+        unfused=lambda: update_by_reference(args, agreed=True),
     )  # fmt: skip
 
 
