@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from autofuse.groups import Group, group_name
 from autofuse.lowering.cpu import workspace as cpu_workspace
+from autofuse.lowering.cpu.scratch import scratch_bytes
 from autofuse.lowering.notes import place
 
 if TYPE_CHECKING:
@@ -51,7 +52,10 @@ def _of_cpus(workspace: cpu_workspace.Workspace) -> list[str]:
     head = (
         f"group {workspace.group_name}, rank {workspace.rank} of {workspace.world}, shared memory of the host"
     )
-    return [head, *_table([("2 buffers", 2 * workspace.capacity, 2 * needed, call)])]
+    rows, private = [("2 buffers", 2 * workspace.capacity, 2 * needed, call)], scratch_bytes(workspace)
+    if private:
+        rows.append(("private", private, private, "steps of optimizers that clip, and of LAMB"))
+    return [head, *_table(rows)]
 
 
 def _of_gpus(workspace: GpuWorkspace) -> list[str]:

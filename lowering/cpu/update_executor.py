@@ -29,6 +29,7 @@ from torch import Tensor
 
 from autofuse.lowering import agreement
 from autofuse.lowering.buckets import Buckets, buckets_of
+from autofuse.lowering.cpu.scratch import scratch
 from autofuse.lowering.cpu.tiles import Buffer, with_tiles
 from autofuse.lowering.cpu.told import exchange_all
 from autofuse.lowering.cpu.workspace import Call, Workspace, workspace_for
@@ -198,11 +199,10 @@ class _Step:
         if not args.wants_norm and not by_norms:
             self._exchange(OP, kernels.UPDATE, self._agree)
         else:
-            owned = self.buckets.owned(self.workspace.rank)
-            self.sums = torch.empty(owned, dtype=torch.float32, device="cpu")
-            self._exchange(REDUCTION, kernels.SUM if args.wants_norm else kernels.DIRECT, self._agree)
-            self.work.from_sums, self.work.scale = True, 1.0
-            self._exchange(GATHER, kernels.APPLY if by_norms else kernels.UPDATE, self._between)
+            with scratch(self.workspace, self.buckets.owned(self.workspace.rank)) as self.sums:
+                self._exchange(REDUCTION, kernels.SUM if args.wants_norm else kernels.DIRECT, self._agree)
+                self.work.from_sums, self.work.scale = True, 1.0
+                self._exchange(GATHER, kernels.APPLY if by_norms else kernels.UPDATE, self._between)
             if args.wants_norm:
                 norm.fill_(self.norm)
         changed = []

@@ -12,9 +12,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import autofuse
 from autofuse.lowering import update_rules
 from autofuse.lowering.buckets import BUCKET, buckets_of
 from autofuse.lowering.cpu import update_executor
+from autofuse.lowering.cpu.scratch import scratch, scratch_bytes
+from autofuse.lowering.cpu.workspace import workspace_for
 from autofuse.lowering.ops.library import FUSED_OPS
 from autofuse.optim import traced  # noqa: F401  (defines optimizer_step)
 from tests.ranks import RankPool
@@ -126,6 +129,8 @@ def _run(rank: int, world: int, case: Case) -> list[Tensor]:
         cached.cache_clear()
     with patch.multiple(update_executor, **sizes):
         for t in range(1, STEPS + 1):
+            with scratch(workspace_for(dist.group.WORLD.group_name), 1) as kept:
+                kept.fill_(torch.nan)
             versions = [p._version for p in params]
             rows = [row(case.optimizer, t, i)[1] for i in range(len(params))]
             norm = run(
@@ -237,6 +242,23 @@ def _disagree(rank: int, world: int, fused: bool) -> None:
     run(params, whole, [state], lr, "momentum", "sum", 0.0, False, names, dist.group.WORLD.group_name,
         "direct", "test")  # fmt: skip
     assert all(bool((p == 1 - LR * world).all()) for p in params)
+
+
+def _keeps_sums(rank: int, world: int) -> None:
+    group = dist.new_group(list(range(world))).group_name
+    params, grads = [torch.ones(3000)], [torch.ones(3000)]
+    owned = buckets_of((3000,), world).owned(rank)
+    numbers = torch.tensor([update_rules.sgd_numbers(1, LR, 0, 0, 0, False)], dtype=torch.float64)
+    for max_norm, kept in ((0.0, 0), (1.0, 4 * owned), (1.0, 4 * owned)):
+        torch.ops.autofuse.reduce_update_gather(
+            params, grads, [], numbers, "sgd", "sum", max_norm, False, ["p"], group, "direct", "test"
+        )
+        assert scratch_bytes(workspace_for(group)) == kept
+    assert "steps of optimizers that clip" in autofuse.memory_summary(group)
+
+
+def test_a_step_that_clips_keeps_its_memory(ranks: Ranks) -> None:
+    ranks(2).run(_keeps_sums)
 
 
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "reference"])
