@@ -67,8 +67,9 @@ def compile_fused(
         about = functools.partial(passes.circumstances, inputs=inputs.of_graph)
         with fusion.compiling(graph_kind(kwargs), passes.unless_faulty(about, gm.graph)):
             compiled = torch_internals.compile_fx_inner(gm, example_inputs, **kwargs)
-            if not fusion.ran and (listening() or log.isEnabledFor(logging.INFO)):
-                _report_hit(gm, example_inputs, kwargs)
+            wanted = as_written is not None or listening() or log.isEnabledFor(logging.INFO)
+            if wanted and not fusion.ran:
+                _run_pass_on_a_copy(gm, example_inputs, kwargs)
         return compiled
 
     compiled = torch_internals.compile_fx(gm, example_inputs, compile_graph, patches, region)
@@ -82,10 +83,10 @@ def may_rest(settings: passes.Settings, inputs: Given) -> bool:
     return settings.schedule == SPLIT or any(known.declared and known.over for known in inputs.inputs)
 
 
-def _report_hit(gm: fx.GraphModule, example_inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+def _run_pass_on_a_copy(gm: fx.GraphModule, example_inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Inductor's cache returned the compiled graph, and no pass ran. The cache key covers all inputs of the
-    pass, so that the pass on a copy of the graph reports what the compiled graph does. The copy shares its
-    attributes: real tensors cannot be copied here."""
+    pass, so that the pass on a copy of the graph reports what the compiled graph does, and finds the proofs
+    that its schedule rests on. The copy shares its attributes: real tensors cannot be copied here."""
     if not torch_internals.compiles_here():
         log.warning("Inductor compiles in another process (TORCHINDUCTOR_FX_COMPILE_MODE): nothing is fused")
         return

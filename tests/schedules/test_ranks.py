@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
+from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -179,6 +182,33 @@ def test_values_that_differ_raise_on_all_ranks(ranks: Ranks) -> None:
         assert told[:2] == ["", ""]  # it is compared in every second call
         assert "blocks.0.norm2.weight was declared to be the same on all ranks" in told[2]
         assert "rank 1 of the group has other values than rank 0" in told[2]
+
+
+def _found_in_the_cache(rank: int, world: int, directory: str) -> tuple[list[str], int]:
+    """What two compilations raise, of which the second one finds the code of the first, and its hits."""
+    torch._inductor.config.cpp_cache_precompile_headers = False  # which takes longer than the code does
+    model, tokens = transformer(rank, world), tokens_of((2, 4))
+    autofuse.replicated(model, parameters=Transformer.SAME, inputs=["tokens"])
+    told, counters = [], torch._dynamo.utils.counters
+    with torch.no_grad(), patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=f"{directory}/{rank}"):
+        for differs in (False, True):
+            torch._dynamo.reset()
+            counters.clear()
+            if differs and rank == 1:
+                model.blocks[0].norm2.weight += 1
+            try:
+                torch.compile(model, backend="autofuse", options=OPTIONS | {"schedule": "owner"})(tokens)
+                told.append("")
+            except RuntimeError as error:
+                told.append(str(error))
+    return told, counters["inductor"]["fxgraph_cache_hit"]
+
+
+def test_values_are_compared_where_the_code_was_in_the_cache(ranks: Ranks, tmp_path: Path) -> None:
+    for told, hits in ranks(2).run(_found_in_the_cache, str(tmp_path), timeout=120):
+        assert hits == 1
+        assert told[0] == ""
+        assert "blocks.0.norm2.weight was declared to be the same on all ranks" in told[1]
 
 
 def _other_constants(rank: int, world: int, constants: list[float], declaring: list[int]) -> tuple[str, str]:
