@@ -106,6 +106,34 @@ def cold(tmp_path: Path) -> Iterator[None]:
         yield
 
 
+class Normed(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gamma = torch.nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor, w: Tensor, residual: Tensor) -> Tensor:
+        summed = funcol.all_reduce(x @ w, "sum", everybody()) + residual
+        return torch.nn.functional.rms_norm(summed, (8,), self.gamma)
+
+
+@pytest.mark.usefixtures("cold")
+def test_proofs_are_found_though_the_cache_has_the_code() -> None:
+    counters, proofs = torch._dynamo.utils.counters, []
+    for number in range(2):
+        torch._dynamo.reset()
+        counters.clear()
+        silent = patch.object(backend.log, "isEnabledFor", lambda level: False)
+        wrapped = patch.object(backend, "Agreed", wraps=backend.Agreed)
+        with fake_group(2), torch.no_grad(), silent, wrapped as agreed:
+            model, options = Normed(), {"policy": "always", "schedule": "owner"}
+            autofuse.replicated(model, parameters=["gamma"], inputs=["residual"])
+            compiled = torch.compile(model, backend="autofuse", options=options)
+            compiled(torch.ones(4, 6), torch.ones(6, 8), torch.ones(4, 8))
+        assert counters["inductor"]["fxgraph_cache_hit"] == number
+        proofs.append(agreed.call_args.args[2])
+    assert proofs[0] == proofs[1] != ()
+
+
 @pytest.mark.usefixtures("cold")
 @pytest.mark.parametrize("name", CHANGES)
 def test_what_a_decision_depends_on_misses_the_cache(name: str) -> None:

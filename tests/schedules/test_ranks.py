@@ -204,6 +204,7 @@ def _found_in_the_cache(rank: int, world: int, directory: str) -> tuple[list[str
     return told, counters["inductor"]["fxgraph_cache_hit"]
 
 
+@pytest.mark.full
 def test_values_are_compared_where_the_code_was_in_the_cache(ranks: Ranks, tmp_path: Path) -> None:
     for told, hits in ranks(2).run(_found_in_the_cache, str(tmp_path), timeout=120):
         assert hits == 1
