@@ -16,6 +16,9 @@ from autofuse.lowering.torch_internals import group_store, resolve_group
 
 VISITS = "autofuse/proofs"
 
+UNPROVEN = "unproven"
+"""In place of a proof: this rank has none, and compares that with what the others have."""
+
 _agreed: WeakKeyDictionary[Workspace, dict[tuple[str, str], bool]] = WeakKeyDictionary()
 
 
@@ -33,7 +36,7 @@ def exchange(group: str | ProcessGroup, text: str) -> list[str]:
 
 
 def agreed(group_name: str, call: str, proof: str) -> bool:
-    """Whether all ranks have this proof, and not an empty one, for calls of this kind on CPU ranks.
+    """Whether all ranks have this proof for calls of this kind on CPU ranks, and none is `UNPROVEN`.
 
     All ranks call this before the first call of the kind; they meet in their shared memory.
     """
@@ -43,6 +46,7 @@ def agreed(group_name: str, call: str, proof: str) -> bool:
     if found is None:
         digest = int.from_bytes(hashlib.blake2b(proof.encode(), digest_size=8).digest(), "little") >> 1
         with workspace.call("agree on a proof", "", call, 0) as meeting:
-            of_ranks = meeting.exchange([digest if proof else 0])
-        found = known[call, proof] = bool(proof) and all(value == of_ranks[0] for value in of_ranks)
+            of_ranks = meeting.exchange([digest])
+        alike = all(value == of_ranks[0] for value in of_ranks)
+        found = known[call, proof] = alike and proof != UNPROVEN
     return found

@@ -12,7 +12,7 @@ from autofuse.lowering.cpu.tail_steps import TailSteps
 from autofuse.lowering.cpu.tiles import Cut, with_tiles
 from autofuse.lowering.notes import place
 from autofuse.lowering.orders import PlanShape
-from autofuse.lowering.proofs import agreed
+from autofuse.lowering.proofs import UNPROVEN, agreed
 from autofuse.lowering.reference.bags import of_any_number
 from autofuse.lowering.reference.product import is_grouped, parse
 from autofuse.lowering.torch_internals import group_size
@@ -118,7 +118,12 @@ class Kind(NamedTuple):
     @classmethod
     def of(cls, op: str, args: "Reduction") -> "Kind":
         """That of a call whose proof holds on all ranks."""
-        owner = bool(args.tail and args.proof) and op == "matmul_all_reduce" and args.order != "ring"
+        owner = (
+            bool(args.tail)
+            and args.proof not in ("", UNPROVEN)
+            and op == "matmul_all_reduce"
+            and args.order != "ring"
+        )
         x, operands, pooling = args.x, args.operands, parse(args.product).pooling
         if pooling is not None:
             x, operands = of_any_number(x, operands, pooling)
@@ -151,8 +156,9 @@ class Kind(NamedTuple):
         # Not the product: what is summed may differ, as with a bias that one rank alone adds.
         where = f"dim {found.dim} outer {found.cut.outer}"
         key = f"{self.reduce_op} {p.dtype} [{m}, {n}] {where}, {plan.agreement}"
-        if self.tail:
-            key += f", tail {self.tail!r} by {'owners' if self.owner else 'every rank'}"
+        # Nor a tail that every rank applies: what it reads of its peers is what it would copy.
+        if self.owner:
+            key += f", tail {self.tail!r} by owners"
         steps = made.steps(with_tiles(plan.actions))
         return Recipe((m, n), made.sums, p.dtype, key, made.nbytes, steps, found.whole, made.results)
 
@@ -166,7 +172,7 @@ def reduce_plan_shape(op: str, args: "Reduction") -> PlanShape:
 def run_reduce(op: str, args: "Reduction") -> Any:
     """Both ops, as `docs/ops.md` defines them; NotImplemented for a dtype without a kernel."""
     kind = Kind.of(op, args)
-    if args.tail and op == "matmul_all_reduce":
+    if args.tail and args.proof and op == "matmul_all_reduce":
         proven = agreed(args.group_name, _told(args.site, kind), args.proof)
         kind = kind._replace(owner=kind.owner and proven)
     return run(op, args, kind, args.tail_operands)

@@ -9,7 +9,7 @@
 
 With `avg` both sums are means. With `keep_product` P is returned too and its own gradient is added to G.
 A `tail` (`reference/tail.py`) is applied to Y; its kept values are returned between Y and P. It has no
-gradient. `proof`: what proves that its operands are replicated, empty if nothing does.
+gradient. `proof`: what proves that its operands are replicated, or `unproven`; empty if owners are not asked.
 """
 
 from collections.abc import Sequence

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from torch import fx
 from torch.distributed import ProcessGroup
 
+from autofuse.lowering.proofs import UNPROVEN
 from autofuse.lowering.torch_internals import group_ranks_of, group_world, guard_multiple, seen_symbols
 from autofuse.passes.graph.anchors import Anchor, find_anchors, group_of
 from autofuse.passes.report import Schedule
@@ -119,7 +120,13 @@ class Prover:
 
 def fixed(schedule: str, prover: Prover) -> Decide:
     """Decides about tails as a schedule of `WITH_TAILS` does."""
-    return lambda candidate: Decision(True, prover.prove(candidate) if schedule == OWNER else "")
+
+    def decide(candidate: Candidate) -> Decision:
+        if schedule != OWNER or not candidate.whole:
+            return Decision(True)
+        return Decision(True, prover.prove(candidate) or UNPROVEN)
+
+    return decide
 
 
 def reschedule(joint: fx.Graph, basis: Basis) -> list[Schedule]:

@@ -19,6 +19,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx
 
+from autofuse.lowering.proofs import UNPROVEN
 from autofuse.lowering.reference.tail import parse
 from autofuse.passes.graph.emit import CannotEmit, Emitter, erase_unused
 from autofuse.passes.graph.follow import dtype_of
@@ -72,7 +73,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Decision:
-    """Whether the op takes a tail. `proof`: by which owners apply it, empty if every rank does."""
+    """Whether the op takes a tail. `proof`: as the op has it (`docs/ops.md`)."""
 
     absorb: bool
     proof: str = ""
@@ -96,7 +97,8 @@ class Tail:
 
     @property
     def form(self) -> str:
-        return "" if not self.text else "owner" if self.proof else "every"
+        by_owners = self.proof not in ("", UNPROVEN)
+        return "" if not self.text else "owner" if by_owners else "every"
 
 
 def absorb_tails(graph: fx.Graph, decide: Decide) -> dict[fx.Node, Tail]:

@@ -67,7 +67,13 @@ def _check(results: list[Tensor], wanted: list[Tensor], i: int) -> None:
 def _all_reduce(rank: int, world: int, order: str, dtype: torch.dtype) -> None:
     cases = [*product(SHAPES, range(len(TAILS))), *([(LARGE, 0)] if dtype != torch.float16 else [])]
     for ((m, n), i), (form, keep, op) in product(
-        cases, [("every", False, "sum"), ("owner", True, "avg"), ("differ", False, "sum")]
+        cases,
+        [
+            ("every", False, "sum"),
+            ("owner", True, "avg"),
+            ("differ", False, "sum"),
+            ("unproven", True, "avg"),
+        ],
     ):
         x = [[_integers(10 * r + t, m, 8 + t, dtype=dtype) for t in range(2)] for r in range(world)]
         w = [[_integers(10 * r + t + 5, 8 + t, n, dtype=dtype) for t in range(2)] for r in range(world)]
@@ -75,7 +81,7 @@ def _all_reduce(rank: int, world: int, order: str, dtype: torch.dtype) -> None:
         total = torch.stack([p.float() for p in products]).sum(0)
         total = (total * (1 / world)).to(dtype) if op == "avg" else total.to(dtype)
         given = _operands(i, m, n, dtype, 0 if form == "owner" else rank)
-        proof = {"every": "", "owner": "ab", "differ": f"{rank:02x}"}[form]
+        proof = {"every": "", "owner": "ab", "differ": f"{rank:02x}"}.get(form, form if rank else "ab")
         poison(world_group())
         for _ in range(2):
             results = torch.ops.autofuse.matmul_all_reduce(
@@ -105,6 +111,28 @@ def _all_reduce(rank: int, world: int, order: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("order", ORDERS)
 def test_all_reduce(ranks: Ranks, world: int, order: str, dtype: torch.dtype) -> None:
     ranks(world).run(_all_reduce, order, dtype, timeout=200)
+
+
+def _with_tails_of_their_own(rank: int, world: int, order: str) -> None:
+    """The last rank has no tail."""
+    for (m, n), i in product(SHAPES, range(len(TAILS))):
+        x = [_integers(10 * r, m, 8, dtype=torch.float32) for r in range(world)]
+        w = [_integers(10 * r + 5, 8, n, dtype=torch.float32) for r in range(world)]
+        total = torch.stack([a @ b for a, b in zip(x, w, strict=True)]).sum(0)
+        mine = (i + rank) % len(TAILS)
+        has_one = rank < world - 1
+        given = _operands(mine, m, n, torch.float32, rank) if has_one else []
+        tail = TAILS[mine][0] if has_one else ""
+        for _ in range(2):
+            results = torch.ops.autofuse.matmul_all_reduce(
+                [x[rank]], [w[rank]], [], "mm", "sum", False, given, tail, "", world_group(), order, "own"
+            )
+            _check(results, tail_reference(total, given, tail) if has_one else [total], mine)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_ranks_may_have_tails_of_their_own(ranks: Ranks, order: str) -> None:
+    ranks(3).run(_with_tails_of_their_own, order)
 
 
 def test_owners_own_rows() -> None:
