@@ -12,7 +12,8 @@
               Nesterov: of_g = 1, of_m = momentum.  Else: of_g = 0, of_m = 1
     lamb      m, v as in adam without decay
               u = m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps) + decay * p
-              p -= lr * trust * u,  trust = |p| / |u| of the tensor; 1 if a norm is 0 or it is excluded
+              p -= lr * trust * u,  trust = min(|p|, most) / |u| of the tensor
+              EXCLUDED: trust = 1.  GUARDED: 1 if a norm is 0.  UNGUARDED: as division by 0 has it
 
 All is computed in float32 (float64 for parameters of float64). `sign` of every rule is -1 to maximize. The
 last number of a row is for nothing but the comparison of rows over the ranks.
@@ -32,7 +33,11 @@ NUMBERS = 12
 """Length of the row of a tensor."""
 
 _KEEP, _DECAY, _TAKE1, _KEEP2, _TAKE2, _ROOT, _EPS, _STEP, LR, ADAPTS, SIGN, SEAL = range(12)
+_MOST = 0
 _SGD_LR, _SGD_DECAY, _M_KEEP, _M_TAKE, _OF_G, _OF_M = range(6)
+
+EXCLUDED, GUARDED, UNGUARDED = 0.0, 1.0, 2.0
+"""How LAMB adapts a tensor."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +89,8 @@ def lamb_numbers(
     """The row of a tensor, for `lamb`. `adapts`: it is not excluded."""
     first = 1 / (1 - betas[0] ** t)
     sign = -1.0 if maximize else 1.0
-    return [1.0, weight_decay, *_moments(t, betas, eps), first, lr, float(adapts), sign, 0.0]
+    how = GUARDED if adapts else EXCLUDED
+    return [math.inf, weight_decay, *_moments(t, betas, eps), first, lr, how, sign, 0.0]
 
 
 def sgd_numbers(
@@ -116,7 +122,10 @@ def _moments(t: Number, betas: tuple[float, float], eps: float) -> list[Number]:
 
 def trust(row: Sequence[float], of_p: float, of_u: float) -> float:
     """That of LAMB, from the squares of two norms."""
-    return math.sqrt(of_p) / math.sqrt(of_u) if row[ADAPTS] and of_p > 0 and of_u > 0 else 1.0
+    if row[ADAPTS] == EXCLUDED or (row[ADAPTS] == GUARDED and not (of_p > 0 and of_u > 0)):
+        return 1.0
+    norm = min(math.sqrt(of_p), row[_MOST])
+    return norm / math.sqrt(of_u) if of_u else norm * math.inf
 
 
 def clip(norm: float, max_norm: float) -> float:

@@ -1,7 +1,11 @@
 """Runs all_reduce_update on CPU ranks that share memory.
 
 The plans and the memory are those of reduce_update_gather (`update_executor`), but an owner's outbox has sums
-in place of new parameters, and whoever reads a tile of sums applies the rule to it."""
+in place of new parameters, and whoever reads a tile of sums applies the rule to it.
+
+LAMB has a second phase behind all tiles: a rank keeps the direction of the whole tensor until its norms are
+known. Squares of tiles are added in the order of the elements, not in that of the tiles' arrival, so that all
+ranks have the same bits."""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ from autofuse.lowering.buckets import Buckets, buckets_of
 from autofuse.lowering.cpu.update_executor import Part, Recipe, moves, part_of, piece_shapes, recipe_of
 from autofuse.lowering.cpu.workspace import Call, workspace_for
 from autofuse.lowering.plan import Compute, Copy, Reduce
-from autofuse.lowering.update_rules import NUMBERS, RULES
+from autofuse.lowering.update_rules import NUMBERS, RULES, trust
 from autofuse.native_kernels.cpu import optimizer as kernels
 
 if TYPE_CHECKING:
@@ -48,16 +52,21 @@ class _Step:
         self.flat = [t if t.is_contiguous() else t.detach().contiguous() for t in self.given]
         self.grad, self.numbers = args.grad.contiguous(), args.numbers.float().contiguous()
         self.sum = torch.empty_like(self.grad) if args.keep_sum else None
+        self.direction: Tensor | None = None
+        if RULES[args.rule].by_norms:
+            self.direction = torch.empty(args.grad.numel(), dtype=torch.float32, device="cpu")
+        self.norms: dict[int, tuple[float, float]] = {}  # squares, by the start of the tile
         self.scale = 1 / world if args.reduce_op == "avg" else 1.0
         self.params_of, self.grads_of = kernels.pointers(self.flat[:1]), kernels.pointers([self.grad])
         self.of_param, self.of_grad = (kernels.dtypes([t.dtype]) for t in (self.flat[0], self.grad))
         self.parts, self.squares, self.trust = (c_void_p * world)(), c_double(), c_float()
+        self.of_tile = (c_double * 2)()
         self.work = kernels.Work(
             params_of=addressof(self.params_of), grads_of=addressof(self.grads_of),
             param_dtypes_of=addressof(self.of_param), grad_dtypes_of=addressof(self.of_grad),
             numbers_of=self.numbers.data_ptr(), row=NUMBERS, trust_of=addressof(self.trust),
-            parts=addressof(self.parts), part_width=WIDTH, out_width=WIDTH, squares=pointer(self.squares),
-            world=world, rank=rank, rule=RULES[args.rule].code,
+            norms_of=addressof(self.of_tile), parts=addressof(self.parts), part_width=WIDTH, out_width=WIDTH,
+            squares=pointer(self.squares), world=world, rank=rank, rule=RULES[args.rule].code,
         )  # fmt: skip
 
     def piece(self, call: Call, piece: int, recipe: Recipe) -> None:
@@ -85,9 +94,18 @@ class _Step:
                     self._apply(part, there)
 
     def _apply(self, part: Part, sums: int) -> None:
-        self._run(part, sums, kernels.UPDATE)
-        if self.sum is not None and part.count:
-            start, count = part.segments[1:3]
+        if not part.count:
+            return
+        start, count = part.segments[1:3]
+        if self.direction is None:
+            self._run(part, sums, kernels.UPDATE)
+        else:
+            own = self.direction[start : start + count]
+            own.copy_(floats(sums, part))  # peers read the sums
+            self._run(part, own.data_ptr(), kernels.DIRECT)
+            self.norms[start] = (self.of_tile[0], self.of_tile[1])
+            self.of_tile[0] = self.of_tile[1] = 0.0
+        if self.sum is not None:
             self.sum.view(-1)[start : start + count] = floats(sums, part)
 
     def _run(self, part: Part, sums: int, action: int) -> None:
@@ -98,11 +116,19 @@ class _Step:
         work.segments, work.n_segments = addressof(part.segments), part.count
         for i, state in enumerate(self.flat[1:]):
             work.states[i] = state.data_ptr() + WIDTH * start
-        work.from_sums, work.scale = action == kernels.UPDATE, 1.0 if action == kernels.UPDATE else self.scale
+        work.from_sums, work.scale = action != kernels.SUM, self.scale if action == kernels.SUM else 1.0
         work.sums, work.action = sums, action
         kernels.update(byref(work))
 
+    def _second_phase(self, direction: Tensor) -> None:
+        of_p, of_u = (sum(values) for values in zip(*(n for _, n in sorted(self.norms.items())), strict=True))
+        self.trust.value = trust(self.numbers.tolist(), of_p, of_u)
+        whole = kernels.segments([(0, 0, direction.numel(), 0)])
+        self._run(Part(whole, 1, 0), direction.data_ptr(), kernels.APPLY)
+
     def finish(self) -> Tensor:
+        if self.direction is not None and self.norms:
+            self._second_phase(self.direction)
         for given, flat in zip(self.given, self.flat, strict=True):
             if flat is not given:
                 given.detach().copy_(flat)

@@ -6,7 +6,8 @@
 Each rank updates all elements of its own tensors, by its own `numbers` (a row of `lowering.update_rules`):
 nothing but the sum depends on other ranks, so that what a program can see is what it would be without the op.
 States are float32, and so is what the rule computes. The sum is rounded to the dtype of the gradient, the new
-parameter to that of the parameter. Rules with norms (LAMB) have no such form.
+parameter to that of the parameter. Norms (LAMB) are those of the tensors that a rank has: nothing more is
+exchanged, and equal tensors become equal bits on all ranks.
 
 Returns the sum if `keep_sum`, else an empty tensor. The op has no gradient, and its plan is `direct` or
 `oblivious`."""
@@ -24,7 +25,7 @@ from autofuse.lowering.orders import PlanShape
 from autofuse.lowering.plan import Family
 from autofuse.lowering.reference.layout import all_reduce
 from autofuse.lowering.torch_internals import group_size
-from autofuse.lowering.update_rules import RULES
+from autofuse.lowering.update_rules import LR, RULES, trust
 from autofuse.native_kernels.cpu import DTYPES
 
 OP = "all_reduce_update"
@@ -53,8 +54,11 @@ def _reference(args: AllReduceUpdate) -> Tensor:
     world = group_size(args.group_name)
     reduced = all_reduce(args.grad, args.reduce_op, world, args.group_name)
     states, param = [s.detach() for s in args.states], args.params[0].detach()
-    new = param.float()
-    RULES[args.rule].update(new, reduced.float(), states, args.numbers.tolist())
+    new, row = param.float(), args.numbers.tolist()
+    direction = RULES[args.rule].update(new, reduced.float(), states, row)
+    if direction is not None:
+        of_p, of_u = (float(x.double().square().sum()) for x in (new, direction))
+        new.sub_(direction, alpha=row[LR] * trust(row, of_p, of_u))
     if new is not param:
         param.copy_(new)
     torch.autograd.graph.increment_version([*args.params, *args.states])

@@ -11,7 +11,7 @@ Each rank updates the slices that it gives, whatever they are slices of, by its 
 and so is what the rule computes. If `param` is None, the slice of the parameter is the last of `states` and
 becomes `new`; a float32 one is then a master weight where `gathered` is narrower. Otherwise the parameter has
 the dtype `gathered`. The sum is rounded to the dtype of the gradient, `new` to those of the parameter and of
-`gathered`. Rules with norms (LAMB) have no such form.
+`gathered`. Rules with norms (LAMB) have no such form: a norm is one of all slices.
 
 Returns what is gathered. The op has no gradient, and its plan is `direct` or `oblivious`."""
 

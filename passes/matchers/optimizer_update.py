@@ -6,6 +6,7 @@ from functools import partial
 
 import torch
 
+from autofuse.lowering.update_rules import RULES
 from autofuse.passes.graph.anchors import Anchor
 from autofuse.passes.graph.emit import Emitter
 from autofuse.passes.graph.follow import tensor
@@ -31,8 +32,9 @@ def match_update(anchor: Anchor, context: Context) -> Found:
     inputs = (anchor.input, *found.changed, *found.scalars.values())
     given = tensor(anchor.input)
     assert given is not None
-    # Measured: what changes is read and written as fast as bags read half as much.
-    work = Work(bytes_read=len(found.changed) * given.numel() * given.element_size())
+    # Measured: what changes is read and written as fast as bags read half as much. A direction is, too.
+    tensors = len(found.changed) + RULES[found.rule].by_norms
+    work = Work(bytes_read=tensors * given.numel() * given.element_size())
     return Match(PATTERN, work, context.shapes, partial(_rewrite, anchor, context, found), inputs)
 
 

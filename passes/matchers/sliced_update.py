@@ -11,6 +11,7 @@ from functools import partial
 import torch
 from torch import fx
 
+from autofuse.lowering.update_rules import RULES
 from autofuse.passes.graph.anchors import Anchor, find_anchors
 from autofuse.passes.graph.emit import Emitter
 from autofuse.passes.graph.follow import aten, tensor
@@ -64,6 +65,8 @@ def match_sliced_update(anchor: Anchor, context: Context) -> Found:
     found = find_update(anchor, becomes)
     if isinstance(found, Reject):
         return found
+    if RULES[found.rule].by_norms:
+        return Reject(Reason.UNSUPPORTED_VARIANT, "a slice is adapted by its own norm")
     if found.keep:
         return Reject(Reason.EXTRA_USERS, "something besides the update reads what is reduced")
     if next(iter(found.changed)) is not param or param in wholes:

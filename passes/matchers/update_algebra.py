@@ -3,7 +3,7 @@
 A polynomial is a dict from a product of atoms, in sorted order, to its coefficient, a number or a sympy
 expression in symbols for tensors of no dims. Atoms: `g` the gradient, a leaf for each tensor that the
 rule changes as it was, `new` ones for what it becomes, `R` the root of the new second moment, and `Q` for
-1 / (a R + e), of which there is one.
+1 / (a R + e), of which there is one. Norms of whole tensors are symbols in coefficients (`update_norms`).
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ import torch
 from torch import fx
 
 from autofuse.passes.graph.follow import aten, prims, tensor
+
+from .update_norms import NORMS, squared, step_of
 
 Coefficient: TypeAlias = Any
 """float, or sympy.Expr."""
@@ -79,20 +81,27 @@ def constant(a: Polynomial) -> Coefficient | None:
 
 def equal(a: Coefficient, b: Coefficient) -> bool:
     """Whether coefficients are equal but for roundings; symbols must be the same."""
-    difference = sympy.expand(sympy.sympify(a) - sympy.sympify(b))
-    if not difference.is_number or not sympy.sympify(b).is_number:
-        return bool(difference == 0)
-    return bool(abs(float(difference)) <= TOLERANCE * max(1e-30, abs(float(a)), abs(float(b))))
+    terms, others = (sympy.expand(sympy.sympify(x)).as_coefficients_dict() for x in (a, b))
+    pairs = [(float(terms[key]), float(others[key])) for key in {*terms, *others}]
+    return all(abs(x - y) <= TOLERANCE * max(1e-30, abs(x), abs(y)) for x, y in pairs)
 
 
 @dataclass
 class Algebra:
-    """Evaluates nodes. known: nodes that are atoms. second: the atom of the new second moment."""
+    """Evaluates nodes. known: nodes that are atoms. late: whether a node is computed from the sum.
+
+    second: the atom of the new second moment. norms: what stands for that of the parameter, whose atom is
+    `measured`, and for that of its direction.
+    """
 
     known: Mapping[fx.Node, str]
+    late: Callable[[fx.Node], bool]
     second: str | None = None
     quotient: tuple[Coefficient, Coefficient] | None = None
     scalars: dict[str, fx.Node] = field(default_factory=dict)
+    norms: tuple[Coefficient, Coefficient] = NORMS
+    measured: str | None = None
+    direction: Polynomial | None = None
 
     def of(self, value: object, root: bool = False) -> Polynomial:
         """Raises NotARule. root: `value` is what becomes of an atom, not the atom."""
@@ -109,13 +118,53 @@ class Algebra:
         if constant is not None:
             return number(float(constant))
         if not val.dim():
-            symbol = sympy.Symbol(f"scalar_{value.name}", real=True)
-            self.scalars[symbol.name] = value
-            return number(symbol)
+            return number(self.scalar(value))
         rule = rule_of(value)
         if value.op != "call_function" or rule is None or val.dtype != torch.float32:
             raise NotARule(f"{value.name} is no step of a rule")
         return rule(self, *value.args, **value.kwargs)
+
+    def scalar(self, node: fx.Node) -> Coefficient:
+        """A tensor of no dims: a symbol, or computed from norms if that of the direction is among them."""
+        if self.late(node):
+            try:
+                return self.of_norms(node)
+            except (NotARule, TypeError, ValueError):  # the latter of sympy, for what has no order
+                pass
+        return self.symbol(node)
+
+    def symbol(self, node: fx.Node) -> Coefficient:
+        symbol = sympy.Symbol(f"scalar_{node.name}", real=True)
+        self.scalars[symbol.name] = node
+        return symbol
+
+    def of_norms(self, value: object) -> Coefficient:
+        """Raises NotARule, or an error of sympy."""
+        if not isinstance(value, fx.Node):
+            return sympy.sympify(value) if isinstance(value, (bool, int, float)) else value
+        filled = _constant_of(value)
+        if filled is not None:
+            return sympy.sympify(filled)
+        factors = squared(value)
+        if factors is not None:
+            return self._square(value, *map(self.of, factors))
+        step = step_of(value)
+        if not self.late(value) and not (step and _reads_norms(value)):
+            return self.symbol(value)
+        if step is None:
+            raise NotARule(f"{value.name} is computed from what is reduced")
+        return step(*map(self.of_norms, value.args), **value.kwargs)
+
+    def _square(self, node: fx.Node, a: Polynomial, b: Polynomial) -> Coefficient:
+        """The square of a norm, of the parameter as it was or of its direction."""
+        leaf = next(iter(a))[0] if len(a) == 1 and next(iter(a)) else ""
+        if a == b == atom(leaf) and leaf.startswith("old ") and self.measured in (None, leaf):
+            self.measured = leaf
+            return self.norms[0] ** 2
+        if a == b and any("Q" in key for key in a) and self.direction in (None, a):
+            self.direction = a
+            return self.norms[1] ** 2
+        raise NotARule(f"{node.name} is of a norm that no rule has")
 
     def root(self, a: object) -> Polynomial:
         of = self.of(a)
@@ -164,6 +213,13 @@ def _constant_of(node: object) -> int | float | bool | None:
     filled = isinstance(node, fx.Node) and node.target is aten.full.default
     found = node.args[1] if filled and isinstance(node, fx.Node) else None
     return found if isinstance(found, (int, float)) else None
+
+
+def _reads_norms(node: fx.Node) -> bool:
+    """Whether a value of no dims is computed from a sum of squares."""
+    if squared(node) is not None:
+        return True
+    return step_of(node) is not None and any(map(_reads_norms, node.all_input_nodes))
 
 
 def _chosen(algebra: Algebra, condition: object, a: object, b: object) -> Polynomial:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,6 +10,7 @@ import sympy
 import torch
 from torch import fx
 
+from autofuse.lowering.update_rules import GUARDED, UNGUARDED
 from autofuse.passes.graph.anchors import Anchor
 from autofuse.passes.graph.emit import CannotEmit, Emitter
 from autofuse.passes.graph.follow import aten, prims, tensor
@@ -26,6 +28,7 @@ from .update_algebra import (
     equal,
     rule_of,
 )
+from .update_norms import NORMS, ZEROS, P, U, leads_to_norms
 
 
 @dataclass(frozen=True)
@@ -46,13 +49,13 @@ Known = tuple[str, list[fx.Node], tuple[Coefficient, ...]]
 """A rule, the tensors in its order, and its numbers."""
 
 
-def below(anchor: Anchor) -> set[fx.Node]:
-    """What pointwise ops of a rule make of the sum."""
+def below(anchor: Anchor, norms: bool = False) -> set[fx.Node]:
+    """What pointwise ops of a rule make of the sum. norms: and what is computed from norms."""
     found: set[fx.Node] = set()
     work = list(anchor.results)
     while work:
         for user in work.pop().users:
-            if user not in found and rule_of(user) is not None:
+            if user not in found and (rule_of(user) is not None or (norms and leads_to_norms(user))):
                 found.add(user)
                 work.append(user)
     return found
@@ -107,7 +110,10 @@ def find_update(anchor: Anchor, becomes: dict[fx.Node, fx.Node]) -> Update | Rej
     """The rule by which all of `becomes` change."""
     old = {node: f"old {node.name}" for node in becomes}
     new = {value: f"new {node.name}" for node, value in becomes.items()}
-    algebra = Algebra({**dict.fromkeys(anchor.results, "g"), **old, **new})
+    algebra = Algebra(
+        {**dict.fromkeys(anchor.results, "g"), **old, **new},
+        lambda node: depends_on(anchor, [node]) is not None,
+    )
     try:
         rule, order, numbers = _rule_of(algebra, becomes)
         reject = None
@@ -116,7 +122,7 @@ def find_update(anchor: Anchor, becomes: dict[fx.Node, fx.Node]) -> Update | Rej
     late = depends_on(anchor, algebra.scalars.values())
     if late is not None:
         why = f"{late.name}, by which the update is scaled, is computed from what is reduced"
-        cause = "as for clipping or a trust ratio: all must be reduced before any is updated"
+        cause = "as for clipping, or by a norm that no rule has: all must be reduced before any is updated"
         return Reject(Reason.UNSUPPORTED_VARIANT, f"{why}, {cause}")
     if reject is not None:
         return reject
@@ -130,21 +136,23 @@ def _rule_of(algebra: Algebra, becomes: dict[fx.Node, fx.Node]) -> Known:
     left: dict[fx.Node, Polynomial] = {}
     late: list[fx.Node] = []
     for node, value in becomes.items():
+        scalars = dict(algebra.scalars)
         try:
             left[node] = algebra.of(before_rounding(value), root=True)
         except NotARule:
             late.append(node)  # a parameter: its divisor needs the second moment
+            algebra.scalars = scalars
     second = [n for n, of in left.items() if ("g", "g") in of]
     if len(second) == 1:
         algebra.second = f"new {second[0].name}"
     for node in late:
         left[node] = algebra.of(before_rounding(becomes[node]), root=True)
-    return _adam(algebra, left, second) if second else _sgd(left)
+    return _adam(algebra, left, second, becomes) if second else _sgd(left)
 
 
 def _is_read(anchor: Anchor, values: object) -> bool:
     """Whether anything but the update reads the sum, or what lies between."""
-    inside = below(anchor)
+    inside = below(anchor, norms=True)
     ends = set(values)  # type: ignore[call-overload]
     for node in (*anchor.results, *inside - ends):
         for user in node.users:
@@ -173,7 +181,12 @@ def _need(holds: bool, why: str) -> None:
         raise NotARule(why)
 
 
-def _adam(algebra: Algebra, left: dict[fx.Node, Polynomial], second: Sequence[fx.Node]) -> Known:
+def _adam(
+    algebra: Algebra,
+    left: dict[fx.Node, Polynomial],
+    second: Sequence[fx.Node],
+    becomes: dict[fx.Node, fx.Node],
+) -> Known:
     _need(
         len(left) == 3 and len(second) == 1, f"{len(left)} tensors change, of them {len(second)} by squares"
     )
@@ -192,10 +205,41 @@ def _adam(algebra: Algebra, left: dict[fx.Node, Polynomial], second: Sequence[fx
     )
     fits = equal(mixed, 2 * take2 * decay) and equal(of_square, take2 * decay * decay)
     _need(fits, "moments of different gradients")
-    keep, step = _only(left[p], (old_p,), tuple(sorted(("Q", f"new {m.name}"))))
+    quotient = tuple(sorted(("Q", f"new {m.name}")))
+    keep, step = _only(left[p], (old_p,), quotient)
     assert algebra.quotient is not None
-    root, eps = algebra.quotient
-    return "adam", [p, m, v], (keep, decay, take1, keep2, take2, root, eps, -step, 0.0, 0.0, 1.0, 0.0)
+    moments = (take1, keep2, take2, *algebra.quotient)
+    if algebra.direction is None:
+        return "adam", [p, m, v], (keep, decay, *moments, -step, 0.0, 0.0, 1.0, 0.0)
+    _need(decay == 0, "a decay of the gradient besides a trust ratio")
+    value = before_rounding(becomes[p])
+    return "lamb", [p, m, v], _lamb(algebra, value, old_p, quotient, moments)
+
+
+def _lamb(
+    algebra: Algebra, value: fx.Node, old_p: str, quotient: tuple[str, ...], moments: tuple[Coefficient, ...]
+) -> tuple[Coefficient, ...]:
+    """The row. value: what becomes of the parameter, by a direction of `quotient` and the parameter."""
+    assert algebra.direction is not None
+    _need(algebra.measured == old_p, "the norm of another tensor than the parameter")
+    first, decay = _only(algebra.direction, quotient, (old_p,))
+
+    def scale(norms: tuple[Coefficient, Coefficient]) -> sympy.Expr:
+        algebra.norms = norms
+        keep, step = _only(algebra.of(value, root=True), (old_p,), quotient)
+        _need(norms is not NORMS or equal(keep, 1.0 + step / first * decay), "a decay that is in no norm")
+        return sympy.sympify(-step / first)
+
+    trust = scale(NORMS)
+    limited = next((m for m in trust.atoms(sympy.Min) if P in m.args and len(m.args) == 2), None)
+    most = math.inf if limited is None else next(a for a in limited.args if a != P)
+    lr = sympy.expand(trust * U / (P if limited is None else limited))
+    _need(not {*NORMS} & lr.free_symbols, f"a trust ratio of {trust}")
+    at_zeros = [scale(norms) for norms in ZEROS]
+    guarded = all(at.is_finite is not False and equal(at, lr) for at in at_zeros)
+    divided = at_zeros[0].is_zero and at_zeros[1:] == [sympy.zoo, sympy.nan]
+    _need(guarded or divided, f"a trust ratio of {trust} that is {at_zeros} where norms are 0")
+    return most, decay, *moments, first, lr, GUARDED if guarded else UNGUARDED, 1.0, 0.0
 
 
 def _sgd(left: dict[fx.Node, Polynomial]) -> Known:

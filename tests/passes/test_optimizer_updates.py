@@ -204,17 +204,7 @@ def narrow_between(s: State) -> None:
     s["p"].copy_(s["p"].float() - g.float())
 
 
-def lamb(s: State) -> None:
-    g = reduced(s)
-    s["m"].lerp_(g, 1 - B1)
-    s["v"].mul_(B2).addcmul_(g, g, value=1 - B2)
-    u = s["m"] / (s["v"].sqrt() + EPS) + DECAY * s["p"]
-    of_p, of_u = s["p"].norm(), u.norm()
-    trust = torch.where(of_p > 0, torch.where(of_u > 0, of_p / of_u, 1.0), 1.0)
-    s["p"].sub_(LR * trust * u)
-
-
-_SCALED = (clipped, clipped_gradient, clipped_by_all, lamb)
+_SCALED = (clipped, clipped_gradient, clipped_by_all)
 _KEPT = (*_SCALED, cubed, no_mean, rooted_before, of_two_parameters, narrow_moments, narrow_between)
 KEPT = {f.__name__: f for f in _KEPT}
 
