@@ -100,6 +100,7 @@ class Algebra:
     quotient: tuple[Coefficient, Coefficient] | None = None
     scalars: dict[str, fx.Node] = field(default_factory=dict)
     norms: tuple[Coefficient, Coefficient] = NORMS
+    squares: dict[fx.Node, int] = field(default_factory=dict)
     measured: str | None = None
     direction: Polynomial | None = None
 
@@ -147,7 +148,9 @@ class Algebra:
             return sympy.sympify(filled)
         factors = squared(value)
         if factors is not None:
-            return self._square(value, *map(self.of, factors))
+            if value not in self.squares:
+                self.squares[value] = self._squared(value, *map(self.of, factors))
+            return self.norms[self.squares[value]] ** 2
         step = step_of(value)
         if not self.late(value) and not (step and _reads_norms(value)):
             return self.symbol(value)
@@ -155,15 +158,15 @@ class Algebra:
             raise NotARule(f"{value.name} is computed from what is reduced")
         return step(*map(self.of_norms, value.args), **value.kwargs)
 
-    def _square(self, node: fx.Node, a: Polynomial, b: Polynomial) -> Coefficient:
-        """The square of a norm, of the parameter as it was or of its direction."""
+    def _squared(self, node: fx.Node, a: Polynomial, b: Polynomial) -> int:
+        """Which of `norms` the node is the square of, the sum of products of a and b."""
         leaf = next(iter(a))[0] if len(a) == 1 and next(iter(a)) else ""
         if a == b == atom(leaf) and leaf.startswith("old ") and self.measured in (None, leaf):
             self.measured = leaf
-            return self.norms[0] ** 2
+            return 0
         if a == b and any("Q" in key for key in a) and self.direction in (None, a):
             self.direction = a
-            return self.norms[1] ** 2
+            return 1
         raise NotARule(f"{node.name} is of a norm that no rule has")
 
     def root(self, a: object) -> Polynomial:

@@ -689,11 +689,11 @@ OPTIMIZERS = (
         _of("passes", "optimizer_updates"),
     ),
     Mutation(
-        "squares of tiles are added in the order of their arrival",
+        "squares of the directions of tiles are added up twice",
         "whole_update.py",
-        "(n for _, n in sorted(self.norms.items()))",
-        "self.norms.values()",
-        _of("passes", "lamb_updates"),
+        "self.of_tile[0] = self.of_tile[1] = 0.0",
+        "self.of_tile[0] = 0.0",
+        (*_of("ops", "all_reduce_update"), *_of("passes", "lamb_updates")),
     ),
     Mutation(
         "the norm of any tensor is that of the parameter",
