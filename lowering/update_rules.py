@@ -15,7 +15,8 @@
               p -= lr * trust * u,  trust = min(|p|, most) / |u| of the tensor
               EXCLUDED: trust = 1.  GUARDED: 1 if a norm is 0.  UNGUARDED: as division by 0 has it
 
-All is computed in float32 (float64 for parameters of float64). `sign` of every rule is -1 to maximize. The
+All is computed in float32 (float64 for parameters of float64). `sign`, by which every rule multiplies the
+gradient before all else, is -1 to maximize, and any other factor where a graph has one. The
 last number of a row is for nothing but the comparison of rows over the ranks.
 """
 

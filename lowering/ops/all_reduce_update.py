@@ -25,7 +25,7 @@ from autofuse.lowering.orders import PlanShape
 from autofuse.lowering.plan import Family
 from autofuse.lowering.reference.layout import all_reduce
 from autofuse.lowering.torch_internals import group_size
-from autofuse.lowering.update_rules import LR, RULES, trust
+from autofuse.lowering.update_rules import LR, RULES, SIGN, trust
 from autofuse.native_kernels.cpu import DTYPES
 
 OP = "all_reduce_update"
@@ -55,7 +55,7 @@ def _reference(args: AllReduceUpdate) -> Tensor:
     reduced = all_reduce(args.grad, args.reduce_op, world, args.group_name)
     states, param = [s.detach() for s in args.states], args.params[0].detach()
     new, row = param.float(), args.numbers.tolist()
-    direction = RULES[args.rule].update(new, reduced.float(), states, row)
+    direction = RULES[args.rule].update(new, reduced.float() * row[SIGN], states, row)
     if direction is not None:
         of_p, of_u = (float(x.double().square().sum()) for x in (new, direction))
         new.sub_(direction, alpha=row[LR] * trust(row, of_p, of_u))

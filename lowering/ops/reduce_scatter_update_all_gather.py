@@ -28,7 +28,7 @@ from autofuse.lowering.orders import PlanShape
 from autofuse.lowering.plan import Family
 from autofuse.lowering.reference.layout import all_gather, reduce_scatter
 from autofuse.lowering.torch_internals import group_size
-from autofuse.lowering.update_rules import RULES
+from autofuse.lowering.update_rules import RULES, SIGN
 from autofuse.native_kernels.cpu import DTYPES
 
 OP = "reduce_scatter_update_all_gather"
@@ -76,7 +76,8 @@ def _reference(args: ReduceScatterUpdateAllGather) -> Tensor:
     states = [s.detach() for s in args.states[: len(rule.states)]]
     flat = [s.contiguous().view(-1) for s in states]
     slices = [s[args.offset(s) :][: new.numel()] for s in flat]
-    rule.update(new.view(-1), total.view(-1).float(), slices, args.numbers.tolist())
+    row = args.numbers.tolist()
+    rule.update(new.view(-1), total.view(-1).float() * row[SIGN], slices, row)
     for state, changed in zip(states, flat, strict=True):
         if not state.is_contiguous():
             state.copy_(changed.view(state.shape))

@@ -197,12 +197,15 @@ def _adam(
     (m,) = (n for n in left if n not in (p, v))
     old_p, old_m, old_v = (f"old {n.name}" for n in (p, m, v))
     keep1, take1, decayed = _only(left[m], (old_m,), ("g",), (old_p,))
-    _need(equal(keep1 + take1, 1.0), "the first moment is no mean")
+    _need(not equal(keep1, 1.0), "the first moment is no mean")
     _need(take1 != 0, "the first moment does not depend on the sum")
-    decay = decayed / take1
+    # Both moments may be of a multiple of the sum, such as its mean by a division.
+    scale = 1.0 if equal(keep1 + take1, 1.0) else take1 / (1.0 - keep1)
+    take1, decay = take1 / scale, decayed * scale / take1
     keep2, take2, mixed, of_square = _only(
         left[v], (old_v,), ("g", "g"), tuple(sorted(("g", old_p))), (old_p, old_p)
     )
+    take2, mixed = take2 / scale**2, mixed / scale
     fits = equal(mixed, 2 * take2 * decay) and equal(of_square, take2 * decay * decay)
     _need(fits, "moments of different gradients")
     quotient = tuple(sorted(("Q", f"new {m.name}")))
@@ -210,16 +213,16 @@ def _adam(
     assert algebra.quotient is not None
     moments = (take1, keep2, take2, *algebra.quotient)
     if algebra.direction is None:
-        return "adam", [p, m, v], (keep, decay, *moments, -step, 0.0, 0.0, 1.0, 0.0)
+        return "adam", [p, m, v], (keep, decay, *moments, -step, 0.0, 0.0, scale, 0.0)
     _need(decay == 0, "a decay of the gradient besides a trust ratio")
     value = before_rounding(becomes[p])
-    return "lamb", [p, m, v], _lamb(algebra, value, old_p, quotient, moments)
+    return "lamb", [p, m, v], (*_lamb(algebra, value, old_p, quotient, moments), scale, 0.0)
 
 
 def _lamb(
     algebra: Algebra, value: fx.Node, old_p: str, quotient: tuple[str, ...], moments: tuple[Coefficient, ...]
 ) -> tuple[Coefficient, ...]:
-    """The row. value: what becomes of the parameter, by a direction of `quotient` and the parameter."""
+    """The row but for its last two numbers. value: what becomes of the parameter."""
     assert algebra.direction is not None
     _need(algebra.measured == old_p, "the norm of another tensor than the parameter")
     first, decay = _only(algebra.direction, quotient, (old_p,))
@@ -239,7 +242,7 @@ def _lamb(
     guarded = all(at.is_finite is not False and equal(at, lr) for at in at_zeros)
     divided = at_zeros[0].is_zero and at_zeros[1:] == [sympy.zoo, sympy.nan]
     _need(guarded or divided, f"a trust ratio of {trust} that is {at_zeros} where norms are 0")
-    return most, decay, *moments, first, lr, GUARDED if guarded else UNGUARDED, 1.0, 0.0
+    return most, decay, *moments, first, lr, GUARDED if guarded else UNGUARDED
 
 
 def _sgd(left: dict[fx.Node, Polynomial]) -> Known:

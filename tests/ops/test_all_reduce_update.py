@@ -23,6 +23,7 @@ LR, EPS, LARGEST = 0.125, 1e-2, 4.0
 LAMB = update_rules.lamb_numbers(2, LR, (0.9, 0.99), EPS, 0.25, True)
 ROWS = {
     "adam": update_rules.adam_numbers(2, LR, (0.9, 0.99), EPS, 0.25, True),
+    "adam, scaled": update_rules.adam_numbers(2, LR, (0.9, 0.99), EPS, 0.25, False, maximize=True),
     "momentum": update_rules.sgd_numbers(2, LR, 0.75, 0.5, 0.25, True),
     "lamb": LAMB,
     "lamb, most": [1.5, *LAMB[1:]],
@@ -59,7 +60,7 @@ def _check(
     param = torch.randn(shape, generator=generator).to(of_param) * (seed % 5 != 0)
     states = [torch.rand(shape, generator=generator) for _ in update_rules.RULES[rule].states]
     new, exact, trust = param.double(), [s.double() for s in states], 1.0
-    u = update_rules.RULES[rule].update(new, total.double(), exact, row)
+    u = update_rules.RULES[rule].update(new, total.double() * row[10], exact, row)
     if u is not None:
         trust = update_rules.trust(row, float(new.square().sum()), float(u.square().sum()))
         new -= row[8] * trust * u

@@ -20,6 +20,7 @@ OP = "reduce_scatter_update_all_gather"
 LR, EPS, LARGEST = 0.125, 1e-2, 4.0
 ROWS = {
     "adam": update_rules.adam_numbers(2, LR, (0.9, 0.99), EPS, 0.25, True),
+    "adam, maximized": update_rules.adam_numbers(2, LR, (0.9, 0.99), EPS, 0.25, True, maximize=True),
     "sgd": update_rules.sgd_numbers(2, LR, 0.0, 0.0, 0.25, False),
     "momentum": update_rules.sgd_numbers(2, LR, 0.75, 0.5, 0.25, True),
 }
@@ -50,10 +51,11 @@ def _run(rank: int, world: int, fused: bool, tile: tuple[int, int]) -> None:
 
 
 def _check(
-    rank: int, world: int, fused: bool, seed: int, shape: tuple[int, ...], rule: str, kind: Kind,
+    rank: int, world: int, fused: bool, seed: int, shape: tuple[int, ...], name: str, kind: Kind,
     reduce_op: str, order: str,
 ) -> None:  # fmt: skip
     of_grad, of_param, gathered, written = kind
+    rule, row = name.split(",")[0], [float(number) for number in ROWS[name]]
     generator, n = torch.Generator().manual_seed(seed), shape[0]
     # Multiples of 1/4, so that sums are exact.
     grads = torch.randint(-8, 9, (world, world * n, *shape[1:]), generator=generator) / 4
@@ -61,9 +63,9 @@ def _check(
     param = torch.randn(world * n, *shape[1:], generator=generator).to(of_param)[rank * n :][:n]
     param = param.clone() if written else param
     states = [torch.rand(shape, generator=generator) for _ in update_rules.RULES[rule].states]
-    new, exact, numbers = param.double(), [s.double() for s in states], torch.tensor(ROWS[rule])
+    new, exact, numbers = param.double(), [s.double() for s in states], torch.tensor(row)
     # The collective rounds the sum.
-    update_rules.RULES[rule].update(new, total.to(of_grad).double(), exact, numbers.double().tolist())
+    update_rules.RULES[rule].update(new, total.to(of_grad).double() * row[10], exact, row)
 
     start = 0
     if seed % 3 == 0 and states:  # states of all ranks, of which the slice of this rank is a part
@@ -84,7 +86,7 @@ def _check(
         start, dist.group.WORLD.group_name, order, "test",
     )  # fmt: skip
 
-    what = (shape, rule, kind, reduce_op, order)
+    what = (shape, name, kind, reduce_op, order)
     small = 16 * torch.finfo(F32).eps * (1 + LARGEST * world / EPS)
     for got, want in zip(states, exact, strict=True):
         assert bool(((got.double() - want).abs() <= small * EPS).all()), what

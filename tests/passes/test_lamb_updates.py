@@ -67,8 +67,8 @@ TRUSTS: dict[str, Trust] = {
 
 
 def bias_corrected(s: State) -> None:
-    """By numbers, in place."""
-    g = funcol.all_reduce(s["g"], "sum", dist.group.WORLD)
+    """By numbers, in place; the mean is a sum that is divided."""
+    g = funcol.all_reduce(s["g"], "sum", dist.group.WORLD) / dist.get_world_size()
     s["m"].mul_(B1).add_(g, alpha=1 - B1)
     s["v"].mul_(B2).addcmul_(g, g, value=1 - B2)
     u = (s["m"] / 0.19).div_((s["v"] / 0.0199).sqrt_().add_(EPS))

@@ -58,6 +58,22 @@ def adam_with_decay(s: State) -> None:
     s["p"].addcdiv_(s["m"] / 0.1, (s["v"] / 0.02).sqrt().add_(EPS), value=-LR)
 
 
+def divided(s: State) -> None:
+    """The mean is a sum that is divided, and the update maximizes."""
+    g = DECAY * s["p"] - reduced(s, "sum") / dist.get_world_size()
+    s["m"].lerp_(g, 1 - B1)
+    s["v"].mul_(B2).addcmul_(g, g, value=1 - B2)
+    s["p"].addcdiv_(s["m"], s["v"].sqrt().add_(EPS), value=-LR)
+
+
+def unscaled(s: State) -> None:
+    """As behind the scaler of a loss."""
+    g = reduced(s) * (1 / (s["lr"] * 300))
+    s["m"].mul_(B1).add_(g, alpha=1 - B1)
+    s["v"].mul_(B2).addcmul_(g, g, value=1 - B2)
+    s["p"].addcdiv_(s["m"], s["v"].sqrt().add_(EPS), value=-LR)
+
+
 def momentum(s: State) -> None:
     g = reduced(s).add(s["p"], alpha=DECAY)
     s["m"].mul_(0.9).add_(g)
@@ -137,6 +153,8 @@ _FUSED = (
     adamw,
     adamw_of_tensors,
     adam_with_decay,
+    divided,
+    unscaled,
     momentum,
     nesterov,
     sgd,
@@ -153,9 +171,9 @@ def cubed(s: State) -> None:
 
 
 def no_mean(s: State) -> None:
-    """The first moment takes more than it gives."""
+    """The first moment keeps all that it had."""
     g = reduced(s)
-    s["m"].mul_(0.9).add_(g, alpha=0.5)
+    s["m"].add_(g, alpha=0.5)
     s["v"].mul_(B2).addcmul_(g, g, value=1 - B2)
     s["p"].addcdiv_(s["m"], s["v"].sqrt().add_(EPS), value=-LR)
 
