@@ -14,13 +14,18 @@ from autofuse.passes.graph.functional import call_on_copies
 from autofuse.passes.reasons import Reason, Reject
 
 from .match import Context, Found, Match, Work, replace_result
-from .update_rule import Update, changed, check_update, find_update, numbers_of
+from .update_rule import Update, changed, check_update, find_update, numbers_of, updated_by_views
 
 PATTERN = "all_reduce_update"
 
 
 def match_update(anchor: Anchor, context: Context) -> Found:
     becomes = changed(anchor)
+    by_views = [] if becomes else updated_by_views(anchor)
+    if by_views:
+        names = ", ".join(node.name for node in by_views[:2]) + (", ..." if len(by_views) > 2 else "")
+        why = f"{names} are updated by views of what is reduced: one buffer of several tensors"
+        return Reject(Reason.UNSUPPORTED_VARIANT, why)
     if not becomes:
         return Reject(Reason.NO_COMPUTE, "no tensor is updated by what is reduced")
     reject = check_update(anchor, context, becomes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import sympy
@@ -13,8 +13,9 @@ from torch import fx
 from autofuse.lowering.update_rules import GUARDED, UNGUARDED
 from autofuse.passes.graph.anchors import Anchor
 from autofuse.passes.graph.emit import CannotEmit, Emitter
-from autofuse.passes.graph.follow import aten, prims, tensor
+from autofuse.passes.graph.follow import aten, is_view, prims, tensor
 from autofuse.passes.graph.paths import depends_on
+from autofuse.passes.pieces import unshaped
 from autofuse.passes.reasons import Reason, Reject
 
 from .match import Context
@@ -49,22 +50,23 @@ Known = tuple[str, list[fx.Node], tuple[Coefficient, ...]]
 """A rule, the tensors in its order, and its numbers."""
 
 
-def below(anchor: Anchor, norms: bool = False) -> set[fx.Node]:
-    """What pointwise ops of a rule make of the sum. norms: and what is computed from norms."""
+def below(anchor: Anchor, also: Callable[[fx.Node], bool] = lambda node: False) -> set[fx.Node]:
+    """What pointwise ops of a rule make of the sum, and nodes of which `also` is true."""
     found: set[fx.Node] = set()
     work = list(anchor.results)
     while work:
         for user in work.pop().users:
-            if user not in found and (rule_of(user) is not None or (norms and leads_to_norms(user))):
+            if user not in found and (rule_of(user) is not None or also(user)):
                 found.add(user)
                 work.append(user)
     return found
 
 
-def changed(anchor: Anchor) -> dict[fx.Node, fx.Node]:
-    """What inputs of the graph become by the sum: new values by input. A parameter of 16 bits that is rounded
-    from another one is none of them: what follows from the other is left in the graph."""
-    by_sum = below(anchor)
+def changed(anchor: Anchor, also: Callable[[fx.Node], bool] = lambda node: False) -> dict[fx.Node, fx.Node]:
+    """What inputs of the graph become by the sum, also through nodes of which `also` is true: new values by
+    input. A parameter of 16 bits that is rounded from another one is none of them: what follows from the
+    other is left in the graph."""
+    by_sum = below(anchor, also)
     copies = anchor.node.graph.find_nodes(op="call_function", target=aten.copy_.default)
     pairs = [(n.args[0], n.args[1]) for n in copies if not _is_sum(anchor, n.args[1])]
     values = {new for _, new in pairs}
@@ -81,6 +83,14 @@ def _is_sum(anchor: Anchor, node: object) -> bool:
     while isinstance(node, fx.Node) and node not in anchor.results and node.target is aten.copy.default:
         node = node.args[1]
     return node in anchor.results
+
+
+def updated_by_views(anchor: Anchor) -> list[fx.Node]:
+    """Inputs of the graph that views of the sum update, where that is one buffer of several tensors."""
+    buffer = unshaped(anchor.input)
+    if buffer.target is not aten.cat.default and buffer.op != "placeholder":
+        return []
+    return [node for node, value in changed(anchor, is_view).items() if not is_view(value)]
 
 
 def check_update(anchor: Anchor, context: Context, becomes: dict[fx.Node, fx.Node]) -> Reject | None:
@@ -152,7 +162,7 @@ def _rule_of(algebra: Algebra, becomes: dict[fx.Node, fx.Node]) -> Known:
 
 def _is_read(anchor: Anchor, values: object) -> bool:
     """Whether anything but the update reads the sum, or what lies between."""
-    inside = below(anchor, norms=True)
+    inside = below(anchor, leads_to_norms)
     ends = set(values)  # type: ignore[call-overload]
     for node in (*anchor.results, *inside - ends):
         for user in node.users:

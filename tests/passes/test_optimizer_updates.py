@@ -216,6 +216,13 @@ def clipped_by_all(s: State) -> None:
         p.sub_(LR * (g * factor))
 
 
+def buffer_of_two(s: State) -> None:
+    """The gradients of two parameters in one buffer."""
+    both = funcol.all_reduce(torch.cat([s["g"].flatten(), s["v"].view(-1)]), "avg", dist.group.WORLD)
+    for p, g in zip((s["p"], s["m"]), both.split(s["p"].numel()), strict=True):
+        p.sub_(LR * g.view_as(p))
+
+
 def narrow_between(s: State) -> None:
     """The scaled gradient is rounded."""
     g = reduced(s) * 0.3
@@ -223,7 +230,17 @@ def narrow_between(s: State) -> None:
 
 
 _SCALED = (clipped, clipped_gradient, clipped_by_all)
-_KEPT = (*_SCALED, cubed, no_mean, rooted_before, of_two_parameters, narrow_moments, narrow_between)
+_BUFFERS = (buffer_of_two,)
+_KEPT = (
+    *_SCALED,
+    *_BUFFERS,
+    cubed,
+    no_mean,
+    rooted_before,
+    of_two_parameters,
+    narrow_moments,
+    narrow_between,
+)
 KEPT = {f.__name__: f for f in _KEPT}
 
 
@@ -298,6 +315,8 @@ def test_kept(ranks: Ranks, name: str) -> None:
             assert reason == "unsupported_variant"
             if KEPT[name] in _SCALED:
                 assert "by which the update is scaled, is computed from what is reduced" in detail
+            elif KEPT[name] in _BUFFERS:
+                assert detail.endswith("updated by views of what is reduced: one buffer of several tensors")
             else:
                 assert detail.startswith("no update of an optimizer that is known")
 
