@@ -224,8 +224,8 @@ class GraphReport:
     schedules: tuple[Schedule, ...] = ()
     """Of the joint graph, one for each group; told with the forward graph."""
     saved_bytes: int | None = None
-    """Of what a forward graph computes and saves for its backward; None of other graphs, and where sizes are
-    not known."""
+    """Of what a forward graph computes and saves for its backward, at the sizes that it was traced with; None
+    of other graphs, and where sizes depend on data."""
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict())

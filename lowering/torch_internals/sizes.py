@@ -16,6 +16,15 @@ def size_hint(size: int | torch.SymInt, unbacked: int) -> int:
     return int(expr.xreplace(dict.fromkeys(expr.free_symbols, sympy.Integer(unbacked))))
 
 
+def seen_size(size: int | torch.SymInt) -> int | None:
+    """The value of `size` while tracing; None if it depends on data."""
+    if isinstance(size, torch.SymInt):
+        expr = size.node.shape_env.replace(size.node.expr)
+        if not expr.free_symbols <= symbol_hints(size).keys():
+            return None
+    return size_hint(size, 0)
+
+
 def symbol_hints(size: torch.SymInt) -> dict[sympy.Symbol, Any]:
     """The values of the symbols of a graph while it was traced."""
     shape_env = size.node.shape_env

@@ -82,14 +82,6 @@ def shape_of(node: fx.Node) -> tuple[Size, ...] | None:
     return tuple(expression(s) for s in first.shape)
 
 
-def static_shape(node: fx.Node) -> tuple[int, ...] | None:
-    """As `shape_of`; None if it has symbols."""
-    sizes = shape_of(node)
-    if sizes is None or not all(isinstance(s, int) for s in sizes):
-        return None
-    return tuple(s for s in sizes if isinstance(s, int))
-
-
 def in_one_piece(shape: tuple[Size, ...], dim: int) -> bool:
     """Whether parts along `dim` lie in one piece each."""
     return bool(prod(shape[:dim]) == 1)

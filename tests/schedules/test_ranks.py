@@ -111,6 +111,7 @@ def _any_lengths(rank: int, world: int, batch: int) -> tuple[int, list[tuple[str
             for name, p in model.named_parameters():
                 if name in expected:
                     torch.testing.assert_close(p.grad, expected[name], rtol=1e-4, atol=1e-6, msg=name)
+    assert report.graphs[0].saved_bytes
     told = [graph.schedules[0] for graph in report.graphs if graph.schedules]
     kinds = [site.pattern for site in report.fused if site.graph == report.graphs[0].name]
     return kinds.count("matmul_reduce_scatter"), [(each.name, "".join(each.refused[:1])) for each in told]
