@@ -9,6 +9,7 @@ ranks have the same bits."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from ctypes import addressof, byref, c_double, c_float, c_void_p, pointer
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from autofuse.lowering.buckets import Buckets, buckets_of
+from autofuse.lowering.cpu.scratch import scratch
 from autofuse.lowering.cpu.update_executor import Part, Recipe, moves, part_of, piece_shapes, recipe_of
 from autofuse.lowering.cpu.workspace import Call, workspace_for
 from autofuse.lowering.plan import Compute, Copy, Reduce
@@ -33,28 +35,31 @@ def run_whole_update(args: AllReduceUpdate) -> Tensor:
     """The op. States are float32; gradient and parameter have any dtype of the kernels."""
     workspace = workspace_for(args.group_name)
     buckets = buckets_of((args.grad.numel(),), workspace.world)
-    step = _Step(args, buckets, workspace.world, workspace.rank)
-    for piece, shape in enumerate(piece_shapes(OP, args.order, buckets)):
-        recipe = recipe_of(shape, workspace.rank)
-        key = f"{tuple(args.grad.shape)} {args.reduce_op}, {recipe.agreement}"
-        with workspace.call(OP, args.site, key, recipe.outbox.end) as call:
-            step.piece(call, piece, recipe)
-    return step.finish()
+    count = args.grad.numel()
+    with scratch(workspace, count) if RULES[args.rule].by_norms else nullcontext() as kept:
+        direction = None if kept is None else kept[:count]
+        step = _Step(args, buckets, workspace.world, workspace.rank, direction)
+        for piece, shape in enumerate(piece_shapes(OP, args.order, buckets)):
+            recipe = recipe_of(shape, workspace.rank)
+            key = f"{tuple(args.grad.shape)} {args.reduce_op}, {recipe.agreement}"
+            with workspace.call(OP, args.site, key, recipe.outbox.end) as call:
+                step.piece(call, piece, recipe)
+        return step.finish()
 
 
 class _Step:
-    """One call of the op: its tensors as kernels read them."""
+    """One call of the op: its tensors as kernels read them. direction: memory for that of LAMB."""
 
-    def __init__(self, args: AllReduceUpdate, buckets: Buckets, world: int, rank: int) -> None:
+    def __init__(
+        self, args: AllReduceUpdate, buckets: Buckets, world: int, rank: int, direction: Tensor | None
+    ) -> None:
         self.args, self.buckets, self.world, self.rank = args, buckets, world, rank
         self.given = [args.params[0], *args.states]
         # Kernels read flat memory; the sum comes in the order of the elements of the parameter.
         self.flat = [t if t.is_contiguous() else t.detach().contiguous() for t in self.given]
         self.grad, self.numbers = args.grad.contiguous(), args.numbers.float().contiguous()
         self.sum = torch.empty_like(self.grad) if args.keep_sum else None
-        self.direction: Tensor | None = None
-        if RULES[args.rule].by_norms:
-            self.direction = torch.empty(args.grad.numel(), dtype=torch.float32, device="cpu")
+        self.direction = direction
         self.norms: dict[int, tuple[float, float]] = {}  # squares, by the start of the tile
         self.scale = 1 / world if args.reduce_op == "avg" else 1.0
         self.params_of, self.grads_of = kernels.pointers(self.flat[:1]), kernels.pointers([self.grad])
