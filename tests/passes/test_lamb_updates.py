@@ -5,17 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import autofuse
+from autofuse.lowering.gpu import support
+from autofuse.passes import Settings, fuse
+from autofuse.passes.reasons import Reason
 from tests.ranks import RankPool
 
-from .harness import passes_only
+from .harness import fake_group, passes_only
+from .test_on_gpus import moved
 
 Ranks = Callable[[int], RankPool]
 State = dict[str, Tensor]
@@ -249,3 +256,20 @@ def test_kept(ranks: Ranks, name: str) -> None:
         ((reason, detail),) = sites
         assert reason == "unsupported_variant"
         assert KEPT[name][1] in detail, detail
+
+
+@pytest.mark.parametrize("on_gpus", [False, True])
+def test_kept_on_gpus(on_gpus: bool) -> None:
+    def step(g: Tensor, m: Tensor, v: Tensor, p: Tensor) -> None:
+        g = funcol.all_reduce(g, "avg", "0")
+        new_m, new_v = torch.lerp(m, g, 1 - B1), B2 * v + (1 - B2) * g * g
+        u = new_m / (new_v.sqrt() + EPS) + DECAY * p
+        new_p = p - LR * ((p * p).sum().sqrt() / (u * u).sum().sqrt()) * u
+        for old, new in ((m, new_m), (v, new_v), (p, new_p)):
+            old.copy_(new)
+
+    with fake_group(2), FakeTensorMode(), patch.object(support, "why_not", lambda device: None):
+        graph = make_fx(step)(*(torch.empty(8, 9) for _ in range(4))).graph
+        (site,) = fuse(moved(graph) if on_gpus else graph, Settings(policy="always"), "inference", "0").sites
+    assert site.reason is (Reason.NO_KERNEL_FOR_DEVICE if on_gpus else None), site.detail
+    assert site.fused is not on_gpus
