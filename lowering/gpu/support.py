@@ -10,8 +10,12 @@ import torch
 
 from autofuse.lowering import torch_internals
 from autofuse.native_kernels.cuda.host import compiler
+from autofuse.native_kernels.gpu.state import MOST_TAIL_COLUMNS as MOST_TAIL_COLUMNS
+from autofuse.native_kernels.gpu.state import MOST_TAIL_OPERANDS as MOST_TAIL_OPERANDS
+from autofuse.native_kernels.gpu.state import MOST_TAIL_RESULTS as MOST_TAIL_RESULTS
 from autofuse.native_kernels.gpu.state import MOST_TERMS as MOST_TERMS
 from autofuse.native_kernels.gpu.state import MOST_WEIGHTS as MOST_WEIGHTS
+from autofuse.native_kernels.gpu.state import TAIL_UNIT as TAIL_UNIT
 
 from . import links
 

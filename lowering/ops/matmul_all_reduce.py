@@ -15,15 +15,17 @@ gradient. `proof`: what proves that its operands are replicated, or `unproven`; 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from autofuse.lowering.cpu.reduce_executor import reduce_plan_shape, run_reduce
-from autofuse.lowering.gpu.support import MOST_TERMS
+from autofuse.lowering.gpu.support import MOST_TAIL_OPERANDS, MOST_TAIL_RESULTS, MOST_TERMS
 from autofuse.lowering.ops.library import FusedOp, Gap, register
 from autofuse.lowering.plan import Family
 from autofuse.lowering.reference.layout import all_reduce
 from autofuse.lowering.reference.product import parse, product_backward, with_kept
 from autofuse.lowering.reference.tail import check_tail, tail_reference
+from autofuse.lowering.reference.tail import parse as parse_tail
 from autofuse.lowering.torch_internals import group_size
 
 OP = "matmul_all_reduce"
@@ -98,6 +100,15 @@ def refuse_tail(op: str, tail: str) -> None:
         )
 
 
+def is_gpu_tail(tail: str, operands: Sequence[Tensor]) -> bool:
+    """Whether GPU kernels apply the tail."""
+    stages = parse_tail(tail)
+    dtypes = {t.dtype for t in operands} | {s.dtype for s in stages if s.dtype is not None}
+    results = 1 + sum(stage.kept for stage in stages)
+    known = {torch.bfloat16, torch.float16, torch.float32, torch.bool}
+    return len(operands) <= MOST_TAIL_OPERANDS and results <= MOST_TAIL_RESULTS and dtypes <= known
+
+
 def sizes_of_call(args: Any) -> Sequence[Sequence[int]]:
     """Those by which a report distinguishes calls. Bags look up other numbers of rows in each call."""
     first = args.x if parse(args.product).pooling is None else args.operands
@@ -117,9 +128,10 @@ REDUCE_GAPS: tuple[Gap[Any], ...] = (
         "read the result of the collective instead, if that will do",
     ),
     Gap(
-        lambda args: bool(args.tail),
-        "no GPU kernel applies the stages behind a reduction",
-        "leave them in the graph: tails are for CPU ranks",
+        lambda args: not is_gpu_tail(args.tail, args.tail_operands),
+        f"GPU kernels apply tails of up to {MOST_TAIL_OPERANDS} operands and {MOST_TAIL_RESULTS} results, "
+        "of bfloat16, float16 and float32, not {0.tail!r}",
+        "leave the stages in the graph",
     ),
 )
 

@@ -68,6 +68,16 @@ MOST_TERMS: Final = 4
 MOST_WEIGHTS: Final = 4
 """Weights that a kernel of all_gather_matmul multiplies while the parts arrive."""
 
+MOST_TAIL_OPERANDS: Final = 6
+MOST_TAIL_RESULTS: Final = 4
+"""Of a tail that a kernel applies."""
+
+MOST_TAIL_COLUMNS: Final = 16384
+"""Of a row that one program holds to apply a tail."""
+
+TAIL_UNIT: Final = 8
+"""Columns of such a row are a multiple of this: 16 bytes of 16-bit values."""
+
 YIELD_NS: Final = 1_000_000
 """How long programs of the margin wait for a peer that has not started the call."""
 

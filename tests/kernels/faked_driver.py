@@ -22,7 +22,7 @@ from autofuse.native_kernels.cuda.kernels import dropless_dispatch, expert_dispa
 from autofuse.native_kernels.gpu import memory as gpu_memory
 from autofuse.native_kernels.gpu import prepared, triton_launch
 from autofuse.native_kernels.gpu.prepared import Guard
-from tests.kernels.uses import CUDA
+from tests.kernels.launched import CUDA
 
 STREAM, EVENT = 7, 99
 

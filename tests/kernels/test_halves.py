@@ -14,7 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from autofuse.native_kernels.gpu.memory import Need, Region, grown
-from tests.kernels.uses import BF16, FP32, Use, dense, experts, few, peer_memory
+from tests.kernels.launched import peer_memory
+from tests.kernels.uses import BF16, FP32, Use, dense, experts, few
 
 EIGHTS = st.integers(1, 700).map(lambda n: 8 * n)
 

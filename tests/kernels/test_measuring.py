@@ -110,6 +110,20 @@ def test_ways_that_are_predicted_to_be_slow_are_left_out(group: Group) -> None:
     assert all(times[way] > 1.4 * min(times.values()) for way in times.keys() - timed)
 
 
+def test_ways_without_fitted_constants_are_measured(group: Group) -> None:
+    """Nothing is known of their times."""
+    short = replace(ROWS, m=1, k=256, n=1024)
+    predictor = predictor_of(())
+    group.decide(group.call(short))
+    (timed,) = group.timed
+    times = {each.way: each.us for each in predictor.times(short)}
+    slow = {way for way in timed if times[way] > 1.5 * min(times.values()) and ways_of(short)[way].fused}
+    assert slow
+    for way in slow:
+        models = [work.model for work in ways_of(short)[way].work(short)]
+        assert not predictor.model.constants.keys() >= set(models), way
+
+
 def test_calls_that_are_cut_by_columns_have_points_of_their_own(group: Group) -> None:
     columns = replace(ROWS, dim=1)
     group.decide(group.call(columns))

@@ -33,7 +33,7 @@ from autofuse.native_kernels.cuda.kernels.dropless_combine import dropless_combi
 from autofuse.native_kernels.cuda.kernels.dropless_dispatch import dropless_dispatch_needs
 from autofuse.native_kernels.gpu import prepared
 from tests.kernels.faked_driver import Driver, Words, faked
-from tests.kernels.uses import peer_memory
+from tests.kernels.launched import peer_memory
 
 pytestmark = pytest.mark.skipif(prepared.library() is None, reason="launch.cpp is not built")
 

@@ -29,7 +29,7 @@ from autofuse.lowering.runs import Timed
 from autofuse.lowering.update_rules import RULES, adam_numbers, sgd_numbers
 from autofuse.native_kernels.gpu import prepared
 from tests.kernels.faked_driver import Driver, Words, faked
-from tests.kernels.uses import peer_memory
+from tests.kernels.launched import peer_memory
 
 pytestmark = pytest.mark.skipif(prepared.library() is None, reason="launch.cpp is not built")
 

@@ -29,6 +29,7 @@ from autofuse.native_kernels.cuda.kernels.matmul_reduce import ClusterReduceConf
 from autofuse.native_kernels.cuda.kernels.matmul_words import WordsConfig
 from autofuse.native_kernels.gpu.memory import EVENTS, SHARED_MEMORY, PeerMemory, Region
 from autofuse.native_kernels.gpu.state import MOST_TERMS, STATE_LENGTH
+from autofuse.native_kernels.triton.exchange_rows import RowsConfig
 from autofuse.native_kernels.triton.exchange_sums import SumsConfig
 from autofuse.native_kernels.triton.gather_matmul import launch_gather_matmul
 from autofuse.native_kernels.triton.gather_matmul_few import FewConfig, launch_gather_matmul_few
@@ -197,8 +198,10 @@ def compiled(problem: DenseProblem, way: Way, transposed: bool, trace: bool, mat
     return compile_launch(lambda: launch(problem, way, transposed, trace, matmuls))[0]
 
 
-ELSEWHERE = (WordsConfig, WordsGatherConfig, ClusterReduceConfig, ClusterGatherConfig, SumsConfig)
-"""Configurations of kernels that test_cuda_ptx and test_ptx_sums have."""
+ELSEWHERE = (
+    WordsConfig, WordsGatherConfig, ClusterReduceConfig, ClusterGatherConfig, SumsConfig, RowsConfig
+)  # fmt: skip
+"""Configurations of kernels that test_cuda_ptx, test_ptx_sums and test_ptx_rows have."""
 
 
 def cases() -> Iterator[tuple[DenseProblem, Way, bool, bool]]:

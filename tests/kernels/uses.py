@@ -1,18 +1,15 @@
 """What calls use of the regions of a group, by their needs and by the parameters of their launches."""
 
-import ctypes
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
+from autofuse.lowering.gpu.dense.tails import tail_of
 from autofuse.lowering.gpu.embedding.places import backward_places, places_of
-from autofuse.native_kernels.cuda.host import gemm
 from autofuse.native_kernels.cuda.kernels import (
     dropless_combine,
     dropless_dispatch,
@@ -23,12 +20,13 @@ from autofuse.native_kernels.cuda.kernels import (
 )
 from autofuse.native_kernels.cuda.kernels import gather_matmul as cuda_gather
 from autofuse.native_kernels.cuda.kernels import matmul_reduce as cuda_reduce
-from autofuse.native_kernels.gpu.memory import Need, PeerMemory, Region, grown
-from autofuse.native_kernels.gpu.state import RECORD_WORDS, STATE_LENGTH
+from autofuse.native_kernels.gpu.memory import Need, PeerMemory
+from autofuse.native_kernels.gpu.state import TAIL_UNIT
 from autofuse.native_kernels.triton import (
     embedding_backward,
     embedding_exchange,
     embedding_tables,
+    exchange_rows,
     exchange_sums,
     gather_matmul,
     gather_matmul_few,
@@ -37,30 +35,9 @@ from autofuse.native_kernels.triton import (
     matmul_packets,
     matmul_reduce,
 )
+from tests.kernels.launched import launched
 
 BF16, FP32 = torch.bfloat16, torch.float32
-TRITON = (
-    matmul_reduce,
-    matmul_packets,
-    matmul_gather,
-    matmul_gather_packets,
-    gather_matmul,
-    gather_matmul_few,
-    embedding_exchange,
-    embedding_backward,
-    exchange_sums,
-)
-CUDA = (
-    cuda_reduce,
-    matmul_words,
-    cuda_gather,
-    gather_words,
-    expert_combine,
-    expert_dispatch,
-    dropless_combine,
-    dropless_dispatch,
-)
-
 Used = dict[str, list[tuple[int, int]]]
 """By region, the bytes of each of its parts that a call uses: first, and behind the last."""
 
@@ -78,52 +55,42 @@ def matrix(rows: int, cols: int, dtype: torch.dtype = BF16) -> Tensor:
     return torch.empty(rows, cols, dtype=dtype)
 
 
-def peer_memory(world: int, need: Need) -> PeerMemory:
-    """Regions as they grow for `need`; nobody touches them, so that they take no memory."""
-    found = grown(need)
-
-    def region(name: str) -> Region:
-        mine = torch.empty(max(getattr(found, name), 16), dtype=torch.uint8)
-        return Region.of([mine] * world)
-
-    names = ("inbox", "finished", "packets", "words", "gathers", "copies", "signals", "copy_signals")
-    return PeerMemory(
-        0, world, 132, *map(region, names), torch.zeros(STATE_LENGTH, dtype=torch.int64),
-        torch.zeros(RECORD_WORDS, dtype=torch.int32), torch.empty(found.pieces), torch.empty(found.done),
-        torch.empty(found.outbox, dtype=torch.uint8), (132, 66, 33, 16),
-    )  # fmt: skip
-
-
-@contextmanager
-def captured() -> Iterator[list[dict[str, Any]]]:
-    """The parameters of launches, by their names, instead of launches."""
-    found: list[dict[str, Any]] = []
-
-    def launch_triton(kernel: Any, programs: int, compile_only: bool, *args: Any, **settings: Any) -> None:
-        found.append(dict(zip(kernel.arg_names, args, strict=False)) | settings)
-
-    def launch_cuda(kernel: Any, params: ctypes.Structure, *rest: Any) -> None:
-        found.append({name: getattr(params, name) for name, *_ in params._fields_})
-
-    with ExitStack() as stack:
-        for module in TRITON:
-            stack.enter_context(patch.object(module, "launch", launch_triton))
-        for module in CUDA:
-            stack.enter_context(patch.object(module, "kernel", lambda *args: None))
-            stack.enter_context(patch.object(module, "launch", launch_cuda))
-        for module in (gemm, cuda_gather, expert_dispatch, dropless_dispatch):
-            stack.enter_context(patch.object(module, "tensor_map", lambda *args: bytes(128)))
-        yield found
-
-
-def launched(call: Callable[..., Any], *args: Any, **more: Any) -> dict[str, Any]:
-    with captured() as found:
-        call(*args, **more)
-    return found[-1]
-
-
 def halves(begin: int, nbytes: int) -> list[tuple[int, int]]:
     return [(0, nbytes), (begin, begin + nbytes)]
+
+
+def rows(world: int, m: int, n: int) -> Iterator[Use]:
+    """With a tail that returns a matrix and two columns."""
+    full, gamma = matrix(m * world, n), matrix(1, n)
+    for everywhere, once in ((True, True), (True, False), (False, False)):
+        config = exchange_rows.RowsConfig(once=once)
+        have = m * (world if everywhere else 1)
+        tail = tail_of("mul %0; to float32; standardize 1e-05 keep", BF16, have, [gamma])
+        written = sum(tail.row_bytes(n))
+
+        def used(
+            memory: PeerMemory, config: Any = config, everywhere: bool = everywhere, tail: Any = tail,
+            have: int = have,
+        ) -> Used:  # fmt: skip
+            results = tail.empty(full, have, n)
+            p = launched(
+                exchange_rows.launch_exchange_rows, memory, full, results, False, everywhere, config,
+                operands=[gamma], tail=tail,
+            )  # fmt: skip
+            owners = everywhere and not config.once
+            count = world * p["items"] * p["ROWS"]
+            end = 0
+            for offset, nbytes in zip((p["f0"], p["f1"], p["f2"]), tail.row_bytes(n), strict=True):
+                assert offset * 16 >= end, "results overlap"
+                end = offset * 16 + count * nbytes
+            return {
+                "inbox": halves(p["inbox_half"] * TAIL_UNIT * 2, count * n * 2),
+                "finished": halves(p["finished_half"] * 16, end * owners),
+                "signals": halves(p["signals_half"] * 4, 2 * world * p["items"] * 4),
+            }
+
+        needs = exchange_rows.rows_needs(m * world, n, 2, world, everywhere, config, written)
+        yield Use("rows", needs, used)
 
 
 def dense(world: int, m: int, k: int, n: int, dtype: torch.dtype) -> Iterator[Use]:
@@ -164,6 +131,9 @@ def dense(world: int, m: int, k: int, n: int, dtype: torch.dtype) -> Iterator[Us
             }
 
         yield Use("sums", exchange_sums.sums_needs(full.numel(), 2, world, everywhere, sums), used)
+
+    if n % TAIL_UNIT == 0:
+        yield from rows(world, m, n)
 
     for config in (cuda_reduce.ClusterReduceConfig(), cuda_reduce.ClusterReduceConfig(bn=128, update=True)):
 

@@ -518,6 +518,20 @@ KERNELS = (
         "mine = rank * chunk",
         _of("kernels", "interpreted_sums"),
     ),
+    Mutation(
+        "owners of rows add those of the first owner",
+        "exchange_rows.py",
+        "first = 0 if ONCE else rank * owned",
+        "first = 0",
+        _of("kernels", "interpreted_rows"),
+    ),
+    Mutation(
+        "a norm counts the padding of a row",
+        "tails.py",
+        "/ columns + NUMBER)",
+        "/ v.shape[1] + NUMBER)",
+        _of("kernels", "interpreted_rows"),
+    ),
 )
 
 CHOICE = (

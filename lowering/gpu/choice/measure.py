@@ -17,7 +17,7 @@ from autofuse import config
 from autofuse.lowering.gpu.memory.workspace import GpuWorkspace, agreements
 
 from .choose import keep, points_of, predictor_for
-from .kernel import Problem, fused_ways, ways_of
+from .kernel import Problem, Way, fused_ways, ways_of
 from .points import Point
 from .timer import Call, slowest, time_all, together
 from .timing import QUICK, Effort, calls_for, captured, matmul_us
@@ -28,7 +28,8 @@ Trials: TypeAlias = Callable[[GpuWorkspace, Any], Mapping[str, Call]]
 """Calls of a problem, by way: on random operands, or on those of a call."""
 
 WORTH = 1.5
-"""Ways that are predicted to take longer than the fastest by more than this are measured on demand only."""
+"""Ways that are predicted to take longer than the fastest by more than this are measured on demand only,
+unless no constants were fitted to them."""
 
 
 @dataclass
@@ -102,9 +103,15 @@ def _keep(workspace: GpuWorkspace, point: Point) -> None:
 
 def _worth(workspace: GpuWorkspace, problem: Problem) -> set[str]:
     """The ways that may be the fastest, and those of torch."""
-    found, ways = predictor_for(workspace).times(problem), ways_of(problem)
+    predictor, ways = predictor_for(workspace), ways_of(problem)
+    found, fitted = predictor.times(problem), predictor.model.constants
     most = found[0].us * WORTH if problem.is_whole else float("inf")
-    return {each.way for each in found if each.us <= most or not ways[each.way].fused}
+
+    def is_worth(way: Way, us: float) -> bool:
+        unknown = any(work.model not in fitted for work in way.work(problem))
+        return us <= most or unknown or not way.fused
+
+    return {each.way for each in found if is_worth(ways[each.way], each.us)}
 
 
 def _progress(point: Point, count: int, lasted: float, spent: float) -> str:

@@ -7,6 +7,7 @@ equal on all ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -26,13 +27,14 @@ from autofuse.lowering.runs import Note
 
 from .measure import trials
 from .run import Gather, Publication, Reduction, of_sum, of_weights, problem_of
+from .tails import with_tail
 from .ways import GATHER, PUBLISH, REDUCE, SCATTER, DenseProblem
 
 ReduceArguments: TypeAlias = MatmulAllReduce | MatmulReduceScatter
 
 
 def run_reduce(op: str, args: ReduceArguments) -> Any:
-    """matmul_all_reduce and matmul_reduce_scatter of a sum of matmuls, without an epilogue."""
+    """matmul_all_reduce and matmul_reduce_scatter of a sum of matmuls, and a tail."""
     x, b = args.x, args.w
     if any(map(_is_empty, x, b)):
         return NotImplemented
@@ -45,14 +47,20 @@ def run_reduce(op: str, args: ReduceArguments) -> Any:
         if reduction is None:
             call, prepared = _reduce_call(workspace, op, args, a)
             reduction = _settle(call, prepared, kind, capturing)
-        return [reduction(a, b)]
+        return _reduced(reduction, args, a)
+
+
+def _reduced(reduction: Reduction, args: ReduceArguments, a: Sequence[Tensor]) -> list[Tensor]:
+    if not args.tail:
+        return [reduction(a, args.w)]
+    return reduction.with_tail(a, args.w, [t.contiguous() for t in args.tail_operands])
 
 
 def _reduce_kind(op: str, args: ReduceArguments, a: Sequence[Tensor], capturing: bool) -> Hashable:
     update = op == SCATTER and config.update
     return (
         op, *map(_layout, a), *map(_layout, args.w), args.reduce_op, args.dim, args.outer, args.order,
-        args.site, capturing, update,
+        args.site, capturing, update, args.tail, *map(_layout, args.tail_operands),
     )  # fmt: skip
 
 
@@ -69,16 +77,19 @@ def _reduce_call(
 ) -> tuple[GpuCall, Callable[..., Reduction]]:
     b, mean = args.w, args.reduce_op == "avg"
     problem = of_sum(problem_of(op, a[0], b[0], workspace, args.dim, args.outer), a, b)
+    problem, tail = with_tail(problem, args, workspace)
     strides = b[0].stride()
 
     def prepared(way: Way, note: Note | None = None) -> Reduction:
-        return Reduction(workspace, way, problem, strides, mean, args.order, args.site, note=note)
+        return Reduction(workspace, way, problem, strides, mean, args.order, args.site, note=note, tail=tail)
 
     def run(way: Way) -> list[Tensor]:
-        return [prepared(way)(a, b)]
+        return _reduced(prepared(way), args, a)
 
-    variant = strides, args.reduce_op, args.order
-    return _call(op, args, workspace, problem, run, variant), prepared
+    variant = strides, args.reduce_op, args.order, tail
+    call = _call(op, args, workspace, problem, run, variant)
+    # What is measured of a tail of owners is this very call; of others it is the call without its tail.
+    return replace(call, trials=None) if problem.written else call, prepared
 
 
 def run_gather(args: AllGatherMatmul) -> Any:

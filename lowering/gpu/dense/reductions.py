@@ -25,6 +25,11 @@ from autofuse.native_kernels.cuda.kernels.matmul_words import (
     words_needs,
 )
 from autofuse.native_kernels.gpu.memory import cdiv
+from autofuse.native_kernels.triton.exchange_rows import (
+    RowsConfig,
+    launch_exchange_rows,
+    rows_needs,
+)
 from autofuse.native_kernels.triton.exchange_sums import SumsConfig, launch_exchange_sums, sums_needs
 from autofuse.native_kernels.triton.matmul_packets import (
     PacketsConfig,
@@ -32,8 +37,9 @@ from autofuse.native_kernels.triton.matmul_packets import (
     packets_needs,
 )
 from autofuse.native_kernels.triton.matmul_reduce import ReduceConfig, launch_matmul_reduce, reduce_needs
+from autofuse.native_kernels.triton.tails import NO_TAIL, TailSpec, rows_fit
 
-from .work import clusters_work, packets_work, sums_work, tiles_work, words_work
+from .work import clusters_work, packets_work, rows_work, sums_work, tiles_work, words_work
 
 if TYPE_CHECKING:
     from .ways import DenseProblem
@@ -215,12 +221,18 @@ def _is_chunked(problem: DenseProblem) -> bool:
     return rows and problem.m // problem.world * problem.n % 8 == 0
 
 
+def multiplied(x: Sequence[Tensor], w: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
+    """The sum of `x[i] @ w[i]` by cuBLAS; every term is added in fp32, and rounded."""
+    total = torch.mm(x[0], w[0], out=out)
+    for xi, wi in zip(x[1:], w[1:], strict=True):
+        total.addmm_(xi, wi)
+    return total
+
+
 def _launch_sums(
     at: Launch, config: SumsConfig, x: Sequence[Tensor], w: Sequence[Tensor], out: Tensor, how: Reduce
 ) -> None:
-    product = torch.mm(x[0], w[0])
-    for a, b in zip(x[1:], w[1:], strict=True):
-        product.addmm_(a, b)
+    product = multiplied(x, w)
     launch_exchange_sums(at.memory, product, out, how.mean, how.everywhere, config, at.site, at.compile_only)
 
 
@@ -233,4 +245,42 @@ SUMS: Kernel[DenseProblem, SumsConfig] = Kernel(
     source="triton/exchange_sums.py",
 )
 
-REDUCTIONS: tuple[Kernel[DenseProblem, Any], ...] = (PACKETS, WORDS, CLUSTERS, TILES, SUMS)
+
+def _rows_configs(problem: DenseProblem) -> Iterator[RowsConfig]:
+    if not (problem.by_rows and problem.outer == 1 and rows_fit(problem.n)):
+        return
+    if problem.everywhere and (problem.world == 2 or problem.m <= MOST_ROWS):
+        yield RowsConfig(once=True)
+    if not problem.everywhere or problem.world > 2 or problem.written:
+        yield RowsConfig()
+
+
+def _launch_rows(
+    at: Launch,
+    config: RowsConfig,
+    x: Sequence[Tensor],
+    w: Sequence[Tensor],
+    out: Tensor | Sequence[Tensor],
+    how: Reduce,
+    operands: Sequence[Tensor] = (),
+    tail: TailSpec = NO_TAIL,
+) -> None:
+    """out: the results of the tail, if there is one."""
+    results = [out] if isinstance(out, Tensor) else out
+    launch_exchange_rows(
+        at.memory, multiplied(x, w), results, how.mean, how.everywhere, config, at.site, at.compile_only,
+        operands, tail,
+    )  # fmt: skip
+
+
+ROWS: Kernel[DenseProblem, RowsConfig] = Kernel(
+    "rows",
+    _rows_configs,
+    needs=lambda config, p: rows_needs(p.m, p.n, 2, p.world, p.everywhere, config, p.written),
+    launch=_launch_rows,
+    work=rows_work,
+    source="triton/exchange_rows.py",
+)
+"""The kernel that applies tails itself."""
+
+REDUCTIONS: tuple[Kernel[DenseProblem, Any], ...] = (PACKETS, WORDS, CLUSTERS, TILES, SUMS, ROWS)

@@ -20,8 +20,10 @@ from autofuse.lowering.reference.layout import parts, whole
 from autofuse.lowering.runs import Note
 from autofuse.native_kernels.gpu.memory import PeerMemory, is_tma
 from autofuse.native_kernels.gpu.state import MOST_WEIGHTS
+from autofuse.native_kernels.triton.tails import NO_TAIL, TailSpec
 
-from .reductions import Reduce
+from .reductions import ROWS, Reduce, multiplied
+from .tails import behind
 from .ways import ASYNC_TP, FEW_ROWS, GATHER, ONE_SHOT, SCATTER, TWO_SHOT, DenseProblem
 
 
@@ -73,15 +75,14 @@ class Reduction:
 
     def __init__(
         self, workspace: GpuWorkspace, way: Way, problem: DenseProblem, strides: tuple[int, ...], mean: bool,
-        order: str, site: str, traced: bool = False, note: Note | None = None,
+        order: str, site: str, traced: bool = False, note: Note | None = None, tail: TailSpec = NO_TAIL,
     ) -> None:  # fmt: skip
         self.group = weakref.ref(workspace.group)
         self._workspace, self._way, self._problem = workspace, way, problem
         self._is_replaced, self._is_fused = way.replaced, way.fused
-        self._launcher = Launcher(
-            workspace, way, problem.op, site, problem, (problem, strides, mean, order, traced), note=note
-        )
-        self._mean = mean
+        variant = (problem, strides, mean, order, traced, tail)
+        self._launcher = Launcher(workspace, way, problem.op, site, problem, variant, note=note)
+        self._mean, self._tail = mean, tail
         self._how = Reduce(mean, problem.everywhere, problem.outer, ORDERS[order])
         shape = [problem.m, problem.n]
         shape[problem.dim] //= 1 if problem.everywhere else problem.world
@@ -98,7 +99,7 @@ class Reduction:
     def __call__(self, x: Sequence[Tensor], w: Sequence[Tensor], trace: Tensor | None = None) -> Tensor:
         memory = None if self._is_replaced else self._launcher.enter(self._problem.programs, trace)
         if memory is None:
-            return self._unfused(_sum(x, w))
+            return self._unfused(multiplied(x, w))
         if self._is_fused:
             out = x[0].new_empty(self._result[0])
             self._launcher.launch(x, w, out, self._how)
@@ -107,13 +108,26 @@ class Reduction:
         self._launcher.leave()
         return out
 
+    def with_tail(self, x: Sequence[Tensor], w: Sequence[Tensor], operands: Sequence[Tensor]) -> list[Tensor]:
+        """As `__call__`, and the tail behind it: its results. operands: contiguous."""
+        if self._way.kernel is not ROWS:
+            return behind(self(x, w), operands, self._tail, self._problem.programs)
+        memory = self._launcher.enter(self._problem.programs)
+        if memory is None:
+            value = self._unfused(multiplied(x, w))
+            return behind(value, operands, self._tail, self._problem.programs)
+        results = self._tail.empty(x[0], *self._result[0])
+        self._launcher.launch(x, w, results, self._how, operands, self._tail)
+        self._launcher.leave()
+        return results
+
     def _by_torch(self, memory: PeerMemory, x: Sequence[Tensor], w: Sequence[Tensor]) -> Tensor:
         problem, group_name = self._problem, self._workspace.group_name
         if self._way.name == ASYNC_TP:
             out = torch_internals.async_tp_matmul_reduce_scatter(x[0], w[0], group_name)
             return self._averaged(out)
         p = memory.finished.views[memory.rank].view(x[0].dtype)[: problem.m * problem.n]
-        _sum(x, w, p.view(problem.m, problem.n))
+        multiplied(x, w, p.view(problem.m, problem.n))
         out = torch_internals.symmetric_all_reduce(p, group_name, self._way.name == ONE_SHOT)
         # torch's variant with an output of its own was measured to be slower than this and a copy.
         out = out.clone() if self._way.name == TWO_SHOT else out
@@ -205,9 +219,9 @@ class Gather:
 
     def _unfused(self, part: Tensor, w: Sequence[Tensor], bias: Sequence[Tensor | None]) -> list[Tensor]:
         problem, group = self._problem, self._workspace.group
-        x = part.new_empty(problem.world, *part.shape)
+        x = part.new_empty(problem.world * part.shape[0], *part.shape[1:])
         dist.all_gather_into_tensor(x, part, group=group)
-        x = whole(x, problem.dim, problem.outer)
+        x = whole(x.view(problem.world, *part.shape), problem.dim, problem.outer)
         return _multiply(x, w, bias) + [x] * self._keep
 
 
@@ -249,14 +263,6 @@ class Publication:
         every = p.new_empty(problem.world, *p.shape)
         dist.all_gather_into_tensor(every, p, group=self._workspace.group)
         return whole(every, problem.dim, problem.outer)
-
-
-def _sum(x: Sequence[Tensor], w: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
-    """The sum of `x[i] @ w[i]`; every term is added in fp32, and rounded."""
-    total = torch.mm(x[0], w[0], out=out)
-    for xi, wi in zip(x[1:], w[1:], strict=True):
-        total.addmm_(xi, wi)
-    return total
 
 
 def _multiply(x: Tensor, w: Sequence[Tensor], bias: Sequence[Tensor | None]) -> list[Tensor]:

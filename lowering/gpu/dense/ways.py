@@ -39,7 +39,8 @@ class DenseProblem:
     m: rows of the product: all tokens, of a gather too. programs: that run at once. dim, outer: which rows
     (columns) belong to whom. aligned: operands are as TMA loads them. update: tiles may be added at their
     owners as they arrive. terms: of a sum of several matmuls, the K of each, `k` in total. widths: of several
-    weights of a gather that kernels multiply together, the columns of each, `n` in total.
+    weights of a gather that kernels multiply together, the columns of each, `n` in total. written: where
+    owners of rows may apply a tail, bytes of a row of what it returns.
     """
 
     op: str
@@ -55,6 +56,7 @@ class DenseProblem:
     update: bool = False
     terms: tuple[int, ...] = ()
     widths: tuple[int, ...] = ()
+    written: int = 0
 
     is_whole: ClassVar[bool] = True
     most_bytes: ClassVar[int] = MOST_BYTES
@@ -119,6 +121,7 @@ class DenseProblem:
         """Points of matmul_all_gather are of columns and count for rows, too: the kernels take as long."""
         op = f"{self.op}, {len(self.terms)} terms" if self.terms else self.op
         op = f"{op}, {len(self.widths)} weights" if self.widths else op
+        op = f"{op}, tail" if self.written else op
         return op if self.by_rows or self.op == PUBLISH else f"{op}, columns"
 
     def rounded(self) -> DenseProblem | None:

@@ -10,6 +10,7 @@ from autofuse.native_kernels.cuda.kernels.gather_words import WordsGatherConfig
 from autofuse.native_kernels.cuda.kernels.matmul_reduce import ClusterReduceConfig
 from autofuse.native_kernels.cuda.kernels.matmul_words import WordsConfig
 from autofuse.native_kernels.gpu.memory import cdiv
+from autofuse.native_kernels.triton.exchange_rows import RowsConfig
 from autofuse.native_kernels.triton.exchange_sums import SumsConfig
 from autofuse.native_kernels.triton.gather_matmul import GatherConfig
 from autofuse.native_kernels.triton.gather_matmul_few import FewConfig
@@ -98,6 +99,15 @@ def sums_work(config: SumsConfig, p: DenseProblem) -> Work:
     sent, hops = _reduced(p, config.once)
     summed = 2.0 * p.m * p.n * (1 if p.everywhere else 1 / p.world)
     return Exchange(f"{p.op} sums", _products(p), sent, 2 * sent + summed, hops)
+
+
+def rows_work(config: RowsConfig, p: DenseProblem) -> Work:
+    """cuBLAS, then the exchange; owners send what their tail returns."""
+    sent, hops = _reduced(p, config.once)
+    if p.written and not config.once:
+        sent = (p.world - 1) * p.m * (2.0 * p.n + p.written) / p.world
+    summed = 2.0 * p.m * p.n * (1 if p.everywhere else 1 / p.world)
+    return Exchange(f"{p.op} rows", _products(p), sent, 2 * sent + summed, hops)
 
 
 def _gathered(p: DenseProblem) -> float:

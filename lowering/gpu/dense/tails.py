@@ -1,0 +1,114 @@
+"""Tails on GPUs: how they are described to kernels, and the kernel that applies one behind any way."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import TYPE_CHECKING, TypeAlias
+
+import torch
+from torch import Tensor
+
+from autofuse.lowering.gpu.choice.calls import once
+from autofuse.lowering.gpu.memory.workspace import GpuWorkspace
+from autofuse.lowering.proofs import UNPROVEN
+from autofuse.lowering.reference.tail import TailStage, check_tail, steps, tail_reference
+from autofuse.native_kernels.triton.tails import (
+    CODES,
+    DTYPES,
+    NO_TAIL,
+    Stage,
+    TailSpec,
+    launch_tail,
+    rows_fit,
+)
+
+if TYPE_CHECKING:
+    from autofuse.lowering.ops.matmul_all_reduce import MatmulAllReduce
+    from autofuse.lowering.ops.matmul_reduce_scatter import MatmulReduceScatter
+
+    from .ways import DenseProblem
+
+Operand: TypeAlias = tuple[tuple[int, ...], torch.dtype]
+"""Shape and dtype."""
+
+
+def with_tail(
+    problem: DenseProblem, args: MatmulAllReduce | MatmulReduceScatter, workspace: GpuWorkspace
+) -> tuple[DenseProblem, TailSpec]:
+    """The problem of a call, given that without its tail, and the tail. All ranks of a group have a proof by
+    which owners may apply the tail, or none has; a tail without one is private to a rank."""
+    if not args.tail:
+        return problem, NO_TAIL
+    sizes = [problem.m, problem.n]
+    sizes[problem.dim] //= 1 if problem.everywhere else problem.world
+    rows, columns = sizes
+    check_tail(sizes, args.tail_operands, args.tail, problem.op, problem.by_rows)
+    tail = tail_of(args.tail, problem.dtype, rows, args.tail_operands)
+    owners = problem.everywhere and args.order != "ring" and _agreed(workspace, args)
+    return replace(problem, written=sum(tail.row_bytes(columns)) if owners else 0), tail
+
+
+def _agreed(workspace: GpuWorkspace, args: MatmulAllReduce | MatmulReduceScatter) -> bool:
+    """Whether all ranks have the same proof. Those that have one, or `UNPROVEN`, meet before the first call
+    that no graph captures; a captured call before that finds no proof."""
+    if not args.proof:
+        return False
+    kind = ("proof", args.tail, args.proof, args.site)
+    if torch.cuda.is_current_stream_capturing():
+        return bool(workspace.calls.get(kind))
+
+    def meet() -> bool:
+        told = workspace.meet(f"the proof of {args.tail!r} at {args.site}: {args.proof}")
+        return len(set(told)) == 1 and args.proof != UNPROVEN
+
+    return once(workspace, kind, meet)
+
+
+def tail_of(text: str, dtype: torch.dtype, rows: int, operands: Sequence[Tensor]) -> TailSpec:
+    """A tail of `V: [rows, .]` in `dtype`, with operands that `check_tail` accepts. rows: of V."""
+    return _tail_of(text, dtype, rows, tuple((tuple(t.shape), t.dtype) for t in operands))
+
+
+@lru_cache(maxsize=2048)
+def _tail_of(text: str, dtype: torch.dtype, rows: int, operands: tuple[Operand, ...]) -> TailSpec:
+    columns = 2  # any number
+    value = torch.empty((rows, columns), dtype=dtype, device="meta")
+    given = [torch.empty((1,) * len(shape), dtype=t, device="meta") for shape, t in operands]
+    stages, kept = list[Stage](), list[tuple[torch.dtype, bool]]()
+    for stage, value, more in steps(value, given, text):  # noqa: B020 - V behind each stage
+        stages.append(_stage(stage, value.dtype))
+        kept += [(t.dtype, t.shape[1] == columns) for t in more]
+    kinds = tuple(_kind(shape, rows) for shape, _ in operands)
+    return TailSpec(text, tuple(stages), kinds, ((value.dtype, True), *kept))
+
+
+def _stage(stage: TailStage, dtype: torch.dtype) -> Stage:
+    name = f"gelu {stage.approximate}" if stage.name == "gelu" else stage.name
+    operand = -1 if stage.operand is None else stage.operand
+    mask = -1 if stage.mask is None else stage.mask
+    number = 0.0 if stage.number is None else float(stage.number)
+    return Stage(CODES[name], operand, mask, number, DTYPES[dtype], stage.keep)
+
+
+def _kind(shape: tuple[int, ...], rows: int) -> tuple[bool, bool]:
+    """Whether an operand has rows, and whether it has columns; of one row it may have either."""
+    high, wide = (1, 1, *shape)[-2:]
+    return high == rows and rows > 1, wide > 1
+
+
+def behind(value: Tensor, operands: Sequence[Tensor], tail: TailSpec, programs: int) -> list[Tensor]:
+    """The results of a tail of `value: [M, N]`, contiguous, that another kernel has made. operands:
+    contiguous."""
+    kind = (tail, value.dtype, value.shape[1])
+    capturing = torch.cuda.is_current_stream_capturing()
+    if not rows_fit(value.shape[1]) or (capturing and kind not in _launched):
+        return tail_reference(value, operands, tail.text)  # no kernel is compiled during a capture
+    results = tail.empty(value, *value.shape)
+    launch_tail(value, operands, results, tail, programs)
+    _launched.add(kind)
+    return results
+
+
+_launched: set[Hashable] = set()

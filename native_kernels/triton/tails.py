@@ -1,0 +1,271 @@
+"""Tails in Triton: the stages behind a reduction (`lowering/reference/tail.py`) on blocks of whole rows.
+
+    V: [ROWS, COLUMNS]   behind every stage in its dtype; what a stage computes is computed in fp32
+
+A kernel is compiled for the stages: `apply_tail` is unrolled, so that nothing of them is left to decide when
+it runs. Operands and results have fixed places in the parameters of a kernel, None where a tail has fewer.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from autofuse.native_kernels.gpu.memory import cdiv, launch
+from autofuse.native_kernels.gpu.state import (
+    MOST_TAIL_COLUMNS,
+    MOST_TAIL_OPERANDS,
+    MOST_TAIL_RESULTS,
+    TAIL_UNIT,
+)
+
+_NAMES = (
+    "add", "sub", "rsub", "mul", "div", "neg", "relu", "silu", "gelu none", "gelu tanh", "to", "where",
+    "masked_fill", "rms", "standardize", "keep",
+)  # fmt: skip
+CODES = {name: code for code, name in enumerate(_NAMES)}
+(
+    ADD, SUB, RSUB, MUL, DIV, NEG, RELU, SILU, GELU, GELU_TANH, TO, WHERE, MASKED_FILL, RMS, STANDARDIZE,
+    KEEP,
+) = (tl.constexpr(code) for code in range(len(_NAMES)))  # fmt: skip
+
+DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+"""Of V behind a stage."""
+
+UNIT = tl.constexpr(TAIL_UNIT)
+"""Columns that are loaded and stored together."""
+
+
+class Stage(NamedTuple):
+    """One stage as kernels read it. operand, mask: -1 for none; dtype: of V behind it; keeps: a norm returns
+    its statistics, too."""
+
+    code: int
+    operand: int
+    mask: int
+    number: float
+    dtype: Any
+    keeps: bool
+
+
+class TailSpec(NamedTuple):
+    """A tail as a kernel is compiled for it.
+
+    text: as its reference reads it. operands: of each whether it has rows, and whether it has columns.
+    results: dtype of V behind the tail and of what it keeps, and whether that has columns.
+    """
+
+    text: str
+    stages: tuple[Stage, ...]
+    operands: tuple[tuple[bool, bool], ...]
+    results: tuple[tuple[torch.dtype, bool], ...]
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """Those of a kernel."""
+        return {
+            "STAGES": tuple(map(tuple, self.stages)),
+            "OPERANDS": self.operands,
+            "WHOLE": tuple(whole for _, whole in self.results),
+        }
+
+    def row_bytes(self, columns: int) -> tuple[int, ...]:
+        """Of a row of each result."""
+        return tuple(dtype.itemsize * (columns if whole else 1) for dtype, whole in self.results)
+
+    def empty(self, like: Tensor, rows: int, columns: int) -> list[Tensor]:
+        """The results, with nothing in them yet."""
+        return [like.new_empty(rows, columns if whole else 1, dtype=dtype) for dtype, whole in self.results]
+
+
+NO_TAIL = TailSpec("", (), (), ())
+
+
+def places(operands: Sequence[Tensor], results: Sequence[Tensor]) -> list[Tensor | None]:
+    """As kernels take them, with None for those that a tail does not have."""
+    without = [None] * (MOST_TAIL_OPERANDS - len(operands))
+    return [*operands, *without, *results, *[None] * (MOST_TAIL_RESULTS - len(results))]
+
+
+@triton.jit
+def block_of(row, column, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Where elements lie of what has rows, columns, both or neither, as offsets of a block."""
+    at = tl.zeros((1, 1), tl.int64)
+    if ROWS:
+        at += row.to(tl.int64)[:, None] * (columns if COLUMNS else 1)
+    if COLUMNS:
+        at += column[None, :]
+    return at
+
+
+@triton.jit
+def inside_of(exists, column, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The mask of such a block. exists: of each row."""
+    inside = tl.full((1, 1), True, tl.int1)
+    if ROWS:
+        inside = inside & exists[:, None]
+    if COLUMNS:
+        inside = inside & (column < columns)[None, :]
+    return inside
+
+
+@triton.jit
+def read(at, row, exists, column, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """A block of `at`, which has rows, columns, both or neither."""
+    inside = inside_of(exists, column, columns, ROWS, COLUMNS)
+    return tl.load(at + block_of(row, column, columns, ROWS, COLUMNS), mask=inside, other=0)
+
+
+@triton.jit
+def gelu(v, TANH: tl.constexpr):
+    if TANH:
+        # tanh(x) = 2 * sigmoid(2 * x) - 1
+        return v * tl.sigmoid(1.5957691216057308 * (v + 0.044715 * v * v * v))
+    return 0.5 * v * (1.0 + tl.erf(v * 0.7071067811865476))
+
+
+@triton.jit
+def moments(v, inside, columns):
+    """Mean and variance of each row, without Bessel's correction."""
+    mean = tl.sum(tl.where(inside, v, 0.0), 1) / columns
+    apart = tl.where(inside, v - mean[:, None], 0.0)
+    return mean, tl.sum(apart * apart, 1) / columns
+
+
+@triton.jit
+def apply_stage(
+    value, operands, row, exists, column, columns, STAGES: tl.constexpr, OPERANDS: tl.constexpr,
+    INDEX: tl.constexpr,
+):  # fmt: skip
+    """V behind stage INDEX, and a tuple of what the stage keeps."""
+    NAME: tl.constexpr = STAGES[INDEX][0]
+    OPERAND: tl.constexpr = STAGES[INDEX][1]
+    MASK: tl.constexpr = STAGES[INDEX][2]
+    NUMBER: tl.constexpr = STAGES[INDEX][3]
+    DTYPE: tl.constexpr = STAGES[INDEX][4]
+    KEEPS: tl.constexpr = STAGES[INDEX][5]
+    kept = ()
+    v = value.to(tl.float32)
+    other = tl.full((1, 1), NUMBER, tl.float32)
+    if OPERAND >= 0:
+        kind: tl.constexpr = OPERANDS[OPERAND]
+        other = read(operands[OPERAND], row, exists, column, columns, kind[0], kind[1]).to(tl.float32)
+    chosen = tl.full((1, 1), True, tl.int1)
+    if MASK >= 0:
+        shape: tl.constexpr = OPERANDS[MASK]
+        chosen = read(operands[MASK], row, exists, column, columns, shape[0], shape[1]) != 0
+    if NAME == ADD:
+        v = v + other
+    elif NAME == SUB:
+        v = v - other
+    elif NAME == RSUB:
+        v = other - v
+    elif NAME == MUL:
+        v = v * other
+    elif NAME == DIV:
+        v = tl.div_rn(v, other + tl.zeros_like(v))
+    elif NAME == NEG:
+        v = -v
+    elif NAME == RELU:
+        v = tl.where(v < 0.0, 0.0, v)  # nan stays
+    elif NAME == SILU:
+        v = v * tl.sigmoid(v)
+    elif NAME == GELU:
+        v = gelu(v, False)
+    elif NAME == GELU_TANH:
+        v = gelu(v, True)
+    elif NAME == WHERE:
+        v = tl.where(chosen, v, other)
+    elif NAME == MASKED_FILL:
+        v = tl.where(chosen, other, v)
+    elif NAME == RMS:
+        inside = inside_of(exists, column, columns, True, True)
+        scale = tl.rsqrt(tl.sum(tl.where(inside, v * v, 0.0), 1) / columns + NUMBER)
+        v = v * scale[:, None]
+        if KEEPS:
+            kept = (scale[:, None],)  # type: ignore[assignment]
+    elif NAME == STANDARDIZE:
+        mean, variance = moments(v, inside_of(exists, column, columns, True, True), columns)
+        scale = tl.rsqrt(variance + NUMBER)
+        v = (v - mean[:, None]) * scale[:, None]
+        if KEEPS:
+            kept = (mean[:, None], scale[:, None])  # type: ignore[assignment]
+    elif NAME == KEEP:
+        kept = (value,)  # type: ignore[assignment]
+    return v.to(DTYPE), kept
+
+
+@triton.jit
+def apply_tail(
+    value, operands, row, exists, column, columns, STAGES: tl.constexpr, OPERANDS: tl.constexpr
+):  # fmt: skip
+    """V behind the tail, then what it keeps: a tuple of blocks. row, column: of V; exists: of each row."""
+    kept = ()
+    for i in tl.static_range(len(STAGES)):
+        value, more = apply_stage(value, operands, row, exists, column, columns, STAGES, OPERANDS, i)
+        kept = kept + more
+    return (value,) + kept  # noqa: RUF005 - Triton has no starred values
+
+
+@triton.jit
+def write(to, block, row, exists, column, columns, IS_WHOLE: tl.constexpr):
+    """Store a block at `row`, `column` of `to`: [., columns] or, without columns, [., 1]."""
+    inside = inside_of(exists, column, columns, True, IS_WHOLE)
+    tl.store(to + block_of(row, column, columns, True, IS_WHOLE), block, mask=inside)
+
+
+@triton.jit(do_not_specialize=["rows", "units"])
+def tail_alone(
+    value, o0, o1, o2, o3, o4, o5, r0, r1, r2, r3, rows, units,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, OPERANDS: tl.constexpr,
+    WHOLE: tl.constexpr,
+):  # fmt: skip
+    """Any grid. value: [rows, units * UNIT]."""
+    columns = units * UNIT
+    column = tl.arange(0, COLUMNS)
+    operands, results = (o0, o1, o2, o3, o4, o5), (r0, r1, r2, r3)
+    for item in range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
+        row = item * ROWS + tl.arange(0, ROWS)
+        exists = row < rows
+        v = read(value, row, exists, column, columns, True, True)
+        found = apply_tail(v, operands, row, exists, column, columns, STAGES, OPERANDS)
+        for i in tl.static_range(len(WHOLE)):
+            write(results[i], found[i], row, exists, column, columns, WHOLE[i])
+
+
+def rows_fit(columns: int) -> bool:
+    """Whether a program can hold a row, and loads 16 bytes of it at a time."""
+    return columns % TAIL_UNIT == 0 and columns <= MOST_TAIL_COLUMNS
+
+
+def shape_of_items(columns: int, length: int) -> tuple[int, int, int]:
+    """Rows of an item, which has at least `length` elements if rows are short, their padded columns, and
+    warps for it."""
+    wide = triton.next_power_of_2(columns)
+    rows = max(1, length // wide)
+    return rows, wide, max(4, min(16, rows * wide // 1024))
+
+
+def launch_tail(
+    value: Tensor,
+    operands: Sequence[Tensor],
+    results: Sequence[Tensor],
+    tail: TailSpec,
+    programs: int,
+    compile_only: bool = False,
+) -> None:
+    """Applies the tail to `value: [M, N]`, contiguous, of 16-bit floats and columns that `rows_fit`.
+
+    operands: contiguous; results: as `TailSpec.empty` makes them. No rank waits for another.
+    """
+    rows, columns = value.shape
+    high, wide, warps = shape_of_items(columns, 4096)
+    count = min(cdiv(rows, high), programs * (32 // warps))
+    launch(
+        tail_alone, count, compile_only,
+        value, *places(operands, results), rows, columns // UNIT.value,
+        ROWS=high, COLUMNS=wide, **tail.constants, num_warps=warps, num_stages=1,
+    )  # fmt: skip

@@ -1,0 +1,126 @@
+"""Tails of reductions on GPUs: every way, both forms, and captured graphs."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autofuse.lowering.proofs import UNPROVEN
+from autofuse.lowering.reference.tail import tail_reference
+from tests.gpu.on_gpus import MOST_ERROR, capturable, error_of, operands, poison, reference
+from tests.ranks import RankPool
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+
+REDUCE, SCATTER = "matmul_all_reduce", "matmul_reduce_scatter"
+NORM = "add %0; keep; to float32; rms 1e-06 keep; to bfloat16; mul %1"
+LAYER_NORM = "add %0; masked_fill %2 0.0; gelu tanh; to float32; standardize 1e-05; mul %1; to bfloat16"
+
+
+def _arguments(
+    op: str, m: int, k: int, n: int, text: str, proof: str, rank: int, world: int
+) -> tuple[Any, ...]:
+    """Those of a call. The operands of a tail with a proof are the same on all ranks."""
+    x, w = operands(op, m, k, n, rank, world, False, torch.bfloat16)
+    torch.manual_seed(7 if proof else 70 + rank)
+    rows = m if op == REDUCE else m // world
+    residual = torch.randn(rows, n, device="cuda", dtype=torch.bfloat16)
+    gamma = torch.randn(n, device="cuda", dtype=torch.bfloat16)
+    behind = [residual, gamma, *([residual > 0.5] if "%2" in text else [])]
+    group = dist.group.WORLD.group_name
+    if op == SCATTER:
+        return [x], [w], [], "mm", "sum", 0, 1, False, behind, text, proof, group, "direct", "tails"
+    return [x], [w], [], "mm", "sum", False, behind, text, proof, group, "direct", "tails"
+
+
+def _expected(op: str, given: tuple[Any, ...]) -> list[Tensor]:
+    """The sum in fp64, rounded; its tail as torch computes it, which rounds where the kernels do."""
+    total = reference(op, given[0][0], given[1][0]).bfloat16()
+    return tail_reference(total, given[-6], given[-5])
+
+
+def _worst(found: list[Tensor], expected: list[Tensor]) -> float:
+    assert [t.dtype for t in found] == [t.dtype for t in expected]
+    return max(error_of(got, wanted.double()) for got, wanted in zip(found, expected, strict=True))
+
+
+def _all_ways(rank: int, world: int, op: str, m: int, n: int, text: str, proof: str) -> dict[str, float]:
+    """Of every way its error, of calls back to back and of replays of a graph."""
+    from autofuse.lowering.gpu import by_name
+
+    given = _arguments(op, m, 264, n, text, proof, rank, world)
+    expected, found = _expected(op, given), {}
+    for way in by_name.names(op, given, True):
+        by_name.run(way, op, given)  # grows the workspace if need be
+        poison()
+        results = [by_name.run(way, op, given) for _ in range(3)]
+        if capturable([way]):
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                results.append(by_name.run(way, op, given))
+            for _ in range(2):
+                for t in results[-1]:
+                    t.fill_(torch.nan)
+                graph.replay()
+        found[way] = max(_worst(each, expected) for each in results)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("op", "m", "n", "text", "proof"),
+    [
+        (REDUCE, 1, 4096, NORM, ""),
+        (REDUCE, 24, 8192, NORM, "proven"),
+        (REDUCE, 101, 1032, LAYER_NORM, "proven"),
+        (REDUCE, 640, 16384, NORM, UNPROVEN),
+        (SCATTER, 192, 3072, LAYER_NORM, ""),
+    ],
+)
+def test_every_way(
+    gpu_ranks: Callable[[int], RankPool], op: str, m: int, n: int, text: str, proof: str
+) -> None:
+    for errors in gpu_ranks(2).run(_all_ways, op, m, n, text, proof, timeout=250):
+        assert any(way.startswith("rows") for way in errors)
+        assert ("rows" in errors) == (op == SCATTER or proof == "proven")
+        assert {way: error for way, error in errors.items() if error > MOST_ERROR} == {}
+
+
+def _compiled(rank: int, world: int, schedule: str) -> tuple[list[tuple[str, str]], float]:
+    """The tails of a model, and its error against eager."""
+    import autofuse
+    from autofuse.bench.pieces import Layer
+
+    torch._dynamo.reset()
+    torch.manual_seed(rank)
+    group = dist.group.WORLD
+    model = Layer(512, 1024, group).cuda().bfloat16()
+    for parameter in (model.first.norm, model.second.norm):
+        dist.broadcast(parameter.data, 0)
+    autofuse.replicated(model, parameters=["*norm"], inputs=["residual"])
+    x = torch.randn(40, 512, device="cuda", dtype=torch.bfloat16)
+    residual = torch.randn(40, 1024, device="cuda", dtype=torch.bfloat16)
+    dist.broadcast(residual, 0)
+
+    def call(x: Tensor, residual: Tensor) -> Tensor:
+        return model(x, residual)[0]
+
+    worst = 0.0
+    with torch.no_grad(), autofuse.debug() as report:
+        options = {"policy": "always", "schedule": schedule}
+        compiled = torch.compile(call, backend="autofuse", options=options)
+        wanted = call(x, residual)
+        for _ in range(4):
+            worst = max(worst, error_of(compiled(x, residual), wanted.double()))
+    return [(site.tail_form, site.tail.split(";")[0]) for site in report.fused], worst
+
+
+@pytest.mark.parametrize("schedule", ["every", "owner", "split", "auto"])
+def test_compiled(gpu_ranks: Callable[[int], RankPool], schedule: str) -> None:
+    for tails, error in gpu_ranks(2).run(_compiled, schedule, timeout=200):
+        form = {"every": "every", "owner": "owner", "split": "every", "auto": ""}[schedule]
+        reduced = [found for found in tails if found != ("", "")]
+        assert [found for found, _ in reduced] == [form] * (0 if schedule == "auto" else 2)
+        assert error < 2e-2

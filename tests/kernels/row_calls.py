@@ -1,0 +1,73 @@
+"""Calls of `exchange_rows` on ranks that are CPU processes."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from autofuse.lowering.gpu.dense.tails import tail_of
+from autofuse.lowering.reference.tail import tail_reference
+from autofuse.native_kernels.gpu.memory import Need, PeerMemory
+from autofuse.native_kernels.triton.exchange_rows import RowsConfig, launch_exchange_rows, rows_needs
+from autofuse.native_kernels.triton.tails import NO_TAIL, TailSpec, launch_tail
+from tests.kernels.calls import SITE, Reduction, random_matrix
+
+CONFIG = RowsConfig(length=64)
+
+
+@dataclass(frozen=True)
+class Rows(Reduction):
+    """The product is computed before; chunk r is rows of rank r.
+
+    operands: of each whether it has rows, whether it has columns, and its dtype.
+    """
+
+    config: RowsConfig = CONFIG
+    programs: int = 2
+    tail: str = ""
+    operands: tuple[tuple[bool, bool, torch.dtype], ...] = ()
+    alone: bool = False
+    """Whether the tail is applied by a kernel behind the exchange."""
+
+    def need(self, world: int) -> Need:
+        tail = self.spec(self.given(world, 0))
+        written = sum(tail.row_bytes(self.n))
+        return rows_needs(self.m, self.n, 2, world, self.all_ranks, self.config, written)
+
+    def spec(self, operands: list[Tensor], rows: int = 0) -> TailSpec:
+        return tail_of(self.tail, self.dtype, rows or self.m, operands) if self.tail else NO_TAIL
+
+    def given(self, world: int, rank: int) -> list[Tensor]:
+        """The operands; those of owners are the same on all ranks, those of others are not."""
+        owners = self.all_ranks and not self.config.once
+        rows = self.m if self.all_ranks else self.m // world
+        found = []
+        for i, (high, wide, dtype) in enumerate(self.operands):
+            t = random_matrix(1000 + i + (0 if owners else 10 * rank), rows if high else 1, self.n, dtype)
+            found.append(t[:, : self.n if wide else 1].contiguous())
+        return found
+
+    def run(self, memory: PeerMemory, seed: int) -> None:
+        world, rank = memory.world, memory.rank
+        total = self.expected(world, seed)
+        if not self.all_ranks:
+            total = total.chunk(world)[rank]
+        operands = self.given(world, rank)
+        expected = tail_reference(total, operands, self.tail)
+        (x,), (w,) = self.inputs(rank, seed)
+        product = (x.double() @ w.double()).to(self.dtype)
+        rows, columns = total.shape
+        tail = self.spec(operands, rows)
+        memory = replace(memory, programs=self.programs)
+        own = NO_TAIL if self.alone else tail
+        results = [t.fill_(torch.nan) for t in own.empty(product, rows, columns)] or [total.clone()]
+        launch_exchange_rows(
+            memory, product, results, self.mean, self.all_ranks, self.config, SITE,
+            operands=[] if self.alone else operands, tail=own,
+        )  # fmt: skip
+        if self.alone:
+            (value,), results = results, tail.empty(product, rows, columns)
+            launch_tail(value, operands, results, tail, self.programs)
+        assert not memory.record.any(), f"rank {rank}, {self}: gave up with {memory.record.tolist()}"
+        for got, wanted in zip(results, expected, strict=True):
+            torch.testing.assert_close(got, wanted, msg=lambda text: f"rank {rank}, {self}: {text}")

@@ -1,0 +1,85 @@
+"""What the compiler makes of exchange_rows and of tails for sm_90; no GPU is needed. The rules are those of
+test_ptx_embedding.py."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from autofuse.lowering.gpu.dense.tails import tail_of
+from autofuse.native_kernels.triton.exchange_rows import (
+    WARPS_PER_SM,
+    RowsConfig,
+    launch_exchange_rows,
+    rows_needs,
+)
+from autofuse.native_kernels.triton.tails import launch_tail
+from tests.kernels.calls import BF16, FP16
+from tests.kernels.test_interpreted_rows import DROPOUT, FP32, LAYER_NORM, NORM, POINTWISE
+from tests.kernels.test_ptx import ACQUIRE, GPU_SCOPE, Kernel, compile_launch
+from tests.kernels.test_ptx_embedding import SIGNAL, check_signals, check_waits, memory_for, used
+
+M, N = 256, 8192
+
+
+def is_vectorised(kernel: Kernel) -> bool:
+    """Whether rows are read and written 16 bytes at a time."""
+    text = "\n".join(kernel.lines)
+    single = any(f"{what}.global.b16" in text for what in ("ld", "st"))
+    return not single and "ld.global.v4.b32" in text and "st.global.v4.b32" in text
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("columns", "all_ranks", "once", "world"),
+    [
+        (8192, True, True, 2),
+        (3072, True, False, 4),
+        pytest.param(16384, True, True, 8, marks=pytest.mark.full),
+        pytest.param(1024, False, False, 4, marks=pytest.mark.full),
+    ],
+)
+def test_the_exchange(columns: int, all_ranks: bool, once: bool, world: int, tmp_path: Path) -> None:
+    """With a residual and a norm; hardly a register is spilled."""
+    config = RowsConfig(once=once)
+    rows = M if all_ranks else M // world
+    product, residual = torch.empty(M, columns, dtype=BF16), torch.empty(rows, columns, dtype=BF16)
+    operands = [residual, torch.empty(columns, dtype=BF16)]
+    tail = tail_of(NORM, BF16, rows, operands)
+    need = rows_needs(M, columns, 2, world, all_ranks, config, sum(tail.row_bytes(columns)))
+    kernel, cubin = compile_launch(
+        lambda: launch_exchange_rows(
+            memory_for(need, world), product, tail.empty(product, rows, columns), False, all_ranks, config,
+            operands=operands, tail=tail,
+        )
+    )  # fmt: skip
+    assert kernel.find(SIGNAL)
+    assert kernel.find(ACQUIRE)
+    check_signals(kernel, str(config))
+    check_waits(kernel, str(config))
+    for at in kernel.find(GPU_SCOPE):
+        assert not kernel.is_from_memory(kernel.lines[at]), kernel.lines[at]
+    found = used(cubin, tmp_path)
+    assert found["REG"] <= 65536 // (32 * WARPS_PER_SM)
+    assert found["STACK"] <= 64, f"{found['STACK']} bytes are spilled"
+    assert is_vectorised(kernel)
+
+
+@pytest.mark.parametrize(
+    ("text", "operands"),
+    [
+        (NORM, [((M, N), BF16), ((N,), BF16)]),
+        (LAYER_NORM, [((M, N), FP16), ((N,), FP32), ((M, 1), FP32)]),
+        (DROPOUT, [((M, N), torch.bool), ((M, 1), torch.bool), ((), FP32)]),
+        (POINTWISE, [((N,), BF16)]),
+    ],
+    ids=["norm", "layer norm", "dropout", "pointwise"],
+)
+def test_a_tail_alone(text: str, operands: list[tuple[tuple[int, ...], torch.dtype]], tmp_path: Path) -> None:
+    given = [torch.empty(shape, dtype=dtype) for shape, dtype in operands]
+    value = torch.empty(M, N, dtype=FP16 if text == LAYER_NORM else BF16)
+    tail = tail_of(text, value.dtype, M, given)
+    results = tail.empty(value, *value.shape)
+    kernel, cubin = compile_launch(lambda: launch_tail(value, given, results, tail, 132))
+    assert used(cubin, tmp_path)["STACK"] == 0
+    assert is_vectorised(kernel)
