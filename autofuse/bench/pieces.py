@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from autofuse.bench.models.variants import VARIANTS, Variant
 from autofuse.lowering.gpu.choice.timing import MOST_CALLS, copies_of
-from autofuse.passes.schedules.schedule import AUTO, SCHEDULES, SPLIT, UNCHANGED
+from autofuse.passes.schedules.schedule import AUTO, SCHEDULES
 
 INDUCTOR = "inductor"
 EPSILON = 1e-6
@@ -97,8 +97,7 @@ class Way:
 def ways(model: Piece | Layer, tokens: int, on_gpus: bool) -> dict[str, Way]:
     """All ways to compile a model that the ranks can run.
 
-    On GPUs no kernel takes a tail, so that `every` and `owner` are as `unchanged`; `auto` there also decides
-    whether anything is fused, which the other schedules do not ask.
+    On GPUs `auto` also decides whether anything is fused, which the other schedules do not ask.
     """
     found = {INDUCTOR: Way(model, VARIANTS[INDUCTOR])}
     if on_gpus:
@@ -107,7 +106,7 @@ def ways(model: Piece | Layer, tokens: int, on_gpus: bool) -> dict[str, Way]:
         found["sliced"] = Way(Sliced(model), VARIANTS[INDUCTOR])
         if on_gpus:
             found["sliced, async TP"] = Way(Sliced(model), VARIANTS["async TP"])
-    for schedule in (AUTO, UNCHANGED, SPLIT) if on_gpus else SCHEDULES:
+    for schedule in SCHEDULES:
         policy = "auto" if on_gpus and schedule == AUTO else "always"
         options = {"policy": policy, "schedule": schedule}
         found[schedule] = Way(model, Variant("autofuse", options), ours=True)

@@ -25,6 +25,8 @@ from .schedule import EVERY, OWNER, SPLIT, UNCHANGED, Prover
 
 _SPLITS = 'it changes a whole joint graph, of which no times are predicted: options={"schedule": "split"}'
 
+_ON_GPUS = 'tails were not measured on GPUs: options={"schedule": "every"} takes them'
+
 
 class Search:
     """Decides about the tails of a graph."""
@@ -33,6 +35,8 @@ class Search:
         self._prover, self._settings, self._symbols = prover, settings, symbols
 
     def __call__(self, candidate: Candidate) -> Decision:
+        if candidate.on_gpus:
+            return Decision(False, "", (Considered(UNCHANGED, None, True, _ON_GPUS),))
         refused = {OWNER: self._prover.why_not(candidate), SPLIT: _SPLITS}
         legal = [UNCHANGED, EVERY, *([] if refused[OWNER] else [OWNER])]
         cluster = cluster_of(candidate)

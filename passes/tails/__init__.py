@@ -6,7 +6,7 @@ The walk starts at the reduced output and goes down, through views that keep row
 others read, too, is kept: the op returns it. The walk ends at what is no stage, at operands that are not
 known before the op, and where several users could go on. Dtypes stay those of the graph after every stage.
 
-A tail is absorbed on CPU ranks if it has a norm or an operand of full size, such as a residual: the other
+A tail is absorbed if it has a norm or an operand of full size, such as a residual: the other
 stages cost Inductor nothing, since it fuses them with what follows. The schedule decides whether it is.
 """
 
@@ -19,8 +19,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx
 
+from autofuse.lowering.gpu.support import MOST_TAIL_COLUMNS, TAIL_UNIT
 from autofuse.lowering.proofs import UNPROVEN
 from autofuse.lowering.reference.tail import parse
+from autofuse.passes.graph.anchors import fused_op
 from autofuse.passes.graph.emit import CannotEmit, Emitter, erase_unused
 from autofuse.passes.graph.follow import dtype_of
 from autofuse.passes.graph.functional import arguments
@@ -67,6 +69,10 @@ class Candidate:
         return self.op.target is _REDUCTIONS[0]
 
     @property
+    def on_gpus(self) -> bool:
+        return bool(self.reduced.meta["val"].device.type == "cuda")
+
+    @property
     def results(self) -> tuple[fx.Node, ...]:
         return (self.stages[-1].node, *self.kept)
 
@@ -108,7 +114,7 @@ def absorb_tails(graph: fx.Graph, decide: Decide) -> dict[fx.Node, Tail]:
     found: dict[fx.Node, Tail] = {}
     for op in list(graph.nodes):
         val = op.meta.get("val") if op.target in _REDUCTIONS else None
-        if isinstance(val, (list, tuple)) and val[0].device.type == "cpu":
+        if isinstance(val, (list, tuple)) and val[0].device.type in ("cpu", "cuda"):
             new, tail = _absorb(op, changing, decide)
             found[new] = tail
     return found
@@ -131,6 +137,8 @@ def _absorb(op: fx.Node, changing: Sequence[fx.Node], decide: Decide) -> tuple[f
         nothing = "neither a norm nor an operand of full size follows"
         return op, Tail("", f"{nothing}: {end}" if end else nothing)
     candidate = _candidate(op, given, walk, steps)
+    if candidate.on_gpus and (why := _gpu_gap(candidate)):
+        return op, Tail("", why)
     decision = decide(candidate)
     fused, tail = op, Tail("", "")
     if decision.absorb:
@@ -138,6 +146,20 @@ def _absorb(op: fx.Node, changing: Sequence[fx.Node], decide: Decide) -> tuple[f
     if not decision.considered:
         return fused, tail
     return fused, replace(tail, considered=decision.considered, behind=candidate.text)
+
+
+def _gpu_gap(candidate: Candidate) -> str:
+    """Why GPU kernels do not apply the tail; empty if they do."""
+    op, columns = fused_op(candidate.op), candidate.reduced.meta["val"].shape[-1]
+    assert op is not None
+    if not isinstance(columns, int) or columns % TAIL_UNIT or columns > MOST_TAIL_COLUMNS:
+        return (
+            f"GPU kernels apply tails to rows of a multiple of {TAIL_UNIT} and at most {MOST_TAIL_COLUMNS} "
+            "values"
+        )
+    operands = [node.meta["val"] for node in candidate.operands]
+    given = dict(candidate.given) | {"tail": candidate.text, "tail_operands": operands}
+    return op.gpu_gap(op.arguments(**given))
 
 
 def _candidate(op: fx.Node, given: dict[str, Any], walk: Walk, steps: Sequence[Step]) -> Candidate:

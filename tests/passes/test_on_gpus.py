@@ -13,6 +13,7 @@ import torch
 import torch.distributed._functional_collectives as funcol
 from expecttest import assert_expected_inline
 from torch import Tensor, fx, nn
+from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
@@ -287,3 +288,30 @@ def test_a_matmul_between_two_collectives(
         graph = moved(make_fx(program)(*(torch.empty(s, dtype=torch.bfloat16) for s in shapes)).graph)
         found = fuse(graph, Settings(policy="auto"), "inference", "0").sites
     assert [site.op and site.op.removeprefix("autofuse::") for site in found] == ops, found
+
+
+def residual_and_norm(x: Tensor, w: Tensor, residual: Tensor, gamma: Tensor) -> tuple[Tensor, Tensor]:
+    h = residual + funcol.all_reduce(x @ w, "sum", "0")
+    return F.rms_norm(h, (h.shape[1],), gamma, 0.5), h
+
+
+@pytest.mark.parametrize(
+    ("columns", "schedule", "form", "end"),
+    [
+        (16, "every", "every", ""),
+        (16, "owner", "every", ""),  # nothing proves that the operands are replicated
+        (16, "auto", "", ""),
+        (12, "every", "", "GPU kernels apply tails to rows of a multiple of 8 and at most 16384 values"),
+    ],
+)
+def test_tails_behind_reductions(columns: int, schedule: str, form: str, end: str) -> None:
+    with fake_group(WORLD), FakeTensorMode(), patch.object(support, "why_not", lambda device: None):
+        shapes = (4, 8), (8, columns), (4, columns), (columns,)
+        tensors = [torch.empty(shape, dtype=torch.bfloat16) for shape in shapes]
+        decomposed = make_fx(residual_and_norm, select_decomp_table())(*tensors)
+        graph = moved(make_fx(torch.func.functionalize(decomposed))(*tensors).graph)
+        settings = Settings(policy="always", schedule=schedule)
+        with autofuse.debug():
+            (site,) = fuse(graph, settings, "inference", "0").sites
+    assert (site.tail_form, site.tail_end if end else "") == (form, end)
+    assert site.tail.startswith("add %0; keep; to float32; rms 0.5; mul %1") == bool(form)
