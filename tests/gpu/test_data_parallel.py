@@ -10,7 +10,9 @@ from tests.robustness.data_parallel import train
 STEPS = 50
 
 
-@pytest.mark.timeout(400)
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
+
+
 @pytest.mark.parametrize("wrapper", ["fsdp", "ddp"])
 def test_losses(gpu_ranks: Callable[[int], RankPool], wrapper: str) -> None:
     for eager, compiled, fused in gpu_ranks(4).run(train, wrapper, STEPS, "cuda", 1024, timeout=350):
