@@ -96,9 +96,11 @@ def problem_of(case: Case, x: Tensor, w: list[Tensor]):  # type: ignore[no-untyp
 
 
 def fused_ways(case: Case, rank: int, world: int) -> list[str]:
-    from autofuse.lowering.gpu.choice.kernel import fused_ways
+    """Without those of copy engines where ranks share a GPU."""
+    from autofuse.lowering.gpu.choice.kernel import ways_of
 
-    return fused_ways(problem_of(case, case.x(rank, world), case.w(rank)))
+    ways = ways_of(problem_of(case, case.x(rank, world), case.w(rank))).values()
+    return [way.name for way in ways if way.fused and not (workspace().serial and way.is_copied)]
 
 
 def call(

@@ -95,14 +95,15 @@ def ways_of(
     op: str, x: Tensor, w: Tensor, outer: int = 1, dim: int = 0, copied: bool = False,
     terms: tuple[int, ...] = (),
 ) -> list[str]:  # fmt: skip
-    """All, or those of copy engines; without these where launches return after their kernels."""
+    """All, or those of copy engines. Ranks that share a GPU have neither these nor torch's of several
+    streams."""
     from autofuse.lowering.gpu.choice.kernel import ways_of as by_name
     from autofuse.lowering.gpu.dense.run import problem_of
     from autofuse.lowering.gpu.memory.workspace import workspace_for
 
     workspace = workspace_for(dist.group.WORLD.group_name, x.device)
     found = by_name(replace(problem_of(op, x, w, workspace, dim, outer), terms=terms))
-    taken = [way for way in found.values() if not (workspace.serial and way.is_copied)]
+    taken = [way for way in found.values() if not (workspace.serial and (way.is_copied or way.by_streams))]
     return [way.name for way in taken if way.is_copied or not copied]
 
 

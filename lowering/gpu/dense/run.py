@@ -219,9 +219,7 @@ class Gather:
 
     def _unfused(self, part: Tensor, w: Sequence[Tensor], bias: Sequence[Tensor | None]) -> list[Tensor]:
         problem, group = self._problem, self._workspace.group
-        x = part.new_empty(problem.world * part.shape[0], *part.shape[1:])
-        dist.all_gather_into_tensor(x, part, group=group)
-        x = whole(x.view(problem.world, *part.shape), problem.dim, problem.outer)
+        x = whole(_gathered(part, problem.world, group), problem.dim, problem.outer)
         return _multiply(x, w, bias) + [x] * self._keep
 
 
@@ -260,9 +258,15 @@ class Publication:
 
     def _unfused(self, p: Tensor) -> Tensor:
         problem = self._problem
-        every = p.new_empty(problem.world, *p.shape)
-        dist.all_gather_into_tensor(every, p, group=self._workspace.group)
+        every = _gathered(p, problem.world, self._workspace.group)
         return whole(every, problem.dim, problem.outer)
+
+
+def _gathered(part: Tensor, world: int, group: dist.ProcessGroup) -> Tensor:
+    """The parts of all ranks, one behind the other: [world, *part.shape]."""
+    every = part.new_empty(world * part.shape[0], *part.shape[1:])
+    dist.all_gather_into_tensor(every, part, group=group)
+    return every.view(world, *part.shape)
 
 
 def _multiply(x: Tensor, w: Sequence[Tensor], bias: Sequence[Tensor | None]) -> list[Tensor]:
