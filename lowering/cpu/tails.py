@@ -109,14 +109,14 @@ def _words(
     """A stage as the kernel reads it, None if it does not have it.
 
     before, dtype: dtypes of V before and behind it; other: dims and dtype of its operand. (An operand without
-    dims is rounded to the dtype of V by some ops of torch and not by others; numbers by sums.)
+    dims is rounded to the dtype of V by some ops of torch and not by others; numbers by sums and clamps.)
     """
     if stage.name not in CODES or dtype not in DTYPES:
         return None
     if other is not None and (other[1] not in DTYPES or (other[0] == 0 and other[1] != before)):
         return None
     number = 0 if stage.number is None else stage.number
-    if stage.name in ("add", "sub", "rsub"):
+    if stage.name in ("add", "sub", "rsub", "clamp_min", "clamp_max"):
         number = torch.tensor(number, dtype=before).item()
     try:
         of_number = bits(number)

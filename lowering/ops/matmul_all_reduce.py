@@ -103,10 +103,11 @@ def refuse_tail(op: str, tail: str) -> None:
 def is_gpu_tail(tail: str, operands: Sequence[Tensor]) -> bool:
     """Whether GPU kernels apply the tail."""
     stages = parse_tail(tail)
-    dtypes = {t.dtype for t in operands} | {s.dtype for s in stages if s.dtype is not None}
     results = 1 + sum(stage.kept for stage in stages)
-    known = {torch.bfloat16, torch.float16, torch.float32, torch.bool}
-    return len(operands) <= MOST_TAIL_OPERANDS and results <= MOST_TAIL_RESULTS and dtypes <= known
+    floats = {torch.bfloat16, torch.float16, torch.float32}
+    read = {t.dtype for t in operands} <= floats | {torch.bool}
+    cast = {s.dtype for s in stages} <= floats | {torch.float8_e4m3fn, torch.float8_e5m2, None}
+    return len(operands) <= MOST_TAIL_OPERANDS and results <= MOST_TAIL_RESULTS and read and cast
 
 
 def sizes_of_call(args: Any) -> Sequence[Sequence[int]]:
@@ -130,7 +131,7 @@ REDUCE_GAPS: tuple[Gap[Any], ...] = (
     Gap(
         lambda args: not is_gpu_tail(args.tail, args.tail_operands),
         f"GPU kernels apply tails of up to {MOST_TAIL_OPERANDS} operands and {MOST_TAIL_RESULTS} results, "
-        "of bfloat16, float16 and float32, not {0.tail!r}",
+        "of bfloat16, float16 and float32, which may be cast to float8, not {0.tail!r}",
         "leave the stages in the graph",
     ),
 )

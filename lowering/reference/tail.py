@@ -2,6 +2,7 @@
 
     add sub rsub mul div      with `%i` (an operand) or a number: V = V op it (rsub: it - V)
     neg; relu; silu; gelu none; gelu tanh; to bfloat16
+    clamp_min -448; clamp_max 448
     where %0 %1               V = V where operands[0], else operands[1] (or a number)
     masked_fill %0 0.0        V = a number (or an operand) where operands[0], else V
     rms 1e-06                 V = V * rsqrt(mean(V^2) + 1e-06), means over the columns
@@ -13,7 +14,8 @@
 `V: [M, N]` begins as the reduced value in the dtype of the product. `add %0; keep; to float32; rms 1e-06; to
 bfloat16; mul %1` is a residual, which is kept, and the RMSNorm of Hugging Face's Llama. Dtypes promote as in
 torch, every stage rounds to its dtype; norms take float32. Operands broadcast against `[M, N]`. The results
-are `[V, kept values in the order of their stages]`. A tail has no gradient.
+are `[V, kept values in the order of their stages]`. A tail has no gradient. `mul %0; clamp_min -448;
+clamp_max 448; to float8_e4m3fn` is a static quantisation.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -31,6 +33,8 @@ _BINARY: dict[str, Callable[..., Tensor]] = {
     "rsub": torch.rsub,
     "mul": torch.mul,
     "div": torch.div,
+    "clamp_min": torch.clamp_min,
+    "clamp_max": torch.clamp_max,
 }
 _UNARY: dict[str, Callable[[Tensor], Tensor]] = {
     "neg": torch.neg,
@@ -42,8 +46,8 @@ _UNARY: dict[str, Callable[[Tensor], Tensor]] = {
 @dataclass(frozen=True, slots=True)
 class TailStage:
     """One stage: `operand` or `number` for add, sub, rsub, mul, div; with a `mask` for where and masked_fill;
-    `dtype` for to; `number` (epsilon) for norms; `approximate` for gelu. `keep`: a norm returns its
-    statistics, too."""
+    `number` for clamps; `dtype` for to; `number` (epsilon) for norms; `approximate` for gelu. `keep`: a norm
+    returns its statistics, too."""
 
     name: str
     operand: int | None = None
@@ -94,6 +98,8 @@ def _stage(stage: list[str]) -> TailStage:
         case [("add" | "sub" | "rsub" | "mul" | "div") as name, value] if value.startswith("%"):
             return TailStage(name, operand=words.operand(value))
         case [("add" | "sub" | "rsub" | "mul" | "div") as name, value]:
+            return TailStage(name, number=words.number(value))
+        case [("clamp_min" | "clamp_max") as name, value]:
             return TailStage(name, number=words.number(value))
         case [("rms" | "standardize") as name, eps]:
             return TailStage(name, number=words.number(eps))

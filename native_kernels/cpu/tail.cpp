@@ -19,7 +19,9 @@ namespace {
 using namespace af;
 
 
-enum Code : int64_t { kAdd, kSub, kRsub, kMul, kDiv, kNeg, kRelu, kTo, kWhere, kFill, kRms, kStandardize, kKeep };
+enum Code : int64_t {
+  kAdd, kSub, kRsub, kMul, kDiv, kNeg, kRelu, kTo, kWhere, kFill, kClampMin, kClampMax, kRms, kStandardize, kKeep
+};
 constexpr int64_t kStatistics = 1;                // in place of its operand: a norm keeps its statistics
 
 typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
@@ -86,6 +88,8 @@ template <bool kFull> AF_INLINE void pointwise(const Job& job, const Stage& s, i
     case kDiv: for (int k = 0; k < kVectors; ++k) v[k] = v[k] / o[k]; break;
     case kNeg: for (int k = 0; k < kVectors; ++k) v[k] = -v[k]; break;
     case kRelu: for (int k = 0; k < kVectors; ++k) v[k] = v[k] < 0 ? Floats{} : v[k]; break;
+    case kClampMin: for (int k = 0; k < kVectors; ++k) v[k] = v[k] < o[k] ? o[k] : v[k]; break;
+    case kClampMax: for (int k = 0; k < kVectors; ++k) v[k] = v[k] > o[k] ? o[k] : v[k]; break;
     case kWhere: choose<kFull>(job.operands[s.mask], r, at, v, v, o, n); break;
     case kFill: choose<kFull>(job.operands[s.mask], r, at, v, o, v, n); break;
     default: break;

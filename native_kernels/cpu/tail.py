@@ -14,7 +14,7 @@ _tail = function("af_tail", None, [c_void_p])
 
 _STAGES = (
     "add", "sub", "rsub", "mul", "div", "neg", "relu", "to", "where", "masked_fill",
-    "rms", "standardize", "keep",
+    "clamp_min", "clamp_max", "rms", "standardize", "keep",
 )  # fmt: skip
 CODES = {name: code for code, name in enumerate(_STAGES)}
 """Stages that the kernel has."""

@@ -24,15 +24,21 @@ from autofuse.native_kernels.gpu.state import (
 
 _NAMES = (
     "add", "sub", "rsub", "mul", "div", "neg", "relu", "silu", "gelu none", "gelu tanh", "to", "where",
-    "masked_fill", "rms", "standardize", "keep",
+    "masked_fill", "clamp_min", "clamp_max", "rms", "standardize", "keep",
 )  # fmt: skip
 CODES = {name: code for code, name in enumerate(_NAMES)}
 (
-    ADD, SUB, RSUB, MUL, DIV, NEG, RELU, SILU, GELU, GELU_TANH, TO, WHERE, MASKED_FILL, RMS, STANDARDIZE,
-    KEEP,
+    ADD, SUB, RSUB, MUL, DIV, NEG, RELU, SILU, GELU, GELU_TANH, TO, WHERE, MASKED_FILL, CLAMP_MIN,
+    CLAMP_MAX, RMS, STANDARDIZE, KEEP,
 ) = (tl.constexpr(code) for code in range(len(_NAMES)))  # fmt: skip
 
-DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+DTYPES = {
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+    torch.float32: tl.float32,
+    torch.float8_e4m3fn: tl.float8e4nv,
+    torch.float8_e5m2: tl.float8e5,
+}
 """Of V behind a stage."""
 
 UNIT = tl.constexpr(TAIL_UNIT)
@@ -116,7 +122,7 @@ def inside_of(exists, column, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 def read(at, row, exists, column, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """A block of `at`, which has rows, columns, both or neither."""
     inside = inside_of(exists, column, columns, ROWS, COLUMNS)
-    return tl.load(at + block_of(row, column, columns, ROWS, COLUMNS), mask=inside, other=0)
+    return tl.load(at + block_of(row, column, columns, ROWS, COLUMNS), mask=inside, other=0.0)
 
 
 @triton.jit
@@ -177,6 +183,10 @@ def apply_stage(
         v = gelu(v, False)
     elif NAME == GELU_TANH:
         v = gelu(v, True)
+    elif NAME == CLAMP_MIN:
+        v = tl.where(v < other, other, v)  # nan stays
+    elif NAME == CLAMP_MAX:
+        v = tl.where(v > other, other, v)
     elif NAME == WHERE:
         v = tl.where(chosen, v, other)
     elif NAME == MASKED_FILL:

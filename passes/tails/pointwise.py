@@ -20,6 +20,7 @@ _BINARY = {
     aten.div.Tensor: "div",
     aten.div.Scalar: "div",
 }
+_CLAMPS = {aten.clamp_min.default: "clamp_min", aten.clamp_max.default: "clamp_max"}
 _SWAPPED = {"add": "add", "mul": "mul", "sub": "rsub", "rsub": "sub"}
 
 
@@ -33,6 +34,8 @@ def words_of(n: fx.Node, v: fx.Node) -> tuple[str, tuple[fx.Node, ...]] | None:
         return f"gelu {argument(n, 1, 'approximate', 'none')}", ()
     if n.target in _BINARY:
         return _binary(n, v)
+    if n.target in _CLAMPS:
+        return (f"{_CLAMPS[n.target]} {n.args[1]!r}", ()) if is_number(n.args[1]) else None
     if n.target is aten.where.self and n.args[0] is not v:
         return _where(n, v)
     return None

@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from autofuse.passes.graph.anchors import is_collective
-from autofuse.passes.graph.follow import WAIT, Shapes, dtype_of, is_reshape
+from autofuse.passes.graph.follow import WAIT, Shapes, dtype_of, is_cast, is_reshape
 from autofuse.passes.graph.layout import Layout, same_shape, same_size
 from autofuse.passes.matchers.operands import broadcast
 
@@ -17,6 +17,8 @@ from .pointwise import words_of
 from .step import Step
 
 _FLOATS = torch.float32, torch.bfloat16, torch.float16
+_QUANTISED = torch.float8_e4m3fn, torch.float8_e5m2
+"""What a stage may cast to, besides."""
 _MOST_AHEAD = 16
 """How many stages the walk looks ahead for a norm."""
 
@@ -110,7 +112,8 @@ class Walk:
         """`n`, which reads one of `holders`, as a stage; why it is none."""
         sides = [i for i in n.all_input_nodes if i in holders]
         shape = self.shapes.of(n)
-        if n.op != "call_function" or not shape or len(sides) != 1 or dtype_of(n) not in _FLOATS:
+        dtypes = (*_FLOATS, *_QUANTISED) if is_cast(n) else _FLOATS
+        if n.op != "call_function" or not shape or len(sides) != 1 or dtype_of(n) not in dtypes:
             return f"{n.name} is no stage"
         v = sides[0]
         layout = Layout.of(self.size).reshape(shape)

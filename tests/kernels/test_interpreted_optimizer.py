@@ -23,7 +23,9 @@ def test_exact(interpreters: Interpreters, part: int) -> None:
     interpreters(2).run(run_updates, list(cases().values())[part::3], timeout=120)
 
 
-@pytest.mark.parametrize(("world", "step"), [(3, 3), pytest.param(4, 1, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    ("world", "step"), [(3, 3), *(pytest.param(world, 1, marks=pytest.mark.full) for world in (4, 8))]
+)
 def test_back_to_back(interpreters: Interpreters, world: int, step: int) -> None:
     interpreters(world).run(run_updates, [*cases().values()][1::step], timeout=300)
 

@@ -15,18 +15,18 @@ from autofuse.native_kernels.triton.exchange_rows import (
 )
 from autofuse.native_kernels.triton.tails import launch_tail
 from tests.kernels.calls import BF16, FP16
-from tests.kernels.test_interpreted_rows import DROPOUT, FP32, LAYER_NORM, NORM, POINTWISE
+from tests.kernels.test_interpreted_rows import DROPOUT, FP32, LAYER_NORM, NORM, POINTWISE, QUANTISED
 from tests.kernels.test_ptx import ACQUIRE, GPU_SCOPE, Kernel, compile_launch
 from tests.kernels.test_ptx_embedding import SIGNAL, check_signals, check_waits, memory_for, used
 
 M, N = 256, 8192
 
 
-def is_vectorised(kernel: Kernel) -> bool:
-    """Whether rows are read and written 16 bytes at a time."""
+def is_vectorised(kernel: Kernel, stored: str = "v4") -> bool:
+    """Whether rows are read 16 bytes at a time, and written in vectors of words."""
     text = "\n".join(kernel.lines)
     single = any(f"{what}.global.b16" in text for what in ("ld", "st"))
-    return not single and "ld.global.v4.b32" in text and "st.global.v4.b32" in text
+    return not single and "ld.global.v4.b32" in text and f"st.global.{stored}.b32" in text
 
 
 @pytest.mark.timeout(600)
@@ -72,8 +72,9 @@ def test_the_exchange(columns: int, all_ranks: bool, once: bool, world: int, tmp
         (LAYER_NORM, [((M, N), FP16), ((N,), FP32), ((M, 1), FP32)]),
         (DROPOUT, [((M, N), torch.bool), ((M, 1), torch.bool), ((), FP32)]),
         (POINTWISE, [((N,), BF16)]),
+        (QUANTISED, [((N,), BF16)]),
     ],
-    ids=["norm", "layer norm", "dropout", "pointwise"],
+    ids=["norm", "layer norm", "dropout", "pointwise", "quantised"],
 )
 def test_a_tail_alone(text: str, operands: list[tuple[tuple[int, ...], torch.dtype]], tmp_path: Path) -> None:
     given = [torch.empty(shape, dtype=dtype) for shape, dtype in operands]
@@ -82,4 +83,4 @@ def test_a_tail_alone(text: str, operands: list[tuple[tuple[int, ...], torch.dty
     results = tail.empty(value, *value.shape)
     kernel, cubin = compile_launch(lambda: launch_tail(value, given, results, tail, 132))
     assert used(cubin, tmp_path)["STACK"] == 0
-    assert is_vectorised(kernel)
+    assert is_vectorised(kernel, "v2" if text == QUANTISED else "v4")

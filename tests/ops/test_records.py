@@ -80,7 +80,8 @@ ENDS = torch.tensor([3, 8], dtype=torch.int32)
     ("op", "arguments", "gap"),
     [
         ("matmul_all_reduce", (*REDUCE, False, *NO_TAIL), ""),
-        ("matmul_all_reduce", (*REDUCE, False, [], "relu", ""), "no GPU kernel applies the stages behind"),
+        ("matmul_all_reduce", (*REDUCE, False, [], "relu; to float8_e5m2", ""), ""),
+        ("matmul_all_reduce", (*REDUCE, False, [], "to float64", ""), "not 'to float64'"),
         ("matmul_all_reduce", (*REDUCE, True, *NO_TAIL), "the matmul is read elsewhere, too"),
         ("matmul_all_reduce", ([X], [W], [], "mm; neg", "sum", False, *NO_TAIL), "not 'mm; neg' of 1"),
         ("matmul_reduce_scatter", ([X] * 4, [W] * 4, [], "mm", "sum", 0, 1, False, *NO_TAIL), ""),

@@ -33,6 +33,7 @@ TAILS: list[tuple[str, list[tuple[int, ...]]]] = [
     ),
     ("add %0; gelu tanh; keep; silu; mul %1", [(-2, -1), (1, 1)]),
     ("keep; to float32; keep; mul %0", [()]),
+    ("mul %0; clamp_min -2; clamp_max 3; keep; to float8_e4m3fn", [(-1,)]),
 ]
 MASKS = {3: (0, 1)}
 NORMS = (0, 1)

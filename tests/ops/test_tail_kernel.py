@@ -60,12 +60,16 @@ def _stage(draw: st.DrawFn, operands: list[tuple[str, torch.dtype]], dtype: torc
         return f"%{len(operands) - 1}"
 
     number = str(draw(st.floats(-8, 8, width=32)))
-    name = draw(st.sampled_from(["binary"] * 4 + ["neg", "relu", "to", "keep", "where", "masked_fill"]))
+    name = draw(
+        st.sampled_from(["binary"] * 4 + ["neg", "relu", "to", "keep", "where", "masked_fill", "clamp"])
+    )
     if name == "to":
         return f"to {str(draw(st.sampled_from(DTYPES))).removeprefix('torch.')}"
     if name == "binary":
         name = draw(st.sampled_from(["add", "sub", "rsub", "mul", "div"]))
         return f"{name} {number if draw(st.booleans()) else operand()}"
+    if name == "clamp":
+        return f"{draw(st.sampled_from(['clamp_min', 'clamp_max']))} {number}"
     if name in ("where", "masked_fill"):
         return f"{name} {operand(mask=True)} {number if draw(st.booleans()) else operand()}"
     return name

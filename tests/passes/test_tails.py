@@ -173,6 +173,14 @@ CASES = {
         lambda y, r, v: (y + r).masked_fill(r > 0, -torch.inf) * torch.nan,
         "add %0; masked_fill %1 -inf; mul nan",
     ),
+    "a static quantisation": Case(
+        lambda y, r, v: ((normed(y + r) * v).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)),
+        "add %0; rms 1e-06; mul %1; clamp_min -448; clamp_max 448; to float8_e4m3fn", "no stage",
+    ),
+    "what is quantised is read as a float": Case(
+        lambda y, r, v: (y + r).to(torch.float8_e5m2).float().clamp(max=v[0]) * 2,
+        "add %0; to float8_e5m2; to float32", "no stage",
+    ),
     "a norm over tokens": Case(lambda y, r, v: y * torch.rsqrt(y.pow(2).mean(1, keepdim=True) + 1), ""),
     "a norm over both": Case(lambda y, r, v: F.layer_norm(y, (8, N)), ""),
     "a norm of heads": Case(lambda y, r, v: normed(y.view(2, 8, 4, 4)), ""),

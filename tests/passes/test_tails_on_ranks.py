@@ -128,6 +128,7 @@ STAGES = (
     "bias",
     "scale",
     "relu",
+    "clamp",
     "mask",
     "read",
     "view",
@@ -191,6 +192,8 @@ def _apply(stage: str, y: Tensor, v: Tensor, mask: Tensor) -> Tensor:
         return (y.flatten(0, 1) * 0.5).view(y.shape)
     if stage == "mask":
         return y.masked_fill(mask, 0.25)
+    if stage == "clamp":
+        return y.clamp(-1, 0.75)
     return {"bias": y + v, "scale": wide.mul(1.5).to(y.dtype), "relu": y.relu(), "rsub": 1 - y}[stage]
 
 
