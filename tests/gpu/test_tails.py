@@ -10,6 +10,7 @@ from torch import Tensor
 
 from autofuse.lowering.proofs import UNPROVEN
 from autofuse.lowering.reference.tail import tail_reference
+from tests.gpu.conftest import WORLDS
 from tests.gpu.on_gpus import MOST_ERROR, capturable, error_of, operands, poison, reference
 from tests.ranks import RankPool
 
@@ -90,10 +91,11 @@ def _all_ways(rank: int, world: int, op: str, m: int, n: int, text: str, proof: 
         (SCATTER, 192, 3072, LAYER_NORM, ""),
     ],
 )
+@pytest.mark.parametrize("world", WORLDS)
 def test_every_way(
-    gpu_ranks: Callable[[int], RankPool], op: str, m: int, n: int, text: str, proof: str
+    gpu_ranks: Callable[[int], RankPool], world: int, op: str, m: int, n: int, text: str, proof: str
 ) -> None:
-    for errors in gpu_ranks(2).run(_all_ways, op, m, n, text, proof, timeout=250):
+    for errors in gpu_ranks(world).run(_all_ways, op, m, n, text, proof, timeout=250):
         assert any(way.startswith("rows") for way in errors)
         assert ("rows" in errors) == (op == SCATTER or proof == "proven")
         assert {way: error for way, error in errors.items() if error > 1} == {}
@@ -129,8 +131,9 @@ def _compiled(rank: int, world: int, schedule: str) -> tuple[list[tuple[str, str
 
 
 @pytest.mark.parametrize("schedule", ["every", "owner", "split", "auto"])
-def test_compiled(gpu_ranks: Callable[[int], RankPool], schedule: str) -> None:
-    for tails, error in gpu_ranks(2).run(_compiled, schedule, timeout=200):
+@pytest.mark.parametrize("world", WORLDS)
+def test_compiled(gpu_ranks: Callable[[int], RankPool], world: int, schedule: str) -> None:
+    for tails, error in gpu_ranks(world).run(_compiled, schedule, timeout=200):
         form = {"every": "every", "owner": "owner", "split": "every", "auto": ""}[schedule]
         reduced = [found for found in tails if found != ("", "")]
         assert [found for found, _ in reduced] == [form] * (0 if schedule == "auto" else 2)
