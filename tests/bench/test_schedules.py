@@ -55,7 +55,7 @@ class _Group:
 def test_ways_of_gpus(tokens: int, cut: list[str]) -> None:
     piece = Piece(8, 8, _Group())  # type: ignore[arg-type]
     found = ways(piece, tokens, on_gpus=True)
-    assert list(found) == [INDUCTOR, "one-shot", "two-shot", *cut, "auto", "unchanged", "split"]
+    assert list(found) == [INDUCTOR, "one-shot", "two-shot", *cut, *SCHEDULES]
     for way in found.values():
         if way.ours:
             resolve(None, way.variant.options)
