@@ -1,5 +1,6 @@
 """Tails of reductions on GPUs: every way, both forms, and captured graphs."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from autofuse.lowering.gpu.choice.kernel import CUBLAS_NCCL
 from autofuse.lowering.proofs import UNPROVEN
 from autofuse.lowering.reference.tail import tail_reference
 from tests.gpu.conftest import WORLDS
@@ -58,6 +60,11 @@ def _worst(found: list[Tensor], expected: list[Tensor]) -> float:
     )
 
 
+def _most(way: str, world: int) -> float:
+    """The kernels round a sum once, torch's collective may after every addition."""
+    return math.sqrt(world - 1) if way == CUBLAS_NCCL else 1.0
+
+
 def _all_ways(rank: int, world: int, op: str, m: int, n: int, text: str, proof: str) -> dict[str, float]:
     """Of every way its error, of calls back to back and of replays of a graph."""
     from autofuse.lowering.gpu import by_name
@@ -97,8 +104,8 @@ def test_every_way(
 ) -> None:
     for errors in gpu_ranks(world).run(_all_ways, op, m, n, text, proof, timeout=250):
         assert any(way.startswith("rows") for way in errors)
-        assert ("rows" in errors) == (op == SCATTER or proof == "proven")
-        assert {way: error for way, error in errors.items() if error > 1} == {}
+        assert ("rows" in errors) == (world > 2 or op == SCATTER or proof == "proven")
+        assert {way: error for way, error in errors.items() if error > _most(way, world)} == {}
 
 
 def _compiled(rank: int, world: int, schedule: str) -> tuple[list[tuple[str, str]], float]:

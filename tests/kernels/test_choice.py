@@ -21,7 +21,8 @@ from autofuse.lowering.gpu.choice.points import _SHIPPED, Point, Points, own_fil
 from autofuse.lowering.gpu.choice.timing import Timing
 from autofuse.lowering.gpu.dense import measure as dense_measure
 from autofuse.lowering.gpu.dense import plain
-from autofuse.lowering.gpu.dense.ways import ASYNC_TP, TWO_SHOT, DenseProblem
+from autofuse.lowering.gpu.dense.reductions import applies_tails
+from autofuse.lowering.gpu.dense.ways import ASYNC_TP, REDUCE, SCATTER, TWO_SHOT, DenseProblem
 from autofuse.lowering.gpu.embedding.ways import ExchangeProblem
 from autofuse.lowering.runs import MEASURED, PREDICTED, Timed
 from autofuse.native_kernels.gpu.memory import Need
@@ -229,6 +230,17 @@ def test_what_the_host_needs_counts_outside_of_graphs() -> None:
     # Which hides behind the time of the GPU.
     long = (point(many, {"clusters": 490.0, "clusters copied=1": 420.0, "cublas+nccl": 980.0}),)
     assert choose_launched(many, long) == "clusters copied=1"
+
+
+@pytest.mark.parametrize("world", [2, 4, 8])
+def test_owners_apply_a_tail_only_where_all_ranks_have_agreed_on_it(world: int) -> None:
+    def applying(op: str, written: int) -> set[str]:
+        problem = DenseProblem(op, 16, 512, 4096, world, torch.bfloat16, written=written)
+        return {name for name, way in ways_of(problem).items() if applies_tails(way, problem)}
+
+    assert applying(REDUCE, 0) == {"rows once=1"}
+    assert applying(REDUCE, 8192) == {"rows once=1", "rows"}
+    assert applying(SCATTER, 0) == {"rows"}
 
 
 def test_the_own_file_lies_apart_from_those_of_the_cost_model(

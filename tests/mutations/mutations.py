@@ -526,6 +526,13 @@ KERNELS = (
         _of("kernels", "interpreted_rows"),
     ),
     Mutation(
+        "owners apply tails that are private to ranks",
+        "reductions.py",
+        "way.config.once or problem.written > 0",
+        "True",
+        _of("kernels", "choice"),
+    ),
+    Mutation(
         "a norm counts the padding of a row",
         "tails.py",
         "/ columns + NUMBER)",

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from autofuse.lowering.gpu.choice.kernel import Kernel, Launch, only_kernels
+from autofuse.lowering.gpu.choice.kernel import Kernel, Launch, Way, only_kernels
 from autofuse.native_kernels.cuda.kernels.matmul_reduce import (
     ClusterReduceConfig,
     cluster_reduce_needs,
@@ -282,5 +282,14 @@ ROWS: Kernel[DenseProblem, RowsConfig] = Kernel(
     source="triton/exchange_rows.py",
 )
 """The kernel that applies tails itself."""
+
+
+def applies_tails(way: Way, problem: DenseProblem) -> bool:
+    """Whether the kernel of a way applies the tail; if not, another kernel does behind it. The owner of a row
+    may apply the tail for all ranks only where they have agreed that it is the same (`written`)."""
+    if way.kernel is not ROWS:
+        return False
+    return not problem.everywhere or way.config.once or problem.written > 0
+
 
 REDUCTIONS: tuple[Kernel[DenseProblem, Any], ...] = (PACKETS, WORDS, CLUSTERS, TILES, SUMS, ROWS)

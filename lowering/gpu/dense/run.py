@@ -22,7 +22,7 @@ from autofuse.native_kernels.gpu.memory import PeerMemory, is_tma
 from autofuse.native_kernels.gpu.state import MOST_WEIGHTS
 from autofuse.native_kernels.triton.tails import NO_TAIL, TailSpec
 
-from .reductions import ROWS, Reduce, multiplied
+from .reductions import Reduce, applies_tails, multiplied
 from .tails import behind
 from .ways import ASYNC_TP, FEW_ROWS, GATHER, ONE_SHOT, SCATTER, TWO_SHOT, DenseProblem
 
@@ -110,7 +110,7 @@ class Reduction:
 
     def with_tail(self, x: Sequence[Tensor], w: Sequence[Tensor], operands: Sequence[Tensor]) -> list[Tensor]:
         """As `__call__`, and the tail behind it: its results. operands: contiguous."""
-        if self._way.kernel is not ROWS:
+        if not applies_tails(self._way, self._problem):
             return behind(self(x, w), operands, self._tail, self._problem.programs)
         memory = self._launcher.enter(self._problem.programs)
         if memory is None:
