@@ -95,7 +95,8 @@ class FusedOp(Generic[A]):
             `ctx`.
         cuda: as `cpu`, on GPUs of one host; called with arguments in which `gpu_gap` finds no gap. None where
             there is no kernel. Imports its kernels when it is called: they need Triton.
-        exchanged: the dtype that moves between the ranks, of an op that has kernels for GPUs.
+        exchanged: the dtype that moves between the ranks, of an op that has kernels for GPUs; None where
+            a gap says what it may be.
         gpu_dtypes: what `exchanged` may be on GPUs.
         gpu_gaps: all else that the GPU kernels do not take. Sizes are no matter of gaps: for those that it
             leaves to the reference, `cuda` returns NotImplemented.
@@ -115,7 +116,7 @@ class FusedOp(Generic[A]):
     backward: Callable[[Any, A, Any], dict[str, Any]] | None = None
     save: Callable[[Any, A, Any], dict[str, Any]] | None = None
     cuda: Callable[[A], Any] | None = None
-    exchanged: Callable[[A], torch.dtype] | None = None
+    exchanged: Callable[[A], torch.dtype | None] | None = None
     gpu_dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
     gpu_gaps: tuple[Gap[A], ...] = ()
     shapes: Callable[[A], Sequence[Sequence[int]]] = lambda args: ()

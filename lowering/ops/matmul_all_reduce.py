@@ -23,12 +23,15 @@ from autofuse.lowering.gpu.support import MOST_TAIL_OPERANDS, MOST_TAIL_RESULTS,
 from autofuse.lowering.ops.library import FusedOp, Gap, register
 from autofuse.lowering.plan import Family
 from autofuse.lowering.reference.layout import all_reduce
-from autofuse.lowering.reference.product import parse, product_backward, with_kept
+from autofuse.lowering.reference.product import is_pooled, parse, product_backward, with_kept
 from autofuse.lowering.reference.tail import check_tail, tail_reference
 from autofuse.lowering.reference.tail import parse as parse_tail
 from autofuse.lowering.torch_internals import group_size
 
 OP = "matmul_all_reduce"
+
+GPU_TABLES = (torch.bfloat16, torch.float16, torch.float32)
+"""Dtypes of tables that GPU kernels pool, and of pooled rows that they exchange."""
 
 
 class MatmulAllReduce(NamedTuple):
@@ -112,16 +115,44 @@ def is_gpu_tail(tail: str, operands: Sequence[Tensor]) -> bool:
 
 def sizes_of_call(args: Any) -> Sequence[Sequence[int]]:
     """Those by which a report distinguishes calls. Bags look up other numbers of rows in each call."""
-    first = args.x if parse(args.product).pooling is None else args.operands
+    first = args.operands if is_pooled(args.product) else args.x
     return first[0].shape, args.w[0].shape
+
+
+def exchanged(args: Any) -> torch.dtype | None:
+    """What moves between the ranks; None for bags, of which a gap says what it may be."""
+    return None if is_pooled(args.product) else args.x[0].dtype
+
+
+def _is_sent_as_pooled(args: Any) -> bool:
+    """Whether the rows are not changed but for their dtype."""
+    stages = parse(args.product).stages
+    dtypes = [*(w.dtype for w in args.w), *(stage.dtype for stage in stages)]
+    return len(stages) <= 1 and all(dtype in GPU_TABLES for dtype in dtypes)
 
 
 REDUCE_GAPS: tuple[Gap[Any], ...] = (
     Gap(
-        lambda args: args.product != "mm" or args.terms > MOST_TERMS,
+        lambda args: not is_pooled(args.product) and (args.product != "mm" or args.terms > MOST_TERMS),
         f"GPU kernels reduce sums of up to {MOST_TERMS} matmuls as they are, "
         "not {0.product!r} of {0.terms}",
         "move scales, biases and casts behind the collective",
+    ),
+    Gap(
+        lambda args: is_pooled(args.product) and not _is_sent_as_pooled(args),
+        "GPU kernels reduce pooled rows of bfloat16, float16 and float32, as they are or cast, "
+        "not {0.product!r}",
+        "move scales behind the collective",
+    ),
+    Gap(
+        lambda args: is_pooled(args.product) and args.dim == 1,
+        "GPU kernels reduce whole pooled rows",
+        "scatter the bags, not the columns",
+    ),
+    Gap(
+        lambda args: is_pooled(args.product) and bool(args.tail),
+        "GPU kernels apply no tail behind pooled rows, not {0.tail!r}",
+        "leave the stages in the graph",
     ),
     Gap(
         lambda args: args.keep_product,
@@ -149,7 +180,7 @@ register(
         plan_shape=lambda args: reduce_plan_shape(OP, args),
         backward=_backward,
         cuda=_cuda,
-        exchanged=lambda args: args.x[0].dtype,
+        exchanged=exchanged,
         gpu_gaps=REDUCE_GAPS,
         shapes=sizes_of_call,
     )

@@ -246,6 +246,11 @@ def is_grouped(product: str) -> bool:
     return product.startswith(GROUPED)
 
 
+def is_pooled(product: str) -> bool:
+    """Whether the product is one of embedding bags."""
+    return parse(product).pooling is not None
+
+
 def check_product(
     x: Sequence[Tensor], w: Sequence[Tensor], operands: Sequence[Tensor], product: str, op: str
 ) -> None:

@@ -127,6 +127,86 @@ def place(first, item, chunk, elements, LENGTH: tl.constexpr):
     return begun * UNIT, tl.arange(0, LENGTH) < count
 
 
+@triton.jit
+def sum_up(
+    product, out, inbox, finished, signals, summed, state,
+    elements, chunk, items, slice_items, slices, rank, site, half, summed_half, first_signal, epoch,
+    PROGRAMS: tl.constexpr, PER_SM: tl.constexpr, W: tl.constexpr, ALL: tl.constexpr, ONCE: tl.constexpr,
+    MEAN: tl.constexpr, LENGTH: tl.constexpr, STORED: tl.constexpr,
+):  # fmt: skip
+    """Parts B and C, and the end of the call.
+
+    product: the own part, [elements]; STORED: it lies in the own inbox like those of peers, and is signalled;
+    summed: counters of the items of each slice whose sums peers have; half, summed_half: elements before this
+    call's half of the inbox and of `finished`; first_signal: the first counter of its half.
+    """
+    dtype: tl.constexpr = out.dtype.element_ty
+    TWICE: tl.constexpr = ALL and not ONCE
+    lane = tl.arange(0, LENGTH)
+    units = tl.cast(items * (W if TWICE else 1), tl.int32)
+    unit = units
+    if stays(state, multiprocessor(PROGRAMS // PER_SM), PER_SM, rank, W, epoch):
+        unit = tl.atomic_add(state + STATE_TICKETS, 1).to(tl.int32)
+    arrived = peer(signals, rank, tl.int32) + first_signal
+    own = tl.load(inbox + rank)
+    code = site * CODES_PER_SITE + REDUCING
+    known, counted = tl.full((), -1, tl.int32), tl.full((), -1, tl.int32)
+    mine = (0 if ONCE else rank) * chunk
+    while unit < items:
+        item = unit
+        unit = tl.atomic_add(state + STATE_TICKETS, 1).to(tl.int32)
+        piece = item // slice_items
+        if piece != known:
+            wait_all(arrived + piece, slices, W if STORED else rank, 1, state, code, 0, piece, epoch)
+            if not STORED:
+                others = W - 1 - rank
+                wait_all(
+                    arrived + (rank + 1) * slices + piece, slices, others, 1, state, code, rank + 1, piece,
+                    epoch,
+                )  # fmt: skip
+            known = piece
+        begun, inside = place(mine, item, chunk, elements, LENGTH)
+        total = tl.zeros((LENGTH,), tl.float32)
+        for r in tl.static_range(W):
+            theirs = slot(own, half, r, item, items, LENGTH, dtype)
+            if not STORED:
+                theirs = tl.where(r == rank, product + begun, theirs)
+            part = tl.load(theirs + lane, mask=inside, other=0.0)
+            total += part.to(tl.float32)
+        if MEAN:
+            total /= W
+        value = total.to(dtype)
+        tl.store(out + (begun if ALL else item * LENGTH) + lane, value, mask=inside)
+        if TWICE:
+            if counted >= 0:
+                count_once(summed, signals, counted, slice_items, slices, items, rank,
+                           first_signal + (W + rank) * slices, W)  # fmt: skip
+            for p in tl.static_range(1, W):
+                there = tl.load(finished + (rank + p) % W)
+                to = slot(there, summed_half, rank, item, items, LENGTH, dtype)
+                tl.store(to + lane, value, mask=inside)
+            counted = item
+    if TWICE:
+        if counted >= 0:  # before it waits for what peers send after they have this
+            count_once(summed, signals, counted, slice_items, slices, items, rank,
+                       first_signal + (W + rank) * slices, W)  # fmt: skip
+        own = tl.load(finished + rank)
+        code = site * CODES_PER_SITE + COPYING
+        while unit < units:
+            item = (unit - items) // (W - 1)
+            source = (rank + 1 + (unit - items) % (W - 1)) % W
+            unit = tl.atomic_add(state + STATE_TICKETS, 1).to(tl.int32)
+            piece = item // slice_items
+            wait_all(arrived + (W + source) * slices + piece, 0, 1, 1, state, code, source, piece, epoch)
+            begun, inside = place(source * chunk, item, chunk, elements, LENGTH)
+            value = tl.load(slot(own, summed_half, source, item, items, LENGTH, dtype) + lane, mask=inside)
+            tl.store(out + begun + lane, value, mask=inside)
+    tl.debug_barrier()
+    if is_last(state, PROGRAMS):
+        clear(peer(signals, rank, tl.int32) + first_signal, 2 * W * slices, 256)
+        end_shares(state, epoch, PROGRAMS)
+
+
 @triton.jit(
     do_not_specialize=[
         "elements", "chunk", "items", "slice_items", "slices", "rank", "site", "inbox_half",
@@ -146,7 +226,6 @@ def exchange_sums(
     and finished_half count in units.
     """
     dtype: tl.constexpr = product.dtype.element_ty
-    TWICE: tl.constexpr = ALL and not ONCE
     program = tl.program_id(0)
     asked = claim(state, A, program, program)
     start(state)
@@ -188,64 +267,11 @@ def exchange_sums(
             else:
                 count_item(done, signals, counted, slices, slice_items, items, 1, rank, first_signal, W)
         share = further(look(state, STATE_STARTED), PROGRAMS, state, A, PROGRAMS, program)
-    units = tl.cast(items * (W if TWICE else 1), tl.int32)
-    unit = units
-    if stays(state, multiprocessor(PROGRAMS // PER_SM), PER_SM, rank, W, epoch):
-        unit = tl.atomic_add(state + STATE_TICKETS, 1).to(tl.int32)
-    arrived = peer(signals, rank, tl.int32) + first_signal
-    own = tl.load(inbox + rank)
-    code = site * CODES_PER_SITE + REDUCING
-    known, counted = tl.full((), -1, tl.int32), tl.full((), -1, tl.int32)
-    mine = (0 if ONCE else rank) * chunk
-    while unit < items:
-        item = unit
-        unit = tl.atomic_add(state + STATE_TICKETS, 1).to(tl.int32)
-        piece = item // slice_items
-        if piece != known:
-            wait_all(arrived + piece, slices, rank, 1, state, code, 0, piece, epoch)
-            others = W - 1 - rank
-            wait_all(
-                arrived + (rank + 1) * slices + piece, slices, others, 1, state, code, rank + 1, piece, epoch
-            )
-            known = piece
-        begun, inside = place(mine, item, chunk, elements, LENGTH)
-        total = tl.zeros((LENGTH,), tl.float32)
-        for r in tl.static_range(W):
-            theirs = slot(own, half, r, item, items, LENGTH, dtype)
-            part = tl.load(tl.where(r == rank, product + begun, theirs) + lane, mask=inside, other=0.0)
-            total += part.to(tl.float32)
-        if MEAN:
-            total /= W
-        value = total.to(dtype)
-        tl.store(out + (begun if ALL else item * LENGTH) + lane, value, mask=inside)
-        if TWICE:
-            if counted >= 0:
-                count_once(done + (W - 1) * slices, signals, counted, slice_items, slices, items, rank,
-                           first_signal + (W + rank) * slices, W)  # fmt: skip
-            for p in tl.static_range(1, W):
-                there = tl.load(finished + (rank + p) % W)
-                to = slot(there, summed_half, rank, item, items, LENGTH, dtype)
-                tl.store(to + lane, value, mask=inside)
-            counted = item
-    if TWICE:
-        if counted >= 0:  # before it waits for what peers send after they have this
-            count_once(done + (W - 1) * slices, signals, counted, slice_items, slices, items, rank,
-                       first_signal + (W + rank) * slices, W)  # fmt: skip
-        own = tl.load(finished + rank)
-        code = site * CODES_PER_SITE + COPYING
-        while unit < units:
-            item = (unit - items) // (W - 1)
-            source = (rank + 1 + (unit - items) % (W - 1)) % W
-            unit = tl.atomic_add(state + STATE_TICKETS, 1).to(tl.int32)
-            piece = item // slice_items
-            wait_all(arrived + (W + source) * slices + piece, 0, 1, 1, state, code, source, piece, epoch)
-            begun, inside = place(source * chunk, item, chunk, elements, LENGTH)
-            value = tl.load(slot(own, summed_half, source, item, items, LENGTH, dtype) + lane, mask=inside)
-            tl.store(out + begun + lane, value, mask=inside)
-    tl.debug_barrier()
-    if is_last(state, PROGRAMS):
-        clear(peer(signals, rank, tl.int32) + first_signal, 2 * W * slices, 256)
-        end_shares(state, epoch, PROGRAMS)
+    sum_up(
+        product, out, inbox, finished, signals, done + (W - 1) * slices, state,
+        elements, chunk, items, slice_items, slices, rank, site, half, summed_half, first_signal, epoch,
+        PROGRAMS, PER_SM, W, ALL, ONCE, MEAN, LENGTH, False,
+    )  # fmt: skip
 
 
 def launch_exchange_sums(

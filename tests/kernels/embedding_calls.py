@@ -133,7 +133,7 @@ class Exchange:
         return out
 
 
-def check(got: Tensor, expected: Tensor, call: Exchange, memory: PeerMemory) -> None:
+def check(got: Tensor, expected: Tensor, call: object, memory: PeerMemory) -> None:
     """AssertionError unless bitwise equal (zeros may differ in sign) and nobody gave up waiting."""
     assert not memory.record.any(), f"rank {memory.rank}, {call}: {memory.record.tolist()}"
     wrong = ~((got == expected) & (got.signbit() == expected.signbit())) & ~((got == 0) & (expected == 0))

@@ -24,6 +24,7 @@ from autofuse.native_kernels.gpu.state import RECORD_WORDS, STATE_LENGTH
 from autofuse.native_kernels.triton import (
     embedding_backward,
     embedding_exchange,
+    exchange_bags,
     exchange_rows,
     exchange_sums,
     gather_matmul,
@@ -43,6 +44,7 @@ TRITON = (
     gather_matmul_few,
     embedding_exchange,
     embedding_backward,
+    exchange_bags,
     exchange_rows,
     exchange_sums,
 )

@@ -20,6 +20,7 @@ from autofuse.lowering.gpu.choice.points import Point
 from autofuse.lowering.gpu.dense import call as dense
 from autofuse.lowering.gpu.dense.ways import GATHER, REDUCE, SCATTER
 from autofuse.lowering.gpu.embedding import call as embedding
+from autofuse.lowering.gpu.embedding import reduced
 from autofuse.lowering.gpu.embedding.kernels import MERGED_NCCL
 from autofuse.lowering.gpu.embedding.ways import BACKWARD, OP, TORCH_NCCL
 from autofuse.lowering.gpu.experts import call as expert_ops
@@ -51,6 +52,8 @@ CALLS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "dropless dispatch": (DISPATCH, (
         _bf16(8, 64), [W], [], 0, ENDS, torch.arange(8), SPLITS, SPLITS, 1, 1, False, *SITE)),
     "bags": (OP, (*TABLES, [], *BAGS, *COLUMNS, *SITE)),
+    "bags, reduced": (REDUCE, (
+        [INDICES] * 2, [_bf16(10, 8)] * 2, [OFFSETS] * 2, "bags sum 0 -1", "sum", False, [], "", "", *SITE)),
     "bags, backward": (BACKWARD, (
         _bf16(2, 64), *TABLES[1:], [], [10] * 2, [8] * 2, *BAGS, [False] * 2, *COLUMNS, False, *SITE)),
 }  # fmt: skip
@@ -70,6 +73,7 @@ DECLINED = {
     "dropless combine": (12, True),  # the product is kept
     "dropless dispatch": (4, None),  # no offsets
     "bags": (7, torch.float64),
+    "bags, reduced": (3, "bags sum 0 -1; mul 2"),
     "bags, backward": (9, torch.float64),
 }
 """By call: the argument with which no kernel takes it, as number and value."""
@@ -80,7 +84,7 @@ def workspace(monkeypatch: pytest.MonkeyPatch) -> Mock:
     """On rank 0 of a group of four; points that are kept are those that decide."""
     found = Mock(world=WORLD, rank=0, programs=132, group_name="group", device=torch.device("cpu"))
     points: list[Point] = []
-    for module in (dense, expert_ops, embedding):
+    for module in (dense, expert_ops, embedding, reduced):
         monkeypatch.setattr(module, "workspace_of", lambda *at: found)
     monkeypatch.setattr(embedding, "resolve_group", lambda name: Mock(rank=lambda: 0))
     monkeypatch.setattr(embedding.layouts, "check", lambda *shapes: None)
@@ -96,7 +100,7 @@ def workspace(monkeypatch: pytest.MonkeyPatch) -> Mock:
 @pytest.mark.parametrize("call", [*CALLS, *DENSE])
 def test_names_and_what_auto_takes_of_them(call: str) -> None:
     op, arguments = (CALLS | DENSE)[call]
-    plain = TORCH_NCCL if op in (OP, BACKWARD) else CUBLAS_NCCL
+    plain = TORCH_NCCL if "bags" in call else CUBLAS_NCCL
     fused = by_name.names(op, arguments, False)
     assert len(fused) > 2
     assert plain not in fused
@@ -136,13 +140,15 @@ RUNS = {
     "dropless dispatch": (expert_ops, "dropless_dispatch"),
     "bags": (embedding, "exchange"),
     "bags, backward": (embedding, "exchange_backward"),
+    "bags, reduced": (reduced, "reduce_bags"),
 }
 
 
 @pytest.mark.parametrize("call", CALLS)
 def test_a_way_is_run_by_its_name(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
     op, arguments = CALLS[call]
-    kernel = Mock(return_value=[_bf16(1)] if call in ("dispatch", "dropless dispatch") else _bf16(1))
+    lists = ("dispatch", "dropless dispatch", "bags, reduced")
+    kernel = Mock(return_value=[_bf16(1)] if call in lists else _bf16(1))
     monkeypatch.setattr(*RUNS[call], kernel)
     name = by_name.names(op, arguments, False)[-1]
     found = by_name.run(name, op, arguments)
@@ -176,7 +182,7 @@ def test_calls_of_products_and_empty_ones_have_no_dense_names() -> None:
         assert by_name.names(op, odd, True) == []
 
 
-@pytest.mark.parametrize("call", ["combine", "dispatch", "bags", "bags, backward"])
+@pytest.mark.parametrize("call", ["combine", "dispatch", "bags", "bags, reduced", "bags, backward"])
 def test_what_the_op_replaces_is_run_by_its_name(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
     op, arguments = CALLS[call]
     reference = Mock(return_value="torch's")
@@ -194,3 +200,12 @@ def test_dropless_ops_replace_what_reads_no_offsets_on_the_host(
     monkeypatch.setattr(expert_ops, "combine_unfused" if op == COMBINE else "dispatch_unfused", grouped)
     by_name.run(CUBLAS_NCCL, op, arguments)
     grouped.assert_called_once()
+
+
+def test_no_tail_is_applied_behind_bags() -> None:
+    """`run_reduced` returns the sum alone."""
+    op, arguments = CALLS["bags, reduced"]
+    tailed = [*arguments]
+    tailed[7] = "relu"
+    assert "no tail" in FUSED_OPS[op].gpu_gap(FUSED_OPS[op].parse(tailed))
+    assert not FUSED_OPS[op].gpu_gap(FUSED_OPS[op].parse(arguments))

@@ -162,10 +162,10 @@ def test_registers_and_vectors(way: str, tmp_path: Path) -> None:
     assert "st.global.b16" not in text
 
 
-def check_resources(kernel: Kernel, cubin: bytes, config: Tiles, folder: Path) -> None:
-    """Nothing is spilled, and `per_sm` programs fit on a multiprocessor."""
+def check_resources(kernel: Kernel, cubin: bytes, config: Tiles, folder: Path, spilled: int = 0) -> None:
+    """At most so many bytes are spilled, and `per_sm` programs fit on a multiprocessor."""
     found = used(cubin, folder)
-    assert found["STACK"] == 0, f"{found['STACK']} bytes are spilled"
+    assert found["STACK"] <= spilled, f"{found['STACK']} bytes are spilled"
     # A warp gets registers in units of 256, a program 1 KiB of shared memory besides its own.
     warp = -(-found["REG"] * 32 // 256) * 256
     assert config.per_sm <= min(PROGRAMS, REGISTERS // (warp * config.warps))

@@ -26,6 +26,7 @@ from autofuse.native_kernels.triton import (
     embedding_backward,
     embedding_exchange,
     embedding_tables,
+    exchange_bags,
     exchange_rows,
     exchange_sums,
     gather_matmul,
@@ -218,6 +219,25 @@ def dense(world: int, m: int, k: int, n: int, dtype: torch.dtype) -> Iterator[Us
         }
 
     yield Use("bags", embedding_tables.exchange_needs(places, dtype.itemsize, world, bags), pooled)
+
+    for everywhere, once in ((True, True), (True, False), (False, False)):
+        pooling = exchange_bags.BagSumsConfig(once=once)
+
+        def summed(memory: PeerMemory, config: Any = pooling, everywhere: bool = everywhere) -> Used:
+            of, out = embedding_tables.Places(m * world, (0,), n, ()), torch.empty(m * world, n, dtype=dtype)
+            run = exchange_bags.launch_exchange_bags
+            p = launched(run, memory, torch.empty(0), tables(), of, out, False, everywhere, config)
+            nbytes = world * p["items"] * config.tile * dtype.itemsize
+            return {
+                "inbox": halves(p["inbox_half"] * 8 * dtype.itemsize, nbytes),
+                "finished": halves(
+                    p["finished_half"] * 8 * dtype.itemsize, nbytes * (everywhere and not config.once)
+                ),
+                "signals": halves(p["signals_half"] * 4, 2 * world * p["slices"] * 4),
+            }
+
+        needs = exchange_bags.bag_sums_needs(m * world, n, dtype.itemsize, world, everywhere, pooling)
+        yield Use("bag sums", needs, summed)
 
     def strips(memory: PeerMemory) -> Used:
         back = backward_places("bsc", 0, m, columns, [columns[0]])

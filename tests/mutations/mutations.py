@@ -526,6 +526,13 @@ KERNELS = (
         _of("kernels", "interpreted_rows"),
     ),
     Mutation(
+        "owners of bags pool those of the first owner",
+        "exchange_bags.py",
+        "first = (0 if ONCE else owner) * chunk",
+        "first = 0",
+        _of("kernels", "interpreted_bag_sums"),
+    ),
+    Mutation(
         "owners apply tails that are private to ranks",
         "reductions.py",
         "way.config.once or problem.written > 0",
@@ -561,8 +568,8 @@ CHOICE = (
     Mutation(
         "a kernel takes products with an epilogue",
         "matmul_all_reduce.py|ops.py",
-        'lambda args: args.product != "mm" or args.terms > MOST_TERMS,',
-        "lambda args: args.terms > MOST_TERMS,",
+        '(args.product != "mm" or args.terms > MOST_TERMS),',
+        "(args.terms > MOST_TERMS),",
         (*_of("ops", "records"), *_of("passes", "on_gpus"), *_of("kernels", "by_name", "choice")),
         (
             'if len(x) != 1 or product != "mm" or keep_product or not _usable(x[0]):',

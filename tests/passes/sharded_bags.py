@@ -82,6 +82,15 @@ def several_summed(*args: Tensor) -> Tensor:
     return funcol.all_reduce(torch.cat(pool("mean", *args, last=True), -1), "avg", group()).sin()
 
 
+def summed(*args: Tensor) -> Tensor:
+    return funcol.all_reduce(torch.cat(pool("sum", *args), 1), "sum", group()).sin()
+
+
+def cast(*args: Tensor) -> Tensor:
+    rows = torch.cat(pool("sum", *args), 1).bfloat16()
+    return funcol.reduce_scatter_tensor(rows, "sum", 0, group()).sin()
+
+
 def along_columns(*args: Tensor) -> Tensor:
     return funcol.reduce_scatter_tensor(torch.cat(pool("max", *args), 1), "sum", 1, group()).sin()
 
@@ -127,6 +136,7 @@ PROGRAMS: dict[str, Program] = {
     "several tables, dynamic": Program(bucketed(several, 5, 3), {"inference": [RS]}, dynamic=True),
     "all_reduce": Program(bucketed(several_summed, 4, 4, last=True), {"inference": [AR]}, worlds=(2, 4)),
     "columns": Program(bucketed(along_columns, 6, 2), {"inference": [RS]}),
+    "cast": Program(bucketed(cast, 6, 2), {"inference": [RS]}, tolerance=0.02),
     "in the middle": Program(bucketed(in_the_middle, 6, 2), {"inference": [RS]}),
     "scaled": Program(bucketed(scaled, 6), {"inference": [RS]}, tolerance=0.02),
     "no bags": stays("no_compute", plain(joined, (BAGS, 2), (BAGS, 3))),

@@ -193,11 +193,11 @@ class Shots:
 
 @dataclass(frozen=True)
 class Exchange:
-    """Matmuls of cuBLAS, then an exchange in a kernel of ours. sent: bytes on the link; copied: that the GPU
-    reads and writes for it; hops: exchanges that follow one another."""
+    """An exchange in a kernel of ours, behind what makes the parts: matmuls of cuBLAS, pooling. sent: bytes
+    on the link; copied: that the GPU reads and writes for it; hops: exchanges that follow one another."""
 
     model: str
-    products: tuple[Product, ...]
+    products: tuple[Work, ...]
     sent: float
     copied: float
     hops: int

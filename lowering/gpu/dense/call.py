@@ -18,11 +18,13 @@ from autofuse import config
 from autofuse.lowering.gpu.choice.calls import Calls, GpuCall, remember
 from autofuse.lowering.gpu.choice.kernel import Way, replaced
 from autofuse.lowering.gpu.choice.quick import Quick, sizes_of
+from autofuse.lowering.gpu.embedding.reduced import reduced_call, run_reduced
 from autofuse.lowering.gpu.memory.workspace import GpuWorkspace, current, workspace_for, workspace_of
 from autofuse.lowering.ops.all_gather_matmul import AllGatherMatmul
 from autofuse.lowering.ops.matmul_all_gather import MatmulAllGather
 from autofuse.lowering.ops.matmul_all_reduce import MatmulAllReduce
 from autofuse.lowering.ops.matmul_reduce_scatter import MatmulReduceScatter
+from autofuse.lowering.reference.product import is_pooled
 from autofuse.lowering.runs import Note
 
 from .measure import trials
@@ -34,8 +36,10 @@ ReduceArguments: TypeAlias = MatmulAllReduce | MatmulReduceScatter
 
 
 def run_reduce(op: str, args: ReduceArguments) -> Any:
-    """matmul_all_reduce and matmul_reduce_scatter of a sum of matmuls, and a tail."""
+    """matmul_all_reduce and matmul_reduce_scatter of a sum of matmuls, and a tail, or of bags."""
     x, b = args.x, args.w
+    if is_pooled(args.product):
+        return run_reduced(op, args)
     if any(map(_is_empty, x, b)):
         return NotImplemented
     with current(x[0].device):
@@ -67,6 +71,8 @@ def _reduce_kind(op: str, args: ReduceArguments, a: Sequence[Tensor], capturing:
 def reduce_call(op: str, args: ReduceArguments) -> GpuCall | None:
     """The same as ways by name take it; None for what is left to the reference."""
     x = args.x
+    if is_pooled(args.product):
+        return reduced_call(op, args)
     if any(map(_is_empty, x, args.w)):
         return None
     return _reduce_call(workspace_of(args.group_name, x[0]), op, args, [xi.contiguous() for xi in x])[0]
@@ -209,7 +215,8 @@ def _kind(given: tuple[Any, ...]) -> Hashable:
 
 
 def _reduce_kind_of(given: tuple[Any, ...]) -> Hashable:
-    return None if given[-5] else _kind((*given[:-6], *given[-3:]))  # without a tail, its operands and proof
+    """Without a tail, its operands and proof. Bags look up other numbers of rows in each call."""
+    return None if given[-5] or is_pooled(given[3]) else _kind((*given[:-6], *given[-3:]))
 
 
 def _quick_reduce(op: str) -> Quick:

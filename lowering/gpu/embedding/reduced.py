@@ -1,0 +1,222 @@
+"""Sums over the ranks of pooled rows, of tables of which each rank has rows: the product `bags` of
+matmul_all_reduce and matmul_reduce_scatter. The problem, its ways, and the ops as `FusedOp.cuda` calls them.
+
+Only arguments decide that are equal on all ranks, not their own tables or indices.
+"""
+
+from __future__ import annotations
+
+import weakref
+from array import array
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
+from itertools import accumulate
+from typing import Any, ClassVar, TypeAlias
+
+import torch
+from torch import Tensor
+
+from autofuse.lowering.gpu.choice.calls import GpuCall, once, run_call
+from autofuse.lowering.gpu.choice.kernel import MOST_BYTES, Kernel, Launch, Way
+from autofuse.lowering.gpu.choice.launcher import Launcher, contiguous
+from autofuse.lowering.gpu.choice.work import Collective, Exchange, Rows, Work
+from autofuse.lowering.gpu.memory.workspace import GpuWorkspace, workspace_of
+from autofuse.lowering.ops.matmul_all_reduce import MatmulAllReduce
+from autofuse.lowering.ops.matmul_reduce_scatter import MatmulReduceScatter
+from autofuse.lowering.reference.product import parse
+from autofuse.native_kernels.triton.embedding_tables import Places, Tables
+from autofuse.native_kernels.triton.exchange_bags import BagSumsConfig, bag_sums_needs, launch_exchange_bags
+from autofuse.native_kernels.triton.exchange_sums import UNIT
+
+from .call import tables_of
+from .run import variant_of
+from .ways import TORCH_NCCL
+from .work import LIKELY_POOLING
+
+REDUCE = "matmul_all_reduce"
+
+Arguments: TypeAlias = MatmulAllReduce | MatmulReduceScatter
+
+
+@dataclass(frozen=True)
+class ReducedProblem:
+    """`bags` bags, `columns` of all tables. dtype: of the exchange; programs: multiprocessors; by_rows: a
+    rank gets bags side by side."""
+
+    op: str
+    bags: int
+    columns: int
+    world: int
+    dtype: torch.dtype
+    programs: int = 132
+    by_rows: bool = True
+
+    k: ClassVar[int] = 1
+    """Measured points have m bags, and n columns."""
+    is_whole: ClassVar[bool] = False
+    """Ranks do not know the indices of each other."""
+    most_bytes: ClassVar[int] = MOST_BYTES
+
+    @property
+    def m(self) -> int:
+        return self.bags
+
+    @property
+    def n(self) -> int:
+        return self.columns
+
+    @property
+    def everywhere(self) -> bool:
+        """Every rank gets the whole sum."""
+        return self.op == REDUCE
+
+    def library_ways(self) -> Sequence[Way]:
+        return (Way(TORCH_NCCL, torch_work, replaced=True),)
+
+    def kernels(self) -> Sequence[Kernel[ReducedProblem, Any]]:
+        whole = self.columns % UNIT.value == 0 and self.bags * self.columns > 0
+        return (BAG_SUMS,) if whole and self.by_rows and self.world <= 8 else ()
+
+    def at(self, m: int, k: int, n: int, world: int) -> ReducedProblem:
+        return replace(self, bags=m, columns=n, world=world)
+
+    @property
+    def measured_as(self) -> str:
+        return f"{self.op}, bags"
+
+    def rounded(self) -> ReducedProblem:
+        """Itself: a call measures its own indices, which count for all that follow."""
+        return self
+
+
+# --- Ways -------------------------------------------------------------------------------------------------
+
+
+def _configs(problem: ReducedProblem) -> Iterator[BagSumsConfig]:
+    """Differ in how many rows are on their way in a multiprocessor. In one exchange each rank receives as
+    much as in two from W - 1 ranks, half of that from one."""
+    config = BagSumsConfig(once=problem.everywhere and problem.world == 2)
+    yield config
+    yield replace(config, tile=256, unroll=8, warps=1, per_sm=32)
+    yield replace(config, tile=2048, unroll=2, per_sm=6)
+    if problem.everywhere and problem.world > 2:
+        yield replace(config, once=True)
+
+
+def _needs(config: BagSumsConfig, p: ReducedProblem) -> Any:
+    return bag_sums_needs(p.bags, p.columns, p.dtype.itemsize, p.world, p.everywhere, config)
+
+
+def _launch(
+    at: Launch, config: BagSumsConfig, descriptors: Tensor, tables: Tables, places: Places, out: Tensor,
+    mean: bool, everywhere: bool,
+) -> None:  # fmt: skip
+    launch_exchange_bags(
+        at.memory, descriptors, tables, places, out, mean, everywhere, config, at.site, at.compile_only
+    )
+
+
+def _pooling(p: ReducedProblem) -> Rows:
+    return Rows(f"{p.op} pooling", p.bags * p.columns * p.dtype.itemsize * LIKELY_POOLING, 0.0, False)
+
+
+def _sent(p: ReducedProblem, hops: int) -> float:
+    """Bytes on the link of a rank, in exchanges of the parts that owners add up."""
+    return hops * p.bags * p.columns * p.dtype.itemsize * (p.world - 1) / p.world
+
+
+def kernel_work(config: BagSumsConfig, p: ReducedProblem) -> Work:
+    """As if nothing was sent while rows are pooled, so that a call takes it where it was measured."""
+    hops = 2 if p.everywhere and not config.once else 1
+    sent = _sent(p, p.world if config.once else hops)
+    return Exchange(f"{p.op} bags", (_pooling(p),), sent, 2 * sent, hops)
+
+
+def torch_work(p: ReducedProblem) -> tuple[Work, ...]:
+    """A kernel for every table, then the collective."""
+    name, hops = ("all_reduce", 2) if p.everywhere else ("reduce_scatter", 1)
+    return _pooling(p), Collective(f"nccl {name}", _sent(p, hops), p.world)
+
+
+BAG_SUMS: Kernel[ReducedProblem, BagSumsConfig] = Kernel(
+    "bags",
+    _configs,
+    needs=_needs,
+    launch=_launch,
+    work=kernel_work,
+    source="triton/exchange_bags.py",
+)
+
+
+# --- Calls ------------------------------------------------------------------------------------------------
+
+
+class Reduced:
+    """Calls of one kind: `reduced(tables)`."""
+
+    def __init__(
+        self, workspace: GpuWorkspace, way: Way, problem: ReducedProblem, variant: Hashable,
+        dims: Sequence[int], mean: bool, site: str,
+    ) -> None:  # fmt: skip
+        self.group = weakref.ref(workspace.group)
+        self._workspace, self._problem, self._mean = workspace, problem, mean
+        self._launcher = Launcher(workspace, way, problem.op, site, problem, (variant, mean))
+        self._places = Places(problem.bags, tuple(accumulate(dims, initial=0))[:-1], problem.columns, ())
+        rows = problem.bags if problem.everywhere else problem.bags // problem.world
+        self._result, _ = contiguous(rows, problem.columns)
+
+    def __call__(self, tables: Tables) -> list[Tensor] | None:
+        """None where it has to be left to torch while a graph is captured."""
+        launcher, problem = self._launcher, self._problem
+        if launcher.enter() is None:
+            return None
+        out = tables.weights[0].new_empty(self._result, dtype=problem.dtype)
+        words = array("q", tables.words(self._places)).tobytes()
+        descriptors = self._workspace.descriptors.place(words, torch.cuda.is_current_stream_capturing())
+        launcher.launch(descriptors, tables, self._places, out, self._mean, problem.everywhere)
+        launcher.leave()
+        return [out]
+
+
+def reduce_bags(
+    workspace: GpuWorkspace, way: Way, problem: ReducedProblem, tables: Tables, mean: bool, site: str
+) -> list[Tensor] | None:
+    """A call of `Reduced`."""
+    variant = variant_of(problem, tables)
+
+    def make() -> Reduced:
+        return Reduced(workspace, way, problem, variant, tables.dims, mean, site)
+
+    return once(workspace, ("reduced", way.name, variant, tables.padding, mean, site), make)(tables)
+
+
+def run_reduced(op: str, args: Arguments) -> Any:
+    """The op with a product of bags; NotImplemented for what is left to the reference."""
+    return run_call(reduced_call(op, args))
+
+
+def reduced_call(op: str, args: Arguments) -> GpuCall | None:
+    """The op as the kernel takes it; None for what is left to the reference."""
+    product, weights = parse(args.product), args.w
+    pooling, mean = product.pooling, args.reduce_op == "avg"
+    assert pooling is not None
+    bags, columns = pooling.bags(args.x, args.operands), sum(w.shape[1] for w in weights)
+    if not bags.count or not columns:
+        return None
+    dtype = reduce(torch.promote_types, (w.dtype for w in weights))
+    dtype = next((stage.dtype for stage in product.stages if stage.dtype is not None), dtype)
+    workspace = workspace_of(args.group_name, weights[0])
+    if op != REDUCE and bags.count % workspace.world:
+        return None
+    by_rows = op == REDUCE or (args.dim == 0 and args.outer == 1)
+    problem = ReducedProblem(op, bags.count, columns, workspace.world, dtype, workspace.programs, by_rows)
+
+    def run(way: Way) -> list[Tensor] | None:
+        tables = tables_of(
+            weights, bags.indices, bags.offsets, bags.per_sample_weights, bags.mode,
+            pooling.last, pooling.padding, op,
+        )  # fmt: skip
+        return reduce_bags(workspace, way, problem, tables, mean, args.site)
+
+    return GpuCall(op, args, workspace, problem, run, mean)
