@@ -248,7 +248,7 @@ def is_grouped(product: str) -> bool:
 
 def is_pooled(product: str) -> bool:
     """Whether the product is one of embedding bags."""
-    return parse(product).pooling is not None
+    return product.startswith(BAGS)
 
 
 def check_product(
