@@ -96,7 +96,7 @@ class FusedOp(Generic[A]):
         cuda: as `cpu`, on GPUs of one host; called with arguments in which `gpu_gap` finds no gap. None where
             there is no kernel. Imports its kernels when it is called: they need Triton.
         exchanged: the dtype that moves between the ranks, of an op that has kernels for GPUs; None where
-            a gap says what it may be.
+            `gpu_gaps` check the dtypes instead of `gpu_dtypes`.
         gpu_dtypes: what `exchanged` may be on GPUs.
         gpu_gaps: all else that the GPU kernels do not take. Sizes are no matter of gaps: for those that it
             leaves to the reference, `cuda` returns NotImplemented.

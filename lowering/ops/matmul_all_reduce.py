@@ -120,7 +120,7 @@ def sizes_of_call(args: Any) -> Sequence[Sequence[int]]:
 
 
 def exchanged(args: Any) -> torch.dtype | None:
-    """What moves between the ranks; None for bags, of which a gap says what it may be."""
+    """The dtype that moves between the ranks; None for bags, whose dtypes `REDUCE_GAPS` check."""
     return None if is_pooled(args.product) else args.x[0].dtype
 
 

@@ -59,7 +59,8 @@ class BagSumsConfig(Tiles):
 
     def cut(self, bags: int, columns: int, itemsize: int, world: int) -> Cut:
         chunk = bags if self.once else cdiv(bags, world)
-        # Whole items, of which ranks have as many; whole blocks of bags, whatever the tables of a rank.
+        # A slice is a multiple of an item, so that all ranks have equally many items in a slice. It is also
+        # a multiple of MOST_BAGS: ranks with other tables may pool other numbers of bags at once.
         least = math.lcm(MOST_BAGS, self.tile // math.gcd(self.tile, columns))
         slice_bags = max(1, self.slice_kib * 1024 // (columns * itemsize * least)) * least
         items, slice_items = cdiv(chunk * columns, self.tile), slice_bags * columns // self.tile

@@ -77,6 +77,25 @@ def poison() -> None:
     dist.barrier()
 
 
+def every_result(way: str, op: str, given: tuple[Any, ...]) -> list[list[Tensor]]:
+    """What an op returns in a way: in calls back to back, and in replays of a CUDA graph that holds one."""
+    from autofuse.lowering.gpu import by_name
+
+    by_name.run(way, op, given)  # grows the workspace if need be
+    poison()
+    results = [by_name.run(way, op, given) for _ in range(3)]
+    if capturable([way]):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            results.append(by_name.run(way, op, given))
+        for _ in range(2):
+            for t in results[-1]:
+                t.fill_(torch.nan)
+            graph.replay()
+        torch.cuda.synchronize()  # before the graph is freed
+    return results
+
+
 def run_way(
     way: str, op: str, x: Tensor, w: Tensor, outer: int = 1, dim: int = 0, order: str = "direct",
     terms: tuple[int, ...] = (),

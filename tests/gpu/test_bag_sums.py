@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import embedding_bag
 
 from tests.gpu.conftest import WORLDS
-from tests.gpu.on_gpus import MOST_ERROR, capturable, error_of, poison
+from tests.gpu.on_gpus import MOST_ERROR, error_of, every_result
 from tests.ranks import RankPool
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(200)]
@@ -64,17 +64,7 @@ def _all_ways(rank: int, world: int, case: Case) -> dict[str, float]:
 
     given, expected, found = case.arguments(rank), case.expected(rank, world), {}
     for way in by_name.names(case.op, given, True):
-        by_name.run(way, case.op, given)  # grows the workspace if need be
-        poison()
-        results = [by_name.run(way, case.op, given)[0] for _ in range(3)]
-        if capturable([way]):
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                results.append(by_name.run(way, case.op, given)[0])
-            for _ in range(2):
-                results[-1].fill_(torch.nan)
-                graph.replay()
-        found[way] = max(error_of(each, expected) for each in results)
+        found[way] = max(error_of(each, expected) for (each,) in every_result(way, case.op, given))
     return found
 
 

@@ -14,7 +14,7 @@ from autofuse.lowering.gpu.dense.ways import ONE_SHOT, TWO_SHOT
 from autofuse.lowering.proofs import UNPROVEN
 from autofuse.lowering.reference.tail import tail_reference
 from tests.gpu.conftest import WORLDS
-from tests.gpu.on_gpus import MOST_ERROR, capturable, error_of, operands, poison, reference
+from tests.gpu.on_gpus import MOST_ERROR, error_of, every_result, operands, reference
 from tests.ranks import RankPool
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
@@ -75,18 +75,7 @@ def _all_ways(rank: int, world: int, op: str, m: int, n: int, text: str, proof: 
     given = _arguments(op, m, 264, n, text, proof, rank, world)
     expected, found = _expected(op, given), {}
     for way in by_name.names(op, given, True):
-        by_name.run(way, op, given)  # grows the workspace if need be
-        poison()
-        results = [by_name.run(way, op, given) for _ in range(3)]
-        if capturable([way]):
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                results.append(by_name.run(way, op, given))
-            for _ in range(2):
-                for t in results[-1]:
-                    t.fill_(torch.nan)
-                graph.replay()
-        found[way] = max(_worst(each, expected) for each in results)
+        found[way] = max(_worst(each, expected) for each in every_result(way, op, given))
     return found
 
 

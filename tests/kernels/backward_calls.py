@@ -31,7 +31,7 @@ from autofuse.native_kernels.triton.embedding_tables import (
     backward_words,
 )
 from tests.kernels.calls import SITE, peer_memory, placed, straggling
-from tests.kernels.embedding_calls import Exchange, FakeWorkspace, check
+from tests.kernels.embedding_calls import Exchange, FakeWorkspace, check, spoil, told
 
 CONFIG = BackwardConfig(tile=64, strip=8, per_sm=2, adding=1)
 
@@ -206,11 +206,9 @@ def reported(rank: int, world: int, call: Backward, value: int, offset: bool) ->
     memory = peer_memory(rank, world, call.need(world))
     tables = call.tables(rank, 0)
     if rank == 1:
-        (tables.offsets if offset else tables.indices)[1][2] = value
+        spoil(tables, 1, 2, value, offset)
     got = call.run(memory, 0, tables)
-    word = int(memory.record.view(torch.int64)[3])
-    assert memory.record[:6].tolist() == [0] * 6
-    memory.record.zero_()
+    word = told(memory)
     for t, (found, expected) in enumerate(zip(got, call.expected(rank, 0), strict=True)):
         assert not found.isnan().any()
         if rank != 1 or t != 1:

@@ -10,7 +10,7 @@ from autofuse.native_kernels.gpu.memory import Need, PeerMemory
 from autofuse.native_kernels.triton.embedding_tables import Places, Tables
 from autofuse.native_kernels.triton.exchange_bags import BagSumsConfig, bag_sums_needs, launch_exchange_bags
 from tests.kernels.calls import SITE, peer_memory
-from tests.kernels.embedding_calls import Exchange, check
+from tests.kernels.embedding_calls import Exchange, check, spoil, told
 
 CONFIG = BagSumsConfig(tile=64, unroll=2, per_sm=2, slice_kib=1)
 
@@ -75,11 +75,9 @@ def reported(rank: int, world: int, call: BagSums, table: int, at: int, value: i
     memory = peer_memory(rank, world, call.need(world))
     tables = call.tables(rank, 0)
     if rank == 1:
-        (tables.offsets if offset else tables.indices)[table][at] = value
+        spoil(tables, table, at, value, offset)
     got = call.launch(memory, 0, tables)
-    word = int(memory.record.view(torch.int64)[3])
-    assert memory.record[:6].tolist() == [0] * 6
-    memory.record.zero_()
+    word = told(memory)
     wrong = (got != call.expected(rank, world, 0)).any(1)
     assert int(wrong.sum()) <= 1 + offset, "other bags were touched"
     assert not got.isnan().any()

@@ -169,6 +169,19 @@ def run_exchanges(
     assert not memory.done.any()
 
 
+def spoil(tables: Tables, table: int, at: int, value: int, offset: bool) -> None:
+    """Puts `value` among the indices (offsets) of a table."""
+    (tables.offsets if offset else tables.indices)[table][at] = value
+
+
+def told(memory: PeerMemory) -> int:
+    """The word of the record about a bad index or offset. Nobody gave up waiting. Clears the record."""
+    word = int(memory.record.view(torch.int64)[3])
+    assert memory.record[:6].tolist() == [0] * 6
+    memory.record.zero_()
+    return word
+
+
 def reported(rank: int, world: int, call: Exchange, table: int, at: int, value: int, offset: bool) -> int:
     """The word of rank 1's record after rank 1 has put `value` into the indices (offsets) of a table.
 
@@ -177,11 +190,9 @@ def reported(rank: int, world: int, call: Exchange, table: int, at: int, value: 
     memory = peer_memory(rank, world, call.need(world))
     tables = call.tables(rank, 0)
     if rank == 1:
-        (tables.offsets if offset else tables.indices)[table][at] = value
+        spoil(tables, table, at, value, offset)
     got = call.run(memory, 0, tables)
-    word = int(memory.record.view(torch.int64)[3])
-    assert memory.record[:6].tolist() == [0] * 6
-    memory.record.zero_()
+    word = told(memory)
     if not offset:
         wrong = (got != call.expected(rank, 0)).nonzero()
         assert len(wrong.unique(dim=0)[:, 0].unique()) <= 1, "other bags were touched"

@@ -52,7 +52,8 @@ def test_programs_that_are_placed_late(interpreters: Interpreters, seed: int) ->
 
 @pytest.mark.parametrize("config", [CONFIG, ONCE], ids=str)
 def test_a_lost_rank(interpreters: Interpreters, config: object) -> None:
-    """It is named, and the kernel ends. The host says who is lost: waits for others go on, however slow."""
+    """The other ranks name the lost rank, and their kernels end. The host tells the kernels which rank that
+    is; waits for slow ranks go on."""
     call = replace(CALLS[0], config=config)
     records = interpreters(3).run(give_up, call, 1, True, timeout=60)
     for rank in (0, 2):

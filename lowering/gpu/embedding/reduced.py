@@ -1,12 +1,12 @@
-"""Sums over the ranks of pooled rows, of tables of which each rank has rows: the product `bags` of
-matmul_all_reduce and matmul_reduce_scatter. The problem, its ways, and the ops as `FusedOp.cuda` calls them.
+"""matmul_all_reduce and matmul_reduce_scatter on GPUs where their product is `bags`.
 
-Only arguments decide that are equal on all ranks, not their own tables or indices.
+Each rank has some rows of every table, and pools those. The op sums the pooled rows over the ranks. This
+file has the problem, its ways, and what `FusedOp.cuda` calls. Choices depend only on arguments that are equal
+on all ranks, so not on the number of rows or of indices.
 """
 
 from __future__ import annotations
 
-import weakref
 from array import array
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -19,12 +19,14 @@ from torch import Tensor
 
 from autofuse.lowering.gpu.choice.calls import GpuCall, once, run_call
 from autofuse.lowering.gpu.choice.kernel import MOST_BYTES, Kernel, Launch, Way
-from autofuse.lowering.gpu.choice.launcher import Launcher, contiguous
+from autofuse.lowering.gpu.choice.launcher import Launcher
 from autofuse.lowering.gpu.choice.work import Collective, Exchange, Rows, Work
 from autofuse.lowering.gpu.memory.workspace import GpuWorkspace, workspace_of
+from autofuse.lowering.ops.matmul_all_reduce import OP as REDUCE
 from autofuse.lowering.ops.matmul_all_reduce import MatmulAllReduce
 from autofuse.lowering.ops.matmul_reduce_scatter import MatmulReduceScatter
 from autofuse.lowering.reference.product import parse
+from autofuse.native_kernels.gpu.memory import Need
 from autofuse.native_kernels.triton.embedding_tables import Places, Tables
 from autofuse.native_kernels.triton.exchange_bags import BagSumsConfig, bag_sums_needs, launch_exchange_bags
 from autofuse.native_kernels.triton.exchange_sums import UNIT
@@ -33,8 +35,6 @@ from .call import tables_of
 from .run import variant_of
 from .ways import TORCH_NCCL
 from .work import LIKELY_POOLING
-
-REDUCE = "matmul_all_reduce"
 
 Arguments: TypeAlias = MatmulAllReduce | MatmulReduceScatter
 
@@ -104,7 +104,7 @@ def _configs(problem: ReducedProblem) -> Iterator[BagSumsConfig]:
         yield replace(config, once=True)
 
 
-def _needs(config: BagSumsConfig, p: ReducedProblem) -> Any:
+def _needs(config: BagSumsConfig, p: ReducedProblem) -> Need:
     return bag_sums_needs(p.bags, p.columns, p.dtype.itemsize, p.world, p.everywhere, config)
 
 
@@ -159,19 +159,18 @@ class Reduced:
         self, workspace: GpuWorkspace, way: Way, problem: ReducedProblem, variant: Hashable,
         dims: Sequence[int], mean: bool, site: str,
     ) -> None:  # fmt: skip
-        self.group = weakref.ref(workspace.group)
         self._workspace, self._problem, self._mean = workspace, problem, mean
         self._launcher = Launcher(workspace, way, problem.op, site, problem, (variant, mean))
         self._places = Places(problem.bags, tuple(accumulate(dims, initial=0))[:-1], problem.columns, ())
         rows = problem.bags if problem.everywhere else problem.bags // problem.world
-        self._result, _ = contiguous(rows, problem.columns)
+        self._shape = rows, problem.columns
 
     def __call__(self, tables: Tables) -> list[Tensor] | None:
         """None where it has to be left to torch while a graph is captured."""
         launcher, problem = self._launcher, self._problem
         if launcher.enter() is None:
             return None
-        out = tables.weights[0].new_empty(self._result, dtype=problem.dtype)
+        out = tables.weights[0].new_empty(self._shape, dtype=problem.dtype)
         words = array("q", tables.words(self._places)).tobytes()
         descriptors = self._workspace.descriptors.place(words, torch.cuda.is_current_stream_capturing())
         launcher.launch(descriptors, tables, self._places, out, self._mean, problem.everywhere)
@@ -192,12 +191,12 @@ def reduce_bags(
 
 
 def run_reduced(op: str, args: Arguments) -> Any:
-    """The op with a product of bags; NotImplemented for what is left to the reference."""
+    """What the op returns, of a product `bags`; NotImplemented where the reference has to run it."""
     return run_call(reduced_call(op, args))
 
 
 def reduced_call(op: str, args: Arguments) -> GpuCall | None:
-    """The op as the kernel takes it; None for what is left to the reference."""
+    """The call with all its ways; None where the reference has to run it."""
     product, weights = parse(args.product), args.w
     pooling, mean = product.pooling, args.reduce_op == "avg"
     assert pooling is not None
