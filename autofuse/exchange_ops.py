@@ -6,11 +6,12 @@ import torch
 from torch import Tensor
 
 from autofuse import config
+from autofuse.checked_bags import Checked, checked, remember
 from autofuse.groups import Group, group_name
-from autofuse.lowering.direct import call
+from autofuse.lowering.direct import call, call_known
 from autofuse.lowering.ops.embedding_bag_all_to_all import MODES
 from autofuse.lowering.reference import embedding_layout
-from autofuse.lowering.torch_internals import resolve_group
+from autofuse.lowering.torch_internals import nobody_intervenes, resolve_group
 
 Tensors = Tensor | Sequence[Tensor]
 
@@ -49,23 +50,22 @@ def embedding_bag_all_to_all(
     """
     op = "embedding_bag_all_to_all"
     tables = _list(weights)
-    bags = _bags(indices, offsets, per_sample_weights, mode, include_last_offset, padding_idx, op)
-    if len(tables) != len(bags[0]):
-        raise ValueError(f"{op}: got {len(tables)} tables and {len(bags[0])} lists of indices; pass one each")
-    for t, table in enumerate(tables):
-        if table.dim() != 2 or table.dtype != tables[0].dtype or table.device != tables[0].device:
-            raise ValueError(
-                f"{op}: expected tables [rows, dim] of one dtype on one device; table {t} is "
-                f"{tuple(table.shape)} {table.dtype} on {table.device}"
-            )
-        if bags[2] and bags[2][t].dtype != table.dtype:
-            raise ValueError(f"{op}: per_sample_weights are {bags[2][t].dtype}, their table {table.dtype}")
-    name, sizes = _sizes(bags, [w.shape[1] for w in tables], columns, include_last_offset, layout, group, op)
+    # What is traced sees no memory of earlier calls.
+    remembers = nobody_intervenes() and offsets is not None and per_sample_weights is None
+    known = checked(tables, _list(indices), _list(offsets)) if remembers and offsets is not None else None
+    bags = _bags(indices, offsets, per_sample_weights, mode, include_last_offset, padding_idx, op, known)
+    if known is None:
+        _check_tables(tables, bags, op)
+    dims = [w.shape[1] for w in tables] if known is None else known.dims
+    name, sizes = _sizes(bags, dims, columns, include_last_offset, layout, group, op)
+    if known is None and remembers:
+        known = remember(tables, *bags[:2])
     padding = -1 if padding_idx is None else padding_idx
-    result: Tensor = call(
-        op, tables, *bags, MODES.index(mode), include_last_offset, padding, dtype or tables[0].dtype, sizes,
+    given = (
+        tables, *bags, MODES.index(mode), include_last_offset, padding, dtype or tables[0].dtype, sizes,
         layout, name, config.order, "eager",
     )  # fmt: skip
+    result: Tensor = call(op, *given) if known is None else call_known(op, known.is_plain, *given)
     return result
 
 
@@ -220,6 +220,19 @@ def _list(tensors: Tensors) -> list[Tensor]:
 Bags = tuple[list[Tensor], list[Tensor], list[Tensor]]
 
 
+def _check_tables(tables: Sequence[Tensor], bags: Bags, op: str) -> None:
+    if len(tables) != len(bags[0]):
+        raise ValueError(f"{op}: got {len(tables)} tables and {len(bags[0])} lists of indices; pass one each")
+    for t, table in enumerate(tables):
+        if table.dim() != 2 or table.dtype != tables[0].dtype or table.device != tables[0].device:
+            raise ValueError(
+                f"{op}: expected tables [rows, dim] of one dtype on one device; table {t} is "
+                f"{tuple(table.shape)} {table.dtype} on {table.device}"
+            )
+        if bags[2] and bags[2][t].dtype != table.dtype:
+            raise ValueError(f"{op}: per_sample_weights are {bags[2][t].dtype}, their table {table.dtype}")
+
+
 def _bags(
     indices: Tensors,
     offsets: Tensors | None,
@@ -228,14 +241,17 @@ def _bags(
     include_last_offset: bool,
     padding_idx: int | None,
     op: str,
+    known: Checked | None = None,
 ) -> Bags:
-    """Indices, offsets and weights per sample as vectors, one per table."""
+    """Indices, offsets and weights per sample as vectors, one per table; known ones are not checked."""
     found = _list(indices)
     samples = [] if per_sample_weights is None else _list(per_sample_weights)
     if mode not in MODES:
         raise ValueError(f"{op}: unknown mode {mode!r}; expected one of {', '.join(MODES)}")
     if padding_idx is not None and padding_idx < 0:
         raise ValueError(f"{op}: padding_idx {padding_idx} is negative; count it from the first row")
+    if known is not None and offsets is not None:
+        return found, _list(offsets), []
     if not found or any(t.dtype not in (torch.int32, torch.int64) for t in found):
         raise ValueError(f"{op}: expected int32 or int64 indices for one table or more")
     if samples and (mode != "sum" or [t.shape for t in samples] != [t.shape for t in found]):

@@ -49,6 +49,7 @@ from .inputs import (
 )
 from .ops import (
     after_backward,
+    alike,
     auto_functionalized,
     backward_number,
     current_raw_stream,
@@ -90,6 +91,7 @@ from .symmetric import (
 __all__ = [
     "CustomGraphPass",
     "after_backward",
+    "alike",
     "async_tp_all_gather_matmul",
     "async_tp_matmul_reduce_scatter",
     "auto_functionalized",

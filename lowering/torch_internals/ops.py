@@ -1,6 +1,6 @@
 """Dense ops, and the way of a call through the dispatcher and autograd."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -82,6 +82,20 @@ def empty_strided(device_type: str) -> Callable[..., torch.Tensor]:
     from torch._C._dynamo import guards
 
     found: Callable[..., torch.Tensor] = getattr(guards, f"_empty_strided_{device_type}")
+    return found
+
+
+def alike(tensors: Sequence[torch.Tensor], lengths: bool = True) -> Callable[..., bool]:
+    """`found(*others)`: whether as many others have the same types, dtypes, devices, sizes, strides and
+    `requires_grad` as these. False if a tensor occurs twice. lengths: False for vectors of any length,
+    without gaps. It is one call of C, as Dynamo's guards make it, and holds no tensor."""
+    from torch._C._dynamo.guards import TensorGuards
+
+    # The stubs of torch say otherwise: a list for each tensor.
+    sizes: Any = [list(t.shape) if lengths else [None] * t.dim() for t in tensors]
+    strides: Any = [list(t.stride()) if lengths else [1] * t.dim() for t in tensors]
+    guards = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+    found: Callable[..., bool] = guards.check
     return found
 
 

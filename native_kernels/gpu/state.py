@@ -75,6 +75,9 @@ MOST_TAIL_RESULTS: Final = 4
 MOST_TAIL_COLUMNS: Final = 16384
 """Of a row that one program holds to apply a tail."""
 
+MOST_TOKEN_ROWS: Final = 16
+"""Rows of experts that a kernel adds up for a token."""
+
 TAIL_UNIT: Final = 8
 """Columns of such a row are a multiple of this: 16 bytes of 16-bit values."""
 

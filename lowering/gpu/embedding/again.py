@@ -1,49 +1,41 @@
 """Calls of embedding_bag_all_to_all that are like one before: the descriptors of its tables, with other
 addresses and numbers of indices.
 
-A call has three tensors a table, so that looking at them takes most of its time: what has not changed since
-the last call is recognised by the tensors themselves.
+A call has three tensors a table, so that looking at them takes most of its time: torch compares the layouts
+of a list in one call of C.
 """
 
 from __future__ import annotations
 
-import weakref
 from array import array
 from collections.abc import Sequence
+from itertools import repeat
+from operator import is_
 
-import torch
 from torch import Tensor
 
+from autofuse.lowering.torch_internals import alike
 from autofuse.native_kernels.triton.embedding_tables import WORDS_SOURCE, WORDS_TABLE, Places, Tables
 
 _shape, _dtype = Tensor.shape.__get__, Tensor.dtype.__get__  # type: ignore[attr-defined]
 
 
 class Same:
-    """Tensors that a call had, and their addresses. `ask`: whether others are laid out like them, at the same
-    places."""
+    """The layouts and addresses of tensors that a call had. `ask`: whether others are laid out like them, at
+    the same places. Both may change in a tensor: by `t.data = other`, for one."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._remember(tensors)
-        self._layouts = _layouts(tensors)
-
-    def _remember(self, tensors: Sequence[Tensor]) -> None:
-        self._ids = list(map(id, tensors))
-        self.addresses = [t.data_ptr() for t in tensors]
-        # An id may be given again once its tensor has ended.
-        self._held = [weakref.ref(t, self._end) for t in tensors]
-
-    def _end(self, ended: object) -> None:
-        self._ids = []
+        self.addresses = list(map(Tensor.data_ptr, tensors))
+        self._layouts, self._alike = _layouts(tensors), alike(tensors)
 
     def ask(self, tensors: Sequence[Tensor]) -> bool:
-        if [t.data_ptr() for t in tensors] != self.addresses:
+        if list(map(Tensor.data_ptr, tensors)) != self.addresses:
             return False
-        if list(map(id, tensors)) == self._ids:
+        if self._alike(*tensors):
             return True
         if _layouts(tensors) != self._layouts:
             return False
-        self._remember(tensors)
+        self._alike = alike(tensors)
         return True
 
 
@@ -55,8 +47,8 @@ class Words:
     """The descriptors of calls of one kind, as `Tables.words` makes them."""
 
     def __init__(self, tables: Tables, places: Places) -> None:
-        self._weights, self._offsets = Same(tables.weights), Same(_distinct(tables.offsets))
-        self._index = tables.indices[0].dtype
+        self._weights, self._offsets = Same(tables.weights), Same(distinct(tables.offsets))
+        self._index, self._alike = tables.indices[0].dtype, alike(tables.indices, lengths=False)
         self._words = array("q", tables.words(places))
         self._count, self._first = len(tables.weights), WORDS_SOURCE * len(places.sources)
 
@@ -66,16 +58,18 @@ class Words:
         """Those of a call; None unless it differs in its indices alone, which kernels take as they are."""
         if len(indices) != self._count or not self._weights.ask(weights):
             return None
-        if not self._offsets.ask(_distinct(offsets)) or set(map(_dtype, indices)) != {self._index}:
+        if not self._offsets.ask(distinct(offsets)):
             return None
-        if not all(map(Tensor.is_contiguous, indices)):
-            return None
+        if not self._alike(*indices):
+            if set(map(_dtype, indices)) != {self._index} or not all(map(Tensor.is_contiguous, indices)):
+                return None
+            self._alike = alike(indices, lengths=False)
         words = self._words[:]
-        words[self._first + 2 :: WORDS_TABLE] = array("q", [i.data_ptr() for i in indices])
-        words[self._first + 3 :: WORDS_TABLE] = array("q", map(torch.numel, indices))
+        words[self._first + 2 :: WORDS_TABLE] = array("q", map(Tensor.data_ptr, indices))
+        words[self._first + 3 :: WORDS_TABLE] = array("q", map(Tensor.numel, indices))
         return words.tobytes()
 
 
-def _distinct(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+def distinct(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     """One tensor of a list that has it for each table, or the list."""
-    return tensors[:1] if all(t is tensors[0] for t in tensors) else tensors
+    return tensors[:1] if all(map(is_, tensors, repeat(tensors[0]))) else tensors
