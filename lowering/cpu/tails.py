@@ -97,6 +97,8 @@ def tail_of(
         found += [(t.dtype, t.shape[1]) for t in more]
         other = operands[stage.operand] if stage.operand is not None else None
         of_stage = _words(stage, before, after.dtype, other)
+        if stage.scale is not None and operands[stage.scale][1] not in DTYPES:
+            of_stage = None
         words = None if words is None or of_stage is None else [*words, *of_stage]
         before = after.dtype
     stages = None if words is None or dtype not in DTYPES else tuple(words)
@@ -123,4 +125,5 @@ def _words(
     except OverflowError:
         return None
     operand = int(stage.keep) if stage.is_norm else -1 if stage.operand is None else stage.operand
-    return CODES[stage.name], DTYPES[dtype], operand, -1 if stage.mask is None else stage.mask, of_number
+    mask = stage.mask if stage.scale is None else stage.scale
+    return CODES[stage.name], DTYPES[dtype], operand, -1 if mask is None else mask, of_number

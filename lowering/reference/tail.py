@@ -9,13 +9,16 @@
     rms 1e-06 keep            rsqrt(...): [M, 1] is returned, too
     standardize 1e-05         V = (V - mean(V)) * rsqrt(var(V) + 1e-05), without Bessel's correction
     standardize 1e-05 keep    mean(V) and rsqrt(...): [M, 1] are returned, too
+    centre                    V = V - mean(V)
+    project %0                V = V - X * mean(V * X), X = operands[0]
+    project %0 %1             the same with X = operands[0] * operands[1]
     keep                      V as it is here is returned, too
 
 `V: [M, N]` begins as the reduced value in the dtype of the product. `add %0; keep; to float32; rms 1e-06; to
 bfloat16; mul %1` is a residual, which is kept, and the RMSNorm of Hugging Face's Llama. Dtypes promote as in
-torch, every stage rounds to its dtype; norms take float32. Operands broadcast against `[M, N]`. The results
-are `[V, kept values in the order of their stages]`. A tail has no gradient. `mul %0; clamp_min -448;
-clamp_max 448; to float8_e4m3fn` is a static quantisation.
+torch, every stage rounds to its dtype; norms, centre and project take float32. Operands broadcast against
+`[M, N]`. The results are `[V, kept values in the order of their stages]`. A tail has no gradient. `mul %0;
+clamp_min -448; clamp_max 448; to float8_e4m3fn` is a static quantisation.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -47,7 +50,7 @@ _UNARY: dict[str, Callable[[Tensor], Tensor]] = {
 class TailStage:
     """One stage: `operand` or `number` for add, sub, rsub, mul, div; with a `mask` for where and masked_fill;
     `number` for clamps; `dtype` for to; `number` (epsilon) for norms; `approximate` for gelu. `keep`: a norm
-    returns its statistics, too."""
+    returns its statistics, too. `scale`: the second operand of project."""
 
     name: str
     operand: int | None = None
@@ -56,6 +59,12 @@ class TailStage:
     mask: int | None = None
     approximate: str = "none"
     keep: bool = False
+    scale: int | None = None
+
+    @property
+    def needs_rows(self) -> bool:
+        """Whether it takes means over the columns."""
+        return self.is_norm or self.name in ("centre", "project")
 
     @property
     def is_norm(self) -> bool:
@@ -85,8 +94,12 @@ def parse(tail: str) -> tuple[TailStage, ...]:
 
 def _stage(stage: list[str]) -> TailStage:
     match stage:
-        case [("neg" | "relu" | "silu" | "keep") as name]:
+        case [("neg" | "relu" | "silu" | "keep" | "centre") as name]:
             return TailStage(name)
+        case ["project", x]:
+            return TailStage("project", operand=words.operand(x))
+        case ["project", x, scale]:
+            return TailStage("project", operand=words.operand(x), scale=words.operand(scale))
         case ["gelu", ("none" | "tanh") as approximate]:
             return TailStage("gelu", approximate=approximate)
         case ["to", dtype]:
@@ -135,6 +148,8 @@ def _apply(stage: TailStage, value: Tensor, operands: Sequence[Tensor]) -> tuple
     if stage.is_norm:
         assert stage.number is not None
         return _norm(value, stage.name, stage.number, stage.keep)
+    if stage.name in ("centre", "project"):
+        return (_project(value, stage, operands),)
     if stage.name == "keep":
         return value, value
     if stage.dtype is not None:
@@ -153,9 +168,23 @@ def _apply(stage: TailStage, value: Tensor, operands: Sequence[Tensor]) -> tuple
     return (torch.where(operands[stage.mask], *chosen),)
 
 
-def _norm(value: Tensor, name: str, eps: float, keep: bool) -> tuple[Tensor, ...]:
+def _project(value: Tensor, stage: TailStage, operands: Sequence[Tensor]) -> Tensor:
+    _check_float32(value, stage.name)
+    if stage.operand is None:
+        return value - value.mean(-1, keepdim=True)
+    x = operands[stage.operand].to(torch.float32)
+    if stage.scale is not None:
+        x = x * operands[stage.scale]
+    return value - x * (value * x).mean(-1, keepdim=True)
+
+
+def _check_float32(value: Tensor, name: str) -> None:
     if value.dtype != torch.float32:
         raise ValueError(f"{name} takes float32, got {value.dtype}; put 'to float32' before it")
+
+
+def _norm(value: Tensor, name: str, eps: float, keep: bool) -> tuple[Tensor, ...]:
+    _check_float32(value, name)
     if name == "rms":
         scale = torch.rsqrt(value.pow(2).mean(-1, keepdim=True) + eps)
         return (value * scale, scale) if keep else (value * scale,)
@@ -172,7 +201,7 @@ def check_tail(
     which norms need."""
     stages = parse(tail)
     m, n = shape
-    named = (i for s in stages for i in (s.operand, s.mask))
+    named = (i for s in stages for i in (s.operand, s.mask, s.scale))
     count = max((i for i in named if i is not None), default=-1) + 1
     if len(operands) != count:
         raise ValueError(f"{op}: tail {tail!r} uses {count} operands, got {len(operands)}")
@@ -183,7 +212,7 @@ def check_tail(
                 f"{op}: an operand {tuple(operand.shape)} of the tail does not broadcast against [{m}, {n}]"
             )
     for stage in stages:
-        if stage.is_norm and not whole_rows:
+        if stage.needs_rows and not whole_rows:
             raise ValueError(f"{op}: {stage.name} needs whole rows, but columns are scattered; use dim 0")
         if stage.mask is not None and operands[stage.mask].dtype != torch.bool:
             raise ValueError(f"{op}: the mask of {stage.name} is {operands[stage.mask].dtype}; expected bool")

@@ -6,7 +6,7 @@
 //   rows, columns, dtype of V, scale, segments, parts, operands, stages, results
 //   a segment  columns, then of every part: data, row stride, dtype      the sum of its parts is V there
 //   an operand data, row stride, column stride (0 or 1), dtype
-//   a stage    code, dtype behind it, operand or -1, mask or -1, number
+//   a stage    code, dtype behind it, operand or -1, mask (of project: scale) or -1, number
 //   a result   data, row stride                                          V, then what is kept, in its order
 // Strides are in elements; float32 numbers are passed as their bits.
 #include <cmath>
@@ -20,7 +20,8 @@ using namespace af;
 
 
 enum Code : int64_t {
-  kAdd, kSub, kRsub, kMul, kDiv, kNeg, kRelu, kTo, kWhere, kFill, kClampMin, kClampMax, kRms, kStandardize, kKeep
+  kAdd, kSub, kRsub, kMul, kDiv, kNeg, kRelu, kTo, kWhere, kFill, kClampMin, kClampMax, kRms, kStandardize,
+  kCentre, kProject, kKeep
 };
 constexpr int64_t kStatistics = 1;                // in place of its operand: a norm keeps its statistics
 
@@ -107,7 +108,17 @@ struct Run {
   float mean, scale;   // of that norm
 };
 
-AF_INLINE bool is_norm(const Stage& s) { return s.code == kRms || s.code == kStandardize; }
+AF_INLINE bool is_norm(const Stage& s) { return s.code >= kRms && s.code <= kProject; }  // reads whole rows first
+
+// What project takes out of V.
+template <bool kFull>
+AF_INLINE void load_direction(const Job& job, const Stage& s, int64_t r, int64_t at, Block& x, int64_t n) {
+  load_operand<kFull>(job.operands[s.operand], r, at, x, n);
+  if (s.mask < 0) return;
+  Block scale;
+  load_operand<kFull>(job.operands[s.mask], r, at, scale, n);
+  for (int k = 0; k < kVectors; ++k) x[k] = x[k] * scale[k];
+}
 
 // The run on columns [at, at + n) of row `r`, and what follows: sums for the norm behind it, or the result.
 template <bool kFull>
@@ -118,8 +129,14 @@ AF_INLINE void run_block(Job& job, const Run& run, int64_t r, int64_t at, Block&
     splat(run.scale, scale);
     if (run.before->code == kRms) {
       for (int k = 0; k < kVectors; ++k) v[k] = v[k] * scale;
-    } else {
+    } else if (run.before->code == kStandardize) {
       for (int k = 0; k < kVectors; ++k) v[k] = (v[k] - mean) * scale;
+    } else if (run.before->code == kCentre) {
+      for (int k = 0; k < kVectors; ++k) v[k] = v[k] - mean;
+    } else {
+      Block x;
+      load_direction<kFull>(job, *run.before, r, at, x, n);
+      for (int k = 0; k < kVectors; ++k) v[k] = v[k] - x[k] * mean;
     }
   }
   int dtype = run.dtype;
@@ -145,6 +162,18 @@ AF_INLINE void run_block(Job& job, const Run& run, int64_t r, int64_t at, Block&
   }
   if (next->code == kRms) {
     for (int k = 0; k < kVectors; ++k) sums[k] += v[k] * v[k];
+  } else if (next->code == kProject) {
+    Block x;
+    load_direction<kFull>(job, *next, r, at, x, n);
+    for (int k = 0; k < kVectors; ++k) {
+      Floats product = v[k] * x[k];
+      if (!kFull) {
+        for (int64_t lane = 0; lane < kLanes; ++lane) {
+          if (k * kLanes + lane >= n) product[lane] = 0;
+        }
+      }
+      sums[k] += product;
+    }
   } else {
     for (int k = 0; k < kVectors; ++k) sums[k] += v[k];
   }
@@ -225,7 +254,7 @@ AF_INLINE void measure(Job& job, Run& run, int64_t r, const Block& sums) {
   for (const Stage* s = run.begin; s != run.end; ++s) run.kept += s->code == kKeep;
   run.mean = mean;
   run.scale = 1 / std::sqrt(variance + norm.number);
-  if (norm.operand == kStatistics) {
+  if (norm.code <= kStandardize && norm.operand == kStatistics) {
     if (norm.code == kStandardize) keep_number(job.results[run.kept++], r, mean);
     keep_number(job.results[run.kept++], r, run.scale);
   }

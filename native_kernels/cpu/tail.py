@@ -14,7 +14,7 @@ _tail = function("af_tail", None, [c_void_p])
 
 _STAGES = (
     "add", "sub", "rsub", "mul", "div", "neg", "relu", "to", "where", "masked_fill",
-    "clamp_min", "clamp_max", "rms", "standardize", "keep",
+    "clamp_min", "clamp_max", "rms", "standardize", "centre", "project", "keep",
 )  # fmt: skip
 CODES = {name: code for code, name in enumerate(_STAGES)}
 """Stages that the kernel has."""
@@ -36,7 +36,8 @@ class TailCall:
 
     V is `dtype(scale * (part + part + ...))` in runs of columns, of `rows` rows from `row` on, where operands
     are read. `stages` are five words each: code, dtype behind it, operand or -1, mask or -1, bits of a
-    number; for a norm, operand 1 says that its statistics are kept. `results`: elements between rows of each.
+    number; for a norm, operand 1 says that its statistics are kept; project has its scale for a mask.
+    `results`: elements between rows of each.
     """
 
     def __init__(

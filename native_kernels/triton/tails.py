@@ -24,12 +24,12 @@ from autofuse.native_kernels.gpu.state import (
 
 _NAMES = (
     "add", "sub", "rsub", "mul", "div", "neg", "relu", "silu", "gelu none", "gelu tanh", "to", "where",
-    "masked_fill", "clamp_min", "clamp_max", "rms", "standardize", "keep",
+    "masked_fill", "clamp_min", "clamp_max", "rms", "standardize", "centre", "project", "keep",
 )  # fmt: skip
 CODES = {name: code for code, name in enumerate(_NAMES)}
 (
     ADD, SUB, RSUB, MUL, DIV, NEG, RELU, SILU, GELU, GELU_TANH, TO, WHERE, MASKED_FILL, CLAMP_MIN,
-    CLAMP_MAX, RMS, STANDARDIZE, KEEP,
+    CLAMP_MAX, RMS, STANDARDIZE, CENTRE, PROJECT, KEEP,
 ) = (tl.constexpr(code) for code in range(len(_NAMES)))  # fmt: skip
 
 DTYPES = {
@@ -46,8 +46,8 @@ UNIT = tl.constexpr(TAIL_UNIT)
 
 
 class Stage(NamedTuple):
-    """One stage as kernels read it. operand, mask: -1 for none; dtype: of V behind it; keeps: a norm returns
-    its statistics, too."""
+    """One stage as kernels read it. operand, mask: -1 for none, of project mask is its scale; dtype: of V
+    behind it; keeps: a norm returns its statistics, too."""
 
     code: int
     operand: int
@@ -203,6 +203,15 @@ def apply_stage(
         v = (v - mean[:, None]) * scale[:, None]
         if KEEPS:
             kept = (mean[:, None], scale[:, None])  # type: ignore[assignment]
+    elif NAME == CENTRE:
+        inside = inside_of(exists, column, columns, True, True)
+        v = v - (tl.sum(tl.where(inside, v, 0.0), 1) / columns)[:, None]
+    elif NAME == PROJECT:
+        x = other
+        if MASK >= 0:
+            x = x * read(operands[MASK], row, exists, column, columns, shape[0], shape[1]).to(tl.float32)
+        inside = inside_of(exists, column, columns, True, True)
+        v = v - x * (tl.sum(tl.where(inside, v * x, 0.0), 1) / columns)[:, None]
     elif NAME == KEEP:
         kept = (value,)  # type: ignore[assignment]
     return v.to(DTYPE), kept

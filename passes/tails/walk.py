@@ -10,8 +10,9 @@ from torch import fx
 from autofuse.passes.graph.anchors import is_collective
 from autofuse.passes.graph.follow import WAIT, Shapes, dtype_of, is_cast, is_reshape
 from autofuse.passes.graph.layout import Layout, same_shape, same_size
-from autofuse.passes.matchers.operands import broadcast
+from autofuse.passes.matchers.operands import Operand, broadcast
 
+from .backward import Found, backward_of
 from .norms import norm_of
 from .pointwise import words_of
 from .step import Step
@@ -125,6 +126,11 @@ class Walk:
         if words is None:
             return f"{n.name} is no stage"
         text, others = words
+        operands = self._operands(n, layout, others)
+        return operands if isinstance(operands, str) else Step(text, n, operands, frozenset({n}))
+
+    def _operands(self, n: fx.Node, layout: Layout, others: Sequence[fx.Node]) -> tuple[Operand, ...] | str:
+        """What `n` reads besides V, which has its shape; why it cannot be an operand."""
         operands = []
         for other in others:
             operand = broadcast(other, n, layout, self.size, self.shapes)
@@ -134,7 +140,7 @@ class Walk:
             if late:
                 return late
             operands.append(operand)
-        return Step(text, n, tuple(operands), frozenset({n}))
+        return tuple(operands)
 
     def _late(self, operand: fx.Node) -> str:
         """Why the operand cannot be computed before the op; empty if it can."""
@@ -165,6 +171,15 @@ class Walk:
             if dtype_of(v) != torch.float32:
                 continue
             for reader in v.users:
-                step = norm_of(reader, v)
+                found = backward_of(reader, v)
+                step = norm_of(reader, v) if found is None else self._backward(found)
                 if step is not None and not any(self.op < m < step.node for m in self.changing):
                     yield step
+
+    def _backward(self, found: Found) -> Step | None:
+        """A norm's backward as a stage. Its operands are known before the op."""
+        layout = Layout.of(self.size).reshape(self.shapes.known(found.node))
+        if layout is None:
+            return None
+        operands = self._operands(found.node, layout, found.operands)
+        return None if isinstance(operands, str) else Step(found.text, found.node, operands, found.inner)

@@ -29,6 +29,9 @@ def test_parse() -> None:
         ("to float33", "'float33' is not a dtype"),
         ("gelu", "unknown stage 'gelu'"),
         ("rms", "unknown stage 'rms'"),
+        ("project", "unknown stage 'project'"),
+        ("project 2", "'2' is not an operand"),
+        ("centre %0", "unknown stage"),
         ("rms %0", "neither a number"),
         ("rms 1e-6 keep keep", "unknown stage"),
         ("relu; keep", "it ends with keep"),
@@ -51,6 +54,12 @@ def test_operands_that_do_not_fit() -> None:
         check_tail((3, 4), [one, one], "where %0 %1", "op")
     with pytest.raises(ValueError, match="whole rows"):
         check_tail((3, 4), [], "rms 1", "op", whole_rows=False)
+    with pytest.raises(ValueError, match="whole rows"):
+        check_tail((3, 4), [one], "project %0", "op", whole_rows=False)
+    with pytest.raises(ValueError, match="uses 2 operands, got 1"):
+        check_tail((3, 4), [one], "project %0 %1", "op")
+    with pytest.raises(ValueError, match=r"project takes float32, got torch\.bfloat16"):
+        tail_reference(one.bfloat16(), [one], "project %0")
     with pytest.raises(ValueError, match=r"rms takes float32, got torch\.bfloat16"):
         tail_reference(one.bfloat16(), [], "rms 1")
 
@@ -64,6 +73,19 @@ def test_norms_are_those_of_torch() -> None:
     normed, mean, scale = tail_reference(x, [weight, bias], "standardize 1e-05 keep; mul %0; add %1")
     wanted, *statistics = torch.native_layer_norm(x, [16], weight, bias, 1e-5)
     torch.testing.assert_close([normed, mean, scale], [wanted, *statistics])
+
+
+def test_backwards_of_norms_are_those_of_torch() -> None:
+    x, g, weight = seeded(0, 5, 16).requires_grad_(), seeded(1, 5, 16), seeded(2, 16)
+    r = (x.detach().square().mean(1, True) + 1e-6).rsqrt()
+    (wanted,) = torch.autograd.grad(torch.nn.functional.rms_norm(x, (16,), weight, 1e-6), x, g)
+    (found,) = tail_reference(g, [weight, x.detach(), r], "mul %0; project %1 %2; mul %2")
+    torch.testing.assert_close(found, wanted)
+    _, mean, r = torch.native_layer_norm(x.detach(), [16], weight, None, 1e-5)
+    (wanted,) = torch.autograd.grad(torch.nn.functional.layer_norm(x, (16,), weight, None, 1e-5), x, g)
+    normed = (x.detach() - mean) * r
+    (found,) = tail_reference(g, [weight, normed, r], "mul %0; centre; project %1; mul %2")
+    torch.testing.assert_close(found, wanted)
 
 
 def test_results_are_tensors_of_their_own() -> None:

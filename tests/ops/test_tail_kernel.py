@@ -139,9 +139,34 @@ def test_norms(n: int, shift: float, eps: float, seed: int) -> None:
         torch.testing.assert_close(normed.double(), (exact - mean) * wanted, rtol=allowed, atol=allowed)
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    n=st.integers(1, 3000),
+    of=st.sampled_from(DTYPES),
+    shapes=st.sampled_from(SHAPES),
+    seed=st.integers(0, 1000),
+)
+def test_backward_of_norms(n: int, of: torch.dtype, shapes: str, seed: int) -> None:
+    """Against float64, in units of the largest term."""
+    value, r = seeded(seed, 3, n), seeded(seed + 2, 3, 1).abs()
+    sizes = {"m": 3, "n": n, "1": 1}
+    x = seeded(seed + 1, *(sizes[c] for c in shapes)).to(torch.float32 if not shapes else of)
+    tight = (n / 64 + 16) * torch.finfo(torch.float32).eps
+    for tail, wide in (("project %0 %1", x.double() * r.double()), ("project %0; mul %1", x.double())):
+        (found,) = _apply(f"centre; {tail}", [value], 1.0, [x, r])
+        exact = value.double()
+        exact = exact - exact.mean(1, True)
+        wanted = exact - wide * (exact * wide).mean(1, True)
+        wanted = wanted if "mul" not in tail else wanted * r.double()
+        size = (1 + wide.abs().amax()) ** 2 * (1 + value.abs().amax()) * (1 + r.amax())
+        torch.testing.assert_close(found.double(), wanted, rtol=0, atol=float(tight * size))
+
+
 @pytest.mark.parametrize(
     ("tail", "operands"),
     [
+        ("project %0", ((2, torch.float64),)),
+        ("project %0 %1", ((2, torch.float32), (2, torch.float64))),
         ("silu", ()),
         ("gelu none", ()),
         ("to float64", ()),
@@ -152,7 +177,8 @@ def test_norms(n: int, shift: float, eps: float, seed: int) -> None:
     ],
 )
 def test_left_to_torch(tail: str, operands: tuple[tuple[int, torch.dtype], ...]) -> None:
-    assert tail_of(tail, torch.bfloat16, 8, operands).stages is None
+    dtype = torch.float32 if tail.startswith("project") else torch.bfloat16
+    assert tail_of(tail, dtype, 8, operands).stages is None
 
 
 def test_operands_whose_columns_are_not_adjacent() -> None:

@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import autofuse
 from autofuse.passes.report import Site
 
-from .chains import ReduceForward
+from .chains import ReduceBackward, ReduceForward
 from .dense import group
 from .harness import fake_group, passes_only
 
@@ -91,6 +91,74 @@ def test_norms(norm: Norm, dtype: torch.dtype, training: bool) -> None:
     words = NORMS[norm].format(keep=" keep" * training, bf16="; to bfloat16" * narrow)
     (site,) = check(fn, *arguments(*shapes, dtype=dtype, grad=training))
     assert site.tail == "add %0; keep; " + "to float32; " * narrow + words
+
+
+# --- the backward of norms ----------------------------------------------------------------------------
+
+BACKWARD = {
+    rms_norm: "{wide}mul %0; project %1 %2; mul %3; add %4",
+    llama: "mul %0; {wide}project %1 %2; mul %3; add %4",
+    layer_norm: "{wide}mul %0; centre; project %1; mul 16; mul %2; add %3",
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("norm", BACKWARD, ids=lambda norm: norm.__name__)
+def test_backward_of_norms(norm: Norm, dtype: torch.dtype) -> None:
+    """A block before a column-parallel linear, whose gradient is reduced: as Llama and BERT have it."""
+
+    def fn(x: Tensor, a: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        return x * 2 + F.linear(ReduceBackward.apply(norm(x, w, b)), a)
+
+    results = []
+    with fake_group(4):
+        for policy in ("never", "always"):
+            torch._dynamo.reset()
+            own = arguments((2, 8, N), (N, N), (N,), (N,), dtype=dtype, grad=True)
+            with autofuse.debug() as report:
+                torch.compile(fn, backend=passes_only(policy))(*own).cos().sum().backward()
+            results.append([t.grad for t in own if t.grad is not None])
+    (site,) = report.fused
+    narrow = dtype != torch.float32
+    kept = "keep; " * (norm is llama or not narrow)
+    words = BACKWARD[norm].format(wide="to float32; " * narrow)
+    if narrow:
+        if not kept:
+            words = words.replace("to float32; ", "to float32; keep; ")
+        words = words.replace("; add", "; to bfloat16; add")
+    assert site.tail == kept + words, site.tail
+    rtol = 1e-5 if dtype == torch.float32 else 1.6e-2
+    torch.testing.assert_close(results[1], results[0], rtol=rtol, atol=rtol)
+
+
+def backward(g: Tensor, x: Tensor, v: Tensor, dim: int = -1, columns: int = N) -> tuple[Tensor, ...]:
+    """The gradient of a norm of x, as torch decomposes it, and what stands inside."""
+    r = v[:1]
+    product = g * x
+    total = product.sum(dim, keepdim=True)
+    shift = total.mul(-0.5).mul(r.pow(3)) / columns * (x * 2.0)
+    return g * r + shift, total, shift, product
+
+
+@pytest.mark.parametrize(
+    ("fn", "tail"),
+    [
+        (lambda g, x, v: backward(g, x, v)[0], "project %0 %1; mul %2"),
+        (lambda g, x, v: backward(g, x, v, dim=1)[0], ""),
+        (lambda g, x, v: backward(g, x, v, columns=8)[0], ""),
+        (lambda g, x, v: backward(g, x, v)[:2], ""),
+        (lambda g, x, v: backward(g, x, v)[::2], ""),
+        (lambda g, x, v: backward(g, x, v)[::3], ""),
+    ],
+    ids=["as it is", "over tokens", "another divisor", "sum read", "shift read", "product read"],
+)
+def test_what_is_a_backward_of_a_norm(fn: Callable[..., Any], tail: str) -> None:
+    def call(y: Tensor, a: Tensor, x: Tensor, v: Tensor) -> Any:
+        return fn(funcol.all_reduce(F.linear(y, a), "sum", group()), x, v)
+
+    with fake_group(4), torch.no_grad(), autofuse.debug() as report:
+        torch.compile(call, backend=passes_only())(*arguments((2, 8, 12), (N, 12), (2, 8, N), (N,)))
+    assert [site.tail for site in report.sites] == [tail]
 
 
 # --- what is absorbed, and what is not ----------------------------------------------------------------

@@ -87,7 +87,8 @@ def _tail_of(text: str, dtype: torch.dtype, rows: int, operands: tuple[Operand, 
 def _stage(stage: TailStage, dtype: torch.dtype) -> Stage:
     name = f"gelu {stage.approximate}" if stage.name == "gelu" else stage.name
     operand = -1 if stage.operand is None else stage.operand
-    mask = -1 if stage.mask is None else stage.mask
+    second = stage.mask if stage.scale is None else stage.scale
+    mask = -1 if second is None else second
     number = 0.0 if stage.number is None else float(stage.number)
     return Stage(CODES[name], operand, mask, number, DTYPES[dtype], stage.keep)
 
