@@ -97,12 +97,17 @@ def _quick() -> Mapping[str, Quick]:
 
 def call(name: str, *given: Any) -> Any:
     """The op of this name, for eager use: past the dispatcher if all that this would do is to find it."""
-    if nobody_intervenes() and _is_plain(given):
+    return call_known(name, nobody_intervenes() and is_plain(given), *given)
+
+
+def call_known(name: str, plain: bool, *given: Any) -> Any:
+    """As `call`, where it is known whether the arguments are plain."""
+    if plain and nobody_intervenes():
         return direct(name)(*given)
     return getattr(torch.ops.autofuse, name)(*given)
 
 
-def _is_plain(given: tuple[Any, ...]) -> bool:
+def is_plain(given: tuple[Any, ...]) -> bool:
     """Whether all tensors are on GPUs, of no subclass, and none needs a gradient."""
     trains = torch.is_grad_enabled()
     for value in given:

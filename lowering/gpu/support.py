@@ -14,6 +14,7 @@ from autofuse.native_kernels.gpu.state import MOST_TAIL_COLUMNS as MOST_TAIL_COL
 from autofuse.native_kernels.gpu.state import MOST_TAIL_OPERANDS as MOST_TAIL_OPERANDS
 from autofuse.native_kernels.gpu.state import MOST_TAIL_RESULTS as MOST_TAIL_RESULTS
 from autofuse.native_kernels.gpu.state import MOST_TERMS as MOST_TERMS
+from autofuse.native_kernels.gpu.state import MOST_TOKEN_ROWS as MOST_TOKEN_ROWS
 from autofuse.native_kernels.gpu.state import MOST_WEIGHTS as MOST_WEIGHTS
 from autofuse.native_kernels.gpu.state import TAIL_UNIT as TAIL_UNIT
 

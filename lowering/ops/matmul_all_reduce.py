@@ -19,19 +19,25 @@ import torch
 from torch import Tensor
 
 from autofuse.lowering.cpu.reduce_executor import reduce_plan_shape, run_reduce
-from autofuse.lowering.gpu.support import MOST_TAIL_OPERANDS, MOST_TAIL_RESULTS, MOST_TERMS
+from autofuse.lowering.gpu.support import (
+    MOST_TAIL_OPERANDS,
+    MOST_TAIL_RESULTS,
+    MOST_TERMS,
+    MOST_TOKEN_ROWS,
+)
 from autofuse.lowering.ops.library import FusedOp, Gap, register
 from autofuse.lowering.plan import Family
 from autofuse.lowering.reference.layout import all_reduce
-from autofuse.lowering.reference.product import is_pooled, parse, product_backward, with_kept
+from autofuse.lowering.reference.product import is_grouped, is_pooled, parse, product_backward, with_kept
 from autofuse.lowering.reference.tail import check_tail, tail_reference
 from autofuse.lowering.reference.tail import parse as parse_tail
+from autofuse.lowering.reference.token_sum import token_sum
 from autofuse.lowering.torch_internals import group_size
 
 OP = "matmul_all_reduce"
 
-GPU_TABLES = (torch.bfloat16, torch.float16, torch.float32)
-"""Dtypes of tables that GPU kernels pool, and of pooled rows that they exchange."""
+GPU_ROWS = (torch.bfloat16, torch.float16, torch.float32)
+"""Dtypes of the rows, of tables and of experts, that GPU kernels add up, and of sums that they exchange."""
 
 
 class MatmulAllReduce(NamedTuple):
@@ -120,20 +126,40 @@ def sizes_of_call(args: Any) -> Sequence[Sequence[int]]:
 
 
 def exchanged(args: Any) -> torch.dtype | None:
-    """The dtype that moves between the ranks; None for bags, whose dtypes `REDUCE_GAPS` check."""
-    return None if is_pooled(args.product) else args.x[0].dtype
+    """The dtype that moves between the ranks; None for sums of rows, whose dtypes `REDUCE_GAPS` check."""
+    return None if is_added_up(args) else args.x[0].dtype
+
+
+def is_added_up(args: Any) -> bool:
+    """Whether a rank adds up rows, of tables or of experts, before the ranks' sums are added."""
+    return is_pooled(args.product) or is_grouped(args.product)
 
 
 def _is_sent_as_pooled(args: Any) -> bool:
     """Whether the rows are not changed but for their dtype."""
     stages = parse(args.product).stages
     dtypes = [*(w.dtype for w in args.w), *(stage.dtype for stage in stages)]
-    return len(stages) <= 1 and all(dtype in GPU_TABLES for dtype in dtypes)
+    return len(stages) <= 1 and all(dtype in GPU_ROWS for dtype in dtypes)
+
+
+def _is_summed_by_token(args: Any) -> bool:
+    """Whether rows of experts are weighted and added up, and perhaps one matrix to the sums."""
+    product, dtype = parse(args.product), args.x[0].dtype
+    found = token_sum(dtype, args.operands, product.stages)
+    if found is None or found.base is not None or found.k > MOST_TOKEN_ROWS:
+        return False
+    behind = product.stages[found.stages :]
+    added = [args.operands[s.operand] for s in behind if s.name == "add" and s.operand is not None]
+    factors = [scale[0].dtype for scale in (found.before, found.behind) if scale is not None]
+    # torch multiplies rows of other dtypes only where the host reads how many each expert has.
+    usual = dtype == torch.bfloat16 if product.inputs else dtype in GPU_ROWS
+    known = all(each in GPU_ROWS for each in (found.dtype, *factors))
+    return usual and known and len(behind) == len(added) <= 1 and all(t.dtype == found.dtype for t in added)
 
 
 REDUCE_GAPS: tuple[Gap[Any], ...] = (
     Gap(
-        lambda args: not is_pooled(args.product) and (args.product != "mm" or args.terms > MOST_TERMS),
+        lambda args: not is_added_up(args) and (args.product != "mm" or args.terms > MOST_TERMS),
         f"GPU kernels reduce sums of up to {MOST_TERMS} matmuls as they are, "
         "not {0.product!r} of {0.terms}",
         "move scales, biases and casts behind the collective",
@@ -145,17 +171,23 @@ REDUCE_GAPS: tuple[Gap[Any], ...] = (
         "move scales behind the collective",
     ),
     Gap(
-        lambda args: is_pooled(args.product) and args.dim == 1,
-        "GPU kernels reduce whole pooled rows",
-        "scatter the bags, not the columns",
+        lambda args: is_grouped(args.product) and not _is_summed_by_token(args),
+        f"GPU kernels add up to {MOST_TOKEN_ROWS} rows of experts of each token, which may be chosen by an "
+        "index, weighted and cast, and one matrix to the sums, not {0.product!r}",
+        "give every token equally many rows, of bfloat16, and move other ops behind the collective",
     ),
     Gap(
-        lambda args: is_pooled(args.product) and bool(args.tail),
-        "GPU kernels apply no tail behind pooled rows, not {0.tail!r}",
+        lambda args: is_added_up(args) and args.dim == 1,
+        "GPU kernels reduce whole rows of sums",
+        "scatter the bags or tokens, not the columns",
+    ),
+    Gap(
+        lambda args: is_added_up(args) and bool(args.tail),
+        "GPU kernels apply no tail behind sums of rows, not {0.tail!r}",
         "leave the stages in the graph",
     ),
     Gap(
-        lambda args: args.keep_product,
+        lambda args: args.keep_product and not is_grouped(args.product),
         "the matmul is read elsewhere, too",
         "read the result of the collective instead, if that will do",
     ),

@@ -43,7 +43,7 @@ def blocks(value: Tensor, stages: Sequence[str]) -> list[slice]:
 def grouped(x: Tensor, w: Tensor, ends: Tensor | None) -> Tensor:
     """`[R, N]`; `ends` is None where all experts have equally many rows. No gradient."""
     if not has_values(x):
-        return torch.mm(x, w[0])
+        return torch.mm(x, w.select(0, 0))  # an index would need the device
     if x.is_cuda and ends is not None and x.dtype == torch.bfloat16 and has_grouped_mm():
         return grouped_mm(x, w, ends.flatten())
     if ends is None:

@@ -8,6 +8,7 @@ from itertools import product
 import torch
 import torch.distributed as dist
 
+from autofuse.lowering.gpu import by_name
 from autofuse.lowering.gpu.choice.kernel import fused_ways, ways_of
 from autofuse.lowering.gpu.dense import plain
 from autofuse.lowering.gpu.dense.plain import programs
@@ -18,7 +19,9 @@ from tests.gpu import (
     embedding_on_gpus,
     experts_on_gpus,
     one_gpu_ranks,
+    test_bag_sums,
     test_optimizer,
+    test_tokens,
     update_on_gpus,
 )
 from tests.gpu.on_gpus import MOST_ERROR, error_of
@@ -33,7 +36,8 @@ SIZES = {  # m, k, n
 }
 
 
-PARTS = (*SIZES, "experts", "bags", "optimizer")
+PARTS = (*SIZES, "experts", "bags", "bag_sums", "tokens", "optimizer")
+REDUCTIONS = ("matmul_all_reduce", "matmul_reduce_scatter")
 most = 0
 """Ways of one kernel that are run at a size; 0: all."""
 
@@ -52,6 +56,12 @@ def main() -> None:
         experts(rank, world)
     elif part == "bags":
         bags(rank)
+    elif part == "bag_sums":
+        cases = (test_bag_sums.Case(op, 34, (64, 8, 136)) for op in REDUCTIONS)
+        row_sums(cases, rank, world)
+    elif part == "tokens":
+        products = product(REDUCTIONS, (test_tokens.TAKEN, test_tokens.ADDED))
+        row_sums((test_tokens.Case(op, 34, 136, text) for op, text in products), rank, world)
     elif part == "optimizer":
         kernels = product(("buckets", "clipped"), ("", " group=2 per_sm=3"), (torch.float32, torch.bfloat16))
         for kernel, rest, dtype in kernels:
@@ -141,6 +151,14 @@ def bags(rank: int) -> None:
             tables = before.copy()
             tables.call(way, case, grad)
             report(rank, f"update {way}", update_on_gpus.check(tables, before, case, wanted))
+
+
+def row_sums(cases: Iterable[test_bag_sums.Case | test_tokens.Case], rank: int, world: int) -> None:
+    for case in cases:
+        given, expected = case.arguments(rank), case.expected(rank, world)
+        for way in fused(by_name.names(case.op, given, True)):
+            error = error_of(by_name.run(way, case.op, given)[0], expected)
+            report(rank, f"{case.op} of {way}", "" if error < MOST_ERROR else f"error {error:.1e}")
 
 
 def fused(ways: list[str]) -> list[str]:

@@ -27,6 +27,7 @@ from autofuse.native_kernels.triton import (
     exchange_bags,
     exchange_rows,
     exchange_sums,
+    exchange_tokens,
     gather_matmul,
     gather_matmul_few,
     matmul_gather,
@@ -47,6 +48,7 @@ TRITON = (
     exchange_bags,
     exchange_rows,
     exchange_sums,
+    exchange_tokens,
 )
 CUDA = (
     cuda_reduce,

@@ -24,6 +24,7 @@ from autofuse.lowering.gpu.embedding import reduced
 from autofuse.lowering.gpu.embedding.kernels import MERGED_NCCL
 from autofuse.lowering.gpu.embedding.ways import BACKWARD, OP, TORCH_NCCL
 from autofuse.lowering.gpu.experts import call as expert_ops
+from autofuse.lowering.gpu.experts import reduced as tokens
 from autofuse.lowering.gpu.experts.ways import COMBINE, DISPATCH
 from autofuse.lowering.ops.library import FUSED_OPS
 
@@ -54,6 +55,8 @@ CALLS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "bags": (OP, (*TABLES, [], *BAGS, *COLUMNS, *SITE)),
     "bags, reduced": (REDUCE, (
         [INDICES] * 2, [_bf16(10, 8)] * 2, [OFFSETS] * 2, "bags sum 0 -1", "sum", False, [], "", "", *SITE)),
+    "tokens": (REDUCE, (
+        [_bf16(8, 64)], [W], [ENDS[:, None]], "grouped %0; sum 2", "sum", True, [], "", "", *SITE)),
     "bags, backward": (BACKWARD, (
         _bf16(2, 64), *TABLES[1:], [], [10] * 2, [8] * 2, *BAGS, [False] * 2, *COLUMNS, False, *SITE)),
 }  # fmt: skip
@@ -74,6 +77,7 @@ DECLINED = {
     "dropless dispatch": (4, None),  # no offsets
     "bags": (7, torch.float64),
     "bags, reduced": (3, "bags sum 0 -1; mul 2"),
+    "tokens": (3, "grouped %0; sum 2; mul 2"),
     "bags, backward": (9, torch.float64),
 }
 """By call: the argument with which no kernel takes it, as number and value."""
@@ -84,7 +88,7 @@ def workspace(monkeypatch: pytest.MonkeyPatch) -> Mock:
     """On rank 0 of a group of four; points that are kept are those that decide."""
     found = Mock(world=WORLD, rank=0, programs=132, group_name="group", device=torch.device("cpu"))
     points: list[Point] = []
-    for module in (dense, expert_ops, embedding, reduced):
+    for module in (dense, expert_ops, embedding, reduced, tokens):
         monkeypatch.setattr(module, "workspace_of", lambda *at: found)
     monkeypatch.setattr(embedding, "resolve_group", lambda name: Mock(rank=lambda: 0))
     monkeypatch.setattr(embedding.layouts, "check", lambda *shapes: None)
@@ -141,6 +145,7 @@ RUNS = {
     "bags": (embedding, "exchange"),
     "bags, backward": (embedding, "exchange_backward"),
     "bags, reduced": (reduced, "reduce_bags"),
+    "tokens": (tokens, "reduce_tokens"),
 }
 
 
@@ -202,9 +207,10 @@ def test_dropless_ops_replace_what_reads_no_offsets_on_the_host(
     grouped.assert_called_once()
 
 
-def test_no_tail_is_applied_behind_bags() -> None:
-    """`run_reduced` returns the sum alone."""
-    op, arguments = CALLS["bags, reduced"]
+@pytest.mark.parametrize("call", ["bags, reduced", "tokens"])
+def test_no_tail_is_applied_behind_sums_of_rows(call: str) -> None:
+    """`Reduced` returns the sum alone."""
+    op, arguments = CALLS[call]
     tailed = [*arguments]
     tailed[7] = "relu"
     assert "no tail" in FUSED_OPS[op].gpu_gap(FUSED_OPS[op].parse(tailed))

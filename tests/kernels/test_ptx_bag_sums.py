@@ -41,7 +41,7 @@ def test_configurations(
 ) -> None:
     """Memory is read and written 16 bytes at a time, hardly a register is spilled, and all programs fit."""
     columns, index = TABLES * DIM, torch.int64
-    ways = ways_of(ReducedProblem(op, BAGS, columns, world, wire)).values()
+    ways = ways_of(ReducedProblem(op, BAGS, columns, world, wire, 132, True)).values()
     configs = [way.config for way in ways if way.fused]
     assert len(configs) >= 3
     tables = Tables(

@@ -15,7 +15,16 @@ from autofuse.native_kernels.triton.exchange_rows import (
 )
 from autofuse.native_kernels.triton.tails import launch_tail
 from tests.kernels.calls import BF16, FP16
-from tests.kernels.test_interpreted_rows import DROPOUT, FP32, LAYER_NORM, NORM, POINTWISE, QUANTISED
+from tests.kernels.test_interpreted_rows import (
+    DROPOUT,
+    FP32,
+    LAYER_NORM,
+    LAYER_NORM_BACKWARD,
+    NORM,
+    POINTWISE,
+    QUANTISED,
+    RMS_BACKWARD,
+)
 from tests.kernels.test_ptx import ACQUIRE, GPU_SCOPE, Kernel, compile_launch
 from tests.kernels.test_ptx_embedding import SIGNAL, check_signals, check_waits, memory_for, used
 
@@ -73,8 +82,10 @@ def test_the_exchange(columns: int, all_ranks: bool, once: bool, world: int, tmp
         (DROPOUT, [((M, N), torch.bool), ((M, 1), torch.bool), ((), FP32)]),
         (POINTWISE, [((N,), BF16)]),
         (QUANTISED, [((N,), BF16)]),
+        (RMS_BACKWARD, [((N,), BF16), ((M, N), BF16), ((M, 1), FP32)]),
+        (LAYER_NORM_BACKWARD, [((N,), FP32), ((M, N), FP32), ((M, 1), FP32)]),
     ],
-    ids=["norm", "layer norm", "dropout", "pointwise", "quantised"],
+    ids=["norm", "layer norm", "dropout", "pointwise", "quantised", "rms backward", "layer norm backward"],
 )
 def test_a_tail_alone(text: str, operands: list[tuple[tuple[int, ...], torch.dtype]], tmp_path: Path) -> None:
     given = [torch.empty(shape, dtype=dtype) for shape, dtype in operands]

@@ -29,6 +29,7 @@ from autofuse.native_kernels.triton import (
     exchange_bags,
     exchange_rows,
     exchange_sums,
+    exchange_tokens,
     gather_matmul,
     gather_matmul_few,
     matmul_gather,
@@ -238,6 +239,26 @@ def dense(world: int, m: int, k: int, n: int, dtype: torch.dtype) -> Iterator[Us
 
         needs = exchange_bags.bag_sums_needs(m * world, n, dtype.itemsize, world, everywhere, pooling)
         yield Use("bag sums", needs, summed)
+
+        adding = exchange_tokens.TokensConfig(once=once)
+
+        def added(memory: PeerMemory, config: Any = adding, everywhere: bool = everywhere) -> Used:
+            rows, out = matrix(m * world, n, dtype), torch.empty(m * world, n, dtype=dtype)
+            of = exchange_tokens.TokenRows(rows, None, None, None, None, m * world, 1, False)
+            run = exchange_tokens.launch_exchange_tokens
+            p = launched(run, memory, of, out, False, everywhere, config)
+            nbytes = world * p["items"] * config.length * dtype.itemsize
+            return {
+                "inbox": halves(p["inbox_half"] * 8 * dtype.itemsize, nbytes),
+                "finished": halves(
+                    p["finished_half"] * 8 * dtype.itemsize, nbytes * (everywhere and not config.once)
+                ),
+                "signals": halves(p["signals_half"] * 4, 2 * world * p["slices"] * 4),
+            }
+
+        elements = m * world * n
+        needs = exchange_tokens.tokens_needs(elements, dtype.itemsize, world, everywhere, adding)
+        yield Use("token sums", needs, added)
 
     def strips(memory: PeerMemory) -> Used:
         back = backward_places("bsc", 0, m, columns, [columns[0]])

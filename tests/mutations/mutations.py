@@ -135,7 +135,7 @@ PASSES = (
     ),
     Mutation(
         "factors of tokens are taken for those of rows",
-        "token_sums.py",
+        "token_sum.py|token_sums.py",
         "if before is None and index is None:",
         "if before is None:",
         _of("ops", "grouped"),
@@ -533,11 +533,25 @@ KERNELS = (
         _of("kernels", "interpreted_bag_sums"),
     ),
     Mutation(
+        "owners of tokens add up those of the first owner",
+        "exchange_tokens.py",
+        "begun = (0 if ONCE else owner) * chunk + skipped",
+        "begun = skipped",
+        _of("kernels", "interpreted_tokens"),
+    ),
+    Mutation(
         "owners apply tails that are private to ranks",
         "reductions.py",
         "way.config.once or problem.written > 0",
         "True",
         _of("kernels", "choice"),
+    ),
+    Mutation(
+        "the backward of a norm may divide by another number",
+        "backward.py",
+        "if last.args != (inner[-1], columns):",
+        "if False:",
+        _of("passes", "tails"),
     ),
     Mutation(
         "a norm counts the padding of a row",
@@ -806,7 +820,7 @@ LAUNCHES = (
     Mutation(
         "a call like one before has its numbers of indices",
         "again.py",
-        'words[self._first + 3 :: WORDS_TABLE] = array("q", map(torch.numel, indices))',
+        'words[self._first + 3 :: WORDS_TABLE] = array("q", map(Tensor.numel, indices))',
         "pass",
         _of("kernels", "exchange_ways"),
     ),

@@ -92,7 +92,7 @@ def test_a_call_like_an_earlier_one_is_run_by_what_that_prepared() -> None:
 def test_eager_calls_take_the_dispatcher_where_it_has_something_to_do() -> None:
     """For gradients, subclasses, modes and tracing; and for tensors that are not on GPUs."""
     with patch.object(module, "PLAIN", (Tensor,)), patch.object(module, "direct") as direct:
-        is_plain = module._is_plain
+        is_plain = module.is_plain
         assert not is_plain(([X], "mm"))  # on the CPU
         with patch.object(Tensor, "is_cuda", True, create=True):
             assert is_plain(([X], "mm"))

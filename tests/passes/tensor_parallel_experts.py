@@ -54,7 +54,7 @@ class Experts(nn.Module):
 
     def routed(self, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
         if self.how == "every":
-            hot = torch.zeros(x.shape[0], EXPERTS, dtype=x.dtype).scatter(1, chosen, scores.to(x.dtype))
+            hot = x.new_zeros(x.shape[0], EXPERTS).scatter(1, chosen, scores.to(x.dtype))
             every = x.expand(EXPERTS, *x.shape)
             out = torch.bmm(self.act(torch.bmm(every, self.up.mT)), self.down.mT)
             return (out * hot.t().unsqueeze(-1)).sum(0)
@@ -68,7 +68,7 @@ class Experts(nn.Module):
         if self.how == "scatter_add":
             return torch.zeros_like(x).scatter_add(0, token.unsqueeze(-1).expand(-1, D), out.to(x.dtype))
         back = torch.empty_like(order)
-        back[order] = torch.arange(order.shape[0])
+        back[order] = torch.arange(order.shape[0], device=x.device)
         return out[back].view(-1, TOP, D).sum(1).to(x.dtype)
 
     def forward(self, x: Tensor) -> Tensor:

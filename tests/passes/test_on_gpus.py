@@ -31,6 +31,7 @@ from . import between
 from . import experts as experts_of_programs
 from .experts import COMBINE, DISPATCH, TOKENS, D, Dropless, FixedCapacity, expert_major
 from .harness import fake_group
+from .tensor_parallel_experts import Experts
 
 needs_grouped_mm = pytest.mark.skipif(not has_grouped_mm(), reason="this torch has no grouped_mm")
 
@@ -315,3 +316,28 @@ def test_tails_behind_reductions(columns: int, schedule: str, form: str, end: st
             (site,) = fuse(graph, settings, "inference", "0").sites
     assert (site.tail_form, site.tail_end if end else "") == (form, end)
     assert site.tail.startswith("add %0; keep; to float32; rms 0.5; mul %1") == bool(form)
+
+
+@needs_grouped_mm
+@pytest.mark.parametrize(
+    ("how", "dtype", "detail"),
+    [
+        ("sum", torch.bfloat16, ""),
+        ("every", torch.float16, ""),
+        ("index_add", torch.bfloat16, "not 'grouped %0; mul %1; to bfloat16; index_add %2 %3'"),
+    ],
+)
+def test_experts_of_which_each_rank_has_a_part(how: str, dtype: torch.dtype, detail: str) -> None:
+    model = Experts(how).to(dtype)
+    with fake_group(WORLD), FakeTensorMode() as mode, patch.object(support, "why_not", lambda device: None):
+        faked = {name: mode.from_tensor(p) for name, p in model.named_parameters()}
+
+        def run(x: Tensor) -> Tensor:
+            with torch.no_grad():
+                found: Tensor = torch.func.functional_call(model, faked, (x,))
+            return found
+
+        graph = make_fx(run)(torch.zeros(TOKENS, D, dtype=dtype)).graph
+        (site,) = fuse(moved(graph), Settings("always"), "inference", "0").sites
+    assert site.fused == (not detail), site.detail
+    assert site.detail.endswith(detail) or site.fused

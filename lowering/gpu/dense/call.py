@@ -15,14 +15,15 @@ import torch
 from torch import Tensor
 
 from autofuse import config
-from autofuse.lowering.gpu.choice.calls import Calls, GpuCall, remember
+from autofuse.lowering.gpu.choice.calls import Calls, GpuCall, remember, run_call
 from autofuse.lowering.gpu.choice.kernel import Way, replaced
 from autofuse.lowering.gpu.choice.quick import Quick, sizes_of
-from autofuse.lowering.gpu.embedding.reduced import reduced_call, run_reduced
+from autofuse.lowering.gpu.embedding.reduced import reduced_call as bags_call
+from autofuse.lowering.gpu.experts.reduced import reduced_call as tokens_call
 from autofuse.lowering.gpu.memory.workspace import GpuWorkspace, current, workspace_for, workspace_of
 from autofuse.lowering.ops.all_gather_matmul import AllGatherMatmul
 from autofuse.lowering.ops.matmul_all_gather import MatmulAllGather
-from autofuse.lowering.ops.matmul_all_reduce import MatmulAllReduce
+from autofuse.lowering.ops.matmul_all_reduce import MatmulAllReduce, is_added_up
 from autofuse.lowering.ops.matmul_reduce_scatter import MatmulReduceScatter
 from autofuse.lowering.reference.product import is_pooled
 from autofuse.lowering.runs import Note
@@ -36,10 +37,10 @@ ReduceArguments: TypeAlias = MatmulAllReduce | MatmulReduceScatter
 
 
 def run_reduce(op: str, args: ReduceArguments) -> Any:
-    """matmul_all_reduce and matmul_reduce_scatter of a sum of matmuls, and a tail, or of bags."""
+    """matmul_all_reduce and matmul_reduce_scatter of a sum of matmuls, and a tail, or of bags or experts."""
     x, b = args.x, args.w
-    if is_pooled(args.product):
-        return run_reduced(op, args)
+    if is_added_up(args):
+        return run_call(reduce_call(op, args))
     if any(map(_is_empty, x, b)):
         return NotImplemented
     with current(x[0].device):
@@ -71,8 +72,8 @@ def _reduce_kind(op: str, args: ReduceArguments, a: Sequence[Tensor], capturing:
 def reduce_call(op: str, args: ReduceArguments) -> GpuCall | None:
     """The same as ways by name take it; None for what is left to the reference."""
     x = args.x
-    if is_pooled(args.product):
-        return reduced_call(op, args)
+    if is_added_up(args):
+        return (bags_call if is_pooled(args.product) else tokens_call)(op, args)
     if any(map(_is_empty, x, args.w)):
         return None
     return _reduce_call(workspace_of(args.group_name, x[0]), op, args, [xi.contiguous() for xi in x])[0]

@@ -12,15 +12,16 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import accumulate
-from typing import Any, ClassVar, TypeAlias
+from typing import ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
 
-from autofuse.lowering.gpu.choice.calls import GpuCall, once, run_call
-from autofuse.lowering.gpu.choice.kernel import MOST_BYTES, Kernel, Launch, Way
+from autofuse.lowering.gpu.choice.calls import GpuCall, once
+from autofuse.lowering.gpu.choice.kernel import Kernel, Launch, Way
 from autofuse.lowering.gpu.choice.launcher import Launcher
-from autofuse.lowering.gpu.choice.work import Collective, Exchange, Rows, Work
+from autofuse.lowering.gpu.choice.work import Rows, Work
+from autofuse.lowering.gpu.dense.pooled import PooledProblem, kernel_work
 from autofuse.lowering.gpu.memory.workspace import GpuWorkspace, workspace_of
 from autofuse.lowering.ops.matmul_all_reduce import OP as REDUCE
 from autofuse.lowering.ops.matmul_all_reduce import MatmulAllReduce
@@ -29,7 +30,6 @@ from autofuse.lowering.reference.product import parse
 from autofuse.native_kernels.gpu.memory import Need
 from autofuse.native_kernels.triton.embedding_tables import Places, Tables
 from autofuse.native_kernels.triton.exchange_bags import BagSumsConfig, bag_sums_needs, launch_exchange_bags
-from autofuse.native_kernels.triton.exchange_sums import UNIT
 
 from .call import tables_of
 from .run import variant_of
@@ -40,46 +40,26 @@ Arguments: TypeAlias = MatmulAllReduce | MatmulReduceScatter
 
 
 @dataclass(frozen=True)
-class ReducedProblem:
-    """`bags` bags, `columns` of all tables. dtype: of the exchange; programs: multiprocessors; by_rows: a
-    rank gets bags side by side."""
-
-    op: str
-    bags: int
-    columns: int
-    world: int
-    dtype: torch.dtype
-    programs: int = 132
-    by_rows: bool = True
+class ReducedProblem(PooledProblem):
+    """`rows` bags; columns of all tables."""
 
     k: ClassVar[int] = 1
     """Measured points have m bags, and n columns."""
-    is_whole: ClassVar[bool] = False
-    """Ranks do not know the indices of each other."""
-    most_bytes: ClassVar[int] = MOST_BYTES
+    replaced: ClassVar[str] = TORCH_NCCL
+    kind: ClassVar[str] = "bags"
 
     @property
-    def m(self) -> int:
-        return self.bags
+    def kernel(self) -> Kernel[ReducedProblem, BagSumsConfig]:
+        return BAG_SUMS
 
     @property
-    def n(self) -> int:
-        return self.columns
-
-    @property
-    def everywhere(self) -> bool:
-        """Every rank gets the whole sum."""
-        return self.op == REDUCE
-
-    def library_ways(self) -> Sequence[Way]:
-        return (Way(TORCH_NCCL, torch_work, replaced=True),)
-
-    def kernels(self) -> Sequence[Kernel[ReducedProblem, Any]]:
-        whole = self.columns % UNIT.value == 0 and self.bags * self.columns > 0
-        return (BAG_SUMS,) if whole and self.by_rows and self.world <= 8 else ()
+    def computed(self) -> tuple[Work, ...]:
+        """A kernel for every table."""
+        read = self.rows * self.columns * self.dtype.itemsize * LIKELY_POOLING
+        return (Rows(f"{self.op} pooling", read, 0.0, False),)
 
     def at(self, m: int, k: int, n: int, world: int) -> ReducedProblem:
-        return replace(self, bags=m, columns=n, world=world)
+        return replace(self, rows=m, columns=n, world=world)
 
     @property
     def measured_as(self) -> str:
@@ -105,7 +85,7 @@ def _configs(problem: ReducedProblem) -> Iterator[BagSumsConfig]:
 
 
 def _needs(config: BagSumsConfig, p: ReducedProblem) -> Need:
-    return bag_sums_needs(p.bags, p.columns, p.dtype.itemsize, p.world, p.everywhere, config)
+    return bag_sums_needs(p.rows, p.columns, p.dtype.itemsize, p.world, p.everywhere, config)
 
 
 def _launch(
@@ -117,34 +97,12 @@ def _launch(
     )
 
 
-def _pooling(p: ReducedProblem) -> Rows:
-    return Rows(f"{p.op} pooling", p.bags * p.columns * p.dtype.itemsize * LIKELY_POOLING, 0.0, False)
-
-
-def _sent(p: ReducedProblem, hops: int) -> float:
-    """Bytes on the link of a rank, in exchanges of the parts that owners add up."""
-    return hops * p.bags * p.columns * p.dtype.itemsize * (p.world - 1) / p.world
-
-
-def kernel_work(config: BagSumsConfig, p: ReducedProblem) -> Work:
-    """As if nothing was sent while rows are pooled, so that a call takes it where it was measured."""
-    hops = 2 if p.everywhere and not config.once else 1
-    sent = _sent(p, p.world if config.once else hops)
-    return Exchange(f"{p.op} bags", (_pooling(p),), sent, 2 * sent, hops)
-
-
-def torch_work(p: ReducedProblem) -> tuple[Work, ...]:
-    """A kernel for every table, then the collective."""
-    name, hops = ("all_reduce", 2) if p.everywhere else ("reduce_scatter", 1)
-    return _pooling(p), Collective(f"nccl {name}", _sent(p, hops), p.world)
-
-
 BAG_SUMS: Kernel[ReducedProblem, BagSumsConfig] = Kernel(
     "bags",
     _configs,
     needs=_needs,
     launch=_launch,
-    work=kernel_work,
+    work=lambda config, p: kernel_work(config.once, p),
     source="triton/exchange_bags.py",
 )
 
@@ -161,8 +119,8 @@ class Reduced:
     ) -> None:  # fmt: skip
         self._workspace, self._problem, self._mean = workspace, problem, mean
         self._launcher = Launcher(workspace, way, problem.op, site, problem, (variant, mean))
-        self._places = Places(problem.bags, tuple(accumulate(dims, initial=0))[:-1], problem.columns, ())
-        rows = problem.bags if problem.everywhere else problem.bags // problem.world
+        self._places = Places(problem.rows, tuple(accumulate(dims, initial=0))[:-1], problem.columns, ())
+        rows = problem.rows if problem.everywhere else problem.rows // problem.world
         self._shape = rows, problem.columns
 
     def __call__(self, tables: Tables) -> list[Tensor] | None:
@@ -188,11 +146,6 @@ def reduce_bags(
         return Reduced(workspace, way, problem, variant, tables.dims, mean, site)
 
     return once(workspace, ("reduced", way.name, variant, tables.padding, mean, site), make)(tables)
-
-
-def run_reduced(op: str, args: Arguments) -> Any:
-    """What the op returns, of a product `bags`; NotImplemented where the reference has to run it."""
-    return run_call(reduced_call(op, args))
 
 
 def reduced_call(op: str, args: Arguments) -> GpuCall | None:

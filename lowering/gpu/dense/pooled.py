@@ -1,0 +1,85 @@
+"""matmul_all_reduce and matmul_reduce_scatter of rows that a rank adds up itself, before the ranks' sums are
+added: bags of embedding tables, and experts' rows of tokens. What choosing a way has to know of either."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from autofuse.lowering.gpu.choice.kernel import MOST_BYTES, Kernel, Way
+from autofuse.lowering.gpu.choice.work import Collective, Exchange, Work
+from autofuse.lowering.ops.matmul_all_reduce import OP as REDUCE
+from autofuse.native_kernels.triton.exchange_sums import UNIT
+
+
+@dataclass(frozen=True)
+class PooledProblem(ABC):
+    """A matrix of `rows`, bags or tokens, and `columns`. dtype: of the exchange; programs: multiprocessors;
+    by_rows: a rank gets rows side by side."""
+
+    op: str
+    rows: int
+    columns: int
+    world: int
+    dtype: torch.dtype
+    programs: int
+    by_rows: bool
+
+    is_whole: ClassVar[bool] = False
+    """Ranks do not know the indices of each other."""
+    most_bytes: ClassVar[int] = MOST_BYTES
+    replaced: ClassVar[str]
+    """The way that the op replaces."""
+    kind: ClassVar[str]
+    """What the rows are of, as models of time have it."""
+
+    @property
+    @abstractmethod
+    def computed(self) -> tuple[Work, ...]:
+        """What comes before the exchange."""
+
+    @property
+    @abstractmethod
+    def kernel(self) -> Kernel[Any, Any]: ...
+
+    @property
+    def m(self) -> int:
+        return self.rows
+
+    @property
+    def n(self) -> int:
+        return self.columns
+
+    @property
+    def everywhere(self) -> bool:
+        """Every rank gets the whole sum."""
+        return self.op == REDUCE
+
+    def library_ways(self) -> Sequence[Way]:
+        return (Way(self.replaced, torch_work, replaced=True),)
+
+    def kernels(self) -> Sequence[Kernel[Any, Any]]:
+        whole = self.columns % UNIT.value == 0 and self.rows * self.columns > 0
+        return (self.kernel,) if whole and self.by_rows and self.world <= 8 else ()
+
+
+def _sent(p: PooledProblem, hops: int) -> float:
+    """Bytes on the link of a rank, in exchanges of the parts that owners add up."""
+    return hops * p.rows * p.columns * p.dtype.itemsize * (p.world - 1) / p.world
+
+
+def kernel_work(once: bool, p: PooledProblem) -> Work:
+    """As if nothing was sent while rows are added up, so that a call takes it where it was measured. once:
+    every rank adds up everything."""
+    hops = 2 if p.everywhere and not once else 1
+    sent = _sent(p, p.world if once else hops)
+    return Exchange(f"{p.op} {p.kind}", p.computed, sent, 2 * sent, hops)
+
+
+def torch_work(p: PooledProblem) -> tuple[Work, ...]:
+    name, hops = ("all_reduce", 2) if p.everywhere else ("reduce_scatter", 1)
+    return *p.computed, Collective(f"nccl {name}", _sent(p, hops), p.world)
