@@ -25,6 +25,7 @@ from autofuse.passes.graph.layout import (
     same_size,
 )
 from autofuse.passes.graph.paths import depends_on
+from autofuse.passes.graph.row_numbers import from_start
 from autofuse.passes.reasons import Reason, Reject
 
 from .combine import NOT_PERMUTED, batched, like, parts_of
@@ -358,6 +359,8 @@ def _rewrite_dropless(
 ) -> None:
     weights = [u.args[1] for u in grouped]
     splits = (anchor.output_splits, anchor.input_splits)
+    if positions is not None:
+        positions = from_start(emitter, positions, context.shapes.known(anchor.node)[0])
     args: tuple[object, ...] = (anchor.input, weights, [], 0, offsets, positions, *splits, 1, 1, keep)
     op = torch.ops.autofuse.all_to_all_expert_matmul.default
     fused = emitter.call(op, *args, context.group, context.order, context.site)

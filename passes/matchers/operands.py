@@ -9,19 +9,22 @@ from torch import fx
 from autofuse.passes.graph.emit import Emitter
 from autofuse.passes.graph.follow import Shapes, aten, tensor
 from autofuse.passes.graph.layout import Layout, Size, merge, prod, same_size
+from autofuse.passes.graph.row_numbers import from_start
 
 
 @dataclass(frozen=True)
 class Operand:
     """An operand of a stage. The fused op takes it expanded to `expand`, then reshaped to `shape`.
 
-    `others`: the operands of the other experts, if each expert has its own.
+    `others`: the operands of the other experts, if each expert has its own. `numbers`: the operand chooses
+    among so many rows, and a negative number counts from the last.
     """
 
     node: fx.Node
     expand: tuple[Size, ...] | None = None
     shape: tuple[Size, ...] | None = None
     others: tuple[Operand, ...] = ()
+    numbers: Size | None = None
 
     @property
     def nodes(self) -> tuple[fx.Node, ...]:
@@ -73,6 +76,8 @@ def broadcast(
 def materialise(emitter: Emitter, operand: Operand) -> fx.Node:
     """Insert the views that give the operand the shape that the fused op takes."""
     node = operand.node
+    if operand.numbers is not None:
+        node = from_start(emitter, node, operand.numbers)
     if operand.expand is not None:
         have = emitter.shapes.known(node)
         full = (*((1,) * (len(operand.expand) - len(have))), *have)

@@ -12,6 +12,7 @@ from autofuse.passes.graph.emit import Emitter
 from autofuse.passes.graph.follow import Shapes, argument, aten, dtype_of, tensor
 from autofuse.passes.graph.layout import same_size
 from autofuse.passes.graph.permutation import is_permutation
+from autofuse.passes.graph.row_numbers import FROM_EITHER_END, from_start
 from autofuse.passes.reasons import Reason, Reject
 
 _EMPTY = (aten.empty.memory_format, aten.new_empty.default, aten.empty_like.default)
@@ -68,7 +69,12 @@ def _put(put: fx.Node, shapes: Shapes) -> Placement | None:
         return None
     assert isinstance(index, fx.Node)
     permutes = permutes_all(index, put, shapes)
-    return Placement(put, rows, (index,), lambda emitter: index, permutes)
+    count = shapes.known(put)[0]
+
+    def numbers(emitter: Emitter) -> fx.Node:
+        return from_start(emitter, index, count) if put.target in FROM_EITHER_END else index
+
+    return Placement(put, rows, (index,), numbers, permutes)
 
 
 def is_blank(node: object) -> bool:

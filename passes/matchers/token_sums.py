@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TypeAlias
+from typing import TypeAlias, TypeGuard
 
 import torch
 from torch import fx
 
 from autofuse.passes.graph.follow import Shapes, argument, aten, dtype_of, tensor
 from autofuse.passes.graph.layout import Layout, Size, exact_quotient, prod, same_shape, same_size
+from autofuse.passes.graph.row_numbers import FROM_EITHER_END
 from autofuse.passes.reasons import Reason, Reject
 
 from .contractions import Product, contraction
@@ -74,7 +75,8 @@ def chosen_rows(n: fx.Node, shapes: Shapes, match: MatchRows, extend: Extend) ->
         return Reject(Reason.LAYOUT, f"{source.name} is no list of rows of experts")
     count = shapes.known(n)[0]
     stage = f"take %{len(found.operands)}"
-    return _as_tokens(extend(found, source, n, stage, Operand(chosen, shape=(count, 1))), n, count, shapes)
+    order = _row_numbers(n, chosen, count, found.shape[0])
+    return _as_tokens(extend(found, source, n, stage, order), n, count, shapes)
 
 
 def added_rows(n: fx.Node, shapes: Shapes, match: MatchRows, extend: Extend) -> Product | Reject:
@@ -92,8 +94,14 @@ def added_rows(n: fx.Node, shapes: Shapes, match: MatchRows, extend: Extend) -> 
         return Reject(Reason.LAYOUT, f"{rows.name} is no list of rows of experts")
     count = shapes.known(rows)[0]
     stage = f"index_add %{len(found.operands)} %{len(found.operands) + 1}"
-    given = (Operand(base), Operand(index, shape=(count, 1)))
-    return _as_tokens(extend(found, rows, n, stage, *given), n, shapes.known(base)[0], shapes)
+    tokens = shapes.known(base)[0]
+    given = (Operand(base), _row_numbers(n, index, count, tokens))
+    return _as_tokens(extend(found, rows, n, stage, *given), n, tokens, shapes)
+
+
+def _row_numbers(n: fx.Node, index: fx.Node, count: Size, rows: Size) -> Operand:
+    """The index of `n`: `count` numbers of `rows` rows."""
+    return Operand(index, shape=(count, 1), numbers=rows if n.target in FROM_EITHER_END else None)
 
 
 def _sum(n: fx.Node, shapes: Shapes, match: MatchRows, extend: Extend) -> Product | Reject:
@@ -145,7 +153,7 @@ def _are_rows(found: Product, node: fx.Node, shapes: Shapes) -> bool:
     return is_natural(found.layout, found.shape) and same_shape(shapes.of(node), found.shape)
 
 
-def _is_index(index: object) -> bool:
+def _is_index(index: object) -> TypeGuard[fx.Node]:
     val = tensor(index)
     return val is not None and val.dim() == 1 and val.dtype == torch.int64
 

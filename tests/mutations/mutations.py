@@ -141,6 +141,13 @@ PASSES = (
         _of("ops", "grouped"),
     ),
     Mutation(
+        "a row's number may be negative behind a choice",
+        "row_numbers.py",
+        "return may(args[1:])",
+        "return may(args[1])",
+        _of("passes", "row_numbers"),
+    ),
+    Mutation(
         "a weight may depend on what is gathered",
         "gather_matmul.py",
         "late = depends_on(anchor, c.inputs)",

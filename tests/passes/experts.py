@@ -91,12 +91,13 @@ class Dropless(nn.Module):
     """Top-2 routing; splits depend on the data; experts as grouped matmuls.
 
     Rows are brought into the order of experts by a sort, or by places that are counted. wide: they are
-    exchanged in float32, as the program has it, and cast for the experts (torchtitan).
+    exchanged in float32, as the program has it, and cast for the experts (torchtitan). negative: places are
+    counted from the last row.
     """
 
-    def __init__(self, sorts: bool = False, wide: bool = False) -> None:
+    def __init__(self, sorts: bool = False, wide: bool = False, negative: bool = False) -> None:
         super().__init__()
-        self.sorts, self.wide = sorts, wide
+        self.sorts, self.wide, self.negative = sorts, wide, negative
         self.world = dist.get_world_size()
         self.gate = nn.Linear(D, LOCAL * self.world, bias=False)
         self.w1 = nn.Parameter(torch.randn(LOCAL, D, H) * 0.1)
@@ -116,13 +117,16 @@ class Dropless(nn.Module):
             outputs = received.view(self.world, -1).sum(1).tolist()
         sent = x.float() if self.wide else x
         rows = exchange(sent[token], outputs, inputs)
-        shape = rows.shape
+        arrived = rows
         rows, places, sizes = expert_major(rows, received, self.world, self.sorts)
+        if self.negative:
+            places = places - arrived.shape[0]
+            rows = arrived[places]
         ends = sizes.cumsum(0).to(torch.int32)
         rows = rows.bfloat16()
         h = F.silu(torch._grouped_mm(rows, self.w1, offs=ends)) * torch._grouped_mm(rows, self.w3, offs=ends)
         y = torch._grouped_mm(h, self.w2, offs=ends).type_as(sent)
-        back = y.new_empty(shape)
+        back = y.new_empty(arrived.shape)
         back[places] = y
         back = exchange(back, inputs, outputs)
         back = (back.float() * score[:, None]).to(x.dtype)
@@ -162,6 +166,13 @@ PROGRAMS: dict[str, Program] = {
     ),
     "dropless, sorted, training": Program(
         model(lambda: Dropless(sorts=True), torch.bfloat16, grad=True),
+        TRAINED,
+        {"forward": ["no_compute"]},
+        grad=True,
+        tolerance=0.03,
+    ),
+    "dropless, negative places, training": Program(
+        model(lambda: Dropless(negative=True), torch.bfloat16, grad=True),
         TRAINED,
         {"forward": ["no_compute"]},
         grad=True,

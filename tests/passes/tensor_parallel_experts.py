@@ -67,8 +67,12 @@ class Experts(nn.Module):
             return torch.zeros_like(x).index_add(0, token, out.to(x.dtype))
         if self.how == "scatter_add":
             return torch.zeros_like(x).scatter_add(0, token.unsqueeze(-1).expand(-1, D), out.to(x.dtype))
+        if self.how == "index_put from the end":
+            return torch.zeros_like(x).index_put((token - TOKENS,), out.to(x.dtype), accumulate=True)
         back = torch.empty_like(order)
         back[order] = torch.arange(order.shape[0], device=x.device)
+        if self.how == "sum from the end":
+            back = torch.where(back % 2 == 1, back - TOP * TOKENS, back)
         return out[back].view(-1, TOP, D).sum(1).to(x.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -111,6 +115,10 @@ PROGRAMS: dict[str, Program] = {
     "index_add": Program(build("index_add"), {"inference": [AR]}, tolerance=0.02),
     "scatter_add, scattered": Program(
         build("scatter_add", scattered=True), {"inference": [RS]}, tolerance=0.02
+    ),
+    "sum, rows from the end": Program(build("sum from the end"), {"inference": [AR]}, tolerance=0.02),
+    "index_put, tokens from the end": Program(
+        build("index_put from the end"), {"inference": [AR]}, tolerance=0.02
     ),
     "every expert": Program(build("every", torch.float32), {"inference": [AR]}),
     "gathered": Program(given, kept={"inference": ["unsupported_variant"]}),
