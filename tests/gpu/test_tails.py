@@ -10,9 +10,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autofuse.lowering.gpu.choice.kernel import CUBLAS_NCCL
+from autofuse.lowering.gpu.dense.reductions import MOST_PACKET_ROWS
 from autofuse.lowering.gpu.dense.ways import ONE_SHOT, TWO_SHOT
 from autofuse.lowering.proofs import UNPROVEN
 from autofuse.lowering.reference.tail import tail_reference
+from autofuse.native_kernels.triton.exchange_row_packets import row_packets_fit
 from tests.gpu.conftest import WORLDS
 from tests.gpu.on_gpus import MOST_ERROR, error_of, every_result, operands, reference
 from tests.ranks import RankPool
@@ -98,6 +100,7 @@ def test_every_way(
 ) -> None:
     for errors in gpu_ranks(world).run(_all_ways, op, m, n, text, proof, timeout=250):
         assert any(way.startswith("rows") for way in errors)
+        assert ("row_packets" in errors) == (m <= MOST_PACKET_ROWS and row_packets_fit(n, world))
         assert ("rows" in errors) == (world > 2 or op == SCATTER or proof == "proven")
         assert {way: error for way, error in errors.items() if error > _most(way, world)} == {}
 

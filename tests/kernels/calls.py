@@ -360,7 +360,7 @@ def at_random(calls: Sequence[T], count: int, seed: int) -> list[T]:
 def give_up(rank: int, world: int, call: Call, lost: int, stopped: bool) -> list[int]:
     """The failure record of a rank where rank `lost` never makes the call; the kernel ends nevertheless:
     after its limit, or because the host has said that rank `lost` will not come."""
-    memory = peer_memory(rank, world, call.need(world), polls=3_000_000 if stopped else 50)
+    memory = peer_memory(rank, world, call.need(world), polls=3_000_000 if stopped else 250)
     if stopped:
         memory.record[Record.STOP] = 1 << lost
     if rank != lost:

@@ -1,6 +1,7 @@
-"""Calls of `exchange_rows` on ranks that are CPU processes."""
+"""Calls of `exchange_rows` and `exchange_row_packets` on ranks that are CPU processes."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -8,11 +9,18 @@ from torch import Tensor
 from autofuse.lowering.gpu.dense.tails import tail_of
 from autofuse.lowering.reference.tail import tail_reference
 from autofuse.native_kernels.gpu.memory import Need, PeerMemory
+from autofuse.native_kernels.triton.exchange_row_packets import (
+    RowPacketsConfig,
+    launch_exchange_row_packets,
+    row_packets_fit,
+    row_packets_needs,
+)
 from autofuse.native_kernels.triton.exchange_rows import RowsConfig, launch_exchange_rows, rows_needs
 from autofuse.native_kernels.triton.tails import NO_TAIL, TailSpec, launch_tail
 from tests.kernels.calls import SITE, Reduction, random_matrix
 
 CONFIG = RowsConfig(length=64)
+PACKETS = RowPacketsConfig()
 
 
 @dataclass(frozen=True)
@@ -22,12 +30,20 @@ class Rows(Reduction):
     operands: of each whether it has rows, whether it has columns, and its dtype.
     """
 
-    config: RowsConfig = CONFIG
+    config: Any = CONFIG
     programs: int = 2
     tail: str = ""
     operands: tuple[tuple[bool, bool, torch.dtype], ...] = ()
     alone: bool = False
     """Whether the tail is applied by a kernel behind the exchange."""
+
+    @property
+    def owners(self) -> bool:
+        """Whether the owner of a row applies the tail for all ranks."""
+        return self.all_ranks and not self.config.once
+
+    def exchange(self, *args: Any, **more: Any) -> None:
+        launch_exchange_rows(*args, **more)
 
     def need(self, world: int) -> Need:
         tail = self.spec(self.given(world, 0))
@@ -39,11 +55,12 @@ class Rows(Reduction):
 
     def given(self, world: int, rank: int) -> list[Tensor]:
         """The operands; those of owners are the same on all ranks, those of others are not."""
-        owners = self.all_ranks and not self.config.once
         rows = self.m if self.all_ranks else self.m // world
         found = []
         for i, (high, wide, dtype) in enumerate(self.operands):
-            t = random_matrix(1000 + i + (0 if owners else 10 * rank), rows if high else 1, self.n, dtype)
+            t = random_matrix(
+                1000 + i + (0 if self.owners else 10 * rank), rows if high else 1, self.n, dtype
+            )
             found.append(t[:, : self.n if wide else 1].contiguous())
         return found
 
@@ -61,7 +78,7 @@ class Rows(Reduction):
         memory = replace(memory, programs=self.programs)
         own = NO_TAIL if self.alone else tail
         results = [t.fill_(torch.nan) for t in own.empty(product, rows, columns)] or [total.clone()]
-        launch_exchange_rows(
+        self.exchange(
             memory, product, results, self.mean, self.all_ranks, self.config, SITE,
             operands=[] if self.alone else operands, tail=own,
         )  # fmt: skip
@@ -72,3 +89,21 @@ class Rows(Reduction):
         for got, wanted in zip(results, expected, strict=True):
             got, wanted = (t.float() if t.dtype.itemsize == 1 else t for t in (got, wanted))
             torch.testing.assert_close(got, wanted, msg=lambda text: f"rank {rank}, {self}: {text}")
+
+
+@dataclass(frozen=True)
+class RowPackets(Rows):
+    """Every rank applies its own tail."""
+
+    config: Any = PACKETS
+
+    @property
+    def owners(self) -> bool:
+        return False
+
+    def exchange(self, *args: Any, **more: Any) -> None:
+        launch_exchange_row_packets(*args, **more)
+
+    def need(self, world: int) -> Need:
+        assert row_packets_fit(self.n, world)
+        return row_packets_needs(self.m, self.n, world, self.all_ranks)

@@ -238,9 +238,9 @@ def test_owners_apply_a_tail_only_where_all_ranks_have_agreed_on_it(world: int) 
         problem = DenseProblem(op, 16, 512, 4096, world, torch.bfloat16, written=written)
         return {name for name, way in ways_of(problem).items() if applies_tails(way, problem)}
 
-    assert applying(REDUCE, 0) == {"rows once=1"}
-    assert applying(REDUCE, 8192) == {"rows once=1", "rows"}
-    assert applying(SCATTER, 0) == {"rows"}
+    assert applying(REDUCE, 0) == {"rows once=1", "row_packets"}
+    assert applying(REDUCE, 8192) == {"rows once=1", "row_packets", "rows"}
+    assert applying(SCATTER, 0) == {"rows", "row_packets"}
 
 
 def test_the_own_file_lies_apart_from_those_of_the_cost_model(

@@ -1,4 +1,5 @@
-"""exchange_rows on ranks that interpret it: sums bit by bit, tails as their reference."""
+"""exchange_rows and exchange_row_packets on ranks that interpret them: sums bit by bit, tails as their
+reference."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -8,7 +9,7 @@ import torch
 
 from autofuse.native_kernels.gpu.state import CODES_PER_SITE, Record, Wait
 from tests.kernels.calls import BF16, FP16, SITE, give_up, run_calls
-from tests.kernels.row_calls import CONFIG, Rows
+from tests.kernels.row_calls import CONFIG, RowPackets, Rows
 from tests.ranks import RankPool
 
 Interpreters = Callable[[int], RankPool]
@@ -46,6 +47,13 @@ CALLS = [
     Rows(9, 40, 16, tail=RMS_BACKWARD, operands=(GAMMA, RESIDUAL, (True, False, FP32))),
     Rows(5, 24, 16, tail=LAYER_NORM_BACKWARD, operands=(GAMMA, RESIDUAL, (True, False, FP32)), config=ONCE),
     Rows(9, 40, 16, tail=EXACT, operands=(RESIDUAL,)),
+    RowPackets(1, 40, 16),
+    RowPackets(12, 24, 16, mean=True, tail=NORM, operands=(RESIDUAL, GAMMA), programs=3),
+    RowPackets(
+        5, 72, 16, dtype=FP16, tail=LAYER_NORM,
+        operands=((True, True, FP16), (False, True, FP32), (True, False, FP32)),
+    ),
+    RowPackets(12, 40, 16, tail=NORM, operands=(RESIDUAL, GAMMA), all_ranks=False),
 ]  # fmt: skip
 
 
@@ -61,10 +69,12 @@ def test_programs_that_are_placed_late(interpreters: Interpreters, seed: int) ->
     interpreters(2).run(run_calls, CALLS, 0, 1, seed, timeout=120)
 
 
-@pytest.mark.parametrize("config", [CONFIG, ONCE], ids=str)
-def test_a_lost_rank(interpreters: Interpreters, config: object) -> None:
+@pytest.mark.parametrize(
+    "call", [Rows(24, 40, 16), Rows(24, 40, 16, config=ONCE), RowPackets(24, 40, 16)], ids=repr
+)
+def test_a_lost_rank(interpreters: Interpreters, call: Rows) -> None:
     """It is named, and the kernel ends."""
-    records = interpreters(3).run(give_up, Rows(24, 40, 16, config=config), 1, False, timeout=60)
+    records = interpreters(3).run(give_up, call, 1, False, timeout=60)
     for rank in (0, 2):
         assert records[rank][Record.RAISED] == 1
         assert records[rank][Record.SOURCE] == 1

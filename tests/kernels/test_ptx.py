@@ -29,6 +29,7 @@ from autofuse.native_kernels.cuda.kernels.matmul_reduce import ClusterReduceConf
 from autofuse.native_kernels.cuda.kernels.matmul_words import WordsConfig
 from autofuse.native_kernels.gpu.memory import EVENTS, SHARED_MEMORY, PeerMemory, Region
 from autofuse.native_kernels.gpu.state import MOST_TERMS, STATE_LENGTH
+from autofuse.native_kernels.triton.exchange_row_packets import RowPacketsConfig
 from autofuse.native_kernels.triton.exchange_rows import RowsConfig
 from autofuse.native_kernels.triton.exchange_sums import SumsConfig
 from autofuse.native_kernels.triton.gather_matmul import launch_gather_matmul
@@ -51,7 +52,7 @@ KERNELS = {
     "matmul_all_gather": {"matmul_gather", "matmul_gather_packets"},
 }
 OPS = tuple(KERNELS)
-PACKETS = ("matmul_packets", "matmul_gather_packets")
+PACKETS = ("matmul_packets", "matmul_gather_packets", "exchange_row_packets")
 """Kernels without signals."""
 
 BARRIER = re.compile(r"\bbar\.(sync|red)")
@@ -199,7 +200,8 @@ def compiled(problem: DenseProblem, way: Way, transposed: bool, trace: bool, mat
 
 
 ELSEWHERE = (
-    WordsConfig, WordsGatherConfig, ClusterReduceConfig, ClusterGatherConfig, SumsConfig, RowsConfig
+    WordsConfig, WordsGatherConfig, ClusterReduceConfig, ClusterGatherConfig, SumsConfig, RowsConfig,
+    RowPacketsConfig,
 )  # fmt: skip
 """Configurations of kernels that test_cuda_ptx, test_ptx_sums and test_ptx_rows have."""
 

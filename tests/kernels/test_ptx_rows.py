@@ -1,5 +1,5 @@
-"""What the compiler makes of exchange_rows and of tails for sm_90; no GPU is needed. The rules are those of
-test_ptx_embedding.py."""
+"""What the compiler makes of exchange_rows, exchange_row_packets and tails for sm_90; no GPU is needed. The
+rules are those of test_ptx.py and test_ptx_embedding.py."""
 
 from pathlib import Path
 
@@ -7,6 +7,12 @@ import pytest
 import torch
 
 from autofuse.lowering.gpu.dense.tails import tail_of
+from autofuse.native_kernels.triton.exchange_row_packets import (
+    RowPacketsConfig,
+    launch_exchange_row_packets,
+    row_packets_fit,
+    row_packets_needs,
+)
 from autofuse.native_kernels.triton.exchange_rows import (
     WARPS_PER_SM,
     RowsConfig,
@@ -14,6 +20,7 @@ from autofuse.native_kernels.triton.exchange_rows import (
     rows_needs,
 )
 from autofuse.native_kernels.triton.tails import launch_tail
+from tests.kernels import test_ptx
 from tests.kernels.calls import BF16, FP16
 from tests.kernels.test_interpreted_rows import (
     DROPOUT,
@@ -72,6 +79,41 @@ def test_the_exchange(columns: int, all_ranks: bool, once: bool, world: int, tmp
     assert found["REG"] <= 65536 // (32 * WARPS_PER_SM)
     assert found["STACK"] <= 64, f"{found['STACK']} bytes are spilled"
     assert is_vectorised(kernel)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("columns", "all_ranks", "world"),
+    [
+        (8192, True, 2),
+        (2048, False, 4),
+        pytest.param(16384, True, 2, marks=pytest.mark.full),
+        pytest.param(8192, True, 4, marks=pytest.mark.full),
+        pytest.param(4096, True, 8, marks=pytest.mark.full),
+    ],
+)
+def test_packets_of_rows(columns: int, all_ranks: bool, world: int, tmp_path: Path) -> None:
+    """With a residual and a norm; hardly a register is spilled."""
+    config, m = RowPacketsConfig(), 16
+    assert row_packets_fit(columns, world)
+    rows = m if all_ranks else m // world
+    product, residual = torch.empty(m, columns, dtype=BF16), torch.empty(rows, columns, dtype=BF16)
+    operands = [residual, torch.empty(columns, dtype=BF16)]
+    tail = tail_of(NORM, BF16, rows, operands)
+    kernel, cubin = compile_launch(
+        lambda: launch_exchange_row_packets(
+            memory_for(row_packets_needs(m, columns, world, all_ranks), world), product,
+            tail.empty(product, rows, columns), False, all_ranks, config, operands=operands, tail=tail,
+        )
+    )  # fmt: skip
+    for rule in ("check_signals", "check_waits", "check_scopes", "check_packets", "check_decisions"):
+        getattr(test_ptx, rule)(kernel, str(config))
+    found = used(cubin, tmp_path)
+    assert found["STACK"] <= 40, f"{found['STACK']} bytes are spilled"
+    text = "\n".join(kernel.lines)
+    assert "st.global.v2.b64" in text
+    assert "ld.volatile.global.v2.b64" in text
+    assert "ld.global.b16" not in text
 
 
 @pytest.mark.parametrize(

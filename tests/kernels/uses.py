@@ -27,6 +27,7 @@ from autofuse.native_kernels.triton import (
     embedding_exchange,
     embedding_tables,
     exchange_bags,
+    exchange_row_packets,
     exchange_rows,
     exchange_sums,
     exchange_tokens,
@@ -93,6 +94,19 @@ def rows(world: int, m: int, n: int) -> Iterator[Use]:
 
         needs = exchange_rows.rows_needs(m * world, n, 2, world, everywhere, config, written)
         yield Use("rows", needs, used)
+
+    for everywhere in (True, False):
+
+        def packets(memory: PeerMemory, everywhere: bool = everywhere) -> Used:
+            out = matrix(m * (world if everywhere else 1), n)
+            p = launched(
+                exchange_row_packets.launch_exchange_row_packets, memory, full, [out], False, everywhere,
+                exchange_row_packets.RowPacketsConfig(),
+            )  # fmt: skip
+            return {"packets": halves(p["packets_half"] * 8, world * p["owned"] * n // 2 * 8)}
+
+        needs = exchange_row_packets.row_packets_needs(m * world, n, world, everywhere)
+        yield Use("row_packets", needs, packets)
 
 
 def dense(world: int, m: int, k: int, n: int, dtype: torch.dtype) -> Iterator[Use]:

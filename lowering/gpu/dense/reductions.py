@@ -5,7 +5,7 @@ x, w: a list each, of the operands of all terms of a sum.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,6 +25,12 @@ from autofuse.native_kernels.cuda.kernels.matmul_words import (
     words_needs,
 )
 from autofuse.native_kernels.gpu.memory import cdiv
+from autofuse.native_kernels.triton.exchange_row_packets import (
+    RowPacketsConfig,
+    launch_exchange_row_packets,
+    row_packets_fit,
+    row_packets_needs,
+)
 from autofuse.native_kernels.triton.exchange_rows import (
     RowsConfig,
     launch_exchange_rows,
@@ -39,10 +45,22 @@ from autofuse.native_kernels.triton.matmul_packets import (
 from autofuse.native_kernels.triton.matmul_reduce import ReduceConfig, launch_matmul_reduce, reduce_needs
 from autofuse.native_kernels.triton.tails import NO_TAIL, TailSpec, rows_fit
 
-from .work import clusters_work, packets_work, rows_work, sums_work, tiles_work, words_work
+from .work import (
+    clusters_work,
+    packets_work,
+    row_packets_work,
+    rows_work,
+    sums_work,
+    tiles_work,
+    words_work,
+)
 
 if TYPE_CHECKING:
     from .ways import DenseProblem
+
+
+MOST_PACKET_ROWS = 64
+"""Of more rows packets, which are twice the bytes, take the links longer than a signal takes."""
 
 
 class Reduce(NamedTuple):
@@ -54,8 +72,13 @@ class Reduce(NamedTuple):
     order: int
 
 
+def _is_of_rows(problem: DenseProblem) -> bool:
+    """Whether the part of each rank is rows side by side."""
+    return problem.by_rows and problem.outer == 1
+
+
 def _packets_configs(problem: DenseProblem) -> Iterator[PacketsConfig]:
-    if problem.m > 32 or not problem.by_rows or problem.outer != 1:
+    if problem.m > 32 or not _is_of_rows(problem):
         return
     if problem.everywhere and problem.m <= 16:
         yield PacketsConfig(once=True)
@@ -87,7 +110,7 @@ PACKETS: Kernel[DenseProblem, PacketsConfig] = Kernel(
 
 def _words_configs(problem: DenseProblem) -> Iterator[WordsConfig]:
     """Those with which tiles keep most programs busy."""
-    if problem.terms or problem.m > MOST_ROWS or not problem.by_rows or problem.outer != 1:
+    if problem.terms or problem.m > MOST_ROWS or not _is_of_rows(problem):
         return
     for bn in (64, 128):
         for split in (1, 2, 4):
@@ -217,7 +240,7 @@ def _sums_configs(problem: DenseProblem) -> Iterator[SumsConfig]:
 
 def _is_chunked(problem: DenseProblem) -> bool:
     """Whether the part of each rank is elements side by side, that begin at a multiple of 16 bytes."""
-    rows = problem.by_rows and problem.outer == 1 and problem.m % problem.world == 0
+    rows = _is_of_rows(problem) and problem.m % problem.world == 0
     return rows and problem.m // problem.world * problem.n % 8 == 0
 
 
@@ -247,7 +270,7 @@ SUMS: Kernel[DenseProblem, SumsConfig] = Kernel(
 
 
 def _rows_configs(problem: DenseProblem) -> Iterator[RowsConfig]:
-    if not (problem.by_rows and problem.outer == 1 and rows_fit(problem.n)):
+    if not (_is_of_rows(problem) and rows_fit(problem.n)):
         return
     if problem.everywhere and (problem.world == 2 or problem.m <= MOST_ROWS):
         yield RowsConfig(once=True)
@@ -256,6 +279,7 @@ def _rows_configs(problem: DenseProblem) -> Iterator[RowsConfig]:
 
 
 def _launch_rows(
+    exchange: Callable[..., None],
     at: Launch,
     config: RowsConfig,
     x: Sequence[Tensor],
@@ -265,9 +289,9 @@ def _launch_rows(
     operands: Sequence[Tensor] = (),
     tail: TailSpec = NO_TAIL,
 ) -> None:
-    """out: the results of the tail, if there is one."""
+    """exchange: the launch of a kernel that applies tails; out: the results of the tail, if there is one."""
     results = [out] if isinstance(out, Tensor) else out
-    launch_exchange_rows(
+    exchange(
         at.memory, multiplied(x, w), results, how.mean, how.everywhere, config, at.site, at.compile_only,
         operands, tail,
     )  # fmt: skip
@@ -277,19 +301,38 @@ ROWS: Kernel[DenseProblem, RowsConfig] = Kernel(
     "rows",
     _rows_configs,
     needs=lambda config, p: rows_needs(p.m, p.n, 2, p.world, p.everywhere, config, p.written),
-    launch=_launch_rows,
+    launch=partial(_launch_rows, launch_exchange_rows),
     work=rows_work,
     source="triton/exchange_rows.py",
 )
-"""The kernel that applies tails itself."""
+
+
+def _row_packets_configs(problem: DenseProblem) -> Iterator[RowPacketsConfig]:
+    few = problem.m <= MOST_PACKET_ROWS and _is_of_rows(problem)
+    if few and row_packets_fit(problem.n, problem.world):
+        yield RowPacketsConfig()
+
+
+ROW_PACKETS: Kernel[DenseProblem, RowPacketsConfig] = Kernel(
+    "row_packets",
+    _row_packets_configs,
+    needs=lambda config, p: row_packets_needs(p.m, p.n, p.world, p.everywhere),
+    launch=partial(_launch_rows, launch_exchange_row_packets),
+    work=row_packets_work,
+    source="triton/exchange_row_packets.py",
+)
 
 
 def applies_tails(way: Way, problem: DenseProblem) -> bool:
     """Whether the kernel of a way applies the tail; if not, another kernel does behind it. The owner of a row
     may apply the tail for all ranks only where they have agreed that it is the same (`written`)."""
+    if way.kernel is ROW_PACKETS:
+        return True
     if way.kernel is not ROWS:
         return False
     return not problem.everywhere or way.config.once or problem.written > 0
 
 
-REDUCTIONS: tuple[Kernel[DenseProblem, Any], ...] = (PACKETS, WORDS, CLUSTERS, TILES, SUMS, ROWS)
+REDUCTIONS: tuple[Kernel[DenseProblem, Any], ...] = (
+    PACKETS, WORDS, CLUSTERS, TILES, SUMS, ROWS, ROW_PACKETS,
+)  # fmt: skip

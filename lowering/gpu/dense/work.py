@@ -10,6 +10,7 @@ from autofuse.native_kernels.cuda.kernels.gather_words import WordsGatherConfig
 from autofuse.native_kernels.cuda.kernels.matmul_reduce import ClusterReduceConfig
 from autofuse.native_kernels.cuda.kernels.matmul_words import WordsConfig
 from autofuse.native_kernels.gpu.memory import cdiv
+from autofuse.native_kernels.triton.exchange_row_packets import RowPacketsConfig
 from autofuse.native_kernels.triton.exchange_rows import RowsConfig
 from autofuse.native_kernels.triton.exchange_sums import SumsConfig
 from autofuse.native_kernels.triton.gather_matmul import GatherConfig
@@ -108,6 +109,13 @@ def rows_work(config: RowsConfig, p: DenseProblem) -> Work:
         sent = (p.world - 1) * p.m * (2.0 * p.n + p.written) / p.world
     summed = 2.0 * p.m * p.n * (1 if p.everywhere else 1 / p.world)
     return Exchange(f"{p.op} rows", _products(p), sent, 2 * sent + summed, hops)
+
+
+def row_packets_work(config: RowPacketsConfig, p: DenseProblem) -> Work:
+    """cuBLAS, then one exchange of packets, which are twice the bytes."""
+    sent = 2 * _reduced(p, once=p.everywhere)[0]
+    summed = 2.0 * p.m * p.n * (1 if p.everywhere else 1 / p.world)
+    return Exchange(f"{p.op} row_packets", _products(p), sent, 2 * sent + summed, 1)
 
 
 def _gathered(p: DenseProblem) -> float:
