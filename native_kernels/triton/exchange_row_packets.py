@@ -64,14 +64,14 @@ def row_packets_needs(rows: int, columns: int, world: int, all_ranks: bool) -> N
     return Need(packets=2 * world * _owned(rows, world, all_ranks) * (columns // 2) * 8)
 
 
-@triton.jit(do_not_specialize=["rows", "owned", "units", "rank", "site"])
+@triton.jit(do_not_specialize=["rows", "owned", "units", "programs", "rank", "site"])
 def exchange_row_packets(
-    product, o0, o1, o2, o3, o4, o5, r0, r1, r2, r3, packets, state, rows, owned, units, rank, site,
-    packets_half,
-    PROGRAMS: tl.constexpr, W: tl.constexpr, ALL: tl.constexpr, MEAN: tl.constexpr, COLUMNS: tl.constexpr,
+    product, o0, o1, o2, o3, o4, o5, r0, r1, r2, r3, packets, state, rows, owned, units, programs, rank,
+    site, packets_half,
+    W: tl.constexpr, ALL: tl.constexpr, MEAN: tl.constexpr, COLUMNS: tl.constexpr,
     SOURCES: tl.constexpr, STAGES: tl.constexpr, OPERANDS: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Grid: PROGRAMS, one a multiprocessor.
+    """Grid: `programs`, one a multiprocessor.
 
     product: [rows, units * UNIT]; owned: rows that a rank adds up; r0 to r3: [owned rows, .]; packets: int64
     [W], addresses of the packet memory of all ranks; SOURCES: the power of two above W.
@@ -85,7 +85,7 @@ def exchange_row_packets(
     base = half_of(epoch) * packets_half
     pairs_of_product = product.to(tl.pointer_type(tl.uint32))
     send_rows(
-        pairs_of_product, packets, rows, owned, rank, program, pitch, base, epoch, PROGRAMS, W, ALL, COLUMNS
+        pairs_of_product, packets, rows, owned, rank, program, pitch, base, epoch, programs, W, ALL, COLUMNS
     )
     mark(state, A, program, epoch)
     if program == 0:
@@ -107,13 +107,13 @@ def exchange_row_packets(
     while going != 0:
         if share >= 0:
             send_rows(
-                pairs_of_product, packets, rows, owned, rank, share, pitch, base, epoch, PROGRAMS, W, ALL,
+                pairs_of_product, packets, rows, owned, rank, share, pitch, base, epoch, programs, W, ALL,
                 COLUMNS,
             )  # fmt: skip
             if share == 0:
                 announce(state, rank, W, epoch)
             share = tl.full((), -1, tl.int32)
-        seen = look(state, PROGRAMS, epoch)
+        seen = look(state, programs, epoch)
         while (item < count) & (share < 0):
             mine = tl.load(
                 pairs_of_product + (first + item).to(tl.int64) * pitch + pair, mask=pair < pitch, other=0
@@ -122,7 +122,7 @@ def exchange_row_packets(
             wanted = (source < W) & (source != rank) & (pair < pitch)[None, :]
             code = site * CODES_PER_SITE + REDUCING
             parts, share, _, left = take_or_help(
-                own + where, epoch, wanted, state, code, source, item, program, PROGRAMS, PROGRAMS, rank, W,
+                own + where, epoch, wanted, state, code, source, item, program, programs, programs, rank, W,
                 last, LEAVES=True, ADDS=False,
             )  # fmt: skip
             if left != 0:
@@ -140,15 +140,15 @@ def exchange_row_packets(
                 )
                 for i in tl.static_range(len(WHOLE)):
                     write(results[i], values[i], at, at < count, column, columns, WHOLE[i])
-                item += PROGRAMS
+                item += programs
         if (share < 0) & (item >= count):
             if last == 0:
-                share = further(seen, PROGRAMS, state, A, PROGRAMS, epoch)
+                share = further(seen, programs, state, A, programs, epoch)
                 if share < 0:
-                    last, going = through(state, B, program, left, PROGRAMS, epoch)
+                    last, going = through(state, B, program, left, programs, epoch)
             if (last != 0) & (going != 0):
-                behind = next_left(state, B, behind, PROGRAMS, epoch)
-                going = (behind < PROGRAMS).to(tl.int32)
+                behind = next_left(state, B, behind, programs, epoch)
+                going = (behind < programs).to(tl.int32)
                 if going != 0:
                     item = behind
                 left = tl.full((), 0, tl.int32)
@@ -169,11 +169,11 @@ def in_order(parts, source, W: tl.constexpr):
 @triton.jit
 def send_rows(
     pairs_of_product, packets, rows, owned, rank, share, pitch, base, epoch,
-    PROGRAMS: tl.constexpr, W: tl.constexpr, ALL: tl.constexpr, COLUMNS: tl.constexpr,
+    programs, W: tl.constexpr, ALL: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Send every PROGRAMS-th row from number `share` on to those that add it up."""
+    """Send every `programs`-th row from number `share` on to those that add it up."""
     pair = tl.arange(0, COLUMNS // 2)
-    for unit in range(share, owned if ALL else (W - 1) * owned, PROGRAMS):
+    for unit in range(share, owned if ALL else (W - 1) * owned, programs):
         within = unit % owned
         owner = (rank + 1 + unit // owned) % W
         row = within if ALL else owner * owned + within
@@ -212,8 +212,8 @@ def launch_exchange_row_packets(
     launch(
         exchange_row_packets, programs, compile_only,
         product, *places(operands, results), memory.packets.addresses, memory.state,
-        rows, owned, columns // UNIT.value, memory.rank, site, memory.packets.half(torch.int64),
-        PROGRAMS=programs, W=world, ALL=all_ranks, MEAN=mean, COLUMNS=triton.next_power_of_2(columns),
+        rows, owned, columns // UNIT.value, programs, memory.rank, site, memory.packets.half(torch.int64),
+        W=world, ALL=all_ranks, MEAN=mean, COLUMNS=triton.next_power_of_2(columns),
         SOURCES=triton.next_power_of_2(world), **tail.constants, num_warps=config.warps(columns, world),
         num_stages=1,
     )  # fmt: skip
