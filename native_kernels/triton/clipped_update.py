@@ -1,23 +1,27 @@
-"""reduce_update_gather that clips by the norm of all gradients: two kernels, since the norm is of all sums.
+"""reduce_update_gather that clips by the norm of all gradients, in two kernels: no parameter may change
+before all sums are known.
 
-`sum_gradients`, pieces, items and slices as in `update_exchange`:
+`sum_gradients` runs once a piece. Pieces, items and slices are those of `update_exchange`:
 
 A. A program stores items of its gradients in the inbox of their owner. The program that counts the last item
    of a slice signals the owner.
-B. Tickets, in the order of the items of the own run: wait for the slice from all ranks, add in rank order in
-   fp32, and keep the sum and the sum of its squares.
-C. The program that counts the last sum of the last piece adds up the squares, stores their sum in `finished`
-   of all peers, waits for theirs, and stores the norm: the same on all ranks, which add in rank order.
+B. Programs draw tickets in the order of the items of the own run. A program waits for the slice from all
+   ranks, adds in rank order in fp32, and keeps the sum and the sum of its squares.
+C. The program that counts the last sum of the last piece adds up the squares, stores the result in `finished`
+   of all peers, and waits for the results of the peers. It adds these in rank order and stores the norm, so
+   all ranks have the same norm.
 
-`update_parameters`, of every piece behind that:
+`update_parameters` then runs once a piece:
 
-D. Tickets: read the kept sums, times the factor that follows from the norm, update states and parameters, and
-   store the parameters in `finished` of all peers. The last item of a slice signals all.
-E. Tickets behind those: wait for a slice of an owner, and copy its items to the parameters.
+D. A ticket is for an item of the own run. A program multiplies the kept sums by the factor that follows from
+   the norm, updates states and parameters, and stores the parameters in `finished` of all peers. The program
+   that counts the last item of a slice signals all peers.
+E. Later tickets are for slices of other owners. A program waits for the slice and copies its items to the
+   parameters.
 
-A and D wait for nobody, B for A of the peers, C for B of the peers, E for D of the peers. D may store at
-once: a rank that has the norm knows that all ranks have ended the launch that used this half of `finished`
-before.
+Parts A and D need no wait. B waits for A of the peers, C for their results, and E for D of the peers.
+D may store at once: a rank that has the norm knows that all ranks have ended the launch that used this half
+of `finished` before.
 """
 
 from collections.abc import Callable, Sequence

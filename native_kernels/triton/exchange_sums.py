@@ -7,12 +7,14 @@ A slice is some items that one signal covers.
 
 A. A program stores items of its P in the inbox of their owner, with ONCE in the inbox of every peer. The
    program that counts the last item of a slice signals.
-B. Tickets, in the order of the own items: wait for the slice from all ranks, add, and store the sum in the
-   output and, for an all_reduce that is not ONCE, in `finished` of all peers; its last item signals all.
-C. Tickets behind those: wait for a slice of a peer's chunk, and copy its items to the output.
+B. Programs draw tickets in the order of the own items. A program waits for the slice from all ranks, adds,
+   and stores the sum in the output. For an all_reduce that is not ONCE it also stores the sum in `finished`
+   of all peers, and the program that counts the last item of the slice signals all peers.
+C. Later tickets are for slices of the peers' chunks. A program waits for the slice and copies its items to
+   the output.
 
-A waits for nobody, B for A of the peers, C for B. With two ranks ONCE sends as many bytes in one exchange as
-the other form does in two.
+Part A needs no wait. Part B waits for part A of the peers, and part C for part B of the peers. Between two
+ranks ONCE sends as many bytes as the other form, in one exchange instead of two.
 
 A rank has two halves each of the inbox [W, items, length], `finished` likewise, and of the counters
 [2 * W, slices]: parts, then sums, by their source.

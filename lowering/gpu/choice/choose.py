@@ -1,7 +1,7 @@
 """Which way a call takes: the one that is predicted to be the fastest.
 
-`correction.py` predicts: formulas, corrected by measured points. What enters is equal on all ranks: rank 0
-hands its points round, and what its GPU says of itself, when the group first asks.
+`correction.py` predicts: formulas, corrected by measured points. All inputs are equal on all ranks: when the
+group first asks, rank 0 sends its points and the properties of its GPU to all ranks.
 """
 
 from __future__ import annotations

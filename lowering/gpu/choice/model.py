@@ -1,7 +1,7 @@
 """What a way takes on one kind of GPU: the formulas of its work with constants that were fitted.
 
 `constants/<gpu>.json` has the constants of the kinds that were measured. Other kinds take those of one of
-them; as rates are parts of what a GPU says of itself, they scale with that.
+them. Rates are fractions of peaks that a GPU reports, so they scale with the GPU.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What ways do, in sizes, and how long that takes: formulas with a few constants each.
+"""The work of ways, in sizes, and the time that it takes: formulas with a few constants each.
 
-A rate among the constants is a part of what the GPU says of itself, so that they serve other GPUs, too; times
-are in microseconds. Every constant is positive. `CONSTANTS` of a class has where a fit begins, and how far
-from there a constant may lie: the standard deviation of its logarithm.
+A rate among the constants is a fraction of a peak that the GPU reports, so the constants serve other GPUs,
+too. Times are in microseconds. Every constant is positive. `CONSTANTS` of a class has the value at which a
+fit begins, and how far from there the constant may lie: the standard deviation of its logarithm.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The dense ops on GPUs, as `FusedOp.cuda` calls them: choose a way, run it.
 
-`FusedOp.gpu_gap` has found no gap in the arguments. An empty matrix is left to the reference. What decides is
-equal on all ranks.
+`FusedOp.gpu_gap` has found no gap in the arguments. An empty matrix is left to the reference. All decisions
+depend only on values that are equal on all ranks.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""matmul_all_reduce and matmul_reduce_scatter of rows that a rank adds up itself, before the ranks' sums are
-added: bags of embedding tables, and experts' rows of tokens. What choosing a way has to know of either."""
+"""Problems of matmul_all_reduce and matmul_reduce_scatter whose product is a sum of rows of this rank: bags
+of embedding tables, and the rows that experts have for tokens. The choice of a way reads either alike."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ways of the dense ops do, in sizes: of kernels, and of what torch has."""
+"""The work of the ways of the dense ops: sizes of kernels, and of the ops that torch has."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The ops of embedding bags on GPUs, as `FusedOp.cuda` calls them: check sizes, choose a way, run it.
 
-Only arguments decide that are equal on all ranks. Number and dtypes of a rank's own tables are to be what
-they are in every call like this one. An update is the backward's kernel, with a rule.
+All decisions depend only on arguments that are equal on all ranks. Calls of one kind must have the same
+number and dtypes of a rank's own tables. An update is the kernel of the backward, with a rule.
 """
 
 from __future__ import annotations

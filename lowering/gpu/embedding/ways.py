@@ -1,6 +1,6 @@
-"""The ops of embedding bags as problems: all ways to run them on GPUs, kernels and what they replace.
+"""The ops of embedding bags as problems: all ways to run them on GPUs, kernels and torch's ops.
 
-Whether a way can run depends on nothing but what is equal on all ranks, not on their own tables, dims or
+Whether a way can run depends only on values that are equal on all ranks, not on a rank's own tables, dims or
 indices.
 """
 

@@ -1,4 +1,4 @@
-"""What the ways of embedding bags do, in sizes: of kernels, and of what they replace."""
+"""The work of the ways of embedding bags: sizes of kernels, and of the ops that they replace."""
 
 from __future__ import annotations
 

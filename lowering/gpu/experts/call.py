@@ -1,7 +1,8 @@
 """The expert ops on GPUs, as `FusedOp.cuda` calls them: check sizes, choose a way, run it.
 
-`FusedOp.gpu_gap` has found no gap in the arguments. For sizes that the kernels do not have NotImplemented is
-returned, and the reference runs. Only arguments decide that are equal on all ranks.
+`FusedOp.gpu_gap` has found no gap in the arguments. For sizes that the kernels do not take, the functions
+return NotImplemented, and the reference runs. All decisions depend only on arguments that are equal on all
+ranks.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Runs an expert op of any number of rows in a fused way.
 
-Splits differ from rank to rank, so that nothing that decides how a call is run may depend on them. Hosts know
-them, and tell each other before every call that is not captured how many rows their ranks have: memory grows
-where one has more than there is room for. Where ranks are known to bring equally many (`config.equal_rows`),
-there is room for all of them on each rank, and hosts do not meet. What is captured has as many rows in every
-replay.
+Splits differ from rank to rank, so no decision about a call may depend on them. Each host knows the splits of
+its rank. Before every call that is not captured, the hosts tell each other how many rows their ranks have.
+If a rank has more rows than there is room for, the memory of all ranks grows. With `config.equal_rows` ranks
+bring equally many rows: then each rank has room for all rows, and hosts do not meet. A captured call has the
+same rows in every replay.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the ways of the expert ops do, in sizes: of kernels, and of what they replace."""
+"""The work of the ways of the expert ops: sizes of kernels, and of the ops that they replace."""
 
 from __future__ import annotations
 

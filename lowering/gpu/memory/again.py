@@ -1,4 +1,5 @@
-"""What must be as it was for a kernel to be launched again without `GpuWorkspace.enter`."""
+"""Whether a kernel may be launched again without `GpuWorkspace.enter`: memory, stream and settings are the
+same as before."""
 
 from __future__ import annotations
 

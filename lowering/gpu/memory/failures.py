@@ -1,8 +1,9 @@
 """What fails in the kernels of one group: found on this rank or told by a peer, named, logged and raised.
 
-Kernels write the failure record of their rank, in pinned memory of the host. A host that finds one tells its
-peers through the `Board`, and all hosts let the waits of their kernels stop. Each rank then says for whom it
-waited. Who is waited for and waits for nobody is the lost rank, which all ranks name.
+Kernels write the failure record of their rank, in pinned memory of the host. A host that finds a failure in
+it tells its peers through the `Board`, and all hosts let the waits of their kernels stop. Each rank then
+says for which rank it waited. The lost rank is the one that others wait for and that waits for none itself;
+all ranks name it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Steps of an optimizer that are like one before: the same parameters, and gradients that are laid out alike.
 
-The hosts still tell each other that they make the step. What the kernel is told of tensors differs from
-before in the addresses of gradients and in the rates.
+The hosts still tell each other that they make the step. The descriptors of the tensors differ from those of
+the step before only in the addresses of gradients and in the rates.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """reduce_update_gather on GPUs: the hosts agree, then a way runs.
 
-Hosts compare through shared memory which tensors have gradients, and all else that must be equal. No GPU is
-waited for.
+Hosts compare through shared memory which tensors have gradients, and all other values that must be equal.
+They wait for no GPU.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the kernel of reduce_update_gather is told of tensors: buckets, addresses, numbers."""
+"""The descriptors of tensors for the kernel of reduce_update_gather: buckets, addresses, numbers."""
 
 from __future__ import annotations
 
