@@ -82,9 +82,13 @@ class TailSpec(NamedTuple):
         """Of a row of each result."""
         return tuple(dtype.itemsize * (columns if whole else 1) for dtype, whole in self.results)
 
+    def matrices(self, rows: int, columns: int) -> list[tuple[tuple[int, int], torch.dtype]]:
+        """Shape and dtype of each result of a tail of `V: [rows, columns]`."""
+        return [((rows, columns if whole else 1), dtype) for dtype, whole in self.results]
+
     def empty(self, like: Tensor, rows: int, columns: int) -> list[Tensor]:
         """The results, with nothing in them yet."""
-        return [like.new_empty(rows, columns if whole else 1, dtype=dtype) for dtype, whole in self.results]
+        return [like.new_empty(sizes, dtype=dtype) for sizes, dtype in self.matrices(rows, columns)]
 
 
 NO_TAIL = TailSpec("", (), (), ())

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from autofuse.lowering.gpu.choice.kernel import Launch, Problem, Way, ways_of
 from autofuse.lowering.gpu.choice.launcher import Launcher, _tensors, contiguous
-from autofuse.lowering.gpu.dense.reductions import Reduce
+from autofuse.lowering.gpu.dense.reductions import EXCHANGES, Reduce
 from autofuse.lowering.gpu.dense.ways import GATHER, PUBLISH, REDUCE, SCATTER, DenseProblem
 from autofuse.lowering.gpu.experts.kernels import Fixed
 from autofuse.lowering.gpu.experts.ways import COMBINE, DISPATCH, ExpertProblem
@@ -113,7 +113,7 @@ def check_ways(problem: Problem, operands: Callable[[], tuple[Any, ...]]) -> Non
     assert ways
     for way in ways:
         assert way.kernel is not None
-        if way.is_copied or way.kernel.kind in ("sums", "rows"):  # cuBLAS goes before its kernel
+        if way.is_copied or way.kernel in EXCHANGES:  # cuBLAS goes before its kernel
             assert not way.kernel.only_launches(way.config)
             continue
         assert way.kernel.only_launches(way.config), way.name

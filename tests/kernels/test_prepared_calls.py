@@ -16,6 +16,7 @@ from torch import Tensor
 from autofuse.lowering.gpu.choice.kernel import Way, ways_of
 from autofuse.lowering.gpu.dense import call as dense
 from autofuse.lowering.gpu.dense.run import Gather, Publication, Reduction
+from autofuse.lowering.gpu.dense.tails import tail_of
 from autofuse.lowering.gpu.dense.ways import GATHER, PUBLISH, REDUCE, SCATTER, DenseProblem
 from autofuse.lowering.gpu.embedding import call as embedding
 from autofuse.lowering.gpu.embedding.call import tables_of
@@ -63,7 +64,7 @@ def _rows(*shape: int) -> Tensor:
 
 
 def _dense(call: str, m: int, way: str, given: tuple[Any, ...], **more: Any) -> tuple[Any, ...]:
-    op = call.removesuffix(", kept")
+    op = call.split(", ")[0]
     problem = DenseProblem(op, m, K, N, WORLD, torch.bfloat16, **more)
     return (
         problem,
@@ -77,7 +78,21 @@ def _dense(call: str, m: int, way: str, given: tuple[Any, ...], **more: Any) -> 
 KEPT = f"{GATHER}, kept"
 """X is kept, which a second kernel stores, and a second weight is multiplied by torch."""
 
+NORM = "add %0; keep; to float32; rms 1e-06 keep; to bfloat16; mul %1"
+TAILS = {f"{REDUCE}, tail": 2, f"{SCATTER}, tail": 2}
+"""Launches of a call: its kernel, and one that applies the tail."""
+
+
+def _with_tail(*at: Any) -> Reduction:
+    """Its operands are a residual and a weight."""
+    problem = at[2]
+    rows = problem.m // (1 if problem.everywhere else WORLD)
+    tail = tail_of(NORM, torch.bfloat16, rows, [_rows(rows, N), _rows(N)])
+    return Reduction(*at, (1, K), False, "direct", "s", tail=tail)
+
+
 MAKE: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(TAILS, _with_tail),
     REDUCE: lambda *at: Reduction(*at, (1, K), False, "direct", "s"),
     SCATTER: lambda *at: Reduction(*at, (1, K), False, "direct", "s"),
     GATHER: lambda *at: Gather(*at, (1, K), False, False, "s", biased=True),
@@ -93,6 +108,14 @@ CALLS = {
     REDUCE: _dense(REDUCE, 8, "words", ([_rows(8, K)], [WEIGHT], [], "mm", "sum", False, [], "", "", *END)),
     SCATTER: _dense(
         SCATTER, 8, "packets", ([_rows(8, K)], [WEIGHT], [], "mm", "sum", 0, 1, False, [], "", "", *END)
+    ),
+    f"{REDUCE}, tail": _dense(
+        f"{REDUCE}, tail", 8, "words",
+        ([_rows(8, K)], [WEIGHT], [], "mm", "sum", False, [_rows(8, N), _rows(N)], NORM, "", *END),
+    ),
+    f"{SCATTER}, tail": _dense(
+        f"{SCATTER}, tail", 8, "packets",
+        ([_rows(8, K)], [WEIGHT], [], "mm", "sum", 0, 1, False, [_rows(4, N), _rows(N)], NORM, "", *END),
     ),
     GATHER: _dense(GATHER, 64, "few", (_rows(32, K), [WEIGHT], [BIAS], 0, 1, False, *END)),
     KEPT: _dense(KEPT, 64, "few", (_rows(32, K), [WEIGHT, WEIGHT], [BIAS, BIAS], 0, 1, True, *END)),
@@ -170,7 +193,9 @@ def _run(op: str, made: Any, given: tuple[Any, ...]) -> Any:
     """The long way."""
     x, w, more, *_ = given
     if op in (REDUCE, SCATTER):
-        return [made(x, w)]
+        return made(x, w)
+    if op in TAILS:
+        return made(x, w, given[-6])
     if op == PUBLISH:
         return [made(x[0], w[0], more[0])]
     if op == EMBEDDING:
@@ -203,7 +228,7 @@ def test_a_call_goes_on_the_short_way(op: str) -> None:
         assert {key: 1}
         short = quick.again(made, given)
         assert short is not None
-        assert len(driver.launches) == 1 + (op == KEPT)
+        assert len(driver.launches) == TAILS.get(op, 1 + (op == KEPT))
         for a, b in zip(*([t] if isinstance(t, Tensor) else t for t in (short, long)), strict=True):
             assert (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
         for i in range(2 * (op != EMBEDDING)):  # no operand of TMA: its way may be another one

@@ -33,8 +33,8 @@ class Launcher:
     """Calls of one kind at one site, in one way: `enter`, `launch`, `leave`.
 
     The workspace is asked about a kind of calls until it has let one in; later calls are let in at once.
-    problem: what all ranks must call alike; variant: that, and all else that a kernel is compiled for; need:
-    instead of the way's; note: for reports.
+    problem: what all ranks must call alike; variant: that, and all else that a kernel is compiled for; need,
+    launch: instead of the way's; note: for reports.
     """
 
     def __init__(
@@ -47,6 +47,7 @@ class Launcher:
         variant: Hashable,
         need: Callable[[], Need] | None = None,
         note: Note | None = None,
+        launch: Callable[..., Any] | None = None,
     ) -> None:
         if way.is_copied and workspace.serial:
             raise RuntimeError(
@@ -56,7 +57,7 @@ class Launcher:
         self._workspace, self._way, self._config = workspace, way, way.config
         self._op, self._site, self._problem, self._variant = op, site, problem, variant
         self._need = need or (lambda: way.need)
-        self._launch = None if way.kernel is None else way.kernel.launch
+        self._launch = launch or (None if way.kernel is None else way.kernel.launch)
         self._note = note
         self._at: Launch | None = None
         self._new, self._launches = False, 0
@@ -82,17 +83,19 @@ class Launcher:
 
     def again(
         self, operands: Sequence[Tensor], results: Sequence[Contiguous], more: Sequence[Tensor] = (),
-        dtype: torch.dtype | None = None,
+        dtypes: Sequence[torch.dtype] = (),
     ) -> list[Tensor] | None:  # fmt: skip
         """Launches what was launched before, with operands of the same layouts: those before the results,
-        then the results, which it allocates and returns, then more. dtype: of the results; None: of the first
-        operand. None if the call has to go the long way:
-        `enter`, `launch`, `leave`."""
+        then the results, which it allocates and returns, then more. dtypes: of the results, without which
+        they have that of the first operand. None if the call has to go the long way: `enter`, `launch`,
+        `leave`."""
         start = self._start
         if start is None or not self._unchanged():
             return None
-        dtype = dtype or operands[0].dtype
-        out = [self._empty(*sizes, dtype) for sizes in results]
+        if dtypes:
+            out = [self._empty(*sizes, dtype) for sizes, dtype in zip(results, dtypes, strict=True)]
+        else:
+            out = [self._empty(*sizes, operands[0].dtype) for sizes in results]
         if out[0].get_device() != operands[0].get_device():  # the current GPU is another one
             return None
         addresses = [t.data_ptr() for t in operands]

@@ -17,7 +17,7 @@ from torch import Tensor
 from autofuse import config
 from autofuse.lowering.gpu.choice.calls import Calls, GpuCall, remember, run_call
 from autofuse.lowering.gpu.choice.kernel import Way, replaced
-from autofuse.lowering.gpu.choice.quick import Quick, sizes_of
+from autofuse.lowering.gpu.choice.quick import ALIGNED, Quick, sizes_of
 from autofuse.lowering.gpu.embedding.reduced import reduced_call as bags_call
 from autofuse.lowering.gpu.experts.reduced import reduced_call as tokens_call
 from autofuse.lowering.gpu.memory.workspace import GpuWorkspace, current, workspace_for, workspace_of
@@ -56,16 +56,14 @@ def run_reduce(op: str, args: ReduceArguments) -> Any:
 
 
 def _reduced(reduction: Reduction, args: ReduceArguments, a: Sequence[Tensor]) -> list[Tensor]:
-    if not args.tail:
-        return [reduction(a, args.w)]
-    return reduction.with_tail(a, args.w, [t.contiguous() for t in args.tail_operands])
+    return reduction(a, args.w, [t.contiguous() for t in args.tail_operands])
 
 
 def _reduce_kind(op: str, args: ReduceArguments, a: Sequence[Tensor], capturing: bool) -> Hashable:
     update = op == SCATTER and config.update
     return (
         op, *map(_layout, a), *map(_layout, args.w), args.reduce_op, args.dim, args.outer, args.order,
-        args.site, capturing, update, args.tail, *map(_layout, args.tail_operands),
+        args.site, capturing, update, args.tail, args.proof, *map(_layout, args.tail_operands),
     )  # fmt: skip
 
 
@@ -216,8 +214,15 @@ def _kind(given: tuple[Any, ...]) -> Hashable:
 
 
 def _reduce_kind_of(given: tuple[Any, ...]) -> Hashable:
-    """Without a tail, its operands and proof. Bags look up other numbers of rows in each call."""
-    return None if given[-5] or is_pooled(given[3]) else _kind((*given[:-6], *given[-3:]))
+    """Bags look up other numbers of rows in each call."""
+    if is_pooled(given[3]):
+        return None
+    *before, operands, tail, proof, group, order, site = given
+    kind = _kind((*before, tail, proof, group, order, site))
+    if not operands or kind is None:
+        return kind
+    behind = tuple((t.shape, t.dtype, t.storage_offset() % ALIGNED) for t in operands)
+    return (kind, behind) if all(t.is_contiguous() for t in operands) else None
 
 
 def _quick_reduce(op: str) -> Quick:
@@ -225,8 +230,7 @@ def _quick_reduce(op: str) -> Quick:
         return workspace.calls.get(_reduce_kind(op, args, args.x, False))
 
     def again(reduction: Reduction, given: tuple[Any, ...]) -> list[Tensor] | None:
-        out = reduction.again(given[0], given[1])
-        return None if out is None else [out]
+        return reduction.again(given[0], given[1], given[-6])
 
     return Quick(_reduce_kind_of, made, again)
 

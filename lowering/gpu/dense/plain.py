@@ -38,7 +38,7 @@ def run(
         return Publication(workspace, way, problem, strides, False, site, traced)(x, w, None, trace)
     lengths = list(problem.terms or (problem.k,))
     reduction = Reduction(workspace, way, problem, strides, False, order, site, traced)
-    return reduction(x.split(lengths, 1), w.split(lengths), trace)
+    return reduction(x.split(lengths, 1), w.split(lengths), trace=trace)[0]
 
 
 def run_on(name: str, op: str, x: Tensor, w: Tensor, group_name: str, programs: int = 0) -> Tensor:

@@ -333,6 +333,7 @@ def applies_tails(way: Way, problem: DenseProblem) -> bool:
     return not problem.everywhere or way.config.once or problem.written > 0
 
 
-REDUCTIONS: tuple[Kernel[DenseProblem, Any], ...] = (
-    PACKETS, WORDS, CLUSTERS, TILES, SUMS, ROWS, ROW_PACKETS,
-)  # fmt: skip
+EXCHANGES: tuple[Kernel[DenseProblem, Any], ...] = (SUMS, ROWS, ROW_PACKETS)
+"""cuBLAS multiplies for them: operands may have any layout, and K any length."""
+
+REDUCTIONS: tuple[Kernel[DenseProblem, Any], ...] = (PACKETS, WORDS, CLUSTERS, TILES, *EXCHANGES)

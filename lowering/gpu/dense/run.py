@@ -20,10 +20,10 @@ from autofuse.lowering.reference.layout import parts, whole
 from autofuse.lowering.runs import Note
 from autofuse.native_kernels.gpu.memory import PeerMemory, is_tma
 from autofuse.native_kernels.gpu.state import MOST_WEIGHTS
-from autofuse.native_kernels.triton.tails import NO_TAIL, TailSpec
+from autofuse.native_kernels.triton.tails import NO_TAIL, TailSpec, rows_fit
 
 from .reductions import Reduce, applies_tails, multiplied
-from .tails import behind
+from .tails import behind, with_tail_behind
 from .ways import ASYNC_TP, FEW_ROWS, GATHER, ONE_SHOT, SCATTER, TWO_SHOT, DenseProblem
 
 
@@ -66,9 +66,10 @@ def of_weights(problem: DenseProblem, w: Sequence[Tensor], bias: Sequence[Tensor
 
 
 class Reduction:
-    """Calls of one kind of matmul_all_reduce or matmul_reduce_scatter: `reduction(x, w)`, the first result.
+    """Calls of one kind of matmul_all_reduce or matmul_reduce_scatter: `reduction(x, w, operands)`, the sum
+    or, with a tail, its results.
 
-    x, w: the operands of all terms of a sum.
+    x, w: the operands of all terms of a sum; operands: those of the tail, contiguous.
 
     What is equal in all of them is decided once.
     """
@@ -81,45 +82,63 @@ class Reduction:
         self._workspace, self._way, self._problem = workspace, way, problem
         self._is_replaced, self._is_fused = way.replaced, way.fused
         variant = (problem, strides, mean, order, traced, tail)
-        self._launcher = Launcher(workspace, way, problem.op, site, problem, variant, note=note)
         self._mean, self._tail = mean, tail
         self._how = Reduce(mean, problem.everywhere, problem.outer, ORDERS[order])
         shape = [problem.m, problem.n]
         shape[problem.dim] //= 1 if problem.everywhere else problem.world
-        self._result = contiguous(*shape)
+        results, launch = [(contiguous(*shape), problem.dtype)], None
+        self._takes_tail = bool(tail.results) and way.fused and rows_fit(shape[1])
+        if self._takes_tail:
+            found = [(contiguous(*sizes), dtype) for sizes, dtype in tail.matrices(*shape)]
+            if applies_tails(way, problem):
+                results = found
+            else:
+                assert way.kernel is not None
+                results, launch = results + found, with_tail_behind(way.kernel.launch, problem.programs)
+        self._results, self._dtypes = zip(*results, strict=True)
+        self._first = int(launch is not None)  # a launch of two kernels has the sum before its results
+        self._launcher = Launcher(
+            workspace, way, problem.op, site, problem, variant, note=note, launch=launch
+        )
 
-    def again(self, x: Sequence[Tensor], w: Sequence[Tensor]) -> Tensor | None:
+    def again(
+        self, x: Sequence[Tensor], w: Sequence[Tensor], operands: Sequence[Tensor]
+    ) -> list[Tensor] | None:
         """As `__call__`, of a call like one before that was not captured, in the shortest way; None where the
         call has to be prepared anew."""
         if self._launcher.is_short:
-            found = self._launcher.again((*x, *w), (self._result,))
-            return None if found is None else found[0]
-        return self(x, w) if self._launcher.goes_on() else None
+            found = self._launcher.again((*x, *w), self._results, operands, self._dtypes)
+            return None if found is None else found[self._first :]
+        return self(x, w, operands) if self._launcher.goes_on() else None
 
-    def __call__(self, x: Sequence[Tensor], w: Sequence[Tensor], trace: Tensor | None = None) -> Tensor:
+    def __call__(
+        self, x: Sequence[Tensor], w: Sequence[Tensor], operands: Sequence[Tensor] = (),
+        trace: Tensor | None = None,
+    ) -> list[Tensor]:  # fmt: skip
         memory = None if self._is_replaced else self._launcher.enter(self._problem.programs, trace)
         if memory is None:
-            return self._unfused(multiplied(x, w))
-        if self._is_fused:
-            out = x[0].new_empty(self._result[0])
-            self._launcher.launch(x, w, out, self._how)
+            return self._then(self._unfused(multiplied(x, w)), operands)
+        if not self._is_fused:
+            value = self._by_torch(memory, x, w)
         else:
-            out = self._by_torch(memory, x, w)
+            out = [
+                x[0].new_empty(sizes, dtype=d)
+                for (sizes, _), d in zip(self._results, self._dtypes, strict=True)
+            ]
+            if self._takes_tail:
+                self._launcher.launch(x, w, out, self._how, operands, self._tail)
+                self._launcher.leave()
+                return out[self._first :]
+            (value,) = out
+            self._launcher.launch(x, w, value, self._how)
         self._launcher.leave()
-        return out
+        return self._then(value, operands)
 
-    def with_tail(self, x: Sequence[Tensor], w: Sequence[Tensor], operands: Sequence[Tensor]) -> list[Tensor]:
-        """As `__call__`, and the tail behind it: its results. operands: contiguous."""
-        if not applies_tails(self._way, self._problem):
-            return behind(self(x, w), operands, self._tail, self._problem.programs)
-        memory = self._launcher.enter(self._problem.programs)
-        if memory is None:
-            value = self._unfused(multiplied(x, w))
-            return behind(value, operands, self._tail, self._problem.programs)
-        results = self._tail.empty(x[0], *self._result[0])
-        self._launcher.launch(x, w, results, self._how, operands, self._tail)
-        self._launcher.leave()
-        return results
+    def _then(self, value: Tensor, operands: Sequence[Tensor]) -> list[Tensor]:
+        """The results of the tail, if there is one."""
+        if not self._tail.results:
+            return [value]
+        return behind(value, operands, self._tail, self._problem.programs)
 
     def _by_torch(self, memory: PeerMemory, x: Sequence[Tensor], w: Sequence[Tensor]) -> Tensor:
         problem, group_name = self._problem, self._workspace.group_name

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from autofuse.lowering.gpu.choice.calls import once
+from autofuse.lowering.gpu.choice.kernel import Launch
 from autofuse.lowering.gpu.memory.workspace import GpuWorkspace
 from autofuse.lowering.proofs import UNPROVEN
 from autofuse.lowering.reference.tail import TailStage, check_tail, steps, tail_reference
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from autofuse.lowering.ops.matmul_all_reduce import MatmulAllReduce
     from autofuse.lowering.ops.matmul_reduce_scatter import MatmulReduceScatter
 
+    from .reductions import Reduce
     from .ways import DenseProblem
 
 Operand: TypeAlias = tuple[tuple[int, ...], torch.dtype]
@@ -99,9 +101,23 @@ def _kind(shape: tuple[int, ...], rows: int) -> tuple[bool, bool]:
     return high == rows and rows > 1, wide > 1
 
 
+def with_tail_behind(launch: Callable[..., Any], programs: int) -> Callable[..., None]:
+    """The launch of a dense kernel, and of the kernel that applies the tail behind it. Instead of one result
+    it takes the sum, and the results of the tail."""
+
+    def launch_both(
+        at: Launch, config: Any, x: Sequence[Tensor], w: Sequence[Tensor], results: Sequence[Tensor],
+        how: Reduce, operands: Sequence[Tensor], tail: TailSpec,
+    ) -> None:  # fmt: skip
+        value, *found = results
+        launch(at, config, x, w, value, how)
+        launch_tail(value, operands, found, tail, programs, at.compile_only)
+
+    return launch_both
+
+
 def behind(value: Tensor, operands: Sequence[Tensor], tail: TailSpec, programs: int) -> list[Tensor]:
-    """The results of a tail of `value: [M, N]`, contiguous, that another kernel has made. operands:
-    contiguous."""
+    """The results of a tail of `value: [M, N]`, contiguous, that torch has made. operands: contiguous."""
     kind = (tail, value.dtype, value.shape[1])
     capturing = torch.cuda.is_current_stream_capturing()
     if not rows_fit(value.shape[1]) or (capturing and kind not in _launched):

@@ -14,7 +14,7 @@ from autofuse.native_kernels.gpu.state import MOST_TERMS, MOST_WEIGHTS
 
 from .gathers import GATHERS
 from .publishes import PUBLISHES
-from .reductions import REDUCTIONS
+from .reductions import EXCHANGES, REDUCTIONS
 from .work import async_tp_work, nccl_work, one_shot_work, two_shot_work
 
 REDUCE, SCATTER, GATHER = "matmul_all_reduce", "matmul_reduce_scatter", "all_gather_matmul"
@@ -103,8 +103,10 @@ class DenseProblem:
         return self.by_rows and self.outer == 1 and not self.terms
 
     def kernels(self) -> Sequence[Kernel[DenseProblem, Any]]:
-        if not self._usable():
+        if self.dtype not in DTYPES or self.world > 8 or not min(self.m, self.k, self.n):
             return ()
+        if not self._is_multiplied():
+            return EXCHANGES if self.op in (REDUCE, SCATTER) else ()
         if self.op == PUBLISH:
             return PUBLISHES if self.by_rows or self.outer == 1 else ()
         if self.op != GATHER:
@@ -133,12 +135,10 @@ class DenseProblem:
         m = shares << (cdiv(self.m, shares) - 1).bit_length()
         return replace(self, m=max(self.world, m), aligned=True)
 
-    def _usable(self) -> bool:
+    def _is_multiplied(self) -> bool:
+        """Whether kernels of ours can multiply the operands."""
         return (
             self.aligned
-            and self.dtype in DTYPES
-            and self.world <= 8
-            and min(self.m, self.k, self.n) > 0
             and all(width % 8 == 0 for width in (self.n, *self.widths))
             and all(length % 8 == 0 for length in (self.k, *self.terms))
             and len(self.terms) <= MOST_TERMS

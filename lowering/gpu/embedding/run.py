@@ -55,7 +55,7 @@ class Exchange:
         if words is None:
             return None
         descriptors = self._workspace.descriptors.place(words, False)
-        found = launcher.again((descriptors,), (self._result,), dtype=self._problem.dtype)
+        found = launcher.again((descriptors,), (self._result,), dtypes=(self._problem.dtype,))
         return None if found is None else found[0]
 
     def __call__(self, tables: Tables, trace: Tensor | None = None) -> Tensor | None:
