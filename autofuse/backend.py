@@ -57,9 +57,9 @@ def compile_fused(
     configuration. `region`: the user's name of what is compiled."""
     measure_if_tuned(patches)
     inputs = given(gm, example_inputs)
-    basis = Basis(inputs.of_graph)
+    basis = Basis(inputs.of_graph, compared=may_rest(settings, inputs))
     fusion, patches = fusion_pass(next(_numbers), settings, patches, basis)
-    as_written = fx.GraphModule(gm, copy.deepcopy(gm.graph)) if may_rest(settings, inputs) else None
+    as_written = fx.GraphModule(gm, copy.deepcopy(gm.graph)) if basis.compared else None
     groups: set[str] = set()
 
     def compile_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
@@ -163,7 +163,7 @@ class JointPass(CustomGraphPass):
         for other in self.others:
             other(graph)
         fusion = self.fusion
-        fusion.schedules += passes.reschedule_or_not(graph, fusion.settings.schedule, fusion.basis)
+        fusion.schedules += passes.reschedule_or_not(graph, fusion.settings, fusion.basis)
         passes.unless_faulty(passes.mark_permutations, graph)
 
     def uuid(self) -> str | None:

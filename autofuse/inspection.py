@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autofuse import passes
 from autofuse.backend import autofuse as own_backend
-from autofuse.backend import fusion_pass, graph_kind, record
+from autofuse.backend import fusion_pass, graph_kind, may_rest, record
 from autofuse.declarations import given
 from autofuse.enabling import enabled
 from autofuse.lowering import torch_internals
@@ -135,7 +135,8 @@ def _compile_without_code(
     options: Mapping[str, Any] | None = None,
 ) -> Callable[..., Any]:
     chosen, patches = resolve(mode, options)
-    basis = Basis(given(gm, example_inputs).of_graph)
+    inputs = given(gm, example_inputs)
+    basis = Basis(inputs.of_graph, compared=may_rest(chosen, inputs))
     fusion, patches = fusion_pass(number, chosen, patches, basis)
 
     def compile_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:

@@ -138,9 +138,8 @@ class Site:
         plan = None if data["plan"] is None else PlanShape(**{k: _tuples(v) for k, v in data["plan"].items()})
         key = None if data.get("key") is None else SiteKey(**{k: _tuples(v) for k, v in data["key"].items()})
         ran = None if data.get("ran") is None else _ran_of(data["ran"])
-        considered = tuple(Considered(**each) for each in data.get("considered", ()))
         known |= {
-            "prediction": prediction, "plan": plan, "key": key, "ran": ran, "considered": considered
+            "prediction": prediction, "plan": plan, "key": key, "ran": ran, "considered": _considered(data)
         }  # fmt: skip
         return cls(**{**known, "reason": _reason(data["reason"])})
 
@@ -198,6 +197,7 @@ class Schedule:
         gathers: how many all_gathers there are instead.
         bytes_reduced, bytes_gathered: of the whole tensors.
         refused: why the other all_reduces stay whole.
+        considered: the schedules of all that lies between them that `auto` has considered.
     """
 
     name: str
@@ -207,6 +207,7 @@ class Schedule:
     bytes_reduced: int
     bytes_gathered: int
     refused: tuple[str, ...] = ()
+    considered: tuple[Considered, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -242,7 +243,8 @@ class GraphReport:
         sites = tuple(Site._from_dict(site) for site in data["sites"])
         before, after = (Listing._from_dict(data[name]) for name in ("before", "after"))
         schedules = tuple(
-            Schedule(**{**each, "refused": _tuples(each["refused"])}) for each in data.get("schedules", ())
+            Schedule(**{**each, "refused": _tuples(each["refused"]), "considered": _considered(each)})
+            for each in data.get("schedules", ())
         )
         return cls(
             **{**data, "before": before, "after": after, "sites": sites, "schedules": schedules},
@@ -308,6 +310,10 @@ class Report:
 
     def __str__(self) -> str:
         return text_of(self.until_now())
+
+
+def _considered(data: dict) -> tuple[Considered, ...]:
+    return tuple(Considered(**each) for each in data.get("considered", ()))
 
 
 def _tuples(value: Any) -> Any:

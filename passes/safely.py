@@ -9,9 +9,12 @@ from typing import TypeVar
 
 from torch import fx
 
+from .choice.choose import symbols_of
 from .fuse import Fault, fuse
 from .report import GraphReport, Listing, Schedule
-from .schedules.schedule import SPLIT, Basis, no_proofs, reschedule
+from .schedules.joint import no_proofs, reschedule
+from .schedules.schedule import AUTO, SPLIT, Basis
+from .schedules.search import SplitSearch
 from .settings import Settings
 
 log = logging.getLogger(__name__)
@@ -40,20 +43,22 @@ def fuse_or_keep(
             faults[site] = f"{type(cause).__name__}: {cause}"
 
 
-def reschedule_or_not(joint: fx.Graph, schedule: str, basis: Basis) -> list[Schedule]:
-    """As `reschedule`, but an exception leaves the graph as it was, and is logged.
+def reschedule_or_not(joint: fx.Graph, settings: Settings, basis: Basis) -> list[Schedule]:
+    """As `reschedule`, if the schedule is `split` or may become it, but an exception leaves the graph as it
+    was, and is logged.
 
-    The ranks of the groups still meet: another rank may have had no fault.
+    The ranks of the groups still meet where `split` was asked for: another rank may have had no fault.
     """
-    if schedule != SPLIT:
+    searches = settings.schedule == AUTO and settings.policy != "never" and basis.compared
+    if settings.schedule != SPLIT and not searches:
         return []
-    before = copy.deepcopy(joint)
+    before, proofs = copy.deepcopy(joint), list(basis.proofs)
     try:
-        return reschedule(joint, basis)
+        return reschedule(joint, basis, SplitSearch(settings, symbols_of(joint)) if searches else None)
     except Exception:
         log.exception("a fault in autofuse; the schedule of a graph stays as it was")
         _restore(joint, before)
-        basis.proofs += no_proofs(joint)
+        basis.proofs[:] = proofs if searches else [*proofs, *no_proofs(joint)]
         return []
 
 

@@ -11,7 +11,7 @@ from autofuse.lowering.runs import Ran
 from .ran import counted, lines_of
 
 if TYPE_CHECKING:
-    from .report import Prediction, Report, Site
+    from .report import Considered, Prediction, Report, Site
 
 
 def text_of(report: Report) -> str:
@@ -50,6 +50,7 @@ def _schedules(report: Report) -> list[str]:
                 f"({each.bytes_gathered} bytes)"
             )
             lines += [f"    whole: {why}" for why in each.refused]
+            lines += _times_of(each.considered)
         if graph.schedules and graph.saved_bytes is not None:
             lines.append(f"  {graph.name} saves {graph.saved_bytes} bytes for the backward, inputs aside")
     return lines
@@ -66,10 +67,15 @@ def _considered(report: Report) -> list[str]:
     for (graph, op, world, behind, schedules), count in found.items():
         times = f" ({count} times)" if count > 1 else ""
         lines.append(f"  {graph}, {op} of {world} ranks, then {_stages(behind)}{times}")
-        for each in schedules:
-            mark, us = "*" if each.taken else " ", _number(each.us)
-            lines.append(f"  {mark} {each.name:<9} {us:>10}  {each.why}".rstrip())
+        lines += _times_of(schedules)
     return lines
+
+
+def _times_of(considered: tuple[Considered, ...]) -> list[str]:
+    return [
+        f"  {'*' if each.taken else ' '} {each.name:<9} {_number(each.us):>10}  {each.why}".rstrip()
+        for each in considered
+    ]
 
 
 def _stages(tail: str) -> str:

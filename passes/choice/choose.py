@@ -129,7 +129,7 @@ def predict(
     it knows. `text`: with expressions in symbols, whose construction takes longer than all other steps
     together.
     """
-    task = _task(anchor, match, world, order)
+    task = task_of(anchor, match, world, order)
     free = frozenset(chain.from_iterable(s.free_symbols for s in task.sizes if isinstance(s, sympy.Expr)))
     known = tuple((s, symbols[s]) for s in sorted(free, key=str) if s in symbols)
     uneven = anchor.kind == "all_to_all" and not anchor.even
@@ -150,7 +150,8 @@ def on_gpu(choice: Choice) -> Choice:
     return choice if choice.why else replace(choice, fuse=True)
 
 
-def _task(anchor: Anchor, match: Match, world: int, order: str) -> Task:
+def task_of(anchor: Anchor, match: Match, world: int, order: str) -> Task:
+    """The compute and the collective of a match, for the cost model."""
     source = tensor(anchor.input)
     assert source is not None
     work = match.work

@@ -1,21 +1,27 @@
-"""Predicted times of a fused reduction and what lies behind it, under each schedule, and the choice of one.
+"""Predicted times of a reduction and what lies behind it, under each schedule, and the choice of one.
 
-W ranks share cores as in `cost_model.py`; `fused` is the fused op as it has it. `reduced`, `read` and
-`written` are the bytes of the sum, of the operands behind it, and of the results, on one rank:
+W ranks share cores as in `cost_model.py`. `reduce`, `scatter` and `gather` are ops with the matmul that feeds
+or reads them, fused if that is decided or predicted to be faster; `matmuls` are those that would read a
+gather. `reduced`, `read` and `written` are the bytes of the sum, of the operands behind it, and of the
+results, on one rank:
 
-    unchanged   fused + share * (reduced + read + written) / memory
-    every       fused + start + share * (read + written) / memory
-    owner       fused, never in one shot, + start + share * ((read + written) / (memory W)
-                + (written - reduced) (2 - 1 / W) / link)
+    unchanged   reduce + share * (reduced + read + written) / memory + matmuls
+    every       reduce + start + share * (read + written) / memory + matmuls
+    owner       reduce, never in one shot, + start + share * ((read + written) / (memory W)
+                + (written - reduced) (2 - 1 / W) / link) + matmuls
+    split       scatter + share * (reduced + read + written) / (memory W) + gathers + all_reduces of sums over
+                rows
 
 A tail is applied to sums where they arrive, so that nobody reads them again. Owners store what the tail
-returns and all ranks copy it, in place of the sum.
+returns and all ranks copy it, in place of the sum. A stream is split as a whole, so that its clusters are
+priced together.
 """
 
 from __future__ import annotations
 
 import functools
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -38,53 +44,85 @@ What is not predicted to save more is not taken instead of what stands."""
 
 @dataclass(frozen=True)
 class Cluster:
-    """A fused reduction, and bytes of what lies behind it."""
+    """A reduction, and what lies behind it.
+
+    Attributes:
+        task: the reduction of the product of a matmul; without matmuls the collective alone.
+        reduced, read, written: bytes, as above.
+        gathers: of what has been cut, with the matmuls that read it.
+        sums: all_reduces of sums over rows that have been cut.
+        decided: whether reductions and gathers are fused in any case; else the faster is taken.
+    """
 
     task: Task
     reduced: Size
     read: Size
     written: Size
+    gathers: tuple[Task, ...] = ()
+    sums: tuple[Task, ...] = ()
+    decided: bool = True
 
     def map(self, f: Callable[[Size], Size]) -> Cluster:
-        behind = {name: f(getattr(self, name)) for name in ("reduced", "read", "written")}
-        return replace(self, task=self.task.map(f), **behind)
+        reduced, read, written = map(f, (self.reduced, self.read, self.written))
+        gathers, sums = (tuple(task.map(f) for task in tasks) for tasks in (self.gathers, self.sums))
+        return Cluster(self.task.map(f), reduced, read, written, gathers, sums, self.decided)
 
     @property
     def sizes(self) -> tuple[Size, ...]:
-        return (*self.task.sizes, self.reduced, self.read, self.written)
+        tasks = (self.task, *self.gathers, *self.sums)
+        return (*(size for task in tasks for size in task.sizes), self.reduced, self.read, self.written)
 
 
 def predicted(schedule: str, cluster: Cluster, model: Model, arithmetic: Arithmetic) -> Value:
     """Microseconds of a cluster under a schedule."""
-    task, behind = cluster.task, cluster.read + cluster.written
-    fused = model.fused(task, arithmetic, owners=schedule == "owner")
-    share, memory = model.share(task.world), model.table.constants["memory.rate"]
-    if schedule == "unchanged":
-        return fused + share * (cluster.reduced + behind) / memory
-    fused = fused + START_US[schedule]
+    task, world = cluster.task, cluster.task.world
+    behind = cluster.read + cluster.written
+    share, memory = model.share(world), model.table.constants["memory.rate"]
+
+    def site(task: Task, owners: bool = False) -> Value:
+        if not task.matmuls and not task.pooled:
+            return model.collective(task)
+        fused = model.fused(task, arithmetic, owners)
+        if cluster.decided:
+            return fused
+        apart = model.apart(task, arithmetic)
+        return arithmetic.where(fused, apart, fused, apart)
+
+    if schedule == "split":
+        collectives = [site(gather) for gather in cluster.gathers]
+        collectives += [model.collective(total) for total in cluster.sums]
+        scattered = site(replace(task, op="matmul_reduce_scatter"))
+        return scattered + share * (cluster.reduced + behind) / (memory * world) + sum(collectives)
+    time = site(task, owners=schedule == "owner")
+    time = time + share * sum(model.compute(gather, arithmetic, fused=False) for gather in cluster.gathers)
+    if schedule == "unchanged" or not task.matmuls:  # a collective alone has no tail
+        return time + share * (cluster.reduced + behind) / memory
+    time = time + START_US[schedule]
     if schedule == "every":
-        return fused + share * behind / memory
-    more = (cluster.written - cluster.reduced) * (2 - 1 / task.world) / model.link(task.world)
-    return fused + share * (behind / (memory * task.world) + more)
+        return time + share * behind / memory
+    more = (cluster.written - cluster.reduced) * (2 - 1 / world) / model.link(world)
+    return time + share * (behind / (memory * world) + more)
 
 
 def cheapest(
-    cluster: Cluster, legal: Sequence[str], table: DeviceTable, symbols: Symbols
+    clusters: Sequence[Cluster], legal: Sequence[str], table: DeviceTable, symbols: Symbols
 ) -> tuple[str, dict[str, float | None]]:
-    """The schedule to take, the same on all ranks, and the predicted time of each at the sizes seen while
-    tracing, which does not decide. The first of `legal` is the one that stands."""
-    free = {symbol for size in cluster.sizes if isinstance(size, sympy.Expr) for symbol in size.free_symbols}
+    """The schedule of all these clusters to take, the same on all ranks, and the predicted time of each at
+    the sizes seen while tracing, which does not decide. The first of `legal` is the one that stands."""
+    sizes = {size for cluster in clusters for size in cluster.sizes if isinstance(size, sympy.Expr)}
+    free = {symbol for size in sizes for symbol in size.free_symbols}
     known = tuple((s, symbols[s]) for s in sorted(free, key=str) if s in symbols)
     if len(known) < len(free):  # a size depends on data
         return legal[0], dict.fromkeys(legal)
     # The number of cores, not the affinity of this process: all ranks must decide alike.
-    taken, times = _cheapest(cluster, tuple(legal), table, os.cpu_count() or 1, known)
+    counts = tuple(Counter(clusters).items())
+    taken, times = _cheapest(counts, tuple(legal), table, os.cpu_count() or 1, known)
     return taken, dict(zip(legal, times, strict=True))
 
 
 @functools.lru_cache(maxsize=1024)
 def _cheapest(
-    cluster: Cluster,
+    counts: tuple[tuple[Cluster, int], ...],
     legal: tuple[str, ...],
     table: DeviceTable,
     cores: int,
@@ -93,8 +131,8 @@ def _cheapest(
     model = Model(table, cores)
 
     def time(schedule: str, values: Mapping[sympy.Symbol, int], arithmetic: Numbers) -> float:
-        numbers = cluster.map(lambda size: evaluate(size, values))
-        return float(predicted(schedule, numbers, model, arithmetic))
+        numbers = [(cluster.map(lambda size: evaluate(size, values)), count) for cluster, count in counts]
+        return float(sum(count * predicted(schedule, each, model, arithmetic) for each, count in numbers))
 
     def is_faster(schedule: str, other: str, margin: float) -> bool:
         """At all sizes."""

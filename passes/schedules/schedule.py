@@ -1,4 +1,4 @@
-"""Chooses and applies the schedule of a joint graph, and tells what it did and what was refused."""
+"""The names of schedules, and what they rest on."""
 
 from __future__ import annotations
 
@@ -9,14 +9,11 @@ from torch import fx
 from torch.distributed import ProcessGroup
 
 from autofuse.lowering.proofs import UNPROVEN
-from autofuse.lowering.torch_internals import group_ranks_of, group_world, guard_multiple, seen_symbols
-from autofuse.passes.graph.anchors import Anchor, find_anchors, group_of
-from autofuse.passes.report import Schedule
+from autofuse.lowering.torch_internals import group_ranks_of
+from autofuse.passes.graph.anchors import group_of
 from autofuse.passes.tails import Candidate, Decide, Decision
 
 from .layouts import Input, Layouts
-from .slices import Fit
-from .split import Stream, find_stream, split, stream_dim
 
 AUTO, UNCHANGED, EVERY, OWNER, SPLIT = "auto", "unchanged", "every", "owner", "split"
 SCHEDULES = (AUTO, UNCHANGED, EVERY, OWNER, SPLIT)
@@ -24,6 +21,9 @@ SCHEDULES = (AUTO, UNCHANGED, EVERY, OWNER, SPLIT)
 
 WITH_TAILS = (EVERY, OWNER, SPLIT)
 """Those under which fused ops apply every tail that they can; with `auto` those that `search.py` chooses."""
+
+
+_UNDECLARED = "no values are declared to be the same on all ranks: autofuse.replicated(model, ...)"
 
 
 @dataclass(frozen=True)
@@ -48,10 +48,14 @@ class Basis:
     Attributes:
         inputs: what is known of the inputs of a graph.
         proofs: those that schedules rest on until now.
+        compared: whether the ranks compare proofs before the graph runs.
+        not_split: by ranks of a group, why `auto` has not split what lies between their all_reduces.
     """
 
     inputs: Callable[[fx.Graph], Mapping[fx.Node, Input]] = lambda graph: {}
     proofs: list[Proof] = field(default_factory=list)
+    compared: bool = False
+    not_split: dict[frozenset[int], str] = field(default_factory=dict)
 
     def prove(self, layouts: Layouts, nodes: Sequence[fx.Node], more: str, checked: bool) -> str:
         """A digest of the proofs that these values are replicated, and of `more`; empty if they are not.
@@ -102,6 +106,12 @@ class Prover:
             return self._not_by_owners(candidate) or "its group is not known"
         return self._basis.why_not(layouts, candidate.operands, self._checked)
 
+    def not_split(self, candidate: Candidate) -> str:
+        """Why the reduction has not become a reduce_scatter."""
+        group = group_of(candidate.group)
+        known = None if group is None else self._basis.not_split.get(group_ranks_of(group))
+        return known or _UNDECLARED
+
     @staticmethod
     def _not_by_owners(candidate: Candidate) -> str:
         if not candidate.whole:
@@ -127,72 +137,3 @@ def fixed(schedule: str, prover: Prover) -> Decide:
         return Decision(True, prover.prove(candidate) or UNPROVEN)
 
     return decide
-
-
-def reschedule(joint: fx.Graph, basis: Basis) -> list[Schedule]:
-    """Splits what can be split in a joint graph, in place. Every group with an all_reduce has a proof, on
-    every rank."""
-    inputs = basis.inputs(joint)
-    told: list[Schedule] = []
-    for group, anchors in _all_reduces(joint).items():
-        world = group_world(group)
-        assert world is not None
-        layouts = Layouts(joint, group, inputs)
-        fit = Fit(world, seen_symbols(joint))
-        stream = find_stream(joint, anchors, fit, layouts.replicated)
-        if stream is not None and not all(guard_multiple(joint, s, world) for s in fit.assumed):
-            # Calls with other numbers of rows find another graph.
-            fit = Fit(world)
-            stream = find_stream(joint, anchors, fit, layouts.replicated)
-        told.append(_told(stream, anchors, layouts, fit))
-        if stream is None:
-            basis.proofs.append(Proof(group, "", ()))
-            continue
-        rests_on = stream.rests_on
-        names = {inputs[n].name for n in layouts.inputs_of(rests_on) if n in inputs}
-        basis.proofs.append(Proof(group, layouts.proof(rests_on), tuple(sorted(names))))
-        split(joint, stream)
-    return told
-
-
-def no_proofs(joint: fx.Graph) -> list[Proof]:
-    """Of a graph that is left as it is: other ranks may have proofs, and must hear that this one has none."""
-    return [Proof(group, "", ()) for group in _all_reduces(joint)]
-
-
-def _all_reduces(joint: fx.Graph) -> dict[str | ProcessGroup, list[Anchor]]:
-    """By group, of groups of several ranks."""
-    found: dict[str | ProcessGroup, list[Anchor]] = {}
-    for anchor in find_anchors(joint):
-        group = anchor.known_group
-        if anchor.kind == "all_reduce" and group is not None and (group_world(group) or 1) > 1:
-            found.setdefault(group, []).append(anchor)
-    return found
-
-
-def _told(stream: Stream | None, anchors: list[Anchor], layouts: Layouts, fit: Fit) -> Schedule:
-    done = {} if stream is None else {a.node: a for a in stream.reductions.values()}
-    refused = dict.fromkeys(_why_not(anchor, layouts, fit) for anchor in anchors if anchor.node not in done)
-    gathered = [] if stream is None else stream.gathered
-    return Schedule(
-        name=UNCHANGED if stream is None else SPLIT,
-        world=fit.world,
-        reductions=len(done),
-        gathers=len(gathered),
-        bytes_reduced=0 if stream is None else stream.bytes_reduced,
-        bytes_gathered=0 if stream is None else stream.bytes_gathered,
-        refused=tuple(refused),
-    )
-
-
-def _why_not(anchor: Anchor, layouts: Layouts, fit: Fit) -> str:
-    """Why an all_reduce stays whole."""
-    place = anchor.source or anchor.kind
-    readers = [user for wait in anchor.waits for user in wait.users]
-    for reader in readers:
-        for read in reader.all_input_nodes:
-            if read not in anchor.waits and not layouts.replicated(read):
-                return f"{place}: {layouts.why(read)}"
-    if stream_dim(anchor, fit) is None:
-        return f"{place}: its rows cannot be cut into {fit.world} equal parts"
-    return f"{place}: too little of what reads it can be computed on slices"

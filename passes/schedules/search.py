@@ -1,5 +1,7 @@
-"""The search of the schedule `auto`: for every fused reduction with something behind it, the legal schedules
-are priced, and the cheapest is taken.
+"""The search of the schedule `auto`: the legal schedules are priced, and the cheapest is taken.
+
+`SplitSearch` prices what lies between the all_reduces of a group in a joint graph, which `split` changes as a
+whole. What it leaves, `Search` prices for every fused reduction with something behind it.
 
 All ranks decide alike: by the graph round the collective, by ranges of sizes and not by those that were seen,
 by the tables that all ranks have, and by what users declare on all ranks.
@@ -7,25 +9,53 @@ by the tables that all ranks have, and by what users declare on all ranks.
 
 from __future__ import annotations
 
-from torch import fx
-
-from autofuse.lowering.torch_internals import group_world
+from autofuse.lowering.cpu import support as cpu
 from autofuse.passes.choice.choose import Symbols
-from autofuse.passes.choice.cost_model import Task
 from autofuse.passes.choice.device_table import table_for
-from autofuse.passes.choice.scheduled import ERROR, Cluster, cheapest
-from autofuse.passes.graph.anchors import fused_op, group_of
-from autofuse.passes.graph.follow import expression, tensor
-from autofuse.passes.graph.layout import Size, prod
+from autofuse.passes.choice.scheduled import ERROR, cheapest
+from autofuse.passes.graph.anchors import Anchor
 from autofuse.passes.report import Considered
 from autofuse.passes.settings import Settings
 from autofuse.passes.tails import Candidate, Decision
 
+from .clusters import cluster_of, clusters_of
 from .schedule import EVERY, OWNER, SPLIT, UNCHANGED, Prover
+from .split import Stream
 
-_SPLITS = 'it changes a whole joint graph, of which no times are predicted: options={"schedule": "split"}'
+_ON_GPUS = '{} not measured on GPUs: options={{"schedule": "{}"}} takes {}'
+_TAILS_ON_GPUS = _ON_GPUS.format("tails were", EVERY, "them")
+_SPLIT_ON_GPUS = _ON_GPUS.format("it was", SPLIT, "it")
 
-_ON_GPUS = 'tails were not measured on GPUs: options={"schedule": "every"} takes them'
+_NONE_SAVES = f"no other is predicted to save more than {ERROR:.0%}"
+_EACH = "each reduction decides for itself: see below"
+
+_OPS = ("matmul_all_reduce", "matmul_reduce_scatter", "all_gather_matmul")
+"""What a stream is made of, whole and split."""
+
+
+class SplitSearch:
+    """Decides whether the stream of a group is split."""
+
+    def __init__(self, settings: Settings, symbols: Symbols) -> None:
+        self._settings, self._symbols = settings, symbols
+
+    def why_not(self, anchor: Anchor) -> str:
+        """Why what lies behind an all_reduce is not priced; empty if it is."""
+        device, patterns = anchor.node.meta["val"].device.type, self._settings.patterns
+        if device != "cpu":
+            return _SPLIT_ON_GPUS
+        left_out = [] if patterns is None else [op for op in _OPS if op not in patterns]
+        if left_out:
+            return f"patterns={sorted(patterns or ())} leaves out {left_out[0]}"
+        return "" if cpu.available() else cpu.why_not()
+
+    def __call__(self, stream: Stream) -> tuple[Considered, ...]:
+        first = next(iter(stream.reductions))
+        table = table_for(self._settings.tables, first.meta["val"].device)
+        legal = [UNCHANGED, EVERY, *([] if self._settings.order == "ring" else [OWNER]), SPLIT]
+        taken, times = cheapest(clusters_of(stream, self._settings), legal, table, self._symbols)
+        why = {UNCHANGED: _NONE_SAVES, EVERY: _EACH, OWNER: _EACH, SPLIT: ""}[taken]
+        return tuple(Considered(n, us, n == taken, why if n == taken else "") for n, us in times.items())
 
 
 class Search:
@@ -36,8 +66,10 @@ class Search:
 
     def __call__(self, candidate: Candidate) -> Decision:
         if candidate.on_gpus:
-            return Decision(False, "", (Considered(UNCHANGED, None, True, _ON_GPUS),))
-        refused = {OWNER: self._prover.why_not(candidate), SPLIT: _SPLITS}
+            return Decision(False, "", (Considered(UNCHANGED, None, True, _TAILS_ON_GPUS),))
+        refused = {OWNER: self._prover.why_not(candidate)}
+        if candidate.whole:
+            refused[SPLIT] = self._prover.not_split(candidate)
         legal = [UNCHANGED, EVERY, *([] if refused[OWNER] else [OWNER])]
         cluster = cluster_of(candidate)
         if cluster is None:
@@ -45,8 +77,8 @@ class Search:
             stands = [Considered(UNCHANGED, None, True, why)]
             return Decision(False, "", (*stands, *(Considered(n, None) for n in legal[1:]), *_no(refused)))
         table = table_for(self._settings.tables, candidate.reduced.meta["val"].device)
-        taken, times = cheapest(cluster, legal, table, self._symbols)
-        why = f"no other is predicted to save more than {ERROR:.0%}" if taken == UNCHANGED else ""
+        taken, times = cheapest([cluster], legal, table, self._symbols)
+        why = _NONE_SAVES if taken == UNCHANGED else ""
         found = [Considered(n, us, n == taken, why if n == taken else "") for n, us in times.items()]
         proof = self._prover.prove(candidate) if taken == OWNER else ""
         return Decision(taken != UNCHANGED, proof, (*found, *_no(refused)))
@@ -54,32 +86,3 @@ class Search:
 
 def _no(refused: dict[str, str]) -> list[Considered]:
     return [Considered(name, None, False, why) for name, why in refused.items() if why]
-
-
-def cluster_of(candidate: Candidate) -> Cluster | None:
-    """What is priced; None for products other than matmuls of two dims."""
-    given, op = candidate.given, fused_op(candidate.op)
-    x, w = ([tensor(node) for node in given[name]] for name in ("x", "w"))
-    assert op is not None
-    group = group_of(candidate.group)
-    world = None if group is None else group_world(group)
-    is_matmul = given["product"].split(";")[0] == "mm"
-    if world is None or not is_matmul or any(t is None or t.dim() != 2 for t in (*x, *w)):
-        return None
-    matmuls = tuple(
-        (expression(a.shape[0]), expression(a.shape[1]), expression(b.shape[1]))
-        for a, b in zip(x, w, strict=True)
-        if a is not None and b is not None
-    )
-    reduced = nbytes(candidate.reduced)
-    dtype = candidate.reduced.meta["val"].dtype
-    sent = reduced if candidate.whole else reduced * world
-    task = Task(op.name, world, str(dtype).removeprefix("torch."), given["order"], sent, matmuls)
-    read = sum(nbytes(node) for node in dict.fromkeys(candidate.operands))
-    return Cluster(task, reduced, read, sum(map(nbytes, candidate.results)))
-
-
-def nbytes(node: fx.Node) -> Size:
-    val = tensor(node)
-    assert val is not None
-    return prod(expression(size) for size in val.shape) * val.itemsize

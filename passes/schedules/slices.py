@@ -161,6 +161,11 @@ def is_free(node: fx.Node) -> bool:
     return is_cast(node) and out is not None and source is not None and out.itemsize > source.itemsize
 
 
+def keeps_rows(node: fx.Node) -> bool:
+    """Whether the node only views, copies or casts its input, in the order of its elements."""
+    return node.target in _RESHAPES or node.target in _COPIES or is_cast(node)
+
+
 def needs_part(node: fx.Node, read: fx.Node, dim: int) -> int | None:
     """The dim along which `node`, cut along `dim`, needs only its part of the uncut `read`; None if it reads
     all of it."""

@@ -16,7 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.torch_version import TorchVersion
 
 import autofuse
-from autofuse.backend import fusion_pass, graph_kind
+from autofuse.backend import fusion_pass, graph_kind, may_rest
 from autofuse.declarations import given
 from autofuse.lowering import torch_internals
 from autofuse.options import resolve
@@ -74,8 +74,9 @@ def passes_only(policy: str = "always", **options: Any) -> Callable[..., Any]:
     numbers = itertools.count()
 
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        basis = Basis(given(gm, example_inputs).of_graph)
         settings, patches = resolve(None, {"policy": policy, **options})
+        inputs = given(gm, example_inputs)
+        basis = Basis(inputs.of_graph, compared=may_rest(settings, inputs))
         fusion, patches = fusion_pass(next(numbers), settings, patches, basis)
 
         def compile_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:

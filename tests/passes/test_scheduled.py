@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import sympy
@@ -24,6 +26,9 @@ from autofuse.passes.choice.crossover import Known
 from autofuse.passes.choice.device_table import DeviceTable, shipped
 from autofuse.passes.choice.scheduled import ERROR, Cluster, cheapest, predicted
 from autofuse.passes.report import Report, Site
+from autofuse.passes.schedules import search
+from autofuse.passes.schedules.schedule import SCHEDULES
+from tests.schedules.model import INNER, LAYERS, WIDTH, Transformer, loss_of, transformer
 
 from .harness import fake_group, passes_only
 
@@ -98,7 +103,7 @@ def test_predicted_ratios_are_within_the_error() -> None:
         for name in ("every", "owner"):
             ratio, real = us[name] / us["unchanged"], row["us"][name] / row["us"]["unchanged"]
             worst = max(worst, ratio / real - 1, real / ratio - 1)
-        assert cheapest(cluster, ("unchanged", "every", "owner"), CPU, {})[0] == "unchanged"
+        assert cheapest([cluster], ("unchanged", "every", "owner"), CPU, {})[0] == "unchanged"
     assert worst < ERROR
 
 
@@ -118,6 +123,7 @@ def test_what_cannot_be_told_apart_stays_unchanged(tmp_path: Path, dynamic: bool
     assert every.us is not None
     assert (owner.us, split.us) == (None, None)
     assert "is unknown" in owner.why
+    assert "autofuse.replicated(model, ...)" in split.why
     assert "autofuse.replicated(model" in owner.why
     assert unchanged.why == "no other is predicted to save more than 15%"
 
@@ -129,8 +135,13 @@ def test_the_cheapest_legal_one_is_taken(tmp_path: Path, dynamic: bool) -> None:
     assert (taken(site), site.tail_form, site.tail) == ("owner", "owner", site.behind)
     times = {each.name: each.us for each in site.considered if each.us is not None}
     assert min(times, key=lambda name: times[name]) == "owner"
-    (site,) = report_of(table, tmp_path / "t.json", declared=True, dynamic=dynamic, order="ring").fused
-    assert (taken(site), site.tail_form) == ("every", "every")
+    # In the order ring owners apply no tails, and split is the cheapest.
+    report = report_of(table, tmp_path / "t.json", layers=2, declared=True, dynamic=dynamic, order="ring")
+    (told,) = report.graphs[0].schedules
+    times = {each.name: each.us for each in told.considered}
+    assert (told.name, told.reductions, list(times)) == ("split", 2, ["unchanged", "every", "split"])
+    assert min(times, key=lambda name: times[name] or math.inf) == "split"
+    assert [site.pattern for site in report.fused][:1] == ["matmul_reduce_scatter"]
     (site,) = report_of(table, tmp_path / "t.json", dynamic=dynamic).fused
     assert (taken(site), site.tail_form) == ("every", "every")
 
@@ -153,7 +164,7 @@ def test_sizes_seen_while_tracing_do_not_decide() -> None:
     known = {hint: {rows: Known(2, 1 << 20, hint)} for hint in (2, 1 << 20)}
     table = replace(CPU, constants={**CPU.constants, "memory.rate": 100.0, "link.4.remote": 1e6})
     legal = ("unchanged", "every", "owner")
-    found = {hint: cheapest(cluster, legal, table, symbols) for hint, symbols in known.items()}
+    found = {hint: cheapest([cluster], legal, table, symbols) for hint, symbols in known.items()}
     assert {name for name, _ in found.values()} == {"unchanged"}
     times = found[1 << 20][1]
     assert times["owner"] < (1 - ERROR) * times["unchanged"]  # type: ignore[operator]
@@ -176,7 +187,8 @@ def test_identical_clusters_are_priced_once(
     assert all(len(site.considered) == 4 for site in report.fused)
     clusters = len({site.behind for site in report.fused})
     assert clusters <= 2  # behind the last layer nobody reads the residual
-    assert len(priced) == clusters * 7  # each of two others with what stands, then each for the report
+    alone, in_streams = 7, 10  # each of the others with what stands, then each for the report
+    assert len(priced) == clusters * (alone + in_streams)
 
 
 def test_the_report_lists_them(tmp_path: Path) -> None:
@@ -189,3 +201,37 @@ def test_the_report_lists_them(tmp_path: Path) -> None:
     again = Report.from_json(report.to_json())
     assert [site.considered for site in again.sites] == [site.considered for site in report.sites]
     assert str(again) == text
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_stream_is_priced_with_gathers_and_sums(dynamic: bool) -> None:
+    """Of a transformer that is trained: the matmuls that feed and read it, and all_reduces of gradients."""
+    seen: list[Cluster] = []
+
+    def noted(clusters: list[Cluster], *rest: Any) -> Any:
+        seen.extend(clusters if len(clusters) > 1 else ())
+        return cheapest(clusters, *rest)
+
+    with fake_group(2), autofuse.debug() as report, patch.object(search, "cheapest", noted):
+        model, tokens = transformer(0, 2), torch.zeros(1, ROWS, dtype=torch.int64)
+        if dynamic:
+            torch._dynamo.mark_dynamic(tokens, 1)
+        autofuse.replicated(model, parameters=Transformer.SAME, inputs=["tokens"], gradients=True)
+        torch.compile(loss_of, backend=passes_only())(model, tokens).backward()
+    (told,) = report.graphs[0].schedules
+    assert (told.name, told.refused) == ("unchanged", ())
+    assert [each.name for each in told.considered if each.us is not None] == list(SCHEDULES[1:])
+    assert all('see "schedules"' in site.considered[-1].why for site in report.fused if site.considered)
+    assert len(seen) == 4 * LAYERS
+    whole = 4 * WIDTH * seen[0].task.matmuls[0][0]
+    assert isinstance(whole, sympy.Expr) == dynamic
+    for cluster in seen:
+        assert (cluster.reduced, cluster.task.sent) == (whole, whole)
+        assert {gather.sent for gather in cluster.gathers} == {whole / 2}
+        assert all(total.sent == 4 * WIDTH for total in cluster.sums)
+    fed = [cluster.task.matmuls[0][1:] for cluster in seen]
+    read = [sizes[1:] for cluster in seen for gather in cluster.gathers for sizes in gather.matmuls]
+    half, inner = WIDTH // 2, INNER // 2
+    assert fed == [(half, WIDTH), (inner, WIDTH)] * LAYERS + [(inner, WIDTH), (half, WIDTH)] * LAYERS
+    assert read.count((WIDTH, inner)) >= 2 * LAYERS
+    assert sum(len(cluster.sums) for cluster in seen) == 2 * LAYERS + 1

@@ -11,8 +11,9 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from autofuse.passes.schedules import split
+from autofuse.passes.schedules.joint import reschedule
 from autofuse.passes.schedules.layouts import REPLICATED, Input
-from autofuse.passes.schedules.schedule import Basis, reschedule
+from autofuse.passes.schedules.schedule import Basis
 from tests.passes import lockstep
 from tests.passes.harness import fake_group
 from tests.passes.test_chains import drawn

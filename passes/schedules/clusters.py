@@ -1,0 +1,149 @@
+"""The clusters that the search prices: a reduction, and what lies behind it up to the next collectives."""
+
+from __future__ import annotations
+
+import sympy
+from torch import fx
+
+from autofuse.lowering.torch_internals import group_world
+from autofuse.passes.choice.choose import task_of
+from autofuse.passes.choice.cost_model import Task
+from autofuse.passes.choice.scheduled import Cluster
+from autofuse.passes.graph.anchors import Anchor, fused_op, group_of
+from autofuse.passes.graph.follow import expression, tensor
+from autofuse.passes.graph.layout import Size, prod
+from autofuse.passes.matchers.match import Match, context_of
+from autofuse.passes.matchers.matmul_reduce import match_all_reduce
+from autofuse.passes.matchers.matmuls import linear_operands
+from autofuse.passes.settings import Settings
+from autofuse.passes.tails import Candidate
+
+from .slices import is_free, keeps_rows
+from .split import Stream
+
+
+def cluster_of(candidate: Candidate) -> Cluster | None:
+    """A reduction that is fused, and its tail; None for products other than matmuls of two dims."""
+    given, op = candidate.given, fused_op(candidate.op)
+    x, w = ([tensor(node) for node in given[name]] for name in ("x", "w"))
+    assert op is not None
+    group = group_of(candidate.group)
+    world = None if group is None else group_world(group)
+    is_matmul = given["product"].split(";")[0] == "mm"
+    if world is None or not is_matmul or any(t is None or t.dim() != 2 for t in (*x, *w)):
+        return None
+    matmuls = tuple(
+        (expression(a.shape[0]), expression(a.shape[1]), expression(b.shape[1]))
+        for a, b in zip(x, w, strict=True)
+        if a is not None and b is not None
+    )
+    reduced = nbytes(candidate.reduced)
+    sent = reduced if candidate.whole else reduced * world
+    task = Task(op.name, world, _dtype(candidate.reduced), given["order"], sent, matmuls)
+    read = sum(nbytes(node) for node in dict.fromkeys(candidate.operands))
+    return Cluster(task, reduced, read, sum(map(nbytes, candidate.results)))
+
+
+def clusters_of(stream: Stream, settings: Settings) -> list[Cluster]:
+    """The reductions of a stream, each with what is computed on slices behind it and before the next one.
+
+    Inductor computes what lies between two collectives in one pass: it reads what others have computed, and
+    writes what others read. Views and casts to a wider dtype are not stored.
+    """
+    order = {node: i for i, node in enumerate(stream.reductions)}
+    home: dict[fx.Node, fx.Node] = {}
+    stored: dict[fx.Node, fx.Node] = {}
+    for node in stream.cuts:
+        sources = [n for n in node.all_input_nodes if n in home]
+        is_reduction = node in stream.reductions
+        home[node] = node if is_reduction else max((home[n] for n in sources), key=order.__getitem__)
+        stored[node] = stored[sources[0]] if is_free(node) and not is_reduction else node
+    products = [_matched(anchor, stream.world, settings) for anchor in stream.reductions.values()]
+    taken = {node for match in products if match is not None for node in match.inputs}
+    return [
+        _cluster(stream, anchor, match, home, stored, taken, settings)
+        for anchor, match in zip(stream.reductions.values(), products, strict=True)
+    ]
+
+
+def _cluster(
+    stream: Stream,
+    anchor: Anchor,
+    match: Match | None,
+    home: dict[fx.Node, fx.Node],
+    stored: dict[fx.Node, fx.Node],
+    taken: set[fx.Node],
+    settings: Settings,
+) -> Cluster:
+    """`home`: of every cut value the reduction behind which it is computed. `stored`: the value in whose
+    memory it is."""
+    reduction = anchor.waits[0]
+    own = [node for node in stream.cuts if home[node] is reduction]
+    sums = [node for node in stream.sums if home[node.args[0]] is reduction]
+    read: dict[fx.Node, None] = {}
+    written: dict[fx.Node, None] = {}
+    for node in (*own[1:], *sums):
+        for source in node.all_input_nodes:
+            kept = stored.get(source, source)
+            if tensor(source) is not None and (node in sums or home.get(kept) is not reduction):
+                read[kept] = None
+    for node in own:
+        kept = stored[node]
+        if kept is not reduction and any(home.get(user) is not reduction for user in node.users):
+            written[kept] = None
+    whole = [node for node in stream.gathered if home[node] is reduction]
+    order, reduced = settings.order, nbytes(reduction)
+    task = Task("matmul_all_reduce", stream.world, _dtype(reduction), order, reduced)
+    return Cluster(
+        task if match is None else task_of(anchor, match, stream.world, order),
+        reduced,
+        sum(map(nbytes, read)),
+        sum(map(nbytes, written)),
+        tuple(_gather(stream, node, taken, order) for node in whole),
+        tuple(Task("matmul_all_reduce", stream.world, _dtype(node), order, nbytes(node)) for node in sums),
+        decided=settings.policy == "always",
+    )
+
+
+def _gather(stream: Stream, node: fx.Node, taken: set[fx.Node], order: str) -> Task:
+    """The all_gather of a cut value, with the matmuls that read its rows; `taken`: what matmuls read whose
+    products are reduced."""
+    matmuls, others = [], False
+    work = [user for user in node.users if user not in stream.cuts and user not in stream.sums]
+    rows = {node}
+    while work:
+        user = work.pop()
+        operands = linear_operands(user)
+        if operands is not None and operands[0] in rows and operands[1] not in rows and not rows & taken:
+            (*m, k), n = (expression(s) for s in _shape(operands[0])), expression(_shape(operands[1])[-1])
+            matmuls.append((prod(m), k, n))
+        elif keeps_rows(user):
+            rows.add(user)
+            work += user.users
+        else:
+            others = True
+    whole = nbytes(node)
+    sent = whole / stream.world if isinstance(whole, sympy.Expr) else whole // stream.world
+    kept = whole if others else 0
+    return Task("all_gather_matmul", stream.world, _dtype(node), order, sent, tuple(matmuls), kept=kept)
+
+
+def _matched(anchor: Anchor, world: int, settings: Settings) -> Match | None:
+    found = match_all_reduce(anchor, context_of(anchor, world, settings))
+    return found if isinstance(found, Match) else None
+
+
+def _shape(node: fx.Node) -> tuple[object, ...]:
+    val = tensor(node)
+    assert val is not None
+    return tuple(val.shape)
+
+
+def _dtype(node: fx.Node) -> str:
+    return str(node.meta["val"].dtype).removeprefix("torch.")
+
+
+def nbytes(node: fx.Node) -> Size:
+    val = tensor(node)
+    assert val is not None
+    return prod(expression(size) for size in val.shape) * val.itemsize
