@@ -32,6 +32,7 @@ from autofuse.bench.pieces import MODELS, Way, Weights, ways
 from autofuse.lowering.gpu.choice.timer import Call, time_all, together
 from autofuse.lowering.gpu.choice.timing import QUICK, Effort, calls_for, matmul_us
 from autofuse.lowering.torch_internals import compiling_variants, enable_symmetric_memory
+from autofuse.passes.report import Report
 from autofuse.passes.schedules.schedule import AUTO, SCHEDULES
 
 TOKENS_ON_CPUS = (1, 4, 16, 64, 128, 256, 512, 1024)
@@ -61,7 +62,8 @@ class Options:
 
 @dataclass(frozen=True)
 class Row:
-    """Microseconds of a call under every schedule: medians of the slowest rank. `did`: what became of it."""
+    """Microseconds of a call under every schedule: medians of the slowest rank. `did`: what became of it.
+    `predicted`: what `auto` reckons with where it can split."""
 
     name: str
     world: int
@@ -72,6 +74,7 @@ class Row:
     hidden: int
     ratio: float
     failed: dict[str, str] = field(default_factory=dict)
+    predicted: dict[str, float] = field(default_factory=dict)
 
     @property
     def cell(self) -> str:
@@ -190,10 +193,15 @@ def _measure(cell: Row, options: Options) -> Row:
     calls: dict[str, Call] = {}
     did: dict[str, str] = {}
     failed: dict[str, str] = {}
+    predicted: dict[str, float] = {}
     expected: list[Tensor] = []
     for name, way in ways(model, cell.tokens, on_gpus).items():
         try:
-            calls[name], did[name] = together(lambda w=way: _compiled(w, weights, (x, residual), expected))  # type: ignore[misc]
+            calls[name], report = together(lambda w=way: _compiled(w, weights, (x, residual), expected))  # type: ignore[misc]
+            did[name] = (
+                ", ".join(site.pattern or site.collective for site in report.sites) if way.ours else ""
+            )
+            predicted |= _predicted(report)
         except RuntimeError as error:
             failed[name] = str(error)
     if on_gpus:
@@ -203,7 +211,13 @@ def _measure(cell: Row, options: Options) -> Row:
         failed |= {name: t.failed or "could not be captured" for name, t in times.items() if name not in us}
     else:
         us = _timed({name: lambda c=call: c(0) for name, call in calls.items()}, options.seconds)  # type: ignore[misc]
-    return replace(cell, us=us, did=did, failed=failed)
+    return replace(cell, us=us, did=did, failed=failed, predicted=predicted)
+
+
+def _predicted(report: Report) -> dict[str, float]:
+    """Of the one group, if its stream was priced."""
+    told = [each for graph in report.graphs for schedule in graph.schedules for each in schedule.considered]
+    return {each.name: each.us for each in told if each.us is not None}
 
 
 def _generator() -> torch.Generator:
@@ -213,9 +227,9 @@ def _generator() -> torch.Generator:
 
 def _compiled(
     way: Way, weights: Weights, args: tuple[Tensor, Tensor], expected: list[Tensor]
-) -> tuple[Call, str]:
-    """Calls of a model that was compiled in some way, and what became of its collectives. RuntimeError if
-    results are not as `expected`, which the first one to be compiled sets."""
+) -> tuple[Call, Report]:
+    """Calls of a model that was compiled in some way, and its report. RuntimeError if results are not as
+    `expected`, which the first one to be compiled sets."""
     compiled = way.compiled()
 
     def call(i: int) -> Any:
@@ -229,8 +243,7 @@ def _compiled(
         far = float((ours.float() - theirs.float()).abs().max() / theirs.float().abs().max())
         if not far <= ERROR:
             raise RuntimeError(f"its result is {far:.2g} away from that of Inductor")
-    sites = [site.pattern or site.collective for site in report.sites]
-    return call, ", ".join(sites) if way.ours else ""
+    return call, report
 
 
 def _timed(calls: dict[str, Callable[[], Any]], seconds: float) -> dict[str, float]:
