@@ -47,14 +47,15 @@ def samples_of(measured: Iterable[tuple[Problem, Mapping[str, float]]]) -> list[
     return found
 
 
-def fit(gpu: Gpu, samples: Sequence[Sample], factors: bool = True) -> Model:
+def fit(gpu: Gpu, samples: Sequence[Sample], factors: bool = True, begin: Model | None = None) -> Model:
     """The model with the least squared logarithms of predicted over measured times, summed over the samples.
 
     Works that share constants, directly or through others, are fitted together, and so are the ways of a
     problem that does not know all of its sizes: only their ratios count. factors: whether configurations get
-    factors, too.
+    factors, too. begin: where constants begin.
     """
-    uses = [_uses(gpu, sample) for sample in samples]
+    first = Model(gpu) if begin is None else begin
+    uses = [_uses(gpu, sample, first) for sample in samples]
     together: dict[Problem, set[str]] = {}
     for sample, use in zip(samples, uses, strict=True):
         if not sample.problem.is_whole:
@@ -73,12 +74,13 @@ Uses = dict[str, Start]
 """The constants that a prediction asks for, by model."""
 
 
-def _uses(gpu: Gpu, sample: Sample) -> Uses:
+def _uses(gpu: Gpu, sample: Sample, begin: Model) -> Uses:
     found: Uses = {}
 
     def asked(model: str, start: Start) -> Constants:
-        found[model] = start
-        return {name: first for name, (first, _) in start.items()}
+        constants = begin.of(model, start)
+        found[model] = {name: (constants[name], spread) for name, (_, spread) in start.items()}
+        return constants
 
     for work in sample.way.work(sample.problem):
         work.us(asked, gpu)

@@ -22,8 +22,9 @@ from __future__ import annotations
 import functools
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar, Protocol
 
 import sympy
 
@@ -104,8 +105,39 @@ def predicted(schedule: str, cluster: Cluster, model: Model, arithmetic: Arithme
     return time + share * (behind / (memory * world) + more)
 
 
+class Pricing(Hashable, Protocol):
+    """Times of clusters on a kind of machine.
+
+    margin: so much of the time must be predicted to be saved for another schedule than the one that stands.
+    """
+
+    @property
+    def margin(self) -> float: ...
+
+    def us(self, schedule: str, cluster: Cluster, arithmetic: Numbers) -> float | None:
+        """Microseconds, of sizes in numbers; None if nothing is known."""
+
+
+@dataclass(frozen=True)
+class CpuPricing:
+    """By the cost model."""
+
+    table: DeviceTable
+    cores: int
+
+    margin: ClassVar[float] = ERROR
+
+    @classmethod
+    def here(cls, table: DeviceTable) -> CpuPricing:
+        """The number of cores, not the affinity of this process: all ranks must decide alike."""
+        return cls(table, os.cpu_count() or 1)
+
+    def us(self, schedule: str, cluster: Cluster, arithmetic: Numbers) -> float | None:
+        return float(predicted(schedule, cluster, Model(self.table, self.cores), arithmetic))
+
+
 def cheapest(
-    clusters: Sequence[Cluster], legal: Sequence[str], table: DeviceTable, symbols: Symbols
+    clusters: Sequence[Cluster], legal: Sequence[str], pricing: Pricing, symbols: Symbols
 ) -> tuple[str, dict[str, float | None]]:
     """The schedule of all these clusters to take, the same on all ranks, and the predicted time of each at
     the sizes seen while tracing, which does not decide. The first of `legal` is the one that stands."""
@@ -114,9 +146,8 @@ def cheapest(
     known = tuple((s, symbols[s]) for s in sorted(free, key=str) if s in symbols)
     if len(known) < len(free):  # a size depends on data
         return legal[0], dict.fromkeys(legal)
-    # The number of cores, not the affinity of this process: all ranks must decide alike.
     counts = tuple(Counter(clusters).items())
-    taken, times = _cheapest(counts, tuple(legal), table, os.cpu_count() or 1, known)
+    taken, times = _cheapest(counts, tuple(legal), pricing, known)
     return taken, dict(zip(legal, times, strict=True))
 
 
@@ -124,15 +155,17 @@ def cheapest(
 def _cheapest(
     counts: tuple[tuple[Cluster, int], ...],
     legal: tuple[str, ...],
-    table: DeviceTable,
-    cores: int,
+    pricing: Pricing,
     known: tuple[tuple[sympy.Symbol, Known], ...],
 ) -> tuple[str, tuple[float | None, ...]]:
-    model = Model(table, cores)
-
-    def time(schedule: str, values: Mapping[sympy.Symbol, int], arithmetic: Numbers) -> float:
-        numbers = [(cluster.map(lambda size: evaluate(size, values)), count) for cluster, count in counts]
-        return float(sum(count * predicted(schedule, each, model, arithmetic) for each, count in numbers))
+    def time(schedule: str, values: Mapping[sympy.Symbol, int], arithmetic: Numbers) -> float | None:
+        total = 0.0
+        for cluster, count in counts:
+            us = pricing.us(schedule, cluster.map(lambda size: evaluate(size, values)), arithmetic)
+            if us is None:
+                return None
+            total += count * us
+        return total
 
     def is_faster(schedule: str, other: str, margin: float) -> bool:
         """At all sizes."""
@@ -140,15 +173,18 @@ def _cheapest(
         def gain(values: Mapping[sympy.Symbol, int]) -> Sample:
             arithmetic = Numbers()
             slow, fast = (time(each, values, arithmetic) for each in (other, schedule))
+            if slow is None or fast is None:
+                return 0.0, (True,)
             return slow * (1 - margin) - fast, tuple(arithmetic.taken)
 
         return wins(gain, dict(known)) == "always"
 
     taken = legal[0]
     for schedule in legal[1:]:
-        if is_faster(schedule, taken, ERROR if taken == legal[0] else 0.0):
+        if is_faster(schedule, taken, pricing.margin if taken == legal[0] else 0.0):
             taken = schedule
     hints = {s: k.hint for s, k in known if k.hint is not None}
     if len(hints) < len(known):
         return taken, (None,) * len(legal)
-    return taken, tuple(round(time(schedule, hints, Numbers()), 1) for schedule in legal)
+    found = (time(schedule, hints, Numbers()) for schedule in legal)
+    return taken, tuple(None if us is None else round(us, 1) for us in found)

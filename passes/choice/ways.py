@@ -46,7 +46,7 @@ def times(task: Task, predictor: Predictor) -> tuple[float, float, float] | None
 
     The fused op takes the fastest of all ways, those of torch included. None for what has no ways here.
     """
-    problem = _problem(task, predictor.model.gpu.multiprocessors)
+    problem = problem_of(task, predictor.model.gpu.multiprocessors)
     if problem is None:
         return None
     from autofuse.lowering.gpu.choice.choose import choose
@@ -61,7 +61,7 @@ def times(task: Task, predictor: Predictor) -> tuple[float, float, float] | None
     return choose(problem, predictor).us + more, min(ours) + more, apart + more
 
 
-def _problem(task: Task, programs: int) -> Problem | None:
+def problem_of(task: Task, programs: int) -> Problem | None:
     if task.dtype not in _DTYPES or not task.matmuls or task.pooled:
         return None
     from autofuse.lowering.gpu.dense.ways import GATHER, PUBLISH, REDUCE, SCATTER, DenseProblem

@@ -12,7 +12,9 @@ from __future__ import annotations
 from autofuse.lowering.cpu import support as cpu
 from autofuse.passes.choice.choose import Symbols
 from autofuse.passes.choice.device_table import table_for
-from autofuse.passes.choice.scheduled import ERROR, cheapest
+from autofuse.passes.choice.gpu_pricing import GpuPricing
+from autofuse.passes.choice.scheduled import CpuPricing, Pricing, cheapest
+from autofuse.passes.choice.ways import predictor_on
 from autofuse.passes.graph.anchors import Anchor
 from autofuse.passes.report import Considered
 from autofuse.passes.settings import Settings
@@ -22,11 +24,9 @@ from .clusters import cluster_of, clusters_of
 from .schedule import EVERY, OWNER, SPLIT, UNCHANGED, Prover
 from .split import Stream
 
-_ON_GPUS = '{} not measured on GPUs: options={{"schedule": "{}"}} takes {}'
-_TAILS_ON_GPUS = _ON_GPUS.format("tails were", EVERY, "them")
-_SPLIT_ON_GPUS = _ON_GPUS.format("it was", SPLIT, "it")
+_SPLIT_ON_GPUS = f'it was not measured on GPUs: options={{"schedule": "{SPLIT}"}} takes it'
 
-_NONE_SAVES = f"no other is predicted to save more than {ERROR:.0%}"
+_NONE_SAVES = "no other is predicted to save more than {:.0%}"
 _EACH = "each reduction decides for itself: see below"
 
 _OPS = ("matmul_all_reduce", "matmul_reduce_scatter", "all_gather_matmul")
@@ -53,8 +53,9 @@ class SplitSearch:
         first = next(iter(stream.reductions))
         table = table_for(self._settings.tables, first.meta["val"].device)
         legal = [UNCHANGED, EVERY, *([] if self._settings.order == "ring" else [OWNER]), SPLIT]
-        taken, times = cheapest(clusters_of(stream, self._settings), legal, table, self._symbols)
-        why = {UNCHANGED: _NONE_SAVES, EVERY: _EACH, OWNER: _EACH, SPLIT: ""}[taken]
+        pricing = CpuPricing.here(table)
+        taken, times = cheapest(clusters_of(stream, self._settings), legal, pricing, self._symbols)
+        why = {UNCHANGED: _NONE_SAVES.format(pricing.margin), EVERY: _EACH, OWNER: _EACH, SPLIT: ""}[taken]
         return tuple(Considered(n, us, n == taken, why if n == taken else "") for n, us in times.items())
 
 
@@ -65,23 +66,27 @@ class Search:
         self._prover, self._settings, self._symbols = prover, settings, symbols
 
     def __call__(self, candidate: Candidate) -> Decision:
-        if candidate.on_gpus:
-            return Decision(False, "", (Considered(UNCHANGED, None, True, _TAILS_ON_GPUS),))
         refused = {OWNER: self._prover.why_not(candidate)}
         if candidate.whole:
             refused[SPLIT] = self._prover.not_split(candidate)
         legal = [UNCHANGED, EVERY, *([] if refused[OWNER] else [OWNER])]
-        cluster = cluster_of(candidate)
-        if cluster is None:
+        cluster, pricing = cluster_of(candidate), self._pricing(candidate)
+        if cluster is None or pricing is None:
             why = f"no times are predicted of what reduces {candidate.given['product'].split(';')[0]!r}"
             stands = [Considered(UNCHANGED, None, True, why)]
             return Decision(False, "", (*stands, *(Considered(n, None) for n in legal[1:]), *_no(refused)))
-        table = table_for(self._settings.tables, candidate.reduced.meta["val"].device)
-        taken, times = cheapest([cluster], legal, table, self._symbols)
-        why = _NONE_SAVES if taken == UNCHANGED else ""
+        taken, times = cheapest([cluster], legal, pricing, self._symbols)
+        why = _NONE_SAVES.format(pricing.margin) if taken == UNCHANGED else ""
         found = [Considered(n, us, n == taken, why if n == taken else "") for n, us in times.items()]
         proof = self._prover.prove(candidate) if taken == OWNER else ""
         return Decision(taken != UNCHANGED, proof, (*found, *_no(refused)))
+
+    def _pricing(self, candidate: Candidate) -> Pricing | None:
+        device = candidate.reduced.meta["val"].device
+        if not candidate.on_gpus:
+            return CpuPricing.here(table_for(self._settings.tables, device))
+        predictor = predictor_on(device)
+        return None if predictor is None else GpuPricing(predictor)
 
 
 def _no(refused: dict[str, str]) -> list[Considered]:

@@ -16,8 +16,10 @@ import torch
 from autofuse.bench.gpu.measured import problem_at
 from autofuse.lowering.gpu.choice import choose as choices
 from autofuse.lowering.gpu.choice import gpu, measure
+from autofuse.lowering.gpu.choice.correction import Predictor
 from autofuse.lowering.gpu.choice.kernel import CUBLAS_NCCL, Problem, ways_of
-from autofuse.lowering.gpu.choice.points import _SHIPPED, Point, Points, own_file, read, write
+from autofuse.lowering.gpu.choice.model import shipped as shipped_model
+from autofuse.lowering.gpu.choice.points import _SHIPPED, Point, Points, own_file, read, shipped, write
 from autofuse.lowering.gpu.choice.timing import Timing
 from autofuse.lowering.gpu.dense import measure as dense_measure
 from autofuse.lowering.gpu.dense import plain
@@ -31,10 +33,9 @@ from autofuse.passes.choice import device_table
 COPIED = ("matmul_all_reduce", "matmul_reduce_scatter", "all_gather_matmul")
 """Ops of which copy engines move data."""
 OPS = (*COPIED, "matmul_all_gather")
-SHIPPED: Points = tuple(
-    replace(p, sources=()) for path in sorted(_SHIPPED.glob("*.json")) for p in read(path)
-)
-"""As if kernels and libraries were those that were measured."""
+KINDS = sorted(path.stem for path in _SHIPPED.glob("*.json"))
+SHIPPED: dict[str, Points] = {kind: tuple(replace(p, sources=()) for p in shipped(kind)) for kind in KINDS}
+"""As a GPU of that kind has them, with no kernel changed since."""
 
 
 def problem(op: str, m: int, k: int = 2048, n: int = 8192, world: int = 4) -> DenseProblem:
@@ -49,14 +50,20 @@ def choose_launched(asked: Problem, points: Points) -> str:
     return choices.choose(asked, choices.predictor_of(points), launched=True).way
 
 
-@pytest.mark.parametrize("point", SHIPPED, ids=lambda p: f"{p.op}-{p.m}-{p.k}-{p.n}-{p.world}")
-def test_shipped_points_name_ways_that_exist(point: Point) -> None:
-    of = problem_at(point)
-    assert of is not None
-    known, times = ways_of(of), dict(point.times)
-    assert times.keys() <= known.keys()
-    if len(times) > 4:  # else some ways were not measured, and may be faster
-        assert times.get(choose(of, SHIPPED), math.inf) == point.times[0][1]
+@pytest.mark.parametrize("kind", KINDS)
+def test_shipped_points_name_ways_that_exist(kind: str) -> None:
+    """The choice takes the best of those that were measured, or one that was not."""
+    model = shipped_model(kind)
+    assert model is not None
+    predictor = Predictor(model, SHIPPED[kind])
+    for point in (p for p in SHIPPED[kind] if not p.gpu):
+        of = problem_at(point)
+        assert of is not None, point
+        known, times = ways_of(of), dict(point.times)
+        assert times.keys() <= known.keys(), point
+        if len(times) > 4:  # else some ways were not measured, and may be faster
+            way = choices.choose(of, predictor).way
+            assert times.get(way, point.times[0][1]) == point.times[0][1], (point, way)
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -254,8 +261,9 @@ def test_the_own_file_lies_apart_from_those_of_the_cost_model(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     path = own_file(torch.device("cuda", 0))
-    write(path, SHIPPED[:1])
-    assert read(path) == SHIPPED[:1]
+    points = SHIPPED["h200"][:1]
+    write(path, points)
+    assert read(path) == points
     assert path.is_relative_to(tmp_path)
     assert device_table.tables() == device_table.shipped()
 

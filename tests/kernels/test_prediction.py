@@ -19,7 +19,7 @@ from autofuse.lowering.gpu.choice import sources
 from autofuse.lowering.gpu.choice.choose import choose, predictor_of
 from autofuse.lowering.gpu.choice.correction import Predicted, Predictor
 from autofuse.lowering.gpu.choice.kernel import CUBLAS_NCCL, Problem, ways_of
-from autofuse.lowering.gpu.choice.model import Model, measured, model_of
+from autofuse.lowering.gpu.choice.model import Model, measured, model_of, path_of
 from autofuse.lowering.gpu.choice.points import Point, shipped
 from autofuse.lowering.gpu.dense.ways import (
     ASYNC_TP,
@@ -233,7 +233,8 @@ def test_another_gpu_scales(size: str) -> None:
     half = replace(known, name="half", memory=known.memory / 2, link=known.link / 2)
     half = replace(half, **{size: getattr(known, size) // 2})
     points = shipped(half.name)
-    assert {point.gpu for point in points} == {known.name}
+    assert known.name in {point.gpu for point in points}
+    assert "" not in {point.gpu for point in points}
     there, here = Predictor(model_of(half), points), predictor_of(SHIPPED)
     for problem in (dense(REDUCE, 2048, 2048, 8192), dense(SCATTER, 8192, 13312, 16384)):
         slow = times(there, problem)
@@ -245,7 +246,7 @@ def test_another_gpu_scales(size: str) -> None:
 @pytest.mark.full
 def test_shipped_constants_are_what_the_command_fits(tmp_path: Path) -> None:
     path = fit_shipped(measured().gpu.name, tmp_path / "constants.json")
-    found, known = Model.from_json(path.read_text()), measured()
+    found, known = (Model.from_json(file.read_text()) for file in (path, path_of(measured().gpu.name)))
     assert found.gpu == known.gpu
     assert found.constants.keys() == known.constants.keys()
     for problem in PROBLEMS:

@@ -301,7 +301,7 @@ def residual_and_norm(x: Tensor, w: Tensor, residual: Tensor, gamma: Tensor) -> 
     [
         (16, "every", "every", ""),
         (16, "owner", "every", ""),  # nothing proves that the operands are replicated
-        (16, "auto", "", ""),
+        (16, "auto", "every", ""),
         (12, "every", "", "GPU kernels apply tails to rows of a multiple of 8 and at most 16384 values"),
     ],
 )

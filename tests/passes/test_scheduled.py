@@ -24,7 +24,7 @@ from autofuse.passes.choice import scheduled
 from autofuse.passes.choice.cost_model import Model, Numbers, Task
 from autofuse.passes.choice.crossover import Known
 from autofuse.passes.choice.device_table import DeviceTable, shipped
-from autofuse.passes.choice.scheduled import ERROR, Cluster, cheapest, predicted
+from autofuse.passes.choice.scheduled import ERROR, Cluster, CpuPricing, cheapest, predicted
 from autofuse.passes.report import Report, Site
 from autofuse.passes.schedules import search
 from autofuse.passes.schedules.schedule import SCHEDULES
@@ -103,7 +103,7 @@ def test_predicted_ratios_are_within_the_error() -> None:
         for name in ("every", "owner"):
             ratio, real = us[name] / us["unchanged"], row["us"][name] / row["us"]["unchanged"]
             worst = max(worst, ratio / real - 1, real / ratio - 1)
-        assert cheapest([cluster], ("unchanged", "every", "owner"), CPU, {})[0] == "unchanged"
+        assert cheapest([cluster], ("unchanged", "every", "owner"), CpuPricing(CPU, 2), {})[0] == "unchanged"
     assert worst < ERROR
 
 
@@ -164,7 +164,9 @@ def test_sizes_seen_while_tracing_do_not_decide() -> None:
     known = {hint: {rows: Known(2, 1 << 20, hint)} for hint in (2, 1 << 20)}
     table = replace(CPU, constants={**CPU.constants, "memory.rate": 100.0, "link.4.remote": 1e6})
     legal = ("unchanged", "every", "owner")
-    found = {hint: cheapest([cluster], legal, table, symbols) for hint, symbols in known.items()}
+    found = {
+        hint: cheapest([cluster], legal, CpuPricing(table, 2), symbols) for hint, symbols in known.items()
+    }
     assert {name for name, _ in found.values()} == {"unchanged"}
     times = found[1 << 20][1]
     assert times["owner"] < (1 - ERROR) * times["unchanged"]  # type: ignore[operator]

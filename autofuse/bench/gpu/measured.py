@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
 
@@ -11,9 +14,10 @@ from autofuse.fit_ways import fit, samples_of
 from autofuse.lowering.buckets import BUCKET
 from autofuse.lowering.gpu.choice import model
 from autofuse.lowering.gpu.choice.gpu import described, gpu_name
-from autofuse.lowering.gpu.choice.kernel import Problem
+from autofuse.lowering.gpu.choice.kernel import MOST_BYTES, Kernel, Problem, Way
 from autofuse.lowering.gpu.choice.points import Point, shipped
 from autofuse.lowering.gpu.dense.ways import GATHER, PUBLISH, REDUCE, SCATTER, DenseProblem
+from autofuse.lowering.gpu.dense.work import INDUCTOR_TAIL, TAIL, tail_work
 from autofuse.lowering.gpu.embedding.ways import BACKWARD, OP, UPDATE, ExchangeProblem
 from autofuse.lowering.gpu.experts.ways import DROPLESS, DroplessProblem, ExpertProblem
 from autofuse.lowering.gpu.optimizer.ways import OP as STEP
@@ -29,11 +33,55 @@ COLUMNS = {(COMBINE, model.intermediate): model.hidden for model in MODELS.value
 """Columns of an expert's weights, by op and K, in the layers that were measured."""
 
 
+TAIL_OP = "tail"
+"""Of points that have what a tail adds to the time of a sum of `[m, n]`."""
+RESULTS = 4
+"""Bytes of the results of a tail for each element of the sum, where it was measured: the normed values, and
+the residual."""
+
+
+@dataclass(frozen=True)
+class TailProblem:
+    """A residual and a norm behind a sum of `[m, n]`."""
+
+    m: int
+    n: int
+    op: str = TAIL_OP
+    k: int = 1
+    world: int = 1
+
+    is_whole: ClassVar[bool] = True
+    most_bytes: ClassVar[int] = MOST_BYTES
+
+    def library_ways(self) -> Sequence[Way]:
+        def way(name: str, model: str, replaced: bool) -> Way:
+            return Way(name, lambda p: (tail_work((2 + 2 + RESULTS) * p.m * p.n, model),), replaced=replaced)
+
+        return [way("inductor", INDUCTOR_TAIL, True), way("tail_alone", TAIL, False)]
+
+    def kernels(self) -> Sequence[Kernel[Any, Any]]:
+        return ()
+
+    def at(self, op: str, m: int, k: int, n: int, world: int) -> TailProblem:
+        return TailProblem(m, n)
+
+    @property
+    def measured_as(self) -> str:
+        return self.op
+
+    def rounded(self) -> TailProblem | None:
+        return None
+
+
 def problem_at(point: Point) -> Problem | None:
     """The problem of a point of the benchmarks; None where it is not known how experts share the columns."""
     op, m, k, n, world = point.op, *point.sizes
     if op in DENSE:
         return DenseProblem(op, m, k, n, world, _DTYPE)
+    if op == f"{REDUCE}, tail":
+        return DenseProblem(REDUCE, m, k, n, world, _DTYPE, written=RESULTS * n)
+    if op == TAIL_OP:
+        return TailProblem(m, n)
     if op in (OP, BACKWARD, UPDATE):
         return ExchangeProblem(m // world, (n,) * world, "bsc", _DTYPE, op=op)
     if op.startswith(STEP):
@@ -63,6 +111,8 @@ def weight_of(point: Point) -> tuple[int, int]:
 def fit_shipped(kind: str, output: Path | None = None) -> Path:
     """Fits the constants of a kind of GPU to its shipped points, and writes them where they are shipped.
 
+    The fit begins with the constants of the kind that was measured most.
+
     ValueError for a kind without points.
     """
     points = [point for point in shipped(kind) if not point.gpu]
@@ -74,5 +124,6 @@ def fit_shipped(kind: str, output: Path | None = None) -> Path:
     gpu = described(torch.device("cuda", 0)) if known is None else known.gpu
     found = [(problem, dict(p.times)) for p in points if (problem := problem_at(p)) is not None]
     path = output or model.path_of(kind)
-    path.write_text(fit(gpu, samples_of(found)).to_json())
+    begin = None if kind == model.MEASURED else replace(model.measured(), gpu=gpu)
+    path.write_text(fit(gpu, samples_of(found), begin=begin).to_json())
     return path

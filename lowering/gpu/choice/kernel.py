@@ -65,8 +65,8 @@ class Problem(Hashable, Protocol):
     def kernels(self) -> Sequence[Kernel[Any, Any]]:
         """The kernels that may run this problem; none where no kernel takes its sizes, dtype or layout."""
 
-    def at(self, m: int, k: int, n: int, world: int) -> Problem:
-        """A problem like this one of other sizes: what was measured at a point."""
+    def at(self, op: str, m: int, k: int, n: int, world: int) -> Problem:
+        """A problem like this one of other sizes: what was measured at a point. op: what the point has."""
 
     @property
     def measured_as(self) -> str:

@@ -65,9 +65,18 @@ def path_of(gpu: str) -> Path:
 
 @cache
 def shipped(gpu: str = MEASURED) -> Model | None:
-    """The model of a kind of GPU that was measured."""
+    """The model of a kind of GPU that was measured. Works that were never measured there have the constants
+    of another kind."""
     path = path_of(gpu)
-    return Model.from_json(path.read_text()) if path.exists() else None
+    if not path.exists():
+        return None
+    own = Model.from_json(path.read_text())
+    constants, factors = dict(own.constants), dict(own.factors)
+    for other in sorted(_SHIPPED.glob("*.json")):
+        found = Model.from_json(other.read_text())
+        constants = {**found.constants, **constants}
+        factors = {**found.factors, **factors}
+    return replace(own, constants=constants, factors=factors)
 
 
 def model_of(gpu: Gpu) -> Model:

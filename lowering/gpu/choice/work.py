@@ -265,3 +265,20 @@ class Rows:
         c = constants(self.model, self.CONSTANTS)
         read, sent = self.read / (gpu.memory * c["memory"]), self.sent / (gpu.link * c["link"])
         return c["start_us"] + (_longest(read, sent) if self.together else read + sent)
+
+
+@dataclass(frozen=True)
+class Then:
+    """Two works of a way, one after the other."""
+
+    first: Work
+    second: Work
+
+    CONSTANTS: ClassVar[Start] = {}
+
+    @property
+    def model(self) -> str:
+        return self.first.model
+
+    def us(self, constants: Callable[[str, Start], Constants], gpu: Gpu) -> float:
+        return self.first.us(constants, gpu) + self.second.us(constants, gpu)

@@ -113,10 +113,13 @@ class DenseProblem:
             return REDUCTIONS
         return GATHERS if self.by_rows else ()
 
-    def at(self, m: int, k: int, n: int, world: int) -> DenseProblem:
+    def at(self, op: str, m: int, k: int, n: int, world: int) -> DenseProblem:
+        if op == self.op:  # of one matmul, without a tail
+            return replace(self, m=m, k=k, n=n, world=world, terms=(), widths=(), written=0)
         terms = tuple(length * k // self.k for length in self.terms)
         widths = tuple(width * n // self.n for width in self.widths)
-        return replace(self, m=m, k=k, n=n, world=world, terms=terms, widths=widths)
+        written = self.written * n // self.n
+        return replace(self, m=m, k=k, n=n, world=world, terms=terms, widths=widths, written=written)
 
     @property
     def measured_as(self) -> str:

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from autofuse.lowering.gpu.choice.work import LEAST, Chunks, Collective, Exchange, Product, Shots, Tiles, Work
+from autofuse.lowering.gpu.choice.work import (
+    LEAST,
+    Chunks,
+    Collective,
+    Exchange,
+    Product,
+    Rows,
+    Shots,
+    Then,
+    Tiles,
+    Work,
+)
 from autofuse.native_kernels.cuda.kernels.gather_matmul import ClusterGatherConfig
 from autofuse.native_kernels.cuda.kernels.gather_words import WordsGatherConfig
 from autofuse.native_kernels.cuda.kernels.matmul_reduce import ClusterReduceConfig
@@ -28,21 +39,46 @@ BM = 128
 SUM = 4
 """Bytes of a partial sum."""
 
+TAIL, INDUCTOR_TAIL = "tail", "inductor tail"
+"""A kernel that applies a tail: ours behind a way, and the one that Inductor generates."""
+
+
+def tail_work(nbytes: float, model: str = TAIL) -> Rows:
+    """The kernel that applies a tail behind a sum. nbytes: that it reads and writes."""
+    return Rows(model, nbytes, 0.0, False)
+
+
+def _operands(p: DenseProblem) -> float:
+    """Bytes that a tail of owners reads besides the sum: one operand of full size, as far as is known."""
+    return 2.0 * p.m * p.n
+
+
+def _behind(p: DenseProblem) -> tuple[Work, ...]:
+    """What follows a way that does not apply the tail itself, where owners may apply it."""
+    if not p.written:
+        return ()
+    return (tail_work(2.0 * p.m * p.n + _operands(p) + p.m * p.written),)
+
+
+def _with_behind(p: DenseProblem, work: Work) -> Work:
+    return Then(work, *_behind(p)) if p.written else work
+
 
 def _tiles(
     p: DenseProblem, model: str, rows: int, columns: int, sent: float, *, high: int = 0, wide: int = 0,
     pieces: int = 1, hops: int = 1, copies: int = 0, added: float = 0.0,
     load: tuple[float, float] = (1.0, 1.0), cluster: int = 1,
-) -> Tiles:  # fmt: skip
+) -> Work:  # fmt: skip
     """Tiles of the product: `rows * columns`, of `high` rows and `wide` columns, in pieces of K.
 
     load: parts of rows and columns that a program loads itself.
     """
     loaded = (high * load[0] + wide * load[1]) * p.k * 2 / pieces
-    return Tiles(
+    tiles = Tiles(
         f"{p.op} {model}", rows * columns * pieces, 2 * max(high, LEAST) * wide * p.k / pieces, loaded,
         _matrices(p), sent, added, hops, copies, cluster,
     )  # fmt: skip
+    return _with_behind(p, tiles)
 
 
 def _matrices(p: DenseProblem) -> float:
@@ -95,27 +131,30 @@ def tiles_work(config: ReduceConfig, p: DenseProblem) -> Work:
     )  # fmt: skip
 
 
-def sums_work(config: SumsConfig, p: DenseProblem) -> Work:
-    """cuBLAS, then the exchange."""
-    sent, hops = _reduced(p, config.once)
+def _exchange(p: DenseProblem, model: str, sent: float, hops: int, applies: bool = False) -> Work:
+    """cuBLAS, then the exchange. applies: the kernel applies the tail of owners, if there is one."""
     summed = 2.0 * p.m * p.n * (1 if p.everywhere else 1 / p.world)
-    return Exchange(f"{p.op} sums", _products(p), sent, 2 * sent + summed, hops)
+    if applies and p.written:
+        summed = _operands(p) + p.m * p.written
+    work = Exchange(f"{p.op} {model}", _products(p), sent, 2 * sent + summed, hops)
+    return work if applies else _with_behind(p, work)
+
+
+def sums_work(config: SumsConfig, p: DenseProblem) -> Work:
+    return _exchange(p, "sums", *_reduced(p, config.once))
 
 
 def rows_work(config: RowsConfig, p: DenseProblem) -> Work:
-    """cuBLAS, then the exchange; owners send what their tail returns."""
+    """Owners send what their tail returns."""
     sent, hops = _reduced(p, config.once)
     if p.written and not config.once:
         sent = (p.world - 1) * p.m * (2.0 * p.n + p.written) / p.world
-    summed = 2.0 * p.m * p.n * (1 if p.everywhere else 1 / p.world)
-    return Exchange(f"{p.op} rows", _products(p), sent, 2 * sent + summed, hops)
+    return _exchange(p, "rows", sent, hops, applies=True)
 
 
 def row_packets_work(config: RowPacketsConfig, p: DenseProblem) -> Work:
-    """cuBLAS, then one exchange of packets, which are twice the bytes."""
-    sent = 2 * _reduced(p, once=p.everywhere)[0]
-    summed = 2.0 * p.m * p.n * (1 if p.everywhere else 1 / p.world)
-    return Exchange(f"{p.op} row_packets", _products(p), sent, 2 * sent + summed, 1)
+    """One exchange of packets, which are twice the bytes."""
+    return _exchange(p, "row_packets", 2 * _reduced(p, once=p.everywhere)[0], 1, applies=True)
 
 
 def _gathered(p: DenseProblem) -> float:
@@ -201,15 +240,15 @@ def nccl_work(p: DenseProblem) -> tuple[Work, ...]:
         sent, name = _reduced(p)[0], "all_reduce" if p.everywhere else "reduce_scatter"
     # Columns, and stretches of rows, are brought into order by copies.
     copied = 0.0 if p.by_rows and p.outer == 1 else 2 * sent * p.world / max(1, p.world - 1)
-    return *_products(p), Collective(f"nccl {name}", sent, p.world, copied)
+    return *_products(p), Collective(f"nccl {name}", sent, p.world, copied), *_behind(p)
 
 
 def one_shot_work(p: DenseProblem) -> tuple[Work, ...]:
-    return *_products(p), Shots("one_shot", _reduced(p, once=True)[0], 4.0 * p.m * p.n, p.world)
+    return *_products(p), Shots("one_shot", _reduced(p, once=True)[0], 4.0 * p.m * p.n, p.world), *_behind(p)
 
 
 def two_shot_work(p: DenseProblem) -> tuple[Work, ...]:
-    return *_products(p), Shots("two_shot", _reduced(p)[0], 4.0 * p.m * p.n, p.world)
+    return *_products(p), Shots("two_shot", _reduced(p)[0], 4.0 * p.m * p.n, p.world), *_behind(p)
 
 
 def async_tp_work(p: DenseProblem) -> tuple[Work, ...]:

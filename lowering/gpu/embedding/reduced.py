@@ -58,7 +58,7 @@ class ReducedProblem(PooledProblem):
         read = self.rows * self.columns * self.dtype.itemsize * LIKELY_POOLING
         return (Rows(f"{self.op} pooling", read, 0.0, False),)
 
-    def at(self, m: int, k: int, n: int, world: int) -> ReducedProblem:
+    def at(self, op: str, m: int, k: int, n: int, world: int) -> ReducedProblem:
         return replace(self, rows=m, columns=n, world=world)
 
     @property

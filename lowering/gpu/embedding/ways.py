@@ -68,7 +68,7 @@ class ExchangeProblem:
             return ()
         return (MERGED_BAGS, BAGS) if self.op == OP else (MERGED_STRIPS, STRIPS)
 
-    def at(self, m: int, k: int, n: int, world: int) -> ExchangeProblem:
+    def at(self, op: str, m: int, k: int, n: int, world: int) -> ExchangeProblem:
         """With as many columns on every rank."""
         return replace(self, b=m // world, columns=(n,) * world)
 

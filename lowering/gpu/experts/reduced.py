@@ -65,7 +65,7 @@ class TokensProblem(PooledProblem):
         product = Product(-(-entries // self.experts), self.depth, self.columns, self.experts)
         return product, Rows(f"{self.op} token sums", entries * self.columns * nbytes, 0.0, False)
 
-    def at(self, m: int, k: int, n: int, world: int) -> TokensProblem:
+    def at(self, op: str, m: int, k: int, n: int, world: int) -> TokensProblem:
         return replace(self, rows=m, depth=k, columns=n, world=world)
 
     @property

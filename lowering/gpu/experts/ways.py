@@ -70,7 +70,7 @@ class ExpertProblem:
             return ()
         return (COMBINE_CLUSTERS,) if self.op == COMBINE else (DISPATCH_CLUSTERS,)
 
-    def at(self, m: int, k: int, n: int, world: int) -> ExpertProblem:
+    def at(self, op: str, m: int, k: int, n: int, world: int) -> ExpertProblem:
         """With as many experts as here: points do not tell how many share their columns."""
         columns = max(1, n // (self.experts * self.weights))
         return replace(self, rows=m, k=k, columns=columns, world=world)
@@ -121,7 +121,7 @@ class DroplessProblem:
             return ()
         return (DROPLESS_COMBINE,) if self.op == COMBINE + DROPLESS else (DROPLESS_DISPATCH,)
 
-    def at(self, m: int, k: int, n: int, world: int) -> DroplessProblem:
+    def at(self, op: str, m: int, k: int, n: int, world: int) -> DroplessProblem:
         """As of an `ExpertProblem`."""
         return replace(self, k=k, columns=max(1, n // (self.experts * self.weights)), world=world)
 

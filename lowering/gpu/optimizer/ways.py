@@ -79,7 +79,7 @@ class UpdateProblem:
             return ()
         return (CLIPPED,) if self.clips else (BUCKETS,)
 
-    def at(self, m: int, k: int, n: int, world: int) -> UpdateProblem:
+    def at(self, op: str, m: int, k: int, n: int, world: int) -> UpdateProblem:
         return replace(self, elements=m, world=world)
 
     @property
