@@ -241,6 +241,23 @@ def optimizer(
 
 
 @app.command()
+def tails(
+    seconds: Annotated[float, typer.Option(help="Begin no cell after so long.")] = float("inf"),
+    tune: Tune = False,
+    json: Json = None,
+    markdown: Markdown = None,
+) -> None:
+    """A matmul, its all_reduce, a residual and a norm on the GPUs of torchrun, in every way."""
+    with user_errors():
+        check_folders(json, markdown)
+        from autofuse.bench.gpu.driver import join
+        from autofuse.bench.gpu.tails import check, run
+
+        join("tails", check)
+    run(seconds, tune, json, markdown)
+
+
+@app.command()
 def schedules(
     ranks: Annotated[list[int], typer.Option(help="Size of a group; repeat for several.")] = [2],  # noqa: B006
     rows: Rows = None,

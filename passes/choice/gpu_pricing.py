@@ -23,6 +23,7 @@ class GpuPricing:
     predictor: Predictor
 
     margin: ClassVar[float] = 0.01
+    between: ClassVar[float] = 0.01
 
     def us(self, schedule: str, cluster: Cluster, arithmetic: object) -> float | None:
         """unchanged: the tail is a kernel of Inductor. every: it is one of ours behind the way of the sum, or

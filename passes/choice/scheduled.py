@@ -108,11 +108,14 @@ def predicted(schedule: str, cluster: Cluster, model: Model, arithmetic: Arithme
 class Pricing(Hashable, Protocol):
     """Times of clusters on a kind of machine.
 
-    margin: so much of the time must be predicted to be saved for another schedule than the one that stands.
+    margin: so much of the time must be predicted to be saved for another schedule than the one that stands;
+    between: for `owner` or `split` in place of `every`, which needs no agreement of the ranks.
     """
 
     @property
     def margin(self) -> float: ...
+    @property
+    def between(self) -> float: ...
 
     def us(self, schedule: str, cluster: Cluster, arithmetic: Numbers) -> float | None:
         """Microseconds, of sizes in numbers; None if nothing is known."""
@@ -126,6 +129,7 @@ class CpuPricing:
     cores: int
 
     margin: ClassVar[float] = ERROR
+    between: ClassVar[float] = 0.0
 
     @classmethod
     def here(cls, table: DeviceTable) -> CpuPricing:
@@ -181,7 +185,7 @@ def _cheapest(
 
     taken = legal[0]
     for schedule in legal[1:]:
-        if is_faster(schedule, taken, pricing.margin if taken == legal[0] else 0.0):
+        if is_faster(schedule, taken, pricing.margin if taken == legal[0] else pricing.between):
             taken = schedule
     hints = {s: k.hint for s, k in known if k.hint is not None}
     if len(hints) < len(known):

@@ -41,9 +41,10 @@ class Judged:
 
 
 def judge(form: Form, gpu: Gpu, points: Points, ops: Sequence[str] = DENSE) -> list[Judged]:
-    """All points of `ops` with enough ways."""
+    """All points of `ops` with enough ways, of this kind of GPU. Those of other kinds correct as they do in a
+    choice."""
     found = []
-    judged = [p for p in points if p.op in ops]
+    judged = [p for p in points if p.op in ops and not p.gpu]
     for weight in dict.fromkeys(map(weight_of, judged)):
         asked = [p for p in judged if weight_of(p) == weight and _is_whole(p)]
         if not asked:
@@ -70,7 +71,8 @@ def _is_whole(point: Point) -> bool:
 @cache
 def _fitted(gpu: Gpu, points: Points, factors: bool) -> Model:
     """The model that is fitted to `points`. Kept, since several forms ask for the same one."""
-    known = [(problem, dict(p.times)) for p in points if (problem := problem_at(p)) is not None]
+    own = (p for p in points if not p.gpu)
+    known = [(problem, dict(p.times)) for p in own if (problem := problem_at(p)) is not None]
     return fit(gpu, samples_of(known), factors)
 
 

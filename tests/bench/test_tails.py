@@ -1,0 +1,82 @@
+"""What was measured of tails on GPUs, and what follows from it."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from autofuse.bench.cpu.table import geometric_mean
+from autofuse.bench.gpu import tails
+from autofuse.bench.gpu.measured import RESULTS
+from autofuse.bench.gpu.tails import EVERY, OWNER, TORCH, UNCHANGED, Cell
+from autofuse.lowering.gpu.choice.choose import choose
+from autofuse.lowering.gpu.choice.correction import Predictor
+from autofuse.lowering.gpu.choice.model import shipped as shipped_model
+from autofuse.lowering.gpu.choice.points import Point, shipped
+from autofuse.lowering.gpu.dense.ways import REDUCE, DenseProblem
+from autofuse.passes.choice.cost_model import Task
+from autofuse.passes.choice.gpu_pricing import GpuPricing
+from autofuse.passes.choice.scheduled import Cluster, cheapest
+
+MEASURED = Path(__file__).parents[2] / "docs" / "benchmarks" / "tails_2xh100.json"
+KIND = "h100-80gb-hbm3"
+CELLS = tails.read(MEASURED)
+
+
+def test_points_are_shipped() -> None:
+    def known(points: list[Point]) -> set[tuple[object, ...]]:
+        return {(p.op, *p.sizes, p.times) for p in points}
+
+    measured = known([p for cell in CELLS for p in cell.points()] + tails.tail_points(CELLS))
+    assert measured <= known([p for p in shipped(KIND) if not p.gpu])
+
+
+def test_auto_takes_what_is_measured_to_be_fast() -> None:
+    """Over the best of all ways to leave the tail to Inductor."""
+    model = shipped_model(KIND)
+    assert model is not None
+    predictor = Predictor(model, shipped(KIND))
+    ratios, taken = list[float](), set[str]()
+    for cell in CELLS:
+        sizes, matrix = (cell.tokens, cell.k, cell.hidden), 2 * cell.tokens * cell.hidden
+        task = Task(REDUCE, cell.world, "bfloat16", "direct", matrix, (sizes,))
+        cluster = Cluster(task, matrix, matrix + 2 * cell.hidden, 2 * matrix)
+        problem = DenseProblem(REDUCE, *sizes, cell.world, torch.bfloat16)
+        written = {OWNER: replace(problem, written=RESULTS * cell.hidden)}
+        for legal in ((UNCHANGED, EVERY), (UNCHANGED, EVERY, OWNER)):
+            name, _ = cheapest([cluster], legal, GpuPricing(predictor), {})
+            way = choose(written.get(name, problem), predictor).way
+            us = {
+                EVERY: cell.us[EVERY],
+                OWNER: cell.us[EVERY] | cell.us[OWNER],
+                UNCHANGED: cell.us[UNCHANGED],
+            }
+            taken.add(name)
+            if way in us[name]:  # some configurations were not measured
+                ratios.append(cell.best(UNCHANGED)[0] / us[name][way])
+    assert len(ratios) > len(CELLS)
+    assert min(ratios) > 0.98
+    assert geometric_mean(ratios) > 1.04
+    assert {EVERY, OWNER} <= taken
+
+
+def test_table() -> None:
+    cell = Cell(
+        64,
+        4,
+        8,
+        2,
+        {TORCH: {"a": 3.0, "b": 2.0}, UNCHANGED: {"words": 1.6}, EVERY: {"rows": 1.25}, OWNER: {}},
+    )
+    text = tails.table([cell])
+    assert "| 2     | 8      | 4           | 64     | 2.0      | 1.6          | 1.2     | rows" in text
+    assert "up to 64 tokens: geometric mean 1.60x, worst 1.60x" in text
+
+
+def test_worlds_that_share_no_weight_are_refused() -> None:
+    tails.check(4)
+    with pytest.raises(ValueError, match="3 ranks cannot share K = 8192; start 2, 4 or 8"):
+        tails.check(3)
