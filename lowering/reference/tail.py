@@ -9,14 +9,14 @@
     rms 1e-06 keep            rsqrt(...): [M, 1] is returned, too
     standardize 1e-05         V = (V - mean(V)) * rsqrt(var(V) + 1e-05), without Bessel's correction
     standardize 1e-05 keep    mean(V) and rsqrt(...): [M, 1] are returned, too
-    centre                    V = V - mean(V)
     project %0                V = V - X * mean(V * X), X = operands[0]
     project %0 %1             the same with X = operands[0] * operands[1]
+    centre %0                 V = V - mean(V) - X * mean(V * X), X = operands[0]
     keep                      V as it is here is returned, too
 
 `V: [M, N]` begins as the reduced value in the dtype of the product. `add %0; keep; to float32; rms 1e-06; to
 bfloat16; mul %1` is a residual, which is kept, and the RMSNorm of Hugging Face's Llama. Dtypes promote as in
-torch, every stage rounds to its dtype; norms, centre and project take float32. Operands broadcast against
+torch, every stage rounds to its dtype; norms, project and centre take float32. Operands broadcast against
 `[M, N]`. The results are `[V, kept values in the order of their stages]`. A tail has no gradient. `mul %0;
 clamp_min -448; clamp_max 448; to float8_e4m3fn` is a static quantisation.
 """
@@ -64,7 +64,7 @@ class TailStage:
     @property
     def needs_rows(self) -> bool:
         """Whether it takes means over the columns."""
-        return self.is_norm or self.name in ("centre", "project")
+        return self.is_norm or self.name in ("project", "centre")
 
     @property
     def is_norm(self) -> bool:
@@ -94,10 +94,10 @@ def parse(tail: str) -> tuple[TailStage, ...]:
 
 def _stage(stage: list[str]) -> TailStage:
     match stage:
-        case [("neg" | "relu" | "silu" | "keep" | "centre") as name]:
+        case [("neg" | "relu" | "silu" | "keep") as name]:
             return TailStage(name)
-        case ["project", x]:
-            return TailStage("project", operand=words.operand(x))
+        case [("project" | "centre") as name, x]:
+            return TailStage(name, operand=words.operand(x))
         case ["project", x, scale]:
             return TailStage("project", operand=words.operand(x), scale=words.operand(scale))
         case ["gelu", ("none" | "tanh") as approximate]:
@@ -148,7 +148,7 @@ def _apply(stage: TailStage, value: Tensor, operands: Sequence[Tensor]) -> tuple
     if stage.is_norm:
         assert stage.number is not None
         return _norm(value, stage.name, stage.number, stage.keep)
-    if stage.name in ("centre", "project"):
+    if stage.name in ("project", "centre"):
         return (_project(value, stage, operands),)
     if stage.name == "keep":
         return value, value
@@ -170,12 +170,12 @@ def _apply(stage: TailStage, value: Tensor, operands: Sequence[Tensor]) -> tuple
 
 def _project(value: Tensor, stage: TailStage, operands: Sequence[Tensor]) -> Tensor:
     _check_float32(value, stage.name)
-    if stage.operand is None:
-        return value - value.mean(-1, keepdim=True)
+    assert stage.operand is not None
     x = operands[stage.operand].to(torch.float32)
     if stage.scale is not None:
         x = x * operands[stage.scale]
-    return value - x * (value * x).mean(-1, keepdim=True)
+    rest = value - value.mean(-1, keepdim=True) if stage.name == "centre" else value
+    return rest - x * (value * x).mean(-1, keepdim=True)
 
 
 def _check_float32(value: Tensor, name: str) -> None:

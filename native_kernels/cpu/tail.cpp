@@ -21,7 +21,7 @@ using namespace af;
 
 enum Code : int64_t {
   kAdd, kSub, kRsub, kMul, kDiv, kNeg, kRelu, kTo, kWhere, kFill, kClampMin, kClampMax, kRms, kStandardize,
-  kCentre, kProject, kKeep
+  kProject, kCentre, kKeep
 };
 constexpr int64_t kStatistics = 1;                // in place of its operand: a norm keeps its statistics
 
@@ -105,12 +105,12 @@ struct Run {
   int dtype;           // of V before it
   int64_t kept;        // results before it
   const Stage* before; // the norm before it, or null
-  float mean, scale;   // of that norm
+  float mean, scale;   // of that norm; of project and centre the scale is the mean of V * X
 };
 
-AF_INLINE bool is_norm(const Stage& s) { return s.code >= kRms && s.code <= kProject; }  // reads whole rows first
+AF_INLINE bool is_norm(const Stage& s) { return s.code >= kRms && s.code <= kCentre; }  // reads whole rows first
 
-// What project takes out of V.
+// X, which project and centre take out of V.
 template <bool kFull>
 AF_INLINE void load_direction(const Job& job, const Stage& s, int64_t r, int64_t at, Block& x, int64_t n) {
   load_operand<kFull>(job.operands[s.operand], r, at, x, n);
@@ -118,6 +118,22 @@ AF_INLINE void load_direction(const Job& job, const Stage& s, int64_t r, int64_t
   Block scale;
   load_operand<kFull>(job.operands[s.mask], r, at, scale, n);
   for (int k = 0; k < kVectors; ++k) x[k] = x[k] * scale[k];
+}
+
+// Adds V * X to the sums.
+template <bool kFull>
+AF_INLINE void add_products(const Job& job, const Stage& s, int64_t r, int64_t at, const Block& v, int64_t n, Block& sums) {
+  Block x;
+  load_direction<kFull>(job, s, r, at, x, n);
+  for (int k = 0; k < kVectors; ++k) {
+    Floats product = v[k] * x[k];
+    if (!kFull) {
+      for (int64_t lane = 0; lane < kLanes; ++lane) {
+        if (k * kLanes + lane >= n) product[lane] = 0;
+      }
+    }
+    sums[k] += product;
+  }
 }
 
 // The run on columns [at, at + n) of row `r`, and what follows: sums for the norm behind it, or the result.
@@ -131,12 +147,13 @@ AF_INLINE void run_block(Job& job, const Run& run, int64_t r, int64_t at, Block&
       for (int k = 0; k < kVectors; ++k) v[k] = v[k] * scale;
     } else if (run.before->code == kStandardize) {
       for (int k = 0; k < kVectors; ++k) v[k] = (v[k] - mean) * scale;
-    } else if (run.before->code == kCentre) {
-      for (int k = 0; k < kVectors; ++k) v[k] = v[k] - mean;
     } else {
       Block x;
       load_direction<kFull>(job, *run.before, r, at, x, n);
-      for (int k = 0; k < kVectors; ++k) v[k] = v[k] - x[k] * mean;
+      if (run.before->code == kCentre) {
+        for (int k = 0; k < kVectors; ++k) v[k] = v[k] - mean;
+      }
+      for (int k = 0; k < kVectors; ++k) v[k] = v[k] - x[k] * scale;
     }
   }
   int dtype = run.dtype;
@@ -163,17 +180,7 @@ AF_INLINE void run_block(Job& job, const Run& run, int64_t r, int64_t at, Block&
   if (next->code == kRms) {
     for (int k = 0; k < kVectors; ++k) sums[k] += v[k] * v[k];
   } else if (next->code == kProject) {
-    Block x;
-    load_direction<kFull>(job, *next, r, at, x, n);
-    for (int k = 0; k < kVectors; ++k) {
-      Floats product = v[k] * x[k];
-      if (!kFull) {
-        for (int64_t lane = 0; lane < kLanes; ++lane) {
-          if (k * kLanes + lane >= n) product[lane] = 0;
-        }
-      }
-      sums[k] += product;
-    }
+    add_products<kFull>(job, *next, r, at, v, n, sums);
   } else {
     for (int k = 0; k < kVectors; ++k) sums[k] += v[k];
   }
@@ -242,6 +249,22 @@ AF_INLINE float spread(const Job& job, float mean) {
   return total(sums);
 }
 
+// The sum of the row's products with X, which `s` takes out of it.
+AF_INLINE float products(const Job& job, const Stage& s, int64_t r) {
+  const auto* row = reinterpret_cast<const char*>(job.row.data());
+  Block v, sums{};
+  int64_t at = 0;
+  for (; at + kBlock <= job.columns; at += kBlock) {
+    load_block<float, true>(row + at * sizeof(float), v, kBlock);
+    add_products<true>(job, s, r, at, v, kBlock, sums);
+  }
+  if (at < job.columns) {
+    load_block<float, false>(row + at * sizeof(float), v, job.columns - at);
+    add_products<false>(job, s, r, at, v, job.columns - at, sums);
+  }
+  return total(sums);
+}
+
 AF_INLINE void keep_number(const Result& result, int64_t r, float number) {
   reinterpret_cast<float*>(result.data)[r * result.stride] = number;
 }
@@ -249,11 +272,13 @@ AF_INLINE void keep_number(const Result& result, int64_t r, float number) {
 // The statistics of the norm that the run before has summed for; the run behind it is the next one.
 AF_INLINE void measure(Job& job, Run& run, int64_t r, const Block& sums) {
   const Stage& norm = *run.end;
-  float mean = total(sums) / job.columns, variance = mean;
-  if (norm.code == kStandardize) variance = spread(job, mean) / job.columns;
+  const float mean = total(sums) / job.columns;
+  float second = mean;
+  if (norm.code == kStandardize) second = spread(job, mean) / job.columns;
+  if (norm.code == kCentre) second = products(job, norm, r) / job.columns;
   for (const Stage* s = run.begin; s != run.end; ++s) run.kept += s->code == kKeep;
   run.mean = mean;
-  run.scale = 1 / std::sqrt(variance + norm.number);
+  run.scale = norm.code <= kStandardize ? 1 / std::sqrt(second + norm.number) : second;
   if (norm.code <= kStandardize && norm.operand == kStatistics) {
     if (norm.code == kStandardize) keep_number(job.results[run.kept++], r, mean);
     keep_number(job.results[run.kept++], r, run.scale);

@@ -14,7 +14,7 @@ _tail = function("af_tail", None, [c_void_p])
 
 _STAGES = (
     "add", "sub", "rsub", "mul", "div", "neg", "relu", "to", "where", "masked_fill",
-    "clamp_min", "clamp_max", "rms", "standardize", "centre", "project", "keep",
+    "clamp_min", "clamp_max", "rms", "standardize", "project", "centre", "keep",
 )  # fmt: skip
 CODES = {name: code for code, name in enumerate(_STAGES)}
 """Stages that the kernel has."""

@@ -24,12 +24,12 @@ from autofuse.native_kernels.gpu.state import (
 
 _NAMES = (
     "add", "sub", "rsub", "mul", "div", "neg", "relu", "silu", "gelu none", "gelu tanh", "to", "where",
-    "masked_fill", "clamp_min", "clamp_max", "rms", "standardize", "centre", "project", "keep",
+    "masked_fill", "clamp_min", "clamp_max", "rms", "standardize", "project", "centre", "keep",
 )  # fmt: skip
 CODES = {name: code for code, name in enumerate(_NAMES)}
 (
     ADD, SUB, RSUB, MUL, DIV, NEG, RELU, SILU, GELU, GELU_TANH, TO, WHERE, MASKED_FILL, CLAMP_MIN,
-    CLAMP_MAX, RMS, STANDARDIZE, CENTRE, PROJECT, KEEP,
+    CLAMP_MAX, RMS, STANDARDIZE, PROJECT, CENTRE, KEEP,
 ) = (tl.constexpr(code) for code in range(len(_NAMES)))  # fmt: skip
 
 DTYPES = {
@@ -207,15 +207,15 @@ def apply_stage(
         v = (v - mean[:, None]) * scale[:, None]
         if KEEPS:
             kept = (mean[:, None], scale[:, None])  # type: ignore[assignment]
-    elif NAME == CENTRE:
-        inside = inside_of(exists, column, columns, True, True)
-        v = v - (tl.sum(tl.where(inside, v, 0.0), 1) / columns)[:, None]
-    elif NAME == PROJECT:
+    elif NAME == PROJECT or NAME == CENTRE:  # noqa: SIM109 - Triton has no `in`
         x = other
         if MASK >= 0:
             x = x * read(operands[MASK], row, exists, column, columns, shape[0], shape[1]).to(tl.float32)
         inside = inside_of(exists, column, columns, True, True)
-        v = v - x * (tl.sum(tl.where(inside, v * x, 0.0), 1) / columns)[:, None]
+        along = tl.sum(tl.where(inside, v * x, 0.0), 1) / columns
+        if NAME == CENTRE:
+            v = v - (tl.sum(tl.where(inside, v, 0.0), 1) / columns)[:, None]
+        v = v - x * along[:, None]
     elif NAME == KEEP:
         kept = (value,)  # type: ignore[assignment]
     return v.to(DTYPE), kept

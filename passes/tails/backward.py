@@ -3,6 +3,9 @@ value, r: rsqrt as the forward has it, N columns.
 
 rms_norm      V * r + (sum(V * x) * -0.5 * r^3 / N) * (2 * x)      the residual's gradient may come in between
 layer_norm    (N * V - sum(V)) - xhat * sum(V * xhat)              its scale follows as a stage
+
+A backward graph has r and xhat as inputs, so that nothing shows what they hold. The stages have the value of
+these sums for any x and xhat, and for any r that is one number a row.
 """
 
 from __future__ import annotations
@@ -12,7 +15,8 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from autofuse.passes.graph.follow import argument, aten
+from autofuse.passes.graph.follow import argument, aten, expression, tensor
+from autofuse.passes.graph.layout import same_size
 
 _MUL = aten.mul.Tensor, aten.mul.Scalar
 
@@ -29,11 +33,11 @@ class Found:
 
 def backward_of(product: fx.Node, v: fx.Node) -> Found | None:
     """The backward of a norm that begins with a product of V, whose rows are summed."""
-    x = _factor(product, v)
+    x, columns = _factor(product, v), v.meta["val"].shape[-1]
     total = _only(product)
-    if x is None or total is None or not _sums_rows(total, product):
+    if x is None or total is None or not _sums_rows(total, product) or not isinstance(columns, int):
         return None
-    return _rms(product, total, v, x) or _layer(product, total, v, x)
+    return _rms(product, total, v, x, columns) or _layer(product, total, v, x, columns)
 
 
 def _only(n: fx.Node, where: Callable[[fx.Node], bool] = lambda n: True) -> fx.Node | None:
@@ -57,6 +61,11 @@ def _is_power(n: object, of: fx.Node, exponent: float) -> bool:
     return isinstance(n, fx.Node) and n.target is aten.pow.Tensor_Scalar and n.args == (of, exponent)
 
 
+def _is_one_a_row(r: fx.Node) -> bool:
+    val = tensor(r)
+    return val is not None and (not val.dim() or same_size(expression(val.shape[-1]), 1))
+
+
 def _sums_rows(n: fx.Node, v: fx.Node) -> bool:
     """Whether it is the sum over the last dim alone, which stays as a dim of size 1."""
     if (
@@ -73,15 +82,14 @@ def _sums_rows(n: fx.Node, v: fx.Node) -> bool:
     )
 
 
-def _rms(product: fx.Node, total: fx.Node, v: fx.Node, x: fx.Node) -> Found | None:
-    columns = v.meta["val"].shape[-1]
+def _rms(product: fx.Node, total: fx.Node, v: fx.Node, x: fx.Node, columns: int) -> Found | None:
     half = _only(total, lambda n: _times(n, total, -0.5))
     cubed = _only(half) if half is not None else None
     power = _factor(cubed, half) if half is not None else None
     if half is None or cubed is None or power is None or power.target is not aten.pow.Tensor_Scalar:
         return None
     r = power.args[0]
-    if not isinstance(r, fx.Node) or not _is_power(power, r, 3):
+    if not isinstance(r, fx.Node) or not _is_power(power, r, 3) or not _is_one_a_row(r):
         return None
     inner = [product, total, half, cubed]
     last = _only(cubed)
@@ -128,8 +136,7 @@ def _adds(n: fx.Node) -> bool:
     return n.target is aten.add.Tensor and both and argument(n, 2, "alpha", 1) == 1
 
 
-def _layer(product: fx.Node, total: fx.Node, v: fx.Node, x: fx.Node) -> Found | None:
-    columns = v.meta["val"].shape[-1]
+def _layer(product: fx.Node, total: fx.Node, v: fx.Node, x: fx.Node, columns: int) -> Found | None:
     shift = _only(total)
     if shift is None or _factor(shift, total) is not x:
         return None
@@ -144,7 +151,7 @@ def _layer(product: fx.Node, total: fx.Node, v: fx.Node, x: fx.Node) -> Found | 
     if _only(centred) is not out or not _subtracts(out, centred, shift):
         return None
     inner = frozenset([product, total, shift, wide[0], sums[0], centred, out])
-    return Found(f"centre; project {{}}; mul {columns}", out, (x,), inner)
+    return Found(f"centre {{}}; mul {columns}", out, (x,), inner)
 
 
 def _subtracts(n: fx.Node, a: fx.Node, b: fx.Node) -> bool:

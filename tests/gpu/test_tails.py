@@ -25,7 +25,7 @@ REDUCE, SCATTER = "matmul_all_reduce", "matmul_reduce_scatter"
 NORM = "add %0; keep; to float32; rms 1e-06 keep; to bfloat16; mul %1"
 QUANTISED = "add %0; keep; to float32; rms 1e-06; mul %1; clamp_min -448; clamp_max 448; to float8_e4m3fn"
 LAYER_NORM = "add %0; masked_fill %2 0.0; gelu tanh; to float32; standardize 1e-05; mul %1; to bfloat16"
-BACKWARD = "keep; mul %1; to float32; centre; project %0; mul 0.5; to bfloat16; add %0"
+BACKWARD = "keep; mul %1; to float32; centre %0; mul 0.5; to bfloat16; add %0"
 """As of a LayerNorm whose normed values are %0."""
 
 LIBRARIES = (CUBLAS_NCCL, ONE_SHOT, TWO_SHOT)

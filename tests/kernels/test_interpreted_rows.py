@@ -23,7 +23,7 @@ LAYER_NORM = "to float32; add %0; standardize 1e-05 keep; mul %1; add %2; to flo
 DROPOUT = "masked_fill %0 0.0; mul 1.25; where %1 %2; gelu tanh"
 QUANTISED = "to float32; rms 1e-06; mul %0; clamp_min -448; clamp_max 448; to float8_e4m3fn"
 RMS_BACKWARD = "mul %0; keep; to float32; project %1 %2; mul %2; to bfloat16; add %1"
-LAYER_NORM_BACKWARD = "mul %0; to float32; centre; project %1; mul %2; to bfloat16"
+LAYER_NORM_BACKWARD = "mul %0; to float32; centre %1; mul %2; to bfloat16"
 EXACT = "clamp_min 0.5; clamp_max 0.5; mul %0; keep; to float8_e4m3fn"
 """In float8, to which the interpreter does not always round as GPUs do."""
 POINTWISE = "relu; sub %0; rsub 1.0; div 3.0; neg; silu; gelu none"

@@ -152,12 +152,15 @@ def test_backward_of_norms(n: int, of: torch.dtype, shapes: str, seed: int) -> N
     sizes = {"m": 3, "n": n, "1": 1}
     x = seeded(seed + 1, *(sizes[c] for c in shapes)).to(torch.float32 if not shapes else of)
     tight = (n / 64 + 16) * torch.finfo(torch.float32).eps
-    for tail, wide in (("project %0 %1", x.double() * r.double()), ("project %0; mul %1", x.double())):
-        (found,) = _apply(f"centre; {tail}", [value], 1.0, [x, r])
-        exact = value.double()
-        exact = exact - exact.mean(1, True)
-        wanted = exact - wide * (exact * wide).mean(1, True)
-        wanted = wanted if "mul" not in tail else wanted * r.double()
+    exact, along = value.double(), x.double()
+    for tail, wide, middle in (
+        ("project %0 %1", along * r.double(), 0.0),
+        ("project %0; mul %1", along, 0.0),
+        ("centre %0; mul %1", along, exact.mean(1, True)),
+    ):
+        (found,) = _apply(tail, [value], 1.0, [x, r])
+        wanted = exact - middle - wide * (exact * wide).mean(1, True)
+        wanted = wanted * r.double() if "mul" in tail else wanted
         size = (1 + wide.abs().amax()) ** 2 * (1 + value.abs().amax()) * (1 + r.amax())
         torch.testing.assert_close(found.double(), wanted, rtol=0, atol=float(tight * size))
 

@@ -98,7 +98,7 @@ def test_norms(norm: Norm, dtype: torch.dtype, training: bool) -> None:
 BACKWARD = {
     rms_norm: "{wide}mul %0; project %1 %2; mul %3; add %4",
     llama: "mul %0; {wide}project %1 %2; mul %3; add %4",
-    layer_norm: "{wide}mul %0; centre; project %1; mul 16; mul %2; add %3",
+    layer_norm: "{wide}mul %0; centre %1; mul 16; mul %2; add %3",
 }
 
 
@@ -131,34 +131,53 @@ def test_backward_of_norms(norm: Norm, dtype: torch.dtype) -> None:
     torch.testing.assert_close(results[1], results[0], rtol=rtol, atol=rtol)
 
 
-def backward(g: Tensor, x: Tensor, v: Tensor, dim: int = -1, columns: int = N) -> tuple[Tensor, ...]:
-    """The gradient of a norm of x, as torch decomposes it, and what stands inside."""
-    r = v[:1]
+def rms_backward(
+    g: Tensor, x: Tensor, r: Tensor, dim: int = -1, columns: int = N
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradient of an RMSNorm of x, as torch decomposes it, and what stands inside."""
     product = g * x
     total = product.sum(dim, keepdim=True)
     shift = total.mul(-0.5).mul(r.pow(3)) / columns * (x * 2.0)
     return g * r + shift, total, shift, product
 
 
+def layer_backward(g: Tensor, x: Tensor) -> Tensor:
+    """That of a LayerNorm whose normed value is x; here x has any mean."""
+    return g * N - g.sum(-1, keepdim=True) - x * (g * x).sum(-1, keepdim=True)
+
+
 @pytest.mark.parametrize(
     ("fn", "tail"),
     [
-        (lambda g, x, v: backward(g, x, v)[0], "project %0 %1; mul %2"),
-        (lambda g, x, v: backward(g, x, v, dim=1)[0], ""),
-        (lambda g, x, v: backward(g, x, v, columns=8)[0], ""),
-        (lambda g, x, v: backward(g, x, v)[:2], ""),
-        (lambda g, x, v: backward(g, x, v)[::2], ""),
-        (lambda g, x, v: backward(g, x, v)[::3], ""),
+        (lambda g, x, v: rms_backward(g, x, v[:1])[0], "project %0 %1; mul %2"),
+        (lambda g, x, v: rms_backward(g, x, x[..., :1])[0], "project %0 %1; mul %2"),
+        (lambda g, x, v: rms_backward(g, x, v)[0], ""),
+        (lambda g, x, v: rms_backward(g, x, x)[0], ""),
+        (lambda g, x, v: rms_backward(g, x, v[:1], dim=1)[0], ""),
+        (lambda g, x, v: rms_backward(g, x, v[:1], columns=8)[0], ""),
+        (lambda g, x, v: rms_backward(g, x, v[:1])[:2], ""),
+        (lambda g, x, v: rms_backward(g, x, v[:1])[::2], ""),
+        (lambda g, x, v: rms_backward(g, x, v[:1])[::3], ""),
+        (lambda g, x, v: layer_backward(g, x), f"centre %0; mul {N}"),
     ],
-    ids=["as it is", "over tokens", "another divisor", "sum read", "shift read", "product read"],
-)
+    ids=[
+        "rms", "a scale of rows", "a scale of columns", "a scale of elements", "over tokens",
+        "another divisor", "sum read", "shift read", "product read", "layer",
+    ],
+)  # fmt: skip
 def test_what_is_a_backward_of_a_norm(fn: Callable[..., Any], tail: str) -> None:
+    """Of any x: that x is a norm's input, or its result, is not to be seen in a backward graph."""
+
     def call(y: Tensor, a: Tensor, x: Tensor, v: Tensor) -> Any:
         return fn(funcol.all_reduce(F.linear(y, a), "sum", group()), x, v)
 
+    given, results = arguments((2, 8, 12), (N, 12), (2, 8, N), (N,)), []
     with fake_group(4), torch.no_grad(), autofuse.debug() as report:
-        torch.compile(call, backend=passes_only())(*arguments((2, 8, 12), (N, 12), (2, 8, N), (N,)))
-    assert [site.tail for site in report.sites] == [tail]
+        for policy in ("never", "always"):
+            torch._dynamo.reset()
+            results.append(torch.compile(call, backend=passes_only(policy))(*given))
+    assert [site.tail for site in report.fused] == [tail]
+    torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-4)
 
 
 # --- what is absorbed, and what is not ----------------------------------------------------------------
