@@ -20,6 +20,9 @@ from .grouped import ROW_STAGES
 if TYPE_CHECKING:
     from .product import Stage
 
+ROUNDED = (torch.bfloat16, torch.float16)
+"""Dtypes to which float32 values may be cast on the way: loops over rows round to no others."""
+
 
 @dataclass(frozen=True)
 class TokenSum:
@@ -46,8 +49,8 @@ class TokenSum:
 
 
 def token_sum(dtype: torch.dtype, operands: Sequence[Tensor], stages: Sequence[Stage]) -> TokenSum | None:
-    """How the stages add up rows of `dtype`; None if they do not as above. Factors
-    may have the shapes that they have in a graph, where their rows may lie in several dims."""
+    """How the stages add up rows of `dtype`; None if they are not of the forms above. Factors may have the
+    shapes that they have in a graph, where their rows may lie in several dims."""
     before: Scale | None = None
     behind: Scale | None = None
     index: Tensor | None = None
@@ -72,7 +75,7 @@ def token_sum(dtype: torch.dtype, operands: Sequence[Tensor], stages: Sequence[S
             assert stage.operand is not None
             assert stage.mask is not None
             base, index, summed = operands[stage.operand], operands[stage.mask], True
-        elif stage.dtype is not None and dtype == torch.float32 and (summed or before or behind):
+        elif stage.dtype in ROUNDED and dtype == torch.float32 and (summed or before or behind):
             dtype = stage.dtype
             if not summed and behind is not None:
                 behind = (behind[0], dtype)

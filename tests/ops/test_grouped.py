@@ -130,6 +130,7 @@ FORMS = [
     ("grouped; index_add %3 %4", *[torch.float16] * 3, 1),
     ("grouped; mul %0; index_add %3 %4; to bfloat16", *[torch.float32] * 2, torch.bfloat16, 3),
     ("grouped; neg; sum 2", *[torch.float32] * 3, 0),
+    ("grouped; mul %0; to int32; take %1; mul %2; sum 3", *[torch.float32] * 3, 0),
     ("grouped; sum 2; to float32; mul %3", torch.bfloat16, torch.float32, torch.float32, 0),
 ]
 """Product, dtypes of rows, factors and result, and how many of its stages are one loop."""
