@@ -26,6 +26,7 @@ from .choice.choose import Symbols, choose, saved_us, symbols_of
 from .gathered_once import gather_once
 from .graph.anchors import Anchor, find_anchors, group_of, is_fused_op
 from .graph.emit import CannotEmit, Emitter, erase_unused, order_nodes, relax_views
+from .graph.follow import WAIT
 from .graph.functional import arguments
 from .graph.listing import listing, owners_of, tie, tie_merged
 from .legality import check_match, check_metadata, check_place, group_size
@@ -253,11 +254,14 @@ def _best(
 def _rewrite(graph: fx.Graph, anchor: Anchor, match: Match) -> Emitter | Reject:
     emitter = Emitter(anchor.node, match.shapes)
     unordered = bool(match.early) or any(anchor.node < n for n in match.inputs)
+    reader = _reader_of_unread(anchor)
     try:
         emitter.replace_sizes(anchor.results)
         match.apply(emitter)
     except CannotEmit as error:
         emitter.undo()
+        if reader is not None:
+            graph.erase_node(reader)
         return Reject(Reason.LAYOUT, str(error))
     emitter.commit()
     emitter.touched += erase_unused([*emitter.replaced, *anchor.results])
@@ -265,6 +269,19 @@ def _rewrite(graph: fx.Graph, anchor: Anchor, match: Match) -> Emitter | Reject:
         order_nodes(graph)
     log.debug("%s -> autofuse::%s", anchor.node.name, match.pattern)
     return emitter
+
+
+def _reader_of_unread(anchor: Anchor) -> fx.Node | None:
+    """A reader of a result that this rank does not read. Its peers may read theirs and wait for this rank: a
+    wait has side effects, so that the fused op is not erased."""
+    results = anchor.results
+    if any(user not in results for result in results for user in result.users):
+        return None
+    held = results[0]
+    with held.graph.inserting_after(held):
+        reader = held.graph.call_function(WAIT, (held,))
+    reader.meta.update(held.meta)
+    return reader
 
 
 def _plan_of(nodes: Iterable[fx.Node], symbols: Symbols) -> PlanShape | None:

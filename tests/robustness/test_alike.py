@@ -94,6 +94,17 @@ def _broken_without_stack_traces(rank: int, world: int) -> list[str]:
         return _broken_on_one_rank(rank, world)
 
 
+def _read_on_one_rank(rank: int, world: int) -> list[str]:
+    """The other ranks do not read the sum, but have to bring their part."""
+    group, (x, w) = fresh_group(), _operands(rank)
+
+    def fn() -> Tensor:
+        y = funcol.all_reduce(x @ w, "sum", group)
+        return y.relu() if rank == 0 else x + 1
+
+    return _compare(fn)
+
+
 def _from_another_folder(rank: int, world: int, directory: str) -> list[str]:
     """Every rank has a checkout of its own, and runs from there."""
     folder = Path(directory, f"checkout{rank}")
@@ -123,6 +134,7 @@ def _from_another_folder(rank: int, world: int, directory: str) -> list[str]:
         (_uneven_shards, ["matmul_all_reduce", "all_gather_matmul"]),
         (_broken_on_one_rank, ["matmul_all_reduce"] * 2),
         (_broken_without_stack_traces, ["matmul_all_reduce"] * 2),
+        (_read_on_one_rank, ["matmul_all_reduce"]),
     ],
 )
 def test_programs_that_differ_by_rank(ranks: Ranks, fn: Callable[..., Any], fused: list[str]) -> None:
