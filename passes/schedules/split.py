@@ -31,7 +31,7 @@ import torch
 from torch import fx
 
 from autofuse.lowering import own_part as _own_part  # noqa: F401  (registers torch.ops.autofuse.own_part)
-from autofuse.lowering.torch_internals import size_hint
+from autofuse.lowering.torch_internals import size_hint, tangent_of
 from autofuse.passes.graph.anchors import Anchor
 from autofuse.passes.graph.emit import Emitter
 from autofuse.passes.graph.follow import WAIT, Shapes, aten, tensor
@@ -274,8 +274,9 @@ def _on_slices(
         if place is None:
             return read
         if (read, place) not in parts:
-            # Behind the value, so that every later reader has it.
-            behind = Emitter(read.next, Shapes())
+            # Behind the value, so that every later reader has it. Where torch partitions, the backward begins
+            # with the first reader of a tangent: what lies behind it there runs in the backward, read or not.
+            behind = Emitter(read.next if tangent_of(read) is None else node, Shapes())
             while behind.anchor.op == "placeholder":
                 behind = Emitter(behind.anchor.next, Shapes())
             parts[read, place] = behind.call(torch.ops.autofuse.own_part.default, read, place, stream.group)

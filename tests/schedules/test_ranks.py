@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import autofuse
+from tests.ops.dense import seeded
+from tests.passes.chains import ReduceBackward, ReduceForward
 from tests.passes.harness import passes_only
 from tests.ranks import RankPool
 
@@ -87,6 +89,40 @@ def _train(rank: int, world: int, shape: tuple[int, int], norm: str) -> None:
 )
 def test_training(ranks: Ranks, world: int, shape: tuple[int, int], norm: str) -> None:
     ranks(world).run(_train, shape, norm, timeout=120)
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(16)
+        self.up, self.down = nn.Linear(16, 8, bias=False), nn.Linear(8, 16, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(ReduceBackward.apply(self.norm(x))).relu()
+        return x + ReduceForward.apply(self.down(h), "sum")
+
+
+def _returned(rank: int, world: int) -> list[str]:
+    """The fused ops of the backward of a graph that returns the stream, not a loss."""
+    torch._dynamo.reset()
+    torch.manual_seed(rank)
+    model, grads = nn.Sequential(_Block(), _Block()), []
+    autofuse.replicated(model, parameters=["*.norm.*"], inputs=["input"], gradients=True)
+    with autofuse.debug() as report:
+        for call in (model, torch.compile(model, backend=passes_only(schedule="split"))):
+            x = seeded(1, 4, 16).requires_grad_()
+            model.zero_grad()
+            (call(x) * seeded(2, 4, 16)).sum().backward()
+            grads.append([x.grad, *(p.grad.clone() for p in model.parameters() if p.grad is not None)])
+    torch.testing.assert_close(grads[1], grads[0], rtol=1e-4, atol=1e-6)
+    kinds = {graph.name: graph.kind for graph in report.graphs}
+    return [str(site.pattern) for site in report.fused if kinds[site.graph] == "backward"]
+
+
+def test_a_backward_runs_no_reduction_of_its_forward(ranks: Ranks) -> None:
+    """The gradient of the result is cut, and what torch finds behind the cut it puts into the backward."""
+    for fused in ranks(2).run(_returned, timeout=120):
+        assert fused.count("matmul_reduce_scatter") == 2
 
 
 def _any_lengths(rank: int, world: int, batch: int) -> tuple[int, list[tuple[str, str]]]:
