@@ -19,13 +19,14 @@ MOST_LISTS = 64
 """Lists of tables that are remembered."""
 
 MOST_TRIES = 64
-"""So often calls of a list of tables are remembered: those that never match would take longer each time."""
+"""How many calls of one list of tables are remembered: to check and remember a call takes longer than to
+check it."""
 
 
 class Checked(NamedTuple):
-    """What was checked. distinct: offsets that are compared; dims: of the tables; plain: whether the call
-    may go past the dispatcher without gradients; trains: whether a tensor needs one; tries: so often
-    calls of these tables were remembered."""
+    """What was checked. tables, indices, offsets: whether other tensors are laid out alike; distinct: offsets
+    that are compared; dims: of the tables; plain: whether the call may go past the dispatcher without
+    gradients; trains: whether a tensor needs one; tries: how many calls of these tables were remembered."""
 
     tables: Callable[..., bool]
     indices: Callable[..., bool]
@@ -43,10 +44,12 @@ class Checked(NamedTuple):
 
 
 _checked: dict[tuple[int, int], Checked] = {}
+"""By the id of the first table and the number of tables. It only finds an entry: the layouts are compared
+whatever has this id now."""
 
 
 def checked(tables: Sequence[Tensor], indices: Sequence[Tensor], offsets: Sequence[Tensor]) -> Checked | None:
-    """What is known of such a call; None if it has to be checked."""
+    """What was checked of a call of tensors that are laid out like these; None if they have to be checked."""
     found = _checked.get((id(tables[0]), len(tables))) if tables else None
     if found is None or not len(tables) == len(indices) == len(offsets):
         return None
@@ -59,7 +62,7 @@ def checked(tables: Sequence[Tensor], indices: Sequence[Tensor], offsets: Sequen
 def remember(
     tables: Sequence[Tensor], indices: Sequence[Tensor], offsets: Sequence[Tensor]
 ) -> Checked | None:
-    """These have been checked; None if no later call is compared with them."""
+    """Remember that these have been checked; None if no later call is to be compared with them."""
     starts, kind = distinct(offsets), (id(tables[0]), len(tables))
     before = _checked.get(kind)
     tries = 0 if before is None else before.tries
