@@ -10,7 +10,7 @@ results, on one rank:
     owner       reduce, never in one shot, + start + share * ((read + written) / (memory W)
                 + (written - reduced) (2 - 1 / W) / link) + matmuls
     split       scatter + share * (reduced + read + written) / (memory W) + gathers + all_reduces of sums over
-                rows
+                rows; all for padded rows, with a copy of what the scattered product is made of
 
 A tail is applied to sums where they arrive, so that nobody reads them again. Owners store what the tail
 returns and all ranks copy it, in place of the sum. A stream is split as a whole, so that its clusters are
@@ -27,6 +27,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Protocol
 
 import sympy
+import torch
 
 from autofuse.passes.graph.layout import Size
 
@@ -53,6 +54,7 @@ class Cluster:
         gathers: of what has been cut, with the matmuls that read it.
         sums: all_reduces of sums over rows that have been cut.
         decided: whether reductions and gathers are fused in any case; else the faster is taken.
+        rows, padded: how many rows there are, and how many are computed if they are cut.
     """
 
     task: Task
@@ -62,16 +64,20 @@ class Cluster:
     gathers: tuple[Task, ...] = ()
     sums: tuple[Task, ...] = ()
     decided: bool = True
+    rows: Size = 1
+    padded: Size = 1
 
     def map(self, f: Callable[[Size], Size]) -> Cluster:
         reduced, read, written = map(f, (self.reduced, self.read, self.written))
         gathers, sums = (tuple(task.map(f) for task in tasks) for tasks in (self.gathers, self.sums))
-        return Cluster(self.task.map(f), reduced, read, written, gathers, sums, self.decided)
+        rows, padded = f(self.rows), f(self.padded)
+        return Cluster(self.task.map(f), reduced, read, written, gathers, sums, self.decided, rows, padded)
 
     @property
     def sizes(self) -> tuple[Size, ...]:
         tasks = (self.task, *self.gathers, *self.sums)
-        return (*(size for task in tasks for size in task.sizes), self.reduced, self.read, self.written)
+        sizes = (size for task in tasks for size in task.sizes)
+        return (*sizes, self.reduced, self.read, self.written, self.rows, self.padded)
 
 
 def predicted(schedule: str, cluster: Cluster, model: Model, arithmetic: Arithmetic) -> Value:
@@ -90,10 +96,14 @@ def predicted(schedule: str, cluster: Cluster, model: Model, arithmetic: Arithme
         return arithmetic.where(fused, apart, fused, apart)
 
     if schedule == "split":
-        collectives = [site(gather) for gather in cluster.gathers]
-        collectives += [model.collective(total) for total in cluster.sums]
-        scattered = site(replace(task, op="matmul_reduce_scatter"))
-        return scattered + share * (cluster.reduced + behind) / (memory * world) + sum(collectives)
+        more = cluster.padded / cluster.rows
+        times = [site(_longer(gather, more)) for gather in cluster.gathers]
+        times += [model.collective(total) for total in cluster.sums]
+        times += [site(replace(_longer(task, more), op="matmul_reduce_scatter"))]
+        moved = more * (cluster.reduced + behind) / world
+        if cluster.padded != cluster.rows:
+            moved = moved + sum(2 * m * k for m, k, _ in task.matmuls) * getattr(torch, task.dtype).itemsize
+        return sum(times) + share * moved / memory
     time = site(task, owners=schedule == "owner")
     time = time + share * sum(model.compute(gather, arithmetic, fused=False) for gather in cluster.gathers)
     if schedule == "unchanged" or not task.matmuls:  # a collective alone has no tail
@@ -138,6 +148,14 @@ class CpuPricing:
 
     def us(self, schedule: str, cluster: Cluster, arithmetic: Numbers) -> float | None:
         return float(predicted(schedule, cluster, Model(self.table, self.cores), arithmetic))
+
+
+def _longer(task: Task, more: float) -> Task:
+    """The task for so many times the rows."""
+    if more == 1:
+        return task
+    matmuls = tuple((m * more, k, n) for m, k, n in task.matmuls)
+    return replace(task, sent=task.sent * more, matmuls=matmuls)
 
 
 def cheapest(

@@ -93,6 +93,7 @@ def _cluster(
             written[kept] = None
     whole = [node for node in stream.gathered if home[node] is reduction]
     order, reduced = settings.order, nbytes(reduction)
+    rows = expression(_shape(reduction)[stream.cuts[reduction]])
     task = Task("matmul_all_reduce", stream.world, _dtype(reduction), order, reduced)
     return Cluster(
         task if match is None else task_of(anchor, match, stream.world, order),
@@ -102,6 +103,8 @@ def _cluster(
         tuple(_gather(stream, node, taken, order) for node in whole),
         tuple(Task("matmul_all_reduce", stream.world, _dtype(node), order, nbytes(node)) for node in sums),
         decided=settings.policy == "always",
+        rows=rows,
+        padded=stream.world * stream.fit.part(rows) if stream.fit.pads(rows) else rows,
     )
 
 

@@ -64,14 +64,15 @@ def _chosen(
     assert world is not None
     if search is not None and (why := search.why_not(anchors[0])):
         return None, _unchanged(world, (why,))
-    for fit in (Fit(world, seen_symbols(joint)), Fit(world)):
+    symbols = seen_symbols(joint)
+    for fit in (Fit(world, symbols), Fit(world, symbols, padded=True)):
         stream = find_stream(joint, anchors, fit, layouts.replicated)
         considered = () if stream is None or search is None else search(stream)
         if any(each.taken and each.name != SPLIT for each in considered):
             return None, _unchanged(world, (), considered)
-        if stream is None or all(guard_multiple(joint, size, world) for size in fit.assumed):
-            break
         # Calls with other numbers of rows find another graph.
+        if stream is not None and all(guard_multiple(joint, size, world) for size in fit.assumed):
+            break
     done = {} if stream is None else {a.node: a for a in stream.reductions.values()}
     refused = dict.fromkeys(_why_not(anchor, layouts, fit) for anchor in anchors if anchor.node not in done)
     if stream is None:
@@ -93,5 +94,5 @@ def _why_not(anchor: Anchor, layouts: Layouts, fit: Fit) -> str:
             if read not in anchor.waits and not layouts.replicated(read):
                 return f"{place}: {layouts.why(read)}"
     if stream_dim(anchor, fit) is None:
-        return f"{place}: its rows cannot be cut into {fit.world} equal parts"
+        return f"{place}: its rows cannot be cut into {fit.world} parts"
     return f"{place}: too little of what reads it can be computed on slices"

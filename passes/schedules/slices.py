@@ -2,6 +2,8 @@
 
 A value is *cut* along a dim if every rank computes only its part of it: `W` equal parts, the part of rank `r`
 is the `r`-th. `cut_dim` says along which dim the result of an op is cut, given how its inputs are.
+
+Where a size has no equal parts, parts may be *padded*: those of the last ranks end in rows that nobody reads.
 """
 
 from __future__ import annotations
@@ -45,32 +47,50 @@ _PERMUTES = {aten.permute.default}
 _WITH_SHAPE = {aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.expand.default}
 
 
+MOST_PADDED = 1.25
+"""A number of rows is padded to at most so many times itself. One that is a symbol is padded in any case."""
+
+
 @dataclass
 class Fit:
-    """Which sizes have `world` equal parts.
+    """Which sizes can be cut into `world` parts.
 
     Attributes:
-        assumable: the symbols of which it may be assumed.
+        symbols: those of which something may be assumed.
+        padded: whether parts may be padded; else it is assumed of symbols that they have equal parts.
         assumed: the sizes of which it was; a graph for which it does not hold must not run.
     """
 
     world: int
-    assumable: Collection[sympy.Symbol] = ()
+    symbols: Collection[sympy.Symbol] = ()
+    padded: bool = False
     assumed: set[sympy.Expr] = field(default_factory=set)
 
     def __call__(self, size: Size) -> bool:
-        if isinstance(size, int) or exact_quotient(size, self.world) is not None:
-            return exact_quotient(size, self.world) is not None
-        if not size.free_symbols <= set(self.assumable):
+        if self.exactly(size):
+            return True
+        if isinstance(size, int):
+            return self.padded and self.world * self.part(size) <= MOST_PADDED * size
+        if not size.free_symbols <= set(self.symbols):
             return False
-        self.assumed.add(size)
+        if not self.padded:
+            self.assumed.add(size)
         return True
 
+    def exactly(self, size: Size) -> bool:
+        """Whether the size is known to have equal parts."""
+        return exact_quotient(size, self.world) is not None
 
-def part_of(size: Size, world: int) -> Size:
-    """A part of a size that has `world` equal ones."""
-    exact = exact_quotient(size, world)
-    return floor_divide(sympy.sympify(size), world) if exact is None else exact
+    def pads(self, size: Size) -> bool:
+        """Whether parts of the size, which can be cut, are padded."""
+        return self.padded and not self.exactly(size)
+
+    def part(self, size: Size) -> Size:
+        """A part of a size that can be cut."""
+        exact = exact_quotient(size, self.world)
+        if exact is not None:
+            return exact
+        return floor_divide(sympy.sympify(size + self.world - 1 if self.padded else size), self.world)
 
 
 def shape_of(node: fx.Node) -> tuple[Size, ...] | None:
@@ -94,7 +114,7 @@ def leading_dim(shape: tuple[Size, ...], fit: Fit) -> int | None:
     for d in dims:
         if in_one_piece(shape, d) and fit(shape[d]):
             return d
-    return next((d for d in dims if _can_gather(shape, d) and fit(shape[d])), None)
+    return next((d for d in dims if _can_gather(shape, d, fit) and fit(shape[d])), None)
 
 
 def cut_dim(node: fx.Node, cuts: Cuts, fit: Fit) -> int | None:
@@ -102,12 +122,12 @@ def cut_dim(node: fx.Node, cuts: Cuts, fit: Fit) -> int | None:
     cannot be computed on slices."""
     shape = shape_of(node)
     dim = _cut_dim(node, shape, cuts, fit)
-    return dim if dim is not None and shape is not None and _can_gather(shape, dim) else None
+    return dim if dim is not None and shape is not None and _can_gather(shape, dim, fit) else None
 
 
-def _can_gather(shape: tuple[Size, ...], dim: int) -> bool:
-    """Parts that are not in one piece are gathered by a split and a cat, of known sizes."""
-    return in_one_piece(shape, dim) or all(isinstance(s, int) for s in shape)
+def _can_gather(shape: tuple[Size, ...], dim: int, fit: Fit) -> bool:
+    """Parts that are not in one piece are gathered by a split and a cat, of known sizes and not padded."""
+    return in_one_piece(shape, dim) or (all(isinstance(s, int) for s in shape) and fit.exactly(shape[dim]))
 
 
 def _cut_dim(node: fx.Node, shape: tuple[Size, ...] | None, cuts: Cuts, fit: Fit) -> int | None:
@@ -176,7 +196,7 @@ def needs_part(node: fx.Node, read: fx.Node, dim: int) -> int | None:
     return place if place >= 0 and same_size(given[place], whole[dim]) and given[place] != 1 else None
 
 
-def on_slices(node: fx.Node, dim: int, world: int, size: Callable[[Size], int | fx.Node]) -> tuple[Any, ...]:
+def on_slices(node: fx.Node, dim: int, fit: Fit, size: Callable[[Size], int | fx.Node]) -> tuple[Any, ...]:
     """The arguments of `node` for a result that is cut along `dim`, with the inputs as they are.
 
     size: a size as an argument.
@@ -185,7 +205,7 @@ def on_slices(node: fx.Node, dim: int, world: int, size: Callable[[Size], int | 
         return node.args
     shape = shape_of(node)
     assert shape is not None
-    part = [size(part_of(s, world) if d == dim else s) for d, s in enumerate(shape)]
+    part = [size(fit.part(s) if d == dim else s) for d, s in enumerate(shape)]
     return (node.args[0], part, *node.args[2:])
 
 
@@ -231,5 +251,7 @@ def _of_reshape(given: tuple[Size, ...], shape: tuple[Size, ...], dim: int, fit:
     before = prod(given[:dim])
     for place, size in enumerate(shape):
         if same_size(prod(shape[:place]), before) and size != 1:
-            return place if fit(size) else None
+            alike = same_size(size, given[dim]) or not fit.padded
+            equal = fit.exactly(size) and fit.exactly(given[dim])
+            return place if fit(size) and (alike or equal) else None
     return None

@@ -10,7 +10,7 @@ These are CoCoNet's transformations split (section 3.1) and reorder (3.2), along
     |                                       |
     norm --> mm                             norm --> AG --> mm
 
-split      all_reduce = all_gather(reduce_scatter). Legal if rows have W equal parts: known, or guarded.
+split      all_reduce = all_gather(reduce_scatter). Rows have W equal parts, known or guarded, or are padded.
 reorder    all_gather moves down through pointwise ops, casts, views, and reductions along other dims. Legal
            if everything that they read is the same on all ranks: any rank would have computed the same for
            a row. An operand with rows is cut, one that broadcasts along them is read whole.
@@ -30,13 +30,13 @@ import sympy
 import torch
 from torch import fx
 
-from autofuse.lowering import own_part as _own_part  # noqa: F401  (registers torch.ops.autofuse.own_part)
 from autofuse.lowering.torch_internals import size_hint, tangent_of
 from autofuse.passes.graph.anchors import Anchor
-from autofuse.passes.graph.emit import Emitter
+from autofuse.passes.graph.emit import Emitter, erase_unused
 from autofuse.passes.graph.follow import WAIT, Shapes, aten, tensor
-from autofuse.passes.graph.layout import prod
+from autofuse.passes.graph.layout import Size, prod
 
+from .padding import first_rows, masked, multiply_padded, padded_product, row_mask
 from .slices import (
     Fit,
     cut_dim,
@@ -45,7 +45,6 @@ from .slices import (
     leading_dim,
     needs_part,
     on_slices,
-    part_of,
     shape_of,
     sums_cut_dim,
 )
@@ -69,16 +68,21 @@ class Stream:
 
     Attributes:
         group: of the collectives, as they name it.
+        fit: how rows are cut.
         cuts: the values, each with the dim along which it is cut.
         reductions: by its result, each all_reduce that becomes a reduce_scatter.
         sums: sums along the cut dim.
     """
 
     group: str | fx.Node
-    world: int
+    fit: Fit
     cuts: dict[fx.Node, int] = field(default_factory=dict)
     reductions: dict[fx.Node, Anchor] = field(default_factory=dict)
     sums: list[fx.Node] = field(default_factory=list)
+
+    @property
+    def world(self) -> int:
+        return self.fit.world
 
     @property
     def gathered(self) -> list[fx.Node]:
@@ -108,7 +112,7 @@ def find_stream(
     # More waits are waits for the first.
     fitting = [a for a in anchors if a.reduce_op in ("sum", "avg") and len(a.node.users) == 1 and a.waits]
     while True:
-        stream = _grow(graph, Stream(anchors[0].group, fit.world), fitting, fit, replicated)
+        stream = _grow(graph, Stream(anchors[0].group, fit), fitting, fit, replicated)
         whole = [anchor for anchor in fitting if any(wait in stream.gathered for wait in anchor.waits)]
         if not whole:
             break
@@ -130,13 +134,19 @@ def _grow(
                 stream.cuts[node] = dim
                 stream.reductions[node] = results[node]
         elif any(source in stream.cuts for source in node.all_input_nodes) and replicated(node):
-            dim = cut_dim(node, stream.cuts, fit)
+            dim = None if fit.padded and _is_whole_number(node) else cut_dim(node, stream.cuts, fit)
             if dim is not None:
                 stream.cuts[node] = dim
             elif sums_cut_dim(node, stream.cuts):
                 stream.sums.append(node)
     _draw_back(stream)
     return stream
+
+
+def _is_whole_number(node: fx.Node) -> bool:
+    """Whether the value has whole numbers, by which ops may fail to divide where padding is zero."""
+    val = tensor(node)
+    return val is not None and not val.is_floating_point() and val.dtype != torch.bool
 
 
 def stream_dim(anchor: Anchor, fit: Fit) -> int | None:
@@ -189,6 +199,7 @@ def split(graph: fx.Graph, stream: Stream) -> None:
     """Rewrites the stream in place."""
     slices: dict[fx.Node, fx.Node] = {}
     parts: dict[tuple[fx.Node, int], fx.Node] = {}
+    masks: dict[Size, fx.Node] = {}
     wholes = set(stream.gathered)
     ends: list[fx.Node] = []
     for node in list(graph.nodes):
@@ -203,16 +214,19 @@ def split(graph: fx.Graph, stream: Stream) -> None:
             _mark(emitter, node)
             if node in wholes:
                 emitter = Emitter(node.next, Shapes())
-                whole = _gathered(emitter, stream, node, slices[node])
+                whole, padded = _gathered(emitter, stream, node, slices[node])
                 outside = [u for u in node.users if u not in stream.cuts and u not in stream.sums]
                 _mark(emitter, _latest(node, outside))
                 for user in outside:
                     user.replace_input_with(node, whole)
+                for new, matmul in multiply_padded(whole, padded) if padded is not whole else ():
+                    _mark(new, matmul)
         elif node in stream.sums:
             emitter = Emitter(node, Shapes())
             source = node.args[0]
             assert isinstance(source, fx.Node)
-            partial = emitter.call(node.target, slices[source], *node.args[1:], **node.kwargs)
+            part = _without_padding(emitter, stream, source, slices[source], masks)
+            partial = emitter.call(node.target, part, *node.args[1:], **node.kwargs)
             total = emitter.call(c10d.all_reduce.default, partial, "sum", stream.group)
             _mark(emitter, node)
             node.replace_all_uses_with(emitter.call(c10d.wait_tensor.default, total))
@@ -223,7 +237,10 @@ def split(graph: fx.Graph, stream: Stream) -> None:
     for node in reversed(ends):
         graph.erase_node(node)
         if node in stream.reductions:
-            graph.erase_node(stream.reductions[node].node)
+            anchor = stream.reductions[node]
+            summand = anchor.input
+            graph.erase_node(anchor.node)
+            erase_unused([summand])
     graph.lint()
 
 
@@ -231,10 +248,14 @@ def _scattered(emitter: Emitter, stream: Stream, node: fx.Node) -> fx.Node:
     """This rank's part of the sum, in place of the whole."""
     anchor, dim, shape = stream.reductions[node], stream.cuts[node], shape_of(node)
     assert shape is not None
-    part = [part_of(s, stream.world) if d == dim else s for d, s in enumerate(shape)]
+    fit = stream.fit
+    part = [fit.part(s) if d == dim else s for d, s in enumerate(shape)]
     op, world = anchor.reduce_op, stream.world
     if in_one_piece(shape, dim):
-        rows = emitter.reshape(anchor.input, shape[dim:])
+        if fit.pads(shape[dim]):
+            rows = padded_product(emitter, anchor.input, shape[dim:], part[dim] * world)
+        else:
+            rows = emitter.reshape(anchor.input, shape[dim:])
         sums = emitter.call(c10d.reduce_scatter_tensor.default, rows, op, world, stream.group)
         return emitter.reshape(emitter.call(c10d.wait_tensor.default, sums), part)
     pieces = emitter.call(aten.split.Tensor, anchor.input, part[dim], dim)
@@ -243,18 +264,37 @@ def _scattered(emitter: Emitter, stream: Stream, node: fx.Node) -> fx.Node:
     return emitter.call(c10d.wait_tensor.default, sums)
 
 
-def _gathered(emitter: Emitter, stream: Stream, node: fx.Node, part: fx.Node) -> fx.Node:
-    """The whole value, of all parts."""
+def _gathered(emitter: Emitter, stream: Stream, node: fx.Node, part: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """The whole value, of all parts, and the rows that it has where its padding was cut off."""
     dim, shape, whole = stream.cuts[node], shape_of(part), shape_of(node)
     assert shape is not None
     assert whole is not None
     rows = emitter.reshape(part, shape[dim:]) if in_one_piece(shape, dim) else part
     gathered = emitter.call(c10d.all_gather_into_tensor.default, rows, stream.world, stream.group)
     gathered = emitter.call(c10d.wait_tensor.default, gathered)
+    if stream.fit.pads(whole[dim]):
+        return emitter.reshape(first_rows(emitter, gathered, whole[dim]), whole), gathered
     if rows is not part or dim == 0:
-        return emitter.reshape(gathered, whole)
-    pieces = emitter.call(aten.split.Tensor, gathered, shape[0])
-    return emitter.call(aten.cat.default, [emitter.item(pieces, r) for r in range(stream.world)], dim)
+        found = emitter.reshape(gathered, whole)
+    else:
+        pieces = emitter.call(aten.split.Tensor, gathered, shape[0])
+        of_ranks = [emitter.item(pieces, r) for r in range(stream.world)]
+        found = emitter.call(aten.cat.default, of_ranks, dim)
+    return found, found
+
+
+def _without_padding(
+    emitter: Emitter, stream: Stream, node: fx.Node, part: fx.Node, masks: dict[Size, fx.Node]
+) -> fx.Node:
+    """This rank's part of a value, with zeros where it has no rows. `masks`: by the number of all rows."""
+    dim, shape = stream.cuts[node], shape_of(node)
+    assert shape is not None
+    rows = shape[dim]
+    if not stream.fit.pads(rows):
+        return part
+    if rows not in masks:
+        masks[rows] = row_mask(emitter, part, rows, stream.group)
+    return masked(emitter, part, dim, masks[rows])
 
 
 def _on_slices(
@@ -279,11 +319,15 @@ def _on_slices(
             behind = Emitter(read.next if tangent_of(read) is None else node, Shapes())
             while behind.anchor.op == "placeholder":
                 behind = Emitter(behind.anchor.next, Shapes())
-            parts[read, place] = behind.call(torch.ops.autofuse.own_part.default, read, place, stream.group)
+            given = shape_of(read)
+            assert given is not None
+            pads = stream.fit.pads(given[place])
+            op = torch.ops.autofuse.own_part.default
+            parts[read, place] = behind.call(op, read, place, stream.group, *((True,) if pads else ()))
             _mark(behind, read)
         return parts[read, place]
 
-    args = fx.node.map_arg(on_slices(node, dim, stream.world, emitter.size), own)
+    args = fx.node.map_arg(on_slices(node, dim, stream.fit, emitter.size), own)
     kwargs = fx.node.map_arg(node.kwargs, own)
     return emitter.call(node.target, *args, **kwargs)
 

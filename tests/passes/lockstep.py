@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx
 
 import autofuse.lowering.ops  # noqa: F401  (defines torch.ops.autofuse)
+from autofuse.lowering.own_part import part_of_rank
 from autofuse.lowering.reference.product import product_reference
 from autofuse.lowering.reference.tail import tail_reference
 
@@ -86,11 +87,16 @@ def _all_gather_matmul(calls: Calls) -> list[list[Tensor]]:
     return results
 
 
+def _own_parts(calls: Calls) -> list[Tensor]:
+    x, dim, _, padded = (*calls[0], False)[:4]
+    return [part_of_rank(x, dim, rank, len(calls), padded) for rank in range(len(calls))]
+
+
 _COLLECTIVES: dict[object, Callable[[Calls], Sequence[Any]]] = {
     c10d.all_reduce.default: _all_reduce,
     c10d.reduce_scatter_tensor.default: _reduce_scatter,
     c10d.all_gather_into_tensor.default: _all_gather,
-    fused.own_part.default: lambda calls: list(calls[0][0].chunk(len(calls), calls[0][1])),
+    fused.own_part.default: _own_parts,
     c10d.wait_tensor.default: lambda calls: [x for (x,) in calls],
     fused.matmul_all_reduce.default: _matmul_all_reduce,
     fused.matmul_reduce_scatter.default: _matmul_reduce_scatter,

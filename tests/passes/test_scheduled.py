@@ -71,12 +71,13 @@ def report_of(
     path: Path,
     *,
     layers: int = 1,
+    rows: int = ROWS,
     declared: bool = False,
     dynamic: bool = False,
     **options: str,
 ) -> Report:
     path.write_text(table.to_json())
-    model, x, residual = Stack(layers), torch.randn(ROWS, N), torch.randn(ROWS, N)
+    model, x, residual = Stack(layers), torch.randn(rows, N), torch.randn(rows, N)
     if dynamic:
         torch._dynamo.mark_dynamic(x, 0)
         torch._dynamo.mark_dynamic(residual, 0)
@@ -144,6 +145,20 @@ def test_the_cheapest_legal_one_is_taken(tmp_path: Path, dynamic: bool) -> None:
     assert [site.pattern for site in report.fused][:1] == ["matmul_reduce_scatter"]
     (site,) = report_of(table, tmp_path / "t.json", dynamic=dynamic).fused
     assert (taken(site), site.tail_form) == ("every", "every")
+
+
+def test_padding_is_priced(tmp_path: Path) -> None:
+    """Seven rows of 4 ranks cost what eight do, and a copy."""
+    times = {}
+    for rows in (7, 8):
+        report = report_of(
+            slow_memory(), tmp_path / "t.json", rows=rows, layers=2, declared=True, order="ring"
+        )
+        (told,) = report.graphs[0].schedules
+        assert (told.name, told.reductions) == ("split", 2)
+        times[rows] = {each.name: each.us for each in told.considered}
+    assert times[7]["unchanged"] < times[8]["unchanged"]  # type: ignore[operator]
+    assert times[7]["split"] > times[8]["split"]  # type: ignore[operator]
 
 
 def test_a_fixed_schedule_considers_no_other(tmp_path: Path) -> None:

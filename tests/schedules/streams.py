@@ -65,9 +65,11 @@ STEPS: dict[str, Callable[[Tensor, Tensor, dict[str, Tensor]], Tensor]] = {
     "most": lambda h, other, inputs: h - h.amax(-1, keepdim=True) + other.mean(-1).unsqueeze(-1),
     "flip": lambda h, other, inputs: h.flip(0),
     "local": lambda h, other, inputs: h * inputs["local"],
+    "log": lambda h, other, inputs: h * inputs["rows"].abs().log(),
     "half": lambda h, other, inputs: h.to(torch.bfloat16).float(),
 }
-"""`flip` needs all rows, `local` differs between ranks: what reads them must not be cut."""
+"""`flip` needs all rows, `local` differs between ranks: what reads them must not be cut. `log` makes NaN of
+the zeros that rows are padded with."""
 
 
 def program(drawn: Drawn) -> Callable[..., tuple[Tensor, ...]]:
@@ -113,7 +115,15 @@ def arguments(drawn: Drawn, rank: int) -> list[Tensor]:
 @st.composite
 def streams(draw: st.DrawFn) -> Drawn:
     world = draw(st.sampled_from([2, 3, 4]))
-    shapes = [(2 * world,), (1, world), (3, 2 * world), (world, 3), (5,)]
+    shapes = [
+        (2 * world,),
+        (1, world),
+        (3, 2 * world),
+        (world, 3),
+        (5,),
+        (1, 2 * world - 1),
+        (2 * world - 1, 3),
+    ]
     names = st.sampled_from(["reduce", "reduce", "reduce", "add", "add", "rms", *STEPS])
     position = st.integers(0, 11)
     # Mostly what was computed last

@@ -84,6 +84,9 @@ def _train(rank: int, world: int, shape: tuple[int, int], norm: str) -> None:
     [
         (2, (1, 6), "RMSNorm"),
         (2, (3, 8), "LayerNorm"),
+        (2, (1, 7), "LayerNorm"),
+        pytest.param(4, (1, 7), "RMSNorm", marks=pytest.mark.full),
+        pytest.param(2, (5, 3), "RMSNorm", marks=pytest.mark.full),
         pytest.param(4, (4, 3), "RMSNorm", marks=pytest.mark.full),
     ],
 )
@@ -125,17 +128,17 @@ def test_a_backward_runs_no_reduction_of_its_forward(ranks: Ranks) -> None:
         assert fused.count("matmul_reduce_scatter") == 2
 
 
-def _any_lengths(rank: int, world: int, batch: int) -> tuple[int, list[tuple[str, str]]]:
-    """Losses and gradients at several numbers of tokens: the number of graphs, and of each the schedule and
-    why not."""
+def _any_lengths(rank: int, world: int, lengths: list[int]) -> list[tuple[str, int, int]]:
+    """Losses and gradients at several numbers of tokens: of each graph the schedule, how many all_reduces of
+    its forward and backward scatter, and how many of these are fused."""
     torch._dynamo.reset()
     model = transformer(rank, world)
     autofuse.replicated(model, parameters=Transformer.SAME, inputs=["tokens"], gradients=True)
     backend = passes_only(policy="always", schedule="split")
     step = torch.compile(loss_of, backend=backend, dynamic=True)
     with autofuse.debug() as report:
-        for length in (2 * world, 5 * world, 2 * world + 1, 3 * world):
-            tokens = tokens_of((batch, length))
+        for length in lengths:
+            tokens = tokens_of((1, length))
             model.zero_grad()
             loss = loss_of(model, tokens)
             loss.backward()
@@ -147,20 +150,28 @@ def _any_lengths(rank: int, world: int, batch: int) -> tuple[int, list[tuple[str
             for name, p in model.named_parameters():
                 if name in expected:
                     torch.testing.assert_close(p.grad, expected[name], rtol=1e-4, atol=1e-6, msg=name)
-    assert report.graphs[0].saved_bytes
-    told = [graph.schedules[0] for graph in report.graphs if graph.schedules]
-    kinds = [site.pattern for site in report.fused if site.graph == report.graphs[0].name]
-    return kinds.count("matmul_reduce_scatter"), [(each.name, "".join(each.refused[:1])) for each in told]
+    found = []
+    for graph in report.graphs:
+        fused = [site.pattern for site in report.fused if site.graph == graph.name]
+        if graph.schedules:
+            assert graph.saved_bytes
+            (told,) = graph.schedules
+            found.append((told.name, told.reductions, fused.count("matmul_reduce_scatter")))
+    return found
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full)])
-def test_lengths_that_are_symbols(ranks: Ranks, world: int) -> None:
-    for fused, told in ranks(world).run(_any_lengths, 1, timeout=240):
-        (split, _), (whole, why) = (
-            told  # one graph for all multiples of the number of ranks, one for the rest
-        )
-        assert (split, whole, fused) == ("split", "unchanged", MATMULS)
-        assert f"its rows cannot be cut into {world} equal parts" in why
+@pytest.mark.parametrize(
+    ("world", "lengths", "graphs"),
+    [
+        (2, [4, 5, 6, 7], 2),
+        pytest.param(4, [9, 8, 20, 7, 3, 2], 3, marks=pytest.mark.full),
+    ],
+)
+def test_lengths_that_are_symbols(ranks: Ranks, world: int, lengths: list[int], graphs: int) -> None:
+    """One graph serves all multiples of the number of ranks, one all other numbers, and one fewer rows than
+    ranks."""
+    for told in ranks(world).run(_any_lengths, lengths, timeout=240):
+        assert told == [("split", 2 * MATMULS, MATMULS)] * graphs
 
 
 EVERYTHING, NORMS, NOTHING = Transformer.SAME, ("*norm*",), ()
