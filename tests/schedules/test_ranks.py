@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import autofuse
+from autofuse.passes.choice.device_table import shipped
 from tests.ops.dense import seeded
 from tests.passes.chains import ReduceBackward, ReduceForward
 from tests.passes.harness import passes_only
@@ -205,6 +207,30 @@ def _forms(rank: int, world: int, schedule: str, declared: tuple[str, ...]) -> l
 def test_forms_of_tails(ranks: Ranks, schedule: str, declared: tuple[str, ...], form: str) -> None:
     for forms in ranks(2).run(_forms, schedule, declared, timeout=120):
         assert forms == [form] * MATMULS
+
+
+def _auto(rank: int, world: int, table: str) -> tuple[str, list[str]]:
+    """An odd number of tokens under `auto`, by a table in which the ops that split needs cost least."""
+    torch._dynamo.reset()
+    model, tokens = transformer(rank, world), tokens_of((1, 7))
+    autofuse.replicated(model, parameters=Transformer.SAME, inputs=["tokens"])
+    options = {"policy": "always", "table": table}
+    with torch.no_grad(), autofuse.debug() as report:
+        found = torch.compile(model, backend="autofuse", options=options)(tokens)
+        torch.testing.assert_close(found, model(tokens), rtol=1e-4, atol=1e-5)
+    (graph,) = report.graphs
+    (told,) = graph.schedules
+    return told.name, [site.pattern or "" for site in graph.sites if site.fused]
+
+
+def test_auto_splits_what_is_predicted_to_gain(ranks: Ranks, tmp_path: Path) -> None:
+    quick = dict.fromkeys(("fused.reduce_scatter.2.start_us", "fused.all_gather.2.start_us"), 1.0)
+    cpu = next(table for table in shipped() if table.device == "cpu")
+    table = tmp_path / "table.json"
+    table.write_text(replace(cpu, constants={**cpu.constants, **quick}).to_json())
+    for name, fused in ranks(2).run(_auto, str(table), timeout=120):
+        assert name == "split"
+        assert fused == ["matmul_reduce_scatter", "all_gather_matmul"] * MATMULS
 
 
 def _declared_wrongly(rank: int, world: int) -> list[str]:
