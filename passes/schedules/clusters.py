@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import sympy
 from torch import fx
 
@@ -44,6 +46,16 @@ def cluster_of(candidate: Candidate) -> Cluster | None:
     return Cluster(task, reduced, read, sum(map(nbytes, candidate.results)))
 
 
+@dataclass
+class _Behind:
+    """What is computed behind a reduction and before the next one: cut values, sums over rows, and those of
+    the cut values that are gathered."""
+
+    cuts: list[fx.Node] = field(default_factory=list)
+    sums: list[fx.Node] = field(default_factory=list)
+    gathered: list[fx.Node] = field(default_factory=list)
+
+
 def clusters_of(stream: Stream, settings: Settings) -> list[Cluster]:
     """The reductions of a stream, each with what is computed on slices behind it and before the next one.
 
@@ -58,11 +70,18 @@ def clusters_of(stream: Stream, settings: Settings) -> list[Cluster]:
         is_reduction = node in stream.reductions
         home[node] = node if is_reduction else max((home[n] for n in sources), key=order.__getitem__)
         stored[node] = stored[sources[0]] if is_free(node) and not is_reduction else node
+    behind = {reduction: _Behind() for reduction in stream.reductions}
+    for node in stream.cuts:
+        behind[home[node]].cuts.append(node)
+    for node in stream.sums:
+        behind[home[node.all_input_nodes[0]]].sums.append(node)
+    for node in stream.gathered:
+        behind[home[node]].gathered.append(node)
     products = [_matched(anchor, stream.world, settings) for anchor in stream.reductions.values()]
     taken = {node for match in products if match is not None for node in match.inputs}
     return [
-        _cluster(stream, anchor, match, home, stored, taken, settings)
-        for anchor, match in zip(stream.reductions.values(), products, strict=True)
+        _cluster(stream, anchor, match, behind[reduction], stored, taken, settings)
+        for (reduction, anchor), match in zip(stream.reductions.items(), products, strict=True)
     ]
 
 
@@ -70,38 +89,30 @@ def _cluster(
     stream: Stream,
     anchor: Anchor,
     match: Match | None,
-    home: dict[fx.Node, fx.Node],
+    behind: _Behind,
     stored: dict[fx.Node, fx.Node],
     taken: set[fx.Node],
     settings: Settings,
 ) -> Cluster:
-    """`home`: of every cut value the reduction behind which it is computed. `stored`: the value in whose
-    memory it is."""
-    reduction = anchor.waits[0]
-    own = [node for node in stream.cuts if home[node] is reduction]
-    sums = [node for node in stream.sums if home[node.args[0]] is reduction]
-    read: dict[fx.Node, None] = {}
-    written: dict[fx.Node, None] = {}
-    for node in (*own[1:], *sums):
-        for source in node.all_input_nodes:
-            kept = stored.get(source, source)
-            if tensor(source) is not None and (node in sums or home.get(kept) is not reduction):
-                read[kept] = None
-    for node in own:
-        kept = stored[node]
-        if kept is not reduction and any(home.get(user) is not reduction for user in node.users):
-            written[kept] = None
-    whole = [node for node in stream.gathered if home[node] is reduction]
+    """`stored`: of every cut value the one in whose memory it is."""
+    reduction, *computed = behind.cuts
+    own = set(behind.cuts)
+    read = [source for node in computed for source in node.all_input_nodes if stored.get(source) not in own]
+    read += [source for node in behind.sums for source in node.all_input_nodes]
+    read = [stored.get(source, source) for source in read if tensor(source) is not None]
+    written = [stored[node] for node in computed if not own.issuperset(node.users)]
     order, reduced = settings.order, nbytes(reduction)
     rows = expression(_shape(reduction)[stream.cuts[reduction]])
     task = Task("matmul_all_reduce", stream.world, _dtype(reduction), order, reduced)
     return Cluster(
         task if match is None else task_of(anchor, match, stream.world, order),
         reduced,
-        sum(map(nbytes, read)),
-        sum(map(nbytes, written)),
-        tuple(_gather(stream, node, taken, order) for node in whole),
-        tuple(Task("matmul_all_reduce", stream.world, _dtype(node), order, nbytes(node)) for node in sums),
+        sum(map(nbytes, dict.fromkeys(read))),
+        sum(map(nbytes, dict.fromkeys(node for node in written if node is not reduction))),
+        tuple(_gather(stream, node, taken, order) for node in behind.gathered),
+        tuple(
+            Task("matmul_all_reduce", stream.world, _dtype(node), order, nbytes(node)) for node in behind.sums
+        ),
         decided=settings.policy == "always",
         rows=rows,
         padded=stream.world * stream.fit.part(rows) if stream.fit.pads(rows) else rows,

@@ -113,7 +113,8 @@ def find_stream(
     fitting = [a for a in anchors if a.reduce_op in ("sum", "avg") and len(a.node.users) == 1 and a.waits]
     while True:
         stream = _grow(graph, Stream(anchors[0].group, fit), fitting, fit, replicated)
-        whole = [anchor for anchor in fitting if any(wait in stream.gathered for wait in anchor.waits)]
+        gathered = set(stream.gathered)
+        whole = [anchor for anchor in fitting if not gathered.isdisjoint(anchor.waits)]
         if not whole:
             break
         # Slices of sums that are needed whole save nothing: they stay all_reduces.

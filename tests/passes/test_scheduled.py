@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import statistics
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ from .harness import fake_group, passes_only
 CPU = next(table for table in shipped() if table.device == "cpu")
 N, K, ROWS = 64, 2, 8
 MEASURED = Path(__file__).parents[2] / "docs/benchmarks/schedules.json"
+LAYERS_MEASURED = MEASURED.with_name("schedules_layer.json")
 
 
 @pytest.fixture(autouse=True)
@@ -106,6 +108,34 @@ def test_predicted_ratios_are_within_the_error() -> None:
             worst = max(worst, ratio / real - 1, real / ratio - 1)
         assert cheapest([cluster], ("unchanged", "every", "owner"), CpuPricing(CPU, 2), {})[0] == "unchanged"
     assert worst < ERROR
+
+
+def test_predicted_ratios_of_split() -> None:
+    """Of the benchmark's layer, in two runs: the worst prediction is too high, so that no split is taken that
+    takes longer."""
+    model, errors, saved = Model(CPU, 2), [], []
+    for row in (row for run in json.loads(LAYERS_MEASURED.read_text())["runs"] for row in run["rows"]):
+        size, tokens, hidden, dtype = (
+            getattr(torch, row["dtype"]).itemsize, row["tokens"], row["hidden"], row["dtype"]
+        )  # fmt: skip
+        inner, whole = round(row["ratio"] * hidden) // 2, tokens * hidden * size
+        task = Task("matmul_all_reduce", 2, dtype, "direct", whole, ((tokens, inner, hidden),))
+        gather = Task("all_gather_matmul", 2, dtype, "direct", whole // 2, ((tokens, hidden, inner),))
+        layer = [Cluster(task, whole, whole + hidden * size, n * whole, (gather,)) for n in (2, 1)]
+        us = {
+            name: sum(predicted(name, each, model, Numbers()) for each in layer)
+            for name in row["us"]
+            if name in ("unchanged", "split")
+        }
+        ratio, real = us["split"] / us["unchanged"], row["us"]["split"] / row["us"]["unchanged"]
+        errors.append(ratio / real - 1)
+        saved.append(1 - real)
+        assert us["split"] == pytest.approx(row["predicted"]["split"], rel=1e-3)
+        assert cheapest(layer, SCHEDULES[1:], CPU, {})[0] == "unchanged"
+    assert min(errors) > -0.16
+    assert max(errors) < 0.44
+    assert statistics.median(map(abs, errors)) < 0.06
+    assert max(saved) < ERROR
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
