@@ -90,7 +90,8 @@ class Fit:
         exact = exact_quotient(size, self.world)
         if exact is not None:
             return exact
-        return floor_divide(sympy.sympify(size + self.world - 1 if self.padded else size), self.world)
+        length = size + self.world - 1 if self.padded else size
+        return length // self.world if isinstance(length, int) else floor_divide(length, self.world)
 
 
 def shape_of(node: fx.Node) -> tuple[Size, ...] | None:

@@ -202,6 +202,7 @@ def split(graph: fx.Graph, stream: Stream) -> None:
     parts: dict[tuple[fx.Node, int], fx.Node] = {}
     masks: dict[Size, fx.Node] = {}
     wholes = set(stream.gathered)
+    summands = [anchor.input for anchor in stream.reductions.values()]
     ends: list[fx.Node] = []
     for node in list(graph.nodes):
         if node in stream.cuts:
@@ -238,10 +239,8 @@ def split(graph: fx.Graph, stream: Stream) -> None:
     for node in reversed(ends):
         graph.erase_node(node)
         if node in stream.reductions:
-            anchor = stream.reductions[node]
-            summand = anchor.input
-            graph.erase_node(anchor.node)
-            erase_unused([summand])
+            graph.erase_node(stream.reductions[node].node)
+    erase_unused(summands)
     graph.lint()
 
 
