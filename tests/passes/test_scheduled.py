@@ -131,7 +131,7 @@ def test_predicted_ratios_of_split() -> None:
         errors.append(ratio / real - 1)
         saved.append(1 - real)
         assert us["split"] == pytest.approx(row["predicted"]["split"], rel=1e-3)
-        assert cheapest(layer, SCHEDULES[1:], CPU, {})[0] == "unchanged"
+        assert cheapest(layer, SCHEDULES[1:], CpuPricing(CPU, 2), {})[0] == "unchanged"
     assert min(errors) > -0.16
     assert max(errors) < 0.44
     assert statistics.median(map(abs, errors)) < 0.06
