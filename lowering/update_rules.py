@@ -33,6 +33,9 @@ from torch import Tensor
 NUMBERS = 12
 """Length of the row of a tensor."""
 
+LIMITS = 4
+"""How many numbers `factor` takes."""
+
 _KEEP, _DECAY, _TAKE1, _KEEP2, _TAKE2, _ROOT, _EPS, _STEP, LR, ADAPTS, SIGN, SEAL = range(12)
 _MOST = 0
 _SGD_LR, _SGD_DECAY, _M_KEEP, _M_TAKE, _OF_G, _OF_M = range(6)
@@ -132,9 +135,16 @@ def trust(row: Sequence[float], of_p: float, of_u: float) -> float:
 def clip(norm: float, max_norm: float) -> float:
     """The factor of all gradients, as in `torch.nn.utils.clip_grad_norm_`; a `max_norm` of 0 clips
     nothing."""
-    if not max_norm:
-        return 1.0
-    return min(1.0, max_norm / (norm + 1e-6)) if not math.isnan(norm) else math.nan
+    return factor((max_norm, 1e-6, 0.0, 1.0), norm) if max_norm else 1.0
+
+
+def factor(limits: Sequence[float], norm: float) -> float:
+    """That of all gradients by their norm: `min(most, bound / (max(norm, floor) + eps))`, of limits
+    `(bound, eps, floor, most)`."""
+    bound, eps, floor, most = limits
+    divisor = max(norm, floor) + eps
+    found = bound / divisor if divisor else bound * math.inf
+    return math.nan if math.isnan(norm) or math.isnan(found) else min(most, found)
 
 
 def _adam(p: Tensor, g: Tensor, states: Sequence[Tensor], row: Sequence[float]) -> None:

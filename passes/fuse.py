@@ -23,6 +23,7 @@ from autofuse.lowering.torch_internals import group_world
 from . import opaque
 from .between import fusing_order
 from .choice.choose import Symbols, choose, saved_us, symbols_of
+from .foreach import split_foreach
 from .gathered_once import gather_once
 from .graph.anchors import Anchor, find_anchors, group_of, is_fused_op
 from .graph.emit import CannotEmit, Emitter, erase_unused, order_nodes, relax_views
@@ -104,6 +105,7 @@ def fuse(
     if settings.policy != "never":
         narrow_collectives(graph)
         forward_pieces(graph)
+        split_foreach(graph)
     stand_ins = opaque.stand_in(graph)
     anchors = find_anchors(graph)
     check_metadata(anchors)

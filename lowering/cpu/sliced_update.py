@@ -6,14 +6,13 @@ the new parameters out."""
 
 from __future__ import annotations
 
-from ctypes import addressof, byref, c_double, c_float, c_void_p, pointer
+from ctypes import addressof, byref, c_float, c_void_p
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from autofuse.lowering.cpu.update_executor import Part, Recipe, moves, part_of, piece_shapes, recipe_of
-from autofuse.lowering.cpu.whole_update import floats
 from autofuse.lowering.cpu.workspace import Call, Workspace, workspace_for
 from autofuse.lowering.plan import Compute, Copy, Reduce
 from autofuse.lowering.update_rules import NUMBERS, RULES
@@ -56,13 +55,13 @@ class _Step:
         self.scale = 1 / world if args.reduce_op == "avg" else 1.0
         self.params_of, self.grads_of = kernels.pointers([self.gathered]), kernels.pointers([self.grad])
         self.of_param, self.of_grad = kernels.dtypes([args.gathered]), kernels.dtypes([self.grad.dtype])
-        self.parts, self.squares, self.trust = (c_void_p * world)(), c_double(), c_float()
+        self.parts, self.trust = (c_void_p * world)(), c_float()
         self.work = kernels.Work(
             params_of=addressof(self.params_of), grads_of=addressof(self.grads_of),
             param_dtypes_of=addressof(self.of_param), grad_dtypes_of=addressof(self.of_grad),
             numbers_of=self.numbers.data_ptr(), row=NUMBERS, trust_of=addressof(self.trust),
-            parts=addressof(self.parts), part_width=WIDTH, out_width=WIDTH, squares=pointer(self.squares),
-            world=world, rank=workspace.rank, rule=RULES[args.rule].code,
+            parts=addressof(self.parts), part_width=WIDTH, out_width=WIDTH, rounds=True, world=world,
+            rank=workspace.rank, rule=RULES[args.rule].code,
         )  # fmt: skip
 
     def piece(self, call: Call, piece: int, recipe: Recipe) -> None:
@@ -93,10 +92,8 @@ class _Step:
             work.master = self.master + WIDTH * part.at
         work.from_sums, work.scale, work.sums, work.out = False, self.scale, there, there
         if self.grad.dtype != torch.float32:  # the collective rounds
-            work.action = kernels.SUM
+            work.action, work.kept = kernels.SUM, there
             kernels.update(byref(work))
-            sums = floats(there, part)
-            sums.copy_(sums.to(self.grad.dtype))
             work.from_sums, work.scale = True, 1.0
         work.action = kernels.UPDATE
         kernels.update(byref(work))

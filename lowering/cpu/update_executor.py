@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Callable, Iterator, Sequence
-from ctypes import addressof, byref, c_double, c_float, c_void_p, pointer
+from ctypes import addressof, byref, c_double, c_float, c_void_p
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -175,7 +175,7 @@ class _Step:
         self.param_dtypes, self.grad_dtypes = kind.param_dtypes, kind.grad_dtypes
         self.trusts = (c_float * len(self.params))()
         self.norms = (c_double * (2 * len(self.params)))()
-        self.squares = c_double()
+        self.squares = (c_double * len(self.params))()
         self.parts = (c_void_p * workspace.world)()
         self.sums: Tensor | None = None
         self.norm = 0.0
@@ -188,8 +188,8 @@ class _Step:
             param_dtypes_of=addressof(self.param_dtypes), grad_dtypes_of=addressof(self.grad_dtypes),
             numbers_of=self.numbers.data_ptr(), row=NUMBERS, trust_of=addressof(self.trusts),
             norms_of=addressof(self.norms), parts=addressof(self.parts), part_width=self.widths[0],
-            out_width=self.widths[1], squares=pointer(self.squares), scale=self.mean, world=workspace.world,
-            rank=workspace.rank, rule=self.rule.code,
+            out_width=self.widths[1], squares_of=addressof(self.squares), scale=self.mean,
+            world=workspace.world, rank=workspace.rank, rule=self.rule.code,
         )  # fmt: skip
         self.key = f"{kind.digest:x} {args.rule} {args.reduce_op}"
 
@@ -224,7 +224,7 @@ class _Step:
         """From the first phase to the second: the norms that all elements depend on."""
         args, rank = self.args, self.workspace.rank
         if args.wants_norm:
-            self.norm = math.sqrt(sum(value for (value,) in _exchange_floats(call, [self.squares.value])))
+            self.norm = math.sqrt(sum(value for (value,) in _exchange_floats(call, [sum(self.squares)])))
             if args.error_if_nonfinite and not math.isfinite(self.norm):
                 return agreement.not_finite(OP, self.norm)
             self.work.scale = clip(self.norm, args.max_norm)
@@ -282,7 +282,7 @@ class _Step:
         if self.master is not None:
             work.master = self.master + 4 * part.at
         if self.sums is not None:
-            work.sums = self.sums.data_ptr() + 4 * part.at
+            work.sums = work.kept = self.sums.data_ptr() + 4 * part.at
         work.out, work.action = out, what
         kernels.update(byref(work))
 

@@ -1,23 +1,27 @@
-"""all_reduce_update: a gradient is summed over the ranks, and every rank updates its parameter and states.
+"""all_reduce_update: gradients are summed over the ranks, and every rank updates its parameters and states.
 
-    sum = sum (avg: mean) over the ranks of grad          in fp32, in rank order
-    params[0], states = rule(params[0], sum, states, numbers)
+    sum[t] = sum (avg: mean) over the ranks of grads[t]       in fp32, in rank order
+    square[t] = |sum[t]|^2                                    with limits
+    c = factor(limits, root of the sum of all squares)        without limits: 1
+    params[t], states of t = rule(params[t], c * sum[t], states of t, numbers[rows[t]])
 
-Each rank updates all elements of its own tensors, by its own `numbers` (a row of `lowering.update_rules`):
-nothing but the sum depends on other ranks, so that what a program can see is what it would be without the op.
-States are float32, and so is what the rule computes. The sum is rounded to the dtype of the gradient, the new
-parameter to that of the parameter. Norms (LAMB) are those of the tensors that a rank has: nothing more is
-exchanged, and equal tensors become equal bits on all ranks.
+    state i of tensor t: states[i * T + t]   numbers: [rows, 12]   limits: [4]   square: [T], float64
 
-Returns the sum if `keep_sum`, else an empty tensor. The op has no gradient, and its plan is `direct` or
-`oblivious`."""
+Each rank updates all of its own tensors, by its own `numbers` and `limits` (`lowering.update_rules`).
+Nothing but the sums depends on other ranks, so that what a program can see is what it would be without the
+op. States are float32, and so is what the rule computes. A sum is rounded to the dtype of its gradient, a new
+parameter to that of the parameter. Norms are those of the tensors that a rank has: nothing more is exchanged,
+and equal tensors become equal bits on all ranks.
+
+Returns `square`, empty without limits, and in one vector the sums of tensors where `keep_sums`, which have
+one dtype. The op has no gradient, and its plan is `direct` or `oblivious`."""
 
 from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from autofuse.lowering.buckets import buckets_of
+from autofuse.lowering.buckets import Buckets, buckets_of
 from autofuse.lowering.cpu.update_executor import piece_shapes
 from autofuse.lowering.cpu.whole_update import run_whole_update
 from autofuse.lowering.ops.library import FusedOp, register
@@ -25,53 +29,75 @@ from autofuse.lowering.orders import PlanShape
 from autofuse.lowering.plan import Family
 from autofuse.lowering.reference.layout import all_reduce
 from autofuse.lowering.torch_internals import group_size
-from autofuse.lowering.update_rules import LR, RULES, SIGN, trust
+from autofuse.lowering.update_rules import LR, RULES, SIGN, factor, trust
 from autofuse.native_kernels.cpu import DTYPES
 
 OP = "all_reduce_update"
 
 
 class AllReduceUpdate(NamedTuple):
-    """The arguments of the op. `params` has one tensor."""
+    """The arguments of the op."""
 
     params: Annotated[list[Tensor], "Tensor(a!)[]"]
     states: Annotated[list[Tensor], "Tensor(b!)[]"]
-    grad: Tensor
+    grads: list[Tensor]
     numbers: Tensor
+    rows: Annotated[list[int], "int[]"]
+    limits: Tensor | None
     rule: str
     reduce_op: str
-    keep_sum: bool
+    keep_sums: list[bool]
     group_name: str
     order: str
     site: str
 
+    @property
+    def buckets(self) -> Buckets:
+        return buckets_of(tuple(g.numel() for g in self.grads), group_size(self.group_name))
 
-def _fake(args: AllReduceUpdate) -> Tensor:
-    return args.grad.new_empty(args.grad.shape if args.keep_sum else (0,))
+    def every_row(self) -> Tensor:
+        """The row of each tensor."""
+        return self.numbers[self.rows]
+
+    def room_for_sums(self) -> Tensor:
+        """Memory for the sums that are kept."""
+        kept = [g for g, keep in zip(self.grads, self.keep_sums, strict=True) if keep]
+        return (kept or self.grads)[0].new_empty(sum(g.numel() for g in kept))
 
 
-def _reference(args: AllReduceUpdate) -> Tensor:
-    world = group_size(args.group_name)
-    reduced = all_reduce(args.grad, args.reduce_op, world, args.group_name)
-    states, param = [s.detach() for s in args.states], args.params[0].detach()
-    new, row = param.float(), args.numbers.tolist()
-    direction = RULES[args.rule].update(new, reduced.float() * row[SIGN], states, row)
-    if direction is not None:
-        of_p, of_u = (float(x.double().square().sum()) for x in (new, direction))
-        new.sub_(direction, alpha=row[LR] * trust(row, of_p, of_u))
-    if new is not param:
-        param.copy_(new)
+def _fake(args: AllReduceUpdate) -> tuple[Tensor, Tensor]:
+    count = 0 if args.limits is None else len(args.grads)
+    return args.numbers.new_empty(count, dtype=torch.float64), args.room_for_sums()
+
+
+def _reference(args: AllReduceUpdate) -> tuple[Tensor, Tensor]:
+    world, rule = group_size(args.group_name), RULES[args.rule]
+    count = len(args.grads)
+    sums = [all_reduce(g, args.reduce_op, world, args.group_name) for g in args.grads]
+    squares, scale = args.numbers.new_empty(0, dtype=torch.float64), 1.0
+    if args.limits is not None:
+        squares = torch.stack([s.double().square().sum() for s in sums]).to(args.numbers.device)
+        scale = factor(args.limits.tolist(), float(squares.sum().sqrt()))
+    for t, row in enumerate(args.every_row().tolist()):
+        param, states = args.params[t].detach(), [s.detach() for s in args.states[t::count]]
+        new = param.float()
+        direction = rule.update(new, sums[t].float() * (scale * row[SIGN]), states, row)
+        if direction is not None:
+            of_p, of_u = (float(x.double().square().sum()) for x in (new, direction))
+            new.sub_(direction, alpha=row[LR] * trust(row, of_p, of_u))
+        if new is not param:
+            param.copy_(new)
     torch.autograd.graph.increment_version([*args.params, *args.states])
-    return reduced if args.keep_sum else args.grad.new_empty(0)
+    kept = [s.reshape(-1) for s, keep in zip(sums, args.keep_sums, strict=True) if keep]
+    return squares, torch.cat(kept) if kept else args.room_for_sums()
 
 
 def _plan_shape(args: AllReduceUpdate) -> PlanShape:
-    buckets = buckets_of((args.grad.numel(),), group_size(args.group_name))
-    return piece_shapes(OP, args.order, buckets)[0]
+    return piece_shapes(OP, args.order, args.buckets)[0]
 
 
 def _cpu(args: AllReduceUpdate) -> Any:
-    known = {args.params[0].dtype, args.grad.dtype} <= DTYPES.keys()
+    known = {t.dtype for t in (*args.params, *args.grads)} <= DTYPES.keys()
     wide = all(state.dtype == torch.float32 for state in args.states)
     return run_whole_update(args) if known and wide else NotImplemented
 
@@ -80,13 +106,13 @@ register(
     FusedOp(
         name=OP,
         arguments=AllReduceUpdate,
-        returns="Tensor",
+        returns="(Tensor, Tensor)",
         family=Family.REDUCE,
         replaces="all_reduce",
         fake=_fake,
         reference=_reference,
         cpu=_cpu,
         plan_shape=_plan_shape,
-        shapes=lambda args: (tuple(args.grad.shape),),
+        shapes=lambda args: tuple(tuple(g.shape) for g in args.grads),
     )
 )

@@ -32,14 +32,18 @@ struct Work {
   int64_t row;                  // its length
   const float* trust_of;        // kApply: the factor of the tensor
   double* norms_of;             // kDirect: [2], sums of squares of parameter and direction are added
+  double* squares_of;           // kSum: the sum of squares of the sums is added; or null
+  float* const* states_of[3];   // whole states, or null: `states` are those of the tile
+  char* const* sums_of;         // sums that are read are written here, too, in the dtype of the gradient; or null
   char* const* parts;           // gradients of peers, an entry a rank
   char* out;                    // new parameters for the peers, or null
   int64_t part_width, out_width;  // bytes between elements; an element takes as many or fewer, from the segment on
   float* states[3];
   float* master;                // or null
-  float* sums;                  // kSum writes them, kDirect the direction; if `from_sums`, they are what is read
-  double* squares;              // kSum: the sum of squares of all sums is added
+  const float* sums;            // what is read, if `from_sums`
+  float* kept;                  // kSum writes sums here, kDirect the direction
   float scale;                  // of what is read
+  int rounds;                   // kSum rounds to the dtype of the gradient
   int from_sums, world, rank, rule, action;
 };
 
@@ -143,10 +147,13 @@ AF_CLONES void run(const Work& w) {
       const int64_t next = std::min(kBlock, segment.count - j - n);
       fetch(w.grads_of[t] + (from + n) * width(of_grad), next * width(of_grad));
       fetch(w.params_of[t] + (from + n) * width(of_param), next * width(of_param));
-      for (int i = 0; i < 2; ++i) fetch(w.states[i] + at + n, w.states[i] ? 4 * next : 0);
+      float* states[3];
+      for (int i = 0; i < 3; ++i) states[i] = w.states_of[i] ? w.states_of[i][t] + from : w.states[i] + at;
+      for (int i = 0; i < 2; ++i) fetch(states[i] + n, w.states_of[i] || w.states[i] ? 4 * next : 0);
       if (w.from_sums) {
         const float* sums = w.sums + at;
         for (int64_t i = 0; i < n; ++i) g[i] = sums[i];
+        if (w.sums_of && w.sums_of[t]) write(w.sums_of[t] + from * width(of_grad), g, of_grad, n);
       } else {
         for (int r = 0; r < w.world; ++r) {
           const char* part = r == w.rank ? w.grads_of[t] + segment.start * width(of_grad)
@@ -158,18 +165,23 @@ AF_CLONES void run(const Work& w) {
       if (w.action != kApply)
         for (int64_t i = 0; i < n; ++i) g[i] *= scale;
       if (w.action == kSum) {
-        for (int64_t i = 0; i < n; ++i) w.sums[at + i] = g[i];
-        *w.squares += squares(g, n);
+        if (w.rounds && of_grad != af::kFloat32) {
+          alignas(64) char rounded[2 * kBlock];
+          write(rounded, g, of_grad, n);
+          read<false>(g, rounded, of_grad, n);
+        }
+        for (int64_t i = 0; i < n; ++i) w.kept[at + i] = g[i];
+        if (w.squares_of) w.squares_of[t] += squares(g, n);
         continue;
       }
       char* param = w.params_of[t] + from * width(of_param);
       w.master ? read<false>(p, reinterpret_cast<char*>(w.master + at), af::kFloat32, n)
                : read<false>(p, param, of_param, n);
-      float *m = w.states[0] + at, *v = w.states[1] + at;
+      float *m = states[0], *v = states[1];
       if (w.action == kDirect) {
-        lamb(p, g, m, v, w.sums + at, h, n);
+        lamb(p, g, m, v, w.kept + at, h, n);
         w.norms_of[2 * t] += squares(p, n);
-        w.norms_of[2 * t + 1] += squares(w.sums + at, n);
+        w.norms_of[2 * t + 1] += squares(w.kept + at, n);
         continue;
       }
       if (w.action == kApply) {
@@ -178,7 +190,7 @@ AF_CLONES void run(const Work& w) {
       } else if (w.rule == kAdam) {
         adam<false>(p, g, m, v, nullptr, h, n);
       } else if (w.rule == kAmsgrad) {
-        adam<true>(p, g, m, v, w.states[2] + at, h, n);
+        adam<true>(p, g, m, v, states[2], h, n);
       } else if (w.rule == kMomentum) {
         momentum(p, g, m, h, n);
       } else {

@@ -1,7 +1,7 @@
 """Updates of scattered tensors, tile by tile: sums of gradients, rules, norms. All on one thread."""
 
 from collections.abc import Sequence
-from ctypes import POINTER, Array, Structure, c_double, c_float, c_int, c_int64, c_void_p
+from ctypes import POINTER, Array, Structure, c_float, c_int, c_int64, c_void_p
 from typing import Any, ClassVar
 
 import torch
@@ -27,6 +27,9 @@ class Work(Structure):
         ("row", c_int64),
         ("trust_of", c_void_p),
         ("norms_of", c_void_p),
+        ("squares_of", c_void_p),
+        ("states_of", c_void_p * 3),
+        ("sums_of", c_void_p),
         ("parts", c_void_p),
         ("out", c_void_p),
         ("part_width", c_int64),
@@ -34,8 +37,9 @@ class Work(Structure):
         ("states", c_void_p * 3),
         ("master", c_void_p),
         ("sums", c_void_p),
-        ("squares", POINTER(c_double)),
+        ("kept", c_void_p),
         ("scale", c_float),
+        ("rounds", c_int),
         ("from_sums", c_int),
         ("world", c_int),
         ("rank", c_int),

@@ -69,18 +69,21 @@ def new_bases(node: fx.Node) -> dict[fx.Node, fx.Node]:
 
 def call_on_copies(
     emitter: Emitter, op: torch._ops.OpOverload, given: Mapping[str, Any]
-) -> tuple[fx.Node, dict[fx.Node, fx.Node]]:
-    """Insert a functional call of an op with one result that changes lists of tensors, all different.
+) -> tuple[list[fx.Node], dict[fx.Node, fx.Node]]:
+    """Insert a functional call of an op that changes lists of tensors, all different.
 
-    Returns the result, and the changed copies by base.
+    Returns the results, and the changed copies by base.
     """
+    count = len(op._schema.returns)
     changing = [a.name for a in op._schema.arguments if a.alias_info is not None]
     bases = [base for name in changing for base in given[name]]
     if not bases:
-        return emitter.call(op, *(given[a.name] for a in op._schema.arguments)), {}
+        node = emitter.call(op, *(given[a.name] for a in op._schema.arguments))
+        return [node] if count == 1 else [emitter.item(node, i) for i in range(count)], {}
     rest: dict[str, Any] = {name: value for name, value in given.items() if name not in changing}
     for name in changing:
         rest[f"_{name}_length"] = len(given[name])
         rest |= {f"_{name}_{i}_base_index": bases.index(base) for i, base in enumerate(given[name])}
     node = emitter.call(auto_functionalized(), op, **rest, **{_BASES: bases})
-    return emitter.item(node, 0), {base: emitter.item(node, 1 + i) for i, base in enumerate(bases)}
+    items = [emitter.item(node, i) for i in range(count + len(bases))]
+    return items[:count], dict(zip(bases, items[count:], strict=True))

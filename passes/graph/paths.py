@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 
 from torch import fx
 
@@ -35,6 +35,29 @@ def depends_on(anchor: Anchor, nodes: Iterable[fx.Node]) -> fx.Node | None:
         return any(reaches(i) for i in node.all_input_nodes)
 
     return next((n for n in nodes if reaches(n)), None)
+
+
+def all_below(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """All nodes that are computed from given ones."""
+    found: set[fx.Node] = set()
+    work = list(nodes)
+    while work:
+        new = [user for user in work.pop().users if user not in found]
+        found.update(new)
+        work += new
+    return found
+
+
+def stops_above(node: fx.Node, stops: Set[fx.Node]) -> list[fx.Node]:
+    """The first of `stops` on all ways up from a node, in the order of the graph."""
+    seen: set[fx.Node] = set()
+    work = [node]
+    while work:
+        above = work.pop()
+        if above not in seen:
+            seen.add(above)
+            work += [] if above in stops else above.all_input_nodes
+    return sorted(seen & stops)
 
 
 def collective_above(node: fx.Node, first: fx.Node) -> fx.Node | None:

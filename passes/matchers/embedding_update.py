@@ -85,7 +85,7 @@ def _rewrite(
         return [u[name] for u in updates if u[name] is not None]
 
     first = updates[0]
-    exchanged, becomes = call_on_copies(
+    (exchanged,), becomes = call_on_copies(
         emitter,
         torch.ops.autofuse.all_to_all_embedding_bag_update.default,
         {

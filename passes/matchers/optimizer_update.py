@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
 import torch
+from torch import fx
 
-from autofuse.lowering.update_rules import RULES
+from autofuse.lowering.update_rules import NUMBERS, RULES
 from autofuse.passes.graph.anchors import Anchor
 from autofuse.passes.graph.emit import Emitter
-from autofuse.passes.graph.follow import tensor
+from autofuse.passes.graph.follow import aten, prims, tensor
 from autofuse.passes.graph.functional import call_on_copies
 from autofuse.passes.reasons import Reason, Reject
 
 from .match import Context, Found, Match, Work, replace_result
-from .update_rule import Update, changed, check_update, find_update, numbers_of, updated_by_views
+from .update_group import Group, clipped_group
+from .update_rule import Update, changed, is_read, number_of, numbers_of, update_of, updated_by_views
 
 PATTERN = "all_reduce_update"
 
@@ -26,43 +29,77 @@ def match_update(anchor: Anchor, context: Context) -> Found:
         names = ", ".join(node.name for node in by_views[:2]) + (", ..." if len(by_views) > 2 else "")
         why = f"{names} are updated by views of what is reduced: one buffer of several tensors"
         return Reject(Reason.UNSUPPORTED_VARIANT, why)
-    if not becomes:
-        return Reject(Reason.NO_COMPUTE, "no tensor is updated by what is reduced")
-    reject = check_update(anchor, context, becomes)
-    if reject is not None:
-        return reject
-    found = find_update(anchor, becomes)
-    if isinstance(found, Reject):
-        return found
-    inputs = (anchor.input, *found.changed, *found.scalars.values())
+    update = update_of(anchor, context, becomes)
+    if isinstance(update, Reject):
+        return update
+    if update.factor == 1.0:
+        group: Group | Reject = Group((anchor,), (update,), (is_read(anchor, update),), update.scalars)
+    else:
+        group = clipped_group(anchor, context, update)
+    if isinstance(group, Reject):
+        return group
+    work = Work(bytes_read=sum(map(_bytes_changed, group.anchors, group.updates)))
+    takes = tuple(a.node for a in group.anchors[1:])
+    apply = partial(_rewrite, context, group)
+    return Match(PATTERN, work, context.shapes, apply, group.inputs, takes=takes)
+
+
+def _bytes_changed(anchor: Anchor, update: Update) -> int:
     given = tensor(anchor.input)
     assert given is not None
     # Measured: what changes is read and written as fast as bags read half as much. A direction is, too.
-    tensors = len(found.changed) + RULES[found.rule].by_norms
-    work = Work(bytes_read=tensors * given.numel() * given.element_size())
-    return Match(PATTERN, work, context.shapes, partial(_rewrite, anchor, context, found), inputs)
+    tensors = len(update.changed) + RULES[update.rule].by_norms
+    return tensors * given.numel() * given.element_size()
 
 
-def _rewrite(anchor: Anchor, context: Context, found: Update, emitter: Emitter) -> None:
-    like = found.changed
-    param, *states = like
-    total, becomes = call_on_copies(
+def _rewrite(context: Context, group: Group, emitter: Emitter) -> None:
+    params = [next(iter(update.changed)) for update in group.updates]
+    states = zip(*([*update.changed][1:] for update in group.updates), strict=True)
+    rows = list(dict.fromkeys(update.numbers for update in group.updates))
+    numbers = [number for row in rows for number in row]
+    (squares, sums), becomes = call_on_copies(
         emitter,
         torch.ops.autofuse.all_reduce_update.default,
         {
-            "params": [param],
-            "states": states,
-            "grad": anchor.input,
-            "numbers": numbers_of(emitter, found),
-            "rule": found.rule,
-            "reduce_op": anchor.reduce_op,
-            "keep_sum": found.keep,
+            "params": params,
+            "states": [state for of_tensors in states for state in of_tensors],
+            "grads": [anchor.input for anchor in group.anchors],
+            "numbers": emitter.reshape(numbers_of(emitter, numbers, group.scalars), [len(rows), NUMBERS]),
+            "rows": [rows.index(update.numbers) for update in group.updates],
+            "limits": None if group.limits is None else numbers_of(emitter, group.limits, group.scalars),
+            "rule": group.updates[0].rule,
+            "reduce_op": group.anchors[0].reduce_op,
+            "keep_sums": list(group.keeps),
             "group_name": context.group,
             "order": context.order,
             "site": context.site,
         },
     )
-    for base, value in found.changed.items():
-        emitter.replace(value, becomes[base])
-    if found.keep:
-        replace_result(emitter, anchor, total)
+    for update in group.updates:
+        for base, value in update.changed.items():
+            emitter.replace(value, becomes[base])
+    at = 0
+    for anchor in group.kept:
+        shape = emitter.shapes.known(anchor.node)
+        end = at + math.prod(shape)
+        part = sums if len(group.kept) == 1 else emitter.call(aten.slice.Tensor, sums, 0, at, end)
+        replace_result(emitter, anchor, emitter.reshape(part, shape))
+        at = end
+    if group.squares:
+        _replace_squares(emitter, group, squares)
+
+
+def _replace_squares(emitter: Emitter, group: Group, found: fx.Node) -> None:
+    """Sums of squares that the graph has are read from the op, which has one for each member."""
+    for node, terms in group.squares.items():
+        total: fx.Node | None = None
+        for i, by in terms.items():
+            one = emitter.call(aten.slice.Tensor, found, 0, i, i + 1)
+            if by != 1.0:
+                one = emitter.call(aten.mul.Tensor, one, number_of(emitter, by, group.scalars))
+            total = one if total is None else emitter.call(aten.add.Tensor, total, one)
+        val = tensor(node)
+        assert val is not None
+        assert total is not None
+        total = emitter.call(aten.reshape.default, total, [])
+        emitter.replace(node, emitter.call(prims.convert_element_type.default, total, val.dtype))

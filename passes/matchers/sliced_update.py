@@ -22,7 +22,7 @@ from autofuse.passes.reasons import Reason, Reject
 
 from .match import Context, Found, Match, Work
 from .update_algebra import before_rounding, rule_of
-from .update_rule import Update, below, changed, check_update, find_update, numbers_of
+from .update_rule import Update, below, changed, check_update, find_update, is_read, numbers_of, scaled_late
 
 PATTERN = "reduce_scatter_update_all_gather"
 
@@ -67,7 +67,11 @@ def match_sliced_update(anchor: Anchor, context: Context) -> Found:
         return found
     if RULES[found.rule].by_norms:
         return Reject(Reason.UNSUPPORTED_VARIANT, "a slice is adapted by its own norm")
-    if found.keep:
+    if found.factor != 1.0:
+        late = depends_on(anchor, found.scalars.values())
+        assert late is not None
+        return scaled_late(late, "clipping of slices has no fused op")
+    if is_read(anchor, found):
         return Reject(Reason.EXTRA_USERS, "something besides the update reads what is reduced")
     if next(iter(found.changed)) is not param or param in wholes:
         return Reject(
@@ -182,14 +186,14 @@ def _rewrite(
     states = [wholes[node].state if node in wholes else node for node in slices]
     out = tensor(gather.input)
     assert out is not None
-    gathered, becomes = call_on_copies(
+    (gathered,), becomes = call_on_copies(
         emitter,
         torch.ops.autofuse.reduce_scatter_update_all_gather.default,
         {
             "param": None if written else param,
             "states": [*states, param] if written else states,
             "grad": anchor.input,
-            "numbers": numbers_of(emitter, found),
+            "numbers": numbers_of(emitter, found.numbers, found.scalars),
             "rule": found.rule,
             "reduce_op": anchor.reduce_op,
             "gathered": out.dtype,

@@ -19,7 +19,7 @@ from torch import fx
 
 from autofuse.passes.graph.follow import aten, prims, tensor
 
-from .update_norms import NORMS, squared, step_of
+from .update_norms import NORMS, NotARule, Scalars, filled_with
 
 Coefficient: TypeAlias = Any
 """float, or sympy.Expr."""
@@ -28,10 +28,6 @@ Polynomial: TypeAlias = dict[tuple[str, ...], Coefficient]
 
 TOLERANCE = 1e-6
 """Of coefficients that a rule needs equal: several roundings of a float32."""
-
-
-class NotARule(Exception):
-    """The nodes compute something else."""
 
 
 NARROW = (torch.bfloat16, torch.float16)
@@ -115,7 +111,7 @@ class Algebra:
         val = tensor(value)
         if val is None:
             raise NotARule(f"{value.name} is a number that is not known")
-        constant = _constant_of(value)
+        constant = filled_with(value)
         if constant is not None:
             return number(float(constant))
         if not val.dim():
@@ -129,9 +125,9 @@ class Algebra:
         """A tensor of no dims: a symbol, or computed from norms if that of the direction is among them."""
         if self.late(node):
             try:
-                return self.of_norms(node)
-            except (NotARule, TypeError, ValueError):  # the latter of sympy, for what has no order
-                pass
+                return Scalars(self.late, self.symbol, self._square).of(node)
+            except (NotARule, TypeError, ValueError, RecursionError):
+                pass  # sympy raises the former two for what has no order; long sums are deep
         return self.symbol(node)
 
     def symbol(self, node: fx.Node) -> Coefficient:
@@ -139,24 +135,10 @@ class Algebra:
         self.scalars[symbol.name] = node
         return symbol
 
-    def of_norms(self, value: object) -> Coefficient:
-        """Raises NotARule, or an error of sympy."""
-        if not isinstance(value, fx.Node):
-            return sympy.sympify(value) if isinstance(value, (bool, int, float)) else value
-        filled = _constant_of(value)
-        if filled is not None:
-            return sympy.sympify(filled)
-        factors = squared(value)
-        if factors is not None:
-            if value not in self.squares:
-                self.squares[value] = self._squared(value, *map(self.of, factors))
-            return self.norms[self.squares[value]] ** 2
-        step = step_of(value)
-        if not self.late(value) and not (step and _reads_norms(value)):
-            return self.symbol(value)
-        if step is None:
-            raise NotARule(f"{value.name} is computed from what is reduced")
-        return step(*map(self.of_norms, value.args), **value.kwargs)
+    def _square(self, node: fx.Node, a: fx.Node, b: fx.Node) -> Coefficient:
+        if node not in self.squares:
+            self.squares[node] = self._squared(node, self.of(a), self.of(b))
+        return self.norms[self.squares[node]] ** 2
 
     def _squared(self, node: fx.Node, a: Polynomial, b: Polynomial) -> int:
         """Which of `norms` the node is the square of, the sum of products of a and b."""
@@ -211,23 +193,9 @@ def _same(algebra: Algebra, a: object, *options: object, **more: object) -> Poly
     return algebra.of(a)
 
 
-def _constant_of(node: object) -> int | float | bool | None:
-    """The value of a tensor that is filled with one number."""
-    filled = isinstance(node, fx.Node) and node.target is aten.full.default
-    found = node.args[1] if filled and isinstance(node, fx.Node) else None
-    return found if isinstance(found, (int, float)) else None
-
-
-def _reads_norms(node: fx.Node) -> bool:
-    """Whether a value of no dims is computed from a sum of squares."""
-    if squared(node) is not None:
-        return True
-    return step_of(node) is not None and any(map(_reads_norms, node.all_input_nodes))
-
-
 def _chosen(algebra: Algebra, condition: object, a: object, b: object) -> Polynomial:
     """What torch 2.11 makes of lerp has a condition on the weight, a number."""
-    constant = _constant_of(condition)
+    constant = filled_with(condition)
     if constant is None:
         raise NotARule("a choice by the values of a tensor")
     return algebra.of(a if constant else b)

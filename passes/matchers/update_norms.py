@@ -1,12 +1,13 @@
-"""Values of no dims that are computed from norms of whole tensors, as LAMB scales an update by.
+"""Values of no dims that are computed from norms of whole tensors, as LAMB and clipping scale an update by.
 
-They are evaluated in symbols for the norms of the parameter and of the direction of its update, and with 0 in
-place of one or both, so that conditions on norms are true or false.
+They are evaluated in symbols. LAMB has those of the norms of the parameter and of the direction of its
+update, and 0 in place of one or both, so that conditions on norms are true or false.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import sympy
@@ -14,6 +15,11 @@ import torch
 from torch import fx
 
 from autofuse.passes.graph.follow import aten, is_reshape, prims, tensor
+
+
+class NotARule(Exception):
+    """The nodes compute something else."""
+
 
 P, U = sympy.Symbol("|p|", positive=True), sympy.Symbol("|u|", positive=True)
 """The norms of the parameter and of its direction."""
@@ -69,6 +75,89 @@ def leads_to_norms(node: fx.Node) -> bool:
     """Whether the node may lie between a tensor and what is computed from its norm."""
     val = tensor(node)
     return step_of(node) is not None or is_reshape(node) or (node.target in Sums and val is not None)
+
+
+def filled_with(node: object) -> int | float | bool | None:
+    """The value of a tensor that is filled with one number."""
+    filled = isinstance(node, fx.Node) and node.target is aten.full.default
+    found = node.args[1] if filled and isinstance(node, fx.Node) else None
+    return found if isinstance(found, (int, float)) else None
+
+
+@dataclass
+class Scalars:
+    """Evaluates values of no dims. Raises NotARule, or an error of sympy.
+
+    late: whether a node is computed from the sum. symbol: what stands for a value that is not looked into.
+    square: what stands for the sum of products of two nodes over all elements.
+    """
+
+    late: Callable[[fx.Node], bool]
+    symbol: Callable[[fx.Node], Any]
+    square: Callable[[fx.Node, fx.Node, fx.Node], Any]
+    known: dict[fx.Node, Any] = field(default_factory=dict)
+
+    def of(self, value: object) -> Any:
+        if not isinstance(value, fx.Node):
+            return sympy.sympify(value) if isinstance(value, (bool, int, float)) else value
+        if value not in self.known:
+            self.known[value] = self._of(value)
+        return self.known[value]
+
+    def _of(self, node: fx.Node) -> Any:
+        filled = filled_with(node)
+        if filled is not None:
+            return sympy.sympify(filled)
+        factors = squared(node)
+        if factors is not None:
+            listed = [_listed(f) for f in factors]
+            if None in listed:
+                return self.square(node, *factors)
+            return sympy.Add(*(self.of(a) * self.of(b) for a, b in zip(*listed, strict=True)))
+        added = _listed(_same_elements(node.args[0])) if node.target in Sums else None
+        if added is not None:
+            return sympy.Add(*map(self.of, added))
+        step = step_of(node)
+        if not self.late(node) and not (step and _reads_norms(node)):
+            return self.symbol(node)
+        if step is None:
+            raise NotARule(f"{node.name} is computed from what is reduced")
+        return step(*map(self.of, node.args), **node.kwargs)
+
+
+def steps_in_order(node: fx.Node) -> list[fx.Node]:
+    """The node and all values of no dims that it is computed from, down from sums of squares: `Scalars` knows
+    the inputs of each before it comes to it, so that no chain is too deep."""
+    found: set[fx.Node] = set()
+    work = [node]
+    while work:
+        above = work.pop()
+        if above in found:
+            continue
+        found.add(above)
+        factors = squared(above)
+        if factors is None or _listed(factors[0]) is not None:
+            work += (n for n in above.all_input_nodes if leads_to_norms(n) or n.target is aten.cat.default)
+    return sorted(n for n in found if (val := tensor(n)) is not None and not val.dim())
+
+
+def joined_of(node: fx.Node) -> list[fx.Node]:
+    """The nodes that a node has all elements of."""
+    parts = node.args[0] if node.target is aten.cat.default else [node]
+    return [_same_elements(part) for part in parts]
+
+
+def _reads_norms(node: fx.Node) -> bool:
+    """Whether a value of no dims is computed from a sum of squares."""
+    if squared(node) is not None:
+        return True
+    return step_of(node) is not None and any(map(_reads_norms, node.all_input_nodes))
+
+
+def _listed(joined: fx.Node) -> list[fx.Node] | None:
+    """The values of no dims that a vector is joined of."""
+    found = joined_of(joined)
+    return found if all((val := tensor(n)) is not None and not val.dim() for n in found) else None
 
 
 def _fma(a: Any, b: Any, c: Any) -> Any:

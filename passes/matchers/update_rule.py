@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 
 import sympy
@@ -31,34 +31,39 @@ from .update_algebra import (
 )
 from .update_norms import NORMS, ZEROS, P, U, leads_to_norms
 
+_SCALES = (aten.mul.Tensor, aten.div.Tensor, prims.convert_element_type.default)
+
 
 @dataclass(frozen=True)
 class Update:
     """A rule with its numbers. changed: the parameter, then states, and what they become.
 
-    keep: something else reads the sum, too.
+    factor: what the rule takes times the sum; 1, or computed from what is reduced.
     """
 
     rule: str
     numbers: tuple[Coefficient, ...]
     changed: dict[fx.Node, fx.Node]
     scalars: dict[str, fx.Node]
-    keep: bool
+    factor: Coefficient
 
 
 Known = tuple[str, list[fx.Node], tuple[Coefficient, ...]]
 """A rule, the tensors in its order, and its numbers."""
 
 
-def below(anchor: Anchor, also: Callable[[fx.Node], bool] = lambda node: False) -> set[fx.Node]:
-    """What pointwise ops of a rule make of the sum, and nodes of which `also` is true."""
+def below(
+    anchor: Anchor, also: Callable[[fx.Node], bool] = lambda node: False, ends: Set[fx.Node] = frozenset()
+) -> set[fx.Node]:
+    """What pointwise ops of a rule make of the sum, and nodes of which `also` is true, down to `ends`."""
     found: set[fx.Node] = set()
     work = list(anchor.results)
     while work:
         for user in work.pop().users:
-            if user not in found and (rule_of(user) is not None or also(user)):
+            if user not in found and (rule_of(user) is not None or also(user) or user in ends):
                 found.add(user)
-                work.append(user)
+                if user not in ends:
+                    work.append(user)
     return found
 
 
@@ -68,7 +73,7 @@ def changed(anchor: Anchor, also: Callable[[fx.Node], bool] = lambda node: False
     other is left in the graph."""
     by_sum = below(anchor, also)
     copies = anchor.node.graph.find_nodes(op="call_function", target=aten.copy_.default)
-    pairs = [(n.args[0], n.args[1]) for n in copies if not _is_sum(anchor, n.args[1])]
+    pairs = [(n.args[0], n.args[1]) for n in copies if not _is_multiple(anchor, n.args[1])]
     values = {new for _, new in pairs}
     return {
         to: new
@@ -78,10 +83,16 @@ def changed(anchor: Anchor, also: Callable[[fx.Node], bool] = lambda node: False
     }
 
 
-def _is_sum(anchor: Anchor, node: object) -> bool:
-    """Whether the node is a copy of the sum, such as that which becomes the gradient."""
-    while isinstance(node, fx.Node) and node not in anchor.results and node.target is aten.copy.default:
-        node = node.args[1]
+def _is_multiple(anchor: Anchor, node: object) -> bool:
+    """Whether the node is a copy or a multiple of the sum, such as that which becomes the gradient."""
+    while isinstance(node, fx.Node) and node not in anchor.results:
+        if node.target is aten.copy.default:
+            node = node.args[1]
+            continue
+        of = [n for n in node.all_input_nodes if (val := tensor(n)) is not None and val.dim()]
+        if len(of) != 1 or node.target not in _SCALES:
+            return False
+        (node,) = of
     return node in anchor.results
 
 
@@ -116,6 +127,14 @@ def check_update(anchor: Anchor, context: Context, becomes: dict[fx.Node, fx.Nod
     return None
 
 
+def update_of(anchor: Anchor, context: Context, becomes: dict[fx.Node, fx.Node]) -> Update | Reject:
+    """The update of `becomes` by what is reduced."""
+    if not becomes:
+        return Reject(Reason.NO_COMPUTE, "no tensor is updated by what is reduced")
+    reject = check_update(anchor, context, becomes)
+    return find_update(anchor, becomes) if reject is None else reject
+
+
 def find_update(anchor: Anchor, becomes: dict[fx.Node, fx.Node]) -> Update | Reject:
     """The rule by which all of `becomes` change."""
     old = {node: f"old {node.name}" for node in becomes}
@@ -124,25 +143,39 @@ def find_update(anchor: Anchor, becomes: dict[fx.Node, fx.Node]) -> Update | Rej
         {**dict.fromkeys(anchor.results, "g"), **old, **new},
         lambda node: depends_on(anchor, [node]) is not None,
     )
+    factor: Coefficient = 1.0
+    reject, numbers = None, ()
     try:
-        rule, order, numbers = _rule_of(algebra, becomes)
-        reject = None
+        left = _polynomials(algebra, becomes)
+        late = {s for s, node in algebra.scalars.items() if depends_on(anchor, [node]) is not None}
+        left, factor = _without_factor(left, late)
+        rule, order, numbers = _adam(algebra, left, becomes) if algebra.second else _sgd(left)
     except NotARule as error:
         reject = Reject(Reason.UNSUPPORTED_VARIANT, f"no update of an optimizer that is known: {error}")
-    late = depends_on(anchor, algebra.scalars.values())
-    if late is not None:
-        why = f"{late.name}, by which the update is scaled, is computed from what is reduced"
-        cause = "as for clipping, or by a norm that no rule has: all must be reduced before any is updated"
-        return Reject(Reason.UNSUPPORTED_VARIANT, f"{why}, {cause}")
+    scalars = algebra.scalars if reject else symbols_in(algebra.scalars, *numbers)
+    scaled = depends_on(anchor, scalars.values())
+    if scaled is not None:
+        return scaled_late(scaled, "not as clipping by a norm does it, nor by a norm that a rule has")
     if reject is not None:
         return reject
-    return Update(
-        rule, numbers, {n: becomes[n] for n in order}, algebra.scalars, _is_read(anchor, becomes.values())
-    )
+    scalars = symbols_in(algebra.scalars, *numbers, factor)
+    return Update(rule, numbers, {n: becomes[n] for n in order}, scalars, factor)
 
 
-def _rule_of(algebra: Algebra, becomes: dict[fx.Node, fx.Node]) -> Known:
-    """Raises NotARule."""
+def symbols_in(scalars: dict[str, fx.Node], *values: Coefficient) -> dict[str, fx.Node]:
+    """Those of the scalars that are read."""
+    read = {x.name for value in values for x in getattr(value, "free_symbols", ())}
+    return {name: node for name, node in scalars.items() if name in read}
+
+
+def scaled_late(node: fx.Node, why: str) -> Reject:
+    """The node is computed from sums that are to be reduced before any tensor is updated."""
+    by = f"{node.name}, by which the update is scaled, is computed from what is reduced"
+    return Reject(Reason.UNSUPPORTED_VARIANT, f"{by}: {why}")
+
+
+def _polynomials(algebra: Algebra, becomes: dict[fx.Node, fx.Node]) -> dict[fx.Node, Polynomial]:
+    """What each tensor becomes. Raises NotARule."""
     left: dict[fx.Node, Polynomial] = {}
     late: list[fx.Node] = []
     for node, value in becomes.items():
@@ -153,30 +186,45 @@ def _rule_of(algebra: Algebra, becomes: dict[fx.Node, fx.Node]) -> Known:
             late.append(node)  # a parameter: its divisor needs the second moment
             algebra.scalars = scalars
     second = [n for n, of in left.items() if ("g", "g") in of]
-    if len(second) == 1:
+    _need(len(second) <= 1, f"{len(second)} tensors change by squares")
+    if second:
         algebra.second = f"new {second[0].name}"
     for node in late:
         left[node] = algebra.of(before_rounding(becomes[node]), root=True)
-    return _adam(algebra, left, second, becomes) if second else _sgd(left)
+    return left
 
 
-def _is_read(anchor: Anchor, values: object) -> bool:
-    """Whether anything but the update reads the sum, or what lies between."""
-    inside = below(anchor, leads_to_norms)
-    ends = set(values)  # type: ignore[call-overload]
-    for node in (*anchor.results, *inside - ends):
-        for user in node.users:
-            if user not in inside and user not in ends and user not in anchor.results:
-                return True
-    below_ends = [n for end in ends for n in end.users if n in inside]
-    needed = set(ends)
-    work = list(ends)
+def _without_factor(
+    left: dict[fx.Node, Polynomial], late: set[str]
+) -> tuple[dict[fx.Node, Polynomial], Coefficient]:
+    """The polynomials of the sum times a factor, which is computed from what is reduced, and that factor."""
+    factor: Coefficient = 1.0
+    symbols = [sympy.Symbol(name, real=True) for name in late]
+    for of in left.values():
+        value = sympy.sympify(of.get(("g",), 0.0))
+        if value.has(*symbols) if symbols else False:
+            factor = value.as_independent(*symbols, as_Add=False)[1]
+    if factor == 1.0:
+        return left, factor
+    divided = {
+        node: {k: value / factor ** k.count("g") if "g" in k else value for k, value in of.items()}
+        for node, of in left.items()
+    }
+    return divided, factor
+
+
+def is_read(anchor: Anchor, found: Update, squares: Set[fx.Node] = frozenset()) -> bool:
+    """Whether anything but the update, and given sums of squares, reads the sum or what lies between."""
+    ends = {*found.changed.values(), *squares}
+    inside = below(anchor, lambda node: leads_to_norms(node) or node.target is aten.cat.default, ends)
+    needed: set[fx.Node] = {*anchor.results}
+    work = [*ends]
     while work:
         for above in work.pop().all_input_nodes:
-            if above in inside and above not in needed:
+            if above in inside and above not in needed and above not in ends:
                 needed.add(above)
                 work.append(above)
-    return any(n not in needed for n in (*inside, *below_ends))
+    return any(user not in needed and user not in ends for node in needed for user in node.users)
 
 
 def _only(of: Polynomial, *keys: tuple[str, ...]) -> list[Coefficient]:
@@ -191,16 +239,9 @@ def _need(holds: bool, why: str) -> None:
         raise NotARule(why)
 
 
-def _adam(
-    algebra: Algebra,
-    left: dict[fx.Node, Polynomial],
-    second: Sequence[fx.Node],
-    becomes: dict[fx.Node, fx.Node],
-) -> Known:
-    _need(
-        len(left) == 3 and len(second) == 1, f"{len(left)} tensors change, of them {len(second)} by squares"
-    )
-    (v,) = second
+def _adam(algebra: Algebra, left: dict[fx.Node, Polynomial], becomes: dict[fx.Node, fx.Node]) -> Known:
+    _need(len(left) == 3, f"{len(left)} tensors change, of them one by squares")
+    (v,) = (n for n in left if f"new {n.name}" == algebra.second)
     param = [n for n in left if any("Q" in key for key in left[n])]
     _need(len(param) == 1 and algebra.quotient is not None, "no parameter is divided by a root")
     (p,) = param
@@ -275,12 +316,12 @@ def _sgd(left: dict[fx.Node, Polynomial]) -> Known:
     return "momentum", [p, m], (1.0, decay, m_keep, take, -of_g, -of_m, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0)
 
 
-def numbers_of(emitter: Emitter, found: Update) -> fx.Node:
-    """The row of the rule (`lowering.update_rules`), a vector."""
-    return emitter.call(aten.cat.default, [_number(emitter, value, found.scalars) for value in found.numbers])
+def numbers_of(emitter: Emitter, values: Sequence[Coefficient], scalars: dict[str, fx.Node]) -> fx.Node:
+    """The row of a rule (`lowering.update_rules`), or other numbers, as a vector."""
+    return emitter.call(aten.cat.default, [number_of(emitter, value, scalars) for value in values])
 
 
-def _number(emitter: Emitter, value: Coefficient, scalars: dict[str, fx.Node]) -> fx.Node:
+def number_of(emitter: Emitter, value: Coefficient, scalars: dict[str, fx.Node]) -> fx.Node:
     """A coefficient as a tensor of one element."""
     if not isinstance(value, sympy.Expr) or value.is_number:
         options = {"dtype": torch.float32, "device": torch.device("cpu"), "pin_memory": False}
@@ -294,6 +335,8 @@ def _scalar(emitter: Emitter, value: sympy.Expr, scalars: dict[str, fx.Node]) ->
     """An expression in tensors of no dims."""
     if isinstance(value, sympy.Symbol):
         return scalars[value.name]
+    if isinstance(value, sympy.Abs):
+        return emitter.call(aten.abs.default, _scalar(emitter, value.args[0], scalars))
     if isinstance(value, sympy.Pow) and value.exp.is_number:
         base = _scalar(emitter, value.base, scalars)
         return emitter.call(aten.pow.Tensor_Scalar, base, float(value.exp))

@@ -33,11 +33,12 @@ ROWS = {
 KINDS = ((torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.float16, torch.float32))
 """Dtypes of gradient and parameter."""
 
-SIZES = ((5, 3), (1,), (700, 3))
+SHAPES = (((5, 3),), ((1,),), ((700, 3),), ((7,), (40, 30), (0, 2), (1,), (1000,)))
+LIMITS = (None, (0.5, 1e-6, 0.0, 1.0), (1e9, 1e-6, 0.0, 1.0), (3.0, 0.0, 2.0, math.inf))
 
 
 def _run(rank: int, world: int, fused: bool, tile: tuple[int, int]) -> None:
-    cases = product(SIZES, ROWS, KINDS, ("sum", "avg"), ("direct", "oblivious"))
+    cases = product(SHAPES, ROWS, KINDS, ("sum", "avg"), ("direct", "oblivious"))
     for cached in (update_executor.part_of, update_executor.piece_shapes):
         cached.cache_clear()
     with patch.multiple(update_executor, TILE=tile[0], TILES=tile[1]):
@@ -48,45 +49,65 @@ def _run(rank: int, world: int, fused: bool, tile: tuple[int, int]) -> None:
 
 
 def _check(
-    rank: int, world: int, fused: bool, seed: int, shape: tuple[int, ...], name: str,
+    rank: int, world: int, fused: bool, seed: int, shapes: tuple[tuple[int, ...], ...], name: str,
     kind: tuple[torch.dtype, torch.dtype], reduce_op: str, order: str,
 ) -> None:  # fmt: skip
     of_grad, of_param = kind
     rule, row = name.split(",")[0], [float(number) for number in ROWS[name]]
+    rows = [row, [*row[:10], -0.5 * row[10], row[11]]]  # of the first tensor, and of others
+    limits = LIMITS[seed % len(LIMITS)]
     generator = torch.Generator().manual_seed(seed)
     # Multiples of 1/4, so that sums are exact.
-    grads = torch.randint(-8, 9, (world, *shape), generator=generator) / 4
-    total = (grads.double().sum(0) / (world if reduce_op == "avg" else 1)).to(of_grad)
-    param = torch.randn(shape, generator=generator).to(of_param) * (seed % 5 != 0)
-    states = [torch.rand(shape, generator=generator) for _ in update_rules.RULES[rule].states]
-    new, exact, trust = param.double(), [s.double() for s in states], 1.0
-    u = update_rules.RULES[rule].update(new, total.double() * row[10], exact, row)
-    if u is not None:
-        trust = update_rules.trust(row, float(new.square().sum()), float(u.square().sum()))
-        new -= row[8] * trust * u
+    grads = [torch.randint(-8, 9, (world, *shape), generator=generator) / 4 for shape in shapes]
+    totals = [(g.double().sum(0) / (world if reduce_op == "avg" else 1)).to(of_grad) for g in grads]
+    squares = [total.double().square().sum() for total in totals]
+    scale = 1.0
+    if limits is not None:
+        bound, eps, floor, most = limits
+        scale = min(most, bound / (max(float(sum(squares).sqrt()), floor) + eps))  # type: ignore[union-attr]
+    params = [torch.randn(shape, generator=generator).to(of_param) * (seed % 5 != 0) for shape in shapes]
+    states = [
+        torch.rand(shape, generator=generator) for _ in update_rules.RULES[rule].states for shape in shapes
+    ]
+    want = []
+    for t, (param, total) in enumerate(zip(params, totals, strict=True)):
+        new, exact, by = param.double(), [s.double() for s in states[t :: len(shapes)]], 1.0
+        own = rows[t > 0]
+        u = update_rules.RULES[rule].update(new, scale * total.double() * own[10], exact, own)
+        if u is not None:
+            by = update_rules.trust(own, float(new.square().sum()), float(u.square().sum()))
+            new -= own[8] * by * u
+        want.append((new, exact, by))
     if seed % 4 == 0:
-        states = [s.t().contiguous().t() for s in states]
-    versions = [s._version for s in (param, *states)]
+        states = [s.t().contiguous().t() if s.dim() == 2 else s for s in states]
+    versions = [s._version for s in (*params, *states)]
     op = FUSED_OPS[OP]
     run = getattr(torch.ops.autofuse, OP) if fused else lambda *given: op.reference(op.parse(given))
-    out = run(
-        [param], states, grads[rank].to(of_grad), torch.tensor(row), rule, reduce_op, seed % 2 == 0,
-        dist.group.WORLD.group_name, order, "test",
+    keeps = [(seed + t) % 2 == 0 for t in range(len(shapes))]
+    found, sums = run(
+        params, states, [g[rank].to(of_grad) for g in grads], torch.tensor(rows),
+        [int(t > 0) for t in range(len(shapes))], None if limits is None else torch.tensor(limits), rule,
+        reduce_op, keeps, dist.group.WORLD.group_name, order, "test",
     )  # fmt: skip
 
-    what = (shape, name, kind, reduce_op, order)
-    if seed % 2 == 0:
-        torch.testing.assert_close(out, total, rtol=torch.finfo(of_grad).eps, atol=0)
+    what = (shapes, name, kind, reduce_op, order, limits)
+    kept = [total for total, keep in zip(totals, keeps, strict=True) if keep]
+    kept = torch.cat([total.flatten() for total in kept]) if kept else torch.empty(0, dtype=of_grad)
+    torch.testing.assert_close(sums, kept, rtol=torch.finfo(of_grad).eps, atol=0)
+    exactly = torch.stack(squares) if limits else torch.empty(0, dtype=torch.float64)
+    torch.testing.assert_close(found, exactly, rtol=2 * torch.finfo(of_grad).eps, atol=0)  # of rounded sums
     small = 16 * torch.finfo(torch.float32).eps * (1 + LARGEST * world / EPS)
-    for got, want in zip(states, exact, strict=True):
-        assert bool(((got.double() - want).abs() <= small * EPS).all()), what
-    rounding = torch.finfo(of_param).eps * new.abs() + torch.finfo(of_param).smallest_normal
-    assert bool(((param.double() - new).abs() <= rounding + LR * small * max(1.0, trust)).all()), what
-    for mine in (param, *states):
+    for t, (param, (new, exact, by)) in enumerate(zip(params, want, strict=True)):
+        for got, of in zip(states[t :: len(shapes)], exact, strict=True):
+            assert bool(((got.double() - of).abs() <= small * EPS).all()), what
+        rounding = torch.finfo(of_param).eps * new.abs() + torch.finfo(of_param).smallest_normal
+        assert bool(((param.double() - new).abs() <= rounding + LR * small * max(1.0, by)).all()), what
+    for mine in (*params, *states, found):
         every = [torch.empty_like(mine.contiguous()) for _ in range(world)]
         dist.all_gather(every, mine.contiguous())
         assert all(torch.equal(other, mine) for other in every), what
-    assert all(s._version > v for s, v in zip((param, *states), versions, strict=True)), what
+    after = [s._version for s in (*params, *states)]
+    assert all(new > old for new, old in zip(after, versions, strict=True)), what
 
 
 @pytest.mark.parametrize(

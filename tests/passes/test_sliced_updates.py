@@ -210,7 +210,7 @@ KEPT = {
     slice_is_read: ("extra_users", "reads the new slice"),
     gathered_twice: ("extra_users", "gathered 2 times"),
     of_two_parameters: ("unsupported_variant", "is computed from"),
-    clipped: ("unsupported_variant", "is computed from what is reduced, as for clipping"),
+    clipped: ("unsupported_variant", "is computed from what is reduced: clipping of slices"),
     another_slice: ("unsupported_variant", "is computed from"),
     state_is_gathered: ("unsupported_variant", "gathers a state"),
     cubed: ("unsupported_variant", "no update of an optimizer that is known"),
