@@ -85,15 +85,15 @@ AF_INLINE double squares(const float* x, int64_t n) {
   return sum;
 }
 
-// The rules, with the numbers of `lowering/update_rules.py`.
+// The rules, with the numbers of `lowering/update_rules.py`. scale: of the gradient.
 
 template <bool kMost>
 AF_INLINE void adam(float* __restrict p, const float* __restrict grad, float* __restrict m, float* __restrict v,
-                    float* __restrict most, const float* h, int64_t n) {
+                    float* __restrict most, float scale, const float* h, int64_t n) {
   const float keep = h[0], decay = h[1], take1 = h[2], keep2 = h[3], take2 = h[4], root = h[5], eps = h[6],
               step = h[7];
   for (int64_t i = 0; i < n; ++i) {
-    const float g = grad[i] + decay * p[i];
+    const float g = scale * grad[i] + decay * p[i];
     m[i] += take1 * (g - m[i]);
     v[i] = keep2 * v[i] + take2 * g * g;
     float second = v[i];
@@ -102,25 +102,26 @@ AF_INLINE void adam(float* __restrict p, const float* __restrict grad, float* __
   }
 }
 
-AF_INLINE void sgd(float* __restrict p, const float* __restrict grad, const float* h, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) p[i] -= h[0] * (grad[i] + h[1] * p[i]);
+AF_INLINE void sgd(float* __restrict p, const float* __restrict grad, float scale, const float* h, int64_t n) {
+  const float lr = h[0], decay = h[1];
+  for (int64_t i = 0; i < n; ++i) p[i] -= lr * (scale * grad[i] + decay * p[i]);
 }
 
-AF_INLINE void momentum(float* __restrict p, const float* __restrict grad, float* __restrict m, const float* h,
-                        int64_t n) {
+AF_INLINE void momentum(float* __restrict p, const float* __restrict grad, float* __restrict m, float scale,
+                        const float* h, int64_t n) {
   const float lr = h[0], decay = h[1], keep = h[2], take = h[3], of_g = h[4], of_m = h[5];
   for (int64_t i = 0; i < n; ++i) {
-    const float g = grad[i] + decay * p[i];
+    const float g = scale * grad[i] + decay * p[i];
     m[i] = keep * m[i] + take * g;
     p[i] -= lr * (of_g * g + of_m * m[i]);
   }
 }
 
 AF_INLINE void lamb(const float* __restrict p, const float* __restrict grad, float* __restrict m,
-                    float* __restrict v, float* __restrict direction, const float* h, int64_t n) {
+                    float* __restrict v, float* __restrict direction, float scale, const float* h, int64_t n) {
   const float decay = h[1], take1 = h[2], keep2 = h[3], take2 = h[4], root = h[5], eps = h[6], first = h[7];
   for (int64_t i = 0; i < n; ++i) {
-    const float g = grad[i];
+    const float g = scale * grad[i];
     m[i] += take1 * (g - m[i]);
     v[i] = keep2 * v[i] + take2 * g * g;
     direction[i] = first * m[i] / (std::sqrt(v[i]) * root + eps) + decay * p[i];
@@ -133,7 +134,7 @@ AF_INLINE void fetch(const void* from, int64_t nbytes) {
 
 // Plain, with switches inside: target_clones takes no templates.
 AF_CLONES void run(const Work& w) {
-  alignas(64) float g[kBlock], p[kBlock];
+  alignas(64) float sum[kBlock], wide[kBlock];
   for (int64_t s = 0; s < w.n_segments; ++s) {
     const Segment& segment = w.segments[s];
     const int64_t t = segment.tensor;
@@ -145,41 +146,43 @@ AF_CLONES void run(const Work& w) {
       const int64_t n = std::min(kBlock, segment.count - j), at = segment.at + j, from = segment.start + j;
       // A block is too short for the hardware to find the streams, so the next one is asked for.
       const int64_t next = std::min(kBlock, segment.count - j - n);
-      fetch(w.grads_of[t] + (from + n) * width(of_grad), next * width(of_grad));
-      fetch(w.params_of[t] + (from + n) * width(of_param), next * width(of_param));
+      if (!w.from_sums) fetch(w.grads_of[t] + (from + n) * width(of_grad), next * width(of_grad));
       float* states[3];
       for (int i = 0; i < 3; ++i) states[i] = w.states_of[i] ? w.states_of[i][t] + from : w.states[i] + at;
-      for (int i = 0; i < 2; ++i) fetch(states[i] + n, w.states_of[i] || w.states[i] ? 4 * next : 0);
+      if (w.action != kSum) {
+        fetch(w.params_of[t] + (from + n) * width(of_param), next * width(of_param));
+        for (int i = 0; i < 2; ++i) fetch(states[i] + n, w.states_of[i] || w.states[i] ? 4 * next : 0);
+      }
+      const float* g = sum;
       if (w.from_sums) {
-        const float* sums = w.sums + at;
-        for (int64_t i = 0; i < n; ++i) g[i] = sums[i];
+        g = w.sums + at;
         if (w.sums_of && w.sums_of[t]) write(w.sums_of[t] + from * width(of_grad), g, of_grad, n);
       } else {
         for (int r = 0; r < w.world; ++r) {
           const char* part = r == w.rank ? w.grads_of[t] + segment.start * width(of_grad)
                                          : w.parts[r] + segment.at * w.part_width;
           part += j * width(of_grad);
-          r == 0 ? read<false>(g, part, of_grad, n) : read<true>(g, part, of_grad, n);
+          r == 0 ? read<false>(sum, part, of_grad, n) : read<true>(sum, part, of_grad, n);
         }
       }
-      if (w.action != kApply)
-        for (int64_t i = 0; i < n; ++i) g[i] *= scale;
       if (w.action == kSum) {
+        float* kept = w.kept + at;
+        for (int64_t i = 0; i < n; ++i) kept[i] = g[i] * scale;
         if (w.rounds && of_grad != af::kFloat32) {
-          alignas(64) char rounded[2 * kBlock];
-          write(rounded, g, of_grad, n);
-          read<false>(g, rounded, of_grad, n);
+          write(reinterpret_cast<char*>(wide), kept, of_grad, n);
+          read<false>(kept, reinterpret_cast<char*>(wide), of_grad, n);
         }
-        for (int64_t i = 0; i < n; ++i) w.kept[at + i] = g[i];
-        if (w.squares_of) w.squares_of[t] += squares(g, n);
+        if (w.squares_of) w.squares_of[t] += squares(kept, n);
         continue;
       }
       char* param = w.params_of[t] + from * width(of_param);
-      w.master ? read<false>(p, reinterpret_cast<char*>(w.master + at), af::kFloat32, n)
-               : read<false>(p, param, of_param, n);
+      // Floats change where they lie.
+      float* p = w.master ? w.master + at : of_param == af::kFloat32 ? reinterpret_cast<float*>(param) : wide;
+      if (p == wide) read<false>(p, param, of_param, n);
       float *m = states[0], *v = states[1];
       if (w.action == kDirect) {
-        lamb(p, g, m, v, w.kept + at, h, n);
+        if (g != sum) std::memcpy(sum, g, 4 * n);  // it may lie where the direction goes
+        lamb(p, sum, m, v, w.kept + at, scale, h, n);
         w.norms_of[2 * t] += squares(p, n);
         w.norms_of[2 * t + 1] += squares(w.kept + at, n);
         continue;
@@ -188,16 +191,15 @@ AF_CLONES void run(const Work& w) {
         const float step = h[8] * w.trust_of[t];
         for (int64_t i = 0; i < n; ++i) p[i] -= step * g[i];
       } else if (w.rule == kAdam) {
-        adam<false>(p, g, m, v, nullptr, h, n);
+        adam<false>(p, g, m, v, nullptr, scale, h, n);
       } else if (w.rule == kAmsgrad) {
-        adam<true>(p, g, m, v, states[2], h, n);
+        adam<true>(p, g, m, v, states[2], scale, h, n);
       } else if (w.rule == kMomentum) {
-        momentum(p, g, m, h, n);
+        momentum(p, g, m, scale, h, n);
       } else {
-        sgd(p, g, h, n);
+        sgd(p, g, scale, h, n);
       }
-      if (w.master) write(reinterpret_cast<char*>(w.master + at), p, af::kFloat32, n);
-      write(param, p, of_param, n);
+      if (static_cast<void*>(p) != param) write(param, p, of_param, n);
       if (w.out) write(w.out + segment.at * w.out_width + j * width(of_param), p, of_param, n);
     }
   }

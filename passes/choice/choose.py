@@ -155,7 +155,8 @@ def task_of(anchor: Anchor, match: Match, world: int, order: str) -> Task:
     source = tensor(anchor.input)
     assert source is not None
     work = match.work
-    sent = prod(expression(size) for size in source.shape) * source.element_size()
+    of_anchor = prod(expression(size) for size in source.shape) * source.element_size()
+    sent = of_anchor if work.sent is None else work.sent
     dtype = str(source.dtype).removeprefix("torch.")
     task = Task(
         match.pattern, world, dtype, order, sent, work.matmuls, work.count, work.bytes_read, work.bytes_kept

@@ -6,7 +6,7 @@ of the collective's input on one rank. All other quantities are constants of a `
     matmul      start + max(2 M K N / rate, (K N + M K + M N) itemsize / memory)
                 + K N itemsize / pack_rate, where a weight is packed for more than one row
     pooling     tables * start + (bytes + s) / rate
-    collective  start + moved / rate; moved = s, of an all_gather s W
+    collective  collectives * start + moved / rate; moved = s, of an all_gather s W
     apart       share * compute + collective
     fused       start + share * (compute + (linked + copied) / link) + waits * signal        (CPU)
                 start + pipeline(compute, linked / link) + copied / memory + waits * signal  (else)
@@ -67,7 +67,8 @@ class Task:
     matmuls: tuple[tuple[Size, Size, Size], ...] = ()
     """(M, K, N) of each."""
     count: Size = 1
-    """Number of experts that the rows of a matmul are spread over, or of tables that are pooled."""
+    """Number of experts that the rows of a matmul are spread over, of tables that are pooled, or of
+    all_reduces without matmuls."""
     pooled: Size = 0
     """Bytes that pooling reads."""
     kept: Size = 0
@@ -193,7 +194,8 @@ class Model:
         total: Value = 0.0
         for each in kinds:
             rate = self._ranked(each, "rate", task.world)
-            total = total + self._ranked(each, "start_us", task.world) + moved / rate
+            count = 1 if task.matmuls or each != "all_reduce" else task.count
+            total = total + count * self._ranked(each, "start_us", task.world) + moved / rate
         return total
 
     def compute(self, task: Task, arithmetic: Arithmetic, fused: bool) -> Value:

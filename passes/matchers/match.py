@@ -68,11 +68,14 @@ class Work:
     matmuls: tuple[tuple[Size, Size, Size], ...] = ()
     """(M, K, N) of each matmul on one rank."""
     count: Size = 1
-    """Number of experts that the rows of a matmul are spread over, or of tables that are pooled."""
+    """Number of experts that the rows of a matmul are spread over, of tables that are pooled, or of
+    all_reduces without matmuls."""
     bytes_read: Size = 0
     """Bytes that pooling reads."""
     bytes_kept: Size = 0
     """Bytes of extra outputs, such as a gathered tensor that has other users."""
+    sent: Size | None = None
+    """Bytes of the inputs of all collectives that the op replaces; None for those of the anchor alone."""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from autofuse.passes.reasons import Reason, Reject
 
 from .match import Context, Found, Match, Work, replace_result
 from .update_group import Group, clipped_group
-from .update_rule import Update, changed, is_read, number_of, numbers_of, update_of, updated_by_views
+from .update_rule import changed, is_read, number_of, numbers_of, update_of, updated_by_views
 
 PATTERN = "all_reduce_update"
 
@@ -38,18 +38,22 @@ def match_update(anchor: Anchor, context: Context) -> Found:
         group = clipped_group(anchor, context, update)
     if isinstance(group, Reject):
         return group
-    work = Work(bytes_read=sum(map(_bytes_changed, group.anchors, group.updates)))
     takes = tuple(a.node for a in group.anchors[1:])
     apply = partial(_rewrite, context, group)
-    return Match(PATTERN, work, context.shapes, apply, group.inputs, takes=takes)
+    return Match(PATTERN, _work(group), context.shapes, apply, group.inputs, takes=takes)
 
 
-def _bytes_changed(anchor: Anchor, update: Update) -> int:
-    given = tensor(anchor.input)
-    assert given is not None
-    # Measured: what changes is read and written as fast as bags read half as much. A direction is, too.
-    tensors = len(update.changed) + RULES[update.rule].by_norms
-    return tensors * given.numel() * given.element_size()
+def _work(group: Group) -> Work:
+    changed = sent = 0
+    for anchor, update in zip(group.anchors, group.updates, strict=True):
+        given = tensor(anchor.input)
+        assert given is not None
+        # Measured: what changes is read and written as fast as bags read half as much. A direction is, too,
+        # and sums that are kept until their norm is known.
+        tensors = len(update.changed) + RULES[update.rule].by_norms + (group.limits is not None)
+        changed += tensors * given.numel() * given.element_size()
+        sent += given.numel() * given.element_size()
+    return Work(count=len(group.anchors), bytes_read=changed, sent=sent)
 
 
 def _rewrite(context: Context, group: Group, emitter: Emitter) -> None:

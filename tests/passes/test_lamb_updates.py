@@ -58,6 +58,7 @@ NORMS: dict[str, Callable[[Tensor], Tensor]] = {
     "pow": lambda x: x.pow(2).sum().sqrt(),
     "power": lambda x: (x**2).sum() ** 0.5,
     "square": lambda x: x.square().sum().sqrt(),
+    "foreach": lambda x: torch._foreach_norm([x])[0],
     "dot": lambda x: torch.dot(x.view(-1), x.view(-1)).sqrt(),
 }
 

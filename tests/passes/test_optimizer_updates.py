@@ -145,6 +145,21 @@ def narrow_moments(s: State) -> None:
     s["p"].copy_(s["p"].float() - LR * m / (v.sqrt() + 0.1))
 
 
+def clipped(s: State) -> None:
+    """The factor is computed from the sum."""
+    g = reduced(s)
+    s["p"].sub_(g * (LR / (g.norm() + EPS)))
+
+
+def clipped_gradient(s: State) -> None:
+    """As torch.nn.utils.clip_grad_norm_ does."""
+    g = reduced(s)
+    g = g * torch.clamp(0.1 / (g.norm() + 1e-6), max=1.0)
+    s["m"].lerp_(g, 1 - B1)
+    s["v"].mul_(B2).addcmul_(g, g, value=1 - B2)
+    s["p"].addcdiv_(s["m"], s["v"].sqrt().add_(EPS), value=-LR)
+
+
 _FUSED = (
     narrow,
     narrow_moment,
@@ -161,6 +176,8 @@ _FUSED = (
     in_place,
     sum_is_read,
     between_is_read,
+    clipped,
+    clipped_gradient,
 )
 FUSED = {f.__name__: f for f in _FUSED}
 
@@ -192,30 +209,6 @@ def of_two_parameters(s: State) -> None:
     s["p"].sub_(LR * (g + s["m"]))
 
 
-def clipped(s: State) -> None:
-    """The factor is computed from the sum."""
-    g = reduced(s)
-    s["p"].sub_(g * (LR / (g.norm() + EPS)))
-
-
-def clipped_gradient(s: State) -> None:
-    """As torch.nn.utils.clip_grad_norm_ does."""
-    g = reduced(s)
-    g = g * torch.clamp(0.1 / (g.norm() + 1e-6), max=1.0)
-    s["m"].lerp_(g, 1 - B1)
-    s["v"].mul_(B2).addcmul_(g, g, value=1 - B2)
-    s["p"].addcdiv_(s["m"], s["v"].sqrt().add_(EPS), value=-LR)
-
-
-def clipped_by_all(s: State) -> None:
-    """By the norm of two gradients, each with an all_reduce of its own."""
-    gradients = [reduced(s), funcol.all_reduce(s["v"], "avg", dist.group.WORLD)]
-    norm = torch.stack([g.norm() for g in gradients]).norm()
-    factor = torch.clamp(0.1 / (norm + 1e-6), max=1.0)
-    for p, g in zip((s["p"], s["m"]), gradients, strict=True):
-        p.sub_(LR * (g * factor))
-
-
 def buffer_of_two(s: State) -> None:
     """The gradients of two parameters in one buffer."""
     both = funcol.all_reduce(torch.cat([s["g"].flatten(), s["v"].view(-1)]), "avg", dist.group.WORLD)
@@ -229,10 +222,8 @@ def narrow_between(s: State) -> None:
     s["p"].copy_(s["p"].float() - g.float())
 
 
-_SCALED = (clipped, clipped_gradient, clipped_by_all)
 _BUFFERS = (buffer_of_two,)
 _KEPT = (
-    *_SCALED,
     *_BUFFERS,
     cubed,
     no_mean,
@@ -310,12 +301,10 @@ def test_on_four_ranks(ranks: Ranks) -> None:
 @pytest.mark.parametrize("name", KEPT)
 def test_kept(ranks: Ranks, name: str) -> None:
     for sites in ranks(2).run(_run, name, (31, 65), layout_of(name), False, timeout=200):
-        assert len(sites) == (2 if name == "clipped_by_all" else 1)
+        assert len(sites) == 1
         for reason, detail in sites:
             assert reason == "unsupported_variant"
-            if KEPT[name] in _SCALED:
-                assert "by which the update is scaled, is computed from what is reduced" in detail
-            elif KEPT[name] in _BUFFERS:
+            if KEPT[name] in _BUFFERS:
                 assert detail.endswith("updated by views of what is reduced: one buffer of several tensors")
             else:
                 assert detail.startswith("no update of an optimizer that is known")
