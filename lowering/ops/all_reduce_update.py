@@ -5,7 +5,8 @@
     c = factor(limits, root of the sum of all squares)        without limits: 1
     params[t], states of t = rule(params[t], c * sum[t], states of t, numbers[rows[t]])
 
-    state i of tensor t: states[i * T + t]   numbers: [rows, 12]   limits: [4]   square: [T], float64
+    grads[t]: as many elements as params[t], in any shape   state i of tensor t: states[i * T + t]
+    numbers: [rows, 12]   limits: [4]   square: [T], float64
 
 Each rank updates all of its own tensors, by its own `numbers` and `limits` (`lowering.update_rules`).
 Nothing but the sums depends on other ranks, so that what a program can see is what it would be without the
@@ -81,7 +82,8 @@ def _reference(args: AllReduceUpdate) -> tuple[Tensor, Tensor]:
     for t, row in enumerate(args.every_row().tolist()):
         param, states = args.params[t].detach(), [s.detach() for s in args.states[t::count]]
         new = param.float()
-        direction = rule.update(new, sums[t].float() * (scale * row[SIGN]), states, row)
+        total = sums[t].float().view(new.shape) * (scale * row[SIGN])
+        direction = rule.update(new, total, states, row)
         if direction is not None:
             of_p, of_u = (float(x.double().square().sum()) for x in (new, direction))
             new.sub_(direction, alpha=row[LR] * trust(row, of_p, of_u))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import partial
 
 import torch
@@ -11,31 +10,20 @@ from torch import fx
 from autofuse.lowering.update_rules import NUMBERS, RULES
 from autofuse.passes.graph.anchors import Anchor
 from autofuse.passes.graph.emit import Emitter
-from autofuse.passes.graph.follow import aten, prims, tensor
+from autofuse.passes.graph.follow import aten, dtype_of, prims, tensor
 from autofuse.passes.graph.functional import call_on_copies
-from autofuse.passes.reasons import Reason, Reject
+from autofuse.passes.reasons import Reject
 
 from .match import Context, Found, Match, Work, replace_result
-from .update_group import Group, clipped_group
-from .update_rule import changed, is_read, number_of, numbers_of, update_of, updated_by_views
+from .sum_parts import elements, given_to
+from .update_group import Group, group_of_updates
+from .update_rule import number_of, numbers_of
 
 PATTERN = "all_reduce_update"
 
 
 def match_update(anchor: Anchor, context: Context) -> Found:
-    becomes = changed(anchor)
-    by_views = [] if becomes else updated_by_views(anchor)
-    if by_views:
-        names = ", ".join(node.name for node in by_views[:2]) + (", ..." if len(by_views) > 2 else "")
-        why = f"{names} are updated by views of what is reduced: one buffer of several tensors"
-        return Reject(Reason.UNSUPPORTED_VARIANT, why)
-    update = update_of(anchor, context, becomes)
-    if isinstance(update, Reject):
-        return update
-    if update.factor == 1.0:
-        group: Group | Reject = Group((anchor,), (update,), (is_read(anchor, update),), update.scalars)
-    else:
-        group = clipped_group(anchor, context, update)
+    group = group_of_updates(anchor, context)
     if isinstance(group, Reject):
         return group
     takes = tuple(a.node for a in group.anchors[1:])
@@ -45,14 +33,15 @@ def match_update(anchor: Anchor, context: Context) -> Found:
 
 def _work(group: Group) -> Work:
     changed = sent = 0
-    for anchor, update in zip(group.anchors, group.updates, strict=True):
-        given = tensor(anchor.input)
-        assert given is not None
+    for gradient, update in zip(group.gradients, group.updates, strict=True):
+        dtype = dtype_of(gradient.input)
+        assert dtype is not None
+        nbytes = elements(gradient) * dtype.itemsize
         # Measured: what changes is read and written as fast as bags read half as much. A direction is, too,
         # and sums that are kept until their norm is known.
         tensors = len(update.changed) + RULES[update.rule].by_norms + (group.limits is not None)
-        changed += tensors * given.numel() * given.element_size()
-        sent += given.numel() * given.element_size()
+        changed += tensors * nbytes
+        sent += nbytes
     return Work(count=len(group.anchors), bytes_read=changed, sent=sent)
 
 
@@ -61,19 +50,20 @@ def _rewrite(context: Context, group: Group, emitter: Emitter) -> None:
     states = zip(*([*update.changed][1:] for update in group.updates), strict=True)
     rows = list(dict.fromkeys(update.numbers for update in group.updates))
     numbers = [number for row in rows for number in row]
+    kept = group.kept
     (squares, sums), becomes = call_on_copies(
         emitter,
         torch.ops.autofuse.all_reduce_update.default,
         {
             "params": params,
             "states": [state for of_tensors in states for state in of_tensors],
-            "grads": [anchor.input for anchor in group.anchors],
+            "grads": [given_to(emitter, gradient) for gradient in group.gradients],
             "numbers": emitter.reshape(numbers_of(emitter, numbers, group.scalars), [len(rows), NUMBERS]),
             "rows": [rows.index(update.numbers) for update in group.updates],
             "limits": None if group.limits is None else numbers_of(emitter, group.limits, group.scalars),
             "rule": group.updates[0].rule,
             "reduce_op": group.anchors[0].reduce_op,
-            "keep_sums": list(group.keeps),
+            "keep_sums": [any(g.node is a.node for a in kept) for g in group.gradients],
             "group_name": context.group,
             "order": context.order,
             "site": context.site,
@@ -83,11 +73,10 @@ def _rewrite(context: Context, group: Group, emitter: Emitter) -> None:
         for base, value in update.changed.items():
             emitter.replace(value, becomes[base])
     at = 0
-    for anchor in group.kept:
-        shape = emitter.shapes.known(anchor.node)
-        end = at + math.prod(shape)
-        part = sums if len(group.kept) == 1 else emitter.call(aten.slice.Tensor, sums, 0, at, end)
-        replace_result(emitter, anchor, emitter.reshape(part, shape))
+    for anchor in kept:
+        end = at + elements(anchor)
+        part = sums if len(kept) == 1 else emitter.call(aten.slice.Tensor, sums, 0, at, end)
+        replace_result(emitter, anchor, emitter.reshape(part, emitter.shapes.known(anchor.node)))
         at = end
     if group.squares:
         _replace_squares(emitter, group, squares)

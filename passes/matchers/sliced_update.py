@@ -71,7 +71,7 @@ def match_sliced_update(anchor: Anchor, context: Context) -> Found:
         late = depends_on(anchor, found.scalars.values())
         assert late is not None
         return scaled_late(late, "clipping of slices has no fused op")
-    if is_read(anchor, found):
+    if is_read(anchor, {*found.changed.values()}):
         return Reject(Reason.EXTRA_USERS, "something besides the update reads what is reduced")
     if next(iter(found.changed)) is not param or param in wholes:
         return Reject(

@@ -28,10 +28,10 @@ Limits: TypeAlias = tuple[Coefficient, Coefficient, Coefficient, Coefficient]
 class Norms:
     """Sums of squares of gradients that the graph has.
 
-    gradients: by the nodes that hold one, its number. late: whether a node is computed from one.
+    gradients: by the nodes that hold some, their numbers. late: whether a node is computed from one.
     """
 
-    gradients: Mapping[fx.Node, int]
+    gradients: Mapping[fx.Node, tuple[int, ...]]
     late: Callable[[fx.Node], bool]
     scalars: dict[str, fx.Node] = field(default_factory=dict)
     squares: dict[fx.Node, dict[int, Coefficient]] = field(default_factory=dict)
@@ -39,6 +39,9 @@ class Norms:
 
     def __post_init__(self) -> None:
         self._values = Scalars(self.late, self._symbol, self._square)
+        self._atoms = {node: str(held) for node, held in self.gradients.items()}
+        self._held = {str(held): held for held in self.gradients.values()}
+        self._names = {square_of(i): i for held in self.gradients.values() for i in held}
 
     def clip(
         self, factor: sympy.Expr, scalars: Mapping[str, fx.Node]
@@ -50,7 +53,7 @@ class Norms:
             for step in steps_in_order(node):
                 self._values.of(step)
             values[symbol] = self._values.of(node)
-        return _read_off(factor.xreplace(values), {square_of(i): i for i in self.gradients.values()})
+        return _read_off(factor.xreplace(values), self._names)
 
     def _symbol(self, node: fx.Node) -> sympy.Symbol:
         symbol = sympy.Symbol(f"scalar_{node.name}", real=True)
@@ -70,12 +73,12 @@ class Norms:
         """The gradients that a node has all elements of, and by what they are multiplied."""
         found: dict[int, Coefficient] = {}
         for part in joined_of(node):
-            algebra = Algebra({n: str(i) for n, i in self.gradients.items()}, self.late, scalars=self.scalars)
-            of = algebra.of(part)
+            of = Algebra(self._atoms, self.late, scalars=self.scalars).of(part)
             ((key, by),) = of.items() if len(of) == 1 else (((), 0.0),)
-            if len(key) != 1 or int(key[0]) in found:
+            held = self._held.get(key[0], ()) if len(key) == 1 else ()
+            if not held or found.keys() & {*held}:
                 raise NotARule(f"{part.name} is no multiple of one gradient")
-            found[int(key[0])] = by
+            found |= dict.fromkeys(held, by)
         return found
 
 

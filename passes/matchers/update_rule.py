@@ -15,7 +15,6 @@ from autofuse.passes.graph.anchors import Anchor
 from autofuse.passes.graph.emit import CannotEmit, Emitter
 from autofuse.passes.graph.follow import aten, is_view, prims, tensor
 from autofuse.passes.graph.paths import depends_on
-from autofuse.passes.pieces import unshaped
 from autofuse.passes.reasons import Reason, Reject
 
 from .match import Context
@@ -96,14 +95,6 @@ def _is_multiple(anchor: Anchor, node: object) -> bool:
     return node in anchor.results
 
 
-def updated_by_views(anchor: Anchor) -> list[fx.Node]:
-    """Inputs of the graph that views of the sum update, where that is one buffer of several tensors."""
-    buffer = unshaped(anchor.input)
-    if buffer.target is not aten.cat.default and buffer.op != "placeholder":
-        return []
-    return [node for node, value in changed(anchor, is_view).items() if not is_view(value)]
-
-
 def check_update(anchor: Anchor, context: Context, becomes: dict[fx.Node, fx.Node]) -> Reject | None:
     """Why no fused op can update the keys of `becomes` by what is reduced, whatever the rule."""
     if anchor.reduce_op not in ("sum", "avg"):
@@ -112,25 +103,23 @@ def check_update(anchor: Anchor, context: Context, becomes: dict[fx.Node, fx.Nod
         return Reject(Reason.UNSUPPORTED_VARIANT, "the group is a value of the graph")
     if context.order == "ring":
         return Reject(Reason.UNSUPPORTED_VARIANT, "sums before an update are in rank order")
-    given = tensor(anchor.node)
-    assert given is not None
-    if not all(isinstance(size, int) for size in given.shape) or not given.dim():
+    given = [val.shape for node in anchor.results if (val := tensor(node)) is not None]
+    if not all(isinstance(size, int) for size in given[0]) or not given[0]:
         return Reject(Reason.UNSUPPORTED_VARIANT, "an update of tensors of no dims, or whose sizes vary")
     for node in (anchor.node, *becomes):
         val = tensor(node)
         if val is None or val.dtype not in (torch.float32, *NARROW):
             return Reject(Reason.DTYPE, f"{node.name} is updated in {val.dtype if val is not None else None}")
-        if val.shape != given.shape:
+        if node is not anchor.node and val.shape not in given:
             return Reject(Reason.LAYOUT, f"{node.name} has another shape than what is reduced")
     if len(set(becomes.values())) < len(becomes):
         return Reject(Reason.UNSUPPORTED_VARIANT, "two tensors become one value")
     return None
 
 
-def update_of(anchor: Anchor, context: Context, becomes: dict[fx.Node, fx.Node]) -> Update | Reject:
-    """The update of `becomes` by what is reduced."""
-    if not becomes:
-        return Reject(Reason.NO_COMPUTE, "no tensor is updated by what is reduced")
+def update_of(anchor: Anchor, context: Context) -> Update | Reject:
+    """The update of inputs of the graph by what is reduced."""
+    becomes = changed(anchor)
     reject = check_update(anchor, context, becomes)
     return find_update(anchor, becomes) if reject is None else reject
 
@@ -213,10 +202,9 @@ def _without_factor(
     return divided, factor
 
 
-def is_read(anchor: Anchor, found: Update, squares: Set[fx.Node] = frozenset()) -> bool:
-    """Whether anything but the update, and given sums of squares, reads the sum or what lies between."""
-    ends = {*found.changed.values(), *squares}
-    inside = below(anchor, lambda node: leads_to_norms(node) or node.target is aten.cat.default, ends)
+def is_read(anchor: Anchor, ends: Set[fx.Node]) -> bool:
+    """Whether anything but what leads to `ends` reads the sum: new values, or what else the op returns."""
+    inside = below(anchor, lambda node: leads_to_norms(node) or is_view(node), ends)
     needed: set[fx.Node] = {*anchor.results}
     work = [*ends]
     while work:

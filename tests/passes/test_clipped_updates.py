@@ -190,6 +190,68 @@ def narrow(s: State) -> None:
         s[f"p{i}"].copy_(s[f"p{i}"].to(g.dtype) - LR * s[f"m{i}"])
 
 
+def buffer(s: State, names: str = "012", *more: Tensor) -> Tensor:
+    """Gradients of several tensors, reduced as one."""
+    given = torch.cat([*(s[f"g{i}"].reshape(-1) for i in names), *more])
+    return funcol.all_reduce(given, "avg", dist.group.WORLD)
+
+
+def views(s: State, flat: Tensor, names: str = "012") -> list[Tensor]:
+    sizes = [s[f"p{i}"].numel() for i in names]
+    parts = flat[: sum(sizes)].split(sizes)
+    return [x.view_as(s[f"p{i}"]) for i, x in zip(names, parts, strict=True)]
+
+
+def flat(s: State) -> None:
+    """There is more in the buffer than is read of it."""
+    adamw(s, views(s, buffer(s, "012", s["scale"].expand(5))))
+
+
+def flat_in_place(s: State) -> None:
+    """The buffer is a tensor of the program, and its parts are cut out by their places."""
+    dist.all_reduce(s["flat"])
+    at = 0
+    for i in range(3):
+        n = s[f"p{i}"].numel()
+        s[f"p{i}"].sub_(LR * s["flat"][at : at + n].view_as(s[f"p{i}"]))
+        at += n
+
+
+def flat_clipped(s: State) -> Tensor:
+    whole = buffer(s)
+    norm = whole.norm()
+    by = clamped(norm)
+    adamw(s, [g * by for g in views(s, whole)])
+    return norm
+
+
+def flat_scaled(s: State) -> None:
+    """The buffer is scaled before it is cut."""
+    whole = buffer(s)
+    sgd(s, views(s, whole * clamped(whole.norm())))
+
+
+def flat_by_parts(s: State) -> None:
+    gradients = views(s, buffer(s))
+    by = clamped(stacked(gradients))
+    lamb(s, [g * by for g in gradients])
+
+
+def flat_is_read(s: State) -> tuple[Tensor, Tensor]:
+    whole = buffer(s)
+    gradients = views(s, whole)
+    by = clamped(stacked(gradients))
+    adamw(s, [g * by for g in gradients])
+    return whole.abs().max(), gradients[1].sin()
+
+
+def two_buffers(s: State) -> None:
+    """One has all of one tensor."""
+    gradients = [*views(s, buffer(s, "01"), "01"), *views(s, buffer(s, "2"), "2")]
+    by = clamped(stacked(gradients))
+    adamw(s, [g * by for g in gradients])
+
+
 FUSED: dict[str, Callable[[State], Any]] = {
     **{name: partial(clip, norm=norm) for name, norm in NORMS.items()},
     **{name: partial(clip, factor=factor) for name, factor in FACTORS.items()},
@@ -206,9 +268,16 @@ FUSED: dict[str, Callable[[State], Any]] = {
             sums_are_read,
             in_place,
             narrow,
+            flat,
+            flat_in_place,
+            flat_clipped,
+            flat_by_parts,
+            flat_is_read,
+            two_buffers,
         )
     },
 }
+SITES = {"of_one": 1, "two_buffers": 2}
 
 
 def mixed(s: State) -> None:
@@ -247,6 +316,25 @@ def on_each_other(s: State) -> None:
     sgd(s, [first * by, second * by])
 
 
+def flat_with_loss(s: State) -> Tensor:
+    whole = buffer(s, "012", s["t"].reshape(1))
+    adamw(s, views(s, whole))
+    return whole[-1]
+
+
+def flat_mixed(s: State) -> None:
+    first, second, _ = views(s, buffer(s))
+    s["p0"].sub_(LR * first)
+    s["m1"].mul_(0.9).add_(second)
+    s["p1"].sub_(LR * s["m1"])
+
+
+def flat_overlapping(s: State) -> None:
+    whole = buffer(s)
+    s["p1"].sub_(LR * whole[:7])
+    s["p2"].sub_(LR * whole[:1200].view(40, 30))
+
+
 KEPT: dict[str, tuple[Callable[[State], Any], str]] = {
     "largest": (
         partial(clip, norm=lambda gs: torch.stack([g.abs().max() for g in gs]).max()),
@@ -263,10 +351,14 @@ KEPT: dict[str, tuple[Callable[[State], Any], str]] = {
         "or of multiples of them",
     ),
     "mixed": (mixed, "sgd and momentum are updates of one clipping"),
-    "not_updated": (not_updated, "no tensor is updated by what is reduced"),
+    "not_updated": (not_updated, "no tensor is updated by all_reduce_2, which is in the norm"),
     "with_local": (with_local, "a norm of more than gradients"),
     "reduced_norm": (reduced_norm, "is computed from what is reduced"),
     "on_each_other": (on_each_other, "is computed from"),
+    "flat_scaled": (flat_scaled, "no matmul"),
+    "flat_with_loss": (flat_with_loss, "updates no tensor, and is read"),
+    "flat_mixed": (flat_mixed, "sgd and momentum are updates of one buffer"),
+    "flat_overlapping": (flat_overlapping, "tensors are updated by the same elements"),
 }
 STEP_OF = FUSED | {name: step for name, (step, _) in KEPT.items()}
 
@@ -285,7 +377,8 @@ def make(rank: int, name: str) -> State:
         s |= {f"p{i}": torch.randn(shape).to(dtype), f"m{i}": torch.randn(shape), f"v{i}": torch.rand(shape)}
     torch.manual_seed(50 + rank)
     # Sums are exact.
-    return s | {f"g{i}": (torch.randint(-8, 9, shape) / 4).to(dtype) for i, shape in enumerate(shapes)}
+    s |= {f"g{i}": (torch.randint(-8, 9, shape) / 4).to(dtype) for i, shape in enumerate(shapes)}
+    return s | {"flat": torch.cat([*(s[f"g{i}"].flatten() for i in range(3))])}
 
 
 def check(rank: int, world: int, name: str, how: dict[str, Any]) -> list[tuple[Any, str]]:
@@ -317,7 +410,7 @@ def check(rank: int, world: int, name: str, how: dict[str, Any]) -> list[tuple[A
 
 @pytest.mark.parametrize("name", FUSED)
 def test_fused(ranks: Ranks, name: str) -> None:
-    sites = [(UPDATE, "")] * (1 if name == "of_one" else 3)
+    sites = [(UPDATE, "")] * SITES.get(name, 1 if name.startswith("flat") else 3)
     assert ranks(2).run(check, name, {}, timeout=200) == [sites] * 2
 
 
@@ -327,10 +420,14 @@ def test_on_three_ranks(ranks: Ranks, name: str) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["adam", "lamb", "narrow", "sums_are_read", "in_place", "two_groups"])
+@pytest.mark.parametrize(
+    "name",
+    ["adam", "lamb", "narrow", "sums_are_read", "in_place", "two_groups", "flat_is_read", "flat_in_place"],
+)
 def test_generated(ranks: Ranks, name: str) -> None:
     how = {"backend": "autofuse", "options": {"policy": "always"}}
-    assert ranks(2).run(check, name, how, timeout=200) == [[(UPDATE, "")] * 3] * 2
+    sites = [(UPDATE, "")] * (1 if name.startswith("flat") else 3)
+    assert ranks(2).run(check, name, how, timeout=200) == [sites] * 2
 
 
 @pytest.mark.parametrize("name", KEPT)

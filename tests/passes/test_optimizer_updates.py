@@ -209,22 +209,13 @@ def of_two_parameters(s: State) -> None:
     s["p"].sub_(LR * (g + s["m"]))
 
 
-def buffer_of_two(s: State) -> None:
-    """The gradients of two parameters in one buffer."""
-    both = funcol.all_reduce(torch.cat([s["g"].flatten(), s["v"].view(-1)]), "avg", dist.group.WORLD)
-    for p, g in zip((s["p"], s["m"]), both.split(s["p"].numel()), strict=True):
-        p.sub_(LR * g.view_as(p))
-
-
 def narrow_between(s: State) -> None:
     """The scaled gradient is rounded."""
     g = reduced(s) * 0.3
     s["p"].copy_(s["p"].float() - g.float())
 
 
-_BUFFERS = (buffer_of_two,)
 _KEPT = (
-    *_BUFFERS,
     cubed,
     no_mean,
     rooted_before,
@@ -304,10 +295,7 @@ def test_kept(ranks: Ranks, name: str) -> None:
         assert len(sites) == 1
         for reason, detail in sites:
             assert reason == "unsupported_variant"
-            if KEPT[name] in _BUFFERS:
-                assert detail.endswith("updated by views of what is reduced: one buffer of several tensors")
-            else:
-                assert detail.startswith("no update of an optimizer that is known")
+            assert detail.startswith("no update of an optimizer that is known")
 
 
 def _run(
