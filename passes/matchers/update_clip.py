@@ -39,6 +39,7 @@ class Norms:
 
     def __post_init__(self) -> None:
         self._values = Scalars(self.late, self._symbol, self._square)
+        self._clips: dict[sympy.Expr, tuple[Coefficient, Limits, set[int]]] = {}
         self._atoms = {node: str(held) for node, held in self.gradients.items()}
         self._held = {str(held): held for held in self.gradients.values()}
         self._names = {square_of(i): i for held in self.gradients.values() for i in held}
@@ -47,6 +48,13 @@ class Norms:
         self, factor: sympy.Expr, scalars: Mapping[str, fx.Node]
     ) -> tuple[Coefficient, Limits, set[int]]:
         """The scale, the limits, and the gradients whose norm it is. Raises NotARule."""
+        if factor not in self._clips:
+            self._clips[factor] = self._clip(factor, scalars)
+        return self._clips[factor]
+
+    def _clip(
+        self, factor: sympy.Expr, scalars: Mapping[str, fx.Node]
+    ) -> tuple[Coefficient, Limits, set[int]]:
         values = {}
         for symbol in factor.free_symbols:
             node = scalars[symbol.name]
@@ -94,10 +102,16 @@ def _read_off(factor: sympy.Expr, names: Mapping[sympy.Symbol, int]) -> tuple[Co
     if len(roots) != 1:
         raise NotARule("a factor that is not by one norm")
     (root,) = roots
-    terms = {x: root.coeff(x) for x in root.free_symbols & names.keys()}
+    terms: dict[sympy.Symbol, sympy.Expr] = {}
+    for term in sympy.Add.make_args(sympy.expand(root)):
+        squares = term.free_symbols & names.keys()
+        if len(squares) != 1 or squares <= terms.keys():
+            raise NotARule("a norm of more than gradients")
+        (square,) = squares
+        terms[square] = term / square
     weights = {*terms.values()}
-    if len(weights) != 1 or sympy.expand(root - sympy.Add(*(x * by for x, by in terms.items()))) != 0:
-        raise NotARule("a norm of more than gradients, or of multiples of them")
+    if len(weights) != 1 or any(by.has(*names) for by in weights):
+        raise NotARule("a norm of different multiples of gradients")
     norm = N * sympy.sqrt(weights.pop())
     factor = factor.xreplace({sympy.sqrt(root): norm, 1 / sympy.sqrt(root): 1 / norm})
     if factor.free_symbols & names.keys():

@@ -72,13 +72,15 @@ def changed(anchor: Anchor, also: Callable[[fx.Node], bool] = lambda node: False
     other is left in the graph."""
     by_sum = below(anchor, also)
     copies = anchor.node.graph.find_nodes(op="call_function", target=aten.copy_.default)
-    pairs = [(n.args[0], n.args[1]) for n in copies if not _is_multiple(anchor, n.args[1])]
+    pairs = [(to, new) for to, new in (n.args[:2] for n in copies) if isinstance(new, fx.Node)]
+    pairs = [(to, new) for to, new in pairs if before_rounding(new) in by_sum]
+    pairs = [(to, new) for to, new in pairs if not _is_multiple(anchor, new)]
     values = {new for _, new in pairs}
     return {
         to: new
         for to, new in pairs
-        if isinstance(to, fx.Node) and to.op == "placeholder" and isinstance(new, fx.Node)
-        if before_rounding(new) in by_sum and (new in by_sum or before_rounding(new) not in values)
+        if isinstance(to, fx.Node) and to.op == "placeholder"
+        if new in by_sum or before_rounding(new) not in values
     }
 
 

@@ -752,10 +752,10 @@ OPTIMIZERS = (
         (*_of("ops", "all_reduce_update"), *_of("passes", "clipped_updates")),
     ),
     Mutation(
-        "a norm of gradients and another tensor is that of the gradients",
+        "a norm of multiples of gradients is that of the gradients",
         "update_clip.py",
-        "sympy.expand(root - sympy.Add(",
-        "0 * sympy.expand(root - sympy.Add(",
+        "if len(weights) != 1 or any(",
+        "if any(",
         _of("passes", "clipped_updates"),
     ),
     Mutation(

@@ -348,7 +348,7 @@ KEPT: dict[str, tuple[Callable[[State], Any], str]] = {
     "shifted": (partial(clip, factor=lambda norm: MOST / (norm + 1) + 1), "a factor of"),
     "weighted": (
         partial(clip, norm=lambda gs: stacked([g * (1 + i) for i, g in enumerate(gs)])),
-        "or of multiples of them",
+        "different multiples of gradients",
     ),
     "mixed": (mixed, "sgd and momentum are updates of one clipping"),
     "not_updated": (not_updated, "no tensor is updated by all_reduce_2, which is in the norm"),
