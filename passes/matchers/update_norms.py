@@ -96,6 +96,7 @@ class Scalars:
     symbol: Callable[[fx.Node], Any]
     square: Callable[[fx.Node, fx.Node, fx.Node], Any]
     known: dict[fx.Node, Any] = field(default_factory=dict)
+    reading: dict[fx.Node, bool] = field(default_factory=dict)
 
     def of(self, value: object) -> Any:
         if not isinstance(value, fx.Node):
@@ -118,11 +119,20 @@ class Scalars:
         if added is not None:
             return sympy.Add(*map(self.of, added))
         step = step_of(node)
-        if not self.late(node) and not (step and _reads_norms(node)):
+        if not self.late(node) and not self._reads_norms(node):
             return self.symbol(node)
         if step is None:
             raise NotARule(f"{node.name} is computed from what is reduced")
         return step(*map(self.of, node.args), **node.kwargs)
+
+    def _reads_norms(self, node: fx.Node) -> bool:
+        """Whether a value of no dims is computed from a sum of squares."""
+        if node not in self.reading:
+            above = squared(node) is not None or (
+                step_of(node) is not None and any(map(self._reads_norms, node.all_input_nodes))
+            )
+            self.reading[node] = above
+        return self.reading[node]
 
 
 def steps_in_order(node: fx.Node) -> list[fx.Node]:
@@ -145,13 +155,6 @@ def joined_of(node: fx.Node) -> list[fx.Node]:
     """The nodes that a node has all elements of."""
     parts = node.args[0] if node.target is aten.cat.default else [node]
     return [_same_elements(part) for part in parts]
-
-
-def _reads_norms(node: fx.Node) -> bool:
-    """Whether a value of no dims is computed from a sum of squares."""
-    if squared(node) is not None:
-        return True
-    return step_of(node) is not None and any(map(_reads_norms, node.all_input_nodes))
 
 
 def _listed(joined: fx.Node) -> list[fx.Node] | None:

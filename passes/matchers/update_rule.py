@@ -14,7 +14,7 @@ from autofuse.lowering.update_rules import GUARDED, UNGUARDED
 from autofuse.passes.graph.anchors import Anchor
 from autofuse.passes.graph.emit import CannotEmit, Emitter
 from autofuse.passes.graph.follow import aten, is_view, prims, tensor
-from autofuse.passes.graph.paths import depends_on
+from autofuse.passes.graph.paths import all_below
 from autofuse.passes.reasons import Reason, Reject
 
 from .match import Context
@@ -130,21 +130,19 @@ def find_update(anchor: Anchor, becomes: dict[fx.Node, fx.Node]) -> Update | Rej
     """The rule by which all of `becomes` change."""
     old = {node: f"old {node.name}" for node in becomes}
     new = {value: f"new {node.name}" for node, value in becomes.items()}
-    algebra = Algebra(
-        {**dict.fromkeys(anchor.results, "g"), **old, **new},
-        lambda node: depends_on(anchor, [node]) is not None,
-    )
+    by_sum = all_below([anchor.node])
+    algebra = Algebra({**dict.fromkeys(anchor.results, "g"), **old, **new}, by_sum.__contains__)
     factor: Coefficient = 1.0
     reject, numbers = None, ()
     try:
         left = _polynomials(algebra, becomes)
-        late = {s for s, node in algebra.scalars.items() if depends_on(anchor, [node]) is not None}
+        late = {s for s, node in algebra.scalars.items() if node in by_sum}
         left, factor = _without_factor(left, late)
         rule, order, numbers = _adam(algebra, left, becomes) if algebra.second else _sgd(left)
     except NotARule as error:
         reject = Reject(Reason.UNSUPPORTED_VARIANT, f"no update of an optimizer that is known: {error}")
     scalars = algebra.scalars if reject else symbols_in(algebra.scalars, *numbers)
-    scaled = depends_on(anchor, scalars.values())
+    scaled = next((node for node in scalars.values() if node in by_sum), None)
     if scaled is not None:
         return scaled_late(scaled, "not as clipping by a norm does it, nor by a norm that a rule has")
     if reject is not None:
