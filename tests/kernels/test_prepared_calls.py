@@ -30,6 +30,7 @@ from autofuse.lowering.gpu.experts.fixed import Combine, Dispatch
 from autofuse.lowering.gpu.experts.kernels import Rows
 from autofuse.lowering.gpu.experts.ways import COMBINE, DISPATCH, DROPLESS, DroplessProblem, ExpertProblem
 from autofuse.lowering.gpu.memory.descriptors import Descriptors
+from autofuse.lowering.ops.library import FUSED_OPS
 from autofuse.native_kernels.cuda.kernels.dropless_combine import dropless_combine_needs
 from autofuse.native_kernels.cuda.kernels.dropless_dispatch import dropless_dispatch_needs
 from autofuse.native_kernels.gpu import prepared
@@ -231,6 +232,12 @@ def test_a_call_goes_on_the_short_way(op: str) -> None:
         assert len(driver.launches) == TAILS.get(op, 1 + (op == KEPT))
         for a, b in zip(*([t] if isinstance(t, Tensor) else t for t in (short, long)), strict=True):
             assert (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
+        if op in TAILS:
+            proofs = [
+                FUSED_OPS[problem.op].parse((*given[:-4], proof, *given[-3:])) for proof in ("", "same")
+            ]
+            first, second = (dense._reduce_kind(problem.op, args, args.x, False) for args in proofs)
+            assert first != second  # graphs of one line may differ in it
         for i in range(2 * (op != EMBEDDING)):  # no operand of TMA: its way may be another one
             assert quick.kind((*given[:i], _moved(given[i], 1), *given[i + 1 :])) != key
             assert quick.kind((*given[:i], _moved(given[i], 8), *given[i + 1 :])) == key

@@ -533,6 +533,34 @@ KERNELS = (
         _of("kernels", "interpreted_rows"),
     ),
     Mutation(
+        "packets of rows are added up for the first owner",
+        "exchange_row_packets.py",
+        "first = 0 if ALL else rank * owned",
+        "first = 0",
+        _of("kernels", "interpreted_rows"),
+    ),
+    Mutation(
+        "programs of packets of rows leave the rows of late ones unsent",
+        "exchange_row_packets.py",
+        "share = further(seen, programs, state, A, programs, epoch)",
+        "share = tl.full((), -1, tl.int32)",
+        _of("kernels", "interpreted_rows"),
+    ),
+    Mutation(
+        "the sum of a short call with a tail is its first result",
+        "run.py",
+        "return None if found is None else found[self._first :]",
+        "return found",
+        _of("kernels", "prepared_calls"),
+    ),
+    Mutation(
+        "a graph with another proof takes the call of the first",
+        "call.py",
+        "args.tail, args.proof, *map(",
+        "args.tail, *map(",
+        _of("kernels", "prepared_calls"),
+    ),
+    Mutation(
         "owners of bags pool those of the first owner",
         "exchange_bags.py",
         "first = (0 if ONCE else owner) * chunk",
@@ -864,9 +892,9 @@ LAUNCHES = (
 SCHEDULES = (
     Mutation(
         "any number of rows that is a symbol is cut",
-        "schedule.py",
-        "not all(guard_multiple(joint, s, world) for s in fit.assumed)",
-        "not all(guard_multiple(joint, s, 1) for s in fit.assumed)",
+        "joint.py",
+        "all(guard_multiple(joint, size, world) for size in fit.assumed)",
+        "all(guard_multiple(joint, size, 1) for size in fit.assumed)",
         _of("schedules", "ranks"),
     ),
     Mutation(
@@ -893,7 +921,7 @@ SCHEDULES = (
     Mutation(
         "a view cuts a dim into unequal parts",
         "slices.py",
-        "return place if fit(size) else None",
+        "return place if fit(size) and (alike or equal) else None",
         "return place",
         _of("schedules", "split"),
     ),
