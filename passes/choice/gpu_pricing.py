@@ -17,13 +17,14 @@ class GpuPricing:
     """Times of a reduction and its tail.
 
     All schedules but `owner` have the time of the same sum. Its error does not count, so that the margin is
-    small.
+    small. With many tokens the sum takes so long that a tail saves less than the margin.
     """
 
     predictor: Predictor
 
     margin: ClassVar[float] = 0.01
     between: ClassVar[float] = 0.01
+    everywhere: ClassVar[float] = 0.0
 
     def us(self, schedule: str, cluster: Cluster, arithmetic: object) -> float | None:
         """unchanged: the tail is a kernel of Inductor. every: it is one of ours behind the way of the sum, or
@@ -32,12 +33,12 @@ class GpuPricing:
         if problem is None:
             return None
         from autofuse.lowering.gpu.choice.choose import choose
-        from autofuse.lowering.gpu.choice.kernel import fused_ways, ways_of
+        from autofuse.lowering.gpu.choice.kernel import ways_of
         from autofuse.lowering.gpu.dense.reductions import applies_tails
         from autofuse.lowering.gpu.dense.ways import DenseProblem
         from autofuse.lowering.gpu.dense.work import INDUCTOR_TAIL, TAIL, tail_work
 
-        if not isinstance(problem, DenseProblem) or not fused_ways(problem):
+        if not isinstance(problem, DenseProblem) or not min(problem.k, problem.n):
             return None
         if schedule == "owner":
             return choose(replace(problem, written=cluster.written // problem.m), self.predictor).us

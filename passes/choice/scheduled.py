@@ -119,13 +119,16 @@ class Pricing(Hashable, Protocol):
     """Times of clusters on a kind of machine.
 
     margin: so much of the time must be predicted to be saved for another schedule than the one that stands;
-    between: for `owner` or `split` in place of `every`, which needs no agreement of the ranks.
+    between: for `owner` or `split` in place of `every`, which needs no agreement of the ranks. Sizes that are
+    symbols: for some of them; everywhere: for all of them, at most these.
     """
 
     @property
     def margin(self) -> float: ...
     @property
     def between(self) -> float: ...
+    @property
+    def everywhere(self) -> float: ...
 
     def us(self, schedule: str, cluster: Cluster, arithmetic: Numbers) -> float | None:
         """Microseconds, of sizes in numbers; None if nothing is known."""
@@ -140,6 +143,7 @@ class CpuPricing:
 
     margin: ClassVar[float] = ERROR
     between: ClassVar[float] = 0.0
+    everywhere: ClassVar[float] = ERROR
 
     @classmethod
     def here(cls, table: DeviceTable) -> CpuPricing:
@@ -189,8 +193,8 @@ def _cheapest(
             total += count * us
         return total
 
-    def is_faster(schedule: str, other: str, margin: float) -> bool:
-        """At all sizes."""
+    def saves(schedule: str, other: str, margin: float) -> str:
+        """At which sizes."""
 
         def gain(values: Mapping[sympy.Symbol, int]) -> Sample:
             arithmetic = Numbers()
@@ -199,7 +203,13 @@ def _cheapest(
                 return 0.0, (True,)
             return slow * (1 - margin) - fast, tuple(arithmetic.taken)
 
-        return wins(gain, dict(known)) == "always"
+        return wins(gain, dict(known))
+
+    def is_faster(schedule: str, other: str, margin: float) -> bool:
+        everywhere = min(margin, pricing.everywhere)
+        if saves(schedule, other, everywhere) != "always":
+            return False
+        return everywhere == margin or saves(schedule, other, margin) != "never"
 
     taken = legal[0]
     for schedule in legal[1:]:

@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import sympy
 import torch
 
 pytest.importorskip("triton")
@@ -18,6 +19,7 @@ from autofuse.lowering.gpu.choice.model import shipped as shipped_model
 from autofuse.lowering.gpu.choice.points import Point, shipped
 from autofuse.lowering.gpu.dense.ways import REDUCE, DenseProblem
 from autofuse.passes.choice.cost_model import Task
+from autofuse.passes.choice.crossover import Known
 from autofuse.passes.choice.gpu_pricing import GpuPricing
 from autofuse.passes.choice.scheduled import Cluster, cheapest
 
@@ -61,6 +63,20 @@ def test_auto_takes_what_is_measured_to_be_fast() -> None:
     assert min(ratios) > 0.98
     assert geometric_mean(ratios) > 1.04
     assert {EVERY, OWNER} <= taken
+
+
+def test_any_number_of_tokens() -> None:
+    """Whatever number was seen: with many tokens a tail saves little of the time, but something."""
+    model = shipped_model(KIND)
+    assert model is not None
+    rows = sympy.Symbol("s0", integer=True, positive=True)
+    matrix = 2 * 4096 * rows
+    task = Task(REDUCE, 2, "bfloat16", "direct", matrix, ((rows, 2048, 4096),))
+    cluster = Cluster(task, matrix, matrix, 2 * matrix)
+    pricing = GpuPricing(Predictor(model, shipped(KIND)))
+    for seen in (None, 2, 8192):
+        name, _ = cheapest([cluster], (UNCHANGED, EVERY), pricing, {rows: Known(2, 1 << 20, seen)})
+        assert name == EVERY
 
 
 def test_table() -> None:

@@ -7,7 +7,7 @@ import math
 import os
 import re
 import statistics
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -215,6 +215,30 @@ def test_sizes_seen_while_tracing_do_not_decide() -> None:
     assert {name for name, _ in found.values()} == {"unchanged"}
     times = found[1 << 20][1]
     assert times["owner"] < (1 - ERROR) * times["unchanged"]  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    ("everywhere", "expected"), [(0.0, "every"), (0.02, "unchanged")], ids=["nothing", "something"]
+)
+def test_what_must_be_saved_for_all_sizes(everywhere: float, expected: str) -> None:
+    """Of 10 us each of a row, beside 100 us; `every` saves 4 us of these."""
+
+    @dataclass(frozen=True)
+    class Fixed:
+        everywhere: float
+        margin: float = 0.03
+        between: float = 0.0
+
+        def us(self, schedule: str, cluster: Cluster, arithmetic: Numbers) -> float:
+            assert isinstance(cluster.reduced, int)
+            return 100.0 + 10.0 * cluster.reduced - 4.0 * (schedule == "every")
+
+    rows = sympy.Symbol("s0", integer=True, positive=True)
+    cluster = Cluster(
+        Task("matmul_all_reduce", 4, "float32", "direct", rows, ((rows, K, N),)), rows, rows, rows
+    )
+    taken, _ = cheapest([cluster], ("unchanged", "every"), Fixed(everywhere), {rows: Known(1, 1 << 20, None)})
+    assert taken == expected
 
 
 @pytest.mark.parametrize("layers", [2, 12])
