@@ -37,7 +37,7 @@ from autofuse.lowering.gpu.choice.points import Point, own_file, write
 from autofuse.lowering.gpu.choice.timer import Call, time_all
 from autofuse.lowering.gpu.choice.timing import QUICK, calls_for, captured, copies_of, matmul_us
 from autofuse.lowering.gpu.dense.ways import ONE_SHOT, REDUCE, TWO_SHOT, DenseProblem
-from autofuse.lowering.torch_internals import enable_symmetric_memory
+from autofuse.lowering.torch_internals import compiling_variants, enable_symmetric_memory
 
 EPSILON = 1e-6
 TAIL = "add %0; keep; to float32; rms 1e-06; to bfloat16; mul %1"
@@ -115,8 +115,8 @@ def run(seconds: float, tune: bool, json_file: Path | None, markdown: Path | Non
     enable_symmetric_memory(group)
     until, cells = time.monotonic() + seconds, list[Cell]()
     data: dict[str, Any] = {"machine": machine(), "cells": []}
-    norm = torch.compile(normed)
-    with torch.no_grad(), autofuse.config.patch(timeout_s=TIMEOUT_S):
+    norm = torch.compile(normed, dynamic=False)  # as fast as Inductor makes it, for each shape
+    with compiling_variants(), torch.no_grad(), autofuse.config.patch(timeout_s=TIMEOUT_S):
         for ratio, hidden, tokens in itertools.product(RATIOS, HIDDEN, TOKENS):
             if _is_over(until):
                 break
