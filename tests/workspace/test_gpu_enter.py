@@ -3,7 +3,7 @@
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 from unittest.mock import Mock, patch
 
 import pytest
@@ -31,6 +31,8 @@ class Problem:
     m: int
     k: int
 
+    own: ClassVar[tuple[str, ...]] = ("k",)
+
 
 def _workspace(rank: int, world: int, limit_s: float = 10.0) -> Any:
     workspace = object.__new__(GpuWorkspace)
@@ -39,7 +41,7 @@ def _workspace(rank: int, world: int, limit_s: float = 10.0) -> Any:
         "_store": store, "_prefix": f"{VISITS[1]}/{visit(store, VISITS[1], rank)}", "_meetings": 0,
         "_limit_s": lambda: limit_s, "_peers": [None] * world, "_introduced": False,
         "rank": rank, "world": world, "group_name": "g",
-        "failures": Mock(), "_kernels": set(), "_entered": set(), "_compared": set(),
+        "failures": Mock(), "_kernels": set(), "_entered": set(), "_compared": {},
         "calls": {}, "device": None, "_held": Mock(all=[Mock()], capacity=Need()), "_refusals": Refusals(),
         "needs": {}, "again": Mock(),
     }  # fmt: skip
@@ -50,12 +52,13 @@ def _workspace(rank: int, world: int, limit_s: float = 10.0) -> Any:
 
 
 def _enter(
-    workspace: Any, m: int = 8, site: str = "/a/b.py:1", variant: Hashable = 0, capturing: bool = False
-) -> bool | None:
-    """Whether the kernel is new; None if it cannot be captured."""
-    problem = Problem(m, 64)
+    workspace: Any, m: int = 8, site: str = "/a/b.py:1", variant: Hashable = 0, capturing: bool = False,
+    k: int = 64, way: str = "tiles",
+) -> bool | None:  # fmt: skip
+    """Whether the kernel is new; None if it cannot be captured, or ranks have parts of different sizes."""
+    problem = Problem(m, k)
     with patch.object(torch.cuda, CAPTURING, return_value=capturing):
-        found = workspace.enter("matmul", site, Need, "tiles", (problem, variant), problem)
+        found = workspace.enter("matmul", site, Need, way, (problem, variant), problem)
     return None if found is None else found[2]
 
 
@@ -98,6 +101,26 @@ def test_ranks_that_disagree_all_raise_with_both_texts(ranks: Ranks) -> None:
         assert "rank 0 runs matmul at b.py:1 (tiles; m=8, k=64), rank 2 runs matmul at b.py:1 (t" in told
         assert "m=9" in told
         assert later == ""
+
+
+def _has_its_own_k(rank: int, world: int) -> list[bool | str | None]:
+    """Calls of parts that differ, then of equal ones, then in ways that differ."""
+    workspace = _workspace(rank, world)
+    found: list[bool | str | None] = [_enter(workspace, k=64 - rank, way=f"way {rank}") for _ in range(2)]
+    found.append(_enter(workspace))
+    try:
+        _enter(workspace, m=16, way=f"way {rank}")
+    except RuntimeError as error:
+        found.append(str(error))
+    return [*found, str(workspace._meetings)]
+
+
+def test_parts_of_different_sizes_are_no_error(ranks: Ranks) -> None:
+    """All ranks run them unfused."""
+    for *parts, told, meetings in ranks(2).run(_has_its_own_k):
+        assert parts == [None, None, True]
+        assert "rank 0 runs matmul at b.py:1 (way 0; m=16, k=64), rank 1 runs matmul at b.py:1 (way 1" in told
+        assert meetings == "3"
 
 
 def _is_reset(rank: int, world: int) -> list[bool]:

@@ -22,6 +22,7 @@ Contiguous: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 """Shape and strides."""
 
 NOT_CAPTURED = "captured before its kernel or its memory was ready"
+UNEVEN = "ranks have parts of different sizes"
 
 
 def contiguous(*shape: int) -> Contiguous:
@@ -114,7 +115,8 @@ class Launcher:
         )
 
     def enter(self, programs: int = 0, trace: Tensor | None = None) -> PeerMemory | None:
-        """The memory of the call; None if it cannot be captured. programs: that run at once, 0 for all."""
+        """The memory of the call; None if it cannot be captured, or ranks have parts of different sizes.
+        programs: that run at once, 0 for all."""
         at = self._at
         if at is not None:
             memory, site = self._workspace.enter_again(), at.site
@@ -124,7 +126,8 @@ class Launcher:
             )
             if entered is None:
                 if self._note is not None:
-                    self._note.fell_back(NOT_CAPTURED)
+                    captured = torch.cuda.is_current_stream_capturing()
+                    self._note.fell_back(NOT_CAPTURED if captured else UNEVEN)
                 return None
             if self._note is not None:
                 self._note.ran()

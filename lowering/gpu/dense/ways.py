@@ -62,6 +62,14 @@ class DenseProblem:
     most_bytes: ClassVar[int] = MOST_BYTES
 
     @property
+    def own(self) -> tuple[str, ...]:
+        """Fields that ranks may have of their own: parts of a dim that has no equal ones. No kernel takes
+        these; such calls run as what the op replaces."""
+        if self.op == GATHER:
+            return "n", "widths", "aligned"
+        return () if self.op == PUBLISH else ("k", "terms", "aligned")
+
+    @property
     def everywhere(self) -> bool:
         """Every rank gets the whole sum."""
         return self.op == REDUCE

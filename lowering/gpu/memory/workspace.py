@@ -51,6 +51,7 @@ from .again import Again
 from .allocation import LEAST, Memory, Refusals, allocate, apart
 from .board import Board
 from .chain import chain_of
+from .comparing import are_alike, told_of
 from .descriptors import Descriptors
 from .failures import Failures
 
@@ -75,7 +76,7 @@ class GpuWorkspace:
         self._limit_s = partial(limit_s, default_limit_s(group, device))  # how long a wait may take
         self._kernels: set[Hashable] = set()
         self._entered: set[Hashable] = set()
-        self._compared: set[Hashable] = set()
+        self._compared: dict[Hashable, bool] = {}
         self._refusals = Refusals()
         self.needs: dict[str, tuple[int, str]] = {}  # by field of `Need`: the most of a call, and which
         self.calls: dict[Hashable, Any] = {}  # by kind, what came again; for who makes calls
@@ -171,8 +172,9 @@ class GpuWorkspace:
 
         The first call of a kind (op, site, way, problem) meets all ranks: RuntimeError if they differ. A new
         kernel is to be compiled, and then all ranks meet, so that none is late by that; later calls compile
-        variants of it. None while a CUDA graph is captured if the variant is new, for which a kernel may have
-        to be compiled, or the memory would have to grow. RuntimeError if an earlier call has failed,
+        variants of it. None if ranks have parts of different sizes; and while a CUDA graph is captured if the
+        variant is new, for which a kernel may have to be compiled, or the memory would have to grow.
+        RuntimeError if an earlier call has failed,
         SharedMemoryFull on all ranks if one has no room; later calls may find some.
         """
         new, at, call = False, place(site), (op, site, way, variant)
@@ -182,7 +184,8 @@ class GpuWorkspace:
             if capturing and not known:
                 return None
             if not capturing:
-                self._compare((op, at, way, problem))
+                if not self._compare((op, at, way, problem)):
+                    return None
                 if not known:
                     new = (way, op) not in self._kernels
                     self._make_room(need(), (way, variant), f"{op} at {at}")
@@ -190,21 +193,16 @@ class GpuWorkspace:
                 self._entered.add(call)
         return self.enter_again(), self.failures.number(f"autofuse.{op} at {at}"), new
 
-    def _compare(self, kind: tuple[str, str, str, Any]) -> None:
-        """All ranks meet before the first call of a kind; RuntimeError on all where they differ."""
-        if kind in self._compared:
-            return
-        op, at, way, problem = kind
-        sizes = ", ".join(f"{name}={value}" for name, value in vars(problem).items() if name != "op")
-        told = self.meet(f"{op} at {at} ({way}; {sizes})")
-        for r, text in enumerate(told):
-            if text != told[0]:
-                differ = f"rank 0 runs {told[0]}, rank {r} runs {text}"
-                raise RuntimeError(f"group {self.group_name}: the ranks disagree: {differ}")
-        if len(self._compared) == MOST_KINDS:  # sizes may change without end; all ranks forget at once
-            self._compared.clear()
-            self._entered.clear()
-        self._compared.add(kind)
+    def _compare(self, kind: tuple[str, str, str, Any]) -> bool:
+        """All ranks meet before the first call of a kind; what `are_alike` finds."""
+        found = self._compared.get(kind)
+        if found is None:
+            found = are_alike(self.meet(told_of(*kind)), self.group_name)
+            if len(self._compared) == MOST_KINDS:  # sizes may change without end; all ranks forget at once
+                self._compared.clear()
+                self._entered.clear()
+            self._compared[kind] = found
+        return found
 
     def _make_room(self, need: Need, kernel: Hashable, call: str) -> None:
         if not need.fits(self.capacity):
