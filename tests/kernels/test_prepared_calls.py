@@ -34,6 +34,7 @@ from autofuse.lowering.ops.library import FUSED_OPS
 from autofuse.native_kernels.cuda.kernels.dropless_combine import dropless_combine_needs
 from autofuse.native_kernels.cuda.kernels.dropless_dispatch import dropless_dispatch_needs
 from autofuse.native_kernels.gpu import prepared
+from autofuse.native_kernels.gpu.state import MOST_TAIL_COLUMNS
 from tests.kernels.faked_driver import Driver, Words, faked
 from tests.kernels.launched import peer_memory
 
@@ -209,6 +210,23 @@ def _moved(given: Any, by: int) -> Any:
     if not isinstance(given, Tensor):
         return [_moved(t, by) for t in given]
     return _rows(by + given.numel()).as_strided(given.shape, given.stride(), by)
+
+
+def test_rows_that_no_program_holds_get_their_tail_behind_the_short_way() -> None:
+    wide = MOST_TAIL_COLUMNS + 8
+    problem = DenseProblem(REDUCE, 8, K, wide, WORLD, torch.bfloat16)
+    way = next(way for name, way in ways_of(problem).items() if name.startswith("packets"))
+    x, w, residual = [_rows(8, K)], [_rows(wide, K).t()], _rows(8, wide)
+    tail = tail_of("add %0; keep; relu", torch.bfloat16, 8, [residual])
+    cuda = {"is_current_stream_capturing": lambda: False, "current_device": lambda: 0}
+    with faked() as driver, patch.multiple(torch.cuda, **cuda):
+        made = Reduction(_workspace(driver, way), way, problem, (1, K), False, "direct", "s", tail=tail)
+        for _ in range(2):
+            made(x, w, [residual])
+        results = made.again(x, w, [residual])
+        assert results is not None
+        assert [t.shape for t in results] == [residual.shape] * 2
+        assert len(driver.launches) == 1
 
 
 @pytest.mark.parametrize("op", list(CALLS))

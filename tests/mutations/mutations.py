@@ -549,8 +549,8 @@ KERNELS = (
     Mutation(
         "the sum of a short call with a tail is its first result",
         "run.py",
-        "return None if found is None else found[self._first :]",
-        "return found",
+        "return found[self._first :] if self._takes_tail",
+        "return found if self._takes_tail",
         _of("kernels", "prepared_calls"),
     ),
     Mutation(

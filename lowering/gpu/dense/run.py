@@ -107,8 +107,11 @@ class Reduction:
         """As `__call__`, of a call like one before that was not captured, in the shortest way; None where the
         call has to be prepared anew."""
         if self._launcher.is_short:
-            found = self._launcher.again((*x, *w), self._results, operands, self._dtypes)
-            return None if found is None else found[self._first :]
+            taken = operands if self._takes_tail else ()
+            found = self._launcher.again((*x, *w), self._results, taken, self._dtypes)
+            if found is None:
+                return None
+            return found[self._first :] if self._takes_tail else self._then(found[0], operands)
         return self(x, w, operands) if self._launcher.goes_on() else None
 
     def __call__(
