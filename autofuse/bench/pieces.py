@@ -32,13 +32,15 @@ class Piece(nn.Module):
 
     def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         product = F.linear(x, self.weight)
-        h = residual + funcol.wait_tensor(funcol.all_reduce(product, "sum", self.group))
-        return self.normed(h), h
+        return normed(funcol.wait_tensor(funcol.all_reduce(product, "sum", self.group)), residual, self.norm)
 
-    def normed(self, h: Tensor) -> Tensor:
-        wide = h.float()
-        scaled = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPSILON)
-        return scaled.to(h.dtype) * self.norm
+
+def normed(y: Tensor, residual: Tensor, gamma: Tensor) -> tuple[Tensor, Tensor]:
+    """The RMSNorm of `h = residual + y`, and h."""
+    h = residual + y
+    wide = h.float()
+    scaled = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPSILON)
+    return scaled.to(h.dtype) * gamma, h
 
 
 class Layer(nn.Module):
@@ -52,9 +54,9 @@ class Layer(nn.Module):
         self.next = nn.Parameter(torch.randn(inner, hidden) / math.sqrt(hidden))
 
     def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor]:
-        normed, h = self.first(x, residual)
-        normed, _ = self.second(F.silu(F.linear(normed, self.up)), h)
-        return (F.linear(normed, self.next),)
+        first, h = self.first(x, residual)
+        second, _ = self.second(F.silu(F.linear(first, self.up)), h)
+        return (F.linear(second, self.next),)
 
 
 class Sliced(nn.Module):
@@ -69,9 +71,9 @@ class Sliced(nn.Module):
         product = F.linear(x, self.piece.weight)
         part = funcol.wait_tensor(funcol.reduce_scatter_tensor(product, "sum", 0, group))
         rows = part.shape[0]
-        h = part + residual.narrow(0, group.rank() * rows, rows)
-        normed = funcol.all_gather_tensor(self.piece.normed(h), 0, group)
-        return funcol.wait_tensor(normed), funcol.wait_tensor(funcol.all_gather_tensor(h, 0, group))
+        own = normed(part, residual.narrow(0, group.rank() * rows, rows), self.piece.norm)
+        every = [funcol.all_gather_tensor(t, 0, group) for t in own]
+        return funcol.wait_tensor(every[0]), funcol.wait_tensor(every[1])
 
 
 MODELS: dict[str, type[Piece | Layer]] = {"piece": Piece, "layer": Layer}

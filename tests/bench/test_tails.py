@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 from autofuse.bench.cpu.table import geometric_mean
 from autofuse.bench.gpu import tails
 from autofuse.bench.gpu.measured import RESULTS
-from autofuse.bench.gpu.tails import EVERY, OWNER, TORCH, UNCHANGED, Cell
+from autofuse.bench.gpu.tails import TORCH, Cell
 from autofuse.lowering.gpu.choice.choose import choose
 from autofuse.lowering.gpu.choice.correction import Predictor
 from autofuse.lowering.gpu.choice.model import shipped as shipped_model
@@ -22,6 +22,7 @@ from autofuse.passes.choice.cost_model import Task
 from autofuse.passes.choice.crossover import Known
 from autofuse.passes.choice.gpu_pricing import GpuPricing
 from autofuse.passes.choice.scheduled import Cluster, cheapest
+from autofuse.passes.schedules.schedule import EVERY, OWNER, UNCHANGED
 
 MEASURED = Path(__file__).parents[2] / "docs" / "benchmarks" / "tails_2xh100.json"
 KIND = "h100-80gb-hbm3"

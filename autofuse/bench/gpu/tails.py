@@ -32,25 +32,28 @@ from autofuse.bench.gpu.driver import TIMEOUT_S, Key, leave, machine, relative_e
 from autofuse.bench.gpu.measured import RESULTS, TailProblem
 from autofuse.bench.gpu.named_ways import Fused
 from autofuse.bench.gpu.table import grid
+from autofuse.bench.models.run import over
+from autofuse.bench.pieces import normed
 from autofuse.lowering.gpu.choice.kernel import CUBLAS_NCCL
 from autofuse.lowering.gpu.choice.points import Point, own_file, write
 from autofuse.lowering.gpu.choice.timer import Call, time_all
 from autofuse.lowering.gpu.choice.timing import QUICK, calls_for, captured, copies_of, matmul_us
 from autofuse.lowering.gpu.dense.ways import ONE_SHOT, REDUCE, TWO_SHOT, DenseProblem
 from autofuse.lowering.torch_internals import compiling_variants, enable_symmetric_memory
+from autofuse.passes.schedules.schedule import EVERY, OWNER, UNCHANGED
 
-EPSILON = 1e-6
 TAIL = "add %0; keep; to float32; rms 1e-06; to bfloat16; mul %1"
 """What `normed` is to a fused op."""
 
 TOKENS = (8, 512, 64, 2048, 1, 8192)
 HIDDEN = (8192, 4096)
 FEW = 64
-"""Tokens of which tables have a mean of their own."""
+"""Most tokens of the cells that the table averages apart from the others."""
 RATIOS = (1.0, 3.5)
 """K over all ranks, in hidden sizes."""
 
-TORCH, UNCHANGED, EVERY, OWNER, SUM = "torch", "unchanged", "every", "owner", "sum"
+TORCH, SUM = "torch", "sum"
+"""Kinds of ways besides schedules."""
 BEHIND = ("sums", "rows", "row_packets")
 """Kinds of ways that multiply by cuBLAS. Of other kernels the one that is predicted best is measured."""
 
@@ -118,7 +121,7 @@ def run(seconds: float, tune: bool, json_file: Path | None, markdown: Path | Non
     norm = torch.compile(normed, dynamic=False)  # as fast as Inductor makes it, for each shape
     with compiling_variants(), torch.no_grad(), autofuse.config.patch(timeout_s=TIMEOUT_S):
         for ratio, hidden, tokens in itertools.product(RATIOS, HIDDEN, TOKENS):
-            if _is_over(until):
+            if over(until):
                 break
             cells.append(_measured(tokens, round(ratio * hidden) // group.size(), hidden, group, norm))
             data["cells"].append(asdict(cells[-1]))
@@ -127,21 +130,6 @@ def run(seconds: float, tune: bool, json_file: Path | None, markdown: Path | Non
         points = [point for cell in cells for point in cell.points()] + tail_points(cells)
         write(own_file(torch.device("cuda", torch.cuda.current_device())), points)
     leave(lambda: table(cells), markdown)
-
-
-def _is_over(until: float) -> bool:
-    """Whether the time of any rank is."""
-    late = torch.tensor([float(time.monotonic() > until)], device="cuda")
-    dist.all_reduce(late, dist.ReduceOp.MAX)
-    return bool(late.item())
-
-
-def normed(y: Tensor, residual: Tensor, gamma: Tensor) -> tuple[Tensor, Tensor]:
-    """The norm of `h = y + residual`, and h."""
-    h = y + residual
-    wide = h.float()
-    scaled = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPSILON)
-    return scaled.to(h.dtype) * gamma, h
 
 
 def _measured(
@@ -181,7 +169,9 @@ def _measured(
         calls[OWNER, "rows"] = owner.call("rows")
     if tokens % group.size() == 0:
         calls[TORCH, "reduce_scatter, norm, all_gather"] = sliced
-    exact = _sum_of((x @ weights[0]).float()).bfloat16()
+    total = (x @ weights[0]).float()
+    dist.all_reduce(total)
+    exact = total.bfloat16()
     wanted = {True: exact, False: normed(exact, residual, gamma)[0]}
 
     def check(key: Key, result: Any) -> float:
@@ -198,11 +188,6 @@ def _measured(
 def _random(seed: int, *shapes: tuple[int, ...]) -> list[Tensor]:
     own = torch.Generator("cuda").manual_seed(seed)
     return [torch.randn(*shape, device="cuda", dtype=torch.bfloat16, generator=own) for shape in shapes]
-
-
-def _sum_of(part: Tensor) -> Tensor:
-    dist.all_reduce(part)
-    return part
 
 
 def table(cells: Sequence[Cell]) -> str:

@@ -151,11 +151,10 @@ class Predictor:
 
     def _error(self, time: _Time, way: Way, problem: Problem) -> float:
         model = shipped(time.at.gpu) if time.at.gpu else self.model
-        return (
-            0.0
-            if model is None
-            else math.log(time.us / model.us(way, problem.at(time.at.op, *time.at.sizes)))
-        )
+        if model is None:
+            return 0.0
+        measured = problem.at(time.at.op, *time.at.sizes)
+        return math.log(time.us / model.us(way, measured))
 
 
 def _family(way: str) -> tuple[str, bool]:

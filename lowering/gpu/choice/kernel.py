@@ -66,7 +66,7 @@ class Problem(Hashable, Protocol):
         """The kernels that may run this problem; none where no kernel takes its sizes, dtype or layout."""
 
     def at(self, op: str, m: int, k: int, n: int, world: int) -> Problem:
-        """A problem like this one of other sizes: what was measured at a point. op: what the point has."""
+        """A problem like this one, of the sizes at which a point was measured. op: `Point.op`."""
 
     @property
     def measured_as(self) -> str:
