@@ -99,6 +99,21 @@ def sites(report: Report) -> tuple[list[str], list[str]]:
     return fused, kept
 
 
+def became(report: Report) -> list[tuple[Any, str]]:
+    """What each collective is fused into, or the code of its reason; and the particulars of that."""
+    return [
+        (site.pattern if site.fused else site.reason and site.reason.value, site.detail)
+        for site in report.sites
+    ]
+
+
+def assert_same_bits(t: torch.Tensor) -> None:
+    """On all ranks."""
+    every = [torch.empty_like(t) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, t)
+    assert all(torch.equal(other, t) for other in every)
+
+
 def explain(program: Program, world: int, rank: int = 0) -> Report:
     """The report of a program under a fake group."""
     with fake_group(world, rank), autofuse.config.patch(policy="always"):

@@ -21,7 +21,7 @@ from autofuse.passes import Settings, fuse
 from autofuse.passes.reasons import Reason
 from tests.ranks import RankPool
 
-from .harness import fake_group, passes_only
+from .harness import assert_same_bits, became, fake_group, passes_only
 from .test_on_gpus import moved
 
 Ranks = Callable[[int], RankPool]
@@ -224,13 +224,8 @@ def check(
                     found[key].double(), want, rtol=0, atol=2 * eps * float(want.abs().max())
                 )
     for key in "pmv":
-        every = [torch.empty_like(found[key]) for _ in range(world)]
-        dist.all_gather(every, found[key])
-        assert all(torch.equal(other, found[key]) for other in every)
-    return [
-        (site.pattern if site.fused else site.reason and site.reason.value, site.detail)
-        for site in report.sites
-    ]
+        assert_same_bits(found[key])
+    return became(report)
 
 
 @pytest.mark.parametrize("name", FUSED)

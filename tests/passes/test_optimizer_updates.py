@@ -17,7 +17,7 @@ from autofuse.passes.choice.choose import saved_us
 from autofuse.passes.matchers.match import Match
 from tests.ranks import RankPool
 
-from .harness import passes_only
+from .harness import became, passes_only
 
 Ranks = Callable[[int], RankPool]
 State = dict[str, Tensor]
@@ -259,10 +259,7 @@ def check(
             for name, want in expected.items():
                 rtol = 2e-5 if want.dtype == torch.float32 else 2.0**-7
                 torch.testing.assert_close(found[name], want, rtol=rtol, atol=2e-6)
-    return [
-        (site.pattern if site.fused else site.reason and site.reason.value, site.detail)
-        for site in report.sites
-    ]
+    return became(report)
 
 
 def _how(generated: bool) -> dict[str, Any]:
