@@ -29,6 +29,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils.checkpoint import checkpoint
 
+from autofuse.bench.models.rows import NO_TAILS
 from autofuse.bench.models.work import Cell, Work, dtype_on, serving_work, training_work, wider, world_group
 from autofuse.lowering.torch_internals import enable_symmetric_memory
 
@@ -192,7 +193,7 @@ def cells(
     train: Sequence[int],
 ) -> list[Cell]:
     """`layers`: of serving and of training."""
-    shots = ("one-shot", "two-shot")
+    shots = ("one-shot", "two-shot", NO_TAILS)
     found = []
     for name in names:
         sizes, (served, trained) = MODELS[name], layers

@@ -7,6 +7,7 @@ import json
 import re
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -20,13 +21,14 @@ from autofuse.bench.gpu import driver
 from autofuse.bench.gpu.driver import TIMEOUT_S, leave, written
 from autofuse.bench.gpu.host.run import host_us
 from autofuse.bench.models import dense, dlrm, moe
-from autofuse.bench.models.rows import Measured, Row, sites_of
+from autofuse.bench.models.rows import CEILING, OURS, Measured, Row, sites_of
 from autofuse.bench.models.table import report
 from autofuse.bench.models.variants import VARIANTS
 from autofuse.bench.models.work import Cell, Work
 from autofuse.lowering.gpu.choice.timer import slowest, time_all, together
 from autofuse.lowering.gpu.choice.timing import Effort, Timing
 from autofuse.lowering.torch_internals import compiling_variants
+from autofuse.passes.report import Report
 
 T = TypeVar("T")
 
@@ -137,15 +139,16 @@ def measure(cell: Cell, device: torch.device, effort: Effort, until: float) -> R
     captures = cell.captured and device.type == "cuda"
     found: dict[str, Measured] = {}
     steps: dict[str, Callable[[int], Any]] = {}
-    with autofuse.debug() as sites:
-        for name in cell.variants:
-            if over(until):
-                found[name] = Measured(failed=OUT_OF_TIME)
-                continue
-            limit = max(WRONG, WORSE * (found.get("eager", Measured()).error or 0.0))
+    sites = Report()
+    for name in cell.variants:
+        if over(until):
+            found[name] = Measured(failed=OUT_OF_TIME)
+            continue
+        limit = max(WRONG, WORSE * (found.get("eager", Measured()).error or 0.0))
+        with autofuse.debug() if name == OURS else nullcontext(sites) as sites:
             found[name], step = ready(name, work, exact, limit)
-            if step is not None:
-                steps[name] = step
+        if step is not None:
+            steps[name] = step
     del exact
     found = {name: replace(measured, host_us=_host(steps.get(name))) for name, measured in found.items()}
     times = time_all(steps, 1, effort, eager=set(steps))
@@ -165,7 +168,7 @@ def ready(
     def first() -> tuple[Callable[[int], Any], float | None]:
         forward = VARIANTS[name].compiled(work.forward)
         results = work.step(forward)
-        error = None if name == "ceiling" or exact is None else error_of(results, exact)
+        error = None if name == CEILING or exact is None else error_of(results, exact)
         work.step(forward)
         return lambda _: work.step(forward), error
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from autofuse.bench.models.collectives import in_symmetric_memory, without
+from autofuse.bench.models.rows import CEILING, NO_TAILS, OURS
 from autofuse.bench.models.work import Forward
 
 _BEFORE = "post_grad_custom_pre_pass"
@@ -48,6 +49,7 @@ VARIANTS = {
     "async TP": Variant(options={"_micro_pipeline_tp": True}),
     "one-shot": Variant(options={_BEFORE: in_symmetric_memory(once=True)}),
     "two-shot": Variant(options={_BEFORE: in_symmetric_memory(once=False)}),
-    "autofuse": Variant("autofuse"),
-    "ceiling": Variant(options={_BEFORE: without()}),
+    NO_TAILS: Variant("autofuse", options={"schedule": "unchanged"}),
+    OURS: Variant("autofuse"),
+    CEILING: Variant(options={_BEFORE: without()}),
 }

@@ -10,9 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from autofuse.bench.models.rows import CEILING, OURS
+
 Forward: TypeAlias = Callable[..., Any]
 
-ALWAYS = ("eager", "inductor", "autofuse", "ceiling")
+ALWAYS = ("eager", "inductor", OURS, CEILING)
 
 
 @dataclass(frozen=True)
