@@ -1,4 +1,4 @@
-"""Draws the timelines of docs/gpu.md: an SVG beside every text in docs/pictures/timelines.
+"""Draws the timelines of docs/gpu*.md: an SVG beside every text in docs/pictures/timelines.
 
 python docs/pictures/timelines.py
 

@@ -62,7 +62,7 @@ class Gap(Generic[A]):
         holds: whether given arguments are of that kind. It reads options, dtypes, and numbers of tensors and
             dims, but no sizes: the arguments may be those of a graph, where sizes are symbols.
         why: the detail of a report; may have fields of the arguments, as `{0.product!r}`.
-        remedy: what the guide tells a user to do.
+        remedy: what docs/reasons.md tells a user to do.
     """
 
     holds: Callable[[A], bool]

@@ -47,9 +47,9 @@ def test_the_example_of_adding_an_op() -> None:
         pool.close()
 
 
-def test_the_guide_explains_every_reason() -> None:
-    guide = (ROOT / "docs/guide.md").read_text()
-    told = re.findall(r"^### `(\w+)`$", guide, re.MULTILINE)
+def test_the_page_of_reasons_explains_every_reason() -> None:
+    page = (ROOT / "docs/reasons.md").read_text()
+    told = re.findall(r"^## `(\w+)`$", page, re.MULTILINE)
     assert told == [reason.value for reason in autofuse.Reason]
 
 
@@ -61,12 +61,12 @@ def test_the_guide_has_every_option_and_op() -> None:
         assert f"`AUTOFUSE_{name.upper()}`" in guide, name
 
 
-def test_the_guide_has_a_row_for_every_gap_of_gpu_kernels() -> None:
-    guide = (ROOT / "docs/guide.md").read_text()
+def test_the_page_of_reasons_has_a_row_for_every_gap_of_gpu_kernels() -> None:
+    page = (ROOT / "docs/reasons.md").read_text()
     for gap in (gap for op in FUSED_OPS.values() for gap in op.gpu_gaps):
         text, field, _ = gap.why.partition("{")
         row = f"| `{text}...` | {gap.remedy} |" if field else f"| `{text}` | {gap.remedy} |"
-        assert row in guide, f"docs/guide.md, no_kernel_for_device, lacks the row\n{row}"
+        assert row in page, f"docs/reasons.md, no_kernel_for_device, lacks the row\n{row}"
 
 
 def test_the_page_of_ops_has_every_schema() -> None:

@@ -1,4 +1,4 @@
-"""The timelines of docs/gpu.md are what the script makes of their texts."""
+"""The timelines of the pages on GPUs are what the script makes of their texts."""
 
 import importlib.util
 from pathlib import Path
@@ -20,12 +20,13 @@ def timelines() -> ModuleType:
     return module
 
 
-def test_every_picture_is_what_its_text_says_and_stands_in_the_page(timelines: ModuleType) -> None:
-    pictures, page = timelines.pictures(), (ROOT / "docs/gpu.md").read_text()
+def test_every_picture_is_what_its_text_says_and_stands_in_a_page(timelines: ModuleType) -> None:
+    pictures = timelines.pictures()
+    pages = "".join(page.read_text() for page in (ROOT / "docs").glob("gpu*.md"))
     assert set(pictures) == set(timelines.FOLDER.glob("*.svg"))
     for path, svg in pictures.items():
         assert path.read_text() == svg, f"{path.name}: run python docs/pictures/timelines.py"
-        assert f"](pictures/timelines/{path.name})" in page, f"docs/gpu.md shows no {path.name}"
+        assert f"](pictures/timelines/{path.name})" in pages, f"no docs/gpu*.md shows {path.name}"
 
 
 @pytest.mark.parametrize(
