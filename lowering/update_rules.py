@@ -25,7 +25,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -54,74 +53,68 @@ class Rule:
     by_norms: bool = False
 
 
-Number: TypeAlias = float | Tensor
-"""Or fp64 tensors of as many elements as there are parameters."""
+@dataclass(frozen=True)
+class Term:
+    """A number as it depends on the update: (constant + of_lr * lr) / (1 - beta^t)^power, or `first` in the
+    first update if that is no nan. t: number of the update, from 1 on; power: 0, 1/2 or 1."""
+
+    constant: float
+    of_lr: float = 0.0
+    beta: float = 0.0
+    power: float = 0.0
+    first: float = math.nan
+
+    def at(self, t: int, lr: float) -> float:
+        if t == 1 and not math.isnan(self.first):
+            return self.first
+        value = self.constant + self.of_lr * lr
+        return value if not self.power else value / (1 - self.beta**t) ** self.power
 
 
-def adam_numbers(
-    t: Number,
-    lr: Number,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    decoupled: bool,
-    maximize: bool = False,
-) -> list[Number]:
-    """The row of a tensor, for `adam` and `amsgrad`."""
-    keep: Number = 1 - lr * weight_decay if decoupled else 1.0
+def numbers_at(terms: Sequence[Term], t: int, lr: float) -> list[float]:
+    """The row of a tensor for update t, with this learning rate."""
+    return [term.at(t, lr) for term in terms]
+
+
+_NONE, _LR = Term(0.0), Term(0.0, 1.0)
+
+
+def adam_terms(
+    betas: tuple[float, float], eps: float, weight_decay: float, decoupled: bool, maximize: bool = False
+) -> list[Term]:
+    """Those of `adam` and `amsgrad`."""
+    keep, decay = (-weight_decay, 0.0) if decoupled else (0.0, weight_decay)
+    step = Term(0.0, 1.0, betas[0], 1.0)
+    return [Term(1.0, keep), Term(decay), *_moments(betas, eps), step, _LR, _NONE, _sign(maximize), _NONE]
+
+
+def lamb_terms(
+    betas: tuple[float, float], eps: float, weight_decay: float, adapts: bool, maximize: bool = False
+) -> list[Term]:
+    """Those of `lamb`. `adapts`: the tensor is not excluded."""
+    how, first = Term(GUARDED if adapts else EXCLUDED), Term(1.0, 0.0, betas[0], 1.0)
+    most = Term(math.inf)
+    return [most, Term(weight_decay), *_moments(betas, eps), first, _LR, how, _sign(maximize), _NONE]
+
+
+def sgd_terms(
+    momentum: float, dampening: float, weight_decay: float, nesterov: bool, maximize: bool = False
+) -> list[Term]:
+    """Those of `sgd` and `momentum`."""
+    keep, take = Term(momentum, first=0.0), Term(1 - dampening, first=1.0)
+    of_g, of_m = (Term(1.0), Term(momentum)) if nesterov else (_NONE, Term(1.0))
     return [
-        keep,
-        0.0 if decoupled else weight_decay,
-        *_moments(t, betas, eps),
-        lr / (1 - betas[0] ** t),
-        lr,
-        0.0,
-        -1.0 if maximize else 1.0,
-        0.0,
-    ]
+        _LR, Term(weight_decay), keep, take, of_g, of_m, _NONE, _NONE, _LR, _NONE, _sign(maximize), _NONE
+    ]  # fmt: skip
 
 
-def lamb_numbers(
-    t: Number,
-    lr: Number,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    adapts: bool,
-    maximize: bool = False,
-) -> list[Number]:
-    """The row of a tensor, for `lamb`. `adapts`: it is not excluded."""
-    first = 1 / (1 - betas[0] ** t)
-    sign = -1.0 if maximize else 1.0
-    how = GUARDED if adapts else EXCLUDED
-    return [math.inf, weight_decay, *_moments(t, betas, eps), first, lr, how, sign, 0.0]
+def _sign(maximize: bool) -> Term:
+    return Term(-1.0 if maximize else 1.0)
 
 
-def sgd_numbers(
-    t: Number,
-    lr: Number,
-    momentum: float,
-    dampening: float,
-    weight_decay: float,
-    nesterov: bool,
-    maximize: bool = False,
-) -> list[Number]:
-    """The row of a tensor, for `sgd` and `momentum`."""
-    keep, take = _first(t, 0.0, momentum), _first(t, 1.0, 1 - dampening)
-    of_g, of_m = (1.0, momentum) if nesterov else (0.0, 1.0)
-    return [lr, weight_decay, keep, take, of_g, of_m, 0.0, 0.0, lr, 0.0, -1.0 if maximize else 1.0, 0.0]
-
-
-def _first(t: Number, value: float, later: float) -> Number:
-    if isinstance(t, Tensor):
-        return torch.where(t == 1, value, later)
-    return value if t == 1 else later
-
-
-def _moments(t: Number, betas: tuple[float, float], eps: float) -> list[Number]:
-    rest = 1 - betas[1] ** t
-    root = rest.sqrt() if isinstance(rest, Tensor) else math.sqrt(rest)
-    return [1 - betas[0], betas[1], 1 - betas[1], 1 / root, eps]
+def _moments(betas: tuple[float, float], eps: float) -> list[Term]:
+    root = Term(1.0, 0.0, betas[1], 0.5)
+    return [Term(1 - betas[0]), Term(betas[1]), Term(1 - betas[1]), root, Term(eps)]
 
 
 def trust(row: Sequence[float], of_p: float, of_u: float) -> float:

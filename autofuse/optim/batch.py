@@ -41,7 +41,7 @@ class Batch:
         self.buckets = buckets_of(tuple(p.numel() for p in params), group.size())
         self.rank, self._steps = group.rank(), [0] * len(params)
         self._on_gpu = all(p.is_cuda and type(p) in PLAIN for p in params)
-        self.on_device = OnDevice(self.groups, self.params[0].device) if capturable else None
+        self.on_device = OnDevice(self.groups, self.params[0]) if capturable else None
         self.follow(rule, master)
 
     def follow(self, rule: str, master: bool) -> None:
@@ -93,8 +93,8 @@ class Batch:
         error_if_nonfinite: bool,
         site: str,
     ) -> Tensor:
-        """Updates all that have gradients. params, states: those of the batch, or what stands for them in a
-        compiled step. numbers: the row of each parameter."""
+        """Updates all that have gradients; the caller counts it. params, states: those of the batch, or what
+        stands for them in a compiled step. numbers: the row of each parameter."""
         # All tensors that need gradients are changed without one: only what is no plain tensor intervenes.
         plain = self._on_gpu and nobody_intervenes()
         update = direct("reduce_update_gather") if plain else torch.ops.autofuse.reduce_update_gather
@@ -102,11 +102,14 @@ class Batch:
             params, grads, states, numbers, self.rule, "avg" if average else "sum", max_norm,
             error_if_nonfinite, self.names, self.group_name, "direct", site,
         )  # fmt: skip
+        return norm
+
+    def advance(self, grads: Sequence[Tensor | None]) -> None:
+        """Counts an update with these gradients."""
         if self.on_device is None:
             self._steps = [t + (g is not None) for t, g in zip(self._steps, grads, strict=True)]
         else:
             self.on_device.advance()
-        return norm
 
 
 def dense(param: Tensor, grad: Tensor | None) -> Tensor | None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from autofuse.lowering.update_rules import NUMBERS, SEAL, Number
+from autofuse.lowering.update_rules import NUMBERS, SEAL, Term, numbers_at
 from autofuse.optim.batch import Batch
 
 Row: TypeAlias = Sequence[float]
@@ -18,10 +18,8 @@ Row: TypeAlias = Sequence[float]
 Options: TypeAlias = dict[str, Any]
 
 
-class RowOf(Protocol):
-    """The row of the parameters with these options, for update t, with a learning rate of lr."""
-
-    def __call__(self, options: Options, t: Number, lr: Number) -> Sequence[Number]: ...
+TermsOf: TypeAlias = Callable[[Options], Sequence[Term]]
+"""Of the parameters with these options."""
 
 
 def check_rules(batch: Batch, param_groups: Sequence[Options], rule_of: Callable[[Options], str]) -> None:
@@ -34,18 +32,18 @@ def check_rules(batch: Batch, param_groups: Sequence[Options], rule_of: Callable
             )
 
 
-def rows_on_host(batch: Batch, param_groups: Sequence[Options], row_of: RowOf) -> list[Row]:
+def rows_on_host(batch: Batch, param_groups: Sequence[Options], terms_of: TermsOf) -> list[Row]:
     """One for each parameter; equal ones are one object."""
     known: Mapping[tuple[int, int], Row] = {
-        (group, t): _row(batch, param_groups[group], group, t + 1, row_of)
+        (group, t): _row(batch, param_groups[group], group, t + 1, terms_of)
         for group, t in dict.fromkeys(zip(batch.groups, batch.steps, strict=True))
     }
     return [known[key] for key in zip(batch.groups, batch.steps, strict=True)]
 
 
-def _row(batch: Batch, options: Options, group: int, t: int, row_of: RowOf) -> Row:
+def _row(batch: Batch, options: Options, group: int, t: int, terms_of: TermsOf) -> Row:
     try:
-        return [float(number) for number in row_of(options, t, float(options["lr"]))]
+        return numbers_at(terms_of(options), t, float(options["lr"]))
     except Exception as error:
         name = batch.names[batch.groups.index(group)]
         raise ValueError(f"the options of the group of {name}: {error}") from error

@@ -2,31 +2,39 @@
 
 from __future__ import annotations
 
+import math
+import struct
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from autofuse.lowering.update_rules import NUMBERS
+from autofuse.lowering.update_rules import NUMBERS, Term, numbers_at
 
 if TYPE_CHECKING:
     from autofuse.optim.batch import Batch
-    from autofuse.optim.numbers import RowOf
+    from autofuse.optim.numbers import TermsOf
 
 
 class OnDevice:
     """Attributes:
     counts: fp64 [T], how often each parameter has been updated.
-    rates: fp64 [T, NUMBERS], the rows of the next update, once `advance` was called.
     """
 
-    def __init__(self, groups: Sequence[int], device: torch.device) -> None:
-        """groups: number of the param group of each parameter."""
+    def __init__(self, groups: Sequence[int], like: Tensor) -> None:
+        """groups: number of the param group of each parameter; like: a parameter."""
+        device, self._groups = like.device, sorted(set(groups))
+        order = {group: i for i, group in enumerate(self._groups)}
         self.counts = torch.zeros(len(groups), dtype=torch.float64, device=device)
-        self.rates = torch.zeros(len(groups), NUMBERS, dtype=torch.float64, device=device)
-        self._runs = _runs(groups)
-        self._filled: dict[tuple[int, int], float] = {}
+        wide = like.dtype == torch.float64 or not like.is_cuda
+        dtype = torch.float64 if wide else torch.float32  # in which kernels of GPUs read them
+        self._numbers = torch.zeros(len(groups), NUMBERS, dtype=dtype, device=device)
+        self._order = torch.tensor([order[group] for group in groups], dtype=torch.int32, device=device)
+        length = 1 + NUMBERS * len(fields(Term))
+        self._options = torch.zeros(len(order), length, dtype=torch.float64, device=device)
+        self._told = [b""] * len(order)
         self._given: list[bool] = []
         self._added = self.counts
 
@@ -35,7 +43,7 @@ class OnDevice:
         captured one cannot have."""
         if given == self._given:
             return
-        if self.counts.is_cuda and torch.cuda.is_current_stream_capturing():
+        if self._is_captured():
             raise RuntimeError(
                 "a step is captured with other gradients than the step before it had: run one with the same "
                 "gradients first"
@@ -43,25 +51,56 @@ class OnDevice:
         self._given = given
         self._added = torch.tensor(given, device=self.counts.device).double()
 
-    def fill(self, param_groups: Sequence[dict[str, Any]], row_of: RowOf) -> Tensor:
-        """The rates of the next update. A graph keeps the numbers of the host that it was captured with; a
-        learning rate that is a tensor of the device is read when the graph is replayed."""
-        for start, stop, group in self._runs:
-            options = param_groups[group]
-            t, lr = self.counts[start:stop] + 1, options["lr"]
-            if isinstance(lr, Tensor):
-                lr = lr.double().expand_as(t) if lr.device == t.device else float(lr)
-            for column, number in enumerate(row_of(options, t, lr)):
-                if isinstance(number, Tensor) and number.dim():
-                    self.rates[start:stop, column] = number
-                elif self._filled.get((start, column)) != float(number):
-                    self._filled[start, column] = float(number)
-                    self.rates[start:stop, column] = float(number)
-        return self.rates
+    def rows(self, param_groups: Sequence[dict[str, Any]], terms_of: TermsOf, counts: bool) -> Tensor:
+        """[T, NUMBERS], the numbers of the next update, which is counted if `counts`. A graph keeps the
+        options that it was captured with, but for a learning rate that is a tensor of the device."""
+        if not self.counts.is_cuda:
+            found = self._rows_on_host(param_groups, terms_of)
+            if counts:
+                self.advance()
+            return found
+        from autofuse.native_kernels.triton.update_numbers import launch_update_numbers
+
+        for i, group in enumerate(self._groups):
+            self._tell(i, param_groups[group]["lr"], terms_of(param_groups[group]))
+        added = self._added if counts else None
+        launch_update_numbers(self.counts, added, self._order, self._options, self._numbers)
+        return self._numbers
 
     def advance(self) -> None:
         """Counts an update of the parameters with gradients."""
         self.counts += self._added
+
+    def _rows_on_host(self, param_groups: Sequence[dict[str, Any]], terms_of: TermsOf) -> Tensor:
+        for i, (t, group) in enumerate(zip(self.counts.tolist(), self._order.tolist(), strict=True)):
+            options = param_groups[self._groups[group]]
+            row = numbers_at(terms_of(options), int(t) + 1, float(options["lr"]))
+            self._numbers[i] = torch.tensor(row, dtype=self._numbers.dtype)
+        return self._numbers
+
+    def _tell(self, group: int, lr: Any, terms: Sequence[Term]) -> None:
+        """Stores the options of a group on the device: a learning rate, then its terms."""
+        from autofuse.native_kernels.cuda.kernels.put_words import put_words
+
+        is_there = isinstance(lr, Tensor) and lr.device == self.counts.device
+        words = words_of(0.0 if is_there else float(lr), terms)
+        if words != self._told[group]:
+            put_words(self._options[group].view(torch.int64), words)
+            self._told[group] = words
+        if is_there:
+            self._options[group, 0] = lr
+
+    def _is_captured(self) -> bool:
+        return self.counts.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def words_of(lr: float, terms: Sequence[Term]) -> bytes:
+    """The options of a group as `update_numbers` reads them."""
+    values = [lr]
+    for term in terms:
+        log_beta = math.log(term.beta) if term.beta else -math.inf
+        values += [term.constant, term.of_lr, log_beta, term.power, term.first]
+    return struct.pack(f"{len(values)}d", *values)
 
 
 def is_captured(batches: Sequence[Batch], can_be: bool, name: str) -> bool:
@@ -75,9 +114,3 @@ def is_captured(batches: Sequence[Batch], can_be: bool, name: str) -> bool:
             "run a step before the capture"
         )
     return True
-
-
-def _runs(groups: Sequence[int]) -> list[tuple[int, int, int]]:
-    """First and last plus one of neighbours of one param group, and its number."""
-    starts = [i for i, group in enumerate(groups) if not i or groups[i - 1] != group]
-    return [(a, b, groups[a]) for a, b in zip(starts, [*starts[1:], len(groups)], strict=True)]

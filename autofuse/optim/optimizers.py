@@ -7,7 +7,7 @@ from typing import Any
 
 from typing_extensions import Unpack
 
-from autofuse.lowering.update_rules import Number, adam_numbers, lamb_numbers, sgd_numbers
+from autofuse.lowering.update_rules import Term, adam_terms, lamb_terms, sgd_terms
 from autofuse.optim.sliced import Common, SlicedOptimizer
 
 
@@ -39,9 +39,9 @@ class AdamW(SlicedOptimizer):
     def _rule(self, options: dict[str, Any]) -> str:
         return "amsgrad" if options["amsgrad"] else "adam"
 
-    def _numbers(self, options: dict[str, Any], t: Number, lr: Number) -> Sequence[Number]:
-        return adam_numbers(
-            t, lr, options["betas"], options["eps"], options["weight_decay"],
+    def _terms(self, options: dict[str, Any]) -> Sequence[Term]:
+        return adam_terms(
+            options["betas"], options["eps"], options["weight_decay"],
             self._decoupled, options["maximize"],
         )  # fmt: skip
 
@@ -93,9 +93,9 @@ class SGD(SlicedOptimizer):
     def _rule(self, options: dict[str, Any]) -> str:
         return "momentum" if options["momentum"] else "sgd"
 
-    def _numbers(self, options: dict[str, Any], t: Number, lr: Number) -> Sequence[Number]:
-        return sgd_numbers(
-            t, lr, options["momentum"], options["dampening"], options["weight_decay"],
+    def _terms(self, options: dict[str, Any]) -> Sequence[Term]:
+        return sgd_terms(
+            options["momentum"], options["dampening"], options["weight_decay"],
             options["nesterov"], options["maximize"],
         )  # fmt: skip
 
@@ -132,9 +132,9 @@ class LAMB(SlicedOptimizer):
     def _rule(self, options: dict[str, Any]) -> str:
         return "lamb"
 
-    def _numbers(self, options: dict[str, Any], t: Number, lr: Number) -> Sequence[Number]:
-        return lamb_numbers(
-            t, lr, options["betas"], options["eps"], options["weight_decay"],
+    def _terms(self, options: dict[str, Any]) -> Sequence[Term]:
+        return lamb_terms(
+            options["betas"], options["eps"], options["weight_decay"],
             options["adapt"], options["maximize"],
         )  # fmt: skip
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from autofuse.groups import Group, group_name
 from autofuse.lowering import agreement
 from autofuse.lowering.torch_internals import group_size
-from autofuse.lowering.update_rules import NUMBERS, Number
+from autofuse.lowering.update_rules import NUMBERS, Term
 from autofuse.optim.batch import Batch, dense
 from autofuse.optim.differences import Told, lines_of, raise_difference, rates_of
 from autofuse.optim.in_backward import Backward, cut
@@ -122,8 +122,8 @@ class SlicedOptimizer(State, torch.optim.Optimizer):
         """The rule of a param group."""
 
     @abstractmethod
-    def _numbers(self, options: dict[str, Any], t: Number, lr: Number) -> Sequence[Number]:
-        """The row of its parameters for update t, with this learning rate."""
+    def _terms(self, options: dict[str, Any]) -> Sequence[Term]:
+        """The numbers of its parameters."""
 
     def _refuse_set(self, params: Any) -> None:
         if isinstance(params, (set, frozenset)):
@@ -263,6 +263,7 @@ class SlicedOptimizer(State, torch.optim.Optimizer):
                     numbers_of(each, self._seal(refused, rows, codes, later)), self._average,
                     self._max_norm, self._error_if_nonfinite, self._site,
                 )  # fmt: skip
+                batch.advance(grads[at:end])
                 at, own = end, last
         except agreement.Disagreement as error:
             told = Told(
@@ -289,16 +290,16 @@ class SlicedOptimizer(State, torch.optim.Optimizer):
             end, last = at + len(batch.params), own + len(batch.states)
             batch.step(
                 list(params[at:end]), list(grads[at:end]), list(states[own:last]),
-                self._on_device(batch, grads[at:end]), self._average, 0.0, False, self._site,
+                self._on_device(batch, grads[at:end], True), self._average, 0.0, False, self._site,
             )  # fmt: skip
             at, own = end, last
         return torch.empty(0)
 
-    def _on_device(self, batch: Batch, grads: Sequence[Tensor | None]) -> Tensor:
-        """The rows of a batch, on its device."""
+    def _on_device(self, batch: Batch, grads: Sequence[Tensor | None], counts: bool) -> Tensor:
+        """The rows of a batch, on its device. counts: the update is counted, too."""
         assert batch.on_device is not None
         batch.on_device.prepare([g is not None for g in grads])
-        return batch.on_device.fill(self.param_groups, self._numbers)
+        return batch.on_device.rows(self.param_groups, self._terms, counts)
 
     @property
     def _site(self) -> str:
@@ -307,9 +308,9 @@ class SlicedOptimizer(State, torch.optim.Optimizer):
     def _rows(self, batch: Batch, grads: Sequence[Tensor | None]) -> list[Row]:
         check_rules(batch, self.param_groups, self._rule)
         if batch.on_device is None:
-            return rows_on_host(batch, self.param_groups, self._numbers)
+            return rows_on_host(batch, self.param_groups, self._terms)
         kinds: dict[Row, Row] = {}
-        every = [tuple(row) for row in self._on_device(batch, grads).tolist()]
+        every = [tuple(row) for row in self._on_device(batch, grads, False).tolist()]
         return [kinds.setdefault(row, row) for row in every]
 
     def _seal(

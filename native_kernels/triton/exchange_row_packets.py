@@ -25,7 +25,7 @@ from autofuse.native_kernels.gpu.memory import Need, PeerMemory, cdiv, launch
 from .comm import CODES_PER_SITE, REDUCING, begin, half_of, peer, put_packets
 from .packet_shares import end_packets, further, look, mark, next_left, take_or_help, through
 from .shares import A, B, announce, start
-from .tails import NO_TAIL, UNIT, TailSpec, apply_tail, places, rows_fit, write
+from .tails import NO_TAIL, UNIT, TailSpec, apply_tail, places, read_operands, rows_fit, write
 
 MOST_TAKEN = 32
 """Packets that a thread can hold."""
@@ -135,9 +135,8 @@ def exchange_row_packets(
                 if MEAN:
                     total /= W
                 at = item + line
-                values = apply_tail(
-                    total.to(dtype), operands, at, at < count, column, columns, STAGES, OPERANDS
-                )
+                blocks = read_operands(operands, at, at < count, column, columns, OPERANDS)
+                values = apply_tail(total.to(dtype), blocks, at < count, column, columns, STAGES)
                 for i in tl.static_range(len(WHOLE)):
                     write(results[i], values[i], at, at < count, column, columns, WHOLE[i])
                 item += programs

@@ -67,6 +67,7 @@ from .tails import (
     apply_tail,
     places,
     read,
+    read_operands,
     shape_of_items,
     write,
 )
@@ -197,7 +198,8 @@ def exchange_rows(
         if MEAN:
             total /= W
         at = row if ALL else within
-        values = apply_tail(total.to(dtype), operands, at, exists, column, columns, STAGES, OPERANDS)
+        blocks = read_operands(operands, at, exists, column, columns, OPERANDS)
+        values = apply_tail(total.to(dtype), blocks, exists, column, columns, STAGES)
         for i in tl.static_range(len(WHOLE)):
             write(results[i], values[i], at, exists, column, columns, WHOLE[i])
             if TWICE:

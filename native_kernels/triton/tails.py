@@ -14,7 +14,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from autofuse.native_kernels.gpu.memory import cdiv, launch
 from autofuse.native_kernels.gpu.state import (
     MOST_TAIL_COLUMNS,
     MOST_TAIL_OPERANDS,
@@ -130,6 +129,16 @@ def read(at, row, exists, column, columns, ROWS: tl.constexpr, COLUMNS: tl.const
 
 
 @triton.jit
+def read_operands(operands, row, exists, column, columns, OPERANDS: tl.constexpr):
+    """The blocks of all operands, in one go: a load behind the sum of a norm would wait a second time."""
+    blocks = ()
+    for i in tl.static_range(len(OPERANDS)):
+        block = read(operands[i], row, exists, column, columns, OPERANDS[i][0], OPERANDS[i][1])
+        blocks = blocks + (block,)  # type: ignore[assignment]  # noqa: RUF005 - Triton has no starred values
+    return blocks
+
+
+@triton.jit
 def gelu(v, TANH: tl.constexpr):
     if TANH:
         # tanh(x) = 2 * sigmoid(2 * x) - 1
@@ -146,10 +155,7 @@ def moments(v, inside, columns):
 
 
 @triton.jit
-def apply_stage(
-    value, operands, row, exists, column, columns, STAGES: tl.constexpr, OPERANDS: tl.constexpr,
-    INDEX: tl.constexpr,
-):  # fmt: skip
+def apply_stage(value, blocks, exists, column, columns, STAGES: tl.constexpr, INDEX: tl.constexpr):
     """V behind stage INDEX, and a tuple of what the stage keeps."""
     NAME: tl.constexpr = STAGES[INDEX][0]
     OPERAND: tl.constexpr = STAGES[INDEX][1]
@@ -161,12 +167,10 @@ def apply_stage(
     v = value.to(tl.float32)
     other = tl.full((1, 1), NUMBER, tl.float32)
     if OPERAND >= 0:
-        kind: tl.constexpr = OPERANDS[OPERAND]
-        other = read(operands[OPERAND], row, exists, column, columns, kind[0], kind[1]).to(tl.float32)
+        other = blocks[OPERAND].to(tl.float32)
     chosen = tl.full((1, 1), True, tl.int1)
     if MASK >= 0:
-        shape: tl.constexpr = OPERANDS[MASK]
-        chosen = read(operands[MASK], row, exists, column, columns, shape[0], shape[1]) != 0
+        chosen = blocks[MASK] != 0
     if NAME == ADD:
         v = v + other
     elif NAME == SUB:
@@ -210,7 +214,7 @@ def apply_stage(
     elif NAME == PROJECT or NAME == CENTRE:  # noqa: SIM109 - Triton has no `in`
         x = other
         if MASK >= 0:
-            x = x * read(operands[MASK], row, exists, column, columns, shape[0], shape[1]).to(tl.float32)
+            x = x * blocks[MASK].to(tl.float32)
         inside = inside_of(exists, column, columns, True, True)
         along = tl.sum(tl.where(inside, v * x, 0.0), 1) / columns
         if NAME == CENTRE:
@@ -222,13 +226,12 @@ def apply_stage(
 
 
 @triton.jit
-def apply_tail(
-    value, operands, row, exists, column, columns, STAGES: tl.constexpr, OPERANDS: tl.constexpr
-):  # fmt: skip
-    """V behind the tail, then what it keeps: a tuple of blocks. row, column: of V; exists: of each row."""
+def apply_tail(value, blocks, exists, column, columns, STAGES: tl.constexpr):
+    """V behind the tail, then what it keeps: a tuple of blocks. blocks: of the operands; column: of V;
+    exists: of each row."""
     kept = ()
     for i in tl.static_range(len(STAGES)):
-        value, more = apply_stage(value, operands, row, exists, column, columns, STAGES, OPERANDS, i)
+        value, more = apply_stage(value, blocks, exists, column, columns, STAGES, i)
         kept = kept + more
     return (value,) + kept  # noqa: RUF005 - Triton has no starred values
 
@@ -238,25 +241,6 @@ def write(to, block, row, exists, column, columns, IS_WHOLE: tl.constexpr):
     """Store a block at `row`, `column` of `to`: [., columns] or, without columns, [., 1]."""
     inside = inside_of(exists, column, columns, True, IS_WHOLE)
     tl.store(to + block_of(row, column, columns, True, IS_WHOLE), block, mask=inside)
-
-
-@triton.jit(do_not_specialize=["rows", "units"])
-def tail_alone(
-    value, o0, o1, o2, o3, o4, o5, r0, r1, r2, r3, rows, units,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, OPERANDS: tl.constexpr,
-    WHOLE: tl.constexpr,
-):  # fmt: skip
-    """Any grid. value: [rows, units * UNIT]."""
-    columns = units * UNIT
-    column = tl.arange(0, COLUMNS)
-    operands, results = (o0, o1, o2, o3, o4, o5), (r0, r1, r2, r3)
-    for item in range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
-        row = item * ROWS + tl.arange(0, ROWS)
-        exists = row < rows
-        v = read(value, row, exists, column, columns, True, True)
-        found = apply_tail(v, operands, row, exists, column, columns, STAGES, OPERANDS)
-        for i in tl.static_range(len(WHOLE)):
-            write(results[i], found[i], row, exists, column, columns, WHOLE[i])
 
 
 def rows_fit(columns: int) -> bool:
@@ -270,25 +254,3 @@ def shape_of_items(columns: int, length: int) -> tuple[int, int, int]:
     wide = triton.next_power_of_2(columns)
     rows = max(1, length // wide)
     return rows, wide, max(4, min(16, rows * wide // 1024))
-
-
-def launch_tail(
-    value: Tensor,
-    operands: Sequence[Tensor],
-    results: Sequence[Tensor],
-    tail: TailSpec,
-    programs: int,
-    compile_only: bool = False,
-) -> None:
-    """Applies the tail to `value: [M, N]`, contiguous, of 16-bit floats and columns that `rows_fit`.
-
-    operands: contiguous; results: as `TailSpec.empty` makes them. No rank waits for another.
-    """
-    rows, columns = value.shape
-    high, wide, warps = shape_of_items(columns, 4096)
-    count = min(cdiv(rows, high), programs * (32 // warps))
-    launch(
-        tail_alone, count, compile_only,
-        value, *places(operands, results), rows, columns // UNIT.value,
-        ROWS=high, COLUMNS=wide, **tail.constants, num_warps=warps, num_stages=1,
-    )  # fmt: skip

@@ -18,7 +18,7 @@ from autofuse.lowering.gpu.choice.calls import GpuCall, captured_too
 from autofuse.lowering.gpu.choice.kernel import ways_of
 from autofuse.lowering.gpu.optimizer.again import Step
 from autofuse.lowering.ops.reduce_update_gather import ReduceUpdateGather
-from autofuse.lowering.update_rules import adam_numbers
+from autofuse.lowering.update_rules import adam_terms, numbers_at
 from tests.gpu.conftest import WORLDS
 from tests.ranks import RankPool
 
@@ -160,7 +160,7 @@ def many(
         means = [t * min(1.0, clip / (float(norm) + 1e-6)) for t in means]
 
     def numbers(t: int) -> Tensor:
-        return torch.tensor([adam_numbers(t, 0.1, (0.9, 0.99), 1e-3, 0.1, True)] * len(sizes))
+        return torch.tensor([numbers_at(adam_terms((0.9, 0.99), 1e-3, 0.1, True), t, 0.1)] * len(sizes))
 
     def step(rates: Tensor) -> None:
         torch.ops.autofuse.reduce_update_gather(

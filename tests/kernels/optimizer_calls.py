@@ -23,7 +23,7 @@ from autofuse.lowering.gpu.optimizer.tables import (
     unit_of,
 )
 from autofuse.lowering.ops.reduce_update_gather import ReduceUpdateGather
-from autofuse.lowering.update_rules import RULES, SIGN, adam_numbers, clip, sgd_numbers
+from autofuse.lowering.update_rules import RULES, SIGN, adam_terms, clip, numbers_at, sgd_terms
 from autofuse.native_kernels.gpu.memory import Need, PeerMemory
 from autofuse.native_kernels.gpu.state import State
 from autofuse.native_kernels.triton.clipped_update import launch_clipped_update, squares_of
@@ -72,9 +72,11 @@ class Update:
         for i in range(self.rows):
             lr, t = LR * (1 + i), 3 + i
             if self.rule in ("adam", "amsgrad"):
-                kinds.append(adam_numbers(t, lr, (0.5, 0.75), 2.0**-6, 0.25, bool(i % 2), bool(i % 3)))
+                kinds.append(
+                    numbers_at(adam_terms((0.5, 0.75), 2.0**-6, 0.25, bool(i % 2), bool(i % 3)), t, lr)
+                )
             else:
-                kinds.append(sgd_numbers(t, lr, 0.5, 0.25, 0.125, bool(i % 2), bool(i % 3)))
+                kinds.append(numbers_at(sgd_terms(0.5, 0.25, 0.125, bool(i % 2), bool(i % 3)), t, lr))
         if self.rows == 1:
             return torch.tensor(kinds, dtype=torch.float64).expand(len(self.numels), -1)
         return torch.tensor([kinds[t % self.rows] for t in range(len(self.numels))], dtype=torch.float64)

@@ -16,7 +16,8 @@ from autofuse.native_kernels.triton.exchange_row_packets import (
     row_packets_needs,
 )
 from autofuse.native_kernels.triton.exchange_rows import RowsConfig, launch_exchange_rows, rows_needs
-from autofuse.native_kernels.triton.tails import NO_TAIL, TailSpec, launch_tail
+from autofuse.native_kernels.triton.tail_alone import launch_tail
+from autofuse.native_kernels.triton.tails import NO_TAIL, TailSpec
 from tests.kernels.calls import SITE, Reduction, random_matrix
 
 CONFIG = RowsConfig(length=64)
@@ -84,7 +85,7 @@ class Rows(Reduction):
         )  # fmt: skip
         if self.alone:
             (value,), results = results, tail.empty(product, rows, columns)
-            launch_tail(value, operands, results, tail, self.programs)
+            launch_tail(value, operands, results, tail)
         assert not memory.record.any(), f"rank {rank}, {self}: gave up with {memory.record.tolist()}"
         for got, wanted in zip(results, expected, strict=True):
             got, wanted = (t.float() if t.dtype.itemsize == 1 else t for t in (got, wanted))

@@ -1,5 +1,6 @@
 """update_exchange on ranks that interpret it, against the rules in fp64."""
 
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -9,7 +10,10 @@ from autofuse.lowering.gpu.choice.choose import choose, predictor_of
 from autofuse.lowering.gpu.choice.kernel import ways_of
 from autofuse.lowering.gpu.choice.points import Point
 from autofuse.lowering.gpu.optimizer.ways import UpdateProblem
+from autofuse.lowering.update_rules import NUMBERS, adam_terms, lamb_terms, numbers_at, sgd_terms
 from autofuse.native_kernels.gpu.state import CODES_PER_SITE, Record, Wait
+from autofuse.native_kernels.triton.update_numbers import launch_update_numbers
+from autofuse.optim.on_device import words_of
 from tests.kernels.calls import SITE
 from tests.kernels.optimizer_calls import cases, give_up, refuse, run_op, run_updates
 from tests.ranks import RankPool
@@ -40,6 +44,33 @@ def test_programs_that_are_placed_late(interpreters: Interpreters, seed: int) ->
 def test_as_the_op_runs_it(interpreters: Interpreters, name: str) -> None:
     """Nothing is written, nor launched, where ranks disagree."""
     interpreters(2).run(run_op, cases()[name], timeout=120)
+
+
+def _numbers(rank: int, world: int) -> None:
+    kinds = [
+        (0.5, adam_terms((0.9, 0.999), 1e-8, 0.01, True)),
+        (1e-3, adam_terms((0.0, 0.95), 1e-6, 0.1, False, True)),
+        (0.25, sgd_terms(0.9, 0.1, 0.01, False)),
+        (1.0, lamb_terms((0.9, 0.99), 1e-6, 0.02, False)),
+    ]
+    options = torch.stack(
+        [torch.frombuffer(bytearray(words_of(*kind)), dtype=torch.float64) for kind in kinds]
+    )
+    before = [t for t in (0, 1, 2, 1000, 10**7) for _ in kinds] * 4  # more than a program has
+    order = torch.arange(len(before), dtype=torch.int32) % len(kinds)
+    counts = torch.tensor(before, dtype=torch.float64)
+    numbers = torch.full((len(before), NUMBERS), torch.nan, dtype=torch.float64)
+    wanted = [numbers_at(terms, t + 1, lr) for t, (lr, terms) in zip(before, itertools.cycle(kinds))]
+    launch_update_numbers(counts, (order % 2).double(), order, options, numbers)
+    torch.testing.assert_close(numbers, torch.tensor(wanted, dtype=torch.float64), rtol=1e-11, atol=0.0)
+    assert counts.tolist() == [t + i % 2 for i, t in enumerate(before)]
+    launch_update_numbers(counts, None, order, options, numbers)
+    assert counts.tolist() == [t + i % 2 for i, t in enumerate(before)]
+
+
+def test_numbers(interpreters: Interpreters) -> None:
+    """Those that a captured step computes on the device are those of the host."""
+    interpreters(2).run(_numbers, timeout=60)
 
 
 def test_a_norm_that_is_not_finite(interpreters: Interpreters) -> None:

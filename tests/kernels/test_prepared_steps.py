@@ -26,7 +26,7 @@ from autofuse.lowering.ops import reduce_update_gather as op
 from autofuse.lowering.ops.library import FUSED_OPS, on_cuda
 from autofuse.lowering.ops.reduce_update_gather import OP, ReduceUpdateGather
 from autofuse.lowering.runs import Timed
-from autofuse.lowering.update_rules import RULES, adam_numbers, sgd_numbers
+from autofuse.lowering.update_rules import RULES, adam_terms, numbers_at, sgd_terms
 from autofuse.native_kernels.gpu import prepared
 from tests.kernels.faked_driver import Driver, Words, faked
 from tests.kernels.launched import peer_memory
@@ -110,7 +110,7 @@ def _gradients() -> list[Tensor | None]:
 
 
 def _numbers(t: int) -> Tensor:
-    row = adam_numbers(t, 0.1, (0.9, 0.99), 1e-3, 0.1, True)
+    row = numbers_at(adam_terms((0.9, 0.99), 1e-3, 0.1, True), t, 0.1)
     return torch.tensor([row], dtype=torch.float64).expand(len(NUMELS), -1)
 
 
@@ -171,7 +171,8 @@ def _rates_by_tensor(given: list[Any]) -> None:
 
 def _another_rule(given: list[Any]) -> None:
     given[2], given[4] = [], "sgd"
-    given[3] = torch.tensor([sgd_numbers(3, 0.1, 0.0, 0.0, 0.0, False)], dtype=torch.float64).expand(3, -1)
+    row = numbers_at(sgd_terms(0.0, 0.0, 0.0, False), 3, 0.1)
+    given[3] = torch.tensor([row], dtype=torch.float64).expand(3, -1)
 
 
 @pytest.mark.parametrize(

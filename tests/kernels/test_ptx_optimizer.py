@@ -15,7 +15,8 @@ from autofuse.native_kernels.triton.update_exchange import (
     launch_update_exchange,
     update_needs,
 )
-from tests.kernels.test_ptx import ACQUIRE, GPU_SCOPE, Kernel, compile_launches
+from autofuse.native_kernels.triton.update_numbers import launch_update_numbers
+from tests.kernels.test_ptx import ACQUIRE, GPU_SCOPE, Kernel, compile_launch, compile_launches
 from tests.kernels.test_ptx_embedding import (
     COUNT,
     SIGNAL,
@@ -99,3 +100,12 @@ def check(kernel: Kernel, cubin: bytes, where: str, config: UpdateConfig, tmp_pa
     text = "\n".join(kernel.lines)
     assert "ld.global.b16" not in text
     assert "st.global.b16" not in text
+
+
+@pytest.mark.parametrize("counted", [True, False])
+def test_numbers(counted: bool, tmp_path: Path) -> None:
+    counts, options = torch.empty(100, dtype=torch.float64), torch.empty(3, 61, dtype=torch.float64)
+    order, numbers = torch.empty(100, dtype=torch.int32), torch.empty(100, 12)
+    added = counts if counted else None
+    _, cubin = compile_launch(lambda: launch_update_numbers(counts, added, order, options, numbers))
+    assert used(cubin, tmp_path)["STACK"] == 0

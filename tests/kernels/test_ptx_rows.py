@@ -19,7 +19,7 @@ from autofuse.native_kernels.triton.exchange_rows import (
     launch_exchange_rows,
     rows_needs,
 )
-from autofuse.native_kernels.triton.tails import launch_tail
+from autofuse.native_kernels.triton.tail_alone import launch_tail
 from tests.kernels import test_ptx
 from tests.kernels.calls import BF16, FP16
 from tests.kernels.test_interpreted_rows import (
@@ -134,6 +134,6 @@ def test_a_tail_alone(text: str, operands: list[tuple[tuple[int, ...], torch.dty
     value = torch.empty(M, N, dtype=FP16 if text == LAYER_NORM else BF16)
     tail = tail_of(text, value.dtype, M, given)
     results = tail.empty(value, *value.shape)
-    kernel, cubin = compile_launch(lambda: launch_tail(value, given, results, tail, 132))
+    kernel, cubin = compile_launch(lambda: launch_tail(value, given, results, tail))
     assert used(cubin, tmp_path)["STACK"] == 0
     assert is_vectorised(kernel, "v2" if text == QUANTISED else "v4")

@@ -754,8 +754,8 @@ OPTIMIZERS = (
     Mutation(
         "a step that can be captured has the numbers of the next update",
         "on_device.py",
-        "self.counts[start:stop] + 1",
-        "self.counts[start:stop] + 2",
+        "numbers_at(terms_of(options), int(t) + 1,",
+        "numbers_at(terms_of(options), int(t) + 2,",
         _of("optim", "optimizers"),
     ),
     Mutation(

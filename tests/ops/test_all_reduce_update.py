@@ -11,24 +11,31 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from autofuse.lowering import update_rules
 from autofuse.lowering.cpu import update_executor
 from autofuse.lowering.ops.library import FUSED_OPS
-from autofuse.lowering.update_rules import UNGUARDED
+from autofuse.lowering.update_rules import (
+    RULES,
+    UNGUARDED,
+    adam_terms,
+    lamb_terms,
+    numbers_at,
+    sgd_terms,
+    trust,
+)
 from tests.ranks import RankPool
 
 Ranks = Callable[[int], RankPool]
 OP = "all_reduce_update"
 LR, EPS, LARGEST = 0.125, 1e-2, 4.0
-LAMB = update_rules.lamb_numbers(2, LR, (0.9, 0.99), EPS, 0.25, True)
+LAMB = numbers_at(lamb_terms((0.9, 0.99), EPS, 0.25, True), 2, LR)
 ROWS = {
-    "adam": update_rules.adam_numbers(2, LR, (0.9, 0.99), EPS, 0.25, True),
-    "adam, scaled": update_rules.adam_numbers(2, LR, (0.9, 0.99), EPS, 0.25, False, maximize=True),
-    "momentum": update_rules.sgd_numbers(2, LR, 0.75, 0.5, 0.25, True),
+    "adam": numbers_at(adam_terms((0.9, 0.99), EPS, 0.25, True), 2, LR),
+    "adam, scaled": numbers_at(adam_terms((0.9, 0.99), EPS, 0.25, False, maximize=True), 2, LR),
+    "momentum": numbers_at(sgd_terms(0.75, 0.5, 0.25, True), 2, LR),
     "lamb": LAMB,
     "lamb, most": [1.5, *LAMB[1:]],
     "lamb, unguarded": [*LAMB[:9], UNGUARDED, *LAMB[10:]],
-    "lamb, excluded": update_rules.lamb_numbers(2, LR, (0.9, 0.99), EPS, 0.25, False),
+    "lamb, excluded": numbers_at(lamb_terms((0.9, 0.99), EPS, 0.25, False), 2, LR),
 }
 KINDS = ((torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.float16, torch.float32))
 """Dtypes of gradient and parameter."""
@@ -66,16 +73,14 @@ def _check(
         bound, eps, floor, most = limits
         scale = min(most, bound / (max(float(sum(squares).sqrt()), floor) + eps))  # type: ignore[union-attr]
     params = [torch.randn(shape, generator=generator).to(of_param) * (seed % 5 != 0) for shape in shapes]
-    states = [
-        torch.rand(shape, generator=generator) for _ in update_rules.RULES[rule].states for shape in shapes
-    ]
+    states = [torch.rand(shape, generator=generator) for _ in RULES[rule].states for shape in shapes]
     want = []
     for t, (param, total) in enumerate(zip(params, totals, strict=True)):
         new, exact, by = param.double(), [s.double() for s in states[t :: len(shapes)]], 1.0
         own = rows[t > 0]
-        u = update_rules.RULES[rule].update(new, scale * total.double() * own[10], exact, own)
+        u = RULES[rule].update(new, scale * total.double() * own[10], exact, own)
         if u is not None:
-            by = update_rules.trust(own, float(new.square().sum()), float(u.square().sum()))
+            by = trust(own, float(new.square().sum()), float(u.square().sum()))
             new -= own[8] * by * u
         want.append((new, exact, by))
     if seed % 4 == 0:
@@ -121,8 +126,8 @@ def test_exact(ranks: Ranks, world: int, fused: bool, tile: tuple[int, int]) -> 
 
 def test_trust_as_division_has_it() -> None:
     row = [math.inf, *LAMB[1:9], UNGUARDED, *LAMB[10:]]
-    assert update_rules.trust(row, 0.0, 4.0) == 0.0
-    assert update_rules.trust(row, 4.0, 0.0) == math.inf
-    assert math.isnan(update_rules.trust(row, 0.0, 0.0))
-    assert update_rules.trust([1.5, *row[1:]], 9.0, 4.0) == 0.75
-    assert [update_rules.trust(LAMB, *of) for of in ((0.0, 4.0), (4.0, 0.0), (9.0, 4.0))] == [1.0, 1.0, 1.5]
+    assert trust(row, 0.0, 4.0) == 0.0
+    assert trust(row, 4.0, 0.0) == math.inf
+    assert math.isnan(trust(row, 0.0, 0.0))
+    assert trust([1.5, *row[1:]], 9.0, 4.0) == 0.75
+    assert [trust(LAMB, *of) for of in ((0.0, 4.0), (4.0, 0.0), (9.0, 4.0))] == [1.0, 1.0, 1.5]

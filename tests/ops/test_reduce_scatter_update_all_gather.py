@@ -10,19 +10,19 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from autofuse.lowering import update_rules
 from autofuse.lowering.cpu import update_executor
 from autofuse.lowering.ops.library import FUSED_OPS
+from autofuse.lowering.update_rules import RULES, adam_terms, numbers_at, sgd_terms
 from tests.ranks import RankPool
 
 Ranks = Callable[[int], RankPool]
 OP = "reduce_scatter_update_all_gather"
 LR, EPS, LARGEST = 0.125, 1e-2, 4.0
 ROWS = {
-    "adam": update_rules.adam_numbers(2, LR, (0.9, 0.99), EPS, 0.25, True),
-    "adam, maximized": update_rules.adam_numbers(2, LR, (0.9, 0.99), EPS, 0.25, True, maximize=True),
-    "sgd": update_rules.sgd_numbers(2, LR, 0.0, 0.0, 0.25, False),
-    "momentum": update_rules.sgd_numbers(2, LR, 0.75, 0.5, 0.25, True),
+    "adam": numbers_at(adam_terms((0.9, 0.99), EPS, 0.25, True), 2, LR),
+    "adam, maximized": numbers_at(adam_terms((0.9, 0.99), EPS, 0.25, True, maximize=True), 2, LR),
+    "sgd": numbers_at(sgd_terms(0.0, 0.0, 0.25, False), 2, LR),
+    "momentum": numbers_at(sgd_terms(0.75, 0.5, 0.25, True), 2, LR),
 }
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 Kind = tuple[torch.dtype, torch.dtype, torch.dtype, bool]
@@ -62,10 +62,10 @@ def _check(
     total = grads.double().sum(0)[rank * n :][:n] / (world if reduce_op == "avg" else 1)
     param = torch.randn(world * n, *shape[1:], generator=generator).to(of_param)[rank * n :][:n]
     param = param.clone() if written else param
-    states = [torch.rand(shape, generator=generator) for _ in update_rules.RULES[rule].states]
+    states = [torch.rand(shape, generator=generator) for _ in RULES[rule].states]
     new, exact, numbers = param.double(), [s.double() for s in states], torch.tensor(row)
     # The collective rounds the sum.
-    update_rules.RULES[rule].update(new, total.to(of_grad).double() * row[10], exact, row)
+    RULES[rule].update(new, total.to(of_grad).double() * row[10], exact, row)
 
     start = 0
     if seed % 3 == 0 and states:  # states of all ranks, of which the slice of this rank is a part

@@ -13,12 +13,12 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import autofuse
-from autofuse.lowering import update_rules
 from autofuse.lowering.buckets import BUCKET, buckets_of
 from autofuse.lowering.cpu import update_executor
 from autofuse.lowering.cpu.scratch import scratch, scratch_bytes
 from autofuse.lowering.cpu.workspace import workspace_for
 from autofuse.lowering.ops.library import FUSED_OPS
+from autofuse.lowering.update_rules import NUMBERS, RULES, adam_terms, lamb_terms, numbers_at, sgd_terms
 from autofuse.optim import traced  # noqa: F401  (defines optimizer_step)
 from tests.ranks import RankPool
 
@@ -89,13 +89,13 @@ def exact_optimizer(name: str, params: list[Tensor]) -> torch.optim.Optimizer | 
 def row(name: str, t: int, tensor: int) -> tuple[str, list[float]]:
     """The rule and the numbers of a tensor."""
     if name == "lamb":
-        return "lamb", update_rules.lamb_numbers(t, LR, BETAS, EPS, DECAY, adapts(tensor))
+        return "lamb", numbers_at(lamb_terms(BETAS, EPS, DECAY, adapts(tensor)), t, LR)
     if name in ("adamw", "adam", "amsgrad"):
         rule, negated = ("amsgrad", True) if name == "amsgrad" else ("adam", False)
-        return rule, update_rules.adam_numbers(t, LR, BETAS, EPS, DECAY, name != "adam", negated)
+        return rule, numbers_at(adam_terms(BETAS, EPS, DECAY, name != "adam", negated), t, LR)
     momentum, dampening = {"sgd": (0.0, 0.0), "momentum": (0.75, 0.5), "nesterov": (0.75, 0.0)}[name]
     rule = "sgd" if name == "sgd" else "momentum"
-    return rule, update_rules.sgd_numbers(t, LR, momentum, dampening, DECAY, name == "nesterov")
+    return rule, numbers_at(sgd_terms(momentum, dampening, DECAY, name == "nesterov"), t, LR)
 
 
 def gradients(case: Case, rank: int, step: int) -> list[Tensor | None]:
@@ -118,7 +118,7 @@ def _run(rank: int, world: int, case: Case) -> list[Tensor]:
     optimizer = exact_optimizer(case.optimizer, exact)
     rule = row(case.optimizer, 1, 0)[0]
     owned = buckets_of(tuple(n for n, *_ in case.tensors), world)
-    states = [torch.zeros(owned.owned(rank)) for _ in update_rules.RULES[rule].states]
+    states = [torch.zeros(owned.owned(rank)) for _ in RULES[rule].states]
     if case.master:
         whole = torch.cat([torch.zeros(0), *(p.float() for p in params)])
         states.append(whole[owned.starts[rank] : owned.starts[rank + 1]].clone())
@@ -217,7 +217,7 @@ def _disagree(rank: int, world: int, fused: bool) -> None:
     names = ["first", "second"]
     params = [torch.ones(4, 3), torch.ones(2000)]
     owned = buckets_of((12, 2000), world).owned(rank)
-    lr = torch.tensor([update_rules.sgd_numbers(1, LR, 0.5, 0, 0, False)] * 2, dtype=torch.float64)
+    lr = torch.tensor([numbers_at(sgd_terms(0.5, 0, 0, False), 1, LR)] * 2, dtype=torch.float64)
     whole = [torch.ones(4, 3), torch.ones(2000)]
     mine = rank == world - 1
     for grads, numbers, finite, says in (
@@ -248,7 +248,7 @@ def _keeps_sums(rank: int, world: int) -> None:
     group = dist.new_group(list(range(world))).group_name
     params, grads = [torch.ones(3000)], [torch.ones(3000)]
     owned = buckets_of((3000,), world).owned(rank)
-    numbers = torch.tensor([update_rules.sgd_numbers(1, LR, 0, 0, 0, False)], dtype=torch.float64)
+    numbers = torch.tensor([numbers_at(sgd_terms(0, 0, 0, False), 1, LR)], dtype=torch.float64)
     for max_norm, kept in ((0.0, 0), (1.0, 4 * owned), (1.0, 4 * owned)):
         torch.ops.autofuse.reduce_update_gather(
             params, grads, [], numbers, "sgd", "sum", max_norm, False, ["p"], group, "direct", "test"
@@ -268,7 +268,7 @@ def test_nothing_is_written_where_ranks_disagree(ranks: Ranks, fused: bool) -> N
 
 def _refused(rank: int, world: int) -> None:
     params = [torch.ones(4)]
-    numbers = torch.zeros(1, update_rules.NUMBERS)
+    numbers = torch.zeros(1, NUMBERS)
     owned = torch.zeros(buckets_of((4,), world).owned(rank))
     for states, rule, order, says in (
         ([], "momentum", "direct", "0 states; momentum has 1"),
@@ -291,7 +291,7 @@ def test_norm_where_the_parameters_are() -> None:
     """No host waits for it, and graphs know where it is."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         p = torch.empty(3, device="cuda")
-        numbers = torch.empty(1, update_rules.NUMBERS, dtype=torch.float64, device="cpu")
+        numbers = torch.empty(1, NUMBERS, dtype=torch.float64, device="cpu")
         norm = torch.ops.autofuse.reduce_update_gather(
             [p], [p], [], numbers, "sgd", "sum", 1.0, False, ["p"], "group", "direct", "here"
         )

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from autofuse import config, ops
 from autofuse.lowering.cpu.workspace import Call
-from autofuse.lowering.update_rules import sgd_numbers
+from autofuse.lowering.update_rules import numbers_at, sgd_terms
 from tests.ranks import fresh_group
 from tests.robustness.seven import MAKERS, Case, integers
 from tests.soak.counts import Counts
@@ -30,7 +30,9 @@ def update(rank: int, world: int, size: int, group: str) -> Case:
     """A step of SGD from 0 with lr = -1, by which parameters become sums; some in two phases."""
     sizes = (size, 0, 700 * size)
     grads = [[integers(10 * r + i, n) for i, n in enumerate(sizes)] for r in range(world)]
-    numbers = torch.tensor([sgd_numbers(1, -1.0, 0.0, 0.0, 0.0, False)] * len(sizes), dtype=torch.float64)
+    numbers = torch.tensor(
+        [numbers_at(sgd_terms(0.0, 0.0, 0.0, False), 1, -1.0)] * len(sizes), dtype=torch.float64
+    )
     exact = torch.cat([sum(of_ranks) for of_ranks in zip(*grads, strict=True)]).double()  # type: ignore[arg-type]
 
     def run(factor: float) -> torch.Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from autofuse import optim
 from autofuse.lowering.buckets import buckets_of
-from autofuse.lowering.update_rules import adam_numbers
+from autofuse.lowering.update_rules import adam_terms, numbers_at
 
 from .cells import Shapes
 from .rows import OURS, Options
@@ -75,7 +75,7 @@ def _arguments(params: list[Tensor], max_norm: float | None) -> tuple[Any, ...]:
     group = dist.group.WORLD
     assert group is not None
     owned = buckets_of(tuple(p.numel() for p in params), group.size()).owned(group.rank())
-    row = adam_numbers(1, RATES["lr"], (0.9, 0.999), 1e-8, RATES["weight_decay"], True)
+    row = numbers_at(adam_terms((0.9, 0.999), 1e-8, RATES["weight_decay"], True), 1, RATES["lr"])
     numbers = torch.tensor([row], dtype=torch.float64, device="cpu").expand(len(params), -1)
     names = [f"parameter {i}" for i in range(len(params))]
     return (

@@ -94,7 +94,7 @@ class Reduction:
                 results = found
             else:
                 assert way.kernel is not None
-                results, launch = results + found, with_tail_behind(way.kernel.launch, problem.programs)
+                results, launch = results + found, with_tail_behind(way.kernel.launch)
         self._results, self._dtypes = zip(*results, strict=True)
         self._first = int(launch is not None)  # a launch of two kernels has the sum before its results
         self._launcher = Launcher(
@@ -141,7 +141,7 @@ class Reduction:
         """The results of the tail, if there is one."""
         if not self._tail.results:
             return [value]
-        return behind(value, operands, self._tail, self._problem.programs)
+        return behind(value, operands, self._tail)
 
     def _by_torch(self, memory: PeerMemory, x: Sequence[Tensor], w: Sequence[Tensor]) -> Tensor:
         problem, group_name = self._problem, self._workspace.group_name

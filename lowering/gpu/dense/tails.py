@@ -15,13 +15,13 @@ from autofuse.lowering.gpu.choice.kernel import Launch
 from autofuse.lowering.gpu.memory.workspace import GpuWorkspace
 from autofuse.lowering.proofs import UNPROVEN
 from autofuse.lowering.reference.tail import TailStage, check_tail, steps, tail_reference
+from autofuse.native_kernels.triton.tail_alone import launch_tail
 from autofuse.native_kernels.triton.tails import (
     CODES,
     DTYPES,
     NO_TAIL,
     Stage,
     TailSpec,
-    launch_tail,
     rows_fit,
 )
 
@@ -101,7 +101,7 @@ def _kind(shape: tuple[int, ...], rows: int) -> tuple[bool, bool]:
     return high == rows and rows > 1, wide > 1
 
 
-def with_tail_behind(launch: Callable[..., Any], programs: int) -> Callable[..., None]:
+def with_tail_behind(launch: Callable[..., Any]) -> Callable[..., None]:
     """The launch of a dense kernel, and of the kernel that applies the tail behind it. Instead of one result
     it takes the sum, and the results of the tail."""
 
@@ -111,19 +111,19 @@ def with_tail_behind(launch: Callable[..., Any], programs: int) -> Callable[...,
     ) -> None:  # fmt: skip
         value, *found = results
         launch(at, config, x, w, value, how)
-        launch_tail(value, operands, found, tail, programs, at.compile_only)
+        launch_tail(value, operands, found, tail, at.compile_only)
 
     return launch_both
 
 
-def behind(value: Tensor, operands: Sequence[Tensor], tail: TailSpec, programs: int) -> list[Tensor]:
+def behind(value: Tensor, operands: Sequence[Tensor], tail: TailSpec) -> list[Tensor]:
     """The results of a tail of `value: [M, N]`, contiguous, that torch has made. operands: contiguous."""
     kind = (tail, value.dtype, value.shape[1])
     capturing = torch.cuda.is_current_stream_capturing()
     if not rows_fit(value.shape[1]) or (capturing and kind not in _launched):
         return tail_reference(value, operands, tail.text)  # no kernel is compiled during a capture
     results = tail.empty(value, *value.shape)
-    launch_tail(value, operands, results, tail, programs)
+    launch_tail(value, operands, results, tail)
     _launched.add(kind)
     return results
 
