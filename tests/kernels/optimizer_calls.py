@@ -366,6 +366,7 @@ def cases() -> dict[str, Update]:
         "lamb, shared tensors": Update((4096, 1, 4096), "lamb", rows=3),
         "lamb, shared tensors, clipped": Update((9000, 3), "lamb", (fp16, fp16), True, max_norm=0.5),
         "lamb of one bucket": Update((5,), "lamb", eps=0.0),
+        "lamb, empty tensors": Update((0, 7, 0, 2050, 0), "lamb", rows=2),
         "lamb, none given": Update((0, 3, 1025), "lamb", missing=(1, 2)),
         "items of one": Update(aligned, "momentum", config=UpdateConfig(group=1, slice_items=1, per_sm=1)),
     }

@@ -131,6 +131,7 @@ def _needs(config: UpdateConfig, problem: UpdateProblem) -> Need:
 
 
 def kept_of(config: UpdateConfig, problem: UpdateProblem, owned: int, tensors: int) -> Kept:
+    """owned: elements of this rank; tensors: of all ranks."""
     if RULES[problem.rule].by_norms:
         return Kept(measures_of(config, problem.longest), owned, tensors)
     if problem.clips:
