@@ -228,14 +228,14 @@ def optimizer(
         from autofuse.bench.optimizer.run import run, run_on_gpus
 
         load = os.getloadavg()[0]
-        if captured and (device == "cpu" or clipped):
-            raise ValueError("--captured: expected --device cuda, and no --clipped")
+        if captured and device == "cpu":
+            raise ValueError("--captured: expected --device cuda")
         options = Options(tuple(rows or ()), dtypes, lamb, seconds, captured=captured, clipped=clipped)
         if device == "cuda":
             torchrun.join("bench optimizer --device cuda")
-            measured = run_on_gpus(options)
-        else:
-            measured = run(ranks, options)
+            _tell(table(run_on_gpus(options, json)), [], load, None, markdown)
+            return
+        measured = run(ranks, options)
         all_rows = [{**asdict(row), "best_other": row.best} for row in measured]
         _tell(table(measured), all_rows, load, json, markdown)
 

@@ -107,8 +107,6 @@ class LAMB(SlicedOptimizer):
     factor is 1 where a norm is 0, and in param groups with `adapt=False` (usual for biases and norms).
     """
 
-    _can_be_captured = False
-
     def __init__(
         self,
         params: Iterable[Any],

@@ -56,8 +56,6 @@ class SlicedOptimizer(State, torch.optim.Optimizer):
 
     _step_supports_amp_scaling = True  # so that a GradScaler calls step() in any case, which then refuses it
 
-    _can_be_captured = True
-
     grad_norm: Tensor | None = None
     """Of the last step, before clipping: fp32 [] where the parameters are, with `max_norm` or
     `error_if_nonfinite`."""
@@ -93,10 +91,9 @@ class SlicedOptimizer(State, torch.optim.Optimizer):
                 "update; leave in_backward out"
             )
         self._capturable = common.get("capturable", False)
-        if self._capturable and (self._in_backward or self._wants_norm or not self._can_be_captured):
+        if self._capturable and (self._in_backward or self._error_if_nonfinite):
             raise ValueError(
-                f"{type(self).__name__}: no step of LAMB, and none with in_backward, max_norm or "
-                "error_if_nonfinite, can be capturable"
+                f"{type(self).__name__}: no step with in_backward or error_if_nonfinite can be capturable"
             )
         self._begin()
         self._refuse_set(params)
@@ -285,15 +282,18 @@ class SlicedOptimizer(State, torch.optim.Optimizer):
         states: Sequence[Tensor],
     ) -> Tensor:
         """Updates batches with numbers that are read on the device. Ranks compare nothing in replays."""
+        norm = torch.empty(0)
         at, own = 0, 0
         for batch in batches:
             end, last = at + len(batch.params), own + len(batch.states)
-            batch.step(
+            norm = batch.step(
                 list(params[at:end]), list(grads[at:end]), list(states[own:last]),
-                self._on_device(batch, grads[at:end], True), self._average, 0.0, False, self._site,
+                self._on_device(batch, grads[at:end], True), self._average, self._max_norm, False, self._site,
             )  # fmt: skip
             at, own = end, last
-        return torch.empty(0)
+        if self._wants_norm:
+            self.grad_norm = norm
+        return norm
 
     def _on_device(self, batch: Batch, grads: Sequence[Tensor | None], counts: bool) -> Tensor:
         """The rows of a batch, on its device. counts: the update is counted, too."""

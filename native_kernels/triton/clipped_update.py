@@ -25,6 +25,8 @@ of `finished` before.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -33,54 +35,38 @@ from torch import Tensor
 
 from autofuse.native_kernels.gpu.memory import PeerMemory, cdiv, launch
 
-from .comm import (
-    CODES_PER_SITE,
-    COPYING,
-    REDUCING,
-    STATE_TICKETS,
-    begin,
-    half_of,
-    is_last,
-    peer,
-    signal_all,
-    wait_all,
-)
-from .embedding_exchange import clear, count_item
-from .shares import (
-    STATE_STARTED,
-    A,
-    announce,
-    claim,
-    end_shares,
-    first_share,
-    further,
-    look,
-    multiprocessor,
-    start,
-    stays,
-)
+from .comm import STATE_TICKETS, begin, half_of, is_last, peer, signal_all
+from .embedding_exchange import clear
+from .shares import A, claim, end_shares, multiprocessor, start, stays
 from .update_exchange import (
     AMSGRAD,
-    BUCKET_MASK,
-    FIELDS,
     FP16,
     FP32,
     KINDS,
     LENGTH,
     LINE,
     MOMENTUM,
-    TENSOR_BIT,
     UpdateConfig,
     at,
-    buckets_of,
     count_sums,
-    lengths_of,
     ratio,
     slots,
 )
+from .update_parts import (
+    clip_factor,
+    copy_parameters,
+    count_kept,
+    elements_of,
+    send_gradients,
+    sum_of,
+    tell_started,
+    wait_for_peers,
+)
 
 SQUARES = tl.constexpr(1024)
-"""Sums of squares that the last program adds up at a time."""
+"""Sums of squares that a program adds up at a time."""
+LAMB = tl.constexpr(4)
+"""Code of a rule; `update_exchange` has the others."""
 
 
 @triton.jit
@@ -99,21 +85,12 @@ def agree_on_norm(
         tl.store(peer(finished, (rank + p) % W, tl.float64) + half + rank, mine)
     signal_all(signals, W, first_signal + norms + rank, rank)
     arrived = peer(signals, rank, tl.int32) + first_signal + norms
-    code = site * CODES_PER_SITE + REDUCING
-    wait_all(arrived, 1, rank, 1, state, code, 0, 0, epoch)
-    wait_all(arrived + rank + 1, 1, W - 1 - rank, 1, state, code, rank + 1, 0, epoch)
+    wait_for_peers(arrived, 1, state, rank, site, 0, epoch, W)
     total = tl.zeros((), tl.float64)
     for r in tl.static_range(W):
         theirs = tl.load(peer(finished, rank, tl.float64) + half + r, volatile=True)
         total += tl.where(rank == r, mine, theirs)
     tl.store(norm, tl.sqrt(total).to(tl.float32))
-
-
-@triton.jit
-def count_sum(word):
-    """Count an item whose sum is kept; how many there were."""
-    tl.debug_barrier()
-    return tl.atomic_add(word, 1, sem="release", scope="gpu")
 
 
 @triton.jit(
@@ -141,35 +118,15 @@ def sum_gradients(
     epoch = begin(state)
     half = half_of(epoch) * tl.cast(inbox_half, tl.int64) * LINE
     first_signal = half_of(epoch) * signals_half
-    tensors = words + W + 1
-    lane = tl.arange(0, LENGTH)[None, :]
-    share = first_share(asked, state, A, PROGRAMS, program, PROGRAMS)
-    while share >= 0:
-        if share == 0:
-            announce(state, rank, W, begin(state))
-        pushed = tl.full((), -1, tl.int32)
-        for unit in range(share, (W - 1) * items, PROGRAMS):
-            step, item = unit // items, unit % items
-            owner = (rank + 1 + step) % W
-            word, inside = buckets_of(words, buckets, owner, item, first, most, W, G)
-            tensor, bucket = tensors + (word >> TENSOR_BIT) * FIELDS, word & BUCKET_MASK
-            mask = lane < lengths_of(tensor, bucket, inside, UNIT)[:, None]
-            given = at(tl.load(tensor, mask=inside, other=0), bucket * LENGTH, grads)
-            values = tl.load(given, mask=mask, other=0.0)
-            # The stores of the item before have arrived by now, so that counting it does not wait.
-            if pushed >= 0:
-                count_item(done, signals, pushed, slices, slice_items, items, 1, rank, first_signal, W)
-            tl.store(slots(tl.load(inbox + owner), half, rank, item, most, grads, G), values, mask=mask)
-            pushed = step * slices + item // slice_items
-        if pushed >= 0:
-            count_item(done, signals, pushed, slices, slice_items, items, 1, rank, first_signal, W)
-        share = further(look(state, STATE_STARTED), PROGRAMS, state, A, PROGRAMS, program)
+    send_gradients(
+        words, buckets, inbox, signals, done, state, asked, first, most, items, slice_items, slices, rank,
+        half, first_signal, program, PROGRAMS, W, grads, UNIT, G,
+    )  # fmt: skip
     unit = tl.cast(items, tl.int32)
     if stays(state, multiprocessor(PROGRAMS // PER_SM), PER_SM, rank, W, epoch):
         unit = tl.atomic_add(state + STATE_TICKETS, 1).to(tl.int32)
     arrived = peer(signals, rank, tl.int32) + first_signal
     own = tl.load(inbox + rank)
-    code = site * CODES_PER_SITE + REDUCING
     known = tl.full((), -1, tl.int32)
     kept = tl.full((), 0, tl.int32)
     counter = done + (W - 1) * slices
@@ -178,30 +135,21 @@ def sum_gradients(
         unit = tl.atomic_add(state + STATE_TICKETS, 1).to(tl.int32)
         piece = item // slice_items
         if piece != known:
-            wait_all(arrived + piece, slices, rank, 1, state, code, 0, piece, epoch)
-            others = W - 1 - rank
-            wait_all(
-                arrived + (rank + 1) * slices + piece, slices, others, 1, state, code, rank + 1, piece, epoch
-            )
+            wait_for_peers(arrived + piece, slices, state, rank, site, piece, epoch, W)
             known = piece
-        word, inside = buckets_of(words, buckets, rank, item, first, most, W, G)
-        tensor, bucket = tensors + (word >> TENSOR_BIT) * FIELDS, word & BUCKET_MASK
-        mask = lane < lengths_of(tensor, bucket, inside, UNIT)[:, None]
+        _, tensor, bucket, inside, mask = elements_of(words, buckets, rank, item, first, most, W, UNIT, G)
         mine = at(tl.load(tensor, mask=inside, other=0), bucket * LENGTH, grads)
-        g = tl.zeros((G, LENGTH), tl.float32)
-        for r in tl.range(0, W, loop_unroll_factor=2):
-            theirs = slots(own, half, r, item, most, grads, G)
-            g += tl.load(tl.where(r == rank, mine, theirs), mask=mask, other=0.0).to(tl.float32)
+        g = sum_of(own, half, mine, mask, item, most, rank, W, grads, G)
         g *= scale
         if kept != 0:  # not the last one, which this program has in hand at least
-            count_sum(counter)
+            count_kept(counter)
         begun = tl.load(tensor + 2, mask=inside, other=0) * UNIT + bucket * LENGTH
-        tl.store(sums + (begun[:, None] + lane), g, mask=mask)
+        tl.store(sums + (begun[:, None] + tl.arange(0, LENGTH)[None, :]), g, mask=mask)
         wide = g.to(tl.float64)
         tl.store(squares + first // G + item, tl.sum(wide * wide))
         kept = tl.full((), 1, tl.int32)
     if kept != 0:
-        if count_sum(counter) == items - 1:
+        if count_kept(counter) == items - 1:
             tl.atomic_add(counter, -items, sem="acquire", scope="gpu")
             tl.debug_barrier()  # all threads read what other programs have stored
             if last != 0:
@@ -230,7 +178,7 @@ def update_parameters(
     """Grid: PROGRAMS, PER_SM a multiprocessor.
 
     sums, norm: as `sum_gradients` has stored them; max_norm: 0 clips nothing; all else as `update_exchange`
-    has it.
+    has it. LAMB: sums, rates: the directions and the steps that `measure_updates` has stored.
     """
     params: tl.constexpr = tl.float32 if PARAM == FP32 else (tl.float16 if PARAM == FP16 else tl.bfloat16)
     program = tl.program_id(0)
@@ -239,39 +187,32 @@ def update_parameters(
     epoch = begin(state)
     gathered = half_of(epoch) * tl.cast(finished_half, tl.int64) * LINE
     first_signal = half_of(epoch) * signals_half
-    tensors = words + W + 1
-    lane = tl.arange(0, LENGTH)[None, :]
-    share = first_share(asked, state, A, PROGRAMS, program, PROGRAMS)
-    while share >= 0:  # a share is nothing but to tell that this rank has started
-        if share == 0:
-            announce(state, rank, W, begin(state))
-        share = further(look(state, STATE_STARTED), PROGRAMS, state, A, PROGRAMS, program)
-    units = tl.cast(items * W, tl.int32)
-    unit = units
+    tell_started(state, asked, rank, program, PROGRAMS, W)
+    unit = tl.cast(items * W, tl.int32)
     if stays(state, multiprocessor(PROGRAMS // PER_SM), PER_SM, rank, W, epoch):
         unit = tl.atomic_add(state + STATE_TICKETS, 1).to(tl.int32)
-    factor = tl.full((), 1.0, tl.float32)
-    if max_norm != 0:
-        limit = max_norm / (tl.load(norm).to(tl.float64) + 1e-6)
-        factor = tl.minimum(limit, tl.full((), 1.0, tl.float64), tl.PropagateNan.ALL).to(tl.float32)
+    factor = clip_factor(norm, max_norm)
     summed = tl.full((), -1, tl.int32)
     while unit < items:
         item = unit
         unit = tl.atomic_add(state + STATE_TICKETS, 1).to(tl.int32)
-        word, inside = buckets_of(words, buckets, rank, item, first, most, W, G)
-        tensor, bucket = tensors + (word >> TENSOR_BIT) * FIELDS, word & BUCKET_MASK
-        mask = lane < lengths_of(tensor, bucket, inside, UNIT)[:, None]
+        number, tensor, bucket, inside, mask = elements_of(
+            words, buckets, rank, item, first, most, W, UNIT, G
+        )
         param = at(tl.load(tensor + 1, mask=inside, other=0), bucket * LENGTH, params)
         begun = tl.load(tensor + 2, mask=inside, other=0) * UNIT + bucket * LENGTH
-        place = begun[:, None] + lane
+        place = begun[:, None] + tl.arange(0, LENGTH)[None, :]
         row = tl.load(tensor + 4, mask=inside, other=0)
         if MASTER:
             p = tl.load(master_of + place, mask=mask, other=0.0)
         else:
             p = tl.load(param, mask=mask, other=0.0).to(tl.float32)
-        g = tl.load(sums + place, mask=mask, other=0.0) * (factor * ratio(rates, row, 10))
-        g += ratio(rates, row, 1) * p
-        if RULE <= AMSGRAD:
+        g = tl.load(sums + place, mask=mask, other=0.0)
+        if RULE != LAMB:
+            g = g * (factor * ratio(rates, row, 10)) + ratio(rates, row, 1) * p
+        if RULE == LAMB:
+            p -= tl.load(rates + number, mask=inside, other=0.0)[:, None] * g
+        elif RULE <= AMSGRAD:
             m = tl.load(m_of + place, mask=mask, other=0.0)
             v = tl.load(v_of + place, mask=mask, other=0.0)
             m += ratio(rates, row, 2) * (g - m)
@@ -303,23 +244,61 @@ def update_parameters(
     if summed >= 0:  # before it waits for what peers send after they have this
         count_sums(done, signals, summed, items, slice_items, slices, rank, first_signal, W)
     arrived = peer(signals, rank, tl.int32) + first_signal
-    own = tl.load(finished + rank)
-    code = site * CODES_PER_SITE + COPYING
-    while unit < units:
-        item = (unit - items) // (W - 1)
-        source = (rank + 1 + (unit - items) % (W - 1)) % W
-        unit = tl.atomic_add(state + STATE_TICKETS, 1).to(tl.int32)
-        piece = item // slice_items
-        wait_all(arrived + (W + source) * slices + piece, 0, 1, 1, state, code, source, piece, epoch)
-        word, inside = buckets_of(words, buckets, source, item, first, most, W, G)
-        tensor, bucket = tensors + (word >> TENSOR_BIT) * FIELDS, word & BUCKET_MASK
-        mask = lane < lengths_of(tensor, bucket, inside, UNIT)[:, None]
-        new = tl.load(slots(own, gathered, source, item, most, params, G), mask=mask, other=0.0)
-        tl.store(at(tl.load(tensor + 1, mask=inside, other=0), bucket * LENGTH, params), new, mask=mask)
+    copy_parameters(
+        words, buckets, finished, arrived, state, unit, first, most, items, slice_items, slices, rank, site,
+        gathered, epoch, W, params, UNIT, G,
+    )  # fmt: skip
     tl.debug_barrier()
     if is_last(state, PROGRAMS):
         clear(peer(signals, rank, tl.int32) + first_signal, 2 * W * slices, 256)
         end_shares(state, epoch, PROGRAMS)
+
+
+class Clipping(NamedTuple):
+    """What a step has that clips, or checks the norm of all gradients. norm: fp32, where it is stored;
+    max_norm: 0 clips nothing; check: called once the norm is there, before any parameter changes; it may
+    raise."""
+
+    norm: Tensor
+    max_norm: float
+    check: Callable[[], None]
+
+
+@dataclass(frozen=True)
+class StepLaunch:
+    """What the launches of a step have in common, as `launch_update_exchange` takes it."""
+
+    memory: PeerMemory
+    words: Tensor
+    buckets: Tensor
+    most: int
+    dtypes: tuple[torch.dtype, torch.dtype]
+    unit: int
+    config: UpdateConfig
+    site: int
+    compile_only: bool
+
+    @property
+    def programs(self) -> int:
+        return self.memory.programs * self.config.per_sm
+
+    @property
+    def pieces(self) -> list[tuple[int, int]]:
+        """First bucket of a run, and items, of every launch."""
+        return _pieces(self.config, self.most, self.memory.world)
+
+    def settings(self) -> dict[str, int]:
+        """Constants of every kernel."""
+        config = self.config
+        return {
+            "PROGRAMS": self.programs, "PER_SM": config.per_sm, "W": self.memory.world, "UNIT": self.unit,
+            "G": config.group, "num_warps": config.warps, "num_stages": 1, "maxnreg": config.registers,
+        }  # fmt: skip
+
+    def sizes(self, first: int, items: int) -> tuple[int, int, int, int, int]:
+        """first, most, items, slice_items and slices of a launch."""
+        config = self.config
+        return first, items * config.group, items, config.slice_items, cdiv(items, config.slice_items)
 
 
 def launch_clipped_update(
@@ -329,62 +308,66 @@ def launch_clipped_update(
     rates: Tensor,
     states: Sequence[Tensor],
     master: Tensor | None,
-    sums: Tensor,
     squares: Tensor,
-    norm: Tensor,
+    sums: Tensor,
     most: int,
     dtypes: tuple[torch.dtype, torch.dtype],
     unit: int,
     rule: int,
     mean: bool,
-    max_norm: float,
-    check: Callable[[], None],
+    clipping: Clipping,
     config: UpdateConfig,
     site: int = 0,
     compile_only: bool = False,
 ) -> None:
-    """All pieces of both kernels; `check` is called between them, and may raise.
+    """All pieces of both kernels.
 
-    sums: fp32, of the elements that this rank owns; squares: fp64, at least `squares_of` of them; norm: fp32,
-    one element. All else is as `launch_update_exchange` takes it.
+    squares: fp64, at least `squares_of` of them; sums: fp32, of the elements that this rank owns. All else is
+    as `launch_update_exchange` takes it.
     """
-    world, rank, programs = memory.world, memory.rank, memory.programs * config.per_sm
-    grad, param = dtypes
-    none = [rates] * (3 - len(states))
-    settings = {
-        "PROGRAMS": programs, "PER_SM": config.per_sm, "W": world, "UNIT": unit, "G": config.group,
-        "num_warps": config.warps, "num_stages": 1, "maxnreg": config.registers,
-    }  # fmt: skip
-    pieces = _pieces(config, most, world)
+    step = StepLaunch(memory, words, buckets, most, dtypes, unit, config, site, compile_only)
+    launch_sums(step, squares, sums, mean, clipping)
+    launch_parameters(step, rates, sums, clipping.norm, states, master, rule, clipping.max_norm)
+
+
+def launch_sums(step: StepLaunch, squares: Tensor, sums: Tensor, mean: bool, clipping: Clipping) -> None:
+    """The sums and their norm, which is then checked."""
+    memory, grad, pieces = step.memory, step.dtypes[0], step.pieces
+    count = squares_of(step.config, step.most, memory.world)
     for first, items in pieces:
         launch(
-            sum_gradients, programs, compile_only,
-            words, buckets, sums, squares, norm, memory.inbox.addresses, memory.finished.addresses,
-            memory.signals.addresses, memory.done, memory.state,
-            first, items * config.group, items, config.slice_items, cdiv(items, config.slice_items),
-            1 / world if mean else 1.0, squares_of(config, most, world), int(first == pieces[-1][0]), rank,
-            site, memory.inbox.half(grad) // LINE.value, memory.finished.half(torch.float64),
-            memory.signals.half(torch.int32), GRAD=KINDS[grad], **settings,
-        )  # fmt: skip
-    if not compile_only:
-        check()
-    for first, items in pieces:
-        launch(
-            update_parameters, programs, compile_only,
-            words, buckets, rates, sums, norm, *states, *none, rates if master is None else master,
+            sum_gradients, step.programs, step.compile_only,
+            step.words, step.buckets, sums, squares, clipping.norm, memory.inbox.addresses,
             memory.finished.addresses, memory.signals.addresses, memory.done, memory.state,
-            first, items * config.group, items, config.slice_items, cdiv(items, config.slice_items), max_norm,
-            rank, site, memory.finished.half(param) // LINE.value, memory.signals.half(torch.int32),
-            PARAM=KINDS[param], RULE=rule, MASTER=master is not None, **settings,
+            *step.sizes(first, items), 1 / memory.world if mean else 1.0, count,
+            int(first == pieces[-1][0]), memory.rank, step.site, memory.inbox.half(grad) // LINE.value,
+            memory.finished.half(torch.float64), memory.signals.half(torch.int32), GRAD=KINDS[grad],
+            **step.settings(),
+        )  # fmt: skip
+    if not step.compile_only:
+        clipping.check()
+
+
+def launch_parameters(
+    step: StepLaunch, rates: Tensor, sums: Tensor, norm: Tensor, states: Sequence[Tensor],
+    master: Tensor | None, rule: int, max_norm: float,
+) -> None:  # fmt: skip
+    memory, param = step.memory, step.dtypes[1]
+    none = [rates] * (3 - len(states))
+    for first, items in step.pieces:
+        launch(
+            update_parameters, step.programs, step.compile_only,
+            step.words, step.buckets, rates, sums, norm, *states, *none, rates if master is None else master,
+            memory.finished.addresses, memory.signals.addresses, memory.done, memory.state,
+            *step.sizes(first, items), max_norm, memory.rank, step.site,
+            memory.finished.half(param) // LINE.value, memory.signals.half(torch.int32),
+            PARAM=KINDS[param], RULE=rule, MASTER=master is not None, **step.settings(),
         )  # fmt: skip
 
 
 def _pieces(config: UpdateConfig, most: int, world: int) -> list[tuple[int, int]]:
-    """First bucket of a run, and items, of every launch."""
-    run = config.run(world)
-    return [
-        (first, cdiv(min(run, max(most, 1) - first), config.group)) for first in range(0, max(most, 1), run)
-    ]
+    run, most = config.run(world), max(most, 1)
+    return [(first, cdiv(min(run, most - first), config.group)) for first in range(0, most, run)]
 
 
 def squares_of(config: UpdateConfig, most: int, world: int) -> int:

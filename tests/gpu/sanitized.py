@@ -63,11 +63,13 @@ def main() -> None:
         products = product(REDUCTIONS, (test_tokens.TAKEN, test_tokens.ADDED))
         row_sums((test_tokens.Case(op, 34, 136, text) for op, text in products), rank, world)
     elif part == "optimizer":
-        kernels = product(("buckets", "clipped"), ("", " group=2 per_sm=3"), (torch.float32, torch.bfloat16))
+        kinds = ("buckets", "clipped", "lamb", "lamb_clipped")
+        kernels = product(kinds, ("", " group=2 per_sm=3"), (torch.float32, torch.bfloat16))
         for kernel, rest, dtype in kernels:
-            way, clip = kernel + rest, 0.1 if kernel == "clipped" else 0.0
-            # Without the caching allocator nothing can be allocated in a graph, as the norm is.
-            test_optimizer.many(rank, world, dtype, 50_000, way, clip, replays=0 if clip else 2)
+            way, clip = kernel + rest, 0.1 if kernel.endswith("clipped") else 0.0
+            # Without the caching allocator nothing can be allocated in a graph, as norms and sums are.
+            replays = 2 if kernel == "buckets" else 0
+            test_optimizer.many(rank, world, dtype, 50_000, way, clip, replays)
             report(rank, f"{way} {dtype}", "")
     else:
         dense(part, rank, world)

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import pairwise
 from typing import Any
 from unittest.mock import patch
@@ -18,7 +18,7 @@ from autofuse.lowering.gpu.choice.calls import GpuCall, captured_too
 from autofuse.lowering.gpu.choice.kernel import ways_of
 from autofuse.lowering.gpu.optimizer.again import Step
 from autofuse.lowering.ops.reduce_update_gather import ReduceUpdateGather
-from autofuse.lowering.update_rules import adam_terms, numbers_at
+from autofuse.lowering.update_rules import LR, RULES, adam_terms, lamb_terms, numbers_at, trust
 from tests.gpu.conftest import WORLDS
 from tests.ranks import RankPool
 
@@ -134,6 +134,53 @@ def test_kernel_as_torch(
     assert sums == [sums[0]] * world
 
 
+def _lamb(rank: int, world: int, way: str, options: dict[str, Any]) -> float:
+    """Steps in the kernel beside those of torch and NCCL."""
+    torch.manual_seed(3)
+    first = nn.Sequential(*(nn.Linear(a, b) for a, b in pairwise((65, 300, 7)))).cuda()
+    networks = first, copy.deepcopy(first)
+    ours, others = (
+        autofuse.optim.LAMB(
+            [
+                {"params": [p for p in network.parameters() if p.dim() > 1]},
+                {"params": [p for p in network.parameters() if p.dim() == 1], "adapt": False},
+            ],
+            lr=0.01, weight_decay=0.1, **options,
+        )
+        for network in networks
+    )  # fmt: skip
+    ran: list[str] = []
+    for step in range(5):
+        x = torch.randn(9, 65, generator=torch.Generator("cuda").manual_seed(9 * step + rank), device="cuda")
+        for network, optimizer in zip(networks, (ours, others), strict=True):
+            with in_way(way) if optimizer is ours else nullcontext(ran) as seen:
+                _loss(network, x).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            ran = ran + seen if optimizer is ours else ran
+        for a, b in zip(*(network.parameters() for network in networks), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+        if "max_norm" in options:
+            torch.testing.assert_close(ours.grad_norm, others.grad_norm, rtol=1e-4, atol=0)
+    assert len(ran) >= 5
+    return float(sum(p.double().sum() for p in first.parameters()))
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize(
+    ("way", "options"),
+    [
+        ("lamb", {}),
+        ("lamb group=2 per_sm=3", {"master_weights": True}),
+        ("lamb", {"in_backward": True}),
+        ("lamb_clipped", {"max_norm": 0.1}),
+    ],
+)
+def test_lamb(gpu_ranks: Callable[[int], RankPool], world: int, way: str, options: dict[str, Any]) -> None:
+    sums = gpu_ranks(world).run(_lamb, way, options, timeout=120)
+    assert sums == [sums[0]] * world
+
+
 MANY = 3 << 25
 
 
@@ -143,7 +190,8 @@ def many(
 ) -> None:  # fmt: skip
     """A tensor longer than a launch takes, others, a straggler; then a graph, whose numbers change.
 
-    clip: the gradients are clipped to this norm, if it is not 0. replays: without any, nothing is captured.
+    way: of Adam, or of LAMB; clip: the gradients are clipped to this norm, if it is not 0. replays: without
+    any, nothing is captured.
     """
     sizes = (longest, 1000, 12, 70_000)
     buckets, group = buckets_of(sizes, world), dist.group.WORLD
@@ -159,21 +207,26 @@ def many(
         norm = torch.nn.utils.get_total_norm(means)
         means = [t * min(1.0, clip / (float(norm) + 1e-6)) for t in means]
 
+    rule = "lamb" if way.startswith("lamb") else "adam"
+
     def numbers(t: int) -> Tensor:
-        return torch.tensor([numbers_at(adam_terms((0.9, 0.99), 1e-3, 0.1, True), t, 0.1)] * len(sizes))
+        betas, eps = (0.9, 0.99), 1e-3
+        adam, lamb = adam_terms(betas, eps, 0.1, True), [lamb_terms(betas, eps, 0.1, n != 12) for n in sizes]
+        rows = [numbers_at(terms, t, 0.1) for terms in (lamb if rule == "lamb" else [adam] * len(sizes))]
+        return torch.tensor(rows)
 
     def step(rates: Tensor) -> None:
         torch.ops.autofuse.reduce_update_gather(
-            params, every[rank], states, rates, "adam", "avg", clip, False, [f"p{n}" for n in sizes],
+            params, every[rank], states, rates, rule, "avg", clip, False, [f"p{n}" for n in sizes],
             group.group_name, "direct", "many",
         )  # fmt: skip
 
     def check(t: int) -> None:
-        row = numbers(t)[0].double().tolist()
-        for p, g, a, b, got in zip(exact, means, m, v, params, strict=True):
-            a += row[2] * (g - a)
-            b.mul_(row[3]).addcmul_(g, g, value=row[4])
-            p.mul_(row[0]).addcdiv_(a, b.sqrt() * row[5] + row[6], value=-row[7])
+        rows = numbers(t).double().tolist()
+        for row, p, g, a, b, got in zip(rows, exact, means, m, v, params, strict=True):
+            u = RULES[rule].update(p, g, (a, b), row)
+            if u is not None:
+                p.sub_(u, alpha=row[LR] * trust(row, float(p.square().sum()), float(u.square().sum())))
             torch.testing.assert_close(got.double(), p, rtol=2 * torch.finfo(dtype).eps, atol=1e-5)
             p.copy_(got)
         told = [torch.empty_like(params[1]) for _ in range(world)]
@@ -202,10 +255,11 @@ def many(
 
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("way", "clip"), [("buckets", 0.0), ("lamb", 0.0), ("lamb_clipped", 0.1)])
 def test_kernel_of_many_elements(
-    gpu_ranks: Callable[[int], RankPool], world: int, dtype: torch.dtype
+    gpu_ranks: Callable[[int], RankPool], world: int, dtype: torch.dtype, way: str, clip: float
 ) -> None:
-    gpu_ranks(world).run(many, dtype, timeout=120)
+    gpu_ranks(world).run(many, dtype, MANY, way, clip, timeout=120)
 
 
 def _captured(rank: int, world: int, name: str) -> float:

@@ -1,9 +1,10 @@
-"""Calls of `update_exchange` on ranks that are CPU processes, beside the rules in float64."""
+"""Calls of the kernels of optimizers on ranks that are CPU processes, beside the rules in float64."""
 
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any
 from unittest.mock import patch
 
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autofuse.lowering.buckets import buckets_of
-from autofuse.lowering.gpu.choice.kernel import ways_of
+from autofuse.lowering.gpu.choice.kernel import Kernel, ways_of
 from autofuse.lowering.gpu.optimizer.call import update_call
 from autofuse.lowering.gpu.optimizer.tables import (
     bucket_words,
@@ -22,15 +23,28 @@ from autofuse.lowering.gpu.optimizer.tables import (
     tensor_words,
     unit_of,
 )
+from autofuse.lowering.gpu.optimizer.ways import UpdateProblem, kept_of, kernel_of
 from autofuse.lowering.ops.reduce_update_gather import ReduceUpdateGather
-from autofuse.lowering.update_rules import RULES, SIGN, adam_terms, clip, numbers_at, sgd_terms
+from autofuse.lowering.update_rules import (
+    ADAPTS,
+    RULES,
+    SIGN,
+    UNGUARDED,
+    adam_terms,
+    clip,
+    lamb_terms,
+    numbers_at,
+    sgd_terms,
+    trust,
+)
+from autofuse.lowering.update_rules import LR as RATE
 from autofuse.native_kernels.gpu.memory import Need, PeerMemory
 from autofuse.native_kernels.gpu.state import State
-from autofuse.native_kernels.triton.clipped_update import launch_clipped_update, squares_of
+from autofuse.native_kernels.triton.clipped_update import Clipping, launch_clipped_update
+from autofuse.native_kernels.triton.lamb_update import launch_lamb_update
 from autofuse.native_kernels.triton.update_exchange import (
     UpdateConfig,
     launch_update_exchange,
-    update_needs,
 )
 from tests.kernels.calls import SITE, peer_memory, placed, straggling
 from tests.kernels.embedding_calls import FakeWorkspace
@@ -44,7 +58,8 @@ LR = 0.125
 @dataclass(frozen=True)
 class Update:
     """`numels`: of the tensors; `missing`: numbers of those without a gradient; `max_norm`: None in a step
-    that needs no norm, 0 where it clips nothing."""
+    that needs no norm, 0 where it clips nothing; `eps`, `most`: for LAMB; `zero`:
+    numbers of tensors of zeros; `still`: of those whose gradients and moments are 0."""
 
     numels: tuple[int, ...]
     rule: str = "adam"
@@ -55,28 +70,58 @@ class Update:
     rows: int = 1
     config: UpdateConfig = field(default=CONFIG)
     max_norm: float | None = None
+    eps: float = 2.0**-6
+    most: float = math.inf
+    zero: tuple[int, ...] = ()
+    still: tuple[int, ...] = ()
+
+    def problem(self, world: int) -> UpdateProblem:
+        buckets = buckets_of(self.numels, world)
+        return UpdateProblem(
+            buckets.offsets[-1], longest_run(buckets), self.rule, self.dtypes, len(RULES[self.rule].states),
+            world, clips=self.max_norm is not None,
+        )  # fmt: skip
+
+    @property
+    def kernel(self) -> Kernel[UpdateProblem, UpdateConfig]:
+        return kernel_of(self.rule, self.max_norm is not None)
 
     def need(self, world: int) -> Need:
-        sizes = (d.itemsize for d in self.dtypes)
-        return update_needs(self.config, longest_run(buckets_of(self.numels, world)), *sizes, world)
+        return self.kernel.needs(self.config, self.problem(world))
+
+    def launches(self, world: int) -> int:
+        pieces = -(-max(self.problem(world).longest, 1) // self.config.run(world))
+        clips = self.max_norm is not None
+        if self.rule == "lamb":
+            return 2 * pieces + clips
+        return (1 + clips) * pieces
 
     def grads(self, rank: int, seed: int) -> list[Tensor | None]:
         generator = torch.Generator().manual_seed(1000 * seed + rank)
         found = [torch.randint(-8, 9, (n,), generator=generator) / 4 for n in self.numels]
+        for i in self.still:
+            found[i].zero_()
         return [None if i in self.missing else g.to(self.dtypes[0]) for i, g in enumerate(found)]
 
     def params(self, seed: int) -> list[Tensor]:
         generator = torch.Generator().manual_seed(seed)
-        return [(torch.randint(-8, 9, (n,), generator=generator) / 4).to(self.dtypes[1]) for n in self.numels]
+        found = [torch.randint(-8, 9, (n,), generator=generator) / 4 for n in self.numels]
+        for i in self.zero:
+            found[i].zero_()
+        return [p.to(self.dtypes[1]) for p in found]
 
     def numbers(self) -> Tensor:
         kinds = []
         for i in range(self.rows):
             lr, t = LR * (1 + i), 3 + i
             if self.rule in ("adam", "amsgrad"):
-                kinds.append(
-                    numbers_at(adam_terms((0.5, 0.75), 2.0**-6, 0.25, bool(i % 2), bool(i % 3)), t, lr)
-                )
+                terms = adam_terms((0.5, 0.75), self.eps, 0.25, bool(i % 2), bool(i % 3))
+                kinds.append(numbers_at(terms, t, lr))
+            elif self.rule == "lamb":
+                terms = lamb_terms((0.5, 0.75), self.eps, 0.0 if i == 2 else 0.25, i % 2 == 0, i == 1)
+                row = numbers_at(terms, t, lr)
+                row[ADAPTS] = UNGUARDED if i == 3 else row[ADAPTS]
+                kinds.append([self.most, *row[1:]])
             else:
                 kinds.append(numbers_at(sgd_terms(0.5, 0.25, 0.125, bool(i % 2), bool(i % 3)), t, lr))
         if self.rows == 1:
@@ -87,10 +132,14 @@ class Update:
         """Of all elements; the last one is what `master` has."""
         generator = torch.Generator().manual_seed(seed + 7)
         total, count = sum(self.numels), len(RULES[self.rule].states)
-        found = [torch.randint(0, 9, (total,), generator=generator) / 8 for _ in range(count)]
-        return (
-            [*found, torch.cat([p.float() + 2.0**-12 for p in self.params(seed)])] if self.master else found
-        )
+        found = [torch.randint(1, 9, (total,), generator=generator) / 8 for _ in range(count)]
+        offsets = [0, *accumulate(self.numels)]
+        for i in self.still:
+            for state in found:
+                state[offsets[i] : offsets[i + 1]] = 0
+        if self.master:
+            found.append(torch.cat([p.float() * (1 + 2.0**-12) for p in self.params(seed)]))
+        return found
 
     def means(self, world: int, seed: int) -> list[Tensor]:
         """Reduced gradients, in fp64; 0 of tensors that have none."""
@@ -117,7 +166,10 @@ class Update:
             if self.master:
                 p.copy_(states[-1][at])
             g = means[t] * factor * numbers[t][SIGN]
-            rule.update(p, g, [s[at] for s in states[: len(rule.states)]], numbers[t])
+            u = rule.update(p, g, [s[at] for s in states[: len(rule.states)]], numbers[t])
+            if u is not None:
+                of_p, of_u = (float(x.square().sum()) for x in (p, u))
+                p.sub_(u, alpha=numbers[t][RATE] * trust(numbers[t], of_p, of_u))
             if self.master:
                 states[-1][at] = p
         return params, states
@@ -135,22 +187,24 @@ class Update:
             states[-1] if self.master else None,
         )  # fmt: skip
         most = longest_run(buckets)
-        how = most, self.dtypes, unit_of(buckets), RULES[self.rule].code, self.mean
-        if self.max_norm is None:
-            launch_update_exchange(memory, *given, *how, self.config, SITE)
+        how = most, self.dtypes, unit_of(buckets)
+        clipping, before = None, [p.clone() for p in params]
+
+        def check() -> None:
+            torch.testing.assert_close(float(norm), self.norm(memory.world, seed), rtol=1e-6, atol=0)
+            assert all(map(torch.equal, before, params)), "a parameter has changed before"
+
+        if self.max_norm is not None:
+            clipping = Clipping(norm := torch.full((), math.nan), self.max_norm, check)
+        sizes = kept_of(self.config, self.problem(memory.world), buckets.owned(memory.rank), len(params))
+        squares, sums, steps = sizes.split(torch.full((sizes.words,), math.nan, dtype=torch.float64))
+        code, rest = RULES[self.rule].code, (self.config, SITE)
+        if self.rule == "lamb":
+            launch_lamb_update(memory, *given, squares, sums, steps, *how, self.mean, clipping, *rest)
+        elif clipping is None:
+            launch_update_exchange(memory, *given, *how, code, self.mean, *rest)
         else:
-            norm, before = torch.full((), math.nan), [p.clone() for p in params]
-            squares = torch.full((squares_of(self.config, most, memory.world),), math.nan).double()
-            sums = torch.full((buckets.owned(memory.rank),), math.nan)
-
-            def check() -> None:
-                torch.testing.assert_close(float(norm), self.norm(memory.world, seed), rtol=1e-6, atol=0)
-                assert all(map(torch.equal, before, params)), "a parameter has changed before"
-
-            clipping = sums, squares, norm
-            launch_clipped_update(
-                memory, *given, *clipping, *how, self.max_norm, check, self.config, SITE
-            )  # fmt: skip
+            launch_clipped_update(memory, *given, squares, sums, *how, code, self.mean, clipping, *rest)
         assert len(grads) == len(params)
         return params, states
 
@@ -187,9 +241,7 @@ def run_updates(
     with straggling(rank), placed(rank, memory, late) as given:
         for number, call in enumerate(calls):
             call.check(given, number)
-            longest = longest_run(buckets_of(call.numels, world))
-            pieces = -(-max(longest, 1) // call.config.run(world))
-            launches += pieces if call.max_norm is None else 2 * pieces
+            launches += call.launches(world)
     assert memory.state[State.EPOCH : State.FIRM].tolist() == [launches] + 10 * [0]
     dist.barrier()
     assert not memory.signals.views[rank].any(), "counters are left over"
@@ -216,7 +268,7 @@ def run_op(rank: int, world: int, call: Update) -> None:
     workspace: Any = FakeWorkspace(memory)
     workspace.world, workspace.programs = world, 1
     buckets = buckets_of(call.numels, world)
-    mine, kind = slice(*buckets.starts[rank : rank + 2]), "buckets" if call.max_norm is None else "clipped"
+    mine = slice(*buckets.starts[rank : rank + 2])
     for step in range(3):
         first, *rest = call.params(step)
         params = [torch.stack([first, first], 1)[:, 0], *rest]  # not contiguous
@@ -239,7 +291,7 @@ def run_op(rank: int, world: int, call: Update) -> None:
                 continue
             found = update_call(given)
             assert found is not None
-            way = replace(ways_of(found.problem)[kind], config=call.config)
+            way = replace(ways_of(found.problem)[call.kernel.kind], config=call.config)
             norm = found.run(way)
             if call.max_norm is not None:
                 torch.testing.assert_close(float(norm), call.norm(world, step), rtol=1e-6, atol=0)
@@ -271,7 +323,7 @@ def refuse(rank: int, world: int, call: Update) -> None:
         found = update_call(given)
         assert found is not None
         with pytest.raises(RuntimeError, match="the norm of all gradients is inf; no parameter has changed"):
-            found.run(replace(ways_of(found.problem)["clipped"], config=call.config))
+            found.run(replace(ways_of(found.problem)[call.kernel.kind], config=call.config))
     assert all(map(torch.equal, before, (*params, *states)))
     dist.barrier()
 
@@ -307,5 +359,20 @@ def cases() -> dict[str, Update]:
         "clipped, pieces": Update(many, config=replace(CONFIG, piece=4), max_norm=2.0),
         "norm of one bucket": Update((5,), "sgd", max_norm=0.0),
         "in step": Update((40 * 1024, 300, 9 * 1024), "adam", (bf16, bf16), config=IN_STEP),
+        "lamb": Update(aligned, "lamb"),
+        "lamb, odd lengths": Update(many, "lamb", mean=False, rows=2, zero=(1, 4), still=(1, 2)),
+        "lamb, master": Update(
+            many, "lamb", (bf16, bf16), True, (0,), rows=4, zero=(3,), still=(2,), most=4.0
+        ),
+        "lamb, pieces": Update(many, "lamb", (bf16, fp32), config=replace(CONFIG, piece=4)),
+        "lamb, clipped": Update(many, "lamb", (bf16, bf16), rows=2, max_norm=1.5),
+        "lamb, clipped, pieces": Update(
+            many, "lamb", master=True, config=replace(CONFIG, piece=4), max_norm=2.0, zero=(3,), still=(3,)
+        ),
+        "lamb, shared tensors": Update((4096, 1, 4096), "lamb", rows=3),
+        "lamb, shared tensors, clipped": Update((9000, 3), "lamb", (fp16, fp16), True, max_norm=0.5),
+        "lamb of one bucket": Update((5,), "lamb", eps=0.0),
+        "lamb, empty tensors": Update((0, 7, 0, 2050, 0), "lamb", rows=2),
+        "lamb, none given": Update((0, 3, 1025), "lamb", missing=(1, 2)),
         "items of one": Update(aligned, "momentum", config=UpdateConfig(group=1, slice_items=1, per_sm=1)),
     }

@@ -1,4 +1,4 @@
-"""update_exchange on ranks that interpret it, against the rules in fp64."""
+"""The kernels of optimizers on ranks that interpret them, against the rules in fp64."""
 
 import itertools
 from collections.abc import Callable
@@ -34,13 +34,24 @@ def test_back_to_back(interpreters: Interpreters, world: int, step: int) -> None
     interpreters(world).run(run_updates, [*cases().values()][1::step], timeout=300)
 
 
+def test_tensors_of_several_ranks(interpreters: Interpreters) -> None:
+    """Rank 1 of 3 owns parts of two that have other owners, too."""
+    calls = [call for name, call in cases().items() if "shared" in name]
+    interpreters(3).run(run_updates, [*calls, *calls], timeout=120)
+
+
 @pytest.mark.parametrize("seed", [0, 1, pytest.param(2, marks=pytest.mark.full)])
 def test_programs_that_are_placed_late(interpreters: Interpreters, seed: int) -> None:
-    calls = [cases()[name] for name in ("bf16", "one bucket", "clipped", "pieces", "clipped, pieces")]
+    calls = [
+        cases()[name]
+        for name in ("bf16", "one bucket", "clipped", "pieces", "clipped, pieces", "lamb, pieces")
+    ]
     interpreters(2).run(run_updates, calls, seed, timeout=120)
 
 
-@pytest.mark.parametrize("name", ["odd lengths", "pieces", "clipped", "norm of one bucket"])
+@pytest.mark.parametrize(
+    "name", ["odd lengths", "pieces", "clipped", "norm of one bucket", "lamb", "lamb, clipped, pieces"]
+)
 def test_as_the_op_runs_it(interpreters: Interpreters, name: str) -> None:
     """Nothing is written, nor launched, where ranks disagree."""
     interpreters(2).run(run_op, cases()[name], timeout=120)
@@ -73,8 +84,9 @@ def test_numbers(interpreters: Interpreters) -> None:
     interpreters(2).run(_numbers, timeout=60)
 
 
-def test_a_norm_that_is_not_finite(interpreters: Interpreters) -> None:
-    interpreters(2).run(refuse, cases()["clipped"], timeout=60)
+@pytest.mark.parametrize("name", ["clipped", "lamb, clipped"])
+def test_a_norm_that_is_not_finite(interpreters: Interpreters, name: str) -> None:
+    interpreters(2).run(refuse, cases()[name], timeout=60)
 
 
 @pytest.mark.parametrize("world", [2, 4, 8])

@@ -18,6 +18,7 @@ from autofuse.lowering.buckets import buckets_of
 from autofuse.lowering.direct import Direct
 from autofuse.lowering.gpu.choice.calls import GpuCall
 from autofuse.lowering.gpu.choice.kernel import ways_of
+from autofuse.lowering.gpu.choice.points import Point
 from autofuse.lowering.gpu.memory.descriptors import Descriptors
 from autofuse.lowering.gpu.optimizer import again, call
 from autofuse.lowering.gpu.optimizer.tables import rates_of, tensor_words
@@ -75,7 +76,7 @@ class Ranks:
 def ranks() -> Iterator[tuple[Ranks, Driver]]:
     def run(made: GpuCall) -> Any:
         found.ran_as_chosen += 1
-        return made.run(ways_of(made.problem)["buckets"])
+        return made.run(next(way for way in ways_of(made.problem).values() if way.fused))
 
     with faked() as driver:
         found = Ranks(driver)
@@ -119,7 +120,8 @@ def _op() -> Direct:
 
 
 @pytest.mark.parametrize(
-    ("rule", "master"), [("adam", False), ("adam", True), ("sgd", True), ("amsgrad", False)]
+    ("rule", "master"),
+    [("adam", False), ("adam", True), ("sgd", True), ("amsgrad", False), ("lamb", False), ("lamb", True)],
 )
 def test_a_step_goes_on_the_short_way(rule: str, master: bool) -> None:
     """With the addresses of its own gradients, and its own rates. The hosts tell each other once a step."""
@@ -132,7 +134,7 @@ def test_a_step_goes_on_the_short_way(rule: str, master: bool) -> None:
             given[1], given[3] = _gradients(), _numbers(t)
             versions = [p._version for p in given[0]]
             assert update(*given).shape == (0,)
-            assert len(driver.launches) == t - 1
+            assert len(driver.launches) == (t - 1) * (2 if rule == "lamb" else 1)
             assert found.told == 1 + t
             rates, rows = rates_of(given[3])
             assert found.put[-1] == rates + tensor_words(
@@ -217,6 +219,13 @@ def test_a_launch_that_is_refused() -> None:
         found.words.last.value = 1  # another stream was last: that is known before
         update(*given)
         assert found.told == 4
+
+
+def test_kernels_without_points_are_not_taken() -> None:
+    point = Point("reduce_update_gather lamb", 1 << 20, 1, 12, 2, (("lamb group=2 per_sm=3", 9.0),))
+    with patch.object(call, "shipped", lambda _: [point]):
+        taken = {kind: call.is_measured.__wrapped__(kind) for kind in ("buckets", "clipped", "lamb")}
+    assert taken == {"buckets": False, "clipped": False, "lamb": True}
 
 
 def test_numbers_on_the_device_are_for_a_kernel() -> None:

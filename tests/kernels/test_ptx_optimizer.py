@@ -1,6 +1,7 @@
-"""What the compiler makes of update_exchange and clipped_update for sm_90; no GPU is needed. The rules are
-those of test_ptx_embedding.py."""
+"""What the compiler makes of the kernels of optimizers for sm_90; no GPU is needed. The rules are those of
+test_ptx_embedding.py."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -9,11 +10,11 @@ import torch
 from autofuse.lowering.gpu.choice.kernel import ways_of
 from autofuse.lowering.gpu.optimizer.ways import UpdateProblem
 from autofuse.lowering.update_rules import RULES
-from autofuse.native_kernels.triton.clipped_update import launch_clipped_update
+from autofuse.native_kernels.triton.clipped_update import Clipping, launch_clipped_update
+from autofuse.native_kernels.triton.lamb_update import lamb_needs, launch_lamb_update
 from autofuse.native_kernels.triton.update_exchange import (
     UpdateConfig,
     launch_update_exchange,
-    update_needs,
 )
 from autofuse.native_kernels.triton.update_numbers import launch_update_numbers
 from tests.kernels.test_ptx import ACQUIRE, GPU_SCOPE, Kernel, compile_launch, compile_launches
@@ -40,17 +41,20 @@ def compiled(
     clips: bool,
 ) -> list[tuple[Kernel, bytes]]:  # fmt: skip
     grad, param = dtypes
-    memory = memory_for(update_needs(config, MOST, grad.itemsize, param.itemsize, world), world)
+    memory = memory_for(lamb_needs(config, MOST, grad.itemsize, param.itemsize, world), world)
     words, state = torch.empty(256, dtype=torch.int64), torch.empty(1024)
     states = [state] * len(RULES[rule].states)
     given = words, words, state, states, state if master else None
-    how = MOST, dtypes, 4, RULES[rule].code, True
-    if not clips:
-        return compile_launches(lambda: launch_update_exchange(memory, *given, *how, config))
-    clipping = state, state.double(), state[:1]
-    return compile_launches(
-        lambda: launch_clipped_update(memory, *given, *clipping, *how, 1.0, lambda: None, config)
-    )
+    how, code = (MOST, dtypes, 4), RULES[rule].code
+    kept, clipping = (state.double(), state), Clipping(state[:1], 1.0, lambda: None)
+    if rule == "lamb":
+        given_norm = clipping if clips else None
+        launch = partial(launch_lamb_update, memory, *given, *kept, state, *how, True, given_norm, config)
+    elif clips:
+        launch = partial(launch_clipped_update, memory, *given, *kept, *how, code, True, clipping, config)
+    else:
+        launch = partial(launch_update_exchange, memory, *given, *how, code, True, config)
+    return compile_launches(launch)
 
 
 @pytest.mark.timeout(600)
@@ -60,12 +64,16 @@ def compiled(
         ("adam", (BF16, BF16), False, 2, False),
         ("adam", (FP32, FP32), False, 4, False),
         ("adam", (BF16, BF16), False, 2, True),
+        ("lamb", (BF16, BF16), False, 2, False),
         pytest.param("adam", (BF16, BF16), True, 8, False, marks=pytest.mark.full),
         pytest.param("amsgrad", (FP16, FP16), True, 8, False, marks=pytest.mark.full),
         pytest.param("momentum", (BF16, FP32), False, 2, False, marks=pytest.mark.full),
         pytest.param("sgd", (FP32, FP32), False, 8, False, marks=pytest.mark.full),
         pytest.param("adam", (FP32, FP32), True, 4, True, marks=pytest.mark.full),
         pytest.param("sgd", (BF16, FP32), False, 8, True, marks=pytest.mark.full),
+        pytest.param("lamb", (FP32, FP32), True, 8, False, marks=pytest.mark.full),
+        pytest.param("lamb", (BF16, BF16), True, 4, True, marks=pytest.mark.full),
+        pytest.param("lamb", (FP32, FP32), False, 2, True, marks=pytest.mark.full),
     ],
 )
 def test_rules(
@@ -73,17 +81,18 @@ def test_rules(
 ) -> None:
     config = CONFIGS[world % 4 // 2]
     kernels = compiled(rule, dtypes, master, world, config, clips)
-    assert len(kernels) == 1 + clips
+    assert len(kernels) == 1 + clips + (rule == "lamb")
     for kernel, cubin in kernels:
         check(kernel, cubin, f"{kernel.name}, {rule}, {dtypes}, {config}", config, tmp_path)
         text = "\n".join(kernel.lines)
-        exchanged = {"sum_gradients": dtypes[:1], "update_parameters": dtypes[1:]}.get(kernel.name, dtypes)
-        if any(dtype.itemsize == 2 for dtype in exchanged):
+        sent = {"sum_gradients": dtypes[0], "update_parameters": dtypes[1]}.get(kernel.name, dtypes[0])
+        if sent.itemsize == 2 and not (clips and kernel.name == "measure_updates"):  # which sends nothing
             assert "ld.global.v2.b32" in text
             assert "st.global.v2.b32" in text
         if rule != "sgd" and kernel.name != "sum_gradients":
             assert "ld.global.v4.b32" in text
-            assert "st.global.v4.b32" in text
+            if (rule, kernel.name) != ("lamb", "update_parameters"):  # which has no states
+                assert "st.global.v4.b32" in text
 
 
 def check(kernel: Kernel, cubin: bytes, where: str, config: UpdateConfig, tmp_path: Path) -> None:

@@ -691,8 +691,8 @@ OPTIMIZERS = (
     Mutation(
         "the norm is computed before all sums are there",
         "clipped_update.py",
-        "if count_sum(counter) == items - 1:",
-        "if count_sum(counter) == tl.maximum(items - 2, 0):",
+        "if count_kept(counter) == items - 1:",
+        "if count_kept(counter) == tl.maximum(items - 2, 0):",
         _of("kernels", "interpreted_optimizer"),
     ),
     Mutation(
@@ -700,6 +700,27 @@ OPTIMIZERS = (
         "clipped_update.py",
         "* (factor * ratio(rates, row, 10))",
         "* ratio(rates, row, 10)",
+        _of("kernels", "interpreted_optimizer"),
+    ),
+    Mutation(
+        "a tensor of several owners is adapted by the norms of one of them",
+        "lamb_update.py",
+        "tl.where(owns, tl.load(there, volatile=True), 0.0)",
+        "tl.where(owns & (r == rank), tl.load(there, volatile=True), 0.0)",
+        _of("kernels", "interpreted_optimizer"),
+    ),
+    Mutation(
+        "owners agree on steps before all their tensors are measured",
+        "lamb_update.py",
+        "if counted == tensors - 1:",
+        "if counted == tl.maximum(tensors - 2, 0):",
+        _of("kernels", "interpreted_optimizer"),
+    ),
+    Mutation(
+        "a tensor whose direction is 0 is adapted",
+        "lamb_update.py",
+        "((of_p > 0) & (of_u > 0))",
+        "(of_p > 0)",
         _of("kernels", "interpreted_optimizer"),
     ),
     Mutation(

@@ -21,7 +21,7 @@ from autofuse.lowering.gpu.dense.work import INDUCTOR_TAIL, TAIL, tail_work
 from autofuse.lowering.gpu.embedding.ways import BACKWARD, OP, UPDATE, ExchangeProblem
 from autofuse.lowering.gpu.experts.ways import DROPLESS, DroplessProblem, ExpertProblem
 from autofuse.lowering.gpu.optimizer.ways import OP as STEP
-from autofuse.lowering.gpu.optimizer.ways import UpdateProblem
+from autofuse.lowering.gpu.optimizer.ways import WITH_CLIPPING, UpdateProblem
 from autofuse.lowering.update_rules import RULES
 
 DENSE = (REDUCE, SCATTER, GATHER, PUBLISH)
@@ -94,12 +94,13 @@ def problem_at(point: Point) -> Problem | None:
     return ExpertProblem(op, n // columns, m, k, columns, world, _DTYPE)
 
 
-def _step_at(rule: str, elements: int, element_bytes: int, world: int) -> UpdateProblem:
+def _step_at(kind: str, elements: int, element_bytes: int, world: int) -> UpdateProblem:
     """The step of a tensor whose gradient and parameter have one dtype."""
+    rule, clips = kind.removesuffix(WITH_CLIPPING), kind.endswith(WITH_CLIPPING)
     states = len(RULES[rule].states)
     dtype = torch.float32 if element_bytes - 4 * states == 8 else torch.bfloat16
     owned = -(-elements // world)
-    return UpdateProblem(elements, -(-owned // BUCKET), rule, (dtype, dtype), states, world)
+    return UpdateProblem(elements, -(-owned // BUCKET), rule, (dtype, dtype), states, world, clips=clips)
 
 
 def weight_of(point: Point) -> tuple[int, int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from autofuse import optim
 from autofuse.lowering.buckets import buckets_of
-from autofuse.lowering.update_rules import adam_terms, numbers_at
+from autofuse.lowering.update_rules import adam_terms, lamb_terms, numbers_at
 
 from .cells import Shapes
 from .rows import OURS, Options
@@ -22,6 +21,8 @@ OP = "reduce_update_gather"
 BUCKET_BYTES = 25 << 20
 """Of the flat buffers, as in DDP."""
 MAX_NORM = 1.0
+FEW = 64
+"""Most tensors of a step that Inductor compiles within seconds."""
 RATES: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.01}
 
 Peer = tuple[Callable[[], object], list[Tensor]]
@@ -37,18 +38,18 @@ def peers(
     params = _params(shapes, dtype, device)
     ours = getattr(optim, rule)(params, max_norm=max_norm, **rates)
     yield OURS, (ours.step, params)
-    if rule == "LAMB":
-        params = _params(shapes, dtype, device)
-        yield "all_reduce + foreach LAMB", (_foreach_lamb(params), params)
-        return
 
-    if params[0].is_cuda and not captured:
+    if params[0].is_cuda:
         from autofuse.lowering.gpu import by_name
 
-        for way in by_name.names(OP, _arguments(params, max_norm), False):
+        for way in by_name.names(OP, _arguments(rule, params, max_norm, captured), False):
             made = _params(shapes, dtype, device)
-            arguments = _arguments(made, max_norm)
+            arguments = _arguments(rule, made, max_norm, captured)
             yield f"{OURS} {way}", (partial(by_name.run, way, OP, arguments), made)
+
+    if rule == "LAMB":
+        yield from _lambs(shapes, dtype, device, max_norm)
+        return
 
     params = _params(shapes, dtype, device)
     each = torch.optim.AdamW(params, fused=True, **rates)
@@ -62,6 +63,10 @@ def peers(
 
     if captured:
         return
+    if device.type == "cuda" and max_norm is None:
+        params = _params(shapes, dtype, device)
+        yield "FSDP2", (_fsdp2(params), [])
+
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     params = _params(shapes, dtype, device)
@@ -70,18 +75,22 @@ def peers(
         yield "ZeroRedundancyOptimizer", (_after(_reduce_buckets, params, zero, max_norm), params)
 
 
-def _arguments(params: list[Tensor], max_norm: float | None) -> tuple[Any, ...]:
-    """Of the op: the first update of AdamW."""
+def _arguments(rule: str, params: list[Tensor], max_norm: float | None, captured: bool) -> tuple[Any, ...]:
+    """Of the op: the first update."""
     group = dist.group.WORLD
     assert group is not None
     owned = buckets_of(tuple(p.numel() for p in params), group.size()).owned(group.rank())
-    row = numbers_at(adam_terms((0.9, 0.999), 1e-8, RATES["weight_decay"], True), 1, RATES["lr"])
-    numbers = torch.tensor([row], dtype=torch.float64, device="cpu").expand(len(params), -1)
+    betas, decay, is_lamb = (0.9, 0.999), RATES["weight_decay"], rule == "LAMB"
+    terms = lamb_terms(betas, 1e-6, decay, True) if is_lamb else adam_terms(betas, 1e-8, decay, True)
+    row = [numbers_at(terms, 1, RATES["lr"])]
+    numbers = torch.tensor(row, dtype=torch.float64, device="cpu").expand(len(params), -1)
+    if captured:
+        numbers = numbers.to(params[0].device, torch.float32)
     names = [f"parameter {i}" for i in range(len(params))]
     return (
         [p.detach() for p in params], _grads(params),
-        [torch.zeros(owned, device=params[0].device) for _ in range(2)], numbers, "adam", "avg",
-        max_norm or 0.0, False,
+        [torch.zeros(owned, device=params[0].device) for _ in range(2)], numbers,
+        "lamb" if is_lamb else "adam", "avg", max_norm or 0.0, False,
         names, group.group_name, "direct", "bench",
     )  # fmt: skip
 
@@ -164,27 +173,82 @@ def _flat(
     return step, params
 
 
-def _foreach_lamb(params: list[Tensor]) -> Callable[[], object]:
+def _fsdp2(params: list[Tensor]) -> Callable[[], object]:
+    """A step of FSDP2 whose parameters stay whole between forward and backward. Forward and backward compute
+    nothing, so that they are the exchanges alone."""
+    from torch.distributed.fsdp import fully_shard
+
+    class Given(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, grads: list[Tensor], *given: Tensor) -> Tensor:
+            ctx.grads = grads
+            return given[0].new_zeros(())
+
+        @staticmethod
+        def backward(ctx: Any, *_: Tensor) -> Any:
+            return None, *ctx.grads
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.all = torch.nn.ParameterList(p.detach() for p in params)
+            self.grads = _grads(params)
+
+        def forward(self) -> Tensor:
+            return Given.apply(self.grads, *self.all)
+
+    model = Model()
+    fully_shard(model, reshard_after_forward=False)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True, **RATES)
+
+    def step() -> None:
+        model().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def _lambs(
+    shapes: Shapes, dtype: torch.dtype, device: torch.device, max_norm: float | None
+) -> Iterator[tuple[str, Peer]]:
+    """LAMB in lists of tensors, as it is and, of few tensors, compiled by Inductor."""
+    compiled = torch.compile(_foreach_lamb, dynamic=False)
+    for name, update in (("foreach", _foreach_lamb), ("compiled", compiled)):
+        if name == "foreach" or len(shapes) <= FEW:
+            params = _params(shapes, dtype, device)
+            yield f"all_reduce + {name} LAMB", (_lamb_step(update, params, max_norm), params)
+
+
+def _lamb_step(
+    update: Callable[..., None], params: list[Tensor], max_norm: float | None
+) -> Callable[[], object]:
     m, v = [torch.zeros_like(p) for p in params], [torch.zeros_like(p) for p in params]
-    t = 0
+    t = torch.zeros((), device=params[0].device)
 
     @torch.no_grad()
     def step() -> None:
-        nonlocal t
-        t += 1
+        t.add_(1)
         _reduce_buckets(params)
-        grads = _grads(params)
-        torch._foreach_lerp_(m, grads, 0.1)
-        torch._foreach_mul_(v, 0.999)
-        torch._foreach_addcmul_(v, grads, grads, 0.001)
-        root = torch._foreach_sqrt(v)
-        torch._foreach_div_(root, math.sqrt(1 - 0.999**t))
-        torch._foreach_add_(root, 1e-6)
-        u = torch._foreach_div(m, root)
-        torch._foreach_div_(u, 1 - 0.9**t)
-        torch._foreach_add_(u, params, alpha=RATES["weight_decay"])
-        factors = torch._foreach_div(torch._foreach_norm(params), torch._foreach_norm(u))
-        torch._foreach_mul_(u, factors)
-        torch._foreach_sub_(params, u, alpha=RATES["lr"])
+        if max_norm is not None:
+            torch.nn.utils.clip_grad_norm_(params, max_norm)
+        update([p.detach() for p in params], _grads(params), m, v, 1 - 0.9**t, (1 - 0.999**t).sqrt())
 
     return step
+
+
+def _foreach_lamb(
+    params: list[Tensor], grads: list[Tensor], m: list[Tensor], v: list[Tensor], first: Tensor, root: Tensor
+) -> None:
+    torch._foreach_lerp_(m, grads, 0.1)
+    torch._foreach_mul_(v, 0.999)
+    torch._foreach_addcmul_(v, grads, grads, 0.001)
+    divisors = torch._foreach_sqrt(v)
+    torch._foreach_div_(divisors, root)
+    torch._foreach_add_(divisors, 1e-6)
+    u = torch._foreach_div(m, divisors)
+    torch._foreach_div_(u, first)
+    torch._foreach_add_(u, params, alpha=RATES["weight_decay"])
+    factors = torch._foreach_div(torch._foreach_norm(params), torch._foreach_norm(u))
+    torch._foreach_mul_(u, factors)
+    torch._foreach_sub_(params, u, alpha=RATES["lr"])

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 OURS = "autofuse"
+STATES = 2
+"""Of AdamW and LAMB, in float32."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,16 @@ class Row:
     us: dict[str, float]
     captured: bool = False
     clipped: bool = False
+    limit_us: float | None = None
+    """That links and memory take at least; on GPUs."""
+
+    def limit(self, link_gb_per_s: float, memory_gb_per_s: float) -> float:
+        """The longer of two times: every link moves gradients to their owners and parameters back, and memory
+        moves the gradients and states that are read, and the states and parameters that are written."""
+        value, state = (4 if self.dtype == "float32" else 2), 2 * STATES * 4
+        sent = self.elements * 2 * value * (self.world - 1) / self.world
+        touched = self.elements * (2 * value + (state + value) / self.world)
+        return max(sent / link_gb_per_s, touched / memory_gb_per_s) / 1e3
 
     @property
     def best(self) -> tuple[str, float]:
@@ -50,13 +62,14 @@ def table(rows: Sequence[Row]) -> str:
     lines = [
         "| ranks | rule | dtype | tensors | "
         + " | ".join(f"{p} us" for p in peers)
-        + " | best other / ours |"
+        + " | best other / ours | limit / ours |"
     ]
-    lines.append("|---" * (len(peers) + 5) + "|")
+    lines.append("|---" * (len(peers) + 6) + "|")
     for row in rows:
         of_peers = [f"{row.us[p]:,.0f}" if p in row.us else "" for p in peers]
         name, ratio = row.best
         tensors = ", ".join([row.name, *["captured"] * row.captured, *["clipped"] * row.clipped])
-        cells = [str(row.world), row.rule, row.dtype, tensors, *of_peers, f"{ratio:.2f} ({name})"]
+        share = "" if row.limit_us is None else f"{row.limit_us / row.us[OURS]:.2f}"
+        cells = [str(row.world), row.rule, row.dtype, tensors, *of_peers, f"{ratio:.2f} ({name})", share]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)

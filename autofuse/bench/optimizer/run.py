@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -46,10 +47,23 @@ def run(worlds: Sequence[int], options: Options) -> list[Row]:
     return rows
 
 
-def run_on_gpus(options: Options) -> list[Row]:
-    """The rows of the group of torchrun, which has been joined."""
+def run_on_gpus(options: Options, json_file: Path | None) -> list[Row]:
+    """The rows of the group of torchrun, which has been joined. Rank 0 writes the file after every row."""
+    from autofuse.bench.gpu.driver import link, machine, written
+    from autofuse.bench.gpu.rates import copy_rate
+
     warnings.filterwarnings("ignore")
-    return _rows(ON_GPUS, options, torch.device("cuda", torch.cuda.current_device()))
+    device = torch.device("cuda", torch.cuda.current_device())
+    buffer, about = link(0)
+    memory = copy_rate(buffer, torch.empty_like(buffer))
+    data: dict[str, Any] = {"machine": machine(), **about, "memory_gb_per_s": memory, "rows": []}
+    rows = []
+    for name, rule, dtype in _chosen(ON_GPUS, options):
+        row = _measure(name, ON_GPUS[name], rule, dtype, options, device)
+        rows.append(replace(row, limit_us=row.limit(about["link_gb_per_s"], memory)))
+        data["rows"].append({**asdict(rows[-1]), "best_other": row.best})
+        written(f"{name} {rule} {dtype}", data, json_file)
+    return rows
 
 
 def _rank(rank: int, world: int, directory: str, options: Options) -> None:
@@ -57,26 +71,24 @@ def _rank(rank: int, world: int, directory: str, options: Options) -> None:
     torch.set_num_threads(options.threads)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
     dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=world)
-    rows = _rows(CELLS, options, torch.device("cpu"))
+    device = torch.device("cpu")
+    chosen = _chosen(CELLS, options)
+    rows = [_measure(name, CELLS[name], rule, dtype, options, device) for name, rule, dtype in chosen]
     if rank == 0:
         Path(directory, "rows.json").write_text(json.dumps([asdict(row) for row in rows]))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def _rows(cells: Mapping[str, Shapes], options: Options, device: torch.device) -> list[Row]:
+def _chosen(cells: Mapping[str, Shapes], options: Options) -> list[tuple[str, str, str]]:
+    """Name, rule and dtype of each row."""
     return [
-        _measure(name, shapes, rule, dtype, options, device)
-        for name, shapes in cells.items()
+        (name, rule, dtype)
+        for name in cells
         if not options.rows or any(part in name for part in options.rows)
-        for rule in ("AdamW", *(["LAMB"] if options.lamb and not _is_special(options) else []))
+        for rule in ("AdamW", *(["LAMB"] if options.lamb else []))
         for dtype in options.dtypes
     ]
-
-
-def _is_special(options: Options) -> bool:
-    """Whether steps are such as no LAMB can make, or none of torch's is written for."""
-    return options.captured or options.clipped
 
 
 def _measure(name: str, shapes: Shapes, rule: str, dtype: str, options: Options, device: torch.device) -> Row:

@@ -26,7 +26,7 @@ from autofuse.lowering.ops.reduce_update_gather import ReduceUpdateGather
 from autofuse.native_kernels.triton.update_exchange import FIELDS
 
 from .tables import ALIGNED, rates_of
-from .ways import OP
+from .ways import OP, Kept
 
 _dtype = Tensor.dtype.__get__  # type: ignore[attr-defined]
 
@@ -38,12 +38,14 @@ class Step:
     """A step that the kernel has made, with a gradient for each parameter.
 
     told: what this rank has told the others; rates, words, rows: what the kernel was told, and which rates
-    each tensor has; table: where the buckets are; long: makes a step on which the ranks have agreed.
+    each tensor has; table: where the buckets are; sizes: of what a step keeps until it ends; long: makes a
+    step on which the ranks have agreed.
     """
 
     def __init__(
         self, workspace: GpuWorkspace, launcher: Launcher, args: ReduceUpdateGather, told: Sequence[int],
-        words: bytes, rows: Sequence[int], table: Tensor, long: Callable[[ReduceUpdateGather], Tensor | None],
+        words: bytes, rows: Sequence[int], table: Tensor, sizes: Kept,
+        long: Callable[[ReduceUpdateGather], Tensor | None],
     ) -> None:  # fmt: skip
         self.group = weakref.ref(workspace.group)
         self._workspace, self._launcher, self._long = workspace, launcher, long
@@ -52,6 +54,7 @@ class Step:
         self._numels = [p.numel() for p in args.params]
         self._dtypes = {g.dtype for g in args.grads if g is not None}
         self._words, self._rows, self._table = array("q", words), [*rows], table
+        self._sizes = sizes
         self._first = len(self._words) - FIELDS.value * len(args.params)
         self._nothing = torch.empty(0, device=args.device)
 
@@ -71,7 +74,10 @@ class Step:
         words = self._words[:]
         words[self._first :: FIELDS.value] = array("q", grads)
         at = self._workspace.descriptors.place(rates + words.tobytes(), False).data_ptr()
-        if not self._launcher.starts(at + len(rates), self._table.data_ptr(), at, *self._states.addresses):
+        kept = [self._sizes.new(args.device)] if self._sizes.words else []
+        if not self._launcher.starts(
+            at + len(rates), self._table.data_ptr(), at, *self._states.addresses, *map(Tensor.data_ptr, kept)
+        ):
             return self._long(args)
         torch.autograd.graph.increment_version([*args.params, *args.states])
         return self._nothing

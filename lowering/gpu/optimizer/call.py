@@ -31,14 +31,14 @@ from autofuse.lowering.update_rules import RULES
 
 from .again import TOLD, Step, step_kind
 from .tables import ALIGNED, bucket_words, longest_run, rates_of, tensor_words, unit_of
-from .ways import DTYPES, OP, WITH_CLIPPING, Clipping, UpdateProblem
+from .ways import DTYPES, OP, Clipping, UpdateProblem, kept_of, kernel_of
 
 
 @cache
-def is_measured(clips: bool) -> bool:
-    """Whether points of the kernel are shipped. Before that no step takes it, and the reference agrees."""
-    points = (point.op for point in shipped("") if point.op.startswith(OP))
-    return any(op.endswith(WITH_CLIPPING) == clips for op in points)
+def is_measured(kind: str) -> bool:
+    """Whether points of a kernel are shipped. Before that no step takes it, and the reference agrees."""
+    ways = (way for point in shipped("") if point.op.startswith(OP) for way, _ in point.times)
+    return any(way.split(" ")[0] == kind for way in ways)
 
 
 def run_update(args: ReduceUpdateGather) -> Any:
@@ -46,7 +46,7 @@ def run_update(args: ReduceUpdateGather) -> Any:
 
     Raises Disagreement on all ranks if the ranks disagree, as the reference does.
     """
-    if not args.params or args.world == 1 or not is_measured(args.wants_norm):
+    if not args.params or args.world == 1 or not is_measured(kernel_of(args.rule, args.wants_norm).kind):
         return NotImplemented
     if torch.cuda.is_current_stream_capturing() and not args.numbers.is_cuda:
         return NotImplemented  # replays would go on with the numbers of this update
@@ -89,9 +89,8 @@ def agree(workspace: GpuWorkspace, args: ReduceUpdateGather, buckets: Buckets) -
 
 def problem_of(workspace: GpuWorkspace, args: ReduceUpdateGather, buckets: Buckets) -> UpdateProblem | None:
     """The call as the kernel takes it; None if it does not. The same on all ranks, since they agree."""
-    rule = RULES[args.rule]
     grads, params = {g.dtype for g in args.grads if g is not None}, {p.dtype for p in args.params}
-    if rule.by_norms or len(grads) != 1 or len(params) != 1:
+    if len(grads) != 1 or len(params) != 1:
         return None
     dtypes = grads.pop(), params.pop()
     if not {*dtypes} <= {*DTYPES}:
@@ -143,11 +142,13 @@ def _run(
     if problem.clips:
         result = torch.empty((), device=args.device)
         check = partial(_check, result) if args.error_if_nonfinite else _nothing
-        clipping.append(Clipping(buckets.owned(workspace.rank), result, args.max_norm, check))
+        clipping.append(Clipping(result, args.max_norm, check))
+    sizes = kept_of(way.config, problem, buckets.owned(workspace.rank), len(params))
+    kept = (sizes.new(args.device), sizes) if sizes.words else ()
     try:
         launcher.launch(
             placed[count:], table, rates, states[:own], states[own] if len(states) > own else None,
-            problem.longest, problem.dtypes, unit, rule.code, mean, *clipping,
+            problem.longest, problem.dtypes, unit, rule.code, mean, *kept, *clipping,
         )  # fmt: skip
     finally:
         launcher.leave()
@@ -155,7 +156,7 @@ def _run(
     like = step_kind(args)
     if launcher.is_short and like is not None and all(t is not None and t is used for t, used in pairs):
         long = partial(_run, workspace, problem, buckets, told, way)
-        remember(workspace, like, Step(workspace, launcher, args, told, words, rows, table, long))
+        remember(workspace, like, Step(workspace, launcher, args, told, words, rows, table, sizes, long))
     for p, used, g in zip(args.params, params, args.grads, strict=True):
         if g is not None and used is not p:
             p.detach().copy_(used)

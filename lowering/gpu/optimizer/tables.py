@@ -40,12 +40,13 @@ def longest_run(buckets: Buckets) -> int:
 
 
 def bucket_words(buckets: Buckets) -> Tensor:
-    """A word for each bucket of all tensors, in order."""
+    """A word for each bucket of all tensors, in order; then the number of the first bucket of each tensor,
+    and that of all buckets."""
     counts = torch.tensor([-(-n // BUCKET) for n in buckets.numels], dtype=torch.int64, device="cpu")
     tensors = torch.repeat_interleave(torch.arange(len(counts), device="cpu"), counts)
-    before = torch.cat([counts.new_zeros(1), counts.cumsum(0)])[:-1]
-    numbers = torch.arange(len(tensors), device="cpu") - before[tensors]
-    return tensors << TENSOR_BIT.value | numbers
+    firsts = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    numbers = torch.arange(len(tensors), device="cpu") - firsts[tensors]
+    return torch.cat([tensors << TENSOR_BIT.value | numbers, firsts])
 
 
 def unit_of(buckets: Buckets) -> int:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from autofuse.lowering.gpu.choice.kernel import MOST_BYTES, Kernel, Launch, Way, only_kernels
 from autofuse.lowering.gpu.choice.work import Rows, Work
+from autofuse.lowering.update_rules import RULES
 from autofuse.native_kernels.gpu.memory import Need
-from autofuse.native_kernels.triton.clipped_update import launch_clipped_update, squares_of
+from autofuse.native_kernels.triton.clipped_update import Clipping, launch_clipped_update, squares_of
+from autofuse.native_kernels.triton.lamb_update import lamb_needs, launch_lamb_update, measures_of
 from autofuse.native_kernels.triton.update_exchange import (
     KINDS,
     UpdateConfig,
@@ -30,15 +32,31 @@ WITH_CLIPPING = ", clipped"
 """What points of such calls have behind the rule."""
 
 
-class Clipping(NamedTuple):
-    """What a call has that clips. owned: elements of this rank; norm: where the norm of all gradients is
-    stored; max_norm: 0 clips nothing; check: called once the norm has been computed, before any parameter
-    changes."""
+@dataclass(frozen=True)
+class Kept:
+    """What a step keeps until it ends: squares, in float64; sums, or directions, of the elements that this
+    rank owns, and a number for each tensor, in float32. They lie in one tensor of float64."""
 
-    owned: int
-    norm: Tensor
-    max_norm: float
-    check: Callable[[], None]
+    squares: int = 0
+    owned: int = 0
+    tensors: int = 0
+
+    @property
+    def words(self) -> int:
+        return sum(n // 2 for n in self._floats)
+
+    @property
+    def _floats(self) -> tuple[int, int, int]:
+        """Up to a place where a tensor may begin."""
+        counts = (2 * self.squares, self.owned, self.tensors)
+        return tuple(-(-n // 4) * 4 for n in counts)  # type: ignore[return-value]
+
+    def new(self, device: torch.device) -> Tensor:
+        return torch.empty(self.words, dtype=torch.float64, device=device)
+
+    def split(self, kept: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        squares, sums, numbers = kept.view(torch.float32).split(self._floats)
+        return squares.view(torch.float64), sums, numbers
 
 
 @dataclass(frozen=True)
@@ -77,7 +95,7 @@ class UpdateProblem:
     def kernels(self) -> Sequence[Kernel[UpdateProblem, Any]]:
         if self.world > 8 or not self.elements:
             return ()
-        return (CLIPPED,) if self.clips else (BUCKETS,)
+        return (kernel_of(self.rule, self.clips),)
 
     def at(self, op: str, m: int, k: int, n: int, world: int) -> UpdateProblem:
         return replace(self, elements=m, world=world)
@@ -92,7 +110,9 @@ class UpdateProblem:
 
 def _work(name: str, p: UpdateProblem) -> Work:
     grad, param = (dtype.itemsize for dtype in p.dtypes)
-    kept = 8 * (p.states + p.clips) / p.world  # sums are kept until their norm is known
+    by_norms = RULES[p.rule].by_norms
+    # Sums are kept until their norm is known, and the direction of LAMB until that of its tensor is.
+    kept = (8 * (p.states + p.clips + by_norms) + param * by_norms) / p.world
     touched = p.elements * (2 * grad + 2 * param + kept)
     sent = p.elements * (grad + param) * (p.world - 1) / p.world
     return Rows(f"{p.op} {name}", touched, sent, False)
@@ -106,7 +126,17 @@ def _configs(problem: UpdateProblem) -> Iterator[UpdateConfig]:
 
 def _needs(config: UpdateConfig, problem: UpdateProblem) -> Need:
     grad, param = (dtype.itemsize for dtype in problem.dtypes)
-    return update_needs(config, problem.longest, grad, param, problem.world)
+    needs = lamb_needs if RULES[problem.rule].by_norms else update_needs
+    return needs(config, problem.longest, grad, param, problem.world)
+
+
+def kept_of(config: UpdateConfig, problem: UpdateProblem, owned: int, tensors: int) -> Kept:
+    """owned: elements of this rank; tensors: of all ranks."""
+    if RULES[problem.rule].by_norms:
+        return Kept(measures_of(config, problem.longest), owned, tensors)
+    if problem.clips:
+        return Kept(squares_of(config, problem.longest, problem.world), owned)
+    return Kept()
 
 
 def _launch(
@@ -123,15 +153,23 @@ def _launch(
 def _launch_clipped(
     at: Launch, config: UpdateConfig, words: Tensor, buckets: Tensor, rates: Tensor, states: Sequence[Tensor],
     master: Tensor | None, most: int, dtypes: tuple[torch.dtype, torch.dtype], unit: int, rule: int,
-    mean: bool, clipping: Clipping,
+    mean: bool, kept: Tensor, sizes: Kept, clipping: Clipping,
 ) -> None:  # fmt: skip
-    owned, device = clipping.owned, words.device
-    sums = torch.empty(owned, dtype=torch.float32, device=device)
-    count = squares_of(config, most, at.memory.world)
-    squares = torch.empty(count, dtype=torch.float64, device=device)
+    squares, sums, _ = sizes.split(kept)
     launch_clipped_update(
-        at.memory, words, buckets, rates, states, master, sums, squares, clipping.norm, most, dtypes, unit,
-        rule, mean, clipping.max_norm, clipping.check, config, at.site, at.compile_only,
+        at.memory, words, buckets, rates, states, master, squares, sums, most, dtypes, unit, rule, mean,
+        clipping, config, at.site, at.compile_only,
+    )  # fmt: skip
+
+
+def _launch_lamb(
+    at: Launch, config: UpdateConfig, words: Tensor, buckets: Tensor, rates: Tensor, states: Sequence[Tensor],
+    master: Tensor | None, most: int, dtypes: tuple[torch.dtype, torch.dtype], unit: int, rule: int,
+    mean: bool, kept: Tensor, sizes: Kept, clipping: Clipping | None = None,
+) -> None:  # fmt: skip
+    launch_lamb_update(
+        at.memory, words, buckets, rates, states, master, *sizes.split(kept), most, dtypes, unit, mean,
+        clipping, config, at.site, at.compile_only,
     )  # fmt: skip
 
 
@@ -153,6 +191,32 @@ CLIPPED: Kernel[UpdateProblem, UpdateConfig] = Kernel(
     work=lambda config, problem: _work("kernel", problem),
     source="triton/clipped_update.py",
 )
+
+LAMB: Kernel[UpdateProblem, UpdateConfig] = Kernel(
+    "lamb",
+    _configs,
+    needs=_needs,
+    launch=_launch_lamb,
+    only_launches=only_kernels,
+    work=lambda config, problem: _work("kernel", problem),
+    source="triton/lamb_update.py",
+)
+
+CLIPPED_LAMB: Kernel[UpdateProblem, UpdateConfig] = Kernel(
+    "lamb_clipped",
+    _configs,
+    needs=_needs,
+    launch=_launch_lamb,
+    work=lambda config, problem: _work("kernel", problem),
+    source="triton/lamb_update.py",
+)
+
+
+def kernel_of(rule: str, clips: bool) -> Kernel[UpdateProblem, UpdateConfig]:
+    if RULES[rule].by_norms:
+        return CLIPPED_LAMB if clips else LAMB
+    return CLIPPED if clips else BUCKETS
+
 
 DTYPES = tuple(KINDS)
 """That gradients and parameters may have."""
