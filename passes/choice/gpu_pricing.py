@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from .cost_model import Task
 from .scheduled import Cluster, Margins
-from .ways import problem_of, times
+from .ways import problem_of, taken_us
 
 if TYPE_CHECKING:
     from autofuse.lowering.gpu.choice.correction import Predictor
@@ -87,10 +87,10 @@ class GpuPricing:
         """A reduction that scatters, or a gather, with its matmuls."""
         if not task.matmuls:
             return self._alone(kind, task)
-        found = times(_in_parts(task), self.predictor)
-        if found is None or task.count != 1:
+        us = taken_us(_in_parts(task), self.predictor)
+        if us is None or task.count != 1:
             return None
-        return found[0] + (self._kernel(2 * task.kept) if task.kept else 0.0)
+        return us + (self._kernel(2 * task.kept) if task.kept else 0.0)
 
     def _products(self, gather: Task) -> float | None:
         """The matmuls that read what is not gathered."""
