@@ -64,13 +64,17 @@ class GpuPricing:
         problem = problem_of(cluster.task, self.predictor.model.gpu.multiprocessors)
         if not isinstance(problem, DenseProblem) or not min(problem.k, problem.n) or cluster.task.count != 1:
             return None
-        if schedule == "owner":
-            return choose(replace(problem, written=cluster.written // problem.m), self.predictor).us
+        tails = schedule != "unchanged" and cluster.written > 0
+        if schedule == "owner" and tails:
+            us = choose(replace(problem, written=cluster.written // problem.m), self.predictor).us
+            # A way knows of one operand of the size of the sum.
+            more = max(0, cluster.read - cluster.reduced) / problem.world
+            return us + self._us(tail_work(more)) - self._us(tail_work(0))
         found = choose(problem, self.predictor)
-        if schedule == "every" and applies_tails(ways_of(problem)[found.way], problem):
+        if tails and applies_tails(ways_of(problem)[found.way], problem):
             tail = tail_work(behind - cluster.reduced)  # nobody stores the sum, and nobody reads it
         else:
-            tail = tail_work(cluster.reduced + behind, INDUCTOR_TAIL if schedule == "unchanged" else TAIL)
+            tail = tail_work(cluster.reduced + behind, TAIL if tails else INDUCTOR_TAIL)
         return found.us + self._us(tail)
 
     def _split(self, cluster: Cluster) -> float | None:
