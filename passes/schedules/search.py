@@ -101,10 +101,12 @@ def pricing_on(device: torch.device, settings: Settings) -> Pricing | None:
 
 def _why(pricing: Pricing, taken: str, priced: bool) -> dict[str, str]:
     """Why a stream has the schedule that it has, and is not split."""
+    if taken == SPLIT:
+        return {}
+    if not priced:
+        return {taken: _UNKNOWN}
     tails = pricing.margins(EVERY, stands=True).somewhere
     split = pricing.margins(SPLIT, stands=taken == UNCHANGED).somewhere
-    if taken == SPLIT or not priced:
-        return {} if taken == SPLIT else {taken: _UNKNOWN}
     if taken == UNCHANGED and tails == split:
         return {taken: _NONE_SAVES.format(tails)}
     why = {taken: _NO_TAIL_SAVES.format(tails) if taken == UNCHANGED else _EACH}
