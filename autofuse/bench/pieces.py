@@ -120,6 +120,7 @@ class Weights:
 
     def __init__(self, model: nn.Module, cold: bool) -> None:
         self._own = [p for p in model.parameters() if p.dim() == 2]
+        self.matrices = len(self._own)
         nbytes = sum(p.nbytes for p in self._own)
         count = min(MOST_CALLS, copies_of(nbytes)) if cold else 1
         self._copies = [[p.data.roll(i, 0) if i else p.data for p in self._own] for i in range(count)]

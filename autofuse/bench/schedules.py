@@ -8,6 +8,7 @@ All schedules compute the same; they are timed in turn, block by block, in one p
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -26,17 +27,19 @@ from torch import Tensor, multiprocessing
 
 import autofuse
 from autofuse.bench.cpu.run import cores
+from autofuse.bench.gpu import driver
 from autofuse.bench.gpu.driver import TIMEOUT_S, leave, written
+from autofuse.bench.gpu.table import grid
 from autofuse.bench.models import run as models
 from autofuse.bench.pieces import MODELS, Way, Weights, ways
 from autofuse.lowering.gpu.choice.timer import Call, time_all, together
-from autofuse.lowering.gpu.choice.timing import QUICK, Effort, calls_for, matmul_us
+from autofuse.lowering.gpu.choice.timing import QUICK, Effort, calls_for, captured, matmul_us
 from autofuse.lowering.torch_internals import compiling_variants, enable_symmetric_memory
 from autofuse.passes.report import Report
-from autofuse.passes.schedules.schedule import AUTO, SCHEDULES
+from autofuse.passes.schedules.schedule import AUTO, SCHEDULES, UNCHANGED
 
 TOKENS_ON_CPUS = (1, 4, 16, 64, 128, 256, 512, 1024)
-TOKENS_ON_GPUS = (8, 2048, 64, 512, 1, 8192)
+TOKENS_ON_GPUS = (2048, 8, 8192, 512, 64, 4096, 1024, 1)
 """What tells most comes first: time may run out."""
 BLOCK_S, MOST_CALLS = 0.03, 64
 """Calls are timed in blocks of about this length: ranks leave a barrier up to milliseconds apart."""
@@ -58,12 +61,13 @@ class Options:
     """That are spent on a row, about; on CPU ranks alone."""
     quick: bool = False
     threads: int = 1
+    device: str = "cpu"
 
 
 @dataclass(frozen=True)
 class Row:
     """Microseconds of a call under every schedule: medians of the slowest rank. `did`: what became of it.
-    `predicted`: what `auto` reckons with where it can split."""
+    `predicted`: what `auto` reckons with."""
 
     name: str
     world: int
@@ -105,15 +109,32 @@ def run(worlds: Sequence[int], options: Options) -> list[Row]:
     return rows
 
 
+def join(options: Options) -> None:
+    """Joins the group of torchrun. ValueError if there is none, no GPU, or if the ranks cannot share K."""
+
+    def check(world: int) -> None:
+        for ratio, hidden in itertools.product(options.ratios, options.hidden):
+            if round(ratio * hidden) % world:
+                raise ValueError(
+                    f"{world} ranks cannot share K = {ratio * hidden:.0f}; choose another --ratio"
+                )
+
+    driver.join("schedules --device cuda", check)
+
+
 def run_on_gpus(options: Options, until: float, json_file: Path | None, markdown: Path | None) -> NoReturn:
     """Measures on the group of torchrun, which has been joined, and begins no row after `until`. Rank 0
     prints and writes the table, and the JSON file after every row. Ends the process."""
     data = models.begun(models.Options(device="cuda"), json_file)
     assert dist.group.WORLD is not None
     enable_symmetric_memory(dist.group.WORLD)
-    with torch.device("cuda", torch.cuda.current_device()):
-        rows = resumed(options, until, data, json_file)
-    leave(lambda: table(rows), markdown)
+    rows = resumed(options, until, data, json_file)
+    about = data["machine"]
+    head = (
+        f"{about['world']} x {about['gpu']}, torch {about['torch']}, NCCL {about['nccl']}. Microseconds of "
+        "the slowest rank, from CUDA graphs with cold weights; in parentheses as predicted."
+    )
+    leave(lambda: f"{head}\n\n{table(rows)}", markdown)
 
 
 def resumed(options: Options, until: float, data: dict[str, Any], json_file: Path | None) -> list[Row]:
@@ -127,22 +148,46 @@ def resumed(options: Options, until: float, data: dict[str, Any], json_file: Pat
 
 
 def table(rows: Sequence[Row]) -> str:
-    """The rows as a table in Markdown, and what failed."""
+    """The rows as a table in Markdown, how good predictions were, and what failed."""
     rows = sorted(rows, key=lambda row: (row.world, row.dtype, row.name, row.hidden, row.ratio, row.tokens))
     names = list(dict.fromkeys(name for row in rows for name in (*row.us, *row.failed)))
-    titles = " | ".join(f"{name} us" for name in names)
-    lines = [f"| ranks | dtype | what | hidden | K | tokens | {titles} | best other / auto |"]
-    lines.append("|---" * (len(names) + 7) + "|")
+    titles = ("ranks", "dtype", "what", "hidden", "K", "tokens", *(f"{name} us" for name in names))
+    lines: list[tuple[str, ...]] = [(*titles, "best other / auto")]
     for row in rows:
-        best = min(row.us.values(), default=0.0)
-        spec = ",.0f" if best >= 100 else ".1f"
-        times = [format(row.us[name], spec) if name in row.us else "-" for name in names]
-        times = [f"**{t}**" if row.us.get(n) == best else t for n, t in zip(names, times, strict=True)]
         size = (str(row.hidden), f"{row.ratio * row.hidden:.0f}", str(row.tokens))
         gain = "-" if row.gain is None else f"{row.gain:.2f}"
-        lines.append("| " + " | ".join([str(row.world), row.dtype, row.name, *size, *times, gain]) + " |")
+        times = (_time(row, name) for name in names)
+        lines.append((str(row.world), row.dtype, row.name, *size, *times, gain))
     failed = [f"- {row.cell}, {name}: {why}" for row in rows for name, why in row.failed.items()]
-    return "\n".join([*lines, *(["", "Failed:", "", *failed] if failed else [])])
+    parts = [grid(lines), "\n".join(_errors(rows)), "\n".join(["Failed:", "", *failed] if failed else [])]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _time(row: Row, name: str) -> str:
+    """Measured, the fastest in bold, and predicted."""
+    if name not in row.us:
+        return "-"
+    best = min(row.us.values())
+    spec = ",.0f" if best >= 100 else ".1f"
+    text = format(row.us[name], spec)
+    text = f"**{text}**" if row.us[name] == best else text
+    return f"{text} ({row.predicted[name]:{spec}})" if name in row.predicted else text
+
+
+def _errors(rows: Sequence[Row]) -> Iterator[str]:
+    """Of every schedule how far the predicted ratios to `unchanged` are from the measured ones."""
+    for name in SCHEDULES:
+        known = [r for r in rows if all(n in r.us and n in r.predicted for n in (name, UNCHANGED))]
+        found = {
+            row.predicted[name] / row.predicted[UNCHANGED] / (row.us[name] / row.us[UNCHANGED]) - 1: row.cell
+            for row in known
+        }
+        if found and name != UNCHANGED:
+            worst, middle = max(found, key=abs), statistics.median(map(abs, found))
+            yield (
+                f"- {name} / {UNCHANGED}: predictions are {middle:.1%} off in the median, "
+                f"{worst:+.1%} in the worst case ({found[worst]})"
+            )
 
 
 def _rank(rank: int, world: int, directory: str, options: Options) -> None:
@@ -162,10 +207,10 @@ def _rows(options: Options, known: Sequence[str], until: float) -> Iterator[Row]
     cells = [
         Row(name, dist.get_world_size(), tokens, dtype, {}, {}, hidden, ratio)
         for dtype in options.dtypes
-        for name in MODELS
         for tokens in options.tokens
         for hidden in options.hidden
         for ratio in options.ratios
+        for name in MODELS
     ]
     with autofuse.config.patch(timeout_s=TIMEOUT_S), compiling_variants(), torch.no_grad():
         for cell in cells:
@@ -181,15 +226,17 @@ def _measure(cell: Row, options: Options) -> Row:
     """The row of a cell, which has no times yet."""
     group = dist.group.WORLD
     assert group is not None
-    on_gpus = torch.get_default_device().type == "cuda"
+    on_gpus, device = options.device == "cuda", _device(options)
     inner = round(cell.ratio * cell.hidden) // cell.world
     torch.manual_seed(1 + group.rank())
     dtype = getattr(torch, cell.dtype)
-    model = MODELS[cell.name](inner, cell.hidden, group).to(dtype)
+    with device:
+        model = MODELS[cell.name](inner, cell.hidden, group).to(dtype)
     autofuse.replicated(model, parameters=["*norm"], inputs=["residual"])
     weights = Weights(model, cold=on_gpus)
-    x = torch.randn(cell.tokens, inner).to(dtype)
-    residual = torch.randn(cell.tokens, cell.hidden, generator=_generator()).to(dtype)
+    same = torch.Generator(device).manual_seed(0)  # of what all ranks have
+    x = torch.randn(cell.tokens, inner, device=device).to(dtype)
+    residual = torch.randn(cell.tokens, cell.hidden, device=device, generator=same).to(dtype)
     calls: dict[str, Call] = {}
     did: dict[str, str] = {}
     failed: dict[str, str] = {}
@@ -205,24 +252,33 @@ def _measure(cell: Row, options: Options) -> Row:
         except RuntimeError as error:
             failed[name] = str(error)
     if on_gpus:
-        count = calls_for(matmul_us(cell.tokens, inner, cell.hidden) + 10)
+        count = calls_for(weights.matrices * (matmul_us(cell.tokens, inner, cell.hidden) + 10))
         times = time_all(calls, count, QUICK if options.quick else Effort())
-        us = {name: t.us for name, t in times.items() if t.us is not None and not t.eager}
+        us = captured(times)
         failed |= {name: t.failed or "could not be captured" for name, t in times.items() if name not in us}
     else:
         us = _timed({name: lambda c=call: c(0) for name, call in calls.items()}, options.seconds)  # type: ignore[misc]
     return replace(cell, us=us, did=did, failed=failed, predicted=predicted)
 
 
+def _device(options: Options) -> torch.device:
+    return (
+        torch.device("cuda", torch.cuda.current_device()) if options.device == "cuda" else torch.device("cpu")
+    )
+
+
 def _predicted(report: Report) -> dict[str, float]:
-    """Of the one group, if its stream was priced."""
-    told = [each for graph in report.graphs for schedule in graph.schedules for each in schedule.considered]
-    return {each.name: each.us for each in told if each.us is not None}
-
-
-def _generator() -> torch.Generator:
-    """Of the values that all ranks have."""
-    return torch.Generator(torch.get_default_device()).manual_seed(0)
+    """Of the stream of the one group, if it was priced; else of its reductions together. `auto`: of what was
+    taken."""
+    streams = [schedule.considered for graph in report.graphs for schedule in graph.schedules]
+    priced = [each for each in streams if any(e.us is not None for e in each)]
+    found: dict[str, float] = {}
+    for considered in priced or [site.considered for site in report.sites]:
+        for each in considered:
+            for name in (each.name, AUTO) if each.taken else (each.name,):
+                if each.us is not None:
+                    found[name] = found.get(name, 0.0) + each.us
+    return found
 
 
 def _compiled(
@@ -261,18 +317,11 @@ def _timed(calls: dict[str, Callable[[], Any]], seconds: float) -> dict[str, flo
 
 def _block(call: Callable[[], Any], count: int) -> float:
     """Seconds a call, from a barrier on."""
-    _finish()
     dist.barrier()
     begin = time.perf_counter()
     for _ in range(count):
         call()
-    _finish()
     return (time.perf_counter() - begin) / count
-
-
-def _finish() -> None:
-    if torch.get_default_device().type == "cuda":
-        torch.cuda.synchronize()
 
 
 def _largest(values: Sequence[float]) -> list[float]:

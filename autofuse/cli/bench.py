@@ -293,7 +293,7 @@ def schedules(
         check_folders(json, markdown)
         from autofuse.bench import schedules as bench
 
-        sizes = (64,) if quick else (4096, 8192) if on_gpus else (2048,)
+        sizes = (64,) if quick else (4096,) if on_gpus else (2048,)
         counts = (2, 8) if quick else bench.TOKENS_ON_GPUS if on_gpus else bench.TOKENS_ON_CPUS
         options = bench.Options(
             tuple(hidden or sizes),
@@ -303,14 +303,16 @@ def schedules(
             tuple(rows or ()),
             0.0 if quick else 3.0 if seconds is None else seconds,
             quick,
+            device=device,
         )
         load = os.getloadavg()[0]
-        if on_gpus:
-            until = time.monotonic() + (math.inf if seconds is None else seconds)
-            torchrun.join("bench schedules --device cuda")
-            bench.run_on_gpus(options, until, json, markdown)
-        measured = bench.run(ranks, options)
-        _tell(bench.table(measured), [row.to_json() for row in measured], load, json, markdown)
+        if not on_gpus:
+            measured = bench.run(ranks, options)
+            _tell(bench.table(measured), [row.to_json() for row in measured], load, json, markdown)
+            return
+        until = time.monotonic() + (math.inf if seconds is None else seconds)
+        bench.join(options)
+    bench.run_on_gpus(options, until, json, markdown)
 
 
 def _around_all_to_all(

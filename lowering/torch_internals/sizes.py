@@ -58,10 +58,25 @@ def symbol_ranges(size: torch.SymInt) -> dict[sympy.Symbol, tuple[int, int]]:
     return ranges
 
 
-def seen_symbols(graph: fx.Graph) -> set[sympy.Symbol]:
-    """The symbols of a graph that had a value while it was traced: graphs can be guarded by them."""
+def guarded_symbols(graph: fx.Graph) -> set[sympy.Symbol]:
+    """The symbols by which a graph can be guarded: those that had a value while it was traced and whose range
+    is not fixed."""
     size = _any_symbol(graph)
-    return set() if size is None else set(symbol_hints(size))
+    return set() if size is None else set(symbol_hints(size)) - fixed_symbols(graph)
+
+
+def fixed_symbols(graph: fx.Graph) -> set[sympy.Symbol]:
+    """The symbols whose range the user has fixed, by `mark_dynamic` with `min` or `max`: torch raises if a
+    graph is guarded by them."""
+    from torch.fx.experimental.symbolic_shapes import StrictMinMaxConstraint
+
+    any_size, found = _any_symbol(graph), set[sympy.Symbol]()
+    for tracked in () if any_size is None else any_size.node.shape_env.tracked_fakes or ():
+        constraints = getattr(tracked.symbolic_context, "constraint_sizes", None) or ()
+        for size, constraint in zip(getattr(tracked.fake, "shape", ()), constraints, strict=False):
+            if isinstance(constraint, StrictMinMaxConstraint) and isinstance(size, torch.SymInt):
+                found |= size.node.expr.free_symbols
+    return found
 
 
 def guard_multiple(graph: fx.Graph, size: sympy.Expr, factor: int) -> bool:

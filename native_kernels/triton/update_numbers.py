@@ -14,8 +14,9 @@ from autofuse.native_kernels.gpu.memory import cdiv, launch
 
 NUMBERS, FIELDS = tl.constexpr(12), tl.constexpr(5)
 """Numbers of a tensor, and of a term."""
-BLOCK = 32
-"""Tensors of a program, one a thread."""
+COLUMNS = tl.constexpr(16)
+BLOCK = 8
+"""Tensors of a program, a number a thread: the numbers wait for memory together, and fp64 is slow."""
 
 
 @triton.jit(do_not_specialize=["tensors"])
@@ -24,20 +25,23 @@ def update_numbers(counts, added, order, terms, numbers, tensors, BLOCK: tl.cons
     [., 1 + NUMBERS * FIELDS], a learning rate, then the terms, of beta its logarithm; added: None, or what is
     added to counts."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    column = tl.arange(0, COLUMNS)[None, :]
     exists = at < tensors
+    inside = exists[:, None] & (column < NUMBERS)
     before = tl.load(counts + at, mask=exists, other=0.0)
-    t = before + 1.0
-    own = terms + tl.load(order + at, mask=exists, other=0) * (1 + NUMBERS * FIELDS)
-    lr = tl.load(own)
-    for j in tl.static_range(NUMBERS):
-        term = own + (1 + j * FIELDS)
-        value = tl.load(term) + tl.load(term + 1) * lr
-        log_beta, power, first = tl.load(term + 2), tl.load(term + 3), tl.load(term + 4)
-        if tl.max(power) > 0.0:  # fp64 is slow
-            rest = tl.where(power > 0.0, 1.0 - tl.exp(t * log_beta), 1.0)
-            value = value / tl.where(power == 0.5, tl.sqrt(rest), rest)
-        value = tl.where((t == 1.0) & (first == first), first, value)
-        tl.store(numbers + at * NUMBERS + j, value.to(numbers.dtype.element_ty), mask=exists)
+    t = (before + 1.0)[:, None]
+    own = terms + (tl.load(order + at, mask=exists, other=0) * (1 + NUMBERS * FIELDS))[:, None]
+    term = own + 1 + column * FIELDS
+    constant = tl.load(term, mask=inside, other=0.0)
+    of_lr = tl.load(term + 1, mask=inside, other=0.0)
+    log_beta = tl.load(term + 2, mask=inside, other=0.0)
+    power = tl.load(term + 3, mask=inside, other=0.0)
+    first = tl.load(term + 4, mask=inside, other=0.0)
+    value = constant + of_lr * tl.load(own)
+    rest = tl.where(power > 0.0, 1.0 - tl.exp(t * log_beta), 1.0)
+    value = value / tl.where(power == 0.5, tl.sqrt(rest), rest)
+    value = tl.where((t == 1.0) & (first == first), first, value)
+    tl.store(numbers + at[:, None] * NUMBERS + column, value.to(numbers.dtype.element_ty), mask=inside)
     if added is not None:
         tl.store(counts + at, before + tl.load(added + at, mask=exists, other=0.0), mask=exists)
 
@@ -51,5 +55,5 @@ def launch_update_numbers(
     tensors = len(counts)
     launch(
         update_numbers, cdiv(tensors, BLOCK), compile_only,
-        counts, added, order, terms, numbers, tensors, BLOCK=BLOCK, num_warps=1,
+        counts, added, order, terms, numbers, tensors, BLOCK=BLOCK, num_warps=4,
     )  # fmt: skip

@@ -12,6 +12,9 @@ import sympy
 LARGEST = 1 << 20
 """Takes the place of the upper end of an unbounded range."""
 
+BETWEEN = (8, 64, 512, 4096, 32768)
+"""Values that are looked at between the ends of a range, whatever the formula is."""
+
 MOST_SAMPLES = 512
 """Bounds the time. Piecewise linear formulas need less than a hundred samples."""
 
@@ -34,6 +37,7 @@ def wins(gain: Gain, symbols: Mapping[sympy.Symbol, Known]) -> str:
     """Where `gain` is positive: `always`, `never`, or a condition in the symbols.
 
     With one symbol, the result is exact if the formula is linear between two values with the same branches.
+    Of other formulas the signs at the ends of the range and at `BETWEEN` count.
     With several symbols, samples over all ranges decide between `always`, `never` and a condition. The
     condition is for the first symbol; its text names the values, the hints, of the other symbols.
     """
@@ -53,7 +57,7 @@ def wins(gain: Gain, symbols: Mapping[sympy.Symbol, Known]) -> str:
 
 def _condition(symbol: sympy.Symbol, known: Known, sample: Callable[[int], Sample]) -> str:
     last = min(known.most, max(LARGEST, known.least))
-    ranges = _positive(known.least, last, sample)
+    ranges = _positive(_grid(known.least, last), sample)
     if not ranges:
         return "never"
     if ranges == [(known.least, last)]:
@@ -69,10 +73,15 @@ def _range(symbol: sympy.Symbol, start: int, stop: int, least: int, last: int) -
     return f"{symbol} <= {stop}" if start == least else f"{start} <= {symbol} <= {stop}"
 
 
-def _positive(first: int, last: int, sample: Callable[[int], Sample]) -> list[tuple[int, int]]:
-    """The ranges of integers in `[first, last]` where the sample is positive."""
-    at = {first: sample(first), last: sample(last)}
-    work, found = [(first, last)], []
+def _grid(first: int, last: int) -> list[int]:
+    return sorted({first, *(x for x in BETWEEN if first < x < last), last})
+
+
+def _positive(grid: Sequence[int], sample: Callable[[int], Sample]) -> list[tuple[int, int]]:
+    """The ranges of integers from the first of a grid to the last where the sample is positive."""
+    at = {value: sample(value) for value in grid}
+    work = [*itertools.pairwise(grid)][::-1] or [(grid[0], grid[0])]
+    found: list[tuple[int, int]] = []
     while work:
         a, b = work.pop()
         up, down = at[a][0] > 0, at[b][0] > 0
@@ -102,8 +111,7 @@ def _samples(symbols: Mapping[sympy.Symbol, Known]) -> list[dict[sympy.Symbol, i
     """Combinations of values of all symbols: the ends of the ranges and, up to a limit, powers of 8
     between."""
     ends = [(k.least, min(k.most, max(LARGEST, k.least))) for k in symbols.values()]
-    inner = [[x for x in (8, 64, 512, 4096, 32768) if a < x < b] for a, b in ends]
-    grids = [sorted({a, *between, b}) for (a, b), between in zip(ends, inner, strict=True)]
+    grids = [_grid(a, b) for a, b in ends]
     if _count(grids) > MOST_SAMPLES:
         grids = [sorted(set(pair)) for pair in ends]
     values = itertools.islice(itertools.product(*grids), MOST_SAMPLES)

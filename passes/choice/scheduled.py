@@ -1,9 +1,9 @@
 """Predicted times of a reduction and what lies behind it, under each schedule, and the choice of one.
 
-W ranks share cores as in `cost_model.py`. `reduce`, `scatter` and `gather` are ops with the matmul that feeds
-or reads them, fused if that is decided or predicted to be faster; `matmuls` are those that would read a
-gather. `reduced`, `read` and `written` are the bytes of the sum, of the operands behind it, and of the
-results, on one rank:
+`gpu_pricing.py` has the times on GPUs. On CPU ranks they are as follows, where W ranks share cores as in
+`cost_model.py`. `reduce`, `scatter` and `gather` are ops with the matmul that feeds or reads them, fused if
+that is decided or predicted to be faster; `matmuls` are those that would read a gather. `reduced`, `read` and
+`written` are the bytes of the sum, of the operands behind it, and of the results, on one rank:
 
     unchanged   reduce + share * (reduced + read + written) / memory + matmuls
     every       reduce + start + share * (read + written) / memory + matmuls
@@ -24,7 +24,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 import sympy
 import torch
@@ -73,11 +73,41 @@ class Cluster:
         rows, padded = f(self.rows), f(self.padded)
         return Cluster(self.task.map(f), reduced, read, written, gathers, sums, self.decided, rows, padded)
 
+    def slices(self) -> Slices:
+        """What a rank does under `split`, at sizes in numbers."""
+
+        def longer(task: Task) -> Task:
+            if self.padded == self.rows:
+                return task
+            matmuls = tuple((m * self.padded // self.rows, k, n) for m, k, n in task.matmuls)
+            return replace(task, sent=task.sent * self.padded // self.rows, matmuls=matmuls)
+
+        size = getattr(torch, self.task.dtype).itemsize
+        made_of = sum(m * k for m, k, _ in self.task.matmuls) * size or self.reduced
+        moved = (self.reduced + self.read + self.written) * self.padded / (self.rows * self.task.world)
+        return Slices(
+            replace(longer(self.task), op="matmul_reduce_scatter"),
+            tuple(map(longer, self.gathers)),
+            moved,
+            0.0 if self.padded == self.rows else 2.0 * made_of,
+        )
+
     @property
     def sizes(self) -> tuple[Size, ...]:
         tasks = (self.task, *self.gathers, *self.sums)
         sizes = (size for task in tasks for size in task.sizes)
         return (*sizes, self.reduced, self.read, self.written, self.rows, self.padded)
+
+
+@dataclass(frozen=True)
+class Slices:
+    """A cluster that is cut: the reduction that scatters and the gathers, of padded rows; `moved`: bytes that
+    a rank reads and writes of its slices between them; `copied`: for the padding."""
+
+    scatter: Task
+    gathers: tuple[Task, ...]
+    moved: float
+    copied: float
 
 
 def predicted(schedule: str, cluster: Cluster, model: Model, arithmetic: Arithmetic) -> Value:
@@ -96,14 +126,10 @@ def predicted(schedule: str, cluster: Cluster, model: Model, arithmetic: Arithme
         return arithmetic.where(fused, apart, fused, apart)
 
     if schedule == "split":
-        more = cluster.padded / cluster.rows
-        times = [site(_longer(gather, more)) for gather in cluster.gathers]
+        slices = cluster.slices()
+        times = [site(each) for each in (*slices.gathers, slices.scatter)]
         times += [model.collective(total) for total in cluster.sums]
-        times += [site(replace(_longer(task, more), op="matmul_reduce_scatter"))]
-        moved = more * (cluster.reduced + behind) / world
-        if cluster.padded != cluster.rows:
-            moved = moved + sum(2 * m * k for m, k, _ in task.matmuls) * getattr(torch, task.dtype).itemsize
-        return sum(times) + share * moved / memory
+        return sum(times) + share * (slices.moved + slices.copied) / memory
     time = site(task, owners=schedule == "owner")
     time = time + share * sum(model.compute(gather, arithmetic, fused=False) for gather in cluster.gathers)
     if schedule == "unchanged" or not task.matmuls:  # a collective alone has no tail
@@ -115,20 +141,20 @@ def predicted(schedule: str, cluster: Cluster, model: Model, arithmetic: Arithme
     return time + share * (behind / (memory * world) + more)
 
 
+@dataclass(frozen=True)
+class Margins:
+    """Parts of a time that must be predicted to be saved: at some of the sizes that symbols may have, and at
+    all of them. A size in numbers must save both."""
+
+    somewhere: float
+    everywhere: float
+
+
 class Pricing(Hashable, Protocol):
-    """Times of clusters on a kind of machine.
+    """Times of clusters on a kind of machine."""
 
-    margin: so much of the time must be predicted to be saved for another schedule than the one that stands;
-    between: for `owner` or `split` in place of `every`, which needs no agreement of the ranks. Sizes that are
-    symbols: for some of them; everywhere: for all of them, at most these.
-    """
-
-    @property
-    def margin(self) -> float: ...
-    @property
-    def between(self) -> float: ...
-    @property
-    def everywhere(self) -> float: ...
+    def margins(self, schedule: str, stands: bool) -> Margins:
+        """What a schedule must save of the time of another, which `stands` if nothing is changed."""
 
     def us(self, schedule: str, cluster: Cluster, arithmetic: Numbers) -> float | None:
         """Microseconds, of sizes in numbers; None if nothing is known."""
@@ -141,25 +167,16 @@ class CpuPricing:
     table: DeviceTable
     cores: int
 
-    margin: ClassVar[float] = ERROR
-    between: ClassVar[float] = 0.0
-    everywhere: ClassVar[float] = ERROR
-
     @classmethod
     def here(cls, table: DeviceTable) -> CpuPricing:
         """The number of cores, not the affinity of this process: all ranks must decide alike."""
         return cls(table, os.cpu_count() or 1)
 
+    def margins(self, schedule: str, stands: bool) -> Margins:
+        return Margins(ERROR, ERROR) if stands else Margins(0.0, 0.0)
+
     def us(self, schedule: str, cluster: Cluster, arithmetic: Numbers) -> float | None:
         return float(predicted(schedule, cluster, Model(self.table, self.cores), arithmetic))
-
-
-def _longer(task: Task, more: float) -> Task:
-    """The task for so many times the rows."""
-    if more == 1:
-        return task
-    matmuls = tuple((m * more, k, n) for m, k, n in task.matmuls)
-    return replace(task, sent=task.sent * more, matmuls=matmuls)
 
 
 def cheapest(
@@ -205,15 +222,15 @@ def _cheapest(
 
         return wins(gain, dict(known))
 
-    def is_faster(schedule: str, other: str, margin: float) -> bool:
-        everywhere = min(margin, pricing.everywhere)
-        if saves(schedule, other, everywhere) != "always":
+    def is_faster(schedule: str, other: str) -> bool:
+        least = pricing.margins(schedule, stands=other == legal[0])
+        if saves(schedule, other, least.everywhere) != "always":
             return False
-        return everywhere == margin or saves(schedule, other, margin) != "never"
+        return least.everywhere == least.somewhere or saves(schedule, other, least.somewhere) != "never"
 
     taken = legal[0]
     for schedule in legal[1:]:
-        if is_faster(schedule, taken, pricing.margin if taken == legal[0] else pricing.between):
+        if is_faster(schedule, taken):
             taken = schedule
     hints = {s: k.hint for s, k in known if k.hint is not None}
     if len(hints) < len(known):

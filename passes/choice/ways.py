@@ -49,16 +49,25 @@ def times(task: Task, predictor: Predictor) -> tuple[float, float, float] | None
     problem = problem_of(task, predictor.model.gpu.multiprocessors)
     if problem is None:
         return None
-    from autofuse.lowering.gpu.choice.choose import choose
     from autofuse.lowering.gpu.choice.kernel import fused_ways, ways_of
 
     if not fused_ways(problem):  # a size may be 0
         return None
     ways, found = ways_of(problem), predictor.times(problem)
     ours = [each.us for each in found if ways[each.way].fused]
-    more = _others(task, predictor)
+    taken, more = taken_us(task, predictor), _others(task, predictor)
     apart = next(each.us for each in found if ways[each.way].replaced)
-    return choose(problem, predictor).us + more, min(ours) + more, apart + more
+    return None if taken is None else (taken, min(ours) + more, apart + more)
+
+
+def taken_us(task: Task, predictor: Predictor) -> float | None:
+    """Microseconds of the fused op, which has torch's ways alone where no kernel serves; else as `times`."""
+    problem = problem_of(task, predictor.model.gpu.multiprocessors)
+    if problem is None or not min(problem.m, problem.k, problem.n):
+        return None
+    from autofuse.lowering.gpu.choice.choose import choose
+
+    return choose(problem, predictor).us + _others(task, predictor)
 
 
 def problem_of(task: Task, programs: int) -> Problem | None:

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import sympy
 from torch import fx
 from torch.distributed import ProcessGroup
 
-from autofuse.lowering.torch_internals import group_ranks_of, group_world, guard_multiple, seen_symbols
+from autofuse.lowering.torch_internals import (
+    fixed_symbols,
+    group_ranks_of,
+    group_world,
+    guard_multiple,
+    guarded_symbols,
+)
 from autofuse.passes.graph.anchors import Anchor, find_anchors
 from autofuse.passes.report import Considered, Schedule
 
 from .layouts import Layouts
 from .schedule import SPLIT, UNCHANGED, Basis, Proof
 from .search import SplitSearch
-from .slices import Fit
+from .slices import Fit, shape_of
 from .split import Stream, find_stream, split, stream_dim
 
+_FIXED = (
+    "mark_dynamic fixes the range of its rows, so that no graph may be for some of them: drop `min` and `max`"
+)
 _PRICED = 'it is priced for all that lies between the all_reduces: see "schedules"'
 
 
@@ -64,7 +74,7 @@ def _chosen(
     assert world is not None
     if search is not None and (why := search.why_not(anchors[0])):
         return None, _unchanged(world, (why,))
-    symbols = seen_symbols(joint)
+    symbols = guarded_symbols(joint)
     for fit in (Fit(world, symbols), Fit(world, symbols, padded=True)):
         stream = find_stream(joint, anchors, fit, layouts.replicated)
         considered = () if stream is None or search is None else search(stream)
@@ -94,5 +104,10 @@ def _why_not(anchor: Anchor, layouts: Layouts, fit: Fit) -> str:
             if read not in anchor.waits and not layouts.replicated(read):
                 return f"{place}: {layouts.why(read)}"
     if stream_dim(anchor, fit) is None:
+        fixed = fixed_symbols(layouts.graph)
+        if any(
+            isinstance(size, sympy.Expr) and size.free_symbols & fixed for size in shape_of(anchor.node) or ()
+        ):
+            return f"{place}: {_FIXED}"
         return f"{place}: its rows cannot be cut into {fit.world} parts"
     return f"{place}: too little of what reads it can be computed on slices"

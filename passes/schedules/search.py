@@ -9,13 +9,16 @@ by the tables that all ranks have, and by what users declare on all ranks.
 
 from __future__ import annotations
 
-from autofuse.lowering.cpu import support as cpu
+import torch
+
+from autofuse.lowering.torch_internals import group_world
 from autofuse.passes.choice.choose import Symbols
 from autofuse.passes.choice.device_table import table_for
 from autofuse.passes.choice.gpu_pricing import GpuPricing
 from autofuse.passes.choice.scheduled import CpuPricing, Pricing, cheapest
 from autofuse.passes.choice.ways import predictor_on
 from autofuse.passes.graph.anchors import Anchor
+from autofuse.passes.legality import check_place
 from autofuse.passes.report import Considered
 from autofuse.passes.settings import Settings
 from autofuse.passes.tails import Candidate, Decision
@@ -24,10 +27,11 @@ from .clusters import cluster_of, clusters_of
 from .schedule import EVERY, OWNER, SPLIT, UNCHANGED, Prover
 from .split import Stream
 
-_SPLIT_ON_GPUS = f'it was not measured on GPUs: options={{"schedule": "{SPLIT}"}} takes it'
-
 _NONE_SAVES = "no other is predicted to save more than {:.0%}"
+_NO_TAIL_SAVES = "no tail is predicted to save more than {:.0%}"
+_SPLIT_SAVES_LESS = "it is not predicted to save more than {:.0%}"
 _EACH = "each reduction decides for itself: see below"
+_UNKNOWN = "no times are predicted of these sizes and dtypes"
 
 _OPS = ("matmul_all_reduce", "matmul_reduce_scatter", "all_gather_matmul")
 """What a stream is made of, whole and split."""
@@ -41,22 +45,25 @@ class SplitSearch:
 
     def why_not(self, anchor: Anchor) -> str:
         """Why what lies behind an all_reduce is not priced; empty if it is."""
-        device, patterns = anchor.node.meta["val"].device.type, self._settings.patterns
-        if device != "cpu":
-            return _SPLIT_ON_GPUS
+        device, patterns = anchor.node.meta["val"].device, self._settings.patterns
         left_out = [] if patterns is None else [op for op in _OPS if op not in patterns]
         if left_out:
             return f"patterns={sorted(patterns or ())} leaves out {left_out[0]}"
-        return "" if cpu.available() else cpu.why_not()
+        world = group_world(anchor.known_group) if anchor.known_group is not None else None
+        assert world is not None
+        reject = check_place(anchor, world)
+        if reject is not None:
+            return reject.detail
+        return "" if pricing_on(device, self._settings) else f"no times are predicted on {device.type}"
 
     def __call__(self, stream: Stream) -> tuple[Considered, ...]:
         first = next(iter(stream.reductions))
-        table = table_for(self._settings.tables, first.meta["val"].device)
+        pricing = pricing_on(first.meta["val"].device, self._settings)
+        assert pricing is not None
         legal = [UNCHANGED, EVERY, *([] if self._settings.order == "ring" else [OWNER]), SPLIT]
-        pricing = CpuPricing.here(table)
         taken, times = cheapest(clusters_of(stream, self._settings), legal, pricing, self._symbols)
-        why = {UNCHANGED: _NONE_SAVES.format(pricing.margin), EVERY: _EACH, OWNER: _EACH, SPLIT: ""}[taken]
-        return tuple(Considered(n, us, n == taken, why if n == taken else "") for n, us in times.items())
+        why = _why(pricing, taken, priced=any(times.values()))
+        return tuple(Considered(n, us, n == taken, why.get(n, "")) for n, us in times.items())
 
 
 class Search:
@@ -70,23 +77,40 @@ class Search:
         if candidate.whole:
             refused[SPLIT] = self._prover.not_split(candidate)
         legal = [UNCHANGED, EVERY, *([] if refused[OWNER] else [OWNER])]
-        cluster, pricing = cluster_of(candidate), self._pricing(candidate)
+        cluster = cluster_of(candidate)
+        pricing = pricing_on(candidate.reduced.meta["val"].device, self._settings)
         if cluster is None or pricing is None:
             why = f"no times are predicted of what reduces {candidate.given['product'].split(';')[0]!r}"
             stands = [Considered(UNCHANGED, None, True, why)]
             return Decision(False, "", (*stands, *(Considered(n, None) for n in legal[1:]), *_no(refused)))
         taken, times = cheapest([cluster], legal, pricing, self._symbols)
-        why = _NONE_SAVES.format(pricing.margin) if taken == UNCHANGED else ""
+        tails = pricing.margins(EVERY, stands=True).somewhere
+        why = _NONE_SAVES.format(tails) if taken == UNCHANGED else ""
         found = [Considered(n, us, n == taken, why if n == taken else "") for n, us in times.items()]
         proof = self._prover.prove(candidate) if taken == OWNER else ""
         return Decision(taken != UNCHANGED, proof, (*found, *_no(refused)))
 
-    def _pricing(self, candidate: Candidate) -> Pricing | None:
-        device = candidate.reduced.meta["val"].device
-        if not candidate.on_gpus:
-            return CpuPricing.here(table_for(self._settings.tables, device))
-        predictor = predictor_on(device)
-        return None if predictor is None else GpuPricing(predictor)
+
+def pricing_on(device: torch.device, settings: Settings) -> Pricing | None:
+    """How schedules are priced on a device; None if they are not."""
+    if device.type == "cpu":
+        return CpuPricing.here(table_for(settings.tables, device))
+    predictor = predictor_on(device)
+    return None if predictor is None else GpuPricing(predictor)
+
+
+def _why(pricing: Pricing, taken: str, priced: bool) -> dict[str, str]:
+    """Why a stream has the schedule that it has, and is not split."""
+    if taken == SPLIT:
+        return {}
+    if not priced:
+        return {taken: _UNKNOWN}
+    tails = pricing.margins(EVERY, stands=True).somewhere
+    split = pricing.margins(SPLIT, stands=taken == UNCHANGED).somewhere
+    if taken == UNCHANGED and tails == split:
+        return {taken: _NONE_SAVES.format(tails)}
+    why = {taken: _NO_TAIL_SAVES.format(tails) if taken == UNCHANGED else _EACH}
+    return why | ({SPLIT: _SPLIT_SAVES_LESS.format(split)} if split else {})
 
 
 def _no(refused: dict[str, str]) -> list[Considered]:

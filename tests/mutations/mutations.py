@@ -183,6 +183,20 @@ PASSES = (
         _of("passes", "cost_model", "choose"),
     ),
     Mutation(
+        "the stages of a stream are priced for all rows",
+        "scheduled.py",
+        "self.padded / (self.rows * self.task.world)",
+        "self.padded / self.rows",
+        _of("passes", "gpu_pricing", "scheduled"),
+    ),
+    Mutation(
+        "between the ends of a range of tokens nothing is looked at",
+        "crossover.py",
+        "sorted({first, *(x for x in BETWEEN if first < x < last), last})",
+        "sorted({first, last})",
+        _of("passes", "cost_model", "gpu_pricing"),
+    ),
+    Mutation(
         "one chunk too many on the links",
         "cost_model.py",
         "linked, copied, waits = (world - 1) * chunk, sent + chunk, 1",

@@ -237,7 +237,8 @@ def test_conditions() -> None:
     assert at(lambda s: 1.0) == "always"
     assert at(lambda s: -1.0) == "never"
     assert at(lambda s: s - 384, least=500) == "always"
-    # Unless the branches tell, only the ends are looked at.
+    assert at(lambda s: abs(s - 512) - 100) == "s0 <= 411 or s0 >= 613"
+    # Unless the branches tell, only the ends and powers of 8 are looked at.
     bump = {S: Known(2, 1000, None)}
     assert wins(lambda v: (50 - abs(v[S] - 300), (v[S] > 300,)), bump) == "251 <= s0 <= 349"
     other = sympy.Symbol("s1", integer=True, positive=True)

@@ -25,7 +25,7 @@ from autofuse.passes.choice import scheduled
 from autofuse.passes.choice.cost_model import Model, Numbers, Task
 from autofuse.passes.choice.crossover import Known
 from autofuse.passes.choice.device_table import DeviceTable, shipped
-from autofuse.passes.choice.scheduled import ERROR, Cluster, CpuPricing, cheapest, predicted
+from autofuse.passes.choice.scheduled import ERROR, Cluster, CpuPricing, Margins, cheapest, predicted
 from autofuse.passes.report import Report, Site
 from autofuse.passes.schedules import search
 from autofuse.passes.schedules.schedule import SCHEDULES
@@ -226,8 +226,9 @@ def test_what_must_be_saved_for_all_sizes(everywhere: float, expected: str) -> N
     @dataclass(frozen=True)
     class Fixed:
         everywhere: float
-        margin: float = 0.03
-        between: float = 0.0
+
+        def margins(self, schedule: str, stands: bool) -> Margins:
+            return Margins(0.03, self.everywhere)
 
         def us(self, schedule: str, cluster: Cluster, arithmetic: Numbers) -> float:
             assert isinstance(cluster.reduced, int)

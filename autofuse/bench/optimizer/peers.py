@@ -212,12 +212,13 @@ def _fsdp2(params: list[Tensor]) -> Callable[[], object]:
 def _lambs(
     shapes: Shapes, dtype: torch.dtype, device: torch.device, max_norm: float | None
 ) -> Iterator[tuple[str, Peer]]:
-    """LAMB in lists of tensors, as it is and, of few tensors, compiled by Inductor."""
-    compiled = torch.compile(_foreach_lamb, dynamic=False)
-    for name, update in (("foreach", _foreach_lamb), ("compiled", compiled)):
-        if name == "foreach" or len(shapes) <= FEW:
-            params = _params(shapes, dtype, device)
-            yield f"all_reduce + {name} LAMB", (_lamb_step(update, params, max_norm), params)
+    """LAMB in lists of tensors; and of few tensors one by one, compiled by Inductor."""
+    params = _params(shapes, dtype, device)
+    yield "all_reduce + foreach LAMB", (_lamb_step(_foreach_lamb, params, max_norm), params)
+    if len(shapes) <= FEW:
+        params = _params(shapes, dtype, device)
+        compiled = torch.compile(_each_lamb, dynamic=False)
+        yield "all_reduce + compiled LAMB", (_lamb_step(compiled, params, max_norm), params)
 
 
 def _lamb_step(
@@ -252,3 +253,13 @@ def _foreach_lamb(
     factors = torch._foreach_div(torch._foreach_norm(params), torch._foreach_norm(u))
     torch._foreach_mul_(u, factors)
     torch._foreach_sub_(params, u, alpha=RATES["lr"])
+
+
+def _each_lamb(
+    params: list[Tensor], grads: list[Tensor], m: list[Tensor], v: list[Tensor], first: Tensor, root: Tensor
+) -> None:
+    for p, g, of_m, of_v in zip(params, grads, m, v, strict=True):
+        of_m.lerp_(g, 0.1)
+        of_v.mul_(0.999).addcmul_(g, g, value=0.001)
+        u = of_m / first / (of_v.sqrt() / root + 1e-6) + RATES["weight_decay"] * p
+        p.sub_(RATES["lr"] * p.norm() / u.norm() * u)

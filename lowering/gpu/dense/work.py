@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from autofuse.lowering.gpu.choice.work import (
@@ -230,17 +231,25 @@ def _products(p: DenseProblem) -> tuple[Product, ...]:
     return tuple(Product(p.m, k, n) for k in p.terms or (p.k,) for n in p.columns)
 
 
+def collective_work(kind: str, nbytes: float, world: int) -> Collective:
+    """A collective of NCCL. nbytes: of what it sums or gathers, in all."""
+    sent = nbytes * (world - 1) / world * (2 if kind == "all_reduce" else 1)
+    return Collective(f"nccl {kind}", sent, world)
+
+
 def nccl_work(p: DenseProblem) -> tuple[Work, ...]:
     """cuBLAS, and the collective before or behind it."""
+    product = 2.0 * p.m * p.n
     if p.op == "all_gather_matmul":
-        sent, name = _gathered(p), "all_gather"
+        collective = collective_work("all_gather", 2.0 * p.m * p.k, p.world)
     elif p.op == "matmul_all_gather":
-        sent, name = _published(p), "all_gather"
+        collective = collective_work("all_gather", product * p.world, p.world)
     else:
-        sent, name = _reduced(p)[0], "all_reduce" if p.everywhere else "reduce_scatter"
+        collective = collective_work("all_reduce" if p.everywhere else "reduce_scatter", product, p.world)
     # Columns, and stretches of rows, are brought into order by copies.
-    copied = 0.0 if p.by_rows and p.outer == 1 else 2 * sent * p.world / max(1, p.world - 1)
-    return *_products(p), Collective(f"nccl {name}", sent, p.world, copied), *_behind(p)
+    in_order = p.by_rows and p.outer == 1
+    copied = 0.0 if in_order else 2 * collective.sent * p.world / max(1, p.world - 1)
+    return *_products(p), replace(collective, copied=copied), *_behind(p)
 
 
 def one_shot_work(p: DenseProblem) -> tuple[Work, ...]:
