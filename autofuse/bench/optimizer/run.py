@@ -10,6 +10,7 @@ import json
 import math
 import os
 import statistics
+import sys
 import tempfile
 import time
 import warnings
@@ -141,7 +142,8 @@ def _right(steps: dict[str, Peer], rule: str) -> dict[str, Peer]:
             found[peer] = step, params
             continue
         assert not peer.startswith(OURS), f"{rule}: {peer} is {far} away from the optimizer"
-        warnings.warn(f"{rule}: {peer} is {far} away from ours, and left out", stacklevel=1)
+        if dist.get_rank() == 0:
+            print(f"{rule}: {peer} is {far} away from ours, and left out", file=sys.stderr)
     assert len(found) > sum(peer.startswith(OURS) for peer in found), (
         f"{rule}: no other peer agrees with ours"
     )
