@@ -145,7 +145,7 @@ def _lamb(rank: int, world: int, way: str, options: dict[str, Any]) -> float:
                 {"params": [p for p in network.parameters() if p.dim() > 1]},
                 {"params": [p for p in network.parameters() if p.dim() == 1], "adapt": False},
             ],
-            lr=0.01, eps=1e-3, weight_decay=0.1, **options,  # rounding decides directions of tiny gradients
+            lr=0.01, weight_decay=0.1, **options,
         )
         for network in networks
     )  # fmt: skip

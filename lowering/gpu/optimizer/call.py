@@ -124,9 +124,11 @@ def _run(
     rule, mean, own = RULES[args.rule], args.reduce_op == "avg", len(RULES[args.rule].states)
     unit, capturing = unit_of(buckets), torch.cuda.is_current_stream_capturing()
     table = _table(workspace, buckets, capturing)
-    kind = OP, way.name, args.site, problem, unit, mean, len(args.states), args.numbers.is_cuda, capturing
+    sizes = kept_of(way.config, problem, buckets.owned(workspace.rank), len(args.params))
+    how = unit, mean, len(args.states), args.numbers.is_cuda
+    kind = OP, way.name, args.site, problem, sizes, *how, capturing
     launcher = once(
-        workspace, kind, lambda: Launcher(workspace, way, OP, args.site, problem, (problem, unit))
+        workspace, kind, lambda: Launcher(workspace, way, OP, args.site, problem, (problem, unit, sizes))
     )
     if table is None or launcher.enter() is None:
         return None
@@ -143,7 +145,6 @@ def _run(
         result = torch.empty((), device=args.device)
         check = partial(_check, result) if args.error_if_nonfinite else _nothing
         clipping.append(Clipping(result, args.max_norm, check))
-    sizes = kept_of(way.config, problem, buckets.owned(workspace.rank), len(params))
     kept = (sizes.new(args.device), sizes) if sizes.words else ()
     try:
         launcher.launch(
