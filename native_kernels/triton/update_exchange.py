@@ -12,16 +12,7 @@ B. Tickets, in the order of the items of the own run: wait for the slice from al
    slice signals all.
 C. Tickets behind those: wait for a slice of an owner, and copy its items to the parameters.
 
-A waits for nothing, B for A of the peers, C for B. No rank stores to parameters of another one.
-
-If all programs of a rank run, A and B go in step, so that the links work while memory does:
-
-    program p    A: p   A: p + P   B: i   A: p + 2 P   B: j   ...   P programs; i, j: tickets
-
-Before a program waits for item i, it has pushed all its items up to one that is LEAD * P behind the slice of
-i, and has counted all of them but the last. So peers miss that last one for later items than i alone, and no
-two programs wait for each other. If a program of the rank does not run yet, those that run push all items
-first, also the items of that one.
+A waits for nobody, B for A of the peers, C for B. No rank stores to parameters of another one.
 
 A rank has two halves each of the inbox and `finished`, [W, buckets of a piece, 1024], and of the counters
 [2 * W, slices]: gradients, then parameters, by their source.
@@ -50,7 +41,6 @@ from .comm import (
     wait_all,
 )
 from .embedding_exchange import clear, count_item
-from .patience import any_thread
 from .shares import (
     STATE_STARTED,
     A,
@@ -74,8 +64,6 @@ TENSOR_BIT = tl.constexpr(40)
 """A bucket is a word: its number in its tensor, and the tensor from this bit on."""
 LINE = tl.constexpr(16)
 """Halves begin at multiples of so many elements."""
-LEAD = tl.constexpr(2)
-"""How many items every program pushes ahead."""
 BUCKET_MASK = tl.constexpr((1 << 40) - 1)
 NUMBERS = tl.constexpr(12)
 KINDS = {torch.float32: 4, torch.bfloat16: 1, torch.float16: 2}
@@ -170,27 +158,6 @@ def count_sums(done, signals, item, items, slice_items, slices, rank, first_sign
         signal_all(signals, W, first_signal + (W + rank) * slices + piece, rank)
 
 
-@triton.jit
-def push(
-    unit, pushed, words, buckets, tensors, inbox, half, done, signals, first, most, items, slice_items,
-    slices, rank, first_signal,
-    W: tl.constexpr, G: tl.constexpr, UNIT: tl.constexpr, DTYPE: tl.constexpr,
-):  # fmt: skip
-    """Store an item of gradients in the inbox of its owner, and count the one before, `pushed`, if there is
-    one: its stores have arrived by now, so that counting it does not wait. Returns what to count next."""
-    item, step = unit // (W - 1), unit % (W - 1)
-    owner = (rank + 1 + step) % W
-    word, inside = buckets_of(words, buckets, owner, item, first, most, W, G)
-    tensor, bucket = tensors + (word >> TENSOR_BIT) * FIELDS, word & BUCKET_MASK
-    mask = tl.arange(0, LENGTH)[None, :] < lengths_of(tensor, bucket, inside, UNIT)[:, None]
-    given = at(tl.load(tensor, mask=inside, other=0), bucket * LENGTH, DTYPE)
-    values = tl.load(given, mask=mask, other=0.0)
-    if pushed >= 0:
-        count_item(done, signals, pushed, slices, slice_items, items, 1, rank, first_signal, W)
-    tl.store(slots(tl.load(inbox + owner), half, rank, item, most, DTYPE, G), values, mask=mask)
-    return step * slices + item // slice_items
-
-
 @triton.jit(
     do_not_specialize=[
         "first", "most", "items", "slice_items", "slices", "scale", "rank", "site", "inbox_half",
@@ -219,31 +186,29 @@ def update_exchange(
     gathered = half_of(epoch) * tl.cast(finished_half, tl.int64) * LINE
     first_signal = half_of(epoch) * signals_half
     tensors = words + W + 1
-    total = (W - 1) * items
-    ahead = total  # the next item that is pushed in step
-    pushed = tl.full((), -1, tl.int32)
     share = first_share(asked, state, A, PROGRAMS, program, PROGRAMS)
     while share >= 0:
         if share == 0:
             announce(state, rank, W, begin(state))
-        unit = share
-        in_step = tl.full((), 0, tl.int32)
-        while (unit < total) & (in_step == 0):
-            pushed = push(
-                unit, pushed, words, buckets, tensors, inbox, half, done, signals, first, most, items,
-                slice_items, slices, rank, first_signal, W, G, UNIT, grads,
-            )  # fmt: skip
-            unit += PROGRAMS
-            if (unit == share + LEAD * PROGRAMS) & (share == program):
-                in_step = 1 - any_thread(look(state, STATE_STARTED) < PROGRAMS).to(tl.int32)
-        if in_step != 0:
-            ahead = unit
-            share = tl.full((), -1, tl.int32)
-        else:
+        pushed = tl.full((), -1, tl.int32)
+        for unit in range(share, (W - 1) * items, PROGRAMS):
+            step, item = unit // items, unit % items
+            owner = (rank + 1 + step) % W
+            word, inside = buckets_of(words, buckets, owner, item, first, most, W, G)
+            tensor, bucket = tensors + (word >> TENSOR_BIT) * FIELDS, word & BUCKET_MASK
+            mask = tl.arange(0, LENGTH)[None, :] < lengths_of(tensor, bucket, inside, UNIT)[:, None]
+            values = tl.load(
+                at(tl.load(tensor, mask=inside, other=0), bucket * LENGTH, grads), mask=mask, other=0.0
+            )
+            # The stores of the item before have arrived by now, so that counting it does not wait.
             if pushed >= 0:
                 count_item(done, signals, pushed, slices, slice_items, items, 1, rank, first_signal, W)
-            pushed = tl.full((), -1, tl.int32)
-            share = further(look(state, STATE_STARTED), PROGRAMS, state, A, PROGRAMS, program)
+            to = slots(tl.load(inbox + owner), half, rank, item, most, grads, G)
+            tl.store(to, values, mask=mask)
+            pushed = step * slices + item // slice_items
+        if pushed >= 0:
+            count_item(done, signals, pushed, slices, slice_items, items, 1, rank, first_signal, W)
+        share = further(look(state, STATE_STARTED), PROGRAMS, state, A, PROGRAMS, program)
     units = tl.cast(items * W, tl.int32)
     unit = units
     if stays(state, multiprocessor(PROGRAMS // PER_SM), PER_SM, rank, W, epoch):
@@ -256,15 +221,6 @@ def update_exchange(
     while unit < items:
         item = unit
         unit = tl.atomic_add(state + STATE_TICKETS, 1).to(tl.int32)
-        while ahead < tl.minimum((item + slice_items + 1) * (W - 1) + LEAD * PROGRAMS, total):
-            pushed = push(
-                ahead, pushed, words, buckets, tensors, inbox, half, done, signals, first, most, items,
-                slice_items, slices, rank, first_signal, W, G, UNIT, grads,
-            )  # fmt: skip
-            ahead += PROGRAMS
-        if (pushed >= 0) & (ahead >= total):
-            count_item(done, signals, pushed, slices, slice_items, items, 1, rank, first_signal, W)
-            pushed = tl.full((), -1, tl.int32)
         piece = item // slice_items
         if piece != known:
             wait_all(arrived + piece, slices, rank, 1, state, code, 0, piece, epoch)
@@ -278,7 +234,7 @@ def update_exchange(
         mask = tl.arange(0, LENGTH)[None, :] < lengths_of(tensor, bucket, inside, UNIT)[:, None]
         mine = at(tl.load(tensor, mask=inside, other=0), bucket * LENGTH, grads)
         g = tl.zeros((G, LENGTH), tl.float32)
-        for r in tl.range(0, W, loop_unroll_factor=2 if W <= 4 else 1):  # of 8 ranks 2 would spill
+        for r in tl.range(0, W, loop_unroll_factor=2):
             theirs = slots(own, half, r, item, most, grads, G)
             g += tl.load(tl.where(r == rank, mine, theirs), mask=mask, other=0.0).to(tl.float32)
         param = at(tl.load(tensor + 1, mask=inside, other=0), bucket * LENGTH, params)
@@ -320,14 +276,6 @@ def update_exchange(
             to = slots(tl.load(finished + (rank + 1 + step) % W), gathered, rank, item, most, params, G)
             tl.store(to, new, mask=mask)
         summed = item
-    while ahead < total:
-        pushed = push(
-            ahead, pushed, words, buckets, tensors, inbox, half, done, signals, first, most, items,
-            slice_items, slices, rank, first_signal, W, G, UNIT, grads,
-        )  # fmt: skip
-        ahead += PROGRAMS
-    if pushed >= 0:
-        count_item(done, signals, pushed, slices, slice_items, items, 1, rank, first_signal, W)
     if summed >= 0:  # before it waits for what peers send after they have this
         count_sums(done, signals, summed, items, slice_items, slices, rank, first_signal, W)
     own = tl.load(finished + rank)

@@ -50,8 +50,6 @@ from tests.kernels.calls import SITE, peer_memory, placed, straggling
 from tests.kernels.embedding_calls import FakeWorkspace
 
 CONFIG = UpdateConfig(group=2, slice_items=2, per_sm=2)
-IN_STEP = UpdateConfig(group=1, slice_items=2, per_sm=1)
-"""With few programs, so that they push and sum up in step."""
 LR = 0.125
 
 
@@ -358,7 +356,6 @@ def cases() -> dict[str, Update]:
         "clipped, odd lengths": Update(many, "momentum", (bf16, bf16), True, (1,), False, 2, max_norm=0.25),
         "clipped, pieces": Update(many, config=replace(CONFIG, piece=4), max_norm=2.0),
         "norm of one bucket": Update((5,), "sgd", max_norm=0.0),
-        "in step": Update((40 * 1024, 300, 9 * 1024), "adam", (bf16, bf16), config=IN_STEP),
         "lamb": Update(aligned, "lamb"),
         "lamb, odd lengths": Update(many, "lamb", mean=False, rows=2, zero=(1, 4), still=(1, 2)),
         "lamb, master": Update(
