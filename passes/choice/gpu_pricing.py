@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from autofuse.lowering.gpu.choice.work import Work
 
 TAIL_MARGIN = 0.01
-"""Tails change what lies behind a sum and not the sum, whose error does not count. With many tokens the sum
-takes so long that a tail saves less than this."""
+"""Tails change what lies behind a sum and not the sum, whose error does not count."""
 
 SPLIT_ERROR = 0.05
 """`split` has other ops than the other schedules. Where their sizes were not measured, 19 of 20 predicted

@@ -1,5 +1,6 @@
 """What was measured of tails on GPUs, and what follows from it."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,7 @@ pytest.importorskip("triton")
 
 from autofuse.bench.cpu.table import geometric_mean
 from autofuse.bench.gpu import tails
-from autofuse.bench.gpu.measured import RESULTS
+from autofuse.bench.gpu.measured import RESULTS, TAIL_OP
 from autofuse.bench.gpu.tails import TORCH, Cell
 from autofuse.lowering.gpu.choice.choose import choose
 from autofuse.lowering.gpu.choice.correction import Predictor
@@ -30,11 +31,16 @@ CELLS = tails.read(MEASURED)
 
 
 def test_points_are_shipped() -> None:
-    def known(points: list[Point]) -> set[tuple[object, ...]]:
-        return {(p.op, *p.sizes, p.times) for p in points}
+    """With all times of the file, in which those of torch and of unchanged have no names."""
 
-    measured = known([p for cell in CELLS for p in cell.points()] + tails.tail_points(CELLS))
-    assert measured <= known([p for p in shipped(KIND) if not p.gpu])
+    def known(points: Iterable[Point]) -> set[tuple[object, ...]]:
+        return {(p.op, *p.sizes, way, us) for p in points for way, us in p.times}
+
+    own = [p for p in shipped(KIND) if not p.gpu]
+    assert known(p for cell in CELLS for p in cell.points()) <= known(own)
+    added = {p.sizes: dict(p.times)["tail_alone"] for p in own if p.op == TAIL_OP}
+    for point in tails.tail_points(CELLS):
+        assert dict(point.times)["tail_alone"] == pytest.approx(added[point.sizes], rel=0.05)
 
 
 def test_auto_takes_what_is_measured_to_be_fast() -> None:
@@ -60,14 +66,18 @@ def test_auto_takes_what_is_measured_to_be_fast() -> None:
             taken.add(name)
             if way in us[name]:  # some configurations were not measured
                 ratios.append(cell.best(UNCHANGED)[0] / us[name][way])
-    assert len(ratios) > len(CELLS)
+            if cell.tokens <= tails.FEW:
+                assert name != UNCHANGED
+            if cell.tokens >= 2048:
+                assert name == UNCHANGED
+    assert len(ratios) > len(CELLS) // 2
     assert min(ratios) > 0.98
-    assert geometric_mean(ratios) > 1.04
+    assert geometric_mean(ratios) > 1.03
     assert {EVERY, OWNER} <= taken
 
 
 def test_any_number_of_tokens() -> None:
-    """Whatever number was seen: with many tokens a tail saves little of the time, but something."""
+    """Whatever number was seen: with many tokens a tail costs time."""
     model = shipped_model(KIND)
     assert model is not None
     rows = sympy.Symbol("s0", integer=True, positive=True)
@@ -75,9 +85,10 @@ def test_any_number_of_tokens() -> None:
     task = Task(REDUCE, 2, "bfloat16", "direct", matrix, ((rows, 2048, 4096),))
     cluster = Cluster(task, matrix, matrix, 2 * matrix)
     pricing = GpuPricing(Predictor(model, shipped(KIND)))
-    for seen in (None, 2, 8192):
-        name, _ = cheapest([cluster], (UNCHANGED, EVERY), pricing, {rows: Known(2, 1 << 20, seen)})
-        assert name == EVERY
+    for seen in (None, 2, 64):
+        for most, expected in ((64, EVERY), (1 << 20, UNCHANGED)):
+            name, _ = cheapest([cluster], (UNCHANGED, EVERY), pricing, {rows: Known(2, most, seen)})
+            assert name == expected
 
 
 def test_table() -> None:
