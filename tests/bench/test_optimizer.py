@@ -21,7 +21,7 @@ def test_a_row(ranks: Callable[[int], RankPool], rule: str, dtype: str) -> None:
     (row, other) = ranks(2).run(_rows, rule, dtype)
     assert row == other
     assert row.elements == 1 << 16
-    assert len(row.us) == (5 if rule == "AdamW" else 3)
+    assert len(row.us) == (6 if rule == "AdamW" else 3)
     assert all(us > 0 for us in row.us.values())
 
 

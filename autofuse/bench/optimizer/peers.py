@@ -63,7 +63,7 @@ def peers(
 
     if captured:
         return
-    if device.type == "cuda" and max_norm is None:
+    if max_norm is None:
         params = _params(shapes, dtype, device)
         yield "FSDP2", (_fsdp2(params), [])
 
@@ -176,6 +176,7 @@ def _flat(
 def _fsdp2(params: list[Tensor]) -> Callable[[], object]:
     """A step of FSDP2 whose parameters stay whole between forward and backward. Forward and backward compute
     nothing, so that they are the exchanges alone."""
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     class Given(torch.autograd.Function):
@@ -198,7 +199,8 @@ def _fsdp2(params: list[Tensor]) -> Callable[[], object]:
             return Given.apply(self.grads, *self.all)
 
     model = Model()
-    fully_shard(model, reshard_after_forward=False)
+    mesh = init_device_mesh(params[0].device.type, (dist.get_world_size(),))
+    fully_shard(model, mesh=mesh, reshard_after_forward=False)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True, **RATES)
 
     def step() -> None:
@@ -217,6 +219,7 @@ def _lambs(
     yield "all_reduce + foreach LAMB", (_lamb_step(_foreach_lamb, params, max_norm), params)
     if len(shapes) <= FEW:
         params = _params(shapes, dtype, device)
+        torch._dynamo.reset()  # which compiles a function for a few shapes only
         compiled = torch.compile(_each_lamb, dynamic=False)
         yield "all_reduce + compiled LAMB", (_lamb_step(compiled, params, max_norm), params)
 
