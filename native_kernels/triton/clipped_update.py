@@ -25,7 +25,6 @@ of `finished` before.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -33,40 +32,34 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from autofuse.native_kernels.gpu.memory import PeerMemory, cdiv, launch
+from autofuse.native_kernels.gpu.memory import PeerMemory, launch
 
 from .comm import STATE_TICKETS, begin, half_of, is_last, peer, signal_all
 from .embedding_exchange import clear
 from .shares import A, claim, end_shares, multiprocessor, start, stays
-from .update_exchange import (
-    AMSGRAD,
+from .update_launch import KINDS, StepLaunch, UpdateConfig
+from .update_parts import (
     FP16,
     FP32,
-    KINDS,
+    LAMB,
     LENGTH,
     LINE,
-    MOMENTUM,
-    UpdateConfig,
     at,
-    count_sums,
-    ratio,
-    slots,
-)
-from .update_parts import (
     clip_factor,
     copy_parameters,
     count_kept,
+    count_sums,
     elements_of,
+    hand_round,
     send_gradients,
     sum_of,
     tell_started,
+    updated,
     wait_for_peers,
 )
 
 SQUARES = tl.constexpr(1024)
 """Sums of squares that a program adds up at a time."""
-LAMB = tl.constexpr(4)
-"""Code of a rule; `update_exchange` has the others."""
 
 
 @triton.jit
@@ -208,38 +201,15 @@ def update_parameters(
         else:
             p = tl.load(param, mask=mask, other=0.0).to(tl.float32)
         g = tl.load(sums + place, mask=mask, other=0.0)
-        if RULE != LAMB:
-            g = g * (factor * ratio(rates, row, 10)) + ratio(rates, row, 1) * p
         if RULE == LAMB:
             p -= tl.load(rates + number, mask=inside, other=0.0)[:, None] * g
-        elif RULE <= AMSGRAD:
-            m = tl.load(m_of + place, mask=mask, other=0.0)
-            v = tl.load(v_of + place, mask=mask, other=0.0)
-            m += ratio(rates, row, 2) * (g - m)
-            v = ratio(rates, row, 3) * v + ratio(rates, row, 4) * g * g
-            tl.store(m_of + place, m, mask=mask)
-            tl.store(v_of + place, v, mask=mask)
-            if RULE == AMSGRAD:
-                v = tl.maximum(tl.load(most_of + place, mask=mask, other=0.0), v, tl.PropagateNan.ALL)
-                tl.store(most_of + place, v, mask=mask)
-            root = tl.sqrt_rn(v) * ratio(rates, row, 5) + ratio(rates, row, 6)
-            p = ratio(rates, row, 0) * p - ratio(rates, row, 7) * tl.div_rn(m, root)
         else:
-            if RULE == MOMENTUM:
-                m = tl.load(m_of + place, mask=mask, other=0.0)
-                m = ratio(rates, row, 2) * m + ratio(rates, row, 3) * g
-                tl.store(m_of + place, m, mask=mask)
-                g = ratio(rates, row, 4) * g + ratio(rates, row, 5) * m
-            p -= ratio(rates, row, 0) * g
+            p = updated(p, g, rates, row, factor, m_of, v_of, most_of, place, mask, RULE)
         if MASTER:
             tl.store(master_of + place, p, mask=mask)
         if summed >= 0:
             count_sums(done, signals, summed, items, slice_items, slices, rank, first_signal, W)
-        new = p.to(params)
-        tl.store(param, new, mask=mask)
-        for step in range(W - 1):
-            to = slots(tl.load(finished + (rank + 1 + step) % W), gathered, rank, item, most, params, G)
-            tl.store(to, new, mask=mask)
+        hand_round(p.to(params), param, mask, item, finished, gathered, rank, most, W, params, G)
         summed = item
     if summed >= 0:  # before it waits for what peers send after they have this
         count_sums(done, signals, summed, items, slice_items, slices, rank, first_signal, W)
@@ -262,43 +232,6 @@ class Clipping(NamedTuple):
     norm: Tensor
     max_norm: float
     check: Callable[[], None]
-
-
-@dataclass(frozen=True)
-class StepLaunch:
-    """What the launches of a step have in common, as `launch_update_exchange` takes it."""
-
-    memory: PeerMemory
-    words: Tensor
-    buckets: Tensor
-    most: int
-    dtypes: tuple[torch.dtype, torch.dtype]
-    unit: int
-    config: UpdateConfig
-    site: int
-    compile_only: bool
-
-    @property
-    def programs(self) -> int:
-        return self.memory.programs * self.config.per_sm
-
-    @property
-    def pieces(self) -> list[tuple[int, int]]:
-        """First bucket of a run, and items, of every launch."""
-        return _pieces(self.config, self.most, self.memory.world)
-
-    def settings(self) -> dict[str, int]:
-        """Constants of every kernel."""
-        config = self.config
-        return {
-            "PROGRAMS": self.programs, "PER_SM": config.per_sm, "W": self.memory.world, "UNIT": self.unit,
-            "G": config.group, "num_warps": config.warps, "num_stages": 1, "maxnreg": config.registers,
-        }  # fmt: skip
-
-    def sizes(self, first: int, items: int) -> tuple[int, int, int, int, int]:
-        """first, most, items, slice_items and slices of a launch."""
-        config = self.config
-        return first, items * config.group, items, config.slice_items, cdiv(items, config.slice_items)
 
 
 def launch_clipped_update(
@@ -365,11 +298,6 @@ def launch_parameters(
         )  # fmt: skip
 
 
-def _pieces(config: UpdateConfig, most: int, world: int) -> list[tuple[int, int]]:
-    run, most = config.run(world), max(most, 1)
-    return [(first, cdiv(min(run, most - first), config.group)) for first in range(0, most, run)]
-
-
 def squares_of(config: UpdateConfig, most: int, world: int) -> int:
     """Items of the longest run, each of which has a sum of squares."""
-    return sum(items for _, items in _pieces(config, most, world))
+    return sum(items for _, items in config.pieces(most, world))

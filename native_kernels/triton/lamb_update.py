@@ -32,7 +32,7 @@ from torch import Tensor
 
 from autofuse.native_kernels.gpu.memory import Need, PeerMemory, cdiv, launch
 
-from .clipped_update import LAMB, SQUARES, Clipping, StepLaunch, launch_parameters, launch_sums
+from .clipped_update import SQUARES, Clipping, launch_parameters, launch_sums
 from .comm import (
     CODES_PER_SITE,
     REDUCING,
@@ -46,24 +46,21 @@ from .comm import (
 )
 from .embedding_exchange import ENDLESS, clear
 from .shares import A, claim, end_shares, multiprocessor, start, stays
-from .update_exchange import (
+from .update_launch import KINDS, StepLaunch, UpdateConfig, update_needs
+from .update_parts import (
     FIELDS,
     FP16,
     FP32,
-    KINDS,
+    LAMB,
     LENGTH,
     LINE,
     NUMBERS,
     TENSOR_BIT,
-    UpdateConfig,
     at,
-    ratio,
-    update_needs,
-)
-from .update_parts import (
     clip_factor,
     count_kept,
     elements_of,
+    ratio,
     send_gradients,
     sum_of,
     tell_started,

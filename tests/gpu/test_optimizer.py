@@ -262,7 +262,7 @@ def test_kernel_of_many_elements(
     gpu_ranks(world).run(many, dtype, MANY, way, clip, timeout=120)
 
 
-def _captured(rank: int, world: int, name: str) -> float:
+def _captured(rank: int, world: int, name: str, max_norm: float | None) -> float:
     """Steps of a graph, with a rate that changes, beside torch's."""
     torch.manual_seed(3)
     sizes, rate = (1000, 4, 70_000), torch.tensor(OPTIONS[name]["lr"], device="cuda")
@@ -271,7 +271,8 @@ def _captured(rank: int, world: int, name: str) -> float:
     for p in params:
         p.grad = torch.empty_like(p)
     refused = getattr(autofuse.optim, name)(params, **OPTIONS[name])
-    ours = getattr(autofuse.optim, name)(params, **OPTIONS[name] | {"lr": rate}, capturable=True)
+    options = OPTIONS[name] | {"lr": rate, "max_norm": max_norm}
+    ours = getattr(autofuse.optim, name)(params, **options, capturable=True)
     torchs = getattr(torch.optim, name)(exact, **OPTIONS[name])
 
     def gradients(step: int) -> None:
@@ -283,6 +284,8 @@ def _captured(rank: int, world: int, name: str) -> float:
             e.grad = sum(part.double() for part in parts) / world
 
     def check() -> None:
+        if max_norm is not None:
+            torch.nn.utils.clip_grad_norm_(exact, max_norm)
         torchs.step()
         for p, e in zip(params, exact, strict=True):
             torch.testing.assert_close(p.detach().double(), e.detach(), rtol=1e-4, atol=1e-5)
@@ -313,7 +316,9 @@ def _captured(rank: int, world: int, name: str) -> float:
 
 
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("name", OPTIONS)
-def test_captured(gpu_ranks: Callable[[int], RankPool], world: int, name: str) -> None:
-    sums = gpu_ranks(world).run(_captured, name, timeout=120)
+@pytest.mark.parametrize(("name", "max_norm"), [("AdamW", None), ("SGD", None), ("AdamW", 0.5)])
+def test_captured(
+    gpu_ranks: Callable[[int], RankPool], world: int, name: str, max_norm: float | None
+) -> None:
+    sums = gpu_ranks(world).run(_captured, name, max_norm, timeout=120)
     assert sums == [sums[0]] * world

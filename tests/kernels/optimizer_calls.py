@@ -42,10 +42,8 @@ from autofuse.native_kernels.gpu.memory import Need, PeerMemory
 from autofuse.native_kernels.gpu.state import State
 from autofuse.native_kernels.triton.clipped_update import Clipping, launch_clipped_update
 from autofuse.native_kernels.triton.lamb_update import launch_lamb_update
-from autofuse.native_kernels.triton.update_exchange import (
-    UpdateConfig,
-    launch_update_exchange,
-)
+from autofuse.native_kernels.triton.update_exchange import launch_update_exchange
+from autofuse.native_kernels.triton.update_launch import UpdateConfig
 from tests.kernels.calls import SITE, peer_memory, placed, straggling
 from tests.kernels.embedding_calls import FakeWorkspace
 

@@ -12,10 +12,8 @@ from autofuse.lowering.gpu.optimizer.ways import UpdateProblem
 from autofuse.lowering.update_rules import RULES
 from autofuse.native_kernels.triton.clipped_update import Clipping, launch_clipped_update
 from autofuse.native_kernels.triton.lamb_update import lamb_needs, launch_lamb_update
-from autofuse.native_kernels.triton.update_exchange import (
-    UpdateConfig,
-    launch_update_exchange,
-)
+from autofuse.native_kernels.triton.update_exchange import launch_update_exchange
+from autofuse.native_kernels.triton.update_launch import UpdateConfig
 from autofuse.native_kernels.triton.update_numbers import launch_update_numbers
 from tests.kernels.test_ptx import ACQUIRE, GPU_SCOPE, Kernel, compile_launch, compile_launches
 from tests.kernels.test_ptx_embedding import (

@@ -712,8 +712,8 @@ OPTIMIZERS = (
     Mutation(
         "gradients are not scaled by the factor of their norm",
         "clipped_update.py",
-        "* (factor * ratio(rates, row, 10))",
-        "* ratio(rates, row, 10)",
+        "p = updated(p, g, rates, row, factor,",
+        "p = updated(p, g, rates, row, 1.0,",
         _of("kernels", "interpreted_optimizer"),
     ),
     Mutation(

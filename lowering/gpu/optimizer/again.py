@@ -23,7 +23,7 @@ from autofuse.lowering.gpu.embedding.again import Same
 from autofuse.lowering.gpu.memory.told import values_of_all
 from autofuse.lowering.gpu.memory.workspace import GpuWorkspace
 from autofuse.lowering.ops.reduce_update_gather import ReduceUpdateGather
-from autofuse.native_kernels.triton.update_exchange import FIELDS
+from autofuse.native_kernels.triton.update_parts import FIELDS
 
 from .tables import ALIGNED, rates_of
 from .ways import OP, Kept

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from autofuse.lowering.buckets import BUCKET, Buckets
-from autofuse.native_kernels.triton.update_exchange import FIELDS, LENGTH, TENSOR_BIT
+from autofuse.native_kernels.triton.update_parts import FIELDS, LENGTH, TENSOR_BIT
 
 assert LENGTH.value == BUCKET
 

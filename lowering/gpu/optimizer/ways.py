@@ -15,12 +15,8 @@ from autofuse.lowering.update_rules import RULES
 from autofuse.native_kernels.gpu.memory import Need
 from autofuse.native_kernels.triton.clipped_update import Clipping, launch_clipped_update, squares_of
 from autofuse.native_kernels.triton.lamb_update import lamb_needs, launch_lamb_update, measures_of
-from autofuse.native_kernels.triton.update_exchange import (
-    KINDS,
-    UpdateConfig,
-    launch_update_exchange,
-    update_needs,
-)
+from autofuse.native_kernels.triton.update_exchange import launch_update_exchange
+from autofuse.native_kernels.triton.update_launch import KINDS, UpdateConfig, update_needs
 
 OP = "reduce_update_gather"
 

@@ -1,0 +1,93 @@
+"""How the kernels of optimizers are launched: their configuration, memory and pieces."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from autofuse.native_kernels.gpu.memory import Need, PeerMemory, cdiv
+
+KINDS = {torch.float32: 4, torch.bfloat16: 1, torch.float16: 2}
+"""Codes of dtypes."""
+
+
+@dataclass(frozen=True)
+class UpdateConfig:
+    """group: buckets of an item; slice_items: items of a slice; piece: most buckets of a launch."""
+
+    group: int = 1
+    slice_items: int = 64
+    warps: int = 4
+    per_sm: int = 4
+    piece: int = 1 << 16
+
+    @property
+    def registers(self) -> int:
+        """Of a thread, such that all programs fit."""
+        return min(255, 65536 // (32 * self.warps * self.per_sm) // 8 * 8)
+
+    def run(self, world: int) -> int:
+        """Most buckets of a run in a launch, whole items."""
+        return max(1, self.piece // world // self.group) * self.group
+
+    def pieces(self, most: int, world: int) -> list[tuple[int, int]]:
+        """First bucket of a run, and items, of every launch of a step whose longest run has `most`."""
+        run, most = self.run(world), max(most, 1)
+        return [(first, cdiv(min(run, most - first), self.group)) for first in range(0, most, run)]
+
+    def slices(self, buckets: int) -> int:
+        """Of a piece of so many buckets."""
+        return cdiv(cdiv(buckets, self.group), self.slice_items)
+
+
+def update_needs(config: UpdateConfig, most: int, grad_size: int, param_size: int, world: int) -> Need:
+    """Memory of a call whose longest run has `most` buckets."""
+    most = min(most, config.run(world))
+    slices, elements = config.slices(most), world * cdiv(most, config.group) * config.group * 1024
+    return Need(
+        inbox=2 * elements * grad_size,
+        finished=2 * elements * param_size,
+        signals=2 * 4 * 2 * world * slices,
+        done=world * slices,
+    )
+
+
+@dataclass(frozen=True)
+class StepLaunch:
+    """What the launches of a step have in common.
+
+    words, buckets: as the kernels have them, on the device; most: buckets of the longest run; dtypes: of
+    gradients and of parameters; unit: 4, or less, that divides all lengths.
+    """
+
+    memory: PeerMemory
+    words: Tensor
+    buckets: Tensor
+    most: int
+    dtypes: tuple[torch.dtype, torch.dtype]
+    unit: int
+    config: UpdateConfig
+    site: int
+    compile_only: bool
+
+    @property
+    def programs(self) -> int:
+        return self.memory.programs * self.config.per_sm
+
+    @property
+    def pieces(self) -> list[tuple[int, int]]:
+        """First bucket of a run, and items, of every launch."""
+        return self.config.pieces(self.most, self.memory.world)
+
+    def settings(self) -> dict[str, int]:
+        """Constants of every kernel."""
+        config = self.config
+        return {
+            "PROGRAMS": self.programs, "PER_SM": config.per_sm, "W": self.memory.world, "UNIT": self.unit,
+            "G": config.group, "num_warps": config.warps, "num_stages": 1, "maxnreg": config.registers,
+        }  # fmt: skip
+
+    def sizes(self, first: int, items: int) -> tuple[int, int, int, int, int]:
+        """first, most, items, slice_items and slices of a launch."""
+        config = self.config
+        return first, items * config.group, items, config.slice_items, cdiv(items, config.slice_items)
