@@ -105,7 +105,7 @@ class Emitter:
         for node in self.graph.nodes:
             val = node.meta.get("val")
             known = isinstance(val, torch.SymInt) and not self._is_own_size(node)
-            if known and same_size(expression(val), size):
+            if known and same_size(expression(val), size) and not self._after(node):
                 return node
         for node in self.graph.nodes:
             val = node.meta.get("val")

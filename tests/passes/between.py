@@ -66,6 +66,33 @@ def trained(x: Tensor, w: Tensor) -> Tensor:
     return funcol.reduce_scatter_tensor_autograd(F.linear(whole, w), "sum", 0, group()).sin()
 
 
+class Whole(torch.autograd.Function):
+    """Of a sequence that is cut on dim 1."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return funcol.all_gather_tensor(x, 1, group())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return funcol.reduce_scatter_tensor(grad.contiguous(), "sum", 1, group())
+
+
+class Cut(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return funcol.reduce_scatter_tensor(x, "sum", 1, group())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return funcol.all_gather_tensor(grad.contiguous(), 1, group())
+
+
+def block(x: Tensor, v: Tensor, w: Tensor) -> Tensor:
+    """In the backward a size is computed behind what is fused."""
+    return Cut.apply(F.linear(F.silu(F.linear(Whole.apply(x), v)), w))
+
+
 def twice(x: Tensor, v: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     """One tensor that is gathered for dgrad and for wgrad, in bfloat16 each time."""
     x = x.sin()
@@ -124,6 +151,13 @@ PROGRAMS: dict[str, Program] = {
     ),
     "gathered twice, reduced": Program(
         plain(twice_reduced, X, (H, D), lambda world: (8 * world, 4)), same(AG, AG, RS)
+    ),
+    "a block, dynamic": Program(
+        plain(block, (2, 4, D), (H, D), (D, H), dtype=BF16, grad=True),
+        {"forward": BOTH, "backward": BOTH},
+        grad=True,
+        dynamic=True,
+        tolerance=0.03,
     ),
     "gathered again in the backward": Program(
         plain(megatron, X, (H, D), (5, D), grad=True), {"forward": [AG], "backward": [RS, RS]}, grad=True
