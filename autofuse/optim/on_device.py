@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from autofuse.lowering.update_rules import NUMBERS, Term, numbers_at
+from autofuse.lowering.update_rules import NUMBERS, Term
 
 if TYPE_CHECKING:
     from autofuse.optim.batch import Batch
@@ -28,8 +28,8 @@ class OnDevice:
         device, self._groups = like.device, sorted(set(groups))
         order = {group: i for i, group in enumerate(self._groups)}
         self.counts = torch.zeros(len(groups), dtype=torch.float64, device=device)
-        wide = like.dtype == torch.float64 or not like.is_cuda
-        dtype = torch.float64 if wide else torch.float32  # in which kernels of GPUs read them
+        wide = like.dtype == torch.float64
+        dtype = torch.float64 if wide else torch.float32  # in which kernels read them
         self._numbers = torch.zeros(len(groups), NUMBERS, dtype=dtype, device=device)
         self._order = torch.tensor([order[group] for group in groups], dtype=torch.int32, device=device)
         length = 1 + NUMBERS * len(fields(Term))
@@ -43,7 +43,7 @@ class OnDevice:
         captured one cannot have."""
         if given == self._given:
             return
-        if self._is_captured():
+        if self.counts.is_cuda and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "a step is captured with other gradients than the step before it had: run one with the same "
                 "gradients first"
@@ -52,13 +52,8 @@ class OnDevice:
         self._added = torch.tensor(given, device=self.counts.device).double()
 
     def rows(self, param_groups: Sequence[dict[str, Any]], terms_of: TermsOf, counts: bool) -> Tensor:
-        """[T, NUMBERS], the numbers of the next update, which is counted if `counts`. A graph keeps the
-        options that it was captured with, but for a learning rate that is a tensor of the device."""
-        if not self.counts.is_cuda:
-            found = self._rows_on_host(param_groups, terms_of)
-            if counts:
-                self.advance()
-            return found
+        """[T, NUMBERS], the numbers of the next update, by a kernel. counts: the update is counted, too. A graph
+        keeps the options that it was captured with, but for a learning rate that is a tensor of the device."""
         from autofuse.native_kernels.triton.update_numbers import launch_update_numbers
 
         for i, group in enumerate(self._groups):
@@ -71,13 +66,6 @@ class OnDevice:
         """Counts an update of the parameters with gradients."""
         self.counts += self._added
 
-    def _rows_on_host(self, param_groups: Sequence[dict[str, Any]], terms_of: TermsOf) -> Tensor:
-        for i, (t, group) in enumerate(zip(self.counts.tolist(), self._order.tolist(), strict=True)):
-            options = param_groups[self._groups[group]]
-            row = numbers_at(terms_of(options), int(t) + 1, float(options["lr"]))
-            self._numbers[i] = torch.tensor(row, dtype=self._numbers.dtype)
-        return self._numbers
-
     def _tell(self, group: int, lr: Any, terms: Sequence[Term]) -> None:
         """Stores the options of a group on the device: a learning rate, then its terms."""
         from autofuse.native_kernels.cuda.kernels.put_words import put_words
@@ -89,9 +77,6 @@ class OnDevice:
             self._told[group] = words
         if is_there:
             self._options[group, 0] = lr
-
-    def _is_captured(self) -> bool:
-        return self.counts.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def words_of(lr: float, terms: Sequence[Term]) -> bytes:

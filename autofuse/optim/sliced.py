@@ -299,7 +299,12 @@ class SlicedOptimizer(State, torch.optim.Optimizer):
         """The rows of a batch, on its device. counts: the update is counted, too."""
         assert batch.on_device is not None
         batch.on_device.prepare([g is not None for g in grads])
-        return batch.on_device.rows(self.param_groups, self._terms, counts)
+        if batch.on_device.counts.is_cuda:
+            return batch.on_device.rows(self.param_groups, self._terms, counts)
+        numbers = numbers_of(rows_on_host(batch, self.param_groups, self._terms), 0.0)
+        if counts:
+            batch.on_device.advance()
+        return numbers
 
     @property
     def _site(self) -> str:

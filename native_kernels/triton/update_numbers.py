@@ -12,9 +12,12 @@ from torch import Tensor
 
 from autofuse.native_kernels.gpu.memory import cdiv, launch
 
-NUMBERS, FIELDS = tl.constexpr(12), tl.constexpr(5)
-"""Numbers of a tensor, and of a term."""
+from .update_parts import NUMBERS
+
+TERM = tl.constexpr(5)
+"""Numbers of a term."""
 COLUMNS = tl.constexpr(16)
+"""NUMBERS, up to a power of two."""
 BLOCK = 8
 """Tensors of a program, a number a thread: the numbers wait for memory together, and fp64 is slow."""
 
@@ -22,7 +25,7 @@ BLOCK = 8
 @triton.jit(do_not_specialize=["tensors"])
 def update_numbers(counts, added, order, terms, numbers, tensors, BLOCK: tl.constexpr):
     """Grid: a program for BLOCK tensors. order: int32, which of `terms` a tensor has; terms: fp64
-    [., 1 + NUMBERS * FIELDS], a learning rate, then the terms, of beta its logarithm; added: None, or what is
+    [., 1 + NUMBERS * TERM], a learning rate, then the terms, of beta its logarithm; added: None, or what is
     added to counts."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     column = tl.arange(0, COLUMNS)[None, :]
@@ -30,8 +33,8 @@ def update_numbers(counts, added, order, terms, numbers, tensors, BLOCK: tl.cons
     inside = exists[:, None] & (column < NUMBERS)
     before = tl.load(counts + at, mask=exists, other=0.0)
     t = (before + 1.0)[:, None]
-    own = terms + (tl.load(order + at, mask=exists, other=0) * (1 + NUMBERS * FIELDS))[:, None]
-    term = own + 1 + column * FIELDS
+    own = terms + (tl.load(order + at, mask=exists, other=0) * (1 + NUMBERS * TERM))[:, None]
+    term = own + 1 + column * TERM
     constant = tl.load(term, mask=inside, other=0.0)
     of_lr = tl.load(term + 1, mask=inside, other=0.0)
     log_beta = tl.load(term + 2, mask=inside, other=0.0)

@@ -49,15 +49,16 @@ def times(task: Task, predictor: Predictor) -> tuple[float, float, float] | None
     problem = problem_of(task, predictor.model.gpu.multiprocessors)
     if problem is None:
         return None
+    from autofuse.lowering.gpu.choice.choose import choose
     from autofuse.lowering.gpu.choice.kernel import fused_ways, ways_of
 
     if not fused_ways(problem):  # a size may be 0
         return None
     ways, found = ways_of(problem), predictor.times(problem)
     ours = [each.us for each in found if ways[each.way].fused]
-    taken, more = taken_us(task, predictor), _others(task, predictor)
+    more = _others(task, predictor)
     apart = next(each.us for each in found if ways[each.way].replaced)
-    return None if taken is None else (taken, min(ours) + more, apart + more)
+    return choose(problem, predictor).us + more, min(ours) + more, apart + more
 
 
 def taken_us(task: Task, predictor: Predictor) -> float | None:

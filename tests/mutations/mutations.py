@@ -788,9 +788,9 @@ OPTIMIZERS = (
     ),
     Mutation(
         "a step that can be captured has the numbers of the next update",
-        "on_device.py",
-        "numbers_at(terms_of(options), int(t) + 1,",
-        "numbers_at(terms_of(options), int(t) + 2,",
+        "batch.py",
+        "else [int(t) for t in self.on_device.counts.tolist()]",
+        "else [int(t) + 1 for t in self.on_device.counts.tolist()]",
         _of("optim", "optimizers"),
     ),
     Mutation(

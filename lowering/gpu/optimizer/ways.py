@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from autofuse.lowering.gpu.choice.kernel import MOST_BYTES, Kernel, Launch, Way, only_kernels
+from autofuse.lowering.gpu.choice.kernel import MOST_BYTES, Kernel, Launch, Way
 from autofuse.lowering.gpu.choice.work import Rows, Work
 from autofuse.lowering.update_rules import RULES
 from autofuse.native_kernels.gpu.memory import Need
@@ -169,43 +169,25 @@ def _launch_lamb(
     )  # fmt: skip
 
 
-BUCKETS: Kernel[UpdateProblem, UpdateConfig] = Kernel(
-    "buckets",
-    _configs,
-    needs=_needs,
-    launch=_launch,
-    only_launches=only_kernels,
-    work=lambda config, problem: _work("kernel", problem),
-    source="triton/update_exchange.py",
-)
+def _kernel(
+    kind: str, launch: Callable[..., None], source: str, waits: bool = False
+) -> Kernel[UpdateProblem, UpdateConfig]:
+    """waits: the host may wait for the norm between two kernels."""
+    return Kernel(
+        kind,
+        _configs,
+        needs=_needs,
+        launch=launch,
+        only_launches=lambda config: not waits,
+        work=lambda config, problem: _work("kernel", problem),
+        source=f"triton/{source}.py",
+    )
 
-CLIPPED: Kernel[UpdateProblem, UpdateConfig] = Kernel(
-    "clipped",
-    _configs,
-    needs=_needs,
-    launch=_launch_clipped,
-    work=lambda config, problem: _work("kernel", problem),
-    source="triton/clipped_update.py",
-)
 
-LAMB: Kernel[UpdateProblem, UpdateConfig] = Kernel(
-    "lamb",
-    _configs,
-    needs=_needs,
-    launch=_launch_lamb,
-    only_launches=only_kernels,
-    work=lambda config, problem: _work("kernel", problem),
-    source="triton/lamb_update.py",
-)
-
-CLIPPED_LAMB: Kernel[UpdateProblem, UpdateConfig] = Kernel(
-    "lamb_clipped",
-    _configs,
-    needs=_needs,
-    launch=_launch_lamb,
-    work=lambda config, problem: _work("kernel", problem),
-    source="triton/lamb_update.py",
-)
+BUCKETS = _kernel("buckets", _launch, "update_exchange")
+CLIPPED = _kernel("clipped", _launch_clipped, "clipped_update", waits=True)
+LAMB = _kernel("lamb", _launch_lamb, "lamb_update")
+CLIPPED_LAMB = _kernel("lamb_clipped", _launch_lamb, "lamb_update", waits=True)
 
 
 def kernel_of(rule: str, clips: bool) -> Kernel[UpdateProblem, UpdateConfig]:
