@@ -268,8 +268,8 @@ def _device(options: Options) -> torch.device:
 
 
 def _predicted(report: Report) -> dict[str, float]:
-    """Of the stream of the one group, if it was priced; else of its reductions together. `auto`: of what was
-    taken."""
+    """Predicted microseconds by schedule: of the whole stream if it was priced, else the sum over the
+    reductions. `auto` has the time of the schedule that was taken."""
     streams = [schedule.considered for graph in report.graphs for schedule in graph.schedules]
     priced = [each for each in streams if any(e.us is not None for e in each)]
     found: dict[str, float] = {}

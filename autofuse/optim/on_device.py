@@ -52,8 +52,9 @@ class OnDevice:
         self._added = torch.tensor(given, device=self.counts.device).double()
 
     def rows(self, param_groups: Sequence[dict[str, Any]], terms_of: TermsOf, counts: bool) -> Tensor:
-        """[T, NUMBERS], the numbers of the next update, by a kernel. counts: the update is counted, too. A graph
-        keeps the options that it was captured with, but for a learning rate that is a tensor of the device."""
+        """[T, NUMBERS], the numbers of the next update, by a kernel. counts: the update is counted, too. A
+        graph keeps the options that it was captured with, but for a learning rate that is a tensor of the
+        device."""
         from autofuse.native_kernels.triton.update_numbers import launch_update_numbers
 
         for i, group in enumerate(self._groups):

@@ -174,8 +174,8 @@ def _flat(
 
 
 def _fsdp2(params: list[Tensor]) -> Callable[[], object]:
-    """A step of FSDP2 whose parameters stay whole between forward and backward. Forward and backward compute
-    nothing, so that they are the exchanges alone."""
+    """A step of FSDP2, which keeps the gathered parameters from the forward to the backward. The model
+    computes nothing, so that the step consists of the exchanges and of AdamW."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -214,7 +214,8 @@ def _fsdp2(params: list[Tensor]) -> Callable[[], object]:
 def _lambs(
     shapes: Shapes, dtype: torch.dtype, device: torch.device, max_norm: float | None
 ) -> Iterator[tuple[str, Peer]]:
-    """LAMB in lists of tensors; and of few tensors one by one, compiled by Inductor."""
+    """Two peers of LAMB behind all_reduces: the update in foreach ops; and, for at most `FEW` tensors, the
+    update of one tensor after another, compiled by Inductor."""
     params = _params(shapes, dtype, device)
     yield "all_reduce + foreach LAMB", (_lamb_step(_foreach_lamb, params, max_norm), params)
     if len(shapes) <= FEW:

@@ -128,7 +128,8 @@ def _replay(step: Callable[[], object]) -> Callable[[], object]:
 
 
 def _right(steps: dict[str, Peer], rule: str) -> dict[str, Peer]:
-    """The peers of which one step gives nearly our parameters; others are named. All of ours must."""
+    """The peers whose parameters are nearly those of `autofuse.optim` after one step. A peer of torch whose
+    parameters are not is printed and left out. A kernel of ours must never differ."""
     for step, _ in steps.values():
         step()
     found, ours = {}, steps[OURS][1]

@@ -174,8 +174,8 @@ class GpuWorkspace:
         kernel is to be compiled, and then all ranks meet, so that none is late by that; later calls compile
         variants of it. None if ranks have parts of different sizes; and while a CUDA graph is captured if the
         variant is new, for which a kernel may have to be compiled, or the memory would have to grow.
-        RuntimeError if an earlier call has failed,
-        SharedMemoryFull on all ranks if one has no room; later calls may find some.
+        RuntimeError if an earlier call has failed, SharedMemoryFull on all ranks if one has no room; later
+        calls may find some.
         """
         new, at, call = False, place(site), (op, site, way, variant)
         if call not in self._entered:
