@@ -20,7 +20,7 @@ from torch import Tensor
 
 from autofuse.lowering.gpu.choice.kernel import Launch, Problem, Way, ways_of
 from autofuse.lowering.gpu.choice.launcher import Launcher, _tensors, contiguous
-from autofuse.lowering.gpu.dense.reductions import EXCHANGES, Reduce
+from autofuse.lowering.gpu.dense.reductions import Reduce
 from autofuse.lowering.gpu.dense.ways import GATHER, PUBLISH, REDUCE, SCATTER, DenseProblem
 from autofuse.lowering.gpu.experts.kernels import Fixed
 from autofuse.lowering.gpu.experts.ways import COMBINE, DISPATCH, ExpertProblem
@@ -113,12 +113,13 @@ def check_ways(problem: Problem, operands: Callable[[], tuple[Any, ...]]) -> Non
     assert ways
     for way in ways:
         assert way.kernel is not None
-        if way.is_copied or way.kernel in EXCHANGES:  # cuBLAS goes before its kernel
+        if way.is_copied:
             assert not way.kernel.only_launches(way.config)
             continue
         assert way.kernel.only_launches(way.config), way.name
         with faked() as driver:
-            words, first, second = Words(), operands(), operands()
+            words = Words()
+            first, second = (_given(way.kernel.takes_product, operands()) for _ in range(2))
             at = Launch(peer_memory(WORLD, way.need), Mock(), 5, None, False)
             launched = _long(way, at, first)
             start = prepare(launched, _tensors(first), words.guard)
@@ -132,6 +133,14 @@ def check_ways(problem: Problem, operands: Callable[[], tuple[Any, ...]]) -> Non
                 assert given == _params(after, sizes) != _params(before, sizes), way.name
                 assert config == [after.grid, after.threads, after.shared_bytes, after.cluster]
             assert driver.recorded == [(EVENT, STREAM)] * len(launched)
+
+
+def _given(product: bool, operands: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Operands with the product in place of x and w, for a kernel that takes it."""
+    if not product:
+        return operands
+    x, w, *rest = operands
+    return [torch.empty(x[0].shape[0], w[0].shape[1], dtype=x[0].dtype)], (), *rest
 
 
 def _sizes(launched: Launched) -> list[int]:

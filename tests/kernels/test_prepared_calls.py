@@ -80,8 +80,11 @@ def _dense(call: str, m: int, way: str, given: tuple[Any, ...], **more: Any) -> 
 KEPT = f"{GATHER}, kept"
 """X is kept, which a second kernel stores, and a second weight is multiplied by torch."""
 
+PRODUCT = f"{REDUCE}, product"
+"""cuBLAS multiplies, and a kernel adds up."""
+
 NORM = "add %0; keep; to float32; rms 1e-06 keep; to bfloat16; mul %1"
-TAILS = {f"{REDUCE}, tail": 2, f"{SCATTER}, tail": 2}
+TAILS = {f"{REDUCE}, tail": 2, f"{SCATTER}, tail": 2, f"{SCATTER}, tail within": 1}
 """Launches of a call: its kernel, and one that applies the tail."""
 
 
@@ -96,6 +99,7 @@ def _with_tail(*at: Any) -> Reduction:
 MAKE: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(TAILS, _with_tail),
     REDUCE: lambda *at: Reduction(*at, (1, K), False, "direct", "s"),
+    PRODUCT: lambda *at: Reduction(*at, (1, K), False, "direct", "s"),
     SCATTER: lambda *at: Reduction(*at, (1, K), False, "direct", "s"),
     GATHER: lambda *at: Gather(*at, (1, K), False, False, "s", biased=True),
     KEPT: lambda *at: Gather(*at, (1, K), True, True, "s", biased=True),
@@ -119,6 +123,11 @@ CALLS = {
         f"{SCATTER}, tail", 8, "packets",
         ([_rows(8, K)], [WEIGHT], [], "mm", "sum", 0, 1, False, [_rows(4, N), _rows(N)], NORM, "", *END),
     ),
+    f"{SCATTER}, tail within": _dense(
+        f"{SCATTER}, tail within", 8, "rows",
+        ([_rows(8, K)], [WEIGHT], [], "mm", "sum", 0, 1, False, [_rows(4, N), _rows(N)], NORM, "", *END),
+    ),
+    PRODUCT: _dense(PRODUCT, 8, "rows", ([_rows(8, K)], [WEIGHT], [], "mm", "sum", False, [], "", "", *END)),
     GATHER: _dense(GATHER, 64, "few", (_rows(32, K), [WEIGHT], [BIAS], 0, 1, False, *END)),
     KEPT: _dense(KEPT, 64, "few", (_rows(32, K), [WEIGHT, WEIGHT], [BIAS, BIAS], 0, 1, True, *END)),
     PUBLISH: _dense(
@@ -194,7 +203,7 @@ def test_dropless_calls_of_any_number_of_rows_are_of_one_kind(op: str) -> None:
 def _run(op: str, made: Any, given: tuple[Any, ...]) -> Any:
     """The long way."""
     x, w, more, *_ = given
-    if op in (REDUCE, SCATTER):
+    if op in (REDUCE, SCATTER, PRODUCT):
         return made(x, w)
     if op in TAILS:
         return made(x, w, given[-6])

@@ -1,6 +1,7 @@
 """The kernels of matmul_all_reduce and matmul_reduce_scatter: `launch(at, config, x, w, out, how)`.
 
-x, w: a list each, of the operands of all terms of a sum.
+x, w: a list each, of the operands of all terms of a sum; of kernels behind cuBLAS (`EXCHANGES`) the product
+alone, and none.
 """
 
 from __future__ import annotations
@@ -255,8 +256,7 @@ def multiplied(x: Sequence[Tensor], w: Sequence[Tensor], out: Tensor | None = No
 def _launch_sums(
     at: Launch, config: SumsConfig, x: Sequence[Tensor], w: Sequence[Tensor], out: Tensor, how: Reduce
 ) -> None:
-    product = multiplied(x, w)
-    launch_exchange_sums(at.memory, product, out, how.mean, how.everywhere, config, at.site, at.compile_only)
+    launch_exchange_sums(at.memory, x[0], out, how.mean, how.everywhere, config, at.site, at.compile_only)
 
 
 SUMS: Kernel[DenseProblem, SumsConfig] = Kernel(
@@ -264,6 +264,8 @@ SUMS: Kernel[DenseProblem, SumsConfig] = Kernel(
     _sums_configs,
     needs=lambda config, p: sums_needs(p.m * p.n, 2, p.world, p.everywhere, config),
     launch=_launch_sums,
+    only_launches=only_kernels,
+    takes_product=True,
     work=sums_work,
     source="triton/exchange_sums.py",
 )
@@ -292,7 +294,7 @@ def _launch_rows(
     """exchange: the launch of a kernel that applies tails; out: the results of the tail, if there is one."""
     results = [out] if isinstance(out, Tensor) else out
     exchange(
-        at.memory, multiplied(x, w), results, how.mean, how.everywhere, config, at.site, at.compile_only,
+        at.memory, x[0], results, how.mean, how.everywhere, config, at.site, at.compile_only,
         operands, tail,
     )  # fmt: skip
 
@@ -302,6 +304,8 @@ ROWS: Kernel[DenseProblem, RowsConfig] = Kernel(
     _rows_configs,
     needs=lambda config, p: rows_needs(p.m, p.n, 2, p.world, p.everywhere, config, p.written),
     launch=partial(_launch_rows, launch_exchange_rows),
+    only_launches=only_kernels,
+    takes_product=True,
     work=rows_work,
     source="triton/exchange_rows.py",
 )
@@ -318,6 +322,8 @@ ROW_PACKETS: Kernel[DenseProblem, RowPacketsConfig] = Kernel(
     _row_packets_configs,
     needs=lambda config, p: row_packets_needs(p.m, p.n, p.world, p.everywhere),
     launch=partial(_launch_rows, launch_exchange_row_packets),
+    only_launches=only_kernels,
+    takes_product=True,
     work=row_packets_work,
     source="triton/exchange_row_packets.py",
 )

@@ -81,6 +81,7 @@ class Reduction:
         self.group = weakref.ref(workspace.group)
         self._workspace, self._way, self._problem = workspace, way, problem
         self._is_replaced, self._is_fused = way.replaced, way.fused
+        self._takes_product = way.kernel is not None and way.kernel.takes_product
         variant = (problem, strides, mean, order, traced, tail)
         self._mean, self._tail = mean, tail
         self._how = Reduce(mean, problem.everywhere, problem.outer, ORDERS[order])
@@ -106,13 +107,16 @@ class Reduction:
     ) -> list[Tensor] | None:
         """As `__call__`, of a call like one before that was not captured, in the shortest way; None where the
         call has to be prepared anew."""
-        if self._launcher.is_short:
+        launcher = self._launcher
+        # A product is computed for nothing where the launch behind it turns out to be no short one.
+        if launcher.is_short and (not self._takes_product or (launcher.is_next() and launcher.goes_on())):
+            given = (multiplied(x, w),) if self._takes_product else (*x, *w)
             taken = operands if self._takes_tail else ()
-            found = self._launcher.again((*x, *w), self._results, taken, self._dtypes)
+            found = launcher.again(given, self._results, taken, self._dtypes)
             if found is None:
                 return None
             return found[self._first :] if self._takes_tail else self._then(found[0], operands)
-        return self(x, w, operands) if self._launcher.goes_on() else None
+        return self(x, w, operands) if launcher.goes_on() else None
 
     def __call__(
         self, x: Sequence[Tensor], w: Sequence[Tensor], operands: Sequence[Tensor] = (),
@@ -128,6 +132,8 @@ class Reduction:
                 x[0].new_empty(sizes, dtype=d)
                 for (sizes, _), d in zip(self._results, self._dtypes, strict=True)
             ]
+            if self._takes_product:
+                x, w = [multiplied(x, w)], ()
             if self._takes_tail:
                 self._launcher.launch(x, w, out, self._how, operands, self._tail)
                 self._launcher.leave()
