@@ -10,10 +10,11 @@ from torch import Tensor
 import autofuse.lowering.ops  # noqa: F401  (defines torch.ops.autofuse)
 from autofuse.lowering.buckets import buckets_of
 from autofuse.lowering.direct import PLAIN, direct
-from autofuse.lowering.torch_internals import nobody_intervenes, resolve_group
+from autofuse.lowering.torch_internals import nobody_intervenes, placements, resolve_group
 from autofuse.lowering.update_rules import RULES
 from autofuse.optim.on_device import OnDevice
 
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 MASTER = "master"
 
 
@@ -110,6 +111,15 @@ class Batch:
             self._steps = [t + (g is not None) for t, g in zip(self._steps, grads, strict=True)]
         else:
             self.on_device.advance()
+
+
+def misfit(param: Tensor) -> str:
+    """What makes a tensor no parameter of a batch; empty if it is one."""
+    if placements(param) is not None:
+        return "a DTensor, which only the optimizers of torch update; expected plain tensors"
+    if param.dtype not in DTYPES or param.layout != torch.strided:
+        return f"{param.dtype} and {param.layout}"
+    return ""
 
 
 def dense(param: Tensor, grad: Tensor | None) -> Tensor | None:

@@ -15,15 +15,13 @@ from autofuse.groups import Group, group_name
 from autofuse.lowering import agreement
 from autofuse.lowering.torch_internals import group_size
 from autofuse.lowering.update_rules import NUMBERS, Term
-from autofuse.optim.batch import Batch, dense
+from autofuse.optim.batch import Batch, dense, misfit
 from autofuse.optim.differences import Told, lines_of, raise_difference, rates_of
 from autofuse.optim.in_backward import Backward, cut
 from autofuse.optim.numbers import Row, check_rules, numbers_of, rows_on_host
 from autofuse.optim.on_device import is_captured
 from autofuse.optim.state import State
 from autofuse.optim.traced import constant_in_graphs, number_of, optimizer_step
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 IMPLEMENTATIONS = frozenset({"foreach", "fused", "differentiable"})
 """Arguments of torch's optimizers that ours have not."""
@@ -143,8 +141,8 @@ class SlicedOptimizer(State, torch.optim.Optimizer):
                 raise ValueError(
                     f"{type(self).__name__}: {names[param]} is given twice, the second time as {name}"
                 )
-            if param.dtype not in DTYPES or param.layout != torch.strided:
-                raise ValueError(f"{type(self).__name__}: {name} is {param.dtype} and {param.layout}")
+            if problem := misfit(param):
+                raise ValueError(f"{type(self).__name__}: {name} is {problem}")
             names[param] = name
         super().add_param_group({**param_group, "params": given})
         self._names = names

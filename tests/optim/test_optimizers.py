@@ -14,6 +14,8 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import autofuse
 from tests.ranks import RankPool
@@ -242,6 +244,9 @@ def _wrong(rank: int, world: int) -> None:
         autofuse.optim.SGD(twice, 0.1)
     with pytest.raises(ValueError, match="complex64"):
         autofuse.optim.SGD([nn.Parameter(torch.ones(2, dtype=torch.complex64))], 0.1)
+    sharded = parallelize_module(model(), init_device_mesh("cpu", (world,)), {"0": ColwiseParallel()})
+    with pytest.raises(ValueError, match=r"0.weight is a DTensor.* plain tensors"):
+        autofuse.optim.SGD(sharded.named_parameters(), 0.1)
     with pytest.raises(TypeError, match="fused"):
         autofuse.optim.SGD(network.parameters(), 0.1, fused=True)
     optimizer = autofuse.optim.AdamW(model().parameters(), lr=0.1 + rank)
