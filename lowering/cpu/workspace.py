@@ -328,7 +328,7 @@ def workspace_for(group_name: str) -> Workspace:
         ) from error
     found = _workspaces.get(group)
     if found is None:
-        with _making:
+        with _lock_of(group):
             found = _workspaces.get(group) or _make(group, group_name)
     if isinstance(found, Exception):
         raise found
@@ -345,9 +345,15 @@ def decline(group: str | ProcessGroup, why: str, device: str = "cpu") -> None:
 
 def forget(group: ProcessGroup) -> None:
     """The ranks of the group meet again before its next call, unless they cannot share memory."""
-    with _making:
+    with _lock_of(group):
         if not isinstance(_workspaces.get(group), rendezvous.NotShared):
             _workspaces.pop(group, None)
+
+
+def _lock_of(group: ProcessGroup) -> "threading.RLock":
+    """Of its meeting. Threads of other ranks may have groups meet in another order."""
+    with _making:
+        return _locks.setdefault(group, threading.RLock())
 
 
 def _make(group: ProcessGroup, group_name: str) -> Workspace | Exception:
@@ -366,13 +372,15 @@ def _make(group: ProcessGroup, group_name: str) -> Workspace | Exception:
 
 
 _workspaces: "WeakKeyDictionary[ProcessGroup, Workspace | Exception]" = WeakKeyDictionary()
-_making = threading.RLock()
+_locks: "WeakKeyDictionary[ProcessGroup, threading.RLock]" = WeakKeyDictionary()
+_making = threading.Lock()
 
 
 def _after_fork() -> None:
     """Workspaces of a forked child are unusable: it maps the memory of its parent, but is not that rank."""
     global _making
-    _making = threading.RLock()
+    _making = threading.Lock()
+    _locks.clear()
     for workspace in _workspaces.values():
         if isinstance(workspace, Workspace):
             workspace._lock = threading.Lock()

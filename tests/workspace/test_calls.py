@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -150,6 +151,19 @@ def _subgroups(rank: int, world: int) -> None:
 
 def test_subgroups_and_the_whole_group_interleave(ranks: Ranks) -> None:
     ranks(4).run(_subgroups)
+
+
+def _opposite_orders(rank: int, world: int) -> None:
+    first, second = sorted((fresh_group(), fresh_group()), reverse=rank > 0)
+    with ThreadPoolExecutor(1) as thread:
+        met = thread.submit(workspace_for, first)
+        time.sleep(0.1)
+        workspace_for(second)
+        met.result()
+
+
+def test_groups_meet_at_once_on_several_threads(ranks: Ranks) -> None:
+    ranks(2).run(_opposite_orders)
 
 
 def _again_and_again(rank: int, world: int, directory: str) -> None:
