@@ -111,11 +111,8 @@ def dense(
         check_folders(json, markdown)
         if holdout:
             from autofuse.bench.gpu.holdout import report
-            from autofuse.lowering.gpu.choice.model import measured
-            from autofuse.lowering.gpu.choice.points import shipped
 
-            gpu = measured().gpu
-            text = report(gpu, shipped(gpu.name))
+            text = report()
             typer.echo(text)
             if markdown is not None:
                 write(markdown, text + "\n")

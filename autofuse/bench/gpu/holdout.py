@@ -16,11 +16,12 @@ from functools import cache
 from autofuse.bench.gpu.measured import DENSE, problem_at, weight_of
 from autofuse.bench.gpu.table import grid
 from autofuse.fit_ways import fit, samples_of
+from autofuse.lowering.gpu.choice import model
 from autofuse.lowering.gpu.choice.correction import RANKS, Predictor
 from autofuse.lowering.gpu.choice.gpu import Gpu
 from autofuse.lowering.gpu.choice.kernel import Problem, replaced, ways_of
 from autofuse.lowering.gpu.choice.model import Model
-from autofuse.lowering.gpu.choice.points import Point, Points
+from autofuse.lowering.gpu.choice.points import Point, Points, shipped
 
 Chooser = Callable[[Problem, Mapping[str, float]], str]
 """From a problem, and the measured times of its ways, to one of them; it looks at the names alone."""
@@ -134,8 +135,16 @@ def summary(found: Sequence[Judged]) -> tuple[float, float, float]:
     return mean, ratios[math.ceil(0.95 * len(ratios)) - 1], ratios[-1]
 
 
-def report(gpu: Gpu, points: Points) -> str:
-    """Every form as markdown; of what choice does also ops, and the worst points."""
+def report() -> str:
+    """All kinds of GPUs that have shipped constants, as markdown."""
+    models = ((kind, model.shipped(kind)) for kind in model.kinds())
+    return "\n\n".join(
+        f"## {kind}\n\n{_of_kind(found.gpu, shipped(kind))}" for kind, found in models if found is not None
+    )
+
+
+def _of_kind(gpu: Gpu, points: Points) -> str:
+    """Every form; of what choice does also ops, and the worst points."""
     rows: list[tuple[str, ...]] = [("form", "points", "geometric mean", "95th percentile", "worst")]
     found: list[Judged] = []
     for name, form in FORMS.items():

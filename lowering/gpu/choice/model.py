@@ -63,6 +63,11 @@ def path_of(gpu: str) -> Path:
     return _SHIPPED / f"{gpu}.json"
 
 
+def kinds() -> list[str]:
+    """The kinds of GPUs that were measured."""
+    return sorted(path.stem for path in _SHIPPED.glob("*.json"))
+
+
 @cache
 def shipped(gpu: str = MEASURED) -> Model | None:
     """The model of a kind of GPU that was measured. Works that were never measured there have the constants
@@ -72,8 +77,8 @@ def shipped(gpu: str = MEASURED) -> Model | None:
         return None
     own = Model.from_json(path.read_text())
     constants, factors = dict(own.constants), dict(own.factors)
-    for other in sorted(_SHIPPED.glob("*.json")):
-        found = Model.from_json(other.read_text())
+    for other in kinds():
+        found = Model.from_json(path_of(other).read_text())
         constants = {**found.constants, **constants}
         factors = {**found.factors, **factors}
     return replace(own, constants=constants, factors=factors)

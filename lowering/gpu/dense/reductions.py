@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from autofuse.lowering.gpu.choice.kernel import Kernel, Launch, Way, only_kernels
+from autofuse.native_kernels.cuda.host.gemm import BM
 from autofuse.native_kernels.cuda.kernels.matmul_reduce import (
     ClusterReduceConfig,
     cluster_reduce_needs,
@@ -117,6 +118,9 @@ def _words_configs(problem: DenseProblem) -> Iterator[WordsConfig]:
         for split in (1, 2, 4):
             blocks = cdiv(problem.n, bn) * split
             few = split == 1 or blocks <= problem.programs
+            # Of more rows, partial sums of four blocks took twice as long as two blocks of half the columns.
+            if bn == 128 and split == 4 and problem.m > 32:
+                continue
             if few and blocks > problem.programs // 2 and problem.k >= 64 * split:
                 yield WordsConfig(bn, split)
                 if problem.everywhere and problem.m <= 16:
@@ -151,6 +155,9 @@ def _clusters_configs(problem: DenseProblem) -> Iterator[ClusterReduceConfig]:
     config = partial(ClusterReduceConfig, across=1, along=2) if problem.world % 2 else ClusterReduceConfig
     yield config(bn=128, stages=5)
     yield config()
+    small = ClusterReduceConfig(bn=64, across=1, stages=8)
+    if problem.world * cdiv(m, problem.world * BM) * cdiv(problem.n, small.bn) <= problem.programs:
+        yield small
     if m > 1024:
         yield config(visit=8)
         yield config(visit=128)
