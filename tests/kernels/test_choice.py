@@ -320,3 +320,15 @@ def test_tuning_keeps_what_could_be_measured(
     point, path = dense_measure.tune_problem("matmul_all_reduce", 8, 2048, 8192, torch.bfloat16)
     assert (dict(point.times), path) == (times, tmp_path)
     assert kept.called == bool(times)
+
+
+@pytest.mark.parametrize("op", [REDUCE, SCATTER])
+def test_ranks_may_have_any_k_where_cublas_multiplies(op: str) -> None:
+    """4096 on 3 ranks: no kernel that multiplies takes any of these parts."""
+    for k in (1366, 1364):
+        problem = DenseProblem(op, 96, k, 4096, 3, torch.bfloat16, terms=(k,))
+        fused = [way.kernel for way in ways_of(problem).values() if way.kernel is not None]
+        assert fused
+        assert all(kernel.takes_product for kernel in fused)
+        assert problem.free == ("k", "terms")
+    assert not DenseProblem(op, 96, 1368, 4096, 3, torch.bfloat16).free

@@ -332,6 +332,13 @@ PROTOCOL = (
         (*_of("workspace", "gpu_failures"), *_of("workspace", "gpu_enter")),
     ),
     Mutation(
+        "sizes that kernels do not see are compared",
+        "comparing.py",
+        "lambda name: name not in free)",
+        "lambda name: True)",
+        _of("workspace", "gpu_enter"),
+    ),
+    Mutation(
         "what a kernel has counted stays after a reset",
         "memory.py",
         "self.state[State.GIVEN_UP : State.FIRM] = 0",

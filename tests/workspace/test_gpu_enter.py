@@ -34,6 +34,11 @@ class Problem:
     own: ClassVar[tuple[str, ...]] = ("k",)
 
 
+@dataclass(frozen=True)
+class FreeProblem(Problem):
+    free: ClassVar[tuple[str, ...]] = ("k",)
+
+
 def _workspace(rank: int, world: int, limit_s: float = 10.0) -> Any:
     workspace = object.__new__(GpuWorkspace)
     store = group_store(resolve_group(fresh_group()))
@@ -53,10 +58,10 @@ def _workspace(rank: int, world: int, limit_s: float = 10.0) -> Any:
 
 def _enter(
     workspace: Any, m: int = 8, site: str = "/a/b.py:1", variant: Hashable = 0, capturing: bool = False,
-    k: int = 64, way: str = "tiles",
+    k: int = 64, way: str = "tiles", of: type[Problem] = Problem,
 ) -> bool | None:  # fmt: skip
     """Whether the kernel is new; None if it cannot be captured, or ranks have parts of different sizes."""
-    problem = Problem(m, k)
+    problem = of(m, k)
     with patch.object(torch.cuda, CAPTURING, return_value=capturing):
         found = workspace.enter("matmul", site, Need, way, (problem, variant), problem)
     return None if found is None else found[2]
@@ -121,6 +126,20 @@ def test_parts_of_different_sizes_are_no_error(ranks: Ranks) -> None:
         assert parts == [None, None, True]
         assert "rank 0 runs matmul at b.py:1 (way 0; m=16, k=64), rank 1 runs matmul at b.py:1 (way 1" in told
         assert meetings == "3"
+
+
+def _has_a_free_k(rank: int, world: int) -> list[bool | int | None]:
+    """Parts that differ; then others on one rank alone, which meets nobody; then ways that differ."""
+    workspace = _workspace(rank, world)
+    enter = partial(_enter, workspace, of=FreeProblem)
+    found: list[bool | int | None] = [enter(k=64 - rank), enter(k=64 - 8 * rank), workspace._meetings]
+    found += [enter(m=16, k=64 - rank, way=f"way {rank}")]
+    return found
+
+
+def test_sizes_that_kernels_do_not_see_may_differ(ranks: Ranks) -> None:
+    for found in ranks(2).run(_has_a_free_k):
+        assert found == [True, False, 1, None]
 
 
 def _is_reset(rank: int, world: int) -> list[bool]:

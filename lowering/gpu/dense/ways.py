@@ -63,11 +63,16 @@ class DenseProblem:
 
     @property
     def own(self) -> tuple[str, ...]:
-        """Fields that ranks may have of their own: parts of a dim that has no equal ones. No kernel takes
-        these; such calls run as what the op replaces."""
+        """Fields that ranks may have of their own: parts of a dim that has no equal ones. Unless they are
+        `free` no kernel takes these; such calls run as what the op replaces."""
         if self.op == GATHER:
             return "n", "widths", "aligned"
         return () if self.op == PUBLISH else ("k", "terms", "aligned")
+
+    @property
+    def free(self) -> tuple[str, ...]:
+        """Of those, fields that kernels do not see: where cuBLAS multiplies, they add up products alone."""
+        return ("k", "terms") if self.op in (REDUCE, SCATTER) and not self._is_multiplied() else ()
 
     @property
     def everywhere(self) -> bool:

@@ -51,7 +51,7 @@ from .again import Again
 from .allocation import LEAST, Memory, Refusals, allocate, apart
 from .board import Board
 from .chain import chain_of
-from .comparing import are_alike, told_of
+from .comparing import are_alike, kind_of, told_of
 from .descriptors import Descriptors
 from .failures import Failures
 
@@ -184,7 +184,7 @@ class GpuWorkspace:
             if capturing and not known:
                 return None
             if not capturing:
-                if not self._compare((op, at, way, problem)):
+                if not self._compare(op, at, way, problem):
                     return None
                 if not known:
                     new = (way, op) not in self._kernels
@@ -193,11 +193,12 @@ class GpuWorkspace:
                 self._entered.add(call)
         return self.enter_again(), self.failures.number(f"autofuse.{op} at {at}"), new
 
-    def _compare(self, kind: tuple[str, str, str, Any]) -> bool:
+    def _compare(self, op: str, at: str, way: str, problem: Hashable) -> bool:
         """All ranks meet before the first call of a kind; what `are_alike` finds."""
+        kind = kind_of(op, at, way, problem)
         found = self._compared.get(kind)
         if found is None:
-            found = are_alike(self.meet(told_of(*kind)), self.group_name)
+            found = are_alike(self.meet(told_of(op, at, way, problem)), self.group_name)
             if len(self._compared) == MOST_KINDS:  # sizes may change without end; all ranks forget at once
                 self._compared.clear()
                 self._entered.clear()
