@@ -118,7 +118,7 @@ def misfit(param: Tensor) -> str:
     if placements(param) is not None:
         return "a DTensor, which only the optimizers of torch update; expected plain tensors"
     if param.dtype not in DTYPES or param.layout != torch.strided:
-        return f"{param.dtype} and {param.layout}"
+        return f"{param.dtype} and {param.layout}; expected a dense tensor of {', '.join(map(str, DTYPES))}"
     return ""
 
 
