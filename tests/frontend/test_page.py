@@ -140,9 +140,11 @@ def count(browser: Any, selector: str) -> int:
 
 
 def click(browser: Any, selector: str) -> None:
+    """Returns once the page has handled it: of a link also the event `hashchange`, which comes later."""
     element = browser.find_element("css selector", selector)
     browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", element)
     element.click()
+    browser.execute_async_script("requestAnimationFrame(() => setTimeout(arguments[0], 20))")
 
 
 @pytest.fixture(scope="module")
