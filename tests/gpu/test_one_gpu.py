@@ -42,6 +42,9 @@ if torch.cuda.is_available() and why_not() is None:
         "all_reduce of few rows": lambda w: Dense(
             w, REDUCE, 256, 256, 1024, ClusterReduceConfig(bn=128, across=1, along=2, stages=5)
         ),
+        "all_reduce of small tiles": lambda w: Dense(
+            w, REDUCE, 200, 512, 1032, ClusterReduceConfig(bn=64, across=1, stages=8)
+        ),
         "reduce_scatter": lambda w: Dense(w, SCATTER, 1024, 512, 2048, ClusterReduceConfig(across=1)),
         "gather": lambda w: Dense(w, GATHER, 1024, 512, 4096, ClusterGatherConfig()),
         "gather in slices": lambda w: Dense(
