@@ -44,7 +44,10 @@ class Backward:
             self._batches.append(batch)
             self._missing.append(len(batch.params))
             for param in batch.params:
+                frozen = not param.requires_grad
+                param.requires_grad_(True)  # a frozen one takes no hook, but may be frozen no longer some day
                 param.register_post_accumulate_grad_hook(lambda _, number=number: self._arrived(number))
+                param.requires_grad_(not frozen)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

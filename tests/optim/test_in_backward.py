@@ -68,6 +68,18 @@ def _updates(rank: int, world: int) -> None:
     same(pairs)
     state = pairs[1][1].full_state_dict()["state"]
     assert [int(states["step"]) for _, states in sorted(state.items())] == [5, 5, 4, 4]
+    # A copy that is made while a parameter is frozen updates it later.
+    for network, _ in pairs:
+        network[1].bias.requires_grad_(False)
+    pairs = [copy.deepcopy(pair) for pair in pairs]
+    for frozen in (True, False):
+        for network, optimizer in pairs:
+            network[1].bias.requires_grad_(not frozen)
+            loss_of(network, batch(rank, 10)).backward()
+            assert frozen or (network[1].bias.grad is None) == (optimizer._backward is not None)
+            optimizer.step()
+            optimizer.zero_grad()
+        same(pairs)
 
 
 def _backwards(rank: int, world: int) -> None:
