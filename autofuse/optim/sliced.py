@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from contextlib import AbstractContextManager, suppress
 from typing import Any, TypedDict
 
@@ -210,10 +210,10 @@ class SlicedOptimizer(State, torch.optim.Optimizer):
         return self._backward.no_sync()
 
     @constant_in_graphs
-    def _ready(self) -> None:
-        """Makes batches. What is wrong is told to all ranks where they meet."""
+    def _ready(self, frozen: Set[Tensor] = frozenset()) -> None:
+        """Makes batches, also of these. What is wrong is told to all ranks where they meet."""
         with suppress(ValueError):
-            self._place()
+            self._place(frozen)
 
     def _run_in_backward(self, batch: Batch) -> None:
         self._run([batch], batch.params, [dense(p, p.grad) for p in batch.params], batch.states)
@@ -341,20 +341,20 @@ class SlicedOptimizer(State, torch.optim.Optimizer):
                 "train in bfloat16, or scale the loss by a constant"
             )
 
-    def _place(self) -> None:
-        """Makes batches of the parameters that have none yet and require gradients. No communication."""
+    def _place(self, frozen: Set[Tensor] = frozenset()) -> None:
+        """Makes batches of parameters without one that require gradients or are `frozen`. Tells no rank."""
         if len(self._every) != self._known:
             placed = {id(p) for batch in self._batches for p in batch.params}
             self._waiting = [p for p in self._every if id(p) not in placed]
             self._known = len(self._every)
-        if not any(p.requires_grad for p in self._waiting):
+        ready = [p for p in self._waiting if p.requires_grad or p in frozen]
+        if not ready:
             return
         group_of = {id(p): i for i, options in enumerate(self.param_groups) for p in options["params"]}
         kinds: dict[tuple[Any, ...], list[Tensor]] = {}
-        for param in self._waiting:
-            if param.requires_grad:
-                rule = self._rule(self.param_groups[group_of[id(param)]])
-                kinds.setdefault((rule, param.device, param.dtype == torch.float64), []).append(param)
+        for param in ready:
+            rule = self._rule(self.param_groups[group_of[id(param)]])
+            kinds.setdefault((rule, param.device, param.dtype == torch.float64), []).append(param)
         if self._wants_norm and len(self._batches) + len(kinds) > 1:
             other = self._names[[*kinds.values()][-1][0]]
             self._problem = ValueError(
@@ -362,7 +362,7 @@ class SlicedOptimizer(State, torch.optim.Optimizer):
                 f"of one rule, and given from the first step on, and not {other}"
             )
             raise self._problem
-        self._waiting = [p for p in self._waiting if not p.requires_grad]
+        self._waiting = [p for p in self._waiting if not (p.requires_grad or p in frozen)]
         for (rule, *_), params in kinds.items():
             for part in cut(params) if self._backward is not None else [params]:
                 names = [self._names[p] for p in part]

@@ -29,7 +29,7 @@ class State(torch.optim.Optimizer):
     _group_name: str
     _master_weights: bool
     _names: dict[Tensor, str]
-    _ready: Callable[[], None]
+    _ready: Callable[..., None]
     _meet: Callable[[bool], None]
     _begin: Callable[[], None]
     _rule: Callable[[dict[str, Any]], str]
@@ -112,12 +112,16 @@ class State(torch.optim.Optimizer):
         local state of other ranks or of a group of another size.
         """
         given = dict(state_dict["state"])
-        self._ready()
-        found: list[tuple[Batch, int, dict[str, Any]]] = []
-        for batch, i, number in self._numbered():
-            keys = (number, str(number), self._key(number, batch.params[i]))
-            found.append((batch, i, next((given[key] for key in keys if key in given), {})))
-            self._check(*found[-1])
+        params = [p for options in self.param_groups for p in options["params"]]
+        states: dict[Tensor, dict[str, Any]] = {}
+        for number, param in enumerate(params):
+            keys = (number, str(number), self._key(number, param))
+            states[param] = next((given[key] for key in keys if key in given), {})
+        # Frozen ones keep their states for the time when they are frozen no longer.
+        self._ready({param for param, state in states.items() if state})
+        found = [(batch, i, states[batch.params[i]]) for batch, i, _ in self._numbered()]
+        for each in found:
+            self._check(*each)
         super().load_state_dict({"state": {}, "param_groups": list(state_dict["param_groups"])})
         for batch in self._batches:
             rules = {self._rule(self.param_groups[group]) for group in batch.groups}

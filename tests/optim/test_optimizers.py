@@ -207,6 +207,27 @@ def test_states_of_groups_of_other_sizes(ranks: Ranks, tmp_path: Path) -> None:
     ranks(2).run(_states, str(tmp_path), False)
 
 
+def _loaded_while_frozen(rank: int, world: int) -> None:
+    network = model()
+    optimizer = autofuse.optim.AdamW(network.parameters(), **OPTIONS["AdamW"])
+    train(rank, network, optimizer, range(2), 1)
+    pairs = [(network, optimizer)]
+    for state in (optimizer.full_state_dict(), copy.deepcopy(optimizer.state_dict())):
+        twin = copy.deepcopy(network)
+        twin[0].requires_grad_(False)
+        pairs.append((twin, autofuse.optim.AdamW(twin.parameters(), **OPTIONS["AdamW"])))
+        pairs[-1][1].load_state_dict(state)
+        twin[0].requires_grad_(True)
+    for pair in pairs:
+        train(rank, *pair, range(2, 4), 1)
+    for twin, _ in pairs[1:]:
+        assert all(map(torch.equal, network.parameters(), twin.parameters()))
+
+
+def test_states_of_frozen_parameters(ranks: Ranks) -> None:
+    ranks(2).run(_loaded_while_frozen)
+
+
 def _wrong(rank: int, world: int) -> None:
     mine = rank == world - 1
 
