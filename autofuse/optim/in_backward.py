@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from autofuse.lowering.torch_internals import after_backward, backward_number
+from autofuse.lowering.torch_internals import after_backward, backward_number, in_other_backward
 from autofuse.optim.batch import Batch
 
 BATCH_BYTES = 25 << 20
@@ -23,7 +23,8 @@ class Backward:
     """Runs batches in one order on all ranks, the order in which they were made.
 
     A batch waits for those before it. What is left when the backward ends runs then: parameters without a
-    gradient on all ranks stay as they are.
+    gradient on all ranks stay as they are. A backward inside of another one runs nothing: a parameter may get
+    gradients from several of them.
 
     Attributes:
         has_run: whether a batch has been updated since this was last set to False.
@@ -64,6 +65,8 @@ class Backward:
             return
         # A backward that has raised an exception never ended.
         if self._running != (current := backward_number()):
+            if in_other_backward():
+                return
             self._running, self._next = current, 0
             self._missing = [len(batch.params) for batch in self._batches]
             after_backward(partial(self._finish, current))
@@ -76,6 +79,16 @@ class Backward:
             while self._next < len(self._batches):
                 self._run()
             self._running, self._next = NONE, 0
+            self._refuse_late()
+
+    def _refuse_late(self) -> None:
+        for batch in self._batches:
+            for param, name in zip(batch.params, batch.names, strict=True):
+                if param.grad is not None:
+                    raise RuntimeError(
+                        f"in_backward: {name} has been updated, and got another gradient in the same "
+                        "backward, from a checkpoint with use_reentrant=True: give use_reentrant=False"
+                    )
 
     @torch.no_grad()
     def _run(self) -> None:

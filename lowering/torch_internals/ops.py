@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
+from traceback import walk_stack
 from typing import Any
 
 import torch
@@ -128,6 +129,16 @@ def dtype_name(dtype: torch.dtype) -> str:
 def backward_number() -> int:
     """That of the backward that now runs; each has its own."""
     return int(torch._C._current_graph_task_id())
+
+
+def in_other_backward() -> bool:
+    """Whether the backward that now runs was begun inside of another one, by the backward of an autograd
+    function, as checkpoints with `use_reentrant=True` do."""
+    from torch.autograd.function import BackwardCFunction
+
+    calls = [getattr(BackwardCFunction, name, None) for name in ("apply", "apply_boxed")]  # torch 2.13: both
+    codes = [call.__code__ for call in calls if call is not None]
+    return any(frame.f_code in codes for frame, _ in walk_stack(None))
 
 
 def after_backward(function: Callable[[], None]) -> None:

@@ -8,6 +8,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import autofuse
 from autofuse.optim import in_backward
@@ -17,16 +18,16 @@ from tests.ranks import RankPool
 Ranks = Callable[[int], RankPool]
 
 
-def both(backwards: bool = False) -> list[tuple[nn.Sequential, Any]]:
+def both(backwards: bool = False, sizes: tuple[int, ...] = (7, 33, 5)) -> list[tuple[nn.Sequential, Any]]:
     """The same model twice: updated behind the backward, and in it, in several batches. backwards: parameters
     are given such that the last batch is the first to have its gradients."""
     pairs = []
     with patch.object(in_backward, "BATCH_BYTES", 700):
         for inside in (False, True):
-            network = model()
+            network = model(sizes=sizes)
             named = list(network.named_parameters())[:: -1 if backwards else 1]
             pairs.append((network, autofuse.optim.AdamW(named, in_backward=inside, **OPTIONS["AdamW"])))
-    assert len(pairs[1][1]._batches) == 3
+    assert len(pairs[1][1]._batches) > 1
     return pairs
 
 
@@ -124,6 +125,31 @@ def _wrong(rank: int, world: int) -> None:
 
 def test_wrong(ranks: Ranks) -> None:
     ranks(2).run(_wrong)
+
+
+def _reentrant(rank: int, world: int) -> None:
+    """Checkpoints that run backwards of their own, round a layer that is used twice."""
+
+    def twice(layer: nn.Module, x: Tensor) -> Tensor:
+        once = checkpoint(layer, x.requires_grad_(), use_reentrant=True)
+        return checkpoint(layer, once, use_reentrant=True)
+
+    for sizes in ((17, 17, 5), (17, 17)):  # of a last layer outside of checkpoints, and without
+        pairs = both(sizes=sizes)
+        for step in range(2):
+            for network, optimizer in pairs:
+                network[1:](twice(network[0], batch(rank, step, 17))).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            same(pairs)
+    network, _ = both(backwards=True, sizes=(17, 17, 5))[1]
+    y = network[0](checkpoint(network[0], batch(rank, 0, 17).requires_grad_(), use_reentrant=True))
+    with pytest.raises(RuntimeError, match=r"0\.weight has been updated, and got another gradient"):
+        y.sum().backward()
+
+
+def test_reentrant_checkpoints(ranks: Ranks) -> None:
+    ranks(2).run(_reentrant)
 
 
 def _compiled(rank: int, world: int) -> None:
