@@ -206,8 +206,8 @@ def _fuse_site(graph: fx.Graph, anchor: Anchor, settings: Settings, symbols: Sym
 def _find(
     anchor: Anchor, settings: Settings, symbols: Symbols, taken: frozenset[fx.Node] = frozenset()
 ) -> Kept | tuple[Match, int, str]:
-    """A legal match, the size of its group, and what it is taken instead of; else the first reason other than
-    NO_COMPUTE. The first match is taken, or one that competes with it and is predicted to save more.
+    """A legal match, the size of its group, and what it is taken instead of; else the first telling reason.
+    The first match is taken, or one that competes with it and is predicted to save more.
 
     `taken`: matmuls that an all_gather leaves to reductions.
     """
@@ -230,9 +230,8 @@ def _find(
             legal.append(found)
             continue
         assert reject is not None
-        telling = reject.reason is not Reason.NO_COMPUTE
-        if kept is None or (telling and kept.why.reason is Reason.NO_COMPUTE):
-            kept = Kept(matcher.pattern if telling else only, reject, world)
+        if kept is None or (reject.telling and not kept.why.telling):
+            kept = Kept(matcher.pattern if reject.telling else only, reject, world)
     if legal:
         match, instead_of = _best(anchor, legal, world, settings, symbols)
         return match, world, instead_of

@@ -64,7 +64,13 @@ class Reason(str, Enum):
 
 @dataclass(frozen=True)
 class Reject:
-    """A reason and its particulars."""
+    """A reason and its particulars. `taken`: the compute is there, but another fused op has it."""
 
     reason: Reason
     detail: str
+    taken: bool = False
+
+    @property
+    def telling(self) -> bool:
+        """Whether there is compute that was not fused."""
+        return self.taken or self.reason is not Reason.NO_COMPUTE

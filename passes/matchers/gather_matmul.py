@@ -19,7 +19,7 @@ from autofuse.lowering.ops.all_gather_matmul import AllGatherMatmul
 from autofuse.lowering.plan import Family
 from autofuse.passes.graph.anchors import Anchor, fused_op
 from autofuse.passes.graph.emit import Emitter
-from autofuse.passes.graph.follow import aten, dtype_of, is_cast, is_view
+from autofuse.passes.graph.follow import argument, aten, dtype_of, is_cast, is_view
 from autofuse.passes.graph.layout import Cut, Digit, Layout, Size, cut_out, exact_quotient, prod
 from autofuse.passes.graph.paths import collective_above, depends_on
 from autofuse.passes.reasons import Reason, Reject
@@ -30,6 +30,7 @@ from .operands import two_dimensional
 from .readers import Reader, find_cast_readers, reread
 
 PATTERN = "all_gather_matmul"
+_MATMULS = (aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default)
 
 
 @dataclass(frozen=True)
@@ -170,8 +171,8 @@ def _choose(
 def _no_consumer(readers: list[Reader]) -> Reject:
     """The most telling reason why no matmul that reads the gathered tensor can be fused."""
     for reader in readers:
-        if reader.user.target in (aten.addmm.default, aten.baddbmm.default):
-            return Reject(Reason.UNSUPPORTED_VARIANT, f"{reader.user.name} scales its terms (alpha, beta)")
+        if reader.user.target in _MATMULS:
+            return _unfit(reader)
     for reader in readers:
         if is_view(reader.user) and (matmul := _matmul_behind(reader.user)) is not None:
             return Reject(
@@ -180,12 +181,25 @@ def _no_consumer(readers: list[Reader]) -> Reject:
     return Reject(Reason.NO_COMPUTE, "no matmul reads the gathered tensor")
 
 
+def _unfit(reader: Reader) -> Reject:
+    """Why a matmul that reads the gathered tensor is not fused."""
+    matmul = reader.user
+    x, w = matmul.args[-2:]
+    if reader.view not in (x, w):
+        return Reject(Reason.NO_COMPUTE, f"{matmul.name} reads the gathered tensor as its bias")
+    if x is w:
+        return Reject(Reason.EXTRA_USERS, f"both operands of {matmul.name} are gathered")
+    if not argument(matmul, 3, "beta", 1) == argument(matmul, 4, "alpha", 1) == 1:
+        return Reject(Reason.UNSUPPORTED_VARIANT, f"{matmul.name} scales its terms (alpha, beta)")
+    return Reject(Reason.NO_COMPUTE, f"{matmul.name} is a batch of matmuls")
+
+
 def _matmul_behind(view: fx.Node) -> fx.Node | None:
     """A matmul that reads `view`, or views or casts of `view`; None if there is none."""
     work = [view]
     while work:
         for user in work.pop().users:
-            if user.target in (aten.mm.default, aten.bmm.default, aten.addmm.default):
+            if user.target in _MATMULS:
                 return user
             if is_view(user) or is_cast(user):
                 work.append(user)

@@ -132,7 +132,8 @@ def is_stage(n: fx.Node) -> bool:
 
 def _leaf(n: fx.Node, shapes: Shapes, batched: Batched) -> Product | Reject:
     if is_fused(n):
-        return Reject(Reason.NO_COMPUTE, f"the matmul above {n.name} is part of {n.args[0].target} already")
+        taken = f"the matmul above {n.name} is part of {n.args[0].target} already"
+        return Reject(Reason.NO_COMPUTE, taken, taken=True)
     if batched is Batch.ROWS and n.target in CHOICES:
         return chosen_rows(n, shapes, partial(_match, shapes=shapes, batched=batched), _extend)
     if not batched and adds_rows(n):

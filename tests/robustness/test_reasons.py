@@ -9,9 +9,9 @@ single_rank           test_a_group_of_one_rank
 reduce_op             test_every_reason "max", "min", "product"
 dtype                 test_every_reason "float64" and others, of every op
 mixed_devices         test_mixed_devices
-no_compute            test_every_reason "broadcast", "no matmul"
+no_compute            test_every_reason "broadcast", "no matmul", "batch of matmuls", "gathered bias"
 layout                test_every_reason "matmul that is broadcast"
-extra_users           test_every_reason "read inside"
+extra_users           test_every_reason "read inside", "gathered twice"
 uneven                test_every_reason "uneven rows", "uneven parts"
 unsupported_variant   test_every_reason "alpha", "max pooling"; test_a_ring_that_is_too_long
 policy_never          test_policy
@@ -58,8 +58,12 @@ def scattered(x: Tensor, w: Tensor) -> Tensor:
     return funcol.reduce_scatter_tensor(x @ w, "sum", 0, group())
 
 
+def gather(x: Tensor, dim: int = 0) -> Tensor:
+    return funcol.all_gather_tensor(x, dim, group())
+
+
 def gathered(x: Tensor, w: Tensor) -> Tensor:
-    return funcol.all_gather_tensor(x, 0, group()) @ w
+    return gather(x) @ w
 
 
 def pooled(table: Tensor, indices: Tensor, mode: str = "sum") -> Tensor:
@@ -137,6 +141,15 @@ CASES = {
     "no matmul": Case(
         lambda x, w: funcol.all_reduce(x + w.t(), "sum", group()), matmul, "no_compute", "no matmul"
     ),
+    "batch of matmuls": Case(
+        lambda x, w: gather(x, 1) @ w, lambda: experts((2, 12), torch.float32), "no_compute", "bmm is a batch"
+    ),
+    "gathered bias": Case(
+        lambda x, w: torch.addmm(gather(x[:2, :8]), x, w), matmul, "no_compute", "addmm reads the gathered"
+    ),
+    "gathered twice": Case(
+        lambda x, w: (g := gather(x[:4])) @ g, matmul, "extra_users", "both operands of mm are gathered"
+    ),
     "matmul that is broadcast": Case(
         lambda x, w: funcol.all_reduce((x @ w) + w[:2].view(2, 1, 8), "sum", group()),
         matmul,
@@ -197,6 +210,14 @@ PLAIN = Case(reduced, matmul, "", "")
 
 def test_without_the_reason_it_is_fused() -> None:
     assert only(explain(PLAIN)).fused
+
+
+def test_a_matmul_that_has_been_taken() -> None:
+    first, second = explain(Case(lambda x, w: gather(gathered(x, w)), matmul, "", "")).sites
+    assert first.fused
+    assert second.reason is autofuse.Reason.NO_COMPUTE
+    assert second.pattern == "matmul_all_gather"
+    assert second.detail.endswith("is part of autofuse.all_gather_matmul.default already")
 
 
 def test_a_ring_that_is_too_long() -> None:
