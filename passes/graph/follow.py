@@ -314,12 +314,11 @@ def slice_bounds(n: fx.Node, length: Size) -> tuple[int, Size, Size] | None:
     if val is None or argument(n, 4, "step", 1) != 1:
         return None
     dim = argument(n, 1, "dim", 0)
-    start = argument(n, 2, "start", 0) or 0
-    if not isinstance(dim, int) or isinstance(start, fx.Node):
+    if not isinstance(dim, int):
         return None
-    assert isinstance(start, int)
     dim %= val.dim()
-    if start < 0:
+    start = expression(argument(n, 2, "start", 0) or 0)
+    if isinstance(start, int) and start < 0:
         if not isinstance(length, int):
             return None
         start += length
@@ -338,7 +337,7 @@ def _slice_piece(n: fx.Node, source: fx.Node, before: tuple[Size, ...]) -> tuple
     if start == 0 and same_size(length, before[dim]):
         return source, _keep
     count, index = exact_quotient(before[dim], length), exact_quotient(start, length)
-    if not isinstance(count, int) or not isinstance(index, int):
+    if not isinstance(count, int) or not isinstance(index, int) or not 0 <= index < count:
         return None
     return source, lambda layout, shape: layout.piece(dim, index, count)
 

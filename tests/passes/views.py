@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -87,6 +88,11 @@ def sequence_block(x: Tensor, v: Tensor, w: Tensor) -> Tensor:
     return scattered(F.linear(F.linear(gathered(x, 1), v).relu(), w), 1)
 
 
+def trained(x: Tensor, w: Tensor) -> Tensor:
+    """Of dynamic sizes, torch cuts dim 1 into slices here, and in the backward."""
+    return funcol.reduce_scatter_tensor_autograd(F.linear(x, w), "sum", 1, group()).sin()
+
+
 def varying(fn: Callable[..., Any], *shapes: Any, patterns: list[str]) -> Program:
     return Program(plain(fn, *shapes), {"inference": patterns}, dynamic=True)
 
@@ -107,4 +113,7 @@ PROGRAMS: dict[str, Program] = {
     "dynamic, scatter transposed": varying(scatter_transposed, (3, 8, H), W2, patterns=[RS]),
     "dynamic, scatter flat": varying(scatter_flat, (3, 8, H), W2, patterns=[RS]),
     "dynamic, sequence block": varying(sequence_block, (3, 4, H), W2, WT, patterns=[AG, RS]),
+    "dynamic, trained": Program(
+        plain(trained, (3, 8, H), W2, grad=True), {"forward": [RS], "backward": [AG]}, grad=True, dynamic=True
+    ),
 }
