@@ -20,11 +20,8 @@ from autofuse.optim.differences import Told, lines_of, raise_difference, rates_o
 from autofuse.optim.in_backward import Backward, cut
 from autofuse.optim.numbers import Row, check_rules, numbers_of, rows_on_host
 from autofuse.optim.on_device import is_captured
-from autofuse.optim.state import State
+from autofuse.optim.state import IMPLEMENTATIONS, State
 from autofuse.optim.traced import constant_in_graphs, number_of, optimizer_step
-
-IMPLEMENTATIONS = frozenset({"foreach", "fused", "differentiable"})
-"""Arguments of torch's optimizers that ours have not."""
 
 
 class Common(TypedDict, total=False):

@@ -15,6 +15,9 @@ from autofuse.optim.batch import MASTER, Batch
 SPAN = "span"
 """The elements of the parameter, in row-major order, that the state of a rank is for: start, stop, number."""
 
+IMPLEMENTATIONS = frozenset({"foreach", "fused", "differentiable"})
+"""Arguments of torch's optimizers that ours have not."""
+
 COPIED = (
     "grad_norm", "_group_name", "_average", "_max_norm", "_error_if_nonfinite", "_master_weights",
     "_in_backward", "_capturable", "_batches", "_met", "_waiting", "_known", "_every", "_names",
@@ -122,7 +125,16 @@ class State(torch.optim.Optimizer):
         found = [(batch, i, states[batch.params[i]]) for batch, i, _ in self._numbered()]
         for each in found:
             self._check(*each)
-        super().load_state_dict({"state": {}, "param_groups": list(state_dict["param_groups"])})
+        packed = [
+            {"maximize": False, **options} for options in state_dict["param_groups"]
+        ]  # new in torch 1.11
+        for options in packed:
+            if missing := sorted(self.defaults.keys() - options.keys() - IMPLEMENTATIONS):
+                raise ValueError(
+                    f"the state has no {', '.join(missing)}: it is that of another optimizer than "
+                    f"{type(self).__name__}"
+                )
+        super().load_state_dict({"state": {}, "param_groups": packed})
         for batch in self._batches:
             rules = {self._rule(self.param_groups[group]) for group in batch.groups}
             if rules != {batch.rule}:

@@ -273,6 +273,10 @@ def _wrong(rank: int, world: int) -> None:
     optimizer = autofuse.optim.AdamW(model().parameters(), lr=0.1 + rank)
     with pytest.raises(ValueError, match="other rates"):
         optimizer.step()
+    before = optimizer.state_dict()
+    with pytest.raises(ValueError, match="no amsgrad, betas, eps: it is that of another optimizer"):
+        optimizer.load_state_dict(torch.optim.SGD(network.parameters(), 0.1, momentum=0.9).state_dict())
+    assert optimizer.state_dict()["param_groups"] == before["param_groups"]
     scaler = torch.amp.GradScaler("cpu")
     network = model()
     optimizer = autofuse.optim.SGD(network.parameters(), 0.1)
