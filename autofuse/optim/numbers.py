@@ -28,7 +28,8 @@ def check_rules(batch: Batch, param_groups: Sequence[Options], rule_of: Callable
         if (rule := rule_of(param_groups[group])) != batch.rule:
             name = batch.names[batch.groups.index(group)]
             raise ValueError(
-                f"the group of {name} was made for the rule {batch.rule}; its options now ask for {rule}"
+                f"the group of {name} was made for the rule {batch.rule}; its options now ask for {rule}: "
+                "make a new optimizer for that"
             )
 
 
