@@ -112,14 +112,15 @@ def _match(
 
 
 def _moves_a_matmul(n: fx.Node) -> bool:
-    """Whether only views, casts and pointwise ops lie between some matmul and `n`."""
+    """Whether only views, casts, pointwise ops and padding lie between some matmul and `n`."""
     seen: set[fx.Node] = set()
     work = [n]
     while work:
         node = work.pop()
         if node.target in CONTRACTIONS:
             return True
-        if node not in seen and (is_view(node) or is_stage(node)):
+        moves = is_view(node) or is_stage(node) or node.target is aten.constant_pad_nd.default
+        if node not in seen and moves:
             seen.add(node)
             work.extend(node.all_input_nodes)
     return False

@@ -10,7 +10,7 @@ reduce_op             test_every_reason "max", "min", "product"
 dtype                 test_every_reason "float64" and others, of every op
 mixed_devices         test_mixed_devices
 no_compute            test_every_reason "broadcast", "no matmul", "batch of matmuls", "gathered bias"
-layout                test_every_reason "matmul that is broadcast"
+layout                test_every_reason "matmul that is broadcast", "padded product"
 extra_users           test_every_reason "read inside", "gathered twice"
 uneven                test_every_reason "uneven rows", "uneven parts"
 unsupported_variant   test_every_reason "alpha", "max pooling"; test_a_ring_that_is_too_long
@@ -155,6 +155,12 @@ CASES = {
         matmul,
         "layout",
         "broadcasts the matmul",
+    ),
+    "padded product": Case(
+        lambda x, w: funcol.reduce_scatter_tensor(F.pad(x[:7] @ w, (0, 0, 0, 1)), "sum", 0, group()),
+        matmul,
+        "layout",
+        "constant_pad_nd is no list",
     ),
     "read inside": Case(
         lambda x, w: ((y := x @ w).sin(), funcol.all_reduce(y * 2, "sum", group())),
