@@ -14,8 +14,9 @@ from typing import TypeAlias
 import torch
 from torch import fx
 
+from autofuse.lowering.plan import Family
 from autofuse.lowering.reference.bags import CONTRACTION as BAGS
-from autofuse.passes.graph.anchors import is_fused
+from autofuse.passes.graph.anchors import fused_op, is_fused
 from autofuse.passes.graph.emit import Emitter
 from autofuse.passes.graph.follow import Shapes, argument, dtype_of, follow, is_cast, is_view
 from autofuse.passes.graph.layout import Digit, Layout, Size, compose, merge, same_shape
@@ -126,6 +127,19 @@ def _moves_a_matmul(n: fx.Node) -> bool:
     return False
 
 
+def _of_fused(n: fx.Node) -> Reject:
+    """Of an output of a fused op: is it the product of a matmul, or what a collective made of one?"""
+    source, index = n.args
+    assert isinstance(source, fx.Node)
+    op = fused_op(source)
+    assert op is not None
+    if op.family in (Family.GATHER, Family.CONSUME) or index:
+        return Reject(
+            Reason.NO_COMPUTE, f"the matmul above {n.name} is part of {source.target} already", taken=True
+        )
+    return Reject(Reason.NO_COMPUTE, f"no matmul was found behind {source.target}")
+
+
 def is_stage(n: fx.Node) -> bool:
     others = aten.where.self, aten.index_put.default
     return n.target in _BINARY or n.target in _UNARY or n.target in others or is_cast(n)
@@ -133,8 +147,7 @@ def is_stage(n: fx.Node) -> bool:
 
 def _leaf(n: fx.Node, shapes: Shapes, batched: Batched) -> Product | Reject:
     if is_fused(n):
-        taken = f"the matmul above {n.name} is part of {n.args[0].target} already"
-        return Reject(Reason.NO_COMPUTE, taken, taken=True)
+        return _of_fused(n)
     if batched is Batch.ROWS and n.target in CHOICES:
         return chosen_rows(n, shapes, partial(_match, shapes=shapes, batched=batched), _extend)
     if not batched and adds_rows(n):

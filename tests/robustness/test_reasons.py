@@ -224,6 +224,10 @@ def test_a_matmul_that_has_been_taken() -> None:
     assert second.reason is autofuse.Reason.NO_COMPUTE
     assert second.pattern == "matmul_all_gather"
     assert second.detail.endswith("is part of autofuse.all_gather_matmul.default already")
+    # What a collective made of a product is none.
+    _, second = explain(Case(lambda x, w: gather(scattered(x, w)), matmul, "", "")).sites
+    assert second.reason is autofuse.Reason.NO_COMPUTE
+    assert second.detail == "no matmul reads the gathered tensor"
 
 
 def test_a_ring_that_is_too_long() -> None:
