@@ -125,9 +125,8 @@ class State(torch.optim.Optimizer):
         found = [(batch, i, states[batch.params[i]]) for batch, i, _ in self._numbered()]
         for each in found:
             self._check(*each)
-        packed = [
-            {"maximize": False, **options} for options in state_dict["param_groups"]
-        ]  # new in torch 1.11
+        # States of torch before 1.11 have no `maximize`.
+        packed = [{"maximize": False, **options} for options in state_dict["param_groups"]]
         for options in packed:
             if missing := sorted(self.defaults.keys() - options.keys() - IMPLEMENTATIONS):
                 raise ValueError(
