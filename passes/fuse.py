@@ -206,8 +206,12 @@ def _fuse_site(graph: fx.Graph, anchor: Anchor, settings: Settings, symbols: Sym
 def _find(
     anchor: Anchor, settings: Settings, symbols: Symbols, taken: frozenset[fx.Node] = frozenset()
 ) -> Kept | tuple[Match, int, str]:
-    """A legal match, the size of its group, and what it is taken instead of; else the first telling reason.
-    The first match is taken, or one that competes with it and is predicted to save more.
+    """A legal match, the number of ranks of its group, and the text of the report that compares it with the
+    match that it is taken instead of. Of several legal matches the first one is taken, or one that competes
+    with it and is predicted to save more.
+
+    Without a legal match a `Kept`, with the reason of the first matcher that has found compute; if no matcher
+    has found any, with that of the first matcher.
 
     `taken`: matmuls that an all_gather leaves to reductions.
     """

@@ -114,7 +114,7 @@ class Batch:
 
 
 def misfit(param: Tensor) -> str:
-    """What makes a tensor no parameter of a batch; empty if it is one."""
+    """Why a tensor cannot be a parameter of a batch, and what can; empty if it can."""
     if placements(param) is not None:
         return "a DTensor, which only the optimizers of torch update; expected plain tensors"
     if param.dtype not in DTYPES or param.layout != torch.strided:

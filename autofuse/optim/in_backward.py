@@ -23,8 +23,8 @@ class Backward:
     """Runs batches in one order on all ranks, the order in which they were made.
 
     A batch waits for those before it. What is left when the backward ends runs then: parameters without a
-    gradient on all ranks stay as they are. A backward inside of another one runs nothing: a parameter may get
-    gradients from several of them.
+    gradient on all ranks stay as they are. A backward that runs inside of another one updates nothing, since
+    a parameter may get gradients from several such backwards.
 
     Attributes:
         has_run: whether a batch has been updated since this was last set to False.
@@ -82,6 +82,7 @@ class Backward:
             self._refuse_late()
 
     def _refuse_late(self) -> None:
+        """RuntimeError if a parameter has got a gradient after its update."""
         for batch in self._batches:
             for param, name in zip(batch.params, batch.names, strict=True):
                 if param.grad is not None:

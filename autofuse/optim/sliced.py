@@ -208,7 +208,7 @@ class SlicedOptimizer(State, torch.optim.Optimizer):
 
     @constant_in_graphs
     def _ready(self, frozen: Set[Tensor] = frozenset()) -> None:
-        """Makes batches, also of these. What is wrong is told to all ranks where they meet."""
+        """As `_place`. What is wrong is told to all ranks where they meet."""
         with suppress(ValueError):
             self._place(frozen)
 
@@ -339,12 +339,15 @@ class SlicedOptimizer(State, torch.optim.Optimizer):
             )
 
     def _place(self, frozen: Set[Tensor] = frozenset()) -> None:
-        """Makes batches of parameters without one that require gradients or are `frozen`. Tells no rank."""
+        """Makes batches of the parameters that have none yet and require gradients, and of those in `frozen`.
+        No communication."""
         if len(self._every) != self._known:
             placed = {id(p) for batch in self._batches for p in batch.params}
             self._waiting = [p for p in self._every if id(p) not in placed]
             self._known = len(self._every)
-        ready = [p for p in self._waiting if p.requires_grad or p in frozen]
+        ready, waiting = list[Tensor](), list[Tensor]()
+        for param in self._waiting:
+            (ready if param.requires_grad or param in frozen else waiting).append(param)
         if not ready:
             return
         group_of = {id(p): i for i, options in enumerate(self.param_groups) for p in options["params"]}
@@ -359,7 +362,7 @@ class SlicedOptimizer(State, torch.optim.Optimizer):
                 f"of one rule, and given from the first step on, and not {other}"
             )
             raise self._problem
-        self._waiting = [p for p in self._waiting if not (p.requires_grad or p in frozen)]
+        self._waiting = waiting
         for (rule, *_), params in kinds.items():
             for part in cut(params) if self._backward is not None else [params]:
                 names = [self._names[p] for p in part]

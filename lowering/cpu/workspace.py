@@ -351,7 +351,8 @@ def forget(group: ProcessGroup) -> None:
 
 
 def _lock_of(group: ProcessGroup) -> "threading.RLock":
-    """Of its meeting. Threads of other ranks may have groups meet in another order."""
+    """The lock that a thread holds while the ranks of this group meet. Threads of other ranks may let their
+    groups meet in another order, so that one lock for all groups would make ranks wait for each other."""
     with _making:
         return _locks.setdefault(group, threading.RLock())
 

@@ -19,18 +19,17 @@ from autofuse.lowering.ops.all_gather_matmul import AllGatherMatmul
 from autofuse.lowering.plan import Family
 from autofuse.passes.graph.anchors import Anchor, fused_op
 from autofuse.passes.graph.emit import Emitter
-from autofuse.passes.graph.follow import argument, aten, dtype_of, is_cast, is_view
+from autofuse.passes.graph.follow import aten, dtype_of, is_cast, is_view
 from autofuse.passes.graph.layout import Cut, Digit, Layout, Size, cut_out, exact_quotient, prod
 from autofuse.passes.graph.paths import collective_above, depends_on
 from autofuse.passes.reasons import Reason, Reject
 
 from .match import Context, Found, Match, Work, check_dtype, fill_biases, values
-from .matmuls import linear_operands, one_weight
+from .matmuls import MATMULS, is_scaled, linear_operands, one_weight
 from .operands import two_dimensional
 from .readers import Reader, find_cast_readers, reread
 
 PATTERN = "all_gather_matmul"
-_MATMULS = (aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default)
 
 
 @dataclass(frozen=True)
@@ -171,7 +170,7 @@ def _choose(
 def _no_consumer(readers: list[Reader]) -> Reject:
     """The most telling reason why no matmul that reads the gathered tensor can be fused."""
     for reader in readers:
-        if reader.user.target in _MATMULS:
+        if reader.user.target in MATMULS:
             return _unfit(reader)
     for reader in readers:
         if is_view(reader.user) and (matmul := _matmul_behind(reader.user)) is not None:
@@ -189,7 +188,7 @@ def _unfit(reader: Reader) -> Reject:
         return Reject(Reason.NO_COMPUTE, f"{matmul.name} reads the gathered tensor as its bias")
     if x is w:
         return Reject(Reason.EXTRA_USERS, f"both operands of {matmul.name} are gathered")
-    if not argument(matmul, 3, "beta", 1) == argument(matmul, 4, "alpha", 1) == 1:
+    if is_scaled(matmul):
         return Reject(Reason.UNSUPPORTED_VARIANT, f"{matmul.name} scales its terms (alpha, beta)")
     return Reject(Reason.NO_COMPUTE, f"{matmul.name} is a batch of matmuls")
 
@@ -199,7 +198,7 @@ def _matmul_behind(view: fx.Node) -> fx.Node | None:
     work = [view]
     while work:
         for user in work.pop().users:
-            if user.target in _MATMULS:
+            if user.target in MATMULS:
                 return user
             if is_view(user) or is_cast(user):
                 work.append(user)

@@ -6,6 +6,9 @@ from torch import fx
 
 from autofuse.passes.graph.follow import argument, aten, expression, tensor
 
+MATMULS = (aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default)
+"""The nodes that `linear_operands` reads."""
+
 
 def linear_operands(n: fx.Node, vector_bias: bool = True) -> tuple[fx.Node, fx.Node, fx.Node | None] | None:
     """`(x, w, bias)` of `mm`, `bmm`, or of an unscaled `addmm` or `baddbmm`; None for other nodes.
@@ -19,8 +22,7 @@ def linear_operands(n: fx.Node, vector_bias: bool = True) -> tuple[fx.Node, fx.N
     elif n.target in (aten.addmm.default, aten.baddbmm.default):
         bias, x, w = n.args[:3]
         val, out = tensor(bias), tensor(n)
-        scaled = not argument(n, 3, "beta", 1) == argument(n, 4, "alpha", 1) == 1
-        if scaled or val is None or out is None:
+        if is_scaled(n) or val is None or out is None:
             return None
         if out.dim() == 3 and tuple(val.shape[:2]) != (out.shape[0], 1):
             return None
@@ -29,6 +31,11 @@ def linear_operands(n: fx.Node, vector_bias: bool = True) -> tuple[fx.Node, fx.N
     else:
         return None
     return x, w, bias
+
+
+def is_scaled(n: fx.Node) -> bool:
+    """Whether a matmul multiplies its bias or its product by a number other than 1."""
+    return not argument(n, 3, "beta", 1) == argument(n, 4, "alpha", 1) == 1
 
 
 def grouped_offsets(n: fx.Node) -> fx.Node | None:

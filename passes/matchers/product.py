@@ -128,7 +128,8 @@ def _moves_a_matmul(n: fx.Node) -> bool:
 
 
 def _of_fused(n: fx.Node) -> Reject:
-    """Of an output of a fused op: is it the product of a matmul, or what a collective made of one?"""
+    """Why nothing is fused with an output of a fused op. The op has the matmul if the output is a product; it
+    has none to give if a collective made the output of a product."""
     source, index = n.args
     assert isinstance(source, fx.Node)
     op = fused_op(source)

@@ -128,8 +128,9 @@ def _replay(step: Callable[[], object]) -> Callable[[], object]:
 
 
 def _right(steps: dict[str, Peer], rule: str) -> dict[str, Peer]:
-    """The peers whose parameters are nearly those of `autofuse.optim` after one step. A peer of torch whose
-    parameters are not is printed and left out. A kernel of ours must never differ."""
+    """Makes one step of every peer, and returns the peers whose parameters are then within `FAR` of those of
+    `autofuse.optim`. A peer of torch that is farther away is named on stderr and left out. AssertionError if
+    a kernel of ours is farther away, or if no peer of torch is left."""
     for step, _ in steps.values():
         step()
     found, ours = {}, steps[OURS][1]

@@ -126,7 +126,7 @@ class Kernel(Generic[P, C]):
     """Whether `launch` gives the driver kernels and nothing else, with the same parameters in each call but
     for the addresses of its operands."""
     takes_product: bool = False
-    """Whether cuBLAS multiplies before it: `launch` takes the product in place of `x`, and no `w`."""
+    """Whether cuBLAS multiplies before it: `launch` gets the product in place of `x`, and an empty `w`."""
     is_update: Callable[[C], bool] = _never
     """Whether tiles are added at their owners as they arrive. Such a way runs where a user asks for it."""
 

@@ -1,7 +1,7 @@
 """The kernels of matmul_all_reduce and matmul_reduce_scatter: `launch(at, config, x, w, out, how)`.
 
-x, w: a list each, of the operands of all terms of a sum; of kernels behind cuBLAS (`EXCHANGES`) the product
-alone, and none.
+x, w: the operands of all terms of a sum, a list each. A kernel that adds up what cuBLAS has multiplied
+(`EXCHANGES`) gets the product as the only entry of x, and an empty w.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def _words_configs(problem: DenseProblem) -> Iterator[WordsConfig]:
         for split in (1, 2, 4):
             blocks = cdiv(problem.n, bn) * split
             few = split == 1 or blocks <= problem.programs
-            # Of more rows, partial sums of four blocks took twice as long as two blocks of half the columns.
+            # With more rows, four blocks that share 128 columns took twice as long as two that share 64.
             if bn == 128 and split == 4 and problem.m > 32:
                 continue
             if few and blocks > problem.programs // 2 and problem.k >= 64 * split:
@@ -346,7 +346,9 @@ def applies_tails(way: Way, problem: DenseProblem) -> bool:
     return not problem.everywhere or way.config.once or problem.written > 0
 
 
-EXCHANGES: tuple[Kernel[DenseProblem, Any], ...] = (SUMS, ROWS, ROW_PACKETS)
-"""cuBLAS multiplies for them: operands may have any layout, and K any length."""
+REDUCTIONS: tuple[Kernel[DenseProblem, Any], ...] = (
+    PACKETS, WORDS, CLUSTERS, TILES, SUMS, ROWS, ROW_PACKETS,
+)  # fmt: skip
 
-REDUCTIONS: tuple[Kernel[DenseProblem, Any], ...] = (PACKETS, WORDS, CLUSTERS, TILES, *EXCHANGES)
+EXCHANGES = tuple(kernel for kernel in REDUCTIONS if kernel.takes_product)
+"""cuBLAS multiplies for them: operands may have any layout, and K any length."""

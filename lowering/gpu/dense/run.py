@@ -108,7 +108,7 @@ class Reduction:
         """As `__call__`, of a call like one before that was not captured, in the shortest way; None where the
         call has to be prepared anew."""
         launcher = self._launcher
-        # A product is computed for nothing where the launch behind it turns out to be no short one.
+        # cuBLAS multiplies before the guard of the launch is asked, so what Python can check comes first.
         if launcher.is_short and (not self._takes_product or (launcher.is_next() and launcher.goes_on())):
             given = (multiplied(x, w),) if self._takes_product else (*x, *w)
             taken = operands if self._takes_tail else ()

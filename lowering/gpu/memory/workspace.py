@@ -76,7 +76,7 @@ class GpuWorkspace:
         self._limit_s = partial(limit_s, default_limit_s(group, device))  # how long a wait may take
         self._kernels: set[Hashable] = set()
         self._entered: set[Hashable] = set()
-        self._compared: dict[Hashable, bool] = {}
+        self._compared: dict[str, bool] = {}
         self._refusals = Refusals()
         self.needs: dict[str, tuple[int, str]] = {}  # by field of `Need`: the most of a call, and which
         self.calls: dict[Hashable, Any] = {}  # by kind, what came again; for who makes calls
