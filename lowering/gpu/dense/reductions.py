@@ -14,18 +14,13 @@ import torch
 from torch import Tensor
 
 from autofuse.lowering.gpu.choice.kernel import Kernel, Launch, Way, only_kernels
-from autofuse.native_kernels.cuda.host.gemm import BM
+from autofuse.native_kernels.cuda.host.gemm import BK, BM
 from autofuse.native_kernels.cuda.kernels.matmul_reduce import (
     ClusterReduceConfig,
     cluster_reduce_needs,
     launch_cluster_reduce,
 )
-from autofuse.native_kernels.cuda.kernels.matmul_words import (
-    MOST_ROWS,
-    WordsConfig,
-    launch_matmul_words,
-    words_needs,
-)
+from autofuse.native_kernels.cuda.kernels.matmul_words import WordsConfig, launch_matmul_words, words_needs
 from autofuse.native_kernels.gpu.memory import cdiv
 from autofuse.native_kernels.triton.exchange_row_packets import (
     RowPacketsConfig,
@@ -63,6 +58,8 @@ if TYPE_CHECKING:
 
 MOST_PACKET_ROWS = 64
 """Of more rows packets, which are twice the bytes, take the links longer than a signal takes."""
+FEW_ROWS = 128
+"""Of more rows, `W` times the bytes take longer than a second exchange, if there are more than two ranks."""
 
 
 class Reduce(NamedTuple):
@@ -111,8 +108,11 @@ PACKETS: Kernel[DenseProblem, PacketsConfig] = Kernel(
 
 
 def _words_configs(problem: DenseProblem) -> Iterator[WordsConfig]:
-    """Those with which tiles keep most programs busy."""
-    if problem.terms or problem.m > MOST_ROWS or not _is_of_rows(problem):
+    """Of one row of tiles, those with which tiles keep most programs busy."""
+    if problem.terms or not _is_of_rows(problem):
+        return
+    if problem.m > BM:
+        yield from _high_words_configs(problem)
         return
     for bn in (64, 128):
         for split in (1, 2, 4):
@@ -126,6 +126,20 @@ def _words_configs(problem: DenseProblem) -> Iterator[WordsConfig]:
                 if problem.everywhere and problem.m <= 16:
                     yield WordsConfig(bn, split, once=True)
                 break
+
+
+def _high_words_configs(problem: DenseProblem) -> Iterator[WordsConfig]:
+    """Of several rows of tiles: words are sent beside the matmul, but added up only behind it, so that there
+    are few waves."""
+    rows = cdiv(problem.m, BM)
+    once = problem.everywhere and problem.world == 2  # as many bytes as two exchanges
+    small, wide = rows * cdiv(problem.n, 64), rows * cdiv(problem.n, 128)
+    if small <= 2 * problem.programs:
+        yield WordsConfig(once=once)
+    if 2 * small <= problem.programs and problem.k >= 2 * BK:
+        yield WordsConfig(split=2, once=once)
+    if wide <= 4 * problem.programs:
+        yield WordsConfig(bn=128, across=2, once=once)
 
 
 def _launch_words(
@@ -149,14 +163,15 @@ WORDS: Kernel[DenseProblem, WordsConfig] = Kernel(
 
 def _clusters_configs(problem: DenseProblem) -> Iterator[ClusterReduceConfig]:
     m = problem.m
-    if not problem.by_rows or m <= MOST_ROWS or m < 64 * problem.world:
+    if not problem.by_rows or m <= BM or m < 64 * problem.world:
         return
     # The blocks of a cluster share a block of the weight, for two owners; of x, if owners have no pairs.
     config = partial(ClusterReduceConfig, across=1, along=2) if problem.world % 2 else ClusterReduceConfig
     yield config(bn=128, stages=5)
     yield config()
-    small = ClusterReduceConfig(bn=64, across=1, stages=8)
-    if problem.world * cdiv(m, problem.world * BM) * cdiv(problem.n, small.bn) <= problem.programs:
+    small = ClusterReduceConfig(bn=64, across=1, stages=8)  # where words are not possible
+    tiles = problem.world * cdiv(m, problem.world * BM) * cdiv(problem.n, small.bn)
+    if problem.terms and tiles <= problem.programs:
         yield small
     if m > 1024:
         yield config(visit=8)
@@ -238,7 +253,7 @@ def _sums_configs(problem: DenseProblem) -> Iterator[SumsConfig]:
     if problem.m * problem.n % 8 or not (problem.everywhere or _is_chunked(problem)):
         return
     # In one exchange each rank receives as much as in two from W - 1 ranks, half of that from one.
-    if problem.everywhere and (problem.world == 2 or problem.m <= MOST_ROWS):
+    if problem.everywhere and (problem.world == 2 or problem.m <= FEW_ROWS):
         yield SumsConfig(once=True)
         yield SumsConfig(once=True, length=4096, slice_items=8)
     if not problem.everywhere or problem.world > 2:
@@ -281,7 +296,7 @@ SUMS: Kernel[DenseProblem, SumsConfig] = Kernel(
 def _rows_configs(problem: DenseProblem) -> Iterator[RowsConfig]:
     if not (_is_of_rows(problem) and rows_fit(problem.n)):
         return
-    if problem.everywhere and (problem.world == 2 or problem.m <= MOST_ROWS):
+    if problem.everywhere and (problem.world == 2 or problem.m <= FEW_ROWS):
         yield RowsConfig(once=True)
     if not problem.everywhere or problem.world > 2 or problem.written:
         yield RowsConfig()

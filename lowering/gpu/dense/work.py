@@ -107,9 +107,16 @@ def packets_work(config: PacketsConfig, p: DenseProblem) -> Work:
 
 def words_work(config: WordsConfig, p: DenseProblem) -> Work:
     sent, hops = _reduced(p, config.once)
+    rows, columns = cdiv(p.m, BM), cdiv(p.n, config.bn)
+    if rows == 1:
+        return _tiles(
+            p, "words", 1, columns, sent, high=64 if p.m <= 64 else BM, wide=config.bn, pieces=config.split,
+            hops=hops, added=sent / p.world,
+        )  # fmt: skip
+    received = 2.0 * p.m * p.n * (p.world if config.once else hops)
     return _tiles(
-        p, "words", 1, cdiv(p.n, config.bn), sent, high=64 if p.m <= 64 else BM, wide=config.bn,
-        pieces=config.split, hops=hops, added=sent / p.world,
+        p, "high words", rows, columns, sent, high=BM, wide=config.bn, pieces=config.split, hops=hops,
+        added=received, load=(1 / config.along, 1 / config.across), cluster=config.cluster,
     )  # fmt: skip
 
 

@@ -1,12 +1,13 @@
-// matmul_all_reduce and matmul_reduce_scatter of at most 128 rows, in one kernel over gemm.cuh. Each rank sends rows of its
-// product to their owners as flag-in-payload words (words.cuh). The owner adds the rows up and, of an all_reduce, sends the
-// sums in the same way.
+// matmul_all_reduce and matmul_reduce_scatter of few rows, in one kernel over gemm.cuh. Each rank sends rows of its product to
+// their owners as flag-in-payload words (words.cuh). The owner adds the rows up and, of an all_reduce, sends the sums in the
+// same way.
 //
 // Each half of a rank's words holds parts [W, height, n] by source and, of an all_reduce, sums [W, height, n] by owner; owner r
 // has the rows from r * height on. ONCE: each rank sends its whole product to all ranks, and every rank adds up all rows.
 //
-// A share is what a cluster does: the columns it multiplies, and the same columns of the sums. Blocks that have multiplied while
-// others have not started, or while a peer is missing and they are of the margin, end and leave their sums to those that stay.
+// A share is what a cluster does: the tiles it multiplies, and sums in the same columns. Of an owner's rows, a tile in row i of
+// tiles stands for number i of equal slices. Blocks that have multiplied while others have not started, or while a peer is
+// missing and they are of the margin, end and leave their sums to those that stay.
 #include "gemm.cuh"
 #include "progress.cuh"
 #include "words.cuh"
@@ -19,12 +20,33 @@ struct Params {
     int64_t* trace;
     int64_t half;  // bytes
     int m, n, k, rank, site;
-    int height, cols;         // rows of an owner (ONCE: all); tiles
+    int height, slice;        // rows of an owner (ONCE: all), and of a slice of them
+    int rows, cols;           // tiles
     int out_pitch, programs;  // bytes of a row of the output
 };
 CHECK_PARAMS
 
 constexpr int THREADS = 384, DECIDER = 64, MOST_ROUNDS = 144;
+// Warps 1 and 3 send tiles while the warpgroups multiply the next ones.
+constexpr int SENDERS = 64;
+enum Barrier { SENDING = 1, STAGED_ROWS };
+// The blocks of a cluster that splits K have parts of a tile each, which they send themselves.
+constexpr bool SENDS_BESIDE = SPLIT == 1;
+
+// Tile number t of a cluster, as this block has it. Blocks that load a part of the weight for each other have rows that follow
+// one another; blocks that share rows of x have columns that do.
+struct At {
+    int row, col;
+};
+
+__device__ inline int tiles(const Params& p) {
+    return (p.rows + ACROSS - 1) / ACROSS * ((p.cols + ALONG - 1) / ALONG);
+}
+
+__device__ inline At tile_at(const Params& p, int t) {
+    int high = (p.rows + ACROSS - 1) / ACROSS, me = SHARING > 1 ? cluster_rank() : 0;
+    return {t % high * ACROSS + me / ALONG, t / high * ALONG + me % ALONG};
+}
 
 struct Progress {
     int idle;                 // 1: this block has multiplied
@@ -88,22 +110,39 @@ __device__ void load_tiles(const Params& p, const Shared& s, int block) {
     Turn turn;
     int first, last;
     split(p.k, first, last);
-    for (int t = block / CLUSTER; t < p.cols; t += p.programs / CLUSTER)
-        produce(s, turn, {{&p.x}, {&p.w}, 0, t * BN, first, last});
+    for (int t = block / CLUSTER; t < tiles(p); t += p.programs / CLUSTER) {
+        At at = tile_at(p, t);
+        produce(s, turn, {{&p.x}, {&p.w}, at.row * BM, at.col * BN, first, last});
+    }
 }
 
-// A warp sends its 16 rows of a tile, once they are staged, to their owners.
-__device__ void send_rows(const Params& p, const Shared& s, int col, int group, int64_t half) {
+// `threads` threads send `rows` rows of a staged tile, those from `first` on, to their owners: in the order in which the owners
+// add them up.
+__device__ void send_rows(
+    const Params& p, const Shared& s, At tile, int first, int rows, int thread, int threads, int64_t half) {
     constexpr int WIDE = BN / 8;  // words of 16 bytes in a row
-    int first = group * 64 + threadIdx.x / 32 % 4 * 16, line = p.n / 8;
+    int line = p.n / 8;
 #pragma unroll 4
-    for (int i = threadIdx.x % 32; i < 16 * WIDE; i += 32) {
-        int row = first + i / WIDE, word = i % WIDE, owner = row / p.height;
-        if (row >= p.m || col + word * 8 >= p.n) continue;
-        int64_t at = half + (static_cast<int64_t>(p.rank * p.height + row % p.height) * line + col / 8 + word) * 16;
-        uint4 value = sendable(load_shared(s.staged + staged_at(row, word)));
+    for (int i = thread; i < rows * WIDE; i += threads) {
+        int in_tile = first + i / WIDE, row = tile.row * BM + in_tile, owner = row / p.height;
+        int word = tile.col * WIDE + i % WIDE;
+        if (row >= p.m || word >= line) continue;
+        int64_t at = half + (static_cast<int64_t>(p.rank * p.height + row % p.height) * line + word) * 16;
+        uint4 value = sendable(load_shared(s.staged + staged_at(in_tile, i % WIDE)));
         if (!ONCE) put(p.words[owner] + at, value);
         for (int r = 1; ONCE && r <= W; ++r) put(p.words[(p.rank + r) % W] + at, value);
+    }
+}
+
+// Two warps send the tiles of this block, all but the last one, which those that multiply send.
+__device__ void send_tiles(const Params& p, const Shared& s, int block, int64_t half) {
+    int step = p.programs / CLUSTER, parity = 0, thread = threadIdx.x / 64 * 32 + threadIdx.x % 32;
+    for (int t = block / CLUSTER; t + step < tiles(p); t += step) {
+        barrier_wait(s.ready, parity);
+        parity ^= 1;
+        send_rows(p, s, tile_at(p, t), 0, HIGH, thread, SENDERS, half);
+        named_barrier(SENDING, SENDERS);
+        if (thread == 0) barrier_arrive(s.taken);
     }
 }
 
@@ -113,11 +152,15 @@ template <class Line>
 __device__ inline void each_line(const Params& p, int share, int rows, Line line) {
     constexpr int WIDE = BN / 8;
     int me = SPLIT > 1 ? cluster_rank() : 0;
-    for (int t = share; t < p.cols; t += p.programs / CLUSTER)
-        for (int i = me * THREADS + threadIdx.x; i < rows * WIDE; i += SPLIT * THREADS) {
-            int word = t * WIDE + i % WIDE;
-            if (word < p.n / 8) line(i / WIDE, i / WIDE * (p.n / 8) + word);
+    for (int t = share; t < tiles(p); t += p.programs / CLUSTER) {
+        At at = tile_at(p, t);
+        int first = at.row * p.slice, left = rows - first;
+        int pieces = (left < p.slice ? left : p.slice) * WIDE;
+        for (int i = me * THREADS + threadIdx.x; i < pieces; i += SPLIT * THREADS) {
+            int row = first + i / WIDE, word = at.col * WIDE + i % WIDE;
+            if (word < p.n / 8) line(row, row * (p.n / 8) + word);
         }
+    }
 }
 
 // Adds up the rows of this rank.
@@ -181,19 +224,30 @@ extern "C" __global__ void __launch_bounds__(384, 1) matmul_words(const __grid_c
         if (before == p.programs - 1) finish(call, held_word(call.epoch));
         if (before == 0) tell_presence(p.state, p.rank, call.epoch);
     }
+    if (SENDS_BESIDE && threadIdx.x < 128 && threadIdx.x / 32 % 2) send_tiles(p, s, block, half);
     while (decides && !decider.decided) decider.look();
     if (group > 0 && group <= GROUPS) {
         Turn turn;
-        int done = 0;
-        for (int t = block / CLUSTER; t < p.cols; t += p.programs / CLUSTER) {
+        int done = 0, staged = 0, step = p.programs / CLUSTER;
+        for (int t = block / CLUSTER; t < tiles(p); t += step) {
             float acc[BN / 2];
             consume(s, turn, acc, group - 1, blocks);
+            if (SENDS_BESIDE && t + step < tiles(p)) {
+                stage(s, acc, group - 1, staged);
+                if (threadIdx.x % 128 == 0) trace.stamp(EVENT_COMPUTED, -1, t);
+                continue;
+            }
             if (SPLIT > 1) add_partials(s, acc, group - 1, done++);
             if (!adds_up(group - 1)) continue;
+            if (SENDS_BESIDE) barrier_wait(s.taken, staged ^ 1);
             stage_rows(s, acc, group - 1);
-            __syncwarp();
-            send_rows(p, s, t * BN, group - 1, half);
-            __syncwarp();
+            constexpr int SENDING_THREADS = SPLIT_WARPS * 32;
+            named_barrier(STAGED_ROWS, SENDING_THREADS);
+            int me = SPLIT > 1 ? cluster_rank() : 0;
+            int rows = HIGH - me * SPLIT_ROWS < SPLIT_ROWS ? HIGH - me * SPLIT_ROWS : SPLIT_ROWS;
+            int thread = (threadIdx.x - 128) % SENDING_THREADS;
+            send_rows(p, s, tile_at(p, t), me * SPLIT_ROWS, rows, thread, SENDING_THREADS, half);
+            if (t + step < tiles(p)) named_barrier(STAGED_ROWS, SENDING_THREADS);
             if (threadIdx.x % 128 == 0) trace.stamp(EVENT_COMPUTED, -1, t);
         }
     }

@@ -1,4 +1,4 @@
-"""Launches matmul_words.cu: matmul_all_reduce and matmul_reduce_scatter of at most 128 rows."""
+"""Launches matmul_words.cu: matmul_all_reduce and matmul_reduce_scatter of few rows."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ from autofuse.native_kernels.cuda.host.launcher import Kernel, kernel
 from autofuse.native_kernels.gpu.memory import Need, PeerMemory, cdiv, per_memory
 
 SOURCE = "matmul_words.cu"
-MOST_ROWS = BM
 
 
 class _Params(ctypes.Structure):
@@ -39,7 +38,8 @@ class _Params(ctypes.Structure):
         ("words", POINTERS),
         *fields(ctypes.c_void_p, "state", "trace"),
         ("half", ctypes.c_int64),
-        *fields(ctypes.c_int32, "m", "n", "k", "rank", "site", "height", "cols", "out_pitch", "programs"),
+        *fields(ctypes.c_int32, "m", "n", "k", "rank", "site", "height", "slice", "rows", "cols"),
+        *fields(ctypes.c_int32, "out_pitch", "programs"),
     )
 
 
@@ -48,18 +48,19 @@ class WordsConfig:
     """The configuration of `matmul_words.cu`.
 
     bn: columns of a tile; split: parts of K, one for each block of a cluster; once: of an all_reduce, every
-    rank gets all parts, and sums are not sent.
+    rank gets all parts, and sums are not sent; across: blocks of a cluster, in rows of tiles that follow one
+    another, that share a block of the weight; along: in columns, a block of x. A cluster splits or shares.
     """
 
     bn: int = 64
     split: int = 1
     once: bool = False
-
-    across = along = 1
+    across: int = 1
+    along: int = 1
 
     @property
     def cluster(self) -> int:
-        return self.split
+        return self.split * self.across * self.along
 
     @property
     def stages(self) -> int:
@@ -100,7 +101,7 @@ def words_constants(
 
 def _rows(m: int) -> int:
     """Rows of a block of x: a multiple of 8, the rows of an atom of the swizzle."""
-    return cdiv(m, 8) * 8
+    return min(cdiv(m, 8) * 8, BM)
 
 
 def launch_matmul_words(
@@ -139,9 +140,10 @@ def _prepared(
     """The kernel and the parameters that do not change from call to call."""
     compiled_with = words_constants(m, memory.world, transposed, dtype, mean, all_ranks, config, trace)
     found = kernel(SOURCE, "matmul_words", compiled_with, config.shared_bytes)
+    rows, height = cdiv(m, BM), m if config.once else cdiv(m, memory.world)
     params = _Params(
         **of_call(memory, blocks(memory, config)), words=views(memory.words),
-        half=memory.words.half(torch.uint8), m=m, n=n, k=k,
-        height=m if config.once else cdiv(m, memory.world), cols=cdiv(n, config.bn),
+        half=memory.words.half(torch.uint8), m=m, n=n, k=k, height=height,
+        slice=BM if config.once else cdiv(height, rows), rows=rows, cols=cdiv(n, config.bn),
     )  # fmt: skip
     return found, params
