@@ -65,6 +65,11 @@ if torch.cuda.is_available() and why_not() is None:
         "words": lambda w: Dense(w, REDUCE, 16, 1024, 8192, WordsConfig()),
         "words of a split K": lambda w: Dense(w, SCATTER, 40, 1024, 2048, WordsConfig(split=2)),
         "words once": lambda w: Dense(w, REDUCE, 8, 1024, 4096, WordsConfig(once=True)),
+        "words of several tiles": lambda w: Dense(w, REDUCE, 300, 512, 4104, WordsConfig(once=True)),
+        "words of a shared weight": lambda w: Dense(
+            w, SCATTER, 520, 512, 2048, WordsConfig(bn=128, across=2)
+        ),
+        "words in two exchanges": lambda w: Dense(w, REDUCE, 333, 512, 2056, WordsConfig(split=2)),
         "packets": lambda w: Dense(w, REDUCE, 8, 1024, 4096, PacketsConfig()),
         "packets once": lambda w: Dense(w, REDUCE, 1, 1024, 4096, PacketsConfig(bn=32, once=True)),
         "packets of a scatter": lambda w: Dense(w, SCATTER, 16, 1024, 8192, PacketsConfig()),
@@ -79,6 +84,9 @@ if torch.cuda.is_available() and why_not() is None:
         "few": lambda w: Dense(w, GATHER, 32, 1024, 2048, FewConfig(bn=64, pieces=1, movers=16)),
         "words of a gather": lambda w: Dense(w, GATHER, 16, 2048, 1024, WordsGatherConfig()),
         "words of a signalled gather": lambda w: Dense(w, GATHER, 128, 1024, 1024, WordsGatherConfig()),
+        "words of a gather of 200 rows": lambda w: Dense(
+            w, GATHER, 200, 1024, 1032, WordsGatherConfig(groups=2, pieces=4)
+        ),
     }
     CALLS_OF_ANY = {
         "all_reduce": lambda w: Dense(
@@ -92,14 +100,19 @@ if torch.cuda.is_available() and why_not() is None:
         ),
         "gather within": lambda w: Dense(w, GATHER, 256 * w, 512, 2048, ClusterGatherConfig(within=True)),
         "words": lambda w: Dense(w, REDUCE, 5 * w + 1, 1024, 2048, WordsConfig(split=2)),
+        "words of several tiles": lambda w: Dense(
+            w, REDUCE, 70 * w + 3, 1024, 1032, WordsConfig(bn=128, across=2)
+        ),
         "packets": lambda w: Dense(w, SCATTER, 2 * w, 1024, 2048, PacketsConfig()),
         "words of a gather": lambda w: Dense(w, GATHER, 8 * w, 2048, 512, WordsGatherConfig(pieces=2)),
+        "words of a long gather": lambda w: Dense(w, GATHER, 32 * w, 1024, 512, WordsGatherConfig(pieces=1)),
     }
 else:
     CALLS = CALLS_OF_ANY = {}
 
 WORLD, MARGIN = 2, 16
-NOT_PROMISED = ("words of a gather", "words of a signalled gather")  # that `gather_words` leaves room
+# that `gather_words` leaves room
+NOT_PROMISED = ("words of a gather", "words of a signalled gather", "words of a gather of 200 rows")
 
 
 @pytest.fixture

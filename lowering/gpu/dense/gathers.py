@@ -158,8 +158,8 @@ PARTS: Kernel[DenseProblem, GatherConfig] = Kernel(
 
 def _clusters_gather_configs(problem: DenseProblem) -> Iterator[ClusterGatherConfig]:
     """Sent by the kernel, in slices of K, where all parts are multiplied at once; else by copy engines."""
-    if 64 <= problem.m <= 512:
-        for k_slices in (1, 4, 8):
+    if 64 <= problem.m <= 1024:
+        for k_slices in (1, 4):
             yield ClusterGatherConfig(bn=64, across=1, along=2, stages=7, k_slices=k_slices)
     if 512 <= problem.m <= 4096:
         for k_slices in (8, 16):

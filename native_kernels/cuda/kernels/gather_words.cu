@@ -1,4 +1,4 @@
-// all_gather_matmul of at most 128 tokens, in one kernel. Each rank sends its part of x to all ranks as flag-in-payload words
+// all_gather_matmul of at most 256 tokens, in one kernel. Each rank sends its part of x to all ranks as flag-in-payload words
 // (words.cuh), while the weight is being loaded already.
 //
 // A block computes G * 64 columns of Y, over a piece of K, as their transpose: the weight is the left operand of the tensor
@@ -21,11 +21,15 @@
 #include "wgmma.cuh"
 #include "words.cuh"
 
+MULTIPLY(multiply_weight, 256, 128, 128, 129, 130, BY_COLUMNS, "0")
+
 constexpr int BK = 64, ROW = BK * 2;
 constexpr int W_BYTES = G * 64 * ROW, X_BYTES = TOKENS * ROW;
 constexpr int ACCS = TOKENS / 2, EIGHTS = TOKENS / 8;  // accumulators of a thread, four for every eight tokens
 constexpr int THREADS = 384, W_LOADER = G * 128, X_LOADER = W_LOADER + 32, FIRST_CHECKER = X_LOADER + 32;
 constexpr int SENDERS = THREADS - 64, SIGNALLER = THREADS / 32 - 1;
+// Named barriers; the last one and the next are those of a warpgroup each.
+enum Barrier { SENT = 1, RESENT, STAGED_ROWS };
 // Tiles whose blocks have neighbouring numbers. Multiprocessors near to each other then multiply the same piece of x.
 constexpr int NEAR = 8;
 // A stage always has the same checker, which has waited for each earlier round of the stage.
@@ -113,10 +117,10 @@ __device__ void send_part(const Params& p, int64_t number, int64_t used, int par
     int begin = (sender / 32 * p.programs + blockIdx.x) * 32 + lane, step = p.programs * SENDERS;
     send_lines(p, number, blockIdx.x, sender / 32, [] { return await(progress().owned) == 1; });
     if (SIGNALLED && threadIdx.x / 32 == SIGNALLER) {
-        named_barrier(1, SENDERS);
+        named_barrier(SENT, SENDERS);
         if (lane < W && await(progress().owned) == 1) add_release(p.signals[lane] + parity * p.signals_half + p.rank);
     } else if (SIGNALLED) {
-        named_arrive(1, SENDERS);
+        named_arrive(SENT, SENDERS);
     }
     char* old = p.memory[p.rank] + third_of(number + 2) * p.third;
     for (int64_t i = begin; i < used; i += step) store(old + i * 16, {0, 0, 0, 0});
@@ -132,7 +136,7 @@ __device__ void send_unclaimed(const Params& p, int64_t number, int parity) {
         share = __shfl_sync(~0u, share, 0);
         if (share < 0) return;
         for (int sender = 0; sender < SENDERS / 32; ++sender) send_lines(p, number, share, sender, [] { return true; });
-        named_barrier(2, 32);
+        named_barrier(RESENT, 32);
         if (SIGNALLED && threadIdx.x % 32 < W)
             add_release(p.signals[threadIdx.x % 32] + parity * p.signals_half + p.rank);
     }
@@ -288,42 +292,70 @@ __device__ void multiply_blocks(WeightRing weight, TokenRing tokens, const Work&
     release();
 }
 
-// Piece j % PIECES of a tile adds up the tokens 8 j to 8 j + 7, in the order of the pieces, and stores rows of Y.
-__device__ void finish_tile(const Params& p, const Call& call, const Work& work, float (&acc)[ACCS], int group, int64_t half) {
+// Two 8 x 8 matrices, transposed; each of the first 16 lanes has the address of a row of the result.
+__device__ inline void store_transposed(uint32_t at, uint32_t a, uint32_t b) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(at), "r"(a), "r"(b) : "memory");
+}
+
+// Piece j % PIECES of a tile adds up the tokens 8 j to 8 j + 7, in the order of the pieces, and stores rows of Y. `staged`: the
+// memory of stages of the weight, which this warpgroup does not need any more; 64 tokens a stage.
+__device__ void finish_tile(
+    const Params& p, const Call& call, const Work& work, float (&acc)[ACCS], int group, int64_t half, uint32_t staged) {
     constexpr int MINE = (EIGHTS + PIECES - 1) / PIECES;
-    int thread = threadIdx.x % 128, lane = thread % 32;
+    constexpr int AT_ONCE = MINE * PIECES > 16 ? 16 / PIECES : MINE;  // as many as a thread has registers for
+    int thread = threadIdx.x % 128, lane = thread % 32, first = (work.tile * G + group) * 64;
     auto slot = [&](int j, int from) {
         int64_t at = ((static_cast<int64_t>(work.tile) * G + group) * EIGHTS + j) * PIECES + from;
         return p.words + half + (at * 128 + thread) * 16;
     };
-    uint4 sums[MINE * PIECES] = {};
-    if (PIECES > 1) {
-#pragma unroll
-        for (int j = 0; j < EIGHTS; ++j)
-            if (j % PIECES != work.piece) put_sums(slot(j, work.piece), acc + 4 * j);
-        auto place = [&](int i) { return slot(i / PIECES * PIECES + work.piece, i % PIECES); };
-        auto wanted = [&](int i) { return i % PIECES != work.piece && i / PIECES * PIECES + work.piece < EIGHTS; };
-        take_all(sums, wanted, place, call, WAIT_REDUCING, [&](int) { return p.rank; }, work.tile);
-    }
+    float mine[MINE][4];
 #pragma unroll
     for (int j = 0; j < EIGHTS; ++j) {
-        if (j % PIECES != work.piece) continue;
-        float total[4] = {};
+        if (j % PIECES != work.piece) {
+            put_sums(slot(j, work.piece), acc + 4 * j);
+            continue;
+        }
+        for (int i = 0; i < 4; ++i) mine[j / PIECES][i] = acc[4 * j + i];
+    }
+    // Of a thread: columns c, c, c + 8, c + 8 of Y, tokens t, t + 1, t, t + 1.
+    float bias[2] = {};
+    for (int i = 0; BIASED && i < 2; ++i) {
+        int col = first + thread / 32 * 16 + lane / 4 + i * 8;
+        if (col < p.n) bias[i] = low_of(reinterpret_cast<const uint16_t*>(p.bias)[col]);
+    }
+    // Where columns 8 * piece and on of token number `token` lie, so that eight tokens are in different banks.
+    auto place = [&](int token, int piece) {
+        return staged + token / 64 * W_BYTES + token % 64 * ROW + (piece ^ token % 8) * 16;
+    };
 #pragma unroll
-        for (int from = 0; from < PIECES; ++from) {
-            const uint4& sum = sums[j / PIECES * PIECES + from];
-            const uint32_t words[4] = {sum.x, sum.y, sum.z, sum.w};
-            for (int i = 0; i < 4; ++i) total[i] += from == work.piece ? acc[4 * j + i] : sum_of(words[i]);
+    for (int begun = 0; begun < MINE; begun += AT_ONCE) {
+        uint4 sums[AT_ONCE * PIECES] = {};
+        if (PIECES > 1) {
+            auto eight = [&](int i) { return (begun + i / PIECES) * PIECES + work.piece; };
+            auto from = [&](int i) { return slot(eight(i), i % PIECES); };
+            auto wanted = [&](int i) { return i % PIECES != work.piece && eight(i) < EIGHTS; };
+            take_all(sums, wanted, from, call, WAIT_REDUCING, [&](int) { return p.rank; }, work.tile);
         }
-        // Of a thread: columns c, c, c + 8, c + 8 of Y, tokens t, t + 1, t, t + 1.
-        for (int i = 0; i < 4; ++i) {
-            int col = (work.tile * G + group) * 64 + thread / 32 * 16 + lane / 4 + i / 2 * 8;
-            int token = j * 8 + lane % 4 * 2 + i % 2;
-            if (col >= p.n || token >= p.m) continue;
-            float value = -total[i];
-            if (BIASED) value += low_of(reinterpret_cast<const uint16_t*>(p.bias)[col]);
-            reinterpret_cast<uint16_t*>(p.out + static_cast<int64_t>(token) * p.out_pitch)[col] = pair(value, 0);
+#pragma unroll
+        for (int a = 0; a < AT_ONCE; ++a) {
+            float total[4] = {};
+#pragma unroll
+            for (int from = 0; from < PIECES; ++from) {
+                const uint4& sum = sums[a * PIECES + from];
+                const uint32_t words[4] = {sum.x, sum.y, sum.z, sum.w};
+                for (int i = 0; i < 4; ++i) total[i] += from == work.piece ? mine[begun + a][i] : sum_of(words[i]);
+            }
+            for (int i = 0; i < 4; ++i) total[i] = bias[i / 2] - total[i];
+            store_transposed(place((begun + a) * 8 + lane % 8, thread / 32 * 2 + lane / 8 % 2), pair(total[0], total[1]),
+                             pair(total[2], total[3]));
         }
+    }
+    named_barrier(STAGED_ROWS + group, 128);
+#pragma unroll
+    for (int i = thread; i < MINE * 64; i += 128) {
+        int number = i / 8, j = number / 8 * PIECES + work.piece, token = j * 8 + number % 8, col = first + i % 8 * 8;
+        if (j < EIGHTS && token < p.m && col < p.n)
+            store(p.out + static_cast<int64_t>(token) * p.out_pitch + col * 2, load_shared(place(number, i % 8)));
     }
 }
 
@@ -388,7 +420,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) gather_words(const __grid_c
         multiply_blocks(weight, tokens, work, acc, group);
         for (int i = 0; i < ACCS; ++i) acc[i] = settled(acc[i]);
         if (traces) trace.stamp(EVENT_COMPUTED, -1, blockIdx.x);
-        finish_tile(p, call, work, acc, group, half_of(call.epoch) * p.half);
+        finish_tile(p, call, work, acc, group, half_of(call.epoch) * p.half, weight.stages + group * 64 * ROW);
     }
     // The last program that needs neither the counters nor the number of the call any more ends the call.
     if (threadIdx.x == X_LOADER && await(progress().claimed) && is_last(p.state, p.programs)) {

@@ -1,4 +1,4 @@
-"""Launches gather_words.cu: all_gather_matmul of at most 128 tokens."""
+"""Launches gather_words.cu: all_gather_matmul of at most 256 tokens."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from autofuse.native_kernels.cuda.host.launcher import Kernel, kernel, macros
 from autofuse.native_kernels.gpu.memory import EVENTS, SHARED_MEMORY, Need, PeerMemory, cdiv, per_memory
 
 SOURCE = "gather_words.cu"
-MOST_ROWS = 128
+MOST_ROWS = 256
 _CHECKERS = {1: 6, 2: 2}
 """Most checker warps of a block, by warpgroups that multiply: the warps that neither multiply nor load."""
 COLS = 64
@@ -72,7 +72,7 @@ class WordsGatherConfig:
     def stages(self, tokens: int) -> tuple[int, int]:
         """Stages of x and of the weight: as many as fit."""
         x_bytes = tokens * BK * 2
-        x = min((96 if tokens == 128 else 64) * 1024 // x_bytes, 32)
+        x = min((128 if tokens > 128 else 96 if tokens > 64 else 64) * 1024 // x_bytes, 32)
         left = SHARED_MEMORY - 1024 - x * (x_bytes + 24)
         return x, left // (self.weight_bytes + 16)
 
@@ -140,8 +140,8 @@ def launch_gather_words(
     bias: Tensor | None = None,
     kept: Tensor | None = None,
 ) -> None:
-    """As `launch_gather_matmul_few` of `native_kernels.triton`, with `W * C <= 128`; kept: where X [W * C, K]
-    is stored.
+    """As `launch_gather_matmul_few` of `native_kernels.triton`, with `W * C <= MOST_ROWS`; kept: where
+    X [W * C, K] is stored.
 
     trace: two rows of events a program, of who multiplies and of who loads x.
     """
