@@ -35,7 +35,7 @@ class Sample:
 
     @property
     def factor(self) -> str:
-        return factor_of(self.problem.op, self.way.name)
+        return factor_of(self.problem.op, self.way.name, self.way.work(self.problem))
 
 
 def samples_of(measured: Iterable[tuple[Problem, Mapping[str, float]]]) -> list[Sample]:

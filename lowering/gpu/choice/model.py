@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -17,8 +17,9 @@ import torch
 
 from .gpu import Gpu, described, gpu_name
 from .kernel import Problem, Way
-from .work import Constants, Start
+from .work import Constants, Start, Work
 
+_AND = " and "
 _SHIPPED = Path(__file__).with_name("constants")
 
 MEASURED = "h200"
@@ -27,7 +28,7 @@ MEASURED = "h200"
 
 @dataclass(frozen=True, eq=False)
 class Model:
-    """constants: by model of a work; factors: by op and way, what a configuration takes over its formula."""
+    """constants: by model of a work; factors: what a configuration takes over its formula, by `factor_of`."""
 
     gpu: Gpu
     constants: Mapping[str, Constants] = field(default_factory=dict)
@@ -35,8 +36,9 @@ class Model:
 
     def us(self, way: Way, problem: Problem) -> float:
         """Microseconds of a call in a way, before any measured point corrects them."""
-        total = sum(work.us(self.of, self.gpu) for work in way.work(problem))
-        return total * self.factors.get(factor_of(problem.op, way.name), 1.0)
+        works = way.work(problem)
+        total = sum(work.us(self.of, self.gpu) for work in works)
+        return total * self.factors.get(factor_of(problem.op, way.name, works), 1.0)
 
     def of(self, model: str, start: Start) -> Constants:
         """The constants of a model; those that a fit begins with where it was never fitted."""
@@ -53,9 +55,14 @@ class Model:
         return cls(Gpu(**data["gpu"]), data["constants"], data["factors"])
 
 
-def factor_of(op: str, way: str) -> str:
-    """What a factor is found by."""
-    return f"{op}: {way}"
+def factor_of(op: str, way: str, works: Sequence[Work]) -> str:
+    """What the factor of a way is found by. A factor belongs to the constants that it was fitted with, of the
+    models of its works."""
+    return f"{op}: {way}: {_AND.join(work.model for work in works)}"
+
+
+def _models_of(factor: str) -> list[str]:
+    return factor.rpartition(": ")[2].split(_AND)
 
 
 def path_of(gpu: str) -> Path:
@@ -71,7 +78,7 @@ def kinds() -> list[str]:
 @cache
 def shipped(gpu: str = MEASURED) -> Model | None:
     """The model of a kind of GPU that was measured. Works that were never measured there have the constants
-    of another kind."""
+    of another kind, and factors that go with these."""
     path = path_of(gpu)
     if not path.exists():
         return None
@@ -79,8 +86,9 @@ def shipped(gpu: str = MEASURED) -> Model | None:
     constants, factors = dict(own.constants), dict(own.factors)
     for other in kinds():
         found = Model.from_json(path_of(other).read_text())
-        constants = {**found.constants, **constants}
-        factors = {**found.factors, **factors}
+        taken = {model: of for model, of in found.constants.items() if model not in constants}
+        factors |= {name: of for name, of in found.factors.items() if taken.keys() >= {*_models_of(name)}}
+        constants |= taken
     return replace(own, constants=constants, factors=factors)
 
 
