@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from autofuse.lowering.gpu.choice.work import Work
 
 TAIL_MARGIN = 0.05
-"""In whole models on 2 H100 a tail saved 1 to 2 us a site less than is predicted: it gained 0.3 us at 1 and 16
-tokens, and lost up to 1 us at 64 to 512 (docs/benchmarks/models.md)."""
+"""In whole models on 2 H100 a tail saved 1 to 2 us a site less than is predicted: it gained 0.3 us at 1 and
+16 tokens, and lost up to 1 us at 64 to 512 (docs/benchmarks/models.md)."""
 
 SPLIT_ERROR = 0.05
 """`split` has other ops than the other schedules. Where their sizes were not measured, 19 of 20 predicted
