@@ -116,7 +116,7 @@ def words_work(config: WordsConfig, p: DenseProblem) -> Work:
     received = 2.0 * p.m * p.n * (p.world if config.once else hops)
     return _tiles(
         p, "high words", rows, columns, sent, high=BM, wide=config.bn, pieces=config.split, hops=hops,
-        added=received, load=(1 / config.along, 1 / config.across), cluster=config.cluster,
+        added=received, load=(1.0, 1 / config.across), cluster=config.cluster,
     )  # fmt: skip
 
 

@@ -33,19 +33,17 @@ enum Barrier { SENDING = 1, STAGED_ROWS };
 // The blocks of a cluster that splits K have parts of a tile each, which they send themselves.
 constexpr bool SENDS_BESIDE = SPLIT == 1;
 
-// Tile number t of a cluster, as this block has it. Blocks that load a part of the weight for each other have rows that follow
-// one another; blocks that share rows of x have columns that do.
+// Tile number t of a cluster, as this block has it: blocks that load the weight for each other have rows of tiles that follow
+// one another.
 struct At {
     int row, col;
 };
 
-__device__ inline int tiles(const Params& p) {
-    return (p.rows + ACROSS - 1) / ACROSS * ((p.cols + ALONG - 1) / ALONG);
-}
+__device__ inline int tiles(const Params& p) { return (p.rows + ACROSS - 1) / ACROSS * p.cols; }
 
 __device__ inline At tile_at(const Params& p, int t) {
-    int high = (p.rows + ACROSS - 1) / ACROSS, me = SHARING > 1 ? cluster_rank() : 0;
-    return {t % high * ACROSS + me / ALONG, t / high * ALONG + me % ALONG};
+    int high = (p.rows + ACROSS - 1) / ACROSS;
+    return {t % high * ACROSS + (SHARING > 1 ? cluster_rank() : 0), t / high};
 }
 
 struct Progress {

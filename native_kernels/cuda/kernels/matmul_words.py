@@ -48,19 +48,20 @@ class WordsConfig:
     """The configuration of `matmul_words.cu`.
 
     bn: columns of a tile; split: parts of K, one for each block of a cluster; once: of an all_reduce, every
-    rank gets all parts, and sums are not sent; across: blocks of a cluster, in rows of tiles that follow one
-    another, that share a block of the weight; along: in columns, a block of x. A cluster splits or shares.
+    rank gets all parts, and sums are not sent; across: blocks of a cluster that share a block of the weight,
+    for as many rows of tiles, where K is not split.
     """
 
     bn: int = 64
     split: int = 1
     once: bool = False
     across: int = 1
-    along: int = 1
+
+    along = 1
 
     @property
     def cluster(self) -> int:
-        return self.split * self.across * self.along
+        return self.split * self.across
 
     @property
     def stages(self) -> int:
