@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -33,7 +34,7 @@ class Sample:
     way: Way
     us: float
 
-    @property
+    @cached_property
     def factor(self) -> str:
         return factor_of(self.problem.op, self.way.name, self.way.work(self.problem))
 

@@ -1,4 +1,4 @@
-"""Launches matmul_words.cu: matmul_all_reduce and matmul_reduce_scatter of few rows."""
+"""Launches matmul_words.cu: matmul_all_reduce and matmul_reduce_scatter by flag-in-payload words."""
 
 from __future__ import annotations
 
