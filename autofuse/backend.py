@@ -128,10 +128,16 @@ def fusion_pass(
     basis: Basis | None = None,
 ) -> tuple["FusionPass", dict[str, Any]]:
     """The pass for graph `number`, and `patches` with the changes to Inductor's configuration that install
-    it. `basis`: what its schedule may rest on."""
-    before, joint = "post_grad_custom_pre_pass", "joint_custom_post_pass"
+    it. `basis`: what its schedule may rest on.
+
+    Where something may be fused, the pass takes over Inductor's padding of matmuls."""
+    before, joint, padding = "post_grad_custom_pre_pass", "joint_custom_post_pass", torch_internals.PADDING
     fusion = FusionPass(settings, _configured(before, patches), number, basis)
-    return fusion, {**patches, before: fusion, joint: JointPass(_configured(joint, patches), fusion)}
+    patches = {**patches, before: fusion, joint: JointPass(_configured(joint, patches), fusion)}
+    if settings.policy != "never":
+        fusion.pads = bool(patches.get(padding, torch_internals.inductor_option(padding)))
+        patches[padding] = False
+    return fusion, patches
 
 
 def _configured(name: str, patches: Mapping[str, Any]) -> tuple[Callable[..., None], ...]:
@@ -189,6 +195,7 @@ class FusionPass(CustomGraphPass):
         self.kind = "inference"
         self.circumstances: str | None = ""
         self.ran = False
+        self.pads = False
         self.schedules: list[Schedule] = []
 
     @contextmanager
@@ -207,13 +214,16 @@ class FusionPass(CustomGraphPass):
                 other(graph)
         told = () if self.kind == "backward" else tuple(self.schedules)
         _fuse(graph, self.settings, self.kind, self.number, told, self.basis)
+        if self.pads:
+            torch_internals.pad_matmuls(graph)
 
     def uuid(self) -> str | None:
         """Covers everything that a rewrite depends on, equal on all ranks. None (never cached) if a pass of
         the user has no identity, or if the circumstances are not known."""
         if self.circumstances is None:
             return None
-        return _identity((_sources_digest(), _settings_text(self.settings), self.circumstances), self.others)
+        depends_on = _sources_digest(), _settings_text(self.settings), self.circumstances, str(self.pads)
+        return _identity(depends_on, self.others)
 
 
 class CustomPass(CustomGraphPass):

@@ -65,6 +65,7 @@ from .ops import (
     scaled_mm,
     settings_of,
 )
+from .padding import PADDING, pad_matmuls
 from .sizes import (
     fixed_symbols,
     floor_divide,
@@ -91,6 +92,7 @@ from .symmetric import (
 )
 
 __all__ = [
+    "PADDING",
     "CustomGraphPass",
     "after_backward",
     "alike",
@@ -138,6 +140,7 @@ __all__ = [
     "log_artifact",
     "nobody_intervenes",
     "order_calls",
+    "pad_matmuls",
     "placements",
     "position_of_input",
     "propagate_fakes",
