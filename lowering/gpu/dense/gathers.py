@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from autofuse.lowering.gpu.choice.kernel import Kernel, Launch, only_kernels
+from autofuse.native_kernels.cuda.host.gemm import BM
 from autofuse.native_kernels.cuda.kernels import gather_words
 from autofuse.native_kernels.cuda.kernels.gather_matmul import (
     ClusterGatherConfig,
@@ -28,6 +29,7 @@ from autofuse.native_kernels.triton.gather_matmul import GatherConfig, gather_ne
 from autofuse.native_kernels.triton.gather_matmul_few import FewConfig, few_needs, launch_gather_matmul_few
 from autofuse.native_kernels.triton.kept_rows import launch_kept_rows
 
+from .widths import fullest
 from .work import clusters_gather_work, few_work, parts_work, words_gather_work
 
 if TYPE_CHECKING:
@@ -168,6 +170,10 @@ def _clusters_gather_configs(problem: DenseProblem) -> Iterator[ClusterGatherCon
                 yield ClusterGatherConfig(across=4, k_slices=k_slices)
         yield ClusterGatherConfig(bn=128, stages=5, k_slices=4)
         yield ClusterGatherConfig(bn=128, within=True, stages=5, copied=True)
+        rows = problem.world * cdiv(problem.chunk, BM)
+        if fullest((256, 128, 192), rows, problem.columns, problem.programs) == 192:
+            yield ClusterGatherConfig(bn=192, stages=4, k_slices=8)
+            yield ClusterGatherConfig(bn=192, within=True, stages=4, copied=True)
     if problem.m >= 2048:
         yield ClusterGatherConfig(within=True, copied=True)
     if problem.m >= 4096:

@@ -42,6 +42,7 @@ from autofuse.native_kernels.triton.matmul_packets import (
 from autofuse.native_kernels.triton.matmul_reduce import ReduceConfig, launch_matmul_reduce, reduce_needs
 from autofuse.native_kernels.triton.tails import NO_TAIL, TailSpec, rows_fit
 
+from .widths import columns_each, fullest
 from .work import (
     clusters_work,
     packets_work,
@@ -58,6 +59,10 @@ if TYPE_CHECKING:
 
 MOST_PACKET_ROWS = 64
 """Of more rows packets, which are twice the bytes, take the links longer than a signal takes."""
+WORDS_WIDTHS = 192, 160, 128, 96, 64
+"""Columns of tiles of words. Wide ones load less."""
+MOST_WORDS_COLUMNS = 4 * 128
+"""Of tiles that a program multiplies one after another."""
 FEW_ROWS = 128
 """Of more rows, `W` times the bytes take longer than a second exchange, if there are more than two ranks."""
 
@@ -122,10 +127,16 @@ def _words_configs(problem: DenseProblem) -> Iterator[WordsConfig]:
             if bn == 128 and split == 4 and problem.m > 32:
                 continue
             if few and blocks > problem.programs // 2 and problem.k >= 64 * split:
-                yield WordsConfig(bn, split)
-                if problem.everywhere and problem.m <= 16:
-                    yield WordsConfig(bn, split, once=True)
+                yield from _words(problem, bn, split=split)
                 break
+    if cdiv(problem.n, 128) > problem.programs:
+        yield from _words(problem, 192)
+
+
+def _words(problem: DenseProblem, bn: int, split: int = 1) -> Iterator[WordsConfig]:
+    yield WordsConfig(bn, split)
+    if problem.everywhere and problem.m <= 16:
+        yield WordsConfig(bn, split, once=True)
 
 
 def _high_words_configs(problem: DenseProblem) -> Iterator[WordsConfig]:
@@ -133,13 +144,23 @@ def _high_words_configs(problem: DenseProblem) -> Iterator[WordsConfig]:
     are few waves."""
     rows = cdiv(problem.m, BM)
     once = problem.everywhere and problem.world == 2  # as many bytes as two exchanges
+    exchanges = (True, False) if once and problem.m > 512 else (once,)
     small, wide = rows * cdiv(problem.n, 64), rows * cdiv(problem.n, 128)
     if small <= 2 * problem.programs:
         yield WordsConfig(once=once)
     if 2 * small <= problem.programs and problem.k >= 2 * BK:
         yield WordsConfig(split=2, once=once)
+    if wide <= problem.programs:
+        yield WordsConfig(bn=128, once=once)
     if wide <= 4 * problem.programs:
-        yield WordsConfig(bn=128, across=2, once=once)
+        for at_once in exchanges:
+            yield WordsConfig(bn=128, across=2, once=at_once)
+    across = 1 if rows % 2 else 2
+    of_tiles = rows, (problem.n,), problem.programs // across * across
+    best = fullest(WORDS_WIDTHS, *of_tiles)
+    if best not in (64, 128) and columns_each(best, *of_tiles) <= MOST_WORDS_COLUMNS:
+        for at_once in exchanges:
+            yield WordsConfig(best, once=at_once, across=across)
 
 
 def _launch_words(
@@ -169,6 +190,8 @@ def _clusters_configs(problem: DenseProblem) -> Iterator[ClusterReduceConfig]:
     config = partial(ClusterReduceConfig, across=1, along=2) if problem.world % 2 else ClusterReduceConfig
     yield config(bn=128, stages=5)
     yield config()
+    if fullest((256, 128, 192), cdiv(m, BM), (problem.n,), problem.programs) == 192:
+        yield config(bn=192, stages=4)
     small = ClusterReduceConfig(bn=64, across=1, stages=8)  # where words are not possible
     tiles = problem.world * cdiv(m, problem.world * BM) * cdiv(problem.n, small.bn)
     if problem.terms and tiles <= problem.programs:

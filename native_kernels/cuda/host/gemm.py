@@ -11,13 +11,15 @@ import torch
 from torch import Tensor
 
 from autofuse.lowering.torch_internals import current_raw_stream
-from autofuse.native_kernels.gpu.memory import EVENTS, SHARED_MEMORY, PeerMemory, Region
+from autofuse.native_kernels.gpu.memory import EVENTS, SHARED_MEMORY, PeerMemory, Region, cdiv
 from autofuse.native_kernels.gpu.prepared import MAP_BYTES, At
 
 from .compiler import Constants as Constants
 from .launcher import Kernel, kernel, macros, most_clusters, tensor_map
 
 BM, BK, THREADS = 128, 64, 384
+BOX = 64
+"""Columns of a box of the weight: as wide as the swizzle."""
 CLUSTERS = (1, 2, 4, 8)
 PROGRESS_BYTES = 640
 """At least the size of `Progress` of frame.cuh, and of other words that a block declares."""
@@ -47,7 +49,8 @@ def of_call(memory: PeerMemory, programs: int) -> dict[str, int]:
 def shared_bytes(bn: int, stages: int, split: int = 1, rows: int = BM) -> int:
     """Shared memory of a block: stages of x and w, a staged tile, partial sums, barriers, room to align."""
     partials = rows // split * bn * 4 * (split - 1)
-    return stages * (rows + bn) * BK * 2 + rows * bn * 2 + partials + 16 * (stages + 2) + 1024
+    wide = cdiv(bn, BOX) * BOX
+    return stages * (rows + wide) * BK * 2 + rows * wide * 2 + partials + 16 * (stages + 2) + 1024
 
 
 def most_stages(bn: int, split: int = 1, rows: int = BM, beside: int = 0) -> int:
@@ -149,8 +152,8 @@ def map_weight(params: ctypes.Structure, w: Tensor, across: int) -> None:
 
 
 def weight_map(w: Tensor, across: int) -> bytes:
-    """The map of a weight: boxes of BK x 64, as wide as the swizzle, or `across` rows of a transpose."""
-    return tensor_map(w, BK, 64) if w.stride(-1) == 1 else tensor_map(w.transpose(-2, -1), across, BK)
+    """The map of a weight: boxes of BK x BOX, or `across` rows of a transpose."""
+    return tensor_map(w, BK, BOX) if w.stride(-1) == 1 else tensor_map(w.transpose(-2, -1), across, BK)
 
 
 def map_terms(

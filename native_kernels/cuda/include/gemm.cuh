@@ -13,13 +13,17 @@
 constexpr int BM = 128, BK = 64, ROW = BK * 2;
 constexpr int SHARING = ACROSS * ALONG, CLUSTER = SHARING * SPLIT;
 static_assert(SPLIT == 1 || SHARING == 1, "a cluster shares loads or splits K");
-static_assert(TRANSPOSED || BN / ACROSS % 64 == 0, "boxes of the weight are 64 columns wide");
+// Boxes of the weight are 64 columns wide. Of the last one, a tile may use half. Kernels that store whole boxes or whole
+// tiles check that it does not.
+constexpr int BOXES = (BN + 63) / 64, BOXES_EACH = (BOXES + ACROSS - 1) / ACROSS;
+static_assert(BN % 32 == 0 && BN / ACROSS % 8 == 0 && BOXES >= ACROSS, "shares of the weight");
 constexpr int GROUPS = ROWS > 64 ? 2 : 1, WARPS = (ROWS + 15) / 16;  // that multiply, and that have rows
 constexpr int SPLIT_WARPS = GROUPS * 4 / SPLIT, SPLIT_ROWS = SPLIT_WARPS * 16;
 constexpr int PARTIAL = SPLIT_ROWS * BN * 4;  // bytes that one block sends to another, at most
 constexpr int SHARERS = ACROSS + ALONG - 1;
-constexpr int A_BYTES = ROWS * ROW, B_BYTES = BN * ROW, STAGE = A_BYTES + B_BYTES;
-constexpr int HIGH = WARPS * 16, STAGED = HIGH * BN * 2;  // a staged tile
+constexpr int A_BYTES = ROWS * ROW, B_BYTES = (TRANSPOSED ? BN : BOXES * 64) * ROW;
+constexpr int STAGE = A_BYTES + BOXES * 64 * ROW;
+constexpr int HIGH = WARPS * 16, STAGED = HIGH * BOXES * 128;  // a staged tile
 
 struct Shared {
     uint32_t stages, staged;             // memory
@@ -97,15 +101,17 @@ __device__ inline void produce(const Shared& s, Turn& turn, const Term& term) {
     for (int k = term.first; k < term.last; k += BK) {
         uint32_t a = s.stages + turn.stage * STAGE, b = a + A_BYTES, full = s.full + 8 * turn.stage;
         barrier_wait(s.empty + 8 * turn.stage, turn.parity ^ 1);
-        barrier_expect(full, STAGE);
-        constexpr int SHARE = ROWS / ALONG, COLS = BN / ACROSS;
+        barrier_expect(full, A_BYTES + B_BYTES);
+        constexpr int SHARE = ROWS / ALONG;
         load_box<ALONG, STACKS>(a + n * SHARE * ROW, term.x, term.row + n * SHARE, k, full, row_mask);
 #if TRANSPOSED
+        constexpr int COLS = BN / ACROSS;
         load_box<ACROSS, STACKS>(b + m * COLS * ROW, term.w, term.col + m * COLS, k, full, col_mask);
 #else
-        // Boxes of 64 columns, as wide as the swizzle.
+        constexpr int COLS = BOXES_EACH * 64;
         for (int c = m * COLS; c < (m + 1) * COLS; c += 64)
-            load_box<ACROSS, STACKS>(b + c * ROW, term.w, k, term.col + c, full, col_mask);
+            if (BOXES % ACROSS == 0 || c < BOXES * 64)
+                load_box<ACROSS, STACKS>(b + c * ROW, term.w, k, term.col + c, full, col_mask);
 #endif
         turn.next();
     }

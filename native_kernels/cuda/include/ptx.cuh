@@ -220,6 +220,11 @@ __device__ inline void store_matrices(uint32_t at, uint32_t a, uint32_t b, uint3
                  : "memory");
 }
 
+// Two 8 x 8 matrices, transposed; each of the first 16 lanes has the address of a row of the result.
+__device__ inline void store_transposed(uint32_t at, uint32_t a, uint32_t b) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(at), "r"(a), "r"(b) : "memory");
+}
+
 template <int REGISTERS>
 __device__ inline void take_registers() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));

@@ -101,7 +101,7 @@ struct ExpertDispatch : Frame<Params, SENDERS, !ENGINES> {
             int matrix = SPANNING ? expert : (expert * p.runs.outer + i / p.runs.stretch) * W + tile.owner;
             Column at = column_at(tile.col, p.cols, WEIGHTS);
             staged.wait();
-            for (int j = 0; j < BN / 64; ++j)
+            for (int j = 0; j < BOXES; ++j)
                 store_box(&p.y[at.weight], matrix, i % p.runs.stretch * ROWS, at.col * BN + j * 64,
                           s.staged + j * HIGH * 128);
             staged.free_after_bulk();

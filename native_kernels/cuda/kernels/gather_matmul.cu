@@ -27,6 +27,7 @@ struct Params {
 };
 CHECK_PARAMS
 
+static_assert(BN % 64 == 0, "whole boxes");
 constexpr int OWNERS = SPANNING ? 1 : W;
 
 // A column of tiles: its weight, and its number in that.
@@ -112,7 +113,7 @@ struct GatherMatmul : Frame<Params, SENDERS, !ENGINES> {
             WeightColumn at = weight_column(p.n, tile.col);
             staged.wait();
             if (tile.row < p.rows)
-                for (int i = 0; i < BN / 64; ++i)
+                for (int i = 0; i < BOXES; ++i)
                     store_box(&p.y[at.weight], tile.row / p.stretch * OWNERS + tile.owner, tile.row % p.stretch * BM,
                               at.col * BN + i * 64, s.staged + i * HIGH * 128);
             staged.free_after_bulk();

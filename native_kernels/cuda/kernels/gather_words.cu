@@ -21,8 +21,6 @@
 #include "wgmma.cuh"
 #include "words.cuh"
 
-MULTIPLY(multiply_weight, 256, 128, 128, 129, 130, BY_COLUMNS, "0")
-
 constexpr int BK = 64, ROW = BK * 2;
 constexpr int W_BYTES = G * 64 * ROW, X_BYTES = TOKENS * ROW;
 constexpr int ACCS = TOKENS / 2, EIGHTS = TOKENS / 8;  // accumulators of a thread, four for every eight tokens
@@ -290,11 +288,6 @@ __device__ void multiply_blocks(WeightRing weight, TokenRing tokens, const Work&
     }
     wgmma_wait<0>();
     release();
-}
-
-// Two 8 x 8 matrices, transposed; each of the first 16 lanes has the address of a row of the result.
-__device__ inline void store_transposed(uint32_t at, uint32_t a, uint32_t b) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(at), "r"(a), "r"(b) : "memory");
 }
 
 // Piece j % PIECES of a tile adds up the tokens 8 j to 8 j + 7, in the order of the pieces, and stores rows of Y. `staged`: the
