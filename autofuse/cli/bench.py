@@ -208,6 +208,7 @@ def optimizer(
     lamb: Annotated[bool, typer.Option(help="Measure LAMB, too.")] = True,
     captured: Annotated[bool, typer.Option(help="On GPUs, replay steps from CUDA graphs.")] = False,
     clipped: Annotated[bool, typer.Option(help="Clip gradients by their global norm.")] = False,
+    training: Annotated[bool, typer.Option(help="Measure whole training steps instead.")] = False,
     seconds: Annotated[float, typer.Option(help="Time for a row, about.")] = 3.0,
     json: Json = None,
     markdown: Markdown = None,
@@ -227,7 +228,11 @@ def optimizer(
         load = os.getloadavg()[0]
         if captured and device == "cpu":
             raise ValueError("--captured: expected --device cuda")
-        options = Options(tuple(rows or ()), dtypes, lamb, seconds, captured=captured, clipped=clipped)
+        if training and (captured or clipped):
+            raise ValueError("--training: training steps are neither captured nor clipped")
+        options = Options(
+            tuple(rows or ()), dtypes, lamb, seconds, captured=captured, clipped=clipped, training=training
+        )
         if device == "cuda":
             torchrun.join("bench optimizer --device cuda")
             _tell(table(run_on_gpus(options, json)), [], load, None, markdown)

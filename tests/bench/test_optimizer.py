@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from autofuse.bench.optimizer.cells import CELLS
-from autofuse.bench.optimizer.rows import OURS, Options, Row, table
+from autofuse.bench.optimizer.rows import ALONE, OURS, Options, Row, table
 from autofuse.bench.optimizer.run import _measure
+from autofuse.bench.optimizer.training import TRAINING
 from tests.ranks import RankPool
 
 
@@ -23,6 +24,19 @@ def test_a_row(ranks: Callable[[int], RankPool], rule: str, dtype: str) -> None:
     assert row.elements == 1 << 16
     assert len(row.us) == (6 if rule == "AdamW" else 3)
     assert all(us > 0 for us in row.us.values())
+
+
+def _training(rank: int, world: int) -> Row:
+    options = Options((), ("float32",), False, 0.0, training=True)
+    ((name, sizes),) = TRAINING.items()
+    return _measure(name, sizes, "AdamW", "float32", options, torch.device("cpu"))
+
+
+def test_a_training_step(ranks: Callable[[int], RankPool]) -> None:
+    """Parameters of both of ours and of DDP agree. What has no exchange is not the best of torch's."""
+    (row, _) = ranks(2).run(_training)
+    assert list(row.us) == [OURS, f"{OURS} in the backward", "DDP", "FSDP2", ALONE]
+    assert row.best[0] in ("DDP", "FSDP2")
 
 
 def test_the_table() -> None:

@@ -1,7 +1,7 @@
 """`autofuse bench optimizer`: a step with its exchange of gradients, ours and what torch has.
 
-All peers get the same gradients and are timed in turn, block by block, in one process a rank. None of them
-includes a backward: what could be hidden behind one is not.
+All peers get the same gradients and are timed in turn, block by block, in one process a rank. Only
+training steps have a backward: else, what could be hidden behind one is not.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,9 @@ from autofuse.bench.cpu.run import cores
 from .cells import CELLS, ON_GPUS, Shapes
 from .peers import Peer, peers
 from .rows import OURS, Options, Row
+from .training import TRAINING, TRAINING_ON_GPUS, Model, training_peers
+
+Cell: TypeAlias = Shapes | Model
 
 BLOCK_S, MOST_CALLS = 0.02, 64
 """Steps are timed in blocks of about this length: ranks leave a barrier up to milliseconds apart."""
@@ -62,9 +65,11 @@ def run_on_gpus(options: Options, json_file: Path | None) -> list[Row]:
     memory = copy_rate(buffer, torch.empty_like(buffer))
     data: dict[str, Any] = {"machine": machine(), **about, "memory_gb_per_s": memory, "rows": []}
     rows = []
-    for name, rule, dtype in _chosen(ON_GPUS, options):
-        row = _measure(name, ON_GPUS[name], rule, dtype, options, device)
-        rows.append(replace(row, limit_us=row.limit(about["link_gb_per_s"], memory)))
+    cells: Mapping[str, Cell] = TRAINING_ON_GPUS if options.training else ON_GPUS
+    for name, rule, dtype in _chosen(cells, options):
+        row = _measure(name, cells[name], rule, dtype, options, device)
+        limit = None if options.training else row.limit(about["link_gb_per_s"], memory)
+        rows.append(replace(row, limit_us=limit))
         data["rows"].append({**asdict(rows[-1]), "best_other": row.best})
         written(f"{name} {rule} {dtype}", data, json_file)
     return rows
@@ -76,27 +81,33 @@ def _rank(rank: int, world: int, directory: str, options: Options) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
     dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=world)
     device = torch.device("cpu")
-    chosen = _chosen(CELLS, options)
-    rows = [_measure(name, CELLS[name], rule, dtype, options, device) for name, rule, dtype in chosen]
+    cells: Mapping[str, Cell] = TRAINING if options.training else CELLS
+    chosen = _chosen(cells, options)
+    rows = [_measure(name, cells[name], rule, dtype, options, device) for name, rule, dtype in chosen]
     if rank == 0:
         Path(directory, "rows.json").write_text(json.dumps([asdict(row) for row in rows]))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def _chosen(cells: Mapping[str, Shapes], options: Options) -> list[tuple[str, str, str]]:
+def _chosen(cells: Mapping[str, Cell], options: Options) -> list[tuple[str, str, str]]:
     """Name, rule and dtype of each row."""
     return [
         (name, rule, dtype)
         for name in cells
         if not options.rows or any(part in name for part in options.rows)
-        for rule in ("AdamW", *(["LAMB"] if options.lamb else []))
+        for rule in ("AdamW", *(["LAMB"] if options.lamb and not options.training else []))
         for dtype in options.dtypes
     ]
 
 
-def _measure(name: str, shapes: Shapes, rule: str, dtype: str, options: Options, device: torch.device) -> Row:
-    compared = dict(peers(rule, shapes, getattr(torch, dtype), device, options))
+def _measure(name: str, cell: Cell, rule: str, dtype: str, options: Options, device: torch.device) -> Row:
+    kind = getattr(torch, dtype)
+    if isinstance(cell, Model):
+        compared = dict(training_peers(cell, kind, device))
+    else:
+        compared = dict(peers(rule, cell, kind, device, options))
+    elements = sum(p.numel() for p in compared[OURS][1])
     compared = _right(compared, rule)
     steps = {peer: _replay(step) if options.captured else step for peer, (step, _) in compared.items()}
     for step in steps.values():
@@ -109,7 +120,6 @@ def _measure(name: str, shapes: Shapes, rule: str, dtype: str, options: Options,
         for (peer, step), count in zip(steps.items(), calls, strict=True):
             times[peer].append(_block(step, count, device))
     us = {peer: 1e6 * statistics.median(_largest(found, device)) for peer, found in times.items()}
-    elements = sum(map(math.prod, shapes))
     return Row(name, rule, dtype, dist.get_world_size(), elements, us, options.captured, options.clipped)
 
 
