@@ -195,16 +195,17 @@ def _fsdp2(params: list[Tensor]) -> Callable[[], object]:
             self.all = torch.nn.ParameterList(p.detach() for p in params)
             self.grads = _grads(params)
 
-        def forward(self) -> Tensor:
+        def forward(self, given: Tensor) -> Tensor:  # on GPUs, FSDP2 expects an argument
             return Given.apply(self.grads, *self.all)
 
     model = Model()
     mesh = init_device_mesh(params[0].device.type, (dist.get_world_size(),))
     fully_shard(model, mesh=mesh, reshard_after_forward=False)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True, **RATES)
+    given = params[0].new_zeros(())
 
     def step() -> None:
-        model().backward()
+        model(given).backward()
         optimizer.step()
         optimizer.zero_grad()
 
