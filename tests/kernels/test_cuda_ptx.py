@@ -56,6 +56,7 @@ def cases(op: str) -> Iterator[tuple[str, Constants, int]]:
     turns = cycle(product([False, True], DTYPES, [True, False], [True, False]))
     matmuls = cycle((1, 2, MOST_TERMS, 1, 1))
     sizes = [*product((8, 16, 40, 128, 512, 2048, 8192), (2, 4, 8)), *product((512, 2048), (3, 5))]
+    sizes += product((384, 640, 768), (2, 4))  # whose last wave is fuller with tiles of other widths
     for m, world in sizes:
         for way in ways_of(DenseProblem(op, m, K, N, world, torch.bfloat16, update=op == OPS[1])).values():
             config = way.config
