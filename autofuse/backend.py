@@ -13,6 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import fx
 
 from autofuse import lowering, passes
@@ -233,6 +234,9 @@ class CustomPass(CustomGraphPass):
         self.settings = settings
 
     def __call__(self, graph: fx.Graph) -> None:
+        pads = torch_internals.inductor_option(torch_internals.PADDING)
+        if pads and self.settings.policy != "never" and torch.cuda.is_available():
+            _warn_of_padding()
         backward = any(n.op == "placeholder" and n.name.startswith("tangents") for n in graph.nodes)
         _fuse(graph, self.settings, "backward" if backward else "forward", next(_numbers))
 
@@ -240,6 +244,14 @@ class CustomPass(CustomGraphPass):
         """Covers the groups of this process, whatever the graph: nobody says which graph it is asked for."""
         settings = _settings_text(self.settings)
         return _digest((_sources_digest(), settings, passes.circumstances_of_any_graph()))
+
+
+@functools.cache
+def _warn_of_padding() -> None:
+    log.warning(
+        "autofuse.custom_pass: Inductor pads matmuls first, where a rank measures that to be faster. "
+        "Ranks whose graphs differ wait for each other: set torch._inductor.config.shape_padding = False"
+    )
 
 
 def custom_pass(**options: Any) -> CustomPass:

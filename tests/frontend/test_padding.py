@@ -13,9 +13,12 @@ import pytest
 import torch
 import torch.distributed._functional_collectives as funcol
 from torch import Tensor, fx
+from torch._inductor import config
 from torch._inductor.fx_passes import pad_mm
 from torch.nn import functional as F
 
+import autofuse
+from autofuse import backend
 from autofuse.inspection import explaining
 from autofuse.lowering import torch_internals
 from autofuse.lowering.torch_internals import padding
@@ -94,3 +97,12 @@ def test_results_and_gradients_are_those_of_eager(option: bool | None) -> None:
         assert (value - reference).norm() < 1e-6 * reference.norm()
     forward_and_backward = [pads(graph) for graph in seen]
     assert forward_and_backward == [] if option is False else all(forward_and_backward)
+
+
+@pytest.mark.parametrize("option", [True, False])
+def test_a_custom_pass_warns_of_padding(option: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """It runs behind Inductor's padding, and cannot turn it off."""
+    backend._warn_of_padding.cache_clear()
+    with patch.object(torch.cuda, "is_available", lambda: True), config.patch(shape_padding=option):
+        autofuse.custom_pass()(fx.symbolic_trace(torch.nn.Identity()).graph)
+    assert ("shape_padding = False" in caplog.text) == option
