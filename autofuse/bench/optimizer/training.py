@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from autofuse import optim
 
+from .peers import Peer
 from .rows import ALONE, OURS
 
 HEAD = 64
@@ -42,8 +43,6 @@ TRAINING_ON_GPUS = {
     "training GPT-2, 4096 tokens": Model(12, 768, 50257, 4, 1024),
     "training GPT-2 medium, 4096 tokens": Model(24, 1024, 50257, 4, 1024),
 }
-
-Peer = tuple[Callable[[], object], list[Tensor]]
 
 
 class Block(nn.Module):
