@@ -216,7 +216,7 @@ class FusionPass(CustomGraphPass):
         told = () if self.kind == "backward" else tuple(self.schedules)
         _fuse(graph, self.settings, self.kind, self.number, told, self.basis)
         if self.pads:
-            torch_internals.pad_matmuls(graph)
+            passes.unless_faulty(torch_internals.pad_matmuls, graph)
 
     def uuid(self) -> str | None:
         """Covers everything that a rewrite depends on, equal on all ranks. None (never cached) if a pass of

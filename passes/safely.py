@@ -63,7 +63,7 @@ def reschedule_or_not(joint: fx.Graph, settings: Settings, basis: Basis) -> list
 
 
 def unless_faulty(step: Callable[[fx.Graph], T], graph: fx.Graph) -> T | None:
-    """The result of a step that changes no nodes; None if it raises, which is logged."""
+    """The result of a step that leaves a valid graph if it raises; None then, and the exception is logged."""
     try:
         return step(graph)
     except Exception:
