@@ -620,6 +620,13 @@ KERNELS = (
 
 CHOICE = (
     Mutation(
+        "the last wave of tiles does not count",
+        "widths.py",
+        "return cdiv(rows * sum(cdiv(n, width) for n in columns), programs) * width",
+        "return rows * sum(cdiv(n, width) for n in columns) // programs * width",
+        _of("kernels", "widths"),
+    ),
+    Mutation(
         "the host's time is added to the GPU's",
         "choose.py|choice.py",
         "(max(us, MANY_LAUNCHES_US) if",
@@ -655,6 +662,20 @@ FRONT_END = (
         "settings.policy, patterns, settings.order, tables, settings.schedule",
         "settings.policy, patterns, tables, settings.schedule",
         (*_of("frontend", "backend"), *_of("robustness", "caches")),
+    ),
+    Mutation(
+        "ranks pad matmuls before the fusion",
+        "backend.py",
+        "patches[padding] = False",
+        "patches[padding] = fusion.pads",
+        _of("frontend", "padding"),
+    ),
+    Mutation(
+        "an addmm that scales its terms is padded without its factors",
+        "padding.py",
+        "not match.output_node().kwargs and bool(check(match))",
+        "bool(check(match))",
+        _of("frontend", "padding"),
     ),
     Mutation(
         "a time limit of no seconds",
