@@ -105,6 +105,18 @@ def _read_on_one_rank(rank: int, world: int) -> list[str]:
     return _compare(fn)
 
 
+def _contracted_sizes(rank: int, world: int, *sizes: int) -> list[str]:
+    """Inductor replaces small matmuls by products and sums, before our passes if nothing keeps it from it."""
+    group, k = fresh_group(), sizes[rank]
+    x, w, bias = integers(rank, 2, k), integers(7 + rank, k, 4), integers(9, 4)
+
+    def fn() -> tuple[Tensor, ...]:
+        one_row = F.linear(x[:1], w.t(), bias)
+        return funcol.all_reduce(x @ w, "sum", group), funcol.all_reduce(one_row, "sum", group)
+
+    return _compare(lambda: torch.cat(fn()))
+
+
 def _from_another_folder(rank: int, world: int, directory: str) -> list[str]:
     """Every rank has a checkout of its own, and runs from there."""
     folder = Path(directory, f"checkout{rank}")
@@ -139,6 +151,11 @@ def _from_another_folder(rank: int, world: int, directory: str) -> list[str]:
 )
 def test_programs_that_differ_by_rank(ranks: Ranks, fn: Callable[..., Any], fused: list[str]) -> None:
     assert ranks(2).run(fn) == [fused] * 2
+
+
+@pytest.mark.parametrize("sizes", [(5, 1), (17, 16), (5, 0)], ids=str)
+def test_contracted_sizes(ranks: Ranks, sizes: tuple[int, int]) -> None:
+    assert ranks(2).run(_contracted_sizes, *sizes) == [["matmul_all_reduce"] * 2] * 2
 
 
 def test_sources_in_another_folder(ranks: Ranks, tmp_path: Path) -> None:
