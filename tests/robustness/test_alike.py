@@ -158,6 +158,28 @@ def test_contracted_sizes(ranks: Ranks, sizes: tuple[int, int]) -> None:
     assert ranks(2).run(_contracted_sizes, *sizes) == [["matmul_all_reduce"] * 2] * 2
 
 
+def _changing_numbers(rank: int, world: int) -> list[list[str]]:
+    """The batch and a factor change on one rank, whose next graph has symbols; the others keep constants."""
+    group = fresh_group()
+    torch._dynamo.reset()
+
+    def fn(x: Tensor, dy: Tensor, factor: int, scale: float) -> Tensor:
+        return funcol.all_reduce((x.t() @ dy * factor - scale) / x.shape[0], "sum", group)
+
+    compiled = torch.compile(fn, backend=passes_only())
+    with autofuse.debug() as report, torch.no_grad():
+        for batch, factor, scale in ((4, 2, 0.5), (4 * (rank + 1), 2 + rank, 0.5 + rank), (4, 2, 0.5)):
+            args = integers(rank, batch, 3), integers(7 + rank, batch, 5), factor, scale
+            assert torch.equal(compiled(*args), fn(*args))
+    return [[str(s.pattern) for s in graph.sites if s.fused] for graph in report.graphs]
+
+
+def test_numbers_that_change_on_one_rank(ranks: Ranks) -> None:
+    first, second = ranks(2).run(_changing_numbers)
+    assert first == [["matmul_all_reduce"]]
+    assert second == [["matmul_all_reduce"]] * 2
+
+
 def test_sources_in_another_folder(ranks: Ranks, tmp_path: Path) -> None:
     assert ranks(2).run(_from_another_folder, str(tmp_path)) == [["matmul_all_reduce"]] * 2
 
