@@ -156,9 +156,11 @@ def compiling_variants() -> Iterator[None]:
 
 
 def order_calls(namespace: str) -> None:
-    """From now on (call it once) Inductor keeps the order of the ops of a namespace, and of collectives, as
-    the graph has it. By itself it does so for collectives alone: custom ops that do not depend on each other
-    are ordered by the memory that they need, which differs between ranks where their graphs do."""
+    """From now on (call it once) Inductor keeps the ops of a namespace, and the order of these ops and of
+    collectives, as the graph has it. By itself it does so for collectives alone. Custom ops that do not
+    depend on each other are ordered by the memory that they need, which differs between ranks where their
+    graphs do. Custom ops whose results are not read are erased, and Inductor reads no tensor without
+    elements: a rank that gets no rows would skip an op that its peers call."""
     from torch._inductor import comms, ir
     from torch._inductor.dependencies import WeakDep
     from torch._inductor.utils import contains_collective
@@ -174,6 +176,8 @@ def order_calls(namespace: str) -> None:
         if not any(map(is_ours, nodes)):
             return stock(nodes, *rest)
         ordered = [node for node in nodes if is_ours(node) or contains_collective(node)]
+        for node in filter(is_ours, nodes):
+            node.has_side_effects = lambda: True  # so that it is not erased
         for before, node in itertools.pairwise(ordered):
             changed = next(iter(node.get_buffer_names()))
             for name in before.get_buffer_names():

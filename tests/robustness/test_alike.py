@@ -117,6 +117,22 @@ def _contracted_sizes(rank: int, world: int, *sizes: int) -> list[str]:
     return _compare(lambda: torch.cat(fn()))
 
 
+def _no_columns(rank: int, world: int) -> str:
+    """Inductor computes no tensor without elements, and erases what nobody reads. The op has to stay."""
+    group, columns = fresh_group(), 3 * rank
+    x, w = integers(rank, 4, 6), integers(7, 6, columns)
+
+    def fn() -> tuple[Tensor, Tensor]:
+        gathered = funcol.all_gather_tensor(x, 0, group) @ w
+        return gathered.relu(), funcol.all_reduce(x @ x.t(), "sum", group)
+
+    torch._dynamo.reset()
+    with torch.no_grad():
+        found = torch.compile(fn, backend="autofuse", options={"policy": "always"})()
+    assert all(map(torch.equal, found, fn()))
+    return ""
+
+
 def _from_another_folder(rank: int, world: int, directory: str) -> list[str]:
     """Every rank has a checkout of its own, and runs from there."""
     folder = Path(directory, f"checkout{rank}")
@@ -156,6 +172,10 @@ def test_programs_that_differ_by_rank(ranks: Ranks, fn: Callable[..., Any], fuse
 @pytest.mark.parametrize("sizes", [(5, 1), (17, 16), (5, 0)], ids=str)
 def test_contracted_sizes(ranks: Ranks, sizes: tuple[int, int]) -> None:
     assert ranks(2).run(_contracted_sizes, *sizes) == [["matmul_all_reduce"] * 2] * 2
+
+
+def test_a_rank_without_columns(ranks: Ranks) -> None:
+    ranks(2).run(_no_columns)
 
 
 def _changing_numbers(rank: int, world: int) -> list[list[str]]:
