@@ -78,9 +78,13 @@ def _put(put: fx.Node, shapes: Shapes) -> Placement | None:
 
 
 def is_blank(node: object) -> bool:
-    """Whether the node is an empty tensor, or one of zeros."""
+    """Whether the node is an empty tensor, one of zeros, or one without elements. The forward may have saved
+    the latter for the backward, since that costs no memory."""
     if not isinstance(node, fx.Node):
         return False
+    val = tensor(node)
+    if val is not None and any(size == 0 for size in val.shape if isinstance(size, int)):
+        return True
     return node.target in (*_EMPTY, *_ZEROS) or (node.target in _FULL and node.args[-1] == 0)
 
 

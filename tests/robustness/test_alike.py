@@ -24,7 +24,7 @@ from autofuse.lowering.cpu import recipes, reduce_executor, rendezvous
 from autofuse.native_kernels import cpu
 from autofuse.passes.graph.anchors import Anchor
 from tests.passes import experts
-from tests.passes.harness import passes_only
+from tests.passes.harness import fake_group, passes_only
 from tests.ranks import RankPool, fresh_group
 from tests.robustness.seven import integers
 
@@ -223,6 +223,51 @@ def test_ranks_with_their_own_token_counts(ranks: Ranks, policy: str) -> None:
     for graphs in ranks(2).run(_own_token_counts, policy, timeout=120):
         assert graphs
         assert all(fused == [experts.DISPATCH, experts.COMBINE] for fused in graphs)
+
+
+def _exchange(x: Tensor, output: list[int], given: list[int], group: str) -> Tensor:
+    return funcol.wait_tensor(funcol.all_to_all_single(x, output, given, group))
+
+
+def _no_rows(rank: int, world: int, generated: bool) -> list[list[str]]:
+    """The expert of one rank gets no rows, the splits are constants: dispatch, expert, combine."""
+    group = fresh_group()
+    torch._dynamo.reset()
+    w = integers(7 + rank, 4, 4)
+
+    def fn(x: Tensor, there: list[int], back: list[int]) -> Tensor:
+        rows = _exchange(x, there, back, group) @ w
+        return _exchange(rows.relu() @ w, back, there, group)
+
+    sent = [[[0, 3], [0, 2]], [[2, 0], [1, 0]], [[0, 0], [0, 0]]]  # by call, rank and destination
+    compiled = torch.compile(fn, backend="autofuse" if generated else passes_only(), dynamic=False)
+    with autofuse.debug() as report, torch.no_grad(), config.patch(policy="always"):
+        for each in sent:
+            args = integers(rank, sum(each[rank]), 4), [row[rank] for row in each], each[rank]
+            assert torch.equal(compiled(*args), fn(*args))
+    return [[str(s.pattern) for s in graph.sites if s.fused] for graph in report.graphs]
+
+
+@pytest.mark.parametrize("generated", [False, True])
+def test_experts_without_rows(ranks: Ranks, generated: bool) -> None:
+    for graphs in ranks(2).run(_no_rows, generated):
+        assert graphs == [[experts.DISPATCH, experts.COMBINE]] * 3
+
+
+def _dispatch_and_choose(x: Tensor, places: Tensor, w: Tensor, v: Tensor, splits: list[int]) -> Tensor:
+    rows = funcol.all_to_all_single_autograd(x, splits, [2, 2], dist.group.WORLD)
+    return F.silu(rows[places] @ w) @ v
+
+
+@pytest.mark.parametrize("rows", [3, 0])
+def test_the_backward_of_experts_without_rows(rows: int) -> None:
+    """The forward saves for it the zeros that gradients of rows are put into: without elements, they are
+    free."""
+    weights = (torch.randn(shape, requires_grad=True) for shape in ((4, 6), (6, 5), (5, 5)))
+    with fake_group(2), config.patch(policy="always"):
+        x, w, v = weights
+        report = autofuse.explain(_dispatch_and_choose, backward=True)(x, torch.arange(rows), w, v, [rows, 0])
+    assert [site.pattern for site in report.fused] == [experts.COMBINE]
 
 
 # --- One rank that never shares memory: all run unfused -----------------------------------------------
