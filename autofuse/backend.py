@@ -214,7 +214,7 @@ class FusionPass(CustomGraphPass):
                 other(graph)
         told = () if self.kind == "backward" else tuple(self.schedules)
         _fuse(graph, self.settings, self.kind, self.number, told, self.basis)
-        torch_internals.decompose_matmuls(graph)
+        torch_internals.decompose_later(graph)
         if self.pads:
             torch_internals.pad_matmuls(graph)
 

@@ -11,7 +11,7 @@ from torch import fx
 from torch._inductor import custom_graph_pass
 from torch.utils import _pytree as pytree
 
-from .decompositions import all_but_matmuls
+from .decompositions import decompositions_before
 
 
 def compile_fx(
@@ -24,14 +24,14 @@ def compile_fx(
     """AOTAutograd and Inductor on a dynamo graph. `inner_compile` gets each forward and backward graph.
 
     AOTAutograd's own cache is off: after a hit there, `inner_compile` is not called, and there would be no
-    report. Inductor's cache of graphs, which saves most of the time, stays on. Matmuls are not decomposed
-    (`decompositions.py`). `region`: the name that the user gave the compiled code (torch 2.13 and later).
+    report. Inductor's cache of graphs, which saves most of the time, stays on. Some ops are not decomposed
+    yet (`decompositions.py`). `region`: the name that the user gave the compiled code (torch 2.13 and later).
     """
     from torch._functorch import config as functorch_config
     from torch._inductor.compile_fx import compile_fx as inductor_compile_fx
 
     named: dict[str, Any] = {} if region is None else {"compile_region_name": region}
-    named["decompositions"] = all_but_matmuls(config_patches)
+    named["decompositions"] = decompositions_before(config_patches)
     with functorch_config.patch(enable_autograd_cache=False, enable_remote_autograd_cache=False):
         return inductor_compile_fx(
             gm, example_inputs, inner_compile=inner_compile, config_patches=config_patches, **named

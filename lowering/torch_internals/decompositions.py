@@ -1,10 +1,12 @@
-"""Inductor's decompositions of matmuls, as a pass that runs behind the fusion.
+"""Decompositions of Inductor that hide from the fusion what it looks for, as a pass that runs behind it.
 
 Inductor replaces a matmul by products and sums if its sizes are very small, such as a contracted size of 1.
-It does so while it traces the graph, before the fusion. But the contracted size is a rank's own affair, as
-are the rows of its experts. One rank might then find no matmul at a collective where its peers find one, and
-the ranks would wait for each other. So graphs are traced without these decompositions, and
-`decompose_matmuls` applies them to the matmuls that the fusion has left.
+It replaces `repeat_interleave`, by which experts order their rows, if the size of its result is a constant.
+It does so while it traces the graph, before the fusion. But such sizes are a rank's own affair: the
+contracted size, the rows of its experts, and whether they have changed between calls, so that they are
+symbols. One rank might then find no matmul at a collective where its peers find one, and the ranks would wait
+for each other. So graphs are traced without these decompositions, and `decompose_later` applies them to what
+the fusion has left.
 """
 
 from __future__ import annotations
@@ -17,19 +19,19 @@ import torch
 from torch import fx
 
 
-def decompose_matmuls(graph: fx.Graph) -> None:
-    """Decompose the matmuls of `graph` that Inductor decomposes, in place."""
+def decompose_later(graph: fx.Graph) -> None:
+    """Apply to `graph`, in place, the decompositions that `decompositions_before` leaves out."""
     _passes().apply(graph)
 
 
-def all_but_matmuls(config_patches: Mapping[str, Any]) -> dict[Any, Any]:
-    """Inductor's decompositions under these changes to its configuration, without those of matmuls."""
+def decompositions_before(config_patches: Mapping[str, Any]) -> dict[Any, Any]:
+    """Inductor's decompositions under these changes to its configuration, without those that hide."""
     from torch._inductor import config
     from torch._inductor.decomposition import select_decomp_table
 
     with config.patch(dict(config_patches)):
         table = select_decomp_table()
-    return _Table((op, function) for op, function in table.items() if op not in _matmuls())
+    return _Table((op, function) for op, function in table.items() if op not in _hiding())
 
 
 class _Table(dict[Any, Any]):
@@ -40,9 +42,9 @@ class _Table(dict[Any, Any]):
         return _Table, ()
 
 
-def _matmuls() -> tuple[torch._ops.OpOverload, ...]:
+def _hiding() -> tuple[torch._ops.OpOverload, ...]:
     aten = torch.ops.aten
-    return aten.mm.default, aten.addmm.default, aten.bmm.default
+    return aten.mm.default, aten.addmm.default, aten.bmm.default, aten.repeat_interleave.Tensor
 
 
 @functools.cache
@@ -57,8 +59,8 @@ def _passes() -> Any:
     def replace(match: Any, *args: fx.Node, **kwargs: Any) -> None:
         match.replace_by_example(functools.partial(match.output_node().target, **kwargs), args)
 
-    passes = PatternMatcherPass(pass_name="autofuse_decompose_matmuls")
-    for op in _matmuls():
+    passes = PatternMatcherPass(pass_name="autofuse_decompose_later")
+    for op in _hiding():
         pattern = CallFunctionVarArgs([op])
         register_graph_pattern(pattern, lambda match: _decomposes(match.output_node()), pass_dict=passes)(
             replace

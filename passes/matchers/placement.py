@@ -83,8 +83,12 @@ def is_blank(node: object) -> bool:
     if not isinstance(node, fx.Node):
         return False
     val = tensor(node)
-    if val is not None and any(size == 0 for size in val.shape if isinstance(size, int)):
-        return True
+    without_elements = val is not None and any(isinstance(s, int) and s == 0 for s in val.shape)
+    return without_elements or makes_blank(node)
+
+
+def makes_blank(node: fx.Node) -> bool:
+    """Whether the node makes an empty tensor or one of zeros."""
     return node.target in (*_EMPTY, *_ZEROS) or (node.target in _FULL and node.args[-1] == 0)
 
 

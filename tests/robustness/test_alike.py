@@ -270,6 +270,28 @@ def test_the_backward_of_experts_without_rows(rows: int) -> None:
     assert [site.pattern for site in report.fused] == [experts.COMBINE]
 
 
+def _wide_experts(x: Tensor, counts: Tensor, w: Tensor, splits: list[int]) -> Tensor:
+    rows = funcol.all_to_all_single_autograd(x.float(), splits, [2, 2], dist.group.WORLD)
+    rows, _, sizes = experts.expert_major(rows, counts, dist.get_world_size())
+    return torch._grouped_mm(rows.bfloat16(), w, offs=sizes.cumsum(0).to(torch.int32))
+
+
+@pytest.mark.parametrize("changes", [False, True])
+@pytest.mark.parametrize("rows", [3, 0])
+def test_the_wire_of_experts_whose_rows_are_constants(rows: int, changes: bool) -> None:
+    """Gradients travel in bfloat16, since the places of rows are known to be a permutation: of a constant
+    number of rows, of one that changes, and of none."""
+    x, w = torch.randn(4, 16, dtype=torch.bfloat16), torch.randn(2, 16, 8, dtype=torch.bfloat16)
+    counts = torch.tensor([rows, 0, 0, 0])
+    with fake_group(2), config.patch(policy="always"):
+        given = x.requires_grad_(), counts, w.requires_grad_(), [rows, 0]
+        with torch._dynamo.config.patch(assume_static_by_default=not changes):
+            report = autofuse.explain(_wide_experts, backward=True)(*given)
+    (site,) = (site for site in report.sites if site.graph.startswith("backward"))
+    assert site.pattern == experts.COMBINE
+    assert "getitem: bf16[" in str(report.graphs[-1].after)
+
+
 # --- One rank that never shares memory: all run unfused -----------------------------------------------
 
 
