@@ -32,7 +32,7 @@ from .graph.follow import (
     value,
 )
 from .graph.permutation import is_permutation
-from .matchers.placement import is_blank, row_index
+from .matchers.placement import is_blank, makes_blank, row_index
 
 _MOVING = ("all_gather", "all_to_all", "broadcast")
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -161,8 +161,11 @@ def _moved(emitter: Emitter, step: fx.Node, source: fx.Node) -> fx.Node:
         base, val = step.args[0], tensor(source)
         assert isinstance(base, fx.Node)
         assert val is not None
-        given = base.kwargs | {"dtype": val.dtype, "device": val.device}
-        blank = emitter.call(base.target, *base.args, **given)
+        if makes_blank(base):
+            given = base.kwargs | {"dtype": val.dtype, "device": val.device}
+            blank = emitter.call(base.target, *base.args, **given)
+        else:
+            blank = emitter.call(_CAST, base, val.dtype)
         return emitter.call(step.target, blank, step.args[1], source, *step.args[3:], **step.kwargs)
     reshapes = step.target in (aten.view.default, aten._unsafe_view.default)
     target = aten.reshape.default if reshapes else step.target

@@ -26,6 +26,7 @@ from .compiler import (
     structured_log_on,
     takes_is_inference,
 )
+from .decompositions import decompose_later
 from .groups import (
     fake_store,
     finished_work,
@@ -106,6 +107,7 @@ __all__ = [
     "compiles_here",
     "compiling_variants",
     "current_raw_stream",
+    "decompose_later",
     "dtype_name",
     "empty_strided",
     "enable_symmetric_memory",

@@ -11,6 +11,8 @@ from torch import fx
 from torch._inductor import custom_graph_pass
 from torch.utils import _pytree as pytree
 
+from .decompositions import decompositions_before
+
 
 def compile_fx(
     gm: fx.GraphModule,
@@ -22,13 +24,14 @@ def compile_fx(
     """AOTAutograd and Inductor on a dynamo graph. `inner_compile` gets each forward and backward graph.
 
     AOTAutograd's own cache is off: after a hit there, `inner_compile` is not called, and there would be no
-    report. Inductor's cache of graphs, which saves most of the time, stays on. `region`: the name that the
-    user gave the compiled code (torch 2.13 and later).
+    report. Inductor's cache of graphs, which saves most of the time, stays on. Some ops are not decomposed
+    yet (`decompositions.py`). `region`: the name that the user gave the compiled code (torch 2.13 and later).
     """
     from torch._functorch import config as functorch_config
     from torch._inductor.compile_fx import compile_fx as inductor_compile_fx
 
-    named = {} if region is None else {"compile_region_name": region}
+    named: dict[str, Any] = {} if region is None else {"compile_region_name": region}
+    named["decompositions"] = decompositions_before(config_patches)
     with functorch_config.patch(enable_autograd_cache=False, enable_remote_autograd_cache=False):
         return inductor_compile_fx(
             gm, example_inputs, inner_compile=inner_compile, config_patches=config_patches, **named
@@ -153,9 +156,11 @@ def compiling_variants() -> Iterator[None]:
 
 
 def order_calls(namespace: str) -> None:
-    """From now on (call it once) Inductor keeps the order of the ops of a namespace, and of collectives, as
-    the graph has it. By itself it does so for collectives alone: custom ops that do not depend on each other
-    are ordered by the memory that they need, which differs between ranks where their graphs do."""
+    """From now on (call it once) Inductor keeps the ops of a namespace, and the order of these ops and of
+    collectives, as the graph has it. By itself it does so for collectives alone. Custom ops that do not
+    depend on each other are ordered by the memory that they need, which differs between ranks where their
+    graphs do. Custom ops whose results are not read are erased, and Inductor reads no tensor without
+    elements: a rank that gets no rows would skip an op that its peers call."""
     from torch._inductor import comms, ir
     from torch._inductor.dependencies import WeakDep
     from torch._inductor.utils import contains_collective
@@ -171,6 +176,8 @@ def order_calls(namespace: str) -> None:
         if not any(map(is_ours, nodes)):
             return stock(nodes, *rest)
         ordered = [node for node in nodes if is_ours(node) or contains_collective(node)]
+        for node in filter(is_ours, nodes):
+            node.has_side_effects = lambda: True  # so that it is not erased
         for before, node in itertools.pairwise(ordered):
             changed = next(iter(node.get_buffer_names()))
             for name in before.get_buffer_names():

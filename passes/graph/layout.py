@@ -23,9 +23,12 @@ Size: TypeAlias = "int | sympy.Expr"
 
 
 def exact_quotient(a: Size, b: Size) -> Size | None:
-    """`a / b` if it is an integer for every value of the symbols; else None."""
+    """`a / b` if it is an integer for every value of the symbols; else None. 0 / 0 is 1: of no rows, all are
+    one part."""
     if isinstance(a, int) and isinstance(b, int):
-        return a // b if b and a % b == 0 else None
+        if b == 0:
+            return 1 if a == 0 else None
+        return a // b if a % b == 0 else None
     if b == 1:
         return a
     quotient = sympy.cancel(sympy.sympify(a) / b)

@@ -39,7 +39,8 @@ def _is_made_one(index: fx.Node) -> bool:
     val = tensor(index)
     if val is None or val.dim() != 1:
         return False
-    if index.target in _ORDERS:
+    empty = isinstance(val.shape[0], int) and val.shape[0] == 0
+    if empty or index.target in _ORDERS:
         return True
     source = index.args[0] if index.args else None
     if isinstance(source, fx.Node) and source.target in _SORTS:

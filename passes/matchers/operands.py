@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import fx
 
 from autofuse.passes.graph.emit import Emitter
-from autofuse.passes.graph.follow import Shapes, aten, tensor
+from autofuse.passes.graph.follow import Shapes, aten, tensor, value
 from autofuse.passes.graph.layout import Layout, Size, merge, prod, same_size
 from autofuse.passes.graph.row_numbers import from_start
 
@@ -38,6 +39,8 @@ def broadcast(
 
     `n` has `layout` on the product, which has `shape`.
     """
+    if is_symbol(operand):
+        return Operand(operand)
     have, full = shapes.of(operand), shapes.of(n)
     val = tensor(operand)
     if have is None or full is None or val is None:
@@ -73,9 +76,18 @@ def broadcast(
     return Operand(operand, expand=full, shape=shape)
 
 
+def is_symbol(operand: fx.Node) -> bool:
+    """Whether the operand is a number that the graph computes. A number that changes between the calls of one
+    rank is such a number there, and may be a constant in the graphs of its peers."""
+    return isinstance(value(operand), (torch.SymInt, torch.SymFloat))
+
+
 def materialise(emitter: Emitter, operand: Operand) -> fx.Node:
-    """Insert the views that give the operand the shape that the fused op takes."""
+    """Insert the views that give the operand the shape that the fused op takes; numbers become tensors."""
     node = operand.node
+    if is_symbol(node):
+        dtype = torch.int64 if isinstance(value(node), torch.SymInt) else torch.float64
+        return emitter.call(aten.scalar_tensor.default, node, dtype=dtype)
     if operand.numbers is not None:
         node = from_start(emitter, node, operand.numbers)
     if operand.expand is not None:

@@ -78,9 +78,17 @@ def _put(put: fx.Node, shapes: Shapes) -> Placement | None:
 
 
 def is_blank(node: object) -> bool:
-    """Whether the node is an empty tensor, or one of zeros."""
+    """Whether the node is an empty tensor, one of zeros, or one without elements. The forward may have saved
+    the latter for the backward, since that costs no memory."""
     if not isinstance(node, fx.Node):
         return False
+    val = tensor(node)
+    without_elements = val is not None and any(isinstance(s, int) and s == 0 for s in val.shape)
+    return without_elements or makes_blank(node)
+
+
+def makes_blank(node: fx.Node) -> bool:
+    """Whether the node makes an empty tensor or one of zeros."""
     return node.target in (*_EMPTY, *_ZEROS) or (node.target in _FULL and node.args[-1] == 0)
 
 

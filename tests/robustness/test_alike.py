@@ -24,7 +24,7 @@ from autofuse.lowering.cpu import recipes, reduce_executor, rendezvous
 from autofuse.native_kernels import cpu
 from autofuse.passes.graph.anchors import Anchor
 from tests.passes import experts
-from tests.passes.harness import passes_only
+from tests.passes.harness import fake_group, passes_only
 from tests.ranks import RankPool, fresh_group
 from tests.robustness.seven import integers
 
@@ -105,6 +105,34 @@ def _read_on_one_rank(rank: int, world: int) -> list[str]:
     return _compare(fn)
 
 
+def _contracted_sizes(rank: int, world: int, *sizes: int) -> list[str]:
+    """Inductor replaces small matmuls by products and sums, before our passes if nothing keeps it from it."""
+    group, k = fresh_group(), sizes[rank]
+    x, w, bias = integers(rank, 2, k), integers(7 + rank, k, 4), integers(9, 4)
+
+    def fn() -> tuple[Tensor, ...]:
+        one_row = F.linear(x[:1], w.t(), bias)
+        return funcol.all_reduce(x @ w, "sum", group), funcol.all_reduce(one_row, "sum", group)
+
+    return _compare(lambda: torch.cat(fn()))
+
+
+def _no_columns(rank: int, world: int) -> str:
+    """Inductor computes no tensor without elements, and erases what nobody reads. The op has to stay."""
+    group, columns = fresh_group(), 3 * rank
+    x, w = integers(rank, 4, 6), integers(7, 6, columns)
+
+    def fn() -> tuple[Tensor, Tensor]:
+        gathered = funcol.all_gather_tensor(x, 0, group) @ w
+        return gathered.relu(), funcol.all_reduce(x @ x.t(), "sum", group)
+
+    torch._dynamo.reset()
+    with torch.no_grad():
+        found = torch.compile(fn, backend="autofuse", options={"policy": "always"})()
+    assert all(map(torch.equal, found, fn()))
+    return ""
+
+
 def _from_another_folder(rank: int, world: int, directory: str) -> list[str]:
     """Every rank has a checkout of its own, and runs from there."""
     folder = Path(directory, f"checkout{rank}")
@@ -141,6 +169,37 @@ def test_programs_that_differ_by_rank(ranks: Ranks, fn: Callable[..., Any], fuse
     assert ranks(2).run(fn) == [fused] * 2
 
 
+@pytest.mark.parametrize("sizes", [(5, 1), (17, 16), (5, 0)], ids=str)
+def test_contracted_sizes(ranks: Ranks, sizes: tuple[int, int]) -> None:
+    assert ranks(2).run(_contracted_sizes, *sizes) == [["matmul_all_reduce"] * 2] * 2
+
+
+def test_a_rank_without_columns(ranks: Ranks) -> None:
+    ranks(2).run(_no_columns)
+
+
+def _changing_numbers(rank: int, world: int) -> list[list[str]]:
+    """The batch and a factor change on one rank, whose next graph has symbols; the others keep constants."""
+    group = fresh_group()
+    torch._dynamo.reset()
+
+    def fn(x: Tensor, dy: Tensor, factor: int, scale: float) -> Tensor:
+        return funcol.all_reduce((x.t() @ dy * factor - scale) / x.shape[0], "sum", group)
+
+    compiled = torch.compile(fn, backend=passes_only())
+    with autofuse.debug() as report, torch.no_grad():
+        for batch, factor, scale in ((4, 2, 0.5), (4 * (rank + 1), 2 + rank, 0.5 + rank), (4, 2, 0.5)):
+            args = integers(rank, batch, 3), integers(7 + rank, batch, 5), factor, scale
+            assert torch.equal(compiled(*args), fn(*args))
+    return [[str(s.pattern) for s in graph.sites if s.fused] for graph in report.graphs]
+
+
+def test_numbers_that_change_on_one_rank(ranks: Ranks) -> None:
+    first, second = ranks(2).run(_changing_numbers)
+    assert first == [["matmul_all_reduce"]]
+    assert second == [["matmul_all_reduce"]] * 2
+
+
 def test_sources_in_another_folder(ranks: Ranks, tmp_path: Path) -> None:
     assert ranks(2).run(_from_another_folder, str(tmp_path)) == [["matmul_all_reduce"]] * 2
 
@@ -164,6 +223,73 @@ def test_ranks_with_their_own_token_counts(ranks: Ranks, policy: str) -> None:
     for graphs in ranks(2).run(_own_token_counts, policy, timeout=120):
         assert graphs
         assert all(fused == [experts.DISPATCH, experts.COMBINE] for fused in graphs)
+
+
+def _exchange(x: Tensor, output: list[int], given: list[int], group: str) -> Tensor:
+    return funcol.wait_tensor(funcol.all_to_all_single(x, output, given, group))
+
+
+def _no_rows(rank: int, world: int, generated: bool) -> list[list[str]]:
+    """The expert of one rank gets no rows, the splits are constants: dispatch, expert, combine."""
+    group = fresh_group()
+    torch._dynamo.reset()
+    w = integers(7 + rank, 4, 4)
+
+    def fn(x: Tensor, there: list[int], back: list[int]) -> Tensor:
+        rows = _exchange(x, there, back, group) @ w
+        return _exchange(rows.relu() @ w, back, there, group)
+
+    sent = [[[0, 3], [0, 2]], [[2, 0], [1, 0]], [[0, 0], [0, 0]]]  # by call, rank and destination
+    compiled = torch.compile(fn, backend="autofuse" if generated else passes_only(), dynamic=False)
+    with autofuse.debug() as report, torch.no_grad(), config.patch(policy="always"):
+        for each in sent:
+            args = integers(rank, sum(each[rank]), 4), [row[rank] for row in each], each[rank]
+            assert torch.equal(compiled(*args), fn(*args))
+    return [[str(s.pattern) for s in graph.sites if s.fused] for graph in report.graphs]
+
+
+@pytest.mark.parametrize("generated", [False, True])
+def test_experts_without_rows(ranks: Ranks, generated: bool) -> None:
+    for graphs in ranks(2).run(_no_rows, generated):
+        assert graphs == [[experts.DISPATCH, experts.COMBINE]] * 3
+
+
+def _dispatch_and_choose(x: Tensor, places: Tensor, w: Tensor, v: Tensor, splits: list[int]) -> Tensor:
+    rows = funcol.all_to_all_single_autograd(x, splits, [2, 2], dist.group.WORLD)
+    return F.silu(rows[places] @ w) @ v
+
+
+@pytest.mark.parametrize("rows", [3, 0])
+def test_the_backward_of_experts_without_rows(rows: int) -> None:
+    """The forward saves for it the zeros that gradients of rows are put into: without elements, they are
+    free."""
+    weights = (torch.randn(shape, requires_grad=True) for shape in ((4, 6), (6, 5), (5, 5)))
+    with fake_group(2), config.patch(policy="always"):
+        x, w, v = weights
+        report = autofuse.explain(_dispatch_and_choose, backward=True)(x, torch.arange(rows), w, v, [rows, 0])
+    assert [site.pattern for site in report.fused] == [experts.COMBINE]
+
+
+def _wide_experts(x: Tensor, counts: Tensor, w: Tensor, splits: list[int]) -> Tensor:
+    rows = funcol.all_to_all_single_autograd(x.float(), splits, [2, 2], dist.group.WORLD)
+    rows, _, sizes = experts.expert_major(rows, counts, dist.get_world_size())
+    return torch._grouped_mm(rows.bfloat16(), w, offs=sizes.cumsum(0).to(torch.int32))
+
+
+@pytest.mark.parametrize("changes", [False, True])
+@pytest.mark.parametrize("rows", [3, 0])
+def test_the_wire_of_experts_whose_rows_are_constants(rows: int, changes: bool) -> None:
+    """Gradients travel in bfloat16, since the places of rows are known to be a permutation: of a constant
+    number of rows, of one that changes, and of none."""
+    x, w = torch.randn(4, 16, dtype=torch.bfloat16), torch.randn(2, 16, 8, dtype=torch.bfloat16)
+    counts = torch.tensor([rows, 0, 0, 0])
+    with fake_group(2), config.patch(policy="always"):
+        given = x.requires_grad_(), counts, w.requires_grad_(), [rows, 0]
+        with torch._dynamo.config.patch(assume_static_by_default=not changes):
+            report = autofuse.explain(_wide_experts, backward=True)(*given)
+    (site,) = (site for site in report.sites if site.graph.startswith("backward"))
+    assert site.pattern == experts.COMBINE
+    assert "getitem: bf16[" in str(report.graphs[-1].after)
 
 
 # --- One rank that never shares memory: all run unfused -----------------------------------------------
