@@ -16,6 +16,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.utils import fresh_cache
 from torch.distributed import _functional_collectives as funcol
 from torch.nn.attention.flex_attention import flex_attention
+from torch.torch_version import TorchVersion
 
 import autofuse
 from autofuse.backend import CustomPass, fusion_pass
@@ -289,6 +290,16 @@ def test_a_custom_pass_in_a_list_of_another_compiler(group: str, hook: str) -> N
             assert compile_one(group, options={hook: manager}) == found
             assert compile_one(group, options={hook: copy.deepcopy(manager)}) == []  # from a cache
     assert counting.graphs == 2
+
+
+@pytest.mark.skipif(TorchVersion(torch.__version__) < "2.13", reason="Inductor takes one pass, no list")
+def test_a_custom_pass_in_a_list_of_inductor(group: str) -> None:
+    """As docs/enabling.md sets it."""
+    counting = Counting()
+    passes = [counting, autofuse.custom_pass(policy="always")]
+    with fresh_cache(), torch._inductor.config.patch(post_grad_custom_post_pass=passes):
+        assert compile_one(group) == FUSED
+    assert counting.graphs == 1
 
 
 def test_a_custom_pass_is_known_by_all_that_it_depends_on(group: str) -> None:
