@@ -104,7 +104,7 @@ def test_the_backend_by_name_fuses_once(group: str) -> None:
 
 @pytest.mark.parametrize("where", ["config", "options", "list"])
 def test_other_passes_run_and_belong_to_the_key(group: str, where: str) -> None:
-    counters = torch._dynamo.utils.counters["inductor"]
+    counters = torch._dynamo.utils.counters
     hits = []
     with fresh_cache(), autofuse.enable(policy="always"):
         for uuid in ("one", "one", "two"):
@@ -114,7 +114,8 @@ def test_other_passes_run_and_belong_to_the_key(group: str, where: str) -> None:
             counters.clear()
             with torch._inductor.config.patch({} if where == "options" else both):
                 assert compile_one(group, options=both if where == "options" else {}) == FUSED
-            hits.append((counters["fxgraph_cache_hit"], counters["fxgraph_cache_miss"]))
+            found = counters["inductor"]  # another object after the first compilation of a process
+            hits.append((found["fxgraph_cache_hit"], found["fxgraph_cache_miss"]))
             assert mine.graphs == 2
     assert hits == [(0, 1), (1, 0), (0, 1)]
 
