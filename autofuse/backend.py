@@ -215,7 +215,7 @@ class FusionPass(CustomGraphPass):
                 other(graph)
         told = () if self.kind == "backward" else tuple(self.schedules)
         _fuse(graph, self.settings, self.kind, self.number, told, self.basis)
-        torch_internals.decompose_later(graph)
+        passes.unless_faulty(torch_internals.decompose_later, graph)
         if self.pads:
             passes.unless_faulty(torch_internals.pad_matmuls, graph)
 
