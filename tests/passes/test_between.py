@@ -35,7 +35,7 @@ prims.convert_element_type(arg1, torch.bfloat16)
 aten.permute(convert_element_type_1, [1, 0])
 autofuse.all_gather_matmul(convert_element_type_default, [permute], [], 0, 1, True
 prims.convert_element_type(arg2, torch.bfloat16)
-aten.permute(convert_element_type_4, [1, 0])
+aten.permute(convert_element_type_2, [1, 0])
 aten.mm(permute_1, getitem)""",
     )
     assert_expected_inline(
