@@ -133,12 +133,12 @@ def fusion_pass(
 
     Where something may be fused, the pass takes over Inductor's padding of matmuls."""
     before, joint, padding = "post_grad_custom_pre_pass", "joint_custom_post_pass", torch_internals.PADDING
-    fusion = FusionPass(settings, _configured(before, patches), number, basis)
-    patches = {**patches, before: fusion, joint: JointPass(_configured(joint, patches), fusion)}
-    if settings.policy != "never":
-        fusion.pads = bool(patches.get(padding, torch_internals.inductor_option(padding)))
-        patches[padding] = False
-    return fusion, patches
+    takes_over = settings.policy != "never"
+    pads = takes_over and bool(patches.get(padding, torch_internals.inductor_option(padding)))
+    fusion = FusionPass(settings, _configured(before, patches), number, basis, pads)
+    unpadded = {padding: False} if takes_over else {}
+    joint_pass = JointPass(_configured(joint, patches), fusion)
+    return fusion, {**patches, **unpadded, before: fusion, joint: joint_pass}
 
 
 def _configured(name: str, patches: Mapping[str, Any]) -> tuple[Callable[..., None], ...]:
@@ -180,7 +180,8 @@ class JointPass(CustomGraphPass):
 
 
 class FusionPass(CustomGraphPass):
-    """Runs the passes that the user configured, then the fusion, and publishes the report."""
+    """Runs the passes that the user configured, then the fusion, and publishes the report. `pads`: matmuls
+    that the fusion has left are padded as Inductor would have padded them."""
 
     def __init__(
         self,
@@ -188,15 +189,16 @@ class FusionPass(CustomGraphPass):
         others: tuple[Callable[..., None], ...],
         number: int,
         basis: Basis | None = None,
+        pads: bool = False,
     ) -> None:
         self.settings = settings
+        self.pads = pads
         self.basis = basis or Basis()
         self.others = others
         self.number = number
         self.kind = "inference"
         self.circumstances: str | None = ""
         self.ran = False
-        self.pads = False
         self.schedules: list[Schedule] = []
 
     @contextmanager
@@ -250,8 +252,9 @@ class CustomPass(CustomGraphPass):
 @functools.cache
 def _warn_of_padding() -> None:
     log.warning(
-        "autofuse.custom_pass: Inductor pads matmuls first, where a rank measures that to be faster. "
-        "Ranks whose graphs differ wait for each other: set torch._inductor.config.shape_padding = False"
+        "autofuse.custom_pass runs after Inductor has padded matmuls. Each rank pads where it measures that "
+        "to be faster, so the graphs of two ranks may differ, and these ranks then wait for each other in "
+        "fused ops: set torch._inductor.config.shape_padding = False"
     )
 
 

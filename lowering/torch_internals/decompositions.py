@@ -1,4 +1,4 @@
-"""Decompositions of Inductor that hide from the fusion what it looks for, as a pass that runs behind it.
+"""Decompositions of Inductor that run after the fusion, since they replace ops that the fusion looks for.
 
 Inductor replaces a matmul by products and sums if its sizes are very small, such as a contracted size of 1.
 It replaces `repeat_interleave`, by which experts order their rows, if the size of its result is a constant.
@@ -25,7 +25,7 @@ def decompose_later(graph: fx.Graph) -> None:
 
 
 def decompositions_before(config_patches: Mapping[str, Any]) -> dict[Any, Any]:
-    """Inductor's decompositions under these changes to its configuration, without those that hide."""
+    """Inductor's decompositions under these changes to its configuration, without those of `_hiding`."""
     from torch._inductor import config
     from torch._inductor.decomposition import select_decomp_table
 
@@ -42,14 +42,19 @@ class _Table(dict[Any, Any]):
         return _Table, ()
 
 
-def _hiding() -> tuple[torch._ops.OpOverload, ...]:
+def matmuls() -> tuple[torch._ops.OpOverload, ...]:
     aten = torch.ops.aten
-    return aten.mm.default, aten.addmm.default, aten.bmm.default, aten.repeat_interleave.Tensor
+    return aten.mm.default, aten.addmm.default, aten.bmm.default
+
+
+def _hiding() -> tuple[torch._ops.OpOverload, ...]:
+    return (*matmuls(), torch.ops.aten.repeat_interleave.Tensor)
 
 
 @functools.cache
 def _passes() -> Any:
-    """A pattern for each op. Inductor decomposes what it traces as a replacement."""
+    """A pattern for each op. Its replacement calls the same op: when Inductor traces the replacement, it
+    applies its own decompositions."""
     from torch._inductor.pattern_matcher import (
         CallFunctionVarArgs,
         PatternMatcherPass,

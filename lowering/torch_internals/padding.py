@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from .decompositions import matmuls
+
 PADDING = "shape_padding"
 """The setting of Inductor that turns its padding on."""
 
@@ -23,15 +25,10 @@ def pad_matmuls(graph: fx.Graph) -> None:
     """Pad matmuls of `graph` in place, where Inductor measures or has measured that to be faster."""
     from torch._inductor import config
 
-    matmuls = (n for target in _matmuls() for n in graph.find_nodes(op="call_function", target=target))
-    if any(map(_on_gpu, matmuls)):
+    left = (n for target in matmuls() for n in graph.find_nodes(op="call_function", target=target))
+    if any(map(_on_gpu, left)):
         with config.patch({PADDING: True}):
             _passes().apply(graph)
-
-
-def _matmuls() -> tuple[torch._ops.OpOverload, ...]:
-    aten = torch.ops.aten
-    return aten.mm.default, aten.addmm.default, aten.bmm.default
 
 
 def _on_gpu(node: fx.Node) -> bool:
@@ -54,7 +51,7 @@ def _passes() -> Any:
         return pad_mm.addmm_replace(added, mat1, mat2)
 
     passes = PatternMatcherPass(pass_name="autofuse_pad_mm")
-    mm, addmm, bmm = _matmuls()
+    mm, addmm, bmm = matmuls()
     two = KeywordArg("mat1"), KeywordArg("mat2")
     three = (KeywordArg("input"), *two)
 

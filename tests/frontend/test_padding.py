@@ -1,4 +1,4 @@
-"""Inductor's padding of matmuls, which each rank decides on by itself, does not change what is fused.
+"""Each rank decides by itself which matmuls Inductor pads. The decision does not change what is fused.
 
 CPUs stand for GPUs: Inductor's check of the device, and ours, are patched.
 """

@@ -34,9 +34,8 @@ def test_reductions_have_the_width_of_the_fullest_wave() -> None:
     """1024 x 5120 are two waves of 160 columns, three of 128; 256 x 4096 are one wave of 64."""
     assert {"words bn=160 once=1 across=2", "words bn=160 across=2"} <= names(REDUCE, 1024, 2560, 5120)
     assert "words bn=160 across=2" in names(SCATTER, 1024, 2560, 5120)
-    assert "words bn=96" in names(
-        SCATTER, 640, 264, 2056
-    )  # an odd number of rows of tiles: nothing is shared
+    # The rows of tiles are odd in number, so that blocks share no weight.
+    assert "words bn=96" in names(SCATTER, 640, 264, 2056)
     assert not [name for name in names(SCATTER, 256, 2048, 4096) if re.search("bn=(96|160|192)", name)]
     assert "words bn=192" in names(SCATTER, 64, 1024, 18432)
     assert "clusters bn=192 stages=4" in names(SCATTER, 1024, 5376, 3072)

@@ -622,8 +622,8 @@ CHOICE = (
     Mutation(
         "the last wave of tiles does not count",
         "widths.py",
-        "return cdiv(rows * sum(cdiv(n, width) for n in columns), programs) * width",
-        "return rows * sum(cdiv(n, width) for n in columns) // programs * width",
+        "return cdiv(rows * tiles_across(width, columns), programs) * width",
+        "return rows * tiles_across(width, columns) // programs * width",
         _of("kernels", "widths"),
     ),
     Mutation(
@@ -666,8 +666,8 @@ FRONT_END = (
     Mutation(
         "ranks pad matmuls before the fusion",
         "backend.py",
-        "patches[padding] = False",
-        "patches[padding] = fusion.pads",
+        "unpadded = {padding: False} if takes_over else {}",
+        "unpadded = {padding: pads} if takes_over else {}",
         _of("frontend", "padding"),
     ),
     Mutation(

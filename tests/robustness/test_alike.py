@@ -179,7 +179,8 @@ def test_a_rank_without_columns(ranks: Ranks) -> None:
 
 
 def _changing_numbers(rank: int, world: int) -> list[list[str]]:
-    """The batch and a factor change on one rank, whose next graph has symbols; the others keep constants."""
+    """Between calls the batch and a factor change on one rank. Its next graph has symbols for them, while the
+    graphs of its peers keep constants."""
     group = fresh_group()
     torch._dynamo.reset()
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from autofuse import optim
 from autofuse.lowering.buckets import buckets_of
@@ -176,8 +176,6 @@ def _flat(
 def _fsdp2(params: list[Tensor]) -> Callable[[], object]:
     """A step of FSDP2, which keeps the gathered parameters from the forward to the backward. The model
     computes nothing, so that the step consists of the exchanges and of AdamW."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
 
     class Given(torch.autograd.Function):
         @staticmethod
@@ -199,8 +197,7 @@ def _fsdp2(params: list[Tensor]) -> Callable[[], object]:
             return Given.apply(self.grads, *self.all)
 
     model = Model()
-    mesh = init_device_mesh(params[0].device.type, (dist.get_world_size(),))
-    fully_shard(model, mesh=mesh, reshard_after_forward=False)
+    shard(model, (), params[0].device)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True, **RATES)
     given = params[0].new_zeros(())
 
@@ -210,6 +207,17 @@ def _fsdp2(params: list[Tensor]) -> Callable[[], object]:
         optimizer.zero_grad()
 
     return step
+
+
+def shard(model: nn.Module, layers: Iterable[nn.Module], device: torch.device) -> None:
+    """Let FSDP2 shard each layer, and what is left of the model. It keeps gathered parameters from the
+    forward to the backward."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    for module in (*layers, model):
+        fully_shard(module, mesh=mesh, reshard_after_forward=False)
 
 
 def _lambs(

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from autofuse import optim
 
-from .peers import Peer
+from .peers import Peer, shard
 from .rows import ALONE, OURS
 
 HEAD = 64
@@ -108,7 +108,7 @@ def training_peers(sizes: Model, dtype: torch.dtype, device: torch.device) -> It
     yield "DDP", (stepping(wrapped, _adamw(model)), list(model.parameters()))
 
     model = made()
-    _shard(model, device)
+    shard(model, model.blocks, device)
     yield "FSDP2", (stepping(model, _adamw(model)), [])
 
     model = made()
@@ -117,13 +117,3 @@ def training_peers(sizes: Model, dtype: torch.dtype, device: torch.device) -> It
 
 def _adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), fused=True, **RATES)
-
-
-def _shard(model: Decoder, device: torch.device) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh, reshard_after_forward=False)
-    fully_shard(model, mesh=mesh, reshard_after_forward=False)

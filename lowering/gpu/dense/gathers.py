@@ -29,7 +29,7 @@ from autofuse.native_kernels.triton.gather_matmul import GatherConfig, gather_ne
 from autofuse.native_kernels.triton.gather_matmul_few import FewConfig, few_needs, launch_gather_matmul_few
 from autofuse.native_kernels.triton.kept_rows import launch_kept_rows
 
-from .widths import fullest
+from .widths import CLUSTER_WIDTHS, fullest
 from .work import clusters_gather_work, few_work, parts_work, words_gather_work
 
 if TYPE_CHECKING:
@@ -171,7 +171,7 @@ def _clusters_gather_configs(problem: DenseProblem) -> Iterator[ClusterGatherCon
         yield ClusterGatherConfig(bn=128, stages=5, k_slices=4)
         yield ClusterGatherConfig(bn=128, within=True, stages=5, copied=True)
         rows = problem.world * cdiv(problem.chunk, BM)
-        if fullest((256, 128, 192), rows, problem.columns, problem.programs) == 192:
+        if fullest(CLUSTER_WIDTHS, rows, problem.columns, problem.programs) == 192:
             yield ClusterGatherConfig(bn=192, stages=4, k_slices=8)
             yield ClusterGatherConfig(bn=192, within=True, stages=4, copied=True)
     if problem.m >= 2048:

@@ -42,7 +42,7 @@ from autofuse.native_kernels.triton.matmul_packets import (
 from autofuse.native_kernels.triton.matmul_reduce import ReduceConfig, launch_matmul_reduce, reduce_needs
 from autofuse.native_kernels.triton.tails import NO_TAIL, TailSpec, rows_fit
 
-from .widths import columns_each, fullest
+from .widths import CLUSTER_WIDTHS, columns_each, fullest
 from .work import (
     clusters_work,
     packets_work,
@@ -190,7 +190,7 @@ def _clusters_configs(problem: DenseProblem) -> Iterator[ClusterReduceConfig]:
     config = partial(ClusterReduceConfig, across=1, along=2) if problem.world % 2 else ClusterReduceConfig
     yield config(bn=128, stages=5)
     yield config()
-    if fullest((256, 128, 192), cdiv(m, BM), (problem.n,), problem.programs) == 192:
+    if fullest(CLUSTER_WIDTHS, cdiv(m, BM), (problem.n,), problem.programs) == 192:
         yield config(bn=192, stages=4)
     small = ClusterReduceConfig(bn=64, across=1, stages=8)  # where words are not possible
     tiles = problem.world * cdiv(m, problem.world * BM) * cdiv(problem.n, small.bn)

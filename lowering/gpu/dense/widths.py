@@ -6,13 +6,21 @@ from collections.abc import Sequence
 
 from autofuse.native_kernels.gpu.memory import cdiv
 
+CLUSTER_WIDTHS = 256, 128, 192
+"""Columns of tiles of the kernels that run in any number of waves, the preferred width first."""
+
+
+def tiles_across(width: int, columns: Sequence[int]) -> int:
+    """Tiles of this width in a row of the products of all weights. columns: of each weight."""
+    return sum(cdiv(n, width) for n in columns)
+
 
 def columns_each(width: int, rows: int, columns: Sequence[int], programs: int) -> int:
     """Columns that a program multiplies one after another: its waves of tiles times their width.
 
     rows: of tiles; columns: of each weight; programs: that run at once.
     """
-    return cdiv(rows * sum(cdiv(n, width) for n in columns), programs) * width
+    return cdiv(rows * tiles_across(width, columns), programs) * width
 
 
 def fullest(widths: Sequence[int], rows: int, columns: Sequence[int], programs: int) -> int:

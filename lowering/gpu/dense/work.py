@@ -32,6 +32,8 @@ from autofuse.native_kernels.triton.matmul_gather_packets import PublishPacketsC
 from autofuse.native_kernels.triton.matmul_packets import PacketsConfig
 from autofuse.native_kernels.triton.matmul_reduce import ReduceConfig
 
+from .widths import tiles_across
+
 if TYPE_CHECKING:
     from .ways import DenseProblem
 
@@ -185,18 +187,20 @@ def few_work(config: FewConfig, p: DenseProblem) -> Work:
 
 
 def parts_work(config: GatherConfig, p: DenseProblem) -> Work:
+    rows, columns = p.world * cdiv(p.chunk, config.bm), tiles_across(config.bn, p.columns)
     return _tiles(
-        p, "parts copied" if config.copied else "parts", p.world * cdiv(p.chunk, config.bm),
-        _wide(p, config.bn), _gathered(p), high=config.bm, wide=config.bn, pieces=config.pieces,
+        p, "parts copied" if config.copied else "parts", rows, columns, _gathered(p), high=config.bm,
+        wide=config.bn, pieces=config.pieces,
         added=SUM * p.m * p.n * (config.pieces - 1), copies=_copies(p, config.slices) if config.copied else 0,
     )  # fmt: skip
 
 
 def clusters_gather_work(config: ClusterGatherConfig, p: DenseProblem) -> Work:
     rows = p.world * cdiv(p.chunk, BM) if p.m > BM else 1  # few rows share a tile
+    columns = tiles_across(config.bn, p.columns)
     return _tiles(
-        p, "clusters copied" if config.copied else "clusters", rows, _wide(p, config.bn), _gathered(p),
-        high=BM, wide=config.bn, load=(1 / config.along, 1 / config.across),
+        p, "clusters copied" if config.copied else "clusters", rows, columns, _gathered(p), high=BM,
+        wide=config.bn, load=(1 / config.along, 1 / config.across),
         copies=_copies(p, config.slices) if config.copied else 0, cluster=config.cluster,
     )  # fmt: skip
 
@@ -204,11 +208,6 @@ def clusters_gather_work(config: ClusterGatherConfig, p: DenseProblem) -> Work:
 def _copies(p: DenseProblem, slices: int) -> int:
     """Of a rank's part, in slices, to all peers."""
     return slices * (p.world - 1)
-
-
-def _wide(p: DenseProblem, bn: int) -> int:
-    """Columns of tiles of all weights."""
-    return sum(cdiv(n, bn) for n in p.columns)
 
 
 def _published(p: DenseProblem) -> float:
