@@ -13,8 +13,7 @@
 constexpr int BM = 128, BK = 64, ROW = BK * 2;
 constexpr int SHARING = ACROSS * ALONG, CLUSTER = SHARING * SPLIT;
 static_assert(SPLIT == 1 || SHARING == 1, "a cluster shares loads or splits K");
-// Boxes of the weight are 64 columns wide. Of the last one, a tile may use half. Kernels that store whole boxes or whole
-// tiles check that it does not.
+// Boxes of the weight are 64 columns wide. A tile may use half of the last one, except in kernels over frame.cuh.
 constexpr int BOXES = (BN + 63) / 64, BOXES_EACH = (BOXES + ACROSS - 1) / ACROSS;
 static_assert(BN % 32 == 0 && BN / ACROSS % 8 == 0 && BOXES >= ACROSS, "shares of the weight");
 constexpr int GROUPS = ROWS > 64 ? 2 : 1, WARPS = (ROWS + 15) / 16;  // that multiply, and that have rows

@@ -25,7 +25,6 @@ struct Params {
 };
 CHECK_PARAMS
 
-static_assert(BN % 64 == 0, "whole boxes");
 constexpr int SOURCES = SPANNING ? W : W - 1;  // ranks whose rows come through the inbox
 constexpr int WIDE = BN / 8;                   // pieces of 16 bytes in a row of a tile
 

@@ -27,7 +27,6 @@ struct Params {
 };
 CHECK_PARAMS
 
-static_assert(BN % 64 == 0, "whole boxes");
 constexpr int OWNERS = SPANNING ? 1 : W;
 
 // A column of tiles: its weight, and its number in that.

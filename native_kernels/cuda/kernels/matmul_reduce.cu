@@ -35,7 +35,6 @@ struct Params {
 };
 CHECK_PARAMS
 
-static_assert(BN % 64 == 0, "whole boxes");
 constexpr int PARTS = BM / PART;  // of a tile
 constexpr int TILE_BYTES = BM * BN * 2, PART_BYTES = PART * BN * 2;
 constexpr int ARRIVING = UPDATE ? 1 : W;  // copies of a tile in the inbox

@@ -1,6 +1,7 @@
-// matmul_all_reduce and matmul_reduce_scatter whose tiles are a few waves, in one kernel over gemm.cuh. Each rank multiplies
-// and sends the rows of its product to the owners of these rows, as flag-in-payload words (words.cuh). An owner adds up the
-// rows of all ranks once its block has multiplied its last tile. Of an all_reduce, it sends the sums to all ranks as words.
+// matmul_all_reduce and matmul_reduce_scatter in one kernel over gemm.cuh, for products of a few waves of tiles. Each rank
+// multiplies, and sends the rows of its product to the owners of these rows as flag-in-payload words (words.cuh). An owner adds
+// up the rows of all ranks once its block has multiplied its last tile. Of an all_reduce, it sends the sums to all ranks as
+// words.
 //
 // Each half of a rank's words holds parts [W, height, n] by source and, of an all_reduce, sums [W, height, n] by owner; owner r
 // has the rows from r * height on. ONCE: each rank sends its whole product to all ranks, and every rank adds up all rows.
