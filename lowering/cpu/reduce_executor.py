@@ -180,5 +180,8 @@ def run_reduce(op: str, args: "Reduction") -> Any:
 
 @lru_cache(maxsize=2048)
 def _told(site: str, kind: Kind) -> str:
-    """A call as ranks that agree on a proof name it."""
-    return f"{kind.op} at {place(site)}, {kind.x} @ {kind.w}, {kind.product!r}, tail {kind.tail!r}"
+    """A call as ranks that agree on a proof name it: without the contracted dim and what is added to the
+    product, which may be a rank's own."""
+    p = infer_product(kind)
+    m, n = p.shape
+    return f"{kind.op} at {place(site)}, {kind.reduce_op} {p.dtype} [{m}, {n}], tail {kind.tail!r}"
