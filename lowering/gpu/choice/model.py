@@ -57,8 +57,8 @@ class Model:
 
 def factor_of(op: str, way: str, works: Sequence[Work]) -> str:
     """What the factor of a way is found by. A factor belongs to the constants that it was fitted with, of the
-    models of its works."""
-    return f"{op}: {way}: {_AND.join(work.model for work in works)}"
+    models of its works. Several matmuls have that of one."""
+    return f"{op}: {way}: {_AND.join(dict.fromkeys(work.model for work in works))}"
 
 
 def _models_of(factor: str) -> list[str]:
