@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -28,24 +28,52 @@ SPREAD = 0.1
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """A measured time of a way."""
+    """A measured time of a way. gpu: where it was measured; None: on the kind that is fitted."""
 
     problem: Problem
     way: Way
     us: float
+    gpu: Gpu | None = None
 
     @cached_property
     def factor(self) -> str:
         return factor_of(self.problem.op, self.way.name, self.way.work(self.problem))
 
+    @cached_property
+    def models(self) -> set[tuple[str, int]]:
+        """The models that its prediction asks for, each with the number of ranks."""
+        return {(work.model, self.problem.world) for work in self.way.work(self.problem)}
 
-def samples_of(measured: Iterable[tuple[Problem, Mapping[str, float]]]) -> list[Sample]:
+    def predicted(self, model: Model) -> float:
+        """Microseconds, with the constants of `model`."""
+        there = model if self.gpu is None else replace(model, gpu=self.gpu)
+        return there.us(self.way, self.problem)
+
+
+def samples_of(
+    measured: Iterable[tuple[Problem, Mapping[str, float]]], gpu: Gpu | None = None
+) -> list[Sample]:
     """Of ways that exist today."""
     found = []
     for problem, times in measured:
         ways = ways_of(problem)
-        found += [Sample(problem, ways[name], us) for name, us in times.items() if name in ways]
+        found += [Sample(problem, ways[name], us, gpu) for name, us in times.items() if name in ways]
     return found
+
+
+def completed(own: Sequence[Sample], others: Iterable[Sample]) -> list[Sample]:
+    """The samples of a kind of GPU, and those of kernels on other kinds with numbers of ranks that it lacks.
+
+    Constants that are fitted to one number of ranks tell little of another.
+    """
+    covered = {each for sample in own for each in sample.models}
+    known = {model for model, _ in covered}
+    lacking = [
+        sample
+        for sample in others
+        if sample.way.fused and not sample.models <= covered and {m for m, _ in sample.models} <= known
+    ]
+    return [*own, *lacking]
 
 
 def fit(gpu: Gpu, samples: Sequence[Sample], factors: bool = True, begin: Model | None = None) -> Model:
@@ -56,7 +84,7 @@ def fit(gpu: Gpu, samples: Sequence[Sample], factors: bool = True, begin: Model 
     factors, too. begin: where constants begin.
     """
     first = Model(gpu) if begin is None else begin
-    uses = [_uses(gpu, sample, first) for sample in samples]
+    uses = [_uses(sample.gpu or gpu, sample, first) for sample in samples]
     together: dict[Problem, set[str]] = {}
     for sample, use in zip(samples, uses, strict=True):
         if not sample.problem.is_whole:
@@ -127,7 +155,7 @@ class _Fit:
         def residuals(logs: Tensor) -> Tensor:
             model = self._at(logs)
             return self._compared(
-                _tensor(math.log(model.us(s.way, s.problem)) for s, _ in self.chosen) - measured
+                _tensor(math.log(sample.predicted(model)) for sample, _ in self.chosen) - measured
             )
 
         return self._at(nearest(residuals, self._slopes, _tensor(begin), PRIOR / _tensor(spreads)))
@@ -144,15 +172,14 @@ class _Fit:
         """Only of constants that a sample uses."""
         found = torch.zeros(len(self.chosen), len(logs), dtype=torch.float64)
         model = self._at(logs)
-        here = [model.us(s.way, s.problem) for s, _ in self.chosen]
+        here = [sample.predicted(model) for sample, _ in self.chosen]
         for column, (of, _) in enumerate(self.names):
             step = logs.clone()
             step[column] += SMALL
             stepped = self._at(step)
             for row, (sample, use) in enumerate(self.chosen):
                 if of in use:
-                    us = stepped.us(sample.way, sample.problem)
-                    found[row, column] = math.log(us / here[row]) / SMALL
+                    found[row, column] = math.log(sample.predicted(stepped) / here[row]) / SMALL
         for row, (sample, _) in enumerate(self.chosen):
             if self.ways:
                 found[row, len(self.names) + self.ways.index(sample.factor)] = 1.0

@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 import torch
 
 from autofuse.bench.gpu.holdout import FORMS, judge, summary
-from autofuse.bench.gpu.measured import fit_shipped
+from autofuse.bench.gpu.measured import fit_shipped, samples_at
 from autofuse.lowering.gpu.choice import sources
 from autofuse.lowering.gpu.choice.choose import choose, predictor_of
 from autofuse.lowering.gpu.choice.correction import Predicted, Predictor
@@ -241,6 +241,24 @@ def test_another_gpu_scales(size: str) -> None:
         assert not any(each.measured for each in there.times(problem))
         for name, us in times(here, problem).items():
             assert 1.5 < slow[name] / us < 2.3, name
+
+
+def test_a_fit_takes_numbers_of_ranks_that_a_kind_lacks_from_another_kind() -> None:
+    """Of kernels, and of those alone for which the kind has points of its own."""
+    times = {"words": 20.0, "clusters bn=128 stages=5": 30.0, "rows": 35.0, CUBLAS_NCCL: 40.0}
+    four = Point.of(dense(REDUCE, 256), {way: us for way, us in times.items() if way != "rows"})
+    other = Point.of(dense(REDUCE, 256, world=2), {**times, "words once=1": 21.0})
+    own, found = samples_at([four]), samples_at([four, replace(other, gpu="h200"), replace(four, gpu="h200")])
+    assert {(each.way.name, each.problem.world) for each in own} == {
+        (way, 4) for way in times if way != "rows"
+    }
+    taken = [each for each in found if each.gpu is not None]
+    assert len(found) == len(own) + len(taken)
+    assert {(each.way.name, each.problem.world) for each in taken} == {
+        ("words once=1", 2),
+        ("clusters bn=128 stages=5", 2),
+    }
+    assert {each.gpu for each in taken} == {measured().gpu}
 
 
 @pytest.mark.full

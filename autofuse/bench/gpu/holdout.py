@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from autofuse.bench.gpu.measured import DENSE, problem_at, weight_of
+from autofuse.bench.gpu.measured import DENSE, problem_at, samples_at, weight_of
 from autofuse.bench.gpu.table import grid
-from autofuse.fit_ways import fit, samples_of
+from autofuse.fit_ways import fit
 from autofuse.lowering.gpu.choice import model
 from autofuse.lowering.gpu.choice.correction import RANKS, Predictor
 from autofuse.lowering.gpu.choice.gpu import Gpu
@@ -72,9 +72,7 @@ def _is_whole(point: Point) -> bool:
 @cache
 def _fitted(gpu: Gpu, points: Points, factors: bool) -> Model:
     """The model that is fitted to `points`. Kept, since several forms ask for the same one."""
-    own = (p for p in points if not p.gpu)
-    known = [(problem, dict(p.times)) for p in own if (problem := problem_at(p)) is not None]
-    return fit(gpu, samples_of(known), factors)
+    return fit(gpu, samples_at(points), factors)
 
 
 def predicted(factors: bool = True, corrected: bool = True) -> Form:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 from autofuse.bench.gpu.experts.cells import COMBINE, DISPATCH, MODELS
-from autofuse.fit_ways import fit, samples_of
+from autofuse.fit_ways import Sample, completed, fit, samples_of
 from autofuse.lowering.buckets import BUCKET
 from autofuse.lowering.gpu.choice import model
 from autofuse.lowering.gpu.choice.gpu import described, gpu_name
@@ -109,6 +109,23 @@ def weight_of(point: Point) -> tuple[int, int]:
     return point.k * (point.world if cuts_k else 1), point.n * (1 if cuts_k else point.world)
 
 
+def samples_at(points: Sequence[Point]) -> list[Sample]:
+    """What the constants of a kind of GPU are fitted to: its points, and what `completed` takes of those of
+    other kinds."""
+
+    def at(gpu: str) -> Iterator[tuple[Problem, dict[str, float]]]:
+        for point in points:
+            if point.gpu == gpu and (problem := problem_at(point)) is not None:
+                yield problem, dict(point.times)
+
+    others: list[Sample] = []
+    for kind in sorted({point.gpu for point in points} - {""}):
+        there = model.shipped(kind)
+        if there is not None:
+            others += samples_of(at(kind), there.gpu)
+    return completed(samples_of(at("")), others)
+
+
 def fit_shipped(kind: str, output: Path | None = None) -> Path:
     """Fits the constants of a kind of GPU to its shipped points, and writes them where they are shipped.
 
@@ -116,15 +133,14 @@ def fit_shipped(kind: str, output: Path | None = None) -> Path:
 
     ValueError for a kind without points.
     """
-    points = [point for point in shipped(kind) if not point.gpu]
-    if not points:
+    points = shipped(kind)
+    if all(point.gpu for point in points):
         raise ValueError(f"--fit {kind}: no points of it are shipped, see lowering/gpu/choice/tables")
     known = model.shipped(kind)
     if known is None and (not torch.cuda.is_available() or gpu_name(torch.device("cuda")) != kind):
         raise ValueError(f"--fit {kind}: run it on such a GPU, which says how large it is")
     gpu = described(torch.device("cuda", 0)) if known is None else known.gpu
-    found = [(problem, dict(p.times)) for p in points if (problem := problem_at(p)) is not None]
     path = output or model.path_of(kind)
     begin = None if kind == model.MEASURED else replace(model.measured(), gpu=gpu)
-    path.write_text(fit(gpu, samples_of(found), begin=begin).to_json())
+    path.write_text(fit(gpu, samples_at(points), begin=begin).to_json())
     return path
