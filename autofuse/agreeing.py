@@ -4,24 +4,56 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
+from torch import nn
 from torch.distributed import ProcessGroup
+from torch.utils.weak import WeakIdRef
 
 from autofuse.declarations import Given, plain
 from autofuse.lowering.proofs import exchange
+from autofuse.lowering.torch_internals import compiled_frame
 from autofuse.passes.schedules.layouts import bits
 from autofuse.passes.schedules.schedule import Proof
 
 log = logging.getLogger(__name__)
 
 
+@dataclass
+class Outcome:
+    """Of comparing the proofs of graphs of one frame, over all calls of these graphs."""
+
+    calls: int = 0
+    chosen: bool | None = None
+
+
+Outcomes: TypeAlias = dict[Hashable, Outcome]
+
+_of_frames: dict[int, Outcomes] = {}
+
+
+def outcomes_of_frame() -> Outcomes:
+    """The outcomes of the frame of Python code that is compiled now: none if this is for the first time.
+
+    A rank may compile a frame again where its peers do not, as for a contracted dim that changes there alone.
+    It must not wait for them then, so that graphs of one frame share what their ranks have compared.
+    """
+    known = compiled_frame()
+    if known is None:
+        return {}
+    frame, times = known
+    if not times:
+        _of_frames[frame] = {}
+    return _of_frames.setdefault(frame, {})
+
+
 class Agreed:
     """Calls `compiled` once all ranks have the same proofs, and `plainly` if they do not.
 
-    `plainly`: the same graph as the program has it. Both take the same arguments.
+    `plainly`: the same graph as the program has it. Both take the same arguments. `outcomes`: of the frame.
     """
 
     def __init__(
@@ -30,28 +62,40 @@ class Agreed:
         plainly: Callable[..., Any],
         proofs: Sequence[Proof],
         inputs: Given,
+        outcomes: Outcomes,
     ) -> None:
         self._compiled, self._plainly, self._proofs = compiled, plainly, proofs
         self._inputs = inputs
         self._every = inputs.check_every
-        self._calls = 0
-        self._chosen: Callable[..., Any] | None = None
+        self._outcomes = outcomes
+        self._outcome: Outcome | None = None
 
     def __call__(self, *args: Any) -> Any:
-        if self._chosen is None or (self._every and self._calls % self._every == 0):
-            self._chosen = self._choose(args)
-        self._calls += 1
-        return self._chosen(*args)
+        if self._outcome is None:
+            self._outcome = self._outcomes.setdefault(self._rests_on(args), Outcome())
+        known = self._outcome
+        if known.chosen is None or (self._every and known.calls % self._every == 0):
+            known.chosen = self._choose(args)
+        known.calls += 1
+        return self._compiled(*args) if known.chosen else self._plainly(*args)
 
-    def _choose(self, args: tuple[Any, ...]) -> Callable[..., Any]:
+    def _rests_on(self, args: tuple[Any, ...]) -> Hashable:
+        """The proofs, and the parameters that they are about: of one frame there may be many models."""
+        names = {name for proof in self._proofs for name in proof.inputs}
+        given = zip(self._inputs.inputs, args, strict=False)
+        parameters = (arg for each, arg in given if each.name in names and isinstance(arg, nn.Parameter))
+        proofs = tuple((_name(proof.group), proof.digest) for proof in self._proofs)
+        return proofs, frozenset(map(WeakIdRef, parameters))
+
+    def _choose(self, args: tuple[Any, ...]) -> bool:
         agreed = [self._agree(proof, args) for proof in self._proofs]  # no rank leaves out an exchange
         if all(agreed):
-            return self._compiled
+            return True
         log.warning(
             "autofuse: a graph runs uncompiled, as the program has it: its ranks have different constants, "
             'so that slices cannot be proven equal; compile it with options={"schedule": "unchanged"}'
         )
-        return self._plainly
+        return False
 
     def _agree(self, proof: Proof, args: tuple[Any, ...]) -> bool:
         """Whether all ranks have this proof. RuntimeError on all ranks where a declared value differs."""

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from autofuse import lowering, passes
-from autofuse.agreeing import Agreed
+from autofuse.agreeing import Agreed, outcomes_of_frame
 from autofuse.declarations import Given, given
 from autofuse.lowering import torch_internals, watcher
 from autofuse.lowering.direct import generate_direct_calls
@@ -75,7 +75,7 @@ def compile_fused(
 
     compiled = torch_internals.compile_fx(gm, example_inputs, compile_graph, patches, region)
     if basis.proofs and as_written is not None:
-        compiled = Agreed(compiled, as_written, tuple(basis.proofs), inputs)
+        compiled = Agreed(compiled, as_written, tuple(basis.proofs), inputs, outcomes_of_frame())
     return _checked(compiled, groups)
 
 

@@ -8,6 +8,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from .compiler import (
     compile_fx,
     compile_fx_inner,
+    compiled_frame,
     compiles_for_a_file,
     compiles_here,
     compiling_variants,
@@ -103,6 +104,7 @@ __all__ = [
     "backward_number",
     "compile_fx",
     "compile_fx_inner",
+    "compiled_frame",
     "compiles_for_a_file",
     "compiles_here",
     "compiling_variants",

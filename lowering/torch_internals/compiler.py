@@ -48,6 +48,14 @@ def compiles_for_a_file() -> bool:
     return V.aot_compilation or any(getattr(functorch_config, name, False) for name in options)
 
 
+def compiled_frame() -> tuple[int, int] | None:
+    """The frame that dynamo compiles now, and how often it has compiled it before; None outside of dynamo."""
+    known = torch._guards.CompileContext.current_compile_id()
+    if known is None or known.frame_id is None or known.frame_compile_id is None:
+        return None
+    return known.frame_id, known.frame_compile_id
+
+
 def compiles_here() -> bool:
     """Whether Inductor runs its passes in this process, and not in one that knows no custom passes."""
     from torch._inductor import compile_fx

@@ -1,14 +1,18 @@
 """Schedules that rest on proofs, where ranks compare these, and what is a rank's own differs."""
 
 from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
-from torch import Tensor, nn
+from functorch.compile import make_boxed_func
+from torch import Tensor, fx, nn
 
 import autofuse
+from autofuse.lowering import torch_internals
 from tests.passes.harness import passes_only
 from tests.ranks import RankPool, fresh_group
 from tests.robustness.seven import integers
@@ -20,11 +24,12 @@ ROWS, COLUMNS = 16, 8
 class Normed(nn.Module):
     """A reduction with a norm behind it, whose operands are declared to be the same on all ranks."""
 
-    def __init__(self, bias: Tensor | None = None) -> None:
+    def __init__(self, bias: Tensor | None = None, check_every: int = 0) -> None:
         super().__init__()
         self.gamma = nn.Parameter(integers(2, COLUMNS))
         self.group, self.bias = fresh_group(), bias
-        autofuse.replicated(self, parameters=["gamma"], inputs=["residual"], group=self.group)
+        same = {"parameters": ["gamma"], "inputs": ["residual"]}
+        autofuse.replicated(self, **same, group=self.group, check_every=check_every)  # type: ignore[arg-type]
 
     def forward(self, x: Tensor, w: Tensor, residual: Tensor) -> Tensor:
         total = funcol.all_reduce(F.linear(x, w, self.bias), "sum", self.group)
@@ -54,3 +59,37 @@ def test_owners_apply_the_tail_of_products_that_differ(
 ) -> None:
     for forms in ranks(2).run(_by_owners, inner, biased):
         assert set(forms) == {"owner"}
+
+
+def _passes_alone(gm: fx.GraphModule, inputs: list[Any], **kwargs: Any) -> Callable[..., Any]:
+    """In place of Inductor, without its code."""
+    torch_internals.run_post_grad_passes(gm, inputs, kwargs.get("is_inference", False))
+    return make_boxed_func(gm.forward)
+
+
+def _compiled_again(rank: int, world: int, schedule: str, check_every: int) -> list[int]:
+    """The contracted dim changes on rank 1 alone, then the rows on both. How many graphs there are after
+    each call."""
+    torch._dynamo.reset()
+    model, options = Normed(check_every=check_every), {"policy": "always", "schedule": schedule}
+    graphs = []
+    with (
+        patch.object(torch_internals, "compile_fx_inner", _passes_alone),
+        autofuse.debug() as report,
+        torch.no_grad(),
+    ):
+        compiled = torch.compile(model, backend="autofuse", options=options)
+        for rows, inner in ((ROWS, 6), (ROWS, 6 + 3 * rank), (ROWS, 6), (2 * ROWS, 6 + rank)):
+            args = integers(rank, rows, inner), integers(7 + rank, COLUMNS, inner), integers(3, rows, COLUMNS)
+            torch.testing.assert_close(compiled(*args), model(*args))
+            graphs.append(len(report.graphs))
+    return graphs
+
+
+@pytest.mark.parametrize(("schedule", "check_every"), [("owner", 0), ("split", 0), ("split", 2)])
+def test_a_rank_that_compiles_again_alone_compares_no_proofs(
+    ranks: Ranks, schedule: str, check_every: int
+) -> None:
+    first, second = ranks(2).run(_compiled_again, schedule, check_every)
+    assert first == [1, 1, 1, 2]
+    assert second == [1, 2, 2, 3]
