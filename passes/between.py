@@ -17,7 +17,7 @@ from torch import fx
 from .choice.choose import Symbols, saved_us
 from .graph.anchors import Anchor
 from .graph.follow import SPLITS, aten, is_cast, is_view
-from .matchers.contractions import CONTRACTIONS
+from .matchers.contractions import is_contraction
 from .matchers.match import Match
 from .matchers.product import is_stage
 from .settings import Settings
@@ -57,7 +57,7 @@ def shared_matmuls(anchors: Sequence[Anchor]) -> Shared:
     for i, anchor in enumerate(anchors):
         if not gathered or anchor.kind not in _REDUCTIONS:
             continue
-        matmuls = _above([anchor.input], CONTRACTIONS.__contains__, lambda n: is_view(n) or is_stage(n))
+        matmuls = _above([anchor.input], is_contraction, lambda n: is_view(n) or is_stage(n))
         for matmul in matmuls:
             for node in _above(matmul.all_input_nodes, None, lambda n: is_view(n) or is_cast(n)):
                 if node in gathered and gathered[node] < i:

@@ -13,18 +13,24 @@ from autofuse.passes.graph.layout import Layout, Size, prod, same_shape
 from autofuse.passes.reasons import Reason, Reject
 
 from .embedding import Bag, check_bags, read_bag
-from .matmuls import grouped_offsets, one_weight
+from .matmuls import grouped_offsets, is_grouped, one_weight
 from .operands import Operand
 
-CONTRACTIONS = {
+_CONTRACTIONS = {
     aten.mm.default,
     aten.addmm.default,
     aten.bmm.default,
     aten.baddbmm.default,
     aten._scaled_mm.default,
-    aten._grouped_mm.default,
     aten.embedding.default,
 }
+
+
+def is_contraction(target: object) -> bool:
+    """Whether a product may begin with what a node calls."""
+    return target in _CONTRACTIONS or is_grouped(target)
+
+
 ROWS = "rows"
 """The contraction of a product whose x are the places of rows of w."""
 
@@ -141,7 +147,7 @@ def contraction(n: fx.Node, shapes: Shapes, batched: bool) -> Product | Reject:
     else:
         x, w = args[:2]
     layout = Layout.of(shape)
-    if n.target is aten._grouped_mm.default:
+    if is_grouped(n.target):
         offsets = grouped_offsets(n)
         if offsets is None or not batched:
             return Reject(Reason.NO_COMPUTE, f"{n.name} is no grouped matmul of rows")

@@ -30,7 +30,7 @@ from autofuse.passes.reasons import Reason, Reject
 
 from .combine import NOT_PERMUTED, batched, like, parts_of
 from .match import Context, Found, Match, Work, check_dtype, fill_biases, hand_out, replace_result, values
-from .matmuls import grouped_offsets, linear_operands
+from .matmuls import grouped_offsets, is_grouped, linear_operands
 from .placement import permutes_all, row_index
 from .readers import Reader, find_readers, reread
 from .rows import Rows, split_rows
@@ -300,11 +300,7 @@ def _match_dropless(anchor: Anchor, context: Context) -> Found:
         users = list(index.users)
     else:
         users = [r.user for r in readers]
-    grouped = [
-        u
-        for u in users
-        if u.target is aten._grouped_mm.default and u.args[0] is rows and u.args[1] is not rows
-    ]
+    grouped = [u for u in users if is_grouped(u.target) and u.args[0] is rows and u.args[1] is not rows]
     grouped = [u for u in grouped if grouped_offsets(u) is not None]
     if not grouped:
         return Reject(Reason.NO_COMPUTE, "no grouped matmul reads what is exchanged")

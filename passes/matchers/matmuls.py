@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import torch
 from torch import fx
 
 from autofuse.passes.graph.follow import argument, aten, expression, tensor
 
 MATMULS = (aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default)
 """The nodes that `linear_operands` reads."""
+_OF_HUGGING_FACE = "transformers::grouped_mm_fallback"
+"""A grouped matmul of dtypes other than bfloat16, whose `_grouped_mm` Inductor does not take."""
 
 
 def linear_operands(n: fx.Node, vector_bias: bool = True) -> tuple[fx.Node, fx.Node, fx.Node | None] | None:
@@ -38,8 +41,15 @@ def is_scaled(n: fx.Node) -> bool:
     return not argument(n, 3, "beta", 1) == argument(n, 4, "alpha", 1) == 1
 
 
+def is_grouped(target: object) -> bool:
+    """Whether what a node calls is a grouped matmul: that of torch, or of Hugging Face."""
+    if target is aten._grouped_mm.default:
+        return True
+    return isinstance(target, torch._ops.OpOverload) and target.name() == _OF_HUGGING_FACE
+
+
 def grouped_offsets(n: fx.Node) -> fx.Node | None:
-    """The offsets of a `_grouped_mm` of `[rows, K]` with weights `[E, K, N]` and no bias; else None."""
+    """The offsets of a grouped matmul of `[rows, K]` with weights `[E, K, N]` and no bias; else None."""
     x, w = tensor(n.args[0]), tensor(n.args[1])
     offsets = argument(n, 2, "offs")
     plain = argument(n, 3, "bias") is None and argument(n, 4, "out_dtype") is None

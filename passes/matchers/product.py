@@ -23,7 +23,7 @@ from autofuse.passes.graph.layout import Digit, Layout, Size, compose, merge, sa
 from autofuse.passes.graph.paths import between
 from autofuse.passes.reasons import Reason, Reject
 
-from .contractions import CONTRACTIONS, ROWS, Product, bags_of, contraction, pooled_rows
+from .contractions import ROWS, Product, bags_of, contraction, is_contraction, pooled_rows
 from .operands import Operand, broadcast
 from .token_sums import CHOICES, GROUPED, added_rows, adds_rows, chosen_rows, rows_of_experts
 
@@ -77,7 +77,7 @@ def _match(
         more = n.target in CHOICES if batched is Batch.ROWS else not batched and adds_rows(n)
         return (
             more
-            or n.target in CONTRACTIONS
+            or is_contraction(n.target)
             or is_stage(n)
             or is_fused(n)
             or (not batched and bool(bags_of(n)))
@@ -118,7 +118,7 @@ def _moves_a_matmul(n: fx.Node) -> bool:
     work = [n]
     while work:
         node = work.pop()
-        if node.target in CONTRACTIONS:
+        if is_contraction(node.target):
             return True
         moves = is_view(node) or is_stage(node) or node.target is aten.constant_pad_nd.default
         if node not in seen and moves:
@@ -155,7 +155,7 @@ def _leaf(n: fx.Node, shapes: Shapes, batched: Batched) -> Product | Reject:
         return added_rows(n, shapes, partial(_match, shapes=shapes, batched=Batch.ROWS), _extend)
     if bags_of(n):
         return pooled_rows(n, shapes)
-    if n.target in CONTRACTIONS:
+    if is_contraction(n.target):
         return rows_of_experts(n, shapes) if batched is Batch.ROWS else contraction(n, shapes, bool(batched))
     if n.target in _BINARY:
         return _binary(n, shapes, batched)

@@ -20,6 +20,7 @@ from autofuse.passes.graph.row_numbers import FROM_EITHER_END
 from autofuse.passes.reasons import Reason, Reject
 
 from .contractions import Product, contraction
+from .matmuls import is_grouped
 from .operands import Operand
 from .placement import repeated_index, row_index
 from .rows import is_natural
@@ -43,7 +44,7 @@ def adds_rows(n: fx.Node) -> bool:
 
 def rows_of_experts(n: fx.Node, shapes: Shapes) -> Product | Reject:
     """The contraction of a grouped or batched matmul as rows `[R, N]`."""
-    if n.target not in (aten._grouped_mm.default, aten.bmm.default):
+    if n.target is not aten.bmm.default and not is_grouped(n.target):
         return Reject(Reason.NO_COMPUTE, f"{n.name} is no matmul of several experts")
     found = contraction(n, shapes, batched=True)
     if isinstance(found, Reject):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,9 @@ from .dense import AR, RS, group
 from .harness import Program
 
 EXPERTS, D, H, TOKENS, TOP = 4, 16, 24, 12, 2
+
+
+Grouped = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class _Copied(torch.autograd.Function):
@@ -38,12 +42,21 @@ class _Summed(torch.autograd.Function):
         return grad
 
 
+def grouped_mm(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
+    return torch._grouped_mm(x, w, offs=ends)
+
+
+def grouped_mm_of_hugging_face(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
+    """What its models call in dtypes other than bfloat16."""
+    return torch.ops.transformers.grouped_mm_fallback(x, w, ends)
+
+
 class Experts(nn.Module):
     """how: the spelling of the sum over the experts of a token; `scattered`: over the tokens of ranks."""
 
-    def __init__(self, how: str, scattered: bool = False) -> None:
+    def __init__(self, how: str, scattered: bool = False, grouped: Grouped = grouped_mm) -> None:
         super().__init__()
-        self.how, self.scattered = how, scattered
+        self.how, self.scattered, self.grouped = how, scattered, grouped
         self.gate = nn.Linear(D, EXPERTS, bias=False)
         self.up = nn.Parameter(torch.randn(EXPERTS, 2 * H, D) * 0.2)
         self.down = nn.Parameter(torch.randn(EXPERTS, D, H) * 0.2)
@@ -61,8 +74,8 @@ class Experts(nn.Module):
         experts, order = torch.sort(chosen.view(-1))
         token, score = order // TOP, scores.view(-1)[order]
         ends = torch.histc(experts.float(), bins=EXPERTS, min=0, max=EXPERTS - 1).cumsum(0, dtype=torch.int32)
-        h = self.act(torch._grouped_mm(x[token], self.up.mT, offs=ends))
-        out = torch._grouped_mm(h, self.down.mT, offs=ends) * score.unsqueeze(-1)
+        h = self.act(self.grouped(x[token], self.up.mT, ends))
+        out = self.grouped(h, self.down.mT, ends) * score.unsqueeze(-1)
         if self.how == "index_add":
             return torch.zeros_like(x).index_add(0, token, out.to(x.dtype))
         if self.how == "scatter_add":
@@ -88,11 +101,14 @@ class Experts(nn.Module):
 
 
 def build(
-    how: str, dtype: torch.dtype = torch.bfloat16, scattered: bool = False, grad: bool = False
-) -> Callable[[int, int], tuple[Callable[..., Any], tuple[Any, ...]]]:
+    how: str, dtype: torch.dtype = torch.bfloat16, scattered: bool = False, grad: bool = False,
+    grouped: Grouped = grouped_mm,
+) -> Callable[[int, int], tuple[Callable[..., Any], tuple[Any, ...]]]:  # fmt: skip
     def make(world: int, rank: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        if grouped is grouped_mm_of_hugging_face:
+            importlib.import_module("transformers.integrations.moe")  # defines its op
         torch.manual_seed(rank)
-        model = Experts(how, scattered).to(dtype)
+        model = Experts(how, scattered, grouped).to(dtype)
         torch.manual_seed(0)
         with torch.no_grad():
             model.gate.weight.normal_()
@@ -115,6 +131,14 @@ PROGRAMS: dict[str, Program] = {
     "index_add": Program(build("index_add"), {"inference": [AR]}, tolerance=0.02),
     "scatter_add, scattered": Program(
         build("scatter_add", scattered=True), {"inference": [RS]}, tolerance=0.02
+    ),
+    "grouped matmuls of Hugging Face": Program(
+        build("sum", torch.float32, grouped=grouped_mm_of_hugging_face), {"inference": [AR]}
+    ),
+    "grouped matmuls of Hugging Face, training": Program(
+        build("sum", torch.float32, grad=True, grouped=grouped_mm_of_hugging_face),
+        {"forward": [AR], "backward": [AR]},
+        grad=True,
     ),
     "sum, rows from the end": Program(build("sum from the end"), {"inference": [AR]}, tolerance=0.02),
     "index_put, tokens from the end": Program(
