@@ -31,7 +31,15 @@ def decompositions_before(config_patches: Mapping[str, Any]) -> dict[Any, Any]:
 
     with config.patch(dict(config_patches)):
         table = select_decomp_table()
-    return _Table((op, function) for op, function in table.items() if op not in _hiding())
+    kept = _Table((op, function) for op, function in table.items() if op not in _hiding())
+    kept[torch.ops.aten.mul.Tensor] = _times_zero
+    return kept
+
+
+def _times_zero(x: torch.Tensor, factor: object) -> torch.Tensor:
+    if isinstance(factor, int) and factor == 0 and x.dtype.is_floating_point:
+        return torch.ops.aten.mul.Tensor(x, 0.0)
+    return NotImplemented
 
 
 class _Table(dict[Any, Any]):
