@@ -268,7 +268,8 @@ def _binary(n: fx.Node, shapes: Shapes, batched: Batched) -> Product | Reject:
             continue
         assert isinstance(side, fx.Node)
         if not isinstance(other, fx.Node):
-            return _extend(found, side, n, f"{stage} {other}")
+            number = int(other) if isinstance(other, bool) else other
+            return _extend(found, side, n, f"{stage} {number}")
         operand = broadcast(other, n, found.layout, found.shape, shapes)
         if operand is not None:
             return _extend(found, side, n, f"{stage} %{len(found.operands)}", operand)

@@ -28,6 +28,6 @@ def _weighted(rank: int, world: int, weights: list[int]) -> list[str]:
     return [str(site.pattern) for site in report.fused]
 
 
-@pytest.mark.parametrize("weights", [[3, 0]], ids=str)
+@pytest.mark.parametrize("weights", [[3, 0], [True, False]], ids=str)
 def test_a_product_times_zero(ranks: Ranks, weights: list[int]) -> None:
     assert ranks(2).run(_weighted, weights, timeout=40) == [["matmul_all_reduce"]] * 2
