@@ -22,6 +22,8 @@ from autofuse.lowering.gpu.choice.work import Constants, Start
 
 PRIOR = 0.06
 """Weight of where a fit begins: of a constant that is off by its spread, in units of a measurement."""
+ELSEWHERE = 0.3
+"""Weight of a measurement on another kind of GPU, beside one on the kind that is fitted."""
 SPREAD = 0.1
 """Of the logarithm of a configuration's factor."""
 
@@ -38,11 +40,6 @@ class Sample:
     @cached_property
     def factor(self) -> str:
         return factor_of(self.problem.op, self.way.name, self.way.work(self.problem))
-
-    @cached_property
-    def models(self) -> set[tuple[str, int]]:
-        """The models that its prediction asks for, each with the number of ranks."""
-        return {(work.model, self.problem.world) for work in self.way.work(self.problem)}
 
     def predicted(self, model: Model) -> float:
         """Microseconds, with the constants of `model`."""
@@ -61,19 +58,25 @@ def samples_of(
     return found
 
 
-def completed(own: Sequence[Sample], others: Iterable[Sample]) -> list[Sample]:
+def completed(gpu: Gpu, own: Sequence[Sample], others: Iterable[Sample]) -> list[Sample]:
     """The samples of a kind of GPU, and those of kernels on other kinds with numbers of ranks that it lacks.
 
-    Constants that are fitted to one number of ranks tell little of another.
+    Constants that are fitted to one number of ranks tell little of another. A kind that has no sample of a
+    model takes the constants of another kind as they are.
     """
-    covered = {each for sample in own for each in sample.models}
+    begin = Model(gpu)
+
+    def models(sample: Sample) -> set[str]:
+        return {*_uses(gpu, sample, begin)}
+
+    covered = {(model, sample.problem.world) for sample in own for model in models(sample)}
     known = {model for model, _ in covered}
-    lacking = [
-        sample
-        for sample in others
-        if sample.way.fused and not sample.models <= covered and {m for m, _ in sample.models} <= known
-    ]
-    return [*own, *lacking]
+
+    def lacks(sample: Sample) -> bool:
+        of = models(sample)
+        return of <= known and any((model, sample.problem.world) not in covered for model in of)
+
+    return [*own, *(sample for sample in others if sample.way.fused and lacks(sample))]
 
 
 def fit(gpu: Gpu, samples: Sequence[Sample], factors: bool = True, begin: Model | None = None) -> Model:
@@ -141,6 +144,8 @@ class _Fit:
     names: list[tuple[str, str]] = field(default_factory=list)
     """Model and constant."""
     ways: list[str] = field(default_factory=list)
+    _weights: Tensor = field(init=False)
+    """Of the samples."""
 
     def run(self) -> Model:
         starts = {model: start for _, use in self.chosen for model, start in use.items()}
@@ -151,6 +156,7 @@ class _Fit:
         begin = [math.log(first) for first, _ in firsts] + [0.0] * len(self.ways)
         spreads = [spread for _, spread in firsts] + [SPREAD] * len(self.ways)
         measured = _tensor(math.log(sample.us) for sample, _ in self.chosen)
+        self._weights = _tensor(1.0 if sample.gpu is None else ELSEWHERE for sample, _ in self.chosen)
 
         def residuals(logs: Tensor) -> Tensor:
             model = self._at(logs)
@@ -186,14 +192,14 @@ class _Fit:
         return self._compared(found)
 
     def _compared(self, logs: Tensor) -> Tensor:
-        """Without what all ways of a problem share, where a problem does not know all of its sizes."""
+        """Without what all ways of a problem share, where a problem does not know all its sizes; weighted."""
         of: dict[Problem, list[int]] = {}
         for row, (sample, _) in enumerate(self.chosen):
             if not sample.problem.is_whole:
                 of.setdefault(sample.problem, []).append(row)
         for rows in of.values():
             logs[rows] -= logs[rows].mean(0)
-        return logs
+        return logs * (self._weights if logs.dim() == 1 else self._weights[:, None])
 
 
 def _tensor(values: Iterable[float]) -> Tensor:

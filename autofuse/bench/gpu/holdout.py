@@ -72,7 +72,7 @@ def _is_whole(point: Point) -> bool:
 @cache
 def _fitted(gpu: Gpu, points: Points, factors: bool) -> Model:
     """The model that is fitted to `points`. Kept, since several forms ask for the same one."""
-    return fit(gpu, samples_at(points), factors)
+    return fit(gpu, samples_at(gpu, points), factors)
 
 
 def predicted(factors: bool = True, corrected: bool = True) -> Form:

@@ -13,7 +13,7 @@ from autofuse.bench.gpu.experts.cells import COMBINE, DISPATCH, MODELS
 from autofuse.fit_ways import Sample, completed, fit, samples_of
 from autofuse.lowering.buckets import BUCKET
 from autofuse.lowering.gpu.choice import model
-from autofuse.lowering.gpu.choice.gpu import described, gpu_name
+from autofuse.lowering.gpu.choice.gpu import Gpu, described, gpu_name
 from autofuse.lowering.gpu.choice.kernel import MOST_BYTES, Kernel, Problem, Way
 from autofuse.lowering.gpu.choice.points import Point, shipped
 from autofuse.lowering.gpu.dense.ways import GATHER, PUBLISH, REDUCE, SCATTER, DenseProblem
@@ -109,7 +109,7 @@ def weight_of(point: Point) -> tuple[int, int]:
     return point.k * (point.world if cuts_k else 1), point.n * (1 if cuts_k else point.world)
 
 
-def samples_at(points: Sequence[Point]) -> list[Sample]:
+def samples_at(gpu: Gpu, points: Sequence[Point]) -> list[Sample]:
     """What the constants of a kind of GPU are fitted to: its points, and what `completed` takes of those of
     other kinds."""
 
@@ -123,7 +123,7 @@ def samples_at(points: Sequence[Point]) -> list[Sample]:
         there = model.shipped(kind)
         if there is not None:
             others += samples_of(at(kind), there.gpu)
-    return completed(samples_of(at("")), others)
+    return completed(gpu, samples_of(at("")), others)
 
 
 def fit_shipped(kind: str, output: Path | None = None) -> Path:
@@ -142,5 +142,5 @@ def fit_shipped(kind: str, output: Path | None = None) -> Path:
     gpu = described(torch.device("cuda", 0)) if known is None else known.gpu
     path = output or model.path_of(kind)
     begin = None if kind == model.MEASURED else replace(model.measured(), gpu=gpu)
-    path.write_text(fit(gpu, samples_at(points), begin=begin).to_json())
+    path.write_text(fit(gpu, samples_at(gpu, points), begin=begin).to_json())
     return path
