@@ -144,8 +144,11 @@ class _Fit:
     names: list[tuple[str, str]] = field(default_factory=list)
     """Model and constant."""
     ways: list[str] = field(default_factory=list)
-    _weights: Tensor = field(init=False)
-    """Of the samples."""
+
+    @cached_property
+    def weights(self) -> Tensor:
+        """Of the samples."""
+        return _tensor(1.0 if sample.gpu is None else ELSEWHERE for sample, _ in self.chosen)
 
     def run(self) -> Model:
         starts = {model: start for _, use in self.chosen for model, start in use.items()}
@@ -156,7 +159,6 @@ class _Fit:
         begin = [math.log(first) for first, _ in firsts] + [0.0] * len(self.ways)
         spreads = [spread for _, spread in firsts] + [SPREAD] * len(self.ways)
         measured = _tensor(math.log(sample.us) for sample, _ in self.chosen)
-        self._weights = _tensor(1.0 if sample.gpu is None else ELSEWHERE for sample, _ in self.chosen)
 
         def residuals(logs: Tensor) -> Tensor:
             model = self._at(logs)
@@ -192,14 +194,14 @@ class _Fit:
         return self._compared(found)
 
     def _compared(self, logs: Tensor) -> Tensor:
-        """Without what all ways of a problem share, where a problem does not know all its sizes; weighted."""
+        """Weighted. Where a problem does not know all of its sizes, without what its ways share."""
         of: dict[Problem, list[int]] = {}
         for row, (sample, _) in enumerate(self.chosen):
             if not sample.problem.is_whole:
                 of.setdefault(sample.problem, []).append(row)
         for rows in of.values():
             logs[rows] -= logs[rows].mean(0)
-        return logs * (self._weights if logs.dim() == 1 else self._weights[:, None])
+        return logs * (self.weights if logs.dim() == 1 else self.weights[:, None])
 
 
 def _tensor(values: Iterable[float]) -> Tensor:

@@ -180,8 +180,8 @@ def run_reduce(op: str, args: "Reduction") -> Any:
 
 @lru_cache(maxsize=2048)
 def _told(site: str, kind: Kind) -> str:
-    """A call as ranks that agree on a proof name it: without the contracted dim and what is added to the
-    product, which may be a rank's own."""
+    """The name of a call whose proofs ranks compare. It has neither the contracted dim nor what is added to
+    the product, since these may differ between ranks."""
     p = infer_product(kind)
     m, n = p.shape
     return f"{kind.op} at {place(site)}, {kind.reduce_op} {p.dtype} [{m}, {n}], tail {kind.tail!r}"

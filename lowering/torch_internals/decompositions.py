@@ -25,19 +25,22 @@ def decompose_later(graph: fx.Graph) -> None:
 
 
 def decompositions_before(config_patches: Mapping[str, Any]) -> dict[Any, Any]:
-    """Inductor's decompositions under these changes to its configuration, without those of `_hiding`."""
+    """Inductor's decompositions under these changes to its configuration, without those of `_hiding`, with
+    `_times_zero`."""
     from torch._inductor import config
     from torch._inductor.decomposition import select_decomp_table
 
     with config.patch(dict(config_patches)):
         table = select_decomp_table()
-    kept = _Table((op, function) for op, function in table.items() if op not in _hiding())
+    hiding = _hiding()
+    kept = _Table((op, function) for op, function in table.items() if op not in hiding)
     kept[torch.ops.aten.mul.Tensor] = _times_zero
     return kept
 
 
 def _times_zero(x: torch.Tensor, factor: object) -> torch.Tensor:
-    """Inductor takes `x * 0` for a constant before the fusion, so that x is dead; not `x * 0.0`."""
+    """Replace `x * 0` by `x * 0.0`. Before the fusion Inductor replaces the former by a constant, and x is
+    dead then; it keeps the latter."""
     if isinstance(factor, int) and factor == 0 and x.dtype.is_floating_point:
         return torch.ops.aten.mul.Tensor(x, 0.0)
     return NotImplemented

@@ -10,7 +10,7 @@ from autofuse.passes.graph.follow import argument, aten, expression, tensor
 MATMULS = (aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default)
 """The nodes that `linear_operands` reads."""
 _OF_HUGGING_FACE = "transformers::grouped_mm_fallback"
-"""A grouped matmul of dtypes other than bfloat16, whose `_grouped_mm` Inductor does not take."""
+"""The op that Hugging Face calls instead of `_grouped_mm` in compiled code, unless in bfloat16."""
 
 
 def linear_operands(n: fx.Node, vector_bias: bool = True) -> tuple[fx.Node, fx.Node, fx.Node | None] | None:

@@ -1,4 +1,4 @@
-"""Each rank decides by itself which matmuls Inductor pads. The decision does not change what is fused.
+"""Each rank measures by itself which matmuls Inductor pads. Ranks that pad other matmuls fuse the same sites.
 
 CPUs stand for GPUs: Inductor's check of the device, and ours, are patched.
 """

@@ -66,6 +66,12 @@ def fake_group(world: int, rank: int = 0) -> Iterator[None]:
         torch._dynamo.reset()
 
 
+def without_code(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
+    """In place of Inductor's `compile_fx_inner`: its post-grad passes, then the graph as it stands."""
+    torch_internals.run_post_grad_passes(gm, example_inputs, kwargs.get("is_inference", False))
+    return make_boxed_func(gm.forward)
+
+
 def passes_only(policy: str = "always", **options: Any) -> Callable[..., Any]:
     """A backend: everything up to Inductor's post-grad passes, then the graph as it stands.
 
@@ -81,8 +87,7 @@ def passes_only(policy: str = "always", **options: Any) -> Callable[..., Any]:
 
         def compile_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
             with fusion.compiling(graph_kind(kwargs)):
-                torch_internals.run_post_grad_passes(gm, example_inputs, kwargs.get("is_inference", False))
-            return make_boxed_func(gm.forward)
+                return without_code(gm, example_inputs, **kwargs)
 
         return torch_internals.compile_fx(gm, example_inputs, compile_graph, patches)
 

@@ -1,19 +1,17 @@
-"""Schedules that rest on proofs, where ranks compare these, and what is a rank's own differs."""
+"""Ranks compare the proofs that a schedule rests on, and accept differences that the fused op allows."""
 
 from collections.abc import Callable
-from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
-from functorch.compile import make_boxed_func
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 import autofuse
 from autofuse.lowering import torch_internals
-from tests.passes.harness import passes_only
+from tests.passes.harness import passes_only, without_code
 from tests.ranks import RankPool, fresh_group
 from tests.robustness.seven import integers
 
@@ -22,7 +20,7 @@ ROWS, COLUMNS = 16, 8
 
 
 class Normed(nn.Module):
-    """A reduction with a norm behind it, whose operands are declared to be the same on all ranks."""
+    """An all_reduce, then a residual and a norm. Both operands are declared to be the same on all ranks."""
 
     def __init__(self, bias: Tensor | None = None, check_every: int = 0) -> None:
         super().__init__()
@@ -61,12 +59,6 @@ def test_owners_apply_the_tail_of_products_that_differ(
         assert set(forms) == {"owner"}
 
 
-def _passes_alone(gm: fx.GraphModule, inputs: list[Any], **kwargs: Any) -> Callable[..., Any]:
-    """In place of Inductor, without its code."""
-    torch_internals.run_post_grad_passes(gm, inputs, kwargs.get("is_inference", False))
-    return make_boxed_func(gm.forward)
-
-
 def _compiled_again(rank: int, world: int, schedule: str, check_every: int) -> list[int]:
     """The contracted dim changes on rank 1 alone, then the rows on both. How many graphs there are after
     each call."""
@@ -74,7 +66,7 @@ def _compiled_again(rank: int, world: int, schedule: str, check_every: int) -> l
     model, options = Normed(check_every=check_every), {"policy": "always", "schedule": schedule}
     graphs = []
     with (
-        patch.object(torch_internals, "compile_fx_inner", _passes_alone),
+        patch.object(torch_internals, "compile_fx_inner", without_code),
         autofuse.debug() as report,
         torch.no_grad(),
     ):

@@ -110,12 +110,12 @@ def weight_of(point: Point) -> tuple[int, int]:
 
 
 def samples_at(gpu: Gpu, points: Sequence[Point]) -> list[Sample]:
-    """What the constants of a kind of GPU are fitted to: its points, and what `completed` takes of those of
-    other kinds."""
+    """The samples that the constants of a kind of GPU are fitted to: those of its own points, and those
+    of the points of other kinds that `completed` takes."""
 
-    def at(gpu: str) -> Iterator[tuple[Problem, dict[str, float]]]:
+    def at(kind: str) -> Iterator[tuple[Problem, dict[str, float]]]:
         for point in points:
-            if point.gpu == gpu and (problem := problem_at(point)) is not None:
+            if point.gpu == kind and (problem := problem_at(point)) is not None:
                 yield problem, dict(point.times)
 
     others: list[Sample] = []

@@ -210,8 +210,8 @@ def _fsdp2(params: list[Tensor]) -> Callable[[], object]:
 
 
 def shard(model: nn.Module, layers: Iterable[nn.Module], device: torch.device) -> None:
-    """Let FSDP2 shard each layer, and what is left of the model. It keeps gathered parameters from the
-    forward to the backward."""
+    """Shard each layer, and the rest of the model, with FSDP2. Parameters that the forward has gathered stay
+    gathered until the backward."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 

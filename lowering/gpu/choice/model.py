@@ -57,7 +57,7 @@ class Model:
 
 def factor_of(op: str, way: str, works: Sequence[Work]) -> str:
     """What the factor of a way is found by. A factor belongs to the constants that it was fitted with, of the
-    models of its works. Several matmuls have that of one."""
+    models of its works. Ways with several matmuls have the factor of those with one."""
     return f"{op}: {way}: {_AND.join(dict.fromkeys(work.model for work in works))}"
 
 
