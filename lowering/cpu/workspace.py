@@ -65,7 +65,7 @@ class Workspace:
         self._meeting = 0
         self._generation = 0
         self._failure = ""
-        self._spin_us = _LONG_SPIN_US if world <= (os.cpu_count() or 1) else _SPIN_US
+        self._can_spin = world <= (os.cpu_count() or 1)
         self._keys: dict[tuple[str, str, str, int], tuple[int, bytes]] = {}
         self._data: list[Tensor] = []
         self._typed: dict[torch.dtype, list[Tensor]] = {}
@@ -86,11 +86,14 @@ class Workspace:
             rendezvous.discard(self._peers, 0)
             raise
 
-    def call(self, op: str, site: str, key: str, nbytes: int) -> "Call":
+    def call(self, op: str, site: str, key: str, nbytes: int, spin_us: int = 0) -> "Call":
         """A collective call; enter it with `with`. `op`, `site` (but for folders), `key` (shapes, plan)
         and `nbytes`, the bytes needed of every rank's buffer, must be the same on all ranks; otherwise
-        entering it or the first wait raises RuntimeError on all. Calls of one process run one by one."""
-        return Call(self, op, site, key, nbytes)
+        entering it or the first wait raises RuntimeError on all. Calls of one process run one by one.
+
+        spin_us: how long a wait spins before it sleeps, if every rank has a processor; 0: as in calls that
+        compute."""
+        return Call(self, op, site, key, nbytes, spin_us)
 
     def _fail(self, reason: str, tell: bool = True) -> None:
         """Make this and all later calls raise `reason`, here and, with `tell`, on ranks that wait for us."""
@@ -110,8 +113,9 @@ class Workspace:
 class Call:
     """One epoch of a workspace. All methods are for use inside `with`."""
 
-    def __init__(self, workspace: Workspace, op: str, site: str, key: str, nbytes: int) -> None:
+    def __init__(self, workspace: Workspace, op: str, site: str, key: str, nbytes: int, spin_us: int) -> None:
         self.op, self.site, self.nbytes = op, site, nbytes
+        self._spin_us = (spin_us or _LONG_SPIN_US) if workspace._can_spin else _SPIN_US
         self.epoch = 0
         self._warned = 0
         self._ws = workspace
@@ -263,7 +267,7 @@ class Call:
     def _await(self, slot: int, value: int, source: int, tile: int) -> None:
         ws = self._ws
         status = cpu.wait(
-            slot, value, self._header[source], self.epoch, self._hash, ws._spin_us, self._slice_ms
+            slot, value, self._header[source], self.epoch, self._hash, self._spin_us, self._slice_ms
         )
         if status == cpu.OK:
             return

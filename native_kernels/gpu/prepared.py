@@ -163,6 +163,15 @@ class Guard:
 Start: TypeAlias = Callable[..., int]
 """`start(stream, *addresses of the operands)`: 0, or why the launch must go the long way."""
 
+Values: TypeAlias = Sequence[tuple[int, bytes]]
+"""Parameters that differ from call to call, other than addresses of operands: their offsets and bytes."""
+
+
+def tell(start: Start, values: Values) -> None:
+    """The next starts have these parameters. start: of one launch. Nothing may start it meanwhile."""
+    for offset, found in values:
+        ctypes.memmove(start.params + offset, found, len(found))  # type: ignore[attr-defined]
+
 
 def prepare(launches: Sequence[Launched | None], operands: Sequence[Tensor], guard: Guard) -> Start | None:
     """The launches of a call, one behind the other; None where they cannot be launched so."""
@@ -225,6 +234,7 @@ def _prepared(
         return result
 
     start.held = prepared, guard, params, offsets, table, launched.held  # type: ignore[attr-defined]
+    start.params = ctypes.addressof(params)  # type: ignore[attr-defined]
     return _One(start, frozenset(place.operand for place in places))
 
 

@@ -1,5 +1,6 @@
 """Every op's calls go on in one launch once one has been made; the driver only notes what it gets."""
 
+import ctypes
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -32,8 +33,10 @@ from autofuse.lowering.gpu.experts.ways import COMBINE, DISPATCH, DROPLESS, Drop
 from autofuse.lowering.gpu.memory.descriptors import Descriptors
 from autofuse.lowering.ops.library import FUSED_OPS
 from autofuse.native_kernels.cuda.kernels.dropless_combine import dropless_combine_needs
+from autofuse.native_kernels.cuda.kernels.dropless_dispatch import _Params as DispatchParams
 from autofuse.native_kernels.cuda.kernels.dropless_dispatch import dropless_dispatch_needs
 from autofuse.native_kernels.gpu import prepared
+from autofuse.native_kernels.gpu.prepared import recording
 from autofuse.native_kernels.gpu.state import MOST_TAIL_COLUMNS
 from tests.kernels.faked_driver import Driver, Words, faked
 from tests.kernels.launched import peer_memory
@@ -198,6 +201,51 @@ def test_dropless_calls_of_any_number_of_rows_are_of_one_kind(op: str) -> None:
         wrong = list(given(100, 120))
         wrong[9 if op == COMBINE else 6] = [1, 2]
         assert quick.again(made, tuple(wrong)) is None
+
+
+def test_a_dropless_dispatch_goes_the_short_way_with_its_own_rows() -> None:
+    """Once for each height of tiles, which depends on the rows of this rank; without rows the long way."""
+    experts, k, n = 2, 256, 512
+    problem = DroplessProblem(DISPATCH + DROPLESS, experts, k, n, WORLD, torch.bfloat16, 132, weights=2)
+    way = next(way for name, way in ways_of(problem).items() if name.startswith("clusters"))
+    w, ends = [torch.empty(experts, k, n, dtype=torch.bfloat16) for _ in range(2)], torch.zeros(experts)
+    none, cuda = [None, None], {"is_current_stream_capturing": lambda: False, "current_device": lambda: 0}
+
+    def called(received: int, sent: int) -> tuple[Any, ...]:
+        rows = Rows(ends.int(), torch.arange(received), [received, 0], [sent - sent // 3, sent // 3])
+        return _rows(sent, k), w, none, rows, False
+
+    def parameters(given: bytes) -> Any:
+        return DispatchParams.from_buffer_copy(given[: ctypes.sizeof(DispatchParams)])
+
+    told = patch.object(dropless, "told_by_all", lambda *given: given[-1])
+    with faked() as driver, patch.multiple(torch.cuda, **cuda), told:
+        workspace = _workspace(driver, replace(way, need=dropless_dispatch_needs(1 << 12, k, WORLD)))
+        made = DroplessDispatch(DISPATCH, workspace, way, problem, None, "s")
+        for received, sent in ((120, 100), (110, 3), (1000, 70), (900, 80), (0, 90), (110, 0), (100, 90)):
+            given, before = called(received, sent), len(driver.launches)
+            for _ in range(2):
+                made(*given)
+            with recording() as launches:
+                made(*given)
+            (long,) = launches
+            assert long is not None
+            driver.sizes = [[len(long.params)]]
+            outputs = made.again(*given)
+            assert outputs is not None
+            assert [y.shape for y in outputs] == [(received, n)] * 2
+            if not (received and sent):
+                assert len(driver.launches) == before
+                continue
+            found, like = parameters(driver.launches[before][-1][0]), parameters(long.params)
+            assert list(found.out)[:2] == [y.data_ptr() for y in outputs]
+            if launches:
+                assert (found.parts, found.offsets, found.positions) == (
+                    like.parts,
+                    like.offsets,
+                    like.positions,
+                )
+                assert (found.rows, *found.sent, *found.received) == (like.rows, *like.sent, *like.received)
 
 
 def _run(op: str, made: Any, given: tuple[Any, ...]) -> Any:

@@ -69,10 +69,15 @@ def chosen(options: Options, world: int) -> list[Cell]:
     if not options.rows:
         return found
     # The end of a number is the end of a name: `decode 1` is not the beginning of `decode 16`.
-    patterns = [re.compile(rf"{re.escape(row)}(?!\d)") for row in options.rows]
-    named = [cell for pattern in patterns for cell in found if pattern.search(cell.name)]
-    if not named:
-        raise ValueError(f"--rows: no cell is named like {', '.join(options.rows)}")
+    named: list[Cell] = []
+    for row in options.rows:
+        pattern = re.compile(rf"{re.escape(row)}(?!\d)")
+        these = [cell for cell in found if pattern.search(cell.name)]
+        if not these:
+            raise ValueError(
+                f"--rows: no cell is named like {row}; there are {', '.join(c.name for c in found)}"
+            )
+        named += these
     return list(dict.fromkeys(named))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from math import prod
+from threading import Lock
 from typing import Any, TypeAlias
 
 import torch
@@ -14,7 +15,7 @@ from autofuse.lowering.gpu.memory.workspace import GpuWorkspace
 from autofuse.lowering.runs import Note
 from autofuse.lowering.torch_internals import current_raw_stream, empty_strided
 from autofuse.native_kernels.gpu.memory import Need, PeerMemory
-from autofuse.native_kernels.gpu.prepared import Start, prepare, recording
+from autofuse.native_kernels.gpu.prepared import Start, Values, prepare, recording, tell
 
 from .kernel import Launch, Problem, Way
 
@@ -62,12 +63,19 @@ class Launcher:
         self._note = note
         self._at: Launch | None = None
         self._new, self._launches = False, 0
-        self._start: Start | None = None
+        self._starts: dict[Hashable, Start | None] = {}
+        self._telling = Lock()
 
     @property
     def is_short(self) -> bool:
         """Whether `again` may launch."""
-        return self._start is not None
+        return self._starts.get(None) is not None
+
+    @property
+    def memory(self) -> PeerMemory:
+        """Of the last call that was let in."""
+        assert self._at is not None
+        return self._at.memory
 
     def is_next(self) -> bool:
         """Whether the last fused call of the GPU was made on the current stream."""
@@ -84,13 +92,13 @@ class Launcher:
 
     def again(
         self, operands: Sequence[Tensor], results: Sequence[Contiguous], more: Sequence[Tensor] = (),
-        dtypes: Sequence[torch.dtype] = (),
+        dtypes: Sequence[torch.dtype] = (), form: Hashable = None, values: Values = (),
     ) -> list[Tensor] | None:  # fmt: skip
-        """Launches what was launched before, with operands of the same layouts: those before the results,
-        then the results, which it allocates and returns, then more. dtypes: of the results, without which
-        they have that of the first operand. None if the call has to go the long way: `enter`, `launch`,
+        """Launches what was launched before in this form, with operands of the same layouts: those before the
+        results, then the results, which it allocates and returns, then more. dtypes: of the results, without
+        which they have that of the first operand. None if the call has to go the long way: `enter`, `launch`,
         `leave`."""
-        start = self._start
+        start = self._starts.get(form)
         if start is None or not self._unchanged():
             return None
         if dtypes:
@@ -104,12 +112,17 @@ class Launcher:
             addresses.append(t.data_ptr())
         for t in more:
             addresses.append(t.data_ptr())
-        return None if start(current_raw_stream(self._index), *addresses) else out
+        stream = current_raw_stream(self._index)
+        if not values:
+            return None if start(stream, *addresses) else out
+        with self._telling:
+            tell(start, values)
+            return None if start(stream, *addresses) else out
 
     def starts(self, *addresses: int) -> bool:
         """Whether it has launched what was launched before, with the operands at these addresses, aligned as
         theirs were. If not, the call has to go the long way."""
-        start = self._start
+        start = self._starts.get(None)
         return (
             start is not None and self._unchanged() and not start(current_raw_stream(self._index), *addresses)
         )
@@ -138,8 +151,11 @@ class Launcher:
             self._at = Launch(memory, self._workspace.engine, site, trace, False)
         return memory
 
-    def launch(self, *operands: Any) -> Any:
-        """What the kernel's `launch` returns. A new kernel is compiled first, and then all ranks meet."""
+    def launch(self, *operands: Any, form: Hashable = None) -> Any:
+        """What the kernel's `launch` returns. A new kernel is compiled first, and then all ranks meet.
+
+        form: what else than the layouts of the operands decides how it is launched.
+        """
         launch, at = self._launch, self._at
         assert launch is not None
         assert at is not None
@@ -148,15 +164,17 @@ class Launcher:
             launch(at._replace(compile_only=True), self._config, *operands)
             self._workspace.meet("")
         self._launches += 1
-        if self._launches != 2 or at.trace is not None:  # measurements make one call of each
+        # Measurements make one call of each.
+        if self._launches == 1 or form in self._starts or at.trace is not None:
             return launch(at, self._config, *operands)
         with recording() as launches:
             result = launch(at, self._config, *operands)
+        self._starts[form] = None
         if self._way.kernel is not None and self._way.kernel.only_launches(self._config):
             workspace = self._workspace
             self._unchanged, self._index = workspace.again.unchanged, workspace.device.index
             self._empty = empty_strided(workspace.device.type)
-            self._start = prepare(launches, _tensors(operands), workspace.again.guard)
+            self._starts[form] = prepare(launches, _tensors(operands), workspace.again.guard)
         return result
 
     def leave(self) -> None:

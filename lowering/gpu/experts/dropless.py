@@ -21,15 +21,16 @@ from torch import Tensor
 from autofuse import config
 from autofuse.lowering.gpu.choice.calls import once
 from autofuse.lowering.gpu.choice.kernel import Way
-from autofuse.lowering.gpu.choice.launcher import Launcher
+from autofuse.lowering.gpu.choice.launcher import Launcher, contiguous
 from autofuse.lowering.gpu.memory.told import values_of_all
 from autofuse.lowering.gpu.memory.workspace import GpuWorkspace, agreements
-from autofuse.native_kernels.cuda.kernels.dropless_combine import dropless_combine_needs
+from autofuse.native_kernels.cuda.kernels.dropless_combine import dropless_combine_needs, height_of
 from autofuse.native_kernels.cuda.kernels.dropless_dispatch import (
     dropless_dispatch_needs,
+    dropless_dispatch_values,
     dropless_exchanged,
 )
-from autofuse.native_kernels.gpu.memory import Need
+from autofuse.native_kernels.gpu.memory import Need, PeerMemory
 
 from .fixed import is_stack, layouts, made
 from .kernels import Rows
@@ -131,33 +132,80 @@ class DroplessDispatch(_Calls):
     def again(
         self, x: Tensor, w: Sequence[Tensor], bias: Sequence[Tensor | None], rows: Rows, keep: bool
     ) -> list[Tensor] | None:
-        """As `DroplessCombine.again`."""
-        if rows.positions is not None and rows.positions.shape[0] != sum(rows.received):
+        """As `DroplessCombine.again`, in the shortest way."""
+        received, sent = sum(rows.received), sum(rows.sent)
+        if rows.positions is not None and rows.positions.shape[0] != received:
             return None
-        return self(x, w, bias, rows, keep) if self.goes_on() else None
+        if not self.goes_on():
+            return None
+        launcher = self._in_room(received, sent)
+        if launcher is None:
+            return None
+        count, columns = self._problem.weights, self._problem.columns
+        form, outputs = self._form(received, sent, rows), None
+        if form is not None:
+            outputs = launcher.again(
+                (x, *w[:count]), [contiguous(received, columns)] * count, _given(bias[:count], rows),
+                form=form, values=dropless_dispatch_values(rows.received, rows.sent),
+            )  # fmt: skip
+        if outputs is None:
+            return self._long(launcher, x, w, bias, rows, keep)
+        if keep or len(w) > count:
+            outputs += self._rest(launcher.memory, x.dtype, w, bias, rows, keep)
+            launcher.leave()
+        return outputs
 
     def __call__(
         self, x: Tensor, w: Sequence[Tensor], bias: Sequence[Tensor | None], rows: Rows, keep: bool,
         trace: Tensor | None = None,
     ) -> list[Tensor] | None:  # fmt: skip
         """None if that cannot be captured. RuntimeError without room."""
+        launcher = self._in_room(sum(rows.received), sum(rows.sent))
+        return None if launcher is None else self._long(launcher, x, w, bias, rows, keep, trace)
+
+    def _in_room(self, received: int, sent: int) -> Launcher | None:
         problem = self._problem
-        received, sent, k, count = sum(rows.received), sum(rows.sent), problem.k, problem.weights
-        launcher = self._launcher(k, max(received, sent), problem.world * sent, dropless_dispatch_needs)
-        memory = None if launcher is None else launcher.enter(trace=trace)
-        if launcher is None or memory is None:
+        worst = problem.world * sent
+        return self._launcher(problem.k, max(received, sent), worst, dropless_dispatch_needs)
+
+    def _form(self, received: int, sent: int, rows: Rows) -> Hashable:
+        """Which kernel a call runs, with which operands; None where this rank has no rows: they have no address."""
+        height = height_of(received, self._problem.experts)
+        return (height, rows.offsets is None, rows.positions is None) if received and sent else None
+
+    def _long(
+        self, launcher: Launcher, x: Tensor, w: Sequence[Tensor], bias: Sequence[Tensor | None], rows: Rows,
+        keep: bool, trace: Tensor | None = None,
+    ) -> list[Tensor] | None:  # fmt: skip
+        memory = launcher.enter(trace=trace)
+        if memory is None:
             return None
-        outputs = [x.new_empty(received, problem.columns) for _ in range(count)]
+        received, count = sum(rows.received), self._problem.weights
+        outputs = [x.new_empty(received, self._problem.columns) for _ in range(count)]
         biases = [b for b in bias[:count] if b is not None]
-        launcher.launch(x, w[:count], outputs, biases, rows)
-        if keep or len(w) > count:
-            assert rows.offsets is not None
-            exchanged = dropless_exchanged(memory, received, k, x.dtype)
-            rest = zip(w[count:], bias[count:], strict=True)
-            outputs += [grouped_product(exchanged, wi, b, rows.offsets) for wi, b in rest]
-            outputs += [exchanged] * keep
+        launcher.launch(x, w[:count], outputs, biases, rows, form=self._form(received, sum(rows.sent), rows))
+        outputs += self._rest(memory, x.dtype, w, bias, rows, keep)
         launcher.leave()
         return outputs
+
+    def _rest(
+        self, memory: PeerMemory, dtype: torch.dtype, w: Sequence[Tensor], bias: Sequence[Tensor | None],
+        rows: Rows, keep: bool,
+    ) -> list[Tensor]:  # fmt: skip
+        """The products with weights that the kernel does not multiply by and, with `keep`, X."""
+        count = self._problem.weights
+        if not keep and len(w) == count:
+            return []
+        assert rows.offsets is not None
+        exchanged = dropless_exchanged(memory, sum(rows.received), self._problem.k, dtype)
+        rest = zip(w[count:], bias[count:], strict=True)
+        products = [grouped_product(exchanged, wi, b, rows.offsets) for wi, b in rest]
+        return products + [exchanged] * keep
+
+
+def _given(bias: Sequence[Tensor | None], rows: Rows) -> list[Tensor]:
+    """The operands behind the outputs."""
+    return [t for t in (*bias, rows.offsets, rows.positions) if t is not None]
 
 
 def dropless_combine(

@@ -182,6 +182,7 @@ DROPLESS_DISPATCH: Kernel[DroplessProblem, DroplessConfig] = Kernel(
     _dropless_configs,
     needs=lambda config, p: Need(),
     launch=_launch_dropless_dispatch,
+    only_launches=only_kernels,
     work=dropless_work,
     source="cuda/kernels/dropless_dispatch.cu",
 )

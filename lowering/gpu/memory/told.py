@@ -11,6 +11,9 @@ from autofuse.lowering.cpu.workspace import workspace_for
 
 from .workspace import GpuWorkspace
 
+SPIN_US = 3000
+"""A host that sleeps takes up to a millisecond to wake, and its GPU has nothing to do meanwhile."""
+
 
 def values_of_all(
     workspace: GpuWorkspace, op: str, site: str, what: str, values: Sequence[int]
@@ -20,7 +23,7 @@ def values_of_all(
     The hosts use memory that they share, or else the store of the group, which takes longer.
     """
     try:
-        with workspace_for(workspace.group_name).call(op, site, what, 0) as call:
+        with workspace_for(workspace.group_name).call(op, site, what, 0, SPIN_US) as call:
             return exchange_all(call, values)
     except NotShared:
         return [json.loads(each) for each in workspace.meet(json.dumps(list(values)))]

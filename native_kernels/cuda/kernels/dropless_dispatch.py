@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from itertools import accumulate
+from struct import pack
 
 import torch
 from torch import Tensor
@@ -19,12 +20,14 @@ from autofuse.native_kernels.cuda.host.gemm import (
     fields,
     filled,
     launch,
+    note,
     of_call,
     views,
     weight_map,
 )
 from autofuse.native_kernels.cuda.host.launcher import Kernel, kernel, tensor_map
 from autofuse.native_kernels.gpu.memory import Need, PeerMemory, cdiv, per_memory
+from autofuse.native_kernels.gpu.prepared import Values
 
 from .dropless_combine import (
     HEIGHTS,
@@ -102,14 +105,22 @@ def launch_dropless_dispatch(
     if compile_only:
         return
     params = filled(template, site, trace, parts=x, offsets=offsets, positions=positions)
-    params.rows = rows
-    params.sent[: memory.world + 1] = [0, *accumulate(sent)]
-    params.received[: memory.world + 1] = [0, *accumulate(received)]
-    params.bias[: len(bias)] = [b.data_ptr() for b in bias]
-    params.out[: len(out)] = [y.data_ptr() for y in out]
+    for offset, values in dropless_dispatch_values(received, sent):
+        ctypes.memmove(ctypes.addressof(params) + offset, values, len(values))
+    for name, tensors in {"bias": bias, "out": out}.items():
+        for i, tensor in enumerate(tensors):
+            getattr(params, name)[i] = tensor.data_ptr()
+            note(params, name, tensor, i)
     for i, wi in enumerate(w):
         ctypes.memmove(params.w[i], weight_map(wi, config.bn // config.across), 128)
+        note(params, "w", wi, i, is_map=True)
     launch(found, params, config.cluster)
+
+
+def dropless_dispatch_values(received: Sequence[int], sent: Sequence[int]) -> Values:
+    """The parameters that tell the rows of a call."""
+    told = {"rows": [sum(received)], "sent": [0, *accumulate(sent)], "received": [0, *accumulate(received)]}
+    return [(getattr(_Params, name).offset, pack(f"{len(ints)}i", *ints)) for name, ints in told.items()]
 
 
 def dropless_exchanged(memory: PeerMemory, rows: int, k: int, dtype: torch.dtype) -> Tensor:
