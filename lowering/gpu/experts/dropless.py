@@ -169,7 +169,7 @@ class DroplessDispatch(_Calls):
         return self._launcher(problem.k, max(received, sent), worst, dropless_dispatch_needs)
 
     def _form(self, received: int, sent: int, rows: Rows) -> Hashable:
-        """Which kernel a call runs, with which operands; None where this rank has no rows: they have no address."""
+        """Which kernel a call runs, with which operands; None where this rank has no rows, and no address."""
         height = height_of(received, self._problem.experts)
         return (height, rows.offsets is None, rows.positions is None) if received and sent else None
 
