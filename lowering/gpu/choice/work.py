@@ -67,7 +67,7 @@ class Tiles:
     of one; memory: bytes that the GPU reads and writes; sent: bytes to peers, or from them, the more of both;
     added: bytes read and written behind the exchange; hops: exchanges that follow one another; copies: of
     copy engines, each of which waits for a flag, copies and sets a flag, before the next one starts; cluster:
-    programs that are placed together.
+    programs that are placed together; slices: of what is sent, with a signal behind each.
     """
 
     model: str
@@ -80,6 +80,7 @@ class Tiles:
     hops: int
     copies: int = 0
     cluster: int = 1
+    slices: int = 1
 
     CONSTANTS: ClassVar[Start] = {
         "start_us": (4.0, 0.7),
@@ -104,10 +105,11 @@ class Tiles:
             self.memory / (gpu.memory * c["memory"]),
         )
         exchanged = self.sent / (gpu.link * c["link"]) + self.copies * c["copy_us"]
-        # Nothing can be hidden behind the first wave, or beside the last one.
-        exposed = min(1.0, c["exposed"]) * min(computed, exchanged) / waves
+        # Nothing can be hidden behind the first wave or slice, or beside the last one.
+        exposed = min(1.0, c["exposed"]) * min(computed, exchanged) / max(waves, self.slices)
         added = self.added / (gpu.memory * c["added"])
-        return c["start_us"] + self.hops * c["hop_us"] + _longest(computed, exchanged) + exposed + added
+        hops = self.hops + self.slices - 1
+        return c["start_us"] + hops * c["hop_us"] + _longest(computed, exchanged) + exposed + added
 
 
 @dataclass(frozen=True)

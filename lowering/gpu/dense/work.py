@@ -70,7 +70,7 @@ def _with_behind(p: DenseProblem, work: Work) -> Work:
 def _tiles(
     p: DenseProblem, model: str, rows: int, columns: int, sent: float, *, high: int = 0, wide: int = 0,
     pieces: int = 1, hops: int = 1, copies: int = 0, added: float = 0.0,
-    load: tuple[float, float] = (1.0, 1.0), cluster: int = 1,
+    load: tuple[float, float] = (1.0, 1.0), cluster: int = 1, slices: int = 1,
 ) -> Work:  # fmt: skip
     """Tiles of the product: `rows * columns`, of `high` rows and `wide` columns, in pieces of K.
 
@@ -79,7 +79,7 @@ def _tiles(
     loaded = (high * load[0] + wide * load[1]) * p.k * 2 / pieces
     tiles = Tiles(
         f"{p.op} {model}", rows * columns * pieces, 2 * max(high, LEAST) * wide * p.k / pieces, loaded,
-        _matrices(p), sent, added, hops, copies, cluster,
+        _matrices(p), sent, added, hops, copies, cluster, slices,
     )  # fmt: skip
     return _with_behind(p, tiles)
 
@@ -202,6 +202,7 @@ def clusters_gather_work(config: ClusterGatherConfig, p: DenseProblem) -> Work:
         p, "clusters copied" if config.copied else "clusters", rows, columns, _gathered(p), high=BM,
         wide=config.bn, load=(1 / config.along, 1 / config.across),
         copies=_copies(p, config.slices) if config.copied else 0, cluster=config.cluster,
+        slices=1 if config.copied else config.slices * config.k_slices,
     )  # fmt: skip
 
 
