@@ -204,7 +204,7 @@ def test_dropless_calls_of_any_number_of_rows_are_of_one_kind(op: str) -> None:
 
 
 def test_a_dropless_dispatch_goes_the_short_way_with_its_own_rows() -> None:
-    """Each height of tiles, which depends on the rows of this rank, has a start; without rows none is used."""
+    """Each height of tiles, which depends on the rows of this rank, has a start; calls without rows none."""
     experts, k, n = 2, 256, 512
     problem = DroplessProblem(DISPATCH + DROPLESS, experts, k, n, WORLD, torch.bfloat16, 132, weights=2)
     way = next(way for name, way in ways_of(problem).items() if name.startswith("clusters"))
