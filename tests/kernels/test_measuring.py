@@ -120,7 +120,9 @@ def test_ways_without_fitted_constants_are_measured(group: Group, monkeypatch: p
     monkeypatch.setattr(measure, "predictor_for", lambda workspace: predictor)
     group.decide(group.call(short))
     (timed,) = group.timed
-    times = {each.way: each.us for each in predictor.times(short)}
+    measured = short.rounded()
+    assert measured is not None
+    times = {each.way: each.us for each in predictor.times(measured)}
     slow = {way for way in timed if times[way] > 1.5 * min(times.values()) and ways_of(short)[way].fused}
     assert slow
     for way in slow:
