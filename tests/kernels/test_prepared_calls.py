@@ -211,9 +211,9 @@ def test_a_dropless_dispatch_goes_the_short_way_with_its_own_rows() -> None:
     w, ends = [torch.empty(experts, k, n, dtype=torch.bfloat16) for _ in range(2)], torch.zeros(experts)
     none, cuda = [None, None], {"is_current_stream_capturing": lambda: False, "current_device": lambda: 0}
 
-    def called(received: int, sent: int) -> tuple[Any, ...]:
+    def called(received: int, sent: int, keep: bool) -> tuple[Any, ...]:
         rows = Rows(ends.int(), torch.arange(received), [received, 0], [sent - sent // 3, sent // 3])
-        return _rows(sent, k), w, none, rows, False
+        return _rows(sent, k), w, none, rows, keep
 
     def parameters(given: bytes) -> Any:
         return DispatchParams.from_buffer_copy(given[: ctypes.sizeof(DispatchParams)])
@@ -222,8 +222,11 @@ def test_a_dropless_dispatch_goes_the_short_way_with_its_own_rows() -> None:
     with faked() as driver, patch.multiple(torch.cuda, **cuda), told:
         workspace = _workspace(driver, replace(way, need=dropless_dispatch_needs(1 << 12, k, WORLD)))
         made = DroplessDispatch(DISPATCH, workspace, way, problem, None, "s")
-        for received, sent in ((120, 100), (110, 3), (1000, 70), (900, 80), (0, 90), (110, 0), (100, 90)):
-            given, before = called(received, sent), len(driver.launches)
+        for received, sent, keep in (
+            (120, 100, False), (110, 3, True), (1000, 70, False), (900, 80, True), (0, 90, True),
+            (110, 0, False), (100, 90, False),
+        ):  # fmt: skip
+            given, before = called(received, sent, keep), len(driver.launches)
             for _ in range(2):
                 made(*given)
             with recording() as launches:
@@ -231,14 +234,16 @@ def test_a_dropless_dispatch_goes_the_short_way_with_its_own_rows() -> None:
             (long,) = launches
             assert long is not None
             driver.sizes = [[len(long.params)]]
+            workspace.leave_again.reset_mock()
             outputs = made.again(*given)
             assert outputs is not None
-            assert [y.shape for y in outputs] == [(received, n)] * 2
+            assert [y.shape for y in outputs] == [(received, n)] * 2 + [(received, k)] * keep
+            assert workspace.leave_again.called == (keep and received > 0)
             if not (received and sent):
                 assert len(driver.launches) == before
                 continue
             found, like = parameters(driver.launches[before][-1][0]), parameters(long.params)
-            assert list(found.out)[:2] == [y.data_ptr() for y in outputs]
+            assert list(found.out)[:2] == [y.data_ptr() for y in outputs[:2]]
             assert (found.parts, found.offsets) == (like.parts, like.offsets)
             assert (found.positions, found.rows) == (like.positions, like.rows)
             assert (*found.sent, *found.received) == (*like.sent, *like.received)

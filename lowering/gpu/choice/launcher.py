@@ -180,6 +180,10 @@ class Launcher:
     def leave(self) -> None:
         self._workspace.leave()
 
+    def leave_again(self) -> None:
+        """After what follows `again` in the same call."""
+        self._workspace.leave_again()
+
 
 def _tensors(operands: Sequence[Any]) -> list[Tensor]:
     """Those of a launch, one after another."""

@@ -152,7 +152,7 @@ class DroplessDispatch(_Calls):
             return self._long(launcher, x, w, bias, rows, keep)
         if keep or len(w) > count:
             outputs += self._rest(launcher.memory, x.dtype, w, bias, rows, keep)
-            launcher.leave()
+            launcher.leave_again()
         return outputs
 
     def __call__(

@@ -249,6 +249,10 @@ class GpuWorkspace:
         if not self._capturing:
             self._chain.leave()
 
+    def leave_again(self) -> None:
+        """After what follows a launch that was started again: such a call is not captured."""
+        self._chain.leave()
+
     def check(self) -> None:
         """Raises RuntimeError if an earlier call has failed, here or on a peer. Never synchronises."""
         self.failures.check()
