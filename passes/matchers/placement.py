@@ -34,7 +34,11 @@ class Placement:
 
 
 def find_placement(node: fx.Node, shapes: Shapes) -> Placement | Reject | None:
-    """The placement whose result is `node`; None if `node` is not the result of one."""
+    """The placement whose result is `node`; None if `node` is not the result of one. Numbers that are put
+    into a vector, such as counts, are no rows."""
+    shape = shapes.of(node)
+    if shape is None or len(shape) < 2:
+        return None
     if node.target in _PUTS:
         found = _put(node, shapes)
         if found is None:

@@ -90,9 +90,9 @@ def expert_major(x: Tensor, counts: Tensor, world: int, sorts: bool = False) -> 
 class Dropless(nn.Module):
     """Top-2 routing; splits depend on the data; experts as grouped matmuls.
 
-    Rows are brought into the order of experts by a sort, or by places that are counted. wide: they are
-    exchanged in float32, as the program has it, and cast for the experts (torchtitan). negative: places are
-    counted from the last row.
+    Rows are brought into the order of experts by a sort, or by places that are counted; the rows of experts
+    are counted by a scatter, or by a histogram. wide: rows are exchanged in float32, as the program has it, and
+    cast for the experts (torchtitan). negative: places are counted from the last row.
     """
 
     def __init__(self, sorts: bool = False, wide: bool = False, negative: bool = False) -> None:
@@ -108,11 +108,14 @@ class Dropless(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         count = LOCAL * self.world
         top, chosen = self.gate(x).float().softmax(-1).topk(TOP, -1)
-        counts = torch.histc(chosen.float().view(-1), bins=count, min=0, max=count).long()
+        if self.sorts:
+            counts = chosen.new_zeros(count).scatter_add(0, chosen.view(-1), torch.ones_like(chosen.view(-1)))
+        else:
+            counts = torch.histc(chosen.float().view(-1), bins=count, min=0, max=count).long()
         order = chosen.view(-1).argsort(stable=True)
         token, score = order // TOP, top.view(-1)[order]
         with torch.no_grad():
-            received = exchange(counts.view(self.world, -1)).reshape(-1)
+            received = exchange(counts if self.sorts else counts.view(self.world, -1)).reshape(-1)
             inputs = counts.view(self.world, -1).sum(1).tolist()
             outputs = received.view(self.world, -1).sum(1).tolist()
         sent = x.float() if self.wide else x
