@@ -91,8 +91,8 @@ class Dropless(nn.Module):
     """Top-2 routing; splits depend on the data; experts as grouped matmuls.
 
     Rows are brought into the order of experts by a sort, or by places that are counted; the rows of experts
-    are counted by a scatter, or by a histogram. wide: rows are exchanged in float32, as the program has it, and
-    cast for the experts (torchtitan). negative: places are counted from the last row.
+    are counted by a scatter, or by a histogram. wide: rows are exchanged in float32, as the program has it,
+    and cast for the experts (torchtitan). negative: places are counted from the last row.
     """
 
     def __init__(self, sorts: bool = False, wide: bool = False, negative: bool = False) -> None:
