@@ -192,7 +192,7 @@ def test_padding_is_priced(pricing: GpuPricing) -> None:
 
 @pytest.mark.parametrize(
     ("least", "most", "expected"),
-    [(4096, 1 << 20, SPLIT), (2, 1 << 20, ""), (2, 128, ""), (5120, 5632, SPLIT), (4097, 5000, "")],
+    [(4096, 1 << 20, SPLIT), (2, 1 << 20, ""), (2, 128, ""), (8192, 9216, SPLIT), (4097, 5000, "")],
 )
 def test_a_number_of_tokens_that_is_a_symbol(
     pricing: GpuPricing, least: int, most: int, expected: str
