@@ -196,8 +196,8 @@ def _launcher() -> Iterator[Check]:
     else:
         yield Check("launcher", "ok", found or "not under a launcher")
     own = {name: value for name, value in sorted(os.environ.items()) if name.startswith("AUTOFUSE_")}
-    names = ("policy", "patterns", "order", "schedule", "prefer", "measure", "update", "equal_rows", "margin")
-    settings = " ".join(f"{name}={getattr(config, name)}" for name in names)
+    shown = ("policy", "patterns", "order", "schedule", "prefer", "measure", "update", "equal_rows", "margin")
+    settings = " ".join(f"{name}={getattr(config, name)}" for name in shown)
     table = f" table={config.table}" if config.table else ""
     set_by = f" (from {', '.join(own)})" if own else ""
     limit = "that of the group" if config.timeout_s is None else f"{config.timeout_s:g}"
