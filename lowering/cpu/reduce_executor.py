@@ -180,8 +180,8 @@ def run_reduce(op: str, args: "Reduction") -> Any:
 
 @lru_cache(maxsize=2048)
 def _told(site: str, kind: Kind) -> str:
-    """The name of a call whose proofs ranks compare. It has neither the contracted dim nor what is added to
-    the product, since these may differ between ranks."""
+    """The name under which ranks compare the proofs of a call. The contracted dim, and what is added to the
+    product, are not in the name, since they may differ between ranks."""
     p = infer_product(kind)
     m, n = p.shape
     return f"{kind.op} at {place(site)}, {kind.reduce_op} {p.dtype} [{m}, {n}], tail {kind.tail!r}"

@@ -86,13 +86,12 @@ class Workspace:
             rendezvous.discard(self._peers, 0)
             raise
 
-    def call(self, op: str, site: str, key: str, nbytes: int, spin_us: int = 0) -> "Call":
+    def call(self, op: str, site: str, key: str, nbytes: int, spin_us: int = _LONG_SPIN_US) -> "Call":
         """A collective call; enter it with `with`. `op`, `site` (but for folders), `key` (shapes, plan)
         and `nbytes`, the bytes needed of every rank's buffer, must be the same on all ranks; otherwise
         entering it or the first wait raises RuntimeError on all. Calls of one process run one by one.
 
-        spin_us: how long a wait spins before it sleeps, if every rank has a processor; 0: as in calls that
-        compute."""
+        spin_us: how long a wait spins before it sleeps, if every rank has a processor."""
         return Call(self, op, site, key, nbytes, spin_us)
 
     def _fail(self, reason: str, tell: bool = True) -> None:
@@ -115,7 +114,7 @@ class Call:
 
     def __init__(self, workspace: Workspace, op: str, site: str, key: str, nbytes: int, spin_us: int) -> None:
         self.op, self.site, self.nbytes = op, site, nbytes
-        self._spin_us = (spin_us or _LONG_SPIN_US) if workspace._can_spin else _SPIN_US
+        self._spin_us = spin_us if workspace._can_spin else _SPIN_US
         self.epoch = 0
         self._warned = 0
         self._ws = workspace

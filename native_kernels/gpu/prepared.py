@@ -167,10 +167,16 @@ Values: TypeAlias = Sequence[tuple[int, bytes]]
 """Parameters that differ from call to call, other than addresses of operands: their offsets and bytes."""
 
 
-def tell(start: Start, values: Values) -> None:
-    """The next starts have these parameters. start: of one launch. Nothing may start it meanwhile."""
+def put(values: Values, params: Address) -> None:
+    """Write the values into parameters."""
     for offset, found in values:
-        ctypes.memmove(start.params + offset, found, len(found))  # type: ignore[attr-defined]
+        ctypes.memmove(params + offset, found, len(found))
+
+
+def tell(start: Start, values: Values) -> None:
+    """Write the values into the parameters of all later starts. start: of one launch. No other thread may
+    call it meanwhile."""
+    put(values, start.params)  # type: ignore[attr-defined]
 
 
 def prepare(launches: Sequence[Launched | None], operands: Sequence[Tensor], guard: Guard) -> Start | None:

@@ -34,8 +34,8 @@ class Placement:
 
 
 def find_placement(node: fx.Node, shapes: Shapes) -> Placement | Reject | None:
-    """The placement whose result is `node`; None if `node` is not the result of one. Numbers that are put
-    into a vector, such as counts, are no rows."""
+    """The placement whose result is `node`; None if `node` is not the result of one. A vector, such as the
+    counts of rows that experts get, has no rows, so no placement returns it."""
     shape = shapes.of(node)
     if shape is None or len(shape) < 2:
         return None

@@ -94,10 +94,11 @@ class Launcher:
         self, operands: Sequence[Tensor], results: Sequence[Contiguous], more: Sequence[Tensor] = (),
         dtypes: Sequence[torch.dtype] = (), form: Hashable = None, values: Values = (),
     ) -> list[Tensor] | None:  # fmt: skip
-        """Launches what was launched before in this form, with operands of the same layouts: those before the
-        results, then the results, which it allocates and returns, then more. dtypes: of the results, without
-        which they have that of the first operand. None if the call has to go the long way: `enter`, `launch`,
-        `leave`."""
+        """Repeats the launch that was recorded for `form`, on operands of the same layouts. The kernel takes
+        `operands`, then the results, then `more`; this method allocates the results and returns them.
+
+        dtypes: of the results; by default that of the first operand. values: parameters of this call. None if
+        the call has to go the long way: `enter`, `launch`, `leave`."""
         start = self._starts.get(form)
         if start is None or not self._unchanged():
             return None

@@ -67,7 +67,8 @@ class Tiles:
     of one; memory: bytes that the GPU reads and writes; sent: bytes to peers, or from them, the more of both;
     added: bytes read and written behind the exchange; hops: exchanges that follow one another; copies: of
     copy engines, each of which waits for a flag, copies and sets a flag, before the next one starts; cluster:
-    programs that are placed together; slices: of what is sent, with a signal behind each.
+    programs that are placed together; slices: the number of
+    slices in which the bytes are sent; a signal follows each slice.
     """
 
     model: str

@@ -150,10 +150,10 @@ class DroplessDispatch(_Calls):
             )  # fmt: skip
         if outputs is None:
             return self._long(launcher, x, w, bias, rows, keep)
-        if keep or len(w) > count:
-            outputs += self._rest(launcher.memory, x.dtype, w, bias, rows, keep)
+        rest = self._rest(launcher.memory, x.dtype, w, bias, rows, keep)
+        if rest:
             launcher.leave_again()
-        return outputs
+        return outputs + rest
 
     def __call__(
         self, x: Tensor, w: Sequence[Tensor], bias: Sequence[Tensor | None], rows: Rows, keep: bool,

@@ -27,7 +27,7 @@ from autofuse.native_kernels.cuda.host.gemm import (
 )
 from autofuse.native_kernels.cuda.host.launcher import Kernel, kernel, tensor_map
 from autofuse.native_kernels.gpu.memory import Need, PeerMemory, cdiv, per_memory
-from autofuse.native_kernels.gpu.prepared import Values
+from autofuse.native_kernels.gpu.prepared import Values, put
 
 from .dropless_combine import (
     HEIGHTS,
@@ -105,8 +105,7 @@ def launch_dropless_dispatch(
     if compile_only:
         return
     params = filled(template, site, trace, parts=x, offsets=offsets, positions=positions)
-    for offset, values in dropless_dispatch_values(received, sent):
-        ctypes.memmove(ctypes.addressof(params) + offset, values, len(values))
+    put(dropless_dispatch_values(received, sent), ctypes.addressof(params))
     for name, tensors in {"bias": bias, "out": out}.items():
         for i, tensor in enumerate(tensors):
             getattr(params, name)[i] = tensor.data_ptr()
