@@ -237,8 +237,10 @@ class _Rows:
 class Dropless(Call):
     """Experts with other numbers of rows each; `combine` sends rows back, else they are dispatched."""
 
-    def __init__(self, world: int, experts: int, rows: int, k: int, n: int, combine: bool) -> None:
-        self.combine, self.k, self.n, self.config = combine, k, n, DroplessConfig(bn=128, across=1, along=2)
+    def __init__(
+        self, world: int, experts: int, rows: int, k: int, n: int, combine: bool, config: DroplessConfig
+    ) -> None:
+        self.combine, self.k, self.n, self.config = combine, k, n, config
         super().__init__(world, self.config.cluster)
         generator = torch.Generator().manual_seed(7)
         most = 2 * rows // (experts * world)

@@ -10,6 +10,7 @@ from autofuse.native_kernels.cuda.host.compiler import why_not
 pytestmark = [pytest.mark.gpu]
 
 if torch.cuda.is_available() and why_not() is None:
+    from autofuse.native_kernels.cuda.kernels.dropless_combine import DroplessConfig
     from autofuse.native_kernels.cuda.kernels.expert_combine import CombineConfig
     from autofuse.native_kernels.cuda.kernels.expert_dispatch import DispatchConfig
     from autofuse.native_kernels.cuda.kernels.gather_matmul import ClusterGatherConfig
@@ -54,14 +55,28 @@ if torch.cuda.is_available() and why_not() is None:
         "gather of few rows": lambda w: Dense(
             w, GATHER, 128, 512, 8192, ClusterGatherConfig(bn=64, across=1, along=2, stages=5)
         ),
+        # Each cluster before the margin takes several of the pieces that the margin leaves.
+        "gather in many pieces": lambda w: Dense(
+            w, GATHER, 8192, 128, 8192, ClusterGatherConfig(bn=64, across=1, along=2, stages=7)
+        ),
         "combine": lambda w: Experts(w, 8, 256, 512, 1024, CombineConfig()),
         "combine of few rows": lambda w: Experts(w, 8, 8, 512, 1024, CombineConfig(bn=64, across=1, along=2)),
         "dispatch": lambda w: Experts(w, 8, 256, 512, 1024, DispatchConfig()),
         "dispatch of few rows": lambda w: Experts(
             w, 8, 8, 512, 1024, DispatchConfig(bn=64, across=1, along=2)
         ),
-        "dropless combine": lambda w: Dropless(w, 5, 2000, 512, 1024, True),
-        "dropless dispatch": lambda w: Dropless(w, 5, 2000, 512, 1024, False),
+        "combine of 192 columns": lambda w: Experts(w, 8, 256, 512, 1032, CombineConfig(bn=192)),
+        "dispatch of 192 columns": lambda w: Experts(w, 8, 256, 512, 1032, DispatchConfig(bn=192)),
+        "dropless combine": lambda w: Dropless(w, 5, 2000, 512, 1024, True, DroplessConfig(bn=128, along=2)),
+        "dropless combine of 192 columns": lambda w: Dropless(
+            w, 5, 8000, 128, 8200, True, DroplessConfig(bn=192, across=2)
+        ),
+        "dropless dispatch": lambda w: Dropless(
+            w, 5, 2000, 512, 1024, False, DroplessConfig(bn=128, along=2)
+        ),
+        "dropless dispatch of 192 columns": lambda w: Dropless(
+            w, 5, 8000, 128, 8200, False, DroplessConfig(bn=192)
+        ),
         "words": lambda w: Dense(w, REDUCE, 16, 1024, 8192, WordsConfig()),
         "words of a split K": lambda w: Dense(w, SCATTER, 40, 1024, 2048, WordsConfig(split=2)),
         "words once": lambda w: Dense(w, REDUCE, 8, 1024, 4096, WordsConfig(once=True)),

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from autofuse import config
 from autofuse.lowering.gpu.experts import dropless, unfused
-from autofuse.lowering.gpu.experts.dropless import told_by_all
+from autofuse.lowering.gpu.experts.dropless import Counts, told_by_all
 from autofuse.lowering.gpu.experts.kernels import Rows
 from autofuse.lowering.gpu.experts.ways import COMBINE, DISPATCH, DROPLESS, DroplessProblem
 from autofuse.lowering.ops.library import FUSED_OPS
@@ -88,13 +88,14 @@ def test_what_it_does_not_take(odd: dict[str, object]) -> None:
     assert not unfused.can_group(replace(PROBLEM, **odd))  # type: ignore[arg-type]
 
 
-def _most(rank: int, world: int) -> list[int]:
+def _most(rank: int, world: int) -> list[list[int]]:
     group = SimpleNamespace(group_name=dist.group.WORLD.group_name)
-    return [told_by_all(group, COMBINE, "a.py:1", rows) for rows in (rank, 100 - rank, 7)]  # type: ignore[arg-type]
+    counts = (rank, 5), (100 - rank, 6 + rank), (7, 7)
+    return [told_by_all(group, COMBINE, "a.py:1", each) for each in counts]  # type: ignore[arg-type]
 
 
 def test_ranks_tell_how_many_rows_they_have(ranks: Callable[[int], RankPool]) -> None:
-    assert ranks(2).run(_most) == [[1, 100, 7]] * 2
+    assert ranks(2).run(_most) == [[[1, 5], [100, 7], [7, 7]]] * 2
 
 
 class Group:
@@ -103,20 +104,25 @@ class Group:
 
 def test_room_for_the_worst_case(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where ranks bring equally many rows, hosts do not meet, unless the worst case takes too much memory."""
-    met: list[int] = []
+    met: list[tuple[int, ...]] = []
     monkeypatch.setattr(dropless, "told_by_all", lambda group, op, site, rows: met.append(rows) or rows)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     group, huge = Group(), 1 << 20
 
-    def room(columns: int, rows: int, worst: int) -> int:
-        return dropless._room_for(group, DISPATCH, "a.py:1", columns, rows, worst)  # type: ignore[arg-type]
+    def room(columns: int, rows: int, worst: int) -> tuple[int, int]:
+        counts = Counts(rows, rows // 2, worst // 2, worst)
+        return dropless._room_for(group, DISPATCH, "a.py:1", columns, counts)  # type: ignore[arg-type]
 
-    assert room(64, 1500, 6000) == 2048
-    assert met == [1500]
+    assert room(64, 1500, 6000) == (2048, 1024)
+    assert met == [(1500, 750)]
     with config.patch(equal_rows=True):
-        assert [room(64, rows, 6000) for rows in (0, 1500, 6000)] == [8192] * 3
-        assert met == [1500], "hosts have met"
-        assert room(huge, 1500, 6000) == 2048
-        assert met == [1500, 1500]
+        assert [room(64, rows, 6000) for rows in (0, 1500, 6000)] == [(8192, 4096)] * 3
+        assert met == [(1500, 750)], "hosts have met"
+        assert room(huge, 1500, 6000) == (2048, 1024)
+        assert met == [(1500, 750)] * 2
         with pytest.raises(RuntimeError, match="rank 1 gets 6001 rows, more than 6000"):
             room(64, 6001, 6000)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert room(64, 100, 6000) == (8192, 1024), "a graph is captured as the last call was run"
+    with pytest.raises(RuntimeError, match="9000 rows are captured, and there is room for 8192"):
+        room(64, 9000, 36000)

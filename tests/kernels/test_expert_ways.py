@@ -118,6 +118,19 @@ def test_a_dropless_combine_has_ways_whatever_its_rows() -> None:
         assert list(ways_of(replace(problem, **odd))) == [CUBLAS_NCCL]
 
 
+def test_rows_that_ranks_have_told_decide_between_configurations(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = DroplessProblem(DISPATCH + DROPLESS, 16, 2048, 4096, 4, BF16)
+    ways = ways_of(problem)
+    slow, best = dict.fromkeys(ways, 200.0), {1024: "clusters bn=128", 65536: "clusters across=2"}
+    points = [Point.of(replace(problem, rows=m), slow | {way: 100.0}) for m, way in best.items()]
+    monkeypatch.setattr(choices, "predictor_for", lambda group: choices.predictor_of(tuple(points)))
+    for rows, way in best.items():
+        told = replace(problem, rows=rows)
+        assert choices.configuration(ways["clusters"], told, None).name == way  # type: ignore[arg-type]
+        assert points[0].is_fresh(told) == (rows == 1024)
+    assert problem.m == 4096, "256 rows an expert are likely"
+
+
 def _x(*shape: int) -> Tensor:
     return torch.empty(shape, dtype=BF16)
 

@@ -102,6 +102,21 @@ def test_every_op_is_measured_once(
     assert "(1 of 120 s)" in told
 
 
+def test_a_size_that_ranks_tell_each_other_is_that_of_the_call_that_was_measured(
+    group: Group, capsys: pytest.CaptureFixture[str]
+) -> None:
+    problem = DroplessProblem(DISPATCH + DROPLESS, 8, 2048, 1024, 4, BF16)
+    named: list[str] = []
+    more = {"named": lambda way: named.append(way.name) or [0], "told": lambda p: replace(p, rows=8192)}
+    for _ in range(2):
+        group.decide(group.call(problem, **more))
+        group.start()
+    (point,) = group.points
+    assert point.m == 8192
+    assert "m=8192" in capsys.readouterr().err
+    assert {*named} == {name for name, way in ways_of(problem).items() if way.fused}
+
+
 def test_ways_that_are_predicted_to_be_slow_are_left_out(group: Group) -> None:
     gather = replace(ROWS, op=GATHER, k=8192, n=2048)
     group.decide(group.call(gather))

@@ -1,7 +1,7 @@
 """Every op's calls go on in one launch once one has been made; the driver only notes what it gets."""
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -180,7 +180,7 @@ def test_dropless_calls_of_any_number_of_rows_are_of_one_kind(op: str) -> None:
             return [x], [w], [], [], "mm", 0, ends, places, *splits, 0, 1, False, *END
         return x, [w], [], 0, ends, places, *splits, 0, 1, False, *END
 
-    def telling(workspace: Any, op: str, site: str, rows: int) -> int:
+    def telling(workspace: Any, op: str, site: str, rows: Sequence[int]) -> Sequence[int]:
         return rows
 
     with faked(), patch.multiple(torch.cuda, **cuda, current_device=lambda: 0):
@@ -201,6 +201,32 @@ def test_dropless_calls_of_any_number_of_rows_are_of_one_kind(op: str) -> None:
         wrong = list(given(100, 120))
         wrong[9 if op == COMBINE else 6] = [1, 2]
         assert quick.again(made, tuple(wrong)) is None
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_the_rows_of_the_busiest_rank_decide_the_configuration(named: bool) -> None:
+    """Unless it was named. Calls of as many rows, up to a power of two, go on with it."""
+    problem = DroplessProblem(COMBINE + DROPLESS, 2, 256, 512, WORLD, torch.bfloat16, 132)
+    ways = [way for name, way in ways_of(problem).items() if name.startswith("clusters")]
+    busiest, asked = 5000, []
+    cuda: Any = {"is_current_stream_capturing": lambda: False, "current_device": lambda: 0}
+
+    def configuration(way: Way, problem: DroplessProblem, workspace: Any) -> Way:
+        asked.append(problem.rows)
+        return ways[1 if problem.rows > 4096 else 2]
+
+    told = patch.multiple(
+        dropless, told_by_all=lambda *given: (given[-1][0], busiest), configuration=configuration
+    )
+    with faked(), patch.multiple(torch.cuda, **cuda), told:
+        workspace = _workspace(Driver(), replace(ways[0], need=dropless_combine_needs(1 << 12, 512, WORLD)))
+        made = DroplessCombine(COMBINE, workspace, ways[0], problem, None, "s", named)
+        w, rows = torch.empty(2, 256, 512, dtype=torch.bfloat16), Rows(None, None, [120, 0], [99, 1])
+        for busiest in (5000, 8192, 4000, 5000):  # noqa: B007  # `told_by_all` reads it
+            made([_rows(100, 256)], [w], None, rows)
+        entered = [call.args[3] for call in workspace.enter.call_args_list]
+    assert asked == ([] if named else [8192, 4096])
+    assert entered == ([ways[0].name] * 2 if named else [ways[1].name, ways[2].name])
 
 
 def test_a_dropless_dispatch_goes_the_short_way_with_its_own_rows() -> None:

@@ -90,7 +90,7 @@ def problem_at(point: Point) -> Problem | None:
     if columns is None or n % columns:
         return None
     if op.endswith(DROPLESS):
-        return DroplessProblem(op, n // columns, k, columns, world, _DTYPE)
+        return DroplessProblem(op, n // columns, k, columns, world, _DTYPE, rows=m)
     return ExpertProblem(op, n // columns, m, k, columns, world, _DTYPE)
 
 

@@ -15,7 +15,7 @@ from autofuse.lowering.gpu.memory.workspace import GpuWorkspace, current
 from autofuse.lowering.ops.library import FUSED_OPS
 from autofuse.lowering.runs import Note, Run, Timed
 
-from .choose import chosen, keep, times_of, way_of
+from .choose import chosen, configuration, keep, times_of, way_of
 from .kernel import Problem, Way, fused_ways, ways_of
 from .launcher import NOT_CAPTURED
 from .measure import Trials, measure_once
@@ -35,7 +35,9 @@ class GpuCall:
     run: what the op returns, in any way but the one that the op replaces; None if that cannot be captured.
     variant: what may be new about a call of a known problem. unfused: what the op replaces, where that is
     better than the op's reference. trials: what `AUTOFUSE_MEASURE` measures, in place of this very call.
-    changed: what the call changes in place.
+    changed: what the call changes in place. told: of a problem that lacks a size, the problem with what the
+    ranks have told each other in the last call; such a call takes another configuration of its way where that
+    is faster, unless the way was named.
     """
 
     op: str
@@ -47,6 +49,12 @@ class GpuCall:
     unfused: Callable[[], Any] | None = None
     trials: Trials | None = None
     changed: Sequence[Tensor] = ()
+    named: Callable[[Way], Any] | None = None
+    """As `run`, in exactly this configuration; None if `run` takes no other one."""
+    told: Callable[[Problem], Problem] | None = None
+
+    def run_named(self, way: Way) -> Any:
+        return (self.named or self.run)(way)
 
     @property
     def kind(self) -> Hashable:
@@ -56,14 +64,17 @@ class GpuCall:
     def decide(self, capturing: bool) -> tuple[Way, bool]:
         """The way that policy `auto` takes, and whether the next call like this one takes it, too."""
         if config.measure:
-            measure_once(self.workspace, self.problem, self.trials or self._itself, self.changed)
+            trials = self.trials or self._itself
+            measure_once(self.workspace, self.problem, trials, self.changed, self.told)
         return way_of(self.problem, self.workspace, self.variant, capturing)
 
     def _itself(self, workspace: GpuWorkspace, problem: Problem) -> Mapping[str, Call]:
         """This call in all its ways."""
 
         def call(way: Way) -> Call:
-            return lambda i: self.replaced() if way.replaced else captured_too(self.run(way), self.op, way)
+            return lambda i: (
+                self.replaced() if way.replaced else captured_too(self.run_named(way), self.op, way)
+            )
 
         return {name: call(way) for name, way in ways_of(problem).items()}
 
@@ -74,6 +85,8 @@ class GpuCall:
     def note(self, way: Way, capturing: bool) -> Note:
         """What reports are to say of such calls, with the best times that the choice knows."""
         times = times_of(self.problem, self.workspace)
+        if self.told is not None and way.fused:
+            way = configuration(way, self.told(self.problem), self.workspace)
         ways, key = ways_of(self.problem), FUSED_OPS[self.op].key(self.arguments)
         taken = next((time for time in times if time.name == way.name), Timed(way.name))
         ours = next((time for time in times if ways[time.name].fused), None)
@@ -150,7 +163,7 @@ class ByName:
         way = ways_of(call.problem)[name]
         if way.replaced:
             return call.replaced()
-        return captured_too(call.run(way), op, way)
+        return captured_too(call.run_named(way), op, way)
 
     def chosen(self, op: str, arguments: tuple[Any, ...]) -> str:
         """The way that takes the GPUs least, as far as is known."""
@@ -160,7 +173,7 @@ class ByName:
     def keep(self, op: str, arguments: tuple[Any, ...], times: dict[str, float]) -> None:
         """Let `auto` decide by these microseconds, here and, on rank 0, in the user's own file."""
         call = self._found(op, arguments)
-        keep(call.workspace, Point.of(call.problem, times))
+        keep(call.workspace, Point.of(call.problem if call.told is None else call.told(call.problem), times))
 
     def _found(self, op: str, arguments: tuple[Any, ...]) -> GpuCall:
         call = self._find(op, arguments)

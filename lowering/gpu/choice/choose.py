@@ -79,6 +79,14 @@ def chosen(problem: Problem, workspace: GpuWorkspace) -> Way:
     return agreed.chosen[problem]
 
 
+def configuration(way: Way, problem: Problem, workspace: GpuWorkspace) -> Way:
+    """The configuration of a way's kernel that takes the GPUs least, the same on all ranks: of a problem of
+    which ranks know more since the way was chosen."""
+    ways = ways_of(problem)
+    found = [each for each in predictor_for(workspace).times(problem) if ways[each.way].kernel is way.kernel]
+    return ways[min(found, key=_us).way] if found else way
+
+
 def times_of(problem: Problem, workspace: GpuWorkspace) -> list[Timed]:
     """What the choice knows of the ways of a problem, the fastest first; no times where they depend on more
     than the problem has."""

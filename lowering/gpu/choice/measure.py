@@ -6,7 +6,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
@@ -54,13 +54,15 @@ def measure(workspace: GpuWorkspace, problem: Problem, trials: Trials, worth: bo
 
 
 def measure_once(
-    workspace: GpuWorkspace, problem: Problem, trials: Trials, changed: Sequence[Tensor] = ()
-) -> None:
+    workspace: GpuWorkspace, problem: Problem, trials: Trials, changed: Sequence[Tensor] = (),
+    told: Callable[[Problem], Problem] | None = None,
+) -> None:  # fmt: skip
     """Measures a problem, rounded, unless that was done; keeps the result. Not while a graph is captured.
 
     All ranks find alike that it was done, since they have the points of rank 0, and that time is up
     (`config.measure_s`). What could not be measured is not tried again. changed: what calls change in place;
-    it is as before afterwards.
+    it is as before afterwards. told: of a problem that lacks a size until it has run, the problem with what
+    the ranks have told each other in the last call; it is measured at one such size.
     """
     if torch.cuda.is_current_stream_capturing():
         return
@@ -68,7 +70,10 @@ def measure_once(
     if rounded is None or rounded in done.problems or done.seconds >= config.measure_s:
         return
     done.problems.add(rounded)
-    if not fused_ways(rounded) or any(point.is_fresh(rounded) for point in points_of(workspace)):
+    if not fused_ways(rounded) or any(
+        point.is_fresh(rounded if told is None else _with_rows(rounded, point.m))
+        for point in points_of(workspace)
+    ):
         return
     begin = time.monotonic()
     names = _worth(workspace, rounded)
@@ -85,12 +90,18 @@ def measure_once(
         with torch.no_grad():
             for t, before in zip(changed, saved, strict=True):
                 t.copy_(before)
+    if told is not None:
+        point = replace(point, m=told(rounded).m)
     if point.times:
         _keep(workspace, point)
     lasted = slowest(time.monotonic() - begin, workspace.group)
     done.seconds += lasted
     if workspace.rank == 0:
         print(_progress(point, len(names), lasted, done.seconds), file=sys.stderr)
+
+
+def _with_rows(problem: Problem, m: int) -> Problem:
+    return problem.at(problem.op, m, problem.k, problem.n, problem.world)
 
 
 def _keep(workspace: GpuWorkspace, point: Point) -> None:

@@ -8,6 +8,7 @@ ranks.
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from .dropless import (
     dropless_dispatch,
     dropless_dispatch_variant,
     dropless_problem_of,
+    last_told,
 )
 from .fixed import (
     Combine,
@@ -89,8 +91,8 @@ def _dropless_combine_call(args: ExpertMatmulAllToAll) -> GpuCall | None:
     problem = of_sum(dropless_problem_of(COMBINE, a[0], w[0], workspace), a, w)
     biases = _biases(args.bias, w)
 
-    def run(way: Way) -> list[Tensor] | None:
-        out = dropless_combine(workspace, way, problem, a, w, biases[0], rows, site)
+    def run(way: Way, named: bool = False) -> list[Tensor] | None:
+        out = dropless_combine(workspace, way, problem, a, w, biases[0], rows, site, named=named)
         return None if out is None else [out]
 
     def unfused() -> list[Tensor]:
@@ -98,7 +100,10 @@ def _dropless_combine_call(args: ExpertMatmulAllToAll) -> GpuCall | None:
 
     variant = dropless_combine_variant(w, biases[0])
     grouped = rows.offsets is not None and can_group(problem)
-    return GpuCall(COMBINE, args, workspace, problem, run, variant, unfused if grouped else None)
+    return GpuCall(
+        COMBINE, args, workspace, problem, run, variant, unfused if grouped else None,
+        named=partial(run, named=True), told=partial(last_told, workspace, COMBINE, site),
+    )  # fmt: skip
 
 
 def dispatch_call(args: AllToAllExpertMatmul) -> GpuCall | None:
@@ -142,14 +147,18 @@ def _dropless_dispatch_call(args: AllToAllExpertMatmul) -> GpuCall | None:
     if not all(can_group(dropless_problem_of(DISPATCH, parts, wi, workspace)) for wi in w[count:]):
         return None
 
-    def run(way: Way) -> list[Tensor] | None:
-        return dropless_dispatch(workspace, way, problem, parts, w, biases, rows, keep_exchanged, site)
+    def run(way: Way, named: bool = False) -> list[Tensor] | None:
+        how = parts, w, biases, rows, keep_exchanged, site
+        return dropless_dispatch(workspace, way, problem, *how, named=named)
 
     def unfused() -> list[Tensor]:
         return dispatch_unfused(parts, w, biases, rows, keep_exchanged, group_name)
 
     variant = dropless_dispatch_variant(w, biases)
-    return GpuCall(DISPATCH, args, workspace, problem, run, variant, unfused if can_group(problem) else None)
+    return GpuCall(
+        DISPATCH, args, workspace, problem, run, variant, unfused if can_group(problem) else None,
+        named=partial(run, named=True), told=partial(last_told, workspace, DISPATCH, site),
+    )  # fmt: skip
 
 
 CALLS: Calls = {COMBINE: combine_call, DISPATCH: dispatch_call}
@@ -209,7 +218,8 @@ def _made(workspace: GpuWorkspace, args: ExpertMatmulAllToAll | AllToAllExpertMa
     way = None if call is None else workspace.calls.get(call.kind)
     if call is None or way is None:
         return None
-    return workspace.calls.get(made(call.op, way, call.problem, call.variant, args.site))
+    variant = call.variant if call.told is None else (call.variant, False)
+    return workspace.calls.get(made(call.op, way, call.problem, variant, args.site))
 
 
 QUICK: Mapping[str, Quick] = {

@@ -2,17 +2,19 @@
 
 Splits differ from rank to rank, so no decision about a call may depend on them. Each host knows the splits of
 its rank. Before every call that is not captured, the hosts tell each other how many rows their ranks have.
-If a rank has more rows than there is room for, the memory of all ranks grows. With `config.equal_rows` ranks
-bring equally many rows: then each rank has room for all rows, and hosts do not meet. A captured call has the
-same rows in every replay.
+If a rank has more rows than there is room for, the memory of all ranks grows. The rows that the busiest rank
+computes decide which configuration of the kernel runs. With `config.equal_rows` ranks bring equally many
+rows: then each rank has room for all rows, and hosts do not meet. A captured call has the same rows in every
+replay; it takes the configuration of the last call that was not captured.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
@@ -20,6 +22,7 @@ from torch import Tensor
 
 from autofuse import config
 from autofuse.lowering.gpu.choice.calls import once
+from autofuse.lowering.gpu.choice.choose import configuration
 from autofuse.lowering.gpu.choice.kernel import Way
 from autofuse.lowering.gpu.choice.launcher import Launcher, contiguous
 from autofuse.lowering.gpu.memory.told import values_of_all
@@ -35,7 +38,7 @@ from autofuse.native_kernels.gpu.memory import Need, PeerMemory
 from .fixed import is_stack, layouts, made
 from .kernels import Rows
 from .unfused import grouped_product
-from .ways import COMBINE, DISPATCH, DROPLESS, DroplessProblem
+from .ways import COMBINE, DISPATCH, DROPLESS, DroplessProblem, rounded_rows
 
 LEAST_ROWS = 1024
 """There is room for as many."""
@@ -46,6 +49,24 @@ MOST_WORST = 2 << 30
 
 Needs: TypeAlias = Callable[[int, int, int], Need]
 """Of rows, columns and ranks."""
+
+
+class Counts(NamedTuple):
+    """Rows of this rank in a call. held: for which it needs memory; computed: that it multiplies; brought: of
+    its tokens; worst: the most that it may hold where all ranks bring as many."""
+
+    held: int
+    computed: int
+    brought: int
+    worst: int
+
+
+class Room(NamedTuple):
+    """The same on all ranks. rows: that the memory of each rank holds; computed: by the busiest rank, rounded
+    up to a power of two; 0 if that is not known."""
+
+    rows: int
+    computed: int
 
 
 def dropless_problem_of(
@@ -62,7 +83,8 @@ def dropless_problem_of(
 class _Calls:
     """The calls of one site in one way, with any number of rows. What all calls share is decided once.
 
-    variant: what kernels are compiled for, besides a problem.
+    variant: what kernels are compiled for, besides a problem. named: whether all run in this configuration,
+    whatever their rows.
     """
 
     def __init__(
@@ -73,27 +95,30 @@ class _Calls:
         problem: DroplessProblem,
         variant: Hashable,
         site: str,
+        named: bool = True,
     ) -> None:
         self.group = weakref.ref(workspace.group)
         self._op, self._workspace, self._way = op, workspace, way
-        self._problem, self._variant, self._site = problem, variant, site
-        self._launchers: dict[int, Launcher] = {}  # by room, which only grows
+        self._problem, self._variant, self._site, self._named = problem, variant, site, named
+        self._launchers: dict[Room, Launcher] = {}
         self._last: Launcher | None = None
 
     def goes_on(self) -> bool:
         return self._last is not None and self._last.goes_on()
 
-    def _launcher(self, columns: int, rows: int, worst: int, needs: Needs) -> Launcher | None:
+    def _launcher(self, columns: int, rows: Counts, needs: Needs) -> Launcher | None:
         """That of a call with so many rows; None where memory would have to grow in a captured graph."""
-        workspace, problem = self._workspace, self._problem
-        room = _room_for(workspace, self._op, self._site, columns, rows, worst)
-        if not room:
+        workspace = self._workspace
+        room = _room_for(workspace, self._op, self._site, columns, rows)
+        if not room.rows:
             return None
         self._last = self._launchers.get(room)
         if self._last is None:
-            need = partial(needs, room, columns, problem.world)
+            problem = replace(self._problem, rows=room.computed)
+            way = self._way if self._named else configuration(self._way, problem, workspace)
+            need = partial(needs, room.rows, columns, problem.world)
             self._last = self._launchers[room] = Launcher(
-                workspace, self._way, self._op, self._site, problem, (problem, self._variant, room), need
+                workspace, way, self._op, self._site, problem, (problem, self._variant, room), need
             )
         return self._last
 
@@ -116,7 +141,8 @@ class DroplessCombine(_Calls):
     ) -> list[Tensor] | None:  # fmt: skip
         """None if that cannot be captured. RuntimeError without room."""
         received, n = sum(rows.received), self._problem.columns
-        launcher = self._launcher(n, received, received, dropless_combine_needs)
+        counts = Counts(received, sum(rows.sent), received, received)  # it brings back what ranks brought
+        launcher = self._launcher(n, counts, dropless_combine_needs)
         if launcher is None or launcher.enter(trace=trace) is None:
             return None
         out = x[0].new_empty(received, n)
@@ -164,9 +190,8 @@ class DroplessDispatch(_Calls):
         return None if launcher is None else self._long(launcher, x, w, bias, rows, keep, trace)
 
     def _in_room(self, received: int, sent: int) -> Launcher | None:
-        problem = self._problem
-        worst = problem.world * sent
-        return self._launcher(problem.k, max(received, sent), worst, dropless_dispatch_needs)
+        counts = Counts(max(received, sent), received, sent, self._problem.world * sent)
+        return self._launcher(self._problem.k, counts, dropless_dispatch_needs)
 
     def _form(self, received: int, sent: int, rows: Rows) -> Hashable:
         """Which kernel a call runs, with which operands; None where this rank has no rows, and no address."""
@@ -210,15 +235,15 @@ def _given(bias: Sequence[Tensor | None], rows: Rows) -> list[Tensor]:
 
 def dropless_combine(
     workspace: GpuWorkspace, way: Way, problem: DroplessProblem, x: Sequence[Tensor], w: Sequence[Tensor],
-    bias: Tensor | None, rows: Rows, site: str, trace: Tensor | None = None,
+    bias: Tensor | None, rows: Rows, site: str, trace: Tensor | None = None, named: bool = True,
 ) -> Tensor | None:  # fmt: skip
     """A call of `DroplessCombine`."""
     variant = dropless_combine_variant(w, bias)
 
     def make() -> DroplessCombine:
-        return DroplessCombine(COMBINE, workspace, way, problem, (variant, trace is None), site)
+        return DroplessCombine(COMBINE, workspace, way, problem, (variant, trace is None), site, named)
 
-    kind = made(COMBINE, way, problem, variant, site)
+    kind = made(COMBINE, way, problem, (variant, named), site)
     found = (make() if trace is not None else once(workspace, kind, make))(x, w, bias, rows, trace)
     return None if found is None else found[0]
 
@@ -226,14 +251,15 @@ def dropless_combine(
 def dropless_dispatch(
     workspace: GpuWorkspace, way: Way, problem: DroplessProblem, x: Tensor, w: Sequence[Tensor],
     bias: Sequence[Tensor | None], rows: Rows, keep: bool, site: str, trace: Tensor | None = None,
+    named: bool = True,
 ) -> list[Tensor] | None:  # fmt: skip
     """A call of `DroplessDispatch`."""
     variant = dropless_dispatch_variant(w, bias)
 
     def make() -> DroplessDispatch:
-        return DroplessDispatch(DISPATCH, workspace, way, problem, (variant, trace is None), site)
+        return DroplessDispatch(DISPATCH, workspace, way, problem, (variant, trace is None), site, named)
 
-    kind = made(DISPATCH, way, problem, variant, site)
+    kind = made(DISPATCH, way, problem, (variant, named), site)
     return (make() if trace is not None else once(workspace, kind, make))(x, w, bias, rows, keep, trace)
 
 
@@ -247,40 +273,55 @@ def dropless_dispatch_variant(w: Sequence[Tensor], bias: Sequence[Tensor | None]
     return w[0].stride(), bias[0] is None
 
 
-def _room_for(workspace: GpuWorkspace, op: str, site: str, columns: int, rows: int, worst: int) -> int:
-    """The number of rows of so many columns that the memory holds, or will hold once it has grown.
+def last_told(workspace: GpuWorkspace, op: str, site: str, problem: DroplessProblem) -> DroplessProblem:
+    """A problem of the site with the rows of its last call of which hosts have told each other."""
+    return replace(problem, rows=_known_of(workspace).computed.get((op, site), 0))
 
-    It is 0 where a CUDA graph is captured and the memory would have to grow.
 
-    worst: the most rows, where all ranks bring as many as this one. A combine brings back what they brought.
-    """
-    rooms = _rooms.setdefault(workspace, {})
+def _room_for(workspace: GpuWorkspace, op: str, site: str, columns: int, rows: Counts) -> Room:
+    """For a call that exchanges rows of so many columns. The room has no rows where a CUDA graph is captured
+    and the memory would have to grow."""
+    known = _known_of(workspace)
     if torch.cuda.is_current_stream_capturing():
-        room = rooms.get((op, columns), 0)
-        if room and rows > room:
+        room = known.rows.get((op, columns), 0)
+        if room and rows.held > room:
             raise RuntimeError(
-                f"{op}, rank {workspace.rank} of group {workspace.group_name}: {rows} rows are captured, and "
-                f"there is room for {room}; run as many once before you capture"
+                f"{op}, rank {workspace.rank} of group {workspace.group_name}: {rows.held} rows are "
+                f"captured, and there is room for {room}; run as many once before you capture"
             )
-        return room
-    if config.equal_rows and 2 * 2 * worst * columns <= MOST_WORST:
-        if rows > worst:
+        return Room(room, known.computed.get((op, site), 0))
+    if config.equal_rows and 2 * 2 * rows.worst * columns <= MOST_WORST:
+        if rows.held > rows.worst:
             raise RuntimeError(
-                f"{op} at {site}: rank {workspace.rank} gets {rows} rows, more than {worst}: ranks do not "
-                "bring equally many, as the setting equal_rows promises"
+                f"{op} at {site}: rank {workspace.rank} gets {rows.held} rows, more than {rows.worst}: "
+                "ranks do not bring equally many, as the setting equal_rows promises"
             )
-        told = worst
+        held, computed = rows.worst, rows.brought
     else:
-        told = told_by_all(workspace, op, site, rows)
-    most = max(told, rooms.get((op, columns), LEAST_ROWS))
-    rooms[op, columns] = 1 << (most - 1).bit_length()
-    return rooms[op, columns]
+        held, computed = told_by_all(workspace, op, site, (rows.held, rows.computed))
+    known.rows[op, columns] = rounded_rows(max(held, known.rows.get((op, columns), LEAST_ROWS)))
+    known.computed[op, site] = rounded_rows(computed)
+    return Room(known.rows[op, columns], known.computed[op, site])
 
 
-def told_by_all(workspace: GpuWorkspace, op: str, site: str, rows: int) -> int:
-    """The most rows that a rank has."""
-    return max(most for (most,) in values_of_all(workspace, op, site, "rows of all ranks", [rows]))
+def told_by_all(workspace: GpuWorkspace, op: str, site: str, rows: Sequence[int]) -> list[int]:
+    """The most that a rank has, of each number of rows."""
+    told = values_of_all(workspace, op, site, "rows of all ranks", rows)
+    return [max(each) for each in zip(*told, strict=True)]
 
 
-_rooms: WeakKeyDictionary[GpuWorkspace, dict[tuple[str, int], int]] = WeakKeyDictionary()
-agreements.append(_rooms)
+@dataclass
+class _Known:
+    """What the ranks of a group know alike. rows: for which there is room, by op and columns; computed: as of
+    `Room`, by op and site."""
+
+    rows: dict[tuple[str, int], int] = field(default_factory=dict)
+    computed: dict[tuple[str, str], int] = field(default_factory=dict)
+
+
+def _known_of(workspace: GpuWorkspace) -> _Known:
+    return _known.setdefault(workspace, _Known())
+
+
+_known: WeakKeyDictionary[GpuWorkspace, _Known] = WeakKeyDictionary()
+agreements.append(_known)

@@ -147,7 +147,7 @@ DISPATCH_CLUSTERS: Kernel[ExpertProblem, DispatchConfig] = Kernel(
 
 
 def _dropless_configs(problem: DroplessProblem) -> Iterator[DroplessConfig]:
-    for bn in (256, 128):
+    for bn in (256, 192, 128):
         yield DroplessConfig(bn)
         yield DroplessConfig(bn, across=2)
         yield DroplessConfig(bn, along=2)

@@ -22,6 +22,9 @@ DROPLESS = ", dropless"
 MOST_BYTES = 4 << 30
 """A way that needs a larger region than this is left out."""
 
+LIKELY_ROWS = 256
+"""Rows that are assumed for each expert of a dropless call until the ranks have told each other theirs."""
+
 _REPLACED = (Way(CUBLAS_NCCL, fixed_nccl_work, replaced=True),)
 _REPLACED_DROPLESS = (Way(CUBLAS_NCCL, dropless_nccl_work, replaced=True),)
 
@@ -90,8 +93,8 @@ class ExpertProblem:
 class DroplessProblem:
     """A call of any number of rows: ranks have different ones, and must take the same way.
 
-    op: with `DROPLESS` behind its name, since measured points know no rows of it. weights: as of an
-    `ExpertProblem`.
+    op: with `DROPLESS` behind its name. weights: as of an `ExpertProblem`. rows: that the busiest rank
+    computes, rounded up to a power of two; 0 while ranks have not told each other.
     """
 
     op: str
@@ -103,11 +106,16 @@ class DroplessProblem:
     programs: int = 132
     aligned: bool = True
     weights: int = 1
+    rows: int = 0
 
-    m: ClassVar[int] = 1
     is_whole: ClassVar[bool] = False
-    """Ranks do not know the rows of each other."""
+    """The way is settled before ranks know the rows of each other, and experts have different ones."""
     most_bytes: ClassVar[int] = MOST_BYTES
+
+    @property
+    def m(self) -> int:
+        """As measured points have it."""
+        return self.rows or rounded_rows(LIKELY_ROWS * self.experts)
 
     @property
     def n(self) -> int:
@@ -123,7 +131,8 @@ class DroplessProblem:
 
     def at(self, op: str, m: int, k: int, n: int, world: int) -> DroplessProblem:
         """As of an `ExpertProblem`."""
-        return replace(self, k=k, columns=max(1, n // (self.experts * self.weights)), world=world)
+        columns = max(1, n // (self.experts * self.weights))
+        return replace(self, rows=m, k=k, columns=columns, world=world)
 
     @property
     def measured_as(self) -> str:
@@ -132,6 +141,11 @@ class DroplessProblem:
     def rounded(self) -> DroplessProblem:
         """Itself: a call measures its own rows, which count for all that follow."""
         return self
+
+
+def rounded_rows(rows: int) -> int:
+    """Up to a power of two."""
+    return 1 << (max(1, rows) - 1).bit_length()
 
 
 def _usable(problem: ExpertProblem | DroplessProblem) -> bool:

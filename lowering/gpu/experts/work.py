@@ -6,14 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 from autofuse.lowering.gpu.choice.work import LEAST, Collective, Product, Tiles, Work
 from autofuse.native_kernels.cuda.host.gemm import BM
+from autofuse.native_kernels.cuda.kernels.dropless_combine import height_of
 from autofuse.native_kernels.gpu.memory import cdiv
 
 if TYPE_CHECKING:
     from .ways import DroplessProblem, ExpertProblem
-
-LIKELY_ROWS = 256
-"""Rows that formulas assume for each expert of a dropless call, since ranks do not know the rows of each
-other. Points correct it."""
 
 
 def _height(rows: int) -> int:
@@ -22,19 +19,20 @@ def _height(rows: int) -> int:
 
 
 def _exchanged(p: ExpertProblem | DroplessProblem, rows: int) -> float:
-    """Bytes of rows that a rank exchanges: products of a combine, operands of a dispatch."""
+    """Bytes that a rank exchanges of rows: products of a combine, operands of a dispatch."""
     width = p.columns if p.op.startswith("expert_matmul") else p.k
-    return 2.0 * p.experts * rows * width * (p.world - 1) / p.world
+    return 2.0 * rows * width * (p.world - 1) / p.world
 
 
-def _tiles(p: ExpertProblem | DroplessProblem, rows: int, config: Any) -> Tiles:
-    high, columns = _height(rows), cdiv(p.columns, config.bn) * p.weights
+def _tiles(p: ExpertProblem | DroplessProblem, rows: int, high: int, down: float, config: Any) -> Tiles:
+    """rows: of all experts; high: rows of a tile; down: how many tiles lie one below the other."""
+    columns = cdiv(p.columns, config.bn) * p.weights
     sent = _exchanged(p, rows)
-    memory = 2.0 * (p.k * p.n + p.experts * rows * (p.k + p.columns * p.weights))
+    memory = 2.0 * (p.k * p.n + rows * (p.k + p.columns * p.weights))
     copied = getattr(config, "copied", False)
     return Tiles(
         f"{p.op} clusters copied" if copied else f"{p.op} clusters",
-        p.experts * cdiv(rows, high) * columns,
+        round(down * columns),
         2 * max(high, LEAST) * config.bn * p.k,
         (high / config.along + config.bn / config.across) * p.k * 2,
         memory,
@@ -46,15 +44,19 @@ def _tiles(p: ExpertProblem | DroplessProblem, rows: int, config: Any) -> Tiles:
 
 
 def fixed_work(config: Any, p: ExpertProblem) -> Work:
-    return _tiles(p, p.rows, config)
+    high = _height(p.rows)
+    return _tiles(p, p.experts * p.rows, high, p.experts * cdiv(p.rows, high), config)
 
 
 def dropless_work(config: Any, p: DroplessProblem) -> Work:
-    return _tiles(p, LIKELY_ROWS, config)
+    """An expert ends anywhere among the rows of a cluster: on average half of them lie behind its end."""
+    high = height_of(p.m, p.experts)
+    return _tiles(p, p.m, high, p.m / high + p.experts * config.across / 2, config)
 
 
 def _nccl(p: ExpertProblem | DroplessProblem, rows: int, name: str) -> tuple[Work, ...]:
-    sent = _exchanged(p, rows)
+    """rows: of an expert."""
+    sent = _exchanged(p, p.experts * rows)
     moved = 4 * sent * p.world / max(1, p.world - 1)  # rows are brought into order on both sides
     product = Product(rows, p.k, p.columns * p.weights, p.experts, f"experts {name}")
     return product, Collective(f"nccl all_to_all {name}", sent, p.world, moved)
@@ -67,4 +69,4 @@ def fixed_nccl_work(p: ExpertProblem) -> tuple[Work, ...]:
 
 def dropless_nccl_work(p: DroplessProblem) -> tuple[Work, ...]:
     """A matmul for every expert, or a grouped one, and NCCL."""
-    return _nccl(p, LIKELY_ROWS, p.op)
+    return _nccl(p, cdiv(p.m, p.experts), p.op)

@@ -23,6 +23,7 @@
 //         void clear(int thread, int threads, Meet meet);  // meet() is a barrier of these threads
 //         static constexpr int STORERS = 32;    // where a whole warp stores, not one thread
 //         static constexpr bool WAITS = true;   // whether tiles wait for peers
+//         static constexpr bool KEEPS = false;  // of WAITS that store no tile before all peers are there
 //         static constexpr bool SENDS = false;  // of SENDERS whose helpers do nothing
 //     };
 //     extern "C" __global__ void __launch_bounds__(THREADS, 1) my_kernel(const __grid_constant__ Params p) {
@@ -45,7 +46,7 @@
 //   - TEAMS: a block draws tickets once all blocks have started. If some have not although it has multiplied its tiles, it ends
 //     and gives them its place.
 //   - WAITS: a cluster of the margin claims its tiles when all peers have started the call; those that it multiplies before
-//     wait for nobody. If a peer does not come it ends, and clusters before the margin take its tiles.
+//     wait for nobody. If a peer does not come it ends, and clusters before the margin take its tiles piece by piece.
 // A role issues all stores that a wait of a peer depends on before it waits itself (docs/kernels.md, "Ordering").
 #pragma once
 #include "order.cuh"
@@ -98,7 +99,7 @@ template <class Params, Kind KIND, bool HALVES = true>
 struct Frame {
     static constexpr Kind kind = KIND;
     static constexpr int STORERS = 1;  // threads that store: one, by bulk stores, or a warp
-    static constexpr bool WAITS = false, SENDS = KIND == SENDERS;
+    static constexpr bool WAITS = false, KEEPS = true, SENDS = KIND == SENDERS;
     const Params& p;
     Shared s;
     int block, group;  // of the grid; the warpgroup of this thread
@@ -128,39 +129,63 @@ struct Frame {
     __device__ int cluster_row() const { return CLUSTER > 1 ? cluster_rank() / ALONG : 0; }
     __device__ int cluster_col() const { return CLUSTER > 1 ? cluster_rank() % ALONG : 0; }
 
-    // work(t) for each tile of this block. Before a tile, goes_on(number, t) is asked in a cluster of the margin; next(round)
-    // is the share that comes after number `round`, -1 if none does.
+    // Clusters take pieces of the shares of a margin that does not go on: so many tiles each, so many pieces a share.
+    __device__ int piece_tiles(int tiles) const {
+        constexpr int MOST_PIECES = 32;
+        return ((tiles + clusters - 1) / clusters + MOST_PIECES - 1) / MOST_PIECES;
+    }
+    __device__ int pieces_of(int tiles) const {
+        int each = piece_tiles(tiles);
+        return each ? ((tiles + clusters - 1) / clusters + each - 1) / each : 1;
+    }
+    __device__ int first_of(int piece, int tiles) const {
+        int pieces = pieces_of(tiles);
+        return piece / pieces + piece % pieces * piece_tiles(tiles) * clusters;
+    }
+
+    // work(t) for each tile of this block: those of its share and, before the margin, of the pieces that its cluster takes. Before
+    // a tile, goes_on(number, t) is asked in a cluster of the margin; next(round) is the next piece, -1 if there is none.
     template <class GoesOn, class Next, class Work>
     __device__ void each_tile(int tiles, GoesOn goes_on, Next next, Work work) const {
-        int number = 0, share = block / CLUSTER;
-        for (int round = 0; share >= 0; ++round) {
-            for (int t = share; t < tiles; t += clusters, ++number) {
+        int number = 0, t = block / CLUSTER, end = tiles;
+        for (int round = 0;; ++round) {
+            for (; t < end; t += clusters, ++number) {
                 if (margin && !goes_on(number, t)) return;
                 work(t);
             }
-            share = margin || firm >= clusters ? -1 : next(round);
+            int piece = margin || firm >= clusters ? -1 : next(round);
+            if (piece < 0) return;
+            t = first_of(piece, tiles);
+            end = t + piece_tiles(tiles) * clusters;
+            if (end > tiles) end = tiles;
         }
     }
 
     template <class Kernel, class Work>
     __device__ void each_tile_loaded(const Kernel& k, int tiles, Work work) const {
         if constexpr (Kernel::WAITS) {
-            int seen = 0;
+            int seen = 0, pieces = pieces_of(tiles), all = (clusters - firm) * pieces;
             auto goes_on = [&](int number, int t) {
                 if (!k.waits(t) || await(progress().going) == 1) return true;
                 poke(progress().stopped, number + 1);
+                bool tells = Kernel::KEEPS && (CLUSTER == 1 || cluster_rank() == 0);
+                if (tells && number) claim_pieces(p.state, block / CLUSTER, number / piece_tiles(tiles));  // these are done
                 return false;
             };
             auto next = [&](int round) {
-                if (CLUSTER > 1 && cluster_rank() > 0) return await(progress().shares[round]) - 2;
-                int share = -1;
-                if (seen < clusters - firm) seen = claimed(p.state, CLAIM_B);
-                if (seen < clusters - firm) share = unclaimed(p.state, CLAIM_B, firm, clusters);
-                for (int r = 0; r < CLUSTER; ++r) poke_at(progress().shares[round], r, share + 2);
-                return share;
+                if (CLUSTER > 1 && cluster_rank() > 0) return await_piece(progress(), round);
+                int piece;
+                do {
+                    piece = -1;
+                    if (seen < all) seen = claimed(p.state, CLAIM_B);
+                    int begin = firm + (block / CLUSTER + round) % (clusters - firm);
+                    if (seen < all) piece = unclaimed_piece(p.state, firm, clusters, begin, pieces);
+                } while (piece >= 0 && first_of(piece, tiles) >= tiles);
+                for (int r = 0; r < CLUSTER; ++r) poke_at(progress().pieces[round % ROUNDS_AHEAD], r, taken(round, piece));
+                return piece;
             };
             each_tile(tiles, goes_on, next, [&](int t) {
-                if (seen < clusters - firm) seen = claimed(p.state, CLAIM_B);
+                if (seen < all) seen = claimed(p.state, CLAIM_B);
                 work(t);
             });
         } else {
@@ -177,7 +202,7 @@ struct Frame {
                     if (peek(progress().stopped) == number + 1) return false;
                 return true;
             };
-            each_tile(tiles, goes_on, [&](int round) { return await(progress().shares[round]) - 2; }, work);
+            each_tile(tiles, goes_on, [&](int round) { return await_piece(progress(), round); }, work);
         } else {
             for (int t = block / CLUSTER; t < tiles; t += clusters) work(t);
         }
@@ -315,7 +340,7 @@ __device__ inline void run(const Params& p) {
         if (threadIdx.x == LOADER) {
             k.load_tiles(tiles);
         } else if (threadIdx.x >= STORER && threadIdx.x < STORER + Kernel::STORERS) {
-            start.tell(k);
+            start.tell(k, tiles);
             if (STORER_MEETS) k.first = __shfl_sync(~0u, static_cast<int>(start.before), 0) == 0;
             k.store_tiles(tiles);
             if (Kernel::kind == TEAMS && STORER_MEETS) named_arrive(END_BARRIER, MEETING);

@@ -6,7 +6,7 @@
 // How long blocks that have nothing else to do wait for blocks that have not been placed.
 constexpr int64_t START_NS = 20000;
 
-// Of the part of a share that waits for no peer; of the part that may; of a third part, in the second half of the same row; and
+// Of the part of a share that waits for no peer; of the part that may, by pieces; of a third part, in the second half of the same row; and
 // with stamps.
 enum Claim { CLAIM_A, CLAIM_B, CLAIM_C, STAMPED };
 
@@ -23,8 +23,8 @@ __device__ inline int claimed(const int64_t* state, int kind) {
     return static_cast<int>(load_relaxed(state + claim_word(kind)));
 }
 
-__device__ inline void count_claim(int64_t* state, int kind) {
-    atomicAdd(reinterpret_cast<unsigned long long*>(state + claim_word(kind)), 1ull);
+__device__ inline void count_claim(int64_t* state, int kind, int claims = 1) {
+    atomicAdd(reinterpret_cast<unsigned long long*>(state + claim_word(kind)), static_cast<unsigned long long>(claims));
 }
 
 // Takes a share; false if somebody has it.
@@ -62,6 +62,38 @@ __device__ inline bool present(const int64_t* state, int rank, int64_t epoch) {
     for (int r = 0; r < W; ++r)
         if (r != rank) all &= static_cast<int>(load_relaxed(told + r) - static_cast<uint32_t>(epoch)) >= 0;
     return all;
+}
+
+// Pieces of tiles that wait for peers, by share: the word of a share says how many of its pieces are somebody's. A cluster that
+// does a whole share takes all pieces at once, and others take one after another.
+//
+// Takes the first `count` pieces of a share of which nobody has taken one.
+__device__ inline bool claim_pieces(int64_t* state, int share, int count) {
+    if (atomicCAS(claims(state, CLAIM_B) + share, 0, count)) return false;
+    count_claim(state, CLAIM_B, count);
+    return true;
+}
+
+// Takes a piece of a share from `first` to before `last`, which have `pieces` each; looks at share `begin` first. The piece
+// counts those of shares from 0 on; -1 if there is none.
+__device__ inline int unclaimed_piece(int64_t* state, int first, int last, int begin, int pieces) {
+    constexpr int AT_ONCE = 16;
+    int* words = claims(state, CLAIM_B);
+    auto share_at = [&](int i) { return begin + i < last ? begin + i : begin + i - (last - first); };
+    for (int i = 0; i < last - first; i += AT_ONCE) {
+        int seen[AT_ONCE];
+#pragma unroll
+        for (int j = 0; j < AT_ONCE; ++j) seen[j] = i + j < last - first ? load_relaxed(words + share_at(i + j)) : pieces;
+#pragma unroll
+        for (int j = 0; j < AT_ONCE; ++j) {
+            if (seen[j] >= pieces) continue;
+            int share = share_at(i + j), piece = atomicAdd(words + share, 1);
+            if (piece >= pieces) continue;
+            count_claim(state, CLAIM_B);
+            return share * pieces + piece;
+        }
+    }
+    return -1;
 }
 
 // The last block of a call sets its claims back.

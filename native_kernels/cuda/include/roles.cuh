@@ -12,7 +12,8 @@ constexpr int FEW_REGISTERS = 88, MANY_REGISTERS = 208;  // of a thread of the f
 // Numbers of named barriers; 0 is __syncthreads. Team i has TEAM_BARRIER + i.
 constexpr int TEAM_BARRIER = 1, STORER_BARRIER = 4, END_BARRIER = 5;
 constexpr int HELPER_WARP_BARRIER = 2;  // and 3, of SENDERS: one a warp
-constexpr int MOST_ROUNDS = 144;        // shares that a cluster may have
+constexpr int ROUNDS_AHEAD = 64;        // of pieces, that the loader may be ahead of the other roles
+static_assert(ROUNDS_AHEAD > 2 * STAGES + 2, "loaders of a row and a column of a cluster, and a staged tile");
 
 enum Kind { SENDERS, TEAMS };
 
@@ -34,12 +35,23 @@ struct Progress {
     int stopped;  // 1 + the number of tiles after which the loader has stopped
     int idle;     // warpgroups that have multiplied
     int gate;     // 1: tickets may be drawn; 2: this block ends without any; 3: as 1, and it is the last one
-    int shares[MOST_ROUNDS];  // 1: no more; 2 + the share of the cluster that comes next
+    int pieces[ROUNDS_AHEAD];  // of the cluster's round r, entry r % ROUNDS_AHEAD: see `taken`
 };
 
 __device__ inline Progress& progress() {
     __shared__ Progress found;
     return found;
+}
+
+// An entry of `Progress::pieces`: the round, from 1 on, and 1 + the piece that the cluster has taken; 0: no more.
+constexpr int ROUND_SHIFT = 16;
+__device__ inline int taken(int round, int piece) { return round + 1 << ROUND_SHIFT | piece + 1; }
+
+__device__ inline int await_piece(const Progress& progress, int round) {
+    int word;
+    do word = peek(progress.pieces[round % ROUNDS_AHEAD]);
+    while (word >> ROUND_SHIFT != round + 1);
+    return (word & (1 << ROUND_SHIFT) - 1) - 1;
 }
 
 // The storer of each block counts it as started and claims its share of sends, before the block has made its barriers; the
@@ -56,7 +68,7 @@ struct Start {
 
     // Once shared memory is 0. The first block tells the peers that the call has started. Of the margin, the first block of a
     // cluster waits for theirs.
-    __device__ void tell(const Kernel& k) const {
+    __device__ void tell(const Kernel& k, int tiles) const {
         if (threadIdx.x != STORER) return;
         if (Kernel::SENDS && !taken) count_claim(k.p.state, CLAIM_A);
         if (Kernel::SENDS) poke(progress().owned, taken ? 2 : 1);
@@ -66,7 +78,7 @@ struct Start {
         bool here;
         do here = present(k.p.state, k.p.rank, k.epoch);
         while (!here && nanoseconds() < end);
-        bool goes = here && claim(k.p.state, CLAIM_B, k.block / CLUSTER);
+        bool goes = here && claim_pieces(k.p.state, k.block / CLUSTER, k.pieces_of(tiles));
         for (int r = 0; r < CLUSTER; ++r) poke_at(progress().going, r, goes ? 1 : 2);
     }
 };

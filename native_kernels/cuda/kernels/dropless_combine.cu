@@ -30,6 +30,7 @@ constexpr int WIDE = BN / 8;                        // pieces of 16 bytes in a r
 struct DroplessCombine : Frame<Params, TEAMS> {
     static constexpr int STORERS = 32;
     static constexpr bool WAITS = true;  // for where a peer wants its rows
+    static constexpr bool KEEPS = false;
     Ragged& experts;
 
     __device__ explicit DroplessCombine(const Params& p) : Frame(p), experts(shared_offsets()) {
@@ -65,7 +66,7 @@ struct DroplessCombine : Frame<Params, TEAMS> {
 
     // A warp stores the rows of tiles to the ranks that they are for, and counts them there.
     __device__ void store_tiles(int tiles) const {
-        constexpr int AT_ONCE = 32 / WIDE;       // rows
+        constexpr int AT_ONCE = 32 / WIDE;       // rows; a few lanes have none where a row is no power of two
         int lane = threadIdx.x % 32, start = 0;  // lane i: where our part begins in the inbox of rank i, plus 1
         const int* starts = counters(p.rank);
         Staged staged{s};
@@ -108,7 +109,7 @@ struct DroplessCombine : Frame<Params, TEAMS> {
 #pragma unroll
                     for (int j = 0; j < 4; ++j) {
                         int64_t there = __shfl_sync(~0u, to, i + j * AT_ONCE + lane / WIDE);
-                        if (there && col < p.n) store(reinterpret_cast<char*>(there) + col * 2, held[j]);
+                        if (there && col < p.n && lane < AT_ONCE * WIDE) store(reinterpret_cast<char*>(there) + col * 2, held[j]);
                     }
                 }
             }

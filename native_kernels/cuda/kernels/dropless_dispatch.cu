@@ -147,7 +147,7 @@ struct DroplessDispatch : Frame<Params, SENDERS> {
 
     // A warp stores the rows of tiles: an expert may end in the middle of one.
     __device__ void store_tiles(int tiles) const {
-        constexpr int AT_ONCE = 32 / WIDE;  // rows
+        constexpr int AT_ONCE = 32 / WIDE;  // rows; a few lanes have none where a row is no power of two
         int lane = threadIdx.x % 32;
         Staged staged{s};
         each_tile_after<WAITS>(tiles, [&] { return barrier_is_over(s.ready, staged.parity); }, [&](int t) {
@@ -157,6 +157,7 @@ struct DroplessDispatch : Frame<Params, SENDERS> {
             int piece = lane % WIDE, col = at.col * BN + piece * 8;
             char* to = p.out[at.weight] + (static_cast<int64_t>(tile.row) * p.n + col) * 2;
             staged.wait();
+            if (lane >= AT_ONCE * WIDE) rows = 0;
             for (int row = lane / WIDE; row < rows && col < p.n; row += 4 * AT_ONCE) {
                 uint4 held[4];
 #pragma unroll

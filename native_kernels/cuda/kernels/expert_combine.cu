@@ -112,10 +112,10 @@ struct ExpertCombine : Frame<Params, TEAMS> {
             if (is_part && team.leads()) wait(arrived(p.rank) + number, 1, WAIT_COMBINING, source, number);
             ticket.draw();
             if (team.leads()) trace.stamp(EVENT_WAITED, source, number);
-            // A thread copies one piece of 16 bytes of every STEP-th row.
+            // A thread copies one piece of 16 bytes of every STEP-th row; a few have none where a row is no power of two.
             constexpr int STEP = SIZE / WIDE;
             int piece = team.thread % WIDE, col = tile.col * BN + piece * 8;
-            if (col >= p.n) is_part = false;
+            if (col >= p.n || team.thread >= STEP * WIDE) is_part = false;
             int start = SPANNING ? 0 : run_at(p.runs, rows.expert, rows.first, W).at;
             const char* from = p.inbox[p.rank] + inbox_at(source, tile.col * BOXES + piece / 8, start);
             char* to = p.out + ((static_cast<int64_t>(source) * p.part_rows + start) * p.n + col) * 2;
