@@ -259,7 +259,7 @@ def explained(
     ("tokens", "least", "expected"),
     [
         (4096, 0, SPLIT),
-        (4095, 0, SPLIT),
+        (6143, 0, SPLIT),
         (64, 0, UNCHANGED),
         (4096, 4096, SPLIT),
         (4097, 4096, SPLIT),

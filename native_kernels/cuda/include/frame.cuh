@@ -129,7 +129,8 @@ struct Frame {
     __device__ int cluster_row() const { return CLUSTER > 1 ? cluster_rank() / ALONG : 0; }
     __device__ int cluster_col() const { return CLUSTER > 1 ? cluster_rank() % ALONG : 0; }
 
-    // Clusters take pieces of the shares of a margin that does not go on: so many tiles each, so many pieces a share.
+    // The share of a cluster of the margin that leaves goes to other clusters in pieces: `pieces_of` in a share, `piece_tiles`
+    // tiles in each; `first_of` is the first tile of a piece.
     __device__ int piece_tiles(int tiles) const {
         constexpr int MOST_PIECES = 32;
         return ((tiles + clusters - 1) / clusters + MOST_PIECES - 1) / MOST_PIECES;
