@@ -210,7 +210,8 @@ def test_digests_are_of_all_device_code(tmp_path: Path, monkeypatch: pytest.Monk
         now = both()
         path.write_text(text)
         assert [a != b for a, b in zip(first, now, strict=True)] == ["cuda" in name, "triton" in name], name
-    (tmp_path / "cuda/include/deep.cuh").write_text('#include "deeper.cuh"  // another reason\n')
+    (tmp_path / "cuda/include/deep.cuh").write_text('// More\n\n#include "deeper.cuh"  // another reason\n')
+    (tmp_path / "triton/gemm.py").write_text("# More\n\ny = 1\n\n")
     assert both() == first
     sources.digest_of.cache_clear()
 

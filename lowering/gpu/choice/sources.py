@@ -21,7 +21,7 @@ _COMMENT = {".py": re.compile(r"#.*"), ".cu": re.compile(r"//.*"), ".cuh": re.co
 def digest_of(source: str) -> str:
     """The digest of a kernel's file under native_kernels, its launcher, and all device code that it uses.
 
-    Comments do not count.
+    Comments and empty lines do not count.
     """
     found: dict[Path, str] = {}
     ahead = [_ROOT / source]
@@ -32,7 +32,8 @@ def digest_of(source: str) -> str:
         if path in found:
             continue
         text = path.read_text()
-        found[path] = _COMMENT[path.suffix].sub("", text)
+        lines = _COMMENT[path.suffix].sub("", text).splitlines()
+        found[path] = "\n".join(line.rstrip() for line in lines if line.strip())
         if path.suffix != ".py":
             ahead += (_ROOT / "cuda" / "include" / name for name in _INCLUDE.findall(text))
         elif path.parent.name == "triton":
