@@ -122,7 +122,8 @@ def test_room_for_the_worst_case(monkeypatch: pytest.MonkeyPatch) -> None:
         assert met == [(1500, 750)] * 2
         with pytest.raises(RuntimeError, match="rank 1 gets 6001 rows, more than 6000"):
             room(64, 6001, 6000)
+    assert room(64, 10, 40) == (8192, 128), "few rows are prepared as so many"
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert room(64, 100, 6000) == (8192, 1024), "a graph is captured as the last call was run"
+    assert room(64, 1000, 6000) == (8192, 128), "a graph is captured as the last call was run"
     with pytest.raises(RuntimeError, match="9000 rows are captured, and there is room for 8192"):
         room(64, 9000, 36000)

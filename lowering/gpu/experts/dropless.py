@@ -43,6 +43,9 @@ from .ways import COMBINE, DISPATCH, DROPLESS, DroplessProblem, rounded_rows
 LEAST_ROWS = 1024
 """There is room for as many."""
 
+LEAST_COMPUTED = 128
+"""Calls of fewer rows take the configuration of so many: each number of rows is prepared on its own."""
+
 MOST_WORST = 2 << 30
 """Bytes of the inbox up to which there is room for the worst case."""
 
@@ -63,7 +66,7 @@ class Counts(NamedTuple):
 
 class Room(NamedTuple):
     """The same on all ranks. rows: that the memory of each rank holds; computed: by the busiest rank, rounded
-    up to a power of two; 0 if that is not known."""
+    up to a power of two and at least LEAST_COMPUTED; 0 if that is not known."""
 
     rows: int
     computed: int
@@ -300,7 +303,7 @@ def _room_for(workspace: GpuWorkspace, op: str, site: str, columns: int, rows: C
     else:
         held, computed = told_by_all(workspace, op, site, (rows.held, rows.computed))
     known.rows[op, columns] = rounded_rows(max(held, known.rows.get((op, columns), LEAST_ROWS)))
-    known.computed[op, site] = rounded_rows(computed)
+    known.computed[op, site] = rounded_rows(max(computed, LEAST_COMPUTED))
     return Room(known.rows[op, columns], known.computed[op, site])
 
 
