@@ -180,8 +180,8 @@ def run_reduce(op: str, args: "Reduction") -> Any:
 
 @lru_cache(maxsize=2048)
 def _told(site: str, kind: Kind) -> str:
-    """The name under which ranks compare the proofs of a call. The contracted dim, and what is added to the
-    product, are not in the name, since they may differ between ranks."""
+    """Ranks compare the proofs of a call under this name. It contains neither the contracted dim nor the
+    summands behind the product, since ranks may have different ones."""
     p = infer_product(kind)
     m, n = p.shape
     return f"{kind.op} at {place(site)}, {kind.reduce_op} {p.dtype} [{m}, {n}], tail {kind.tail!r}"

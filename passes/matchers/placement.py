@@ -34,8 +34,8 @@ class Placement:
 
 
 def find_placement(node: fx.Node, shapes: Shapes) -> Placement | Reject | None:
-    """The placement whose result is `node`; None if `node` is not the result of one. A vector, such as the
-    counts of rows that experts get, has no rows, so no placement returns it."""
+    """The placement whose result is `node`, or None. A placement moves rows of a matrix. So a vector is never
+    the result of one, for example the number of rows that each expert gets."""
     shape = shapes.of(node)
     if shape is None or len(shape) < 2:
         return None

@@ -107,7 +107,7 @@ def test_a_size_that_ranks_tell_each_other_is_that_of_the_call_that_was_measured
 ) -> None:
     problem = DroplessProblem(DISPATCH + DROPLESS, 8, 2048, 1024, 4, BF16)
     named: list[str] = []
-    more = {"named": lambda way: named.append(way.name) or [0], "told": lambda p: replace(p, rows=8192)}
+    more = {"named": lambda way: named.append(way.name) or [0], "told": lambda: replace(problem, rows=8192)}
     for _ in range(2):
         group.decide(group.call(problem, **more))
         group.start()

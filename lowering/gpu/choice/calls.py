@@ -35,9 +35,7 @@ class GpuCall:
     run: what the op returns, in any way but the one that the op replaces; None if that cannot be captured.
     variant: what may be new about a call of a known problem. unfused: what the op replaces, where that is
     better than the op's reference. trials: what `AUTOFUSE_MEASURE` measures, in place of this very call.
-    changed: what the call changes in place. told: of a problem that lacks a size, the problem with what the
-    ranks have told each other in the last call; such a call takes another configuration of its way where that
-    is faster, unless the way was named.
+    changed: what the call changes in place.
     """
 
     op: str
@@ -49,11 +47,19 @@ class GpuCall:
     unfused: Callable[[], Any] | None = None
     trials: Trials | None = None
     changed: Sequence[Tensor] = ()
+    told: Callable[[], Problem] | None = None
+    """Of a problem that lacks a size: the problem with the size that the ranks told each other before the
+    last call. `run` then takes the fastest configuration of the way's kernel for this size."""
     named: Callable[[Way], Any] | None = None
-    """As `run`, in exactly this configuration; None if `run` takes no other one."""
-    told: Callable[[Problem], Problem] | None = None
+    """With `told`: as `run`, but in the configuration of the way."""
+
+    @property
+    def as_told(self) -> Problem:
+        """The problem, with all that ranks have told each other."""
+        return self.problem if self.told is None else self.told()
 
     def run_named(self, way: Way) -> Any:
+        """`run`, in the configuration of the way."""
         return (self.named or self.run)(way)
 
     @property
@@ -86,7 +92,7 @@ class GpuCall:
         """What reports are to say of such calls, with the best times that the choice knows."""
         times = times_of(self.problem, self.workspace)
         if self.told is not None and way.fused:
-            way = configuration(way, self.told(self.problem), self.workspace)
+            way = configuration(way, self.as_told, self.workspace)
         ways, key = ways_of(self.problem), FUSED_OPS[self.op].key(self.arguments)
         taken = next((time for time in times if time.name == way.name), Timed(way.name))
         ours = next((time for time in times if ways[time.name].fused), None)
@@ -173,7 +179,7 @@ class ByName:
     def keep(self, op: str, arguments: tuple[Any, ...], times: dict[str, float]) -> None:
         """Let `auto` decide by these microseconds, here and, on rank 0, in the user's own file."""
         call = self._found(op, arguments)
-        keep(call.workspace, Point.of(call.problem if call.told is None else call.told(call.problem), times))
+        keep(call.workspace, Point.of(call.as_told, times))
 
     def _found(self, op: str, arguments: tuple[Any, ...]) -> GpuCall:
         call = self._find(op, arguments)

@@ -80,8 +80,8 @@ def chosen(problem: Problem, workspace: GpuWorkspace) -> Way:
 
 
 def configuration(way: Way, problem: Problem, workspace: GpuWorkspace) -> Way:
-    """The configuration of a way's kernel that takes the GPUs least, the same on all ranks: of a problem of
-    which ranks know more since the way was chosen."""
+    """The fastest configuration of the way's kernel for a problem, the same on all ranks. The way was chosen
+    before the ranks knew all sizes of the problem."""
     ways = ways_of(problem)
     found = [each for each in predictor_for(workspace).times(problem) if ways[each.way].kernel is way.kernel]
     return ways[min(found, key=_us).way] if found else way

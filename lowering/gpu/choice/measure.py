@@ -55,14 +55,13 @@ def measure(workspace: GpuWorkspace, problem: Problem, trials: Trials, worth: bo
 
 def measure_once(
     workspace: GpuWorkspace, problem: Problem, trials: Trials, changed: Sequence[Tensor] = (),
-    told: Callable[[Problem], Problem] | None = None,
+    told: Callable[[], Problem] | None = None,
 ) -> None:  # fmt: skip
     """Measures a problem, rounded, unless that was done; keeps the result. Not while a graph is captured.
 
     All ranks find alike that it was done, since they have the points of rank 0, and that time is up
     (`config.measure_s`). What could not be measured is not tried again. changed: what calls change in place;
-    it is as before afterwards. told: of a problem that lacks a size until it has run, the problem with what
-    the ranks have told each other in the last call; it is measured at one such size.
+    it is as before afterwards. told: as of a `GpuCall`; such a problem is measured at one size alone.
     """
     if torch.cuda.is_current_stream_capturing():
         return
@@ -91,7 +90,7 @@ def measure_once(
             for t, before in zip(changed, saved, strict=True):
                 t.copy_(before)
     if told is not None:
-        point = replace(point, m=told(rounded).m)
+        point = replace(point, m=told().m)
     if point.times:
         _keep(workspace, point)
     lasted = slowest(time.monotonic() - begin, workspace.group)
@@ -101,6 +100,7 @@ def measure_once(
 
 
 def _with_rows(problem: Problem, m: int) -> Problem:
+    """The same problem with another m."""
     return problem.at(problem.op, m, problem.k, problem.n, problem.world)
 
 

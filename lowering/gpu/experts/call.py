@@ -102,7 +102,7 @@ def _dropless_combine_call(args: ExpertMatmulAllToAll) -> GpuCall | None:
     grouped = rows.offsets is not None and can_group(problem)
     return GpuCall(
         COMBINE, args, workspace, problem, run, variant, unfused if grouped else None,
-        named=partial(run, named=True), told=partial(last_told, workspace, COMBINE, site),
+        told=partial(last_told, workspace, COMBINE, site, problem), named=partial(run, named=True),
     )  # fmt: skip
 
 
@@ -157,7 +157,7 @@ def _dropless_dispatch_call(args: AllToAllExpertMatmul) -> GpuCall | None:
     variant = dropless_dispatch_variant(w, biases)
     return GpuCall(
         DISPATCH, args, workspace, problem, run, variant, unfused if can_group(problem) else None,
-        named=partial(run, named=True), told=partial(last_told, workspace, DISPATCH, site),
+        told=partial(last_told, workspace, DISPATCH, site, problem), named=partial(run, named=True),
     )  # fmt: skip
 
 
@@ -218,8 +218,7 @@ def _made(workspace: GpuWorkspace, args: ExpertMatmulAllToAll | AllToAllExpertMa
     way = None if call is None else workspace.calls.get(call.kind)
     if call is None or way is None:
         return None
-    variant = call.variant if call.told is None else (call.variant, False)
-    return workspace.calls.get(made(call.op, way, call.problem, variant, args.site))
+    return workspace.calls.get(made(call.op, way, call.problem, call.variant, args.site))
 
 
 QUICK: Mapping[str, Quick] = {

@@ -44,7 +44,8 @@ LEAST_ROWS = 1024
 """There is room for as many."""
 
 LEAST_COMPUTED = 128
-"""Calls of fewer rows take the configuration of so many: each number of rows is prepared on its own."""
+"""Calls in which the busiest rank computes fewer rows take the configuration for so many. Calls are prepared
+for each power of two."""
 
 MOST_WORST = 2 << 30
 """Bytes of the inbox up to which there is room for the worst case."""
@@ -55,8 +56,9 @@ Needs: TypeAlias = Callable[[int, int, int], Need]
 
 
 class Counts(NamedTuple):
-    """Rows of this rank in a call. held: for which it needs memory; computed: that it multiplies; brought: of
-    its tokens; worst: the most that it may hold where all ranks bring as many."""
+    """Numbers of rows of this rank in a call. held: its memory has to hold them; computed: it multiplies
+    them; brought: they are of its own tokens; worst: the most that it may hold if all ranks bring equally
+    many."""
 
     held: int
     computed: int
@@ -86,8 +88,8 @@ def dropless_problem_of(
 class _Calls:
     """The calls of one site in one way, with any number of rows. What all calls share is decided once.
 
-    variant: what kernels are compiled for, besides a problem. named: whether all run in this configuration,
-    whatever their rows.
+    variant: what kernels are compiled for, besides a problem. named: whether all calls run in the
+    configuration of the way; if not, the rows of the busiest rank decide.
     """
 
     def __init__(
@@ -246,7 +248,7 @@ def dropless_combine(
     def make() -> DroplessCombine:
         return DroplessCombine(COMBINE, workspace, way, problem, (variant, trace is None), site, named)
 
-    kind = made(COMBINE, way, problem, (variant, named), site)
+    kind = made(COMBINE, way, problem, variant, site, named)
     found = (make() if trace is not None else once(workspace, kind, make))(x, w, bias, rows, trace)
     return None if found is None else found[0]
 
@@ -262,7 +264,7 @@ def dropless_dispatch(
     def make() -> DroplessDispatch:
         return DroplessDispatch(DISPATCH, workspace, way, problem, (variant, trace is None), site, named)
 
-    kind = made(DISPATCH, way, problem, (variant, named), site)
+    kind = made(DISPATCH, way, problem, variant, site, named)
     return (make() if trace is not None else once(workspace, kind, make))(x, w, bias, rows, keep, trace)
 
 
@@ -277,7 +279,8 @@ def dropless_dispatch_variant(w: Sequence[Tensor], bias: Sequence[Tensor | None]
 
 
 def last_told(workspace: GpuWorkspace, op: str, site: str, problem: DroplessProblem) -> DroplessProblem:
-    """A problem of the site with the rows of its last call of which hosts have told each other."""
+    """The problem with the rows that the busiest rank computed in the last call of the site, as far as the
+    hosts told each other."""
     return replace(problem, rows=_known_of(workspace).computed.get((op, site), 0))
 
 

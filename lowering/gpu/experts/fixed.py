@@ -170,9 +170,10 @@ class Dispatch:
         return outputs
 
 
-def made(op: str, way: Way, problem: Hashable, variant: Hashable, site: str) -> Hashable:
-    """Under which `workspace.calls` has a `Combine` or `Dispatch` that is not traced."""
-    return "made", op, way.name, problem, (variant, True), site
+def made(op: str, way: Way, problem: Hashable, variant: Hashable, site: str, named: bool = False) -> Hashable:
+    """The key of a `Combine` or `Dispatch` that is not traced in `workspace.calls`; named: as of the calls of
+    dropless experts."""
+    return "made", op, way.name, problem, (variant, True), site, named
 
 
 def combine_variant(w: Sequence[Tensor], bias: Tensor | None, order: str) -> Hashable:

@@ -86,7 +86,7 @@ class ExpertProblem:
         """With the runs rounded up to a power of two; not where experts have several runs for a rank."""
         if self.outer != 1:
             return None
-        return replace(self, rows=self.world * (1 << (self.run - 1).bit_length()), aligned=True)
+        return replace(self, rows=self.world * rounded_rows(self.run), aligned=True)
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ class DroplessProblem:
 
 def rounded_rows(rows: int) -> int:
     """Up to a power of two."""
-    return 1 << (max(1, rows) - 1).bit_length()
+    return 1 << (rows - 1).bit_length()
 
 
 def _usable(problem: ExpertProblem | DroplessProblem) -> bool:

@@ -144,8 +144,8 @@ struct Frame {
         return piece / pieces + piece % pieces * piece_tiles(tiles) * clusters;
     }
 
-    // work(t) for each tile of this block: those of its share and, before the margin, of the pieces that its cluster takes. Before
-    // a tile, goes_on(number, t) is asked in a cluster of the margin; next(round) is the next piece, -1 if there is none.
+    // work(t) for each tile of this block: the tiles of its share and, before the margin, those of the pieces that its cluster
+    // takes. A cluster of the margin asks goes_on(number, t) before each tile. next(round) is the next piece; -1: none is left.
     template <class GoesOn, class Next, class Work>
     __device__ void each_tile(int tiles, GoesOn goes_on, Next next, Work work) const {
         int number = 0, t = block / CLUSTER, end = tiles;

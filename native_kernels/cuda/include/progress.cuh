@@ -6,8 +6,8 @@
 // How long blocks that have nothing else to do wait for blocks that have not been placed.
 constexpr int64_t START_NS = 20000;
 
-// Of the part of a share that waits for no peer; of the part that may, by pieces; of a third part, in the second half of the same row; and
-// with stamps.
+// Of the part of a share that waits for no peer; of the part that may, by pieces; of a third part, in the second half of the
+// same row; and with stamps.
 enum Claim { CLAIM_A, CLAIM_B, CLAIM_C, STAMPED };
 
 __device__ inline int* claims(int64_t* state, int kind) {
@@ -64,18 +64,18 @@ __device__ inline bool present(const int64_t* state, int rank, int64_t epoch) {
     return all;
 }
 
-// Pieces of tiles that wait for peers, by share: the word of a share says how many of its pieces are somebody's. A cluster that
-// does a whole share takes all pieces at once, and others take one after another.
+// A share of tiles that wait for peers has pieces. The claim word of the share is the number of pieces that are taken. The
+// cluster whose share it is takes all of them at once. Other clusters take one piece at a time, in the order of the pieces.
 //
-// Takes the first `count` pieces of a share of which nobody has taken one.
+// Takes pieces 0 to `count` - 1 of a share, unless some cluster has taken a piece of it before.
 __device__ inline bool claim_pieces(int64_t* state, int share, int count) {
     if (atomicCAS(claims(state, CLAIM_B) + share, 0, count)) return false;
     count_claim(state, CLAIM_B, count);
     return true;
 }
 
-// Takes a piece of a share from `first` to before `last`, which have `pieces` each; looks at share `begin` first. The piece
-// counts those of shares from 0 on; -1 if there is none.
+// Takes the next piece of one of the shares `first` to `last` - 1, each of which has `pieces` pieces. The search begins at
+// share `begin`. Returns share * pieces + the number of the piece in its share; -1 if no piece is left.
 __device__ inline int unclaimed_piece(int64_t* state, int first, int last, int begin, int pieces) {
     constexpr int AT_ONCE = 16;
     int* words = claims(state, CLAIM_B);

@@ -109,7 +109,8 @@ struct DroplessCombine : Frame<Params, TEAMS> {
 #pragma unroll
                     for (int j = 0; j < 4; ++j) {
                         int64_t there = __shfl_sync(~0u, to, i + j * AT_ONCE + lane / WIDE);
-                        if (there && col < p.n && lane < AT_ONCE * WIDE) store(reinterpret_cast<char*>(there) + col * 2, held[j]);
+                        if (there && col < p.n && lane < AT_ONCE * WIDE)
+                            store(reinterpret_cast<char*>(there) + col * 2, held[j]);
                     }
                 }
             }
