@@ -77,19 +77,21 @@ struct Staged {
     }
 };
 
-// A warp copies a row of `pieces` times 16 bytes, eight of a lane on their way at once. It stores if goes_on(), and returns
-// whether it has.
+// A helper stores so many pieces to peers before it loads again. The wait for these loads, a microsecond, then paces the
+// stores of all multiprocessors to what the links take. More stores queue up, and the loads of the tiles wait behind them.
+constexpr int STORES_AHEAD = 3;
+
+// A warp copies a row of `pieces` times 16 bytes to a peer. It stores if goes_on(), and returns whether it has.
 template <class GoesOn>
 __device__ inline bool copy_row(char* to, const char* from, int pieces, int lane, GoesOn goes_on) {
-    constexpr int AHEAD = 8;
-    for (int i = lane; i < pieces; i += AHEAD * 32) {
-        uint4 held[AHEAD];
+    for (int i = lane; i < pieces; i += STORES_AHEAD * 32) {
+        uint4 held[STORES_AHEAD];
 #pragma unroll
-        for (int a = 0; a < AHEAD; ++a)
+        for (int a = 0; a < STORES_AHEAD; ++a)
             if (i + a * 32 < pieces) held[a] = load_l2(from + (i + a * 32) * 16);
         if (!goes_on()) return false;
 #pragma unroll
-        for (int a = 0; a < AHEAD; ++a)
+        for (int a = 0; a < STORES_AHEAD; ++a)
             if (i + a * 32 < pieces) store(to + (i + a * 32) * 16, held[a]);
     }
     return true;

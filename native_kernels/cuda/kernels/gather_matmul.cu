@@ -121,7 +121,8 @@ struct GatherMatmul : Frame<Params, SENDERS, !ENGINES> {
 
     // The helpers of a block store a share of each slice to all peers, and signal.
     __device__ void exchange(Team<HELPERS> team, int share) const {
-        constexpr int AHEAD = 8, FIRST = SPANNING ? 0 : 1;
+        constexpr int PEERS = W > 1 ? W - 1 : 1, AHEAD = PEERS < STORES_AHEAD ? STORES_AHEAD / PEERS : 1;
+        constexpr int FIRST = SPANNING ? 0 : 1;
         int pitch = p.k * 2;
         int64_t there = (parity * p.half_rows + static_cast<int64_t>(p.rank) * p.chunk) * pitch;
         for (int unit = 0; unit < p.slices * p.k_slices; ++unit) {
