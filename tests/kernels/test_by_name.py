@@ -98,6 +98,7 @@ def workspace(monkeypatch: pytest.MonkeyPatch) -> Mock:
         return ways_of(problem)[choice.choose(problem, choice.predictor_of(tuple(points))).way]
 
     monkeypatch.setattr(calls, "chosen", chosen)
+    monkeypatch.setattr(choice, "predictor_for", lambda workspace: choice.predictor_of(tuple(points)))
     return found
 
 
@@ -116,6 +117,19 @@ def test_names_and_what_auto_takes_of_them(call: str) -> None:
     assert by_name.chosen(op, arguments) == fused[-1]
     by_name.keep(op, arguments, {plain: 2.0, fused[-1]: 3.0})
     assert by_name.chosen(op, arguments) == plain
+
+
+@pytest.mark.parametrize("call", ["dropless combine", "dropless dispatch"])
+def test_the_configuration_that_told_rows_decide_is_named(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is kept counts for as many rows as ranks have told each other."""
+    op, arguments = CALLS[call]
+    fused = by_name.names(op, arguments, False)
+    for rows, best in ((64, fused[-1]), (65536, fused[0])):
+        monkeypatch.setattr(expert_ops, "last_told", lambda *key, rows=rows: replace(key[-1], rows=rows))
+        by_name.keep(op, arguments, dict.fromkeys(fused, 99.0) | {best: 9.0, CUBLAS_NCCL: 200.0})
+    assert by_name.chosen(op, arguments) == fused[0]
+    monkeypatch.setattr(expert_ops, "last_told", lambda *key: replace(key[-1], rows=64))
+    assert by_name.chosen(op, arguments) == fused[-1]
 
 
 @pytest.mark.parametrize("call", CALLS)

@@ -88,11 +88,15 @@ class GpuCall:
         """What the op returns, as torch computes it."""
         return FUSED_OPS[self.op].reference(self.arguments) if self.unfused is None else self.unfused()
 
+    def configured(self, way: Way) -> Way:
+        """The way in the configuration that `run` takes, by all that ranks have told each other."""
+        is_open = self.told is not None and way.fused
+        return configuration(way, self.as_told, self.workspace) if is_open else way
+
     def note(self, way: Way, capturing: bool) -> Note:
         """What reports are to say of such calls, with the best times that the choice knows."""
         times = times_of(self.problem, self.workspace)
-        if self.told is not None and way.fused:
-            way = configuration(way, self.as_told, self.workspace)
+        way = self.configured(way)
         ways, key = ways_of(self.problem), FUSED_OPS[self.op].key(self.arguments)
         taken = next((time for time in times if time.name == way.name), Timed(way.name))
         ours = next((time for time in times if ways[time.name].fused), None)
@@ -174,7 +178,7 @@ class ByName:
     def chosen(self, op: str, arguments: tuple[Any, ...]) -> str:
         """The way that takes the GPUs least, as far as is known."""
         call = self._found(op, arguments)
-        return chosen(call.problem, call.workspace).name
+        return call.configured(chosen(call.problem, call.workspace)).name
 
     def keep(self, op: str, arguments: tuple[Any, ...], times: dict[str, float]) -> None:
         """Let `auto` decide by these microseconds, here and, on rank 0, in the user's own file."""
