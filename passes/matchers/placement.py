@@ -34,8 +34,8 @@ class Placement:
 
 
 def find_placement(node: fx.Node, shapes: Shapes) -> Placement | Reject | None:
-    """The placement whose result is `node`, or None. A placement moves rows of a matrix. So a vector is never
-    the result of one, for example the number of rows that each expert gets."""
+    """The placement whose result is `node`; None if no placement made `node`. A placement moves the rows of a
+    matrix. A vector, such as the number of rows of each expert, has no rows: the result is None."""
     shape = shapes.of(node)
     if shape is None or len(shape) < 2:
         return None

@@ -164,7 +164,7 @@ def test_with_many_tokens_split_saves_and_with_few_it_does_not(
     pricing: GpuPricing, world: int, ratio: float
 ) -> None:
     """More tokens than before take longer under every schedule. From 4096 on `split` saves; up to 256 it does
-    not. With the longer K on 2 ranks it saves about as much as a prediction may be wrong by."""
+    not. With the longer K on 2 H100 it saves less than a prediction may be wrong by."""
     last = dict.fromkeys(LEGAL, 0.0)
     for tokens in (2**i for i in range(15)):
         clusters = layer(tokens, world, padded=max(tokens, world), ratio=ratio)
@@ -179,7 +179,8 @@ def test_with_many_tokens_split_saves_and_with_few_it_does_not(
         taken, told = cheapest(clusters, LEGAL, pricing, {})
         assert told == {name: round(each, 1) for name, each in times.items()}
         assert (taken == SPLIT) <= (times[SPLIT] < (1 - SPLIT_ERROR) * times[UNCHANGED])
-    assert taken == SPLIT or (world, ratio) == (2, 3.5)
+    kind = pricing.predictor.model.gpu.name
+    assert (taken == SPLIT) != ((kind, world, ratio) == ("h100-80gb-hbm3", 2, 3.5))
 
 
 def test_padding_is_priced(pricing: GpuPricing) -> None:

@@ -159,8 +159,8 @@ PARTS: Kernel[DenseProblem, GatherConfig] = Kernel(
 
 
 def _clusters_gather_configs(problem: DenseProblem) -> Iterator[ClusterGatherConfig]:
-    """Sent by the kernel, in slices of K where all parts are multiplied at once, else in four slices; or by
-    copy engines."""
+    """The kernel or copy engines send. The kernel sends slices of K if a cluster multiplies rows of several
+    parts, and four slices of rows and K if it multiplies rows of one part (`within`)."""
     if 64 <= problem.m <= 1024:
         for k_slices in (1, 4, 8):
             yield ClusterGatherConfig(bn=64, across=1, along=2, stages=7, k_slices=k_slices)
@@ -172,16 +172,16 @@ def _clusters_gather_configs(problem: DenseProblem) -> Iterator[ClusterGatherCon
         for k_slices in (4, 8):
             yield ClusterGatherConfig(bn=128, stages=5, k_slices=k_slices)
         yield ClusterGatherConfig(bn=128, within=True, stages=5, copied=True)
-        if problem.chunk > BM:
-            yield ClusterGatherConfig(bn=128, within=True, stages=5, slices=2, k_slices=2)
-            yield ClusterGatherConfig(within=True, slices=2, k_slices=2)
+        stages_of = {256: 3, 128: 5}  # by columns of a tile
         rows = problem.world * cdiv(problem.chunk, BM)
         if fullest(CLUSTER_WIDTHS, rows, problem.columns, problem.programs) == 192:
             for k_slices in (8, 16):
                 yield ClusterGatherConfig(bn=192, stages=4, k_slices=k_slices)
             yield ClusterGatherConfig(bn=192, within=True, stages=4, copied=True)
-            if problem.chunk > BM:
-                yield ClusterGatherConfig(bn=192, within=True, stages=4, slices=2, k_slices=2)
+            stages_of[192] = 4
+        if problem.chunk > BM:  # a part has rows for both blocks of a cluster
+            for bn, stages in stages_of.items():
+                yield ClusterGatherConfig(bn=bn, within=True, stages=stages, slices=2, k_slices=2)
     if problem.m >= 2048:
         yield ClusterGatherConfig(within=True, copied=True)
     if problem.m >= 4096:

@@ -77,8 +77,9 @@ struct Staged {
     }
 };
 
-// A helper stores so many pieces to peers before it loads again. The wait for these loads, a microsecond, then paces the
-// stores of all multiprocessors to what the links take. More stores queue up, and the loads of the tiles wait behind them.
+// A thread of the helpers stores this many pieces of 16 bytes to peers before it loads again. The wait for its loads, one
+// microsecond, paces the stores of all multiprocessors to what the links take. More stores would queue in the multiprocessor,
+// and the loads of the tiles would wait behind them.
 constexpr int STORES_AHEAD = 3;
 
 // A warp copies a row of `pieces` times 16 bytes to a peer. It stores if goes_on(), and returns whether it has.

@@ -64,18 +64,19 @@ __device__ inline bool present(const int64_t* state, int rank, int64_t epoch) {
     return all;
 }
 
-// A share of tiles that wait for peers has pieces. The claim word of the share is the number of pieces that are taken. The
-// cluster whose share it is takes all of them at once. Other clusters take one piece at a time, in the order of the pieces.
+// A share of tiles that wait for peers is cut into pieces. The claim word of the share counts the pieces that clusters have
+// claimed. The cluster that owns the share claims all pieces by one atomic; if it leaves early, it claims the pieces that it
+// has stored. Another cluster claims one piece at a time, always the first piece that is unclaimed.
 //
-// Takes pieces 0 to `count` - 1 of a share, unless some cluster has taken a piece of it before.
+// Claims pieces 0 to `count` - 1 of a share for its owner. Returns false if another cluster has claimed a piece before.
 __device__ inline bool claim_pieces(int64_t* state, int share, int count) {
     if (atomicCAS(claims(state, CLAIM_B) + share, 0, count)) return false;
     count_claim(state, CLAIM_B, count);
     return true;
 }
 
-// Takes the next piece of one of the shares `first` to `last` - 1, each of which has `pieces` pieces. The search begins at
-// share `begin`. Returns share * pieces + the number of the piece in its share; -1 if no piece is left.
+// Claims one unclaimed piece of the shares from `first` to `last` - 1. A share has `pieces` pieces. The search begins at share
+// `begin` and wraps around. Returns share * pieces + the number of the piece in its share; -1 if every piece is claimed.
 __device__ inline int unclaimed_piece(int64_t* state, int first, int last, int begin, int pieces) {
     constexpr int AT_ONCE = 16;
     int* words = claims(state, CLAIM_B);

@@ -119,7 +119,8 @@ struct GatherMatmul : Frame<Params, SENDERS, !ENGINES> {
         });
     }
 
-    // The helpers of a block store a share of each slice to all peers, and signal.
+    // The helpers of a block store a share of each slice to all peers, and signal. A piece is stored once for each peer, so a
+    // thread loads STORES_AHEAD / PEERS pieces at once, but at least one.
     __device__ void exchange(Team<HELPERS> team, int share) const {
         constexpr int PEERS = W > 1 ? W - 1 : 1, AHEAD = PEERS < STORES_AHEAD ? STORES_AHEAD / PEERS : 1;
         constexpr int FIRST = SPANNING ? 0 : 1;
