@@ -46,6 +46,8 @@ class State(IntEnum):
 
     LEFT = 8
     """Programs of the margin that have left, of kernels in Triton, which do not count claims of part A."""
+    COPIES = 7
+    """Tickets for copies of parameters, of kernels of optimizers."""
     ZEROED = 6
     """Shares of `embedding_backward` whose gradients are cleared."""
 

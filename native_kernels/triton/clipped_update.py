@@ -3,8 +3,8 @@ before all sums are known.
 
 `sum_gradients` runs once a piece. Pieces, items and slices are those of `update_exchange`:
 
-A. A program stores items of its gradients in the inbox of their owner. The program that counts the last item
-   of a slice signals the owner.
+A. The first SENDERS programs store items of gradients in the inbox of their owner. The program that counts
+   the last item of a slice signals the owner.
 B. Programs draw tickets in the order of the items of the own run. A program waits for the slice from all
    ranks, adds in rank order in fp32, and keeps the sum and the sum of its squares.
 C. The program that counts the last sum of the last piece adds up the squares, stores the result in `finished`
@@ -16,8 +16,8 @@ C. The program that counts the last sum of the last piece adds up the squares, s
 D. A ticket is for an item of the own run. A program multiplies the kept sums by the factor that follows from
    the norm, updates states and parameters, and stores the parameters in `finished` of all peers. The program
    that counts the last item of a slice signals all peers.
-E. Later tickets are for slices of other owners. A program waits for the slice and copies its items to the
-   parameters.
+E. Other tickets are for items of other owners. A program waits for the slice and copies its items to the
+   parameters; between two items of D, it copies what has arrived.
 
 Parts A and D need no wait. B waits for A of the peers, C for their results, and E for D of the peers.
 D may store at once: a rank that has the norm knows that all ranks have ended the launch that used this half
@@ -34,8 +34,9 @@ from torch import Tensor
 
 from autofuse.native_kernels.gpu.memory import PeerMemory, launch
 
-from .comm import STATE_TICKETS, begin, half_of, is_last, peer, signal_all
-from .embedding_exchange import clear
+from .comm import STATE_TICKETS, begin, draw, drawn, half_of, is_last, peer, signal_all
+from .embedding_exchange import ENDLESS, clear
+from .patience import any_thread
 from .shares import A, claim, end_shares, multiprocessor, start, stays
 from .update_launch import KINDS, StepLaunch, UpdateConfig
 from .update_parts import (
@@ -44,14 +45,21 @@ from .update_parts import (
     LAMB,
     LENGTH,
     LINE,
+    MOVED,
+    are_there,
     at,
+    buckets_of,
     clip_factor,
+    copy_item,
     copy_parameters,
     count_kept,
     count_sums,
     elements_of,
+    first_copy,
     hand_round,
+    lanes,
     send_gradients,
+    states_of,
     sum_of,
     tell_started,
     updated,
@@ -97,7 +105,7 @@ def sum_gradients(
     first, most, items, slice_items, slices, scale, count, last, rank, site, inbox_half, norm_half,
     signals_half,
     PROGRAMS: tl.constexpr, PER_SM: tl.constexpr, W: tl.constexpr, GRAD: tl.constexpr, UNIT: tl.constexpr,
-    G: tl.constexpr,
+    G: tl.constexpr, SENDERS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Grid: PROGRAMS, PER_SM a multiprocessor.
 
@@ -112,32 +120,36 @@ def sum_gradients(
     half = half_of(epoch) * tl.cast(inbox_half, tl.int64) * LINE
     first_signal = half_of(epoch) * signals_half
     send_gradients(
-        words, buckets, inbox, signals, done, state, asked, first, most, items, slice_items, slices, rank,
-        half, first_signal, program, PROGRAMS, W, grads, UNIT, G,
+        words, buckets, inbox, signals, done, state, asked, first, most, tl.cdiv(items, MOVED),
+        slice_items // MOVED, slices, rank, half, first_signal, program, PROGRAMS, SENDERS, W, grads, UNIT,
+        G * MOVED, AHEAD,
     )  # fmt: skip
-    unit = tl.cast(items, tl.int32)
+    unit = tl.full((), ENDLESS, tl.int32)
     if stays(state, multiprocessor(PROGRAMS // PER_SM), PER_SM, rank, W, epoch):
-        unit = tl.atomic_add(state + STATE_TICKETS, 1).to(tl.int32)
+        unit = drawn(draw(state + STATE_TICKETS))
     arrived = peer(signals, rank, tl.int32) + first_signal
     own = tl.load(inbox + rank)
     known = tl.full((), -1, tl.int32)
     kept = tl.full((), 0, tl.int32)
     counter = done + (W - 1) * slices
+    word = buckets_of(words, buckets, rank, tl.minimum(unit, items), first, most, G)
     while unit < items:
         item = unit
-        unit = tl.atomic_add(state + STATE_TICKETS, 1).to(tl.int32)
+        ticket = draw(state + STATE_TICKETS)
         piece = item // slice_items
         if piece != known:
             wait_for_peers(arrived + piece, slices, state, rank, site, piece, epoch, W)
             known = piece
-        _, tensor, bucket, inside, mask = elements_of(words, buckets, rank, item, first, most, W, UNIT, G)
+        _, tensor, bucket, inside, mask = elements_of(words, word, W, UNIT)
         mine = at(tl.load(tensor, mask=inside, other=0), bucket * LENGTH, grads)
         g = sum_of(own, half, mine, mask, item, most, rank, W, grads, G)
+        unit = drawn(ticket)
+        word = buckets_of(words, buckets, rank, tl.minimum(unit, items), first, most, G)
         g *= scale
         if kept != 0:  # not the last one, which this program has in hand at least
             count_kept(counter)
         begun = tl.load(tensor + 2, mask=inside, other=0) * UNIT + bucket * LENGTH
-        tl.store(sums + (begun[:, None] + tl.arange(0, LENGTH)[None, :]), g, mask=mask)
+        tl.store(sums + (begun[:, None] + lanes()), g, mask=mask)
         wide = g.to(tl.float64)
         tl.store(squares + first // G + item, tl.sum(wide * wide))
         kept = tl.full((), 1, tl.int32)
@@ -181,42 +193,51 @@ def update_parameters(
     gathered = half_of(epoch) * tl.cast(finished_half, tl.int64) * LINE
     first_signal = half_of(epoch) * signals_half
     tell_started(state, asked, rank, program, PROGRAMS, W)
-    unit = tl.cast(items * W, tl.int32)
+    unit = tl.full((), ENDLESS, tl.int32)
     if stays(state, multiprocessor(PROGRAMS // PER_SM), PER_SM, rank, W, epoch):
-        unit = tl.atomic_add(state + STATE_TICKETS, 1).to(tl.int32)
+        unit = drawn(draw(state + STATE_TICKETS))
+    copy, copies = first_copy(state, unit), tl.cdiv(items, MOVED)
+    arrived = peer(signals, rank, tl.int32) + first_signal
     factor = clip_factor(norm, max_norm)
     summed = tl.full((), -1, tl.int32)
+    word = buckets_of(words, buckets, rank, tl.minimum(unit, items), first, most, G)
     while unit < items:
         item = unit
-        unit = tl.atomic_add(state + STATE_TICKETS, 1).to(tl.int32)
-        number, tensor, bucket, inside, mask = elements_of(
-            words, buckets, rank, item, first, most, W, UNIT, G
-        )
+        ticket = draw(state + STATE_TICKETS)
+        number, tensor, bucket, inside, mask = elements_of(words, word, W, UNIT)
         param = at(tl.load(tensor + 1, mask=inside, other=0), bucket * LENGTH, params)
         begun = tl.load(tensor + 2, mask=inside, other=0) * UNIT + bucket * LENGTH
-        place = begun[:, None] + tl.arange(0, LENGTH)[None, :]
+        place = begun[:, None] + lanes()
         row = tl.load(tensor + 4, mask=inside, other=0)
         if MASTER:
             p = tl.load(master_of + place, mask=mask, other=0.0)
         else:
             p = tl.load(param, mask=mask, other=0.0).to(tl.float32)
         g = tl.load(sums + place, mask=mask, other=0.0)
+        m, v, greatest = states_of(m_of, v_of, most_of, place, mask, RULE)
+        unit = drawn(ticket)
+        word = buckets_of(words, buckets, rank, tl.minimum(unit, items), first, most, G)
+        there = are_there(arrived, copy, copies, slice_items // MOVED, slices, rank, W)
         if RULE == LAMB:
             p -= tl.load(rates + number, mask=inside, other=0.0)[:, None] * g
         else:
-            p = updated(p, g, rates, row, factor, m_of, v_of, most_of, place, mask, RULE)
+            p = updated(p, g, m, v, greatest, rates, row, factor, m_of, v_of, most_of, place, mask, RULE)
         if MASTER:
             tl.store(master_of + place, p, mask=mask)
         if summed >= 0:
             count_sums(done, signals, summed, items, slice_items, slices, rank, first_signal, W)
         hand_round(p.to(params), param, mask, item, finished, gathered, rank, most, W, params, G)
         summed = item
+        if any_thread(there):
+            copy = copy_item(
+                words, buckets, finished, arrived, state, copy, first, most, slice_items // MOVED, slices,
+                rank, site, gathered, epoch, W, params, UNIT, G * MOVED,
+            )  # fmt: skip
     if summed >= 0:  # before it waits for what peers send after they have this
         count_sums(done, signals, summed, items, slice_items, slices, rank, first_signal, W)
-    arrived = peer(signals, rank, tl.int32) + first_signal
     copy_parameters(
-        words, buckets, finished, arrived, state, unit, first, most, items, slice_items, slices, rank, site,
-        gathered, epoch, W, params, UNIT, G,
+        words, buckets, finished, arrived, state, copy, first, most, copies, slice_items // MOVED, slices,
+        rank, site, gathered, epoch, W, params, UNIT, G * MOVED,
     )  # fmt: skip
     tl.debug_barrier()
     if is_last(state, PROGRAMS):
@@ -275,7 +296,7 @@ def launch_sums(step: StepLaunch, squares: Tensor, sums: Tensor, mean: bool, cli
             *step.sizes(first, items), 1 / memory.world if mean else 1.0, count,
             int(first == pieces[-1][0]), memory.rank, step.site, memory.inbox.half(grad) // LINE.value,
             memory.finished.half(torch.float64), memory.signals.half(torch.int32), GRAD=KINDS[grad],
-            **step.settings(),
+            **step.sending(), **step.settings(),
         )  # fmt: skip
     if not step.compile_only:
         clipping.check()

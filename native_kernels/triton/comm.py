@@ -25,6 +25,7 @@ same functions run on atomics, and waits are bounded by the number of polls.
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import num_threads
 
 from autofuse.native_kernels.gpu import state as state_words
 from autofuse.native_kernels.gpu.state import Event, State, Wait
@@ -38,6 +39,7 @@ STATE_GIVEN_UP = tl.constexpr(State.GIVEN_UP.value)
 STATE_EPOCH = tl.constexpr(State.EPOCH.value)
 STATE_FINISHED = tl.constexpr(State.FINISHED.value)
 STATE_TICKETS = tl.constexpr(State.TICKETS.value)
+STATE_COPIES = tl.constexpr(State.COPIES.value)
 STATE_THROUGH = tl.constexpr(State.THROUGH.value)
 STATE_ZEROED = tl.constexpr(State.ZEROED.value)
 STATE_JOINED = tl.constexpr(State.JOINED.value)
@@ -111,6 +113,80 @@ def signal_all(addresses, world, offset, skip):
             "=r,l,r,r,r",
             [addresses.to(tl.int64), tl.cast(world, tl.int32), tl.cast(offset, tl.int32),
              tl.cast(skip, tl.int32)],
+            dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
+def draw(tickets):
+    """Ask for the next ticket of a word of `state`. Nobody waits before `drawn`."""
+    if INTERPRET:
+        return tl.atomic_add(tickets, 1, sem="relaxed", scope="gpu").to(tl.int32)
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .pred p; .reg .b32 t; .reg .b64 v;
+        mov.u32 t, %tid.x;
+        setp.eq.u32 p, t, 0;
+        mov.u64 v, 0;
+        @p atom.relaxed.gpu.global.add.u64 v, [$1], 1;
+        cvt.u32.u64 $0, v;
+        }""",
+        "=r,l,r", [tickets.to(tl.int64), tl.arange(0, num_threads())], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def drawn(asked):
+    """The ticket that `draw` has asked for. Also a barrier."""
+    if INTERPRET:
+        return asked
+    return tl.max(asked, axis=0)
+
+
+@triton.jit
+def count_and_signal(word, count, addresses, world, offset, skip):
+    """Add 1 to `word` of this rank, after all earlier stores of this program. The program that makes it
+    `count` sets it back to 0, and signals the ranks as `signal_all` does.
+
+    Only the first warp waits for the count. Only the last program acquires, which empties the L1 cache.
+    """
+    if INTERPRET:
+        tl.debug_barrier()
+        if tl.atomic_add(word, 1, sem="release", scope="gpu") == count - 1:
+            tl.atomic_add(word, -count, sem="acquire", scope="gpu")
+            signal_all(addresses, world, offset, skip)
+    else:
+        tl.inline_asm_elementwise(
+            """{
+            .reg .pred p, q; .reg .b32 t, n; .reg .b64 a, o;
+            bar.sync 0;
+            mov.u32 t, %tid.x;
+            setp.gt.u32 p, t, 31;
+            @p bra DONE;
+            setp.eq.u32 q, t, 0;
+            mov.u32 n, 0;
+            @q atom.release.gpu.global.add.u32 n, [$1], 1;
+            shfl.sync.idx.b32 n, n, 0, 31, -1;
+            add.u32 n, n, 1;
+            setp.ne.u32 p, n, $2;
+            @p bra DONE;
+            neg.s32 n, n;
+            @q atom.acquire.gpu.global.add.u32 n, [$1], n;
+            bar.warp.sync -1;
+            setp.lt.u32 p, t, $4;
+            setp.ne.and.u32 p, t, $6, p;
+            mul.wide.u32 a, t, 8;
+            add.u64 a, a, $3;
+            mul.wide.s32 o, $5, 4;
+            @p ld.global.u64 a, [a];
+            add.u64 a, a, o;
+            @p red.release.sys.global.add.u32 [a], 1;
+            DONE:
+            mov.u32 $0, 0;
+            }""",
+            "=r,l,r,l,r,r,r",
+            [word.to(tl.int64), tl.cast(count, tl.int32), addresses.to(tl.int64), tl.cast(world, tl.int32),
+             tl.cast(offset, tl.int32), tl.cast(skip, tl.int32)],
             dtype=tl.int32, is_pure=False, pack=1,
         )  # fmt: skip
 

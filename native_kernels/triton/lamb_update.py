@@ -3,8 +3,8 @@ of the parameter and that of the direction u.
 
 `measure_updates` runs once a piece. Pieces, items and slices are those of `update_exchange`:
 
-A. A program stores items of its gradients in the inbox of their owner. The program that counts the last item
-   of a slice signals the owner.
+A. The first SENDERS programs store items of gradients in the inbox of their owner. The program that counts
+   the last item of a slice signals the owner.
 B. Tickets, in the order of the items of the own run. A program waits for the slice from all ranks, adds in
    rank order in fp32, updates the states, and keeps u, and for each bucket the sums of the squares of the
    parameter and of u.
@@ -38,6 +38,8 @@ from .comm import (
     REDUCING,
     STATE_TICKETS,
     begin,
+    draw,
+    drawn,
     half_of,
     is_last,
     peer,
@@ -54,12 +56,15 @@ from .update_parts import (
     LAMB,
     LENGTH,
     LINE,
+    MOVED,
     NUMBERS,
     TENSOR_BIT,
     at,
+    buckets_of,
     clip_factor,
     count_kept,
     elements_of,
+    lanes,
     ratio,
     send_gradients,
     sum_of,
@@ -146,7 +151,7 @@ def agree_on_steps(
     counted = tl.full((), -1, tl.int32)
     while unit < items + tensors:
         number = first + unit - items
-        unit = tl.atomic_add(state + STATE_TICKETS, 1).to(tl.int32)
+        ticket = draw(state + STATE_TICKETS)
         if counted < 0:
             code = site * CODES_PER_SITE + REDUCING
             wait_all(counters, 0, 1, items, state, code, rank, 0, epoch)
@@ -162,6 +167,7 @@ def agree_on_steps(
         else:
             tl.store(steps + number, step_of(words, rates, number, of_p, of_u, W))
         counted = count_kept(counters + 1)
+        unit = drawn(ticket)
     if counted == tensors - 1:
         tl.atomic_add(counters + 1, -tensors, sem="acquire", scope="gpu")
         signal_all(signals, W, first_signal + rank, rank)
@@ -193,6 +199,7 @@ def measure_updates(
     signals_half,
     PROGRAMS: tl.constexpr, PER_SM: tl.constexpr, W: tl.constexpr, GRAD: tl.constexpr, PARAM: tl.constexpr,
     UNIT: tl.constexpr, MASTER: tl.constexpr, SUMMED: tl.constexpr, G: tl.constexpr,
+    SENDERS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Grid: PROGRAMS, PER_SM a multiprocessor.
 
@@ -213,12 +220,13 @@ def measure_updates(
         tell_started(state, asked, rank, program, PROGRAMS, W)
     else:
         send_gradients(
-            words, buckets, inbox, signals, done, state, asked, first, most, items, slice_items, slices, rank,
-            half, first_signal, program, PROGRAMS, W, grads, UNIT, G,
+            words, buckets, inbox, signals, done, state, asked, first, most, tl.cdiv(items, MOVED),
+            slice_items // MOVED, slices, rank, half, first_signal, program, PROGRAMS, SENDERS, W, grads,
+            UNIT, G * MOVED, AHEAD,
         )  # fmt: skip
     unit = tl.full((), ENDLESS, tl.int32)
     if stays(state, multiprocessor(PROGRAMS // PER_SM), PER_SM, rank, W, epoch):
-        unit = tl.atomic_add(state + STATE_TICKETS, 1).to(tl.int32)
+        unit = drawn(draw(state + STATE_TICKETS))
     factor = scale
     if SUMMED:
         factor = clip_factor(norm, max_norm)
@@ -227,17 +235,18 @@ def measure_updates(
     known = tl.full((), -1, tl.int32)
     kept = tl.full((), 0, tl.int32)
     counters = done + (W - 1) * slices
+    word = buckets_of(words, buckets, rank, tl.minimum(unit, items), first, most, G)
     while unit < items:
         item = unit
-        unit = tl.atomic_add(state + STATE_TICKETS, 1).to(tl.int32)
+        ticket = draw(state + STATE_TICKETS)
         if not SUMMED:
             piece = item // slice_items
             if piece != known:
                 wait_for_peers(arrived + piece, slices, state, rank, site, piece, epoch, W)
                 known = piece
-        _, tensor, bucket, inside, mask = elements_of(words, buckets, rank, item, first, most, W, UNIT, G)
+        _, tensor, bucket, inside, mask = elements_of(words, word, W, UNIT)
         begun = tl.load(tensor + 2, mask=inside, other=0) * UNIT + bucket * LENGTH
-        place = begun[:, None] + tl.arange(0, LENGTH)[None, :]
+        place = begun[:, None] + lanes()
         row = tl.load(tensor + 4, mask=inside, other=0)
         if SUMMED:
             g = tl.load(sums + place, mask=mask, other=0.0)
@@ -252,6 +261,8 @@ def measure_updates(
             p = tl.load(param, mask=mask, other=0.0).to(tl.float32)
         m = tl.load(m_of + place, mask=mask, other=0.0)
         v = tl.load(v_of + place, mask=mask, other=0.0)
+        unit = drawn(ticket)
+        word = buckets_of(words, buckets, rank, tl.minimum(unit, items), first, most, G)
         if kept != 0:  # not the last one, which this program has in hand at least
             count_kept(counters)
         m += ratio(rates, row, 2) * (g - m)
@@ -321,7 +332,8 @@ def launch_lamb_update(
             *sizes, 1 / memory.world if mean else 1.0, max_norm, count, int(sizes == pieces[-1]), memory.rank,
             site, memory.inbox.half(dtypes[0]) // LINE.value, memory.finished.half(torch.float64),
             memory.signals.half(torch.int32), GRAD=KINDS[dtypes[0]], PARAM=KINDS[dtypes[1]],
-            MASTER=master is not None, SUMMED=clipping is not None, **step.settings(),
+            MASTER=master is not None, SUMMED=clipping is not None, **step.sending(),
+            **step.settings(),
         )  # fmt: skip
     launch_parameters(step, steps, sums, steps, (), master, LAMB.value, 0.0)
 

@@ -5,14 +5,20 @@ them. A launch exchanges a piece: the same number of buckets of every run, one a
 buckets of one run, a slice some items. Behind the end of a run items are empty, but counted, so that every
 rank hears from every other one in each call.
 
-A. A program stores items of its gradients in the inbox of their owner. The program that counts the last item
-   of a slice signals the owner.
+A. The first SENDERS programs store items of gradients in the inbox of their owner, MOVED at once. The program
+   that counts the last item of a slice signals the owner.
 B. Tickets, in the order of the items of the own run: wait for the slice from all ranks, add in rank order in
    fp32, update states and parameters, and store the parameters in `finished` of all peers. The last item of a
    slice signals all.
-C. Tickets behind those: wait for a slice of an owner, and copy its items to the parameters.
+C. Tickets of their own, in the order of the items of all peers: wait for a slice of an owner, and copy MOVED
+   of its items to the parameters. Between two items of B a program copies what has arrived.
 
-A waits for nobody, B for A of the peers, C for B. No rank stores to parameters of another one.
+    senders      A0 A1 A2 A3 ...  A12 A13 A14 A15   then as the others
+    others       B0   B1   B2  C0   B3   B4   B5   C1  ...
+
+A waits for no peer, B for A of the peers, C for B. No rank stores to parameters of another one. A keeps some
+items ahead of B (`wait_for_sums`), so that links and memory are busy at the same time, and an item is still
+in the L2 cache when it is summed, or copied.
 
 A rank has two halves each of the inbox and `finished`, [W, buckets of a piece, 1024], and of the counters
 [2 * W, slices]: gradients, then parameters, by their source.
@@ -27,8 +33,9 @@ from torch import Tensor
 
 from autofuse.native_kernels.gpu.memory import PeerMemory, launch
 
-from .comm import STATE_TICKETS, begin, half_of, is_last, peer
-from .embedding_exchange import clear
+from .comm import STATE_TICKETS, begin, draw, drawn, half_of, is_last, peer
+from .embedding_exchange import ENDLESS, clear
+from .patience import any_thread
 from .shares import A, claim, end_shares, multiprocessor, start, stays
 from .update_launch import KINDS, StepLaunch, UpdateConfig
 from .update_parts import (
@@ -36,12 +43,19 @@ from .update_parts import (
     FP32,
     LENGTH,
     LINE,
+    MOVED,
+    are_there,
     at,
+    buckets_of,
+    copy_item,
     copy_parameters,
     count_sums,
     elements_of,
+    first_copy,
     hand_round,
+    lanes,
     send_gradients,
+    states_of,
     sum_of,
     updated,
     wait_for_peers,
@@ -59,6 +73,7 @@ def update_exchange(
     first, most, items, slice_items, slices, scale, rank, site, inbox_half, finished_half, signals_half,
     PROGRAMS: tl.constexpr, PER_SM: tl.constexpr, W: tl.constexpr, GRAD: tl.constexpr, PARAM: tl.constexpr,
     UNIT: tl.constexpr, RULE: tl.constexpr, MASTER: tl.constexpr, G: tl.constexpr,
+    SENDERS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Grid: PROGRAMS, PER_SM a multiprocessor.
 
@@ -76,46 +91,58 @@ def update_exchange(
     gathered = half_of(epoch) * tl.cast(finished_half, tl.int64) * LINE
     first_signal = half_of(epoch) * signals_half
     send_gradients(
-        words, buckets, inbox, signals, done, state, asked, first, most, items, slice_items, slices, rank,
-        half, first_signal, program, PROGRAMS, W, grads, UNIT, G,
+        words, buckets, inbox, signals, done, state, asked, first, most, tl.cdiv(items, MOVED),
+        slice_items // MOVED, slices, rank, half, first_signal, program, PROGRAMS, SENDERS, W, grads, UNIT,
+        G * MOVED, AHEAD,
     )  # fmt: skip
-    unit = tl.cast(items * W, tl.int32)
+    unit = tl.full((), ENDLESS, tl.int32)
     if stays(state, multiprocessor(PROGRAMS // PER_SM), PER_SM, rank, W, epoch):
-        unit = tl.atomic_add(state + STATE_TICKETS, 1).to(tl.int32)
+        unit = drawn(draw(state + STATE_TICKETS))
     arrived = peer(signals, rank, tl.int32) + first_signal
     own = tl.load(inbox + rank)
     known = tl.full((), -1, tl.int32)
     summed = tl.full((), -1, tl.int32)
+    word = buckets_of(words, buckets, rank, tl.minimum(unit, items), first, most, G)
+    copy, copies = first_copy(state, unit), tl.cdiv(items, MOVED)
     while unit < items:
         item = unit
-        unit = tl.atomic_add(state + STATE_TICKETS, 1).to(tl.int32)
+        ticket = draw(state + STATE_TICKETS)
         piece = item // slice_items
         if piece != known:
             wait_for_peers(arrived + piece, slices, state, rank, site, piece, epoch, W)
             known = piece
-        _, tensor, bucket, inside, mask = elements_of(words, buckets, rank, item, first, most, W, UNIT, G)
+        _, tensor, bucket, inside, mask = elements_of(words, word, W, UNIT)
         mine = at(tl.load(tensor, mask=inside, other=0), bucket * LENGTH, grads)
         g = sum_of(own, half, mine, mask, item, most, rank, W, grads, G)
         param = at(tl.load(tensor + 1, mask=inside, other=0), bucket * LENGTH, params)
         begun = tl.load(tensor + 2, mask=inside, other=0) * UNIT + bucket * LENGTH
-        place = begun[:, None] + tl.arange(0, LENGTH)[None, :]
+        place = begun[:, None] + lanes()
         row = tl.load(tensor + 4, mask=inside, other=0)
         if MASTER:
             p = tl.load(master_of + place, mask=mask, other=0.0)
         else:
             p = tl.load(param, mask=mask, other=0.0).to(tl.float32)
-        p = updated(p, g, rates, row, scale, m_of, v_of, most_of, place, mask, RULE)
+        m, v, greatest = states_of(m_of, v_of, most_of, place, mask, RULE)
+        unit = drawn(ticket)
+        word = buckets_of(words, buckets, rank, tl.minimum(unit, items), first, most, G)
+        there = are_there(arrived, copy, copies, slice_items // MOVED, slices, rank, W)
+        p = updated(p, g, m, v, greatest, rates, row, scale, m_of, v_of, most_of, place, mask, RULE)
         if MASTER:
             tl.store(master_of + place, p, mask=mask)
         if summed >= 0:
             count_sums(done, signals, summed, items, slice_items, slices, rank, first_signal, W)
         hand_round(p.to(params), param, mask, item, finished, gathered, rank, most, W, params, G)
         summed = item
+        if any_thread(there):
+            copy = copy_item(
+                words, buckets, finished, arrived, state, copy, first, most, slice_items // MOVED, slices,
+                rank, site, gathered, epoch, W, params, UNIT, G * MOVED,
+            )  # fmt: skip
     if summed >= 0:  # before it waits for what peers send after they have this
         count_sums(done, signals, summed, items, slice_items, slices, rank, first_signal, W)
     copy_parameters(
-        words, buckets, finished, arrived, state, unit, first, most, items, slice_items, slices, rank, site,
-        gathered, epoch, W, params, UNIT, G,
+        words, buckets, finished, arrived, state, copy, first, most, copies, slice_items // MOVED, slices,
+        rank, site, gathered, epoch, W, params, UNIT, G * MOVED,
     )  # fmt: skip
     tl.debug_barrier()
     if is_last(state, PROGRAMS):
@@ -152,5 +179,5 @@ def launch_update_exchange(
             *step.sizes(first, items), 1 / memory.world if mean else 1.0, memory.rank, site,
             memory.inbox.half(dtypes[0]) // LINE.value, memory.finished.half(dtypes[1]) // LINE.value,
             memory.signals.half(torch.int32), GRAD=KINDS[dtypes[0]], PARAM=KINDS[dtypes[1]], RULE=rule,
-            MASTER=master is not None, **step.settings(),
+            MASTER=master is not None, **step.sending(), **step.settings(),
         )  # fmt: skip

@@ -13,9 +13,11 @@ KINDS = {torch.float32: 4, torch.bfloat16: 1, torch.float16: 2}
 
 @dataclass(frozen=True)
 class UpdateConfig:
-    """group: buckets of an item; slice_items: items of a slice; piece: most buckets of a launch."""
+    """group: buckets of an item; ahead: items that a rank sends before it sums their like; slice_items: items
+    of a slice, a multiple of MOVED; piece: most buckets of a launch."""
 
-    group: int = 1
+    group: int = 2
+    ahead: int = 1024
     slice_items: int = 64
     warps: int = 4
     per_sm: int = 4
@@ -78,6 +80,11 @@ class StepLaunch:
     def pieces(self) -> list[tuple[int, int]]:
         """First bucket of a run, and items, of every launch."""
         return self.config.pieces(self.most, self.memory.world)
+
+    def sending(self) -> dict[str, int]:
+        """Constants of kernels that send gradients: one program of a multiprocessor sends, where the others
+        sum, so that links and memory work at once."""
+        return {"SENDERS": self.memory.programs, "AHEAD": self.config.ahead}
 
     def settings(self) -> dict[str, int]:
         """Constants of every kernel."""

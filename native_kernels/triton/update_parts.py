@@ -2,22 +2,37 @@
 
 buckets_of, elements_of   the buckets and the elements of an item
 lengths_of, at, slots     how many elements count, and where they lie
+lanes                     the elements of a bucket, as threads have them
 tell_started              the part A of a kernel that sends nothing before its first ticket
 send_gradients            part A: store items of gradients in the inbox of their owner
 wait_for_peers            wait for a signal of each peer
 sum_of                    add the gradients of all ranks, in rank order
 clip_factor               the factor of all gradients that follows from their norm
-updated                   the parameter after a step
+states_of, updated        the states, and the parameter after a step
 hand_round                store parameters here and to all peers
-count_kept, count_sums    count an item whose result is kept on this rank, or stored to all peers
-copy_parameters           copy what other owners have stored to the parameters
+count_sent, count_kept,   count an item that is sent, whose result is kept on this rank,
+count_sums                or stored to all peers
+first_copy, copy_item     copy an item that another owner has stored to the parameters
+copy_parameters           copy all that are left
 """
 
 import triton
 import triton.language as tl
 
-from .comm import CODES_PER_SITE, COPYING, REDUCING, STATE_TICKETS, begin, signal_all, wait_all
-from .embedding_exchange import count_item
+from .comm import (
+    CODES_PER_SITE,
+    COPYING,
+    REDUCING,
+    STATE_COPIES,
+    STATE_TICKETS,
+    begin,
+    count_and_signal,
+    draw,
+    drawn,
+    wait_all,
+)
+from .embedding_exchange import ENDLESS
+from .patience import any_thread
 from .shares import STATE_STARTED, A, announce, first_share, further, look
 
 LENGTH = tl.constexpr(1024)
@@ -27,6 +42,12 @@ FIELDS = tl.constexpr(5)
 states of this rank, length, row of its numbers. Elements count in units of UNIT."""
 TENSOR_BIT = tl.constexpr(40)
 """A bucket is a word: its number in its tensor, and the tensor from this bit on."""
+VECTOR = tl.constexpr(4)
+"""Elements of a thread that lie next to each other."""
+MOVED = tl.constexpr(4)
+"""Items that are sent, or copied, at once, since that takes few registers."""
+MOST_POLLS = tl.constexpr(256)
+"""Of a wait for sums: some 200 us."""
 LINE = tl.constexpr(16)
 """Halves begin at multiples of so many elements."""
 BUCKET_MASK = tl.constexpr((1 << 40) - 1)
@@ -38,28 +59,35 @@ AMSGRAD, MOMENTUM, LAMB = tl.constexpr(1), tl.constexpr(3), tl.constexpr(4)
 
 
 @triton.jit
-def buckets_of(words, buckets, owner, item, first, most, W: tl.constexpr, G: tl.constexpr):
-    """The buckets of an item: their words, and whether there are any."""
+def buckets_of(words, buckets, owner, item, first, most, G: tl.constexpr):
+    """The words of the buckets of an item; -1 where there is none. They are loaded for the next item while
+    the elements of this one are on their way: a load for its own item would be one latency more."""
     number = first + item * G + tl.arange(0, G)
     begun = tl.load(words + owner)
     end = tl.minimum(tl.load(words + owner + 1), begun + first + most)
-    inside = begun + number < end
-    return tl.load(buckets + begun + number, mask=inside, other=0), inside
+    return tl.load(buckets + begun + number, mask=begun + number < end, other=-1)
 
 
 @triton.jit
 def lengths_of(tensor, bucket, inside, UNIT: tl.constexpr):
     """How many elements of buckets count: none of a tensor without a gradient."""
-    given = inside & (tl.load(tensor, mask=inside, other=0) != 0)
-    units = tl.load(tensor + 3, mask=given, other=0) - bucket * (LENGTH // UNIT)
-    return tl.minimum(units, LENGTH // UNIT).to(tl.int32) * UNIT
+    given = tl.load(tensor, mask=inside, other=0) != 0
+    units = tl.load(tensor + 3, mask=inside, other=0) - bucket * (LENGTH // UNIT)
+    return tl.where(given, tl.minimum(units, LENGTH // UNIT), 0).to(tl.int32) * UNIT
+
+
+@triton.jit
+def lanes():
+    """[1, LENGTH]: numbers of elements, of which a thread has VECTOR next to each other, whatever their size:
+    else elements of 2 bytes would have another layout than their states."""
+    return tl.max_contiguous(tl.arange(0, LENGTH), [VECTOR])[None, :]
 
 
 @triton.jit
 def at(address, first, DTYPE: tl.constexpr):
     """Pointers to LENGTH elements each, from numbers `first` on behind 16-byte aligned addresses."""
     of = tl.multiple_of(address.to(tl.pointer_type(DTYPE)), [16])
-    return (of + first)[:, None] + tl.arange(0, LENGTH)[None, :]
+    return (of + first)[:, None] + lanes()
 
 
 @triton.jit
@@ -67,7 +95,7 @@ def slots(region, half, source, item, most, DTYPE: tl.constexpr, G: tl.constexpr
     """Pointers to the places of an item of `source` in memory of a rank."""
     to = tl.multiple_of(region.to(tl.pointer_type(DTYPE)), 16) + half
     bucket = source * most + item * G + tl.arange(0, G)
-    return to + (bucket.to(tl.int64) * LENGTH)[:, None] + tl.arange(0, LENGTH)[None, :]
+    return to + (bucket.to(tl.int64) * LENGTH)[:, None] + lanes()
 
 
 @triton.jit
@@ -76,13 +104,12 @@ def ratio(rates, row, j: tl.constexpr):
 
 
 @triton.jit
-def elements_of(
-    words, buckets, owner, item, first, most, W: tl.constexpr, UNIT: tl.constexpr, G: tl.constexpr
-):
-    """Of each bucket of an item: the number of its tensor, where the words of the tensor lie, its number in
-    the tensor, whether there is a bucket; and [G, LENGTH], which elements count."""
-    word, inside = buckets_of(words, buckets, owner, item, first, most, W, G)
-    number, bucket = word >> TENSOR_BIT, word & BUCKET_MASK
+def elements_of(words, word, W: tl.constexpr, UNIT: tl.constexpr):
+    """Of each bucket of an item, whose words `buckets_of` has loaded: the number of its tensor, where the
+    words of the tensor lie, its number in the tensor, whether there is a bucket; and [G, LENGTH], which
+    elements count."""
+    inside = word >= 0
+    number, bucket = tl.where(inside, word >> TENSOR_BIT, 0), tl.where(inside, word & BUCKET_MASK, 0)
     tensor = words + W + 1 + number * FIELDS
     mask = tl.arange(0, LENGTH)[None, :] < lengths_of(tensor, bucket, inside, UNIT)[:, None]
     return number, tensor, bucket, inside, mask
@@ -99,33 +126,63 @@ def tell_started(state, asked, rank, program, PROGRAMS: tl.constexpr, W: tl.cons
 
 
 @triton.jit
+def sent_to(unit, rank, W: tl.constexpr):
+    """Item and owner of number `unit` of what this rank sends: item by item, so that all owners can begin."""
+    return unit // (W - 1), (rank + 1 + unit % (W - 1)) % W
+
+
+@triton.jit
+def wait_for_sums(state, item, ahead, paced):
+    """Wait until this rank has begun to sum the items from `ahead` before `item` on, so that what peers send
+    at the same pace is still in their L2 cache when they sum it. Returns whether to do so again: not after a
+    wait in vain, since the sums may wait for a peer, or for a place on the GPU."""
+    polls = 0
+    while any_thread(look(state, STATE_TICKETS) + ahead < item) & (polls < paced):
+        polls += 1
+    return tl.where(polls < paced, paced, 0)
+
+
+@triton.jit
 def send_gradients(
     words, buckets, inbox, signals, done, state, asked, first, most, items, slice_items, slices, rank, half,
     first_signal, program,
-    PROGRAMS: tl.constexpr, W: tl.constexpr, GRADS: tl.constexpr, UNIT: tl.constexpr, G: tl.constexpr,
+    PROGRAMS: tl.constexpr, SENDERS: tl.constexpr, W: tl.constexpr, GRADS: tl.constexpr, UNIT: tl.constexpr,
+    G: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """A share is every PROGRAMS-th item. GRADS: the dtype of gradients; half: where they go in the inbox."""
-    share = first_share(asked, state, A, PROGRAMS, program, PROGRAMS)
+    """Items are those that are sent at once. A share is every SENDERS-th of them. GRADS: the dtype of
+    gradients; half: where they go in the inbox; AHEAD: in tickets of sums, MOVED of which are an item."""
+    share = first_share(asked, state, A, SENDERS, program, PROGRAMS)
+    paced = tl.full((), MOST_POLLS, tl.int32)
     while share >= 0:
         if share == 0:
             announce(state, rank, W, begin(state))
         pushed = tl.full((), -1, tl.int32)
-        for unit in range(share, (W - 1) * items, PROGRAMS):
-            step, item = unit // items, unit % items
-            owner = (rank + 1 + step) % W
-            _, tensor, bucket, inside, mask = elements_of(
-                words, buckets, owner, item, first, most, W, UNIT, G
-            )
+        item, owner = sent_to(share, rank, W)
+        word = buckets_of(words, buckets, owner, item, first, most, G)
+        for unit in range(share, (W - 1) * items, SENDERS):
+            item, owner = sent_to(unit, rank, W)
+            paced = wait_for_sums(state, item * MOVED, AHEAD, paced)
+            _, tensor, bucket, inside, mask = elements_of(words, word, W, UNIT)
+            next_item, next_owner = sent_to(unit + SENDERS, rank, W)
+            word = buckets_of(words, buckets, next_owner, next_item, first, most, G)
             given = at(tl.load(tensor, mask=inside, other=0), bucket * LENGTH, GRADS)
             values = tl.load(given, mask=mask, other=0.0)
             # The stores of the item before have arrived by now, so that counting it does not wait.
             if pushed >= 0:
-                count_item(done, signals, pushed, slices, slice_items, items, 1, rank, first_signal, W)
+                count_sent(done, signals, pushed, items, slice_items, slices, rank, first_signal, W)
             tl.store(slots(tl.load(inbox + owner), half, rank, item, most, GRADS, G), values, mask=mask)
-            pushed = step * slices + item // slice_items
+            pushed = unit % (W - 1) * slices + item // slice_items
         if pushed >= 0:
-            count_item(done, signals, pushed, slices, slice_items, items, 1, rank, first_signal, W)
-        share = further(look(state, STATE_STARTED), PROGRAMS, state, A, PROGRAMS, program)
+            count_sent(done, signals, pushed, items, slice_items, slices, rank, first_signal, W)
+        share = further(look(state, STATE_STARTED), PROGRAMS, state, A, SENDERS, program)
+
+
+@triton.jit
+def count_sent(done, signals, slot, items, slice_items, slices, rank, first_signal, W: tl.constexpr):
+    """Count an item of slice number `slot` (step * slices + slice) as stored; the last one signals."""
+    piece, to = slot % slices, (rank + 1 + slot // slices) % W
+    count = tl.minimum(slice_items, items - piece * slice_items)
+    count_and_signal(done + slot, count, signals + to, 1, first_signal + rank * slices + piece, -1)
 
 
 @triton.jit
@@ -167,37 +224,44 @@ def count_kept(word):
 @triton.jit
 def count_sums(done, signals, item, items, slice_items, slices, rank, first_signal, W: tl.constexpr):
     """Count an item whose parameters are stored; the last one of a slice signals all."""
-    tl.debug_barrier()
     piece = item // slice_items
     count = tl.minimum(slice_items, items - piece * slice_items)
     word = done + (W - 1) * slices + piece
-    if tl.atomic_add(word, 1, sem="release", scope="gpu") == count - 1:
-        tl.atomic_add(word, -count, sem="acquire", scope="gpu")
-        signal_all(signals, W, first_signal + (W + rank) * slices + piece, rank)
+    count_and_signal(word, count, signals, W, first_signal + (W + rank) * slices + piece, rank)
+
+
+@triton.jit
+def states_of(m_of, v_of, most_of, place, mask, RULE: tl.constexpr):
+    """The states of a rule, 0 where it has none. place: of the elements among the states."""
+    m, v, most = 0.0, 0.0, 0.0
+    if (RULE <= AMSGRAD) | (RULE == MOMENTUM):
+        m = tl.load(m_of + place, mask=mask, other=0.0)
+    if RULE <= AMSGRAD:
+        v = tl.load(v_of + place, mask=mask, other=0.0)
+    if RULE == AMSGRAD:
+        most = tl.load(most_of + place, mask=mask, other=0.0)
+    return m, v, most
 
 
 @triton.jit
 def updated(
-    p, g, rates, row, scale, m_of, v_of, most_of, place, mask, RULE: tl.constexpr,
+    p, g, m, v, most, rates, row, scale, m_of, v_of, most_of, place, mask, RULE: tl.constexpr,
 ):  # fmt: skip
-    """The parameter after a step by any rule but LAMB's; the states change. scale: of the gradient, besides
-    its sign; place: of the elements among the states."""
+    """The parameter after a step by any rule but LAMB's; the states are stored. m, v, most: what `states_of`
+    has loaded; scale: of the gradient, besides its sign."""
     g = g * (scale * ratio(rates, row, 10)) + ratio(rates, row, 1) * p
     if RULE <= AMSGRAD:
-        m = tl.load(m_of + place, mask=mask, other=0.0)
-        v = tl.load(v_of + place, mask=mask, other=0.0)
         m += ratio(rates, row, 2) * (g - m)
         v = ratio(rates, row, 3) * v + ratio(rates, row, 4) * g * g
         tl.store(m_of + place, m, mask=mask)
         tl.store(v_of + place, v, mask=mask)
         if RULE == AMSGRAD:
-            v = tl.maximum(tl.load(most_of + place, mask=mask, other=0.0), v, tl.PropagateNan.ALL)
+            v = tl.maximum(most, v, tl.PropagateNan.ALL)
             tl.store(most_of + place, v, mask=mask)
         root = tl.sqrt_rn(v) * ratio(rates, row, 5) + ratio(rates, row, 6)
         p = ratio(rates, row, 0) * p - ratio(rates, row, 7) * tl.div_rn(m, root)
     else:
         if RULE == MOMENTUM:
-            m = tl.load(m_of + place, mask=mask, other=0.0)
             m = ratio(rates, row, 2) * m + ratio(rates, row, 3) * g
             tl.store(m_of + place, m, mask=mask)
             g = ratio(rates, row, 4) * g + ratio(rates, row, 5) * m
@@ -217,21 +281,51 @@ def hand_round(
 
 
 @triton.jit
-def copy_parameters(
-    words, buckets, finished, arrived, state, unit, first, most, items, slice_items, slices, rank, site, half,
+def first_copy(state, unit):
+    """The first ticket of a copy; none for a program that has no ticket `unit` since it leaves."""
+    copy = tl.full((), ENDLESS, tl.int32)
+    if unit != ENDLESS:
+        copy = drawn(draw(state + STATE_COPIES))
+    return copy
+
+
+@triton.jit
+def are_there(arrived, ticket, items, slice_items, slices, rank, W: tl.constexpr):
+    """Not 0 if what `copy_item` would wait for has arrived; threads may see different values. 0 behind the
+    last ticket."""
+    piece, source = ticket // (W - 1) // slice_items, (rank + 1 + ticket % (W - 1)) % W
+    word = arrived + (W + source) * slices + piece
+    return tl.load(word, mask=ticket < items * (W - 1), other=0, volatile=True)
+
+
+@triton.jit
+def copy_item(
+    words, buckets, finished, arrived, state, ticket, first, most, slice_items, slices, rank, site, half,
     epoch,
     W: tl.constexpr, PARAMS: tl.constexpr, UNIT: tl.constexpr, G: tl.constexpr,
 ):  # fmt: skip
-    """Tickets behind those of the own items. unit: the first of them, which this program has drawn; half:
+    """Copy an item that a peer has stored to the parameters, once it is there. Returns the next ticket. half:
     where parameters lie in `finished`."""
-    own = tl.load(finished + rank)
-    code = site * CODES_PER_SITE + COPYING
-    while unit < items * W:
-        item = (unit - items) // (W - 1)
-        source = (rank + 1 + (unit - items) % (W - 1)) % W
-        unit = tl.atomic_add(state + STATE_TICKETS, 1).to(tl.int32)
-        piece = item // slice_items
-        wait_all(arrived + (W + source) * slices + piece, 0, 1, 1, state, code, source, piece, epoch)
-        _, tensor, bucket, inside, mask = elements_of(words, buckets, source, item, first, most, W, UNIT, G)
-        new = tl.load(slots(own, half, source, item, most, PARAMS, G), mask=mask, other=0.0)
-        tl.store(at(tl.load(tensor + 1, mask=inside, other=0), bucket * LENGTH, PARAMS), new, mask=mask)
+    item, source = ticket // (W - 1), (rank + 1 + ticket % (W - 1)) % W
+    word = buckets_of(words, buckets, source, item, first, most, G)
+    further_ticket = draw(state + STATE_COPIES)
+    piece, code = item // slice_items, site * CODES_PER_SITE + COPYING
+    wait_all(arrived + (W + source) * slices + piece, 0, 1, 1, state, code, source, piece, epoch)
+    _, tensor, bucket, inside, mask = elements_of(words, word, W, UNIT)
+    new = tl.load(slots(tl.load(finished + rank), half, source, item, most, PARAMS, G), mask=mask, other=0.0)
+    tl.store(at(tl.load(tensor + 1, mask=inside, other=0), bucket * LENGTH, PARAMS), new, mask=mask)
+    return drawn(further_ticket)
+
+
+@triton.jit
+def copy_parameters(
+    words, buckets, finished, arrived, state, ticket, first, most, items, slice_items, slices, rank, site,
+    half, epoch,
+    W: tl.constexpr, PARAMS: tl.constexpr, UNIT: tl.constexpr, G: tl.constexpr,
+):  # fmt: skip
+    """All copies that are left. ticket: what this program has drawn."""
+    while ticket < items * (W - 1):
+        ticket = copy_item(
+            words, buckets, finished, arrived, state, ticket, first, most, slice_items, slices, rank, site,
+            half, epoch, W, PARAMS, UNIT, G,
+        )  # fmt: skip

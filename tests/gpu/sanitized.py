@@ -64,7 +64,7 @@ def main() -> None:
         row_sums((test_tokens.Case(op, 34, 136, text) for op, text in products), rank, world)
     elif part == "optimizer":
         kinds = ("buckets", "clipped", "lamb", "lamb_clipped")
-        kernels = product(kinds, ("", " group=2 per_sm=3"), (torch.float32, torch.bfloat16))
+        kernels = product(kinds, ("", " per_sm=3"), (torch.float32, torch.bfloat16))
         for kernel, rest, dtype in kernels:
             way, clip = kernel + rest, 0.1 if kernel.endswith("clipped") else 0.0
             # Without the caching allocator nothing can be allocated in a graph, as norms and sums are.

@@ -120,11 +120,11 @@ def test_as_torch(
     ("way", "name", "options"),
     [
         ("buckets", "AdamW", {}),
-        ("buckets group=2 per_sm=3", "AdamW", {"master_weights": True}),
+        ("buckets per_sm=3", "AdamW", {"master_weights": True}),
         ("buckets", "AdamW", {"in_backward": True}),
         ("buckets", "SGD", {}),
         ("clipped", "AdamW", {"max_norm": 0.1}),
-        ("clipped group=2 per_sm=3", "SGD", {"max_norm": 0.1, "master_weights": True}),
+        ("clipped per_sm=3", "SGD", {"max_norm": 0.1, "master_weights": True}),
     ],
 )
 def test_kernel_as_torch(
@@ -171,7 +171,7 @@ def _lamb(rank: int, world: int, way: str, options: dict[str, Any]) -> float:
     ("way", "options"),
     [
         ("lamb", {}),
-        ("lamb group=2 per_sm=3", {"master_weights": True}),
+        ("lamb per_sm=3", {"master_weights": True}),
         ("lamb", {"in_backward": True}),
         ("lamb_clipped", {"max_norm": 0.1}),
     ],

@@ -240,7 +240,7 @@ def test_a_launch_that_is_refused() -> None:
 
 
 def test_kernels_without_points_are_not_taken() -> None:
-    point = Point("reduce_update_gather lamb", 1 << 20, 1, 12, 2, (("lamb group=2 per_sm=3", 9.0),))
+    point = Point("reduce_update_gather lamb", 1 << 20, 1, 12, 2, (("lamb per_sm=3", 9.0),))
     with patch.object(call, "shipped", lambda _: [point]):
         taken = {kind: call.is_measured.__wrapped__(kind) for kind in ("buckets", "clipped", "lamb")}
     assert taken == {"buckets": False, "clipped": False, "lamb": True}

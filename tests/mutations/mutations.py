@@ -740,8 +740,22 @@ OPTIMIZERS = (
     Mutation(
         "gradients are not scaled by the factor of their norm",
         "clipped_update.py",
-        "p = updated(p, g, rates, row, factor,",
-        "p = updated(p, g, rates, row, 1.0,",
+        "p = updated(p, g, m, v, greatest, rates, row, factor,",
+        "p = updated(p, g, m, v, greatest, rates, row, 1.0,",
+        _of("kernels", "interpreted_optimizer"),
+    ),
+    Mutation(
+        "parameters are copied before they have arrived",
+        "update_parts.py",
+        "wait_all(arrived + (W + source) * slices + piece, 0, 1, 1,",
+        "wait_all(arrived + (W + source) * slices + piece, 0, 0, 1,",
+        _of("kernels", "interpreted_optimizer"),
+    ),
+    Mutation(
+        "gradients of items that are sent at once are counted as one slice too few",
+        "update_parts.py",
+        "pushed = unit % (W - 1) * slices + item // slice_items",
+        "pushed = unit % (W - 1) * slices + item // (slice_items * MOVED)",
         _of("kernels", "interpreted_optimizer"),
     ),
     Mutation(

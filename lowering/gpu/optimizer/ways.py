@@ -28,6 +28,10 @@ WITH_CLIPPING = ", clipped"
 """What points of such calls have behind the rule."""
 
 
+FEW_VALUES = 3
+"""Values of 4 bytes of an element, at most, that leave enough registers to four programs."""
+
+
 @dataclass(frozen=True)
 class Kept:
     """What a step keeps until it ends: squares, in float64; sums, or directions, of the elements that this
@@ -115,9 +119,11 @@ def _work(name: str, p: UpdateProblem) -> Work:
 
 
 def _configs(problem: UpdateProblem) -> Iterator[UpdateConfig]:
-    """Differ in how much is on its way in a multiprocessor."""
-    yield UpdateConfig()
-    yield UpdateConfig(group=2, per_sm=3)
+    """Differ in how much is on its way in a multiprocessor. Four programs have 128 registers a thread, which
+    is too few where an element has many values of 4 bytes."""
+    if problem.states + (problem.dtypes[1].itemsize == 4) <= FEW_VALUES:
+        yield UpdateConfig()
+    yield UpdateConfig(per_sm=3)
 
 
 def _needs(config: UpdateConfig, problem: UpdateProblem) -> Need:
