@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -18,7 +18,7 @@ from autofuse.least_squares import SMALL, nearest
 from autofuse.lowering.gpu.choice.gpu import Gpu
 from autofuse.lowering.gpu.choice.kernel import Problem, Way, ways_of
 from autofuse.lowering.gpu.choice.model import Model, factor_of
-from autofuse.lowering.gpu.choice.work import Constants, Start
+from autofuse.lowering.gpu.choice.work import Constants, Start, Work
 
 PRIOR = 0.06
 """Weight of where a fit begins: of a constant that is off by its spread, in units of a measurement."""
@@ -38,13 +38,16 @@ class Sample:
     gpu: Gpu | None = None
 
     @cached_property
+    def works(self) -> Sequence[Work]:
+        return self.way.work(self.problem)
+
+    @cached_property
     def factor(self) -> str:
-        return factor_of(self.problem.op, self.way.name, self.way.work(self.problem))
+        return factor_of(self.problem.op, self.way.name, self.works)
 
     def predicted(self, model: Model) -> float:
         """Microseconds, with the constants of `model`."""
-        there = model if self.gpu is None else replace(model, gpu=self.gpu)
-        return there.us(self.way, self.problem)
+        return model.us_of(self.works, self.factor, model.gpu if self.gpu is None else self.gpu)
 
 
 def samples_of(
@@ -114,7 +117,7 @@ def _uses(gpu: Gpu, sample: Sample, begin: Model) -> Uses:
         found[model] = {name: (constants[name], spread) for name, (_, spread) in start.items()}
         return constants
 
-    for work in sample.way.work(sample.problem):
+    for work in sample.works:
         work.us(asked, gpu)
     return found
 
@@ -150,6 +153,24 @@ class _Fit:
         """Of the samples."""
         return _tensor(1.0 if sample.gpu is None else ELSEWHERE for sample, _ in self.chosen)
 
+    @cached_property
+    def users(self) -> dict[str, list[int]]:
+        """The rows of the samples that use the constants of a model."""
+        found: dict[str, list[int]] = {}
+        for row, (_, use) in enumerate(self.chosen):
+            for model in use:
+                found.setdefault(model, []).append(row)
+        return found
+
+    @cached_property
+    def alike(self) -> list[list[int]]:
+        """The rows of each problem that does not know all of its sizes."""
+        found: dict[Problem, list[int]] = {}
+        for row, (sample, _) in enumerate(self.chosen):
+            if not sample.problem.is_whole:
+                found.setdefault(sample.problem, []).append(row)
+        return [*found.values()]
+
     def run(self) -> Model:
         starts = {model: start for _, use in self.chosen for model, start in use.items()}
         self.names = [(model, name) for model in sorted(starts) for name in starts[model]]
@@ -177,29 +198,26 @@ class _Fit:
         return Model(self.gpu, constants, factors)
 
     def _slopes(self, logs: Tensor, r: Tensor) -> Tensor:
-        """Only of constants that a sample uses."""
+        """Only of constants that a sample uses. Backwards, since a constant that counts up to 1 may begin there."""
         found = torch.zeros(len(self.chosen), len(logs), dtype=torch.float64)
         model = self._at(logs)
-        here = [sample.predicted(model) for sample, _ in self.chosen]
+        samples = [sample for sample, _ in self.chosen]
+        here = [sample.predicted(model) for sample in samples]
         for column, (of, _) in enumerate(self.names):
             step = logs.clone()
-            step[column] += SMALL
-            stepped = self._at(step)
-            for row, (sample, use) in enumerate(self.chosen):
-                if of in use:
-                    found[row, column] = math.log(sample.predicted(stepped) / here[row]) / SMALL
-        for row, (sample, _) in enumerate(self.chosen):
-            if self.ways:
-                found[row, len(self.names) + self.ways.index(sample.factor)] = 1.0
+            step[column] -= SMALL
+            stepped, rows = self._at(step), self.users[of]
+            found[rows, column] = _tensor(
+                math.log(here[row] / samples[row].predicted(stepped)) / SMALL for row in rows
+            )
+        columns = {way: len(self.names) + i for i, way in enumerate(self.ways)}
+        if columns:
+            found[range(len(samples)), [columns[sample.factor] for sample in samples]] = 1.0
         return self._compared(found)
 
     def _compared(self, logs: Tensor) -> Tensor:
         """Weighted. Where a problem does not know all of its sizes, without what its ways share."""
-        of: dict[Problem, list[int]] = {}
-        for row, (sample, _) in enumerate(self.chosen):
-            if not sample.problem.is_whole:
-                of.setdefault(sample.problem, []).append(row)
-        for rows in of.values():
+        for rows in self.alike:
             logs[rows] -= logs[rows].mean(0)
         return logs * (self.weights if logs.dim() == 1 else self.weights[:, None])
 

@@ -37,8 +37,11 @@ class Model:
     def us(self, way: Way, problem: Problem) -> float:
         """Microseconds of a call in a way, before any measured point corrects them."""
         works = way.work(problem)
-        total = sum(work.us(self.of, self.gpu) for work in works)
-        return total * self.factors.get(factor_of(problem.op, way.name, works), 1.0)
+        return self.us_of(works, factor_of(problem.op, way.name, works), self.gpu)
+
+    def us_of(self, works: Sequence[Work], factor: str, gpu: Gpu) -> float:
+        """Microseconds of works on a GPU; factor: the name of that of their configuration."""
+        return sum(work.us(self.of, gpu) for work in works) * self.factors.get(factor, 1.0)
 
     def of(self, model: str, start: Start) -> Constants:
         """The constants of a model; those that a fit begins with where it was never fitted."""
