@@ -205,7 +205,7 @@ def all_to_all_expert_matmul(
         raise ValueError(f"{op}: expected x [{sum(splits[1])}, K] for its input_splits, got {tuple(x.shape)}")
     trains = torch.is_grad_enabled() and any(wi.requires_grad for wi in weights)
     results = call(
-        op, x, weights, [] if bias is None else [bias], 0, offsets, positions, *splits, 1, 1,
+        op, x, weights, [] if bias is None else [bias], "", 0, offsets, positions, *splits, 1, 1,
         return_exchanged or trains, name, config.order, "eager",
     )  # fmt: skip
     outputs = results[: len(weights)]

@@ -8,6 +8,7 @@
               X = S[positions]: [rows, K]; Y[i]: [rows, N_i], zero behind the last expert
     dgrad     dx = the exchange back of sum_i dY[i] @ w[i]^T + dX       one expert_matmul_all_to_all
     wgrad     dw[i] = X^T @ dY[i], dbias[i] = sum of dY[i], per expert; X is exchanged again unless kept
+    gated     gate "silu", two consumers: the one output silu(Y[0]) * Y[1], each op rounded; has no gradient
 
 With `keep_exchanged` X is the last output, and dX its gradient.
 """
@@ -37,6 +38,7 @@ class AllToAllExpertMatmul(NamedTuple):
     x: Tensor
     w: list[Tensor]
     bias: list[Tensor]
+    gate: str
     experts: int
     offsets: Tensor | None
     positions: Tensor | None
@@ -72,6 +74,7 @@ def _fake(args: AllToAllExpertMatmul) -> list[Tensor]:
         exchanged = x.new_empty((count, rows, k))
         lead = (rows,) if experts else (count, rows)
         outputs = [x.new_empty((*lead, wi.shape[-1])) for wi in w]
+    outputs = outputs[:1] if args.gate else outputs
     return [*outputs, exchanged] if args.keep_exchanged else outputs
 
 
@@ -80,6 +83,7 @@ def reference(args: AllToAllExpertMatmul) -> list[Tensor]:
     form = args.form(exchanged.shape[-2])
     outputs = _empty_outputs(exchanged, args.w, form)
     _multiply(exchanged, args.w, args.bias, form, outputs)
+    outputs = ex.gated(outputs, args.gate)
     return [*outputs, exchanged] if args.keep_exchanged else outputs
 
 
@@ -160,6 +164,7 @@ def _cpu(args: AllToAllExpertMatmul) -> Any:
                 torch.index_select(received, 0, positions, out=exchanged)
     if runs is None:
         _multiply(exchanged, w, bias, form, outputs)
+    outputs = ex.gated(outputs, args.gate)
     return [*outputs, exchanged] if keep else outputs
 
 
@@ -205,6 +210,8 @@ def _save(ctx: Any, args: AllToAllExpertMatmul, output: list[Tensor]) -> dict[st
 
 
 def _backward(ctx: Any, args: AllToAllExpertMatmul, grads: list[Tensor | None]) -> dict[str, Any]:
+    if args.gate:
+        raise RuntimeError(f"{OP}: a gated call has no gradient; gate the products behind the op instead")
     of_exchanged = grads[-1] if args.keep_exchanged else None
     consumers = len(grads) - args.keep_exchanged
     of_outputs = [

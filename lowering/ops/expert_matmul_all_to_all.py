@@ -206,8 +206,8 @@ def _backward(ctx: Any, args: ExpertMatmulAllToAll, grads: list[Tensor | None]) 
     way = (args.positions, args.input_splits, args.output_splits, args.dim, args.outer)
     if of_y is not None and of_p is None and args.product == "mm":
         *found["x"], g = torch.ops.autofuse.all_to_all_expert_matmul(
-            of_y.contiguous(), ex.transposed(w), [], args.experts, args.offsets, *way, True, args.group_name,
-            args.order, args.site + "'",
+            of_y.contiguous(), ex.transposed(w), [], "", args.experts, args.offsets, *way, True,
+            args.group_name, args.order, args.site + "'",
         )  # fmt: skip
         form = args.form(g.shape[-2])
     else:

@@ -12,9 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from autofuse.lowering.reference.product import epilogue, parse, product_reference
+
+GATES = {"silu": F.silu}
+"""The activation of a gate, by its name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +147,19 @@ def expert_product(
     for e in range(experts.count):
         experts.add_up(x, w, bias, e, p[e] if experts.ranges is None else experts.rows([p], e)[0])
     return p
+
+
+def gated(products: list[Tensor], gate: str) -> list[Tensor]:
+    """With a gate the one output `activation(products[0]) * products[1]`, each op rounded; else the products.
+    ValueError for another gate than GATES, or for more or fewer products."""
+    if not gate:
+        return products
+    if gate not in GATES or len(products) != 2:
+        raise ValueError(
+            f"a gate is one of {', '.join(GATES)} and takes the products with 2 weights; got {gate!r} and "
+            f"{len(products)}"
+        )
+    return [GATES[gate](products[0]).mul_(products[1])]
 
 
 def input_gradients(grad: Tensor, w: Sequence[Tensor], experts: Experts) -> list[Tensor]:

@@ -29,6 +29,7 @@ from autofuse.passes.graph.row_numbers import from_start
 from autofuse.passes.reasons import Reason, Reject
 
 from .combine import NOT_PERMUTED, batched, like, parts_of
+from .gates import Gate, gate_of
 from .match import Context, Found, Match, Work, check_dtype, fill_biases, hand_out, replace_result, values
 from .matmuls import grouped_offsets, is_grouped, linear_operands
 from .placement import permutes_all, row_index
@@ -110,6 +111,7 @@ def _match(anchor: Anchor, context: Context, single: bool) -> Found:
             sent,
             values(e.w for e in entries),
             values(e.bias for e in entries),
+            "",
             experts,
             None,
             None,
@@ -190,7 +192,7 @@ def _rewrite_even(
     w, bias = _weights(emitter, x, entries, experts)
     fused = emitter.call(
         torch.ops.autofuse.all_to_all_expert_matmul.default,
-        *(x, w, bias, experts, None, None, [], [], cut.dim, emitter.size(cut.outer), bool(others)),
+        *(x, w, bias, "", experts, None, None, [], [], cut.dim, emitter.size(cut.outer), bool(others)),
         *(context.group, context.order, context.site),
     )
     if others:
@@ -230,7 +232,7 @@ def _rewrite_rows(
     splits = ([emitter.size(s) for s in sizes] for sizes in (place.output_splits, place.input_splits))
     fused = emitter.call(
         torch.ops.autofuse.all_to_all_expert_matmul.default,
-        *(x, w, bias, experts, None, where, *splits, 1, 1, bool(others)),
+        *(x, w, bias, "", experts, None, where, *splits, 1, 1, bool(others)),
         *(context.group, context.order, context.site),
     )
     consumers = len(entries) // max(1, experts)
@@ -315,6 +317,7 @@ def _match_dropless(anchor: Anchor, context: Context) -> Found:
     late = depends_on(anchor, inputs)
     if late is not None:
         return Reject(Reason.EXTRA_USERS, f"{late.name} depends on what is exchanged")
+    gate = gate_of(grouped, shapes)
     shape = shapes.known(rows)
     count, inner = shape
     sizes = tuple((count, inner, shapes.known(w)[-1]) for w in weights)
@@ -323,12 +326,13 @@ def _match_dropless(anchor: Anchor, context: Context) -> Found:
         PATTERN,
         Work(sizes, shapes.known(weights[0])[0]),
         context.shapes,
-        partial(_rewrite_dropless, anchor, context, grouped, offsets, positions, rows, bool(others)),
+        partial(_rewrite_dropless, anchor, context, grouped, offsets, positions, rows, bool(others), gate),
         (anchor.input, *inputs),
         arguments=AllToAllExpertMatmul(
             sent,
             values(weights),
             [],
+            "" if gate is None else gate.name,
             0,
             tensor(offsets),
             tensor(positions),
@@ -351,21 +355,26 @@ def _rewrite_dropless(
     positions: fx.Node | None,
     rows: fx.Node,
     keep: bool,
+    gate: Gate | None,
     emitter: Emitter,
 ) -> None:
+    if gate is not None:
+        grouped = list(gate.products)
     weights = [u.args[1] for u in grouped]
     splits = (anchor.output_splits, anchor.input_splits)
     if positions is not None:
         positions = from_start(emitter, positions, context.shapes.known(anchor.node)[0])
-    args: tuple[object, ...] = (anchor.input, weights, [], 0, offsets, positions, *splits, 1, 1, keep)
+    name = "" if gate is None else gate.name
+    args: tuple[object, ...] = (anchor.input, weights, [], name, 0, offsets, positions, *splits, 1, 1, keep)
     op = torch.ops.autofuse.all_to_all_expert_matmul.default
     fused = emitter.call(op, *args, context.group, context.order, context.site)
-    for i, node in enumerate(grouped):
+    made = grouped if gate is None else [gate.result]
+    for i, node in enumerate(made):
         result = emitter.item(fused, i)
         result.meta["val"] = node.meta["val"]
         emitter.replace(node, result)
     if keep:
-        exchanged = emitter.item(fused, len(grouped))
+        exchanged = emitter.item(fused, len(made))
         exchanged.meta["val"] = rows.meta["val"]
         if positions is None:
             replace_result(emitter, anchor, exchanged)

@@ -306,7 +306,21 @@ def trained_dispatch(rank: int, world: int, case: Case) -> str:
     problem = problem_of(case, x, w)
     add_points(workspace(), (Point.of(problem, {fused_ways(case, rank, world)[0]: 1.0}),))
     outputs = torch.ops.autofuse.all_to_all_expert_matmul(
-        x, w, [], 0, None, None, [], [], 1, case.outer, False, dist.group.WORLD.group_name, "direct", "test"
+        x,
+        w,
+        [],
+        "",
+        0,
+        None,
+        None,
+        [],
+        [],
+        1,
+        case.outer,
+        False,
+        dist.group.WORLD.group_name,
+        "direct",
+        "test",
     )
     seeds = [
         [case.randn(r, 9 + 10 * i, *outputs[0].shape) for i in range(case.weights)] for r in range(world)

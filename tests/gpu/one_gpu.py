@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from autofuse.lowering.gpu.choice.kernel import Kernel, Launch
@@ -235,18 +236,33 @@ class _Rows:
 
 
 class Dropless(Call):
-    """Experts with other numbers of rows each; `combine` sends rows back, else they are dispatched."""
+    """Experts with other numbers of rows each; `combine` sends rows back, else they are dispatched.
+
+    gated: the products with two weights are one output."""
 
     def __init__(
-        self, world: int, experts: int, rows: int, k: int, n: int, combine: bool, config: DroplessConfig
+        self,
+        world: int,
+        experts: int,
+        rows: int,
+        k: int,
+        n: int,
+        combine: bool,
+        config: DroplessConfig,
+        gated: bool = False,
+        transposed: bool = False,
     ) -> None:
-        self.combine, self.k, self.n, self.config = combine, k, n, config
+        self.combine, self.k, self.n, self.config, self.gated = combine, k, n, config, gated
         super().__init__(world, self.config.cluster)
         generator = torch.Generator().manual_seed(7)
         most = 2 * rows // (experts * world)
         # [rank of the experts, expert, rank of the rows]
         self.counts = torch.randint(1, most, (world, experts, world), generator=generator)
-        self.w = [randn(100 + r, experts, k, n) / k**0.5 for r in range(world)]
+        shape = (experts, n, k) if transposed else (experts, k, n)
+        seeds = (100, 200) if gated else (100,)
+        self.w = [[randn(s + r, *shape) / k**0.5 for s in seeds] for r in range(world)]
+        if transposed:
+            self.w = [[wi.transpose(1, 2) for wi in w] for w in self.w]
         self.rows = [self._rows(r) for r in range(world)]
         away = self.counts.sum(1)  # [rank of the experts, rank of the rows]
         held = [int(away[r].sum() if combine else away[:, r].sum()) for r in range(world)]
@@ -267,8 +283,14 @@ class Dropless(Call):
 
     def _product(self, rank: int, x: Tensor) -> Tensor:
         counts = self.counts[rank].sum(1).tolist()
-        parts = zip(x.double().split(counts), self.w[rank].double(), strict=True)
-        return torch.cat([xi @ wi for xi, wi in parts])
+        products = [
+            torch.cat([xi @ wi for xi, wi in zip(x.double().split(counts), w.double(), strict=True)])
+            for w in self.w[rank]
+        ]
+        if not self.gated:
+            return products[0]
+        gate, other = (y.to(BF16) for y in products)
+        return (F.silu(gate) * other).double()
 
     def _compute(self, rank: int) -> Tensor:
         if self.combine:
@@ -304,9 +326,11 @@ class Dropless(Call):
         r, rows = memory.rank, self.rows[memory.rank]
         where = rows.offsets, rows.positions, rows.received, rows.sent
         if self.combine:
-            launch_dropless_combine(memory, [self.x[r]], [self.w[r]], self.out[r], *where, self.config)
+            launch_dropless_combine(memory, [self.x[r]], self.w[r], self.out[r], *where, self.config)
         else:
-            launch_dropless_dispatch(memory, self.x[r], [self.w[r]], [self.out[r]], *where, self.config)
+            launch_dropless_dispatch(
+                memory, self.x[r], self.w[r], [self.out[r]], *where, self.config, gated=self.gated
+            )
 
 
 class _HoldParams(ctypes.Structure):

@@ -77,6 +77,15 @@ if torch.cuda.is_available() and why_not() is None:
         "dropless dispatch of 192 columns": lambda w: Dropless(
             w, 5, 8000, 128, 8200, False, DroplessConfig(bn=192)
         ),
+        "gated dropless dispatch": lambda w: Dropless(
+            w, 5, 2000, 512, 1032, False, DroplessConfig(across=2), gated=True
+        ),
+        "gated dropless dispatch of transposed weights": lambda w: Dropless(
+            w, 5, 2000, 512, 1032, False, DroplessConfig(along=2), gated=True, transposed=True
+        ),
+        "gated dropless dispatch of 128 columns": lambda w: Dropless(
+            w, 60, 2000, 512, 1032, False, DroplessConfig(bn=128), gated=True, transposed=True
+        ),
         "words": lambda w: Dense(w, REDUCE, 16, 1024, 8192, WordsConfig()),
         "words of a split K": lambda w: Dense(w, SCATTER, 40, 1024, 2048, WordsConfig(split=2)),
         "words once": lambda w: Dense(w, REDUCE, 8, 1024, 4096, WordsConfig(once=True)),

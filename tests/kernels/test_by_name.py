@@ -47,11 +47,11 @@ CALLS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "combine": (COMBINE, (
         [_bf16(2, WORLD * 8, 64)], [W], [], [], "mm", 0, None, None, [], [], 1, 1, False, *SITE)),
     "dispatch": (DISPATCH, (
-        _bf16(WORLD, 2, 8, 64), [W], [], 0, None, None, [], [], 1, 1, False, *SITE)),
+        _bf16(WORLD, 2, 8, 64), [W], [], "", 0, None, None, [], [], 1, 1, False, *SITE)),
     "dropless combine": (COMBINE, (
         [_bf16(8, 64)], [W], [], [], "mm", 0, ENDS, torch.arange(8), SPLITS, SPLITS, 1, 1, False, *SITE)),
     "dropless dispatch": (DISPATCH, (
-        _bf16(8, 64), [W], [], 0, ENDS, torch.arange(8), SPLITS, SPLITS, 1, 1, False, *SITE)),
+        _bf16(8, 64), [W], [], "", 0, ENDS, torch.arange(8), SPLITS, SPLITS, 1, 1, False, *SITE)),
     "bags": (OP, (*TABLES, [], *BAGS, *COLUMNS, *SITE)),
     "bags, reduced": (REDUCE, (
         [INDICES] * 2, [_bf16(10, 8)] * 2, [OFFSETS] * 2, "bags sum 0 -1", "sum", False, [], "", "", *SITE)),
@@ -72,9 +72,9 @@ DENSE: dict[str, tuple[str, tuple[Any, ...]]] = {
 
 DECLINED = {
     "combine": (0, [torch.zeros(2, WORLD * 8, 64)]),
-    "dispatch": (3, 2),  # listed experts
+    "dispatch": (4, 2),  # listed experts
     "dropless combine": (12, True),  # the product is kept
-    "dropless dispatch": (4, None),  # no offsets
+    "dropless dispatch": (5, None),  # no offsets
     "bags": (7, torch.float64),
     "bags, reduced": (3, "bags sum 0 -1; mul 2"),
     "tokens": (3, "grouped %0; sum 2; mul 2"),

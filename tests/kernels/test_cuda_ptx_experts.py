@@ -98,9 +98,9 @@ def test_rules(op: str, every: bool) -> None:
         check_waits(lines, where)
 
 
-def dropless_cases(source: str, weights: int) -> dict[Constants, int]:
+def dropless_cases(source: str, weights: int, gated: bool = False) -> dict[Constants, int]:
     """Constants and bytes of shared memory of all ways; layouts, dtypes, traces and worlds by turns."""
-    problem = DroplessProblem(COMBINE + DROPLESS, 16, K, N, 4, torch.bfloat16)
+    problem = DroplessProblem(COMBINE + DROPLESS, 16, K, N, 4, torch.bfloat16, gated=gated)
     turns = cycle(product([False, True], DTYPES, [True, False], [True, False]))
     terms = cycle((1, 2, MOST_TERMS, 1))
     worlds = cycle((2, 8, 4))
@@ -110,13 +110,13 @@ def dropless_cases(source: str, weights: int) -> dict[Constants, int]:
         if config is None:
             continue
         transposed, dtype, trace, biased = next(turns)
-        kind = 16, next(worlds), transposed, dtype, biased, height, config, trace
+        kind = 16, next(worlds), transposed, dtype, biased and not gated, height, config, trace
         constants = (
-            dropless_dispatch.dropless_dispatch_constants(*kind, weights)
+            dropless_dispatch.dropless_dispatch_constants(*kind, weights, gated)
             if source == dropless_dispatch.SOURCE
             else dropless_combine.dropless_combine_constants(*kind, next(terms))
         )
-        found[constants] = config.shared_bytes(16, height)
+        found[constants] = config.shared_bytes(16, height, gated)
     return found
 
 
@@ -127,7 +127,7 @@ def test_rules_of_dropless(source: str, every: bool) -> None:
     """Rows are stored by all lanes of a warp: a barrier, then a fence, then the counts."""
     shared = dropless_cases(source, 1)
     if source == dropless_dispatch.SOURCE:
-        shared |= dropless_cases(source, 2)
+        shared |= dropless_cases(source, 2) | dropless_cases(source, 2, gated=True)
     static = 2 * 4 * (16 + 2) + PROGRESS_BYTES
     for constants in shared if every else pairwise(shared, dict):
         where = f"{source} {dict(constants)}"

@@ -53,12 +53,15 @@ def _compare(rank: int, world: int, case: Case) -> None:
 
     x = case.randn(rank, 1, sum(sends), case.k)
     rows = Rows(offsets, positions, receives, sends)
-    product, exchanged = unfused.dispatch_unfused(x, [w], [b], rows, True, group)
-    (wanted,) = _reference(DISPATCH, x, [w], bias, 0, *rows, *site)
+    product, exchanged = unfused.dispatch_unfused(x, [w], [b], rows, True, "", group)
+    (wanted,) = _reference(DISPATCH, x, [w], bias, "", 0, *rows, *site)
     assert exchanged.shape == (sum(receives), case.k)
     used = int(offsets[-1])
     close(product[:used], wanted[:used].double(), case.k, BF16)
     assert not product[used:].any()
+    (product,) = unfused.dispatch_unfused(x, [w, -w], [b, b], rows, False, "silu", group)
+    (wanted,) = _reference(DISPATCH, x, [w, -w], bias * 2, "silu", 0, *rows, *site)
+    close(product[:used], wanted[:used].double(), 2 * case.k, BF16)
 
     x = case.randn(rank, 2, sum(receives), case.k)
     rows = Rows(offsets, positions, sends, receives)

@@ -170,11 +170,12 @@ def test_combines_that_are_left_to_the_reference(args: Any) -> None:
 @pytest.mark.parametrize(
     "args",
     [
-        (_x(2, 2, 4, 8), [W[0]] * 2, [], 2, None, None, [], [], 1, 1, False),
-        (_x(8, 8), [W], [], 0, None, None, [4, 4], [4, 4], 1, 1, False),  # no offsets
-        (_x(8, 8), [W], [], 0, torch.tensor([4, 8]), torch.arange(7), [4, 4], [4, 4], 1, 1, False),
-        (_x(2, 2, 4, 8), [W], [], 0, None, None, [], [], 2, 1, False),
-        (_x(2, 2, 4, 8), [W.half()], [], 0, None, None, [], [], 1, 1, False),
+        (_x(2, 2, 4, 8), [W[0]] * 2, [], "", 2, None, None, [], [], 1, 1, False),
+        (_x(8, 8), [W], [], "", 0, None, None, [4, 4], [4, 4], 1, 1, False),  # no offsets
+        (_x(8, 8), [W], [], "", 0, torch.tensor([4, 8]), torch.arange(7), [4, 4], [4, 4], 1, 1, False),
+        (_x(2, 2, 4, 8), [W], [], "", 0, None, None, [], [], 2, 1, False),
+        (_x(2, 2, 4, 8), [W.half()], [], "", 0, None, None, [], [], 1, 1, False),
+        (_x(2, 2, 4, 8), [W, W], [], "silu", 0, None, None, [], [], 1, 1, False),  # of fixed capacity
     ],
 )
 def test_dispatches_that_are_left_to_the_reference(args: Any) -> None:

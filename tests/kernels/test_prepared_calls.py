@@ -148,7 +148,7 @@ CALLS = {
         "clusters",
         lambda workspace, way: Dispatch(workspace, way, replace(FIXED, op=DISPATCH), None, False, False, "s"),
         experts.QUICK[DISPATCH],
-        (_rows(WORLD, 2, 32, 256), *EXPERTS, 0, None, None, [], [], 1, 1, False, *END),
+        (_rows(WORLD, 2, 32, 256), *EXPERTS, "", 0, None, None, [], [], 1, 1, False, *END),
     ),
     EMBEDDING: (
         BAGS,
@@ -178,7 +178,7 @@ def test_dropless_calls_of_any_number_of_rows_are_of_one_kind(op: str) -> None:
         splits = [received, 0], [rows - 1, 1]
         if op == COMBINE:
             return [x], [w], [], [], "mm", 0, ends, places, *splits, 0, 1, False, *END
-        return x, [w], [], 0, ends, places, *splits, 0, 1, False, *END
+        return x, [w], [], "", 0, ends, places, *splits, 0, 1, False, *END
 
     def telling(workspace: Any, op: str, site: str, rows: Sequence[int]) -> Sequence[int]:
         return rows
@@ -199,7 +199,7 @@ def test_dropless_calls_of_any_number_of_rows_are_of_one_kind(op: str) -> None:
         assert quick.kind(given(100, 120)) == quick.kind(given(7, 2000))
         assert quick.kind(given(100, 120, torch.int64)) is None  # it is converted first
         wrong = list(given(100, 120))
-        wrong[9 if op == COMBINE else 6] = [1, 2]
+        wrong[9 if op == COMBINE else 7] = [1, 2]
         assert quick.again(made, tuple(wrong)) is None
 
 
@@ -229,10 +229,12 @@ def test_the_rows_of_the_busiest_rank_decide_the_configuration(named: bool) -> N
     assert entered == ([ways[0].name] * 2 if named else [ways[1].name, ways[2].name])
 
 
-def test_a_dropless_dispatch_goes_the_short_way_with_its_own_rows() -> None:
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_dropless_dispatch_goes_the_short_way_with_its_own_rows(gated: bool) -> None:
     """Each height of tiles, which depends on the rows of this rank, has a start; calls without rows none."""
     experts, k, n = 2, 256, 512
     problem = DroplessProblem(DISPATCH + DROPLESS, experts, k, n, WORLD, torch.bfloat16, 132, weights=2)
+    problem, products = replace(problem, gated=gated), 1 if gated else 2
     way = next(way for name, way in ways_of(problem).items() if name.startswith("clusters"))
     w, ends = [torch.empty(experts, k, n, dtype=torch.bfloat16) for _ in range(2)], torch.zeros(experts)
     none, cuda = [None, None], {"is_current_stream_capturing": lambda: False, "current_device": lambda: 0}
@@ -263,13 +265,13 @@ def test_a_dropless_dispatch_goes_the_short_way_with_its_own_rows() -> None:
             workspace.leave_again.reset_mock()
             outputs = made.again(*given)
             assert outputs is not None
-            assert [y.shape for y in outputs] == [(received, n)] * 2 + [(received, k)] * keep
+            assert [y.shape for y in outputs] == [(received, n)] * products + [(received, k)] * keep
             assert workspace.leave_again.called == (keep and received > 0)
             if not (received and sent):
                 assert len(driver.launches) == before
                 continue
             found, like = parameters(driver.launches[before][-1][0]), parameters(long.params)
-            assert list(found.out)[:2] == [y.data_ptr() for y in outputs[:2]]
+            assert list(found.out)[:products] == [y.data_ptr() for y in outputs[:products]]
             assert (found.parts, found.offsets) == (like.parts, like.offsets)
             assert (found.positions, found.rows) == (like.positions, like.rows)
             assert (*found.sent, *found.received) == (*like.sent, *like.received)

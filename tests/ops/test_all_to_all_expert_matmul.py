@@ -25,13 +25,16 @@ def _x(case: Case, rank: int) -> Tensor:
     return case.randn(rank, 1, sum(case.sends[rank]), case.k)
 
 
-def _call(case: Case, rank: int, x: Tensor, w: list[Tensor], bias: list[Tensor], group: str) -> list[Tensor]:
+def _call(
+    case: Case, rank: int, x: Tensor, w: list[Tensor], bias: list[Tensor], group: str, gate: str = ""
+) -> list[Tensor]:
     sends, receives = case.splits(rank)
     dropless = case.sends is not None
     return torch.ops.autofuse.all_to_all_expert_matmul(
         x,
         listed(case, w),
         listed(case, bias),
+        gate,
         case.experts,
         case.offsets(rank) if dropless else None,
         case.positions(rank) if dropless else None,
@@ -66,6 +69,10 @@ def _forward(rank: int, world: int, case: Case) -> None:
         close(y, grouped(case, rank, exact, w[i].double(), b), case.k, case.dtype)
     again = _call(case, rank, x, w, bias, group)
     assert all(torch.equal(a, b) for a, b in zip(again, [*results, exchanged], strict=True))
+    if len(results) == 2:
+        y, other = _call(case, rank, x, w, bias, group, "silu")
+        assert torch.equal(y, torch.nn.functional.silu(results[0]) * results[1])
+        assert torch.equal(other, exchanged)
 
 
 def _backward(rank: int, world: int, case: Case) -> None:
@@ -88,6 +95,9 @@ def _backward(rank: int, world: int, case: Case) -> None:
         loss = loss + (whole * grads[-1].double()).sum()
     loss.backward()
     torch.autograd.backward(outputs, _grads(case, rank, exchanged.shape))
+    if len(results) == 2:
+        with pytest.raises(RuntimeError, match="has no gradient"):
+            _call(case, rank, x, w, bias, group, "silu")[0].sum().backward()
     for got, want in zip((x, *w, *bias), exact[rank], strict=True):
         assert got.grad is not None
         assert want.grad is not None
@@ -150,7 +160,7 @@ def _disagree(rank: int, world: int) -> str:
     offsets = torch.tensor([sum(receives)], dtype=torch.int32)
     with pytest.raises(RuntimeError) as caught:
         torch.ops.autofuse.all_to_all_expert_matmul(
-            x, [w], [], 0, offsets, None, receives, sends, 1, 1, False, fresh_group(), "direct", "test"
+            x, [w], [], "", 0, offsets, None, receives, sends, 1, 1, False, fresh_group(), "direct", "test"
         )
     return str(caught.value)
 
@@ -163,7 +173,7 @@ def test_splits_that_disagree_raise_everywhere(ranks: Ranks) -> None:
 def _bad_offsets(rank: int, world: int) -> None:
     offsets = torch.tensor([3, 1], dtype=torch.int32)
     torch.ops.autofuse.all_to_all_expert_matmul(
-        torch.randn(4, 4), [torch.randn(2, 4, 4)], [], 0, offsets, None, [2, 2], [2, 2], 1, 1, False,
+        torch.randn(4, 4), [torch.randn(2, 4, 4)], [], "", 0, offsets, None, [2, 2], [2, 2], 1, 1, False,
         fresh_group(), "direct", "test",
     )  # fmt: skip
 

@@ -159,7 +159,7 @@ def _opcheck(rank: int, world: int) -> None:
     )  # fmt: skip
     opcheck(
         torch.ops.autofuse.all_to_all_expert_matmul.default,
-        (torch.randn(2, 2, 3, 4), [w, w], [], 0, None, None, [], [], 1, 1, True, name, *common),
+        (torch.randn(2, 2, 3, 4), [w, w], [], "", 0, None, None, [], [], 1, 1, True, name, *common),
         test_utils=checks,
     )
 

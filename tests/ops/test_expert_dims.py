@@ -57,7 +57,7 @@ def _dispatch(rank: int, world: int, dim: int, outer: int, keep: bool) -> None:
     x = [normals(r, 1, world, *shape) for r in range(world)]
     w = [normals(r, 2, EXPERTS, INNER, COLUMNS) for r in range(world)]
     y, *exchanged = torch.ops.autofuse.all_to_all_expert_matmul(
-        x[rank], [w[rank]], [], 0, None, None, [], [], dim, outer, keep, dist.group.WORLD.group_name,
+        x[rank], [w[rank]], [], "", 0, None, None, [], [], dim, outer, keep, dist.group.WORLD.group_name,
         "direct", "test",
     )  # fmt: skip
 
@@ -107,7 +107,7 @@ def _without_offsets(rank: int, world: int, count: int) -> None:
     )
     compare([y], [exchanged([exact(t, r) for r, t in enumerate(inputs)])])
     (z,) = torch.ops.autofuse.all_to_all_expert_matmul(
-        x, [w], [bias], 0, None, None, receives, sends[rank], 1, 1, False, group, "direct", "test"
+        x, [w], [bias], "", 0, None, None, receives, sends[rank], 1, 1, False, group, "direct", "test"
     )
     compare([z], [exact(exchanged(inputs), rank)])
     (y.sum() + z.sum()).backward()

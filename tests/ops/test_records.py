@@ -72,7 +72,7 @@ REDUCE = ([X], [W], [], "mm", "sum")
 NO_TAIL = ([], "", "")
 GATHER = (X, [W], [], 0, 1, False)
 COMBINE = ([ROWS], [EXPERTS], [], [], "mm", 0, None, None, [], [], 1, 1, False)
-DISPATCH = (PARTS, [EXPERTS], [], 0, None, None, [], [], 1, 1, False)
+DISPATCH = (PARTS, [EXPERTS], [], "", 0, None, None, [], [], 1, 1, False)
 ENDS = torch.tensor([3, 8], dtype=torch.int32)
 
 
@@ -119,11 +119,11 @@ ENDS = torch.tensor([3, 8], dtype=torch.int32)
             "the first",
         ),
         ("all_to_all_expert_matmul", DISPATCH, ""),
-        ("all_to_all_expert_matmul", (*DISPATCH[:3], 2, *DISPATCH[4:]), "multiplied together"),
-        ("all_to_all_expert_matmul", (*DISPATCH[:8], 2, 1, False), "equal parts of rows"),
+        ("all_to_all_expert_matmul", (*DISPATCH[:4], 2, *DISPATCH[5:]), "multiplied together"),
+        ("all_to_all_expert_matmul", (*DISPATCH[:9], 2, 1, False), "equal parts of rows"),
         (
             "all_to_all_expert_matmul",
-            (*DISPATCH[:4], None, None, [4], [4], 1, 1, False),
+            (*DISPATCH[:5], None, None, [4], [4], 1, 1, False),
             "equal parts of rows",
         ),
     ],

@@ -25,7 +25,7 @@ def test_dispatch_of_a_gated_network() -> None:
         rewritten(fn, torch.zeros(12, 5, 7), torch.zeros(3, 7, 6), torch.zeros(3, 7, 6)),
         """\
 reshape_default: [4, 3, 5, 7] = aten.reshape.default(arg0, [4, 3, 5, 7])
-all_to_all_expert_matmul_default:  = autofuse.all_to_all_expert_matmul.default(reshape_default, [arg1, arg2], [], 0, None, None, [], [], 1, 1, False, '0', 'direct', SITE)
+all_to_all_expert_matmul_default:  = autofuse.all_to_all_expert_matmul.default(reshape_default, [arg1, arg2], [], '', 0, None, None, [], [], 1, 1, False, '0', 'direct', SITE)
 getitem: [3, 20, 6] = getitem(all_to_all_expert_matmul_default, 0)
 getitem_1: [3, 20, 6] = getitem(all_to_all_expert_matmul_default, 1)
 neg: [3, 20, 6] = aten.neg.default(getitem)
@@ -116,7 +116,7 @@ reshape_default: [4, 2, 3, 2, 5] = aten.reshape.default(arg0, [4, 2, 3, 2, 5])
 permute_default: [4, 2, 3, 2, 5] = aten.permute.default(reshape_default, [0, 3, 2, 1, 4])
 reshape_default_1: [4, 1, 6, 10] = aten.reshape.default(permute_default, [4, 1, 6, 10])
 unsqueeze_default: [1, 40, 7] = aten.unsqueeze.default(arg1, 0)
-all_to_all_expert_matmul_default:  = autofuse.all_to_all_expert_matmul.default(reshape_default_1, [unsqueeze_default], [], 0, None, None, [], [], 2, 1, False, '0', 'direct', SITE)
+all_to_all_expert_matmul_default:  = autofuse.all_to_all_expert_matmul.default(reshape_default_1, [unsqueeze_default], [], '', 0, None, None, [], [], 2, 1, False, '0', 'direct', SITE)
 getitem: [1, 6, 7] = getitem(all_to_all_expert_matmul_default, 0)
 reshape_default_2: [6, 7] = aten.reshape.default(getitem, [6, 7])
 view_3: [2, 3, 7] = aten.reshape.default(reshape_default_2, [2, 3, 7])

@@ -131,6 +131,47 @@ def test_dropless_experts_are_fused_where_rows_are_permuted(sorts: bool) -> None
         assert [site.detail for site in report.sites] == [NOT_PERMUTED] * 2, report.sites
 
 
+def gated_experts(
+    x: Tensor, w: Tensor, v: Tensor, w2: Tensor, ends: Tensor, keys: Tensor, reads: str
+) -> tuple[Tensor, ...]:
+    """Gated experts in any order of the products, or with one of them read elsewhere, too."""
+    order = keys.argsort(stable=True)
+    rows = funcol.all_to_all_single(x, RECEIVED, SENT, "0")[order]
+    first, second = (torch._grouped_mm(rows, wi, offs=ends) for wi in (w, v))
+    if reads == "second":
+        first, second = second, first
+    gate = first.float()
+    gate = (gate / (1 + (-gate).exp())).to(first.dtype)
+    hidden = second * gate if reads == "swapped" else gate * second
+    back = x.new_empty(sum(RECEIVED), 16).index_put((order,), torch._grouped_mm(hidden, w2, offs=ends))
+    returned = funcol.all_to_all_single(back, SENT, RECEIVED, "0")
+    return (returned, *{"gate": (first,), "other": (second,), "silu": (gate,)}.get(reads, ()))
+
+
+@needs_grouped_mm
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+@pytest.mark.parametrize("reads", ["", "swapped", "second", "gate", "other", "silu", "layouts"])
+def test_a_gate_that_nothing_else_reads_is_applied_by_the_kernel(reads: str, device: str) -> None:
+    with fake_group(WORLD), FakeTensorMode(), patch.object(support, "why_not", lambda device: None):
+        x = torch.empty(sum(SENT), 16, dtype=torch.bfloat16)
+        w, v, w2 = (torch.empty(LOCAL, 16, 16, dtype=torch.bfloat16) for _ in range(3))
+        if reads == "layouts":
+            v = v.transpose(1, 2)
+        ends = torch.empty(LOCAL, dtype=torch.int32)
+        keys = torch.empty(sum(RECEIVED), dtype=torch.int64)
+        graph = make_fx(partial(gated_experts, reads=reads))(x, w, v, w2, ends, keys).graph
+        if device == "cuda":
+            graph = moved(graph)
+        fuse(graph, Settings(policy="always"), "forward", "0")
+        op = torch.ops.autofuse.all_to_all_expert_matmul.default
+        (fused,) = graph.find_nodes(op="call_function", target=op)
+    (_, weights, _, gate, *_) = fused.args
+    assert gate == ("silu" if device == "cuda" and reads in ("", "swapped", "second") else "")
+    assert [n.name for n in weights] == ["arg1_1", "arg2_1"][:: -1 if gate and reads == "second" else 1]
+    assert bool(graph.find_nodes(op="call_function", target=torch.ops.aten.exp.default)) is not bool(gate)
+    assert len(fused.users) == (1 if gate else 2)
+
+
 # --- Both graphs of a training step ---------------------------------------------------------------------
 
 
@@ -187,7 +228,7 @@ def test_the_gradient_of_two_projections_is_a_sum_that_is_sent() -> None:
     assert_expected_inline(
         fused_calls(explained(lambda: FixedCapacity("gated").bfloat16(), tokens())),
         """\
-all_to_all_expert_matmul(_, [_], [], 0, None, None, [], [], 1, 1, True, '0', 'direct')
+all_to_all_expert_matmul(_, [_], [], '', 0, None, None, [], [], 1, 1, True, '0', 'direct')
 expert_matmul_all_to_all([_, _], [_, _], [], [], 'mm', 0, None, None, [], [], 1, 1, False, '0', 'direct')""",
     )
 
@@ -227,7 +268,7 @@ def test_the_gradient_of_dropless_projections(sorts: bool) -> None:
     assert_expected_inline(
         fused_calls(explained(lambda: Dropless(sorts=sorts), tokens())),
         """\
-all_to_all_expert_matmul(_, [_], [], 0, _, _, [..], [..], 1, 1, True, '0', 'direct')
+all_to_all_expert_matmul(_, [_], [], '', 0, _, _, [..], [..], 1, 1, True, '0', 'direct')
 expert_matmul_all_to_all([_, _], [_, _], [], [], 'mm', 0, _, _, [..], [..], 1, 1, False, '0', 'direct')""",
     )
 

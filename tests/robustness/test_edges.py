@@ -116,7 +116,7 @@ def test_gpus_leave_experts_without_columns(splits: list[int]) -> None:
     x = torch.zeros((4, 64) if dropless else (2, 4, 64), dtype=BF16)
     assert combine_call(ExpertMatmulAllToAll([x], [w], [], [], "mm", *how)) is None
     x = x if dropless else x.unflatten(1, (2, 2)).transpose(0, 1)
-    assert dispatch_call(AllToAllExpertMatmul(x, [w], [], *how)) is None
+    assert dispatch_call(AllToAllExpertMatmul(x, [w], [], "", *how)) is None
 
 
 HUGE = (1 << 16, 1 << 18, (1 << 19) - 256)

@@ -8,6 +8,7 @@ ranks.
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -111,7 +112,7 @@ def dispatch_call(args: AllToAllExpertMatmul) -> GpuCall | None:
     x, w, outer, keep_exchanged, site = args.x, args.w, args.outer, args.keep_exchanged, args.site
     if args.input_splits:
         return _dropless_dispatch_call(args)
-    if not _usable(x, w):
+    if not _usable(x, w) or args.gate:
         return None
     workspace = workspace_of(args.group_name, x)
     world, count, rows, k = x.shape
@@ -142,8 +143,10 @@ def _dropless_dispatch_call(args: AllToAllExpertMatmul) -> GpuCall | None:
         return None
     workspace = workspace_of(group_name, x)
     parts, rows, biases = x.contiguous(), _rows(args), _biases(args.bias, w)
-    count = at_once(w, biases)
-    problem = dropless_problem_of(DISPATCH, parts, w[0], workspace, count)
+    count, gate = at_once(w, biases), args.gate
+    problem = dropless_problem_of(DISPATCH, parts, w[0], workspace, count, bool(gate))
+    if gate and (count != len(w) or biases[0] is not None):
+        problem = replace(problem, aligned=False)  # for no kernel
     if not all(can_group(dropless_problem_of(DISPATCH, parts, wi, workspace)) for wi in w[count:]):
         return None
 
@@ -152,7 +155,7 @@ def _dropless_dispatch_call(args: AllToAllExpertMatmul) -> GpuCall | None:
         return dropless_dispatch(workspace, way, problem, *how, named=named)
 
     def unfused() -> list[Tensor]:
-        return dispatch_unfused(parts, w, biases, rows, keep_exchanged, group_name)
+        return dispatch_unfused(parts, w, biases, rows, keep_exchanged, gate, group_name)
 
     variant = dropless_dispatch_variant(w, biases)
     return GpuCall(
@@ -185,16 +188,16 @@ def _combine_again(made: Combine | DroplessCombine, given: tuple[Any, ...]) -> l
 
 
 def _dispatch_kind(given: tuple[Any, ...]) -> Hashable:
-    x, w, bias, _, offsets, positions, _, splits, *rest = given
+    x, w, bias, gate, _, offsets, positions, _, splits, *rest = given
     if splits:
         sizes = _ragged_sizes([x], w, bias, offsets, positions)
     else:
         sizes = None if offsets is not None else sizes_of([x], w, bias)
-    return None if sizes is None else (*sizes, *rest)
+    return None if sizes is None else (*sizes, gate, *rest)
 
 
 def _dispatch_again(made: Dispatch | DroplessDispatch, given: tuple[Any, ...]) -> list[Tensor] | None:
-    x, w, bias, _, offsets, positions, received, sent, _, _, keep, *_ = given
+    x, w, bias, _, _, offsets, positions, received, sent, _, _, keep, *_ = given
     biases = [b if b.numel() else None for b in bias] or [None] * len(w)
     if isinstance(made, DroplessDispatch):
         return made.again(x, w, biases, Rows(offsets, positions, received, sent), keep)

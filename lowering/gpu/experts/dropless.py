@@ -75,14 +75,15 @@ class Room(NamedTuple):
 
 
 def dropless_problem_of(
-    op: str, x: Tensor, w: Tensor, workspace: GpuWorkspace, weights: int = 1
+    op: str, x: Tensor, w: Tensor, workspace: GpuWorkspace, weights: int = 1, gated: bool = False
 ) -> DroplessProblem:
     """The problem of a call with `x: [rows, K]` and `w: [E, K, N]`; weights: as `problem_of`."""
     experts, k, n = w.shape
     aligned = x.storage_offset() % 8 == 0 and is_stack(w)
     return DroplessProblem(
-        op + DROPLESS, experts, k, n, workspace.world, x.dtype, workspace.programs, aligned, weights
-    )
+        op + DROPLESS, experts, k, n, workspace.world, x.dtype, workspace.programs, aligned, weights,
+        gated=gated,
+    )  # fmt: skip
 
 
 class _Calls:
@@ -158,7 +159,8 @@ class DroplessCombine(_Calls):
 
 class DroplessDispatch(_Calls):
     """`dispatch(x, w, bias, rows, keep)`: products `[sum(rows.received), N_i]` with all weights and, with
-    `keep`, X. The first `problem.weights` are multiplied while the rows arrive, the others afterwards."""
+    `keep`, X. The first `problem.weights` are multiplied while the rows arrive, the others afterwards. Of a
+    gated problem the products with both weights are one output."""
 
     def again(
         self, x: Tensor, w: Sequence[Tensor], bias: Sequence[Tensor | None], rows: Rows, keep: bool
@@ -172,11 +174,12 @@ class DroplessDispatch(_Calls):
         launcher = self._in_room(received, sent)
         if launcher is None:
             return None
-        count, columns = self._problem.weights, self._problem.columns
+        count = self._problem.weights
         form, outputs = self._form(received, sent, rows), None
         if form is not None:
+            made = [contiguous(received, self._problem.columns)] * self._outputs
             outputs = launcher.again(
-                (x, *w[:count]), [contiguous(received, columns)] * count, _given(bias[:count], rows),
+                (x, *w[:count]), made, _given(bias[:count], rows),
                 form=form, values=dropless_dispatch_values(rows.received, rows.sent),
             )  # fmt: skip
         if outputs is None:
@@ -193,6 +196,11 @@ class DroplessDispatch(_Calls):
         """None if that cannot be captured. RuntimeError without room."""
         launcher = self._in_room(sum(rows.received), sum(rows.sent))
         return None if launcher is None else self._long(launcher, x, w, bias, rows, keep, trace)
+
+    @property
+    def _outputs(self) -> int:
+        """Of the kernel."""
+        return 1 if self._problem.gated else self._problem.weights
 
     def _in_room(self, received: int, sent: int) -> Launcher | None:
         counts = Counts(max(received, sent), received, sent, self._problem.world * sent)
@@ -211,7 +219,7 @@ class DroplessDispatch(_Calls):
         if memory is None:
             return None
         received, count = sum(rows.received), self._problem.weights
-        outputs = [x.new_empty(received, self._problem.columns) for _ in range(count)]
+        outputs = [x.new_empty(received, self._problem.columns) for _ in range(self._outputs)]
         biases = [b for b in bias[:count] if b is not None]
         launcher.launch(x, w[:count], outputs, biases, rows, form=self._form(received, sum(rows.sent), rows))
         outputs += self._rest(memory, x.dtype, w, bias, rows, keep)

@@ -147,7 +147,7 @@ DISPATCH_CLUSTERS: Kernel[ExpertProblem, DispatchConfig] = Kernel(
 
 
 def _dropless_configs(problem: DroplessProblem) -> Iterator[DroplessConfig]:
-    for bn in (256, 192, 128):
+    for bn in (256, 128) if problem.gated else (256, 192, 128):  # half a gated tile is whole boxes
         yield DroplessConfig(bn)
         yield DroplessConfig(bn, across=2)
         yield DroplessConfig(bn, along=2)
@@ -174,7 +174,10 @@ def _launch_dropless_dispatch(
     at: Launch, config: DroplessConfig, x: Tensor, w: Sequence[Tensor], out: Sequence[Tensor],
     biases: Sequence[Tensor], rows: Rows,
 ) -> None:  # fmt: skip
-    launch_dropless_dispatch(at.memory, x, w, out, *rows, config, at.site, at.trace, at.compile_only, biases)
+    gated = len(out) < len(w)
+    launch_dropless_dispatch(
+        at.memory, x, w, out, *rows, config, at.site, at.trace, at.compile_only, biases, gated
+    )
 
 
 DROPLESS_DISPATCH: Kernel[DroplessProblem, DroplessConfig] = Kernel(

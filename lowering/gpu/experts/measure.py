@@ -58,4 +58,4 @@ def _unfused(workspace: GpuWorkspace, problem: ExpertProblem, x: Tensor, w: list
     how: tuple[Any, ...] = 0, None, None, [], [], 1, problem.outer, False, *site
     if problem.op == COMBINE:
         return FUSED_OPS[COMBINE].reference(ExpertMatmulAllToAll([x], w, [], [], "mm", *how))[0]
-    return FUSED_OPS[DISPATCH].reference(AllToAllExpertMatmul(x, w, [], *how))[0]
+    return FUSED_OPS[DISPATCH].reference(AllToAllExpertMatmul(x, w, [], "", *how))[0]

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from autofuse.lowering import torch_internals
 from autofuse.lowering.reference.expert_rows import combine_rows, dispatch_rows
+from autofuse.lowering.reference.experts import gated
 
 from .kernels import Rows
 from .ways import DroplessProblem
@@ -51,13 +52,14 @@ def dispatch_unfused(
     bias: Sequence[Tensor | None],
     rows: Rows,
     keep: bool,
+    gate: str,
     group_name: str,
 ) -> list[Tensor]:
-    """As `dropless_dispatch`."""
+    """As `dropless_dispatch`; gate: that of the op."""
     assert rows.offsets is not None
     exchanged = dispatch_rows(x, rows.positions, rows.received, rows.sent, 1, 1, group_name)
     outputs = [grouped_product(exchanged, wi, b, rows.offsets) for wi, b in zip(w, bias, strict=True)]
-    return outputs + [exchanged] * keep
+    return gated(outputs, gate) + [exchanged] * keep
 
 
 def grouped_product(x: Tensor, w: Tensor, bias: Tensor | None, offsets: Tensor) -> Tensor:

@@ -93,8 +93,9 @@ class ExpertProblem:
 class DroplessProblem:
     """A call of any number of rows: ranks have different ones, and must take the same way.
 
-    op: with `DROPLESS` behind its name. weights: as of an `ExpertProblem`. rows: that the busiest rank
-    computes, rounded up to a power of two; 0 while ranks have not told each other.
+    op: with `DROPLESS` behind its name. weights: as of an `ExpertProblem`; gated: the products with two of
+    them are one output. rows: that the busiest rank computes, rounded up to a power of two; 0 while ranks
+    have not told each other.
     """
 
     op: str
@@ -107,6 +108,7 @@ class DroplessProblem:
     aligned: bool = True
     weights: int = 1
     rows: int = 0
+    gated: bool = False
 
     is_whole: ClassVar[bool] = False
     """The way is settled before ranks know the rows of each other, and experts have different ones."""

@@ -24,11 +24,14 @@ def _exchanged(p: ExpertProblem | DroplessProblem, rows: int) -> float:
     return 2.0 * rows * width * (p.world - 1) / p.world
 
 
-def _tiles(p: ExpertProblem | DroplessProblem, rows: int, high: int, down: float, config: Any) -> Tiles:
+def _tiles(
+    p: ExpertProblem | DroplessProblem, rows: int, high: int, down: float, config: Any, gated: bool = False
+) -> Tiles:
     """rows: of all experts; high: rows of a tile; down: how many tiles lie one below the other."""
-    columns = cdiv(p.columns, config.bn) * p.weights
+    outputs = 1 if gated else p.weights
+    columns = cdiv(p.columns * p.weights // outputs, config.bn) * outputs
     sent = _exchanged(p, rows)
-    memory = 2.0 * (p.k * p.n + rows * (p.k + p.columns * p.weights))
+    memory = 2.0 * (p.k * p.n + rows * (p.k + p.columns * outputs))
     copied = getattr(config, "copied", False)
     return Tiles(
         f"{p.op} clusters copied" if copied else f"{p.op} clusters",
@@ -51,7 +54,7 @@ def fixed_work(config: Any, p: ExpertProblem) -> Work:
 def dropless_work(config: Any, p: DroplessProblem) -> Work:
     """An expert ends anywhere among the rows of a cluster: on average half of them lie behind its end."""
     high = height_of(p.m, p.experts)
-    return _tiles(p, p.m, high, p.m / high + p.experts * config.across / 2, config)
+    return _tiles(p, p.m, high, p.m / high + p.experts * config.across / 2, config, p.gated)
 
 
 def _nccl(p: ExpertProblem | DroplessProblem, rows: int, name: str) -> tuple[Work, ...]:

@@ -46,16 +46,19 @@ def of_call(memory: PeerMemory, programs: int) -> dict[str, int]:
     return {"state": state, "trace": state, "rank": memory.rank, "programs": programs}
 
 
-def shared_bytes(bn: int, stages: int, split: int = 1, rows: int = BM) -> int:
-    """Shared memory of a block: stages of x and w, a staged tile, partial sums, barriers, room to align."""
+def shared_bytes(bn: int, stages: int, split: int = 1, rows: int = BM, gated: bool = False) -> int:
+    """Shared memory of a block: stages of x and w, a staged tile, partial sums, barriers, room to align.
+
+    gated: half of the columns of a tile are of a second weight, and half as many are staged."""
     partials = rows // split * bn * 4 * (split - 1)
     wide = cdiv(bn, BOX) * BOX
-    return stages * (rows + wide) * BK * 2 + rows * wide * 2 + partials + 16 * (stages + 2) + 1024
+    staged = rows * (wide // 2 if gated else wide) * 2
+    return stages * (rows + wide) * BK * 2 + staged + partials + 16 * (stages + 2) + 1024
 
 
-def most_stages(bn: int, split: int = 1, rows: int = BM, beside: int = 0) -> int:
+def most_stages(bn: int, split: int = 1, rows: int = BM, beside: int = 0, gated: bool = False) -> int:
     """How many stages fit, for tiles of `rows` rows; beside: bytes of shared memory in other use."""
-    fixed, more = (shared_bytes(bn, stages, split, rows) for stages in (0, 1))
+    fixed, more = (shared_bytes(bn, stages, split, rows, gated) for stages in (0, 1))
     return (SHARED_MEMORY - beside - fixed) // (more - fixed)
 
 

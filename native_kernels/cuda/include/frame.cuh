@@ -322,6 +322,7 @@ __device__ inline void multiply_tiles(Kernel& k, int tiles) {
         consume(k.s, turn, acc, k.group - 1, blocks);
         Tile tile = k.tile_of(t);
         k.before_store(acc, tile);
+        if (GATED) gate(acc);
         stage(k.s, acc, k.group - 1, staged);
         if (threadIdx.x % GROUP_THREADS == 0)
             k.trace.stamp(EVENT_COMPUTED, Kernel::kind == TEAMS ? -1 : tile.owner, Kernel::kind == TEAMS ? t * CLUSTER : t);

@@ -10,7 +10,12 @@
 #include "turn.cuh"
 #include "wgmma.cuh"
 
-constexpr int BM = 128, BK = 64, ROW = BK * 2;
+// GATED: the first half of a tile's columns are of one weight, the second half are the same columns of another one, and the
+// block stores act(first) * second: OUT_BN columns.
+#ifndef GATED
+#define GATED 0
+#endif
+constexpr int BM = 128, BK = 64, ROW = BK * 2, OUT_BN = GATED ? BN / 2 : BN;
 constexpr int SHARING = ACROSS * ALONG, CLUSTER = SHARING * SPLIT;
 static_assert(SPLIT == 1 || SHARING == 1, "a cluster shares loads or splits K");
 // Boxes of the weight are 64 columns wide. A tile may use half of the last one, except in kernels over frame.cuh.
@@ -22,7 +27,9 @@ constexpr int PARTIAL = SPLIT_ROWS * BN * 4;  // bytes that one block sends to a
 constexpr int SHARERS = ACROSS + ALONG - 1;
 constexpr int A_BYTES = ROWS * ROW, B_BYTES = (TRANSPOSED ? BN : BOXES * 64) * ROW;
 constexpr int STAGE = A_BYTES + BOXES * 64 * ROW;
-constexpr int HIGH = WARPS * 16, STAGED = HIGH * BOXES * 128;  // a staged tile
+constexpr int OUT_BOXES = (OUT_BN + 63) / 64;
+constexpr int HIGH = WARPS * 16, STAGED = HIGH * OUT_BOXES * 128;  // a staged tile
+static_assert(!GATED || (BN % 128 == 0 && ACROSS <= 2), "a box, and a block's share of the weights, is of one weight");
 
 struct Shared {
     uint32_t stages, staged;             // memory
@@ -89,6 +96,7 @@ __device__ inline void load_box(uint32_t to, const Matrix& from, int row, int co
 struct Term {
     Matrix x, w;
     int row, col, first, last;
+    Matrix second{};  // of GATED: the other weight
 };
 
 // One thread loads the blocks of a term. A sum of several terms is loaded one term after another, into the same turn.
@@ -103,9 +111,17 @@ __device__ inline void produce(const Shared& s, Turn& turn, const Term& term) {
         barrier_expect(full, A_BYTES + B_BYTES);
         constexpr int SHARE = ROWS / ALONG;
         load_box<ALONG, STACKS>(a + n * SHARE * ROW, term.x, term.row + n * SHARE, k, full, row_mask);
-#if TRANSPOSED
+#if TRANSPOSED && GATED
+        constexpr int COLS = OUT_BN;  // a map's box
+        for (int i = ACROSS > 1 ? m : 0; i < (ACROSS > 1 ? m + 1 : 2); ++i)
+            load_box<ACROSS, STACKS>(b + i * COLS * ROW, i ? term.second : term.w, term.col, k, full, col_mask);
+#elif TRANSPOSED
         constexpr int COLS = BN / ACROSS;
         load_box<ACROSS, STACKS>(b + m * COLS * ROW, term.w, term.col + m * COLS, k, full, col_mask);
+#elif GATED
+        constexpr int COLS = BN / ACROSS;
+        for (int c = m * COLS; c < (m + 1) * COLS; c += 64)
+            load_box<ACROSS, STACKS>(b + c * ROW, c < OUT_BN ? term.w : term.second, k, term.col + c % OUT_BN, full, col_mask);
 #else
         constexpr int COLS = BOXES_EACH * 64;
         for (int c = m * COLS; c < (m + 1) * COLS; c += 64)
@@ -216,6 +232,16 @@ __device__ inline void add_partials(const Shared& s, float (&acc)[BN / 2], int g
     if (lane < SPLIT && lane != me) barrier_release_at(s.summed, lane);
 }
 
+// The gate of a pair of products, both rounded to 16 bits before and after, as ops of torch do it.
+__device__ inline float rounded(float v) { return low_of(pair(v, 0)); }
+__device__ inline void gate(float (&acc)[BN / 2]) {
+#pragma unroll
+    for (int i = 0; i < BN / 4; ++i) {
+        float g = rounded(acc[i]), act = rounded(g / (1 + __expf(-g)));
+        acc[i] = act * rounded(acc[i + BN / 4]);
+    }
+}
+
 // Adds entries `first, ...` of a bias [n] to every row.
 __device__ inline void add_bias(float (&acc)[BN / 2], const char* bias, int first, int n) {
 #pragma unroll
@@ -241,7 +267,7 @@ __device__ inline void stage_rows(const Shared& s, const float (&acc)[BN / 2], i
     int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, row = group * 64 + warp * 16 + lane % 16;
     if (group * 4 + warp >= WARPS) return;
 #pragma unroll
-    for (int j = 0; j < BN / 16; ++j) {
+    for (int j = 0; j < OUT_BN / 16; ++j) {
         const float* d = acc + j * 8;
         store_matrices(s.staged + staged_at(row, j * 2 + lane / 16), pair(d[0], d[1]), pair(d[2], d[3]),
                        pair(d[4], d[5]), pair(d[6], d[7]));

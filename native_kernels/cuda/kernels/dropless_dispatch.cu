@@ -28,7 +28,8 @@ struct Params {
 CHECK_PARAMS
 
 constexpr int BLOCK = 128, STARTS = 8;  // rows of X that a counter counts; counters before these
-constexpr int WIDE = BN / 8;            // pieces of 16 bytes in a row of a tile
+constexpr int WIDE = OUT_BN / 8;        // pieces of 16 bytes in a row of a tile
+constexpr int OUTPUTS = GATED ? 1 : WEIGHTS;
 
 struct DroplessDispatch : Frame<Params, SENDERS> {
     static constexpr int STORERS = 32;
@@ -130,14 +131,15 @@ struct DroplessDispatch : Frame<Params, SENDERS> {
             }
             if (first < last) known = first, known_end = last;
             int expert = tile.owner < EXPERTS ? tile.owner : EXPERTS - 1;
-            Column at = column_at(tile.col, p.cols, WEIGHTS);
-            produce<true>(s, turn, {{&p.exchanged[parity]}, {&p.w[at.weight], expert}, tile.row, at.col * BN, 0, p.k});
+            Column at = column_at(tile.col, p.cols, OUTPUTS);
+            produce<true>(s, turn, {{&p.exchanged[parity]}, {&p.w[at.weight], expert}, tile.row, at.col * OUT_BN, 0, p.k,
+                                    {&p.w[GATED ? 1 : 0], expert}});
         });
     }
 
     // Rows behind the last expert are 0.
     __device__ void before_store(float (&acc)[BN / 2], const Tile& tile) const {
-        Column at = column_at(tile.col, p.cols, WEIGHTS);
+        Column at = column_at(tile.col, p.cols, OUTPUTS);
         if (BIASED && tile.owner < EXPERTS)
             add_bias(acc, p.bias[at.weight] + static_cast<int64_t>(tile.owner) * p.n * 2, at.col * BN, p.n);
 #pragma unroll
@@ -153,8 +155,8 @@ struct DroplessDispatch : Frame<Params, SENDERS> {
         each_tile_after<WAITS>(tiles, [&] { return barrier_is_over(s.ready, staged.parity); }, [&](int t) {
             Tile tile = tile_of(t);
             int left = experts.starts[tile.owner + 1] - tile.row, rows = left < ROWS ? left : ROWS;
-            Column at = column_at(tile.col, p.cols, WEIGHTS);
-            int piece = lane % WIDE, col = at.col * BN + piece * 8;
+            Column at = column_at(tile.col, p.cols, OUTPUTS);
+            int piece = lane % WIDE, col = at.col * OUT_BN + piece * 8;
             char* to = p.out[at.weight] + (static_cast<int64_t>(tile.row) * p.n + col) * 2;
             staged.wait();
             if (lane >= AT_ONCE * WIDE) rows = 0;

@@ -67,11 +67,12 @@ def dropless_dispatch_needs(rows: int, k: int, world: int) -> Need:
 
 def dropless_dispatch_constants(
     experts: int, world: int, transposed: bool, dtype: torch.dtype, biased: bool, height: int,
-    config: DroplessConfig, trace: bool, weights: int = 1,
+    config: DroplessConfig, trace: bool, weights: int = 1, gated: bool = False,
 ) -> Constants:  # fmt: skip
-    """The macros that the kernel is compiled with."""
+    """The macros that the kernel is compiled with. Without a gate the kernel knows nothing of it."""
+    own = {"WEIGHTS": weights} | ({"GATED": 1} if gated else {})
     return dropless_constants(
-        _Params, experts, world, transposed, dtype, biased, height, config, trace, WEIGHTS=weights
+        _Params, experts, world, transposed, dtype, biased, height, config, trace, gated, **own
     )
 
 
@@ -89,19 +90,21 @@ def launch_dropless_dispatch(
     trace: Tensor | None = None,
     compile_only: bool = False,
     bias: Sequence[Tensor] = (),
+    gated: bool = False,
 ) -> None:
     """`x: [sum(sent), K]`, contiguous, in parts for the ranks, becomes `X: [rows, K]` of the ranks.
 
     Row i of X is row `positions[i]` (int64; None: i) of the rows that arrive, `received[s]` from every rank:
     a permutation. Of up to MOST_WEIGHTS weights, all of them row-major or all transposed, out[i]: [rows, N]
     is X times the weight of each row's expert, `w[i]: [E, K, N]`, plus `bias[i]: [E, N]`, or there is none.
+    gated: of two weights without a bias; out[0] is silu(X @ w[0]) * (X @ w[1]), rounded as by ops of torch.
     Rows of expert e end at `offsets[e]` (int32; None: all have as many), behind the last one out is 0.
     Offsets and positions are contiguous, on the device. trace: three rows of events a program.
     """
     k, (experts, _, n), rows = x.shape[1], w[0].shape, out[0].shape[0]
     kind = memory, experts, k, n, w[0].stride(2) != 1, x.dtype, len(bias) > 0
     for height in HEIGHTS if compile_only else (height_of(rows, experts),):
-        found, template = _prepared(*kind, height, config, trace is not None, len(w))
+        found, template = _prepared(*kind, height, config, trace is not None, len(w), gated)
     if compile_only:
         return
     params = filled(template, site, trace, parts=x, offsets=offsets, positions=positions)
@@ -111,7 +114,7 @@ def launch_dropless_dispatch(
             getattr(params, name)[i] = tensor.data_ptr()
             note(params, name, tensor, i)
     for i, wi in enumerate(w):
-        ctypes.memmove(params.w[i], weight_map(wi, config.bn // config.across), 128)
+        ctypes.memmove(params.w[i], weight_map(wi, config.bn // (2 if gated else config.across)), 128)
         note(params, "w", wi, i, is_map=True)
     launch(found, params, config.cluster)
 
@@ -132,20 +135,21 @@ def dropless_exchanged(memory: PeerMemory, rows: int, k: int, dtype: torch.dtype
 @per_memory
 def _prepared(
     memory: PeerMemory, experts: int, k: int, n: int, transposed: bool, dtype: torch.dtype, biased: bool,
-    height: int, config: DroplessConfig, trace: bool, weights: int,
+    height: int, config: DroplessConfig, trace: bool, weights: int, gated: bool,
 ) -> tuple[Kernel, _Params]:  # fmt: skip
     """The kernel and the parameters that do not change from call to call."""
     world, half = memory.world, memory.inbox.half(dtype)
     compiled_with = dropless_dispatch_constants(
-        experts, world, transposed, dtype, biased, height, config, trace, weights
+        experts, world, transposed, dtype, biased, height, config, trace, weights, gated
     )
-    found = kernel(SOURCE, "dropless_dispatch", compiled_with, config.shared_bytes(experts, height))
+    shared = config.shared_bytes(experts, height, gated)
+    found = kernel(SOURCE, "dropless_dispatch", compiled_with, shared)
     places_half = memory.finished.half(torch.int32)
     params = _Params(
         **of_call(memory, blocks(memory, config)), memory=views(memory.inbox), places=views(memory.finished),
         signals=views(memory.signals), half=memory.inbox.half(torch.uint8), places_half=places_half,
         signals_half=memory.signals.half(torch.int32), n=n, k=k, slot=places_half // world,
-        cols=tile_cols(n, config, weights),
+        cols=tile_cols(2 * n, config, 1) if gated else tile_cols(n, config, weights),
     )  # fmt: skip
     own = memory.inbox.views[memory.rank].view(dtype)
     for parity in range(2):

@@ -179,4 +179,4 @@ def arguments(given: Operands, w: list[Tensor]) -> tuple[Any, ...]:
     site = (1, 1, False, given.group_name, "direct", "bench")
     if cell.combines:
         return [x], w, [], [], "mm", *ragged, *site
-    return x, w, [], *ragged, *site
+    return x, w, [], "", *ragged, *site
