@@ -198,7 +198,7 @@ class _Fit:
         return Model(self.gpu, constants, factors)
 
     def _slopes(self, logs: Tensor, r: Tensor) -> Tensor:
-        """Only of constants that a sample uses. Backwards, since a constant that counts up to 1 may begin there."""
+        """Only of constants that a sample uses. Backwards: some constants count up to 1, and begin there."""
         found = torch.zeros(len(self.chosen), len(logs), dtype=torch.float64)
         model = self._at(logs)
         samples = [sample for sample, _ in self.chosen]

@@ -5,6 +5,9 @@
     signal_all    the same for a counter of every rank at once
     wait          until counters have arrived; what was stored before their signals can be read then
     wait_all      the same for one counter of every rank at once
+    count_and_signal
+                  add to a counter of this rank; the program that counts the last item signals
+    draw, drawn   the next ticket of this rank: `draw` asks for it, and nobody waits before `drawn`
     fence_copies  between a wait and TMA loads of what a peer stored
     put_packets   payload and epoch in one 8-byte store: no signal, no barrier
     take_packets  read such packets as soon as they carry the epoch of this call
