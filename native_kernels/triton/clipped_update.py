@@ -45,7 +45,6 @@ from .update_parts import (
     LAMB,
     LENGTH,
     LINE,
-    MOVED,
     are_there,
     at,
     buckets_of,
@@ -120,9 +119,8 @@ def sum_gradients(
     half = half_of(epoch) * tl.cast(inbox_half, tl.int64) * LINE
     first_signal = half_of(epoch) * signals_half
     send_gradients(
-        words, buckets, inbox, signals, done, state, asked, first, most, tl.cdiv(items, MOVED),
-        slice_items // MOVED, slices, rank, half, first_signal, program, PROGRAMS, SENDERS, W, grads, UNIT,
-        G * MOVED, AHEAD,
+        words, buckets, inbox, signals, done, state, asked, first, most, items, slice_items, slices, rank,
+        half, first_signal, program, PROGRAMS, SENDERS, W, grads, UNIT, G, AHEAD,
     )  # fmt: skip
     unit = tl.full((), ENDLESS, tl.int32)
     if stays(state, multiprocessor(PROGRAMS // PER_SM), PER_SM, rank, W, epoch):
@@ -196,7 +194,7 @@ def update_parameters(
     unit = tl.full((), ENDLESS, tl.int32)
     if stays(state, multiprocessor(PROGRAMS // PER_SM), PER_SM, rank, W, epoch):
         unit = drawn(draw(state + STATE_TICKETS))
-    copy, copies = first_copy(state, unit), tl.cdiv(items, MOVED)
+    copy = first_copy(state, unit)
     arrived = peer(signals, rank, tl.int32) + first_signal
     factor = clip_factor(norm, max_norm)
     summed = tl.full((), -1, tl.int32)
@@ -217,7 +215,7 @@ def update_parameters(
         m, v, greatest = states_of(m_of, v_of, most_of, place, mask, RULE)
         unit = drawn(ticket)
         word = buckets_of(words, buckets, rank, tl.minimum(unit, items), first, most, G)
-        there = are_there(arrived, copy, copies, slice_items // MOVED, slices, rank, W)
+        there = are_there(arrived, copy, items, slice_items, slices, rank, W)
         if RULE == LAMB:
             p -= tl.load(rates + number, mask=inside, other=0.0)[:, None] * g
         else:
@@ -230,14 +228,14 @@ def update_parameters(
         summed = item
         if any_thread(there):
             copy = copy_item(
-                words, buckets, finished, arrived, state, copy, first, most, slice_items // MOVED, slices,
-                rank, site, gathered, epoch, W, params, UNIT, G * MOVED,
+                words, buckets, finished, arrived, state, copy, first, most, slice_items, slices, rank, site,
+                gathered, epoch, W, params, UNIT, G,
             )  # fmt: skip
     if summed >= 0:  # before it waits for what peers send after they have this
         count_sums(done, signals, summed, items, slice_items, slices, rank, first_signal, W)
     copy_parameters(
-        words, buckets, finished, arrived, state, copy, first, most, copies, slice_items // MOVED, slices,
-        rank, site, gathered, epoch, W, params, UNIT, G * MOVED,
+        words, buckets, finished, arrived, state, copy, first, most, items, slice_items, slices, rank, site,
+        gathered, epoch, W, params, UNIT, G,
     )  # fmt: skip
     tl.debug_barrier()
     if is_last(state, PROGRAMS):

@@ -79,6 +79,43 @@ def peer(addresses, rank, dtype: tl.constexpr):
     return tl.multiple_of(tl.load(addresses + rank).to(tl.pointer_type(dtype)), 16)
 
 
+# Thread t signals rank t. $1 to $4 are `addresses`, `world`, `offset` and `skip` of `signal_all`.
+_SIGNAL_RANKS = """
+    setp.lt.u32 p, t, $2;
+    setp.ne.and.u32 p, t, $4, p;
+    mul.wide.u32 a, t, 8;
+    add.u64 a, a, $1;
+    mul.wide.s32 o, $3, 4;
+    @p ld.global.u64 a, [a];
+    add.u64 a, a, o;
+    @p red.release.sys.global.add.u32 [a], 1;"""
+_SIGNAL_ALL = tl.constexpr(f"""{{
+    .reg .pred p; .reg .b32 t; .reg .b64 a, o;
+    bar.sync 0;
+    mov.u32 t, %tid.x;{_SIGNAL_RANKS}
+    mov.u32 $0, 0;
+    }}""")
+_COUNT_AND_SIGNAL = tl.constexpr(f"""{{
+    .reg .pred p, q; .reg .b32 t, n; .reg .b64 a, o;
+    bar.sync 0;
+    mov.u32 t, %tid.x;
+    setp.gt.u32 p, t, 31;
+    @p bra DONE;
+    setp.eq.u32 q, t, 0;
+    mov.u32 n, 0;
+    @q atom.release.gpu.global.add.u32 n, [$5], 1;
+    shfl.sync.idx.b32 n, n, 0, 31, -1;
+    add.u32 n, n, 1;
+    setp.ne.u32 p, n, $6;
+    @p bra DONE;
+    neg.s32 n, n;
+    @q atom.acquire.gpu.global.add.u32 n, [$5], n;
+    bar.warp.sync -1;{_SIGNAL_RANKS}
+    DONE:
+    mov.u32 $0, 0;
+    }}""")
+
+
 @triton.jit
 def signal(counter):
     """Add 1 to `counter` (of a peer or of this rank), after all earlier stores of this program."""
@@ -99,20 +136,7 @@ def signal_all(addresses, world, offset, skip):
                 tl.atomic_add(counter, 1, sem="release", scope="sys")
     else:
         tl.inline_asm_elementwise(
-            """{
-            .reg .pred p; .reg .b32 t; .reg .b64 a, o;
-            bar.sync 0;
-            mov.u32 t, %tid.x;
-            setp.lt.u32 p, t, $2;
-            setp.ne.and.u32 p, t, $4, p;
-            mul.wide.u32 a, t, 8;
-            add.u64 a, a, $1;
-            mul.wide.s32 o, $3, 4;
-            @p ld.global.u64 a, [a];
-            add.u64 a, a, o;
-            @p red.release.sys.global.add.u32 [a], 1;
-            mov.u32 $0, 0;
-            }""",
+            _SIGNAL_ALL,
             "=r,l,r,r,r",
             [addresses.to(tl.int64), tl.cast(world, tl.int32), tl.cast(offset, tl.int32),
              tl.cast(skip, tl.int32)],
@@ -160,36 +184,10 @@ def count_and_signal(word, count, addresses, world, offset, skip):
             signal_all(addresses, world, offset, skip)
     else:
         tl.inline_asm_elementwise(
-            """{
-            .reg .pred p, q; .reg .b32 t, n; .reg .b64 a, o;
-            bar.sync 0;
-            mov.u32 t, %tid.x;
-            setp.gt.u32 p, t, 31;
-            @p bra DONE;
-            setp.eq.u32 q, t, 0;
-            mov.u32 n, 0;
-            @q atom.release.gpu.global.add.u32 n, [$1], 1;
-            shfl.sync.idx.b32 n, n, 0, 31, -1;
-            add.u32 n, n, 1;
-            setp.ne.u32 p, n, $2;
-            @p bra DONE;
-            neg.s32 n, n;
-            @q atom.acquire.gpu.global.add.u32 n, [$1], n;
-            bar.warp.sync -1;
-            setp.lt.u32 p, t, $4;
-            setp.ne.and.u32 p, t, $6, p;
-            mul.wide.u32 a, t, 8;
-            add.u64 a, a, $3;
-            mul.wide.s32 o, $5, 4;
-            @p ld.global.u64 a, [a];
-            add.u64 a, a, o;
-            @p red.release.sys.global.add.u32 [a], 1;
-            DONE:
-            mov.u32 $0, 0;
-            }""",
-            "=r,l,r,l,r,r,r",
-            [word.to(tl.int64), tl.cast(count, tl.int32), addresses.to(tl.int64), tl.cast(world, tl.int32),
-             tl.cast(offset, tl.int32), tl.cast(skip, tl.int32)],
+            _COUNT_AND_SIGNAL,
+            "=r,l,r,r,r,l,r",
+            [addresses.to(tl.int64), tl.cast(world, tl.int32), tl.cast(offset, tl.int32),
+             tl.cast(skip, tl.int32), word.to(tl.int64), tl.cast(count, tl.int32)],
             dtype=tl.int32, is_pure=False, pack=1,
         )  # fmt: skip
 

@@ -56,7 +56,6 @@ from .update_parts import (
     LAMB,
     LENGTH,
     LINE,
-    MOVED,
     NUMBERS,
     TENSOR_BIT,
     at,
@@ -220,9 +219,8 @@ def measure_updates(
         tell_started(state, asked, rank, program, PROGRAMS, W)
     else:
         send_gradients(
-            words, buckets, inbox, signals, done, state, asked, first, most, tl.cdiv(items, MOVED),
-            slice_items // MOVED, slices, rank, half, first_signal, program, PROGRAMS, SENDERS, W, grads,
-            UNIT, G * MOVED, AHEAD,
+            words, buckets, inbox, signals, done, state, asked, first, most, items, slice_items, slices, rank,
+            half, first_signal, program, PROGRAMS, SENDERS, W, grads, UNIT, G, AHEAD,
         )  # fmt: skip
     unit = tl.full((), ENDLESS, tl.int32)
     if stays(state, multiprocessor(PROGRAMS // PER_SM), PER_SM, rank, W, epoch):

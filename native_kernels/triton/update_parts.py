@@ -78,8 +78,8 @@ def lengths_of(tensor, bucket, inside, UNIT: tl.constexpr):
 
 @triton.jit
 def lanes():
-    """[1, LENGTH]: numbers of elements, of which a thread has VECTOR next to each other, whatever their size:
-    else elements of 2 bytes would have another layout than their states."""
+    """The numbers of the elements of a bucket, [1, LENGTH]. A thread has VECTOR neighbours in every dtype, so
+    that gradients and parameters of 2 bytes have the layout of their states."""
     return tl.max_contiguous(tl.arange(0, LENGTH), [VECTOR])[None, :]
 
 
@@ -105,9 +105,9 @@ def ratio(rates, row, j: tl.constexpr):
 
 @triton.jit
 def elements_of(words, word, W: tl.constexpr, UNIT: tl.constexpr):
-    """Of each bucket of an item, whose words `buckets_of` has loaded: the number of its tensor, where the
-    words of the tensor lie, its number in the tensor, whether there is a bucket; and [G, LENGTH], which
-    elements count."""
+    """What lies behind the words of buckets that `buckets_of` has loaded. Returns for each bucket the number
+    of its tensor, a pointer to the words of that tensor, the number of the bucket in the tensor, and whether
+    there is a bucket; and a mask of the elements that count, [G, LENGTH]."""
     inside = word >= 0
     number, bucket = tl.where(inside, word >> TENSOR_BIT, 0), tl.where(inside, word & BUCKET_MASK, 0)
     tensor = words + W + 1 + number * FIELDS
@@ -126,20 +126,21 @@ def tell_started(state, asked, rank, program, PROGRAMS: tl.constexpr, W: tl.cons
 
 
 @triton.jit
-def sent_to(unit, rank, W: tl.constexpr):
-    """Item and owner of number `unit` of what this rank sends: item by item, so that all owners can begin."""
+def item_and_peer(unit, rank, W: tl.constexpr):
+    """Number `unit` of what is moved between this rank and all peers, which have their items in turn, so that
+    all of them can begin."""
     return unit // (W - 1), (rank + 1 + unit % (W - 1)) % W
 
 
 @triton.jit
-def wait_for_sums(state, item, ahead, paced):
-    """Wait until this rank has begun to sum the items from `ahead` before `item` on, so that what peers send
-    at the same pace is still in their L2 cache when they sum it. Returns whether to do so again: not after a
-    wait in vain, since the sums may wait for a peer, or for a place on the GPU."""
+def wait_for_sums(state, item, ahead, most_polls):
+    """Wait until this rank has begun to sum item `item - ahead`. Peers send at the same pace, so an item is
+    still in the L2 cache when its owner sums it. Returns the most polls of the next wait: 0 after a wait in
+    vain, since the sums may wait for a peer, or for a place on the GPU."""
     polls = 0
-    while any_thread(look(state, STATE_TICKETS) + ahead < item) & (polls < paced):
+    while any_thread(look(state, STATE_TICKETS) + ahead < item) & (polls < most_polls):
         polls += 1
-    return tl.where(polls < paced, paced, 0)
+    return tl.where(polls < most_polls, most_polls, 0)
 
 
 @triton.jit
@@ -149,31 +150,33 @@ def send_gradients(
     PROGRAMS: tl.constexpr, SENDERS: tl.constexpr, W: tl.constexpr, GRADS: tl.constexpr, UNIT: tl.constexpr,
     G: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Items are those that are sent at once. A share is every SENDERS-th of them. GRADS: the dtype of
-    gradients; half: where they go in the inbox; AHEAD: in tickets of sums, MOVED of which are an item."""
+    """A unit is MOVED items for one owner, and a share is every SENDERS-th unit. GRADS: the dtype of
+    gradients; half: where they go in the inbox; AHEAD: items that are sent before as many are summed."""
     share = first_share(asked, state, A, SENDERS, program, PROGRAMS)
-    paced = tl.full((), MOST_POLLS, tl.int32)
+    units, slice_units = tl.cdiv(items, MOVED), slice_items // MOVED
+    most_polls = tl.full((), MOST_POLLS, tl.int32)
     while share >= 0:
         if share == 0:
             announce(state, rank, W, begin(state))
         pushed = tl.full((), -1, tl.int32)
-        item, owner = sent_to(share, rank, W)
-        word = buckets_of(words, buckets, owner, item, first, most, G)
-        for unit in range(share, (W - 1) * items, SENDERS):
-            item, owner = sent_to(unit, rank, W)
-            paced = wait_for_sums(state, item * MOVED, AHEAD, paced)
+        item, owner = item_and_peer(share, rank, W)
+        word = buckets_of(words, buckets, owner, item, first, most, G * MOVED)
+        for unit in range(share, (W - 1) * units, SENDERS):
+            item, owner = item_and_peer(unit, rank, W)
+            most_polls = wait_for_sums(state, item * MOVED, AHEAD, most_polls)
             _, tensor, bucket, inside, mask = elements_of(words, word, W, UNIT)
-            next_item, next_owner = sent_to(unit + SENDERS, rank, W)
-            word = buckets_of(words, buckets, next_owner, next_item, first, most, G)
+            next_item, next_owner = item_and_peer(unit + SENDERS, rank, W)
+            word = buckets_of(words, buckets, next_owner, next_item, first, most, G * MOVED)
             given = at(tl.load(tensor, mask=inside, other=0), bucket * LENGTH, GRADS)
             values = tl.load(given, mask=mask, other=0.0)
             # The stores of the item before have arrived by now, so that counting it does not wait.
             if pushed >= 0:
-                count_sent(done, signals, pushed, items, slice_items, slices, rank, first_signal, W)
-            tl.store(slots(tl.load(inbox + owner), half, rank, item, most, GRADS, G), values, mask=mask)
-            pushed = unit % (W - 1) * slices + item // slice_items
+                count_sent(done, signals, pushed, units, slice_units, slices, rank, first_signal, W)
+            to = slots(tl.load(inbox + owner), half, rank, item, most, GRADS, G * MOVED)
+            tl.store(to, values, mask=mask)
+            pushed = unit % (W - 1) * slices + item // slice_units
         if pushed >= 0:
-            count_sent(done, signals, pushed, items, slice_items, slices, rank, first_signal, W)
+            count_sent(done, signals, pushed, units, slice_units, slices, rank, first_signal, W)
         share = further(look(state, STATE_STARTED), PROGRAMS, state, A, SENDERS, program)
 
 
@@ -293,9 +296,9 @@ def first_copy(state, unit):
 def are_there(arrived, ticket, items, slice_items, slices, rank, W: tl.constexpr):
     """Not 0 if what `copy_item` would wait for has arrived; threads may see different values. 0 behind the
     last ticket."""
-    piece, source = ticket // (W - 1) // slice_items, (rank + 1 + ticket % (W - 1)) % W
-    word = arrived + (W + source) * slices + piece
-    return tl.load(word, mask=ticket < items * (W - 1), other=0, volatile=True)
+    item, source = item_and_peer(ticket, rank, W)
+    word = arrived + (W + source) * slices + item // (slice_items // MOVED)
+    return tl.load(word, mask=ticket < tl.cdiv(items, MOVED) * (W - 1), other=0, volatile=True)
 
 
 @triton.jit
@@ -304,15 +307,16 @@ def copy_item(
     epoch,
     W: tl.constexpr, PARAMS: tl.constexpr, UNIT: tl.constexpr, G: tl.constexpr,
 ):  # fmt: skip
-    """Copy an item that a peer has stored to the parameters, once it is there. Returns the next ticket. half:
-    where parameters lie in `finished`."""
-    item, source = ticket // (W - 1), (rank + 1 + ticket % (W - 1)) % W
-    word = buckets_of(words, buckets, source, item, first, most, G)
+    """Copy MOVED items that a peer has stored to the parameters, once they are there. Returns the next
+    ticket. half: where parameters lie in `finished`."""
+    item, source = item_and_peer(ticket, rank, W)
+    word = buckets_of(words, buckets, source, item, first, most, G * MOVED)
     further_ticket = draw(state + STATE_COPIES)
-    piece, code = item // slice_items, site * CODES_PER_SITE + COPYING
+    piece, code = item // (slice_items // MOVED), site * CODES_PER_SITE + COPYING
     wait_all(arrived + (W + source) * slices + piece, 0, 1, 1, state, code, source, piece, epoch)
     _, tensor, bucket, inside, mask = elements_of(words, word, W, UNIT)
-    new = tl.load(slots(tl.load(finished + rank), half, source, item, most, PARAMS, G), mask=mask, other=0.0)
+    there = slots(tl.load(finished + rank), half, source, item, most, PARAMS, G * MOVED)
+    new = tl.load(there, mask=mask, other=0.0)
     tl.store(at(tl.load(tensor + 1, mask=inside, other=0), bucket * LENGTH, PARAMS), new, mask=mask)
     return drawn(further_ticket)
 
@@ -324,7 +328,7 @@ def copy_parameters(
     W: tl.constexpr, PARAMS: tl.constexpr, UNIT: tl.constexpr, G: tl.constexpr,
 ):  # fmt: skip
     """All copies that are left. ticket: what this program has drawn."""
-    while ticket < items * (W - 1):
+    while ticket < tl.cdiv(items, MOVED) * (W - 1):
         ticket = copy_item(
             words, buckets, finished, arrived, state, ticket, first, most, slice_items, slices, rank, site,
             half, epoch, W, PARAMS, UNIT, G,

@@ -34,8 +34,8 @@ class Placement:
 
 
 def find_placement(node: fx.Node, shapes: Shapes) -> Placement | Reject | None:
-    """The placement whose result is `node`; None if no placement made `node`. A placement moves the rows of a
-    matrix. A vector, such as the number of rows of each expert, has no rows: the result is None."""
+    """The placement that `node` is the result of, or None. A placement moves the rows of a matrix. A vector
+    has no rows, such as the numbers of rows of the experts; for a vector the result is None."""
     shape = shapes.of(node)
     if shape is None or len(shape) < 2:
         return None

@@ -288,6 +288,7 @@ def run_op(rank: int, world: int, call: Update) -> None:
             found = update_call(given)
             assert found is not None
             fused = next(way for way in ways_of(found.problem).values() if way.fused)
+            assert fused.name.split(" ")[0] == call.kernel.kind
             way = replace(fused, config=call.config)
             norm = found.run(way)
             if call.max_norm is not None:

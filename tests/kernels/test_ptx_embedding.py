@@ -30,6 +30,7 @@ from tests.kernels.test_ptx import (
     GPU_SCOPE,
     LABEL,
     READ,
+    STORE,
     Kernel,
     compile_launch,
 )
@@ -38,8 +39,9 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 B = 512
 SIGNAL = re.compile(r"\b(red|atom)\.[\w.]*(sys[\w.]*release|release[\w.]*sys)\b")
 COUNT = re.compile(r"\b(red|atom)\.[\w.]*(gpu[\w.]*release|release[\w.]*gpu)\b")
-PAYLOAD = re.compile(r"\bst\.[\w.]*global|\b(red|atom)\.(?![\w.]*\bgpu\b)")
-"""Stores, but for counters of our own GPU."""
+COUNTED = r"@q atom\.(release|acquire)\.gpu\.global\.add\.u32 n, \[%rd\d+\]"
+PAYLOAD = re.compile(rf"^(?!.*{COUNTED}).*({STORE.pattern})")
+"""Stores, but for the counter of `count_and_signal`, whose signal follows it."""
 REGISTERS, PROGRAMS, SHARED = 65536, 32, 227 * 1024  # that a multiprocessor has
 
 Case = tuple[str, BagsConfig, bool, torch.dtype, torch.dtype, int, bool, bool]

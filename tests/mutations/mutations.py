@@ -754,8 +754,8 @@ OPTIMIZERS = (
     Mutation(
         "gradients of items that are sent at once are counted as one slice too few",
         "update_parts.py",
-        "pushed = unit % (W - 1) * slices + item // slice_items",
-        "pushed = unit % (W - 1) * slices + item // (slice_items * MOVED)",
+        "pushed = unit % (W - 1) * slices + item // slice_units",
+        "pushed = unit % (W - 1) * slices + item // (slice_units * MOVED)",
         _of("kernels", "interpreted_optimizer"),
     ),
     Mutation(
