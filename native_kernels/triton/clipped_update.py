@@ -35,9 +35,10 @@ from torch import Tensor
 from autofuse.native_kernels.gpu.memory import PeerMemory, launch
 
 from .comm import STATE_TICKETS, begin, draw, drawn, half_of, is_last, peer, signal_all
-from .embedding_exchange import ENDLESS, clear
+from .embedding_exchange import ENDLESS
 from .patience import any_thread
 from .shares import A, claim, end_shares, multiprocessor, start, stays
+from .slices import clear, count_for_all
 from .update_launch import KINDS, StepLaunch, UpdateConfig
 from .update_parts import (
     FP16,
@@ -52,7 +53,6 @@ from .update_parts import (
     copy_item,
     copy_parameters,
     count_kept,
-    count_sums,
     elements_of,
     first_copy,
     hand_round,
@@ -195,6 +195,7 @@ def update_parameters(
     if stays(state, multiprocessor(PROGRAMS // PER_SM), PER_SM, rank, W, epoch):
         unit = drawn(draw(state + STATE_TICKETS))
     copy = first_copy(state, unit)
+    handed, first_handed = done + (W - 1) * slices, first_signal + (W + rank) * slices
     arrived = peer(signals, rank, tl.int32) + first_signal
     factor = clip_factor(norm, max_norm)
     summed = tl.full((), -1, tl.int32)
@@ -223,7 +224,7 @@ def update_parameters(
         if MASTER:
             tl.store(master_of + place, p, mask=mask)
         if summed >= 0:
-            count_sums(done, signals, summed, items, slice_items, slices, rank, first_signal, W)
+            count_for_all(handed, signals, summed, items, slice_items, rank, first_handed, W)
         hand_round(p.to(params), param, mask, item, finished, gathered, rank, most, W, params, G)
         summed = item
         if any_thread(there):
@@ -232,7 +233,7 @@ def update_parameters(
                 gathered, epoch, W, params, UNIT, G,
             )  # fmt: skip
     if summed >= 0:  # before it waits for what peers send after they have this
-        count_sums(done, signals, summed, items, slice_items, slices, rank, first_signal, W)
+        count_for_all(handed, signals, summed, items, slice_items, rank, first_handed, W)
     copy_parameters(
         words, buckets, finished, arrived, state, copy, first, most, items, slice_items, slices, rank, site,
         gathered, epoch, W, params, UNIT, G,

@@ -39,6 +39,8 @@ from .comm import (
     STATE_ZEROED,
     WAITED,
     begin,
+    draw,
+    drawn,
     half_of,
     is_last,
     peer,
@@ -48,7 +50,7 @@ from .comm import (
 )
 from .embedding_bags import TABLE
 from .embedding_entries import FIRST_BLOCK, FIRST_CHUNK, WORK, Entries, is_scaled
-from .embedding_exchange import FP16, FP32, SOURCE, clear, count_item
+from .embedding_exchange import FP16, FP32, SOURCE
 from .embedding_strips import add_strips, columns_of, join_strips
 from .embedding_tables import BackwardConfig, Places, Tables, place_aligned
 from .embedding_update import RULE
@@ -65,6 +67,7 @@ from .shares import (
     start,
     stays,
 )
+from .slices import clear, count_item
 
 
 @triton.jit
@@ -148,14 +151,14 @@ def embedding_backward(
                 starts = base + group * (group_stride * WRITE) + bag * between
                 values = tl.load(grad + tl.multiple_of(starts, [WRITE])[:, None] + col[None, :], mask=mask)
                 if pushed >= 0:
-                    count_item(done, signals, pushed, 1, pieces, pieces, 1, rank, first_signal, W)
+                    count_item(done, signals, pushed, pieces, pieces, 1, rank, first_signal, W)
                 to = tl.multiple_of(peer(inbox, dest, WIRE) + first, 16)
                 starts = ((rank * b + bag) * groups + group) * cols
                 tl.store(to + tl.multiple_of(starts, [WRITE])[:, None] + col[None, :], values, mask=mask)
                 pushed = step
                 event = stamp(trace, program, event, PUSHED, dest, item % pieces, TRACE, EVENTS)
             if pushed >= 0:
-                count_item(done, signals, pushed, 1, pieces, pieces, 1, rank, first_signal, W)
+                count_item(done, signals, pushed, pieces, pieces, 1, rank, first_signal, W)
         if UPDATE == 0:
             chunks = tl.load(work + count * WORK + FIRST_CHUNK).to(tl.int32)
             for item in range(share, chunks, PROGRAMS):
@@ -176,7 +179,7 @@ def embedding_backward(
     if PUSH:
         gradient = tl.multiple_of(peer(inbox, rank, WIRE) + first, 16)
     if stay:
-        ticket = tl.atomic_add(state + STATE_TICKETS, 1).to(tl.int32)
+        ticket = drawn(draw(state + STATE_TICKETS))
         if UPDATE == 0:
             zeroed = (state + STATE_ZEROED).to(tl.pointer_type(tl.int32))
             wait(zeroed, PROGRAMS, state, code, rank, 0, epoch)
@@ -195,12 +198,12 @@ def embedding_backward(
         event = stamp(trace, program, event, COMPUTED, rank, ticket, TRACE, EVENTS)
         tl.debug_barrier()
         tl.atomic_add(state + STATE_JOINED, 1, sem="release", scope="gpu")
-        ticket = tl.atomic_add(state + STATE_TICKETS, 1).to(tl.int32)
+        ticket = drawn(draw(state + STATE_TICKETS))
     while ticket < kept_to:
         at = (ticket - blocks) * CHUNK + tl.arange(0, CHUNK)
         inside = at < W * b * stride
         tl.store(exchanged + at, tl.load(gradient + at, mask=inside), mask=inside)
-        ticket = tl.atomic_add(state + STATE_TICKETS, 1).to(tl.int32)
+        ticket = drawn(draw(state + STATE_TICKETS))
     if ticket < tickets:
         joined = (state + STATE_JOINED).to(tl.pointer_type(tl.int32))
         wait(joined, blocks, state, code, rank, 1, epoch)
@@ -212,7 +215,7 @@ def embedding_backward(
                 tables + t * TABLE, work + t * WORK, rules + t * RULE, item // CB, item % CB * BD, keys,
                 parts, width, DTYPE, ALIGN, BR, BD, STRIP, 4, UPDATE,
             )  # fmt: skip
-        ticket = tl.atomic_add(state + STATE_TICKETS, 1).to(tl.int32)
+        ticket = drawn(draw(state + STATE_TICKETS))
     event = stamp(trace, program, event, ENDED, rank, 0, TRACE, EVENTS)
     tl.debug_barrier()
     if is_last(state, PROGRAMS):

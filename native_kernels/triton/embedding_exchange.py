@@ -28,11 +28,12 @@ from .comm import (
     STATE_TICKETS,
     WAITED,
     begin,
+    draw,
+    drawn,
     finish,
     half_of,
     is_last,
     peer,
-    signal,
     stamp,
     wait,
 )
@@ -58,6 +59,7 @@ from .shares import (
     start,
     stays,
 )
+from .slices import clear, count_item
 
 SUM, MEAN, MAX = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 BF16, FP16, FP32 = tl.constexpr(1), tl.constexpr(2), tl.constexpr(4)
@@ -137,21 +139,6 @@ def pool_any(
 
 
 @triton.jit
-def count_item(
-    done, signals, slot, slices, slice_blocks, blocks, per_block, rank, first_signal, W: tl.constexpr
-):
-    """Count an item of slice number `slot` (step * slices + slice) as stored; the last one signals."""
-    tl.debug_barrier()
-    piece = slot % slices
-    items = tl.minimum(slice_blocks, blocks - piece * slice_blocks) * per_block
-    # An acquire empties the L1 cache, with indices of other programs: only the last program does it.
-    if tl.atomic_add(done + slot, 1, sem="release", scope="gpu") == items - 1:
-        tl.atomic_add(done + slot, -items, sem="acquire", scope="gpu")
-        to = (rank + 1 + slot // slices) % W
-        signal(peer(signals, to, tl.int32) + first_signal + rank * slices + piece)
-
-
-@triton.jit
 def copy_piece(
     source_words, out, inbox, piece, first_bag, bags, groups, group_stride, col_blocks, WRITE: tl.constexpr,
     CR: tl.constexpr, CC: tl.constexpr,
@@ -166,13 +153,6 @@ def copy_piece(
     where = tl.multiple_of(starts, [WRITE])[:, None] + col[None, :]
     mask = (row < groups * bags)[:, None] & (col < cols)[None, :]
     tl.store(out + where, tl.load(inbox + where, mask=mask), mask=mask)
-
-
-@triton.jit
-def clear(counters, count, BLOCK: tl.constexpr):
-    for at in range(0, count, BLOCK):
-        o = at + tl.arange(0, BLOCK)
-        tl.store(counters + o, 0, mask=o < count)
 
 
 @triton.jit(
@@ -207,8 +187,6 @@ def embedding_exchange(
     WIRE: tl.constexpr = out.dtype.element_ty
     nbytes: tl.constexpr = WIRE.primitive_bitwidth // 8
     epoch = begin(state)
-    first = half_of(epoch) * inbox_half
-    first_signal = half_of(epoch) * signals_half
     tables = words + W * SOURCE
     per_step = blocks * count * CB
     stride *= WRITE
@@ -242,7 +220,7 @@ def embedding_exchange(
         if SEND:
             to = out.to(tl.int64) + (dest * b).to(tl.int64) * stride * nbytes
         else:
-            to = tl.load(inbox + dest) + first.to(tl.int64) * nbytes
+            to = tl.load(inbox + dest) + (half_of(begin(state)) * inbox_half).to(tl.int64) * nbytes
             to = tl.where(step == W - 1, out.to(tl.int64), to)
         acc = pool_any(
             table, begin_at, end_at, longest, column, padding, KINDS, INDEX, MODE, WEIGHTED, READ,
@@ -252,8 +230,9 @@ def embedding_exchange(
         if not SEND:
             if stored >= 0:
                 count_item(
-                    done, signals, stored, slices, slice_blocks, blocks, count * CB, rank, first_signal, W
-                )
+                    done, signals, stored, per_step, slice_blocks * count * CB, slices, rank,
+                    half_of(begin(state)) * signals_half, W,
+                )  # fmt: skip
         to = tl.multiple_of(to.to(tl.pointer_type(WIRE)), WRITE * nbytes)
         c = column + tl.arange(0, BD)
         bag = block * BB + tl.arange(0, BB)
@@ -266,7 +245,8 @@ def embedding_exchange(
             if not SEND:
                 if stored >= 0:
                     count_item(
-                        done, signals, stored, slices, slice_blocks, blocks, count * CB, rank, first_signal, W
+                        done, signals, stored, per_step, slice_blocks * count * CB, slices, rank,
+                        half_of(begin(state)) * signals_half, W,
                     )  # fmt: skip
                     stored = tl.full((), -1, tl.int32)
             if tl.max(faults, axis=0) != 0:
@@ -279,15 +259,16 @@ def embedding_exchange(
                 share = further(look(state, STATE_STARTED), PROGRAMS, state, A, shares, tl.program_id(0))
                 item = tl.where(share >= 0, share, items)
     epoch = begin(state)  # again: registers are short while rows are pooled
+    first_signal = half_of(epoch) * signals_half
     if not SEND:
         arrived = peer(signals, rank, tl.int32) + first_signal
-        own = tl.multiple_of(peer(inbox, rank, WIRE) + first, 16)
+        own = tl.multiple_of(peer(inbox, rank, WIRE) + half_of(epoch) * inbox_half, 16)
         units = tl.cast((W - 1) * slices * pieces, tl.int32)
         unit = units
         if stays(state, multiprocessor(PROGRAMS // PER_SM), PER_SM, rank, W, epoch):
-            unit = tl.atomic_add(state + STATE_TICKETS, 1).to(tl.int32)
+            unit = drawn(draw(state + STATE_TICKETS))
         while unit < units:
-            following = tl.atomic_add(state + STATE_TICKETS, 1).to(tl.int32)
+            following = draw(state + STATE_TICKETS)
             away = unit // pieces % (W - 1) if MIXED else unit // (slices * pieces)
             number = unit // (pieces * (W - 1)) if MIXED else unit // pieces % slices
             source = (rank + W - 1 - away) % W
@@ -300,7 +281,7 @@ def embedding_exchange(
                 tl.minimum(slice_blocks * BB, b - first_bag), groups, group_stride, col_blocks, WRITE, CR, CC,
             )  # fmt: skip
             event = stamp(trace, program, event, COPIED, source, number, TRACE, EVENTS)
-            unit = following
+            unit = drawn(following)
     event = stamp(trace, program, event, ENDED, rank, 0, TRACE, EVENTS)
     if SEND:
         finish(state, epoch, PROGRAMS, False)  # no rank was waited for: the epoch stays

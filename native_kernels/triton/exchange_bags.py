@@ -27,10 +27,11 @@ from autofuse.native_kernels.gpu.memory import Need, PeerMemory, cdiv, launch
 
 from .comm import begin, half_of
 from .embedding_bags import TABLE, bags_of, find_faults, item_at, report_faults
-from .embedding_exchange import count_item, pool_any
+from .embedding_exchange import pool_any
 from .embedding_tables import MOST_BAGS, Places, Tables, Tiles, place_aligned
-from .exchange_sums import UNIT, count_once, sum_up
+from .exchange_sums import UNIT, sum_up
 from .shares import STATE_STARTED, A, announce, claim, first_share, further, look, start
+from .slices import count_for_all, count_item
 
 
 class Cut(NamedTuple):
@@ -110,7 +111,7 @@ def exchange_bags(
     asked = claim(state, A, program, program)
     start(state)
     first_signal = half_of(begin(state)) * signals_half
-    per_owner = blocks * count * CB
+    per_owner, per_slice = blocks * count * CB, slice_blocks * count * CB
     faults = tl.full((), 0, tl.int32)
     share = first_share(asked, state, A, PROGRAMS, program, PROGRAMS)
     while share >= 0:
@@ -135,9 +136,8 @@ def exchange_bags(
             # The stores of the item before have arrived by now, so that counting it does not wait.
             if counted >= 0:
                 count_pooled(
-                    done, signals, counted, slices, slice_blocks, blocks, count * CB, rank, first_signal, W,
-                    ONCE,
-                )  # fmt: skip
+                    done, signals, counted, per_owner, per_slice, slices, rank, first_signal, W, ONCE
+                )
             dim = tl.multiple_of((tl.load(table + 6) & 0x7FFFFFFF).to(tl.int32), WRITE)
             at = tl.multiple_of((tl.load(table + 7) & 0x7FFFFFFF).to(tl.int32), WRITE)
             column = strip * BD + tl.arange(0, BD)
@@ -151,9 +151,7 @@ def exchange_bags(
                 tl.store(there + rows[:, None] + column[None, :], pooled, mask=mask)
             counted = unit if ONCE else step * slices + block // slice_blocks
         if counted >= 0:
-            count_pooled(
-                done, signals, counted, slices, slice_blocks, blocks, count * CB, rank, first_signal, W, ONCE
-            )
+            count_pooled(done, signals, counted, per_owner, per_slice, slices, rank, first_signal, W, ONCE)
         if faults != 0:  # one of all bags is told
             every = tl.cdiv(bags, BB) * count
             report_faults(
@@ -174,16 +172,15 @@ def exchange_bags(
 
 @triton.jit
 def count_pooled(
-    done, signals, counted, slices, slice_blocks, blocks, per_block, rank, first_signal, W: tl.constexpr,
+    done, signals, counted, items, slice_items, slices, rank, first_signal, W: tl.constexpr,
     ONCE: tl.constexpr,
 ):  # fmt: skip
     """Count an item that is stored: its number with ONCE, else its slice, as `count_item` has it. Its owners,
     of which this rank may be one, are signalled."""
     if ONCE:
-        at = first_signal + rank * slices
-        count_once(done, signals, counted, slice_blocks * per_block, slices, blocks * per_block, -1, at, W)
+        count_for_all(done, signals, counted, items, slice_items, -1, first_signal + rank * slices, W)
     else:
-        count_item(done, signals, counted, slices, slice_blocks, blocks, per_block, rank, first_signal, W)
+        count_item(done, signals, counted, items, slice_items, slices, rank, first_signal, W)
 
 
 def launch_exchange_bags(

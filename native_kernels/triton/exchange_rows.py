@@ -38,6 +38,8 @@ from .comm import (
     REDUCING,
     STATE_TICKETS,
     begin,
+    draw,
+    drawn,
     half_of,
     is_last,
     peer,
@@ -45,7 +47,6 @@ from .comm import (
     signal_all,
     wait_all,
 )
-from .embedding_exchange import clear
 from .exchange_sums import slot
 from .shares import (
     STATE_STARTED,
@@ -60,6 +61,7 @@ from .shares import (
     start,
     stays,
 )
+from .slices import clear
 from .tails import (
     NO_TAIL,
     UNIT,
@@ -176,13 +178,13 @@ def exchange_rows(
     count = tl.cast(items * (W if TWICE else 1), tl.int32)
     unit = count
     if stays(state, multiprocessor(PROGRAMS // PER_SM), PER_SM, rank, W, epoch):
-        unit = tl.atomic_add(state + STATE_TICKETS, 1).to(tl.int32)
+        unit = drawn(draw(state + STATE_TICKETS))
     arrived = peer(signals, rank, tl.int32) + first_signal
     own = tl.load(inbox + rank)
     code = site * CODES_PER_SITE + REDUCING
     while unit < items:
         item = unit
-        unit = tl.atomic_add(state + STATE_TICKETS, 1).to(tl.int32)
+        ticket = draw(state + STATE_TICKETS)
         wait_all(arrived + item, items, rank, 1, state, code, 0, item, epoch)
         behind = arrived + (rank + 1) * items + item
         wait_all(behind, items, W - 1 - rank, 1, state, code, rank + 1, item, epoch)
@@ -210,13 +212,14 @@ def exchange_rows(
                     write(to, values[i], line, exists, column, columns, WHOLE[i])
         if TWICE:
             signal_all(signals, W, first_signal + (W + rank) * items + item, rank)
+        unit = drawn(ticket)
     if TWICE:
         own = tl.load(finished + rank) + found_half
         code = site * CODES_PER_SITE + COPYING
         while unit < count:
             item = (unit - items) // (W - 1)
             source = (rank + 1 + (unit - items) % (W - 1)) % W
-            unit = tl.atomic_add(state + STATE_TICKETS, 1).to(tl.int32)
+            ticket = draw(state + STATE_TICKETS)
             wait_all(arrived + (W + source) * items + item, 0, 1, 1, state, code, source, item, epoch)
             within = item * ROWS + line
             row = source * owned + within
@@ -226,6 +229,7 @@ def exchange_rows(
                 at = result_slot(own, place, source, item, items, results[i], columns, ROWS, WHOLE[i])
                 value = read(at, line, exists, column, columns, True, WHOLE[i])
                 write(results[i], value, row, exists, column, columns, WHOLE[i])
+            unit = drawn(ticket)
     tl.debug_barrier()
     if is_last(state, PROGRAMS):
         clear(peer(signals, rank, tl.int32) + first_signal, 2 * W * items, 256)

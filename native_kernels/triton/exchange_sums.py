@@ -35,13 +35,13 @@ from .comm import (
     REDUCING,
     STATE_TICKETS,
     begin,
+    draw,
+    drawn,
     half_of,
     is_last,
     peer,
-    signal_all,
     wait_all,
 )
-from .embedding_exchange import clear, count_item
 from .shares import (
     STATE_STARTED,
     A,
@@ -55,6 +55,7 @@ from .shares import (
     start,
     stays,
 )
+from .slices import clear, count_for_all, count_item
 
 UNIT = tl.constexpr(8)
 """Elements that are loaded and stored together: 16 bytes."""
@@ -99,20 +100,6 @@ def sums_needs(elements: int, itemsize: int, world: int, all_ranks: bool, config
 
 
 @triton.jit
-def count_once(done, signals, item, slice_items, slices, items, rank, signal_at, W: tl.constexpr):
-    """Count an item that is stored in the memory of all peers; the last one of a slice signals all.
-
-    done: the counter of slice 0; signal_at: where peers have the counter of slice 0 of this rank.
-    """
-    tl.debug_barrier()
-    piece = item // slice_items
-    count = tl.minimum(slice_items, items - piece * slice_items)
-    if tl.atomic_add(done + piece, 1, sem="release", scope="gpu") == count - 1:
-        tl.atomic_add(done + piece, -count, sem="acquire", scope="gpu")
-        signal_all(signals, W, signal_at + piece, rank)
-
-
-@triton.jit
 def slot(region, half, source, item, items, length, DTYPE: tl.constexpr):
     """The place of an item of `source` in the memory of a rank."""
     at = (source * items + item).to(tl.int64) * length
@@ -148,15 +135,16 @@ def sum_up(
     units = tl.cast(items * (W if TWICE else 1), tl.int32)
     unit = units
     if stays(state, multiprocessor(PROGRAMS // PER_SM), PER_SM, rank, W, epoch):
-        unit = tl.atomic_add(state + STATE_TICKETS, 1).to(tl.int32)
+        unit = drawn(draw(state + STATE_TICKETS))
     arrived = peer(signals, rank, tl.int32) + first_signal
     own = tl.load(inbox + rank)
     code = site * CODES_PER_SITE + REDUCING
     known, counted = tl.full((), -1, tl.int32), tl.full((), -1, tl.int32)
     mine = (0 if ONCE else rank) * chunk
+    first_sum = first_signal + (W + rank) * slices
     while unit < items:
         item = unit
-        unit = tl.atomic_add(state + STATE_TICKETS, 1).to(tl.int32)
+        ticket = draw(state + STATE_TICKETS)
         piece = item // slice_items
         if piece != known:
             wait_all(arrived + piece, slices, W if STORED else rank, 1, state, code, 0, piece, epoch)
@@ -181,28 +169,28 @@ def sum_up(
         tl.store(out + (begun if ALL else item * LENGTH) + lane, value, mask=inside)
         if TWICE:
             if counted >= 0:
-                count_once(summed, signals, counted, slice_items, slices, items, rank,
-                           first_signal + (W + rank) * slices, W)  # fmt: skip
+                count_for_all(summed, signals, counted, items, slice_items, rank, first_sum, W)
             for p in tl.static_range(1, W):
                 there = tl.load(finished + (rank + p) % W)
                 to = slot(there, summed_half, rank, item, items, LENGTH, dtype)
                 tl.store(to + lane, value, mask=inside)
             counted = item
+        unit = drawn(ticket)
     if TWICE:
         if counted >= 0:  # before it waits for what peers send after they have this
-            count_once(summed, signals, counted, slice_items, slices, items, rank,
-                       first_signal + (W + rank) * slices, W)  # fmt: skip
+            count_for_all(summed, signals, counted, items, slice_items, rank, first_sum, W)
         own = tl.load(finished + rank)
         code = site * CODES_PER_SITE + COPYING
         while unit < units:
             item = (unit - items) // (W - 1)
             source = (rank + 1 + (unit - items) % (W - 1)) % W
-            unit = tl.atomic_add(state + STATE_TICKETS, 1).to(tl.int32)
+            ticket = draw(state + STATE_TICKETS)
             piece = item // slice_items
             wait_all(arrived + (W + source) * slices + piece, 0, 1, 1, state, code, source, piece, epoch)
             begun, inside = place(source * chunk, item, chunk, elements, LENGTH)
             value = tl.load(slot(own, summed_half, source, item, items, LENGTH, dtype) + lane, mask=inside)
             tl.store(out + begun + lane, value, mask=inside)
+            unit = drawn(ticket)
     tl.debug_barrier()
     if is_last(state, PROGRAMS):
         clear(peer(signals, rank, tl.int32) + first_signal, 2 * W * slices, 256)
@@ -235,6 +223,7 @@ def exchange_sums(
     half = half_of(epoch) * tl.cast(inbox_half, tl.int64) * UNIT
     summed_half = half_of(epoch) * tl.cast(finished_half, tl.int64) * UNIT
     first_signal = half_of(epoch) * signals_half
+    first_part = first_signal + rank * slices
     lane = tl.arange(0, LENGTH)
     share = first_share(asked, state, A, PROGRAMS, program, PROGRAMS)
     while share >= 0:
@@ -249,10 +238,9 @@ def exchange_sums(
             # The stores of the item before have arrived by now, so that counting it does not wait.
             if counted >= 0:
                 if ONCE:
-                    count_once(done, signals, counted, slice_items, slices, items, rank,
-                               first_signal + rank * slices, W)  # fmt: skip
+                    count_for_all(done, signals, counted, items, slice_items, rank, first_part, W)
                 else:
-                    count_item(done, signals, counted, slices, slice_items, items, 1, rank, first_signal, W)
+                    count_item(done, signals, counted, items, slice_items, slices, rank, first_signal, W)
             if ONCE:
                 for p in tl.static_range(1, W):
                     there = tl.load(inbox + (rank + p) % W)
@@ -264,10 +252,9 @@ def exchange_sums(
                 counted = step * slices + item // slice_items
         if counted >= 0:
             if ONCE:
-                count_once(done, signals, counted, slice_items, slices, items, rank,
-                           first_signal + rank * slices, W)  # fmt: skip
+                count_for_all(done, signals, counted, items, slice_items, rank, first_part, W)
             else:
-                count_item(done, signals, counted, slices, slice_items, items, 1, rank, first_signal, W)
+                count_item(done, signals, counted, items, slice_items, slices, rank, first_signal, W)
         share = further(look(state, STATE_STARTED), PROGRAMS, state, A, PROGRAMS, program)
     sum_up(
         product, out, inbox, finished, signals, done + (W - 1) * slices, state,

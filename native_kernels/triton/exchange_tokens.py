@@ -196,16 +196,14 @@ def exchange_tokens(
             values = total.to(WIRE)
             # The stores of the item before have arrived by now, so that counting it does not wait.
             if counted >= 0:
-                count_pooled(
-                    done, signals, counted, slices, slice_items, items, 1, rank, first_signal, W, ONCE
-                )
+                count_pooled(done, signals, counted, items, slice_items, slices, rank, first_signal, W, ONCE)
             for p in tl.static_range(W if ONCE else 1):
                 there = tl.load(inbox + (owner + p) % W)
                 to = slot(there, half, rank, item, items, LENGTH, WIRE) + within
                 tl.store(to, values, mask=inside[:, None])
             counted = unit if ONCE else step * slices + item // slice_items
         if counted >= 0:
-            count_pooled(done, signals, counted, slices, slice_items, items, 1, rank, first_signal, W, ONCE)
+            count_pooled(done, signals, counted, items, slice_items, slices, rank, first_signal, W, ONCE)
         if TAKEN:
             if faults != 0:  # one of all indices is told
                 report_index(index, state, site, tokens, K, rows, LENGTH)

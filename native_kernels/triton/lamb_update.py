@@ -46,8 +46,9 @@ from .comm import (
     signal_all,
     wait_all,
 )
-from .embedding_exchange import ENDLESS, clear
+from .embedding_exchange import ENDLESS
 from .shares import A, claim, end_shares, multiprocessor, start, stays
+from .slices import clear
 from .update_launch import KINDS, StepLaunch, UpdateConfig, update_needs
 from .update_parts import (
     FIELDS,

@@ -121,7 +121,7 @@ def matmul_gather(
     tickets = tiles * SOURCES
     ticket = tl.cast(tickets, tl.int32)
     if stays(state, program, 1, rank, W, epoch):
-        ticket = tl.atomic_add(state + STATE_TICKETS, 1).to(tl.int32)
+        ticket = tl.atomic_add(state + STATE_TICKETS, 1, sem="relaxed").to(tl.int32)
     while ticket < tickets:
         slot = ticket % SOURCES
         t = ticket // SOURCES
@@ -136,7 +136,7 @@ def matmul_gather(
             to = place(in_p, col * BN + c, source, inner, jump, out_stride, out_rank)
             tl.store(out + to, tl.load(arriving + at), mask=(in_p < M) & (col * BN + c < N))
         event = stamp(trace, program, event, COPIED, source, t, TRACE, EVENTS)
-        ticket = tl.atomic_add(state + STATE_TICKETS, 1).to(tl.int32)
+        ticket = tl.atomic_add(state + STATE_TICKETS, 1, sem="relaxed").to(tl.int32)
     event = stamp(trace, program, event, ENDED, rank, 0, TRACE, EVENTS)
     tl.debug_barrier()
     if is_last(state, PROGRAMS):

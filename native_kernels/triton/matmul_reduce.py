@@ -128,11 +128,11 @@ def matmul_reduce(
     ahead = tickets > 8 * PROGRAMS
     ticket = tl.cast(tickets, tl.int32)
     if stays(state, program, 1, rank, W, epoch):
-        ticket = tl.atomic_add(state + STATE_TICKETS, 1).to(tl.int32)
+        ticket = tl.atomic_add(state + STATE_TICKETS, 1, sem="relaxed").to(tl.int32)
     following = ticket
     while ticket < tickets:
         if ahead:
-            following = tl.atomic_add(state + STATE_TICKETS, 1).to(tl.int32)
+            following = tl.atomic_add(state + STATE_TICKETS, 1, sem="relaxed").to(tl.int32)
         # Part i of our own chunk, or part i - lag of a peer's: they are complete at about the same time.
         away = ticket % SOURCES
         i = ticket // SOURCES - (lag if away else 0)
@@ -180,7 +180,7 @@ def matmul_reduce(
                 trace, program, event, REDUCED if away == 0 else COPIED, source, part, TRACE, EVENTS
             )
         if not ahead:
-            following = tl.atomic_add(state + STATE_TICKETS, 1).to(tl.int32)
+            following = tl.atomic_add(state + STATE_TICKETS, 1, sem="relaxed").to(tl.int32)
         ticket = following
     event = stamp(trace, program, event, ENDED, rank, 0, TRACE, EVENTS)
     tl.debug_barrier()

@@ -34,9 +34,10 @@ from torch import Tensor
 from autofuse.native_kernels.gpu.memory import PeerMemory, launch
 
 from .comm import STATE_TICKETS, begin, draw, drawn, half_of, is_last, peer
-from .embedding_exchange import ENDLESS, clear
+from .embedding_exchange import ENDLESS
 from .patience import any_thread
 from .shares import A, claim, end_shares, multiprocessor, start, stays
+from .slices import clear, count_for_all
 from .update_launch import KINDS, StepLaunch, UpdateConfig
 from .update_parts import (
     FP16,
@@ -48,7 +49,6 @@ from .update_parts import (
     buckets_of,
     copy_item,
     copy_parameters,
-    count_sums,
     elements_of,
     first_copy,
     hand_round,
@@ -96,6 +96,7 @@ def update_exchange(
     unit = tl.full((), ENDLESS, tl.int32)
     if stays(state, multiprocessor(PROGRAMS // PER_SM), PER_SM, rank, W, epoch):
         unit = drawn(draw(state + STATE_TICKETS))
+    handed, first_handed = done + (W - 1) * slices, first_signal + (W + rank) * slices
     arrived = peer(signals, rank, tl.int32) + first_signal
     own = tl.load(inbox + rank)
     known = tl.full((), -1, tl.int32)
@@ -128,7 +129,7 @@ def update_exchange(
         if MASTER:
             tl.store(master_of + place, p, mask=mask)
         if summed >= 0:
-            count_sums(done, signals, summed, items, slice_items, slices, rank, first_signal, W)
+            count_for_all(handed, signals, summed, items, slice_items, rank, first_handed, W)
         hand_round(p.to(params), param, mask, item, finished, gathered, rank, most, W, params, G)
         summed = item
         if any_thread(there):
@@ -137,7 +138,7 @@ def update_exchange(
                 gathered, epoch, W, params, UNIT, G,
             )  # fmt: skip
     if summed >= 0:  # before it waits for what peers send after they have this
-        count_sums(done, signals, summed, items, slice_items, slices, rank, first_signal, W)
+        count_for_all(handed, signals, summed, items, slice_items, rank, first_handed, W)
     copy_parameters(
         words, buckets, finished, arrived, state, copy, first, most, items, slice_items, slices, rank, site,
         gathered, epoch, W, params, UNIT, G,

@@ -18,7 +18,7 @@ class UpdateConfig:
 
     group: int = 2
     ahead: int = 1024
-    slice_items: int = 64
+    slice_items: int = 16
     warps: int = 4
     per_sm: int = 4
     piece: int = 1 << 16
@@ -83,8 +83,9 @@ class StepLaunch:
 
     def sending(self) -> dict[str, int]:
         """Constants of kernels that send gradients: one program of a multiprocessor sends, where the others
-        sum, so that links and memory work at once."""
-        return {"SENDERS": self.memory.programs, "AHEAD": self.config.ahead}
+        sum, so that links and memory work at once. Of more than two ranks each sends more than it sums."""
+        senders = self.memory.programs * (1 if self.memory.world == 2 else 2)
+        return {"SENDERS": min(senders, self.programs), "AHEAD": self.config.ahead}
 
     def settings(self) -> dict[str, int]:
         """Constants of every kernel."""

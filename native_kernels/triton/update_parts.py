@@ -10,8 +10,6 @@ sum_of                    add the gradients of all ranks, in rank order
 clip_factor               the factor of all gradients that follows from their norm
 states_of, updated        the states, and the parameter after a step
 hand_round                store parameters here and to all peers
-count_sent, count_kept,   count an item that is sent, whose result is kept on this rank,
-count_sums                or stored to all peers
 first_copy, copy_item     copy an item that another owner has stored to the parameters
 copy_parameters           copy all that are left
 """
@@ -26,7 +24,6 @@ from .comm import (
     STATE_COPIES,
     STATE_TICKETS,
     begin,
-    count_and_signal,
     draw,
     drawn,
     wait_all,
@@ -34,6 +31,7 @@ from .comm import (
 from .embedding_exchange import ENDLESS
 from .patience import any_thread
 from .shares import STATE_STARTED, A, announce, first_share, further, look
+from .slices import count_item
 
 LENGTH = tl.constexpr(1024)
 """Elements of a bucket."""
@@ -171,21 +169,13 @@ def send_gradients(
             values = tl.load(given, mask=mask, other=0.0)
             # The stores of the item before have arrived by now, so that counting it does not wait.
             if pushed >= 0:
-                count_sent(done, signals, pushed, units, slice_units, slices, rank, first_signal, W)
+                count_item(done, signals, pushed, units, slice_units, slices, rank, first_signal, W)
             to = slots(tl.load(inbox + owner), half, rank, item, most, GRADS, G * MOVED)
             tl.store(to, values, mask=mask)
             pushed = unit % (W - 1) * slices + item // slice_units
         if pushed >= 0:
-            count_sent(done, signals, pushed, units, slice_units, slices, rank, first_signal, W)
+            count_item(done, signals, pushed, units, slice_units, slices, rank, first_signal, W)
         share = further(look(state, STATE_STARTED), PROGRAMS, state, A, SENDERS, program)
-
-
-@triton.jit
-def count_sent(done, signals, slot, items, slice_items, slices, rank, first_signal, W: tl.constexpr):
-    """Count an item of slice number `slot` (step * slices + slice) as stored; the last one signals."""
-    piece, to = slot % slices, (rank + 1 + slot // slices) % W
-    count = tl.minimum(slice_items, items - piece * slice_items)
-    count_and_signal(done + slot, count, signals + to, 1, first_signal + rank * slices + piece, -1)
 
 
 @triton.jit
@@ -222,15 +212,6 @@ def count_kept(word):
     """How many there were before."""
     tl.debug_barrier()
     return tl.atomic_add(word, 1, sem="release", scope="gpu")
-
-
-@triton.jit
-def count_sums(done, signals, item, items, slice_items, slices, rank, first_signal, W: tl.constexpr):
-    """Count an item whose parameters are stored; the last one of a slice signals all."""
-    piece = item // slice_items
-    count = tl.minimum(slice_items, items - piece * slice_items)
-    word = done + (W - 1) * slices + piece
-    count_and_signal(word, count, signals, W, first_signal + (W + rank) * slices + piece, rank)
 
 
 @triton.jit

@@ -121,7 +121,7 @@ def test_as_torch(
     [
         ("buckets", "AdamW", {}),
         ("buckets per_sm=3", "AdamW", {"master_weights": True}),
-        ("buckets", "AdamW", {"in_backward": True}),
+        ("buckets group=1", "AdamW", {"in_backward": True}),
         ("buckets", "SGD", {}),
         ("clipped", "AdamW", {"max_norm": 0.1}),
         ("clipped per_sm=3", "SGD", {"max_norm": 0.1, "master_weights": True}),
@@ -172,7 +172,7 @@ def _lamb(rank: int, world: int, way: str, options: dict[str, Any]) -> float:
     [
         ("lamb", {}),
         ("lamb per_sm=3", {"master_weights": True}),
-        ("lamb", {"in_backward": True}),
+        ("lamb group=1", {"in_backward": True}),
         ("lamb_clipped", {"max_norm": 0.1}),
     ],
 )

@@ -120,7 +120,9 @@ def _work(name: str, p: UpdateProblem) -> Work:
 
 def _configs(problem: UpdateProblem) -> Iterator[UpdateConfig]:
     """Differ in how much is on its way in a multiprocessor. Four programs have 128 registers a thread, which
-    is too few where an element has many values of 4 bytes."""
+    is too few where an element has many values of 4 bytes. Where buckets are few, each has a program."""
+    if problem.longest <= UpdateConfig.per_sm * problem.programs:
+        yield UpdateConfig(group=1)
     if problem.states + (problem.dtypes[1].itemsize == 4) <= FEW_VALUES:
         yield UpdateConfig()
     yield UpdateConfig(per_sm=3)
