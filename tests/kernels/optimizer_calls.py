@@ -357,7 +357,9 @@ def cases() -> dict[str, Update]:
         "clipped, pieces": Update(many, config=replace(CONFIG, piece=4), max_norm=2.0),
         "norm of one bucket": Update((5,), "sgd", max_norm=0.0),
         "lamb": Update(aligned, "lamb"),
-        "lamb, odd lengths": Update(many, "lamb", mean=False, rows=2, zero=(1, 4), still=(1, 2)),
+        "lamb, odd lengths": Update(
+            many, "lamb", mean=False, rows=2, zero=(1, 4), still=(1, 2), config=replace(CONFIG, group=1)
+        ),
         "lamb, master": Update(
             many, "lamb", (bf16, bf16), True, (0,), rows=4, zero=(3,), still=(2,), most=4.0
         ),

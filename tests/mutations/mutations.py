@@ -391,7 +391,7 @@ PROTOCOL = (
     Mutation(
         "the first ticket of a program is its number",
         "matmul_gather.py",
-        "        ticket = drawn(draw(state + STATE_TICKETS))\n    while",
+        '        ticket = tl.atomic_add(state + STATE_TICKETS, 1, sem="relaxed").to(tl.int32)\n    while',
         "        ticket = program\n    while",
         DENSE_KERNELS[:1],
     ),

@@ -250,13 +250,15 @@ class Chunks:
 class Rows:
     """Rows of embedding tables that are read, added up or written, and an exchange beside that.
 
-    read: bytes of memory; sent: to peers; together: whether the exchange is beside the rest, or behind it.
+    read: bytes of memory; sent: to peers; together: whether the exchange is beside the rest, or behind it;
+    starts: how many things start one after another.
     """
 
     model: str
     read: float
     sent: float
     together: bool
+    starts: int = 1
 
     CONSTANTS: ClassVar[Start] = {
         "start_us": (20.0, 1.0),
@@ -267,7 +269,7 @@ class Rows:
     def us(self, constants: Callable[[str, Start], Constants], gpu: Gpu) -> float:
         c = constants(self.model, self.CONSTANTS)
         read, sent = self.read / (gpu.memory * c["memory"]), self.sent / (gpu.link * c["link"])
-        return c["start_us"] + (_longest(read, sent) if self.together else read + sent)
+        return c["start_us"] * self.starts + (_longest(read, sent) if self.together else read + sent)
 
 
 @dataclass(frozen=True)

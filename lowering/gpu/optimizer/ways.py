@@ -76,8 +76,8 @@ class UpdateProblem:
     clips: bool = False
 
     k: ClassVar[int] = 1
-    is_whole: ClassVar[bool] = False
-    """The lengths of tensors count, too."""
+    is_whole: ClassVar[bool] = True
+    """The lengths of tensors count little."""
     most_bytes: ClassVar[int] = MOST_BYTES
 
     @property
@@ -115,7 +115,9 @@ def _work(name: str, p: UpdateProblem) -> Work:
     kept = (8 * (p.states + p.clips + by_norms) + param * by_norms) / p.world
     touched = p.elements * (2 * grad + 2 * param + kept)
     sent = p.elements * (grad + param) * (p.world - 1) / p.world
-    return Rows(f"{p.op} {name}", touched, sent, False)
+    # Torch reduces, updates and gathers, one after another. Norms are exchanged before.
+    starts = 3 + p.clips + by_norms if name == "torch" else 1
+    return Rows(f"{p.op} {name}", touched, sent, name != "torch", starts)
 
 
 def _configs(problem: UpdateProblem) -> Iterator[UpdateConfig]:
