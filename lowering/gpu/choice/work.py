@@ -251,7 +251,7 @@ class Rows:
     """Rows of embedding tables that are read, added up or written, and an exchange beside that.
 
     read: bytes of memory; sent: to peers; together: whether the exchange is beside the rest, or behind it;
-    starts: how many things start one after another.
+    starts: how many kernels or collectives, at least, start one after another.
     """
 
     model: str
