@@ -101,6 +101,8 @@ _COUNT_AND_SIGNAL = tl.constexpr(f"""{{
     mov.u32 t, %tid.x;
     setp.gt.u32 p, t, 31;
     @p bra DONE;
+    setp.eq.u32 p, $6, 1;
+    @p bra SIGNAL;
     setp.eq.u32 q, t, 0;
     mov.u32 n, 0;
     @q atom.release.gpu.global.add.u32 n, [$5], 1;
@@ -110,7 +112,8 @@ _COUNT_AND_SIGNAL = tl.constexpr(f"""{{
     @p bra DONE;
     neg.s32 n, n;
     @q atom.acquire.gpu.global.add.u32 n, [$5], n;
-    bar.warp.sync -1;{_SIGNAL_RANKS}
+    bar.warp.sync -1;
+    SIGNAL:{_SIGNAL_RANKS}
     DONE:
     mov.u32 $0, 0;
     }}""")
@@ -175,7 +178,8 @@ def count_and_signal(word, count, addresses, world, offset, skip):
     """Add 1 to `word` of this rank, after all earlier stores of this program. The program that makes it
     `count` sets it back to 0, and signals the ranks as `signal_all` does.
 
-    Only the first warp waits for the count. Only the last program acquires, which empties the L1 cache.
+    Only the first warp waits for the count. Only the last program acquires, which empties the L1 cache. An
+    item alone is not counted.
     """
     if INTERPRET:
         tl.debug_barrier()
