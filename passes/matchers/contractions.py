@@ -59,6 +59,8 @@ class Product:
     listed: int = 0
     """Number of experts that each have a matmul of their own. `x`, `w` and `bias` then list, for each term of
     the sum, the entries of all experts."""
+    of_vectors: bool = False
+    """Of a `grouped` product: x are vectors `[R, K, 1]`, and w their matrices `[R, N, K]`."""
     rows: fx.Node | None = None
     """Of a `grouped` product of one term: the contraction, which may be read elsewhere, too."""
     bags: tuple[Bag, ...] = ()

@@ -10,6 +10,7 @@ from __future__ import annotations
 from functools import partial
 
 import torch
+from torch import fx
 
 from autofuse.lowering.ops.matmul_all_reduce import MatmulAllReduce
 from autofuse.lowering.ops.matmul_reduce_scatter import MatmulReduceScatter
@@ -23,7 +24,7 @@ from .embedding import replace_extras
 from .match import Context, Found, Match, Work, check_dtype, replace_result, values
 from .operands import materialise, two_dimensional
 from .product import extra_users, hand_out_product, match_product
-from .token_sums import GROUPED, readers_of_rows
+from .token_sums import GROUPED, grouped_terms, grouped_values, readers_of_rows
 
 
 def match_all_reduce(anchor: Anchor, context: Context) -> Found:
@@ -81,6 +82,8 @@ def _match(anchor: Anchor, context: Context, found: Product, pattern: str, cut: 
     reads = found.stages[0] == ROWS or bool(found.bags)
     experts = context.shapes.known(found.w[0])[0] if grouped else max(1, len(found.bags))
     sizes = [context.shapes.known(x) for x in found.x if not reads]
+    if found.of_vectors:
+        sizes = [x[:-1] for x in sizes]
     matmuls = tuple((prod(x[:-1]), x[-1], found.shape[1]) for x in sizes)
     kept = nbytes if early else 0
     return Match(
@@ -100,10 +103,20 @@ def _arguments(
     """The arguments of the fused op, as far as they are known before the rewrite."""
     assert anchor.reduce_op is not None
     operands = values(o.node for o in found.operands)
-    terms = (values(found.x), values(found.w), operands, found.text, anchor.reduce_op)
+    terms = (*grouped_values(found), operands, found.text, anchor.reduce_op)
     if cut is None:
         return MatmulAllReduce(*terms, keep, [], "", "", *context.common)
     return MatmulReduceScatter(*terms, cut.dim, cut.outer, keep, [], "", "", *context.common)
+
+
+def _terms(emitter: Emitter, found: Product) -> tuple[list[fx.Node], list[fx.Node]]:
+    """x and w as the fused op takes them."""
+    if found.stages[0].startswith(GROUPED):
+        return grouped_terms(emitter, found)
+    w = [two_dimensional(emitter, n) for n in found.w]
+    if found.stages[0] == ROWS:
+        return [emitter.reshape(n, (found.shape[0], 1)) for n in found.x], w
+    return list(found.x) if found.bags else [two_dimensional(emitter, n) for n in found.x], w
 
 
 def _rewrite(
@@ -116,14 +129,7 @@ def _rewrite(
     emitter: Emitter,
 ) -> None:
     operands = [materialise(emitter, o) for o in found.operands]
-    grouped = found.stages[0].startswith(GROUPED)
-    if found.stages[0] == ROWS:
-        x = [emitter.reshape(n, (found.shape[0], 1)) for n in found.x]
-    elif found.bags:
-        x = list(found.x)
-    else:
-        x = [two_dimensional(emitter, n) for n in found.x]
-    w = list(found.w) if grouped else [two_dimensional(emitter, n) for n in found.w]
+    x, w = _terms(emitter, found)
     place = [] if cut is None else [cut.dim, emitter.size(cut.outer)]
     args = [x, w, operands, found.text, anchor.reduce_op, *place, keep, [], "", ""]
     op = getattr(torch.ops.autofuse, pattern).default

@@ -1,5 +1,8 @@
 """Rows of experts that are added up token by token: `grouped` products (`lowering/reference/grouped.py`).
 
+Experts have many rows each, or every row has a copy of the matrix of its expert and is a vector: `bmm` of
+matrices `[R, N, K]` and vectors `[R, K, 1]`.
+
 sum(P[order].view(T, k, N), 1)          rows in the order of tokens, k each
 sum(P: [E, T, N], 0)                    all experts have all tokens
 index_add(base, 0, token, P)            and index_put and scatter_add that add
@@ -14,14 +17,16 @@ from typing import TypeAlias, TypeGuard
 import torch
 from torch import fx
 
+from autofuse.passes.graph.emit import Emitter
 from autofuse.passes.graph.follow import Shapes, argument, aten, dtype_of, tensor
 from autofuse.passes.graph.layout import Layout, Size, exact_quotient, prod, same_shape, same_size
 from autofuse.passes.graph.row_numbers import FROM_EITHER_END
 from autofuse.passes.reasons import Reason, Reject
 
 from .contractions import Product, contraction
+from .match import values
 from .matmuls import is_grouped
-from .operands import Operand
+from .operands import Operand, two_dimensional
 from .placement import repeated_index, row_index
 from .rows import is_natural
 
@@ -49,7 +54,10 @@ def rows_of_experts(n: fx.Node, shapes: Shapes) -> Product | Reject:
     found = contraction(n, shapes, batched=True)
     if isinstance(found, Reject):
         return found
-    shape = (prod(found.shape[:-1]), found.shape[-1])
+    shape: tuple[Size, ...] = (prod(found.shape[:-1]), found.shape[-1])
+    if len(found.shape) == 3 and same_size(shape[1], 1) and not same_size(found.shape[1], 1):
+        found = replace(found, x=found.w, w=found.x, of_vectors=True)
+        shape = found.shape[:2]
     layout = Layout.of(shape).reshape(shapes.known(n))
     assert layout is not None
     experts, operands = shapes.known(found.w[0])[0], found.operands
@@ -61,6 +69,20 @@ def rows_of_experts(n: fx.Node, shapes: Shapes) -> Product | Reject:
         found, stages=(stage,), operands=operands, shape=shape, layout=layout, last_layout=layout,
         offsets=None, bias=(), rows=n,
     )  # fmt: skip
+
+
+def grouped_values(found: Product) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """x and w as the fused op takes them, in metadata."""
+    x, w = values(found.x), values(found.w)
+    return ([v.squeeze(-1) for v in x], [v.mT for v in w]) if found.of_vectors else (x, w)
+
+
+def grouped_terms(emitter: Emitter, found: Product) -> tuple[list[fx.Node], list[fx.Node]]:
+    """x and w as the fused op takes them."""
+    if not found.of_vectors:
+        return [two_dimensional(emitter, n) for n in found.x], list(found.w)
+    vectors = [emitter.call(aten.squeeze.dim, n, -1) for n in found.x]
+    return vectors, [emitter.call(aten.permute.default, n, [0, 2, 1]) for n in found.w]
 
 
 def chosen_rows(n: fx.Node, shapes: Shapes, match: MatchRows, extend: Extend) -> Product | Reject:

@@ -121,7 +121,7 @@ def _compiled(rank: int, world: int, how: str) -> tuple[float, list[str], list[s
 
 
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("how", ["sum", "every"])
+@pytest.mark.parametrize("how", ["sum", "every", "matrices and vectors"])
 def test_a_compiled_layer(gpu_ranks: Callable[[int], RankPool], world: int, how: str) -> None:
     assert EXPERTS <= 16
     for error, fused, kept in gpu_ranks(world).run(_compiled, how, timeout=150):

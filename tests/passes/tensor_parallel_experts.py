@@ -65,12 +65,22 @@ class Experts(nn.Module):
         gate, up = h.chunk(2, -1)
         return F.silu(gate) * up
 
+    def copied(self, x: Tensor, w: Tensor) -> Tensor:
+        """Every row has the matrix of its expert, as in the batched matmuls of Hugging Face."""
+        if self.how == "matrices and vectors":
+            return torch.bmm(w, x.unsqueeze(-1)).squeeze(-1)
+        return torch.bmm(x.unsqueeze(1), w.mT).squeeze(1)
+
     def routed(self, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
         if self.how == "every":
             hot = x.new_zeros(x.shape[0], EXPERTS).scatter(1, chosen, scores.to(x.dtype))
             every = x.expand(EXPERTS, *x.shape)
             out = torch.bmm(self.act(torch.bmm(every, self.up.mT)), self.down.mT)
             return (out * hot.t().unsqueeze(-1)).sum(0)
+        if self.how in ("matrices and vectors", "vectors and matrices"):
+            copies, rows = chosen.view(-1), x.repeat_interleave(TOP, 0)
+            out = self.copied(self.act(self.copied(rows, self.up[copies])), self.down[copies])
+            return (out * scores.view(-1, 1)).view(-1, TOP, D).sum(1).to(x.dtype)
         experts, order = torch.sort(chosen.view(-1))
         token, score = order // TOP, scores.view(-1)[order]
         ends = torch.histc(experts.float(), bins=EXPERTS, min=0, max=EXPERTS - 1).cumsum(0, dtype=torch.int32)
@@ -128,6 +138,17 @@ def given(world: int, rank: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
 
 PROGRAMS: dict[str, Program] = {
     "sum over top k": Program(build("sum"), {"inference": [AR]}, tolerance=0.02, worlds=(2, 4)),
+    "matrices and vectors": Program(
+        build("matrices and vectors", torch.float32), {"inference": [AR]}, worlds=(2, 4)
+    ),
+    "matrices and vectors, training": Program(
+        build("matrices and vectors", torch.float32, grad=True),
+        {"forward": [AR], "backward": [AR]},
+        grad=True,
+    ),
+    "vectors and matrices, scattered": Program(
+        build("vectors and matrices", scattered=True), {"inference": [RS]}, tolerance=0.02
+    ),
     "index_add": Program(build("index_add"), {"inference": [AR]}, tolerance=0.02),
     "scatter_add, scattered": Program(
         build("scatter_add", scattered=True), {"inference": [RS]}, tolerance=0.02

@@ -365,6 +365,7 @@ def test_tails_behind_reductions(columns: int, schedule: str, form: str, end: st
     [
         ("sum", torch.bfloat16, ""),
         ("every", torch.float16, ""),
+        ("matrices and vectors", torch.bfloat16, ""),
         ("index_add", torch.bfloat16, "not 'grouped %0; mul %1; to bfloat16; index_add %2 %3'"),
     ],
 )
