@@ -220,6 +220,7 @@ def embedding_exchange(
         if SEND:
             to = out.to(tl.int64) + (dest * b).to(tl.int64) * stride * nbytes
         else:
+            # The half is computed where it is used: registers are short while rows are pooled.
             to = tl.load(inbox + dest) + (half_of(begin(state)) * inbox_half).to(tl.int64) * nbytes
             to = tl.where(step == W - 1, out.to(tl.int64), to)
         acc = pool_any(
@@ -258,7 +259,7 @@ def embedding_exchange(
                 shares = tl.minimum(POOLERS, items)
                 share = further(look(state, STATE_STARTED), PROGRAMS, state, A, shares, tl.program_id(0))
                 item = tl.where(share >= 0, share, items)
-    epoch = begin(state)  # again: registers are short while rows are pooled
+    epoch = begin(state)
     first_signal = half_of(epoch) * signals_half
     if not SEND:
         arrived = peer(signals, rank, tl.int32) + first_signal

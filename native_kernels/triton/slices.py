@@ -17,8 +17,11 @@ from .comm import count_and_signal
 
 @triton.jit
 def count_item(done, signals, slot, items, slice_items, slices, rank, first_signal, W: tl.constexpr):
-    """Count an item of slice number `slot`: step * slices + slice, for the rank behind step others. items:
-    of all slices for a rank; first_signal: the counters of peers, those of this rank are the `rank`-th."""
+    """Count an item of slice `slot % slices` for rank `(rank + 1 + slot // slices) % W`.
+
+    items: of all slices for one rank; slice_items: of a slice, fewer in the last one; first_signal: the
+    number of the first counter at a peer, which has `slices` counters for each source.
+    """
     piece, to = slot % slices, (rank + 1 + slot // slices) % W
     count = tl.minimum(slice_items, items - piece * slice_items)
     count_and_signal(done + slot, count, signals + to, 1, first_signal + rank * slices + piece, -1)
@@ -26,8 +29,8 @@ def count_item(done, signals, slot, items, slice_items, slices, rank, first_sign
 
 @triton.jit
 def count_for_all(done, signals, item, items, slice_items, skip, first_signal, W: tl.constexpr):
-    """Count an item that is stored in the memory of all ranks. first_signal: the counter of slice 0 of this
-    rank, which all have but `skip`."""
+    """Count an item that is stored in the memory of all ranks. skip: a rank that is not signalled, or -1;
+    first_signal: the number of the counter at a peer for slice 0 of this rank."""
     piece = item // slice_items
     count = tl.minimum(slice_items, items - piece * slice_items)
     count_and_signal(done + piece, count, signals, W, first_signal + piece, skip)

@@ -125,8 +125,8 @@ def tell_started(state, asked, rank, program, PROGRAMS: tl.constexpr, W: tl.cons
 
 @triton.jit
 def item_and_peer(unit, rank, W: tl.constexpr):
-    """Number `unit` of what is moved between this rank and all peers, which have their items in turn, so that
-    all of them can begin."""
+    """The item and the peer of number `unit` of the moves between this rank and its peers. Consecutive moves
+    are for different peers, so that no peer waits until another one has all its items."""
     return unit // (W - 1), (rank + 1 + unit % (W - 1)) % W
 
 

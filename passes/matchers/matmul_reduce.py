@@ -24,7 +24,7 @@ from .embedding import replace_extras
 from .match import Context, Found, Match, Work, check_dtype, replace_result, values
 from .operands import materialise, two_dimensional
 from .product import extra_users, hand_out_product, match_product
-from .token_sums import GROUPED, grouped_terms, grouped_values, readers_of_rows
+from .token_sums import GROUPED, grouped_terms, readers_of_rows, values_of_terms
 
 
 def match_all_reduce(anchor: Anchor, context: Context) -> Found:
@@ -82,7 +82,7 @@ def _match(anchor: Anchor, context: Context, found: Product, pattern: str, cut: 
     reads = found.stages[0] == ROWS or bool(found.bags)
     experts = context.shapes.known(found.w[0])[0] if grouped else max(1, len(found.bags))
     sizes = [context.shapes.known(x) for x in found.x if not reads]
-    if found.of_vectors:
+    if found.of_vectors:  # [R, K, 1]
         sizes = [x[:-1] for x in sizes]
     matmuls = tuple((prod(x[:-1]), x[-1], found.shape[1]) for x in sizes)
     kept = nbytes if early else 0
@@ -103,7 +103,7 @@ def _arguments(
     """The arguments of the fused op, as far as they are known before the rewrite."""
     assert anchor.reduce_op is not None
     operands = values(o.node for o in found.operands)
-    terms = (*grouped_values(found), operands, found.text, anchor.reduce_op)
+    terms = (*values_of_terms(found), operands, found.text, anchor.reduce_op)
     if cut is None:
         return MatmulAllReduce(*terms, keep, [], "", "", *context.common)
     return MatmulReduceScatter(*terms, cut.dim, cut.outer, keep, [], "", "", *context.common)

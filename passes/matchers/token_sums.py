@@ -1,7 +1,7 @@
 """Rows of experts that are added up token by token: `grouped` products (`lowering/reference/grouped.py`).
 
-Experts have many rows each, or every row has a copy of the matrix of its expert and is a vector: `bmm` of
-matrices `[R, N, K]` and vectors `[R, K, 1]`.
+The contraction multiplies the rows of each expert by its matrix. In a `bmm` of matrices `[R, N, K]` and
+vectors `[R, K, 1]`, each row has a copy of the matrix of its expert.
 
 sum(P[order].view(T, k, N), 1)          rows in the order of tokens, k each
 sum(P: [E, T, N], 0)                    all experts have all tokens
@@ -71,14 +71,14 @@ def rows_of_experts(n: fx.Node, shapes: Shapes) -> Product | Reject:
     )  # fmt: skip
 
 
-def grouped_values(found: Product) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """x and w as the fused op takes them, in metadata."""
+def values_of_terms(found: Product) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The metadata of x and w. Vectors and their matrices are as the fused op takes them."""
     x, w = values(found.x), values(found.w)
     return ([v.squeeze(-1) for v in x], [v.mT for v in w]) if found.of_vectors else (x, w)
 
 
 def grouped_terms(emitter: Emitter, found: Product) -> tuple[list[fx.Node], list[fx.Node]]:
-    """x and w as the fused op takes them."""
+    """x and w of a `grouped` product, as the fused op takes them."""
     if not found.of_vectors:
         return [two_dimensional(emitter, n) for n in found.x], list(found.w)
     vectors = [emitter.call(aten.squeeze.dim, n, -1) for n in found.x]

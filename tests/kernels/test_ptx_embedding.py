@@ -41,9 +41,11 @@ SIGNAL = re.compile(r"\b(red|atom)\.[\w.]*(sys[\w.]*release|release[\w.]*sys)\b"
 COUNT = re.compile(r"\b(red|atom)\.[\w.]*(gpu[\w.]*release|release[\w.]*gpu)\b")
 COUNTED = r"@q atom\.(release|acquire)\.gpu\.global\.add\.u32 n, \[%rd\d+\]"
 PAYLOAD = re.compile(rf"^(?!.*{COUNTED}).*({STORE.pattern})")
-"""Stores, but for the counter of `count_and_signal`, whose signal follows it."""
+"""Stores of data. The atomics on the counter of `count_and_signal` are left out: they stand between its
+barrier and its signal."""
 LOADED_A = "@p ld.global.u64 a, [a];"
-"""In the block of `count_and_signal`, whose registers have names of their own."""
+"""In the inline PTX of `signal_all` and `count_and_signal`, this loads the address of a peer's memory. The
+PTX names its registers itself, so that `is_from_memory` does not know them."""
 REGISTERS, PROGRAMS, SHARED = 65536, 32, 227 * 1024  # that a multiprocessor has
 
 Case = tuple[str, BagsConfig, bool, torch.dtype, torch.dtype, int, bool, bool]

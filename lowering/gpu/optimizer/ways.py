@@ -77,7 +77,7 @@ class UpdateProblem:
 
     k: ClassVar[int] = 1
     is_whole: ClassVar[bool] = True
-    """The lengths of tensors count little."""
+    """The time depends little on the lengths of tensors."""
     most_bytes: ClassVar[int] = MOST_BYTES
 
     @property
@@ -115,9 +115,9 @@ def _work(name: str, p: UpdateProblem) -> Work:
     kept = (8 * (p.states + p.clips + by_norms) + param * by_norms) / p.world
     touched = p.elements * (2 * grad + 2 * param + kept)
     sent = p.elements * (grad + param) * (p.world - 1) / p.world
-    # Torch reduces, updates and gathers, one after another. Norms are exchanged before.
-    starts = 3 + p.clips + by_norms if name == "torch" else 1
-    return Rows(f"{p.op} {name}", touched, sent, name != "torch", starts)
+    model, fused = f"{p.op} {name}", name != "torch"
+    # Torch reduces, updates and gathers, one after another. Norms are exchanged before the gather.
+    return Rows(model, touched, sent, together=fused, starts=1 if fused else 3 + p.clips + by_norms)
 
 
 def _configs(problem: UpdateProblem) -> Iterator[UpdateConfig]:
