@@ -38,6 +38,7 @@ def _rows(rank: int, world: int, file: str) -> tuple[list[Row], list[Row], str]:
     return first, again, before
 
 
+@pytest.mark.full
 def test_rows(ranks: Callable[[int], RankPool], tmp_path: Path) -> None:
     (rows, again, text), (others, _, _) = ranks(2).run(_rows, str(tmp_path / "rows.json"), timeout=240)
     assert rows == others == again == [Row.from_json(row) for row in json.loads(text)["rows"]]

@@ -1,7 +1,7 @@
 """The kernels in CUDA C++ as NVRTC compiles them for sm_90; no GPU is needed.
 
 The rules are those of test_ptx.py. PTX is read as text, from top to bottom. The fast tier compiles a subset
-in which every pair of constants occurs; the full tier compiles every way in use.
+in which every value of each constant occurs; the full tier compiles every way in use.
 """
 
 import re
@@ -26,7 +26,7 @@ from autofuse.native_kernels.cuda.kernels.matmul_reduce import ClusterReduceConf
 from autofuse.native_kernels.cuda.kernels.matmul_words import WordsConfig
 from autofuse.native_kernels.gpu.memory import SHARED_MEMORY
 from autofuse.native_kernels.gpu.state import MOST_TERMS
-from tests.kernels.pairwise import EVERY, pairwise
+from tests.subsets import EVERY, each_value
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
@@ -96,7 +96,7 @@ def cases(op: str) -> Iterator[tuple[str, Constants, int]]:
 def test_rules(source: str, every: bool) -> None:
     """Before signals and after waits; shared memory; that each variant becomes machine code."""
     shared = {constants: size for op in OPS for of, constants, size in cases(op) if of == source}
-    variants = list(shared) if every else pairwise(shared, dict)
+    variants = list(shared) if every else each_value(shared, dict)
     assert len(variants) >= 5
     for constants in variants:
         where = f"{source} {dict(constants)}"

@@ -28,8 +28,8 @@ from autofuse.native_kernels.cuda.kernels import (
 from autofuse.native_kernels.cuda.kernels.expert_combine import CombineConfig
 from autofuse.native_kernels.cuda.kernels.expert_dispatch import DispatchConfig
 from autofuse.native_kernels.gpu.memory import SHARED_MEMORY
+from tests.subsets import EVERY, each_value
 
-from .pairwise import EVERY, pairwise
 from .test_cuda_ptx import (
     ACQUIRE,
     BARRIER,
@@ -83,7 +83,7 @@ def cases(op: str) -> Iterator[tuple[str, Constants, int]]:
 def test_rules(op: str, every: bool) -> None:
     """Before signals and after waits; shared memory; that each variant becomes machine code."""
     seen = {(source, constants): shared for source, constants, shared in cases(op)}
-    variants = list(seen) if every else pairwise(seen, lambda variant: dict(variant[1]))
+    variants = list(seen) if every else each_value(seen, lambda variant: dict(variant[1]))
     assert len(variants) >= 5
     for source, constants in variants:
         where = f"{source} {dict(constants)}"
@@ -129,7 +129,7 @@ def test_rules_of_dropless(source: str, every: bool) -> None:
     if source == dropless_dispatch.SOURCE:
         shared |= dropless_cases(source, 2) | dropless_cases(source, 2, gated=True)
     static = 2 * 4 * (16 + 2) + PROGRESS_BYTES
-    for constants in shared if every else pairwise(shared, dict):
+    for constants in shared if every else each_value(shared, dict):
         where = f"{source} {dict(constants)}"
         assert shared[constants] + static <= SHARED_MEMORY, where
         ptx, cubin = compile_both(source, dict(constants))

@@ -11,6 +11,7 @@ from tests.kernels.bag_sum_calls import CONFIG, BagSums, reported
 from tests.kernels.calls import SITE, give_up, run_calls
 from tests.kernels.embedding_calls import Exchange
 from tests.ranks import RankPool
+from tests.subsets import in_tiers
 
 Interpreters = Callable[[int], RankPool]
 
@@ -37,8 +38,7 @@ CALLS = [
 ]
 
 
-@pytest.mark.parametrize("part", range(3))
-@pytest.mark.parametrize("world", [2, 3, pytest.param(4, marks=pytest.mark.full)])
+@in_tiers(full=[4], world=[2, 3, 4], part=range(3))
 def test_back_to_back(interpreters: Interpreters, world: int, part: int) -> None:
     """Calls use the halves of the memory by turns."""
     calls = [call for call in CALLS if call.all_ranks or call.of.b % world == 0][part::3]

@@ -11,6 +11,7 @@ from autofuse.native_kernels.gpu.state import CODES_PER_SITE, Record, Wait
 from tests.kernels.calls import BF16, FP16, SITE, give_up, run_calls
 from tests.kernels.row_calls import CONFIG, RowPackets, Rows
 from tests.ranks import RankPool
+from tests.subsets import in_tiers
 
 Interpreters = Callable[[int], RankPool]
 
@@ -57,14 +58,14 @@ CALLS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("world", [2, 3, pytest.param(4, marks=pytest.mark.full)])
+@in_tiers(full=[2, 4], world=[2, 3, 4])
 def test_back_to_back(interpreters: Interpreters, world: int) -> None:
     """Calls use the halves of the memory by turns."""
     calls = [call for call in CALLS if call.all_ranks or call.m % world == 0]
     interpreters(world).run(run_calls, [*calls, *calls[1:3]], timeout=120)
 
 
-@pytest.mark.parametrize("seed", [0, 1, pytest.param(2, marks=pytest.mark.full)])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.full) for n in (1, 2))])
 def test_programs_that_are_placed_late(interpreters: Interpreters, seed: int) -> None:
     interpreters(2).run(run_calls, CALLS, 0, 1, seed, timeout=120)
 

@@ -10,6 +10,7 @@ from autofuse.native_kernels.gpu.state import CODES_PER_SITE, Record, Wait
 from tests.kernels.calls import SITE, give_up, run_calls
 from tests.kernels.token_calls import BF16, CONFIG, FP32, Tokens, alone, reported
 from tests.ranks import RankPool
+from tests.subsets import in_tiers
 
 Interpreters = Callable[[int], RankPool]
 
@@ -28,8 +29,7 @@ CALLS = [
 ]
 
 
-@pytest.mark.parametrize("part", range(2))
-@pytest.mark.parametrize("world", [2, 3, pytest.param(4, marks=pytest.mark.full)])
+@in_tiers(full=[4], world=[2, 3, 4], part=range(2))
 def test_back_to_back(interpreters: Interpreters, world: int, part: int) -> None:
     """Calls use the halves of the memory by turns."""
     calls = CALLS[part::2]

@@ -41,7 +41,7 @@ from autofuse.native_kernels.triton.matmul_gather_packets import (
 )
 from autofuse.native_kernels.triton.matmul_packets import PacketsConfig, launch_matmul_packets
 from autofuse.native_kernels.triton.matmul_reduce import ReduceConfig, launch_matmul_reduce
-from tests.kernels.pairwise import EVERY, each_value
+from tests.subsets import EVERY, each_value
 
 TARGET = GPUTarget("cuda", 90, 32)
 K, N = 4096, 4096
@@ -250,13 +250,18 @@ def test_rules(op: str, every: bool) -> None:
 @pytest.mark.parametrize(
     ("op", "m", "name"),
     [
-        ("matmul_all_reduce", 4096, "tiles visit=1"),
         ("matmul_reduce_scatter", 4096, "tiles bt=32"),
         ("matmul_all_reduce", 16, "packets"),
-        ("matmul_reduce_scatter", 16, "packets bk=256 stages=4"),
         ("all_gather_matmul", 4096, "parts"),
-        ("all_gather_matmul", 4096, "parts bn=128 stages=4 movers=16 slices=4"),
-        ("all_gather_matmul", 512, "parts bn=128 movers=64 shared=1 pieces=2"),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in [
+                ("matmul_all_reduce", 4096, "tiles visit=1"),
+                ("matmul_reduce_scatter", 16, "packets bk=256 stages=4"),
+                ("all_gather_matmul", 4096, "parts bn=128 stages=4 movers=16 slices=4"),
+                ("all_gather_matmul", 512, "parts bn=128 movers=64 shared=1 pieces=2"),
+            ]
+        ),
     ],
 )
 def test_rules_of_several_matmuls(op: str, m: int, name: str) -> None:

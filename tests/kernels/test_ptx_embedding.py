@@ -23,7 +23,6 @@ from autofuse.native_kernels.gpu.memory import EVENTS, Need, PeerMemory, Region
 from autofuse.native_kernels.gpu.state import STATE_LENGTH
 from autofuse.native_kernels.triton.embedding_exchange import launch_embedding_exchange
 from autofuse.native_kernels.triton.embedding_tables import BagsConfig, Tables, Tiles
-from tests.kernels.pairwise import EVERY, each_value
 from tests.kernels.test_ptx import (
     ACQUIRE,
     BARRIER,
@@ -34,6 +33,7 @@ from tests.kernels.test_ptx import (
     Kernel,
     compile_launch,
 )
+from tests.subsets import EVERY, each_value
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 B = 512

@@ -19,7 +19,6 @@ from autofuse.native_kernels.gpu.memory import EVENTS
 from autofuse.native_kernels.triton.embedding_backward import launch_embedding_backward
 from autofuse.native_kernels.triton.embedding_entries import PER_SM, WARPS, Entries, sorted_entries
 from autofuse.native_kernels.triton.embedding_tables import BackwardConfig, Tables, backward_needs
-from tests.kernels.pairwise import EVERY, each_value
 from tests.kernels.test_ptx import ACQUIRE, Kernel, compile_launch
 from tests.kernels.test_ptx_embedding import (
     COUNT,
@@ -31,6 +30,7 @@ from tests.kernels.test_ptx_embedding import (
     check_waits,
     memory_for,
 )
+from tests.subsets import EVERY, each_value
 
 BF16, FP16, FP32, INT32, INT64 = torch.bfloat16, torch.float16, torch.float32, torch.int32, torch.int64
 

@@ -54,8 +54,8 @@ def compiled(
 @pytest.mark.parametrize(
     ("rule", "dtypes", "master", "world", "clips"),
     [
-        ("adam", (BF16, BF16), False, 2, False),
-        ("adam", (FP32, FP32), False, 4, False),
+        ("adam", (BF16, BF16), False, 4, False),
+        pytest.param("adam", (FP32, FP32), False, 4, False, marks=pytest.mark.full),
         ("adam", (BF16, BF16), False, 2, True),
         ("lamb", (BF16, BF16), False, 2, False),
         pytest.param("adam", (BF16, BF16), True, 8, False, marks=pytest.mark.full),

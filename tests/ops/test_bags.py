@@ -11,6 +11,7 @@ from autofuse.lowering.reference.layout import parts
 from autofuse.lowering.reference.product import parse, product_reference
 from tests.ops.dense import DTYPES, ORDERS, poison, seeded, world_group
 from tests.ranks import RankPool
+from tests.subsets import in_tiers
 
 ROWS = 40
 CASES = [
@@ -98,8 +99,7 @@ def _check(rank: int, world: int, order: str, dtype: torch.dtype) -> None:
         assert ((wanted.double() - mine).abs() <= (most + least) * ulp * 6).all(), product
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("order", ORDERS)
+@in_tiers(order=ORDERS, dtype=DTYPES)
 def test_against_float64(order: str, dtype: torch.dtype, ranks: Callable[[int], RankPool]) -> None:
     ranks(3).run(_check, order, dtype)
 

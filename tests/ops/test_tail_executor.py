@@ -16,6 +16,7 @@ from autofuse.lowering.reference.layout import parts
 from autofuse.lowering.reference.tail import tail_reference
 from tests.ops.dense import DTYPES, ORDERS, poison, same_on_all_ranks, seeded, world_group
 from tests.ranks import RankPool
+from tests.subsets import in_tiers
 
 Ranks = Callable[[int], RankPool]
 
@@ -107,9 +108,7 @@ def _all_reduce(rank: int, world: int, order: str, dtype: torch.dtype) -> None:
                     same_on_all_ranks(result)
 
 
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("order", ORDERS)
+@in_tiers(order=ORDERS, dtype=DTYPES, world=[2, 3])
 def test_all_reduce(ranks: Ranks, world: int, order: str, dtype: torch.dtype) -> None:
     ranks(world).run(_all_reduce, order, dtype, timeout=200)
 
@@ -177,8 +176,7 @@ def _reduce_scatter(rank: int, world: int, order: str, dtype: torch.dtype) -> No
         _check(results, tail_reference(part, given, TAILS[i][0]), i)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("order", ORDERS)
+@in_tiers(order=ORDERS, dtype=DTYPES)
 def test_reduce_scatter(ranks: Ranks, order: str, dtype: torch.dtype) -> None:
     ranks(2).run(_reduce_scatter, order, dtype, timeout=200)
 

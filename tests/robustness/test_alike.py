@@ -27,6 +27,7 @@ from tests.passes import experts
 from tests.passes.harness import fake_group, passes_only
 from tests.ranks import RankPool, fresh_group
 from tests.robustness.seven import integers
+from tests.subsets import in_tiers
 
 Ranks = Callable[[int], RankPool]
 
@@ -219,7 +220,7 @@ def _own_token_counts(rank: int, world: int, policy: str) -> list[list[str]]:
     return [[str(s.pattern) for s in graph.sites if s.fused] for graph in report.graphs]
 
 
-@pytest.mark.parametrize("policy", ["always", "auto"])
+@in_tiers(full=["always"], policy=["always", "auto"])
 def test_ranks_with_their_own_token_counts(ranks: Ranks, policy: str) -> None:
     for graphs in ranks(2).run(_own_token_counts, policy, timeout=120):
         assert graphs

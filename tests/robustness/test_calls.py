@@ -14,6 +14,7 @@ from autofuse.lowering.cpu.workspace import Call
 from tests.ops.dense import ORDERS, poison, same_on_all_ranks, world_group
 from tests.ranks import RankPool, fresh_group
 from tests.robustness.seven import MAKERS, Case
+from tests.subsets import in_tiers
 
 Ranks = Callable[[int], RankPool]
 CALLS = 1000
@@ -62,8 +63,7 @@ def _late(rank: int, world: int, straggler: int, inside: bool) -> None:
                     _check(case, factor, (order, name, factor))
 
 
-@pytest.mark.parametrize("inside", [False, True], ids=["before the call", "in the call"])
-@pytest.mark.parametrize("straggler", range(4))
+@in_tiers(straggler=range(4), inside=[False, True])
 def test_a_straggler_changes_nothing(ranks: Ranks, straggler: int, inside: bool) -> None:
     ranks(4).run(_late, straggler, inside, timeout=120)
 

@@ -133,14 +133,14 @@ def _fuzz(
 
 CASES = [
     ("dense", "in place"),
-    ("dense", "sum of two"),
-    ("dense", "scaled rows and columns"),
     ("dense", "reduce_scatter dim 1"),
-    ("dense", "all_gather, q k v"),
     ("recommendation", "rows"),
-    ("experts", "fixed capacity"),
 ]
 MORE_CASES = [
+    ("dense", "sum of two"),
+    ("dense", "scaled rows and columns"),
+    ("dense", "all_gather, q k v"),
+    ("experts", "fixed capacity"),
     ("dense", "also returned"),
     ("dense", "all_gather dim 1"),
     ("dense", "Megatron's function"),

@@ -115,7 +115,7 @@ def test_token_counts(ranks: Ranks, program: Program, marked: bool) -> None:
     [
         pytest.param(
             program,
-            marks=[] if program in (matmul_all_reduce, expert_matmul_all_to_all) else pytest.mark.full,
+            marks=[] if program == matmul_all_reduce else pytest.mark.full,
         )
         for program in PROGRAMS
     ],

@@ -15,6 +15,7 @@ from tests.passes.dense import group as everybody
 from tests.passes.harness import fake_group, passes_only
 from tests.ranks import RankPool
 from tests.robustness.seven import integers
+from tests.subsets import in_tiers
 
 Ranks = Callable[[int], RankPool]
 Program = Callable[..., Tensor | tuple[Tensor, ...]]
@@ -109,8 +110,7 @@ def collectives(code: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
-@pytest.mark.parametrize("order", ["direct", "ring"])
+@in_tiers(program=PROGRAMS, order=["direct", "ring"])
 def test_the_sequence_is_kept(program: Program, order: str) -> None:
     with fake_group(2), autofuse.config.patch(policy="always", order=order):
         report = autofuse.explain(program)(torch.ones(8, 8), torch.ones(8, 8))

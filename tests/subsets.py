@@ -1,0 +1,46 @@
+"""Small subsets of test cases in which every value still occurs."""
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from itertools import product
+from typing import TypeVar
+
+import pytest
+
+Case = TypeVar("Case")
+
+EVERY = [pytest.param(False, id="some"), pytest.param(True, id="every", marks=pytest.mark.full)]
+"""Values of a test's parameter `every`: a subset in the fast tier, all cases in the full one."""
+
+
+def each_value(cases: Iterable[Case], features: Callable[[Case], Mapping[str, object]]) -> list[Case]:
+    """Cases that together have each value of each feature that any of `cases` has.
+
+    Most faults of a compiled variant depend on one of its constants: the subset shows them, too. The choice
+    is greedy and depends on nothing but `cases` and their order.
+    """
+    given = list(cases)
+    values = [set(features(case).items()) for case in given]
+    missing = set[object]().union(*values)
+    chosen = []
+    while missing:
+        best = max(range(len(given)), key=lambda i: len(values[i] & missing))
+        chosen.append(best)
+        missing -= values[best]
+    return [given[i] for i in sorted(chosen)]
+
+
+def in_tiers(full: Collection[object] = (), **values: Iterable[object]) -> pytest.MarkDecorator:
+    """Parametrizes a test with all combinations of the values. The fast tier has a subset in which each value
+    occurs, but those of `full`."""
+    cases = list(product(*values.values()))
+    fast = each_value(
+        [case for case in cases if not any(value in full for value in case)],
+        lambda case: dict(zip(values, case, strict=True)),
+    )
+    return pytest.mark.parametrize(
+        list(values),
+        [
+            pytest.param(*case, marks=[] if case in fast else pytest.mark.full, id="-".join(map(str, case)))
+            for case in cases
+        ],
+    )
