@@ -32,6 +32,10 @@ def each_value(cases: Iterable[Case], features: Callable[[Case], Mapping[str, ob
 def in_tiers(full: Collection[object] = (), **values: Iterable[object]) -> pytest.MarkDecorator:
     """Parametrizes a test with all combinations of the values. The fast tier has a subset in which each value
     occurs, but those of `full`."""
+
+    def name_of(case: tuple[object, ...]) -> str:
+        return "-".join(getattr(value, "__name__", str(value)) for value in case)
+
     cases = list(product(*values.values()))
     fast = each_value(
         [case for case in cases if not any(value in full for value in case)],
@@ -40,7 +44,7 @@ def in_tiers(full: Collection[object] = (), **values: Iterable[object]) -> pytes
     return pytest.mark.parametrize(
         list(values),
         [
-            pytest.param(*case, marks=[] if case in fast else pytest.mark.full, id="-".join(map(str, case)))
+            pytest.param(*case, marks=[] if case in fast else pytest.mark.full, id=name_of(case))
             for case in cases
         ],
     )

@@ -235,12 +235,16 @@ def test_what_the_host_needs_counts_outside_of_graphs() -> None:
         point(few, {"packets": 12.0, "cublas+two_shot": 20.0, "cublas+nccl": 24.0}),
         point(many, {"clusters": 130.0, "clusters copied=1": 120.0, "cublas+nccl": 180.0}),
     )
-    # One launch takes the host less than what it replaces, copies take it 300 us.
+    # One launch takes the host less than what it replaces, 48 copies take it 1440 us.
     assert choose(few, points) == choose_launched(few, points) == "packets"
     assert (choose(many, points), choose_launched(many, points)) == ("clusters copied=1", "clusters")
-    # Which hides behind the time of the GPU.
-    long = (point(many, {"clusters": 490.0, "clusters copied=1": 420.0, "cublas+nccl": 980.0}),)
-    assert choose_launched(many, long) == "clusters copied=1"
+    # Which hides behind three times as much of the GPU.
+    for us, way in ((4400.0, "clusters copied=1"), (4200.0, "clusters")):
+        long = point(many, {"clusters": 1.01 * us, "clusters copied=1": us, "cublas+nccl": 2 * us})
+        assert choose_launched(many, (long,)) == way
+    parts = replace(many, op="matmul_reduce_scatter")
+    streams = (point(parts, {"clusters": 250.0, ASYNC_TP: 240.0, "cublas+nccl": 280.0}),)
+    assert (choose(parts, streams), choose_launched(parts, streams)) == (ASYNC_TP, "clusters")
 
 
 @pytest.mark.parametrize("world", [2, 4, 8])

@@ -629,8 +629,8 @@ CHOICE = (
     Mutation(
         "the host's time is added to the GPU's",
         "choose.py|choice.py",
-        "(max(us, MANY_LAUNCHES_US) if",
-        "(us + MANY_LAUNCHES_US if",
+        "(max(us, _least_us(ways[each.way], problem)) if",
+        "(us + _least_us(ways[each.way], problem) if",
         _of("kernels", "choice", "prediction"),
         ("(max(us, here[way].host_us), us, way)", "(us + here[way].host_us, us, way)"),
     ),

@@ -20,14 +20,22 @@ from .gpu import Gpu
 from .kernel import Problem, Way, ways_of
 from .model import gpu_of, measured, model_of
 from .points import Point, Points, known, own_file, write
+from .work import Tiles
 
 CAUTION = 1.03
 """A way that was not measured at a problem is not taken for so much less time than one that was: of many
 predictions the least is rather too low."""
 
-MANY_LAUNCHES_US = 300.0
-"""Time of the host for a call of a way with `launches_many`. It was measured as 160 to 300 us on machines
-with 2 and 4 H200. All other ways take the host less time than the computation that the op replaces."""
+STREAMS_US = 300.0
+"""Time of the host for a call of torch's async TP. It was measured as 160 to 300 us on machines with 2 and 4
+H200."""
+
+COPY_US = 30.0
+"""Time of the host for one copy of a copy engine with its flags: 8 copies took 271 us on 2 H200."""
+
+HOST_SHARE = 1 / 3
+"""The part of its time on the GPU for which a call may keep the host busy with copies. A copy that starts
+late holds up the kernels of all ranks."""
 
 MOST_PROBLEMS = 4096
 """Problems whose ways a group keeps."""
@@ -37,15 +45,24 @@ def choose(problem: Problem, predictor: Predictor, serial: bool = False, launche
     """The way that takes the GPUs least. serial: see `_possible`.
 
     launched: the host launches the call, which is in no CUDA graph. A way of many launches then lasts as
-    long as the slower of host and GPU.
+    long as the host allows.
     """
     ways = ways_of(problem)
 
     def lasts(each: Predicted) -> tuple[float, float]:
         us = _us(each)
-        return (max(us, MANY_LAUNCHES_US) if launched and ways[each.way].launches_many else us), us
+        return (max(us, _least_us(ways[each.way], problem)) if launched else us), us
 
     return min(_possible(problem, predictor, serial), key=lasts)
+
+
+def _least_us(way: Way, problem: Problem) -> float:
+    """What a call that the host launches lasts at least. All ways of one launch take the host less time than
+    the computation that the op replaces."""
+    if way.by_streams:
+        return STREAMS_US
+    copies = sum(work.copies for work in way.work(problem) if isinstance(work, Tiles))
+    return copies * COPY_US / HOST_SHARE
 
 
 def _us(each: Predicted) -> float:

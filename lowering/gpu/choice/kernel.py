@@ -162,11 +162,6 @@ class Way:
         return self.kernel is not None and self.kernel.is_copied(self.config)
 
     @property
-    def launches_many(self) -> bool:
-        """Whether the host is busy with it for much longer than with one kernel."""
-        return self.is_copied or self.by_streams
-
-    @property
     def is_update(self) -> bool:
         return self.kernel is not None and self.kernel.is_update(self.config)
 
