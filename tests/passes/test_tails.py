@@ -15,6 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import autofuse
 from autofuse.passes.report import Site
+from tests.subsets import in_tiers
 
 from .chains import ReduceBackward, ReduceForward
 from .dense import group
@@ -78,9 +79,7 @@ NORMS = {
 }
 
 
-@pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("norm", NORMS, ids=lambda norm: norm.__name__)
+@in_tiers(norm=NORMS, dtype=[torch.float32, torch.bfloat16], training=[False, True])
 def test_norms(norm: Norm, dtype: torch.dtype, training: bool) -> None:
     def fn(x: Tensor, a: Tensor, r: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         r = r + linear_sum(x, a)
@@ -102,8 +101,7 @@ BACKWARD = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("norm", BACKWARD, ids=lambda norm: norm.__name__)
+@in_tiers(norm=BACKWARD, dtype=[torch.float32, torch.bfloat16])
 def test_backward_of_norms(norm: Norm, dtype: torch.dtype) -> None:
     """A block before a column-parallel linear, whose gradient is reduced: as Llama and BERT have it."""
 
