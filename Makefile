@@ -55,7 +55,7 @@ soak-gpu: $(STAMP)
 	$(BIN)/python -m tests.soak.run --device cuda --worlds $(WORLD) --seconds $(SECONDS) --seed $(SEED)
 
 wheel-test: $(STAMP)
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -m wheel tests/packaging
+	$(BIN)/python -m pytest -m wheel tests/packaging
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

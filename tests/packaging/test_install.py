@@ -97,17 +97,12 @@ def build_wheel(sources: Path, out: Path, compiler: bool = True) -> Path:
     return next(out.glob("*.whl"))
 
 
-of_one_wheel = pytest.mark.xdist_group("wheel")
-"""Tests that share a wheel run in one process of pytest-xdist."""
-
-
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     return build_wheel(copy_of_sources(folder / "sources"), folder)
 
 
-@of_one_wheel
 def test_a_wheel_holds_one_top_level_name(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0] for name in names} == {"autofuse", wheel.name.split("-py3")[0] + ".dist-info"}
@@ -117,12 +112,10 @@ def test_a_wheel_holds_one_top_level_name(wheel: Path) -> None:
     assert not [name for name in names if "test" in name]
 
 
-@of_one_wheel
 def test_a_wheel_fits_every_python(wheel: Path) -> None:
     assert "-py3-none-" in wheel.name
 
 
-@of_one_wheel
 def test_every_source_file_is_in_the_wheel(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     for room in ROOMS:
@@ -132,7 +125,6 @@ def test_every_source_file_is_in_the_wheel(wheel: Path) -> None:
         assert {str(path.relative_to(ROOT)) for path in files} <= names
 
 
-@of_one_wheel
 def test_an_installed_wheel(wheel: Path, tmp_path: Path) -> None:
     environment = Environment.create(tmp_path / "env")
     environment.install(wheel)
