@@ -29,22 +29,27 @@ def each_value(cases: Iterable[Case], features: Callable[[Case], Mapping[str, ob
     return [given[i] for i in sorted(chosen)]
 
 
-def in_tiers(full: Collection[object] = (), **values: Iterable[object]) -> pytest.MarkDecorator:
-    """Parametrizes a test with all combinations of the values. The fast tier has a subset in which each value
-    occurs, but those of `full`."""
+def in_tiers(
+    full: Mapping[str, Collection[object]] | None = None, **values: Iterable[object]
+) -> pytest.MarkDecorator:
+    """Parametrizes a test with all combinations of the values of several parameters. The fast tier has a
+    subset in which each value of each parameter occurs.
 
-    def name_of(case: tuple[object, ...]) -> str:
-        return "-".join(getattr(value, "__name__", str(value)) for value in case)
+    full: values, by parameter, that are for the full tier alone.
+    """
 
-    cases = list(product(*values.values()))
-    fast = each_value(
-        [case for case in cases if not any(value in full for value in case)],
-        lambda case: dict(zip(values, case, strict=True)),
-    )
+    def is_slow(case: Mapping[str, object]) -> bool:
+        return any(case[name] in slow for name, slow in (full or {}).items())
+
+    def name_of(case: Mapping[str, object]) -> str:
+        return "-".join(getattr(value, "__name__", str(value)) for value in case.values())
+
+    cases = [dict(zip(values, case, strict=True)) for case in product(*values.values())]
+    fast = each_value([case for case in cases if not is_slow(case)], lambda case: case)
     return pytest.mark.parametrize(
         list(values),
         [
-            pytest.param(*case, marks=[] if case in fast else pytest.mark.full, id=name_of(case))
+            pytest.param(*case.values(), marks=[] if case in fast else pytest.mark.full, id=name_of(case))
             for case in cases
         ],
     )

@@ -24,7 +24,6 @@ from autofuse.lowering import torch_internals
 from autofuse.lowering.torch_internals import padding
 from autofuse.passes.report import Report
 from tests.passes.harness import fake_group
-from tests.subsets import in_tiers
 
 ODD = 39
 """No multiple of the 4 values to which Inductor pads float32."""
@@ -81,7 +80,9 @@ def mixed(x: Tensor, w: Tensor, bias: Tensor, stack: Tensor) -> Tensor:
     return (F.linear(x, w.t(), bias) + scaled).sin() @ stack[0].t() + torch.bmm(stack, stack.mT).sum()
 
 
-@in_tiers(full=[True, False], option=[None, True, False])
+@pytest.mark.parametrize(
+    "option", [None, *(pytest.param(option, marks=pytest.mark.full) for option in (True, False))]
+)
 def test_results_and_gradients_are_those_of_eager(option: bool | None) -> None:
     """`shape_padding` stays an option. An addmm that scales its terms is left alone."""
     torch.manual_seed(0)

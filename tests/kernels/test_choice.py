@@ -235,10 +235,11 @@ def test_what_the_host_needs_counts_outside_of_graphs() -> None:
         point(few, {"packets": 12.0, "cublas+two_shot": 20.0, "cublas+nccl": 24.0}),
         point(many, {"clusters": 130.0, "clusters copied=1": 120.0, "cublas+nccl": 180.0}),
     )
-    # One launch takes the host less than what it replaces, 48 copies take it 1440 us.
+    # The host takes less time for one launch than for the ops that the launch replaces. For the 48 copies of
+    # `many` it takes 1440 us.
     assert choose(few, points) == choose_launched(few, points) == "packets"
     assert (choose(many, points), choose_launched(many, points)) == ("clusters copied=1", "clusters")
-    # Which hides behind three times as much of the GPU.
+    # A way of copies is taken if the call takes the GPU three times as long: 4320 us.
     for us, way in ((4400.0, "clusters copied=1"), (4200.0, "clusters")):
         long = point(many, {"clusters": 1.01 * us, "clusters copied=1": us, "cublas+nccl": 2 * us})
         assert choose_launched(many, (long,)) == way

@@ -11,7 +11,6 @@ from autofuse.native_kernels.gpu.state import CODES_PER_SITE, Record, Wait
 from tests.kernels.calls import BF16, FP16, SITE, give_up, run_calls
 from tests.kernels.row_calls import CONFIG, RowPackets, Rows
 from tests.ranks import RankPool
-from tests.subsets import in_tiers
 
 Interpreters = Callable[[int], RankPool]
 
@@ -58,7 +57,7 @@ CALLS = [
 ]  # fmt: skip
 
 
-@in_tiers(full=[2, 4], world=[2, 3, 4])
+@pytest.mark.parametrize("world", [3, *(pytest.param(n, marks=pytest.mark.full) for n in (2, 4))])
 def test_back_to_back(interpreters: Interpreters, world: int) -> None:
     """Calls use the halves of the memory by turns."""
     calls = [call for call in CALLS if call.all_ranks or call.m % world == 0]

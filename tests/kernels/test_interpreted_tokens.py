@@ -29,7 +29,7 @@ CALLS = [
 ]
 
 
-@in_tiers(full=[4], world=[2, 3, 4], part=range(2))
+@in_tiers(full={"world": [4]}, world=[2, 3, 4], part=range(2))
 def test_back_to_back(interpreters: Interpreters, world: int, part: int) -> None:
     """Calls use the halves of the memory by turns."""
     calls = CALLS[part::2]

@@ -55,6 +55,7 @@ def compiled(
     ("rule", "dtypes", "master", "world", "clips"),
     [
         ("adam", (BF16, BF16), False, 4, False),
+        pytest.param("adam", (BF16, BF16), False, 2, False, marks=pytest.mark.full),
         pytest.param("adam", (FP32, FP32), False, 4, False, marks=pytest.mark.full),
         ("adam", (BF16, BF16), False, 2, True),
         ("lamb", (BF16, BF16), False, 2, False),

@@ -27,7 +27,6 @@ from tests.passes import experts
 from tests.passes.harness import fake_group, passes_only
 from tests.ranks import RankPool, fresh_group
 from tests.robustness.seven import integers
-from tests.subsets import in_tiers
 
 Ranks = Callable[[int], RankPool]
 
@@ -220,7 +219,7 @@ def _own_token_counts(rank: int, world: int, policy: str) -> list[list[str]]:
     return [[str(s.pattern) for s in graph.sites if s.fused] for graph in report.graphs]
 
 
-@in_tiers(full=["always"], policy=["always", "auto"])
+@pytest.mark.parametrize("policy", [pytest.param("always", marks=pytest.mark.full), "auto"])
 def test_ranks_with_their_own_token_counts(ranks: Ranks, policy: str) -> None:
     for graphs in ranks(2).run(_own_token_counts, policy, timeout=120):
         assert graphs

@@ -44,8 +44,7 @@ MOST_PROBLEMS = 4096
 def choose(problem: Problem, predictor: Predictor, serial: bool = False, launched: bool = False) -> Predicted:
     """The way that takes the GPUs least. serial: see `_possible`.
 
-    launched: the host launches the call, which is in no CUDA graph. A way of many launches then lasts as
-    long as the host allows.
+    launched: the host launches the call, which is in no CUDA graph. A way then lasts `_least_us` at least.
     """
     ways = ways_of(problem)
 
@@ -57,8 +56,8 @@ def choose(problem: Problem, predictor: Predictor, serial: bool = False, launche
 
 
 def _least_us(way: Way, problem: Problem) -> float:
-    """What a call that the host launches lasts at least. All ways of one launch take the host less time than
-    the computation that the op replaces."""
+    """The least time that counts for a call that the host launches. It is 0 for ways of one launch, which
+    take the host less time than the computation that the op replaces."""
     if way.by_streams:
         return STREAMS_US
     copies = sum(work.copies for work in way.work(problem) if isinstance(work, Tiles))
