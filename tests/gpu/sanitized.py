@@ -64,11 +64,11 @@ def main() -> None:
         row_sums((test_tokens.Case(op, 34, 136, text) for op, text in products), rank, world)
     elif part == "optimizer":
         kinds = ("buckets", "clipped", "lamb", "lamb_clipped")
-        kernels = product(kinds, ("", " per_sm=3"), (torch.float32, torch.bfloat16))
-        for kernel, rest, dtype in kernels:
+        kernels = [*product(kinds, ("", " per_sm=3")), ("packets", "")]
+        for (kernel, rest), dtype in product(kernels, (torch.float32, torch.bfloat16)):
             way, clip = kernel + rest, 0.1 if kernel.endswith("clipped") else 0.0
             # Without the caching allocator nothing can be allocated in a graph, as norms and sums are.
-            replays = 2 if kernel == "buckets" else 0
+            replays = 2 if kernel in ("buckets", "packets") else 0
             test_optimizer.many(rank, world, dtype, 50_000, way, clip, replays)
             report(rank, f"{way} {dtype}", "")
     else:

@@ -123,6 +123,9 @@ def test_as_torch(
         ("buckets per_sm=3", "AdamW", {"master_weights": True}),
         ("buckets group=1", "AdamW", {"in_backward": True}),
         ("buckets", "SGD", {}),
+        ("packets", "AdamW", {}),
+        ("packets", "AdamW", {"in_backward": True}),
+        ("packets", "SGD", {"master_weights": True}),
         ("clipped", "AdamW", {"max_norm": 0.1}),
         ("clipped per_sm=3", "SGD", {"max_norm": 0.1, "master_weights": True}),
     ],
@@ -260,6 +263,14 @@ def test_kernel_of_many_elements(
     gpu_ranks: Callable[[int], RankPool], world: int, dtype: torch.dtype, way: str, clip: float
 ) -> None:
     gpu_ranks(world).run(many, dtype, MANY, way, clip, timeout=120)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_packets_of_many_elements(
+    gpu_ranks: Callable[[int], RankPool], world: int, dtype: torch.dtype
+) -> None:
+    gpu_ranks(world).run(many, dtype, 200 << 10, "packets", timeout=120)
 
 
 def _captured(rank: int, world: int, name: str, max_norm: float | None) -> float:

@@ -23,7 +23,7 @@ from autofuse.lowering.gpu.optimizer.tables import (
     tensor_words,
     unit_of,
 )
-from autofuse.lowering.gpu.optimizer.ways import UpdateProblem, kept_of, kernel_of
+from autofuse.lowering.gpu.optimizer.ways import PACKETS, UpdateProblem, kept_of, kernel_of
 from autofuse.lowering.ops.reduce_update_gather import ReduceUpdateGather
 from autofuse.lowering.update_rules import (
     ADAPTS,
@@ -44,6 +44,7 @@ from autofuse.native_kernels.triton.clipped_update import Clipping, launch_clipp
 from autofuse.native_kernels.triton.lamb_update import launch_lamb_update
 from autofuse.native_kernels.triton.update_exchange import launch_update_exchange
 from autofuse.native_kernels.triton.update_launch import UpdateConfig
+from autofuse.native_kernels.triton.update_packets import UpdatePacketsConfig, launch_update_packets
 from tests.kernels.calls import SITE, peer_memory, placed, straggling
 from tests.kernels.embedding_calls import FakeWorkspace
 
@@ -64,7 +65,7 @@ class Update:
     missing: tuple[int, ...] = ()
     mean: bool = True
     rows: int = 1
-    config: UpdateConfig = field(default=CONFIG)
+    config: UpdateConfig | UpdatePacketsConfig = field(default=CONFIG)
     max_norm: float | None = None
     eps: float = 2.0**-6
     most: float = math.inf
@@ -79,13 +80,19 @@ class Update:
         )  # fmt: skip
 
     @property
-    def kernel(self) -> Kernel[UpdateProblem, UpdateConfig]:
-        return kernel_of(self.rule, self.max_norm is not None)
+    def kernel(self) -> Kernel[UpdateProblem, Any]:
+        return (
+            PACKETS
+            if isinstance(self.config, UpdatePacketsConfig)
+            else kernel_of(self.rule, self.max_norm is not None)
+        )
 
     def need(self, world: int) -> Need:
         return self.kernel.needs(self.config, self.problem(world))
 
     def launches(self, world: int) -> int:
+        if isinstance(self.config, UpdatePacketsConfig):
+            return 1
         pieces = -(-max(self.problem(world).longest, 1) // self.config.run(world))
         clips = self.max_norm is not None
         if self.rule == "lamb":
@@ -192,6 +199,9 @@ class Update:
 
         if self.max_norm is not None:
             clipping = Clipping(norm := torch.full((), math.nan), self.max_norm, check)
+        if isinstance(self.config, UpdatePacketsConfig):
+            launch_update_packets(memory, *given, *how, RULES[self.rule].code, self.mean, self.config, SITE)
+            return params, states
         sizes = kept_of(self.config, self.problem(memory.world), buckets.owned(memory.rank), len(params))
         squares, sums, steps = sizes.split(torch.full((sizes.words,), math.nan, dtype=torch.float64))
         code, rest = RULES[self.rule].code, (self.config, SITE)
@@ -287,8 +297,8 @@ def run_op(rank: int, world: int, call: Update) -> None:
                 continue
             found = update_call(given)
             assert found is not None
-            fused = next(way for way in ways_of(found.problem).values() if way.fused)
-            assert fused.name.split(" ")[0] == call.kernel.kind
+            kinds = {way.name.split(" ")[0]: way for way in ways_of(found.problem).values() if way.fused}
+            fused = kinds[call.kernel.kind]
             way = replace(fused, config=call.config)
             norm = found.run(way)
             if call.max_norm is not None:
@@ -373,6 +383,15 @@ def cases() -> dict[str, Update]:
         "lamb of one bucket": Update((5,), "lamb", eps=0.0),
         "lamb, empty tensors": Update((0, 7, 0, 2050, 0), "lamb", rows=2),
         "lamb, none given": Update((0, 3, 1025), "lamb", missing=(1, 2)),
+        "packets": Update(aligned, config=UpdatePacketsConfig()),
+        "packets, odd lengths": Update(
+            many, "amsgrad", (bf16, bf16), True, mean=False, rows=3, config=UpdatePacketsConfig()
+        ),
+        "packets, missing": Update(
+            many, "momentum", (fp16, fp32), missing=(0, 3), config=UpdatePacketsConfig()
+        ),
+        "packets of one bucket": Update((5,), "sgd", (bf16, bf16), config=UpdatePacketsConfig()),
+        "packets, none given": Update((3, 1025), missing=(0, 1), config=UpdatePacketsConfig()),
         "items of one": Update(
             aligned, "momentum", config=UpdateConfig(group=1, ahead=0, slice_items=4, per_sm=1)
         ),

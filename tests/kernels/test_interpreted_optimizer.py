@@ -44,13 +44,31 @@ def test_tensors_of_several_ranks(interpreters: Interpreters) -> None:
 def test_programs_that_are_placed_late(interpreters: Interpreters, seed: int) -> None:
     calls = [
         cases()[name]
-        for name in ("bf16", "one bucket", "clipped", "pieces", "clipped, pieces", "lamb, pieces")
+        for name in (
+            "bf16",
+            "packets",
+            "one bucket",
+            "clipped",
+            "packets, missing",
+            "pieces",
+            "clipped, pieces",
+            "lamb, pieces",
+        )
     ]
     interpreters(2).run(run_updates, calls, seed, timeout=120)
 
 
 @pytest.mark.parametrize(
-    "name", ["odd lengths", "pieces", "clipped", "norm of one bucket", "lamb", "lamb, clipped, pieces"]
+    "name",
+    [
+        "odd lengths",
+        "packets, odd lengths",
+        "pieces",
+        "clipped",
+        "norm of one bucket",
+        "lamb",
+        "lamb, clipped, pieces",
+    ],
 )
 def test_as_the_op_runs_it(interpreters: Interpreters, name: str) -> None:
     """Nothing is written, nor launched, where ranks disagree."""
@@ -94,15 +112,16 @@ def test_a_norm_that_is_not_finite(interpreters: Interpreters, name: str) -> Non
 def test_points_decide(world: int, size: int) -> None:
     """Without points the kernel is predicted to be faster, as it was wherever both were measured."""
     problem = UpdateProblem(size, -(-size // 1024 // world) + 1, "adam", (torch.bfloat16,) * 2, 2, world)
-    assert choose(problem, predictor_of([])).way.startswith("buckets")
+    assert choose(problem, predictor_of([])).way.startswith(("buckets", "packets"))
     for fastest in ways_of(problem):
         times = {name: 10.0 if name == fastest else 20.0 for name in ways_of(problem)}
         assert choose(problem, predictor_of([Point.of(problem, times)])).way == fastest
 
 
-def test_a_lost_rank(interpreters: Interpreters) -> None:
+@pytest.mark.parametrize("name", ["one bucket", "packets of one bucket"])
+def test_a_lost_rank(interpreters: Interpreters, name: str) -> None:
     """It is named, and the kernel ends."""
-    records = interpreters(3).run(give_up, cases()["one bucket"], 1, timeout=60)
+    records = interpreters(3).run(give_up, cases()[name], 1, timeout=60)
     for rank in (0, 2):
         assert records[rank][Record.RAISED] == 1
         assert records[rank][Record.SOURCE] == 1

@@ -278,6 +278,7 @@ def test_shipped_constants_are_what_the_command_fits(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.timeout(600)
 def test_quality_of_choice_at_weights_that_were_left_out() -> None:
     mean, most, worst = summary(judge(FORMS["formulas, factors, points"], measured().gpu, SHIPPED))
     assert mean < 1.03

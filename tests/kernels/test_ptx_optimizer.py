@@ -15,7 +15,21 @@ from autofuse.native_kernels.triton.lamb_update import lamb_needs, launch_lamb_u
 from autofuse.native_kernels.triton.update_exchange import launch_update_exchange
 from autofuse.native_kernels.triton.update_launch import UpdateConfig
 from autofuse.native_kernels.triton.update_numbers import launch_update_numbers
-from tests.kernels.test_ptx import ACQUIRE, GPU_SCOPE, Kernel, compile_launch, compile_launches
+from autofuse.native_kernels.triton.update_packets import (
+    UpdatePacketsConfig,
+    launch_update_packets,
+    update_packets_needs,
+)
+from tests.kernels.test_ptx import (
+    ACQUIRE,
+    GPU_SCOPE,
+    POLL,
+    PUT,
+    Kernel,
+    check_decisions,
+    compile_launch,
+    compile_launches,
+)
 from tests.kernels.test_ptx_embedding import (
     COUNT,
     SIGNAL,
@@ -89,6 +103,36 @@ def test_rules(
             assert "ld.global.v4.b32" in text
             if (rule, kernel.name) != ("lamb", "update_parameters"):  # which has no states
                 assert "st.global.v4.b32" in text
+
+
+@pytest.mark.parametrize(
+    ("rule", "dtypes", "master", "world"),
+    [
+        ("adam", (BF16, BF16), False, 2),
+        pytest.param("adam", (FP32, FP32), False, 4, marks=pytest.mark.full),
+        pytest.param("amsgrad", (FP16, FP16), True, 8, marks=pytest.mark.full),
+        pytest.param("momentum", (BF16, FP32), False, 3, marks=pytest.mark.full),
+        pytest.param("sgd", (FP32, FP32), True, 2, marks=pytest.mark.full),
+    ],
+)
+def test_packets(
+    rule: str, dtypes: tuple[torch.dtype, torch.dtype], master: bool, world: int, tmp_path: Path
+) -> None:
+    memory, most = memory_for(update_packets_needs(200, world), world), 200
+    words, state = torch.empty(256, dtype=torch.int64), torch.empty(1024)
+    states = [state] * len(RULES[rule].states)
+    given = words, words, state, states, state if master else None, most, dtypes, 4, RULES[rule].code, True
+    kernel, cubin = compile_launch(lambda: launch_update_packets(memory, *given, UpdatePacketsConfig()))
+    where = f"{rule}, {dtypes}, {world}"
+    polls, puts = (
+        [m["type"] for line in kernel.lines if (m := kind.search(line)) and kernel.is_from_memory(line)]
+        for kind in (POLL, PUT)
+    )
+    packets = {"b64", "v2.b64"}  # payload and epoch are one access
+    assert {"b32"} < set(polls) <= {"b32", *packets}, f"{where}: {polls}"  # b32: Record.STOP
+    assert packets & set(puts), f"{where}: {puts}"  # besides parameters
+    check_decisions(kernel, where)
+    assert used(cubin, tmp_path)["STACK"] <= (16 if world <= 4 else 128)
 
 
 def check(kernel: Kernel, cubin: bytes, where: str, config: UpdateConfig, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from autofuse.lowering.gpu.choice.kernel import MOST_BYTES, Kernel, Launch, Way
+from autofuse.lowering.gpu.choice.kernel import MOST_BYTES, Kernel, Launch, Way, only_kernels
 from autofuse.lowering.gpu.choice.work import Rows, Work
 from autofuse.lowering.update_rules import RULES
 from autofuse.native_kernels.gpu.memory import Need
@@ -17,6 +17,13 @@ from autofuse.native_kernels.triton.clipped_update import Clipping, launch_clipp
 from autofuse.native_kernels.triton.lamb_update import lamb_needs, launch_lamb_update, measures_of
 from autofuse.native_kernels.triton.update_exchange import launch_update_exchange
 from autofuse.native_kernels.triton.update_launch import KINDS, UpdateConfig, update_needs
+from autofuse.native_kernels.triton.update_packets import (
+    LENGTH,
+    MOST_BUCKETS,
+    UpdatePacketsConfig,
+    launch_update_packets,
+    update_packets_needs,
+)
 
 OP = "reduce_update_gather"
 
@@ -95,7 +102,8 @@ class UpdateProblem:
     def kernels(self) -> Sequence[Kernel[UpdateProblem, Any]]:
         if self.world > 8 or not self.elements:
             return ()
-        return (kernel_of(self.rule, self.clips),)
+        kernel = kernel_of(self.rule, self.clips)
+        return (kernel, PACKETS) if kernel is BUCKETS and self.longest <= MOST_BUCKETS else (kernel,)
 
     def at(self, op: str, m: int, k: int, n: int, world: int) -> UpdateProblem:
         return replace(self, elements=m, world=world)
@@ -118,6 +126,13 @@ def _work(name: str, p: UpdateProblem) -> Work:
     model, fused = f"{p.op} {name}", name != "torch"
     # Torch reduces, updates and gathers, one after another. Norms are exchanged before the gather.
     return Rows(model, touched, sent, together=fused, starts=1 if fused else 3 + p.clips + by_norms)
+
+
+def _packets_work(p: UpdateProblem) -> Work:
+    grad, param = (dtype.itemsize for dtype in p.dtypes)
+    packets = 2 * 8 * max(p.elements / p.world, LENGTH.value) * (p.world - 1)
+    touched = p.elements * (2 * grad + 2 * param + 8 * p.states / p.world)
+    return Rows(f"{p.op} packets", touched + 2 * packets, packets, together=False)
 
 
 def _configs(problem: UpdateProblem) -> Iterator[UpdateConfig]:
@@ -194,7 +209,28 @@ def _kernel(
     )
 
 
+def _launch_packets(
+    at: Launch, config: UpdatePacketsConfig, words: Tensor, buckets: Tensor, rates: Tensor,
+    states: Sequence[Tensor], master: Tensor | None, most: int, dtypes: tuple[torch.dtype, torch.dtype],
+    unit: int, rule: int, mean: bool,
+) -> None:  # fmt: skip
+    launch_update_packets(
+        at.memory, words, buckets, rates, states, master, most, dtypes, unit, rule, mean, config, at.site,
+        at.compile_only,
+    )  # fmt: skip
+
+
 BUCKETS = _kernel("buckets", _launch, "update_exchange")
+PACKETS = Kernel[UpdateProblem, UpdatePacketsConfig](
+    "packets",
+    lambda problem: (UpdatePacketsConfig(),),
+    needs=lambda config, problem: update_packets_needs(problem.longest, problem.world),
+    launch=_launch_packets,
+    only_launches=only_kernels,
+    work=lambda config, problem: _packets_work(problem),
+    source="triton/update_packets.py",
+)
+"""Of the rules and calls that `BUCKETS` runs."""
 CLIPPED = _kernel("clipped", _launch_clipped, "clipped_update", waits=True)
 LAMB = _kernel("lamb", _launch_lamb, "lamb_update")
 CLIPPED_LAMB = _kernel("lamb_clipped", _launch_lamb, "lamb_update", waits=True)
