@@ -270,7 +270,7 @@ def test_kernel_of_many_elements(
 def test_packets_of_many_elements(
     gpu_ranks: Callable[[int], RankPool], world: int, dtype: torch.dtype
 ) -> None:
-    gpu_ranks(world).run(many, dtype, 200 << 10, "packets", timeout=120)
+    gpu_ranks(world).run(many, dtype, 100 << 10, "packets", timeout=120)
 
 
 def _captured(rank: int, world: int, name: str, max_norm: float | None) -> float:

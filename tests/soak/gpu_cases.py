@@ -19,6 +19,7 @@ from autofuse import ops
 from autofuse.lowering.gpu.choice import choose
 from autofuse.lowering.gpu.choice.correction import Predicted, Predictor
 from autofuse.lowering.gpu.choice.kernel import Problem, replaced, ways_of
+from autofuse.lowering.update_rules import numbers_at, sgd_terms
 
 BF16 = torch.bfloat16
 SHARE = 0.25
@@ -29,6 +30,7 @@ WEIGHTS = ((256, 1024), (1024, 512), (4096, 4096))
 ROWS, TABLES, DIM, BAGS, POOLING = 5000, 4, 128, 256, 8
 EXPERTS, HIDDEN = 4, 512
 EXPERT_ROWS = (8, 40, 256)
+ELEMENTS = (3, 20_000, 1_000_000)
 SIZES = 6
 """Sizes of dense ops in one episode."""
 
@@ -157,15 +159,40 @@ def _bags(rank: int, world: int, group: ProcessGroup) -> Iterator[Case]:
     )
 
 
+def _step(rank: int, world: int, elements: int, group: ProcessGroup) -> Iterator[Case]:
+    """A step of SGD from 0 with lr = -1, by which parameters become sums. Its numbers are on the device, so
+    that it can be captured."""
+    sizes = (elements, 0, 700)
+    grads = [[numbers(1000 + 10 * r + i, n) for i, n in enumerate(sizes)] for r in range(world)]
+    row = numbers_at(sgd_terms(0.0, 0.0, 0.0, False), 1, -1.0)
+    rates = torch.tensor([row] * len(sizes), dtype=torch.float64, device="cuda")
+
+    def run() -> Tensor:
+        params = [torch.zeros(n, dtype=BF16, device="cuda") for n in sizes]
+        torch.ops.autofuse.reduce_update_gather(
+            params, grads[rank], [], rates, "sgd", "sum", 0.0, False, ["a", "b", "c"], group.group_name,
+            "direct", "soak",
+        )  # fmt: skip
+        return torch.cat(params)
+
+    yield Case(f"step of {elements} elements", run, torch.stack([torch.cat(g) for g in grads]).sum(0))
+
+
 Maker = Callable[[int, int, ProcessGroup], Iterator[Case]]
 
 
 def makers(draw: random.Random) -> list[Maker]:
     """Some sizes of every op; each new way takes seconds to compile."""
     sizes = draw.sample([(m, *weight) for m in TOKENS for weight in WEIGHTS], SIZES)
-    rows = draw.choice(EXPERT_ROWS)
+    rows, elements = draw.choice(EXPERT_ROWS), draw.choice(ELEMENTS)
     found: list[Maker] = [lambda r, w, g, s=s: _dense(r, w, *s, g) for s in sizes]  # type: ignore[misc]
-    return [*found, lambda r, w, g: _fixed(r, w, rows, g), lambda r, w, g: _dropless(r, w, rows, g), _bags]
+    return [
+        *found,
+        lambda r, w, g: _fixed(r, w, rows, g),
+        lambda r, w, g: _dropless(r, w, rows, g),
+        lambda r, w, g: _step(r, w, elements, g),
+        _bags,
+    ]
 
 
 def draw_ways(seed: int) -> None:
