@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any, TypeAlias
 
@@ -35,11 +35,12 @@ def check_rules(batch: Batch, param_groups: Sequence[Options], rule_of: Callable
 
 def rows_on_host(batch: Batch, param_groups: Sequence[Options], terms_of: TermsOf) -> list[Row]:
     """One for each parameter; equal ones are one object."""
-    known: Mapping[tuple[int, int], Row] = {
+    kinds = [*zip(batch.groups, batch.steps, strict=True)]
+    known = {
         (group, t): _row(batch, param_groups[group], group, t + 1, terms_of)
-        for group, t in dict.fromkeys(zip(batch.groups, batch.steps, strict=True))
+        for group, t in dict.fromkeys(kinds)
     }
-    return [known[key] for key in zip(batch.groups, batch.steps, strict=True)]
+    return [known[kind] for kind in kinds]
 
 
 def _row(batch: Batch, options: Options, group: int, t: int, terms_of: TermsOf) -> Row:

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import Any
 
 from typing_extensions import Unpack
 
-from autofuse.lowering.update_rules import Term, adam_terms, lamb_terms, sgd_terms
+from autofuse.lowering import update_rules
+from autofuse.lowering.update_rules import Term
 from autofuse.optim.sliced import Common, SlicedOptimizer
+
+# Options seldom change, and every step asks for their terms. Arguments are floats and bools: equal ones have
+# equal terms.
+adam_terms = lru_cache(maxsize=256)(update_rules.adam_terms)
+lamb_terms = lru_cache(maxsize=256)(update_rules.lamb_terms)
+sgd_terms = lru_cache(maxsize=256)(update_rules.sgd_terms)
 
 
 class AdamW(SlicedOptimizer):
@@ -41,8 +49,8 @@ class AdamW(SlicedOptimizer):
 
     def _terms(self, options: dict[str, Any]) -> Sequence[Term]:
         return adam_terms(
-            options["betas"], options["eps"], options["weight_decay"],
-            self._decoupled, options["maximize"],
+            _betas(options), float(options["eps"]), float(options["weight_decay"]), self._decoupled,
+            bool(options["maximize"]),
         )  # fmt: skip
 
 
@@ -95,8 +103,8 @@ class SGD(SlicedOptimizer):
 
     def _terms(self, options: dict[str, Any]) -> Sequence[Term]:
         return sgd_terms(
-            options["momentum"], options["dampening"], options["weight_decay"],
-            options["nesterov"], options["maximize"],
+            float(options["momentum"]), float(options["dampening"]), float(options["weight_decay"]),
+            bool(options["nesterov"]), bool(options["maximize"]),
         )  # fmt: skip
 
 
@@ -132,9 +140,14 @@ class LAMB(SlicedOptimizer):
 
     def _terms(self, options: dict[str, Any]) -> Sequence[Term]:
         return lamb_terms(
-            options["betas"], options["eps"], options["weight_decay"],
-            options["adapt"], options["maximize"],
+            _betas(options), float(options["eps"]), float(options["weight_decay"]), bool(options["adapt"]),
+            bool(options["maximize"]),
         )  # fmt: skip
+
+
+def _betas(options: dict[str, Any]) -> tuple[float, float]:
+    first, second = options["betas"]
+    return float(first), float(second)
 
 
 def _check(**numbers: Any) -> None:

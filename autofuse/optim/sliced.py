@@ -238,8 +238,8 @@ class SlicedOptimizer(State, torch.optim.Optimizer):
                 at = end
         except Exception as error:
             problem = problem or error
-        pairs = [*zip(params, grads, strict=True)]
-        later = pairs[len(batches[0].params) :] if batches else []
+        first = len(batches[0].params) if batches else 0
+        later = [*zip(params[first:], grads[first:], strict=True)] if batches else []
         codes = [agreement.code(p, g) for p, g in later]
         refused = problem is not None or agreement.WRONG in codes
         if refused and batches:
@@ -259,9 +259,11 @@ class SlicedOptimizer(State, torch.optim.Optimizer):
                 at, own = end, last
         except agreement.Disagreement as error:
             told = Told(
-                str(problem or ""), lines_of(self._batches, self._sharing),
-                rates_of(self._batches, self.param_groups), [agreement.code(p, g) for p, g in pairs],
-            )  # fmt: skip
+                str(problem or ""),
+                lines_of(self._batches, self._sharing),
+                rates_of(self._batches, self.param_groups),
+                [agreement.code(p, g) for p, g in zip(params, grads, strict=True)],
+            )
             names = [name for batch in self._batches for name in batch.names]
             raise_difference(type(self).__name__, told, names, self._group_name, problem or error)
         if self._wants_norm and norm is not None:

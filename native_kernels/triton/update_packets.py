@@ -89,6 +89,12 @@ def values_of(packets, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def has_arrived(packets, epoch):
+    """Not so for packets that a wait has given up: their elements stay as they are, and peers get none."""
+    return (packets >> 32) == tag_of(epoch)
+
+
+@triton.jit
 def send_buckets(
     words, buckets, packets, most, rank, share, base, epoch, programs,
     W: tl.constexpr, GRADS: tl.constexpr, UNIT: tl.constexpr,
@@ -171,6 +177,9 @@ def update_packets(
                 LEAVES=False, ADDS=False,
             )  # fmt: skip
             if share < 0:
+                there = has_arrived(parts, epoch)
+                there = tl.min(there.to(tl.int32), 0)[None, :] != 0
+                mask &= there
                 found = tl.where(source == rank, mine, values_of(parts, grads).to(tl.float32))
                 g = in_order(found, source, W)[None, :]
                 p = updated(p, g, m, v, greatest, rates, row, scale, m_of, v_of, most_of, place, mask, RULE)
@@ -180,8 +189,8 @@ def update_packets(
                 tl.store(param, new, mask=mask)
                 to = base + handed + (rank * most + item) * LENGTH + lanes()
                 for step in tl.static_range(1, W):
-                    there = peer(packets, (rank + step) % W, tl.int64) + to
-                    put_packets(there, bits_of(new), epoch, lanes() >= 0)
+                    theirs = peer(packets, (rank + step) % W, tl.int64) + to
+                    put_packets(theirs, bits_of(new), epoch, there)
                 item += adding
         while (copy < copies) & (share < 0) & (item >= count):
             within, owner = item_and_peer(copy, rank, W)
@@ -198,7 +207,7 @@ def update_packets(
             if other >= 0:
                 item = other
             if (share < 0) & (item >= count):
-                tl.store(param, values_of(new, params), mask=mask)
+                tl.store(param, values_of(new, params), mask=mask & has_arrived(new, epoch))
                 copy += adding
         if (share < 0) & (item >= count) & (copy >= copies):
             share = further(seen, programs, state, A, programs, epoch)

@@ -340,7 +340,9 @@ def give_up(rank: int, world: int, call: Update, lost: int) -> list[int]:
     """The failure record of a rank where rank `lost` never makes the call."""
     memory = peer_memory(rank, world, call.need(world), polls=50)
     if rank != lost:
-        call.run(memory, 0)
+        params, _ = call.run(memory, 0)
+        if isinstance(call.config, UpdatePacketsConfig):
+            assert all(map(torch.equal, params, call.params(0))), "a parameter has changed"
         assert memory.state[State.EPOCH : State.FIRM].tolist() == [1] + 10 * [0], "the epoch did not end"
     dist.barrier()
     return memory.record.tolist()

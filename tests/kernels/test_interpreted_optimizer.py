@@ -62,7 +62,7 @@ def test_programs_that_are_placed_late(interpreters: Interpreters, seed: int) ->
     "name",
     [
         "odd lengths",
-        "packets, odd lengths",
+        "packets",
         "pieces",
         "clipped",
         "norm of one bucket",
@@ -118,13 +118,21 @@ def test_points_decide(world: int, size: int) -> None:
         assert choose(problem, predictor_of([Point.of(problem, times)])).way == fastest
 
 
-@pytest.mark.parametrize("name", ["one bucket", "packets of one bucket"])
-def test_a_lost_rank(interpreters: Interpreters, name: str) -> None:
+def test_a_lost_rank(interpreters: Interpreters) -> None:
     """It is named, and the kernel ends."""
-    records = interpreters(3).run(give_up, cases()[name], 1, timeout=60)
+    records = interpreters(3).run(give_up, cases()["one bucket"], 1, timeout=60)
     for rank in (0, 2):
         assert records[rank][Record.RAISED] == 1
         assert records[rank][Record.SOURCE] == 1
         assert records[rank][Record.CODE] in {
             SITE * CODES_PER_SITE + what for what in (Wait.REDUCING, Wait.COPYING)
         }
+
+
+def test_a_lost_rank_of_packets(interpreters: Interpreters) -> None:
+    """The owner names it, and changes and sends nothing, so that the others wait for the owner in vain."""
+    records = interpreters(3).run(give_up, cases()["packets of one bucket"], 1, timeout=60)
+    for rank, source, what in ((0, 1, Wait.REDUCING), (2, 0, Wait.COPYING)):
+        assert records[rank][Record.RAISED] == 1
+        assert records[rank][Record.SOURCE] == source
+        assert records[rank][Record.CODE] == SITE * CODES_PER_SITE + what

@@ -10,7 +10,8 @@ import weakref
 from array import array
 from collections.abc import Callable, Hashable, Sequence
 from functools import reduce
-from operator import or_
+from itertools import repeat
+from operator import is_, or_
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from autofuse.lowering.gpu.embedding.again import Same
 from autofuse.lowering.gpu.memory.told import values_of_all
 from autofuse.lowering.gpu.memory.workspace import GpuWorkspace
 from autofuse.lowering.ops.reduce_update_gather import ReduceUpdateGather
+from autofuse.lowering.torch_internals import alike
 from autofuse.native_kernels.triton.update_parts import FIELDS
 
 from .tables import ALIGNED, rates_of
@@ -52,7 +54,8 @@ class Step:
         self._kind, _, *self._codes = told
         self._params, self._states = Same(args.params), Same(args.states)
         self._numels = [p.numel() for p in args.params]
-        self._dtypes = {g.dtype for g in args.grads if g is not None}
+        given = [g for g in args.grads if g is not None]
+        self._dtypes, self._alike = set(map(_dtype, given)), alike(given)
         self._words, self._rows, self._table = array("q", words), [*rows], table
         self._sizes = sizes
         self._first = len(self._words) - FIELDS.value * len(args.params)
@@ -84,11 +87,16 @@ class Step:
 
     def _addresses(self, grads: Sequence[Tensor | None]) -> list[int] | None:
         """None for gradients that kernels do not take as they are, or of other dtypes than before."""
-        if set(map(type, grads)) != {Tensor} or set(map(_dtype, grads)) != self._dtypes:
+        if any(map(is_, grads, repeat(None))):
             return None
-        if list(map(Tensor.numel, grads)) != self._numels or not all(map(Tensor.is_contiguous, grads)):  # type: ignore[arg-type]
-            return None
-        found = [g.data_ptr() for g in grads]  # type: ignore[union-attr]
+        given: Sequence[Tensor] = grads  # type: ignore[assignment]
+        if not self._alike(*given):
+            if set(map(type, given)) != {Tensor} or set(map(_dtype, given)) != self._dtypes:
+                return None
+            if list(map(Tensor.numel, given)) != self._numels or not all(map(Tensor.is_contiguous, given)):
+                return None
+            self._alike = alike(given)
+        found = list(map(Tensor.data_ptr, given))
         return None if reduce(or_, found) % ALIGNED else found
 
     def _agree(self, args: ReduceUpdateGather) -> None:
