@@ -58,6 +58,13 @@ def test_programs_that_are_placed_late(interpreters: Interpreters, seed: int) ->
     interpreters(2).run(run_updates, calls, seed, timeout=120)
 
 
+def test_programs_of_packets_that_are_placed_late(interpreters: Interpreters) -> None:
+    """Others have made their share of the sums, which they must not make again."""
+    calls = [cases()[name] for name in ("packets", "packets, odd lengths", "packets, missing")]
+    for seed in range(2):
+        interpreters(2).run(run_updates, calls, seed, 8, timeout=120)
+
+
 @pytest.mark.parametrize(
     "name",
     [

@@ -432,6 +432,20 @@ PROTOCOL = (
         _of("kernels", "interpreted"),
     ),
     Mutation(
+        "two programs make the same share of an optimizer's sums",
+        "update_packets.py",
+        "item = tl.where(before == tag_of(epoch), count, program)",
+        "item = program",
+        _of("kernels", "interpreted_optimizer"),
+    ),
+    Mutation(
+        "an owner that has waited in vain updates and sends",
+        "update_packets.py",
+        "mask &= there",
+        "there = there | True",
+        _of("kernels", "interpreted_optimizer"),
+    ),
+    Mutation(
         "warps decide each for themselves whether packets are missing",
         "comm.py",
         "return any_thread(tl.max(((packets >> 32) != tag).to(tl.int32), axis=None) != 0)",
