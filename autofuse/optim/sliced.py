@@ -239,7 +239,7 @@ class SlicedOptimizer(State, torch.optim.Optimizer):
         except Exception as error:
             problem = problem or error
         first = len(batches[0].params) if batches else 0
-        later = [*zip(params[first:], grads[first:], strict=True)] if batches else []
+        later = [*zip(params[first:], grads[first:], strict=True)]
         codes = [agreement.code(p, g) for p, g in later]
         refused = problem is not None or agreement.WRONG in codes
         if refused and batches:

@@ -63,7 +63,7 @@ class UpdatePacketsConfig:
 
 
 def update_packets_needs(most: int, world: int) -> Need:
-    """Memory of a call whose longest run has `most` buckets."""
+    """The memory that a call needs. most: the buckets of the rank that owns the most of them."""
     return Need(packets=2 * 2 * world * max(most, 1) * LENGTH.value * 8)
 
 
@@ -90,7 +90,8 @@ def values_of(packets, DTYPE: tl.constexpr):
 
 @triton.jit
 def has_arrived(packets, epoch):
-    """Not so for packets that a wait has given up: their elements stay as they are, and peers get none."""
+    """Whether packets are of this call. Others are left when a wait gives up: the kernel does not change
+    their elements, and sends no parameters for them."""
     return (packets >> 32) == tag_of(epoch)
 
 
@@ -177,8 +178,7 @@ def update_packets(
                 LEAVES=False, ADDS=False,
             )  # fmt: skip
             if share < 0:
-                there = has_arrived(parts, epoch)
-                there = tl.min(there.to(tl.int32), 0)[None, :] != 0
+                there = tl.min(has_arrived(parts, epoch).to(tl.int32), 0)[None, :] != 0
                 mask &= there
                 found = tl.where(source == rank, mine, values_of(parts, grads).to(tl.float32))
                 g = in_order(found, source, W)[None, :]

@@ -160,15 +160,13 @@ def kept_of(config: UpdateConfig, problem: UpdateProblem, owned: int, tensors: i
     return Kept()
 
 
-def _launch(
-    at: Launch, config: UpdateConfig, words: Tensor, buckets: Tensor, rates: Tensor, states: Sequence[Tensor],
-    master: Tensor | None, most: int, dtypes: tuple[torch.dtype, torch.dtype], unit: int, rule: int,
-    mean: bool,
-) -> None:  # fmt: skip
-    launch_update_exchange(
-        at.memory, words, buckets, rates, states, master, most, dtypes, unit, rule, mean, config, at.site,
-        at.compile_only,
-    )  # fmt: skip
+def _launch(launch: Callable[..., None]) -> Callable[..., None]:
+    """What a record has, of a function that takes the memory first, and the configuration behind operands."""
+
+    def run(at: Launch, config: UpdateConfig | UpdatePacketsConfig, *operands: Any) -> None:
+        launch(at.memory, *operands, config, at.site, at.compile_only)
+
+    return run
 
 
 def _launch_clipped(
@@ -209,23 +207,12 @@ def _kernel(
     )
 
 
-def _launch_packets(
-    at: Launch, config: UpdatePacketsConfig, words: Tensor, buckets: Tensor, rates: Tensor,
-    states: Sequence[Tensor], master: Tensor | None, most: int, dtypes: tuple[torch.dtype, torch.dtype],
-    unit: int, rule: int, mean: bool,
-) -> None:  # fmt: skip
-    launch_update_packets(
-        at.memory, words, buckets, rates, states, master, most, dtypes, unit, rule, mean, config, at.site,
-        at.compile_only,
-    )  # fmt: skip
-
-
-BUCKETS = _kernel("buckets", _launch, "update_exchange")
+BUCKETS = _kernel("buckets", _launch(launch_update_exchange), "update_exchange")
 PACKETS = Kernel[UpdateProblem, UpdatePacketsConfig](
     "packets",
     lambda problem: (UpdatePacketsConfig(),),
     needs=lambda config, problem: update_packets_needs(problem.longest, problem.world),
-    launch=_launch_packets,
+    launch=_launch(launch_update_packets),
     only_launches=only_kernels,
     work=lambda config, problem: _packets_work(problem),
     source="triton/update_packets.py",
