@@ -1,4 +1,4 @@
-// Starts a prepared kernel: one call from Python for all that a launch needs once everything is decided.
+// Starts the prepared kernels of a call: one call from Python for all that they need once everything is decided.
 // It knows no headers of CUDA: the functions of the driver come as addresses.
 
 #include <cstdint>
@@ -28,9 +28,9 @@ using RecordEvent = int (*)(void* event, void* stream);
 using IsCapturing = int (*)(void* stream, int* status);
 using ReplaceAddress = int (*)(void* tensor_map, void* address);
 
-constexpr uint32_t MOST_BYTES = 4096, MOST_PARAMS = 128, MOST_OPERANDS = 16;
+constexpr uint32_t MOST_BYTES = 4096, MOST_PARAMS = 128;
 
-enum Outcome { STARTED, FAILED, OTHER_STREAM, CAPTURING, OTHER_MEMORY, MISPLACED, REFUSED };
+enum Outcome { STARTED, FAILED, OTHER_STREAM, CAPTURING, OTHER_MEMORY, MISPLACED, REFUSED, BROKEN };
 
 }  // namespace
 
@@ -57,75 +57,77 @@ struct Driver {
     ReplaceAddress replace_address;
 };
 
-struct Prepared {
-    const Driver* driver;
-    const Guard* guard;
+struct Kernel {
     void* function;
     const unsigned char* params;
     const uint32_t* offsets;
     const Place* places;
     uint32_t grid, threads, shared_bytes, cluster;  // cluster 0: none
-    uint32_t bytes, param_count, place_count, operand_count;
+    uint32_t bytes, param_count, place_count, reserved;
+};
+
+struct Prepared {
+    const Driver* driver;
+    const Guard* guard;
+    const Kernel* kernels;  // on one stream, one behind the other
+    uint32_t kernel_count, operand_count;
     uint32_t aligned;  // bit i: operand i begins at a multiple of 16 bytes
     int32_t generation;
-    int32_t follows;  // 1: on another launch of the same call, which was let in
 };
 
 }
 
-// 0, or why nothing was started: whoever prepared it then goes the long way, which finds out.
-static int start(const Prepared* p, uint64_t stream, const uint64_t* operands) {
-    const Guard& guard = *p->guard;
-    void* on = reinterpret_cast<void*>(stream);
-    if (!p->follows) {
-        if (*guard.raised || *guard.failed || *guard.bad_input) return FAILED;
-        if (*guard.generation != p->generation) return OTHER_MEMORY;
-        if (static_cast<uint64_t>(*guard.last) != stream || !*guard.event) return OTHER_STREAM;
-        for (uint32_t i = 0; i < p->operand_count; ++i)
-            if ((operands[i] % 16 == 0) != (p->aligned >> i & 1)) return MISPLACED;
-        int status = 0;
-        if (p->driver->is_capturing(on, &status) || status) return CAPTURING;
-    }
+// 0, or why the call must go the long way.
+static int refused(const Prepared& p, uint64_t stream, const uint64_t* operands) {
+    const Guard& guard = *p.guard;
+    if (*guard.raised || *guard.failed || *guard.bad_input) return FAILED;
+    if (*guard.generation != p.generation) return OTHER_MEMORY;
+    if (static_cast<uint64_t>(*guard.last) != stream || !*guard.event) return OTHER_STREAM;
+    for (uint32_t i = 0; i < p.operand_count; ++i)
+        if ((operands[i] % 16 == 0) != (p.aligned >> i & 1)) return MISPLACED;
+    int status = 0;
+    if (p.driver->is_capturing(reinterpret_cast<void*>(stream), &status) || status) return CAPTURING;
+    return STARTED;
+}
+
+static int start(const Driver& driver, const Kernel& kernel, void* stream, const uint64_t* operands) {
     // A copy: another thread may start the same kernel with other operands.
     alignas(128) unsigned char params[MOST_BYTES];
-    std::memcpy(params, p->params, p->bytes);
-    for (uint32_t i = 0; i < p->place_count; ++i) {
-        const Place& place = p->places[i];
+    std::memcpy(params, kernel.params, kernel.bytes);
+    for (uint32_t i = 0; i < kernel.place_count; ++i) {
+        const Place& place = kernel.places[i];
         const uint64_t address = operands[place.operand] + place.delta;
         if (!place.is_map)
             std::memcpy(params + place.offset, &address, sizeof address);
-        else if (p->driver->replace_address(params + place.offset, reinterpret_cast<void*>(address)))
+        else if (driver.replace_address(params + place.offset, reinterpret_cast<void*>(address)))
             return MISPLACED;
     }
     void* pointers[MOST_PARAMS];
-    for (uint32_t i = 0; i < p->param_count; ++i) pointers[i] = params + p->offsets[i];
+    for (uint32_t i = 0; i < kernel.param_count; ++i) pointers[i] = params + kernel.offsets[i];
     Attribute cluster{};
     cluster.id = CLUSTER_DIMENSION;
-    cluster.value[0] = p->cluster;
+    cluster.value[0] = kernel.cluster;
     cluster.value[1] = cluster.value[2] = 1;
-    const LaunchConfig config{
-        {p->grid, 1, 1}, {p->threads, 1, 1}, p->shared_bytes, on, &cluster, p->cluster ? 1u : 0u};
-    if (p->driver->launch_kernel(&config, p->function, pointers, nullptr)) return REFUSED;
-    p->driver->record_event(*guard.event, on);
-    return STARTED;
+    const LaunchConfig config{{kernel.grid, 1, 1}, {kernel.threads, 1, 1}, kernel.shared_bytes,
+                              stream, &cluster, kernel.cluster ? 1u : 0u};
+    return driver.launch_kernel(&config, kernel.function, pointers, nullptr) ? REFUSED : STARTED;
 }
 
 extern "C" {
 
-__attribute__((visibility("default"))) int af_launch_few(
-    const Prepared* p, uint64_t stream, uint64_t a0, uint64_t a1, uint64_t a2, uint64_t a3) {
-    const uint64_t operands[] = {a0, a1, a2, a3};
-    return start(p, stream, operands);
-}
-
+// 0, or why nothing was started: whoever prepared it then goes the long way, which finds out. BROKEN: the driver
+// has refused another kernel than the first, so that the call cannot go the long way.
 __attribute__((visibility("default"))) int af_launch(
-    const Prepared* p, uint64_t stream, uint64_t a0, uint64_t a1, uint64_t a2, uint64_t a3, uint64_t a4,
-    uint64_t a5, uint64_t a6, uint64_t a7, uint64_t a8, uint64_t a9, uint64_t a10, uint64_t a11, uint64_t a12,
-    uint64_t a13, uint64_t a14, uint64_t a15) {
-    const uint64_t operands[MOST_OPERANDS] = {a0, a1, a2,  a3,  a4,  a5,  a6,  a7,
-                                              a8, a9, a10, a11, a12, a13, a14, a15};
-    return start(p, stream, operands);
+    const Prepared* p, uint64_t stream, const uint64_t* operands) {
+    if (const int why = refused(*p, stream, operands)) return why;
+    void* on = reinterpret_cast<void*>(stream);
+    if (const int why = start(*p->driver, p->kernels[0], on, operands)) return why;
+    int outcome = STARTED;
+    for (uint32_t i = 1; i < p->kernel_count && outcome == STARTED; ++i)
+        if (start(*p->driver, p->kernels[i], on, operands)) outcome = BROKEN;
+    p->driver->record_event(*p->guard->event, on);
+    return outcome;
 }
 
-__attribute__((visibility("default"))) int af_launch_abi_version() { return 2; }
+__attribute__((visibility("default"))) int af_launch_abi_version() { return 3; }
 }

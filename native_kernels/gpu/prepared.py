@@ -11,18 +11,21 @@ import ctypes
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from ctypes import c_int, c_int32, c_int64, c_uint32, c_uint64, c_void_p
+from ctypes import c_char_p, c_int, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from struct import Struct
 from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
 
-ABI_VERSION = 2
-MOST_BYTES, MOST_PARAMS, MOST_OPERANDS = 4096, 128, 16
-FEW_OPERANDS = 4
-"""ctypes converts each argument: calls of few operands have an entry of their own."""
+ABI_VERSION = 3
+MOST_BYTES, MOST_PARAMS = 4096, 128
+MOST_OPERANDS = 32
+"""A bit each says how it is aligned."""
+BROKEN = 7
+"""What a start returns whose first kernel was launched, but not the others."""
 
 MAP_BYTES = 128
 
@@ -94,13 +97,19 @@ class _Driver(ctypes.Structure):
     )
 
 
+class _Kernel(ctypes.Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("function", "params", "offsets", "places")),
+        *((name, c_uint32) for name in ("grid", "threads", "shared_bytes", "cluster")),
+        *((name, c_uint32) for name in ("bytes", "param_count", "place_count", "reserved")),
+    )
+
+
 class _Prepared(ctypes.Structure):
     _fields_ = (
-        *((name, c_void_p) for name in ("driver", "guard", "function", "params", "offsets", "places")),
-        *((name, c_uint32) for name in ("grid", "threads", "shared_bytes", "cluster")),
-        *((name, c_uint32) for name in ("bytes", "param_count", "place_count")),
-        *((name, c_uint32) for name in ("operand_count", "aligned")),
-        *((name, c_int32) for name in ("generation", "follows")),
+        *((name, c_void_p) for name in ("driver", "guard", "kernels")),
+        *((name, c_uint32) for name in ("kernel_count", "operand_count", "aligned")),
+        ("generation", c_int32),
     )
 
 
@@ -181,67 +190,57 @@ def tell(start: Start, values: Values) -> None:
 
 def prepare(launches: Sequence[Launched | None], operands: Sequence[Tensor], guard: Guard) -> Start | None:
     """The launches of a call, one behind the other; None where they cannot be launched so."""
-    found = [_prepared(launched, operands, guard, i > 0) for i, launched in enumerate(launches)]
-    made = [each for each in found if each is not None]
-    moved = {operand for each in made for operand in each.moved}
-    if not made or len(made) < len(found) or moved != {i for i, t in enumerate(operands) if t.numel()}:
+    found, of_driver = library(), driver()
+    if found is None or of_driver is None or not launches or len(operands) > MOST_OPERANDS:
         return None
-    first, *rest = (each.start for each in made)
-    if not rest:
-        return first
+    made = [each for each in (_prepared(launched, operands) for launched in launches) if each is not None]
+    moved = {place.operand for each in made for place in each.places}
+    if len(made) < len(launches) or moved != {i for i, t in enumerate(operands) if t.numel()}:
+        return None
+    kernels = (_Kernel * len(made))(*(each.kernel for each in made))
+    aligned = sum((t.data_ptr() % 16 == 0) << i for i, t in enumerate(operands))
+    prepared = _Prepared(
+        ctypes.addressof(of_driver), ctypes.addressof(guard.words), ctypes.addressof(kernels), len(made),
+        len(operands), aligned, guard.generation.value,
+    )  # fmt: skip
+    launch = ctypes.CFUNCTYPE(c_int, c_void_p, c_uint64, c_char_p)(("af_launch", found))
+    # ctypes converts each argument, which takes longer than to pack all addresses.
+    at, pack = ctypes.addressof(prepared), Struct(f"{len(operands)}Q").pack
 
     def start(stream: int, *given: int) -> int:
-        if result := first(stream, *given):
-            return result
-        for each in rest:
-            if error := each(stream, *given):  # the call has begun: it cannot go the long way
-                raise RuntimeError(f"the driver refuses the second kernel of a fused op ({error})")
-        return 0
+        result: int = launch(at, stream, pack(*given))
+        if result == BROKEN:
+            raise RuntimeError("the driver refuses the second kernel of a fused op")
+        return result
 
+    start.held = prepared, guard, kernels, made  # type: ignore[attr-defined]
+    start.params = kernels[0].params  # type: ignore[attr-defined]
     return start
 
 
 class _One(NamedTuple):
-    """A prepared launch, and the operands whose addresses it takes."""
+    """A prepared kernel, the places of the operands in its parameters, and what must live as long."""
 
-    start: Start
-    moved: frozenset[int]
+    kernel: _Kernel
+    places: Any
+    held: Any
 
 
-def _prepared(
-    launched: Launched | None, operands: Sequence[Tensor], guard: Guard, follows: bool
-) -> _One | None:
-    found, of_driver = library(), driver()
-    if found is None or of_driver is None or launched is None:
-        return None
-    if len(operands) > MOST_OPERANDS or len(launched.offsets) > MOST_PARAMS:
+def _prepared(launched: Launched | None, operands: Sequence[Tensor]) -> _One | None:
+    if launched is None or len(launched.offsets) > MOST_PARAMS or len(launched.params) > MOST_BYTES:
         return None
     places = _places(launched, operands)
-    if places is None or len(launched.params) > MOST_BYTES:
+    if places is None:
         return None
-    aligned = sum((t.data_ptr() % 16 == 0) << i for i, t in enumerate(operands))
     params = ctypes.create_string_buffer(launched.params, len(launched.params))
     offsets = (c_uint32 * len(launched.offsets))(*launched.offsets)
     table = (_Place * len(places))(*places)
-    prepared = _Prepared(
-        ctypes.addressof(of_driver), ctypes.addressof(guard.words), launched.function,
-        ctypes.addressof(params), ctypes.addressof(offsets), ctypes.addressof(table), launched.grid,
-        launched.threads, launched.shared_bytes, launched.cluster, len(launched.params), len(offsets),
-        len(places), len(operands), aligned, guard.generation.value, follows,
+    kernel = _Kernel(
+        launched.function, ctypes.addressof(params), ctypes.addressof(offsets), ctypes.addressof(table),
+        launched.grid, launched.threads, launched.shared_bytes, launched.cluster, len(launched.params),
+        len(offsets), len(places),
     )  # fmt: skip
-    few = len(operands) <= FEW_OPERANDS
-    most = FEW_OPERANDS if few else MOST_OPERANDS
-    prototype = ctypes.CFUNCTYPE(c_int, c_void_p, *[c_uint64] * (1 + most))
-    launch = prototype(("af_launch_few" if few else "af_launch", found))
-    at, rest = ctypes.addressof(prepared), (0,) * (most - len(operands))
-
-    def start(stream: int, *given: int) -> int:
-        result: int = launch(at, stream, *given, *rest)
-        return result
-
-    start.held = prepared, guard, params, offsets, table, launched.held  # type: ignore[attr-defined]
-    start.params = ctypes.addressof(params)  # type: ignore[attr-defined]
-    return _One(start, frozenset(place.operand for place in places))
+    return _One(kernel, table, (params, offsets, launched.held))
 
 
 def _places(launched: Launched, operands: Sequence[Tensor]) -> list[_Place] | None:

@@ -30,11 +30,12 @@ def _measured(rank: int, world: int, few: bool) -> list[dict[str, Any]]:
         torch._inductor.config.patch(fx_graph_cache=False),
     ):
         every = host_cells.cells(world)
-        for cell in every[:1] if few else every[1:]:  # a kind of calls is noted once
+        for cell in every[2:3] if few else [*every[:2], *every[3:]]:  # a kind of calls is noted once
             torch.manual_seed(rank)
             given = [*cell.make(torch.device("cpu")), *cell.shared(torch.device("cpu"))]
-            ours, replaced = cell.ours(given), cell.replaced(given)
-            torch.testing.assert_close(ours.view(replaced.shape), replaced)
+            if cell.ours is not None:
+                ours, replaced = cell.ours(given), cell.replaced(given)
+                torch.testing.assert_close(ours.view(replaced.shape), replaced)
             found.append(asdict(host_run.measure(cell, torch.device("cpu"))))
     return found
 
@@ -42,11 +43,12 @@ def _measured(rank: int, world: int, few: bool) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("few", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_cells_run_and_are_fused(ranks: Callable[[int], RankPool], few: bool) -> None:
     rows = ranks(2).run(_measured, few)[0]
-    assert len(rows) == (1 if few else 9)
+    assert len(rows) == (1 if few else 10)
     for row in rows:
         assert not row["failed"], row
         assert row["way"].startswith("plan, "), row
-        assert set(row["us"]) == {"ours eager", "replaced eager", "ours compiled", "replaced compiled"}
+        eager = {"replaced eager"} if "norm" in row["name"] else {"ours eager", "replaced eager"}
+        assert set(row["us"]) == eager | {"ours compiled", "replaced compiled"}
     table = host_run.report({"machine": MACHINE, "rows": rows})
     assert all(row["name"] in table for row in rows)
     assert "compiled: " not in table.partition("| ways")[2]

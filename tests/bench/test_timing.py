@@ -1,6 +1,8 @@
 """How GPUs are timed, where there is none: one that a test makes up, with a clock of its own."""
 
+from collections import Counter
 from collections.abc import Callable
+from itertools import pairwise, permutations
 from typing import Any
 
 import pytest
@@ -28,6 +30,7 @@ class Gpu:
         self.now, self.begun, self.other = 0.0, 0.0, 1.0
         self.slowdown = slowdown
         self.samples: list[str] = []
+        self.last = ""
 
     def variant(self, name: str, us: float, fails_at: int = -1) -> Callable[[int], str]:
         def call(i: int) -> str:
@@ -72,17 +75,33 @@ def _to_oneself(everyone: list[object], mine: object, group: object) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 6, 7])
-def test_order_of_the_rounds(count: int) -> None:
+def test_every_key_is_measured_behind_every_other_equally_often(count: int) -> None:
     keys = list(range(count))
-    rounds = [in_turn(keys, number) for number in range(7)]
+    rounds = [in_turn(keys, number) for number in range(2 * count)]
     assert all(sorted(order) == keys for order in rounds)
-    sequence = [key for order in rounds for key in order]
-    before: dict[int, set[int]] = {key: set() for key in keys}
-    for i, key in enumerate(sequence[1:]):
-        before[key].add(sequence[i])
+    pairs = Counter(pair for order in rounds for pair in pairwise(order))
+    assert set(pairs) == set(permutations(keys, 2))
+    assert set(pairs.values()) <= {2}
+    assert Counter(order[0] for order in rounds) == dict.fromkeys(keys, 2)
     if count > 2:
-        assert all(len(neighbours) > 1 and key not in neighbours for key, neighbours in before.items())
-        assert len({order[0] for order in rounds}) > 2
+        assert all(one[-1] != other[0] for one, other in pairwise(rounds))
+
+
+def test_a_variant_of_much_power_makes_none_slower_than_another(gpu: Gpu) -> None:
+    """It makes the GPU slower for about a sample."""
+    ended = -1e9
+
+    def slowdown(now: float, _: float) -> float:
+        nonlocal ended
+        if gpu.last == "hot":
+            ended = now
+        return 1.1 if now - ended < 9e3 else 1.0
+
+    gpu.slowdown = slowdown
+    times = captured(
+        time_all({name: gpu.variant(name, 50.0) for name in ["hot", *"abcdef"]}, CALLS, Effort())
+    )
+    assert {times[name] for name in "abcdef"} == {50.0}
 
 
 def test_a_gpu_that_throttles_makes_none_slower_than_another(gpu: Gpu) -> None:

@@ -162,10 +162,10 @@ PASSES = (
         (*_of("passes", "exchange_graphs"), *PROGRAMS),
     ),
     Mutation(
-        "the second kernel of a call asks whether it may start",
+        "the second kernel of a call is not launched",
         "prepared.py",
-        "aligned, guard.generation.value, follows,",
-        "aligned, guard.generation.value, False,",
+        "ctypes.addressof(kernels), len(made),",
+        "ctypes.addressof(kernels), 1,",
         _of("kernels", "prepared"),
     ),
     Mutation(

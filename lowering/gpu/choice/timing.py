@@ -62,10 +62,13 @@ def copies_of(nbytes: int) -> int:
 
 
 def in_turn(keys: Sequence[Key], number: int) -> list[Key]:
-    """The order of a round: every round begins with another key, every second one goes backwards."""
-    first = number % len(keys) if keys else 0
-    turned = [*keys[first:], *keys[:first]]
-    return turned[::-1] if number % 2 else turned
+    """The order of a round. In as many rounds as there are keys (twice as many if that is odd) every key is
+    behind every other equally often: a GPU at its power limit is slower behind a sample that drew much power.
+    E. J. Williams, "Experimental designs balanced for the estimation of residual effects", 1949."""
+    count = len(keys)
+    zigzag = [(i + 1) // 2 if i % 2 else count - i // 2 for i in range(count)]  # 0, 1, count - 1, 2, ...
+    turned = [keys[(place + number) % count] for place in zigzag]
+    return turned[::-1] if count % 2 and number % 2 else turned
 
 
 def captured(timings: Mapping[Key, Timing]) -> dict[Key, float]:

@@ -1,6 +1,7 @@
 """The calls of `bench host`: each fused op, and the ops that it replaces, as a user writes them.
 
     matmul_all_reduce, matmul_reduce_scatter      mm, collective, wait
+    matmul_all_reduce with a tail                 mm, collective, wait, residual, RMSNorm; compiled only
     all_gather_matmul, matmul_all_gather          collective, wait, mm; mm, collective, wait
     embedding_bag_all_to_all                      a bag for each table, cat, all_to_all, wait
     expert_matmul_all_to_all and its mirror       batched matmul, all_to_all, wait; the reverse
@@ -24,7 +25,7 @@ from torch import Tensor
 from autofuse import ops
 
 Inputs: TypeAlias = Sequence[Tensor]
-Call: TypeAlias = Callable[[Inputs], Tensor]
+Call: TypeAlias = Callable[[Inputs], Tensor | tuple[Tensor, ...]]
 
 DTYPE = torch.bfloat16
 HIDDEN, INTERMEDIATE, VOCABULARY = 4096, 14336, 128256
@@ -35,13 +36,14 @@ EXPERTS, WIDTH = 2, 1024
 @dataclass(frozen=True)
 class Cell:
     """A call. make: makes the operands of one call; shared: makes those that all calls share. ours: calls the
-    fused op, replaced: the ops that it replaces; both take the operands of the call, then the shared ones."""
+    fused op, None if only a graph can have it; replaced: the ops that it replaces. Both take the operands of
+    the call, then the shared ones."""
 
     op: str
     size: str
     make: Callable[[torch.device], Inputs]
     shared: Callable[[torch.device], Inputs]
-    ours: Call
+    ours: Call | None
     replaced: Call
 
     @property
@@ -54,6 +56,7 @@ def cells(world: int) -> list[Cell]:
     if HIDDEN % (16 * world) or VOCABULARY % (8 * world):
         raise ValueError(f"{world} ranks cannot share out the sizes of the calls; start 2, 4 or 8 ranks")
     found = [_all_reduce(tokens, world) for tokens in (16, 512)]
+    found += [_normed(16, world)]
     found += [_reduce_scatter(tokens, world) for tokens in (64, 512)]
     found += [_gather(tokens, world) for tokens in (64, 512)]
     return [*found, _logits(16, world), _bags(2048, world), _combine(256, world), _dispatch(256, world)]
@@ -75,6 +78,21 @@ def _all_reduce(tokens: int, world: int) -> Cell:
     return Cell(
         "matmul_all_reduce", f"{tokens} tokens", _drawn((tokens, HIDDEN // world)),
         _drawn((HIDDEN // world, HIDDEN)), lambda given: ops.matmul_all_reduce(*given), replaced,
+    )  # fmt: skip
+
+
+def _normed(tokens: int, world: int) -> Cell:
+    """Own operands: x and the residual; shared: the weights of the matmul and of the norm."""
+
+    def replaced(given: Inputs) -> tuple[Tensor, Tensor]:
+        x, residual, w, gain = given
+        total = residual + funcol.wait_tensor(funcol.all_reduce(x @ w, "sum", _world()))
+        return total, F.rms_norm(total, [HIDDEN], gain, 1e-6)
+
+    return Cell(
+        "matmul_all_reduce", f"{tokens} tokens, residual, norm",
+        _drawn((tokens, HIDDEN // world), (tokens, HIDDEN)), _drawn((HIDDEN // world, HIDDEN), (HIDDEN,)),
+        None, replaced,
     )  # fmt: skip
 
 

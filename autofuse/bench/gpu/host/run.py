@@ -16,7 +16,6 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 import autofuse
 from autofuse.bench.gpu.driver import TIMEOUT_S, leave, machine, written
@@ -86,12 +85,14 @@ def measure(cell: Cell, device: torch.device) -> Row:
             failed[name] = str(error)
 
     for kind, call in (("ours", cell.ours), ("replaced", cell.replaced)):
-        ask(f"{kind} eager", lambda call=call: _eager_us(call, given[:CALLS], shared))  # type: ignore[misc]
+        if call is not None:
+            ask(f"{kind} eager", lambda call=call: _eager_us(call, given[:CALLS], shared))  # type: ignore[misc]
     way = _way(cell.op)
     for kind in BACKENDS:
         ask(f"{kind} compiled", lambda kind=kind: _compiled_us(cell.replaced, kind, given, shared))  # type: ignore[misc]
     compiled = _way(cell.op)
-    return Row(cell.name, cell.op, us, way if way == compiled else f"{way}; compiled: {compiled}", failed)
+    way = compiled if cell.ours is None or way == compiled else f"{way}; compiled: {compiled}"
+    return Row(cell.name, cell.op, us, way, failed)
 
 
 def _eager_us(call: Call, given: Sequence[Inputs], shared: Inputs) -> float:
@@ -103,7 +104,7 @@ def _compiled_us(call: Call, kind: str, given: Sequence[Inputs], shared: Inputs)
     """Microseconds of a call in compiled code: the time of a graph of many calls less that of one call."""
     torch._dynamo.reset()
 
-    def calls(given: Sequence[Inputs], shared: Inputs) -> list[Tensor]:
+    def calls(given: Sequence[Inputs], shared: Inputs) -> list[Any]:
         return [call([*each, *shared]) for each in given]
 
     compiled = torch.compile(calls, fullgraph=True, dynamic=False, **BACKENDS[kind])
