@@ -2,10 +2,15 @@
 Python nor libtorch, so that one binary serves every Python and every torch. Everything else is in
 pyproject.toml."""
 
+from concurrent.futures import ThreadPoolExecutor
 from glob import glob
+from os import cpu_count
+from os.path import getsize
+from typing import Any
 
 from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
 
 WARNINGS = ["-Wall", "-Wextra"]
 
@@ -15,6 +20,22 @@ class PlainWheel(bdist_wheel):
 
     def get_tag(self) -> tuple[str, str, str]:
         return "py3", "none", super().get_tag()[2]
+
+
+class ParallelBuild(build_ext):
+    """Compiles as many sources at once as there are cores, the largest first."""
+
+    def build_extensions(self) -> None:
+        compile_alone = self.compiler.compile
+
+        def compile_all(sources: list[str], **options: Any) -> list[str]:
+            largest_first = sorted(sources, key=getsize, reverse=True)
+            with ThreadPoolExecutor(cpu_count()) as pool:
+                objects = pool.map(lambda source: compile_alone([source], **options), largest_first)
+                return [name for names in objects for name in names]
+
+        self.compiler.compile = compile_all
+        super().build_extensions()
 
 
 setup(
@@ -38,5 +59,5 @@ setup(
             optional=True,  # without it Python launches, which takes longer
         ),
     ],
-    cmdclass={"bdist_wheel": PlainWheel},
+    cmdclass={"bdist_wheel": PlainWheel, "build_ext": ParallelBuild},
 )
