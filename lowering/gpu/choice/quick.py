@@ -41,5 +41,5 @@ def sizes_of(
     for t in more:
         if not t.is_contiguous():
             return None
-        found += (t.shape, t.dtype)
+        found += (t.shape, t.dtype, t.storage_offset() % ALIGNED)
     return tuple(found)

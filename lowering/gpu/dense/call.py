@@ -17,7 +17,7 @@ from torch import Tensor
 from autofuse import config
 from autofuse.lowering.gpu.choice.calls import Calls, GpuCall, remember, run_call
 from autofuse.lowering.gpu.choice.kernel import Way, replaced
-from autofuse.lowering.gpu.choice.quick import ALIGNED, Quick, sizes_of
+from autofuse.lowering.gpu.choice.quick import Quick, sizes_of
 from autofuse.lowering.gpu.embedding.reduced import reduced_call as bags_call
 from autofuse.lowering.gpu.experts.reduced import reduced_call as tokens_call
 from autofuse.lowering.gpu.memory.workspace import GpuWorkspace, current, workspace_for, workspace_of
@@ -215,14 +215,11 @@ def _kind(given: tuple[Any, ...]) -> Hashable:
 
 def _reduce_kind_of(given: tuple[Any, ...]) -> Hashable:
     """Bags look up other numbers of rows in each call."""
-    if is_pooled(given[3]):
+    x, w, more, product, *rest, operands, tail, proof, group, order, site = given
+    if is_pooled(product):
         return None
-    *before, operands, tail, proof, group, order, site = given
-    kind = _kind((*before, tail, proof, group, order, site))
-    if not operands or kind is None:
-        return kind
-    behind = tuple((t.shape, t.dtype, t.storage_offset() % ALIGNED) for t in operands)
-    return (kind, behind) if all(t.is_contiguous() for t in operands) else None
+    sizes = sizes_of(x, w, [*more, *operands])
+    return None if sizes is None else (*sizes, len(more), product, *rest, tail, proof, group, order, site)
 
 
 def _quick_reduce(op: str) -> Quick:

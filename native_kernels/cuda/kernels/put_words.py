@@ -5,10 +5,12 @@ captured CUDA graph contains the values.
 """
 
 import ctypes
+from functools import cache
 
 from torch import Tensor
 
 from autofuse.lowering.torch_internals import current_raw_stream
+from autofuse.native_kernels.cuda.host.compiler import Constants
 from autofuse.native_kernels.cuda.host.launcher import kernel, macros
 
 MOST = 1022
@@ -19,9 +21,14 @@ class _Params(ctypes.Structure):
     _fields_ = (("to", ctypes.c_void_p), ("count", ctypes.c_int64), ("words", ctypes.c_int64 * MOST))
 
 
+@cache
+def _constants() -> Constants:
+    return macros(_Params, {"MOST": MOST})
+
+
 def put_words(to: Tensor, words: bytes) -> None:
     """Store `words`, int64, to the beginning of `to` (on the current device), on the current stream."""
-    run = kernel("put_words.cu", "put_words", macros(_Params, {"MOST": MOST}), 0)
+    run = kernel("put_words.cu", "put_words", _constants(), 0)
     stream = current_raw_stream(run.device)
     for first in range(0, len(words), 8 * MOST):
         some = words[first : first + 8 * MOST]
