@@ -150,7 +150,7 @@ def embedding(
     rows: Rows = None, quick: Quick = False, tune: Tune = False, json: Json = None, markdown: Markdown = None
 ) -> None:
     """Pooled embeddings, their gradients and the all-to-all on the GPUs of torchrun: ours, and torch's."""
-    _around_all_to_all("embedding", rows, quick, tune, json, markdown)
+    _exchange("embedding", rows, quick, tune, json, markdown)
 
 
 @app.command()
@@ -158,7 +158,15 @@ def experts(
     rows: Rows = None, quick: Quick = False, tune: Tune = False, json: Json = None, markdown: Markdown = None
 ) -> None:
     """Expert matmuls and their all-to-all on the GPUs of torchrun: ours, and all that torch ships."""
-    _around_all_to_all("experts", rows, quick, tune, json, markdown)
+    _exchange("experts", rows, quick, tune, json, markdown)
+
+
+@app.command()
+def sums(
+    rows: Rows = None, quick: Quick = False, tune: Tune = False, json: Json = None, markdown: Markdown = None
+) -> None:
+    """Rows of experts or tables that ranks add up, and the reduction of the sums, on the GPUs of torchrun."""
+    _exchange("sums", rows, quick, tune, json, markdown)
 
 
 @app.command()
@@ -317,7 +325,7 @@ def schedules(
     bench.run_on_gpus(options, until, json, markdown)
 
 
-def _around_all_to_all(
+def _exchange(
     benchmark: str,
     rows: list[str] | None,
     quick: bool,

@@ -1,1 +1,1 @@
-"""What the benchmarks around an all-to-all share."""
+"""What the benchmarks of exchanges share: embedding, experts, sums."""

@@ -1,4 +1,4 @@
-"""What was measured of a cell around an all-to-all, an embedding's or an experts'."""
+"""What was measured of a cell of an exchange."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ class Row(Measured):
     cell: Cell
     rates: Rates
     parts: Mapping[str, Timing]
-    """Steps of the peers alone: the all-to-all, and the copies that bring rows into the order to be sent
-    (`pack`) or used (`unpack`)."""
+    """Steps of the peers alone, if they are told apart: the all-to-all, and the copies that bring rows into
+    the order to be sent (`pack`) or used (`unpack`)."""
 
     groups: ClassVar[tuple[str, ...]] = ("compute", "parts", "peers", "ways")
 

@@ -1,4 +1,4 @@
-"""The GPU benchmarks around an all-to-all, as every rank of torchrun runs them: a cell's ways in turn."""
+"""The GPU benchmarks of exchanges, as every rank of torchrun runs them: a cell's ways in turn."""
 
 from __future__ import annotations
 
@@ -45,6 +45,8 @@ from autofuse.bench.gpu.experts import vdev as expert_vdev
 from autofuse.bench.gpu.named_ways import ways
 from autofuse.bench.gpu.rates import copy_rate
 from autofuse.bench.gpu.ratios import DTYPE
+from autofuse.bench.gpu.sums import cells as sum_cells
+from autofuse.bench.gpu.sums import peers as sum_work
 from autofuse.lowering.gpu.choice.timer import together
 from autofuse.lowering.gpu.choice.timing import QUICK, Effort, Timing, calls_for, captured
 
@@ -57,13 +59,15 @@ WORK: Mapping[str, Callable[[Any, torch.device, str], Work]] = {
     embedding_cells.UPDATE: embedding_updates.work,
     expert_cells.COMBINE: expert_work.work,
     expert_cells.DISPATCH: expert_work.work,
+    sum_cells.REDUCE: sum_work.work,
+    sum_cells.SCATTER: sum_work.work,
 }
 """By op: the function that makes the work of its cells."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What to measure; equal on all ranks. `benchmark`: embedding or experts."""
+    """What to measure; equal on all ranks. `benchmark`: embedding, experts or sums."""
 
     benchmark: str
     rows: tuple[str, ...]
@@ -84,6 +88,8 @@ def cells(options: Options, world: int) -> list[Cell]:
     found: list[Cell]
     if options.benchmark == "embedding":
         found = [*embedding_cells.cells(world, options.quick)]
+    elif options.benchmark == "sums":
+        found = [*sum_cells.cells(world, options.quick)]
     else:
         found = [*expert_cells.cells(world, options.quick)]
     return chosen(found, options.rows)

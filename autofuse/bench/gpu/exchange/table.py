@@ -1,4 +1,4 @@
-"""What the benchmarks around an all-to-all measured, as markdown: a table an op, means, worst cells."""
+"""What the benchmarks of exchanges measured, as markdown: a table an op, means, worst cells."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -6,10 +6,15 @@ from typing import Any
 from autofuse.bench.gpu.embedding import cells as embedding_cells
 from autofuse.bench.gpu.exchange.rows import Row
 from autofuse.bench.gpu.experts import cells as expert_cells
+from autofuse.bench.gpu.sums import cells as sum_cells
 from autofuse.bench.gpu.table import about, failures, grid, number, time_of, total
 from autofuse.lowering.gpu.choice.timing import Timing
 
-_CELLS: Mapping[str, type[Any]] = {"embedding": embedding_cells.Cell, "experts": expert_cells.Cell}
+_CELLS: Mapping[str, type[Any]] = {
+    "embedding": embedding_cells.Cell,
+    "experts": expert_cells.Cell,
+    "sums": sum_cells.Cell,
+}
 
 
 def report(*runs: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""What a cell around an all-to-all gives its measurement: variants, each with the error of its result."""
+"""What a cell of an exchange gives its measurement: variants, each with the error of its result."""
 
 from __future__ import annotations
 
