@@ -31,6 +31,7 @@ from autofuse.lowering.gpu.experts.fixed import Combine, Dispatch
 from autofuse.lowering.gpu.experts.kernels import Rows
 from autofuse.lowering.gpu.experts.ways import COMBINE, DISPATCH, DROPLESS, DroplessProblem, ExpertProblem
 from autofuse.lowering.gpu.memory.descriptors import Descriptors
+from autofuse.lowering.gpu.operands import ALIGNED, aligned
 from autofuse.lowering.ops.library import FUSED_OPS
 from autofuse.native_kernels.cuda.kernels.dropless_combine import dropless_combine_needs
 from autofuse.native_kernels.cuda.kernels.dropless_dispatch import _Params as DispatchParams
@@ -298,6 +299,17 @@ def _moved(given: Any, by: int) -> Any:
     return _rows(by + given.numel()).as_strided(given.shape, given.stride(), by)
 
 
+def test_operands_are_copied_only_if_kernels_cannot_read_them() -> None:
+    whole = torch.randn(4, 64).bfloat16()
+    for t in (whole, whole[1:], whole.flatten()[8:16]):
+        assert aligned(t) is t
+    for t in (whole.flatten()[1:9], whole[:, :8], whole.t()):
+        found = aligned(t)
+        assert found.is_contiguous()
+        assert found.data_ptr() % ALIGNED == 0
+        assert torch.equal(found, t)
+
+
 def test_rows_that_no_program_holds_get_their_tail_behind_the_short_way() -> None:
     wide = MOST_TAIL_COLUMNS + 8
     problem = DenseProblem(REDUCE, 8, K, wide, WORLD, torch.bfloat16)
@@ -345,6 +357,9 @@ def test_a_call_goes_on_the_short_way(op: str) -> None:
         for i in range(2 * (op != EMBEDDING)):  # no operand of TMA: its way may be another one
             assert quick.kind((*given[:i], _moved(given[i], 1), *given[i + 1 :])) != key
             assert quick.kind((*given[:i], _moved(given[i], 8), *given[i + 1 :])) == key
+        if op != EMBEDDING and given[2]:  # kernels read several entries of a bias at once
+            assert quick.kind((*given[:2], _moved(given[2], 8), *given[3:])) == key
+            assert quick.kind((*given[:2], _moved(given[2], 1), *given[3:])) is None
         if op == EMBEDDING:
             others = [torch.zeros(7, dtype=torch.int64) for _ in range(2)]
             puts = driver.puts

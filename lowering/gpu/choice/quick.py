@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-ALIGNED = 8
+ALIGNED_ELEMENTS = 8
 """Elements of 16 bytes: what begins elsewhere is no operand of TMA, so that its way may be another one."""
 
 
@@ -27,7 +27,8 @@ class Quick(NamedTuple):
 def sizes_of(
     x: Sequence[Tensor], w: Sequence[Tensor], more: Sequence[Tensor], any_rows: bool = False
 ) -> tuple[Hashable, ...] | None:
-    """Of operands of matmuls; None unless all but w are as kernels take them: none is copied first.
+    """Of operands of matmuls; None unless all but w are as kernels take them: none is copied first. more:
+    biases, and operands of tails.
 
     any_rows: calls whose x differ in their number of rows alone are alike.
     """
@@ -35,11 +36,11 @@ def sizes_of(
     for t in x:
         if not t.is_contiguous():
             return None
-        found += (t.shape[1:] if any_rows else t.shape, t.storage_offset() % ALIGNED)
+        found += (t.shape[1:] if any_rows else t.shape, t.storage_offset() % ALIGNED_ELEMENTS)
     for t in w:
-        found += (t.shape, t.stride(), t.storage_offset() % ALIGNED, t.dtype)
+        found += (t.shape, t.stride(), t.storage_offset() % ALIGNED_ELEMENTS, t.dtype)
     for t in more:
-        if not t.is_contiguous():
+        if not t.is_contiguous() or t.storage_offset() % ALIGNED_ELEMENTS:
             return None
-        found += (t.shape, t.dtype, t.storage_offset() % ALIGNED)
+        found += (t.shape, t.dtype)
     return tuple(found)

@@ -21,6 +21,7 @@ from autofuse.lowering.gpu.choice.quick import Quick, sizes_of
 from autofuse.lowering.gpu.embedding.reduced import reduced_call as bags_call
 from autofuse.lowering.gpu.experts.reduced import reduced_call as tokens_call
 from autofuse.lowering.gpu.memory.workspace import GpuWorkspace, current, workspace_for, workspace_of
+from autofuse.lowering.gpu.operands import aligned
 from autofuse.lowering.ops.all_gather_matmul import AllGatherMatmul
 from autofuse.lowering.ops.matmul_all_gather import MatmulAllGather
 from autofuse.lowering.ops.matmul_all_reduce import MatmulAllReduce, is_added_up
@@ -156,7 +157,7 @@ def run_publish(args: MatmulAllGather) -> Any:
         return NotImplemented
     with current(x.device):
         workspace = workspace_for(args.group_name, x.device)
-        a, bias = x.contiguous(), args.bias
+        a, bias = x.contiguous(), _row(args.bias)
         capturing = torch.cuda.is_current_stream_capturing()
         kind = _publish_kind(args, a, capturing)
         publication = workspace.calls.get(kind)
@@ -184,7 +185,7 @@ def publish_call(args: MatmulAllGather) -> GpuCall | None:
 def _publish_call(
     workspace: GpuWorkspace, args: MatmulAllGather, a: Tensor
 ) -> tuple[GpuCall, Callable[..., Publication]]:
-    w, bias = args.w[0], args.bias
+    w, bias = args.w[0], _row(args.bias)
     problem = problem_of(PUBLISH, a, w, workspace, args.dim, args.outer)
 
     def prepared(way: Way, note: Note | None = None) -> Publication:
@@ -286,8 +287,8 @@ def _is_empty(x: Tensor, w: Tensor) -> bool:
 
 
 def _row(bias: Tensor | None) -> Tensor | None:
-    """As kernels read it: entries side by side."""
-    return None if bias is None else bias.contiguous()
+    """As kernels read it."""
+    return None if bias is None else aligned(bias)
 
 
 def _layout(t: Tensor) -> Hashable:

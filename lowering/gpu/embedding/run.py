@@ -13,6 +13,7 @@ from autofuse.lowering.gpu.choice.calls import once
 from autofuse.lowering.gpu.choice.kernel import Way
 from autofuse.lowering.gpu.choice.launcher import Launcher, contiguous
 from autofuse.lowering.gpu.memory.workspace import GpuWorkspace
+from autofuse.lowering.gpu.operands import aligned
 from autofuse.lowering.reference import embedding_layout as layouts
 from autofuse.native_kernels.triton.embedding_tables import Tables, backward_words
 
@@ -141,7 +142,7 @@ def exchange_backward(
         )
     elif keep:
         exchanged = grad.new_empty(problem.m, columns[rank])
-    sent = None if merged else _aligned(grad)
+    sent = None if merged else aligned(grad)
     launcher.launch(descriptors, tables, places, problem.m, sent, exchanged)
     launcher.leave()
     found = list(tables.weights)
@@ -149,9 +150,3 @@ def exchange_backward(
         assert exchanged is not None
         found.append(exchanged)
     return found
-
-
-def _aligned(grad: Tensor) -> Tensor:
-    """Contiguous, and where the kernel that has been compiled expects it."""
-    grad = grad.contiguous()
-    return grad if grad.data_ptr() % 16 == 0 else grad.clone()

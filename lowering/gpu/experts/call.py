@@ -19,6 +19,7 @@ from autofuse.lowering.gpu.choice.calls import Calls, GpuCall, run_call
 from autofuse.lowering.gpu.choice.kernel import DTYPES, Way
 from autofuse.lowering.gpu.choice.quick import Quick, sizes_of
 from autofuse.lowering.gpu.memory.workspace import GpuWorkspace, workspace_of
+from autofuse.lowering.gpu.operands import aligned
 from autofuse.lowering.ops.all_to_all_expert_matmul import AllToAllExpertMatmul
 from autofuse.lowering.ops.expert_matmul_all_to_all import ExpertMatmulAllToAll
 from autofuse.lowering.reference.expert_rows import check_capacity
@@ -251,4 +252,4 @@ def _usable(x: Tensor, w: list[Tensor]) -> bool:
 def _biases(bias: list[Tensor], w: list[Tensor]) -> list[Tensor | None]:
     """`[E, N]` or none a weight."""
     count = w[0].shape[0]
-    return [b.reshape(count, -1).contiguous() if b.numel() else None for b in bias] or [None] * len(w)
+    return [aligned(b.reshape(count, -1)) if b.numel() else None for b in bias] or [None] * len(w)

@@ -23,11 +23,12 @@ from autofuse.lowering.gpu.choice.quick import Quick
 from autofuse.lowering.gpu.embedding.again import Same
 from autofuse.lowering.gpu.memory.told import values_of_all
 from autofuse.lowering.gpu.memory.workspace import GpuWorkspace
+from autofuse.lowering.gpu.operands import ALIGNED
 from autofuse.lowering.ops.reduce_update_gather import ReduceUpdateGather
 from autofuse.lowering.torch_internals import alike
 from autofuse.native_kernels.triton.update_parts import FIELDS
 
-from .tables import ALIGNED, rates_of
+from .tables import rates_of
 from .ways import OP, Kept
 
 _dtype = Tensor.dtype.__get__  # type: ignore[attr-defined]

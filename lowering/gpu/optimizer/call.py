@@ -25,12 +25,13 @@ from autofuse.lowering.gpu.choice.points import shipped
 from autofuse.lowering.gpu.memory.allocation import apart
 from autofuse.lowering.gpu.memory.told import values_of_all
 from autofuse.lowering.gpu.memory.workspace import GpuWorkspace, current, workspace_of
+from autofuse.lowering.gpu.operands import aligned
 from autofuse.lowering.ops.reduce_update_gather import ReduceUpdateGather
 from autofuse.lowering.reference.update import check, math_dtype, tell, update_by_reference
 from autofuse.lowering.update_rules import RULES
 
 from .again import TOLD, Step, step_kind
-from .tables import ALIGNED, bucket_words, longest_run, rates_of, tensor_words, unit_of
+from .tables import bucket_words, longest_run, rates_of, tensor_words, unit_of
 from .ways import DTYPES, OP, Clipping, UpdateProblem, kept_of, kernel_of
 
 
@@ -132,8 +133,8 @@ def _run(
     )
     if table is None or launcher.enter() is None:
         return None
-    params = [_aligned(p) for p in args.params]
-    grads = [None if g is None else _aligned(g) for g in args.grads]
+    params = [aligned(p) for p in args.params]
+    grads = [None if g is None else aligned(g) for g in args.grads]
     values, rows = (b"", range(len(params))) if args.numbers.is_cuda else rates_of(args.numbers)
     words = tensor_words(buckets, workspace.rank, grads, params, rows)
     # In one piece: a captured graph has one place for what it writes anew.
@@ -175,13 +176,6 @@ def _check(norm: Tensor) -> None:
 
 def _nothing() -> None:
     """What a step checks that takes any norm."""
-
-
-def _aligned(t: Tensor) -> Tensor:
-    """Contiguous, and where the kernel expects it."""
-    if not t.is_contiguous():
-        t = t.detach().contiguous()
-    return t if t.data_ptr() % ALIGNED == 0 else t.detach().clone()
 
 
 def _table(workspace: GpuWorkspace, buckets: Buckets, capturing: bool) -> Tensor | None:

@@ -14,12 +14,10 @@ import torch
 from torch import Tensor
 
 from autofuse.lowering.buckets import BUCKET, Buckets
+from autofuse.lowering.gpu.operands import ALIGNED
 from autofuse.native_kernels.triton.update_parts import FIELDS, LENGTH, TENSOR_BIT
 
 assert LENGTH.value == BUCKET
-
-ALIGNED = 16
-"""Bytes: where tensors begin, as the kernel loads them."""
 
 
 @lru_cache(maxsize=256)
