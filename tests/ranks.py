@@ -10,6 +10,7 @@ import signal
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
@@ -195,6 +196,8 @@ def fresh_group() -> str:
 
 def _serve(rank: int, world: int, directory: str, backend: str, connection: Connection) -> None:
     os.environ.update(_ENVIRONMENT, RANK=str(rank), WORLD_SIZE=str(world))
+    # Collectives are being renamed, and the oldest torch that is supported has only the old names.
+    warnings.filterwarnings("ignore", ".*is deprecated", FutureWarning)
     with open(os.path.join(directory, f"stacks-{rank}"), "w") as stacks:
         faulthandler.register(signal.SIGUSR1, stacks)
         connection.send_bytes(_attempt(_join, rank, world, directory, backend))
