@@ -21,6 +21,7 @@ from typing import Any
 from unittest.mock import patch
 
 START_S = 200.0  # the server of ranks imports torch and compiles, on a loaded machine
+EXIT_S = 20.0  # until the server of ranks tells how one has ended, on a loaded machine
 GRACE_S = 10.0  # how long the other ranks may go on once one has failed
 WAIT_S = 20.0  # how long a fused op waits for a peer, in the ranks
 ONE_GPU = os.environ.get("ONE_GPU", "0") == "1"
@@ -142,7 +143,7 @@ class RankPool:
                 try:
                     ok, value = pickle.loads(connection.recv_bytes())
                 except (EOFError, OSError):
-                    self._processes[rank].join(1)
+                    self._processes[rank].join(EXIT_S)
                     ok, value = False, f"died with exit code {self._processes[rank].exitcode}"
                 if ok:
                     results[rank] = value
