@@ -169,6 +169,20 @@ PASSES = (
         _of("kernels", "prepared"),
     ),
     Mutation(
+        "kernels read a bias that begins anywhere",
+        "quick.py",
+        "if not t.is_contiguous() or t.storage_offset() % ALIGNED_ELEMENTS:",
+        "if not t.is_contiguous():",
+        _of("kernels", "prepared_calls"),
+    ),
+    Mutation(
+        "a variant is always measured behind the same one",
+        "timing.py",
+        "keys[(place + number) % count]",
+        "keys[(place + number // count) % count]",
+        _of("bench", "timing"),
+    ),
+    Mutation(
         "the kept rows of a rank are taken from its inbox",
         "kept_rows.py",
         "if source == rank:",
