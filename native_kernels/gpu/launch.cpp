@@ -63,7 +63,7 @@ struct Kernel {
     const uint32_t* offsets;
     const Place* places;
     uint32_t grid, threads, shared_bytes, cluster;  // cluster 0: none
-    uint32_t bytes, param_count, place_count, reserved;
+    uint32_t bytes, param_count, place_count;
 };
 
 struct Prepared {
@@ -77,7 +77,7 @@ struct Prepared {
 
 }
 
-// 0, or why the call must go the long way.
+// Returns STARTED if the call may start, else why it must go the long way.
 static int refused(const Prepared& p, uint64_t stream, const uint64_t* operands) {
     const Guard& guard = *p.guard;
     if (*guard.raised || *guard.failed || *guard.bad_input) return FAILED;
@@ -115,8 +115,8 @@ static int start(const Driver& driver, const Kernel& kernel, void* stream, const
 
 extern "C" {
 
-// 0, or why nothing was started: whoever prepared it then goes the long way, which finds out. BROKEN: the driver
-// has refused another kernel than the first, so that the call cannot go the long way.
+// Returns STARTED if all kernels of the call run. Returns BROKEN if the first kernel runs and a later one was refused: the
+// call cannot be repeated. Returns another outcome if no kernel runs; the caller then goes the long way.
 __attribute__((visibility("default"))) int af_launch(
     const Prepared* p, uint64_t stream, const uint64_t* operands) {
     if (const int why = refused(*p, stream, operands)) return why;

@@ -23,9 +23,9 @@ from torch import Tensor
 ABI_VERSION = 3
 MOST_BYTES, MOST_PARAMS = 4096, 128
 MOST_OPERANDS = 32
-"""A bit each says how it is aligned."""
+"""A word of 32 bits says which operands are aligned."""
 BROKEN = 7
-"""What a start returns whose first kernel was launched, but not the others."""
+"""The outcome of a start whose first kernel runs, and whose second kernel the driver has refused."""
 
 MAP_BYTES = 128
 
@@ -101,7 +101,7 @@ class _Kernel(ctypes.Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("function", "params", "offsets", "places")),
         *((name, c_uint32) for name in ("grid", "threads", "shared_bytes", "cluster")),
-        *((name, c_uint32) for name in ("bytes", "param_count", "place_count", "reserved")),
+        *((name, c_uint32) for name in ("bytes", "param_count", "place_count")),
     )
 
 

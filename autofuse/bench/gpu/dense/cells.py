@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
-from autofuse.bench.gpu.ratios import BYTES, FLAG_US, from_json, ratio
+from autofuse.bench.gpu.ratios import from_json, limit_us, ratio
 from autofuse.bench.gpu.rows import Measured
 from autofuse.lowering.gpu.choice.timing import Timing, matmul_us
 
@@ -111,9 +111,8 @@ class Cell:
 
     def limit(self, compute_us: float, link_gb_per_s: float) -> float:
         """Microseconds of a perfect fusion."""
-        rounds = 2 if self.op == "matmul_all_reduce" else 1
-        sent = rounds * (self.world - 1) / self.world * self.exchanged * BYTES
-        return max(compute_us, sent / link_gb_per_s / 1e3) + rounds * FLAG_US
+        exchanges = 2 if self.op == "matmul_all_reduce" else 1
+        return limit_us(compute_us, self.exchanged, self.world, link_gb_per_s, exchanges)
 
     @property
     def roughly_us(self) -> float:

@@ -11,9 +11,6 @@ from torch import Tensor
 from autofuse.bench.gpu.embedding.cells import Cell
 from autofuse.lowering.gpu.choice.timing import MOST_CALLS, copies_of
 
-SAMPLED = 16
-"""Bags of every rank, and rows of every table, whose exact values are computed."""
-
 
 @dataclass(frozen=True)
 class Bags:
@@ -42,10 +39,3 @@ def _drawn(cell: Cell, device: torch.device) -> Bags:
 def offsets(cell: Cell, device: torch.device, tables: int = 1) -> Tensor:
     """The offsets of the bags of so many tables, one after another: [tables * B]."""
     return torch.arange(tables * cell.batch, device=device) * cell.pooling
-
-
-def sampled_bags(cell: Cell, device: torch.device) -> Tensor:
-    """Some bags of every rank: [W, S]."""
-    part = cell.batch // cell.world
-    some = torch.linspace(0, part - 1, min(SAMPLED, part), device=device).long()
-    return torch.arange(cell.world, device=device)[:, None] * part + some

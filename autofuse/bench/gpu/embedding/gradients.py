@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from autofuse.bench.gpu.driver import relative_error
-from autofuse.bench.gpu.embedding.bags import SAMPLED, Bags, drawn, offsets, sampled_bags
+from autofuse.bench.gpu.embedding.bags import Bags, drawn, offsets
 from autofuse.bench.gpu.embedding.cells import BACKWARD, Cell
-from autofuse.bench.gpu.exchange.work import Sample, Variant, Work, exchange
+from autofuse.bench.gpu.exchange.work import SAMPLED, Sample, Variant, Work, exchange, sampled
 from autofuse.bench.gpu.named_ways import Fused
 from autofuse.bench.gpu.ratios import DTYPE
 
@@ -188,7 +188,7 @@ def exact(given: Operands) -> tuple[Sample, Sample, Gradients]:
     shape = (cell.batch, cell.columns)
     sent = given.grad.view(-1, cell.world, cell.columns).transpose(0, 1).reshape(shape)
     received = exchange(torch.empty_like(sent), sent, None, None)
-    some = sampled_bags(cell, sent.device).flatten()
+    some = sampled(cell.batch, cell.world, sent.device).flatten()
     # Rows that another set uses: memory that is not set to 0 has what earlier calls made of that.
     places = torch.linspace(0, cell.batch * cell.pooling - 1, SAMPLED, device=sent.device).long()
     rows = [

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from autofuse.bench.gpu.embedding.bags import Bags, drawn, offsets, sampled_bags
+from autofuse.bench.gpu.embedding.bags import Bags, drawn, offsets
 from autofuse.bench.gpu.embedding.cells import OP, Cell
-from autofuse.bench.gpu.exchange.work import Sample, Variant, Work, exchange
+from autofuse.bench.gpu.exchange.work import Sample, Variant, Work, exchange, sampled
 from autofuse.bench.gpu.named_ways import Fused
 from autofuse.bench.gpu.ratios import DTYPE
 
@@ -124,7 +124,7 @@ def exact(given: Operands) -> tuple[Sample, Sample]:
     The latter are [B / W, W * sum(D_t)].
     """
     cell = given.cell
-    of_ranks = sampled_bags(cell, given.offsets.device)
+    of_ranks = sampled(cell.batch, cell.world, given.offsets.device)
     some, bags = of_ranks[0], of_ranks.flatten()
     rows = [i.view(cell.batch, cell.pooling)[bags] for i in given.bags[0].indices]
     pooled = torch.cat([t[i].double().sum(1) for t, i in zip(given.tables, rows, strict=True)], 1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -53,6 +53,12 @@ from autofuse.lowering.gpu.choice.timing import QUICK, Effort, Timing, calls_for
 MEMORY_BYTES = 2 << 30
 """Bytes that are copied to measure the memory's rate."""
 
+CELLS: Mapping[str, Callable[[int, bool], Sequence[Cell]]] = {
+    "embedding": embedding_cells.cells,
+    "experts": expert_cells.cells,
+    "sums": sum_cells.cells,
+}
+"""By benchmark: the function that makes all cells, or a few, for a number of ranks."""
 WORK: Mapping[str, Callable[[Any, torch.device, str], Work]] = {
     embedding_cells.OP: embedding_work.work,
     embedding_cells.BACKWARD: embedding_gradients.work,
@@ -85,14 +91,7 @@ def join(options: Options) -> None:
 
 def cells(options: Options, world: int) -> list[Cell]:
     """The cells that are measured. ValueError if there are none, or for a world that does not fit."""
-    found: list[Cell]
-    if options.benchmark == "embedding":
-        found = [*embedding_cells.cells(world, options.quick)]
-    elif options.benchmark == "sums":
-        found = [*sum_cells.cells(world, options.quick)]
-    else:
-        found = [*expert_cells.cells(world, options.quick)]
-    return chosen(found, options.rows)
+    return chosen([*CELLS[options.benchmark](world, options.quick)], options.rows)
 
 
 def run(options: Options, json_file: Path | None, markdown: Path | None) -> NoReturn:

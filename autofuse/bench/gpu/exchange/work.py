@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -32,6 +33,17 @@ class Work:
     capturable: bool = True
     """Whether ours may be captured. A call that waits for the GPU would break the capture for all that
     follow."""
+
+
+SAMPLED = 16
+"""Rows of each rank, and of each table, whose exact values are computed."""
+
+
+def sampled(rows: int, world: int, device: torch.device) -> Tensor:
+    """[W, S]: some of the rows of each rank, of which all have equally many."""
+    part = rows // world
+    some = torch.linspace(0, part - 1, min(SAMPLED, part), device=device).long()
+    return torch.arange(world, device=device)[:, None] * part + some
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autofuse.bench.gpu.exchange.rows import Rates
-from autofuse.bench.gpu.ratios import BYTES, FLAG_US
+from autofuse.bench.gpu.ratios import BYTES, limit_us
 
 REDUCE, SCATTER = "matmul_all_reduce", "matmul_reduce_scatter"
 EXPERTS = {
@@ -71,8 +71,7 @@ class Cell:
         if compute_us is None:
             return None
         exchanges = 2 if self.op == REDUCE else 1
-        sent = exchanges * (self.world - 1) / self.world * self.rows * self.columns * BYTES
-        return max(compute_us, sent / rates.link / 1e3) + exchanges * FLAG_US
+        return limit_us(compute_us, self.rows * self.columns, self.world, rates.link, exchanges)
 
 
 def cells(world: int, quick: bool) -> list[Cell]:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from autofuse.bench.gpu.exchange.work import Sample, Variant, Work
+from autofuse.bench.gpu.exchange.work import Sample, Variant, Work, sampled
 from autofuse.bench.gpu.named_ways import Fused
 from autofuse.bench.gpu.ratios import DTYPE
 from autofuse.bench.gpu.sums.cells import REDUCE, SCATTER, Cell
@@ -28,8 +28,6 @@ Local: TypeAlias = Callable[[Inputs], Tensor]
 
 SETS = 4
 """Of inputs that calls take by turns."""
-SAMPLED = 16
-"""Rows of each rank whose exact values are computed."""
 
 
 def work(cell: Cell, device: torch.device, group_name: str) -> Work:
@@ -38,9 +36,8 @@ def work(cell: Cell, device: torch.device, group_name: str) -> Work:
         (_experts, _added, _exact_added) if cell.kind == "experts" else (_tables, _pooled, _exact_pooled)
     )
     inputs = drawn(cell, device)
-    part = cell.rows // cell.world
-    some = torch.arange(0, part, max(1, part // SAMPLED), device=device)
-    rows = (torch.arange(cell.world, device=device)[:, None] * part + some).flatten()
+    some = sampled(cell.rows, cell.world, device)
+    rows = some.flatten()
     mine = exact(cell, inputs[0], rows)
     total = mine.clone()
     dist.all_reduce(total)
@@ -48,7 +45,9 @@ def work(cell: Cell, device: torch.device, group_name: str) -> Work:
     if cell.op == REDUCE:
         whole = Sample((cell.rows, cell.columns), rows, total)
     else:
-        whole = Sample((part, cell.columns), some, total.chunk(cell.world)[dist.get_rank()])
+        whole = Sample(
+            (cell.rows // cell.world, cell.columns), some[0], total.chunk(cell.world)[dist.get_rank()]
+        )
     compiled = torch.compile(local(cell), dynamic=False)
     fused = Fused(cell.op, [_arguments(cell, given, group_name) for given in inputs])
 
@@ -58,7 +57,6 @@ def work(cell: Cell, device: torch.device, group_name: str) -> Work:
     found = peers(cell, compiled, device, group_name)
     variants = {
         "compute": {"compiled": variant(compiled, alone)},
-        "parts": {},
         "peers": {name: variant(run, whole) for name, run in found.items()},
         "ours": {"auto": Variant(fused.auto, whole.error)},
     }
@@ -93,7 +91,7 @@ def peers(cell: Cell, compiled: Local, device: torch.device, group_name: str) ->
 
 
 def _experts(cell: Cell, device: torch.device) -> list[Inputs]:
-    """Routing is alike on all ranks, what is multiplied is not."""
+    """All ranks have the same routing. Each has rows and weights of its own."""
     same = torch.Generator(device).manual_seed(5)
     entries, depth, dtype = cell.rows * cell.top, cell.depth // cell.world, getattr(torch, DTYPE)
     w = torch.randn(cell.experts, depth, cell.columns, device=device, dtype=dtype) / cell.depth**0.5
