@@ -36,6 +36,9 @@ from autofuse.lowering.torch_internals import group_size
 
 OP = "matmul_all_reduce"
 
+BIASED = "addmm %0"
+"""The product with an epilogue that GPU kernels take."""
+
 GPU_ROWS = (torch.bfloat16, torch.float16, torch.float32)
 """Dtypes of the rows, of tables and of experts, that GPU kernels add up, and of sums that they exchange."""
 
@@ -130,6 +133,19 @@ def exchanged(args: Any) -> torch.dtype | None:
     return None if is_added_up(args) else args.x[0].dtype
 
 
+def bias_of(args: Any) -> Tensor | None:
+    """The row that is added to the first matmul, before its sum over the ranks."""
+    return args.operands[0] if args.product == BIASED else None
+
+
+def _is_multiplied(args: Any) -> bool:
+    """Whether the product is a sum of matmuls, and perhaps a row."""
+    bias = bias_of(args)
+    row = bias is None or (bias.dtype == args.x[0].dtype and bias.shape[-1:].numel() == bias.numel())
+    whole = bias is None or bias.numel() == args.w[0].shape[1]
+    return args.product in ("mm", BIASED) and args.terms <= MOST_TERMS and row and whole
+
+
 def is_added_up(args: Any) -> bool:
     """Whether a rank adds up rows, of tables or of experts, before the ranks' sums are added."""
     return is_pooled(args.product) or is_grouped(args.product)
@@ -159,10 +175,10 @@ def _is_summed_by_token(args: Any) -> bool:
 
 REDUCE_GAPS: tuple[Gap[Any], ...] = (
     Gap(
-        lambda args: not is_added_up(args) and (args.product != "mm" or args.terms > MOST_TERMS),
-        f"GPU kernels reduce sums of up to {MOST_TERMS} matmuls as they are, "
+        lambda args: not is_added_up(args) and not _is_multiplied(args),
+        f"GPU kernels reduce sums of up to {MOST_TERMS} matmuls, with a bias [N] or none, "
         "not {0.product!r} of {0.terms}",
-        "move scales, biases and casts behind the collective",
+        "move scales and casts behind the collective",
     ),
     Gap(
         lambda args: is_pooled(args.product) and not _is_sent_as_pooled(args),

@@ -169,6 +169,30 @@ def sums(rank: int, world: int, op: str, m: int, n: int, terms: tuple[int, ...])
     return error_of(out, reference(op, x, w))
 
 
+def biased(rank: int, world: int, op: str, m: int, k: int, n: int) -> dict[str, float]:
+    """Each rank adds a row of its own to its product; the error of every way."""
+    from autofuse.lowering.gpu import by_name
+
+    x, w = operands(op, m, k, n, rank, world, True, torch.bfloat16)
+    torch.manual_seed(300 + rank)
+    row = torch.randn(n, device="cuda", dtype=torch.bfloat16)
+    total = x.double() @ w.double() + row.double()
+    dist.all_reduce(total)
+    if op == "matmul_reduce_scatter":
+        total = total.chunk(world)[rank]
+    place = (0, 1) if op == "matmul_reduce_scatter" else ()
+    found = {}
+    for bias in (row, torch.cat([row[:1], row])[1:]):  # the second begins at an odd element
+        given = (
+            [x], [w], [bias], "addmm %0", "sum", *place, False, [], "", "", dist.group.WORLD.group_name,
+            "direct", "biased",
+        )  # fmt: skip
+        for way in by_name.names(op, given, True):
+            for (out,) in every_result(way, op, given):
+                found[way] = max(found.get(way, 0.0), error_of(out, total))
+    return found
+
+
 def orders(rank: int, world: int, op: str, m: int, k: int, n: int) -> dict[str, float]:
     x, w = operands(op, m, k, n, rank, world, False, torch.bfloat16)
     wanted = reference(op, x, w)

@@ -100,6 +100,15 @@ def test_sums(gpu_ranks: Pools, world: int, op: str, m: int, terms: tuple[int, .
     assert max(pool.run(on_gpus.sums, op, m, n, terms, timeout=200)) < on_gpus.MOST_ERROR
 
 
+@pytest.mark.parametrize("m", [8, 16, 96, 1000, 4096])
+@pytest.mark.parametrize("op", ["matmul_all_reduce", "matmul_reduce_scatter"])
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_bias_before_the_sum(gpu_ranks: Pools, world: int, op: str, m: int) -> None:
+    for found in gpu_ranks(world).run(on_gpus.biased, op, m, 520, 1528, timeout=200):
+        assert {way.split()[0] for way in found} & {"words", "clusters"} or m % world, found
+        assert {way: error for way, error in found.items() if error > on_gpus.MOST_ERROR} == {}
+
+
 @pytest.mark.parametrize("op", ["matmul_all_reduce", "matmul_reduce_scatter"])
 @pytest.mark.parametrize("world", WORLDS)
 def test_orders(gpu_ranks: Pools, world: int, op: str) -> None:

@@ -54,7 +54,7 @@ TAKE = re.compile(r"\bld\.relaxed\.sys\.global\.v4")
 def cases(op: str) -> Iterator[tuple[str, Constants, int]]:
     """Source, constants and bytes of shared memory of all ways; layouts, dtypes and traces by turns."""
     turns = cycle(product([False, True], DTYPES, [True, False], [True, False]))
-    matmuls = cycle((1, 2, MOST_TERMS, 1, 1))
+    matmuls, biased = cycle((1, 2, MOST_TERMS, 1, 1)), cycle((False, True, False))
     sizes = [*product((8, 16, 40, 128, 512, 2048, 8192), (2, 4, 8)), *product((512, 2048), (3, 5))]
     sizes += product((384, 640, 768), (2, 4))  # whose last wave is fuller with tiles of other widths
     for m, world in sizes:
@@ -65,13 +65,22 @@ def cases(op: str) -> Iterator[tuple[str, Constants, int]]:
                 yield (
                     matmul_reduce.SOURCE,
                     matmul_reduce.cluster_reduce_constants(
-                        world, transposed, dtype, other, op == OPS[0], 0, config, trace, next(matmuls)
+                        world,
+                        transposed,
+                        dtype,
+                        other,
+                        op == OPS[0],
+                        0,
+                        config,
+                        trace,
+                        next(matmuls),
+                        next(biased),
                     ),
                     config.shared_bytes,
                 )
             elif isinstance(config, WordsConfig):
                 constants = matmul_words.words_constants(
-                    m, world, transposed, dtype, other, op == OPS[0], config, trace
+                    m, world, transposed, dtype, other, op == OPS[0], config, trace, next(biased)
                 )
                 yield matmul_words.SOURCE, constants, config.shared_bytes
             elif isinstance(config, WordsGatherConfig):

@@ -88,6 +88,9 @@ PRODUCT = f"{REDUCE}, product"
 """cuBLAS multiplies, and a kernel adds up."""
 
 NORM = "add %0; keep; to float32; rms 1e-06 keep; to bfloat16; mul %1"
+BIASED, BIASED_PRODUCT = f"{REDUCE}, biased", f"{SCATTER}, biased product"
+"""Each rank adds a row to its product: the kernel does, or cuBLAS."""
+
 TAILS = {f"{REDUCE}, tail": 2, f"{SCATTER}, tail": 2, f"{SCATTER}, tail within": 1}
 """Launches of a call: its kernel, and one that applies the tail."""
 
@@ -103,7 +106,9 @@ def _with_tail(*at: Any) -> Reduction:
 MAKE: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(TAILS, _with_tail),
     REDUCE: lambda *at: Reduction(*at, (1, K), False, "direct", "s"),
-    PRODUCT: lambda *at: Reduction(*at, (1, K), False, "direct", "s"),
+    **dict.fromkeys(
+        (PRODUCT, BIASED, BIASED_PRODUCT), lambda *at: Reduction(*at, (1, K), False, "direct", "s")
+    ),
     SCATTER: lambda *at: Reduction(*at, (1, K), False, "direct", "s"),
     GATHER: lambda *at: Gather(*at, (1, K), False, False, "s", biased=True),
     KEPT: lambda *at: Gather(*at, (1, K), True, True, "s", biased=True),
@@ -132,6 +137,14 @@ CALLS = {
         ([_rows(8, K)], [WEIGHT], [], "mm", "sum", 0, 1, False, [_rows(4, N), _rows(N)], NORM, "", *END),
     ),
     PRODUCT: _dense(PRODUCT, 8, "rows", ([_rows(8, K)], [WEIGHT], [], "mm", "sum", False, [], "", "", *END)),
+    BIASED: _dense(
+        BIASED, 8, "words",
+        ([_rows(8, K)], [WEIGHT], [BIAS], "addmm %0", "sum", False, [], "", "", *END), biased=True,
+    ),
+    BIASED_PRODUCT: _dense(
+        BIASED_PRODUCT, 8, "rows",
+        ([_rows(8, K)], [WEIGHT], [BIAS], "addmm %0", "sum", 0, 1, False, [], "", "", *END), biased=True,
+    ),
     GATHER: _dense(GATHER, 64, "few", (_rows(32, K), [WEIGHT], [BIAS], 0, 1, False, *END)),
     KEPT: _dense(KEPT, 64, "few", (_rows(32, K), [WEIGHT, WEIGHT], [BIAS, BIAS], 0, 1, True, *END)),
     PUBLISH: _dense(
@@ -283,6 +296,8 @@ def _run(op: str, made: Any, given: tuple[Any, ...]) -> Any:
     x, w, more, *_ = given
     if op in (REDUCE, SCATTER, PRODUCT):
         return made(x, w)
+    if op in (BIASED, BIASED_PRODUCT):
+        return made(x, w, bias=more[0])
     if op in TAILS:
         return made(x, w, given[-6])
     if op == PUBLISH:

@@ -313,6 +313,32 @@ def test_logits(how: str, dtype: torch.dtype, why: str) -> None:
     assert site.detail.startswith(why)
 
 
+def reduced(x: Tensor, w: Tensor, b: Tensor, how: str) -> Tensor:
+    y = F.linear(x, w) * 0.5 if how == "scaled" else torch.addmm(b, x, w.t())
+    if how.startswith("scattered"):
+        return funcol.reduce_scatter_tensor(y, "sum", 0, "0")
+    return funcol.all_reduce(y, "sum", "0")
+
+
+@pytest.mark.parametrize(
+    ("how", "bias", "why"),
+    [
+        ("everywhere", (32,), ""),
+        ("scattered", (1, 32), ""),
+        ("everywhere", (8, 32), "GPU kernels reduce sums of up to 4 matmuls, with a bias [N] or none, not"),
+        ("everywhere", (8, 1), "GPU kernels reduce sums of up to 4 matmuls, with a bias [N] or none, not"),
+        ("scaled", (32,), "GPU kernels reduce sums of up to 4 matmuls, with a bias [N] or none, not"),
+    ],
+)
+def test_a_bias_before_a_reduction(how: str, bias: tuple[int, ...], why: str) -> None:
+    with fake_group(WORLD), FakeTensorMode(), patch.object(support, "why_not", lambda device: None):
+        x, w, b = (torch.empty(shape, dtype=torch.bfloat16) for shape in ((8, 16), (32, 16), bias))
+        graph = moved(make_fx(partial(reduced, how=how))(x, w, b).graph)
+        (site,) = fuse(graph, Settings(policy="always"), "inference", "0").sites
+    assert site.fused == (not why), site
+    assert site.detail.startswith(why)
+
+
 @pytest.mark.parametrize(
     ("program", "shapes", "ops"),
     [

@@ -24,7 +24,7 @@ from autofuse.lowering.gpu.memory.workspace import GpuWorkspace, current, worksp
 from autofuse.lowering.gpu.operands import aligned
 from autofuse.lowering.ops.all_gather_matmul import AllGatherMatmul
 from autofuse.lowering.ops.matmul_all_gather import MatmulAllGather
-from autofuse.lowering.ops.matmul_all_reduce import MatmulAllReduce, is_added_up
+from autofuse.lowering.ops.matmul_all_reduce import MatmulAllReduce, bias_of, is_added_up
 from autofuse.lowering.ops.matmul_reduce_scatter import MatmulReduceScatter
 from autofuse.lowering.reference.product import is_pooled
 from autofuse.lowering.runs import Note
@@ -57,14 +57,14 @@ def run_reduce(op: str, args: ReduceArguments) -> Any:
 
 
 def _reduced(reduction: Reduction, args: ReduceArguments, a: Sequence[Tensor]) -> list[Tensor]:
-    return reduction(a, args.w, [t.contiguous() for t in args.tail_operands])
+    return reduction(a, args.w, [t.contiguous() for t in args.tail_operands], _row(bias_of(args)))
 
 
 def _reduce_kind(op: str, args: ReduceArguments, a: Sequence[Tensor], capturing: bool) -> Hashable:
     update = op == SCATTER and config.update
     return (
-        op, *map(_layout, a), *map(_layout, args.w), args.reduce_op, args.dim, args.outer, args.order,
-        args.site, capturing, update, args.tail, args.proof, *map(_layout, args.tail_operands),
+        op, *map(_layout, a), *map(_layout, args.w), args.product, args.reduce_op, args.dim, args.outer,
+        args.order, args.site, capturing, update, args.tail, args.proof, *map(_layout, args.tail_operands),
     )  # fmt: skip
 
 
@@ -83,6 +83,7 @@ def _reduce_call(
 ) -> tuple[GpuCall, Callable[..., Reduction]]:
     b, mean = args.w, args.reduce_op == "avg"
     problem = of_sum(problem_of(op, a[0], b[0], workspace, args.dim, args.outer), a, b)
+    problem = replace(problem, biased=bias_of(args) is not None)
     problem, tail = with_tail(problem, args, workspace)
     strides = b[0].stride()
 
@@ -228,7 +229,7 @@ def _quick_reduce(op: str) -> Quick:
         return workspace.calls.get(_reduce_kind(op, args, args.x, False))
 
     def again(reduction: Reduction, given: tuple[Any, ...]) -> list[Tensor] | None:
-        return reduction.again(given[0], given[1], given[-6])
+        return reduction.again(given[0], given[1], given[-6], _row(given[2][0]) if given[2] else None)
 
     return Quick(_reduce_kind_of, made, again)
 
@@ -287,8 +288,8 @@ def _is_empty(x: Tensor, w: Tensor) -> bool:
 
 
 def _row(bias: Tensor | None) -> Tensor | None:
-    """As kernels read it."""
-    return None if bias is None else aligned(bias)
+    """As kernels read it: [N]."""
+    return None if bias is None else aligned(bias.view(-1) if bias.dim() > 1 else bias)
 
 
 def _layout(t: Tensor) -> Hashable:

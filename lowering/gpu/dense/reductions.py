@@ -68,12 +68,14 @@ FEW_ROWS = 128
 
 
 class Reduce(NamedTuple):
-    """How a product is reduced. mean: divided by the ranks; order: as `ORDERS` numbers them."""
+    """How a product is reduced. mean: divided by the ranks; order: as `ORDERS` numbers them; bias: a row that
+    each rank adds to its product first."""
 
     mean: bool
     everywhere: bool
     outer: int
     order: int
+    bias: Tensor | None = None
 
 
 def _is_of_rows(problem: DenseProblem) -> bool:
@@ -109,6 +111,7 @@ PACKETS: Kernel[DenseProblem, PacketsConfig] = Kernel(
     only_launches=only_kernels,
     work=packets_work,
     source="triton/matmul_packets.py",
+    fits=lambda config, p: not p.biased,
 )
 
 
@@ -167,8 +170,9 @@ def _launch_words(
     at: Launch, config: WordsConfig, x: Sequence[Tensor], w: Sequence[Tensor], out: Tensor, how: Reduce
 ) -> None:
     launch_matmul_words(
-        at.memory, x[0], w[0], out, how.mean, how.everywhere, config, at.site, at.trace, at.compile_only
-    )
+        at.memory, x[0], w[0], out, how.mean, how.everywhere, config, at.site, at.trace, at.compile_only,
+        how.bias,
+    )  # fmt: skip
 
 
 WORDS: Kernel[DenseProblem, WordsConfig] = Kernel(
@@ -214,7 +218,10 @@ def _launch_clusters(
     at: Launch, config: ClusterReduceConfig, x: Sequence[Tensor], w: Sequence[Tensor], out: Tensor,
     how: Reduce,
 ) -> None:  # fmt: skip
-    launch_cluster_reduce(at.memory, x, w, out, *how, config, at.site, at.trace, at.compile_only, at.engine)
+    launch_cluster_reduce(
+        at.memory, x, w, out, how.mean, how.everywhere, how.outer, how.order, config, at.site, at.trace,
+        at.compile_only, at.engine, how.bias,
+    )  # fmt: skip
 
 
 CLUSTERS: Kernel[DenseProblem, ClusterReduceConfig] = Kernel(
@@ -249,6 +256,8 @@ def _tiles_configs(problem: DenseProblem) -> Iterator[ReduceConfig]:
 
 
 def _tiles_fit(config: ReduceConfig, problem: DenseProblem) -> bool:
+    if problem.biased:
+        return False
     if config.by_rows or problem.everywhere:
         return True
     return problem.outer == 1 and problem.n % (8 * problem.world) == 0
@@ -257,7 +266,10 @@ def _tiles_fit(config: ReduceConfig, problem: DenseProblem) -> bool:
 def _launch_tiles(
     at: Launch, config: ReduceConfig, x: Sequence[Tensor], w: Sequence[Tensor], out: Tensor, how: Reduce
 ) -> None:
-    launch_matmul_reduce(at.memory, x, w, out, *how, config, at.site, at.trace, at.compile_only)
+    launch_matmul_reduce(
+        at.memory, x, w, out, how.mean, how.everywhere, how.outer, how.order, config, at.site, at.trace,
+        at.compile_only,
+    )  # fmt: skip
 
 
 TILES: Kernel[DenseProblem, ReduceConfig] = Kernel(
@@ -290,9 +302,11 @@ def _is_chunked(problem: DenseProblem) -> bool:
     return rows and problem.m // problem.world * problem.n % 8 == 0
 
 
-def multiplied(x: Sequence[Tensor], w: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
-    """The sum of `x[i] @ w[i]` by cuBLAS; every term is added in fp32, and rounded."""
-    total = torch.mm(x[0], w[0], out=out)
+def multiplied(
+    x: Sequence[Tensor], w: Sequence[Tensor], bias: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:
+    """The sum of `x[i] @ w[i]`, and of a row, by cuBLAS; every term is added in fp32, and rounded."""
+    total = torch.mm(x[0], w[0], out=out) if bias is None else torch.addmm(bias, x[0], w[0], out=out)
     for xi, wi in zip(x[1:], w[1:], strict=True):
         total.addmm_(xi, wi)
     return total

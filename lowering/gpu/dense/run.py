@@ -66,10 +66,11 @@ def of_weights(problem: DenseProblem, w: Sequence[Tensor], bias: Sequence[Tensor
 
 
 class Reduction:
-    """Calls of one kind of matmul_all_reduce or matmul_reduce_scatter: `reduction(x, w, operands)`, the sum
-    or, with a tail, its results.
+    """Calls of one kind of matmul_all_reduce or matmul_reduce_scatter: `reduction(x, w, operands, bias)`, the
+    sum or, with a tail, its results.
 
-    x, w: the operands of all terms of a sum; operands: those of the tail, contiguous.
+    x, w: the operands of all terms of a sum; operands: those of the tail, contiguous; bias: a row that is
+    added to the product, where the problem has one.
 
     What is equal in all of them is decided once.
     """
@@ -103,43 +104,48 @@ class Reduction:
         )
 
     def again(
-        self, x: Sequence[Tensor], w: Sequence[Tensor], operands: Sequence[Tensor]
-    ) -> list[Tensor] | None:
+        self, x: Sequence[Tensor], w: Sequence[Tensor], operands: Sequence[Tensor],
+        bias: Tensor | None = None,
+    ) -> list[Tensor] | None:  # fmt: skip
         """As `__call__`, of a call like one before that was not captured, in the shortest way; None where the
         call has to be prepared anew."""
         launcher = self._launcher
         # cuBLAS multiplies before the guard of the launch is asked, so what Python can check comes first.
         if launcher.is_short and (not self._takes_product or (launcher.is_next() and launcher.goes_on())):
-            given = (multiplied(x, w),) if self._takes_product else (*x, *w)
             taken = operands if self._takes_tail else ()
+            if self._takes_product:
+                given: Sequence[Tensor] = (multiplied(x, w, bias),)
+            else:
+                given, taken = (*x, *w), taken if bias is None else (bias, *taken)
             found = launcher.again(given, self._results, taken, self._dtypes)
             if found is None:
                 return None
             return found[self._first :] if self._takes_tail else self._then(found[0], operands)
-        return self(x, w, operands) if launcher.goes_on() else None
+        return self(x, w, operands, bias) if launcher.goes_on() else None
 
     def __call__(
         self, x: Sequence[Tensor], w: Sequence[Tensor], operands: Sequence[Tensor] = (),
-        trace: Tensor | None = None,
+        bias: Tensor | None = None, trace: Tensor | None = None,
     ) -> list[Tensor]:  # fmt: skip
         memory = None if self._is_replaced else self._launcher.enter(self._problem.programs, trace)
         if memory is None:
-            return self._then(self._unfused(multiplied(x, w)), operands)
+            return self._then(self._unfused(multiplied(x, w, bias)), operands)
         if not self._is_fused:
-            value = self._by_torch(memory, x, w)
+            value = self._by_torch(memory, x, w, bias)
         else:
             out = [
                 x[0].new_empty(sizes, dtype=d)
                 for (sizes, _), d in zip(self._results, self._dtypes, strict=True)
             ]
+            how = self._how._replace(bias=bias)
             if self._takes_product:
-                x, w = [multiplied(x, w)], ()
+                x, w, how = [multiplied(x, w, bias)], (), self._how
             if self._takes_tail:
-                self._launcher.launch(x, w, out, self._how, operands, self._tail)
+                self._launcher.launch(x, w, out, how, operands, self._tail)
                 self._launcher.leave()
                 return out[self._first :]
             (value,) = out
-            self._launcher.launch(x, w, value, self._how)
+            self._launcher.launch(x, w, value, how)
         self._launcher.leave()
         return self._then(value, operands)
 
@@ -149,13 +155,15 @@ class Reduction:
             return [value]
         return behind(value, operands, self._tail)
 
-    def _by_torch(self, memory: PeerMemory, x: Sequence[Tensor], w: Sequence[Tensor]) -> Tensor:
+    def _by_torch(
+        self, memory: PeerMemory, x: Sequence[Tensor], w: Sequence[Tensor], bias: Tensor | None
+    ) -> Tensor:
         problem, group_name = self._problem, self._workspace.group_name
         if self._way.name == ASYNC_TP:
             out = torch_internals.async_tp_matmul_reduce_scatter(x[0], w[0], group_name)
             return self._averaged(out)
         p = memory.finished.views[memory.rank].view(x[0].dtype)[: problem.m * problem.n]
-        multiplied(x, w, p.view(problem.m, problem.n))
+        multiplied(x, w, bias, p.view(problem.m, problem.n))
         out = torch_internals.symmetric_all_reduce(p, group_name, self._way.name == ONE_SHOT)
         # torch's variant with an output of its own was measured to be slower than this and a copy.
         out = out.clone() if self._way.name == TWO_SHOT else out

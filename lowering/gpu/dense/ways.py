@@ -40,7 +40,8 @@ class DenseProblem:
     (columns) belong to whom. aligned: operands are as TMA loads them. update: tiles may be added at their
     owners as they arrive. terms: of a sum of several matmuls, the K of each, `k` in total. widths: of several
     weights of a gather that kernels multiply together, the columns of each, `n` in total. written: where
-    owners of rows may apply a tail, bytes of a row of what it returns.
+    owners of rows may apply a tail, bytes of a row of what it returns. biased: each rank adds a row to its
+    product before a reduction.
     """
 
     op: str
@@ -57,6 +58,7 @@ class DenseProblem:
     terms: tuple[int, ...] = ()
     widths: tuple[int, ...] = ()
     written: int = 0
+    biased: bool = False
 
     is_whole: ClassVar[bool] = True
     most_bytes: ClassVar[int] = MOST_BYTES
@@ -113,7 +115,7 @@ class DenseProblem:
     @property
     def _is_plain(self) -> bool:
         """One matmul, of which each rank has rows side by side."""
-        return self.by_rows and self.outer == 1 and not self.terms
+        return self.by_rows and self.outer == 1 and not self.terms and not self.biased
 
     def kernels(self) -> Sequence[Kernel[DenseProblem, Any]]:
         if self.dtype not in DTYPES or self.world > 8 or not min(self.m, self.k, self.n):

@@ -17,6 +17,7 @@
 struct Params {
     TensorMap x[TERMS], w[TERMS];
     char* out;
+    const char* bias;   // BIASED: [n], which this rank adds to its product
     char* inbox[8];     // of every rank
     char* words[8];     // flag-in-payload
     int* signals[8];
@@ -57,6 +58,10 @@ struct MatmulReduce : Frame<Params, TEAMS> {
             int row = (tile.row / p.stretch * W + tile.owner) * p.chunk_rows + tile.row % p.stretch * BM;
             for (int i = 0; i < TERMS; ++i) produce(s, turn, {{&p.x[i]}, {&p.w[i]}, row, tile.col * BN, 0, p.k[i]});
         });
+    }
+
+    __device__ void before_store(float (&acc)[BN / 2], const Tile& tile) const {
+        if (BIASED) add_bias(acc, p.bias, tile.col * BN, p.n);
     }
 
     __device__ void store_tiles(int tiles) const {

@@ -16,6 +16,7 @@
 struct Params {
     TensorMap x, w;
     char* out;
+    const char* bias;  // BIASED: [n], which this rank adds to its product
     char* words[8];  // of every rank
     int64_t* state;
     int64_t* trace;
@@ -231,6 +232,10 @@ extern "C" __global__ void __launch_bounds__(384, 1) matmul_words(const __grid_c
         for (int t = block / CLUSTER; t < tiles(p); t += step) {
             float acc[BN / 2];
             consume(s, turn, acc, group - 1, blocks);
+            auto add = [&] {
+                if (BIASED) add_bias(acc, p.bias, tile_at(p, t).col * BN, p.n);
+            };
+            if (SPLIT == 1) add();
             if (SENDS_BESIDE && t + step < tiles(p)) {
                 stage(s, acc, group - 1, staged);
                 if (threadIdx.x % 128 == 0) trace.stamp(EVENT_COMPUTED, -1, t);
@@ -238,6 +243,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) matmul_words(const __grid_c
             }
             if (SPLIT > 1) add_partials(s, acc, group - 1, done++);
             if (!adds_up(group - 1)) continue;
+            if (SPLIT > 1) add();
             if (SENDS_BESIDE) barrier_wait(s.taken, staged ^ 1);
             stage_rows(s, acc, group - 1);
             constexpr int SENDING_THREADS = SPLIT_WARPS * 32;

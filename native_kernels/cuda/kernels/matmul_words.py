@@ -34,7 +34,7 @@ class _Params(ctypes.Structure):
     _fields_ = (
         ("x", TENSOR_MAP),
         ("w", TENSOR_MAP),
-        ("out", ctypes.c_void_p),
+        *fields(ctypes.c_void_p, "out", "bias"),
         ("words", POINTERS),
         *fields(ctypes.c_void_p, "state", "trace"),
         ("half", ctypes.c_int64),
@@ -81,7 +81,7 @@ def words_needs(m: int, n: int, itemsize: int, world: int, all_ranks: bool, conf
 
 def words_constants(
     m: int, world: int, transposed: bool, dtype: torch.dtype, mean: bool, all_ranks: bool,
-    config: WordsConfig, trace: bool,
+    config: WordsConfig, trace: bool, biased: bool = False,
 ) -> Constants:  # fmt: skip
     """The macros that the kernel is compiled with."""
     return constants(
@@ -97,6 +97,7 @@ def words_constants(
         ALL=all_ranks,
         ONCE=config.once,
         MEAN=mean,
+        BIASED=biased,
     )
 
 
@@ -116,18 +117,21 @@ def launch_matmul_words(
     site: int = 0,
     trace: Tensor | None = None,
     compile_only: bool = False,
+    bias: Tensor | None = None,
 ) -> None:
-    """As `launch_matmul_packets` of `native_kernels.triton`.
+    """As `launch_matmul_packets` of `native_kernels.triton`. bias: [N], which each rank adds to its product
+    before that is rounded.
 
     trace: three rows of events a program, of a warpgroup each.
     """
     (m, k), n = x.shape, w.shape[1]
     found, template = _prepared(
-        memory, m, k, n, w.stride(1) != 1, x.dtype, mean, all_ranks, config, trace is not None
-    )
+        memory, m, k, n, w.stride(1) != 1, x.dtype, mean, all_ranks, config, trace is not None,
+        bias is not None,
+    )  # fmt: skip
     if compile_only:
         return
-    params = filled(template, site, trace, out=out)
+    params = filled(template, site, trace, out=out, bias=bias)
     params.out_pitch = out.stride(0) * out.element_size()
     map_operands(params, x, w, config, _rows(m))
     launch(found, params, config.cluster)
@@ -136,10 +140,12 @@ def launch_matmul_words(
 @per_memory
 def _prepared(
     memory: PeerMemory, m: int, k: int, n: int, transposed: bool, dtype: torch.dtype, mean: bool,
-    all_ranks: bool, config: WordsConfig, trace: bool,
+    all_ranks: bool, config: WordsConfig, trace: bool, biased: bool,
 ) -> tuple[Kernel, _Params]:  # fmt: skip
     """The kernel and the parameters that do not change from call to call."""
-    compiled_with = words_constants(m, memory.world, transposed, dtype, mean, all_ranks, config, trace)
+    compiled_with = words_constants(
+        m, memory.world, transposed, dtype, mean, all_ranks, config, trace, biased
+    )
     found = kernel(SOURCE, "matmul_words", compiled_with, config.shared_bytes)
     rows, height = cdiv(m, BM), m if config.once else cdiv(m, memory.world)
     params = _Params(
