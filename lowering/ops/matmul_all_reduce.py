@@ -22,13 +22,19 @@ from autofuse.lowering.cpu.reduce_executor import reduce_plan_shape, run_reduce
 from autofuse.lowering.gpu.support import (
     MOST_TAIL_OPERANDS,
     MOST_TAIL_RESULTS,
-    MOST_TERMS,
     MOST_TOKEN_ROWS,
 )
 from autofuse.lowering.ops.library import FusedOp, Gap, register
 from autofuse.lowering.plan import Family
 from autofuse.lowering.reference.layout import all_reduce
-from autofuse.lowering.reference.product import is_grouped, is_pooled, parse, product_backward, with_kept
+from autofuse.lowering.reference.product import (
+    dtype_of,
+    is_grouped,
+    is_pooled,
+    parse,
+    product_backward,
+    with_kept,
+)
 from autofuse.lowering.reference.tail import check_tail, tail_reference
 from autofuse.lowering.reference.tail import parse as parse_tail
 from autofuse.lowering.reference.token_sum import token_sum
@@ -37,10 +43,10 @@ from autofuse.lowering.torch_internals import group_size
 OP = "matmul_all_reduce"
 
 BIASED = "addmm %0"
-"""The product with an epilogue that GPU kernels take."""
+"""The product with an epilogue that GPU kernels apply. Of others torch applies it, before the exchange."""
 
-GPU_ROWS = (torch.bfloat16, torch.float16, torch.float32)
-"""Dtypes of the rows, of tables and of experts, that GPU kernels add up, and of sums that they exchange."""
+GPU_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+"""Dtypes that GPU kernels exchange, and of rows of tables and experts that they add up."""
 
 
 class MatmulAllReduce(NamedTuple):
@@ -130,20 +136,7 @@ def sizes_of_call(args: Any) -> Sequence[Sequence[int]]:
 
 def exchanged(args: Any) -> torch.dtype | None:
     """The dtype that moves between the ranks; None for sums of rows, whose dtypes `REDUCE_GAPS` check."""
-    return None if is_added_up(args) else args.x[0].dtype
-
-
-def bias_of(args: Any) -> Tensor | None:
-    """The row that is added to the first matmul, before its sum over the ranks."""
-    return args.operands[0] if args.product == BIASED else None
-
-
-def _is_multiplied(args: Any) -> bool:
-    """Whether the product is a sum of matmuls, and perhaps a row."""
-    bias = bias_of(args)
-    row = bias is None or (bias.dtype == args.x[0].dtype and bias.shape[-1:].numel() == bias.numel())
-    whole = bias is None or bias.numel() == args.w[0].shape[1]
-    return args.product in ("mm", BIASED) and args.terms <= MOST_TERMS and row and whole
+    return None if is_added_up(args) else dtype_of(args.product, args.w[0].dtype, args.operands)
 
 
 def is_added_up(args: Any) -> bool:
@@ -155,7 +148,7 @@ def _is_sent_as_pooled(args: Any) -> bool:
     """Whether the rows are not changed but for their dtype."""
     stages = parse(args.product).stages
     dtypes = [*(w.dtype for w in args.w), *(stage.dtype for stage in stages)]
-    return len(stages) <= 1 and all(dtype in GPU_ROWS for dtype in dtypes)
+    return len(stages) <= 1 and all(dtype in GPU_DTYPES for dtype in dtypes)
 
 
 def _is_summed_by_token(args: Any) -> bool:
@@ -168,18 +161,12 @@ def _is_summed_by_token(args: Any) -> bool:
     added = [args.operands[s.operand] for s in behind if s.name == "add" and s.operand is not None]
     factors = [scale[0].dtype for scale in (found.before, found.behind) if scale is not None]
     # torch multiplies rows of other dtypes only where the host reads how many each expert has.
-    usual = dtype == torch.bfloat16 if product.inputs else dtype in GPU_ROWS
-    known = all(each in GPU_ROWS for each in (found.dtype, *factors))
+    usual = dtype == torch.bfloat16 if product.inputs else dtype in GPU_DTYPES
+    known = all(each in GPU_DTYPES for each in (found.dtype, *factors))
     return usual and known and len(behind) == len(added) <= 1 and all(t.dtype == found.dtype for t in added)
 
 
 REDUCE_GAPS: tuple[Gap[Any], ...] = (
-    Gap(
-        lambda args: not is_added_up(args) and not _is_multiplied(args),
-        f"GPU kernels reduce sums of up to {MOST_TERMS} matmuls, with a bias [N] or none, "
-        "not {0.product!r} of {0.terms}",
-        "move scales and casts behind the collective",
-    ),
     Gap(
         lambda args: is_pooled(args.product) and not _is_sent_as_pooled(args),
         "GPU kernels reduce pooled rows of bfloat16, float16 and float32, as they are or cast, "
@@ -193,9 +180,9 @@ REDUCE_GAPS: tuple[Gap[Any], ...] = (
         "give every token equally many rows, of bfloat16, and move other ops behind the collective",
     ),
     Gap(
-        lambda args: is_added_up(args) and args.dim == 1,
-        "GPU kernels reduce whole rows of sums",
-        "scatter the bags or tokens, not the columns",
+        lambda args: args.dim == 1 and (args.product not in ("mm", BIASED) or args.keep_product),
+        "GPU kernels scatter columns of matmuls with a bias or none, and else whole rows",
+        "scatter the rows, bags or tokens",
     ),
     Gap(
         lambda args: is_added_up(args) and bool(args.tail),
@@ -203,8 +190,8 @@ REDUCE_GAPS: tuple[Gap[Any], ...] = (
         "leave the stages in the graph",
     ),
     Gap(
-        lambda args: args.keep_product and not is_grouped(args.product),
-        "the matmul is read elsewhere, too",
+        lambda args: args.keep_product and is_pooled(args.product),
+        "the pooled rows are read elsewhere, too",
         "read the result of the collective instead, if that will do",
     ),
     Gap(
@@ -229,6 +216,7 @@ register(
         backward=_backward,
         cuda=_cuda,
         exchanged=exchanged,
+        gpu_dtypes=GPU_DTYPES,
         gpu_gaps=REDUCE_GAPS,
         shapes=sizes_of_call,
     )

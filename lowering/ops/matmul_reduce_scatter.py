@@ -20,7 +20,13 @@ from torch import Tensor
 
 from autofuse.lowering.cpu.reduce_executor import reduce_plan_shape, run_reduce
 from autofuse.lowering.ops.library import FusedOp, SymInt, register
-from autofuse.lowering.ops.matmul_all_reduce import REDUCE_GAPS, exchanged, refuse_tail, sizes_of_call
+from autofuse.lowering.ops.matmul_all_reduce import (
+    GPU_DTYPES,
+    REDUCE_GAPS,
+    exchanged,
+    refuse_tail,
+    sizes_of_call,
+)
 from autofuse.lowering.plan import Family
 from autofuse.lowering.reference.layout import all_gather, reduce_scatter
 from autofuse.lowering.reference.product import parse, product_backward, with_kept
@@ -113,6 +119,7 @@ register(
         backward=_backward,
         cuda=_cuda,
         exchanged=exchanged,
+        gpu_dtypes=GPU_DTYPES,
         gpu_gaps=REDUCE_GAPS,
         shapes=sizes_of_call,
     )

@@ -190,6 +190,19 @@ def fill(stage: Stage, value: Tensor, operands: Sequence[Tensor], number: float 
     return value.masked_fill(mask if stage.name == "masked_fill" else ~mask, number)
 
 
+def dtype_of(product: str, dtype: torch.dtype, operands: Sequence[Tensor]) -> torch.dtype:
+    """The dtype of `P`, which is not of experts or bags. dtype: of w."""
+    return _dtype_of(product, dtype, tuple((t.dtype, t.dim()) for t in operands))
+
+
+@cache
+def _dtype_of(product: str, dtype: torch.dtype, operands: tuple[tuple[torch.dtype, int], ...]) -> torch.dtype:
+    p = parse(product)
+    value = torch.empty((1, 1), dtype=p.out_dtype or dtype, device="meta")
+    given = [torch.empty((1,) * dims, dtype=of, device="meta") for of, dims in operands]
+    return epilogue(value, given, product).dtype
+
+
 def with_kept(
     x: Sequence[Tensor], w: Sequence[Tensor], operands: Sequence[Tensor], product: str
 ) -> tuple[Tensor, Tensor]:

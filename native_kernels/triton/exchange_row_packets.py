@@ -200,8 +200,8 @@ def launch_exchange_row_packets(
 ) -> None:
     """`results = tail(sum (mean) over ranks of product)`: all rows, or this rank's of equally many.
 
-    Arguments are those of `launch_exchange_rows`, with columns that `row_packets_fit`. memory: at least
-    `row_packets_needs`.
+    Arguments are those of `launch_exchange_rows`, of 16 bits, with columns that `row_packets_fit`. memory: at
+    least `row_packets_needs`.
     """
     (rows, columns), world = product.shape, memory.world
     tail = tail if tail.results else tail._replace(results=((product.dtype, True),))

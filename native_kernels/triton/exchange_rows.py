@@ -250,8 +250,8 @@ def launch_exchange_rows(
 ) -> None:
     """`results = tail(sum (mean) over ranks of product)`: all rows, or this rank's of equally many.
 
-    product: contiguous, of one 16-bit dtype, of columns that `rows_fit`. operands: contiguous, with the rows
-    of the results; results: as `TailSpec.empty` makes them, without a tail V alone. memory: at least what
+    product: contiguous, of 16 or 32 bits, of columns that `rows_fit`. operands: contiguous, with the rows of
+    the results; results: as `TailSpec.empty` makes them, without a tail V alone. memory: at least what
     `rows_needs` says. Every rank of the group makes the same calls; tails may differ where every rank applies
     its own.
     """

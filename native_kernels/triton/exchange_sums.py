@@ -275,8 +275,8 @@ def launch_exchange_sums(
 ) -> None:
     """`out = sum (mean) over ranks of product`: all of it, or this rank's chunk of equally many elements.
 
-    product, out: contiguous, of one 16-bit dtype; they and the chunks begin and end at multiples of 16 bytes.
-    memory: at least what `sums_needs` says. Every rank of the group makes the same calls.
+    product, out: contiguous, of one dtype of 16 or 32 bits; they and the chunks begin and end at multiples of
+    16 bytes. memory: at least what `sums_needs` says. Every rank of the group makes the same calls.
     """
     world, elements, dtype, unit = memory.world, product.numel(), product.dtype, UNIT.value
     items, programs = config.items(elements, world, all_ranks), memory.programs * config.per_sm

@@ -46,7 +46,7 @@ def launch_tail(
     tail: TailSpec,
     compile_only: bool = False,
 ) -> None:
-    """Applies the tail to `value: [M, N]`, contiguous, of 16-bit floats and columns that `rows_fit`.
+    """Applies the tail to `value: [M, N]`, contiguous, of 16 or 32 bits and columns that `rows_fit`.
 
     operands: contiguous; results: as `TailSpec.empty` makes them. No rank waits for another.
     """

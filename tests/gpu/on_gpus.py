@@ -4,11 +4,12 @@ import math
 import random
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 from torch import Tensor
 
 import autofuse
@@ -193,6 +194,67 @@ def biased(rank: int, world: int, op: str, m: int, k: int, n: int) -> dict[str, 
     return found
 
 
+@dataclass(frozen=True)
+class Made:
+    """A product that torch computes, of `x: [m, .]`, and a tail behind its sum over the ranks."""
+
+    text: str
+    keep: bool = False
+    terms: int = 1
+    dtype: torch.dtype = torch.bfloat16
+    tail: str = ""
+
+    def factors(self, rank: int, m: int) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        """x, w, and operands."""
+        torch.manual_seed(70 * rank + m)
+        k, n = 264, 1528
+
+        def new(*shape: int) -> Tensor:
+            return torch.randn(shape, device="cuda", dtype=self.dtype)
+
+        if self.text.startswith("rows"):
+            places = torch.randint(0, 100, (m, 1), device="cuda")
+            return [places], [new(100, n)], [places % 2 == rank % 2]
+        if self.text.startswith("scaled_mm"):
+            x, w = torch.randn(m, 256, device="cuda"), torch.randn(n + 8, 256, device="cuda")
+            scales = [torch.ones((), device="cuda") for _ in range(2)]
+            return [x.to(torch.float8_e4m3fn)], [w.to(torch.float8_e4m3fn).t()], scales
+        x, w = ([new(*shape) for _ in range(self.terms)] for shape in ((m, k), (k, n)))
+        return x, w, [new(m, n)]
+
+
+def made(rank: int, world: int, op: str, m: int, of: Made) -> dict[str, float]:
+    """The largest error of every way; the product is returned with the bits that torch gives it."""
+    from autofuse.lowering.gpu import by_name
+    from autofuse.lowering.reference.product import product_reference
+    from autofuse.lowering.reference.tail import tail_reference
+
+    x, w, more = of.factors(rank, m)
+    product = product_reference(x, w, more, of.text)
+    total = product.double()
+    dist.all_reduce(total)
+    if op == "matmul_reduce_scatter":
+        total = total.chunk(world)[rank]
+    behind = [total.new_ones(total.shape[1]).to(product.dtype)] if of.tail else []
+    wanted = tail_reference(total, behind, of.tail)
+    place = (0, 1) if op == "matmul_reduce_scatter" else ()
+    given = (
+        x, w, more, of.text, "sum", *place, of.keep, behind, of.tail, "", dist.group.WORLD.group_name,
+        "direct", "made",
+    )  # fmt: skip
+    found = {}
+    for way in by_name.names(op, given, True):
+        for results in every_result(way, op, given):
+            if of.keep:
+                assert torch.equal(results.pop(), product), way
+            errors = [error_of(got, exact) for got, exact in zip(results, wanted, strict=True)]
+            found[way] = max(found.get(way, 0.0), *errors)
+    for _ in range(4):  # as a model calls it, from the second call on the short way
+        results = getattr(torch.ops.autofuse, op)(*given)
+        found["auto"] = max(found.get("auto", 0.0), error_of(results[0], wanted[0]))
+    return found
+
+
 def orders(rank: int, world: int, op: str, m: int, k: int, n: int) -> dict[str, float]:
     x, w = operands(op, m, k, n, rank, world, False, torch.bfloat16)
     wanted = reference(op, x, w)
@@ -320,10 +382,35 @@ class Block(torch.nn.Module):
         self.down = torch.nn.Linear(hidden // world, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        import torch.distributed._functional_collectives as funcol
-
         y = torch.nn.functional.silu(self.up(x))
         return funcol.all_reduce(self.down(y), "sum", self.group_name)
+
+
+def vocabulary(rank: int, world: int) -> tuple[float, list[str]]:
+    """A compiled embedding of which each rank has a part of the rows, then scaled sums in float32, against
+    eager; the error, and the ops that were fused."""
+    torch._dynamo.reset()
+    torch.manual_seed(rank)
+    group, rows, columns = fresh_group(), 1000, 512
+    table = torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16)
+    w = torch.randn(columns, columns, device="cuda", dtype=torch.bfloat16) / math.sqrt(columns)
+
+    def model(ids: Tensor) -> tuple[Tensor, Tensor]:
+        theirs = (ids < rank * rows) | (ids >= (rank + 1) * rows)
+        local = (ids - rank * rows).masked_fill(theirs, 0)
+        found = torch.nn.functional.embedding(local, table).masked_fill(theirs[..., None], 0)
+        x = funcol.all_reduce(found, "sum", group)
+        y = (x.flatten(0, 1) @ w * 0.5).float()
+        return funcol.all_reduce(y, "sum", group), y
+
+    run, worst = torch.compile(model, backend="autofuse", options={"policy": "always"}), 0.0
+    with autofuse.debug() as report, torch.no_grad():
+        for seed in range(4):
+            torch.manual_seed(seed)
+            ids = torch.randint(0, world * rows, (4, 16), device="cuda")
+            for found, wanted in zip(run(ids), model(ids), strict=True):
+                worst = max(worst, error_of(found, wanted.double()))
+    return worst, [site.op for site in report.fused]
 
 
 def compiled(rank: int, world: int, mode: str | None, dynamic: bool) -> tuple[float, int]:

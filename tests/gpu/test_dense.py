@@ -109,6 +109,34 @@ def test_a_bias_before_the_sum(gpu_ranks: Pools, world: int, op: str, m: int) ->
         assert {way: error for way, error in found.items() if error > on_gpus.MOST_ERROR} == {}
 
 
+MADE = {
+    "scaled": on_gpus.Made("mm; mul 0.5; to float32"),
+    "read elsewhere": on_gpus.Made("mm; add %0", keep=True, tail="mul %0; keep; relu"),
+    "float32": on_gpus.Made("mm", dtype=torch.float32, keep=True),
+    "many terms": on_gpus.Made("mm", terms=5),
+    "rows of a table": on_gpus.Made("rows; masked_fill %0 0.0"),
+    "float8": on_gpus.Made("scaled_mm %0 %1 bfloat16"),
+}
+
+
+@pytest.mark.parametrize("of", MADE.values(), ids=list(MADE))
+@pytest.mark.parametrize(("op", "m"), [(OPS[0], 16), (OPS[0], 1000), (OPS[1], 32), (OPS[1], 1024)])
+@pytest.mark.parametrize("world", WORLDS)
+def test_products_that_torch_computes(
+    gpu_ranks: Pools, world: int, op: str, m: int, of: on_gpus.Made
+) -> None:
+    for found in gpu_ranks(world).run(on_gpus.made, op, m, of, timeout=200):
+        assert {way.split()[0] for way in found} & {"rows", "sums"}, found
+        assert {way: error for way, error in found.items() if error > on_gpus.MOST_ERROR} == {}
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_vocabulary_that_ranks_share(gpu_ranks: Pools, world: int) -> None:
+    for error, fused in gpu_ranks(world).run(on_gpus.vocabulary, timeout=200):
+        assert fused == ["autofuse::matmul_all_reduce"] * 2
+        assert error < on_gpus.MOST_ERROR
+
+
 @pytest.mark.parametrize("op", ["matmul_all_reduce", "matmul_reduce_scatter"])
 @pytest.mark.parametrize("world", WORLDS)
 def test_orders(gpu_ranks: Pools, world: int, op: str) -> None:

@@ -290,9 +290,8 @@ def check(got: Tensor, expected: Tensor, call: Call, memory: PeerMemory) -> None
     """AssertionError unless bitwise equal and nobody gave up waiting."""
     assert not memory.record.any(), f"rank {memory.rank}, {call}: gave up with {memory.record.tolist()}"
     number = int(memory.state[3])
-    wrong = (got.view(torch.int16) != expected.contiguous().view(torch.int16)) & ~(
-        (got == 0) & (expected == 0)
-    )
+    bits = {2: torch.int16, 4: torch.int32}[got.dtype.itemsize]
+    wrong = (got.view(bits) != expected.contiguous().view(bits)) & ~((got == 0) & (expected == 0))
     assert not wrong.any(), (
         f"rank {memory.rank}, call {number}, {call}: {int(wrong.sum())} of {wrong.numel()} differ, "
         f"first at {wrong.nonzero()[0].tolist()}: {got[wrong][0]} instead of {expected[wrong][0]}"

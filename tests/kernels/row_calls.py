@@ -49,7 +49,7 @@ class Rows(Reduction):
     def need(self, world: int) -> Need:
         tail = self.spec(self.given(world, 0))
         written = sum(tail.row_bytes(self.n))
-        return rows_needs(self.m, self.n, 2, world, self.all_ranks, self.config, written)
+        return rows_needs(self.m, self.n, self.dtype.itemsize, world, self.all_ranks, self.config, written)
 
     def spec(self, operands: list[Tensor], rows: int = 0) -> TailSpec:
         return tail_of(self.tail, self.dtype, rows or self.m, operands) if self.tail else NO_TAIL

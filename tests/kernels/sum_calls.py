@@ -17,7 +17,7 @@ class Sums(Reduction):
     programs: int = 2
 
     def need(self, world: int) -> Need:
-        return sums_needs(self.m * self.n, 2, world, self.all_ranks, self.config)
+        return sums_needs(self.m * self.n, self.dtype.itemsize, world, self.all_ranks, self.config)
 
     def run(self, memory: PeerMemory, seed: int) -> None:
         expected = self.expected(memory.world, seed)

@@ -31,6 +31,12 @@ CALLS = [
     Rows(24, 40, 16),
     Rows(13, 24, 16, mean=True, config=ONCE),
     Rows(1, 8, 16),  # the last ranks have no item
+    Rows(
+        24, 40, 16, dtype=FP32, config=ONCE, tail=LAYER_NORM,
+        operands=((True, True, FP16), GAMMA, (True, False, FP32)),
+    ),
+    Rows(12, 40, 16, dtype=FP32, all_ranks=False),
+    Rows(12, 40, 16, dtype=FP32, mean=True),
     Rows(24, 40, 16, tail=NORM, operands=(RESIDUAL, GAMMA)),
     Rows(5, 72, 16, tail=NORM, operands=(RESIDUAL, GAMMA), config=ONCE, programs=3),
     Rows(12, 40, 16, tail=NORM, operands=(RESIDUAL, GAMMA), all_ranks=False),

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+import torch
 
 from autofuse.native_kernels.gpu.state import CODES_PER_SITE, Record, Wait
 from tests.kernels.calls import FP16, SITE, give_up, run_calls
@@ -20,6 +21,9 @@ CALLS = [
     Sums(24, 40, 16, config=ONCE),
     Sums(5, 72, 16, mean=True, config=ONCE, programs=3),
     Sums(24, 16, 16, all_ranks=False),
+    Sums(24, 40, 16, dtype=torch.float32),
+    Sums(24, 24, 16, dtype=torch.float32, all_ranks=False, mean=True),
+    Sums(9, 24, 16, dtype=torch.float32, config=ONCE),
     Sums(60, 8, 16, all_ranks=False, mean=True, config=replace(CONFIG, length=128, slice_items=1)),
 ]
 

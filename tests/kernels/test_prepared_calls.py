@@ -16,6 +16,8 @@ from torch import Tensor
 
 from autofuse.lowering.gpu.choice.kernel import Way, ways_of
 from autofuse.lowering.gpu.dense import call as dense
+from autofuse.lowering.gpu.dense import factors
+from autofuse.lowering.gpu.dense.factors import Factors
 from autofuse.lowering.gpu.dense.run import Gather, Publication, Reduction
 from autofuse.lowering.gpu.dense.tails import tail_of
 from autofuse.lowering.gpu.dense.ways import GATHER, PUBLISH, REDUCE, SCATTER, DenseProblem
@@ -71,7 +73,7 @@ def _rows(*shape: int) -> Tensor:
 
 def _dense(call: str, m: int, way: str, given: tuple[Any, ...], **more: Any) -> tuple[Any, ...]:
     op = call.split(", ")[0]
-    problem = DenseProblem(op, m, K, N, WORLD, torch.bfloat16, **more)
+    problem = DenseProblem(op, m, K, N, WORLD, **{"dtype": torch.bfloat16, **more})
     return (
         problem,
         way,
@@ -91,6 +93,9 @@ NORM = "add %0; keep; to float32; rms 1e-06 keep; to bfloat16; mul %1"
 BIASED, BIASED_PRODUCT = f"{REDUCE}, biased", f"{SCATTER}, biased product"
 """Each rank adds a row to its product: the kernel does, or cuBLAS."""
 
+CAST = f"{REDUCE}, cast"
+"""Each rank scales and casts its product, which is returned, too."""
+
 TAILS = {f"{REDUCE}, tail": 2, f"{SCATTER}, tail": 2, f"{SCATTER}, tail within": 1}
 """Launches of a call: its kernel, and one that applies the tail."""
 
@@ -109,6 +114,7 @@ MAKE: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(
         (PRODUCT, BIASED, BIASED_PRODUCT), lambda *at: Reduction(*at, (1, K), False, "direct", "s")
     ),
+    CAST: lambda *at: Reduction(*at, (1, K), False, "direct", "s", keep=True),
     SCATTER: lambda *at: Reduction(*at, (1, K), False, "direct", "s"),
     GATHER: lambda *at: Gather(*at, (1, K), False, False, "s", biased=True),
     KEPT: lambda *at: Gather(*at, (1, K), True, True, "s", biased=True),
@@ -139,11 +145,17 @@ CALLS = {
     PRODUCT: _dense(PRODUCT, 8, "rows", ([_rows(8, K)], [WEIGHT], [], "mm", "sum", False, [], "", "", *END)),
     BIASED: _dense(
         BIASED, 8, "words",
-        ([_rows(8, K)], [WEIGHT], [BIAS], "addmm %0", "sum", False, [], "", "", *END), biased=True,
+        ([_rows(8, K)], [WEIGHT], [BIAS], "addmm %0", "sum", False, [], "", "", *END), product=factors.BIASED,
     ),
     BIASED_PRODUCT: _dense(
         BIASED_PRODUCT, 8, "rows",
-        ([_rows(8, K)], [WEIGHT], [BIAS], "addmm %0", "sum", 0, 1, False, [], "", "", *END), biased=True,
+        ([_rows(8, K)], [WEIGHT], [BIAS], "addmm %0", "sum", 0, 1, False, [], "", "", *END),
+        product=factors.BIASED,
+    ),
+    CAST: _dense(
+        CAST, 8, "rows",
+        ([_rows(8, K)], [WEIGHT], [_rows(8, N)], "mm; add %0; to float32", "sum", True, [], "", "", *END),
+        product=factors.MADE, dtype=torch.float32,
     ),
     GATHER: _dense(GATHER, 64, "few", (_rows(32, K), [WEIGHT], [BIAS], 0, 1, False, *END)),
     KEPT: _dense(KEPT, 64, "few", (_rows(32, K), [WEIGHT, WEIGHT], [BIAS, BIAS], 0, 1, True, *END)),
@@ -294,12 +306,8 @@ def test_a_dropless_dispatch_goes_the_short_way_with_its_own_rows(gated: bool) -
 def _run(op: str, made: Any, given: tuple[Any, ...]) -> Any:
     """The long way."""
     x, w, more, *_ = given
-    if op in (REDUCE, SCATTER, PRODUCT):
-        return made(x, w)
-    if op in (BIASED, BIASED_PRODUCT):
-        return made(x, w, bias=more[0])
-    if op in TAILS:
-        return made(x, w, given[-6])
+    if op.split(",")[0] in (REDUCE, SCATTER):
+        return made(Factors(x, w, more, given[3], made.kind), given[-6])
     if op == PUBLISH:
         return [made(x[0], w[0], more[0])]
     if op == EMBEDDING:
@@ -335,8 +343,8 @@ def test_rows_that_no_program_holds_get_their_tail_behind_the_short_way() -> Non
     with faked() as driver, patch.multiple(torch.cuda, **cuda):
         made = Reduction(_workspace(driver, way), way, problem, (1, K), False, "direct", "s", tail=tail)
         for _ in range(2):
-            made(x, w, [residual])
-        results = made.again(x, w, [residual])
+            made(Factors(x, w), [residual])
+        results = made.again(Factors(x, w), [residual])
         assert results is not None
         assert [t.shape for t in results] == [residual.shape] * 2
         assert len(driver.launches) == 1

@@ -47,22 +47,26 @@ def is_vectorised(kernel: Kernel, stored: str = "v4") -> bool:
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    ("columns", "all_ranks", "once", "world"),
+    ("columns", "all_ranks", "once", "world", "dtype"),
     [
-        (8192, True, True, 2),
-        (3072, True, False, 4),
-        pytest.param(16384, True, True, 8, marks=pytest.mark.full),
-        pytest.param(1024, False, False, 4, marks=pytest.mark.full),
+        (8192, True, True, 2, BF16),
+        (3072, True, False, 4, BF16),
+        (8192, True, True, 2, FP32),
+        pytest.param(16384, True, True, 8, BF16, marks=pytest.mark.full),
+        pytest.param(16384, True, False, 8, FP32, marks=pytest.mark.full),
+        pytest.param(1024, False, False, 4, BF16, marks=pytest.mark.full),
     ],
 )
-def test_the_exchange(columns: int, all_ranks: bool, once: bool, world: int, tmp_path: Path) -> None:
+def test_the_exchange(
+    columns: int, all_ranks: bool, once: bool, world: int, dtype: torch.dtype, tmp_path: Path
+) -> None:
     """With a residual and a norm; hardly a register is spilled."""
     config = RowsConfig(once=once)
     rows = M if all_ranks else M // world
-    product, residual = torch.empty(M, columns, dtype=BF16), torch.empty(rows, columns, dtype=BF16)
+    product, residual = torch.empty(M, columns, dtype=dtype), torch.empty(rows, columns, dtype=BF16)
     operands = [residual, torch.empty(columns, dtype=BF16)]
-    tail = tail_of(NORM, BF16, rows, operands)
-    need = rows_needs(M, columns, 2, world, all_ranks, config, sum(tail.row_bytes(columns)))
+    tail = tail_of(NORM, dtype, rows, operands)
+    need = rows_needs(M, columns, dtype.itemsize, world, all_ranks, config, sum(tail.row_bytes(columns)))
     kernel, cubin = compile_launch(
         lambda: launch_exchange_rows(
             memory_for(need, world), product, tail.empty(product, rows, columns), False, all_ranks, config,

@@ -82,15 +82,12 @@ ENDS = torch.tensor([3, 8], dtype=torch.int32)
         ("matmul_all_reduce", (*REDUCE, False, *NO_TAIL), ""),
         ("matmul_all_reduce", (*REDUCE, False, [], "relu; to float8_e5m2", ""), ""),
         ("matmul_all_reduce", (*REDUCE, False, [], "to float64", ""), "not 'to float64'"),
-        ("matmul_all_reduce", (*REDUCE, True, *NO_TAIL), "the matmul is read elsewhere, too"),
-        ("matmul_all_reduce", ([X], [W], [], "mm; neg", "sum", False, *NO_TAIL), "not 'mm; neg' of 1"),
-        ("matmul_reduce_scatter", ([X] * 4, [W] * 4, [], "mm", "sum", 0, 1, False, *NO_TAIL), ""),
-        (
-            "matmul_reduce_scatter",
-            ([X] * 5, [W] * 5, [], "mm", "sum", 0, 1, False, *NO_TAIL),
-            "not 'mm' of 5",
-        ),
+        ("matmul_all_reduce", (*REDUCE, True, *NO_TAIL), ""),
+        ("matmul_all_reduce", ([X], [W], [], "mm; neg", "sum", False, *NO_TAIL), ""),
+        ("matmul_reduce_scatter", ([X] * 5, [W] * 5, [], "mm", "sum", 0, 1, False, *NO_TAIL), ""),
         ("matmul_reduce_scatter", (*REDUCE, 1, 1, False, *NO_TAIL), ""),
+        ("matmul_reduce_scatter", (*REDUCE, 1, 1, True, *NO_TAIL), "else whole rows"),
+        ("matmul_reduce_scatter", ([X], [W], [], "mm; neg", "sum", 1, 1, False, *NO_TAIL), "else whole rows"),
         ("all_gather_matmul", GATHER, ""),
         ("all_gather_matmul", (X, [W] * 2, [X.new_empty(0), X.new_empty(6)], 0, 1, True), ""),
         ("all_gather_matmul", (X, [W], [], 1, 1, False), "not what it contracts"),
@@ -135,7 +132,24 @@ def test_gaps(op: str, arguments: tuple[Any, ...], gap: str) -> None:
 
 
 def test_dtypes() -> None:
-    op = FUSED_OPS["matmul_all_reduce"]
-    wide = op.parse(([X.float()], [W.float()], [], "mm", "sum", False, *NO_TAIL, *SITE))
+    op = FUSED_OPS["all_gather_matmul"]
+    wide = op.parse((X.float(), [W.float()], *GATHER[2:], *SITE))
     assert op.gpu_dtype_gap(wide) == "float32 is exchanged; GPU kernels take bfloat16 and float16"
-    assert not op.gpu_dtype_gap(op.parse((*REDUCE, False, *NO_TAIL, *SITE)))
+    assert not op.gpu_dtype_gap(op.parse((*GATHER, *SITE)))
+
+
+@pytest.mark.parametrize(
+    ("product", "dtype", "gap"),
+    [
+        ("mm", torch.bfloat16, ""),
+        ("mm", torch.float32, ""),
+        ("mm; to float64", torch.bfloat16, "float64 is exchanged"),
+        ("mm; add %0", torch.bfloat16, "float64 is exchanged"),
+        ("mm; add %0; to float16", torch.bfloat16, ""),
+        ("mm; mul 0.5", torch.float64, "float64 is exchanged"),
+    ],
+)
+def test_the_dtype_of_a_product_is_exchanged(product: str, dtype: torch.dtype, gap: str) -> None:
+    op, operands = FUSED_OPS["matmul_all_reduce"], [X.double()[:, :1]] * ("%0" in product)
+    given = op.parse(([X.to(dtype)], [W.to(dtype)], operands, product, "sum", False, *NO_TAIL, *SITE))
+    assert op.gpu_dtype_gap(given).split(";")[0] == gap

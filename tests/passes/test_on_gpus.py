@@ -254,11 +254,11 @@ matmul_reduce_scatter([_, _, _], [_, _, _], [], 'mm', 'sum', 0, 1, False, [], ''
     )
 
 
-def test_a_reduction_of_more_terms_than_kernels_take() -> None:
+def test_a_reduction_of_more_terms_than_kernels_multiply() -> None:
     report = explained(lambda: Projections(16, 16, 16, 16, 16), tokens())
-    (site,) = (site for site in report.kept if site.graph.startswith("backward"))
-    assert site.reason is Reason.NO_KERNEL_FOR_DEVICE
-    assert "not 'mm' of 5" in site.detail
+    assert [site.op for site in report.fused if site.graph.startswith("backward")] == [
+        "autofuse::matmul_reduce_scatter"
+    ]
 
 
 @needs_grouped_mm
@@ -313,11 +313,16 @@ def test_logits(how: str, dtype: torch.dtype, why: str) -> None:
     assert site.detail.startswith(why)
 
 
-def reduced(x: Tensor, w: Tensor, b: Tensor, how: str) -> Tensor:
-    y = F.linear(x, w) * 0.5 if how == "scaled" else torch.addmm(b, x, w.t())
-    if how.startswith("scattered"):
+def reduced(x: Tensor, w: Tensor, b: Tensor, how: str) -> Tensor | tuple[Tensor, Tensor]:
+    y = F.linear(x, w) * 0.5 if "scaled" in how else torch.addmm(b, x, w.t())
+    if how in ("cast", "double"):
+        y = y.to(torch.float32 if how == "cast" else torch.float64)
+    if how.startswith("columns"):
+        return funcol.reduce_scatter_tensor(torch.cat(y.chunk(WORLD, 1)), "sum", 0, "0")
+    if how == "scattered":
         return funcol.reduce_scatter_tensor(y, "sum", 0, "0")
-    return funcol.all_reduce(y, "sum", "0")
+    total = funcol.all_reduce(y, "sum", "0")
+    return (total, y) if how == "read elsewhere" else total
 
 
 @pytest.mark.parametrize(
@@ -325,12 +330,20 @@ def reduced(x: Tensor, w: Tensor, b: Tensor, how: str) -> Tensor:
     [
         ("everywhere", (32,), ""),
         ("scattered", (1, 32), ""),
-        ("everywhere", (8, 32), "GPU kernels reduce sums of up to 4 matmuls, with a bias [N] or none, not"),
-        ("everywhere", (8, 1), "GPU kernels reduce sums of up to 4 matmuls, with a bias [N] or none, not"),
-        ("scaled", (32,), "GPU kernels reduce sums of up to 4 matmuls, with a bias [N] or none, not"),
+        ("everywhere", (8, 32), ""),
+        ("scaled", (32,), ""),
+        ("cast", (32,), ""),
+        ("read elsewhere", (32,), ""),
+        ("columns", (32,), ""),
+        (
+            "columns scaled",
+            (32,),
+            "GPU kernels scatter columns of matmuls with a bias or none, and else whole",
+        ),
+        ("double", (32,), "float64 is exchanged"),
     ],
 )
-def test_a_bias_before_a_reduction(how: str, bias: tuple[int, ...], why: str) -> None:
+def test_stages_before_a_reduction(how: str, bias: tuple[int, ...], why: str) -> None:
     with fake_group(WORLD), FakeTensorMode(), patch.object(support, "why_not", lambda device: None):
         x, w, b = (torch.empty(shape, dtype=torch.bfloat16) for shape in ((8, 16), (32, 16), bias))
         graph = moved(make_fx(partial(reduced, how=how))(x, w, b).graph)

@@ -24,13 +24,14 @@ from autofuse.lowering.gpu.memory.workspace import GpuWorkspace, current, worksp
 from autofuse.lowering.gpu.operands import aligned
 from autofuse.lowering.ops.all_gather_matmul import AllGatherMatmul
 from autofuse.lowering.ops.matmul_all_gather import MatmulAllGather
-from autofuse.lowering.ops.matmul_all_reduce import MatmulAllReduce, bias_of, is_added_up
+from autofuse.lowering.ops.matmul_all_reduce import MatmulAllReduce, is_added_up
 from autofuse.lowering.ops.matmul_reduce_scatter import MatmulReduceScatter
 from autofuse.lowering.reference.product import is_pooled
 from autofuse.lowering.runs import Note
 
+from .factors import Factors, kind_of
 from .measure import trials
-from .run import Gather, Publication, Reduction, of_sum, of_weights, problem_of
+from .run import Gather, Publication, Reduction, of_factors, of_weights, problem_of
 from .tails import with_tail
 from .ways import GATHER, PUBLISH, REDUCE, SCATTER, DenseProblem
 
@@ -38,7 +39,8 @@ ReduceArguments: TypeAlias = MatmulAllReduce | MatmulReduceScatter
 
 
 def run_reduce(op: str, args: ReduceArguments) -> Any:
-    """matmul_all_reduce and matmul_reduce_scatter of a sum of matmuls, and a tail, or of bags or experts."""
+    """matmul_all_reduce and matmul_reduce_scatter of matmuls, or rows of a table, and a tail, or of bags or
+    experts."""
     x, b = args.x, args.w
     if is_added_up(args):
         return run_call(reduce_call(op, args))
@@ -57,14 +59,15 @@ def run_reduce(op: str, args: ReduceArguments) -> Any:
 
 
 def _reduced(reduction: Reduction, args: ReduceArguments, a: Sequence[Tensor]) -> list[Tensor]:
-    return reduction(a, args.w, [t.contiguous() for t in args.tail_operands], _row(bias_of(args)))
+    return reduction(Factors.of(args, a), [t.contiguous() for t in args.tail_operands])
 
 
 def _reduce_kind(op: str, args: ReduceArguments, a: Sequence[Tensor], capturing: bool) -> Hashable:
     update = op == SCATTER and config.update
     return (
-        op, *map(_layout, a), *map(_layout, args.w), args.product, args.reduce_op, args.dim, args.outer,
-        args.order, args.site, capturing, update, args.tail, args.proof, *map(_layout, args.tail_operands),
+        op, *map(_layout, a), *map(_layout, args.w), args.product, kind_of(args), args.keep_product,
+        *(t.dtype for t in args.operands), args.reduce_op, args.dim, args.outer, args.order, args.site,
+        capturing, update, args.tail, args.proof, *map(_layout, args.tail_operands),
     )  # fmt: skip
 
 
@@ -81,19 +84,20 @@ def reduce_call(op: str, args: ReduceArguments) -> GpuCall | None:
 def _reduce_call(
     workspace: GpuWorkspace, op: str, args: ReduceArguments, a: Sequence[Tensor]
 ) -> tuple[GpuCall, Callable[..., Reduction]]:
-    b, mean = args.w, args.reduce_op == "avg"
-    problem = of_sum(problem_of(op, a[0], b[0], workspace, args.dim, args.outer), a, b)
-    problem = replace(problem, biased=bias_of(args) is not None)
-    problem, tail = with_tail(problem, args, workspace)
-    strides = b[0].stride()
+    mean, factors = args.reduce_op == "avg", Factors.of(args, a)
+    problem, tail = with_tail(of_factors(op, factors, workspace, args.dim, args.outer), args, workspace)
+    strides = args.w[0].stride()
 
     def prepared(way: Way, note: Note | None = None) -> Reduction:
-        return Reduction(workspace, way, problem, strides, mean, args.order, args.site, note=note, tail=tail)
+        return Reduction(
+            workspace, way, problem, strides, mean, args.order, args.site, note=note, tail=tail,
+            keep=args.keep_product,
+        )  # fmt: skip
 
     def run(way: Way) -> list[Tensor]:
         return _reduced(prepared(way), args, a)
 
-    variant = strides, args.reduce_op, args.order, tail
+    variant = strides, args.reduce_op, args.order, tail, args.product
     call = _call(op, args, workspace, problem, run, variant)
     # What is measured of a tail of owners is this very call; of others it is the call without its tail.
     return replace(call, trials=None) if problem.written else call, prepared
@@ -229,7 +233,7 @@ def _quick_reduce(op: str) -> Quick:
         return workspace.calls.get(_reduce_kind(op, args, args.x, False))
 
     def again(reduction: Reduction, given: tuple[Any, ...]) -> list[Tensor] | None:
-        return reduction.again(given[0], given[1], given[-6], _row(given[2][0]) if given[2] else None)
+        return reduction.again(Factors(given[0], given[1], given[2], given[3], reduction.kind), given[-6])
 
     return Quick(_reduce_kind_of, made, again)
 
@@ -288,8 +292,8 @@ def _is_empty(x: Tensor, w: Tensor) -> bool:
 
 
 def _row(bias: Tensor | None) -> Tensor | None:
-    """As kernels read it: [N]."""
-    return None if bias is None else aligned(bias.view(-1) if bias.dim() > 1 else bias)
+    """As kernels read it."""
+    return None if bias is None else aligned(bias)
 
 
 def _layout(t: Tensor) -> Hashable:

@@ -14,6 +14,7 @@ from torch import Tensor
 from autofuse.lowering.gpu.choice.kernel import ways_of
 from autofuse.lowering.gpu.memory.workspace import GpuWorkspace, workspace_for
 
+from .factors import Factors
 from .run import Gather, Publication, Reduction, problem_of
 from .ways import GATHER, PUBLISH, DenseProblem
 
@@ -38,7 +39,7 @@ def run(
         return Publication(workspace, way, problem, strides, False, site, traced)(x, w, None, trace)
     lengths = list(problem.terms or (problem.k,))
     reduction = Reduction(workspace, way, problem, strides, False, order, site, traced)
-    return reduction(x.split(lengths, 1), w.split(lengths), trace=trace)[0]
+    return reduction(Factors(x.split(lengths, 1), w.split(lengths)), trace=trace)[0]
 
 
 def run_on(name: str, op: str, x: Tensor, w: Tensor, group_name: str, programs: int = 0) -> Tensor:

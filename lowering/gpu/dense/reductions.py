@@ -7,10 +7,10 @@ x, w: the operands of all terms of a sum, a list each. A kernel that adds up wha
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from autofuse.lowering.gpu.choice.kernel import Kernel, Launch, Way, only_kernels
@@ -42,6 +42,7 @@ from autofuse.native_kernels.triton.matmul_packets import (
 from autofuse.native_kernels.triton.matmul_reduce import ReduceConfig, launch_matmul_reduce, reduce_needs
 from autofuse.native_kernels.triton.tails import NO_TAIL, TailSpec, rows_fit
 
+from .factors import BIASED
 from .widths import CLUSTER_WIDTHS, columns_each, fullest
 from .work import (
     clusters_work,
@@ -111,7 +112,7 @@ PACKETS: Kernel[DenseProblem, PacketsConfig] = Kernel(
     only_launches=only_kernels,
     work=packets_work,
     source="triton/matmul_packets.py",
-    fits=lambda config, p: not p.biased,
+    fits=lambda config, p: p.product != BIASED,
 )
 
 
@@ -256,7 +257,7 @@ def _tiles_configs(problem: DenseProblem) -> Iterator[ReduceConfig]:
 
 
 def _tiles_fit(config: ReduceConfig, problem: DenseProblem) -> bool:
-    if problem.biased:
+    if problem.product == BIASED:
         return False
     if config.by_rows or problem.everywhere:
         return True
@@ -287,29 +288,20 @@ TILES: Kernel[DenseProblem, ReduceConfig] = Kernel(
 def _sums_configs(problem: DenseProblem) -> Iterator[SumsConfig]:
     if problem.m * problem.n % 8 or not (problem.everywhere or _is_chunked(problem)):
         return
+    configs = [SumsConfig()]
+    if problem.dtype.itemsize == 2:  # a thread has no registers for as many sums from float32
+        configs.append(SumsConfig(length=4096, slice_items=8))
     # In one exchange each rank receives as much as in two from W - 1 ranks, half of that from one.
     if problem.everywhere and (problem.world == 2 or problem.m <= FEW_ROWS):
-        yield SumsConfig(once=True)
-        yield SumsConfig(once=True, length=4096, slice_items=8)
+        yield from (replace(config, once=True) for config in configs)
     if not problem.everywhere or problem.world > 2:
-        yield SumsConfig()
-        yield SumsConfig(length=4096, slice_items=8)
+        yield from configs
 
 
 def _is_chunked(problem: DenseProblem) -> bool:
     """Whether the part of each rank is elements side by side, that begin at a multiple of 16 bytes."""
     rows = _is_of_rows(problem) and problem.m % problem.world == 0
     return rows and problem.m // problem.world * problem.n % 8 == 0
-
-
-def multiplied(
-    x: Sequence[Tensor], w: Sequence[Tensor], bias: Tensor | None = None, out: Tensor | None = None
-) -> Tensor:
-    """The sum of `x[i] @ w[i]`, and of a row, by cuBLAS; every term is added in fp32, and rounded."""
-    total = torch.mm(x[0], w[0], out=out) if bias is None else torch.addmm(bias, x[0], w[0], out=out)
-    for xi, wi in zip(x[1:], w[1:], strict=True):
-        total.addmm_(xi, wi)
-    return total
 
 
 def _launch_sums(
@@ -321,7 +313,7 @@ def _launch_sums(
 SUMS: Kernel[DenseProblem, SumsConfig] = Kernel(
     "sums",
     _sums_configs,
-    needs=lambda config, p: sums_needs(p.m * p.n, 2, p.world, p.everywhere, config),
+    needs=lambda config, p: sums_needs(p.m * p.n, p.dtype.itemsize, p.world, p.everywhere, config),
     launch=_launch_sums,
     only_launches=only_kernels,
     takes_product=True,
@@ -361,7 +353,7 @@ def _launch_rows(
 ROWS: Kernel[DenseProblem, RowsConfig] = Kernel(
     "rows",
     _rows_configs,
-    needs=lambda config, p: rows_needs(p.m, p.n, 2, p.world, p.everywhere, config, p.written),
+    needs=lambda config, p: rows_needs(p.m, p.n, p.dtype.itemsize, p.world, p.everywhere, config, p.written),
     launch=partial(_launch_rows, launch_exchange_rows),
     only_launches=only_kernels,
     takes_product=True,
@@ -372,7 +364,7 @@ ROWS: Kernel[DenseProblem, RowsConfig] = Kernel(
 
 def _row_packets_configs(problem: DenseProblem) -> Iterator[RowPacketsConfig]:
     few = problem.m <= MOST_PACKET_ROWS and _is_of_rows(problem)
-    if few and row_packets_fit(problem.n, problem.world):
+    if few and problem.dtype.itemsize == 2 and row_packets_fit(problem.n, problem.world):
         yield RowPacketsConfig()
 
 

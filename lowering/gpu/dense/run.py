@@ -22,7 +22,8 @@ from autofuse.native_kernels.gpu.memory import PeerMemory, is_tma
 from autofuse.native_kernels.gpu.state import MOST_WEIGHTS
 from autofuse.native_kernels.triton.tails import NO_TAIL, TailSpec, rows_fit
 
-from .reductions import Reduce, applies_tails, multiplied
+from .factors import MADE, Factors
+from .reductions import Reduce, applies_tails
 from .tails import behind, with_tail_behind
 from .ways import ASYNC_TP, FEW_ROWS, GATHER, ONE_SHOT, SCATTER, TWO_SHOT, DenseProblem
 
@@ -40,8 +41,15 @@ def problem_of(
     )  # fmt: skip
 
 
-def of_sum(problem: DenseProblem, x: Sequence[Tensor], w: Sequence[Tensor]) -> DenseProblem:
-    """The problem of a sum of matmuls, given that of the first."""
+def of_factors(op: str, of: Factors, workspace: GpuWorkspace, dim: int, outer: int) -> DenseProblem:
+    """The problem of a reduction."""
+    x, w = of.x, of.w
+    if of.kind == MADE:
+        return DenseProblem(
+            op, x[0].shape[0], sum(xi.shape[1] for xi in x), w[0].shape[1], workspace.world, of.dtype,
+            workspace.programs, dim, outer, product=MADE,
+        )  # fmt: skip
+    problem = replace(problem_of(op, x[0], w[0], workspace, dim, outer), product=of.kind)
     if len(x) == 1:
         return problem
     alike = all((wi.stride(1) == 1) == (w[0].stride(1) == 1) for wi in w)
@@ -66,11 +74,8 @@ def of_weights(problem: DenseProblem, w: Sequence[Tensor], bias: Sequence[Tensor
 
 
 class Reduction:
-    """Calls of one kind of matmul_all_reduce or matmul_reduce_scatter: `reduction(x, w, operands, bias)`, the
-    sum or, with a tail, its results.
-
-    x, w: the operands of all terms of a sum; operands: those of the tail, contiguous; bias: a row that is
-    added to the product, where the problem has one.
+    """Calls of one kind of matmul_all_reduce or matmul_reduce_scatter: `reduction(of, operands)`, the sum or,
+    with a tail, its results. operands: those of the tail, contiguous. keep: the product is returned, too.
 
     What is equal in all of them is decided once.
     """
@@ -78,8 +83,9 @@ class Reduction:
     def __init__(
         self, workspace: GpuWorkspace, way: Way, problem: DenseProblem, strides: tuple[int, ...], mean: bool,
         order: str, site: str, traced: bool = False, note: Note | None = None, tail: TailSpec = NO_TAIL,
+        keep: bool = False,
     ) -> None:  # fmt: skip
-        self.group = weakref.ref(workspace.group)
+        self.group, self.kind, self._keep = weakref.ref(workspace.group), problem.product, keep
         self._workspace, self._way, self._problem = workspace, way, problem
         self._is_replaced, self._is_fused = way.replaced, way.fused
         self._takes_product = way.kernel is not None and way.kernel.takes_product
@@ -103,49 +109,53 @@ class Reduction:
             workspace, way, problem.op, site, problem, variant, note=note, launch=launch
         )
 
-    def again(
-        self, x: Sequence[Tensor], w: Sequence[Tensor], operands: Sequence[Tensor],
-        bias: Tensor | None = None,
-    ) -> list[Tensor] | None:  # fmt: skip
+    def again(self, of: Factors, operands: Sequence[Tensor]) -> list[Tensor] | None:
         """As `__call__`, of a call like one before that was not captured, in the shortest way; None where the
         call has to be prepared anew."""
         launcher = self._launcher
-        # cuBLAS multiplies before the guard of the launch is asked, so what Python can check comes first.
+        # torch multiplies before the guard of the launch is asked, so what Python can check comes first.
         if launcher.is_short and (not self._takes_product or (launcher.is_next() and launcher.goes_on())):
             taken = operands if self._takes_tail else ()
             if self._takes_product:
-                given: Sequence[Tensor] = (multiplied(x, w, bias),)
+                given: Sequence[Tensor] = (of.product(),)
             else:
-                given, taken = (*x, *w), taken if bias is None else (bias, *taken)
+                bias = of.bias
+                given, taken = (*of.x, *of.w), taken if bias is None else (bias, *taken)
             found = launcher.again(given, self._results, taken, self._dtypes)
             if found is None:
                 return None
-            return found[self._first :] if self._takes_tail else self._then(found[0], operands)
-        return self(x, w, operands, bias) if launcher.goes_on() else None
+            results = found[self._first :] if self._takes_tail else self._then(found[0], operands)
+            return [*results, *given] if self._keep else results
+        return self(of, operands) if launcher.goes_on() else None
 
     def __call__(
-        self, x: Sequence[Tensor], w: Sequence[Tensor], operands: Sequence[Tensor] = (),
-        bias: Tensor | None = None, trace: Tensor | None = None,
-    ) -> list[Tensor]:  # fmt: skip
+        self, of: Factors, operands: Sequence[Tensor] = (), trace: Tensor | None = None
+    ) -> list[Tensor]:
         memory = None if self._is_replaced else self._launcher.enter(self._problem.programs, trace)
+        if memory is None or self._takes_product or self._keep:
+            of = of.computed()
+        results = self._reduced(memory, of, operands)
+        return [*results, *of.x] if self._keep else results
+
+    def _reduced(self, memory: PeerMemory | None, of: Factors, operands: Sequence[Tensor]) -> list[Tensor]:
+        """The sum or, with a tail, its results. Without memory the product is computed already."""
         if memory is None:
-            return self._then(self._unfused(multiplied(x, w, bias)), operands)
+            (product,) = of.x
+            return self._then(self._unfused(product.clone() if self._keep else product), operands)
         if not self._is_fused:
-            value = self._by_torch(memory, x, w, bias)
+            value = self._by_torch(memory, of)
         else:
             out = [
-                x[0].new_empty(sizes, dtype=d)
+                of.x[0].new_empty(sizes, dtype=d)
                 for (sizes, _), d in zip(self._results, self._dtypes, strict=True)
             ]
-            how = self._how._replace(bias=bias)
-            if self._takes_product:
-                x, w, how = [multiplied(x, w, bias)], (), self._how
+            how = self._how._replace(bias=of.bias)
             if self._takes_tail:
-                self._launcher.launch(x, w, out, how, operands, self._tail)
+                self._launcher.launch(of.x, of.w, out, how, operands, self._tail)
                 self._launcher.leave()
                 return out[self._first :]
             (value,) = out
-            self._launcher.launch(x, w, value, how)
+            self._launcher.launch(of.x, of.w, value, how)
         self._launcher.leave()
         return self._then(value, operands)
 
@@ -155,15 +165,13 @@ class Reduction:
             return [value]
         return behind(value, operands, self._tail)
 
-    def _by_torch(
-        self, memory: PeerMemory, x: Sequence[Tensor], w: Sequence[Tensor], bias: Tensor | None
-    ) -> Tensor:
+    def _by_torch(self, memory: PeerMemory, of: Factors) -> Tensor:
         problem, group_name = self._problem, self._workspace.group_name
         if self._way.name == ASYNC_TP:
-            out = torch_internals.async_tp_matmul_reduce_scatter(x[0], w[0], group_name)
+            out = torch_internals.async_tp_matmul_reduce_scatter(of.x[0], of.w[0], group_name)
             return self._averaged(out)
-        p = memory.finished.views[memory.rank].view(x[0].dtype)[: problem.m * problem.n]
-        multiplied(x, w, bias, p.view(problem.m, problem.n))
+        p = memory.finished.views[memory.rank].view(problem.dtype)[: problem.m * problem.n]
+        of.product(p.view(problem.m, problem.n))
         out = torch_internals.symmetric_all_reduce(p, group_name, self._way.name == ONE_SHOT)
         # torch's variant with an output of its own was measured to be slower than this and a copy.
         out = out.clone() if self._way.name == TWO_SHOT else out

@@ -12,6 +12,7 @@ from autofuse.lowering.gpu.choice.kernel import CUBLAS_NCCL, DTYPES, MOST_BYTES,
 from autofuse.native_kernels.gpu.memory import LONGEST_ROW, Need, cdiv
 from autofuse.native_kernels.gpu.state import MOST_TERMS, MOST_WEIGHTS
 
+from .factors import MADE, MULTIPLIED
 from .gathers import GATHERS
 from .publishes import PUBLISHES
 from .reductions import EXCHANGES, REDUCTIONS
@@ -25,6 +26,9 @@ TWO_SHOT = "cublas+two_shot"
 ASYNC_TP = "async_tp"
 """torch's own: matmuls of chunks and copies on two streams."""
 
+EXCHANGED = (torch.bfloat16, torch.float16, torch.float32)
+"""Dtypes of products that torch has computed."""
+
 FEW_ROWS = 128
 """Of so many rows kernels multiply one weight while parts arrive, and others afterwards."""
 
@@ -34,14 +38,14 @@ MOST_ONE_SHOT_BYTES = 8 << 20
 
 @dataclass(frozen=True)
 class DenseProblem:
-    """A dense call: `[m, k] @ [k, n]` on every rank, of 16-bit floats.
+    """A dense call: `[m, k] @ [k, n]` on every rank.
 
     m: rows of the product: all tokens, of a gather too. programs: that run at once. dim, outer: which rows
     (columns) belong to whom. aligned: operands are as TMA loads them. update: tiles may be added at their
     owners as they arrive. terms: of a sum of several matmuls, the K of each, `k` in total. widths: of several
     weights of a gather that kernels multiply together, the columns of each, `n` in total. written: where
-    owners of rows may apply a tail, bytes of a row of what it returns. biased: each rank adds a row to its
-    product before a reduction.
+    owners of rows may apply a tail, bytes of a row of what it returns. product: the kind of what is reduced,
+    which has the dtype.
     """
 
     op: str
@@ -58,7 +62,7 @@ class DenseProblem:
     terms: tuple[int, ...] = ()
     widths: tuple[int, ...] = ()
     written: int = 0
-    biased: bool = False
+    product: str = MULTIPLIED
 
     is_whole: ClassVar[bool] = True
     most_bytes: ClassVar[int] = MOST_BYTES
@@ -99,11 +103,11 @@ class DenseProblem:
         ways = [Way(CUBLAS_NCCL, nccl_work, replaced=True)]
         if self.op == PUBLISH:
             return ways
-        nbytes = self.m * self.n * 2
+        nbytes = self.m * self.n * self.dtype.itemsize
         if self.everywhere:
             # torch's kernels read and write 16 bytes at a time, of every rank's share.
             whole = nbytes % (16 * self.world) == 0
-            if self.dtype is torch.bfloat16 and whole and self.world in (2, 4, 8):
+            if self.dtype in (torch.bfloat16, torch.float32) and whole and self.world in (2, 4, 8):
                 need = Need(finished=nbytes)
                 if nbytes <= MOST_ONE_SHOT_BYTES:
                     ways.append(Way(ONE_SHOT, one_shot_work, need=need))
@@ -115,10 +119,11 @@ class DenseProblem:
     @property
     def _is_plain(self) -> bool:
         """One matmul, of which each rank has rows side by side."""
-        return self.by_rows and self.outer == 1 and not self.terms and not self.biased
+        return self.by_rows and self.outer == 1 and not self.terms and self.product == MULTIPLIED
 
     def kernels(self) -> Sequence[Kernel[DenseProblem, Any]]:
-        if self.dtype not in DTYPES or self.world > 8 or not min(self.m, self.k, self.n):
+        dtypes = EXCHANGED if self.product == MADE else DTYPES
+        if self.dtype not in dtypes or self.world > 8 or not min(self.m, self.k, self.n):
             return ()
         if not self._is_multiplied():
             return EXCHANGES if self.op in (REDUCE, SCATTER) else ()
@@ -140,6 +145,7 @@ class DenseProblem:
     def measured_as(self) -> str:
         """Points of matmul_all_gather are of columns and count for rows, too: the kernels take as long."""
         op = f"{self.op}, {len(self.terms)} terms" if self.terms else self.op
+        op = f"{op}, float32" if self.dtype is torch.float32 else op
         op = f"{op}, {len(self.widths)} weights" if self.widths else op
         op = f"{op}, tail" if self.written else op
         return op if self.by_rows or self.op == PUBLISH else f"{op}, columns"
@@ -156,7 +162,8 @@ class DenseProblem:
     def _is_multiplied(self) -> bool:
         """Whether kernels of ours can multiply the operands."""
         return (
-            self.aligned
+            self.product != MADE
+            and self.aligned
             and all(width % 8 == 0 for width in (self.n, *self.widths))
             and all(length % 8 == 0 for length in (self.k, *self.terms))
             and len(self.terms) <= MOST_TERMS

@@ -60,7 +60,7 @@ def _behind(p: DenseProblem) -> tuple[Work, ...]:
     """What follows a way that does not apply the tail itself, where owners may apply it."""
     if not p.written:
         return ()
-    return (tail_work(2.0 * p.m * p.n + _operands(p) + p.m * p.written),)
+    return (tail_work(_product(p) + _operands(p) + p.m * p.written),)
 
 
 def _with_behind(p: DenseProblem, work: Work) -> Work:
@@ -89,9 +89,14 @@ def _matrices(p: DenseProblem) -> float:
     return 2.0 * (p.k * p.n + p.m * (p.k + p.n))
 
 
+def _product(p: DenseProblem) -> float:
+    """Bytes of the product."""
+    return float(p.dtype.itemsize * p.m * p.n)
+
+
 def _reduced(p: DenseProblem, once: bool = False) -> tuple[float, int]:
     """Bytes that a rank sends to reduce the product, and exchanges that follow one another."""
-    product = 2.0 * p.m * p.n
+    product = _product(p)
     if once:
         return product * (p.world - 1), 1
     hops = 2 if p.everywhere else 1
@@ -143,7 +148,7 @@ def tiles_work(config: ReduceConfig, p: DenseProblem) -> Work:
 
 def _exchange(p: DenseProblem, model: str, sent: float, hops: int, applies: bool = False) -> Work:
     """cuBLAS, then the exchange. applies: the kernel applies the tail of owners, if there is one."""
-    summed = 2.0 * p.m * p.n * (1 if p.everywhere else 1 / p.world)
+    summed = _product(p) * (1 if p.everywhere else 1 / p.world)
     if applies and p.written:
         summed = _operands(p) + p.m * p.written
     work = Exchange(f"{p.op} {model}", _products(p), sent, 2 * sent + summed, hops)
@@ -158,7 +163,7 @@ def rows_work(config: RowsConfig, p: DenseProblem) -> Work:
     """Owners send what their tail returns."""
     sent, hops = _reduced(p, config.once)
     if p.written and not config.once:
-        sent = (p.world - 1) * p.m * (2.0 * p.n + p.written) / p.world
+        sent = (p.world - 1) * (_product(p) + p.m * p.written) / p.world
     return _exchange(p, "rows", sent, hops, applies=True)
 
 
@@ -246,7 +251,7 @@ def collective_work(kind: str, nbytes: float, world: int) -> Collective:
 
 def nccl_work(p: DenseProblem) -> tuple[Work, ...]:
     """cuBLAS, and the collective before or behind it."""
-    product = 2.0 * p.m * p.n
+    product = _product(p)
     if p.op == "all_gather_matmul":
         collective = collective_work("all_gather", 2.0 * p.m * p.k, p.world)
     elif p.op == "matmul_all_gather":
@@ -260,11 +265,12 @@ def nccl_work(p: DenseProblem) -> tuple[Work, ...]:
 
 
 def one_shot_work(p: DenseProblem) -> tuple[Work, ...]:
-    return *_products(p), Shots("one_shot", _reduced(p, once=True)[0], 4.0 * p.m * p.n, p.world), *_behind(p)
+    shots = Shots("one_shot", _reduced(p, once=True)[0], 2 * _product(p), p.world)
+    return *_products(p), shots, *_behind(p)
 
 
 def two_shot_work(p: DenseProblem) -> tuple[Work, ...]:
-    return *_products(p), Shots("two_shot", _reduced(p)[0], 4.0 * p.m * p.n, p.world), *_behind(p)
+    return *_products(p), Shots("two_shot", _reduced(p)[0], 2 * _product(p), p.world), *_behind(p)
 
 
 def async_tp_work(p: DenseProblem) -> tuple[Work, ...]:

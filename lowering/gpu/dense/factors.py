@@ -1,0 +1,79 @@
+"""What a rank brings to a reduction: matmuls that kernels multiply, or a product that torch computes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from autofuse.lowering.gpu.choice.kernel import DTYPES
+from autofuse.lowering.gpu.operands import aligned
+from autofuse.lowering.ops.matmul_all_reduce import BIASED as ONE_WITH_BIAS
+from autofuse.lowering.ops.matmul_all_reduce import MatmulAllReduce
+from autofuse.lowering.ops.matmul_reduce_scatter import MatmulReduceScatter
+from autofuse.lowering.reference.product import dtype_of, product_reference
+from autofuse.native_kernels.gpu.state import MOST_TERMS
+
+MULTIPLIED, BIASED, MADE = "mm", "biased", "made"
+"""Kinds of products: a sum of matmuls; a sum of matmuls and a row; any other, and those that are returned,
+too, which torch computes and kernels exchange."""
+
+
+class Factors(NamedTuple):
+    """A product as `reference/product.py` has it: `text`, of x, w and operands. x: contiguous."""
+
+    x: Sequence[Tensor]
+    w: Sequence[Tensor]
+    operands: Sequence[Tensor] = ()
+    text: str = "mm"
+    kind: str = MULTIPLIED
+
+    @classmethod
+    def of(cls, args: MatmulAllReduce | MatmulReduceScatter, x: Sequence[Tensor]) -> Factors:
+        """Those of a call, with x in place of its own."""
+        return cls(x, args.w, args.operands, args.product, kind_of(args))
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The row that a kernel adds, as it reads it: [N]."""
+        return aligned(self.operands[0].reshape(-1)) if self.kind == BIASED else None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the product."""
+        return dtype_of(self.text, self.w[0].dtype, self.operands)
+
+    def computed(self) -> Factors:
+        """The product by torch as the only entry of x, and an empty w, as kernels take what they exchange."""
+        return Factors([self.product()], [])
+
+    def product(self, out: Tensor | None = None) -> Tensor:
+        """The product by torch, contiguous. Of matmuls, every term is added in fp32, and rounded."""
+        x, w = self.x, self.w
+        if not w:
+            return x[0] if out is None else out.copy_(x[0])
+        if self.kind == MADE:
+            found = product_reference(x, w, self.operands, self.text)
+            return found.contiguous() if out is None else out.copy_(found)
+        if self.kind == BIASED:
+            total = torch.addmm(self.operands[0], x[0], w[0], out=out)
+        else:
+            total = torch.mm(x[0], w[0], out=out)
+        for xi, wi in zip(x[1:], w[1:], strict=True):
+            total.addmm_(xi, wi)
+        return total
+
+
+def kind_of(args: MatmulAllReduce | MatmulReduceScatter) -> str:
+    """The kind of the product of a call."""
+    if args.keep_product or len(args.x) > MOST_TERMS or args.x[0].dtype not in DTYPES:
+        return MADE
+    if args.product == "mm":
+        return MULTIPLIED
+    if args.product != ONE_WITH_BIAS:
+        return MADE
+    bias = args.operands[0]
+    is_row = bias.numel() == bias.shape[-1:].numel() == args.w[0].shape[1]
+    return BIASED if is_row and bias.dtype == args.x[0].dtype else MADE
