@@ -7,6 +7,8 @@ With W ranks, T tokens or bags, and N columns of the result:
         add up     P = the weighted rows of the `top` experts of a token                    [T, N]
     tables    a rank has a part of the rows of every table
         pool       P = the rows that a bag names, `pooling` on this rank, of all tables     [T, N]
+    vocabulary   a rank has V / W rows of the embedding of a model
+        read       P = the rows of the tokens that this rank has, of others 0             [T, N]
 
     send      the sum of P over the ranks, of all rows (all_reduce) or of T / W rows (reduce_scatter)
     limit     max(P alone, bytes that a rank sends / link rate) + a flag
@@ -33,12 +35,14 @@ TABLES, DIM, TABLE_ROWS = 26, 128, 100_000
 """Tables, columns of each, and rows of each that a rank has."""
 BAGS = ((512, 1), (2048, 10), (8192, 1))
 """(bags, pooling on a rank)"""
+VOCABULARIES = {"llama-8b": (4096, 128256), "llama-70b": (8192, 128256)}
+"""Columns, and rows on all ranks."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """The op at one size. kind: `experts` or `tables`; depth: of all ranks; experts, top: of experts alone;
-    tables, pooling: of tables alone, whose `table_rows` a rank has."""
+    """The op at one size. kind: `experts`, `tables` or `vocabulary`; depth: of all ranks; experts, top: of
+    experts alone; tables, pooling: of the others, whose `table_rows` a rank has."""
 
     op: str
     kind: str
@@ -93,4 +97,13 @@ def cells(world: int, quick: bool) -> list[Cell]:
                     pooling=pooling, table_rows=TABLE_ROWS,
                 )
             )  # fmt: skip
+        for model, (columns, rows) in VOCABULARIES.items():
+            for tokens in TOKENS:
+                if not quick or (model, tokens) == ("llama-8b", 128):
+                    found.append(
+                        Cell(
+                            op, "vocabulary", model, tokens, columns, world, tables=1, pooling=1,
+                            table_rows=rows // world,
+                        )
+                    )  # fmt: skip
     return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,8 @@ from autofuse.lowering.torch_internals import (
 )
 
 Inputs: TypeAlias = Sequence[Tensor]
-"""Of experts: x, w, ends, back, factors. Of tables: indices, tables, then offsets."""
+"""Of experts: x, w, ends, back, factors. Of tables: indices, tables, then offsets. Of a vocabulary: places,
+table, and whether a token is one of another rank."""
 Local: TypeAlias = Callable[[Inputs], Tensor]
 
 SETS = 4
@@ -32,13 +33,11 @@ SETS = 4
 
 def work(cell: Cell, device: torch.device, group_name: str) -> Work:
     """All that there is to measure of a cell."""
-    drawn, local, exact = (
-        (_experts, _added, _exact_added) if cell.kind == "experts" else (_tables, _pooled, _exact_pooled)
-    )
-    inputs = drawn(cell, device)
+    kind = KINDS[cell.kind]
+    inputs = kind.drawn(cell, device)
     some = sampled(cell.rows, cell.world, device)
     rows = some.flatten()
-    mine = exact(cell, inputs[0], rows)
+    mine = kind.exact(cell, inputs[0], rows)
     total = mine.clone()
     dist.all_reduce(total)
     alone = Sample((cell.rows, cell.columns), rows, mine)
@@ -48,8 +47,10 @@ def work(cell: Cell, device: torch.device, group_name: str) -> Work:
         whole = Sample(
             (cell.rows // cell.world, cell.columns), some[0], total.chunk(cell.world)[dist.get_rank()]
         )
-    compiled = torch.compile(local(cell), dynamic=False)
-    fused = Fused(cell.op, [_arguments(cell, given, group_name) for given in inputs])
+    compiled = torch.compile(kind.local(cell), dynamic=False)
+    scattered = (0, 1) if cell.op == SCATTER else ()
+    end = ("sum", *scattered, False, [], "", "", group_name, "direct", "bench")
+    fused = Fused(cell.op, [(*kind.arguments(cell, given), *end) for given in inputs])
 
     def variant(run: Local, sample: Sample) -> Variant:
         return Variant(lambda i: run(inputs[i % len(inputs)]), sample.error)
@@ -128,6 +129,12 @@ def _exact_added(cell: Cell, given: Inputs, rows: Tensor) -> Tensor:
     return (torch.stack(of_rows) * factors[entries]).view(len(rows), cell.top, -1).sum(1)
 
 
+def _of_experts(cell: Cell, given: Inputs) -> tuple[Any, ...]:
+    x, w, ends, back, factors = given
+    product = f"grouped %0; take %1; mul %2; sum {cell.top}; to {DTYPE}"
+    return [x], [w], [ends[:, None], back[:, None], factors], product
+
+
 def _tables(cell: Cell, device: torch.device) -> list[Inputs]:
     dim, dtype = cell.columns // cell.tables, getattr(torch, DTYPE)
     tables = [torch.randn(cell.table_rows, dim, device=device, dtype=dtype) for _ in range(cell.tables)]
@@ -156,13 +163,50 @@ def _exact_pooled(cell: Cell, given: Inputs, rows: Tensor) -> Tensor:
     return torch.cat([t[i.view(cell.rows, -1)[rows]].double().sum(1) for i, t in bags], 1)
 
 
-def _arguments(cell: Cell, given: Inputs, group_name: str) -> tuple[Any, ...]:
-    """Those of the fused op."""
-    scattered = (0, 1) if cell.op == SCATTER else ()
-    end = ("sum", *scattered, False, [], "", "", group_name, "direct", "bench")
-    if cell.kind == "tables":
-        offsets = [given[-1]] * cell.tables
-        return given[: cell.tables], given[cell.tables : -1], offsets, "bags sum 0 -1", *end
-    x, w, ends, back, factors = given
-    product = f"grouped %0; take %1; mul %2; sum {cell.top}; to {DTYPE}"
-    return [x], [w], [ends[:, None], back[:, None], factors], product, *end
+def _of_pooled(cell: Cell, given: Inputs) -> tuple[Any, ...]:
+    return given[: cell.tables], given[cell.tables : -1], [given[-1]] * cell.tables, "bags sum 0 -1"
+
+
+def _vocabulary(cell: Cell, device: torch.device) -> list[Inputs]:
+    """All ranks have the same tokens."""
+    same = torch.Generator(device).manual_seed(6)
+    table = torch.randn(cell.table_rows, cell.columns, device=device, dtype=getattr(torch, DTYPE))
+    found = list[Inputs]()
+    for _ in range(SETS):
+        tokens = torch.randint(0, cell.world * cell.table_rows, (cell.rows,), device=device, generator=same)
+        places = tokens - dist.get_rank() * cell.table_rows
+        theirs = (places < 0) | (places >= cell.table_rows)
+        found.append([places.masked_fill(theirs, 0), table, theirs])
+    return found
+
+
+def _read(cell: Cell) -> Local:
+    """As torch's sharded embeddings have it."""
+    return lambda given: F.embedding(given[0], given[1]).masked_fill(given[2][:, None], 0.0)
+
+
+def _exact_read(cell: Cell, given: Inputs, rows: Tensor) -> Tensor:
+    places, table, theirs = given
+    return table[places[rows]].double().masked_fill(theirs[rows, None], 0.0)
+
+
+def _of_read(cell: Cell, given: Inputs) -> tuple[Any, ...]:
+    places, table, theirs = given
+    return [places[:, None]], [table], [theirs[:, None]], "rows; masked_fill %0 0.0"
+
+
+class Kind(NamedTuple):
+    """drawn: inputs; local: what torch compiles; exact: some rows of P in float64; arguments: the first ones of
+    the fused op."""
+
+    drawn: Callable[[Cell, torch.device], list[Inputs]]
+    local: Callable[[Cell], Local]
+    exact: Callable[[Cell, Inputs, Tensor], Tensor]
+    arguments: Callable[[Cell, Inputs], tuple[Any, ...]]
+
+
+KINDS = {
+    "experts": Kind(_experts, _added, _exact_added, _of_experts),
+    "tables": Kind(_tables, _pooled, _exact_pooled, _of_pooled),
+    "vocabulary": Kind(_vocabulary, _read, _exact_read, _of_read),
+}
