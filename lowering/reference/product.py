@@ -133,10 +133,11 @@ def product_reference(
     x: Sequence[Tensor], w: Sequence[Tensor], operands: Sequence[Tensor], product: str
 ) -> Tensor:
     """`P: [M, N]` with plain torch ops, on any device, also of fake tensors. Experts have no gradient."""
-    return epilogue(_contract(parse(product), x, w, operands), operands, product)
+    return epilogue(contract(parse(product), x, w, operands), operands, product)
 
 
-def _contract(p: Product, x: Sequence[Tensor], w: Sequence[Tensor], operands: Sequence[Tensor]) -> Tensor:
+def contract(p: Product, x: Sequence[Tensor], w: Sequence[Tensor], operands: Sequence[Tensor]) -> Tensor:
+    """What a product is before its stages."""
     if p.contraction == "mm":
         total = torch.mm(x[0], w[0])
     elif p.contraction == "rows":
@@ -210,7 +211,7 @@ def with_kept(
     if not is_grouped(product):
         p = product_reference(x, w, operands, product)
         return p, p
-    rows = _contract(parse(product), x, w, operands)
+    rows = contract(parse(product), x, w, operands)
     return epilogue(rows, operands, product), rows
 
 
@@ -224,7 +225,7 @@ def evaluate(
     p = parse(product)
     uniform = w[0].dtype == out.dtype and all(stage.dtype is None for stage in p.stages)
     if p.contraction == GROUPED:
-        total = _contract(p, x, w, operands)
+        total = contract(p, x, w, operands)
         if done := add_up(out, total, operands, p.stages):
             for stage in p.stages[done:]:
                 _apply(stage, out, operands, out=out)

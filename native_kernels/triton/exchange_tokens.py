@@ -3,8 +3,9 @@
     P[t] = A[t] + sum over j < K of f[r] * X[r] * g[i],  r = index[i]      in fp32, rounded once
     Y    = sum over ranks of P, fp32, in rank order, rounded once          P: [tokens, columns]
 
-`X: [R, columns]` is what a grouped matmul has made; i is entry `t * K + j`, or `j * tokens + t`. P is cut
-into items and chunks as the matrix of `exchange_sums` is, whose parts B and C these are:
+`X: [R, columns]` is what a grouped matmul has made, or an embedding table; i is entry `t * K + j`, or
+`j * tokens + t`. P is cut into items and chunks as the matrix of `exchange_sums` is, whose parts B and C
+these are:
 
 A. A program computes an item of P and stores it in the inbox of its owner, its own too, with ONCE in that of
    every rank. The program that counts the last item of a slice signals. Owners come from the next rank on,
@@ -43,7 +44,9 @@ class TokensConfig(SumsConfig):
 class TokenRows:
     """The rows of this rank. rows: [R, columns], adjacent columns; index: int64 [tokens * k], None: row i is
     entry i; before, behind: factors of rows and of entries, or one for all; added: [tokens, columns]; all are
-    contiguous; k: entries of a token, which with `fold` are `j * tokens + t`, else `t * k + j`."""
+    contiguous; k: entries of a token, which with `fold` are `j * tokens + t`, else `t * k + j`.
+
+    A behind of bool, one for each entry, is no factor: an entry where it is not `counts` is 0."""
 
     rows: Tensor
     index: Tensor | None
@@ -53,6 +56,7 @@ class TokenRows:
     tokens: int
     k: int
     fold: bool
+    counts: bool = True
 
     @property
     def columns(self) -> int:
@@ -69,9 +73,12 @@ class TokenRows:
         return self.rows.shape[0], self.tokens, self.columns // unit, self.rows.stride(0) // unit
 
     def options(self) -> dict[str, int]:
-        """constexprs. STEP: rows that are read at once. Of factors: 0 none, 1 one for all, 2 one for each."""
+        """constexprs. STEP: rows that are read at once. Of factors: 0 none, 1 one for all, 2 one for each;
+        3, 4: entries count where it is true, or false."""
         step = max(n for n in range(1, 9) if self.k % n == 0)
         counts = [0 if t is None else 1 if t.numel() == 1 else 2 for t in (self.before, self.behind)]
+        if self.behind is not None and self.behind.dtype == torch.bool:
+            counts[1] = 3 if self.counts else 4
         return {
             "K": self.k, "STEP": step, "FOLD": self.fold, "TAKEN": self.index is not None,
             "BEFORE": counts[0], "BEHIND": counts[1], "ADDED": self.added is not None,
@@ -111,6 +118,8 @@ def sum_of_tokens(
                 row = tl.load(index + entry, mask=inside, other=0)
                 there = inside & (row >= 0) & (row < rows)
                 wrong |= inside & ~there
+            if BEHIND >= 3:
+                there &= (tl.load(behind + entry, mask=inside, other=0) != 0) == (BEHIND == 3)
             at = row * stride * UNIT + column
             part = tl.load(x + at[:, None] + lane[None, :], mask=there[:, None], other=0.0).to(tl.float32)
             if BEFORE == 2:

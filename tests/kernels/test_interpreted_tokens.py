@@ -26,6 +26,8 @@ CALLS = [
     Tokens(12, 8, k=4, wire=FP32, before=BF16, behind=FP32, all_ranks=False, mean=True),
     Tokens(24, 16, before=FP32, behind=FP32, one=True, added=True, config=ONCE, programs=3),
     Tokens(12, 136, taken=False, behind=FP32, added=True, all_ranks=False),
+    Tokens(24, 40, k=1, counts=False),  # as of a vocabulary
+    Tokens(12, 24, k=1, counts=True, all_ranks=False, mean=True),
 ]
 
 

@@ -41,6 +41,8 @@ class Tokens:
     mean: bool = False
     config: TokensConfig = CONFIG
     programs: int = 2
+    counts: bool | None = None
+    """Where a mask says so, an entry counts."""
 
     def need(self, world: int) -> Need:
         elements = self.tokens * self.columns
@@ -62,11 +64,14 @@ class Tokens:
             wide[:, : self.columns],
             torch.randint(0, count, (entries, 1), generator=make) if self.taken else None,
             factors(self.before, count),
-            factors(self.behind, entries),
+            factors(self.behind, entries)
+            if self.counts is None
+            else torch.rand(entries, 1, generator=make) < 0.5,
             torch.randn(self.tokens, self.columns, generator=make).to(self.wire) if self.added else None,
             self.tokens,
             self.k,
             self.fold,
+            self.counts is not False,
         )
 
     def sums(self, rank: int, seed: int) -> Tensor:
@@ -79,7 +84,9 @@ class Tokens:
             row = entry if of.index is None else of.index[entry, 0]
             part = of.rows[row].float()
             for factor, at in ((of.before, row), (of.behind, entry)):
-                if factor is not None and not self.one:
+                if factor is not None and factor.dtype == torch.bool:
+                    part = part.where(factor[at] == self.counts, 0)
+                elif factor is not None and not self.one:
                     part = part * factor[at].float()
             total = total + part
         for factor in (of.before, of.behind):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,9 +17,13 @@ from autofuse.lowering.gpu.choice import model
 from autofuse.lowering.gpu.choice.gpu import Gpu, described, gpu_name
 from autofuse.lowering.gpu.choice.kernel import MOST_BYTES, Kernel, Problem, Way
 from autofuse.lowering.gpu.choice.points import Point, shipped
+from autofuse.lowering.gpu.dense.pooled import PooledProblem
 from autofuse.lowering.gpu.dense.ways import GATHER, PUBLISH, REDUCE, SCATTER, DenseProblem
 from autofuse.lowering.gpu.dense.work import INDUCTOR_TAIL, TAIL, tail_work
+from autofuse.lowering.gpu.embedding.reduced import ReducedProblem
+from autofuse.lowering.gpu.embedding.vocabulary import VocabularyProblem
 from autofuse.lowering.gpu.embedding.ways import BACKWARD, OP, UPDATE, ExchangeProblem
+from autofuse.lowering.gpu.experts.reduced import TokensProblem
 from autofuse.lowering.gpu.experts.ways import DROPLESS, DroplessProblem, ExpertProblem
 from autofuse.lowering.gpu.optimizer.ways import OP as STEP
 from autofuse.lowering.gpu.optimizer.ways import WITH_CLIPPING, UpdateProblem
@@ -26,6 +31,7 @@ from autofuse.lowering.update_rules import RULES
 
 DENSE = (REDUCE, SCATTER, GATHER, PUBLISH)
 _DTYPE = torch.bfloat16
+PROGRAMS = 132
 
 COLUMNS = {(COMBINE, model.intermediate): model.hidden for model in MODELS.values()} | {
     (DISPATCH, model.hidden): 2 * model.intermediate for model in MODELS.values()
@@ -84,6 +90,8 @@ def problem_at(point: Point) -> Problem | None:
         return TailProblem(m, n)
     if op in (OP, BACKWARD, UPDATE):
         return ExchangeProblem(m // world, (n,) * world, "bsc", _DTYPE, op=op)
+    if (pooled := _pooled_at(point)) is not None:
+        return pooled
     if op.startswith(STEP):
         return _step_at(op.removeprefix(f"{STEP} "), m, n, world)
     columns = COLUMNS.get((op.removesuffix(DROPLESS), k))
@@ -92,6 +100,19 @@ def problem_at(point: Point) -> Problem | None:
     if op.endswith(DROPLESS):
         return DroplessProblem(op, n // columns, k, columns, world, _DTYPE, rows=m)
     return ExpertProblem(op, n // columns, m, k, columns, world, _DTYPE)
+
+
+def _pooled_at(point: Point) -> PooledProblem | None:
+    """Of rows that a rank adds up before a reduction: `measured_as` of their problems."""
+    m, k, n, world = point.sizes
+    op, _, kind = point.op.partition(", ")
+    given = op, m, n, world, _DTYPE, PROGRAMS, True
+    if kind == "bags":
+        return ReducedProblem(*given)
+    if kind == "vocabulary":
+        return VocabularyProblem(*given)
+    found = re.fullmatch(r"top (\d+) of (\d+)", kind)
+    return None if found is None else TokensProblem(*given, experts=int(found[2]), top=int(found[1]), depth=k)
 
 
 def _step_at(kind: str, elements: int, element_bytes: int, world: int) -> UpdateProblem:

@@ -19,6 +19,7 @@ from autofuse.lowering.gpu.choice.calls import Calls, GpuCall, remember, run_cal
 from autofuse.lowering.gpu.choice.kernel import Way, replaced
 from autofuse.lowering.gpu.choice.quick import Quick, sizes_of
 from autofuse.lowering.gpu.embedding.reduced import reduced_call as bags_call
+from autofuse.lowering.gpu.embedding.vocabulary import vocabulary_call
 from autofuse.lowering.gpu.experts.reduced import reduced_call as tokens_call
 from autofuse.lowering.gpu.memory.workspace import GpuWorkspace, current, workspace_for, workspace_of
 from autofuse.lowering.gpu.operands import aligned
@@ -46,6 +47,8 @@ def run_reduce(op: str, args: ReduceArguments) -> Any:
         return run_call(reduce_call(op, args))
     if any(map(_is_empty, x, b)):
         return NotImplemented
+    if (call := vocabulary_call(op, args)) is not None:
+        return run_call(call)
     with current(x[0].device):
         workspace = workspace_for(args.group_name, x[0].device)
         a = [xi.contiguous() for xi in x]
@@ -78,6 +81,8 @@ def reduce_call(op: str, args: ReduceArguments) -> GpuCall | None:
         return (bags_call if is_pooled(args.product) else tokens_call)(op, args)
     if any(map(_is_empty, x, args.w)):
         return None
+    if (call := vocabulary_call(op, args)) is not None:
+        return call
     return _reduce_call(workspace_of(args.group_name, x[0]), op, args, [xi.contiguous() for xi in x])[0]
 
 

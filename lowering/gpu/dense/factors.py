@@ -11,10 +11,12 @@ from torch import Tensor
 from autofuse.lowering.gpu.choice.kernel import DTYPES
 from autofuse.lowering.gpu.operands import aligned
 from autofuse.lowering.ops.matmul_all_reduce import BIASED as ONE_WITH_BIAS
-from autofuse.lowering.ops.matmul_all_reduce import MatmulAllReduce
+from autofuse.lowering.ops.matmul_all_reduce import MatmulAllReduce, is_gpu_tail
 from autofuse.lowering.ops.matmul_reduce_scatter import MatmulReduceScatter
-from autofuse.lowering.reference.product import dtype_of, product_reference
+from autofuse.lowering.reference.product import contract, dtype_of, epilogue, parse
 from autofuse.native_kernels.gpu.state import MOST_TERMS
+
+from .tails import behind, tail_of
 
 MULTIPLIED, BIASED, MADE = "mm", "biased", "made"
 """Kinds of products: a sum of matmuls; a sum of matmuls and a row; any other, and those that are returned,
@@ -55,7 +57,7 @@ class Factors(NamedTuple):
         if not w:
             return x[0] if out is None else out.copy_(x[0])
         if self.kind == MADE:
-            found = product_reference(x, w, self.operands, self.text)
+            found = self._staged(contract(parse(self.text), x, w, self.operands))
             return found.contiguous() if out is None else out.copy_(found)
         if self.kind == BIASED:
             total = torch.addmm(self.operands[0], x[0], w[0], out=out)
@@ -64,6 +66,14 @@ class Factors(NamedTuple):
         for xi, wi in zip(x[1:], w[1:], strict=True):
             total.addmm_(xi, wi)
         return total
+
+    def _staged(self, value: Tensor) -> Tensor:
+        """What the stages of a product make of its contraction: in one kernel, if it can be one."""
+        _, _, stages = self.text.partition(";")
+        if not stages or not is_gpu_tail(stages, self.operands):
+            return epilogue(value, self.operands, self.text)
+        operands = [t.contiguous() for t in self.operands]
+        return behind(value.contiguous(), operands, tail_of(stages, value.dtype, value.shape[0], operands))[0]
 
 
 def kind_of(args: MatmulAllReduce | MatmulReduceScatter) -> str:

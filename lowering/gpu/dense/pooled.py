@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 
 from autofuse.lowering.gpu.choice.kernel import MOST_BYTES, Kernel, Way
-from autofuse.lowering.gpu.choice.work import Collective, Exchange, Work
+from autofuse.lowering.gpu.choice.work import Collective, Exchange, Rows, Work
 from autofuse.lowering.ops.matmul_all_reduce import OP as REDUCE
 from autofuse.native_kernels.triton.exchange_sums import UNIT
 
@@ -38,17 +38,42 @@ class PooledProblem(ABC):
     """What the rows are of, as models of time have it."""
 
     @property
+    def multiplied(self) -> tuple[Work, ...]:
+        """What comes before the rows are read."""
+        return ()
+
+    @property
     @abstractmethod
+    def read(self) -> float:
+        """Bytes of the rows."""
+
+    @property
     def computed(self) -> tuple[Work, ...]:
-        """What comes before the exchange."""
+        """What libraries, or kernels that only add up, do before the exchange."""
+        return *self.multiplied, Rows(f"{self.op} {self.kind} sums", self.read, 0.0, False)
 
     @property
     @abstractmethod
     def kernel(self) -> Kernel[Any, Any]: ...
 
+    @abstractmethod
+    def at(self, op: str, m: int, k: int, n: int, world: int) -> PooledProblem: ...
+
+    @property
+    @abstractmethod
+    def measured_as(self) -> str: ...
+
+    @abstractmethod
+    def rounded(self) -> PooledProblem: ...
+
     @property
     def m(self) -> int:
         return self.rows
+
+    @property
+    def k(self) -> int:
+        """Of products. Rows that are read have none."""
+        return 1
 
     @property
     def n(self) -> int:
@@ -73,11 +98,10 @@ def _sent(p: PooledProblem, hops: int) -> float:
 
 
 def kernel_work(once: bool, p: PooledProblem) -> Work:
-    """As if nothing was sent while rows are added up, so that a call takes it where it was measured. once:
-    every rank adds up everything."""
+    """As if nothing was sent while rows are read. once: every rank adds up everything."""
     hops = 2 if p.everywhere and not once else 1
     sent = _sent(p, p.world if once else hops)
-    return Exchange(f"{p.op} {p.kind}", p.computed, sent, 2 * sent, hops)
+    return Exchange(f"{p.op} {p.kind}", p.multiplied, sent, 2 * sent + p.read, hops)
 
 
 def torch_work(p: PooledProblem) -> tuple[Work, ...]:

@@ -20,7 +20,6 @@ from torch import Tensor
 from autofuse.lowering.gpu.choice.calls import GpuCall, once
 from autofuse.lowering.gpu.choice.kernel import Kernel, Launch, Way
 from autofuse.lowering.gpu.choice.launcher import Launcher
-from autofuse.lowering.gpu.choice.work import Rows, Work
 from autofuse.lowering.gpu.dense.pooled import PooledProblem, kernel_work
 from autofuse.lowering.gpu.memory.workspace import GpuWorkspace, workspace_of
 from autofuse.lowering.ops.matmul_all_reduce import OP as REDUCE
@@ -43,8 +42,6 @@ Arguments: TypeAlias = MatmulAllReduce | MatmulReduceScatter
 class ReducedProblem(PooledProblem):
     """`rows` bags; columns of all tables."""
 
-    k: ClassVar[int] = 1
-    """Measured points have m bags, and n columns."""
     replaced: ClassVar[str] = TORCH_NCCL
     kind: ClassVar[str] = "bags"
 
@@ -53,10 +50,8 @@ class ReducedProblem(PooledProblem):
         return BAG_SUMS
 
     @property
-    def computed(self) -> tuple[Work, ...]:
-        """A kernel for every table."""
-        read = self.rows * self.columns * self.dtype.itemsize * LIKELY_POOLING
-        return (Rows(f"{self.op} pooling", read, 0.0, False),)
+    def read(self) -> float:
+        return float(self.rows * self.columns * self.dtype.itemsize * LIKELY_POOLING)
 
     def at(self, op: str, m: int, k: int, n: int, world: int) -> ReducedProblem:
         return replace(self, rows=m, columns=n, world=world)

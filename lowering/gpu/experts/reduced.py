@@ -7,18 +7,17 @@ arguments that are equal on all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar, TypeAlias
 
 from torch import Tensor
 
-from autofuse.lowering.gpu.choice.calls import GpuCall, once
-from autofuse.lowering.gpu.choice.kernel import CUBLAS_NCCL, Kernel, Launch, Way
-from autofuse.lowering.gpu.choice.launcher import Launcher
-from autofuse.lowering.gpu.choice.work import Product, Rows, Work
-from autofuse.lowering.gpu.dense.pooled import PooledProblem, kernel_work
-from autofuse.lowering.gpu.memory.workspace import GpuWorkspace, workspace_of
+from autofuse.lowering.gpu.choice.calls import GpuCall
+from autofuse.lowering.gpu.choice.kernel import CUBLAS_NCCL, Kernel, Way
+from autofuse.lowering.gpu.choice.work import Product, Work
+from autofuse.lowering.gpu.dense.pooled import PooledProblem
+from autofuse.lowering.gpu.dense.token_rows import TOKENS, reduce_rows
+from autofuse.lowering.gpu.memory.workspace import workspace_of
 from autofuse.lowering.ops.matmul_all_reduce import OP as REDUCE
 from autofuse.lowering.ops.matmul_all_reduce import MatmulAllReduce
 from autofuse.lowering.ops.matmul_reduce_scatter import MatmulReduceScatter
@@ -26,15 +25,8 @@ from autofuse.lowering.reference.grouped import grouped
 from autofuse.lowering.reference.layout import all_reduce, reduce_scatter
 from autofuse.lowering.reference.product import parse
 from autofuse.lowering.reference.token_sum import token_sum
-from autofuse.native_kernels.gpu.memory import Need
 from autofuse.native_kernels.triton.exchange_sums import UNIT
-from autofuse.native_kernels.triton.exchange_tokens import (
-    TokenRows,
-    TokensConfig,
-    launch_exchange_tokens,
-    launch_token_sums,
-    tokens_needs,
-)
+from autofuse.native_kernels.triton.exchange_tokens import TokenRows, TokensConfig, launch_token_sums
 
 Arguments: TypeAlias = MatmulAllReduce | MatmulReduceScatter
 
@@ -55,15 +47,19 @@ class TokensProblem(PooledProblem):
         return self.depth
 
     @property
-    def kernel(self) -> Kernel[TokensProblem, TokensConfig]:
+    def kernel(self) -> Kernel[PooledProblem, TokensConfig]:
         return TOKENS
 
     @property
-    def computed(self) -> tuple[Work, ...]:
-        """The matmuls, as if experts had equally many rows, and the sums."""
-        entries, nbytes = self.rows * self.top, self.dtype.itemsize
-        product = Product(-(-entries // self.experts), self.depth, self.columns, self.experts)
-        return product, Rows(f"{self.op} token sums", entries * self.columns * nbytes, 0.0, False)
+    def multiplied(self) -> tuple[Work, ...]:
+        """As if experts had equally many rows. Few tokens leave some experts without any."""
+        entries = self.rows * self.top
+        busy = min(self.experts, entries)
+        return (Product(-(-entries // busy), self.depth, self.columns, busy),)
+
+    @property
+    def read(self) -> float:
+        return float(self.rows * self.top * self.columns * self.dtype.itemsize)
 
     def at(self, op: str, m: int, k: int, n: int, world: int) -> TokensProblem:
         return replace(self, rows=m, depth=k, columns=n, world=world)
@@ -76,76 +72,7 @@ class TokensProblem(PooledProblem):
         return self
 
 
-# --- Ways -------------------------------------------------------------------------------------------------
-
-
-def _configs(problem: TokensProblem) -> Iterator[TokensConfig]:
-    """In one exchange each rank receives as much as in two from W - 1 ranks, half of that from one."""
-    config = TokensConfig(once=problem.everywhere and problem.world == 2)
-    yield config
-    yield replace(config, length=512, warps=2, per_sm=8)
-    yield replace(config, length=2048, warps=8, per_sm=2)
-    if problem.everywhere and problem.world > 2:
-        yield replace(config, once=True)
-
-
-def _needs(config: TokensConfig, p: TokensProblem) -> Need:
-    return tokens_needs(p.rows * p.columns, p.dtype.itemsize, p.world, p.everywhere, config)
-
-
-def _launch(
-    at: Launch, config: TokensConfig, of: TokenRows, out: Tensor, mean: bool, everywhere: bool
-) -> None:
-    launch_exchange_tokens(at.memory, of, out, mean, everywhere, config, at.site, at.compile_only)
-
-
-TOKENS: Kernel[TokensProblem, TokensConfig] = Kernel(
-    "tokens",
-    _configs,
-    needs=_needs,
-    launch=_launch,
-    work=lambda config, p: kernel_work(config.once, p),
-    source="triton/exchange_tokens.py",
-)
-
-
 # --- Calls ------------------------------------------------------------------------------------------------
-
-
-class Reduced:
-    """Calls of one kind: `reduced(of)`."""
-
-    def __init__(
-        self, workspace: GpuWorkspace, way: Way, problem: TokensProblem, variant: Hashable, mean: bool,
-        site: str,
-    ) -> None:  # fmt: skip
-        self._launcher = Launcher(workspace, way, problem.op, site, problem, (variant, mean))
-        self._problem, self._mean = problem, mean
-        rows = problem.rows if problem.everywhere else problem.rows // problem.world
-        self._shape = rows, problem.columns
-
-    def __call__(self, of: TokenRows) -> Tensor | None:
-        """None where it has to be left to torch while a graph is captured."""
-        launcher, problem = self._launcher, self._problem
-        if launcher.enter() is None:
-            return None
-        out = of.rows.new_empty(self._shape, dtype=problem.dtype)
-        launcher.launch(of, out, self._mean, problem.everywhere)
-        launcher.leave()
-        return out
-
-
-def reduce_tokens(
-    workspace: GpuWorkspace, way: Way, problem: TokensProblem, of: TokenRows, mean: bool, site: str
-) -> Tensor | None:
-    """A call of `Reduced`."""
-    factors = [None if t is None else t.dtype for t in (of.before, of.behind)]
-    variant = (problem, of.rows.dtype, of.rows.stride(0), *factors, *of.options().values())
-
-    def make() -> Reduced:
-        return Reduced(workspace, way, problem, variant, mean, site)
-
-    return once(workspace, ("tokens", way.name, variant, mean, site), make)(of)
 
 
 def reduced_call(op: str, args: Arguments) -> GpuCall | None:
@@ -185,7 +112,7 @@ def reduced_call(op: str, args: Arguments) -> GpuCall | None:
 
     def run(way: Way) -> list[Tensor] | None:
         of = multiplied()
-        out = reduce_tokens(workspace, way, problem, of, mean, args.site)
+        out = reduce_rows(workspace, way, problem, of, mean, args.site)
         return None if out is None else results(out, of)
 
     def unfused() -> list[Tensor]:

@@ -196,8 +196,8 @@ def _of_read(cell: Cell, given: Inputs) -> tuple[Any, ...]:
 
 
 class Kind(NamedTuple):
-    """drawn: inputs; local: what torch compiles; exact: some rows of P in float64; arguments: the first ones of
-    the fused op."""
+    """drawn: inputs; local: what torch compiles; exact: some rows of P in float64; arguments: the first ones
+    of the fused op."""
 
     drawn: Callable[[Cell, torch.device], list[Inputs]]
     local: Callable[[Cell], Local]
