@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -75,6 +74,9 @@ class TailProblem:
     def measured_as(self) -> str:
         return self.op
 
+    def is_kin(self, op: str) -> bool:
+        return op == self.op
+
     def rounded(self) -> TailProblem | None:
         return None
 
@@ -111,8 +113,9 @@ def _pooled_at(point: Point) -> PooledProblem | None:
         return ReducedProblem(*given)
     if kind == "vocabulary":
         return VocabularyProblem(*given)
-    found = re.fullmatch(r"top (\d+) of (\d+)", kind)
-    return None if found is None else TokensProblem(*given, experts=int(found[2]), top=int(found[1]), depth=k)
+    if not kind.startswith("top "):
+        return None
+    return TokensProblem(*given, experts=1, top=1, depth=k).at(point.op, m, k, n, world)
 
 
 def _step_at(kind: str, elements: int, element_bytes: int, world: int) -> UpdateProblem:

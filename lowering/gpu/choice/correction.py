@@ -91,11 +91,17 @@ class Predictor:
         return tuple(sorted(found, key=lambda each: (each.us, each.way)))
 
     def _near(self, problem: Problem) -> Sequence[tuple[float, _Curves]]:
+        own = problem.measured_as
         found = [
-            (_apart(k, problem.k) + _apart(n, problem.n) + RANKS * _apart(world, problem.world) + other, of)
-            for op, other in {problem.op: STALE, problem.measured_as: 0.0}.items()
-            for (k, n, world), of in self._curves.get(op, {}).items()
-        ]
+            (
+                _apart(k, problem.k) + _apart(n, problem.n) + RANKS * _apart(world, problem.world)
+                + STALE * (op != own),
+                of,
+            )
+            for op, curves in self._curves.items()
+            if op == own or problem.is_kin(op)
+            for (k, n, world), of in curves.items()
+        ]  # fmt: skip
         return sorted(found, key=itemgetter(0))[:MOST_WEIGHTS]
 
     def _predicted(self, way: Way, problem: Problem, near: Sequence[tuple[float, _Curves]]) -> Predicted:

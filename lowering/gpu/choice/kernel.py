@@ -72,6 +72,9 @@ class Problem(Hashable, Protocol):
     def measured_as(self) -> str:
         """What its points have in place of the op: calls that are cut in another way take other times."""
 
+    def is_kin(self, op: str) -> bool:
+        """Whether points that have this in place of the op say something of this problem, too."""
+
     def rounded(self) -> Problem | None:
         """The problem that `AUTOFUSE_MEASURE` measures in place of this one; None: nothing is measured."""
 

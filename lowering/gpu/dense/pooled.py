@@ -63,6 +63,10 @@ class PooledProblem(ABC):
     @abstractmethod
     def measured_as(self) -> str: ...
 
+    def is_kin(self, op: str) -> bool:
+        """Plain calls of the op are none: they multiply other matrices."""
+        return False
+
     @abstractmethod
     def rounded(self) -> PooledProblem: ...
 

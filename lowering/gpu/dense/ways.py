@@ -151,6 +151,9 @@ class DenseProblem:
         op = f"{op}, tail" if self.written else op
         return op if self.by_rows or self.op == PUBLISH else f"{op}, columns"
 
+    def is_kin(self, op: str) -> bool:
+        return op == self.op
+
     def rounded(self) -> DenseProblem | None:
         """With the tokens rounded up to a power of two, or those of a rank where ranks share them; not for
         several stretches of rows."""

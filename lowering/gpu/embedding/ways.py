@@ -76,6 +76,9 @@ class ExchangeProblem:
     def measured_as(self) -> str:
         return self.op
 
+    def is_kin(self, op: str) -> bool:
+        return op == self.op
+
     def rounded(self) -> ExchangeProblem:
         """Itself: a call measures its own indices, which count for all that follow."""
         return self

@@ -7,6 +7,7 @@ arguments that are equal on all ranks.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from typing import ClassVar, TypeAlias
 
@@ -29,6 +30,9 @@ from autofuse.native_kernels.triton.exchange_sums import UNIT
 from autofuse.native_kernels.triton.exchange_tokens import TokenRows, TokensConfig, launch_token_sums
 
 Arguments: TypeAlias = MatmulAllReduce | MatmulReduceScatter
+
+_KIND = re.compile(r"top (\d+) of (\d+)$")
+"""What `measured_as` adds to the op."""
 
 
 @dataclass(frozen=True)
@@ -62,11 +66,17 @@ class TokensProblem(PooledProblem):
         return float(self.rows * self.top * self.columns * self.dtype.itemsize)
 
     def at(self, op: str, m: int, k: int, n: int, world: int) -> TokensProblem:
-        return replace(self, rows=m, depth=k, columns=n, world=world)
+        found = _KIND.search(op)
+        assert found is not None
+        top, experts = map(int, found.groups())
+        return replace(self, rows=m, depth=k, columns=n, world=world, top=top, experts=experts)
 
     @property
     def measured_as(self) -> str:
         return f"{self.op}, top {self.top} of {self.experts}"
+
+    def is_kin(self, op: str) -> bool:
+        return op.startswith(f"{self.op}, top ")
 
     def rounded(self) -> TokensProblem:
         return self

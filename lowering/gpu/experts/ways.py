@@ -82,6 +82,9 @@ class ExpertProblem:
     def measured_as(self) -> str:
         return self.op
 
+    def is_kin(self, op: str) -> bool:
+        return op == self.op
+
     def rounded(self) -> ExpertProblem | None:
         """With the runs rounded up to a power of two; not where experts have several runs for a rank."""
         if self.outer != 1:
@@ -139,6 +142,9 @@ class DroplessProblem:
     @property
     def measured_as(self) -> str:
         return self.op
+
+    def is_kin(self, op: str) -> bool:
+        return op == self.op
 
     def rounded(self) -> DroplessProblem:
         """Itself: a call measures its own rows, which count for all that follow."""

@@ -112,6 +112,9 @@ class UpdateProblem:
     def measured_as(self) -> str:
         return f"{self.op} {self.rule}{WITH_CLIPPING if self.clips else ''}"
 
+    def is_kin(self, op: str) -> bool:
+        return op == self.op
+
     def rounded(self) -> None:
         """A step changes parameters, so that no training tries the ways. `autofuse bench optimizer` does."""
 
