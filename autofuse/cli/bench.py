@@ -165,7 +165,7 @@ def experts(
 def sums(
     rows: Rows = None, quick: Quick = False, tune: Tune = False, json: Json = None, markdown: Markdown = None
 ) -> None:
-    """Rows of experts or tables that ranks add up, and the reduction of the sums, on the GPUs of torchrun."""
+    """Reductions of rows that ranks add up, and of matmuls with one more stage, on the GPUs of torchrun."""
     _exchange("sums", rows, quick, tune, json, markdown)
 
 

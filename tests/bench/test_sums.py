@@ -17,12 +17,15 @@ from tests.ranks import RankPool
 EXPERTS = Cell(REDUCE, "experts", "tiny", 8, 16, 2, depth=32, experts=4, top=2)
 VOCABULARY = Cell(REDUCE, "vocabulary", "tiny", 8, 16, 2, tables=1, pooling=1, table_rows=20)
 TABLES = Cell(REDUCE, "tables", "pooling=3", 8, 32, 2, tables=2, pooling=3, table_rows=20)
-CELLS = [replace(cell, op=op) for cell in (EXPERTS, TABLES, VOCABULARY) for op in (REDUCE, SCATTER)]
+PRODUCTS = [Cell(REDUCE, "product", stage, 8, 16, 2, depth=32) for stage in ("bias", "scale", "residual")]
+CELLS = [
+    replace(cell, op=op) for cell in (EXPERTS, TABLES, VOCABULARY, *PRODUCTS) for op in (REDUCE, SCATTER)
+]
 
 
 def test_the_cells() -> None:
     every = cells(4, quick=False)
-    assert len(every) == len({cell.name for cell in every}) == 2 * (3 * 4 + 3 + 2 * 4)
+    assert len(every) == len({cell.name for cell in every}) == 2 * (3 * 4 + 3 + 3 * 4 + 2 * 4)
     assert [cell.name for cell in cells(2, quick=True)][:3] == [
         f"{REDUCE} experts mixtral rows=128",
         f"{REDUCE} experts mixtral rows=1024",

@@ -20,7 +20,7 @@ from autofuse.lowering.gpu.choice.points import Point
 from autofuse.lowering.gpu.dense import call as dense
 from autofuse.lowering.gpu.dense.ways import GATHER, REDUCE, SCATTER
 from autofuse.lowering.gpu.embedding import call as embedding
-from autofuse.lowering.gpu.embedding import reduced
+from autofuse.lowering.gpu.embedding import reduced, vocabulary
 from autofuse.lowering.gpu.embedding.kernels import MERGED_NCCL
 from autofuse.lowering.gpu.embedding.ways import BACKWARD, OP, TORCH_NCCL
 from autofuse.lowering.gpu.experts import call as expert_ops
@@ -57,6 +57,9 @@ CALLS: dict[str, tuple[str, tuple[Any, ...]]] = {
         [INDICES] * 2, [_bf16(10, 8)] * 2, [OFFSETS] * 2, "bags sum 0 -1", "sum", False, [], "", "", *SITE)),
     "tokens": (REDUCE, (
         [_bf16(8, 64)], [W], [ENDS[:, None]], "grouped %0; sum 2", "sum", True, [], "", "", *SITE)),
+    "vocabulary": (REDUCE, (
+        [torch.zeros(8, 1, dtype=torch.int64)], [_bf16(10, 64)], [torch.zeros(8, 1, dtype=torch.bool)],
+        "rows; masked_fill %0 0.0", "sum", False, [], "", "", *SITE)),
     "bags, backward": (BACKWARD, (
         _bf16(2, 64), *TABLES[1:], [], [10] * 2, [8] * 2, *BAGS, [False] * 2, *COLUMNS, False, *SITE)),
 }  # fmt: skip
@@ -78,6 +81,7 @@ DECLINED = {
     "bags": (7, torch.float64),
     "bags, reduced": (3, "bags sum 0 -1; mul 2"),
     "tokens": (3, "grouped %0; sum 2; mul 2"),
+    "vocabulary": (1, [_bf16(10, 64).double()]),
     "bags, backward": (9, torch.float64),
 }
 """By call: the argument with which no kernel takes it, as number and value."""
@@ -88,7 +92,7 @@ def workspace(monkeypatch: pytest.MonkeyPatch) -> Mock:
     """On rank 0 of a group of four; points that are kept are those that decide."""
     found = Mock(world=WORLD, rank=0, programs=132, group_name="group", device=torch.device("cpu"))
     points: list[Point] = []
-    for module in (dense, expert_ops, embedding, reduced, tokens):
+    for module in (dense, expert_ops, embedding, reduced, tokens, vocabulary):
         monkeypatch.setattr(module, "workspace_of", lambda *at: found)
     monkeypatch.setattr(embedding, "resolve_group", lambda name: Mock(rank=lambda: 0))
     monkeypatch.setattr(embedding.layouts, "check", lambda *shapes: None)
@@ -105,7 +109,7 @@ def workspace(monkeypatch: pytest.MonkeyPatch) -> Mock:
 @pytest.mark.parametrize("call", [*CALLS, *DENSE])
 def test_names_and_what_auto_takes_of_them(call: str) -> None:
     op, arguments = (CALLS | DENSE)[call]
-    plain = TORCH_NCCL if "bags" in call else CUBLAS_NCCL
+    plain = TORCH_NCCL if "bags" in call or call == "vocabulary" else CUBLAS_NCCL
     fused = by_name.names(op, arguments, False)
     assert len(fused) > 2
     assert plain not in fused
@@ -159,7 +163,8 @@ RUNS = {
     "bags": (embedding, "exchange"),
     "bags, backward": (embedding, "exchange_backward"),
     "bags, reduced": (reduced, "reduce_bags"),
-    "tokens": (tokens, "reduce_tokens"),
+    "tokens": (tokens, "reduce_rows"),
+    "vocabulary": (vocabulary, "reduce_rows"),
 }
 
 
@@ -191,14 +196,32 @@ def test_a_dense_way_is_run_by_its_name(call: str, monkeypatch: pytest.MonkeyPat
         assert torch.equal(found, _bf16(1))
 
 
-def test_calls_of_products_and_empty_ones_have_no_dense_names() -> None:
+def test_empty_calls_have_no_dense_names() -> None:
     op, arguments = DENSE["scatter"]
     for odd in (
-        (arguments[0], arguments[1], [_bf16(24)], "mm; add %0", *arguments[4:]),
         ([_bf16(0, 64)], *arguments[1:]),
-        ([torch.zeros(8, 64)], [torch.zeros(64, 8192)], *arguments[2:]),
+        ([torch.zeros(8, 64).double()], [torch.zeros(64, 8192).double()], *arguments[2:]),
     ):
         assert by_name.names(op, odd, True) == []
+
+
+@pytest.mark.parametrize(
+    ("x", "w", "operands", "product", "keep"),
+    [
+        (_bf16(8, 64), _bf16(64, 8192), [_bf16(8, 1)], "mm; add %0", False),
+        (_bf16(8, 64), _bf16(64, 8192), [], "mm", True),
+        (torch.zeros(8, 64), torch.zeros(64, 8192), [], "mm", False),
+        (torch.zeros(8, 1, dtype=torch.int64), _bf16(10, 8192), [], "rows; mul 2", False),
+        (torch.zeros(8, 1, dtype=torch.int64), _bf16(10, 8192), [], "rows", True),
+    ],
+)
+def test_what_torch_computes_is_exchanged(
+    x: Tensor, w: Tensor, operands: list[Tensor], product: str, keep: bool
+) -> None:
+    op, arguments = DENSE["scatter"]
+    names = by_name.names(op, ([x], [w], operands, product, "avg", 0, 1, keep, *arguments[8:]), False)
+    packets = {"row_packets"} if w.dtype == BF16 else set()
+    assert {name.split()[0] for name in names} == {"sums", "rows"} | packets
 
 
 @pytest.mark.parametrize("call", ["combine", "dispatch", "bags", "bags, reduced", "bags, backward"])

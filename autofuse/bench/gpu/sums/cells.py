@@ -1,4 +1,4 @@
-"""The cells of sums: a rank adds up rows for every token (or bag), and a reduction adds these over the ranks.
+"""The cells of sums: what a rank computes before a reduction adds it over the ranks, where that is no matmul.
 
 With W ranks, T tokens or bags, and N columns of the result:
 
@@ -9,6 +9,9 @@ With W ranks, T tokens or bags, and N columns of the result:
         pool       P = the rows that a bag names, `pooling` on this rank, of all tables     [T, N]
     vocabulary   a rank has V / W rows of the embedding of a model
         read       P = the rows of the tokens that this rank has, of others 0             [T, N]
+
+    product   a matmul with one more stage
+        multiply   P = x @ w, then a bias, a scale or a residual                              [T, N]
 
     send      the sum of P over the ranks, of all rows (all_reduce) or of T / W rows (reduce_scatter)
     limit     max(P alone, bytes that a rank sends / link rate) + a flag
@@ -35,14 +38,17 @@ TABLES, DIM, TABLE_ROWS = 26, 128, 100_000
 """Tables, columns of each, and rows of each that a rank has."""
 BAGS = ((512, 1), (2048, 10), (8192, 1))
 """(bags, pooling on a rank)"""
+PRODUCTS = ("bias", "scale", "residual")
+PRODUCT = (4096, 14336)
+"""Columns and depth, of Llama 8B."""
 VOCABULARIES = {"llama-8b": (4096, 128256), "llama-70b": (8192, 128256)}
 """Columns, and rows on all ranks."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """The op at one size. kind: `experts`, `tables` or `vocabulary`; depth: of all ranks; experts, top: of
-    experts alone; tables, pooling: of the others, whose `table_rows` a rank has."""
+    """The op at one size. kind: `experts`, `tables`, `vocabulary` or `product`; depth: of all ranks; experts,
+    top: of experts alone; tables, pooling: of rows of tables, of which a rank has `table_rows`."""
 
     op: str
     kind: str
@@ -68,7 +74,8 @@ class Cell:
     @property
     def roughly_us(self) -> float:
         """Of reading the weights, or the rows of tables."""
-        weights = min(self.experts, self.rows * self.top) * self.depth / self.world * self.columns
+        weights = min(max(1, self.experts), self.rows * max(1, self.top)) * self.depth / self.world
+        weights *= self.columns
         return (weights + self.rows * self.pooling * self.columns) * BYTES / 4e6 + 10
 
     def limit(self, compute_us: float | None, rates: Rates) -> float | None:
@@ -97,6 +104,10 @@ def cells(world: int, quick: bool) -> list[Cell]:
                     pooling=pooling, table_rows=TABLE_ROWS,
                 )
             )  # fmt: skip
+        for stage in PRODUCTS:
+            for tokens in TOKENS:
+                if not quick or (stage, tokens) == ("scale", 128):
+                    found.append(Cell(op, "product", stage, tokens, PRODUCT[0], world, depth=PRODUCT[1]))
         for model, (columns, rows) in VOCABULARIES.items():
             for tokens in TOKENS:
                 if not quick or (model, tokens) == ("llama-8b", 128):

@@ -24,7 +24,7 @@ from autofuse.lowering.torch_internals import (
 
 Inputs: TypeAlias = Sequence[Tensor]
 """Of experts: x, w, ends, back, factors. Of tables: indices, tables, then offsets. Of a vocabulary: places,
-table, and whether a token is one of another rank."""
+table, and whether a token is one of another rank. Of products: x, w, and an operand of the stage."""
 Local: TypeAlias = Callable[[Inputs], Tensor]
 
 SETS = 4
@@ -195,6 +195,41 @@ def _of_read(cell: Cell, given: Inputs) -> tuple[Any, ...]:
     return [places[:, None]], [table], [theirs[:, None]], "rows; masked_fill %0 0.0"
 
 
+STAGES: dict[str, tuple[str, Callable[[Tensor, Tensor, Tensor], Tensor]]] = {
+    "bias": ("addmm %0", lambda x, w, bias: torch.addmm(bias, x, w)),
+    "scale": ("mm; mul 0.5", lambda x, w, _: x @ w * 0.5),
+    "residual": ("mm; add %0", lambda x, w, residual: x @ w + residual),
+}
+
+
+def _product(cell: Cell, device: torch.device) -> list[Inputs]:
+    depth = cell.depth // cell.world
+
+    def new(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device, dtype=getattr(torch, DTYPE))
+
+    operand = (cell.columns,) if cell.model == "bias" else (cell.rows, cell.columns)
+    return [
+        [new(cell.rows, depth), new(depth, cell.columns) / cell.depth**0.5, new(*operand)]
+        for _ in range(SETS)
+    ]
+
+
+def _staged(cell: Cell) -> Local:
+    return lambda given: STAGES[cell.model][1](*given)
+
+
+def _exact_staged(cell: Cell, given: Inputs, rows: Tensor) -> Tensor:
+    x, w, operand = (t.double() for t in given)
+    return STAGES[cell.model][1](x[rows], w, operand if operand.dim() == 1 else operand[rows])
+
+
+def _of_staged(cell: Cell, given: Inputs) -> tuple[Any, ...]:
+    x, w, operand = given
+    text = STAGES[cell.model][0]
+    return [x], [w], [operand] * ("%0" in text), text
+
+
 class Kind(NamedTuple):
     """drawn: inputs; local: what torch compiles; exact: some rows of P in float64; arguments: the first ones
     of the fused op."""
@@ -208,5 +243,6 @@ class Kind(NamedTuple):
 KINDS = {
     "experts": Kind(_experts, _added, _exact_added, _of_experts),
     "tables": Kind(_tables, _pooled, _exact_pooled, _of_pooled),
+    "product": Kind(_product, _staged, _exact_staged, _of_staged),
     "vocabulary": Kind(_vocabulary, _read, _exact_read, _of_read),
 }
