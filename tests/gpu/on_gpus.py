@@ -170,14 +170,15 @@ def sums(rank: int, world: int, op: str, m: int, n: int, terms: tuple[int, ...])
     return error_of(out, reference(op, x, w))
 
 
-def biased(rank: int, world: int, op: str, m: int, k: int, n: int) -> dict[str, float]:
-    """Each rank adds a row of its own to its product; the error of every way."""
+def staged(rank: int, world: int, op: str, text: str, m: int, k: int, n: int) -> dict[str, float]:
+    """Each rank adds a row of its own to its product, or scales it; the error of every way."""
     from autofuse.lowering.gpu import by_name
 
     x, w = operands(op, m, k, n, rank, world, True, torch.bfloat16)
     torch.manual_seed(300 + rank)
     row = torch.randn(n, device="cuda", dtype=torch.bfloat16)
-    total = x.double() @ w.double() + row.double()
+    total = x.double() @ w.double()
+    total = total + row.double() if "%0" in text else total / 3
     dist.all_reduce(total)
     if op == "matmul_reduce_scatter":
         total = total.chunk(world)[rank]
@@ -185,8 +186,8 @@ def biased(rank: int, world: int, op: str, m: int, k: int, n: int) -> dict[str, 
     found = {}
     for bias in (row, torch.cat([row[:1], row])[1:]):  # the second begins at an odd element
         given = (
-            [x], [w], [bias], "addmm %0", "sum", *place, False, [], "", "", dist.group.WORLD.group_name,
-            "direct", "biased",
+            [x], [w], [bias] * ("%0" in text), text, "sum", *place, False, [], "", "",
+            dist.group.WORLD.group_name, "direct", "staged",
         )  # fmt: skip
         for way in by_name.names(op, given, True):
             for (out,) in every_result(way, op, given):

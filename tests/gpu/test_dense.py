@@ -101,10 +101,11 @@ def test_sums(gpu_ranks: Pools, world: int, op: str, m: int, terms: tuple[int, .
 
 
 @pytest.mark.parametrize("m", [8, 16, 96, 1000, 4096])
+@pytest.mark.parametrize("text", ["addmm %0", "mm; div 3"])
 @pytest.mark.parametrize("op", ["matmul_all_reduce", "matmul_reduce_scatter"])
 @pytest.mark.parametrize("world", WORLDS)
-def test_a_bias_before_the_sum(gpu_ranks: Pools, world: int, op: str, m: int) -> None:
-    for found in gpu_ranks(world).run(on_gpus.biased, op, m, 520, 1528, timeout=200):
+def test_a_bias_or_a_scale_before_the_sum(gpu_ranks: Pools, world: int, op: str, text: str, m: int) -> None:
+    for found in gpu_ranks(world).run(on_gpus.staged, op, text, m, 520, 1528, timeout=200):
         assert {way.split()[0] for way in found} & {"words", "clusters"} or m % world, found
         assert {way: error for way, error in found.items() if error > on_gpus.MOST_ERROR} == {}
 

@@ -54,7 +54,7 @@ TAKE = re.compile(r"\bld\.relaxed\.sys\.global\.v4")
 def cases(op: str) -> Iterator[tuple[str, Constants, int]]:
     """Source, constants and bytes of shared memory of all ways; layouts, dtypes and traces by turns."""
     turns = cycle(product([False, True], DTYPES, [True, False], [True, False]))
-    matmuls, biased = cycle((1, 2, MOST_TERMS, 1, 1)), cycle((False, True, False))
+    matmuls, stages = cycle((1, 2, MOST_TERMS, 1, 1)), cycle(((False, False), (True, False), (False, True)))
     sizes = [*product((8, 16, 40, 128, 512, 2048, 8192), (2, 4, 8)), *product((512, 2048), (3, 5))]
     sizes += product((384, 640, 768), (2, 4))  # whose last wave is fuller with tiles of other widths
     for m, world in sizes:
@@ -74,13 +74,13 @@ def cases(op: str) -> Iterator[tuple[str, Constants, int]]:
                         config,
                         trace,
                         next(matmuls),
-                        next(biased),
+                        *next(stages),
                     ),
                     config.shared_bytes,
                 )
             elif isinstance(config, WordsConfig):
                 constants = matmul_words.words_constants(
-                    m, world, transposed, dtype, other, op == OPS[0], config, trace, next(biased)
+                    m, world, transposed, dtype, other, op == OPS[0], config, trace, *next(stages)
                 )
                 yield matmul_words.SOURCE, constants, config.shared_bytes
             elif isinstance(config, WordsGatherConfig):

@@ -93,6 +93,9 @@ NORM = "add %0; keep; to float32; rms 1e-06 keep; to bfloat16; mul %1"
 BIASED, BIASED_PRODUCT = f"{REDUCE}, biased", f"{SCATTER}, biased product"
 """Each rank adds a row to its product: the kernel does, or cuBLAS."""
 
+SCALED = f"{SCATTER}, scaled"
+"""A kernel scales the product."""
+
 CAST = f"{REDUCE}, cast"
 """Each rank scales and casts its product, which is returned, too."""
 
@@ -112,7 +115,7 @@ MAKE: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(TAILS, _with_tail),
     REDUCE: lambda *at: Reduction(*at, (1, K), False, "direct", "s"),
     **dict.fromkeys(
-        (PRODUCT, BIASED, BIASED_PRODUCT), lambda *at: Reduction(*at, (1, K), False, "direct", "s")
+        (PRODUCT, BIASED, BIASED_PRODUCT, SCALED), lambda *at: Reduction(*at, (1, K), False, "direct", "s")
     ),
     CAST: lambda *at: Reduction(*at, (1, K), False, "direct", "s", keep=True),
     SCATTER: lambda *at: Reduction(*at, (1, K), False, "direct", "s"),
@@ -151,6 +154,11 @@ CALLS = {
         BIASED_PRODUCT, 8, "rows",
         ([_rows(8, K)], [WEIGHT], [BIAS], "addmm %0", "sum", 0, 1, False, [], "", "", *END),
         product=factors.BIASED,
+    ),
+    SCALED: _dense(
+        SCALED, 512, "clusters",
+        ([_rows(512, K)], [WEIGHT], [], "mm; div 4", "sum", 0, 1, False, [], "", "", *END),
+        product=factors.SCALED,
     ),
     CAST: _dense(
         CAST, 8, "rows",

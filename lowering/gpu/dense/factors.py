@@ -18,8 +18,8 @@ from autofuse.native_kernels.gpu.state import MOST_TERMS
 
 from .tails import behind, tail_of
 
-MULTIPLIED, BIASED, MADE = "mm", "biased", "made"
-"""Kinds of products: a sum of matmuls; a sum of matmuls and a row; any other, and those that are returned,
+MULTIPLIED, BIASED, SCALED, MADE = "mm", "biased", "scaled", "made"
+"""Kinds of products: a sum of matmuls; and a row; or times a number; any other, and those that are returned,
 too, which torch computes and kernels exchange."""
 
 
@@ -43,6 +43,15 @@ class Factors(NamedTuple):
         return aligned(self.operands[0].reshape(-1)) if self.kind == BIASED else None
 
     @property
+    def scale(self) -> float | None:
+        """The number that a kernel multiplies by."""
+        if self.kind != SCALED:
+            return None
+        (stage,) = parse(self.text).stages
+        number = float(stage.number or 0)
+        return 1 / number if stage.name == "div" else number
+
+    @property
     def dtype(self) -> torch.dtype:
         """Of the product."""
         return dtype_of(self.text, self.w[0].dtype, self.operands)
@@ -56,9 +65,8 @@ class Factors(NamedTuple):
         x, w = self.x, self.w
         if not w:
             return x[0] if out is None else out.copy_(x[0])
-        if self.kind == MADE:
-            found = self._staged(contract(parse(self.text), x, w, self.operands))
-            return found.contiguous() if out is None else out.copy_(found)
+        if self.kind in (SCALED, MADE):
+            return self._staged(contract(parse(self.text), x, w, self.operands).contiguous(), out)
         if self.kind == BIASED:
             total = torch.addmm(self.operands[0], x[0], w[0], out=out)
         else:
@@ -67,13 +75,15 @@ class Factors(NamedTuple):
             total.addmm_(xi, wi)
         return total
 
-    def _staged(self, value: Tensor) -> Tensor:
+    def _staged(self, value: Tensor, out: Tensor | None) -> Tensor:
         """What the stages of a product make of its contraction: in one kernel, if it can be one."""
         _, _, stages = self.text.partition(";")
         if not stages or not is_gpu_tail(stages, self.operands):
-            return epilogue(value, self.operands, self.text)
+            found = epilogue(value, self.operands, self.text)
+            return found.contiguous() if out is None else out.copy_(found)
         operands = [t.contiguous() for t in self.operands]
-        return behind(value.contiguous(), operands, tail_of(stages, value.dtype, value.shape[0], operands))[0]
+        tail = tail_of(stages, value.dtype, value.shape[0], operands)
+        return behind(value, operands, tail, out)[0]
 
 
 def kind_of(args: MatmulAllReduce | MatmulReduceScatter) -> str:
@@ -82,8 +92,16 @@ def kind_of(args: MatmulAllReduce | MatmulReduceScatter) -> str:
         return MADE
     if args.product == "mm":
         return MULTIPLIED
+    if _is_scaled(args.product):
+        return SCALED
     if args.product != ONE_WITH_BIAS:
         return MADE
     bias = args.operands[0]
     is_row = bias.numel() == bias.shape[-1:].numel() == args.w[0].shape[1]
     return BIASED if is_row and bias.dtype == args.x[0].dtype else MADE
+
+
+def _is_scaled(text: str) -> bool:
+    product = parse(text)
+    stage = product.stages[0] if product.contraction == "mm" and len(product.stages) == 1 else None
+    return stage is not None and bool(stage.number) and stage.name in ("mul", "div")

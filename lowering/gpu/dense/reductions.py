@@ -42,7 +42,7 @@ from autofuse.native_kernels.triton.matmul_packets import (
 from autofuse.native_kernels.triton.matmul_reduce import ReduceConfig, launch_matmul_reduce, reduce_needs
 from autofuse.native_kernels.triton.tails import NO_TAIL, TailSpec, rows_fit
 
-from .factors import BIASED
+from .factors import MULTIPLIED
 from .widths import CLUSTER_WIDTHS, columns_each, fullest
 from .work import (
     clusters_work,
@@ -69,14 +69,15 @@ FEW_ROWS = 128
 
 
 class Reduce(NamedTuple):
-    """How a product is reduced. mean: divided by the ranks; order: as `ORDERS` numbers them; bias: a row that
-    each rank adds to its product first."""
+    """How a product is reduced. mean: divided by the ranks; order: as `ORDERS` numbers them; bias, scale: a
+    row that each rank adds to its product first, and a number by which it multiplies it."""
 
     mean: bool
     everywhere: bool
     outer: int
     order: int
     bias: Tensor | None = None
+    scale: float | None = None
 
 
 def _is_of_rows(problem: DenseProblem) -> bool:
@@ -112,7 +113,7 @@ PACKETS: Kernel[DenseProblem, PacketsConfig] = Kernel(
     only_launches=only_kernels,
     work=packets_work,
     source="triton/matmul_packets.py",
-    fits=lambda config, p: p.product != BIASED,
+    fits=lambda config, p: p.product == MULTIPLIED,
 )
 
 
@@ -172,7 +173,7 @@ def _launch_words(
 ) -> None:
     launch_matmul_words(
         at.memory, x[0], w[0], out, how.mean, how.everywhere, config, at.site, at.trace, at.compile_only,
-        how.bias,
+        how.bias, how.scale,
     )  # fmt: skip
 
 
@@ -221,7 +222,7 @@ def _launch_clusters(
 ) -> None:  # fmt: skip
     launch_cluster_reduce(
         at.memory, x, w, out, how.mean, how.everywhere, how.outer, how.order, config, at.site, at.trace,
-        at.compile_only, at.engine, how.bias,
+        at.compile_only, at.engine, how.bias, how.scale,
     )  # fmt: skip
 
 
@@ -257,7 +258,7 @@ def _tiles_configs(problem: DenseProblem) -> Iterator[ReduceConfig]:
 
 
 def _tiles_fit(config: ReduceConfig, problem: DenseProblem) -> bool:
-    if problem.product == BIASED:
+    if problem.product != MULTIPLIED:
         return False
     if config.by_rows or problem.everywhere:
         return True

@@ -149,7 +149,7 @@ class Reduction:
                 of.x[0].new_empty(sizes, dtype=d)
                 for (sizes, _), d in zip(self._results, self._dtypes, strict=True)
             ]
-            how = self._how._replace(bias=of.bias)
+            how = self._how._replace(bias=of.bias, scale=of.scale)
             if self._takes_tail:
                 self._launcher.launch(of.x, of.w, out, how, operands, self._tail)
                 self._launcher.leave()

@@ -116,13 +116,17 @@ def with_tail_behind(launch: Callable[..., Any]) -> Callable[..., None]:
     return launch_both
 
 
-def behind(value: Tensor, operands: Sequence[Tensor], tail: TailSpec) -> list[Tensor]:
-    """The results of a tail of `value: [M, N]`, contiguous, that torch has made. operands: contiguous."""
+def behind(
+    value: Tensor, operands: Sequence[Tensor], tail: TailSpec, out: Tensor | None = None
+) -> list[Tensor]:
+    """The results of a tail of `value: [M, N]`, contiguous, that torch has made. operands: contiguous; out:
+    where the only result goes, if it is given."""
     kind = (tail, value.dtype, value.shape[1])
     capturing = torch.cuda.is_current_stream_capturing()
     if not rows_fit(value.shape[1]) or (capturing and kind not in _launched):
-        return tail_reference(value, operands, tail.text)  # no kernel is compiled during a capture
-    results = tail.empty(value, *value.shape)
+        found = tail_reference(value, operands, tail.text)  # no kernel is compiled during a capture
+        return found if out is None else [out.copy_(found[0])]
+    results = tail.empty(value, *value.shape) if out is None else [out]
     launch_tail(value, operands, results, tail)
     _launched.add(kind)
     return results

@@ -12,6 +12,7 @@
 //
 // UPDATE: the inbox is [rows * cols, BM * BN] and 0 between calls; tiles of all ranks are added to it as they come.
 #include "frame.cuh"
+#include "stages.cuh"
 #include "words.cuh"
 
 struct Params {
@@ -28,6 +29,7 @@ struct Params {
     int m, n, k[TERMS], rank, site;
     int chunk_rows, stretch, rows, cols;  // rows of a chunk and stretch; tiles of a stretch, and of a chunk
     int out_pitch, visit, lag, programs;  // bytes of a row of the output
+    float scale;                          // SCALED
     // ENGINES:
     char* outbox;
     int* copied[8];  // of every rank: the flags [W, slices] that copy engines raise
@@ -61,7 +63,7 @@ struct MatmulReduce : Frame<Params, TEAMS> {
     }
 
     __device__ void before_store(float (&acc)[BN / 2], const Tile& tile) const {
-        if (BIASED) add_bias(acc, p.bias, tile.col * BN, p.n);
+        apply_stages(acc, p, tile.col * BN);
     }
 
     __device__ void store_tiles(int tiles) const {

@@ -49,6 +49,7 @@ def _params_of(terms: int) -> type[ctypes.Structure]:
             ("k", ctypes.c_int32 * terms),
             *fields(ctypes.c_int32, "rank", "site", "chunk_rows", "stretch", "rows", "cols"),
             *fields(ctypes.c_int32, "out_pitch", "visit", "lag", "programs"),
+            ("scale", ctypes.c_float),
             ("outbox", ctypes.c_void_p),
             ("copied", POINTERS),
             ("stored", ctypes.c_void_p),
@@ -124,13 +125,13 @@ def cluster_reduce_needs(
 
 def cluster_reduce_constants(
     world: int, transposed: bool, dtype: torch.dtype, mean: bool, all_ranks: bool, order: int,
-    config: ClusterReduceConfig, trace: bool, terms: int = 1, biased: bool = False,
+    config: ClusterReduceConfig, trace: bool, terms: int = 1, biased: bool = False, scaled: bool = False,
 ) -> Constants:  # fmt: skip
     """The macros that the kernel is compiled with."""
     return constants(
         _params_of(terms), config, world, transposed, dtype, trace, STAGES=config.stages, ORDER=order,
         ALL=all_ranks, MEAN=mean, PART=config.part, ENGINES=config.copied, UPDATE=config.update, TERMS=terms,
-        BIASED=biased,
+        BIASED=biased, SCALED=scaled,
     )  # fmt: skip
 
 
@@ -149,9 +150,10 @@ def launch_cluster_reduce(
     compile_only: bool = False,
     engine: CopyEngine | None = None,
     bias: Tensor | None = None,
+    scale: float | None = None,
 ) -> None:
     """As `launch_matmul_reduce` of `native_kernels.triton`, cut by rows, with the same bits. bias: [N], which
-    each rank adds to its product before that is rounded.
+    each rank adds to its product before that is rounded. scale: by which it multiplies the rounded product.
 
     The world is a multiple of `config.across`. trace: three rows of events a program, for the teams that
     reduce alone and after they have multiplied. engine: copies what is `config.copied`.
@@ -160,12 +162,12 @@ def launch_cluster_reduce(
     ks = tuple(xi.shape[1] for xi in x)
     found, template = _prepared(
         memory, m, ks, n, w[0].stride(1) != 1, x[0].dtype, mean, all_ranks, outer, order, config,
-        trace is not None, bias is not None,
+        trace is not None, bias is not None, scale is not None,
     )  # fmt: skip
     if compile_only:
         return
     params = filled(template, site, trace, out=out, bias=bias)
-    params.out_pitch = out.stride(0) * out.element_size()
+    params.out_pitch, params.scale = out.stride(0) * out.element_size(), scale or 0.0
     map_terms(params, x, w, config)
     if not config.copied:
         launch(found, params, config.cluster)
@@ -184,11 +186,12 @@ def launch_cluster_reduce(
 def _prepared(
     memory: PeerMemory, m: int, ks: tuple[int, ...], n: int, transposed: bool, dtype: torch.dtype, mean: bool,
     all_ranks: bool, outer: int, order: int, config: ClusterReduceConfig, trace: bool, biased: bool,
+    scaled: bool,
 ) -> tuple[Kernel, ctypes.Structure]:  # fmt: skip
     """The kernel and the parameters that do not change from call to call."""
     world, cut = memory.world, _Cut.of(m, n, outer, memory.world, config)
     compiled_with = cluster_reduce_constants(
-        world, transposed, dtype, mean, all_ranks, order, config, trace, len(ks), biased
+        world, transposed, dtype, mean, all_ranks, order, config, trace, len(ks), biased, scaled
     )
     found = kernel(SOURCE, "matmul_reduce", compiled_with, config.shared_bytes)
     programs = blocks(memory, config)

@@ -11,6 +11,7 @@
 // missing and they are of the margin, end and leave their sums to those that stay.
 #include "gemm.cuh"
 #include "progress.cuh"
+#include "stages.cuh"
 #include "words.cuh"
 
 struct Params {
@@ -25,6 +26,7 @@ struct Params {
     int height, slice;        // rows of an owner (ONCE: all), and of a slice of them
     int rows, cols;           // tiles
     int out_pitch, programs;  // bytes of a row of the output
+    float scale;              // SCALED
 };
 CHECK_PARAMS
 
@@ -232,10 +234,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) matmul_words(const __grid_c
         for (int t = block / CLUSTER; t < tiles(p); t += step) {
             float acc[BN / 2];
             consume(s, turn, acc, group - 1, blocks);
-            auto add = [&] {
-                if (BIASED) add_bias(acc, p.bias, tile_at(p, t).col * BN, p.n);
-            };
-            if (SPLIT == 1) add();
+            auto staged_sums = [&] { apply_stages(acc, p, tile_at(p, t).col * BN); };
+            if (SPLIT == 1) staged_sums();
             if (SENDS_BESIDE && t + step < tiles(p)) {
                 stage(s, acc, group - 1, staged);
                 if (threadIdx.x % 128 == 0) trace.stamp(EVENT_COMPUTED, -1, t);
@@ -243,7 +243,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) matmul_words(const __grid_c
             }
             if (SPLIT > 1) add_partials(s, acc, group - 1, done++);
             if (!adds_up(group - 1)) continue;
-            if (SPLIT > 1) add();
+            if (SPLIT > 1) staged_sums();
             if (SENDS_BESIDE) barrier_wait(s.taken, staged ^ 1);
             stage_rows(s, acc, group - 1);
             constexpr int SENDING_THREADS = SPLIT_WARPS * 32;

@@ -40,6 +40,7 @@ class _Params(ctypes.Structure):
         ("half", ctypes.c_int64),
         *fields(ctypes.c_int32, "m", "n", "k", "rank", "site", "height", "slice", "rows", "cols"),
         *fields(ctypes.c_int32, "out_pitch", "programs"),
+        ("scale", ctypes.c_float),
     )
 
 
@@ -81,7 +82,7 @@ def words_needs(m: int, n: int, itemsize: int, world: int, all_ranks: bool, conf
 
 def words_constants(
     m: int, world: int, transposed: bool, dtype: torch.dtype, mean: bool, all_ranks: bool,
-    config: WordsConfig, trace: bool, biased: bool = False,
+    config: WordsConfig, trace: bool, biased: bool = False, scaled: bool = False,
 ) -> Constants:  # fmt: skip
     """The macros that the kernel is compiled with."""
     return constants(
@@ -98,6 +99,7 @@ def words_constants(
         ONCE=config.once,
         MEAN=mean,
         BIASED=biased,
+        SCALED=scaled,
     )
 
 
@@ -118,21 +120,22 @@ def launch_matmul_words(
     trace: Tensor | None = None,
     compile_only: bool = False,
     bias: Tensor | None = None,
+    scale: float | None = None,
 ) -> None:
     """As `launch_matmul_packets` of `native_kernels.triton`. bias: [N], which each rank adds to its product
-    before that is rounded.
+    before that is rounded. scale: by which it multiplies the rounded product.
 
     trace: three rows of events a program, of a warpgroup each.
     """
     (m, k), n = x.shape, w.shape[1]
     found, template = _prepared(
         memory, m, k, n, w.stride(1) != 1, x.dtype, mean, all_ranks, config, trace is not None,
-        bias is not None,
+        bias is not None, scale is not None,
     )  # fmt: skip
     if compile_only:
         return
     params = filled(template, site, trace, out=out, bias=bias)
-    params.out_pitch = out.stride(0) * out.element_size()
+    params.out_pitch, params.scale = out.stride(0) * out.element_size(), scale or 0.0
     map_operands(params, x, w, config, _rows(m))
     launch(found, params, config.cluster)
 
@@ -140,11 +143,11 @@ def launch_matmul_words(
 @per_memory
 def _prepared(
     memory: PeerMemory, m: int, k: int, n: int, transposed: bool, dtype: torch.dtype, mean: bool,
-    all_ranks: bool, config: WordsConfig, trace: bool, biased: bool,
+    all_ranks: bool, config: WordsConfig, trace: bool, biased: bool, scaled: bool,
 ) -> tuple[Kernel, _Params]:  # fmt: skip
     """The kernel and the parameters that do not change from call to call."""
     compiled_with = words_constants(
-        m, memory.world, transposed, dtype, mean, all_ranks, config, trace, biased
+        m, memory.world, transposed, dtype, mean, all_ranks, config, trace, biased, scaled
     )
     found = kernel(SOURCE, "matmul_words", compiled_with, config.shared_bytes)
     rows, height = cdiv(m, BM), m if config.once else cdiv(m, memory.world)
