@@ -16,6 +16,7 @@ from autofuse.lowering.gpu.choice import model
 from autofuse.lowering.gpu.choice.gpu import Gpu, described, gpu_name
 from autofuse.lowering.gpu.choice.kernel import MOST_BYTES, Kernel, Problem, Way
 from autofuse.lowering.gpu.choice.points import Point, shipped
+from autofuse.lowering.gpu.dense.factors import MADE
 from autofuse.lowering.gpu.dense.pooled import PooledProblem
 from autofuse.lowering.gpu.dense.ways import GATHER, PUBLISH, REDUCE, SCATTER, DenseProblem
 from autofuse.lowering.gpu.dense.work import INDUCTOR_TAIL, TAIL, tail_work
@@ -30,6 +31,8 @@ from autofuse.lowering.update_rules import RULES
 
 DENSE = (REDUCE, SCATTER, GATHER, PUBLISH)
 _DTYPE = torch.bfloat16
+_MADE = f", {MADE}"
+"""Ends the op of points whose products torch has computed."""
 PROGRAMS = 132
 
 COLUMNS = {(COMBINE, model.intermediate): model.hidden for model in MODELS.values()} | {
@@ -86,6 +89,8 @@ def problem_at(point: Point) -> Problem | None:
     op, m, k, n, world = point.op, *point.sizes
     if op in DENSE:
         return DenseProblem(op, m, k, n, world, _DTYPE)
+    if op.removesuffix(_MADE) in (REDUCE, SCATTER):
+        return DenseProblem(op.removesuffix(_MADE), m, k, n, world, _DTYPE, product=MADE)
     if op == f"{REDUCE}, tail":
         return DenseProblem(REDUCE, m, k, n, world, _DTYPE, written=RESULTS * n)
     if op == TAIL_OP:
@@ -139,7 +144,9 @@ def samples_at(gpu: Gpu, points: Sequence[Point]) -> list[Sample]:
 
     def at(kind: str) -> Iterator[tuple[Problem, dict[str, float]]]:
         for point in points:
-            if point.gpu == kind and (problem := problem_at(point)) is not None:
+            if point.gpu != kind or point.op.endswith(_MADE):  # the stages have no formula
+                continue
+            if (problem := problem_at(point)) is not None:
                 yield problem, dict(point.times)
 
     others: list[Sample] = []

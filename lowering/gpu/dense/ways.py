@@ -145,7 +145,7 @@ class DenseProblem:
     def measured_as(self) -> str:
         """Points of matmul_all_gather are of columns and count for rows, too: the kernels take as long."""
         op = f"{self.op}, {len(self.terms)} terms" if self.terms else self.op
-        op = f"{op}, made" if self.product == MADE else op
+        op = f"{op}, {MADE}" if self.product == MADE else op
         op = f"{op}, float32" if self.dtype is torch.float32 else op
         op = f"{op}, {len(self.widths)} weights" if self.widths else op
         op = f"{op}, tail" if self.written else op
