@@ -32,6 +32,7 @@ from autofuse.lowering.gpu.dense.ways import (
     DenseProblem,
 )
 from autofuse.lowering.gpu.embedding.ways import BACKWARD, OP, UPDATE, ExchangeProblem
+from autofuse.lowering.gpu.experts.reduced import TokensProblem
 from autofuse.lowering.gpu.experts.ways import COMBINE, DISPATCH, DROPLESS, DroplessProblem, ExpertProblem
 
 BF16 = torch.bfloat16
@@ -284,3 +285,21 @@ def test_quality_of_choice_at_weights_that_were_left_out() -> None:
     assert mean < 1.03
     assert most < 1.13
     assert worst < 1.5
+
+
+def test_points_of_other_experts_say_which_way_is_faster() -> None:
+    """By the factors of their own layer; plain calls of the op multiply other matrices, and say nothing."""
+    problem = TokensProblem(REDUCE, 64, 2880, 2, torch.bfloat16, 132, True, 64, 4, 1440)
+    other = problem.at(f"{REDUCE}, top 2 of 8", 64, 1440, 2880, 2)
+    assert (other.top, other.experts) == (2, 8)
+    assert problem.is_kin(other.measured_as)
+    assert not problem.is_kin(REDUCE)
+    assert not problem.is_kin(f"{SCATTER}, top 2 of 8")
+    ways = list(ways_of(problem))
+    model = measured()
+    for best in ways:
+        times = {way: model.us(ways_of(other)[way], other) * (1 if way == best else 3) for way in ways}
+        predictor = Predictor(model, (Point.of(other, times),))
+        plain = Predictor(model, (replace(Point.of(other, times), op=REDUCE),))
+        assert choose(problem, predictor).way == best
+        assert plain.times(problem) == Predictor(model, ()).times(problem)

@@ -598,9 +598,30 @@ KERNELS = (
     Mutation(
         "the sum of a short call with a tail is its first result",
         "run.py",
-        "return found[self._first :] if self._takes_tail",
-        "return found if self._takes_tail",
+        "results = found[self._first :] if self._takes_tail",
+        "results = found if self._takes_tail",
         _of("kernels", "prepared_calls"),
+    ),
+    Mutation(
+        "a bias with rows is taken for one row",
+        "factors.py",
+        "is_row = bias.numel() == bias.shape[-1:].numel() == args.w[0].shape[1]",
+        "is_row = bias.shape[-1:].numel() == args.w[0].shape[1]",
+        _of("kernels", "products"),
+    ),
+    Mutation(
+        "rows of tokens of other ranks are read and sent",
+        "exchange_tokens.py",
+        "== (BEHIND == 3)",
+        "== True",
+        _of("kernels", "interpreted_tokens"),
+    ),
+    Mutation(
+        "points of other experts are taken as of this layer",
+        "reduced.py",
+        "top, experts = map(int, found.groups())",
+        "top, experts = self.top, self.experts",
+        _of("kernels", "choice", "prediction"),
     ),
     Mutation(
         "a graph with another proof takes the call of the first",
@@ -672,10 +693,10 @@ CHOICE = (
     ),
     Mutation(
         "a kernel takes products with an epilogue",
-        "matmul_all_reduce.py|ops.py",
-        '(args.product != "mm" or args.terms > MOST_TERMS),',
-        "(args.terms > MOST_TERMS),",
-        (*_of("ops", "records"), *_of("passes", "on_gpus"), *_of("kernels", "by_name", "choice")),
+        "factors.py|ops.py",
+        "if args.keep_product or len(args.x) > MOST_TERMS or args.x[0].dtype not in DTYPES:",
+        "if len(args.x) > MOST_TERMS or args.x[0].dtype not in DTYPES:",
+        (*_of("ops", "records"), *_of("passes", "on_gpus"), *_of("kernels", "by_name", "choice", "products")),
         (
             'if len(x) != 1 or product != "mm" or keep_product or not _usable(x[0]):',
             "if len(x) != 1 or keep_product or not _usable(x[0]):",
