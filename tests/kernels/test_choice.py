@@ -23,9 +23,11 @@ from autofuse.lowering.gpu.choice.points import _SHIPPED, Point, Points, own_fil
 from autofuse.lowering.gpu.choice.timing import Timing
 from autofuse.lowering.gpu.dense import measure as dense_measure
 from autofuse.lowering.gpu.dense import plain
+from autofuse.lowering.gpu.dense.factors import BIASED, MADE
 from autofuse.lowering.gpu.dense.reductions import applies_tails
 from autofuse.lowering.gpu.dense.ways import ASYNC_TP, REDUCE, SCATTER, TWO_SHOT, DenseProblem
 from autofuse.lowering.gpu.embedding.ways import ExchangeProblem
+from autofuse.lowering.gpu.memory.comparing import are_alike, told_of
 from autofuse.lowering.runs import MEASURED, PREDICTED, Timed
 from autofuse.native_kernels.gpu.memory import Need
 from autofuse.passes.choice import device_table
@@ -337,3 +339,18 @@ def test_ranks_may_have_any_k_where_cublas_multiplies(op: str) -> None:
         assert all(kernel.takes_product for kernel in fused)
         assert problem.free == ("k", "terms")
     assert not DenseProblem(op, 96, 1368, 4096, 3, torch.bfloat16).free
+
+
+@pytest.mark.parametrize(
+    ("differs", "alike"),
+    [({}, True), ({"product": BIASED}, False), ({"k": 8}, False), ({"product": MADE, "k": 8}, False)],
+)
+def test_ranks_that_bring_different_products_run_what_the_op_replaces(
+    differs: dict[str, Any], alike: bool
+) -> None:
+    """Such as a bias that one rank adds."""
+    mine = problem("matmul_all_reduce", 64)
+    told = [told_of(mine.op, "here", "sums", each) for each in (mine, replace(mine, **differs))]
+    assert are_alike(told, "g") == alike
+    with pytest.raises(RuntimeError, match="the ranks disagree"):
+        are_alike([told[0], told_of(mine.op, "here", "sums", replace(mine, n=8))], "g")

@@ -69,11 +69,11 @@ class DenseProblem:
 
     @property
     def own(self) -> tuple[str, ...]:
-        """Fields that ranks may have of their own: parts of a dim that has no equal ones. Unless they are
-        `free` no kernel takes these; such calls run as what the op replaces."""
+        """Fields that ranks may have of their own: parts of a dim that has no equal ones, a bias of one rank.
+        Unless they are `free` no kernel takes these; such calls run as what the op replaces."""
         if self.op == GATHER:
             return "n", "widths", "aligned"
-        return () if self.op == PUBLISH else ("k", "terms", "aligned")
+        return () if self.op == PUBLISH else ("k", "terms", "aligned", "product")
 
     @property
     def free(self) -> tuple[str, ...]:

@@ -78,7 +78,6 @@ def vocabulary_call(op: str, args: Arguments) -> GpuCall | None:
     if (
         x.dtype != torch.int64
         or w.dtype not in GPU_DTYPES
-        or not w.is_contiguous()
         or not tokens
         or not columns
         or columns % UNIT.value
@@ -88,7 +87,8 @@ def vocabulary_call(op: str, args: Arguments) -> GpuCall | None:
     problem = VocabularyProblem(op, tokens, columns, workspace.world, w.dtype, workspace.programs, by_rows)
     mean = args.reduce_op == "avg"
     behind = None if mask is None else mask.contiguous()
-    of = TokenRows(w, x.contiguous(), None, behind, None, tokens, 1, False, counts)
+    table = w if w.stride(1) == 1 and w.stride(0) % UNIT.value == 0 else w.contiguous()
+    of = TokenRows(table, x.contiguous(), None, behind, None, tokens, 1, False, counts)
 
     def run(way: Way) -> list[Tensor] | None:
         out = reduce_rows(workspace, way, problem, of, mean, args.site)
