@@ -18,6 +18,7 @@ from autofuse.lowering.gpu.choice import choose as choice
 from autofuse.lowering.gpu.choice.kernel import CUBLAS_NCCL, Problem, Way, ways_of
 from autofuse.lowering.gpu.choice.points import Point
 from autofuse.lowering.gpu.dense import call as dense
+from autofuse.lowering.gpu.dense import token_rows
 from autofuse.lowering.gpu.dense.ways import GATHER, REDUCE, SCATTER
 from autofuse.lowering.gpu.embedding import call as embedding
 from autofuse.lowering.gpu.embedding import reduced, vocabulary
@@ -163,8 +164,8 @@ RUNS = {
     "bags": (embedding, "exchange"),
     "bags, backward": (embedding, "exchange_backward"),
     "bags, reduced": (reduced, "reduce_bags"),
-    "tokens": (tokens, "reduce_rows"),
-    "vocabulary": (vocabulary, "reduce_rows"),
+    "tokens": (token_rows, "reduced_of"),
+    "vocabulary": (token_rows, "reduced_of"),
 }
 
 
@@ -173,7 +174,8 @@ def test_a_way_is_run_by_its_name(call: str, monkeypatch: pytest.MonkeyPatch) ->
     op, arguments = CALLS[call]
     lists = ("dispatch", "dropless dispatch", "bags, reduced")
     kernel = Mock(return_value=[_bf16(1)] if call in lists else _bf16(1))
-    monkeypatch.setattr(*RUNS[call], kernel)
+    prepared = RUNS[call][0] is token_rows
+    monkeypatch.setattr(*RUNS[call], (lambda *at: lambda of: kernel(*at)) if prepared else kernel)
     name = by_name.names(op, arguments, False)[-1]
     found = by_name.run(name, op, arguments)
     assert kernel.call_args.args[1].name == name

@@ -20,12 +20,16 @@ from torch import Tensor
 
 from autofuse.lowering.gpu.choice.kernel import Launch, Problem, Way, ways_of
 from autofuse.lowering.gpu.choice.launcher import Launcher, _tensors, contiguous
+from autofuse.lowering.gpu.dense.factors import BIASED, SCALED
 from autofuse.lowering.gpu.dense.reductions import Reduce
+from autofuse.lowering.gpu.dense.token_rows import tensors_of
 from autofuse.lowering.gpu.dense.ways import GATHER, PUBLISH, REDUCE, SCATTER, DenseProblem
 from autofuse.lowering.gpu.experts.kernels import Fixed
+from autofuse.lowering.gpu.experts.reduced import TokensProblem
 from autofuse.lowering.gpu.experts.ways import COMBINE, DISPATCH, ExpertProblem
 from autofuse.native_kernels.gpu import prepared
 from autofuse.native_kernels.gpu.prepared import Launched, prepare, recording
+from autofuse.native_kernels.triton.exchange_tokens import TokenRows
 from tests.kernels.faked_driver import EVENT, STREAM, Words, faked
 from tests.kernels.launched import peer_memory
 
@@ -84,6 +88,44 @@ def test_a_launch_again_has_the_parameters_of_the_long_way(op: str, m: int, seve
         check_ways(problem, lambda keeps=keeps: _operands(problem, keeps))  # type: ignore[misc]
 
 
+@pytest.mark.parametrize("kind", [BIASED, SCALED])
+@pytest.mark.parametrize("op", [REDUCE, SCATTER])
+@pytest.mark.parametrize("m", [8, 2048])
+def test_launches_of_products_with_a_stage(op: str, m: int, kind: str) -> None:
+    problem = DenseProblem(op, m, K, N, WORLD, torch.bfloat16, product=kind)
+
+    def operands() -> tuple[Any, ...]:
+        *given, how = _operands(problem)
+        if kind == SCALED:
+            return *given, how._replace(scale=0.5)
+        return *given, how._replace(bias=torch.empty(N, dtype=torch.bfloat16))
+
+    check_ways(problem, operands)
+
+
+@pytest.mark.parametrize("op", [REDUCE, SCATTER])
+@pytest.mark.parametrize("given", ["index behind", "index before added", ""])
+def test_launches_of_added_rows(op: str, given: str) -> None:
+    """Of experts; what a token lacks has the address of the rows."""
+    tokens, top, n = 64, 2, 256
+    problem = TokensProblem(op, tokens, n, WORLD, torch.bfloat16, 132, True, 8, top, K)
+
+    def operands() -> tuple[Any, ...]:
+        def new(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+            return torch.zeros(shape, dtype=dtype)
+
+        factors = {name: new(tokens * top, 1) if name in given else None for name in ("before", "behind")}
+        of = TokenRows(
+            new(tokens * top, n), new(tokens * top, dtype=torch.int64) if "index" in given else None,
+            factors["before"], factors["behind"], new(tokens, n) if "added" in given else None,
+            tokens, top, False,
+        )  # fmt: skip
+        out = new(tokens if op == REDUCE else tokens // WORLD, n)
+        return tensors_of(of), out, of, False, op == REDUCE
+
+    check_ways(problem, operands)
+
+
 @pytest.mark.parametrize("op", [COMBINE, DISPATCH])
 @pytest.mark.parametrize("rows", [32, 1024])
 @pytest.mark.parametrize("biased", [False, True])
@@ -139,8 +181,8 @@ def _given(product: bool, operands: tuple[Any, ...]) -> tuple[Any, ...]:
     """Operands with the product in place of x and w, for a kernel that takes it."""
     if not product:
         return operands
-    x, w, *rest = operands
-    return [torch.empty(x[0].shape[0], w[0].shape[1], dtype=x[0].dtype)], (), *rest
+    x, w, out, how = operands  # a bias is in the product already
+    return [torch.empty(x[0].shape[0], w[0].shape[1], dtype=x[0].dtype)], (), out, how._replace(bias=None)
 
 
 def _sizes(launched: Launched) -> list[int]:

@@ -1,6 +1,7 @@
 """Every op's calls go on in one launch once one has been made; the driver only notes what it gets."""
 
 import ctypes
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -20,17 +21,22 @@ from autofuse.lowering.gpu.dense import factors
 from autofuse.lowering.gpu.dense.factors import Factors
 from autofuse.lowering.gpu.dense.run import Gather, Publication, Reduction
 from autofuse.lowering.gpu.dense.tails import tail_of
+from autofuse.lowering.gpu.dense.token_rows import Again, reduced_of
 from autofuse.lowering.gpu.dense.ways import GATHER, PUBLISH, REDUCE, SCATTER, DenseProblem
 from autofuse.lowering.gpu.embedding import call as embedding
+from autofuse.lowering.gpu.embedding import vocabulary
 from autofuse.lowering.gpu.embedding.call import tables_of
 from autofuse.lowering.gpu.embedding.run import Exchange
+from autofuse.lowering.gpu.embedding.vocabulary import VocabularyProblem
 from autofuse.lowering.gpu.embedding.ways import OP as EMBEDDING
 from autofuse.lowering.gpu.embedding.ways import ExchangeProblem
 from autofuse.lowering.gpu.experts import call as experts
 from autofuse.lowering.gpu.experts import dropless
+from autofuse.lowering.gpu.experts import reduced as experts_reduced
 from autofuse.lowering.gpu.experts.dropless import DroplessCombine, DroplessDispatch
 from autofuse.lowering.gpu.experts.fixed import Combine, Dispatch
 from autofuse.lowering.gpu.experts.kernels import Rows
+from autofuse.lowering.gpu.experts.reduced import TokensProblem
 from autofuse.lowering.gpu.experts.ways import COMBINE, DISPATCH, DROPLESS, DroplessProblem, ExpertProblem
 from autofuse.lowering.gpu.memory.descriptors import Descriptors
 from autofuse.lowering.gpu.operands import ALIGNED, aligned
@@ -53,7 +59,9 @@ def _workspace(driver: Driver, way: Way) -> Any:
     """As `GpuWorkspace`, of one rank of two."""
     words = Words()
     memory = peer_memory(WORLD, way.need)
-    found: Any = Mock(serial=False, device=torch.device("cpu", 0), rank=0, calls={})
+    found: Any = Mock(
+        serial=False, device=torch.device("cpu", 0), rank=0, calls={}, world=WORLD, programs=132
+    )  # fmt: skip
     found.again = SimpleNamespace(
         guard=words.guard, unchanged=lambda: True, is_last=lambda stream: words.last.value == stream
     )
@@ -96,11 +104,30 @@ BIASED, BIASED_PRODUCT = f"{REDUCE}, biased", f"{SCATTER}, biased product"
 SCALED = f"{SCATTER}, scaled"
 """A kernel scales the product."""
 
+TOKENS, VOCABULARY = f"{REDUCE}, tokens", f"{SCATTER}, vocabulary"
+"""A kernel adds up rows of experts, which are returned, too, or reads rows of a table."""
+
 CAST = f"{REDUCE}, cast"
 """Each rank scales and casts its product, which is returned, too."""
 
 TAILS = {f"{REDUCE}, tail": 2, f"{SCATTER}, tail": 2, f"{SCATTER}, tail within": 1}
 """Launches of a call: its kernel, and one that applies the tail."""
+
+
+def _again(added_rows: Callable[..., Any], op: str, call: str) -> Callable[..., Again]:
+    """As the op makes it of the arguments of a call."""
+
+    def make(workspace: Any, way: Way, problem: Any) -> Again:
+        *given, _, _, _ = CALLS[call][-1]
+        args = FUSED_OPS[op].parse((*given, *END))
+        with patch.object(sys.modules[added_rows.__module__], "workspace_of", lambda *at: workspace):
+            added = added_rows(op, args)
+        assert added is not None
+        assert added.problem == problem
+        of = added.rows(args.x, args.w, args.operands)
+        return Again(added, reduced_of(added, way, of, False, "s"), args.keep_product)
+
+    return make
 
 
 def _with_tail(*at: Any) -> Reduction:
@@ -117,6 +144,8 @@ MAKE: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(
         (PRODUCT, BIASED, BIASED_PRODUCT, SCALED), lambda *at: Reduction(*at, (1, K), False, "direct", "s")
     ),
+    TOKENS: _again(experts_reduced.added_rows, REDUCE, TOKENS),
+    VOCABULARY: _again(vocabulary.added_rows, SCATTER, VOCABULARY),
     CAST: lambda *at: Reduction(*at, (1, K), False, "direct", "s", keep=True),
     SCATTER: lambda *at: Reduction(*at, (1, K), False, "direct", "s"),
     GATHER: lambda *at: Gather(*at, (1, K), False, False, "s", biased=True),
@@ -159,6 +188,27 @@ CALLS = {
         SCALED, 512, "clusters",
         ([_rows(512, K)], [WEIGHT], [], "mm; div 4", "sum", 0, 1, False, [], "", "", *END),
         product=factors.SCALED,
+    ),
+    TOKENS: (
+        TokensProblem(REDUCE, 8, 64, WORLD, torch.bfloat16, 132, True, 2, 2, 32),
+        "tokens",
+        lambda workspace, found: MAKE[TOKENS](workspace, found, CALLS[TOKENS][0]),
+        dense.QUICK[REDUCE],
+        (
+            [_rows(16, 32)], [_rows(2, 32, 64)],
+            [torch.tensor([[7], [16]], dtype=torch.int32), torch.arange(16)[:, None], torch.ones(16, 1)],
+            "grouped %0; take %1; mul %2; sum 2; to bfloat16", "sum", True, [], "", "", *END,
+        ),
+    ),
+    VOCABULARY: (
+        VocabularyProblem(SCATTER, 8, 64, WORLD, torch.bfloat16, 132, True),
+        "tokens",
+        lambda workspace, found: MAKE[VOCABULARY](workspace, found, CALLS[VOCABULARY][0]),
+        dense.QUICK[SCATTER],
+        (
+            [torch.arange(8)[:, None]], [_rows(10, 64)], [torch.zeros(8, 1, dtype=torch.bool)],
+            "rows; where %0 0.0", "sum", 0, 1, False, [], "", "", *END,
+        ),
     ),
     CAST: _dense(
         CAST, 8, "rows",
@@ -314,6 +364,9 @@ def test_a_dropless_dispatch_goes_the_short_way_with_its_own_rows(gated: bool) -
 def _run(op: str, made: Any, given: tuple[Any, ...]) -> Any:
     """The long way."""
     x, w, more, *_ = given
+    if op in (TOKENS, VOCABULARY):
+        of = made._rows(x, w, more)
+        return [made._reduced(of), *([of.rows] if op == TOKENS else [])]
     if op.split(",")[0] in (REDUCE, SCATTER):
         return made(Factors(x, w, more, given[3], made.kind), given[-6])
     if op == PUBLISH:
@@ -327,7 +380,8 @@ def _moved(given: Any, by: int) -> Any:
     """Operands laid out like these, so many elements behind the beginning of their storage."""
     if not isinstance(given, Tensor):
         return [_moved(t, by) for t in given]
-    return _rows(by + given.numel()).as_strided(given.shape, given.stride(), by)
+    storage = torch.empty(by + given.numel(), dtype=given.dtype)
+    return storage.as_strided(given.shape, given.stride(), by)
 
 
 def test_operands_are_copied_only_if_kernels_cannot_read_them() -> None:

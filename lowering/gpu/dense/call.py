@@ -18,22 +18,23 @@ from autofuse import config
 from autofuse.lowering.gpu.choice.calls import Calls, GpuCall, remember, run_call
 from autofuse.lowering.gpu.choice.kernel import Way, replaced
 from autofuse.lowering.gpu.choice.quick import Quick, sizes_of
+from autofuse.lowering.gpu.embedding import vocabulary
 from autofuse.lowering.gpu.embedding.reduced import reduced_call as bags_call
-from autofuse.lowering.gpu.embedding.vocabulary import vocabulary_call
-from autofuse.lowering.gpu.experts.reduced import reduced_call as tokens_call
+from autofuse.lowering.gpu.experts import reduced as tokens
 from autofuse.lowering.gpu.memory.workspace import GpuWorkspace, current, workspace_for, workspace_of
 from autofuse.lowering.gpu.operands import aligned
 from autofuse.lowering.ops.all_gather_matmul import AllGatherMatmul
 from autofuse.lowering.ops.matmul_all_gather import MatmulAllGather
 from autofuse.lowering.ops.matmul_all_reduce import MatmulAllReduce, is_added_up
 from autofuse.lowering.ops.matmul_reduce_scatter import MatmulReduceScatter
-from autofuse.lowering.reference.product import is_pooled
+from autofuse.lowering.reference.product import is_grouped, is_pooled
 from autofuse.lowering.runs import Note
 
 from .factors import Factors, kind_of
 from .measure import trials
 from .run import Gather, Publication, Reduction, of_factors, of_weights, problem_of
 from .tails import with_tail
+from .token_rows import Again, again_of, call_of
 from .ways import GATHER, PUBLISH, REDUCE, SCATTER, DenseProblem
 
 ReduceArguments: TypeAlias = MatmulAllReduce | MatmulReduceScatter
@@ -47,7 +48,7 @@ def run_reduce(op: str, args: ReduceArguments) -> Any:
         return run_call(reduce_call(op, args))
     if any(map(_is_empty, x, b)):
         return NotImplemented
-    if (call := vocabulary_call(op, args)) is not None:
+    if (call := call_of(op, args, vocabulary.added_rows(op, args))) is not None:
         return run_call(call)
     with current(x[0].device):
         workspace = workspace_for(args.group_name, x[0].device)
@@ -77,11 +78,13 @@ def _reduce_kind(op: str, args: ReduceArguments, a: Sequence[Tensor], capturing:
 def reduce_call(op: str, args: ReduceArguments) -> GpuCall | None:
     """The same as ways by name take it; None for what is left to the reference."""
     x = args.x
-    if is_added_up(args):
-        return (bags_call if is_pooled(args.product) else tokens_call)(op, args)
+    if is_pooled(args.product):
+        return bags_call(op, args)
+    if is_grouped(args.product):
+        return call_of(op, args, tokens.added_rows(op, args))
     if any(map(_is_empty, x, args.w)):
         return None
-    if (call := vocabulary_call(op, args)) is not None:
+    if (call := call_of(op, args, vocabulary.added_rows(op, args))) is not None:
         return call
     return _reduce_call(workspace_of(args.group_name, x[0]), op, args, [xi.contiguous() for xi in x])[0]
 
@@ -235,10 +238,16 @@ def _reduce_kind_of(given: tuple[Any, ...]) -> Hashable:
 
 def _quick_reduce(op: str) -> Quick:
     def made(workspace: GpuWorkspace, args: ReduceArguments) -> Any:
-        return workspace.calls.get(_reduce_kind(op, args, args.x, False))
+        if is_grouped(args.product):
+            return again_of(op, args, tokens.added_rows(op, args))
+        found = again_of(op, args, vocabulary.added_rows(op, args))
+        return workspace.calls.get(_reduce_kind(op, args, args.x, False)) if found is None else found
 
-    def again(reduction: Reduction, given: tuple[Any, ...]) -> list[Tensor] | None:
-        return reduction.again(Factors(given[0], given[1], given[2], given[3], reduction.kind), given[-6])
+    def again(found: Reduction | Again, given: tuple[Any, ...]) -> list[Tensor] | None:
+        x, w, operands, product = given[:4]
+        if isinstance(found, Again):
+            return found.again(x, w, operands)
+        return found.again(Factors(x, w, operands, product, found.kind), given[-6])
 
     return Quick(_reduce_kind_of, made, again)
 

@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
+from typing import NamedTuple, TypeAlias
 
 from torch import Tensor
 
-from autofuse.lowering.gpu.choice.calls import once
-from autofuse.lowering.gpu.choice.kernel import Kernel, Launch, Way
-from autofuse.lowering.gpu.choice.launcher import Launcher
+from autofuse.lowering.gpu.choice.calls import GpuCall, once
+from autofuse.lowering.gpu.choice.kernel import Kernel, Launch, Way, only_kernels
+from autofuse.lowering.gpu.choice.launcher import Launcher, contiguous
 from autofuse.lowering.gpu.memory.workspace import GpuWorkspace
+from autofuse.lowering.ops.matmul_all_reduce import MatmulAllReduce
+from autofuse.lowering.ops.matmul_reduce_scatter import MatmulReduceScatter
+from autofuse.lowering.reference.layout import all_reduce, reduce_scatter
 from autofuse.native_kernels.gpu.memory import Need
 from autofuse.native_kernels.triton.exchange_tokens import (
     TokenRows,
     TokensConfig,
     launch_exchange_tokens,
+    launch_token_sums,
     tokens_needs,
 )
 
 from .pooled import PooledProblem, kernel_work
+
+Arguments: TypeAlias = MatmulAllReduce | MatmulReduceScatter
 
 # --- Ways -------------------------------------------------------------------------------------------------
 
@@ -40,8 +48,10 @@ def _needs(config: TokensConfig, p: PooledProblem) -> Need:
 
 
 def _launch(
-    at: Launch, config: TokensConfig, of: TokenRows, out: Tensor, mean: bool, everywhere: bool
-) -> None:
+    at: Launch, config: TokensConfig, given: Sequence[Tensor], out: Tensor, of: TokenRows, mean: bool,
+    everywhere: bool,
+) -> None:  # fmt: skip
+    """given: the tensors of `of`, which move from call to call."""
     launch_exchange_tokens(at.memory, of, out, mean, everywhere, config, at.site, at.compile_only)
 
 
@@ -50,12 +60,26 @@ TOKENS: Kernel[PooledProblem, TokensConfig] = Kernel(
     _configs,
     needs=_needs,
     launch=_launch,
+    only_launches=only_kernels,
     work=lambda config, p: kernel_work(config.once, p),
     source="triton/exchange_tokens.py",
 )
 
 
 # --- Calls ------------------------------------------------------------------------------------------------
+
+
+class AddedRows(NamedTuple):
+    """A call of an op. rows(x, w, operands): what the kernel reads, of calls with operands laid out alike."""
+
+    workspace: GpuWorkspace
+    problem: PooledProblem
+    rows: Callable[[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]], TokenRows]
+
+
+def tensors_of(of: TokenRows) -> list[Tensor]:
+    """As `launch` takes them."""
+    return [t for t in (of.rows, of.index, of.before, of.behind, of.added) if t is not None]
 
 
 class Reduced:
@@ -65,30 +89,98 @@ class Reduced:
         self, workspace: GpuWorkspace, way: Way, problem: PooledProblem, variant: Hashable, mean: bool,
         site: str,
     ) -> None:  # fmt: skip
-        self._launcher = Launcher(workspace, way, problem.op, site, problem, (variant, mean))
+        self.launcher = Launcher(workspace, way, problem.op, site, problem, (variant, mean))
         self._problem, self._mean = problem, mean
         rows = problem.rows if problem.everywhere else problem.rows // problem.world
         self._shape = rows, problem.columns
 
     def __call__(self, of: TokenRows) -> Tensor | None:
         """None where it has to be left to torch while a graph is captured."""
-        launcher, problem = self._launcher, self._problem
+        launcher, problem = self.launcher, self._problem
         if launcher.enter() is None:
             return None
         out = of.rows.new_empty(self._shape, dtype=problem.dtype)
-        launcher.launch(of, out, self._mean, problem.everywhere)
+        launcher.launch(tensors_of(of), out, of, self._mean, problem.everywhere)
         launcher.leave()
         return out
 
+    def again(self, of: TokenRows) -> Tensor | None:
+        """As `__call__`, of a call like one before that was not captured; None if that has to go the long
+        way."""
+        found = self.launcher.again(tensors_of(of), [contiguous(*self._shape)], (), (self._problem.dtype,))
+        return None if found is None else found[0]
 
-def reduce_rows(
-    workspace: GpuWorkspace, way: Way, problem: PooledProblem, of: TokenRows, mean: bool, site: str
-) -> Tensor | None:
-    """A call of `Reduced`."""
+
+def reduced_of(added: AddedRows, way: Way, of: TokenRows, mean: bool, site: str) -> Reduced:
+    """What runs calls like one that reads `of`."""
+    workspace, problem, _ = added
     factors = [None if t is None else t.dtype for t in (of.before, of.behind)]
     variant = (problem, of.rows.dtype, of.rows.stride(0), *factors, *of.options().values())
 
     def make() -> Reduced:
         return Reduced(workspace, way, problem, variant, mean, site)
 
-    return once(workspace, ("tokens", way.name, variant, mean, site), make)(of)
+    return once(workspace, ("tokens", way.name, variant, mean, site), make)
+
+
+def call_of(op: str, args: Arguments, added: AddedRows | None) -> GpuCall | None:
+    """The call with all its ways; None where the reference has to run it."""
+    if added is None:
+        return None
+    workspace, problem, rows = added
+    mean, keep = args.reduce_op == "avg", args.keep_product
+
+    def run(way: Way) -> list[Tensor] | None:
+        of = rows(args.x, args.w, args.operands)
+        out = reduced_of(added, way, of, mean, args.site)(of)
+        return None if out is None else [out, of.rows] if keep else [out]
+
+    def unfused() -> list[Tensor]:
+        of = rows(args.x, args.w, args.operands)
+        p = of.rows.new_empty(problem.rows, problem.columns, dtype=problem.dtype)
+        launch_token_sums(of, p, workspace.programs)
+        world, group = workspace.world, args.group_name
+        if isinstance(args, MatmulAllReduce):
+            total = all_reduce(p, args.reduce_op, world, group)
+        else:
+            total = reduce_scatter(p, args.reduce_op, args.dim, args.outer, world, group)
+        return [total, of.rows] if keep else [total]
+
+    return GpuCall(op, args, workspace, problem, run, mean, unfused)
+
+
+class Again:
+    """Calls like one that has run in the way of a kernel: `again(x, w, operands)`."""
+
+    def __init__(self, added: AddedRows, reduced: Reduced, keep: bool) -> None:
+        self.group = weakref.ref(added.workspace.group)
+        self._rows, self._reduced, self._keep = added.rows, reduced, keep
+
+    def again(
+        self, x: Sequence[Tensor], w: Sequence[Tensor], operands: Sequence[Tensor]
+    ) -> list[Tensor] | None:
+        """None if the call has to go the long way."""
+        launcher = self._reduced.launcher
+        # torch multiplies before the guard of the launch is asked, so what Python can check comes first.
+        if not (launcher.is_short and launcher.is_next() and launcher.goes_on()):
+            return None
+        of = self._rows(x, w, operands)
+        out = self._reduced.again(of)
+        return None if out is None else [out, of.rows] if self._keep else [out]
+
+
+def again_of(op: str, args: Arguments, added: AddedRows | None) -> Again | None:
+    """What runs calls like this one, which has run; None unless that took the way of a kernel."""
+    call = call_of(op, args, added)
+    if call is None or added is None:
+        return None
+    way = added.workspace.calls.get(call.kind)
+    if not isinstance(way, Way) or not way.fused:
+        return None
+
+    def make() -> Again:
+        of = added.rows(args.x, args.w, args.operands)
+        reduced = reduced_of(added, way, of, args.reduce_op == "avg", args.site)
+        return Again(added, reduced, args.keep_product)
+
+    return once(added.workspace, ("again", call.kind), make)

@@ -8,28 +8,25 @@ ranks.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, TypeAlias
+from functools import partial
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from autofuse.lowering.gpu.choice.calls import GpuCall
-from autofuse.lowering.gpu.choice.kernel import Kernel, Way
+from autofuse.lowering.gpu.choice.kernel import Kernel
 from autofuse.lowering.gpu.dense.pooled import PooledProblem
-from autofuse.lowering.gpu.dense.token_rows import TOKENS, reduce_rows
+from autofuse.lowering.gpu.dense.token_rows import TOKENS, AddedRows, Arguments
 from autofuse.lowering.gpu.memory.workspace import workspace_of
-from autofuse.lowering.ops.matmul_all_reduce import GPU_DTYPES, MatmulAllReduce
+from autofuse.lowering.ops.matmul_all_reduce import GPU_DTYPES
 from autofuse.lowering.ops.matmul_all_reduce import OP as REDUCE
-from autofuse.lowering.ops.matmul_reduce_scatter import MatmulReduceScatter
-from autofuse.lowering.reference.layout import all_reduce, reduce_scatter
-from autofuse.lowering.reference.product import parse
+from autofuse.lowering.reference.product import Product, parse
 from autofuse.native_kernels.triton.exchange_sums import UNIT
-from autofuse.native_kernels.triton.exchange_tokens import TokenRows, TokensConfig, launch_token_sums
+from autofuse.native_kernels.triton.exchange_tokens import TokenRows, TokensConfig
 
 from .ways import TORCH_NCCL
-
-Arguments: TypeAlias = MatmulAllReduce | MatmulReduceScatter
 
 CONTRACTION = "rows"
 
@@ -60,17 +57,17 @@ class VocabularyProblem(PooledProblem):
         return self
 
 
-def vocabulary_call(op: str, args: Arguments) -> GpuCall | None:
-    """The call with all its ways; None for another product, and where the kernel does not take the sizes."""
+def added_rows(op: str, args: Arguments) -> AddedRows | None:
+    """The call; None for another product, and where the kernel does not take the sizes."""
     product = parse(args.product)
     if product.contraction != CONTRACTION or args.keep_product or args.tail or len(product.stages) > 1:
         return None
     (x,), (w,) = args.x, args.w
-    tokens, columns, mask, counts = x.shape[0], w.shape[1], None, True
+    tokens, columns = x.shape[0], w.shape[1]
     for stage in product.stages:
         if stage.name not in ("where", "masked_fill") or stage.number != 0 or stage.mask is None:
             return None
-        mask, counts = args.operands[stage.mask], stage.name == "where"
+        mask = args.operands[stage.mask]
         if mask.dtype != torch.bool or mask.shape != (tokens, 1):
             return None
     by_rows = op == REDUCE or (args.dim == 0 and args.outer == 1)
@@ -85,21 +82,16 @@ def vocabulary_call(op: str, args: Arguments) -> GpuCall | None:
     ):
         return None
     problem = VocabularyProblem(op, tokens, columns, workspace.world, w.dtype, workspace.programs, by_rows)
-    mean = args.reduce_op == "avg"
-    behind = None if mask is None else mask.contiguous()
-    table = w if w.stride(1) == 1 and w.stride(0) % UNIT.value == 0 else w.contiguous()
-    of = TokenRows(table, x.contiguous(), None, behind, None, tokens, 1, False, counts)
+    return AddedRows(workspace, problem, partial(_read, product))
 
-    def run(way: Way) -> list[Tensor] | None:
-        out = reduce_rows(workspace, way, problem, of, mean, args.site)
-        return None if out is None else [out]
 
-    def unfused() -> list[Tensor]:
-        p = w.new_empty(tokens, columns)
-        launch_token_sums(of, p, workspace.programs)
-        world, group = workspace.world, args.group_name
-        if op == REDUCE:
-            return [all_reduce(p, args.reduce_op, world, group)]
-        return [reduce_scatter(p, args.reduce_op, args.dim, args.outer, world, group)]
-
-    return GpuCall(op, args, workspace, problem, run, mean, unfused)
+def _read(
+    product: Product, x: Sequence[Tensor], w: Sequence[Tensor], operands: Sequence[Tensor]
+) -> TokenRows:
+    """The rows of the table, and which of them a kernel reads."""
+    (places,), (table,), mask, counts = x, w, None, True
+    for stage in product.stages:
+        mask, counts = operands[stage.mask or 0].contiguous(), stage.name == "where"
+    whole = table.stride(1) == 1 and table.stride(0) % UNIT.value == 0
+    rows = table if whole else table.contiguous()
+    return TokenRows(rows, places.contiguous(), None, mask, None, places.shape[0], 1, False, counts)

@@ -8,28 +8,25 @@ arguments that are equal on all ranks.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, TypeAlias
+from functools import partial
+from typing import ClassVar
 
 from torch import Tensor
 
-from autofuse.lowering.gpu.choice.calls import GpuCall
-from autofuse.lowering.gpu.choice.kernel import CUBLAS_NCCL, Kernel, Way
+from autofuse.lowering.gpu.choice.kernel import CUBLAS_NCCL, Kernel
 from autofuse.lowering.gpu.choice.work import Product, Work
 from autofuse.lowering.gpu.dense.pooled import PooledProblem
-from autofuse.lowering.gpu.dense.token_rows import TOKENS, reduce_rows
+from autofuse.lowering.gpu.dense.token_rows import TOKENS, AddedRows, Arguments
 from autofuse.lowering.gpu.memory.workspace import workspace_of
 from autofuse.lowering.ops.matmul_all_reduce import OP as REDUCE
-from autofuse.lowering.ops.matmul_all_reduce import MatmulAllReduce
-from autofuse.lowering.ops.matmul_reduce_scatter import MatmulReduceScatter
 from autofuse.lowering.reference.grouped import grouped
-from autofuse.lowering.reference.layout import all_reduce, reduce_scatter
+from autofuse.lowering.reference.product import Product as Parsed
 from autofuse.lowering.reference.product import parse
-from autofuse.lowering.reference.token_sum import token_sum
+from autofuse.lowering.reference.token_sum import TokenSum, token_sum
 from autofuse.native_kernels.triton.exchange_sums import UNIT
-from autofuse.native_kernels.triton.exchange_tokens import TokenRows, TokensConfig, launch_token_sums
-
-Arguments: TypeAlias = MatmulAllReduce | MatmulReduceScatter
+from autofuse.native_kernels.triton.exchange_tokens import TokenRows, TokensConfig
 
 _KIND = re.compile(r"top (\d+) of (\d+)$")
 """What `measured_as` adds to the op."""
@@ -82,13 +79,9 @@ class TokensProblem(PooledProblem):
         return self
 
 
-# --- Calls ------------------------------------------------------------------------------------------------
-
-
-def reduced_call(op: str, args: Arguments) -> GpuCall | None:
-    """The call with all its ways; None where the reference has to run it."""
+def added_rows(op: str, args: Arguments) -> AddedRows | None:
+    """The call; None where the reference has to run it."""
     product, x, w = parse(args.product), args.x[0], args.w[0]
-    mean = args.reduce_op == "avg"
     found = token_sum(x.dtype, args.operands, product.stages)
     if found is None or found.base is not None or not found.fits(x.shape[0]):
         return None
@@ -97,44 +90,38 @@ def reduced_call(op: str, args: Arguments) -> GpuCall | None:
     workspace = workspace_of(args.group_name, x)
     if not tokens or entries % found.k or columns % UNIT.value or (op != REDUCE and tokens % workspace.world):
         return None
-    added = [args.operands[stage.operand or 0] for stage in product.stages[found.stages :]]
-    if any(t.shape != (tokens, columns) for t in added):
+    if any(t.shape != (tokens, columns) for t in _added(product, found, args.operands)):
         return None
     by_rows = op == REDUCE or (args.dim == 0 and args.outer == 1)
     problem = TokensProblem(
         op, tokens, columns, workspace.world, found.dtype, workspace.programs, by_rows, w.shape[0], found.k,
         x.shape[1],
     )  # fmt: skip
-    ends = args.operands[product.inputs[0]] if product.inputs else None
+    return AddedRows(workspace, problem, partial(_multiplied, product))
 
-    def multiplied() -> TokenRows:
-        rows, *others = (grouped(xi, wi, ends) for xi, wi in zip(args.x, args.w, strict=True))
-        for other in others:
-            rows = rows + other
-        return TokenRows(
-            rows.contiguous(), _contiguous(found.index), _contiguous(found.before and found.before[0]),
-            _contiguous(found.behind and found.behind[0]), _contiguous(added[0] if added else None), tokens,
-            found.k, found.fold,
-        )  # fmt: skip
 
-    def results(out: Tensor, of: TokenRows) -> list[Tensor]:
-        return [out, of.rows] if args.keep_product else [out]
+def _added(product: Parsed, found: TokenSum, operands: Sequence[Tensor]) -> list[Tensor]:
+    """What is added to the sums."""
+    return [operands[stage.operand or 0] for stage in product.stages[found.stages :]]
 
-    def run(way: Way) -> list[Tensor] | None:
-        of = multiplied()
-        out = reduce_rows(workspace, way, problem, of, mean, args.site)
-        return None if out is None else results(out, of)
 
-    def unfused() -> list[Tensor]:
-        of = multiplied()
-        p = of.rows.new_empty(tokens, columns, dtype=problem.dtype)
-        launch_token_sums(of, p, workspace.programs)
-        world, group = workspace.world, args.group_name
-        if op == REDUCE:
-            return results(all_reduce(p, args.reduce_op, world, group), of)
-        return results(reduce_scatter(p, args.reduce_op, args.dim, args.outer, world, group), of)
-
-    return GpuCall(op, args, workspace, problem, run, mean, unfused)
+def _multiplied(
+    product: Parsed, x: Sequence[Tensor], w: Sequence[Tensor], operands: Sequence[Tensor]
+) -> TokenRows:
+    """The rows by torch, and how the kernel adds them up."""
+    found = token_sum(x[0].dtype, operands, product.stages)
+    assert found is not None
+    ends = operands[product.inputs[0]] if product.inputs else None
+    rows, *others = (grouped(xi, wi, ends) for xi, wi in zip(x, w, strict=True))
+    for other in others:
+        rows = rows + other
+    added = _added(product, found, operands)
+    entries = rows.shape[0] if found.index is None else found.index.shape[0]
+    return TokenRows(
+        rows.contiguous(), _contiguous(found.index), _contiguous(found.before and found.before[0]),
+        _contiguous(found.behind and found.behind[0]), _contiguous(added[0] if added else None),
+        entries // found.k, found.k, found.fold,
+    )  # fmt: skip
 
 
 def _contiguous(t: Tensor | None) -> Tensor | None:
