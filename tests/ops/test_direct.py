@@ -79,7 +79,7 @@ def test_a_call_like_an_earlier_one_is_run_by_what_that_prepared() -> None:
         assert [call(X.half()), call(X[:2]), call(X[:2]), call(None)] == ["long"] * 4  # declined; none; none
         assert [call(group="b"), call(group="b")] == ["long"] * 2
         # What GPUs do not take leaves no trace, even where something is prepared for operands like these.
-        assert [call(product="mm; mul 2"), call(product="mm * 2")] == ["long"] * 2
+        assert [call(product="mm; to float64"), call(product="mm; to float64")] == ["long"] * 2
         groups["a"] = Group()  # another one of the same name
         assert call() == "long"
         assert held["a", 4].calls == 3
