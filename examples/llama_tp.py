@@ -1,10 +1,10 @@
 """Tensor-parallel Llama: Hugging Face's model and its own tensor-parallel plan, compiled by autofuse.
 
-Nothing in the model knows of autofuse. Transformers shards the weights and puts an all_reduce behind `o_proj`
-and `down_proj` (forward), and behind the input gradients of `q_proj`, `k_proj`, `v_proj`, `gate_proj` and
-`up_proj` (backward), and an all_gather behind `lm_head`. autofuse fuses each of them with the matmul before
-it, in training and in greedy decoding with a static cache, where the matmul has one row. One collective of
-the forward stays: no matmul precedes the all_reduce of the vocabulary-parallel embedding.
+Nothing in the model knows of autofuse. Transformers shards the weights and puts an all_reduce behind the
+embedding, `o_proj` and `down_proj` (forward), and behind the input gradients of `q_proj`, `k_proj`, `v_proj`,
+`gate_proj` and `up_proj` (backward), and an all_gather behind `lm_head`. autofuse fuses each of them with the
+matmul before it, or with the rows that the embedding reads, in training and in greedy decoding with a static
+cache, where the matmul has one row.
 
     python examples/llama_tp.py
     torchrun --nproc-per-node 2 examples/llama_tp.py --layers 4
