@@ -25,7 +25,7 @@ MOST_BYTES, MOST_PARAMS = 4096, 128
 MOST_OPERANDS = 32
 """A word of 32 bits says which operands are aligned."""
 BROKEN = 7
-"""The outcome of a start whose first kernel runs, and whose second kernel the driver has refused."""
+"""`Start` returns this value if the first kernel runs and the driver has refused the second kernel."""
 
 MAP_BYTES = 128
 

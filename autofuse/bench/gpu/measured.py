@@ -14,7 +14,7 @@ from autofuse.fit_ways import Sample, completed, fit, samples_of
 from autofuse.lowering.buckets import BUCKET
 from autofuse.lowering.gpu.choice import model
 from autofuse.lowering.gpu.choice.gpu import Gpu, described, gpu_name
-from autofuse.lowering.gpu.choice.kernel import MOST_BYTES, Kernel, Problem, Way
+from autofuse.lowering.gpu.choice.kernel import MOST_BYTES, Kernel, OfOp, Problem, Way
 from autofuse.lowering.gpu.choice.points import Point, shipped
 from autofuse.lowering.gpu.dense.factors import MADE
 from autofuse.lowering.gpu.dense.pooled import PooledProblem
@@ -32,8 +32,9 @@ from autofuse.lowering.update_rules import RULES
 DENSE = (REDUCE, SCATTER, GATHER, PUBLISH)
 _DTYPE = torch.bfloat16
 _MADE = f", {MADE}"
-"""Ends the op of points whose products torch has computed."""
-PROGRAMS = 132
+"""The end of the op of a point whose product torch computed."""
+_PROGRAMS = 132
+"""Multiprocessors of the GPUs that were measured. No work of rows depends on it."""
 
 COLUMNS = {(COMBINE, model.intermediate): model.hidden for model in MODELS.values()} | {
     (DISPATCH, model.hidden): 2 * model.intermediate for model in MODELS.values()
@@ -49,7 +50,7 @@ the residual."""
 
 
 @dataclass(frozen=True)
-class TailProblem:
+class TailProblem(OfOp):
     """A residual and a norm behind a sum of `[m, n]`."""
 
     m: int
@@ -76,9 +77,6 @@ class TailProblem:
     @property
     def measured_as(self) -> str:
         return self.op
-
-    def is_kin(self, op: str) -> bool:
-        return op == self.op
 
     def rounded(self) -> TailProblem | None:
         return None
@@ -113,7 +111,7 @@ def _pooled_at(point: Point) -> PooledProblem | None:
     """Of rows that a rank adds up before a reduction: `measured_as` of their problems."""
     m, k, n, world = point.sizes
     op, _, kind = point.op.partition(", ")
-    given = op, m, n, world, _DTYPE, PROGRAMS, True
+    given = op, m, n, world, _DTYPE, _PROGRAMS, True
     if kind == "bags":
         return ReducedProblem(*given)
     if kind == "vocabulary":

@@ -79,6 +79,13 @@ class Problem(Hashable, Protocol):
         """The problem that `AUTOFUSE_MEASURE` measures in place of this one; None: nothing is measured."""
 
 
+class OfOp:
+    """A problem of which points of plain calls of its op say something, too."""
+
+    def is_kin(self: Problem, op: str) -> bool:
+        return op == self.op
+
+
 class Launch(NamedTuple):
     """What every launch gets beside operands and configuration.
 

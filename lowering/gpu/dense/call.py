@@ -30,11 +30,11 @@ from autofuse.lowering.ops.matmul_reduce_scatter import MatmulReduceScatter
 from autofuse.lowering.reference.product import is_grouped, is_pooled
 from autofuse.lowering.runs import Note
 
-from .factors import Factors, kind_of
+from .factors import Factors
 from .measure import trials
 from .run import Gather, Publication, Reduction, of_factors, of_weights, problem_of
 from .tails import with_tail
-from .token_rows import Again, again_of, call_of
+from .token_rows import AddedRows, Again, again_of, call_of
 from .ways import GATHER, PUBLISH, REDUCE, SCATTER, DenseProblem
 
 ReduceArguments: TypeAlias = MatmulAllReduce | MatmulReduceScatter
@@ -48,7 +48,7 @@ def run_reduce(op: str, args: ReduceArguments) -> Any:
         return run_call(reduce_call(op, args))
     if any(map(_is_empty, x, b)):
         return NotImplemented
-    if (call := call_of(op, args, vocabulary.added_rows(op, args))) is not None:
+    if (call := call_of(op, args, _added_rows(op, args))) is not None:
         return run_call(call)
     with current(x[0].device):
         workspace = workspace_for(args.group_name, x[0].device)
@@ -69,9 +69,9 @@ def _reduced(reduction: Reduction, args: ReduceArguments, a: Sequence[Tensor]) -
 def _reduce_kind(op: str, args: ReduceArguments, a: Sequence[Tensor], capturing: bool) -> Hashable:
     update = op == SCATTER and config.update
     return (
-        op, *map(_layout, a), *map(_layout, args.w), args.product, kind_of(args), args.keep_product,
-        *(t.dtype for t in args.operands), args.reduce_op, args.dim, args.outer, args.order, args.site,
-        capturing, update, args.tail, args.proof, *map(_layout, args.tail_operands),
+        op, *map(_layout, a), *map(_layout, args.w), args.product, args.keep_product,
+        *((t.dtype, t.shape) for t in args.operands), args.reduce_op, args.dim, args.outer, args.order,
+        args.site, capturing, update, args.tail, args.proof, *map(_layout, args.tail_operands),
     )  # fmt: skip
 
 
@@ -80,13 +80,17 @@ def reduce_call(op: str, args: ReduceArguments) -> GpuCall | None:
     x = args.x
     if is_pooled(args.product):
         return bags_call(op, args)
-    if is_grouped(args.product):
-        return call_of(op, args, tokens.added_rows(op, args))
+    call = call_of(op, args, _added_rows(op, args))
+    if call is not None or is_grouped(args.product):
+        return call
     if any(map(_is_empty, x, args.w)):
         return None
-    if (call := call_of(op, args, vocabulary.added_rows(op, args))) is not None:
-        return call
     return _reduce_call(workspace_of(args.group_name, x[0]), op, args, [xi.contiguous() for xi in x])[0]
+
+
+def _added_rows(op: str, args: ReduceArguments) -> AddedRows | None:
+    """The call, where a kernel adds up or reads rows; None for every other product."""
+    return (tokens if is_grouped(args.product) else vocabulary).added_rows(op, args)
 
 
 def _reduce_call(
@@ -238,9 +242,7 @@ def _reduce_kind_of(given: tuple[Any, ...]) -> Hashable:
 
 def _quick_reduce(op: str) -> Quick:
     def made(workspace: GpuWorkspace, args: ReduceArguments) -> Any:
-        if is_grouped(args.product):
-            return again_of(op, args, tokens.added_rows(op, args))
-        found = again_of(op, args, vocabulary.added_rows(op, args))
+        found = again_of(op, args, _added_rows(op, args))
         return workspace.calls.get(_reduce_kind(op, args, args.x, False)) if found is None else found
 
     def again(found: Reduction | Again, given: tuple[Any, ...]) -> list[Tensor] | None:

@@ -57,7 +57,8 @@ class Factors(NamedTuple):
         return dtype_of(self.text, self.w[0].dtype, self.operands)
 
     def computed(self) -> Factors:
-        """The product by torch as the only entry of x, and an empty w, as kernels take what they exchange."""
+        """Factors whose only x is the product, which torch computes, and whose w is empty. Kernels that
+        exchange a product take it in this form."""
         return Factors([self.product()], [])
 
     def product(self, out: Tensor | None = None) -> Tensor:

@@ -1,11 +1,12 @@
 """Problems of matmul_all_reduce and matmul_reduce_scatter whose product is a sum of rows of this rank: bags
-of embedding tables, and the rows that experts have for tokens. The choice of a way reads either alike."""
+of embedding tables, rows that experts have for tokens, and rows of a vocabulary. The choice of a way reads
+all of them alike."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -44,8 +45,13 @@ class PooledProblem(ABC):
 
     @property
     @abstractmethod
+    def summands(self) -> int:
+        """Rows that are added up for a bag or token, as far as ranks know."""
+
+    @property
     def read(self) -> float:
-        """Bytes of the rows."""
+        """Bytes of the rows that are added up."""
+        return float(self.rows * self.summands * self.columns * self.dtype.itemsize)
 
     @property
     def computed(self) -> tuple[Work, ...]:
@@ -56,19 +62,20 @@ class PooledProblem(ABC):
     @abstractmethod
     def kernel(self) -> Kernel[Any, Any]: ...
 
-    @abstractmethod
-    def at(self, op: str, m: int, k: int, n: int, world: int) -> PooledProblem: ...
+    def at(self, op: str, m: int, k: int, n: int, world: int) -> PooledProblem:
+        return replace(self, rows=m, columns=n, world=world)
 
     @property
-    @abstractmethod
-    def measured_as(self) -> str: ...
+    def measured_as(self) -> str:
+        return f"{self.op}, {self.kind}"
 
     def is_kin(self, op: str) -> bool:
         """Plain calls of the op are none: they multiply other matrices."""
         return False
 
-    @abstractmethod
-    def rounded(self) -> PooledProblem: ...
+    def rounded(self) -> PooledProblem:
+        """Itself: a call measures its own indices, which count for all that follow."""
+        return self
 
     @property
     def m(self) -> int:

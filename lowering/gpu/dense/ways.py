@@ -8,7 +8,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from autofuse.lowering.gpu.choice.kernel import CUBLAS_NCCL, DTYPES, MOST_BYTES, Kernel, Way
+from autofuse.lowering.gpu.choice.kernel import CUBLAS_NCCL, DTYPES, MOST_BYTES, Kernel, OfOp, Way
+from autofuse.lowering.ops.matmul_all_reduce import GPU_DTYPES
 from autofuse.native_kernels.gpu.memory import LONGEST_ROW, Need, cdiv
 from autofuse.native_kernels.gpu.state import MOST_TERMS, MOST_WEIGHTS
 
@@ -26,9 +27,6 @@ TWO_SHOT = "cublas+two_shot"
 ASYNC_TP = "async_tp"
 """torch's own: matmuls of chunks and copies on two streams."""
 
-EXCHANGED = (torch.bfloat16, torch.float16, torch.float32)
-"""Dtypes of products that torch has computed."""
-
 FEW_ROWS = 128
 """Of so many rows kernels multiply one weight while parts arrive, and others afterwards."""
 
@@ -37,7 +35,7 @@ MOST_ONE_SHOT_BYTES = 8 << 20
 
 
 @dataclass(frozen=True)
-class DenseProblem:
+class DenseProblem(OfOp):
     """A dense call: `[m, k] @ [k, n]` on every rank.
 
     m: rows of the product: all tokens, of a gather too. programs: that run at once. dim, outer: which rows
@@ -122,7 +120,7 @@ class DenseProblem:
         return self.by_rows and self.outer == 1 and not self.terms and self.product == MULTIPLIED
 
     def kernels(self) -> Sequence[Kernel[DenseProblem, Any]]:
-        dtypes = EXCHANGED if self.product == MADE else DTYPES
+        dtypes = GPU_DTYPES if self.product == MADE else DTYPES
         if self.dtype not in dtypes or self.world > 8 or not min(self.m, self.k, self.n):
             return ()
         if not self._is_multiplied():
@@ -150,9 +148,6 @@ class DenseProblem:
         op = f"{op}, {len(self.widths)} weights" if self.widths else op
         op = f"{op}, tail" if self.written else op
         return op if self.by_rows or self.op == PUBLISH else f"{op}, columns"
-
-    def is_kin(self, op: str) -> bool:
-        return op == self.op
 
     def rounded(self) -> DenseProblem | None:
         """With the tokens rounded up to a power of two, or those of a rank where ranks share them; not for

@@ -50,19 +50,8 @@ class ReducedProblem(PooledProblem):
         return BAG_SUMS
 
     @property
-    def read(self) -> float:
-        return float(self.rows * self.columns * self.dtype.itemsize * LIKELY_POOLING)
-
-    def at(self, op: str, m: int, k: int, n: int, world: int) -> ReducedProblem:
-        return replace(self, rows=m, columns=n, world=world)
-
-    @property
-    def measured_as(self) -> str:
-        return f"{self.op}, bags"
-
-    def rounded(self) -> ReducedProblem:
-        """Itself: a call measures its own indices, which count for all that follow."""
-        return self
+    def summands(self) -> int:
+        return LIKELY_POOLING
 
 
 # --- Ways -------------------------------------------------------------------------------------------------

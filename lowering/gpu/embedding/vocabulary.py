@@ -9,7 +9,7 @@ ranks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
@@ -43,18 +43,8 @@ class VocabularyProblem(PooledProblem):
         return TOKENS
 
     @property
-    def read(self) -> float:
-        return float(self.rows * self.columns * self.dtype.itemsize)
-
-    def at(self, op: str, m: int, k: int, n: int, world: int) -> VocabularyProblem:
-        return replace(self, rows=m, columns=n, world=world)
-
-    @property
-    def measured_as(self) -> str:
-        return f"{self.op}, vocabulary"
-
-    def rounded(self) -> VocabularyProblem:
-        return self
+    def summands(self) -> int:
+        return 1
 
 
 def added_rows(op: str, args: Arguments) -> AddedRows | None:

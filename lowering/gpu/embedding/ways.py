@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from autofuse.lowering.gpu.choice.kernel import MOST_BYTES, Kernel, Way
+from autofuse.lowering.gpu.choice.kernel import MOST_BYTES, Kernel, OfOp, Way
 from autofuse.native_kernels.triton.embedding_tables import DTYPE_BITS
 
 from .kernels import BAGS, MERGED_BAGS, MERGED_STRIPS, STRIPS
@@ -27,7 +27,7 @@ TORCH_NCCL = "torch+nccl"
 
 
 @dataclass(frozen=True)
-class ExchangeProblem:
+class ExchangeProblem(OfOp):
     """A call: `b` bags a rank, `columns[r]` of rank r. dtype: of the exchange; programs: multiprocessors."""
 
     b: int
@@ -75,9 +75,6 @@ class ExchangeProblem:
     @property
     def measured_as(self) -> str:
         return self.op
-
-    def is_kin(self, op: str) -> bool:
-        return op == self.op
 
     def rounded(self) -> ExchangeProblem:
         """Itself: a call measures its own indices, which count for all that follow."""

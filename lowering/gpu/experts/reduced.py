@@ -59,8 +59,8 @@ class TokensProblem(PooledProblem):
         return (Product(-(-entries // busy), self.depth, self.columns, busy),)
 
     @property
-    def read(self) -> float:
-        return float(self.rows * self.top * self.columns * self.dtype.itemsize)
+    def summands(self) -> int:
+        return self.top
 
     def at(self, op: str, m: int, k: int, n: int, world: int) -> TokensProblem:
         found = _KIND.search(op)
@@ -74,9 +74,6 @@ class TokensProblem(PooledProblem):
 
     def is_kin(self, op: str) -> bool:
         return op.startswith(f"{self.op}, top ")
-
-    def rounded(self) -> TokensProblem:
-        return self
 
 
 def added_rows(op: str, args: Arguments) -> AddedRows | None:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from autofuse.lowering.gpu.choice.kernel import CUBLAS_NCCL, DTYPES, Kernel, Way
+from autofuse.lowering.gpu.choice.kernel import CUBLAS_NCCL, DTYPES, Kernel, OfOp, Way
 from autofuse.native_kernels.cuda.kernels.dropless_combine import MOST_EXPERTS
 
 from .kernels import COMBINE_CLUSTERS, DISPATCH_CLUSTERS, DROPLESS_COMBINE, DROPLESS_DISPATCH
@@ -30,7 +30,7 @@ _REPLACED_DROPLESS = (Way(CUBLAS_NCCL, dropless_nccl_work, replaced=True),)
 
 
 @dataclass(frozen=True)
-class ExpertProblem:
+class ExpertProblem(OfOp):
     """A call: `[experts, rows, k] @ [experts, k, columns]` on every rank, rows = (outer, W, run).
 
     programs: that run at once; aligned: operands are as TMA loads them; weights: that a dispatch's kernel
@@ -82,9 +82,6 @@ class ExpertProblem:
     def measured_as(self) -> str:
         return self.op
 
-    def is_kin(self, op: str) -> bool:
-        return op == self.op
-
     def rounded(self) -> ExpertProblem | None:
         """With the runs rounded up to a power of two; not where experts have several runs for a rank."""
         if self.outer != 1:
@@ -93,7 +90,7 @@ class ExpertProblem:
 
 
 @dataclass(frozen=True)
-class DroplessProblem:
+class DroplessProblem(OfOp):
     """A call of any number of rows: ranks have different ones, and must take the same way.
 
     op: with `DROPLESS` behind its name. weights: as of an `ExpertProblem`; gated: the products with two of
@@ -142,9 +139,6 @@ class DroplessProblem:
     @property
     def measured_as(self) -> str:
         return self.op
-
-    def is_kin(self, op: str) -> bool:
-        return op == self.op
 
     def rounded(self) -> DroplessProblem:
         """Itself: a call measures its own rows, which count for all that follow."""

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from autofuse.lowering.gpu.choice.kernel import MOST_BYTES, Kernel, Launch, Way, only_kernels
+from autofuse.lowering.gpu.choice.kernel import MOST_BYTES, Kernel, Launch, OfOp, Way, only_kernels
 from autofuse.lowering.gpu.choice.work import Rows, Work
 from autofuse.lowering.update_rules import RULES
 from autofuse.native_kernels.gpu.memory import Need
@@ -67,7 +67,7 @@ class Kept:
 
 
 @dataclass(frozen=True)
-class UpdateProblem:
+class UpdateProblem(OfOp):
     """A call. elements: of all tensors; longest: most buckets that a rank owns; dtypes: of gradients, and of
     parameters; states: flat tensors of float32 that it changes; programs: multiprocessors; clips: the norm of
     all gradients is known before any parameter changes."""
@@ -111,9 +111,6 @@ class UpdateProblem:
     @property
     def measured_as(self) -> str:
         return f"{self.op} {self.rule}{WITH_CLIPPING if self.clips else ''}"
-
-    def is_kin(self, op: str) -> bool:
-        return op == self.op
 
     def rounded(self) -> None:
         """A step changes parameters, so that no training tries the ways. `autofuse bench optimizer` does."""

@@ -36,11 +36,11 @@ class Work:
 
 
 SAMPLED = 16
-"""Rows of each rank, and of each table, whose exact values are computed."""
+"""The number of rows of each rank, and of each table, for which a benchmark computes the exact values."""
 
 
 def sampled(rows: int, world: int, device: torch.device) -> Tensor:
-    """[W, S]: some of the rows of each rank, of which all have equally many."""
+    """[W, S]: the indices of some rows of each rank. Every rank has `rows / W` rows."""
     part = rows // world
     some = torch.linspace(0, part - 1, min(SAMPLED, part), device=device).long()
     return torch.arange(world, device=device)[:, None] * part + some
