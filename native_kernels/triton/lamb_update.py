@@ -47,17 +47,16 @@ from .comm import (
     wait_all,
 )
 from .embedding_exchange import ENDLESS
+from .lamb_parts import direction_of, span_of, step_of
 from .shares import A, claim, end_shares, multiprocessor, start, stays
 from .slices import clear
 from .update_launch import KINDS, StepLaunch, UpdateConfig, update_needs
 from .update_parts import (
-    FIELDS,
     FP16,
     FP32,
     LAMB,
     LENGTH,
     LINE,
-    NUMBERS,
     TENSOR_BIT,
     at,
     buckets_of,
@@ -74,8 +73,6 @@ from .update_parts import (
 
 EDGE = tl.constexpr(2)
 """Sums of an edge, which is a tensor that a run begins or ends in: of squares of the parameter and of u."""
-EXCLUDED, GUARDED = tl.constexpr(0), tl.constexpr(1)
-"""How a tensor is adapted, as `update_rules` has it."""
 
 
 def lamb_needs(config: UpdateConfig, most: int, grad_size: int, param_size: int, world: int) -> Need:
@@ -95,13 +92,6 @@ def run_of(words, buckets, rank):
 
 
 @triton.jit
-def span_of(words, buckets, number, W: tl.constexpr):
-    """The buckets of a tensor, first and end."""
-    firsts = buckets + tl.load(words + W) + number
-    return tl.load(firsts), tl.load(firsts + 1)
-
-
-@triton.jit
 def is_edge(words, begun, end, rank):
     """Whether other ranks own buckets of a tensor of this rank, which has buckets `[begun, end)`."""
     return (begun < tl.load(words + rank)) | (end > tl.load(words + rank + 1))
@@ -112,17 +102,6 @@ def edge_at(finished, half, words, begun, owner, rank):
     """Where `rank` finds the sums of `owner` for an edge that begins with bucket `begun`."""
     is_later = (begun > tl.load(words + owner)).to(tl.int32)  # the run ends in it
     return peer(finished, rank, tl.float64) + half + (2 * owner + is_later) * EDGE
-
-
-@triton.jit
-def step_of(words, rates, number, of_p, of_u, W: tl.constexpr):
-    """The rate of a tensor by its trust; of_p, of_u: squares of its norms."""
-    of_row = rates + tl.load(words + W + 1 + number * FIELDS + 4) * NUMBERS
-    adapts, most = tl.load(of_row + 9), tl.load(of_row).to(tl.float64)
-    norm = tl.minimum(tl.sqrt(of_p), most, tl.PropagateNan.ALL)
-    unguarded = (adapts != GUARDED) | ((of_p > 0) & (of_u > 0))
-    trust = tl.where((adapts != EXCLUDED) & unguarded, norm / tl.sqrt(of_u), 1.0)
-    return (tl.load(of_row + 8).to(tl.float64) * trust).to(tl.float32)
 
 
 @triton.jit
@@ -264,12 +243,7 @@ def measure_updates(
         word = buckets_of(words, buckets, rank, tl.minimum(unit, items), first, most, G)
         if kept != 0:  # not the last one, which this program has in hand at least
             count_kept(counters)
-        m += ratio(rates, row, 2) * (g - m)
-        v = ratio(rates, row, 3) * v + ratio(rates, row, 4) * g * g
-        tl.store(m_of + place, m, mask=mask)
-        tl.store(v_of + place, v, mask=mask)
-        root = tl.sqrt_rn(v) * ratio(rates, row, 5) + ratio(rates, row, 6)
-        u = tl.div_rn(ratio(rates, row, 7) * m, root) + ratio(rates, row, 1) * p
+        u = direction_of(p, g, m, v, rates, row, m_of, v_of, place, mask)
         tl.store(sums + place, u, mask=mask)
         number = first + item * G + tl.arange(0, G)
         wide = p.to(tl.float64)

@@ -52,7 +52,7 @@ from .update_parts import (
     elements_of,
     first_copy,
     hand_round,
-    lanes,
+    parameters_of,
     send_gradients,
     states_of,
     sum_of,
@@ -113,14 +113,7 @@ def update_exchange(
         _, tensor, bucket, inside, mask = elements_of(words, word, W, UNIT)
         mine = at(tl.load(tensor, mask=inside, other=0), bucket * LENGTH, grads)
         g = sum_of(own, half, mine, mask, item, most, rank, W, grads, G)
-        param = at(tl.load(tensor + 1, mask=inside, other=0), bucket * LENGTH, params)
-        begun = tl.load(tensor + 2, mask=inside, other=0) * UNIT + bucket * LENGTH
-        place = begun[:, None] + lanes()
-        row = tl.load(tensor + 4, mask=inside, other=0)
-        if MASTER:
-            p = tl.load(master_of + place, mask=mask, other=0.0)
-        else:
-            p = tl.load(param, mask=mask, other=0.0).to(tl.float32)
+        param, place, row, p = parameters_of(tensor, bucket, inside, mask, master_of, params, UNIT, MASTER)
         m, v, greatest = states_of(m_of, v_of, most_of, place, mask, RULE)
         unit = drawn(ticket)
         word = buckets_of(words, buckets, rank, tl.minimum(unit, items), first, most, G)

@@ -18,12 +18,10 @@ Shares of the programs are those of `matmul_packets` (`packet_shares.py`). A sha
 program takes its own by an exchange of the mark, as others do: no share of B is done twice. Programs of the
 margin have part A only, since peers wait for B.
 
-A rank has two halves of packets [2, W, buckets of the longest run, 1024] (int64): gradients, then parameters,
-by their source.
+`update_packet_parts.py` has the layout of the packets.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -32,12 +30,20 @@ from torch import Tensor
 
 from autofuse.native_kernels.gpu.memory import Need, PeerMemory, launch
 
-from .comm import CODES_PER_SITE, COPYING, REDUCING, begin, half_of, peer, put_packets, tag_of
+from .comm import CODES_PER_SITE, REDUCING, begin, half_of, peer, tag_of
 from .exchange_row_packets import in_order
 from .packet_shares import end_packets, further, look, mark, marks_of, take_or_help, through, unmarked
 from .patience import any_thread
 from .shares import A, B, announce, firm, start
 from .update_launch import KINDS
+from .update_packet_parts import (
+    UpdatePacketsConfig,
+    has_arrived,
+    send_buckets,
+    send_parameters,
+    take_parameters,
+    values_of,
+)
 from .update_parts import (
     FP16,
     FP32,
@@ -45,70 +51,16 @@ from .update_parts import (
     at,
     buckets_of,
     elements_of,
-    item_and_peer,
     lanes,
+    parameters_of,
     states_of,
     updated,
 )
-
-MOST_BUCKETS = 128
-"""Of a run. With more, the bytes of packets outweigh what signals cost."""
-
-
-@dataclass(frozen=True)
-class UpdatePacketsConfig:
-    """The configuration of `update_packets`."""
-
-    warps: int = 16
 
 
 def update_packets_needs(most: int, world: int) -> Need:
     """The memory that a call needs. most: the buckets of the rank that owns the most of them."""
     return Need(packets=2 * 2 * world * max(most, 1) * LENGTH.value * 8)
-
-
-@triton.jit
-def bits_of(values):
-    """The bits of values of any dtype, as uint32."""
-    if values.dtype.primitive_bitwidth == 32:
-        found = values.to(tl.uint32, bitcast=True)
-    else:
-        found = values.to(tl.uint16, bitcast=True).to(tl.uint32)
-    return found
-
-
-@triton.jit
-def values_of(packets, DTYPE: tl.constexpr):
-    """The values of packets that `bits_of` went into."""
-    bits = packets.to(tl.uint32)
-    if DTYPE.primitive_bitwidth == 32:
-        found = bits.to(DTYPE, bitcast=True)
-    else:
-        found = bits.to(tl.uint16).to(DTYPE, bitcast=True)
-    return found
-
-
-@triton.jit
-def has_arrived(packets, epoch):
-    """Whether packets are of this call. Others are left when a wait gives up: the kernel does not change
-    their elements, and sends no parameters for them."""
-    return (packets >> 32) == tag_of(epoch)
-
-
-@triton.jit
-def send_buckets(
-    words, buckets, packets, most, rank, share, base, epoch, programs,
-    W: tl.constexpr, GRADS: tl.constexpr, UNIT: tl.constexpr,
-):  # fmt: skip
-    """Send the gradients of every `programs`-th bucket of peers from number `share` on to its owner."""
-    for unit in range(share, (W - 1) * most, programs):
-        item, owner = item_and_peer(unit, rank, W)
-        word = buckets_of(words, buckets, owner, item, 0, most, 1)
-        _, tensor, bucket, inside, mask = elements_of(words, word, W, UNIT)
-        given = at(tl.load(tensor, mask=inside, other=0), bucket * LENGTH, GRADS)
-        values = tl.load(given, mask=mask, other=0.0)
-        to = peer(packets, owner, tl.int64) + base + (rank * most + item) * LENGTH + lanes()
-        put_packets(to, bits_of(values), epoch, inside[:, None] & (lanes() >= 0))
 
 
 @triton.jit(do_not_specialize=["most", "programs", "scale", "rank", "site", "packets_half"])
@@ -134,7 +86,6 @@ def update_packets(
     if program == 0:
         announce(state, rank, W, epoch)
     own = peer(packets, rank, tl.int64) + base
-    handed = W * most * LENGTH
     source = tl.arange(0, SOURCES)[:, None]
     count = (tl.load(words + rank + 1) - tl.load(words + rank)).to(tl.int32)
     copies = (W - 1) * most
@@ -161,14 +112,9 @@ def update_packets(
             _, tensor, bucket, inside, mask = elements_of(words, word, W, UNIT)
             given = at(tl.load(tensor, mask=inside, other=0), bucket * LENGTH, grads)
             mine = tl.load(given, mask=mask, other=0.0).to(tl.float32)
-            param = at(tl.load(tensor + 1, mask=inside, other=0), bucket * LENGTH, params)
-            begun = tl.load(tensor + 2, mask=inside, other=0) * UNIT + bucket * LENGTH
-            place = begun[:, None] + lanes()
-            row = tl.load(tensor + 4, mask=inside, other=0)
-            if MASTER:
-                p = tl.load(master_of + place, mask=mask, other=0.0)
-            else:
-                p = tl.load(param, mask=mask, other=0.0).to(tl.float32)
+            param, place, row, p = parameters_of(
+                tensor, bucket, inside, mask, master_of, params, UNIT, MASTER
+            )
             m, v, greatest = states_of(m_of, v_of, most_of, place, mask, RULE)
             where = (source * most + item) * LENGTH + lanes()
             wanted = (source < W) & (source != rank) & (lanes() >= 0)
@@ -187,27 +133,16 @@ def update_packets(
                     tl.store(master_of + place, p, mask=mask)
                 new = p.to(params)
                 tl.store(param, new, mask=mask)
-                to = base + handed + (rank * most + item) * LENGTH + lanes()
-                for step in tl.static_range(1, W):
-                    theirs = peer(packets, (rank + step) % W, tl.int64) + to
-                    put_packets(theirs, bits_of(new), epoch, there)
+                send_parameters(packets, base, new, item, most, rank, epoch, there, W)
                 item += adding
         while (copy < copies) & (share < 0) & (item >= count):
-            within, owner = item_and_peer(copy, rank, W)
-            word = buckets_of(words, buckets, owner, within, 0, most, 1)
-            _, tensor, bucket, inside, mask = elements_of(words, word, W, UNIT)
-            param = at(tl.load(tensor + 1, mask=inside, other=0), bucket * LENGTH, params)
-            where = handed + (owner * most + within) * LENGTH + lanes()
-            wanted = inside[:, None] & (lanes() >= 0)
-            code = site * CODES_PER_SITE + COPYING
-            new, share, other, _ = take_or_help(
-                own + where, epoch, wanted, state, code, owner, within, program, programs, adding, rank, W, 1,
-                LEAVES=False, ADDS=True,
+            share, other, ended = take_parameters(
+                words, buckets, own, state, copy, most, rank, site, program, programs, adding, epoch, W,
+                params, UNIT,
             )  # fmt: skip
             if other >= 0:
                 item = other
-            if (share < 0) & (item >= count):
-                tl.store(param, values_of(new, params), mask=mask & has_arrived(new, epoch))
+            if ended != 0:
                 copy += adding
         if (share < 0) & (item >= count) & (copy >= copies):
             share = further(seen, programs, state, A, programs, epoch)

@@ -3,6 +3,7 @@
 buckets_of, elements_of   the buckets and the elements of an item
 lengths_of, at, slots     how many elements count, and where they lie
 lanes                     the elements of a bucket, as threads have them
+parameters_of             the parameters of an item, and where their states lie
 tell_started              the part A of a kernel that sends nothing before its first ticket
 send_gradients            part A: store items of gradients in the inbox of their owner
 wait_for_peers            wait for a signal of each peer
@@ -111,6 +112,23 @@ def elements_of(words, word, W: tl.constexpr, UNIT: tl.constexpr):
     tensor = words + W + 1 + number * FIELDS
     mask = tl.arange(0, LENGTH)[None, :] < lengths_of(tensor, bucket, inside, UNIT)[:, None]
     return number, tensor, bucket, inside, mask
+
+
+@triton.jit
+def parameters_of(
+    tensor, bucket, inside, mask, master_of, PARAMS: tl.constexpr, UNIT: tl.constexpr, MASTER: tl.constexpr
+):
+    """What `elements_of` has found: pointers to the parameters, their numbers among the states of this rank,
+    the row of the numbers, and the parameters in fp32, with MASTER the master weights."""
+    param = at(tl.load(tensor + 1, mask=inside, other=0), bucket * LENGTH, PARAMS)
+    begun = tl.load(tensor + 2, mask=inside, other=0) * UNIT + bucket * LENGTH
+    place = begun[:, None] + lanes()
+    row = tl.load(tensor + 4, mask=inside, other=0)
+    if MASTER:
+        p = tl.load(master_of + place, mask=mask, other=0.0)
+    else:
+        p = tl.load(param, mask=mask, other=0.0).to(tl.float32)
+    return param, place, row, p
 
 
 @triton.jit

@@ -177,6 +177,8 @@ def _lamb(rank: int, world: int, way: str, options: dict[str, Any]) -> float:
         ("lamb per_sm=3", {"master_weights": True}),
         ("lamb group=1", {"in_backward": True}),
         ("lamb_clipped", {"max_norm": 0.1}),
+        ("lamb_packets", {"master_weights": True}),
+        ("lamb_packets", {"in_backward": True}),
     ],
 )
 def test_lamb(gpu_ranks: Callable[[int], RankPool], world: int, way: str, options: dict[str, Any]) -> None:
@@ -267,10 +269,11 @@ def test_kernel_of_many_elements(
 
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("way", ["packets", "lamb_packets"])
 def test_packets_of_many_elements(
-    gpu_ranks: Callable[[int], RankPool], world: int, dtype: torch.dtype
+    gpu_ranks: Callable[[int], RankPool], world: int, dtype: torch.dtype, way: str
 ) -> None:
-    gpu_ranks(world).run(many, dtype, 100 << 10, "packets", timeout=120)
+    gpu_ranks(world).run(many, dtype, 100 << 10, way, timeout=120)
 
 
 def _captured(rank: int, world: int, name: str, max_norm: float | None) -> float:

@@ -23,7 +23,13 @@ from autofuse.lowering.gpu.optimizer.tables import (
     tensor_words,
     unit_of,
 )
-from autofuse.lowering.gpu.optimizer.ways import PACKETS, UpdateProblem, kept_of, kernel_of
+from autofuse.lowering.gpu.optimizer.ways import (
+    LAMB_PACKETS,
+    PACKETS,
+    UpdateProblem,
+    kept_of,
+    kernel_of,
+)
 from autofuse.lowering.ops.reduce_update_gather import ReduceUpdateGather
 from autofuse.lowering.update_rules import (
     ADAPTS,
@@ -41,10 +47,12 @@ from autofuse.lowering.update_rules import LR as RATE
 from autofuse.native_kernels.gpu.memory import Need, PeerMemory
 from autofuse.native_kernels.gpu.state import State
 from autofuse.native_kernels.triton.clipped_update import Clipping, launch_clipped_update
+from autofuse.native_kernels.triton.lamb_packets import launch_lamb_packets
 from autofuse.native_kernels.triton.lamb_update import launch_lamb_update
 from autofuse.native_kernels.triton.update_exchange import launch_update_exchange
 from autofuse.native_kernels.triton.update_launch import UpdateConfig
-from autofuse.native_kernels.triton.update_packets import UpdatePacketsConfig, launch_update_packets
+from autofuse.native_kernels.triton.update_packet_parts import UpdatePacketsConfig
+from autofuse.native_kernels.triton.update_packets import launch_update_packets
 from tests.kernels.calls import SITE, peer_memory, placed, straggling
 from tests.kernels.embedding_calls import FakeWorkspace
 
@@ -81,11 +89,9 @@ class Update:
 
     @property
     def kernel(self) -> Kernel[UpdateProblem, Any]:
-        return (
-            PACKETS
-            if isinstance(self.config, UpdatePacketsConfig)
-            else kernel_of(self.rule, self.max_norm is not None)
-        )
+        if isinstance(self.config, UpdatePacketsConfig):
+            return LAMB_PACKETS if self.rule == "lamb" else PACKETS
+        return kernel_of(self.rule, self.max_norm is not None)
 
     def need(self, world: int) -> Need:
         return self.kernel.needs(self.config, self.problem(world))
@@ -200,7 +206,12 @@ class Update:
         if self.max_norm is not None:
             clipping = Clipping(norm := torch.full((), math.nan), self.max_norm, check)
         if isinstance(self.config, UpdatePacketsConfig):
-            launch_update_packets(memory, *given, *how, RULES[self.rule].code, self.mean, self.config, SITE)
+            if self.rule == "lamb":
+                launch_lamb_packets(memory, *given, *how, self.mean, self.config, SITE)
+            else:
+                launch_update_packets(
+                    memory, *given, *how, RULES[self.rule].code, self.mean, self.config, SITE
+                )
             return params, states
         sizes = kept_of(self.config, self.problem(memory.world), buckets.owned(memory.rank), len(params))
         squares, sums, steps = sizes.split(torch.full((sizes.words,), math.nan, dtype=torch.float64))
@@ -394,6 +405,30 @@ def cases() -> dict[str, Update]:
         ),
         "packets of one bucket": Update((5,), "sgd", (bf16, bf16), config=UpdatePacketsConfig()),
         "packets, none given": Update((3, 1025), missing=(0, 1), config=UpdatePacketsConfig()),
+        "lamb packets": Update(aligned, "lamb", config=UpdatePacketsConfig()),
+        "lamb packets, odd lengths": Update(
+            many,
+            "lamb",
+            (bf16, bf16),
+            True,
+            (0,),
+            False,
+            4,
+            UpdatePacketsConfig(),
+            zero=(3,),
+            still=(2,),
+            most=4.0,
+        ),
+        "lamb packets, shared tensors": Update(
+            (4096, 1, 4096), "lamb", (bf16, fp32), rows=3, config=UpdatePacketsConfig()
+        ),
+        "lamb packets of one bucket": Update((5,), "lamb", eps=0.0, config=UpdatePacketsConfig()),
+        "lamb packets, none given": Update(
+            (0, 3, 1025), "lamb", missing=(1, 2), config=UpdatePacketsConfig()
+        ),
+        "lamb packets, a long tensor": Update(
+            (140_000, 3), "lamb", (fp16, fp16), zero=(1,), still=(1,), config=UpdatePacketsConfig()
+        ),
         "items of one": Update(
             aligned, "momentum", config=UpdateConfig(group=1, ahead=0, slice_items=4, per_sm=1)
         ),

@@ -47,6 +47,7 @@ def test_programs_that_are_placed_late(interpreters: Interpreters, seed: int) ->
         for name in (
             "bf16",
             "packets",
+            "lamb packets, shared tensors",
             "one bucket",
             "clipped",
             "packets, missing",
@@ -60,7 +61,7 @@ def test_programs_that_are_placed_late(interpreters: Interpreters, seed: int) ->
 
 def test_programs_of_packets_that_are_placed_late(interpreters: Interpreters) -> None:
     """Others have made their share of the sums, which they must not make again."""
-    calls = [cases()[name] for name in ("packets", "packets, odd lengths", "packets, missing")]
+    calls = [call for name, call in cases().items() if "packets" in name and "long" not in name]
     for seed in range(2):
         interpreters(2).run(run_updates, calls, seed, 8, timeout=120)
 
@@ -70,6 +71,7 @@ def test_programs_of_packets_that_are_placed_late(interpreters: Interpreters) ->
     [
         "odd lengths",
         "packets",
+        "lamb packets",
         "pieces",
         "clipped",
         "norm of one bucket",
@@ -136,9 +138,10 @@ def test_a_lost_rank(interpreters: Interpreters) -> None:
         }
 
 
-def test_a_lost_rank_of_packets(interpreters: Interpreters) -> None:
+@pytest.mark.parametrize("name", ["packets of one bucket", "lamb packets of one bucket"])
+def test_a_lost_rank_of_packets(interpreters: Interpreters, name: str) -> None:
     """The owner names it, and changes and sends nothing, so that the others wait for the owner in vain."""
-    records = interpreters(3).run(give_up, cases()["packets of one bucket"], 1, timeout=60)
+    records = interpreters(3).run(give_up, cases()[name], 1, timeout=60)
     for rank, source, what in ((0, 1, Wait.REDUCING), (2, 0, Wait.COPYING)):
         assert records[rank][Record.RAISED] == 1
         assert records[rank][Record.SOURCE] == source

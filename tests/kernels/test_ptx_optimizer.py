@@ -11,15 +11,13 @@ from autofuse.lowering.gpu.choice.kernel import ways_of
 from autofuse.lowering.gpu.optimizer.ways import UpdateProblem
 from autofuse.lowering.update_rules import RULES
 from autofuse.native_kernels.triton.clipped_update import Clipping, launch_clipped_update
+from autofuse.native_kernels.triton.lamb_packets import lamb_packets_needs, launch_lamb_packets
 from autofuse.native_kernels.triton.lamb_update import lamb_needs, launch_lamb_update
 from autofuse.native_kernels.triton.update_exchange import launch_update_exchange
 from autofuse.native_kernels.triton.update_launch import UpdateConfig
 from autofuse.native_kernels.triton.update_numbers import launch_update_numbers
-from autofuse.native_kernels.triton.update_packets import (
-    UpdatePacketsConfig,
-    launch_update_packets,
-    update_packets_needs,
-)
+from autofuse.native_kernels.triton.update_packet_parts import UpdatePacketsConfig
+from autofuse.native_kernels.triton.update_packets import launch_update_packets, update_packets_needs
 from tests.kernels.test_ptx import (
     ACQUIRE,
     GPU_SCOPE,
@@ -113,16 +111,25 @@ def test_rules(
         pytest.param("amsgrad", (FP16, FP16), True, 8, marks=pytest.mark.full),
         pytest.param("momentum", (BF16, FP32), False, 3, marks=pytest.mark.full),
         pytest.param("sgd", (FP32, FP32), True, 2, marks=pytest.mark.full),
+        ("lamb", (BF16, BF16), False, 2),
+        pytest.param("lamb", (FP32, FP32), True, 4, marks=pytest.mark.full),
+        pytest.param("lamb", (FP16, FP32), False, 8, marks=pytest.mark.full),
     ],
 )
 def test_packets(
     rule: str, dtypes: tuple[torch.dtype, torch.dtype], master: bool, world: int, tmp_path: Path
 ) -> None:
-    memory, most = memory_for(update_packets_needs(200, world), world), 200
+    most, config = 200, UpdatePacketsConfig()
+    needs = (lamb_packets_needs if rule == "lamb" else update_packets_needs)(most, world)
+    memory = memory_for(needs, world)
     words, state = torch.empty(256, dtype=torch.int64), torch.empty(1024)
     states = [state] * len(RULES[rule].states)
-    given = words, words, state, states, state if master else None, most, dtypes, 4, RULES[rule].code, True
-    kernel, cubin = compile_launch(lambda: launch_update_packets(memory, *given, UpdatePacketsConfig()))
+    given = memory, words, words, state, states, state if master else None, most, dtypes, 4
+    if rule == "lamb":
+        kernel, cubin = compile_launch(lambda: launch_lamb_packets(*given, True, config))
+    else:
+        code = RULES[rule].code
+        kernel, cubin = compile_launch(lambda: launch_update_packets(*given, code, True, config))
     where = f"{rule}, {dtypes}, {world}"
     polls, puts = (
         [m["type"] for line in kernel.lines if (m := kind.search(line)) and kernel.is_from_memory(line)]
@@ -132,7 +139,9 @@ def test_packets(
     assert {"b32"} < set(polls) <= {"b32", *packets}, f"{where}: {polls}"  # b32: Record.STOP
     assert packets & set(puts), f"{where}: {puts}"  # besides parameters
     check_decisions(kernel, where)
-    assert used(cubin, tmp_path)["STACK"] <= (16 if world <= 4 else 128)
+    # The packets of all ranks are in registers at once. LAMB has more values besides.
+    most_bytes = {"lamb": (64, 256)}.get(rule, (16, 128))[world > 4]
+    assert used(cubin, tmp_path)["STACK"] <= most_bytes
 
 
 def check(kernel: Kernel, cubin: bytes, where: str, config: UpdateConfig, tmp_path: Path) -> None:

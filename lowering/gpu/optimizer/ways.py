@@ -14,16 +14,13 @@ from autofuse.lowering.gpu.choice.work import Rows, Work
 from autofuse.lowering.update_rules import RULES
 from autofuse.native_kernels.gpu.memory import Need
 from autofuse.native_kernels.triton.clipped_update import Clipping, launch_clipped_update, squares_of
+from autofuse.native_kernels.triton.lamb_packets import lamb_packets_needs, launch_lamb_packets
 from autofuse.native_kernels.triton.lamb_update import lamb_needs, launch_lamb_update, measures_of
 from autofuse.native_kernels.triton.update_exchange import launch_update_exchange
 from autofuse.native_kernels.triton.update_launch import KINDS, UpdateConfig, update_needs
-from autofuse.native_kernels.triton.update_packets import (
-    LENGTH,
-    MOST_BUCKETS,
-    UpdatePacketsConfig,
-    launch_update_packets,
-    update_packets_needs,
-)
+from autofuse.native_kernels.triton.update_packet_parts import MOST_BUCKETS, UpdatePacketsConfig
+from autofuse.native_kernels.triton.update_packets import launch_update_packets, update_packets_needs
+from autofuse.native_kernels.triton.update_parts import LENGTH
 
 OP = "reduce_update_gather"
 
@@ -103,7 +100,9 @@ class UpdateProblem(OfOp):
         if self.world > 8 or not self.elements:
             return ()
         kernel = kernel_of(self.rule, self.clips)
-        return (kernel, PACKETS) if kernel is BUCKETS and self.longest <= MOST_BUCKETS else (kernel,)
+        if self.clips or self.longest > MOST_BUCKETS:
+            return (kernel,)
+        return (kernel, LAMB_PACKETS if kernel is LAMB else PACKETS)
 
     def at(self, op: str, m: int, k: int, n: int, world: int) -> UpdateProblem:
         return replace(self, elements=m, world=world)
@@ -131,8 +130,10 @@ def _work(name: str, p: UpdateProblem) -> Work:
 def _packets_work(p: UpdateProblem) -> Work:
     grad, param = (dtype.itemsize for dtype in p.dtypes)
     packets = 2 * 8 * max(p.elements / p.world, LENGTH.value) * (p.world - 1)
-    touched = p.elements * (2 * grad + 2 * param + 8 * p.states / p.world)
-    return Rows(f"{p.op} packets", touched + 2 * packets, packets, together=False)
+    by_norms = RULES[p.rule].by_norms
+    touched = p.elements * (2 * grad + 2 * param + (8 * p.states + 16 * by_norms) / p.world)
+    model = f"{p.op} {'lamb_' * by_norms}packets"
+    return Rows(model, touched + 2 * packets, packets, together=False)
 
 
 def _configs(problem: UpdateProblem) -> Iterator[UpdateConfig]:
@@ -151,8 +152,12 @@ def _needs(config: UpdateConfig, problem: UpdateProblem) -> Need:
     return needs(config, problem.longest, grad, param, problem.world)
 
 
-def kept_of(config: UpdateConfig, problem: UpdateProblem, owned: int, tensors: int) -> Kept:
+def kept_of(
+    config: UpdateConfig | UpdatePacketsConfig, problem: UpdateProblem, owned: int, tensors: int
+) -> Kept:
     """owned: elements of this rank; tensors: of all ranks."""
+    if isinstance(config, UpdatePacketsConfig):
+        return Kept()
     if RULES[problem.rule].by_norms:
         return Kept(measures_of(config, problem.longest), owned, tensors)
     if problem.clips:
@@ -192,6 +197,31 @@ def _launch_lamb(
     )  # fmt: skip
 
 
+def _launch_lamb_packets(
+    at: Launch, config: UpdatePacketsConfig, words: Tensor, buckets: Tensor, rates: Tensor,
+    states: Sequence[Tensor], master: Tensor | None, most: int, dtypes: tuple[torch.dtype, torch.dtype],
+    unit: int, rule: int, mean: bool,
+) -> None:  # fmt: skip
+    launch_lamb_packets(
+        at.memory, words, buckets, rates, states, master, most, dtypes, unit, mean, config, at.site,
+        at.compile_only,
+    )  # fmt: skip
+
+
+def _packets(
+    kind: str, needs: Callable[[int, int], Need], launch: Callable[..., None], source: str
+) -> Kernel[UpdateProblem, UpdatePacketsConfig]:
+    return Kernel(
+        kind,
+        lambda problem: (UpdatePacketsConfig(),),
+        needs=lambda config, problem: needs(problem.longest, problem.world),
+        launch=launch,
+        only_launches=only_kernels,
+        work=lambda config, problem: _packets_work(problem),
+        source=f"triton/{source}.py",
+    )
+
+
 def _kernel(
     kind: str, launch: Callable[..., None], source: str, waits: bool = False
 ) -> Kernel[UpdateProblem, UpdateConfig]:
@@ -208,18 +238,11 @@ def _kernel(
 
 
 BUCKETS = _kernel("buckets", _launch(launch_update_exchange), "update_exchange")
-PACKETS = Kernel[UpdateProblem, UpdatePacketsConfig](
-    "packets",
-    lambda problem: (UpdatePacketsConfig(),),
-    needs=lambda config, problem: update_packets_needs(problem.longest, problem.world),
-    launch=_launch(launch_update_packets),
-    only_launches=only_kernels,
-    work=lambda config, problem: _packets_work(problem),
-    source="triton/update_packets.py",
-)
+PACKETS = _packets("packets", update_packets_needs, _launch(launch_update_packets), "update_packets")
 """Of the rules and calls that `BUCKETS` runs."""
 CLIPPED = _kernel("clipped", _launch_clipped, "clipped_update", waits=True)
 LAMB = _kernel("lamb", _launch_lamb, "lamb_update")
+LAMB_PACKETS = _packets("lamb_packets", lamb_packets_needs, _launch_lamb_packets, "lamb_packets")
 CLIPPED_LAMB = _kernel("lamb_clipped", _launch_lamb, "lamb_update", waits=True)
 
 
