@@ -209,7 +209,7 @@ def lamb_packets(
                 first += TAKEN
             if other >= 0:
                 item = other
-            if (share < 0) & (item >= count):
+            if (share < 0) & (other < 0):
                 ticket = draw(state + STATE_TICKETS)
                 mask &= there
                 of_p = tl.sum(tl.where(tl.arange(0, 2) == 0, squares, 0.0))

@@ -405,6 +405,8 @@ def cases() -> dict[str, Update]:
         ),
         "packets of one bucket": Update((5,), "sgd", (bf16, bf16), config=UpdatePacketsConfig()),
         "packets, none given": Update((3, 1025), missing=(0, 1), config=UpdatePacketsConfig()),
+        "packets, a rank with less": Update((1500, 40), config=UpdatePacketsConfig()),
+        "lamb packets, a rank with less": Update((1500, 40), "lamb", config=UpdatePacketsConfig()),
         "lamb packets": Update(aligned, "lamb", config=UpdatePacketsConfig()),
         "lamb packets, odd lengths": Update(
             many,

@@ -460,6 +460,20 @@ PROTOCOL = (
         _of("kernels", "interpreted_optimizer"),
     ),
     Mutation(
+        "parameters that have not arrived are passed over, since a wait for them has found other work",
+        "update_packet_parts.py",
+        "ended = ((share < 0) & (other < 0)).to(tl.int32)",
+        "ended = (share < 0).to(tl.int32)",
+        _of("kernels", "interpreted_optimizer"),
+    ),
+    Mutation(
+        "a step of LAMB by the norms of some buckets, since a wait for others has found other work",
+        "lamb_packets.py",
+        "if (share < 0) & (other < 0):",
+        "if (share < 0) & (item >= count):",
+        _of("kernels", "interpreted_optimizer"),
+    ),
+    Mutation(
         "warps decide each for themselves whether packets are missing",
         "comm.py",
         "return any_thread(tl.max(((packets >> 32) != tag).to(tl.int32), axis=None) != 0)",
