@@ -1,8 +1,11 @@
 """Every op's calls go on in one launch once one has been made; the driver only notes what it gets."""
 
 import ctypes
+import gc
 import sys
+import weakref
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +24,7 @@ from autofuse.lowering.gpu.dense import factors
 from autofuse.lowering.gpu.dense.factors import Factors
 from autofuse.lowering.gpu.dense.run import Gather, Publication, Reduction
 from autofuse.lowering.gpu.dense.tails import tail_of
-from autofuse.lowering.gpu.dense.token_rows import Again, reduced_of
+from autofuse.lowering.gpu.dense.token_rows import Again, again_of, call_of, reduced_of
 from autofuse.lowering.gpu.dense.ways import GATHER, PUBLISH, REDUCE, SCATTER, DenseProblem
 from autofuse.lowering.gpu.embedding import call as embedding
 from autofuse.lowering.gpu.embedding import vocabulary
@@ -410,6 +413,38 @@ def test_rows_that_no_program_holds_get_their_tail_behind_the_short_way() -> Non
         assert results is not None
         assert [t.shape for t in results] == [residual.shape] * 2
         assert len(driver.launches) == 1
+
+
+def test_how_rows_of_experts_are_added_up_is_found_once_a_call() -> None:
+    """Of later calls anew: nothing keeps the tensors of the first."""
+    problem, kind, _, _, given = CALLS[TOKENS]
+    way = next(way for name, way in ways_of(problem).items() if name.split()[0] == kind)
+    x, w, (ends, index, factors) = given[0], given[1], given[2]
+    first, later = ([ends, index, factors * number] for number in (1, 2))
+    args = FUSED_OPS[REDUCE].parse((x, w, first, *given[3:]))
+    cuda = {"is_current_stream_capturing": lambda: False, "current_device": lambda: 0}
+    with faked() as driver, patch.multiple(torch.cuda, **cuda), ExitStack() as stack:
+        workspace = _workspace(driver, way)
+        stack.enter_context(patch.object(experts_reduced, "workspace_of", lambda *at: workspace))
+        token_sum = Mock(wraps=experts_reduced.token_sum)
+        stack.enter_context(patch.object(experts_reduced, "token_sum", token_sum))
+        for calls in (1, 2):
+            added = experts_reduced.added_rows(REDUCE, args)
+            call = call_of(REDUCE, args, added)
+            assert call is not None
+            assert call.run(way) is not None
+            assert token_sum.call_count == calls
+        workspace.calls[call.kind] = way
+        again = again_of(REDUCE, args, added)
+        assert again is not None
+        assert token_sum.call_count == 2
+        kept = weakref.ref(first[2])
+        del args, first, added, call
+        token_sum.reset_mock()
+        gc.collect()
+        assert kept() is None
+        assert again.again(x, w, later) is not None
+        assert token_sum.call_args.args[1] is later
 
 
 @pytest.mark.parametrize("op", list(CALLS))

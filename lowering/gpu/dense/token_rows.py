@@ -70,10 +70,12 @@ TOKENS: Kernel[PooledProblem, TokensConfig] = Kernel(
 
 
 class AddedRows(NamedTuple):
-    """A call of an op. rows(x, w, operands): what the kernel reads, of calls with operands laid out alike."""
+    """A call of an op. read(): what the kernel reads; rows(x, w, operands): the same of later calls, with
+    operands laid out alike."""
 
     workspace: GpuWorkspace
     problem: PooledProblem
+    read: Callable[[], TokenRows]
     rows: Callable[[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]], TokenRows]
 
 
@@ -113,7 +115,7 @@ class Reduced:
 
 def reduced_of(added: AddedRows, way: Way, of: TokenRows, mean: bool, site: str) -> Reduced:
     """What runs calls like one that reads `of`."""
-    workspace, problem, _ = added
+    workspace, problem = added.workspace, added.problem
     factors = [None if t is None else t.dtype for t in (of.before, of.behind)]
     variant = (problem, of.rows.dtype, of.rows.stride(0), *factors, *of.options().values())
 
@@ -127,16 +129,16 @@ def call_of(op: str, args: Arguments, added: AddedRows | None) -> GpuCall | None
     """The call with all its ways; None where the reference has to run it."""
     if added is None:
         return None
-    workspace, problem, rows = added
+    workspace, problem = added.workspace, added.problem
     mean, keep = args.reduce_op == "avg", args.keep_product
 
     def run(way: Way) -> list[Tensor] | None:
-        of = rows(args.x, args.w, args.operands)
+        of = added.read()
         out = reduced_of(added, way, of, mean, args.site)(of)
         return None if out is None else [out, of.rows] if keep else [out]
 
     def unfused() -> list[Tensor]:
-        of = rows(args.x, args.w, args.operands)
+        of = added.read()
         p = of.rows.new_empty(problem.rows, problem.columns, dtype=problem.dtype)
         launch_token_sums(of, p, workspace.programs)
         world, group = workspace.world, args.group_name
@@ -179,8 +181,7 @@ def again_of(op: str, args: Arguments, added: AddedRows | None) -> Again | None:
         return None
 
     def make() -> Again:
-        of = added.rows(args.x, args.w, args.operands)
-        reduced = reduced_of(added, way, of, args.reduce_op == "avg", args.site)
+        reduced = reduced_of(added, way, added.read(), args.reduce_op == "avg", args.site)
         return Again(added, reduced, args.keep_product)
 
     return once(added.workspace, ("again", call.kind), make)

@@ -72,7 +72,8 @@ def added_rows(op: str, args: Arguments) -> AddedRows | None:
     ):
         return None
     problem = VocabularyProblem(op, tokens, columns, workspace.world, w.dtype, workspace.programs, by_rows)
-    return AddedRows(workspace, problem, partial(_read, product))
+    rows = partial(_read, product)
+    return AddedRows(workspace, problem, partial(rows, args.x, args.w, args.operands), rows)
 
 
 def _read(

@@ -94,7 +94,9 @@ def added_rows(op: str, args: Arguments) -> AddedRows | None:
         op, tokens, columns, workspace.world, found.dtype, workspace.programs, by_rows, w.shape[0], found.k,
         x.shape[1],
     )  # fmt: skip
-    return AddedRows(workspace, problem, partial(_multiplied, product))
+    # `_multiplied` holds no tensors: a later call brings its own.
+    read = partial(_added_up, product, found, args.x, args.w, args.operands)
+    return AddedRows(workspace, problem, read, partial(_multiplied, product))
 
 
 def _added(product: Parsed, found: TokenSum, operands: Sequence[Tensor]) -> list[Tensor]:
@@ -105,9 +107,16 @@ def _added(product: Parsed, found: TokenSum, operands: Sequence[Tensor]) -> list
 def _multiplied(
     product: Parsed, x: Sequence[Tensor], w: Sequence[Tensor], operands: Sequence[Tensor]
 ) -> TokenRows:
-    """The rows by torch, and how the kernel adds them up."""
+    """As `_added_up`, of a later call."""
     found = token_sum(x[0].dtype, operands, product.stages)
     assert found is not None
+    return _added_up(product, found, x, w, operands)
+
+
+def _added_up(
+    product: Parsed, found: TokenSum, x: Sequence[Tensor], w: Sequence[Tensor], operands: Sequence[Tensor]
+) -> TokenRows:
+    """The rows by torch, and how the kernel adds them up."""
     ends = operands[product.inputs[0]] if product.inputs else None
     rows, *others = (grouped(xi, wi, ends) for xi, wi in zip(x, w, strict=True))
     for other in others:
