@@ -4,8 +4,8 @@ import ctypes
 import gc
 import sys
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -16,9 +16,13 @@ import pytest
 pytest.importorskip("triton")
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from autofuse.lowering.gpu.choice.kernel import Way, ways_of
+from autofuse.lowering.gpu.choice.calls import GpuCall
+from autofuse.lowering.gpu.choice.kernel import CUBLAS_NCCL, Way, ways_of
+from autofuse.lowering.gpu.choice.launcher import Launcher
 from autofuse.lowering.gpu.dense import call as dense
 from autofuse.lowering.gpu.dense import factors
 from autofuse.lowering.gpu.dense.factors import Factors
@@ -44,6 +48,7 @@ from autofuse.lowering.gpu.experts.ways import COMBINE, DISPATCH, DROPLESS, Drop
 from autofuse.lowering.gpu.memory.descriptors import Descriptors
 from autofuse.lowering.gpu.operands import ALIGNED, aligned
 from autofuse.lowering.ops.library import FUSED_OPS
+from autofuse.lowering.reference import product
 from autofuse.native_kernels.cuda.kernels.dropless_combine import dropless_combine_needs
 from autofuse.native_kernels.cuda.kernels.dropless_dispatch import _Params as DispatchParams
 from autofuse.native_kernels.cuda.kernels.dropless_dispatch import dropless_dispatch_needs
@@ -396,6 +401,98 @@ def test_operands_are_copied_only_if_kernels_cannot_read_them() -> None:
         assert found.is_contiguous()
         assert found.data_ptr() % ALIGNED == 0
         assert torch.equal(found, t)
+
+
+@contextmanager
+def _calls_in(way: Way) -> Iterator[tuple[Any, list[list[Tensor]]]]:
+    """The workspace of calls of `run_reduce` that take the way; and what each launch gets in place of x."""
+    launch, launched = Launcher.launch, list[list[Tensor]]()
+
+    def noted(launcher: Launcher, x: Any, *operands: Any, **more: Any) -> Any:
+        launched.append(list(x))
+        return launch(launcher, x, *operands, **more)
+
+    cuda = {"is_current_stream_capturing": lambda: False, "current_device": lambda: 0}
+    with faked() as driver, patch.multiple(torch.cuda, **cuda), ExitStack() as stack:
+        enter, workspace = stack.enter_context, _workspace(driver, way)
+        enter(patch.object(dense, "current", lambda device: nullcontext()))
+        enter(patch.object(dense, "workspace_for", lambda *at: workspace))
+        enter(patch.multiple(GpuCall, decide=lambda call, capturing: (way, True), note=Mock()))
+        enter(patch.object(Launcher, "launch", noted))
+        enter(patch.object(dist, "all_reduce"))
+        yield workspace, launched
+
+
+class _Copies(TorchDispatchMode):
+    """How often a tensor is copied."""
+
+    def __init__(self, t: Tensor) -> None:
+        super().__init__()
+        self._at, self.count = t.data_ptr(), 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        copies = func in (torch.ops.aten.clone.default, torch.ops.aten.copy_.default)
+        self.count += copies and any(isinstance(t, Tensor) and t.data_ptr() == self._at for t in args)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", ["words", "packets", "rows", "sums", "row_packets", CUBLAS_NCCL])
+def test_a_transposed_x_is_copied_for_kernels_that_read_it(kind: str) -> None:
+    """As of a gradient of a weight, `grad.t() @ x`. Where torch multiplies, it takes any strides."""
+    problem = DenseProblem(REDUCE, 8, K, N, WORLD, torch.bfloat16)
+    way = next(way for name, way in ways_of(problem).items() if name.split()[0] == kind)
+    x, w = torch.randn(K, 8).bfloat16().t(), torch.randn(N, K).bfloat16().t()
+    rest = ([w], [], "mm", "sum", False, [], "", "", *END)
+    given = [((each,), *rest) for each in (x, x.contiguous(), x)]
+    reads, calls = kind in ("words", "packets"), 3
+    with _calls_in(way) as (workspace, launched):
+        for each in given:
+            with _Copies(x) as copies:
+                for _ in range(calls):
+                    (y,) = dense.run_reduce(REDUCE, FUSED_OPS[REDUCE].parse((list(each[0]), *each[1:])))
+            assert copies.count == (calls if reads and each[0][0] is x else 0)
+        # All are one kind of calls, of which only those go on the short way whose x needs no copy.
+        (made,) = workspace.calls.values()
+        keys = [dense.QUICK[REDUCE].kind(each) for each in given]
+        assert keys[0] is None
+        assert keys[1] is not None
+        assert dense.QUICK[REDUCE].made(workspace, FUSED_OPS[REDUCE].parse(given[1])) is made
+    assert len(launched) == (0 if kind == CUBLAS_NCCL else calls * len(given))
+    for (read,) in launched:
+        assert read.is_contiguous()
+        torch.testing.assert_close(read, x if reads else x @ w, rtol=2e-2, atol=1.0)
+    if kind == CUBLAS_NCCL:
+        torch.testing.assert_close(y, x @ w, rtol=2e-2, atol=1.0)
+
+
+def test_a_transposed_x_of_float8_is_copied() -> None:
+    """`torch._scaled_mm` takes no other x than rows."""
+    x, w = torch.zeros(K, 8).to(torch.float8_e4m3fn).t(), torch.zeros(N, K).to(torch.float8_e4m3fn).t()
+    scales = [torch.ones(()), torch.ones(())]
+    given = ([x], [w], scales, "scaled_mm %0 %1 bfloat16", "sum", False, [], "", "", *END)
+    problem = DenseProblem(REDUCE, 8, K, N, WORLD, torch.bfloat16, product=factors.MADE)
+    way = next(way for name, way in ways_of(problem).items() if name.startswith("rows"))
+    multiplied = Mock(return_value=_rows(8, N))
+    with _calls_in(way), patch.object(product, "scaled_mm", multiplied):
+        dense.run_reduce(REDUCE, FUSED_OPS[REDUCE].parse(given))
+    read = multiplied.call_args.args[0]
+    assert read.is_contiguous()
+    assert read.shape == x.shape
+
+
+def test_what_is_measured_of_a_transposed_x_has_no_copy_in_it() -> None:
+    problem = DenseProblem(REDUCE, 8, K, N, WORLD, torch.bfloat16)
+    x, w = torch.randn(K, 8).bfloat16().t(), torch.randn(N, K).bfloat16().t()
+    args = FUSED_OPS[REDUCE].parse(([x], [w], [], "mm", "sum", False, [], "", "", *END))
+    for kind, copied in (("rows", 0), ("words", 1)):
+        way = next(way for name, way in ways_of(problem).items() if name.split()[0] == kind)
+        with _calls_in(way) as (workspace, _), _Copies(x) as copies:
+            with patch.object(dense, "workspace_of", lambda *at, workspace=workspace: workspace):
+                call = dense.reduce_call(REDUCE, args)
+            assert call is not None
+            for _ in range(3):
+                call.run_named(way)
+        assert copies.count == copied
 
 
 def test_rows_that_no_program_holds_get_their_tail_behind_the_short_way() -> None:

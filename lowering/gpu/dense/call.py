@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, TypeAlias
 
 import torch
@@ -22,16 +22,17 @@ from autofuse.lowering.gpu.embedding import vocabulary
 from autofuse.lowering.gpu.embedding.reduced import reduced_call as bags_call
 from autofuse.lowering.gpu.experts import reduced as tokens
 from autofuse.lowering.gpu.memory.workspace import GpuWorkspace, current, workspace_for, workspace_of
-from autofuse.lowering.gpu.operands import aligned
+from autofuse.lowering.gpu.operands import aligned, as_read
 from autofuse.lowering.ops.all_gather_matmul import AllGatherMatmul
 from autofuse.lowering.ops.matmul_all_gather import MatmulAllGather
 from autofuse.lowering.ops.matmul_all_reduce import MatmulAllReduce, is_added_up
 from autofuse.lowering.ops.matmul_reduce_scatter import MatmulReduceScatter
-from autofuse.lowering.reference.product import is_grouped, is_pooled
+from autofuse.lowering.reference.product import is_grouped, is_pooled, parse
 from autofuse.lowering.runs import Note
 
 from .factors import Factors
 from .measure import trials
+from .reductions import reads_x
 from .run import Gather, Publication, Reduction, of_factors, of_weights, problem_of
 from .tails import with_tail
 from .token_rows import AddedRows, Again, again_of, call_of
@@ -52,18 +53,24 @@ def run_reduce(op: str, args: ReduceArguments) -> Any:
         return run_call(call)
     with current(x[0].device):
         workspace = workspace_for(args.group_name, x[0].device)
-        a = [xi.contiguous() for xi in x]
+        a = [as_read(xi) for xi in x]
         capturing = torch.cuda.is_current_stream_capturing()
         kind = _reduce_kind(op, args, a, capturing)
         reduction = workspace.calls.get(kind)
         if reduction is None:
             call, prepared = _reduce_call(workspace, op, args, a)
             reduction = _settle(call, prepared, kind, capturing)
-        return _reduced(reduction, args, a)
+        return _reduced(reduction, args, _x_of(args, reduction.reads_x))
 
 
-def _reduced(reduction: Reduction, args: ReduceArguments, a: Sequence[Tensor]) -> list[Tensor]:
-    return reduction(Factors.of(args, a), [t.contiguous() for t in args.tail_operands])
+def _reduced(reduction: Reduction, args: ReduceArguments, x: Sequence[Tensor]) -> list[Tensor]:
+    return reduction(Factors.of(args, x), [t.contiguous() for t in args.tail_operands])
+
+
+def _x_of(args: ReduceArguments, read: bool) -> list[Tensor]:
+    """x, copied if it has gaps and a kernel of ours reads it. torch takes any strides, except in float8."""
+    copies = read or parse(args.product).contraction == "scaled_mm"
+    return [xi.contiguous() for xi in args.x] if copies else args.x
 
 
 def _reduce_kind(op: str, args: ReduceArguments, a: Sequence[Tensor], capturing: bool) -> Hashable:
@@ -85,7 +92,7 @@ def reduce_call(op: str, args: ReduceArguments) -> GpuCall | None:
         return call
     if any(map(_is_empty, x, args.w)):
         return None
-    return _reduce_call(workspace_of(args.group_name, x[0]), op, args, [xi.contiguous() for xi in x])[0]
+    return _reduce_call(workspace_of(args.group_name, x[0]), op, args, [as_read(xi) for xi in x])[0]
 
 
 def _added_rows(op: str, args: ReduceArguments) -> AddedRows | None:
@@ -96,6 +103,7 @@ def _added_rows(op: str, args: ReduceArguments) -> AddedRows | None:
 def _reduce_call(
     workspace: GpuWorkspace, op: str, args: ReduceArguments, a: Sequence[Tensor]
 ) -> tuple[GpuCall, Callable[..., Reduction]]:
+    """a: x as kernels read it."""
     mean, factors = args.reduce_op == "avg", Factors.of(args, a)
     problem, tail = with_tail(of_factors(op, factors, workspace, args.dim, args.outer), args, workspace)
     strides = args.w[0].stride()
@@ -106,8 +114,10 @@ def _reduce_call(
             keep=args.keep_product,
         )  # fmt: skip
 
+    x_of = cache(partial(_x_of, args))  # copied once, so that no measured time has the copy in it
+
     def run(way: Way) -> list[Tensor]:
-        return _reduced(prepared(way), args, a)
+        return _reduced(prepared(way), args, x_of(reads_x(way)))
 
     variant = strides, args.reduce_op, args.order, tail, args.product
     call = _call(op, args, workspace, problem, run, variant)

@@ -24,7 +24,10 @@ too, which torch computes and kernels exchange."""
 
 
 class Factors(NamedTuple):
-    """A product as `reference/product.py` has it: `text`, of x, w and operands. x: contiguous."""
+    """A product as `reference/product.py` has it: `text`, of x, w and operands.
+
+    x: contiguous if it is float8, or a kernel of ours reads it; torch multiplies any other in any layout.
+    """
 
     x: Sequence[Tensor]
     w: Sequence[Tensor]

@@ -381,6 +381,11 @@ ROW_PACKETS: Kernel[DenseProblem, RowPacketsConfig] = Kernel(
 )
 
 
+def reads_x(way: Way) -> bool:
+    """Whether a kernel of ours reads x. If not, torch multiplies it."""
+    return way.kernel is not None and not way.kernel.takes_product
+
+
 def applies_tails(way: Way, problem: DenseProblem) -> bool:
     """Whether the kernel of a way applies the tail; if not, another kernel does behind it. The owner of a row
     may apply the tail for all ranks only where they have agreed that it is the same (`written`)."""

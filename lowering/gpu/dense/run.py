@@ -23,7 +23,7 @@ from autofuse.native_kernels.gpu.state import MOST_WEIGHTS
 from autofuse.native_kernels.triton.tails import NO_TAIL, TailSpec, rows_fit
 
 from .factors import MADE, Factors
-from .reductions import Reduce, applies_tails
+from .reductions import Reduce, applies_tails, reads_x
 from .tails import behind, with_tail_behind
 from .ways import ASYNC_TP, FEW_ROWS, GATHER, ONE_SHOT, SCATTER, TWO_SHOT, DenseProblem
 
@@ -89,6 +89,7 @@ class Reduction:
         self._workspace, self._way, self._problem = workspace, way, problem
         self._is_replaced, self._is_fused = way.replaced, way.fused
         self._takes_product = way.kernel is not None and way.kernel.takes_product
+        self.reads_x = reads_x(way)
         variant = (problem, strides, mean, order, traced, tail)
         self._mean, self._tail = mean, tail
         self._how = Reduce(mean, problem.everywhere, problem.outer, ORDERS[order])
