@@ -40,10 +40,10 @@ from autofuse.passes.report import Prediction, listening
 from autofuse.passes.settings import Settings
 
 from . import ways
-from .cost_model import Expressions, Model, Numbers, Task
+from .cost_model import PLAIN, Expressions, Model, Numbers, Task
 from .crossover import Known, Sample, wins
 from .device_table import DeviceTable, table_for
-from .ways import predictor_on
+from .ways import predictor_on, product_of
 
 if TYPE_CHECKING:
     from autofuse.lowering.gpu.choice.correction import Predictor
@@ -92,10 +92,14 @@ def choose(
     """The prediction for a legal match, and why the policy keeps the match; None if it is fused."""
     device = anchor.node.meta["val"].device
     table = table_for(settings.tables, device)
-    choice = predict(anchor, match, world, settings.order, table, symbols, listening(), predictor_on(device))
+    predictor = predictor_on(device)
+    given = anchor, match, world, settings.order, table, symbols, listening(), predictor
+    choice = predict(*given)
     if device.type == "cuda":
         choice = on_gpu(choice)
-    return choice.prediction, _why_kept(choice, settings.policy)
+    product = PLAIN if predictor is None else product_of(match.arguments)
+    shown = choice if product == PLAIN else predict(*given, product)
+    return shown.prediction, _why_kept(choice, settings.policy)
 
 
 def saved_us(anchor: Anchor, match: Match, world: int, settings: Settings, symbols: Symbols) -> float | None:
@@ -123,18 +127,18 @@ def _why_kept(choice: Choice, policy: str) -> Reject | None:
 
 def predict(
     anchor: Anchor, match: Match, world: int, order: str, table: DeviceTable, symbols: Symbols, text: bool,
-    predictor: Predictor | None = None,
+    predictor: Predictor | None = None, product: str = PLAIN,
 ) -> Choice:  # fmt: skip
     """The prediction of the cost model for a legal match; on GPUs that of a predictor of ways, for sites that
     it knows. `text`: with expressions in symbols, whose construction takes longer than all other steps
-    together.
+    together. `product`: its kind, which ranks need not have in common: no decision may depend on it.
     """
     task = task_of(anchor, match, world, order)
     free = frozenset(chain.from_iterable(s.free_symbols for s in task.sizes if isinstance(s, sympy.Expr)))
     known = tuple((s, symbols[s]) for s in sorted(free, key=str) if s in symbols)
     uneven = anchor.kind == "all_to_all" and not anchor.even
     if predictor is not None and len(known) == len(free) and not uneven:
-        choice = _predict_ways(task, predictor, known, text)
+        choice = _predict_ways(replace(task, product=product), predictor, known, text)
         if choice is not None:
             return choice
     # The number of cores, not the affinity of this process: all ranks must decide alike.

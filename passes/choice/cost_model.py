@@ -50,6 +50,9 @@ from autofuse.passes.graph.layout import Size
 
 from .device_table import DeviceTable
 
+PLAIN = "mm"
+"""The kind of a sum of matmuls, and of what is no product."""
+
 Value: TypeAlias = Any
 """A number, or a sympy expression."""
 
@@ -73,13 +76,17 @@ class Task:
     """Bytes that pooling reads."""
     kept: Size = 0
     """Bytes of extra outputs, which the fused op copies."""
+    product: str = PLAIN
+    """The kind of what is reduced on GPUs (`lowering/gpu/dense/factors.py`)."""
 
     @property
     def key(self) -> str:
         """The task as text, `op=matmul_all_reduce world=2 ...`, which names a measured point."""
         matmuls = "+".join("x".join(map(str, sizes)) for sizes in self.matmuls)
         return " ".join(
-            f"{f.name}={matmuls if f.name == 'matmuls' else getattr(self, f.name)}" for f in fields(self)
+            f"{f.name}={matmuls if f.name == 'matmuls' else getattr(self, f.name)}"
+            for f in fields(self)
+            if (f.name, self.product) != ("product", PLAIN)
         )
 
     @classmethod
@@ -94,8 +101,9 @@ class Task:
             m, k, n = map(int, text.split("x"))
             matmuls.append((m, k, n))
         return cls(
-            found["op"], world, found["dtype"], found["order"], sent, tuple(matmuls), count, pooled, kept
-        )
+            found["op"], world, found["dtype"], found["order"], sent, tuple(matmuls), count, pooled, kept,
+            found.get("product", PLAIN),
+        )  # fmt: skip
 
     def map(self, f: Callable[[Size], Size]) -> Task:
         """The task with `f` applied to all sizes."""

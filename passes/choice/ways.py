@@ -2,6 +2,9 @@
 
 Only what is shipped counts: ranks compile apart, and may find other measurements of their own. Pooled
 embeddings and dtypes without kernels are left to the cost model.
+
+Ranks may also have products of their own, such as a bias that one rank adds. So the kind of a product counts
+in what is shown of a site, and in no decision.
 """
 
 from __future__ import annotations
@@ -9,19 +12,26 @@ from __future__ import annotations
 import functools
 from dataclasses import replace
 from itertools import takewhile
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from autofuse.lowering.gpu.support import has_triton
+from autofuse.lowering.ops.matmul_all_reduce import GPU_DTYPES, MatmulAllReduce, is_added_up
+from autofuse.lowering.ops.matmul_reduce_scatter import MatmulReduceScatter
+from autofuse.passes.graph.follow import expression
 
-from .cost_model import Task
+from .cost_model import PLAIN, Task
 
 if TYPE_CHECKING:
     from autofuse.lowering.gpu.choice.correction import Predictor
     from autofuse.lowering.gpu.choice.kernel import Problem
 
 _DTYPES = ("bfloat16", "float16")
+_MADE_DTYPES = tuple(str(dtype).removeprefix("torch.") for dtype in GPU_DTYPES)
+"""Of products that torch computes."""
 
 
 def predictor_on(device: torch.device) -> Predictor | None:
@@ -71,8 +81,27 @@ def taken_us(task: Task, predictor: Predictor) -> float | None:
     return choose(problem, predictor).us + _others(task, predictor)
 
 
+def product_of(args: Any) -> str:
+    """The kind of the product that a fused op reduces, by the record of its arguments."""
+    if not isinstance(args, (MatmulAllReduce, MatmulReduceScatter)) or is_added_up(args):
+        return PLAIN
+    from autofuse.lowering.gpu.dense.factors import kind_of
+
+    x, w, operands = ([_known(t) for t in given] for given in (args.x, args.w, args.operands))
+    return kind_of(args._replace(x=x, w=w, operands=operands))
+
+
+def _known(t: Tensor) -> Any:
+    """Its dtype and shape. Unlike symbolic sizes, expressions are compared without guards."""
+    return SimpleNamespace(dtype=t.dtype, shape=tuple(map(expression, t.shape)))
+
+
 def problem_of(task: Task, programs: int) -> Problem | None:
-    if task.dtype not in _DTYPES or not task.matmuls or task.pooled:
+    if not task.matmuls or task.pooled:
+        return None
+    from autofuse.lowering.gpu.dense.factors import MADE
+
+    if task.dtype not in (_MADE_DTYPES if task.product == MADE else _DTYPES):
         return None
     from autofuse.lowering.gpu.dense.ways import GATHER, PUBLISH, REDUCE, SCATTER, DenseProblem
     from autofuse.lowering.gpu.experts.ways import COMBINE, DISPATCH, ExpertProblem
@@ -82,9 +111,11 @@ def problem_of(task: Task, programs: int) -> Problem | None:
         if m == 0 or (m % task.world and task.op in (SCATTER, GATHER)):
             return None
         lengths = tuple(k for _, k, _ in task.matmuls)
-        problem = DenseProblem(task.op, m, k, n, task.world, dtype, programs)
+        problem = DenseProblem(task.op, m, k, n, task.world, dtype, programs, product=task.product)
         if len(lengths) == 1:
             return problem
+        if task.product == MADE:
+            return replace(problem, k=sum(lengths))
         if task.op == GATHER:
             widths = tuple(n for _, _, n in task.matmuls[: _together(task)])
             return problem if len(widths) == 1 else replace(problem, n=sum(widths), widths=widths)

@@ -619,8 +619,8 @@ KERNELS = (
     Mutation(
         "a bias with rows is taken for one row",
         "factors.py",
-        "is_row = bias.numel() == bias.shape[-1:].numel() == args.w[0].shape[1]",
-        "is_row = bias.shape[-1:].numel() == args.w[0].shape[1]",
+        "is_row = prod(bias.shape) == prod(bias.shape[-1:]) == args.w[0].shape[-1]",
+        "is_row = prod(bias.shape[-1:]) == args.w[0].shape[-1]",
         _of("kernels", "products"),
     ),
     Mutation(

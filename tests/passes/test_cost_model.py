@@ -150,6 +150,10 @@ def test_a_task_survives_its_name() -> None:
     task = Task("all_to_all_expert_matmul", 4, "bfloat16", "ring", 10, ((1, 2, 3), (4, 5, 6)), 7, 8, 9)
     assert Task.parse(task.key) == task
     assert Task.parse(dataclasses.replace(task, matmuls=()).key).matmuls == ()
+    assert task.key.endswith("kept=9")  # as points of plain products have it
+    made = dataclasses.replace(task, product="made")
+    assert made.key == f"{task.key} product=made"
+    assert Task.parse(made.key) == made
 
 
 # --- expressions --------------------------------------------------------------------------------------

@@ -1,21 +1,36 @@
 """Predictions of sites on GPUs: by the model that chooses ways, for all that it knows."""
 
 import dataclasses
+from functools import partial
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import sympy
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 pytest.importorskip("triton")
 
+from autofuse.lowering.gpu import support
 from autofuse.lowering.gpu.choice.choose import choose
 from autofuse.lowering.gpu.choice.correction import Predictor
+from autofuse.lowering.gpu.dense.factors import BIASED, MADE, MULTIPLIED, SCALED
 from autofuse.lowering.gpu.dense.ways import DenseProblem
+from autofuse.lowering.ops.matmul_all_reduce import MatmulAllReduce
+from autofuse.passes import Settings, fuse
 from autofuse.passes.choice import ways
 from autofuse.passes.choice.choose import _predict_ways, on_gpu
 from autofuse.passes.choice.cost_model import Task
 from autofuse.passes.choice.crossover import Known
-from autofuse.passes.choice.ways import predictor_on, times
+from autofuse.passes.choice.ways import predictor_on, problem_of, product_of, times
+from autofuse.passes.report import Site
+from tests.kernels.test_products import CASES
+
+from .harness import fake_group
+from .test_on_gpus import moved, reduced
 
 M, K, N, WORLD = 512, 2048, 8192, 4
 REDUCE = Task("matmul_all_reduce", WORLD, "bfloat16", "direct", M * N * 2, ((M, K, N),))
@@ -166,3 +181,93 @@ def test_dynamic_sizes_are_fused_whatever_their_hints(predictor: Predictor) -> N
             assert choice is not None
             assert (choice.fuse, choice.apart_us, choice.prediction.fused) == (True, None, "")
         assert choices[0].prediction.wins == choices[1].prediction.wins  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("op", ["matmul_all_reduce", "matmul_reduce_scatter"])
+def test_a_product_that_torch_computes_is_priced_by_its_ways(op: str, predictor: Predictor) -> None:
+    plain = dataclasses.replace(REDUCE, op=op)
+    made = dataclasses.replace(plain, product=MADE)
+    problem = DenseProblem(op, M, K, N, WORLD, torch.bfloat16, product=MADE)
+    assert problem_of(made, problem.programs) == problem
+    found, of_plain = times(made, predictor), times(plain, predictor)
+    assert found is not None
+    assert of_plain is not None
+    assert found[0] == choose(problem, predictor).us
+    assert found[0] > of_plain[0]
+    terms = dataclasses.replace(made, matmuls=((M, K, N),) * 5)
+    assert problem_of(terms, problem.programs) == dataclasses.replace(problem, k=5 * K)
+    wide = dataclasses.replace(made, dtype="float32")
+    assert problem_of(wide, problem.programs) == dataclasses.replace(problem, dtype=torch.float32)
+    assert problem_of(dataclasses.replace(made, dtype="float64"), problem.programs) is None
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_passes_know_the_kinds_of_products_that_calls_have(case: str) -> None:
+    x, w, operands, text, keep, kind = CASES[case]
+    assert (
+        product_of(MatmulAllReduce(x, w, operands, text, "sum", keep, [], "", "", "g", "direct", "s")) == kind
+    )
+
+
+@pytest.mark.parametrize("text", ["grouped %0; sum 2", "bags sum 0 -1"])
+def test_sums_of_rows_have_no_kind(text: str) -> None:
+    t = [torch.empty(2, 2)]
+    end: Any = ("sum", True, [], "", "", "g", "direct", "s")
+    assert product_of(MatmulAllReduce(t, t, t, text, *end)) == MULTIPLIED
+    assert product_of(None) == MULTIPLIED
+
+
+def test_the_kind_of_a_product_guards_no_symbol() -> None:
+    env = ShapeEnv()
+    with FakeTensorMode(shape_env=env):
+        rows = env.create_unbacked_symint()
+        x, w = torch.empty(rows, 16, dtype=torch.bfloat16), torch.empty(16, 8, dtype=torch.bfloat16)
+        end: Any = ("addmm %0", "sum", False, [], "", "", "g", "direct", "s")
+        biases = [torch.empty(shape, dtype=torch.bfloat16) for shape in ((8,), (1, 8), (rows, 8), (rows, 1))]
+        found = [product_of(MatmulAllReduce([x], [w], [bias], *end)) for bias in biases]
+    assert found == [BIASED, BIASED, MADE, MADE]
+    assert not env.guards
+
+
+def _site(m: int, k: int, n: int, bias: tuple[int, ...], how: str) -> Site:
+    with fake_group(WORLD), FakeTensorMode(), patch.object(support, "why_not", lambda device: None):
+        x, w, b = (torch.empty(shape, dtype=torch.bfloat16) for shape in ((m, k), (n, k), bias))
+        graph = moved(make_fx(partial(reduced, how=how))(x, w, b).graph)
+        (site,) = fuse(graph, Settings(policy="auto"), "inference", "0").sites
+    return site
+
+
+@pytest.mark.parametrize(
+    ("how", "bias", "product", "dtype"),
+    [
+        ("everywhere", (N,), BIASED, torch.bfloat16),
+        ("everywhere", (M, N), MADE, torch.bfloat16),
+        ("scaled", (N,), SCALED, torch.bfloat16),
+        ("cast", (N,), MADE, torch.float32),
+        ("read elsewhere", (N,), MADE, torch.bfloat16),
+    ],
+)
+def test_the_time_of_a_site_is_that_of_its_product(
+    how: str, bias: tuple[int, ...], product: str, dtype: torch.dtype, predictor: Predictor
+) -> None:
+    site = _site(M, K, N, bias, how)
+    problem = DenseProblem("matmul_all_reduce", M, K, N, WORLD, dtype, product=product)
+    assert site.fused
+    assert site.prediction is not None
+    assert site.prediction.fused_us == round(choose(problem, predictor).us, 1)
+    assert site.prediction.task.endswith(f"product={product}")
+
+
+def test_a_product_of_one_rank_decides_nothing(predictor: Predictor) -> None:
+    """Ranks decide alike though one of them adds a bias, of which fewer ways are possible."""
+    m, k, n = 32768, 1024, 16384
+    task = Task("matmul_reduce_scatter", WORLD, "bfloat16", "direct", 2 * m * n, ((m, k, n),))
+    kept = [
+        _predict_ways(dataclasses.replace(task, product=each), predictor, (), False)
+        for each in ("mm", BIASED)
+    ]
+    assert [choice is not None and choice.fuse for choice in kept] == [True, False]
+    site = _site(m, k, n, (n,), "scattered")
+    assert site.fused
+    assert site.prediction is not None
+    assert site.prediction.fused_us == site.prediction.unfused_us

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -91,7 +92,7 @@ class Factors(NamedTuple):
 
 
 def kind_of(args: MatmulAllReduce | MatmulReduceScatter) -> str:
-    """The kind of the product of a call."""
+    """The kind of the product of a call. Passes ask, too, with sizes that are expressions."""
     if args.keep_product or len(args.x) > MOST_TERMS or args.x[0].dtype not in DTYPES:
         return MADE
     if args.product == "mm":
@@ -101,7 +102,7 @@ def kind_of(args: MatmulAllReduce | MatmulReduceScatter) -> str:
     if args.product != ONE_WITH_BIAS:
         return MADE
     bias = args.operands[0]
-    is_row = bias.numel() == bias.shape[-1:].numel() == args.w[0].shape[1]
+    is_row = prod(bias.shape) == prod(bias.shape[-1:]) == args.w[0].shape[-1]
     return BIASED if is_row and bias.dtype == args.x[0].dtype else MADE
 
 
