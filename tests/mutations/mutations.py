@@ -837,7 +837,7 @@ OPTIMIZERS = (
     ),
     Mutation(
         "a tensor whose direction is 0 is adapted",
-        "lamb_update.py",
+        "lamb_parts.py",
         "((of_p > 0) & (of_u > 0))",
         "(of_p > 0)",
         _of("kernels", "interpreted_optimizer"),

@@ -47,7 +47,8 @@ def work(cell: Cell, device: torch.device, group_name: str) -> Work:
         whole = Sample(
             (cell.rows // cell.world, cell.columns), some[0], total.chunk(cell.world)[dist.get_rank()]
         )
-    compiled = torch.compile(kind.local(cell), dynamic=False)
+    torch._dynamo.reset()  # which compiles a function for a few shapes only
+    compiled = torch.compile(kind.local(cell), fullgraph=True, dynamic=False)
     scattered = (0, 1) if cell.op == SCATTER else ()
     end = ("sum", *scattered, False, [], "", "", group_name, "direct", "bench")
     fused = Fused(cell.op, [(*kind.arguments(cell, given), *end) for given in inputs])
