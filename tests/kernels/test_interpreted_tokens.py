@@ -1,4 +1,4 @@
-"""exchange_tokens on ranks that interpret it, bitwise against sums token by token."""
+"""exchange_tokens and exchange_token_packets, interpreted, bitwise against sums token by token."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -8,7 +8,7 @@ import torch
 
 from autofuse.native_kernels.gpu.state import CODES_PER_SITE, Record, Wait
 from tests.kernels.calls import SITE, give_up, run_calls
-from tests.kernels.token_calls import BF16, CONFIG, FP32, Tokens, alone, reported
+from tests.kernels.token_calls import BF16, CONFIG, FP32, PACKETS, Tokens, alone, reported
 from tests.ranks import RankPool
 from tests.subsets import in_tiers
 
@@ -29,25 +29,27 @@ CALLS = [
     Tokens(24, 40, k=1, counts=False),  # as of a vocabulary
     Tokens(12, 24, k=1, counts=True, all_ranks=False, mean=True),
 ]
+PACKED = [replace(call, config=PACKETS) for call in CALLS]
 
 
 @in_tiers(full={"world": [4]}, world=[2, 3, 4], part=range(2))
 def test_back_to_back(interpreters: Interpreters, world: int, part: int) -> None:
     """Calls use the halves of the memory by turns."""
-    calls = CALLS[part::2]
+    calls = [*CALLS, *PACKED][part::2]
     interpreters(world).run(run_calls, [*calls, calls[0]], timeout=120)
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.full) for n in range(1, 8))])
 def test_programs_that_are_placed_late(interpreters: Interpreters, seed: int) -> None:
-    interpreters(2).run(run_calls, CALLS[seed % 3 :: 3], 0, 1, seed, timeout=120)
+    calls = [*CALLS[seed % 3 :: 3], *PACKED[seed % 2 :: 2]]
+    interpreters(2).run(run_calls, calls, 0, 1, seed, timeout=120)
 
 
 def test_sums_of_one_rank(interpreters: Interpreters) -> None:
     interpreters(2).run(alone, CALLS, timeout=60)
 
 
-@pytest.mark.parametrize("config", [CONFIG, ONCE], ids=str)
+@pytest.mark.parametrize("config", [CONFIG, ONCE, PACKETS], ids=str)
 def test_a_lost_rank(interpreters: Interpreters, config: object) -> None:
     """The other ranks name the lost rank, and their kernels end."""
     call = replace(CALLS[0], config=config)
@@ -61,7 +63,7 @@ def test_a_lost_rank(interpreters: Interpreters, config: object) -> None:
 
 
 @pytest.mark.parametrize("value", [27, 1 << 40, -1])
-@pytest.mark.parametrize("config", [CONFIG, ONCE], ids=str)
+@pytest.mark.parametrize("config", [CONFIG, ONCE, PACKETS], ids=str)
 def test_an_index_of_no_row(interpreters: Interpreters, config: object, value: int) -> None:
     """It is reported by site and value; other tokens are right, and so are later calls."""
     call = Tokens(12, 24, more=2, config=config)  # type: ignore[arg-type]

@@ -1,5 +1,5 @@
-"""What the compiler makes of exchange_tokens for sm_90; no GPU is needed. The rules are those of
-test_ptx_embedding.py."""
+"""What the compiler makes of exchange_tokens and exchange_token_packets for sm_90; no GPU is needed. The
+rules are those of test_ptx_embedding.py."""
 
 from pathlib import Path
 
@@ -9,13 +9,19 @@ import torch
 from autofuse.lowering.gpu.choice.kernel import ways_of
 from autofuse.lowering.gpu.dense.ways import REDUCE, SCATTER
 from autofuse.lowering.gpu.experts.reduced import TokensProblem
+from autofuse.native_kernels.triton.exchange_token_packets import (
+    TokenPacketsConfig,
+    launch_exchange_token_packets,
+    token_packets_needs,
+)
 from autofuse.native_kernels.triton.exchange_tokens import (
     TokenRows,
+    TokensConfig,
     launch_exchange_tokens,
     launch_token_sums,
     tokens_needs,
 )
-from tests.kernels.test_ptx import ACQUIRE, compile_launch
+from tests.kernels.test_ptx import ACQUIRE, POLL, PUT, check_decisions, compile_launch
 from tests.kernels.test_ptx_embedding import (
     COUNT,
     SIGNAL,
@@ -23,6 +29,7 @@ from tests.kernels.test_ptx_embedding import (
     check_signals,
     check_waits,
     memory_for,
+    used,
 )
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -52,7 +59,7 @@ def test_configurations(
 ) -> None:
     """Memory is read and written 16 bytes at a time, no register is spilled, and all programs fit."""
     problem = TokensProblem(op, TOKENS, COLUMNS, world, wire, 132, True, 8, k, 64)
-    configs = [way.config for way in ways_of(problem).values() if way.fused]
+    configs = [way.config for way in ways_of(problem).values() if isinstance(way.config, TokensConfig)]
     assert len(configs) >= 3
     out = torch.empty(TOKENS if op == REDUCE else TOKENS // world, COLUMNS, dtype=wire)
     for config in configs:
@@ -70,6 +77,44 @@ def test_configurations(
         check_waits(kernel, where)
         check_resources(kernel, cubin, config, tmp_path, 0)
         _check_width("\n".join(kernel.lines), k * 8 * dtype.itemsize // 16, where)
+
+
+@pytest.mark.parametrize(
+    ("op", "k", "wire", "world"),
+    [
+        (REDUCE, 8, BF16, 2),
+        (SCATTER, 1, FP32, 4),
+        pytest.param(REDUCE, 1, BF16, 4, marks=pytest.mark.full),
+        pytest.param(REDUCE, 2, FP32, 8, marks=pytest.mark.full),
+        pytest.param(SCATTER, 6, FP16, 3, marks=pytest.mark.full),
+    ],
+)
+def test_packets(op: str, k: int, wire: torch.dtype, world: int, tmp_path: Path) -> None:
+    """Payload and epoch are one access, and no register is spilled."""
+    problem = TokensProblem(op, TOKENS, COLUMNS, world, wire, 132, True, 8, k, 64)
+    configs = [w.config for w in ways_of(problem).values() if isinstance(w.config, TokenPacketsConfig)]
+    assert len(configs) == 2
+    whole = op == REDUCE
+    out = torch.empty(TOKENS if whole else TOKENS // world, COLUMNS, dtype=wire)
+    for config in configs:
+        need = token_packets_needs(TOKENS * COLUMNS, wire.itemsize, world, whole, config)
+        memory = memory_for(need, world)
+        kernel, cubin = compile_launch(
+            lambda memory=memory, config=config: launch_exchange_token_packets(
+                memory, rows_of(k, wire, wire), out, False, whole, config
+            )
+        )
+        where = f"{op}, {wire}, {world} ranks, {config}"
+        polls, puts = (
+            [m["type"] for line in kernel.lines if (m := kind.search(line)) and kernel.is_from_memory(line)]
+            for kind in (POLL, PUT)
+        )
+        packets = {"b64", "v2.b64"}
+        assert {"b32"} < set(polls) <= {"b32", *packets}, f"{where}: {polls}"  # b32: Record.STOP
+        assert packets & set(puts), f"{where}: {puts}"
+        check_decisions(kernel, where)
+        assert "ld.global.v4.b32" in "\n".join(kernel.lines), where
+        assert used(cubin, tmp_path)["STACK"] == 0, where
 
 
 def _check_width(text: str, loads: int, where: str) -> None:

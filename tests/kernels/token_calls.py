@@ -1,4 +1,4 @@
-"""Calls of `exchange_tokens` on ranks that are CPU processes."""
+"""Calls of `exchange_tokens` and `exchange_token_packets` on ranks that are CPU processes."""
 
 from dataclasses import dataclass, replace
 
@@ -7,6 +7,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autofuse.native_kernels.gpu.memory import Need, PeerMemory
+from autofuse.native_kernels.triton.exchange_token_packets import (
+    TokenPacketsConfig,
+    launch_exchange_token_packets,
+    token_packets_needs,
+)
 from autofuse.native_kernels.triton.exchange_tokens import (
     TokenRows,
     TokensConfig,
@@ -18,6 +23,7 @@ from tests.kernels.calls import SITE, peer_memory
 from tests.kernels.embedding_calls import check, told
 
 CONFIG = TokensConfig(length=64, slice_items=2, per_sm=2)
+PACKETS = TokenPacketsConfig(length=256)
 BF16, FP32 = torch.bfloat16, torch.float32
 
 
@@ -39,14 +45,16 @@ class Tokens:
     more: int = 3
     all_ranks: bool = True
     mean: bool = False
-    config: TokensConfig = CONFIG
+    config: TokensConfig | TokenPacketsConfig = CONFIG
     programs: int = 2
     counts: bool | None = None
     """Where a mask says so, an entry counts."""
 
     def need(self, world: int) -> Need:
-        elements = self.tokens * self.columns
-        return tokens_needs(elements, self.wire.itemsize, world, self.all_ranks, self.config)
+        how = self.tokens * self.columns, self.wire.itemsize, world, self.all_ranks
+        if isinstance(self.config, TokenPacketsConfig):
+            return token_packets_needs(*how, self.config)
+        return tokens_needs(*how, self.config)
 
     def of(self, rank: int, seed: int) -> TokenRows:
         make = torch.Generator().manual_seed(16 * seed + rank)
@@ -104,9 +112,11 @@ class Tokens:
     def launch(self, memory: PeerMemory, of: TokenRows) -> Tensor:
         rows = self.tokens if self.all_ranks else self.tokens // memory.world
         out = torch.full((rows, self.columns), torch.nan, dtype=self.wire)
-        launch_exchange_tokens(
-            replace(memory, programs=self.programs), of, out, self.mean, self.all_ranks, self.config, SITE
-        )
+        given = replace(memory, programs=self.programs), of, out, self.mean, self.all_ranks
+        if isinstance(self.config, TokenPacketsConfig):
+            launch_exchange_token_packets(*given, self.config, SITE)
+        else:
+            launch_exchange_tokens(*given, self.config, SITE)
         return out
 
     def run(self, memory: PeerMemory, seed: int) -> None:

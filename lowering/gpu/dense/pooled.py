@@ -60,7 +60,8 @@ class PooledProblem(ABC):
 
     @property
     @abstractmethod
-    def kernel(self) -> Kernel[Any, Any]: ...
+    def exchanges(self) -> Sequence[Kernel[Any, Any]]:
+        """The kernels for such rows."""
 
     def at(self, op: str, m: int, k: int, n: int, world: int) -> PooledProblem:
         return replace(self, rows=m, columns=n, world=world)
@@ -100,7 +101,7 @@ class PooledProblem(ABC):
 
     def kernels(self) -> Sequence[Kernel[Any, Any]]:
         whole = self.columns % UNIT.value == 0 and self.rows * self.columns > 0
-        return (self.kernel,) if whole and self.by_rows and self.world <= 8 else ()
+        return self.exchanges if whole and self.by_rows and self.world <= 8 else ()
 
 
 def _sent(p: PooledProblem, hops: int) -> float:
@@ -113,6 +114,12 @@ def kernel_work(once: bool, p: PooledProblem) -> Work:
     hops = 2 if p.everywhere and not once else 1
     sent = _sent(p, p.world if once else hops)
     return Exchange(f"{p.op} {p.kind}", p.multiplied, sent, 2 * sent + p.read, hops)
+
+
+def packets_work(p: PooledProblem) -> Work:
+    """As `kernel_work`, in packets, half of which are payload, in one exchange."""
+    sent = 2 * _sent(p, p.world if p.everywhere else 1)
+    return Exchange(f"{p.op} {p.kind} packets", p.multiplied, sent, 2 * sent + p.read, 1)
 
 
 def torch_work(p: PooledProblem) -> tuple[Work, ...]:

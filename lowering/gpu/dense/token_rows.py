@@ -1,11 +1,13 @@
-"""Calls of `exchange_tokens`, which adds up rows for every token, and the tokens over the ranks."""
+"""Calls of `exchange_tokens` and `exchange_token_packets`, which add up rows for every token, and the tokens
+over the ranks."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple, TypeAlias
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
 
@@ -17,6 +19,12 @@ from autofuse.lowering.ops.matmul_all_reduce import MatmulAllReduce
 from autofuse.lowering.ops.matmul_reduce_scatter import MatmulReduceScatter
 from autofuse.lowering.reference.layout import all_reduce, reduce_scatter
 from autofuse.native_kernels.gpu.memory import Need
+from autofuse.native_kernels.triton.exchange_token_packets import (
+    MOST_ELEMENTS,
+    TokenPacketsConfig,
+    launch_exchange_token_packets,
+    token_packets_needs,
+)
 from autofuse.native_kernels.triton.exchange_tokens import (
     TokenRows,
     TokensConfig,
@@ -25,7 +33,7 @@ from autofuse.native_kernels.triton.exchange_tokens import (
     tokens_needs,
 )
 
-from .pooled import PooledProblem, kernel_work
+from .pooled import PooledProblem, kernel_work, packets_work
 
 Arguments: TypeAlias = MatmulAllReduce | MatmulReduceScatter
 
@@ -47,23 +55,43 @@ def _needs(config: TokensConfig, p: PooledProblem) -> Need:
     return tokens_needs(p.rows * p.columns, p.dtype.itemsize, p.world, p.everywhere, config)
 
 
+def _packets_configs(problem: PooledProblem) -> Iterator[TokenPacketsConfig]:
+    if problem.rows * problem.columns <= MOST_ELEMENTS:
+        yield TokenPacketsConfig()
+        yield TokenPacketsConfig(length=2048)
+
+
+def _packets_needs(config: TokenPacketsConfig, p: PooledProblem) -> Need:
+    return token_packets_needs(p.rows * p.columns, p.dtype.itemsize, p.world, p.everywhere, config)
+
+
 def _launch(
-    at: Launch, config: TokensConfig, given: Sequence[Tensor], out: Tensor, of: TokenRows, mean: bool,
-    everywhere: bool,
+    exchange: Callable[..., None], at: Launch, config: TokensConfig | TokenPacketsConfig,
+    given: Sequence[Tensor], out: Tensor, of: TokenRows, mean: bool, everywhere: bool,
 ) -> None:  # fmt: skip
-    """given: the tensors of `of`, which move from call to call."""
-    launch_exchange_tokens(at.memory, of, out, mean, everywhere, config, at.site, at.compile_only)
+    """exchange: the launch of a kernel; given: the tensors of `of`, which move from call to call."""
+    exchange(at.memory, of, out, mean, everywhere, config, at.site, at.compile_only)
 
 
 TOKENS: Kernel[PooledProblem, TokensConfig] = Kernel(
     "tokens",
     _configs,
     needs=_needs,
-    launch=_launch,
+    launch=partial(_launch, launch_exchange_tokens),
     only_launches=only_kernels,
     work=lambda config, p: kernel_work(config.once, p),
     source="triton/exchange_tokens.py",
 )
+TOKEN_PACKETS: Kernel[PooledProblem, TokenPacketsConfig] = Kernel(
+    "token_packets",
+    _packets_configs,
+    needs=_packets_needs,
+    launch=partial(_launch, launch_exchange_token_packets),
+    only_launches=only_kernels,
+    work=lambda config, p: packets_work(p),
+    source="triton/exchange_token_packets.py",
+)
+EXCHANGES: tuple[Kernel[PooledProblem, Any], ...] = (TOKENS, TOKEN_PACKETS)
 
 
 # --- Calls ------------------------------------------------------------------------------------------------

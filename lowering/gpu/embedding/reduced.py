@@ -46,8 +46,8 @@ class ReducedProblem(PooledProblem):
     kind: ClassVar[str] = "bags"
 
     @property
-    def kernel(self) -> Kernel[ReducedProblem, BagSumsConfig]:
-        return BAG_SUMS
+    def exchanges(self) -> Sequence[Kernel[ReducedProblem, BagSumsConfig]]:
+        return (BAG_SUMS,)
 
     @property
     def summands(self) -> int:

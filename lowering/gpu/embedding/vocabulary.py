@@ -11,20 +11,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from autofuse.lowering.gpu.choice.kernel import Kernel
 from autofuse.lowering.gpu.dense.pooled import PooledProblem
-from autofuse.lowering.gpu.dense.token_rows import TOKENS, AddedRows, Arguments
+from autofuse.lowering.gpu.dense.token_rows import EXCHANGES, AddedRows, Arguments
 from autofuse.lowering.gpu.memory.workspace import workspace_of
 from autofuse.lowering.ops.matmul_all_reduce import GPU_DTYPES
 from autofuse.lowering.ops.matmul_all_reduce import OP as REDUCE
 from autofuse.lowering.reference.product import Product, parse
 from autofuse.native_kernels.triton.exchange_sums import UNIT
-from autofuse.native_kernels.triton.exchange_tokens import TokenRows, TokensConfig
+from autofuse.native_kernels.triton.exchange_tokens import TokenRows
 
 from .ways import TORCH_NCCL
 
@@ -39,8 +39,8 @@ class VocabularyProblem(PooledProblem):
     kind: ClassVar[str] = "vocabulary"
 
     @property
-    def kernel(self) -> Kernel[PooledProblem, TokensConfig]:
-        return TOKENS
+    def exchanges(self) -> Sequence[Kernel[PooledProblem, Any]]:
+        return EXCHANGES
 
     @property
     def summands(self) -> int:

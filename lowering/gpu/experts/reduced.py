@@ -11,14 +11,14 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
 from autofuse.lowering.gpu.choice.kernel import CUBLAS_NCCL, Kernel
 from autofuse.lowering.gpu.choice.work import Product, Work
 from autofuse.lowering.gpu.dense.pooled import PooledProblem
-from autofuse.lowering.gpu.dense.token_rows import TOKENS, AddedRows, Arguments
+from autofuse.lowering.gpu.dense.token_rows import EXCHANGES, AddedRows, Arguments
 from autofuse.lowering.gpu.memory.workspace import workspace_of
 from autofuse.lowering.ops.matmul_all_reduce import OP as REDUCE
 from autofuse.lowering.reference.grouped import grouped
@@ -26,7 +26,7 @@ from autofuse.lowering.reference.product import Product as Parsed
 from autofuse.lowering.reference.product import parse
 from autofuse.lowering.reference.token_sum import TokenSum, token_sum
 from autofuse.native_kernels.triton.exchange_sums import UNIT
-from autofuse.native_kernels.triton.exchange_tokens import TokenRows, TokensConfig
+from autofuse.native_kernels.triton.exchange_tokens import TokenRows
 
 _KIND = re.compile(r"top (\d+) of (\d+)$")
 """What `measured_as` adds to the op."""
@@ -48,8 +48,8 @@ class TokensProblem(PooledProblem):
         return self.depth
 
     @property
-    def kernel(self) -> Kernel[PooledProblem, TokensConfig]:
-        return TOKENS
+    def exchanges(self) -> Sequence[Kernel[PooledProblem, Any]]:
+        return EXCHANGES
 
     @property
     def multiplied(self) -> tuple[Work, ...]:
