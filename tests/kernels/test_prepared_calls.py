@@ -210,7 +210,7 @@ CALLS = {
     ),
     VOCABULARY: (
         VocabularyProblem(SCATTER, 8, 64, WORLD, torch.bfloat16, 132, True),
-        "tokens",
+        "token_packets",
         lambda workspace, found: MAKE[VOCABULARY](workspace, found, CALLS[VOCABULARY][0]),
         dense.QUICK[SCATTER],
         (
