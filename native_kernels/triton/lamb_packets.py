@@ -12,8 +12,8 @@ D. Take the packets of a bucket from its owner, and store them to the parameters
     rank 1   A: gradients --+    +--> B: sum, u, squares --+    +--> C: step, update --+    +--> D: store
 
 Every owner of a tensor adds the same sums in the same order, so all have the same step. u is kept as packets
-in the memory of its own rank, since C may run in another program than B: a packet needs no fence. So is each
-sum, two packets of 32 of its 64 bits.
+in the memory of its own rank, since C may run in another program than B: a packet needs no fence. A sum is two
+packets, each with 32 of its 64 bits.
 
 Shares of A and B are those of `update_packets`. C waits for B of other programs. A program that waits there
 does a share of B that no program has taken, so C ends wherever programs are placed.
@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from autofuse.native_kernels.gpu.memory import Need, PeerMemory, launch
+from autofuse.native_kernels.gpu.memory import Need, PeerMemory
 
 from .comm import (
     CODES_PER_SITE,
@@ -46,11 +46,11 @@ from .lamb_parts import direction_of, span_of, step_of
 from .packet_shares import end_packets, further, look, mark, marks_of, take_or_help, through, unmarked
 from .patience import any_thread
 from .shares import A, B, announce, firm, start
-from .update_launch import KINDS
 from .update_packet_parts import (
     UpdatePacketsConfig,
     bits_of,
     has_arrived,
+    launch_packets,
     send_buckets,
     send_parameters,
     take_parameters,
@@ -259,13 +259,8 @@ def launch_lamb_packets(
     compile_only: bool = False,
 ) -> None:
     """A step. Arguments are those of `launch_update_packets`. memory: at least `lamb_packets_needs`."""
-    world, most = memory.world, max(most, 1)
-    programs = min(memory.programs, int(triton.next_power_of_2((world - 1) * most)))
-    launch(
-        lamb_packets, programs, compile_only,
-        words, buckets, rates, *states, rates if master is None else master, memory.packets.addresses,
-        memory.state,
-        most, programs, 1 / world if mean else 1.0, memory.rank, site, memory.packets.half(torch.int64),
-        W=world, GRAD=KINDS[dtypes[0]], PARAM=KINDS[dtypes[1]], UNIT=unit, MASTER=master is not None,
-        SOURCES=triton.next_power_of_2(world), num_warps=config.warps, num_stages=1,
+    tensors = words, buckets, rates, *states, rates if master is None else master
+    launch_packets(
+        lamb_packets, memory, tensors, most, dtypes, unit, mean, config, site, compile_only,
+        MASTER=master is not None,
     )  # fmt: skip
