@@ -12,8 +12,8 @@ D. Take the packets of a bucket from its owner, and store them to the parameters
     rank 1   A: gradients --+    +--> B: sum, u, squares --+    +--> C: step, update --+    +--> D: store
 
 Every owner of a tensor adds the same sums in the same order, so all have the same step. u is kept as packets
-in the memory of its own rank, since C may run in another program than B: a packet needs no fence. A sum is two
-packets, each with 32 of its 64 bits.
+in the memory of its own rank, since C may run in another program than B: a packet needs no fence. A sum is
+two packets, each with 32 of its 64 bits.
 
 Shares of A and B are those of `update_packets`. C waits for B of other programs. A program that waits there
 does a share of B that no program has taken, so C ends wherever programs are placed.
