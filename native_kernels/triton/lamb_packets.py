@@ -16,7 +16,8 @@ in the memory of its own rank, since C may run in another program than B: a pack
 two packets, each with 32 of its 64 bits.
 
 Shares of A and B are those of `update_packets`. C waits for B of other programs. A program that waits there
-does a share of B that no program has taken, so C ends wherever programs are placed.
+does a share of B that no program has taken, so C ends wherever programs are placed. Programs of the margin
+draw no tickets, unless they do a share of B: the program that would draw has not been placed.
 """
 
 from collections.abc import Sequence
@@ -236,7 +237,9 @@ def lamb_packets(
                 other = unmarked(state, B, adding, epoch)
                 if other >= 0:
                     item = other
-            if (share < 0) & (item >= count):
+                    if unit == ENDLESS:  # of the margin, in the place of programs that draw
+                        unit = drawn(draw(state + STATE_TICKETS))
+            if (share < 0) & (item >= count) & (unit >= count):
                 last, _ = through(state, B, program, left, programs, epoch)
                 going = tl.full((), 0, tl.int32)
     if last != 0:

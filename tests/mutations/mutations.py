@@ -474,6 +474,13 @@ PROTOCOL = (
         _of("kernels", "interpreted_optimizer"),
     ),
     Mutation(
+        "programs of the margin that add up for others draw no tickets",
+        "lamb_packets.py",
+        "if unit == ENDLESS:",
+        "if unit < 0:",
+        _of("kernels", "interpreted_optimizer"),
+    ),
+    Mutation(
         "the upper half of a packet of two values is that of the lower one",
         "exchange_token_packets.py",
         "found = low | (high << 16)",
