@@ -62,7 +62,7 @@ from .update_parts import FP16, FP32, LENGTH, at, buckets_of, elements_of, lanes
 WORDS = tl.constexpr(4)
 """Packets of the sums of a bucket: two for the parameter, two for u, lower bits first."""
 TAKEN = tl.constexpr(128)
-"""Buckets whose sums are taken at once."""
+"""The number of buckets whose sums a program takes in one wait."""
 
 
 def lamb_packets_needs(most: int, world: int) -> Need:
