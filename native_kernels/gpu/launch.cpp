@@ -21,7 +21,8 @@ struct LaunchConfig {  // CUlaunchConfig
     uint32_t count;
 };
 
-constexpr int32_t CLUSTER_DIMENSION = 4;  // CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+constexpr int32_t CLUSTER_DIMENSION = 4;      // CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+constexpr int32_t STREAM_SERIALIZATION = 6;  // CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
 using LaunchKernel = int (*)(const LaunchConfig*, void* function, void** params, void** extra);
 using RecordEvent = int (*)(void* event, void* stream);
@@ -64,6 +65,7 @@ struct Kernel {
     const Place* places;
     uint32_t grid, threads, shared_bytes, cluster;  // cluster 0: none
     uint32_t bytes, param_count, place_count;
+    uint32_t dependent;  // 1: it may be placed before the kernels in front of it have ended (dependent.py)
 };
 
 struct Prepared {
@@ -104,12 +106,21 @@ static int start(const Driver& driver, const Kernel& kernel, void* stream, const
     }
     void* pointers[MOST_PARAMS];
     for (uint32_t i = 0; i < kernel.param_count; ++i) pointers[i] = params + kernel.offsets[i];
-    Attribute cluster{};
-    cluster.id = CLUSTER_DIMENSION;
-    cluster.value[0] = kernel.cluster;
-    cluster.value[1] = cluster.value[2] = 1;
+    Attribute attributes[2]{};
+    uint32_t count = 0;
+    if (kernel.cluster) {
+        Attribute& cluster = attributes[count++];
+        cluster.id = CLUSTER_DIMENSION;
+        cluster.value[0] = kernel.cluster;
+        cluster.value[1] = cluster.value[2] = 1;
+    }
+    if (kernel.dependent) {
+        Attribute& early = attributes[count++];
+        early.id = STREAM_SERIALIZATION;
+        early.value[0] = 1;
+    }
     const LaunchConfig config{{kernel.grid, 1, 1}, {kernel.threads, 1, 1}, kernel.shared_bytes,
-                              stream, &cluster, kernel.cluster ? 1u : 0u};
+                              stream, attributes, count};
     return driver.launch_kernel(&config, kernel.function, pointers, nullptr) ? REFUSED : STARTED;
 }
 
@@ -129,5 +140,5 @@ __attribute__((visibility("default"))) int af_launch(
     return outcome;
 }
 
-__attribute__((visibility("default"))) int af_launch_abi_version() { return 3; }
+__attribute__((visibility("default"))) int af_launch_abi_version() { return 4; }
 }

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from .dependent import is_dependent
 from .prepared import record
 from .state import MOST_SHARES, MOST_TERMS, STATE_LENGTH, STATE_WORDS, State
 from .triton_launch import launched
@@ -247,6 +248,8 @@ def launch(kernel: Any, programs: int, compile_only: bool, *args: Any, **setting
     if compile_only:
         kernel.warmup(*args, grid=(programs,), **settings)
         return
+    if is_dependent():
+        settings["launch_pdl"] = True
     key = (id(kernel), programs, *map(_kind, args), *settings.values())
     found = _launched.get(key)
     if found is None:

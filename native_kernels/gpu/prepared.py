@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 MOST_BYTES, MOST_PARAMS = 4096, 128
 MOST_OPERANDS = 32
 """A word of 32 bits says which operands are aligned."""
@@ -43,7 +43,8 @@ class At(NamedTuple):
 @dataclass(frozen=True)
 class Launched:
     """A launch as the driver got it. params: their bytes; offsets: where each begins; cluster: 0 for none;
-    places: where addresses of operands may be; held: what must live as long as `function`."""
+    places: where addresses of operands may be; dependent: it may begin before the kernels in front of it have
+    ended (`dependent.py`); held: what must live as long as `function`."""
 
     function: int
     grid: int
@@ -53,6 +54,7 @@ class Launched:
     params: bytes
     offsets: tuple[int, ...]
     places: tuple[At, ...]
+    dependent: bool = False
     held: Any = field(default=None, compare=False)
 
 
@@ -101,7 +103,7 @@ class _Kernel(ctypes.Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("function", "params", "offsets", "places")),
         *((name, c_uint32) for name in ("grid", "threads", "shared_bytes", "cluster")),
-        *((name, c_uint32) for name in ("bytes", "param_count", "place_count")),
+        *((name, c_uint32) for name in ("bytes", "param_count", "place_count", "dependent")),
     )
 
 
@@ -238,7 +240,7 @@ def _prepared(launched: Launched | None, operands: Sequence[Tensor]) -> _One | N
     kernel = _Kernel(
         launched.function, ctypes.addressof(params), ctypes.addressof(offsets), ctypes.addressof(table),
         launched.grid, launched.threads, launched.shared_bytes, launched.cluster, len(launched.params),
-        len(offsets), len(places),
+        len(offsets), len(places), launched.dependent,
     )  # fmt: skip
     return _One(kernel, table, (params, offsets, launched.held))
 

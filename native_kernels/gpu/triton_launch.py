@@ -30,7 +30,7 @@ def launched(compiled: Any, programs: int, args: Sequence[Any]) -> Launched | No
     if meta is None or not triton.__version__.startswith(KNOWN):
         return None
     scratch = meta.global_scratch_size or meta.profile_scratch_size
-    if scratch or meta.num_ctas != 1 or meta.launch_cooperative_grid or meta.launch_pdl:
+    if scratch or meta.num_ctas != 1 or meta.launch_cooperative_grid:
         return None
     hooks = triton.knobs.runtime.launch_enter_hook
     if getattr(hooks, "calls", hooks):  # of a profiler
@@ -44,7 +44,7 @@ def launched(compiled: Any, programs: int, args: Sequence[Any]) -> Launched | No
         params.append("Q", 0)
     return Launched(
         int(compiled.function), programs, 32 * meta.num_warps, meta.shared, 0, bytes(params.data),
-        tuple(params.offsets), tuple(params.places), compiled,
+        tuple(params.offsets), tuple(params.places), bool(meta.launch_pdl), compiled,
     )  # fmt: skip
 
 

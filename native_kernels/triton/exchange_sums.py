@@ -42,6 +42,7 @@ from .comm import (
     peer,
     wait_all,
 )
+from .dependent import grid_wait
 from .shares import (
     STATE_STARTED,
     A,
@@ -217,6 +218,7 @@ def exchange_sums(
     """
     dtype: tl.constexpr = product.dtype.element_ty
     program = tl.program_id(0)
+    grid_wait()
     asked = claim(state, A, program, program)
     start(state)
     epoch = begin(state)

@@ -44,6 +44,7 @@ from .comm import (
     put_packets,
     stamp,
 )
+from .dependent import grid_wait, launch_dependents
 from .gemm import blocks_of, load_term, pack, pair
 from .packet_shares import end_packets, further, look, mark, next_left, take_or_help, through, unmarked
 from .patience import any_thread
@@ -66,6 +67,7 @@ def matmul_packets(
     """
     program = tl.program_id(0)
     SUMS: tl.constexpr = ALL and not ONCE
+    grid_wait()
     start(state)
     epoch = begin(state)
     base = half_of(epoch) * packets_half
@@ -82,6 +84,7 @@ def matmul_packets(
         mark(state, B, program, epoch)
     if program == 0:
         announce(state, rank, W, epoch)
+    launch_dependents(state, rank, W, epoch)
     out_pairs = out.to(tl.pointer_type(tl.uint32))
     own = peer(packets, rank, tl.int64) + base
     source = tl.arange(0, SOURCES)[:, None, None]

@@ -54,6 +54,7 @@ from .comm import (
     wait,
     wait_all,
 )
+from .dependent import grid_wait
 from .gemm import blocks_of, chunk_tile_at, load_term, tile_at
 from .shares import (
     STATE_STARTED,
@@ -91,6 +92,7 @@ def matmul_reduce(
     signals_half (elements): where the other half begins.
     """
     program = tl.program_id(0)
+    grid_wait()
     asked = claim(state, A, program, program)
     start(state)
     epoch = begin(state)

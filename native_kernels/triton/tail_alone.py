@@ -9,6 +9,7 @@ from torch import Tensor
 from autofuse.native_kernels.gpu.memory import cdiv, launch
 from autofuse.native_kernels.gpu.state import MOST_SHARES
 
+from .dependent import grid_wait
 from .tails import UNIT, TailSpec, apply_tail, places, read, read_operands, shape_of_items, write
 
 ELEMENTS = 8
@@ -16,7 +17,7 @@ ELEMENTS = 8
 memory at each call, since other kernels have run in between."""
 
 REGISTERS = 128
-"""Of a thread at most, so that 16 warps fit. Left to itself ptxas takes 64, and spills."""
+"""Of a thread with more elements, so that 16 warps fit: left to itself ptxas takes 64, and spills."""
 
 
 @triton.jit(do_not_specialize=["rows", "units"])
@@ -32,8 +33,9 @@ def tail_alone(
     for item in range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
         row = item * ROWS + tl.arange(0, ROWS)
         exists = row < rows
-        v = read(value, row, exists, column, columns, True, True)
         blocks = read_operands(operands, row, exists, column, columns, OPERANDS)
+        grid_wait()  # no kernel of this call has written the operands
+        v = read(value, row, exists, column, columns, True, True)
         found = apply_tail(v, blocks, exists, column, columns, STAGES)
         for i in tl.static_range(len(WHOLE)):
             write(results[i], found[i], row, exists, column, columns, WHOLE[i])
@@ -53,9 +55,10 @@ def launch_tail(
     rows, columns = value.shape
     high, wide, _ = shape_of_items(columns, 4096)
     warps = max(4, min(16, high * wide // (32 * ELEMENTS)))
+    most = REGISTERS if high * wide > 32 * ELEMENTS * warps else None
     # A program for each item: other blocks compute while one waits for its rows.
     launch(
         tail_alone, min(cdiv(rows, high), MOST_SHARES), compile_only,
         value, *places(operands, results), rows, columns // UNIT.value,
-        ROWS=high, COLUMNS=wide, **tail.constants, num_warps=warps, num_stages=1, maxnreg=REGISTERS,
+        ROWS=high, COLUMNS=wide, **tail.constants, num_warps=warps, num_stages=1, maxnreg=most,
     )  # fmt: skip

@@ -19,20 +19,23 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 from autofuse.lowering.gpu.choice import launcher as lowering_launcher
 from autofuse.native_kernels.cuda.host import gemm, launcher
 from autofuse.native_kernels.cuda.kernels import dropless_dispatch, expert_dispatch, gather_matmul
+from autofuse.native_kernels.gpu import dependent, prepared, triton_launch
 from autofuse.native_kernels.gpu import memory as gpu_memory
-from autofuse.native_kernels.gpu import prepared, triton_launch
 from autofuse.native_kernels.gpu.prepared import Guard
 from tests.kernels.launched import CUDA
 
 STREAM, EVENT = 7, 99
+ATTRIBUTE_BYTES, CLUSTER_DIMENSION, STREAM_SERIALIZATION = 72, 4, 6
 
 
 class Driver:
     """launches: the bytes of every parameter, with grid, threads, shared bytes and cluster; sizes: how many
-    each parameter has, of the launches of a call in turn."""
+    each parameter has, of the launches of a call in turn; dependent: whether each of them may
+    begin before those in front of it have ended."""
 
     def __init__(self) -> None:
         self.launches: list[tuple[Any, ...]] = []
+        self.dependent: list[bool] = []
         self.recorded: list[tuple[int, int]] = []
         self.sizes: list[list[int]] = []
         self.puts = 0
@@ -51,11 +54,20 @@ class Driver:
         grid, _, _, threads, _, _, shared, stream, at, count = struct.unpack(
             "7I4xQQI", ctypes.string_at(config, 52)
         )
-        cluster = struct.unpack("i4x3I", ctypes.string_at(at, 20)) if count else (4, 0, 1, 1)
-        assert (cluster[0], *cluster[2:], stream, function) == (4, 1, 1, STREAM, 77)
+        assert (stream, function) == (STREAM, 77)
+        cluster, dependent = 0, False
+        for i in range(count):
+            kind, *value = struct.unpack("i4x3I", ctypes.string_at(at + ATTRIBUTE_BYTES * i, 20))
+            if kind == CLUSTER_DIMENSION:
+                cluster, *rest = value
+                assert rest == [1, 1]
+            else:
+                assert (kind, value[0]) == (STREAM_SERIALIZATION, 1)
+                dependent = True
         pointers = ctypes.cast(params, ctypes.POINTER(ctypes.c_void_p))
         given = [ctypes.string_at(pointers[i], size) for i, size in enumerate(self._sizes())]
-        self.launches.append((grid, threads, shared, cluster[1], given))
+        self.launches.append((grid, threads, shared, cluster, given))
+        self.dependent.append(dependent)
         error = self.error
         self.during()
         return error
@@ -96,12 +108,12 @@ class Compiled:
 
     function = 77
 
-    def __init__(self, signature: dict[str, str], warps: int) -> None:
+    def __init__(self, signature: dict[str, str], warps: int, pdl: bool) -> None:
         self.src = SimpleNamespace(signature=signature)
         descriptors = [kind for kind in signature.values() if kind.startswith("tensordesc")]
         self.metadata = SimpleNamespace(
             global_scratch_size=0, profile_scratch_size=0, num_ctas=1, launch_cooperative_grid=False,
-            launch_pdl=False, num_warps=warps, shared=4096, tensordesc_meta=[{}] * len(descriptors),
+            launch_pdl=pdl, num_warps=warps, shared=4096, tensordesc_meta=[{}] * len(descriptors),
         )  # fmt: skip
 
     def __getitem__(self, grid: Any) -> Any:
@@ -113,7 +125,7 @@ def _jit(kernel: Any, *args: Any, grid: Any, warmup: bool, **settings: Any) -> C
     bind = create_function_from_signature(kernel.signature, kernel.params, backend)
     bound, specialization, _ = bind(*args, **settings)
     _, signature, *_ = kernel._pack_args(backend, settings, bound, specialization, None)
-    return Compiled(signature, settings["num_warps"])
+    return Compiled(signature, settings["num_warps"], settings.get("launch_pdl", False))
 
 
 def _map(matrix: Tensor, *rest: Any) -> bytes:
@@ -138,6 +150,7 @@ def faked() -> Iterator[Driver]:
     driver = Driver()
     with ExitStack() as stack:
         enter = stack.enter_context
+        enter(patch.object(dependent, "_is_known", lambda: True))
         enter(patch.object(prepared, "driver", lambda: driver.addresses))
         enter(patch.object(JITFunction, "run", _jit))
         enter(patch.object(gpu_memory, "_launched", {}))

@@ -26,6 +26,7 @@ from autofuse.native_kernels.cuda.kernels.matmul_reduce import ClusterReduceConf
 from autofuse.native_kernels.cuda.kernels.matmul_words import WordsConfig
 from autofuse.native_kernels.gpu.memory import SHARED_MEMORY
 from autofuse.native_kernels.gpu.state import MOST_TERMS
+from tests.kernels.test_ptx import check_dependent
 from tests.subsets import EVERY, each_value
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
@@ -113,6 +114,8 @@ def test_rules(source: str, every: bool) -> None:
         ptx, cubin = compile_both(source, dict(constants))
         assert cubin, where
         lines = [line.strip() for line in ptx.splitlines()]
+        if source in (matmul_words.SOURCE, matmul_reduce.SOURCE):
+            check_dependent(lines, where)
         words = source in (matmul_words.SOURCE, gather_words.SOURCE)
         if words:
             check_words(lines, where)

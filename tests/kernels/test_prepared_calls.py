@@ -563,6 +563,7 @@ def test_a_call_goes_on_the_short_way(op: str) -> None:
         short = quick.again(made, given)
         assert short is not None
         assert len(driver.launches) == TAILS.get(op, 1 + (op == KEPT))
+        assert driver.dependent == [TAILS.get(op) == 2] * len(driver.launches)
         for a, b in zip(*([t] if isinstance(t, Tensor) else t for t in (short, long)), strict=True):
             assert (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
         if op in TAILS:

@@ -6,7 +6,7 @@ which every setting has each of its values; the full tier compiles every way in 
 """
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from itertools import cycle, product
@@ -52,6 +52,7 @@ KERNELS = {
     "matmul_all_gather": {"matmul_gather", "matmul_gather_packets"},
 }
 OPS = tuple(KERNELS)
+REDUCTIONS = ("matmul_all_reduce", "matmul_reduce_scatter")
 PACKETS = ("matmul_packets", "matmul_gather_packets", "exchange_row_packets", "exchange_token_packets")
 """Kernels without signals."""
 
@@ -70,6 +71,7 @@ PROXY_FENCE = re.compile(r"fence\.proxy\.async;")
 NARROW = re.compile(r"\bld\.global\.b16")
 BRANCH = re.compile(r"\bbra\b")
 LABEL = re.compile(r"^\$?\w+:")
+GLOBAL = re.compile(r"\b(ld|st|red|atom|prefetch)\.[\w.:]*global|cp\.async\.bulk")
 GPU_SCOPE = re.compile(r"\b(ld|st|red|atom)\.[\w.]*\bgpu\b")
 POLL = re.compile(r"\bld\.volatile\.global\.(?P<type>[\w.]+)")
 PUT = re.compile(r"\bst\.global\.(?P<type>[\w.]+)")
@@ -105,6 +107,10 @@ class Kernel:
 
     def is_from_memory(self, line: str) -> bool:
         """Whether an address in `line` was loaded: those of peers are, our own are arguments."""
+        return any("ld.global" in source or LOADED.search(source) for source in self.sources(line))
+
+    def sources(self, line: str) -> Iterator[str]:
+        """The lines that make an address in `line`."""
         made: dict[str, list[str]] = {}
         for each in self.lines:
             if defined := DEFINITION.match(each):
@@ -113,11 +119,9 @@ class Kernel:
         while todo:
             register = todo.pop()
             for source in made.get(register, []) if register not in seen else []:
-                if "ld.global" in source or LOADED.search(source):
-                    return True
+                yield source
                 todo += REGISTER.findall(source)
             seen.add(register)
-        return False
 
 
 def launch(problem: DenseProblem, way: Way, transposed: bool, trace: bool, matmuls: int = 1) -> None:
@@ -242,6 +246,8 @@ def test_rules(op: str, every: bool) -> None:
         where = f"{problem}, {way.config}, transposed={transposed}, trace={trace}"
         for rule in (check_signals, check_waits, check_scopes, check_packets, check_decisions):
             rule(kernel, where)
+        if problem.op in REDUCTIONS:
+            check_dependent(kernel.lines, where)
         if kernel.name == "matmul_gather" and not trace:  # with a trace there is a bias, too
             assert not kernel.find(NARROW), f"{where}: tiles are copied in pieces of 2 bytes"
         check_pipeline(kernel, way.config, problem, where)
@@ -324,6 +330,20 @@ def check_scopes(kernel: Kernel, where: str) -> None:
         # The check above finds peers: the address of a signal is one that was loaded.
         atomics = [kernel.lines[i] for i in kernel.find(RELEASE) if "atom" in kernel.lines[i]]
         assert all(kernel.is_from_memory(line) for line in atomics), where
+
+
+def check_dependent(lines: Sequence[str], where: str) -> None:
+    """A kernel that a tail may follow: it touches global memory only after the kernels in front of it have
+    ended, and lets the kernel behind it begin early only after a look at its peers."""
+    waits = [i for i, line in enumerate(lines) if "griddepcontrol.wait" in line]
+    assert len(waits) == 1, f"{where}: waits {len(waits)} times"
+    before = lines[: waits[0]]
+    assert not any(GLOBAL.search(line) for line in before), f"{where}: an access before griddepcontrol.wait"
+    for at, line in enumerate(lines):
+        if "griddepcontrol.launch_dependents" in line:
+            looks = [i for i in range(at) if "ld.relaxed.sys" in lines[i]]
+            assert looks, f"{where}: lets the next kernel begin without a look at its peers"
+            assert waits[0] < looks[-1], where
 
 
 def check_packets(kernel: Kernel, where: str) -> None:

@@ -1,6 +1,7 @@
 """What the compiler makes of exchange_rows, exchange_row_packets and tails for sm_90; no GPU is needed. The
 rules are those of test_ptx.py and test_ptx_embedding.py."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -140,4 +141,8 @@ def test_a_tail_alone(text: str, operands: list[tuple[tuple[int, ...], torch.dty
     results = tail.empty(value, *value.shape)
     kernel, cubin = compile_launch(lambda: launch_tail(value, given, results, tail))
     assert used(cubin, tmp_path)["STACK"] == 0
+    (wait,) = kernel.find(re.compile("griddepcontrol.wait"))
+    for at in kernel.find(re.compile(r"ld\.global")):
+        sum_is_read = any("param_0]" in source for source in kernel.sources(kernel.lines[at]))
+        assert sum_is_read == (at > wait), "operands are read before the wait, the sum behind it"
     assert is_vectorised(kernel, "v2" if text == QUANTISED else "v4")

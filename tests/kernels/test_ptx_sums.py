@@ -10,7 +10,7 @@ from autofuse.lowering.gpu.choice.kernel import ways_of
 from autofuse.lowering.gpu.dense.factors import MADE
 from autofuse.lowering.gpu.dense.ways import REDUCE, SCATTER, DenseProblem
 from autofuse.native_kernels.triton.exchange_sums import launch_exchange_sums, sums_needs
-from tests.kernels.test_ptx import ACQUIRE, GPU_SCOPE, compile_launch
+from tests.kernels.test_ptx import ACQUIRE, GPU_SCOPE, check_dependent, compile_launch
 from tests.kernels.test_ptx_embedding import (
     COUNT,
     SIGNAL,
@@ -51,6 +51,7 @@ def test_configurations(op: str, dtype: torch.dtype, world: int, tmp_path: Path)
             assert kernel.find(each), f"{config}: {each}"
         check_signals(kernel, str(config))
         check_waits(kernel, str(config))
+        check_dependent(kernel.lines, str(config))
         for at in kernel.find(GPU_SCOPE):
             assert not kernel.is_from_memory(kernel.lines[at]), f"{config}: {kernel.lines[at]}"
         found = used(cubin, tmp_path)

@@ -15,6 +15,7 @@ from autofuse.lowering.gpu.choice.kernel import Launch
 from autofuse.lowering.gpu.memory.workspace import GpuWorkspace
 from autofuse.lowering.proofs import UNPROVEN
 from autofuse.lowering.reference.tail import TailStage, check_tail, steps, tail_reference
+from autofuse.native_kernels.gpu.dependent import dependent_launches
 from autofuse.native_kernels.triton.tail_alone import launch_tail
 from autofuse.native_kernels.triton.tails import (
     CODES,
@@ -110,8 +111,9 @@ def with_tail_behind(launch: Callable[..., Any]) -> Callable[..., None]:
         how: Reduce, operands: Sequence[Tensor], tail: TailSpec,
     ) -> None:  # fmt: skip
         value, *found = results
-        launch(at, config, x, w, value, how)
-        launch_tail(value, operands, found, tail, at.compile_only)
+        with dependent_launches():
+            launch(at, config, x, w, value, how)
+            launch_tail(value, operands, found, tail, at.compile_only)
 
     return launch_both
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autofuse.native_kernels.gpu.dependent import is_dependent
 from autofuse.native_kernels.gpu.prepared import Launched, record
 
 from .compiler import KERNELS, Constants, compile_cubin, why_not
@@ -30,7 +31,7 @@ class Kernel:
         self._driver = driver = _bindings()
         self.name, self.shared_bytes = name, shared_bytes
         self.device = torch.cuda.current_device()
-        self._configs: dict[tuple[int, int, int, int], Any] = {}
+        self._configs: dict[tuple[int, int, int, int, bool], Any] = {}
         self._enter_context()
         self._module = _call(driver.cuModuleLoadData, cubin)
         self._function = _call(driver.cuModuleGetFunction, self._module, name.encode())
@@ -61,7 +62,8 @@ class Kernel:
         The kernel's one parameter, `const __grid_constant__` and alignas(64), is a copy of `params`.
         `stream`: as `torch.cuda.Stream.cuda_stream` has it. RuntimeError if the driver refuses.
         """
-        key = grid, cluster, threads, stream
+        dependent = is_dependent()
+        key = grid, cluster, threads, stream, dependent
         config = self._configs.get(key)
         if config is None:
             config = self._configs[key] = self._config(*key)
@@ -83,11 +85,11 @@ class Kernel:
         record(
             lambda: Launched(
                 int(self._function), grid, threads, self.shared_bytes, cluster, bytes(held), (0,),
-                tuple(getattr(params, "noted", ())), self,
+                tuple(getattr(params, "noted", ())), dependent, self,
             )
         )  # fmt: skip
 
-    def _config(self, grid: int, cluster: int, threads: int, stream: int) -> Any:
+    def _config(self, grid: int, cluster: int, threads: int, stream: int, dependent: bool = False) -> Any:
         """A launch configuration; each stream has its own, since the driver may read it in another thread."""
         driver = self._driver
         config = driver.CUlaunchConfig()
@@ -98,7 +100,13 @@ class Kernel:
         clusters.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
         clusters.value.clusterDim.x = cluster
         clusters.value.clusterDim.y = clusters.value.clusterDim.z = 1
-        config.attrs, config.numAttrs = [clusters], 1
+        attributes = [clusters]
+        if dependent:
+            early = driver.CUlaunchAttribute()
+            early.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            early.value.programmaticStreamSerializationAllowed = 1
+            attributes.append(early)
+        config.attrs, config.numAttrs = attributes, len(attributes)
         return config
 
     def _enter_context(self) -> None:

@@ -11,6 +11,7 @@
 // A tile is a sum of TERMS products, each with a K of its own; it is rounded once.
 //
 // UPDATE: the inbox is [rows * cols, BM * BN] and 0 between calls; tiles of all ranks are added to it as they come.
+#include "dependent.cuh"
 #include "frame.cuh"
 #include "stages.cuh"
 #include "words.cuh"
@@ -209,5 +210,6 @@ struct MatmulReduce : Frame<Params, TEAMS> {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) matmul_reduce(const __grid_constant__ Params p) {
+    grid_wait();
     run<MatmulReduce>(p);
 }

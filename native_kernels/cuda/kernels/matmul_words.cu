@@ -9,6 +9,7 @@
 // A share is what a cluster does: the tiles it multiplies, and sums in the same columns. Of an owner's rows, a tile in row i of
 // tiles stands for number i of equal slices. Blocks that have multiplied while others have not started, or while a peer is
 // missing and they are of the margin, end and leave their sums to those that stay.
+#include "dependent.cuh"
 #include "gemm.cuh"
 #include "progress.cuh"
 #include "stages.cuh"
@@ -211,6 +212,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) matmul_words(const __grid_c
     int block = blockIdx.x, group = threadIdx.x / 128, first, last;
     split(p.k, first, last);
     int blocks = blocks_of(last - first);
+    grid_wait();
     Call call{p.state, p.site, epoch_of(p.state)};
     int64_t half = half_of(call.epoch) * p.half;
     Trace trace{p.trace + (group * p.programs + block) * 2 * EVENTS};
@@ -259,6 +261,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) matmul_words(const __grid_c
     if (threadIdx.x == 128) poke(progress().idle, 1);
     __syncwarp();
     __syncthreads();
+    if (threadIdx.x == 0) launch_dependents(call, p.rank);
     // All sums are computed before one of a peer is waited for: the peer may wait for any of ours.
     int own = block / CLUSTER, rounds = 0;  // shares that this block adds up
     if (decides && !decider.ended) decider.seen = held(call);  // on its way while parts are added up
