@@ -60,13 +60,15 @@ class TailSpec(NamedTuple):
     """A tail as a kernel is compiled for it.
 
     text: as its reference reads it. operands: of each whether it has rows, and whether it has columns.
-    results: dtype of V behind the tail and of what it keeps, and whether that has columns.
+    results: dtype of V behind the tail and of what it keeps, and whether that has columns. added: the operand
+    that the first stage adds to V, if it is a matrix of V's shape and dtype; else -1.
     """
 
     text: str
     stages: tuple[Stage, ...]
     operands: tuple[tuple[bool, bool], ...]
     results: tuple[tuple[torch.dtype, bool], ...]
+    added: int = -1
 
     @property
     def constants(self) -> dict[str, Any]:

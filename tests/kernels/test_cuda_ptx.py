@@ -35,6 +35,9 @@ K, N = 4096, 4096
 OPS = ("matmul_all_reduce", "matmul_reduce_scatter", "all_gather_matmul")
 SOURCES = (matmul_reduce.SOURCE, matmul_words.SOURCE, gather_matmul.SOURCE, gather_words.SOURCE)
 
+STAGES = (False, False, False), (True, False, False), (False, True, False), (False, False, True)
+"""Of a reduction: whether it is biased, scaled, added."""
+
 SIGNAL = re.compile(r"red\.(release|relaxed)\.sys")
 RELEASE = re.compile(r"red\.release\.sys")
 FENCE = re.compile(r"fence\.acq_rel\.sys;")
@@ -55,7 +58,7 @@ TAKE = re.compile(r"\bld\.relaxed\.sys\.global\.v4")
 def cases(op: str) -> Iterator[tuple[str, Constants, int]]:
     """Source, constants and bytes of shared memory of all ways; layouts, dtypes and traces by turns."""
     turns = cycle(product([False, True], DTYPES, [True, False], [True, False]))
-    matmuls, stages = cycle((1, 2, MOST_TERMS, 1, 1)), cycle(((False, False), (True, False), (False, True)))
+    matmuls, stages = cycle((1, 2, MOST_TERMS, 1, 1)), cycle(STAGES)
     sizes = [*product((8, 16, 40, 128, 512, 2048, 8192), (2, 4, 8)), *product((512, 2048), (3, 5))]
     sizes += product((384, 640, 768), (2, 4))  # whose last wave is fuller with tiles of other widths
     for m, world in sizes:

@@ -18,6 +18,8 @@ FP32, MASK = torch.float32, torch.bool
 ONCE = replace(CONFIG, once=True)
 NORM = "add %0; keep; to float32; rms 1e-06; to bfloat16; mul %1"
 """A residual, and the norm of Hugging Face's Llama."""
+TWICE = "add %0; keep; to float32; rms 1e-06; to bfloat16; mul %1; add %0"
+STATISTICS = "add %0; to float32; rms 1e-06 keep; to bfloat16; mul %1"
 RESIDUAL, GAMMA = (True, True, BF16), (False, True, BF16)
 LAYER_NORM = "to float32; add %0; standardize 1e-05 keep; mul %1; add %2; to float16"
 DROPOUT = "masked_fill %0 0.0; mul 1.25; where %1 %2; gelu tanh"
@@ -50,6 +52,10 @@ CALLS = [
     ),
     Rows(9, 40, 16, tail=POINTWISE, operands=(GAMMA,), config=ONCE),
     Rows(9, 40, 16, tail=NORM, operands=(RESIDUAL, GAMMA), config=ONCE, alone=True),
+    *(
+        Rows(9, 40, 16, tail=tail, operands=(RESIDUAL, GAMMA)[: 1 + ("%1" in tail)], config=ONCE, alone=True)
+        for tail in (TWICE, STATISTICS, "add %0")
+    ),
     Rows(9, 40, 16, tail=RMS_BACKWARD, operands=(GAMMA, RESIDUAL, (True, False, FP32))),
     Rows(5, 24, 16, tail=LAYER_NORM_BACKWARD, operands=(GAMMA, RESIDUAL, (True, False, FP32)), config=ONCE),
     Rows(9, 40, 16, tail=EXACT, operands=(RESIDUAL,)),

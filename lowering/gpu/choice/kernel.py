@@ -137,6 +137,8 @@ class Kernel(Generic[P, C]):
     for the addresses of its operands."""
     takes_product: bool = False
     """Whether cuBLAS multiplies before it: `launch` gets the product in place of `x`, and an empty `w`."""
+    adds: bool = False
+    """Whether it can add a matrix to the sums that it stores: the first stage of most tails."""
     is_update: Callable[[C], bool] = _never
     """Whether tiles are added at their owners as they arrive. Such a way runs where a user asks for it."""
 

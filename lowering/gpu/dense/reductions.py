@@ -70,7 +70,8 @@ FEW_ROWS = 128
 
 class Reduce(NamedTuple):
     """How a product is reduced. mean: divided by the ranks; order: as `ORDERS` numbers them; bias, scale: a
-    row that each rank adds to its product first, and a number by which it multiplies it."""
+    row that each rank adds to its product first, and a number by which it multiplies it; added: a matrix that
+    each rank adds to the rounded sums, if the kernel can (`Kernel.adds`)."""
 
     mean: bool
     everywhere: bool
@@ -78,6 +79,7 @@ class Reduce(NamedTuple):
     order: int
     bias: Tensor | None = None
     scale: float | None = None
+    added: Tensor | None = None
 
 
 def _is_of_rows(problem: DenseProblem) -> bool:
@@ -173,7 +175,7 @@ def _launch_words(
 ) -> None:
     launch_matmul_words(
         at.memory, x[0], w[0], out, how.mean, how.everywhere, config, at.site, at.trace, at.compile_only,
-        how.bias, how.scale,
+        how.bias, how.scale, how.added,
     )  # fmt: skip
 
 
@@ -185,6 +187,7 @@ WORDS: Kernel[DenseProblem, WordsConfig] = Kernel(
     only_launches=only_kernels,
     work=words_work,
     source="cuda/kernels/matmul_words.cu",
+    adds=True,
 )
 
 
@@ -222,7 +225,7 @@ def _launch_clusters(
 ) -> None:  # fmt: skip
     launch_cluster_reduce(
         at.memory, x, w, out, how.mean, how.everywhere, how.outer, how.order, config, at.site, at.trace,
-        at.compile_only, at.engine, how.bias, how.scale,
+        at.compile_only, at.engine, how.bias, how.scale, how.added,
     )  # fmt: skip
 
 
@@ -234,6 +237,7 @@ CLUSTERS: Kernel[DenseProblem, ClusterReduceConfig] = Kernel(
     launch=_launch_clusters,
     work=clusters_work,
     source="cuda/kernels/matmul_reduce.cu",
+    adds=True,
     fits=lambda config, p: p.world % config.across == 0,
     is_copied=lambda config: config.copied,
     only_launches=lambda config: not config.copied,

@@ -24,7 +24,7 @@ from autofuse.native_kernels.triton.tails import NO_TAIL, TailSpec, rows_fit
 
 from .factors import MADE, Factors
 from .reductions import Reduce, applies_tails, reads_x
-from .tails import behind, with_tail_behind
+from .tails import Behind, behind, behind_of, with_tail_behind
 from .ways import ASYNC_TP, FEW_ROWS, GATHER, ONE_SHOT, SCATTER, TWO_SHOT, DenseProblem
 
 
@@ -96,16 +96,17 @@ class Reduction:
         shape = [problem.m, problem.n]
         shape[problem.dim] //= 1 if problem.everywhere else problem.world
         results, launch = [(contiguous(*shape), problem.dtype)], None
+        self._behind: Behind | None = None  # of the second kernel
         self._takes_tail = bool(tail.results) and way.fused and rows_fit(shape[1])
         if self._takes_tail:
-            found = [(contiguous(*sizes), dtype) for sizes, dtype in tail.matrices(*shape)]
+            assert way.kernel is not None
             if applies_tails(way, problem):
-                results = found
+                results, rest = [], tail
             else:
-                assert way.kernel is not None
-                results, launch = results + found, with_tail_behind(way.kernel.launch)
+                self._behind, launch = behind_of(tail, way.kernel.adds), with_tail_behind(way.kernel)
+                rest = self._behind.rest
+            results += [(contiguous(*sizes), dtype) for sizes, dtype in rest.matrices(*shape)]
         self._results, self._dtypes = zip(*results, strict=True)
-        self._first = int(launch is not None)  # a launch of two kernels has the sum before its results
         self._launcher = Launcher(
             workspace, way, problem.op, site, problem, variant, note=note, launch=launch
         )
@@ -125,7 +126,7 @@ class Reduction:
             found = launcher.again(given, self._results, taken, self._dtypes)
             if found is None:
                 return None
-            results = found[self._first :] if self._takes_tail else self._then(found[0], operands)
+            results = self._of_tail(found) if self._takes_tail else self._then(found[0], operands)
             return [*results, *given] if self._keep else results
         return self(of, operands) if launcher.goes_on() else None
 
@@ -154,11 +155,15 @@ class Reduction:
             if self._takes_tail:
                 self._launcher.launch(of.x, of.w, out, how, operands, self._tail)
                 self._launcher.leave()
-                return out[self._first :]
+                return self._of_tail(out)
             (value,) = out
             self._launcher.launch(of.x, of.w, value, how)
         self._launcher.leave()
         return self._then(value, operands)
+
+    def _of_tail(self, found: list[Tensor]) -> list[Tensor]:
+        """The results of the tail, given what a launch has stored."""
+        return found if self._behind is None else self._behind.results(found)
 
     def _then(self, value: Tensor, operands: Sequence[Tensor]) -> list[Tensor]:
         """The results of the tail, if there is one."""

@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from autofuse.lowering.gpu.choice.calls import once
-from autofuse.lowering.gpu.choice.kernel import Launch
+from autofuse.lowering.gpu.choice.kernel import Kernel, Launch
 from autofuse.lowering.gpu.memory.workspace import GpuWorkspace
 from autofuse.lowering.proofs import UNPROVEN
 from autofuse.lowering.reference.tail import TailStage, check_tail, steps, tail_reference
 from autofuse.native_kernels.gpu.dependent import dependent_launches
+from autofuse.native_kernels.gpu.prepared import record
 from autofuse.native_kernels.triton.tail_alone import launch_tail
 from autofuse.native_kernels.triton.tails import (
     CODES,
@@ -84,7 +85,12 @@ def _tail_of(text: str, dtype: torch.dtype, rows: int, operands: tuple[Operand, 
         stages.append(_stage(stage, value.dtype))
         kept += [(t.dtype, t.shape[1] == columns) for t in more]
     kinds = tuple(_kind(shape, rows) for shape, _ in operands)
-    return TailSpec(text, tuple(stages), kinds, ((value.dtype, True), *kept))
+    first, added = stages[0] if stages else None, -1
+    if first and first.code == CODES["add"] and first.operand >= 0 and first.dtype == DTYPES[dtype]:
+        shape, kind = operands[first.operand]
+        high, wide = (1, 1, *shape)[-2:]
+        added = first.operand if (high, kind) == (rows, dtype) and wide > 1 else -1
+    return TailSpec(text, tuple(stages), kinds, ((value.dtype, True), *kept), added)
 
 
 def _stage(stage: TailStage, dtype: torch.dtype) -> Stage:
@@ -102,20 +108,69 @@ def _kind(shape: tuple[int, ...], rows: int) -> tuple[bool, bool]:
     return high == rows and rows > 1, wide > 1
 
 
-def with_tail_behind(launch: Callable[..., Any]) -> Callable[..., None]:
+class Behind(NamedTuple):
+    """How a tail is applied to the sum that a kernel stores. added: the operand that this kernel adds; -1 for
+    none. rest: what is left for a second kernel, which starts if there are stages; operands: those that it
+    takes. keeps: the sum is a result of the tail, too."""
+
+    added: int
+    rest: TailSpec
+    operands: tuple[int, ...]
+    keeps: bool
+
+    def results(self, found: Sequence[Tensor]) -> list[Tensor]:
+        """The results of the tail, given the sum and the results of `rest`."""
+        if not self.rest.stages:
+            return [found[0]]
+        value, first, *kept = found
+        return [first, *([value] if self.keeps else []), *kept]
+
+
+@lru_cache(maxsize=2048)
+def behind_of(tail: TailSpec, adds: bool) -> Behind:
+    """adds: whether the kernel of the sum can add a matrix to it. Then the second kernel does not read that
+    matrix and, if the tail keeps the new sum, does not store it."""
+    keeps = len(tail.stages) > 1 and tail.stages[1].code == CODES["keep"]
+    stages = tail.stages[1 + keeps :]
+    if not adds or tail.added < 0:
+        return Behind(-1, tail, tuple(range(len(tail.operands))), False)
+    taken = sorted({i for stage in stages for i in (stage.operand, stage.mask) if i >= 0})
+    number = {-1: -1} | {i: place for place, i in enumerate(taken)}
+    renumbered = (s._replace(operand=number[s.operand], mask=number[s.mask]) for s in stages)
+    v, *kept = tail.results
+    results = (v, *kept[keeps:]) if stages else ()
+    rest = TailSpec(tail.text, tuple(renumbered), tuple(tail.operands[i] for i in taken), results)
+    return Behind(tail.added, rest, tuple(taken), keeps)
+
+
+def with_tail_behind(kernel: Kernel[DenseProblem, Any]) -> Callable[..., None]:
     """The launch of a dense kernel, and of the kernel that applies the tail behind it. Instead of one result
-    it takes the sum, and the results of the tail."""
+    it takes the sum, and the results of the second kernel."""
 
     def launch_both(
         at: Launch, config: Any, x: Sequence[Tensor], w: Sequence[Tensor], results: Sequence[Tensor],
         how: Reduce, operands: Sequence[Tensor], tail: TailSpec,
     ) -> None:  # fmt: skip
         value, *found = results
+        behind = behind_of(tail, kernel.adds)
+        if behind.added >= 0:
+            how = how._replace(added=_aligned(operands[behind.added]))
         with dependent_launches():
-            launch(at, config, x, w, value, how)
-            launch_tail(value, operands, found, tail, at.compile_only)
+            kernel.launch(at, config, x, w, value, how)
+            if behind.rest.stages:
+                launch_tail(
+                    value, [operands[i] for i in behind.operands], found, behind.rest, at.compile_only
+                )
 
     return launch_both
+
+
+def _aligned(operand: Tensor) -> Tensor:
+    """As kernels read it, 16 bytes at a time."""
+    if operand.data_ptr() % 16 == 0:
+        return operand
+    record(lambda: None)  # each call needs a copy of its own
+    return operand.clone()
 
 
 def behind(

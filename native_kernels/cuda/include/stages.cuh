@@ -1,4 +1,5 @@
-// What a rank makes of the sums of a tile before it sends them: a row is added, or the rounded sums are scaled.
+// What a rank makes of a product before it sends it: a row is added, or the rounded product is scaled. And what it makes of a
+// rounded sum of all ranks before it stores that: a matrix is added.
 #pragma once
 #include "gemm.cuh"
 
@@ -14,4 +15,17 @@ __device__ inline void apply_stages(float (&acc)[BN / 2], const P& p, int first)
             acc[i + 1] = high_of(two) * p.scale;
         }
     }
+}
+
+// ADDED: eight values of p.added, which lies as the output does, for those at p.out + `at`.
+template <class P>
+__device__ inline uint4 added_at(const P& p, int64_t at) {
+    return ADDED ? load_l2(p.added + at) : uint4{};
+}
+
+// Eight values of a sum as they are stored.
+__device__ inline uint4 with_added(uint4 sum, uint4 added) {
+    if (!ADDED) return sum;
+    auto two = [](uint32_t a, uint32_t b) { return pair(low_of(a) + low_of(b), high_of(a) + high_of(b)); };
+    return {two(sum.x, added.x), two(sum.y, added.y), two(sum.z, added.z), two(sum.w, added.w)};
 }

@@ -20,6 +20,7 @@ struct Params {
     TensorMap x[TERMS], w[TERMS];
     char* out;
     const char* bias;   // BIASED: [n], which this rank adds to its product
+    const char* added;  // ADDED: as `out`, which is added to the sums
     char* inbox[8];     // of every rank
     char* words[8];     // flag-in-payload
     int* signals[8];
@@ -164,7 +165,7 @@ struct MatmulReduce : Frame<Params, TEAMS> {
                     if (!there.to && !UPDATE) continue;
                     char* from = inbox + static_cast<int64_t>(tile) * TILE_BYTES +
                                  staged_at(i % PARTS * PART + j / WIDE, j % WIDE);
-                    uint4 terms[ARRIVING];
+                    uint4 added = there.to ? added_at(p, there.to - p.out) : uint4{}, terms[ARRIVING];
 #pragma unroll
                     for (int r = 0; r < ARRIVING; ++r)
                         terms[r] = load_l2(from + static_cast<int64_t>(r) * tiles * TILE_BYTES);
@@ -175,22 +176,25 @@ struct MatmulReduce : Frame<Params, TEAMS> {
                         value = sendable(value);
                         for (int r = 1; r < W; ++r) put(p.words[(p.rank + r) % W] + sums(p.rank) + j * 16, value);
                     }
-                    store(there.to, value);
+                    store(there.to, with_added(value, added));
                 }
             } else if (is_part) {
                 // Of all peers at once, so that their latencies overlap.
                 for (int j = team.thread; j < PART * WIDE; j += SIZE) {
-                    uint4 words[W] = {};
+                    uint4 words[W] = {}, added[W];
                     char* to[W];
 #pragma unroll
-                    for (int r = 0; r < W; ++r) to[r] = r ? place((p.rank + r) % W, j).to : nullptr;
+                    for (int r = 0; r < W; ++r) {
+                        to[r] = r ? place((p.rank + r) % W, j).to : nullptr;
+                        if (to[r]) added[r] = added_at(p, to[r] - p.out);
+                    }
                     auto wanted = [&](int r) { return to[r] != nullptr; };
                     auto source = [&](int r) { return (p.rank + r) % W; };
                     auto from = [&](int r) { return p.words[p.rank] + sums(source(r)) + j * 16; };
                     take_all(words, wanted, from, call(), WAIT_COPYING, source, part);
 #pragma unroll
                     for (int r = 1; r < W; ++r)
-                        if (to[r]) store(to[r], flip(words[r]));
+                        if (to[r]) store(to[r], with_added(flip(words[r]), added[r]));
                 }
             }
             if (team.leads()) trace.stamp(copying ? EVENT_COPIED : EVENT_REDUCED, copying ? -1 : p.rank, part);

@@ -41,7 +41,7 @@ def _params_of(terms: int) -> type[ctypes.Structure]:
     class Params(ctypes.Structure):
         _fields_ = (
             *fields(TENSOR_MAP * terms, "x", "w"),
-            *fields(ctypes.c_void_p, "out", "bias"),
+            *fields(ctypes.c_void_p, "out", "bias", "added"),
             *fields(POINTERS, "inbox", "words", "signals"),
             *fields(ctypes.c_void_p, "state", "trace"),
             *fields(ctypes.c_int64, "inbox_half", "words_half", "signals_half"),
@@ -126,12 +126,13 @@ def cluster_reduce_needs(
 def cluster_reduce_constants(
     world: int, transposed: bool, dtype: torch.dtype, mean: bool, all_ranks: bool, order: int,
     config: ClusterReduceConfig, trace: bool, terms: int = 1, biased: bool = False, scaled: bool = False,
+    added: bool = False,
 ) -> Constants:  # fmt: skip
     """The macros that the kernel is compiled with."""
     return constants(
         _params_of(terms), config, world, transposed, dtype, trace, STAGES=config.stages, ORDER=order,
         ALL=all_ranks, MEAN=mean, PART=config.part, ENGINES=config.copied, UPDATE=config.update, TERMS=terms,
-        BIASED=biased, SCALED=scaled,
+        BIASED=biased, SCALED=scaled, ADDED=added,
     )  # fmt: skip
 
 
@@ -151,9 +152,12 @@ def launch_cluster_reduce(
     engine: CopyEngine | None = None,
     bias: Tensor | None = None,
     scale: float | None = None,
+    added: Tensor | None = None,
 ) -> None:
     """As `launch_matmul_reduce` of `native_kernels.triton`, cut by rows, with the same bits. bias: [N], which
     each rank adds to its product before that is rounded. scale: by which it multiplies the rounded product.
+    added: as `out`, contiguous, from a multiple of 16 bytes on; it is added to the rounded sums, which are
+    rounded again.
 
     The world is a multiple of `config.across`. trace: three rows of events a program, for the teams that
     reduce alone and after they have multiplied. engine: copies what is `config.copied`.
@@ -162,11 +166,11 @@ def launch_cluster_reduce(
     ks = tuple(xi.shape[1] for xi in x)
     found, template = _prepared(
         memory, m, ks, n, w[0].stride(1) != 1, x[0].dtype, mean, all_ranks, outer, order, config,
-        trace is not None, bias is not None, scale is not None,
+        trace is not None, bias is not None, scale is not None, added is not None,
     )  # fmt: skip
     if compile_only:
         return
-    params = filled(template, site, trace, out=out, bias=bias)
+    params = filled(template, site, trace, out=out, bias=bias, added=added)
     params.out_pitch, params.scale = out.stride(0) * out.element_size(), scale or 0.0
     map_terms(params, x, w, config)
     if not config.copied:
@@ -186,12 +190,12 @@ def launch_cluster_reduce(
 def _prepared(
     memory: PeerMemory, m: int, ks: tuple[int, ...], n: int, transposed: bool, dtype: torch.dtype, mean: bool,
     all_ranks: bool, outer: int, order: int, config: ClusterReduceConfig, trace: bool, biased: bool,
-    scaled: bool,
+    scaled: bool, added: bool,
 ) -> tuple[Kernel, ctypes.Structure]:  # fmt: skip
     """The kernel and the parameters that do not change from call to call."""
     world, cut = memory.world, _Cut.of(m, n, outer, memory.world, config)
     compiled_with = cluster_reduce_constants(
-        world, transposed, dtype, mean, all_ranks, order, config, trace, len(ks), biased, scaled
+        world, transposed, dtype, mean, all_ranks, order, config, trace, len(ks), biased, scaled, added
     )
     found = kernel(SOURCE, "matmul_reduce", compiled_with, config.shared_bytes)
     programs = blocks(memory, config)

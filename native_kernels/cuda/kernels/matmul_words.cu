@@ -18,7 +18,8 @@
 struct Params {
     TensorMap x, w;
     char* out;
-    const char* bias;  // BIASED: [n], which this rank adds to its product
+    const char* bias;   // BIASED: [n], which this rank adds to its product
+    const char* added;  // ADDED: as `out`, which is added to the sums
     char* words[8];  // of every rank
     int64_t* state;
     int64_t* trace;
@@ -173,7 +174,8 @@ __device__ void reduce_rows(const Params& p, const Call& call, int share, int64_
     int64_t part = static_cast<int64_t>(p.height) * line;
     char* mine = p.words[p.rank] + half;
     each_line(p, share, rows, [&](int row, int j) {
-        uint4 words[W] = {};
+        int64_t at = static_cast<int64_t>(row + (ALL ? begin : 0)) * p.out_pitch + j % line * 16;
+        uint4 added = added_at(p, at), words[W] = {};
         auto place = [&](int r) { return mine + (r * part + j) * 16; };
         auto all = [](int) { return true; };
         take_all(words, all, place, call, WAIT_REDUCING, [](int r) { return r; }, j);
@@ -184,7 +186,7 @@ __device__ void reduce_rows(const Params& p, const Call& call, int share, int64_
             for (int r = 1; r < W; ++r)
                 put(p.words[(p.rank + r) % W] + half + ((W + p.rank) * part + j) * 16, value);
         }
-        store(p.out + static_cast<int64_t>(row + (ALL ? begin : 0)) * p.out_pitch + j % line * 16, value);
+        store(p.out + at, with_added(value, added));
     });
 }
 
@@ -199,10 +201,15 @@ __device__ void copy_rows(const Params& p, const Call& call, int share, int64_t 
         auto row = [&](int r) { return source(r) * p.height + low; };
         auto wanted = [&](int r) { return r > 0 && row(r) < p.m; };
         auto place = [&](int r) { return mine + ((W + source(r)) * part + j) * 16; };
+        auto to = [&](int r) { return static_cast<int64_t>(row(r)) * p.out_pitch + j % line * 16; };
+        uint4 added[W];
+#pragma unroll
+        for (int r = 1; r < W; ++r)
+            if (wanted(r)) added[r] = added_at(p, to(r));
         take_all(words, wanted, place, call, WAIT_COPYING, source, j);
 #pragma unroll
         for (int r = 1; r < W; ++r)
-            if (wanted(r)) store(p.out + static_cast<int64_t>(row(r)) * p.out_pitch + j % line * 16, flip(words[r]));
+            if (wanted(r)) store(p.out + to(r), with_added(flip(words[r]), added[r]));
     });
 }
 

@@ -34,7 +34,7 @@ class _Params(ctypes.Structure):
     _fields_ = (
         ("x", TENSOR_MAP),
         ("w", TENSOR_MAP),
-        *fields(ctypes.c_void_p, "out", "bias"),
+        *fields(ctypes.c_void_p, "out", "bias", "added"),
         ("words", POINTERS),
         *fields(ctypes.c_void_p, "state", "trace"),
         ("half", ctypes.c_int64),
@@ -82,7 +82,7 @@ def words_needs(m: int, n: int, itemsize: int, world: int, all_ranks: bool, conf
 
 def words_constants(
     m: int, world: int, transposed: bool, dtype: torch.dtype, mean: bool, all_ranks: bool,
-    config: WordsConfig, trace: bool, biased: bool = False, scaled: bool = False,
+    config: WordsConfig, trace: bool, biased: bool = False, scaled: bool = False, added: bool = False,
 ) -> Constants:  # fmt: skip
     """The macros that the kernel is compiled with."""
     return constants(
@@ -100,6 +100,7 @@ def words_constants(
         MEAN=mean,
         BIASED=biased,
         SCALED=scaled,
+        ADDED=added,
     )
 
 
@@ -121,20 +122,22 @@ def launch_matmul_words(
     compile_only: bool = False,
     bias: Tensor | None = None,
     scale: float | None = None,
+    added: Tensor | None = None,
 ) -> None:
     """As `launch_matmul_packets` of `native_kernels.triton`. bias: [N], which each rank adds to its product
-    before that is rounded. scale: by which it multiplies the rounded product.
+    before that is rounded. scale: by which it multiplies the rounded product. added: as `out`,
+    contiguous, from a multiple of 16 bytes on; it is added to the rounded sums, which are rounded again.
 
     trace: three rows of events a program, of a warpgroup each.
     """
     (m, k), n = x.shape, w.shape[1]
     found, template = _prepared(
         memory, m, k, n, w.stride(1) != 1, x.dtype, mean, all_ranks, config, trace is not None,
-        bias is not None, scale is not None,
+        bias is not None, scale is not None, added is not None,
     )  # fmt: skip
     if compile_only:
         return
-    params = filled(template, site, trace, out=out, bias=bias)
+    params = filled(template, site, trace, out=out, bias=bias, added=added)
     params.out_pitch, params.scale = out.stride(0) * out.element_size(), scale or 0.0
     map_operands(params, x, w, config, _rows(m))
     launch(found, params, config.cluster)
@@ -144,10 +147,11 @@ def launch_matmul_words(
 def _prepared(
     memory: PeerMemory, m: int, k: int, n: int, transposed: bool, dtype: torch.dtype, mean: bool,
     all_ranks: bool, config: WordsConfig, trace: bool, biased: bool, scaled: bool,
+    added: bool,
 ) -> tuple[Kernel, _Params]:  # fmt: skip
     """The kernel and the parameters that do not change from call to call."""
     compiled_with = words_constants(
-        m, memory.world, transposed, dtype, mean, all_ranks, config, trace, biased, scaled
+        m, memory.world, transposed, dtype, mean, all_ranks, config, trace, biased, scaled, added
     )
     found = kernel(SOURCE, "matmul_words", compiled_with, config.shared_bytes)
     rows, height = cdiv(m, BM), m if config.once else cdiv(m, memory.world)
