@@ -71,16 +71,23 @@ class GpuPricing:
             return None
         tails = schedule != "unchanged" and cluster.written > 0
         if schedule == "owner" and tails:
-            us = choose(replace(problem, written=cluster.written // problem.m), self.predictor).us
-            # A way knows of one operand of the size of the sum.
-            more = max(0, cluster.read - cluster.reduced) / problem.world
-            return us + self._us(tail_work(more)) - self._us(tail_work(0)) + IN_MODELS_US
+            owners = replace(problem, written=cluster.written // problem.m)
+            found = choose(owners, self.predictor)
+            # With another way every rank applies the tail, in a kernel behind it.
+            if applies_tails(ways_of(owners)[found.way], owners):
+                # A way knows of one operand of the size of the sum.
+                more = max(0, cluster.read - cluster.reduced) / problem.world
+                return found.us + self._us(tail_work(more)) - self._us(tail_work(0)) + IN_MODELS_US
         found = choose(problem, self.predictor)
         if not tails:
             return found.us + self._us(tail_work(cluster.reduced + behind, INDUCTOR_TAIL))
-        if applies_tails(ways_of(problem)[found.way], problem):
+        way = ways_of(problem)[found.way]
+        if applies_tails(way, problem):
             tail = tail_work(behind - cluster.reduced)  # nobody stores the sum, and nobody reads it
         else:
+            if way.kernel is not None and way.kernel.adds:
+                # It reads what is added. If the tail keeps that sum, nobody stores it twice.
+                behind -= cluster.added + min(cluster.added, cluster.written - cluster.reduced)
             tail = tail_work(cluster.reduced + behind, TAIL)
         return found.us + self._us(tail) + IN_MODELS_US
 

@@ -51,6 +51,7 @@ class Cluster:
     Attributes:
         task: the reduction of the product of a matmul; without matmuls the collective alone.
         reduced, read, written: bytes, as above.
+        added: of those that are read, the bytes of a matrix that is added to the sum before anything else.
         gathers: of what has been cut, with the matmuls that read it.
         sums: all_reduces of sums over rows that have been cut.
         decided: whether reductions and gathers are fused in any case; else the faster is taken.
@@ -66,12 +67,15 @@ class Cluster:
     decided: bool = True
     rows: Size = 1
     padded: Size = 1
+    added: Size = 0
 
     def map(self, f: Callable[[Size], Size]) -> Cluster:
         reduced, read, written = map(f, (self.reduced, self.read, self.written))
         gathers, sums = (tuple(task.map(f) for task in tasks) for tasks in (self.gathers, self.sums))
         rows, padded = f(self.rows), f(self.padded)
-        return Cluster(self.task.map(f), reduced, read, written, gathers, sums, self.decided, rows, padded)
+        return Cluster(
+            self.task.map(f), reduced, read, written, gathers, sums, self.decided, rows, padded, f(self.added)
+        )  # fmt: skip
 
     def slices(self) -> Slices:
         """What a rank does under `split`, at sizes in numbers."""
@@ -96,7 +100,7 @@ class Cluster:
     def sizes(self) -> tuple[Size, ...]:
         tasks = (self.task, *self.gathers, *self.sums)
         sizes = (size for task in tasks for size in task.sizes)
-        return (*sizes, self.reduced, self.read, self.written, self.rows, self.padded)
+        return (*sizes, self.reduced, self.read, self.written, self.rows, self.padded, self.added)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import sympy
 from torch import fx
 
+from autofuse.lowering.reference.tail import parse
 from autofuse.lowering.torch_internals import group_world
 from autofuse.passes.choice.choose import task_of
 from autofuse.passes.choice.cost_model import Task
@@ -43,7 +44,22 @@ def cluster_of(candidate: Candidate) -> Cluster | None:
     sent = reduced if candidate.whole else reduced * world
     task = Task(op.name, world, _dtype(candidate.reduced), given["order"], sent, matmuls)
     read = sum(nbytes(node) for node in dict.fromkeys(candidate.operands))
-    return Cluster(task, reduced, read, sum(map(nbytes, candidate.results)))
+    return Cluster(
+        task, reduced, read, sum(map(nbytes, candidate.results)),
+        added=reduced if _adds_first(candidate) else 0,
+    )  # fmt: skip
+
+
+def _adds_first(candidate: Candidate) -> bool:
+    """Whether the tail begins with the sum of two values of one shape and dtype."""
+    first = parse(candidate.text)[0]
+    if first.name != "add" or first.operand is None:
+        return False
+    added = candidate.operands[first.operand]
+    value, other = tensor(candidate.reduced), tensor(added)
+    if value is None or other is None:
+        return False
+    return other.dtype == value.dtype and nbytes(added) == nbytes(candidate.reduced)
 
 
 @dataclass

@@ -25,21 +25,23 @@ from autofuse.passes.choice.scheduled import Cluster, cheapest
 from autofuse.passes.schedules.schedule import EVERY, OWNER, UNCHANGED
 
 MEASURED = Path(__file__).parents[2] / "docs" / "benchmarks" / "tails_2xh100.json"
+OF_FOUR = MEASURED.with_name("tails_4xh100.json")
 KIND = "h100-80gb-hbm3"
 CELLS = tails.read(MEASURED)
 
 
 def test_points_are_shipped() -> None:
-    """With all times of the file, in which those of torch and of unchanged have no names. Some have been
-    measured again since."""
-    own = [p for p in shipped(KIND) if not p.gpu]
-    known = {(p.op, p.sizes, way): us for p in own for way, us in p.times}
-    for point in (p for cell in CELLS for p in cell.points()):
-        for way, us in point.times:
-            assert us == pytest.approx(known[point.op, point.sizes, way], rel=0.03)
-    added = {p.sizes: dict(p.times)["tail_alone"] for p in own if p.op == TAIL_OP}
-    for point in tails.tail_points(CELLS):
-        assert dict(point.times)["tail_alone"] == pytest.approx(added[point.sizes], rel=0.05)
+    """Of calls with a tail, and of what a tail adds: the mean of both files. Sums alone are of other runs, in
+    which more ways were measured."""
+    own = {(p.op, p.sizes): dict(p.times) for p in shipped(KIND) if not p.gpu}
+    added: dict[tuple[int, ...], list[float]] = {}
+    for cells in (CELLS, tails.read(OF_FOUR)):
+        for _, with_tail in (cell.points() for cell in cells):
+            assert own[with_tail.op, with_tail.sizes] == dict(with_tail.times)
+        for point in tails.tail_points(cells):
+            added.setdefault(point.sizes, []).append(dict(point.times)["tail_alone"])
+    for sizes, us in added.items():
+        assert own[TAIL_OP, sizes]["tail_alone"] == pytest.approx(geometric_mean(us), abs=0.01)
 
 
 def test_auto_takes_what_is_measured_to_be_fast() -> None:
@@ -51,7 +53,7 @@ def test_auto_takes_what_is_measured_to_be_fast() -> None:
     for cell in CELLS:
         sizes, matrix = (cell.tokens, cell.k, cell.hidden), 2 * cell.tokens * cell.hidden
         task = Task(REDUCE, cell.world, "bfloat16", "direct", matrix, (sizes,))
-        cluster = Cluster(task, matrix, matrix + 2 * cell.hidden, 2 * matrix)
+        cluster = Cluster(task, matrix, matrix + 2 * cell.hidden, 2 * matrix, added=matrix)
         problem = DenseProblem(REDUCE, *sizes, cell.world, torch.bfloat16)
         written = {OWNER: replace(problem, written=RESULTS * cell.hidden)}
         for legal in ((UNCHANGED, EVERY), (UNCHANGED, EVERY, OWNER)):
@@ -67,16 +69,14 @@ def test_auto_takes_what_is_measured_to_be_fast() -> None:
                 ratios.append(cell.best(UNCHANGED)[0] / us[name][way])
             if cell.tokens <= tails.FEW:
                 assert name != UNCHANGED
-            if cell.tokens >= 2048:
-                assert name == UNCHANGED
     assert len(ratios) > len(CELLS) // 2
     assert min(ratios) > 0.98
     assert geometric_mean(ratios) > 1.03
-    assert {EVERY, OWNER} <= taken
+    assert EVERY in taken
 
 
 def test_any_number_of_tokens() -> None:
-    """Whatever number was seen: with many tokens a tail costs time."""
+    """Whatever number was seen: many tokens cost time where no kernel of a sum adds the operand of a tail."""
     model = shipped_model(KIND)
     assert model is not None
     rows = sympy.Symbol("s0", integer=True, positive=True)

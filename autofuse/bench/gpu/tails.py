@@ -38,6 +38,7 @@ from autofuse.lowering.gpu.choice.kernel import CUBLAS_NCCL
 from autofuse.lowering.gpu.choice.points import Point, own_file, write
 from autofuse.lowering.gpu.choice.timer import Call, time_all
 from autofuse.lowering.gpu.choice.timing import QUICK, calls_for, captured, copies_of, matmul_us
+from autofuse.lowering.gpu.dense.reductions import TILES
 from autofuse.lowering.gpu.dense.ways import ONE_SHOT, REDUCE, TWO_SHOT, DenseProblem
 from autofuse.lowering.torch_internals import compiling_variants, enable_symmetric_memory
 from autofuse.passes.schedules.schedule import EVERY, OWNER, UNCHANGED
@@ -86,12 +87,15 @@ class Cell:
 
 
 def tail_points(cells: Sequence[Cell]) -> list[Point]:
-    """What a tail adds to the time of a sum, by rows and columns: the geometric mean over cells and ways."""
+    """What a tail adds to the time of a sum, by rows and columns: the geometric mean over cells and ways. Of
+    many rows behind kernels that add the residual themselves, as nearly all that are taken do."""
     found: dict[tuple[int, int], dict[str, list[float]]] = {}
     for cell in cells:
         added = found.setdefault((cell.tokens, cell.hidden), {"inductor": [], "tail_alone": []})
         for kind, name in ((TORCH, "inductor"), (UNCHANGED, "inductor"), (EVERY, "tail_alone")):
             for way, us in cell.us[kind].items():
+                if way.startswith(TILES.kind) and kind == EVERY and cell.tokens > FEW:
+                    continue
                 if way in cell.us[SUM] and not way.startswith(BEHIND):
                     added[name].append(us - cell.us[SUM][way])
     points = []
