@@ -25,7 +25,7 @@ from torch import Tensor
 from autofuse.lowering.buckets import Buckets, buckets_of
 from autofuse.lowering.cpu.update_executor import piece_shapes
 from autofuse.lowering.cpu.whole_update import run_whole_update
-from autofuse.lowering.ops.library import FusedOp, register
+from autofuse.lowering.ops.library import FusedOp, Gap, register
 from autofuse.lowering.orders import PlanShape
 from autofuse.lowering.plan import Family
 from autofuse.lowering.reference.layout import all_reduce
@@ -104,6 +104,17 @@ def _cpu(args: AllReduceUpdate) -> Any:
     return run_whole_update(args) if known and wide else NotImplemented
 
 
+def _run_on_gpus(args: AllReduceUpdate) -> Any:
+    from autofuse.lowering.gpu.optimizer.whole_call import run_whole_update
+
+    return run_whole_update(args)
+
+
+def _are_mixed(args: AllReduceUpdate) -> bool:
+    of_tensors = ({t.dtype for t in tensors} for tensors in (args.params, args.grads))
+    return any(len(dtypes) > 1 for dtypes in of_tensors)
+
+
 register(
     FusedOp(
         name=OP,
@@ -114,6 +125,24 @@ register(
         fake=_fake,
         reference=_reference,
         cpu=_cpu,
+        cuda=_run_on_gpus,
+        gpu_gaps=(
+            Gap(
+                lambda args: args.limits is not None,
+                "GPU kernels do not clip gradients that are reduced whole",
+                "clip by `max_norm` of `autofuse.optim`",
+            ),
+            Gap(
+                lambda args: RULES[args.rule].by_norms,
+                "GPU kernels do not update whole tensors by LAMB",
+                "use `autofuse.optim.LAMB`",
+            ),
+            Gap(
+                _are_mixed,
+                "GPU kernels update by gradients of one dtype parameters of one dtype",
+                "give the tensors of a flat buffer one dtype",
+            ),
+        ),
         plan_shape=_plan_shape,
         shapes=lambda args: tuple(tuple(g.shape) for g in args.grads),
     )

@@ -7,6 +7,7 @@ from functools import partial
 import torch
 from torch import fx
 
+from autofuse.lowering.ops.all_reduce_update import AllReduceUpdate
 from autofuse.lowering.update_rules import NUMBERS, RULES
 from autofuse.passes.graph.anchors import Anchor
 from autofuse.passes.graph.emit import Emitter
@@ -21,6 +22,9 @@ from .update_rule import number_of, numbers_of
 
 PATTERN = "all_reduce_update"
 
+NOT_MEASURED = "the kernel for GPUs is not measured yet"
+"""A site is kept until it is known to gain."""
+
 
 def match_update(anchor: Anchor, context: Context) -> Found:
     group = group_of_updates(anchor, context)
@@ -28,7 +32,23 @@ def match_update(anchor: Anchor, context: Context) -> Found:
         return group
     takes = tuple(a.node for a in group.anchors[1:])
     apply = partial(_rewrite, context, group)
-    return Match(PATTERN, _work(group), context.shapes, apply, group.inputs, takes=takes)
+    return Match(
+        PATTERN, _work(group), context.shapes, apply, group.inputs, takes=takes,
+        arguments=_arguments(context, group), not_on_gpus=NOT_MEASURED,
+    )  # fmt: skip
+
+
+def _arguments(context: Context, group: Group) -> AllReduceUpdate:
+    """What is known of them; numbers are not, nor are states needed."""
+    params = [tensor(next(iter(update.changed))) for update in group.updates]
+    grads = [tensor(gradient.input) for gradient in group.gradients]
+    known = [[t for t in tensors if t is not None] for tensors in (params, grads)]
+    nothing = torch.empty(0, device="meta")
+    return AllReduceUpdate(
+        known[0], [], known[1], nothing, [], None if group.limits is None else nothing,
+        group.updates[0].rule, group.anchors[0].reduce_op or "", [], context.group, context.order,
+        context.site,
+    )  # fmt: skip
 
 
 def _work(group: Group) -> Work:

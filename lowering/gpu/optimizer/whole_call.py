@@ -36,13 +36,12 @@ def run_whole_update(args: AllReduceUpdate) -> Any:
 
 
 def whole_update_call(args: AllReduceUpdate) -> GpuCall | None:
-    """The op as the kernels take it; None for what is left to the reference. All ranks decide alike: nothing
-    counts but options, dtypes and sizes."""
-    grads, params = {g.dtype for g in args.grads}, {p.dtype for p in args.params}
-    if args.limits is not None or RULES[args.rule].by_norms or len(grads) != 1 or len(params) != 1:
+    """The op as the kernels take it, in whose arguments `gpu_gap` finds no gap; None for what is left to the
+    reference. All ranks decide alike: nothing counts but dtypes and sizes."""
+    if not args.grads or any(state.dtype != torch.float32 for state in args.states):
         return None
-    dtypes = grads.pop(), params.pop()
-    if not {*dtypes} <= {*DTYPES} or any(state.dtype != torch.float32 for state in args.states):
+    dtypes = args.grads[0].dtype, args.params[0].dtype
+    if not {*dtypes} <= {*DTYPES}:
         return None
     buckets, workspace = args.buckets, workspace_of(args.group_name, args.grads[0])
     elements = buckets.offsets[-1]

@@ -101,7 +101,7 @@ def _launch_packets(
 
 
 PACKETS: Kernel[WholeUpdateProblem, WholePacketsConfig] = Kernel(
-    "packets",
+    "whole_packets",
     lambda problem: (WholePacketsConfig(), WholePacketsConfig(warps=16)),
     needs=lambda config, problem: whole_packets_needs(
         problem.buckets, problem.dtypes[0].itemsize, problem.world
