@@ -3,8 +3,9 @@
     P[t] = the sum of rows of `exchange_tokens`          Y = sum over ranks of P, fp32, in rank order
 
 A. A program computes an item of P and sends it to the ranks that add it up, as packets of 4 bytes of values
-   and the epoch: for an all_reduce to every rank, for a reduce_scatter to its owner. This rank gets its own
-   part in the same manner, so a program need not add up what it has computed.
+   and the epoch: for an all_reduce to every rank, for a reduce_scatter to its owner. A rank also sends its
+   own part to itself. So the program that adds up an item may be another one than the program that computed
+   it.
 B. A program takes the packets of one item from all ranks, adds them up and stores the sum.
 
 There is no signal, and nothing to reset: a packet with another epoch has not arrived. Shares of the programs
@@ -39,7 +40,7 @@ MOST_ELEMENTS = 1 << 19
 
 @dataclass(frozen=True)
 class TokenPacketsConfig:
-    """length: elements of an item, of which a thread has 8."""
+    """length: elements of an item. A thread computes 8 of them."""
 
     length: int = 512
 

@@ -12,11 +12,12 @@ D. Take the packets of a bucket from its owner, and store them to the parameters
     rank 1   A: gradients --+    +--> B: sum, u, squares --+    +--> C: step, update --+    +--> D: store
 
 Every owner of a tensor adds the same sums in the same order, so all have the same step. u is kept as packets
-in the memory of its own rank, since C may run in another program than B: a packet needs no fence. So is each
-sum, two packets of 32 of its 64 bits.
+in the memory of its own rank, since C may run in another program than B: a packet needs no fence. A sum is
+two packets, each with 32 of its 64 bits.
 
 Shares of A and B are those of `update_packets`. C waits for B of other programs. A program that waits there
-does a share of B that no program has taken, so C ends wherever programs are placed.
+does a share of B that no program has taken, so C ends wherever programs are placed. Programs of the margin
+draw no tickets, unless they do a share of B: the program that would draw has not been placed.
 """
 
 from collections.abc import Sequence
@@ -26,7 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from autofuse.native_kernels.gpu.memory import Need, PeerMemory, launch
+from autofuse.native_kernels.gpu.memory import Need, PeerMemory
 
 from .comm import (
     CODES_PER_SITE,
@@ -46,11 +47,11 @@ from .lamb_parts import direction_of, span_of, step_of
 from .packet_shares import end_packets, further, look, mark, marks_of, take_or_help, through, unmarked
 from .patience import any_thread
 from .shares import A, B, announce, firm, start
-from .update_launch import KINDS
 from .update_packet_parts import (
     UpdatePacketsConfig,
     bits_of,
     has_arrived,
+    launch_packets,
     send_buckets,
     send_parameters,
     take_parameters,
@@ -61,7 +62,7 @@ from .update_parts import FP16, FP32, LENGTH, at, buckets_of, elements_of, lanes
 WORDS = tl.constexpr(4)
 """Packets of the sums of a bucket: two for the parameter, two for u, lower bits first."""
 TAKEN = tl.constexpr(128)
-"""Buckets whose sums are taken at once."""
+"""The number of buckets whose sums a program takes in one wait."""
 
 
 def lamb_packets_needs(most: int, world: int) -> Need:
@@ -236,7 +237,9 @@ def lamb_packets(
                 other = unmarked(state, B, adding, epoch)
                 if other >= 0:
                     item = other
-            if (share < 0) & (item >= count):
+                    if unit == ENDLESS:  # of the margin, in the place of programs that draw
+                        unit = drawn(draw(state + STATE_TICKETS))
+            if (share < 0) & (item >= count) & (unit >= count):
                 last, _ = through(state, B, program, left, programs, epoch)
                 going = tl.full((), 0, tl.int32)
     if last != 0:
@@ -259,13 +262,8 @@ def launch_lamb_packets(
     compile_only: bool = False,
 ) -> None:
     """A step. Arguments are those of `launch_update_packets`. memory: at least `lamb_packets_needs`."""
-    world, most = memory.world, max(most, 1)
-    programs = min(memory.programs, int(triton.next_power_of_2((world - 1) * most)))
-    launch(
-        lamb_packets, programs, compile_only,
-        words, buckets, rates, *states, rates if master is None else master, memory.packets.addresses,
-        memory.state,
-        most, programs, 1 / world if mean else 1.0, memory.rank, site, memory.packets.half(torch.int64),
-        W=world, GRAD=KINDS[dtypes[0]], PARAM=KINDS[dtypes[1]], UNIT=unit, MASTER=master is not None,
-        SOURCES=triton.next_power_of_2(world), num_warps=config.warps, num_stages=1,
+    tensors = words, buckets, rates, *states, rates if master is None else master
+    launch_packets(
+        lamb_packets, memory, tensors, most, dtypes, unit, mean, config, site, compile_only,
+        MASTER=master is not None,
     )  # fmt: skip

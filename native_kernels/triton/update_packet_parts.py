@@ -1,4 +1,4 @@
-"""Parts that the kernels share in which an optimizer exchanges packets.
+"""Parts that the kernels share in which an optimizer exchanges packets, and their launch.
 
 bits_of, values_of   the payload of packets, and back
 has_arrived          whether packets are of this call
@@ -10,13 +10,20 @@ A rank has two halves of packets (int64). A half begins with two regions [W, buc
 1024]: gradients, then parameters, by their source.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from autofuse.native_kernels.gpu.memory import PeerMemory, launch
 
 from .comm import CODES_PER_SITE, COPYING, peer, put_packets, tag_of
 from .packet_shares import take_or_help
+from .update_launch import KINDS
 from .update_parts import LENGTH, at, buckets_of, elements_of, item_and_peer, lanes
 
 MOST_BUCKETS = 128
@@ -105,3 +112,21 @@ def take_parameters(
     if ended != 0:
         tl.store(param, values_of(new, PARAMS), mask=mask & has_arrived(new, epoch))
     return share, other, ended
+
+
+def launch_packets(
+    kernel: Any, memory: PeerMemory, tensors: Sequence[Tensor], most: int,
+    dtypes: tuple[torch.dtype, torch.dtype], unit: int, mean: bool, config: UpdatePacketsConfig, site: int,
+    compile_only: bool, **constants: Any,
+) -> None:  # fmt: skip
+    """A step by a kernel of packets. tensors: of the kernel, up to the master weights; constants: those that
+    only this kernel has; all else as `launch_update_packets` takes it."""
+    world, most = memory.world, max(most, 1)
+    programs = min(memory.programs, int(triton.next_power_of_2((world - 1) * most)))
+    launch(
+        kernel, programs, compile_only,
+        *tensors, memory.packets.addresses, memory.state,
+        most, programs, 1 / world if mean else 1.0, memory.rank, site, memory.packets.half(torch.int64),
+        W=world, GRAD=KINDS[dtypes[0]], PARAM=KINDS[dtypes[1]], UNIT=unit,
+        SOURCES=triton.next_power_of_2(world), num_warps=config.warps, num_stages=1, **constants,
+    )  # fmt: skip

@@ -28,17 +28,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from autofuse.native_kernels.gpu.memory import Need, PeerMemory, launch
+from autofuse.native_kernels.gpu.memory import Need, PeerMemory
 
 from .comm import CODES_PER_SITE, REDUCING, begin, half_of, peer, tag_of
 from .exchange_row_packets import in_order
 from .packet_shares import end_packets, further, look, mark, marks_of, take_or_help, through, unmarked
 from .patience import any_thread
 from .shares import A, B, announce, firm, start
-from .update_launch import KINDS
 from .update_packet_parts import (
     UpdatePacketsConfig,
     has_arrived,
+    launch_packets,
     send_buckets,
     send_parameters,
     take_parameters,
@@ -175,15 +175,9 @@ def launch_update_packets(
 ) -> None:
     """A step. Arguments are those of `launch_update_exchange`, with at most MOST_BUCKETS buckets in a run.
     memory: at least `update_packets_needs`."""
-    world, most = memory.world, max(most, 1)
-    programs = min(memory.programs, int(triton.next_power_of_2((world - 1) * most)))
     none = [rates] * (3 - len(states))
-    launch(
-        update_packets, programs, compile_only,
-        words, buckets, rates, *states, *none, rates if master is None else master,
-        memory.packets.addresses, memory.state,
-        most, programs, 1 / world if mean else 1.0, memory.rank, site, memory.packets.half(torch.int64),
-        W=world, GRAD=KINDS[dtypes[0]], PARAM=KINDS[dtypes[1]], UNIT=unit, RULE=rule,
-        MASTER=master is not None, SOURCES=triton.next_power_of_2(world), num_warps=config.warps,
-        num_stages=1,
+    tensors = words, buckets, rates, *states, *none, rates if master is None else master
+    launch_packets(
+        update_packets, memory, tensors, most, dtypes, unit, mean, config, site, compile_only,
+        RULE=rule, MASTER=master is not None,
     )  # fmt: skip

@@ -51,7 +51,7 @@ from autofuse.passes.graph.layout import Size
 from .device_table import DeviceTable
 
 PLAIN = "mm"
-"""The kind of a sum of matmuls, and of what is no product."""
+"""The kind of a plain sum of matmuls. Tasks that reduce no product have it, too."""
 
 Value: TypeAlias = Any
 """A number, or a sympy expression."""
@@ -77,7 +77,7 @@ class Task:
     kept: Size = 0
     """Bytes of extra outputs, which the fused op copies."""
     product: str = PLAIN
-    """The kind of what is reduced on GPUs (`lowering/gpu/dense/factors.py`)."""
+    """The kind of the product that the op reduces; `lowering/gpu/dense/factors.py` lists the kinds."""
 
     @property
     def key(self) -> str:

@@ -3,8 +3,8 @@
 Only what is shipped counts: ranks compile apart, and may find other measurements of their own. Pooled
 embeddings and dtypes without kernels are left to the cost model.
 
-Ranks may also have products of their own, such as a bias that one rank adds. So the kind of a product counts
-in what is shown of a site, and in no decision.
+The ranks may also have different products: one rank alone may add a bias. All ranks must decide alike.
+Therefore the kind of a product changes the times that a report shows, and no decision.
 """
 
 from __future__ import annotations

@@ -363,6 +363,7 @@ def cases() -> dict[str, Update]:
     bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
     many = (4096, 20, 1, 1024, 2000, 64)
     aligned = (4096, 20, 1024, 2000, 64)
+    lamb = Update(many, "lamb", (bf16, bf16), True, (0,), rows=4, zero=(3,), still=(2,), most=4.0)
     return {
         "adam": Update(aligned),
         "odd lengths": Update(many, mean=False, rows=2),
@@ -383,9 +384,7 @@ def cases() -> dict[str, Update]:
         "lamb, odd lengths": Update(
             many, "lamb", mean=False, rows=2, zero=(1, 4), still=(1, 2), config=replace(CONFIG, group=1)
         ),
-        "lamb, master": Update(
-            many, "lamb", (bf16, bf16), True, (0,), rows=4, zero=(3,), still=(2,), most=4.0
-        ),
+        "lamb, master": lamb,
         "lamb, pieces": Update(many, "lamb", (bf16, fp32), config=replace(CONFIG, piece=4)),
         "lamb, clipped": Update(many, "lamb", (bf16, bf16), rows=2, max_norm=1.5),
         "lamb, clipped, pieces": Update(
@@ -408,19 +407,7 @@ def cases() -> dict[str, Update]:
         "packets, a rank with less": Update((1500, 40), config=UpdatePacketsConfig()),
         "lamb packets, a rank with less": Update((1500, 40), "lamb", config=UpdatePacketsConfig()),
         "lamb packets": Update(aligned, "lamb", config=UpdatePacketsConfig()),
-        "lamb packets, odd lengths": Update(
-            many,
-            "lamb",
-            (bf16, bf16),
-            True,
-            (0,),
-            False,
-            4,
-            UpdatePacketsConfig(),
-            zero=(3,),
-            still=(2,),
-            most=4.0,
-        ),
+        "lamb packets, odd lengths": replace(lamb, mean=False, config=UpdatePacketsConfig()),
         "lamb packets, shared tensors": Update(
             (4096, 1, 4096), "lamb", (bf16, fp32), rows=3, config=UpdatePacketsConfig()
         ),

@@ -59,11 +59,13 @@ def test_programs_that_are_placed_late(interpreters: Interpreters, seed: int) ->
     interpreters(2).run(run_updates, calls, seed, timeout=120)
 
 
-def test_programs_of_packets_that_are_placed_late(interpreters: Interpreters) -> None:
-    """Others have made their share of the sums, which they must not make again."""
+@pytest.mark.parametrize("firm", [1, 8])
+def test_programs_of_packets_that_are_placed_late(interpreters: Interpreters, firm: int) -> None:
+    """Others have made their share of the sums, which they must not make again. With one firm program, those
+    of the margin do all of its work if it is late."""
     calls = [call for name, call in cases().items() if "packets" in name and "long" not in name]
     for seed in range(2):
-        interpreters(2).run(run_updates, calls, seed, 8, timeout=120)
+        interpreters(2).run(run_updates, calls, seed, firm, timeout=120)
 
 
 @pytest.mark.parametrize(

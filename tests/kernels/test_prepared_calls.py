@@ -210,7 +210,7 @@ CALLS = {
     ),
     VOCABULARY: (
         VocabularyProblem(SCATTER, 8, 64, WORLD, torch.bfloat16, 132, True),
-        "tokens",
+        "token_packets",
         lambda workspace, found: MAKE[VOCABULARY](workspace, found, CALLS[VOCABULARY][0]),
         dense.QUICK[SCATTER],
         (
@@ -451,7 +451,7 @@ def test_a_transposed_x_is_copied_for_kernels_that_read_it(kind: str) -> None:
                 for _ in range(calls):
                     (y,) = dense.run_reduce(REDUCE, FUSED_OPS[REDUCE].parse((list(each[0]), *each[1:])))
             assert copies.count == (calls if reads and each[0][0] is x else 0)
-        # All are one kind of calls, of which only those go on the short way whose x needs no copy.
+        # All calls have one kind. Only a call whose x needs no copy takes the short way.
         (made,) = workspace.calls.values()
         keys = [dense.QUICK[REDUCE].kind(each) for each in given]
         assert keys[0] is None

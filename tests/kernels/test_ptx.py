@@ -52,7 +52,7 @@ KERNELS = {
     "matmul_all_gather": {"matmul_gather", "matmul_gather_packets"},
 }
 OPS = tuple(KERNELS)
-PACKETS = ("matmul_packets", "matmul_gather_packets", "exchange_row_packets")
+PACKETS = ("matmul_packets", "matmul_gather_packets", "exchange_row_packets", "exchange_token_packets")
 """Kernels without signals."""
 
 BARRIER = re.compile(r"\bbar\.(sync|red)")
@@ -73,6 +73,8 @@ LABEL = re.compile(r"^\$?\w+:")
 GPU_SCOPE = re.compile(r"\b(ld|st|red|atom)\.[\w.]*\bgpu\b")
 POLL = re.compile(r"\bld\.volatile\.global\.(?P<type>[\w.]+)")
 PUT = re.compile(r"\bst\.global\.(?P<type>[\w.]+)")
+PACKET = {"b64", "v2.b64"}
+"""The types of an access to packets, which holds payload and epoch."""
 REGISTER = re.compile(r"%rd\d+")
 ADDRESS = re.compile(r"\[\s*(%rd\d+)")
 LOADED = re.compile(r"\bld\.shared(?!\.[su]32)")
@@ -327,18 +329,19 @@ def check_scopes(kernel: Kernel, where: str) -> None:
 def check_packets(kernel: Kernel, where: str) -> None:
     """Payload and epoch of a packet are one access of 8 bytes, never two elements of 4 bytes in a vector."""
     if kernel.name in PACKETS:
-        polls = [
-            match["type"]
-            for line in kernel.lines
-            if (match := POLL.search(line)) and kernel.is_from_memory(line)
-        ]
-        assert {"b32"} < set(polls) <= {"b32", "b64", "v2.b64"}, f"{where}: {polls}"  # b32: Record.STOP
-        puts = [
-            match["type"]
-            for line in kernel.lines
-            if (match := PUT.search(line)) and kernel.is_from_memory(line)
-        ]
-        assert {"b32"} < set(puts) <= {"b32", "b64", "v2.b64"}, f"{where}: {puts}"  # b32: the failure record
+        check_polls(kernel, where)
+        puts = types_of(kernel, PUT)
+        assert {"b32"} < puts <= {"b32", *PACKET}, f"{where}: {puts}"  # b32: the failure record
+
+
+def check_polls(kernel: Kernel, where: str) -> None:
+    polls = types_of(kernel, POLL)
+    assert {"b32"} < polls <= {"b32", *PACKET}, f"{where}: {polls}"  # b32: Record.STOP
+
+
+def types_of(kernel: Kernel, access: re.Pattern[str]) -> set[str]:
+    """The types of accesses to addresses that the kernel has loaded from memory."""
+    return {m["type"] for line in kernel.lines if (m := access.search(line)) and kernel.is_from_memory(line)}
 
 
 def check_decisions(kernel: Kernel, where: str) -> None:

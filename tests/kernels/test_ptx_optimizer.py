@@ -21,12 +21,14 @@ from autofuse.native_kernels.triton.update_packets import launch_update_packets,
 from tests.kernels.test_ptx import (
     ACQUIRE,
     GPU_SCOPE,
-    POLL,
+    PACKET,
     PUT,
     Kernel,
     check_decisions,
+    check_polls,
     compile_launch,
     compile_launches,
+    types_of,
 )
 from tests.kernels.test_ptx_embedding import (
     COUNT,
@@ -131,13 +133,9 @@ def test_packets(
         code = RULES[rule].code
         kernel, cubin = compile_launch(lambda: launch_update_packets(*given, code, True, config))
     where = f"{rule}, {dtypes}, {world}"
-    polls, puts = (
-        [m["type"] for line in kernel.lines if (m := kind.search(line)) and kernel.is_from_memory(line)]
-        for kind in (POLL, PUT)
-    )
-    packets = {"b64", "v2.b64"}  # payload and epoch are one access
-    assert {"b32"} < set(polls) <= {"b32", *packets}, f"{where}: {polls}"  # b32: Record.STOP
-    assert packets & set(puts), f"{where}: {puts}"  # besides parameters
+    check_polls(kernel, where)
+    puts = types_of(kernel, PUT)
+    assert PACKET & puts, f"{where}: {puts}"  # besides parameters
     check_decisions(kernel, where)
     # The packets of all ranks are in registers at once. LAMB has more values besides.
     most_bytes = {"lamb": (64, 256)}.get(rule, (16, 128))[world > 4]

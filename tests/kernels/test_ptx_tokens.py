@@ -21,7 +21,7 @@ from autofuse.native_kernels.triton.exchange_tokens import (
     launch_token_sums,
     tokens_needs,
 )
-from tests.kernels.test_ptx import ACQUIRE, POLL, PUT, check_decisions, compile_launch
+from tests.kernels.test_ptx import ACQUIRE, check_decisions, check_packets, compile_launch
 from tests.kernels.test_ptx_embedding import (
     COUNT,
     SIGNAL,
@@ -105,13 +105,7 @@ def test_packets(op: str, k: int, wire: torch.dtype, world: int, tmp_path: Path)
             )
         )
         where = f"{op}, {wire}, {world} ranks, {config}"
-        polls, puts = (
-            [m["type"] for line in kernel.lines if (m := kind.search(line)) and kernel.is_from_memory(line)]
-            for kind in (POLL, PUT)
-        )
-        packets = {"b64", "v2.b64"}
-        assert {"b32"} < set(polls) <= {"b32", *packets}, f"{where}: {polls}"  # b32: Record.STOP
-        assert packets & set(puts), f"{where}: {puts}"
+        check_packets(kernel, where)
         check_decisions(kernel, where)
         assert "ld.global.v4.b32" in "\n".join(kernel.lines), where
         assert used(cubin, tmp_path)["STACK"] == 0, where

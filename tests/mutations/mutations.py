@@ -474,6 +474,27 @@ PROTOCOL = (
         _of("kernels", "interpreted_optimizer"),
     ),
     Mutation(
+        "programs of the margin that add up for others draw no tickets",
+        "lamb_packets.py",
+        "if unit == ENDLESS:",
+        "if unit < 0:",
+        _of("kernels", "interpreted_optimizer"),
+    ),
+    Mutation(
+        "the upper half of a packet of two values is that of the lower one",
+        "exchange_token_packets.py",
+        "found = low | (high << 16)",
+        "found = low | (low << 16)",
+        _of("kernels", "interpreted_tokens"),
+    ),
+    Mutation(
+        "items of a program that has not started are not sent by others",
+        "exchange_token_packets.py",
+        "site, share, base, epoch, programs,\n                W,",
+        "site, program, base, epoch, programs,\n                W,",
+        _of("kernels", "interpreted_tokens"),
+    ),
+    Mutation(
         "warps decide each for themselves whether packets are missing",
         "comm.py",
         "return any_thread(tl.max(((packets >> 32) != tag).to(tl.int32), axis=None) != 0)",

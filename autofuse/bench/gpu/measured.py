@@ -32,7 +32,7 @@ from autofuse.lowering.update_rules import RULES
 DENSE = (REDUCE, SCATTER, GATHER, PUBLISH)
 _DTYPE = torch.bfloat16
 _MADE = f", {MADE}"
-"""The end of the op of a point whose product torch computed."""
+"""The suffix of `Point.op` where torch computed the product and a kernel exchanged it."""
 _PROGRAMS = 132
 """Multiprocessors of the GPUs that were measured. No work of rows depends on it."""
 

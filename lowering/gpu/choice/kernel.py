@@ -80,7 +80,7 @@ class Problem(Hashable, Protocol):
 
 
 class OfOp:
-    """A problem of which points of plain calls of its op say something, too."""
+    """A problem whose time may be predicted from the points of every plain call of the same op."""
 
     def is_kin(self: Problem, op: str) -> bool:
         return op == self.op

@@ -61,8 +61,8 @@ class Factors(NamedTuple):
         return dtype_of(self.text, self.w[0].dtype, self.operands)
 
     def computed(self) -> Factors:
-        """Factors whose only x is the product, which torch computes, and whose w is empty. Kernels that
-        exchange a product take it in this form."""
+        """The form in which a kernel takes a product that it only exchanges: torch computes the product, x is
+        the product alone, and w is empty."""
         return Factors([self.product()], [])
 
     def product(self, out: Tensor | None = None) -> Tensor:

@@ -117,7 +117,7 @@ def kernel_work(once: bool, p: PooledProblem) -> Work:
 
 
 def packets_work(p: PooledProblem) -> Work:
-    """As `kernel_work`, in packets, half of which are payload, in one exchange."""
+    """The work of a kernel that sends packets in one exchange. Half of the bytes of a packet are payload."""
     sent = 2 * _sent(p, p.world if p.everywhere else 1)
     return Exchange(f"{p.op} {p.kind} packets", p.multiplied, sent, 2 * sent + p.read, 1)
 

@@ -132,7 +132,7 @@ def _packets_work(p: UpdateProblem) -> Work:
     packets = 2 * 8 * max(p.elements / p.world, LENGTH.value) * (p.world - 1)
     by_norms = RULES[p.rule].by_norms
     touched = p.elements * (2 * grad + 2 * param + (8 * p.states + 16 * by_norms) / p.world)
-    model = f"{p.op} {'lamb_' * by_norms}packets"
+    model = f"{p.op} {'lamb_packets' if by_norms else 'packets'}"
     return Rows(model, touched + 2 * packets, packets, together=False)
 
 
