@@ -1,6 +1,7 @@
 """all_reduce_update of few buckets: one kernel, one exchange, and packets instead of signals.
 
-    sum[t] = round(scale * sum over ranks of grads[t])      fp32, in rank order; scale: 1, or 1 / W for means
+    sum[t] = round(sum over ranks of grads[t])              fp32, in rank order
+    sum[t] = round(sum[t] * fp32(1 / W))                    of means; torch divides so on GPUs
     params[t], states of t = rule(params[t], sum[t], states of t, numbers of t)
 
 Every rank has all parameters and states, and updates them all. A bucket is at most 1024 elements of one
@@ -124,7 +125,7 @@ def whole_update_packets(
                 # Some are missing if the wait has given up: then nothing of the bucket changes.
                 if are_missing(parts, tag_of(epoch)) == 0:
                     total = added_up(tl.where(source == rank, mine, parts.to(tl.uint32)), source, W, grads)
-                    store_values(places, values, total * scale, first, mask, rates, grads, UNIT, RULE)
+                    store_values(places, values, total, scale, first, mask, rates, grads, UNIT, RULE)
                 item += programs
         if (share < 0) & (item >= count):
             if last == 0:

@@ -83,13 +83,15 @@ def load_values(places, mask, RULE: tl.constexpr):
 
 @triton.jit
 def store_values(
-    places, values, total, first, mask, rates, GRADS: tl.constexpr, UNIT: tl.constexpr, RULE: tl.constexpr
-):
+    places, values, total, scale, first, mask, rates,
+    GRADS: tl.constexpr, UNIT: tl.constexpr, RULE: tl.constexpr,
+):  # fmt: skip
     """Round the sum of a bucket, keep it, and update parameters and states by it.
 
-    places, values: what `places_of` and `load_values` have returned; total: fp32 [1, LENGTH].
+    places, values: what `places_of` and `load_values` have returned; total: fp32 [1, LENGTH]; scale: 1, or
+    1 / W of a mean, which graphs have of a sum that is rounded.
     """
-    rounded = total.to(GRADS)
+    rounded = (total.to(GRADS).to(tl.float32) * scale).to(GRADS)
     to = pointers(places[4], first, GRADS, UNIT * GRADS.primitive_bitwidth // 8)
     tl.store(to, rounded, mask=mask & (places[4] != 0))
     p, m, v, most = values

@@ -3,10 +3,14 @@
 from collections.abc import Callable
 
 import pytest
+import torch
 
 from autofuse.native_kernels.gpu.state import CODES_PER_SITE, Record, Wait
 from tests.kernels.calls import SITE
+from tests.kernels.optimizer_calls import Update
 from tests.kernels.whole_update_calls import (
+    WholeUpdate,
+    as_the_reference,
     give_up_whole,
     run_whole_op,
     run_whole_updates,
@@ -54,6 +58,15 @@ def test_programs_of_the_margin(interpreters: Interpreters) -> None:
 @pytest.mark.parametrize("name", ["odd lengths, kept", "momentum"])
 def test_as_the_op_runs_it(interpreters: Interpreters, name: str, on_device: bool) -> None:
     interpreters(2).run(run_whole_op, whole_cases()[name], on_device, timeout=120)
+
+
+@pytest.mark.parametrize("large", [1.0, 1.5e4])
+@pytest.mark.parametrize("mean", [True, False])
+def test_as_the_reference(interpreters: Interpreters, mean: bool, large: float) -> None:
+    """A sum is rounded before it is divided, so that one of large float16 is infinite, and so is its mean."""
+    half = torch.float16
+    call = WholeUpdate(Update((2000, 7), "sgd", (half, torch.float32), mean=mean), kept=(0, 1), large=large)
+    interpreters(2).run(as_the_reference, call, timeout=120)
 
 
 def test_a_lost_rank(interpreters: Interpreters) -> None:

@@ -1,6 +1,7 @@
 """Calls of the kernels of all_reduce_update on ranks that are CPU processes, beside the rules in float64.
 
-Sums are compared bit by bit with sums in float32, in rank order, that are rounded once."""
+Sums are compared bit by bit with sums in float32, in rank order, that are rounded. Means are
+rounded again."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,7 +18,8 @@ from autofuse.lowering.gpu.choice.kernel import ways_of
 from autofuse.lowering.gpu.optimizer.tables import bucket_words, rates_of, unit_of
 from autofuse.lowering.gpu.optimizer.whole_call import run_whole_update, whole_update_call
 from autofuse.lowering.gpu.optimizer.whole_tables import whole_words
-from autofuse.lowering.ops.all_reduce_update import AllReduceUpdate
+from autofuse.lowering.ops.all_reduce_update import OP, AllReduceUpdate
+from autofuse.lowering.ops.library import FUSED_OPS
 from autofuse.lowering.update_rules import RULES, SIGN
 from autofuse.native_kernels.gpu.memory import Need, PeerMemory, cdiv
 from autofuse.native_kernels.gpu.state import State
@@ -48,6 +50,8 @@ class WholeUpdate:
     like: Update
     kept: tuple[int, ...] = ()
     config: WholePacketsConfig = field(default_factory=WholePacketsConfig)
+    large: float = 1.0
+    """Factor of the gradients."""
 
     def buckets(self, world: int) -> Buckets:
         return buckets_of(self.like.numels, world)
@@ -61,7 +65,8 @@ class WholeUpdate:
 
     def grads(self, rank: int, seed: int) -> list[Tensor]:
         generator = torch.Generator().manual_seed(1000 * seed + rank)
-        return [torch.randn(n, generator=generator).to(self.like.dtypes[0]) for n in self.like.numels]
+        every = [self.large * torch.randn(n, generator=generator) for n in self.like.numels]
+        return [g.to(self.like.dtypes[0]) for g in every]
 
     def states(self, seed: int) -> list[Tensor]:
         """State i of tensor t is number i * T + t."""
@@ -73,7 +78,8 @@ class WholeUpdate:
             for total, g in zip(totals, self.grads(rank, seed), strict=True):
                 total += g.float()
         scale = torch.tensor(1 / world if self.like.mean else 1.0)
-        return [(total * scale).to(self.like.dtypes[0]) for total in totals]
+        rounded = [total.to(self.like.dtypes[0]) for total in totals]
+        return [(total.float() * scale).to(total.dtype) for total in rounded]
 
     def expected(self, world: int, seed: int) -> tuple[list[Tensor], list[Tensor]]:
         """All parameters and all states, in fp64."""
@@ -203,6 +209,26 @@ def run_whole_op(rank: int, world: int, call: WholeUpdate, on_device: bool) -> N
         for got, expected in zip(states, of_states, strict=True):
             torch.testing.assert_close(got.double(), expected, rtol=1e-6, atol=1e-6)
             assert got._version
+    dist.barrier()
+
+
+def as_the_reference(rank: int, world: int, call: WholeUpdate) -> None:
+    """Sums, parameters and states of the kernel beside those of the op with plain collectives."""
+    like, memory = call.like, peer_memory(rank, world, call.need(world))
+    found = call.run(replace(memory, programs=2), 0)
+    params, states = like.params(0), call.states(0)
+    numbers, rows = like.numbers().unique(dim=0, return_inverse=True)
+    group, kept = dist.group.WORLD, [t in call.kept for t in range(len(like.numels))]
+    assert group is not None
+    given = AllReduceUpdate(
+        params, states, call.grads(rank, 0), numbers.float(), rows.tolist(), None, like.rule,
+        "avg" if like.mean else "sum", kept, group.group_name, "direct", "here",
+    )  # fmt: skip
+    _, sums = FUSED_OPS[OP].reference(given)
+    assert torch.equal(found[2][:-GUARD], sums)
+    for got, wanted in zip((*found[0], *found[1]), (*params, *states), strict=True):
+        eps = max(1e-6, torch.finfo(wanted.dtype).eps)
+        torch.testing.assert_close(got[:-GUARD], wanted, rtol=eps, atol=2e-6, equal_nan=True)
     dist.barrier()
 
 
