@@ -7,8 +7,10 @@ from functools import partial
 import torch
 from torch import fx
 
-from autofuse.lowering.ops.all_reduce_update import AllReduceUpdate
+from autofuse.lowering.buckets import BUCKET
+from autofuse.lowering.ops.all_reduce_update import MOST_BUCKETS, AllReduceUpdate
 from autofuse.lowering.update_rules import NUMBERS, RULES
+from autofuse.passes.choice.cost_model import Step
 from autofuse.passes.graph.anchors import Anchor
 from autofuse.passes.graph.emit import Emitter
 from autofuse.passes.graph.follow import aten, dtype_of, prims, tensor
@@ -25,6 +27,8 @@ PATTERN = "all_reduce_update"
 NOT_MEASURED = "the kernel for GPUs is not measured yet"
 """A site is kept until it is known to gain."""
 
+TOO_MANY = f"the kernel for GPUs updates up to {MOST_BUCKETS} buckets of {BUCKET} elements"
+
 
 def match_update(anchor: Anchor, context: Context) -> Found:
     group = group_of_updates(anchor, context)
@@ -32,9 +36,12 @@ def match_update(anchor: Anchor, context: Context) -> Found:
         return group
     takes = tuple(a.node for a in group.anchors[1:])
     apply = partial(_rewrite, context, group)
+    work = _work(group)
+    assert work.step is not None
     return Match(
-        PATTERN, _work(group), context.shapes, apply, group.inputs, takes=takes,
-        arguments=_arguments(context, group), not_on_gpus=NOT_MEASURED,
+        PATTERN, work, context.shapes, apply, group.inputs, takes=takes,
+        arguments=_arguments(context, group),
+        not_on_gpus=NOT_MEASURED or (TOO_MANY if work.step.buckets > MOST_BUCKETS else ""),
     )  # fmt: skip
 
 
@@ -62,7 +69,17 @@ def _work(group: Group) -> Work:
         tensors = len(update.changed) + RULES[update.rule].by_norms + (group.limits is not None)
         changed += tensors * nbytes
         sent += nbytes
-    return Work(count=len(group.anchors), bytes_read=changed, sent=sent)
+    return Work(count=len(group.anchors), bytes_read=changed, sent=sent, step=_step(group))
+
+
+def _step(group: Group) -> Step:
+    """Of tensors of several dtypes, that of the first: kernels for GPUs take none."""
+    grad, param = dtype_of(group.gradients[0].input), dtype_of(next(iter(group.updates[0].changed)))
+    assert grad is not None
+    assert param is not None
+    sizes = [elements(gradient) for gradient in group.gradients]
+    buckets = sum(-(-size // BUCKET) for size in sizes)
+    return Step(group.updates[0].rule, grad, param, sum(sizes), buckets, len(sizes))
 
 
 def _rewrite(context: Context, group: Group, emitter: Emitter) -> None:

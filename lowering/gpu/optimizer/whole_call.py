@@ -15,13 +15,13 @@ from autofuse.lowering.gpu.choice.launcher import Launcher
 from autofuse.lowering.gpu.choice.points import shipped
 from autofuse.lowering.gpu.memory.workspace import GpuWorkspace, workspace_of
 from autofuse.lowering.gpu.operands import aligned
-from autofuse.lowering.ops.all_reduce_update import AllReduceUpdate
+from autofuse.lowering.ops.all_reduce_update import OP, AllReduceUpdate
 from autofuse.lowering.update_rules import RULES
 
 from .call import table_of
 from .tables import unit_of
 from .whole_tables import rows_of_numbers, whole_words
-from .whole_ways import DTYPES, OP, WholeUpdateProblem
+from .whole_ways import DTYPES, WholeUpdateProblem
 
 
 @cache
@@ -48,7 +48,9 @@ def whole_update_call(args: AllReduceUpdate) -> GpuCall | None:
     if not elements or workspace.world == 1:
         return None
     count = sum(-(-n // buckets.bucket) for n in buckets.numels)
-    problem = WholeUpdateProblem(elements, count, args.rule, dtypes, workspace.world, workspace.programs)
+    problem = WholeUpdateProblem(
+        elements, count, len(args.grads), args.rule, dtypes, workspace.world, workspace.programs
+    )
 
     def run(way: Way) -> tuple[Tensor, Tensor] | None:
         return _run(workspace, problem, buckets, way, args)

@@ -10,9 +10,12 @@ import torch
 from torch import Tensor
 
 from autofuse.lowering.gpu.choice.kernel import MOST_BYTES, Kernel, Launch, OfOp, Way, only_kernels
-from autofuse.lowering.gpu.choice.work import Rows, Work
+from autofuse.lowering.gpu.choice.work import Rows, Start, Work
+from autofuse.lowering.gpu.dense.work import INDUCTOR_TAIL, collective_work, tail_work
+from autofuse.lowering.ops.all_reduce_update import MOST_BUCKETS, OP
 from autofuse.lowering.update_rules import RULES
 from autofuse.native_kernels.triton.update_launch import KINDS
+from autofuse.native_kernels.triton.update_parts import LENGTH
 from autofuse.native_kernels.triton.whole_update_packets import (
     WholePacketsConfig,
     launch_whole_update_packets,
@@ -20,11 +23,6 @@ from autofuse.native_kernels.triton.whole_update_packets import (
 )
 
 from .ways import TORCH_NCCL
-
-OP = "all_reduce_update"
-
-MOST_BUCKETS = 512
-"""Of a call in packets. Every rank sends all its gradients to every other one, in twice their bytes."""
 
 DTYPES = tuple(KINDS)
 """That gradients and parameters may have."""
@@ -37,6 +35,7 @@ class WholeUpdateProblem(OfOp):
 
     elements: int
     buckets: int
+    tensors: int
     rule: str
     dtypes: tuple[torch.dtype, torch.dtype]
     world: int
@@ -58,14 +57,14 @@ class WholeUpdateProblem(OfOp):
         return sum(dtype.itemsize for dtype in self.dtypes) + 4 * len(RULES[self.rule].states)
 
     def library_ways(self) -> Sequence[Way]:
-        return (Way(TORCH_NCCL, lambda problem: (_torch_work(problem),), replaced=True),)
+        return (Way(TORCH_NCCL, _torch_works, replaced=True),)
 
     def kernels(self) -> Sequence[Kernel[WholeUpdateProblem, Any]]:
         takes = 0 < self.buckets <= MOST_BUCKETS and self.world <= 8 and {*self.dtypes} <= {*DTYPES}
         return (PACKETS,) if takes and not RULES[self.rule].by_norms else ()
 
     def at(self, op: str, m: int, k: int, n: int, world: int) -> WholeUpdateProblem:
-        return replace(self, elements=m, world=world)
+        return replace(self, elements=m, buckets=-(-m // LENGTH.value), tensors=1, world=world)
 
     @property
     def measured_as(self) -> str:
@@ -75,20 +74,47 @@ class WholeUpdateProblem(OfOp):
         """A call changes parameters, so that no training tries the ways."""
 
 
+@dataclass(frozen=True)
+class Packets(Rows):
+    """One exchange of packets and nothing else to wait for: a fit begins with what small sums take."""
+
+    CONSTANTS: ClassVar[Start] = {**Rows.CONSTANTS, "start_us": (8.0, 0.5), "link": (0.9, 0.3)}
+
+
 def _touched(p: WholeUpdateProblem) -> float:
-    """Bytes that are read or written: gradients twice, parameters and states before and after."""
+    """Bytes that are read or written: gradients, and parameters and states before and after."""
     grad, param = (dtype.itemsize for dtype in p.dtypes)
-    return p.elements * (2 * grad + 2 * param + 8 * len(RULES[p.rule].states))
+    return p.elements * (grad + 2 * param + 8 * len(RULES[p.rule].states))
 
 
-def _torch_work(p: WholeUpdateProblem) -> Work:
-    sent = 2 * p.elements * p.dtypes[0].itemsize * (p.world - 1) / p.world
-    return Rows(f"{p.op} torch", _touched(p), sent, together=False, starts=2)
+def _reduced(p: WholeUpdateProblem, collectives: int) -> list[Work]:
+    """all_reduces of NCCL that share out the gradients."""
+    nbytes = p.elements * p.dtypes[0].itemsize
+    return [collective_work("all_reduce", nbytes / collectives, p.world)] * collectives
+
+
+def _torch_works(p: WholeUpdateProblem) -> Sequence[Work]:
+    """As the op's reference has it: tensor by tensor, in kernels of torch."""
+    each = p.tensors
+    return (*_reduced(p, each), Rows(f"{p.op} torch", 3 * _touched(p), 0.0, together=False, starts=each))
+
+
+def kept_works(p: WholeUpdateProblem, collectives: int) -> Sequence[Work]:
+    """What Inductor makes of a graph that keeps its all_reduces: a kernel a tensor, beside the next
+    all_reduce. So those behind the last one count."""
+    kernels = max(1, p.tensors // collectives)
+    return *_reduced(p, collectives), *[tail_work(_touched(p) / p.tensors, INDUCTOR_TAIL)] * kernels
+
+
+def numbers_work() -> Work:
+    """The kernel of Inductor that makes the numbers of a fused op of a graph."""
+    return tail_work(0.0, INDUCTOR_TAIL)
 
 
 def _packets_work(config: WholePacketsConfig, p: WholeUpdateProblem) -> Work:
     sent = whole_packets_needs(p.buckets, p.dtypes[0].itemsize, 1).packets / 2 * (p.world - 1)
-    return Rows(f"{p.op} packets", _touched(p) + 2 * sent, sent, together=False)
+    grads = p.elements * p.dtypes[0].itemsize  # read to be sent, and again to be added
+    return Packets(f"{p.op} packets", _touched(p) + grads + 2 * sent, sent, together=False)
 
 
 def _launch_packets(
