@@ -149,6 +149,24 @@ def test_what_is_not_predicted_to_gain_is_kept(size: int, world: int, gains: boo
     assert gains or site.reason is Reason.NOT_PROFITABLE
 
 
+def test_updates_alike_are_one_op() -> None:
+    """Tensors of one rule, with one row of numbers: every tensor has its own nodes for the same rates."""
+    gm, report = fused([1000, 40, 2048, 7])
+    assert [site.op for site in report.sites] == ["autofuse::all_reduce_update"] * 4, report.sites
+    (given,) = _calls(gm.graph)
+    assert [g.meta["val"].numel() for g in given["grads"]] == [1000, 40, 2048, 7]
+    assert given["rows"] == [0] * 4
+    assert given["numbers"].meta["val"].shape == (1, NUMBERS)
+
+
+def test_one_op_has_as_many_buckets_as_a_kernel_takes() -> None:
+    size = MOST_BUCKETS * 1024 // 2
+    gm, report = fused([size, 5, size, 9, 3 * size, 11], policy="always")
+    found = [[g.meta["val"].numel() for g in given["grads"]] for given in _calls(gm.graph)]
+    assert found == [[size, 5], [size, 9, 11]]
+    assert [site.fused for site in report.sites] == [True, True, True, True, False, True]
+
+
 def _in_the_form_of_gpus(rank: int, world: int, name: str) -> list[tuple[Any, str]]:
     with patch.object(update_rule, "_is_host", lambda device: False):
         return on_cpus.check(rank, world, on_cpus.FUSED[name], (31, 65), "", on_cpus._how(False))
