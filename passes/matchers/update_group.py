@@ -76,11 +76,14 @@ def group_of_updates(anchor: Anchor, context: Context) -> Group | Reject:
     rules = {update.rule: None for update in updates}
     if len(rules) > 1:
         return Reject(Reason.UNSUPPORTED_VARIANT, f"{' and '.join(rules)} are updates of one buffer")
-    val = tensor(anchor.node)
-    on_gpus = val is not None and val.device.type == "cuda"
     group = _group((anchor,), gradients, updates)
-    found = _with_others(group, context) if on_gpus else group
+    found = _with_others(group, context) if _is_on_gpu(anchor) else group
     return found if isinstance(found, Reject) else _checked(found)
+
+
+def _is_on_gpu(anchor: Anchor) -> bool:
+    val = tensor(anchor.node)
+    return val is not None and val.device.type == "cuda"
 
 
 def _group(anchors: Sequence[Anchor], gradients: Sequence[Anchor], updates: Sequence[Update]) -> Group:

@@ -9,6 +9,8 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch._inductor.config
+import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import Tensor, fx
 from torch._inductor.decomposition import select_decomp_table
@@ -17,18 +19,20 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 pytest.importorskip("triton")
 
+import autofuse
 from autofuse.lowering.gpu import support
+from autofuse.lowering.ops import all_reduce_update
 from autofuse.lowering.ops.all_reduce_update import MOST_BUCKETS
 from autofuse.lowering.update_rules import NUMBERS, RULES, adam_terms, numbers_at, sgd_terms
 from autofuse.passes import Settings, fuse
 from autofuse.passes.graph.functional import arguments
-from autofuse.passes.matchers import optimizer_update, update_rule
+from autofuse.passes.matchers import optimizer_update, update_group, update_rule
 from autofuse.passes.reasons import Reason
 from autofuse.passes.report import GraphReport
 from tests.ranks import RankPool
 
 from . import test_optimizer_updates as on_cpus
-from .harness import fake_group
+from .harness import became, fake_group
 
 Ranks = Callable[[int], RankPool]
 B1, B2, EPS, DECAY = 0.9, 0.99, 1e-8, 0.1
@@ -176,6 +180,68 @@ def _in_the_form_of_gpus(rank: int, world: int, name: str) -> list[tuple[Any, st
 def test_numbers_have_the_values_that_they_have_on_the_host(ranks: Ranks, name: str) -> None:
     found = ranks(2).run(_in_the_form_of_gpus, name, timeout=200)
     assert found == [[(on_cpus.UPDATE, "")]] * 2
+
+
+def several(p: list[Tensor], g: list[Tensor], m: list[Tensor], v: list[Tensor], t: Tensor) -> list[Tensor]:
+    """AdamW of the first three; a fourth by another rule; a fifth whose gradient depends on the first; and a
+    sum that is read, too."""
+    t.add_(1)
+    group = dist.group.WORLD
+    assert group is not None
+    read: list[Tensor] = []
+    for i in (0, 1, 2, 4):
+        given = g[i] + p[0].sum() if i == 4 else g[i]
+        total = funcol.all_reduce(given, "avg", group)
+        m[i].lerp_(total, 1 - B1)
+        v[i].mul_(B2).addcmul_(total, total, value=1 - B2)
+        u = (m[i] / (1 - B1**t)) / ((v[i] / (1 - B2**t)).sqrt() + EPS)
+        p[i].sub_(0.1 * (u + DECAY * p[i]))
+        if i == 1:
+            read.append(total.square().sum())
+            p[3].sub_(0.1 * funcol.all_reduce(g[3], "avg", group))
+    return read
+
+
+def _several(rank: int, world: int, generated: bool) -> tuple[list[tuple[Any, str]], list[int]]:
+    """Sites, and how many gradients each call of the op has had."""
+    torch._dynamo.reset()
+    shapes = ((7, 30), (5,), (64, 3), (11,), (2, 2))
+    kept, found = [], []
+    for state in (kept, found):
+        torch.manual_seed(3)
+        state += [[torch.rand(shape) for shape in shapes] for _ in range(4)]
+        torch.manual_seed(rank)
+        state += [torch.zeros(())]
+        state[1] = [torch.randn(shape) for shape in shapes]
+    calls: list[int] = []
+    op = all_reduce_update.run_whole_update
+
+    def counted(args: Any) -> Any:
+        calls.append(len(args.grads))
+        return op(args)
+
+    with (
+        patch.object(update_rule, "_is_host", lambda device: False),
+        patch.object(update_group, "_is_on_gpu", lambda anchor: True),
+        patch.object(all_reduce_update, "run_whole_update", counted),
+        torch._inductor.config.patch(force_disable_caches=True),
+        autofuse.debug() as report,
+        torch.no_grad(),
+    ):
+        call = torch.compile(several, fullgraph=True, **on_cpus._how(generated))
+        for _ in range(2):
+            torch.testing.assert_close(call(*found), several(*kept))
+            torch.testing.assert_close(found[:4], kept[:4], rtol=2e-5, atol=2e-6)
+    return became(report), calls
+
+
+@pytest.mark.parametrize("generated", [False, True])
+def test_one_op_has_the_results_of_many(ranks: Ranks, generated: bool) -> None:
+    """Those that are updated alike, and that nothing between them computes."""
+    (sites, calls), other = ranks(2).run(_several, generated, timeout=200)
+    assert other == (sites, calls)
+    assert sites == [(on_cpus.UPDATE, "")] * 5
+    assert calls == [3, 1, 1] * 2
 
 
 @pytest.mark.parametrize("rule", ["adam", "amsgrad", "sgd", "momentum"])
