@@ -3,6 +3,7 @@
 Sums are compared bit by bit with sums in float32, in rank order, that are rounded. Means are
 rounded again."""
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -131,9 +132,10 @@ class WholeUpdate:
 
 def run_whole_updates(
     rank: int, world: int, calls: Sequence[WholeUpdate], programs: int = 3, firm: int = 3,
-    late: int | None = None,
+    late: int | None = None, begins_late: bool = False,
 ) -> None:  # fmt: skip
-    """One call after another on one memory, by ranks that straggle."""
+    """One call after another on one memory, by ranks that straggle. begins_late: a rank makes its call when
+    the programs of the others have waited."""
     need = Need()
     for call in calls:
         need |= call.need(world)
@@ -141,6 +143,7 @@ def run_whole_updates(
     memory.state[State.FIRM] = firm
     with straggling(rank), placed(rank, memory, late) as given:
         for number, call in enumerate(calls):
+            time.sleep(1.0 if begins_late and rank == number % world else 0)
             call.check(replace(given, programs=programs), number)
     assert memory.state[State.EPOCH : State.FIRM].tolist() == [len(calls)] + 10 * [0]
     dist.barrier()
