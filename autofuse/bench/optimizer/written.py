@@ -132,10 +132,11 @@ def _update(
 
 
 def _by_name(shapes: Shapes, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, Step]]:
-    """The op alone: every step is the first one, whose numbers are on the GPU."""
+    """The op alone in all its ways, that of plain collectives among them: every step is the first one, whose
+    numbers are on the GPU."""
     from autofuse.lowering.gpu import by_name
 
-    for way in by_name.names(OP, _arguments(_params(shapes, dtype, device)), False):
+    for way in by_name.names(OP, _arguments(_params(shapes, dtype, device)), True):
         params = _params(shapes, dtype, device)
         yield f"{OURS} {way}", (partial(by_name.run, way, OP, _arguments(params)), params)
 
