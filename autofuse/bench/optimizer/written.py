@@ -74,11 +74,11 @@ def _mean(grads: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _params(shapes: Shapes, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """With gradients that differ from rank to rank."""
+    """With gradients that differ from rank to rank: multiples of 1 / 8, whose sums are exact in any order."""
     weights, grads = (torch.Generator(device).manual_seed(seed) for seed in (0, 1 + dist.get_rank()))
     params = [torch.randn(s, generator=weights, device=device).to(dtype) for s in shapes]
     for p in params:
-        p.grad = torch.randn(p.shape, generator=grads, device=device).to(dtype)
+        p.grad = (torch.randint(-8, 9, p.shape, generator=grads, device=device) / 8).to(dtype)
     return params
 
 
