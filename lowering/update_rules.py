@@ -25,6 +25,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -42,14 +43,19 @@ _SGD_LR, _SGD_DECAY, _M_KEEP, _M_TAKE, _OF_G, _OF_M = range(6)
 EXCLUDED, GUARDED, UNGUARDED = 0.0, 1.0, 2.0
 """How LAMB adapts a tensor."""
 
+Row: TypeAlias = Sequence[float] | Sequence[Tensor]
+
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule. `update(p, g, states, row)` changes p and states in place; that of LAMB returns u instead."""
+    """A rule. `update(p, g, states, row)` changes p and states in place; that of LAMB returns u instead.
+
+    row: numbers, or tensors of no dims where p lies, for which nobody waits.
+    """
 
     code: int
     states: tuple[str, ...]
-    update: Callable[[Tensor, Tensor, Sequence[Tensor], Sequence[float]], Tensor | None]
+    update: Callable[[Tensor, Tensor, Sequence[Tensor], Row], Tensor | None]
     by_norms: bool = False
 
 
@@ -140,34 +146,50 @@ def factor(limits: Sequence[float], norm: float) -> float:
     return math.nan if math.isnan(norm) or math.isnan(found) else min(most, found)
 
 
-def _adam(p: Tensor, g: Tensor, states: Sequence[Tensor], row: Sequence[float]) -> None:
-    second = _advance(g.add(p, alpha=row[_DECAY]), states, row)
+def _adam(p: Tensor, g: Tensor, states: Sequence[Tensor], row: Row) -> None:
+    second = _advance(_plus(g, p, row[_DECAY]), states, row)
     if len(states) > 2:
         second = torch.maximum(states[2], second, out=states[2])
-    p.mul_(row[_KEEP]).addcdiv_(states[0], second.sqrt().mul_(row[_ROOT]).add_(row[_EPS]), value=-row[_STEP])
+    divisor, step = second.sqrt().mul_(row[_ROOT]).add_(row[_EPS]), row[_STEP]
+    p.mul_(row[_KEEP])
+    if isinstance(step, Tensor):
+        p.sub_(states[0] / divisor * step)
+    else:
+        p.addcdiv_(states[0], divisor, value=-step)
 
 
-def _lamb(p: Tensor, g: Tensor, states: Sequence[Tensor], row: Sequence[float]) -> Tensor:
+def _lamb(p: Tensor, g: Tensor, states: Sequence[Tensor], row: Row) -> Tensor:
     second = _advance(g, states, row)
     u = row[_STEP] * states[0] / (second.sqrt() * row[_ROOT] + row[_EPS])
-    return u.add_(p, alpha=row[_DECAY])
+    return _add(u, p, row[_DECAY])
 
 
-def _advance(g: Tensor, states: Sequence[Tensor], row: Sequence[float]) -> Tensor:
-    m, v = states[:2]
+def _advance(g: Tensor, states: Sequence[Tensor], row: Row) -> Tensor:
+    (m, v), take = states[:2], row[_TAKE2]
     m.lerp_(g, row[_TAKE1])
-    return v.mul_(row[_KEEP2]).addcmul_(g, g, value=row[_TAKE2])
+    v.mul_(row[_KEEP2])
+    return v.add_(g * g * take) if isinstance(take, Tensor) else v.addcmul_(g, g, value=take)
 
 
-def _sgd(p: Tensor, g: Tensor, states: Sequence[Tensor], row: Sequence[float]) -> None:
-    p.sub_(g.add(p, alpha=row[_SGD_DECAY]), alpha=row[_SGD_LR])
+def _sgd(p: Tensor, g: Tensor, states: Sequence[Tensor], row: Row) -> None:
+    _add(p, _plus(g, p, row[_SGD_DECAY]), -row[_SGD_LR])
 
 
-def _momentum(p: Tensor, g: Tensor, states: Sequence[Tensor], row: Sequence[float]) -> None:
+def _momentum(p: Tensor, g: Tensor, states: Sequence[Tensor], row: Row) -> None:
     (m,) = states
-    g = g.add(p, alpha=row[_SGD_DECAY])
-    m.mul_(row[_M_KEEP]).add_(g, alpha=row[_M_TAKE])
-    p.sub_(g * row[_OF_G] + m * row[_OF_M], alpha=row[_SGD_LR])
+    g = _plus(g, p, row[_SGD_DECAY])
+    _add(m.mul_(row[_M_KEEP]), g, row[_M_TAKE])
+    _add(p, g * row[_OF_G] + m * row[_OF_M], -row[_SGD_LR])
+
+
+def _plus(a: Tensor, b: Tensor, times: float | Tensor) -> Tensor:
+    """a + times * b"""
+    return a + b * times if isinstance(times, Tensor) else a.add(b, alpha=times)
+
+
+def _add(a: Tensor, b: Tensor, times: float | Tensor) -> Tensor:
+    """a += times * b"""
+    return a.add_(b * times) if isinstance(times, Tensor) else a.add_(b, alpha=times)
 
 
 RULES = {

@@ -217,6 +217,7 @@ def optimizer(
     captured: Annotated[bool, typer.Option(help="On GPUs, replay steps from CUDA graphs.")] = False,
     clipped: Annotated[bool, typer.Option(help="Clip gradients by their global norm.")] = False,
     training: Annotated[bool, typer.Option(help="Measure whole training steps instead.")] = False,
+    written: Annotated[bool, typer.Option(help="Measure compiled steps in tensor ops instead.")] = False,
     seconds: Annotated[float, typer.Option(help="Time for a row, about.")] = 3.0,
     json: Json = None,
     markdown: Markdown = None,
@@ -238,9 +239,12 @@ def optimizer(
             raise ValueError("--captured: expected --device cuda")
         if training and (captured or clipped):
             raise ValueError("--training: training steps are neither captured nor clipped")
+        if written and (training or clipped):
+            raise ValueError("--written: steps in tensor ops are neither clipped nor training steps")
         options = Options(
-            tuple(rows or ()), dtypes, lamb, seconds, captured=captured, clipped=clipped, training=training
-        )
+            tuple(rows or ()), dtypes, lamb, seconds, captured=captured, clipped=clipped, training=training,
+            written=written,
+        )  # fmt: skip
         if device == "cuda":
             torchrun.join("bench optimizer --device cuda")
             _tell(table(run_on_gpus(options, json)), [], load, None, markdown)

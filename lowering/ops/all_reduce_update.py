@@ -25,15 +25,18 @@ from torch import Tensor
 from autofuse.lowering.buckets import Buckets, buckets_of
 from autofuse.lowering.cpu.update_executor import piece_shapes
 from autofuse.lowering.cpu.whole_update import run_whole_update
-from autofuse.lowering.ops.library import FusedOp, register
+from autofuse.lowering.ops.library import FusedOp, Gap, register
 from autofuse.lowering.orders import PlanShape
 from autofuse.lowering.plan import Family
 from autofuse.lowering.reference.layout import all_reduce
 from autofuse.lowering.torch_internals import group_size
-from autofuse.lowering.update_rules import LR, RULES, SIGN, factor, trust
+from autofuse.lowering.update_rules import LR, RULES, SIGN, Row, factor, trust
 from autofuse.native_kernels.cpu import DTYPES
 
 OP = "all_reduce_update"
+
+MOST_BUCKETS = 512
+"""Of a call on GPUs. Every rank sends all its gradients to every other one, in twice their bytes."""
 
 
 class AllReduceUpdate(NamedTuple):
@@ -79,19 +82,29 @@ def _reference(args: AllReduceUpdate) -> tuple[Tensor, Tensor]:
     if args.limits is not None:
         squares = torch.stack([s.double().square().sum() for s in sums]).to(args.numbers.device)
         scale = factor(args.limits.tolist(), float(squares.sum().sqrt()))
-    for t, row in enumerate(args.every_row().tolist()):
+    rows = _rows(args)
+    for t, number in enumerate(args.rows):
+        row = rows[number]
         param, states = args.params[t].detach(), [s.detach() for s in args.states[t::count]]
         new = param.float()
         total = sums[t].float().view(new.shape) * (scale * row[SIGN])
         direction = rule.update(new, total, states, row)
         if direction is not None:
+            known = [float(number) for number in row]
             of_p, of_u = (float(x.double().square().sum()) for x in (new, direction))
-            new.sub_(direction, alpha=row[LR] * trust(row, of_p, of_u))
+            new.sub_(direction, alpha=known[LR] * trust(known, of_p, of_u))
         if new is not param:
             param.copy_(new)
     torch.autograd.graph.increment_version([*args.params, *args.states])
     kept = [s.reshape(-1) for s, keep in zip(sums, args.keep_sums, strict=True) if keep]
     return squares, torch.cat(kept) if kept else args.room_for_sums()
+
+
+def _rows(args: AllReduceUpdate) -> list[Row]:
+    """The numbers; those on a GPU stay there, so that nobody waits and a CUDA graph can be captured."""
+    if args.numbers.is_cuda:
+        return [row.unbind() for row in args.numbers.float().unbind()]
+    return list(args.numbers.tolist())
 
 
 def _plan_shape(args: AllReduceUpdate) -> PlanShape:
@@ -104,6 +117,17 @@ def _cpu(args: AllReduceUpdate) -> Any:
     return run_whole_update(args) if known and wide else NotImplemented
 
 
+def _run_on_gpus(args: AllReduceUpdate) -> Any:
+    from autofuse.lowering.gpu.optimizer.whole_call import run_whole_update
+
+    return run_whole_update(args)
+
+
+def _are_mixed(args: AllReduceUpdate) -> bool:
+    of_tensors = ({t.dtype for t in tensors} for tensors in (args.params, args.grads))
+    return any(len(dtypes) > 1 for dtypes in of_tensors)
+
+
 register(
     FusedOp(
         name=OP,
@@ -114,6 +138,24 @@ register(
         fake=_fake,
         reference=_reference,
         cpu=_cpu,
+        cuda=_run_on_gpus,
+        gpu_gaps=(
+            Gap(
+                lambda args: args.limits is not None,
+                "GPU kernels do not clip gradients that are reduced whole",
+                "clip by `max_norm` of `autofuse.optim`",
+            ),
+            Gap(
+                lambda args: RULES[args.rule].by_norms,
+                "GPU kernels do not update whole tensors by LAMB",
+                "use `autofuse.optim.LAMB`",
+            ),
+            Gap(
+                _are_mixed,
+                "GPU kernels update by gradients of one dtype parameters of one dtype",
+                "give the tensors of a flat buffer one dtype",
+            ),
+        ),
         plan_shape=_plan_shape,
         shapes=lambda args: tuple(tuple(g.shape) for g in args.grads),
     )

@@ -54,7 +54,8 @@ _COEFFICIENT = re.compile(r"\d+\.\d+(e[+-]?\d+)?")
 
 TORCH_MARGIN = 0.1
 """On GPUs, a site of static size is kept if what it replaces is predicted to be the fastest of all ways, and
-our fastest kernel to take by this part longer: so much that a measurement is not expected to turn it."""
+our fastest kernel to take by this part longer: so much that a measurement is not expected to turn it. No
+call of all_reduce_update can go back to what it replaces, which Inductor generates: no loss is risked."""
 
 MARGIN = 0.05
 """A site is fused despite a predicted loss of up to this part at some sizes, if other sizes gain."""
@@ -163,8 +164,9 @@ def task_of(anchor: Anchor, match: Match, world: int, order: str) -> Task:
     sent = of_anchor if work.sent is None else work.sent
     dtype = str(source.dtype).removeprefix("torch.")
     task = Task(
-        match.pattern, world, dtype, order, sent, work.matmuls, work.count, work.bytes_read, work.bytes_kept
-    )
+        match.pattern, world, dtype, order, sent, work.matmuls, work.count, work.bytes_read, work.bytes_kept,
+        step=work.step,
+    )  # fmt: skip
     return task.map(match.shapes.meaning)
 
 
@@ -247,7 +249,8 @@ def _predict_ways(
     texts = ("", "") if known else (str(fused), str(apart))
     key = task.map(lambda size: evaluate(size, hints)).key
     prediction = Prediction(fused, apart, *texts, condition, predictor.model.gpu.name, task=key)
-    if known or found[0] < found[2] or found[1] <= found[2] * (1 + TORCH_MARGIN):
+    margin = 0.0 if task.step else TORCH_MARGIN
+    if known or found[0] < found[2] or found[1] <= found[2] * (1 + margin):
         return Choice(prediction, True, None if known else apart)
     why = f"as torch: what it replaces is the fastest here, {apart} us; our fastest kernel {found[1]:.1f} us"
     return Choice(prediction, False, apart, why)

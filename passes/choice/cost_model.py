@@ -58,6 +58,19 @@ Value: TypeAlias = Any
 
 
 @dataclass(frozen=True)
+class Step:
+    """An update of whole tensors by what is reduced, for the prices on GPUs. Sizes are those of all tensors;
+    grad, param: dtypes."""
+
+    rule: str
+    grad: torch.dtype
+    param: torch.dtype
+    elements: int
+    buckets: int
+    tensors: int
+
+
+@dataclass(frozen=True)
 class Task:
     """The compute and the collective of a site. Sizes are those of one rank, as numbers or expressions."""
 
@@ -78,6 +91,8 @@ class Task:
     """Bytes of extra outputs, which the fused op copies."""
     product: str = PLAIN
     """The kind of the product that the op reduces; `lowering/gpu/dense/factors.py` lists the kinds."""
+    step: Step | None = None
+    """No part of the key: formulas do not know it."""
 
     @property
     def key(self) -> str:
@@ -86,7 +101,7 @@ class Task:
         return " ".join(
             f"{f.name}={matmuls if f.name == 'matmuls' else getattr(self, f.name)}"
             for f in fields(self)
-            if (f.name, self.product) != ("product", PLAIN)
+            if f.name != "step" and (f.name, self.product) != ("product", PLAIN)
         )
 
     @classmethod

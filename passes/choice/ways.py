@@ -28,6 +28,7 @@ from .cost_model import PLAIN, Task
 if TYPE_CHECKING:
     from autofuse.lowering.gpu.choice.correction import Predictor
     from autofuse.lowering.gpu.choice.kernel import Problem
+    from autofuse.lowering.gpu.optimizer.whole_ways import WholeUpdateProblem
 
 _DTYPES = ("bfloat16", "float16")
 _MADE_DTYPES = tuple(str(dtype).removeprefix("torch.") for dtype in GPU_DTYPES)
@@ -61,6 +62,7 @@ def times(task: Task, predictor: Predictor) -> tuple[float, float, float] | None
         return None
     from autofuse.lowering.gpu.choice.choose import choose
     from autofuse.lowering.gpu.choice.kernel import fused_ways, ways_of
+    from autofuse.lowering.gpu.optimizer.whole_ways import WholeUpdateProblem
 
     if not fused_ways(problem):  # a size may be 0
         return None
@@ -68,7 +70,20 @@ def times(task: Task, predictor: Predictor) -> tuple[float, float, float] | None
     ours = [each.us for each in found if ways[each.way].fused]
     more = _others(task, predictor)
     apart = next(each.us for each in found if ways[each.way].replaced)
+    if isinstance(problem, WholeUpdateProblem):
+        more, apart = _round_a_step(problem, task.count, predictor)
     return choose(problem, predictor).us + more, min(ours) + more, apart + more
+
+
+def _round_a_step(problem: WholeUpdateProblem, collectives: Any, predictor: Predictor) -> tuple[float, float]:
+    """What a graph needs besides the op, and what it takes without the op: Inductor generates both."""
+    from autofuse.lowering.gpu.optimizer.whole_ways import kept_works, numbers_work
+
+    model = predictor.model
+    of_numbers, *kept = (
+        w.us(model.of, model.gpu) for w in (numbers_work(), *kept_works(problem, collectives))
+    )
+    return of_numbers, sum(kept)
 
 
 def taken_us(task: Task, predictor: Predictor) -> float | None:
@@ -97,6 +112,13 @@ def _known(t: Tensor) -> Any:
 
 
 def problem_of(task: Task, programs: int) -> Problem | None:
+    if task.step is not None:
+        from autofuse.lowering.gpu.optimizer.whole_ways import WholeUpdateProblem
+
+        step, dtypes = task.step, (task.step.grad, task.step.param)
+        return WholeUpdateProblem(
+            step.elements, step.buckets, step.tensors, step.rule, dtypes, task.world, programs
+        )
     if not task.matmuls or task.pooled:
         return None
     from autofuse.lowering.gpu.dense.factors import MADE

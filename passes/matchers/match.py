@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from autofuse.lowering.cpu import support as cpu
+from autofuse.passes.choice.cost_model import Step
 from autofuse.passes.graph.anchors import Anchor
 from autofuse.passes.graph.emit import Emitter
 from autofuse.passes.graph.follow import Shapes, aten, expression, tensor
@@ -76,6 +77,7 @@ class Work:
     """Bytes of extra outputs, such as a gathered tensor that has other users."""
     sent: Size | None = None
     """Bytes of the inputs of all collectives that the op replaces; None for those of the anchor alone."""
+    step: Step | None = None
 
 
 @dataclass(frozen=True)

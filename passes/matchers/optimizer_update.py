@@ -7,7 +7,10 @@ from functools import partial
 import torch
 from torch import fx
 
+from autofuse.lowering.buckets import BUCKET
+from autofuse.lowering.ops.all_reduce_update import MOST_BUCKETS, AllReduceUpdate
 from autofuse.lowering.update_rules import NUMBERS, RULES
+from autofuse.passes.choice.cost_model import Step
 from autofuse.passes.graph.anchors import Anchor
 from autofuse.passes.graph.emit import Emitter
 from autofuse.passes.graph.follow import aten, dtype_of, prims, tensor
@@ -21,6 +24,11 @@ from .update_rule import number_of, numbers_of
 
 PATTERN = "all_reduce_update"
 
+NOT_MEASURED = "the kernel for GPUs is not measured yet"
+"""A site is kept until it is known to gain."""
+
+TOO_MANY = f"the kernel for GPUs updates up to {MOST_BUCKETS} buckets of {BUCKET} elements"
+
 
 def match_update(anchor: Anchor, context: Context) -> Found:
     group = group_of_updates(anchor, context)
@@ -28,7 +36,26 @@ def match_update(anchor: Anchor, context: Context) -> Found:
         return group
     takes = tuple(a.node for a in group.anchors[1:])
     apply = partial(_rewrite, context, group)
-    return Match(PATTERN, _work(group), context.shapes, apply, group.inputs, takes=takes)
+    work = _work(group)
+    assert work.step is not None
+    return Match(
+        PATTERN, work, context.shapes, apply, group.inputs, takes=takes,
+        arguments=_arguments(context, group),
+        not_on_gpus=NOT_MEASURED or (TOO_MANY if work.step.buckets > MOST_BUCKETS else ""),
+    )  # fmt: skip
+
+
+def _arguments(context: Context, group: Group) -> AllReduceUpdate:
+    """What is known of them; numbers are not, nor are states needed."""
+    params = [tensor(next(iter(update.changed))) for update in group.updates]
+    grads = [tensor(gradient.input) for gradient in group.gradients]
+    known = [[t for t in tensors if t is not None] for tensors in (params, grads)]
+    nothing = torch.empty(0, device="meta")
+    return AllReduceUpdate(
+        known[0], [], known[1], nothing, [], None if group.limits is None else nothing,
+        group.updates[0].rule, group.anchors[0].reduce_op or "", [], context.group, context.order,
+        context.site,
+    )  # fmt: skip
 
 
 def _work(group: Group) -> Work:
@@ -42,7 +69,17 @@ def _work(group: Group) -> Work:
         tensors = len(update.changed) + RULES[update.rule].by_norms + (group.limits is not None)
         changed += tensors * nbytes
         sent += nbytes
-    return Work(count=len(group.anchors), bytes_read=changed, sent=sent)
+    return Work(count=len(group.anchors), bytes_read=changed, sent=sent, step=_step(group))
+
+
+def _step(group: Group) -> Step:
+    """Of tensors of several dtypes, that of the first: kernels for GPUs take none."""
+    grad, param = dtype_of(group.gradients[0].input), dtype_of(next(iter(group.updates[0].changed)))
+    assert grad is not None
+    assert param is not None
+    sizes = [elements(gradient) for gradient in group.gradients]
+    buckets = sum(-(-size // BUCKET) for size in sizes)
+    return Step(group.updates[0].rule, grad, param, sum(sizes), buckets, len(sizes))
 
 
 def _rewrite(context: Context, group: Group, emitter: Emitter) -> None:

@@ -1,4 +1,5 @@
-"""What one op reduces and updates: gradients of one buffer, or all that are scaled by their norm."""
+"""What one op reduces and updates: gradients of one buffer, all that are scaled by their norm, or, on GPUs,
+those of several tensors that are updated alike."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from torch import fx
 
 from autofuse.lowering.update_rules import SIGN
 from autofuse.passes.graph.anchors import Anchor, find_anchors
-from autofuse.passes.graph.follow import dtype_of
+from autofuse.passes.graph.follow import dtype_of, tensor
 from autofuse.passes.graph.paths import all_below, depends_on, stops_above
 from autofuse.passes.reasons import Reason, Reject
 
@@ -19,6 +20,7 @@ from .update_algebra import Coefficient
 from .update_clip import Limits, Norms
 from .update_norms import NotARule
 from .update_rule import Update, is_read, scaled_late, symbols_in, update_of
+from .update_runs import run_of
 
 
 @dataclass(frozen=True)
@@ -74,8 +76,53 @@ def group_of_updates(anchor: Anchor, context: Context) -> Group | Reject:
     rules = {update.rule: None for update in updates}
     if len(rules) > 1:
         return Reject(Reason.UNSUPPORTED_VARIANT, f"{' and '.join(rules)} are updates of one buffer")
+    group = _group((anchor,), gradients, updates)
+    found = _with_others(group, context) if _is_on_gpu(anchor) else group
+    return found if isinstance(found, Reject) else _checked(found)
+
+
+def _is_on_gpu(anchor: Anchor) -> bool:
+    val = tensor(anchor.node)
+    return val is not None and val.device.type == "cuda"
+
+
+def _group(anchors: Sequence[Anchor], gradients: Sequence[Anchor], updates: Sequence[Update]) -> Group:
     scalars = {name: node for update in updates for name, node in update.scalars.items()}
-    return _checked(Group((anchor,), gradients, updates, scalars))
+    return Group(anchors, gradients, updates, scalars)
+
+
+def _with_others(group: Group, context: Context) -> Group | Reject:
+    """The group with later all_reduces, if it has the first of those that one kernel for GPUs can take: many
+    exchanges that wait for nothing but each other's start take as long as one."""
+    (anchor,), rule = group.anchors, group.updates[0].rule
+    together = run_of(anchor)
+    first, *others = together
+    if first.node is not anchor.node:
+        leads = _updates_like(first, rule, context)
+        why = f"it is kept, as {first.node.name} is, the first of those that one op can update"
+        return group if leads is None else Reject(Reason.UNSUPPORTED_VARIANT, why)
+    anchors, gradients, updates = [anchor], [*group.gradients], [*group.updates]
+    for other in others:
+        found = _updates_like(other, rule, context)
+        if found is not None:
+            anchors.append(other)
+            gradients += found[0]
+            updates += found[1]
+    larger = _group(anchors, gradients, updates)
+    below = all_below(a.node for a in anchors)
+    return group if any(node in below for node in larger.inputs) else larger
+
+
+def _updates_like(anchor: Anchor, rule: str, context: Context) -> tuple[list[Anchor], list[Update]] | None:
+    """The gradients of the anchor with their updates; None if these are not all by the rule, and by values
+    that are known before the sum is."""
+    gradients = parts_of(anchor)
+    updates = _updates(gradients, context)
+    if isinstance(updates, Reject) or any(update.rule != rule for update in updates):
+        return None
+    if any(_late(gradient, update) for gradient, update in zip(gradients, updates, strict=True)):
+        return None
+    return gradients, updates
 
 
 def _late(gradient: Anchor, update: Update) -> fx.Node | None:

@@ -10,7 +10,7 @@ import sympy
 import torch
 from torch import fx
 
-from autofuse.lowering.update_rules import GUARDED, UNGUARDED
+from autofuse.lowering.update_rules import GUARDED, NUMBERS, UNGUARDED
 from autofuse.passes.graph.anchors import Anchor
 from autofuse.passes.graph.emit import CannotEmit, Emitter
 from autofuse.passes.graph.follow import aten, is_view, prims, tensor
@@ -305,18 +305,59 @@ def _sgd(left: dict[fx.Node, Polynomial]) -> Known:
 
 
 def numbers_of(emitter: Emitter, values: Sequence[Coefficient], scalars: dict[str, fx.Node]) -> fx.Node:
-    """The row of a rule (`lowering.update_rules`), or other numbers, as a vector."""
-    return emitter.call(aten.cat.default, [number_of(emitter, value, scalars) for value in values])
+    """The rows of a rule (`lowering.update_rules`), or other numbers, as a vector on the device of the sum.
+
+    No value leaves the device, so that nobody waits for it; one on the host is an argument of a kernel.
+    """
+    if _is_host(_device(emitter)):
+        return emitter.call(aten.cat.default, [number_of(emitter, value, scalars) for value in values])
+    rows = [values[at : at + NUMBERS] for at in range(0, len(values), NUMBERS)]
+    vectors = [_chosen_by_place(emitter, row, scalars) for row in rows]
+    return vectors[0] if len(vectors) == 1 else emitter.call(aten.cat.default, vectors)
+
+
+def _chosen_by_place(emitter: Emitter, values: Sequence[Coefficient], scalars: dict[str, fx.Node]) -> fx.Node:
+    """A vector in pointwise ops alone, which Inductor makes one kernel of: a cat of many is many kernels."""
+    place = emitter.numbers(len(values), emitter.anchor)
+    total = emitter.call(aten.full.default, [len(values)], 0.0, **_options(emitter))
+    for i, value in enumerate(values):
+        if _is_known(value) and float(value) == 0.0:
+            continue
+        here = emitter.call(aten.eq.Scalar, place, i)
+        total = emitter.call(aten.where.self, here, _of_no_dims(emitter, value, scalars), total)
+    return total
 
 
 def number_of(emitter: Emitter, value: Coefficient, scalars: dict[str, fx.Node]) -> fx.Node:
     """A coefficient as a tensor of one element."""
-    if not isinstance(value, sympy.Expr) or value.is_number:
-        options = {"dtype": torch.float32, "device": torch.device("cpu"), "pin_memory": False}
-        return emitter.call(aten.full.default, [1], float(value), **options)
+    if _is_known(value):
+        return emitter.call(aten.full.default, [1], float(value), **_options(emitter))
+    return emitter.call(aten.reshape.default, _of_no_dims(emitter, value, scalars), [1])
+
+
+def _of_no_dims(emitter: Emitter, value: Coefficient, scalars: dict[str, fx.Node]) -> fx.Node:
+    if _is_known(value):
+        return emitter.call(aten.full.default, [], float(value), **_options(emitter))
     node = _scalar(emitter, value, scalars)
-    node = emitter.call(prims.convert_element_type.default, node, torch.float32)
-    return emitter.call(aten.reshape.default, node, [1])
+    return emitter.call(prims.convert_element_type.default, node, torch.float32)
+
+
+def _is_known(value: Coefficient) -> bool:
+    return not isinstance(value, sympy.Expr) or bool(value.is_number)
+
+
+def _device(emitter: Emitter) -> torch.device:
+    val = tensor(emitter.anchor)
+    assert val is not None
+    return val.device
+
+
+def _is_host(device: torch.device) -> bool:
+    return device.type == "cpu"
+
+
+def _options(emitter: Emitter) -> dict[str, object]:
+    return {"dtype": torch.float32, "device": _device(emitter), "pin_memory": False}
 
 
 def _scalar(emitter: Emitter, value: sympy.Expr, scalars: dict[str, fx.Node]) -> fx.Node:

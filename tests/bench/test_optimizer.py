@@ -6,8 +6,9 @@ from math import prod
 import pytest
 import torch
 
-from autofuse.bench.optimizer.cells import CELLS
-from autofuse.bench.optimizer.rows import ALONE, OURS, Options, Row, table
+import autofuse
+from autofuse.bench.optimizer.cells import CELLS, FEW_BUCKETS
+from autofuse.bench.optimizer.rows import ALONE, OURS, WRITTEN, Options, Row, table
 from autofuse.bench.optimizer.run import _measure
 from autofuse.bench.optimizer.training import TRAINING
 from tests.ranks import RankPool
@@ -42,6 +43,25 @@ def test_a_training_step(ranks: Callable[[int], RankPool]) -> None:
     (row, _) = ranks(2).run(_training)
     assert list(row.us) == [OURS, f"{OURS} in the backward", "DDP", "FSDP2", ALONE]
     assert row.best[0] in ("DDP", "FSDP2")
+
+
+def _written(rank: int, world: int, cell: str, dtype: str) -> tuple[Row, list[str]]:
+    options = Options((), (dtype,), False, 0.0, written=True)
+    with autofuse.debug() as report:
+        row = _measure(cell, FEW_BUCKETS[cell], WRITTEN, dtype, options, torch.device("cpu"))
+    return row, [site.pattern or "" for site in report.fused]
+
+
+@pytest.mark.parametrize(
+    ("cell", "dtype", "flat"),
+    [("2^10", "bfloat16", False), pytest.param("8 of 2^15", "float32", True, marks=pytest.mark.full)],
+)
+def test_a_step_in_tensor_ops(ranks: Callable[[int], RankPool], cell: str, dtype: str, flat: bool) -> None:
+    """All peers have the parameters of AdamW in float64, and ours is fused."""
+    (row, fused), other = ranks(2).run(_written, cell, dtype, timeout=200)
+    assert (row, fused) == other
+    assert fused == ["all_reduce_update"] * len(FEW_BUCKETS[cell])
+    assert list(row.us) == [OURS, "Inductor", *["Inductor, one flat all_reduce"] * flat]
 
 
 def test_the_table() -> None:

@@ -123,6 +123,15 @@ ENDS = torch.tensor([3, 8], dtype=torch.int32)
             (*DISPATCH[:5], None, None, [4], [4], 1, 1, False),
             "equal parts of rows",
         ),
+        ("all_reduce_update", ([X], [], [X], W, [0], None, "sgd", "sum", [False]), ""),
+        ("all_reduce_update", ([X.half()], [], [X], W, [0], None, "sgd", "sum", [False]), ""),
+        ("all_reduce_update", ([X], [], [X], W, [0], W, "sgd", "sum", [False]), "do not clip"),
+        ("all_reduce_update", ([X], [X, X], [X], W, [0], None, "lamb", "sum", [False]), "by LAMB"),
+        (
+            "all_reduce_update",
+            ([X, X.half()], [], [X] * 2, W, [0, 0], None, "sgd", "sum", [False] * 2),
+            "of one dtype",
+        ),
     ],
 )
 def test_gaps(op: str, arguments: tuple[Any, ...], gap: str) -> None:

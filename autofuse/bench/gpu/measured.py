@@ -27,6 +27,8 @@ from autofuse.lowering.gpu.experts.reduced import TokensProblem
 from autofuse.lowering.gpu.experts.ways import DROPLESS, DroplessProblem, ExpertProblem
 from autofuse.lowering.gpu.optimizer.ways import OP as STEP
 from autofuse.lowering.gpu.optimizer.ways import WITH_CLIPPING, UpdateProblem
+from autofuse.lowering.gpu.optimizer.whole_ways import WholeUpdateProblem
+from autofuse.lowering.ops.all_reduce_update import OP as WHOLE_STEP
 from autofuse.lowering.update_rules import RULES
 
 DENSE = (REDUCE, SCATTER, GATHER, PUBLISH)
@@ -103,6 +105,8 @@ def problem_at(point: Point) -> Problem | None:
         return pooled
     if op.startswith(STEP):
         return _step_at(op.removeprefix(f"{STEP} "), m, n, world)
+    if op.startswith(WHOLE_STEP):
+        return _whole_step_at(op.removeprefix(f"{WHOLE_STEP} "), m, n, world)
     columns = COLUMNS.get((op.removesuffix(DROPLESS), k))
     if columns is None or n % columns:
         return None
@@ -132,6 +136,12 @@ def _step_at(kind: str, elements: int, element_bytes: int, world: int) -> Update
     dtype = torch.float32 if element_bytes - 4 * states == 8 else torch.bfloat16
     owned = -(-elements // world)
     return UpdateProblem(elements, -(-owned // BUCKET), rule, (dtype, dtype), states, world, clips=clips)
+
+
+def _whole_step_at(rule: str, elements: int, element_bytes: int, world: int) -> WholeUpdateProblem:
+    """That of a tensor whose gradient and parameter have one dtype."""
+    dtype = torch.float32 if element_bytes - 4 * len(RULES[rule].states) == 8 else torch.bfloat16
+    return WholeUpdateProblem(elements, -(-elements // BUCKET), 1, rule, (dtype, dtype), world)
 
 
 def weight_of(point: Point) -> tuple[int, int]:

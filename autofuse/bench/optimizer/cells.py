@@ -44,6 +44,12 @@ CELLS: dict[str, Shapes] = {
     "GPT-2, 3 layers": _gpt2(3),
     "Llama-1B, 1 layer": _llama(1),
 }
+FEW_BUCKETS: dict[str, Shapes] = {
+    **{f"2^{n}": [(1 << n,)] for n in (10, 14, 16, 18, 19)},
+    "64 of 2^10": [(1 << 10,)] * 64,
+    "8 of 2^15": [(1 << 15,)] * 8,
+}
+"""Steps that are written in tensor ops: up to 512 buckets of 1024 elements."""
 ON_GPUS: dict[str, Shapes] = {
     **{f"2^{n}": [(1 << n,)] for n in (10, 14, 18, 22, 26, 28)},
     "64 of 2^10": [(1 << 10,)] * 64,

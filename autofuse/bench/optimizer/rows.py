@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 OURS = "autofuse"
+WRITTEN = "AdamW in tensor ops"
+"""Rule of a compiled step in which every rank updates all of its parameters and states."""
 ALONE = "without an exchange"
 """Of a training step: no peer, but what no exchange can be faster than."""
 STATES = 2
@@ -28,6 +30,8 @@ class Options:
     """Whether gradients are clipped by their global norm."""
     training: bool = False
     """Whole training steps instead."""
+    written: bool = False
+    """Compiled steps in tensor ops instead."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +53,9 @@ class Row:
         """The longer of two times: every link moves gradients to their owners and parameters back, and memory
         moves the gradients and states that are read, and the states and parameters that are written."""
         value, state = (4 if self.dtype == "float32" else 2), 2 * STATES * 4
+        owners = 1 if self.rule == WRITTEN else self.world  # that share out the update
         sent = self.elements * 2 * value * (self.world - 1) / self.world
-        touched = self.elements * (2 * value + (state + value) / self.world)
+        touched = self.elements * (2 * value + (state + value) / owners)
         return max(sent / link_gb_per_s, touched / memory_gb_per_s) / 1e3
 
     @property

@@ -25,10 +25,11 @@ from torch import multiprocessing
 
 from autofuse.bench.cpu.run import cores
 
-from .cells import CELLS, ON_GPUS, Shapes
+from .cells import CELLS, FEW_BUCKETS, ON_GPUS, Shapes
 from .peers import Peer, peers
-from .rows import OURS, Options, Row
+from .rows import OURS, WRITTEN, Options, Row
 from .training import TRAINING, TRAINING_ON_GPUS, Model, training_peers
+from .written import check_written, written_peers
 
 Cell: TypeAlias = Shapes | Model
 
@@ -65,7 +66,7 @@ def run_on_gpus(options: Options, json_file: Path | None) -> list[Row]:
     memory = copy_rate(buffer, torch.empty_like(buffer))
     data: dict[str, Any] = {"machine": machine(), **about, "memory_gb_per_s": memory, "rows": []}
     rows = []
-    cells: Mapping[str, Cell] = TRAINING_ON_GPUS if options.training else ON_GPUS
+    cells: Mapping[str, Cell] = _cells(options, ON_GPUS, TRAINING_ON_GPUS)
     for name, rule, dtype in _chosen(cells, options):
         row = _measure(name, cells[name], rule, dtype, options, device)
         limit = None if options.training else row.limit(about["link_gb_per_s"], memory)
@@ -81,7 +82,7 @@ def _rank(rank: int, world: int, directory: str, options: Options) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
     dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=world)
     device = torch.device("cpu")
-    cells: Mapping[str, Cell] = TRAINING if options.training else CELLS
+    cells: Mapping[str, Cell] = _cells(options, CELLS, TRAINING)
     chosen = _chosen(cells, options)
     rows = [_measure(name, cells[name], rule, dtype, options, device) for name, rule, dtype in chosen]
     if rank == 0:
@@ -90,25 +91,39 @@ def _rank(rank: int, world: int, directory: str, options: Options) -> None:
     dist.destroy_process_group()
 
 
+def _cells(
+    options: Options, steps: Mapping[str, Shapes], training: Mapping[str, Model]
+) -> Mapping[str, Cell]:
+    return FEW_BUCKETS if options.written else training if options.training else steps
+
+
 def _chosen(cells: Mapping[str, Cell], options: Options) -> list[tuple[str, str, str]]:
     """Name, rule and dtype of each row."""
     return [
         (name, rule, dtype)
         for name in cells
         if not options.rows or any(part in name for part in options.rows)
-        for rule in ("AdamW", *(["LAMB"] if options.lamb and not options.training else []))
+        for rule in _rules(options)
         for dtype in options.dtypes
     ]
+
+
+def _rules(options: Options) -> Sequence[str]:
+    if options.written:
+        return (WRITTEN,)
+    return ("AdamW", "LAMB") if options.lamb and not options.training else ("AdamW",)
 
 
 def _measure(name: str, cell: Cell, rule: str, dtype: str, options: Options, device: torch.device) -> Row:
     kind = getattr(torch, dtype)
     if isinstance(cell, Model):
         compared = dict(training_peers(cell, kind, device))
+    elif rule == WRITTEN:
+        compared = dict(written_peers(cell, kind, device))
     else:
         compared = dict(peers(rule, cell, kind, device, options))
     elements = sum(p.numel() for p in compared[OURS][1])
-    compared = _right(compared, rule)
+    compared = check_written(compared) if rule == WRITTEN else _right(compared, rule)
     steps = {peer: _replay(step) if options.captured else step for peer, (step, _) in compared.items()}
     for step in steps.values():
         _block(step, 2, device)

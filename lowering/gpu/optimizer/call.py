@@ -124,7 +124,7 @@ def _run(
     """In the kernel; None if it cannot be captured."""
     rule, mean, own = RULES[args.rule], args.reduce_op == "avg", len(RULES[args.rule].states)
     unit, capturing = unit_of(buckets), torch.cuda.is_current_stream_capturing()
-    table = _table(workspace, buckets, capturing)
+    table = table_of(workspace, buckets, capturing)
     sizes = kept_of(way.config, problem, buckets.owned(workspace.rank), len(args.params))
     how = unit, mean, len(args.states), args.numbers.is_cuda
     kind = OP, way.name, args.site, problem, sizes, *how, capturing
@@ -178,7 +178,7 @@ def _nothing() -> None:
     """What a step checks that takes any norm."""
 
 
-def _table(workspace: GpuWorkspace, buckets: Buckets, capturing: bool) -> Tensor | None:
+def table_of(workspace: GpuWorkspace, buckets: Buckets, capturing: bool) -> Tensor | None:
     """The words of buckets on the device; None while a graph is captured, if they are not there yet. They are
     kept as long as the group, since graphs read them."""
     known = _tables.setdefault(workspace, {})
