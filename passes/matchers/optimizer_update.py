@@ -24,9 +24,6 @@ from .update_rule import number_of, numbers_of
 
 PATTERN = "all_reduce_update"
 
-NOT_MEASURED = "the kernel for GPUs is not measured yet"
-"""A site is kept until it is known to gain."""
-
 TOO_MANY = f"the kernel for GPUs updates up to {MOST_BUCKETS} buckets of {BUCKET} elements"
 
 
@@ -41,7 +38,7 @@ def match_update(anchor: Anchor, context: Context) -> Found:
     return Match(
         PATTERN, work, context.shapes, apply, group.inputs, takes=takes,
         arguments=_arguments(context, group),
-        not_on_gpus=NOT_MEASURED or (TOO_MANY if work.step.buckets > MOST_BUCKETS else ""),
+        not_on_gpus=TOO_MANY if work.step.buckets > MOST_BUCKETS else "",
     )  # fmt: skip
 
 

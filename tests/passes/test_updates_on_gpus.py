@@ -78,15 +78,12 @@ def steps(sizes: Sequence[int], t: str, lr: str, dtype: torch.dtype) -> fx.Graph
 
 def fused(
     sizes: Sequence[int], t: str = "cuda", lr: str = "cuda", policy: str = "auto", world: int = 2,
-    dtype: torch.dtype = torch.float32, measured: bool = True,
+    dtype: torch.dtype = torch.float32,
 ) -> tuple[fx.GraphModule, GraphReport]:  # fmt: skip
-    """measured: as if the kernel were."""
-    why = "" if measured else optimizer_update.NOT_MEASURED
     with (
         fake_group(world),
         FakeTensorMode(),
         patch.object(support, "why_not", lambda device: None),
-        patch.object(optimizer_update, "NOT_MEASURED", why),
     ):
         gm = steps(sizes, t, lr, dtype)
         return gm, fuse(gm.graph, Settings(policy=policy), "inference", "0")
@@ -124,13 +121,6 @@ def test_numbers_stay_on_the_gpu(t: str, lr: str) -> None:
         assert not any(kind in name for kind in ("_to_copy", "device_put", "item", "cat", "scalar_dense")), (
             name
         )
-
-
-def test_until_it_is_measured_sites_are_kept() -> None:
-    _, report = fused([72], policy="always", measured=not optimizer_update.NOT_MEASURED)
-    (site,) = report.sites
-    assert site.fused == (not optimizer_update.NOT_MEASURED)
-    assert site.detail == optimizer_update.NOT_MEASURED
 
 
 @pytest.mark.parametrize("policy", ["auto", "always"])

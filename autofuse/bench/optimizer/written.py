@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from types import FunctionType
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch._inductor.config
@@ -34,8 +33,6 @@ Step = tuple[Callable[[], object], list[Tensor]]
 def written_peers(shapes: Shapes, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, Step]]:
     """Ours first: the compiled program, and on GPUs the op by itself in every way of its kernels. Then the
     same program as Inductor compiles it; and one in which gradients are copied to one flat buffer."""
-    if device.type == "cuda":
-        _as_if_measured()
     yield OURS, _compiled(_each, shapes, dtype, device, backend="autofuse", options={"policy": "always"})
     if device.type == "cuda":
         yield from _by_name(shapes, dtype, device)
@@ -155,16 +152,3 @@ def _group() -> dist.ProcessGroup:
     group = dist.group.WORLD
     assert group is not None
     return group
-
-
-def _as_if_measured() -> None:
-    """From now on, in this process, graphs on GPUs fuse such steps, and their calls may run in the kernel."""
-    from autofuse.lowering.gpu.optimizer import whole_call
-    from autofuse.passes.matchers import optimizer_update
-
-    torch._inductor.config.force_disable_caches = True  # graphs that were kept
-    for patched in (
-        patch.object(optimizer_update, "NOT_MEASURED", "", create=True),
-        patch.object(whole_call, "is_measured", lambda: True),
-    ):
-        patched.start()
