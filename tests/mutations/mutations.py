@@ -675,8 +675,8 @@ KERNELS = (
     Mutation(
         "the sum of a short call with a tail is its first result",
         "run.py",
-        "results = found[self._first :] if self._takes_tail",
-        "results = found if self._takes_tail",
+        "results = self._of_tail(found) if self._takes_tail",
+        "results = list(found) if self._takes_tail",
         _of("kernels", "prepared_calls"),
     ),
     Mutation(
@@ -1148,6 +1148,35 @@ SCHEDULES = (
         "if any(digest != proof.digest for digest, _ in of_ranks):",
         "if False:",
         _of("schedules", "ranks"),
+    ),
+    Mutation(
+        "a kernel that a tail follows does not wait for the kernels in front of it",
+        "matmul_packets.py",
+        "    grid_wait()\n    start(state)",
+        "    start(state)",
+        _of("kernels", "ptx"),
+    ),
+    Mutation(
+        "the kernel of a tail begins while a peer may be missing",
+        "dependent.cuh",
+        "    if (present(call.state, rank, call.epoch)) asm",
+        "    asm",
+        _of("kernels", "cuda_ptx"),
+    ),
+    Mutation(
+        "the kernel of a tail reads the sum before it is there",
+        "tail_alone.py",
+        "        grid_wait()  # no kernel of this call has written the operands\n"
+        "        v = read(value, row, exists, column, columns, True, True)\n",
+        "        v = read(value, row, exists, column, columns, True, True)\n        grid_wait()\n",
+        _of("kernels", "ptx_rows"),
+    ),
+    Mutation(
+        "a residual that a later stage reads, too, has the number that it had",
+        "tails.py",
+        "s._replace(operand=number[s.operand], mask=number[s.mask])",
+        "s._replace(mask=number[s.mask])",
+        _of("kernels", "interpreted_rows"),
     ),
     Mutation(
         "results of a tail are replicated whatever its operands are",
