@@ -245,11 +245,11 @@ def launch(kernel: Any, programs: int, compile_only: bool, *args: Any, **setting
     the same kind starts without Triton's dispatch, which takes longer than a small call.
     """
     assert programs <= MOST_SHARES, f"{programs} programs"
+    if is_dependent():
+        settings["launch_pdl"] = True  # Triton compiles such a kernel apart
     if compile_only:
         kernel.warmup(*args, grid=(programs,), **settings)
         return
-    if is_dependent():
-        settings["launch_pdl"] = True
     key = (id(kernel), programs, *map(_kind, args), *settings.values())
     found = _launched.get(key)
     if found is None:

@@ -28,6 +28,8 @@ from autofuse.lowering.gpu.experts.kernels import Fixed
 from autofuse.lowering.gpu.experts.reduced import TokensProblem
 from autofuse.lowering.gpu.experts.ways import COMBINE, DISPATCH, ExpertProblem
 from autofuse.native_kernels.gpu import prepared
+from autofuse.native_kernels.gpu.dependent import dependent_launches
+from autofuse.native_kernels.gpu.memory import launch
 from autofuse.native_kernels.gpu.prepared import Launched, prepare, recording
 from autofuse.native_kernels.triton.exchange_tokens import TokenRows
 from tests.kernels.faked_driver import EVENT, STREAM, Words, faked
@@ -293,3 +295,22 @@ def test_the_launcher_goes_on_the_short_way_until_a_setting_changes() -> None:
         unchanged.return_value = False
         assert again() is None
         assert len(driver.launches) == 1
+
+
+def test_what_is_compiled_ahead_is_what_a_dependent_launch_takes() -> None:
+    """Or the first launch would compile while peers wait for it."""
+    given: list[dict[str, Any]] = []
+
+    class Kernel:
+        params: tuple[Any, ...] = ()
+
+        def warmup(self, *args: Any, grid: Any, **settings: Any) -> None:
+            given.append(settings)
+
+        def __getitem__(self, grid: Any) -> Callable[..., None]:
+            return lambda *args, **settings: given.append(settings)
+
+    with faked(), dependent_launches():
+        for compile_only in (True, False):
+            launch(Kernel(), 1, compile_only, num_warps=4)
+    assert given == [{"num_warps": 4, "launch_pdl": True}] * 2

@@ -12,17 +12,16 @@ from types import FunctionType
 from typing import Any
 
 import torch
-import torch._inductor.config
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import Tensor
 
+from autofuse.lowering.ops.all_reduce_update import OP
 from autofuse.lowering.update_rules import adam_terms, numbers_at
 
 from .cells import Shapes
 from .rows import OURS, WRITTEN
 
-OP = "all_reduce_update"
 BETAS, LR, EPS, DECAY = (0.9, 0.999), 0.1, 1e-3, 0.01
 """With such a rate a step moves parameters of bfloat16, and with such an eps by what their gradients are."""
 
