@@ -3,11 +3,8 @@
 import triton
 import triton.language as tl
 
-from autofuse.native_kernels.gpu.state import State
-
 from .comm import INTERPRET
-
-STATE_PRESENCE = tl.constexpr(State.PRESENCE.value)
+from .shares import STATE_PRESENCE
 
 
 @triton.jit

@@ -23,8 +23,9 @@ from torch import Tensor
 from autofuse.native_kernels.gpu.memory import Need, PeerMemory, cdiv, launch
 
 from .comm import CODES_PER_SITE, REDUCING, begin, half_of, peer, put_packets
-from .packet_shares import end_packets, further, look, mark, next_left, take_or_help, through
-from .shares import A, B, announce, start
+from .packet_shares import end_packets, look, mark, next_item, take_or_help
+from .payloads import sum_of_payloads
+from .shares import A, announce, start
 from .tails import NO_TAIL, UNIT, TailSpec, apply_tail, places, read_operands, rows_fit, write
 
 MOST_TAKEN = 32
@@ -129,9 +130,7 @@ def exchange_row_packets(
                 item = count
             elif share < 0:
                 found = tl.where(source == rank, mine[None, :], parts.to(tl.uint32))
-                low = (found & 0xFFFF).to(tl.uint16).to(dtype, bitcast=True).to(tl.float32)
-                high = (found >> 16).to(tl.uint16).to(dtype, bitcast=True).to(tl.float32)
-                total = tl.interleave(in_order(low, source, W), in_order(high, source, W))[None, :]
+                total = sum_of_payloads(found, source, W, dtype)[None, :]
                 if MEAN:
                     total /= W
                 at = item + line
@@ -141,28 +140,11 @@ def exchange_row_packets(
                     write(results[i], values[i], at, at < count, column, columns, WHOLE[i])
                 item += programs
         if (share < 0) & (item >= count):
-            if last == 0:
-                share = further(seen, programs, state, A, programs, epoch)
-                if share < 0:
-                    last, going = through(state, B, program, left, programs, epoch)
-            if (last != 0) & (going != 0):
-                behind = next_left(state, B, behind, programs, epoch)
-                going = (behind < programs).to(tl.int32)
-                if going != 0:
-                    item = behind
-                left = tl.full((), 0, tl.int32)
-                behind += 1
+            share, item, left, last, behind, going = next_item(
+                seen, item, left, last, behind, going, program, programs, state, epoch
+            )
     if last != 0:
         end_packets(state, epoch)
-
-
-@triton.jit
-def in_order(parts, source, W: tl.constexpr):
-    """The sum over axis 0, one source after another."""
-    total = tl.zeros((parts.shape[1],), tl.float32)
-    for r in tl.static_range(W):
-        total += tl.sum(tl.where(source == r, parts, 0.0), 0)
-    return total
 
 
 @triton.jit

@@ -24,11 +24,11 @@ from torch import Tensor
 from autofuse.native_kernels.gpu.memory import Need, PeerMemory, cdiv, launch
 
 from .comm import CODES_PER_SITE, REDUCING, begin, half_of, peer, put_packets
-from .exchange_row_packets import in_order
 from .exchange_sums import UNIT
 from .exchange_tokens import TokenRows, report_index, sum_of_tokens
-from .packet_shares import end_packets, further, look, mark, next_left, take_or_help, through
-from .shares import A, B, announce, start
+from .packet_shares import end_packets, look, mark, next_item, take_or_help
+from .payloads import sum_of_payloads
+from .shares import A, announce, start
 
 MOST_REGISTERS = 255
 """Of a thread. A multiprocessor has one program."""
@@ -71,19 +71,6 @@ def payloads_of(values, LENGTH: tl.constexpr):
         low, high = tl.split(bits)
         found = low | (high << 16)
     return found
-
-
-@triton.jit
-def sum_of_payloads(packets, source, W: tl.constexpr, DTYPE: tl.constexpr):
-    """The sum over the sources of the values in packets [SOURCES, .], fp32 [LENGTH]."""
-    bits = packets.to(tl.uint32)
-    if DTYPE.primitive_bitwidth == 32:
-        total = in_order(bits.to(DTYPE, bitcast=True), source, W)
-    else:
-        low = (bits & 0xFFFF).to(tl.uint16).to(DTYPE, bitcast=True).to(tl.float32)
-        high = (bits >> 16).to(tl.uint16).to(DTYPE, bitcast=True).to(tl.float32)
-        total = tl.interleave(in_order(low, source, W), in_order(high, source, W))
-    return total
 
 
 @triton.jit
@@ -187,17 +174,9 @@ def exchange_token_packets(
                 tl.store(out + item * LENGTH + within, total.to(WIRE), mask=within < count)
                 item += programs
         if (share < 0) & (item >= items):
-            if last == 0:
-                share = further(seen, programs, state, A, programs, epoch)
-                if share < 0:
-                    last, going = through(state, B, program, left, programs, epoch)
-            if (last != 0) & (going != 0):
-                behind_last = next_left(state, B, behind_last, programs, epoch)
-                going = (behind_last < programs).to(tl.int32)
-                if going != 0:
-                    item = behind_last
-                left = tl.full((), 0, tl.int32)
-                behind_last += 1
+            share, item, left, last, behind_last, going = next_item(
+                seen, item, left, last, behind_last, going, program, programs, state, epoch
+            )
     if last != 0:
         end_packets(state, epoch)
 

@@ -42,10 +42,10 @@ from .comm import (
     tag_of,
 )
 from .embedding_exchange import ENDLESS
-from .exchange_row_packets import in_order
 from .lamb_parts import direction_of, span_of, step_of
 from .packet_shares import end_packets, further, look, mark, marks_of, take_or_help, through, unmarked
 from .patience import any_thread
+from .payloads import in_order
 from .shares import A, B, announce, firm, start
 from .update_packet_parts import (
     UpdatePacketsConfig,

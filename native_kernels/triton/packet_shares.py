@@ -10,6 +10,7 @@ so there is nothing to set back after a call.
     take_or_help    wait for packets, or do what has not been done
     through         count a program that ends; what one of the margin leaves is for the last program
     next_left       for the last program: whose columns were left
+    next_item       the end of a turn of kernels whose programs take items
 """
 
 import triton
@@ -165,6 +166,30 @@ def next_left(state, part: tl.constexpr, first, programs, epoch):
     while (found < programs) & (tl.load(marks + found, volatile=True) != tag):
         found += 1
     return found
+
+
+@triton.jit
+def next_item(seen, item, left, last, behind, going, program, programs, state, epoch):
+    """What a program goes on with that has taken its items; they are `programs` apart.
+
+    It sends for a program that has not started, or ends. The last program takes the items that others have
+    left. seen: what `look` saw; left: 1 if the program leaves its items; last: 1 for the last program;
+    behind: where it looks for the next program that has left; going: 0 to end. Returns the share to send, or
+    -1, and the new `item`, `left`, `last`, `behind` and `going`.
+    """
+    share = tl.full((), -1, tl.int32)
+    if last == 0:
+        share = further(seen, programs, state, A, programs, epoch)
+        if share < 0:
+            last, going = through(state, B, program, left, programs, epoch)
+    if (last != 0) & (going != 0):
+        behind = next_left(state, B, behind, programs, epoch)
+        going = (behind < programs).to(tl.int32)
+        if going != 0:
+            item = behind
+        left = tl.full((), 0, tl.int32)
+        behind += 1
+    return share, item, left, last, behind, going
 
 
 @triton.jit

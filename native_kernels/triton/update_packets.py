@@ -31,9 +31,9 @@ from torch import Tensor
 from autofuse.native_kernels.gpu.memory import Need, PeerMemory
 
 from .comm import CODES_PER_SITE, REDUCING, begin, half_of, peer, tag_of
-from .exchange_row_packets import in_order
 from .packet_shares import end_packets, further, look, mark, marks_of, take_or_help, through, unmarked
 from .patience import any_thread
+from .payloads import in_order
 from .shares import A, B, announce, firm, start
 from .update_packet_parts import (
     UpdatePacketsConfig,

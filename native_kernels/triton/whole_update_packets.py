@@ -36,13 +36,13 @@ from torch import Tensor
 from autofuse.native_kernels.gpu.memory import Need, PeerMemory, launch
 
 from .comm import CODES_PER_SITE, REDUCING, are_missing, begin, half_of, peer, put_packets, tag_of
-from .packet_shares import end_packets, further, look, mark, next_left, take_or_help, through
-from .shares import A, B, announce, start
+from .packet_shares import end_packets, look, mark, next_item, take_or_help
+from .payloads import sum_of_payloads
+from .shares import A, announce, start
 from .update_launch import KINDS
 from .update_parts import FP16, FP32, LENGTH
 from .whole_update_parts import (
     GRADIENT,
-    added_up,
     elements_of,
     load_values,
     payload_of,
@@ -124,21 +124,14 @@ def whole_update_packets(
             elif share < 0:
                 # Some are missing if the wait has given up: then nothing of the bucket changes.
                 if are_missing(parts, tag_of(epoch)) == 0:
-                    total = added_up(tl.where(source == rank, mine, parts.to(tl.uint32)), source, W, grads)
+                    found = tl.where(source == rank, mine, parts.to(tl.uint32))
+                    total = sum_of_payloads(found, source, W, grads)[None, :]
                     store_values(places, values, total, scale, first, mask, rates, grads, UNIT, RULE)
                 item += programs
         if (share < 0) & (item >= count):
-            if last == 0:
-                share = further(seen, programs, state, A, programs, epoch)
-                if share < 0:
-                    last, going = through(state, B, program, left, programs, epoch)
-            if (last != 0) & (going != 0):
-                behind = next_left(state, B, behind, programs, epoch)
-                going = (behind < programs).to(tl.int32)
-                if going != 0:
-                    item = behind
-                left = tl.full((), 0, tl.int32)
-                behind += 1
+            share, item, left, last, behind, going = next_item(
+                seen, item, left, last, behind, going, program, programs, state, epoch
+            )
     if last != 0:
         end_packets(state, epoch)
 

@@ -3,7 +3,6 @@
 elements_of    what lies behind the word of a bucket
 pointers       to the elements of a bucket
 payload_of     the payloads of packets, of elements
-added_up       the sum over the ranks of the elements that payloads have
 places_of      where a bucket's parameters, states and sum lie
 load_values    the parameters and states of a bucket
 store_values   keep the sum of a bucket, and update its parameters and states
@@ -12,9 +11,8 @@ store_values   keep the sum of a bucket, and update its parameters and states
 import triton
 import triton.language as tl
 
-from .exchange_row_packets import in_order
 from .gemm import pack
-from .update_packet_parts import bits_of, values_of
+from .update_packet_parts import bits_of
 from .update_parts import BUCKET_MASK, LENGTH, TENSOR_BIT, lanes, states_of, updated
 
 FIELDS = tl.constexpr(8)
@@ -49,18 +47,6 @@ def payload_of(values):
     else:
         found = pack(values)
     return found
-
-
-@triton.jit
-def added_up(payloads, source, W: tl.constexpr, GRADS: tl.constexpr):
-    """The sum over axis 0 of what the payloads [., packets] have, in order, fp32 [1, LENGTH]."""
-    if GRADS.primitive_bitwidth == 32:
-        total = in_order(values_of(payloads, GRADS), source, W)
-    else:
-        low = values_of(payloads & 0xFFFF, GRADS).to(tl.float32)
-        high = values_of(payloads >> 16, GRADS).to(tl.float32)
-        total = tl.interleave(in_order(low, source, W), in_order(high, source, W))
-    return total[None, :]
 
 
 @triton.jit

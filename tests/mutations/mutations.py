@@ -503,9 +503,9 @@ PROTOCOL = (
     ),
     Mutation(
         "buckets that a program of the margin has left are never updated",
-        "whole_update_packets.py",
+        "packet_shares.py",
         "item = behind",
-        "item = count",
+        "item = item + 0",
         _of("kernels", "interpreted_whole_update"),
     ),
     Mutation(
@@ -667,7 +667,7 @@ KERNELS = (
     ),
     Mutation(
         "programs of packets of rows leave the rows of late ones unsent",
-        "exchange_row_packets.py",
+        "packet_shares.py",
         "share = further(seen, programs, state, A, programs, epoch)",
         "share = tl.full((), -1, tl.int32)",
         _of("kernels", "interpreted_rows"),
