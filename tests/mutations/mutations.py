@@ -670,7 +670,7 @@ KERNELS = (
         "packet_shares.py",
         "share = further(seen, programs, state, A, programs, epoch)",
         "share = tl.full((), -1, tl.int32)",
-        _of("kernels", "interpreted_rows"),
+        _of("kernels", "interpreted_tokens", "interpreted_whole_update", "interpreted_rows"),
     ),
     Mutation(
         "the sum of a short call with a tail is its first result",
