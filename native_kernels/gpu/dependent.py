@@ -4,7 +4,8 @@
     second                                    placed as blocks end, load operands   grid_wait   read the sums
 
 `grid_wait` (PTX: griddepcontrol.wait) returns once the kernels before have ended and their stores can be
-read. All kernels that are launched so call it; what they read before it, the first kernel does not write.
+read. Every kernel that is launched in this manner calls it. The second kernel may read memory before that
+call only if the first kernel does not write it.
 
 The second kernel holds multiprocessors while it waits. So the first kernel calls `launch_dependents` only
 when it waits for no other kernel any more: when all peers have started the call. If it does not call it, the

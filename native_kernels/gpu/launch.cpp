@@ -21,7 +21,7 @@ struct LaunchConfig {  // CUlaunchConfig
     uint32_t count;
 };
 
-constexpr int32_t CLUSTER_DIMENSION = 4;      // CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+constexpr int32_t CLUSTER_DIMENSION = 4;     // CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 constexpr int32_t STREAM_SERIALIZATION = 6;  // CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
 using LaunchKernel = int (*)(const LaunchConfig*, void* function, void** params, void** extra);

@@ -139,7 +139,7 @@ def _step_at(kind: str, elements: int, element_bytes: int, world: int) -> Update
 
 
 def _whole_step_at(rule: str, elements: int, element_bytes: int, world: int) -> WholeUpdateProblem:
-    """That of a tensor whose gradient and parameter have one dtype."""
+    """The problem of a step of one tensor. Its gradient and its parameter have the same dtype."""
     dtype = torch.float32 if element_bytes - 4 * len(RULES[rule].states) == 8 else torch.bfloat16
     return WholeUpdateProblem(elements, -(-elements // BUCKET), 1, rule, (dtype, dtype), world)
 

@@ -34,11 +34,10 @@ from autofuse.bench.gpu.named_ways import Fused
 from autofuse.bench.gpu.table import grid
 from autofuse.bench.models.run import over
 from autofuse.bench.pieces import normed
-from autofuse.lowering.gpu.choice.kernel import CUBLAS_NCCL
+from autofuse.lowering.gpu.choice.kernel import CUBLAS_NCCL, ways_of
 from autofuse.lowering.gpu.choice.points import Point, own_file, write
 from autofuse.lowering.gpu.choice.timer import Call, time_all
 from autofuse.lowering.gpu.choice.timing import QUICK, calls_for, captured, copies_of, matmul_us
-from autofuse.lowering.gpu.dense.reductions import TILES
 from autofuse.lowering.gpu.dense.ways import ONE_SHOT, REDUCE, TWO_SHOT, DenseProblem
 from autofuse.lowering.torch_internals import compiling_variants, enable_symmetric_memory
 from autofuse.passes.schedules.schedule import EVERY, OWNER, UNCHANGED
@@ -78,9 +77,19 @@ class Cell:
         found = [(us, way) for kind in kinds for way, us in self.us.get(kind, {}).items()]
         return min(found, default=(math.inf, ""))
 
+    @property
+    def sums(self) -> DenseProblem:
+        """The problem without its tail."""
+        return DenseProblem(REDUCE, self.tokens, self.k, self.hidden, self.world, torch.bfloat16)
+
+    def adds(self, way: str) -> bool:
+        """Whether the kernel of a way adds the residual to the sums."""
+        found = ways_of(self.sums).get(way)
+        return found is not None and found.kernel is not None and found.kernel.adds
+
     def points(self) -> list[Point]:
         """What the choice of a way learns from the cell."""
-        sums = DenseProblem(REDUCE, self.tokens, self.k, self.hidden, self.world, torch.bfloat16)
+        sums = self.sums
         tails = replace(sums, written=RESULTS * self.hidden)
         applied = {**self.us[EVERY], **self.us[OWNER]}
         return [Point.of(sums, {**self.us[SUM]}), Point.of(tails, applied)]
@@ -94,7 +103,7 @@ def tail_points(cells: Sequence[Cell]) -> list[Point]:
         added = found.setdefault((cell.tokens, cell.hidden), {"inductor": [], "tail_alone": []})
         for kind, name in ((TORCH, "inductor"), (UNCHANGED, "inductor"), (EVERY, "tail_alone")):
             for way, us in cell.us[kind].items():
-                if way.startswith(TILES.kind) and kind == EVERY and cell.tokens > FEW:
+                if kind == EVERY and cell.tokens > FEW and not cell.adds(way):
                     continue
                 if way in cell.us[SUM] and not way.startswith(BEHIND):
                     added[name].append(us - cell.us[SUM][way])

@@ -70,7 +70,8 @@ def _mean(grads: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _params(shapes: Shapes, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """With gradients that differ from rank to rank: multiples of 1 / 8, whose sums are exact in any order."""
+    """Parameters with gradients. The gradients of the ranks differ. They are multiples of 1 / 8, so that
+    their sums are exact in any order."""
     weights, grads = (torch.Generator(device).manual_seed(seed) for seed in (0, 1 + dist.get_rank()))
     params = [torch.randn(s, generator=weights, device=device).to(dtype) for s in shapes]
     for p in params:
@@ -128,8 +129,8 @@ def _update(
 
 
 def _by_name(shapes: Shapes, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, Step]]:
-    """The op alone in all its ways, that of plain collectives among them: every step is the first one, whose
-    numbers are on the GPU."""
+    """The op without the program around it, in each of its ways and by plain collectives. Each step has the
+    numbers of step 1, which lie on the GPU."""
     from autofuse.lowering.gpu import by_name
 
     for way in by_name.names(OP, _arguments(_params(shapes, dtype, device)), True):

@@ -13,6 +13,7 @@ from torch import Tensor
 from autofuse.lowering.gpu.choice.calls import once
 from autofuse.lowering.gpu.choice.kernel import Kernel, Launch
 from autofuse.lowering.gpu.memory.workspace import GpuWorkspace
+from autofuse.lowering.gpu.operands import aligned
 from autofuse.lowering.proofs import UNPROVEN
 from autofuse.lowering.reference.tail import TailStage, check_tail, steps, tail_reference
 from autofuse.native_kernels.gpu.dependent import dependent_launches
@@ -85,12 +86,17 @@ def _tail_of(text: str, dtype: torch.dtype, rows: int, operands: tuple[Operand, 
         stages.append(_stage(stage, value.dtype))
         kept += [(t.dtype, t.shape[1] == columns) for t in more]
     kinds = tuple(_kind(shape, rows) for shape, _ in operands)
-    first, added = stages[0] if stages else None, -1
-    if first and first.code == CODES["add"] and first.operand >= 0 and first.dtype == DTYPES[dtype]:
-        shape, kind = operands[first.operand]
-        high, wide = (1, 1, *shape)[-2:]
-        added = first.operand if (high, kind) == (rows, dtype) and wide > 1 else -1
+    added = stages[0].operand if stages and _adds_matrix(stages[0], dtype, rows, operands) else -1
     return TailSpec(text, tuple(stages), kinds, ((value.dtype, True), *kept), added)
+
+
+def _adds_matrix(first: Stage, dtype: torch.dtype, rows: int, operands: tuple[Operand, ...]) -> bool:
+    """Whether the first stage adds an operand of the shape and dtype of V."""
+    if first.code != CODES["add"] or first.operand < 0 or first.dtype != DTYPES[dtype]:
+        return False
+    shape, kind = operands[first.operand]
+    high, wide = (1, 1, *shape)[-2:]
+    return high == rows and wide > 1 and kind == dtype
 
 
 def _stage(stage: TailStage, dtype: torch.dtype) -> Stage:
@@ -154,7 +160,9 @@ def with_tail_behind(kernel: Kernel[DenseProblem, Any]) -> Callable[..., None]:
         value, *found = results
         behind = behind_of(tail, kernel.adds)
         if behind.added >= 0:
-            how = how._replace(added=_aligned(operands[behind.added]))
+            how = how._replace(added=aligned(operands[behind.added]))
+            if how.added is not operands[behind.added]:
+                record(lambda: None)  # each call needs a copy of its own
         with dependent_launches():
             kernel.launch(at, config, x, w, value, how)
             if behind.rest.stages:
@@ -163,14 +171,6 @@ def with_tail_behind(kernel: Kernel[DenseProblem, Any]) -> Callable[..., None]:
                 )
 
     return launch_both
-
-
-def _aligned(operand: Tensor) -> Tensor:
-    """As kernels read it, 16 bytes at a time."""
-    if operand.data_ptr() % 16 == 0:
-        return operand
-    record(lambda: None)  # each call needs a copy of its own
-    return operand.clone()
 
 
 def behind(

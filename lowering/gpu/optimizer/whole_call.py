@@ -1,4 +1,5 @@
-"""all_reduce_update on GPUs. Hosts exchange nothing: what they must call alike is in the graph of each."""
+"""all_reduce_update on GPUs. The hosts send each other nothing: the graph of each rank has all that the ranks
+must call alike."""
 
 from __future__ import annotations
 
@@ -28,8 +29,9 @@ def run_whole_update(args: AllReduceUpdate) -> Any:
 
 
 def whole_update_call(args: AllReduceUpdate) -> GpuCall | None:
-    """The op as the kernels take it, in whose arguments `gpu_gap` finds no gap; None for what is left to the
-    reference. All ranks decide alike: nothing counts but dtypes and sizes."""
+    """The call for the kernels; None if the reference has to run the op. args: without a gap (`gpu_gap`).
+
+    Only dtypes and sizes decide, so that all ranks decide alike."""
     if not args.grads or any(state.dtype != torch.float32 for state in args.states):
         return None
     dtypes = args.grads[0].dtype, args.params[0].dtype
@@ -70,7 +72,7 @@ def _run(
     count, sums = len(grads), args.room_for_sums()
     values = b"" if on_device else rows_of_numbers(args.numbers)
     words = whole_words(buckets, grads, taken[:count], taken[count:], args.rows, sums, args.keep_sums)
-    # In one piece: a captured graph has one place for what it writes anew.
+    # One descriptor: during a capture there is one place for descriptors that are not known yet.
     placed, ahead = workspace.descriptors.place(values + words, capturing), len(values) // 8
     rates = args.numbers.float().contiguous() if on_device else placed[:ahead].view(torch.float32)
     try:

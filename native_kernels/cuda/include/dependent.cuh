@@ -2,7 +2,7 @@
 #pragma once
 #include "progress.cuh"
 
-// Until the kernels before have ended, and what they stored can be read.
+// Waits until the kernels in front of this one have ended and their stores can be read.
 __device__ inline void grid_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 // Lets the next kernel be placed if all peers have started the call. One thread of each block calls it; a kernel that does not

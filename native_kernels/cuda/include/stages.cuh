@@ -1,5 +1,5 @@
-// What a rank makes of a product before it sends it: a row is added, or the rounded product is scaled. And what it makes of a
-// rounded sum of all ranks before it stores that: a matrix is added.
+// Stages of reductions. Before a rank sends its product, it adds a row to it, or scales the rounded product. Before a rank
+// stores a rounded sum of all ranks, it adds a matrix to it.
 #pragma once
 #include "gemm.cuh"
 
