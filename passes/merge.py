@@ -1,13 +1,15 @@
 """Merges fused ops: reductions whose results are added, and gathers of one input.
 
-AR(a @ v) + AR(b @ w) = AR(a @ v + b @ w)     likewise for reduce_scatter; in float32 only, since a narrow
-                                              dtype rounds each of the two sums
+AR(a @ v) + AR(b @ w) = AR(a @ v + b @ w)     likewise for reduce_scatter
 AG(x) @ v, AG(x) @ w                          one op with both weights
+
+In bfloat16 the sum of two reductions is rounded three times, and the merged one once. Reductions in float16
+stay as they are: what one rank adds could exceed its range where the two sums do not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,13 +28,13 @@ _REDUCTIONS = (
     torch.ops.autofuse.matmul_reduce_scatter.default,
 )
 _GATHER = torch.ops.autofuse.all_gather_matmul.default
+_WIDE = (torch.float32, torch.bfloat16)
 
 
 def merge_fused(graph: fx.Graph) -> None:
     """Merge the fused ops of `graph` in place. Reductions have no tails yet: those come after it."""
-    for node in list(graph.nodes):
-        if not node._erased and _is_plain_sum(node) and not _is_inner(node):
-            _merge_sum(node)
+    for summands in sums(graph):
+        _merge_sum(summands)
     gathers = list(graph.find_nodes(op="call_function", target=_GATHER))
     while gathers:
         first, *rest = gathers
@@ -46,34 +48,50 @@ def merge_fused(graph: fx.Graph) -> None:
 
 
 @dataclass(frozen=True)
-class Term:
-    """A term of a sum: `node` is a view, with layout `layout`, of `item`, the reduced output of the op
-    `op`."""
+class Summand:
+    """`node` is a view, with layout `layout`, of the reduced value `item`, or of `item` in float32. Nothing
+    else reads `item`."""
 
     node: fx.Node
-    op: fx.Node
     item: fx.Node
     layout: Layout
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Values that must be equal for terms that are merged."""
-        place = self.op.args[4:-6]  # reduce op, dim, outer, keep
-        return (self.op.target, *place, self.op.args[-3], self.layout, Shapes().of(self.item))
+        """Values that must be equal for summands that are merged."""
+        return self.layout, dtype_of(self.item), Shapes().of(self.item)
+
+
+def sums(graph: fx.Graph) -> Iterator[list[fx.Node]]:
+    """The summands of every outermost sum. The graph may change between two of them."""
+    for node in list(graph.nodes):
+        if not node._erased and _is_plain_sum(node) and not _is_inner(node):
+            yield _summands(node)
+
+
+def summand_of(node: fx.Node, is_reduced: Callable[[fx.Node], bool]) -> Summand | None:
+    """None if `node` is no view of a reduced value, or if others read that, too."""
+    followed = follow(node, is_reduced, Shapes(), through=torch.float32)
+    if followed is None or len(followed.leaves) != 1:
+        return None
+    item = followed.leaves[0]
+    if dtype_of(item) not in _WIDE or any(len(n.users) != 1 for n in between(node, item) | {item}):
+        return None
+    return Summand(node, item, followed.layout)
 
 
 def _is_plain_sum(node: fx.Node) -> bool:
-    """Whether the node is `a + b` of float32 tensors of one shape."""
+    """Whether the node is `a + b` of tensors of one shape and dtype, in a dtype with the range of float32."""
     if node.target is not aten.add.Tensor or argument(node, 2, "alpha", 1) != 1:
         return False
     a, b = node.args[:2]
     shapes = Shapes()
     return (
-        dtype_of(node) == torch.float32
+        dtype_of(node) in _WIDE
         and isinstance(a, fx.Node)
         and isinstance(b, fx.Node)
         and a is not b
-        and dtype_of(a) == dtype_of(b) == torch.float32
+        and dtype_of(a) == dtype_of(b) == dtype_of(node)
         and shapes.of(a) == shapes.of(b) == shapes.of(node)
     )
 
@@ -83,15 +101,17 @@ def _is_inner(node: fx.Node) -> bool:
     return len(node.users) == 1 and all(map(_is_plain_sum, node.users))
 
 
-def _merge_sum(total: fx.Node) -> None:
-    groups: dict[tuple[Any, ...], list[Term]] = {}
-    for node in _summands(total):
-        term = _term(node)
-        if term is not None:
-            groups.setdefault(term.key, []).append(term)
-    for terms in groups.values():
-        if len(terms) > 1:
-            _rewrite_sum(sorted(terms, key=lambda t: t.op))
+def _merge_sum(summands: Sequence[fx.Node]) -> None:
+    groups: dict[tuple[Any, ...], list[Summand]] = {}
+    for node in summands:
+        summand = summand_of(node, is_fused)
+        op = None if summand is None else _mergeable(summand)
+        if summand is not None and op is not None:
+            place = op.args[4:-6]  # reduce op, dim, outer, keep
+            groups.setdefault((op.target, *place, op.args[-3], *summand.key), []).append(summand)
+    for group in groups.values():
+        if len(group) > 1:
+            _rewrite_sum(sorted(group, key=_op))
 
 
 def _summands(total: fx.Node) -> list[fx.Node]:
@@ -102,32 +122,30 @@ def _summands(total: fx.Node) -> list[fx.Node]:
     return found
 
 
-def _term(node: fx.Node) -> Term | None:
-    """The term that `node` is; None if it is no view of a reduction, or if the reduction has other users."""
-    followed = follow(node, is_fused, Shapes())
-    if followed is None or len(followed.leaves) != 1:
-        return None
-    item = followed.leaves[0]
-    op = item.args[0]
+def _op(summand: Summand) -> fx.Node:
+    op = summand.item.args[0]
     assert isinstance(op, fx.Node)
-    if op.target not in _REDUCTIONS or list(op.users) != [item] or item.args[1] != 0:
-        return None  # the product has users, too
-    contraction, *stages = str(op.args[3]).split("; ")
-    path = between(node, item) | {item}
-    if stages or contraction not in ("mm", "addmm %0") or any(len(n.users) != 1 for n in path):
+    return op
+
+
+def _mergeable(summand: Summand) -> fx.Node | None:
+    """The op that reduces a summand, if it reduces a plain matmul that nobody else reads."""
+    op = _op(summand)
+    if op.target not in _REDUCTIONS or list(op.users) != [summand.item] or summand.item.args[1] != 0:
         return None
-    return Term(node, op, item, followed.layout)
+    return op if op.args[3] in ("mm", "addmm %0") else None
 
 
-def _rewrite_sum(terms: Sequence[Term]) -> None:
+def _rewrite_sum(terms: Sequence[Summand]) -> None:
     """Replace the last term by one op that reduces all terms, and remove the other terms from the sum."""
     *others, last = terms
-    ops = sorted((t.op for t in terms), key=lambda op: op.args[3] == "mm")  # an addmm comes first
+    last_op = _op(last)
+    ops = sorted(map(_op, terms), key=lambda op: op.args[3] == "mm")  # an addmm comes first
     x, w, operands = ([entry for op in ops for entry in op.args[i]] for i in range(3))
     product = "; ".join([str(ops[0].args[3]), *(f"add %{i}" for i in range(1, len(operands)))])
-    emitter = Emitter(last.op, Shapes())
-    site = "+".join(dict.fromkeys(str(t.op.args[-1]) for t in terms))
-    fused = emitter.call(last.op.target, x, w, operands, product, *last.op.args[4:-1], site)
+    emitter = Emitter(last_op, Shapes())
+    site = "+".join(dict.fromkeys(str(_op(t).args[-1]) for t in terms))
+    fused = emitter.call(last_op.target, x, w, operands, product, *last_op.args[4:-1], site)
     last.item.replace_all_uses_with(emitter.item(fused, 0))
     for term in others:
         (reader,) = term.node.users

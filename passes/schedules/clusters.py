@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import sympy
 from torch import fx
@@ -10,7 +11,7 @@ from torch import fx
 from autofuse.lowering.reference.tail import parse
 from autofuse.lowering.torch_internals import group_world
 from autofuse.passes.choice.choose import task_of
-from autofuse.passes.choice.cost_model import Task
+from autofuse.passes.choice.cost_model import PLAIN, Task
 from autofuse.passes.choice.scheduled import Cluster
 from autofuse.passes.graph.anchors import Anchor, fused_op, group_of
 from autofuse.passes.graph.follow import expression, tensor
@@ -18,6 +19,7 @@ from autofuse.passes.graph.layout import Size, prod
 from autofuse.passes.matchers.match import Match, context_of
 from autofuse.passes.matchers.matmul_reduce import match_all_reduce
 from autofuse.passes.matchers.matmuls import linear_operands
+from autofuse.passes.merge import summand_of, sums
 from autofuse.passes.settings import Settings
 from autofuse.passes.tails import Candidate
 
@@ -93,36 +95,65 @@ def clusters_of(stream: Stream, settings: Settings) -> list[Cluster]:
         behind[home[node.all_input_nodes[0]]].sums.append(node)
     for node in stream.gathered:
         behind[home[node]].gathered.append(node)
-    products = [_matched(anchor, stream.world, settings) for anchor in stream.reductions.values()]
-    taken = {node for match in products if match is not None for node in match.inputs}
+    products = {r: _matched(anchor, stream.world, settings) for r, anchor in stream.reductions.items()}
+    taken = {node for match in products.values() if match is not None for node in match.inputs}
+    tasks = {r: _task(stream, r, match, settings) for r, match in products.items()}
+    merged = _merged(stream, tasks)
+    joined = {r for others in merged.values() for r in others}
     return [
-        _cluster(stream, anchor, match, behind[reduction], stored, taken, settings)
-        for (reduction, anchor), match in zip(stream.reductions.items(), products, strict=True)
+        _cluster(stream, r, tasks, merged.get(r, ()), behind, stored, taken, settings)
+        for r in stream.reductions
+        if r not in joined
     ]
+
+
+def _task(stream: Stream, reduction: fx.Node, match: Match | None, settings: Settings) -> Task:
+    world, order = stream.world, settings.order
+    if match is not None:
+        return task_of(stream.reductions[reduction], match, world, order)
+    return Task("matmul_all_reduce", world, _dtype(reduction), order, nbytes(reduction))
+
+
+def _merged(stream: Stream, tasks: Mapping[fx.Node, Task]) -> dict[fx.Node, tuple[fx.Node, ...]]:
+    """Reductions that are added to others, by the last one: `passes/merge.py` makes one of them."""
+    found: dict[fx.Node, tuple[fx.Node, ...]] = {}
+    plain = {r for r, task in tasks.items() if task.matmuls and task.product == PLAIN}
+    for summands in sums(next(iter(tasks)).graph):
+        groups: dict[object, list[fx.Node]] = {}
+        for summand in (summand_of(node, plain.__contains__) for node in summands):
+            if summand is not None:
+                groups.setdefault(summand.key, []).append(summand.item)
+        for group in groups.values():
+            *others, last = sorted(group)
+            found[last] = tuple(others)
+    return found
 
 
 def _cluster(
     stream: Stream,
-    anchor: Anchor,
-    match: Match | None,
-    behind: _Behind,
-    stored: dict[fx.Node, fx.Node],
+    reduction: fx.Node,
+    tasks: Mapping[fx.Node, Task],
+    added: Sequence[fx.Node],
+    all_behind: Mapping[fx.Node, _Behind],
+    stored: Mapping[fx.Node, fx.Node],
     taken: set[fx.Node],
     settings: Settings,
 ) -> Cluster:
-    """`stored`: of every cut value the one in whose memory it is."""
-    reduction, *computed = behind.cuts
-    own = set(behind.cuts)
+    """`added`: reductions that become one with this one; `stored`: of every cut value the one in whose memory
+    it is."""
+    behind = all_behind[reduction]
+    _, *computed = behind.cuts
+    own = {*behind.cuts, *(node for other in added for node in all_behind[other].cuts)}
     read = [source for node in computed for source in node.all_input_nodes if stored.get(source) not in own]
     read += [source for node in behind.sums for source in node.all_input_nodes]
     read = [stored.get(source, source) for source in read if tensor(source) is not None]
     written = [stored[node] for node in computed if not own.issuperset(node.users)]
-    order, reduced = settings.order, nbytes(reduction)
+    order, task = settings.order, tasks[reduction]
     rows = expression(_shape(reduction)[stream.cuts[reduction]])
-    task = Task("matmul_all_reduce", stream.world, _dtype(reduction), order, reduced)
+    matmuls = [size for other in (*added, reduction) for size in tasks[other].matmuls]
     return Cluster(
-        task if match is None else task_of(anchor, match, stream.world, order),
-        reduced,
+        replace(task, matmuls=tuple(matmuls)),
+        nbytes(reduction),
         sum(map(nbytes, dict.fromkeys(read))),
         sum(map(nbytes, dict.fromkeys(node for node in written if node is not reduction))),
         tuple(_gather(stream, node, taken, order) for node in behind.gathered),

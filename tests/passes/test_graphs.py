@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
@@ -238,12 +239,33 @@ def test_the_bias_of_one_of_two_added_reductions() -> None:
     assert shapes[weights[1]] == "[8, 4]", text
 
 
-def test_added_reductions_that_are_rounded_stay_two() -> None:
+@pytest.mark.parametrize(
+    ("dtype", "added_in", "ops"),
+    [
+        (torch.bfloat16, torch.bfloat16, 1),
+        (torch.bfloat16, torch.float32, 1),
+        (torch.float16, torch.float16, 2),
+        (torch.float16, torch.float32, 2),
+        (torch.float32, torch.bfloat16, 2),
+    ],
+)
+def test_the_dtypes_of_added_reductions(dtype: torch.dtype, added_in: torch.dtype, ops: int) -> None:
+    """The sum of what ranks add in float16 may exceed its range; a cast to bfloat16 rounds each term."""
+
     def fn(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
-        first = funcol.all_reduce(F.linear(x, w), "sum", group())
+        first = funcol.all_reduce(F.linear(x, w), "sum", group()).view(4, 4, 16).to(added_in)
+        return first + funcol.all_reduce(F.linear(x, v), "sum", group()).to(added_in).view(4, 4, 16)
+
+    args = [torch.zeros(16, 12, dtype=dtype) for _ in range(3)]
+    assert rewritten(fn, *args).count("autofuse.matmul_all_reduce") == ops
+
+
+def test_added_reductions_of_two_dtypes_stay_two() -> None:
+    def fn(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+        first = funcol.all_reduce(F.linear(x.bfloat16(), w.bfloat16()), "sum", group()).float()
         return first + funcol.all_reduce(F.linear(x, v), "sum", group())
 
-    args = [torch.zeros(16, 12).bfloat16() for _ in range(3)]
+    args = [torch.zeros(16, 12) for _ in range(3)]
     assert rewritten(fn, *args).count("autofuse.matmul_all_reduce") == 2
 
 

@@ -29,6 +29,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils.checkpoint import checkpoint
 
+import autofuse
 from autofuse.bench.models.rows import NO_TAILS
 from autofuse.bench.models.work import Cell, Work, dtype_on, serving_work, training_work, wider, world_group
 from autofuse.lowering.torch_internals import enable_symmetric_memory
@@ -147,7 +148,7 @@ def serving(sizes: Sizes, layers: int, sequences: int, tokens: int, device: torc
             y = copy.deepcopy(layer).to(y.dtype)(y)
         return [y]
 
-    return serving_work(model, [x], exact)
+    return serving_work(model, [x], exact, declared(model))
 
 
 def training(sizes: Sizes, layers: int, sequence_parallel: bool, tokens: int, device: torch.device) -> Work:
@@ -168,7 +169,13 @@ def training(sizes: Sizes, layers: int, sequence_parallel: bool, tokens: int, de
     def exact() -> tuple[nn.Module, Sequence[Tensor]]:
         return Checkpointed(*copy.deepcopy(model).to(wider(dtype))), [x.to(wider(dtype))]
 
-    return training_work(model, [x], target, exact)
+    declare = None if sequence_parallel else declared(model)
+    return training_work(model, [x], target, exact, declare)
+
+
+def declared(model: nn.Sequential) -> Callable[[], None]:
+    """Of layers whose norms and input are the same on all ranks, and what they compute, too."""
+    return lambda: autofuse.replicated(model, parameters=["*norm*"], inputs=["input"], gradients=True)
 
 
 def _plan(sequence_parallel: bool) -> dict[str, ParallelStyle]:
@@ -199,12 +206,16 @@ def cells(
         sizes, (served, trained) = MODELS[name], layers
         for count in decode:
             make = partial(serving, sizes, served, count, 1)
-            found.append(Cell(f"{name} x {served} decode {count}", make, shots, captured=True))
+            row = f"{name} x {served} decode {count}"
+            found.append(Cell(row, make, shots, captured=True, declares=True))
         for count in prefill:
             make = partial(serving, sizes, served, 0, count)
-            found.append(Cell(f"{name} x {served} prefill {count}", make, shots, captured=True))
+            found.append(
+                Cell(f"{name} x {served} prefill {count}", make, shots, captured=True, declares=True)
+            )
         for count in train:
             for plan, others in (("sp", ("async TP",)), ("tp", shots)):
                 make = partial(training, sizes, trained, plan == "sp", count)
-                found.append(Cell(f"{name} x {trained} train {plan} {count}", make, others))
+                row = f"{name} x {trained} train {plan} {count}"
+                found.append(Cell(row, make, others, declares=plan == "tp"))
     return found

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from autofuse.passes.report import Report
 
-OURS, NO_TAILS, CEILING = "autofuse", "no tails", "ceiling"
+OURS, DECLARED, NO_TAILS, CEILING = "autofuse", "declared", "no tails", "ceiling"
+ALL_OURS = (OURS, DECLARED, NO_TAILS)
 LAUNCHES = ("us", "graph_us")
 
 
@@ -35,7 +36,8 @@ class Measured:
 
 @dataclass(frozen=True)
 class Row:
-    """sites: what became of the collectives; complete: no variant was left out for want of time."""
+    """sites, declared_sites: what became of the collectives in `autofuse` and in `declared`; complete: no
+    variant was left out for want of time."""
 
     name: str
     variants: Mapping[str, Measured]
@@ -43,6 +45,7 @@ class Row:
     complete: bool = True
     exact_failed: str = ""
     """Why there are no errors."""
+    declared_sites: Mapping[str, Any] = field(default_factory=dict)
 
     def time(self, variant: str, launched: str) -> float | None:
         found: float | None = getattr(self.variants.get(variant, Measured()), launched)
@@ -50,21 +53,21 @@ class Row:
 
     def best_other(self, launched: str) -> tuple[str, float] | None:
         """Name and time of the fastest variant that is not ours."""
-        torchs = [name for name in self.variants if name not in (OURS, NO_TAILS, CEILING)]
+        torchs = [name for name in self.variants if name not in (*ALL_OURS, CEILING)]
         times = {name: self.time(name, launched) for name in torchs}
         known = {name: us for name, us in times.items() if us}
         return min(known.items(), key=lambda item: item[1]) if known else None
 
-    def speedup(self, launched: str) -> float | None:
-        """Of ours over the best other."""
-        best, ours = self.best_other(launched), self.time(OURS, launched)
+    def speedup(self, launched: str, ours_is: str = OURS) -> float | None:
+        """Of a variant of ours over the best other."""
+        best, ours = self.best_other(launched), self.time(ours_is, launched)
         return best[1] / ours if best and ours else None
 
-    def share(self, launched: str) -> float | None:
+    def share(self, launched: str, ours_is: str = OURS) -> float | None:
         """(best other - ours) / (best other - ceiling); None where there is nothing to gain."""
         best, ours, ceiling = (
             self.best_other(launched),
-            self.time(OURS, launched),
+            self.time(ours_is, launched),
             self.time(CEILING, launched),
         )
         if not best or not ours or not ceiling or ceiling >= best[1]:
@@ -84,8 +87,9 @@ class Row:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Row:
+        names = [each.name for each in fields(cls)]
         variants = {name: Measured(**values) for name, values in data["variants"].items()}
-        return cls(data["name"], variants, data["sites"], data["complete"], data["exact_failed"])
+        return cls(**{**{name: data[name] for name in names if name in data}, "variants": variants})
 
 
 def sites_of(report: Report) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from autofuse.bench.gpu import driver
 from autofuse.bench.gpu.driver import TIMEOUT_S, leave, written
 from autofuse.bench.gpu.host.run import host_us
 from autofuse.bench.models import dense, dlrm, moe
-from autofuse.bench.models.rows import CEILING, OURS, Measured, Row, sites_of
+from autofuse.bench.models.rows import CEILING, DECLARED, OURS, Measured, Row, sites_of
 from autofuse.bench.models.table import report
 from autofuse.bench.models.variants import VARIANTS
 from autofuse.bench.models.work import Cell, Work
@@ -144,14 +144,18 @@ def measure(cell: Cell, device: torch.device, effort: Effort, until: float) -> R
     captures = cell.captured and device.type == "cuda"
     found: dict[str, Measured] = {}
     steps: dict[str, Callable[[int], Any]] = {}
-    sites = Report()
+    sites = {OURS: Report(), DECLARED: Report()}
     for name in cell.variants:
         if over(until):
             found[name] = Measured(failed=OUT_OF_TIME)
             continue
         limit = max(WRONG, WORSE * (found.get("eager", Measured()).error or 0.0))
-        with autofuse.debug() if name == OURS else nullcontext(sites) as sites:
+        if name == DECLARED and work.declare is not None:
+            work.declare()
+        with autofuse.debug() if name in sites else nullcontext(Report()) as seen:
             found[name], step = ready(name, work, exact, limit)
+        if name in sites:
+            sites[name] = seen
         if step is not None:
             steps[name] = step
     del exact
@@ -161,7 +165,8 @@ def measure(cell: Cell, device: torch.device, effort: Effort, until: float) -> R
     for name in steps:
         found[name] = _timed(found[name], times[name], graphs.get(name), _kernels(steps[name], device))
     complete = all(measured.failed != OUT_OF_TIME for measured in found.values())
-    return Row(cell.name, found, sites_of(sites), complete, exact_failed)
+    became = {name: sites_of(report) for name, report in sites.items()}
+    return Row(cell.name, found, became[OURS], complete, exact_failed, became[DECLARED])
 
 
 def ready(

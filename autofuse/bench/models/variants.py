@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from autofuse.bench.models.collectives import in_symmetric_memory, without
-from autofuse.bench.models.rows import CEILING, NO_TAILS, OURS
+from autofuse.bench.models.rows import CEILING, DECLARED, NO_TAILS, OURS
 from autofuse.bench.models.work import Forward
 
 _BEFORE = "post_grad_custom_pre_pass"
@@ -51,5 +51,6 @@ VARIANTS = {
     "two-shot": Variant(options={_BEFORE: in_symmetric_memory(once=False)}),
     NO_TAILS: Variant("autofuse", options={"schedule": "unchanged"}),
     OURS: Variant("autofuse"),
+    DECLARED: Variant("autofuse"),
     CEILING: Variant(options={_BEFORE: without()}),
 }

@@ -10,35 +10,39 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from autofuse.bench.models.rows import CEILING, OURS
+from autofuse.bench.models.rows import CEILING, DECLARED, OURS
 
 Forward: TypeAlias = Callable[..., Any]
 
-ALWAYS = ("eager", "inductor", OURS, CEILING)
+FIRST, LAST = ("eager", "inductor"), (OURS, CEILING)
 
 
 @dataclass(frozen=True)
 class Work:
     """forward: the function that variants compile. step: runs one step with a compiled forward, and returns
-    the results of this rank that are compared. exact: the same results in a wider dtype."""
+    the results of this rank that are compared. exact: the same results in a wider dtype. declare: tells
+    autofuse which values are the same on all ranks."""
 
     forward: Forward
     step: Callable[[Forward], Sequence[Tensor]]
     exact: Callable[[], Sequence[Tensor]]
+    declare: Callable[[], None] | None = None
 
 
 @dataclass(frozen=True)
 class Cell:
-    """others: variants beside those of every cell; captured: the step is timed in CUDA graphs, too."""
+    """others: variants beside those of every cell; captured: the step is timed in CUDA graphs, too; declares:
+    some values are the same on all ranks, which a variant behind the others declares."""
 
     name: str
     make: Callable[[torch.device], Work]
     others: tuple[str, ...] = ()
     captured: bool = False
+    declares: bool = False
 
     @property
     def variants(self) -> tuple[str, ...]:
-        return (*ALWAYS[:2], *self.others, *ALWAYS[2:])
+        return (*FIRST, *self.others, *LAST, *([DECLARED] if self.declares else []))
 
 
 def dtype_on(device: torch.device) -> torch.dtype:
@@ -71,6 +75,7 @@ def training_work(
     inputs: Sequence[Any],
     target: Tensor,
     exact: Callable[[], tuple[nn.Module, Sequence[Any]]],
+    declare: Callable[[], None] | None = None,
 ) -> Work:
     """Forward and backward of `mean(y * target)`, without an optimizer. exact: a model in a wider dtype, and
     its inputs."""
@@ -85,10 +90,15 @@ def training_work(
         wide, wide_inputs = exact()
         return step_of(wide, wide, wide_inputs)
 
-    return Work(model, lambda call: step_of(model, call, inputs), reference)
+    return Work(model, lambda call: step_of(model, call, inputs), reference, declare)
 
 
-def serving_work(model: nn.Module, inputs: Sequence[Any], exact: Callable[[], Sequence[Tensor]]) -> Work:
+def serving_work(
+    model: nn.Module,
+    inputs: Sequence[Any],
+    exact: Callable[[], Sequence[Tensor]],
+    declare: Callable[[], None] | None = None,
+) -> Work:
     """The forward, without gradients."""
 
     def step(call: Forward) -> list[Tensor]:
@@ -99,4 +109,4 @@ def serving_work(model: nn.Module, inputs: Sequence[Any], exact: Callable[[], Se
         with torch.no_grad():
             return exact()
 
-    return Work(model, step, reference)
+    return Work(model, step, reference, declare)
