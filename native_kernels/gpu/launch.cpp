@@ -1,4 +1,5 @@
-// Starts the prepared kernels of a call: one call from Python for all that they need once everything is decided.
+// Starts the prepared kernels of a call, and the copies beside them: one call from Python for all that they need once
+// everything is decided.
 // It knows no headers of CUDA: the functions of the driver come as addresses.
 
 #include <cstdint>
@@ -28,8 +29,15 @@ using LaunchKernel = int (*)(const LaunchConfig*, void* function, void** params,
 using RecordEvent = int (*)(void* event, void* stream);
 using IsCapturing = int (*)(void* stream, int* status);
 using ReplaceAddress = int (*)(void* tensor_map, void* address);
+using WaitEvent = int (*)(void* stream, void* event, unsigned flags);
+using OnWord = int (*)(void* stream, uint64_t address, uint32_t value, unsigned flags);
+using Copy = int (*)(uint64_t to, uint64_t from, size_t bytes, void* stream);
 
 constexpr uint32_t MOST_BYTES = 4096, MOST_PARAMS = 128;
+constexpr unsigned AT_LEAST = 0;             // CU_STREAM_WAIT_VALUE_GEQ
+constexpr uint32_t NO_OPERAND = UINT32_MAX;
+
+enum Do : uint32_t { RECORD, AWAIT, TAKE, COPY };  // as in commands.py
 
 enum Outcome { STARTED, FAILED, OTHER_STREAM, CAPTURING, OTHER_MEMORY, MISPLACED, REFUSED, BROKEN };
 
@@ -56,6 +64,9 @@ struct Driver {
     RecordEvent record_event;
     IsCapturing is_capturing;
     ReplaceAddress replace_address;
+    WaitEvent wait_event;
+    OnWord wait_value, write_value;
+    Copy copy;
 };
 
 struct Kernel {
@@ -68,11 +79,24 @@ struct Kernel {
     uint32_t dependent;  // 1: it may be placed before the kernels in front of it have ended (dependent.py)
 };
 
+struct Command {
+    uint32_t what;     // of Do
+    uint32_t operand;  // COPY: the one from whose address `source` counts; NO_OPERAND: `source` is an address
+    void* stream;      // null: that of the call
+    uint64_t at, source, bytes;
+};
+
+struct Step {
+    const Kernel* kernel;  // on the stream of the call; null: commands
+    const Command* commands;
+    uint64_t command_count;
+};
+
 struct Prepared {
     const Driver* driver;
     const Guard* guard;
-    const Kernel* kernels;  // on one stream, one behind the other
-    uint32_t kernel_count, operand_count;
+    const Step* steps;  // in the order in which the driver gets them
+    uint32_t step_count, operand_count;
     uint32_t aligned;  // bit i: operand i begins at a multiple of 16 bytes
     int32_t generation;
 };
@@ -124,21 +148,52 @@ static int start(const Driver& driver, const Kernel& kernel, void* stream, const
     return driver.launch_kernel(&config, kernel.function, pointers, nullptr) ? REFUSED : STARTED;
 }
 
+static int carry_out(const Driver& driver, const Command& command, void* of_call, const uint64_t* operands) {
+    void* stream = command.stream ? command.stream : of_call;
+    void* event = reinterpret_cast<void*>(command.at);
+    switch (command.what) {
+        case RECORD: return driver.record_event(event, stream);
+        case AWAIT: return driver.wait_event(stream, event, 0);
+        case TAKE:
+            if (const int error = driver.wait_value(stream, command.at, 1, AT_LEAST)) return error;
+            return driver.write_value(stream, command.at, 0, 0);
+        default: {
+            const uint64_t begin = command.operand == NO_OPERAND ? 0 : operands[command.operand];
+            return driver.copy(command.at, begin + command.source, command.bytes, stream);
+        }
+    }
+}
+
+// `begun` is set once the driver has taken a part of the step.
+static int take(const Driver& driver, const Step& step, void* stream, const uint64_t* operands, bool& begun) {
+    if (step.kernel) {
+        const int outcome = start(driver, *step.kernel, stream, operands);
+        begun |= outcome == STARTED;
+        return outcome;
+    }
+    for (uint64_t i = 0; i < step.command_count; ++i) {
+        if (carry_out(driver, step.commands[i], stream, operands)) return REFUSED;
+        begun = true;
+    }
+    return STARTED;
+}
+
 extern "C" {
 
-// Returns STARTED if all kernels of the call run. Returns BROKEN if the first kernel runs and a later one was refused: the
-// call cannot be repeated. Returns another outcome if no kernel runs; the caller then goes the long way.
+// Returns STARTED if the driver has taken all steps of the call. Returns BROKEN if it has taken a part and refused another:
+// the call cannot be repeated. Returns another outcome if it has taken nothing; the caller then goes the long way.
 __attribute__((visibility("default"))) int af_launch(
     const Prepared* p, uint64_t stream, const uint64_t* operands) {
     if (const int why = refused(*p, stream, operands)) return why;
     void* on = reinterpret_cast<void*>(stream);
-    if (const int why = start(*p->driver, p->kernels[0], on, operands)) return why;
+    bool begun = false;
     int outcome = STARTED;
-    for (uint32_t i = 1; i < p->kernel_count && outcome == STARTED; ++i)
-        if (start(*p->driver, p->kernels[i], on, operands)) outcome = BROKEN;
+    for (uint32_t i = 0; i < p->step_count && outcome == STARTED; ++i)
+        outcome = take(*p->driver, p->steps[i], on, operands, begun);
+    if (!begun) return outcome;
     p->driver->record_event(*p->guard->event, on);
-    return outcome;
+    return outcome == STARTED ? STARTED : BROKEN;
 }
 
-__attribute__((visibility("default"))) int af_launch_abi_version() { return 4; }
+__attribute__((visibility("default"))) int af_launch_abi_version() { return 5; }
 }

@@ -16,16 +16,20 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from struct import Struct
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from torch import Tensor
 
-ABI_VERSION = 4
+if TYPE_CHECKING:
+    from .commands import Command
+
+ABI_VERSION = 5
 MOST_BYTES, MOST_PARAMS = 4096, 128
 MOST_OPERANDS = 32
 """A word of 32 bits says which operands are aligned."""
 BROKEN = 7
-"""`Start` returns this value if the first kernel runs and the driver has refused the second kernel."""
+"""`Start` returns this value if the driver has taken a part of the call and refused another."""
+NO_OPERAND = 2**32 - 1
 
 MAP_BYTES = 128
 
@@ -58,14 +62,17 @@ class Launched:
     held: Any = field(default=None, compare=False)
 
 
+Part: TypeAlias = "Launched | tuple[Command, ...] | None"
+"""Of a call: a launch, or commands; None for a launch that cannot be prepared."""
+
 _local = threading.local()
 
 
 @contextmanager
-def recording() -> Iterator[list[Launched | None]]:
-    """The launches of this thread inside of it; None for one that cannot be prepared."""
+def recording() -> Iterator[list[Part]]:
+    """The launches and the commands of this thread inside of it."""
     before = getattr(_local, "launches", None)
-    launches: list[Launched | None] = []
+    launches: list[Part] = []
     _local.launches = launches
     try:
         yield launches
@@ -73,8 +80,8 @@ def recording() -> Iterator[list[Launched | None]]:
         _local.launches = before
 
 
-def record(launched: Callable[[], Launched | None]) -> None:
-    """Launchers call it with what tells what they have launched."""
+def record(launched: Callable[[], Part]) -> None:
+    """Launchers call it with what tells what they have launched, or carried out."""
     launches = getattr(_local, "launches", None)
     if launches is not None:
         launches.append(launched())
@@ -95,7 +102,11 @@ class _Place(ctypes.Structure):
 
 class _Driver(ctypes.Structure):
     _fields_ = tuple(
-        (name, c_void_p) for name in ("launch_kernel", "record_event", "is_capturing", "replace_address")
+        (name, c_void_p)
+        for name in (
+            *("launch_kernel", "record_event", "is_capturing", "replace_address"),
+            *("wait_event", "wait_value", "write_value", "copy"),
+        )
     )
 
 
@@ -107,15 +118,30 @@ class _Kernel(ctypes.Structure):
     )
 
 
+class _Command(ctypes.Structure):
+    _fields_ = (
+        *((name, c_uint32) for name in ("what", "operand")),
+        ("stream", c_void_p),
+        *((name, c_uint64) for name in ("at", "source", "nbytes")),
+    )
+
+
+class _Step(ctypes.Structure):
+    _fields_ = (("kernel", c_void_p), ("commands", c_void_p), ("command_count", c_uint64))
+
+
 class _Prepared(ctypes.Structure):
     _fields_ = (
-        *((name, c_void_p) for name in ("driver", "guard", "kernels")),
-        *((name, c_uint32) for name in ("kernel_count", "operand_count", "aligned")),
+        *((name, c_void_p) for name in ("driver", "guard", "steps")),
+        *((name, c_uint32) for name in ("step_count", "operand_count", "aligned")),
         ("generation", c_int32),
     )
 
 
-FUNCTIONS = ("cuLaunchKernelEx", "cuEventRecord", "cuStreamIsCapturing", "cuTensorMapReplaceAddress")
+FUNCTIONS = (
+    *("cuLaunchKernelEx", "cuEventRecord", "cuStreamIsCapturing", "cuTensorMapReplaceAddress"),
+    *("cuStreamWaitEvent", "cuStreamWaitValue32_v2", "cuStreamWriteValue32_v2", "cuMemcpyDtoDAsync_v2"),
+)
 
 
 @cache
@@ -190,19 +216,21 @@ def tell(start: Start, values: Values) -> None:
     put(values, start.params)  # type: ignore[attr-defined]
 
 
-def prepare(launches: Sequence[Launched | None], operands: Sequence[Tensor], guard: Guard) -> Start | None:
-    """The launches of a call, one behind the other; None where they cannot be launched so."""
+def prepare(parts: Sequence[Part], operands: Sequence[Tensor], guard: Guard) -> Start | None:
+    """The parts of a call, one behind the other; None where they cannot be repeated so."""
     found, of_driver = library(), driver()
-    if found is None or of_driver is None or not launches or len(operands) > MOST_OPERANDS:
+    if found is None or of_driver is None or not parts or len(operands) > MOST_OPERANDS:
         return None
-    made = [each for each in (_prepared(launched, operands) for launched in launches) if each is not None]
-    moved = {place.operand for each in made for place in each.places}
-    if len(made) < len(launches) or moved != {i for i, t in enumerate(operands) if t.numel()}:
+    spans = _spans(operands)
+    made = [each for each in (_prepared(part, spans) for part in parts) if each is not None]
+    moved = {operand for each in made for operand in each.moved}
+    kernels = [each.kernel for each in made if each.kernel is not None]
+    if len(made) < len(parts) or moved != {i for i, *_ in spans} or not kernels:
         return None
-    kernels = (_Kernel * len(made))(*(each.kernel for each in made))
+    steps = (_Step * len(made))(*(each.step for each in made))
     aligned = sum((t.data_ptr() % 16 == 0) << i for i, t in enumerate(operands))
     prepared = _Prepared(
-        ctypes.addressof(of_driver), ctypes.addressof(guard.words), ctypes.addressof(kernels), len(made),
+        ctypes.addressof(of_driver), ctypes.addressof(guard.words), ctypes.addressof(steps), len(made),
         len(operands), aligned, guard.generation.value,
     )  # fmt: skip
     launch = ctypes.CFUNCTYPE(c_int, c_void_p, c_uint64, c_char_p)(("af_launch", found))
@@ -212,28 +240,54 @@ def prepare(launches: Sequence[Launched | None], operands: Sequence[Tensor], gua
     def start(stream: int, *given: int) -> int:
         result: int = launch(at, stream, pack(*given))
         if result == BROKEN:
-            raise RuntimeError("the driver refuses the second kernel of a fused op")
+            raise RuntimeError("the driver refuses a part of a fused op that has begun")
         return result
 
-    start.held = prepared, guard, kernels, made  # type: ignore[attr-defined]
+    start.held = prepared, guard, steps, made  # type: ignore[attr-defined]
     start.params = kernels[0].params  # type: ignore[attr-defined]
     return start
 
 
 class _One(NamedTuple):
-    """A prepared kernel, the places of the operands in its parameters, and what must live as long."""
+    """A prepared part, the operands that are in it, and what must live as long. kernel: if it is one."""
 
-    kernel: _Kernel
-    places: Any
+    step: _Step
+    moved: frozenset[int]
     held: Any
+    kernel: _Kernel | None = None
 
 
-def _prepared(launched: Launched | None, operands: Sequence[Tensor]) -> _One | None:
-    if launched is None or len(launched.offsets) > MOST_PARAMS or len(launched.params) > MOST_BYTES:
+Span: TypeAlias = tuple[int, Address, int]
+"""The number of an operand, where it begins, and its bytes."""
+
+
+def _spans(operands: Sequence[Tensor]) -> list[Span]:
+    found = []
+    for i, t in enumerate(operands):
+        if t.numel():
+            steps = zip(t.shape, t.stride(), strict=True)
+            length = (1 + sum((size - 1) * step for size, step in steps)) * t.element_size()
+            found.append((i, t.data_ptr(), length))
+    return found
+
+
+def _prepared(part: Part, spans: Sequence[Span]) -> _One | None:
+    """Addresses that lie in an operand move with it, all others stay; None where two operands have one."""
+    if part is None:
         return None
-    places = _places(launched, operands)
-    if places is None:
+    return _kernel(part, spans) if isinstance(part, Launched) else _commands(part, spans)
+
+
+def _kernel(launched: Launched, spans: Sequence[Span]) -> _One | None:
+    if len(launched.offsets) > MOST_PARAMS or len(launched.params) > MOST_BYTES:
         return None
+    places = []
+    for at in launched.places:
+        within = _within(at.address, spans)
+        if len(within) > 1 or (within and within[0][1] >= 1 << 32):
+            return None
+        if within:
+            places.append(_Place(within[0][0], at.offset, at.is_map, within[0][1]))
     params = ctypes.create_string_buffer(launched.params, len(launched.params))
     offsets = (c_uint32 * len(launched.offsets))(*launched.offsets)
     table = (_Place * len(places))(*places)
@@ -242,22 +296,23 @@ def _prepared(launched: Launched | None, operands: Sequence[Tensor]) -> _One | N
         launched.grid, launched.threads, launched.shared_bytes, launched.cluster, len(launched.params),
         len(offsets), len(places), launched.dependent,
     )  # fmt: skip
-    return _One(kernel, table, (params, offsets, launched.held))
+    moved = frozenset(place.operand for place in places)
+    return _One(_Step(ctypes.addressof(kernel)), moved, (params, offsets, table, launched.held), kernel)
 
 
-def _places(launched: Launched, operands: Sequence[Tensor]) -> list[_Place] | None:
-    """Addresses that lie in an operand move with it, all others stay; None where two operands have one."""
-    spans = []
-    for i, t in enumerate(operands):
-        if t.numel():
-            steps = zip(t.shape, t.stride(), strict=True)
-            length = (1 + sum((size - 1) * step for size, step in steps)) * t.element_size()
-            spans.append((i, t.data_ptr(), length))
-    found = []
-    for at in launched.places:
-        within = [(i, at.address - begin) for i, begin, length in spans if 0 <= at.address - begin < length]
-        if len(within) > 1 or (within and within[0][1] >= 1 << 32):
+def _commands(commands: Sequence[Command], spans: Sequence[Span]) -> _One | None:
+    made, moved = [], set()
+    for do, stream, at, source, nbytes in commands:
+        within = _within(source, spans)
+        if len(within) > 1:
             return None
-        if within:
-            found.append(_Place(within[0][0], at.offset, at.is_map, within[0][1]))
-    return found
+        operand, begin = within[0] if within else (NO_OPERAND, source)
+        moved |= {operand} - {NO_OPERAND}
+        made.append(_Command(do, operand, stream, at, begin, nbytes))
+    table = (_Command * len(made))(*made)
+    return _One(_Step(None, ctypes.addressof(table), len(made)), frozenset(moved), table)
+
+
+def _within(address: Address, spans: Sequence[Span]) -> list[tuple[int, int]]:
+    """In which operands an address lies, and how many bytes behind their beginnings."""
+    return [(i, address - begin) for i, begin, length in spans if 0 <= address - begin < length]

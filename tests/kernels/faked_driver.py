@@ -7,6 +7,7 @@ import ctypes
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock, patch
@@ -19,7 +20,7 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 from autofuse.lowering.gpu.choice import launcher as lowering_launcher
 from autofuse.native_kernels.cuda.host import gemm, launcher
 from autofuse.native_kernels.cuda.kernels import dropless_dispatch, expert_dispatch, gather_matmul
-from autofuse.native_kernels.gpu import dependent, prepared, triton_launch
+from autofuse.native_kernels.gpu import commands, copy_engine, dependent, prepared, triton_launch
 from autofuse.native_kernels.gpu import memory as gpu_memory
 from autofuse.native_kernels.gpu.prepared import Guard
 from tests.kernels.launched import CUDA
@@ -31,20 +32,33 @@ ATTRIBUTE_BYTES, CLUSTER_DIMENSION, STREAM_SERIALIZATION = 72, 4, 6
 class Driver:
     """launches: the bytes of every parameter, with grid, threads, shared bytes and cluster; sizes: how many
     each parameter has, of the launches of a call in turn; dependent: whether each of them may
-    begin before those in front of it have ended."""
+    begin before those in front of it have ended; calls: all of the other functions, in their order, with the
+    number of launches before."""
 
     def __init__(self) -> None:
         self.launches: list[tuple[Any, ...]] = []
         self.dependent: list[bool] = []
         self.recorded: list[tuple[int, int]] = []
         self.sizes: list[list[int]] = []
+        self.calls: list[tuple[Any, ...]] = []
+        self.refused = ""
+        """A function that fails."""
         self.puts = 0
         self.during: Callable[[], None] = lambda: None
         """Called behind a launch."""
         self.capturing = self.error = 0
         pointer, status = ctypes.c_void_p, ctypes.POINTER(ctypes.c_int)
-        kinds = ((pointer,) * 4, (pointer,) * 2, (pointer, status), (pointer, pointer))
-        functions = (self._launch, self._record, self._is_capturing, self._replace)
+        address, number = ctypes.c_uint64, ctypes.c_uint32
+        on_word = pointer, address, number, number
+        kinds = (
+            *((pointer,) * 4, (pointer,) * 2, (pointer, status), (pointer, pointer)),
+            *((pointer, pointer, number), on_word, on_word, (address, address, ctypes.c_size_t, pointer)),
+        )
+        functions = (
+            *(self._launch, self._record, self._is_capturing, self._replace),
+            *map(self._noted, ("cuStreamWaitEvent", "cuStreamWaitValue32", "cuStreamWriteValue32")),
+            self._noted("cuMemcpyDtoDAsync"),
+        )
         self._held = [
             ctypes.CFUNCTYPE(ctypes.c_int, *kind)(f) for kind, f in zip(kinds, functions, strict=True)
         ]
@@ -79,8 +93,38 @@ class Driver:
         self.puts += 1
 
     def _record(self, event: int, stream: int) -> int:
+        if event != EVENT:
+            return self._noted("cuEventRecord")(event, stream)
         self.recorded.append((event, stream))
         return 0
+
+    def _noted(self, name: str) -> Callable[..., int]:
+        def function(*args: Any) -> int:
+            self.calls.append((len(self.launches), name, *(int(arg or 0) for arg in args)))
+            return int(name == self.refused)
+
+        return function
+
+    @property
+    def bindings(self) -> Any:
+        """Those of Python, for commands the long way; `calls` has them, too."""
+        names = ("cuEventRecord", "cuStreamWaitEvent", "cuStreamWaitValue32", "cuStreamWriteValue32")
+        handles = count(1000)
+
+        def noted(name: str) -> Callable[..., tuple[int]]:
+            function = self._noted(name)
+            return lambda *args: (function(*args),)
+
+        functions = {name: noted(name) for name in (*names, "cuMemcpyDtoDAsync")}
+        return SimpleNamespace(
+            **functions,
+            cuStreamCreate=lambda flags: (0, next(handles)),
+            cuEventCreate=lambda flags: (0, next(handles)),
+            CUstream_flags=SimpleNamespace(CU_STREAM_NON_BLOCKING=SimpleNamespace(value=1)),
+            CUevent_flags=SimpleNamespace(CU_EVENT_DISABLE_TIMING=SimpleNamespace(value=2)),
+            CUstreamWaitValue_flags=SimpleNamespace(CU_STREAM_WAIT_VALUE_GEQ=0),
+            CUresult=SimpleNamespace(CUDA_SUCCESS=0),
+        )
 
     def _is_capturing(self, stream: int, status: Any) -> int:
         status[0] = self.capturing
@@ -152,6 +196,9 @@ def faked() -> Iterator[Driver]:
         enter = stack.enter_context
         enter(patch.object(dependent, "_is_known", lambda: True))
         enter(patch.object(prepared, "driver", lambda: driver.addresses))
+        bindings = driver.bindings
+        enter(patch.object(commands, "_bindings", lambda: bindings))
+        enter(patch.object(copy_engine, "current_raw_stream", lambda device: STREAM))
         enter(patch.object(JITFunction, "run", _jit))
         enter(patch.object(gpu_memory, "_launched", {}))
         enter(patch.object(triton_launch, "_tensor_map", lambda descriptor, meta: _map(descriptor.base)))

@@ -1,7 +1,6 @@
 """What the host tells copy engines to do, carried out at once on ranks of one process; no GPU is needed."""
 
 import ctypes
-from contextlib import nullcontext
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
@@ -9,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from autofuse.native_kernels.gpu import commands, copy_engine
 from autofuse.native_kernels.gpu.copy_engine import FIRST_CREDIT, CopyEngine
 from autofuse.native_kernels.gpu.memory import PeerMemory, Region
 from autofuse.native_kernels.gpu.state import STATE_LENGTH
@@ -27,17 +27,20 @@ def write_value(stream: int, address: int, value: int, flags: int) -> tuple[int]
     return (0,)
 
 
+def copy(to: int, source: int, nbytes: int, stream: int) -> tuple[int]:
+    ctypes.memmove(to, source, nbytes)
+    return (0,)
+
+
 @pytest.fixture(autouse=True)
 def driver(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that has done what it is told when it returns."""
-    bindings = pytest.importorskip("cuda.bindings")
-    fake = MagicMock(cuStreamWaitValue32=wait_value, cuStreamWriteValue32=write_value)
+    fake = MagicMock(cuStreamWaitValue32=wait_value, cuStreamWriteValue32=write_value, cuMemcpyDtoDAsync=copy)
     fake.CUresult.CUDA_SUCCESS = 0
-    fake.cuStreamCreate.return_value = 0, 1
-    monkeypatch.setattr(bindings, "driver", fake)
-    for name in ("ExternalStream", "current_stream"):
-        monkeypatch.setattr(torch.cuda, name, MagicMock())
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    fake.cuStreamCreate.return_value = fake.cuEventCreate.return_value = 0, 1
+    fake.cuEventRecord.return_value = fake.cuStreamWaitEvent.return_value = (0,)
+    monkeypatch.setattr(commands, "_bindings", lambda: fake)
+    monkeypatch.setattr(copy_engine, "current_raw_stream", lambda device: 7)
 
 
 def group(world: int) -> list[PeerMemory]:

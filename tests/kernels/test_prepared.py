@@ -28,9 +28,11 @@ from autofuse.lowering.gpu.experts.kernels import Fixed
 from autofuse.lowering.gpu.experts.reduced import TokensProblem
 from autofuse.lowering.gpu.experts.ways import COMBINE, DISPATCH, ExpertProblem
 from autofuse.native_kernels.gpu import prepared
+from autofuse.native_kernels.gpu.commands import Command, Do
+from autofuse.native_kernels.gpu.copy_engine import CopyEngine
 from autofuse.native_kernels.gpu.dependent import dependent_launches
 from autofuse.native_kernels.gpu.memory import launch
-from autofuse.native_kernels.gpu.prepared import Launched, prepare, recording
+from autofuse.native_kernels.gpu.prepared import Launched, Part, prepare, recording
 from autofuse.native_kernels.triton.exchange_tokens import TokenRows
 from tests.kernels.faked_driver import EVENT, STREAM, Words, faked
 from tests.kernels.launched import peer_memory
@@ -61,14 +63,17 @@ def _operands(problem: DenseProblem, keeps: bool = False) -> tuple[Any, ...]:
     return new(m // world, K), w, out, new(m, K) if keeps else None, biases, 1
 
 
-def _long(way: Way, at: Launch, operands: tuple[Any, ...]) -> list[Launched]:
-    """The launches of a call the long way."""
+def _long(way: Way, at: Launch, operands: tuple[Any, ...]) -> list[Part]:
+    """The parts of a call the long way."""
     assert way.kernel is not None
     with recording() as launches:
         way.kernel.launch(at, way.config, *operands)
-    found = [launched for launched in launches if launched is not None]
-    assert len(found) == len(launches)
-    return found
+    assert None not in launches
+    return launches
+
+
+def _kernels(parts: list[Part]) -> list[Launched]:
+    return [part for part in parts if isinstance(part, Launched)]
 
 
 def _params(launched: Launched, sizes: list[int]) -> list[bytes]:
@@ -157,26 +162,43 @@ def check_ways(problem: Problem, operands: Callable[[], tuple[Any, ...]]) -> Non
     assert ways
     for way in ways:
         assert way.kernel is not None
-        if way.is_copied:
-            assert not way.kernel.only_launches(way.config)
-            continue
         assert way.kernel.only_launches(way.config), way.name
         with faked() as driver:
             words = Words()
             first, second = (_given(way.kernel.takes_product, operands()) for _ in range(2))
-            at = Launch(peer_memory(WORLD, way.need), Mock(), 5, None, False)
-            launched = _long(way, at, first)
-            start = prepare(launched, _tensors(first), words.guard)
+            memory = peer_memory(WORLD, way.need)
+            at = Launch(memory, CopyEngine(memory) if way.is_copied else Mock(), 5, None, False)
+            parts = _long(way, at, first)
+            launched = _kernels(parts)
+            start = prepare(parts, _tensors(first), words.guard)
             assert start is not None, way.name
             driver.sizes = [_sizes(each) for each in launched]
+            driver.calls.clear()
             assert start(STREAM, *(t.data_ptr() for t in _tensors(second))) == STARTED
-            expected = _long(way, at, second)
+            assert [kernels for kernels, *_ in driver.calls] == _kernels_before(parts)
+            again = [call for _, *call in driver.calls]
+            driver.calls.clear()
+            expected_parts = _long(way, at, second)
+            expected = _kernels(expected_parts)
+            assert [call for _, *call in driver.calls] == again
+            assert bool(again) == way.is_copied
             for before, after, sizes, (*config, given) in zip(
                 launched, expected, driver.sizes, driver.launches, strict=True
             ):
                 assert given == _params(after, sizes) != _params(before, sizes), way.name
                 assert config == [after.grid, after.threads, after.shared_bytes, after.cluster]
             assert driver.recorded == [(EVENT, STREAM)]
+
+
+def _kernels_before(parts: list[Part]) -> list[int]:
+    """How many kernels a call has launched before each function of the driver that its commands call."""
+    found, kernels = [], 0
+    for part in parts:
+        if isinstance(part, Launched):
+            kernels += 1
+        else:
+            found += [kernels for command in part or () for _ in range(1 + (command.do is Do.TAKE))]
+    return found
 
 
 def _given(product: bool, operands: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -262,9 +284,34 @@ def test_a_second_kernel_follows_whatever_has_happened() -> None:
         assert len(driver.launches) == 4
         words.raised.value = 0
         driver.during, recorded = lambda: setattr(driver, "error", 1), len(driver.recorded)
-        with pytest.raises(RuntimeError, match="second kernel"):
+        with pytest.raises(RuntimeError, match="has begun"):
             start(STREAM, x.data_ptr())
         assert len(driver.recorded) == recorded + 1  # other streams wait for the first
+
+
+def test_commands_that_the_driver_refuses() -> None:
+    """Nothing has begun if it refuses the first one. Later the call cannot be repeated."""
+    words, x = Words(), torch.empty(64)
+    launched = Launched(77, 1, 32, 0, 0, bytes(16), (0,), (prepared.At(0, x.data_ptr(), False),))
+    wait = Command(Do.AWAIT, 5, 6)
+    copy = Command(Do.COPY, 5, 4096, x.data_ptr() + 32, 8)
+    with faked() as driver:
+        start = prepare([(wait, copy), launched], [x], words.guard)
+        assert start is not None
+        assert start(STREAM, 1 << 20) == STARTED
+        assert driver.calls == [
+            (0, "cuStreamWaitEvent", 5, 6, 0),
+            (0, "cuMemcpyDtoDAsync", 4096, (1 << 20) + 32, 8, 5),
+        ]
+        driver.refused, before = "cuStreamWaitEvent", len(driver.recorded)
+        assert start(STREAM, x.data_ptr()) == REFUSED
+        assert (len(driver.launches), len(driver.recorded)) == (1, before)
+        driver.refused = "cuMemcpyDtoDAsync"
+        with pytest.raises(RuntimeError, match="has begun"):
+            start(STREAM, x.data_ptr())
+        assert (len(driver.launches), len(driver.recorded)) == (1, before + 1)
+        assert prepare([(wait, copy)], [x], words.guard) is None  # no kernel
+        assert prepare([(wait, copy), launched], [x, x[8:]], words.guard) is None
 
 
 def test_the_launcher_goes_on_the_short_way_until_a_setting_changes() -> None:

@@ -108,7 +108,7 @@ def _always(config: Any, problem: Any) -> bool:
 
 
 def only_kernels(config: Any) -> bool:
-    """Of kernels for which that is always so."""
+    """`only_launches` of kernels for which that is always so."""
     return True
 
 
@@ -133,8 +133,8 @@ class Kernel(Generic[P, C]):
     is_copied: Callable[[C], bool] = _never
     """Whether copy engines move the data between ranks."""
     only_launches: Callable[[C], bool] = _never
-    """Whether `launch` gives the driver kernels and nothing else, with the same parameters in each call but
-    for the addresses of its operands."""
+    """Whether `launch` gives the driver kernels and commands of copy engines and nothing else, with the same
+    parameters in each call but for the addresses of its operands."""
     takes_product: bool = False
     """Whether cuBLAS multiplies before it: `launch` gets the product in place of `x`, and an empty `w`."""
     adds: bool = False

@@ -65,6 +65,8 @@ def _of_many_rows(launch: Callable[..., Tensor]) -> Callable[..., None]:
             bias,
         )
         _keep(at, gathered, part, kept, outer)
+        if not credit and config.copied and not at.compile_only:
+            at.engine.give_credit()
 
     return start
 
@@ -154,7 +156,7 @@ PARTS: Kernel[DenseProblem, GatherConfig] = Kernel(
     work=parts_work,
     source="triton/gather_matmul.py",
     is_copied=lambda config: config.copied,
-    only_launches=lambda config: not config.copied,
+    only_launches=only_kernels,
 )
 
 
@@ -197,7 +199,7 @@ CLUSTERS_GATHER: Kernel[DenseProblem, ClusterGatherConfig] = Kernel(
     source="cuda/kernels/gather_matmul.cu",
     fits=lambda config, p: config.within or p.world % config.across == 0,
     is_copied=lambda config: config.copied,
-    only_launches=lambda config: not config.copied,
+    only_launches=only_kernels,
 )
 
 GATHERS: tuple[Kernel[DenseProblem, Any], ...] = (WORDS_GATHER, FEW, PARTS, CLUSTERS_GATHER)

@@ -240,7 +240,7 @@ CLUSTERS: Kernel[DenseProblem, ClusterReduceConfig] = Kernel(
     adds=True,
     fits=lambda config, p: p.world % config.across == 0,
     is_copied=lambda config: config.copied,
-    only_launches=lambda config: not config.copied,
+    only_launches=only_kernels,
     is_update=lambda config: config.update,
 )
 

@@ -249,8 +249,6 @@ class Gather:
         self._launcher.launch(part, w[:count], outputs[:count], kept, biases, problem.outer)
         if kept is None:
             return outputs
-        if self._way.is_copied:
-            self._workspace.engine.give_credit()
         return self._completed(outputs, w, bias)
 
     def _completed(

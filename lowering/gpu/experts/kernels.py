@@ -142,7 +142,7 @@ DISPATCH_CLUSTERS: Kernel[ExpertProblem, DispatchConfig] = Kernel(
     source="cuda/kernels/expert_dispatch.cu",
     fits=_dispatch_fits,
     is_copied=lambda config: config.copied,
-    only_launches=lambda config: not config.copied,
+    only_launches=only_kernels,
 )
 
 
