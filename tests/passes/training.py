@@ -165,6 +165,17 @@ def autocast_tensor(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
         return copy_reduce(x, up, down)
 
 
+def apart(x: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor) -> Tensor:
+    """Each weight has a gradient of x of its own, which is reduced and added to the others."""
+    a, b, c = (F.linear(Copy.apply(x), w) for w in (q, k, v))
+    return Reduce.apply(F.linear((a * b).sigmoid() + c, o)) + x
+
+
+def autocast_apart(*args: Tensor) -> Tensor:
+    with torch.autocast("cpu", BF16):
+        return apart(*args)
+
+
 def one_weight_twice(x: Tensor, w: Tensor) -> Tensor:
     h = Reduce.apply(F.linear(Copy.apply(x), w)).relu()
     return Reduce.apply(F.linear(Copy.apply(h), w))
@@ -206,16 +217,18 @@ def gathered_loss(x: Tensor, w: Tensor) -> Tensor:
 
 
 def trained(
-    fn: Any, *shapes: Any, forward: list[str], backward: list[str], tolerance: float = 1e-5
-) -> Program:
+    fn: Any, *shapes: Any, forward: list[str], backward: list[str], tolerance: float = 1e-5,
+    dtype: torch.dtype = torch.float32,
+) -> Program:  # fmt: skip
     fused = {"forward": forward, "backward": backward}
-    return Program(plain(fn, *shapes, grad=True), fused, grad=True, tolerance=tolerance)
+    return Program(plain(fn, *shapes, grad=True, dtype=dtype), fused, grad=True, tolerance=tolerance)
 
 
 X3, UP, DOWN = (2, 4, H), (D, H), (H, D)
 SQUARE = (H, H)
 SEQUENCE = {"forward": [AG, RS], "backward": [AG, RS]}
 TENSOR = {"forward": [AR], "backward": [AR]}
+APART = {"forward": [AR], "backward": [AR, AR, AR]}
 
 PROGRAMS: dict[str, Program] = {
     "copy and reduce": trained(copy_reduce, X3, UP, DOWN, **TENSOR),
@@ -237,6 +250,8 @@ PROGRAMS: dict[str, Program] = {
     "checkpointed reduce": trained(checkpointed_reduce, X3, SQUARE, SQUARE, **TENSOR),
     "autocast, sequence": trained(autocast_sequence, X3, UP, DOWN, **SEQUENCE, tolerance=0.03),
     "autocast, tensor": trained(autocast_tensor, X3, UP, DOWN, **TENSOR, tolerance=0.03),
+    "q k v apart": trained(apart, X3, UP, UP, UP, DOWN, **APART, tolerance=0.05, dtype=BF16),
+    "q k v apart, autocast": trained(autocast_apart, X3, UP, UP, UP, DOWN, **APART, tolerance=0.05),
     "one weight twice": trained(one_weight_twice, X3, SQUARE, forward=[AR, AR], backward=[AR, AR]),
     "tied embedding": trained(tied_embedding, (2, 8), (10, H), SQUARE, **TENSOR),
     "parallel block": trained(parallel_block, X3, UP, DOWN, UP, DOWN, **TENSOR),

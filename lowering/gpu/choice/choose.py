@@ -31,8 +31,8 @@ STREAMS_US = 300.0
 H200."""
 
 COPY_US = 12.0
-"""Time of the host for one copy of a copy engine with its flags: two copies, with all else of a prepared call,
-took 31 us on 2 H100."""
+"""Time of the host for one copy of a copy engine with its flags: two copies, with all else of a prepared
+call, took 31 us on 2 H100."""
 
 HOST_SHARE = 1 / 3
 """The part of its time on the GPU for which a call may keep the host busy with copies. A copy that starts
