@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import sympy
@@ -78,33 +78,29 @@ def clusters_of(stream: Stream, settings: Settings) -> list[Cluster]:
     """The reductions of a stream, each with what is computed on slices behind it and before the next one.
 
     Inductor computes what lies between two collectives in one pass: it reads what others have computed, and
-    writes what others read. Views and casts to a wider dtype are not stored.
+    writes what others read. Views and casts to a wider dtype are not stored. Reductions that are added are
+    one, as `passes/merge.py` makes of them.
     """
+    products = {r: _matched(anchor, stream.world, settings) for r, anchor in stream.reductions.items()}
+    taken = {node for match in products.values() if match is not None for node in match.inputs}
+    tasks = {r: _task(stream, r, match, settings) for r, match in products.items()}
+    joined = _joined(tasks)
     order = {node: i for i, node in enumerate(stream.reductions)}
     home: dict[fx.Node, fx.Node] = {}
     stored: dict[fx.Node, fx.Node] = {}
     for node in stream.cuts:
         sources = [n for n in node.all_input_nodes if n in home]
         is_reduction = node in stream.reductions
-        home[node] = node if is_reduction else max((home[n] for n in sources), key=order.__getitem__)
+        home[node] = joined[node] if is_reduction else max((home[n] for n in sources), key=order.__getitem__)
         stored[node] = stored[sources[0]] if is_free(node) and not is_reduction else node
-    behind = {reduction: _Behind() for reduction in stream.reductions}
+    behind = {reduction: _Behind() for reduction in stream.reductions if joined[reduction] is reduction}
     for node in stream.cuts:
         behind[home[node]].cuts.append(node)
     for node in stream.sums:
         behind[home[node.all_input_nodes[0]]].sums.append(node)
     for node in stream.gathered:
         behind[home[node]].gathered.append(node)
-    products = {r: _matched(anchor, stream.world, settings) for r, anchor in stream.reductions.items()}
-    taken = {node for match in products.values() if match is not None for node in match.inputs}
-    tasks = {r: _task(stream, r, match, settings) for r, match in products.items()}
-    merged = _merged(stream, tasks)
-    joined = {r for others in merged.values() for r in others}
-    return [
-        _cluster(stream, r, tasks, merged.get(r, ()), behind, stored, taken, settings)
-        for r in stream.reductions
-        if r not in joined
-    ]
+    return [_cluster(stream, r, tasks, found, stored, taken, settings) for r, found in behind.items()]
 
 
 def _task(stream: Stream, reduction: fx.Node, match: Match | None, settings: Settings) -> Task:
@@ -114,9 +110,9 @@ def _task(stream: Stream, reduction: fx.Node, match: Match | None, settings: Set
     return Task("matmul_all_reduce", world, _dtype(reduction), order, nbytes(reduction))
 
 
-def _merged(stream: Stream, tasks: Mapping[fx.Node, Task]) -> dict[fx.Node, tuple[fx.Node, ...]]:
-    """Reductions that are added to others, by the last one: `passes/merge.py` makes one of them."""
-    found: dict[fx.Node, tuple[fx.Node, ...]] = {}
+def _joined(tasks: Mapping[fx.Node, Task]) -> dict[fx.Node, fx.Node]:
+    """By reduction, the last one of those that it is added to; by default itself."""
+    found = {reduction: reduction for reduction in tasks}
     plain = {r for r, task in tasks.items() if task.matmuls and task.product == PLAIN}
     for summands in sums(next(iter(tasks)).graph):
         groups: dict[object, list[fx.Node]] = {}
@@ -124,8 +120,7 @@ def _merged(stream: Stream, tasks: Mapping[fx.Node, Task]) -> dict[fx.Node, tupl
             if summand is not None:
                 groups.setdefault(summand.key, []).append(summand.item)
         for group in groups.values():
-            *others, last = sorted(group)
-            found[last] = tuple(others)
+            found |= dict.fromkeys(group, max(group))
     return found
 
 
@@ -133,29 +128,25 @@ def _cluster(
     stream: Stream,
     reduction: fx.Node,
     tasks: Mapping[fx.Node, Task],
-    added: Sequence[fx.Node],
-    all_behind: Mapping[fx.Node, _Behind],
+    behind: _Behind,
     stored: Mapping[fx.Node, fx.Node],
     taken: set[fx.Node],
     settings: Settings,
 ) -> Cluster:
-    """`added`: reductions that become one with this one; `stored`: of every cut value the one in whose memory
-    it is."""
-    behind = all_behind[reduction]
-    _, *computed = behind.cuts
-    own = {*behind.cuts, *(node for other in added for node in all_behind[other].cuts)}
+    """`stored`: of every cut value the one in whose memory it is."""
+    own, added = set(behind.cuts), [node for node in behind.cuts if node in stream.reductions]
+    computed = [node for node in behind.cuts if node not in stream.reductions]
     read = [source for node in computed for source in node.all_input_nodes if stored.get(source) not in own]
     read += [source for node in behind.sums for source in node.all_input_nodes]
     read = [stored.get(source, source) for source in read if tensor(source) is not None]
     written = [stored[node] for node in computed if not own.issuperset(node.users)]
     order, task = settings.order, tasks[reduction]
     rows = expression(_shape(reduction)[stream.cuts[reduction]])
-    matmuls = [size for other in (*added, reduction) for size in tasks[other].matmuls]
     return Cluster(
-        replace(task, matmuls=tuple(matmuls)),
+        replace(task, matmuls=tuple(size for each in added for size in tasks[each].matmuls)),
         nbytes(reduction),
         sum(map(nbytes, dict.fromkeys(read))),
-        sum(map(nbytes, dict.fromkeys(node for node in written if node is not reduction))),
+        sum(map(nbytes, dict.fromkeys(node for node in written if node not in added))),
         tuple(_gather(stream, node, taken, order) for node in behind.gathered),
         tuple(
             Task("matmul_all_reduce", stream.world, _dtype(node), order, nbytes(node)) for node in behind.sums

@@ -1,6 +1,7 @@
 """What the host tells copy engines to do, carried out at once on ranks of one process; no GPU is needed."""
 
 import ctypes
+from itertools import count
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
@@ -9,8 +10,10 @@ import torch
 from torch import Tensor
 
 from autofuse.native_kernels.gpu import commands, copy_engine
+from autofuse.native_kernels.gpu.commands import OF_CALL, Do
 from autofuse.native_kernels.gpu.copy_engine import FIRST_CREDIT, CopyEngine
 from autofuse.native_kernels.gpu.memory import PeerMemory, Region
+from autofuse.native_kernels.gpu.prepared import recording
 from autofuse.native_kernels.gpu.state import STATE_LENGTH
 
 TILE_BYTES, TILES, SLICE = 16, 7, 3
@@ -37,7 +40,8 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that has done what it is told when it returns."""
     fake = MagicMock(cuStreamWaitValue32=wait_value, cuStreamWriteValue32=write_value, cuMemcpyDtoDAsync=copy)
     fake.CUresult.CUDA_SUCCESS = 0
-    fake.cuStreamCreate.return_value = fake.cuEventCreate.return_value = 0, 1
+    handles = count(1)
+    fake.cuStreamCreate = fake.cuEventCreate = lambda flags: (0, next(handles))
     fake.cuEventRecord.return_value = fake.cuStreamWaitEvent.return_value = (0,)
     monkeypatch.setattr(commands, "_bindings", lambda: fake)
     monkeypatch.setattr(copy_engine, "current_raw_stream", lambda device: 7)
@@ -105,6 +109,39 @@ def test_an_outbox_reaches_its_owners(world: int) -> None:
             assert words(memory, r)[FIRST_CREDIT:].nonzero().flatten().tolist() == [r]
         for memory in ranks:
             receive(memory)
+
+
+@pytest.mark.parametrize("forwards", [False, True])
+def test_copies_come_behind_what_was_before_the_call_and_before_what_is_behind_it(forwards: bool) -> None:
+    """By what every stream has waited for."""
+    memory, *_ = group(4)
+    engine = CopyEngine(memory)
+    memory.done.fill_(1)
+    with recording() as parts:
+        if forwards:
+            engine.fork()
+            engine.forward(memory.done.view(2, 4, SLICES)[1], TILES * TILE_BYTES, SLICE * TILE_BYTES)
+        else:
+            engine.push(torch.zeros(TILES, TILE_BYTES // 2, dtype=torch.bfloat16), SLICE, SLICES)
+        engine.join()
+    before, copies = "all of the call's stream before", set()
+    behind: dict[int, set[object]] = {OF_CALL: {before}}
+    recorded: dict[int, set[object]] = {}
+    for part in parts:
+        assert isinstance(part, tuple)
+        for command in part:
+            done = behind.setdefault(command.stream, set())
+            if command.do is Do.RECORD:
+                recorded[command.at] = set(done)
+            elif command.do is Do.AWAIT:
+                done |= recorded[command.at]
+            else:
+                assert before in done
+                assert command.stream != OF_CALL
+                copies.add(command)
+                done.add(command)
+    assert len(copies) == 3 * (1 + SLICES * (3 if forwards else 2))
+    assert behind[OF_CALL] == copies | {before}
 
 
 def test_nobody_stores_without_credit() -> None:

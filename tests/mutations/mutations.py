@@ -59,8 +59,8 @@ PASSES = (
     Mutation(
         "a sum is merged though its product is read besides",
         "merge.py",
-        "if op.target not in _REDUCTIONS or list(op.users) != [item] or item.args[1] != 0:",
-        "if op.target not in _REDUCTIONS or item.args[1] != 0:",
+        "if op.target not in _REDUCTIONS or list(op.users) != [summand.item] or summand.item.args[1] != 0:",
+        "if op.target not in _REDUCTIONS or summand.item.args[1] != 0:",
         (*_of("passes", "graphs"), *PROGRAMS),
     ),
     Mutation(
@@ -69,6 +69,27 @@ PASSES = (
         'key=lambda op: op.args[3] == "mm")',
         'key=lambda op: op.args[3] != "mm")',
         (*_of("passes", "graphs"), *PROGRAMS),
+    ),
+    Mutation(
+        "reductions in float16 are merged",
+        "merge.py",
+        "_WIDE = (torch.float32, torch.bfloat16)",
+        "_WIDE = (torch.float32, torch.bfloat16, torch.float16)",
+        (*_of("passes", "graphs"), *PROGRAMS),
+    ),
+    Mutation(
+        "reductions of two dtypes are merged",
+        "merge.py",
+        "return self.layout, dtype_of(self.item), Shapes().of(self.item)",
+        "return self.layout, Shapes().of(self.item)",
+        (*_of("passes", "graphs"), *PROGRAMS),
+    ),
+    Mutation(
+        "what a merged reduction adds is behind none of its terms",
+        "clusters.py",
+        "found |= dict.fromkeys(group, max(group))",
+        "found |= dict.fromkeys(group[1:], max(group))",
+        _of("passes", "gpu_pricing"),
     ),
     Mutation(
         "a tail reads what a later collective computes",
@@ -164,9 +185,37 @@ PASSES = (
     Mutation(
         "the second kernel of a call is not launched",
         "prepared.py",
-        "ctypes.addressof(kernels), len(made),",
-        "ctypes.addressof(kernels), 1,",
+        "ctypes.addressof(steps), len(made),",
+        "ctypes.addressof(steps), 1,",
         _of("kernels", "prepared"),
+    ),
+    Mutation(
+        "a copy of a prepared call has the address of the call before",
+        "prepared.py",
+        "operand, begin = within[0] if within else (NO_OPERAND, source)",
+        "operand, begin = within[0][0] if within else NO_OPERAND, source",
+        _of("kernels", "prepared"),
+    ),
+    Mutation(
+        "a copy stream does not wait for what was before the call",
+        "copy_engine.py",
+        "return [Command(Do.RECORD, OF_CALL, self._begun), *waits]",
+        "return [Command(Do.RECORD, OF_CALL, self._begun)]",
+        _of("kernels", "copy_engine"),
+    ),
+    Mutation(
+        "a later call may start before the copies have ended",
+        "copy_engine.py",
+        "self._do([command for pair in pairs for command in pair])",
+        "self._do([command for command, _ in pairs])",
+        _of("kernels", "copy_engine"),
+    ),
+    Mutation(
+        "parts arrive without the credit of their receiver",
+        "copy_engine.py",
+        "            yield self._take_credit(stream, p)\n",
+        "",
+        _of("kernels", "copy_engine"),
     ),
     Mutation(
         "kernels read a bias that begins anywhere",

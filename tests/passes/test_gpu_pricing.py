@@ -6,6 +6,7 @@ import math
 import re
 import statistics
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -14,7 +15,8 @@ import pytest
 import sympy
 import torch
 import torch.distributed as dist
-from torch import Tensor, fx
+import torch.distributed._functional_collectives as funcol
+from torch import Tensor, fx, nn
 
 pytest.importorskip("triton")
 
@@ -220,10 +222,9 @@ def test_what_has_no_ways_is_not_priced(pricing: GpuPricing, part: str) -> None:
 # --- Graphs ----------------------------------------------------------------------------------------------
 
 
-def explained(
-    tokens: int, *, world: int = 4, declared: bool = True, least: int = 0, most: int | None = None
-) -> Report:
-    """The report of the benchmark's layer on GPUs."""
+@contextmanager
+def on_gpus(world: int) -> Iterator[dist.ProcessGroup]:
+    """Graphs are explained as if they were those of GPUs."""
 
     def fuse_moved(graph: fx.Graph, *rest: Any) -> Any:
         *known, basis = rest
@@ -238,8 +239,15 @@ def explained(
         autofuse.config.patch(policy="always"),
         torch.no_grad(),
     ):
-        group = dist.group.WORLD
-        assert group is not None
+        assert dist.group.WORLD is not None
+        yield dist.group.WORLD
+
+
+def explained(
+    tokens: int, *, world: int = 4, declared: bool = True, least: int = 0, most: int | None = None
+) -> Report:
+    """The report of the benchmark's layer on GPUs."""
+    with on_gpus(world) as group:
         with torch.device("meta"):
             model = Layer(HIDDEN // world, HIDDEN, group).bfloat16()
         model = model.to_empty(device="cpu")
@@ -277,6 +285,47 @@ def test_auto_takes_what_is_predicted_to_be_cheapest(tokens: int, least: int, ex
     assert (told.name, told.refused) == (expected, ())
     fused = [site.pattern for site in report.fused]
     assert fused == (["matmul_reduce_scatter", "all_gather_matmul"] if expected == SPLIT else [REDUCE]) * 2
+
+
+class Parallel(nn.Module):
+    """Attention and MLP of one input, each with an all_reduce, as in a layer that adds both."""
+
+    def __init__(self, inner: tuple[int, int], dtype: torch.dtype) -> None:
+        super().__init__()
+        self.a, self.b = (nn.Linear(n, HIDDEN, bias=False, dtype=dtype) for n in inner)
+        self.norm = nn.RMSNorm(HIDDEN, dtype=dtype)
+        self.c = nn.Linear(HIDDEN, inner[0], bias=False, dtype=dtype)
+
+    def forward(self, x: Tensor, y: Tensor, residual: Tensor) -> Tensor:
+        group = dist.group.WORLD
+        assert group is not None
+        first = funcol.all_reduce(self.a(x), "sum", group)
+        return self.c(self.norm(residual + first + funcol.all_reduce(self.b(y), "sum", group)))
+
+
+@pytest.mark.parametrize(("dtype", "sums"), [(torch.bfloat16, 1), (torch.float16, 2)])
+def test_reductions_that_are_added_are_priced_as_one(dtype: torch.dtype, sums: int) -> None:
+    """Where they will be merged."""
+    found: list[Cluster] = []
+    of = search.clusters_of
+
+    def clusters_of(*args: Any) -> list[Cluster]:
+        found[:] = of(*args)
+        return found
+
+    tokens, inner = 64, (512, 1024)
+    with on_gpus(2), patch.object(search, "clusters_of", clusters_of), torch.device("meta"):
+        model = Parallel(inner, dtype).to_empty(device="cpu")
+        autofuse.replicated(model, parameters=["norm*"], inputs=["residual"])
+        given = [torch.empty(tokens, n, dtype=dtype, device="cpu") for n in (*inner, HIDDEN)]
+        autofuse.explain(model)(*given)
+    assert len(found) == sums
+    matmuls = tuple((tokens, k, HIDDEN) for k in inner)
+    assert tuple(size for cluster in found for size in cluster.task.matmuls) == matmuls
+    *_, last = found
+    nbytes = 2 * tokens * HIDDEN
+    assert (last.reduced, last.read) == (nbytes, nbytes + 2 * HIDDEN)  # the residual, or a sum with it
+    assert len(last.gathers) == 1
 
 
 def test_a_range_that_is_fixed_is_not_guarded() -> None:
