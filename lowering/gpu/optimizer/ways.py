@@ -63,8 +63,26 @@ class Kept:
         return squares.view(torch.float64), sums, numbers
 
 
+class OfElements(OfOp):
+    """A problem whose size is the number of elements of all tensors."""
+
+    elements: int
+
+    k: ClassVar[int] = 1
+    is_whole: ClassVar[bool] = True
+    """The time depends little on the lengths of tensors."""
+    most_bytes: ClassVar[int] = MOST_BYTES
+
+    @property
+    def m(self) -> int:
+        return max(1, self.elements)
+
+    def rounded(self) -> None:
+        """A step changes parameters, so that no training tries the ways. `autofuse bench optimizer` does."""
+
+
 @dataclass(frozen=True)
-class UpdateProblem(OfOp):
+class UpdateProblem(OfElements):
     """A call. elements: of all tensors; longest: most buckets that a rank owns; dtypes: of gradients, and of
     parameters; states: flat tensors of float32 that it changes; programs: multiprocessors; clips: the norm of
     all gradients is known before any parameter changes."""
@@ -78,15 +96,6 @@ class UpdateProblem(OfOp):
     programs: int = 132
     op: str = OP
     clips: bool = False
-
-    k: ClassVar[int] = 1
-    is_whole: ClassVar[bool] = True
-    """The time depends little on the lengths of tensors."""
-    most_bytes: ClassVar[int] = MOST_BYTES
-
-    @property
-    def m(self) -> int:
-        return max(1, self.elements)
 
     @property
     def n(self) -> int:
@@ -110,9 +119,6 @@ class UpdateProblem(OfOp):
     @property
     def measured_as(self) -> str:
         return f"{self.op} {self.rule}{WITH_CLIPPING if self.clips else ''}"
-
-    def rounded(self) -> None:
-        """A step changes parameters, so that no training tries the ways. `autofuse bench optimizer` does."""
 
 
 def _work(name: str, p: UpdateProblem) -> Work:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from autofuse.lowering.gpu.choice.kernel import MOST_BYTES, Kernel, Launch, OfOp, Way, only_kernels
+from autofuse.lowering.gpu.choice.kernel import Kernel, Launch, Way, only_kernels
 from autofuse.lowering.gpu.choice.work import Rows, Start, Work
 from autofuse.lowering.gpu.dense.work import INDUCTOR_TAIL, collective_work, tail_work
 from autofuse.lowering.ops.all_reduce_update import MOST_BUCKETS, OP
@@ -22,16 +22,16 @@ from autofuse.native_kernels.triton.whole_update_packets import (
     whole_packets_needs,
 )
 
-from .ways import TORCH_NCCL
+from .ways import TORCH_NCCL, OfElements
 
 DTYPES = tuple(KINDS)
 """That gradients and parameters may have."""
 
 
 @dataclass(frozen=True)
-class WholeUpdateProblem(OfOp):
+class WholeUpdateProblem(OfElements):
     """A call. elements: of all tensors; buckets: of these elements; dtypes: of gradients, and of parameters;
-    programs: multiprocessors."""
+    programs: multiprocessors. The time depends little on which sums are kept."""
 
     elements: int
     buckets: int
@@ -41,15 +41,6 @@ class WholeUpdateProblem(OfOp):
     world: int
     programs: int = 132
     op: str = OP
-
-    k: ClassVar[int] = 1
-    is_whole: ClassVar[bool] = True
-    """The time depends little on the lengths of tensors, and on which sums are kept."""
-    most_bytes: ClassVar[int] = MOST_BYTES
-
-    @property
-    def m(self) -> int:
-        return max(1, self.elements)
 
     @property
     def n(self) -> int:
@@ -69,9 +60,6 @@ class WholeUpdateProblem(OfOp):
     @property
     def measured_as(self) -> str:
         return f"{self.op} {self.rule}"
-
-    def rounded(self) -> None:
-        """A call changes parameters, so that no training tries the ways."""
 
 
 @dataclass(frozen=True)
