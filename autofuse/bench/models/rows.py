@@ -58,16 +58,16 @@ class Row:
         known = {name: us for name, us in times.items() if us}
         return min(known.items(), key=lambda item: item[1]) if known else None
 
-    def speedup(self, launched: str, ours_is: str = OURS) -> float | None:
-        """Of a variant of ours over the best other."""
-        best, ours = self.best_other(launched), self.time(ours_is, launched)
+    def speedup(self, launched: str) -> float | None:
+        """Of ours over the best other."""
+        best, ours = self.best_other(launched), self.time(OURS, launched)
         return best[1] / ours if best and ours else None
 
-    def share(self, launched: str, ours_is: str = OURS) -> float | None:
+    def share(self, launched: str) -> float | None:
         """(best other - ours) / (best other - ceiling); None where there is nothing to gain."""
         best, ours, ceiling = (
             self.best_other(launched),
-            self.time(ours_is, launched),
+            self.time(OURS, launched),
             self.time(CEILING, launched),
         )
         if not best or not ours or not ceiling or ceiling >= best[1]:
@@ -87,9 +87,9 @@ class Row:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Row:
-        names = [each.name for each in fields(cls)]
+        known = {each.name: data[each.name] for each in fields(cls) if each.name in data}
         variants = {name: Measured(**values) for name, values in data["variants"].items()}
-        return cls(**{**{name: data[name] for name in names if name in data}, "variants": variants})
+        return cls(**{**known, "variants": variants})
 
 
 def sites_of(report: Report) -> dict[str, Any]:
