@@ -5,6 +5,9 @@ AG(x) @ v, AG(x) @ w                          one op with both weights
 
 In bfloat16 the sum of two reductions is rounded three times, and the merged one once. Reductions in float16
 stay as they are: what one rank adds could exceed its range where the two sums do not.
+
+Under autocast the products are in bfloat16, and their reductions in float32. Products are rounded one by one
+then, and added in float32: one op multiplies one of them, and adds the others, which torch multiplies.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ _REDUCTIONS = (
 )
 _GATHER = torch.ops.autofuse.all_gather_matmul.default
 _WIDE = (torch.float32, torch.bfloat16)
+_PLAIN, _WIDENED = ("mm", "addmm %0"), "mm; to float32"
 
 
 def merge_fused(graph: fx.Graph) -> None:
@@ -108,7 +112,8 @@ def _merge_sum(summands: Sequence[fx.Node]) -> None:
         op = None if summand is None else _mergeable(summand)
         if summand is not None and op is not None:
             place = op.args[4:-6]  # reduce op, dim, outer, keep
-            groups.setdefault((op.target, *place, op.args[-3], *summand.key), []).append(summand)
+            kind = op.target, op.args[3] == _WIDENED
+            groups.setdefault((*kind, *place, op.args[-3], *summand.key), []).append(summand)
     for group in groups.values():
         if len(group) > 1:
             _rewrite_sum(sorted(group, key=_op))
@@ -129,21 +134,27 @@ def _op(summand: Summand) -> fx.Node:
 
 
 def _mergeable(summand: Summand) -> fx.Node | None:
-    """The op that reduces a summand, if it reduces a plain matmul that nobody else reads."""
+    """The op that reduces a summand, if it reduces a matmul that nobody else reads, plain or widened."""
     op = _op(summand)
     if op.target not in _REDUCTIONS or list(op.users) != [summand.item] or summand.item.args[1] != 0:
         return None
-    return op if op.args[3] in ("mm", "addmm %0") else None
+    is_one = op.args[3] == _WIDENED and len(op.args[0]) == 1
+    return op if op.args[3] in _PLAIN or is_one else None
 
 
 def _rewrite_sum(terms: Sequence[Summand]) -> None:
     """Replace the last term by one op that reduces all terms, and remove the other terms from the sum."""
     *others, last = terms
     last_op = _op(last)
-    ops = sorted(map(_op, terms), key=lambda op: op.args[3] == "mm")  # an addmm comes first
-    x, w, operands = ([entry for op in ops for entry in op.args[i]] for i in range(3))
-    product = "; ".join([str(ops[0].args[3]), *(f"add %{i}" for i in range(1, len(operands)))])
     emitter = Emitter(last_op, Shapes())
+    if last_op.args[3] == _WIDENED:
+        x, w = last_op.args[:2]
+        operands = [_widened(emitter, _op(term)) for term in others]
+        product = "; ".join([_WIDENED, *(f"add %{i}" for i in range(len(operands)))])
+    else:
+        ops = sorted(map(_op, terms), key=lambda op: op.args[3] == "mm")  # an addmm comes first
+        x, w, operands = ([entry for op in ops for entry in op.args[i]] for i in range(3))
+        product = "; ".join([str(ops[0].args[3]), *(f"add %{i}" for i in range(1, len(operands)))])
     site = "+".join(dict.fromkeys(str(_op(t).args[-1]) for t in terms))
     fused = emitter.call(last_op.target, x, w, operands, product, *last_op.args[4:-1], site)
     last.item.replace_all_uses_with(emitter.item(fused, 0))
@@ -153,6 +164,13 @@ def _rewrite_sum(terms: Sequence[Summand]) -> None:
         reader.replace_all_uses_with(b if a is term.node else a)
         erase_unused([reader])
     erase_unused([last.item])
+
+
+def _widened(emitter: Emitter, op: fx.Node) -> fx.Node:
+    """The product of an op, by torch."""
+    (x,), (w,) = op.args[:2]
+    product = emitter.call(aten.mm.default, x, w)
+    return emitter.call(torch.ops.prims.convert_element_type.default, product, torch.float32)
 
 
 # --- gathers of one input -----------------------------------------------------------------------------

@@ -85,6 +85,13 @@ PASSES = (
         (*_of("passes", "graphs"), *PROGRAMS),
     ),
     Mutation(
+        "a product that is widened is merged with one that is not",
+        "merge.py",
+        "kind = op.target, op.args[3] == _WIDENED",
+        "kind = (op.target,)",
+        _of("passes", "graphs"),
+    ),
+    Mutation(
         "what a merged reduction adds is behind none of its terms",
         "clusters.py",
         "found |= dict.fromkeys(group, max(group))",

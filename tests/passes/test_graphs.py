@@ -260,9 +260,30 @@ def test_the_dtypes_of_added_reductions(dtype: torch.dtype, added_in: torch.dtyp
     assert rewritten(fn, *args).count("autofuse.matmul_all_reduce") == ops
 
 
-def test_added_reductions_of_two_dtypes_stay_two() -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_added_reductions_of_widened_products(dtype: torch.dtype) -> None:
+    """As autocast has them: products are rounded one by one, and added in float32."""
+
+    def fn(x: Tensor, w: Tensor, v: Tensor, u: Tensor) -> Tensor:
+        products = (F.linear(x, weight).float() for weight in (w, v, u))
+        first, second, third = (funcol.all_reduce(p, "sum", group()) for p in products)
+        return first + second + third
+
+    given = [torch.zeros(n, 12, dtype=dtype) for n in (8, 16, 16, 16)]
+    text = rewritten(fn, *given)
+    (line,) = [line for line in text.splitlines() if "autofuse.matmul_all_reduce" in line]
+    assert "'mm; to float32; add %0; add %1'" in line
+    assert text.count("aten.mm.default") == 2
+
+
+@pytest.mark.parametrize("widened", ["before", "behind"])
+def test_added_reductions_of_two_dtypes_stay_two(widened: str) -> None:
+    """The product of the first is widened before its reduction, or behind it."""
+
     def fn(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
-        first = funcol.all_reduce(F.linear(x.bfloat16(), w.bfloat16()), "sum", group()).float()
+        product = F.linear(x.bfloat16(), w.bfloat16())
+        product = product.float() if widened == "before" else product
+        first = funcol.all_reduce(product, "sum", group()).float()
         return first + funcol.all_reduce(F.linear(x, v), "sum", group())
 
     args = [torch.zeros(16, 12) for _ in range(3)]
