@@ -6,12 +6,15 @@ AG(x) @ v, AG(x) @ w                          one op with both weights
 In bfloat16 the sum of two reductions is rounded three times, and the merged one once. Reductions in float16
 stay as they are: what one rank adds could exceed its range where the two sums do not.
 
-Under autocast the products are in bfloat16, and their reductions in float32. Products are rounded one by one
-then, and added in float32: one op multiplies one of them, and adds the others, which torch multiplies.
+In two cases the merged op computes one product and adds the others, which torch multiplies. Under autocast
+products in bfloat16 are rounded one by one, and their reductions are in float32. A layer of experts adds the
+rows of the experts that a router chose, and the product of those that see every token.
 """
 
 from __future__ import annotations
 
+import functools
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +36,8 @@ _REDUCTIONS = (
 _GATHER = torch.ops.autofuse.all_gather_matmul.default
 _WIDE = (torch.float32, torch.bfloat16)
 _PLAIN, _WIDENED = ("mm", "addmm %0"), "mm; to float32"
+_ROWS = re.compile(r"grouped\b(?!.*; (add|sub) ).*; (sum|fold) ")
+"""Products that add up the rows of experts, and nothing else yet."""
 
 
 def merge_fused(graph: fx.Graph) -> None:
@@ -115,8 +120,12 @@ def _merge_sum(summands: Sequence[fx.Node]) -> None:
             kind = op.target, op.args[3] == _WIDENED
             groups.setdefault((*kind, *place, op.args[-3], *summand.key), []).append(summand)
     for group in groups.values():
-        if len(group) > 1:
-            _rewrite_sum(sorted(group, key=_op))
+        rows = [term for term in group if _adds_rows(_op(term))]
+        terms = [term for term in group if term not in rows[1:]]  # an op adds up the rows of one layer
+        if rows and any(_op(term).args[3] != "mm" for term in terms if term is not rows[0]):
+            terms = [term for term in terms if term is not rows[0]]
+        if len(terms) > 1:
+            _rewrite_sum(sorted(terms, key=_op))
 
 
 def _summands(total: fx.Node) -> list[fx.Node]:
@@ -134,12 +143,16 @@ def _op(summand: Summand) -> fx.Node:
 
 
 def _mergeable(summand: Summand) -> fx.Node | None:
-    """The op that reduces a summand, if it reduces a matmul that nobody else reads, plain or widened."""
+    """The op that reduces a summand, if its product can be merged and nobody else reads that."""
     op = _op(summand)
     if op.target not in _REDUCTIONS or list(op.users) != [summand.item] or summand.item.args[1] != 0:
         return None
     is_one = op.args[3] == _WIDENED and len(op.args[0]) == 1
-    return op if op.args[3] in _PLAIN or is_one else None
+    return op if op.args[3] in _PLAIN or is_one or _adds_rows(op) else None
+
+
+def _adds_rows(op: fx.Node) -> bool:
+    return _ROWS.match(str(op.args[3])) is not None
 
 
 def _rewrite_sum(terms: Sequence[Summand]) -> None:
@@ -147,14 +160,16 @@ def _rewrite_sum(terms: Sequence[Summand]) -> None:
     *others, last = terms
     last_op = _op(last)
     emitter = Emitter(last_op, Shapes())
-    if last_op.args[3] == _WIDENED:
-        x, w = last_op.args[:2]
-        operands = [_widened(emitter, _op(term)) for term in others]
-        product = "; ".join([_WIDENED, *(f"add %{i}" for i in range(len(operands)))])
-    else:
+    main = next((op for op in map(_op, terms) if _adds_rows(op)), last_op)
+    if main.args[3] in _PLAIN:
         ops = sorted(map(_op, terms), key=lambda op: op.args[3] == "mm")  # an addmm comes first
         x, w, operands = ([entry for op in ops for entry in op.args[i]] for i in range(3))
         product = "; ".join([str(ops[0].args[3]), *(f"add %{i}" for i in range(1, len(operands)))])
+    else:
+        x, w, given, product = main.args[:4]
+        added = [_multiplied(emitter, op) for op in map(_op, terms) if op is not main]
+        total = functools.reduce(lambda a, b: emitter.call(aten.add.Tensor, a, b), added)
+        operands, product = [*given, total], f"{product}; add %{len(given)}"
     site = "+".join(dict.fromkeys(str(_op(t).args[-1]) for t in terms))
     fused = emitter.call(last_op.target, x, w, operands, product, *last_op.args[4:-1], site)
     last.item.replace_all_uses_with(emitter.item(fused, 0))
@@ -166,10 +181,12 @@ def _rewrite_sum(terms: Sequence[Summand]) -> None:
     erase_unused([last.item])
 
 
-def _widened(emitter: Emitter, op: fx.Node) -> fx.Node:
-    """The product of an op, by torch."""
-    (x,), (w,) = op.args[:2]
-    product = emitter.call(aten.mm.default, x, w)
+def _multiplied(emitter: Emitter, op: fx.Node) -> fx.Node:
+    """The product of an op, a sum of matmuls, by torch."""
+    products = [emitter.call(aten.mm.default, x, w) for x, w in zip(*op.args[:2], strict=True)]
+    product = functools.reduce(lambda a, b: emitter.call(aten.add.Tensor, a, b), products)
+    if op.args[3] != _WIDENED:
+        return product
     return emitter.call(torch.ops.prims.convert_element_type.default, product, torch.float32)
 
 

@@ -92,6 +92,13 @@ PASSES = (
         _of("passes", "graphs"),
     ),
     Mutation(
+        "a matrix is added to a sum of rows that has a base",
+        "merge.py",
+        '; (sum|fold) ")',
+        '; (sum|fold|index_add) ")',
+        _of("passes", "graphs"),
+    ),
+    Mutation(
         "what a merged reduction adds is behind none of its terms",
         "clusters.py",
         "found |= dict.fromkeys(group, max(group))",

@@ -52,11 +52,14 @@ def grouped_mm_of_hugging_face(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
 
 
 class Experts(nn.Module):
-    """how: the spelling of the sum over the experts of a token; `scattered`: over the tokens of ranks."""
+    """how: the spelling of the sum over the experts of a token; `scattered`: over the tokens of ranks;
+    `shared`: one more expert has every token, and an all_reduce of its own."""
 
-    def __init__(self, how: str, scattered: bool = False, grouped: Grouped = grouped_mm) -> None:
+    def __init__(
+        self, how: str, scattered: bool = False, grouped: Grouped = grouped_mm, shared: bool = False
+    ) -> None:
         super().__init__()
-        self.how, self.scattered, self.grouped = how, scattered, grouped
+        self.how, self.scattered, self.grouped, self.shared = how, scattered, grouped, shared
         self.gate = nn.Linear(D, EXPERTS, bias=False)
         self.up = nn.Parameter(torch.randn(EXPERTS, 2 * H, D) * 0.2)
         self.down = nn.Parameter(torch.randn(EXPERTS, D, H) * 0.2)
@@ -103,6 +106,9 @@ class Experts(nn.Module):
             x = _Copied.apply(x)
         scores, chosen = self.gate(x).float().softmax(-1).topk(TOP, -1)
         out = self.routed(x, scores / scores.sum(-1, keepdim=True), chosen)
+        if self.shared:
+            every = F.silu(x @ self.up[0].mT).narrow(-1, 0, H) @ self.down[0].mT
+            return _Summed.apply(out) + _Summed.apply(every)
         if self.scattered:
             if out.requires_grad:
                 return funcol.reduce_scatter_tensor_autograd(out, "sum", 0, group()).relu()
@@ -112,13 +118,13 @@ class Experts(nn.Module):
 
 def build(
     how: str, dtype: torch.dtype = torch.bfloat16, scattered: bool = False, grad: bool = False,
-    grouped: Grouped = grouped_mm,
+    grouped: Grouped = grouped_mm, shared: bool = False,
 ) -> Callable[[int, int], tuple[Callable[..., Any], tuple[Any, ...]]]:  # fmt: skip
     def make(world: int, rank: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         if grouped is grouped_mm_of_hugging_face:
             importlib.import_module("transformers.integrations.moe")  # defines its op
         torch.manual_seed(rank)
-        model = Experts(how, scattered, grouped).to(dtype)
+        model = Experts(how, scattered, grouped, shared).to(dtype)
         torch.manual_seed(0)
         with torch.no_grad():
             model.gate.weight.normal_()
@@ -148,6 +154,16 @@ PROGRAMS: dict[str, Program] = {
     ),
     "vectors and matrices, scattered": Program(
         build("vectors and matrices", scattered=True), {"inference": [RS]}, tolerance=0.02
+    ),
+    "a shared expert": Program(build("sum", shared=True), {"inference": [AR, AR]}, tolerance=0.02),
+    "a shared expert, training": Program(
+        build("sum", grad=True, shared=True),
+        {"forward": [AR, AR], "backward": [AR]},
+        grad=True,
+        tolerance=0.03,
+    ),
+    "a shared expert beside index_add": Program(
+        build("index_add", shared=True), {"inference": [AR, AR]}, tolerance=0.02
     ),
     "index_add": Program(build("index_add"), {"inference": [AR]}, tolerance=0.02),
     "scatter_add, scattered": Program(

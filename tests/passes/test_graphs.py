@@ -19,6 +19,7 @@ from autofuse.options import settings
 
 from .dense import group
 from .harness import fake_group
+from .tensor_parallel_experts import build
 
 
 def rewritten(fn: Callable[..., Any], *args: Any, policy: str = "always", schedule: str = "auto") -> str:
@@ -272,8 +273,18 @@ def test_added_reductions_of_widened_products(dtype: torch.dtype) -> None:
     given = [torch.zeros(n, 12, dtype=dtype) for n in (8, 16, 16, 16)]
     text = rewritten(fn, *given)
     (line,) = [line for line in text.splitlines() if "autofuse.matmul_all_reduce" in line]
-    assert "'mm; to float32; add %0; add %1'" in line
-    assert text.count("aten.mm.default") == 2
+    assert "'mm; to float32; add %0'" in line
+    assert (text.count("aten.mm.default"), text.count("aten.add.Tensor")) == (2, 1)
+
+
+@pytest.mark.parametrize(("how", "ops"), [("sum", 1), ("index_add", 2)])
+def test_the_reductions_of_chosen_experts_and_of_a_shared_one(how: str, ops: int) -> None:
+    """Kernels add a matrix to rows that they add up, but not where the sum has a base."""
+    model, args = build(how, shared=True)(2, 0)
+    with torch.no_grad():
+        text = rewritten(model, *args)
+    assert text.count("autofuse.matmul_all_reduce.default(") == ops
+    assert ("sum 2; to bfloat16; add %3'" in text) == (ops == 1)
 
 
 @pytest.mark.parametrize("widened", ["before", "behind"])
