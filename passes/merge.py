@@ -4,7 +4,8 @@ AR(a @ v) + AR(b @ w) = AR(a @ v + b @ w)     likewise for reduce_scatter
 AG(x) @ v, AG(x) @ w                          one op with both weights
 
 In bfloat16 the sum of two reductions is rounded three times, and the merged one once. Reductions in float16
-stay as they are: what one rank adds could exceed its range where the two sums do not.
+are not merged: the sum of two products of one rank may exceed the range of float16, although the sums over
+the ranks do not.
 
 In two cases the merged op computes one product and adds the others, which torch multiplies. Under autocast
 products in bfloat16 are rounded one by one, and their reductions are in float32. A layer of experts adds the
@@ -121,9 +122,9 @@ def _merge_sum(summands: Sequence[fx.Node]) -> None:
             groups.setdefault((*kind, *place, op.args[-3], *summand.key), []).append(summand)
     for group in groups.values():
         rows = [term for term in group if _adds_rows(_op(term))]
-        terms = [term for term in group if term not in rows[1:]]  # an op adds up the rows of one layer
-        if rows and any(_op(term).args[3] != "mm" for term in terms if term is not rows[0]):
-            terms = [term for term in terms if term is not rows[0]]
+        terms = [term for term in group if term not in rows]
+        if rows and all(_op(term).args[3] == "mm" for term in terms):
+            terms.append(rows[0])  # an op adds up the rows of one layer
         if len(terms) > 1:
             _rewrite_sum(sorted(terms, key=_op))
 
@@ -168,8 +169,7 @@ def _rewrite_sum(terms: Sequence[Summand]) -> None:
     else:
         x, w, given, product = main.args[:4]
         added = [_multiplied(emitter, op) for op in map(_op, terms) if op is not main]
-        total = functools.reduce(lambda a, b: emitter.call(aten.add.Tensor, a, b), added)
-        operands, product = [*given, total], f"{product}; add %{len(given)}"
+        operands, product = [*given, _total(emitter, added)], f"{product}; add %{len(given)}"
     site = "+".join(dict.fromkeys(str(_op(t).args[-1]) for t in terms))
     fused = emitter.call(last_op.target, x, w, operands, product, *last_op.args[4:-1], site)
     last.item.replace_all_uses_with(emitter.item(fused, 0))
@@ -184,10 +184,14 @@ def _rewrite_sum(terms: Sequence[Summand]) -> None:
 def _multiplied(emitter: Emitter, op: fx.Node) -> fx.Node:
     """The product of an op, a sum of matmuls, by torch."""
     products = [emitter.call(aten.mm.default, x, w) for x, w in zip(*op.args[:2], strict=True)]
-    product = functools.reduce(lambda a, b: emitter.call(aten.add.Tensor, a, b), products)
+    product = _total(emitter, products)
     if op.args[3] != _WIDENED:
         return product
     return emitter.call(torch.ops.prims.convert_element_type.default, product, torch.float32)
+
+
+def _total(emitter: Emitter, values: Sequence[fx.Node]) -> fx.Node:
+    return functools.reduce(lambda a, b: emitter.call(aten.add.Tensor, a, b), values)
 
 
 # --- gathers of one input -----------------------------------------------------------------------------

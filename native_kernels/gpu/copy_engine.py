@@ -39,7 +39,14 @@ class CopyEngine:
 
         Behind each slice its flag is raised. part: contiguous.
         """
-        self._do([*self._fork(1), *self._pushed(part, slice_rows, slices)])
+        assert part.is_contiguous()
+        chunk, k = part.shape[-2:]
+        row = k * part.element_size()
+        commands = self._fork(1)
+        for p in self._peers:
+            own = part.data_ptr() + (p * chunk * row if part.dim() == 3 else 0)
+            commands += self._sent(self._streams[0], p, own, chunk * row, slice_rows * row, slices)
+        self._do(commands)
 
     def fork(self) -> None:
         """Call it before the launch of a kernel that fills the outbox: copies of `forward` run beside it."""
@@ -52,46 +59,37 @@ class CopyEngine:
         clears it. Call this after the launch: streams may share a queue, and the kernel must not wait in it
         behind these copies.
         """
-        memory, slices = self.memory, full.shape[1]
-        begun, commands = memory.outbox.data_ptr(), []
+        commands: list[Command] = []
         for stream, p in zip(self._streams, self._peers, strict=True):
-            there = memory.copies.views[p].data_ptr() + memory.rank * chunk_bytes
-            commands.append(self._take_credit(stream, p))
-            for s in range(slices):
-                at = s * slice_bytes
-                nbytes = min(slice_bytes, chunk_bytes - at)
-                word = full.data_ptr() + 4 * (p * slices + s)
-                commands.append(Command(Do.TAKE, stream, word))
-                commands.append(Command(Do.COPY, stream, there + at, begun + p * chunk_bytes + at, nbytes))
-                commands.append(self._raise(stream, p, memory.rank * slices + s))
+            own, words = self.memory.outbox.data_ptr() + p * chunk_bytes, full[p].data_ptr()
+            commands += self._sent(stream, p, own, chunk_bytes, slice_bytes, full.shape[1], words)
         self._do(commands)
 
     def join(self) -> None:
         """Later work of the current stream starts after the copies."""
-        forked = zip(self._streams[: self._forked], self._ended, strict=False)
-        pairs = (
-            (Command(Do.RECORD, stream, event), Command(Do.AWAIT, OF_CALL, event)) for stream, event in forked
-        )
-        self._do([command for pair in pairs for command in pair])
+        commands = []
+        for stream, event in zip(self._streams[: self._forked], self._ended, strict=False):
+            commands += [Command(Do.RECORD, stream, event), Command(Do.AWAIT, OF_CALL, event)]
+        self._do(commands)
 
     def give_credit(self) -> None:
         """Tell all peers that they may store again, after all work of the current stream so far."""
         self._do([self._raise(OF_CALL, p, FIRST_CREDIT + self.memory.rank) for p in self._peers])
 
-    def _pushed(self, part: Tensor, slice_rows: int, slices: int) -> Iterator[Command]:
-        assert part.is_contiguous()
-        memory, (chunk, k) = self.memory, part.shape[-2:]
-        row = k * part.element_size()
-        for p in self._peers:
-            stream = self._streams[0]
-            own = part.data_ptr() + (p * chunk * row if part.dim() == 3 else 0)
-            there = memory.copies.views[p].data_ptr() + memory.rank * chunk * row
-            yield self._take_credit(stream, p)
-            for s in range(slices):
-                at = s * slice_rows * row
-                nbytes = min(slice_rows * row, chunk * row - at)
-                yield Command(Do.COPY, stream, there + at, own + at, nbytes)
-                yield self._raise(stream, p, memory.rank * slices + s)
+    def _sent(
+        self, stream: int, peer: int, own: int, nbytes: int, slice_bytes: int, slices: int, full: int = 0
+    ) -> Iterator[Command]:
+        """Copy `nbytes` from the address `own` to a peer, slice by slice. full: the address of the words by
+        which a kernel tells that slices are complete; 0 if all are."""
+        rank = self.memory.rank
+        there = self.memory.copies.views[peer].data_ptr() + rank * nbytes
+        yield self._take_credit(stream, peer)
+        for s in range(slices):
+            if full:
+                yield Command(Do.TAKE, stream, full + 4 * s)
+            at = s * slice_bytes
+            yield Command(Do.COPY, stream, there + at, own + at, min(slice_bytes, nbytes - at))
+            yield self._raise(stream, peer, rank * slices + s)
 
     def _fork(self, streams: int) -> list[Command]:
         forked = self._streams[:streams]

@@ -81,7 +81,8 @@ def recording() -> Iterator[list[Part]]:
 
 
 def record(launched: Callable[[], Part]) -> None:
-    """Launchers call it with what tells what they have launched, or carried out."""
+    """Add a part to the list of `recording`, if this thread records. launched: makes the part. Launchers call
+    this behind each launch, and `carry_out` behind its commands."""
     launches = getattr(_local, "launches", None)
     if launches is not None:
         launches.append(launched())

@@ -211,7 +211,7 @@ PASSES = (
         _of("kernels", "prepared"),
     ),
     Mutation(
-        "a copy stream does not wait for what was before the call",
+        "a copy stream does not wait for the work in front of the call",
         "copy_engine.py",
         "return [Command(Do.RECORD, OF_CALL, self._begun), *waits]",
         "return [Command(Do.RECORD, OF_CALL, self._begun)]",
@@ -220,14 +220,14 @@ PASSES = (
     Mutation(
         "a later call may start before the copies have ended",
         "copy_engine.py",
-        "self._do([command for pair in pairs for command in pair])",
-        "self._do([command for command, _ in pairs])",
+        "commands += [Command(Do.RECORD, stream, event), Command(Do.AWAIT, OF_CALL, event)]",
+        "commands += [Command(Do.RECORD, stream, event)]",
         _of("kernels", "copy_engine"),
     ),
     Mutation(
         "parts arrive without the credit of their receiver",
         "copy_engine.py",
-        "            yield self._take_credit(stream, p)\n",
+        "        yield self._take_credit(stream, peer)\n",
         "",
         _of("kernels", "copy_engine"),
     ),

@@ -174,7 +174,7 @@ def training(sizes: Sizes, layers: int, sequence_parallel: bool, tokens: int, de
 
 
 def declared(model: nn.Sequential) -> Callable[[], None]:
-    """Of layers whose norms and input are the same on all ranks, and what they compute, too."""
+    """Declares that all ranks have the same norms, the same input, and the same gradients of the output."""
     return lambda: autofuse.replicated(model, parameters=["*norm*"], inputs=["input"], gradients=True)
 
 

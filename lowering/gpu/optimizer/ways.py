@@ -64,7 +64,7 @@ class Kept:
 
 
 class OfElements(OfOp):
-    """A problem whose size is the number of elements of all tensors."""
+    """A step of an optimizer. Its size is the number of elements, summed over all tensors."""
 
     elements: int
 
