@@ -1,6 +1,6 @@
 """Merges fused ops: reductions whose results are added, and gathers of one input.
 
-AR(a @ v) + AR(b @ w) = AR(a @ v + b @ w)     likewise for reduce_scatter
+AR(a @ v) + AR(b @ w) = AR(a @ v + b @ w)     likewise for reduce_scatter; other summands may lie between
 AG(x) @ v, AG(x) @ w                          one op with both weights
 
 In bfloat16 the sum of two reductions is rounded three times, and the merged one once. Reductions in float16
@@ -91,24 +91,30 @@ def summand_of(node: fx.Node, is_reduced: Callable[[fx.Node], bool]) -> Summand 
 
 
 def _is_plain_sum(node: fx.Node) -> bool:
-    """Whether the node is `a + b` of tensors of one shape and dtype, in a dtype with the range of float32."""
+    """Whether the node is `a + b` of tensors of one dtype, which has the range of float32. One of them at
+    least has the shape of the sum; a bias is broadcast to it."""
     if node.target is not aten.add.Tensor or argument(node, 2, "alpha", 1) != 1:
         return False
     a, b = node.args[:2]
-    shapes = Shapes()
     return (
         dtype_of(node) in _WIDE
         and isinstance(a, fx.Node)
         and isinstance(b, fx.Node)
         and a is not b
         and dtype_of(a) == dtype_of(b) == dtype_of(node)
-        and shapes.of(a) == shapes.of(b) == shapes.of(node)
+        and (_is_whole(a, node) or _is_whole(b, node))
     )
 
 
+def _is_whole(side: fx.Node, total: fx.Node) -> bool:
+    """Whether a side of a sum is not broadcast."""
+    shapes = Shapes()
+    return shapes.of(side) == shapes.of(total)
+
+
 def _is_inner(node: fx.Node) -> bool:
-    """Whether the only user of a sum is another sum."""
-    return len(node.users) == 1 and all(map(_is_plain_sum, node.users))
+    """Whether the only user of a sum is another sum, of the same shape."""
+    return len(node.users) == 1 and all(_is_plain_sum(user) and _is_whole(node, user) for user in node.users)
 
 
 def _merge_sum(summands: Sequence[fx.Node]) -> None:
@@ -174,11 +180,28 @@ def _rewrite_sum(terms: Sequence[Summand]) -> None:
     fused = emitter.call(last_op.target, x, w, operands, product, *last_op.args[4:-1], site)
     last.item.replace_all_uses_with(emitter.item(fused, 0))
     for term in others:
-        (reader,) = term.node.users
-        a, b = reader.args[:2]
-        reader.replace_all_uses_with(b if a is term.node else a)
-        erase_unused([reader])
+        _remove(term.node)
     erase_unused([last.item])
+
+
+def _remove(summand: fx.Node) -> None:
+    """Take a summand out of its sum. What was broadcast to it is added further up."""
+    node, rest = summand, None
+    while True:
+        (total,) = node.users
+        a, b = total.args[:2]
+        other = b if a is node else a
+        assert isinstance(other, fx.Node)
+        if _is_whole(other, total):
+            break
+        rest = other if rest is None else Emitter(total, Shapes()).call(aten.add.Tensor, rest, other)
+        node = total
+    if rest is None:
+        total.replace_all_uses_with(other)
+        erase_unused([total])
+    else:
+        total.replace_input_with(node, rest)
+        erase_unused([node])
 
 
 def _multiplied(emitter: Emitter, op: fx.Node) -> fx.Node:

@@ -99,6 +99,13 @@ PASSES = (
         _of("passes", "graphs"),
     ),
     Mutation(
+        "of what is broadcast to a summand the last alone stays",
+        "merge.py",
+        "rest = other if rest is None else Emitter(total, Shapes()).call(aten.add.Tensor, rest, other)",
+        "rest = other",
+        _of("passes", "merge"),
+    ),
+    Mutation(
         "what a merged reduction adds is behind none of its terms",
         "clusters.py",
         "found |= dict.fromkeys(group, max(group))",
