@@ -19,7 +19,7 @@ from torch import fx
 from autofuse.lowering.ops.matmul_all_gather import MatmulAllGather
 from autofuse.passes.graph.anchors import Anchor
 from autofuse.passes.graph.emit import Emitter
-from autofuse.passes.graph.follow import SPLITS, Shapes, argument, aten, is_view
+from autofuse.passes.graph.follow import SPLITS, Shapes, argument, aten, is_view, value
 from autofuse.passes.graph.layout import Digit, Layout, Size, compose, exact_quotient, merge, prod
 from autofuse.passes.reasons import Reason, Reject
 
@@ -35,9 +35,8 @@ PATTERN = "matmul_all_gather"
 _RANK, _ROWS, _COLUMNS = range(3)  # dims of the stacked products
 
 # Ops that take a part of one dim, and the position of the argument that says which.
-_CUTS = {aten.slice.Tensor: 1, aten.select.int: 1, aten.unbind.int: 1} | {
-    op: 2 for op in SPLITS if op is not aten.unbind.int
-}
+_SPLITS = SPLITS - {aten.unbind.int}
+_CUTS = {aten.slice.Tensor: 1, aten.select.int: 1, aten.unbind.int: 1} | dict.fromkeys(_SPLITS, 2)
 
 
 @dataclass(frozen=True)
@@ -82,7 +81,8 @@ def match_matmul_gather(anchor: Anchor, context: Context) -> Found:
         if layout is None:
             return Reject(Reason.LAYOUT, f"{reader.view.name} is no list of digits of the gathered products")
         views.append(replace(reader, layout=layout))
-    cut = _leaves_out(views)
+    everything = prod(found.shape) * context.world
+    cut = None if _is_cut_up(readers, everything, shapes) else _leaves_out(views)
     if cut is not None:
         # A rank that has less than the others pads its part, and all cut the padding off the result.
         return Reject(Reason.UNEVEN, f"{cut.user.name} leaves some of the gathered dim out, maybe padding")
@@ -142,6 +142,70 @@ def _leaves_out(views: Sequence[Reader]) -> Reader | None:
             if ranked or _pieces(reader):
                 return reader
     return None
+
+
+def _is_cut_up(readers: Sequence[Reader], size: Size, shapes: Shapes) -> bool:
+    """Whether all readers read slices along one dim, or pieces of a split, that together take all `size`
+    elements: those of a gathered projection that is q, k and v. What is cut again is read as a whole, too."""
+    wholes, taken = set[tuple[fx.Node, int]](), dict[tuple[fx.Node, int], list[tuple[int, int]]]()
+    for reader in readers:
+        spans = _spans(reader, shapes)
+        if not spans:
+            return False
+        for place, first, last in spans:
+            taken.setdefault(place, []).append((first, last))
+        wholes.add(spans[-1][0])
+    return (
+        len(wholes) == 1
+        and all(prod(shapes.known(whole)) == size for whole, _ in wholes)
+        and all(_covers(shapes.known(whole)[dim], spans) for (whole, dim), spans in taken.items())
+    )
+
+
+def _covers(length: Size, spans: Sequence[tuple[int, int]]) -> bool:
+    end = 0
+    for first, last in sorted(spans):
+        if first > end:
+            return False
+        end = max(end, last)
+    return end == length
+
+
+def _spans(reader: Reader, shapes: Shapes) -> list[tuple[tuple[fx.Node, int], int, int]] | None:
+    """Of the cuts on the way to the reader, the last one first: the tensor that is cut, the dim, and from
+    where to where. None if one is not known."""
+    path = [reader.user, reader.view]
+    while is_view(path[-1]) and isinstance(path[-1].args[0], fx.Node):
+        path.append(path[-1].args[0])
+    found = []
+    for below, cut, whole in zip([None, *path], path, path[1:], strict=False):
+        if cut.target in _CUTS:
+            span = _span(below, cut, shapes.known(whole))
+            if span is None:
+                return None
+            dim, first, last = span
+            found.append(((whole, dim), first, last))
+    return found
+
+
+def _span(below: fx.Node | None, cut: fx.Node, shape: Sequence[Size]) -> tuple[int, int, int] | None:
+    """The dim, and from where to where. below: the piece of a split; None: all of them."""
+    dim = argument(cut, _CUTS[cut.target], "dim", 0) % len(shape)
+    length = shape[dim]
+    if cut.target in _SPLITS:
+        lengths = [piece.shape[dim] for piece in value(cut)]  # type: ignore[attr-defined]
+        if not all(isinstance(each, int) for each in lengths):
+            return None
+        if below is not None:
+            index = below.args[1]
+            return dim, sum(lengths[:index]), sum(lengths[: index + 1])
+        is_read = {piece.args[1] for piece in cut.users} == set(range(len(lengths)))
+        return (dim, 0, sum(lengths)) if is_read else None
+    first, last = argument(cut, 2, "start"), argument(cut, 3, "end")
+    plain = cut.target is aten.slice.Tensor and argument(cut, 4, "step", 1) == 1 and isinstance(length, int)
+    if not plain or not all(each is None or isinstance(each, int) for each in (first, last)):
+        return None
+    return (dim, *slice(first, last).indices(length)[:2])
 
 
 def _pieces(reader: Reader) -> list[tuple[Digit, int]]:

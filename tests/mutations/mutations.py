@@ -148,6 +148,13 @@ PASSES = (
         _of("passes", "tails"),
     ),
     Mutation(
+        "padding of the pieces of ranks is taken for a cut of all",
+        "matmul_gather.py",
+        "for (whole, dim), spans in taken.items())",
+        "for (whole, dim), spans in taken.items() if (whole, dim) in wholes)",
+        PROGRAMS,
+    ),
+    Mutation(
         "gathers are merged over a collective between them",
         "merge.py",
         "return all(collective_above(n, first.prev) is None for n in inputs)",

@@ -84,6 +84,36 @@ def without_padding(x: Tensor, w: Tensor) -> Tensor:
     return gathered(F.linear(x, w), -1)[..., :-1]
 
 
+def cut_up(*ends: int, leaves: int = 0) -> Callable[..., Tensor]:
+    """As q, k and v of one projection, whose borders are not those of the ranks."""
+
+    def fn(x: Tensor, w: Tensor) -> list[Tensor]:
+        whole = gathered(F.linear(x, w), -1)
+        size = whole.shape[-1] - leaves
+        spans = zip((0, *ends), (*ends, size), strict=True)
+        return [whole[..., first:last].sin() * (i + 1) for i, (first, last) in enumerate(spans)]
+
+    return fn
+
+
+def split_up(x: Tensor, w: Tensor) -> list[Tensor]:
+    whole = gathered(F.linear(x, w), -1)
+    return [piece.sin() * (i + 1) for i, piece in enumerate(whole.split([9, 7, whole.shape[-1] - 16], -1))]
+
+
+def rotated(x: Tensor, w: Tensor) -> list[Tensor]:
+    """Of the first slice a half of each head is turned."""
+    whole = gathered(F.linear(x, w), -1)
+    q = whole[..., :16].unflatten(-1, (2, 8))
+    return [q[..., :4].sin(), q[..., 4:], whole[..., 16:].cos()]
+
+
+def padded_pieces(x: Tensor, w: Tensor) -> list[Tensor]:
+    """The part of every rank but the last ends in padding."""
+    *pieces, last = gathered(F.linear(x, w), -1).chunk(dist.get_world_size(), -1)
+    return [*(piece[..., :-1].sin() for piece in pieces), last.cos()]
+
+
 def of_one_rank(x: Tensor, w: Tensor) -> Tensor:
     return funcol.all_gather_tensor(F.linear(x, w), 0, group()).chunk(dist.get_world_size())[0] + 1
 
@@ -176,6 +206,12 @@ PROGRAMS: dict[str, Program] = {
     "last token": fuses(last_token, X3, W2),
     "padding is cut off": stays("uneven", without_padding, X3, W2),
     "of one rank": stays("uneven", of_one_rank, X3, W2),
+    "cut up": fuses(cut_up(5, 9), X3, W2),
+    "cut up at the borders of ranks": fuses(cut_up(10, 15), X3, W2),
+    "cut up but for the end": stays("uneven", cut_up(5, 9, leaves=1), X3, W2),
+    "split up": fuses(split_up, X3, W2),
+    "padding of pieces is cut off": stays("uneven", padded_pieces, X3, W2),
+    "cut up and rotated": fuses(rotated, X3, W2),
     "in place": fuses(in_place, X3, W2, worlds=(2, 4)),
     "into a list": fuses(into_a_list, X3, W2),
     "stacked and moved": fuses(stacked_and_moved, X3, W2),
