@@ -44,6 +44,7 @@ from .schedules.schedule import AUTO, WITH_TAILS, Basis, Prover, fixed
 from .schedules.search import Search
 from .settings import Settings
 from .site_key import fused_ops, ops_now, site_keys
+from .sum_first import sum_first
 from .tails import Tail, absorb_tails
 
 log = logging.getLogger(__name__)
@@ -106,6 +107,7 @@ def fuse(
         narrow_collectives(graph)
         forward_pieces(graph)
         split_foreach(graph)
+        sum_first(graph)
     stand_ins = opaque.stand_in(graph)
     anchors = find_anchors(graph)
     check_metadata(anchors)

@@ -155,6 +155,20 @@ PASSES = (
         PROGRAMS,
     ),
     Mutation(
+        "a sum in float16 moves before its all_reduce",
+        "sum_first.py",
+        "_DTYPES = (torch.float64, torch.float32, torch.bfloat16)",
+        "_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)",
+        _of("passes", "sum_first"),
+    ),
+    Mutation(
+        "a sum moves before a maximum over the ranks",
+        "sum_first.py",
+        'anchor.reduce_op in ("sum", "avg")',
+        "anchor.reduce_op",
+        _of("passes", "sum_first"),
+    ),
+    Mutation(
         "gathers are merged over a collective between them",
         "merge.py",
         "return all(collective_above(n, first.prev) is None for n in inputs)",

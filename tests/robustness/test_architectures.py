@@ -40,6 +40,7 @@ ARCHITECTURES = {
     "Glm4": ({}, Counter(matmul_all_reduce=14, matmul_all_gather=5)),
     "Olmo2": ({}, Counter(matmul_all_reduce=16, matmul_all_gather=9)),
     "GPTNeoX": ({}, Counter(matmul_all_reduce=10, matmul_all_gather=1)),
+    "Phi3": ({}, Counter(matmul_all_reduce=10, matmul_all_gather=9)),
     "Nemotron": ({}, Counter(matmul_all_reduce=14, matmul_all_gather=1)),
     "GptOss": (EXPERTS, Counter(matmul_all_reduce=2, matmul_all_gather=1)),
     "MiniMaxM2": (EXPERTS, Counter(matmul_all_reduce=12, matmul_all_gather=9)),
