@@ -144,68 +144,72 @@ def _leaves_out(views: Sequence[Reader]) -> Reader | None:
     return None
 
 
+@dataclass(frozen=True)
+class _Cut:
+    """Of dim `dim` of the tensor `whole`: what lies from index `first` to before `last`."""
+
+    whole: fx.Node
+    dim: int
+    first: int
+    last: int
+
+
 def _is_cut_up(readers: Sequence[Reader], size: Size, shapes: Shapes) -> bool:
     """Whether all readers read slices along one dim, or pieces of a split, that together take all `size`
     elements: those of a gathered projection that is q, k and v. What is cut again is read as a whole, too."""
-    wholes, taken = set[tuple[fx.Node, int]](), dict[tuple[fx.Node, int], list[tuple[int, int]]]()
+    outermost, every = set[tuple[fx.Node, int]](), dict[tuple[fx.Node, int], list[_Cut]]()
     for reader in readers:
-        spans = _spans(reader, shapes)
-        if not spans:
+        cuts = _cuts(reader, shapes)
+        if not cuts:
             return False
-        for place, first, last in spans:
-            taken.setdefault(place, []).append((first, last))
-        wholes.add(spans[-1][0])
+        for cut in cuts:
+            every.setdefault((cut.whole, cut.dim), []).append(cut)
+        outermost.add((cuts[-1].whole, cuts[-1].dim))
     return (
-        len(wholes) == 1
-        and all(prod(shapes.known(whole)) == size for whole, _ in wholes)
-        and all(_covers(shapes.known(whole)[dim], spans) for (whole, dim), spans in taken.items())
+        len(outermost) == 1
+        and all(prod(shapes.known(whole)) == size for whole, _ in outermost)
+        and all(_covers(shapes.known(whole)[dim], cuts) for (whole, dim), cuts in every.items())
     )
 
 
-def _covers(length: Size, spans: Sequence[tuple[int, int]]) -> bool:
+def _covers(length: Size, cuts: Sequence[_Cut]) -> bool:
     end = 0
-    for first, last in sorted(spans):
-        if first > end:
+    for cut in sorted(cuts, key=lambda cut: cut.first):
+        if cut.first > end:
             return False
-        end = max(end, last)
+        end = max(end, cut.last)
     return end == length
 
 
-def _spans(reader: Reader, shapes: Shapes) -> list[tuple[tuple[fx.Node, int], int, int]] | None:
-    """Of the cuts on the way to the reader, the last one first: the tensor that is cut, the dim, and from
-    where to where. None if one is not known."""
+def _cuts(reader: Reader, shapes: Shapes) -> list[_Cut] | None:
+    """Those between the collective and the reader, the last one first; None if one is not known."""
     path = [reader.user, reader.view]
     while is_view(path[-1]) and isinstance(path[-1].args[0], fx.Node):
         path.append(path[-1].args[0])
-    found = []
-    for below, cut, whole in zip([None, *path], path, path[1:], strict=False):
-        if cut.target in _CUTS:
-            span = _span(below, cut, shapes.known(whole))
-            if span is None:
-                return None
-            dim, first, last = span
-            found.append(((whole, dim), first, last))
-    return found
+    steps = zip([None, *path], path, path[1:], strict=False)
+    found = [_cut(piece, node, whole, shapes) for piece, node, whole in steps if node.target in _CUTS]
+    known = [cut for cut in found if cut is not None]
+    return known if len(known) == len(found) else None
 
 
-def _span(below: fx.Node | None, cut: fx.Node, shape: Sequence[Size]) -> tuple[int, int, int] | None:
-    """The dim, and from where to where. below: the piece of a split; None: all of them."""
-    dim = argument(cut, _CUTS[cut.target], "dim", 0) % len(shape)
-    length = shape[dim]
-    if cut.target in _SPLITS:
-        lengths = [piece.shape[dim] for piece in value(cut)]  # type: ignore[attr-defined]
-        if not all(isinstance(each, int) for each in lengths):
+def _cut(piece: fx.Node | None, node: fx.Node, whole: fx.Node, shapes: Shapes) -> _Cut | None:
+    """What `node` takes of `whole`. piece: that of a split; without it all pieces that are read."""
+    shape = shapes.known(whole)
+    dim = argument(node, _CUTS[node.target], "dim", 0) % len(shape)
+    if node.target in _SPLITS:
+        lengths = [t.shape[dim] for t in value(node)]  # type: ignore[attr-defined]
+        if not all(isinstance(length, int) for length in lengths):
             return None
-        if below is not None:
-            index = below.args[1]
-            return dim, sum(lengths[:index]), sum(lengths[: index + 1])
-        is_read = {piece.args[1] for piece in cut.users} == set(range(len(lengths)))
-        return (dim, 0, sum(lengths)) if is_read else None
-    first, last = argument(cut, 2, "start"), argument(cut, 3, "end")
-    plain = cut.target is aten.slice.Tensor and argument(cut, 4, "step", 1) == 1 and isinstance(length, int)
-    if not plain or not all(each is None or isinstance(each, int) for each in (first, last)):
+        if piece is not None:
+            index = piece.args[1]
+            return _Cut(whole, dim, sum(lengths[:index]), sum(lengths[: index + 1]))
+        is_read = {user.args[1] for user in node.users} == set(range(len(lengths)))
+        return _Cut(whole, dim, 0, sum(lengths)) if is_read else None
+    first, last = argument(node, 2, "start"), argument(node, 3, "end")
+    known = isinstance(shape[dim], int) and all(end is None or isinstance(end, int) for end in (first, last))
+    if node.target is not aten.slice.Tensor or argument(node, 4, "step", 1) != 1 or not known:
         return None
-    return (dim, *slice(first, last).indices(length)[:2])
+    return _Cut(whole, dim, *slice(first, last).indices(shape[dim])[:2])
 
 
 def _pieces(reader: Reader) -> list[tuple[Digit, int]]:

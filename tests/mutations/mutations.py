@@ -150,8 +150,8 @@ PASSES = (
     Mutation(
         "padding of the pieces of ranks is taken for a cut of all",
         "matmul_gather.py",
-        "for (whole, dim), spans in taken.items())",
-        "for (whole, dim), spans in taken.items() if (whole, dim) in wholes)",
+        "for (whole, dim), cuts in every.items())",
+        "for (whole, dim), cuts in every.items() if (whole, dim) in outermost)",
         PROGRAMS,
     ),
     Mutation(
