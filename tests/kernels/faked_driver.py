@@ -20,7 +20,8 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 from autofuse.lowering.gpu.choice import launcher as lowering_launcher
 from autofuse.native_kernels.cuda.host import gemm, launcher
 from autofuse.native_kernels.cuda.kernels import dropless_dispatch, expert_dispatch, gather_matmul
-from autofuse.native_kernels.gpu import commands, copy_engine, dependent, prepared, triton_launch
+from autofuse.native_kernels.gpu import copy_engine, dependent, prepared, triton_launch
+from autofuse.native_kernels.gpu import driver as cuda_driver
 from autofuse.native_kernels.gpu import memory as gpu_memory
 from autofuse.native_kernels.gpu.prepared import Guard
 from tests.kernels.launched import CUDA
@@ -197,7 +198,7 @@ def faked() -> Iterator[Driver]:
         enter(patch.object(dependent, "_is_known", lambda: True))
         enter(patch.object(prepared, "driver", lambda: driver.addresses))
         bindings = driver.bindings
-        enter(patch.object(commands, "_bindings", lambda: bindings))
+        enter(patch.object(cuda_driver, "bindings", lambda: bindings))
         enter(patch.object(copy_engine, "current_raw_stream", lambda device: STREAM))
         enter(patch.object(JITFunction, "run", _jit))
         enter(patch.object(gpu_memory, "_launched", {}))

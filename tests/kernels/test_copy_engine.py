@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from autofuse.native_kernels.gpu import commands, copy_engine
+from autofuse.native_kernels.gpu import copy_engine
+from autofuse.native_kernels.gpu import driver as cuda_driver
 from autofuse.native_kernels.gpu.commands import OF_CALL, Do
 from autofuse.native_kernels.gpu.copy_engine import FIRST_CREDIT, CopyEngine
 from autofuse.native_kernels.gpu.memory import PeerMemory, Region
@@ -43,7 +44,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> None:
     handles = count(1)
     fake.cuStreamCreate = fake.cuEventCreate = lambda flags: (0, next(handles))
     fake.cuEventRecord.return_value = fake.cuStreamWaitEvent.return_value = (0,)
-    monkeypatch.setattr(commands, "_bindings", lambda: fake)
+    monkeypatch.setattr(cuda_driver, "bindings", lambda: fake)
     monkeypatch.setattr(copy_engine, "current_raw_stream", lambda device: 7)
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from autofuse.native_kernels.cuda.host import compiler, launcher
+from autofuse.native_kernels.gpu import driver
 
 HEADER = "#pragma once\nint times(int a) { return a * FACTOR; }\n"
 SOURCE = '#include "times.cuh"\nextern "C" __global__ void scale(int* a) { *a = times(*a); }\n'
@@ -89,7 +90,7 @@ def test_an_error_has_the_log(folder: Path) -> None:
 @pytest.fixture
 def no_bindings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
-    caches = compiler.why_not, compiler._compiled, launcher._bindings
+    caches = compiler.why_not, compiler._compiled, driver.bindings
     for each in caches:
         each.cache_clear()
     yield

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from autofuse.native_kernels.gpu.dependent import is_dependent
+from autofuse.native_kernels.gpu.driver import bindings, call
 from autofuse.native_kernels.gpu.prepared import Launched, record
 
-from .compiler import KERNELS, Constants, compile_cubin, why_not
+from .compiler import KERNELS, Constants, compile_cubin
 
 _MOST_BOX = 256
 """Rows, or columns, of what one TMA instruction moves."""
@@ -28,24 +29,24 @@ class Kernel:
     """
 
     def __init__(self, name: str, cubin: bytes, shared_bytes: int) -> None:
-        self._driver = driver = _bindings()
+        self._driver = driver = bindings()
         self.name, self.shared_bytes = name, shared_bytes
         self.device = torch.cuda.current_device()
         self._configs: dict[tuple[int, int, int, int, bool], Any] = {}
         self._enter_context()
-        self._module = _call(driver.cuModuleLoadData, cubin)
-        self._function = _call(driver.cuModuleGetFunction, self._module, name.encode())
+        self._module = call(driver.cuModuleLoadData, cubin)
+        self._function = call(driver.cuModuleGetFunction, self._module, name.encode())
         attributes = driver.CUfunction_attribute
-        _call(
+        call(
             driver.cuFuncSetAttribute,
             self._function,
             attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
             shared_bytes,
         )
-        self.registers: int = _call(
+        self.registers: int = call(
             driver.cuFuncGetAttribute, attributes.CU_FUNC_ATTRIBUTE_NUM_REGS, self._function
         )
-        self.spilled_bytes: int = _call(
+        self.spilled_bytes: int = call(
             driver.cuFuncGetAttribute, attributes.CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES, self._function
         )
 
@@ -112,8 +113,8 @@ class Kernel:
     def _enter_context(self) -> None:
         """Make torch's context current in this thread; the driver keeps one for each device."""
         torch.cuda.init()
-        device = _call(self._driver.cuDeviceGet, self.device)
-        _call(self._driver.cuCtxSetCurrent, _call(self._driver.cuDevicePrimaryCtxRetain, device))
+        device = call(self._driver.cuDeviceGet, self.device)
+        call(self._driver.cuCtxSetCurrent, call(self._driver.cuDevicePrimaryCtxRetain, device))
 
 
 def macros(params: type[ctypes.Structure], constants: Mapping[str, int]) -> Constants:
@@ -143,7 +144,7 @@ def most_clusters(kernel: Kernel, cluster: int, threads: int) -> int:
     """How many clusters of `cluster` blocks run at once."""
     config = kernel._config(cluster, cluster, threads, 0)
     kernel._enter_context()
-    found: int = _call(kernel._driver.cuOccupancyMaxActiveClusters, kernel._function, config)
+    found: int = call(kernel._driver.cuOccupancyMaxActiveClusters, kernel._function, config)
     return found
 
 
@@ -199,11 +200,11 @@ def _encode(
         limit = f", at most {swizzle} to be swizzled so" if swizzle else ""
         raise ValueError(f"rows of a box need a multiple of 16 bytes{limit}: {box[-1]} columns have {width}")
 
-    driver = _bindings()
+    driver = bindings()
     types = driver.CUtensorMapDataType
     swizzles = driver.CUtensorMapSwizzle
     bf16 = dtype == torch.bfloat16
-    encoded = _call(
+    encoded = call(
         driver.cuTensorMapEncodeTiled,
         types.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 if bf16 else types.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
         len(shape),
@@ -230,20 +231,3 @@ def _loaded(
     device: int,
 ) -> Kernel:
     return Kernel(name, compile_cubin(source, dict(constants), folder=folder), shared_bytes)
-
-
-@cache
-def _bindings() -> Any:
-    try:
-        from cuda.bindings import driver
-    except ImportError as error:
-        raise RuntimeError(why_not() or str(error)) from error
-    return driver
-
-
-def _call(function: Any, *args: Any) -> Any:
-    """What a function of the driver returns after CUDA_SUCCESS. RuntimeError with any other code."""
-    error, *results = function(*args)
-    if error:
-        raise RuntimeError(f"{function.__name__} failed: {error!r}")
-    return results[0] if results else None
