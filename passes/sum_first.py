@@ -15,8 +15,10 @@ from torch import fx
 from .graph.anchors import Anchor, find_anchors
 from .graph.emit import Emitter, erase_unused
 from .graph.follow import WAIT, Shapes, aten, dtype_of, is_view
+from .graph.layout import exact_quotient, prod
 
 _SUM = aten.sum.dim_IntList
+_VIEWS = (aten.view.default, aten._unsafe_view.default)
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 
 
@@ -40,7 +42,7 @@ def _steps(anchor: Anchor) -> list[fx.Node]:
             return []
         if user.target is _SUM and user.args[0] is node:
             kept = dtype_of(user) == dtype_of(node) and dtype_of(node) in _DTYPES
-            return [*steps, user] if kept else []
+            return [*steps, user] if kept and _is_smaller(user, anchor.input) else []
         if not (user.target is WAIT or (is_view(user) and user.args[0] is node)):
             return []
         steps += [] if user.target is WAIT else [user]
@@ -48,11 +50,21 @@ def _steps(anchor: Anchor) -> list[fx.Node]:
     return []
 
 
+def _is_smaller(total: fx.Node, before: fx.Node) -> bool:
+    """Whether a sum has no more elements than what is reduced; a view may have repeated them."""
+    shapes = Shapes()
+    after, reduced = shapes.of(total), shapes.of(before)
+    return (
+        after is not None and reduced is not None and exact_quotient(prod(reduced), prod(after)) is not None
+    )
+
+
 def _move(anchor: Anchor, steps: list[fx.Node]) -> None:
     before, behind = Emitter(anchor.node, Shapes()), Emitter(steps[-1], Shapes())
     value = anchor.input
     for step in steps:
-        value = before.call(step.target, value, *step.args[1:], **step.kwargs)
+        target = aten.reshape.default if step.target in _VIEWS else step.target  # strides may be others
+        value = before.call(target, value, *step.args[1:], **step.kwargs)
     reduced = before.call(anchor.node.target, value, *anchor.node.args[1:], **anchor.node.kwargs)
     steps[-1].replace_all_uses_with(behind.call(WAIT, reduced))
     erase_unused(steps[-1:])

@@ -58,8 +58,12 @@ def wider(x: Tensor, w: Tensor) -> Tensor:
     return reduced(torch.bmm(x, w)).sum(0, dtype=torch.float64)
 
 
+def repeated(x: Tensor, w: Tensor) -> Tensor:
+    return reduced(torch.bmm(x, w))[0, 0].expand(100, N).sum(1)
+
+
 MOVED = (every_expert, average, everything, kept_dim)
-STAYING = (maximum, read_twice, activated, wider)
+STAYING = (maximum, read_twice, activated, wider, repeated)
 
 
 def operands(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
