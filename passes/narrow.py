@@ -167,9 +167,7 @@ def _moved(emitter: Emitter, step: fx.Node, source: fx.Node) -> fx.Node:
         else:
             blank = emitter.call(_CAST, base, val.dtype)
         return emitter.call(step.target, blank, step.args[1], source, *step.args[3:], **step.kwargs)
-    reshapes = step.target in (aten.view.default, aten._unsafe_view.default)
-    target = aten.reshape.default if reshapes else step.target
-    return emitter.call(target, source, *step.args[1:], **step.kwargs)
+    return emitter.redo(step, source)
 
 
 def _chooses(node: fx.Node) -> bool:

@@ -18,7 +18,6 @@ from .graph.follow import WAIT, Shapes, aten, dtype_of, is_view
 from .graph.layout import exact_quotient, prod
 
 _SUM = aten.sum.dim_IntList
-_VIEWS = (aten.view.default, aten._unsafe_view.default)
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 
 
@@ -51,7 +50,8 @@ def _steps(anchor: Anchor) -> list[fx.Node]:
 
 
 def _is_smaller(total: fx.Node, before: fx.Node) -> bool:
-    """Whether a sum has no more elements than what is reduced; a view may have repeated them."""
+    """Whether the all_reduce sends no more elements behind the sum than in front of it. A sum that reads an
+    `expand` may have more."""
     shapes = Shapes()
     after, reduced = shapes.of(total), shapes.of(before)
     return (
@@ -63,8 +63,7 @@ def _move(anchor: Anchor, steps: list[fx.Node]) -> None:
     before, behind = Emitter(anchor.node, Shapes()), Emitter(steps[-1], Shapes())
     value = anchor.input
     for step in steps:
-        target = aten.reshape.default if step.target in _VIEWS else step.target  # strides may be others
-        value = before.call(target, value, *step.args[1:], **step.kwargs)
-    reduced = before.call(anchor.node.target, value, *anchor.node.args[1:], **anchor.node.kwargs)
+        value = before.redo(step, value)
+    reduced = before.redo(anchor.node, value)
     steps[-1].replace_all_uses_with(behind.call(WAIT, reduced))
     erase_unused(steps[-1:])

@@ -60,6 +60,13 @@ class Emitter:
                 node.meta["val"] = target(*values, **named)
         return node
 
+    def redo(self, step: fx.Node, source: fx.Node) -> fx.Node:
+        """What `step` makes of its first argument, made of `source`, whose strides may be others."""
+        reshapes = step.target in (aten.view.default, aten._unsafe_view.default)
+        target = aten.reshape.default if reshapes else step.target
+        assert callable(target)
+        return self.call(target, source, *step.args[1:], **step.kwargs)
+
     def numbers(self, count: int | fx.Node, like: fx.Node) -> fx.Node:
         """`0, 1, ..., count - 1` as int64 on the device of `like`, by an op that Inductor lowers."""
         device = value(like).device  # type: ignore[attr-defined]

@@ -99,7 +99,7 @@ PASSES = (
         _of("passes", "graphs"),
     ),
     Mutation(
-        "of what is broadcast to a summand the last alone stays",
+        "of several biases that were added to a removed summand only the last one stays",
         "merge.py",
         "rest = other if rest is None else Emitter(total, Shapes()).call(aten.add.Tensor, rest, other)",
         "rest = other",

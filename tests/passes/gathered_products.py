@@ -85,7 +85,8 @@ def without_padding(x: Tensor, w: Tensor) -> Tensor:
 
 
 def cut_up(*ends: int, leaves: int = 0) -> Callable[..., Tensor]:
-    """As q, k and v of one projection, whose borders are not those of the ranks."""
+    """Reads the gathered columns in slices, as q, k and v of one projection. ends: the columns where slices
+    end; the part of a rank may end elsewhere. leaves: how many of the last columns nobody reads."""
 
     def fn(x: Tensor, w: Tensor) -> list[Tensor]:
         whole = gathered(F.linear(x, w), -1)

@@ -20,7 +20,7 @@ from .test_chains import drawn
 
 M, K, N = 6, 4, 3
 SHAPES = {"residual": (M, N), "bias": (N,), "row": (1, N), "column": (M, 1), "number": ()}
-"""Of what is added to reductions."""
+"""The shapes of operands that are added to reductions."""
 
 Tree: TypeAlias = "str | tuple[Tree, Tree]"
 LEAVES = ("reduction", "reduced row", *SHAPES)
