@@ -84,7 +84,16 @@ def cases(op: str) -> Iterator[tuple[str, Constants, int]]:
                 )
             elif isinstance(config, WordsConfig):
                 constants = matmul_words.words_constants(
-                    m, world, transposed, dtype, other, op == OPS[0], config, trace, *next(stages)
+                    m,
+                    world,
+                    transposed,
+                    dtype,
+                    other,
+                    op == OPS[0],
+                    config,
+                    trace,
+                    next(matmuls),
+                    *next(stages),
                 )
                 yield matmul_words.SOURCE, constants, config.shared_bytes
             elif isinstance(config, WordsGatherConfig):

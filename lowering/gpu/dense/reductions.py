@@ -121,7 +121,7 @@ PACKETS: Kernel[DenseProblem, PacketsConfig] = Kernel(
 
 def _words_configs(problem: DenseProblem) -> Iterator[WordsConfig]:
     """Of one row of tiles, those with which tiles keep most programs busy."""
-    if problem.terms or not _is_of_rows(problem):
+    if not _is_of_rows(problem):
         return
     if problem.m > BM:
         yield from _high_words_configs(problem)
@@ -174,7 +174,7 @@ def _launch_words(
     at: Launch, config: WordsConfig, x: Sequence[Tensor], w: Sequence[Tensor], out: Tensor, how: Reduce
 ) -> None:
     launch_matmul_words(
-        at.memory, x[0], w[0], out, how.mean, how.everywhere, config, at.site, at.trace, at.compile_only,
+        at.memory, x, w, out, how.mean, how.everywhere, config, at.site, at.trace, at.compile_only,
         how.bias, how.scale, how.added,
     )  # fmt: skip
 
@@ -201,10 +201,6 @@ def _clusters_configs(problem: DenseProblem) -> Iterator[ClusterReduceConfig]:
     yield config()
     if fullest(CLUSTER_WIDTHS, cdiv(m, BM), (problem.n,), problem.programs) == 192:
         yield config(bn=192, stages=4)
-    small = ClusterReduceConfig(bn=64, across=1, stages=8)  # where words are not possible
-    tiles = problem.world * cdiv(m, problem.world * BM) * cdiv(problem.n, small.bn)
-    if problem.terms and tiles <= problem.programs:
-        yield small
     if m > 1024:
         yield config(visit=8)
         yield config(visit=128)

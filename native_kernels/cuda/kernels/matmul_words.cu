@@ -6,6 +6,8 @@
 // Each half of a rank's words holds parts [W, height, n] by source and, of an all_reduce, sums [W, height, n] by owner; owner r
 // has the rows from r * height on. ONCE: each rank sends its whole product to all ranks, and every rank adds up all rows.
 //
+// A product is a sum of TERMS matmuls, each with a K of its own; it is rounded once.
+//
 // A share is what a cluster does: the tiles it multiplies, and sums in the same columns. Of an owner's rows, a tile in row i of
 // tiles stands for number i of equal slices. Blocks that have multiplied while others have not started, or while a peer is
 // missing and they are of the margin, end and leave their sums to those that stay.
@@ -16,7 +18,7 @@
 #include "words.cuh"
 
 struct Params {
-    TensorMap x, w;
+    TensorMap x[TERMS], w[TERMS];
     char* out;
     const char* bias;   // BIASED: [n], which this rank adds to its product
     const char* added;  // ADDED: as `out`, which is added to the sums
@@ -24,7 +26,7 @@ struct Params {
     int64_t* state;
     int64_t* trace;
     int64_t half;  // bytes
-    int m, n, k, rank, site;
+    int m, n, k[TERMS], rank, site;
     int height, slice;        // rows of an owner (ONCE: all), and of a slice of them
     int rows, cols;           // tiles
     int out_pitch, programs;  // bytes of a row of the output
@@ -108,15 +110,28 @@ struct Decider {
     }
 };
 
+// The K of all terms, one behind the other, where each term begins with a block of its own.
+__device__ inline int whole_k(const Params& p) {
+    int k = 0;
+    for (int i = 0; i < TERMS - 1; ++i) k += blocks_of(p.k[i]) * BK;
+    return k + p.k[TERMS - 1];
+}
+
 __device__ void load_tiles(const Params& p, const Shared& s, int block) {
-    prefetch(&p.x);
-    prefetch(&p.w);
+    for (int i = 0; i < TERMS; ++i) prefetch(&p.x[i]), prefetch(&p.w[i]);
     Turn turn;
     int first, last;
-    split(p.k, first, last);
+    split(whole_k(p), first, last);
     for (int t = block / CLUSTER; t < tiles(p); t += p.programs / CLUSTER) {
         At at = tile_at(p, t);
-        produce(s, turn, {{&p.x}, {&p.w}, at.row * BM, at.col * BN, first, last});
+        int begin = 0;  // of a term
+        for (int i = 0; i < TERMS; ++i) {
+            int from = first - begin, to = last - begin;
+            if (TERMS > 1 && from < 0) from = 0;
+            if (TERMS > 1 && to > p.k[i]) to = p.k[i];
+            produce(s, turn, {{&p.x[i]}, {&p.w[i]}, at.row * BM, at.col * BN, from, to});
+            begin += blocks_of(p.k[i]) * BK;
+        }
     }
 }
 
@@ -217,7 +232,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) matmul_words(const __grid_c
     extern __shared__ char memory[];
     Shared s = shared_memory(memory);
     int block = blockIdx.x, group = threadIdx.x / 128, first, last;
-    split(p.k, first, last);
+    split(whole_k(p), first, last);
     int blocks = blocks_of(last - first);
     grid_wait();
     Call call{p.state, p.site, epoch_of(p.state)};

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -18,7 +20,7 @@ from autofuse.native_kernels.cuda.host.gemm import (
     fields,
     filled,
     launch,
-    map_operands,
+    map_terms,
     most_stages,
     of_call,
     shared_bytes,
@@ -30,18 +32,23 @@ from autofuse.native_kernels.gpu.memory import Need, PeerMemory, cdiv, per_memor
 SOURCE = "matmul_words.cu"
 
 
-class _Params(ctypes.Structure):
-    _fields_ = (
-        ("x", TENSOR_MAP),
-        ("w", TENSOR_MAP),
-        *fields(ctypes.c_void_p, "out", "bias", "added"),
-        ("words", POINTERS),
-        *fields(ctypes.c_void_p, "state", "trace"),
-        ("half", ctypes.c_int64),
-        *fields(ctypes.c_int32, "m", "n", "k", "rank", "site", "height", "slice", "rows", "cols"),
-        *fields(ctypes.c_int32, "out_pitch", "programs"),
-        ("scale", ctypes.c_float),
-    )
+@cache
+def _params_of(terms: int) -> type[ctypes.Structure]:
+    class Params(ctypes.Structure):
+        _fields_ = (
+            *fields(TENSOR_MAP * terms, "x", "w"),
+            *fields(ctypes.c_void_p, "out", "bias", "added"),
+            ("words", POINTERS),
+            *fields(ctypes.c_void_p, "state", "trace"),
+            ("half", ctypes.c_int64),
+            *fields(ctypes.c_int32, "m", "n"),
+            ("k", ctypes.c_int32 * terms),
+            *fields(ctypes.c_int32, "rank", "site", "height", "slice", "rows", "cols"),
+            *fields(ctypes.c_int32, "out_pitch", "programs"),
+            ("scale", ctypes.c_float),
+        )
+
+    return Params
 
 
 @dataclass(frozen=True)
@@ -82,11 +89,12 @@ def words_needs(m: int, n: int, itemsize: int, world: int, all_ranks: bool, conf
 
 def words_constants(
     m: int, world: int, transposed: bool, dtype: torch.dtype, mean: bool, all_ranks: bool,
-    config: WordsConfig, trace: bool, biased: bool = False, scaled: bool = False, added: bool = False,
+    config: WordsConfig, trace: bool, terms: int = 1, biased: bool = False, scaled: bool = False,
+    added: bool = False,
 ) -> Constants:  # fmt: skip
     """The macros that the kernel is compiled with."""
     return constants(
-        _Params,
+        _params_of(terms),
         config,
         world,
         transposed,
@@ -98,6 +106,7 @@ def words_constants(
         ALL=all_ranks,
         ONCE=config.once,
         MEAN=mean,
+        TERMS=terms,
         BIASED=biased,
         SCALED=scaled,
         ADDED=added,
@@ -111,8 +120,8 @@ def _rows(m: int) -> int:
 
 def launch_matmul_words(
     memory: PeerMemory,
-    x: Tensor,
-    w: Tensor,
+    x: Sequence[Tensor],
+    w: Sequence[Tensor],
     out: Tensor,
     mean: bool,
     all_ranks: bool,
@@ -130,34 +139,35 @@ def launch_matmul_words(
 
     trace: three rows of events a program, of a warpgroup each.
     """
-    (m, k), n = x.shape, w.shape[1]
+    m, n = x[0].shape[0], w[0].shape[1]
+    ks = tuple(xi.shape[1] for xi in x)
     found, template = _prepared(
-        memory, m, k, n, w.stride(1) != 1, x.dtype, mean, all_ranks, config, trace is not None,
+        memory, m, ks, n, w[0].stride(1) != 1, x[0].dtype, mean, all_ranks, config, trace is not None,
         bias is not None, scale is not None, added is not None,
     )  # fmt: skip
     if compile_only:
         return
     params = filled(template, site, trace, out=out, bias=bias, added=added)
     params.out_pitch, params.scale = out.stride(0) * out.element_size(), scale or 0.0
-    map_operands(params, x, w, config, _rows(m))
+    map_terms(params, x, w, config, _rows(m))
     launch(found, params, config.cluster)
 
 
 @per_memory
 def _prepared(
-    memory: PeerMemory, m: int, k: int, n: int, transposed: bool, dtype: torch.dtype, mean: bool,
+    memory: PeerMemory, m: int, ks: tuple[int, ...], n: int, transposed: bool, dtype: torch.dtype, mean: bool,
     all_ranks: bool, config: WordsConfig, trace: bool, biased: bool, scaled: bool,
     added: bool,
-) -> tuple[Kernel, _Params]:  # fmt: skip
+) -> tuple[Kernel, ctypes.Structure]:  # fmt: skip
     """The kernel and the parameters that do not change from call to call."""
     compiled_with = words_constants(
-        m, memory.world, transposed, dtype, mean, all_ranks, config, trace, biased, scaled, added
+        m, memory.world, transposed, dtype, mean, all_ranks, config, trace, len(ks), biased, scaled, added
     )
     found = kernel(SOURCE, "matmul_words", compiled_with, config.shared_bytes)
     rows, height = cdiv(m, BM), m if config.once else cdiv(m, memory.world)
-    params = _Params(
+    params = _params_of(len(ks))(
         **of_call(memory, blocks(memory, config)), words=views(memory.words),
-        half=memory.words.half(torch.uint8), m=m, n=n, k=k, height=height,
+        half=memory.words.half(torch.uint8), m=m, n=n, k=ks, height=height,
         slice=BM if config.once else cdiv(height, rows), rows=rows, cols=cdiv(n, config.bn),
     )  # fmt: skip
     return found, params
