@@ -111,6 +111,12 @@ if torch.cuda.is_available() and why_not() is None:
         "words of a gather of 200 rows": lambda w: Dense(
             w, GATHER, 200, 1024, 1032, WordsGatherConfig(groups=2, pieces=4)
         ),
+        "words of a gather in two pieces": lambda w: Dense(
+            w, GATHER, 256, 1032, 2048, WordsGatherConfig(pieces=2)
+        ),
+        "words of a gather of a whole K": lambda w: Dense(
+            w, GATHER, 8, 1032, 4096, WordsGatherConfig(pieces=1)
+        ),
     }
     CALLS_OF_ANY = {
         "all_reduce": lambda w: Dense(
@@ -135,8 +141,6 @@ else:
     CALLS = CALLS_OF_ANY = {}
 
 WORLD, MARGIN = 2, 16
-# that `gather_words` leaves room
-NOT_PROMISED = ("words of a gather", "words of a signalled gather", "words of a gather of 200 rows")
 
 
 @pytest.fixture
@@ -174,7 +178,7 @@ def test_beside_others(name: str, multiprocessors: int) -> None:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("name", [name for name in CALLS if not name.endswith(NOT_PROMISED)])
+@pytest.mark.parametrize("name", CALLS)
 def test_leaves_room(name: str, multiprocessors: int) -> None:
     """Where a peer has not started, blocks of the margin leave; the call is right once the peer comes."""
     programs = multiprocessors // WORLD // 8 * 8

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,6 +36,7 @@ DENSE = (REDUCE, SCATTER, GATHER, PUBLISH)
 _DTYPE = torch.bfloat16
 _MADE = f", {MADE}"
 """The suffix of `Point.op` where torch computed the product and a kernel exchanged it."""
+_SUM = re.compile(rf"({REDUCE}|{SCATTER}), (\d) terms")
 _PROGRAMS = 132
 """Multiprocessors of the GPUs that were measured. No work of rows depends on it."""
 
@@ -95,6 +97,8 @@ def problem_at(point: Point) -> Problem | None:
         return DenseProblem(op, m, k, n, world, _DTYPE)
     if op.removesuffix(_MADE) in (REDUCE, SCATTER):
         return DenseProblem(op.removesuffix(_MADE), m, k, n, world, _DTYPE, product=MADE)
+    if summed := _SUM.fullmatch(op):
+        return _sum_at(summed[1], int(summed[2]), point)
     if op == f"{REDUCE}, tail":
         return DenseProblem(REDUCE, m, k, n, world, _DTYPE, written=RESULTS * n)
     if op == TAIL_OP:
@@ -113,6 +117,14 @@ def problem_at(point: Point) -> Problem | None:
     if op.endswith(DROPLESS):
         return DroplessProblem(op, n // columns, k, columns, world, _DTYPE, rows=m)
     return ExpertProblem(op, n // columns, m, k, columns, world, _DTYPE)
+
+
+def _sum_at(op: str, count: int, point: Point) -> DenseProblem:
+    """Of a sum of matmuls. A point does not tell the K of each; here they are about equal."""
+    m, k, n, world = point.sizes
+    each = k // count // 8 * 8
+    terms = (*[each] * (count - 1), k - (count - 1) * each)
+    return DenseProblem(op, m, k, n, world, _DTYPE, terms=terms)
 
 
 def _pooled_at(point: Point) -> PooledProblem | None:
@@ -156,7 +168,8 @@ def samples_at(gpu: Gpu, points: Sequence[Point]) -> list[Sample]:
 
     def at(kind: str) -> Iterator[tuple[Problem, dict[str, float]]]:
         for point in points:
-            if point.gpu != kind or point.op.endswith(_MADE):  # the stages have no formula
+            # Stages have no formula, and the K of each matmul of a sum is not known.
+            if point.gpu != kind or point.op.endswith(_MADE) or _SUM.fullmatch(point.op):
                 continue
             if (problem := problem_at(point)) is not None:
                 yield problem, dict(point.times)

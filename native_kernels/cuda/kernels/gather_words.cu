@@ -17,6 +17,9 @@
 // A share is what a block sends of x. Blocks claim their own; a checker warp of each block sends those of blocks that have not
 // started. The blocks of NEAR tiles have neighbouring numbers: as blocks start in the order of their numbers, blocks that wait
 // for each other run, or come as soon as others end, if there is room for (PIECES - 1) * NEAR + 1 blocks.
+//
+// Tiles with a block of the margin are lent: where x has not arrived after YIELD_NS, the blocks of such a tile end, and the
+// blocks of a tile before them multiply it once they have x. The first block that decides does so for all of its tile.
 #include "progress.cuh"
 #include "wgmma.cuh"
 #include "words.cuh"
@@ -83,12 +86,35 @@ struct Work {
         first = piece * blocks / PIECES;
         last = (piece + 1) * blocks / PIECES;
     }
+    __device__ int blocks() const { return last - first; }
 };
+
+// The number of tiles that are not lent, at least a part of 1 / MOST_TURNS.
+constexpr int MOST_TURNS = 16;
+__device__ inline int kept_tiles(const Params& p) {
+    int firm = static_cast<int>(p.state[STATE_FIRM]);
+    if (p.programs <= firm) return p.tiles;
+    int kept = max(firm / (NEAR * PIECES) * NEAR, (p.tiles + MOST_TURNS - 1) / MOST_TURNS);
+    return min(max(kept, NEAR), p.tiles);
+}
+
+// Who multiplies a tile that is lent: its own blocks, or those of another tile. 0: nobody has decided.
+enum Lent { OWN_BLOCKS = 1, OTHERS };
+
+// Decides about a tile unless a block has done so; what was decided first.
+__device__ inline int decide(const Params& p, int tile, Lent who) {
+    int before = atomicCAS(claims(p.state, CLAIM_B) + tile, 0, who);
+    return before ? before : who;
+}
 
 // What warps of a block tell each other; 0 at first.
 struct Progress {
-    int owned;    // 1: the share of this block is ours to send; 2: another block has it
-    int claimed;  // 1: this block needs the claims no more
+    int owned;     // 1: the share of this block is ours to send; 2: another block has it
+    int claimed;   // 1: this block needs the claims no more
+    int x;         // 1: x has arrived; 2: it has not, and this block ends
+    int lent;      // of Lent, for the tile of this block
+    int finished;  // warpgroups that have stored a tile before another one
+    int turns[MOST_TURNS];  // 1: no more; 2 + the tile that comes next
 };
 
 __device__ inline Progress& progress() {
@@ -162,8 +188,34 @@ __device__ void load_weight(const Params& p, WeightRing ring, const Work& work) 
     }
 }
 
-// A warp polls some lines of every source until they have arrived. A line that TMA loads too early must be fetched again.
-__device__ void look_for_x(const Params& p, const Call& call, const Work& work, int64_t number) {
+// Loads the weight for each tile that this block multiplies.
+__device__ void load_weights(const Params& p, const WeightRing& ring, Work work) {
+#pragma unroll 1
+    for (int turn = 0;; ++turn) {
+        WeightRing of_tile = ring;
+        of_tile.next(turn * work.blocks());
+        load_weight(p, of_tile, work);
+        int next = await(progress().turns[turn]) - 2;
+        if (next < 0) return;
+        // Until then rows of the tile before lie in stages of the weight.
+        while (peek(progress().finished) < (turn + 1) * G) {
+        }
+        work.tile = next;
+    }
+}
+
+// How long a warp waits for x: as long as any wait does, or in a block of a tile that is lent until YIELD_NS have passed.
+// is_over() is asked after each poll; reading the clock takes longer than a poll.
+struct Wait {
+    bool is_lent;
+    int64_t begun = nanoseconds();
+    int polls = 0;
+    __device__ bool is_over() { return is_lent && ++polls % 32 == 0 && nanoseconds() - begun > YIELD_NS; }
+};
+
+// A warp polls some lines of every source until they have arrived; false if the wait is over before. A line that TMA loads too
+// early must be fetched again.
+__device__ bool look_for_x(const Params& p, const Call& call, const Work& work, int64_t number, Wait& wait) {
     constexpr int EACH = 8, LOOKS = EACH * 32 / W;  // of a lane, and from a source
     int lane = threadIdx.x % 32, row = p.k / 8, first = work.first * 8;
     int width = (work.last * 8 < row ? work.last * 8 : row) - first;
@@ -189,15 +241,26 @@ __device__ void look_for_x(const Params& p, const Call& call, const Work& work, 
             if (!seen[i]) missing = i * 32 + lane;
         waits = waits && missing >= 0 &&
                 patience.goes_on(call, WAIT_GATHERING, missing % W, work.tile);
+        if (__any_sync(~0u, waits && wait.is_over())) return false;
     }
+    return true;
 }
 
-__device__ void wait_for_x(const Params& p, const Call& call, const Work& work) {
+// The same by the signals of all ranks.
+__device__ bool wait_for_x(const Params& p, const Call& call, const Work& work, Wait& wait) {
     int lane = threadIdx.x % 32;
-    if (lane < W)
-        wait(call, p.signals[p.rank] + half_of(call.epoch) * p.signals_half + lane, p.programs, WAIT_GATHERING, lane, work.tile);
-    __syncwarp();
+    bool here = true;
+    if (lane < W) {
+        const int* counter = p.signals[p.rank] + half_of(call.epoch) * p.signals_half + lane;
+        Patience patience;
+        while (load_acquire(counter) < p.programs && patience.goes_on(call, WAIT_GATHERING, lane, work.tile)) {
+            here = !wait.is_over();
+            if (!here) break;
+        }
+    }
+    here = __all_sync(~0u, here);
     fence_proxy();
+    return here;
 }
 
 // Whether checker warps look at x after it has landed. They also store x where the caller keeps it.
@@ -217,15 +280,79 @@ __device__ void load_x(const Params& p, TokenRing ring, const Work& work, int64_
     }
 }
 
+// Whether the blocks of a tile that is lent leave it to others. If they run, they decide soon after x has arrived.
+__device__ bool is_left(const Params& p, int tile) {
+    const int* word = claims(p.state, CLAIM_B) + tile;
+    int64_t begun = nanoseconds();
+    int who;
+    do who = load_relaxed(word);
+    while (!who && nanoseconds() - begun < START_NS);
+    return (who ? who : decide(p, tile, OTHERS)) == OTHERS;
+}
+
+// A warp waits for x, decides about the tile of this block if it is lent, and loads x for each tile that this block multiplies:
+// its own, and those of equal number in the stretches of lent tiles that nobody else multiplies.
+__device__ void bring_x(
+    const Params& p, const Call& call, const TokenRing& ring, Work work, int64_t number, Trace& trace) {
+    Progress& told = progress();
+    int kept = kept_tiles(p), who = 0;
+    bool is_lent = work.tile >= kept;
+    auto arrives = [&](Wait& wait) {
+        return SIGNALLED ? wait_for_x(p, call, work, wait) : look_for_x(p, call, work, number, wait);
+    };
+    for (Wait wait{is_lent}; !arrives(wait); wait.is_lent = false) {
+        if (threadIdx.x == X_LOADER) who = decide(p, work.tile, OTHERS);
+        who = __shfl_sync(~0u, who, 0);
+        if (who == OTHERS) break;
+    }
+    if (threadIdx.x != X_LOADER) return;
+    if (who == OTHERS) {
+        poke(told.turns[0], 1);
+        poke(told.x, 2);
+        return;
+    }
+    poke(told.x, 1);
+    trace.stamp(EVENT_WAITED, -1, 0);
+    int tile = work.tile, turn = 0;
+#pragma unroll 1
+    while (tile < p.tiles) {
+        TokenRing of_tile = ring;
+        of_tile.next(turn * work.blocks());
+        work.tile = tile;
+        load_x(p, of_tile, work, number);
+        // The answer is needed when the tile is stored.
+        if (turn == 0) poke(told.lent, is_lent ? decide(p, tile, OWN_BLOCKS) : OWN_BLOCKS);
+        do tile = is_lent ? p.tiles : tile + kept;
+        while (tile < p.tiles && !is_left(p, tile));
+        poke(told.turns[turn++], tile < p.tiles ? tile + 2 : 1);
+    }
+}
+
+// each(work, turn) for each tile that this block multiplies, as the warp that loads x tells them; between() between two.
+template <class Each, class Between>
+__device__ inline void each_tile(Work work, Each each, Between between) {
+    if (await(progress().x) == 2) return;
+#pragma unroll 1
+    for (int turn = 0;; ++turn) {
+        each(work, turn);
+        int next = await(progress().turns[turn]) - 2;
+        if (next < 0) return;
+        work.tile = next;
+        between();
+    }
+}
+
 // Checker warp number `checker` looks at every CHECKERS-th block of x, and fetches the lines that TMA had loaded too early.
+// before: blocks of x that this block has loaded for other tiles.
 __device__ void check_x(
-    const Params& p, const Call& call, TokenRing ring, const Work& work, int checker, int64_t number) {
+    const Params& p, const Call& call, TokenRing ring, const Work& work, int checker, int64_t number, int before) {
     constexpr int EACH = TOKENS / 4, AT_ONCE = EACH < 8 ? EACH : 8;  // lines of 8 values, of a lane
     int lane = threadIdx.x % 32, row = p.k / 8;
     const char* mine = p.memory[p.rank] + third_of(number) * p.third;
     bool keeps = p.kept && work.tile == 0;
-    ring.next(checker);
-    for (int b = work.first + checker; b < work.last; b += CHECKERS, ring.next(CHECKERS)) {
+    int begin = (checker + CHECKERS - before % CHECKERS) % CHECKERS;
+    ring.next(before + begin);
+    for (int b = work.first + begin; b < work.last; b += CHECKERS, ring.next(CHECKERS)) {
         int lines = b * 8 + lane % 8 < row ? (p.m - lane / 8 + 3) / 4 : 0;  // that there are
         bool fetched = false;
         barrier_wait(ring.landed(), ring.parity);
@@ -290,12 +417,21 @@ __device__ void multiply_blocks(WeightRing weight, TokenRing tokens, const Work&
     release();
 }
 
+// A block that ends without x takes the weight that is on its way to its shared memory.
+__device__ void take_weight(WeightRing ring, const Work& work) {
+    for (int b = work.first; b < work.last; ++b, ring.next()) {
+        barrier_wait(ring.full(), ring.parity);
+        if (threadIdx.x % 128 == 0) barrier_arrive(ring.empty());
+    }
+}
+
 // Piece j % PIECES of a tile adds up the tokens 8 j to 8 j + 7, in the order of the pieces, and stores rows of Y. `staged`: the
 // memory of stages of the weight, which this warpgroup does not need any more; 64 tokens a stage.
 __device__ void finish_tile(
     const Params& p, const Call& call, const Work& work, float (&acc)[ACCS], int group, int64_t half, uint32_t staged) {
     constexpr int MINE = (EIGHTS + PIECES - 1) / PIECES;
-    constexpr int AT_ONCE = MINE * PIECES > 16 ? 16 / PIECES : MINE;  // as many as a thread has registers for
+    constexpr int WORDS = TOKENS > 128 && PIECES == 2 ? 8 : 16;  // as many as a thread has registers for
+    constexpr int AT_ONCE = MINE * PIECES > WORDS ? WORDS / PIECES : MINE;
     int thread = threadIdx.x % 128, lane = thread % 32, first = (work.tile * G + group) * 64;
     auto slot = [&](int j, int from) {
         int64_t at = ((static_cast<int64_t>(work.tile) * G + group) * EIGHTS + j) * PIECES + from;
@@ -367,10 +503,9 @@ extern "C" __global__ void __launch_bounds__(384, 1) gather_words(const __grid_c
     bool traces = threadIdx.x == 0 || threadIdx.x == X_LOADER;
     if (traces) trace.stamp(EVENT_BEGUN, p.rank, 0);
     int taken = 0;
+    for (int i = threadIdx.x; i < sizeof(Progress) / 4; i += THREADS) poke((&progress().owned)[i], 0);
     if (threadIdx.x == X_LOADER) taken = atomicExch(claims(p.state, CLAIM_A) + blockIdx.x, 1);
     if (threadIdx.x == 0) {
-        poke(progress().owned, 0);
-        poke(progress().claimed, 0);
         auto init = [](auto ring, int stages, int filling) {
             for (int i = 0; i < stages; ++i, ring.next()) {
                 barrier_init(ring.full(), 1);
@@ -383,21 +518,14 @@ extern "C" __global__ void __launch_bounds__(384, 1) gather_words(const __grid_c
         barrier_inits_done();
     }
     __syncthreads();
-    if (threadIdx.x == W_LOADER) load_weight(p, weight, work);
+    if (threadIdx.x == W_LOADER) load_weights(p, weight, work);
     __syncwarp();
     if (warp == X_LOADER / 32) {
         if (threadIdx.x == X_LOADER) {
             poke(progress().owned, taken ? 2 : 1);
             if (!taken) count_claim(p.state, CLAIM_A);
         }
-        if (SIGNALLED)
-            wait_for_x(p, call, work);
-        else
-            look_for_x(p, call, work, number);
-        if (threadIdx.x == X_LOADER) {
-            trace.stamp(EVENT_WAITED, -1, 0);
-            load_x(p, tokens, work, number);
-        }
+        bring_x(p, call, tokens, work, number, trace);
     } else if (warp != W_LOADER / 32) {
         send_part(p, number, used, half_of(call.epoch));
         if (warp == FIRST_CHECKER / 32) {
@@ -407,13 +535,32 @@ extern "C" __global__ void __launch_bounds__(384, 1) gather_words(const __grid_c
         }
     }
     int checker = warp - FIRST_CHECKER / 32;
-    if (checker >= 0 && checker < CHECKERS && is_looked_at(p, work)) check_x(p, call, tokens, work, checker, number);
+    if (checker >= 0 && checker < CHECKERS && is_looked_at(p, work)) {
+        auto check = [&](const Work& at, int turn) {
+            if (is_looked_at(p, at)) check_x(p, call, tokens, at, checker, number, turn * at.blocks());
+        };
+        each_tile(work, check, [] {});
+    }
     if (group < G) {
-        float acc[ACCS];
-        multiply_blocks(weight, tokens, work, acc, group);
-        for (int i = 0; i < ACCS; ++i) acc[i] = settled(acc[i]);
-        if (traces) trace.stamp(EVENT_COMPUTED, -1, blockIdx.x);
-        finish_tile(p, call, work, acc, group, half_of(call.epoch) * p.half, weight.stages + group * 64 * ROW);
+        auto multiply = [&](const Work& at, int turn) {
+            float acc[ACCS] = {};  // else the compiler keeps those of the tile before
+            WeightRing of_weight = weight;
+            TokenRing of_x = tokens;
+            of_weight.next(turn * at.blocks());
+            of_x.next(turn * at.blocks());
+            multiply_blocks(of_weight, of_x, at, acc, group);
+            for (int i = 0; i < ACCS; ++i) acc[i] = settled(acc[i]);
+            if (traces) trace.stamp(EVENT_COMPUTED, -1, blockIdx.x);
+            if (await(progress().lent) == OTHERS) return;
+            finish_tile(p, call, at, acc, group, half_of(call.epoch) * p.half, weight.stages + group * 64 * ROW);
+        };
+        // The rows of a tile lay where the weight of the next one comes.
+        each_tile(work, multiply, [&] {
+            fence_proxy_shared();
+            named_barrier(STAGED_ROWS + group, 128);
+            if (threadIdx.x % 128 == 0) atomicAdd(&progress().finished, 1);
+        });
+        if (peek(progress().x) == 2) take_weight(weight, work);
     }
     // The last program that needs neither the counters nor the number of the call any more ends the call.
     if (threadIdx.x == X_LOADER && await(progress().claimed) && is_last(p.state, p.programs)) {
