@@ -8,6 +8,8 @@ behind A:
     SUM      part B sends a sum; a third part, which every program does for itself, waits for the sums of all
     TICKETS  instead of shares of B, tickets: sums in order, and `lag` later the sums of the peers
     LEFT     as GATHER; a program that leaves keeps its share of B, and the last program of the rank does it
+    LENT     part B waits for all pieces and is local; the first program that decides about a share of the
+             margin says whether its own program does it or one before the margin (`gather_words.cu`)
 
 Some programs of each rank are late: they run when all others have ended or leave room. A state is what memory
 holds and where every program is. `check` visits every state that some interleaving reaches.
@@ -29,6 +31,7 @@ class Kind(Enum):
     SUM = "sum"
     TICKETS = "tickets"
     LEFT = "left"
+    LENT = "lent"
 
 
 Where = tuple[str, int]
@@ -36,10 +39,10 @@ Where = tuple[str, int]
 
 START, SEND, LOOK, SCAN, ASK, DRAW, END = "start", "send", "look", "scan", "ask", "draw", "end"
 WAIT, LOOK_B, SCAN_B, OWN, REDUCE, COPY = "wait", "look b", "scan b", "own", "reduce", "copy"
-THROUGH, REST = "through", "rest"
+THROUGH, REST, BORROW = "through", "rest", "borrow"
 
 LEAVER = -2
-"""In the place of a claim: the share of a program that has left."""
+"""In the place of a claim: the share of a program that has left, or of one whose share others do."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +96,8 @@ class World:
                 if self.absent and p > rank.started:
                     return  # multiprocessors take programs in the order of their numbers
                 changes: dict[str, Any] = {"started": rank.started + 1}
-                claims = self.kind is Kind.LEFT or (p < self.firm and self.kind is not Kind.TICKETS)
+                dealt = self.kind in (Kind.TICKETS, Kind.LENT)
+                claims = self.kind is Kind.LEFT or (p < self.firm and not dealt)
                 if claims and rank.b[p] == -1:
                     changes["b"] = _put(rank.b, p, p)
                 if rank.a[p] < 0:
@@ -108,6 +112,22 @@ class World:
             case "scan":
                 found = _free(rank.a)
                 yield go(ASK) if found < 0 else go(SEND, found, a=_put(rank.a, found, p))
+            case "ask" if self.kind is Kind.LENT:
+                if p < self.firm:
+                    yield go(WAIT, p)
+                elif rank.b[p] == LEAVER:
+                    yield go(END)
+                elif self._is_here(state, p):
+                    yield go(WAIT, p, b=_put(rank.b, p, p))
+                else:
+                    yield go(END, left=rank.left + 1, b=_put(rank.b, p, LEAVER))
+            case "borrow":
+                if p >= self.firm or share >= self.programs:
+                    yield go(END)
+                elif rank.b[share] == share:
+                    yield go(BORROW, share + self.firm)
+                else:
+                    yield go(WAIT, share, b=_put(rank.b, share, LEAVER))
             case "ask":
                 stays = p < self.firm or all(other.started for other in state)
                 if not stays and rank.started - rank.left > self.firm:
@@ -124,9 +144,13 @@ class World:
                 else:
                     yield go(LOOK_B)
             case "wait":
-                if all(share in other.sent for other in state):
+                if self._is_here(state, share):
                     assert share not in rank.added, f"rank {r} adds piece {share} twice"
-                    yield go(LOOK_B, added=(*rank.added, share))
+                    added = (*rank.added, share)
+                    if self.kind is Kind.LENT:
+                        yield go(BORROW, share + self.firm, added=added)
+                    else:
+                        yield go(LOOK_B, added=added)
             case "look b":
                 yield go(OWN if -1 not in rank.b else SCAN_B, p)
             case "scan b":
@@ -151,6 +175,12 @@ class World:
             case "copy":
                 if all(share in other.added for other in state):
                     yield go(DRAW)
+
+    def _is_here(self, state: State, share: int) -> bool:
+        """Whether what part B of a share waits for has come."""
+        if self.kind is Kind.LENT:
+            return all(len(other.sent) == self.programs for other in state)
+        return all(share in other.sent for other in state)
 
     @property
     def _last(self) -> str:
@@ -212,7 +242,11 @@ class World:
             case "look b" | "scan b":
                 return -1 not in rank.b
             case "ask":
-                return p < self.firm and (self.kind is Kind.TICKETS or rank.b[p] >= 0)
+                dealt = self.kind in (Kind.TICKETS, Kind.LENT)
+                return p < self.firm and (dealt or rank.b[p] >= 0)
+            case "borrow":
+                share = rank.programs[p][1]
+                return p >= self.firm or share >= self.programs or rank.b[share] != -1
             case where:
                 return where in (SEND, WAIT, OWN, REDUCE, COPY, REST)
 

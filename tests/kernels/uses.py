@@ -308,7 +308,7 @@ def few(world: int, chunk: int, k: int, n: int) -> Iterator[Use]:
 
         def worded(memory: PeerMemory, once: bool = once) -> Used:
             config = matmul_words.WordsConfig(once=once)
-            p = launched(matmul_words.launch_matmul_words, memory, x, w, out, False, True, config)
+            p = launched(matmul_words.launch_matmul_words, memory, [x], [w], out, False, True, config)
             return {"words": halves(p["half"], (1 if once else 2) * world * p["height"] * n * 2)}
 
         needs = matmul_words.words_needs(m, n, 2, world, True, matmul_words.WordsConfig(once=once))

@@ -17,7 +17,7 @@ def proved(ranks: int, programs: int, count: int | None = None) -> int:
 
 
 def test_two_ranks_of_two_programs() -> None:
-    assert proved(2, 2) == 56
+    assert proved(2, 2) == 70
 
 
 @pytest.mark.full
