@@ -42,7 +42,7 @@ WAIT, LOOK_B, SCAN_B, OWN, REDUCE, COPY = "wait", "look b", "scan b", "own", "re
 THROUGH, REST, BORROW = "through", "rest", "borrow"
 
 LEAVER = -2
-"""In the place of a claim: the share of a program that has left, or of one whose share others do."""
+"""In the place of a claim: the program of the share has left. Of LENT: others do the share."""
 
 
 @dataclass(frozen=True)
@@ -96,8 +96,7 @@ class World:
                 if self.absent and p > rank.started:
                     return  # multiprocessors take programs in the order of their numbers
                 changes: dict[str, Any] = {"started": rank.started + 1}
-                dealt = self.kind in (Kind.TICKETS, Kind.LENT)
-                claims = self.kind is Kind.LEFT or (p < self.firm and not dealt)
+                claims = self.kind is Kind.LEFT or (p < self.firm and self._claims)
                 if claims and rank.b[p] == -1:
                     changes["b"] = _put(rank.b, p, p)
                 if rank.a[p] < 0:
@@ -176,6 +175,11 @@ class World:
                 if all(share in other.added for other in state):
                     yield go(DRAW)
 
+    @property
+    def _claims(self) -> bool:
+        """Whether a program before the margin claims its share of B when it starts."""
+        return self.kind not in (Kind.TICKETS, Kind.LENT)
+
     def _is_here(self, state: State, share: int) -> bool:
         """Whether what part B of a share waits for has come."""
         if self.kind is Kind.LENT:
@@ -242,8 +246,7 @@ class World:
             case "look b" | "scan b":
                 return -1 not in rank.b
             case "ask":
-                dealt = self.kind in (Kind.TICKETS, Kind.LENT)
-                return p < self.firm and (dealt or rank.b[p] >= 0)
+                return p < self.firm and (not self._claims or rank.b[p] >= 0)
             case "borrow":
                 share = rank.programs[p][1]
                 return p >= self.firm or share >= self.programs or rank.b[share] != -1

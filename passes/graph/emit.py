@@ -61,7 +61,8 @@ class Emitter:
         return node
 
     def redo(self, step: fx.Node, source: fx.Node) -> fx.Node:
-        """What `step` makes of its first argument, made of `source`, whose strides may be others."""
+        """A copy of `step` that reads `source` in place of its first argument. Their strides may differ, so
+        a view becomes a reshape."""
         reshapes = step.target in (aten.view.default, aten._unsafe_view.default)
         target = aten.reshape.default if reshapes else step.target
         assert callable(target)

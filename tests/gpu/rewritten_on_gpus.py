@@ -1,4 +1,4 @@
-"""Programs whose collectives a pass brings together, or moves, before they are fused; on ranks with GPUs."""
+"""What the tests of passes that merge or move collectives run on ranks with GPUs."""
 
 import math
 from collections.abc import Callable

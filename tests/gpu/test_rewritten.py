@@ -1,4 +1,4 @@
-"""Programs whose collectives a pass brings together, or moves, before they are fused."""
+"""Compiled programs in which a pass merges or moves collectives before they are fused."""
 
 from collections.abc import Callable
 

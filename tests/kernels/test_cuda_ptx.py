@@ -65,37 +65,15 @@ def cases(op: str) -> Iterator[tuple[str, Constants, int]]:
         for way in ways_of(DenseProblem(op, m, K, N, world, torch.bfloat16, update=op == OPS[1])).values():
             config = way.config
             transposed, dtype, trace, other = next(turns)
-            if isinstance(config, ClusterReduceConfig):
-                yield (
-                    matmul_reduce.SOURCE,
-                    matmul_reduce.cluster_reduce_constants(
-                        world,
-                        transposed,
-                        dtype,
-                        other,
-                        op == OPS[0],
-                        0,
-                        config,
-                        trace,
-                        next(matmuls),
-                        *next(stages),
-                    ),
-                    config.shared_bytes,
-                )
-            elif isinstance(config, WordsConfig):
-                constants = matmul_words.words_constants(
-                    m,
-                    world,
-                    transposed,
-                    dtype,
-                    other,
-                    op == OPS[0],
-                    config,
-                    trace,
-                    next(matmuls),
-                    *next(stages),
-                )
-                yield matmul_words.SOURCE, constants, config.shared_bytes
+            if isinstance(config, ClusterReduceConfig | WordsConfig):
+                reduced = world, transposed, dtype, other, op == OPS[0]
+                summed = trace, next(matmuls), *next(stages)
+                if isinstance(config, WordsConfig):
+                    constants = matmul_words.words_constants(m, *reduced, config, *summed)
+                    yield matmul_words.SOURCE, constants, config.shared_bytes
+                else:
+                    constants = matmul_reduce.cluster_reduce_constants(*reduced, 0, config, *summed)
+                    yield matmul_reduce.SOURCE, constants, config.shared_bytes
             elif isinstance(config, WordsGatherConfig):
                 constants = gather_words.words_gather_constants(
                     m, world, transposed, dtype, other, config, trace

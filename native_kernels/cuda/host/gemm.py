@@ -118,14 +118,6 @@ def constants(
     return macros(params, shared | own)
 
 
-def map_operands(
-    params: ctypes.Structure, x: Tensor, w: Tensor, config: ClusterConfig, rows: int = BM
-) -> None:
-    """Set `params.x` and `params.w`: a box is the share that a block of a cluster loads."""
-    set_map(params, "x", x, rows // config.along, BK)
-    map_weight(params, w, config.bn // config.across)
-
-
 def set_map(params: ctypes.Structure, name: str, matrix: Tensor, box_rows: int, box_cols: int) -> None:
     ctypes.memmove(getattr(params, name), tensor_map(matrix, box_rows, box_cols), 128)
     note(params, name, matrix, is_map=True)
@@ -162,7 +154,8 @@ def weight_map(w: Tensor, across: int) -> bytes:
 def map_terms(
     params: ctypes.Structure, x: Sequence[Tensor], w: Sequence[Tensor], config: ClusterConfig, rows: int = BM
 ) -> None:
-    """`map_operands` for a sum of products: `params.x` and `params.w` are arrays of a map for each term."""
+    """Set `params.x` and `params.w`, a map for each term of a sum. A box is the share that a block
+    of a cluster loads."""
     for i, (xi, wi) in enumerate(zip(x, w, strict=True)):
         ctypes.memmove(params.x[i], tensor_map(xi, rows // config.along, BK), 128)
         ctypes.memmove(params.w[i], weight_map(wi, config.bn // config.across), 128)

@@ -89,7 +89,7 @@ struct Work {
     __device__ int blocks() const { return last - first; }
 };
 
-// The number of tiles that are not lent, at least a part of 1 / MOST_TURNS.
+// The number of tiles that are not lent. It is at least a part of 1 / MOST_TURNS, so that a block takes few others.
 constexpr int MOST_TURNS = 16;
 __device__ inline int kept_tiles(const Params& p) {
     int firm = static_cast<int>(p.state[STATE_FIRM]);
@@ -101,7 +101,7 @@ __device__ inline int kept_tiles(const Params& p) {
 // Who multiplies a tile that is lent: its own blocks, or those of another tile. 0: nobody has decided.
 enum Lent { OWN_BLOCKS = 1, OTHERS };
 
-// Decides about a tile unless a block has done so; what was decided first.
+// Decides who multiplies a lent tile, unless another block has decided before. Returns the decision that holds.
 __device__ inline int decide(const Params& p, int tile, Lent who) {
     int before = atomicCAS(claims(p.state, CLAIM_B) + tile, 0, who);
     return before ? before : who;
