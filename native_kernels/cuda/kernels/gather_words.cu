@@ -9,32 +9,14 @@
 //
 // SIGNALLED: with many tokens, checking takes longer than a signal, and the kernel waits for a signal of each rank instead.
 //
-// Many blocks read a word of x, so none of them can clear it. A rank has memory for x [M, K] in three thirds and, before them,
-// the number of calls and how much each third holds. Call c fills third c % 3 and clears the third of call c - 1. A peer fills
-// that third again in call c + 2. It starts c + 2 only after it has received this rank's part in call c + 1, which this rank
-// sends after it is through with call c.
-//
-// A share is what a block sends of x. Blocks claim their own; a checker warp of each block sends those of blocks that have not
-// started. The blocks of NEAR tiles have neighbouring numbers: as blocks start in the order of their numbers, blocks that wait
-// for each other run, or come as soon as others end, if there is room for (PIECES - 1) * NEAR + 1 blocks.
-//
-// Tiles with a block of the margin are lent: where x has not arrived after YIELD_NS, the blocks of such a tile end, and the
-// blocks of a tile before them multiply it once they have x. The first block that decides does so for all of its tile.
-#include "progress.cuh"
+// How x travels, and through which memory, is in words_of_x.cuh; which tiles a block multiplies, also where a peer is late, in
+// lent_tiles.cuh.
+#include "lent_tiles.cuh"
 #include "wgmma.cuh"
-#include "words.cuh"
+#include "words_of_x.cuh"
 
-constexpr int BK = 64, ROW = BK * 2;
 constexpr int W_BYTES = G * 64 * ROW, X_BYTES = TOKENS * ROW;
 constexpr int ACCS = TOKENS / 2, EIGHTS = TOKENS / 8;  // accumulators of a thread, four for every eight tokens
-constexpr int THREADS = 384, W_LOADER = G * 128, X_LOADER = W_LOADER + 32, FIRST_CHECKER = X_LOADER + 32;
-constexpr int SENDERS = THREADS - 64, SIGNALLER = THREADS / 32 - 1;
-// Named barriers; the last one and the next are those of a warpgroup each.
-enum Barrier { SENT = 1, RESENT, STAGED_ROWS };
-// Tiles whose blocks have neighbouring numbers. Multiprocessors near to each other then multiply the same piece of x.
-constexpr int NEAR = 8;
-// A stage always has the same checker, which has waited for each earlier round of the stage.
-static_assert(CHECKERS * 32 <= THREADS - FIRST_CHECKER && X_STAGES % CHECKERS == 0, "warps that look at x");
 
 struct Params {
     TensorMap w, x;  // of our memory: [3, M, K]
@@ -75,97 +57,6 @@ struct Ring {
 using WeightRing = Ring<W_STAGES, W_BYTES>;
 using TokenRing = Ring<X_STAGES, X_BYTES>;
 
-// Tile and piece of a block, and the blocks of K that it multiplies.
-struct Work {
-    int tile, piece, first, last;
-    __device__ explicit Work(const Params& p) {
-        int group = blockIdx.x / (NEAR * PIECES) * NEAR, tiles = min(NEAR, p.tiles - group);
-        int place = blockIdx.x - group * PIECES, blocks = (p.k + BK - 1) / BK;
-        tile = group + place % tiles;
-        piece = place / tiles;
-        first = piece * blocks / PIECES;
-        last = (piece + 1) * blocks / PIECES;
-    }
-    __device__ int blocks() const { return last - first; }
-};
-
-// The number of tiles that are not lent. It is at least a part of 1 / MOST_TURNS, so that a block takes few others.
-constexpr int MOST_TURNS = 16;
-__device__ inline int kept_tiles(const Params& p) {
-    int firm = static_cast<int>(p.state[STATE_FIRM]);
-    if (p.programs <= firm) return p.tiles;
-    int kept = max(firm / (NEAR * PIECES) * NEAR, (p.tiles + MOST_TURNS - 1) / MOST_TURNS);
-    return min(max(kept, NEAR), p.tiles);
-}
-
-// Who multiplies a tile that is lent: its own blocks, or those of another tile. 0: nobody has decided.
-enum Lent { OWN_BLOCKS = 1, OTHERS };
-
-// Decides who multiplies a lent tile, unless another block has decided before. Returns the decision that holds.
-__device__ inline int decide(const Params& p, int tile, Lent who) {
-    int before = atomicCAS(claims(p.state, CLAIM_B) + tile, 0, who);
-    return before ? before : who;
-}
-
-// What warps of a block tell each other; 0 at first.
-struct Progress {
-    int owned;     // 1: the share of this block is ours to send; 2: another block has it
-    int claimed;   // 1: this block needs the claims no more
-    int x;         // 1: x has arrived; 2: it has not, and this block ends
-    int lent;      // of Lent, for the tile of this block
-    int finished;  // warpgroups that have stored a tile before another one
-    int turns[MOST_TURNS];  // 1: no more; 2 + the tile that comes next
-};
-
-__device__ inline Progress& progress() {
-    __shared__ Progress found;
-    return found;
-}
-
-// A lane of sending warp number `sender` stores its lines of a share to all ranks. A line has 16 bytes. `owns` is asked after
-// the first load.
-template <class Owns>
-__device__ inline void send_lines(const Params& p, int64_t number, int share, int sender, Owns owns) {
-    int lines = p.chunk * (p.k / 8);
-    int64_t there = third_of(number) * p.third + static_cast<int64_t>(p.rank) * lines * 16;
-    for (int i = (sender * p.programs + share) * 32 + threadIdx.x % 32; i < lines; i += p.programs * SENDERS) {
-        uint4 v = sendable(load_l2(p.part + static_cast<int64_t>(i) * 16));
-        if (!owns()) return;
-        for (int r = 1; r <= W; ++r) put(p.memory[(p.rank + r) % W] + there + static_cast<int64_t>(i) * 16, v);
-    }
-}
-
-// All warps but the two that load store this rank's part to all ranks, and clear the `used` lines of the call before.
-__device__ void send_part(const Params& p, int64_t number, int64_t used, int parity) {
-    int sender = threadIdx.x < W_LOADER ? threadIdx.x : threadIdx.x - 64, lane = threadIdx.x % 32;
-    int begin = (sender / 32 * p.programs + blockIdx.x) * 32 + lane, step = p.programs * SENDERS;
-    send_lines(p, number, blockIdx.x, sender / 32, [] { return await(progress().owned) == 1; });
-    if (SIGNALLED && threadIdx.x / 32 == SIGNALLER) {
-        named_barrier(SENT, SENDERS);
-        if (lane < W && await(progress().owned) == 1) add_release(p.signals[lane] + parity * p.signals_half + p.rank);
-    } else if (SIGNALLED) {
-        named_arrive(SENT, SENDERS);
-    }
-    char* old = p.memory[p.rank] + third_of(number + 2) * p.third;
-    for (int64_t i = begin; i < used; i += step) store(old + i * 16, {0, 0, 0, 0});
-}
-
-// A warp waits until all shares have been claimed, and sends those that stay unclaimed.
-__device__ void send_unclaimed(const Params& p, int64_t number, int parity) {
-    int64_t begun = nanoseconds();
-    while (claimed(p.state, CLAIM_A) < p.programs) {
-        if (nanoseconds() - begun < START_NS) continue;
-        int share = 0;
-        if (threadIdx.x % 32 == 0) share = unclaimed(p.state, CLAIM_A, 0, p.programs);
-        share = __shfl_sync(~0u, share, 0);
-        if (share < 0) return;
-        for (int sender = 0; sender < SENDERS / 32; ++sender) send_lines(p, number, share, sender, [] { return true; });
-        named_barrier(RESENT, 32);
-        if (SIGNALLED && threadIdx.x % 32 < W)
-            add_release(p.signals[threadIdx.x % 32] + parity * p.signals_half + p.rank);
-    }
-}
-
 // At most AHEAD blocks are on their way at once, since x would have to wait behind them.
 __device__ void load_weight(const Params& p, WeightRing ring, const Work& work) {
     WeightRing behind = ring;
@@ -204,70 +95,6 @@ __device__ void load_weights(const Params& p, const WeightRing& ring, Work work)
     }
 }
 
-// How long a warp waits for x: as long as any wait does, or in a block of a tile that is lent until YIELD_NS have passed.
-// is_over() is asked after each poll; reading the clock takes longer than a poll.
-struct Wait {
-    bool is_lent;
-    int64_t begun = nanoseconds();
-    int polls = 0;
-    __device__ bool is_over() { return is_lent && ++polls % 32 == 0 && nanoseconds() - begun > YIELD_NS; }
-};
-
-// A warp polls some lines of every source until they have arrived; false if the wait is over before. A line that TMA loads too
-// early must be fetched again.
-__device__ bool look_for_x(const Params& p, const Call& call, const Work& work, int64_t number, Wait& wait) {
-    constexpr int EACH = 8, LOOKS = EACH * 32 / W;  // of a lane, and from a source
-    int lane = threadIdx.x % 32, row = p.k / 8, first = work.first * 8;
-    int width = (work.last * 8 < row ? work.last * 8 : row) - first;
-    const char* mine = p.memory[p.rank] + third_of(number) * p.third;
-    uint32_t seen[EACH];
-    const char* at[EACH];
-#pragma unroll
-    for (int i = 0; i < EACH; ++i) {
-        int source = (i * 32 + lane) % W, look = (i * 32 + lane) / W % LOOKS;
-        int line = (static_cast<int64_t>(look + 1) * p.chunk * width + LOOKS - 1) / LOOKS - 1;  // of those of this piece
-        at[i] = mine + (static_cast<int64_t>(source * p.chunk + line / width) * row + first + line % width) * 16;
-        seen[i] = 0;
-    }
-    Patience patience;
-    bool waits = true;
-    while (__any_sync(~0u, waits)) {
-        int missing = -1;
-#pragma unroll
-        for (int i = 0; i < EACH; ++i)
-            if (waits && !seen[i]) seen[i] = load_relaxed(at[i]).w;
-#pragma unroll
-        for (int i = 0; i < EACH; ++i)
-            if (!seen[i]) missing = i * 32 + lane;
-        waits = waits && missing >= 0 &&
-                patience.goes_on(call, WAIT_GATHERING, missing % W, work.tile);
-        if (__any_sync(~0u, waits && wait.is_over())) return false;
-    }
-    return true;
-}
-
-// The same by the signals of all ranks.
-__device__ bool wait_for_x(const Params& p, const Call& call, const Work& work, Wait& wait) {
-    int lane = threadIdx.x % 32;
-    bool here = true;
-    if (lane < W) {
-        const int* counter = p.signals[p.rank] + half_of(call.epoch) * p.signals_half + lane;
-        Patience patience;
-        while (load_acquire(counter) < p.programs && patience.goes_on(call, WAIT_GATHERING, lane, work.tile)) {
-            here = !wait.is_over();
-            if (!here) break;
-        }
-    }
-    here = __all_sync(~0u, here);
-    fence_proxy();
-    return here;
-}
-
-// Whether checker warps look at x after it has landed. They also store x where the caller keeps it.
-__device__ inline bool is_looked_at(const Params& p, const Work& work) {
-    return !SIGNALLED || (p.kept && work.tile == 0);
-}
-
 __device__ void load_x(const Params& p, TokenRing ring, const Work& work, int64_t number) {
     bool looked_at = is_looked_at(p, work);
     int third = third_of(number);
@@ -278,16 +105,6 @@ __device__ void load_x(const Params& p, TokenRing ring, const Work& work, int64_
         barrier_expect(barrier, X_BYTES);
         load_share<1>(ring.here(), &p.x, third, 0, b * BK, barrier, 0);
     }
-}
-
-// Whether the blocks of a tile that is lent leave it to others. If they run, they decide soon after x has arrived.
-__device__ bool is_left(const Params& p, int tile) {
-    const int* word = claims(p.state, CLAIM_B) + tile;
-    int64_t begun = nanoseconds();
-    int who;
-    do who = load_relaxed(word);
-    while (!who && nanoseconds() - begun < START_NS);
-    return (who ? who : decide(p, tile, OTHERS)) == OTHERS;
 }
 
 // A warp waits for x, decides about the tile of this block if it is lent, and loads x for each tile that this block multiplies:
@@ -322,67 +139,8 @@ __device__ void bring_x(
         load_x(p, of_tile, work, number);
         // The answer is needed when the tile is stored.
         if (turn == 0) poke(told.lent, is_lent ? decide(p, tile, OWN_BLOCKS) : OWN_BLOCKS);
-        do tile = is_lent ? p.tiles : tile + kept;
-        while (tile < p.tiles && !is_left(p, tile));
+        tile = tile_after(p, tile, kept, is_lent);
         poke(told.turns[turn++], tile < p.tiles ? tile + 2 : 1);
-    }
-}
-
-// each(work, turn) for each tile that this block multiplies, as the warp that loads x tells them; between() between two.
-template <class Each, class Between>
-__device__ inline void each_tile(Work work, Each each, Between between) {
-    if (await(progress().x) == 2) return;
-#pragma unroll 1
-    for (int turn = 0;; ++turn) {
-        each(work, turn);
-        int next = await(progress().turns[turn]) - 2;
-        if (next < 0) return;
-        work.tile = next;
-        between();
-    }
-}
-
-// Checker warp number `checker` looks at every CHECKERS-th block of x, and fetches the lines that TMA had loaded too early.
-// before: blocks of x that this block has loaded for other tiles.
-__device__ void check_x(
-    const Params& p, const Call& call, TokenRing ring, const Work& work, int checker, int64_t number, int before) {
-    constexpr int EACH = TOKENS / 4, AT_ONCE = EACH < 8 ? EACH : 8;  // lines of 8 values, of a lane
-    int lane = threadIdx.x % 32, row = p.k / 8;
-    const char* mine = p.memory[p.rank] + third_of(number) * p.third;
-    bool keeps = p.kept && work.tile == 0;
-    int begin = (checker + CHECKERS - before % CHECKERS) % CHECKERS;
-    ring.next(before + begin);
-    for (int b = work.first + begin; b < work.last; b += CHECKERS, ring.next(CHECKERS)) {
-        int lines = b * 8 + lane % 8 < row ? (p.m - lane / 8 + 3) / 4 : 0;  // that there are
-        bool fetched = false;
-        barrier_wait(ring.landed(), ring.parity);
-        for (int first = 0; first < EACH; first += AT_ONCE) {
-            uint4 seen[AT_ONCE];
-            // Swizzled as TMA does.
-            auto token = [&](int e) { return (first + e) * 4 + lane / 8; };
-            auto here = [&](int e) { return ring.here() + token(e) * ROW + (lane % 8 ^ token(e) % 8) * 16; };
-            uint32_t least = 1;
-#pragma unroll
-            for (int e = 0; e < AT_ONCE; ++e) seen[e] = load_shared(here(e));
-#pragma unroll
-            for (int e = 0; e < AT_ONCE; ++e)
-                if (first + e < lines) least = min(least, min(min(seen[e].x, seen[e].y), min(seen[e].z, seen[e].w)));
-            if (least && !keeps) continue;
-#pragma unroll
-            for (int e = 0; e < AT_ONCE; ++e) {
-                if (first + e >= lines) continue;
-                int64_t at = (static_cast<int64_t>(token(e)) * row + b * 8 + lane % 8) * 16;
-                if (!is_whole(seen[e])) {
-                    seen[e] = arrived(mine + at, seen[e], call, WAIT_GATHERING, token(e) / p.chunk, b);
-                    store_shared(here(e), seen[e]);
-                    fetched = true;
-                }
-                if (keeps) store(p.kept + at, flip(seen[e]));
-            }
-        }
-        if (fetched) fence_proxy_shared();
-        __syncwarp();
-        if (lane == 0) barrier_arrive(ring.full());
     }
 }
 
